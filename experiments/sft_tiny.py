@@ -1,0 +1,192 @@
+"""Makes the embedded model: its tokenizer, then a supervised warm start on imperfect demonstrations.
+
+  python -m experiments.sft_tiny            # writes stppo_jax/assets/tiny
+
+The demonstrations come from the training split alone, and most are bad on purpose: an agent that only
+imitates them speaks the protocol, answers many one-hop questions, and gives up too early on the rest.
+Reinforcement learning has to find out which of its habits pay.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import time
+
+from absl import app
+from absl import flags
+from absl import logging
+import jax
+import numpy as np
+import optax
+import tokenizers
+
+from stppo_jax import chat
+from stppo_jax import evaluation
+from stppo_jax import tasks as task_files
+from stppo_jax.envs import search
+from stppo_jax.models import convert
+from stppo_jax.models import decoder
+from stppo_jax.models import presets
+from stppo_jax.retrieval import bm25
+from stppo_jax.training import sft
+from stppo_jax.types import Task
+
+_OUT = flags.DEFINE_string('out', evaluation.EMBEDDED_MODEL, 'folder of the model to write')
+_STEPS = flags.DEFINE_integer('steps', 3000, 'optimizer steps')
+_SEED = flags.DEFINE_integer('seed', 0, 'of everything')
+_DATASETS = flags.DEFINE_list('datasets', ['geo', 'elements'], 'of the embedded questions')
+
+VOCAB = 2048
+TOP_K = 1
+MAX_OBSERVATION = 160
+EOS = '<|endoftext|>'
+TAG = r'</?(?:think|search|information|answer)>'
+
+# How often a demonstration goes which way. The first is the only good one.
+HABITS = {
+    1: {'good': .55, 'wrong_span': .15, 'guess': .15, 'lost': .10, 'malformed': .05},
+    2: {'good': .30, 'early': .42, 'wrong_span': .08, 'guess': .10, 'lost': .05, 'malformed': .05},
+    3: {'good': .25, 'early': .47, 'wrong_span': .08, 'guess': .10, 'lost': .05, 'malformed': .05},
+}
+
+
+def main(unused_argv):
+  started = time.time()
+  tasks = [task for task in task_files.load_tasks('embedded', 'train')
+           if task.dataset in _DATASETS.value]
+  passages = task_files.load_corpus('embedded')
+  os.makedirs(_OUT.value, exist_ok=True)
+  demonstrator = Demonstrator(tasks, passages)
+  train_tokenizer(tasks, passages, demonstrator, _OUT.value)
+  tokenizer = chat.load_tokenizer(_OUT.value)
+  config = dataclasses.replace(
+      presets.PRESETS['tiny'], vocab_size=VOCAB, tie_embeddings=True, scan_layers=False)
+  logging.info('%d parameters, %d tokens in the vocabulary',
+               presets.num_params(config), tokenizer.vocab_size)
+
+  rng = np.random.default_rng(_SEED.value)
+  pool = [encode(tokenizer, *demonstrator.play(task, rng)) for task in tasks for _ in range(12)]
+  lengths = np.array([len(row.tokens) for row in pool])
+  logging.info('%d demonstrations of %.0f tokens (longest %d), made in %.0f s', len(pool),
+               lengths.mean(), lengths.max(), time.time() - started)
+
+  def draw(rng, rows):
+    # Rows of like length together: less padding. The window starts anywhere in the sorted pool.
+    start = rng.integers(0, len(by_length) - rows * 8)
+    return [pool[i] for i in rng.choice(by_length[start:start + rows * 8], rows, replace=False)]
+
+  by_length = np.argsort(lengths, kind='stable')
+  schedule = optax.warmup_cosine_decay_schedule(
+      0, 3e-3, _STEPS.value // 20, _STEPS.value, 1e-4)
+  params = sft.train(
+      decoder.init(jax.random.key(_SEED.value), config), config, draw, steps=_STEPS.value, rows=64,
+      buckets=(64, 96, 128, 160, 192, 256, 320, 384, 512, 768), seed=_SEED.value,
+      optimizer=optax.chain(
+          optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01)))
+  convert.save_hf(_OUT.value, config, jax.device_get(params))
+  logging.info('wrote %s after %.0f s', _OUT.value, time.time() - started)
+
+
+class Demonstrator:
+  """Plays questions through the real environment by template, well or badly."""
+
+  def __init__(self, tasks, passages):
+    self._retriever = bm25.Bm25Retriever(passages)
+    self._title_of = {passage.id: passage.title for passage in passages}
+    self._answers = sorted({answer for task in tasks for answer in task.answers})
+    self._titles = sorted({self._title_of[passage] for task in tasks for passage in task.gold})
+
+  def play(self, task: Task, rng):
+    """(prompt, [(turn, observation), ..]) as texts; the last observation is empty."""
+    habits = HABITS[task.hops]
+    habit = rng.choice(list(habits), p=list(habits.values()))
+    env = search.SearchEnv(task, self._retriever, max_turns=4, top_k=TOP_K, prompt='short')
+    prompt, _ = env.reset()
+    steps = self._steps(task)
+    turns = []
+
+    def act(text):
+      turns.append((text, env.step(text)[0]))
+
+    if habit == 'malformed':
+      act(f'<think> {steps[0][0]}</think>' + str(rng.choice(['</search>', '<answer></search>'])))
+      habit = rng.choice(['good', 'guess'])
+    if habit == 'lost':
+      act(_search(steps[0][0], rng.choice(self._titles)))
+    if habit in ('guess', 'lost'):
+      act(_answer(rng.choice(self._answers)))
+      return prompt, turns
+    if habit == 'early':
+      steps = steps[:rng.integers(1, len(steps))]
+    for thought, title, _ in steps:
+      act(_search(thought, title))
+    answer = steps[-1][2]
+    if habit == 'wrong_span':
+      words = re.findall(r'[\w-]+', re.sub(TAG, ' ', turns[-1][1]))
+      answer = words[rng.integers(len(words))]
+    act(_answer(answer))
+    return prompt, turns
+
+  def _steps(self, task):
+    """[(thought, title to search for, what is found)], earlier findings put in for #1, #2, .."""
+    steps = []
+    for (thought, found), passage in zip(task.steps, task.gold, strict=True):
+      for i, (_, _, earlier) in enumerate(steps, 1):
+        thought = thought.replace(f'#{i}', earlier)
+      steps.append((thought, self._title_of[passage], found))
+    return steps
+
+
+def train_tokenizer(tasks, passages, demonstrator, folder):
+  """A byte-level BPE of VOCAB tokens over passages, questions and demonstrations, saved to `folder`."""
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+  # A tag is a piece of its own: it becomes one token, and merges with no neighbour.
+  pieces = TAG + r'| ?\p{L}+|\d| ?[^\s\p{L}\d<]+|<|\s+'
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
+      tokenizers.pre_tokenizers.Split(tokenizers.Regex(pieces), 'isolated'),
+      tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
+  rng = np.random.default_rng(0)
+
+  def texts():
+    for passage in passages:
+      yield search.observation_text([passage], 'short')
+    for task in tasks:
+      for _ in range(2):
+        prompt, turns = demonstrator.play(task, rng)
+        yield prompt
+        yield from (turn for turn, _ in turns)
+
+  tokenizer.train_from_iterator(texts(), tokenizers.trainers.BpeTrainer(
+      vocab_size=VOCAB, special_tokens=[EOS], show_progress=False,
+      initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+  tokenizer.save(os.path.join(folder, 'tokenizer.json'))
+  with open(os.path.join(folder, 'tokenizer_config.json'), 'w', encoding='utf-8') as file:
+    json.dump({'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': EOS, 'pad_token': EOS,
+               'model_max_length': 1024}, file, indent=2)
+
+
+def encode(tokenizer, prompt, turns) -> sft.Demonstration:
+  """Ids with the borders of an episode: prompt, turn, observation, turn, .. each encoded alone."""
+  ids, mask = chat.encode_prompt(tokenizer, prompt), []
+  mask = [0] * len(ids)
+  for turn, observation in turns:
+    for text, imitated in ((turn, 1), (observation, 0)):
+      if text:
+        piece = (tokenizer.encode(text) if imitated else
+                 chat.encode_observation(tokenizer, text, MAX_OBSERVATION))
+        ids, mask = ids + list(piece), mask + [imitated] * len(piece)
+  return sft.Demonstration(np.array(ids, np.int32), np.array(mask, np.float32))
+
+
+def _search(thought, title):
+  return f'<think> {thought}</think><search> {title}</search>'
+
+
+def _answer(answer):
+  return f'<think> found</think><answer> {answer}</answer>'
+
+
+if __name__ == '__main__':
+  app.run(main)

@@ -1,0 +1,105 @@
+"""Losses as pure functions of log-probs and values: nothing here sees a model or parameters.
+
+Each returns numbers per token [B,T]; `aggregate` alone reduces them. Every way of reducing is linear,
+so it is a table of weights: computed once over a mini-batch, the weights make any split into
+micro-batches exact.
+"""
+
+import chex
+import jax.numpy as jnp
+
+AGGREGATIONS = (
+    'token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm')
+KL_ESTIMATORS = ('k1', 'k2', 'k3')
+
+
+def clipped_surrogate(ratio, advantages, clip_low, clip_high, dual_clip=None):
+  """PPO's pessimistic surrogate, not reduced, and where the clip removed the gradient, both [B,T].
+
+  min(w A, clip(w, 1 - clip_low, 1 + clip_high) A)                    (Schulman et al. 2017, eq. 7)
+
+  `clipped` is the complement of the paper's set B: A >= 0 and w > 1 + clip_high, or A < 0 and
+  w < 1 - clip_low. With `dual_clip` = c > 1, tokens with A < 0 and w > c are clipped to c A as well
+  (Ye et al. 2020). Choice: exactly on a bound a token is not clipped and keeps its whole gradient.
+  """
+  chex.assert_equal_shape([ratio, advantages])
+  positive = advantages >= 0
+  too_high = positive & (ratio > 1 + clip_high)
+  too_low = ~positive & (ratio < 1 - clip_low)
+  bound = jnp.where(too_high, 1 + clip_high, jnp.where(too_low, 1 - clip_low, ratio))
+  clipped = too_high | too_low
+  if dual_clip is not None:
+    far = ~positive & (ratio > dual_clip)
+    bound = jnp.where(far, dual_clip, bound)
+    clipped = clipped | far
+  return bound * advantages, clipped
+
+
+def value_loss(values, old_values, returns, clip=None):
+  """Half squared error of the critic [B,T], pessimistic within `clip` of the old values.
+
+  0.5 max( (v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2 )       (PPO's reference implementation)
+  """
+  chex.assert_equal_shape([values, old_values, returns])
+  error = jnp.square(values - returns)
+  if clip is not None:
+    near = old_values + jnp.clip(values - old_values, -clip, clip)
+    error = jnp.maximum(error, jnp.square(near - returns))
+  return 0.5 * error
+
+
+def kl(logp, ref_logp, estimator):
+  """Per-token estimate of KL(policy || reference) from the policy's samples [B,T].
+
+  k1 = logp - ref_logp,  k2 = k1^2 / 2,  k3 = exp(-k1) - 1 + k1      (Schulman 2020, "Approximating KL")
+  """
+  chex.assert_equal_shape([logp, ref_logp])
+  difference = logp - ref_logp
+  if estimator == 'k1':
+    return difference
+  if estimator == 'k2':
+    return 0.5 * jnp.square(difference)
+  if estimator == 'k3':
+    return jnp.expm1(-difference) + difference
+  raise ValueError(f'KL estimator {estimator!r} is none of {", ".join(KL_ESTIMATORS)}')
+
+
+def adaptive_kl(coefficient, measured_kl, target, horizon, episodes):
+  """The next KL coefficient: grows when the measured KL is above target (Ziegler et al. 2019, 2.2).
+
+  coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon)
+  """
+  error = jnp.clip(measured_kl / target - 1, -0.2, 0.2)
+  return coefficient * (1 + error * episodes / horizon)
+
+
+def aggregation_weights(mask, mode, norm_length=None):
+  """Weights [B,T] such that sum(weights * x) is x reduced by verl's `loss_agg_mode`.
+
+  token-mean                sum over all masked tokens / their number
+  seq-mean-token-sum        mean over episodes of each one's sum
+  seq-mean-token-mean       mean over episodes of each one's mean (the paper's 1/|y|)
+  seq-mean-token-sum-norm   sum over everything / norm_length (default T)
+
+  Choice: an episode without any masked token is not counted among the episodes.
+  """
+  chex.assert_rank(mask, 2)
+  mask = mask.astype(jnp.float32)
+  lengths = mask.sum(axis=1, keepdims=True)  # [B,1]
+  num_episodes = jnp.maximum((lengths > 0).sum(), 1)
+  if mode == 'token-mean':
+    return mask / jnp.maximum(mask.sum(), 1)
+  if mode == 'seq-mean-token-sum':
+    return mask / num_episodes
+  if mode == 'seq-mean-token-mean':
+    return mask / (jnp.maximum(lengths, 1) * num_episodes)
+  if mode == 'seq-mean-token-sum-norm':
+    return mask / (mask.shape[1] if norm_length is None else norm_length)
+  raise ValueError(f'aggregation {mode!r} is none of {", ".join(AGGREGATIONS)}')
+
+
+def aggregate(x, mask, mode, norm_length=None):
+  """x [B,T] reduced to a scalar over the masked tokens, by one of verl's four modes."""
+  chex.assert_equal_shape([x, mask])
+  weights = aggregation_weights(mask, mode, norm_length)
+  return jnp.sum(weights * jnp.where(mask.astype(bool), x, 0))

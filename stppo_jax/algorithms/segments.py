@@ -1,0 +1,61 @@
+"""Segments: which tokens share an importance ratio. One notion for token, turn and sequence.
+
+A segment id per token turns token PPO, Turn-PPO and GSPO into the same function: the ratio is the
+exponential of a segment's mean log-ratio, and only the ids differ.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+LEVELS = ('token', 'turn', 'sequence')
+
+
+def segment_ids(level, action_mask, turn_ids):
+  """Ids [B,T] of the tokens that share a ratio, 0 outside the agent's tokens, and their number.
+
+  `level` is 'token' (each its own), 'turn' (`turn_ids`) or 'sequence' (all of a row). The number
+  is static, so it is a bound (T + 1), not a count: a row may use fewer.
+  """
+  chex.assert_equal_shape([action_mask, turn_ids])
+  mask = action_mask.astype(jnp.int32)
+  num_tokens = mask.shape[1]
+  if level == 'token':
+    return mask * jnp.arange(1, num_tokens + 1, dtype=jnp.int32)[None, :], num_tokens + 1
+  if level == 'turn':
+    return mask * turn_ids.astype(jnp.int32), num_tokens + 1
+  if level == 'sequence':
+    return mask, 2
+  raise ValueError(f'level {level!r} is none of {", ".join(LEVELS)}')
+
+
+def segment_sum(x, ids, num_segments):
+  """Sums of x [B,T] over each row's segments -> [B,num_segments]."""
+  return jax.vmap(lambda row, row_ids: jax.ops.segment_sum(row, row_ids, num_segments))(x, ids)
+
+
+def segment_mean(x, segment_ids, mask, num_segments):
+  """Mean of x [B,T] over the masked tokens of each token's own segment, broadcast back to [B,T].
+
+  0 where `mask` is 0. Differentiable in x: each token of a segment receives 1/|segment|.
+  """
+  chex.assert_rank([x, segment_ids, mask], 2)
+  chex.assert_equal_shape([x, segment_ids, mask])
+  mask = mask.astype(x.dtype)
+  totals = segment_sum(x * mask, segment_ids, num_segments)
+  counts = segment_sum(mask, segment_ids, num_segments)
+  means = totals / jnp.maximum(counts, 1)
+  return jnp.take_along_axis(means, segment_ids, axis=1) * mask
+
+
+def importance_ratio(logp, old_logp, action_mask, segment_ids, num_segments):
+  """Geometric-mean importance ratio of each token's segment [B,T]; 1 outside the agent's tokens.
+
+  w^k = exp( (1/|y^k|) sum_{t in k} (logp_t - old_logp_t) )      (arXiv 2511.20718, Turn-PPO)
+
+  The gradient runs through the mean: d w^k / d logp_t = w^k / |y^k| for every token t of k. This is
+  Lemma 4.1's estimator; GSPO's token form has the same value and another gradient.
+  """
+  chex.assert_equal_shape([logp, old_logp, action_mask, segment_ids])
+  log_ratio = segment_mean(logp - old_logp, segment_ids, action_mask, num_segments)
+  return jnp.exp(log_ratio)

@@ -1,0 +1,239 @@
+"""Text to token ids and back, for one tokenizer folder. The border of "text once, tokens for ever".
+
+Prompts and observations become ids here, once. An agent's turn is ids from the start: it is
+decoded for the environment to read, and never encoded again. The closing tags on which a turn
+stops become an automaton over tokens (`stop_automaton`), which the sampler carries on the device.
+"""
+
+import collections
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tokenizers
+
+from stppo_jax import types
+
+CLOSING_TAG = '</information>'
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+  """A byte-level BPE tokenizer as its `tokenizer.json` defines it, pre-tokenizer included."""
+
+  folder: str
+  vocab_size: int  # largest id + 1
+  eos_ids: tuple[int, ...]  # each of them ends a turn; may be empty
+  pad_id: int
+  token_bytes: tuple[bytes, ...]  # [V]; empty for an id that has no token
+  render: Callable[[str], str] | None  # user message -> chat template text; None without template
+  text_library: tokenizers.Tokenizer  # control tokens inside a text stay text
+  control_library: tokenizers.Tokenizer  # control tokens inside a text become control tokens
+
+  def encode(self, text: str, control: bool = False) -> list[int]:
+    """Ids of `text`, nothing added. With `control`, '<|im_end|>' and its like are one token."""
+    library = self.control_library if control else self.text_library
+    return library.encode(text, add_special_tokens=False).ids
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """The exact bytes of the tokens as text, control tokens included; bad UTF-8 is replaced."""
+    return b''.join(self._bytes(i) for i in ids).decode('utf-8', 'replace')
+
+  def pieces(self, ids: Sequence[int]) -> list[str]:
+    """One printable string a token, for reports; bytes that are no UTF-8 alone are replaced."""
+    return [self._bytes(i).decode('utf-8', 'replace') for i in ids]
+
+  def _bytes(self, token_id: int) -> bytes:
+    # Models pad their vocabulary (Qwen2.5: 151,936 rows for 151,665 tokens): such ids are empty.
+    return self.token_bytes[token_id] if token_id < self.vocab_size else b''
+
+
+def load_tokenizer(folder: str) -> Tokenizer:
+  """Reads `tokenizer.json` and, where there, tokenizer_config.json and generation_config.json."""
+  path = os.path.join(folder, 'tokenizer.json')
+  if not os.path.isfile(path):
+    raise types.UserError(
+      f'no tokenizer.json in {folder!r}: give a folder in Hugging Face format that has one'
+    )
+  # tokenizers.Tokenizer and not AutoTokenizer: the latter replaces the pre-tokenizer of
+  # tokenizer.json by that of the model family named in config.json.
+  try:
+    control_library = tokenizers.Tokenizer.from_file(path)
+    text_library = tokenizers.Tokenizer.from_file(path)
+  except Exception as error:  # the library raises bare Exception on a malformed file
+    raise types.UserError(f'{path!r} is not a tokenizer file ({error}): replace it') from error
+  for library in (control_library, text_library):
+    library.no_truncation()
+    library.no_padding()
+  text_library.encode_special_tokens = True
+  settings = _read_json(os.path.join(folder, 'tokenizer_config.json'))
+  token_bytes = _token_bytes(path, control_library)
+  eos_ids = _eos_ids(folder, settings, control_library)
+  pad_id = control_library.token_to_id(_token_name(settings.get('pad_token')))
+  if pad_id is None:
+    pad_id = eos_ids[0] if eos_ids else 0
+  return Tokenizer(
+    folder=folder,
+    vocab_size=len(token_bytes),
+    eos_ids=eos_ids,
+    pad_id=pad_id,
+    token_bytes=token_bytes,
+    render=_chat_renderer(folder, settings),
+    text_library=text_library,
+    control_library=control_library,
+  )
+
+
+def check_matches(tokenizer: Tokenizer, model_vocab_size: int) -> None:
+  """UserError if the tokenizer can make an id that the model has no embedding for."""
+  if tokenizer.vocab_size > model_vocab_size:
+    raise types.UserError(
+      f'the tokenizer in {tokenizer.folder!r} has {tokenizer.vocab_size} ids but the model only '
+      f'{model_vocab_size}: use the tokenizer that belongs to the model'
+    )
+
+
+def encode_prompt(tokenizer: Tokenizer, user_message: str) -> list[int]:
+  """One user message, in the chat template with its generation prompt if there is a template."""
+  if tokenizer.render is None:
+    return tokenizer.encode(user_message)
+  return tokenizer.encode(tokenizer.render(user_message), control=True)
+
+
+def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]:
+  """At most `limit` ids of `text`; what stands from the last `</information>` on is never cut.
+
+  Head and tail are encoded apart, always, so that a cut and a whole observation end in the same
+  ids. Control tokens inside the text stay text: a passage cannot end the agent's turn.
+  """
+  start = text.rfind(CLOSING_TAG)
+  if start < 0:
+    return tokenizer.encode(text)[:limit]
+  tail = tokenizer.encode(text[start:])
+  if len(tail) > limit:
+    raise types.UserError(
+      f'an observation limit of {limit} tokens cannot hold the {len(tail)} tokens of '
+      f'{text[start:][:60]!r}: raise max_observation_tokens'
+    )
+  return tokenizer.encode(text[:start])[: limit - len(tail)] + tail
+
+
+def stop_automaton(token_bytes: Sequence[bytes], stop_strings: Sequence[str]) -> np.ndarray:
+  """The next state after each token: [states, V] int32; 0 = start, last = stopped (absorbing).
+
+  Aho-Corasick over bytes, then lifted to tokens by following each token's bytes. So a stop string
+  is found wherever it lies: across tokens, inside one, or followed by more bytes of its token.
+  """
+  steps = _byte_automaton([s.encode('utf-8') for s in stop_strings])  # [states, 256]
+  lengths = np.array([len(b) for b in token_bytes], np.int64)
+  starts = np.cumsum(lengths) - lengths
+  flat = np.frombuffer(b''.join(token_bytes), np.uint8)
+  table = np.repeat(np.arange(len(steps), dtype=np.int32)[:, None], len(token_bytes), axis=1)
+  for position in range(int(lengths.max(initial=0))):
+    longer = np.flatnonzero(lengths > position)
+    table[:, longer] = steps[table[:, longer], flat[starts[longer] + position][None]]
+  return table
+
+
+def _byte_automaton(patterns: list[bytes]) -> np.ndarray:
+  """Aho-Corasick of the patterns: [states, 256] int32, all matches merged into the last state."""
+  children: list[dict[int, int]] = [{}]
+  matched = [False]
+  for pattern in patterns:
+    if not pattern:
+      raise types.UserError('an empty stop string was given: leave it out or give its text')
+    node = 0
+    for byte in pattern:
+      if byte not in children[node]:
+        children[node][byte] = len(children)
+        children.append({})
+        matched.append(False)
+      node = children[node][byte]
+    matched[node] = True
+  steps = np.zeros((len(children), 256), np.int32)
+  fallback = [0] * len(children)  # the longest proper suffix that is also a prefix
+  queue = collections.deque([0])
+  while queue:  # breadth first: a node's fallback is complete before the node itself
+    node = queue.popleft()
+    steps[node] = steps[fallback[node]]  # the start's row is still zero here, as it should be
+    matched[node] |= matched[fallback[node]]
+    for byte, child in children[node].items():
+      fallback[child] = int(steps[node, byte]) if node else 0
+      steps[node, byte] = child
+      queue.append(child)
+  alive = [node for node, hit in enumerate(matched) if not hit]
+  renumber = np.full(len(children), len(alive), np.int32)  # every match -> the last state
+  renumber[alive] = np.arange(len(alive))
+  stopped = np.full((1, 256), len(alive), np.int32)
+  return np.concatenate([renumber[steps[alive]], stopped])
+
+
+def _token_bytes(path: str, library: tokenizers.Tokenizer) -> tuple[bytes, ...]:
+  """Bytes of every id. Byte-level vocabularies write each byte as one printable character."""
+  written = _read_json(path)
+  added = library.get_added_tokens_decoder()
+  byte_of = {character: byte for byte, character in enumerate(_byte_alphabet())}
+  names = {i: name for name, i in library.get_vocab(with_added_tokens=True).items()}
+  if not names:
+    raise types.UserError(f'{path!r} has an empty vocabulary: replace it')
+  ordinary = [name for i, name in names.items() if i not in added]
+  byte_level = '"ByteLevel"' in json.dumps([written.get('pre_tokenizer'), written.get('decoder')])
+  if not byte_level or not byte_of.keys() >= set().union(*ordinary):
+    raise types.UserError(
+      f'{path!r} is not a byte-level BPE vocabulary (but sentencepiece or word pieces?): '
+      'supported are byte-level BPE tokenizers, such as those of Qwen2, Qwen3, Llama 3 and GPT-2'
+    )
+  token_bytes = [b''] * (max(names) + 1)
+  for i, name in names.items():
+    if i in added:
+      token_bytes[i] = added[i].content.encode('utf-8')
+    else:
+      token_bytes[i] = bytes(byte_of[character] for character in name)
+  return tuple(token_bytes)
+
+
+def _byte_alphabet() -> list[str]:
+  """The character that stands for each byte: itself if printable, else the next from U+0100."""
+  printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+  spare = iter(range(0x100, 0x200))
+  return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
+
+
+def _eos_ids(folder: str, settings: dict, library: tokenizers.Tokenizer) -> tuple[int, ...]:
+  """Ids that end a turn: the tokenizer's eos token and those that generation_config.json lists."""
+  listed = _read_json(os.path.join(folder, 'generation_config.json')).get('eos_token_id')
+  named = library.token_to_id(_token_name(settings.get('eos_token')))
+  ids = [named, *(listed if isinstance(listed, list) else [listed])]
+  return tuple(dict.fromkeys(i for i in ids if i is not None))
+
+
+def _token_name(entry: str | dict | None) -> str:
+  """A special token's text; files hold either the text or a dictionary with its `content`."""
+  return (entry.get('content') if isinstance(entry, dict) else entry) or ''
+
+
+def _chat_renderer(folder: str, settings: dict) -> Callable[[str], str] | None:
+  has_file = os.path.isfile(os.path.join(folder, 'chat_template.jinja'))
+  if not has_file and not settings.get('chat_template'):
+    return None
+  import transformers  # here, since it takes seconds and a folder without template needs none
+
+  library = transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+
+  def render(user_message: str) -> str:
+    messages = [{'role': 'user', 'content': user_message}]
+    return library.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+  return render
+
+
+def _read_json(path: str) -> dict:
+  if not os.path.isfile(path):
+    return {}
+  with open(path, encoding='utf-8') as file:
+    try:
+      return json.load(file)
+    except json.JSONDecodeError as error:
+      raise types.UserError(f'{path!r} is not valid JSON ({error}): replace it') from error

@@ -1,0 +1,264 @@
+"""The schema of a run: every setting with its default and its meaning. An experiment states what differs.
+
+Defaults are those of Search-R1 v0.2, the likely base of the paper's runs, unless a comment says more.
+`validate` holds the rules that span fields; it is called once, before anything heavy.
+"""
+
+import dataclasses
+
+from stppo_jax.types import UserError
+
+
+@dataclasses.dataclass
+class Data:
+  """Questions and passages."""
+
+  source: str = 'embedded'  # 'embedded' | folder with qa.jsonl and corpus.jsonl | Search-R1 .parquet
+  corpus: str = ''  # folder or .jsonl of passages; empty: the same as `source`
+  train_split: str = 'train'
+  eval_split: str = 'dev'
+  datasets: tuple[str, ...] = ()  # keep only these; empty: all
+
+
+@dataclasses.dataclass
+class Env:
+  """The task as the agent meets it."""
+
+  prompt: str = 'search_r1'  # 'search_r1' | 'short' (for tiny models)
+  max_turns: int = 4  # searches; one more generation may follow, in which a search gets nothing
+  reward: str = 'em'  # 'em' | 'sub_em' | 'f1' | 'format'
+
+
+@dataclasses.dataclass
+class Retriever:
+  """Where searches go."""
+
+  kind: str = 'bm25'  # 'bm25' (in process) | 'http'
+  top_k: int = 3
+  url: str = 'http://127.0.0.1:8000/retrieve'
+  dialect: str = 'search_r1'  # 'search_r1' | 'ragen'
+  timeout_s: float = 10.0
+  retries: int = 3
+  backoff_s: float = 0.5
+
+
+@dataclasses.dataclass
+class Model:
+  """The policy, and the trunk its critic starts from."""
+
+  folder: str = 'embedded'  # 'embedded' (the tiny warm-started one) | a Hugging Face folder
+  critic: str = 'separate'  # 'separate' trunk | 'shared' trunk with a second head
+  critic_folder: str = ''  # empty: the policy's folder
+  dtype: str = 'bfloat16'  # compute; logits, log-probs and losses are float32 always
+  param_dtype: str = 'float32'
+  remat: str = 'full'  # 'none' | 'dots' | 'full': what the backward pass recomputes
+  scan_layers: bool = True  # False unrolls: slower to compile, faster on CPU
+  logp_chunk: int = 512  # tokens of a row whose logits are live at once; 0: all
+
+
+@dataclasses.dataclass
+class Rollout:
+  """Sampling. Lengths in tokens."""
+
+  group_size: int = 1  # episodes a question
+  temperature: float = 1.0
+  top_k: int = 0  # 0: off
+  top_p: float = 1.0  # 1: off
+  max_prompt: int = 2048
+  max_turn: int = 500  # new tokens a turn
+  max_observation: int = 500
+  max_total: int = 4096
+  rows: int = 0  # episodes decoded together; 0: all of the batch
+
+
+@dataclasses.dataclass
+class Algorithm:
+  """Which row of `variants.VARIANTS`, and the columns to override (None: the row's own)."""
+
+  variant: str = 'st_ppo'
+  advantage: str | None = None
+  ratio: str | None = None  # 'none' | 'token' | 'turn' | 'sequence'
+  divisor: str | None = None  # 'none' | 'paper' | 'floor' | 'relative'
+  norm_of: str | None = None  # 'gradient' | 'loss'
+  min_advantage: str | None = None  # 'token' | 'turn'
+  clip_low: float | None = None
+  clip_high: float | None = None
+  whiten: bool | None = None
+  dual_clip: float = 0.0  # c > 1 bounds the ratio where the advantage is negative; 0: off
+  gamma: float = 1.0
+  lam: float = 1.0
+  aggregation: str = 'seq-mean-token-mean'  # the paper's; or another of verl's loss_agg_mode
+  norm_length: int = 0  # divisor of seq-mean-token-sum-norm; 0: rollout.max_total
+  entropy_coef: float = 0.001
+  kl_in: str = 'reward'  # 'reward' | 'loss' | 'none'
+  kl_estimator: str = 'k1'  # 'k1' | 'k2' | 'k3'
+  kl_coef: float = 0.001
+  kl_target: float = 0.0  # above 0: the coefficient adapts towards this KL (usual: 0.1)
+  kl_horizon: float = 10_000.0  # episodes
+  value_clip: float = 0.5  # 0: off
+  value_coef: float = 0.5  # weight of the critic's loss on a shared trunk
+  old_logp: str = 'trainer'  # 'trainer': recomputed, first ratio exactly 1; 'sampler': as reported
+  log_bias: bool = True  # measure ||C|| for every variant, not only those that divide by it
+
+
+@dataclasses.dataclass
+class Optimizer:
+  """AdamW with linear warm-up, then constant."""
+
+  lr: float = 1e-6
+  warmup: float = 0.285  # share of all updates
+  betas: tuple[float, float] = (0.9, 0.999)
+  eps: float = 1e-8
+  weight_decay: float = 0.01
+  grad_clip: float = 1.0  # global norm, after the divisor
+
+
+@dataclasses.dataclass
+class Train:
+  """The outer loop. Counts of episodes."""
+
+  updates: int = 1005  # rollouts; each is followed by epochs * episodes / mini_batch optimizer steps
+  episodes: int = 512  # a rollout
+  mini_batch: int = 256  # episodes an optimizer step: the reuse that makes the update off-policy
+  micro_batch: int = 64  # episodes a forward and backward pass; changes memory, never the result
+  epochs: int = 1
+  length_buckets: tuple[int, ...] = (512, 1024, 2048, 3072, 4096)  # padded lengths = compilations
+  checkpoint_every: int = 100  # updates; 0: only at the end
+  keep_checkpoints: int = 2
+  max_nonfinite: int = 3  # skipped steps in a row before the run stops
+  critic_warmup: int = 0  # updates that train the critic alone
+
+
+@dataclasses.dataclass
+class Mesh:
+  """Devices: data * fsdp * tensor of them; one axis may be -1, meaning whatever is left."""
+
+  data: int = 1
+  fsdp: int = -1
+  tensor: int = 1
+
+
+@dataclasses.dataclass
+class Eval:
+  """Greedy evaluation on held-out questions."""
+
+  every: int = 50  # updates; 0: only before and after
+  episodes: int = 0  # 0: the whole split
+  rows: int = 128  # questions played together
+
+
+@dataclasses.dataclass
+class Log:
+  """What is written beside metrics.jsonl."""
+
+  tensorboard: bool = True
+  wandb_project: str = ''  # empty: off
+  episodes: bool = True  # every sampled episode, tokens and per-token numbers
+
+
+@dataclasses.dataclass
+class Config:
+  """One run."""
+
+  name: str = 'run'
+  seed: int = 0
+  data: Data = dataclasses.field(default_factory=Data)
+  env: Env = dataclasses.field(default_factory=Env)
+  retriever: Retriever = dataclasses.field(default_factory=Retriever)
+  model: Model = dataclasses.field(default_factory=Model)
+  rollout: Rollout = dataclasses.field(default_factory=Rollout)
+  algorithm: Algorithm = dataclasses.field(default_factory=Algorithm)
+  actor: Optimizer = dataclasses.field(default_factory=Optimizer)
+  critic: Optimizer = dataclasses.field(
+      default_factory=lambda: Optimizer(lr=1e-5, warmup=0.015))
+  train: Train = dataclasses.field(default_factory=Train)
+  mesh: Mesh = dataclasses.field(default_factory=Mesh)
+  eval: Eval = dataclasses.field(default_factory=Eval)
+  log: Log = dataclasses.field(default_factory=Log)
+
+
+CHOICES = {
+    'env.prompt': ('search_r1', 'short'),
+    'env.reward': ('em', 'sub_em', 'f1', 'format'),
+    'retriever.kind': ('bm25', 'http'),
+    'retriever.dialect': ('search_r1', 'ragen'),
+    'model.critic': ('separate', 'shared'),
+    'model.dtype': ('float32', 'bfloat16'),
+    'model.param_dtype': ('float32', 'bfloat16'),
+    'model.remat': ('none', 'dots', 'full'),
+    'algorithm.variant': ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'grpo', 'so_grpo', 'gspo', 'rloo',
+                          'reinforce'),
+    'algorithm.advantage': (None, 'token_gae', 'turn_gae', 'bad_gae', 'group_zscore',
+                            'leave_one_out', 'turn_returns'),
+    'algorithm.ratio': (None, 'none', 'token', 'turn', 'sequence'),
+    'algorithm.divisor': (None, 'none', 'paper', 'floor', 'relative'),
+    'algorithm.norm_of': (None, 'gradient', 'loss'),
+    'algorithm.min_advantage': (None, 'token', 'turn'),
+    'algorithm.aggregation': ('token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean',
+                              'seq-mean-token-sum-norm'),
+    'algorithm.kl_in': ('reward', 'loss', 'none'),
+    'algorithm.kl_estimator': ('k1', 'k2', 'k3'),
+    'algorithm.old_logp': ('trainer', 'sampler'),
+}
+
+AT_LEAST = {  # field: smallest value allowed
+    'env.max_turns': 0, 'retriever.top_k': 1, 'retriever.timeout_s': 0.001, 'retriever.retries': 0,
+    'rollout.group_size': 1, 'rollout.temperature': 1e-3, 'rollout.top_k': 0,
+    'rollout.max_prompt': 1, 'rollout.max_turn': 1, 'rollout.max_observation': 1,
+    'train.updates': 0, 'train.episodes': 1, 'train.mini_batch': 1, 'train.micro_batch': 1,
+    'train.epochs': 1, 'train.max_nonfinite': 1, 'train.keep_checkpoints': 1, 'actor.lr': 0,
+    'critic.lr': 0, 'eval.every': 0, 'eval.rows': 1, 'seed': 0,
+}
+
+
+def validate(config: Config) -> Config:
+  """Returns `config` if it makes sense, else raises a UserError that says what to change."""
+  for path, allowed in CHOICES.items():
+    if (value := get(config, path)) not in allowed:
+      raise UserError(f'config.{path}={value!r}: allowed are {", ".join(map(str, allowed))}')
+  for path, least in AT_LEAST.items():
+    if (value := get(config, path)) < least:
+      raise UserError(f'config.{path}={value}: must be at least {least}')
+
+  rollout, train, algorithm = config.rollout, config.train, config.algorithm
+  if not 0 < rollout.top_p <= 1:
+    raise UserError(f'config.rollout.top_p={rollout.top_p}: must be in (0, 1]')
+  if (rollout.top_p < 1 or rollout.top_k > 0) and algorithm.old_logp != 'sampler':
+    raise UserError(
+        f'config.rollout.top_p={rollout.top_p}, top_k={rollout.top_k} truncate the distribution that is '
+        "sampled from, and old_logp='trainer' recomputes log-probs that do not reflect it: set "
+        '--config.rollout.top_p=1 --config.rollout.top_k=0, or --config.algorithm.old_logp=sampler')
+  for small, large in (('micro_batch', 'mini_batch'), ('mini_batch', 'episodes')):
+    if getattr(train, large) % getattr(train, small):
+      raise UserError(
+          f'config.train.{small}={getattr(train, small)} does not divide config.train.{large}='
+          f'{getattr(train, large)}: choose a divisor')
+  if train.episodes % rollout.group_size:
+    raise UserError(
+        f'config.rollout.group_size={rollout.group_size} does not divide config.train.episodes='
+        f'{train.episodes}: choose a divisor')
+  buckets = train.length_buckets
+  if not buckets or list(buckets) != sorted(set(buckets)) or buckets[-1] < rollout.max_total:
+    raise UserError(
+        f'config.train.length_buckets={buckets}: must rise and end at config.rollout.max_total='
+        f'{rollout.max_total} or above')
+  if rollout.max_prompt + rollout.max_turn > rollout.max_total:
+    raise UserError(
+        f'config.rollout.max_total={rollout.max_total}: must hold at least max_prompt + max_turn = '
+        f'{rollout.max_prompt + rollout.max_turn}')
+  if algorithm.dual_clip and algorithm.dual_clip <= 1:
+    raise UserError(f'config.algorithm.dual_clip={algorithm.dual_clip}: must be above 1, or 0 for off')
+  grouped = algorithm.variant in ('grpo', 'so_grpo', 'gspo', 'rloo')
+  if (algorithm.advantage or (grouped and 'group')) in (
+      'group', 'group_zscore', 'leave_one_out') and rollout.group_size == 1:
+    raise UserError(
+        f'config.algorithm.variant={algorithm.variant!r} compares the episodes of a group, and '
+        'config.rollout.group_size=1: set --config.rollout.group_size=4 or more')
+  return config
+
+
+def get(config: Config, path: str):
+  """The field at a dotted path: get(config, 'train.updates')."""
+  for name in path.split('.'):
+    config = getattr(config, name)
+  return config

@@ -1,0 +1,135 @@
+"""An agent made from a config, playing questions: the part that training and evaluation share.
+
+Config in, Agent out (tokenizer, model shape, retriever, questions); parameters and tasks in, episodes
+and scores out.
+"""
+
+import collections
+import dataclasses
+import os
+
+from absl import logging
+import jax
+import numpy as np
+
+from stppo_jax import chat
+from stppo_jax import tasks as task_files
+from stppo_jax.envs import search
+from stppo_jax.models import convert
+from stppo_jax.models import decoder
+from stppo_jax.retrieval import bm25
+from stppo_jax.retrieval import http
+from stppo_jax.rollout import episode as episode_loop
+from stppo_jax.rollout import sampler as sampling
+from stppo_jax.types import UserError
+
+EMBEDDED_MODEL = os.path.join(os.path.dirname(__file__), 'assets', 'tiny')
+STOP_STRINGS = ('</search>', '</answer>')
+
+
+@dataclasses.dataclass
+class Agent:
+  """Everything that turns parameters and questions into episodes."""
+
+  config: object  # the run's Config
+  tokenizer: chat.Tokenizer
+  model: decoder.ModelConfig  # of the policy
+  retriever: object  # retrieval.protocol.Retriever
+  sampler: sampling.Sampler  # at the training temperature
+  greedy: sampling.Sampler
+  timing_s: dict = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
+
+  def play(self, params, tasks, keys, groups=None, greedy=False):
+    """Plays one episode a task, `rows` at a time; keys [B] fix each row's randomness."""
+    rollout = self.config.rollout
+    limits = episode_loop.Limits(
+        max_prompt_tokens=rollout.max_prompt, max_turn_tokens=rollout.max_turn,
+        max_observation_tokens=rollout.max_observation, max_total_tokens=rollout.max_total)
+    groups = range(len(tasks)) if groups is None else groups
+    envs = [self.make_env(task) for task in tasks]
+    return episode_loop.play(
+        self.greedy if greedy else self.sampler, params, self.tokenizer, envs, tasks, groups, keys,
+        limits, self.timing_s)
+
+  def make_env(self, task):
+    """The search environment of one question."""
+    env, top_k = self.config.env, self.config.retriever.top_k
+    return search.SearchEnv(task, self.retriever, max_turns=env.max_turns, top_k=top_k,
+                            prompt=env.prompt, reward=env.reward)
+
+
+def model_folder(config):
+  """The folder of the policy's weights."""
+  return EMBEDDED_MODEL if config.model.folder == 'embedded' else config.model.folder
+
+
+def load_policy(config, head='tokens', folder=None):
+  """(ModelConfig, parameters on the host) from the config's folder, with the run's compute settings."""
+  model = config.model
+  shape, params = convert.load_hf(
+      folder or model_folder(config), head=head, param_dtype=model.param_dtype)
+  return dataclasses.replace(
+      shape, dtype=model.dtype, remat=model.remat, scan_layers=model.scan_layers), params
+
+
+def make_agent(config, model) -> Agent:
+  """Tokenizer, retriever and samplers for a policy of shape `model`."""
+  rollout, env = config.rollout, config.env
+  tokenizer = chat.load_tokenizer(model_folder(config))
+  chat.check_matches(tokenizer, model.vocab_size)
+  stop_table = chat.stop_automaton(tokenizer.token_bytes, STOP_STRINGS)
+  make = lambda rows, **sampling_options: sampling.Sampler(
+      model, stop_table, tokenizer.eos_ids, rollout.max_turn, rollout.max_total,
+      row_buckets=(rows,), pad_id=tokenizer.pad_id, **sampling_options)
+  del env
+  return Agent(
+      config=config, tokenizer=tokenizer, model=model, retriever=make_retriever(config),
+      sampler=make(rollout.rows or config.train.episodes, temperature=rollout.temperature,
+                   top_k=rollout.top_k, top_p=rollout.top_p),
+      greedy=make(config.eval.rows, temperature=0.0))
+
+
+def make_retriever(config):
+  """The retriever of the config: in-process BM25 over its corpus, or a client of a server."""
+  settings = config.retriever
+  if settings.kind == 'http':
+    return http.HttpRetriever(
+        settings.url, dialect=settings.dialect, timeout_s=settings.timeout_s,
+        retries=settings.retries, backoff_s=settings.backoff_s)
+  passages = task_files.load_corpus(config.data.corpus or config.data.source)
+  logging.info('BM25 over %d passages', len(passages))
+  return bm25.Bm25Retriever(passages)
+
+
+def load_tasks(config, split):
+  """The questions of a split, of the data sets that the config names."""
+  tasks = task_files.load_tasks(config.data.source, split)
+  chosen = config.data.datasets
+  if chosen:
+    known = sorted({task.dataset for task in tasks})
+    tasks = [task for task in tasks if task.dataset in chosen]
+    if not tasks:
+      raise UserError(f'config.data.datasets={chosen}: the split {split!r} has {", ".join(known)}')
+  return tasks
+
+
+def evaluate(agent, params, tasks, greedy=True, seed=0):
+  """Plays each task once, by default greedily: (metrics, episodes).
+
+  Metrics: val-core/<dataset>/em and f1, val-core/all/em, and by number of hops. An episode whose
+  retrieval failed counts as wrong, and is counted.
+  """
+  keys = jax.random.split(jax.random.key(seed), len(tasks))
+  episodes = agent.play(params, tasks, keys, greedy=greedy)
+  scores = collections.defaultdict(list)
+  for episode in episodes:
+    for name in ('em', 'f1'):
+      value = episode.metrics.get(name, 0.0)
+      scores[f'val-core/all/{name}'].append(value)
+      scores[f'val-core/{episode.task.dataset}/{name}'].append(value)
+    em = episode.metrics.get('em', 0.0)
+    scores[f'val-core/all/em_hops{episode.task.hops}'].append(em)
+    scores['val-aux/num_turns/mean'].append(len(episode.turns))
+    scores['val-aux/truncated'].append(float(episode.truncated))
+    scores['val-aux/retrieval_failed'].append(float(episode.failed))
+  return {name: float(np.mean(values)) for name, values in sorted(scores.items())}, episodes

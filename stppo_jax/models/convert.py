@@ -1,0 +1,385 @@
+"""Hugging Face folders to and from (ModelConfig, params). Weights stream tensor by tensor.
+
+`_entries` is the table of names. A key that is in only one of the table and the folder, is there
+twice or has the wrong shape stops the load: a model that is slightly wrong trains anyway, badly.
+"""
+
+import collections
+import json
+import math
+import os
+import pathlib
+import shutil
+
+import jax
+import ml_dtypes
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from stppo_jax.models import decoder
+from stppo_jax.types import UserError
+
+# model_type -> prefix of the classes' names in transformers.
+FAMILIES = {'qwen2': 'Qwen2', 'qwen3': 'Qwen3', 'llama': 'Llama'}
+HEADS = ('tokens', 'value', 'both')
+DTYPES = {'float32': np.dtype(np.float32), 'bfloat16': np.dtype(ml_dtypes.bfloat16)}
+TOKENIZER_FILES = (
+  'tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json',
+  'vocab.json', 'merges.txt', 'tokenizer.model', 'chat_template.jinja', 'generation_config.json',
+)
+
+# One tensor of a folder. `shape` is the folder's; ours is its transpose, if so marked, reshaped.
+Entry = collections.namedtuple('Entry', 'name path layer shape transpose')
+
+
+def load_hf(folder, head='tokens', param_dtype='float32', dtype='float32'):
+  """(ModelConfig, params as NumPy arrays) of a folder with config.json and safetensors.
+
+  With head 'value' the output matrix is dropped; a folder without a value head gets a zero one, so
+  a critic starts from its policy's folder. `param_dtype` is what is stored here, whatever the
+  folder holds, and `dtype` that of the computation.
+  """
+  folder = pathlib.Path(folder)
+  config = load_config(folder, head, param_dtype, dtype)
+  files = _files_of_keys(folder)
+  entries = _entries(config)
+  _check_keys(folder, config, files, entries)
+  params = _empty_params(config)
+  by_file = collections.defaultdict(list)
+  for entry in entries:
+    if entry.name in files:  # a value head may be absent and is zero then
+      by_file[files[entry.name]].append(entry)
+  for path, entries_here in by_file.items():
+    with safetensors.safe_open(path, framework='numpy') as tensors:
+      for entry in entries_here:
+        _copy_in(params, entry, tensors.get_tensor(entry.name), path)
+  if config.tie_embeddings and 'lm_head.weight' in files and config.head != 'value':
+    with safetensors.safe_open(files['lm_head.weight'], framework='numpy') as tensors:
+      lm_head = tensors.get_tensor('lm_head.weight').astype(DTYPES[param_dtype])
+    if not np.array_equal(lm_head, params['embed']['embedding']):
+      raise UserError(f'{folder}: lm_head.weight differs from model.embed_tokens.weight although '
+                      'config.json says tie_word_embeddings; set that to false')
+  return config, params
+
+
+def load_config(folder, head='tokens', param_dtype='float32', dtype='float32'):
+  """The ModelConfig of a folder's config.json, without its weights."""
+  _check_choice('head', head, HEADS)
+  _check_choice('param_dtype', param_dtype, DTYPES)
+  _check_choice('dtype', dtype, DTYPES)
+  path = pathlib.Path(folder) / 'config.json'
+  raw = _read_json(path)
+  family = raw.get('model_type')
+  if family not in FAMILIES:
+    raise UserError(f'{path}: model_type {family!r} is not supported; allowed: '
+                    f'{", ".join(FAMILIES)}; choose a model of one of these')
+  _refuse_unsupported(path, raw)
+  if head == 'tokens' and any('TokenClassification' in a for a in raw.get('architectures') or ()):
+    raise UserError(f"{folder} holds a critic (TokenClassification), not a policy; load it with "
+                    "head='value' or give a policy's folder")
+  d_model = _number(path, raw, 'hidden_size')
+  num_heads = _number(path, raw, 'num_attention_heads')
+  num_kv_heads = num_heads if family == 'llama' else None
+  rope_theta, rope_scaling = _rope_of(path, raw)
+  return decoder.ModelConfig(
+    vocab_size=_number(path, raw, 'vocab_size'),
+    d_model=d_model,
+    num_layers=_number(path, raw, 'num_hidden_layers'),
+    num_heads=num_heads,
+    num_kv_heads=_number(path, raw, 'num_key_value_heads', num_kv_heads),
+    head_dim=_number(path, raw, 'head_dim', 128 if family == 'qwen3' else d_model // num_heads),
+    d_ff=_number(path, raw, 'intermediate_size'),
+    rope_theta=rope_theta,
+    rope_scaling=rope_scaling,
+    rms_norm_eps=_number(path, raw, 'rms_norm_eps', 1e-6, float),
+    tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
+    qkv_bias=family == 'qwen2',
+    qk_norm=family == 'qwen3',
+    family=family,
+    head=head,
+    dtype=dtype,
+    param_dtype=param_dtype,
+    max_positions=_number(path, raw, 'max_position_embeddings', 32_768),
+  )
+
+
+def save_hf(folder, config, params, tokenizer_folder=None, max_shard_bytes=4 * 2**30):
+  """Writes what `load_hf` and transformers read: config.json, safetensors, the tokenizer's files.
+
+  A critic (head 'value') becomes a TokenClassification model with one label, its value head
+  `score`; head 'both' is a causal model with `score` beside it. The parameters keep their dtype.
+  Weights already in the folder are replaced.
+  """
+  folder = pathlib.Path(folder)
+  if tokenizer_folder is not None:
+    tokenizer_folder = pathlib.Path(tokenizer_folder)
+    if not any((tokenizer_folder / name).is_file() for name in TOKENIZER_FILES):
+      raise UserError(f'{tokenizer_folder} holds no tokenizer; give a folder with tokenizer.json')
+  folder.mkdir(parents=True, exist_ok=True)
+  shards = _shards(_entries(config), params, max_shard_bytes)
+  names = ['model.safetensors']
+  if len(shards) > 1:
+    count = len(shards)
+    names = [f'model-{i + 1:05d}-of-{count:05d}.safetensors' for i in range(count)]
+  for name, shard in zip(names, shards, strict=True):
+    tensors = {entry.name: _copy_out(params, entry) for entry in shard}
+    safetensors.numpy.save_file(tensors, folder / (name + '.partial'), {'format': 'pt'})
+  for old in [*folder.glob('model*.safetensors'), folder / 'model.safetensors.index.json']:
+    old.unlink(missing_ok=True)
+  for name in names:
+    os.replace(folder / (name + '.partial'), folder / name)
+  if len(shards) > 1:
+    weight_map = {e.name: name for name, shard in zip(names, shards, strict=True) for e in shard}
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    index = {'metadata': {'total_size': total}, 'weight_map': weight_map}
+    _write_json(folder / 'model.safetensors.index.json', index)
+  dtype = str(np.dtype(params['embed']['embedding'].dtype))
+  _write_json(folder / 'config.json', _hf_config(config, dtype, tokenizer_folder))
+  if tokenizer_folder is not None and not tokenizer_folder.samefile(folder):
+    for name in TOKENIZER_FILES:
+      if (tokenizer_folder / name).is_file():
+        shutil.copyfile(tokenizer_folder / name, folder / name)
+
+
+def _entries(config):
+  """The table: every tensor of a folder and where it goes, for this family and head."""
+  d, f, v, h = config.d_model, config.d_ff, config.vocab_size, config.head_dim
+  query, key = config.num_heads * h, config.num_kv_heads * h
+  entries = [Entry('model.embed_tokens.weight', 'embed/embedding', None, (v, d), False)]
+  layer_rows = [
+    ('input_layernorm.weight', 'attention_norm/scale', (d,), False),
+    ('self_attn.q_proj.weight', 'attention/query/kernel', (query, d), True),
+    ('self_attn.k_proj.weight', 'attention/key/kernel', (key, d), True),
+    ('self_attn.v_proj.weight', 'attention/value/kernel', (key, d), True),
+    ('self_attn.o_proj.weight', 'attention/out/kernel', (d, query), True),
+    ('post_attention_layernorm.weight', 'mlp_norm/scale', (d,), False),
+    ('mlp.gate_proj.weight', 'mlp/gate/kernel', (f, d), True),
+    ('mlp.up_proj.weight', 'mlp/up/kernel', (f, d), True),
+    ('mlp.down_proj.weight', 'mlp/down/kernel', (d, f), True),
+  ]
+  if config.qkv_bias:
+    layer_rows += [
+      ('self_attn.q_proj.bias', 'attention/query/bias', (query,), False),
+      ('self_attn.k_proj.bias', 'attention/key/bias', (key,), False),
+      ('self_attn.v_proj.bias', 'attention/value/bias', (key,), False),
+    ]
+  if config.qk_norm:
+    layer_rows += [
+      ('self_attn.q_norm.weight', 'attention/query_norm/scale', (h,), False),
+      ('self_attn.k_norm.weight', 'attention/key_norm/scale', (h,), False),
+    ]
+  for l in range(config.num_layers):
+    for name, path, shape, transpose in layer_rows:
+      entries.append(Entry(f'model.layers.{l}.{name}', f'layers/{path}', l, shape, transpose))
+  entries.append(Entry('model.norm.weight', 'final_norm/scale', None, (d,), False))
+  if config.head in ('tokens', 'both') and not config.tie_embeddings:
+    entries.append(Entry('lm_head.weight', 'lm_head/kernel', None, (v, d), True))
+  if config.head in ('value', 'both'):
+    entries.append(Entry('score.weight', 'value_head/kernel', None, (1, d), True))
+    entries.append(Entry('score.bias', 'value_head/bias', None, (1,), False))
+  return entries
+
+
+def _files_of_keys(folder):
+  """Every key of the folder's safetensors -> its file."""
+  single, index = folder / 'model.safetensors', folder / 'model.safetensors.index.json'
+  if single.is_file():
+    paths, listed = [single], {}
+  elif index.is_file():
+    listed = _read_json(index).get('weight_map')
+    if not isinstance(listed, dict):
+      raise UserError(f'{index}: no weight_map; download the folder again')
+    paths = [folder / name for name in sorted(set(listed.values()))]
+  else:
+    raise UserError(f'{folder} has no weights: neither model.safetensors nor '
+                    'model.safetensors.index.json; download them, or convert another format with '
+                    "transformers' save_pretrained")
+  files = {}
+  for path in paths:
+    if not path.is_file():
+      raise UserError(f'{path} is missing although {index.name} lists it; download it')
+    try:
+      with safetensors.safe_open(path, framework='numpy') as tensors:
+        names = list(tensors.keys())
+    except safetensors.SafetensorError as error:
+      raise UserError(f'{path} is not a whole safetensors file ({error}); download it') from error
+    for name in names:
+      if name in files:
+        raise UserError(f'{folder}: duplicate key {name} in {files[name].name} and {path.name}; '
+                        'remove one of the files')
+      files[name] = path
+  for name, file in listed.items():
+    if files.get(name) != folder / file:
+      raise UserError(f'{folder}: missing key {name}, listed in {index.name} for {file}; '
+                      'download the folder again')
+  return files
+
+
+def _check_keys(folder, config, files, entries):
+  """The folder's keys are the table's, but for what this head does not need."""
+  wanted = {entry.name for entry in entries}
+  optional = {'lm_head.weight', 'score.weight', 'score.bias'}
+  if 'score.weight' not in files:
+    if 'score.bias' in files:
+      raise UserError(f'{folder}: score.bias without score.weight; save the value head again')
+    wanted -= {'score.weight'}
+  wanted -= {'score.bias'}
+  missing = [e.name for e in entries if e.name in wanted and e.name not in files]
+  if missing:
+    raise UserError(f'{folder}: missing {_some(missing)}, needed by {config.family} with head '
+                    f'{config.head!r}; download the folder again or check config.json')
+  rotary = '.rotary_emb.inv_freq'  # a constant that old checkpoints carry
+  unknown = [n for n in files if n not in wanted | optional and not n.endswith(rotary)]
+  if unknown:
+    raise UserError(f'{folder}: unknown {_some(unknown)}, not part of {config.family}; '
+                    'check model_type in config.json')
+
+
+def _some(names):
+  more = f' and {len(names) - 3} more' if len(names) > 3 else ''
+  return f'key{"s" if len(names) > 1 else ""} {", ".join(names[:3])}{more}'
+
+
+def _empty_params(config):
+  shapes = jax.eval_shape(lambda key: decoder.init(key, config), jax.random.key(0))
+  return jax.tree.map(lambda s: np.zeros(s.shape, DTYPES[config.param_dtype]), shapes)
+
+
+def _copy_in(params, entry, tensor, path):
+  if tensor.shape != entry.shape:
+    raise UserError(f'{path}: {entry.name} has shape {list(tensor.shape)}, config.json implies '
+                    f'{list(entry.shape)}; use the config.json that belongs to the weights')
+  if tensor.dtype not in (*DTYPES.values(), np.float16):
+    raise UserError(f'{path}: {entry.name} is stored as {tensor.dtype}; allowed: float32, '
+                    'bfloat16, float16; use a checkpoint that is not quantized')
+  leaf = _leaf(params, entry.path)
+  here = leaf if entry.layer is None else leaf[entry.layer]
+  here[...] = (tensor.T if entry.transpose else tensor).reshape(here.shape)
+
+
+def _copy_out(params, entry):
+  leaf = _leaf(params, entry.path)
+  leaf = np.asarray(leaf if entry.layer is None else leaf[entry.layer])
+  if entry.transpose:
+    leaf = leaf.reshape(entry.shape[::-1]).T
+  return np.ascontiguousarray(leaf.reshape(entry.shape))  # save_file writes the buffer as it lies
+
+
+def _leaf(params, path):
+  for name in path.split('/'):
+    params = params[name]
+  return params
+
+
+def _shards(entries, params, max_shard_bytes):
+  """The entries in runs of at most max_shard_bytes, each of at least one tensor."""
+  shards, size = [[]], 0
+  for entry in entries:
+    num_bytes = math.prod(entry.shape) * np.dtype(_leaf(params, entry.path).dtype).itemsize
+    if shards[-1] and size + num_bytes > max_shard_bytes:
+      shards.append([])
+      size = 0
+    shards[-1].append(entry)
+    size += num_bytes
+  return shards
+
+
+def _refuse_unsupported(path, raw):
+  refused = {
+    'use_sliding_window': bool(raw.get('use_sliding_window')),
+    'attention_bias': bool(raw.get('attention_bias')),
+    'mlp_bias': bool(raw.get('mlp_bias')),
+    'quantization_config': raw.get('quantization_config') is not None,
+    'hidden_act': raw.get('hidden_act', 'silu') != 'silu',
+  }
+  for name, is_refused in refused.items():
+    if is_refused:
+      allowed = "'silu'" if name == 'hidden_act' else 'none'
+      raise UserError(f'{path}: {name} = {raw[name]!r} is not supported; allowed: {allowed}; '
+                      'choose another model')
+
+
+def _rope_of(path, raw):
+  """(rope_theta, rope_scaling): transformers 5 has both in rope_parameters, 4 apart."""
+  rope = raw.get('rope_parameters') or raw.get('rope_scaling') or {}
+  theta = float(rope.get('rope_theta', raw.get('rope_theta', 10_000.0)))
+  kind = rope.get('rope_type', rope.get('type', 'default'))
+  if kind == 'default':
+    return theta, None
+  if kind != 'llama3':
+    raise UserError(f"{path}: rope type {kind!r} is not supported; allowed: 'default', 'llama3'; "
+                    'choose another model or remove the scaling')
+  names = ('factor', 'low_freq_factor', 'high_freq_factor')
+  original = _number(path, rope, 'original_max_position_embeddings')
+  return theta, (*(_number(path, rope, name, None, float) for name in names), original)
+
+
+def _hf_config(config, dtype, tokenizer_folder):
+  """config.json as both transformers 4 and 5 read it."""
+  kind = 'ForTokenClassification' if config.head == 'value' else 'ForCausalLM'
+  rope_scaling = None
+  if config.rope_scaling is not None:
+    factor, low, high, original = config.rope_scaling
+    rope_scaling = {
+      'rope_type': 'llama3', 'factor': factor, 'low_freq_factor': low, 'high_freq_factor': high,
+      'original_max_position_embeddings': original,
+    }
+  raw = {
+    'architectures': [FAMILIES[config.family] + kind],
+    'model_type': config.family,
+    'vocab_size': config.vocab_size,
+    'hidden_size': config.d_model,
+    'num_hidden_layers': config.num_layers,
+    'num_attention_heads': config.num_heads,
+    'num_key_value_heads': config.num_kv_heads,
+    'head_dim': config.head_dim,
+    'intermediate_size': config.d_ff,
+    'hidden_act': 'silu',
+    'rope_theta': config.rope_theta,
+    'rope_scaling': rope_scaling,
+    'rms_norm_eps': config.rms_norm_eps,
+    'tie_word_embeddings': config.tie_embeddings,
+    'max_position_embeddings': config.max_positions,
+    'attention_dropout': 0.0,
+    'torch_dtype': dtype,
+  }
+  if config.head == 'value':
+    raw |= {'id2label': {'0': 'value'}, 'label2id': {'value': 0}, 'classifier_dropout': 0.0}
+  if tokenizer_folder is not None and (tokenizer_folder / 'config.json').is_file():
+    source = _read_json(tokenizer_folder / 'config.json')
+    names = ('bos_token_id', 'eos_token_id', 'pad_token_id')
+    raw |= {name: source[name] for name in names if name in source}
+  return raw
+
+
+def _number(path, raw, name, default=None, kind=int):
+  value = raw.get(name)
+  value = default if value is None else value
+  if value is None:
+    raise UserError(f'{path}: {name} is missing; download config.json again')
+  if isinstance(value, bool) or not isinstance(value, (int, kind)) or value <= 0:
+    raise UserError(f'{path}: {name} = {value!r} is not a positive number; download it again')
+  return kind(value)
+
+
+def _check_choice(name, value, allowed):
+  if value not in allowed:
+    raise UserError(f'{name} {value!r} is unknown; allowed: {", ".join(allowed)}; choose one')
+
+
+def _read_json(path):
+  if not path.is_file():
+    raise UserError(f'{path} does not exist; give a folder as transformers saves it, with '
+                    'config.json and model.safetensors')
+  try:
+    raw = json.loads(path.read_text(encoding='utf-8'))
+  except ValueError as error:
+    raise UserError(f'{path} is not JSON ({error}); download it again') from error
+  if not isinstance(raw, dict):
+    raise UserError(f'{path} is not a JSON object; download it again')
+  return raw
+
+
+def _write_json(path, raw):
+  path.write_text(json.dumps(raw, indent=2) + '\n', encoding='utf-8')

@@ -1,0 +1,409 @@
+"""A decoder-only transformer (Qwen2, Qwen3, Llama) as functions of a parameter tree.
+
+Tokens in, log-probs or values out. The layers are Flax modules that hold no state; the functions
+here glue them together. Training reads whole rows: right padding, causal attention, positions
+0, 1, 2, .. so padding needs no mask. Sampling reads chunks against a `KVCache` in which every row
+has its own length.
+
+Parameter tree, every leaf under `layers` stacked on a leading L axis:
+
+  embed/embedding [V,D]          final_norm/scale [D]
+  layers/attention_norm/scale    layers/mlp_norm/scale
+  layers/attention/{query,key,value}/kernel [L,D,N or M,H], with qkv_bias also bias [L,N or M,H]
+  layers/attention/out/kernel [L,N,H,D], with qk_norm also {query,key}_norm/scale [L,H]
+  layers/mlp/{gate,up}/kernel [L,D,F]    layers/mlp/down/kernel [L,F,D]
+  lm_head/kernel [D,V]           where there are token logits and they are not tied to `embed`
+  value_head/{kernel [D,1], bias [1]}    where there are values
+
+Einsum letters are those of `types.py`, and g for the query heads that share one key head (N = M g).
+"""
+
+import dataclasses
+import functools
+import math
+
+import chex
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """The shape of a model; hashable, so it can be a static argument of jax.jit."""
+
+  vocab_size: int
+  d_model: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  d_ff: int
+  rope_theta: float = 10_000.0
+  # Llama 3's: (factor, low_freq_factor, high_freq_factor, original_max_position_embeddings).
+  rope_scaling: tuple[float, float, float, int] | None = None
+  rms_norm_eps: float = 1e-6
+  tie_embeddings: bool = False
+  qkv_bias: bool = False  # Qwen2
+  qk_norm: bool = False  # Qwen3
+  family: str = 'qwen2'  # 'qwen2' | 'qwen3' | 'llama': whose key names convert.py reads and writes
+  head: str = 'tokens'  # 'tokens' | 'value' | 'both' (two heads on one trunk)
+  dtype: str = 'float32'  # of the computation: 'float32' | 'bfloat16'
+  param_dtype: str = 'float32'  # of the stored parameters
+  remat: str = 'none'  # what backward recomputes: 'none' | 'full' (all) | 'dots' (all but matmuls)
+  scan_layers: bool = True  # False unrolls them: longer to compile, faster on a CPU
+  max_positions: int = 32_768  # the longest row the published weights were trained for
+
+
+@flax.struct.dataclass
+class KVCache:
+  """Keys and values of what each row has read so far. Slots from `length` on hold rubbish.
+
+  Choice: a tuple of L arrays, not one array with an L axis. In a decode loop on a CPU (B 32, S 256,
+  L 2 and 4) one stacked array, written in place, cost 1.3 to 1.5 times the CPU time, because
+  reading a layer's part copies it; writing by a one-hot `where` cost 5 times as much as a scatter.
+
+  Attributes:
+    k: L arrays [B,M,S,H]: keys, already turned by their rotary positions.
+    v: L arrays [B,M,S,H]: values.
+    length: [B] int32: how many slots of each row are live, and so where its next token goes. The
+      caller keeps it within S: what is written past the last slot is lost.
+  """
+
+  k: tuple[jax.Array, ...]
+  v: tuple[jax.Array, ...]
+  length: jax.Array
+
+
+def init(key, config):
+  """Random parameters: normal(0.02), less for what feeds the residual; the value head is zero."""
+  embed_key, layers_key, lm_head_key = jax.random.split(key, 3)
+  dtype = jnp.dtype(config.param_dtype)
+  d, v = config.d_model, config.vocab_size
+  x = jnp.zeros((1, 1, d), config.dtype)
+  rope = _rope(config, jnp.zeros((1, 1), jnp.int32))
+  mask = jnp.ones((1, 1, 1, 1, 1), bool)
+  init_layer = lambda k: Block(config).init(k, x, rope, mask)['params']
+  params = {
+    'embed': {'embedding': 0.02 * jax.random.normal(embed_key, (v, d), dtype)},
+    'layers': jax.vmap(init_layer)(jax.random.split(layers_key, config.num_layers)),
+    'final_norm': {'scale': jnp.ones((d,), dtype)},
+  }
+  if config.head in ('tokens', 'both') and not config.tie_embeddings:
+    params['lm_head'] = {'kernel': 0.02 * jax.random.normal(lm_head_key, (d, v), dtype)}
+  if config.head in ('value', 'both'):
+    params['value_head'] = {'kernel': jnp.zeros((d, 1), dtype), 'bias': jnp.zeros((1,), dtype)}
+  return params
+
+
+def hidden(params, config, tokens, positions, cache=None, lengths=None):
+  """The trunk: tokens [B,T] -> (x [B,T,D] after the final norm, cache).
+
+  Without a cache each token sees itself and those before it in its row. With one, row b's chunk is
+  written to slots length[b], length[b] + 1, .. and sees all live slots up to its own.
+
+  `positions` [B,T] are the rotary positions; None means 0, 1, .. or, with a cache, the slots.
+  `lengths` [B] is how many tokens of the chunk are real (default: T). The tail of a chunk leaves
+  rubbish behind the new length, which the next write covers; writes past the last slot are dropped.
+  What the tail's own queries return is rubbish too. With lengths 0 a row stands still.
+  """
+  chex.assert_rank(tokens, 2)
+  rows, chunk = tokens.shape
+  if cache is None:
+    slots = jnp.broadcast_to(jnp.arange(chunk), (rows, chunk))
+  else:
+    slots = cache.length[:, None] + jnp.arange(chunk)
+  positions = slots if positions is None else positions
+  chex.assert_equal_shape([tokens, positions])
+  x = params['embed']['embedding'][tokens].astype(config.dtype)
+  rope = _rope(config, positions)
+  if cache is None:
+    x = _training_layers(params['layers'], config, x, rope)
+  else:
+    x, cache = _cached_layers(params['layers'], config, x, rope, slots, cache)
+    cache = cache.replace(length=cache.length + (chunk if lengths is None else lengths))
+  x = RMSNorm(config).apply({'params': params['final_norm']}, x)
+  return x, cache
+
+
+def forward(params, config, tokens, positions, cache=None, lengths=None):
+  """tokens [B,T] -> (logits [B,T,V], or values [B,T] for head 'value'; float32; cache).
+
+  Column t is what the model says AFTER reading token t, unlike everywhere else in the project:
+  `token_logp` and `state_values` shift to "column t belongs to token t". Head 'both' gives logits.
+  """
+  x, cache = hidden(params, config, tokens, positions, cache, lengths)
+  if config.head == 'value':
+    return value_of(params, x), cache
+  return token_logits(params, config, x), cache
+
+
+def token_logits(params, config, x):
+  """x [...,D] -> float32 logits [...,V]."""
+  if config.tie_embeddings:
+    kernel = params['embed']['embedding'].astype(config.dtype)
+    return jnp.einsum('...d,vd->...v', x, kernel, preferred_element_type=jnp.float32)
+  kernel = params['lm_head']['kernel'].astype(config.dtype)
+  return jnp.einsum('...d,dv->...v', x, kernel, preferred_element_type=jnp.float32)
+
+
+def value_of(params, x):
+  """x [...,D] -> float32 values [...], each of the state after its token."""
+  head = jax.tree.map(lambda w: w.astype(jnp.float32), params['value_head'])
+  return x.astype(jnp.float32) @ head['kernel'][:, 0] + head['bias'][0]
+
+
+def state_values(params, x):
+  """x [B,T,D] -> values [B,T]: column t is the value of the state before token t; column 0 is 0."""
+  chex.assert_rank(x, 3)
+  return jnp.pad(value_of(params, x[:, :-1]), ((0, 0), (1, 0)))
+
+
+def token_logp(params, config, x, tokens, temperature=1.0, chunk=None):
+  """Log-prob of each token and entropy of the distribution it came from: (logp, entropy) [B,T].
+
+  logp[t] = log softmax(logits[t-1] / temperature)[tokens[t]]; column 0 is 0 in both.
+
+  `chunk` columns at a time are turned into logits, and again in the backward pass, so [B,T,V] never
+  exists; with None, or chunk >= T, it is done at once and kept.
+  """
+  chex.assert_rank([x, tokens], [3, 2])
+  chex.assert_equal_shape_prefix([x, tokens], 2)
+  length = tokens.shape[1]
+  x = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))  # column t: what the model knew before token t
+  head = {name: params[name] for name in ('embed', 'lm_head') if name in params}
+  logp_of = functools.partial(_logp_and_entropy, head, config, temperature=temperature)
+  if chunk is None or chunk >= length:
+    logp, entropy = logp_of(x, tokens)
+  else:
+    num_chunks = -(-length // chunk)
+    fold = lambda a: jnp.moveaxis(_fold_columns(a, num_chunks, chunk), 1, 0)
+    unfold = lambda a: jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1)[:, :length]
+    logp_of = jax.checkpoint(logp_of, prevent_cse=False)
+    columns = jax.lax.map(lambda xt: logp_of(*xt), (fold(x), fold(tokens)))
+    logp, entropy = jax.tree.map(unfold, columns)
+  first = jnp.arange(length) == 0
+  return jnp.where(first, 0.0, logp), jnp.where(first, 0.0, entropy)
+
+
+def init_cache(config, rows, slots, dtype=None):
+  """An empty cache of `slots` positions for each of `rows` rows."""
+  shape = (rows, config.num_kv_heads, slots, config.head_dim)
+  empty = lambda: tuple(jnp.zeros(shape, dtype or config.dtype) for _ in range(config.num_layers))
+  return KVCache(k=empty(), v=empty(), length=jnp.zeros((rows,), jnp.int32))
+
+
+def unstack_layers(params, config):
+  """The same parameters with `layers` as a tuple of L trees.
+
+  Do this once before a decode loop: slicing the stack inside it copies every weight every token.
+  """
+  take = lambda l: jax.tree.map(lambda w: w[l], params['layers'])
+  return {**params, 'layers': tuple(take(l) for l in range(config.num_layers))}
+
+
+class RMSNorm(nn.Module):
+  """x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x):
+    scale = self.param('scale', nn.initializers.ones, x.shape[-1:], self.config.param_dtype)
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.config.rms_norm_eps)
+    return (y * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+class Project(nn.Module):
+  """einsum(equation, x, kernel) + bias."""
+
+  config: ModelConfig
+  equation: str
+  shape: tuple[int, ...]  # of the kernel
+  bias: bool = False  # on all axes of the kernel but the first
+  stddev: float = 0.02
+
+  @nn.compact
+  def __call__(self, x):
+    config = self.config
+    normal = nn.initializers.normal(self.stddev)
+    kernel = self.param('kernel', normal, self.shape, config.param_dtype)
+    y = jnp.einsum(self.equation, x, kernel.astype(config.dtype))
+    if self.bias:
+      bias = self.param('bias', nn.initializers.zeros, self.shape[1:], config.param_dtype)
+      y = y + bias.astype(config.dtype)
+    return y
+
+
+class Attention(nn.Module):
+  """Causal attention in which g = N / M query heads share a key head."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x, rope, mask, layer_cache=None, slots=None):
+    """x [B,T,D], mask [1 or B,1,1,T,T or S], layer_cache (k, v) [B,M,S,H] -> (x, layer_cache)."""
+    config = self.config
+    d, n, m, h = config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
+    q = Project(config, 'btd,dnh->btnh', (d, n, h), config.qkv_bias, name='query')(x)
+    k = Project(config, 'btd,dmh->btmh', (d, m, h), config.qkv_bias, name='key')(x)
+    v = Project(config, 'btd,dmh->btmh', (d, m, h), config.qkv_bias, name='value')(x)
+    if config.qk_norm:
+      q = RMSNorm(config, name='query_norm')(q)
+      k = RMSNorm(config, name='key_norm')(k)
+    rows, chunk = x.shape[:2]
+    q = jnp.swapaxes(_rotate(q, rope), 1, 2).reshape(rows, m, n // m, chunk, h)
+    k = jnp.swapaxes(_rotate(k, rope), 1, 2)  # [B,M,T,H]
+    v = jnp.swapaxes(v, 1, 2)
+    if layer_cache is not None:
+      layer_cache = (_write(layer_cache[0], k, slots), _write(layer_cache[1], v, slots))
+      k, v = (a.astype(config.dtype) for a in layer_cache)  # [B,M,S,H]
+    scores = jnp.einsum('bmgth,bmsh->bmgts', q * h**-0.5, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(config.dtype)
+    y = jnp.einsum('bmgts,bmsh->bmgth', weights, v)
+    y = jnp.swapaxes(y.reshape(rows, n, chunk, h), 1, 2)
+    stddev = 0.02 / math.sqrt(2 * config.num_layers)
+    y = Project(config, 'btnh,nhd->btd', (n, h, d), stddev=stddev, name='out')(y)
+    return y, layer_cache
+
+
+class Mlp(nn.Module):
+  """down(silu(gate(x)) * up(x))."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x):
+    config = self.config
+    d, f = config.d_model, config.d_ff
+    gate = Project(config, 'btd,df->btf', (d, f), name='gate')(x)
+    up = Project(config, 'btd,df->btf', (d, f), name='up')(x)
+    y = jax.nn.silu(gate) * up
+    stddev = 0.02 / math.sqrt(2 * config.num_layers)
+    return Project(config, 'btf,fd->btd', (f, d), stddev=stddev, name='down')(y)
+
+
+class Block(nn.Module):
+  """One layer: attention and feed-forward, each after a norm and added to the residual."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x, rope, mask, layer_cache=None, slots=None):
+    y = RMSNorm(self.config, name='attention_norm')(x)
+    y, layer_cache = Attention(self.config, name='attention')(y, rope, mask, layer_cache, slots)
+    x = x + y
+    y = RMSNorm(self.config, name='mlp_norm')(x)
+    return x + Mlp(self.config, name='mlp')(y), layer_cache
+
+
+def _training_layers(layers, config, x, rope):
+  """x [B,T,D] -> [B,T,D] through all layers, scanned or unrolled, with rematerialisation."""
+  mask = causal_mask(x.shape[1])
+
+  def apply_layer(layer, x):
+    return Block(config).apply({'params': layer}, x, rope, mask)[0]
+
+  if config.remat != 'none':
+    policies = {
+      'full': jax.checkpoint_policies.nothing_saveable,
+      'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    }
+    scanned = config.scan_layers and not isinstance(layers, tuple)
+    policy = policies[config.remat]
+    apply_layer = jax.checkpoint(apply_layer, policy=policy, prevent_cse=not scanned)
+  if config.scan_layers and not isinstance(layers, tuple):
+    return jax.lax.scan(lambda x, layer: (apply_layer(layer, x), None), x, layers)[0]
+  for layer in _each_layer(layers, config):
+    x = apply_layer(layer, x)
+  return x
+
+
+def _cached_layers(layers, config, x, rope, slots, cache):
+  """x [B,T,D] -> ([B,T,D], cache written). Unrolled: a scan would copy the cache every token."""
+  chex.assert_shape(cache.k[0], (x.shape[0], config.num_kv_heads, None, config.head_dim))
+  mask = cache_mask(slots, cache.k[0].shape[2])
+  k, v = [], []
+  for l, layer in enumerate(_each_layer(layers, config)):
+    layer_cache = (cache.k[l], cache.v[l])
+    x, layer_cache = Block(config).apply({'params': layer}, x, rope, mask, layer_cache, slots)
+    k.append(layer_cache[0])
+    v.append(layer_cache[1])
+  return x, cache.replace(k=tuple(k), v=tuple(v))
+
+
+def causal_mask(length):
+  """[1,1,1,T,T], true where the query (row) may read the key (column):
+
+    1 0 0
+    1 1 0
+    1 1 1
+  """
+  return jnp.tril(jnp.ones((length, length), bool))[None, None, None]
+
+
+def cache_mask(slots, num_slots):
+  """[B,1,1,T,S] from the queries' slots [B,T]; T = 2 queries of a row whose length was 1, S = 4:
+
+    1 1 0 0
+    1 1 1 0
+  """
+  return (jnp.arange(num_slots) <= slots[..., None])[:, None, None]
+
+
+def _each_layer(layers, config):
+  if isinstance(layers, tuple):
+    return layers
+  return [jax.tree.map(lambda w: w[l], layers) for l in range(config.num_layers)]
+
+
+def _write(cached, new, slots):
+  """cached [B,M,S,H] with new [B,M,T,H] at slots [B,T]; slots past the end are dropped."""
+  rows = jnp.arange(cached.shape[0])[:, None]
+  new = jnp.swapaxes(new, 1, 2).astype(cached.dtype)  # advanced indices put B,T in front
+  return cached.at[rows, :, slots].set(new, mode='drop', unique_indices=True)
+
+
+def _rope(config, positions):
+  """positions [B,T] -> (cos, sin) [B,T,1,H/2] float32."""
+  angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(_frequencies(config))
+  return jnp.cos(angles), jnp.sin(angles)
+
+
+def _frequencies(config):
+  """Radians a position of each pair of channels [H/2]; Llama 3 stretches the slow ones.
+
+  Wavelengths above original / low_freq_factor are stretched by `factor`, those below
+  original / high_freq_factor stay, and between them the two are blended.
+  """
+  frequencies = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+  if config.rope_scaling is None:
+    return frequencies.astype(np.float32)
+  factor, low, high, original = config.rope_scaling
+  turns = original * frequencies / (2 * np.pi)  # within the original context
+  keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+  return (frequencies * (keep + (1 - keep) / factor)).astype(np.float32)
+
+
+def _rotate(x, rope):
+  """Turns channel pairs (i, i + H/2) of x [B,T,N,H] by their positions' angles."""
+  cos, sin = rope
+  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def _logp_and_entropy(params, config, x, tokens, temperature):
+  logits = token_logits(params, config, x) / temperature
+  log_probs = jax.nn.log_softmax(logits)
+  logp = jnp.take_along_axis(log_probs, tokens[..., None], axis=-1)[..., 0]
+  return logp, -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
+
+
+def _fold_columns(a, num_chunks, chunk):
+  """[B,T,..] -> [B,num_chunks,chunk,..], padded with zeros on the right."""
+  pad = [(0, 0), (0, num_chunks * chunk - a.shape[1])] + [(0, 0)] * (a.ndim - 2)
+  return jnp.pad(a, pad).reshape(a.shape[0], num_chunks, chunk, *a.shape[2:])

@@ -1,0 +1,239 @@
+"""Client of a retrieval server: queries out, passages back, and a failed world as plain data.
+
+Two dialects are spoken, those of the servers that Search-R1 and RAGEN (also rLLM) users run:
+
+  search_r1  {'queries': [..], 'topk': 3, 'return_scores': true}
+             -> {'result': [[{'document': {'id', 'contents'}, 'score'}, ..], ..]}   one list a query
+  ragen      {'query': .., 'top_k': 3} -> {'results': [{'id', 'content', 'score'}, ..]}
+"""
+
+import collections
+import json
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from typing import Any
+from urllib import parse
+
+import requests
+from absl import logging
+
+from stppo_jax import types
+
+DIALECTS = ('search_r1', 'ragen')
+
+_AGAIN = frozenset((408, 425, 429, 500, 502, 503, 504))  # HTTP statuses worth another attempt
+_CHUNK_BYTES = 1024  # small: the deadline is looked at between chunks
+_MAX_BACKOFF_S = 30.0
+
+
+class HttpRetriever:
+  """Searches over HTTP; never raises for what a server or a network does.
+
+  A query that got no usable answer within `timeout_s` a request and `retries` repeats comes back
+  as None. Network errors, time-outs and overload are tried again, after
+  `backoff_s * 2**attempt` times a jitter in [0.5, 1.5); an answer that cannot be read is not.
+
+  Counters since construction: `requests` sent (repeats included), `retries` (repeats alone),
+  `failures` (queries that came back as None), `cache_hits` (queries answered from the cache).
+
+  Choice: proxy settings of the environment are ignored; retrievers live inside the cluster, and a
+  proxy meant for the outside would swallow the request.
+  """
+
+  def __init__(
+      self,
+      url: str,  # http://host:port, or with the path of the end point
+      dialect: str = 'search_r1',
+      timeout_s: float = 30.0,  # for a whole request, the answer's last byte included
+      retries: int = 3,
+      backoff_s: float = 0.5,
+      cache_size: int = 10_000,  # queries; 0 = no cache
+      connect_timeout_s: float = 5.0,
+      max_response_bytes: int = 64 << 20,
+      concurrency: int = 8,  # ragen only: requests in flight at once
+      jitter_seed: int | None = None,
+      sleep: Callable[[float], None] = time.sleep,
+  ):
+    self._endpoint = _endpoint(url)
+    if dialect not in DIALECTS:
+      raise types.UserError(f'retriever: got dialect={dialect!r}; use one of {DIALECTS}')
+    for name, value, lowest in (('retries', retries, 0), ('backoff_s', backoff_s, 0),
+                                ('cache_size', cache_size, 0), ('concurrency', concurrency, 1)):
+      if value < lowest:
+        raise types.UserError(f'retriever: got {name}={value}; it needs {lowest} or more')
+    for name, value in (('timeout_s', timeout_s), ('connect_timeout_s', connect_timeout_s),
+                        ('max_response_bytes', max_response_bytes)):
+      if not value > 0:
+        raise types.UserError(f'retriever: got {name}={value}; it needs more than 0')
+    self.requests = 0
+    self.retries = 0
+    self.failures = 0
+    self.cache_hits = 0
+    self._dialect = dialect
+    self._timeout_s = timeout_s
+    self._connect_timeout_s = min(connect_timeout_s, timeout_s)
+    self._retries = retries
+    self._backoff_s = backoff_s
+    self._cache_size = cache_size
+    self._max_response_bytes = max_response_bytes
+    self._concurrency = concurrency
+    self._jitter = random.Random(jitter_seed)
+    self._sleep = sleep
+    self._cache: collections.OrderedDict[tuple[str, int], list[types.Passage]] = (
+        collections.OrderedDict())
+    self._lock = threading.Lock()  # of the counters and the jitter
+    self._session = requests.Session()
+    self._session.trust_env = False
+    for scheme in ('http://', 'https://'):
+      self._session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=concurrency))
+    self._session.headers['Accept-Encoding'] = 'identity'  # or a small body could be a huge one
+
+  def search(self, queries: Sequence[str], top_k: int) -> list[list[types.Passage] | None]:
+    """As in `protocol.Retriever`. Equal queries are sent once; none are sent if all are cached."""
+    found = {}
+    for query in queries:
+      cached = self._cache.get((query, top_k))
+      if cached is not None:
+        self._cache.move_to_end((query, top_k))
+        self.cache_hits += 1
+        found[query] = cached
+    missing = [query for query in dict.fromkeys(queries) if query not in found]
+    if missing:
+      fetched = dict(zip(missing, self._fetch(missing, top_k)))
+      for query, passages in fetched.items():
+        if passages is not None:
+          self._remember((query, top_k), passages)
+      found.update(fetched)
+    results = [found[query] for query in queries]
+    self.failures += sum(passages is None for passages in results)
+    return [None if passages is None else list(passages) for passages in results]
+
+  def _remember(self, key: tuple[str, int], passages: list[types.Passage]) -> None:
+    if self._cache_size:
+      self._cache[key] = passages
+      while len(self._cache) > self._cache_size:
+        self._cache.popitem(last=False)
+
+  def _fetch(self, queries: list[str], top_k: int) -> list[list[types.Passage] | None]:
+    if self._dialect == 'search_r1':
+      answer = self._ask({'queries': queries, 'topk': top_k, 'return_scores': True})
+      rows = answer.get('result') if isinstance(answer, dict) else None
+      if not isinstance(rows, list) or len(rows) != len(queries):
+        if answer is not None:
+          _report(f'no list of {len(queries)} results in the answer')
+        return [None] * len(queries)
+      return [_passages(row, _search_r1_passage, top_k) for row in rows]
+    with futures.ThreadPoolExecutor(min(self._concurrency, len(queries))) as pool:
+      answers = list(pool.map(self._ask, [{'query': query, 'top_k': top_k} for query in queries]))
+    return [
+        _passages(answer.get('results') if isinstance(answer, dict) else None, _ragen_passage,
+                  top_k) for answer in answers
+    ]
+
+  def _ask(self, question: dict[str, Any]) -> Any:
+    """The server's JSON, or None after the last attempt."""
+    for attempt in range(self._retries + 1):
+      with self._lock:
+        self.requests += 1
+        self.retries += attempt > 0
+        jitter = 0.5 + self._jitter.random()
+      answer, failure, again = self._post_within(question)
+      if failure is None:
+        return answer
+      _report(failure)
+      if not again:
+        break
+      if attempt < self._retries:
+        self._sleep(min(self._backoff_s * 2**attempt * jitter, _MAX_BACKOFF_S))
+    return None
+
+  def _post_within(self, question: dict[str, Any]) -> tuple[Any, str | None, bool]:
+    """`_post`, given up after the total time. The socket's own time-out starts afresh with every
+    byte, so a server that trickles its answer would hold a plain call for as long as it likes."""
+    outcome = [(None, f'no whole answer within {self._timeout_s} s', True)]
+
+    def post():
+      outcome[0] = self._post(question)
+
+    worker = threading.Thread(target=post, daemon=True)
+    worker.start()
+    worker.join(self._timeout_s)
+    return outcome[0]
+
+  def _post(self, question: dict[str, Any]) -> tuple[Any, str | None, bool]:
+    """One request: (JSON, what went wrong or None, whether it is worth trying again)."""
+    deadline = time.monotonic() + self._timeout_s
+    try:
+      with self._session.post(
+          self._endpoint, json=question, stream=True, allow_redirects=False,
+          timeout=(self._connect_timeout_s, self._timeout_s)) as response:
+        if response.status_code != 200:
+          return None, f'HTTP status {response.status_code}', response.status_code in _AGAIN
+        body = bytearray()
+        for chunk in response.iter_content(_CHUNK_BYTES):
+          body += chunk
+          if len(body) > self._max_response_bytes:
+            return None, f'an answer of over {self._max_response_bytes} bytes', False
+          if time.monotonic() > deadline:
+            return None, f'no whole answer within {self._timeout_s} s', True
+      return json.loads(body), None, False
+    except (requests.RequestException, OSError) as error:
+      return None, type(error).__name__, True
+    except (ValueError, RecursionError) as error:
+      return None, f'no JSON in the answer ({type(error).__name__})', False
+
+
+def _endpoint(url: str) -> str:
+  wanted = 'use http://host:port or https://host:port, with a path or without'
+  try:
+    parts = parse.urlsplit(url)
+    _ = parts.port  # raises for a port that is no number
+  except (ValueError, AttributeError, TypeError):
+    raise types.UserError(f'retriever: got url={url!r}, which cannot be read; {wanted}') from None
+  if parts.scheme not in ('http', 'https') or not parts.hostname or any(map(str.isspace, url)):
+    raise types.UserError(f'retriever: got url={url!r}; {wanted}')
+  path = parts.path if parts.path.strip('/') else '/retrieve'
+  return parse.urlunsplit((parts.scheme, parts.netloc, path, parts.query, ''))
+
+
+def _passages(
+    rows: Any, read: Callable[[Any], types.Passage], top_k: int) -> list[types.Passage] | None:
+  if not isinstance(rows, list):
+    return None
+  try:
+    return [read(row) for row in rows[:top_k]]
+  except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+    _report(f'a malformed document ({type(error).__name__}: {error})')
+    return None
+
+
+def _search_r1_passage(row: dict[str, Any]) -> types.Passage:
+  document = row.get('document', row)  # servers asked for no scores send the bare document
+  return _passage(document.get('id', ''), document['contents'], row.get('score') or 0.0)
+
+
+def _ragen_passage(row: dict[str, Any]) -> types.Passage:
+  return _passage(row.get('id', ''), row['content'], row.get('score') or 0.0)
+
+
+def _passage(passage_id: Any, contents: Any, score: Any) -> types.Passage:
+  """`contents` is a title in quotes, a newline, the text; a single line is text without a title."""
+  if not isinstance(contents, str):
+    raise TypeError('contents are not a string')
+  if not math.isfinite(score):
+    raise ValueError('the score is not finite')
+  title, newline, text = contents.partition('\n')
+  if not newline:
+    title, text = '', contents
+  title = title.strip()
+  if len(title) > 1 and title[0] == title[-1] == '"':
+    title = title[1:-1]
+  return types.Passage(str(passage_id), title, text.strip(), float(score))
+
+
+def _report(failure: str) -> None:
+  logging.log_every_n_seconds(logging.WARNING, 'retriever: %s', 60, failure)

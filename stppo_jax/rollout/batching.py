@@ -1,0 +1,130 @@
+"""Episodes in, TurnBatch out: the one place where training data goes from host to device.
+
+A row is   prompt | turn 1 | observation 1 | turn 2 | .. | turn K | padding
+turn_ids   0 .. 0 | 1 .. 1 | 0 ..        0 | 2 .. 2 | .. | K .. K | 0 .. 0
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import chex
+import jax
+import numpy as np
+
+from stppo_jax import chat
+from stppo_jax import types
+
+
+def to_turn_batch(
+  episodes: Sequence[types.Episode],
+  length_buckets: Sequence[int],  # T is the smallest that holds the longest episode
+  rows: int | None = None,  # B; None = len(episodes)
+  pad_id: int = 0,
+  sharding: jax.sharding.Sharding | None = None,  # of the row axis; None = the default device
+) -> types.TurnBatch:
+  """Pads the episodes to one length and moves them to the device.
+
+  The score stands on the last agent token. Failed episodes and padding rows have action_mask,
+  turn_ids and rewards 0: they are in the batch, and out of every sum. Choice: each of these rows is
+  a group of its own, so that a group's baseline is that of its real scores.
+  """
+  rows = len(episodes) if rows is None else rows
+  if not 0 < rows >= len(episodes):
+    raise types.UserError(f'{len(episodes)} episodes do not fit in a batch of {rows} rows')
+  unrolled = [unroll(episode) for episode in episodes]
+  longest = max((len(tokens) for tokens, _, _ in unrolled), default=0)
+  length = min((b for b in length_buckets if b >= longest), default=None)
+  if length is None:
+    raise types.UserError(
+      f'an episode of {longest} tokens fits in none of the length buckets '
+      f'{tuple(length_buckets)}: add one, or lower max_total_tokens'
+    )
+  tokens = np.full((rows, length), pad_id, np.int32)
+  turn_ids = np.zeros((rows, length), np.int32)
+  rewards, behaviour_logp = np.zeros((2, rows, length), np.float32)
+  fresh = max((episode.group for episode in episodes), default=-1) + 1
+  group_ids = np.arange(fresh, fresh + rows, dtype=np.int32)
+  for b, (episode, (row_tokens, row_turn_ids, row_logp)) in enumerate(zip(episodes, unrolled)):
+    tokens[b, : len(row_tokens)] = row_tokens
+    if episode.failed or not row_turn_ids.any():
+      continue
+    turn_ids[b, : len(row_tokens)] = row_turn_ids
+    behaviour_logp[b, : len(row_tokens)] = row_logp
+    rewards[b, np.flatnonzero(row_turn_ids)[-1]] = episode.score
+    group_ids[b] = episode.group
+  empty = lambda: np.zeros((rows, length), np.float32)  # each its own: batches may be donated
+  batch = types.TurnBatch(
+    tokens=tokens,
+    action_mask=(turn_ids > 0).astype(np.float32),
+    turn_ids=turn_ids,
+    rewards=rewards,
+    old_logp=empty(),
+    ref_logp=empty(),
+    old_values=empty(),
+    advantages=empty(),
+    returns=empty(),
+    group_ids=group_ids,
+    behaviour_logp=behaviour_logp,
+  )
+  return jax.device_put(batch, sharding)
+
+
+def unroll(episode: types.Episode) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """An episode as one row: (tokens int32, turn_ids int32, behaviour_logp float32), all [length]."""
+  tokens, turn_ids, logp = [episode.prompt], [np.zeros(len(episode.prompt))], []
+  logp.append(np.zeros(len(episode.prompt)))
+  for k, turn in enumerate(episode.turns, start=1):
+    chex.assert_equal_shape([turn.tokens, turn.logp])
+    tokens += [turn.tokens, turn.observation]
+    turn_ids += [np.full(len(turn.tokens), k), np.zeros(len(turn.observation))]
+    logp += [turn.logp, np.zeros(len(turn.observation))]
+  return (
+    np.concatenate(tokens).astype(np.int32),
+    np.concatenate(turn_ids).astype(np.int32),
+    np.concatenate(logp).astype(np.float32),
+  )
+
+
+def to_records(
+  episodes: Sequence[types.Episode],
+  tokenizer: chat.Tokenizer,
+  step: int,
+  kind: str,  # 'train' | 'eval'
+  per_token: Mapping[str, np.ndarray] | None = None,  # name -> [B,T] as in the episodes' batch
+) -> list[dict]:
+  """The lines of episodes/*.jsonl. Per-token numbers are listed for agent tokens only, in order.
+
+  `per_token` may hold old_logp, values, advantages, ratio, clipped. What is not finite is None.
+  """
+  records = []
+  for b, episode in enumerate(episodes):
+    tokens, turn_ids, behaviour_logp = unroll(episode)
+    columns = np.flatnonzero(turn_ids)
+    record = {
+      'step': step,
+      'kind': kind,
+      'task': episode.task.id,
+      'dataset': episode.task.dataset,
+      'hops': episode.task.hops,
+      'question': episode.task.question,
+      'answers': list(episode.task.answers),
+      'score': _number(episode.score),
+      'em': _number(episode.metrics.get('em', 0.0)),
+      'failed': bool(episode.failed),
+      'truncated': bool(episode.truncated),
+      'tokens': tokens.tolist(),
+      'pieces': tokenizer.pieces(tokens),
+      'turn_ids': turn_ids.tolist(),
+      'actions': [turn.action for turn in episode.turns],
+      'behaviour_logp': [_number(x) for x in behaviour_logp[columns]],
+    }
+    for name, array in (per_token or {}).items():
+      row = np.asarray(array[b])[columns]
+      record[name] = row.astype(int).tolist() if name == 'clipped' else [_number(x) for x in row]
+    records.append(record)
+  return records
+
+
+def _number(x) -> float | None:
+  """A float that JSON can hold, in six digits."""
+  return float(f'{float(x):.6g}') if math.isfinite(x) else None

@@ -1,0 +1,92 @@
+"""What an update says about itself: metrics computed inside the compiled functions, pure.
+
+Names are verl's where the quantity is the same, and `stppo/..` for what is ours.
+"""
+
+import jax.numpy as jnp
+
+from stppo_jax.algorithms import losses
+from stppo_jax.algorithms import segments
+
+
+def sampler_gap(logp, behaviour_logp, mask):
+  """How far the trainer's log-probs are from those the sampler reported (verl's rollout_corr)."""
+  log_ratio = (logp - behaviour_logp) * mask
+  ratio = jnp.exp(log_ratio)
+  weights = mask / jnp.maximum(mask.sum(), 1)
+  mean = lambda x: jnp.sum(x * weights)
+  return {
+      'rollout_corr/kl': mean(-log_ratio),
+      'rollout_corr/k3_kl': mean(ratio - 1 - log_ratio),
+      'rollout_corr/logp_diff_max': jnp.abs(log_ratio).max(),
+      'rollout_corr/rollout_is_mean': mean(ratio),
+      'rollout_corr/rollout_is_max': jnp.max(ratio * mask),
+      'rollout_corr/rollout_is_eff_sample_size': mean(ratio) ** 2 / jnp.maximum(
+          mean(jnp.square(ratio)), 1e-30),
+  }
+
+
+def batch_summary(batch, mask, has_values):
+  """Mean, max and min of what the advantages were made from and of what they became."""
+  metrics = {}
+  token_series = {'advantages': batch.advantages, 'returns': batch.returns}
+  if has_values:
+    token_series['values'] = batch.old_values
+  for name, x in token_series.items():
+    metrics |= {
+        f'critic/{name}/mean': jnp.sum(x * mask) / jnp.maximum(mask.sum(), 1),
+        f'critic/{name}/max': jnp.where(mask > 0, x, -jnp.inf).max(),
+        f'critic/{name}/min': jnp.where(mask > 0, x, jnp.inf).min()}
+  rows = mask.any(axis=1)
+  rewards = (batch.rewards * mask).sum(axis=1)
+  metrics |= {
+      'critic/rewards/mean': jnp.sum(rewards * rows) / jnp.maximum(rows.sum(), 1),
+      'critic/rewards/max': jnp.where(rows, rewards, -jnp.inf).max(),
+      'critic/rewards/min': jnp.where(rows, rewards, jnp.inf).min()}
+  if has_values:
+    error = _variance(batch.returns - batch.old_values, mask)
+    metrics['critic/vf_explained_var'] = 1 - error / jnp.maximum(_variance(batch.returns, mask), 1e-8)
+  return metrics
+
+
+def step_summary(learner, batch, weights, seen):
+  """Losses, clip fractions and ratio spreads of one optimizer step, from what each token saw."""
+  mask = batch.action_mask.astype(jnp.float32)
+  token_mean = lambda x: jnp.sum(x * mask) / jnp.maximum(mask.sum(), 1)
+  log_ratio = (seen['logp'] - batch.old_logp) * mask
+  stopped_far = jnp.zeros_like(seen['clipped'])
+  if learner.dual_clip is not None:
+    stopped_far = seen['clipped'] & (batch.advantages < 0) & (seen['ratio'] > learner.dual_clip)
+  metrics = {
+      'actor/pg_loss': seen['pg_loss'],
+      'actor/pg_clipfrac': token_mean(seen['clipped'] & ~stopped_far),
+      'actor/pg_clipfrac_lower': token_mean(stopped_far),
+      'actor/ppo_kl': token_mean(-log_ratio),
+      'actor/entropy': token_mean(seen['entropy']),
+  }
+  if 'kl' in seen:
+    metrics['actor/kl_loss'] = jnp.sum(seen['kl'] * weights)
+  for level in segments.LEVELS:
+    ids, num_segments = segments.segment_ids(level, batch.action_mask, batch.turn_ids)
+    ratio = segments.importance_ratio(
+        seen['logp'], batch.old_logp, batch.action_mask, ids, num_segments)
+    metrics[f'stppo/ratio_std_{level}'] = jnp.sqrt(_variance(ratio, mask))
+  for turn in range(1, learner.num_turns + 1):
+    for sign, chosen in (('pos', batch.advantages >= 0), ('neg', batch.advantages < 0)):
+      tokens = (batch.turn_ids == turn) & chosen & (mask > 0)
+      metrics[f'stppo/clipfrac_turn{turn}_{sign}'] = (
+          jnp.sum(seen['clipped'] & tokens) / jnp.maximum(tokens.sum(), 1))
+  if learner.has_values:
+    values = seen['values']
+    loss = losses.value_loss(values, batch.old_values, batch.returns, learner.value_clip)
+    metrics |= {'critic/vf_loss': token_mean(loss), 'critic/vpred_mean': token_mean(values)}
+    if learner.value_clip is not None:
+      metrics['critic/vf_clipfrac'] = token_mean(
+          loss > losses.value_loss(values, batch.old_values, batch.returns))
+  return metrics
+
+
+def _variance(x, mask):
+  total = jnp.maximum(mask.sum(), 1)
+  mean = jnp.sum(x * mask) / total
+  return jnp.sum(jnp.square(x - mean) * mask) / total

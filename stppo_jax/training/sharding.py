@@ -1,0 +1,94 @@
+"""Where arrays live: a mesh of (data, fsdp, tensor), and rules from a parameter's path to its axes.
+
+`jax.jit` with shardings is what pjit was. Parameters, gradients and optimizer state follow the same
+rules, since an optimizer's tree holds the parameters' paths; rows of a batch go over (data, fsdp).
+"""
+
+import math
+import re
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from stppo_jax.types import UserError
+
+AXES = ('data', 'fsdp', 'tensor')
+ROWS = P(('data', 'fsdp'))
+
+# First match wins; a path that matches nothing is an error. Leading L axes are never split.
+RULES = (
+    (r'embed/embedding$', P('tensor', 'fsdp')),  # [V,D]
+    (r'lm_head/kernel$', P('fsdp', 'tensor')),  # [D,V]
+    (r'value_head/', P()),
+    (r'attention/(query|key|value)/kernel$', P(None, 'fsdp', 'tensor', None)),  # [L,D,N,H]
+    (r'attention/(query|key|value)/bias$', P(None, 'tensor', None)),  # [L,N,H]
+    (r'attention/out/kernel$', P(None, 'tensor', None, 'fsdp')),  # [L,N,H,D]
+    (r'mlp/(gate|up)/kernel$', P(None, 'fsdp', 'tensor')),  # [L,D,F]
+    (r'mlp/down/kernel$', P(None, 'tensor', 'fsdp')),  # [L,F,D]
+    (r'norm/scale$', P()),
+)
+
+
+def make_mesh(data, fsdp, tensor, devices=None):
+  """A mesh over the devices; one of the three sizes may be -1, meaning whatever is left."""
+  devices = jax.devices() if devices is None else devices
+  sizes = [data, fsdp, tensor]
+  given = ', '.join(f'{axis}={size}' for axis, size in zip(AXES, sizes))
+  if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
+    raise UserError(f'config.mesh ({given}): sizes are at least 1, and at most one of them is -1')
+  known = math.prod(size for size in sizes if size != -1)
+  if -1 in sizes:
+    if len(devices) % known:
+      raise UserError(f'config.mesh ({given}): {known} does not divide the {len(devices)} devices')
+    sizes[sizes.index(-1)] = len(devices) // known
+  elif known != len(devices):
+    raise UserError(f'config.mesh ({given}) needs {known} devices, and there are {len(devices)}: '
+                    'set one axis to -1 to take what is left')
+  return jax.make_mesh(
+      tuple(sizes), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3, devices=devices)
+
+
+def check_rows(mesh, **counts):
+  """Refuses counts of rows that the mesh cannot split evenly: check_rows(mesh, micro_batch=4)."""
+  parts = mesh.shape['data'] * mesh.shape['fsdp']
+  for name, count in counts.items():
+    if count % parts:
+      raise UserError(f'config.train.{name}={count} rows cannot be split over data * fsdp = {parts} '
+                      f'devices: choose a multiple of {parts}, or a smaller config.mesh')
+
+
+def rows(mesh):
+  """Sharding of an array whose leading axis is the rows of a batch."""
+  return NamedSharding(mesh, ROWS)
+
+
+def replicated(mesh):
+  """Sharding of an array that every device holds whole."""
+  return NamedSharding(mesh, P())
+
+
+def tree_shardings(tree, mesh):
+  """A NamedSharding for each leaf of a state (arrays or ShapeDtypeStructs), by RULES on its path.
+
+  Scalars are replicated. Choice: an axis that does not divide its dimension (2 key heads over 4 tensor
+  shards) is left out for that dimension rather than refused.
+  """
+
+  def place(path, leaf):
+    if not leaf.shape:
+      return replicated(mesh)
+    name = '/'.join(str(getattr(key, 'key', getattr(key, 'name', key))) for key in path)
+    for pattern, spec in RULES:
+      if re.search(pattern, name):
+        return NamedSharding(mesh, _fit(spec, leaf.shape, mesh))
+    raise ValueError(f'no sharding rule for {name!r} of shape {leaf.shape}; add one to RULES')
+
+  return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def _fit(spec, shape, mesh):
+  """`spec` without the axes that do not divide their dimension."""
+  axes = [axis if axis is None or size % mesh.shape[axis] == 0 else None
+          for axis, size in zip(spec, shape)]
+  return P(*axes)

@@ -1,0 +1,238 @@
+"""The update: TrainState and TurnBatch in, TrainState and metrics out; what runs on the accelerators.
+
+Three pure functions, each compiled once a padded length by `compile_functions`: `annotate` (log-probs
+and values of the policy that sampled), `with_advantages`, and `update_step`. The step accumulates the
+policy's gradient g and the clipping bias C over micro-batches, divides g once, then runs the optimizer.
+"""
+
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from stppo_jax.algorithms import advantages
+from stppo_jax.algorithms import correction
+from stppo_jax.algorithms import losses
+from stppo_jax.models import decoder
+from stppo_jax.training import diagnostics
+from stppo_jax.training import sharding
+from stppo_jax.training.state import Learner
+from stppo_jax.training.state import TrainState
+from stppo_jax.types import TurnBatch
+
+
+class Functions(typing.NamedTuple):
+  """The compiled functions of a run."""
+
+  annotate: typing.Callable  # (state, ref_params, batch) -> (batch, metrics)
+  with_advantages: typing.Callable  # (state, batch) -> (state, batch, metrics)
+  update_step: typing.Callable  # (state, batch, rows) -> (state, metrics, seen)
+
+  def num_compilations(self) -> int:
+    """Programs compiled so far: one a function and padded length."""
+    return sum(function._cache_size() for function in self)
+
+
+def compile_functions(learner, state, mesh) -> Functions:
+  """`annotate`, `with_advantages` and `update_step`, jitted over the mesh; states are donated."""
+  state_sharding = sharding.tree_shardings(state, mesh)
+  rows, whole = sharding.rows(mesh), sharding.replicated(mesh)
+  jit = lambda function, ins, outs, donate=(): jax.jit(
+      functools.partial(function, learner, mesh), in_shardings=ins, out_shardings=outs,
+      donate_argnums=donate)
+  return Functions(
+      annotate=jit(annotate, (state_sharding, state_sharding.actor, rows), (rows, whole)),
+      with_advantages=jit(
+          with_advantages, (state_sharding, rows), (state_sharding, rows, whole), donate=(0,)),
+      update_step=jit(
+          update_step, (state_sharding, rows, whole), (state_sharding, whole, whole), donate=(0,)))
+
+
+def annotate(learner: Learner, mesh, state: TrainState, ref_params, batch: TurnBatch):
+  """Fills in old_logp, ref_logp and old_values [B,T]; also the gap between sampler and trainer.
+
+  Computed by the very functions that `update_step` differentiates, so the first mini-batch's ratio is
+  exactly 1 (with old_logp 'trainer').
+  """
+
+  def one(micro):
+    logp, _, values = _policy(learner, state.actor, micro)
+    if learner.critic is not None:
+      values = _critic(learner, state.critic, micro)
+    ref_logp = logp if learner.kl_in == 'none' else _policy(learner, ref_params, micro)[0]
+    return logp, ref_logp, values
+
+  micros = _split(batch, learner.micro_batch, mesh)
+  logp, ref_logp, values = jax.tree.map(_join, jax.lax.map(one, micros))
+  mask = batch.action_mask.astype(jnp.float32)
+  metrics = diagnostics.sampler_gap(logp, batch.behaviour_logp, mask)
+  old_logp = batch.behaviour_logp if learner.old_logp == 'sampler' else logp
+  return batch.replace(
+      old_logp=old_logp * mask, ref_logp=ref_logp * mask, old_values=values * mask), metrics
+
+
+def with_advantages(learner: Learner, mesh, state: TrainState, batch: TurnBatch):
+  """Fills in advantages and returns; puts the KL penalty into the reward and adapts its coefficient."""
+  del mesh
+  mask = batch.action_mask.astype(jnp.float32)
+  metrics = {}
+  if learner.kl_in != 'none':
+    kl = losses.kl(batch.old_logp, batch.ref_logp, learner.kl_estimator) * mask
+    mean_kl = kl.sum() / jnp.maximum(mask.sum(), 1)
+    metrics |= {'actor/reward_kl_penalty': mean_kl, 'actor/kl_coef': state.kl_coef}
+    if learner.kl_in == 'reward':
+      batch = batch.replace(rewards=batch.rewards - state.kl_coef * kl)
+    if learner.kl_target is not None:
+      episodes = mask.any(axis=1).sum()
+      state = state.replace(kl_coef=losses.adaptive_kl(
+          state.kl_coef, mean_kl, learner.kl_target, learner.kl_horizon, episodes))
+  batch = advantages.estimate(batch, learner.variant, learner.gamma, learner.lam)
+  return state, batch, metrics | diagnostics.batch_summary(batch, mask, learner.has_values)
+
+
+def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, rows):
+  """One optimizer step of actor and critic on the given rows [b] of the batch.
+
+  g = grad J_clipped-surrogate + bonuses and C = grad J_clipped (arXiv 2511.20718, Lemma 4.2) are summed
+  over micro-batches with weights of the whole mini-batch, so the split does not change the result.
+  Then g / divisor goes into the optimizer. A step whose gradients are not finite changes nothing but
+  the counters.
+
+  Choice: the divisor divides the actor's whole gradient, entropy and KL terms included, so their
+  proportions stay; a shared trunk's value gradient is added undivided.
+
+  Returns the state, metrics (scalars), and per token what this step saw: ratio, clipped [b,T].
+  """
+  variant = learner.variant
+  batch = jax.tree.map(lambda x: x[rows], batch)
+  mask = batch.action_mask.astype(jnp.float32)
+  weights = losses.aggregation_weights(mask, learner.aggregation, learner.norm_length)
+  value_weights = losses.aggregation_weights(mask, 'token-mean')
+  measure_bias = variant.ratio != 'none' and (
+      learner.log_bias or (variant.divisor != 'none' and variant.norm_of == 'gradient'))
+
+  def accumulate(grads, micro_and_weights):
+    micro, weight, value_weight = micro_and_weights
+    (logp, entropy, values), pull = jax.vjp(lambda p: _policy(learner, p, micro), state.actor)
+    d_logp, d_bias, aux = correction.cotangents(
+        logp, micro, variant, variant.clip_low, variant.clip_high, weight, learner.dual_clip)
+    if learner.kl_in == 'loss':
+      kl_of = lambda x: losses.kl(x, micro.ref_logp, learner.kl_estimator)
+      kl_values, pull_kl = jax.vjp(kl_of, logp)
+      d_logp += pull_kl(state.kl_coef * weight)[0]
+      aux['kl'] = kl_values
+    d_entropy = -learner.entropy_coef * weight
+    zero = jnp.zeros_like(logp)
+    added = {'actor': pull((d_logp, d_entropy, zero))[0]}
+    if measure_bias:
+      added['bias'] = jax.lax.cond(
+          aux['clipped'].any(), lambda: pull((d_bias, zero, zero))[0],
+          lambda: jax.tree.map(jnp.zeros_like, state.actor))
+    if learner.has_values:
+      value_loss = lambda v: losses.value_loss(
+          v, micro.old_values, micro.returns, learner.value_clip)
+      if learner.shared_trunk:
+        _, pull_loss = jax.vjp(value_loss, values)
+        d_values = learner.value_coef * pull_loss(value_weight)[0]
+        added['value'] = pull((zero, zero, d_values))[0]
+      else:
+        values, pull_values = jax.vjp(lambda p: _critic(learner, p, micro), state.critic)
+        _, pull_loss = jax.vjp(value_loss, values)
+        added['value'] = pull_values(pull_loss(value_weight)[0])[0]
+    seen = dict(logp=logp, entropy=entropy, values=values, **aux)
+    return jax.tree.map(jnp.add, grads, added), seen
+
+  zeros = {'actor': jax.tree.map(jnp.zeros_like, state.actor)}
+  if measure_bias:
+    zeros['bias'] = zeros['actor']
+  if learner.has_values:
+    zeros['value'] = jax.tree.map(
+        jnp.zeros_like, state.actor if learner.shared_trunk else state.critic)
+  micros = _split((batch, weights, value_weights), learner.micro_batch, mesh)
+  grads, seen = jax.lax.scan(accumulate, zeros, micros)
+  seen = {name: _join(x) if x.ndim == 3 else x.sum() for name, x in seen.items()}
+
+  g, bias = grads['actor'], grads.get('bias')
+  g_norm = optax.global_norm(g)
+  bias_norm = optax.global_norm(bias) if measure_bias else jnp.zeros(())
+  c_norm = bias_norm if variant.norm_of == 'gradient' else jnp.abs(seen['clipped_objective'])
+  divisor = correction.divisor(variant.divisor, g_norm, c_norm, seen['clipped'].any())
+  g = jax.tree.map(lambda x: x / divisor, g)
+  if learner.shared_trunk:
+    g = jax.tree.map(jnp.add, g, grads['value'])
+
+  finite = jnp.isfinite(g_norm) & jnp.isfinite(c_norm)
+  if learner.has_values:
+    value_norm = optax.global_norm(grads['value'])
+    finite &= jnp.isfinite(value_norm)
+  train_actor = finite & (state.step >= learner.critic_warmup)
+  actor, actor_opt, step_norm = _apply(
+      learner.actor_optimizer, g, state.actor, state.actor_opt, train_actor)
+  state_after = state.replace(
+      step=state.step + 1, actor=actor, actor_opt=actor_opt,
+      skipped=jnp.where(finite, 0, state.skipped + 1))
+  metrics = {
+      'actor/grad_norm': optax.global_norm(g),
+      'actor/lr': learner.actor_lr(state.step),
+      'actor/skipped': state_after.skipped,
+      'stppo/grad_norm': g_norm,
+      'stppo/divisor': divisor,
+      'stppo/step_norm': step_norm,
+  }
+  if measure_bias:
+    # g descends and C ascends, hence the sign.
+    dot = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(grads['actor']), jax.tree.leaves(bias)))
+    metrics |= {
+        'stppo/bias_norm': bias_norm,
+        'stppo/cos_g_c': -dot / jnp.maximum(g_norm * bias_norm, 1e-30)}
+  if learner.has_values:
+    metrics |= {'critic/grad_norm': value_norm, 'critic/lr': learner.critic_lr(state.step)}
+  if learner.critic is not None:
+    critic, critic_opt, _ = _apply(
+        learner.critic_optimizer, grads['value'], state.critic, state.critic_opt, finite)
+    state_after = state_after.replace(critic=critic, critic_opt=critic_opt)
+  metrics |= diagnostics.step_summary(learner, batch, weights, seen)
+  return state_after, metrics, {'ratio': seen['ratio'], 'clipped': seen['clipped']}
+
+
+def _policy(learner, params, batch):
+  """Log-probs, entropies and, from a shared trunk, values of a batch: three of [B,T]."""
+  x, _ = decoder.hidden(params, learner.actor, batch.tokens, None)
+  logp, entropy = decoder.token_logp(
+      params, learner.actor, x, batch.tokens, learner.temperature, learner.logp_chunk)
+  values = decoder.state_values(params, x) if learner.shared_trunk else jnp.zeros_like(logp)
+  return logp, entropy, values
+
+
+def _critic(learner, params, batch):
+  """Values [B,T] of the states before each token."""
+  x, _ = decoder.hidden(params, learner.critic, batch.tokens, None)
+  return decoder.state_values(params, x)
+
+
+def _apply(optimizer, grads, params, opt_state, take):
+  """Params and optimizer state after one step, or as they were; and the size of the step taken."""
+  updates, new_opt_state = optimizer.update(grads, opt_state, params)
+  keep = lambda new, old: jnp.where(take, new, old)
+  new_params = jax.tree.map(keep, optax.apply_updates(params, updates), params)
+  step_norm = jnp.where(take, optax.global_norm(updates), 0)
+  return new_params, jax.tree.map(keep, new_opt_state, opt_state), step_norm
+
+
+def _split(tree, micro_batch, mesh):
+  """[B,..] -> [B / micro_batch, micro_batch, ..]: rows are dealt out in turn, so that each device's
+  rows stay on it and every micro-batch is spread over all devices."""
+  spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, ('data', 'fsdp')))
+
+  def split(x):
+    x = x.reshape(micro_batch, -1, *x.shape[1:]).swapaxes(0, 1)
+    return jax.lax.with_sharding_constraint(x, spec)
+
+  return jax.tree.map(split, tree)
+
+
+def _join(x):
+  """The inverse of `_split`."""
+  return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])

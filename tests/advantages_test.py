@@ -1,0 +1,362 @@
+"""Advantages: by hand across observations, against the float64 oracle, and what reduces to what."""
+
+import dataclasses
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import chex
+import hypothesis
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stppo_jax import types
+from stppo_jax.algorithms import advantages
+from stppo_jax.algorithms import variants
+from tests import oracle
+
+QUICK = hypothesis.settings(
+    max_examples=25, deadline=None, derandomize=True,
+    suppress_health_check=list(hypothesis.HealthCheck))
+
+# One row: prompt, turn 1 of two tokens, an observation of two, turn 2 of one token, padding. The
+# values 99 and 77 of observation tokens must not be read.
+TURN_IDS = np.array([[0, 1, 1, 0, 0, 2, 0]])
+MASK = (TURN_IDS > 0).astype(np.float64)
+REWARDS = np.array([[0.0, 0.0, 0.5, 0.0, 0.0, 1.0, 0.0]])
+VALUES = np.array([[5.0, 0.2, 0.4, 99.0, 77.0, 0.6, 3.0]])
+
+
+def _assert_close(got, expected, atol):
+  """An absolute bound alone: chex and NumPy would add a relative 1e-6 or 1e-7 by default."""
+  chex.assert_trees_all_close(got, expected, rtol=0, atol=atol)
+
+
+@jax.jit
+def _every_estimator(rewards, values, turn_ids, mask, gamma, lam):
+  num_turns = mask.shape[1]
+  return (
+      advantages.token_gae(rewards, values, mask, gamma, lam),
+      advantages.turn_gae(rewards, values, turn_ids, num_turns, gamma, lam),
+      advantages.bad_gae(rewards, values, turn_ids, mask, gamma, lam),
+      advantages.turn_returns(rewards, turn_ids, num_turns, gamma),
+  )
+
+
+class GaeTest(chex.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.enter_context(jax.enable_x64(True))
+    self.enter_context(jax.numpy_rank_promotion('raise'))
+
+  @chex.variants(with_jit=True, without_jit=True)
+  def test_token_gae_by_hand_across_observations(self):
+    # gamma 0.5, lambda 0.5; agent tokens a, b | c with values .2 .4 .6 and rewards 0 .5 1
+    # delta_c = 1 - 0.6 = 0.4                       A_c = 0.4
+    # delta_b = 0.5 + 0.5*0.6 - 0.4 = 0.4           A_b = 0.4 + 0.25*0.4 = 0.5
+    # delta_a = 0 + 0.5*0.4 - 0.2 = 0               A_a = 0 + 0.25*0.5 = 0.125
+    # returns = A + V: 0.325, 0.9, 1.0
+    got = self.variant(lambda *args: advantages.token_gae(*args, 0.5, 0.5))(REWARDS, VALUES, MASK)
+    _assert_close(
+        got,
+        (jnp.array([[0, 0.125, 0.5, 0, 0, 0.4, 0]]), jnp.array([[0, 0.325, 0.9, 0, 0, 1.0, 0]])),
+        atol=1e-12)
+
+  @chex.variants(with_jit=True, without_jit=True)
+  def test_turn_gae_by_hand(self):
+    # turn 1: reward 0.5, value 0.2 (its first token); turn 2: reward 1, value 0.6
+    # A^2 = 1 - 0.6 = 0.4;  A^1 = 0.5 + 0.5*0.6 - 0.2 + 0.25*0.4 = 0.7
+    # returns 0.9 and 1.0
+    got = self.variant(lambda *args: advantages.turn_gae(*args, 3, 0.5, 0.5))(
+        REWARDS, VALUES, TURN_IDS)
+    _assert_close(
+        got, (jnp.array([[0, 0.7, 0.7, 0, 0, 0.4, 0]]), jnp.array([[0, 0.9, 0.9, 0, 0, 1.0, 0]])),
+        atol=1e-12)
+
+  @chex.variants(with_jit=True, without_jit=True)
+  def test_bad_gae_by_hand(self):
+    # c ends turn 2: A_c = 1 - 0.6 = 0.4
+    # b ends turn 1: A_b = 0.5 + 0.5*0.6 - 0.4 + 0.25*0.4 = 0.5
+    # a is inside turn 1, factors 1: A_a = 0 + 0.4 - 0.2 + 0.5 = 0.7
+    got = self.variant(lambda *args: advantages.bad_gae(*args, 0.5, 0.5))(
+        REWARDS, VALUES, TURN_IDS, MASK)
+    _assert_close(
+        got, (jnp.array([[0, 0.7, 0.5, 0, 0, 0.4, 0]]), jnp.array([[0, 0.9, 0.9, 0, 0, 1.0, 0]])),
+        atol=1e-12)
+
+  @parameterized.product(gamma=(1.0, 0.9), lam=(1.0, 0.7, 0.0))
+  def test_against_the_oracle(self, gamma, lam):
+    batch = oracle.random_batch(0)
+    r, v, k, m = batch.rewards, batch.values, batch.turn_ids, batch.action_mask
+    expected = (
+        oracle.token_gae(r, v, m, gamma, lam), oracle.turn_gae(r, v, k, gamma, lam),
+        oracle.bad_gae(r, v, k, gamma, lam), oracle.turn_returns(r, k, gamma))
+    _assert_close(_every_estimator(r, v, k, m, gamma, lam), expected, atol=1e-11)
+
+  @QUICK
+  @hypothesis.given(
+      seed=st.integers(0, 10**6), gamma=st.floats(0.0, 1.0), lam=st.floats(0.0, 1.0))
+  def test_any_layout_against_the_quadratic_sum(self, seed, gamma, lam):
+    """Masks without any structure: turns cut anywhere, rows full or empty."""
+    rng = np.random.default_rng(seed)
+    shape = 3, 9
+    agent = rng.random(shape) < rng.random()
+    # A new turn begins where the agent speaks after somebody else, and now and then right after
+    # its own turn: an empty observation.
+    starts = agent & (~np.pad(agent, ((0, 0), (1, 0)))[:, :-1] | (rng.random(shape) < 0.3))
+    turn_ids = np.cumsum(starts, axis=1) * agent
+    r, v, m = rng.normal(size=shape) * agent, rng.normal(size=shape), agent.astype(np.float64)
+    got = _every_estimator(r, v, turn_ids, m, gamma, lam)
+    expected = (
+        oracle.token_gae(r, v, m, gamma, lam), oracle.turn_gae(r, v, turn_ids, gamma, lam),
+        oracle.bad_gae(r, v, turn_ids, gamma, lam), oracle.turn_returns(r, turn_ids, gamma))
+    _assert_close(got, expected, atol=1e-10)
+
+  @parameterized.parameters((1.0, True), (0.9, False))
+  def test_observation_tokens_matter_only_below_lambda_one(self, lam, same):
+    """Observations as steps of GAE: harmless at gamma = lambda = 1, and only there."""
+    batch = oracle.random_batch(1)
+    masked, _ = advantages.token_gae(batch.rewards, batch.values, batch.action_mask, 1.0, lam)
+    every_token = np.ones_like(batch.action_mask)
+    # Padding after the last token is no step in either: give it no value.
+    last = np.cumsum(batch.action_mask[:, ::-1], axis=1)[:, ::-1] > 0
+    unmasked, _ = advantages.token_gae(
+        batch.rewards, batch.values * last, every_token, 1.0, lam)
+    gap = np.max(np.abs((masked - unmasked) * batch.action_mask))
+    if same:
+      self.assertLess(gap, 1e-12)
+    else:
+      self.assertGreater(gap, 1e-2)
+
+  @parameterized.parameters((1.0, 1.0), (0.9, 0.5))
+  def test_one_turn(self, gamma, lam):
+    """Turn GAE of one turn is reward minus value; BAD is the undiscounted rest minus the value."""
+    batch = oracle.random_batch(2, layout=(((0, 2), (1, 5), (0, 2)), ((1, 1), (0, 8))))
+    total = np.sum(batch.rewards, axis=1, keepdims=True)
+    first = np.array([[batch.values[0, 2]], [batch.values[1, 0]]])
+    m = batch.action_mask
+    got, returns = advantages.turn_gae(batch.rewards, batch.values, batch.turn_ids, 1, gamma, lam)
+    _assert_close(got, (total - first) * m, atol=1e-12)
+    _assert_close(returns, total * m, atol=1e-12)
+    rest = np.cumsum(batch.rewards[:, ::-1], axis=1)[:, ::-1]
+    got, returns = advantages.bad_gae(
+        batch.rewards, batch.values, batch.turn_ids, m, gamma, lam)
+    _assert_close(got, (rest - batch.values) * m, atol=1e-12)
+    _assert_close(returns, rest * m, atol=1e-12)
+
+  def test_one_token_turns_make_all_three_equal(self):
+    batch = oracle.random_batch(3)
+    turn_ids = np.cumsum(batch.action_mask, axis=1).astype(int) * (batch.turn_ids > 0)
+    r, v, m = batch.rewards, batch.values, batch.action_mask
+    token = advantages.token_gae(r, v, m, 0.9, 0.8)
+    _assert_close(advantages.turn_gae(r, v, turn_ids, 16, 0.9, 0.8), token, atol=1e-12)
+    _assert_close(advantages.bad_gae(r, v, turn_ids, m, 0.9, 0.8), token, atol=1e-12)
+
+  def test_bad_gae_is_token_gae_undiscounted_and_turn_gae_at_first_tokens(self):
+    batch = oracle.random_batch(4)
+    r, v, k, m = batch.rewards, batch.values, batch.turn_ids, batch.action_mask
+    _assert_close(
+        advantages.bad_gae(r, v, k, m, 1.0, 1.0), advantages.token_gae(r, v, m, 1.0, 1.0),
+        atol=1e-12)
+    first = (k > 0) & (k != np.pad(k, ((0, 0), (1, 0)))[:, :-1])
+    bad = advantages.bad_gae(r, v, k, m, 0.9, 0.6)
+    turn = advantages.turn_gae(r, v, k, oracle.NUM_TURNS, 0.9, 0.6)
+    for x, y in zip(bad, turn):
+      _assert_close(x * first, y * first, atol=1e-12)
+    self.assertGreater(
+        np.max(np.abs(bad[0] - advantages.token_gae(r, v, m, 0.9, 0.6)[0])), 1e-2)
+
+  def test_terminal_reward_reaches_every_agent_token_undiscounted(self):
+    """gamma = lambda = 1: the return of each agent token is the episode's score, whatever V is."""
+    batch = oracle.random_batch(5)
+    rewards = np.zeros_like(batch.rewards)
+    has_agent = batch.action_mask.any(axis=1)
+    last = batch.action_mask.shape[1] - 1 - np.argmax(batch.action_mask[:, ::-1], axis=1)
+    rewards[has_agent, last[has_agent]] = 1.0
+    _, returns = advantages.token_gae(rewards, batch.values, batch.action_mask, 1.0, 1.0)
+    _assert_close(returns, batch.action_mask, atol=1e-12)
+
+  def test_turn_returns_by_hand(self):
+    # R = 0.5, 1 and gamma 0.5: G^2 = 1, G^1 = 0.5 + 0.5 * 1 = 1
+    # R = 0.5, 1 and gamma 0.1: G^1 = 0.6
+    for gamma, first in (0.5, 1.0), (0.1, 0.6):
+      got = advantages.turn_returns(REWARDS, TURN_IDS, 2, gamma)
+      _assert_close(got, jnp.array([[0, first, first, 0, 0, 1.0, 0]]), atol=1e-12)
+
+  def test_more_turn_slots_than_turns_change_nothing(self):
+    batch = oracle.random_batch(6)
+    args = batch.rewards, batch.values, batch.turn_ids
+    _assert_close(
+        advantages.turn_gae(*args, oracle.NUM_TURNS, 0.9, 0.8),
+        advantages.turn_gae(*args, oracle.NUM_TURNS + 4, 0.9, 0.8), atol=1e-12)
+
+
+class GroupTest(chex.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.enter_context(jax.enable_x64(True))
+    self.enter_context(jax.numpy_rank_promotion('raise'))
+
+  @chex.variants(with_jit=True, without_jit=True)
+  def test_zscore_by_hand(self):
+    # group 0: scores 1, 0, 1, 0: mean 1/2, sample variance 4 * 1/4 / 3 = 1/3, std 0.57735
+    # group 2: one member -> 0; group 1: no spread -> 0
+    scores = jnp.array([1.0, 0.3, 0.0, 7.0, 1.0, 0.3, 0.0])
+    groups = jnp.array([0, 1, 0, 2, 0, 1, 0])
+    z = 0.5 / (3 ** -0.5 + 1e-6)
+    got = self.variant(advantages.group_zscore)(scores, groups)
+    _assert_close(got, jnp.array([z, 0.0, -z, 0.0, z, 0.0, -z]), atol=1e-12)
+
+  @chex.variants(with_jit=True, without_jit=True)
+  def test_leave_one_out_by_hand(self):
+    # group 0: 1 - (0 + 0)/2 = 1;  0 - (1 + 0)/2 = -1/2, twice; the lone row gets 0
+    scores, groups = jnp.array([1.0, 5.0, 0.0, 0.0]), jnp.array([0, 1, 0, 0])
+    got = self.variant(advantages.leave_one_out)(scores, groups)
+    _assert_close(got, jnp.array([1.0, 0.0, -0.5, -0.5]), atol=1e-12)
+
+  @parameterized.parameters(0, 1, 2)
+  def test_against_the_oracle(self, seed):
+    rng = np.random.default_rng(seed)
+    scores, groups = rng.normal(size=11), rng.integers(5, size=11)
+    _assert_close(
+        advantages.group_zscore(scores, groups), oracle.group_zscore(scores, groups), atol=1e-11)
+    _assert_close(
+        advantages.leave_one_out(scores, groups), oracle.leave_one_out(scores, groups), atol=1e-11)
+
+  def test_numbers_of_groups_are_only_names(self):
+    """A batch cut from a larger one keeps its group numbers; they may exceed the number of rows."""
+    scores = np.array([1.0, 0.0, 2.0, 5.0])
+    for fn in advantages.group_zscore, advantages.leave_one_out:
+      _assert_close(
+          fn(scores, np.array([900, 900, 17, 17])), fn(scores, np.array([0, 0, 1, 1])), atol=1e-12)
+
+  def test_shift_and_scale(self):
+    scores, groups = np.random.default_rng(3).normal(size=8), np.array([0, 0, 0, 1, 1, 2, 2, 2])
+    for fn in advantages.group_zscore, advantages.leave_one_out:
+      _assert_close(fn(scores + 3.0, groups), fn(scores, groups), atol=1e-10)
+      for g in range(3):
+        self.assertLess(abs(np.sum(np.asarray(fn(scores, groups))[groups == g])), 1e-10)
+    # The eps of 1e-6 is the only thing that sees the scale.
+    _assert_close(
+        advantages.group_zscore(10 * scores, groups), advantages.group_zscore(scores, groups),
+        atol=1e-4)
+    _assert_close(
+        advantages.leave_one_out(10 * scores, groups),
+        10 * advantages.leave_one_out(scores, groups), atol=1e-10)
+
+  @parameterized.parameters(0.1, 0.2, 0.3, 1.0)
+  def test_no_spread_is_exactly_zero_in_float32(self, score):
+    """The mean of equal float32 scores may be one ulp off; over eps = 1e-6 that is no longer 0."""
+    for size in 3, 5, 12:
+      scores = np.full(size, score, np.float32)
+      got = advantages.group_zscore(scores, np.zeros(size, np.int32))
+      np.testing.assert_array_equal(got, np.zeros(size))
+
+  @chex.variants(with_jit=True, without_jit=True)
+  def test_whiten_by_hand(self):
+    # masked 1, 2, 3: mean 2, unbiased variance (1 + 0 + 1) / 2 = 1 -> -1, 0, 1
+    x = jnp.array([[1.0, 50.0, 2.0], [3.0, -9.0, 4.0]])
+    mask = jnp.array([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
+    got = np.asarray(self.variant(advantages.whiten_tokens)(x, mask))
+    np.testing.assert_allclose(got[np.asarray(mask) > 0], [-1.0, 0.0, 1.0], rtol=0, atol=1e-7)
+
+  def test_whiten_properties(self):
+    batch = oracle.random_batch(7)
+    x, m = batch.advantages, batch.action_mask
+    got = np.asarray(advantages.whiten_tokens(x, m))
+    np.testing.assert_allclose(got[m > 0], oracle.whiten(x, m), rtol=0, atol=1e-11)
+    np.testing.assert_allclose(np.mean(got[m > 0]), 0.0, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(np.var(got[m > 0], ddof=1), 1.0, rtol=0, atol=1e-6)
+    # Neither a shift nor a positive scale of the advantages is visible afterwards.
+    np.testing.assert_allclose(
+        np.asarray(advantages.whiten_tokens(4 * x + 2, m))[m > 0], got[m > 0], rtol=0, atol=1e-6)
+    # What stands on observation tokens is not part of the statistics.
+    np.testing.assert_allclose(
+        np.asarray(advantages.whiten_tokens(np.where(m > 0, x, 1e3), m))[m > 0], got[m > 0],
+        rtol=0, atol=1e-12)
+
+  def test_whiten_of_nothing_and_of_one_token_is_finite(self):
+    x = np.array([[2.0, 3.0]])
+    for mask in ([[0.0, 0.0]], [[1.0, 0.0]], [[1.0, 1.0]]):
+      chex.assert_tree_all_finite(advantages.whiten_tokens(x, np.array(mask)))
+    chex.assert_tree_all_finite(advantages.whiten_tokens(np.full((1, 2), 0.3), np.ones((1, 2))))
+
+  def test_whiten_turns_by_hand(self):
+    # Three turns of 1, 2 and 1 tokens worth 1, 2, 3: each counts once, so mean 2, variance 1
+    # (over tokens the mean of 1, 2, 2, 3 would be the same, the variance 2/3).
+    x = np.array([[1.0, 9.0, 2.0, 2.0], [3.0, 9.0, 9.0, 9.0]])
+    ids = np.array([[1, 0, 2, 2], [1, 0, 0, 0]])
+    got = advantages.whiten_turns(x, ids, 4)
+    _assert_close(
+        got, jnp.array([[-1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]), atol=1e-7)
+
+
+class EstimateTest(chex.TestCase):
+  """The estimators behind the names of the table."""
+
+  def setUp(self):
+    super().setUp()
+    self.enter_context(jax.enable_x64(True))
+    self.enter_context(jax.numpy_rank_promotion('raise'))
+    batch = oracle.random_batch(8)
+    self.batch = types.TurnBatch(
+        tokens=batch.tokens, action_mask=jnp.asarray(batch.action_mask),
+        turn_ids=jnp.asarray(batch.turn_ids), rewards=jnp.asarray(batch.rewards),
+        old_logp=batch.old_logp, ref_logp=batch.old_logp, old_values=jnp.asarray(batch.values),
+        advantages=batch.values * 0, returns=batch.values * 0,
+        group_ids=jnp.array([0, 0, 1, 1, 0, 1]))
+    self.args = batch.rewards, batch.values, batch.turn_ids
+
+  def _estimate(self, name, **changes):
+    row = dataclasses.replace(variants.VARIANTS['ppo'], advantage=name, whiten=False, **changes)
+    return advantages.estimate(self.batch, row, 0.9, 0.8)
+
+  def test_estimators_with_a_critic(self):
+    r, v, k = self.args
+    expected = {
+        'token_gae': oracle.token_gae(r, v, k > 0, 0.9, 0.8),
+        'turn_gae': oracle.turn_gae(r, v, k, 0.9, 0.8),
+        'bad_gae': oracle.bad_gae(r, v, k, 0.9, 0.8),
+    }
+    for name, (a, returns) in expected.items():
+      got = self._estimate(name)
+      _assert_close((got.advantages, got.returns), (a, returns), atol=1e-11)
+
+  def test_whitening_touches_the_advantages_only(self):
+    r, v, k = self.args
+    a, returns = oracle.token_gae(r, v, k > 0, 0.9, 0.8)
+    row = dataclasses.replace(variants.VARIANTS['ppo'], whiten=True)
+    got = advantages.estimate(self.batch, row, 0.9, 0.8)
+    np.testing.assert_allclose(
+        np.asarray(got.advantages)[k > 0], oracle.whiten(a, k > 0), rtol=0, atol=1e-11)
+    np.testing.assert_array_equal(np.asarray(got.advantages)[k == 0], 0.0)
+    _assert_close(got.returns, returns, atol=1e-11)
+
+  @parameterized.parameters('group_zscore', 'leave_one_out')
+  def test_groups(self, name):
+    """Every agent token has its row's number; row 3, without agent tokens, is nobody's peer."""
+    r, _, k = self.args
+    rows = np.array([0, 1, 2, 4, 5])
+    expected = np.zeros(6)
+    expected[rows] = getattr(oracle, name)(r.sum(axis=1)[rows], [0, 0, 1, 0, 1])
+    _assert_close(
+        self._estimate(name).advantages, expected[:, None] * (k > 0), atol=1e-10)
+
+  def test_turn_returns_are_normalised_over_turns(self):
+    r, _, k = self.args
+    returns = oracle.turn_returns(r, k, 0.9)
+    each = np.array([returns[b, turn[0]] for b, row in enumerate(oracle.segments(k, 'turn'))
+                     for turn in row])
+    expected = (returns - each.mean()) / np.sqrt(each.var(ddof=1) + 1e-8) * (k > 0)
+    _assert_close(self._estimate('turn_returns').advantages, expected, atol=1e-10)
+
+  def test_an_unknown_name_is_refused(self):
+    with self.assertRaises(ValueError):
+      self._estimate('gae')
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,306 @@
+"""Tests of the Hugging Face conversion: round trips, what transformers reads, every refusal."""
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import shutil
+import tempfile
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import ml_dtypes
+import numpy as np
+import safetensors.numpy
+
+from stppo_jax.models import convert
+from stppo_jax.models import decoder
+from stppo_jax.types import UserError
+
+REFERENCES = pathlib.Path(__file__).parent / 'reference_logits'
+MODELS = ('qwen2', 'qwen2_tied', 'qwen3', 'qwen3_tied', 'llama', 'llama_tied')
+HAS_TORCH = importlib.util.find_spec('torch') is not None
+
+
+def with_value_head(params, seed=0):
+  """The same parameters with a value head that is not zero."""
+  rng = np.random.default_rng(seed)
+  noise = lambda w: rng.normal(size=w.shape).astype(w.dtype)
+  return {**params, 'value_head': jax.tree.map(noise, params['value_head'])}
+
+
+class ConvertTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def assert_trees_equal(self, actual, expected):
+    """Same names, dtypes and bits."""
+    self.assertEqual(jax.tree.structure(actual), jax.tree.structure(expected))
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+      self.assertEqual(np.asarray(a).dtype, np.asarray(b).dtype)
+      np.testing.assert_array_equal(a, b)
+
+  @parameterized.product(
+    name=MODELS, param_dtype=('float32', 'bfloat16'), max_shard_bytes=(4 * 2**30, 20_000)
+  )
+  def test_round_trip(self, name, param_dtype, max_shard_bytes):
+    config, params = convert.load_hf(REFERENCES / name, param_dtype=param_dtype)
+    convert.save_hf(self.folder, config, params, max_shard_bytes=max_shard_bytes)
+    sharded = (self.folder / 'model.safetensors.index.json').exists()
+    self.assertEqual(sharded, max_shard_bytes == 20_000)
+    config_again, params_again = convert.load_hf(self.folder, param_dtype=param_dtype)
+    self.assertEqual(config_again, config)
+    self.assert_trees_equal(params_again, params)
+
+  @parameterized.product(name=('qwen2', 'qwen2_tied', 'qwen3', 'llama'), head=('value', 'both'))
+  def test_round_trip_of_value_heads(self, name, head):
+    config, params = convert.load_hf(REFERENCES / name, head=head)
+    params = with_value_head(params)
+    convert.save_hf(self.folder, config, params)
+    config_again, params_again = convert.load_hf(self.folder, head=head)
+    self.assertEqual(config_again, config)
+    self.assert_trees_equal(params_again, params)
+
+  @parameterized.parameters('qwen2', 'qwen2_tied')
+  def test_a_critic_starts_from_its_policy(self, name):
+    _, policy = convert.load_hf(REFERENCES / name)
+    config, critic = convert.load_hf(REFERENCES / name, head='value')
+    self.assertEqual(config.head, 'value')
+    self.assertNotIn('lm_head', critic)
+    for part in ('embed', 'layers', 'final_norm'):
+      self.assert_trees_equal(critic[part], policy[part])
+    tokens = np.arange(12).reshape(2, 6)
+    values, _ = decoder.forward(critic, config, tokens, None)
+    np.testing.assert_array_equal(values, np.zeros((2, 6)))
+
+  def test_the_table_covers_every_parameter(self):
+    for name in MODELS:
+      for head in convert.HEADS:
+        config, params = convert.load_hf(REFERENCES / name, head=head)
+        paths, _ = jax.tree_util.tree_flatten_with_path(params)
+        ours = {'/'.join(key.key for key in path) for path, _ in paths}
+        self.assertEqual({entry.path for entry in convert._entries(config)}, ours)
+
+  def test_dtypes(self):
+    config, params = convert.load_hf(REFERENCES / 'llama', param_dtype='bfloat16')
+    self.assertEqual(config.param_dtype, 'bfloat16')
+    self.assertEqual(params['lm_head']['kernel'].dtype, ml_dtypes.bfloat16)
+    _, params = convert.load_hf(REFERENCES / 'llama')
+    self.assertEqual(params['lm_head']['kernel'].dtype, np.float32)
+
+  def test_rope_as_transformers_4_and_5_write_it(self):
+    shutil.copytree(REFERENCES / 'llama', self.folder, dirs_exist_ok=True)
+    expected = convert.load_config(self.folder)
+    self.assertEqual(expected.rope_theta, 500.0)
+    self.assertEqual(expected.rope_scaling, (8.0, 1.0, 4.0, 32))
+    raw = json.loads((self.folder / 'config.json').read_text())
+    rope = raw.pop('rope_parameters')
+    raw['rope_theta'] = rope.pop('rope_theta')
+    raw['rope_scaling'] = rope
+    (self.folder / 'config.json').write_text(json.dumps(raw))
+    self.assertEqual(convert.load_config(self.folder), expected)
+
+  def test_tokenizer_files_and_token_ids_come_along(self):
+    config, params = convert.load_hf(REFERENCES / 'qwen2')
+    source = self.folder / 'source'
+    source.mkdir()
+    (source / 'tokenizer.json').write_text('{"a": 1}')
+    (source / 'config.json').write_text('{"eos_token_id": 7}')
+    convert.save_hf(self.folder / 'out', config, params, source)
+    self.assertEqual((self.folder / 'out/tokenizer.json').read_text(), '{"a": 1}')
+    self.assertEqual(json.loads((self.folder / 'out/config.json').read_text())['eos_token_id'], 7)
+    convert.save_hf(self.folder / 'out', config, params, self.folder / 'out')  # onto itself
+
+  def test_saving_again_leaves_no_old_shards(self):
+    config, params = convert.load_hf(REFERENCES / 'qwen2')
+    convert.save_hf(self.folder, config, params, max_shard_bytes=20_000)
+    convert.save_hf(self.folder, config, params)
+    files = sorted(path.name for path in self.folder.iterdir())
+    self.assertEqual(files, ['config.json', 'model.safetensors'])
+
+  @parameterized.product(name=MODELS, max_shard_bytes=(4 * 2**30, 20_000))
+  @absltest.skipUnless(HAS_TORCH, 'torch is not installed')
+  def test_transformers_reads_what_we_save(self, name, max_shard_bytes):
+    from tests import make_reference_logits  # needs torch
+    import transformers
+
+    config, params = convert.load_hf(REFERENCES / name)
+    convert.save_hf(self.folder, config, params, max_shard_bytes=max_shard_bytes)
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+      self.folder, output_loading_info=True
+    )
+    self.assertEmpty(loading['missing_keys'])
+    self.assertEmpty(loading['unexpected_keys'])
+    reference = safetensors.numpy.load_file(REFERENCES / name / 'reference.safetensors')
+    logits = make_reference_logits.logits_of(model.eval(), reference['tokens'])
+    np.testing.assert_allclose(logits, reference['logits'], atol=1e-5)
+
+  @parameterized.parameters('qwen2', 'qwen3_tied', 'llama')
+  @absltest.skipUnless(HAS_TORCH, 'torch is not installed')
+  def test_transformers_reads_our_critic(self, name):
+    from tests import make_reference_logits  # needs torch
+    import transformers
+
+    config, params = convert.load_hf(REFERENCES / name, head='value')
+    params = with_value_head(params)
+    convert.save_hf(self.folder, config, params)
+    model, loading = transformers.AutoModelForTokenClassification.from_pretrained(
+      self.folder, output_loading_info=True
+    )
+    self.assertEmpty(loading['missing_keys'])
+    self.assertEmpty(loading['unexpected_keys'])
+    tokens = np.arange(20).reshape(2, 10)
+    theirs = make_reference_logits.logits_of(model.eval(), tokens)
+    ours, _ = decoder.forward(params, config, tokens, None)
+    np.testing.assert_allclose(theirs[..., 0], ours, atol=1e-4)
+
+
+class RefusalTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    self.folder = root / 'model'
+    shutil.copytree(REFERENCES / 'qwen2', self.folder)
+
+  def refuses(self, *parts, **kwargs):
+    """load_hf fails with one line that holds all the parts."""
+    with self.assertRaises(UserError) as caught:
+      convert.load_hf(self.folder, **kwargs)
+    message = str(caught.exception)
+    self.assertNotIn('\n', message)
+    for part in parts:
+      self.assertIn(part, message)
+
+  def edit_config(self, **changes):
+    path = self.folder / 'config.json'
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in raw.items() if v is not None}))
+
+  def edit_weights(self, edit):
+    path = self.folder / 'model.safetensors'
+    tensors = safetensors.numpy.load_file(path)
+    edit(tensors)
+    safetensors.numpy.save_file(tensors, path)
+
+  def shard(self):
+    config, params = convert.load_hf(self.folder)
+    convert.save_hf(self.folder, config, params, max_shard_bytes=20_000)
+    return sorted(self.folder.glob('model-*.safetensors'))
+
+  def test_choices(self):
+    self.refuses("head 'values' is unknown; allowed: tokens, value, both", head='values')
+    self.refuses("param_dtype 'int8'", 'float32, bfloat16', param_dtype='int8')
+    self.refuses("dtype 'f32'", 'float32, bfloat16', dtype='f32')
+
+  def test_no_config(self):
+    (self.folder / 'config.json').unlink()
+    self.refuses('config.json does not exist; give a folder')
+
+  @parameterized.parameters(('{', 'is not JSON'), ('[]', 'is not a JSON object'))
+  def test_broken_config(self, text, message):
+    (self.folder / 'config.json').write_text(text)
+    self.refuses(message, 'download it again')
+
+  @parameterized.parameters(
+    ({'model_type': 'gpt2'}, "model_type 'gpt2' is not supported; allowed: qwen2, qwen3, llama"),
+    ({'model_type': None}, 'model_type None is not supported'),
+    ({'hidden_size': None}, 'hidden_size is missing'),
+    ({'num_key_value_heads': None}, 'num_key_value_heads is missing'),
+    ({'hidden_size': '32'}, "hidden_size = '32' is not a positive number"),
+    ({'vocab_size': 0}, 'vocab_size = 0 is not a positive number'),
+    ({'hidden_act': 'gelu'}, "hidden_act = 'gelu' is not supported; allowed: 'silu'"),
+    ({'use_sliding_window': True}, 'use_sliding_window = True is not supported'),
+    ({'attention_bias': True}, 'attention_bias = True is not supported'),
+    ({'mlp_bias': True}, 'mlp_bias = True is not supported'),
+    ({'quantization_config': {'bits': 4}}, "quantization_config = {'bits': 4} is not supported"),
+    ({'rope_parameters': {'rope_type': 'yarn'}}, "rope type 'yarn' is not supported; allowed"),
+    ({'rope_parameters': None, 'rope_scaling': {'type': 'linear'}}, "rope type 'linear'"),
+    ({'rope_parameters': {'rope_type': 'llama3'}}, 'original_max_position_embeddings is missing'),
+  )
+  def test_config(self, changes, message):
+    self.edit_config(**changes)
+    self.refuses('config.json', message)
+
+  def test_a_critic_is_no_policy(self):
+    config, params = convert.load_hf(self.folder, head='value')
+    convert.save_hf(self.folder, config, params)
+    self.refuses('holds a critic', "head='value'")
+
+  def test_no_weights(self):
+    (self.folder / 'model.safetensors').unlink()
+    self.refuses('has no weights', 'model.safetensors.index.json', 'save_pretrained')
+
+  def test_truncated_weights(self):
+    path = self.folder / 'model.safetensors'
+    path.write_bytes(path.read_bytes()[:1000])
+    self.refuses('model.safetensors is not a whole safetensors file', 'download it')
+
+  def test_unknown_key(self):
+    self.edit_weights(lambda t: t.update({'model.layers.2.mlp.up_proj.weight': np.ones(3)}))
+    self.refuses('unknown key model.layers.2.mlp.up_proj.weight', 'model_type')
+
+  def test_missing_keys(self):
+    self.edit_weights(lambda t: t.pop('model.layers.1.self_attn.q_proj.bias'))
+    self.refuses('missing key model.layers.1.self_attn.q_proj.bias')
+    self.edit_weights(lambda t: [t.pop(k) for k in list(t) if 'layers.0' in k])
+    self.refuses('missing keys model.layers.0.', 'and 10 more')  # 12 of layer 0, 1 of layer 1
+
+  def test_missing_output_matrix(self):
+    self.edit_weights(lambda t: t.pop('lm_head.weight'))
+    self.refuses('missing key lm_head.weight')
+    convert.load_hf(self.folder, head='value')  # a critic does not need it
+
+  def test_misshapen_key(self):
+    self.edit_weights(lambda t: t.update({'model.norm.weight': np.ones(31, np.float32)}))
+    self.refuses('model.norm.weight has shape [31], config.json implies [32]')
+
+  def test_quantized_tensor(self):
+    self.edit_weights(lambda t: t.update({'model.norm.weight': np.ones(32, np.int8)}))
+    self.refuses('model.norm.weight is stored as int8; allowed: float32, bfloat16, float16')
+
+  def test_bias_of_a_value_head_alone(self):
+    self.edit_weights(lambda t: t.update({'score.bias': np.ones(1, np.float32)}))
+    self.refuses('score.bias without score.weight', head='value')
+
+  def test_output_matrix_that_contradicts_tying(self):
+    self.edit_config(tie_word_embeddings=True)
+    self.refuses('lm_head.weight differs from model.embed_tokens.weight', 'tie_word_embeddings')
+    same = lambda t: t.update({'lm_head.weight': t['model.embed_tokens.weight']})
+    self.edit_weights(same)
+    convert.load_hf(self.folder)  # a copy is harmless
+
+  def test_missing_shard(self):
+    shards = self.shard()
+    shards[1].unlink()
+    self.refuses(f'{shards[1].name} is missing', 'model.safetensors.index.json lists it')
+
+  def test_duplicate_key(self):
+    shards = self.shard()
+    tensors = safetensors.numpy.load_file(shards[0])
+    name = next(iter(tensors))
+    second = safetensors.numpy.load_file(shards[1]) | {name: tensors[name]}
+    safetensors.numpy.save_file(second, shards[1])
+    self.refuses(f'duplicate key {name} in {shards[0].name} and {shards[1].name}')
+
+  def test_index_that_lists_what_is_not_there(self):
+    shards = self.shard()
+    path = self.folder / 'model.safetensors.index.json'
+    index = json.loads(path.read_text())
+    index['weight_map']['ghost'] = shards[0].name
+    path.write_text(json.dumps(index))
+    self.refuses('missing key ghost', shards[0].name)
+    path.write_text('{}')
+    self.refuses('no weight_map')
+
+  def test_no_tokenizer(self):
+    config, params = convert.load_hf(self.folder)
+    with self.assertRaisesRegex(UserError, 'holds no tokenizer; give a folder with tokenizer.json'):
+      convert.save_hf(self.folder, config, params, self.folder)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,301 @@
+"""Tests of the decoder: transformers' logits, the cache against one full forward, log-probs."""
+
+import dataclasses
+import functools
+import importlib.util
+import pathlib
+import tempfile
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+
+from stppo_jax.models import convert
+from stppo_jax.models import decoder
+from stppo_jax.models import presets
+
+REFERENCES = pathlib.Path(__file__).parent / 'reference_logits'
+MODELS = ('qwen2', 'qwen2_tied', 'qwen3', 'qwen3_tied', 'llama', 'llama_tied')
+HAS_TORCH = importlib.util.find_spec('torch') is not None
+
+CONFIG = decoder.ModelConfig(
+  vocab_size=40, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48,
+  qkv_bias=True, qk_norm=True,
+)
+
+
+@functools.cache
+def make_params(config=CONFIG):
+  """Random parameters without zero biases, unit norms or a nearly uniform softmax."""
+  params = decoder.init(jax.random.key(0), config)
+  leaves, treedef = jax.tree.flatten(params)
+  keys = jax.random.split(jax.random.key(1), len(leaves))
+  noise = [0.15 * jax.random.normal(k, w.shape, w.dtype) for k, w in zip(keys, leaves, strict=True)]
+  return jax.tree.map(jnp.add, params, jax.tree.unflatten(treedef, noise))
+
+
+def make_tokens(rows=3, length=14, vocab_size=CONFIG.vocab_size):
+  return jax.random.randint(jax.random.key(2), (rows, length), 0, vocab_size)
+
+
+def full_logits(params, config, tokens):
+  return decoder.forward(params, config, tokens, None)[0]
+
+
+class TransformersTest(parameterized.TestCase):
+
+  @parameterized.product(name=MODELS, scan_layers=(True, False))
+  def test_logits_equal_the_stored_ones(self, name, scan_layers):
+    config, params = convert.load_hf(REFERENCES / name)
+    config = dataclasses.replace(config, scan_layers=scan_layers)
+    reference = safetensors.numpy.load_file(REFERENCES / name / 'reference.safetensors')
+    logits = full_logits(params, config, reference['tokens'])
+    self.assertGreater(np.std(reference['logits']), 0.5)  # the comparison means something
+    np.testing.assert_allclose(logits, reference['logits'], atol=1e-4)
+
+  @parameterized.parameters(*MODELS)
+  @absltest.skipUnless(HAS_TORCH, 'torch is not installed')
+  def test_logits_equal_those_of_a_live_model(self, name):
+    from tests import make_reference_logits  # needs torch
+
+    model = make_reference_logits.make_model(name)
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    model.save_pretrained(folder)
+    config, params = convert.load_hf(folder)
+    tokens = np.asarray(make_tokens(2, 60))
+    expected = make_reference_logits.logits_of(model, tokens)
+    np.testing.assert_allclose(full_logits(params, config, tokens), expected, atol=1e-4)
+
+  def test_llama_3_frequencies_by_hand(self):
+    # head_dim 4, theta 10^4: frequencies 1 and 0.01, wavelengths 6.28 and 628; original length 100.
+    # 6.28 < 100 / 4 stays; 628 > 100 / 1 is stretched by 8: 0.01 / 8 = 0.00125.
+    config = dataclasses.replace(CONFIG, head_dim=4, rope_scaling=(8.0, 1.0, 4.0, 100))
+    np.testing.assert_allclose(decoder._frequencies(config), [1.0, 0.00125], rtol=1e-6)
+    # original length 1256.6: 628.3 is half of it, 2 turns: (2-1)/(4-1) = 1/3 kept:
+    # 0.01 * (1/3 + 2/3 / 8) = 0.0041667.
+    config = dataclasses.replace(config, rope_scaling=(8.0, 1.0, 4.0, 400 * np.pi))
+    np.testing.assert_allclose(decoder._frequencies(config), [1.0, 0.01 * 5 / 12], rtol=1e-6)
+
+
+class TrunkTest(parameterized.TestCase):
+
+  def test_masks_drawn(self):
+    np.testing.assert_array_equal(
+      decoder.causal_mask(3)[0, 0, 0], [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    )
+    slots = jnp.array([[1, 2], [0, 1]])  # two rows of lengths 1 and 0 read two tokens each
+    np.testing.assert_array_equal(
+      decoder.cache_mask(slots, 4)[:, 0, 0],
+      [[[1, 1, 0, 0], [1, 1, 1, 0]], [[1, 0, 0, 0], [1, 1, 0, 0]]],
+    )
+
+  def test_what_each_token_reads_drawn(self):
+    """Row: a logit's column; column: the token whose change moves it."""
+    params, tokens = make_params(), make_tokens(1, 4)
+    before = full_logits(params, CONFIG, tokens)
+    moves = np.zeros((4, 4), int)
+    for t in range(4):
+      changed = tokens.at[0, t].set((tokens[0, t] + 1) % CONFIG.vocab_size)
+      after = full_logits(params, CONFIG, changed)
+      moves[:, t] = jnp.max(jnp.abs(after - before), axis=(0, 2)) > 0
+    np.testing.assert_array_equal(
+      moves, [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
+    )
+
+  @parameterized.parameters(
+    {'scan_layers': False}, {'remat': 'full'}, {'remat': 'dots'},
+    {'scan_layers': False, 'remat': 'full'}, {'scan_layers': False, 'remat': 'dots'},
+  )
+  def test_scan_and_remat_change_nothing(self, **changes):
+    params, tokens = make_params(), make_tokens()
+
+    def loss(params, config):
+      return jnp.mean(jnp.sin(full_logits(params, config, tokens)))
+
+    expected = jax.value_and_grad(loss)(params, CONFIG)
+    actual = jax.value_and_grad(loss)(params, dataclasses.replace(CONFIG, **changes))
+    chex.assert_trees_all_close(actual, expected, atol=1e-6)
+
+  def test_unstacked_layers_change_nothing(self):
+    params, tokens = make_params(), make_tokens()
+    unstacked = decoder.unstack_layers(params, CONFIG)
+    self.assertLen(unstacked['layers'], 2)
+    chex.assert_trees_all_close(
+      full_logits(unstacked, CONFIG, tokens), full_logits(params, CONFIG, tokens), atol=1e-5
+    )
+
+  def test_only_distances_between_positions_matter(self):
+    params, tokens = make_params(), make_tokens()
+    positions = jnp.broadcast_to(jnp.arange(100, 114), tokens.shape)
+    shifted = decoder.forward(params, CONFIG, tokens, positions)[0]
+    np.testing.assert_allclose(shifted, full_logits(params, CONFIG, tokens), atol=1e-3)
+
+  def test_bfloat16_is_near(self):
+    params, tokens = make_params(), make_tokens()
+    config = dataclasses.replace(CONFIG, dtype='bfloat16')
+    x, _ = decoder.hidden(params, config, tokens, None)
+    self.assertEqual(x.dtype, jnp.bfloat16)
+    logits = decoder.token_logits(params, config, x)
+    self.assertEqual(logits.dtype, jnp.float32)
+    expected = full_logits(params, CONFIG, tokens)
+    self.assertLess(jnp.max(jnp.abs(logits - expected)), 0.1 * jnp.std(expected) + 0.1)
+
+  def test_published_sizes(self):
+    # The parameter counts that the models' pages state.
+    counts = {
+      'qwen2.5-0.5b': 494_032_768, 'qwen2.5-1.5b': 1_543_714_304, 'qwen2.5-3b': 3_085_938_688,
+      'qwen2.5-7b': 7_615_616_512, 'qwen3-8b': 8_190_735_360, 'llama3.2-1b': 1_235_814_400,
+      'llama3.2-3b': 3_212_749_824, 'llama3.1-8b': 8_030_261_248, 'smollm2-135m': 134_515_008,
+    }
+    actual = {name: presets.num_params(presets.PRESETS[name]) for name in counts}
+    self.assertEqual(actual, counts)
+
+  def test_heads_and_their_parameters(self):
+    for head, tied, names in (
+      ('tokens', False, {'lm_head'}), ('tokens', True, set()), ('value', False, {'value_head'}),
+      ('value', True, {'value_head'}), ('both', False, {'lm_head', 'value_head'}),
+    ):
+      config = dataclasses.replace(CONFIG, head=head, tie_embeddings=tied)
+      params = decoder.init(jax.random.key(0), config)
+      self.assertEqual(set(params) - {'embed', 'layers', 'final_norm'}, names)
+      y, _ = decoder.forward(params, config, make_tokens(), None)
+      self.assertEqual(y.shape, (3, 14) if head == 'value' else (3, 14, 40))
+      if head == 'value':
+        np.testing.assert_array_equal(y, np.zeros((3, 14)))  # it starts at zero
+
+
+class CacheTest(parameterized.TestCase):
+
+  @parameterized.parameters(True, False)
+  def test_ragged_chunks_and_single_tokens_equal_one_forward(self, unstacked):
+    params, tokens = make_params(), make_tokens(3, 20)
+    expected = full_logits(params, CONFIG, tokens)
+    if unstacked:
+      params = decoder.unstack_layers(params, CONFIG)
+    cache = decoder.init_cache(CONFIG, rows=3, slots=24)
+    step = jax.jit(decoder.forward, static_argnums=1)
+    read = np.zeros(3, int)
+    # Each line: how many real tokens the three rows read; rows of 0 stand still.
+    for counts in ([7, 3, 5], [1, 1, 1], [1, 0, 1], [0, 6, 4], [1, 1, 1], [10, 9, 0]):
+      chunk = max(counts)
+      block = np.full((3, chunk), 39)  # rubbish where a row has fewer
+      for row, count in enumerate(counts):
+        block[row, :count] = tokens[row, read[row] : read[row] + count]
+      logits, cache = step(params, CONFIG, jnp.array(block), None, cache, jnp.array(counts))
+      for row, count in enumerate(counts):
+        np.testing.assert_allclose(
+          logits[row, :count], expected[row, read[row] : read[row] + count], atol=1e-5
+        )
+      read += counts
+      np.testing.assert_array_equal(cache.length, read)
+    np.testing.assert_array_equal(read, [20, 20, 12])
+
+  def test_padding_leaves_live_slots_alone_and_the_overhang_is_dropped(self):
+    params, tokens = make_params(), make_tokens(2, 8)
+    cache = decoder.init_cache(CONFIG, rows=2, slots=8)
+    _, cache = decoder.forward(params, CONFIG, tokens, None, cache, jnp.array([6, 8]))
+    # Row 0 has 2 free slots and row 1 none; both are given 4 tokens of padding.
+    _, after = decoder.forward(params, CONFIG, tokens[:, :4], None, cache, jnp.array([0, 0]))
+    np.testing.assert_array_equal(after.length, [6, 8])
+    for l in range(CONFIG.num_layers):
+      for before_l, after_l in ((cache.k[l], after.k[l]), (cache.v[l], after.v[l])):
+        np.testing.assert_array_equal(after_l[0, :, :6], before_l[0, :, :6])
+        np.testing.assert_array_equal(after_l[1], before_l[1])
+        self.assertGreater(float(jnp.max(jnp.abs(after_l[0, :, 6:] - before_l[0, :, 6:]))), 0)
+
+  def test_default_length_is_the_chunk_and_dtype_that_of_the_computation(self):
+    config = dataclasses.replace(CONFIG, dtype='bfloat16')
+    cache = decoder.init_cache(config, rows=2, slots=8)
+    self.assertEqual(cache.k[0].dtype, jnp.bfloat16)
+    _, cache = decoder.forward(make_params(), config, make_tokens(2, 3), None, cache)
+    np.testing.assert_array_equal(cache.length, [3, 3])
+    self.assertEqual(cache.k[1].dtype, jnp.bfloat16)
+
+  def test_the_cache_of_a_decode_loop_is_not_copied(self):
+    """The cache's shape is copied on entry at most, never inside the loop's body."""
+    params = decoder.unstack_layers(make_params(), CONFIG)
+    cache = decoder.init_cache(CONFIG, rows=5, slots=17)
+
+    def decode(params, cache, token):
+      def body(carry):
+        token, cache = carry
+        logits, cache = decoder.forward(params, CONFIG, token, None, cache)
+        return jnp.argmax(logits, -1), cache
+
+      return jax.lax.while_loop(lambda carry: carry[1].length[0] < 9, body, (token, cache))
+
+    decode = jax.jit(decode, donate_argnums=1)
+    text = decode.lower(params, cache, jnp.zeros((5, 1), jnp.int32)).compile().as_text()
+    entry = text.index('\nENTRY')
+    copies = [line for line in text[:entry].splitlines()
+              if 'f32[5,2,17,8]' in line.split('=')[-1][:40] and ' copy(' in line]
+    self.assertEmpty(copies)
+
+
+class LogpTest(parameterized.TestCase):
+
+  @parameterized.product(chunk=(None, 1, 4, 7, 14, 99), tie_embeddings=(True, False))
+  def test_equals_log_softmax_with_gradients(self, chunk, tie_embeddings):
+    config = dataclasses.replace(CONFIG, tie_embeddings=tie_embeddings)
+    params, tokens = make_params(config), make_tokens()
+    temperature = 0.7
+    weights = jax.random.normal(jax.random.key(3), (2, 3, 14))
+
+    def ours(params):
+      x, _ = decoder.hidden(params, config, tokens, None)
+      return jnp.stack(decoder.token_logp(params, config, x, tokens, temperature, chunk))
+
+    def oracle(params):
+      log_probs = jax.nn.log_softmax(full_logits(params, config, tokens)[:, :-1] / temperature)
+      logp = jnp.take_along_axis(log_probs, tokens[:, 1:, None], -1)[..., 0]
+      entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, -1)
+      return jnp.pad(jnp.stack([logp, entropy]), ((0, 0), (0, 0), (1, 0)))
+
+    np.testing.assert_allclose(ours(params), oracle(params), atol=1e-5)
+    grads = [jax.grad(lambda p, f=f: jnp.sum(weights * f(p)))(params) for f in (ours, oracle)]
+    chex.assert_trees_all_close(*grads, atol=2e-4)
+
+  def test_entropy_by_hand(self):
+    # Logits all equal: entropy log V, every log-prob -log V; column 0 has neither.
+    config = dataclasses.replace(CONFIG, tie_embeddings=True)
+    params = {'embed': {'embedding': jnp.ones((40, 32))}}
+    x, tokens = jnp.ones((1, 3, 32)), jnp.array([[1, 2, 3]])
+    logp, entropy = decoder.token_logp(params, config, x, tokens)
+    np.testing.assert_allclose(logp, [[0, -np.log(40), -np.log(40)]], rtol=1e-6)
+    np.testing.assert_allclose(entropy, [[0, np.log(40), np.log(40)]], rtol=1e-6)
+
+  def test_never_holds_all_logits(self):
+    config = dataclasses.replace(CONFIG, vocab_size=5000)
+    params = jax.eval_shape(lambda: decoder.init(jax.random.key(0), config))
+    x = jax.ShapeDtypeStruct((2, 64, 32), jnp.float32)
+    tokens = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+
+    def loss(params, x, tokens, chunk):
+      logp, entropy = decoder.token_logp(params, config, x, tokens, 1.0, chunk)
+      return jnp.sum(logp) + jnp.sum(entropy)
+
+    def temporaries(chunk):
+      grad = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=3)
+      return grad.lower(params, x, tokens, chunk).compile().memory_analysis().temp_size_in_bytes
+
+    self.assertLess(temporaries(4), temporaries(None) / 2)
+
+  def test_a_value_belongs_to_the_token_after_it(self):
+    config = dataclasses.replace(CONFIG, head='both')
+    params, tokens = make_params(config), make_tokens()
+    x, _ = decoder.hidden(params, config, tokens, None)
+    values = decoder.state_values(params, x)
+    raw = np.asarray(x) @ np.asarray(params['value_head']['kernel'])[:, 0]
+    raw += np.asarray(params['value_head']['bias'])
+    np.testing.assert_array_equal(values[:, 0], np.zeros(3))
+    np.testing.assert_allclose(values[:, 1:], raw[:, :-1], atol=1e-5)
+    critic = dataclasses.replace(config, head='value')
+    np.testing.assert_allclose(decoder.forward(params, critic, tokens, None)[0], raw, atol=1e-5)
+
+
+if __name__ == '__main__':
+  absltest.main()

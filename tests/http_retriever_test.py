@@ -1,0 +1,381 @@
+"""Tests of the HTTP retriever against local servers that fail in every way we could think of."""
+
+import collections
+import contextlib
+from http import server as http_server
+import json
+import os
+import socket
+import threading
+import time
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from stppo_jax import types
+from stppo_jax.envs import protocol as envs
+from stppo_jax.envs import search
+from stppo_jax.retrieval import http
+from stppo_jax.retrieval import protocol
+
+TASK = types.Task(id='t', question='q?', answers=('x',))
+
+
+def _document(query, rank):
+  return {'id': f'{query}-{rank}', 'contents': f'"Title {query}"\ntext {rank}\nmore'}
+
+
+def _search_r1(question):
+  return {'result': [[{'document': _document(query, rank), 'score': 9.5 - rank}
+                      for rank in range(question['topk'])] for query in question['queries']]}
+
+
+def _ragen(question):
+  documents = [_document(question['query'], rank) for rank in range(question['top_k'])]
+  return {'results': [{'id': d['id'], 'content': d['contents'], 'score': 1} for d in documents]}
+
+
+@contextlib.contextmanager
+def _server(answer):
+  """A server whose answers are `answer(question, number of the request) -> reply`, where a reply
+  is what becomes JSON, or (status, body bytes), or a function that is given the handler."""
+  questions = []
+  counting = threading.Lock()
+
+  class Handler(http_server.BaseHTTPRequestHandler):
+
+    def do_POST(self):
+      question = json.loads(self.rfile.read(int(self.headers['Content-Length'])))
+      with counting:
+        questions.append((self.path, question))
+        number = len(questions) - 1
+      reply = answer(question, number)
+      if callable(reply):
+        reply(self)
+        return
+      status, body = reply if isinstance(reply, tuple) else (200, json.dumps(reply).encode())
+      self.send_response(status)
+      self.send_header('Content-Length', str(len(body)))
+      self.end_headers()
+      self.wfile.write(body)
+
+    def log_message(self, *unused):
+      pass
+
+  server = http_server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+  server.daemon_threads = True
+  server.handle_error = lambda *unused: None  # clients that hang up are part of the tests
+  thread = threading.Thread(target=server.serve_forever, kwargs={'poll_interval': 0.01})
+  thread.start()
+  try:
+    yield f'http://127.0.0.1:{server.server_port}', questions
+  finally:
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def _retriever(url, **settings):
+  return http.HttpRetriever(url, **{'timeout_s': 5.0, 'retries': 0, 'sleep': lambda _: None,
+                                    **settings})
+
+
+def _counters(retriever):
+  return (retriever.requests, retriever.retries, retriever.failures, retriever.cache_hits)
+
+
+def _trickle_body(handler):
+  handler.send_response(200)
+  handler.end_headers()
+  for _ in range(50):
+    handler.wfile.write(b' ')
+    handler.wfile.flush()
+    time.sleep(0.05)
+
+
+def _trickle_headers(handler):
+  for _ in range(50):
+    handler.wfile.write(b'H')
+    handler.wfile.flush()
+    time.sleep(0.05)
+
+
+def _hang_up(handler):
+  handler.connection.shutdown(socket.SHUT_RDWR)
+  handler.close_connection = True
+
+
+def _cut_body(handler):
+  handler.send_response(200)
+  handler.send_header('Content-Length', '1000')
+  handler.end_headers()
+  handler.wfile.write(b'{"result": [[')
+  handler.close_connection = True
+
+
+def _redirect(handler):
+  handler.send_response(307)
+  handler.send_header('Location', 'http://127.0.0.1:1/')
+  handler.send_header('Content-Length', '0')
+  handler.end_headers()
+
+
+class AnswersTest(parameterized.TestCase):
+
+  def test_search_r1(self):
+    with _server(lambda question, _: _search_r1(question)) as (url, questions):
+      retriever = _retriever(url)
+      self.assertIsInstance(retriever, protocol.Retriever)
+      found = retriever.search(['a', 'b'], 2)
+    self.assertEqual(questions, [
+        ('/retrieve', {'queries': ['a', 'b'], 'topk': 2, 'return_scores': True})])
+    self.assertEqual(found[1], [types.Passage('b-0', 'Title b', 'text 0\nmore', 9.5),
+                                types.Passage('b-1', 'Title b', 'text 1\nmore', 8.5)])
+    self.assertEqual(_counters(retriever), (1, 0, 0, 0))
+
+  def test_ragen(self):
+    with _server(lambda question, _: _ragen(question)) as (url, questions):
+      retriever = _retriever(url, dialect='ragen', concurrency=3)
+      queries = [str(i) for i in range(10)]
+      found = retriever.search(queries, 1)
+    self.assertEqual([passages[0].id for passages in found], [f'{query}-0' for query in queries])
+    self.assertEqual(found[3], [types.Passage('3-0', 'Title 3', 'text 0\nmore', 1.0)])
+    self.assertCountEqual([question['query'] for _, question in questions], queries)
+    self.assertEqual(questions[0][1].keys(), {'query', 'top_k'})
+    self.assertEqual(_counters(retriever), (10, 0, 0, 0))
+
+  def test_ragen_failures_are_single(self):
+    with _server(lambda question, _: (500, b'') if question['query'] == 'bad'
+                 else _ragen(question)) as (url, _):
+      retriever = _retriever(url, dialect='ragen')
+      found = retriever.search(['a', 'bad', 'c'], 1)
+    self.assertEqual([passages is None for passages in found], [False, True, False])
+    self.assertEqual(retriever.failures, 1)
+
+  def test_no_queries_no_request(self):
+    with _server(lambda question, _: _search_r1(question)) as (url, questions):
+      self.assertEqual(_retriever(url).search([], 3), [])
+    self.assertEmpty(questions)
+
+  def test_a_round_of_environments_is_one_request(self):
+    with _server(lambda question, _: _search_r1(question)) as (url, questions):
+      retriever = _retriever(url)
+      rows = [search.SearchEnv(TASK, retriever) for _ in range(6)]
+      for env in rows:
+        env.reset()
+      steps = envs.step_all(rows, [f'<search>{i % 4}</search>' for i in range(6)])
+    self.assertLen(questions, 1)
+    self.assertEqual(questions[0][1]['queries'], ['0', '1', '2', '3'])  # equal ones go once
+    self.assertEqual([step[4]['passage_ids'][0] for step in steps],
+                     ['0-0', '1-0', '2-0', '3-0', '0-0', '1-0'])
+
+  @parameterized.parameters(
+      ('"Paris"\nA city.', 'Paris', 'A city.'),
+      ('Paris\nA city.\nBig.', 'Paris', 'A city.\nBig.'),
+      ('""Heroes" (album)"\nBy Bowie.', '"Heroes" (album)', 'By Bowie.'),
+      ('One line.', '', 'One line.'),
+      ('', '', ''),
+  )
+  def test_contents(self, contents, title, text):
+    with _server(lambda *_: {'result': [[{'document': {'id': 7, 'contents': contents}}]]}) as (
+        url, _):
+      self.assertEqual(_retriever(url).search(['q'], 3), [[types.Passage('7', title, text)]])
+
+  def test_bare_documents_and_a_cut_at_top_k(self):
+    with _server(lambda *_: {'result': [[_document('q', i) for i in range(5)]]}) as (url, _):
+      self.assertLen(_retriever(url).search(['q'], 2)[0], 2)
+
+  def test_unusual_queries_survive(self):
+    queries = ['', 'S\u00e3o "x"\n', '\ud800', '\x00']
+    with _server(lambda question, _: _search_r1(question)) as (url, questions):
+      self.assertNotIn(None, _retriever(url).search(queries, 1))
+    self.assertEqual(questions[0][1]['queries'], queries)
+
+  def test_path_of_the_url_is_kept(self):
+    with _server(lambda question, _: _search_r1(question)) as (url, questions):
+      for path in ('', '/', '/retrieve', '/v2/find'):
+        _retriever(url + path).search(['q'], 1)
+    self.assertEqual([path for path, _ in questions],
+                     ['/retrieve', '/retrieve', '/retrieve', '/v2/find'])
+
+  def test_proxies_of_the_environment_are_ignored(self):
+    with mock.patch.dict(os.environ, {'http_proxy': 'http://127.0.0.1:1', 'no_proxy': ''}):
+      with _server(lambda question, _: _search_r1(question)) as (url, _):
+        self.assertNotIn(None, _retriever(url).search(['q'], 1))
+
+
+class FailuresTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(
+      ('html', (200, b'<html>busy</html>')),
+      ('empty', (200, b'')),
+      ('not_utf8', (200, b'{"result": "\xff\xfe"}')),
+      ('too_deep', (200, b'[' * 200_000)),
+      ('list', [[]]),
+      ('null', None),
+      ('other_key', {'results': [[]]}),
+      ('too_few_results', {'result': [[]]}),
+      ('too_many_results', {'result': [[], [], []]}),
+      ('results_no_list', {'result': 'ab'}),
+      ('not_found', (404, b'{}')),
+      ('unprocessable', (422, b'{"detail": "no field queries"}')),
+      ('redirect', _redirect),
+      ('too_large', (200, b' ' * 70_000)),
+  )
+  def test_answers_that_stay_wrong_are_not_asked_for_again(self, reply):
+    for dialect in http.DIALECTS:
+      with _server(lambda *_: reply) as (url, questions):
+        retriever = _retriever(url, dialect=dialect, retries=3, max_response_bytes=60_000)
+        if dialect == 'ragen' and isinstance(reply, dict):
+          continue  # its own shapes are below
+        self.assertEqual(retriever.search(['a', 'b'], 3), [None, None])
+        self.assertLen(questions, 1 if dialect == 'search_r1' else 2)
+        self.assertEqual(_counters(retriever)[1:], (0, 2, 0))
+
+  @parameterized.named_parameters(
+      ('server_error', (500, b'boom')), ('overload', (503, b'')), ('rate', (429, b'')),
+      ('hang_up', _hang_up), ('cut_body', _cut_body))
+  def test_passing_failures_are_asked_for_again(self, reply):
+    with _server(lambda question, number: reply if number < 2 else _search_r1(question)) as (
+        url, questions):
+      retriever = _retriever(url, retries=2)
+      self.assertNotIn(None, retriever.search(['a', 'b'], 1))
+      self.assertLen(questions, 3)
+      self.assertEqual(_counters(retriever), (3, 2, 0, 0))
+
+  def test_retries_are_bounded(self):
+    with _server(lambda *_: (500, b'')) as (url, questions):
+      retriever = _retriever(url, retries=2)
+      self.assertEqual(retriever.search(['a', 'b', 'a'], 1), [None] * 3)
+      self.assertLen(questions, 3)
+      self.assertEqual(_counters(retriever), (3, 2, 3, 0))
+
+  def test_connection_refused(self):
+    with socket.socket() as free:
+      free.bind(('127.0.0.1', 0))
+      url = f'http://127.0.0.1:{free.getsockname()[1]}'
+      for dialect in http.DIALECTS:
+        retriever = _retriever(url, dialect=dialect, retries=1)
+        self.assertEqual(retriever.search(['a'], 1), [None])
+        self.assertEqual(_counters(retriever), (2, 1, 1, 0))
+
+  def test_unknown_host(self):
+    with mock.patch.object(socket, 'getaddrinfo', side_effect=socket.gaierror('no such host')):
+      self.assertEqual(_retriever('http://retriever.invalid').search(['a'], 1), [None])
+
+  @parameterized.named_parameters(
+      ('silence', lambda handler: time.sleep(1.0)),
+      ('trickled_body', _trickle_body),
+      ('trickled_headers', _trickle_headers))
+  def test_total_time_is_bounded(self, reply):
+    with _server(lambda *_: reply) as (url, _):
+      retriever = _retriever(url, timeout_s=0.2, retries=1)
+      started = time.monotonic()
+      self.assertEqual(retriever.search(['a'], 1), [None])
+      self.assertLess(time.monotonic() - started, 0.9)
+      self.assertEqual(_counters(retriever), (2, 1, 1, 0))
+
+  def test_backoff_doubles_with_a_jitter_that_can_be_repeated(self):
+    waits = collections.defaultdict(list)
+    with _server(lambda *_: (500, b'')) as (url, _):
+      for run in range(2):
+        _retriever(url, retries=4, backoff_s=1.0, jitter_seed=3,
+                   sleep=waits[run].append).search(['a'], 1)
+    self.assertEqual(waits[0], waits[1])
+    self.assertLen(waits[0], 4)
+    for attempt, wait in enumerate(waits[0]):
+      self.assertBetween(wait, 0.5 * 2**attempt, 1.5 * 2**attempt)
+    self.assertLen({wait / 2**attempt for attempt, wait in enumerate(waits[0])}, 4)
+
+  @parameterized.named_parameters(
+      ('null', None), ('text', 'doc'), ('no_contents', {'document': {'id': '1'}}),
+      ('contents_a_number', {'document': {'id': '1', 'contents': 3}}),
+      ('document_null', {'document': None}), ('document_a_list', {'document': ['x']}),
+      ('score_a_word', {'document': {'id': '1', 'contents': 'x'}, 'score': 'high'}),
+      ('score_nan', {'document': {'id': '1', 'contents': 'x'}, 'score': float('nan')}),
+      ('score_huge', {'document': {'id': '1', 'contents': 'x'}, 'score': 10**400}))
+  def test_a_malformed_document_costs_its_own_query_alone(self, document):
+    good = {'document': _document('b', 0), 'score': 1.0}
+    with _server(lambda *_: {'result': [[good, document], [good]]}) as (url, _):
+      retriever = _retriever(url)
+      found = retriever.search(['a', 'b'], 3)
+    self.assertIsNone(found[0])
+    self.assertEqual(found[1][0].id, 'b-0')
+    self.assertEqual(retriever.failures, 1)
+
+  @parameterized.parameters(
+      ({},), ({'results': None},), ({'results': {'id': 1}},), ({'results': [3]},),
+      ({'results': [{'id': '1'}]},), ({'results': [{'id': '1', 'content': None}]},),
+      ({'result': []},))
+  def test_malformed_ragen_answers(self, reply):
+    with _server(lambda *_: reply) as (url, _):
+      self.assertEqual(_retriever(url, dialect='ragen').search(['a', 'b'], 1), [None, None])
+
+  def test_the_agent_never_reads_the_error(self):
+    with _server(lambda *_: (500, b'Traceback: secret')) as (url, _):
+      env = search.SearchEnv(TASK, _retriever(url))
+      env.reset()
+      observation, *_, info = env.step('<search>a</search>')
+    self.assertEqual(observation, '\n\n<information></information>\n\n')
+    self.assertTrue(info['retrieval_failed'])
+
+
+class CacheTest(absltest.TestCase):
+
+  def test_hits_are_not_sent(self):
+    with _server(lambda question, _: _search_r1(question)) as (url, questions):
+      retriever = _retriever(url)
+      first = retriever.search(['a', 'b'], 1)
+      first[0].append('changed by the caller')
+      second = retriever.search(['b', 'a', 'c'], 1)
+      self.assertEqual([passages[0].id for passages in second], ['b-0', 'a-0', 'c-0'])
+      self.assertLen(second[1], 1)
+      self.assertEqual(questions[1][1]['queries'], ['c'])
+      self.assertEqual(_counters(retriever), (2, 0, 0, 2))
+      retriever.search(['a'], 2)  # another top_k is another question
+      self.assertLen(questions, 3)
+
+  def test_least_recently_used_leaves_first(self):
+    with _server(lambda question, _: _search_r1(question)) as (url, questions):
+      retriever = _retriever(url, cache_size=2)
+      for query in ('a', 'b', 'a', 'c', 'a', 'b'):  # c pushes b out, since a was used after it
+        retriever.search([query], 1)
+    self.assertEqual([question['queries'] for _, question in questions],
+                     [['a'], ['b'], ['c'], ['b']])
+
+  def test_failures_are_not_kept(self):
+    with _server(lambda question, number: (500, b'') if number == 0
+                 else _search_r1(question)) as (url, _):
+      retriever = _retriever(url)
+      self.assertEqual(retriever.search(['a'], 1), [None])
+      self.assertNotIn(None, retriever.search(['a'], 1))
+
+  def test_no_cache(self):
+    with _server(lambda question, _: _search_r1(question)) as (url, questions):
+      retriever = _retriever(url, cache_size=0)
+      retriever.search(['a'], 1)
+      retriever.search(['a'], 1)
+    self.assertLen(questions, 2)
+
+
+class UserErrorsTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      '', 'localhost:8000', 'ftp://host', 'http://', 'http://host:port', 'http://[::1',
+      'http://a b', None, 3)
+  def test_url(self, url):
+    with self.assertRaisesRegex(types.UserError, 'http://host:port'):
+      http.HttpRetriever(url)
+
+  @parameterized.parameters(
+      ({'dialect': 'verl'}, 'search_r1'), ({'retries': -1}, 'retries=-1'),
+      ({'timeout_s': 0}, 'timeout_s=0'), ({'backoff_s': -1}, 'backoff_s=-1'),
+      ({'cache_size': -1}, 'cache_size=-1'), ({'concurrency': 0}, 'concurrency=0'))
+  def test_settings(self, settings, message):
+    with self.assertRaisesRegex(types.UserError, message):
+      http.HttpRetriever('http://127.0.0.1:8000', **settings)
+
+
+if __name__ == '__main__':
+  absltest.main()

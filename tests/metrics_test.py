@@ -1,0 +1,196 @@
+"""The writer of metrics.jsonl: every line is strict JSON, and a resumed run leaves no double."""
+
+import json
+import math
+import os
+import sys
+import tempfile
+import types as python_types
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax.numpy as jnp
+import numpy as np
+
+from stppo_jax import metrics
+from stppo_jax import types
+
+
+def _strict_lines(workdir):
+  def refuse(token):
+    raise AssertionError(f'bare {token}')
+
+  with open(os.path.join(workdir, 'metrics.jsonl'), encoding='utf-8') as file:
+    return [json.loads(line, parse_constant=refuse) for line in file]
+
+
+class MetricsWriterTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.workdir = self.enterContext(tempfile.TemporaryDirectory())
+
+  def _write_steps(self, steps, **kwargs):
+    with metrics.MetricsWriter(self.workdir, **kwargs) as writer:
+      for step in steps:
+        writer.write(step, {'a': float(step)})
+
+  def test_scalars_of_every_kind(self):
+    with metrics.MetricsWriter(self.workdir) as writer:
+      writer.write(1, {
+          'python': 0.5, 'count': 3, 'numpy': np.float32(0.25), 'device': jnp.float32(2.0),
+          'bfloat16': jnp.bfloat16(1.5), 'one': np.ones([1]), 'integer': jnp.int32(7),
+      })
+    (line,) = _strict_lines(self.workdir)
+    self.assertEqual(line['step'], 1)
+    self.assertGreater(line['time'], 1e9)
+    del line['step'], line['time']
+    self.assertEqual(line, {
+        'python': 0.5, 'count': 3, 'numpy': 0.25, 'device': 2.0, 'bfloat16': 1.5, 'one': 1.0,
+        'integer': 7,
+    })
+
+  def test_lines_can_be_read_while_the_writer_is_open(self):
+    with metrics.MetricsWriter(self.workdir) as writer:
+      writer.write(1, {'a': 1.0})
+      self.assertLen(metrics.read_metrics(self.workdir), 1)
+
+  def test_nonfinite_is_null_and_named(self):
+    with metrics.MetricsWriter(self.workdir) as writer:
+      writer.write(1, {'nan': math.nan, 'fine': 1.0, 'inf': jnp.inf, 'minus': -np.inf})
+    (line,) = _strict_lines(self.workdir)
+    self.assertEqual([line['nan'], line['fine'], line['inf'], line['minus']], [None, 1, None, None])
+    self.assertEqual(line['nonfinite'], ['nan', 'inf', 'minus'])
+
+  @parameterized.parameters(
+      (3, [1, 2, 3]),
+      (0, []),
+      (-1, []),
+      (None, [1, 2, 3, 4, 5]),
+      (9, [1, 2, 3, 4, 5]),
+  )
+  def test_resume_drops_later_steps(self, resume_step, left):
+    self._write_steps([1, 2, 3, 4, 5])
+    self._write_steps([6], resume_step=resume_step)
+    self.assertEqual([line['step'] for line in _strict_lines(self.workdir)], left + [6])
+
+  @parameterized.parameters(b'{"step": 4, "a": 0.', b'{"step": 4, "a"\n', b'4\n', b'{"a": 1}\n')
+  def test_torn_last_line(self, torn):
+    """A crash in the middle of a write; the next line must not be glued to the half one."""
+    self._write_steps([1, 2, 3])
+    path = os.path.join(self.workdir, 'metrics.jsonl')
+    with open(path, 'ab') as file:
+      file.write(torn)
+    self.assertEqual([line['step'] for line in metrics.read_metrics(self.workdir)], [1, 2, 3])
+    self._write_steps([4], resume_step=3)
+    self.assertEqual([line['step'] for line in _strict_lines(self.workdir)], [1, 2, 3, 4])
+
+  def test_whole_last_line_without_newline_is_kept(self):
+    with open(os.path.join(self.workdir, 'metrics.jsonl'), 'w', encoding='utf-8') as file:
+      file.write('{"step": 1, "a": 2.0}')
+    self._write_steps([2])
+    self.assertEqual([line['step'] for line in _strict_lines(self.workdir)], [1, 2])
+
+  def test_reserved_names_and_arrays_are_refused(self):
+    with metrics.MetricsWriter(self.workdir) as writer:
+      with self.assertRaisesRegex(AssertionError, 'reserved'):
+        writer.write(1, {'step': 2})
+      with self.assertRaisesRegex(AssertionError, 'one number'):
+        writer.write(1, {'a': np.zeros([2])})
+
+  def test_reading(self):
+    self.assertEqual(metrics.read_metrics(self.workdir), [])
+    with self.assertRaisesRegex(types.UserError, 'not a folder') as caught:
+      metrics.read_metrics(os.path.join(self.workdir, 'nowhere'))
+    self.assertNotIn('\n', str(caught.exception))
+
+  def test_tensorboard_gets_the_finite_numbers(self):
+    board = mock.Mock()
+    module = python_types.SimpleNamespace(SummaryWriter=mock.Mock(return_value=board))
+    with mock.patch.dict(sys.modules, {'tensorboardX': module}):
+      with metrics.MetricsWriter(self.workdir, tensorboard=True, resume_step=6) as writer:
+        writer.write(7, {'a': 1.0, 'b': math.nan})
+    self.assertEqual(module.SummaryWriter.call_args.kwargs, {'purge_step': 7})
+    board.add_scalar.assert_called_once_with('a', 1.0, 7)
+    board.close.assert_called_once()
+
+  def test_a_missing_tensorboardx_costs_one_warning(self):
+    with mock.patch.dict(sys.modules, {'tensorboardX': None}):
+      with self.assertLogs(level='WARNING') as logs:
+        self._write_steps([1, 2], tensorboard=True)
+    self.assertLen(logs.output, 1)
+    self.assertLen(_strict_lines(self.workdir), 2)
+
+  def test_wandb_gets_the_numbers_and_may_break(self):
+    run = mock.Mock()
+    run.log.side_effect = [None, OSError('no network')]
+    module = python_types.SimpleNamespace(
+        init=mock.Mock(return_value=run), api=python_types.SimpleNamespace(api_key=None)
+    )
+    with mock.patch.dict(sys.modules, {'wandb': module}), mock.patch.dict(os.environ):
+      os.environ.pop('WANDB_MODE', None)
+      with self.assertLogs(level='WARNING') as logs:
+        self._write_steps(
+            [1, 2, 3], wandb_project='p', run_name='name', config_json='{"lr": 0.1}'
+        )
+    self.assertEqual(module.init.call_args.kwargs['mode'], 'offline')
+    self.assertEqual(module.init.call_args.kwargs['config'], {'lr': 0.1})
+    run.log.assert_called_with({'a': 2.0}, step=2)
+    self.assertLen(logs.output, 1)
+    self.assertLen(_strict_lines(self.workdir), 3)
+
+  def test_a_missing_wandb_costs_one_warning(self):
+    with mock.patch.dict(sys.modules, {'wandb': None}):
+      with self.assertLogs(level='WARNING') as logs:
+        self._write_steps([1], wandb_project='p')
+    self.assertLen(logs.output, 1)
+
+
+class TextTest(parameterized.TestCase):
+
+  def test_progress_line(self):
+    scalars = {
+        'critic/score/mean': 0.42, 'em/mean': np.float32(0.44), 'actor/pg_clipfrac': 0.0312,
+        'perf/throughput': 1890.0,
+    }
+    # 50.25 s for 12 updates leave 48 * 50.25 / 12 = 201 s = 3:21.
+    self.assertEqual(
+        metrics.progress_line(12, 60, scalars, 50.25),
+        'update 12/60  reward .42  em .44  clip .031  1.9k tok/s  3:21 left',
+    )
+
+  def test_progress_line_of_a_resumed_run_counts_its_own_updates(self):
+    # 2 updates in 20 s: 10 s each, 48 to go.
+    self.assertEqual(
+        metrics.progress_line(12, 60, {}, 20.0, first_step=10), 'update 12/60  8:00 left'
+    )
+
+  @parameterized.parameters(
+      ({'critic/score/mean': math.nan}, 'update 1/2  reward NaN  0:05 left'),
+      ({'critic/score/mean': -0.5}, 'update 1/2  reward -.50  0:05 left'),
+      ({'critic/score/mean': 1.0}, 'update 1/2  reward 1.00  0:05 left'),
+      ({'critic/score/mean': 10.25}, 'update 1/2  reward 10.25  0:05 left'),
+      ({'critic/score/mean': None}, 'update 1/2  0:05 left'),
+  )
+  def test_progress_line_numbers(self, scalars, line):
+    self.assertEqual(metrics.progress_line(1, 2, scalars, 5.0), line)
+
+  def test_progress_line_before_the_first_update_and_for_days(self):
+    self.assertEqual(metrics.progress_line(0, 60, {}, 0.0), 'update 0/60')
+    # 3600 s an update, 25 to go.
+    self.assertEqual(metrics.progress_line(1, 26, {}, 3600.0), 'update 1/26  25:00:00 left')
+
+  def test_summarize(self):
+    array = np.array([[1.0, 2.0], [5.0, 100.0]])
+    mask = np.array([[1, 1], [1, 0]])
+    # Masked in: 1, 2, 5; their mean is 8 / 3.
+    summary = metrics.summarize('a', array, mask)
+    self.assertAlmostEqual(summary.pop('a/mean'), 8 / 3)
+    self.assertEqual(summary, {'a/max': 5.0, 'a/min': 1.0})
+    self.assertEqual(metrics.summarize('a', array)['a/max'], 100.0)
+    self.assertEqual(metrics.summarize('a', array, np.zeros([2, 2])), {})
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,353 @@
+"""The page of a run: right numbers, whatever is missing, and no way out for hostile text."""
+
+import base64
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import tempfile
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from stppo_jax import metrics
+from stppo_jax import report
+from stppo_jax import report_charts
+from stppo_jax import types
+
+_HOSTILE = (
+    '</script><script>alert(1)</script>',
+    '<img src=x onerror=alert(2)>',
+    '<!--<script>',
+    ']]>\u2028\u2029&lt;b&gt;',
+    '{{title}} {{page_json}}',
+    '\u202eevil\ufeff\x00\x1b[31m\ud800',
+)
+
+
+class ReportTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.workdir = self.enterContext(tempfile.TemporaryDirectory())
+
+  def _page(self):
+    path = report.build(self.workdir)
+    self.assertEqual(path, os.path.join(self.workdir, 'report.html'))
+    with open(path, encoding='utf-8') as file:
+      return file.read()
+
+  def test_full_run(self):
+    write_fake_run(self.workdir)
+    page = self._page()
+    self.assertLess(len(page.encode('utf-8')), 8e6)
+    data = _page_json(page)
+    for text in ('st_ppo_tiny', '0.182', '0.463', '+0.281', '3 hops', 'update 60', 'algorithm.variant'):
+      self.assertIn(text, page)
+    titles = {chart['title'] for chart in data['charts']}
+    self.assertContainsSubset({chart.title for chart in report_charts.CHARTS}, titles)
+    self.assertIn('last training update (60): 24 of 40', _shown(data))
+    self.assertIn('first training update (1): 24 of 40', _shown(data))
+    self.assertIn('last evaluation (60): 24 of 48', _shown(data))
+    self.assertLen(data['episodes'], 72)
+    for kind in ('train', 'eval'):
+      ems = {episode['em'] for episode in data['episodes'] if episode['kind'] == kind}
+      self.assertEqual(ems, {0, 1}, 'right and wrong ones both')
+    self.assertNotIn('{{', re.sub(r'(?s)<script.*?</script>', '', page))
+    self.assertNotRegex(page, r'(src|href)=|@import|url\(|https?://(?!www\.w3\.org/2000/svg)')
+
+  def test_policy_admits_the_script_as_written(self):
+    write_fake_run(self.workdir, updates=2)
+    page = self._page()
+    script = re.search(r'<script>(.*?)</script>', page, re.DOTALL).group(1)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    self.assertIn(f"script-src 'sha256-{digest}'", page)
+    self.assertIn("default-src 'none'", page)
+
+  def test_hostile_text_stays_text(self):
+    write_fake_run(self.workdir, updates=2, hostile=True)
+    page = self._page()
+    for text in _HOSTILE[:3]:
+      self.assertNotIn(text, page)
+    self.assertEqual(page.count('<script'), 2)
+    self.assertEqual(page.count('</script'), 2)
+    self.assertNotIn('<img', page)
+    self.assertNotIn('<!--', page)
+    data = _page_json(page)
+    self.assertEqual(data['episodes'][0]['question'], ' '.join(_HOSTILE).replace('\ud800', '?'))
+    self.assertIn(_HOSTILE[0], data['episodes'][0]['pieces'])
+
+  @parameterized.parameters(
+      dict(with_eval=False), dict(with_episodes=False), dict(with_config=False), dict(updates=0),
+      dict(updates=1),
+  )
+  def test_partial_runs(self, **kwargs):
+    write_fake_run(self.workdir, **kwargs)
+    page = self._page()
+    data = _page_json(page)
+    if kwargs.get('with_eval') is False:
+      self.assertIn('No evaluation yet', page)
+      self.assertNotIn('Held-out exact match by hops', [c['title'] for c in data['charts']])
+    if kwargs.get('with_episodes') is False:
+      self.assertEqual(data['episodes'], [])
+
+  def test_empty_workdir(self):
+    page = self._page()
+    self.assertIn('No metrics yet', page)
+    self.assertEqual(_page_json(page), {'charts': [], 'groups': [], 'episodes': []})
+
+  def test_missing_workdir_and_broken_config(self):
+    with self.assertRaisesRegex(types.UserError, 'not a folder'):
+      report.build(os.path.join(self.workdir, 'nowhere'))
+    with open(os.path.join(self.workdir, 'config.json'), 'w', encoding='utf-8') as file:
+      file.write('{')
+    with self.assertRaisesRegex(types.UserError, 'config.json is not JSON') as caught:
+      report.build(self.workdir)
+    self.assertNotIn('\n', str(caught.exception))
+
+  def test_torn_episode_line_and_bare_nan(self):
+    write_fake_run(self.workdir, updates=2)
+    path = os.path.join(self.workdir, 'episodes', 'train_000002.jsonl')
+    episode = _fake_episode(random.Random(0), 2, 'train')
+    episode['advantages'][0] = math.nan
+    with open(path, 'w', encoding='utf-8') as file:
+      file.write(json.dumps(episode) + '\n' + json.dumps(episode)[:200])
+    data = _page_json(self._page())
+    self.assertIn('last training update (2): 1 of 1', _shown(data))
+    self.assertIsNone(data['episodes'][0]['advantages'][0])
+
+  def test_nonfinite_metric_is_a_gap_and_a_warning(self):
+    with metrics.MetricsWriter(self.workdir) as writer:
+      for step in range(1, 4):
+        writer.write(step, {'actor/entropy': math.nan if step == 2 else 1.0})
+    page = self._page()
+    self.assertIn('Non-finite: actor/entropy at update 2.', page)
+    (chart,) = _page_json(page)['charts']
+    self.assertEqual(chart['series'][0]['y'], [1.0, None, 1.0])
+
+  def test_episodes_stay_within_their_bytes(self):
+    write_fake_run(self.workdir, updates=1, with_eval=False)
+    path = os.path.join(self.workdir, 'episodes', 'train_000001.jsonl')
+    episode = _fake_episode(random.Random(0), 1, 'train')
+    episode['question'] = 'x' * (report.BYTES_PER_FILE // 3)
+    with open(path, 'w', encoding='utf-8') as file:
+      file.writelines(json.dumps(episode) + '\n' for _ in range(10))
+    self.assertIn('last training update (1): 2 of 10', _shown(_page_json(self._page())))
+
+
+class ChoiceTest(parameterized.TestCase):
+
+  @parameterized.parameters((10, 10, 4, 2, 2), (1, 10, 4, 1, 3), (10, 0, 4, 4, 0), (1, 1, 4, 1, 1))
+  def test_half_right_half_wrong(self, num_right, num_wrong, limit, right, wrong):
+    chosen = report._choose(list(range(num_right)), list(range(100, 100 + num_wrong)), limit)
+    self.assertEqual(chosen, sorted(set(chosen)))
+    self.assertEqual([sum(c < 100 for c in chosen), sum(c >= 100 for c in chosen)], [right, wrong])
+
+
+class ChartsTest(absltest.TestCase):
+
+  def test_thinning_keeps_spikes_and_ends(self):
+    rows = [{'step': step, 'actor/entropy': 1.0} for step in range(5000)]
+    rows[1234]['actor/entropy'] = 99.0
+    (chart,) = report_charts.charts(rows)
+    (series,) = chart['series']
+    self.assertLessEqual(len(series['x']), report_charts.MAX_POINTS + 2)
+    self.assertEqual([series['x'][0], series['x'][-1]], [0, 4999])
+    self.assertEqual(series['y'][series['x'].index(1234)], 99.0)
+
+  def test_later_line_of_a_step_wins(self):
+    rows = [{'step': 1, 'actor/entropy': 1.0}, {'step': 1, 'actor/entropy': 2.0}]
+    self.assertEqual(report_charts.charts(rows)[0]['series'][0]['y'], [2.0])
+
+  def test_a_turn_has_one_colour_and_turns_sort_by_number(self):
+    names = [f'stppo/clipfrac_turn{turn}_{sign}' for turn in (10, 2) for sign in ('pos', 'neg')]
+    for chart in report_charts.charts([{'step': 1} | {name: 0.5 for name in names}]):
+      self.assertEqual(
+          [(one['label'], one['hue']) for one in chart['series']], [('turn 2', 0), ('turn 10', 1)]
+      )
+
+  def test_the_name_of_an_only_data_set_is_left_out(self):
+    row = {'step': 1, 'val-core/nq/em_hops1': 0.5, 'val-core/nq/em_hops2': 0.5}
+    labels = lambda row: [one['label'] for one in report_charts.charts(row)[0]['series']]
+    self.assertEqual(labels([row]), ['1-hop', '2-hop'])
+    row['val-core/trivia/em_hops1'] = 0.5
+    self.assertEqual(labels([row]), ['nq: 1-hop', 'nq: 2-hop', 'trivia: 1-hop'])
+
+  def test_layers_of_a_stack_keep_the_same_steps(self):
+    rows = [{'step': s, 'timing_s/gen': s % 7, 'timing_s/adv': -s % 5} for s in range(2000)]
+    (chart,) = report_charts.charts(rows)
+    first, second = chart['series']
+    self.assertEqual(first['x'], second['x'])
+    self.assertLessEqual(len(first['x']), report_charts.MAX_POINTS + 1)
+
+  def test_what_no_chart_names_is_still_there(self):
+    (chart,) = report_charts.charts([{'step': 1, 'my/own': 0.5}])
+    self.assertEqual((chart['section'], chart['title']), ('Other series', 'my/own'))
+
+
+def _page_json(page):
+  text = re.search(r'id="page_json">(.*?)</script>', page, re.DOTALL).group(1)
+  return json.loads(text)
+
+
+def _shown(data):
+  return [f'{group["label"]}: {group["shown"]} of {group["total"]}' for group in data['groups']]
+
+
+# A made-up run, as the training loop would have written it.
+
+
+def write_fake_run(
+    workdir, updates=60, with_eval=True, with_episodes=True, with_config=True, hostile=False
+):
+  """Metrics, config and episodes of a run that learns; `updates`=0 is a run just begun."""
+  random_state = random.Random(0)
+  if with_config:
+    with open(os.path.join(workdir, 'config.json'), 'w', encoding='utf-8') as file:
+      json.dump(_fake_config(hostile), file, indent=2)
+  with metrics.MetricsWriter(workdir) as writer:
+    for step in range(updates + 1):
+      row = _fake_training_row(random_state, step) if step else {}
+      if with_eval and step % 10 == 0:
+        row |= _fake_eval_row(step / 60)
+      if row:
+        writer.write(step, row)
+  if with_episodes:
+    os.mkdir(os.path.join(workdir, 'episodes'))
+    for step in range(1, updates + 1, 1 if updates < 3 else updates - 1):
+      _write_episodes(workdir, step, 'train', 40, hostile)
+    if with_eval and updates:
+      _write_episodes(workdir, updates, 'eval', 48, hostile)
+
+
+def _write_episodes(workdir, step, kind, count, hostile):
+  random_state = random.Random(step)
+  path = os.path.join(workdir, 'episodes', f'{kind}_{step:06d}.jsonl')
+  with open(path, 'w', encoding='utf-8') as file:
+    for _ in range(count):
+      file.write(json.dumps(_fake_episode(random_state, step, kind, hostile)) + '\n')
+
+
+def _fake_config(hostile):
+  return {
+      'run_name': _HOSTILE[0] + _HOSTILE[1] if hostile else 'st_ppo_tiny',
+      'algorithm': {'variant': 'st_ppo', 'divisor': 'relative', 'clip_low': 0.2, 'clip_high': 0.2,
+                    'gamma': 1.0, 'lam': 1.0},
+      'model': {'preset': 'tiny', 'checkpoint': 'stppo_jax/assets/tiny'},
+      'actor': {'lr': 1e-5, 'warmup': 0.285}, 'critic': {'lr': 1e-4},
+      'env': {'tasks': 'embedded', 'max_turns': 4, 'top_k': 3, 'reward': 'em'},
+      'sampling': {'temperature': 1.0, 'top_p': 1.0, 'note': _HOSTILE[2] if hostile else ''},
+      'updates': 60, 'questions_per_update': 64, 'samples': 1, 'minibatches': 2, 'seed': 0,
+  }
+
+
+def _fake_training_row(random_state, step):
+  noise = lambda scale: random_state.gauss(0, scale)
+  part = 1 - math.exp(-step / 20)
+  em = 0.18 + 0.30 * part + noise(0.03)
+  clip = 0.004 + 0.02 * part * abs(1 + noise(0.4))
+  bias = 0.05 * math.exp(1.5 * part + noise(0.35))
+  grad = 0.6 * math.exp(noise(0.2))
+  gen, train = 4.2 + noise(0.4), 3.1 + noise(0.1)
+  turns = 2.1 + 0.5 * part + noise(0.05)
+  row = {
+      'critic/score/mean': em, 'critic/score/max': 1.0, 'critic/score/min': 0.0, 'em/mean': em,
+      'actor/pg_loss': -0.01 + noise(0.004), 'actor/pg_clipfrac': clip, 'actor/ppo_kl': clip / 20,
+      'actor/entropy': 1.4 - 0.8 * part + noise(0.02), 'actor/grad_norm': grad * 0.7,
+      'actor/lr': 1e-5 * min(1, step / 17), 'critic/lr': 1e-4,
+      'critic/vf_loss': 0.12 * math.exp(-step / 30 + noise(0.1)),
+      'critic/vf_explained_var': 0.6 * part + noise(0.04),
+      'critic/values/mean': em + noise(0.02), 'critic/values/max': 0.9, 'critic/values/min': 0.02,
+      'critic/returns/mean': em, 'critic/returns/max': 1.0, 'critic/returns/min': 0.0,
+      'critic/advantages/mean': noise(0.01), 'critic/advantages/max': 2.5,
+      'critic/advantages/min': -1.9,
+      'stppo/grad_norm': grad, 'stppo/bias_norm': bias, 'stppo/cos_g_c': -0.1 + noise(0.1),
+      'stppo/divisor': 1 + bias / grad, 'stppo/step_norm': 0.011 * math.exp(noise(0.1)),
+      'stppo/ratio_std_token': 0.08 + 0.03 * part, 'stppo/ratio_std_turn': 0.021 + 0.01 * part,
+      'stppo/ratio_std_sequence': 0.012 + noise(0.001),
+      'rollout_corr/kl': 2e-5 + noise(1e-5), 'rollout_corr/k3_kl': 1.2e-5 + abs(noise(3e-6)),
+      'rollout_corr/logp_diff_max': 0.003 * math.exp(noise(0.5)),
+      'response_length/mean': 210 + 80 * part + noise(6), 'response_length/max': 512,
+      'response_length/min': 31, 'prompt_length/mean': 121 + noise(1), 'prompt_length/max': 140,
+      'prompt_length/min': 100, 'num_turns/mean': turns, 'num_turns/max': 5, 'num_turns/min': 1,
+      'perf/throughput': 1900 + noise(90), 'timing_s/step': gen + train + 1.0, 'timing_s/gen': gen,
+      'timing_s/old_log_prob': 0.5, 'timing_s/adv': 0.02, 'timing_s/update_actor': train,
+      'timing_s/retrieve': 0.48, 'env/retrieval_failed': 0,
+  }
+  for turn in range(1, 5):
+    row[f'stppo/clipfrac_turn{turn}_pos'] = clip * (0.3 + 0.3 * turn) * abs(1 + noise(0.3))
+    row[f'stppo/clipfrac_turn{turn}_neg'] = clip * (0.2 + 0.2 * turn) * abs(1 + noise(0.3))
+  if step == 31:
+    row['critic/vf_explained_var'] = math.nan
+  return row
+
+
+def _fake_eval_row(part):
+  return {
+      'val-core/embedded/em': 0.182 + 0.281 * part,
+      'val-core/embedded/em_hops1': 0.31 + 0.35 * part,
+      'val-core/embedded/em_hops2': 0.15 + 0.25 * part * part,
+      'val-core/embedded/em_hops3': 0.04 + 0.09 * part,
+  }
+
+
+_WORLD = (
+    ('Which currency is used in the country whose capital is Windhoek?', 'Namibian dollar', 2),
+    ('What is the atomic number of tungsten?', '74', 1),
+    ('In which time zone lies the most populous city of the country that borders both Benin and '
+     'Chad?', 'Africa/Lagos', 3),
+)
+
+
+def _fake_episode(random_state, step, kind, hostile=False):
+  question, answer, hops = random_state.choice(_WORLD)
+  if hostile:
+    question = ' '.join(_HOSTILE)
+  em = float(random_state.random() < 0.2 + step / 200)
+  pieces, turn_ids, actions = [], [], []
+
+  def add(text, turn):
+    cut = re.findall(r'\s?\w{1,6}|\n|\s?[^\w\s]+|\s', text)
+    pieces.extend(cut)
+    turn_ids.extend([turn] * len(cut))
+
+  add('<|im_start|>user\nAnswer the question. Think inside <think> and </think> first. Search with '
+      f'<search> query </search>. Question: {question}\n<|im_end|>\n<|im_start|>assistant\n', 0)
+  for turn in range(1, hops + 1):
+    add(f'<think>\nI need fact {turn} of {hops} before I can answer.\n</think>\n'
+        f'<search> fact {turn} about {question[:40].strip()} </search>', turn)
+    actions.append('search')
+    documents = ''.join(
+        f'Doc {i}(Title: Namibia) Namibia is a country in Southern Africa. Its capital is Windhoek '
+        f'and its currency the Namibian dollar. Population about 2.6 million, passage {i}.\n'
+        for i in (1, 2, 3)
+    )
+    add(f'\n\n<information>{documents}</information>\n\n', 0)
+  add(f'<think> Now I know. </think>\n<answer> {answer if em else "Euro"} </answer>', hops + 1)
+  actions.append('answer')
+  if hostile:
+    pieces[0:len(_HOSTILE)] = _HOSTILE
+  episode = {
+      'step': step, 'kind': kind, 'task': f'embedded-{random_state.randrange(999)}',
+      'dataset': 'embedded', 'hops': hops, 'question': question, 'answers': [answer], 'score': em,
+      'em': em, 'failed': False, 'truncated': False, 'pieces': pieces, 'turn_ids': turn_ids,
+      'tokens': [random_state.randrange(8192) for _ in pieces], 'actions': actions,
+  }
+  agent = sum(turn > 0 for turn in turn_ids)
+  logp = [-random_state.expovariate(2.0) for _ in range(agent)]
+  episode['behaviour_logp'] = logp
+  if kind == 'train':
+    ratio = [math.exp(random_state.gauss(0, 0.1)) for _ in logp]
+    advantages = [em - 0.4 + random_state.gauss(0, 0.15) for _ in logp]
+    episode |= {
+        'old_logp': [x + random_state.gauss(0, 1e-4) for x in logp], 'ratio': ratio,
+        'values': [0.3 + 0.4 * em * i / agent for i in range(agent)], 'advantages': advantages,
+        'clipped': [int(r > 1.2 and a > 0 or r < 0.8 and a < 0) for r, a in zip(ratio, advantages)],
+    }
+  return episode
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,246 @@
+"""The sampler: what it samples from, where it stops, and that its log-probs are the model's."""
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stppo_jax import chat
+from stppo_jax import types
+from stppo_jax.models import decoder
+from stppo_jax.rollout import sampler as sampler_lib
+
+VOCAB = 24
+CONFIG = decoder.ModelConfig(
+  vocab_size=VOCAB, d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=32,
+  tie_embeddings=True,
+)
+TOKEN_BYTES = tuple(bytes([97 + i]) for i in range(VOCAB - 4))  # a, b, c, ..; four ids have none
+EOS = 3
+
+
+def make_params(seed=0, scale=25.0):
+  """Random weights with an embedding large enough for distributions that are far from uniform."""
+  params = decoder.init(jax.random.key(seed), CONFIG)
+  return {**params, 'embed': {'embedding': scale * params['embed']['embedding']}}
+
+
+def make_sampler(stops=('bca', 'hh'), eos=(EOS,), **settings):
+  defaults = dict(max_new=12, max_slots=64, row_buckets=(4,), slot_buckets=(8, 16), chunk_buckets=(4,))
+  table = chat.stop_automaton(TOKEN_BYTES, stops)
+  return sampler_lib.Sampler(CONFIG, table, eos, **{**defaults, **settings})
+
+
+def teacher_forced(params, rows, temperature=1.0):
+  """Log-probs of each row's tokens by one plain forward: list of [length]."""
+  result = []
+  for row in rows:
+    tokens = jnp.asarray(row, jnp.int32)[None]
+    x, _ = decoder.hidden(params, CONFIG, tokens, None)
+    result.append(np.asarray(decoder.token_logp(params, CONFIG, x, tokens, temperature)[0][0]))
+  return result
+
+
+def exact_distribution(logits, temperature, top_k, top_p):
+  """The distribution that sample_token documents, in float64 and by loops: [V]."""
+  probs = np.exp(np.float64(logits) / temperature)
+  probs /= probs.sum()
+  order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))
+  order = order[:top_k] if top_k else order
+  total, mass, kept = sum(probs[i] for i in order), 0.0, []
+  for i in order:
+    if kept and mass >= top_p * total - 1e-9:
+      break
+    kept.append(i)
+    mass += probs[i]
+  result = np.zeros_like(probs)
+  result[kept] = probs[kept] / mass
+  return result
+
+
+class SampleTokenTest(parameterized.TestCase):
+
+  LOGITS = np.array([0.5, 2.0, -1.0, 2.0, 0.0, 1.0, -3.0, 1.0], np.float32)
+
+  def draw(self, logits, count, **settings):
+    keys = jax.random.split(jax.random.key(1), count)
+    rows = jnp.broadcast_to(jnp.asarray(logits), (count, len(logits)))
+    token, logp = jax.jit(lambda l, k: sampler_lib.sample_token(l, k, **settings))(rows, keys)
+    return np.asarray(token), np.asarray(logp)
+
+  @parameterized.parameters(
+    (1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 3, 1.0), (2.0, 0, 0.8), (0.7, 5, 0.7), (1.0, 0, 1e-6),
+    (1.0, 100, 0.5),
+  )
+  def test_frequencies_and_logp(self, temperature, top_k, top_p):
+    want = exact_distribution(self.LOGITS, temperature, top_k, top_p)
+    count = 20_000
+    token, logp = self.draw(
+      self.LOGITS, count, temperature=temperature, top_k=top_k, top_p=top_p
+    )
+    got = np.bincount(token, minlength=len(want)) / count
+    np.testing.assert_array_less(np.abs(got - want), 5 * np.sqrt(want * (1 - want) / count) + 1e-9)
+    np.testing.assert_allclose(np.exp(logp), want[token], rtol=1e-5)
+    # The log-probs of the support sum to one: each support token was met, take its own.
+    support = {int(t): float(np.exp(lp)) for t, lp in zip(token, logp)}
+    self.assertAlmostEqual(sum(support.values()), 1.0, places=5)
+
+  def test_ties_go_to_the_lower_id(self):
+    # 1 and 3 share the top: one token kept is token 1, in every way of keeping one.
+    for settings in ({'temperature': 0.0}, {'top_k': 1}, {'top_p': 1e-9}):
+      token, _ = self.draw(self.LOGITS, 50, **settings)
+      np.testing.assert_array_equal(token, 1)
+
+  def test_greedy_reports_the_plain_logp(self):
+    _, logp = self.draw(self.LOGITS, 1, temperature=0.0)
+    self.assertAlmostEqual(float(logp[0]), float(jax.nn.log_softmax(self.LOGITS)[1]), places=6)
+
+  def test_top_k_one_is_certain(self):
+    token, logp = self.draw(self.LOGITS, 5, top_k=1)
+    np.testing.assert_array_equal(token, 1)
+    np.testing.assert_array_equal(logp, 0)
+
+  @parameterized.parameters((-1, 0, 1.0), (1, -1, 1.0), (1, 0, 0.0), (1, 0, 1.5))
+  def test_refuses(self, temperature, top_k, top_p):
+    with self.assertRaises(types.UserError):
+      make_sampler(temperature=temperature, top_k=top_k, top_p=top_p)
+
+
+class SamplerTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.params = make_params()
+    self.keys = jax.random.split(jax.random.key(7), 4)
+
+  def play(self, sampler, forced, budgets=None, keys=None):
+    """feed, generate, feed, generate, ..: per row all tokens, and (columns, log-probs) sampled."""
+    keys = self.keys if keys is None else keys
+    state = sampler.start(keys)
+    rows, columns, logps = ([[] for _ in keys] for _ in range(3))
+    for round_ids in forced:
+      state = sampler.feed(self.params, state, round_ids)
+      state, tokens, logp = sampler.generate(self.params, state, budgets or [12] * len(rows))
+      for b, row in enumerate(rows):
+        row += list(round_ids[b])
+        columns[b] += range(len(row), len(row) + len(tokens[b]))
+        row += tokens[b].tolist()
+        logps[b] += logp[b].tolist()
+    np.testing.assert_array_equal(state.cache.length, [len(row) for row in rows])
+    return rows, columns, logps
+
+  FORCED = (
+    ([5, 6, 7], [1], [2, 9, 9, 9, 4, 4, 4, 8, 1], [6, 6, 6, 6]),
+    ([1, 2], [9, 8, 7, 6, 5], [4], []),  # one row gets nothing and goes on
+    ([11], [12], [13, 13], [14]),
+  )
+
+  @parameterized.parameters(1.0, 0.7)
+  def test_logp_is_that_of_one_teacher_forced_forward(self, temperature):
+    """Three turns across chunks and slot buckets against a single plain pass."""
+    rows, columns, logps = self.play(make_sampler(temperature=temperature), self.FORCED)
+    for row, at, got, want in zip(
+      rows, columns, logps, teacher_forced(self.params, rows, temperature)
+    ):
+      self.assertGreater(len(at), 3)
+      np.testing.assert_allclose(got, want[at], atol=1e-5)
+
+  def test_logp_with_top_k_and_top_p_is_renormalised(self):
+    sampler = make_sampler(temperature=0.7, top_k=10, top_p=0.8)
+    rows, columns, logps = self.play(sampler, self.FORCED)
+    for row, at, got in zip(rows, columns, logps):
+      logits, _ = decoder.forward(self.params, CONFIG, jnp.asarray(row)[None], None)
+      for column, logp in zip(at, got):
+        exact = exact_distribution(np.asarray(logits[0, column - 1]), 0.7, 10, 0.8)
+        self.assertAlmostEqual(np.exp(logp), exact[row[column]], delta=1e-5)
+
+  def test_greedy_is_the_argmax_and_ignores_the_keys(self):
+    sampler = make_sampler(temperature=0)
+    rows, columns, _ = self.play(sampler, self.FORCED)
+    other, _, _ = self.play(sampler, self.FORCED, keys=jax.random.split(jax.random.key(99), 4))
+    self.assertEqual(rows, other)
+    for row, at in zip(rows, columns):
+      logits, _ = decoder.forward(self.params, CONFIG, jnp.asarray(row)[None], None)
+      best = np.argmax(logits[0], axis=-1)
+      np.testing.assert_array_equal(best[np.array(at) - 1], np.array(row)[at])
+
+  def test_a_row_depends_on_its_key_and_context_alone(self):
+    """Tunix rollouts of one prompt were all identical; ours differ by key, and by nothing else."""
+    sampler = make_sampler(row_buckets=(4, 6))
+    rows, _, _ = self.play(sampler, self.FORCED)
+    order = np.array([2, 0, 3, 1, 1, 0])  # other places, other neighbours, another batch size
+    forced = [[round_ids[i] for i in order] for round_ids in self.FORCED]
+    shuffled, _, _ = self.play(sampler, forced, keys=self.keys[order])
+    self.assertEqual(shuffled, [rows[i] for i in order])
+    same_prompt = [[[5, 6, 7]] * 4]
+    rows, _, _ = self.play(make_sampler(stops=(), eos=()), same_prompt)
+    self.assertLen({tuple(row) for row in rows}, 4)
+
+  def test_buckets_do_not_change_the_tokens(self):
+    fine, _, _ = self.play(make_sampler(), self.FORCED)
+    coarse = make_sampler(slot_buckets=(64,), chunk_buckets=(3, 16))
+    self.assertEqual(fine, self.play(coarse, self.FORCED)[0])
+
+  def test_turn_ends_exactly_where_a_stop_string_ends_or_at_eos(self):
+    ended = {'stop': 0, 'eos': 0, 'budget': 0}
+    sampler = make_sampler(stops=('a', 'bc', 'hh'))
+    for seed in range(12):
+      keys = jax.random.split(jax.random.key(seed), 4)
+      forced = [[[1], [7], [2], [9]]]
+      rows, columns, _ = self.play(sampler, forced, keys=keys)
+      for row, at in zip(rows, columns):
+        turn = [row[i] for i in at]
+        texts = [b''.join(TOKEN_BYTES[t] if t < 20 else b'' for t in turn[:n])
+                 for n in range(1, len(turn) + 1)]
+        hit = [any(s in text for s in (b'a', b'bc', b'hh')) or t == EOS
+               for text, t in zip(texts, turn)]
+        self.assertFalse(any(hit[:-1]))
+        if hit[-1]:
+          ended['eos' if turn[-1] == EOS else 'stop'] += 1
+        else:
+          self.assertLen(turn, 12)
+          ended['budget'] += 1
+    self.assertGreater(min(ended['stop'], ended['eos']), 0, ended)
+
+  def test_budgets_and_idle_rows(self):
+    sampler = make_sampler(stops=(), eos=())
+    state = sampler.start(self.keys)
+    state = sampler.feed(self.params, state, [[1, 2], [], [3], [4, 5, 6, 7, 8]])
+    before = np.asarray(state.logits), np.asarray(state.cache.length)
+    state, tokens, _ = sampler.generate(self.params, state, [3, 0, 100, 0])
+    self.assertEqual([len(t) for t in tokens], [3, 0, 12, 0])
+    np.testing.assert_array_equal(state.cache.length, [5, 0, 13, 5])
+    np.testing.assert_array_equal(state.logits[3], before[0][3])
+    self.assertTrue(np.any(np.asarray(state.logits[0]) != before[0][0]))
+    # A row that stood still while others went on goes on as if nothing had been.
+    state, tokens, _ = sampler.generate(self.params, state, [0, 0, 0, 12])
+    alone, _, _ = self.play(sampler, [[[4, 5, 6, 7, 8]]], keys=self.keys[3:])
+    self.assertEqual(alone[0][5:], tokens[3].tolist())
+
+  def test_slots_run_out(self):
+    sampler = make_sampler(stops=(), eos=(), max_slots=10, slot_buckets=(8,))
+    state = sampler.feed(self.params, sampler.start(self.keys[:1]), [[1, 2, 3, 4]])
+    state, tokens, logp = sampler.generate(self.params, state, [6])  # to the very last slot
+    self.assertEqual(state.cache.k[0].shape[2], 10)
+    row = [1, 2, 3, 4, *tokens[0].tolist()]
+    np.testing.assert_allclose(logp[0], teacher_forced(self.params, [row])[0][4:], atol=1e-5)
+    with self.assertRaisesRegex(ValueError, 'no room'):
+      sampler.generate(self.params, state, [1])
+    with self.assertRaisesRegex(ValueError, 'do not fit'):
+      sampler.feed(self.params, state, [[1]])
+
+  def test_no_compile_in_the_second_batch(self):
+    sampler = make_sampler()
+    self.play(sampler, self.FORCED)
+    variants = sampler.compiled_variants()
+    self.play(sampler, self.FORCED)
+    self.assertEqual(sampler.compiled_variants(), variants)
+
+  def test_default_slot_buckets(self):
+    self.assertEqual(sampler_lib.default_slot_buckets(600), (128, 192, 256, 384, 512, 600))
+    self.assertEqual(sampler_lib.default_slot_buckets(100), (100,))
+
+
+if __name__ == '__main__':
+  absltest.main()

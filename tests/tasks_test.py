@@ -1,0 +1,325 @@
+"""Tests of stppo_jax.tasks, and of the knowledge set that comes with the package."""
+
+import collections
+import importlib.util
+import json
+import pathlib
+import tempfile
+import unittest
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from stppo_jax import tasks
+from stppo_jax import types
+from stppo_jax.assets import knowledge_sources
+from stppo_jax.assets import make_knowledge
+
+_SHARED = pathlib.Path(__file__).resolve().parents[2] / 'shared' / 'data'
+
+_ROW = {'id': 'q1', 'dataset': 'geo', 'split': 'train', 'hops': 2, 'question': 'Where is Lima?',
+        'answers': ['Peru'], 'gold': ['p1', 'p2'],
+        'steps': [{'q': 'country of Lima', 'a': 'Peru', 'p': 'p1'}]}
+_CHOICE = {'id': 'q2', 'split': 'train', 'question': 'Which one?',
+           'options': {'B': 'no', 'A': 'yes'}, 'answer': 'B', 'answers': ['no']}
+
+
+def _installed(*packages):
+  return all(importlib.util.find_spec(package) for package in packages)
+
+
+class _FileTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    folder = tempfile.TemporaryDirectory()
+    self.addCleanup(folder.cleanup)
+    self.folder = pathlib.Path(folder.name)
+
+  def write(self, name, *rows):
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (self.folder / name).write_text('\n'.join(lines) + '\n', encoding='utf-8')
+    return str(self.folder / name)
+
+
+class LoadTasksTest(_FileTest):
+
+  def test_reads_every_field(self):
+    self.write('qa.jsonl', _ROW, _CHOICE)
+    first, second = tasks.load_tasks(str(self.folder), 'train')
+    self.assertEqual(first, types.Task(
+      id='q1', question='Where is Lima?', answers=('Peru',), dataset='geo', split='train', hops=2,
+      gold=('p1', 'p2'), steps=(('country of Lima', 'Peru'),)))
+    self.assertEqual(second.options, (('A', 'yes'), ('B', 'no')))
+    self.assertEqual((second.letter, second.answers), ('B', ('no',)))
+
+  def test_evidence_triples_become_steps(self):
+    path = self.write('qa.jsonl', {
+      **_ROW, 'steps': [], 'evidence': [['Get Low', 'performer', 'Dillon Francis']]})
+    self.assertEqual(tasks.load_tasks(path, 'train')[0].steps,
+                     (('Get Low performer', 'Dillon Francis'),))
+
+  def test_only_the_asked_split_and_rows_without_one(self):
+    path = self.write('qa.jsonl', _ROW, {**_ROW, 'id': 'q3', 'split': 'dev'},
+                      {k: v for k, v in _ROW.items() if k != 'split'} | {'id': 'q4'})
+    self.assertEqual([t.id for t in tasks.load_tasks(path, 'dev')], ['q3', 'q4'])
+
+  def test_unknown_split_names_those_there_are(self):
+    path = self.write('qa.jsonl', _ROW)
+    with self.assertRaisesRegex(types.UserError, "no question of split 'tset'.*train"):
+      tasks.load_tasks(path, 'tset')
+
+  @parameterized.parameters(
+    ({'question': None}, "field 'question' is missing; a text is needed"),
+    ({'question': ' '}, "field 'question' is empty"),
+    ({'question': 7}, "field 'question' is 7; a text is needed"),
+    ({'answers': 'Peru'}, "field 'answers' is 'Peru'; a list of texts is needed"),
+    ({'answers': []}, "field 'answers' is .*at least one text"),
+    ({'answers': [1]}, "field 'answers' is .*at least one text"),
+    ({'id': None}, "field 'id' is missing"),
+    ({'hops': 'two'}, "field 'hops' is 'two'; a whole number is needed"),
+    ({'hops': True}, "field 'hops' is True"),
+    ({'gold': 'p1'}, "field 'gold' is 'p1'"),
+    ({'steps': [['q', 'a']]}, "field 'steps' holds"),
+    ({'steps': None, 'evidence': [['a', 'b']]}, "field 'evidence' holds"),
+    ({'options': {'A': 'yes'}}, "field 'answer' is missing"),
+    ({'options': {'A': 'yes'}, 'answer': 'C'}, "field 'answer' is 'C'; one of A is needed"),
+    ({'options': ['yes']}, "field 'options' is"),
+    ({'options': {'A': 1}, 'answer': 'A'}, "field 'options' is"),
+  )
+  def test_malformed_row_names_file_line_and_field(self, change, complaint):
+    path = self.write('qa.jsonl', _ROW, {**_ROW, **change})
+    with self.assertRaisesRegex(types.UserError, 'qa.jsonl:2: ' + complaint) as caught:
+      tasks.load_tasks(path, 'train')
+    self.assertNotIn('\n', str(caught.exception))
+
+  @parameterized.parameters('{"id": ', '[1, 2]', '"text"')
+  def test_line_that_is_no_object(self, line):
+    path = self.write('qa.jsonl', _ROW, '', line)
+    with self.assertRaisesRegex(types.UserError, r'qa.jsonl:3: .*one JSON object a line'):
+      tasks.load_tasks(path, 'train')
+
+  def test_missing_file_says_what_to_give(self):
+    with self.assertRaisesRegex(types.UserError, 'no such file; give "embedded"'):
+      tasks.load_tasks(str(self.folder), 'train')
+    with self.assertRaisesRegex(types.UserError, '.jsonl or .parquet is needed'):
+      tasks.load_tasks(self.write('qa.csv', 'a,b'), 'train')
+
+
+@unittest.skipUnless(_installed('pyarrow'), 'pyarrow is not installed')
+class ParquetTest(_FileTest):
+
+  def write_parquet(self, *rows):
+    import pyarrow
+    from pyarrow import parquet
+    path = str(self.folder / 'train.parquet')
+    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    return path
+
+  def row(self, **changes):
+    prompt = 'Answer the question. Question: an example\nQuestion: who wrote Faust?\n'
+    return {'data_source': 'nq', 'prompt': [{'role': 'user', 'content': prompt}],
+            'ability': 'fact-reasoning',
+            'reward_model': {'style': 'rule', 'ground_truth': {'target': ['Goethe', 'J. Goethe']}},
+            'extra_info': {'split': 'train', 'index': 7}, **changes}
+
+  def test_search_r1_columns(self):
+    path = self.write_parquet(self.row(), self.row(extra_info={'split': 'test', 'index': 8}))
+    self.assertEqual(tasks.load_tasks(path, 'train'), [types.Task(
+      id='nq-train-7', question='who wrote Faust?', answers=('Goethe', 'J. Goethe'), dataset='nq',
+      split='train')])
+
+  def test_question_column_wins_over_the_prompt(self):
+    path = self.write_parquet(self.row(question='Who was it?'))
+    self.assertEqual(tasks.load_tasks(path, 'train')[0].question, 'Who was it?')
+
+  @parameterized.parameters(
+    ({'reward_model': {'style': 'rule', 'ground_truth': {'target': []}}}, 'reward_model'),
+    ({'reward_model': {'style': 'rule'}}, 'reward_model'),
+    ({'reward_model': None}, 'reward_model'),
+    ({'prompt': [{'role': 'system', 'content': 'x'}]}, 'prompt'),
+    ({'prompt': [{'role': 'user', 'content': 'Question: '}]}, 'prompt'),
+    ({'prompt': None}, 'prompt'),
+  )
+  def test_malformed_row(self, change, field):
+    path = self.write_parquet(self.row(**change))
+    with self.assertRaisesRegex(types.UserError, rf"train.parquet:1: field '{field}'"):
+      tasks.load_tasks(path, 'train')
+
+  def test_a_file_that_is_no_parquet(self):
+    with self.assertRaisesRegex(types.UserError, 'not a parquet file'):
+      tasks.load_tasks(self.write('qa.parquet', 'text'), 'train')
+
+
+class LoadCorpusTest(_FileTest):
+
+  def test_both_kinds_of_row(self):
+    path = self.write('corpus.jsonl', {'id': 'p1', 'title': 'Lima', 'text': 'In Peru.'},
+                      {'id': 2, 'contents': '"Peru"\nA country.\nIts capital is Lima.'})
+    self.assertEqual(tasks.load_corpus(path), [
+      types.Passage('p1', 'Lima', 'In Peru.'),
+      types.Passage('2', 'Peru', 'A country.\nIts capital is Lima.')])
+
+  @parameterized.parameters(
+    ({'id': 'p2', 'title': 'Lima'}, "field 'text' is missing"),
+    ({'title': 'Lima', 'text': 'x'}, "field 'id' is missing"),
+    ({'id': 'p1', 'title': 'Lima', 'text': 'x'}, "field 'id' is 'p1' a second time"),
+    ({'id': 'p2', 'contents': 3}, "field 'contents' is 3"),
+  )
+  def test_malformed_row(self, row, complaint):
+    self.write('corpus.jsonl', {'id': 'p1', 'title': 'a', 'text': 'b'}, row)
+    with self.assertRaisesRegex(types.UserError, 'corpus.jsonl:2: ' + complaint):
+      tasks.load_corpus(str(self.folder))
+
+  def test_empty_file(self):
+    with self.assertRaisesRegex(types.UserError, 'no passages'):
+      tasks.load_corpus(self.write('corpus.jsonl'))
+
+
+class TaskStreamTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.tasks = [types.Task(str(i), 'q', ('a',)) for i in range(7)]
+
+  def ids(self, batch, steps, seed=0):
+    """The ids of the updates `steps`, each taken from a stream of its own."""
+    return [t.id for step in steps
+            for t in tasks.TaskStream(self.tasks, batch, seed).take(step)]
+
+  @parameterized.parameters(1, 3, 7, 10)
+  def test_each_epoch_is_a_permutation(self, batch):
+    # 7 questions: with batches of 3, update 2 takes the last of epoch 0 and two of epoch 1.
+    ids = self.ids(batch, range(21))
+    everyone = sorted(t.id for t in self.tasks)
+    epochs = [ids[i:i + 7] for i in range(0, 21 * batch // 7 * 7, 7)]
+    for epoch in epochs:
+      self.assertEqual(sorted(epoch), everyone)
+    self.assertGreater(len({tuple(epoch) for epoch in epochs}), 1)
+
+  def test_resuming_anywhere_continues_the_same_order(self):
+    stream = tasks.TaskStream(self.tasks, 3, 5)
+    whole = [[t.id for t in stream.take(step)] for step in range(12)]
+    for start in range(12):  # epoch ends lie within updates 2, 4, 9, 11 and after 6
+      resumed = tasks.TaskStream(self.tasks, 3, 5)
+      self.assertEqual([[t.id for t in resumed.take(s)] for s in range(start, 12)], whole[start:])
+
+  def test_the_order_does_not_depend_on_the_batch(self):
+    self.assertEqual(self.ids(2, range(21)), self.ids(6, range(7)))
+
+  def test_seeds_differ(self):
+    self.assertNotEqual(self.ids(7, [0], seed=0), self.ids(7, [0], seed=1))
+
+  def test_refuses_nothing_to_draw_from(self):
+    with self.assertRaises(types.UserError):
+      tasks.TaskStream([], 2, 0)
+    with self.assertRaises(types.UserError):
+      tasks.TaskStream(self.tasks, 0, 0)
+
+
+class EmbeddedTest(parameterized.TestCase):
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.corpus = {p.id: p for p in tasks.load_corpus('embedded')}
+    cls.splits = {s: tasks.load_tasks('embedded', s) for s in ('train', 'dev', 'test')}
+    cls.everything = [task for split in cls.splits.values() for task in split]
+
+  def test_titles_are_unique_and_passages_short(self):
+    self.assertLen({p.title for p in self.corpus.values()}, len(self.corpus))
+    for passage in self.corpus.values():
+      self.assertLess(len(passage.text.split()), 60, passage)
+      self.assertTrue((passage.title + passage.text).isascii(), passage)
+
+  def test_sizes(self):
+    files = [tasks.EMBEDDED / name for name in ('corpus.jsonl', 'qa.jsonl', 'LICENSES.md')]
+    self.assertLess(sum(file.stat().st_size for file in files), 3_000_000)
+    self.assertBetween(len(self.splits['train']), 2000, 4000)
+    self.assertBetween(len(self.splits['dev']), 200, 300)
+    self.assertBetween(len(self.splits['test']), 300, 400)
+    for split in self.splits.values():
+      hops = collections.Counter(task.hops for task in split)
+      for count, share in ((1, 0.35), (2, 0.25), (3, 0.15)):
+        self.assertGreaterEqual(hops[count] / len(split), share)
+      self.assertEqual({task.dataset for task in split}, {'geo', 'elements', 'medical'})
+
+  def test_ids_and_questions_are_unique(self):
+    self.assertLen({task.id for task in self.everything}, len(self.everything))
+    self.assertLen({task.question for task in self.everything}, len(self.everything))
+
+  def test_splits_share_no_subject_and_no_bridge(self):
+    used = {s: {p for t in split for p in t.gold} for s, split in self.splits.items()}
+    self.assertEmpty(used['train'] & used['dev'])
+    self.assertEmpty(used['train'] & used['test'])
+    self.assertEmpty(used['dev'] & used['test'])
+
+  def test_every_hop_is_answered_by_its_own_passage(self):
+    for task in self.everything:
+      self.assertLen(task.gold, task.hops)
+      self.assertLen({*task.gold}, task.hops)
+      self.assertLen(task.steps, task.hops)
+      self.assertIn(self.corpus[task.gold[0]].title, task.question)
+      for i, ((_, answer), passage) in enumerate(zip(task.steps, task.gold)):
+        self.assertIn(answer, self.corpus[passage].text)
+        if i + 1 < task.hops:
+          self.assertEqual(answer, self.corpus[task.gold[i + 1]].title)
+      for answer in task.answers:
+        self.assertIn(answer, self.corpus[task.gold[-1]].text)
+
+  def test_multiple_choice(self):
+    choices = [task for task in self.everything if task.options]
+    letters = collections.Counter(task.letter for task in choices)
+    self.assertEqual([*sorted(letters)], ['A', 'B', 'C', 'D'])
+    self.assertLess(max(letters.values()), 0.3 * len(choices))
+    for task in choices:
+      self.assertLen({text for _, text in task.options}, 4)
+      self.assertEqual(task.answers, (dict(task.options)[task.letter],))
+
+  def test_the_wordings_of_dev_and_test_occur_in_train(self):
+    def wording(task):
+      return task.question.replace(self.corpus[task.gold[0]].title, '{}')
+    known = {wording(task) for task in self.splits['train']}
+    for split in ('dev', 'test'):
+      self.assertEmpty({wording(task) for task in self.splits[split]} - known)
+
+  @unittest.skipUnless(_installed('bm25s'), 'bm25s is not installed')
+  def test_a_title_finds_its_passage(self):
+    import bm25s
+    passages = list(self.corpus.values())
+    gold = sorted({p for task in self.everything for p in task.gold})
+    index = bm25s.BM25()
+    index.index(bm25s.tokenize([f'{p.title}\n{p.text}' for p in passages], show_progress=False),
+                show_progress=False)
+    found, _ = index.retrieve(
+      bm25s.tokenize([self.corpus[p].title for p in gold], show_progress=False), k=2,
+      show_progress=False)
+    hits = sum(p in [passages[i].id for i in row] for p, row in zip(gold, found))
+    self.assertGreaterEqual(hits / len(gold), 0.97)
+
+  @unittest.skipUnless(_installed(*knowledge_sources.PACKAGES), 'the sources are not installed')
+  def test_the_maker_is_deterministic(self):
+    made = []
+    for _ in range(2):
+      with tempfile.TemporaryDirectory() as folder:
+        make_knowledge.make(pathlib.Path(folder))
+        made.append({p.name: p.read_bytes() for p in sorted(pathlib.Path(folder).iterdir())})
+    self.assertEqual(made[0], made[1])
+    self.assertEqual(set(made[0]), {'corpus.jsonl', 'qa.jsonl', 'LICENSES.md'})
+
+
+@unittest.skipUnless(_SHARED.is_dir(), 'the folder of real questions is not there')
+class RealQuestionsTest(parameterized.TestCase):
+
+  @parameterized.parameters('general', 'medical')
+  def test_loads_and_gold_passages_exist(self, name):
+    questions = tasks.load_tasks(str(_SHARED / f'{name}_qa.jsonl'), 'train')
+    known = {p.id for p in tasks.load_corpus(str(_SHARED / f'{name}_corpus.jsonl'))}
+    self.assertNotEmpty(questions)
+    for task in questions:
+      self.assertTrue(task.gold and known.issuperset(task.gold), task)
+    self.assertTrue(any(t.options if name == 'medical' else t.steps for t in questions))
+
+
+if __name__ == '__main__':
+  absltest.main()

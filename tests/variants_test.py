@@ -1,0 +1,68 @@
+"""The table of variants: each row is what its paper says, and differs only where it should."""
+
+import dataclasses
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import numpy as np
+
+from stppo_jax.algorithms import variants
+
+# name: (ratio level, has a critic, divides by the clipping bias)
+EXPECTED = {
+    'ppo': ('token', True, False),
+    'turn_ppo': ('turn', True, False),
+    's_ppo': ('token', True, True),
+    'st_ppo': ('turn', True, True),
+    'grpo': ('token', False, False),
+    'so_grpo': ('turn', False, True),
+    'gspo': ('sequence', False, False),
+    'rloo': ('none', False, False),
+    'reinforce': ('none', False, False),
+}
+
+
+class VariantsTest(parameterized.TestCase):
+
+  def test_the_names_are_those_of_the_papers(self):
+    self.assertContainsSubset(EXPECTED, variants.VARIANTS)
+
+  @parameterized.parameters(*EXPECTED)
+  def test_row(self, name):
+    row = variants.VARIANTS[name]
+    ratio, needs_critic, corrected = EXPECTED[name]
+    self.assertEqual(row.ratio, ratio)
+    self.assertEqual(row.needs_critic, needs_critic)
+    self.assertEqual(row.divisor != 'none', corrected)
+    self.assertIn(row.divisor, ('none', 'paper', 'floor', 'relative'))
+    self.assertIn(row.norm_of, ('gradient', 'loss'))
+    self.assertEqual(row.min_advantage, 'token')
+
+  @parameterized.parameters(*EXPECTED)
+  def test_rows_are_frozen_and_hashable(self, name):
+    row = variants.VARIANTS[name]
+    with self.assertRaises(dataclasses.FrozenInstanceError):
+      row.ratio = 'token'
+    self.assertEqual(hash(row), hash(dataclasses.replace(row)))
+
+  @parameterized.parameters(*EXPECTED)
+  def test_clip_ranges_are_the_papers(self, name):
+    """0.2 everywhere but GSPO, whose geometric mean over a whole episode hugs 1: 3e-4 and 4e-4."""
+    row = variants.VARIANTS[name]
+    expected = (3e-4, 4e-4) if name == 'gspo' else (0.2, 0.2)
+    np.testing.assert_allclose((row.clip_low, row.clip_high), expected)
+
+  @parameterized.parameters(('ppo', 's_ppo'), ('turn_ppo', 'st_ppo'))
+  def test_the_correction_is_the_only_difference(self, plain, corrected):
+    plain, corrected = variants.VARIANTS[plain], variants.VARIANTS[corrected]
+    self.assertEqual(
+        dataclasses.replace(plain, divisor=corrected.divisor, norm_of=corrected.norm_of), corrected)
+
+  @parameterized.parameters(('ppo', 'turn_ppo'), ('s_ppo', 'st_ppo'))
+  def test_the_ratio_is_the_only_difference(self, token, turn):
+    token, turn = variants.VARIANTS[token], variants.VARIANTS[turn]
+    self.assertEqual(dataclasses.replace(token, ratio='turn'), turn)
+
+
+if __name__ == '__main__':
+  absltest.main()
