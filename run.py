@@ -9,6 +9,7 @@
 The same command again resumes the run in its workdir.
 """
 
+import logging as std_logging
 import os
 import sys
 
@@ -29,7 +30,7 @@ _MODE = flags.DEFINE_enum('mode', 'train', ['train', 'eval', 'report'], 'what to
 
 
 def main(unused_argv):
-  logging.set_verbosity(logging.INFO)
+  _quiet_libraries()
   config = _CONFIG.value
   workdir = _WORKDIR.value or os.path.join('runs', config.name)
   if _MODE.value == 'report':
@@ -46,6 +47,15 @@ def main(unused_argv):
       print(f'{name:40s} {value:.4f}')
   else:
     loop.train(config, workdir)
+
+
+def _quiet_libraries():
+  """Our own messages with the time; of libraries, warnings only."""
+  logging.set_verbosity(logging.INFO)
+  handler = logging.get_absl_handler()
+  handler.setFormatter(std_logging.Formatter('%(asctime)s  %(message)s', '%H:%M:%S'))
+  handler.addFilter(
+      lambda record: record.levelno >= std_logging.WARNING or 'stppo_jax' in record.pathname)
 
 
 def _parse(argv):

@@ -24,19 +24,21 @@ from stppo_jax import types
 EPISODES_PER_FILE = 24  # at most, of each of: first and last training update, last evaluation
 BYTES_PER_FILE = 2_000_000  # of those episodes as JSON
 _TEMPLATE = pathlib.Path(__file__).with_name('report_template.html')
-_HIGHLIGHTS = (  # last parts of config names, in the order in which the page shows them
-    'variant algorithm model preset init init_from weights checkpoint tasks dataset source '
-    'retriever prompt reward learning_rate lr actor_lr policy_lr critic_lr value_lr rule divisor '
-    'clip_low clip_high gamma lam updates num_updates total_updates steps total_steps batch '
-    'batch_size questions questions_per_update samples group_size minibatches num_minibatches '
-    'epochs max_turns top_k temperature top_p kl_coef entropy_coef seed'
+_EM_NAME = re.compile(r'val-core/([^/]+)/em(?:_hops(\d+))?')
+_HIGHLIGHTS = (  # of the config, in the order in which the page shows them
+    'algorithm.variant algorithm.advantage algorithm.ratio algorithm.divisor algorithm.norm_of '
+    'algorithm.clip_low algorithm.clip_high algorithm.gamma algorithm.lam algorithm.kl_in '
+    'algorithm.kl_coef algorithm.entropy_coef model.folder model.critic actor.lr critic.lr '
+    'train.updates train.episodes train.mini_batch train.epochs rollout.group_size '
+    'rollout.temperature rollout.top_p data.source env.prompt env.max_turns env.reward '
+    'retriever.kind retriever.top_k seed'
 ).split()
-_MAX_HIGHLIGHTS = 20
 
 
 def build(workdir: str) -> str:
   """Writes `workdir`/report.html and returns its path. Whatever is not there yet is left out."""
   rows = metrics.read_metrics(workdir)  # a UserError where there is no such folder
+  rows = _with_one_name_an_only_data_set(rows)
   config = _read_config(os.path.join(workdir, 'config.json'))
   name = config.get('run_name') or config.get('name')
   name = str(name or os.path.basename(os.path.abspath(workdir)))
@@ -64,6 +66,15 @@ def build(workdir: str) -> str:
     file.write(page)
   os.replace(path + '.tmp', path)
   return path
+
+
+def _with_one_name_an_only_data_set(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+  """Where one data set is held out, 'all' is that one: it takes its name, once."""
+  found = {name.split('/')[1] for row in rows for name in row if _EM_NAME.fullmatch(name)}
+  if len(found - {'all'}) != 1:
+    return rows
+  only = f'val-core/{(found - {"all"}).pop()}/'
+  return [{name.replace('val-core/all/', only): row[name] for name in row} for row in rows]
 
 
 def _read_config(path: str) -> dict[str, Any]:
@@ -130,8 +141,9 @@ def _episode_group(path: str, step: int, label: str) -> dict[str, Any]:
         if {len(episode['pieces']), len(episode['turn_ids'])} != {len(episode['tokens'])}:
           raise ValueError('tokens, pieces and turn_ids differ in length')
         (right if (episode.get('em') or 0) > 0 else wrong).append(offset)
-        for key in ((episode.get('dataset'), None), (episode.get('dataset'), episode.get('hops'))):
-          counts[key] = counts.get(key, 0) + 1
+        for dataset in ('all', episode.get('dataset')):
+          for key in ((dataset, None), (dataset, episode.get('hops'))):
+            counts[key] = counts.get(key, 0) + 1
       except (ValueError, KeyError, TypeError):
         unreadable += 1  # torn: the run is still writing, or died here
       offset += len(raw)
@@ -177,8 +189,9 @@ def _status_html(rows: list[dict[str, Any]]) -> str:
   last = max(row['step'] for row in rows)
   status = f'{last} update' + 's' * (last != 1)
   if step_times:
-    hours, minutes = divmod(round(sum(step_times) / 60), 60)
-    status += f' in {hours} h {minutes} min' if hours else f' in {minutes} min'
+    minutes, seconds = divmod(round(sum(step_times)), 60)
+    hours, minutes = divmod(minutes, 60)
+    status += f' in {hours} h {minutes} min' if hours else f' in {minutes} min {seconds} s'
   bad = [(row['step'], name) for row in rows for name in row.get('nonfinite', ())]
   text = f'<p class="muted">{status}</p>'
   if bad:
@@ -195,21 +208,23 @@ def _results_html(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> s
   points = {}  # (dataset, hops or None) -> [(step, em)]
   for row in rows:
     for name, em in row.items():
-      match = re.fullmatch(r'val-core/(.+)/em(?:_hops(\d+))?', name)
+      match = _EM_NAME.fullmatch(name)
       if match and em is not None:
         key = (match.group(1), int(match.group(2)) if match.group(2) else None)
         points.setdefault(key, []).append((row['step'], em))
   if not points:
     return '<p class="muted">No evaluation yet.</p>'
   last_eval = next((group for group in groups if group['kind'] == 'eval'), None)
+  several = any(len(series) > 1 for series in points.values())
   lines = []
-  for dataset, hops in sorted(points, key=lambda key: (key[0], key[1] or 0)):
+  for dataset, hops in sorted(points, key=lambda k: (k[0] != 'all', k[0], k[1] or 0)):
     series = points[dataset, hops]
     before, (last, after) = series[0][1], series[-1]
     best_step, best = max(series, key=lambda point: point[1])
     counted = last_eval is not None and last_eval['step'] == last
     count = last_eval['counts'].get((dataset, hops), '') if counted else ''
-    label = html.escape(dataset) if hops is None else f'{hops} hop{"s" if hops > 1 else ""}'
+    name = 'all questions' if dataset == 'all' else html.escape(dataset)
+    label = name if hops is None else f'{hops} hop{"s" if hops > 1 else ""}'
     cells = [
         f'<th scope="row">{label}</th>',
         f'<td>{count}</td>',
@@ -218,10 +233,10 @@ def _results_html(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> s
     if len(series) > 1:
       cells += [
           f'<td>{after:.3f}</td>',
-          f'<td>{after - before:+.3f}</td>'.replace('-', '−'),
+          f'<td>{_signed(after - before)}</td>',
           f'<td>{best:.3f}<small>at {best_step}</small></td>',
       ]
-    else:
+    elif several:
       cells += ['<td>–</td>'] * 3
     lines.append(f'<tr class="{"all" if hops is None else "hops"}">{"".join(cells)}</tr>')
   firsts, lasts = ({series[end][0] for series in points.values()} for end in (0, -1))
@@ -233,22 +248,24 @@ def _results_html(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> s
       'change',
       'best<small>at</small>',
   )
-  head = ''.join(f'<th scope="col">{title}</th>' for title in titles)
+  head = ''.join(f'<th scope="col">{title}</th>' for title in titles[: 6 if several else 3])
   return (
       '<div class="scroll"><table class="results">'
       f'<thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
   )
 
 
+def _signed(change: float) -> str:
+  text = f'{change:+.3f}'
+  return '0.000' if float(text) == 0 else text.replace('-', '−')
+
+
 def _highlights_html(config: dict[str, Any]) -> str:
   flat = _flatten(config)
-  chosen = sorted(
-      (name for name in flat if name.rsplit('.', 1)[-1] in _HIGHLIGHTS),
-      key=lambda name: _HIGHLIGHTS.index(name.rsplit('.', 1)[-1]),
-  )
   return ''.join(
       f'<div><dt>{html.escape(name)}</dt><dd>{_breakable(flat[name])}</dd></div>'
-      for name in chosen[:_MAX_HIGHLIGHTS]
+      for name in _HIGHLIGHTS
+      if name in flat
   )
 
 

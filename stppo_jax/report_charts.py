@@ -38,17 +38,22 @@ CHARTS = (
     Chart(
         'Outcome', 'Exact match', 'fraction of questions', '',
         (
-            Line(r'(?:em|train/em|critic/em)(?:/mean)?', 'training batch'),
+            Line(r'em/mean', 'training batch'),
             Line(r'val-core/(.+)/em', r'held out: \1'),
         ),
     ),
     Chart(
         'Outcome', 'Held-out exact match by hops', 'fraction of questions', '',
-        (Line(r'val-core/(.+)/em_hops(\d+)', r'\1: \2-hop'),),
+        (Line(r'val-core/(.+)/em_hops(\d+)', r'\1 · \2-hop'),),
     ),
     Chart(
-        'Outcome', 'Score', 'environment reward', 'mean over the batch',
-        (Line(r'critic/score/mean', 'score'), Line(r'critic/rewards/mean', 'score and KL')),
+        'Outcome', 'Score and token F1', 'reward; fraction', '',
+        (
+            Line(r'critic/score/mean', 'score'),
+            Line(r'critic/rewards/mean', 'score with KL'),
+            Line(r'f1/mean', 'F1'),
+            Line(r'val-core/(.+)/f1', r'F1 held out: \1'),
+        ),
     ),
     Chart(
         'Clipping', 'Clipped tokens', 'fraction of agent tokens', '',
@@ -132,7 +137,7 @@ CHARTS = (
     ),
     Chart(
         'Episodes and cost', 'Turns', 'turns an episode', 'Mean; shaded from smallest to largest.',
-        (Line(r'num_turns/mean', 'turns', band=True),),
+        (Line(r'num_turns/mean', 'turns', band=True), Line(r'env/searches/mean', 'searches')),
     ),
     Chart(
         'Episodes and cost', 'Length', 'tokens an episode',
@@ -143,16 +148,24 @@ CHARTS = (
         ),
     ),
     Chart(
+        'Episodes and cost', 'Irregular episodes', 'fraction; number an episode', '',
+        (
+            Line(r'env/truncated', 'cut by a limit'),
+            Line(r'env/retrieval_failed', 'retrieval failed'),
+            Line(r'env/invalid(?:/mean)?', 'invalid actions'),
+        ),
+    ),
+    Chart(
         'Episodes and cost', 'Throughput', 'tokens / s', '',
         (Line(r'perf/throughput', 'tokens / s'),),
     ),
     Chart(
-        'Episodes and cost', 'Learning rate', 'rate', '',
-        (Line(r'actor/lr', 'policy'), Line(r'critic/lr', 'critic')), 'log',
+        'Episodes and cost', 'Time of an update', 'seconds', '',
+        (Line(r'timing_s/(?!step$|testing$|gen_)(.+)', r'\1'),), 'stack',
     ),
     Chart(
-        'Episodes and cost', 'Time of an update', 'seconds', '',
-        (Line(r'timing_s/(?!step$)(.+)', r'\1'),), 'stack',
+        'Episodes and cost', 'Time of generation', 'seconds', '',
+        (Line(r'timing_s/gen_(.+)', r'\1'),), 'stack',
     ),
 )
 
@@ -187,11 +200,11 @@ def _chart(chart: Chart, series: list[dict[str, Any]]) -> list[dict[str, Any]]:
   series = [one for one in series if any(value is not None for value in one['y'])]
   if not series:
     return []
-  prefixes = {one['label'].split(': ')[0] for one in series}
+  prefixes = {one['label'].split(' · ')[0] for one in series}
   for hue, one in enumerate(series):
     one['hue'] = hue
     if len(series) > 1 and len(prefixes) == 1:  # one data set: its name says nothing here
-      one['label'] = one['label'].split(': ')[-1]
+      one['label'] = one['label'].split(' · ')[-1]
   fields = {name: getattr(chart, name) for name in ('section', 'title', 'unit', 'note', 'scale')}
   return [fields | {'series': series}]
 

@@ -17,7 +17,7 @@ from stppo_jax.algorithms import variants
 from tests import oracle
 
 QUICK = hypothesis.settings(
-    max_examples=25, deadline=None, derandomize=True,
+    max_examples=25, deadline=None, derandomize=True, database=None,
     suppress_health_check=list(hypothesis.HealthCheck))
 
 # One row: prompt, turn 1 of two tokens, an observation of two, turn 2 of one token, padding. The
@@ -247,10 +247,10 @@ class GroupTest(chex.TestCase):
         advantages.leave_one_out(10 * scores, groups),
         10 * advantages.leave_one_out(scores, groups), atol=1e-10)
 
-  @parameterized.parameters(0.1, 0.2, 0.3, 1.0)
+  @parameterized.parameters(0.1, 0.2, 0.7, 1.0)
   def test_no_spread_is_exactly_zero_in_float32(self, score):
-    """The mean of equal float32 scores may be one ulp off; over eps = 1e-6 that is no longer 0."""
-    for size in 3, 5, 12:
+    """The float32 mean of seven scores of 0.7 is one ulp off, which over eps = 1e-6 reads 0.056."""
+    for size in 5, 7:
       scores = np.full(size, score, np.float32)
       got = advantages.group_zscore(scores, np.zeros(size, np.int32))
       np.testing.assert_array_equal(got, np.zeros(size))

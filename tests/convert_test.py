@@ -22,6 +22,8 @@ REFERENCES = pathlib.Path(__file__).parent / 'reference_logits'
 MODELS = ('qwen2', 'qwen2_tied', 'qwen3', 'qwen3_tied', 'llama', 'llama_tied')
 HAS_TORCH = importlib.util.find_spec('torch') is not None
 
+forward = jax.jit(decoder.forward, static_argnums=1)
+
 
 def with_value_head(params, seed=0):
   """The same parameters with a value head that is not zero."""
@@ -73,7 +75,7 @@ class ConvertTest(parameterized.TestCase):
     for part in ('embed', 'layers', 'final_norm'):
       self.assert_trees_equal(critic[part], policy[part])
     tokens = np.arange(12).reshape(2, 6)
-    values, _ = decoder.forward(critic, config, tokens, None)
+    values, _ = forward(critic, config, tokens, None)
     np.testing.assert_array_equal(values, np.zeros((2, 6)))
 
   def test_the_table_covers_every_parameter(self):
@@ -154,7 +156,7 @@ class ConvertTest(parameterized.TestCase):
     self.assertEmpty(loading['unexpected_keys'])
     tokens = np.arange(20).reshape(2, 10)
     theirs = make_reference_logits.logits_of(model.eval(), tokens)
-    ours, _ = decoder.forward(params, config, tokens, None)
+    ours, _ = forward(params, config, tokens, None)
     np.testing.assert_allclose(theirs[..., 0], ours, atol=1e-4)
 
 

@@ -44,7 +44,7 @@ class ReportTest(parameterized.TestCase):
     page = self._page()
     self.assertLess(len(page.encode('utf-8')), 8e6)
     data = _page_json(page)
-    for text in ('st_ppo_tiny', '0.182', '0.463', '+0.281', '3 hops', 'update 60', 'algorithm.variant'):
+    for text in ('st_ppo_tiny', '0.182', '0.463', '+0.281', '3 hops', 'update 60', '.variant'):
       self.assertIn(text, page)
     titles = {chart['title'] for chart in data['charts']}
     self.assertContainsSubset({chart.title for chart in report_charts.CHARTS}, titles)
@@ -57,6 +57,25 @@ class ReportTest(parameterized.TestCase):
       self.assertEqual(ems, {0, 1}, 'right and wrong ones both')
     self.assertNotIn('{{', re.sub(r'(?s)<script.*?</script>', '', page))
     self.assertNotRegex(page, r'(src|href)=|@import|url\(|https?://(?!www\.w3\.org/2000/svg)')
+
+  def test_an_only_data_set_is_not_shown_twice(self):
+    row = {'val-core/all/em': 0.5, 'val-core/nq/em': 0.5, 'val-core/all/em_hops2': 0.25}
+    self._write_rows(row)
+    page = self._page()
+    self.assertEqual(page.count('<tr class="all">'), 1)
+    self.assertNotIn('all questions', page)
+    self.assertLen(_page_json(page)['charts'][0]['series'], 1)
+
+  def test_all_questions_come_before_the_data_sets(self):
+    row = {'val-core/all/em': 0.5, 'val-core/a/em': 0.25, 'val-core/nq/em': 0.75}
+    self._write_rows(row)
+    labels = re.findall(r'<th scope="row">(.*?)</th>', self._page())
+    self.assertEqual(labels, ['all questions', 'a', 'nq'])
+
+  def _write_rows(self, *rows):
+    with metrics.MetricsWriter(self.workdir) as writer:
+      for step, row in enumerate(rows):
+        writer.write(step, row)
 
   def test_policy_admits_the_script_as_written(self):
     write_fake_run(self.workdir, updates=2)
@@ -87,6 +106,9 @@ class ReportTest(parameterized.TestCase):
     write_fake_run(self.workdir, **kwargs)
     page = self._page()
     data = _page_json(page)
+    if kwargs.get('updates') == 0:
+      self.assertIn('update 0</th>', page)
+      self.assertNotIn('change</th>', page)
     if kwargs.get('with_eval') is False:
       self.assertIn('No evaluation yet', page)
       self.assertNotIn('Held-out exact match by hops', [c['title'] for c in data['charts']])
@@ -119,11 +141,9 @@ class ReportTest(parameterized.TestCase):
     self.assertIsNone(data['episodes'][0]['advantages'][0])
 
   def test_nonfinite_metric_is_a_gap_and_a_warning(self):
-    with metrics.MetricsWriter(self.workdir) as writer:
-      for step in range(1, 4):
-        writer.write(step, {'actor/entropy': math.nan if step == 2 else 1.0})
+    self._write_rows(*({'actor/entropy': x} for x in (1.0, math.nan, 1.0)))
     page = self._page()
-    self.assertIn('Non-finite: actor/entropy at update 2.', page)
+    self.assertIn('Non-finite: actor/entropy at update 1.', page)
     (chart,) = _page_json(page)['charts']
     self.assertEqual(chart['series'][0]['y'], [1.0, None, 1.0])
 
@@ -173,7 +193,7 @@ class ChartsTest(absltest.TestCase):
     labels = lambda row: [one['label'] for one in report_charts.charts(row)[0]['series']]
     self.assertEqual(labels([row]), ['1-hop', '2-hop'])
     row['val-core/trivia/em_hops1'] = 0.5
-    self.assertEqual(labels([row]), ['nq: 1-hop', 'nq: 2-hop', 'trivia: 1-hop'])
+    self.assertEqual(labels([row]), ['nq · 1-hop', 'nq · 2-hop', 'trivia · 1-hop'])
 
   def test_layers_of_a_stack_keep_the_same_steps(self):
     rows = [{'step': s, 'timing_s/gen': s % 7, 'timing_s/adv': -s % 5} for s in range(2000)]
@@ -232,14 +252,19 @@ def _write_episodes(workdir, step, kind, count, hostile):
 
 def _fake_config(hostile):
   return {
-      'run_name': _HOSTILE[0] + _HOSTILE[1] if hostile else 'st_ppo_tiny',
-      'algorithm': {'variant': 'st_ppo', 'divisor': 'relative', 'clip_low': 0.2, 'clip_high': 0.2,
-                    'gamma': 1.0, 'lam': 1.0},
-      'model': {'preset': 'tiny', 'checkpoint': 'stppo_jax/assets/tiny'},
+      'name': _HOSTILE[0] + _HOSTILE[1] if hostile else 'st_ppo_tiny',
+      'seed': 0,
+      'data': {'source': 'embedded'},
+      'env': {'prompt': 'short', 'max_turns': 4, 'reward': 'em'},
+      'retriever': {'kind': 'bm25', 'top_k': 3, 'url': _HOSTILE[2] if hostile else ''},
+      'model': {'folder': 'some/rather/long/folder/tiny', 'critic': 'separate'},
+      'rollout': {'group_size': 1, 'temperature': 1.0, 'top_p': 1.0},
+      'algorithm': {
+          'variant': 'st_ppo', 'divisor': 'relative', 'ratio': None, 'clip_low': 0.2,
+          'clip_high': 0.2, 'gamma': 1.0, 'lam': 1.0, 'kl_in': 'reward', 'kl_coef': 0.001,
+      },
       'actor': {'lr': 1e-5, 'warmup': 0.285}, 'critic': {'lr': 1e-4},
-      'env': {'tasks': 'embedded', 'max_turns': 4, 'top_k': 3, 'reward': 'em'},
-      'sampling': {'temperature': 1.0, 'top_p': 1.0, 'note': _HOSTILE[2] if hostile else ''},
-      'updates': 60, 'questions_per_update': 64, 'samples': 1, 'minibatches': 2, 'seed': 0,
+      'train': {'updates': 60, 'episodes': 64, 'mini_batch': 32, 'length_buckets': [512, 1024]},
   }
 
 
@@ -273,8 +298,11 @@ def _fake_training_row(random_state, step):
       'response_length/min': 31, 'prompt_length/mean': 121 + noise(1), 'prompt_length/max': 140,
       'prompt_length/min': 100, 'num_turns/mean': turns, 'num_turns/max': 5, 'num_turns/min': 1,
       'perf/throughput': 1900 + noise(90), 'timing_s/step': gen + train + 1.0, 'timing_s/gen': gen,
-      'timing_s/old_log_prob': 0.5, 'timing_s/adv': 0.02, 'timing_s/update_actor': train,
-      'timing_s/retrieve': 0.48, 'env/retrieval_failed': 0,
+      'timing_s/old_log_prob': 0.5, 'timing_s/update_actor': train,
+      'timing_s/gen_sample': gen * 0.8, 'timing_s/gen_retrieve': gen * 0.1,
+      'env/retrieval_failed': 0.0, 'env/truncated': abs(noise(0.02)),
+      'env/searches/mean': turns - 1,
+      'env/invalid/mean': 0.2 - 0.15 * part, 'f1/mean': em + 0.06, 'critic/rewards/mean': em - 0.01,
   }
   for turn in range(1, 5):
     row[f'stppo/clipfrac_turn{turn}_pos'] = clip * (0.3 + 0.3 * turn) * abs(1 + noise(0.3))
@@ -287,9 +315,12 @@ def _fake_training_row(random_state, step):
 def _fake_eval_row(part):
   return {
       'val-core/embedded/em': 0.182 + 0.281 * part,
-      'val-core/embedded/em_hops1': 0.31 + 0.35 * part,
-      'val-core/embedded/em_hops2': 0.15 + 0.25 * part * part,
-      'val-core/embedded/em_hops3': 0.04 + 0.09 * part,
+      'val-core/all/em': 0.182 + 0.281 * part,
+      'val-core/all/em_hops1': 0.31 + 0.35 * part,
+      'val-core/all/em_hops2': 0.15 + 0.25 * part * part,
+      'val-core/all/em_hops3': 0.04 + 0.09 * part,
+      'val-core/all/f1': 0.25 + 0.28 * part,
+      'timing_s/testing': 9.0,
   }
 
 
@@ -321,7 +352,9 @@ def _fake_episode(random_state, step, kind, hostile=False):
     actions.append('search')
     documents = ''.join(
         f'Doc {i}(Title: Namibia) Namibia is a country in Southern Africa. Its capital is Windhoek '
-        f'and its currency the Namibian dollar. Population about 2.6 million, passage {i}.\n'
+        f'and its currency the Namibian dollar. Population about 2.6 million, passage {i}. '
+        'It borders Angola and Zambia in the north, Botswana in the east, South Africa in the '
+        f'south, and the Atlantic in the west. {"x" * 150 if i == 2 else ""}\n'
         for i in (1, 2, 3)
     )
     add(f'\n\n<information>{documents}</information>\n\n', 0)

@@ -5,6 +5,7 @@ twice or has the wrong shape stops the load: a model that is slightly wrong trai
 """
 
 import collections
+import functools
 import json
 import math
 import os
@@ -242,7 +243,7 @@ def _some(names):
 
 
 def _empty_params(config):
-  shapes = jax.eval_shape(lambda key: decoder.init(key, config), jax.random.key(0))
+  shapes = jax.eval_shape(functools.partial(decoder.init, config=config), jax.random.key(0))
   return jax.tree.map(lambda s: np.zeros(s.shape, DTYPES[config.param_dtype]), shapes)
 
 

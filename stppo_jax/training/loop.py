@@ -48,9 +48,9 @@ def train(config, workdir):
   schema.validate(config)
   run = setup(config)
   checkpoint.claim(workdir, config)
+  questions = evaluation.load_tasks(config, config.data.train_split)
   stream = task_files.TaskStream(
-      evaluation.load_tasks(config, config.data.train_split),
-      config.train.episodes // config.rollout.group_size, config.seed)
+      questions, config.train.episodes // config.rollout.group_size, config.seed)
   held_out = _held_out(config)
   checkpoints = checkpoint.Checkpoints(workdir, config.train.keep_checkpoints)
   first = checkpoints.latest() or 0
@@ -58,7 +58,7 @@ def train(config, workdir):
     run.state = checkpoints.restore(first, run.state, run.mesh)
     logging.info('resumed after %d updates from %s', first, workdir)
   logging.info('%s: %s, %d devices as %s; %d questions to train on, %d held out', config.name,
-               config.algorithm.variant, run.mesh.size, dict(run.mesh.shape), len(stream.tasks),
+               config.algorithm.variant, run.mesh.size, dict(run.mesh.shape), len(questions),
                len(held_out))
   started, scores = time.perf_counter(), {}
   with _writer(config, workdir, first) as writer, contextlib.closing(checkpoints):

@@ -1,0 +1,280 @@
+"""The compiled update: exact accumulation, the right gradient, equal results on 1 and 8 devices."""
+
+import dataclasses
+import functools
+
+from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from stppo_jax.algorithms import correction
+from stppo_jax.algorithms import losses
+from stppo_jax.algorithms import variants
+from stppo_jax.models import decoder
+from stppo_jax.training import sharding
+from stppo_jax.training import state as train_state
+from stppo_jax.training import update
+from stppo_jax.types import TurnBatch
+
+MODEL = decoder.ModelConfig(
+    vocab_size=32, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=32,
+    tie_embeddings=True, qkv_bias=True)
+CRITIC = dataclasses.replace(MODEL, head='value')
+
+
+def make_learner(variant='st_ppo', critic=CRITIC, actor=MODEL, lr=1e-2, **options):
+  row = options.pop('row', variants.VARIANTS[variant])
+  if not row.needs_critic:
+    critic = None
+  optimizer, schedule = train_state.make_optimizer(lr, 0)
+  return train_state.Learner(
+      actor=actor, critic=critic, variant=row, actor_optimizer=optimizer,
+      critic_optimizer=optimizer, actor_lr=schedule, critic_lr=schedule,
+      **{'micro_batch': 8, 'value_clip': 0.5, **options})
+
+
+def make_state(learner, mesh):
+  actor = decoder.init(jax.random.key(1), learner.actor)
+  critic = None if learner.critic is None else decoder.init(jax.random.key(2), learner.critic)
+  return train_state.create_sharded(learner, actor, critic, 0.1, mesh)
+
+
+def one_device():
+  return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+
+
+def make_batch(rows=8, length=24, seed=0):
+  """Ragged episodes of 1 to 3 turns; the last row is padding."""
+  rng = np.random.default_rng(seed)
+  turn_ids = np.zeros((rows, length), np.int32)
+  rewards = np.zeros((rows, length), np.float32)
+  for b in range(rows - 1):
+    t = rng.integers(1, 4)
+    for k in range(1, rng.integers(1, 4) + 1):
+      n = rng.integers(1, 5)
+      turn_ids[b, t:t + n] = k
+      t += n + rng.integers(1, 3)
+    rewards[b, np.flatnonzero(turn_ids[b])[-1]] = rng.integers(0, 2)
+  mask = (turn_ids > 0).astype(np.float32)
+  zeros = np.zeros((rows, length), np.float32)
+  return TurnBatch(
+      tokens=rng.integers(0, 32, (rows, length)).astype(np.int32), action_mask=mask,
+      turn_ids=turn_ids, rewards=rewards, old_logp=zeros, ref_logp=zeros, old_values=zeros,
+      advantages=zeros, returns=zeros, group_ids=np.arange(rows, dtype=np.int32) // 4,
+      behaviour_logp=-3 * mask)
+
+
+def off_policy_batch(learner, state, mesh):
+  """An annotated batch whose old_logp is pushed away, so that some ratios are clipped."""
+  functions = update.compile_functions(learner, state, mesh)
+  batch, _ = functions.annotate(state, state.actor, jax.device_put(make_batch(), sharding.rows(mesh)))
+  noise = jax.random.normal(jax.random.key(3), batch.old_logp.shape)
+  batch = batch.replace(
+      old_logp=batch.old_logp + 0.5 * noise * batch.action_mask,
+      ref_logp=batch.ref_logp + 0.3 * noise * batch.action_mask)
+  _, batch, _ = update.with_advantages(learner, mesh, state, batch)
+  return functions, batch
+
+
+def run_step(learner, mesh):
+  state = make_state(learner, mesh)
+  functions, batch = off_policy_batch(learner, state, mesh)
+  rows = np.arange(8, dtype=np.int32)
+  return jax.device_get(functions.update_step(state, batch, rows))
+
+
+class UpdateTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ('st_ppo', {}),
+      ('s_ppo', dict(kl_in='loss', kl_estimator='k3', entropy_coef=0.01)),
+      ('ppo', dict(aggregation='token-mean', dual_clip=1.5)),
+      ('so_grpo', dict(aggregation='seq-mean-token-sum-norm', norm_length=40)),
+      ('rloo', dict(aggregation='seq-mean-token-sum')))
+  def test_micro_batches_do_not_change_the_update(self, variant, options):
+    whole = run_step(make_learner(variant, micro_batch=8, **options), one_device())
+    split = run_step(make_learner(variant, micro_batch=2, **options), one_device())
+    chex.assert_trees_all_close(whole, split, rtol=2e-4, atol=2e-6)
+    self.assertGreater(float(whole[1]['stppo/step_norm']), 0)
+
+  @parameterized.parameters(((8, 1, 1),), ((1, 8, 1),), ((2, 2, 2),), ((1, 2, 4),))
+  def test_eight_devices_equal_one(self, shape):
+    learner = make_learner('st_ppo', kl_in='loss', entropy_coef=0.01)
+    alone = run_step(learner, one_device())
+    together = run_step(learner, sharding.make_mesh(*shape))
+    chex.assert_trees_all_close(alone, together, rtol=5e-4, atol=5e-6)
+
+  def test_shared_trunk_on_eight_devices_equals_one(self):
+    learner = make_learner(
+        'st_ppo', critic=None, actor=dataclasses.replace(MODEL, head='both'), micro_batch=4)
+    chex.assert_trees_all_close(
+        run_step(learner, one_device()), run_step(learner, sharding.make_mesh(2, 2, 2)),
+        rtol=5e-4, atol=5e-6)
+
+  @parameterized.parameters('token', 'turn', 'sequence')
+  def test_first_ratio_is_exactly_one(self, level):
+    row = dataclasses.replace(variants.VARIANTS['st_ppo'], ratio=level)
+    learner = make_learner(row=row, micro_batch=2)
+    mesh = one_device()
+    state = make_state(learner, mesh)
+    functions = update.compile_functions(learner, state, mesh)
+    batch, _ = functions.annotate(state, state.actor, jax.device_put(make_batch()))
+    state, batch, _ = functions.with_advantages(state, batch)
+    rows = np.random.default_rng(0).permutation(8).astype(np.int32)  # other neighbours than before
+    _, metrics, seen = functions.update_step(state, batch, rows)
+    np.testing.assert_array_equal(seen['ratio'], np.ones((8, 24), np.float32))
+    self.assertEqual(float(metrics['actor/pg_clipfrac']), 0)
+    self.assertEqual(float(metrics['stppo/bias_norm']), 0)
+    self.assertEqual(float(metrics['stppo/divisor']), 1)
+
+  @parameterized.parameters('none', 'paper', 'floor', 'relative')
+  def test_norms_are_those_of_the_gradients_end_to_end(self, rule):
+    """||g||, ||C|| and cos(g, C) against jax.grad of the written-out objectives of the parameters."""
+    row = dataclasses.replace(variants.VARIANTS['st_ppo'], divisor=rule)
+    learner = make_learner(row=row, micro_batch=4, entropy_coef=0.01)
+    mesh = one_device()
+    state = make_state(learner, mesh)
+    functions, batch = off_policy_batch(learner, state, mesh)
+    weights = losses.aggregation_weights(batch.action_mask, 'seq-mean-token-mean')
+
+    def objective(params, part):
+      logp, entropy, _ = update._policy(learner, params, batch)
+      _, _, aux = correction.cotangents(logp, batch, row)
+      turn = jnp.where(batch.turn_ids[:, :, None] == jnp.arange(1, 24), 1.0, 0.0)  # [B,T,K]
+      mean = jnp.einsum('btk,bt->bk', turn, logp - batch.old_logp) / jnp.maximum(turn.sum(1), 1)
+      ratio = jnp.exp(jnp.einsum('btk,bk->bt', turn, mean))
+      if part == 'bias':
+        return jnp.sum(weights * aux['clipped'] * ratio * batch.advantages)
+      surrogate = jnp.minimum(
+          ratio * batch.advantages, jnp.clip(ratio, 0.8, 1.2) * batch.advantages)
+      return jnp.sum(weights * surrogate) + 0.01 * jnp.sum(weights * entropy)
+
+    g = jax.grad(functools.partial(objective, part='loss'))(state.actor)
+    c = jax.grad(functools.partial(objective, part='bias'))(state.actor)
+    dot = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(g), jax.tree.leaves(c)))
+    g_norm, c_norm = optax.global_norm(g), optax.global_norm(c)
+    expected = dict(none=1.0, paper=c_norm, floor=max(c_norm, 1.0),
+                    relative=(g_norm + c_norm) / g_norm)[rule]
+    _, metrics, _ = functions.update_step(state, batch, np.arange(8, dtype=np.int32))
+    self.assertGreater(float(c_norm), 0)
+    np.testing.assert_allclose(metrics['stppo/grad_norm'], g_norm, rtol=1e-4)
+    np.testing.assert_allclose(metrics['stppo/bias_norm'], c_norm, rtol=1e-4)
+    np.testing.assert_allclose(metrics['stppo/cos_g_c'], dot / (g_norm * c_norm), rtol=1e-3)
+    np.testing.assert_allclose(metrics['stppo/divisor'], expected, rtol=1e-4)
+    np.testing.assert_allclose(metrics['actor/grad_norm'], g_norm / expected, rtol=1e-4)
+
+  def test_norm_of_loss_divides_by_the_clipped_part_of_the_objective(self):
+    row = dataclasses.replace(variants.VARIANTS['st_ppo'], norm_of='loss')
+    learner = make_learner(row=row)
+    mesh = one_device()
+    state = make_state(learner, mesh)
+    functions, batch = off_policy_batch(learner, state, mesh)
+    logp, _, _ = update._policy(learner, state.actor, batch)
+    _, _, aux = correction.cotangents(logp, batch, row)
+    _, metrics, _ = functions.update_step(state, batch, np.arange(8, dtype=np.int32))
+    np.testing.assert_allclose(
+        metrics['stppo/divisor'], abs(aux['clipped_objective']), rtol=1e-4)
+
+  def test_padding_rows_and_observations_have_no_influence(self):
+    learner = make_learner('st_ppo', lr=1e-3)
+    mesh = one_device()
+    rows = np.arange(8, dtype=np.int32)
+
+    def step(change):
+      state = make_state(learner, mesh)
+      functions, batch = off_policy_batch(learner, state, mesh)
+      outside = 1 - batch.action_mask
+      batch = batch.replace(
+          advantages=batch.advantages + change * outside, returns=batch.returns + change * outside,
+          old_logp=batch.old_logp - change * outside, old_values=batch.old_values + change * outside)
+      return functions.update_step(state, batch, rows)[0]
+
+    chex.assert_trees_all_equal(step(0.0), step(5.0))
+
+  def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(self):
+    learner = make_learner('st_ppo')
+    mesh = one_device()
+    state = make_state(learner, mesh)
+    functions, batch = off_policy_batch(learner, state, mesh)
+    before = jax.device_get(state)
+    bad = batch.replace(advantages=batch.advantages.at[0, 5].set(jnp.nan) + jnp.nan)
+    state, metrics, _ = functions.update_step(state, bad, np.arange(8, dtype=np.int32))
+    chex.assert_trees_all_equal(jax.device_get(state.actor), before.actor)
+    chex.assert_trees_all_equal(jax.device_get(state.critic), before.critic)
+    chex.assert_trees_all_equal(jax.device_get(state.actor_opt), before.actor_opt)
+    self.assertEqual(int(metrics['actor/skipped']), 1)
+    state, metrics, _ = functions.update_step(state, batch, np.arange(8, dtype=np.int32))
+    self.assertEqual(int(metrics['actor/skipped']), 0)
+    self.assertGreater(float(metrics['stppo/step_norm']), 0)
+
+  def test_critic_warmup_leaves_the_actor_alone(self):
+    learner = make_learner('st_ppo', critic_warmup=1)
+    mesh = one_device()
+    state = make_state(learner, mesh)
+    functions, batch = off_policy_batch(learner, state, mesh)
+    before = jax.device_get(state)
+    state, _, _ = functions.update_step(state, batch, np.arange(8, dtype=np.int32))
+    chex.assert_trees_all_equal(jax.device_get(state.actor), before.actor)
+    self.assertFalse(np.allclose(state.critic['value_head']['kernel'], 0))
+    state, _, _ = functions.update_step(state, batch, np.arange(8, dtype=np.int32))
+    self.assertFalse(np.allclose(
+        state.actor['embed']['embedding'], before.actor['embed']['embedding']))
+
+  def test_kl_in_reward_and_the_adaptive_coefficient(self):
+    """By hand: KL k1 of 0.2 a token; coefficient 0.1 becomes 0.1 (1 + 0.2 * 7 / 70)."""
+    learner = make_learner('st_ppo', kl_in='reward', kl_target=0.1, kl_horizon=70.0)
+    mesh = one_device()
+    state = make_state(learner, mesh)
+    batch = make_batch()
+    batch = batch.replace(old_logp=-1.0 * batch.action_mask, ref_logp=-1.2 * batch.action_mask)
+    batch = jax.tree.map(jnp.asarray, batch)
+    state, after, metrics = update.with_advantages(learner, mesh, state, batch)
+    np.testing.assert_allclose(metrics['actor/reward_kl_penalty'], 0.2, rtol=1e-5)
+    np.testing.assert_allclose(state.kl_coef, 0.1 * (1 + 0.2 * 7 / 70), rtol=1e-6)
+    np.testing.assert_allclose(
+        after.rewards, batch.rewards - 0.1 * 0.2 * batch.action_mask, atol=1e-6)
+
+  def test_one_compilation_a_padded_length(self):
+    learner = make_learner('ppo')
+    mesh = one_device()
+    state = make_state(learner, mesh)
+    functions = update.compile_functions(learner, state, mesh)
+    for length in (24, 32, 24, 32):
+      batch, _ = functions.annotate(state, state.actor, jax.device_put(make_batch(length=length)))
+      state, batch, _ = functions.with_advantages(state, batch)
+      state, _, _ = functions.update_step(state, batch, np.arange(8, dtype=np.int32))
+    self.assertEqual(functions.num_compilations(), 2 * 3)
+
+
+class ShardingTest(absltest.TestCase):
+
+  def test_every_parameter_of_every_head_has_a_rule(self):
+    mesh = sharding.make_mesh(2, 2, 2)
+    for head in ('tokens', 'value', 'both'):
+      config = dataclasses.replace(MODEL, head=head, qk_norm=True, tie_embeddings=False)
+      params = jax.eval_shape(lambda c=config: decoder.init(jax.random.key(0), c))
+      places = sharding.tree_shardings(params, mesh)
+      self.assertLen(jax.tree.leaves(places), len(jax.tree.leaves(params)))
+
+  def test_unknown_parameter_is_an_error(self):
+    with self.assertRaisesRegex(ValueError, "no sharding rule for 'adapter'"):
+      sharding.tree_shardings({'adapter': jnp.zeros((4, 4))}, sharding.make_mesh(8, 1, 1))
+
+  def test_bad_meshes_are_refused_in_one_line(self):
+    for sizes, message in (((3, 1, 1), 'needs 3 devices, and there are 8'),
+                           ((3, -1, 1), '3 does not divide the 8 devices'),
+                           ((-1, -1, 1), 'at most one of them is -1')):
+      with self.assertRaisesRegex(ValueError, message):
+        sharding.make_mesh(*sizes)
+    with self.assertRaisesRegex(ValueError, 'micro_batch=6 rows cannot be split over .* 8 devices'):
+      sharding.check_rows(sharding.make_mesh(8, 1, 1), micro_batch=6)
+
+
+if __name__ == '__main__':
+  absltest.main()
