@@ -16,7 +16,7 @@ def estimate(batch, variant, gamma, lam, whiten=None):
 
   `returns` are the critic's targets; without a critic they are the advantages and nobody reads them.
   """
-  mask = batch.action_mask.astype(jnp.float32)
+  mask = batch.action_mask.astype(batch.rewards.dtype)
   num_turns = mask.shape[1]
   if variant.advantage == 'token_gae':
     advantages, returns = token_gae(batch.rewards, batch.old_values, mask, gamma, lam)
@@ -100,20 +100,25 @@ def group_zscore(scores, group_ids):
   scores are all equal, says nothing and gets 0.
   """
   chex.assert_rank([scores, group_ids], 1)
-  same = (group_ids[:, None] == group_ids[None, :]).astype(scores.dtype)  # [B,B]
+  same = group_ids[:, None] == group_ids[None, :]  # [B,B]
+  over_group = lambda reduce, outside: reduce(jnp.where(same, scores[None, :], outside), axis=1)
   count = same.sum(axis=1)
-  centred = scores - same @ scores / count
-  squares = jnp.sum(same * jnp.square(scores[None, :] - (same @ scores / count)[:, None]), axis=1)
+  mean = over_group(jnp.sum, 0) / count
+  squares = jnp.sum(jnp.where(same, jnp.square(scores[None, :] - mean[:, None]), 0), axis=1)
   std = jnp.sqrt(squares / jnp.maximum(count - 1, 1))
-  return jnp.where(count > 1, centred / (std + 1e-6), 0)
+  # Rounding alone gives equal scores a little spread, and 1e-6 would blow it up.
+  spread = over_group(jnp.max, -jnp.inf) > over_group(jnp.min, jnp.inf)
+  return jnp.where(spread, (scores - mean) / (std + 1e-6), 0)
 
 
 def leave_one_out(scores, group_ids):
   """score - mean of the OTHERS of its group, [B] (RLOO, arXiv 2402.14740); 0 in a group of one."""
   chex.assert_rank([scores, group_ids], 1)
-  same = (group_ids[:, None] == group_ids[None, :]).astype(scores.dtype)
+  same = group_ids[:, None] == group_ids[None, :]
   count = same.sum(axis=1)
-  others = (same @ scores - scores) / jnp.maximum(count - 1, 1)
+  # A sum and not a matmul, which TPUs and GPUs would round to fewer bits.
+  total = jnp.sum(jnp.where(same, scores[None, :], 0), axis=1)
+  others = (total - scores) / jnp.maximum(count - 1, 1)
   return jnp.where(count > 1, scores - others, 0)
 
 
@@ -154,7 +159,7 @@ def _gae(rewards, values, mask, gammas, lams):
   columns = tuple(x.T for x in (rewards, values, mask, gammas, lams))
   _, advantages = jax.lax.scan(step, (zeros, zeros), columns, reverse=True)
   advantages = advantages.T
-  return advantages, (advantages + values) * mask
+  return advantages, jnp.where(mask > 0, advantages + values, 0)
 
 
 def _to_tokens(per_turn, turn_ids):

@@ -25,7 +25,8 @@ def cotangents(logp, batch, variant, clip_low=0.2, clip_high=0.2, weights=None, 
     batch: TurnBatch; old_logp, advantages, action_mask and turn_ids are read.
     variant: a row of VARIANTS; its ratio level is used. With ratio 'none' J = sum weight_t A_t logp_t
       and nothing is clipped.
-    clip_low, clip_high: the ratio is held within [1 - clip_low, 1 + clip_high].
+    clip_low, clip_high: the ratio is held within [1 - clip_low, 1 + clip_high]. A variant's own
+      (GSPO's are narrow) are given by the caller.
     weights: [B,T] of `losses.aggregation_weights` over the whole mini-batch; by default this batch's
       seq-mean-token-mean, the paper's 1/|y|.
     dual_clip: see `losses.clipped_surrogate`.
@@ -48,7 +49,7 @@ def cotangents(logp, batch, variant, clip_low=0.2, clip_high=0.2, weights=None, 
       lambda x: segments.importance_ratio(
           x, batch.old_logp, batch.action_mask, ids, num_segments), logp)
   weights = weights.astype(logp.dtype)
-  advantages = batch.advantages * batch.action_mask.astype(logp.dtype)
+  advantages = jnp.where(batch.action_mask > 0, batch.advantages, 0)
 
   if variant.ratio == 'none':
     aux = dict(ratio=ratio, clipped=jnp.zeros(logp.shape, bool),

@@ -84,7 +84,7 @@ def aggregation_weights(mask, mode, norm_length=None):
   Choice: an episode without any masked token is not counted among the episodes.
   """
   chex.assert_rank(mask, 2)
-  mask = mask.astype(jnp.float32)
+  mask = mask.astype(jnp.result_type(float))
   lengths = mask.sum(axis=1, keepdims=True)  # [B,1]
   num_episodes = jnp.maximum((lengths > 0).sum(), 1)
   if mode == 'token-mean':

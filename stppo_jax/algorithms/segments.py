@@ -42,7 +42,7 @@ def segment_mean(x, segment_ids, mask, num_segments):
   chex.assert_rank([x, segment_ids, mask], 2)
   chex.assert_equal_shape([x, segment_ids, mask])
   mask = mask.astype(x.dtype)
-  totals = segment_sum(x * mask, segment_ids, num_segments)
+  totals = segment_sum(jnp.where(mask > 0, x, 0), segment_ids, num_segments)
   counts = segment_sum(mask, segment_ids, num_segments)
   means = totals / jnp.maximum(counts, 1)
   return jnp.take_along_axis(means, segment_ids, axis=1) * mask

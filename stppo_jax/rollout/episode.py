@@ -5,6 +5,7 @@ the environments together, so that one retriever call serves them all. An agent'
 for the environment to read; what is kept, and read again by the model, are the sampled ids.
 """
 
+import collections
 import contextlib
 import dataclasses
 import time
@@ -80,13 +81,13 @@ def play(
   return [row.episode for row in rows]
 
 
-def row_keys(key: jax.Array, tasks: Sequence[types.Task], groups: Sequence[int]) -> jax.Array:
-  """A key for each row, from `key`, its task's id and its number within its group alone."""
-  seen: dict[int, int] = {}
+def row_keys(key: jax.Array, tasks: Sequence[types.Task]) -> jax.Array:
+  """A key for each row, from `key`, its task's id and how often that task came before, alone."""
+  seen: collections.Counter[str] = collections.Counter()
   samples = np.zeros((len(tasks),), np.uint32)
-  for i, group in enumerate(groups):
-    samples[i] = seen.get(group, 0)
-    seen[group] = seen.get(group, 0) + 1
+  for i, task in enumerate(tasks):
+    samples[i] = seen[task.id]
+    seen[task.id] += 1
   ids = np.array([zlib.crc32(task.id.encode('utf-8')) for task in tasks], np.uint32)
   fold = lambda task_id, sample: jax.random.fold_in(jax.random.fold_in(key, task_id), sample)
   return jax.vmap(fold)(ids, samples)

@@ -44,8 +44,10 @@ def batch_summary(batch, mask, has_values):
       'critic/rewards/max': jnp.where(rows, rewards, -jnp.inf).max(),
       'critic/rewards/min': jnp.where(rows, rewards, jnp.inf).min()}
   if has_values:
+    spread = _variance(batch.returns, mask)
     error = _variance(batch.returns - batch.old_values, mask)
-    metrics['critic/vf_explained_var'] = 1 - error / jnp.maximum(_variance(batch.returns, mask), 1e-8)
+    # NaN, not 1, where there is nothing to explain.
+    metrics['critic/vf_explained_var'] = 1 - error / jnp.where(spread > 1e-12, spread, jnp.nan)
   return metrics
 
 

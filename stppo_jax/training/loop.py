@@ -166,7 +166,7 @@ def train_on(run, tasks, n):
 
   with _timed(timing, 'step'):
     with _timed(timing, 'gen'):
-      keys = episode_loop.row_keys(play_key, tasks, groups)
+      keys = episode_loop.row_keys(play_key, tasks)
       episodes = run.agent.play(run.state.actor, tasks, keys, groups)
     with _timed(timing, 'old_log_prob'):
       batch = batching.to_turn_batch(
