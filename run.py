@@ -9,8 +9,11 @@
 The same command again resumes the run in its workdir.
 """
 
+import dataclasses
+import difflib
 import logging as std_logging
 import os
+import re
 import sys
 
 from absl import app
@@ -18,20 +21,18 @@ from absl import flags
 from absl import logging
 from ml_collections import config_flags
 
+from stppo_jax import config as schema
 from stppo_jax import report
 from stppo_jax import types
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_CONFIG = config_flags.DEFINE_config_file(
-    'config', os.path.join(_HERE, 'experiments', 'st_ppo_tiny.py'),
-    'experiment file, or FILE:smoke for its smallest form; --config.a.b=c overrides a field')
+_DEFAULT = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'experiments', 'st_ppo_tiny.py')
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default: runs/<config name>')
 _MODE = flags.DEFINE_enum('mode', 'train', ['train', 'eval', 'report'], 'what to do')
 
 
 def main(unused_argv):
   _quiet_libraries()
-  config = _CONFIG.value
+  config = flags.FLAGS.config
   workdir = _WORKDIR.value or os.path.join('runs', config.name)
   if _MODE.value == 'report':
     print(report.build(workdir))
@@ -61,18 +62,55 @@ def _quiet_libraries():
 def _parse(argv):
   """absl's flags, with every mistake as one line."""
   try:
-    return flags.FLAGS(argv)
-  except flags.Error as error:
-    message = str(error).splitlines()[0]
-  except (KeyError, AttributeError) as error:  # ml_collections: an unknown field
-    message = f'unknown field in an override: {error.args[0]}'
+    _check_arguments(argv[1:])
+    # Defined here and not above: the definition reads the overrides, and may complain about them.
+    config_flags.DEFINE_config_file(
+        'config', _DEFAULT, 'experiment file, or FILE:smoke for its smallest form; '
+        '--config.a.b=c overrides a field', sys_argv=argv)
+    positional = flags.FLAGS(argv)[1:]
+    if positional:
+      raise types.UserError(f'unexpected argument {positional[0]!r}: flags start with --, as in '
+                            '--config.train.updates=3')
+    flags.FLAGS.config.name  # a file that could not be read raises here
+    return [argv[0]]
+  except (flags.Error, types.UserError) as error:
+    lines = str(error).splitlines()  # of several, those between may be a traceback
+    message = ' '.join(lines[:1] + lines[1:][-1:])
   except Exception as error:  # whatever an experiment file may raise
-    message = f'cannot load the config: {" ".join(str(error).split())}'
+    lines = str(error).splitlines()
+    message = f'cannot load the config: {type(error).__name__}: {"".join(lines[-1:])}'
   sys.exit(_fail(message, 2))
 
 
+def _check_arguments(arguments):
+  """Refuses an experiment file that is not there, and overrides of fields that are not."""
+  for argument in arguments:
+    if match := re.match(r'--?config=([^:]*)', argument):
+      if not os.path.isfile(match[1]):
+        raise types.UserError(f'--config={match[1]}: no such file; give one such as '
+                              'experiments/st_ppo_tiny.py')
+    if match := re.match(r'--?(?:no)?config\.([^=]+)', argument):
+      path, known = match[1], list(_field_paths(schema.Config()))
+      if path not in known:
+        last = path.split('.')[-1]
+        near = [name for name in known if name.startswith(path + '.') or name.endswith('.' + last)]
+        near = near or difflib.get_close_matches(path, known, n=3)
+        hint = f'did you mean {" or ".join(near[:3])}?' if near else 'see stppo_jax/config.py'
+        raise types.UserError(f'--config.{path}: there is no such field; {hint}')
+
+
+def _field_paths(config, prefix=''):
+  """'seed', 'data.source', .. of everything that an override can set."""
+  for field in dataclasses.fields(config):
+    value = getattr(config, field.name)
+    if dataclasses.is_dataclass(value):
+      yield from _field_paths(value, f'{prefix}{field.name}.')
+    else:
+      yield prefix + field.name
+
+
 def _fail(message, code):
-  print(f'run.py: {message}', file=sys.stderr)
+  print('run.py:', *str(message).split(), file=sys.stderr)  # one line, whatever the message
   return code
 
 

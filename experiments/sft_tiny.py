@@ -34,12 +34,15 @@ from stppo_jax.types import Task
 
 _OUT = flags.DEFINE_string('out', evaluation.EMBEDDED_MODEL, 'folder of the model to write')
 _STEPS = flags.DEFINE_integer('steps', 3000, 'optimizer steps')
+_PER_TASK = flags.DEFINE_integer('per_task', 30, 'demonstrations of each question')
 _SEED = flags.DEFINE_integer('seed', 0, 'of everything')
 _DATASETS = flags.DEFINE_list('datasets', ['geo', 'elements'], 'of the embedded questions')
 
 VOCAB = 2048
 TOP_K = 1
 MAX_OBSERVATION = 160
+READ_WEIGHT = 0.3  # of prompt and observation tokens in the loss: names recur there, copying is learnt
+REAL_SHARE = 0.15  # of demonstrations that keep their names, see `Disguise`
 EOS = '<|endoftext|>'
 TAG = r'</?(?:think|search|information|answer)>'
 
@@ -66,7 +69,9 @@ def main(unused_argv):
                presets.num_params(config), tokenizer.vocab_size)
 
   rng = np.random.default_rng(_SEED.value)
-  pool = [encode(tokenizer, *demonstrator.play(task, rng)) for task in tasks for _ in range(12)]
+  disguise = Disguise(tasks, passages, tokenizer)
+  pool = [encode(tokenizer, *disguise(*demonstrator.play(task, rng), rng))
+          for task in tasks for _ in range(_PER_TASK.value)]
   lengths = np.array([len(row.tokens) for row in pool])
   logging.info('%d demonstrations of %.0f tokens (longest %d), made in %.0f s', len(pool),
                lengths.mean(), lengths.max(), time.time() - started)
@@ -94,8 +99,6 @@ class Demonstrator:
   def __init__(self, tasks, passages):
     self._retriever = bm25.Bm25Retriever(passages)
     self._title_of = {passage.id: passage.title for passage in passages}
-    self._answers = sorted({answer for task in tasks for answer in task.answers})
-    self._titles = sorted({self._title_of[passage] for task in tasks for passage in task.gold})
 
   def play(self, task: Task, rng):
     """(prompt, [(turn, observation), ..]) as texts; the last observation is empty."""
@@ -112,10 +115,10 @@ class Demonstrator:
     if habit == 'malformed':
       act(f'<think> {steps[0][0]}</think>' + str(rng.choice(['</search>', '<answer></search>'])))
       habit = rng.choice(['good', 'guess'])
-    if habit == 'lost':
-      act(_search(steps[0][0], rng.choice(self._titles)))
+    if habit == 'lost':  # looks up the kind of thing that is asked for, and not the thing itself
+      act(_search(steps[0][0], steps[0][0].split()[0]))
     if habit in ('guess', 'lost'):
-      act(_answer(rng.choice(self._answers)))
+      act(_answer('unknown'))
       return prompt, turns
     if habit == 'early':
       steps = steps[:rng.integers(1, len(steps))]
@@ -136,6 +139,47 @@ class Demonstrator:
         thought = thought.replace(f'#{i}', earlier)
       steps.append((thought, self._title_of[passage], found))
     return steps
+
+
+class Disguise:
+  """Renames the people, places and numbers of a demonstration, each the same way throughout.
+
+  With a few hundred entities a model would learn their facts and names by heart. It is to learn to
+  read and copy instead, so that it can be asked about entities that it has never seen.
+  """
+
+  def __init__(self, tasks, passages, tokenizer):
+    self._names = {passage.title for passage in passages} | {
+        found for task in tasks for _, found in task.steps}
+    vocabulary = tokenizer.pieces(range(tokenizer.vocab_size))
+    self._heads = [piece[1:] for piece in vocabulary if re.fullmatch(r' [A-Z][a-z]*', piece)]
+    self._tails = [piece for piece in vocabulary if re.fullmatch(r'[a-z]{2,}', piece)]
+
+  def __call__(self, prompt, turns, rng):
+    if rng.random() < REAL_SHARE:
+      return prompt, turns
+    known = {}
+    rename = lambda text: self._rename(text, known, rng)
+    return rename(prompt), [(rename(turn), rename(observation)) for turn, observation in turns]
+
+  def _rename(self, text, known, rng):
+    words = re.split(r'(\W)', text)  # words at even places, what is between them at odd ones
+    renamed, i = [], 0
+    while i < len(words):
+      end = next((j for j in range(min(len(words), i + 13), i, -1)
+                  if words[i][:1].isupper() and ''.join(words[i:j]) in self._names), i + 1)
+      name = ''.join(words[i:end])
+      if name in self._names and words[i][:1].isupper():
+        name = known.setdefault(name, self._new_name(rng))
+      elif name.isdigit() and name != '000':
+        name = known.setdefault(name, ''.join(str(d) for d in rng.integers(1, 10, len(name))))
+      renamed.append(name)
+      i = end
+    return ''.join(renamed)
+
+  def _new_name(self, rng):
+    word = lambda: rng.choice(self._heads) + ''.join(rng.choice(self._tails, rng.integers(0, 3)))
+    return ' '.join(word() for _ in range(rng.choice([1, 1, 1, 2])))
 
 
 def train_tokenizer(tasks, passages, demonstrator, folder):
@@ -169,15 +213,15 @@ def train_tokenizer(tasks, passages, demonstrator, folder):
 
 def encode(tokenizer, prompt, turns) -> sft.Demonstration:
   """Ids with the borders of an episode: prompt, turn, observation, turn, .. each encoded alone."""
-  ids, mask = chat.encode_prompt(tokenizer, prompt), []
-  mask = [0] * len(ids)
+  ids = chat.encode_prompt(tokenizer, prompt)
+  weights = [READ_WEIGHT] * len(ids)
   for turn, observation in turns:
     for text, imitated in ((turn, 1), (observation, 0)):
       if text:
         piece = (tokenizer.encode(text) if imitated else
                  chat.encode_observation(tokenizer, text, MAX_OBSERVATION))
-        ids, mask = ids + list(piece), mask + [imitated] * len(piece)
-  return sft.Demonstration(np.array(ids, np.int32), np.array(mask, np.float32))
+        ids, weights = ids + list(piece), weights + [1.0 if imitated else READ_WEIGHT] * len(piece)
+  return sft.Demonstration(np.array(ids, np.int32), np.array(weights, np.float32))
 
 
 def _search(thought, title):

@@ -122,7 +122,8 @@ class Train:
   mini_batch: int = 256  # episodes an optimizer step: the reuse that makes the update off-policy
   micro_batch: int = 64  # episodes a forward and backward pass; changes memory, never the result
   epochs: int = 1
-  length_buckets: tuple[int, ...] = (512, 1024, 2048, 3072, 4096)  # padded lengths = compilations
+  # Columns a micro-batch may be cut to: the more, the less padding, and the longer to compile.
+  length_buckets: tuple[int, ...] = (1024, 2048, 4096)
   checkpoint_every: int = 100  # updates; 0: only at the end
   keep_checkpoints: int = 2
   max_nonfinite: int = 3  # skipped steps in a row before the run stops
@@ -202,12 +203,27 @@ CHOICES = {
 }
 
 AT_LEAST = {  # field: smallest value allowed
-    'env.max_turns': 0, 'retriever.top_k': 1, 'retriever.timeout_s': 0.001, 'retriever.retries': 0,
+    'seed': 0,
+    'env.max_turns': 0,
+    'retriever.top_k': 1, 'retriever.timeout_s': 0.001, 'retriever.retries': 0,
+    'retriever.backoff_s': 0,
+    'model.logp_chunk': 0,
     'rollout.group_size': 1, 'rollout.temperature': 1e-3, 'rollout.top_k': 0,
     'rollout.max_prompt': 1, 'rollout.max_turn': 1, 'rollout.max_observation': 1,
+    'rollout.rows': 0,
+    'algorithm.clip_low': 0, 'algorithm.clip_high': 0, 'algorithm.gamma': 0, 'algorithm.lam': 0,
+    'algorithm.norm_length': 0, 'algorithm.kl_coef': 0, 'algorithm.kl_target': 0,
+    'algorithm.kl_horizon': 1, 'algorithm.value_clip': 0, 'algorithm.value_coef': 0,
+    'actor.lr': 0, 'actor.warmup': 0, 'actor.weight_decay': 0, 'actor.grad_clip': 1e-12,
+    'critic.lr': 0, 'critic.warmup': 0, 'critic.weight_decay': 0, 'critic.grad_clip': 1e-12,
     'train.updates': 0, 'train.episodes': 1, 'train.mini_batch': 1, 'train.micro_batch': 1,
-    'train.epochs': 1, 'train.max_nonfinite': 1, 'train.keep_checkpoints': 1, 'actor.lr': 0,
-    'critic.lr': 0, 'eval.every': 0, 'eval.rows': 1, 'seed': 0,
+    'train.epochs': 1, 'train.checkpoint_every': 0, 'train.keep_checkpoints': 1,
+    'train.max_nonfinite': 1, 'train.critic_warmup': 0,
+    'eval.every': 0, 'eval.episodes': 0, 'eval.rows': 1,
+}
+
+AT_MOST = {
+    'algorithm.gamma': 1, 'algorithm.lam': 1, 'actor.warmup': 1, 'critic.warmup': 1,
 }
 
 
@@ -217,8 +233,11 @@ def validate(config: Config) -> Config:
     if (value := get(config, path)) not in allowed:
       raise UserError(f'config.{path}={value!r}: allowed are {", ".join(map(str, allowed))}')
   for path, least in AT_LEAST.items():
-    if (value := get(config, path)) < least:
+    if (value := get(config, path)) is not None and not value >= least:  # NaN is refused too
       raise UserError(f'config.{path}={value}: must be at least {least}')
+  for path, most in AT_MOST.items():
+    if get(config, path) > most:
+      raise UserError(f'config.{path}={get(config, path)}: must be at most {most}')
 
   rollout, train, algorithm = config.rollout, config.train, config.algorithm
   if not 0 < rollout.top_p <= 1:

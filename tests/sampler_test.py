@@ -15,21 +15,23 @@ from stppo_jax.rollout import sampler as sampler_lib
 
 VOCAB = 24
 CONFIG = decoder.ModelConfig(
-  vocab_size=VOCAB, d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=32,
+  vocab_size=VOCAB, d_model=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=32,
 )
 TOKEN_BYTES = tuple(bytes([97 + i]) for i in range(VOCAB - 4))  # a, b, c, ..; four ids have none
 EOS = 3
 
 
-def make_params(seed=0, scale=12.0):
+@functools.cache
+def make_params(config=CONFIG):
   """Random weights, large enough that the context matters and no distribution is uniform."""
-  enlarge = lambda path, w: w if path[-1].key == 'scale' else scale * w
-  return jax.tree_util.tree_map_with_path(enlarge, decoder.init(jax.random.key(seed), CONFIG))
+  enlarge = lambda path, w: w if path[-1].key == 'scale' else 12.0 * w
+  params = jax.jit(decoder.init, static_argnums=1)(jax.random.key(0), config)
+  return jax.tree_util.tree_map_with_path(enlarge, params)
 
 
 @functools.cache  # a sampler compiles a handful of programs
 def make_sampler(stops=('bca', 'hh'), eos=(EOS,), **settings):
-  defaults = dict(max_new=12, max_slots=64, row_buckets=(4,), slot_buckets=(16,), chunk_buckets=(4,))
+  defaults = dict(max_new=12, max_slots=64, slot_buckets=(64,), chunk_buckets=(4,))
   table = chat.stop_automaton(TOKEN_BYTES, stops)
   return sampler_lib.Sampler(CONFIG, table, eos, **{**defaults, **settings})
 
@@ -183,6 +185,13 @@ class SamplerTest(parameterized.TestCase):
       best = np.argmax(logits, axis=-1)
       np.testing.assert_array_equal(best[np.array(at) - 1], np.array(row)[at])
 
+  def test_token_i_of_a_row_is_drawn_with_the_key_folded_with_i(self):
+    rows, columns, _ = self.play(make_sampler(), self.FORCED)
+    for row, at, key, logits in zip(rows, columns, self.keys, plain_logits(self.params, rows)):
+      keys = jax.vmap(jax.random.fold_in, (None, 0))(key, np.array(at))
+      token, _ = sampler_lib.sample_token(jnp.asarray(logits[np.array(at) - 1]), keys)
+      np.testing.assert_array_equal(token, np.array(row)[at])
+
   def test_a_row_depends_on_its_key_and_context_alone(self):
     """Tunix rollouts of one prompt were all identical; ours differ by key, and by nothing else."""
     sampler = make_sampler()
@@ -196,9 +205,9 @@ class SamplerTest(parameterized.TestCase):
     self.assertLen({tuple(row) for row in rows}, 4)
 
   def test_buckets_do_not_change_the_tokens(self):
-    fine, _, _ = self.play(make_sampler(), self.FORCED)
-    coarse = make_sampler(slot_buckets=(64,), chunk_buckets=(9,))
-    self.assertEqual(fine, self.play(coarse, self.FORCED)[0])
+    rows, _, _ = self.play(make_sampler(), self.FORCED)
+    other = make_sampler(slot_buckets=(8, 24), chunk_buckets=(3, 9))
+    self.assertEqual(rows, self.play(other, self.FORCED)[0])
 
   def test_turn_ends_exactly_where_a_stop_string_ends_or_at_eos(self):
     ended = {'stop': 0, 'eos': 0, 'budget': 0}

@@ -69,6 +69,14 @@ def to_turn_batch(
   return jax.device_put(batch, sharding)
 
 
+def trained_length(episode: types.Episode) -> int:
+  """Tokens of the episode up to the last that it is trained on; 0 for a failed one."""
+  if episode.failed or not episode.turns:
+    return 0
+  turns = sum(len(turn.tokens) + len(turn.observation) for turn in episode.turns)
+  return len(episode.prompt) + turns - len(episode.turns[-1].observation)
+
+
 def unroll(episode: types.Episode) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """An episode as one row: (tokens int32, turn_ids int32, behaviour_logp float32), all [length]."""
   tokens, turn_ids, logp = [episode.prompt], [np.zeros(len(episode.prompt))], []

@@ -12,6 +12,7 @@ import os
 import jax
 import orbax.checkpoint as ocp
 
+from stppo_jax import metrics
 from stppo_jax.training import sharding
 from stppo_jax.types import UserError
 
@@ -22,14 +23,17 @@ FREE_FIELDS = ('train.updates', 'train.checkpoint_every', 'train.keep_checkpoint
 
 
 def claim(workdir, config):
-  """Writes config.json into `workdir`, or checks that the one there says the same."""
+  """Writes config.json into `workdir`, or checks that the one there says the same.
+
+  A folder in which no number was computed yet (a run that stopped at a wrong path, say) is free.
+  """
   path = os.path.join(workdir, 'config.json')
   mine = json.loads(json.dumps(dataclasses.asdict(config)))
   try:
     os.makedirs(workdir, exist_ok=True)
   except OSError as error:
     raise UserError(f'--workdir={workdir!r} cannot be made ({error.strerror}): give another') from error
-  if not os.path.exists(path):
+  if not os.path.exists(path) or not os.path.exists(os.path.join(workdir, metrics.FILE_NAME)):
     _write_whole(path, json.dumps(mine, indent=2))
     return
   with open(path, encoding='utf-8') as file:

@@ -139,7 +139,8 @@ def make_learner(config, variant, model, critic_model) -> train_state.Learner:
   return train_state.Learner(
       actor=model, critic=critic_model, variant=variant, actor_optimizer=actor_optimizer,
       critic_optimizer=critic_optimizer, actor_lr=actor_lr, critic_lr=critic_lr,
-      micro_batch=train.micro_batch, temperature=config.rollout.temperature,
+      micro_batch=train.micro_batch, lengths=tuple(train.length_buckets),
+      temperature=config.rollout.temperature,
       logp_chunk=config.model.logp_chunk or None, gamma=algorithm.gamma, lam=algorithm.lam,
       aggregation=algorithm.aggregation,
       norm_length=algorithm.norm_length or config.rollout.max_total,
@@ -168,17 +169,21 @@ def train_on(run, tasks, n):
     with _timed(timing, 'gen'):
       keys = episode_loop.row_keys(play_key, tasks)
       episodes = run.agent.play(run.state.actor, tasks, keys, groups)
+      # Sorted, so that rows of like length share a micro-batch and little of it is padding.
+      episodes.sort(key=batching.trained_length)
     with _timed(timing, 'old_log_prob'):
       batch = batching.to_turn_batch(
-          episodes, train.length_buckets, pad_id=run.agent.tokenizer.pad_id,
+          episodes, train.length_buckets[-1:], pad_id=run.agent.tokenizer.pad_id,
           sharding=sharding.rows(run.mesh))
       ref_params = run.state.actor if run.ref_params is None else run.ref_params
       batch, gap = functions.annotate(run.state, ref_params, batch)
       run.state, batch, summary = functions.with_advantages(run.state, batch)
       metrics = jax.device_get(gap | summary)
     with _timed(timing, 'update_actor'):
-      steps, seen = [], {}
+      lengths = np.array([batching.trained_length(episode) for episode in episodes])
+      steps, seen, padded = [], {}, 0
       for rows in minibatches(shuffle_key, len(episodes), train.mini_batch, train.epochs):
+        padded += padded_tokens(lengths[rows], train.micro_batch, train.length_buckets)
         run.state, step_metrics, step_seen = functions.update_step(run.state, batch, rows)
         steps.append(step_metrics)
         seen[tuple(rows)] = step_seen
@@ -188,10 +193,10 @@ def train_on(run, tasks, n):
   timing |= {f'gen_{phase}': seconds for phase, seconds in run.agent.timing_s.items()}
   metrics |= {f'timing_s/{name}': seconds for name, seconds in timing.items()}
   metrics |= episode_metrics(episodes)
-  num_tokens = sum(len(batching.unroll(episode)[0]) for episode in episodes)
+  num_tokens = int(lengths.sum())
   metrics |= {
       'perf/throughput': num_tokens / timing['step'],
-      'perf/padding': 1 - num_tokens / batch.tokens.size,
+      'perf/padding': 1 - train.epochs * num_tokens / padded,
       'perf/compilations': functions.num_compilations() + sum(
           run.agent.sampler.compiled_variants().values()),
   }
@@ -201,10 +206,16 @@ def train_on(run, tasks, n):
 
 
 def minibatches(key, num_rows, mini_batch, epochs):
-  """Row numbers [mini_batch] of each optimizer step: every epoch deals all rows out anew."""
+  """Row numbers [mini_batch], rising, of each optimizer step: every epoch deals all rows out anew."""
   for epoch_key in jax.random.split(key, epochs):
     order = np.asarray(jax.random.permutation(epoch_key, num_rows), np.int32)
-    yield from order.reshape(-1, mini_batch)
+    yield from np.sort(order.reshape(-1, mini_batch), axis=1)
+
+
+def padded_tokens(lengths, micro_batch, buckets):
+  """Tokens computed, padding included, for rising row lengths [b] in micro-batches."""
+  longest = lengths.reshape(-1, micro_batch).max(axis=1)
+  return micro_batch * int(np.asarray(buckets)[np.searchsorted(buckets, longest)].sum())
 
 
 def episode_metrics(episodes):

@@ -17,25 +17,25 @@ from stppo_jax.models import decoder
 
 
 class Demonstration(typing.NamedTuple):
-  """One row: `mask` is 1 on the tokens to imitate (the agent's), 0 on what it only reads."""
+  """One row: `weights` is 1 on the tokens to imitate (the agent's), less on what it only reads."""
 
   tokens: np.ndarray  # [T] int32
-  mask: np.ndarray  # [T] float32
+  weights: np.ndarray  # [T] float32
 
 
 def train(params, config, draw, *, steps, rows, buckets, optimizer, seed, log_every=100):
-  """Minimises the mean negative log-prob of masked tokens; returns the parameters.
+  """Minimises the weighted mean of the tokens' negative log-probs; returns the parameters.
 
   `draw(rng, rows)` gives that many Demonstrations; each batch is padded to the smallest of `buckets`
   that holds it. Deterministic for a seed.
   """
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
-  def step(params, opt_state, tokens, mask):
+  def step(params, opt_state, tokens, weights):
     def loss(params):
       x, _ = decoder.hidden(params, config, tokens, None)
       logp, _ = decoder.token_logp(params, config, x, tokens)
-      return -jnp.sum(logp * mask) / jnp.maximum(mask.sum(), 1)
+      return -jnp.sum(logp * weights) / jnp.maximum(weights.sum(), 1)
 
     value, grads = jax.value_and_grad(loss)(params)
     updates, opt_state = optimizer.update(grads, opt_state, params)
@@ -46,8 +46,8 @@ def train(params, config, draw, *, steps, rows, buckets, optimizer, seed, log_ev
   opt_state = optimizer.init(params)
   losses = []
   for n in range(1, steps + 1):
-    tokens, mask = pad(draw(rng, rows), buckets)
-    params, opt_state, value = step(params, opt_state, tokens, mask)
+    tokens, weights = pad(draw(rng, rows), buckets)
+    params, opt_state, value = step(params, opt_state, tokens, weights)
     losses.append(value)
     if n % log_every == 0:
       logging.info('warm start %d/%d: loss %.3f', n, steps, np.mean(jax.device_get(losses)))
@@ -56,14 +56,14 @@ def train(params, config, draw, *, steps, rows, buckets, optimizer, seed, log_ev
 
 
 def pad(demonstrations, buckets):
-  """(tokens [B,T] int32, mask [B,T] float32), padded on the right to the smallest bucket that fits."""
+  """(tokens [B,T] int32, weights [B,T] float32), padded on the right to the smallest bucket that fits."""
   longest = max(len(row.tokens) for row in demonstrations)
   length = next((bucket for bucket in buckets if bucket >= longest), None)
   if length is None:
     raise ValueError(f'a demonstration of {longest} tokens does not fit in buckets {buckets}')
   tokens = np.zeros((len(demonstrations), length), np.int32)
-  mask = np.zeros((len(demonstrations), length), np.float32)
+  weights = np.zeros((len(demonstrations), length), np.float32)
   for row, demonstration in enumerate(demonstrations):
     tokens[row, :len(demonstration.tokens)] = demonstration.tokens
-    mask[row, :len(demonstration.mask)] = demonstration.mask
-  return tokens, mask
+    weights[row, :len(demonstration.weights)] = demonstration.weights
+  return tokens, weights

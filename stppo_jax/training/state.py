@@ -40,6 +40,7 @@ class Learner:
   actor_lr: optax.Schedule
   critic_lr: optax.Schedule
   micro_batch: int
+  lengths: tuple[int, ...] = ()  # columns that a micro-batch may be cut to
   temperature: float = 1.0  # divides the logits in sampler, trainer and reference alike
   logp_chunk: int | None = None
   gamma: float = 1.0

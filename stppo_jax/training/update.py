@@ -1,8 +1,11 @@
 """The update: TrainState and TurnBatch in, TrainState and metrics out; what runs on the accelerators.
 
-Three pure functions, each compiled once a padded length by `compile_functions`: `annotate` (log-probs
-and values of the policy that sampled), `with_advantages`, and `update_step`. The step accumulates the
-policy's gradient g and the clipping bias C over micro-batches, divides g once, then runs the optimizer.
+Three pure functions, compiled by `compile_functions`: `annotate` (log-probs and values of the policy
+that sampled), `with_advantages`, and `update_step`. The step accumulates the policy's gradient g and
+the clipping bias C over micro-batches, divides g once, then runs the optimizer.
+
+Rows come sorted by length, and each micro-batch is computed on as few columns as hold its longest row,
+so that padding costs little; see `_at_own_length`.
 """
 
 import functools
@@ -31,7 +34,7 @@ class Functions(typing.NamedTuple):
   update_step: typing.Callable  # (state, batch, rows) -> (state, metrics, seen)
 
   def num_compilations(self) -> int:
-    """Programs compiled so far: one a function and padded length."""
+    """Programs compiled so far: one a function and shape of batch."""
     return sum(function._cache_size() for function in self)
 
 
@@ -62,10 +65,12 @@ def annotate(learner: Learner, mesh, state: TrainState, ref_params, batch: TurnB
     if learner.critic is not None:
       values = _critic(learner, state.critic, micro)
     ref_logp = logp if learner.kl_in == 'none' else _policy(learner, ref_params, micro)[0]
-    return logp, ref_logp, values
+    return (), (logp, ref_logp, values)
 
   micros = _split(batch, learner.micro_batch, mesh)
-  logp, ref_logp, values = jax.tree.map(_join, jax.lax.map(one, micros))
+  _, per_token = jax.lax.map(
+      lambda micro: _at_own_length(one, learner.lengths, micro, micro.action_mask), micros)
+  logp, ref_logp, values = jax.tree.map(_join, per_token)
   mask = batch.action_mask.astype(jnp.float32)
   metrics = diagnostics.sampler_gap(logp, batch.behaviour_logp, mask)
   old_logp = batch.behaviour_logp if learner.old_logp == 'sampler' else logp
@@ -113,7 +118,7 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
   measure_bias = variant.ratio != 'none' and (
       learner.log_bias or (variant.divisor != 'none' and variant.norm_of == 'gradient'))
 
-  def accumulate(grads, micro_and_weights):
+  def gradients(micro_and_weights):
     micro, weight, value_weight = micro_and_weights
     (logp, entropy, values), pull = jax.vjp(lambda p: _policy(learner, p, micro), state.actor)
     d_logp, d_bias, aux = correction.cotangents(
@@ -141,10 +146,16 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
         values, pull_values = jax.vjp(lambda p: _critic(learner, p, micro), state.critic)
         _, pull_loss = jax.vjp(value_loss, values)
         added['value'] = pull_values(pull_loss(value_weight)[0])[0]
-    seen = dict(logp=logp, entropy=entropy, values=values, **aux)
-    return jax.tree.map(jnp.add, grads, added), seen
+    sums = dict(pg_loss=aux.pop('pg_loss'), clipped_objective=aux.pop('clipped_objective'))
+    return dict(added, sums=sums), dict(logp=logp, entropy=entropy, values=values, **aux)
 
-  zeros = {'actor': jax.tree.map(jnp.zeros_like, state.actor)}
+  def accumulate(total, micro_and_weights):
+    added, seen = _at_own_length(
+        gradients, learner.lengths, micro_and_weights, micro_and_weights[0].action_mask)
+    return jax.tree.map(jnp.add, total, added), seen
+
+  zeros = {'actor': jax.tree.map(jnp.zeros_like, state.actor),
+           'sums': {'pg_loss': jnp.zeros(()), 'clipped_objective': jnp.zeros(())}}
   if measure_bias:
     zeros['bias'] = zeros['actor']
   if learner.has_values:
@@ -152,7 +163,7 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
         jnp.zeros_like, state.actor if learner.shared_trunk else state.critic)
   micros = _split((batch, weights, value_weights), learner.micro_batch, mesh)
   grads, seen = jax.lax.scan(accumulate, zeros, micros)
-  seen = {name: _join(x) if x.ndim == 3 else x.sum() for name, x in seen.items()}
+  seen = jax.tree.map(_join, seen) | grads['sums']
 
   g, bias = grads['actor'], grads.get('bias')
   g_norm = optax.global_norm(g)
@@ -221,18 +232,39 @@ def _apply(optimizer, grads, params, opt_state, take):
   return new_params, jax.tree.map(keep, new_opt_state, opt_state), step_norm
 
 
+def _at_own_length(function, lengths, micro, mask):
+  """`function(micro)` on the first of `lengths` columns that hold every agent token of `mask` [b,T].
+
+  `function` returns (anything, arrays [b,columns]); the latter are padded back to T with zeros. What
+  comes after a row's last agent token can influence nothing, so the result is the same. All lengths
+  are compiled, as branches of one program; the longest row of the micro-batch chooses at run time.
+  """
+  total = mask.shape[1]
+  lengths = sorted({length for length in lengths if length < total} | {total})
+  columns = jnp.max(jnp.where(mask.any(axis=0), jnp.arange(1, total + 1), 0))
+
+  def branch(length):
+    def run(micro):
+      cut = lambda x: x[:, :length] if x.ndim > 1 else x
+      result, per_token = function(jax.tree.map(cut, micro))
+      pad = lambda x: jnp.pad(x, ((0, 0), (0, total - length)))
+      return result, jax.tree.map(pad, per_token)
+    return run
+
+  chosen = jnp.searchsorted(jnp.array(lengths), columns)
+  return jax.lax.switch(chosen, [branch(length) for length in lengths], micro)
+
+
 def _split(tree, micro_batch, mesh):
-  """[B,..] -> [B / micro_batch, micro_batch, ..]: rows are dealt out in turn, so that each device's
-  rows stay on it and every micro-batch is spread over all devices."""
+  """[B,..] -> [B / micro_batch, micro_batch, ..], each micro-batch spread over all devices."""
   spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, ('data', 'fsdp')))
 
   def split(x):
-    x = x.reshape(micro_batch, -1, *x.shape[1:]).swapaxes(0, 1)
-    return jax.lax.with_sharding_constraint(x, spec)
+    return jax.lax.with_sharding_constraint(x.reshape(-1, micro_batch, *x.shape[1:]), spec)
 
   return jax.tree.map(split, tree)
 
 
 def _join(x):
   """The inverse of `_split`."""
-  return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+  return x.reshape(-1, *x.shape[2:])

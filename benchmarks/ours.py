@@ -1,0 +1,219 @@
+"""Our side of the benchmarks: what a Worker process runs. See torch_peer.py for the other side."""
+
+import collections
+import dataclasses
+import glob
+import os
+import re
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stppo_jax.algorithms import variants
+from stppo_jax.models import convert
+from stppo_jax.models import decoder
+from stppo_jax.models import presets
+from stppo_jax.rollout import sampler as sampling
+from stppo_jax.training import sharding
+from stppo_jax.training import state as train_state
+from stppo_jax.training import update
+from stppo_jax.types import TurnBatch
+
+# The settings that a CPU run uses (experiments/st_ppo_tiny.py): layers unrolled, nothing recomputed.
+_TINY = dataclasses.replace(presets.PRESETS['tiny'], scan_layers=False, remat='none')
+SHAPES = {
+  '0.66M': _TINY,  # the embedded model's
+  '2.9M': dataclasses.replace(
+    _TINY, vocab_size=512, d_model=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64,
+    d_ff=640),
+  '20M': dataclasses.replace(
+    _TINY, vocab_size=8192, d_model=384, num_layers=8, num_heads=6, num_kv_heads=2, head_dim=64,
+    d_ff=1536),
+}
+
+
+class Sampling:
+  """Samples with `Sampler`; makes the model that both sides load."""
+
+  def __init__(self, size, folder):
+    self.config = SHAPES[size]
+    self._params = decoder.init(jax.random.key(0), self.config)
+    convert.save_hf(os.path.join(folder, 'actor'), self.config, self._params)
+    self._samplers = {}
+
+  def vocab_size(self):
+    """Ids that prompts may hold."""
+    return self.config.vocab_size
+
+  def greedy(self, prompts, num_new):
+    """[B,num_new] likeliest tokens."""
+    return self._generate(self._sampler(prompts.shape[1] + num_new, num_new, 0.0), [prompts], num_new)
+
+  def sample(self, prompts, num_new):
+    """[B,num_new] tokens sampled at temperature 1 after prompts [B,T]."""
+    sampler = self._sampler(prompts.shape[1] + num_new, num_new, 1.0)
+    return self._generate(sampler, [prompts], num_new)
+
+  def profile(self, repeats, prompts, num_new):
+    """Where the time of `sample` goes."""
+    return _top_ops(lambda: self.sample(prompts, num_new), repeats)
+
+  def multi_turn(self, prompts, observations, num_new):
+    """Turns of num_new sampled tokens with observations [K - 1,B,T] between; the cache is kept."""
+    sampler = self._sampler(_total(prompts, observations, num_new), num_new, 1.0)
+    return self._generate(sampler, [prompts, *observations], num_new)
+
+  def multi_turn_resending(self, prompts, observations, num_new):
+    """The same, but every turn reads the whole conversation anew."""
+    sampler = self._sampler(_total(prompts, observations, num_new), num_new, 1.0)
+    context = prompts
+    for observation in [*observations, None]:
+      tokens = self._generate(sampler, [context], num_new)
+      if observation is not None:
+        context = np.concatenate([context, tokens, observation], axis=1)
+    return tokens
+
+  def _generate(self, sampler, inputs, num_new):
+    """Feeds and generates in turn; the last turn's tokens [B,num_new]."""
+    rows = len(inputs[0])
+    state = sampler.start(jax.random.split(jax.random.key(1), rows))
+    for forced in inputs:
+      state = sampler.feed(self._params, state, forced)
+      state, tokens, _ = sampler.generate(self._params, state, [num_new] * rows)
+    return np.stack(tokens)
+
+  def _sampler(self, slots, num_new, temperature):
+    """A sampler that nothing stops but the budget."""
+    key = slots, num_new, temperature
+    if key not in self._samplers:
+      never = np.zeros((2, self.config.vocab_size), np.int32)  # state 1, stopped, is not reached
+      self._samplers[key] = sampling.Sampler(
+        self.config, never, eos_ids=(), max_new=num_new, max_slots=slots, temperature=temperature)
+    return self._samplers[key]
+
+
+class Learning:
+  """Update steps of several variants, each with its own state; makes the models and the batch."""
+
+  def __init__(self, size, folder, rows, length, learning_rate, micro_batch):
+    self._mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    actor_config = SHAPES[size]
+    critic_config = dataclasses.replace(actor_config, head='value')
+    actor = decoder.init(jax.random.key(0), actor_config)
+    critic = decoder.init(jax.random.key(1), critic_config)
+    head = critic['value_head']['kernel']
+    critic['value_head']['kernel'] = 0.02 * jax.random.normal(jax.random.key(2), head.shape)
+    convert.save_hf(os.path.join(folder, 'actor'), actor_config, actor)
+    convert.save_hf(os.path.join(folder, 'critic'), critic_config, critic)
+    optimizer, schedule = train_state.make_optimizer(learning_rate, 0, weight_decay=0.01)
+    self._states, self._functions = {}, {}
+    for row, names in (
+      ('ppo', ('ppo',)), ('st_ppo', ('st_ppo, nothing clipped', 'st_ppo, clipped'))
+    ):
+      learner = train_state.Learner(
+        actor=actor_config, critic=critic_config, variant=variants.VARIANTS[row],
+        actor_optimizer=optimizer, critic_optimizer=optimizer, actor_lr=schedule,
+        critic_lr=schedule, micro_batch=micro_batch, aggregation='token-mean', value_clip=0.5,
+        log_bias=row == 'st_ppo')
+      for name in names:
+        copies = jax.tree.map(jnp.copy, (actor, critic))  # create_sharded takes what it is given
+        self._states[name] = train_state.create_sharded(learner, *copies, 0.0, self._mesh)
+      functions = update.compile_functions(learner, self._states[names[0]], self._mesh)
+      self._functions |= {name: functions for name in names}
+    self._rows = np.arange(rows, dtype=np.int32)
+    self._batches = self._make_batches(actor_config.vocab_size, rows, length)
+
+  def batch(self):
+    """The batch of 'ppo' as NumPy arrays, for the peer."""
+    batch = jax.device_get(self._batches['ppo'])
+    return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+
+  def log_probs(self):
+    """Log-probs of the policy and values of the critic before any update, as `annotate` has them."""
+    batch, _ = self._functions['ppo'].annotate(
+      self._states['ppo'], self._states['ppo'].actor, self._batches['ppo'])
+    return jax.device_get((batch.old_logp, batch.old_values))
+
+  def update(self, name):
+    """One optimizer step; its losses and gradient norms before the clip of the norm."""
+    self._states[name], metrics, _ = self._functions[name].update_step(
+      self._states[name], self._batches[name], self._rows)
+    jax.block_until_ready(self._states[name])
+    found = jax.device_get(metrics)
+    if (found['actor/pg_clipfrac'] == 0) != (name == 'st_ppo, nothing clipped'):
+      raise RuntimeError(f'{name}: the clipped share is {found["actor/pg_clipfrac"]}')
+    wanted = ('actor/pg_loss', 'critic/vf_loss', 'stppo/grad_norm', 'critic/grad_norm')
+    return {key: float(found[key]) for key in wanted}
+
+  def profile(self, repeats, name):
+    """Where the time of `update` goes."""
+    return _top_ops(lambda: self.update(name), repeats)
+
+  def _make_batches(self, vocab_size, rows, length):
+    """Episodes of 32-token turns and observations after a 48-token prompt, one batch a learner."""
+    rng = np.random.default_rng(0)
+    column = np.arange(length) - 48
+    turn_ids = np.where((column >= 0) & (column // 32 % 2 == 0), column // 64 + 1, 0)
+    turn_ids = np.tile(turn_ids, (rows, 1)).astype(np.int32)
+    mask = (turn_ids > 0).astype(np.float32)
+    noise = lambda scale: (scale * rng.normal(size=mask.shape) * mask).astype(np.float32)
+    zeros = np.zeros_like(mask)
+    batch = TurnBatch(
+      tokens=rng.integers(0, vocab_size, mask.shape).astype(np.int32), action_mask=mask,
+      turn_ids=turn_ids, rewards=zeros, old_logp=zeros, ref_logp=zeros, old_values=zeros,
+      advantages=noise(1.0), returns=noise(1.0), group_ids=np.arange(rows, dtype=np.int32),
+      behaviour_logp=zeros)
+    self._batches = {'ppo': jax.device_put(batch, sharding.rows(self._mesh))}
+    logp, values = self.log_probs()
+    near = batch.replace(old_logp=logp, old_values=values + noise(0.5))
+    # One shift a turn, else the turn's mean would average it away; and one a token.
+    shift = np.concatenate([np.zeros((rows, 1)), 0.4 * rng.normal(size=(rows, turn_ids.max()))], 1)
+    far = near.replace(
+      old_logp=(logp + np.take_along_axis(shift, turn_ids, 1) * mask + noise(0.2)).astype(np.float32))
+    batches = {'ppo': far, 'st_ppo, nothing clipped': near, 'st_ppo, clipped': far}
+    return {
+      name: jax.device_put(batch, sharding.rows(self._mesh)) for name, batch in batches.items()}
+
+
+def _top_ops(run, repeats):
+  """The ops of `repeats` runs by time: [(source, ms a run, executions a run)].
+
+  The source is where the program says that an op comes from; the same line of all layers counts
+  together, and transpose(..) marks the backward pass. Loops are left out: their bodies count.
+  """
+  run()
+  total, count = collections.Counter(), collections.Counter()
+  with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder):
+      for _ in range(repeats):
+        run()
+    (path,) = glob.glob(os.path.join(folder, '**', '*.xplane.pb'), recursive=True)
+    planes = list(jax.profiler.ProfileData.from_file(path).planes)
+  sources = _sources()
+  for event in (event for plane in planes for line in plane.lines for event in line.events):
+    stats = dict(event.stats)
+    module, op = stats.get('hlo_module'), stats.get('hlo_op')
+    if op is not None and not op.startswith(('while', 'call', 'conditional')):
+      source = sources.get((module, op)) or f'{module}: {op}'
+      total[source] += event.duration_ns / 1e6 / repeats
+      count[source] += 1 / repeats
+  return [(source, ms, count[source]) for source, ms in total.most_common()]
+
+
+def _sources():
+  """(module, op) -> the op_name that tracing gave it, for all that is compiled; '' where unclear."""
+  found = {}
+  for executable in jax.devices()[0].client.live_executables():
+    for module in executable.hlo_modules():
+      for op, source in re.findall(r'%([\w.-]+) = [^\n]*op_name="([^"]*)"', module.to_string()):
+        key = module.name, op
+        found[key] = source if found.get(key, source) == source else ''
+  return found
+
+
+def _total(prompts, observations, num_new):
+  """Tokens of a whole conversation."""
+  observed = sum(observation.shape[1] for observation in observations)
+  return prompts.shape[1] + observed + (len(observations) + 1) * num_new

@@ -1,0 +1,200 @@
+"""Two frameworks in two processes on the same CPUs, timed in turn; one JSON line a figure.
+
+A benchmark starts one `Worker` a framework and thread setting, so that neither's thread pools,
+allocator or affinity touch the other's. `measure` runs them A B A B .. in one go: what slows the
+machine for a while slows both. This module, and the benchmarks' own, import no framework.
+"""
+
+import contextlib
+import importlib
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import re
+import time
+import traceback
+
+import numpy as np
+
+PACKAGES = ('jax', 'jaxlib', 'optax', 'torch', 'transformers', 'numpy')
+
+
+class Worker:
+  """An object that lives in a process of its own and is limited to `threads` CPUs."""
+
+  def __init__(self, threads, module, name, *args):
+    """Makes `module.name(*args)` there; its methods are then called by `call` and `timed`."""
+    context = multiprocessing.get_context('spawn')
+    self._pipe, there = context.Pipe()
+    self._process = context.Process(
+      target=_serve, args=(there, module, name, args), daemon=True
+    )
+    with _limited_to(threads):
+      self._process.start()  # the child inherits CPUs and environment
+    there.close()
+    self._receive()
+
+  def call(self, method, *args):
+    """What the method returned."""
+    return self.timed(method, *args)[0]
+
+  def timed(self, method, *args):
+    """(what the method returned, wall-clock seconds, CPU seconds), timed inside the process."""
+    self._pipe.send((method, args))
+    return self._receive()
+
+  def close(self):
+    """Ends the process."""
+    self._pipe.close()
+    self._process.join()
+
+  def _receive(self):
+    try:
+      failed, reply = self._pipe.recv()
+    except EOFError as error:
+      raise RuntimeError('a benchmark process died; its last words are above') from error
+    if failed:
+      raise RuntimeError('a benchmark process failed:\n' + failed)
+    return reply
+
+
+def measure(jobs, num_tokens, repeats, warmups=2):
+  """Runs {name: (worker, method, *args)} in rotation; {name: its figures}.
+
+  The first call of each, compilation included, is reported as `first_call_s` and not counted; nor
+  are the other warm-ups.
+  """
+  seconds = {name: [] for name in jobs}
+  cpu_seconds = {name: [] for name in jobs}
+  for _ in range(warmups + repeats):
+    for name, (worker, *call) in jobs.items():
+      _, wall, cpu = worker.timed(*call)
+      seconds[name].append(wall)
+      cpu_seconds[name].append(cpu)
+  return {
+    name: {
+      'first_call_s': seconds[name][0],
+      'tokens_per_s': num_tokens / np.array(seconds[name][warmups:]),
+      'tokens_per_cpu_s': num_tokens / np.array(cpu_seconds[name][warmups:]),
+    }
+    for name in jobs
+  }
+
+
+def report(benchmark, what, size, threads, ours, peer=None, baseline=None):
+  """Prints one figure: medians, [min, max] of the repeats, and of the ratios of neighbours.
+
+  `ours`, `peer` and `baseline` (another figure of ours) are values of `measure`'s result.
+  """
+  line = {
+    'benchmark': benchmark, 'what': what, 'size': size, 'threads': threads,
+    'ours_tokens_per_s': _short(np.median(ours['tokens_per_s'])),
+    'peer_tokens_per_s': None, 'ratio': None,
+    'spread': {'ours': _range(ours['tokens_per_s'])},
+    'per_cpu_s': {'ours': _short(np.median(ours['tokens_per_cpu_s']))},
+    'first_call_s': {'ours': _short(ours['first_call_s'])},
+  }
+  if peer is not None:
+    ratios = ours['tokens_per_s'] / peer['tokens_per_s']
+    line['peer_tokens_per_s'] = _short(np.median(peer['tokens_per_s']))
+    line['ratio'] = _short(np.median(ours['tokens_per_s']) / np.median(peer['tokens_per_s']))
+    line['spread'] |= {'peer': _range(peer['tokens_per_s']), 'ratio': _range(ratios)}
+    line['per_cpu_s']['peer'] = _short(np.median(peer['tokens_per_cpu_s']))
+    line['first_call_s']['peer'] = _short(peer['first_call_s'])
+  if baseline is not None:
+    ratios = baseline['tokens_per_s'] / ours['tokens_per_s']
+    line['time_over_baseline'] = _short(np.median(ratios))
+    line['spread']['time_over_baseline'] = _range(ratios)
+  line |= {'repeats': len(ours['tokens_per_s']), 'versions': _versions()}
+  print(json.dumps(line), flush=True)
+
+
+def print_machine():
+  """One line about where this runs. A load above 0 means that the figures are not worth keeping."""
+  line = {
+    'machine': _cpu_name(), 'cpus': _num_cpus(), 'system': platform.platform(terse=True),
+    'python': platform.python_version(), 'load_1min': round(os.getloadavg()[0], 2),
+    'date': time.strftime('%Y-%m-%d'), 'versions': _versions(),
+  }
+  print(json.dumps(line), flush=True)
+
+
+def print_ops(ops, top=30):
+  """A table of [(source, ms a call, runs a call)], longest first."""
+  total = sum(ms for _, ms, _ in ops)
+  print(f'{total:9.2f} ms a call from {len(ops)} sources')
+  for name, ms, count in ops[:top]:
+    print(f'{ms:9.2f} ms {ms / total:6.1%} {count:8.1f} x  {name}', flush=True)
+
+
+def _serve(pipe, module, name, args):
+  """The other end of a Worker."""
+  try:
+    target = getattr(importlib.import_module(module), name)(*args)
+    pipe.send((None, None))
+    while True:
+      method, args = pipe.recv()
+      wall, cpu = time.perf_counter(), time.process_time()
+      result = getattr(target, method)(*args)
+      times = time.perf_counter() - wall, time.process_time() - cpu
+      pipe.send((None, (result, *times)))
+  except (EOFError, KeyboardInterrupt):
+    return  # the benchmark is over
+  except Exception:  # handed to the benchmark, which raises it  # pylint: disable=broad-except
+    pipe.send((traceback.format_exc(), None))
+
+
+@contextlib.contextmanager
+def _limited_to(threads):
+  """While open, this process may use `threads` CPUs, and a child learns so from its surroundings.
+
+  XLA and OpenMP size their pools by the affinity; where the system has none (macOS), the variables
+  alone remain, and XLA then keeps to one thread only where 1 is asked for.
+  """
+  before = dict(os.environ)
+  os.environ |= {name: str(threads) for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS')}
+  os.environ |= {'JAX_PLATFORMS': 'cpu', 'HF_HUB_OFFLINE': '1', 'TRANSFORMERS_VERBOSITY': 'error'}
+  if threads == 1:
+    os.environ['XLA_FLAGS'] = (
+      os.environ.get('XLA_FLAGS', '') + ' --xla_cpu_multi_thread_eigen=false'
+    )
+  cpus = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else None
+  if cpus is not None:
+    if threads > len(cpus):
+      raise ValueError(f'{threads} threads on {len(cpus)} CPUs: ask for fewer')
+    os.sched_setaffinity(0, sorted(cpus)[:threads])
+  try:
+    yield
+  finally:
+    os.environ.clear()
+    os.environ |= before
+    if cpus is not None:
+      os.sched_setaffinity(0, cpus)
+
+
+def _short(x):
+  """Four significant digits."""
+  return float(f'{x:.4g}')
+
+
+def _range(x):
+  return [_short(np.min(x)), _short(np.max(x))]
+
+
+def _versions():
+  found = {dist.metadata['Name'].lower() for dist in importlib.metadata.distributions()}
+  return {name: importlib.metadata.version(name) for name in PACKAGES if name in found}
+
+
+def _num_cpus():
+  return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+
+
+def _cpu_name():
+  if os.path.exists('/proc/cpuinfo'):
+    with open('/proc/cpuinfo', encoding='utf-8') as file:
+      if found := re.search(r'model name\s*: (.*)', file.read()):
+        return found[1]
+  return platform.processor() or platform.machine()

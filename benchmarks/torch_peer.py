@@ -1,0 +1,124 @@
+"""The peer's side of the benchmarks: transformers and torch, as their users are told to use them.
+
+Float32, attention by torch's own `scaled_dot_product_attention`, eager. The same weights, from the
+folder that ours.py wrote.
+"""
+
+import os
+
+import numpy as np
+import torch
+import transformers
+
+
+class Sampling:
+  """Samples with `generate`."""
+
+  def __init__(self, folder, threads):
+    _set_threads(threads)
+    self._model = _load(transformers.AutoModelForCausalLM, folder, 'actor').eval()
+
+  def greedy(self, prompts, num_new):
+    """[B,num_new] likeliest tokens."""
+    return self._generate(torch.from_numpy(prompts), num_new, do_sample=False)
+
+  def sample(self, prompts, num_new):
+    """[B,num_new] tokens sampled at temperature 1 after prompts [B,T]."""
+    return self._generate(torch.from_numpy(prompts), num_new)
+
+  def multi_turn_resending(self, prompts, observations, num_new):
+    """Turns with observations [K - 1,B,T] between; every turn reads the whole conversation anew."""
+    return self._multi_turn(prompts, observations, num_new, keep_cache=False)
+
+  def multi_turn(self, prompts, observations, num_new):
+    """The same with the cache handed from turn to turn; works only for rows of equal length."""
+    return self._multi_turn(prompts, observations, num_new, keep_cache=True)
+
+  def _multi_turn(self, prompts, observations, num_new, keep_cache):
+    context = prompts
+    cache = transformers.DynamicCache(config=self._model.config) if keep_cache else None
+    for observation in [*observations, None]:
+      tokens = self._generate(torch.from_numpy(context), num_new, past_key_values=cache)
+      if observation is not None:
+        context = np.concatenate([context, tokens, observation], axis=1)
+    if keep_cache and cache.get_seq_length() < context.shape[1] + num_new - 1:
+      raise RuntimeError('the peer did not keep its cache')
+    return tokens
+
+  def _generate(self, context, num_new, do_sample=True, **options):
+    sampling = dict(temperature=1.0, top_k=0, top_p=1.0) if do_sample else {}
+    tokens = self._model.generate(
+      context, attention_mask=torch.ones_like(context), do_sample=do_sample, use_cache=True,
+      max_new_tokens=num_new, min_new_tokens=num_new, pad_token_id=0, **sampling, **options)
+    if tokens.shape[1] != context.shape[1] + num_new:
+      raise RuntimeError(f'the peer stopped early: {tuple(tokens.shape)}')
+    return tokens[:, context.shape[1] :].numpy()
+
+
+class Learning:
+  """PPO steps on an actor and a critic (a TokenClassification model with one label)."""
+
+  def __init__(self, folder, threads, learning_rate, batch):
+    _set_threads(threads)
+    self._actor = _load(transformers.AutoModelForCausalLM, folder, 'actor').train()
+    self._critic = _load(transformers.AutoModelForTokenClassification, folder, 'critic').train()
+    self._optimizers = [
+      torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True)
+      for model in (self._actor, self._critic)]
+    batch = {name: torch.from_numpy(np.array(x)) for name, x in batch.items()}
+    self._batch = batch | {'tokens': batch['tokens'].long()}
+
+  @torch.no_grad()
+  def log_probs(self):
+    """Log-probs of the policy and values of the critic, 0 outside the agent's tokens."""
+    mask = self._batch['action_mask']
+    return (self._logp() * mask).numpy(), (self._values() * mask).numpy()
+
+  def update(self):
+    """One optimizer step; its losses and gradient norms before the clip of the norm."""
+    batch = self._batch
+    mask = batch['action_mask']
+    weights = mask / mask.sum()
+    ratio = torch.exp((self._logp() - batch['old_logp']) * mask)
+    advantages = batch['advantages']
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    policy_loss = -(weights * surrogate).sum()
+    values, old_values = self._values(), batch['old_values']
+    near = old_values + (values - old_values).clamp(-0.5, 0.5)
+    error = torch.maximum((values - batch['returns']) ** 2, (near - batch['returns']) ** 2)
+    value_loss = 0.5 * (weights * error).sum()
+    return {
+      'actor/pg_loss': policy_loss.item(), 'critic/vf_loss': value_loss.item(),
+      'stppo/grad_norm': self._step(0, self._actor, policy_loss),
+      'critic/grad_norm': self._step(1, self._critic, value_loss)}
+
+  def _step(self, index, model, loss):
+    self._optimizers[index].zero_grad()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    self._optimizers[index].step()
+    return norm.item()
+
+  def _logp(self):
+    """[B,T], column t of token t; column 0 is 0."""
+    tokens = self._batch['tokens']
+    logits = self._actor(tokens, use_cache=False).logits[:, :-1]
+    logp = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    return torch.nn.functional.pad(logp, (1, 0))
+
+  def _values(self):
+    """[B,T], column t of the state before token t; column 0 is 0."""
+    values = self._critic(self._batch['tokens'], use_cache=False).logits[:, :-1, 0]
+    return torch.nn.functional.pad(values, (1, 0))
+
+
+def _load(kind, folder, name):
+  return kind.from_pretrained(
+    os.path.join(folder, name), attn_implementation='sdpa', dtype=torch.float32)
+
+
+def _set_threads(threads):
+  torch.set_num_threads(threads)
+  torch.set_num_interop_threads(1)
+  torch.manual_seed(0)
+  transformers.utils.logging.disable_progress_bar()

@@ -1,0 +1,158 @@
+"""Episodes to a TurnBatch: every token in its column, the reward where it must be, and records."""
+
+import json
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import hypothesis
+from hypothesis import strategies as st
+import jax
+import numpy as np
+
+from stppo_jax import types
+from stppo_jax.rollout import batching
+
+TASK = types.Task(id='q1', question='Who?', answers=('A', 'B'), dataset='toy', hops=2)
+
+
+class Pieces:
+  """As much of a tokenizer as records need."""
+
+  def pieces(self, ids):
+    return [f'<{i}>' for i in ids]
+
+
+TURNS = (((3, 4), (5,)), ((6,), ()))  # (tokens, observation)
+
+
+def make_episode(prompt=(1, 2), turns=TURNS, group=0, score=1.0, failed=False):
+  made = [
+    types.Turn(
+      tokens=np.array(tokens, np.int32),
+      logp=-np.array(tokens, np.float32) / 10,
+      observation=np.array(observation, np.int32),
+      action='search' if observation else 'answer',
+    )
+    for tokens, observation in turns
+  ]
+  return types.Episode(TASK, group, np.array(prompt, np.int32), made, score, failed=failed)
+
+
+class ToTurnBatchTest(parameterized.TestCase):
+
+  def test_by_hand(self):
+    short = make_episode(prompt=(7,), turns=(((8, 9), ()),), group=4, score=0.5)
+    batch = batching.to_turn_batch([make_episode(), short], (4, 8, 16), pad_id=99)
+    np.testing.assert_array_equal(
+      batch.tokens, [[1, 2, 3, 4, 5, 6, 99, 99], [7, 8, 9, 99, 99, 99, 99, 99]]
+    )
+    np.testing.assert_array_equal(
+      batch.turn_ids, [[0, 0, 1, 1, 0, 2, 0, 0], [0, 1, 1, 0, 0, 0, 0, 0]]
+    )
+    np.testing.assert_array_equal(batch.action_mask, np.asarray(batch.turn_ids) > 0)
+    np.testing.assert_array_equal(
+      batch.rewards, [[0, 0, 0, 0, 0, 1, 0, 0], [0, 0, 0.5, 0, 0, 0, 0, 0]]
+    )
+    np.testing.assert_allclose(
+      batch.behaviour_logp,
+      [[0, 0, -0.3, -0.4, 0, -0.6, 0, 0], [0, -0.8, -0.9, 0, 0, 0, 0, 0]],
+      rtol=1e-6,
+    )
+    np.testing.assert_array_equal(batch.group_ids, [0, 4])
+    for name in ('old_logp', 'ref_logp', 'old_values', 'advantages', 'returns'):
+      np.testing.assert_array_equal(getattr(batch, name), np.zeros((2, 8)))
+
+  def test_reward_of_a_row_that_ends_in_an_observation(self):
+    """A terminal reward on a masked token vanishes (verl PR 2337): it goes to an agent token."""
+    cut = make_episode(turns=(((3, 4), (5, 5)),))
+    batch = batching.to_turn_batch([cut], (6,))
+    np.testing.assert_array_equal(batch.rewards, [[0, 0, 0, 1, 0, 0]])
+
+  def test_failed_episodes_are_in_the_batch_and_out_of_the_update(self):
+    batch = batching.to_turn_batch(
+      [make_episode(), make_episode(failed=True), make_episode()], (8,), rows=5
+    )
+    for name in ('action_mask', 'turn_ids', 'rewards', 'behaviour_logp'):
+      array = np.asarray(getattr(batch, name))
+      self.assertFalse(array[[1, 3, 4]].any(), name)
+      self.assertTrue(array[[0, 2]].any(), name)
+    np.testing.assert_array_equal(batch.tokens[1], batch.tokens[0])
+    groups = np.asarray(batch.group_ids)
+    self.assertEqual(groups[0], groups[2])
+    self.assertLen(set(groups.tolist()), 4)  # rows 1, 3 and 4 are alone
+
+  def test_an_episode_that_was_never_played(self):
+    batch = batching.to_turn_batch([make_episode(turns=(), failed=True)], (2,))
+    self.assertFalse(np.asarray(batch.action_mask).any())
+
+  @hypothesis.settings(deadline=None, max_examples=50)
+  @hypothesis.given(
+    st.lists(
+      st.tuples(
+        st.lists(st.integers(1, 50), min_size=1, max_size=4),
+        st.lists(
+          st.tuples(
+            st.lists(st.integers(1, 50), min_size=1, max_size=5),
+            st.lists(st.integers(1, 50), max_size=4),
+          ),
+          min_size=1,
+          max_size=4,
+        ),
+      ),
+      min_size=1,
+      max_size=4,
+    )
+  )
+  def test_what_was_sampled_is_what_is_trained_on(self, rows):
+    episodes = [make_episode(prompt, turns, group=i) for i, (prompt, turns) in enumerate(rows)]
+    batch = batching.to_turn_batch(episodes, (16, 64), rows=4)
+    for b, (prompt, turns) in enumerate(rows):
+      row, ids = np.asarray(batch.tokens[b]), np.asarray(batch.turn_ids[b])
+      for k, (tokens, _) in enumerate(turns, start=1):
+        self.assertEqual(row[ids == k].tolist(), tokens)
+      forced = list(prompt) + [i for _, observation in turns for i in observation]
+      used = len(forced) + sum(len(tokens) for tokens, _ in turns)
+      self.assertEqual(row[:used][ids[:used] == 0].tolist(), forced)
+      self.assertEqual(float(batch.rewards[b].sum()), 1.0)
+      self.assertEqual(float(batch.rewards[b, np.flatnonzero(ids)[-1]]), 1.0)
+
+  def test_sharding(self):
+    mesh = jax.make_mesh((1,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.P('data'))
+    batch = batching.to_turn_batch([make_episode()], (8,), sharding=sharding)
+    self.assertEqual(batch.tokens.sharding, sharding)
+    self.assertEqual(batch.group_ids.sharding, sharding)
+
+  def test_errors_say_what_to_do(self):
+    with self.assertRaisesRegex(types.UserError, 'length buckets'):
+      batching.to_turn_batch([make_episode()], (2, 4))
+    with self.assertRaisesRegex(types.UserError, 'do not fit'):
+      batching.to_turn_batch([make_episode()] * 3, (8,), rows=2)
+
+
+class ToRecordsTest(absltest.TestCase):
+
+  def test_by_hand(self):
+    episode = make_episode()
+    episode.metrics = {'em': 1.0}
+    ratio = np.arange(16, dtype=np.float32).reshape(2, 8)
+    ratio[1, 3] = np.nan
+    clipped = np.zeros((2, 8), bool)
+    clipped[1, 5] = True
+    records = batching.to_records(
+      [make_episode(), episode], Pieces(), 12, 'train', {'ratio': ratio, 'clipped': clipped}
+    )
+    want = {
+      'step': 12, 'kind': 'train', 'task': 'q1', 'dataset': 'toy', 'hops': 2, 'question': 'Who?',
+      'answers': ['A', 'B'], 'score': 1.0, 'em': 1.0, 'failed': False, 'truncated': False,
+      'tokens': [1, 2, 3, 4, 5, 6], 'pieces': ['<1>', '<2>', '<3>', '<4>', '<5>', '<6>'],
+      'turn_ids': [0, 0, 1, 1, 0, 2], 'actions': ['search', 'answer'],
+      'behaviour_logp': [-0.3, -0.4, -0.6],
+      'ratio': [10.0, None, 13.0], 'clipped': [0, 0, 1],
+    }
+    self.assertEqual(records[1], want)
+    self.assertEqual(json.loads(json.dumps(records[1], allow_nan=False)), want)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,164 @@
+"""The schema of a run: every rule of `validate`, every experiment, and the tables it speaks of."""
+
+import ast
+import dataclasses
+import importlib.util
+import pathlib
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from stppo_jax import config as schema
+from stppo_jax.algorithms import losses
+from stppo_jax.algorithms import segments
+from stppo_jax.algorithms import variants
+from stppo_jax.envs import search
+from stppo_jax.models import convert
+from stppo_jax.retrieval import http
+from stppo_jax.types import UserError
+
+EXPERIMENTS = pathlib.Path(__file__).parent.parent / 'experiments'
+
+
+def changed(**values):
+  """The default config with fields replaced: changed(**{'train.updates': 3})."""
+  config = schema.Config()
+  for path, value in values.items():
+    *parents, name = path.split('.')
+    setattr(schema.get(config, '.'.join(parents)) if parents else config, name, value)
+  return config
+
+
+class ValidateTest(parameterized.TestCase):
+
+  def refused(self, *words, **values):
+    """`validate` says one line, and each of the words stands in it."""
+    with self.assertRaises(UserError) as caught:
+      schema.validate(changed(**values))
+    message = str(caught.exception)
+    self.assertNotIn('\n', message)
+    for word in words:
+      self.assertIn(word, message)
+
+  def test_the_defaults_are_valid_and_come_back(self):
+    config = schema.Config()
+    self.assertIs(schema.validate(config), config)
+
+  @parameterized.parameters(*schema.CHOICES)
+  def test_a_choice_names_the_field_what_was_given_and_what_is_allowed(self, path):
+    for wrong in ('nonsense', 7):
+      self.refused(f'config.{path}={wrong!r}', *map(str, schema.CHOICES[path]), **{path: wrong})
+
+  @parameterized.parameters(*schema.AT_LEAST)
+  def test_a_lower_bound_names_the_field_what_was_given_and_the_bound(self, path):
+    least = schema.AT_LEAST[path]
+    self.refused(f'config.{path}={least - 1}', f'at least {least}', **{path: least - 1})
+    self.refused(f'config.{path}=nan', f'at least {least}', **{path: float('nan')})
+
+  @parameterized.parameters(*schema.AT_MOST)
+  def test_an_upper_bound(self, path):
+    most = schema.AT_MOST[path]
+    self.refused(f'config.{path}={most + 1}', f'at most {most}', **{path: most + 1})
+
+  @parameterized.parameters(
+      ({'rollout.top_p': 0.0}, ('rollout.top_p=0.0', '(0, 1]')),
+      ({'rollout.top_p': 1.5}, ('rollout.top_p=1.5', '(0, 1]')),
+      ({'rollout.top_p': 0.9}, ('top_p=0.9', 'old_logp=sampler', 'top_p=1')),
+      ({'rollout.top_k': 20}, ('top_k=20', 'old_logp=sampler', 'top_k=0')),
+      ({'train.micro_batch': 48}, ('micro_batch=48', 'mini_batch=256', 'divisor')),
+      ({'train.mini_batch': 192}, ('mini_batch=192', 'episodes=512', 'divisor')),
+      ({'rollout.group_size': 3}, ('group_size=3', 'episodes=512', 'divisor')),
+      ({'train.length_buckets': ()}, ('length_buckets=()', 'max_total=4096')),
+      ({'train.length_buckets': (4096, 512)}, ('length_buckets=(4096, 512)', 'rise')),
+      ({'train.length_buckets': (512, 512, 4096)}, ('length_buckets', 'rise')),
+      ({'train.length_buckets': (512, 2048)}, ('length_buckets', 'max_total=4096')),
+      ({'rollout.max_total': 2500}, ('max_total=2500', '2548')),
+      ({'algorithm.dual_clip': 0.5}, ('dual_clip=0.5', 'above 1', '0 for off')),
+      ({'algorithm.dual_clip': -3.0}, ('dual_clip=-3.0', 'above 1')),
+      ({'algorithm.variant': 'grpo'}, ("variant='grpo'", 'group_size=1', 'group_size=4')),
+      ({'algorithm.variant': 'rloo'}, ("variant='rloo'", 'group_size=1')),
+      ({'algorithm.advantage': 'leave_one_out'}, ('group_size=1',)),
+      ({'algorithm.advantage': 'group_zscore'}, ('group_size=1',)))
+  def test_rules_that_span_fields(self, values, words):
+    self.refused(*words, **values)
+
+  @parameterized.parameters(
+      {'rollout.top_p': 0.9, 'rollout.top_k': 20, 'algorithm.old_logp': 'sampler'},
+      {'algorithm.variant': 'grpo', 'rollout.group_size': 4},
+      {'algorithm.variant': 'grpo', 'algorithm.advantage': 'token_gae'},
+      {'algorithm.variant': 'reinforce'},
+      {'algorithm.dual_clip': 3.0},
+      {'algorithm.clip_low': 0.1, 'algorithm.clip_high': 0.3},
+      {'train.length_buckets': (4096,)},
+      {'train.updates': 0})
+  def test_what_is_allowed(self, **values):
+    schema.validate(changed(**values))
+
+  def test_every_row_that_compares_a_group_needs_one(self):
+    for name, row in variants.VARIANTS.items():
+      if row.advantage in ('group_zscore', 'leave_one_out'):
+        self.refused('group_size=1', **{'algorithm.variant': name})
+      else:
+        schema.validate(changed(**{'algorithm.variant': name}))
+
+
+class TablesTest(absltest.TestCase):
+
+  def test_the_choices_are_those_of_the_tables(self):
+    overrides = {
+        'advantage': variants.ADVANTAGES, 'ratio': variants.RATIOS, 'divisor': variants.DIVISORS,
+        'norm_of': variants.NORMS, 'min_advantage': ('token', 'turn')}
+    tables = {f'algorithm.{name}': {None, *allowed} for name, allowed in overrides.items()} | {
+        'env.prompt': set(search.STYLES),
+        'env.reward': set(search.REWARDS),
+        'retriever.kind': {'bm25', 'http'},
+        'retriever.dialect': set(http.DIALECTS),
+        'model.critic': {'separate', 'shared'},
+        'model.dtype': set(convert.DTYPES),
+        'model.param_dtype': set(convert.DTYPES),
+        'model.remat': {'none', 'dots', 'full'},
+        'algorithm.variant': set(variants.VARIANTS),
+        'algorithm.aggregation': set(losses.AGGREGATIONS),
+        'algorithm.kl_in': {'reward', 'loss', 'none'},
+        'algorithm.kl_estimator': set(losses.KL_ESTIMATORS),
+        'algorithm.old_logp': {'trainer', 'sampler'}}
+    self.assertEqual({path: set(allowed) for path, allowed in schema.CHOICES.items()}, tables)
+    self.assertEqual(set(variants.RATIOS), {'none', *segments.LEVELS})
+
+  def test_every_field_that_a_rule_names_is_there(self):
+    for path in [*schema.CHOICES, *schema.AT_LEAST, *schema.AT_MOST]:
+      schema.get(schema.Config(), path)
+
+  def test_a_variant_has_an_override_for_each_column(self):
+    fields = {field.name for field in dataclasses.fields(schema.Algorithm)}
+    columns = {field.name for field in dataclasses.fields(variants.Variant)}
+    self.assertContainsSubset(columns, fields)
+    for name in columns:
+      self.assertIsNone(schema.get(schema.Config(), f'algorithm.{name}'), name)
+
+
+class ExperimentsTest(absltest.TestCase):
+
+  def test_every_experiment_loads_and_is_valid(self):
+    paths = [path for path in EXPERIMENTS.glob('*.py') if has_get_config(path)]
+    self.assertNotEmpty(paths)
+    for path in paths:
+      spec = importlib.util.spec_from_file_location(path.stem, path)
+      module = importlib.util.module_from_spec(spec)
+      spec.loader.exec_module(module)
+      for mode in ((), ('smoke',)):
+        with self.subTest(path.stem + ''.join(f':{m}' for m in mode)):
+          config = schema.validate(module.get_config(*mode))
+          self.assertStartsWith(config.name, path.stem)
+          if mode:
+            self.assertBetween(config.train.updates, 1, 5)
+          self.assertIsNot(module.get_config(*mode), config)  # a new one each time
+
+
+def has_get_config(path):
+  tree = ast.parse(path.read_text(encoding='utf-8'))
+  return any(isinstance(node, ast.FunctionDef) and node.name == 'get_config' for node in tree.body)
+
+
+if __name__ == '__main__':
+  absltest.main()

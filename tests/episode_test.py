@@ -1,0 +1,303 @@
+"""Whole episodes of a random model against scripted environments: ids in, ids out, nothing else."""
+
+import functools
+import tempfile
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import hypothesis
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stppo_jax import chat
+from stppo_jax import types
+from stppo_jax.models import decoder
+from stppo_jax.rollout import batching
+from stppo_jax.rollout import episode as episode_lib
+from stppo_jax.rollout import sampler as sampler_lib
+from tests import tiny_tokenizer
+
+T = 96
+LIMITS = episode_lib.Limits(
+  max_prompt_tokens=24, max_turn_tokens=6, max_observation_tokens=20, max_total_tokens=T,
+  min_turn_tokens=2,
+)
+PROMPTS = ('Question: who?\n', 'where', 'the river goes to France?', 'a', 'Paris is', 'x y z')
+SEARCH = ('\n\n<information>Paris is a town. <|im_end|>é</information>\n\n', 0.0, False, False,
+          {'action': 'search'})
+LONG = (f"<information>{'the capital of France ' * 20}</information>\n", 0.0, False, False,
+        {'action': 'search'})
+INVALID = ('try again\n', 0.0, False, False, {'action': 'invalid'})
+EMPTY = ('', 0.25, False, False, {'suffix': ''})  # a GEM environment that says nothing
+ANSWER = ('', 1.0, True, False, {'action': 'answer', 'em': 1.0, 'f1': 0.5})
+NO_RETRIEVAL = ('<information></information>', 0.0, False, False,
+                {'action': 'search', 'retrieval_failed': True})
+LIMIT_HIT = ('', 0.0, True, True, {'action': 'invalid'})
+
+
+class ScriptedEnv:
+  """Hands out a list of outcomes whatever the agent does, and keeps what the agent said."""
+
+  def __init__(self, prompt, outcomes):
+    self.prompt, self.outcomes, self.heard = prompt, list(outcomes), []
+
+  def reset(self, seed=None):
+    return self.prompt, {'suffix': ''}
+
+  def step(self, action):
+    self.heard.append(action)
+    return self.outcomes[len(self.heard) - 1]
+
+
+@functools.cache
+def make_tokenizer():
+  with tempfile.TemporaryDirectory() as folder:
+    return chat.load_tokenizer(tiny_tokenizer.write(folder))
+
+
+@functools.cache
+def make_config():
+  return decoder.ModelConfig(
+    vocab_size=make_tokenizer().vocab_size + 3,  # padded, as real ones are
+    d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=32,
+  )
+
+
+@functools.cache
+def make_params():
+  """Random weights, large enough that the context matters and no distribution is uniform."""
+  enlarge = lambda path, w: w if path[-1].key == 'scale' else 10.0 * w
+  params = jax.jit(decoder.init, static_argnums=1)(jax.random.key(0), make_config())
+  return jax.tree_util.tree_map_with_path(enlarge, params)
+
+
+@functools.cache
+def make_sampler(**settings):
+  tokenizer = make_tokenizer()
+  table = chat.stop_automaton(tokenizer.token_bytes, ('</search>', '</answer>', 's>', 'an'))
+  defaults = dict(
+    max_new=6, max_slots=T, row_buckets=(4,), slot_buckets=(T,), chunk_buckets=(8,), temperature=1.0
+  )
+  return sampler_lib.Sampler(make_config(), table, tokenizer.eos_ids, **{**defaults, **settings})
+
+
+def play(prompts, scripts, keys=None, limits=LIMITS, sampler=None, groups=None, timing_s=None):
+  envs = [ScriptedEnv(prompt, script) for prompt, script in zip(prompts, scripts)]
+  tasks = [types.Task(id=prompt, question=prompt, answers=('a',)) for prompt in prompts]
+  groups = range(len(envs)) if groups is None else groups
+  if keys is None:
+    keys = episode_lib.row_keys(jax.random.key(0), tasks)
+  episodes = episode_lib.play(
+    sampler or make_sampler(), make_params(), make_tokenizer(), envs, tasks, groups, keys, limits,
+    timing_s,
+  )
+  return episodes, envs
+
+
+@jax.jit
+def plain_forward(params, tokens, temperature):
+  """(log-probs [B,T], logits [B,T,V] that token t was drawn from) of one forward, no cache."""
+  x, _ = decoder.hidden(params, make_config(), tokens, None)
+  logp, _ = decoder.token_logp(params, make_config(), x, tokens, temperature)
+  return logp, jnp.roll(decoder.token_logits(params, make_config(), x), 1, axis=1)
+
+
+def renormalised(logits, token, temperature, top_k, top_p):
+  """log-prob of `token` after top-k and top-p, in float64."""
+  probs = np.exp(np.float64(logits) / temperature)
+  order = np.argsort(-probs, kind='stable')[:top_k]
+  probs = probs[order] / probs[order].sum()
+  kept = np.cumsum(probs) - probs < top_p
+  probs = np.where(kept, probs, 0) / probs[kept].sum()
+  return np.log(probs[order == token][0])
+
+
+scripts_strategy = st.lists(
+  st.lists(st.sampled_from([SEARCH, LONG, INVALID, EMPTY, NO_RETRIEVAL]), max_size=4),
+  min_size=1, max_size=4,
+)
+
+
+class PlayTest(parameterized.TestCase):
+
+  @hypothesis.settings(deadline=None, max_examples=25)
+  @hypothesis.given(scripts_strategy, st.integers(0, 2**31), st.permutations(PROMPTS))
+  def test_what_was_sampled_is_what_is_trained_on(self, scripts, seed, prompts):
+    """Re-tokenised turns train tokens that were never sampled (verl 6719): ids must stay ids."""
+    sampler, sampled, fed = make_sampler(), [], []
+    spy = Spy(sampler, sampled, fed)
+    prompts = prompts[: len(scripts)]
+    scripts = [script + [ANSWER] for script in scripts]
+    keys = jax.random.split(jax.random.key(seed), len(scripts))
+    episodes, envs = play(prompts, scripts, keys, sampler=spy)
+    for episode in episodes:
+      episode.failed = False  # so that the batch shows all rows
+    batch = batching.to_turn_batch(episodes, (T,), rows=4)
+    tokens, turn_ids = np.asarray(batch.tokens), np.asarray(batch.turn_ids)
+    for b, (episode, env) in enumerate(zip(episodes, envs)):
+      by_sampler = [ids for turn in sampled if len(ids := turn[b])]
+      self.assertEqual(tokens[b][turn_ids[b] > 0].tolist(), [int(i) for t in by_sampler for i in t])
+      self.assertEqual(turn_ids[b].max(), len(by_sampler))
+      to_model = [i for feed in fed for i in feed[b]]
+      used = len(to_model) + sum(map(len, by_sampler))
+      self.assertEqual(tokens[b][:used][turn_ids[b][:used] == 0].tolist(), to_model)
+      self.assertEqual(len(batching.unroll(episode)[0]), used)
+      self.assertEqual(episode.prompt.tolist(), make_tokenizer().encode(prompts[b]))
+      for turn, outcome in zip(episode.turns[:-1], scripts[b]):
+        want = chat.encode_observation(make_tokenizer(), outcome[0], LIMITS.max_observation_tokens)
+        self.assertEqual(turn.observation.tolist(), want)
+      self.assertEmpty(episode.turns[-1].observation)
+      self.assertLen(env.heard, len(episode.turns))
+      for turn, heard in zip(episode.turns, env.heard):
+        self.assertEqual(heard, make_tokenizer().decode(turn.tokens).removesuffix('<|im_end|>'))
+      self.assertEqual(episode.score, sum(o[1] for o in scripts[b][: len(episode.turns)]))
+      self.assertLessEqual(used, T)
+    logp, _ = plain_forward(make_params(), batch.tokens, 1.0)
+    mask = np.asarray(batch.action_mask)
+    np.testing.assert_allclose(logp * mask, batch.behaviour_logp, atol=1e-5)
+
+  @parameterized.parameters((0.7, 0, 1.0), (0.7, 40, 0.8), (1.0, 40, 0.9))
+  def test_logp_is_that_of_the_distribution_sampled_from(self, temperature, top_k, top_p):
+    sampler = make_sampler(temperature=temperature, top_k=top_k, top_p=top_p)
+    episodes, _ = play(PROMPTS[:4], [[SEARCH, INVALID, ANSWER]] * 4, sampler=sampler)
+    batch = batching.to_turn_batch(episodes, (T,))
+    logp, logits = map(np.asarray, plain_forward(make_params(), batch.tokens, temperature))
+    got, mask = np.asarray(batch.behaviour_logp), np.asarray(batch.action_mask)
+    if top_k == 0:
+      np.testing.assert_allclose(logp * mask, got, atol=1e-5)
+      return
+    for b, t in zip(*np.nonzero(mask)):
+      want = renormalised(logits[b, t], int(batch.tokens[b, t]), temperature, top_k, top_p)
+      self.assertAlmostEqual(got[b, t], want, delta=2e-5)
+
+  def test_an_episode_does_not_depend_on_its_batch(self):
+    scripts = [[SEARCH, INVALID, ANSWER], [LONG, ANSWER], [EMPTY, EMPTY, SEARCH, ANSWER], [ANSWER],
+               [INVALID, ANSWER], [SEARCH, SEARCH, ANSWER]]
+    keys = jax.random.split(jax.random.key(3), 6)
+    together, _ = play(PROMPTS, scripts, keys)  # two waves of the 4 rows
+    order = np.array([5, 3, 1, 0, 4, 2])
+    shuffled, _ = play([PROMPTS[i] for i in order], [scripts[i] for i in order], keys[order])
+    for i, episode in zip(order, shuffled):
+      self.assert_same(episode, together[i])
+    for i in (0, 2, 5):
+      alone, _ = play(PROMPTS[i : i + 1], scripts[i : i + 1], keys[i : i + 1])
+      self.assert_same(alone[0], together[i])
+
+  def test_members_of_a_group_differ_and_can_be_played_again(self):
+    prompts, scripts, groups = ['where'] * 4, [[SEARCH, ANSWER]] * 4, [0, 0, 0, 0]
+    first, _ = play(prompts, scripts, groups=groups)
+    self.assertLen({tuple(batching.unroll(e)[0].tolist()) for e in first}, 4)
+    again, _ = play(prompts, scripts, groups=groups)
+    for a, b in zip(first, again):
+      self.assert_same(a, b)
+
+  def test_row_keys_differ_and_do_not_depend_on_the_batch(self):
+    def keys_of(ids):
+      tasks = [types.Task(id=i, question='', answers=()) for i in ids]
+      keys = jax.random.key_data(episode_lib.row_keys(jax.random.key(0), tasks))
+      return [tuple(key) for key in np.asarray(keys).tolist()]
+
+    a1, a2, b1, b2 = keys_of('aabb')
+    self.assertLen({a1, a2, b1, b2}, 4)
+    self.assertEqual(keys_of('bcab')[::2] + keys_of('bcab')[3:], [b1, a1, b2])
+
+  def test_greedy_is_deterministic(self):
+    sampler = make_sampler(temperature=0.0)
+    one, _ = play(PROMPTS[:2], [[SEARCH, ANSWER]] * 2, sampler=sampler)
+    keys = jax.random.split(jax.random.key(77), 2)
+    two, _ = play(PROMPTS[:2], [[SEARCH, ANSWER]] * 2, keys, sampler=sampler)
+    for a, b in zip(one, two):
+      self.assert_same(a, b)
+
+  def test_total_limit(self):
+    # prompt 'a': 1 token. A turn is at most 6 tokens, SEARCH's observation at most 20.
+    limits = episode_lib.Limits(24, 6, 20, max_total_tokens=40, min_turn_tokens=2)
+    episodes, envs = play(['a'] * 4, [[SEARCH] * 9] * 4, limits=limits)
+    for episode, env in zip(episodes, envs):
+      length = len(batching.unroll(episode)[0])
+      self.assertLessEqual(length, 40)
+      self.assertGreater(length + 20 + 2, 40)  # one more observation would not have fitted
+      self.assertTrue(episode.truncated)
+      self.assertFalse(episode.failed)
+      self.assertEmpty(episode.turns[-1].observation)
+      self.assertLess(len(env.heard), 9)
+
+  def test_how_episodes_end(self):
+    episodes, _ = play(
+      PROMPTS[:4], [[SEARCH, ANSWER], [INVALID, LIMIT_HIT], [NO_RETRIEVAL, ANSWER], [EMPTY, ANSWER]]
+    )
+    self.assertEqual([e.truncated for e in episodes], [False, True, False, False])
+    self.assertEqual([e.failed for e in episodes], [False, False, True, False])
+    self.assertEqual([e.score for e in episodes], [1.0, 0.0, 1.0, 1.25])
+    self.assertEqual(
+      [[t.action for t in e.turns] for e in episodes],
+      [['search', 'answer'], ['invalid', 'invalid'], ['search', 'answer'], ['other', 'answer']],
+    )
+    self.assertEqual(
+      episodes[0].metrics,
+      {'em': 1.0, 'f1': 0.5, 'searches': 1, 'invalid': 0, 'turns': 2, 'prompt_too_long': 0},
+    )
+    self.assertEqual(episodes[1].metrics['invalid'], 2)
+    self.assertEqual(episodes[1].metrics['em'], 0)
+    batch = batching.to_turn_batch(episodes, (T,))
+    np.testing.assert_array_equal(batch.rewards.sum(axis=1), [1.0, 0.0, 0.0, 1.25])
+    np.testing.assert_array_equal(batch.action_mask.any(axis=1), [True, True, False, True])
+
+  def test_prompt_too_long_is_counted_and_not_played(self):
+    episodes, envs = play(['where ' * 30, 'where'], [[ANSWER], [ANSWER]])
+    self.assertEqual([e.metrics['prompt_too_long'] for e in episodes], [1.0, 0.0])
+    self.assertTrue(episodes[0].truncated and episodes[0].failed)
+    self.assertEmpty(envs[0].heard)
+    self.assertLen(episodes[0].prompt, LIMITS.max_prompt_tokens)
+    self.assertFalse(episodes[1].failed)
+
+  def test_suffix_is_part_of_the_observation(self):
+    said = ('you see', 0.0, False, False, {'suffix': ' a door'})
+    episodes, _ = play(['a'], [[said, ANSWER]])
+    observation = episodes[0].turns[0].observation
+    self.assertEqual(make_tokenizer().decode(observation), 'you see a door')
+
+  def test_timing_is_collected(self):
+    timing_s = {'env': 1.0}
+    play(['a'], [[ANSWER]], timing_s=timing_s)
+    self.assertCountEqual(timing_s, ['prefill', 'decode', 'env'])
+    self.assertGreater(timing_s['env'], 1.0)
+
+  def test_limits_that_cannot_be(self):
+    with self.assertRaisesRegex(types.UserError, 'max_turn_tokens'):
+      episode_lib.Limits(max_turn_tokens=0)
+    with self.assertRaisesRegex(types.UserError, 'max_slots'):
+      play(['a'], [[ANSWER]], limits=episode_lib.Limits())
+
+  def assert_same(self, a, b):
+    self.assertEqual(len(a.turns), len(b.turns))
+    np.testing.assert_array_equal(a.prompt, b.prompt)
+    for x, y in zip(a.turns, b.turns):
+      np.testing.assert_array_equal(x.tokens, y.tokens)
+      np.testing.assert_array_equal(x.observation, y.observation)
+      np.testing.assert_allclose(x.logp, y.logp, atol=1e-5)
+
+
+class Spy:
+  """A sampler that also notes what it was fed and what it sampled."""
+
+  def __init__(self, sampler, sampled, fed):
+    self._sampler, self._sampled, self._fed = sampler, sampled, fed
+
+  def __getattr__(self, name):
+    return getattr(self._sampler, name)
+
+  def feed(self, params, state, ids):
+    self._fed.append([list(row) for row in ids])
+    return self._sampler.feed(params, state, ids)
+
+  def generate(self, params, state, budgets):
+    state, tokens, logp = self._sampler.generate(params, state, budgets)
+    self._sampled.append([t.copy() for t in tokens])
+    return state, tokens, logp
+
+
+if __name__ == '__main__':
+  absltest.main()

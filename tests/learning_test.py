@@ -1,0 +1,143 @@
+"""A small task is learned by every variant, through the real sampler and the compiled update.
+
+No tokenizer and no search: ten tokens, two turns. The prompt is one of two symbols. Turn 1 should
+begin with SEARCH. Whatever it says, an observation then reveals one of two symbols, and turn 2
+should begin with that one. score = 0.5 [turn 1 begins with SEARCH] + 0.5 [turn 2 names the symbol].
+
+  random policy 0.1     always the same two tokens 0.75     reading the observation 1
+"""
+
+import dataclasses
+import functools
+
+from tests import conftest  # before jax  # pylint: disable=unused-import
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import numpy as np
+
+from stppo_jax import types
+from stppo_jax.algorithms import variants
+from stppo_jax.models import decoder
+from stppo_jax.rollout import batching
+from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.training import loop
+from stppo_jax.training import sharding
+from stppo_jax.training import state as train_state
+from stppo_jax.training import update
+
+VOCAB = 10
+PROMPTS, SYMBOLS = (0, 1), (2, 3)
+SEARCH, ASK, END = 4, 5, 6  # 7, 8, 9 mean nothing
+MODEL = decoder.ModelConfig(
+    vocab_size=VOCAB, d_model=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, d_ff=64,
+    scan_layers=False)
+EPISODES, MINI_BATCH, EPOCHS, UPDATES, GROUP = 64, 32, 2, 40, 8  # most need about 10 updates
+GOOD = 0.9
+
+
+def setUpModule():
+  # Compiling is most of the work here.
+  jax.config.update('jax_disable_most_optimizations', True)
+
+
+def tearDownModule():
+  jax.config.update('jax_disable_most_optimizations', False)
+
+
+class LearningTest(parameterized.TestCase):
+
+  @parameterized.parameters(*variants.VARIANTS)
+  def test_every_variant_learns(self, name):
+    scores = learn(variants.VARIANTS[name])
+    self.assertBetween(scores[0], 0, 0.3)
+    self.assertGreaterEqual(scores[-1], GOOD, f'{name}: {np.round(scores, 2)}')
+
+  def test_two_heads_on_one_trunk_learn(self):
+    scores = learn(variants.VARIANTS['st_ppo'], shared_trunk=True)
+    self.assertGreaterEqual(scores[-1], GOOD, np.round(scores, 2))
+
+  @parameterized.parameters(
+      (lambda batch: batch.replace(advantages=-batch.advantages), 0.1),
+      # Turn 2 out of the loss: only turn 1's half is learned.
+      (lambda batch: batch.replace(action_mask=batch.action_mask * (batch.turn_ids != 2)), 0.75))
+  def test_a_broken_variant_does_not(self, breakage, most):
+    scores = learn(variants.VARIANTS['st_ppo'], breakage=breakage, updates=16)
+    self.assertLess(scores[-1], most)
+
+
+def learn(variant, shared_trunk=False, breakage=lambda batch: batch, updates=UPDATES, seed=0):
+  """Mean score of each update's episodes; ends once two in a row are good."""
+  run = Run(variant, shared_trunk)
+  group_size = 1 if variant.needs_critic or variant.advantage == 'turn_returns' else GROUP
+  rng = np.random.default_rng(seed)
+  scores = []
+  for n in range(updates):
+    play_key, shuffle_key = jax.random.split(jax.random.fold_in(jax.random.key(seed), n))
+    episodes = play(run.state.actor, group_size, rng, play_key)
+    scores.append(float(np.mean([episode.score for episode in episodes])))
+    if min(scores[-2:]) >= GOOD and n:
+      break
+    batch = batching.to_turn_batch(episodes, (8,), sharding=sharding.rows(run.mesh))
+    batch, _ = run.functions.annotate(run.state, run.state.actor, batch)
+    run.state, batch, _ = run.functions.with_advantages(run.state, batch)
+    batch = breakage(batch)
+    for rows in loop.minibatches(shuffle_key, EPISODES, *run.reuse):
+      run.state, _, _ = run.functions.update_step(run.state, batch, rows)
+  return scores
+
+
+class Run:
+  """State and compiled functions of one learner on one device."""
+
+  def __init__(self, variant, shared_trunk):
+    self.mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    actor = dataclasses.replace(MODEL, head='both' if shared_trunk else 'tokens')
+    separate = variant.needs_critic and not shared_trunk
+    critic = dataclasses.replace(MODEL, head='value') if separate else None
+    # Without a ratio nothing tells a second step that it is off-policy: one step an update.
+    self.reuse = (EPISODES, 1) if variant.ratio == 'none' else (MINI_BATCH, EPOCHS)
+    optimizer, schedule = train_state.make_optimizer(1e-2, 0)
+    learner = train_state.Learner(
+        actor=actor, critic=critic, variant=variant, actor_optimizer=optimizer,
+        critic_optimizer=optimizer, actor_lr=schedule, critic_lr=schedule, micro_batch=self.reuse[0],
+        num_turns=2)
+    init = lambda key, model: None if model is None else decoder.init(jax.random.key(key), model)
+    self.state = train_state.create_sharded(learner, init(0, actor), init(1, critic), 0.0, self.mesh)
+    self.functions = update.compile_functions(learner, self.state, self.mesh)
+
+
+def play(params, group_size, rng, key):
+  """EPISODES episodes of the task, `group_size` of each pair (prompt, symbol to be revealed)."""
+  questions = EPISODES // group_size
+  prompts = np.repeat(rng.choice(PROMPTS, questions), group_size)
+  symbols = np.repeat(rng.choice(SYMBOLS, questions), group_size)
+  sampler, budgets = make_sampler(), [2] * EPISODES
+  state = sampler.start(jax.random.split(key, EPISODES))
+  state = sampler.feed(params, state, [[prompt] for prompt in prompts])
+  state, first, first_logp = sampler.generate(params, state, budgets)
+  observations = [np.array([symbol, ASK], np.int32) for symbol in symbols]
+  state = sampler.feed(params, state, observations)
+  _, second, second_logp = sampler.generate(params, state, budgets)
+  nothing = np.zeros((0,), np.int32)
+  return [
+      types.Episode(
+          task=types.Task(id=str(b), question='', answers=()), group=b // group_size,
+          prompt=np.array([prompts[b]], np.int32),
+          turns=[types.Turn(first[b], first_logp[b], observations[b]),
+                 types.Turn(second[b], second_logp[b], nothing)],
+          score=0.5 * (first[b][0] == SEARCH) + 0.5 * (second[b][0] == symbols[b]))
+      for b in range(EPISODES)]
+
+
+@functools.cache
+def make_sampler():
+  never_stops = np.zeros((2, VOCAB), np.int32)
+  return sampler_lib.Sampler(
+      MODEL, never_stops, eos_ids=(END,), max_new=2, max_slots=8, row_buckets=(EPISODES,),
+      chunk_buckets=(2,))
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,306 @@
+"""The whole loop on a tiny model: what a run leaves behind, resumption, failures of the world."""
+
+import copy
+import json
+import os
+import socket
+import tempfile
+from unittest import mock
+
+from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
+
+from absl import logging
+from absl.testing import absltest
+from absl.testing import parameterized
+import chex
+import jax
+import numpy as np
+
+from stppo_jax import metrics as metrics_lib
+from stppo_jax.training import checkpoint
+from stppo_jax.training import loop
+from stppo_jax.training import sharding
+from stppo_jax.types import RunError
+from stppo_jax.types import UserError
+from tests import tiny_run
+
+# What verl's users look for, and what is ours; every line of a run with a critic has them.
+NAMES = tuple('''
+  actor/pg_loss actor/pg_clipfrac actor/pg_clipfrac_lower actor/ppo_kl actor/entropy actor/grad_norm
+  actor/lr actor/skipped critic/vf_loss critic/vf_clipfrac critic/vpred_mean critic/grad_norm critic/lr
+  critic/vf_explained_var critic/score/mean critic/score/max critic/score/min critic/rewards/mean
+  critic/rewards/max critic/rewards/min critic/advantages/mean critic/advantages/max
+  critic/advantages/min critic/returns/mean critic/values/mean response_length/mean
+  response_length/max response_length/min prompt_length/mean num_turns/mean num_turns/max
+  num_turns/min timing_s/step timing_s/gen timing_s/old_log_prob timing_s/update_actor
+  perf/throughput perf/padding perf/compilations rollout_corr/kl rollout_corr/k3_kl
+  rollout_corr/logp_diff_max rollout_corr/rollout_is_mean rollout_corr/rollout_is_max
+  rollout_corr/rollout_is_eff_sample_size stppo/grad_norm stppo/bias_norm stppo/cos_g_c stppo/divisor
+  stppo/step_norm stppo/ratio_std_token stppo/ratio_std_turn stppo/ratio_std_sequence
+  stppo/clipfrac_turn1_pos stppo/clipfrac_turn1_neg stppo/clipfrac_turn3_pos em/mean f1/mean
+  env/searches/mean env/invalid/mean env/truncated env/retrieval_failed'''.split())
+EVAL_NAMES = (
+    'val-core/all/em', 'val-core/all/f1', 'val-core/all/em_hops1', 'val-core/fruit/em',
+    'val-core/nature/em', 'val-aux/num_turns/mean', 'val-aux/truncated', 'timing_s/testing')
+SEARCHES = [action for action in tiny_run.ACTIONS if 'search' in action]
+
+
+def setUpModule():
+  global FOLDER
+  logging.set_verbosity(logging.WARNING)
+  temporary = tempfile.TemporaryDirectory()
+  absltest.addModuleCleanup(temporary.cleanup)
+  FOLDER = temporary.name
+  tiny_run.write(FOLDER)
+  # Compiling is most of the work here, and most runs compile the same.
+  settings = {
+      'jax_disable_most_optimizations': True,
+      'jax_compilation_cache_dir': os.path.join(FOLDER, 'compiled'),
+      'jax_persistent_cache_min_compile_time_secs': 0.0,
+      'jax_persistent_cache_min_entry_size_bytes': -1}
+  for name, value in settings.items():
+    absltest.addModuleCleanup(jax.config.update, name, getattr(jax.config, name))
+    jax.config.update(name, value)
+
+
+def make_config(**values):
+  """The tiny run's config with fields replaced: make_config(**{'train.updates': 3})."""
+  config = tiny_run.make_config(FOLDER)
+  for path, value in values.items():
+    *parents, name = path.split('.')
+    section = config
+    for parent in parents:
+      section = getattr(section, parent)
+    setattr(section, name, value)
+  return config
+
+
+def on_one_device():
+  one = lambda data, fsdp, tensor: sharding_make_mesh(1, 1, 1, jax.devices()[:1])
+  return mock.patch.object(sharding, 'make_mesh', one)
+
+
+sharding_make_mesh = sharding.make_mesh
+
+
+def state_after(config, workdir, updates):
+  """The checkpointed state, on the host."""
+  run = loop.setup(config)
+  checkpoints = checkpoint.Checkpoints(workdir, 3)
+  state = jax.device_get(checkpoints.restore(updates, run.state, run.mesh))
+  checkpoints.close()
+  return state
+
+
+def comparable(row):
+  """A line of metrics without what the clock and the compiler say."""
+  return {name: value for name, value in row.items()
+          if name != 'time' and not name.startswith(('timing_s/', 'perf/'))}
+
+
+def read_records(workdir, name):
+  with open(os.path.join(workdir, 'episodes', name), encoding='utf-8') as file:
+    return [json.loads(line) for line in file]
+
+
+class LoopTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.enterContext(on_one_device())
+    self.workdir = self.enterContext(tempfile.TemporaryDirectory())
+
+  def test_a_run_its_traces_and_its_resumption(self):
+    config = make_config()
+    scores = loop.train(config, self.workdir)
+    rows = metrics_lib.read_metrics(self.workdir)
+
+    with self.subTest('metrics'):
+      self.assertEqual([row['step'] for row in rows], [0, 1, 2])
+      self.assertContainsSubset(EVAL_NAMES, rows[0])
+      for row in rows[1:]:
+        self.assertContainsSubset(NAMES + EVAL_NAMES, row)
+        self.assertNotIn('nonfinite', row)
+      self.assertLess(rows[1]['rollout_corr/logp_diff_max'], 1e-4)
+      self.assertEqual(scores['val-core/all/em'], rows[2]['val-core/all/em'])
+
+    with self.subTest('episodes'):
+      for n in (1, 2):
+        records = read_records(self.workdir, f'train_{n:06d}.jsonl')
+        self.check_records(records, rows[n])
+      self.assertLen(read_records(self.workdir, 'eval_000000.jsonl'), 5)
+      self.assertLen(read_records(self.workdir, 'eval_000002.jsonl'), 5)
+
+    with self.subTest('report and config'):
+      with open(os.path.join(self.workdir, 'report.html'), encoding='utf-8') as file:
+        self.assertIn('tiny_run', file.read())
+      with open(os.path.join(self.workdir, 'config.json'), encoding='utf-8') as file:
+        self.assertEqual(json.load(file)['train']['episodes'], 16)
+
+    with self.subTest('evaluate reads the newest checkpoint'):
+      again = loop.evaluate(config, self.workdir)
+      for name in again:
+        self.assertEqual(again[name], rows[2][name], name)
+
+    with self.subTest('the same command again changes nothing'):
+      loop.train(config, self.workdir)
+      self.assertEqual(metrics_lib.read_metrics(self.workdir), rows)
+
+    with self.subTest('another config is refused'):
+      with self.assertRaisesRegex(UserError, r'^[^\n]*seed \(0 there, 1 here\)[^\n]*$'):
+        loop.train(make_config(seed=1), self.workdir)
+      self.assertEqual(metrics_lib.read_metrics(self.workdir), rows)
+
+    with self.subTest('three at once equal two and one more'):
+      config = make_config(**{'train.updates': 3})
+      loop.train(config, self.workdir)
+      with tempfile.TemporaryDirectory() as whole:
+        loop.train(config, whole)
+        for ours, theirs in zip(
+            metrics_lib.read_metrics(self.workdir), metrics_lib.read_metrics(whole), strict=True):
+          self.assertEqual(comparable(ours), comparable(theirs))
+        self.assertEqual(read_records(self.workdir, 'train_000003.jsonl'),
+                         read_records(whole, 'train_000003.jsonl'))
+        chex.assert_trees_all_equal(
+            state_after(config, self.workdir, 3), state_after(config, whole, 3))
+
+  def check_records(self, records, row):
+    """The lines of an episodes file agree with themselves and with the line of metrics."""
+    self.assertLen(records, 16)
+    self.assertAlmostEqual(
+        np.mean([record['score'] for record in records]), row['critic/score/mean'], places=5)
+    self.assertAlmostEqual(
+        np.mean([len(record['actions']) for record in records]), row['num_turns/mean'], places=5)
+    self.assertIn('search', sum((record['actions'] for record in records), []))
+    for record in records:
+      self.assertLen(record['turn_ids'], len(record['tokens']))
+      self.assertLen(record['pieces'], len(record['tokens']))
+      self.assertEqual(max(record['turn_ids']), len(record['actions']))
+      agent = [piece for piece, turn in zip(record['pieces'], record['turn_ids']) if turn]
+      for name in ('behaviour_logp', 'old_logp', 'values', 'advantages', 'ratio', 'clipped'):
+        self.assertLen(record[name], len(agent), name)
+      np.testing.assert_allclose(record['old_logp'], record['behaviour_logp'], atol=1e-4)
+      if record['score'] == 1:
+        self.assertIn(f'<answer> {record["answers"][0]}</answer>', ''.join(agent))
+      self.assertTrue(''.join(record['pieces']).startswith('Question: ' + record['question']))
+
+  @parameterized.named_parameters(
+      ('shared_trunk_kl_in_reward', {
+          'model.critic': 'shared', 'algorithm.kl_in': 'reward', 'algorithm.kl_target': 0.1},
+       ('actor/reward_kl_penalty', 'actor/kl_coef', 'critic/vf_loss'), ()),
+      ('grpo_kl_in_loss', {
+          'algorithm.variant': 'grpo', 'rollout.group_size': 4, 'algorithm.kl_in': 'loss',
+          'algorithm.kl_estimator': 'k3'}, ('actor/kl_loss',), ('critic/vf_loss', 'critic/lr')),
+      ('rloo', {'algorithm.variant': 'rloo', 'rollout.group_size': 4},
+       (), ('critic/vf_loss', 'actor/kl_loss', 'stppo/bias_norm')))
+  def test_one_update_of(self, values, present, absent):
+    config = make_config(**{'train.updates': 1, 'algorithm.log_bias': False, **values})
+    loop.train(config, self.workdir)
+    row = metrics_lib.read_metrics(self.workdir)[-1]
+    self.assertContainsSubset(present, row)
+    self.assertNoCommonElements(absent, row)
+    self.assertNotIn('nonfinite', row)
+    self.assertGreater(row['stppo/step_norm'], 0)
+    questions = [r['task'] for r in read_records(self.workdir, 'train_000001.jsonl')]
+    group_size = config.rollout.group_size
+    for question in set(questions):
+      self.assertEqual(questions.count(question) % group_size, 0)
+
+  def test_a_retriever_that_is_down_is_counted_and_trains_nothing(self):
+    folder = os.path.join(self.workdir, 'searcher')
+    tiny_run.write_model(folder, likes=SEARCHES, strength=5.0)
+    with socket.socket() as unused:  # a port that nobody listens on
+      unused.bind(('127.0.0.1', 0))
+      port = unused.getsockname()[1]
+    config = make_config(**{
+        'train.updates': 1, 'model.folder': folder, 'retriever.kind': 'http',
+        'retriever.url': f'http://127.0.0.1:{port}/retrieve', 'retriever.retries': 0,
+        'retriever.timeout_s': 1.0, 'actor.weight_decay': 0.0, 'critic.weight_decay': 0.0})
+    before = jax.device_get(loop.setup(config).state)
+    run = os.path.join(self.workdir, 'run')
+    loop.train(config, run)
+    row = metrics_lib.read_metrics(run)[-1]
+    self.assertEqual(row['env/retrieval_failed'], 1)
+    self.assertEqual(row['val-aux/retrieval_failed'], 1)
+    self.assertEqual(row['actor/skipped'], 0)
+    self.assertEqual(row['stppo/grad_norm'], 0)
+    self.assertTrue(all(r['failed'] for r in read_records(run, 'train_000001.jsonl')))
+    after = state_after(config, run, 1)
+    chex.assert_trees_all_equal(after.actor, before.actor)
+    chex.assert_trees_all_equal(after.critic, before.critic)
+
+  def test_gradients_that_stay_non_finite_end_the_run_with_a_dump_and_one_line(self):
+    def poisoned(*args, **kwargs):
+      batch = to_turn_batch(*args, **kwargs)
+      return batch.replace(rewards=batch.rewards * np.nan)
+
+    to_turn_batch = loop.batching.to_turn_batch
+    config = make_config(**{'train.max_nonfinite': 3})  # two steps an update: in the second
+    with mock.patch.object(loop.batching, 'to_turn_batch', poisoned):
+      with self.assertRaises(RunError) as caught:
+        loop.train(config, self.workdir)
+    message = str(caught.exception)
+    self.assertNotIn('\n', message)
+    self.assertIn('last 4 optimizer steps, up to update 2', message)
+    self.assertIn('nonfinite_000002.jsonl', message)
+    self.assertLen(read_records(self.workdir, 'nonfinite_000002.jsonl'), 16)
+    row = metrics_lib.read_metrics(self.workdir)[-1]
+    self.assertEqual(row['actor/skipped'], 4)
+    self.assertIn('actor/pg_loss', row['nonfinite'])
+    # What was checkpointed after update 1 is what the run began with, and still finite.
+    after = state_after(config, self.workdir, 1)
+    chex.assert_trees_all_equal(after.actor, jax.device_get(loop.setup(config).state.actor))
+
+
+class MeshTest(absltest.TestCase):
+
+  def test_an_update_on_eight_devices(self):
+    config = make_config(**{
+        'train.updates': 1, 'mesh.data': 2, 'mesh.fsdp': 2, 'mesh.tensor': 2, 'eval.every': 0,
+        'algorithm.log_bias': False})
+    with tempfile.TemporaryDirectory() as many, tempfile.TemporaryDirectory() as one:
+      loop.train(config, many)
+      with on_one_device():
+        loop.train(config, one)
+      ours, theirs = (metrics_lib.read_metrics(workdir)[1] for workdir in (many, one))
+    self.assertNotIn('nonfinite', ours)
+    for name in comparable(theirs):
+      np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-3, atol=2e-5, err_msg=name)
+
+
+class ClaimTest(absltest.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.workdir = self.enterContext(tempfile.TemporaryDirectory())
+
+  def test_a_folder_without_numbers_is_free(self):
+    """A run that stopped at a misspelt path left config.json, and the corrected one was refused."""
+    checkpoint.claim(self.workdir, make_config(**{'data.corpus': 'misspelt'}))
+    checkpoint.claim(self.workdir, make_config())
+    with open(os.path.join(self.workdir, metrics_lib.FILE_NAME), 'w', encoding='utf-8'):
+      pass
+    with self.assertRaisesRegex(UserError, "data.corpus .'' there, 'misspelt' here."):
+      checkpoint.claim(self.workdir, make_config(**{'data.corpus': 'misspelt'}))
+
+  def test_fields_that_change_no_number_may_change(self):
+    checkpoint.claim(self.workdir, make_config())
+    with open(os.path.join(self.workdir, metrics_lib.FILE_NAME), 'w', encoding='utf-8'):
+      pass
+    config = make_config()
+    for path in checkpoint.FREE_FIELDS:
+      section, name = path.split('.')
+      value = getattr(getattr(config, section), name)
+      setattr(getattr(config, section), name, value + 1 if isinstance(value, int) else 'other')
+      checkpoint.claim(self.workdir, copy.deepcopy(config))
+
+  def test_a_folder_that_cannot_be_made(self):
+    path = os.path.join(self.workdir, 'file')
+    with open(path, 'w', encoding='utf-8'):
+      pass
+    with self.assertRaisesRegex(UserError, 'cannot be made'):
+      checkpoint.claim(os.path.join(path, 'run'), make_config())
+
+
+if __name__ == '__main__':
+  absltest.main()

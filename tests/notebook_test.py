@@ -1,0 +1,42 @@
+"""The quickstart notebook runs from top to bottom, and the outputs it ships with are of this code."""
+
+import os
+import pathlib
+import unittest
+
+from absl.testing import absltest
+
+REPO = pathlib.Path(__file__).parent.parent
+PATH = REPO / 'notebooks' / 'quickstart.ipynb'
+
+try:
+  import ipykernel  # pylint: disable=unused-import
+  import matplotlib  # pylint: disable=unused-import
+  import nbclient
+  import nbformat
+except ImportError as error:
+  raise unittest.SkipTest(f'needs requirements-dev.txt: {error}') from error
+
+
+class NotebookTest(absltest.TestCase):
+
+  def test_runs_from_top_to_bottom(self):
+    workdir = self.create_tempdir().full_path
+    os.environ |= {'STPPO_JAX': str(REPO), 'STPPO_WORKDIR': workdir}
+    self.addCleanup(os.environ.pop, 'STPPO_JAX')
+    self.addCleanup(os.environ.pop, 'STPPO_WORKDIR')
+    notebook = nbformat.read(PATH, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=600, kernel_name='python3').execute()
+    text = str([cell.get('outputs') for cell in notebook.cells])
+    self.assertIn('update 2/2', text)
+    self.assertIn('</think>', text)
+    self.assertTrue(os.path.exists(os.path.join(workdir, 'report.html')))
+
+  def test_ships_with_outputs(self):
+    cells = [cell for cell in nbformat.read(PATH, as_version=4).cells if cell.cell_type == 'code']
+    self.assertGreaterEqual(sum(bool(cell.outputs) for cell in cells), 4)
+    self.assertNotIn('Traceback', str(cells))
+
+
+if __name__ == '__main__':
+  absltest.main()
