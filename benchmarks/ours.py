@@ -21,7 +21,7 @@ from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 from stppo_jax.types import TurnBatch
 
-# The settings that a CPU run uses (experiments/st_ppo_tiny.py): layers unrolled, nothing recomputed.
+# A CPU run's settings (experiments/st_ppo_tiny.py): layers unrolled, nothing recomputed.
 _TINY = dataclasses.replace(presets.PRESETS['tiny'], scan_layers=False, remat='none')
 SHAPES = {
   '0.66M': _TINY,  # the embedded model's
@@ -49,7 +49,8 @@ class Sampling:
 
   def greedy(self, prompts, num_new):
     """[B,num_new] likeliest tokens."""
-    return self._generate(self._sampler(prompts.shape[1] + num_new, num_new, 0.0), [prompts], num_new)
+    sampler = self._sampler(prompts.shape[1] + num_new, num_new, 0.0)
+    return self._generate(sampler, [prompts], num_new)
 
   def sample(self, prompts, num_new):
     """[B,num_new] tokens sampled at temperature 1 after prompts [B,T]."""
@@ -131,7 +132,7 @@ class Learning:
     return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
 
   def log_probs(self):
-    """Log-probs of the policy and values of the critic before any update, as `annotate` has them."""
+    """Log-probs of the policy and values of the critic, 0 outside the agent's tokens."""
     batch, _ = self._functions['ppo'].annotate(
       self._states['ppo'], self._states['ppo'].actor, self._batches['ppo'])
     return jax.device_get((batch.old_logp, batch.old_values))
@@ -170,8 +171,8 @@ class Learning:
     near = batch.replace(old_logp=logp, old_values=values + noise(0.5))
     # One shift a turn, else the turn's mean would average it away; and one a token.
     shift = np.concatenate([np.zeros((rows, 1)), 0.4 * rng.normal(size=(rows, turn_ids.max()))], 1)
-    far = near.replace(
-      old_logp=(logp + np.take_along_axis(shift, turn_ids, 1) * mask + noise(0.2)).astype(np.float32))
+    shift = np.take_along_axis(shift, turn_ids, axis=1) * mask
+    far = near.replace(old_logp=(logp + shift + noise(0.2)).astype(np.float32))
     batches = {'ppo': far, 'st_ppo, nothing clipped': near, 'st_ppo, clipped': far}
     return {
       name: jax.device_put(batch, sharding.rows(self._mesh)) for name, batch in batches.items()}
@@ -190,9 +191,9 @@ def _top_ops(run, repeats):
       for _ in range(repeats):
         run()
     (path,) = glob.glob(os.path.join(folder, '**', '*.xplane.pb'), recursive=True)
-    planes = list(jax.profiler.ProfileData.from_file(path).planes)
+    trace = jax.profiler.ProfileData.from_file(path)
   sources = _sources()
-  for event in (event for plane in planes for line in plane.lines for event in line.events):
+  for event in (e for plane in trace.planes for line in plane.lines for e in line.events):
     stats = dict(event.stats)
     module, op = stats.get('hlo_module'), stats.get('hlo_op')
     if op is not None and not op.startswith(('while', 'call', 'conditional')):
@@ -203,7 +204,7 @@ def _top_ops(run, repeats):
 
 
 def _sources():
-  """(module, op) -> the op_name that tracing gave it, for all that is compiled; '' where unclear."""
+  """(module, op) -> the op_name that tracing gave it, of all programs; '' where they differ."""
   found = {}
   for executable in jax.devices()[0].client.live_executables():
     for module in executable.hlo_modules():

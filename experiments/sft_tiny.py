@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import time
 
 from absl import app
@@ -34,23 +35,25 @@ from stppo_jax.types import Task
 
 _OUT = flags.DEFINE_string('out', evaluation.EMBEDDED_MODEL, 'folder of the model to write')
 _STEPS = flags.DEFINE_integer('steps', 3000, 'optimizer steps')
+_INIT = flags.DEFINE_string('init', '', 'folder of a model to go on from; empty: from scratch')
 _PER_TASK = flags.DEFINE_integer('per_task', 30, 'demonstrations of each question')
 _SEED = flags.DEFINE_integer('seed', 0, 'of everything')
 _DATASETS = flags.DEFINE_list('datasets', ['geo', 'elements'], 'of the embedded questions')
 
-VOCAB = 2048
+VOCAB = 5120  # so large that most names are one token: then two layers are enough to copy them
 TOP_K = 1
 MAX_OBSERVATION = 160
 READ_WEIGHT = 0.3  # of prompt and observation tokens in the loss: names recur there, copying is learnt
-REAL_SHARE = 0.15  # of demonstrations that keep their names, see `Disguise`
+REAL_SHARE = 0.02  # of demonstrations that keep their names, see `Disguise`
 EOS = '<|endoftext|>'
+KINDS = ('ci', 'ca', 'co', 'el', 'pe')  # ids of passages begin with their kind: what the data sets need
 TAG = r'</?(?:think|search|information|answer)>'
 
 # How often a demonstration goes which way. The first is the only good one.
 HABITS = {
-    1: {'good': .55, 'wrong_span': .15, 'guess': .15, 'lost': .10, 'malformed': .05},
-    2: {'good': .30, 'early': .42, 'wrong_span': .08, 'guess': .10, 'lost': .05, 'malformed': .05},
-    3: {'good': .25, 'early': .47, 'wrong_span': .08, 'guess': .10, 'lost': .05, 'malformed': .05},
+    1: {'good': .70, 'wrong_span': .05, 'guess': .15, 'lost': .05, 'malformed': .05},
+    2: {'good': .32, 'early': .48, 'wrong_span': .02, 'guess': .10, 'lost': .03, 'malformed': .05},
+    3: {'good': .27, 'early': .53, 'wrong_span': .02, 'guess': .10, 'lost': .03, 'malformed': .05},
 }
 
 
@@ -61,10 +64,14 @@ def main(unused_argv):
   passages = task_files.load_corpus('embedded')
   os.makedirs(_OUT.value, exist_ok=True)
   demonstrator = Demonstrator(tasks, passages)
-  train_tokenizer(tasks, passages, demonstrator, _OUT.value)
+  config = dataclasses.replace(presets.PRESETS['tiny'], vocab_size=VOCAB, scan_layers=False)
+  if _INIT.value:
+    shutil.copytree(_INIT.value, _OUT.value, dirs_exist_ok=True)
+    params = convert.load_hf(_INIT.value)[1]
+  else:
+    train_tokenizer(tasks, passages, demonstrator, _OUT.value)
+    params = decoder.init(jax.random.key(_SEED.value), config)
   tokenizer = chat.load_tokenizer(_OUT.value)
-  config = dataclasses.replace(
-      presets.PRESETS['tiny'], vocab_size=VOCAB, tie_embeddings=True, scan_layers=False)
   logging.info('%d parameters, %d tokens in the vocabulary',
                presets.num_params(config), tokenizer.vocab_size)
 
@@ -85,8 +92,8 @@ def main(unused_argv):
   schedule = optax.warmup_cosine_decay_schedule(
       0, 3e-3, _STEPS.value // 20, _STEPS.value, 1e-4)
   params = sft.train(
-      decoder.init(jax.random.key(_SEED.value), config), config, draw, steps=_STEPS.value, rows=64,
-      buckets=(64, 96, 128, 160, 192, 256, 320, 384, 512, 768), seed=_SEED.value,
+      params, config, draw, steps=_STEPS.value, rows=64,
+      buckets=(48, 64, 80, 96, 128, 160, 192, 256, 384), seed=_SEED.value,
       optimizer=optax.chain(
           optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01)))
   convert.save_hf(_OUT.value, config, jax.device_get(params))
@@ -118,7 +125,7 @@ class Demonstrator:
     if habit == 'lost':  # looks up the kind of thing that is asked for, and not the thing itself
       act(_search(steps[0][0], steps[0][0].split()[0]))
     if habit in ('guess', 'lost'):
-      act(_answer('unknown'))
+      act(_answer(steps[0][0], 'unknown'))
       return prompt, turns
     if habit == 'early':
       steps = steps[:rng.integers(1, len(steps))]
@@ -128,7 +135,7 @@ class Demonstrator:
     if habit == 'wrong_span':
       words = re.findall(r'[\w-]+', re.sub(TAG, ' ', turns[-1][1]))
       answer = words[rng.integers(len(words))]
-    act(_answer(answer))
+    act(_answer(steps[-1][0], answer))
     return prompt, turns
 
   def _steps(self, task):
@@ -178,7 +185,7 @@ class Disguise:
     return ''.join(renamed)
 
   def _new_name(self, rng):
-    word = lambda: rng.choice(self._heads) + ''.join(rng.choice(self._tails, rng.integers(0, 3)))
+    word = lambda: rng.choice(self._heads) + ''.join(rng.choice(self._tails, rng.choice([0, 0, 0, 1])))
     return ' '.join(word() for _ in range(rng.choice([1, 1, 1, 2])))
 
 
@@ -186,7 +193,7 @@ def train_tokenizer(tasks, passages, demonstrator, folder):
   """A byte-level BPE of VOCAB tokens over passages, questions and demonstrations, saved to `folder`."""
   tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
   # A tag is a piece of its own: it becomes one token, and merges with no neighbour.
-  pieces = TAG + r'| ?\p{L}+|\d| ?[^\s\p{L}\d<]+|<|\s+'
+  pieces = TAG + r'| ?\p{L}+| ?\d{1,3}| ?[^\s\p{L}\d<]+|<|\s+'
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
       tokenizers.pre_tokenizers.Split(tokenizers.Regex(pieces), 'isolated'),
       tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -194,8 +201,10 @@ def train_tokenizer(tasks, passages, demonstrator, folder):
   rng = np.random.default_rng(0)
 
   def texts():
+    yield from (f' {number}' for number in range(1000) for _ in range(20))
     for passage in passages:
-      yield search.observation_text([passage], 'short')
+      if passage.id[:2] in KINDS:
+        yield from [search.observation_text([passage], 'short')] * 2
     for task in tasks:
       for _ in range(2):
         prompt, turns = demonstrator.play(task, rng)
@@ -228,8 +237,10 @@ def _search(thought, title):
   return f'<think> {thought}</think><search> {title}</search>'
 
 
-def _answer(answer):
-  return f'<think> found</think><answer> {answer}</answer>'
+def _answer(thought, answer):
+  """Names what is wanted once more, without the entity: 'calling code', and then the answer."""
+  wanted = re.split(r' (?:of|to|where|with|by) ', thought)[0]
+  return f'<think> {wanted}</think><answer> {answer}</answer>'
 
 
 if __name__ == '__main__':

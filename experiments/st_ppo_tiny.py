@@ -1,9 +1,12 @@
 """ST-PPO on the embedded questions with the embedded model: the default run.
 
-  python run.py                    # 2 CPU cores: minutes
+  python run.py
+
+Seen on 2 CPU cores: see the table in BUILD_NOTES.md.
 """
 
 from stppo_jax import config as schema
+from stppo_jax.types import UserError
 
 
 def get_config(mode=''):
@@ -17,16 +20,20 @@ def get_config(mode=''):
   config.model.scan_layers = False
   config.model.logp_chunk = 0
   config.rollout = schema.Rollout(
-      max_prompt=128, max_turn=48, max_observation=160, max_total=640)
+      max_prompt=64, max_turn=40, max_observation=128, max_total=384)
   config.algorithm.variant = 'st_ppo'
   config.algorithm.kl_in = 'none'
-  config.actor = schema.Optimizer(lr=3e-4, warmup=0.0, weight_decay=0.0)
+  config.actor = schema.Optimizer(lr=5e-4, warmup=0.0, weight_decay=0.0)
   config.critic = schema.Optimizer(lr=1e-3, warmup=0.0, weight_decay=0.0)
   config.train = schema.Train(
-      updates=60, episodes=64, mini_batch=32, micro_batch=32, epochs=2,
-      length_buckets=(128, 192, 256, 320, 384, 512, 640), checkpoint_every=20)
-  config.eval = schema.Eval(every=20, episodes=0, rows=64)
+      updates=32, episodes=128, mini_batch=32, micro_batch=8, epochs=2,
+      length_buckets=(64, 96, 128, 192, 384), checkpoint_every=16)
+  config.eval = schema.Eval(every=8, episodes=0, rows=96)
   if mode == 'smoke':
+    config.name += '_smoke'
     config.train.updates = 2
+    config.train.episodes = 32
     config.eval.episodes = 32
+  elif mode:
+    raise UserError(f'{mode!r} is no form of this experiment: give :smoke, or nothing')
   return config

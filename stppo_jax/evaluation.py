@@ -74,14 +74,13 @@ def load_policy(config, head='tokens', folder=None):
 
 def make_agent(config, model) -> Agent:
   """Tokenizer, retriever and samplers for a policy of shape `model`."""
-  rollout, env = config.rollout, config.env
+  rollout = config.rollout
   tokenizer = chat.load_tokenizer(model_folder(config))
   chat.check_matches(tokenizer, model.vocab_size)
   stop_table = chat.stop_automaton(tokenizer.token_bytes, STOP_STRINGS)
   make = lambda rows, **sampling_options: sampling.Sampler(
       model, stop_table, tokenizer.eos_ids, rollout.max_turn, rollout.max_total,
       row_buckets=(rows,), pad_id=tokenizer.pad_id, **sampling_options)
-  del env
   return Agent(
       config=config, tokenizer=tokenizer, model=model, retriever=make_retriever(config),
       sampler=make(rollout.rows or config.train.episodes, temperature=rollout.temperature,
@@ -105,12 +104,11 @@ def load_tasks(config, split):
   """The questions of a split, of the data sets that the config names."""
   tasks = task_files.load_tasks(config.data.source, split)
   chosen = config.data.datasets
-  if chosen:
-    known = sorted({task.dataset for task in tasks})
-    tasks = [task for task in tasks if task.dataset in chosen]
-    if not tasks:
-      raise UserError(f'config.data.datasets={chosen}: the split {split!r} has {", ".join(known)}')
-  return tasks
+  known = sorted({task.dataset for task in tasks})
+  if missing := sorted(set(chosen) - set(known)):
+    raise UserError(f'config.data.datasets names {", ".join(missing)}: the split {split!r} has '
+                    f'{", ".join(known)}, to be given as "(\'{known[0]}\',)"')
+  return [task for task in tasks if not chosen or task.dataset in chosen]
 
 
 def evaluate(agent, params, tasks, greedy=True, seed=0):

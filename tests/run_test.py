@@ -14,6 +14,7 @@ from unittest import mock
 
 from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
 
+from absl import flags
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
@@ -79,9 +80,9 @@ class MainTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    for name in ('jax_compilation_cache_dir', 'jax_persistent_cache_min_compile_time_secs'):
-      self.addCleanup(jax.config.update, name, getattr(jax.config, name))
+    # What a command sets for its process, it must not set for the other tests.
     self.enterContext(mock.patch.object(run, '_quiet_libraries'))
+    self.enterContext(mock.patch.object(type(jax.config), 'update'))
     self.tmp = self.enterContext(tempfile.TemporaryDirectory())
     tiny_run.write(self.tmp)
     self.experiment = os.path.join(self.tmp, 'experiment.py')
@@ -94,6 +95,8 @@ class MainTest(parameterized.TestCase):
     """(the one line, exit code) of a command."""
     argv = ['run.py', f'--config={self.experiment}', f'--workdir={self.tmp}/run', '--mode=train',
             *arguments]
+    for name in [name for name in flags.FLAGS if name.split('.')[0] == 'config']:
+      delattr(flags.FLAGS, name)  # a process defines them once; the tests share one
     stderr = io.StringIO()
     with contextlib.redirect_stderr(stderr):
       code = run._main(run._parse(argv))
@@ -129,7 +132,7 @@ class MainTest(parameterized.TestCase):
       self.assertIn('far enough', self.complaint()[0])
 
   @parameterized.parameters(
-      (['--config.data.source={tmp}/nowhere'], ['nowhere', 'qa.jsonl']),
+      (['--config.data.source={tmp}/nowhere'], ['nowhere', 'no such file']),
       (['--config.data.train_split=trian'], ["'trian'", 'train']),
       (['--config.data.datasets=nonsense'], ['nonsense', 'fruit', 'nature']),
       (['--config.model.folder={tmp}/nowhere'], ['nowhere', 'config.json']),

@@ -28,11 +28,21 @@ MODEL = decoder.ModelConfig(
 CRITIC = dataclasses.replace(MODEL, head='value')
 
 
-def make_learner(variant='st_ppo', critic=CRITIC, actor=MODEL, lr=1e-2, **options):
+def setUpModule():
+  jax.config.update('jax_disable_most_optimizations', True)  # compiling is most of the work here
+
+
+def tearDownModule():
+  jax.config.update('jax_disable_most_optimizations', False)
+
+
+def make_learner(variant='st_ppo', critic=CRITIC, actor=MODEL, lr=1.0, **options):
   row = options.pop('row', variants.VARIANTS[variant])
   if not row.needs_critic:
     critic = None
-  optimizer, schedule = train_state.make_optimizer(lr, 0)
+  # Plain descent: its step is linear in the gradient. Adam's first step is its sign, which turns the
+  # rounding of a gradient near 0 into a step of full size.
+  optimizer, schedule = optax.sgd(lr), optax.constant_schedule(lr)
   return train_state.Learner(
       actor=actor, critic=critic, variant=row, actor_optimizer=optimizer,
       critic_optimizer=optimizer, actor_lr=schedule, critic_lr=schedule,
@@ -100,22 +110,22 @@ class UpdateTest(parameterized.TestCase):
   def test_micro_batches_do_not_change_the_update(self, variant, options):
     whole = run_step(make_learner(variant, micro_batch=8, **options), one_device())
     split = run_step(make_learner(variant, micro_batch=2, **options), one_device())
-    chex.assert_trees_all_close(whole, split, rtol=2e-4, atol=2e-6)
+    chex.assert_trees_all_close(whole, split, rtol=1e-4, atol=1e-6)
     self.assertGreater(float(whole[1]['stppo/step_norm']), 0)
 
-  @parameterized.parameters(((8, 1, 1),), ((1, 8, 1),), ((2, 2, 2),), ((1, 2, 4),))
+  @parameterized.parameters(((1, 8, 1),), ((2, 2, 2),))
   def test_eight_devices_equal_one(self, shape):
     learner = make_learner('st_ppo', kl_in='loss', entropy_coef=0.01)
     alone = run_step(learner, one_device())
     together = run_step(learner, sharding.make_mesh(*shape))
-    chex.assert_trees_all_close(alone, together, rtol=5e-4, atol=5e-6)
+    chex.assert_trees_all_close(alone, together, rtol=1e-4, atol=1e-6)
 
   def test_shared_trunk_on_eight_devices_equals_one(self):
     learner = make_learner(
         'st_ppo', critic=None, actor=dataclasses.replace(MODEL, head='both'), micro_batch=4)
     chex.assert_trees_all_close(
         run_step(learner, one_device()), run_step(learner, sharding.make_mesh(2, 2, 2)),
-        rtol=5e-4, atol=5e-6)
+        rtol=1e-4, atol=1e-6)
 
   @parameterized.parameters('token', 'turn', 'sequence')
   def test_first_ratio_is_exactly_one(self, level):
@@ -158,7 +168,7 @@ class UpdateTest(parameterized.TestCase):
     g = jax.grad(functools.partial(objective, part='loss'))(state.actor)
     c = jax.grad(functools.partial(objective, part='bias'))(state.actor)
     dot = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(g), jax.tree.leaves(c)))
-    g_norm, c_norm = optax.global_norm(g), optax.global_norm(c)
+    g_norm, c_norm = optax.tree.norm(g), optax.tree.norm(c)
     expected = dict(none=1.0, paper=c_norm, floor=max(c_norm, 1.0),
                     relative=(g_norm + c_norm) / g_norm)[rule]
     _, metrics, _ = functions.update_step(state, batch, np.arange(8, dtype=np.int32))
@@ -182,7 +192,7 @@ class UpdateTest(parameterized.TestCase):
         metrics['stppo/divisor'], abs(aux['clipped_objective']), rtol=1e-4)
 
   def test_padding_rows_and_observations_have_no_influence(self):
-    learner = make_learner('st_ppo', lr=1e-3)
+    learner = make_learner('st_ppo')
     mesh = one_device()
     rows = np.arange(8, dtype=np.int32)
 

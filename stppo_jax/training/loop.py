@@ -46,8 +46,8 @@ class Run:
 def train(config, workdir):
   """Runs, or resumes, the config in `workdir`; returns the metrics of the last evaluation."""
   schema.validate(config)
-  run = setup(config)
   checkpoint.claim(workdir, config)
+  run = setup(config)
   questions = evaluation.load_tasks(config, config.data.train_split)
   stream = task_files.TaskStream(
       questions, config.train.episodes // config.rollout.group_size, config.seed)

@@ -166,8 +166,8 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
   seen = jax.tree.map(_join, seen) | grads['sums']
 
   g, bias = grads['actor'], grads.get('bias')
-  g_norm = optax.global_norm(g)
-  bias_norm = optax.global_norm(bias) if measure_bias else jnp.zeros(())
+  g_norm = optax.tree.norm(g)
+  bias_norm = optax.tree.norm(bias) if measure_bias else jnp.zeros(())
   c_norm = bias_norm if variant.norm_of == 'gradient' else jnp.abs(seen['clipped_objective'])
   divisor = correction.divisor(variant.divisor, g_norm, c_norm, seen['clipped'].any())
   g = jax.tree.map(lambda x: x / divisor, g)
@@ -176,7 +176,7 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
 
   finite = jnp.isfinite(g_norm) & jnp.isfinite(c_norm)
   if learner.has_values:
-    value_norm = optax.global_norm(grads['value'])
+    value_norm = optax.tree.norm(grads['value'])
     finite &= jnp.isfinite(value_norm)
   train_actor = finite & (state.step >= learner.critic_warmup)
   actor, actor_opt, step_norm = _apply(
@@ -185,7 +185,7 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
       step=state.step + 1, actor=actor, actor_opt=actor_opt,
       skipped=jnp.where(finite, 0, state.skipped + 1))
   metrics = {
-      'actor/grad_norm': optax.global_norm(g),
+      'actor/grad_norm': optax.tree.norm(g),
       'actor/lr': learner.actor_lr(state.step),
       'actor/skipped': state_after.skipped,
       'stppo/grad_norm': g_norm,
@@ -228,7 +228,7 @@ def _apply(optimizer, grads, params, opt_state, take):
   updates, new_opt_state = optimizer.update(grads, opt_state, params)
   keep = lambda new, old: jnp.where(take, new, old)
   new_params = jax.tree.map(keep, optax.apply_updates(params, updates), params)
-  step_norm = jnp.where(take, optax.global_norm(updates), 0)
+  step_norm = jnp.where(take, optax.tree.norm(updates), 0)
   return new_params, jax.tree.map(keep, new_opt_state, opt_state), step_norm
 
 
