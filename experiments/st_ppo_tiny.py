@@ -2,7 +2,7 @@
 
   python run.py
 
-Seen on 2 CPU cores: see the table in BUILD_NOTES.md.
+Seen so far: held-out exact match does not rise yet; see BUILD_NOTES.md.
 """
 
 from stppo_jax import config as schema
