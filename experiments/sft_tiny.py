@@ -2,9 +2,12 @@
 
   python -m experiments.sft_tiny            # writes stppo_jax/assets/tiny
 
-The demonstrations come from the training split alone, and most are bad on purpose: an agent that only
-imitates them speaks the protocol, answers many one-hop questions, and gives up too early on the rest.
-Reinforcement learning has to find out which of its habits pay.
+The demonstrations come from the training split alone, and about half are bad on purpose: an agent that
+only imitates them speaks the protocol and gives up too early. Reinforcement learning has to find out
+which of its habits pay.
+
+The stored model came from two stages by hand (`--init`), between which this script changed: one command
+does not reproduce it yet. See BUILD_NOTES.md.
 """
 
 import dataclasses

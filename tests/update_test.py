@@ -113,6 +113,11 @@ class UpdateTest(parameterized.TestCase):
     chex.assert_trees_all_close(whole, split, rtol=1e-4, atol=1e-6)
     self.assertGreater(float(whole[1]['stppo/step_norm']), 0)
 
+  def test_cutting_micro_batches_to_their_own_length_changes_nothing(self):
+    whole = run_step(make_learner('st_ppo', micro_batch=2), one_device())
+    cut = run_step(make_learner('st_ppo', micro_batch=2, lengths=(10, 16, 20)), one_device())
+    chex.assert_trees_all_close(whole, cut, rtol=1e-4, atol=1e-6)
+
   @parameterized.parameters(((1, 8, 1),), ((2, 2, 2),))
   def test_eight_devices_equal_one(self, shape):
     learner = make_learner('st_ppo', kl_in='loss', entropy_coef=0.01)

@@ -10,7 +10,7 @@ import jax
 from stppo_jax.models import decoder
 
 PRESETS = {
-  # The model that ships with the project: small enough to train on a laptop.
+  # The layers of the model that ships with the project, whose vocabulary is 5,120.
   'tiny': decoder.ModelConfig(
     vocab_size=2048, d_model=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, d_ff=384,
     rope_theta=10_000.0, tie_embeddings=True, qkv_bias=True, family='qwen2', max_positions=4096,

@@ -164,6 +164,7 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
   micros = _split((batch, weights, value_weights), learner.micro_batch, mesh)
   grads, seen = jax.lax.scan(accumulate, zeros, micros)
   seen = jax.tree.map(_join, seen) | grads['sums']
+  seen['ratio'] = jnp.where(mask > 0, seen['ratio'], 1)  # cut-off columns came back as 0
 
   g, bias = grads['actor'], grads.get('bias')
   g_norm = optax.tree.norm(g)
