@@ -24,7 +24,7 @@ from stppo_jax.types import TurnBatch
 # A CPU run's settings (experiments/st_ppo_tiny.py): layers unrolled, nothing recomputed.
 _TINY = dataclasses.replace(presets.PRESETS['tiny'], scan_layers=False, remat='none')
 SHAPES = {
-  '0.66M': _TINY,  # the embedded model's
+  '0.94M': _TINY,  # the embedded model's
   '2.9M': dataclasses.replace(
     _TINY, vocab_size=512, d_model=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64,
     d_ff=640),

@@ -13,40 +13,27 @@ the time. Ours also reports each token's log-prob, which `generate` is not asked
 import tempfile
 
 from absl import app
-from absl import flags
 import numpy as np
 
 from benchmarks import side_by_side
 
-_SIZES = flags.DEFINE_list('sizes', ['0.66M', '2.9M'], 'of 0.66M, 2.9M, 20M')
-_THREADS = flags.DEFINE_list('threads', ['1', '2'], 'CPUs a framework may use')
-_REPEATS = flags.DEFINE_integer('repeats', 7, 'timed runs of each', lower_bound=1)
-_QUICK = flags.DEFINE_bool('quick', False, 'one size, one thread, few tokens: a smoke test')
-_PROFILE = flags.DEFINE_bool('profile', False, 'print the ops that take our time instead')
 
 PROMPT, TURNS, OBSERVED = 64, 4, 32
 
 
 def main(unused_argv):
-  quick = _QUICK.value
-  sizes = ['0.66M'] if quick else _SIZES.value
-  threads = [1] if quick else [int(n) for n in _THREADS.value]
-  side_by_side.print_machine()
-  for size in sizes:
-    for num_threads in threads:
-      run(size, num_threads, quick)
+  side_by_side.run_all(run)
 
 
-def run(size, threads, quick):
+def run(size, threads, quick, repeats):
   """All figures of one size and thread setting."""
   rows, num_new, turn = (4, 16, 8) if quick else (32, 128, 32)
-  repeats = 2 if quick else _REPEATS.value
   with tempfile.TemporaryDirectory() as folder:
     ours = side_by_side.Worker(threads, 'benchmarks.ours', 'Sampling', size, folder)
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.integers(1, ours.call('vocab_size'), shape)
     prompts, observations = draw(rows, PROMPT), draw(TURNS - 1, rows, OBSERVED)
-    if _PROFILE.value:
+    if side_by_side.PROFILE.value:
       side_by_side.print_ops(ours.call('profile', 2, prompts, num_new))
       ours.close()
       return

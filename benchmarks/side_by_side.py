@@ -16,7 +16,14 @@ import re
 import time
 import traceback
 
+from absl import flags
 import numpy as np
+
+SIZES = flags.DEFINE_list('sizes', ['0.94M', '2.9M'], 'of 0.94M, 2.9M, 20M')
+THREADS = flags.DEFINE_list('threads', ['1', '2'], 'CPUs a framework may use')
+REPEATS = flags.DEFINE_integer('repeats', 7, 'timed runs of each', lower_bound=1)
+QUICK = flags.DEFINE_bool('quick', False, 'one size, one thread, few tokens: a smoke test')
+PROFILE = flags.DEFINE_bool('profile', False, 'print the ops that take our time instead')
 
 PACKAGES = ('jax', 'jaxlib', 'optax', 'torch', 'transformers', 'numpy')
 
@@ -58,6 +65,17 @@ class Worker:
     if failed:
       raise RuntimeError('a benchmark process failed:\n' + failed)
     return reply
+
+
+def run_all(run):
+  """Calls `run(size, threads, quick, repeats)` for every size and thread setting of the flags."""
+  print_machine()
+  if QUICK.value:
+    run('0.94M', 1, True, 2)
+    return
+  for size in SIZES.value:
+    for threads in THREADS.value:
+      run(size, int(threads), False, REPEATS.value)
 
 
 def measure(jobs, num_tokens, repeats, warmups=2):

@@ -17,37 +17,25 @@ import numpy as np
 
 from benchmarks import side_by_side
 
-_SIZES = flags.DEFINE_list('sizes', ['0.66M', '2.9M'], 'of 0.66M, 2.9M, 20M')
-_THREADS = flags.DEFINE_list('threads', ['1', '2'], 'CPUs a framework may use')
-_REPEATS = flags.DEFINE_integer('repeats', 7, 'timed runs of each', lower_bound=1)
 _MICRO_BATCH = flags.DEFINE_integer('micro_batch', 0, 'rows of our micro-batches; 0: all at once')
-_QUICK = flags.DEFINE_bool('quick', False, 'one size, one thread, small batch: a smoke test')
-_PROFILE = flags.DEFINE_bool('profile', False, 'print the ops that take our time instead')
 
-BATCHES = {'0.66M': (32, 192), '2.9M': (16, 256), '20M': (16, 256)}  # rows, tokens a row
+BATCHES = {'0.94M': (32, 192), '2.9M': (16, 256), '20M': (16, 256)}  # rows, tokens a row
 LEARNING_RATE = 1e-5
 VARIANTS = ('ppo', 'st_ppo, nothing clipped', 'st_ppo, clipped')
 
 
 def main(unused_argv):
-  quick = _QUICK.value
-  sizes = ['0.66M'] if quick else _SIZES.value
-  threads = [1] if quick else [int(n) for n in _THREADS.value]
-  side_by_side.print_machine()
-  for size in sizes:
-    for num_threads in threads:
-      run(size, num_threads, quick)
+  side_by_side.run_all(run)
 
 
-def run(size, threads, quick):
+def run(size, threads, quick, repeats):
   """All figures of one size and thread setting."""
   rows, length = (4, 128) if quick else BATCHES[size]
-  repeats = 2 if quick else _REPEATS.value
   with tempfile.TemporaryDirectory() as folder:
     ours = side_by_side.Worker(
       threads, 'benchmarks.ours', 'Learning', size, folder, rows, length, LEARNING_RATE,
       _MICRO_BATCH.value or rows)
-    if _PROFILE.value:
+    if side_by_side.PROFILE.value:
       side_by_side.print_ops(ours.call('profile', 3, 'ppo'))
       ours.close()
       return

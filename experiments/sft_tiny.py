@@ -5,17 +5,15 @@
 The demonstrations come from the training split alone, and about half are bad on purpose: an agent that
 only imitates them speaks the protocol and gives up too early. Reinforcement learning has to find out
 which of its habits pay.
-
-The stored model came from two stages by hand (`--init`), between which this script changed: one command
-does not reproduce it yet. See BUILD_NOTES.md.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import re
-import shutil
 import time
+import typing
 
 from absl import app
 from absl import flags
@@ -37,26 +35,33 @@ from stppo_jax.training import sft
 from stppo_jax.types import Task
 
 _OUT = flags.DEFINE_string('out', evaluation.EMBEDDED_MODEL, 'folder of the model to write')
-_STEPS = flags.DEFINE_integer('steps', 3000, 'optimizer steps')
-_INIT = flags.DEFINE_string('init', '', 'folder of a model to go on from; empty: from scratch')
+_STEPS = flags.DEFINE_integer('steps', 5000, 'optimizer steps')
 _PER_TASK = flags.DEFINE_integer('per_task', 30, 'demonstrations of each question')
 _SEED = flags.DEFINE_integer('seed', 0, 'of everything')
 _DATASETS = flags.DEFINE_list('datasets', ['geo', 'elements'], 'of the embedded questions')
 
-VOCAB = 5120  # so large that most names are one token: then two layers are enough to copy them
+MERGED = 512  # tokens that come from bytes and merges; the others are whole words
 TOP_K = 1
-MAX_OBSERVATION = 160
+MAX_OBSERVATION = 128
 READ_WEIGHT = 0.3  # of prompt and observation tokens in the loss: names recur there, copying is learnt
-REAL_SHARE = 0.02  # of demonstrations that keep their names, see `Disguise`
+REAL_SHARE = 0.05  # of demonstrations that keep their names, see `Disguise`
 EOS = '<|endoftext|>'
 KINDS = ('ci', 'ca', 'co', 'el', 'pe')  # ids of passages begin with their kind: what the data sets need
 TAG = r'</?(?:think|search|information|answer)>'
 
 # How often a demonstration goes which way. The first is the only good one.
 HABITS = {
-    1: {'good': .70, 'wrong_span': .05, 'guess': .15, 'lost': .05, 'malformed': .05},
-    2: {'good': .32, 'early': .48, 'wrong_span': .02, 'guess': .10, 'lost': .03, 'malformed': .05},
-    3: {'good': .27, 'early': .53, 'wrong_span': .02, 'guess': .10, 'lost': .03, 'malformed': .05},
+    1: {'good': .75, 'guess': .15, 'lost': .05, 'malformed': .05},
+    2: {'good': .35, 'early': .45, 'guess': .10, 'lost': .05, 'malformed': .05},
+    3: {'good': .30, 'early': .50, 'guess': .10, 'lost': .05, 'malformed': .05},
+}
+# How a sub-question begins, and how passages name what it asks for. A thought quotes them.
+QUOTES = {
+    'capital': 'capital', 'currency': 'currency', 'language': 'language', 'continent': 'continent',
+    'phone code': 'phone code', 'most populous neighbour': 'populous neighbour',
+    'largest city': 'largest city', 'country': 'country', 'nearest foreign': 'foreign capital',
+    'discoverer': 'discoverer', 'year': 'year', 'symbol': 'symbol', 'atomic number': 'atomic number',
+    'latest element': 'latest element',
 }
 
 
@@ -67,14 +72,10 @@ def main(unused_argv):
   passages = task_files.load_corpus('embedded')
   os.makedirs(_OUT.value, exist_ok=True)
   demonstrator = Demonstrator(tasks, passages)
-  config = dataclasses.replace(presets.PRESETS['tiny'], vocab_size=VOCAB, scan_layers=False)
-  if _INIT.value:
-    shutil.copytree(_INIT.value, _OUT.value, dirs_exist_ok=True)
-    params = convert.load_hf(_INIT.value)[1]
-  else:
-    train_tokenizer(tasks, passages, demonstrator, _OUT.value)
-    params = decoder.init(jax.random.key(_SEED.value), config)
+  train_tokenizer(tasks, passages, demonstrator, _OUT.value)
   tokenizer = chat.load_tokenizer(_OUT.value)
+  config = dataclasses.replace(
+      presets.PRESETS['tiny'], vocab_size=tokenizer.vocab_size, scan_layers=False)
   logging.info('%d parameters, %d tokens in the vocabulary',
                presets.num_params(config), tokenizer.vocab_size)
 
@@ -95,8 +96,8 @@ def main(unused_argv):
   schedule = optax.warmup_cosine_decay_schedule(
       0, 3e-3, _STEPS.value // 20, _STEPS.value, 1e-4)
   params = sft.train(
-      params, config, draw, steps=_STEPS.value, rows=64,
-      buckets=(48, 64, 80, 96, 128, 160, 192, 256, 384), seed=_SEED.value,
+      decoder.init(jax.random.key(_SEED.value), config), config, draw, steps=_STEPS.value, rows=32,
+      buckets=(48, 64, 96, 128, 192, 256, 384), seed=_SEED.value,
       optimizer=optax.chain(
           optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01)))
   convert.save_hf(_OUT.value, config, jax.device_get(params))
@@ -107,63 +108,74 @@ class Demonstrator:
   """Plays questions through the real environment by template, well or badly."""
 
   def __init__(self, tasks, passages):
-    self._retriever = bm25.Bm25Retriever(passages)
+    retriever = bm25.Bm25Retriever(passages)
+    self._look_up = functools.cache(lambda query: retriever.search([query], TOP_K)[0])
     self._title_of = {passage.id: passage.title for passage in passages}
 
   def play(self, task: Task, rng):
     """(prompt, [(turn, observation), ..]) as texts; the last observation is empty."""
     habits = HABITS[task.hops]
     habit = rng.choice(list(habits), p=list(habits.values()))
-    env = search.SearchEnv(task, self._retriever, max_turns=4, top_k=TOP_K, prompt='short')
+    env = search.SearchEnv(task, self._look_up, max_turns=4, top_k=TOP_K, prompt='short')
     prompt, _ = env.reset()
     steps = self._steps(task)
+    asked = steps[0].question
     turns = []
 
-    def act(text):
-      turns.append((text, env.step(text)[0]))
+    def act(thought, action):
+      text = f'<think> {thought}</think>{action}'
+      query = env.query(text)
+      turns.append((text, env.step(text, query and self._look_up(query))[0]))
 
     if habit == 'malformed':
-      act(f'<think> {steps[0][0]}</think>' + str(rng.choice(['</search>', '<answer></search>'])))
+      act(asked, str(rng.choice(['</search>', '<answer></search>'])))
       habit = rng.choice(['good', 'guess'])
     if habit == 'lost':  # looks up the kind of thing that is asked for, and not the thing itself
-      act(_search(steps[0][0], steps[0][0].split()[0]))
+      act(asked, f'<search> {asked.split()[0]}</search>')
     if habit in ('guess', 'lost'):
-      act(_answer(steps[0][0], 'unknown'))
+      act(asked, '<answer> unknown</answer>')
       return prompt, turns
     if habit == 'early':
       steps = steps[:rng.integers(1, len(steps))]
-    for thought, title, _ in steps:
-      act(_search(thought, title))
-    answer = steps[-1][2]
-    if habit == 'wrong_span':
-      words = re.findall(r'[\w-]+', re.sub(TAG, ' ', turns[-1][1]))
-      answer = words[rng.integers(len(words))]
-    act(_answer(steps[-1][0], answer))
+    seen = ''
+    for step in steps:
+      act(seen + step.question, f'<search> {step.title}</search>')
+      seen = f'{step.quote} {step.found}. '
+    act(seen[:-2], f'<answer> {steps[-1].found}</answer>')
     return prompt, turns
 
   def _steps(self, task):
-    """[(thought, title to search for, what is found)], earlier findings put in for #1, #2, .."""
+    """The task's chain, earlier findings put in for #1, #2, .."""
     steps = []
-    for (thought, found), passage in zip(task.steps, task.gold, strict=True):
-      for i, (_, _, earlier) in enumerate(steps, 1):
-        thought = thought.replace(f'#{i}', earlier)
-      steps.append((thought, self._title_of[passage], found))
+    for (question, found), passage in zip(task.steps, task.gold, strict=True):
+      quote = next(quote for start, quote in QUOTES.items() if question.startswith(start))
+      for i, earlier in enumerate(steps, 1):
+        question = question.replace(f'#{i}', earlier.found)
+      steps.append(Step(question, self._title_of[passage], quote, found))
     return steps
+
+
+class Step(typing.NamedTuple):
+  question: str  # 'capital of France'
+  title: str  # what to search for: 'France'
+  quote: str  # 'capital is'
+  found: str  # 'Paris'
 
 
 class Disguise:
   """Renames the people, places and numbers of a demonstration, each the same way throughout.
 
   With a few hundred entities a model would learn their facts and names by heart. It is to learn to
-  read and copy instead, so that it can be asked about entities that it has never seen.
+  read and copy instead, so that it can be asked about entities that it has never seen. A new name
+  has the shape of a real one of the training split: 'Bosnia and Herzegovina' -> 'Tirana and Oslo'.
   """
 
   def __init__(self, tasks, passages, tokenizer):
     self._names = {passage.title for passage in passages} | {
         found for task in tasks for _, found in task.steps}
+    self._shapes = sorted({found for task in tasks for _, found in task.steps if found[0].isalpha()})
     vocabulary = tokenizer.pieces(range(tokenizer.vocab_size))
-    self._heads = [piece[1:] for piece in vocabulary if re.fullmatch(r' [A-Z][a-z]*', piece)]
-    self._tails = [piece for piece in vocabulary if re.fullmatch(r'[a-z]{2,}', piece)]
+    self._words = [piece[1:] for piece in vocabulary if re.fullmatch(r' [A-Z][A-Za-z]*', piece)]
 
   def __call__(self, prompt, turns, rng):
     if rng.random() < REAL_SHARE:
@@ -181,42 +193,47 @@ class Disguise:
       name = ''.join(words[i:end])
       if name in self._names and words[i][:1].isupper():
         name = known.setdefault(name, self._new_name(rng))
-      elif name.isdigit() and name != '000':
-        name = known.setdefault(name, ''.join(str(d) for d in rng.integers(1, 10, len(name))))
+      elif name.isdigit():
+        name = known.setdefault(name, str(rng.integers(10**len(name) // 10, 10**len(name))))
       renamed.append(name)
       i = end
     return ''.join(renamed)
 
   def _new_name(self, rng):
-    word = lambda: rng.choice(self._heads) + ''.join(rng.choice(self._tails, rng.choice([0, 0, 0, 1])))
-    return ' '.join(word() for _ in range(rng.choice([1, 1, 1, 2])))
+    word = lambda _: self._words[rng.integers(len(self._words))]
+    return re.sub(r'\b[A-Z][A-Za-z]*', word, self._shapes[rng.integers(len(self._shapes))])
 
 
 def train_tokenizer(tasks, passages, demonstrator, folder):
-  """A byte-level BPE of VOCAB tokens over passages, questions and demonstrations, saved to `folder`."""
+  """A byte-level BPE, saved to `folder`.
+
+  Few merges, and beside them every word of passages, questions and demonstrations as one token
+  (`ignore_merges`, as Llama 3 has it): a name that is one token is far easier to copy.
+  """
   tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
   # A tag is a piece of its own: it becomes one token, and merges with no neighbour.
-  pieces = TAG + r'| ?\p{L}+| ?\d{1,3}| ?[^\s\p{L}\d<]+|<|\s+'
+  pieces = TAG + r'| ?\p{L}+| ?\d{1,2}| ?[^\s\p{L}\d<]+|<|\s+'
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
       tokenizers.pre_tokenizers.Split(tokenizers.Regex(pieces), 'isolated'),
       tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
   tokenizer.decoder = tokenizers.decoders.ByteLevel()
   rng = np.random.default_rng(0)
+  texts = [space + str(number) for number in range(100) for space in ('', ' ')]
+  texts += [search.observation_text([passage], 'short') for passage in passages
+            if passage.id[:2] in KINDS]
+  for task in tasks:
+    prompt, turns = demonstrator.play(task, rng)
+    texts += [prompt, *(turn for turn, _ in turns)]
 
-  def texts():
-    yield from (f' {number}' for number in range(1000) for _ in range(20))
-    for passage in passages:
-      if passage.id[:2] in KINDS:
-        yield from [search.observation_text([passage], 'short')] * 2
-    for task in tasks:
-      for _ in range(2):
-        prompt, turns = demonstrator.play(task, rng)
-        yield prompt
-        yield from (turn for turn, _ in turns)
-
-  tokenizer.train_from_iterator(texts(), tokenizers.trainers.BpeTrainer(
-      vocab_size=VOCAB, special_tokens=[EOS], show_progress=False,
+  tokenizer.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
+      vocab_size=MERGED, special_tokens=[EOS], show_progress=False,
       initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+  model = json.loads(tokenizer.to_str())['model']
+  words = {word for text in texts for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)}
+  for word in sorted(words):
+    model['vocab'].setdefault(word, len(model['vocab']))
+  tokenizer.model = tokenizers.models.BPE(
+      model['vocab'], [tuple(pair) for pair in model['merges']], ignore_merges=True)
   tokenizer.save(os.path.join(folder, 'tokenizer.json'))
   with open(os.path.join(folder, 'tokenizer_config.json'), 'w', encoding='utf-8') as file:
     json.dump({'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': EOS, 'pad_token': EOS,
@@ -234,16 +251,6 @@ def encode(tokenizer, prompt, turns) -> sft.Demonstration:
                  chat.encode_observation(tokenizer, text, MAX_OBSERVATION))
         ids, weights = ids + list(piece), weights + [1.0 if imitated else READ_WEIGHT] * len(piece)
   return sft.Demonstration(np.array(ids, np.int32), np.array(weights, np.float32))
-
-
-def _search(thought, title):
-  return f'<think> {thought}</think><search> {title}</search>'
-
-
-def _answer(thought, answer):
-  """Names what is wanted once more, without the entity: 'calling code', and then the answer."""
-  wanted = re.split(r' (?:of|to|where|with|by) ', thought)[0]
-  return f'<think> {wanted}</think><answer> {answer}</answer>'
 
 
 if __name__ == '__main__':

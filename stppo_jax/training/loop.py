@@ -129,6 +129,12 @@ def make_learner(config, variant, model, critic_model) -> train_state.Learner:
   """The static part of the compiled functions, from the config."""
   train, algorithm = config.train, config.algorithm
   steps_an_update = train.epochs * train.episodes // train.mini_batch
+  if variant.ratio == 'none' and steps_an_update > 1:
+    logging.warning(
+        '%s has no importance ratio, and only the first of its %d optimizer steps an update is '
+        'on-policy: set --config.train.mini_batch=%d --config.train.epochs=1', algorithm.variant,
+        steps_an_update, train.episodes)
+
   def optimizer(options):
     return train_state.make_optimizer(
         options.lr, round(options.warmup * train.updates * steps_an_update), options.betas,

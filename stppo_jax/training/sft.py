@@ -35,11 +35,12 @@ def train(params, config, draw, *, steps, rows, buckets, optimizer, seed, log_ev
     def loss(params):
       x, _ = decoder.hidden(params, config, tokens, None)
       logp, _ = decoder.token_logp(params, config, x, tokens)
-      return -jnp.sum(logp * weights) / jnp.maximum(weights.sum(), 1)
+      mean = lambda weights: -jnp.sum(logp * weights) / jnp.maximum(weights.sum(), 1)
+      return mean(weights), mean(weights == 1)
 
-    value, grads = jax.value_and_grad(loss)(params)
+    (_, imitated), grads = jax.value_and_grad(loss, has_aux=True)(params)
     updates, opt_state = optimizer.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, value
+    return optax.apply_updates(params, updates), opt_state, imitated
 
   rng = np.random.default_rng(seed)
   params = jax.tree.map(jnp.array, params)
@@ -50,7 +51,8 @@ def train(params, config, draw, *, steps, rows, buckets, optimizer, seed, log_ev
     params, opt_state, value = step(params, opt_state, tokens, weights)
     losses.append(value)
     if n % log_every == 0:
-      logging.info('warm start %d/%d: loss %.3f', n, steps, np.mean(jax.device_get(losses)))
+      logging.info('warm start %d/%d: loss on tokens to imitate %.3f', n, steps,
+                   np.mean(jax.device_get(losses)))
       losses = []
   return params
 

@@ -1,0 +1,126 @@
+"""The warm start: demonstrations that read like episodes, names that cannot be learnt by heart."""
+
+import functools
+import re
+
+from absl.testing import absltest
+import jax
+import numpy as np
+import optax
+
+from experiments import sft_tiny
+from stppo_jax import chat
+from stppo_jax import evaluation
+from stppo_jax import tasks as task_files
+from stppo_jax.models import decoder
+from stppo_jax.training import sft
+
+CONFIG = decoder.ModelConfig(
+    vocab_size=16, d_model=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=32,
+    tie_embeddings=True, scan_layers=False)
+
+
+@functools.cache
+def parts():
+  """(training questions, Demonstrator, Disguise, tokenizer) of the embedded model."""
+  tasks = [t for t in task_files.load_tasks('embedded', 'train') if t.dataset != 'medical']
+  passages = task_files.load_corpus('embedded')
+  tokenizer = chat.load_tokenizer(evaluation.EMBEDDED_MODEL)
+  return (tasks, sft_tiny.Demonstrator(tasks, passages),
+          sft_tiny.Disguise(tasks, passages, tokenizer), tokenizer)
+
+
+def good(task, demonstrator):
+  """A demonstration of the task that ends in the right answer."""
+  for seed in range(200):
+    prompt, turns = demonstrator.play(task, np.random.default_rng(seed))
+    if f'<answer> {task.answers[0]}</answer>' in turns[-1][0]:
+      return prompt, turns
+  raise AssertionError(f'no good demonstration of {task}')
+
+
+class TrainTest(absltest.TestCase):
+
+  def train(self, steps):
+    def draw(rng, rows):  # token 5 follows 3 and 4, which weigh nothing themselves
+      return [sft.Demonstration(np.array([1, first, 5, 2], np.int32),
+                                np.array([0, 0, 1, 1], np.float32))
+              for first in rng.integers(3, 5, rows)]
+
+    return sft.train(
+        decoder.init(jax.random.key(0), CONFIG), CONFIG, draw, steps=steps, rows=8, buckets=(4, 8),
+        optimizer=optax.adam(1e-2), seed=0)
+
+  def logp(self, params):
+    tokens = np.array([[1, 3, 5, 2], [1, 4, 5, 2]], np.int32)
+    x, _ = decoder.hidden(params, CONFIG, tokens, None)
+    return np.asarray(decoder.token_logp(params, CONFIG, x, tokens)[0])
+
+  def test_learns_what_has_weight_and_nothing_else(self):
+    before, after = self.logp(self.train(0)), self.logp(self.train(60))
+    self.assertLess(before[:, 2:].max(), -2)
+    self.assertGreater(after[:, 2:].min(), -0.05)
+    self.assertLess(after[:, 1].max(), -2)  # column 1 weighs 0: it could be known to 1 in 2
+
+  def test_is_deterministic(self):
+    a, b = (jax.device_get(self.train(3)) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+  def test_refuses_what_fits_no_bucket(self):
+    with self.assertRaisesRegex(ValueError, '9 tokens'):
+      sft.pad([sft.Demonstration(np.zeros(9, np.int32), np.zeros(9, np.float32))], (4, 8))
+
+
+class DemonstrationsTest(absltest.TestCase):
+
+  def test_every_question_can_be_demonstrated(self):
+    tasks, demonstrator, _, tokenizer = parts()
+    for task in tasks[::97]:
+      prompt, turns = good(task, demonstrator)
+      self.assertLen(re.findall('<search>', ''.join(text for text, _ in turns)), task.hops)
+      row = sft_tiny.encode(tokenizer, prompt, turns)
+      imitated = tokenizer.decode(row.tokens[row.weights == 1])
+      self.assertEqual(imitated, ''.join(text for text, _ in turns))
+
+  def test_disguise_renames_alike_everywhere(self):
+    tasks, demonstrator, disguise, _ = parts()
+    real, renamed = 0, 0
+    for i, task in enumerate(tasks[::97]):
+      prompt, turns = good(task, demonstrator)
+      text = prompt + ''.join(turn + seen for turn, seen in turns)
+      new_prompt, new_turns = disguise(prompt, turns, np.random.default_rng(i))
+      new_text = new_prompt + ''.join(turn + seen for turn, seen in new_turns)
+      if new_text == text:
+        real += 1
+        continue
+      renamed += 1
+      # The chain still holds: each title that is searched for stands in what comes back, and the
+      # answer in the last passage.
+      for turn, seen in new_turns[:-1]:
+        title = re.search(r'<search> (.*?)</search>', turn)[1]
+        self.assertStartsWith(seen, f'<information> {title}: ')
+      answer = re.search(r'<answer> (.*?)</answer>', new_turns[-1][0])[1]
+      self.assertIn(answer, new_turns[-2][1])
+    self.assertGreater(renamed, 4 * real)
+
+  def test_numbers_keep_their_length(self):
+    _, _, disguise, _ = parts()
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+      text = disguise._rename('In 1898 about 5,000 people, code 7.', {}, rng)
+      self.assertRegex(text, r'^In [1-9]\d{3} about \d,[1-9]\d\d people, code \d\.$')
+
+
+class StoredModelTest(absltest.TestCase):
+
+  def test_words_of_names_are_one_token(self):
+    tokenizer = parts()[3]
+    titles = [p.title for p in task_files.load_corpus('embedded') if p.id[:2] in sft_tiny.KINDS]
+    words = {word for title in titles for word in re.findall(r'^[A-Za-z]+$', title)}
+    self.assertGreater(len(words), 800)
+    split = [word for word in words if len(tokenizer.encode(' ' + word)) > 1]
+    self.assertEmpty(split)
+
+
+if __name__ == '__main__':
+  absltest.main()
