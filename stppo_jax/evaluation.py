@@ -63,11 +63,15 @@ def model_folder(config):
   return EMBEDDED_MODEL if config.model.folder == 'embedded' else config.model.folder
 
 
-def load_policy(config, head='tokens', folder=None):
-  """(ModelConfig, parameters on the host) from the config's folder, with the run's compute settings."""
+def load_policy(config, head='tokens', folder=None, shardings=None):
+  """(ModelConfig, parameters) from the config's folder, with the run's compute settings.
+
+  On the host, or where `shardings` (tree of shapes -> tree of NamedShardings) puts them.
+  """
   model = config.model
   shape, params = convert.load_hf(
-      folder or model_folder(config), head=head, param_dtype=model.param_dtype)
+      folder or model_folder(config), head=head, param_dtype=model.param_dtype,
+      shardings=shardings)
   return dataclasses.replace(
       shape, dtype=model.dtype, remat=model.remat, scan_layers=model.scan_layers), params
 

@@ -79,11 +79,11 @@ class TransformersTest(parameterized.TestCase):
     # head_dim 4, theta 10^4: frequencies 1 and 0.01, wavelengths 6.28 and 628; original length 100.
     # 6.28 < 100 / 4 stays; 628 > 100 / 1 is stretched by 8: 0.01 / 8 = 0.00125.
     config = dataclasses.replace(CONFIG, head_dim=4, rope_scaling=(8.0, 1.0, 4.0, 100))
-    np.testing.assert_allclose(decoder._frequencies(config), [1.0, 0.00125], rtol=1e-6)
+    np.testing.assert_allclose(decoder.frequencies(config), [1.0, 0.00125], rtol=1e-6)
     # original length 1256.6: 628.3 is half of it, 2 turns: (2-1)/(4-1) = 1/3 kept:
     # 0.01 * (1/3 + 2/3 / 8) = 0.0041667.
     config = dataclasses.replace(config, rope_scaling=(8.0, 1.0, 4.0, 400 * np.pi))
-    np.testing.assert_allclose(decoder._frequencies(config), [1.0, 0.01 * 5 / 12], rtol=1e-6)
+    np.testing.assert_allclose(decoder.frequencies(config), [1.0, 0.01 * 5 / 12], rtol=1e-6)
 
 
 class TrunkTest(parameterized.TestCase):

@@ -372,11 +372,11 @@ def _write(cached, new, slots):
 
 def _rope(config, positions):
   """positions [B,T] -> (cos, sin) [B,T,1,H/2] float32."""
-  angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(_frequencies(config))
+  angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(frequencies(config))
   return jnp.cos(angles), jnp.sin(angles)
 
 
-def _frequencies(config):
+def frequencies(config):
   """Radians a position of each pair of channels [H/2]; Llama 3 stretches the slow ones.
 
   Wavelengths above original / low_freq_factor are stretched by `factor`, those below
