@@ -72,20 +72,27 @@ def load_policy(config, head='tokens', folder=None):
       shape, dtype=model.dtype, remat=model.remat, scan_layers=model.scan_layers), params
 
 
-def make_agent(config, model) -> Agent:
-  """Tokenizer, retriever and samplers for a policy of shape `model`."""
-  rollout = config.rollout
+def make_agent(config, model, row_sharding=None) -> Agent:
+  """Tokenizer, retriever and samplers for a policy of shape `model`; rows laid out as given."""
   tokenizer = chat.load_tokenizer(model_folder(config))
   chat.check_matches(tokenizer, model.vocab_size)
   stop_table = chat.stop_automaton(tokenizer.token_bytes, STOP_STRINGS)
-  make = lambda rows, **sampling_options: sampling.Sampler(
-      model, stop_table, tokenizer.eos_ids, rollout.max_turn, rollout.max_total,
-      row_buckets=(rows,), pad_id=tokenizer.pad_id, **sampling_options)
+  make = lambda greedy: make_sampler(
+      config, model, stop_table, tokenizer.eos_ids, tokenizer.pad_id, row_sharding, greedy)
   return Agent(
       config=config, tokenizer=tokenizer, model=model, retriever=make_retriever(config),
-      sampler=make(rollout.rows or config.train.episodes, temperature=rollout.temperature,
-                   top_k=rollout.top_k, top_p=rollout.top_p),
-      greedy=make(config.eval.rows, temperature=0.0))
+      sampler=make(False), greedy=make(True))
+
+
+def make_sampler(config, model, stop_table, eos_ids, pad_id, row_sharding=None, greedy=False):
+  """The sampler of training, or the greedy one of evaluation."""
+  rollout = config.rollout
+  options = dict(temperature=0.0) if greedy else dict(
+      temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p)
+  rows = config.eval.rows if greedy else rollout.rows or config.train.episodes
+  return sampling.Sampler(
+      model, stop_table, eos_ids, rollout.max_turn, rollout.max_total, row_buckets=(rows,),
+      pad_id=pad_id, row_sharding=row_sharding, **options)
 
 
 def make_retriever(config):

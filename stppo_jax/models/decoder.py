@@ -55,6 +55,7 @@ class ModelConfig:
   remat: str = 'none'  # what backward recomputes: 'none' | 'full' (all) | 'dots' (all but matmuls)
   scan_layers: bool = True  # False unrolls them: longer to compile, faster on a CPU
   max_positions: int = 32_768  # the longest row the published weights were trained for
+  row_sharding: jax.sharding.Sharding | None = None  # of activations' rows; None: compiler's choice
 
 
 @flax.struct.dataclass
@@ -117,7 +118,7 @@ def hidden(params, config, tokens, positions, cache=None, lengths=None):
     slots = cache.length[:, None] + jnp.arange(chunk)
   positions = slots if positions is None else positions
   chex.assert_equal_shape([tokens, positions])
-  x = params['embed']['embedding'][tokens].astype(config.dtype)
+  x = _spread(params['embed']['embedding'][tokens].astype(config.dtype), config)
   rope = _rope(config, positions)
   if cache is None:
     x = _training_layers(params['layers'], config, x, rope)
@@ -142,6 +143,7 @@ def forward(params, config, tokens, positions, cache=None, lengths=None):
 
 def token_logits(params, config, x):
   """x [...,D] -> float32 logits [...,V]."""
+  x = _spread(x, config)
   if config.tie_embeddings:
     kernel = params['embed']['embedding'].astype(config.dtype)
     return jnp.einsum('...d,vd->...v', x, kernel, preferred_element_type=jnp.float32)
@@ -306,7 +308,7 @@ def _training_layers(layers, config, x, rope):
   mask = causal_mask(x.shape[1])
 
   def apply_layer(layer, x):
-    return Block(config).apply({'params': layer}, x, rope, mask)[0]
+    return _spread(Block(config).apply({'params': layer}, x, rope, mask)[0], config)
 
   if config.remat != 'none':
     policies = {
@@ -331,9 +333,17 @@ def _cached_layers(layers, config, x, rope, slots, cache):
   for l, layer in enumerate(_each_layer(layers, config)):
     layer_cache = (cache.k[l], cache.v[l])
     x, layer_cache = Block(config).apply({'params': layer}, x, rope, mask, layer_cache, slots)
+    x = _spread(x, config)
     k.append(layer_cache[0])
     v.append(layer_cache[1])
   return x, cache.replace(k=tuple(k), v=tuple(v))
+
+
+def _spread(x, config):
+  """x [B,...] with its rows over the devices. Without it XLA follows the weights and keeps all rows."""
+  if config.row_sharding is None:
+    return x
+  return jax.lax.with_sharding_constraint(x, config.row_sharding)
 
 
 def causal_mask(length):
