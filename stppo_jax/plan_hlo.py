@@ -18,7 +18,6 @@ _INSTRUCTION = re.compile(r'^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(')
 _SHAPE = re.compile(r'\b([a-z]+\d*|pred)\[([\d,]*)\]')
 _CALLED = re.compile(r'\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)')
 _BRANCHES = re.compile(r'\bbranch_computations=\{([^}]*)\}')
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,21 +38,26 @@ def collectives(hlo_text):
   entry, computations = _computations(hlo_text)
   count, size = collections.Counter(), collections.Counter()
 
-  def walk(name, times):
+  def walk(name, times, seen):
     for result, opcode, line in computations.get(name, ()):
       kind = opcode.removesuffix('-start')
       if kind in KINDS:
+        channel = re.search(r'channel_id=(\d+)', line)
+        if channel and channel[1] in seen:
+          continue
+        seen.add(channel and channel[1])
         count[kind] += times
         size[kind] += times * _moved(kind, opcode != kind, result, line)
-      trips = int(match[1]) if opcode == 'while' and (match := _TRIPS.search(line)) else 1
-      if kind not in KINDS and not opcode.endswith(('-done', '-update')):
+      elif not opcode.endswith(('-done', '-update')):
         called = _CALLED.findall(line)
         for branches in _BRANCHES.findall(line):
           called += [branch.strip(' %') for branch in branches.split(',')]
+        trips = _trips(line, computations) if opcode == 'while' else 1
         for inner in called:
-          walk(inner, times * trips)
+          # TPU programs cut one collective into many fusions that share its channel.
+          walk(inner, times * trips, seen if opcode in ('fusion', 'async-start') else set())
 
-  walk(entry, 1)
+  walk(entry, 1, set())
   found = [Collective(kind, count[kind], int(size[kind])) for kind in count]
   return tuple(sorted(found, key=lambda collective: -collective.bytes))
 
@@ -76,6 +80,21 @@ def matmul_flops(jaxpr):
     else:
       total += sum(inner) * eqn.params.get('length', 1)
   return total
+
+
+def _trips(line, computations):
+  """How often a while loop's body runs: as the compiler notes, or as `i < constant` says; else once."""
+  if match := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line):
+    return int(match[1])
+  condition = computations.get(re.search(r'condition=%?([\w.\-]+)', line)[1], ())
+  constants = dict(re.search(r'%?([\w.\-]+) = .* constant\((\d+)\)', text).groups()
+                   for _, opcode, text in condition
+                   if opcode == 'constant' and re.search(r'constant\(\d+\)', text))
+  for _, opcode, text in condition:
+    if opcode == 'compare' and 'ROOT' in text and 'direction=LT' in text:
+      limit = re.search(r'compare\([^,]*, (?:[^%]* )?%?([\w.\-]+)\)', text)
+      return int(constants.get(limit and limit[1], 1))
+  return 1
 
 
 def _jaxprs(params):

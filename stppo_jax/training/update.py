@@ -8,6 +8,7 @@ Rows come sorted by length, and each micro-batch is computed on as few columns a
 so that padding costs little; see `_at_own_length`.
 """
 
+import dataclasses
 import functools
 import typing
 
@@ -42,6 +43,9 @@ def compile_functions(learner, state, mesh) -> Functions:
   """`annotate`, `with_advantages` and `update_step`, jitted over the mesh; states are donated."""
   state_sharding = sharding.tree_shardings(state, mesh)
   rows, whole = sharding.rows(mesh), sharding.replicated(mesh)
+  spread = lambda model: model and dataclasses.replace(model, row_sharding=rows)
+  learner = dataclasses.replace(
+      learner, actor=spread(learner.actor), critic=spread(learner.critic))
   jit = lambda function, ins, outs, donate=(): jax.jit(
       functools.partial(function, learner, mesh), in_shardings=ins, out_shardings=outs,
       donate_argnums=donate)
