@@ -1,4 +1,4 @@
-"""Token PPO on Qwen2.5-7B with Wikipedia search: Search-R1 v0.2, the baseline that the paper says collapses.
+"""Token PPO on Qwen2.5-7B with Wikipedia search: Search-R1 v0.2, which the paper says collapses.
 
   python run.py --config=experiments/ppo_7b.py --config.model.folder=FOLDER/Qwen2.5-7B \\
     --config.data.source=FOLDER/nq_hotpotqa.parquet --config.retriever.url=http://HOST:8000/retrieve
@@ -6,7 +6,8 @@
 Not yet run. (Published for this recipe, base model: mean exact match .431 over seven data sets.)
 Does it fit?  python run.py --config=experiments/ppo_7b.py --mode=plan --topology=v5e:8x8
 
-Settings are those of Search-R1's v0.2 script; what is ours says so. The other 7B experiments start from here.
+Settings are those of Search-R1's v0.2 script; what is ours says so. The other 7B experiments start
+from here.
 """
 
 from stppo_jax import config as schema
@@ -33,7 +34,7 @@ def get_config(mode=''):
   config.critic = schema.Optimizer(lr=1e-5, warmup=0.015, grad_clip=1.0)
   config.train = schema.Train(
       updates=1005, episodes=512, mini_batch=256, epochs=1,
-      # Ours: one row for each of 64 devices; on 8 devices 8 to 32. It changes memory, never the result.
+      # Ours: one row for each of 64 devices; 8 on 8 devices. It changes memory, never the result.
       micro_batch=64, length_buckets=(1024, 2048, 4096), checkpoint_every=100)
   config.eval = schema.Eval(every=50, episodes=1024, rows=512)  # ours; theirs: the whole test set
   if mode == 'smoke':

@@ -6,9 +6,8 @@
 Not yet run.
 Does it fit?  python run.py --config=experiments/st_ppo_med_7b.py --mode=plan --topology=v5e:8x8
 
-Questions with `options` and the right letter as `answer` are asked as multiple choice. The paper names this
-task, and not its settings: all that differs from st_ppo_7b is ours. A folder of some thousand questions and
-passages is enough, so retrieval is in this process.
+Questions with `options` and the right letter as `answer` are asked as multiple choice. The paper names
+this task and not its settings: all that differs from st_ppo_7b is ours. Retrieval is BM25 in process.
 """
 
 from experiments import st_ppo_7b

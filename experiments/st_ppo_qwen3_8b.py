@@ -1,4 +1,4 @@
-"""ST-PPO on Qwen3-8B with Wikipedia search: another model family, which the paper's reviewers asked for.
+"""ST-PPO on Qwen3-8B with Wikipedia search: a model family that reviewers of the paper asked for.
 
   python run.py --config=experiments/st_ppo_qwen3_8b.py --config.model.folder=FOLDER/Qwen3-8B \
     --config.data.source=FOLDER/nq_hotpotqa.parquet --config.retriever.url=http://HOST:8000/retrieve

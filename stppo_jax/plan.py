@@ -116,7 +116,7 @@ class Plan:
   mesh: jax.sharding.Mesh
   num_params: dict[str, int]  # of each model
   held: dict[str, tuple[int, int]]  # what is held: bytes (in all, of the fullest device)
-  programs: list[Program]
+  programs: list[Program] = dataclasses.field(default_factory=list)
   largest_micro_batch: int = 0  # that fits; 0: none does
   largest_rows: int = 0
 
@@ -147,74 +147,22 @@ def make(config, topology='') -> Plan:
   variant = loop.make_variant(config.algorithm)
   heads = loop.model_heads(config, variant)
   model = evaluation.load_shape(config, heads[0])
-  critic_model = heads[1] and evaluation.load_shape(
-      config, heads[1], config.model.critic_folder or None)
-  learner = dataclasses.replace(
-      loop.make_learner(config, variant, model, critic_model), lengths=())
+  critic = heads[1] and evaluation.load_shape(config, heads[1], config.model.critic_folder or None)
+  learner = dataclasses.replace(loop.make_learner(config, variant, model, critic), lengths=())
   params = _on(mesh, _params(model))
-  critic = critic_model and _params(critic_model)
   state = _on(mesh, jax.eval_shape(
-      functools.partial(train_state.create, learner, kl_coef=0.0), params, critic))
-  with_reference = config.algorithm.kl_in != 'none'
-  rows, columns = evaluation.num_rows(config), config.train.length_buckets[-1]
-  cache = jax.eval_shape(lambda: decoder.init_cache(model, rows, config.rollout.max_total))
-  splits = rows % sharding.num_row_shards(mesh) == 0
-  cache_sharding = sharding.rows(mesh) if splits else sharding.replicated(mesh)
-  held = {
-      'policy': _sizes(state.actor),
-      'critic': _sizes(state.critic),
-      'optimizers': _sizes((state.actor_opt, state.critic_opt)),
-      'reference policy': _sizes(params) if with_reference else (0, 0),
-      'KV cache': _sizes(jax.tree.map(lambda x: _shape(x, cache_sharding), cache)),
-  }
-  here = {name: size[1] for name, size in held.items()}  # bytes of one device
-  everything = sum(here.values()) - here['KV cache']
-
-  functions = update.compile_functions(learner, state, mesh)
-  batch = turn_batch(config.train.episodes, columns)
-  sampler = evaluation.make_sampler(
-      config, model, np.zeros((NUM_STOP_STATES, model.vocab_size), np.int32), (0,), 0,
-      sharding.rows(mesh))
-  sampling = sampler.trace(params, rows, config.rollout.max_total)
-  train = config.train
-  waves = -(-train.episodes // rows)
-  chunk = sampler.chunk_buckets[-1]
-  reads = -(-config.rollout.max_prompt // chunk) + (
-      config.env.max_turns * -(-config.rollout.max_observation // chunk))
-  tokens = min((config.env.max_turns + 1) * config.rollout.max_turn, config.rollout.max_total)
-  jobs = (
-      ('update', f'{train.mini_batch} episodes in micro-batches of {train.micro_batch}',
-       train.epochs * train.episodes // train.mini_batch, here['reference policy'],
-       functions.update_step.trace(state, batch, _shape_of(train.mini_batch, dtype=jnp.int32))),
-      ('annotate', f'{train.episodes} episodes in micro-batches of {train.micro_batch}', 1,
-       here['optimizers'], functions.annotate.trace(state, params, batch)),
-      ('prefill', f'{chunk} tokens of {rows} rows', waves * reads, everything - here['policy'],
-       sampling['prefill']),
-      ('decode', f'1 token of {rows} rows', waves * tokens, everything - here['policy'],
-       sampling['decode']),
-  )
-  programs = []
-  for name, unit, runs, resident, traced in jobs:
-    program = Program(name, unit, runs, plan_hlo.matmul_flops(traced.jaxpr), resident)
-    _compile(program, traced, topology or 'the devices here')
-    programs.append(program)
-  weights = 2 * presets.num_params(model) // mesh.shape['tensor']  # as decode reads them
-  for program in programs:
-    _estimate(program, chip, mesh.size,
-              weights + here['KV cache'] if program.name == 'decode' else None)
-
+      functools.partial(train_state.create, learner, kl_coef=0.0),
+      params, critic and _params(critic)))
   plan = Plan(
-      config=config, topology=topology or f'{len(devices)} x {chip.name}', chip=chip, mesh=mesh,
+      config=config, topology=topology or 'the devices here', chip=chip, mesh=mesh,
       num_params={name: presets.num_params(shape)
-                  for name, shape in (('policy', model), ('critic', critic_model)) if shape},
-      held=held, programs=programs)
-  step = sharding.num_row_shards(mesh)
-  gradients = (2 * here['policy'] + here['critic'])  # g, C and the critic's, summed over micro-batches
-  plan.largest_micro_batch = _largest(
-      plan.limit, programs[:2], train.micro_batch, gradients,
-      [n for n in range(step, train.mini_batch + 1, step) if train.mini_batch % n == 0])
-  plan.largest_rows = _largest(
-      plan.limit, programs[2:], rows, 0, range(step, train.episodes + 1, step))
+                  for name, shape in (('policy', model), ('critic', critic)) if shape},
+      held=_held(config, mesh, model, state, params))
+  for program, traced in _programs(plan, learner, state, params):
+    _compile(program, traced, plan.topology)
+    _estimate(program, plan)
+    plan.programs.append(program)
+  _find_largest(plan)
   return plan
 
 
@@ -249,8 +197,8 @@ def table(plan) -> str:
     total = sum(program.runs * program.seconds for program in plan.programs)
     lines.append(_row('s an update (estimate)', *(
         f'{program.runs * program.seconds:.3g}' for program in plan.programs)))
-    lines.append(f'one update takes at least {total:.0f} s (a roofline of full-length rows, an '
-                 'estimate: nothing was run)')
+    lines.append(f'one update takes at least {total:.0f} s (an estimate, from below: a roofline of '
+                 'full-length rows; nothing was run)')
   lines.append(_row('compiled in, s', *(f'{program.compile_s:.0f}' for program in plan.programs)))
   lines += [''] + [f'{program.name}: {program.unit}{program.note}' for program in plan.programs]
   lines += ['largest that fits (estimate, at least): '
@@ -264,7 +212,8 @@ def devices_of(topology):
   if not topology:
     return _local_devices()
   name, _, shape = topology.partition(':')
-  if name not in CHIPS or not re.fullmatch(r'\d+(x\d+)+', shape):
+  forms = r'\d+x\d+x\d+' if name in ('v5p', 'h100') else r'\d+x\d+'
+  if name not in CHIPS or not re.fullmatch(forms, shape):
     raise UserError(f'--topology={topology}: no such topology; give {FORMS}')
   package = 'jax_plugins.xla_cuda12' if name == 'h100' else 'libtpu'
   if not _installed(package):
@@ -348,6 +297,55 @@ def _sizes(tree):
           sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
 
 
+def _held(config, mesh, model, state, params):
+  """{what: (bytes in all, bytes of one device)} that a run keeps, and the cache it samples with."""
+  rows = evaluation.num_rows(config)
+  cache = jax.eval_shape(lambda: decoder.init_cache(model, rows, config.rollout.max_total))
+  even = rows % sharding.num_row_shards(mesh) == 0
+  placed = sharding.rows(mesh) if even else sharding.replicated(mesh)
+  return {
+      'policy': _sizes(state.actor),
+      'critic': _sizes(state.critic),
+      'optimizers': _sizes((state.actor_opt, state.critic_opt)),
+      'reference policy': _sizes(params if config.algorithm.kl_in != 'none' else ()),
+      'KV cache': _sizes(jax.tree.map(lambda x: _shape(x, placed), cache)),
+  }
+
+
+def _programs(plan, learner, state, params):
+  """(Program, jax.stages.Traced) of each function that an update runs."""
+  config, train, rollout = plan.config, plan.config.train, plan.config.rollout
+  here = {name: each for name, (_, each) in plan.held.items()}
+  others = here['critic'] + here['optimizers'] + here['reference policy']
+  functions = update.compile_functions(learner, state, plan.mesh)
+  batch = turn_batch(train.episodes, train.length_buckets[-1])
+  rows = evaluation.num_rows(config)
+  model = dataclasses.replace(learner.actor, row_sharding=None)
+  table = np.zeros((NUM_STOP_STATES, model.vocab_size), np.int32)
+  sampler = evaluation.make_sampler(config, model, table, (0,), 0, sharding.rows(plan.mesh))
+  sampling = sampler.trace(params, rows, rollout.max_total)
+
+  waves, chunk = -(-train.episodes // rows), sampler.chunk_buckets[-1]
+  chunks = -(-rollout.max_prompt // chunk) + (
+      config.env.max_turns * -(-rollout.max_observation // chunk))
+  tokens = min((config.env.max_turns + 1) * rollout.max_turn, rollout.max_total)
+  grows = sum(bucket < rollout.max_total for bucket in sampler.slot_buckets)
+  steps = train.epochs * train.episodes // train.mini_batch
+  micro = f'in micro-batches of {train.micro_batch}, {train.length_buckets[-1]} tokens each'
+  for name, unit, runs, resident, traced in (
+      ('update', f'an optimizer step on {train.mini_batch} episodes {micro}', steps,
+       here['reference policy'],
+       functions.update_step.trace(state, batch, _shape_of(train.mini_batch, dtype=jnp.int32))),
+      ('annotate', f'log-probs and values of {train.episodes} episodes {micro}', 1,
+       here['optimizers'], functions.annotate.trace(state, params, batch)),
+      ('prefill', f'{chunk} tokens of {rows} rows', waves * chunks, others, sampling['prefill']),
+      ('decode', f'1 token of {rows} rows of {rollout.max_total} slots', waves * tokens, others,
+       sampling['decode']),
+      ('grow', 'the last growth of the KV cache, which copies it', waves * grows,
+       others + here['policy'], sampling['grow'])):
+    yield Program(name, unit, runs, plan_hlo.matmul_flops(traced.jaxpr), resident), traced
+
+
 def _compile(program, traced, topology):
   """Compiles and fills in the memory and the collectives."""
   started = time.perf_counter()
@@ -371,30 +369,46 @@ def _compile(program, traced, topology):
   program.compile_s = time.perf_counter() - started
 
 
-def _estimate(program, chip, num_devices, traffic=None):
-  """Fills in the roofline's time: the slowest of compute, memory and links, if they overlap wholly.
+def _estimate(program, plan):
+  """Fills in the roofline's time: the slowest of compute, memory and links, as if they overlapped.
 
-  `traffic`: bytes that a device reads and writes in its memory; by default all it holds, once. An
-  all-reduce sends its bytes twice.
+  Through the memory goes all that the program holds, once; for a decoded token the weights in bfloat16
+  and the cache. An all-reduce sends its bytes twice.
   """
+  chip = plan.chip
   if not chip.flops or program.note:
     return
-  traffic = program.arguments + program.temporaries if traffic is None else traffic
+  traffic = program.arguments + program.temporaries
+  if program.name == 'decode':
+    traffic = 2 * plan.num_params['policy'] // plan.mesh.shape['tensor'] + plan.held['KV cache'][1]
   sent = sum(c.bytes * (2 if c.kind == 'all-reduce' else 1) for c in program.collectives)
-  program.seconds = max(program.flops / (num_devices * chip.flops), traffic / chip.bandwidth,
+  program.seconds = max(program.flops / (plan.mesh.size * chip.flops), traffic / chip.bandwidth,
                         sent / chip.link)
+
+
+def _find_largest(plan):
+  """Fills in the largest micro-batch, of those that divide the mini-batch, and number of rows."""
+  train, step = plan.config.train, sharding.num_row_shards(plan.mesh)
+  gradients = 2 * plan.held['policy'][1] + plan.held['critic'][1]  # sums over micro-batches: g, C, value
+  divisors = [n for n in range(step, train.mini_batch + 1, step) if train.mini_batch % n == 0]
+  plan.largest_micro_batch = _largest(
+      plan.limit, plan.programs[:2], train.micro_batch, gradients, divisors)
+  plan.largest_rows = _largest(
+      plan.limit, plan.programs[2:], evaluation.num_rows(plan.config), 0,
+      range(step, train.episodes + 1, step))
 
 
 def _largest(limit, programs, rows, fixed, allowed):
   """The largest of the `allowed` numbers of rows that fits, 0 if none; `programs` ran with `rows`.
 
-  Of a program's temporaries `fixed` bytes do not grow with the rows. All the rest is taken to, which
-  errs on the safe side above `rows`.
+  Of a program's temporaries `fixed` bytes are taken not to grow with the rows, and all the rest to do so:
+  above `rows` that errs on the safe side.
   """
   def peak(program, count):
     least = min(fixed, program.temporaries)
     return (program.resident + program.arguments + least
             + (program.temporaries - least) * count / rows)
+
   return max((n for n in allowed if all(peak(p, n) <= limit for p in programs)), default=0)
 
 

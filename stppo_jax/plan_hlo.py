@@ -16,7 +16,8 @@ _BYTES = {'pred': 1, 's4': .5, 'u4': .5, 's8': 1, 'u8': 1, 's16': 2, 'u16': 2, '
 _COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+) .*\{$')
 _INSTRUCTION = re.compile(r'^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(')
 _SHAPE = re.compile(r'\b([a-z]+\d*|pred)\[([\d,]*)\]')
-_CALLED = re.compile(r'\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)')
+_CALLED = re.compile(
+    r'\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)')
 _BRANCHES = re.compile(r'\bbranch_computations=\{([^}]*)\}')
 
 
