@@ -56,7 +56,9 @@ class ModelConfig:
   param_dtype: str = 'float32'  # of the stored parameters
   remat: str = 'none'  # what backward recomputes: 'none' | 'full' (all) | 'dots' (all but matmuls)
   scan_layers: bool = True  # False unrolls them: longer to compile, faster on a CPU
+  attention_chunk: int = 0  # queries whose scores are live at once in training; 0: all
   max_positions: int = 32_768  # the longest row the published weights were trained for
+  row_sharding: jax.sharding.Sharding | None = None  # of activations' rows; None: compiler's choice
 
 
 @flax.struct.dataclass
@@ -119,7 +121,7 @@ def hidden(params, config, tokens, positions, cache=None, lengths=None):
     slots = cache.length[:, None] + jnp.arange(chunk)
   positions = slots if positions is None else positions
   chex.assert_equal_shape([tokens, positions])
-  x = params['embed']['embedding'][tokens].astype(config.dtype)
+  x = _spread(params['embed']['embedding'][tokens].astype(config.dtype), config)
   rope = _rope(config, positions)
   if cache is None:
     x = _training_layers(params['layers'], config, x, rope)
@@ -144,6 +146,7 @@ def forward(params, config, tokens, positions, cache=None, lengths=None):
 
 def token_logits(params, config, x):
   """x [...,D] -> float32 logits [...,V]."""
+  x = _spread(x, config)
   if config.tie_embeddings:
     kernel = params['embed']['embedding'].astype(config.dtype)
     return jnp.einsum('...d,vd->...v', x, kernel, preferred_element_type=jnp.float32)
@@ -263,10 +266,8 @@ class Attention(nn.Module):
     if layer_cache is not None:
       layer_cache = (_write(layer_cache[0], k, slots), _write(layer_cache[1], v, slots))
       k, v = (a.astype(config.dtype) for a in layer_cache)  # [B,M,S,H]
-    scores = jnp.einsum('bmgth,bmsh->bmgts', q * h**-0.5, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(config.dtype)
-    y = jnp.einsum('bmgts,bmsh->bmgth', weights, v)
+    chunked = layer_cache is None and config.attention_chunk
+    y = _attend_in_chunks(q, k, v, mask, chunked) if chunked else _attend(q, k, v, mask)
     y = jnp.swapaxes(y.reshape(rows, n, chunk, h), 1, 2)
     stddev = 0.02 / math.sqrt(2 * config.num_layers)
     y = Project(config, 'btnh,nhd->btd', (n, h, d), stddev=stddev, name='out')(y)
@@ -308,7 +309,7 @@ def _training_layers(layers, config, x, rope):
   mask = causal_mask(x.shape[1])
 
   def apply_layer(layer, x):
-    return Block(config).apply({'params': layer}, x, rope, mask)[0]
+    return _spread(Block(config).apply({'params': layer}, x, rope, mask)[0], config)
 
   if config.remat != 'none':
     policies = {
@@ -333,9 +334,43 @@ def _cached_layers(layers, config, x, rope, slots, cache):
   for l, layer in enumerate(_each_layer(layers, config)):
     layer_cache = (cache.k[l], cache.v[l])
     x, layer_cache = Block(config).apply({'params': layer}, x, rope, mask, layer_cache, slots)
+    x = _spread(x, config)
     k.append(layer_cache[0])
     v.append(layer_cache[1])
   return x, cache.replace(k=tuple(k), v=tuple(v))
+
+
+def _attend(q, k, v, mask):
+  """q [B,M,g,T,H], k and v [B,M,S,H], mask [1 or B,1,1,T,S] -> [B,M,g,T,H]."""
+  scores = jnp.einsum(
+    'bmgth,bmsh->bmgts', q * q.shape[-1] ** -0.5, k, preferred_element_type=jnp.float32
+  )
+  scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
+  weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+  return jnp.einsum('bmgts,bmsh->bmgth', weights, v)
+
+
+def _attend_in_chunks(q, k, v, mask, chunk):
+  """`_attend`, `chunk` queries at a time, and again in the backward pass: [B,M,g,T,S] never exists.
+
+  Choice: all at once where `chunk` does not divide T.
+  """
+  length = q.shape[3]
+  if length <= chunk or length % chunk:
+    return _attend(q, k, v, mask)
+  fold = lambda a: jnp.moveaxis(
+    a.reshape(*a.shape[:3], length // chunk, chunk, a.shape[-1]), 3, 0
+  )  # [chunks,B,M,g,chunk,..]
+  attend = jax.checkpoint(lambda qm: _attend(qm[0], k, v, qm[1]), prevent_cse=False)
+  y = jax.lax.map(attend, (fold(q), fold(mask)))
+  return jnp.moveaxis(y, 0, 3).reshape(q.shape)
+
+
+def _spread(x, config):
+  """x [B,...] with its rows over the devices. Without it XLA follows the weights and keeps all rows."""
+  if config.row_sharding is None:
+    return x
+  return jax.lax.with_sharding_constraint(x, config.row_sharding)
 
 
 def causal_mask(length):
