@@ -32,7 +32,8 @@ def main(workdirs):
       axis.plot(*zip(*points), marker='o' if len(points) < 15 else '', markersize=3, linewidth=1.2,
                 label=os.path.basename(os.path.normpath(workdir)))
       axis.set(title=title, xlabel='update')
-      axis.set_ylim(bottom=0)
+  for axis in axes:
+    axis.set_ylim(0, 1.05 * axis.dataLim.ymax)
   axes[0].legend(frameon=False)
   os.makedirs(os.path.dirname(_OUT.value) or '.', exist_ok=True)
   figure.savefig(_OUT.value, dpi=130)
