@@ -5,9 +5,14 @@ import functools
 import importlib.util
 import json
 import math
+import os
 import pathlib
 import shutil
+import socket
+import subprocess
+import sys
 import tempfile
+import textwrap
 import tracemalloc
 from unittest import mock
 
@@ -304,6 +309,35 @@ class ShardedTest(TreeTest):
       self.assertBetween(peak, total, total + 2 * mb)
     else:
       self.assertLess(peak, 2 * mb + 2 * mb)
+
+
+  def test_two_processes(self):
+    """Each loads its devices' part; both gather and the first one writes."""
+    with socket.socket() as free:
+      free.bind(('127.0.0.1', 0))
+      address = f'127.0.0.1:{free.getsockname()[1]}'
+    program = textwrap.dedent(f"""
+      import functools, sys
+      import jax
+      jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+      jax.distributed.initialize('{address}', 2, int(sys.argv[1]))
+      from stppo_jax.models import convert
+      from stppo_jax.training import sharding
+      place = functools.partial(sharding.tree_shardings, mesh=sharding.make_mesh(1, 2, 2))
+      config, params = convert.load_hf('{REFERENCES / 'qwen2'}', shardings=place)
+      assert not params['lm_head']['kernel'].is_fully_addressable
+      convert.save_hf('{self.folder}', config, params, '{self.folder}')
+    """)
+    (self.folder / 'tokenizer.json').write_text('{}')
+    environment = {**os.environ, 'JAX_PLATFORMS': 'cpu',
+                   'XLA_FLAGS': '--xla_force_host_platform_device_count=2'}
+    both = [subprocess.Popen([sys.executable, '-c', program, str(i)], env=environment,
+                             stderr=subprocess.PIPE, cwd=REFERENCES.parent.parent, text=True)
+            for i in range(2)]
+    for process in both:
+      _, errors = process.communicate(timeout=120)
+      self.assertEqual(process.returncode, 0, errors[-2000:])
+    self.assert_trees_equal(convert.load_hf(self.folder)[1], convert.load_hf(REFERENCES / 'qwen2')[1])
 
 
 class RecordedSlice:

@@ -125,9 +125,9 @@ class GgufTest(parameterized.TestCase):
       'tensors': tensors_of(REFERENCES / name, config, quantised),
     }
     for part, change in changes.items():
-      parts[part] = parts[part] | change if isinstance(change, dict) else change
-      if isinstance(change, dict):
-        parts[part] = {k: v for k, v in parts[part].items() if v is not None}
+      if isinstance(change, dict):  # a key that is None goes
+        change = {k: v for k, v in (parts[part] | change).items() if v is not None}
+      parts[part] = change
     write(self.path, **parts)
 
 
@@ -191,7 +191,8 @@ class ModelTest(GgufTest):
   def test_bfloat16(self):
     self.write_reference('qwen2')  # whose numbers bfloat16 holds exactly
     self.assertEqual(ours.main([str(self.path), str(self.folder), '--dtype=bfloat16']), 0)
-    self.assertEqual(json.loads((self.folder / 'config.json').read_text())['torch_dtype'], 'bfloat16')
+    written = json.loads((self.folder / 'config.json').read_text())
+    self.assertEqual(written['torch_dtype'], 'bfloat16')
     expected = convert.load_hf(REFERENCES / 'qwen2')[1]
     jax.tree.map(np.testing.assert_array_equal, convert.load_hf(self.folder)[1], expected)
 
@@ -358,6 +359,8 @@ class RefusalTest(GgufTest):
     ({'tokenizer': {'tokens': ['a'] * 48}}, '48 tokens, 1 different ones, 48 token types'),
     ({'tokenizer': {'tokens': ['a', 'b']}}, 'token_embd.weight has shape [48, 32], the header'),
     ({'tokenizer': {'token_type': [1]}}, '48 different ones, 1 token types'),
+    ({'tokenizer': {'merges': [1, 2]}}, 'tokenizer.ggml.merges is not a list of texts'),
+    ({'chat_template': 7}, 'tokenizer.chat_template is of type int, not str'),
     ({'tokenizer': {'merges': ['a c']}}, 'tokens and merges do not agree'),
     ({'tokenizer': {'merges': ['ab']}}, 'tokens and merges do not agree'),
     ({'tokenizer': {'eos_token_id': 48}}, 'eos_token_id = 48, but there are 48 tokens'),

@@ -58,16 +58,25 @@ def convert_file(path, folder, dtype='float32'):
   header = Header(path)
   config = model_config(header)
   names = _check_tensors(header, config)
-  tokenizer, settings, token_ids = _tokenizer(header)
+  tokens = header.texts('tokenizer.ggml.tokens')
+  ids = _token_ids(header, tokens)
+  tokenizer = _tokenizer(header, tokens, ids)
 
-  folder.mkdir(parents=True, exist_ok=True)
   tensor_of = lambda entry: _tensor(header, config, names, entry).astype(convert.DTYPES[dtype])
-  config_ids = {name: i[0] if isinstance(i, list) else i for name, i in token_ids.items()}
+  settings = {
+    'tokenizer_class': 'PreTrainedTokenizerFast', 'clean_up_tokenization_spaces': False,
+    'model_max_length': config.max_positions,
+    **{f'{name}_token': tokens[i] for name, i in ids.items() if name != 'eot'},
+  }
+  if template := header.value('tokenizer.chat_template', str, ''):
+    settings['chat_template'] = template
+  config_ids = {f'{name}_token_id': ids[name] for name in ('bos', 'eos', 'pad') if name in ids}
+  ends = list(dict.fromkeys(ids[name] for name in ('eos', 'eot') if name in ids))
+  folder.mkdir(parents=True, exist_ok=True)
   convert.write_weights(folder, config, dtype, tensor_of, config_ids)
   tokenizer.save(str(folder / 'tokenizer.json'))
-  settings |= {'model_max_length': config.max_positions}
   convert.write_json(folder / 'tokenizer_config.json', settings)
-  convert.write_json(folder / 'generation_config.json', token_ids)
+  convert.write_json(folder / 'generation_config.json', config_ids | {'eos_token_id': ends})
   return config
 
 
@@ -131,6 +140,13 @@ class Header:
       raise UserError(f'{self.path}: {name} = {value} is not a positive number; download it again')
     return value
 
+  def texts(self, name):
+    """A list of strings."""
+    values = self.value(name, list)
+    if not all(type(value) is str for value in values):
+      raise UserError(f'{self.path}: {name} is not a list of texts; choose another file')
+    return values
+
   def real(self, name, *default):
     """A number, as short as its 32 bits allow: 1e-05 and not 9.999999747378752e-06."""
     value = float(str(np.float32(self.value(name, float, *default))))
@@ -159,10 +175,10 @@ def model_config(header):
   head_dim = header.size(key('attention.key_length'), d_model // num_heads)
   rotated = header.size(key('rope.dimension_count'), head_dim)
   if rotated != head_dim or head_dim % 2:
-    raise UserError(f'{header.path}: {key("rope.dimension_count")} = {rotated} of {head_dim} channels; '
-                    'supported are heads that are rotated whole; choose another model')
+    raise UserError(f'{header.path}: {key("rope.dimension_count")} = {rotated} of {head_dim} '
+                    'channels; supported are heads that are rotated whole; choose another model')
   config = decoder.ModelConfig(
-    vocab_size=len(header.value('tokenizer.ggml.tokens', list)),
+    vocab_size=len(header.texts('tokenizer.ggml.tokens')),
     d_model=d_model,
     num_layers=num_layers,
     num_heads=num_heads,
@@ -236,16 +252,31 @@ def _dequantize(header, name):
                     'package gguf cannot read; choose another quantisation') from error
 
 
-def _tokenizer(header):
-  """(tokenizers.Tokenizer, tokenizer_config.json, the token ids of generation_config.json)."""
+def _token_ids(header, tokens):
+  """The ids that the header names, of 'bos', 'eos', 'pad', 'unk' and 'eot' (end of a turn)."""
+  theirs = {'bos': 'bos', 'eos': 'eos', 'pad': 'padding', 'unk': 'unknown', 'eot': 'eot'}
+  ids = {}
+  for name, their in theirs.items():
+    key = f'tokenizer.ggml.{their}_token_id'
+    number = header.value(key, int, None)
+    if number is None:
+      continue
+    if not 0 <= number < len(tokens):
+      raise UserError(f'{header.path}: {key} = {number}, but there are {len(tokens)} tokens; '
+                      'download it again')
+    ids[name] = number
+  return ids
+
+
+def _tokenizer(header, tokens, ids):
+  """The tokenizers.Tokenizer: text cut by PRE_TOKENIZERS, then byte-level BPE."""
   key = lambda name: f'tokenizer.ggml.{name}'
   path, kind, pre = header.path, header.value(key('model'), str), header.value(key('pre'), str, '')
   if kind != 'gpt2' or pre not in PRE_TOKENIZERS:
     raise UserError(f'{path}: tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported; '
                     f"allowed: 'gpt2' (byte-level BPE) with {', '.join(PRE_TOKENIZERS)}; "
                     'choose another model')
-  tokens = header.value(key('tokens'), list)
-  merges = [merge.split(' ') for merge in header.value(key('merges'), list)]
+  merges = [merge.split(' ') for merge in header.texts(key('merges'))]
   types = header.value(key('token_type'), list, [1] * len(tokens))
   if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
     raise UserError(f'{path}: {len(tokens)} tokens, {len(set(tokens))} different ones, {len(types)} '
@@ -267,28 +298,11 @@ def _tokenizer(header):
       special = types[i] == TokenType.CONTROL
       added = tokenizers.AddedToken(token, special=special, normalized=False)
       (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([added])
-
-  ids = {}
-  for name, ours in (('bos', 'bos'), ('eos', 'eos'), ('padding', 'pad'), ('unknown', 'unk'),
-                     ('eot', 'eot')):
-    number = header.value(key(f'{name}_token_id'), int, None)
-    if number is not None and not 0 <= number < len(tokens):
-      raise UserError(f'{path}: {key(name)}_token_id = {number}, but there are {len(tokens)} tokens; '
-                      'download it again')
-    if number is not None:
-      ids[ours] = number
   if header.value(key('add_bos_token'), bool, False) and 'bos' in ids:
-    bos = tokens[ids['bos']]
+    bos = {'id': 'BOS', 'ids': [ids['bos']], 'tokens': [tokens[ids['bos']]]}
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-      single=f'{bos} $A', pair=f'{bos} $A {bos} $B', special_tokens=[(bos, ids['bos'])])
-  settings = {'tokenizer_class': 'PreTrainedTokenizerFast', 'clean_up_tokenization_spaces': False}
-  settings |= {f'{name}_token': tokens[i] for name, i in ids.items() if name != 'eot'}
-  if template := header.value('tokenizer.chat_template', str, ''):
-    settings['chat_template'] = template
-  token_ids = {f'{name}_token_id': ids[name] for name in ('bos', 'eos', 'pad') if name in ids}
-  if 'eot' in ids and ids['eot'] != ids.get('eos'):
-    token_ids['eos_token_id'] = [ids[name] for name in ('eos', 'eot') if name in ids]
-  return tokenizer, settings, token_ids
+      single='BOS $A', pair='BOS $A BOS $B', special_tokens=[bos])
+  return tokenizer
 
 
 def main(argv=None):
