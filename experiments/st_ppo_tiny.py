@@ -34,6 +34,7 @@ def get_config(mode=''):
     config.name += '_smoke'
     config.train.updates = 2
     config.train.episodes = 32
+    config.train.mini_batch = 16
     config.eval.episodes = 32
   elif mode:
     raise UserError(f'{mode!r} is no form of this experiment: give :smoke, or nothing')
