@@ -1,10 +1,11 @@
-"""The command line: trains, evaluates, or reports.
+"""The command line: trains, evaluates, plans, or reports.
 
   python run.py                                                    # the default: st_ppo_tiny
   python run.py --config=experiments/st_ppo_tiny.py:smoke --workdir=/tmp/smoke
   python run.py --config=experiments/ppo_tiny.py --config.seed=1 --config.train.updates=40
   python run.py --mode=eval --config.data.eval_split=test          # of the newest checkpoint
   python run.py --mode=report                                      # report.html, made anew
+  python run.py --config=experiments/st_ppo_7b.py --mode=plan --topology=v5e:8x8    # does it fit?
 
 The same command again resumes the run in its workdir.
 """
@@ -27,7 +28,9 @@ from stppo_jax import types
 
 _DEFAULT = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'experiments', 'st_ppo_tiny.py')
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default: runs/<config name>')
-_MODE = flags.DEFINE_enum('mode', 'train', ['train', 'eval', 'report'], 'what to do')
+_MODE = flags.DEFINE_enum('mode', 'train', ['train', 'eval', 'plan', 'report'], 'what to do')
+_TOPOLOGY = flags.DEFINE_string(
+    'topology', '', 'for --mode=plan: v5e:8x8, v5p:4x4x4, h100:1x1x8, ..; empty: the devices here')
 
 
 def main(unused_argv):
@@ -37,6 +40,14 @@ def main(unused_argv):
   if _MODE.value == 'report':
     print(report.build(workdir))
     return
+  if _MODE.value == 'plan':
+    import jax
+    if _TOPOLOGY.value:  # accelerators that may be here are to be left alone
+      jax.config.update('jax_platforms', 'cpu')
+    from stppo_jax import plan
+    planned = plan.make(config, _TOPOLOGY.value)
+    print(plan.table(planned))
+    return 0 if planned.fits else 1
   # Imported here: a mistake on the command line is told before JAX has started.
   import jax
   from stppo_jax.training import loop
@@ -116,7 +127,7 @@ def _fail(message, code):
 
 def _main(argv):
   try:
-    main(argv)
+    return main(argv)
   except types.UserError as error:
     return _fail(error, 2)
   except types.RunError as error:

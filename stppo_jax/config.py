@@ -54,6 +54,7 @@ class Model:
   remat: str = 'full'  # 'none' | 'dots' | 'full': what the backward pass recomputes
   scan_layers: bool = True  # False unrolls: slower to compile, faster on CPU
   logp_chunk: int = 512  # tokens of a row whose logits are live at once; 0: all
+  attention_chunk: int = 512  # tokens of a row whose attention scores are live at once; 0: all
 
 
 @dataclasses.dataclass
@@ -207,7 +208,7 @@ AT_LEAST = {  # field: smallest value allowed
     'env.max_turns': 0,
     'retriever.top_k': 1, 'retriever.timeout_s': 0.001, 'retriever.retries': 0,
     'retriever.backoff_s': 0,
-    'model.logp_chunk': 0,
+    'model.logp_chunk': 0, 'model.attention_chunk': 0,
     'rollout.group_size': 1, 'rollout.temperature': 1e-3, 'rollout.top_k': 0,
     'rollout.max_prompt': 1, 'rollout.max_turn': 1, 'rollout.max_observation': 1,
     'rollout.rows': 0,

@@ -6,6 +6,7 @@ and scores out.
 
 import collections
 import dataclasses
+import math
 import os
 
 from absl import logging
@@ -17,6 +18,7 @@ from stppo_jax import tasks as task_files
 from stppo_jax.envs import search
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.models import presets
 from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import http
 from stppo_jax.rollout import episode as episode_loop
@@ -63,29 +65,79 @@ def model_folder(config):
   return EMBEDDED_MODEL if config.model.folder == 'embedded' else config.model.folder
 
 
-def load_policy(config, head='tokens', folder=None):
-  """(ModelConfig, parameters on the host) from the config's folder, with the run's compute settings."""
+def load_policy(config, head='tokens', folder=None, shardings=None):
+  """(ModelConfig, parameters) from the config's folder, with the run's compute settings.
+
+  On the host, or where `shardings` (tree of shapes -> tree of NamedShardings) puts them.
+  """
   model = config.model
   shape, params = convert.load_hf(
-      folder or model_folder(config), head=head, param_dtype=model.param_dtype)
+      folder or model_folder(config), head=head, param_dtype=model.param_dtype,
+      shardings=shardings)
+  return _computed_as(shape, model), params
+
+
+def load_shape(config, head='tokens', folder=None):
+  """The ModelConfig that `load_policy` would give, without weights.
+
+  A folder that is not here is known by its name, where that is the name of a preset:
+  'models/Qwen2.5-7B-Instruct' has the shape of 'qwen2.5-7b'.
+  """
+  model, folder = config.model, folder or model_folder(config)
+  name = os.path.basename(folder.rstrip('/')).lower().removesuffix('-instruct').removesuffix('-base')
+  if not os.path.isdir(folder) and name in presets.PRESETS:
+    shape = dataclasses.replace(
+        presets.PRESETS[name], head=head, param_dtype=model.param_dtype)
+  elif not os.path.isdir(folder):
+    raise UserError(f'{folder}: no such folder, and {name!r} is no known shape: give a folder with a '
+                    f'config.json, or a name that ends in one of {", ".join(presets.PRESETS)}')
+  else:
+    shape = convert.load_config(folder, head=head, param_dtype=model.param_dtype)
+  return _computed_as(shape, model)
+
+
+def _num_shards(row_sharding):
+  """How many parts the first axis is split into."""
+  return math.prod(row_sharding.mesh.shape[axis] for axis in row_sharding.spec[0])
+
+
+def _computed_as(shape, model):
   return dataclasses.replace(
-      shape, dtype=model.dtype, remat=model.remat, scan_layers=model.scan_layers), params
+      shape, dtype=model.dtype, remat=model.remat, scan_layers=model.scan_layers,
+      attention_chunk=model.attention_chunk)
 
 
-def make_agent(config, model) -> Agent:
-  """Tokenizer, retriever and samplers for a policy of shape `model`."""
-  rollout = config.rollout
+def make_agent(config, model, row_sharding=None) -> Agent:
+  """Tokenizer, retriever and samplers for a policy of shape `model`; rows laid out as given."""
   tokenizer = chat.load_tokenizer(model_folder(config))
   chat.check_matches(tokenizer, model.vocab_size)
   stop_table = chat.stop_automaton(tokenizer.token_bytes, STOP_STRINGS)
-  make = lambda rows, **sampling_options: sampling.Sampler(
-      model, stop_table, tokenizer.eos_ids, rollout.max_turn, rollout.max_total,
-      row_buckets=(rows,), pad_id=tokenizer.pad_id, **sampling_options)
+  make = lambda greedy: make_sampler(
+      config, model, stop_table, tokenizer.eos_ids, tokenizer.pad_id, row_sharding, greedy)
   return Agent(
       config=config, tokenizer=tokenizer, model=model, retriever=make_retriever(config),
-      sampler=make(rollout.rows or config.train.episodes, temperature=rollout.temperature,
-                   top_k=rollout.top_k, top_p=rollout.top_p),
-      greedy=make(config.eval.rows, temperature=0.0))
+      sampler=make(False), greedy=make(True))
+
+
+def make_sampler(config, model, stop_table, eos_ids, pad_id, row_sharding=None, greedy=False):
+  """The sampler of training, or the greedy one of evaluation.
+
+  Choice: rows that `row_sharding` cannot split evenly are left where the compiler puts them.
+  """
+  rollout = config.rollout
+  options = dict(temperature=0.0) if greedy else dict(
+      temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p)
+  rows = num_rows(config, greedy)
+  if row_sharding is not None and rows % _num_shards(row_sharding):
+    row_sharding = None
+  return sampling.Sampler(
+      dataclasses.replace(model, row_sharding=row_sharding), stop_table, eos_ids, rollout.max_turn,
+      rollout.max_total, row_buckets=(rows,), pad_id=pad_id, row_sharding=row_sharding, **options)
+
+
+def num_rows(config, greedy=False):
+  """Episodes that are played together."""
+  return config.eval.rows if greedy else config.rollout.rows or config.train.episodes
 
 
 def make_retriever(config):

@@ -1,21 +1,33 @@
 """Tests of the Hugging Face conversion: round trips, what transformers reads, every refusal."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
+import math
+import os
 import pathlib
 import shutil
+import socket
+import subprocess
+import sys
 import tempfile
+import textwrap
+import tracemalloc
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.training import sharding
 from stppo_jax.types import UserError
 
 REFERENCES = pathlib.Path(__file__).parent / 'reference_logits'
@@ -32,7 +44,18 @@ def with_value_head(params, seed=0):
   return {**params, 'value_head': jax.tree.map(noise, params['value_head'])}
 
 
-class ConvertTest(parameterized.TestCase):
+def greedy(params, config, prompt, num_tokens):
+  """prompt [B,T] -> the next most likely tokens [B,num_tokens], decoded against a cache."""
+  cache = decoder.init_cache(config, len(prompt), prompt.shape[1] + num_tokens)
+  tokens, answer = prompt, []
+  for _ in range(num_tokens):
+    logits, cache = forward(params, config, tokens, None, cache)
+    tokens = np.argmax(logits[:, -1:], axis=-1).astype(np.int32)
+    answer.append(tokens)
+  return np.concatenate(answer, axis=1)
+
+
+class TreeTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
@@ -44,6 +67,9 @@ class ConvertTest(parameterized.TestCase):
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
       self.assertEqual(np.asarray(a).dtype, np.asarray(b).dtype)
       np.testing.assert_array_equal(a, b)
+
+
+class ConvertTest(TreeTest):
 
   @parameterized.product(
     name=MODELS, param_dtype=('float32', 'bfloat16'), max_shard_bytes=(4 * 2**30, 20_000)
@@ -84,7 +110,7 @@ class ConvertTest(parameterized.TestCase):
         config, params = convert.load_hf(REFERENCES / name, head=head)
         paths, _ = jax.tree_util.tree_flatten_with_path(params)
         ours = {'/'.join(key.key for key in path) for path, _ in paths}
-        self.assertEqual({entry.path for entry in convert._entries(config)}, ours)
+        self.assertEqual({entry.path for entry in convert.table(config)}, ours)
 
   def test_dtypes(self):
     config, params = convert.load_hf(REFERENCES / 'llama', param_dtype='bfloat16')
@@ -158,6 +184,174 @@ class ConvertTest(parameterized.TestCase):
     theirs = make_reference_logits.logits_of(model.eval(), tokens)
     ours, _ = forward(params, config, tokens, None)
     np.testing.assert_allclose(theirs[..., 0], ours, atol=1e-4)
+
+
+  @parameterized.parameters(*MODELS)
+  @absltest.skipUnless(HAS_TORCH, 'torch is not installed')
+  def test_greedy_text_is_that_of_transformers(self, name):
+    """A model of transformers, loaded here and saved again: one text and one set of logits."""
+    from tests import make_reference_logits  # needs torch
+    import torch
+    import transformers
+
+    theirs = make_reference_logits.make_model(name)
+    theirs.save_pretrained(self.folder / 'theirs')
+    config, params = convert.load_hf(self.folder / 'theirs')
+    convert.save_hf(self.folder / 'ours', config, params)
+    again = transformers.AutoModelForCausalLM.from_pretrained(self.folder / 'ours')
+
+    prompt = np.random.default_rng(1).integers(0, 48, (3, 9)).astype(np.int32)
+    ours, _ = forward(params, config, prompt, None)
+    text = greedy(params, config, prompt, 64)
+    for model in (theirs, again.eval()):
+      logits = make_reference_logits.logits_of(model, prompt)
+      np.testing.assert_allclose(ours, logits, atol=1e-4)
+      with torch.no_grad():
+        generated = model.generate(
+          torch.from_numpy(prompt.astype(np.int64)), max_new_tokens=64, do_sample=False,
+          eos_token_id=None, pad_token_id=0)
+      np.testing.assert_array_equal(text, generated[:, 9:].numpy())
+
+
+class ShardedTest(TreeTest):
+  """Parameters that are born in their shards, on the eight devices of conftest.py."""
+
+  def setUp(self):
+    super().setUp()
+    if jax.device_count() < 8:
+      self.skipTest('needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8')
+
+  def shardings(self, data, fsdp, tensor):
+    mesh = sharding.make_mesh(data, fsdp, tensor, jax.devices()[:8])
+    return functools.partial(sharding.tree_shardings, mesh=mesh)
+
+  @parameterized.product(
+    name=('qwen2', 'qwen3_tied', 'llama'), head=('both', 'value'),
+    param_dtype=('float32', 'bfloat16'), mesh=((2, 2, 2), (1, 2, 4)),
+  )
+  def test_load_is_that_on_the_host(self, name, head, param_dtype, mesh):
+    config, expected = convert.load_hf(REFERENCES / name, head, param_dtype)
+    config_again, params = convert.load_hf(
+      REFERENCES / name, head, param_dtype, shardings=self.shardings(*mesh)
+    )
+    self.assertEqual(config_again, config)
+    self.assert_trees_equal(params, expected)
+    places = self.shardings(*mesh)(expected)
+    jax.tree.map(lambda w, place: self.assertEqual(w.sharding, place), params, places)
+
+  def test_every_axis_cut(self):
+    """Rules of ours never cut L or H; a caller's may."""
+    mesh = sharding.make_mesh(2, 2, 2, jax.devices()[:8])
+    specs = {
+      ('layers', 'attention', 'query', 'kernel'): P('data', None, 'fsdp', 'tensor'),  # [L,D,N,H]
+      ('layers', 'attention', 'out', 'kernel'): P(None, 'data', 'fsdp', 'tensor'),  # [L,N,H,D]
+      ('layers', 'attention', 'key', 'bias'): P(None, None, ('data', 'tensor')),  # [L,M,H]
+      ('layers', 'mlp', 'up', 'kernel'): P(None, 'tensor', ('data', 'fsdp')),  # [L,D,F]
+    }
+    spec_of = lambda path, _: NamedSharding(mesh, specs.get(tuple(k.key for k in path), P()))
+    shardings = functools.partial(jax.tree_util.tree_map_with_path, spec_of)
+    _, params = convert.load_hf(REFERENCES / 'qwen2', shardings=shardings)
+    self.assert_trees_equal(params, convert.load_hf(REFERENCES / 'qwen2')[1])
+    up = params['layers']['mlp']['up']['kernel']
+    self.assertEqual(up.addressable_shards[0].data.shape, (2, 16, 10))  # of [2,32,40]
+
+  @parameterized.product(name=('qwen2_tied', 'qwen3'), max_shard_bytes=(4 * 2**30, 20_000))
+  def test_save_is_that_from_the_host(self, name, max_shard_bytes):
+    config, params = convert.load_hf(REFERENCES / name)
+    convert.save_hf(self.folder / 'host', config, params, max_shard_bytes=max_shard_bytes)
+    _, params = convert.load_hf(REFERENCES / name, shardings=self.shardings(2, 2, 2))
+    convert.save_hf(self.folder / 'sharded', config, params, max_shard_bytes=max_shard_bytes)
+    files = sorted(path.name for path in (self.folder / 'host').iterdir())
+    self.assertEqual(sorted(path.name for path in (self.folder / 'sharded').iterdir()), files)
+    for file in files:
+      self.assertEqual((self.folder / 'sharded' / file).read_bytes(),
+                       (self.folder / 'host' / file).read_bytes(), file)
+
+  def test_every_number_is_read_once(self):
+    """However many devices hold a copy; and no read is larger than a device's part of a layer."""
+    read = []
+    open_tensors = convert._open_tensors
+
+    def recorded(stack, files):
+      return {name: RecordedSlice(part, read) for name, part in open_tensors(stack, files).items()}
+
+    with mock.patch.object(convert, '_open_tensors', recorded):
+      _, params = convert.load_hf(REFERENCES / 'qwen2', shardings=self.shardings(2, 4, 1))
+    self.assertEqual(sum(read), sum(leaf.size for leaf in jax.tree.leaves(params)))
+    self.assertEqual(max(read), 48 * 32 // 4)  # embed and lm_head [48,32] over fsdp = 4
+
+  @parameterized.parameters('host', 'sharded')
+  def test_memory_of_the_host(self, where):
+    """tracemalloc sees NumPy's and Python's memory, and not the devices'.
+
+    16 layers and five matrices [512,512] in each: 90 MB, of which the largest tensor is 1 MB and a
+    stack of layers 16 MB. (The devices of a CPU may keep a NumPy buffer as theirs: only those of
+    the leaves without an L axis, here 2 MB in all.)
+    """
+    config = decoder.ModelConfig(
+      vocab_size=512, d_model=512, num_layers=16, num_heads=4, num_kv_heads=1, head_dim=128,
+      d_ff=512, family='llama')
+    shapes = jax.eval_shape(functools.partial(decoder.init, config=config), jax.random.key(0))
+    random = np.random.default_rng(0)
+    params = jax.tree.map(lambda s: random.normal(size=s.shape).astype(s.dtype), shapes)
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    convert.save_hf(self.folder, config, params)
+    del params
+    shardings = None if where == 'host' else self.shardings(1, 8, 1)
+    convert.load_hf(self.folder, shardings=shardings)  # compiles, which takes memory too
+    self.addCleanup(tracemalloc.stop)
+    tracemalloc.start()
+    _, params = convert.load_hf(self.folder, shardings=shardings)
+    peak = tracemalloc.get_traced_memory()[1]
+    del params
+    mb = 2**20
+    if where == 'host':
+      self.assertBetween(peak, total, total + 2 * mb)
+    else:
+      self.assertLess(peak, 2 * mb + 2 * mb)
+
+
+  def test_two_processes(self):
+    """Each loads its devices' part; both gather and the first one writes."""
+    with socket.socket() as free:
+      free.bind(('127.0.0.1', 0))
+      address = f'127.0.0.1:{free.getsockname()[1]}'
+    program = textwrap.dedent(f"""
+      import functools, sys
+      import jax
+      jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+      jax.distributed.initialize('{address}', 2, int(sys.argv[1]))
+      from stppo_jax.models import convert
+      from stppo_jax.training import sharding
+      place = functools.partial(sharding.tree_shardings, mesh=sharding.make_mesh(1, 2, 2))
+      config, params = convert.load_hf('{REFERENCES / 'qwen2'}', shardings=place)
+      assert not params['lm_head']['kernel'].is_fully_addressable
+      convert.save_hf('{self.folder}', config, params, '{self.folder}')
+    """)
+    (self.folder / 'tokenizer.json').write_text('{}')
+    environment = {**os.environ, 'JAX_PLATFORMS': 'cpu',
+                   'XLA_FLAGS': '--xla_force_host_platform_device_count=2'}
+    both = [subprocess.Popen([sys.executable, '-c', program, str(i)], env=environment,
+                             stderr=subprocess.PIPE, cwd=REFERENCES.parent.parent, text=True)
+            for i in range(2)]
+    for process in both:
+      _, errors = process.communicate(timeout=120)
+      self.assertEqual(process.returncode, 0, errors[-2000:])
+    self.assert_trees_equal(convert.load_hf(self.folder)[1], convert.load_hf(REFERENCES / 'qwen2')[1])
+
+
+class RecordedSlice:
+  """A safetensors slice that notes how many numbers each read takes."""
+
+  def __init__(self, part, read):
+    self._part = part
+    self._read = read
+    self.get_shape, self.get_dtype = part.get_shape, part.get_dtype
+
+  def __getitem__(self, index):
+    tensor = self._part[index]
+    self._read.append(math.prod(tensor.shape))
+    return tensor
 
 
 class RefusalTest(parameterized.TestCase):
@@ -262,7 +456,7 @@ class RefusalTest(parameterized.TestCase):
 
   def test_quantized_tensor(self):
     self.edit_weights(lambda t: t.update({'model.norm.weight': np.ones(32, np.int8)}))
-    self.refuses('model.norm.weight is stored as int8; allowed: float32, bfloat16, float16')
+    self.refuses('model.norm.weight is stored as I8; allowed: F32, BF16, F16')
 
   def test_bias_of_a_value_head_alone(self):
     self.edit_weights(lambda t: t.update({'score.bias': np.ones(1, np.float32)}))

@@ -79,11 +79,11 @@ class TransformersTest(parameterized.TestCase):
     # head_dim 4, theta 10^4: frequencies 1 and 0.01, wavelengths 6.28 and 628; original length 100.
     # 6.28 < 100 / 4 stays; 628 > 100 / 1 is stretched by 8: 0.01 / 8 = 0.00125.
     config = dataclasses.replace(CONFIG, head_dim=4, rope_scaling=(8.0, 1.0, 4.0, 100))
-    np.testing.assert_allclose(decoder._frequencies(config), [1.0, 0.00125], rtol=1e-6)
+    np.testing.assert_allclose(decoder.frequencies(config), [1.0, 0.00125], rtol=1e-6)
     # original length 1256.6: 628.3 is half of it, 2 turns: (2-1)/(4-1) = 1/3 kept:
     # 0.01 * (1/3 + 2/3 / 8) = 0.0041667.
     config = dataclasses.replace(config, rope_scaling=(8.0, 1.0, 4.0, 400 * np.pi))
-    np.testing.assert_allclose(decoder._frequencies(config), [1.0, 0.01 * 5 / 12], rtol=1e-6)
+    np.testing.assert_allclose(decoder.frequencies(config), [1.0, 0.01 * 5 / 12], rtol=1e-6)
 
 
 class TrunkTest(parameterized.TestCase):
@@ -113,8 +113,9 @@ class TrunkTest(parameterized.TestCase):
 
   @parameterized.parameters(
     {'scan_layers': False}, {'remat': 'full'}, {'scan_layers': False, 'remat': 'dots'},
+    {'attention_chunk': 2}, {'attention_chunk': 7, 'remat': 'full'}, {'attention_chunk': 5},
   )
-  def test_scan_and_remat_change_nothing(self, **changes):
+  def test_scan_remat_and_chunks_of_queries_change_nothing(self, **changes):
     params, tokens = make_params(), make_tokens()
 
     def loss(params, config):
@@ -124,6 +125,15 @@ class TrunkTest(parameterized.TestCase):
     expected = grad(params, CONFIG)
     actual = grad(params, dataclasses.replace(CONFIG, **changes))
     chex.assert_trees_all_close(actual, expected, atol=1e-6)
+
+  def test_chunks_of_queries_never_hold_all_scores(self):
+    def program(config):
+      loss = lambda params: full_logits(params, config, make_tokens()).sum()
+      return str(jax.make_jaxpr(jax.grad(loss))(make_params()))
+
+    scores = 'f32[3,2,2,14,14]'  # [B,M,g,T,T]
+    self.assertIn(scores, program(CONFIG))
+    self.assertNotIn(scores, program(dataclasses.replace(CONFIG, attention_chunk=7)))
 
   def test_unstacked_layers_change_nothing(self):
     params, tokens = make_params(), make_tokens()

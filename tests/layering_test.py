@@ -17,8 +17,9 @@ ALLOWED = {
     'rollout': 'types models tasks chat envs retrieval',
     'evaluation': 'types config models tasks chat envs retrieval rollout',
     'training': 'types metrics report algorithms models tasks chat envs retrieval rollout evaluation',
+    'plan_hlo': '', 'plan': 'types plan_hlo models evaluation training',
 }
-READ_THE_CONFIG = {'training/loop.py', 'evaluation.py'}
+READ_THE_CONFIG = {'training/loop.py', 'evaluation.py', 'plan.py'}
 
 
 class LayeringTest(absltest.TestCase):

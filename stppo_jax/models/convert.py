@@ -1,10 +1,11 @@
 """Hugging Face folders to and from (ModelConfig, params). Weights stream tensor by tensor.
 
-`_entries` is the table of names. A key that is in only one of the table and the folder, is there
+`table` is the table of names. A key that is in only one of the table and the folder, is there
 twice or has the wrong shape stops the load: a model that is slightly wrong trains anyway, badly.
 """
 
 import collections
+import contextlib
 import functools
 import json
 import math
@@ -13,6 +14,10 @@ import pathlib
 import shutil
 
 import jax
+from jax.experimental import multihost_utils
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import ml_dtypes
 import numpy as np
 import safetensors
@@ -25,6 +30,9 @@ from stppo_jax.types import UserError
 FAMILIES = {'qwen2': 'Qwen2', 'qwen3': 'Qwen3', 'llama': 'Llama'}
 HEADS = ('tokens', 'value', 'both')
 DTYPES = {'float32': np.dtype(np.float32), 'bfloat16': np.dtype(ml_dtypes.bfloat16)}
+STORED = ('F32', 'BF16', 'F16')  # as safetensors calls what a folder may hold
+TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
+MAX_SHARD_BYTES = 2 * 2**30
 TOKENIZER_FILES = (
   'tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json',
   'vocab.json', 'merges.txt', 'tokenizer.model', 'chat_template.jinja', 'generation_config.json',
@@ -34,33 +42,40 @@ TOKENIZER_FILES = (
 Entry = collections.namedtuple('Entry', 'name path layer shape transpose')
 
 
-def load_hf(folder, head='tokens', param_dtype='float32', dtype='float32'):
-  """(ModelConfig, params as NumPy arrays) of a folder with config.json and safetensors.
+def load_hf(folder, head='tokens', param_dtype='float32', dtype='float32', shardings=None):
+  """(ModelConfig, params) of a folder with config.json and safetensors.
 
   With head 'value' the output matrix is dropped; a folder without a value head gets a zero one, so
   a critic starts from its policy's folder. `param_dtype` is what is stored here, whatever the
   folder holds, and `dtype` that of the computation.
+
+  `shardings` makes a tree of NamedShardings from the tree of ShapeDtypeStructs. The parameters are
+  then born in their shards: the host holds one tensor of the folder at a time, less where several
+  processes share it. Without it they are NumPy arrays.
+
+  UserError: a config or weights that are not supported, or keys that are not those of the table.
   """
   folder = pathlib.Path(folder)
   config = load_config(folder, head, param_dtype, dtype)
   files = _files_of_keys(folder)
-  entries = _entries(config)
+  entries = table(config)
   _check_keys(folder, config, files, entries)
-  params = _empty_params(config)
-  by_file = collections.defaultdict(list)
+  shapes = jax.eval_shape(functools.partial(decoder.init, config=config), jax.random.key(0))
+  places = () if shardings is None else (shardings(shapes),)
+  rows = collections.defaultdict(list)  # path -> its tensors, layer by layer
   for entry in entries:
-    if entry.name in files:  # a value head may be absent and is zero then
-      by_file[files[entry.name]].append(entry)
-  for path, entries_here in by_file.items():
-    with safetensors.safe_open(path, framework='numpy') as tensors:
-      for entry in entries_here:
-        _copy_in(params, entry, tensors.get_tensor(entry.name), path)
-  if config.tie_embeddings and 'lm_head.weight' in files and config.head != 'value':
-    with safetensors.safe_open(files['lm_head.weight'], framework='numpy') as tensors:
-      lm_head = tensors.get_tensor('lm_head.weight').astype(DTYPES[param_dtype])
-    if not np.array_equal(lm_head, params['embed']['embedding']):
-      raise UserError(f'{folder}: lm_head.weight differs from model.embed_tokens.weight although '
-                      'config.json says tie_word_embeddings; set that to false')
+    rows[entry.path].append(entry)
+  with contextlib.ExitStack() as stack:
+    tensors = _open_tensors(stack, files)
+    _check_tensors(files, tensors, entries)
+    if config.tie_embeddings and 'lm_head.weight' in files and config.head != 'value':
+      _check_tied(folder, tensors, entries[0])
+
+    def make(path, leaf, place=None):
+      name = jax.tree_util.keystr(path, simple=True, separator='/')
+      return _make_leaf(leaf, place, rows[name], functools.partial(_read, tensors))
+
+    params = jax.tree_util.tree_map_with_path(make, shapes, *places)
   return config, params
 
 
@@ -105,45 +120,74 @@ def load_config(folder, head='tokens', param_dtype='float32', dtype='float32'):
   )
 
 
-def save_hf(folder, config, params, tokenizer_folder=None, max_shard_bytes=4 * 2**30):
+def save_hf(folder, config, params, tokenizer_folder=None, max_shard_bytes=MAX_SHARD_BYTES):
   """Writes what `load_hf` and transformers read: config.json, safetensors, the tokenizer's files.
 
   A critic (head 'value') becomes a TokenClassification model with one label, its value head
-  `score`; head 'both' is a causal model with `score` beside it. The parameters keep their dtype.
-  Weights already in the folder are replaced.
+  `score`; head 'both' is a causal model with `score` beside it. The parameters (NumPy or jax
+  arrays, sharded or not) keep their dtype and are gathered one tensor at a time; the host holds
+  one file of at most `max_shard_bytes`. Where several processes share the arrays, all call this
+  and the first one writes. Weights already in the folder are replaced.
   """
   folder = pathlib.Path(folder)
+  token_ids = {}
   if tokenizer_folder is not None:
     tokenizer_folder = pathlib.Path(tokenizer_folder)
     if not any((tokenizer_folder / name).is_file() for name in TOKENIZER_FILES):
       raise UserError(f'{tokenizer_folder} holds no tokenizer; give a folder with tokenizer.json')
-  folder.mkdir(parents=True, exist_ok=True)
-  shards = _shards(_entries(config), params, max_shard_bytes)
+    if (tokenizer_folder / 'config.json').is_file():
+      source = _read_json(tokenizer_folder / 'config.json')
+      token_ids = {name: source[name] for name in TOKEN_IDS if name in source}
+  dtype = str(np.dtype(params['embed']['embedding'].dtype))
+  tensor_of = functools.partial(_copy_out, params)
+  write_weights(folder, config, dtype, tensor_of, token_ids, max_shard_bytes)
+  if tokenizer_folder is not None and jax.process_index() == 0:
+    if not tokenizer_folder.samefile(folder):
+      for name in TOKENIZER_FILES:
+        if (tokenizer_folder / name).is_file():
+          shutil.copyfile(tokenizer_folder / name, folder / name)
+
+
+def write_weights(
+  folder, config, dtype, tensor_of, token_ids=None, max_shard_bytes=MAX_SHARD_BYTES
+):
+  """Writes config.json and safetensors: `tensor_of(entry)` gives each NumPy array of the table.
+
+  `dtype` ('float32' | 'bfloat16') is that of the arrays, `token_ids` what config.json says of
+  TOKEN_IDS.
+  """
+  folder = pathlib.Path(folder)
+  writes = jax.process_index() == 0
+  shards = _shards(table(config), DTYPES[dtype].itemsize, max_shard_bytes)
   names = ['model.safetensors']
   if len(shards) > 1:
     count = len(shards)
     names = [f'model-{i + 1:05d}-of-{count:05d}.safetensors' for i in range(count)]
+  if writes:
+    folder.mkdir(parents=True, exist_ok=True)
   for name, shard in zip(names, shards, strict=True):
-    tensors = {entry.name: _copy_out(params, entry) for entry in shard}
-    safetensors.numpy.save_file(tensors, folder / (name + '.partial'), {'format': 'pt'})
+    tensors = {}
+    for entry in shard:
+      tensor = tensor_of(entry)  # on every process: gathering is a joint work
+      if writes:
+        tensors[entry.name] = tensor
+    if writes:
+      safetensors.numpy.save_file(tensors, folder / (name + '.partial'), {'format': 'pt'})
+  if not writes:
+    return
   for old in [*folder.glob('model*.safetensors'), folder / 'model.safetensors.index.json']:
     old.unlink(missing_ok=True)
   for name in names:
     os.replace(folder / (name + '.partial'), folder / name)
   if len(shards) > 1:
     weight_map = {e.name: name for name, shard in zip(names, shards, strict=True) for e in shard}
-    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    total = DTYPES[dtype].itemsize * sum(math.prod(e.shape) for shard in shards for e in shard)
     index = {'metadata': {'total_size': total}, 'weight_map': weight_map}
-    _write_json(folder / 'model.safetensors.index.json', index)
-  dtype = str(np.dtype(params['embed']['embedding'].dtype))
-  _write_json(folder / 'config.json', _hf_config(config, dtype, tokenizer_folder))
-  if tokenizer_folder is not None and not tokenizer_folder.samefile(folder):
-    for name in TOKENIZER_FILES:
-      if (tokenizer_folder / name).is_file():
-        shutil.copyfile(tokenizer_folder / name, folder / name)
+    write_json(folder / 'model.safetensors.index.json', index)
+  write_json(folder / 'config.json', _hf_config(config, dtype, token_ids or {}))
 
 
-def _entries(config):
+def table(config):
   """The table: every tensor of a folder and where it goes, for this family and head."""
   d, f, v, h = config.d_model, config.d_ff, config.vocab_size, config.head_dim
   query, key = config.num_heads * h, config.num_kv_heads * h
@@ -242,29 +286,133 @@ def _some(names):
   return f'key{"s" if len(names) > 1 else ""} {", ".join(names[:3])}{more}'
 
 
-def _empty_params(config):
-  shapes = jax.eval_shape(functools.partial(decoder.init, config=config), jax.random.key(0))
-  return jax.tree.map(lambda s: np.zeros(s.shape, DTYPES[config.param_dtype]), shapes)
+def _open_tensors(stack, files):
+  """Every key -> its safetensors slice, of which parts can be read; the files close with `stack`."""
+  paths = sorted(set(files.values()))
+  handles = {
+    path: stack.enter_context(safetensors.safe_open(path, framework='numpy')) for path in paths
+  }
+  return {name: handles[path].get_slice(name) for name, path in files.items()}
 
 
-def _copy_in(params, entry, tensor, path):
-  if tensor.shape != entry.shape:
-    raise UserError(f'{path}: {entry.name} has shape {list(tensor.shape)}, config.json implies '
-                    f'{list(entry.shape)}; use the config.json that belongs to the weights')
-  if tensor.dtype not in (*DTYPES.values(), np.float16):
-    raise UserError(f'{path}: {entry.name} is stored as {tensor.dtype}; allowed: float32, '
-                    'bfloat16, float16; use a checkpoint that is not quantized')
-  leaf = _leaf(params, entry.path)
-  here = leaf if entry.layer is None else leaf[entry.layer]
-  here[...] = (tensor.T if entry.transpose else tensor).reshape(here.shape)
+def _check_tensors(files, tensors, entries):
+  """Shapes and dtypes, by the files' headers, before anything is read."""
+  for entry in entries:
+    if entry.name not in tensors:
+      continue
+    path, shape = files[entry.name], list(tensors[entry.name].get_shape())
+    if shape != list(entry.shape):
+      raise UserError(f'{path}: {entry.name} has shape {shape}, config.json implies '
+                      f'{list(entry.shape)}; use the config.json that belongs to the weights')
+    if (stored := tensors[entry.name].get_dtype()) not in STORED:
+      raise UserError(f'{path}: {entry.name} is stored as {stored}; allowed: {", ".join(STORED)}; '
+                      'use a checkpoint that is not quantized')
+
+
+def _check_tied(folder, tensors, embed):
+  """Where the folder holds an output matrix although it is tied, the two are one."""
+  lm_head, embedding = tensors['lm_head.weight'], tensors[embed.name]
+  same = list(lm_head.get_shape()) == list(embed.shape)
+  for start in range(0, embed.shape[0], 4096):  # few rows at a time: these are the largest tensors
+    rows = slice(start, min(start + 4096, embed.shape[0]))
+    same = same and np.array_equal(lm_head[rows], embedding[rows])
+  if not same:
+    raise UserError(f'{folder}: lm_head.weight differs from model.embed_tokens.weight although '
+                    'config.json says tie_word_embeddings; set that to false')
+
+
+def _make_leaf(leaf, place, rows, read):
+  """The parameter of shape and dtype `leaf` from its `rows` of the table.
+
+  On the host without a `place`, in its shards with one. `read(entry, shape, dtype, index)` gives
+  a part of one layer.
+  """
+  if rows[0].layer is None:
+    part = functools.partial(read, rows[0], leaf.shape, leaf.dtype)
+    return part(_whole(leaf.shape)) if place is None else _in_shards(leaf.shape, place, part)
+  parts = [functools.partial(read, entry, leaf.shape[1:], leaf.dtype) for entry in rows]
+  if place is None:
+    stack = np.empty(leaf.shape, leaf.dtype)
+    for l, part in enumerate(parts):
+      stack[l] = part(_whole(leaf.shape[1:]))
+    return stack
+  # Layer by layer into a stack that is on the devices from the start and is written in place: a
+  # stack, or a device's part of it, may be a third of the model.
+  zeros, put = _stack_functions(leaf.shape, leaf.dtype, place)
+  stack = zeros()
+  layer_place = NamedSharding(place.mesh, P(*place.spec[1:]))
+  for l, part in enumerate(parts):
+    stack = put(stack, _in_shards(leaf.shape[1:], layer_place, part), np.int32(l))
+    stack.block_until_ready()  # else the layers queue up on the host
+  return stack
+
+
+@functools.cache  # gate and up, actor and critic share their compilations
+def _stack_functions(shape, dtype, place):
+  """() -> zeros [L,..], and (stack, layer, l) -> stack with that layer, in the stack's memory."""
+  zeros = lambda: jnp.zeros(shape, dtype)
+  put = lambda stack, layer, l: stack.at[l].set(layer)
+  return (jax.jit(zeros, out_shardings=place),
+          jax.jit(put, out_shardings=place, donate_argnums=0))
+
+
+def _in_shards(shape, place, part):
+  """An array of which each device holds `part(index)`; replicas are read once."""
+  seen = {}
+
+  def shard(index):
+    key = str(index)
+    if key not in seen:
+      seen[key] = part(index)
+    return seen[key]
+
+  return jax.make_array_from_callback(shape, place, shard)
+
+
+def _read(tensors, entry, shape, dtype, index):
+  """The part `index` (a slice an axis) of an entry whose array here has `shape`, as `dtype`.
+
+  Only that part is read. Several of our axes may be one of the folder's, [D,N,H] of [N * H, D]:
+  the first of them is cut there, the others here.
+  """
+  if entry.name not in tensors:  # a value head that the folder lacks
+    return np.zeros([len(range(*s.indices(n))) for s, n in zip(index, shape)], dtype)
+  theirs, ours, rest, axis = [], [], [], 0
+  for size in entry.shape[::-1] if entry.transpose else entry.shape:
+    end = axis + 1
+    while math.prod(shape[axis:end]) < size:
+      end += 1
+    inner = math.prod(shape[axis + 1:end])
+    start, stop, _ = index[axis].indices(shape[axis])
+    theirs.append(slice(start * inner, stop * inner))
+    ours += [stop - start, *shape[axis + 1:end]]
+    rest += [slice(None), *index[axis + 1:end]]
+    axis = end
+  tensor = tensors[entry.name][tuple(theirs[::-1] if entry.transpose else theirs)]
+  tensor = (tensor.T if entry.transpose else tensor).reshape(ours)[tuple(rest)]
+  return np.ascontiguousarray(tensor, dtype)
+
+
+def _whole(shape):
+  return (slice(None),) * len(shape)
 
 
 def _copy_out(params, entry):
+  """The tensor of an entry, as the folder has it."""
   leaf = _leaf(params, entry.path)
-  leaf = np.asarray(leaf if entry.layer is None else leaf[entry.layer])
+  if entry.layer is not None:
+    leaf = leaf[entry.layer] if isinstance(leaf, np.ndarray) else _layer_of(leaf, entry.layer)
+  if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+    leaf = multihost_utils.process_allgather(leaf, tiled=True)
+  leaf = np.asarray(leaf)
   if entry.transpose:
     leaf = leaf.reshape(entry.shape[::-1]).T
   return np.ascontiguousarray(leaf.reshape(entry.shape))  # save_file writes the buffer as it lies
+
+
+@jax.jit  # with the layer as an argument: one compilation a parameter and not one a layer
+def _layer_of(stack, layer):
+  return jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
 
 
 def _leaf(params, path):
@@ -273,11 +421,11 @@ def _leaf(params, path):
   return params
 
 
-def _shards(entries, params, max_shard_bytes):
+def _shards(entries, itemsize, max_shard_bytes):
   """The entries in runs of at most max_shard_bytes, each of at least one tensor."""
   shards, size = [[]], 0
   for entry in entries:
-    num_bytes = math.prod(entry.shape) * np.dtype(_leaf(params, entry.path).dtype).itemsize
+    num_bytes = math.prod(entry.shape) * itemsize
     if shards[-1] and size + num_bytes > max_shard_bytes:
       shards.append([])
       size = 0
@@ -316,7 +464,7 @@ def _rope_of(path, raw):
   return theta, (*(_number(path, rope, name, None, float) for name in names), original)
 
 
-def _hf_config(config, dtype, tokenizer_folder):
+def _hf_config(config, dtype, token_ids):
   """config.json as both transformers 4 and 5 read it."""
   kind = 'ForTokenClassification' if config.head == 'value' else 'ForCausalLM'
   rope_scaling = None
@@ -347,11 +495,7 @@ def _hf_config(config, dtype, tokenizer_folder):
   }
   if config.head == 'value':
     raw |= {'id2label': {'0': 'value'}, 'label2id': {'value': 0}, 'classifier_dropout': 0.0}
-  if tokenizer_folder is not None and (tokenizer_folder / 'config.json').is_file():
-    source = _read_json(tokenizer_folder / 'config.json')
-    names = ('bos_token_id', 'eos_token_id', 'pad_token_id')
-    raw |= {name: source[name] for name in names if name in source}
-  return raw
+  return raw | token_ids
 
 
 def _number(path, raw, name, default=None, kind=int):
@@ -382,5 +526,5 @@ def _read_json(path):
   return raw
 
 
-def _write_json(path, raw):
+def write_json(path, raw):
   path.write_text(json.dumps(raw, indent=2) + '\n', encoding='utf-8')

@@ -32,6 +32,9 @@ import numpy as np
 from stppo_jax.models import categorical
 
 
+GATHERED_LAYERS = 4  # whose weights are gathered together while sampling with sharded parameters
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """The shape of a model; hashable, so it can be a static argument of jax.jit."""
@@ -56,7 +59,9 @@ class ModelConfig:
   param_dtype: str = 'float32'  # of the stored parameters
   remat: str = 'none'  # what backward recomputes: 'none' | 'full' (all) | 'dots' (all but matmuls)
   scan_layers: bool = True  # False unrolls them: longer to compile, faster on a CPU
+  attention_chunk: int = 0  # queries whose scores are live at once in training; 0: all
   max_positions: int = 32_768  # the longest row the published weights were trained for
+  row_sharding: jax.sharding.Sharding | None = None  # of activations' rows; None: compiler's choice
 
 
 @flax.struct.dataclass
@@ -119,7 +124,7 @@ def hidden(params, config, tokens, positions, cache=None, lengths=None):
     slots = cache.length[:, None] + jnp.arange(chunk)
   positions = slots if positions is None else positions
   chex.assert_equal_shape([tokens, positions])
-  x = params['embed']['embedding'][tokens].astype(config.dtype)
+  x = _spread(params['embed']['embedding'][tokens].astype(config.dtype), config)
   rope = _rope(config, positions)
   if cache is None:
     x = _training_layers(params['layers'], config, x, rope)
@@ -144,6 +149,7 @@ def forward(params, config, tokens, positions, cache=None, lengths=None):
 
 def token_logits(params, config, x):
   """x [...,D] -> float32 logits [...,V]."""
+  x = _spread(x, config)
   if config.tie_embeddings:
     kernel = params['embed']['embedding'].astype(config.dtype)
     return jnp.einsum('...d,vd->...v', x, kernel, preferred_element_type=jnp.float32)
@@ -263,10 +269,8 @@ class Attention(nn.Module):
     if layer_cache is not None:
       layer_cache = (_write(layer_cache[0], k, slots), _write(layer_cache[1], v, slots))
       k, v = (a.astype(config.dtype) for a in layer_cache)  # [B,M,S,H]
-    scores = jnp.einsum('bmgth,bmsh->bmgts', q * h**-0.5, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(config.dtype)
-    y = jnp.einsum('bmgts,bmsh->bmgth', weights, v)
+    chunked = layer_cache is None and config.attention_chunk
+    y = _attend_in_chunks(q, k, v, mask, chunked) if chunked else _attend(q, k, v, mask)
     y = jnp.swapaxes(y.reshape(rows, n, chunk, h), 1, 2)
     stddev = 0.02 / math.sqrt(2 * config.num_layers)
     y = Project(config, 'btnh,nhd->btd', (n, h, d), stddev=stddev, name='out')(y)
@@ -308,7 +312,7 @@ def _training_layers(layers, config, x, rope):
   mask = causal_mask(x.shape[1])
 
   def apply_layer(layer, x):
-    return Block(config).apply({'params': layer}, x, rope, mask)[0]
+    return _spread(Block(config).apply({'params': layer}, x, rope, mask)[0], config)
 
   if config.remat != 'none':
     policies = {
@@ -326,16 +330,59 @@ def _training_layers(layers, config, x, rope):
 
 
 def _cached_layers(layers, config, x, rope, slots, cache):
-  """x [B,T,D] -> ([B,T,D], cache written). Unrolled: a scan would copy the cache every token."""
+  """x [B,T,D] -> ([B,T,D], cache written). Unrolled: a scan would copy the cache every token.
+
+  Over several devices the next few layers' weights wait for x. Else XLA, seeing them all from the start,
+  gathers the whole model at once: 7 GiB more a device for 7B on 64 TPU v5e.
+  """
   chex.assert_shape(cache.k[0], (x.shape[0], config.num_kv_heads, None, config.head_dim))
   mask = cache_mask(slots, cache.k[0].shape[2])
   k, v = [], []
-  for l, layer in enumerate(_each_layer(layers, config)):
+  layers = list(_each_layer(layers, config))
+  for l in range(config.num_layers):
+    if config.row_sharding is not None and l % GATHERED_LAYERS == 0:
+      part = slice(l, l + GATHERED_LAYERS)
+      layers[part], x = jax.lax.optimization_barrier((layers[part], x))
+    layer = layers[l]
     layer_cache = (cache.k[l], cache.v[l])
     x, layer_cache = Block(config).apply({'params': layer}, x, rope, mask, layer_cache, slots)
+    x = _spread(x, config)
     k.append(layer_cache[0])
     v.append(layer_cache[1])
   return x, cache.replace(k=tuple(k), v=tuple(v))
+
+
+def _attend(q, k, v, mask):
+  """q [B,M,g,T,H], k and v [B,M,S,H], mask [1 or B,1,1,T,S] -> [B,M,g,T,H]."""
+  scores = jnp.einsum(
+    'bmgth,bmsh->bmgts', q * q.shape[-1] ** -0.5, k, preferred_element_type=jnp.float32
+  )
+  scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
+  weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+  return jnp.einsum('bmgts,bmsh->bmgth', weights, v)
+
+
+def _attend_in_chunks(q, k, v, mask, chunk):
+  """`_attend`, `chunk` queries at a time, and again in the backward pass: [B,M,g,T,S] never exists.
+
+  Choice: all at once where `chunk` does not divide T.
+  """
+  length = q.shape[3]
+  if length <= chunk or length % chunk:
+    return _attend(q, k, v, mask)
+  fold = lambda a: jnp.moveaxis(
+    a.reshape(*a.shape[:3], length // chunk, chunk, a.shape[-1]), 3, 0
+  )  # [chunks,B,M,g,chunk,..]
+  attend = jax.checkpoint(lambda qm: _attend(qm[0], k, v, qm[1]), prevent_cse=False)
+  y = jax.lax.map(attend, (fold(q), fold(mask)))
+  return jnp.moveaxis(y, 0, 3).reshape(q.shape)
+
+
+def _spread(x, config):
+  """x [B,...] with its rows over the devices. Without it XLA follows the weights and keeps all rows."""
+  if config.row_sharding is None:
+    return x
+  return jax.lax.with_sharding_constraint(x, config.row_sharding)
 
 
 def causal_mask(length):
@@ -372,11 +419,11 @@ def _write(cached, new, slots):
 
 def _rope(config, positions):
   """positions [B,T] -> (cos, sin) [B,T,1,H/2] float32."""
-  angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(_frequencies(config))
+  angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(frequencies(config))
   return jnp.cos(angles), jnp.sin(angles)
 
 
-def _frequencies(config):
+def frequencies(config):
   """Radians a position of each pair of channels [H/2]; Llama 3 stretches the slow ones.
 
   Wavelengths above original / low_freq_factor are stretched by `factor`, those below

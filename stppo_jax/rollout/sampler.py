@@ -172,6 +172,38 @@ class Sampler:
     """How many programs each function was compiled to so far, for logging."""
     return {'prefill': self._prefill._cache_size(), 'decode': self._decode._cache_size()}
 
+  def trace(self, params, rows: int, slots: int) -> dict[str, jax.stages.Traced]:
+    """'prefill' (of the largest chunk), 'decode' and 'grow' (the last) of so many rows, from shapes alone.
+
+    `params`: ShapeDtypeStructs with shardings. For planning: lower, compile and weigh them.
+    """
+    place = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._row_sharding)
+    shape = lambda *axes, dtype=jnp.int32: jax.ShapeDtypeStruct(axes, dtype)
+    make_state = lambda slots: lambda: SamplerState(
+      cache=decoder.init_cache(self.config, rows, slots, self._cache_dtype),
+      logits=jnp.zeros((rows, self.config.vocab_size), jnp.float32),
+      keys=jax.random.split(jax.random.key(0), rows),
+    )
+    state = jax.tree.map(place, jax.eval_shape(make_state(slots)))
+    fewer = max((b for b in self.slot_buckets if b < slots), default=slots)
+    small = jax.tree.map(place, jax.eval_shape(make_state(fewer)))
+    per_row = place(shape(rows))
+    turn = _Turn(
+      state=state,
+      alive=place(shape(rows, dtype=jnp.bool_)),
+      stop_state=per_row,
+      counts=per_row,
+      tokens=place(shape(rows, self.max_new)),
+      logp=place(shape(rows, self.max_new, dtype=jnp.float32)),
+    )
+    tables = (shape(*t.shape, dtype=t.dtype) for t in (self._stop_table, self._is_eos))
+    chunk = shape(rows, self.chunk_buckets[-1])
+    return {
+      'prefill': self._prefill.trace(params, state, chunk, shape(rows)),
+      'decode': self._decode.trace(params, turn, shape(rows), *tables),
+      'grow': self._grow.trace(small, slots),
+    }
+
   def _with_room(self, state: SamplerState, needed: int) -> SamplerState:
     """The state with at least `needed` slots a row, in a slot bucket."""
     if needed > self.max_slots:

@@ -7,12 +7,14 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import time
 
 from absl import logging
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax import config as schema
@@ -102,20 +104,29 @@ def setup(config) -> Run:
   mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
   sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
   variant = make_variant(config.algorithm)
-  shared = variant.needs_critic and config.model.critic == 'shared'
-  model, actor = evaluation.load_policy(config, head='both' if shared else 'tokens')
+  heads = model_heads(config, variant)
+  # Straight into their shards: the host never holds a model.
+  shardings = functools.partial(sharding.tree_shardings, mesh=mesh)
+  model, actor = evaluation.load_policy(config, head=heads[0], shardings=shardings)
   critic_model = critic = None
-  if variant.needs_critic and not shared:
-    folder = config.model.critic_folder or None
-    critic_model, critic = evaluation.load_policy(config, head='value', folder=folder)
-  agent = evaluation.make_agent(config, model)
+  if heads[1]:
+    critic_model, critic = evaluation.load_policy(
+        config, head=heads[1], folder=config.model.critic_folder or None, shardings=shardings)
+  agent = evaluation.make_agent(config, model, sharding.rows(mesh))
   learner = make_learner(config, variant, model, critic_model)
   ref_params = None
   if config.algorithm.kl_in != 'none':
-    ref_params = jax.device_put(actor, sharding.tree_shardings(actor, mesh))
+    ref_params = jax.tree.map(jnp.copy, actor)  # the state takes the actor's own buffers
   state = train_state.create_sharded(learner, actor, critic, config.algorithm.kl_coef, mesh)
   return Run(config, mesh, agent, learner, update.compile_functions(learner, state, mesh), state,
              ref_params)
+
+
+def model_heads(config, variant):
+  """(head of the policy, head of the separate critic or None): see ModelConfig.head."""
+  if not variant.needs_critic:
+    return 'tokens', None
+  return ('both', None) if config.model.critic == 'shared' else ('tokens', 'value')
 
 
 def make_variant(algorithm) -> variants.Variant:

@@ -51,11 +51,16 @@ def make_mesh(data, fsdp, tensor, devices=None):
 
 def check_rows(mesh, **counts):
   """Refuses counts of rows that the mesh cannot split evenly: check_rows(mesh, micro_batch=4)."""
-  parts = mesh.shape['data'] * mesh.shape['fsdp']
+  parts = num_row_shards(mesh)
   for name, count in counts.items():
     if count % parts:
       raise UserError(f'config.train.{name}={count} rows cannot be split over data * fsdp = {parts} '
                       f'devices: choose a multiple of {parts}, or a smaller config.mesh')
+
+
+def num_row_shards(mesh):
+  """How many parts the rows of a batch are split into."""
+  return mesh.shape['data'] * mesh.shape['fsdp']
 
 
 def rows(mesh):

@@ -94,7 +94,10 @@ def create(learner, actor, critic, kl_coef):
 
 
 def create_sharded(learner, actor, critic, kl_coef, mesh):
-  """A fresh TrainState laid out over the mesh; the optimizer's state is born in its shards."""
+  """A fresh TrainState laid out over the mesh; the optimizer's state is born in its shards.
+
+  Takes the parameters over: those that lie there already are not copied, and are gone after.
+  """
   put = lambda tree: None if tree is None else jax.device_put(
       tree, sharding.tree_shardings(tree, mesh))
   actor, critic = put(actor), put(critic)

@@ -8,6 +8,7 @@ Rows come sorted by length, and each micro-batch is computed on as few columns a
 so that padding costs little; see `_at_own_length`.
 """
 
+import dataclasses
 import functools
 import typing
 
@@ -42,6 +43,9 @@ def compile_functions(learner, state, mesh) -> Functions:
   """`annotate`, `with_advantages` and `update_step`, jitted over the mesh; states are donated."""
   state_sharding = sharding.tree_shardings(state, mesh)
   rows, whole = sharding.rows(mesh), sharding.replicated(mesh)
+  spread = lambda model: model and dataclasses.replace(model, row_sharding=rows)
+  learner = dataclasses.replace(
+      learner, actor=spread(learner.actor), critic=spread(learner.critic))
   jit = lambda function, ins, outs, donate=(): jax.jit(
       functools.partial(function, learner, mesh), in_shardings=ins, out_shardings=outs,
       donate_argnums=donate)
@@ -117,6 +121,8 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
   value_weights = losses.aggregation_weights(mask, 'token-mean')
   measure_bias = variant.ratio != 'none' and (
       learner.log_bias or (variant.divisor != 'none' and variant.norm_of == 'gradient'))
+  # Gradients live where their parameters do; left alone, XLA keeps the larger ones on every device.
+  placed = lambda tree: jax.lax.with_sharding_constraint(tree, sharding.tree_shardings(tree, mesh))
 
   def gradients(micro_and_weights):
     micro, weight, value_weight = micro_and_weights
@@ -133,8 +139,8 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
     added = {'actor': pull((d_logp, d_entropy, zero))[0]}
     if measure_bias:
       added['bias'] = jax.lax.cond(
-          aux['clipped'].any(), lambda: pull((d_bias, zero, zero))[0],
-          lambda: jax.tree.map(jnp.zeros_like, state.actor))
+          aux['clipped'].any(), lambda: placed(pull((d_bias, zero, zero))[0]),
+          lambda: placed(jax.tree.map(jnp.zeros_like, state.actor)))
     if learner.has_values:
       value_loss = lambda v: losses.value_loss(
           v, micro.old_values, micro.returns, learner.value_clip)
@@ -147,7 +153,7 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
         _, pull_loss = jax.vjp(value_loss, values)
         added['value'] = pull_values(pull_loss(value_weight)[0])[0]
     sums = dict(pg_loss=aux.pop('pg_loss'), clipped_objective=aux.pop('clipped_objective'))
-    return dict(added, sums=sums), dict(logp=logp, entropy=entropy, values=values, **aux)
+    return placed(dict(added, sums=sums)), dict(logp=logp, entropy=entropy, values=values, **aux)
 
   def accumulate(total, micro_and_weights):
     added, seen = _at_own_length(
@@ -162,7 +168,7 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
     zeros['value'] = jax.tree.map(
         jnp.zeros_like, state.actor if learner.shared_trunk else state.critic)
   micros = _split((batch, weights, value_weights), learner.micro_batch, mesh)
-  grads, seen = jax.lax.scan(accumulate, zeros, micros)
+  grads, seen = jax.lax.scan(accumulate, placed(zeros), micros)
   seen = jax.tree.map(_join, seen) | grads['sums']
   seen['ratio'] = jnp.where(mask > 0, seen['ratio'], 1)  # cut-off columns came back as 0
 
@@ -194,8 +200,8 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
       'stppo/step_norm': step_norm,
   }
   if measure_bias:
-    # g descends and C ascends, hence the sign.
-    dot = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(grads['actor']), jax.tree.leaves(bias)))
+    # g descends and C ascends, hence the sign. Not vdot: it flattens, which gathers every shard.
+    dot = sum(jnp.sum(a * b) for a, b in zip(jax.tree.leaves(grads['actor']), jax.tree.leaves(bias)))
     metrics |= {
         'stppo/bias_norm': bias_norm,
         'stppo/cos_g_c': -dot / jnp.maximum(g_norm * bias_norm, 1e-30)}

@@ -1,0 +1,25 @@
+"""GRPO on Qwen2.5-7B with Wikipedia search: no critic, groups of five episodes.
+
+  python run.py --config=experiments/grpo_7b.py --config.model.folder=FOLDER/Qwen2.5-7B \
+    --config.data.source=FOLDER/nq_hotpotqa.parquet --config.retriever.url=http://HOST:8000/retrieve
+
+Not yet run.
+Does it fit?  python run.py --config=experiments/grpo_7b.py --mode=plan --topology=v5e:8x8
+"""
+
+from experiments import ppo_7b
+
+
+def get_config(mode=''):
+  config = ppo_7b.get_config(mode)
+  config.name = config.name.replace('ppo_7b', 'grpo_7b')
+  config.algorithm.variant = 'grpo'
+  config.algorithm.aggregation = 'seq-mean-token-mean'  # GRPO's formula, and the paper's
+  # Search-R1's GRPO: five answers a question, KL in the loss by k3. Ours: the episodes, which five must
+  # divide (theirs: 512 questions of five); mini-batches of half of them keep the off-policyness.
+  config.algorithm.kl_in = 'loss'
+  config.algorithm.kl_estimator = 'k3'
+  config.rollout.group_size = 4 if mode else 5
+  if not mode:
+    config.train.episodes, config.train.mini_batch = 640, 320
+  return config

@@ -1,0 +1,17 @@
+"""SO-GRPO (GRPO with turn-level ratios and the correction) on Qwen2.5-7B with Wikipedia search.
+
+  python run.py --config=experiments/so_grpo_7b.py --config.model.folder=FOLDER/Qwen2.5-7B \
+    --config.data.source=FOLDER/nq_hotpotqa.parquet --config.retriever.url=http://HOST:8000/retrieve
+
+Not yet run.
+Does it fit?  python run.py --config=experiments/so_grpo_7b.py --mode=plan --topology=v5e:8x8
+"""
+
+from experiments import grpo_7b
+
+
+def get_config(mode=''):
+  config = grpo_7b.get_config(mode)
+  config.name = config.name.replace('grpo_7b', 'so_grpo_7b')
+  config.algorithm.variant = 'so_grpo'
+  return config

@@ -1,0 +1,18 @@
+"""ST-PPO (turn-level ratios, divided by the norm of the clipping bias) on Qwen2.5-7B, Wikipedia search.
+
+  python run.py --config=experiments/st_ppo_7b.py --config.model.folder=FOLDER/Qwen2.5-7B \
+    --config.data.source=FOLDER/nq_hotpotqa.parquet --config.retriever.url=http://HOST:8000/retrieve
+
+Not yet run.
+Does it fit?  python run.py --config=experiments/st_ppo_7b.py --mode=plan --topology=v5e:8x8
+"""
+
+from experiments import ppo_7b
+
+
+def get_config(mode=''):
+  config = ppo_7b.get_config(mode)
+  config.name = config.name.replace('ppo_7b', 'st_ppo_7b')
+  config.algorithm.variant = 'st_ppo'
+  config.algorithm.aggregation = 'seq-mean-token-mean'  # the paper's 1/|y|
+  return config

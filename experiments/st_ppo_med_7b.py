@@ -1,0 +1,27 @@
+"""ST-PPO on Qwen2.5-7B, medical multiple choice with search over medical passages.
+
+  python run.py --config=experiments/st_ppo_med_7b.py --config.model.folder=FOLDER/Qwen2.5-7B \
+    --config.data.source=FOLDER/qa.jsonl --config.data.corpus=FOLDER/corpus.jsonl
+
+Not yet run.
+Does it fit?  python run.py --config=experiments/st_ppo_med_7b.py --mode=plan --topology=v5e:8x8
+
+Questions with `options` and the right letter as `answer` are asked as multiple choice. The paper names
+this task and not its settings: all that differs from st_ppo_7b is ours. Retrieval is BM25 in process.
+"""
+
+from experiments import st_ppo_7b
+from stppo_jax import config as schema
+
+
+def get_config(mode=''):
+  config = st_ppo_7b.get_config(mode)
+  config.name = config.name.replace('st_ppo_7b', 'st_ppo_med_7b')
+  if mode:  # the embedded medical questions
+    config.data.datasets = ('medical',)
+    return config
+  config.data = schema.Data(source='data/medical/qa.jsonl', corpus='data/medical/corpus.jsonl')
+  config.retriever = schema.Retriever(kind='bm25', top_k=3)
+  config.train.updates = 200
+  config.train.checkpoint_every = 50
+  return config

@@ -1,0 +1,18 @@
+"""ST-PPO on Qwen3-8B with Wikipedia search: a model family that reviewers of the paper asked for.
+
+  python run.py --config=experiments/st_ppo_qwen3_8b.py --config.model.folder=FOLDER/Qwen3-8B \
+    --config.data.source=FOLDER/nq_hotpotqa.parquet --config.retriever.url=http://HOST:8000/retrieve
+
+Not yet run.
+Does it fit?  python run.py --config=experiments/st_ppo_qwen3_8b.py --mode=plan --topology=v5e:8x8
+"""
+
+from experiments import st_ppo_7b
+
+
+def get_config(mode=''):
+  config = st_ppo_7b.get_config(mode)
+  config.name = config.name.replace('7b', 'qwen3_8b')
+  if not mode:
+    config.model.folder = 'models/Qwen3-8B'
+  return config

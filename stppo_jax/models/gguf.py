@@ -1,0 +1,326 @@
+"""A GGUF file to an ordinary Hugging Face folder, which `convert.load_hf` and transformers read.
+
+  python -m stppo_jax.models.gguf FILE FOLDER        needs requirements-gguf.txt
+
+Quantised tensors are written out in full. The tokenizer is rebuilt from the file's tokens and
+merges. The file is not trusted: it is read as numbers and text, and what does not fit is refused
+before anything is written.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+
+import numpy as np
+import tokenizers
+
+from stppo_jax.models import convert
+from stppo_jax.models import decoder
+from stppo_jax.types import UserError
+
+ARCHITECTURES = ('llama', 'qwen2', 'qwen3')
+
+# How text is cut before merging, by llama.cpp's name for it. The pattern is that of Qwen2 and of
+# Llama 3, which differ in how many digits stay together.
+_PATTERN = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
+  r'|\s*[\r\n]+|\s+(?!\S)|\s+'
+)
+_BYTES = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+_GPT2 = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _split(pattern):
+  return tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), 'isolated')
+
+
+PRE_TOKENIZERS = {
+  'gpt-2': [_GPT2],
+  'smollm': [tokenizers.pre_tokenizers.Digits(individual_digits=True), _GPT2],
+  'qwen2': [_split(_PATTERN % r'\p{N}'), _BYTES],
+  'llama-bpe': [_split(_PATTERN % r'\p{N}{1,3}'), _BYTES],
+}
+
+
+def convert_file(path, folder, dtype='float32'):
+  """Writes config.json, weights, tokenizer and generation_config.json; returns the ModelConfig.
+
+  The weights are stored as `dtype`; bfloat16 rounds what a quantised file holds. UserError: no
+  whole GGUF file, an architecture, quantisation or tokenizer that is not supported, or tensors
+  other than the header implies.
+  """
+  path, folder = pathlib.Path(path), pathlib.Path(folder)
+  if dtype not in convert.DTYPES:
+    raise UserError(f'dtype {dtype!r} is unknown; allowed: {", ".join(convert.DTYPES)}; choose one')
+  if folder.exists() and not folder.is_dir():
+    raise UserError(f'{folder} is a file; give the name of a folder')
+  header = Header(path)
+  config = model_config(header)
+  names = _check_tensors(header, config)
+  tokens = header.texts('tokenizer.ggml.tokens')
+  ids = _token_ids(header, tokens)
+  tokenizer = _tokenizer(header, tokens, ids)
+
+  tensor_of = lambda entry: _tensor(header, config, names, entry).astype(convert.DTYPES[dtype])
+  settings = {
+    'tokenizer_class': 'PreTrainedTokenizerFast', 'clean_up_tokenization_spaces': False,
+    'model_max_length': config.max_positions,
+    **{f'{name}_token': tokens[i] for name, i in ids.items() if name != 'eot'},
+  }
+  if template := header.value('tokenizer.chat_template', str, ''):
+    settings['chat_template'] = template
+  config_ids = {f'{name}_token_id': ids[name] for name in ('bos', 'eos', 'pad') if name in ids}
+  ends = list(dict.fromkeys(ids[name] for name in ('eos', 'eot') if name in ids))
+  folder.mkdir(parents=True, exist_ok=True)
+  convert.write_weights(folder, config, dtype, tensor_of, config_ids)
+  tokenizer.save(str(folder / 'tokenizer.json'))
+  convert.write_json(folder / 'tokenizer_config.json', settings)
+  convert.write_json(folder / 'generation_config.json', config_ids | {'eos_token_id': ends})
+  return config
+
+
+class Header:
+  """What a GGUF file says of itself, and its tensors, memory-mapped.
+
+  Attributes:
+    path: the file.
+    library: the package `gguf`.
+    tensors: name -> the package's ReaderTensor.
+  """
+
+  def __init__(self, path):
+    try:
+      import gguf  # here, since only this command needs it
+    except ImportError as error:
+      raise UserError(f'the package gguf is missing ({error}); '
+                      'pip install -r requirements-gguf.txt') from error
+
+    class Reader(gguf.GGUFReader):
+      """Stops at the end of the file, where the package's would go on with empty values."""
+
+      def _get(self, offset, dtype, count=1, override_order=None):
+        part = super()._get(offset, dtype, count, override_order)
+        if len(part) != int(count):
+          raise ValueError(f'it ends before byte {int(offset) + int(count)}')
+        return part
+
+    try:
+      reader = Reader(path)
+    except OSError as error:
+      raise UserError(f'{path} cannot be read ({error.strerror}); give a GGUF file') from error
+    except (ValueError, KeyError, IndexError, TypeError, OverflowError, RecursionError) as error:
+      raise UserError(f'{path} is not a whole GGUF file ({error}); download it again') from error
+    if reader.byte_order != 'I':
+      raise UserError(f'{path} has the other byte order than this machine; choose another file')
+    self.path = path
+    self.library = gguf
+    self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+    self._fields = reader.fields
+
+  def value(self, name, kind, *default):
+    """The value of a key: an int, float, bool, str or list. UserError if not there or of a kind."""
+    if name not in self._fields:
+      if default:
+        return default[0]
+      raise UserError(f'{self.path}: {name} is missing; choose a file with a whole header')
+    try:
+      value = self._fields[name].contents()
+    except UnicodeDecodeError as error:
+      raise UserError(f'{self.path}: {name} is not UTF-8; download it again') from error
+    if type(value) is not kind:
+      raise UserError(f'{self.path}: {name} is of type {type(value).__name__}, not {kind.__name__}; '
+                      'choose another file')
+    return value
+
+  def size(self, name, *default):
+    """A whole number that is at least 1."""
+    value = self.value(name, int, *default)
+    if value < 1:
+      raise UserError(f'{self.path}: {name} = {value} is not a positive number; download it again')
+    return value
+
+  def texts(self, name):
+    """A list of strings."""
+    values = self.value(name, list)
+    if not all(type(value) is str for value in values):
+      raise UserError(f'{self.path}: {name} is not a list of texts; choose another file')
+    return values
+
+  def real(self, name, *default):
+    """A number, as short as its 32 bits allow: 1e-05 and not 9.999999747378752e-06."""
+    value = float(str(np.float32(self.value(name, float, *default))))
+    if not 0 < value < np.inf:
+      raise UserError(f'{self.path}: {name} = {value} is not a positive number; download it again')
+    return value
+
+
+def model_config(header):
+  """The ModelConfig that a header describes."""
+  family = header.value('general.architecture', str)
+  if family not in ARCHITECTURES:
+    raise UserError(f'{header.path}: architecture {family!r} is not supported; allowed: '
+                    f'{", ".join(ARCHITECTURES)}; choose a model of one of these')
+  key = lambda name: f'{family}.{name}'
+  scaling = header.value(key('rope.scaling.type'), str, 'none')
+  if scaling != 'none':
+    raise UserError(f"{header.path}: rope scaling {scaling!r} is not supported; allowed: 'none', or "
+                    "Llama 3's, which is a tensor rope_freqs.weight; choose another model")
+  num_layers = header.size(key('block_count'))
+  if num_layers > len(header.tensors):
+    raise UserError(f'{header.path}: {key("block_count")} = {num_layers}, but the file holds only '
+                    f'{len(header.tensors)} tensors; download it again')
+  d_model = header.size(key('embedding_length'))
+  num_heads = header.size(key('attention.head_count'))
+  head_dim = header.size(key('attention.key_length'), d_model // num_heads)
+  rotated = header.size(key('rope.dimension_count'), head_dim)
+  if rotated != head_dim or head_dim % 2:
+    raise UserError(f'{header.path}: {key("rope.dimension_count")} = {rotated} of {head_dim} '
+                    'channels; supported are heads that are rotated whole; choose another model')
+  config = decoder.ModelConfig(
+    vocab_size=len(header.texts('tokenizer.ggml.tokens')),
+    d_model=d_model,
+    num_layers=num_layers,
+    num_heads=num_heads,
+    num_kv_heads=header.size(key('attention.head_count_kv'), num_heads),
+    head_dim=head_dim,
+    d_ff=header.size(key('feed_forward_length')),
+    rope_theta=header.real(key('rope.freq_base'), 10_000.0),
+    rms_norm_eps=header.real(key('attention.layer_norm_rms_epsilon')),
+    tie_embeddings='output.weight' not in header.tensors,
+    qkv_bias=family == 'qwen2',
+    qk_norm=family == 'qwen3',
+    family=family,
+    max_positions=header.size(key('context_length')),
+  )
+  return _with_rope_scaling(header, config) if 'rope_freqs.weight' in header.tensors else config
+
+
+def _with_rope_scaling(header, config):
+  """Llama 3 stretches its slow frequencies: the file holds a divisor of each, [H/2]."""
+  divisors = _dequantize(header, 'rope_freqs.weight')
+  # The four numbers behind them are not in the file; in all of Llama 3 only the first differs.
+  scaling = (float(np.round(divisors.max(), 4)), 1.0, 4.0, 8192)
+  scaled = dataclasses.replace(config, rope_scaling=scaling)
+  stretch = decoder.frequencies(config) / decoder.frequencies(scaled)
+  if divisors.shape != stretch.shape or not np.allclose(divisors, stretch, rtol=1e-4):
+    raise UserError(f'{header.path}: rope_freqs.weight is not the scaling of Llama 3; choose another '
+                    'model')
+  return scaled
+
+
+def _check_tensors(header, config):
+  """Entry name -> tensor name, for the whole table; shapes agree and nothing is left over."""
+  architectures = {name: arch for arch, name in header.library.MODEL_ARCH_NAMES.items()}
+  name_map = header.library.get_tensor_name_map(architectures[config.family], config.num_layers)
+  names = {}
+  for entry in convert.table(config):
+    name = name_map.get_name(entry.name, try_suffixes=('.weight', '.bias'))
+    if name not in header.tensors:
+      raise UserError(f'{header.path}: missing tensor {name}, needed by {config.family}; '
+                      'download it again')
+    shape = header.tensors[name].shape.tolist()[::-1]
+    if shape != list(entry.shape):
+      raise UserError(f'{header.path}: {name} has shape {shape}, the header implies '
+                      f'{list(entry.shape)}; download it again')
+    names[entry.name] = name
+  unknown = sorted(header.tensors.keys() - set(names.values()) - {'rope_freqs.weight'})
+  if unknown:
+    raise UserError(f'{header.path}: unknown tensor {unknown[0]} ({len(unknown)} in all), not part '
+                    f'of {config.family}; choose another model')
+  return names
+
+
+def _tensor(header, config, names, entry):
+  """The float32 array of an entry, laid out as Hugging Face has it."""
+  tensor = _dequantize(header, names[entry.name])
+  heads = {'q_proj': config.num_heads, 'k_proj': config.num_kv_heads}
+  projection = entry.name.split('.')[-2]
+  if config.family == 'llama' and projection in heads:
+    # A rotary pair is rows (2i, 2i + 1) of its head there, and (i, i + H/2) here.
+    pairs = tensor.reshape(heads[projection], config.head_dim // 2, 2, -1)
+    tensor = pairs.swapaxes(1, 2).reshape(tensor.shape)
+  return tensor
+
+
+def _dequantize(header, name):
+  tensor = header.tensors[name]
+  try:
+    return header.library.quants.dequantize(tensor.data, tensor.tensor_type)
+  except NotImplementedError as error:
+    raise UserError(f'{header.path}: {name} is stored as {tensor.tensor_type.name}, which the '
+                    'package gguf cannot read; choose another quantisation') from error
+
+
+def _token_ids(header, tokens):
+  """The ids that the header names, of 'bos', 'eos', 'pad', 'unk' and 'eot' (end of a turn)."""
+  theirs = {'bos': 'bos', 'eos': 'eos', 'pad': 'padding', 'unk': 'unknown', 'eot': 'eot'}
+  ids = {}
+  for name, their in theirs.items():
+    key = f'tokenizer.ggml.{their}_token_id'
+    number = header.value(key, int, None)
+    if number is None:
+      continue
+    if not 0 <= number < len(tokens):
+      raise UserError(f'{header.path}: {key} = {number}, but there are {len(tokens)} tokens; '
+                      'download it again')
+    ids[name] = number
+  return ids
+
+
+def _tokenizer(header, tokens, ids):
+  """The tokenizers.Tokenizer: text cut by PRE_TOKENIZERS, then byte-level BPE."""
+  key = lambda name: f'tokenizer.ggml.{name}'
+  path, kind, pre = header.path, header.value(key('model'), str), header.value(key('pre'), str, '')
+  if kind != 'gpt2' or pre not in PRE_TOKENIZERS:
+    raise UserError(f'{path}: tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported; '
+                    f"allowed: 'gpt2' (byte-level BPE) with {', '.join(PRE_TOKENIZERS)}; "
+                    'choose another model')
+  merges = [merge.split(' ') for merge in header.texts(key('merges'))]
+  types = header.value(key('token_type'), list, [1] * len(tokens))
+  if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
+    raise UserError(f'{path}: {len(tokens)} tokens, {len(set(tokens))} different ones, {len(types)} '
+                    'token types: these should be equal; download it again')
+  TokenType = header.library.TokenType
+  used = [(i, token) for i, token in enumerate(tokens) if types[i] != TokenType.UNUSED]
+  try:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(
+      {token: i for i, token in used}, [tuple(merge) for merge in merges],
+      ignore_merges=pre == 'llama-bpe'))
+  except Exception as error:  # the library raises bare Exception, and TypeError for no pairs
+    raise UserError(f'{path}: tokens and merges do not agree ({error}); download it again') from error
+  if pre == 'qwen2':
+    tokenizer.normalizer = tokenizers.normalizers.NFC()
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(PRE_TOKENIZERS[pre])
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
+  for i, token in used:
+    if types[i] in (TokenType.CONTROL, TokenType.USER_DEFINED):
+      special = types[i] == TokenType.CONTROL
+      added = tokenizers.AddedToken(token, special=special, normalized=False)
+      (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([added])
+  if header.value(key('add_bos_token'), bool, False) and 'bos' in ids:
+    bos = {'id': 'BOS', 'ids': [ids['bos']], 'tokens': [tokens[ids['bos']]]}
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+      single='BOS $A', pair='BOS $A BOS $B', special_tokens=[bos])
+  return tokenizer
+
+
+def main(argv=None):
+  """The command line; the status to exit with."""
+  parser = argparse.ArgumentParser(
+    prog='python -m stppo_jax.models.gguf', description='A GGUF file to a Hugging Face folder.')
+  parser.add_argument('file', metavar='FILE')
+  parser.add_argument('folder', metavar='FOLDER')
+  parser.add_argument('--dtype', default='float32', help='float32 (default) or bfloat16')
+  args = parser.parse_args(argv)
+  try:
+    config = convert_file(args.file, args.folder, args.dtype)
+  except UserError as error:
+    print('gguf:', *str(error).split(), file=sys.stderr)  # one line, whatever the message
+    return 2
+  print(f'{args.folder}: {config.family}, {config.num_layers} layers, {config.vocab_size} tokens')
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())

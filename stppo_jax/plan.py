@@ -1,0 +1,436 @@
+"""Does a run fit, and how long would it take? Config in, table out; no accelerator and no weights needed.
+
+The programs that training runs are compiled for a topology of devices that need not be there, from
+shapes and shardings alone. Memory is the compiler's own account of each program; FLOPs and collectives
+are counted (`plan_hlo`); times are a roofline, and so a bound from below.
+
+TPU topologies need libtpu, GPU ones jax-cuda12-plugin and ptxas: see requirements-plan.txt.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import math
+import os
+import re
+import time
+
+from absl import logging
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stppo_jax import config as schema
+from stppo_jax import evaluation
+from stppo_jax import plan_hlo
+from stppo_jax import types
+from stppo_jax.models import convert
+from stppo_jax.models import decoder
+from stppo_jax.models import presets
+from stppo_jax.training import loop
+from stppo_jax.training import sharding
+from stppo_jax.training import state as train_state
+from stppo_jax.training import update
+from stppo_jax.types import RunError
+from stppo_jax.types import UserError
+
+HEADROOM = 0.1  # share of a chip's memory that a plan leaves free
+GIB = 2**30
+NUM_STOP_STATES = 32  # rows of the stop automaton, which depends on the tokenizer: room enough
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """Public figures of one chip; a speed of 0 is not known and gives no time."""
+
+  name: str
+  memory: int  # bytes that programs can use
+  flops: float = 0.0  # bf16, dense, a second
+  bandwidth: float = 0.0  # memory, bytes a second
+  link: float = 0.0  # to the other chips, all links in one direction, bytes a second
+
+
+# Google's system pages and NVIDIA's data sheet; memory as the compilers and drivers report it.
+CHIPS = {
+    'v5e': Chip('TPU v5e', int(15.75 * GIB), 197e12, 0.819e12, 0.2e12),
+    'v5p': Chip('TPU v5p', int(95.74 * GIB), 459e12, 2.765e12, 0.6e12),
+    'v6e': Chip('TPU v6e', int(31.25 * GIB), 918e12, 1.64e12, 0.448e12),
+    'h100': Chip('H100 80GB SXM', 84_942_979_072, 989e12, 3.35e12, 0.45e12),
+}
+KINDS = {'TPU v5 lite': 'v5e', 'TPU v5': 'v5p', 'TPU v5p': 'v5p', 'TPU v6 lite': 'v6e'}
+FORMS = ('v5e:8x8, v6e:4x4, v5p:4x4x4 and other sizes (even numbers of chips), h100:1x1x8 '
+         '(1 x hosts x GPUs of a host), or nothing for the devices here')
+# Keeps libtpu from asking the network what machine this is, and from talking about it.
+TPU_ENVIRONMENT = {
+    'TPU_SKIP_MDS_QUERY': '1', 'TPU_ACCELERATOR_TYPE': 'v5litepod-64',
+    'TPU_WORKER_HOSTNAMES': 'localhost', 'TPU_STDERR_LOG_LEVEL': '3', 'TPU_MIN_LOG_LEVEL': '3'}
+
+# What XLA's CUDA compiler asks about a device that is not there: facts of the H100 SXM.
+H100 = """
+gpu_device_info {
+  name: "NVIDIA H100 80GB HBM3"
+  cuda_compute_capability { major: 9 minor: 0 }
+  device_memory_size: 84942979072 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 threads_per_warp: 32
+  threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  registers_per_block_limit: 65536 registers_per_core_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+runtime_version { major: 12 minor: 8 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+@dataclasses.dataclass
+class Program:
+  """One compiled function, with figures of one run on one device unless said otherwise."""
+
+  name: str
+  unit: str  # what one run does
+  runs: int  # how often an update runs it, at most
+  flops: float  # of all devices together
+  resident: int  # bytes that other parts of the run hold meanwhile
+  arguments: int = 0
+  temporaries: int = 0  # and results that take no argument's place, and code
+  collectives: tuple[plan_hlo.Collective, ...] = ()
+  compile_s: float = 0.0
+  seconds: float | None = None  # from below
+  note: str = ''
+
+  @property
+  def peak(self) -> int:
+    """Bytes of one device while it runs."""
+    return self.resident + self.arguments + self.temporaries
+
+
+@dataclasses.dataclass
+class Plan:
+  """What `make` found out."""
+
+  config: schema.Config
+  topology: str
+  chip: Chip
+  mesh: jax.sharding.Mesh
+  num_params: dict[str, int]  # of each model
+  held: dict[str, tuple[int, int]]  # what is held: bytes (in all, of the fullest device)
+  programs: list[Program] = dataclasses.field(default_factory=list)
+  largest_micro_batch: int = 0  # that fits; 0: none does
+  largest_rows: int = 0
+
+  @property
+  def limit(self) -> int:
+    """Bytes a device may use."""
+    return int(self.chip.memory * (1 - HEADROOM))
+
+  @property
+  def fits(self) -> bool:
+    """Whether every program leaves the head-room free."""
+    return all(program.peak <= self.limit for program in self.programs)
+
+
+def make(config, topology='') -> Plan:
+  """Compiles a run's programs for `topology` ('' means the devices here), as the loop would.
+
+  Choice: every row is as long as the longest bucket, and every step clips something: shorter rows are
+  branches of the same program that need less.
+
+  Raises UserError for a topology, mesh or model that cannot be, RunError where a compiler fails.
+  """
+  schema.validate(config)
+  devices, chip = devices_of(topology)
+  mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
+  sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
+
+  variant = loop.make_variant(config.algorithm)
+  heads = loop.model_heads(config, variant)
+  model = evaluation.load_shape(config, heads[0])
+  critic = heads[1] and evaluation.load_shape(config, heads[1], config.model.critic_folder or None)
+  learner = dataclasses.replace(loop.make_learner(config, variant, model, critic), lengths=())
+  params = _on(mesh, _params(model))
+  state = _on(mesh, jax.eval_shape(
+      functools.partial(train_state.create, learner, kl_coef=0.0),
+      params, critic and _params(critic)))
+  plan = Plan(
+      config=config, topology=topology or 'the devices here', chip=chip, mesh=mesh,
+      num_params={name: presets.num_params(shape)
+                  for name, shape in (('policy', model), ('critic', critic)) if shape},
+      held=_held(config, mesh, model, state, params))
+  for program, traced in _programs(plan, learner, state, params):
+    _compile(program, traced, plan.topology)
+    _estimate(program, plan)
+    plan.programs.append(program)
+  _find_largest(plan)
+  return plan
+
+
+def table(plan) -> str:
+  """The plan as text: what is held, what each program needs and costs, and the verdict."""
+  config, chip = plan.config, plan.chip
+  gib = lambda size: f'{size / GIB:.2f}'
+  shape = ' x '.join(f'{axis} {size}' for axis, size in plan.mesh.shape.items())
+  lines = [
+      f'{config.name} on {plan.topology}: {plan.mesh.size} x {chip.name}, mesh {shape}',
+      'parameters: ' + ', '.join(f'{name} {count:,}' for name, count in plan.num_params.items()),
+      '', _row('held during a run', 'GiB in all', 'GiB a device')]
+  lines += [_row(name, gib(total), gib(each)) for name, (total, each) in plan.held.items() if total]
+  lines += ['', _row('GiB a device', *(program.name for program in plan.programs))]
+  for title, field in (('arguments', 'arguments'), ('temporaries', 'temporaries'),
+                       ('held by others', 'resident'), ('peak', 'peak')):
+    lines.append(_row(title, *(gib(getattr(program, field)) for program in plan.programs)))
+  lines.append(_row(f'of {gib(chip.memory)}', *(
+      f'{program.peak / chip.memory:.0%}' for program in plan.programs)))
+  lines += ['', _row('a run of the program', *(program.name for program in plan.programs)),
+            _row('PFLOP, all devices', *(f'{program.flops / 1e15:.3g}' for program in plan.programs))]
+  for kind in plan_hlo.KINDS:
+    found = [next((c for c in program.collectives if c.kind == kind), None)
+             for program in plan.programs]
+    if any(found):
+      lines.append(_row(f'{kind}, GB a device', *(
+          f'{c.count} x, {c.bytes / 1e9:.3g}' if c else '-' for c in found)))
+  times = [program.seconds for program in plan.programs]
+  if all(times):
+    lines.append(_row('at least, s (estimate)', *(f'{seconds:.3g}' for seconds in times)))
+    lines.append(_row('runs an update, at most', *(str(p.runs) for p in plan.programs)))
+    total = sum(program.runs * program.seconds for program in plan.programs)
+    lines.append(_row('s an update (estimate)', *(
+        f'{program.runs * program.seconds:.3g}' for program in plan.programs)))
+    lines.append(f'one update takes at least {total:.0f} s (an estimate, from below: a roofline of '
+                 'full-length rows; nothing was run)')
+  lines.append(_row('compiled in, s', *(f'{program.compile_s:.0f}' for program in plan.programs)))
+  lines += [''] + [f'{program.name}: {program.unit}{program.note}' for program in plan.programs]
+  lines += ['largest that fits (estimate, at least): '
+            f'train.micro_batch {plan.largest_micro_batch or "none"}, '
+            f'rollout.rows {plan.largest_rows or "none"}', _verdict(plan)]
+  return '\n'.join(lines)
+
+
+def devices_of(topology):
+  """(devices, Chip) of 'v5e:8x8' and the like; of '' those attached."""
+  if not topology:
+    return _local_devices()
+  name, _, shape = topology.partition(':')
+  forms = r'\d+x\d+x\d+' if name in ('v5p', 'h100') else r'\d+x\d+'
+  if name not in CHIPS or not re.fullmatch(forms, shape):
+    raise UserError(f'--topology={topology}: no such topology; give {FORMS}')
+  package = 'jax_plugins.xla_cuda12' if name == 'h100' else 'libtpu'
+  if not _installed(package):
+    raise UserError(f'--topology={topology} needs the package {package}: pip install -r '
+                    'requirements-plan.txt')
+  os.environ.update(TPU_ENVIRONMENT)
+  from jax.experimental import topologies
+  try:
+    if name == 'h100':
+      found = topologies.get_topology_desc('h100', 'cuda', target_config=H100, topology=shape)
+    else:
+      found = topologies.get_topology_desc(platform='tpu', topology_name=topology)
+  except jax.errors.JaxRuntimeError as error:
+    raise _explained(error, topology) from error
+  return found.devices, CHIPS[name]
+
+
+def turn_batch(rows, columns) -> types.TurnBatch:
+  """ShapeDtypeStructs of the batch that `batching.to_turn_batch` makes."""
+  real, whole = _shape_of(rows, columns), _shape_of(rows, columns, dtype=jnp.int32)
+  return types.TurnBatch(
+      tokens=whole, action_mask=real, turn_ids=whole, rewards=real, old_logp=real, ref_logp=real,
+      old_values=real, advantages=real, returns=real,
+      group_ids=_shape_of(rows, dtype=jnp.int32), behaviour_logp=real)
+
+
+def _local_devices():
+  """The devices of this machine; of simulated ones each has its share of the machine's memory."""
+  devices = jax.devices()
+  kind = devices[0].device_kind
+  if kind in KINDS:
+    return devices, CHIPS[KINDS[kind]]
+  if 'H100' in kind:
+    return devices, CHIPS['h100']
+  if devices[0].platform == 'cpu':
+    memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') // len(devices)
+  else:
+    memory = devices[0].memory_stats()['bytes_limit']
+  return devices, Chip(kind, memory)
+
+
+def _installed(package):
+  try:
+    return importlib.util.find_spec(package) is not None
+  except ModuleNotFoundError:
+    return False
+
+
+def _explained(error, topology):
+  """What a compiler's exception means for the user, as a UserError or RunError."""
+  text = ' '.join(str(error).split())
+  if 'lockfile' in text or 'already in use' in text:
+    return RunError('another process on this machine is compiling for TPU or uses one, and libtpu '
+                    'allows one at a time: wait for it, or remove /tmp/libtpu_lockfile if it died')
+  if 'INVALID_ARGUMENT' in text:
+    return UserError(f'--topology={topology}: {text[:200]}; give {FORMS}')
+  return RunError(f'the compiler for {topology} failed: {text[:400]}')
+
+
+def _params(model):
+  return jax.eval_shape(functools.partial(decoder.init, config=model), jax.random.key(0))
+
+
+def _on(mesh, tree):
+  """The same shapes, each with its sharding."""
+  return jax.tree.map(_shape, tree, sharding.tree_shardings(tree, mesh))
+
+
+def _shape(x, placed):
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+
+
+def _shape_of(*axes, dtype=jnp.float32):
+  return jax.ShapeDtypeStruct(axes, dtype)
+
+
+def _sizes(tree):
+  """(bytes in all, bytes of one device) of ShapeDtypeStructs with shardings."""
+  leaves = jax.tree.leaves(tree)
+  return (sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves),
+          sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
+
+
+def _held(config, mesh, model, state, params):
+  """{what: (bytes in all, bytes of one device)} that a run keeps, and the cache it samples with."""
+  rows = evaluation.num_rows(config)
+  cache = jax.eval_shape(lambda: decoder.init_cache(model, rows, config.rollout.max_total))
+  even = rows % sharding.num_row_shards(mesh) == 0
+  placed = sharding.rows(mesh) if even else sharding.replicated(mesh)
+  return {
+      'policy': _sizes(state.actor),
+      'critic': _sizes(state.critic),
+      'optimizers': _sizes((state.actor_opt, state.critic_opt)),
+      'reference policy': _sizes(params if config.algorithm.kl_in != 'none' else ()),
+      'KV cache': _sizes(jax.tree.map(lambda x: _shape(x, placed), cache)),
+  }
+
+
+def _programs(plan, learner, state, params):
+  """(Program, jax.stages.Traced) of each function that an update runs."""
+  config, train, rollout = plan.config, plan.config.train, plan.config.rollout
+  here = {name: each for name, (_, each) in plan.held.items()}
+  others = here['critic'] + here['optimizers'] + here['reference policy']
+  functions = update.compile_functions(learner, state, plan.mesh)
+  batch = turn_batch(train.episodes, train.length_buckets[-1])
+  rows = evaluation.num_rows(config)
+  model = dataclasses.replace(learner.actor, row_sharding=None)
+  table = np.zeros((NUM_STOP_STATES, model.vocab_size), np.int32)
+  sampler = evaluation.make_sampler(config, model, table, (0,), 0, sharding.rows(plan.mesh))
+  sampling = sampler.trace(params, rows, rollout.max_total)
+
+  waves, chunk = -(-train.episodes // rows), sampler.chunk_buckets[-1]
+  chunks = -(-rollout.max_prompt // chunk) + (
+      config.env.max_turns * -(-rollout.max_observation // chunk))
+  tokens = min((config.env.max_turns + 1) * rollout.max_turn, rollout.max_total)
+  grows = sum(bucket < rollout.max_total for bucket in sampler.slot_buckets)
+  steps = train.epochs * train.episodes // train.mini_batch
+  micro = f'in micro-batches of {train.micro_batch}, {train.length_buckets[-1]} tokens each'
+  for name, unit, runs, resident, traced in (
+      ('update', f'an optimizer step on {train.mini_batch} episodes {micro}', steps,
+       here['reference policy'],
+       functions.update_step.trace(state, batch, _shape_of(train.mini_batch, dtype=jnp.int32))),
+      ('annotate', f'log-probs and values of {train.episodes} episodes {micro}', 1,
+       here['optimizers'], functions.annotate.trace(state, params, batch)),
+      ('prefill', f'{chunk} tokens of {rows} rows', waves * chunks, others, sampling['prefill']),
+      ('decode', f'1 token of {rows} rows of {rollout.max_total} slots', waves * tokens, others,
+       sampling['decode']),
+      ('grow', 'the last growth of the KV cache, which copies it', waves * grows,
+       others + here['policy'], sampling['grow'])):
+    yield Program(name, unit, runs, plan_hlo.matmul_flops(traced.jaxpr), resident), traced
+
+
+def _compile(program, traced, topology):
+  """Compiles and fills in the memory and the collectives."""
+  started = time.perf_counter()
+  logging.info('compiling %s for %s', program.name, topology)
+  try:
+    compiled = traced.lower().compile()
+  except jax.errors.JaxRuntimeError as error:
+    used = re.search(r'Used ([\d.]+)([MG]) of', str(error))
+    if not used:
+      raise _explained(error, topology) from error
+    # The compiler gives up on a program that does not fit; its figure holds arguments too.
+    program.temporaries = int(float(used[1]) * {'M': 2**20, 'G': GIB}[used[2]])
+    program.note = ', refused by the compiler for its size'
+  else:
+    memory = compiled.memory_analysis()
+    program.arguments = memory.argument_size_in_bytes
+    program.temporaries = (
+        memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        + memory.generated_code_size_in_bytes)
+    program.collectives = plan_hlo.collectives(compiled.as_text())
+  program.compile_s = time.perf_counter() - started
+
+
+def _estimate(program, plan):
+  """Fills in the roofline's time: the slowest of compute, memory and links, as if they overlapped.
+
+  Through the memory goes all that the program holds, once; for a decoded token the weights in bfloat16
+  and the cache. An all-reduce sends its bytes twice.
+  """
+  chip = plan.chip
+  if not chip.flops or program.note:
+    return
+  traffic = program.arguments + program.temporaries
+  if program.name == 'decode':
+    traffic = 2 * plan.num_params['policy'] // plan.mesh.shape['tensor'] + plan.held['KV cache'][1]
+  sent = sum(c.bytes * (2 if c.kind == 'all-reduce' else 1) for c in program.collectives)
+  program.seconds = max(program.flops / (plan.mesh.size * chip.flops), traffic / chip.bandwidth,
+                        sent / chip.link)
+
+
+def _find_largest(plan):
+  """Fills in the largest micro-batch, of those that divide the mini-batch, and number of rows."""
+  train, step = plan.config.train, sharding.num_row_shards(plan.mesh)
+  gradients = 2 * plan.held['policy'][1] + plan.held['critic'][1]  # sums over micro-batches: g, C, value
+  divisors = [n for n in range(step, train.mini_batch + 1, step) if train.mini_batch % n == 0]
+  plan.largest_micro_batch = _largest(
+      plan.limit, plan.programs[:2], train.micro_batch, gradients, divisors)
+  plan.largest_rows = _largest(
+      plan.limit, plan.programs[2:], evaluation.num_rows(plan.config), 0,
+      range(step, train.episodes + 1, step))
+
+
+def _largest(limit, programs, rows, fixed, allowed):
+  """The largest of the `allowed` numbers of rows that fits, 0 if none; `programs` ran with `rows`.
+
+  Of a program's temporaries `fixed` bytes are taken not to grow with the rows, and all the rest to do so:
+  above `rows` that errs on the safe side.
+  """
+  def peak(program, count):
+    least = min(fixed, program.temporaries)
+    return (program.resident + program.arguments + least
+            + (program.temporaries - least) * count / rows)
+
+  return max((n for n in allowed if all(peak(p, n) <= limit for p in programs)), default=0)
+
+
+def _row(title, *cells):
+  return f'{title:26s}' + ''.join(f'{cell:>19s}' for cell in cells)
+
+
+def _verdict(plan):
+  """'fits', or what to change."""
+  if plan.fits:
+    return f'FITS, with at least {HEADROOM:.0%} of the memory free'
+  program = max(plan.programs, key=lambda program: program.peak)
+  over = f'{program.name} needs {program.peak / GIB:.2f} GiB a device, {plan.limit / GIB:.2f} may be used'
+  train = plan.config.train
+  changes = []
+  if program.name in ('update', 'annotate'):
+    if plan.largest_micro_batch and plan.largest_micro_batch < train.micro_batch:
+      changes.append(f'--config.train.micro_batch={plan.largest_micro_batch}')
+    elif plan.config.model.remat != 'full':
+      changes.append('--config.model.remat=full')
+  elif plan.largest_rows and plan.largest_rows < evaluation.num_rows(plan.config):
+    changes.append(f'--config.rollout.rows={plan.largest_rows}')
+  changes = changes or ['more devices', '--config.model.critic=shared',
+                        '--config.model.param_dtype=bfloat16', 'a smaller model']
+  return f'DOES NOT FIT: {over}; try {" or ".join(changes)}'

@@ -1,0 +1,116 @@
+"""The experiments of real models: what their files say, what they change, and that they run in small.
+
+(That every experiment loads and validates, in both forms, is in config_test.)
+"""
+
+import dataclasses
+import importlib
+import os
+import pathlib
+import tempfile
+
+from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from stppo_jax import config as schema
+from stppo_jax import evaluation
+from stppo_jax.training import loop
+from stppo_jax.types import UserError
+
+FOLDER = pathlib.Path(__file__).parent.parent / 'experiments'
+
+# File -> the fields in which it differs from ppo_7b, besides its name.
+CHANGES = {
+    'ppo_7b': set(),
+    'turn_ppo_7b': {'algorithm.variant', 'algorithm.aggregation'},
+    's_ppo_7b': {'algorithm.variant', 'algorithm.aggregation'},
+    'st_ppo_7b': {'algorithm.variant', 'algorithm.aggregation'},
+    'grpo_7b': {'algorithm.variant', 'algorithm.aggregation', 'algorithm.kl_in',
+                'algorithm.kl_estimator', 'rollout.group_size', 'train.episodes', 'train.mini_batch'},
+    'so_grpo_7b': {'algorithm.variant', 'algorithm.aggregation', 'algorithm.kl_in',
+                   'algorithm.kl_estimator', 'rollout.group_size', 'train.episodes',
+                   'train.mini_batch'},
+    'st_ppo_qwen3_8b': {'algorithm.variant', 'algorithm.aggregation', 'model.folder'},
+    'st_ppo_med_7b': {'algorithm.variant', 'algorithm.aggregation', 'data.source', 'data.corpus',
+                      'data.eval_split', 'retriever.kind', 'train.updates', 'train.checkpoint_every'},
+}
+
+
+def load(name, mode=''):
+  return importlib.import_module(f'experiments.{name}').get_config(mode)
+
+
+def fields(config, prefix=''):
+  """{'train.updates': 1005, ..}."""
+  found = {}
+  for field in dataclasses.fields(config):
+    value = getattr(config, field.name)
+    if dataclasses.is_dataclass(value):
+      found |= fields(value, f'{prefix}{field.name}.')
+    else:
+      found[prefix + field.name] = value
+  return found
+
+
+class ExperimentsTest(parameterized.TestCase):
+
+  def test_all_files_are_in_the_table(self):
+    self.assertEqual({path.stem for path in FOLDER.glob('*_[78]b.py')}, set(CHANGES))
+
+  @parameterized.parameters(*CHANGES)
+  def test_it_is_valid_and_differs_from_the_baseline_in_these_fields_alone(self, name):
+    config, base = schema.validate(load(name)), fields(load('ppo_7b'))
+    changed = {path for path, value in fields(config).items() if value != base[path]}
+    self.assertEqual(changed - {'name'}, CHANGES[name])
+    self.assertEqual(config.name, name)
+    self.assertIn(config.algorithm.variant, ('ppo', name.split('_7b')[0].split('_qwen')[0].split('_med')[0]))
+    evaluation.load_shape(config)  # of a model that a plan knows by its name
+
+  @parameterized.parameters(*CHANGES)
+  def test_it_opens_with_its_command_and_its_result(self, name):
+    text = importlib.import_module(f'experiments.{name}').__doc__
+    self.assertIn(f'python run.py --config=experiments/{name}.py', text)
+    self.assertRegex(text, 'Not yet run|Seen')
+
+  @parameterized.parameters(*CHANGES)
+  def test_its_smallest_form_is_valid_small_and_keeps_the_algorithm(self, name):
+    config, large = schema.validate(load(name, 'smoke')), load(name)
+    self.assertEqual(config.name, f'{name}_smoke')
+    self.assertEqual(config.algorithm, large.algorithm)
+    self.assertEqual((config.model.folder, config.data.source), ('embedded', 'embedded'))
+    self.assertEqual(config.train.updates, 2)
+    self.assertEqual(config.train.micro_batch % 8, 0)  # eight devices can split it
+
+  def test_another_form_is_refused(self):
+    for name in CHANGES:
+      with self.assertRaisesRegex(UserError, ':smoke'):
+        load(name, 'somke')
+
+  def test_search_r1_to_the_letter(self):
+    config = load('ppo_7b')
+    expected = {
+        'train.updates': 1005, 'train.episodes': 512, 'train.mini_batch': 256, 'train.epochs': 1,
+        'rollout.group_size': 1, 'rollout.temperature': 1.0, 'rollout.top_p': 1.0,
+        'rollout.max_prompt': 2048, 'rollout.max_turn': 500, 'rollout.max_observation': 500,
+        'rollout.max_total': 4096, 'actor.lr': 1e-6, 'actor.warmup': 0.285, 'critic.lr': 1e-5,
+        'critic.warmup': 0.015, 'actor.grad_clip': 1.0, 'critic.grad_clip': 1.0,
+        'algorithm.clip_low': 0.2, 'algorithm.clip_high': 0.2, 'algorithm.value_clip': 0.5,
+        'algorithm.entropy_coef': 0.001, 'algorithm.gamma': 1.0, 'algorithm.lam': 1.0,
+        'algorithm.whiten': True, 'algorithm.kl_in': 'reward', 'algorithm.kl_estimator': 'k1',
+        'algorithm.kl_coef': 0.001, 'env.max_turns': 4, 'env.reward': 'em', 'retriever.top_k': 3,
+        'retriever.dialect': 'search_r1', 'model.folder': 'models/Qwen2.5-7B'}
+    self.assertEqual({path: schema.get(config, path) for path in expected}, expected)
+
+  @parameterized.parameters('st_ppo_7b', 'grpo_7b')
+  def test_its_smallest_form_runs(self, name):
+    with tempfile.TemporaryDirectory() as tmp:
+      config = load(name, 'smoke')
+      scores = loop.train(config, tmp)
+      self.assertIn('val-core/all/em', scores)
+      self.assertTrue(os.path.exists(os.path.join(tmp, 'report.html')))
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,224 @@
+"""The plan of a run on eight simulated devices: sizes by hand, counts by hand, and what a user reads."""
+
+import contextlib
+import io
+import os
+import tempfile
+from unittest import mock
+
+from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
+
+from absl import flags
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import run
+from stppo_jax import plan
+from stppo_jax import plan_hlo
+from stppo_jax.training import sharding
+from stppo_jax.types import RunError
+from stppo_jax.types import UserError
+from tests import tiny_run
+
+# A loop of 5 around an all-gather, told by the compiler; one of 3, told by its condition; inside it a
+# collective cut into two fusions (one channel); outside, an asynchronous and a scattering one.
+HLO = """
+HloModule made_by_hand
+
+%body (p: (s32[], f32[2,4])) -> (s32[], f32[2,4]) {
+  %p = (s32[], f32[2,4]) parameter(0)
+  %all-gather.1 = f32[8,4]{1,0:T(8,128)} all-gather(%x), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+%condition (p: (s32[], f32[2,4])) -> pred[] {
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+
+%piece.1 (p: bf16[16]) -> bf16[16] {
+  %all-reduce.7 = bf16[16]{0} all-reduce(%p), channel_id=7, to_apply=%add
+}
+
+%piece.2 (p: bf16[16]) -> bf16[16] {
+  %all-reduce.8 = bf16[16]{0} all-reduce(%p), channel_id=7, to_apply=%add
+}
+
+%body.2 (p: (s32[], bf16[16])) -> (s32[], bf16[16]) {
+  %fusion.1 = bf16[16]{0} fusion(%p), kind=kCustom, calls=%piece.1
+  %fusion.2 = bf16[16]{0} fusion(%fusion.1), kind=kCustom, calls=%piece.2
+}
+
+%condition.2 (p: (s32[], bf16[16])) -> pred[] {
+  %three = s32[]{:T(128)} constant(3)
+  %i = s32[] get-tuple-element(%p), index=0
+  ROOT %less.2 = pred[] compare(%i, %three), direction=LT
+}
+
+ENTRY %main (a: f32[2,4]) -> f32[2,4] {
+  %while.1 = (s32[], f32[2,4]) while(%t), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %while.2 = (s32[], bf16[16]) while(%t), condition=%condition.2, body=%body.2
+  %all-gather-start.2 = (f32[2,4]{1,0}, f32[8,4]{1,0}) all-gather-start(%a), channel_id=2
+  %all-gather-done.2 = f32[8,4]{1,0} all-gather-done(%all-gather-start.2)
+  ROOT %reduce-scatter.3 = f32[2,4]{1,0} reduce-scatter(%b), channel_id=3, replica_groups=mesh['a'=2,'b'=4] {'b'}, dimensions={0}
+}
+"""
+
+
+class CountsTest(absltest.TestCase):
+
+  def test_collectives_of_a_text(self):
+    found = {c.kind: (c.count, c.bytes) for c in plan_hlo.collectives(HLO)}
+    self.assertEqual(found, {
+        'all-gather': (5 + 1, 6 * 8 * 4 * 4),  # six results of [8,4] float32
+        'all-reduce': (3, 3 * 16 * 2),
+        'reduce-scatter': (1, 4 * 2 * 4 * 4)})  # four times the result goes in
+
+  def test_a_sharded_contraction_needs_an_all_reduce(self):
+    mesh = sharding.make_mesh(1, 8, 1)
+    place = lambda *spec: jax.sharding.NamedSharding(mesh, P(*spec))
+    multiply = jax.jit(
+        jnp.dot, in_shardings=(place(None, 'fsdp'), place('fsdp', None)), out_shardings=place())
+    x = jax.ShapeDtypeStruct((16, 32), jnp.float32)
+    y = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    traced = multiply.trace(x, y)
+    found, = plan_hlo.collectives(traced.lower().compile().as_text())
+    self.assertEqual((found.kind, found.count, found.bytes), ('all-reduce', 1, 16 * 64 * 4))
+    self.assertEqual(plan_hlo.matmul_flops(traced.jaxpr), 2 * 16 * 32 * 64)
+
+  def test_flops_of_a_scan_a_branch_and_their_gradient(self):
+    def function(w, x):  # w [7,4,4], x [3,4]: seven products of 2 * 3 * 4 * 4
+      x, _ = jax.lax.scan(lambda x, layer: (x @ layer, None), x, w)
+      return jax.lax.cond(x[0, 0] > 0, lambda x: (x @ w[0]).sum(), lambda x: x.sum(), x)
+
+    w, x = jnp.ones((7, 4, 4)), jnp.ones((3, 4))
+    one = 2 * 3 * 4 * 4
+    flops = lambda f: plan_hlo.matmul_flops(jax.make_jaxpr(f)(w, x))
+    self.assertEqual(flops(function), 8 * one)
+    self.assertEqual(flops(jax.grad(function)), 3 * 8 * one)  # of w and of x: two more each
+
+
+class PlanTest(parameterized.TestCase):
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.tmp = cls.enterClassContext(tempfile.TemporaryDirectory())
+    tiny_run.write(cls.tmp)
+    cls.config = tiny_run.make_config(cls.tmp)
+    cls.config.algorithm.kl_in = 'reward'
+    cls.texts, count = [], plan_hlo.collectives
+    with mock.patch.object(plan_hlo, 'collectives',
+                           side_effect=lambda text: cls.texts.append(text) or count(text)):
+      cls.plan = plan.make(cls.config)
+
+  def test_parameters_are_counted_exactly(self):
+    """d 16, 1 layer, 2 heads of 8, 1 key head, f 32."""
+    vocabulary = plan.evaluation.load_shape(self.config).vocab_size
+    layer = (2 * 16 + 2 * 16 * 8 + 2 * 8 + 2 * (16 * 8 + 8)  # norms; query, key, value with biases
+             + 2 * 8 * 16 + 3 * 16 * 32)  # out; gate, up, down
+    trunk = vocabulary * 16 + layer + 16  # embedding, layer, final norm
+    self.assertEqual(self.plan.num_params, {
+        'policy': trunk + 16 * vocabulary, 'critic': trunk + 16 + 1})
+
+  def test_bytes_of_a_device(self):
+    """Over fsdp 8 every D of 16 is cut to 2; norms, biases and the value head are whole."""
+    vocabulary = plan.evaluation.load_shape(self.config).vocab_size
+    layer = 2 * 16 + 2 * 2 * 8 + 2 * 8 + 2 * (2 * 8 + 8) + 2 * 8 * 2 + 3 * 2 * 32
+    policy = 4 * (2 * vocabulary * 2 + layer + 16)
+    critic = 4 * (vocabulary * 2 + layer + 16 + 16 + 1)
+    held = {name: each for name, (_, each) in self.plan.held.items()}
+    self.assertEqual(held['policy'], policy)
+    self.assertEqual(held['reference policy'], policy)
+    self.assertEqual(held['critic'], critic)
+    self.assertEqual(held['optimizers'], 2 * (policy + critic) + 2 * 2 * 4)  # AdamW: 2 counts each
+    # 16 rows over 8 devices, 1 layer, keys and values, 1 key head of 8, 192 slots; lengths.
+    self.assertEqual(held['KV cache'], 2 * (2 * 8 * 192 * 4) + 2 * 4)
+
+  def test_the_compiler_agrees_about_what_goes_in(self):
+    update = self.plan.programs[0]
+    state = sum(self.plan.held[name][1] for name in ('policy', 'critic', 'optimizers'))
+    self.assertBetween(update.arguments, state, state + 16 * 192 * 4 * 12 // 8 + 4096)
+    self.assertEqual(update.resident, self.plan.held['reference policy'][1])
+
+  def test_every_program_is_there_and_fits_this_machine(self):
+    self.assertEqual([p.name for p in self.plan.programs],
+                     ['update', 'annotate', 'prefill', 'decode', 'grow'])
+    for program in self.plan.programs[:4]:
+      self.assertGreater(program.flops, 0)
+      self.assertGreater(program.temporaries, 0)
+    kinds = {c.kind for c in self.plan.programs[0].collectives}
+    self.assertIn('all-gather', kinds)  # of parameters
+    self.assertTrue(self.plan.fits)
+    text = plan.table(self.plan)
+    for words in ('8 x cpu', 'policy', 'KV cache', 'all-gather', 'FITS'):
+      self.assertIn(words, text)
+
+  def test_activations_and_gradients_stay_in_their_shards(self):
+    """Regression: without constraints each of 8 devices computed all rows and kept whole gradients."""
+    text = self.texts[0]
+    rows, columns = self.config.train.micro_batch, 192
+    whole = f'f32[{rows},1,2,{columns},{columns}]'  # scores [B,M,g,T,T]
+    part = f'f32[1,1,2,{columns},{columns}]'
+    self.assertNotIn(whole, text)
+    self.assertIn(part, text)
+
+  def test_a_run_that_does_not_fit(self):
+    experiment = os.path.join(self.tmp, 'experiment.py')
+    with open(experiment, 'w', encoding='utf-8') as file:
+      file.write('from tests import tiny_run\n'
+                 f'def get_config(mode=""):\n  return tiny_run.make_config({self.tmp!r})\n')
+    small = plan.Chip('small', 2**20, 1e12, 1e12, 1e12)
+    for name in [name for name in flags.FLAGS if name.split('.')[0] == 'config']:
+      delattr(flags.FLAGS, name)  # a process defines them once
+    stdout = io.StringIO()
+    with (mock.patch.object(run, '_quiet_libraries'), contextlib.redirect_stdout(stdout),
+          mock.patch.object(plan, '_local_devices', return_value=(jax.devices(), small))):
+      code = run._main(run._parse(
+          ['run.py', f'--config={experiment}', '--mode=plan', '--topology=']))
+    self.assertEqual(code, 1)
+    last = stdout.getvalue().splitlines()[-1]
+    for words in ('DOES NOT FIT', 'GiB a device', '--config.'):
+      self.assertIn(words, last)
+
+  def test_the_micro_batch_to_try(self):
+    """fixed 10 + others 20 + 80 for 8 rows, so 10 a row: 4 rows need 70, 2 need 50."""
+    program = plan.Program('update', '', 1, 0.0, resident=15, arguments=5, temporaries=90)
+    largest = lambda limit: plan._largest(limit, [program], 8, 10, (2, 4, 8, 16))
+    self.assertEqual([largest(n) for n in (49, 50, 69, 70, 110, 190)], [0, 2, 2, 4, 8, 16])
+
+  @parameterized.parameters('v9:2x2', 'v5e', 'v5e:8by8', 'h100:8', '8x8')
+  def test_an_unknown_topology(self, topology):
+    with self.assertRaises(UserError) as caught:
+      plan.devices_of(topology)
+    message = str(caught.exception)
+    self.assertNotIn('\n', message)
+    for words in (topology, 'v5e:8x8', 'v5p:4x4x4', 'h100:1x1x8'):
+      self.assertIn(words, message)
+
+  @parameterized.parameters('v5e:8x8', 'h100:1x1x8')
+  def test_a_compiler_that_is_not_installed(self, topology):
+    with mock.patch.object(plan, '_installed', return_value=False):
+      with self.assertRaisesRegex(UserError, 'requirements-plan.txt'):
+        plan.devices_of(topology)
+
+  def test_what_compilers_say(self):
+    taken = plan._explained(RuntimeError('ABORTED: libtpu multi-process\nlockfile.'), 'v5e:8x8')
+    self.assertIsInstance(taken, RunError)
+    self.assertIn('another process', str(taken))
+    wrong = plan._explained(RuntimeError('INVALID_ARGUMENT: not\ndivisible'), 'v5e:9x7')
+    self.assertIsInstance(wrong, UserError)
+    self.assertIn('v5e:9x7: INVALID_ARGUMENT: not divisible', str(wrong))
+
+  def test_a_model_that_is_not_here_is_known_by_its_name(self):
+    self.config.model.folder, here = 'models/Qwen2.5-7B-Instruct', self.config.model.folder
+    self.assertEqual(plan.evaluation.load_shape(self.config).d_model, 3584)
+    self.config.model.folder = 'models/Qwen9'
+    with self.assertRaisesRegex(UserError, 'qwen2.5-7b'):
+      plan.evaluation.load_shape(self.config)
+    self.config.model.folder = here
+
+
+if __name__ == '__main__':
+  absltest.main()
