@@ -107,8 +107,8 @@ class DemonstrationsTest(absltest.TestCase):
     _, _, disguise, _ = parts()
     rng = np.random.default_rng(0)
     for _ in range(50):
-      text = disguise._rename('In 1898 about 5,000 people, code 7.', {}, rng)
-      self.assertRegex(text, r'^In [1-9]\d{3} about \d,[1-9]\d\d people, code \d\.$')
+      text = disguise._rename('in 1898 about 5,000 people, code 7.', {}, rng)
+      self.assertRegex(text, r'^in [1-9]\d{3} about \d,[1-9]\d\d people, code \d\.$')
 
 
 class StoredModelTest(absltest.TestCase):

@@ -16,19 +16,25 @@ def logp_and_entropy(logits, tokens):
 
 
 def _forward(logits, tokens):
-  log_sum = jax.nn.logsumexp(logits, axis=-1)
-  logp = jnp.sum(jnp.where(_is_token(logits, tokens), logits, 0), axis=-1) - log_sum
-  log_probs = logits - log_sum[..., None]
+  peak = logits.max(axis=-1)
+  log_sum = jnp.log(jnp.sum(jnp.exp(logits - peak[..., None]), axis=-1))
+  log_probs = _log_probs(logits, peak, log_sum)
+  logp = jnp.sum(jnp.where(_is_token(logits, tokens), log_probs, 0), axis=-1)
   entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
-  return (logp, entropy), (logits, tokens, log_sum, entropy)
+  return (logp, entropy), (logits, tokens, peak, log_sum, entropy)
 
 
 def _backward(residuals, cotangents):
-  logits, tokens, log_sum, entropy = residuals
+  logits, tokens, peak, log_sum, entropy = residuals
   d_logp, d_entropy = (x[..., None] for x in cotangents)
-  log_probs = logits - log_sum[..., None]
+  log_probs = _log_probs(logits, peak, log_sum)
   spread = jnp.exp(log_probs) * (d_logp + d_entropy * (log_probs + entropy[..., None]))
   return jnp.where(_is_token(logits, tokens), d_logp, 0) - spread, None
+
+
+def _log_probs(logits, peak, log_sum):
+  # In this order: large logits minus their log-sum-exp at once would lose the last digits.
+  return (logits - peak[..., None]) - log_sum[..., None]
 
 
 def _is_token(logits, tokens):
