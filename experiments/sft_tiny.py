@@ -1,6 +1,6 @@
 """Makes the embedded model: its tokenizer, then a supervised warm start on imperfect demonstrations.
 
-  python -m experiments.sft_tiny            # writes stppo_jax/assets/tiny
+  python -m experiments.sft_tiny            # writes stppo_jax/assets/tiny; 20 minutes on two cores
 
 The demonstrations come from the training split alone, and about half are bad on purpose: an agent that
 only imitates them speaks the protocol and gives up too early. Reinforcement learning has to find out
