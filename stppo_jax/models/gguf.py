@@ -76,7 +76,8 @@ def convert_file(path, folder, dtype='float32'):
   convert.write_weights(folder, config, dtype, tensor_of, config_ids)
   tokenizer.save(str(folder / 'tokenizer.json'))
   convert.write_json(folder / 'tokenizer_config.json', settings)
-  convert.write_json(folder / 'generation_config.json', config_ids | {'eos_token_id': ends})
+  convert.write_json(
+    folder / 'generation_config.json', config_ids | ({'eos_token_id': ends} if ends else {}))
   return config
 
 
