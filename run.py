@@ -7,15 +7,19 @@
   python run.py --mode=report                                      # report.html, made anew
   python run.py --config=experiments/st_ppo_7b.py --mode=plan --topology=v5e:8x8    # does it fit?
 
-The same command again resumes the run in its workdir.
+The same command again resumes the run in its workdir. SIGTERM ends it after the update under way, saved,
+with exit code 0; Ctrl-C (130) at once, and what came after the last checkpoint is repeated.
 """
 
 import dataclasses
 import difflib
+import errno
 import logging as std_logging
 import os
 import re
+import signal
 import sys
+import threading
 
 from absl import app
 from absl import flags
@@ -58,7 +62,12 @@ def main(unused_argv):
     for name, value in loop.evaluate(config, workdir).items():
       print(f'{name:40s} {value:.4f}')
   else:
-    loop.train(config, workdir)
+    stop = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    try:
+      loop.train(config, workdir, stop.is_set)
+    finally:
+      signal.signal(signal.SIGTERM, before)
 
 
 def _quiet_libraries():
@@ -67,7 +76,9 @@ def _quiet_libraries():
   handler = logging.get_absl_handler()
   handler.setFormatter(std_logging.Formatter('%(asctime)s  %(message)s', '%H:%M:%S'))
   handler.addFilter(
-      lambda record: record.levelno >= std_logging.WARNING or 'stppo_jax' in record.pathname)
+      lambda record: 'stppo_jax' in record.pathname or (
+          # Orbax prints a traceback for what `Checkpoints` tells in one line.
+          record.levelno >= std_logging.WARNING and 'orbax' not in record.pathname))
 
 
 def _parse(argv):
@@ -132,6 +143,10 @@ def _main(argv):
     return _fail(error, 2)
   except types.RunError as error:
     return _fail(error, 1)
+  except OSError as error:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+      raise
+    return _fail(f'{error}: make room; the same command resumes from the last checkpoint', 1)
   except KeyboardInterrupt:
     return _fail('interrupted; the same command resumes from the last checkpoint', 130)
 

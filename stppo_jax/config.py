@@ -99,6 +99,9 @@ class Algorithm:
   value_clip: float = 0.5  # 0: off
   value_coef: float = 0.5  # weight of the critic's loss on a shared trunk
   old_logp: str = 'trainer'  # 'trainer': recomputed, first ratio exactly 1; 'sampler': as reported
+  # Weights that bridge behaviour_logp to old_logp, see `rollout_correction`; for old_logp 'trainer'.
+  is_correction: str = 'none'  # 'none' | 'token' | 'turn' | 'sequence'
+  is_threshold: float = 2.0  # they are truncated from above; verl's rollout_is_threshold
   log_bias: bool = True  # measure ||C|| for every variant, not only those that divide by it
 
 
@@ -127,8 +130,19 @@ class Train:
   length_buckets: tuple[int, ...] = (1024, 2048, 4096)
   checkpoint_every: int = 100  # updates; 0: only at the end
   keep_checkpoints: int = 2
-  max_nonfinite: int = 3  # skipped steps in a row before the run stops
+  on_save_error: str = 'continue'  # 'continue' | 'stop', when a checkpoint cannot be written
+  max_nonfinite: int = 3  # steps skipped in a row, their gradients not finite, until ..
+  on_nonfinite: str = 'stop'  # .. the run 'stop's, or goes on from a 'rollback' with other questions
   critic_warmup: int = 0  # updates that train the critic alone
+
+
+@dataclasses.dataclass
+class Pipeline:
+  """How far sampling runs ahead of training."""
+
+  # s: the batch of update n is sampled with the parameters of update n-1-s while others are trained
+  # on, by one thread more. 0: one after the other. Holds up to s + 1 copies of the policy.
+  staleness: int = 0
 
 
 @dataclasses.dataclass
@@ -174,6 +188,7 @@ class Config:
   critic: Optimizer = dataclasses.field(
       default_factory=lambda: Optimizer(lr=1e-5, warmup=0.015))
   train: Train = dataclasses.field(default_factory=Train)
+  pipeline: Pipeline = dataclasses.field(default_factory=Pipeline)
   mesh: Mesh = dataclasses.field(default_factory=Mesh)
   eval: Eval = dataclasses.field(default_factory=Eval)
   log: Log = dataclasses.field(default_factory=Log)
@@ -201,6 +216,9 @@ CHOICES = {
     'algorithm.kl_in': ('reward', 'loss', 'none'),
     'algorithm.kl_estimator': ('k1', 'k2', 'k3'),
     'algorithm.old_logp': ('trainer', 'sampler'),
+    'algorithm.is_correction': ('none', 'token', 'turn', 'sequence'),
+    'train.on_save_error': ('continue', 'stop'),
+    'train.on_nonfinite': ('stop', 'rollback'),
 }
 
 AT_LEAST = {  # field: smallest value allowed
@@ -215,11 +233,12 @@ AT_LEAST = {  # field: smallest value allowed
     'algorithm.clip_low': 0, 'algorithm.clip_high': 0, 'algorithm.gamma': 0, 'algorithm.lam': 0,
     'algorithm.norm_length': 0, 'algorithm.kl_coef': 0, 'algorithm.kl_target': 0,
     'algorithm.kl_horizon': 1, 'algorithm.value_clip': 0, 'algorithm.value_coef': 0,
+    'algorithm.is_threshold': 1,
     'actor.lr': 0, 'actor.warmup': 0, 'actor.weight_decay': 0, 'actor.grad_clip': 1e-12,
     'critic.lr': 0, 'critic.warmup': 0, 'critic.weight_decay': 0, 'critic.grad_clip': 1e-12,
     'train.updates': 0, 'train.episodes': 1, 'train.mini_batch': 1, 'train.micro_batch': 1,
     'train.epochs': 1, 'train.checkpoint_every': 0, 'train.keep_checkpoints': 1,
-    'train.max_nonfinite': 1, 'train.critic_warmup': 0,
+    'train.max_nonfinite': 1, 'train.critic_warmup': 0, 'pipeline.staleness': 0,
     'eval.every': 0, 'eval.episodes': 0, 'eval.rows': 1,
 }
 
@@ -268,6 +287,15 @@ def validate(config: Config) -> Config:
         f'{rollout.max_prompt + rollout.max_turn}')
   if algorithm.dual_clip and algorithm.dual_clip <= 1:
     raise UserError(f'config.algorithm.dual_clip={algorithm.dual_clip}: must be above 1, or 0 for off')
+  if algorithm.is_correction != 'none' and algorithm.old_logp == 'sampler':
+    raise UserError(
+        f'config.algorithm.is_correction={algorithm.is_correction!r} bridges the sampler to the '
+        "trainer's old_logp, and old_logp='sampler' leaves no gap: set "
+        '--config.algorithm.is_correction=none, or --config.algorithm.old_logp=trainer')
+  if train.on_nonfinite == 'rollback' and not train.checkpoint_every:
+    raise UserError(
+        "config.train.on_nonfinite='rollback' needs checkpoints to go back to, and "
+        'config.train.checkpoint_every=0: set --config.train.checkpoint_every=1 or more')
   grouped = algorithm.variant in ('grpo', 'so_grpo', 'gspo', 'rloo')
   if (algorithm.advantage or (grouped and 'group')) in (
       'group', 'group_zscore', 'leave_one_out') and rollout.group_size == 1:

@@ -57,6 +57,7 @@ class MetricsWriter:
       line['nonfinite'] = [name for name in numbers if name not in finite]
     self._file.write(json.dumps(line, allow_nan=False) + '\n')
     self._file.flush()
+    os.fsync(self._file.fileno())  # a checkpoint that comes later must not outlive its lines
     if self._tensorboard is not None:
       for name, number in finite.items():
         self._tensorboard.add_scalar(name, number, int(step))

@@ -1,110 +1,181 @@
-"""What a run leaves in its folder, and how it is taken up again.
+"""Checkpoints: the state of training and the position of the run, written whole or not at all.
 
-The folder belongs to one config: `claim` refuses another. Checkpoints are Orbax's, written whole or not
-at all; everything else a resumed run needs (order of questions, random keys) is a function of the seed
-and the number of updates done.
+Orbax saves in the background and renames a step when all of it is there. What it does not notice, a
+file that was cut or whose bits changed since, the checksums of each step do. Everything else that a
+resumed run needs (order of questions, random keys) is a function of the seed and the position.
+
+  checkpoints/<updates done>/state/..  progress/metadata  checksums.json
 """
 
-import dataclasses
+import glob
 import json
 import os
+import shutil
+import zlib
 
+from absl import logging
 import jax
 import orbax.checkpoint as ocp
 
-from stppo_jax import metrics
 from stppo_jax.training import sharding
+from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
-# These may differ between a run and its resumption: they change no number that was already computed.
-FREE_FIELDS = ('train.updates', 'train.checkpoint_every', 'train.keep_checkpoints', 'eval.every',
-               'log.tensorboard', 'log.wandb_project', 'log.episodes', 'mesh.data', 'mesh.fsdp',
-               'mesh.tensor')
-
-
-def claim(workdir, config):
-  """Writes config.json into `workdir`, or checks that the one there says the same.
-
-  A folder in which no number was computed yet (a run that stopped at a wrong path, say) is free.
-  """
-  path = os.path.join(workdir, 'config.json')
-  mine = json.loads(json.dumps(dataclasses.asdict(config)))
-  try:
-    os.makedirs(workdir, exist_ok=True)
-  except OSError as error:
-    raise UserError(f'--workdir={workdir!r} cannot be made ({error.strerror}): give another') from error
-  if not os.path.exists(path) or not os.path.exists(os.path.join(workdir, metrics.FILE_NAME)):
-    _write_whole(path, json.dumps(mine, indent=2))
-    return
-  with open(path, encoding='utf-8') as file:
-    theirs = flatten(json.load(file))
-  mine = flatten(mine)
-  different = [name for name in sorted(mine.keys() | theirs.keys())
-               if name not in FREE_FIELDS and mine.get(name) != theirs.get(name)]
-  if different:
-    shown = ', '.join(f'{name} ({theirs.get(name)!r} there, {mine.get(name)!r} here)'
-                      for name in different[:4])
-    more = f' and {len(different) - 4} more' if len(different) > 4 else ''
-    raise UserError(f'--workdir={workdir!r} belongs to a run with another config: {shown}{more}. '
-                    'Give another --workdir, or the same config')
-  _write_whole(path, json.dumps(unflatten(mine), indent=2))
+_ITEMS = ('state', 'progress')
+_CHECKSUMS = 'checksums.json'
+# What a full or broken disk raises: Python's own, TensorStore's, and XLA's.
+_SAVE_ERRORS = (OSError, ValueError, RuntimeError)
 
 
 class Checkpoints:
-  """The checkpoints of one run. Steps are numbers of updates done."""
+  """The checkpoints of one run. Steps are numbers of updates done.
 
-  def __init__(self, workdir, keep):
-    folder = os.path.abspath(os.path.join(workdir, 'checkpoints'))
+  With `keep` None nothing is written: another process may be training into the folder.
+  """
+
+  def __init__(self, workdir, keep=None, on_save_error='continue'):
+    self._folder = os.path.abspath(os.path.join(workdir, 'checkpoints'))
+    self._stop_on_error = on_save_error == 'stop'
+    self._saving = None  # the step that was begun last
+    self._failed = None  # the error of that step, once it is known
     self._manager = ocp.CheckpointManager(
-        folder, options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True))
+        self._folder, item_names=_ITEMS, options=ocp.CheckpointManagerOptions(
+            max_to_keep=keep, create=keep is not None,
+            cleanup_tmp_directories=keep is not None,  # of runs that were killed while saving
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums)))
 
-  def latest(self):
-    """Updates done at the newest checkpoint, or None."""
-    return self._manager.latest_step()
+  def newest(self):
+    """Updates done at the newest whole checkpoint, or None where there is none yet.
 
-  def save(self, updates, state):
-    """Saves in the background; a step that is already there stays as it is."""
-    if updates not in self._manager.all_steps():
-      self._manager.save(updates, args=ocp.args.StandardSave(state))
+    Broken ones are passed over, and said so; broken ones alone are the user's to judge.
+    """
+    steps = sorted(self._manager.all_steps(), reverse=True)
+    for step in steps:
+      if not (damage := self._damage(step)):
+        return step
+      logging.warning('the checkpoint after %d updates is damaged (%s); trying the one before', step,
+                      damage)
+    if steps:
+      raise UserError(f'{self._folder}: none of the {len(steps)} checkpoints is whole; restore one '
+                      'from a copy, or delete the folder to begin anew')
+    return None
 
   def restore(self, updates, like, mesh):
     """The state saved after `updates`, laid out over `mesh`; `like` gives structure and shapes."""
     target = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         like, sharding.tree_shardings(like, mesh))
-    return self._manager.restore(updates, args=ocp.args.StandardRestore(target))
+    args = ocp.args.Composite(state=ocp.args.StandardRestore(target))
+    return self._manager.restore(updates, args=args)['state']
+
+  def progress(self, updates):
+    """The `progress` saved after `updates`."""
+    args = ocp.args.Composite(progress=ocp.args.JsonRestore())
+    return self._manager.restore(updates, args=args)['progress']
+
+  def save(self, updates, state, progress):
+    """Saves in the background; `progress` is what JSON can hold. A step that is there stays as it is."""
+    self._settle()
+    if updates in self._manager.all_steps():
+      return
+    self._saving, self._failed = updates, None
+    try:
+      self._manager.save(updates, args=ocp.args.Composite(
+          state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(progress)))
+    except _SAVE_ERRORS as error:
+      self._fail(error)
+
+  def check(self):
+    """Tells of a save that has failed meanwhile; does not wait."""
+    if not self._manager.is_saving_in_progress():
+      self._settle()
+
+  def drop_after(self, updates):
+    """Deletes the checkpoints of later updates: damaged ones, whose numbers will come again."""
+    for step in self._manager.all_steps():
+      if step > updates:
+        self._manager.delete(step)
 
   def close(self):
-    """Waits until everything is on disk."""
-    self._manager.wait_until_finished()
+    """Waits until everything is on disk; a last checkpoint that is not there ends the run badly."""
+    self._settle()
     self._manager.close()
+    if self._failed is not None:
+      raise RunError(f'the last checkpoint, after {self._saving} updates, could not be saved '
+                     f'({_reason(self._failed)}): make room, and the same command repeats what is lost')
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, error, *unused):
+    try:
+      self.close()
+    except RunError:
+      if error is None:
+        raise  # else: it was told when it happened, and must not hide what ends the run
+
+  def _settle(self):
+    """Waits for the save under way, if there is one."""
+    try:
+      self._manager.wait_until_finished()
+    except _SAVE_ERRORS as error:
+      self._fail(error)
+
+  def _fail(self, error):
+    """Takes note of a failed save: the step is gone, the ones before stand."""
+    self._failed = error
+    for path in glob.glob(glob.escape(os.path.join(self._folder, f'{self._saving}.')) + '*'):
+      shutil.rmtree(path, ignore_errors=True)  # its room is needed
+    self._manager.reload()
+    newest = self._manager.latest_step()
+    line = (f'the checkpoint after {self._saving} updates could not be saved ({_reason(error)}); the '
+            f'newest is that after {newest or 0}')
+    if self._stop_on_error:
+      raise RunError(f'{line}: make room, and the same command resumes there') from error
+    logging.error('%s; training goes on', line)
+
+  def _write_checksums(self):
+    """Called by Orbax in its thread when all files of a step are there, before the step is renamed."""
+    (folder,) = glob.glob(glob.escape(os.path.join(self._folder, f'{self._saving}.')) + '*')
+    with open(os.path.join(folder, _CHECKSUMS), 'w', encoding='utf-8') as file:
+      json.dump(_checksums(folder), file)
+
+  def _damage(self, step):
+    """What is wrong with a step on disk, in a few words; '' if nothing is."""
+    folder = os.path.join(self._folder, str(step))
+    try:
+      with open(os.path.join(folder, _CHECKSUMS), encoding='utf-8') as file:
+        expected = json.load(file)
+      found = _checksums(folder)
+    except (OSError, ValueError) as error:
+      return f'{_CHECKSUMS}: {_reason(error)}'
+    different = [name for name in expected if found.get(name) != expected[name]]
+    return f'{different[0]} is not what was written' if different else ''
 
 
-def flatten(tree, prefix=''):
-  """{'a': {'b': 1}} -> {'a.b': 1}."""
-  flat = {}
-  for name, value in tree.items():
-    if isinstance(value, dict):
-      flat |= flatten(value, f'{prefix}{name}.')
-    else:
-      flat[prefix + name] = value
-  return flat
+def _checksums(folder):
+  """{path: [bytes, CRC-32]} of the files below a step's items."""
+  sums = {}
+  for item in _ITEMS:
+    for parent, _, names in os.walk(os.path.join(folder, item)):
+      for name in names:
+        path = os.path.join(parent, name)
+        if name != 'commit_success.txt':  # Orbax's, written later where a rename is not atomic
+          sums[os.path.relpath(path, folder)] = [os.path.getsize(path), _crc(path)]
+  return sums
 
 
-def unflatten(flat):
-  """The inverse of `flatten`."""
-  tree = {}
-  for path, value in flat.items():
-    *parents, last = path.split('.')
-    branch = tree
-    for name in parents:
-      branch = branch.setdefault(name, {})
-    branch[last] = value
-  return tree
+def _crc(path):
+  value = 0
+  with open(path, 'rb') as file:
+    while block := file.read(1 << 20):
+      value = zlib.crc32(block, value)
+  return value
 
 
-def _write_whole(path, text):
-  """Writes `text` so that a reader never sees half of it."""
-  with open(path + '.part', 'w', encoding='utf-8') as file:
-    file.write(text)
-  os.replace(path + '.part', path)
+def _reason(error):
+  """A few words on one line."""
+  text = str(error)
+  if 'No space left' in text or 'RESOURCE_EXHAUSTED' in text:
+    return 'the disk is full'
+  return f'{type(error).__name__}: {" ".join(text.split())[:200]}'

@@ -6,23 +6,37 @@ Names are verl's where the quantity is the same, and `stppo/..` for what is ours
 import jax.numpy as jnp
 
 from stppo_jax.algorithms import losses
+from stppo_jax.algorithms import rollout_correction
 from stppo_jax.algorithms import segments
 
 
-def sampler_gap(logp, behaviour_logp, mask):
-  """How far the trainer's log-probs are from those the sampler reported (verl's rollout_corr)."""
+def sampler_gap(logp, behaviour_logp, mask, turn_ids, level='none', threshold=jnp.inf):
+  """How far the trainer's log-probs are from those the sampler reported (verl's rollout_corr).
+
+  The weights are those of `rollout_correction`; with level 'none', where nothing is weighted, what
+  'token' would be without truncation. Mean and effective sample size (a share of the tokens) are of
+  the truncated weights, max and min of the weights before, within exp(+-20).
+  """
   log_ratio = (logp - behaviour_logp) * mask
   ratio = jnp.exp(log_ratio)
   weights = mask / jnp.maximum(mask.sum(), 1)
   mean = lambda x: jnp.sum(x * weights)
+  log_w, cap = log_ratio, 20.0
+  if level != 'none':
+    log_w = rollout_correction.log_weights(logp, behaviour_logp, mask, turn_ids, level)
+    cap = jnp.log(threshold)
+  bounded = jnp.exp(jnp.clip(log_w, -20, 20))
+  used = jnp.exp(jnp.minimum(log_w, cap))
   return {
       'rollout_corr/kl': mean(-log_ratio),
       'rollout_corr/k3_kl': mean(ratio - 1 - log_ratio),
       'rollout_corr/logp_diff_max': jnp.abs(log_ratio).max(),
-      'rollout_corr/rollout_is_mean': mean(ratio),
-      'rollout_corr/rollout_is_max': jnp.max(ratio * mask),
-      'rollout_corr/rollout_is_eff_sample_size': mean(ratio) ** 2 / jnp.maximum(
-          mean(jnp.square(ratio)), 1e-30),
+      'rollout_corr/rollout_is_mean': mean(used),
+      'rollout_corr/rollout_is_max': jnp.max(bounded * mask),
+      'rollout_corr/rollout_is_min': jnp.min(jnp.where(mask > 0, bounded, jnp.inf)),
+      'rollout_corr/rollout_is_ratio_fraction_high': mean(log_w > cap),
+      'rollout_corr/rollout_is_eff_sample_size': mean(used) ** 2 / jnp.maximum(
+          mean(jnp.square(used)), 1e-30),
   }
 
 

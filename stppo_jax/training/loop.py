@@ -24,12 +24,16 @@ from stppo_jax import report
 from stppo_jax import tasks as task_files
 from stppo_jax.algorithms import variants
 from stppo_jax.rollout import batching
-from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.training import checkpoint
+from stppo_jax.training import pipeline as pipelines
 from stppo_jax.training import sharding
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
+from stppo_jax.training import workdir as workdirs
 from stppo_jax.types import RunError
+from stppo_jax.types import UserError
+
+MAX_ROLLBACKS = 3  # to one checkpoint
 
 
 @dataclasses.dataclass
@@ -45,45 +49,36 @@ class Run:
   ref_params: dict | None  # the frozen reference; None when nothing is compared with it
 
 
-def train(config, workdir):
-  """Runs, or resumes, the config in `workdir`; returns the metrics of the last evaluation."""
+def train(config, workdir, stop_requested=lambda: False):
+  """Runs, or resumes, the config in `workdir`; returns the metrics of the last evaluation.
+
+  When `stop_requested()` turns true, the update under way is finished and saved, and the rest left to
+  the next call. A run whose gradients stay non-finite ends, or goes on from its newest checkpoint.
+  """
   schema.validate(config)
-  checkpoint.claim(workdir, config)
-  run = setup(config)
-  questions = evaluation.load_tasks(config, config.data.train_split)
-  stream = task_files.TaskStream(
-      questions, config.train.episodes // config.rollout.group_size, config.seed)
-  held_out = _held_out(config)
-  checkpoints = checkpoint.Checkpoints(workdir, config.train.keep_checkpoints)
-  first = checkpoints.latest() or 0
-  if first:
-    run.state = checkpoints.restore(first, run.state, run.mesh)
-    logging.info('resumed after %d updates from %s', first, workdir)
-  logging.info('%s: %s, %d devices as %s; %d questions to train on, %d held out', config.name,
-               config.algorithm.variant, run.mesh.size, dict(run.mesh.shape), len(questions),
-               len(held_out))
-  started, scores = time.perf_counter(), {}
-  with _writer(config, workdir, first) as writer, contextlib.closing(checkpoints):
-    if not first:
-      scores = _evaluate(run, held_out, 0, workdir, config)
-      writer.write(0, scores)
-    for n in range(first + 1, config.train.updates + 1):
-      metrics, records = train_on(run, stream.take(n - 1), n)
-      if config.log.episodes:
-        _write_episodes(workdir, 'train', n, records)
-      last = n == config.train.updates
-      if last or (config.eval.every and n % config.eval.every == 0):
-        scores = _evaluate(run, held_out, n, workdir, config)
-        metrics |= scores
-      writer.write(n, metrics)
-      logging.info(metrics_lib.progress_line(
-          n, config.train.updates, metrics, time.perf_counter() - started, first))
-      _stop_if_stuck(run.state, config, n, workdir, records)
-      every = config.train.checkpoint_every
-      if last or (every and n % every == 0):
-        checkpoints.save(n, run.state)
-  logging.info('report: %s', report.build(workdir))
-  return scores
+  if config.pipeline.staleness and jax.process_count() > 1:
+    raise UserError(
+        f'config.pipeline.staleness={config.pipeline.staleness} samples in a thread, and several '
+        'processes would not start their programs in one order: set --config.pipeline.staleness=0')
+  with workdirs.lock(workdir):
+    workdirs.claim(workdir, dataclasses.asdict(config))
+    run = setup(config)
+    last_batch, rollbacks = None, collections.Counter()
+    while True:
+      try:
+        return _train(run, workdir, stop_requested, last_batch)
+      except _Stuck as stuck:
+        with checkpoint.Checkpoints(workdir) as checkpoints:
+          newest = checkpoints.newest()
+        rollbacks[newest] += 1
+        if config.train.on_nonfinite == 'stop' or not newest:
+          raise RunError(f'{stuck}; lower the learning rate, or go back to the newest checkpoint and '
+                         'on with other questions: --config.train.on_nonfinite=rollback') from stuck
+        if rollbacks[newest] > MAX_ROLLBACKS:
+          raise RunError(f'{stuck}, and so after {MAX_ROLLBACKS} rollbacks to update {newest}: lower '
+                         'the learning rate, in another --workdir') from stuck
+        logging.warning('%s; going back to update %d, on with other questions', stuck, newest)
+        last_batch = stuck.batch_number
 
 
 def evaluate(config, workdir):
@@ -91,8 +86,8 @@ def evaluate(config, workdir):
   schema.validate(config)
   run = setup(config)
   if os.path.isdir(os.path.join(workdir, 'checkpoints')):
-    with contextlib.closing(checkpoint.Checkpoints(workdir, 1)) as checkpoints:
-      if (newest := checkpoints.latest()) is not None:
+    with checkpoint.Checkpoints(workdir) as checkpoints:
+      if (newest := checkpoints.newest()) is not None:
         run.state = checkpoints.restore(newest, run.state, run.mesh)
         logging.info('evaluating %s after %d updates', workdir, newest)
   scores, _ = evaluation.evaluate(run.agent, run.state.actor, _held_out(config), seed=config.seed)
@@ -165,29 +160,25 @@ def make_learner(config, variant, model, critic_model) -> train_state.Learner:
       kl_in=algorithm.kl_in, kl_estimator=algorithm.kl_estimator,
       kl_target=algorithm.kl_target or None, kl_horizon=algorithm.kl_horizon,
       value_clip=algorithm.value_clip or None, value_coef=algorithm.value_coef,
-      old_logp=algorithm.old_logp, log_bias=algorithm.log_bias,
+      old_logp=algorithm.old_logp, is_correction=algorithm.is_correction,
+      is_threshold=algorithm.is_threshold, log_bias=algorithm.log_bias,
       critic_warmup=train.critic_warmup * steps_an_update, num_turns=config.env.max_turns + 1)
 
 
-def train_on(run, tasks, n):
-  """Update number n (from 1) on the given questions: (metrics, records of the episodes).
+def train_on(run, pipeline, number, n):
+  """Update n, on batch `number`: (metrics, records of the episodes).
 
-  A function of the state, the questions, the seed and n alone, so a resumed run repeats it.
+  A function of the state, what the pipeline holds, the seed and `number`: a resumed run repeats it.
   """
-  config, functions = run.config, run.functions
-  group_size, train = config.rollout.group_size, config.train
-  play_key, shuffle_key = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), n))
-  tasks = [task for task in tasks for _ in range(group_size)]
-  groups = [i // group_size for i in range(len(tasks))]
+  config, functions, train = run.config, run.functions, run.config.train
+  _, shuffle_key = pipelines.batch_keys(config.seed, number)
   timing = collections.defaultdict(float)
-  run.agent.timing_s.clear()
 
   with _timed(timing, 'step'):
-    with _timed(timing, 'gen'):
-      keys = episode_loop.row_keys(play_key, tasks)
-      episodes = run.agent.play(run.state.actor, tasks, keys, groups)
-      # Sorted, so that rows of like length share a micro-batch and little of it is padding.
-      episodes.sort(key=batching.trained_length)
+    with _timed(timing, 'wait'):
+      sampled = pipeline.take(run.state.actor, number)
+    # Sorted, so that rows of like length share a micro-batch and little of it is padding.
+    episodes = sorted(sampled.episodes, key=batching.trained_length)
     with _timed(timing, 'old_log_prob'):
       batch = batching.to_turn_batch(
           episodes, train.length_buckets[-1:], pad_id=run.agent.tokenizer.pad_id,
@@ -207,7 +198,8 @@ def train_on(run, tasks, n):
       steps = jax.device_get(steps)
   metrics |= {name: float(np.mean([step[name] for step in steps])) for name in steps[0]}
   metrics['actor/skipped'] = max(step['actor/skipped'] for step in steps)
-  timing |= {f'gen_{phase}': seconds for phase, seconds in run.agent.timing_s.items()}
+  metrics['pipeline/staleness'] = sampled.staleness
+  timing |= sampled.timing_s
   metrics |= {f'timing_s/{name}': seconds for name, seconds in timing.items()}
   metrics |= episode_metrics(episodes)
   num_tokens = int(lengths.sum())
@@ -217,7 +209,7 @@ def train_on(run, tasks, n):
       'perf/compilations': functions.num_compilations() + sum(
           run.agent.sampler.compiled_variants().values()),
   }
-  if not config.log.episodes:
+  if not config.log.episodes and metrics['actor/skipped'] < train.max_nonfinite:
     return metrics, []
   return metrics, _records(run, episodes, batch, seen, n)
 
@@ -251,6 +243,94 @@ def episode_metrics(episodes):
       'env/truncated': float(np.mean([episode.truncated for episode in episodes])),
       'env/retrieval_failed': float(np.mean([episode.failed for episode in episodes])),
   }
+
+
+class _Stuck(Exception):
+  """The last optimizer steps were all skipped for non-finite gradients."""
+
+  def __init__(self, message, batch_number):
+    super().__init__(message)
+    self.batch_number = batch_number
+
+
+def _train(run, workdir, stop_requested, last_batch=None):
+  """Trains from the newest checkpoint on; after a rollback with the batches after `last_batch`."""
+  config = run.config
+  questions = evaluation.load_tasks(config, config.data.train_split)
+  batches = pipelines.Batches(
+      run.agent, task_files.TaskStream(
+          questions, config.train.episodes // config.rollout.group_size, config.seed),
+      config.rollout.group_size, config.seed)
+  held_out = _held_out(config)
+  with contextlib.ExitStack() as resources:
+    checkpoints = resources.enter_context(checkpoint.Checkpoints(
+        workdir, config.train.keep_checkpoints, config.train.on_save_error))
+    first, passed_over, ready = _resume(run, checkpoints, batches, last_batch)
+    writer = resources.enter_context(_writer(config, workdir, first))
+    pipeline = resources.enter_context(
+        pipelines.Pipeline(batches.sample, config.pipeline.staleness, ready))
+    logging.info('%s: %s, %d devices as %s; %d questions to train on, %d held out', config.name,
+                 config.algorithm.variant, run.mesh.size, dict(run.mesh.shape), len(questions),
+                 len(held_out))
+    started, scores, n = time.perf_counter(), {}, first
+    if not first:
+      scores = _evaluate(run, held_out, 0, workdir, config)
+      writer.write(0, scores)
+    while n < config.train.updates and not stop_requested():
+      n += 1
+      metrics, records = train_on(run, pipeline, n + passed_over, n)
+      if config.log.episodes:
+        _write_episodes(workdir, 'train', n, records)
+      if n == config.train.updates or (config.eval.every and n % config.eval.every == 0):
+        with pipeline.idle():
+          scores = _evaluate(run, held_out, n, workdir, config)
+        metrics |= scores
+      writer.write(n, metrics)
+      logging.info(metrics_lib.progress_line(
+          n, config.train.updates, metrics, time.perf_counter() - started, first))
+      _check_progress(run.state, config, n, n + passed_over, workdir, records)
+      checkpoints.check()
+      if config.train.checkpoint_every and n % config.train.checkpoint_every == 0:
+        checkpoints.save(n, run.state, _progress(passed_over, pipeline))
+    if n > first:
+      checkpoints.save(n, run.state, _progress(passed_over, pipeline))
+  if n < config.train.updates:
+    logging.info('stopped as asked, %d of %d updates done and saved; the same command goes on', n,
+                 config.train.updates)
+  else:
+    logging.info('report: %s', report.build(workdir))
+  return scores
+
+
+def _progress(passed_over, pipeline):
+  """What a checkpoint holds besides the state.
+
+  Choice: batches sampled ahead are waited for, at the end of a run, too: who raises `updates` later
+  gets the run that he would have had.
+  """
+  return {'passed_over': passed_over,
+          'sampled': [pipelines.to_json(batch) for batch in pipeline.contents()]}
+
+
+def _resume(run, checkpoints, batches, last_batch):
+  """(updates done, batches passed over in rollbacks so far, batches sampled ahead).
+
+  After a rollback, batches go on after `last_batch`: the same ones again would fail again. What was
+  sampled ahead is dropped, since among it may be what failed.
+  """
+  first = checkpoints.newest()
+  if first is None:
+    return 0, 0, []
+  checkpoints.drop_after(first)
+  run.state = checkpoints.restore(first, run.state, run.mesh)
+  if last_batch is not None:
+    run.state = run.state.replace(skipped=run.state.skipped * 0)
+    return first, last_batch - first, []
+  progress = checkpoints.progress(first)
+  logging.info('resumed after %d updates', first)
+  ready = [pipelines.from_json(record, batches.tasks(record['number']))
+           for record in progress['sampled']]
+  return first, progress['passed_over'], ready
 
 
 def _held_out(config):
@@ -293,15 +373,14 @@ def _write_episodes(workdir, kind, n, records):
     file.writelines(json.dumps(record) + '\n' for record in records)
 
 
-def _stop_if_stuck(state, config, n, workdir, records):
-  """Ends the run when the last optimizer steps were all skipped for non-finite gradients."""
+def _check_progress(state, config, n, number, workdir, records):
+  """Raises _Stuck, and leaves the episodes behind, when too many steps in a row were skipped."""
   skipped = int(state.skipped)
   if skipped >= config.train.max_nonfinite:
     _write_episodes(workdir, 'nonfinite', n, records)
-    raise RunError(
+    raise _Stuck(
         f'gradients were not finite in the last {skipped} optimizer steps, up to update {n}: their '
-        f'episodes are in {workdir}/episodes/nonfinite_{n:06d}.jsonl; lower the learning rate, or '
-        'resume from the last checkpoint with the same command')
+        f'episodes are in {workdir}/episodes/nonfinite_{n:06d}.jsonl', number)
 
 
 def _writer(config, workdir, first):

@@ -56,6 +56,8 @@ class Learner:
   value_clip: float | None = None
   value_coef: float = 0.5
   old_logp: str = 'trainer'
+  is_correction: str = 'none'  # see `rollout_correction`
+  is_threshold: float = 2.0
   log_bias: bool = True
   critic_warmup: int = 0  # optimizer steps that leave the actor alone
   num_turns: int = 5  # turns told apart in the metrics

@@ -19,6 +19,7 @@ import optax
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import losses
+from stppo_jax.algorithms import rollout_correction
 from stppo_jax.models import decoder
 from stppo_jax.training import diagnostics
 from stppo_jax.training import sharding
@@ -76,7 +77,8 @@ def annotate(learner: Learner, mesh, state: TrainState, ref_params, batch: TurnB
       lambda micro: _at_own_length(one, learner.lengths, micro, micro.action_mask), micros)
   logp, ref_logp, values = jax.tree.map(_join, per_token)
   mask = batch.action_mask.astype(jnp.float32)
-  metrics = diagnostics.sampler_gap(logp, batch.behaviour_logp, mask)
+  metrics = diagnostics.sampler_gap(
+      logp, batch.behaviour_logp, mask, batch.turn_ids, learner.is_correction, learner.is_threshold)
   old_logp = batch.behaviour_logp if learner.old_logp == 'sampler' else logp
   return batch.replace(
       old_logp=old_logp * mask, ref_logp=ref_logp * mask, old_values=values * mask), metrics
@@ -107,7 +109,7 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
   g = grad J_clipped-surrogate + bonuses and C = grad J_clipped (arXiv 2511.20718, Lemma 4.2) are summed
   over micro-batches with weights of the whole mini-batch, so the split does not change the result.
   Then g / divisor goes into the optimizer. A step whose gradients are not finite changes nothing but
-  the counters.
+  the counters. Importance weights of `rollout_correction` scale the policy term alone, so g and C.
 
   Choice: the divisor divides the actor's whole gradient, entropy and KL terms included, so their
   proportions stay; a shared trunk's value gradient is added undivided.
@@ -119,16 +121,22 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
   mask = batch.action_mask.astype(jnp.float32)
   weights = losses.aggregation_weights(mask, learner.aggregation, learner.norm_length)
   value_weights = losses.aggregation_weights(mask, 'token-mean')
+  policy_weights = weights
+  if learner.is_correction != 'none':
+    policy_weights *= rollout_correction.truncated_weights(
+        batch.old_logp, batch.behaviour_logp, mask, batch.turn_ids, learner.is_correction,
+        learner.is_threshold)
   measure_bias = variant.ratio != 'none' and (
       learner.log_bias or (variant.divisor != 'none' and variant.norm_of == 'gradient'))
   # Gradients live where their parameters do; left alone, XLA keeps the larger ones on every device.
   placed = lambda tree: jax.lax.with_sharding_constraint(tree, sharding.tree_shardings(tree, mesh))
 
   def gradients(micro_and_weights):
-    micro, weight, value_weight = micro_and_weights
+    micro, weight, policy_weight, value_weight = micro_and_weights
     (logp, entropy, values), pull = jax.vjp(lambda p: _policy(learner, p, micro), state.actor)
     d_logp, d_bias, aux = correction.cotangents(
-        logp, micro, variant, variant.clip_low, variant.clip_high, weight, learner.dual_clip)
+        logp, micro, variant, variant.clip_low, variant.clip_high, policy_weight,
+        learner.dual_clip)
     if learner.kl_in == 'loss':
       kl_of = lambda x: losses.kl(x, micro.ref_logp, learner.kl_estimator)
       kl_values, pull_kl = jax.vjp(kl_of, logp)
@@ -167,7 +175,7 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
   if learner.has_values:
     zeros['value'] = jax.tree.map(
         jnp.zeros_like, state.actor if learner.shared_trunk else state.critic)
-  micros = _split((batch, weights, value_weights), learner.micro_batch, mesh)
+  micros = _split((batch, weights, policy_weights, value_weights), learner.micro_batch, mesh)
   grads, seen = jax.lax.scan(accumulate, placed(zeros), micros)
   seen = jax.tree.map(_join, seen) | grads['sums']
   seen['ratio'] = jnp.where(mask > 0, seen['ratio'], 1)  # cut-off columns came back as 0

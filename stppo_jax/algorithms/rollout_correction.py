@@ -1,0 +1,48 @@
+"""Importance weights for episodes that another policy than the trainer's has sampled; pure.
+
+Two gaps add up: the sampler's arithmetic is not the trainer's, and with a pipeline its parameters are
+older. PPO's ratio starts at old_logp, the trainer's own; these weights bridge behaviour_logp to old_logp.
+Levels 'token' and 'sequence' are verl's `rollout_is`, the threshold its `rollout_is_threshold`.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from stppo_jax.algorithms import segments
+
+LEVELS = ('none', 'token', 'turn', 'sequence')
+
+
+def truncated_weights(old_logp, behaviour_logp, action_mask, turn_ids, level, threshold):
+  """min(w, threshold) [B,T], 1 outside the agent's tokens; constant for differentiation.
+
+  With d_t = old_logp_t - behaviour_logp_t, w_t is
+
+  none      1
+  token     exp(d_t): of low variance, and blind to how the context came about
+  turn      exp(mean of d over the turn): Turn-PPO's ratio (arXiv 2511.20718), for the same segments
+  sequence  exp(sum of d over the row): unbiased but for the truncation, of high variance
+
+  Choice: 'sequence' is the product, as verl has it, and 'turn' the geometric mean, as the paper's ratio.
+  """
+  chex.assert_equal_shape([old_logp, behaviour_logp, action_mask, turn_ids])
+  if level == 'none':
+    return jnp.ones_like(old_logp)
+  log_w = log_weights(old_logp, behaviour_logp, action_mask, turn_ids, level)
+  # Truncated before exp: a long sequence's product is not of this world's floats.
+  return jax.lax.stop_gradient(jnp.exp(jnp.minimum(log_w, jnp.log(threshold))))
+
+
+def log_weights(old_logp, behaviour_logp, action_mask, turn_ids, level):
+  """log w [B,T] of `truncated_weights`, not truncated; 0 outside the agent's tokens."""
+  chex.assert_equal_shape([old_logp, behaviour_logp, action_mask, turn_ids])
+  mask = action_mask.astype(old_logp.dtype)
+  log_ratio = jnp.where(mask > 0, old_logp - behaviour_logp, 0)
+  if level == 'token':
+    return log_ratio
+  ids, num_segments = segments.segment_ids(level, action_mask, turn_ids)
+  if level == 'turn':
+    return segments.segment_mean(log_ratio, ids, action_mask, num_segments)
+  totals = segments.segment_sum(log_ratio, ids, num_segments)
+  return jnp.take_along_axis(totals, ids, axis=1) * mask

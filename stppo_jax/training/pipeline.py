@@ -1,0 +1,157 @@
+"""The pipeline: batches of episodes that are sampled while others are trained on.
+
+  main    |  train 1  |  train 2  |  train 3  |      staleness 1: while batch 2 is trained on, batch 3
+  thread  | 1 |  2    |     3     |     4     |      is sampled with the parameters after update 1
+
+Which parameters sample a batch depends on its number alone, never on who is faster: the same
+staleness gives the same run twice. What is sampled and not yet trained on is host data, which a
+checkpoint holds as JSON.
+"""
+
+import collections
+from concurrent import futures
+import contextlib
+import dataclasses
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stppo_jax import types
+from stppo_jax.rollout import episode as episode_loop
+
+
+@dataclasses.dataclass
+class Sampled:
+  """A batch of episodes that is yet to be trained on."""
+
+  number: int  # of the batch: its questions and its random key
+  staleness: int  # updates between the parameters that sampled it and those it will find
+  episodes: list[types.Episode]
+  timing_s: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+  """The batches of a run by number, from 1: each a function of the parameters, seed and number."""
+
+  agent: object  # evaluation.Agent: plays, and says how long its parts took
+  stream: object  # tasks.TaskStream
+  group_size: int  # episodes a question
+  seed: int
+
+  def tasks(self, number):
+    """The question of each episode."""
+    return [task for task in self.stream.take(number - 1) for _ in range(self.group_size)]
+
+  def sample(self, params, number, staleness) -> Sampled:
+    """Plays the batch."""
+    tasks = self.tasks(number)
+    groups = [i // self.group_size for i in range(len(tasks))]
+    key, _ = batch_keys(self.seed, number)
+    self.agent.timing_s.clear()
+    started = time.perf_counter()
+    episodes = self.agent.play(params, tasks, episode_loop.row_keys(key, tasks), groups)
+    timing_s = {f'gen_{phase}': seconds for phase, seconds in self.agent.timing_s.items()}
+    return Sampled(
+        number, staleness, episodes, timing_s | {'gen': time.perf_counter() - started})
+
+
+def batch_keys(seed, number):
+  """Random keys of a batch: (of its sampling, of its mini-batches)."""
+  return jax.random.split(jax.random.fold_in(jax.random.key(seed), number))
+
+
+class Pipeline:
+  """Samples `staleness` batches ahead, in one thread; with 0 there is neither thread nor copy.
+
+  Args:
+    sample: (params, number, staleness) -> Sampled, as `Batches.sample`.
+    staleness: batches sampled ahead.
+    ready: batches that a checkpoint held, the next one first.
+  """
+
+  def __init__(self, sample, staleness, ready=()):
+    self._sample, self._staleness = sample, staleness
+    self._sampling = threading.Lock()
+    self._thread = futures.ThreadPoolExecutor(1, 'sampling') if staleness else None
+    self._ahead = collections.deque(map(_done, ready))
+
+  def take(self, params, number):
+    """Batch `number`; sets the sampling of batch number + staleness going with `params`.
+
+    Numbers rise by one from call to call. The first call has nothing to take and sets all of
+    number .. number + staleness going: a run's first batches are less stale than the others.
+    """
+    if not self._staleness:
+      return self._sample(params, number, 0)
+    own = jax.tree.map(jnp.copy, params)  # training donates its own, and they are overwritten
+    for ahead in range(len(self._ahead), self._staleness + 1):
+      self._ahead.append(self._thread.submit(self._run, own, number + ahead, ahead))
+    return self._ahead.popleft().result()
+
+  def contents(self):
+    """The batches sampled ahead, the next one first; waits for those under way."""
+    return [future.result() for future in self._ahead]
+
+  @contextlib.contextmanager
+  def idle(self):
+    """Nothing is sampled within: who plays episodes besides has the sampler to himself."""
+    with self._sampling:
+      yield
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *unused):
+    """Waits for the batch under way; the others are not begun."""
+    if self._thread is not None:
+      self._thread.shutdown(wait=True, cancel_futures=True)
+
+  def _run(self, params, number, staleness):
+    with self._sampling:
+      return self._sample(params, number, staleness)
+
+
+def to_json(batch):
+  """A Sampled as what JSON can hold, exactly: a float32 is a double, too."""
+  return {
+      'number': batch.number,
+      'staleness': batch.staleness,
+      'timing_s': dict(batch.timing_s),
+      'episodes': [
+          {'task': episode.task.id, 'group': int(episode.group), 'prompt': episode.prompt.tolist(),
+           'turns': [
+               {'tokens': turn.tokens.tolist(), 'logp': turn.logp.tolist(),
+                'observation': turn.observation.tolist(), 'action': turn.action}
+               for turn in episode.turns],
+           'score': float(episode.score), 'truncated': bool(episode.truncated),
+           'failed': bool(episode.failed),
+           'metrics': {name: float(x) for name, x in episode.metrics.items()}}
+          for episode in batch.episodes]}
+
+
+def from_json(record, tasks):
+  """The inverse of `to_json`; `tasks`: those of the batch's episodes, in their order."""
+  ids = lambda values: np.array(values, np.int32)
+  episodes = []
+  for task, row in zip(tasks, record['episodes'], strict=True):
+    if task.id != row['task']:
+      raise types.UserError(
+          f'the checkpoint holds an episode on question {row["task"]!r} where {task.id!r} is due now: '
+          'resume with the same questions, or give another --workdir')
+    turns = [
+        types.Turn(ids(turn['tokens']), np.array(turn['logp'], np.float32), ids(turn['observation']),
+                   turn['action']) for turn in row['turns']]
+    episodes.append(types.Episode(
+        task, row['group'], ids(row['prompt']), turns, row['score'], row['truncated'], row['failed'],
+        row['metrics']))
+  return Sampled(record['number'], record['staleness'], episodes, record['timing_s'])
+
+
+def _done(batch):
+  future = futures.Future()
+  future.set_result(batch)
+  return future

@@ -1,0 +1,365 @@
+"""What may go wrong around a run, injected: kills, a full disk, damaged files, numbers that are not finite.
+
+The policy is one of a few numbers, the loop, the checkpoints, the metrics and the command line the real ones.
+STPPO_KILLS=100 kills more often.
+"""
+
+import errno
+import glob
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+import unittest
+from unittest import mock
+
+from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
+
+from absl import logging
+from absl.testing import absltest
+from absl.testing import parameterized
+import chex
+import jax
+import numpy as np
+
+from stppo_jax import metrics as metrics_lib
+from stppo_jax.training import checkpoint
+from stppo_jax.training import loop
+from stppo_jax.training import pipeline as pipelines
+from stppo_jax.training import workdir as workdirs
+from stppo_jax.types import RunError
+from stppo_jax.types import UserError
+from tests import micro_run
+
+KILLS = int(os.environ.get('STPPO_KILLS', '20'))
+ENDLESS = 5000  # updates
+
+
+def setUpModule():
+  global FOLDER, CONTEXT
+  logging.set_verbosity(logging.WARNING)
+  temporary = tempfile.TemporaryDirectory()
+  unittest.addModuleCleanup(temporary.cleanup)
+  FOLDER = temporary.name
+  micro_run.write_knowledge(FOLDER)
+  CONTEXT = multiprocessing.get_context('forkserver')
+  CONTEXT.set_forkserver_preload(['tests.micro_run'])  # imported once, not once a child
+
+
+def make_config(**values):
+  return micro_run.make_config(FOLDER, **values)
+
+
+def steps(workdir):
+  return [row['step'] for row in metrics_lib.read_metrics(workdir)]
+
+
+def saved(workdir):
+  return sorted(int(name) for name in os.listdir(os.path.join(workdir, 'checkpoints'))
+                if name.isdigit())
+
+
+class FaultCase(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.tmp = self.enterContext(tempfile.TemporaryDirectory())
+    self.workdir = os.path.join(self.tmp, 'run')
+
+  def warnings(self, function, *args, **kwargs):
+    """The lines of our own that a call logs as a warning or an error."""
+    with self.assertLogs('absl', 'WARNING') as caught:
+      function(*args, **kwargs)
+    return [record.getMessage() for record in caught.records if 'stppo_jax' in record.pathname]
+
+
+class ProcessTest(FaultCase):
+
+  def start(self, staleness=1, updates=ENDLESS):
+    """A child process that trains in the workdir."""
+    self.stderr = os.path.join(self.tmp, 'stderr')
+    child = CONTEXT.Process(target=micro_run.command, args=(
+        FOLDER, self.workdir, self.stderr,
+        [f'--config.pipeline.staleness={staleness}', f'--config.train.updates={updates}']))
+    child.start()
+    self.addCleanup(child.kill)
+    return child
+
+  def wait_for(self, condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+      self.assertLess(time.monotonic(), deadline, 'waited for nothing')
+      time.sleep(0.005)
+
+  def progress(self):
+    """Lines of metrics that are there, counted without a warning for one that is being written."""
+    path = os.path.join(self.workdir, metrics_lib.FILE_NAME)
+    if not os.path.exists(path):
+      return 0
+    with open(path, 'rb') as file:
+      return file.read().count(b'\n')
+
+  def told(self):
+    with open(self.stderr, encoding='utf-8') as file:
+      return file.read()
+
+  def end(self, child, number):
+    os.kill(child.pid, number)
+    child.join()
+    return child.exitcode
+
+  def test_killed_at_random_moments(self):
+    rng, during_save, lives = random.Random(0), 0, []
+    for _ in range(KILLS):
+      child = self.start()
+      before = self.progress()
+      if rng.random() < 0.8:  # else: while it starts
+        self.wait_for(lambda: self.progress() not in (before, 0) or not child.is_alive())
+      time.sleep(rng.uniform(0, 0.4))
+      self.assertEqual(self.end(child, signal.SIGKILL), -signal.SIGKILL, self.told())
+      during_save += bool(glob.glob(os.path.join(self.workdir, 'checkpoints', '*tmp*')))
+      lives.append(self.progress())
+    child = self.start()
+    self.wait_for(lambda: self.progress() > lives[-1] + 2)
+    self.assertEqual(self.end(child, signal.SIGTERM), 0)
+    print(f'{KILLS} kills, {during_save} during a save, {lives[-1]} updates')
+    self.assertEmpty(glob.glob(os.path.join(self.workdir, 'checkpoints', '*tmp*')))
+    done = steps(self.workdir)[-1]
+    self.assertEqual(steps(self.workdir), list(range(done + 1)))
+    self.assertEqual(saved(self.workdir)[-1], done)
+
+    config = make_config(**{
+        'pipeline.staleness': 1, 'train.updates': ENDLESS, 'train.checkpoint_every': 0})
+    straight, calls = os.path.join(self.tmp, 'straight'), iter(range(ENDLESS))
+    micro_run.train(config, straight, lambda: next(calls) >= done)
+    self.assertEqual(steps(straight)[-1], done)
+    self.assertEqual(micro_run.comparable_metrics(self.workdir),
+                     micro_run.comparable_metrics(straight))
+    chex.assert_trees_all_equal(micro_run.state_after(config, self.workdir, done),
+                                micro_run.state_after(config, straight, done))
+
+  def test_sigterm_saves_and_ends_well(self):
+    child = self.start()
+    self.wait_for(lambda: self.progress() > 2)
+    self.assertEqual(self.end(child, signal.SIGTERM), 0)
+    self.assertEqual(self.told().count('stopped as asked'), 1)
+    self.assertNotIn('Traceback', self.told())
+    self.assertEqual(saved(self.workdir)[-1], steps(self.workdir)[-1])
+
+  def test_an_interrupt_ends_cleanly(self):
+    child = self.start()
+    self.wait_for(lambda: self.progress() > 2)
+    self.assertEqual(self.end(child, signal.SIGINT), 130)
+    self.assertIn('run.py: interrupted', self.told().splitlines()[-1])
+    self.assertNotIn('Traceback', self.told())
+
+  def test_a_second_run_in_one_folder_is_refused_until_the_first_is_dead(self):
+    child = self.start()
+    self.wait_for(lambda: self.progress() > 1)
+    with self.assertRaisesRegex(
+        UserError, rf'^[^\n]*is in use by process {child.pid} on [^\n]*another --workdir$'):
+      micro_run.train(make_config(), self.workdir)
+    self.end(child, signal.SIGKILL)
+    with workdirs.lock(self.workdir):
+      with self.assertRaisesRegex(UserError, f'in use by process {os.getpid()} '):
+        with workdirs.lock(self.workdir):
+          pass
+
+
+class DiskTest(FaultCase):
+
+  def full_at(self, *updates):
+    """The disk is full while the checkpoints after these updates are written, in Orbax's thread."""
+    checksums = checkpoint._checksums
+
+    def failing(folder):
+      if any(os.path.basename(folder).startswith(f'{n}.') for n in updates):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
+      return checksums(folder)
+
+    return mock.patch.object(checkpoint, '_checksums', failing)
+
+  @parameterized.parameters(0, 1)
+  def test_a_full_disk_costs_a_checkpoint_and_no_more(self, staleness):
+    config = make_config(**{'pipeline.staleness': staleness, 'train.keep_checkpoints': 1})
+    with self.full_at(2, 3):
+      told = self.warnings(micro_run.train, config, self.workdir)
+    self.assertEqual(told, [
+        f'the checkpoint after {n} updates could not be saved (the disk is full); the newest is that '
+        'after 1; training goes on' for n in (2, 3)])
+    self.assertEqual(saved(self.workdir), [4])
+    straight = os.path.join(self.tmp, 'straight')
+    micro_run.train(config, straight)
+    self.assertEqual(micro_run.comparable_metrics(self.workdir),
+                     micro_run.comparable_metrics(straight))
+
+  def test_the_checkpoint_before_stands(self):
+    config = make_config(**{'train.keep_checkpoints': 1})
+    with self.full_at(2):
+      with self.assertRaises(micro_run.Killed):
+        micro_run.train(config, self.workdir, micro_run.killed_after(2))
+    self.assertEqual(saved(self.workdir), [1])
+    self.assertEmpty(glob.glob(os.path.join(self.workdir, 'checkpoints', '2*')))  # its room is free
+    micro_run.train(config, self.workdir)
+    self.assertEqual(steps(self.workdir), [0, 1, 2, 3, 4])
+
+  def test_stop_on_error(self):
+    config = make_config(**{'train.on_save_error': 'stop'})
+    with self.full_at(2):
+      with self.assertRaisesRegex(
+          RunError, r'^the checkpoint after 2 [^\n]*disk is full[^\n]*after 1: make room[^\n]*$'):
+        micro_run.train(config, self.workdir)
+    self.assertLess(steps(self.workdir)[-1], 4)
+    micro_run.train(config, self.workdir)
+    self.assertEqual(steps(self.workdir), [0, 1, 2, 3, 4])
+
+  def test_a_last_checkpoint_that_is_lost_is_no_success(self):
+    with self.full_at(4):
+      with self.assertRaisesRegex(RunError, r'^the last checkpoint, after 4 [^\n]*full[^\n]*$'):
+        micro_run.train(make_config(), self.workdir)
+    self.assertEqual(saved(self.workdir), [1, 2, 3])
+
+
+class DamageTest(FaultCase):
+
+  def setUp(self):
+    super().setUp()
+    self.config = make_config(**{'pipeline.staleness': 1})
+    micro_run.train(self.config, self.workdir)
+
+  def files(self, step):
+    folder = os.path.join(self.workdir, 'checkpoints', str(step))
+    return [os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names]
+
+  def test_any_flipped_bit_is_noticed_or_harmless(self):
+    expected = micro_run.state_after(self.config, self.workdir, 4)
+    whole, passed_over, logged = os.path.join(self.tmp, 'whole'), 0, []
+    shutil.copytree(self.workdir, whole)
+    for path in self.files(4):
+      size = os.path.getsize(path)
+      if not size:
+        continue
+      flip(path, random.Random(path).randrange(size))
+      with checkpoint.Checkpoints(self.workdir) as checkpoints:
+        with mock.patch.object(logging, 'warning', lambda *args: logged.append(args)):
+          newest = checkpoints.newest()
+      self.assertIn(newest, (3, 4), path)
+      passed_over += newest == 3
+      if newest == 4:
+        chex.assert_trees_all_equal(
+            micro_run.state_after(self.config, self.workdir, 4), expected)
+      shutil.copyfile(path.replace(self.workdir, whole), path)
+    self.assertGreater(passed_over, 5)
+    self.assertLen(logged, passed_over)
+
+  @parameterized.parameters('flipped', 'cut', 'missing', 'unreadable sums')
+  def test_the_run_goes_on_from_the_checkpoint_before(self, damage):
+    metrics = micro_run.comparable_metrics(self.workdir)
+    state = micro_run.state_after(self.config, self.workdir, 4)
+    path = max(self.files(4), key=os.path.getsize)
+    if damage == 'flipped':
+      flip(path, os.path.getsize(path) // 2)
+    elif damage == 'cut':
+      os.truncate(path, os.path.getsize(path) // 2)
+    elif damage == 'missing':
+      os.remove(path)
+    else:
+      os.truncate(os.path.join(self.workdir, 'checkpoints', '4', 'checksums.json'), 10)
+    told = self.warnings(micro_run.train, self.config, self.workdir)
+    self.assertLen(told, 1)
+    self.assertIn('the checkpoint after 4 updates is damaged', told[0])
+    self.assertEqual(micro_run.comparable_metrics(self.workdir), metrics)
+    chex.assert_trees_all_equal(micro_run.state_after(self.config, self.workdir, 4), state)
+
+  def test_none_whole_is_for_the_user_to_judge(self):
+    for step in saved(self.workdir):
+      os.truncate(max(self.files(step), key=os.path.getsize), 3)
+    with self.assertRaisesRegex(UserError, r'none of the 3 checkpoints is whole[^\n]*anew$'):
+      micro_run.train(self.config, self.workdir)
+    self.assertLen(saved(self.workdir), 3)
+
+
+def flip(path, position):
+  """Changes one bit of a file."""
+  with open(path, 'r+b') as file:
+    file.seek(position)
+    byte = file.read(1)[0]
+    file.seek(position)
+    file.write(bytes([byte ^ 4]))
+
+
+class NonfiniteTest(FaultCase):
+
+  def poisoned(self, *numbers):
+    """The sampler reports log-probs that are not finite in these batches."""
+    sample = pipelines.Batches.sample
+
+    def poison(batches, params, number, staleness):
+      batch = sample(batches, params, number, staleness)
+      self.played.append(number)
+      if number in numbers:
+        for episode in batch.episodes:
+          episode.turns[0].logp[:] = np.nan
+      return batch
+
+    self.played = []
+    return mock.patch.object(pipelines.Batches, 'sample', poison)
+
+  def test_stop_is_one_line_and_a_dump_even_without_logs(self):
+    with self.poisoned(3):
+      with self.assertRaisesRegex(
+          RunError, r'^gradients were not finite in the last 4 [^\n]*up to update 3[^\n]*rollback$'):
+        micro_run.train(make_config(), self.workdir)
+    with open(os.path.join(self.workdir, 'episodes', 'nonfinite_000003.jsonl'), encoding='utf-8') as f:
+      rows = [json.loads(line) for line in f]
+    self.assertLen(rows, 10)
+    self.assertEqual(set(rows[0]['behaviour_logp']), {None})
+    self.assertEqual(saved(self.workdir), [1, 2])
+    # And the advice that the line gives works.
+    with self.poisoned(3):
+      self.warnings(micro_run.train, make_config(**{'train.on_nonfinite': 'rollback'}), self.workdir)
+    self.assertEqual(steps(self.workdir), [0, 1, 2, 3, 4])
+
+  @parameterized.parameters(0, 1)
+  def test_a_rollback_goes_on_with_other_questions(self, staleness):
+    config = make_config(**{'train.on_nonfinite': 'rollback', 'pipeline.staleness': staleness})
+    with self.poisoned(3):
+      told = self.warnings(micro_run.train, config, self.workdir)
+    self.assertLen(told, 1)
+    self.assertIn('up to update 3', told[0])
+    self.assertIn('going back to update 2, on with other questions', told[0])
+    self.assertEqual(steps(self.workdir), [0, 1, 2, 3, 4])  # update 3 once: that on batch 4
+    self.assertEqual(self.played.count(3), 1)
+    self.assertEqual(self.played[-2 - staleness:], list(range(4, 6 + staleness)))
+    state = micro_run.state_after(config, self.workdir, 4)
+    self.assertTrue(all(np.isfinite(x).all() for x in jax.tree.leaves(state)))
+
+    with self.subTest('killed before, at and after it, and resumed'):
+      again = os.path.join(self.tmp, 'again')
+      with self.poisoned(3):
+        for _ in range(3):
+          with self.assertRaises(micro_run.Killed):
+            micro_run.train(config, again, micro_run.killed_after(1))
+        micro_run.train(config, again)
+      self.assertEqual(micro_run.comparable_metrics(again),
+                       micro_run.comparable_metrics(self.workdir))
+      chex.assert_trees_all_equal(micro_run.state_after(config, again, 4), state)
+
+  def test_rollbacks_come_to_an_end(self):
+    with self.poisoned(*range(3, 100)):
+      with self.assertRaisesRegex(RunError, r'^[^\n]*after 3 rollbacks to update 2: lower[^\n]*$'):
+        self.warnings(micro_run.train, make_config(**{'train.on_nonfinite': 'rollback'}), self.workdir)
+    self.assertEqual(self.played, [1, 2, 3, 4, 5, 6])
+
+  def test_without_a_checkpoint_there_is_nothing_to_go_back_to(self):
+    with self.poisoned(1):
+      with self.assertRaisesRegex(RunError, 'up to update 1'):
+        micro_run.train(make_config(**{'train.on_nonfinite': 'rollback'}), self.workdir)
+
+
+if __name__ == '__main__':
+  absltest.main()

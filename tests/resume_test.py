@@ -1,0 +1,266 @@
+"""Staleness and resumption of the whole loop, on a policy of a few numbers; bit for bit."""
+
+import os
+import tempfile
+import threading
+import unittest
+from unittest import mock
+
+from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
+
+from absl import logging
+from absl.testing import absltest
+from absl.testing import parameterized
+import chex
+import jax
+import numpy as np
+
+from stppo_jax import metrics as metrics_lib
+from stppo_jax.training import checkpoint
+from stppo_jax.training import loop
+from stppo_jax.training import pipeline as pipelines
+from stppo_jax.types import UserError
+from tests import micro_run
+
+UPDATES = 4
+
+
+def setUpModule():
+  global FOLDER, STRAIGHT
+  logging.set_verbosity(logging.ERROR)
+  temporary = tempfile.TemporaryDirectory()
+  unittest.addModuleCleanup(temporary.cleanup)
+  FOLDER, STRAIGHT = temporary.name, {}
+  micro_run.write_knowledge(FOLDER)
+
+
+def make_config(**values):
+  return micro_run.make_config(FOLDER, **values)
+
+
+def straight(**values):
+  """(metrics, final state) of an undisturbed run, made once."""
+  key = tuple(sorted(values.items()))
+  if key not in STRAIGHT:
+    with tempfile.TemporaryDirectory() as workdir:
+      micro_run.train(make_config(**values), workdir)
+      STRAIGHT[key] = (micro_run.comparable_metrics(workdir),
+                       micro_run.state_after(make_config(**values), workdir, UPDATES))
+  return STRAIGHT[key]
+
+
+class ResumeTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.workdir = self.enterContext(tempfile.TemporaryDirectory())
+
+  def assert_as_straight(self, **values):
+    metrics, state = straight(**values)
+    self.assertEqual(micro_run.comparable_metrics(self.workdir), metrics)
+    chex.assert_trees_all_equal(
+        micro_run.state_after(make_config(**values), self.workdir, UPDATES), state)
+
+  @parameterized.product(staleness=(0, 1, 2), killed_after=tuple(range(UPDATES + 1)))
+  def test_killed_and_resumed_equals_straight(self, staleness, killed_after):
+    """Every update ends at an epoch's end, and every second batch starts with a checkpoint."""
+    values = {'pipeline.staleness': staleness, 'train.checkpoint_every': 2}
+    with self.assertRaises(micro_run.Killed):
+      micro_run.train(make_config(**values | {'train.updates': UPDATES + 1}), self.workdir,
+                      micro_run.killed_after(killed_after))
+    micro_run.train(make_config(**values), self.workdir)
+    self.assert_as_straight(**values)
+
+  @parameterized.parameters(0, 1, 2)
+  def test_killed_after_every_update_equals_straight(self, staleness):
+    values = {'pipeline.staleness': staleness}
+    for _ in range(UPDATES - 1):
+      with self.assertRaises(micro_run.Killed):
+        micro_run.train(make_config(**values), self.workdir, micro_run.killed_after(1))
+    micro_run.train(make_config(**values), self.workdir)
+    self.assert_as_straight(**values)
+
+  @parameterized.parameters(0, 1, 2)
+  def test_more_updates_later_equal_all_at_once(self, staleness):
+    values = {'pipeline.staleness': staleness, 'eval.every': 1}
+    for updates in (1, 3, UPDATES):
+      micro_run.train(make_config(**values | {'train.updates': updates}), self.workdir)
+    self.assert_as_straight(**values)
+
+  @parameterized.parameters(0, 1)
+  def test_a_stop_is_saved_and_resumed(self, staleness):
+    values = {'pipeline.staleness': staleness, 'train.checkpoint_every': 0}
+    answers = iter([False, False, True, True])
+    micro_run.train(make_config(**values), self.workdir, lambda: next(answers))
+    self.assertLen(metrics_lib.read_metrics(self.workdir), 3)
+    micro_run.train(make_config(**values), self.workdir)
+    self.assert_as_straight(**values)
+
+  def test_a_clock_that_jumps_changes_nothing(self):
+    """Backwards by an hour at every look."""
+    now = iter(np.arange(2e9, 0, -3600.0))
+    lock = threading.Lock()
+
+    def jumping():
+      with lock:
+        return float(next(now))
+
+    values = {'pipeline.staleness': 1}
+    with mock.patch('time.time', jumping):
+      with self.assertRaises(micro_run.Killed):
+        micro_run.train(make_config(**values), self.workdir, micro_run.killed_after(2))
+      micro_run.train(make_config(**values), self.workdir)
+    self.assert_as_straight(**values)
+    for row in metrics_lib.read_metrics(self.workdir):
+      for name, value in row.items():
+        if name.startswith(('timing_s/', 'perf/')):
+          self.assertGreaterEqual(value, 0, name)
+
+  def test_restores_onto_another_mesh(self):
+    config = make_config(**{'train.updates': 1})
+    micro_run.train(config, self.workdir, mesh=(1, 2, 4))
+    many = micro_run.setup(config, mesh=(1, 2, 4))
+    with checkpoint.Checkpoints(self.workdir) as checkpoints:
+      many_state = checkpoints.restore(1, many.state, many.mesh)
+      one = micro_run.setup(config)
+      one_state = checkpoints.restore(1, one.state, one.mesh)
+    kernel = many_state.actor['mlp']['up']['kernel']
+    self.assertEqual(kernel.addressable_shards[0].data.shape, (1, 4, 2))
+    self.assertEqual(one_state.actor['mlp']['up']['kernel'].sharding.num_devices, 1)
+    chex.assert_trees_all_equal(jax.device_get(many_state), jax.device_get(one_state))
+    micro_run.train(make_config(**{'train.updates': 2}), self.workdir)  # and goes on there
+    self.assertEqual(metrics_lib.read_metrics(self.workdir)[-1]['step'], 2)
+
+  def test_other_questions_are_refused_where_episodes_are_under_way(self):
+    config = make_config(**{'pipeline.staleness': 1, 'train.updates': 1})
+    micro_run.train(config, self.workdir)
+    path = os.path.join(FOLDER, 'knowledge', 'qa.jsonl')
+    with open(path, encoding='utf-8') as file:
+      rows = file.read()
+    self.addCleanup(lambda: open(path, 'w', encoding='utf-8').write(rows))
+    with open(path, 'w', encoding='utf-8') as file:
+      file.write(rows.replace('train-sky', 'train-cloud').replace('train-apple', 'train-pear'))
+    config.train.updates = 2
+    with self.assertRaisesRegex(UserError, r'^[^\n]*(sky|apple)[^\n]*resume with the same[^\n]*$'):
+      micro_run.train(config, self.workdir)
+
+
+class StalenessTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.workdir = self.enterContext(tempfile.TemporaryDirectory())
+
+  @parameterized.parameters(0, 1, 3)
+  def test_batch_n_is_sampled_with_the_parameters_of_update_n_1_s(self, staleness):
+    """Against a list of the parameters after each update, kept by hand."""
+    updates, after, sampled_with = 5, {}, {}
+    sample, check = pipelines.Batches.sample, loop._check_progress
+
+    def watched_sample(batches, params, number, stale):
+      sampled_with[number] = jax.device_get(params)
+      return sample(batches, params, number, stale)
+
+    def watched_check(state, config, n, *rest):
+      after[n] = jax.device_get(state.actor)
+      check(state, config, n, *rest)
+
+    config = make_config(**{'pipeline.staleness': staleness, 'train.updates': updates})
+    after[0] = jax.device_get(micro_run.setup(config).state.actor)
+    with mock.patch.object(pipelines.Batches, 'sample', watched_sample):
+      with mock.patch.object(loop, '_check_progress', watched_check):
+        micro_run.train(config, self.workdir)
+    rows = metrics_lib.read_metrics(self.workdir)
+    for n in range(1, updates + 1):
+      expected = max(n - 1 - staleness, 0)
+      chex.assert_trees_all_equal(sampled_with[n], after[expected])
+      self.assertEqual(rows[n]['pipeline/staleness'], n - 1 - expected)
+    self.assertFalse(np.array_equal(*map(lambda n: jax.tree.leaves(after[n])[0], (0, 1))))
+
+  def test_the_same_staleness_gives_the_same_run_and_another_gives_another(self):
+    runs = []
+    for staleness, slow_s in ((1, 0.0), (1, 0.02), (2, 0.0)):
+      with tempfile.TemporaryDirectory() as workdir:
+        micro_run.train(make_config(**{'pipeline.staleness': staleness}), workdir, slow_s=slow_s)
+        runs.append(micro_run.comparable_metrics(workdir))
+    self.assertEqual(runs[0], runs[1])
+    self.assertNotEqual(runs[0][3:], runs[2][3:])
+
+  def test_without_staleness_there_is_neither_thread_nor_copy(self):
+    seen = []
+
+    def sample(params, number, staleness):
+      seen.append((params, threading.current_thread()))
+      return pipelines.Sampled(number, staleness, [], {})
+
+    params = {'x': jax.numpy.ones(3)}
+    with pipelines.Pipeline(sample, 0) as pipeline:
+      self.assertEqual(pipeline.take(params, 7).number, 7)
+      self.assertEmpty(pipeline.contents())
+    self.assertIs(seen[0][0], params)
+    self.assertIs(seen[0][1], threading.main_thread())
+
+  def test_sampling_goes_on_while_the_main_thread_works_and_waits_while_it_evaluates(self):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def sample(params, number, staleness):
+      if number == 2:
+        begun.set()
+        self.assertTrue(go_on.wait(10))
+      return pipelines.Sampled(number, staleness, [], {})
+
+    with pipelines.Pipeline(sample, 1) as pipeline:
+      self.assertEqual(pipeline.take({}, 1).staleness, 0)
+      self.assertTrue(begun.wait(10))  # batch 2 is under way, and this thread goes on
+      self.assertFalse(pipeline._sampling.acquire(blocking=False))
+      go_on.set()
+      with pipeline.idle():
+        pass
+      self.assertEqual([batch.number for batch in pipeline.contents()], [2])
+      self.assertEqual(pipeline.take({}, 2).staleness, 1)
+
+  @parameterized.parameters(0, 2)
+  def test_an_exception_while_sampling_ends_the_run(self, staleness):
+    sample = pipelines.Batches.sample
+
+    def failing(batches, params, number, stale):
+      if number == 3:
+        raise UserError('the third batch')
+      return sample(batches, params, number, stale)
+
+    with mock.patch.object(pipelines.Batches, 'sample', failing):
+      with self.assertRaisesRegex(UserError, 'the third batch'):
+        micro_run.train(make_config(**{'pipeline.staleness': staleness}), self.workdir)
+    self.assertLess(metrics_lib.read_metrics(self.workdir)[-1]['step'], 3)
+    self.assertNotIn('sampling_0', [thread.name for thread in threading.enumerate()])
+
+  def test_several_processes_are_refused(self):
+    with mock.patch.object(jax, 'process_count', lambda: 2):
+      with self.assertRaisesRegex(UserError, 'staleness=1 .*several processes'):
+        micro_run.train(make_config(**{'pipeline.staleness': 1}), self.workdir)
+
+
+class JsonTest(absltest.TestCase):
+
+  def test_batches_survive_to_the_bit(self):
+    run = micro_run.setup(make_config())
+    batches = pipelines.Batches(
+        run.agent, loop.task_files.TaskStream(
+            loop.evaluation.load_tasks(run.config, 'train'), 5, 0), 2, 0)
+    batch = batches.sample(run.state.actor, 3, 1)
+    turn = batch.episodes[0].turns[0]
+    turn.logp = np.array([-1e-30, -np.float32(1) / 3, -np.inf], np.float32)
+    turn.tokens, turn.observation = np.arange(3, dtype=np.int32), np.array([7], np.int32)
+    batch.episodes[1].truncated = batch.episodes[1].failed = True
+    text = loop.json.dumps(pipelines.to_json(batch))
+    back = pipelines.from_json(loop.json.loads(text), batches.tasks(3))
+    flat = lambda batch: jax.tree.map(np.asarray, loop.dataclasses.asdict(batch))
+    ours, theirs = flat(batch), flat(back)
+    chex.assert_trees_all_equal(
+        jax.tree.leaves_with_path(ours), jax.tree.leaves_with_path(theirs))
+    self.assertEqual([x.dtype for x in jax.tree.leaves(ours)],
+                     [x.dtype for x in jax.tree.leaves(theirs)])
+
+
+if __name__ == '__main__':
+  absltest.main()
