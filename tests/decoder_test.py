@@ -75,28 +75,8 @@ class TransformersTest(parameterized.TestCase):
     expected = make_reference_logits.logits_of(model, tokens)
     np.testing.assert_allclose(full_logits(params, config, tokens), expected, atol=1e-4)
 
-  def test_llama_3_frequencies_by_hand(self):
-    # head_dim 4, theta 10^4: frequencies 1 and 0.01, wavelengths 6.28 and 628; original length 100.
-    # 6.28 < 100 / 4 stays; 628 > 100 / 1 is stretched by 8: 0.01 / 8 = 0.00125.
-    config = dataclasses.replace(CONFIG, head_dim=4, rope_scaling=(8.0, 1.0, 4.0, 100))
-    np.testing.assert_allclose(decoder.frequencies(config), [1.0, 0.00125], rtol=1e-6)
-    # original length 1256.6: 628.3 is half of it, 2 turns: (2-1)/(4-1) = 1/3 kept:
-    # 0.01 * (1/3 + 2/3 / 8) = 0.0041667.
-    config = dataclasses.replace(config, rope_scaling=(8.0, 1.0, 4.0, 400 * np.pi))
-    np.testing.assert_allclose(decoder.frequencies(config), [1.0, 0.01 * 5 / 12], rtol=1e-6)
-
 
 class TrunkTest(parameterized.TestCase):
-
-  def test_masks_drawn(self):
-    np.testing.assert_array_equal(
-      decoder.causal_mask(3)[0, 0, 0], [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
-    )
-    slots = jnp.array([[1, 2], [0, 1]])  # two rows of lengths 1 and 0 read two tokens each
-    np.testing.assert_array_equal(
-      decoder.cache_mask(slots, 4)[:, 0, 0],
-      [[[1, 1, 0, 0], [1, 1, 1, 0]], [[1, 0, 0, 0], [1, 1, 0, 0]]],
-    )
 
   def test_what_each_token_reads_drawn(self):
     """Row: a logit's column; column: the token whose change moves it."""
@@ -134,6 +114,41 @@ class TrunkTest(parameterized.TestCase):
     scores = 'f32[3,2,2,14,14]'  # [B,M,g,T,T]
     self.assertIn(scores, program(CONFIG))
     self.assertNotIn(scores, program(dataclasses.replace(CONFIG, attention_chunk=7)))
+
+  @parameterized.parameters(
+    {}, {'attention_chunk': 7, 'remat': 'full'}, {'attention_chunk': 2, 'scan_layers': False},
+  )
+  def test_a_packed_row_equals_its_parts(self, **changes):
+    """Rows of 4, 7 and 3 tokens, and of 5 and 2 with 7 of padding; positions start anew in each."""
+    config = dataclasses.replace(CONFIG, **changes)
+    params, tokens = make_params(), make_tokens(2, 14)
+    weights = jax.random.normal(jax.random.key(5), (2, 14, CONFIG.vocab_size))
+    parts = [(0, 0, 4), (0, 4, 7), (0, 11, 3), (1, 0, 5), (1, 5, 2)]  # row, first token, length
+    segments, positions = np.zeros((2, 14), np.int32), np.zeros((2, 14), np.int32)
+    for number, (row, first, length) in enumerate(parts, 1):
+      segments[row, first:first + length] = number
+      positions[row, first:first + length] = np.arange(length)
+
+    def packed(params):
+      x, _ = decoder.hidden(params, config, tokens, positions, segments=segments)
+      y = decoder.token_logits(params, config, x)
+      return jnp.sum(weights * jnp.sin(y) * (segments > 0)[..., None]), y
+
+    def apart(params):
+      total, y = 0.0, jnp.zeros(weights.shape)
+      for row, first, length in parts:
+        part = np.s_[row:row + 1, first:first + length]
+        logits, _ = decoder.forward(params, CONFIG, tokens[part], None)
+        y = y.at[part].set(logits)
+        total += jnp.sum(weights[part] * jnp.sin(logits))
+      return total, y
+
+    (_, actual), actual_grad = jax.jit(jax.value_and_grad(packed, has_aux=True))(params)
+    (_, expected), expected_grad = jax.jit(jax.value_and_grad(apart, has_aux=True))(params)
+    real = segments > 0
+    np.testing.assert_allclose(actual[real], expected[real], atol=1e-5)
+    chex.assert_tree_all_finite(actual)  # of the padding too
+    chex.assert_trees_all_close(actual_grad, expected_grad, atol=2e-5)
 
   def test_unstacked_layers_change_nothing(self):
     params, tokens = make_params(), make_tokens()

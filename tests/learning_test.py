@@ -23,6 +23,7 @@ from stppo_jax.models import decoder
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.training import loop
+from stppo_jax.training import packing
 from stppo_jax.training import sharding
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
@@ -80,11 +81,17 @@ def learn(variant, shared_trunk=False, breakage=lambda batch: batch, updates=UPD
     if min(scores[-2:]) >= GOOD and n:
       break
     batch = batching.to_turn_batch(episodes, (8,), sharding=sharding.rows(run.mesh))
-    batch, _ = run.functions.annotate(run.state, run.state.actor, batch)
+    lengths = np.array([batching.trained_length(episode) for episode in episodes])
+    deals = list(loop.minibatches(shuffle_key, EPISODES, *run.reuse))
+    packings = [packing.pack(lengths[rows], 8, (8,)) for rows in deals]
+    first_epoch = slice(EPISODES // run.reuse[0])
+    batch, _ = run.functions.annotate(
+        run.state, run.state.actor, batch, np.stack(deals[first_epoch]),
+        packing.stack(packings[first_epoch]))
     run.state, batch, _ = run.functions.with_advantages(run.state, batch)
     batch = breakage(batch)
-    for rows in loop.minibatches(shuffle_key, EPISODES, *run.reuse):
-      run.state, _, _ = run.functions.update_step(run.state, batch, rows)
+    for rows, packed in zip(deals, packings):
+      run.state, _, _ = run.functions.update_step(run.state, batch, rows, packed)
   return scores
 
 
@@ -101,8 +108,8 @@ class Run:
     optimizer, schedule = train_state.make_optimizer(1e-2, 0)
     learner = train_state.Learner(
         actor=actor, critic=critic, variant=variant, actor_optimizer=optimizer,
-        critic_optimizer=optimizer, actor_lr=schedule, critic_lr=schedule, micro_batch=self.reuse[0],
-        num_turns=2)
+        critic_optimizer=optimizer, actor_lr=schedule, critic_lr=schedule, micro_batch=8,
+        lengths=(8,), num_turns=2)
     init = lambda key, model: None if model is None else decoder.init(jax.random.key(key), model)
     self.state = train_state.create_sharded(learner, init(0, actor), init(1, critic), 0.0, self.mesh)
     self.functions = update.compile_functions(learner, self.state, self.mesh)

@@ -17,6 +17,7 @@ from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import variants
 from stppo_jax.models import decoder
+from stppo_jax.training import packing
 from stppo_jax.training import sharding
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
@@ -46,7 +47,7 @@ def make_learner(variant='st_ppo', critic=CRITIC, actor=MODEL, lr=1.0, **options
   return train_state.Learner(
       actor=actor, critic=critic, variant=row, actor_optimizer=optimizer,
       critic_optimizer=optimizer, actor_lr=schedule, critic_lr=schedule,
-      **{'micro_batch': 8, 'value_clip': 0.5, **options})
+      **{'micro_batch': 8, 'lengths': (24,), 'value_clip': 0.5, **options})
 
 
 def make_state(learner, mesh):
@@ -80,10 +81,28 @@ def make_batch(rows=8, length=24, seed=0):
       behaviour_logp=-3 * mask)
 
 
+def packed(learner, batch, rows):
+  """The packing of the given rows of a batch."""
+  ends = (np.asarray(batch.action_mask) > 0) * np.arange(1, batch.tokens.shape[1] + 1)
+  return packing.pack(ends.max(axis=1)[rows], learner.micro_batch, learner.lengths)
+
+
+def annotate(functions, learner, state, batch, rows=np.arange(8)):
+  """The batch with log-probs and values, computed in the bins of one step on `rows`."""
+  packings = packing.stack([packed(learner, batch, rows)])
+  return functions.annotate(state, state.actor, batch, rows[None].astype(np.int32), packings)[0]
+
+
+def step(functions, learner, state, batch, rows=np.arange(8)):
+  """One optimizer step on `rows`."""
+  return functions.update_step(
+      state, batch, rows.astype(np.int32), packed(learner, batch, rows))
+
+
 def off_policy_batch(learner, state, mesh):
   """An annotated batch whose old_logp is pushed away, so that some ratios are clipped."""
   functions = update.compile_functions(learner, state, mesh)
-  batch, _ = functions.annotate(state, state.actor, jax.device_put(make_batch(), sharding.rows(mesh)))
+  batch = annotate(functions, learner, state, jax.device_put(make_batch(), sharding.rows(mesh)))
   noise = jax.random.normal(jax.random.key(3), batch.old_logp.shape)
   batch = batch.replace(
       old_logp=batch.old_logp + 0.5 * noise * batch.action_mask,
@@ -95,8 +114,7 @@ def off_policy_batch(learner, state, mesh):
 def run_step(learner, mesh):
   state = make_state(learner, mesh)
   functions, batch = off_policy_batch(learner, state, mesh)
-  rows = np.arange(8, dtype=np.int32)
-  return jax.device_get(functions.update_step(state, batch, rows))
+  return jax.device_get(step(functions, learner, state, batch))
 
 
 class UpdateTest(parameterized.TestCase):
@@ -139,10 +157,10 @@ class UpdateTest(parameterized.TestCase):
     mesh = one_device()
     state = make_state(learner, mesh)
     functions = update.compile_functions(learner, state, mesh)
-    batch, _ = functions.annotate(state, state.actor, jax.device_put(make_batch()))
+    rows = np.random.default_rng(0).permutation(8)
+    batch = annotate(functions, learner, state, jax.device_put(make_batch()), rows)
     state, batch, _ = functions.with_advantages(state, batch)
-    rows = np.random.default_rng(0).permutation(8).astype(np.int32)  # other neighbours than before
-    _, metrics, seen = functions.update_step(state, batch, rows)
+    _, metrics, seen = step(functions, learner, state, batch, rows)
     np.testing.assert_array_equal(seen['ratio'], np.ones((8, 24), np.float32))
     self.assertEqual(float(metrics['actor/pg_clipfrac']), 0)
     self.assertEqual(float(metrics['stppo/bias_norm']), 0)
@@ -176,7 +194,7 @@ class UpdateTest(parameterized.TestCase):
     g_norm, c_norm = optax.tree.norm(g), optax.tree.norm(c)
     expected = dict(none=1.0, paper=c_norm, floor=max(c_norm, 1.0),
                     relative=(g_norm + c_norm) / g_norm)[rule]
-    _, metrics, _ = functions.update_step(state, batch, np.arange(8, dtype=np.int32))
+    _, metrics, _ = step(functions, learner, state, batch)
     self.assertGreater(float(c_norm), 0)
     np.testing.assert_allclose(metrics['stppo/grad_norm'], g_norm, rtol=1e-4)
     np.testing.assert_allclose(metrics['stppo/bias_norm'], c_norm, rtol=1e-4)
@@ -192,7 +210,7 @@ class UpdateTest(parameterized.TestCase):
     functions, batch = off_policy_batch(learner, state, mesh)
     logp, _, _ = update._policy(learner, state.actor, batch)
     _, _, aux = correction.cotangents(logp, batch, row)
-    _, metrics, _ = functions.update_step(state, batch, np.arange(8, dtype=np.int32))
+    _, metrics, _ = step(functions, learner, state, batch)
     np.testing.assert_allclose(
         metrics['stppo/divisor'], abs(aux['clipped_objective']), rtol=1e-4)
 
@@ -219,12 +237,12 @@ class UpdateTest(parameterized.TestCase):
     functions, batch = off_policy_batch(learner, state, mesh)
     before = jax.device_get(state)
     bad = batch.replace(advantages=batch.advantages.at[0, 5].set(jnp.nan) + jnp.nan)
-    state, metrics, _ = functions.update_step(state, bad, np.arange(8, dtype=np.int32))
+    state, metrics, _ = step(functions, learner, state, bad)
     chex.assert_trees_all_equal(jax.device_get(state.actor), before.actor)
     chex.assert_trees_all_equal(jax.device_get(state.critic), before.critic)
     chex.assert_trees_all_equal(jax.device_get(state.actor_opt), before.actor_opt)
     self.assertEqual(int(metrics['actor/skipped']), 1)
-    state, metrics, _ = functions.update_step(state, batch, np.arange(8, dtype=np.int32))
+    state, metrics, _ = step(functions, learner, state, batch)
     self.assertEqual(int(metrics['actor/skipped']), 0)
     self.assertGreater(float(metrics['stppo/step_norm']), 0)
 
@@ -234,10 +252,10 @@ class UpdateTest(parameterized.TestCase):
     state = make_state(learner, mesh)
     functions, batch = off_policy_batch(learner, state, mesh)
     before = jax.device_get(state)
-    state, _, _ = functions.update_step(state, batch, np.arange(8, dtype=np.int32))
+    state, _, _ = step(functions, learner, state, batch)
     chex.assert_trees_all_equal(jax.device_get(state.actor), before.actor)
     self.assertFalse(np.allclose(state.critic['value_head']['kernel'], 0))
-    state, _, _ = functions.update_step(state, batch, np.arange(8, dtype=np.int32))
+    state, _, _ = step(functions, learner, state, batch)
     self.assertFalse(np.allclose(
         state.actor['embed']['embedding'], before.actor['embed']['embedding']))
 
@@ -261,9 +279,9 @@ class UpdateTest(parameterized.TestCase):
     state = make_state(learner, mesh)
     functions = update.compile_functions(learner, state, mesh)
     for length in (24, 32, 24, 32):
-      batch, _ = functions.annotate(state, state.actor, jax.device_put(make_batch(length=length)))
+      batch = annotate(functions, learner, state, jax.device_put(make_batch(length=length)))
       state, batch, _ = functions.with_advantages(state, batch)
-      state, _, _ = functions.update_step(state, batch, np.arange(8, dtype=np.int32))
+      state, _, _ = step(functions, learner, state, batch)
     self.assertEqual(functions.num_compilations(), 2 * 3)
 
 

@@ -1,9 +1,9 @@
 """A decoder-only transformer (Qwen2, Qwen3, Llama) as functions of a parameter tree.
 
 Tokens in, log-probs or values out. The layers are Flax modules that hold no state; the functions
-here glue them together. Training reads whole rows: right padding, causal attention, positions
-0, 1, 2, .. so padding needs no mask. Sampling reads chunks against a `KVCache` in which every row
-has its own length.
+here glue them together. Training reads whole rows: right padding, causal attention, so padding needs
+no mask; segment ids keep packed episodes apart. Sampling reads chunks against a `KVCache` in which
+every row has its own length.
 
 Parameter tree, every leaf under `layers` stacked on a leading L axis:
 
@@ -15,7 +15,7 @@ Parameter tree, every leaf under `layers` stacked on a leading L axis:
   lm_head/kernel [D,V]           where there are token logits and they are not tied to `embed`
   value_head/{kernel [D,1], bias [1]}    where there are values
 
-Einsum letters are those of `types.py`, and g for the query heads that share one key head (N = M g).
+Einsum letters are those of `types.py`.
 """
 
 import dataclasses
@@ -27,9 +27,10 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from stppo_jax.models import attention
 from stppo_jax.models import categorical
+from stppo_jax.models import rotary
 
 
 GATHERED_LAYERS = 4  # whose weights are gathered together while sampling with sharded parameters
@@ -91,8 +92,7 @@ def init(key, config):
   d, v = config.d_model, config.vocab_size
   x = jnp.zeros((1, 1, d), config.dtype)
   rope = _rope(config, jnp.zeros((1, 1), jnp.int32))
-  mask = jnp.ones((1, 1, 1, 1, 1), bool)
-  init_layer = lambda k: Block(config).init(k, x, rope, mask)['params']
+  init_layer = lambda k: Block(config).init(k, x, rope)['params']
   params = {
     'embed': {'embedding': 0.02 * jax.random.normal(embed_key, (v, d), dtype)},
     'layers': jax.vmap(init_layer)(jax.random.split(layers_key, config.num_layers)),
@@ -105,13 +105,15 @@ def init(key, config):
   return params
 
 
-def hidden(params, config, tokens, positions, cache=None, lengths=None):
+def hidden(params, config, tokens, positions, cache=None, lengths=None, segments=None):
   """The trunk: tokens [B,T] -> (x [B,T,D] after the final norm, cache).
 
-  Without a cache each token sees itself and those before it in its row. With one, row b's chunk is
-  written to slots length[b], length[b] + 1, .. and sees all live slots up to its own.
+  Without a cache each token sees itself and those before it in its row that have its number in
+  `segments` [B,T]; None is one segment. With one, row b's chunk is written to slots length[b],
+  length[b] + 1, .. and sees all live slots up to its own.
 
-  `positions` [B,T] are the rotary positions; None means 0, 1, .. or, with a cache, the slots.
+  `positions` [B,T] are the rotary positions; None means 0, 1, .. or, with a cache, the slots. (Only
+  distances matter, so they need not start anew with each segment.)
   `lengths` [B] is how many tokens of the chunk are real (default: T). The tail of a chunk leaves
   rubbish behind the new length, which the next write covers; writes past the last slot are dropped.
   What the tail's own queries return is rubbish too. With lengths 0 a row stands still.
@@ -127,8 +129,9 @@ def hidden(params, config, tokens, positions, cache=None, lengths=None):
   x = _spread(params['embed']['embedding'][tokens].astype(config.dtype), config)
   rope = _rope(config, positions)
   if cache is None:
-    x = _training_layers(params['layers'], config, x, rope)
+    x = _training_layers(params['layers'], config, x, rope, segments)
   else:
+    assert segments is None, 'a cached row is one segment'
     x, cache = _cached_layers(params['layers'], config, x, rope, slots, cache)
     cache = cache.replace(length=cache.length + (chunk if lengths is None else lengths))
   x = RMSNorm(config).apply({'params': params['final_norm']}, x)
@@ -252,8 +255,8 @@ class Attention(nn.Module):
   config: ModelConfig
 
   @nn.compact
-  def __call__(self, x, rope, mask, layer_cache=None, slots=None):
-    """x [B,T,D], mask [1 or B,1,1,T,T or S], layer_cache (k, v) [B,M,S,H] -> (x, layer_cache)."""
+  def __call__(self, x, rope, segments=None, layer_cache=None, slots=None):
+    """x [B,T,D], segments and slots [B,T], layer_cache (k, v) [B,M,S,H] -> (x, layer_cache)."""
     config = self.config
     d, n, m, h = config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
     q = Project(config, 'btd,dnh->btnh', (d, n, h), config.qkv_bias, name='query')(x)
@@ -262,16 +265,12 @@ class Attention(nn.Module):
     if config.qk_norm:
       q = RMSNorm(config, name='query_norm')(q)
       k = RMSNorm(config, name='key_norm')(k)
-    rows, chunk = x.shape[:2]
-    q = jnp.swapaxes(_rotate(q, rope), 1, 2).reshape(rows, m, n // m, chunk, h)
-    k = jnp.swapaxes(_rotate(k, rope), 1, 2)  # [B,M,T,H]
-    v = jnp.swapaxes(v, 1, 2)
-    if layer_cache is not None:
+    q, k = rotary.rotate(q, rope), rotary.rotate(k, rope)
+    if layer_cache is None:
+      y = attention.causal(q, k, v, segments, config.attention_chunk)
+    else:
       layer_cache = (_write(layer_cache[0], k, slots), _write(layer_cache[1], v, slots))
-      k, v = (a.astype(config.dtype) for a in layer_cache)  # [B,M,S,H]
-    chunked = layer_cache is None and config.attention_chunk
-    y = _attend_in_chunks(q, k, v, mask, chunked) if chunked else _attend(q, k, v, mask)
-    y = jnp.swapaxes(y.reshape(rows, n, chunk, h), 1, 2)
+      y = attention.cached(q, *(a.astype(config.dtype) for a in layer_cache), slots)
     stddev = 0.02 / math.sqrt(2 * config.num_layers)
     y = Project(config, 'btnh,nhd->btd', (n, h, d), stddev=stddev, name='out')(y)
     return y, layer_cache
@@ -299,20 +298,19 @@ class Block(nn.Module):
   config: ModelConfig
 
   @nn.compact
-  def __call__(self, x, rope, mask, layer_cache=None, slots=None):
+  def __call__(self, x, rope, segments=None, layer_cache=None, slots=None):
     y = RMSNorm(self.config, name='attention_norm')(x)
-    y, layer_cache = Attention(self.config, name='attention')(y, rope, mask, layer_cache, slots)
+    y, layer_cache = Attention(self.config, name='attention')(y, rope, segments, layer_cache, slots)
     x = x + y
     y = RMSNorm(self.config, name='mlp_norm')(x)
     return x + Mlp(self.config, name='mlp')(y), layer_cache
 
 
-def _training_layers(layers, config, x, rope):
+def _training_layers(layers, config, x, rope, segments):
   """x [B,T,D] -> [B,T,D] through all layers, scanned or unrolled, with rematerialisation."""
-  mask = causal_mask(x.shape[1])
 
   def apply_layer(layer, x):
-    return _spread(Block(config).apply({'params': layer}, x, rope, mask)[0], config)
+    return _spread(Block(config).apply({'params': layer}, x, rope, segments)[0], config)
 
   if config.remat != 'none':
     policies = {
@@ -336,7 +334,6 @@ def _cached_layers(layers, config, x, rope, slots, cache):
   gathers the whole model at once: 7 GiB more a device for 7B on 64 TPU v5e.
   """
   chex.assert_shape(cache.k[0], (x.shape[0], config.num_kv_heads, None, config.head_dim))
-  mask = cache_mask(slots, cache.k[0].shape[2])
   k, v = [], []
   layers = list(_each_layer(layers, config))
   for l in range(config.num_layers):
@@ -345,37 +342,11 @@ def _cached_layers(layers, config, x, rope, slots, cache):
       layers[part], x = jax.lax.optimization_barrier((layers[part], x))
     layer = layers[l]
     layer_cache = (cache.k[l], cache.v[l])
-    x, layer_cache = Block(config).apply({'params': layer}, x, rope, mask, layer_cache, slots)
+    x, layer_cache = Block(config).apply({'params': layer}, x, rope, None, layer_cache, slots)
     x = _spread(x, config)
     k.append(layer_cache[0])
     v.append(layer_cache[1])
   return x, cache.replace(k=tuple(k), v=tuple(v))
-
-
-def _attend(q, k, v, mask):
-  """q [B,M,g,T,H], k and v [B,M,S,H], mask [1 or B,1,1,T,S] -> [B,M,g,T,H]."""
-  scores = jnp.einsum(
-    'bmgth,bmsh->bmgts', q * q.shape[-1] ** -0.5, k, preferred_element_type=jnp.float32
-  )
-  scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
-  weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-  return jnp.einsum('bmgts,bmsh->bmgth', weights, v)
-
-
-def _attend_in_chunks(q, k, v, mask, chunk):
-  """`_attend`, `chunk` queries at a time, and again in the backward pass: [B,M,g,T,S] never exists.
-
-  Choice: all at once where `chunk` does not divide T.
-  """
-  length = q.shape[3]
-  if length <= chunk or length % chunk:
-    return _attend(q, k, v, mask)
-  fold = lambda a: jnp.moveaxis(
-    a.reshape(*a.shape[:3], length // chunk, chunk, a.shape[-1]), 3, 0
-  )  # [chunks,B,M,g,chunk,..]
-  attend = jax.checkpoint(lambda qm: _attend(qm[0], k, v, qm[1]), prevent_cse=False)
-  y = jax.lax.map(attend, (fold(q), fold(mask)))
-  return jnp.moveaxis(y, 0, 3).reshape(q.shape)
 
 
 def _spread(x, config):
@@ -385,25 +356,6 @@ def _spread(x, config):
   return jax.lax.with_sharding_constraint(x, config.row_sharding)
 
 
-def causal_mask(length):
-  """[1,1,1,T,T], true where the query (row) may read the key (column):
-
-    1 0 0
-    1 1 0
-    1 1 1
-  """
-  return jnp.tril(jnp.ones((length, length), bool))[None, None, None]
-
-
-def cache_mask(slots, num_slots):
-  """[B,1,1,T,S] from the queries' slots [B,T]; T = 2 queries of a row whose length was 1, S = 4:
-
-    1 1 0 0
-    1 1 1 0
-  """
-  return (jnp.arange(num_slots) <= slots[..., None])[:, None, None]
-
-
 def _each_layer(layers, config):
   if isinstance(layers, tuple):
     return layers
@@ -411,38 +363,17 @@ def _each_layer(layers, config):
 
 
 def _write(cached, new, slots):
-  """cached [B,M,S,H] with new [B,M,T,H] at slots [B,T]; slots past the end are dropped."""
+  """cached [B,M,S,H] with new [B,T,M,H] at slots [B,T]; slots past the end are dropped."""
   rows = jnp.arange(cached.shape[0])[:, None]
-  new = jnp.swapaxes(new, 1, 2).astype(cached.dtype)  # advanced indices put B,T in front
+  # Advanced indices put B,T in front.
+  new = new.astype(cached.dtype)
   return cached.at[rows, :, slots].set(new, mode='drop', unique_indices=True)
 
 
 def _rope(config, positions):
-  """positions [B,T] -> (cos, sin) [B,T,1,H/2] float32."""
-  angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(frequencies(config))
-  return jnp.cos(angles), jnp.sin(angles)
-
-
-def frequencies(config):
-  """Radians a position of each pair of channels [H/2]; Llama 3 stretches the slow ones.
-
-  Wavelengths above original / low_freq_factor are stretched by `factor`, those below
-  original / high_freq_factor stay, and between them the two are blended.
-  """
-  frequencies = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
-  if config.rope_scaling is None:
-    return frequencies.astype(np.float32)
-  factor, low, high, original = config.rope_scaling
-  turns = original * frequencies / (2 * np.pi)  # within the original context
-  keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
-  return (frequencies * (keep + (1 - keep) / factor)).astype(np.float32)
-
-
-def _rotate(x, rope):
-  """Turns channel pairs (i, i + H/2) of x [B,T,N,H] by their positions' angles."""
-  cos, sin = rope
-  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+  """positions [B,T] -> (cos, sin) [B,T,1,H/2]."""
+  return rotary.angles(
+      positions, rotary.frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
 
 
 def _logp_and_entropy(params, config, x, tokens, temperature):

@@ -17,6 +17,7 @@ import tokenizers
 
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.models import rotary
 from stppo_jax.types import UserError
 
 ARCHITECTURES = ('llama', 'qwen2', 'qwen3')
@@ -202,12 +203,12 @@ def _with_rope_scaling(header, config):
   divisors = _dequantize(header, 'rope_freqs.weight')
   # The four numbers behind them are not in the file; in all of Llama 3 only the first differs.
   scaling = (float(np.round(divisors.max(), 4)), 1.0, 4.0, 8192)
-  scaled = dataclasses.replace(config, rope_scaling=scaling)
-  stretch = decoder.frequencies(config) / decoder.frequencies(scaled)
+  radians = lambda scaling: rotary.frequencies(config.head_dim, config.rope_theta, scaling)
+  stretch = radians(None) / radians(scaling)
   if divisors.shape != stretch.shape or not np.allclose(divisors, stretch, rtol=1e-4):
     raise UserError(f'{header.path}: rope_freqs.weight is not the scaling of Llama 3; choose another '
                     'model')
-  return scaled
+  return dataclasses.replace(config, rope_scaling=scaling)
 
 
 def _check_tensors(header, config):

@@ -25,6 +25,7 @@ from stppo_jax import tasks as task_files
 from stppo_jax.algorithms import variants
 from stppo_jax.rollout import batching
 from stppo_jax.training import checkpoint
+from stppo_jax.training import packing
 from stppo_jax.training import pipeline as pipelines
 from stppo_jax.training import sharding
 from stppo_jax.training import state as train_state
@@ -177,22 +178,27 @@ def train_on(run, pipeline, number, n):
   with _timed(timing, 'step'):
     with _timed(timing, 'wait'):
       sampled = pipeline.take(run.state.actor, number)
-    # Sorted, so that rows of like length share a micro-batch and little of it is padding.
+    # In the order of length, whatever the order of arrival: rows of like length may share a bin.
     episodes = sorted(sampled.episodes, key=batching.trained_length)
+    lengths = np.array([batching.trained_length(episode) for episode in episodes])
+    deals = list(minibatches(shuffle_key, len(episodes), train.mini_batch, train.epochs))
+    packings = [packing.pack(lengths[rows], train.micro_batch, train.length_buckets)
+                for rows in deals]
     with _timed(timing, 'old_log_prob'):
       batch = batching.to_turn_batch(
           episodes, train.length_buckets[-1:], pad_id=run.agent.tokenizer.pad_id,
           sharding=sharding.rows(run.mesh))
       ref_params = run.state.actor if run.ref_params is None else run.ref_params
-      batch, gap = functions.annotate(run.state, ref_params, batch)
+      first_epoch = slice(len(episodes) // train.mini_batch)
+      batch, gap = functions.annotate(
+          run.state, ref_params, batch, np.stack(deals[first_epoch]),
+          packing.stack(packings[first_epoch]))
       run.state, batch, summary = functions.with_advantages(run.state, batch)
       metrics = jax.device_get(gap | summary)
     with _timed(timing, 'update_actor'):
-      lengths = np.array([batching.trained_length(episode) for episode in episodes])
-      steps, seen, padded = [], {}, 0
-      for rows in minibatches(shuffle_key, len(episodes), train.mini_batch, train.epochs):
-        padded += padded_tokens(lengths[rows], train.micro_batch, train.length_buckets)
-        run.state, step_metrics, step_seen = functions.update_step(run.state, batch, rows)
+      steps, seen = [], {}
+      for rows, packed in zip(deals, packings):
+        run.state, step_metrics, step_seen = functions.update_step(run.state, batch, rows, packed)
         steps.append(step_metrics)
         seen[tuple(rows)] = step_seen
       steps = jax.device_get(steps)
@@ -203,9 +209,11 @@ def train_on(run, pipeline, number, n):
   metrics |= {f'timing_s/{name}': seconds for name, seconds in timing.items()}
   metrics |= episode_metrics(episodes)
   num_tokens = int(lengths.sum())
+  num_computed = sum(
+      packing.num_computed(packed, train.micro_batch, train.length_buckets) for packed in packings)
   metrics |= {
       'perf/throughput': num_tokens / timing['step'],
-      'perf/padding': 1 - train.epochs * num_tokens / padded,
+      'perf/padding': 1 - train.epochs * num_tokens / max(num_computed, 1),
       'perf/compilations': functions.num_compilations() + sum(
           run.agent.sampler.compiled_variants().values()),
   }
@@ -219,12 +227,6 @@ def minibatches(key, num_rows, mini_batch, epochs):
   for epoch_key in jax.random.split(key, epochs):
     order = np.asarray(jax.random.permutation(epoch_key, num_rows), np.int32)
     yield from np.sort(order.reshape(-1, mini_batch), axis=1)
-
-
-def padded_tokens(lengths, micro_batch, buckets):
-  """Tokens computed, padding included, for rising row lengths [b] in micro-batches."""
-  longest = lengths.reshape(-1, micro_batch).max(axis=1)
-  return micro_batch * int(np.asarray(buckets)[np.searchsorted(buckets, longest)].sum())
 
 
 def episode_metrics(episodes):

@@ -39,8 +39,8 @@ class Learner:
   critic_optimizer: optax.GradientTransformation
   actor_lr: optax.Schedule
   critic_lr: optax.Schedule
-  micro_batch: int
-  lengths: tuple[int, ...] = ()  # columns that a micro-batch may be cut to
+  micro_batch: int  # bins computed together: see packing.py
+  lengths: tuple[int, ...]  # that a micro-batch's bins may have, rising; the last holds every row
   temperature: float = 1.0  # divides the logits in sampler, trainer and reference alike
   logp_chunk: int | None = None
   gamma: float = 1.0

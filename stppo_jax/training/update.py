@@ -1,11 +1,11 @@
 """The update: TrainState and TurnBatch in, TrainState and metrics out; what runs on the accelerators.
 
 Three pure functions, compiled by `compile_functions`: `annotate` (log-probs and values of the policy
-that sampled), `with_advantages`, and `update_step`. The step accumulates the policy's gradient g and
-the clipping bias C over micro-batches, divides g once, then runs the optimizer.
+that sampled), `with_advantages`, and `update_step`. The step accumulates the policy's gradient g over
+micro-batches, then the clipping bias C over those bins alone in which something was clipped, divides g
+once and runs the optimizer.
 
-Rows come sorted by length, and each micro-batch is computed on as few columns as hold its longest row,
-so that padding costs little; see `_at_own_length`.
+Models compute bins in which rows stand behind each other (see `packing`); all else thinks in rows.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import rollout_correction
 from stppo_jax.models import decoder
 from stppo_jax.training import diagnostics
+from stppo_jax.training import packing as packing_lib
 from stppo_jax.training import sharding
 from stppo_jax.training.state import Learner
 from stppo_jax.training.state import TrainState
@@ -31,9 +32,9 @@ from stppo_jax.types import TurnBatch
 class Functions(typing.NamedTuple):
   """The compiled functions of a run."""
 
-  annotate: typing.Callable  # (state, ref_params, batch) -> (batch, metrics)
+  annotate: typing.Callable  # (state, ref_params, batch, rows, packings) -> (batch, metrics)
   with_advantages: typing.Callable  # (state, batch) -> (state, batch, metrics)
-  update_step: typing.Callable  # (state, batch, rows) -> (state, metrics, seen)
+  update_step: typing.Callable  # (state, batch, rows, packing) -> (state, metrics, seen)
 
   def num_compilations(self) -> int:
     """Programs compiled so far: one a function and shape of batch."""
@@ -51,31 +52,43 @@ def compile_functions(learner, state, mesh) -> Functions:
       functools.partial(function, learner, mesh), in_shardings=ins, out_shardings=outs,
       donate_argnums=donate)
   return Functions(
-      annotate=jit(annotate, (state_sharding, state_sharding.actor, rows), (rows, whole)),
+      annotate=jit(
+          annotate, (state_sharding, state_sharding.actor, rows, whole, whole), (rows, whole)),
       with_advantages=jit(
           with_advantages, (state_sharding, rows), (state_sharding, rows, whole), donate=(0,)),
       update_step=jit(
-          update_step, (state_sharding, rows, whole), (state_sharding, whole, whole), donate=(0,)))
+          update_step, (state_sharding, rows, whole, whole), (state_sharding, whole, whole),
+          donate=(0,)))
 
 
-def annotate(learner: Learner, mesh, state: TrainState, ref_params, batch: TurnBatch):
+def annotate(learner: Learner, mesh, state: TrainState, ref_params, batch: TurnBatch, rows, packings):
   """Fills in old_logp, ref_logp and old_values [B,T]; also the gap between sampler and trainer.
 
-  Computed by the very functions that `update_step` differentiates, so the first mini-batch's ratio is
-  exactly 1 (with old_logp 'trainer').
+  `rows` [S,b] deals the batch's rows out to the first S optimizer steps, and `packings` are theirs,
+  stacked. So the same bins are computed here, by the same functions, as in those steps, and the first
+  step's ratio is exactly 1 (with old_logp 'trainer'). In other bins a row's sums would be rounded
+  otherwise.
   """
+  del mesh
 
-  def one(micro):
-    logp, _, values = _policy(learner, state.actor, micro)
-    if learner.critic is not None:
-      values = _critic(learner, state.critic, micro)
-    ref_logp = logp if learner.kl_in == 'none' else _policy(learner, ref_params, micro)[0]
-    return (), (logp, ref_logp, values)
+  def one_step(rows_and_packing):
+    tokens, packing = batch.tokens[rows_and_packing[0]], rows_and_packing[1]
 
-  micros = _split(batch, learner.micro_batch, mesh)
-  _, per_token = jax.lax.map(
-      lambda micro: _at_own_length(one, learner.lengths, micro, micro.action_mask), micros)
-  logp, ref_logp, values = jax.tree.map(_join, per_token)
+    def per_token(layout):
+      logp, _, values = _policy(learner, state.actor, tokens, layout)
+      if learner.critic is not None:
+        values = _critic(learner, state.critic, tokens, layout)
+      ref_logp = logp if learner.kl_in == 'none' else _policy(
+          learner, ref_params, tokens, layout)[0]
+      return jax.tree.map(layout.unpack, (logp, ref_logp, values))
+
+    zeros = jnp.zeros(tokens.shape)
+    return _sum_over_micro_batches(per_token, learner, packing, tokens.shape[1], (zeros, zeros, zeros))
+
+  found = jax.lax.map(one_step, (rows, packings))
+  in_order = lambda x: jnp.zeros(batch.tokens.shape).at[rows.reshape(-1)].set(
+      x.reshape(-1, x.shape[-1]))
+  logp, ref_logp, values = jax.tree.map(in_order, found)
   mask = batch.action_mask.astype(jnp.float32)
   metrics = diagnostics.sampler_gap(
       logp, batch.behaviour_logp, mask, batch.turn_ids, learner.is_correction, learner.is_threshold)
@@ -103,13 +116,16 @@ def with_advantages(learner: Learner, mesh, state: TrainState, batch: TurnBatch)
   return state, batch, metrics | diagnostics.batch_summary(batch, mask, learner.has_values)
 
 
-def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, rows):
-  """One optimizer step of actor and critic on the given rows [b] of the batch.
+def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, rows, packing):
+  """One optimizer step of actor and critic on the given rows [b] of the batch, packed as told.
 
   g = grad J_clipped-surrogate + bonuses and C = grad J_clipped (arXiv 2511.20718, Lemma 4.2) are summed
   over micro-batches with weights of the whole mini-batch, so the split does not change the result.
   Then g / divisor goes into the optimizer. A step whose gradients are not finite changes nothing but
   the counters. Importance weights of `rollout_correction` scale the policy term alone, so g and C.
+
+  C has a pass of its own, over the bins in which something was clipped: its cotangent is 0 in all others.
+  A forward pass is done twice for these bins, and none of the first one's results has to be kept for them.
 
   Choice: the divisor divides the actor's whole gradient, entropy and KL terms included, so their
   proportions stay; a shared trunk's value gradient is added undivided.
@@ -130,55 +146,63 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
       learner.log_bias or (variant.divisor != 'none' and variant.norm_of == 'gradient'))
   # Gradients live where their parameters do; left alone, XLA keeps the larger ones on every device.
   placed = lambda tree: jax.lax.with_sharding_constraint(tree, sharding.tree_shardings(tree, mesh))
+  policy = lambda layout: jax.vjp(
+      lambda params: _policy(learner, params, batch.tokens, layout), state.actor)
+  zeros = lambda params: placed(jax.tree.map(jnp.zeros_like, params))
 
-  def gradients(micro_and_weights):
-    micro, weight, policy_weight, value_weight = micro_and_weights
-    (logp, entropy, values), pull = jax.vjp(lambda p: _policy(learner, p, micro), state.actor)
+  def gradients(layout):
+    (logp, entropy, values), pull = policy(layout)
+    seen = dict(zip(('logp', 'entropy', 'values'), map(layout.unpack, (logp, entropy, values))))
+    here = layout.mine.astype(jnp.float32)
+    micro, weight = batch.replace(action_mask=mask * here), weights * here
     d_logp, d_bias, aux = correction.cotangents(
-        logp, micro, variant, variant.clip_low, variant.clip_high, policy_weight,
+        seen['logp'], micro, variant, variant.clip_low, variant.clip_high, policy_weights * here,
         learner.dual_clip)
     if learner.kl_in == 'loss':
       kl_of = lambda x: losses.kl(x, micro.ref_logp, learner.kl_estimator)
-      kl_values, pull_kl = jax.vjp(kl_of, logp)
+      kl_values, pull_kl = jax.vjp(kl_of, seen['logp'])
       d_logp += pull_kl(state.kl_coef * weight)[0]
-      aux['kl'] = kl_values
-    d_entropy = -learner.entropy_coef * weight
+      seen['kl'] = kl_values * here
+    d_logp, d_entropy = map(layout.pack, (d_logp, -learner.entropy_coef * weight))
     zero = jnp.zeros_like(logp)
     added = {'actor': pull((d_logp, d_entropy, zero))[0]}
-    if measure_bias:
-      added['bias'] = jax.lax.cond(
-          aux['clipped'].any(), lambda: placed(pull((d_bias, zero, zero))[0]),
-          lambda: placed(jax.tree.map(jnp.zeros_like, state.actor)))
     if learner.has_values:
-      value_loss = lambda v: losses.value_loss(
-          v, micro.old_values, micro.returns, learner.value_clip)
+      if not learner.shared_trunk:
+        values, pull_values = jax.vjp(
+            lambda params: _critic(learner, params, batch.tokens, layout), state.critic)
+        seen['values'] = layout.unpack(values)
+      _, pull_loss = jax.vjp(
+          lambda v: losses.value_loss(v, batch.old_values, batch.returns, learner.value_clip),
+          seen['values'])
+      d_values = layout.pack(pull_loss(value_weights * here)[0])
       if learner.shared_trunk:
-        _, pull_loss = jax.vjp(value_loss, values)
-        d_values = learner.value_coef * pull_loss(value_weight)[0]
-        added['value'] = pull((zero, zero, d_values))[0]
+        added['value'] = pull((zero, zero, learner.value_coef * d_values))[0]
       else:
-        values, pull_values = jax.vjp(lambda p: _critic(learner, p, micro), state.critic)
-        _, pull_loss = jax.vjp(value_loss, values)
-        added['value'] = pull_values(pull_loss(value_weight)[0])[0]
-    sums = dict(pg_loss=aux.pop('pg_loss'), clipped_objective=aux.pop('clipped_objective'))
-    return placed(dict(added, sums=sums)), dict(logp=logp, entropy=entropy, values=values, **aux)
+        added['value'] = pull_values(d_values)[0]
+    seen |= {'bias': d_bias, 'ratio': aux['ratio'] * here, 'clipped': aux['clipped'] * here}
+    sums = {name: aux[name] for name in ('pg_loss', 'clipped_objective')}
+    return placed(dict(added, sums=sums)), seen
 
-  def accumulate(total, micro_and_weights):
-    added, seen = _at_own_length(
-        gradients, learner.lengths, micro_and_weights, micro_and_weights[0].action_mask)
-    return jax.tree.map(jnp.add, total, added), seen
-
-  zeros = {'actor': jax.tree.map(jnp.zeros_like, state.actor),
+  total = {'actor': zeros(state.actor),
            'sums': {'pg_loss': jnp.zeros(()), 'clipped_objective': jnp.zeros(())}}
-  if measure_bias:
-    zeros['bias'] = zeros['actor']
   if learner.has_values:
-    zeros['value'] = jax.tree.map(
-        jnp.zeros_like, state.actor if learner.shared_trunk else state.critic)
-  micros = _split((batch, weights, policy_weights, value_weights), learner.micro_batch, mesh)
-  grads, seen = jax.lax.scan(accumulate, placed(zeros), micros)
-  seen = jax.tree.map(_join, seen) | grads['sums']
-  seen['ratio'] = jnp.where(mask > 0, seen['ratio'], 1)  # cut-off columns came back as 0
+    total['value'] = zeros(state.actor if learner.shared_trunk else state.critic)
+  names = ['logp', 'entropy', 'values', 'bias', 'ratio', 'clipped']
+  names += ['kl'] if learner.kl_in == 'loss' else []
+  nothing = {name: jnp.zeros_like(mask) for name in names}
+  num_tokens = mask.shape[1]
+  grads, seen = _sum_over_micro_batches(gradients, learner, packing, num_tokens, (total, nothing))
+  seen |= grads['sums']
+  seen |= {'ratio': jnp.where(mask > 0, seen['ratio'], 1), 'clipped': seen['clipped'] > 0}
+  if measure_bias:
+    def bias_of(layout):
+      (logp, _, _), pull = policy(layout)
+      zero = jnp.zeros_like(logp)
+      return placed(pull((layout.pack(seen['bias']), zero, zero))[0])
+
+    clipped = packing_lib.only(packing, seen['clipped'].any(axis=1), learner.micro_batch)
+    grads['bias'] = _sum_over_micro_batches(
+        bias_of, learner, clipped, num_tokens, zeros(state.actor))
 
   g, bias = grads['actor'], grads.get('bias')
   g_norm = optax.tree.norm(g)
@@ -223,19 +247,45 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
   return state_after, metrics, {'ratio': seen['ratio'], 'clipped': seen['clipped']}
 
 
-def _policy(learner, params, batch):
-  """Log-probs, entropies and, from a shared trunk, values of a batch: three of [B,T]."""
-  x, _ = decoder.hidden(params, learner.actor, batch.tokens, None)
+def _sum_over_micro_batches(function, learner, packing, num_tokens, total):
+  """`total` plus function(layout) of every micro-batch that holds anything, for rows of `num_tokens`.
+
+  Choice: one program for all numbers of micro-batches, and a branch of it for each of `learner.lengths`:
+  a micro-batch is computed on as few columns as hold its bins.
+  """
+  num_bins = learner.micro_batch
+
+  def add(j, total):
+    branches = [
+        lambda j, columns=columns: function(
+            packing_lib.layout(packing, j, num_bins, columns, num_tokens))
+        for columns in learner.lengths]
+    chosen = packing_lib.which_capacity(packing, j, num_bins, learner.lengths)
+    return jax.tree.map(jnp.add, total, jax.lax.switch(chosen, branches, j))
+
+  count = packing_lib.num_micro_batches(packing, num_bins)
+  return jax.lax.fori_loop(0, count, add, total)
+
+
+def _policy(learner, params, tokens, layout):
+  """Log-probs, entropies and, from a shared trunk, values of tokens [b,T] in their bins: three of [R,P]."""
+  tokens, x = _trunk(learner.actor, params, tokens, layout)
   logp, entropy = decoder.token_logp(
-      params, learner.actor, x, batch.tokens, learner.temperature, learner.logp_chunk)
+      params, learner.actor, x, tokens, learner.temperature, learner.logp_chunk)
   values = decoder.state_values(params, x) if learner.shared_trunk else jnp.zeros_like(logp)
   return logp, entropy, values
 
 
-def _critic(learner, params, batch):
-  """Values [B,T] of the states before each token."""
-  x, _ = decoder.hidden(params, learner.critic, batch.tokens, None)
-  return decoder.state_values(params, x)
+def _critic(learner, params, tokens, layout):
+  """Values [R,P] of the states before each token."""
+  return decoder.state_values(params, _trunk(learner.critic, params, tokens, layout)[1])
+
+
+def _trunk(model, params, tokens, layout):
+  """Tokens [b,T] -> the tokens in their bins [R,P] and what the trunk makes of them [R,P,D]."""
+  tokens = layout.pack(tokens)
+  x, _ = decoder.hidden(params, model, tokens, layout.position, segments=layout.segments)
+  return tokens, x
 
 
 def _apply(optimizer, grads, params, opt_state, take):
@@ -245,41 +295,3 @@ def _apply(optimizer, grads, params, opt_state, take):
   new_params = jax.tree.map(keep, optax.apply_updates(params, updates), params)
   step_norm = jnp.where(take, optax.tree.norm(updates), 0)
   return new_params, jax.tree.map(keep, new_opt_state, opt_state), step_norm
-
-
-def _at_own_length(function, lengths, micro, mask):
-  """`function(micro)` on the first of `lengths` columns that hold every agent token of `mask` [b,T].
-
-  `function` returns (anything, arrays [b,columns]); the latter are padded back to T with zeros. What
-  comes after a row's last agent token can influence nothing, so the result is the same. All lengths
-  are compiled, as branches of one program; the longest row of the micro-batch chooses at run time.
-  """
-  total = mask.shape[1]
-  lengths = sorted({length for length in lengths if length < total} | {total})
-  columns = jnp.max(jnp.where(mask.any(axis=0), jnp.arange(1, total + 1), 0))
-
-  def branch(length):
-    def run(micro):
-      cut = lambda x: x[:, :length] if x.ndim > 1 else x
-      result, per_token = function(jax.tree.map(cut, micro))
-      pad = lambda x: jnp.pad(x, ((0, 0), (0, total - length)))
-      return result, jax.tree.map(pad, per_token)
-    return run
-
-  chosen = jnp.searchsorted(jnp.array(lengths), columns)
-  return jax.lax.switch(chosen, [branch(length) for length in lengths], micro)
-
-
-def _split(tree, micro_batch, mesh):
-  """[B,..] -> [B / micro_batch, micro_batch, ..], each micro-batch spread over all devices."""
-  spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, ('data', 'fsdp')))
-
-  def split(x):
-    return jax.lax.with_sharding_constraint(x.reshape(-1, micro_batch, *x.shape[1:]), spec)
-
-  return jax.tree.map(split, tree)
-
-
-def _join(x):
-  """The inverse of `_split`."""
-  return x.reshape(-1, *x.shape[2:])
