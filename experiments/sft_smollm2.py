@@ -17,10 +17,12 @@ needs such variety to choose from.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import re
 import resource
+import sys
 import zlib
 
 from absl import app
@@ -81,7 +83,8 @@ def main(unused_argv):
     tasks = evaluation.load_tasks(config, split)
     pools[split] = demonstrator.pool(tasks, copies, _SEED.value)
     describe(split, len(tasks) * copies, pools[split])
-  shape, params = convert.load_hf(folder, dtype=dtype)
+  shape, params = convert.load_hf(
+      folder, dtype=dtype, shardings=functools.partial(sharding.tree_shardings, mesh=mesh))
   shape = dataclasses.replace(
       shape, remat=_REMAT.value, scan_layers=config.model.scan_layers,
       attention_chunk=config.model.attention_chunk)
@@ -278,5 +281,12 @@ def _pick(rng, choices):
   return choices[rng.integers(len(choices))]
 
 
+def _main(argv):
+  try:
+    main(argv)
+  except UserError as error:
+    sys.exit(f'sft_smollm2: {error}')
+
+
 if __name__ == '__main__':
-  app.run(main)
+  app.run(_main)
