@@ -1,13 +1,13 @@
 """What one GPU makes of the update and of the rollout, against what it can do at best.
 
   python -m benchmarks.gpu --part=ceilings
-  python -m benchmarks.gpu --part=update --size=135M          # 135M, 1.5B, 7B; --layers to cut the model
+  python -m benchmarks.gpu --part=update --size=135M       # 135M, 1.5B, 7B; --layers to cut the model
   python -m benchmarks.gpu --part=rollout --size=7B
   python -m benchmarks.gpu --part=numerics --model=FOLDER --passages=FILE.jsonl
   python -m benchmarks.gpu --part=update --quick              # seconds on a CPU: does the script work?
 
-Not yet run on a GPU. One JSON line a figure. Random weights of the published shapes, computed in bfloat16,
-rows of 2,048 tokens. `mfu` = FLOPs that the result needs (recomputation does not count) / time / the
+Not yet run on a GPU. One JSON line a figure. Random weights of the published shapes, computed in
+bfloat16, rows of 2,048 tokens. `mfu` = FLOPs that the result needs (recomputation does not count) / time / the
 FLOP/s of a large bfloat16 matmul, measured just before; a decode step is held against the time to read
 the weights and the cache once, at the speed of a large copy. Each part is a process of its own, so that
 one that runs out of memory takes nothing along: benchmarks/gpu.sh calls them all.
@@ -94,11 +94,12 @@ def measure_ceilings():
   matmul_s = median_s(lambda: matmuls(normal(1, (n, n)))) / times
   vector = jnp.zeros(size, jnp.bfloat16)
   copy_s = median_s(lambda: copies(vector)) / times
-  return {'matmul_tflops': 2 * n**3 / matmul_s / 1e12, 'copy_gb_per_s': 2 * vector.nbytes / copy_s / 1e9}
+  return {'matmul_tflops': 2 * n**3 / matmul_s / 1e12,
+          'copy_gb_per_s': 2 * vector.nbytes / copy_s / 1e9}
 
 
 def measure_update(best):
-  """Annotation (old log-probs and values) and optimizer steps in which nothing or something is clipped."""
+  """Old log-probs and values; optimizer steps in which nothing is clipped, and something."""
   size = QUICK if side_by_side.QUICK.value else SIZES[_SIZE.value]
   length = 128 if side_by_side.QUICK.value else 2048
   actor_shape = shape_of(size, size.param_dtype, _LAYERS.value or size.layers)
@@ -193,8 +194,10 @@ def compare_dtypes(folder, passages):
 
     # On a GPU a float32 matmul would else be done in fewer digits, and be no reference.
     with jax.default_matmul_precision('highest' if dtype == 'float32' else 'default'):
-      found[dtype] = jax.tree.map(lambda *x: np.concatenate(x), *(read(params, row[None]) for row in rows))
-      sampler = sampling.Sampler(shape, table, tokenizer.eos_ids, 16, len(prompt) + 16, temperature=0.0)
+      columns = zip(*(read(params, row[None]) for row in rows))
+      found[dtype] = [np.concatenate(column) for column in columns]
+      sampler = sampling.Sampler(
+        shape, table, tokenizer.eos_ids, 16, len(prompt) + 16, temperature=0.0)
       state = sampler.feed(params, sampler.start(jax.random.split(jax.random.key(0), 1)), [prompt])
       answer = tokenizer.decode(sampler.generate(params, state, [16])[1][0])
     report(what='perplexity', dtype=dtype, tokens=found[dtype][0].size, answer=answer,

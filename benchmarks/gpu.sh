@@ -17,9 +17,9 @@
 #
 # Not yet run on a GPU.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+SELF=$(realpath "$0")
 
-usage() { sed -n '2,/^# Not yet/p' "$0" | sed 's/^# \{0,1\}//'; exit 2; }
+usage() { sed -n '2,/^# Not yet/p' "$SELF" | sed 's/^# \{0,1\}//'; exit 2; }
 
 main() {
   [ $# -ge 3 ] || usage
@@ -28,7 +28,7 @@ main() {
   export MODEL DATA OUT
   # The job holds the lock as long as it lives; who gets it here knows that there is no job.
   if flock -n "$OUT/lock" true; then
-    setsid flock -n "$OUT/lock" "$0" --job </dev/null >>"$OUT/logs/job.log" 2>&1 &
+    setsid flock -n "$OUT/lock" "$SELF" --job </dev/null >>"$OUT/logs/job.log" 2>&1 &
     sleep 1
   fi
   if flock -w "${4:-570}" "$OUT/lock" true; then state=0; else state=75; fi
@@ -39,6 +39,7 @@ main() {
 }
 
 job() {
+  cd "$(dirname "$SELF")/.."
   export JAX_COMPILATION_CACHE_DIR=$OUT/cache PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_MEM_FRACTION=0.92
   PYTHON=${PYTHON:-python3} FIGURES=$OUT/figures.jsonl
   if [ -n "${QUICK:-}" ]; then

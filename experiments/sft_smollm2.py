@@ -258,7 +258,7 @@ def _put_in(question, earlier):
 
 
 def _quote(passage, answers):
-  """At most MAX_QUOTE words of the passage: those up to the answer, or of its first sentence."""
+  """At most MAX_QUOTE words of the passage: up to the answer, or of its first sentence."""
   sentences = re.split(r'(?<=[.!?])\s+', passage.text)
   sentence = next((s for s in sentences if any(_contains(s, a) for a in answers)), sentences[0])
   words = sentence.split()

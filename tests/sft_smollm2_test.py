@@ -1,4 +1,4 @@
-"""The warm start of a real model: demonstrations that only say what was read, cut as the rollout cuts."""
+"""The warm start of a real model: demonstrations say what was read, and are cut as the rollout cuts."""
 
 import functools
 import re
@@ -20,8 +20,10 @@ from stppo_jax.types import Passage
 from stppo_jax.types import Task
 
 PASSAGES = [
-    Passage('bridge', 'Ardlen Bridge', 'Ardlen Bridge was designed by Mira Toven and opened in 1931.'),
-    Passage('toven', 'Mira Toven', 'Mira Toven was an engineer. She was born in Kestwick. She died in 1960.'),
+    Passage('bridge', 'Ardlen Bridge', 'Ardlen Bridge was designed by Mira Toven and opened in 1931. '
+            + 6 * 'It carries a road. '),
+    Passage('toven', 'Mira Toven',
+            'Mira Toven was an engineer. She was born in Kestwick. She died in 1960.'),
     Passage('film', 'Sunfall (film)', 'Sunfall is a silent film that came out in 1931.'),
     Passage('town', 'Kestwick', 'Kestwick is a town by the sea.'),
     Passage('other', 'Oldham Rovers', 'Oldham Rovers play football in the second league.'),
@@ -93,7 +95,7 @@ class StoryTest(parameterized.TestCase):
 
   def test_a_title_is_asked_for_as_the_question_has_it(self):
     searches, final = play(BOTH)
-    self.assertCountEqual(searches[1:], ['Sunfall'] if len(searches) == 2 else [])
+    self.assertEqual(searches[1:], ['Sunfall'])
     self.assertEndsWith(final, '<answer> yes </answer>')
 
   @parameterized.named_parameters(
@@ -110,10 +112,11 @@ class StoryTest(parameterized.TestCase):
 
   def test_what_the_observation_was_cut_before_was_not_read(self):
     config = make_config()
-    tokens = len(make_tokenizer().encode(search.observation_text([PASSAGES[1]], 'search_r1')))
-    config.rollout.max_observation = tokens
+    num_tokens = lambda text: len(make_tokenizer().encode(text))
+    whole = num_tokens(search.observation_text([PASSAGES[1]], 'search_r1'))
+    config.rollout.max_observation = whole
     self.assertIsNotNone(play(BIRTH, 0, config))
-    config.rollout.max_observation = tokens - len(make_tokenizer().encode(' Kestwick. She died in 1960'))
+    config.rollout.max_observation = whole - num_tokens(' Kestwick. She died in 1960')
     self.assertIsNone(play(BIRTH, 0, config))
 
   def test_there_are_only_so_many_searches(self):
@@ -122,7 +125,7 @@ class StoryTest(parameterized.TestCase):
     self.assertIsNone(play(BIRTH, 0, config))
 
   def test_long_quotations_end_with_the_answer(self):
-    passage = Passage('x', 'X', 'The ' + 'very ' * 40 + 'old town of Kestwick lies there, by the sea.')
+    passage = Passage('x', 'X', 'The ' + 'very ' * 40 + 'old town of Kestwick lies by the sea.')
     quote = sft_smollm2._quote(passage, ('kestwick',))
     self.assertEndsWith(quote, 'old town of Kestwick')
     self.assertLen(quote.split(), sft_smollm2.MAX_QUOTE)
@@ -157,16 +160,15 @@ class TokensTest(parameterized.TestCase):
   def test_a_row_is_the_episode_that_its_turns_give(self, task):
     """Prompt, turns and cut observations, as the rollout plays them token by token."""
     config, tokenizer = make_config(), make_tokenizer()
-    config.rollout.max_observation = 60
+    whole = len(tokenizer.encode(search.observation_text([PASSAGES[0]], 'search_r1')))
+    config.rollout.max_observation = whole - 10  # the evidence stands before that
     demonstrator = make_demonstrator(config)
-    demonstrator._has_read = lambda *_: True  # although it may be cut away here
-    demonstrator._visible = lambda observation: observation
     row = demonstrator.row(task, np.random.default_rng(0))
     _, turns = demonstrator.play(task, np.random.default_rng(0))
     spoken = [tokenizer.encode(turn) for turn, _ in turns]
     env = search.SearchEnv(task, demonstrator._retriever, config.env.max_turns, 1, 'search_r1')
     limits = episode_loop.Limits(
-        config.rollout.max_prompt, config.rollout.max_turn, 60, config.rollout.max_total)
+        config.rollout.max_prompt, config.rollout.max_turn, whole - 10, config.rollout.max_total)
     [episode] = episode_loop.play(
         ScriptedSampler(spoken), None, tokenizer, [env], [task], [0],
         jax.random.split(jax.random.key(0), 1), limits)
@@ -174,7 +176,9 @@ class TokensTest(parameterized.TestCase):
     np.testing.assert_array_equal(row.tokens, tokens)
     np.testing.assert_array_equal(row.weights, (turn_ids > 0).astype(np.float32))
     self.assertEqual(episode.metrics['em'], 1)
-    self.assertEqual([turn.action for turn in episode.turns], ['search'] * (len(turns) - 1) + ['answer'])
+    self.assertLen(episode.turns[0].observation, whole - 10)
+    self.assertEqual([turn.action for turn in episode.turns],
+                     ['search'] * (len(turns) - 1) + ['answer'])
 
   def test_a_turn_stops_with_its_last_token_and_not_before(self):
     tokenizer = make_tokenizer()
@@ -184,7 +188,8 @@ class TokensTest(parameterized.TestCase):
         states = [0]
         for token in tokenizer.encode(turn):
           states.append(table[states[-1], token])
-        self.assertEqual([state == len(table) - 1 for state in states], [False] * (len(states) - 1) + [True])
+        stopped = [state == len(table) - 1 for state in states]
+        self.assertEqual(stopped, [False] * (len(states) - 1) + [True])
 
   def test_a_pool_depends_on_the_seed_alone(self):
     tasks = [BIRTH, YEAR, NO_STEPS, BOTH]

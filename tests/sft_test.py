@@ -73,7 +73,8 @@ class TrainTest(absltest.TestCase):
 
   def test_micro_batches_and_devices_do_not_change_the_result(self):
     whole = jax.device_get(self.train(3))
-    split = jax.device_get(self.train(3, micro_batch=4, mesh=sharding.make_mesh(2, 2, 1, jax.devices()[:4])))
+    mesh = sharding.make_mesh(2, 2, 1, jax.devices()[:4])
+    split = jax.device_get(self.train(3, micro_batch=4, mesh=mesh))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), whole, split)
 
   def test_loss_is_the_mean_over_the_tokens_to_imitate(self):
