@@ -20,7 +20,7 @@ from stppo_jax.types import Passage
 from stppo_jax.types import Task
 
 PASSAGES = [
-    Passage('bridge', 'Ardlen Bridge', 'Ardlen Bridge was designed by Mira Toven and opened in 1931. '
+    Passage('bridge', 'Ardlen Bridge', 'Ardlen Bridge was designed by Mira Toven and opened in 1930. '
             + 6 * 'It carries a road. '),
     Passage('toven', 'Mira Toven',
             'Mira Toven was an engineer. She was born in Kestwick. She died in 1960.'),
@@ -33,11 +33,11 @@ BIRTH = Task(
     hops=2, gold=('bridge', 'toven'),
     steps=(('Ardlen Bridge >> designer', 'Mira Toven'), ('#1 >> place of birth', 'Kestwick')))
 YEAR = Task(
-    'year', 'In which year did the bridge of Mira Toven at Ardlen open?', ('1931',), gold=('bridge',),
-    steps=(('Which Ardlen Bridge did Mira Toven build ?', 'Ardlen Bridge'), ('#1 opened', '1931')))
+    'year', 'In which year did the bridge of Mira Toven at Ardlen open?', ('1930',), gold=('bridge',),
+    steps=(('Which Ardlen Bridge did Mira Toven build ?', 'Ardlen Bridge'), ('#1 opened', '1930')))
 NO_STEPS = Task('quoted', BIRTH.question, ('Kestwick',), hops=2, gold=BIRTH.gold)
-BOTH = Task('both', 'Did Ardlen Bridge open in 1931, and did Sunfall come out then?', ('yes',), hops=2,
-            gold=('bridge', 'film'))
+BOTH = Task('both', 'Was Ardlen Bridge designed and opened before Sunfall came out?', ('yes',),
+            hops=2, gold=('bridge', 'film'))
 
 
 @functools.cache
