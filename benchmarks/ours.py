@@ -158,19 +158,11 @@ class Learning:
     return _top_ops(lambda: self.update(name), repeats)
 
   def _make_batches(self, vocab_size, rows, length):
-    """Episodes of 32-token turns and observations after a 48-token prompt, one batch a learner."""
+    """One batch a learner: off-policy for those that clip, near the policy for the one that must not."""
     rng = np.random.default_rng(0)
-    column = np.arange(length) - 48
-    turn_ids = np.where((column >= 0) & (column // 32 % 2 == 0), column // 64 + 1, 0)
-    turn_ids = np.tile(turn_ids, (rows, 1)).astype(np.int32)
-    mask = (turn_ids > 0).astype(np.float32)
+    batch = random_batch(vocab_size, rows, length, rng)
+    mask, turn_ids = batch.action_mask, batch.turn_ids
     noise = lambda scale: (scale * rng.normal(size=mask.shape) * mask).astype(np.float32)
-    zeros = np.zeros_like(mask)
-    batch = TurnBatch(
-      tokens=rng.integers(0, vocab_size, mask.shape).astype(np.int32), action_mask=mask,
-      turn_ids=turn_ids, rewards=zeros, old_logp=zeros, ref_logp=zeros, old_values=zeros,
-      advantages=noise(1.0), returns=noise(1.0), group_ids=np.arange(rows, dtype=np.int32),
-      behaviour_logp=zeros)
     self._batches = {'ppo': jax.device_put(batch, sharding.rows(self._mesh))}
     logp, values = self.log_probs()
     near = batch.replace(old_logp=logp, old_values=values + noise(0.5))
@@ -181,6 +173,21 @@ class Learning:
     batches = {'ppo': far, 'st_ppo, nothing clipped': near, 'st_ppo, clipped': far}
     return {
       name: jax.device_put(batch, sharding.rows(self._mesh)) for name, batch in batches.items()}
+
+
+def random_batch(vocab_size, rows, length, rng):
+  """Episodes of 32-token turns and observations after a 48-token prompt, not annotated yet; on the host."""
+  column = np.arange(length) - 48
+  turn_ids = np.where((column >= 0) & (column // 32 % 2 == 0), column // 64 + 1, 0)
+  turn_ids = np.tile(turn_ids, (rows, 1)).astype(np.int32)
+  mask = (turn_ids > 0).astype(np.float32)
+  noise = lambda: (rng.normal(size=mask.shape) * mask).astype(np.float32)
+  zeros = np.zeros_like(mask)
+  return TurnBatch(
+    tokens=rng.integers(0, vocab_size, mask.shape).astype(np.int32), action_mask=mask,
+    turn_ids=turn_ids, rewards=zeros, old_logp=zeros, ref_logp=zeros, old_values=zeros,
+    advantages=noise(), returns=noise(), group_ids=np.arange(rows, dtype=np.int32),
+    behaviour_logp=zeros)
 
 
 def _top_ops(run, repeats):

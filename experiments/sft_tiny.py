@@ -20,7 +20,6 @@ from absl import flags
 from absl import logging
 import jax
 import numpy as np
-import optax
 import tokenizers
 
 from stppo_jax import chat
@@ -31,6 +30,7 @@ from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import presets
 from stppo_jax.retrieval import bm25
+from stppo_jax.training import demonstrations
 from stppo_jax.training import sft
 from stppo_jax.types import Task
 
@@ -87,19 +87,10 @@ def main(unused_argv):
   logging.info('%d demonstrations of %.0f tokens (longest %d), made in %.0f s', len(pool),
                lengths.mean(), lengths.max(), time.time() - started)
 
-  def draw(rng, rows):
-    # Rows of like length together: less padding. The window starts anywhere in the sorted pool.
-    start = rng.integers(0, len(by_length) - rows * 8)
-    return [pool[i] for i in rng.choice(by_length[start:start + rows * 8], rows, replace=False)]
-
-  by_length = np.argsort(lengths, kind='stable')
-  schedule = optax.warmup_cosine_decay_schedule(
-      0, 3e-3, _STEPS.value // 20, _STEPS.value, 1e-4)
   params = sft.train(
-      decoder.init(jax.random.key(_SEED.value), config), config, draw, steps=_STEPS.value, rows=32,
-      buckets=(48, 64, 96, 128, 192, 256, 384), seed=_SEED.value,
-      optimizer=optax.chain(
-          optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01)))
+      decoder.init(jax.random.key(_SEED.value), config), config,
+      demonstrations.batches(pool, 32, 32, (48, 64, 96, 128, 192, 256, 384)), steps=_STEPS.value,
+      optimizer=sft.make_optimizer(3e-3, _STEPS.value), seed=_SEED.value)
   convert.save_hf(_OUT.value, config, jax.device_get(params))
   logging.info('wrote %s after %.0f s', _OUT.value, time.time() - started)
 
@@ -240,17 +231,9 @@ def train_tokenizer(tasks, passages, demonstrator, folder):
                'model_max_length': 1024}, file, indent=2)
 
 
-def encode(tokenizer, prompt, turns) -> sft.Demonstration:
-  """Ids with the borders of an episode: prompt, turn, observation, turn, .. each encoded alone."""
-  ids = chat.encode_prompt(tokenizer, prompt)
-  weights = [READ_WEIGHT] * len(ids)
-  for turn, observation in turns:
-    for text, imitated in ((turn, 1), (observation, 0)):
-      if text:
-        piece = (tokenizer.encode(text) if imitated else
-                 chat.encode_observation(tokenizer, text, MAX_OBSERVATION))
-        ids, weights = ids + list(piece), weights + [1.0 if imitated else READ_WEIGHT] * len(piece)
-  return sft.Demonstration(np.array(ids, np.int32), np.array(weights, np.float32))
+def encode(tokenizer, prompt, turns) -> demonstrations.Demonstration:
+  """The row of a demonstration, what is read counting for a little."""
+  return demonstrations.encode(tokenizer, prompt, turns, MAX_OBSERVATION, READ_WEIGHT)
 
 
 if __name__ == '__main__':

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import os
 import pathlib
+import re
 import tempfile
 
 from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
@@ -84,7 +85,7 @@ class ExperimentsTest(parameterized.TestCase):
     self.assertEqual(config.train.micro_batch % 8, 0)  # eight devices can split it
 
   def test_another_form_is_refused(self):
-    for name in CHANGES:
+    for name in [*CHANGES, 'st_ppo_smollm2']:
       with self.assertRaisesRegex(UserError, ':smoke'):
         load(name, 'somke')
 
@@ -102,6 +103,20 @@ class ExperimentsTest(parameterized.TestCase):
         'algorithm.kl_coef': 0.001, 'env.max_turns': 4, 'env.reward': 'em', 'retriever.top_k': 3,
         'retriever.dialect': 'search_r1', 'model.folder': 'models/Qwen2.5-7B'}
     self.assertEqual({path: schema.get(config, path) for path in expected}, expected)
+
+  @parameterized.parameters('', 'cpu', 'smoke')
+  def test_smollm2_has_three_forms_of_one_algorithm(self, mode):
+    config = schema.validate(load('st_ppo_smollm2', mode))
+    self.assertEqual(config.name, '_'.join(filter(None, ['st_ppo_smollm2', mode])))
+    self.assertEqual(config.algorithm, load('st_ppo_smollm2').algorithm)
+    self.assertEqual(config.retriever.kind, 'bm25')
+    self.assertEqual((mode == ''), config.train.updates >= 100)
+
+  @parameterized.parameters('st_ppo_smollm2', 'sft_smollm2')
+  def test_smollm2_opens_with_its_commands_and_their_results(self, name):
+    text = importlib.import_module(f'experiments.{name}').__doc__
+    self.assertIn('python -m experiments.sft_smollm2 --model=', text)
+    self.assertLen(re.findall('Not yet run|Seen', text), 2)  # in full, and in small on a CPU
 
   @parameterized.parameters('st_ppo_7b', 'grpo_7b')
   def test_its_smallest_form_runs(self, name):

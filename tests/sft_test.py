@@ -3,6 +3,8 @@
 import functools
 import re
 
+from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
+
 from absl.testing import absltest
 import jax
 import numpy as np
@@ -13,7 +15,10 @@ from stppo_jax import chat
 from stppo_jax import evaluation
 from stppo_jax import tasks as task_files
 from stppo_jax.models import decoder
+from stppo_jax.training import demonstrations
 from stppo_jax.training import sft
+from stppo_jax.training import sharding
+from stppo_jax.types import UserError
 
 CONFIG = decoder.ModelConfig(
     vocab_size=16, d_model=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=32,
@@ -41,15 +46,15 @@ def good(task, demonstrator):
 
 class TrainTest(absltest.TestCase):
 
-  def train(self, steps):
-    def draw(rng, rows):  # token 5 follows 3 and 4, which weigh nothing themselves
-      return [sft.Demonstration(np.array([1, first, 5, 2], np.int32),
-                                np.array([0, 0, 1, 1], np.float32))
-              for first in rng.integers(3, 5, rows)]
-
+  def train(self, steps, micro_batch=8, mesh=None):
+    # Token 5 follows 3 and 4, which weigh nothing themselves.
+    pool = [demonstrations.Demonstration(
+        np.array([1, first, 5, 2], np.int32), np.array([0, 0, 1, 1], np.float32))
+            for first in (3, 4) for _ in range(32)]
     return sft.train(
-        decoder.init(jax.random.key(0), CONFIG), CONFIG, draw, steps=steps, rows=8, buckets=(4, 8),
-        optimizer=optax.adam(1e-2), seed=0)
+        decoder.init(jax.random.key(0), CONFIG), CONFIG,
+        demonstrations.batches(pool, 8, micro_batch, (4, 8)), steps=steps,
+        optimizer=optax.adam(1e-2), seed=0, mesh=mesh)
 
   def logp(self, params):
     tokens = np.array([[1, 3, 5, 2], [1, 4, 5, 2]], np.int32)
@@ -66,9 +71,59 @@ class TrainTest(absltest.TestCase):
     a, b = (jax.device_get(self.train(3)) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
-  def test_refuses_what_fits_no_bucket(self):
-    with self.assertRaisesRegex(ValueError, '9 tokens'):
-      sft.pad([sft.Demonstration(np.zeros(9, np.int32), np.zeros(9, np.float32))], (4, 8))
+  def test_micro_batches_and_devices_do_not_change_the_result(self):
+    whole = jax.device_get(self.train(3))
+    mesh = sharding.make_mesh(2, 2, 1, jax.devices()[:4])
+    split = jax.device_get(self.train(3, micro_batch=4, mesh=mesh))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), whole, split)
+
+  def test_loss_is_the_mean_over_the_tokens_to_imitate(self):
+    params = self.train(0)
+    weights = np.array([[.3, .3, 1, 0], [0, 0, 1, 1]], np.float32)
+    tokens = np.array([[1, 3, 5, 2], [1, 4, 5, 2]], np.int32)
+    logp = self.logp(params)  # of the same tokens
+    expected = -(logp[0, 2] + logp[1, 2] + logp[1, 3]) / 3
+    batches = [(tokens[:1], weights[:1]), (tokens[1:], weights[1:])]
+    self.assertAlmostEqual(sft.loss(params, CONFIG, batches), expected, places=5)
+
+  def test_learning_rate_rises_and_falls(self):
+    for steps in (1, 2, 16, 400):
+      optimizer = sft.make_optimizer(1.0, steps)
+      params = {'w': np.zeros(1, np.float32)}
+      state, sizes = optimizer.init(params), []
+      for _ in range(steps):
+        updates, state = optimizer.update({'w': np.ones(1, np.float32)}, state, params)
+        sizes.append(-float(updates['w'][0]))  # a constant gradient: Adam steps by the rate itself
+      self.assertAlmostEqual(max(sizes), 1, places=3)
+      self.assertGreater(min(sizes), 0)
+
+
+class BatchesTest(absltest.TestCase):
+
+  def pool(self, lengths):
+    return [demonstrations.Demonstration(np.full(n, n, np.int32), np.ones(n, np.float32))
+            for n in lengths]
+
+  def test_rows_are_drawn_once_each_and_come_in_micro_batches(self):
+    draw = demonstrations.batches(self.pool(range(1, 9)), 8, 2, (8,))
+    tokens, weights = draw(np.random.default_rng(0))
+    self.assertEqual((tokens.shape, weights.shape), ((4, 2, 8), (4, 2, 8)))
+    self.assertCountEqual(tokens.max(axis=2).ravel(), range(1, 9))
+    np.testing.assert_array_equal(weights.sum(axis=2), tokens.max(axis=2))
+
+  def test_rows_of_a_batch_have_like_lengths(self):
+    draw = demonstrations.batches(self.pool(range(1, 101)), 2, 1, (100,))
+    for seed in range(20):
+      tokens, _ = draw(np.random.default_rng(seed))
+      self.assertLess(np.ptp(tokens.max(axis=2)), 2 * demonstrations.WINDOW)
+
+  def test_refusals(self):
+    with self.assertRaisesRegex(UserError, '9 tokens'):
+      demonstrations.pad(self.pool([9]), (4, 8))
+    with self.assertRaisesRegex(UserError, 'micro_batch=3'):
+      demonstrations.batches(self.pool([1] * 8), 8, 3, (8,))
+    with self.assertRaisesRegex(UserError, '7 demonstrations'):
+      demonstrations.batches(self.pool([1] * 7), 8, 8, (8,))
 
 
 class DemonstrationsTest(absltest.TestCase):

@@ -1,71 +1,84 @@
-"""Supervised warm start: demonstrations in, parameters out.
+"""Supervised warm start: batches of demonstrations in, parameters out."""
 
-A demonstration is a prompt and turns, as token ids, with the same borders that an episode has: so what
-is learnt here is what is sampled later, to the token.
-"""
-
+import dataclasses
 import functools
-import typing
+import math
+import time
 
 from absl import logging
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
 from stppo_jax.models import decoder
+from stppo_jax.training import sharding
 
 
-class Demonstration(typing.NamedTuple):
-  """One row: `weights` is 1 on the tokens to imitate (the agent's), less on what it only reads."""
-
-  tokens: np.ndarray  # [T] int32
-  weights: np.ndarray  # [T] float32
-
-
-def train(params, config, draw, *, steps, rows, buckets, optimizer, seed, log_every=100):
+def train(params, config, draw, *, steps, optimizer, seed, mesh=None, logp_chunk=None, log_every=100):
   """Minimises the weighted mean of the tokens' negative log-probs; returns the parameters.
 
-  `draw(rng, rows)` gives that many Demonstrations; each batch is padded to the smallest of `buckets`
-  that holds it. Deterministic for a seed.
+  `draw(rng)` gives (tokens, weights), each [micro-batches,b,T], see `demonstrations.batches`: their
+  gradients are summed, so the split changes memory and never the result. Deterministic for a seed.
+  `mesh`: the devices; by default the first one. Takes `params` over.
   """
+  mesh = mesh or sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+  config = dataclasses.replace(config, row_sharding=sharding.rows(mesh))
+  place = lambda tree: sharding.tree_shardings(tree, mesh)
+  on_rows = NamedSharding(mesh, P(None, *sharding.ROWS))
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(params, opt_state, tokens, weights):
-    def loss(params):
-      x, _ = decoder.hidden(params, config, tokens, None)
-      logp, _ = decoder.token_logp(params, config, x, tokens)
-      mean = lambda weights: -jnp.sum(logp * weights) / jnp.maximum(weights.sum(), 1)
-      return mean(weights), mean(weights == 1)
+    def accumulate(sums, micro):
+      loss = lambda params: _sums(params, config, *micro, logp_chunk)
+      (_, imitated), grads = jax.value_and_grad(loss, has_aux=True)(params)
+      total = jax.tree.map(jnp.add, sums, (imitated, grads))
+      return jax.lax.with_sharding_constraint(total, place(total)), None
 
-    (_, imitated), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    (imitated, grads), _ = jax.lax.scan(accumulate, zeros, (tokens, weights))
+    grads = jax.tree.map(lambda g: g / jnp.maximum(weights.sum(), 1), grads)
     updates, opt_state = optimizer.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, imitated
+    params = optax.apply_updates(params, updates)
+    return params, opt_state, imitated / jnp.maximum((weights == 1).sum(), 1)
 
   rng = np.random.default_rng(seed)
-  params = jax.tree.map(jnp.array, params)
-  opt_state = optimizer.init(params)
-  losses = []
+  params = jax.device_put(params, place(params))
+  opt_state = jax.jit(
+      optimizer.init, out_shardings=place(jax.eval_shape(optimizer.init, params)))(params)
+  losses, started = [], time.perf_counter()
   for n in range(1, steps + 1):
-    tokens, weights = pad(draw(rng, rows), buckets)
-    params, opt_state, value = step(params, opt_state, tokens, weights)
+    params, opt_state, value = step(params, opt_state, *jax.device_put(draw(rng), on_rows))
     losses.append(value)
     if n % log_every == 0:
-      logging.info('warm start %d/%d: loss on tokens to imitate %.3f', n, steps,
-                   np.mean(jax.device_get(losses)))
-      losses = []
+      mean = np.mean(jax.device_get(losses))
+      logging.info('warm start %d/%d: loss on tokens to imitate %.3f, %.2f s a step', n, steps, mean,
+                   (time.perf_counter() - started) / len(losses))
+      losses, started = [], time.perf_counter()
   return params
 
 
-def pad(demonstrations, buckets):
-  """(tokens [B,T] int32, weights [B,T] float32), padded on the right to the smallest bucket that fits."""
-  longest = max(len(row.tokens) for row in demonstrations)
-  length = next((bucket for bucket in buckets if bucket >= longest), None)
-  if length is None:
-    raise ValueError(f'a demonstration of {longest} tokens does not fit in buckets {buckets}')
-  tokens = np.zeros((len(demonstrations), length), np.int32)
-  weights = np.zeros((len(demonstrations), length), np.float32)
-  for row, demonstration in enumerate(demonstrations):
-    tokens[row, :len(demonstration.tokens)] = demonstration.tokens
-    weights[row, :len(demonstration.weights)] = demonstration.weights
-  return tokens, weights
+def loss(params, config, batches, logp_chunk=None):
+  """Mean negative log-prob of the tokens to imitate, over [(tokens, weights), ..], each [B,T]."""
+  sums = jax.jit(lambda params, tokens, weights: _sums(params, config, tokens, weights, logp_chunk))
+  imitated = [float(sums(params, tokens, weights)[1]) for tokens, weights in batches]
+  return sum(imitated) / sum(int((weights == 1).sum()) for _, weights in batches)
+
+
+def make_optimizer(lr, steps):
+  """AdamW: a rise over 1/20 of the steps, at least 3 of them, then a cosine down to lr / 30."""
+  warmup = max(math.ceil(steps / 20), min(3, steps // 2))
+  schedule = optax.warmup_cosine_decay_schedule(0, lr, warmup, max(steps, warmup + 1), lr / 30)
+  return optax.chain(
+      optax.clip_by_global_norm(1.0),
+      # From count + 1: at rate 0 the first step would be a step for nothing.
+      optax.adamw(lambda count: schedule(count + 1), b2=0.98, weight_decay=0.01))
+
+
+def _sums(params, config, tokens, weights, logp_chunk):
+  """Sums of negative log-probs over [B,T]: weighted, and of the tokens to imitate."""
+  x, _ = decoder.hidden(params, config, tokens, None)
+  logp, _ = decoder.token_logp(params, config, x, tokens, chunk=logp_chunk)
+  return -jnp.sum(logp * weights), -jnp.sum(logp * (weights == 1))

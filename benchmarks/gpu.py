@@ -1,0 +1,257 @@
+"""What one GPU makes of the update and of the rollout, against what it can do at best.
+
+  python -m benchmarks.gpu --part=ceilings
+  python -m benchmarks.gpu --part=update --size=135M       # 135M, 1.5B, 7B; --layers to cut the model
+  python -m benchmarks.gpu --part=rollout --size=7B
+  python -m benchmarks.gpu --part=numerics --model=FOLDER --passages=FILE.jsonl
+  python -m benchmarks.gpu --part=update --quick              # seconds on a CPU: does the script work?
+
+Not yet run on a GPU. One JSON line a figure. Random weights of the published shapes, computed in
+bfloat16, rows of 2,048 tokens. `mfu` = FLOPs that the result needs (recomputation does not count) / time / the
+FLOP/s of a large bfloat16 matmul, measured just before; a decode step is held against the time to read
+the weights and the cache once, at the speed of a large copy. Each part is a process of its own, so that
+one that runs out of memory takes nothing along: benchmarks/gpu.sh calls them all.
+"""
+
+import dataclasses
+import json
+import time
+import typing
+
+from absl import app
+from absl import flags
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import ours
+from benchmarks import side_by_side
+from stppo_jax import chat
+from stppo_jax import evaluation
+from stppo_jax import tasks as task_files
+from stppo_jax.algorithms import variants
+from stppo_jax.models import convert
+from stppo_jax.models import decoder
+from stppo_jax.models import presets
+from stppo_jax.rollout import sampler as sampling
+from stppo_jax.training import sharding
+from stppo_jax.training import state as train_state
+from stppo_jax.training import update
+
+_PART = flags.DEFINE_enum('part', 'ceilings', ['ceilings', 'numerics', 'update', 'rollout'], 'which')
+_SIZE = flags.DEFINE_enum('size', '135M', ['135M', '1.5B', '7B'], 'of the model')
+_LAYERS = flags.DEFINE_integer('layers', 0, 'of the model; 0: those of the table', lower_bound=0)
+_MODEL = flags.DEFINE_string('model', '', 'for numerics: a Hugging Face folder')
+_PASSAGES = flags.DEFINE_string('passages', '', 'for numerics: JSON lines with id, title and text')
+
+NEW_TOKENS = 128  # of a row of the rollout
+
+
+class Size(typing.NamedTuple):
+  """What is measured of a model, chosen to fit in 80 GB."""
+
+  preset: str
+  rows: int  # of the update
+  micro_batch: int
+  rollout_rows: int
+  param_dtype: str  # of the update; the rollout's is bfloat16
+  variant: str  # st_ppo has a separate critic, as large again; so_grpo has none
+  layers: int = 0  # of the update; 0: all
+
+
+SIZES = {
+  '135M': Size('smollm2-135m', 32, 16, 128, 'float32', 'st_ppo'),
+  '1.5B': Size('qwen2.5-1.5b', 16, 4, 64, 'float32', 'so_grpo'),
+  # Weights, two moments, gradient and bias, twice those for a micro-batch: 16 bytes a parameter even in
+  # bfloat16. Ten of 28 layers are 3.4 B parameters. All of it is for LoRA, or for several GPUs.
+  '7B': Size('qwen2.5-7b', 8, 2, 32, 'bfloat16', 'so_grpo', 10),
+}
+QUICK = Size('tiny', 4, 2, 4, 'float32', 'st_ppo')
+
+
+def main(unused_argv):
+  if _PART.value == 'ceilings':
+    side_by_side.print_machine()
+  if _PART.value == 'numerics':
+    compare_dtypes(_MODEL.value, _PASSAGES.value)
+    return
+  best = measure_ceilings()
+  report(**best)
+  if _PART.value == 'update':
+    measure_update(best)
+  elif _PART.value == 'rollout':
+    measure_rollout(best)
+
+
+def measure_ceilings():
+  """FLOP/s of a large bfloat16 matmul, and bytes/s of a large copy, reads and writes both counted."""
+  n, size, times = (512, 2**20, 2) if side_by_side.QUICK.value else (8192, 2**29, 20)
+  normal = lambda key, shape: jax.random.normal(jax.random.key(key), shape, jnp.bfloat16)
+  weights = normal(0, (n, n)) / n ** 0.5  # products keep their size
+  # Each pass needs the one before, so none can be left out.
+  matmuls = jax.jit(lambda x: jax.lax.fori_loop(0, times, lambda _, x: x @ weights, x))
+  copies = jax.jit(lambda x: jax.lax.fori_loop(0, times, lambda _, x: x + 1, x))
+  matmul_s = median_s(lambda: matmuls(normal(1, (n, n)))) / times
+  vector = jnp.zeros(size, jnp.bfloat16)
+  copy_s = median_s(lambda: copies(vector)) / times
+  return {'matmul_tflops': 2 * n**3 / matmul_s / 1e12,
+          'copy_gb_per_s': 2 * vector.nbytes / copy_s / 1e9}
+
+
+def measure_update(best):
+  """Old log-probs and values; optimizer steps in which nothing is clipped, and something."""
+  size = QUICK if side_by_side.QUICK.value else SIZES[_SIZE.value]
+  length = 128 if side_by_side.QUICK.value else 2048
+  actor_shape = shape_of(size, size.param_dtype, _LAYERS.value or size.layers)
+  variant = variants.VARIANTS[size.variant]
+  critic_shape = dataclasses.replace(actor_shape, head='value') if variant.needs_critic else None
+  mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+  optimizer, schedule = train_state.make_optimizer(1e-6, 0, weight_decay=0.01)
+  learner = train_state.Learner(
+    actor=actor_shape, critic=critic_shape, variant=variant, actor_optimizer=optimizer,
+    critic_optimizer=optimizer, actor_lr=schedule, critic_lr=schedule, micro_batch=size.micro_batch,
+    logp_chunk=512, value_clip=0.5)
+  init = jax.jit(decoder.init, static_argnums=1)
+  critic = critic_shape and init(jax.random.key(1), critic_shape)
+  state = train_state.create_sharded(learner, init(jax.random.key(0), actor_shape), critic, 0.0, mesh)
+  functions = update.compile_functions(learner, state, mesh)
+  batch = ours.random_batch(actor_shape.vocab_size, size.rows, length, np.random.default_rng(0))
+  batch = jax.device_put(batch, sharding.rows(mesh))
+  tokens, rows = size.rows * length, np.arange(size.rows, dtype=np.int32)
+
+  annotate = lambda: functions.annotate(state, state.actor, batch)
+  seconds = median_s(annotate)
+  one_pass = tokens * forward_flops(actor_shape, length)
+  critic_pass = tokens * forward_flops(critic_shape, length) if critic_shape else 0
+  known = {'size': _SIZE.value, 'layers': actor_shape.num_layers, 'rows': size.rows, 'length': length,
+           'params': presets.num_params(actor_shape), 'critic': critic_shape is not None}
+  report(what='log-probs and values', **known, **speed(one_pass + critic_pass, tokens, seconds, best))
+  near, _ = annotate()
+  # Whole turns off by half a unit, up and down in turn: either sign of an advantage is clipped somewhere.
+  far = near.replace(old_logp=near.old_logp + jnp.where(near.turn_ids % 2, 0.5, -0.5) * near.action_mask)
+
+  for what, batch, passes in (('nothing clipped', near, 3), ('something clipped', far, 5)):
+    def step():
+      nonlocal state
+      state, metrics, _ = functions.update_step(state, batch, rows)
+      return metrics
+
+    seconds = median_s(step)
+    if (float(step()['actor/pg_clipfrac']) > 0) != (batch is far):
+      raise RuntimeError(f'{what}: that is not so')
+    report(what=f'{size.variant}, {what}', **known,
+           **speed(passes * one_pass + 3 * critic_pass, tokens, seconds, best))
+
+
+def measure_rollout(best):
+  """Reading prompts, and sampling after them, to 2,048 tokens a row."""
+  size = QUICK if side_by_side.QUICK.value else SIZES[_SIZE.value]
+  length, new = (128, 16) if side_by_side.QUICK.value else (2048, NEW_TOKENS)
+  shape, rows = shape_of(size, 'bfloat16', _LAYERS.value), size.rollout_rows
+  params = jax.jit(decoder.init, static_argnums=1)(jax.random.key(0), shape)
+  never = np.zeros((2, shape.vocab_size), np.int32)  # state 1, stopped, is not reached
+  sampler = sampling.Sampler(shape, never, eos_ids=(), max_new=new, max_slots=length,
+                             slot_buckets=(length,), chunk_buckets=(min(512, length - new),))
+  prompts = np.random.default_rng(0).integers(0, shape.vocab_size, (rows, length - new)).tolist()
+  keys = jax.random.split(jax.random.key(1), rows)
+  read_s, sample_s = [], []
+  for _ in range(2 + side_by_side.REPEATS.value):
+    started = time.perf_counter()
+    state = jax.block_until_ready(sampler.feed(params, sampler.start(keys), prompts))
+    read = time.perf_counter()
+    sampler.generate(params, state, [new] * rows)
+    read_s.append(read - started)
+    sample_s.append(time.perf_counter() - read)
+  read_s, sample_s = np.median(read_s[2:]), np.median(sample_s[2:])
+  known = {'size': _SIZE.value, 'layers': shape.num_layers, 'rows': rows, 'length': length}
+  tokens = rows * (length - new)
+  report(what='reading prompts', **known,
+         **speed(tokens * forward_flops(shape, length - new), tokens, read_s, best))
+  weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+  cache = 4 * rows * length * shape.num_layers * shape.num_kv_heads * shape.head_dim  # k and v
+  least_s = (weights + cache) / best['copy_gb_per_s'] / 1e9
+  report(what='sampling', **known, tokens_per_s=rows * new / sample_s, ms_a_step=1e3 * sample_s / new,
+         share_of_copy=least_s / (sample_s / new), peak_gib=peak_gib())
+
+
+def compare_dtypes(folder, passages):
+  """What bfloat16 changes of a real model: log-probs of real text, and greedy answers."""
+  tokenizer = chat.load_tokenizer(folder)
+  texts = [tokenizer.encode(passage.text)[:128] for passage in task_files.load_corpus(passages)]
+  rows = np.array([ids for ids in texts if len(ids) == 128][:4 if side_by_side.QUICK.value else 64])
+  table = chat.stop_automaton(tokenizer.token_bytes, evaluation.STOP_STRINGS)
+  prompt = chat.encode_prompt(tokenizer, 'What is the capital of France?')
+  found = {}
+  for dtype in ('float32', 'bfloat16'):
+    shape, params = convert.load_hf(folder, dtype=dtype)
+    params = jax.device_put(params)
+
+    @jax.jit
+    def read(params, tokens, shape=shape):
+      x, _ = decoder.hidden(params, shape, tokens, None)
+      logp, _ = decoder.token_logp(params, shape, x, tokens)
+      return logp[:, 1:], decoder.token_logits(params, shape, x).argmax(axis=-1)
+
+    # On a GPU a float32 matmul would else be done in fewer digits, and be no reference.
+    with jax.default_matmul_precision('highest' if dtype == 'float32' else 'default'):
+      columns = zip(*(read(params, row[None]) for row in rows))
+      found[dtype] = [np.concatenate(column) for column in columns]
+      sampler = sampling.Sampler(
+        shape, table, tokenizer.eos_ids, 16, len(prompt) + 16, temperature=0.0)
+      state = sampler.feed(params, sampler.start(jax.random.split(jax.random.key(0), 1)), [prompt])
+      answer = tokenizer.decode(sampler.generate(params, state, [16])[1][0])
+    report(what='perplexity', dtype=dtype, tokens=found[dtype][0].size, answer=answer,
+           perplexity=float(np.exp(-found[dtype][0].mean())))
+  (logp, best), (logp16, best16) = found['float32'], found['bfloat16']
+  gap = np.abs(logp - logp16)
+  report(what='bfloat16 against float32', mean_logp_gap=float(gap.mean()), max_logp_gap=float(gap.max()),
+         same_likeliest=float((best == best16).mean()))
+
+
+def shape_of(size, param_dtype, layers):
+  """The published shape, computed as a run on a GPU computes it."""
+  shape = presets.PRESETS[size.preset]
+  dtype = 'float32' if side_by_side.QUICK.value else 'bfloat16'
+  return dataclasses.replace(shape, dtype=dtype, param_dtype=param_dtype, remat='full',
+                             attention_chunk=512, num_layers=layers or shape.num_layers)
+
+
+def forward_flops(config, length):
+  """FLOPs of a forward pass for a token of a row of that length: matmuls, and causal attention."""
+  matmul_params = presets.num_params(config)
+  if not config.tie_embeddings or config.head == 'value':
+    matmul_params -= config.vocab_size * config.d_model  # looked up, not multiplied
+  return 2 * matmul_params + 2 * config.num_layers * config.num_heads * config.head_dim * length
+
+
+def speed(flops, tokens, seconds, best):
+  """The figures of a computation."""
+  return {'tokens_per_s': tokens / seconds, 'seconds': seconds, 'tflops': flops / seconds / 1e12,
+          'mfu': flops / seconds / 1e12 / best['matmul_tflops'], 'peak_gib': peak_gib()}
+
+
+def median_s(run):
+  """Seconds of a call, its result waited for; two calls before, compilation included, do not count."""
+  seconds = []
+  for _ in range(2 + side_by_side.REPEATS.value):
+    started = time.perf_counter()
+    jax.block_until_ready(run())
+    seconds.append(time.perf_counter() - started)
+  return float(np.median(seconds[2:]))
+
+
+def peak_gib():
+  """The most memory that the device has held so far; None where it does not say."""
+  stats = jax.devices()[0].memory_stats()
+  return stats and stats['peak_bytes_in_use'] / 2**30
+
+
+def report(**figures):
+  """A JSON line, numbers in four digits."""
+  short = lambda x: float(f'{x:.4g}') if isinstance(x, (float, np.floating)) else x
+  line = {'part': _PART.value, 'device': jax.devices()[0].device_kind}
+  print(json.dumps(line | {name: short(x) for name, x in figures.items()}), flush=True)
+
+
+if __name__ == '__main__':
+  app.run(main)
