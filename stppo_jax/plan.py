@@ -319,13 +319,14 @@ def _programs(plan, learner, state, params):
   others = here['critic'] + here['optimizers'] + here['reference policy']
   functions = update.compile_functions(learner, state, plan.mesh)
   batch = turn_batch(train.episodes, train.length_buckets[-1])
-  rows = evaluation.num_rows(config)
   model = dataclasses.replace(learner.actor, row_sharding=None)
   table = np.zeros((NUM_STOP_STATES, model.vocab_size), np.int32)
-  sampler = evaluation.make_sampler(config, model, table, (0,), 0, sharding.rows(plan.mesh))
-  sampling = sampler.trace(params, rows, rollout.max_total)
+  sampler = evaluation.make_sampler(config, model, table, (0,), sharding.rows(plan.mesh))
+  sampling = sampler.trace(params, rollout.max_total)
 
-  waves, chunk = -(-train.episodes // rows), sampler.chunk_buckets[-1]
+  width, read_rows, chunk = sampler.width, sampler.read_rows, sampler.chunk_buckets[-1]
+  decoded, read = -(-train.episodes // width), -(-train.episodes // read_rows)  # full calls
+  others += here['KV cache'] * (sampler.num_bands - 1) // sampler.num_bands
   chunks = -(-rollout.max_prompt // chunk) + (
       config.env.max_turns * -(-rollout.max_observation // chunk))
   tokens = min((config.env.max_turns + 1) * rollout.max_turn, rollout.max_total)
@@ -338,10 +339,11 @@ def _programs(plan, learner, state, params):
        functions.update_step.trace(state, batch, _shape_of(train.mini_batch, dtype=jnp.int32))),
       ('annotate', f'log-probs and values of {train.episodes} episodes {micro}', 1,
        here['optimizers'], functions.annotate.trace(state, params, batch)),
-      ('prefill', f'{chunk} tokens of {rows} rows', waves * chunks, others, sampling['prefill']),
-      ('decode', f'1 token of {rows} rows of {rollout.max_total} slots', waves * tokens, others,
+      ('prefill', f'{chunk} tokens of {read_rows} rows', read * chunks, others,
+       sampling['prefill']),
+      ('decode', f'1 token of {width} rows of {rollout.max_total} slots', decoded * tokens, others,
        sampling['decode']),
-      ('grow', 'the last growth of the KV cache, which copies it', waves * grows,
+      ('grow', 'the last growth of a KV cache, which copies it', decoded * grows,
        others + here['policy'], sampling['grow'])):
     yield Program(name, unit, runs, plan_hlo.matmul_flops(traced.jaxpr), resident), traced
 

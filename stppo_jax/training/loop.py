@@ -180,7 +180,6 @@ def train_on(run, tasks, n):
   tasks = [task for task in tasks for _ in range(group_size)]
   groups = [i // group_size for i in range(len(tasks))]
   timing = collections.defaultdict(float)
-  run.agent.timing_s.clear()
 
   with _timed(timing, 'step'):
     with _timed(timing, 'gen'):
@@ -207,12 +206,17 @@ def train_on(run, tasks, n):
       steps = jax.device_get(steps)
   metrics |= {name: float(np.mean([step[name] for step in steps])) for name in steps[0]}
   metrics['actor/skipped'] = max(step['actor/skipped'] for step in steps)
-  timing |= {f'gen_{phase}': seconds for phase, seconds in run.agent.timing_s.items()}
+  rollout = run.agent.report
+  timing |= {f'gen_{phase}': seconds for phase, seconds in rollout.seconds.items()}
   metrics |= {f'timing_s/{name}': seconds for name, seconds in timing.items()}
   metrics |= episode_metrics(episodes)
   num_tokens = int(lengths.sum())
   metrics |= {
       'perf/throughput': num_tokens / timing['step'],
+      'perf/rows_busy': rollout.rows_busy,
+      'perf/decode_steps': rollout.decode_steps,
+      'perf/prefill_tokens': rollout.prefill_tokens,
+      'perf/shared_tokens': rollout.shared_tokens,
       'perf/padding': 1 - train.epochs * num_tokens / padded,
       'perf/compilations': functions.num_compilations() + sum(
           run.agent.sampler.compiled_variants().values()),
