@@ -10,9 +10,13 @@ import importlib
 import importlib.metadata
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
+import pathlib
 import platform
 import re
+import subprocess
+import sys
 import time
 import traceback
 
@@ -31,16 +35,18 @@ PACKAGES = ('jax', 'jaxlib', 'optax', 'torch', 'transformers', 'numpy')
 class Worker:
   """An object that lives in a process of its own and is limited to `threads` CPUs."""
 
-  def __init__(self, threads, module, name, *args):
-    """Makes `module.name(*args)` there; its methods are then called by `call` and `timed`."""
-    context = multiprocessing.get_context('spawn')
-    self._pipe, there = context.Pipe()
-    self._process = context.Process(
-      target=_serve, args=(there, module, name, args), daemon=True
-    )
-    with _limited_to(threads):
-      self._process.start()  # the child inherits CPUs and environment
+  def __init__(self, threads, module, name, *args, python=sys.executable):
+    """Makes `module.name(*args)` there; its methods are then called by `call` and `timed`.
+
+    `python` may be that of another virtual environment, which has the peer installed.
+    """
+    self._pipe, there = multiprocessing.Pipe()
+    with _limited_to(threads):  # the child inherits CPUs and environment
+      self._process = subprocess.Popen(
+        [python, '-m', 'benchmarks.side_by_side', str(there.fileno())],
+        pass_fds=(there.fileno(),), cwd=pathlib.Path(__file__).parent.parent)
     there.close()
+    self._pipe.send((module, name, args))
     self._receive()
 
   def call(self, method, *args):
@@ -55,7 +61,7 @@ class Worker:
   def close(self):
     """Ends the process."""
     self._pipe.close()
-    self._process.join()
+    self._process.wait()
 
   def _receive(self):
     try:
@@ -147,9 +153,10 @@ def print_ops(ops, top=30):
     print(f'{ms:9.2f} ms {ms / total:6.1%} {count:8.1f} x  {name}', flush=True)
 
 
-def _serve(pipe, module, name, args):
+def _serve(pipe):
   """The other end of a Worker."""
   try:
+    module, name, args = pipe.recv()
     target = getattr(importlib.import_module(module), name)(*args)
     pipe.send((None, None))
     while True:
@@ -216,3 +223,7 @@ def _cpu_name():
       if found := re.search(r'model name\s*: (.*)', file.read()):
         return found[1]
   return platform.processor() or platform.machine()
+
+
+if __name__ == '__main__':
+  _serve(multiprocessing.connection.Connection(int(sys.argv[1])))

@@ -1,0 +1,165 @@
+"""google-tunix's side of the benchmarks: its own sampler and its own PPO learner, as its examples call them.
+
+Runs in an environment of its own (see README.md): the Worker that imports this module is told which
+Python to use. Float32, the weights from the folder that ours.py wrote.
+"""
+
+import json
+import os
+import queue
+import threading
+
+import jax
+import numpy as np
+import optax
+from tunix.generate import sampler as sampler_lib
+from tunix.models.qwen2 import model as qwen2
+from tunix.models.qwen2 import params as qwen2_params
+from tunix.rl import rl_cluster
+from tunix.rl import utils as rl_utils
+from tunix.rl.ppo import ppo_learner
+from tunix.rl.rollout import base_rollout
+
+
+class Sampling:
+  """Samples with `tunix.generate.sampler.Sampler`."""
+
+  def __init__(self, folder):
+    self._model = load(os.path.join(folder, 'actor'))
+    self._samplers = {}
+
+  def greedy(self, prompts, num_new):
+    """[B,num_new] likeliest tokens."""
+    return self._generate(prompts.shape[1] + num_new, prompts, num_new, temperature=0.0)
+
+  def sample(self, prompts, num_new):
+    """[B,num_new] tokens sampled at temperature 1 after prompts [B,T]."""
+    return self._generate(prompts.shape[1] + num_new, prompts, num_new, temperature=1.0, top_p=1.0)
+
+  def multi_turn_resending(self, prompts, observations, num_new):
+    """Turns with observations [K - 1,B,T] between; every turn reads the whole conversation anew.
+
+    Its sampler takes no cache from an earlier call, so there is no other way.
+    """
+    observed = sum(observation.shape[1] for observation in observations)
+    total = prompts.shape[1] + observed + (len(observations) + 1) * num_new
+    context = prompts
+    for observation in [*observations, None]:
+      tokens = self._generate(total, context, num_new, temperature=1.0, top_p=1.0)
+      if observation is not None:
+        context = np.concatenate([context, tokens, observation], axis=1)
+    return tokens
+
+  def _generate(self, cache_size, context, num_new, **options):
+    if cache_size not in self._samplers:
+      config = self._model.config
+      self._samplers[cache_size] = sampler_lib.Sampler(
+        self._model, Ids(),
+        sampler_lib.CacheConfig(cache_size, config.num_layers, config.num_kv_heads, config.head_dim))
+    found = self._samplers[cache_size](
+      [row.tolist() for row in context], max_generation_steps=num_new,
+      max_prompt_length=context.shape[1],  # its own padding to a power of two would cost it more
+      eos_tokens=[self._model.config.vocab_size], return_logprobs=True, seed=0, **options)
+    return np.stack(found.tokens)
+
+
+class PpoStep:
+  """Whole steps of `PPOLearner`: rollout, log-probs, values, advantages, both updates.
+
+  The learner asks for prompts itself; it is run in a thread, and a step is over when it asks again.
+  """
+
+  def __init__(self, folder, rows, num_prompt, num_new, learning_rate):
+    actor = load(os.path.join(folder, 'actor'))
+    critic = rl_utils.create_critic_model(actor)
+    roles = (rl_cluster.Role.ACTOR, rl_cluster.Role.CRITIC, rl_cluster.Role.ROLLOUT)
+    optimizer = lambda: optax.chain(
+      optax.clip_by_global_norm(1.0), optax.adamw(learning_rate, weight_decay=0.01))
+    cluster = rl_cluster.RLCluster(
+      actor=actor, critic=critic, tokenizer=Ids(),
+      cluster_config=rl_cluster.ClusterConfig(
+        role_to_mesh={role: _mesh() for role in roles},
+        training_config=rl_cluster.RLTrainingConfig(
+          actor_optimizer=optimizer(), critic_optimizer=optimizer(), mini_batch_size=rows,
+          train_micro_batch_size=rows, eval_every_n_steps=10**9, max_steps=10**9),
+        rollout_config=base_rollout.RolloutConfig(
+          max_tokens_to_generate=num_new, max_prompt_length=num_prompt,
+          kv_cache_size=num_prompt + num_new, temperature=1.0, top_p=1.0,
+          eos_tokens=[actor.config.vocab_size])))
+    score = lambda prompts, completions, **unused: [float(i % 2) for i in range(len(prompts))]
+    learner = ppo_learner.PPOLearner(
+      cluster, ppo_learner.PPOConfig(
+        beta=0.0, gamma=1.0, gae_lambda=1.0, epsilon=0.2, clip_range_value=0.5),
+      reward_fns=score)
+    self._given, self._asked = queue.Queue(), queue.Queue()
+    self._thread = threading.Thread(target=self._learn, args=(learner,), daemon=True)
+    self._thread.start()
+    self._wait()
+
+  def step(self, prompts):
+    """One PPO step on prompts [B,P]."""
+    # A list of numbers would be taken apart on the way; a text is not.
+    self._given.put({'prompts': np.array([' '.join(map(str, row)) for row in prompts])})
+    self._wait()
+
+  def _learn(self, learner):
+    def batches():
+      while True:
+        self._asked.put(None)
+        yield self._given.get()
+
+    try:
+      learner.train(batches())
+    except BaseException as error:  # raised in `step`  # pylint: disable=broad-except
+      self._asked.put(error)
+
+  def _wait(self):
+    error = self._asked.get()
+    if error is not None:
+      raise RuntimeError('the learner stopped') from error
+
+
+class Ids:
+  """A tokenizer for prompts that are ids already, or ids in a text."""
+
+  def encode(self, ids, **unused_options):
+    """The ids."""
+    return [int(i) for i in (ids.split() if isinstance(ids, str) else ids)]
+
+  def decode(self, ids, **unused_options):
+    """No text: nobody reads it, and its time is not counted."""
+    del ids
+    return ''
+
+  def bos_id(self):
+    """None is added."""
+    return 0
+
+  def eos_id(self):
+    """Of no token."""
+    return 0
+
+  def pad_id(self):
+    """Prompts are drawn from 1 on."""
+    return 0
+
+
+def load(folder):
+  """The Qwen2 of a Hugging Face folder."""
+  with open(os.path.join(folder, 'config.json'), encoding='utf-8') as file:
+    config = json.load(file)
+  shape = qwen2.ModelConfig(
+    num_layers=config['num_hidden_layers'], vocab_size=config['vocab_size'],
+    embed_dim=config['hidden_size'], hidden_dim=config['intermediate_size'],
+    num_heads=config['num_attention_heads'], num_kv_heads=config['num_key_value_heads'],
+    head_dim=config['hidden_size'] // config['num_attention_heads'],
+    rope_theta=config.get('rope_theta') or config['rope_parameters']['rope_theta'],
+    norm_eps=config['rms_norm_eps'], use_tied_embedding=config['tie_word_embeddings'])
+  with _mesh() as mesh:
+    return qwen2_params.create_model_from_safe_tensors(folder, shape, mesh, dtype=np.float32)
+
+
+def _mesh():
+  return jax.make_mesh(
+    (1, 1), ('fsdp', 'tp'), axis_types=(jax.sharding.AxisType.Auto,) * 2,
+    devices=jax.devices()[:1])
