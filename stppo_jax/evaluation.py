@@ -132,8 +132,7 @@ def make_sampler(config, model, stop_table, eos_ids, row_sharding=None, greedy=F
   rollout = config.rollout
   options = dict(temperature=0.0) if greedy else dict(
       temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p)
-  rows = num_rows(config, greedy)
-  width = min(rollout.width or rows, rows)
+  rows, width = num_rows(config, greedy), band_width(config, greedy)
   if row_sharding is not None and width % _num_shards(row_sharding):
     row_sharding = None
   return sampling.Sampler(
@@ -144,6 +143,12 @@ def make_sampler(config, model, stop_table, eos_ids, row_sharding=None, greedy=F
 def num_rows(config, greedy=False):
   """Episodes under way at once."""
   return config.eval.rows if greedy else config.rollout.rows or config.train.episodes
+
+
+def band_width(config, greedy=False):
+  """Rows that one device call decodes."""
+  rows = num_rows(config, greedy)
+  return min(config.rollout.width or rows, rows)
 
 
 def make_retriever(config):
