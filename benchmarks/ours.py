@@ -6,6 +6,7 @@ import glob
 import os
 import re
 import tempfile
+import time
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from stppo_jax.algorithms import variants
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import presets
+from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampling
 from stppo_jax.training import packing
 from stppo_jax.training import sharding
@@ -33,10 +35,11 @@ SHAPES = {
     _TINY, vocab_size=8192, d_model=384, num_layers=8, num_heads=6, num_kv_heads=2, head_dim=64,
     d_ff=1536),
 }
+WIDTH = 32  # rows of a band, as in experiments/st_ppo_tiny.py
 
 
 class Sampling:
-  """Samples with `Sampler`; makes the model that both sides load."""
+  """Samples with the engine; makes the model that both sides load."""
 
   def __init__(self, size, folder):
     self.config = SHAPES[size]
@@ -50,49 +53,60 @@ class Sampling:
 
   def greedy(self, prompts, num_new):
     """[B,num_new] likeliest tokens."""
-    sampler = self._sampler(prompts.shape[1] + num_new, num_new, 0.0)
-    return self._generate(sampler, [prompts], num_new)
+    return self._play(prompts, [], num_new, temperature=0.0)
 
   def sample(self, prompts, num_new):
     """[B,num_new] tokens sampled at temperature 1 after prompts [B,T]."""
-    sampler = self._sampler(prompts.shape[1] + num_new, num_new, 1.0)
-    return self._generate(sampler, [prompts], num_new)
+    return self._play(prompts, [], num_new)
 
   def profile(self, repeats, prompts, num_new):
     """Where the time of `sample` goes."""
     return _top_ops(lambda: self.sample(prompts, num_new), repeats)
 
-  def multi_turn(self, prompts, observations, num_new):
-    """Turns of num_new sampled tokens with observations [K - 1,B,T] between; the cache is kept."""
-    sampler = self._sampler(_total(prompts, observations, num_new), num_new, 1.0)
-    return self._generate(sampler, [prompts, *observations], num_new)
+  def multi_turn(self, prompts, observations, num_new, wait_s=0.0):
+    """Turns of num_new sampled tokens with observations [K - 1,B,T] between, which take `wait_s` to
+    come; the cache is kept."""
+    return self._play(prompts, observations, num_new, wait_s=wait_s)
 
   def multi_turn_resending(self, prompts, observations, num_new):
     """The same, but every turn reads the whole conversation anew."""
-    sampler = self._sampler(_total(prompts, observations, num_new), num_new, 1.0)
-    context = prompts
+    slots, context = _total(prompts, observations, num_new), prompts
     for observation in [*observations, None]:
-      tokens = self._generate(sampler, [context], num_new)
+      tokens = self._play(context, [], num_new, slots=slots)
       if observation is not None:
         context = np.concatenate([context, tokens, observation], axis=1)
     return tokens
 
-  def _generate(self, sampler, inputs, num_new):
-    """Feeds and generates in turn; the last turn's tokens [B,num_new]."""
-    rows = len(inputs[0])
-    state = sampler.start(jax.random.split(jax.random.key(1), rows))
-    for forced in inputs:
-      state = sampler.feed(self._params, state, forced)
-      state, tokens, _ = sampler.generate(self._params, state, [num_new] * rows)
-    return np.stack(tokens)
+  def _play(self, prompts, observations, num_new, temperature=1.0, wait_s=0.0, slots=None):
+    """The last turn's tokens [B,num_new]."""
+    rows = len(prompts)
+    slots = slots or _total(prompts, observations, num_new)
+    sampler, last, turns = self._sampler(rows, slots, temperature), [None] * rows, [0] * rows
 
-  def _sampler(self, slots, num_new, temperature):
+    def respond(said):
+      if wait_s and any(turns[turn.index] < len(observations) for turn in said):
+        time.sleep(wait_s)
+      cues = []
+      for turn in said:
+        last[turn.index], k = turn.tokens, turns[turn.index]
+        turns[turn.index] += 1
+        over = k == len(observations)
+        cues.append(engine.Cue((), 0) if over else engine.Cue(observations[k][turn.index], num_new))
+      return cues
+
+    engine.run(
+      sampler, self._params, [engine.Cue(prompt, num_new) for prompt in prompts.tolist()],
+      jax.random.split(jax.random.key(1), rows), respond, threads=4 if wait_s else 0)
+    return np.stack(last)
+
+  def _sampler(self, rows, slots, temperature):
     """A sampler that nothing stops but the budget."""
-    key = slots, num_new, temperature
+    key = rows, slots, temperature
     if key not in self._samplers:
       never = np.zeros((2, self.config.vocab_size), np.int32)  # state 1, stopped, is not reached
       self._samplers[key] = sampling.Sampler(
-        self.config, never, eos_ids=(), max_new=num_new, max_slots=slots, temperature=temperature)
+        self.config, never, eos_ids=(), max_slots=slots, temperature=temperature, rows=rows,
+        width=WIDTH)
     return self._samplers[key]
 
 

@@ -6,7 +6,8 @@
   python -m benchmarks.rollout --profile           # where our time goes, and no peer
 
 Single turn: prompts of 64 tokens, then exactly 128 sampled ones. Multi-turn: 4 turns of 32 sampled
-and 32 observed tokens. Tokens a second count sampled tokens; reading prompts and observations is in
+and 32 observed tokens; and 64 episodes of 4 turns of 128 sampled and 128 observed tokens, where a
+retriever takes 50 ms for the queries that it gets together. Tokens a second count sampled tokens; reading prompts and observations is in
 the time. Ours also reports each token's log-prob, which `generate` is not asked for.
 """
 
@@ -19,6 +20,7 @@ from benchmarks import side_by_side
 
 
 PROMPT, TURNS, OBSERVED = 64, 4, 32
+EPISODES, LONG_TURN, RETRIEVER_S = 64, 128, 0.05
 
 
 def main(unused_argv):
@@ -53,6 +55,11 @@ def run(size, threads, quick, repeats):
       ('multi-turn: both keep the cache', 'multi_turn', 'multi_turn'),
     ):
       compare(what, turns[0], method, peer_method, *turns[1:])
+    episodes, turn = (8, 16) if quick else (EPISODES, LONG_TURN)
+    compare(
+      'episodes with a slow retriever: the peer re-sends', episodes * TURNS * turn, 'multi_turn',
+      'multi_turn_resending', draw(episodes, PROMPT), draw(TURNS - 1, episodes, turn), turn,
+      RETRIEVER_S)
     ours.close()
     peer.close()
 

@@ -5,6 +5,7 @@ folder that ours.py wrote.
 """
 
 import os
+import time
 
 import numpy as np
 import torch
@@ -26,20 +27,22 @@ class Sampling:
     """[B,num_new] tokens sampled at temperature 1 after prompts [B,T]."""
     return self._generate(torch.from_numpy(prompts), num_new)
 
-  def multi_turn_resending(self, prompts, observations, num_new):
-    """Turns with observations [K - 1,B,T] between; every turn reads the whole conversation anew."""
-    return self._multi_turn(prompts, observations, num_new, keep_cache=False)
+  def multi_turn_resending(self, prompts, observations, num_new, wait_s=0.0):
+    """Turns with observations [K - 1,B,T] between, which take `wait_s` to come, all in one request;
+    every turn reads the whole conversation anew."""
+    return self._multi_turn(prompts, observations, num_new, keep_cache=False, wait_s=wait_s)
 
   def multi_turn(self, prompts, observations, num_new):
     """The same with the cache handed from turn to turn; works only for rows of equal length."""
     return self._multi_turn(prompts, observations, num_new, keep_cache=True)
 
-  def _multi_turn(self, prompts, observations, num_new, keep_cache):
+  def _multi_turn(self, prompts, observations, num_new, keep_cache, wait_s=0.0):
     context = prompts
     cache = transformers.DynamicCache(config=self._model.config) if keep_cache else None
     for observation in [*observations, None]:
       tokens = self._generate(torch.from_numpy(context), num_new, past_key_values=cache)
       if observation is not None:
+        time.sleep(wait_s)
         context = np.concatenate([context, tokens, observation], axis=1)
     if keep_cache and cache.get_seq_length() < context.shape[1] + num_new - 1:
       raise RuntimeError('the peer did not keep its cache')

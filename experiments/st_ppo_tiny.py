@@ -20,7 +20,8 @@ def get_config(mode=''):
   config.model.scan_layers = False
   config.model.logp_chunk = 0
   config.rollout = schema.Rollout(
-      max_prompt=64, max_turn=40, max_observation=128, max_total=384)
+      max_prompt=64, max_turn=40, max_observation=128, max_total=384, width=32, chunks=(16, 64),
+      threads=0)  # BM25 in the same process: nothing to wait for
   config.algorithm.variant = 'st_ppo'
   config.algorithm.kl_in = 'none'
   config.algorithm.entropy_coef = 0.0  # .001 drove the entropy from .2 to 1.2 in 15 updates

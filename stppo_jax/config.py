@@ -69,7 +69,10 @@ class Rollout:
   max_turn: int = 500  # new tokens a turn
   max_observation: int = 500
   max_total: int = 4096
-  rows: int = 0  # episodes decoded together; 0: all of the batch
+  rows: int = 0  # episodes under way at once; 0: all of the batch
+  width: int = 0  # rows that one device call decodes; 0: all. A CPU wants few: 32
+  chunks: tuple[int, ...] = (32, 128)  # tokens of a row that one call may read
+  threads: int = 4  # retriever calls under way while other rows go on; 0: the rows wait for each
 
 
 @dataclasses.dataclass
@@ -160,7 +163,7 @@ class Eval:
 
   every: int = 50  # updates; 0: only before and after
   episodes: int = 0  # 0: the whole split
-  rows: int = 128  # questions played together
+  rows: int = 128  # questions under way at once
 
 
 @dataclasses.dataclass
@@ -229,7 +232,7 @@ AT_LEAST = {  # field: smallest value allowed
     'model.logp_chunk': 0, 'model.attention_chunk': 0,
     'rollout.group_size': 1, 'rollout.temperature': 1e-3, 'rollout.top_k': 0,
     'rollout.max_prompt': 1, 'rollout.max_turn': 1, 'rollout.max_observation': 1,
-    'rollout.rows': 0,
+    'rollout.rows': 0, 'rollout.width': 0, 'rollout.threads': 0,
     'algorithm.clip_low': 0, 'algorithm.clip_high': 0, 'algorithm.gamma': 0, 'algorithm.lam': 0,
     'algorithm.norm_length': 0, 'algorithm.kl_coef': 0, 'algorithm.kl_target': 0,
     'algorithm.kl_horizon': 1, 'algorithm.value_clip': 0, 'algorithm.value_coef': 0,
@@ -281,6 +284,8 @@ def validate(config: Config) -> Config:
     raise UserError(
         f'config.train.length_buckets={buckets}: must rise and end at config.rollout.max_total='
         f'{rollout.max_total} or above')
+  if not rollout.chunks or min(rollout.chunks) < 1:
+    raise UserError(f'config.rollout.chunks={rollout.chunks}: give one number or more, each at least 1')
   if rollout.max_prompt + rollout.max_turn > rollout.max_total:
     raise UserError(
         f'config.rollout.max_total={rollout.max_total}: must hold at least max_prompt + max_turn = '

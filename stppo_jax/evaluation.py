@@ -21,6 +21,7 @@ from stppo_jax.models import decoder
 from stppo_jax.models import presets
 from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import http
+from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.rollout import sampler as sampling
 from stppo_jax.types import UserError
@@ -39,19 +40,23 @@ class Agent:
   retriever: object  # retrieval.protocol.Retriever
   sampler: sampling.Sampler  # at the training temperature
   greedy: sampling.Sampler
-  timing_s: dict = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
+  report: engine.Report | None = None  # what the newest `play` took
 
   def play(self, params, tasks, keys, groups=None, greedy=False):
-    """Plays one episode a task, `rows` at a time; keys [B] fix each row's randomness."""
+    """Plays one episode a task, `rows` at a time; keys [B] fix each episode's randomness.
+
+    Choice: on many hosts no threads, whose timing would let the hosts' schedules part.
+    """
     rollout = self.config.rollout
     limits = episode_loop.Limits(
         max_prompt_tokens=rollout.max_prompt, max_turn_tokens=rollout.max_turn,
         max_observation_tokens=rollout.max_observation, max_total_tokens=rollout.max_total)
     groups = range(len(tasks)) if groups is None else groups
     envs = [self.make_env(task) for task in tasks]
-    return episode_loop.play(
+    episodes, self.report = episode_loop.play(
         self.greedy if greedy else self.sampler, params, self.tokenizer, envs, tasks, groups, keys,
-        limits, self.timing_s)
+        limits, threads=rollout.threads if jax.process_count() == 1 else 0)
+    return episodes
 
   def make_env(self, task):
     """The search environment of one question."""
@@ -113,31 +118,37 @@ def make_agent(config, model, row_sharding=None) -> Agent:
   chat.check_matches(tokenizer, model.vocab_size)
   stop_table = chat.stop_automaton(tokenizer.token_bytes, STOP_STRINGS)
   make = lambda greedy: make_sampler(
-      config, model, stop_table, tokenizer.eos_ids, tokenizer.pad_id, row_sharding, greedy)
+      config, model, stop_table, tokenizer.eos_ids, row_sharding, greedy)
   return Agent(
       config=config, tokenizer=tokenizer, model=model, retriever=make_retriever(config),
       sampler=make(False), greedy=make(True))
 
 
-def make_sampler(config, model, stop_table, eos_ids, pad_id, row_sharding=None, greedy=False):
+def make_sampler(config, model, stop_table, eos_ids, row_sharding=None, greedy=False):
   """The sampler of training, or the greedy one of evaluation.
 
-  Choice: rows that `row_sharding` cannot split evenly are left where the compiler puts them.
+  Choice: bands that `row_sharding` cannot split evenly are left where the compiler puts them.
   """
   rollout = config.rollout
   options = dict(temperature=0.0) if greedy else dict(
       temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p)
-  rows = num_rows(config, greedy)
-  if row_sharding is not None and rows % _num_shards(row_sharding):
+  rows, width = num_rows(config, greedy), band_width(config, greedy)
+  if row_sharding is not None and width % _num_shards(row_sharding):
     row_sharding = None
   return sampling.Sampler(
-      dataclasses.replace(model, row_sharding=row_sharding), stop_table, eos_ids, rollout.max_turn,
-      rollout.max_total, row_buckets=(rows,), pad_id=pad_id, row_sharding=row_sharding, **options)
+      dataclasses.replace(model, row_sharding=row_sharding), stop_table, eos_ids, rollout.max_total,
+      rows=rows, width=width, chunk_buckets=rollout.chunks, row_sharding=row_sharding, **options)
 
 
 def num_rows(config, greedy=False):
-  """Episodes that are played together."""
+  """Episodes under way at once."""
   return config.eval.rows if greedy else config.rollout.rows or config.train.episodes
+
+
+def band_width(config, greedy=False):
+  """Rows that one device call decodes."""
+  rows = num_rows(config, greedy)
+  return min(config.rollout.width or rows, rows)
 
 
 def make_retriever(config):

@@ -203,7 +203,7 @@ def table(plan) -> str:
   lines += [''] + [f'{program.name}: {program.unit}{program.note}' for program in plan.programs]
   lines += ['largest that fits (estimate, at least): '
             f'train.micro_batch {plan.largest_micro_batch or "none"}, '
-            f'rollout.rows {plan.largest_rows or "none"}', _verdict(plan)]
+            f'{_rows_field(config)} {plan.largest_rows or "none"}', _verdict(plan)]
   return '\n'.join(lines)
 
 
@@ -301,7 +301,7 @@ def _held(config, mesh, model, state, params):
   """{what: (bytes in all, bytes of one device)} that a run keeps, and the cache it samples with."""
   rows = evaluation.num_rows(config)
   cache = jax.eval_shape(lambda: decoder.init_cache(model, rows, config.rollout.max_total))
-  even = rows % sharding.num_row_shards(mesh) == 0
+  even = evaluation.band_width(config) % sharding.num_row_shards(mesh) == 0
   placed = sharding.rows(mesh) if even else sharding.replicated(mesh)
   return {
       'policy': _sizes(state.actor),
@@ -319,13 +319,15 @@ def _programs(plan, learner, state, params):
   others = here['critic'] + here['optimizers'] + here['reference policy']
   functions = update.compile_functions(learner, state, plan.mesh)
   batch = turn_batch(train.episodes, train.length_buckets[-1])
-  rows = evaluation.num_rows(config)
   model = dataclasses.replace(learner.actor, row_sharding=None)
   table = np.zeros((NUM_STOP_STATES, model.vocab_size), np.int32)
-  sampler = evaluation.make_sampler(config, model, table, (0,), 0, sharding.rows(plan.mesh))
-  sampling = sampler.trace(params, rows, rollout.max_total)
+  sampler = evaluation.make_sampler(config, model, table, (0,), sharding.rows(plan.mesh))
+  sampling = sampler.trace(params, rollout.max_total)
 
-  waves, chunk = -(-train.episodes // rows), sampler.chunk_buckets[-1]
+  width, read_rows, chunk = sampler.width, sampler.read_rows, sampler.chunk_buckets[-1]
+  decoded, read = -(-train.episodes // width), -(-train.episodes // read_rows)  # full calls
+  cache = here['KV cache']  # of all bands, but that a program has one of them among its arguments
+  other_bands = others + cache * (sampler.num_bands - 1) // sampler.num_bands
   chunks = -(-rollout.max_prompt // chunk) + (
       config.env.max_turns * -(-rollout.max_observation // chunk))
   tokens = min((config.env.max_turns + 1) * rollout.max_turn, rollout.max_total)
@@ -338,11 +340,12 @@ def _programs(plan, learner, state, params):
        functions.update_step.trace(state, batch, _shape_of(train.mini_batch, dtype=jnp.int32))),
       ('annotate', f'log-probs and values of {train.episodes} episodes {micro}', 1,
        here['optimizers'], functions.annotate.trace(state, params, batch)),
-      ('prefill', f'{chunk} tokens of {rows} rows', waves * chunks, others, sampling['prefill']),
-      ('decode', f'1 token of {rows} rows of {rollout.max_total} slots', waves * tokens, others,
-       sampling['decode']),
-      ('grow', 'the last growth of the KV cache, which copies it', waves * grows,
-       others + here['policy'], sampling['grow'])):
+      ('prefill', f'{chunk} tokens of {read_rows} rows', read * chunks,
+       other_bands if sampler.in_place else others + cache, sampling['prefill']),
+      ('decode', f'1 token of {width} rows of {rollout.max_total} slots', decoded * tokens,
+       other_bands, sampling['decode']),
+      ('grow', 'the last growth of a KV cache, which copies it', decoded * grows,
+       other_bands + here['policy'], sampling['grow'])):
     yield Program(name, unit, runs, plan_hlo.matmul_flops(traced.jaxpr), resident), traced
 
 
@@ -380,21 +383,23 @@ def _estimate(program, plan):
     return
   traffic = program.arguments + program.temporaries
   if program.name == 'decode':
-    traffic = 2 * plan.num_params['policy'] // plan.mesh.shape['tensor'] + plan.held['KV cache'][1]
+    share = evaluation.band_width(plan.config) / evaluation.num_rows(plan.config)
+    traffic = (2 * plan.num_params['policy'] // plan.mesh.shape['tensor']
+               + plan.held['KV cache'][1] * share)
   sent = sum(c.bytes * (2 if c.kind == 'all-reduce' else 1) for c in program.collectives)
   program.seconds = max(program.flops / (plan.mesh.size * chip.flops), traffic / chip.bandwidth,
                         sent / chip.link)
 
 
 def _find_largest(plan):
-  """Fills in the largest micro-batch, of those that divide the mini-batch, and number of rows."""
+  """Fills in the largest micro-batch, of those that divide the mini-batch, and band of rows."""
   train, step = plan.config.train, sharding.num_row_shards(plan.mesh)
   gradients = 2 * plan.held['policy'][1] + plan.held['critic'][1]  # sums over micro-batches: g, C, value
   divisors = [n for n in range(step, train.mini_batch + 1, step) if train.mini_batch % n == 0]
   plan.largest_micro_batch = _largest(
       plan.limit, plan.programs[:2], train.micro_batch, gradients, divisors)
   plan.largest_rows = _largest(
-      plan.limit, plan.programs[2:], evaluation.num_rows(plan.config), 0,
+      plan.limit, plan.programs[2:], evaluation.band_width(plan.config), 0,
       range(step, train.episodes + 1, step))
 
 
@@ -410,6 +415,11 @@ def _largest(limit, programs, rows, fixed, allowed):
             + (program.temporaries - least) * count / rows)
 
   return max((n for n in allowed if all(peak(p, n) <= limit for p in programs)), default=0)
+
+
+def _rows_field(config):
+  """The setting that says how many rows a band has."""
+  return 'rollout.width' if config.rollout.width else 'rollout.rows'
 
 
 def _row(title, *cells):
@@ -429,8 +439,8 @@ def _verdict(plan):
       changes.append(f'--config.train.micro_batch={plan.largest_micro_batch}')
     elif plan.config.model.remat != 'full':
       changes.append('--config.model.remat=full')
-  elif plan.largest_rows and plan.largest_rows < evaluation.num_rows(plan.config):
-    changes.append(f'--config.rollout.rows={plan.largest_rows}')
+  elif plan.largest_rows and plan.largest_rows < evaluation.band_width(plan.config):
+    changes.append(f'--config.{_rows_field(plan.config)}={plan.largest_rows}')
   changes = changes or ['more devices', '--config.model.critic=shared',
                         '--config.model.param_dtype=bfloat16', 'a smaller model']
   return f'DOES NOT FIT: {over}; try {" or ".join(changes)}'

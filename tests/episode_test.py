@@ -1,7 +1,10 @@
 """Whole episodes of a random model against scripted environments: ids in, ids out, nothing else."""
 
 import functools
+import random
 import tempfile
+import time
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -13,8 +16,10 @@ import numpy as np
 
 from stppo_jax import chat
 from stppo_jax import types
+from stppo_jax.envs import protocol
 from stppo_jax.models import decoder
 from stppo_jax.rollout import batching
+from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import sampler as sampler_lib
 from tests import tiny_tokenizer
@@ -77,23 +82,27 @@ def make_params():
 def make_sampler(**settings):
   tokenizer = make_tokenizer()
   table = chat.stop_automaton(tokenizer.token_bytes, ('</search>', '</answer>', 's>', 'an'))
-  defaults = dict(
-    max_new=6, max_slots=T, row_buckets=(4,), slot_buckets=(T,), chunk_buckets=(8,), temperature=1.0
-  )
+  defaults = dict(max_slots=T, rows=4, read_rows=2, slot_buckets=(T,), chunk_buckets=(8,), steps=4)
   return sampler_lib.Sampler(make_config(), table, tokenizer.eos_ids, **{**defaults, **settings})
 
 
-def play(prompts, scripts, keys=None, limits=LIMITS, sampler=None, groups=None, timing_s=None):
+def play(prompts, scripts, keys=None, limits=LIMITS, sampler=None, groups=None, **how):
   envs = [ScriptedEnv(prompt, script) for prompt, script in zip(prompts, scripts)]
   tasks = [types.Task(id=prompt, question=prompt, answers=('a',)) for prompt in prompts]
   groups = range(len(envs)) if groups is None else groups
   if keys is None:
     keys = episode_lib.row_keys(jax.random.key(0), tasks)
-  episodes = episode_lib.play(
+  episodes, _ = episode_lib.play(
     sampler or make_sampler(), make_params(), make_tokenizer(), envs, tasks, groups, keys, limits,
-    timing_s,
+    **how,
   )
   return episodes, envs
+
+
+def slowly(envs, actions):
+  """`protocol.step_all` that takes its time, another each time."""
+  time.sleep(random.uniform(0, 0.02))
+  return protocol.step_all(envs, actions)
 
 
 @jax.jit
@@ -126,21 +135,21 @@ class PlayTest(parameterized.TestCase):
   @hypothesis.given(scripts_strategy, st.integers(0, 2**31), st.permutations(PROMPTS))
   def test_what_was_sampled_is_what_is_trained_on(self, scripts, seed, prompts):
     """Re-tokenised turns train tokens that were never sampled (verl 6719): ids must stay ids."""
-    sampler, sampled, fed = make_sampler(), [], []
-    spy = Spy(sampler, sampled, fed)
+    sampled, fed = ([[] for _ in scripts] for _ in range(2))
     prompts = prompts[: len(scripts)]
     scripts = [script + [ANSWER] for script in scripts]
     keys = jax.random.split(jax.random.key(seed), len(scripts))
-    episodes, envs = play(prompts, scripts, keys, sampler=spy)
+    with mock.patch.object(engine, 'run', functools.partial(spied_run, engine.run, sampled, fed)):
+      episodes, envs = play(prompts, scripts, keys)
     for episode in episodes:
       episode.failed = False  # so that the batch shows all rows
     batch = batching.to_turn_batch(episodes, (T,), rows=4)
     tokens, turn_ids = np.asarray(batch.tokens), np.asarray(batch.turn_ids)
     for b, (episode, env) in enumerate(zip(episodes, envs)):
-      by_sampler = [ids for turn in sampled if len(ids := turn[b])]
+      by_sampler = sampled[b]
       self.assertEqual(tokens[b][turn_ids[b] > 0].tolist(), [int(i) for t in by_sampler for i in t])
       self.assertEqual(turn_ids[b].max(), len(by_sampler))
-      to_model = [i for feed in fed for i in feed[b]]
+      to_model = fed[b]
       used = len(to_model) + sum(map(len, by_sampler))
       self.assertEqual(tokens[b][:used][turn_ids[b][:used] == 0].tolist(), to_model)
       self.assertEqual(len(batching.unroll(episode)[0]), used)
@@ -176,7 +185,7 @@ class PlayTest(parameterized.TestCase):
     scripts = [[SEARCH, INVALID, ANSWER], [LONG, ANSWER], [EMPTY, EMPTY, SEARCH, ANSWER], [ANSWER],
                [INVALID, ANSWER], [SEARCH, SEARCH, ANSWER]]
     keys = jax.random.split(jax.random.key(3), 6)
-    together, _ = play(PROMPTS, scripts, keys)  # two waves of the 4 rows
+    together, _ = play(PROMPTS, scripts, keys)  # six in 4 rows
     order = np.array([5, 3, 1, 0, 4, 2])
     shuffled, _ = play([PROMPTS[i] for i in order], [scripts[i] for i in order], keys[order])
     for i, episode in zip(order, shuffled):
@@ -259,11 +268,24 @@ class PlayTest(parameterized.TestCase):
     observation = episodes[0].turns[0].observation
     self.assertEqual(make_tokenizer().decode(observation), 'you see a door')
 
-  def test_timing_is_collected(self):
-    timing_s = {'env': 1.0}
-    play(['a'], [[ANSWER]], timing_s=timing_s)
-    self.assertCountEqual(timing_s, ['prefill', 'decode', 'env'])
-    self.assertGreater(timing_s['env'], 1.0)
+  def test_threads_and_slow_environments_change_nothing(self):
+    scripts = [[SEARCH, INVALID, ANSWER], [LONG, ANSWER], [EMPTY, EMPTY, SEARCH, ANSWER], [ANSWER],
+               [INVALID, ANSWER], [SEARCH, NO_RETRIEVAL, ANSWER]]
+    keys = jax.random.split(jax.random.key(4), 6)
+    want, _ = play(PROMPTS, scripts, keys)
+    for threads in (1, 3):
+      got, _ = play(PROMPTS, scripts, keys, threads=threads, step_envs=slowly)
+      for a, b in zip(want, got):
+        self.assert_same(a, b)
+        self.assertEqual((a.score, a.failed, a.metrics), (b.score, b.failed, b.metrics))
+
+  @parameterized.parameters(0, 2)
+  def test_an_environment_that_raises_ends_the_run(self, threads):
+    def broken(envs, actions):
+      raise KeyError('the world is broken')
+
+    with self.assertRaisesRegex(KeyError, 'the world is broken'):
+      play(PROMPTS, [[ANSWER]] * 6, threads=threads, step_envs=broken)
 
   def test_limits_that_cannot_be(self):
     with self.assertRaisesRegex(types.UserError, 'max_turn_tokens'):
@@ -280,23 +302,19 @@ class PlayTest(parameterized.TestCase):
       np.testing.assert_allclose(x.logp, y.logp, atol=1e-5)
 
 
-class Spy:
-  """A sampler that also notes what it was fed and what it sampled."""
+def spied_run(run, sampled, fed, sampler, params, prompts, keys, respond, threads):
+  """`engine.run` that also notes what each dialogue was given to read and what it said."""
 
-  def __init__(self, sampler, sampled, fed):
-    self._sampler, self._sampled, self._fed = sampler, sampled, fed
+  def spy(turns):
+    cues = respond(turns)
+    for turn, cue in zip(turns, cues):
+      sampled[turn.index].append(turn.tokens.copy())
+      fed[turn.index] += cue.ids
+    return cues
 
-  def __getattr__(self, name):
-    return getattr(self._sampler, name)
-
-  def feed(self, params, state, ids):
-    self._fed.append([list(row) for row in ids])
-    return self._sampler.feed(params, state, ids)
-
-  def generate(self, params, state, budgets):
-    state, tokens, logp = self._sampler.generate(params, state, budgets)
-    self._sampled.append([t.copy() for t in tokens])
-    return state, tokens, logp
+  for ids, cue in zip(fed, prompts):
+    ids += cue.ids
+  return run(sampler, params, prompts, keys, spy, threads)
 
 
 if __name__ == '__main__':

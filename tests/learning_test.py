@@ -21,6 +21,7 @@ from stppo_jax import types
 from stppo_jax.algorithms import variants
 from stppo_jax.models import decoder
 from stppo_jax.rollout import batching
+from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.training import loop
 from stppo_jax.training import packing
@@ -120,30 +121,33 @@ def play(params, group_size, rng, key):
   questions = EPISODES // group_size
   prompts = np.repeat(rng.choice(PROMPTS, questions), group_size)
   symbols = np.repeat(rng.choice(SYMBOLS, questions), group_size)
-  sampler, budgets = make_sampler(), [2] * EPISODES
-  state = sampler.start(jax.random.split(key, EPISODES))
-  state = sampler.feed(params, state, [[prompt] for prompt in prompts])
-  state, first, first_logp = sampler.generate(params, state, budgets)
-  observations = [np.array([symbol, ASK], np.int32) for symbol in symbols]
-  state = sampler.feed(params, state, observations)
-  _, second, second_logp = sampler.generate(params, state, budgets)
-  nothing = np.zeros((0,), np.int32)
+  turns = [[] for _ in prompts]
+
+  def respond(said):
+    cues = []
+    for turn in said:
+      over = len(turns[turn.index]) == 1
+      ids = [] if over else [symbols[turn.index], ASK]
+      turns[turn.index].append(types.Turn(turn.tokens, turn.logp, np.array(ids, np.int32)))
+      cues.append(engine.Cue(ids, 0 if over else 2))
+    return cues
+
+  engine.run(make_sampler(), params, [engine.Cue([prompt], 2) for prompt in prompts],
+             jax.random.split(key, EPISODES), respond)
   return [
       types.Episode(
           task=types.Task(id=str(b), question='', answers=()), group=b // group_size,
-          prompt=np.array([prompts[b]], np.int32),
-          turns=[types.Turn(first[b], first_logp[b], observations[b]),
-                 types.Turn(second[b], second_logp[b], nothing)],
-          score=0.5 * (first[b][0] == SEARCH) + 0.5 * (second[b][0] == symbols[b]))
-      for b in range(EPISODES)]
+          prompt=np.array([prompts[b]], np.int32), turns=[first, second],
+          score=0.5 * (first.tokens[0] == SEARCH) + 0.5 * (second.tokens[0] == symbols[b]))
+      for b, (first, second) in enumerate(turns)]
 
 
 @functools.cache
 def make_sampler():
   never_stops = np.zeros((2, VOCAB), np.int32)
   return sampler_lib.Sampler(
-      MODEL, never_stops, eos_ids=(END,), max_new=2, max_slots=8, row_buckets=(EPISODES,),
-      chunk_buckets=(2,))
+      MODEL, never_stops, eos_ids=(END,), max_slots=8, rows=EPISODES, read_rows=EPISODES,
+      chunk_buckets=(2,), steps=2)
 
 
 if __name__ == '__main__':

@@ -35,7 +35,8 @@ NAMES = tuple('''
   critic/advantages/min critic/returns/mean critic/values/mean response_length/mean
   response_length/max response_length/min prompt_length/mean num_turns/mean num_turns/max
   num_turns/min timing_s/step timing_s/gen timing_s/old_log_prob timing_s/update_actor
-  perf/throughput perf/padding perf/compilations rollout_corr/kl rollout_corr/k3_kl
+  timing_s/gen_prefill timing_s/gen_decode timing_s/gen_env perf/rows_busy perf/decode_steps
+  perf/prefill_tokens perf/shared_tokens perf/throughput perf/padding perf/compilations rollout_corr/kl rollout_corr/k3_kl
   rollout_corr/logp_diff_max rollout_corr/rollout_is_mean rollout_corr/rollout_is_max
   rollout_corr/rollout_is_eff_sample_size stppo/grad_norm stppo/bias_norm stppo/cos_g_c stppo/divisor
   stppo/step_norm stppo/ratio_std_token stppo/ratio_std_turn stppo/ratio_std_sequence

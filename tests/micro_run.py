@@ -2,7 +2,6 @@
 resumed and compared by the dozen. What an episode says depends on the parameters and keys, as ever.
 """
 
-import collections
 import functools
 import os
 import sys
@@ -19,6 +18,7 @@ import run
 from stppo_jax import config as schema
 from stppo_jax import metrics as metrics_lib
 from stppo_jax import report
+from stppo_jax.rollout import engine
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
 from stppo_jax.training import sharding
@@ -75,7 +75,7 @@ class Agent:
   """Plays without a model: one turn of a few tokens."""
 
   def __init__(self, slow_s):
-    self.timing_s = collections.defaultdict(float)
+    self.report = engine.Report()
     self.tokenizer = types.SimpleNamespace(pad_id=0, pieces=lambda ids: [str(i) for i in ids])
     self.sampler = types.SimpleNamespace(compiled_variants=dict)
     self.slow_s = slow_s
@@ -96,8 +96,8 @@ class Agent:
     return episodes
 
 
-def annotate(state, ref_params, batch):
-  del ref_params
+def annotate(state, ref_params, batch, rows, packings):
+  del ref_params, rows, packings
   old_logp = (batch.behaviour_logp + jnp.sin(_total(state)) * 0.1) * batch.action_mask
   return batch.replace(old_logp=old_logp), {
       'rollout_corr/kl': jnp.mean(batch.behaviour_logp - old_logp)}
@@ -108,7 +108,8 @@ def with_advantages(state, batch):
   return state, batch.replace(advantages=batch.rewards - 0.3), {'actor/kl_coef': state.kl_coef}
 
 
-def update_step(optimizer, state, batch, rows):
+def update_step(optimizer, state, batch, rows, packing):
+  del packing
   batch = jax.tree.map(lambda x: x[rows], batch)
 
   def loss(actor):

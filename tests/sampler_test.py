@@ -1,6 +1,8 @@
-"""The sampler: what it samples from, where it stops, and that its log-probs are the model's."""
+"""The sampler, as the engine drives it: what it samples from, where it stops, whose log-probs it tells."""
 
 import functools
+
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -11,7 +13,9 @@ import numpy as np
 from stppo_jax import chat
 from stppo_jax import types
 from stppo_jax.models import decoder
+from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.rollout import sampling
 
 VOCAB = 24
 CONFIG = decoder.ModelConfig(
@@ -31,7 +35,7 @@ def make_params(config=CONFIG):
 
 @functools.cache  # a sampler compiles a handful of programs
 def make_sampler(stops=('bca', 'hh'), eos=(EOS,), **settings):
-  defaults = dict(max_new=12, max_slots=64, slot_buckets=(64,), chunk_buckets=(4,))
+  defaults = dict(max_slots=64, rows=4, read_rows=2, slot_buckets=(64,), chunk_buckets=(4,), steps=8)
   table = chat.stop_automaton(TOKEN_BYTES, stops)
   return sampler_lib.Sampler(CONFIG, table, eos, **{**defaults, **settings})
 
@@ -88,7 +92,7 @@ class SampleTokenTest(parameterized.TestCase):
   def draw(self, logits, count, **settings):
     keys = jax.random.split(jax.random.key(1), count)
     rows = jnp.broadcast_to(jnp.asarray(logits), (count, len(logits)))
-    token, logp = jax.jit(lambda l, k: sampler_lib.sample_token(l, k, **settings))(rows, keys)
+    token, logp = jax.jit(lambda l, k: sampling.sample_token(l, k, **settings))(rows, keys)
     return np.asarray(token), np.asarray(logp)
 
   @parameterized.parameters(
@@ -154,19 +158,27 @@ class SamplerTest(parameterized.TestCase):
     self.keys = jax.random.split(jax.random.key(7), 4)
 
   def play(self, sampler, forced, budgets=None, keys=None):
-    """feed, generate, feed, generate, ..: per row all tokens, and (columns, log-probs) sampled."""
+    """Each row reads, speaks, reads, speaks, ..: per row all tokens, and (columns, log-probs) sampled."""
     keys = self.keys if keys is None else keys
-    state = sampler.start(keys)
-    rows, columns, logps = ([[] for _ in keys] for _ in range(3))
-    for round_ids in forced:
-      state = sampler.feed(self.params, state, round_ids)
-      state, tokens, logp = sampler.generate(self.params, state, budgets or [12] * len(rows))
-      for b, row in enumerate(rows):
-        row += list(round_ids[b])
-        columns[b] += range(len(row), len(row) + len(tokens[b]))
-        row += tokens[b].tolist()
-        logps[b] += logp[b].tolist()
-    np.testing.assert_array_equal(state.cache.length, [len(row) for row in rows])
+    rows = [list(ids) for ids in forced[0]]
+    columns, logps, turns = ([[] for _ in keys], [[] for _ in keys], [0] * len(keys))
+    budgets = budgets or [12] * len(keys)
+
+    def respond(said):
+      cues = []
+      for turn in said:
+        b = turn.index
+        turns[b] += 1
+        columns[b] += range(len(rows[b]), len(rows[b]) + len(turn.tokens))
+        logps[b] += turn.logp.tolist()
+        over = turns[b] == len(forced)
+        ids = () if over else forced[turns[b]][b]
+        rows[b] += [*turn.tokens.tolist(), *ids]
+        cues.append(engine.Cue(ids, 0 if over else budgets[b]))
+      return cues
+
+    prompts = [engine.Cue(ids, budget) for ids, budget in zip(forced[0], budgets)]
+    engine.run(sampler, self.params, prompts, keys, respond)
     return rows, columns, logps
 
   FORCED = (
@@ -206,7 +218,7 @@ class SamplerTest(parameterized.TestCase):
     rows, columns, _ = self.play(make_sampler(), self.FORCED)
     for row, at, key, logits in zip(rows, columns, self.keys, plain_logits(self.params, rows)):
       keys = jax.vmap(jax.random.fold_in, (None, 0))(key, np.array(at))
-      token, _ = sampler_lib.sample_token(jnp.asarray(logits[np.array(at) - 1]), keys)
+      token, _ = sampling.sample_token(jnp.asarray(logits[np.array(at) - 1]), keys)
       np.testing.assert_array_equal(token, np.array(row)[at])
 
   def test_a_row_depends_on_its_key_and_context_alone(self):
@@ -225,6 +237,8 @@ class SamplerTest(parameterized.TestCase):
     rows, _, _ = self.play(make_sampler(), self.FORCED)
     other = make_sampler(slot_buckets=(8, 24), chunk_buckets=(3, 9))
     self.assertEqual(rows, self.play(other, self.FORCED)[0])
+    in_place = make_sampler(read_rows=4)
+    self.assertEqual(rows, self.play(in_place, self.FORCED)[0])
 
   def test_turn_ends_exactly_where_a_stop_string_ends_or_at_eos(self):
     ended = {'stop': 0, 'eos': 0, 'budget': 0}
@@ -248,31 +262,74 @@ class SamplerTest(parameterized.TestCase):
     self.assertGreater(min(ended['stop'], ended['eos']), 0, ended)
 
   def test_budgets_and_idle_rows(self):
-    sampler = make_sampler(stops=(), eos=())
-    state = sampler.start(self.keys)
-    state = sampler.feed(self.params, state, [[1, 2], [], [3], [4, 5, 6, 7, 8]])
-    before = np.asarray(state.logits), np.asarray(state.cache.length)
-    state, tokens, _ = sampler.generate(self.params, state, [3, 0, 100, 0])
-    self.assertEqual([len(t) for t in tokens], [3, 0, 12, 0])
-    np.testing.assert_array_equal(state.cache.length, [5, 0, 13, 5])
-    np.testing.assert_array_equal(state.logits[3], before[0][3])
-    self.assertTrue(np.any(np.asarray(state.logits[0]) != before[0][0]))
-    # A row that stood still while others went on goes on as if nothing had been.
-    state, tokens, _ = sampler.generate(self.params, state, [0, 0, 0, 12])
-    alone, _, _ = self.play(sampler, [[[4, 5, 6, 7, 8]]], keys=self.keys[3:])
-    self.assertEqual(alone[0][5:], tokens[3].tolist())
+    sampler = make_sampler(stops=(), eos=(), read_rows=4)
+    context, lengths = sampler.read(
+      self.params, sampler.empty(4, 64), [[1, 2], [], [3], [4, 5, 6, 7, 8]], [0] * 4)
+    np.testing.assert_array_equal(lengths, [2, 0, 1, 5])
+    before, keys = np.asarray(context.logits), np.asarray(jax.random.key_data(self.keys))
+    still, calls = np.zeros(4, np.int32), []
 
-  def test_slots_run_out(self):
-    sampler = make_sampler(stops=(), eos=(), max_slots=10, slot_buckets=(8,))
-    state = sampler.feed(self.params, sampler.start(self.keys[:1]), [[1, 2, 3, 4]])
-    state, tokens, logp = sampler.generate(self.params, state, [6])  # to the very last slot
-    self.assertEqual(state.cache.k[0].shape[2], 10)
-    row = [1, 2, 3, 4, *tokens[0].tolist()]
-    np.testing.assert_allclose(logp[0], teacher_forced(self.params, [row])[0][4:], atol=1e-5)
-    with self.assertRaisesRegex(ValueError, 'no room'):
-      sampler.generate(self.params, state, [1])
+    def decode(context, lengths, budgets, steps=99, enough=99):
+      context, sampled = sampler.decode(
+        self.params, context, np.array(lengths, np.int32), keys, still,
+        np.array(budgets, np.int32), steps, enough)
+      calls.append(jax.device_get(sampled))
+      return context
+
+    context = decode(context, [2, 0, 1, 5], [3, 0, 100, 0])
+    self.assertEqual(calls[-1].counts.tolist(), [3, 0, 8, 0])  # a call has 8 steps
+    self.assertEqual(calls[-1].alive.tolist(), [False, False, True, False])
+    np.testing.assert_array_equal(context.logits[3], before[3])
+    self.assertTrue(np.any(np.asarray(context.logits[0]) != before[0]))
+    # A row that stood still while others went on goes on as if nothing had been.
+    context = decode(context, [5, 0, 9, 5], [0, 0, 0, 8])
+    alone, _, _ = self.play(
+      make_sampler(stops=(), eos=()), [[[4, 5, 6, 7, 8]]], budgets=[8], keys=self.keys[3:])
+    self.assertEqual(alone[0][5:], calls[-1].tokens[3].tolist())
+    # The call ends with the step in which enough rows have stopped.
+    context = decode(context, [5, 0, 9, 13], [2, 0, 5, 7], enough=2)
+    self.assertEqual(calls[-1].counts.tolist(), [2, 0, 5, 5])
+    decode(context, [7, 0, 14, 18], [9, 0, 9, 9], steps=3)
+    self.assertEqual(calls[-1].counts.tolist(), [3, 0, 3, 3])
+
+  @parameterized.parameters(1, 4)
+  def test_slots_run_out(self, read_rows):
+    sampler = make_sampler(
+      stops=(), eos=(), max_slots=10, slot_buckets=(8,), read_rows=read_rows)
+    rows, at, logp = self.play(sampler, [[[1, 2, 3, 4]]], budgets=[6], keys=self.keys[:1])
+    self.assertLen(rows[0], 10)  # to the very last slot
+    np.testing.assert_allclose(logp[0], teacher_forced(self.params, rows)[0][at[0]], atol=1e-5)
     with self.assertRaisesRegex(ValueError, 'do not fit'):
-      sampler.feed(self.params, state, [[1]])
+      self.play(sampler, [[[1, 2, 3, 4]]], budgets=[7], keys=self.keys[:1])
+    with self.assertRaisesRegex(ValueError, 'without any context'):
+      self.play(sampler, [[[]]], budgets=[1], keys=self.keys[:1])
+
+  def test_rows_taken_out_and_put_elsewhere(self):
+    sampler = make_sampler()
+    ids = [[5, 6, 7, 8, 9], [1, 2]]
+    pair, _ = sampler.read(self.params, sampler.empty(2, 64), ids, [0, 0])
+    band = sampler.put(
+      sampler.empty(4, 64), pair, np.array([3, 0], np.int32), np.array([0, 1], np.int32))
+    again = sampler.take(band, np.array([0, 3], np.int32))
+    np.testing.assert_array_equal(again.logits, np.asarray(pair.logits)[::-1])
+    np.testing.assert_array_equal(again.k[0][1], pair.k[0][0])
+    other = jax.tree.map(lambda x: x + 1, pair)
+    band = sampler.put(band, other, np.array([4, 1], np.int32), np.array([0, 1], np.int32))  # 4: none
+    np.testing.assert_array_equal(band.logits[1], other.logits[1])
+    np.testing.assert_array_equal(band.v[0][np.array([0, 3])], again.v[0])
+    np.testing.assert_array_equal(band.logits[2], 0)
+
+  def test_how_ids_are_cut(self):
+    """Regression of a promise: the cut of a row does not depend on its neighbours'."""
+    sampler, calls = make_sampler(chunk_buckets=(3, 8), read_rows=2), []
+    read = sampler._read
+    note = lambda params, context, tokens, starts, real: (
+      calls.append((tokens.shape[1], starts.tolist(), real.tolist()))
+      or read(params, context, tokens, starts, real))
+    with mock.patch.object(sampler, '_read', side_effect=note):
+      sampler.read(self.params, sampler.empty(2, 64), [list(range(20)), [1, 2, 3, 4]], [0, 5])
+    self.assertEqual(calls, [
+      (8, [0, 5], [8, 0]), (8, [8, 5], [8, 0]), (3, [16, 5], [3, 3]), (3, [19, 8], [1, 1])])
 
   def test_no_compile_in_the_second_batch(self):
     sampler = make_sampler()

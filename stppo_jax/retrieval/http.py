@@ -85,7 +85,7 @@ class HttpRetriever:
     self._sleep = sleep
     self._cache: collections.OrderedDict[tuple[str, int], list[types.Passage]] = (
         collections.OrderedDict())
-    self._lock = threading.Lock()  # of the counters and the jitter
+    self._lock = threading.Lock()  # of the counters, the jitter and the cache: callers have threads
     self._session = requests.Session()
     self._session.trust_env = False
     for scheme in ('http://', 'https://'):
@@ -95,21 +95,24 @@ class HttpRetriever:
   def search(self, queries: Sequence[str], top_k: int) -> list[list[types.Passage] | None]:
     """As in `protocol.Retriever`. Equal queries are sent once; none are sent if all are cached."""
     found = {}
-    for query in queries:
-      cached = self._cache.get((query, top_k))
-      if cached is not None:
-        self._cache.move_to_end((query, top_k))
-        self.cache_hits += 1
-        found[query] = cached
+    with self._lock:
+      for query in queries:
+        cached = self._cache.get((query, top_k))
+        if cached is not None:
+          self._cache.move_to_end((query, top_k))
+          self.cache_hits += 1
+          found[query] = cached
     missing = [query for query in dict.fromkeys(queries) if query not in found]
     if missing:
       fetched = dict(zip(missing, self._fetch(missing, top_k)))
-      for query, passages in fetched.items():
-        if passages is not None:
-          self._remember((query, top_k), passages)
+      with self._lock:
+        for query, passages in fetched.items():
+          if passages is not None:
+            self._remember((query, top_k), passages)
       found.update(fetched)
     results = [found[query] for query in queries]
-    self.failures += sum(passages is None for passages in results)
+    with self._lock:
+      self.failures += sum(passages is None for passages in results)
     return [None if passages is None else list(passages) for passages in results]
 
   def _remember(self, key: tuple[str, int], passages: list[types.Passage]) -> None:

@@ -1,16 +1,15 @@
 """Plays many environments at once: tasks in, Episodes out, ids all the way.
 
-Each round reads what came back (prefill), samples one turn of every live row (decode), and steps
-the environments together, so that one retriever call serves them all. An agent's turn is decoded
-for the environment to read; what is kept, and read again by the model, are the sampled ids.
+The engine decides who speaks when; turns that end together step their environments together, so that
+one retriever call serves them all. An agent's turn is decoded for the environment to read; what is
+kept, and read again by the model, are the sampled ids.
 """
 
 import collections
-import contextlib
 import dataclasses
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import chex
 import jax
@@ -19,7 +18,11 @@ import numpy as np
 from stppo_jax import chat
 from stppo_jax import types
 from stppo_jax.envs import protocol
+from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
+
+_OVER = engine.Cue(ids=(), budget=0)
+StepEnvs = Callable[[Sequence[protocol.Env], Sequence[str]], Sequence[protocol.Step]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,47 +41,48 @@ class Limits:
         raise types.UserError(f'{field.name}={getattr(self, field.name)}: give 1 or more')
 
 
-@dataclasses.dataclass
-class _Row:
-  """An episode under way."""
-
-  env: protocol.Env
-  episode: types.Episode
-  unread: list[int]  # ids the model has not read yet; empty once the row is over
-  length: int  # of the context, with `unread`
-  alive: bool = True
-
-
 def play(
   sampler: sampler_lib.Sampler,
   params,
   tokenizer: chat.Tokenizer,
-  envs: Sequence[protocol.Env],  # one a row, each made for its task
+  envs: Sequence[protocol.Env],  # each made for its task
   tasks: Sequence[types.Task],
   groups: Sequence[int],
-  keys: jax.Array,  # [rows] random keys, see `row_keys`
+  keys: jax.Array,  # [episodes] random keys, see `row_keys`
   limits: Limits,
-  timing_s: dict[str, float] | None = None,  # 'prefill', 'decode' and 'env' are added to
-) -> list[types.Episode]:
-  """One episode for each environment, in their order.
+  step_envs: StepEnvs = protocol.step_all,
+  threads: int = 0,  # calls of `step_envs` at once, of environments that are not stepped meanwhile
+) -> tuple[list[types.Episode], engine.Report]:
+  """One episode for each environment, in their order, and what they took.
 
-  With more environments than the sampler's largest row bucket, they are played in several waves.
+  An episode depends on its environment, key and prompt: not on the others, nor on how long any
+  environment takes. Environments that share something are to lock it if there are threads.
   """
   chex.assert_equal(len(envs), len(tasks))
   chex.assert_equal(len(envs), len(groups))
-  chex.assert_equal(len(envs), keys.shape[0])
   if limits.max_total_tokens > sampler.max_slots:
     raise types.UserError(
       f'max_total_tokens={limits.max_total_tokens} but the sampler was built for '
       f'max_slots={sampler.max_slots}: build it for at least as many'
     )
-  timing_s = {} if timing_s is None else timing_s
-  with _timed(timing_s, 'env'):
-    rows = [_reset(*row, tokenizer, limits) for row in zip(envs, tasks, groups)]
-  for start in range(0, len(rows), sampler.row_buckets[-1]):
-    wave = slice(start, start + sampler.row_buckets[-1])
-    _play_wave(sampler, params, tokenizer, rows[wave], keys[wave], limits, timing_s)
-  return [row.episode for row in rows]
+  started = time.perf_counter()
+  episodes, prompts = [], []
+  for env, task, group in zip(envs, tasks, groups):
+    message = protocol.with_suffix(*protocol.isolated_reset(env))
+    episode, cue = _begin(task, group, chat.encode_prompt(tokenizer, message), limits)
+    episodes.append(episode)
+    prompts.append(cue)
+  reset_s = time.perf_counter() - started
+
+  def respond(turns: list[engine.Said]) -> list[engine.Cue]:
+    actions = [_action_text(tokenizer, turn.tokens) for turn in turns]
+    outcomes = step_envs([envs[turn.index] for turn in turns], actions)
+    return [_record(episodes[turn.index], turn, outcome, tokenizer, limits)
+            for turn, outcome in zip(turns, outcomes)]
+
+  report = engine.run(sampler, params, prompts, keys, respond, threads)
+  report.seconds['env'] += reset_s
+  return episodes, report
 
 
 def row_keys(key: jax.Array, tasks: Sequence[types.Task]) -> jax.Array:
@@ -93,29 +97,8 @@ def row_keys(key: jax.Array, tasks: Sequence[types.Task]) -> jax.Array:
   return jax.vmap(fold)(ids, samples)
 
 
-def _play_wave(sampler, params, tokenizer, rows, keys, limits, timing_s):
-  """Plays `rows` to their ends, in place."""
-  bucket = sampler.row_bucket(len(rows))
-  idle = bucket - len(rows)  # rows of padding: no context, no budget
-  state = sampler.start(keys[np.minimum(np.arange(bucket), len(rows) - 1)])
-  while any(row.alive for row in rows):
-    with _timed(timing_s, 'prefill'):
-      state = sampler.feed(params, state, [row.unread for row in rows] + [[]] * idle)
-      jax.block_until_ready(state.logits)
-    with _timed(timing_s, 'decode'):
-      budgets = [_budget(row, limits) for row in rows] + [0] * idle
-      state, tokens, logp = sampler.generate(params, state, budgets)
-    with _timed(timing_s, 'env'):
-      turns = [(row, t, lp) for row, t, lp in zip(rows, tokens, logp) if row.alive]
-      actions = [_action_text(tokenizer, t) for _, t, _ in turns]
-      outcomes = protocol.step_all([row.env for row, _, _ in turns], actions)
-      for (row, t, lp), outcome in zip(turns, outcomes):
-        _record(row, t, lp, outcome, tokenizer, limits)
-
-
-def _reset(env, task, group, tokenizer, limits) -> _Row:
-  message = protocol.with_suffix(*protocol.isolated_reset(env))
-  prompt = chat.encode_prompt(tokenizer, message)
+def _begin(task, group, prompt: list[int], limits: Limits) -> tuple[types.Episode, engine.Cue]:
+  """An episode without turns. One whose prompt is too long is over."""
   longest = min(limits.max_prompt_tokens, limits.max_total_tokens - _least_turn(limits))
   fits = 0 < len(prompt) <= longest
   episode = types.Episode(
@@ -128,14 +111,12 @@ def _reset(env, task, group, tokenizer, limits) -> _Row:
     metrics={'em': 0.0, 'f1': 0.0, 'searches': 0.0, 'invalid': 0.0, 'turns': 0.0},
   )
   episode.metrics['prompt_too_long'] = float(not fits)
-  return _Row(env, episode, unread=prompt if fits else [], length=len(prompt), alive=fits)
+  return episode, _cue(prompt, len(prompt), limits) if fits else _OVER
 
 
-def _budget(row: _Row, limits: Limits) -> int:
-  """How many tokens the row may sample in this turn."""
-  if not row.alive:
-    return 0
-  return min(limits.max_turn_tokens, limits.max_total_tokens - row.length)
+def _cue(ids: list[int], length: int, limits: Limits) -> engine.Cue:
+  """Read `ids`, with which the context is `length` long, and say a turn."""
+  return engine.Cue(ids, min(limits.max_turn_tokens, limits.max_total_tokens - length))
 
 
 def _least_turn(limits: Limits) -> int:
@@ -147,12 +128,12 @@ def _action_text(tokenizer: chat.Tokenizer, tokens: np.ndarray) -> str:
   return tokenizer.decode(tokens[:-1] if tokens[-1] in tokenizer.eos_ids else tokens)
 
 
-def _record(row: _Row, tokens, logp, outcome, tokenizer: chat.Tokenizer, limits: Limits) -> None:
-  """Adds a turn and its outcome to the row's episode; decides whether and how it goes on."""
+def _record(episode: types.Episode, said: engine.Said, outcome: protocol.Step,
+            tokenizer: chat.Tokenizer, limits: Limits) -> engine.Cue:
+  """Adds a turn and its outcome to the episode; how it goes on."""
   observation, reward, terminated, truncated, info = outcome
-  episode = row.episode
   action = info.get('action', 'other')  # a GEM environment names none
-  turn = types.Turn(tokens, logp, observation=np.zeros((0,), np.int32), action=action)
+  turn = types.Turn(said.tokens, said.logp, observation=np.zeros((0,), np.int32), action=action)
   episode.turns.append(turn)
   episode.score += float(reward)
   episode.failed |= bool(info.get('retrieval_failed', False))
@@ -161,25 +142,15 @@ def _record(row: _Row, tokens, logp, outcome, tokenizer: chat.Tokenizer, limits:
   episode.metrics['invalid'] += action == 'invalid'
   for name in ('em', 'f1'):
     episode.metrics[name] = float(info.get(name, episode.metrics[name]))
-  row.length += len(tokens)
-  row.unread = []
   if terminated or truncated:
     episode.truncated = bool(truncated)
-    row.alive = False
-    return
+    return _OVER
   text = protocol.with_suffix(observation, info)
   ids = chat.encode_observation(tokenizer, text, limits.max_observation_tokens)
-  if row.length + len(ids) + _least_turn(limits) > limits.max_total_tokens:
+  length = len(episode.prompt) + len(ids) + sum(
+    len(turn.tokens) + len(turn.observation) for turn in episode.turns)
+  if length + _least_turn(limits) > limits.max_total_tokens:
     episode.truncated = True
-    row.alive = False
-    return
+    return _OVER
   turn.observation = np.array(ids, np.int32)
-  row.unread = ids
-  row.length += len(ids)
-
-
-@contextlib.contextmanager
-def _timed(timing_s: dict[str, float], name: str):
-  start = time.perf_counter()
-  yield
-  timing_s[name] = timing_s.get(name, 0.0) + time.perf_counter() - start
+  return _cue(ids, length, limits)

@@ -205,8 +205,7 @@ def train_on(run, pipeline, number, n):
   metrics |= {name: float(np.mean([step[name] for step in steps])) for name in steps[0]}
   metrics['actor/skipped'] = max(step['actor/skipped'] for step in steps)
   metrics['pipeline/staleness'] = sampled.staleness
-  timing |= sampled.timing_s
-  metrics |= {f'timing_s/{name}': seconds for name, seconds in timing.items()}
+  metrics |= sampled.measured | {f'timing_s/{name}': seconds for name, seconds in timing.items()}
   metrics |= episode_metrics(episodes)
   num_tokens = int(lengths.sum())
   num_computed = sum(

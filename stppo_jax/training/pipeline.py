@@ -30,14 +30,14 @@ class Sampled:
   number: int  # of the batch: its questions and its random key
   staleness: int  # updates between the parameters that sampled it and those it will find
   episodes: list[types.Episode]
-  timing_s: dict[str, float]
+  measured: dict[str, float]  # metrics of its sampling: timing_s/gen.., perf/..
 
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
   """The batches of a run by number, from 1: each a function of the parameters, seed and number."""
 
-  agent: object  # evaluation.Agent: plays, and says how long its parts took
+  agent: object  # evaluation.Agent: plays, and reports what it took
   stream: object  # tasks.TaskStream
   group_size: int  # episodes a question
   seed: int
@@ -51,12 +51,10 @@ class Batches:
     tasks = self.tasks(number)
     groups = [i // self.group_size for i in range(len(tasks))]
     key, _ = batch_keys(self.seed, number)
-    self.agent.timing_s.clear()
     started = time.perf_counter()
     episodes = self.agent.play(params, tasks, episode_loop.row_keys(key, tasks), groups)
-    timing_s = {f'gen_{phase}': seconds for phase, seconds in self.agent.timing_s.items()}
-    return Sampled(
-        number, staleness, episodes, timing_s | {'gen': time.perf_counter() - started})
+    measured = {'timing_s/gen': time.perf_counter() - started} | self.agent.report.metrics()
+    return Sampled(number, staleness, episodes, measured)
 
 
 def batch_keys(seed, number):
@@ -120,7 +118,7 @@ def to_json(batch):
   return {
       'number': batch.number,
       'staleness': batch.staleness,
-      'timing_s': dict(batch.timing_s),
+      'measured': dict(batch.measured),
       'episodes': [
           {'task': episode.task.id, 'group': int(episode.group), 'prompt': episode.prompt.tolist(),
            'turns': [
@@ -148,7 +146,7 @@ def from_json(record, tasks):
     episodes.append(types.Episode(
         task, row['group'], ids(row['prompt']), turns, row['score'], row['truncated'], row['failed'],
         row['metrics']))
-  return Sampled(record['number'], record['staleness'], episodes, record['timing_s'])
+  return Sampled(record['number'], record['staleness'], episodes, record['measured'])
 
 
 def _done(batch):

@@ -1,0 +1,396 @@
+"""Continuous batching: many dialogues over few rows, each row refilled as soon as its dialogue is over.
+
+A dialogue is read (prefill), says a turn (decode), and waits for the world's answer, which is read in its
+turn. Rows stand in bands, and one device call decodes one band. While it runs, the host hands
+the turns that ended before to the world, and the call after it waits in the device's queue.
+
+  band 0   | decode | read, decode |                | read, decode | ..
+  band 1                           | read, decode   |
+  world             |  answers of band 0  |  answers of band 1  | ..       (in threads: late, in any order)
+
+What a dialogue says depends on its key and its ids alone. With `threads=0` the whole schedule is a function
+of what was said and answered, so that many hosts take the same steps. With threads it follows the
+clock, and shows in nothing but a row's neighbours and the number of slots of its band: of those the
+numbers of a row are independent up to rounding, and exactly so on a CPU in float32 (tests hold it to that).
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+
+import chex
+import jax
+import numpy as np
+
+from stppo_jax.rollout import sampler as sampler_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Cue:
+  """What a dialogue hears next."""
+
+  ids: Sequence[int]  # to be read first
+  budget: int  # most tokens of the turn that follows; 0 ends the dialogue
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+  """A turn that ended."""
+
+  index: int  # of its dialogue
+  tokens: np.ndarray  # [n] int32
+  logp: np.ndarray  # [n] float32
+
+
+@dataclasses.dataclass
+class Report:
+  """What a run took. The seconds are the host's, and add up to the whole."""
+
+  seconds: dict[str, float] = dataclasses.field(
+    default_factory=lambda: {'prefill': 0.0, 'decode': 0.0, 'env': 0.0})
+  prefill_tokens: int = 0  # ids that were read
+  shared_tokens: int = 0  # ids of prompts that were copied from a neighbour's context instead
+  sampled_tokens: int = 0
+  decode_steps: int = 0  # of one band each
+
+  @property
+  def rows_busy(self) -> float:
+    """How many rows of a band sampled, in the mean over all steps."""
+    return self.sampled_tokens / max(self.decode_steps, 1)
+
+  def metrics(self) -> dict[str, float]:
+    """The report under the names of metrics.jsonl."""
+    names = ('rows_busy', 'decode_steps', 'prefill_tokens', 'shared_tokens')
+    return {f'timing_s/gen_{phase}': seconds for phase, seconds in self.seconds.items()} | {
+      f'perf/{name}': getattr(self, name) for name in names}
+
+
+def run(
+  sampler: sampler_lib.Sampler,
+  params,
+  prompts: Sequence[Cue],
+  keys: jax.Array,  # [dialogues]
+  respond: Callable[[list[Said]], list[Cue]],  # called from threads, if there are any
+  threads: int = 0,  # calls of `respond` under way at once; 0: none, the engine waits for each
+) -> Report:
+  """Plays every dialogue to its end; those with budget 0 are over before they begin.
+
+  Dialogues start in their order. What `respond` raises ends the run, and is raised here.
+  """
+  chex.assert_equal(len(prompts), keys.shape[0])
+  with _World(respond, threads) as world:
+    engine = _Engine(sampler, params, prompts, keys, world)
+    engine.run()
+    return engine.report
+
+
+class _World:
+  """Answers turns, in threads or on the spot."""
+
+  def __init__(self, respond, threads):
+    self._respond = respond
+    self._pool = futures.ThreadPoolExecutor(threads, 'rollout') if threads else None
+    self._under_way: dict[futures.Future, list[Said]] = {}
+    self._answered: list[tuple[int, Cue]] = []
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, kind, *unused_error):
+    if self._pool is not None:  # after an error nobody waits for answers that nobody wants
+      self._pool.shutdown(wait=kind is None, cancel_futures=True)
+
+  def hand_over(self, turns: list[Said]) -> None:
+    """Takes turns that ended together: one call of `respond`."""
+    if not turns:
+      return
+    if self._pool is None:
+      self._note(turns, self._respond(turns))
+    else:
+      self._under_way[self._pool.submit(self._respond, turns)] = turns
+
+  def answers(self, wait: bool) -> list[tuple[int, Cue]]:
+    """(dialogue, cue) of what was answered since the last call; with `wait` at least one, if any is due."""
+    if self._under_way:
+      timeout = None if wait and not self._answered else 0
+      done, _ = futures.wait(self._under_way, timeout, futures.FIRST_COMPLETED)
+      for future in done:
+        self._note(self._under_way.pop(future), future.result())
+    answered, self._answered = self._answered, []
+    return answered
+
+  def _note(self, turns, cues):
+    chex.assert_equal(len(turns), len(cues))
+    self._answered += [(turn.index, cue) for turn, cue in zip(turns, cues)]
+
+
+@dataclasses.dataclass(eq=False)
+class _Row:
+  """A dialogue under way, and where it stands."""
+
+  index: int
+  ids: Sequence[int]  # not read yet
+  left: int  # tokens that its turn may still have
+  length: int = 0  # of its context
+  phase: str = 'ready'  # to be read; then 'speaking'; then 'waiting' for the world
+  stop_state: int = 0  # of the stop automaton
+  tokens: list[np.ndarray] = dataclasses.field(default_factory=list)  # of the turn so far
+  logp: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+  def length_with_ids(self) -> int:
+    """Of the context, once all is read."""
+    return self.length + len(self.ids)
+
+  def has_read(self) -> None:
+    """The row goes on to speak."""
+    self.length, self.ids, self.phase = self.length_with_ids(), (), 'speaking'
+
+
+@dataclasses.dataclass(eq=False)
+class _Band:
+  """Rows that are decoded together; None is a free one."""
+
+  context: sampler_lib.Context
+  rows: list[_Row | None]
+
+  def places(self, phase: str) -> list[int]:
+    """Where the rows of a phase are."""
+    return [b for b, row in enumerate(self.rows) if row is not None and row.phase == phase]
+
+  def free(self) -> list[int]:
+    """Where no row is."""
+    return [b for b, row in enumerate(self.rows) if row is None]
+
+
+@dataclasses.dataclass
+class _Call:
+  """A band that the device is decoding."""
+
+  band: _Band
+  lengths_read: jax.Array | None  # there once all reading before it is done
+  sampled: sampler_lib.Sampled
+
+
+class _Engine:
+  """One run."""
+
+  def __init__(self, sampler, params, prompts, keys, world):
+    self.report = Report()
+    self._sampler, self._params, self._world = sampler, params, world
+    self._keys = np.asarray(jax.random.key_data(keys))
+    self._queue = collections.deque(
+      _Row(i, cue.ids, cue.budget) for i, cue in enumerate(prompts) if cue.budget > 0)
+    self._seats: dict[int, tuple[_Band, int]] = {}  # dialogue under way -> its place
+    self._bands: list[_Band] = []
+    self._kept = None  # (prompt, context, row in it) that the next in the queue begins with
+    self._last_read = None  # what the last reading of a launch computes: the new lengths
+    self._clock = time.perf_counter()
+
+  def run(self):
+    """Until nothing is left."""
+    running = None
+    while self._queue or self._seats:
+      band = self._next_band(running)
+      launched = None if band is None else self._launch(band)
+      self._listen(wait=running is None and launched is None)
+      if running is not None:
+        self._world.hand_over(self._finish(running))
+        self._listen()
+      running = launched
+
+  def _lap(self, name):
+    """The time since the last lap goes to `name`."""
+    now = time.perf_counter()
+    self.report.seconds[name] += now - self._clock
+    self._clock = now
+
+  def _next_band(self, running: _Call | None) -> _Band | None:
+    """The band, of those that the device is not at, in which most rows can speak."""
+
+    def speakers(band):
+      return (len(band.places('speaking')) + len(band.places('ready'))
+              + min(len(band.free()), len(self._queue)))
+
+    bands = [band for band in self._bands if running is None or band is not running.band]
+    band = max(bands, key=speakers, default=None)  # the first of several
+    most = 0 if band is None else speakers(band)
+    width = self._sampler.width
+    if len(self._bands) < self._sampler.num_bands and most < min(width, len(self._queue)):
+      slots = self._sampler.slot_buckets[0]
+      self._bands.append(_Band(self._sampler.empty(width, slots), [None] * width))
+      return self._bands[-1]
+    return band if most else None
+
+  def _launch(self, band: _Band) -> _Call | None:
+    """Seats and reads who is ready, and starts to decode; returns before the device is done."""
+    self._last_read = None
+    self._admit(band)
+    self._read_in_place(band) if self._sampler.in_place else self._read_elsewhere(band)
+    self._lap('prefill')
+    places = band.places('speaking')
+    if not places:
+      return None
+    rows, width = [band.rows[b] for b in places], self._sampler.width
+    longest = max(row.length for row in rows)
+    band.context = self._sampler.with_room(band.context, longest + 1)
+    lengths, stop_state, budgets = np.zeros((3, width), np.int32)
+    keys = np.zeros((width, *self._keys.shape[1:]), self._keys.dtype)
+    for b, row in enumerate(band.rows):
+      if row is not None:  # rows that stand still are written to as well, behind their end
+        lengths[b] = row.length
+      if row is not None and row.phase == 'speaking':
+        stop_state[b], budgets[b], keys[b] = row.stop_state, row.left, self._keys[row.index]
+    band.context, sampled = self._sampler.decode(
+      self._params, band.context, lengths, keys, stop_state, budgets,
+      steps=band.context.slots - longest, enough=-(-len(rows) // 4))
+    self._lap('decode')
+    return _Call(band, self._last_read, sampled)
+
+  def _finish(self, call: _Call) -> list[Said]:
+    """Waits for the device; the turns that ended."""
+    jax.block_until_ready(call.lengths_read)
+    self._lap('prefill')
+    sampled = jax.device_get(call.sampled)
+    said = []
+    for b in call.band.places('speaking'):
+      row, count = call.band.rows[b], int(sampled.counts[b])
+      row.tokens.append(sampled.tokens[b, :count])
+      row.logp.append(sampled.logp[b, :count])
+      row.length += count
+      row.left -= count
+      row.stop_state = int(sampled.stop_state[b])
+      if not sampled.alive[b]:
+        said.append(Said(row.index, np.concatenate(row.tokens), np.concatenate(row.logp)))
+        row.phase, row.stop_state, row.tokens, row.logp = 'waiting', 0, [], []
+    self.report.decode_steps += int(sampled.counts.max())
+    self.report.sampled_tokens += int(sampled.counts.sum())
+    self._lap('decode')
+    return said
+
+  def _listen(self, wait: bool = False) -> None:
+    """Takes in what the world has answered."""
+    for index, cue in self._world.answers(wait):
+      band, b = self._seats[index]
+      row = band.rows[b]
+      row.ids, row.left, row.phase = cue.ids, cue.budget, 'ready'
+      if cue.budget > 0:
+        self._check_room(row)
+      else:
+        band.rows[b] = None
+        del self._seats[index]
+    self._lap('env')
+
+  def _check_room(self, row):
+    if row.length_with_ids() == 0:
+      raise ValueError('a dialogue without any context cannot be sampled: give it a prompt')
+    if row.length_with_ids() + row.left > self._sampler.max_slots:
+      raise ValueError(
+        f'{row.length} tokens, {len(row.ids)} to read and a turn of {row.left} do not fit in '
+        f'max_slots={self._sampler.max_slots}: lower the budget')
+
+  def _seat(self, row: _Row, band: _Band, b: int) -> None:
+    band.rows[b] = row
+    self._seats[row.index] = (band, b)
+
+  def _admit(self, band: _Band) -> None:
+    """Gives the free rows to the next dialogues, and reads their prompts but for `in_place`.
+
+    Each prompt is read once; its other rows, now or when they get a place, are copies of the first.
+    """
+    by_prompt: dict[tuple[int, ...], list[_Row]] = {}
+    for b in band.free()[: len(self._queue)]:
+      row = self._queue.popleft()
+      self._check_room(row)
+      self._seat(row, band, b)
+      by_prompt.setdefault(tuple(row.ids), []).append(row)
+    if self._sampler.in_place or not by_prompt:
+      return
+    if self._kept and (rows := by_prompt.pop(self._kept[0], None)):
+      self._copy(*self._kept[1:], band, rows)
+    upcoming = tuple(self._queue[0].ids) if self._queue else None
+    if self._kept and self._kept[0] != upcoming:
+      self._kept = None
+    prompts = sorted(by_prompt, key=len)  # alike in length, they are cut alike
+    for i in range(0, len(prompts), self._sampler.read_rows):
+      batch = prompts[i : i + self._sampler.read_rows]
+      band.context = self._sampler.with_room(band.context, len(batch[-1]))
+      context = self._read(
+        self._sampler.empty(self._sampler.read_rows, band.context.slots), batch, [0] * len(batch))
+      for source, prompt in enumerate(batch):
+        self.report.shared_tokens -= len(prompt)  # of the row that it was read for
+        self._copy(context, source, band, by_prompt[prompt])
+        if prompt == upcoming:
+          self._kept = prompt, context, source
+
+  def _copy(self, context, source: int, band: _Band, rows: list[_Row]) -> None:
+    """Puts a prompt's context into the rows of its dialogues."""
+    size = self._sampler.read_rows
+    band.context = self._sampler.with_room(band.context, context.slots)
+    for i in range(0, len(rows), size):
+      places = [self._seats[row.index][1] for row in rows[i : i + size]]
+      self._put(band, context, places, [source] * len(places))
+    for row in rows:
+      self.report.shared_tokens += len(row.ids)
+      row.has_read()
+
+  def _put(self, band, context, targets, sources):
+    """Row sources[i] of `context` becomes row targets[i] of the band."""
+    none = self._sampler.read_rows - len(targets)
+    band.context = self._sampler.put(
+      band.context, context, np.array([*targets, *[self._sampler.width] * none], np.int32),
+      np.array([*sources, *[0] * none], np.int32))
+
+  def _read(self, context, ids, starts):
+    """`Sampler.read` of the first rows of `context`, counted."""
+    self.report.prefill_tokens += sum(map(len, ids))
+    none = self._sampler.read_rows - len(ids)
+    context, lengths = self._sampler.read(
+      self._params, context, [*ids, *[()] * none], [*starts, *[0] * none])
+    self._last_read = self._last_read if lengths is None else lengths
+    return context
+
+  def _read_in_place(self, band: _Band) -> None:
+    """Reads what the band's rows have not read yet; those that have stand still."""
+    ready = [band.rows[b] for b in band.places('ready')]
+    if not ready:
+      return
+    ids = [() if row is None else row.ids for row in band.rows]
+    starts = [0 if row is None else row.length for row in band.rows]
+    band.context = self._sampler.with_room(band.context, max(map(_Row.length_with_ids, ready)))
+    band.context = self._read(band.context, ids, starts)
+    for row in ready:
+      row.has_read()
+
+  def _read_elsewhere(self, band: _Band) -> None:
+    """The same on rows taken out, and put back after. In the end, when the queue is empty, rows of
+    emptier bands are put here, so that ever fewer bands have to be decoded."""
+    for source, places in self._to_read(band):
+      for i in range(0, len(places), self._sampler.read_rows):
+        batch = places[i : i + self._sampler.read_rows]
+        rows = [source.rows[b] for b in batch]
+        needed = max(map(_Row.length_with_ids, rows))
+        band.context = self._sampler.with_room(band.context, max(needed, source.context.slots))
+        taken = self._sampler.take(
+          source.context, np.array(batch + [0] * (self._sampler.read_rows - len(batch)), np.int32))
+        taken = self._sampler.with_room(taken, band.context.slots)
+        taken = self._read(taken, [row.ids for row in rows], [row.length for row in rows])
+        if source is not band:
+          for row, b, target in zip(rows, batch, band.free()):
+            source.rows[b] = None
+            self._seat(row, band, target)
+        self._put(band, taken, [self._seats[row.index][1] for row in rows], range(len(rows)))
+        for row in rows:
+          row.has_read()
+
+  def _to_read(self, band: _Band) -> Iterator[tuple[_Band, list[int]]]:
+    """(where they are, places) of the rows to be read for `band`; the short before the long."""
+    yield band, self._by_length(band, len(band.rows))
+    for other in self._bands:
+      if not self._queue and len(other.free()) > len(band.free()) > 0:
+        yield other, self._by_length(other, len(band.free()))
+
+  def _by_length(self, band, count):
+    """At most so many ready rows, those of like length beside each other: they are cut alike."""
+    return sorted(band.places('ready')[:count], key=lambda b: len(band.rows[b].ids))

@@ -1,0 +1,244 @@
+"""Continuous batching: whatever the order, the rows, the bands and the clock, the dialogues are the same."""
+
+import collections
+import functools
+import random
+import threading
+import time
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import numpy as np
+
+from stppo_jax import chat
+from stppo_jax.models import decoder
+from stppo_jax.rollout import engine
+from stppo_jax.rollout import sampler as sampler_lib
+
+VOCAB = 24
+CONFIG = decoder.ModelConfig(
+  vocab_size=VOCAB, d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=32,
+)
+TOKEN_BYTES = tuple(bytes([97 + i]) for i in range(VOCAB))
+SLOTS, TURN = 128, 10
+BUCKETS = (32, 64, SLOTS)
+
+
+@functools.cache
+def make_params():
+  """Random weights, large enough that the context matters and no distribution is uniform."""
+  enlarge = lambda path, w: w if path[-1].key == 'scale' else 12.0 * w
+  params = jax.jit(decoder.init, static_argnums=1)(jax.random.key(0), CONFIG)
+  return jax.tree_util.tree_map_with_path(enlarge, params)
+
+
+@functools.cache  # a sampler compiles a handful of programs
+def make_sampler(**settings):
+  table = chat.stop_automaton(TOKEN_BYTES, ('bc', 'hh', 'a'))
+  defaults = dict(
+    rows=8, width=4, read_rows=2, steps=6, slot_buckets=BUCKETS, chunk_buckets=(4, 8))
+  return sampler_lib.Sampler(CONFIG, table, (3,), SLOTS, **{**defaults, **settings})
+
+
+def make_dialogues(count, seed=0):
+  """[(prompt, [observations])] of 1 to 4 turns; the lengths differ."""
+  rng = np.random.default_rng(seed)
+  ids = lambda most: rng.integers(0, VOCAB, rng.integers(1, most)).tolist()
+  return [(ids(20), [ids(15) if rng.random() < 0.8 else [] for _ in range(rng.integers(4))])
+          for _ in range(count)]
+
+
+def play(dialogues, keys, sampler=None, threads=0, delay=lambda: None):
+  """([[(tokens, logp) of each turn] of each dialogue], Report, the order of turns)."""
+  turns, order = [[] for _ in dialogues], []
+
+  def respond(said):
+    delay()
+    cues = []
+    for turn in said:
+      order.append(turn.index)
+      turns[turn.index].append((turn.tokens.tolist(), turn.logp.tolist()))
+      observations = dialogues[turn.index][1]
+      k = len(turns[turn.index])
+      over = k > len(observations)
+      cues.append(engine.Cue(() if over else observations[k - 1], 0 if over else TURN))
+    return cues
+
+  prompts = [engine.Cue(prompt, TURN) for prompt, _ in dialogues]
+  report = engine.run(
+    sampler or make_sampler(), make_params(), prompts, keys, respond, threads)
+  return turns, report, order
+
+
+@jax.jit
+def plain_logp(params, tokens):
+  x, _ = decoder.hidden(params, CONFIG, tokens, None)
+  return decoder.token_logp(params, CONFIG, x, tokens)[0]
+
+
+class EngineTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.dialogues = make_dialogues(23)
+    self.keys = jax.random.split(jax.random.key(1), 23)
+    self.want, self.report, _ = play(self.dialogues, self.keys)
+
+  def test_logp_is_that_of_one_forward(self):
+    """Across chunks, growth, reused rows and rows that moved: each token is the model's."""
+    rows = np.zeros((23, SLOTS), np.int32)
+    found = np.zeros((23, SLOTS), np.float32)
+    for b, ((prompt, observations), turns) in enumerate(zip(self.dialogues, self.want)):
+      self.assertLen(turns, len(observations) + 1)
+      row, logps = [*prompt], [0.0] * len(prompt)
+      for (tokens, logp), observation in zip(turns, [*observations, []]):
+        row += [*tokens, *observation]
+        logps += [*logp, *[0.0] * len(observation)]
+      rows[b, : len(row)], found[b, : len(row)] = row, logps
+    want = np.asarray(plain_logp(make_params(), rows))
+    np.testing.assert_allclose(found, np.where(found != 0, want, 0), atol=2e-5)
+    self.assertGreater((found != 0).sum(), 200)
+
+  @parameterized.product(threads=(0, 1, 4), seed=(0, 1))
+  def test_shuffled_arrivals_and_slow_retrievers(self, threads, seed):
+    """Exactly the same, log-probs too: every call has the same numbers of rows."""
+    rng = random.Random(seed)
+    order = np.random.default_rng(seed).permutation(23)
+    delay = (lambda: time.sleep(rng.uniform(0, 0.02))) if threads else (lambda: None)
+    got, _, _ = play([self.dialogues[i] for i in order], self.keys[order], None, threads, delay)
+    self.assertEqual(got, [self.want[i] for i in order])
+
+  @parameterized.parameters(
+    dict(rows=4), dict(rows=32), dict(rows=12, steps=3), dict(slot_buckets=(SLOTS,)))
+  def test_rows_and_buckets_change_nothing(self, **settings):
+    got, _, _ = play(self.dialogues, self.keys, make_sampler(**settings))
+    self.assertEqual(got, self.want)
+
+  @parameterized.parameters(
+    dict(width=8), dict(width=3, rows=3), dict(read_rows=4), dict(width=1, rows=1),
+    dict(chunk_buckets=(5,)))
+  def test_other_shapes_change_the_last_digits_only(self, **settings):
+    got, _, _ = play(self.dialogues, self.keys, make_sampler(**settings))
+    for mine, others in zip(self.want, got):
+      self.assertEqual([tokens for tokens, _ in mine], [tokens for tokens, _ in others])
+      for (_, a), (_, b) in zip(mine, others):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+  def test_a_reused_row_is_as_a_fresh_one(self):
+    """One row for all, after long dialogues short ones; and each alone."""
+    order = sorted(range(23), key=lambda i: -sum(map(len, self.dialogues[i][1])))
+    got, _, _ = play([self.dialogues[i] for i in order], self.keys[np.array(order)],
+                     make_sampler(rows=4))
+    self.assertEqual(got, [self.want[i] for i in order])
+    for i in order[-3:]:
+      alone, _, _ = play([self.dialogues[i]], self.keys[i : i + 1])
+      self.assertEqual(alone[0], self.want[i])
+
+  def test_without_threads_the_schedule_is_a_function_of_the_dialogues(self):
+    """Many hosts must take the same steps: the calls to the device are the same, one by one."""
+    def calls_of(delay):
+      sampler, calls = make_sampler(), []
+      decode = sampler._decode
+      note = lambda *args: calls.append([np.asarray(a).tolist() for a in args[2:8]]) or decode(*args)
+      with mock.patch.object(sampler, '_decode', side_effect=note):
+        _, _, order = play(self.dialogues, self.keys, delay=delay)
+      return calls, order
+
+    first, second = calls_of(lambda: None), calls_of(lambda: time.sleep(random.uniform(0, 0.005)))
+    self.assertGreater(len(first[0]), 20)
+    self.assertEqual(first, second)
+
+  @parameterized.parameters(dict(rows=8), dict(rows=4), dict(rows=4, read_rows=4))
+  def test_the_prompt_of_a_group_is_read_once(self, **settings):
+    groups = make_dialogues(4, seed=5)
+    groups = [([*prompt, i], rest) for i, (prompt, rest) in enumerate(groups)]  # no two prompts alike
+    dialogues = [dialogue for dialogue in groups for _ in range(5)]
+    keys = jax.random.split(jax.random.key(2), 20)
+    got, report, _ = play(dialogues, keys, make_sampler(**settings))
+    for i in (0, 7, 19):
+      alone, _, _ = play([dialogues[i]], keys[i : i + 1], make_sampler(**settings))
+      self.assertEqual(got[i], alone[0])
+    self.assertLen({str(turns) for turns in got[:5]}, 5)
+    prompts = sum(len(prompt) for prompt, _ in groups)
+    observed = sum(len(ids) for _, rest in dialogues for ids in rest)
+    in_place = settings.get('read_rows') == 4
+    self.assertEqual(report.shared_tokens, 0 if in_place else 4 * prompts)
+    self.assertEqual(report.prefill_tokens, observed + (5 * prompts if in_place else prompts))
+
+  def test_bands_empty_into_each_other(self):
+    """In the end the last rows share a band: fewer steps than bands that keep their rows."""
+    dialogues = [([1 + i % 20, 2], [[5, 6]] * (0 if i % 4 else 6)) for i in range(16)]
+    keys = jax.random.split(jax.random.key(3), 16)
+    sampler = make_sampler(rows=16)
+    got, report, _ = play(dialogues, keys, sampler)
+    with mock.patch.object(engine._Engine, '_to_read', lambda self, band: [(band, band.places('ready'))]):
+      apart, report_apart, _ = play(dialogues, keys, sampler)
+    self.assertEqual(got, apart)
+    self.assertLess(report.decode_steps, report_apart.decode_steps)
+
+  def test_other_rows_go_on_while_some_wait(self):
+    """The first to end waits until all others are over; without threads nothing could end meanwhile."""
+    others, done = threading.Event(), collections.Counter()
+    dialogues = [([1, 2], [[3]])] + make_dialogues(7, seed=8)
+
+    def respond(said):
+      cues = []
+      for turn in said:
+        k = done[turn.index]
+        done[turn.index] += 1
+        if turn.index == 0 and k == 0:
+          self.assertTrue(others.wait(60))
+        rest = dialogues[turn.index][1]
+        cues.append(engine.Cue(rest[k], TURN) if k < len(rest) else engine.Cue((), 0))
+      if sum(done[i] == len(rest) + 1 for i, (_, rest) in enumerate(dialogues) if i) == 7:
+        others.set()
+      return cues
+
+    # Turns that end together are one call: the budget makes the first dialogue's end alone.
+    prompts = [engine.Cue(prompt, TURN if i else 1) for i, (prompt, _) in enumerate(dialogues)]
+    engine.run(make_sampler(), make_params(), prompts, jax.random.split(jax.random.key(0), 8),
+               respond, threads=2)
+    self.assertTrue(others.is_set())
+
+  def test_turns_that_end_together_are_handed_over_together(self):
+    calls = []
+    respond = lambda said: calls.append(len(said)) or [engine.Cue((), 0)] * len(said)
+    prompts = [engine.Cue([1 + i], 1) for i in range(8)]
+    engine.run(make_sampler(), make_params(), prompts, self.keys[:8], respond, threads=2)
+    self.assertEqual(calls, [4, 4])
+
+  @parameterized.parameters(0, 2)
+  def test_errors_end_the_run_and_its_threads(self, threads):
+    for error in (RuntimeError, KeyboardInterrupt):
+      def respond(said):
+        raise error('no')
+
+      with self.assertRaisesRegex(error, 'no'):
+        engine.run(make_sampler(), make_params(), [engine.Cue([1], 4)], self.keys[:1], respond, threads)
+    deadline = time.monotonic() + 30
+    alive = lambda: [t for t in threading.enumerate() if t.name.startswith('rollout')]
+    while alive() and time.monotonic() < deadline:
+      time.sleep(0.01)
+    self.assertEmpty(alive())
+
+  def test_report(self):
+    started = time.perf_counter()
+    _, report, _ = play(self.dialogues, self.keys, delay=lambda: time.sleep(0.002))
+    took = time.perf_counter() - started
+    self.assertBetween(sum(report.seconds.values()), 0.9 * took, took)
+    self.assertGreater(report.seconds['env'], 0.02)
+    self.assertEqual(report.sampled_tokens, sum(len(t) for turns in self.want for t, _ in turns))
+    self.assertEqual(report.prefill_tokens, sum(
+      len(prompt) + sum(map(len, rest)) for prompt, rest in self.dialogues))
+    self.assertBetween(report.rows_busy, 1, 4)
+
+  def test_nothing_to_play(self):
+    report = engine.run(make_sampler(), make_params(), [engine.Cue([1], 0)], self.keys[:1], None)
+    self.assertEqual(report.sampled_tokens, 0)
+    engine.run(make_sampler(), make_params(), [], self.keys[:0], None)
+
+
+if __name__ == '__main__':
+  absltest.main()
