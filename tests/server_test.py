@@ -27,6 +27,7 @@ from stppo_jax import types
 from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import http as client
 from stppo_jax.retrieval import server
+from tests import dense_test
 
 PASSAGES = (
     types.Passage('p0', 'Paris', 'The capital of France, on the Seine.'),
@@ -383,6 +384,16 @@ class CommandTest(parameterized.TestCase):
     text = ''.join(call.args[0] for call in err.write.call_args_list)
     self.assertIn(message, text)
     self.assertEqual(text.count('\n'), 1)
+
+  def test_every_kind_finds(self):
+    folder = dense_test.write_encoder(self.enterContext(tempfile.TemporaryDirectory()))
+    for kind in server.KINDS:
+      retriever = server.make_retriever(kind, PASSAGES, folder, folder)
+      with running(retriever) as (port, _, _):
+        _, answer, _ = ask(port, body={'queries': ['seine', 'lima'], 'topk': 1})
+      self.assertLen(answer['result'], 2)
+      if kind == 'bm25':
+        self.assertEqual(answer['result'][0][0]['id'], 'p0')
 
   def test_a_taken_port_is_one_line(self):
     with socket.socket() as taken, mock.patch('sys.stderr') as err:
