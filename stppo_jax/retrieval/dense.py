@@ -1,0 +1,101 @@
+"""Search by meaning: passages and queries as vectors, the nearest by inner product, exactly.
+
+Every passage is compared with every query, a block at a time, from a file that is mapped and not
+loaded; made for up to some million passages. An approximate index is not part of this.
+"""
+
+import dataclasses
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+
+import numpy as np
+from absl import logging
+
+from stppo_jax import types
+from stppo_jax.retrieval import encoder as encoders
+
+_BLOCK = 16_384  # passages compared at a time
+
+
+class DenseRetriever:
+  """Inner product of E5-like vectors. Ties go to the passage that stands first in the corpus.
+
+  The passages' vectors are made once and kept in `cache_folder`, under a name that depends on the
+  encoder's weights and on every passage; without a folder, in one that goes with the process.
+  """
+
+  def __init__(self, passages: Sequence[types.Passage], encoder_folder: str,
+               cache_folder: str = '', query_prefix: str = 'query: ',
+               passage_prefix: str = 'passage: '):
+    self._passages = list(passages)
+    if not self._passages:
+      raise types.UserError('retriever: got 0 passages; check that the corpus is not empty')
+    self._encoder = encoders.Encoder(encoder_folder)
+    self._query_prefix = query_prefix
+    texts = [f'{passage_prefix}"{p.title}"\n{p.text}' for p in self._passages]
+    self._temporary = None if cache_folder else tempfile.TemporaryDirectory()
+    self._vectors = embed(self._encoder, texts, cache_folder or self._temporary.name)
+
+  def search(self, queries: Sequence[str], top_k: int) -> list[list[types.Passage] | None]:
+    if not queries or top_k < 1:
+      return [[] for _ in queries]
+    asked = self._encoder.encode([self._query_prefix + query for query in queries])
+    rows, scores = nearest(asked, self._vectors, top_k)
+    return [
+        [dataclasses.replace(self._passages[i], score=float(score)) for i, score in zip(*found)]
+        for found in zip(rows, scores)]
+
+
+def embed(encoder: encoders.Encoder, texts: Sequence[str], folder: str) -> np.ndarray:
+  """[len(texts), D] float32, mapped from a file in `folder`, which is made where it is not there."""
+  path = os.path.join(folder, f'embeddings_{_digest(encoder.folder, texts)}.npy')
+  if not os.path.exists(path):
+    os.makedirs(folder, exist_ok=True)
+    part = f'{path}.{os.getpid()}.part'  # renamed when whole: a start that was cut short leaves none
+    shape = (len(texts), encoder.width)
+    vectors = np.lib.format.open_memmap(part, 'w+', np.float32, shape)
+    for start in range(0, len(texts), 4096):
+      vectors[start:start + 4096] = encoder.encode(texts[start:start + 4096])
+      logging.log_every_n_seconds(logging.INFO, 'embedded %d of %d passages', 30, start, len(texts))
+    vectors.flush()
+    os.replace(part, path)
+  return np.load(path, mmap_mode='r', allow_pickle=False)
+
+
+def nearest(queries: np.ndarray, vectors: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+  """(rows, scores), [Q, min(top_k, N)] each, of the largest inner products, largest first.
+
+  queries [Q,D], vectors [N,D]; equal scores in the order of rows.
+  """
+  best_rows = np.zeros((len(queries), 0), np.int64)
+  best_scores = np.zeros((len(queries), 0), np.float32)
+  for start in range(0, len(vectors), _BLOCK):
+    scores = queries @ vectors[start:start + _BLOCK].T  # [Q, block]
+    rows = np.broadcast_to(np.arange(start, start + scores.shape[1]), scores.shape)
+    scores = np.concatenate([best_scores, scores], axis=1)
+    rows = np.concatenate([best_rows, rows], axis=1)
+    order = np.array([_largest(row, top_k) for row in scores])
+    best_scores = np.take_along_axis(scores, order, axis=1)
+    best_rows = np.take_along_axis(rows, order, axis=1)
+  return best_rows, best_scores
+
+
+def _largest(scores: np.ndarray, top_k: int) -> np.ndarray:
+  """Columns of the `top_k` largest, largest first; of equal ones those that stand first."""
+  columns = np.arange(len(scores))
+  if len(scores) > top_k:
+    threshold = np.partition(scores, -top_k)[-top_k]
+    columns = np.flatnonzero(scores >= threshold)  # more than top_k of them if they tie
+  return columns[np.argsort(-scores[columns], kind='stable')][:top_k]
+
+
+def _digest(encoder_folder: str, texts: Sequence[str]) -> str:
+  digest = hashlib.sha256()
+  for name in ('model.safetensors', 'tokenizer.json', 'config.json'):
+    with open(os.path.join(encoder_folder, name), 'rb') as file:
+      digest.update(hashlib.file_digest(file, 'sha256').digest())
+  for text in texts:
+    digest.update(hashlib.sha256(text.encode('utf-8', 'replace')).digest())
+  return digest.hexdigest()[:16]

@@ -1,0 +1,370 @@
+"""A retrieval server: questions over HTTP in, passages of a corpus out.
+
+  python -m stppo_jax.retrieval.server --corpus=FOLDER                       # BM25, 127.0.0.1:8000
+  python -m stppo_jax.retrieval.server --corpus=FOLDER --kind=hybrid --encoder=E5_FOLDER
+
+  POST /retrieve   either dialect of `http.py`, told apart by `queries` or `query`
+  GET /health      {"status": "ok", "passages": 21015324}; 503 while it stops
+  GET /metrics     Prometheus' text: requests by status, queries, seconds, in flight, memory
+
+What it refuses, it refuses with one line of JSON, {"error": ".."}. On SIGTERM it takes no new
+request, finishes those that run, and exits with 0. Needs requirements-server.txt.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from typing import Any
+
+import prometheus_client
+from tornado import httpserver
+from tornado import iostream
+from tornado import netutil
+from tornado import web
+
+from stppo_jax import tasks as task_files
+from stppo_jax import types
+from stppo_jax.retrieval import bm25
+from stppo_jax.retrieval import dense
+from stppo_jax.retrieval import hybrid
+from stppo_jax.retrieval import protocol
+
+KINDS = ('bm25', 'dense', 'hybrid')
+_CHUNK = 32  # queries searched at a time: a large request lets small ones in between
+_DEFAULT_TOP_K = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """What one client may ask for. Choice: a query that is too long is cut and not refused, since
+  one agent's rambling would otherwise cost every agent of its round the search."""
+
+  max_body_bytes: int = 8 << 20
+  max_queries: int = 4096  # a request
+  max_query_chars: int = 4096
+  max_top_k: int = 100
+  max_in_flight: int = 64  # requests; more get 503 and Retry-After
+  idle_timeout_s: float = 75.0  # for a whole header, and between two requests of a connection
+  body_timeout_s: float = 10.0  # for a whole body
+  write_timeout_s: float = 30.0  # until the client has taken the answer
+  grace_s: float = 30.0  # for requests that run when the server is told to stop
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+  """A request that may be answered."""
+
+  dialect: str  # 'search_r1' | 'ragen'
+  queries: tuple[str, ...]
+  top_k: int
+  with_scores: bool
+
+
+class BadRequest(ValueError):
+  """The client's mistake: one line for it to read."""
+
+
+def parse_question(body: bytes, limits: Limits) -> Question:
+  """The body of POST /retrieve, in either dialect. Fields that neither knows are ignored."""
+  try:
+    fields = json.loads(body)
+  except (ValueError, RecursionError) as error:
+    raise BadRequest(f'the body is not JSON ({type(error).__name__})') from None
+  if not isinstance(fields, dict) or ('queries' in fields) == ('query' in fields):
+    raise BadRequest('send {"queries": [..], "topk": 3, "return_scores": true}, or '
+                     '{"query": "..", "top_k": 3}')
+  if 'queries' in fields:
+    dialect, queries, name = 'search_r1', fields['queries'], 'topk'
+    if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
+      raise BadRequest('"queries" must be a list of texts')
+    if len(queries) > limits.max_queries:
+      raise BadRequest(f'{len(queries)} queries: send at most {limits.max_queries} in a request')
+  else:
+    dialect, queries, name = 'ragen', [fields['query']], 'top_k'
+    if not isinstance(queries[0], str):
+      raise BadRequest('"query" must be a text')
+  top_k = _DEFAULT_TOP_K if fields.get(name) is None else fields[name]
+  if not isinstance(top_k, int) or isinstance(top_k, bool) or not 1 <= top_k <= limits.max_top_k:
+    raise BadRequest(f'"{name}" must be a whole number from 1 to {limits.max_top_k}')
+  with_scores = fields.get('return_scores', False)
+  if not isinstance(with_scores, bool):
+    raise BadRequest('"return_scores" must be true or false')
+  cut = tuple(query[:limits.max_query_chars] for query in queries)
+  return Question(dialect, cut, top_k, with_scores)
+
+
+def format_answer(question: Question, results: Sequence[Sequence[types.Passage]]) -> dict[str, Any]:
+  """What goes back: Search-R1's `result`, one list a query, or RAGEN's `results`."""
+  if question.dialect == 'ragen':
+    return {'results': [
+        {'id': passage.id, 'content': _contents(passage), 'score': passage.score}
+        for passage in results[0]]}
+  document = lambda passage: {'id': passage.id, 'contents': _contents(passage)}
+  if not question.with_scores:
+    return {'result': [[document(passage) for passage in passages] for passages in results]}
+  return {'result': [
+      [{'document': document(passage), 'score': passage.score} for passage in passages]
+      for passages in results]}
+
+
+class Service:
+  """A retriever, what may be asked of it, and the count of what was."""
+
+  def __init__(self, retriever: protocol.Retriever, num_passages: int, limits: Limits = Limits(),
+               threads: int = 1):
+    self.limits = limits
+    self.num_passages = num_passages
+    self.in_flight = 0
+    self.stopping = False
+    self._retriever = retriever
+    self._pool = futures.ThreadPoolExecutor(threads, 'search')
+    self.registry = prometheus_client.CollectorRegistry()
+    prometheus_client.ProcessCollector(registry=self.registry)
+    self.requests = prometheus_client.Counter(
+        'retrieval_requests', 'Requests to /retrieve by HTTP status; 499: the client was gone.',
+        ['status'], registry=self.registry)
+    self.queries = prometheus_client.Counter(
+        'retrieval_queries', 'Queries answered.', registry=self.registry)
+    self.seconds = prometheus_client.Histogram(
+        'retrieval_request_seconds', 'From the header of a request to its answer.',
+        buckets=(.001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5, 10), registry=self.registry)
+    gauge = prometheus_client.Gauge(
+        'retrieval_in_flight', 'Requests being received or answered.', registry=self.registry)
+    gauge.set_function(lambda: self.in_flight)
+
+  async def search(self, queries: Sequence[str], top_k: int) -> list[list[types.Passage]]:
+    """The passages of each query; threads search, so that the server goes on listening."""
+    loop, results = asyncio.get_running_loop(), []
+    for start in range(0, len(queries), _CHUNK):
+      chunk = list(queries[start:start + _CHUNK])
+      results += await loop.run_in_executor(self._pool, self._retriever.search, chunk, top_k)
+    self.queries.inc(len(queries))
+    return results
+
+  def close(self) -> None:
+    self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+async def serve(service: Service, host: str, port: int, ready: Callable[[str, int], None]) -> None:
+  """Serves until SIGTERM or SIGINT; `ready` is told the address once connections are taken."""
+  told = asyncio.Event()
+  for number in (signal.SIGTERM, signal.SIGINT):
+    asyncio.get_running_loop().add_signal_handler(number, told.set)
+  server, address = listen(service, host, port)
+  ready(*address)
+  await told.wait()
+  await stop(server, service)
+
+
+def listen(service: Service, host: str, port: int) -> tuple[httpserver.HTTPServer, tuple[str, int]]:
+  """The server, which takes connections from now on, and its address; port 0 means any."""
+  limits = service.limits
+  server = httpserver.HTTPServer(
+      make_application(service), max_body_size=limits.max_body_bytes, max_header_size=16 << 10,
+      idle_connection_timeout=limits.idle_timeout_s, body_timeout=limits.body_timeout_s)
+  sockets = netutil.bind_sockets(port, host)
+  server.add_sockets(sockets)
+  return server, sockets[0].getsockname()[:2]
+
+
+async def stop(server: httpserver.HTTPServer, service: Service) -> None:
+  """Takes nothing new, waits for what runs, at most `grace_s`, and closes every connection."""
+  server.stop()
+  service.stopping = True
+  deadline = time.monotonic() + service.limits.grace_s
+  while service.in_flight and time.monotonic() < deadline:
+    await asyncio.sleep(0.01)
+  await server.close_all_connections()
+  service.close()
+
+
+def make_application(service: Service) -> web.Application:
+  """The paths and what answers them."""
+  given = {'service': service}
+  return web.Application(
+      [('/retrieve', _Retrieve, given), ('/health', _Health, given), ('/metrics', _Metrics, given)],
+      default_handler_class=_Elsewhere, default_handler_args=given,
+      log_function=lambda handler: None)
+
+
+class _Handler(web.RequestHandler):
+  """Answers in JSON, mistakes included."""
+
+  def initialize(self, service: Service):
+    self.service = service
+
+  def set_default_headers(self):
+    self.clear_header('Server')
+    self.set_header('Content-Type', 'application/json')
+
+  def compute_etag(self):
+    return None  # answers are not cached, and the hash would cost time
+
+  def write_error(self, status_code, **kwargs):
+    error = kwargs.get('exc_info', (None, None, None))[1]
+    reason = getattr(error, 'log_message', None) or self._reason
+    self.finish(json.dumps({'error': reason}) + '\n')
+
+  def log_exception(self, kind, value, traceback):
+    if not isinstance(value, web.HTTPError):  # a client's mistake is no news here
+      super().log_exception(kind, value, traceback)
+
+
+@web.stream_request_body  # so that `prepare` can refuse a body before it is here
+class _Retrieve(_Handler):
+
+  def prepare(self):
+    self._started = time.perf_counter()
+    self._entered = self._searching = False
+    self._body = bytearray()
+    limits = self.service.limits
+    if self.request.method != 'POST':
+      return
+    if self.service.stopping or self.service.in_flight >= limits.max_in_flight:
+      self.set_header('Connection', 'close')
+      self.set_header('Retry-After', '1')
+      self.set_status(503)
+      why = 'stopping' if self.service.stopping else f'{limits.max_in_flight} requests are running'
+      self.finish(json.dumps({'error': f'busy: {why}; try again'}) + '\n')
+      return
+    length = self.request.headers.get('Content-Length', '0')
+    if length.isdecimal() and int(length) > limits.max_body_bytes:
+      self.set_header('Connection', 'close')
+      raise web.HTTPError(413, f'a body of {length} bytes: send at most {limits.max_body_bytes}')
+    self._entered = True
+    self.service.in_flight += 1
+
+  def data_received(self, chunk):
+    self._body += chunk  # the server bounds it, with and without Content-Length
+
+  async def post(self):
+    self._searching = True
+    try:
+      try:
+        question = parse_question(bytes(self._body), self.service.limits)
+      except BadRequest as error:
+        raise web.HTTPError(400, str(error)) from None
+      results = await self.service.search(question.queries, question.top_k)
+      answer = self.finish(json.dumps(format_answer(question, results)) + '\n')
+      await asyncio.wait_for(answer, self.service.limits.write_timeout_s)
+    except asyncio.TimeoutError:
+      self.request.connection.stream.close()
+    except iostream.StreamClosedError:
+      pass  # the client hung up; `on_connection_close` has counted it
+    finally:
+      self._leave()
+
+  def on_connection_close(self):
+    super().on_connection_close()
+    if not self._finished:  # a refusal without its body ends here as well
+      self.service.requests.labels('499').inc()
+    if not self._searching:  # else the search still has its place
+      self._leave()
+
+  def on_finish(self):
+    self.service.requests.labels(str(self.get_status())).inc()
+    self.service.seconds.observe(time.perf_counter() - self._started)
+
+  def _leave(self):
+    self.service.in_flight -= self._entered
+    self._entered = False
+
+
+class _Health(_Handler):
+
+  def get(self):
+    status = 'stopping' if self.service.stopping else 'ok'
+    self.set_status(503 if self.service.stopping else 200)
+    self.finish(json.dumps({'status': status, 'passages': self.service.num_passages}) + '\n')
+
+
+class _Metrics(_Handler):
+
+  def get(self):
+    self.set_header('Content-Type', prometheus_client.CONTENT_TYPE_LATEST)
+    self.finish(prometheus_client.generate_latest(self.service.registry))
+
+
+class _Elsewhere(_Handler):
+
+  def prepare(self):
+    raise web.HTTPError(404, 'there are POST /retrieve, GET /health and GET /metrics')
+
+
+def _contents(passage: types.Passage) -> str:
+  return f'"{passage.title}"\n{passage.text}'
+
+
+def make_retriever(kind: str, passages: Sequence[types.Passage], encoder_folder: str = '',
+                   cache_folder: str = '') -> protocol.Retriever:
+  """The retriever of the command line's --kind, --encoder and --embeddings."""
+  if kind not in KINDS:
+    raise types.UserError(f'--kind={kind}: use one of {", ".join(KINDS)}')
+  if kind == 'bm25':
+    return bm25.Bm25Retriever(passages)
+  if not encoder_folder:
+    raise types.UserError(f'--kind={kind} needs --encoder=FOLDER, a BERT-class encoder such as '
+                          'e5-base-v2 in Hugging Face format')
+  by_meaning = dense.DenseRetriever(passages, encoder_folder, cache_folder)
+  if kind == 'dense':
+    return by_meaning
+  return hybrid.HybridRetriever([bm25.Bm25Retriever(passages), by_meaning])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """The command line; returns the exit status."""
+  flags = _parse(arguments)
+  logging.basicConfig(level=logging.INFO, format='%(asctime)s  %(message)s', datefmt='%H:%M:%S')
+  limits = Limits(**{field.name: getattr(flags, field.name) for field in dataclasses.fields(Limits)})
+  try:
+    passages = task_files.load_corpus(flags.corpus)
+    logging.info('%s over %d passages', flags.kind, len(passages))
+    retriever = make_retriever(flags.kind, passages, flags.encoder, flags.embeddings)
+    service = Service(retriever, len(passages), limits, flags.threads)
+    ready = lambda host, port: print(f'ready: http://{host}:{port}/retrieve', flush=True)
+    asyncio.run(serve(service, flags.host, flags.port, ready))
+  except types.UserError as error:
+    print('server:', *str(error).split(), file=sys.stderr)
+    return 2
+  except OSError as error:
+    print(f'server: cannot listen on {flags.host}:{flags.port} ({error.strerror or error}): give '
+          'another --host or --port', file=sys.stderr)
+    return 1
+  return 0
+
+
+def _parse(arguments):
+  parser = argparse.ArgumentParser(
+      prog='python -m stppo_jax.retrieval.server', description='Serves the passages of a corpus.',
+      formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+  parser.add_argument('--corpus', required=True, help='folder with corpus.jsonl, a .jsonl, embedded')
+  parser.add_argument('--kind', default='bm25', choices=KINDS, help='how passages are found')
+  parser.add_argument('--encoder', default='', help='dense, hybrid: Hugging Face folder of a BERT')
+  parser.add_argument('--embeddings', default='', help='folder that keeps embeddings between starts')
+  parser.add_argument('--host', default='127.0.0.1', help='0.0.0.0 lets other machines in')
+  parser.add_argument('--port', type=int, default=8000, help='0: any free one')
+  parser.add_argument('--threads', type=_at_least(int, 1), default=1, help='searches at once')
+  for field in dataclasses.fields(Limits):
+    parser.add_argument('--' + field.name.replace('_', '-'), default=field.default,
+                        type=_at_least(field.type, 1 if field.type is int else 0), help='limit')
+  return parser.parse_args(arguments)
+
+
+def _at_least(kind, least):
+  def number(text):
+    value = kind(text)
+    if not value >= least:
+      raise argparse.ArgumentTypeError(f'{text} is below {least}')
+    return value
+  return number
+
+
+if __name__ == '__main__':
+  sys.exit(main())

@@ -1,0 +1,248 @@
+"""The text encoder against transformers and against loops in NumPy; exact search; fused rankings."""
+
+import json
+import math
+import os
+import tempfile
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import numpy as np
+from safetensors import numpy as safetensors
+import tokenizers
+
+from stppo_jax import types
+from stppo_jax.retrieval import dense
+from stppo_jax.retrieval import encoder as encoders
+from stppo_jax.retrieval import hybrid
+from stppo_jax.retrieval import protocol
+
+WORDS = 'query passage capital of france paris the is lima peru element carbon : " . ,'.split()
+SIZES = dict(vocab_size=5 + len(WORDS), hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
+             intermediate_size=24, max_position_embeddings=40, type_vocab_size=2)
+PASSAGES = [types.Passage(str(i), title, text) for i, (title, text) in enumerate([
+    ('Paris', 'the capital of france .'), ('Lima', 'the capital of peru .'),
+    ('Carbon', 'the element carbon .'), ('Lima', 'the capital of peru .')])]
+
+
+def write_encoder(folder, seed=0):
+  """A random BERT of two layers with a word-piece tokenizer."""
+  os.makedirs(folder, exist_ok=True)
+  vocab = {word: i for i, word in enumerate(['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', *WORDS])}
+  library = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token='[UNK]'))
+  library.normalizer = tokenizers.normalizers.BertNormalizer()
+  library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+  library.post_processor = tokenizers.processors.TemplateProcessing(
+      single='[CLS] $A [SEP]', special_tokens=[('[CLS]', 2), ('[SEP]', 3)])
+  library.save(os.path.join(folder, 'tokenizer.json'))
+  with open(os.path.join(folder, 'config.json'), 'w', encoding='utf-8') as file:
+    json.dump({'model_type': 'bert', 'hidden_act': 'gelu', 'layer_norm_eps': 1e-12, **SIZES}, file)
+  rng = np.random.default_rng(seed)
+  width, hidden = SIZES['hidden_size'], SIZES['intermediate_size']
+  shapes = {'embeddings.word_embeddings.weight': (SIZES['vocab_size'], width),
+            'embeddings.position_embeddings.weight': (40, width),
+            'embeddings.token_type_embeddings.weight': (2, width),
+            'pooler.dense.weight': (width, width), 'pooler.dense.bias': (width,)}
+  def add(name, *shape):
+    shapes[name + '.weight'], shapes[name + '.bias'] = shape, shape[:1]
+  add('embeddings.LayerNorm', width)
+  for n in range(SIZES['num_hidden_layers']):
+    layer = f'encoder.layer.{n}.'
+    for name in ('query', 'key', 'value'):
+      add(f'{layer}attention.self.{name}', width, width)
+    add(layer + 'attention.output.dense', width, width)
+    add(layer + 'attention.output.LayerNorm', width)
+    add(layer + 'intermediate.dense', hidden, width)
+    add(layer + 'output.dense', width, hidden)
+    add(layer + 'output.LayerNorm', width)
+  tensors = {name: rng.normal(size=shape).astype(np.float32) * 0.5 for name, shape in shapes.items()}
+  safetensors.save_file(tensors, os.path.join(folder, 'model.safetensors'))
+  return folder
+
+
+def reference(tensors, ids):
+  """One text in float64, token by token and head by head; no padding."""
+  tensors = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+  dense_ = lambda x, name: x @ tensors[name + '.weight'].T + tensors[name + '.bias']
+
+  def norm(x, name):
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-12)
+    return x * tensors[name + '.weight'] + tensors[name + '.bias']
+
+  x = norm(tensors['embeddings.word_embeddings.weight'][ids]
+           + tensors['embeddings.position_embeddings.weight'][:len(ids)]
+           + tensors['embeddings.token_type_embeddings.weight'][0], 'embeddings.LayerNorm')
+  for n in range(SIZES['num_hidden_layers']):
+    layer = f'encoder.layer.{n}.'
+    heads = []
+    for head in np.split(np.arange(SIZES['hidden_size']), SIZES['num_attention_heads']):
+      q, k, v = (dense_(x, f'{layer}attention.self.{name}')[:, head]
+                 for name in ('query', 'key', 'value'))
+      weights = np.exp(q @ k.T / math.sqrt(len(head)))
+      heads.append(weights / weights.sum(-1, keepdims=True) @ v)
+    x = norm(x + dense_(np.concatenate(heads, -1), layer + 'attention.output.dense'),
+             layer + 'attention.output.LayerNorm')
+    up = dense_(x, layer + 'intermediate.dense')
+    gelu = up * 0.5 * (1 + np.vectorize(math.erf)(up / math.sqrt(2)))
+    x = norm(x + dense_(gelu, layer + 'output.dense'), layer + 'output.LayerNorm')
+  mean = x.mean(0)
+  return mean / np.linalg.norm(mean)
+
+
+class EncoderTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = write_encoder(self.enterContext(tempfile.TemporaryDirectory()))
+    self.texts = ['query: capital of france', 'passage: "paris" is the capital', '', 'lima',
+                  'the ' * 25]
+
+  def test_equals_loops_in_float64(self):
+    encoder = encoders.Encoder(self.folder, rows=2)
+    tensors = safetensors.load_file(os.path.join(self.folder, 'model.safetensors'))
+    library = tokenizers.Tokenizer.from_file(os.path.join(self.folder, 'tokenizer.json'))
+    vectors = encoder.encode(self.texts)
+    for text, vector in zip(self.texts, vectors, strict=True):
+      np.testing.assert_allclose(vector, reference(tensors, library.encode(text).ids), atol=2e-6)
+
+  def test_equals_transformers(self):
+    try:
+      import torch
+      import transformers
+    except ImportError:
+      self.skipTest('needs torch')
+    model = transformers.BertModel.from_pretrained(self.folder).eval()
+    library = tokenizers.Tokenizer.from_file(os.path.join(self.folder, 'tokenizer.json'))
+    library.enable_padding(pad_id=0)
+    batch = library.encode_batch(self.texts)
+    ids = torch.tensor([row.ids for row in batch])
+    mask = torch.tensor([row.attention_mask for row in batch])
+    with torch.no_grad():
+      x = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    mean = (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    expected = torch.nn.functional.normalize(mean, dim=1).numpy()
+    np.testing.assert_allclose(encoders.Encoder(self.folder).encode(self.texts), expected, atol=2e-6)
+
+  def test_long_and_odd_texts(self):
+    encoder = encoders.Encoder(self.folder)  # 40 positions
+    vectors = encoder.encode(['the ' * 500, 'the ' * 600, 'a \ud800 b'])
+    np.testing.assert_array_equal(vectors[0], vectors[1])
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+    self.assertEqual(encoder.encode([]).shape, (0, 16))
+
+  @parameterized.parameters(
+      ('config.json', lambda t: t.replace('"bert"', '"roberta"'), 'model_type='),
+      ('config.json', lambda t: t.replace('"gelu"', '"relu"'), 'hidden_act='),
+      ('config.json', lambda t: '{', 'cannot be read'),
+      ('config.json', lambda t: t.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'),
+       "no tensor 'encoder.layer.2"),
+      ('config.json', lambda t: t.replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'),
+       "unknown tensor 'encoder.layer.1"),
+      ('tokenizer.json', lambda t: '{}', 'fast tokenizer'))
+  def test_folders_that_will_not_do(self, name, change, message):
+    path = os.path.join(self.folder, name)
+    with open(path, encoding='utf-8') as file:
+      text = file.read()
+    with open(path, 'w', encoding='utf-8') as file:
+      file.write(change(text))
+    with self.assertRaisesRegex(types.UserError, message):
+      encoders.Encoder(self.folder)
+
+  def test_no_weights(self):
+    os.remove(os.path.join(self.folder, 'model.safetensors'))
+    with self.assertRaisesRegex(types.UserError, 'model.safetensors'):
+      encoders.Encoder(self.folder)
+
+
+class DenseTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = write_encoder(self.enterContext(tempfile.TemporaryDirectory()))
+    self.cache = self.enterContext(tempfile.TemporaryDirectory())
+
+  def test_ranks_by_inner_product(self):
+    retriever = dense.DenseRetriever(PASSAGES, self.folder)
+    self.assertIsInstance(retriever, protocol.Retriever)
+    found = retriever.search(['lima', 'the element'], 4)
+    encoder = encoders.Encoder(self.folder)
+    rows = encoder.encode([f'passage: "{p.title}"\n{p.text}' for p in PASSAGES])
+    for query, passages in zip(['lima', 'the element'], found):
+      scores = rows @ encoder.encode(['query: ' + query])[0]
+      self.assertEqual([p.id for p in passages], [str(i) for i in np.argsort(-scores, kind='stable')])
+      np.testing.assert_allclose([p.score for p in passages], np.sort(scores)[::-1], atol=1e-6)
+    self.assertEqual(retriever.search([], 3), [])
+    self.assertLen(retriever.search(['lima'], 2)[0], 2)
+
+  def test_vectors_are_made_once_for_one_corpus_and_encoder(self):
+    dense.DenseRetriever(PASSAGES, self.folder, self.cache)
+    (first,) = os.listdir(self.cache)
+    with open(os.path.join(self.cache, first), 'rb') as file:
+      made = file.read()
+    before = os.stat(os.path.join(self.cache, first)).st_mtime_ns
+    again = dense.DenseRetriever(PASSAGES, self.folder, self.cache)
+    self.assertEqual(os.stat(os.path.join(self.cache, first)).st_mtime_ns, before)
+    self.assertNotEmpty(made)
+    self.assertLen(again.search(['lima'], 3)[0], 3)
+    dense.DenseRetriever(PASSAGES[:2], self.folder, self.cache)  # another corpus
+    write_encoder(self.folder, seed=1)  # another encoder
+    dense.DenseRetriever(PASSAGES, self.folder, self.cache)
+    self.assertLen(os.listdir(self.cache), 3)
+
+  @parameterized.parameters(1, 3, 7, 50)
+  def test_nearest_over_many_blocks(self, top_k):
+    """Small whole numbers: products are exact and tie often; ties go to the first row."""
+    rng = np.random.default_rng(0)
+    queries = rng.integers(-2, 3, (5, 4)).astype(np.float32)
+    vectors = rng.integers(-2, 3, (41, 4)).astype(np.float32)
+    with mock.patch.object(dense, '_BLOCK', 8):
+      rows, scores = dense.nearest(queries, vectors, top_k)
+    products = queries @ vectors.T
+    expected = np.argsort(-products, axis=1, kind='stable')[:, :top_k]
+    np.testing.assert_array_equal(rows, expected)
+    np.testing.assert_array_equal(scores, np.take_along_axis(products, expected, axis=1))
+
+  def test_no_passages(self):
+    with self.assertRaisesRegex(types.UserError, '0 passages'):
+      dense.DenseRetriever([], self.folder)
+
+
+class _Fixed:
+  """Gives the same rankings whatever it is asked."""
+
+  def __init__(self, *ids):
+    self._ids = ids
+
+  def search(self, queries, top_k):
+    return [None if ids is None else [types.Passage(i, i, '') for i in ids][:top_k]
+            for ids in self._ids]
+
+
+class HybridTest(absltest.TestCase):
+
+  def test_reciprocal_rank_fusion(self):
+    retriever = hybrid.HybridRetriever([_Fixed('abc'), _Fixed('cbd')])
+    found = retriever.search(['q'], 3)[0]
+    # a: 1/61. b: 1/62 + 1/62. c: 1/63 + 1/61. d: 1/63. So c (.03227), b (.03226), a, d.
+    self.assertEqual([passage.id for passage in found], ['c', 'b', 'a'])
+    self.assertAlmostEqual(found[0].score, 1 / 63 + 1 / 61)
+    self.assertAlmostEqual(found[1].score, 2 / 62)
+
+  def test_ties_and_failures(self):
+    retriever = hybrid.HybridRetriever([_Fixed('a', None, None, ''), _Fixed('b', 'x', None, '')])
+    ids = [None if found is None else [p.id for p in found]
+           for found in retriever.search(['q'] * 4, 5)]
+    self.assertEqual(ids, [['a', 'b'], ['x'], None, []])
+
+  def test_one_ranking_stays_as_it_is(self):
+    self.assertEqual([p.id for p in hybrid.HybridRetriever([_Fixed('world')]).search(['q'], 9)[0]],
+                     ['w', 'o', 'r', 'l', 'd'])
+
+  def test_refuses_nothing_to_fuse(self):
+    with self.assertRaises(types.UserError):
+      hybrid.HybridRetriever([])
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,414 @@
+"""The retrieval server: both dialects, what it refuses, slow clients, and how it stops."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import gc
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tracemalloc
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import hypothesis
+from hypothesis import strategies as st
+
+from stppo_jax import types
+from stppo_jax.retrieval import bm25
+from stppo_jax.retrieval import http as client
+from stppo_jax.retrieval import server
+from tests import dense_test
+
+PASSAGES = (
+    types.Passage('p0', 'Paris', 'The capital of France, on the Seine.'),
+    types.Passage('p1', 'Carbon "C"', 'An element.\nIts number is 6.'),
+    types.Passage('p2', 'Lima', 'The capital of Peru.'),
+)
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+class Gate:
+  """A retriever that waits until it is opened, to keep requests running."""
+
+  def __init__(self):
+    self.open = threading.Event()
+    self.entered = threading.Semaphore(0)
+
+  def search(self, queries, top_k):
+    self.entered.release()
+    assert self.open.wait(10)
+    return [list(PASSAGES[:top_k]) for _ in queries]
+
+
+@contextlib.contextmanager
+def running(retriever=None, threads=1, **limits):
+  """A server in a thread of its own: yields (port, service, function that stops it)."""
+  service = server.Service(retriever or bm25.Bm25Retriever(PASSAGES), len(PASSAGES),
+                           server.Limits(**limits), threads)
+  loop, address = asyncio.new_event_loop(), concurrent.futures.Future()
+  told = asyncio.Event()
+
+  async def serve():
+    http_server, found = server.listen(service, '127.0.0.1', 0)
+    address.set_result(found)
+    await told.wait()
+    await server.stop(http_server, service)
+
+  thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+  thread.start()
+  stop = lambda: loop.call_soon_threadsafe(told.set)
+  try:
+    yield address.result(10)[1], service, stop
+  finally:
+    stop()
+    thread.join()
+    loop.close()
+
+
+def ask(port, method='POST', path='/retrieve', body=None, headers=None):
+  """(status, JSON or text, headers) of one request on a connection of its own."""
+  connection = http.client.HTTPConnection('127.0.0.1', port, timeout=10)
+  with contextlib.closing(connection):
+    if not isinstance(body, (bytes, type(None))):
+      body = json.dumps(body).encode()
+    connection.request(method, path, body, headers or {})
+    response = connection.getresponse()
+    text = response.read().decode()
+    is_json = response.headers['Content-Type'] == 'application/json'
+    return response.status, json.loads(text) if is_json else text, response.headers
+
+
+def metric(port, name):
+  _, text, _ = ask(port, 'GET', '/metrics')
+  found = re.search(rf'^{re.escape(name)} (\S+)$', text, re.MULTILINE)
+  return float(found[1]) if found else 0.0
+
+
+def wait_for(condition):
+  deadline = time.monotonic() + 10
+  while not condition():
+    assert time.monotonic() < deadline, 'it did not come true'
+    time.sleep(0.005)
+
+
+class DialectsTest(parameterized.TestCase):
+
+  @parameterized.parameters(*client.DIALECTS)
+  def test_the_client_reads_what_the_corpus_holds(self, dialect):
+    local = bm25.Bm25Retriever(PASSAGES)
+    queries = ['capital', 'number 6', 'xylophone', '', 'São \ud800 \x00 "x"\n']
+    with running() as (port, _, _):
+      retriever = client.HttpRetriever(f'http://127.0.0.1:{port}', dialect=dialect, retries=0)
+      self.assertEqual(retriever.search(queries, 2), local.search(queries, 2))
+    self.assertEqual(retriever.failures, 0)
+
+  def test_search_r1_with_and_without_scores(self):
+    with running() as (port, _, _):
+      _, scored, _ = ask(port, body={'queries': ['lima', 'x'], 'topk': 1, 'return_scores': True})
+      _, bare, _ = ask(port, body={'queries': ['lima'], 'topk': 1})
+      _, none, _ = ask(port, body={'queries': []})
+      _, default, _ = ask(port, body={'queries': ['capital element']})
+    document = {'id': 'p2', 'contents': '"Lima"\nThe capital of Peru.'}
+    self.assertEqual(scored['result'][1], [])
+    self.assertEqual(scored['result'][0][0]['document'], document)
+    self.assertGreater(scored['result'][0][0]['score'], 0)
+    self.assertEqual(bare, {'result': [[document]]})
+    self.assertEqual(none, {'result': []})
+    self.assertLen(default['result'][0], 3)
+
+  def test_ragen(self):
+    with running() as (port, _, _):
+      status, answer, _ = ask(port, body={'query': 'lima', 'top_k': 2})
+    self.assertEqual(status, 200)
+    self.assertEqual(answer['results'][0].keys(), {'id', 'content', 'score'})
+    self.assertEqual(answer['results'][0]['content'], '"Lima"\nThe capital of Peru.')
+
+  def test_health_and_metrics(self):
+    with running() as (port, _, _):
+      self.assertEqual(ask(port, 'GET', '/health')[:2], (200, {'status': 'ok', 'passages': 3}))
+      ask(port, body={'queries': ['a', 'b']})
+      ask(port, body={'queries': 3})
+      wait_for(lambda: metric(port, 'retrieval_in_flight') == 0)
+      self.assertEqual(metric(port, 'retrieval_queries_total'), 2)
+      self.assertEqual(metric(port, 'retrieval_requests_total{status="200"}'), 1)
+      self.assertEqual(metric(port, 'retrieval_requests_total{status="400"}'), 1)
+      self.assertEqual(metric(port, 'retrieval_request_seconds_count'), 2)
+
+  def test_large_requests_are_searched_in_chunks(self):
+    sizes = []
+
+    class Counting:
+      def search(self, queries, top_k):
+        sizes.append(len(queries))
+        return [[] for _ in queries]
+
+    with running(Counting()) as (port, _, _):
+      _, answer, _ = ask(port, body={'queries': ['q'] * 70})
+    self.assertLen(answer['result'], 70)
+    self.assertEqual(sizes, [32, 32, 6])
+
+
+class RefusalsTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      (b'', 'not JSON'),
+      (b'{"queries": [', 'not JSON'),
+      (b'\xff\xfe', 'not JSON'),
+      (b'[' * 100_000, 'not JSON'),
+      (b'1' * 5_000, 'not JSON'),
+      (b'[]', 'send {"queries"'),
+      (b'{}', 'send {"queries"'),
+      (b'{"query": "a", "queries": []}', 'send {"queries"'),
+      (b'{"queries": "a"}', '"queries" must be a list of texts'),
+      (b'{"queries": ["a", null]}', '"queries" must be a list of texts'),
+      (b'{"queries": ["a", "b", "c", "d", "e"]}', '5 queries: send at most 4'),
+      (b'{"query": ["a"]}', '"query" must be a text'),
+      (b'{"query": "a", "top_k": 0}', '"top_k" must be a whole number from 1 to 100'),
+      (b'{"queries": [], "topk": 101}', '"topk" must be a whole number from 1 to 100'),
+      (b'{"queries": [], "topk": 2.5}', '"topk" must be'),
+      (b'{"queries": [], "topk": true}', '"topk" must be'),
+      (b'{"queries": [], "return_scores": 1}', '"return_scores" must be true or false'),
+  )
+  def test_bad_bodies(self, body, message):
+    limits = server.Limits(max_queries=4)
+    with self.assertRaises(server.BadRequest) as caught:
+      server.parse_question(body, limits)
+    self.assertIn(message, str(caught.exception))
+    self.assertNotIn('\n', str(caught.exception))
+
+  def test_a_refusal_is_one_line_of_json(self):
+    with running(max_body_bytes=1000) as (port, _, _):
+      for expected, request in (
+          (400, dict(body=b'{')),
+          (413, dict(body=b' ' * 1001)),
+          (404, dict(path='/search', body=b'{}')),
+          (404, dict(method='GET', path='/')),
+          (405, dict(method='GET')),
+          (405, dict(method='POST', path='/health', body=b'')),
+      ):
+        status, answer, headers = ask(port, **request)
+        self.assertEqual(status, expected)
+        self.assertEqual(answer.keys(), {'error'})
+        self.assertNotIn('\n', answer['error'])
+        self.assertNotIn('Server', headers)
+      self.assertEqual(ask(port, body={'queries': []})[0], 200)
+      self.assertEqual(metric(port, 'retrieval_in_flight'), 0)
+
+  def test_a_body_in_chunks_is_bounded_too(self):
+    with running(max_body_bytes=1000) as (port, _, _):
+      with socket.create_connection(('127.0.0.1', port), timeout=10) as connection:
+        connection.sendall(b'POST /retrieve HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n')
+        with contextlib.suppress(OSError):  # it may hang up while we send
+          for _ in range(3):
+            connection.sendall(b'1f4\r\n' + b' ' * 500 + b'\r\n')
+        self.assertStartsWith(connection.recv(100).decode(), 'HTTP/1.1 400')
+      wait_for(lambda: metric(port, 'retrieval_in_flight') == 0)
+
+  def test_a_long_query_is_cut_and_not_refused(self):
+    question = server.parse_question(b'{"queries": ["abcdef", "x"]}', server.Limits(max_query_chars=3))
+    self.assertEqual(question.queries, ('abc', 'x'))
+
+  def test_a_retriever_that_breaks_is_a_500_without_its_reasons(self):
+    with running(mock.Mock(search=mock.Mock(side_effect=ValueError('secret')))) as (port, _, _):
+      with mock.patch('tornado.web.app_log'):
+        status, answer, _ = ask(port, body={'queries': ['a']})
+      self.assertEqual((status, answer), (500, {'error': 'Internal Server Error'}))
+      self.assertEqual(metric(port, 'retrieval_in_flight'), 0)
+
+  @hypothesis.settings(deadline=None, max_examples=100, derandomize=True)
+  @hypothesis.given(st.one_of(
+      st.binary(max_size=50),
+      st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=5)),
+                   lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(
+                       st.sampled_from(['query', 'queries', 'topk', 'top_k', 'return_scores']),
+                       inner, max_size=3)), max_leaves=8).map(lambda x: json.dumps(x).encode())))
+  def test_any_body_is_answered_or_refused(self, body):
+    try:
+      question = server.parse_question(body, server.Limits())
+    except server.BadRequest as error:
+      self.assertNotIn('\n', str(error))
+    else:
+      self.assertBetween(question.top_k, 1, 100)
+
+
+class LoadTest(parameterized.TestCase):
+
+  def test_requests_beyond_the_limit_are_told_to_come_back(self):
+    gate = Gate()
+    with running(gate, max_in_flight=2) as (port, service, _):
+      with concurrent.futures.ThreadPoolExecutor() as pool:
+        held = [pool.submit(ask, port, body={'query': 'a'}) for _ in range(2)]
+        wait_for(lambda: service.in_flight == 2)
+        status, answer, headers = ask(port, body={'query': 'a'})
+        self.assertEqual((status, headers['Retry-After']), (503, '1'))
+        self.assertIn('2 requests are running', answer['error'])
+        self.assertEqual(ask(port, 'GET', '/health')[0], 200)  # while the searching thread is held
+        gate.open.set()
+        self.assertEqual([future.result()[0] for future in held], [200, 200])
+      wait_for(lambda: service.in_flight == 0)
+      self.assertEqual(ask(port, body={'query': 'a'})[0], 200)
+      self.assertEqual(metric(port, 'retrieval_requests_total{status="503"}'), 1)
+      self.assertEqual(metric(port, 'retrieval_requests_total{status="499"}'), 0)
+
+  def test_slow_clients_are_hung_up_on(self):
+    header = b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n'
+    with running(idle_timeout_s=0.2, body_timeout_s=0.2) as (port, service, _):
+      for sent in (b'', b'POST /retr', header, header + b'{"quer'):
+        with socket.create_connection(('127.0.0.1', port), timeout=10) as connection:
+          connection.sendall(sent)
+          self.assertEqual(connection.recv(100), b'', sent)
+      wait_for(lambda: service.in_flight == 0)
+      self.assertEqual(metric(port, 'retrieval_requests_total{status="499"}'), 2)
+      self.assertEqual(ask(port, body={'queries': ['lima']})[0], 200)
+
+  def test_a_client_that_hangs_up_keeps_its_place_until_its_search_is_over(self):
+    gate = Gate()
+    with running(gate) as (port, service, _):
+      with socket.create_connection(('127.0.0.1', port)) as connection:
+        connection.sendall(b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 14\r\n\r\n'
+                           b'{"query": "a"}')
+        self.assertTrue(gate.entered.acquire(timeout=10))
+      wait_for(lambda: metric(port, 'retrieval_requests_total{status="499"}') == 1)
+      self.assertEqual(service.in_flight, 1)
+      gate.open.set()
+      wait_for(lambda: service.in_flight == 0)
+
+  def test_a_client_that_does_not_read_is_hung_up_on(self):
+    long = [types.Passage('0', 'x', 'word ' * 20_000)]
+    retriever = mock.Mock(search=lambda queries, top_k: [long for _ in queries])
+    body = json.dumps({'queries': ['a'] * 200}).encode()  # 20 MB: more than the kernel's buffers
+    with running(retriever, write_timeout_s=0.3) as (port, service, _):
+      with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(('127.0.0.1', port))
+        connection.sendall(b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b'
+                           % (len(body), body))
+        wait_for(lambda: service.in_flight == 1)
+        wait_for(lambda: service.in_flight == 0)
+
+  def test_what_runs_is_finished_when_it_stops(self):
+    gate = Gate()
+    with running(gate) as (port, service, stop):
+      with concurrent.futures.ThreadPoolExecutor() as pool:
+        held = pool.submit(ask, port, body={'query': 'a'})
+        self.assertTrue(gate.entered.acquire(timeout=10))
+        kept = http.client.HTTPConnection('127.0.0.1', port, timeout=10)
+        kept.connect()
+        kept.request('GET', '/health')
+        kept.getresponse().read()
+        stop()
+        wait_for(lambda: service.stopping)
+        kept.request('POST', '/retrieve', b'{"query": "a"}')
+        response = kept.getresponse()
+        self.assertIn('stopping', response.read().decode())
+        self.assertEqual(response.status, 503)
+        with self.assertRaises(OSError):
+          socket.create_connection(('127.0.0.1', port), timeout=1).close()
+        gate.open.set()
+        self.assertEqual(held.result()[0], 200)
+        kept.close()
+
+  def test_the_wait_for_what_runs_is_bounded(self):
+    gate = Gate()
+    with running(gate, grace_s=0.2) as (port, service, stop):
+      with concurrent.futures.ThreadPoolExecutor() as pool:
+        held = pool.submit(ask, port, body={'query': 'a'})
+        self.assertTrue(gate.entered.acquire(timeout=10))
+        stop()
+        self.assertIsInstance(held.exception(), (OSError, http.client.HTTPException))
+        gate.open.set()
+
+  def test_memory_does_not_grow(self):
+    """A shortened soak: after a warm-up, 3,000 requests of all sorts leave the heap as it was."""
+    bodies = [json.dumps({'queries': ['capital of peru', 'number 6']}).encode(), b'{', b'{}',
+              json.dumps({'query': 'seine'}).encode()]
+    with running() as (port, _, _):
+      connection = http.client.HTTPConnection('127.0.0.1', port, timeout=10)
+
+      def requests(n):
+        for i in range(n):
+          connection.request('POST', '/retrieve', bodies[i % len(bodies)])
+          connection.getresponse().read()
+
+      requests(300)
+      tracemalloc.start()
+      self.addCleanup(tracemalloc.stop)
+      requests(300)
+      gc.collect()
+      before = tracemalloc.get_traced_memory()[0]
+      requests(3000)
+      gc.collect()  # a handler and its request refer to each other
+      self.assertLess(tracemalloc.get_traced_memory()[0] - before, 60_000)  # 20 bytes a request
+      connection.close()
+
+
+class CommandTest(parameterized.TestCase):
+
+  def start(self, *arguments):
+    environment = {**os.environ, 'PYTHONUNBUFFERED': '1', 'JAX_PLATFORMS': 'cpu'}
+    return subprocess.Popen(
+        [sys.executable, '-m', 'stppo_jax.retrieval.server', *arguments], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+
+  def test_it_starts_answers_and_stops_on_sigterm(self):
+    with self.start('--corpus=embedded', '--port=0', '--max-top-k=5') as process:
+      try:
+        ready = process.stdout.readline()
+        match = re.fullmatch(r'ready: (http://127\.0\.0\.1:(\d+)/retrieve)\n', ready)
+        self.assertIsNotNone(match, ready or process.stderr)
+        found = client.HttpRetriever(match[1], retries=0).search(['capital of Peru'], 3)
+        self.assertLen(found[0], 3)
+        self.assertEqual(ask(int(match[2]), body={'query': 'a', 'top_k': 6})[0], 400)
+        process.send_signal(signal.SIGTERM)
+        self.assertEqual(process.wait(20), 0, process.stderr.read())
+      finally:
+        process.kill()
+
+  @parameterized.parameters(
+      (['--corpus=/nowhere.jsonl'], 2, 'no such file'),
+      (['--corpus=embedded', '--kind=dense'], 2, 'needs --encoder=FOLDER'),
+      (['--corpus=embedded', '--host=256.0.0.1'], 1, 'cannot listen on 256.0.0.1:8000'))
+  def test_mistakes_are_one_line(self, arguments, status, message):
+    with mock.patch('sys.stderr') as err:
+      self.assertEqual(server.main(arguments), status)
+    text = ''.join(call.args[0] for call in err.write.call_args_list)
+    self.assertIn(message, text)
+    self.assertEqual(text.count('\n'), 1)
+
+  def test_every_kind_finds(self):
+    folder = dense_test.write_encoder(self.enterContext(tempfile.TemporaryDirectory()))
+    for kind in server.KINDS:
+      retriever = server.make_retriever(kind, PASSAGES, folder, folder)
+      with running(retriever) as (port, _, _):
+        _, answer, _ = ask(port, body={'queries': ['seine', 'lima'], 'topk': 1})
+      self.assertLen(answer['result'], 2)
+      if kind == 'bm25':
+        self.assertEqual(answer['result'][0][0]['id'], 'p0')
+
+  def test_a_taken_port_is_one_line(self):
+    with socket.socket() as taken, mock.patch('sys.stderr') as err:
+      taken.bind(('127.0.0.1', 0))
+      taken.listen()
+      self.assertEqual(server.main(['--corpus=embedded', f'--port={taken.getsockname()[1]}']), 1)
+    self.assertIn('another --host or --port', str(err.write.call_args_list))
+
+  def test_every_limit_has_a_flag(self):
+    flags = server._parse(['--corpus=x', '--max-queries=7', '--body-timeout-s=0.5'])
+    self.assertEqual((flags.max_queries, flags.body_timeout_s), (7, 0.5))
+    for bad in ('--max-queries=0', '--max-top-k=x', '--nonsense=1', '--threads=0'):
+      with self.assertRaises(SystemExit), mock.patch('sys.stderr'):
+        server._parse(['--corpus=x', bad])
+
+
+if __name__ == '__main__':
+  absltest.main()
