@@ -54,7 +54,9 @@ class Model:
   remat: str = 'full'  # 'none' | 'dots' | 'full': what the backward pass recomputes
   scan_layers: bool = True  # False unrolls: slower to compile, faster on CPU
   logp_chunk: int = 512  # tokens of a row whose logits are live at once; 0: all
-  attention_chunk: int = 512  # tokens of a row whose attention scores are live at once; 0: all
+  # Of training: 'splash' (TPU), 'cudnn' (NVIDIA, bfloat16) | 'plain' | 'auto': the first that can run.
+  attention: str = 'auto'
+  attention_chunk: int = 512  # tokens of a row whose scores are live at once in plain attention; 0: all
 
 
 @dataclasses.dataclass
@@ -206,6 +208,7 @@ CHOICES = {
     'model.dtype': ('float32', 'bfloat16'),
     'model.param_dtype': ('float32', 'bfloat16'),
     'model.remat': ('none', 'dots', 'full'),
+    'model.attention': ('auto', 'splash', 'cudnn', 'plain'),
     'algorithm.variant': ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'grpo', 'so_grpo', 'gspo', 'rloo',
                           'reinforce'),
     'algorithm.advantage': (None, 'token_gae', 'turn_gae', 'bad_gae', 'group_zscore',

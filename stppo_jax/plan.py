@@ -114,6 +114,7 @@ class Plan:
   topology: str
   chip: Chip
   mesh: jax.sharding.Mesh
+  attention: str  # the backend of training
   num_params: dict[str, int]  # of each model
   held: dict[str, tuple[int, int]]  # what is held: bytes (in all, of the fullest device)
   programs: list[Program] = dataclasses.field(default_factory=list)
@@ -144,17 +145,21 @@ def make(config, topology='') -> Plan:
   mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
   sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
 
+  absent_gpu = bool(topology) and chip is CHIPS['h100']
+  if absent_gpu:  # cuDNN's attention asks the GPU when it is traced
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention='plain'))
   variant = loop.make_variant(config.algorithm)
   heads = loop.model_heads(config, variant)
   model = evaluation.load_shape(config, heads[0])
   critic = heads[1] and evaluation.load_shape(config, heads[1], config.model.critic_folder or None)
-  learner = dataclasses.replace(loop.make_learner(config, variant, model, critic), lengths=())
+  learner = dataclasses.replace(loop.make_learner(config, variant, model, critic, devices[0]), lengths=())
   params = _on(mesh, _params(model))
   state = _on(mesh, jax.eval_shape(
       functools.partial(train_state.create, learner, kl_coef=0.0),
       params, critic and _params(critic)))
   plan = Plan(
       config=config, topology=topology or 'the devices here', chip=chip, mesh=mesh,
+      attention=learner.actor.attention + (', for want of a GPU to ask about cuDNN' * absent_gpu),
       num_params={name: presets.num_params(shape)
                   for name, shape in (('policy', model), ('critic', critic)) if shape},
       held=_held(config, mesh, model, state, params))
@@ -174,6 +179,7 @@ def table(plan) -> str:
   lines = [
       f'{config.name} on {plan.topology}: {plan.mesh.size} x {chip.name}, mesh {shape}',
       'parameters: ' + ', '.join(f'{name} {count:,}' for name, count in plan.num_params.items()),
+      f'attention in training: {plan.attention}',
       '', _row('held during a run', 'GiB in all', 'GiB a device')]
   lines += [_row(name, gib(total), gib(each)) for name, (total, each) in plan.held.items() if total]
   lines += ['', _row('GiB a device', *(program.name for program in plan.programs))]

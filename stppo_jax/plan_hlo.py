@@ -79,8 +79,19 @@ def matmul_flops(jaxpr):
     if eqn.primitive.name == 'cond':
       total += max(inner)
     else:
-      total += sum(inner) * eqn.params.get('length', 1)
+      total += sum(inner) * _times(eqn)
   return total
+
+
+def _times(eqn):
+  """How often an equation runs the jaxpr within it."""
+  if eqn.primitive.name == 'shard_map':  # written for one device
+    return eqn.params['mesh'].size
+  if eqn.primitive.name == 'pallas_call':  # for one block
+    grid = eqn.params['grid_mapping'].grid
+    # The causal kernel skips the blocks above the diagonal.
+    return math.prod(grid[:-1]) * (grid[-1] + 1) / 2
+  return eqn.params.get('length', 1)
 
 
 def _trips(line, computations):

@@ -1,12 +1,21 @@
 """Masks drawn; attention against sums in float64; every backend against the plain one."""
 
+import functools
+import types
+from unittest import mock
+
+from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
+
 from absl.testing import absltest
 from absl.testing import parameterized
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax.models import attention
+from stppo_jax.training import sharding
+from stppo_jax.types import UserError
 
 
 def make_inputs(rows=2, length=6, heads=4, kv_heads=2, width=8, seed=0):
@@ -39,13 +48,93 @@ class PlainTest(parameterized.TestCase):
   def test_equals_sums_in_float64(self, chunk):
     q, k, v = make_inputs()
     segments = np.array([[1, 1, 1, 2, 2, 3], [4, 4, 0, 0, 4, 4]])  # 4 comes back: one segment still
-    actual = attention.causal(q, k, v, jnp.asarray(segments), chunk)
+    actual = attention.causal(q, k, v, jnp.asarray(segments), chunk=chunk)
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     for b, t, n in np.ndindex(2, 6, 4):
       seen = [s for s in range(t + 1) if segments[b, s] == segments[b, t]]
       weights = np.exp([q[b, t, n] @ k[b, s, n // 2] / np.sqrt(8) for s in seen])
       expected = sum(w * v[b, s, n // 2] for w, s in zip(weights / weights.sum(), seen))
       np.testing.assert_allclose(actual[b, t, n], expected, atol=1e-6)
+
+
+SEGMENTS = np.repeat([[1, 2, 3, 0], [1, 1, 1, 2]], [40, 88, 64, 64], axis=1)  # [2,256]
+
+
+def output_and_gradients(inputs, segments, **options):
+  """Of a loss that weighs every output differently."""
+  weights = jax.random.normal(jax.random.key(9), inputs[0].shape)
+
+  def loss(q, k, v, segments):
+    y = attention.causal(q, k, v, segments, **options)
+    return jnp.sum(weights * jnp.sin(y)), y
+
+  grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+  (_, y), gradients = grad(*inputs, segments)
+  return y, gradients
+
+
+class BackendsTest(parameterized.TestCase):
+  """The kernel is interpreted here and cuDNN is stood in for by jax.nn's own: no accelerator."""
+
+  @parameterized.parameters(
+      ('splash', None, 128), ('splash', SEGMENTS, 64), ('cudnn', None, 8), ('cudnn', SEGMENTS, 8))
+  def test_equals_plain_with_gradients(self, backend, segments, width):
+    inputs = make_inputs(length=256, heads=6, kv_heads=2, width=width)
+    expected = output_and_gradients(inputs, segments)
+    actual = output_and_gradients(inputs, segments, backend=backend, chunk=64)
+    chex.assert_trees_all_close(actual, expected, atol=1e-5)
+
+  @parameterized.parameters(('splash', 2), ('splash', 1), ('cudnn', 2))
+  def test_over_eight_devices(self, backend, kv_heads):
+    """Rows over data and fsdp, heads over tensor where the key heads divide; 28 / 4 in small."""
+    mesh = sharding.make_mesh(2, 2, 2, jax.devices()[:8])
+    rows = sharding.rows(mesh)
+    inputs = make_inputs(rows=4, length=128, heads=6, kv_heads=kv_heads, width=64)
+    segments = None if backend == 'cudnn' else np.tile(SEGMENTS[:, 20:148], (2, 1))
+    expected = output_and_gradients(inputs, segments)
+    placed = jax.device_put(inputs, rows)
+    actual = output_and_gradients(
+        placed, segments, backend=backend, row_sharding=rows)
+    chex.assert_trees_all_close(actual, expected, atol=1e-5)
+
+  def test_each_device_computes_its_part_alone(self):
+    mesh = sharding.make_mesh(2, 2, 2, jax.devices()[:8])
+    q, k, v = make_inputs(rows=8, length=128, heads=12, kv_heads=4, width=64)
+    with mock.patch.object(attention, '_splash', wraps=attention._splash) as splash:
+      attend = functools.partial(
+          attention.causal, backend='splash', row_sharding=sharding.rows(mesh))
+      jax.eval_shape(attend, q, k, v)
+    q, k = splash.call_args.args[:2]
+    self.assertEqual(q.shape, (2, 128, 6, 64))
+    self.assertEqual(k.shape, (2, 128, 2, 64))
+
+
+class ChooseTest(parameterized.TestCase):
+
+  def device(self, platform, capability=''):
+    return types.SimpleNamespace(
+        platform=platform, device_kind=f'{platform} kind', compute_capability=capability)
+
+  @parameterized.parameters(
+      ('tpu', '', 'bfloat16', 128, (1024, 4096), 'splash'),
+      ('tpu', '', 'float32', 64, (128,), 'splash'),
+      ('tpu', '', 'bfloat16', 96, (1024,), 'plain'),
+      ('tpu', '', 'bfloat16', 128, (1024, 1000), 'plain'),
+      ('gpu', '9.0', 'bfloat16', 128, (1000,), 'cudnn'),
+      ('gpu', '7.5', 'bfloat16', 128, (1024,), 'plain'),
+      ('gpu', 'gfx942', 'bfloat16', 128, (1024,), 'plain'),
+      ('gpu', '10.0', 'float32', 128, (1024,), 'plain'),
+      ('gpu', '8.0', 'bfloat16', 256, (1024,), 'plain'),
+      ('cpu', '', 'bfloat16', 128, (1024,), 'plain'))
+  def test_auto_takes_what_can_run(self, platform, capability, dtype, width, lengths, expected):
+    device = self.device(platform, capability)
+    self.assertEqual(attention.choose('auto', device, dtype, width, lengths), expected)
+    for backend in ('splash', 'cudnn', 'plain'):
+      if backend in (expected, 'plain'):
+        self.assertEqual(attention.choose(backend, device, dtype, width, lengths), backend)
+      else:
+        with self.assertRaisesRegex(UserError, f"attention='{backend}' (needs|computes) .*plain"):
+          attention.choose(backend, device, dtype, width, lengths)
 
 
 if __name__ == '__main__':

@@ -6,6 +6,8 @@ import importlib.util
 import pathlib
 import tempfile
 
+from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
+
 from absl.testing import absltest
 from absl.testing import parameterized
 import chex
@@ -17,6 +19,7 @@ import safetensors.numpy
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import presets
+from stppo_jax.training import sharding
 
 REFERENCES = pathlib.Path(__file__).parent / 'reference_logits'
 MODELS = ('qwen2', 'qwen2_tied', 'qwen3', 'qwen3_tied', 'llama', 'llama_tied')
@@ -105,6 +108,23 @@ class TrunkTest(parameterized.TestCase):
     expected = grad(params, CONFIG)
     actual = grad(params, dataclasses.replace(CONFIG, **changes))
     chex.assert_trees_all_close(actual, expected, atol=1e-6)
+
+  def test_flash_attention_over_devices_changes_nothing(self):
+    """As on a TPU: layers scanned and recomputed, segments, a mesh; the kernel is interpreted."""
+    mesh = sharding.make_mesh(2, 2, 2, jax.devices()[:8])
+    config = dataclasses.replace(CONFIG, head_dim=64)
+    params, tokens = make_params(config), make_tokens(4, 128)
+    segments = np.repeat([[1, 2, 0]], [50, 60, 18], axis=1).repeat(4, axis=0)
+
+    def loss(params, config):
+      x, _ = decoder.hidden(params, config, tokens, None, segments=segments)
+      return jnp.mean(jnp.sin(3 * x))
+
+    grad = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    expected = grad(params, config)
+    actual = grad(params, dataclasses.replace(
+        config, attention='splash', remat='full', row_sharding=sharding.rows(mesh)))
+    chex.assert_trees_all_close(actual, expected, atol=1e-5)
 
   def test_chunks_of_queries_never_hold_all_scores(self):
     def program(config):

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import run
 from stppo_jax import plan
 from stppo_jax import plan_hlo
+from stppo_jax.models import attention
 from stppo_jax.training import sharding
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
@@ -97,6 +98,21 @@ class CountsTest(absltest.TestCase):
     flops = lambda f: plan_hlo.matmul_flops(jax.make_jaxpr(f)(w, x))
     self.assertEqual(flops(function), 8 * one)
     self.assertEqual(flops(jax.grad(function)), 3 * 8 * one)  # of w and of x: two more each
+
+  def test_flops_of_a_kernel_on_every_device(self):
+    """Causal blocks: 8 devices of 2 heads, 256 queries in 1 block; 2 products forward, 3 + 4 back."""
+    mesh = sharding.make_mesh(4, 1, 2)
+    q = jnp.ones((4, 256, 4, 64))
+    attend = lambda q: attention.causal(
+        q, q, q, backend='splash', row_sharding=sharding.rows(mesh)).sum()
+    one = 4 * 4 * 2 * 256 * 256 * 64  # of all rows and heads
+    flops = lambda f: plan_hlo.matmul_flops(jax.make_jaxpr(f)(q))
+    self.assertEqual(flops(attend), 2 * one)
+    # The dq kernel makes scores, d weights and dq; the dkv kernel the first two again, dk and dv.
+    self.assertEqual(flops(jax.grad(attend)), (2 + 3 + 4) * one)
+    two = 4 * 4 * 2 * 1024 * 1024 * 64 * 3 / 4  # 2 x 2 blocks of 512, of which 3 are not skipped
+    q = jnp.ones((4, 1024, 4, 64))
+    self.assertEqual(flops(attend), 2 * two)
 
 
 class PlanTest(parameterized.TestCase):

@@ -1,35 +1,64 @@
 """Attention: queries, keys and values in, weighted values out; who may read whom is decided here.
 
 Sampling (`cached`) reads a cache with slots of its own. Training (`causal`) reads whole rows, in which
-several episodes may stand behind each other as segments.
+several episodes may stand behind each other as segments; three backends compute the same:
+
+  plain   two einsums and a softmax, for a chunk of queries at a time; runs anywhere
+  splash  JAX's flash attention kernel for TPU
+  cudnn   NVIDIA's, through jax.nn
 
 Einsum letters are those of `types.py`, and g for the query heads that share one key head (N = M g).
 """
 
+import functools
+import math
+import re
+
+import chex
 import jax
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from stppo_jax.types import UserError
+
+SPLASH_BLOCKS = (512, 256, 128)  # queries and keys that the kernel holds at once: the first that divides T
 
 
-def causal(q, k, v, segments=None, chunk=0):
+def causal(q, k, v, segments=None, backend='plain', chunk=0, row_sharding=None):
   """Each token reads itself and those before it in its segment: q [B,T,N,H], k and v [B,T,M,H] -> q's.
 
-  `segments` [B,T] are any integers; None is one segment a row. Scores of `chunk` queries at a time
-  exist, and again in the backward pass, so [B,M,g,T,T] never does; with 0, or where `chunk` does not
-  divide T, those of all.
+  `segments` [B,T] are any integers; None is one segment a row. `chunk` is the plain backend's.
+  `row_sharding` says over which devices the rows lie; the kernels cannot be split by the compiler.
+
+  Choice: packed rows are plain on a GPU. The cuDNN of jax.nn takes them as a mask alone, which it
+  makes a bias of [B,1,T,T] with a gradient of the same size; its packed layout is private to JAX.
   """
-  length, heads = q.shape[1], k.shape[2]
-  q, k, v = _grouped(q, heads), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-  if not chunk or length <= chunk or length % chunk:
-    return _ungrouped(_attend(q, k, v, causal_mask(length, segments)))
-  firsts = jnp.arange(0, length, chunk)
-  parts = jnp.moveaxis(q.reshape(*q.shape[:3], len(firsts), chunk, q.shape[-1]), 3, 0)
+  chex.assert_rank([q, k, v], 4)
+  chex.assert_equal_shape([k, v])
+  if backend == 'plain' or (backend == 'cudnn' and segments is not None):
+    return _plain(q, k, v, segments, chunk)
+  device = jax.devices()[0] if row_sharding is None else row_sharding.mesh.devices.flat[0]
+  attend = {'splash': _splash, 'cudnn': _cudnn}[backend]
+  attend = functools.partial(attend, platform=device.platform)
+  if row_sharding is not None:
+    attend = _on_each_device(attend, row_sharding, k.shape[2])
+  return attend(q, k, v, segments)
 
-  def attend(part_and_first):
-    part, first = part_and_first  # [B,M,g,chunk,H]
-    return _attend(part, k, v, causal_mask(length, segments, first, chunk))
 
-  y = jax.lax.map(jax.checkpoint(attend, prevent_cse=False), (parts, firsts))
-  return _ungrouped(jnp.moveaxis(y, 0, 3).reshape(q.shape))
+def choose(wanted, device, dtype, head_dim, lengths):
+  """The backend of `causal` for rows of these lengths: `wanted`, or for 'auto' the best that can run.
+
+  Raises UserError for one that cannot run on this kind of device.
+  """
+  if wanted == 'auto':
+    refused = lambda backend: _refusal(backend, device, dtype, head_dim, lengths)
+    return next((backend for backend in ('splash', 'cudnn') if not refused(backend)), 'plain')
+  if refusal := _refusal(wanted, device, dtype, head_dim, lengths):
+    raise UserError(f'config.model.attention={wanted!r} {refusal}: set --config.model.attention=auto, '
+                    'or plain, which runs anywhere')
+  return wanted
 
 
 def cached(q, k, v, slots):
@@ -64,6 +93,86 @@ def cache_mask(slots, num_slots):
     1 1 1 0
   """
   return (jnp.arange(num_slots) <= slots[..., None])[:, None, None]
+
+
+def _refusal(backend, device, dtype, head_dim, lengths):
+  """Why a backend cannot run; empty where it can."""
+  if backend == 'splash':
+    if device.platform != 'tpu':
+      return f'needs a TPU, and this is {device.device_kind}'
+    if head_dim % 64:
+      return f'needs heads of a multiple of 64 channels, and the model has {head_dim}'
+    if odd := [length for length in lengths if length % SPLASH_BLOCKS[-1]]:
+      return f'needs rows of a multiple of {SPLASH_BLOCKS[-1]} tokens, and some have {odd[0]}'
+  if backend == 'cudnn':
+    # '8.0' and so on; ROCm's are no numbers.
+    found = device.platform == 'gpu' and re.match(r'(\d+)\.\d', device.compute_capability)
+    if not found or int(found[1]) < 8:
+      return f'needs an NVIDIA GPU of capability 8.0 or more, and this is {device.device_kind}'
+    if dtype not in ('bfloat16', 'float16'):
+      return f'computes in bfloat16 or float16, and config.model.dtype is {dtype}'
+    if head_dim % 8 or head_dim > 128:
+      return f'needs heads of at most 128 channels, a multiple of 8, and the model has {head_dim}'
+  return ''
+
+
+def _plain(q, k, v, segments, chunk):
+  """Scores of `chunk` queries at a time, and again in the backward pass: [B,M,g,T,T] never exists.
+
+  With 0, or where `chunk` does not divide T, all at once.
+  """
+  length = q.shape[1]
+  q, k, v = _grouped(q, k.shape[2]), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+  if not chunk or length <= chunk or length % chunk:
+    return _ungrouped(_attend(q, k, v, causal_mask(length, segments)))
+  firsts = jnp.arange(0, length, chunk)
+  parts = jnp.moveaxis(q.reshape(*q.shape[:3], len(firsts), chunk, q.shape[-1]), 3, 0)
+
+  def attend(part_and_first):
+    part, first = part_and_first  # [B,M,g,chunk,H]
+    return _attend(part, k, v, causal_mask(length, segments, first, chunk))
+
+  y = jax.lax.map(jax.checkpoint(attend, prevent_cse=False), (parts, firsts))
+  return _ungrouped(jnp.moveaxis(y, 0, 3).reshape(q.shape))
+
+
+def _splash(q, k, v, segments, platform):
+  """The TPU kernel on one device's part; elsewhere interpreted, which is slow and meant for tests."""
+  length, heads, width = q.shape[1:]
+  block = next(block for block in SPLASH_BLOCKS if length % block == 0)
+  kernel = splash_kernel.make_splash_mha_single_device(
+    splash_mask.MultiHeadMask([splash_mask.CausalMask((length, length))] * heads),
+    block_sizes=splash_kernel.BlockSizes(
+      block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block,
+      block_kv_dq=block,
+    ),
+    interpret=platform != 'tpu',
+  )
+
+  def attend(q, k, v, segments):
+    ids = None if segments is None else splash_kernel.SegmentIds(segments, segments)
+    return kernel(q, k, v, ids)
+
+  q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q * width ** -0.5, k, v))
+  return jnp.swapaxes(jax.vmap(attend)(q, k, v, segments), 1, 2)
+
+
+def _cudnn(q, k, v, segments, platform):
+  """cuDNN on one device's part; elsewhere jax.nn's own, for tests."""
+  assert segments is None
+  implementation = 'cudnn' if platform == 'gpu' else 'xla'
+  return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+
+
+def _on_each_device(attend, row_sharding, num_kv_heads):
+  """`attend` on every device's rows, and heads over the mesh's other axes where key heads divide."""
+  mesh, rows = row_sharding.mesh, row_sharding.spec[0]
+  others = tuple(axis for axis in mesh.axis_names if axis not in rows)
+  divides = num_kv_heads % math.prod(mesh.shape[axis] for axis in others) == 0
+  part = P(rows, None, others if divides else None)
+  # Pallas does not say how its results vary over the devices, hence no check.
+  return jax.shard_map(
+    attend, mesh=mesh, in_specs=(part, part, part, P(rows)), out_specs=part, check_vma=False)
 
 
 def _attend(q, k, v, mask):

@@ -60,7 +60,8 @@ class ModelConfig:
   param_dtype: str = 'float32'  # of the stored parameters
   remat: str = 'none'  # what backward recomputes: 'none' | 'full' (all) | 'dots' (all but matmuls)
   scan_layers: bool = True  # False unrolls them: longer to compile, faster on a CPU
-  attention_chunk: int = 0  # queries whose scores are live at once in training; 0: all
+  attention: str = 'plain'  # in training: 'plain' | 'splash' (TPU) | 'cudnn' (NVIDIA)
+  attention_chunk: int = 0  # queries whose scores are live at once in plain attention; 0: all
   max_positions: int = 32_768  # the longest row the published weights were trained for
   row_sharding: jax.sharding.Sharding | None = None  # of activations' rows; None: compiler's choice
 
@@ -92,7 +93,8 @@ def init(key, config):
   d, v = config.d_model, config.vocab_size
   x = jnp.zeros((1, 1, d), config.dtype)
   rope = _rope(config, jnp.zeros((1, 1), jnp.int32))
-  init_layer = lambda k: Block(config).init(k, x, rope)['params']
+  plain = dataclasses.replace(config, attention='plain', row_sharding=None)  # for a row of one token
+  init_layer = lambda k: Block(plain).init(k, x, rope)['params']
   params = {
     'embed': {'embedding': 0.02 * jax.random.normal(embed_key, (v, d), dtype)},
     'layers': jax.vmap(init_layer)(jax.random.split(layers_key, config.num_layers)),
@@ -267,7 +269,9 @@ class Attention(nn.Module):
       k = RMSNorm(config, name='key_norm')(k)
     q, k = rotary.rotate(q, rope), rotary.rotate(k, rope)
     if layer_cache is None:
-      y = attention.causal(q, k, v, segments, config.attention_chunk)
+      y = attention.causal(
+        q, k, v, segments, config.attention, config.attention_chunk, config.row_sharding
+      )
     else:
       layer_cache = (_write(layer_cache[0], k, slots), _write(layer_cache[1], v, slots))
       y = attention.cached(q, *(a.astype(config.dtype) for a in layer_cache), slots)

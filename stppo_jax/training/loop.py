@@ -23,6 +23,7 @@ from stppo_jax import metrics as metrics_lib
 from stppo_jax import report
 from stppo_jax import tasks as task_files
 from stppo_jax.algorithms import variants
+from stppo_jax.models import attention
 from stppo_jax.rollout import batching
 from stppo_jax.training import checkpoint
 from stppo_jax.training import packing
@@ -109,7 +110,7 @@ def setup(config) -> Run:
     critic_model, critic = evaluation.load_policy(
         config, head=heads[1], folder=config.model.critic_folder or None, shardings=shardings)
   agent = evaluation.make_agent(config, model, sharding.rows(mesh))
-  learner = make_learner(config, variant, model, critic_model)
+  learner = make_learner(config, variant, model, critic_model, mesh.devices.flat[0])
   ref_params = None
   if config.algorithm.kl_in != 'none':
     ref_params = jax.tree.map(jnp.copy, actor)  # the state takes the actor's own buffers
@@ -132,9 +133,13 @@ def make_variant(algorithm) -> variants.Variant:
   return dataclasses.replace(row, **{k: v for k, v in columns.items() if v is not None})
 
 
-def make_learner(config, variant, model, critic_model) -> train_state.Learner:
-  """The static part of the compiled functions, from the config."""
+def make_learner(config, variant, model, critic_model, device) -> train_state.Learner:
+  """The static part of the compiled functions, from the config and the kind of device they run on."""
   train, algorithm = config.train, config.algorithm
+  backend = attention.choose(
+      config.model.attention, device, model.dtype, model.head_dim, train.length_buckets)
+  model = dataclasses.replace(model, attention=backend)
+  critic_model = critic_model and dataclasses.replace(critic_model, attention=backend)
   steps_an_update = train.epochs * train.episodes // train.mini_batch
   if variant.ratio == 'none' and steps_an_update > 1:
     logging.warning(
