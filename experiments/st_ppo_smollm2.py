@@ -51,10 +51,10 @@ def get_config(mode=''):
     config.model.remat = 'none'
     config.rollout = schema.Rollout(
         max_prompt=256, max_turn=80, max_observation=160, max_total=640)
-    config.train = schema.Train(
-        updates=3, episodes=4, mini_batch=2, micro_batch=1, length_buckets=(320, 480, 640),
-        checkpoint_every=0, keep_checkpoints=1)
-    config.eval = schema.Eval(every=0, episodes=8, rows=8)
+    config.train = schema.Train(  # some 10 minutes of one core, resumed after any update
+        updates=3, episodes=2, mini_batch=1, micro_batch=1, length_buckets=(480, 640),
+        checkpoint_every=1, keep_checkpoints=1)
+    config.eval = schema.Eval(every=0, episodes=4, rows=4)
   elif mode == 'smoke':
     ppo_7b.shrink(config)
   elif mode:

@@ -13,7 +13,7 @@ from stppo_jax.types import UserError
 class Data:
   """Questions and passages."""
 
-  source: str = 'embedded'  # 'embedded' | folder with qa.jsonl and corpus.jsonl | Search-R1 .parquet
+  source: str = 'embedded'  # or a folder with qa.jsonl and corpus.jsonl, a .jsonl, a Search-R1 .parquet
   corpus: str = ''  # folder or .jsonl of passages; empty: the same as `source`
   train_split: str = 'train'
   eval_split: str = 'dev'

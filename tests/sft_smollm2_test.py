@@ -9,7 +9,7 @@ from absl.testing import parameterized
 import jax
 import numpy as np
 
-from experiments import sft_smollm2
+from experiments import search_trajectories
 from experiments import st_ppo_smollm2
 from stppo_jax import chat
 from stppo_jax import evaluation
@@ -36,7 +36,7 @@ YEAR = Task(
     'year', 'In which year did the bridge of Mira Toven at Ardlen open?', ('1930',), gold=('bridge',),
     steps=(('Which Ardlen Bridge did Mira Toven build ?', 'Ardlen Bridge'), ('#1 opened', '1930')))
 NO_STEPS = Task('quoted', BIRTH.question, ('Kestwick',), hops=2, gold=BIRTH.gold)
-BOTH = Task('both', 'Was Ardlen Bridge designed and opened before Sunfall came out?', ('yes',),
+BOTH = Task('both', 'Was Ardlen Bridge, which Mira Toven designed, opened before Sunfall?', ('yes',),
             hops=2, gold=('bridge', 'film'))
 
 
@@ -54,7 +54,7 @@ def make_config():
 
 
 def make_demonstrator(config=None):
-  return sft_smollm2.Demonstrator(PASSAGES, make_tokenizer(), config or make_config())
+  return search_trajectories.Demonstrator(PASSAGES, make_tokenizer(), config or make_config())
 
 
 def play(task, seed=0, config=None):
@@ -100,7 +100,9 @@ class StoryTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
       ('a finding that no passage has', dict(steps=(('Ardlen Bridge >> designer', 'Ann Dale'),))),
-      ('a finding in a passage that is not gold', dict(gold=('town',))),
+      ('a finding in a passage that is not gold, when it is in a gold one that was not shown',
+       dict(gold=('bridge', 'town'))),
+      ('a finding in no gold passage', dict(gold=('bridge',))),
       ('an answer that was not read', dict(answers=('Oldham',))),
       ('a title that was not mentioned', dict(steps=(), gold=('bridge', 'town'))),
       ('nothing to look for', dict(steps=(), gold=())),
@@ -122,13 +124,14 @@ class StoryTest(parameterized.TestCase):
   def test_there_are_only_so_many_searches(self):
     config = make_config()
     config.env.max_turns = 1
-    self.assertIsNone(play(BIRTH, 0, config))
+    for task in (BIRTH, BOTH):
+      self.assertIsNone(play(task, 0, config))
 
   def test_long_quotations_end_with_the_answer(self):
     passage = Passage('x', 'X', 'The ' + 'very ' * 40 + 'old town of Kestwick lies by the sea.')
-    quote = sft_smollm2._quote(passage, ('kestwick',))
+    quote = search_trajectories._quote(passage, ('kestwick',))
     self.assertEndsWith(quote, 'old town of Kestwick')
-    self.assertLen(quote.split(), sft_smollm2.MAX_QUOTE)
+    self.assertLen(quote.split(), search_trajectories.MAX_QUOTE)
 
 
 class ScriptedSampler:
