@@ -1,4 +1,4 @@
-"""Continuous batching: whatever the order, the rows, the bands and the clock, the dialogues are the same."""
+"""Continuous batching: whatever the order, the rows and the clock, the dialogues are the same."""
 
 import collections
 import functools
@@ -141,7 +141,8 @@ class EngineTest(parameterized.TestCase):
     def calls_of(delay):
       sampler, calls = make_sampler(), []
       decode = sampler._decode
-      note = lambda *args: calls.append([np.asarray(a).tolist() for a in args[2:8]]) or decode(*args)
+      note = lambda *args: (
+        calls.append([np.asarray(a).tolist() for a in args[2:8]]) or decode(*args))
       with mock.patch.object(sampler, '_decode', side_effect=note):
         _, _, order = play(self.dialogues, self.keys, delay=delay)
       return calls, order
@@ -153,7 +154,7 @@ class EngineTest(parameterized.TestCase):
   @parameterized.parameters(dict(rows=8), dict(rows=4), dict(rows=4, read_rows=4))
   def test_the_prompt_of_a_group_is_read_once(self, **settings):
     groups = make_dialogues(4, seed=5)
-    groups = [([*prompt, i], rest) for i, (prompt, rest) in enumerate(groups)]  # no two prompts alike
+    groups = [([*prompt, i], rest) for i, (prompt, rest) in enumerate(groups)]  # none alike
     dialogues = [dialogue for dialogue in groups for _ in range(5)]
     keys = jax.random.split(jax.random.key(2), 20)
     got, report, _ = play(dialogues, keys, make_sampler(**settings))
@@ -173,13 +174,14 @@ class EngineTest(parameterized.TestCase):
     keys = jax.random.split(jax.random.key(3), 16)
     sampler = make_sampler(rows=16)
     got, report, _ = play(dialogues, keys, sampler)
-    with mock.patch.object(engine._Engine, '_to_read', lambda self, band: [(band, band.places('ready'))]):
+    stay = lambda self, band: [(band, band.places('ready'))]
+    with mock.patch.object(engine._Engine, '_to_read', stay):
       apart, report_apart, _ = play(dialogues, keys, sampler)
     self.assertEqual(got, apart)
     self.assertLess(report.decode_steps, report_apart.decode_steps)
 
   def test_other_rows_go_on_while_some_wait(self):
-    """The first to end waits until all others are over; without threads nothing could end meanwhile."""
+    """The first answer waits until all others are over, which without threads would never be."""
     others, done = threading.Event(), collections.Counter()
     dialogues = [([1, 2], [[3]])] + make_dialogues(7, seed=8)
 
@@ -216,7 +218,8 @@ class EngineTest(parameterized.TestCase):
         raise error('no')
 
       with self.assertRaisesRegex(error, 'no'):
-        engine.run(make_sampler(), make_params(), [engine.Cue([1], 4)], self.keys[:1], respond, threads)
+        engine.run(
+          make_sampler(), make_params(), [engine.Cue([1], 4)], self.keys[:1], respond, threads)
     deadline = time.monotonic() + 30
     alive = lambda: [t for t in threading.enumerate() if t.name.startswith('rollout')]
     while alive() and time.monotonic() < deadline:
