@@ -7,8 +7,9 @@
 
 Single turn: prompts of 64 tokens, then exactly 128 sampled ones. Multi-turn: 4 turns of 32 sampled
 and 32 observed tokens; and 64 episodes of 4 turns of 128 sampled and 128 observed tokens, where a
-retriever takes 50 ms for the queries that it gets together. Tokens a second count sampled tokens; reading prompts and observations is in
-the time. Ours also reports each token's log-prob, which `generate` is not asked for.
+retriever takes 50 ms for the queries that it gets together. Tokens a second count sampled tokens;
+reading prompts and observations is in the time. Ours also reports each token's log-prob, which
+`generate` is not asked for.
 """
 
 import tempfile

@@ -1,17 +1,17 @@
-"""Continuous batching: many dialogues over few rows, each row refilled as soon as its dialogue is over.
+"""Continuous batching: many dialogues over few rows; a row that is free takes the next dialogue at once.
 
-A dialogue is read (prefill), says a turn (decode), and waits for the world's answer, which is read in its
-turn. Rows stand in bands, and one device call decodes one band. While it runs, the host hands
-the turns that ended before to the world, and the call after it waits in the device's queue.
+A dialogue is read (prefill), says a turn (decode), waits for the world's answer, is read that, and so
+on. Rows stand in bands, and one device call decodes one band. While it runs, the host hands the
+turns that ended before to the world, and the call after it waits in the device's queue.
 
-  band 0   | decode | read, decode |                | read, decode | ..
-  band 1                           | read, decode   |
-  world             |  answers of band 0  |  answers of band 1  | ..       (in threads: late, in any order)
+  band 0   | read, decode |              | read, decode |              | ..
+  band 1                  | read, decode |              | read, decode | ..
+  world                   | answers 0    | answers 1    | ..    (in threads: late, in any order)
 
-What a dialogue says depends on its key and its ids alone. With `threads=0` the whole schedule is a function
-of what was said and answered, so that many hosts take the same steps. With threads it follows the
-clock, and shows in nothing but a row's neighbours and the number of slots of its band: of those the
-numbers of a row are independent up to rounding, and exactly so on a CPU in float32 (tests hold it to that).
+What a dialogue says depends on its key and its ids alone. With `threads=0` the schedule too is a
+function of what was said and answered, so that many hosts take the same steps. With threads it follows
+the clock; all that it changes is a row's neighbours and the number of slots of its band. A row's
+numbers do not depend on those but for rounding, and on a CPU in float32 not at all (as tests show).
 """
 
 import collections
@@ -112,7 +112,7 @@ class _World:
       self._under_way[self._pool.submit(self._respond, turns)] = turns
 
   def answers(self, wait: bool) -> list[tuple[int, Cue]]:
-    """(dialogue, cue) of what was answered since the last call; with `wait` at least one, if any is due."""
+    """(dialogue, cue) of what was answered since the last call; with `wait` one at least, if due."""
     if self._under_way:
       timeout = None if wait and not self._answered else 0
       done, _ = futures.wait(self._under_way, timeout, futures.FIRST_COMPLETED)
@@ -308,7 +308,9 @@ class _Engine:
     if self._sampler.in_place or not by_prompt:
       return
     if self._kept and (rows := by_prompt.pop(self._kept[0], None)):
-      self._copy(*self._kept[1:], band, rows)
+      prompt, context, source = self._kept
+      self.report.shared_tokens += len(prompt) * len(rows)
+      self._put(band, context, [(row, source) for row in rows])
     upcoming = tuple(self._queue[0].ids) if self._queue else None
     if self._kept and self._kept[0] != upcoming:
       self._kept = None
@@ -316,31 +318,13 @@ class _Engine:
     for i in range(0, len(prompts), self._sampler.read_rows):
       batch = prompts[i : i + self._sampler.read_rows]
       band.context = self._sampler.with_room(band.context, len(batch[-1]))
-      context = self._read(
-        self._sampler.empty(self._sampler.read_rows, band.context.slots), batch, [0] * len(batch))
-      for source, prompt in enumerate(batch):
-        self.report.shared_tokens -= len(prompt)  # of the row that it was read for
-        self._copy(context, source, band, by_prompt[prompt])
-        if prompt == upcoming:
-          self._kept = prompt, context, source
-
-  def _copy(self, context, source: int, band: _Band, rows: list[_Row]) -> None:
-    """Puts a prompt's context into the rows of its dialogues."""
-    size = self._sampler.read_rows
-    band.context = self._sampler.with_room(band.context, context.slots)
-    for i in range(0, len(rows), size):
-      places = [self._seats[row.index][1] for row in rows[i : i + size]]
-      self._put(band, context, places, [source] * len(places))
-    for row in rows:
-      self.report.shared_tokens += len(row.ids)
-      row.has_read()
-
-  def _put(self, band, context, targets, sources):
-    """Row sources[i] of `context` becomes row targets[i] of the band."""
-    none = self._sampler.read_rows - len(targets)
-    band.context = self._sampler.put(
-      band.context, context, np.array([*targets, *[self._sampler.width] * none], np.int32),
-      np.array([*sources, *[0] * none], np.int32))
+      context = self._sampler.empty(self._sampler.read_rows, band.context.slots)
+      context = self._read(context, batch, [0] * len(batch))
+      self.report.shared_tokens += sum(len(p) * (len(by_prompt[p]) - 1) for p in batch)
+      self._put(band, context, [
+        (row, source) for source, prompt in enumerate(batch) for row in by_prompt[prompt]])
+      if upcoming in batch:
+        self._kept = upcoming, context, batch.index(upcoming)
 
   def _read(self, context, ids, starts):
     """`Sampler.read` of the first rows of `context`, counted."""
@@ -350,6 +334,18 @@ class _Engine:
       self._params, context, [*ids, *[()] * none], [*starts, *[0] * none])
     self._last_read = self._last_read if lengths is None else lengths
     return context
+
+  def _put(self, band: _Band, context, rows: list[tuple[_Row, int]]) -> None:
+    """Gives the band's rows what was read in `context`: pairs (row, the row of it that it copies)."""
+    size = self._sampler.read_rows
+    band.context = self._sampler.with_room(band.context, context.slots)
+    for i in range(0, len(rows), size):
+      targets = np.full((size,), self._sampler.width, np.int32)
+      sources = np.zeros((size,), np.int32)
+      for j, (row, source) in enumerate(rows[i : i + size]):
+        targets[j], sources[j] = self._seats[row.index][1], source
+        row.has_read()
+      band.context = self._sampler.put(band.context, context, targets, sources)
 
   def _read_in_place(self, band: _Band) -> None:
     """Reads what the band's rows have not read yet; those that have stand still."""
@@ -366,23 +362,20 @@ class _Engine:
   def _read_elsewhere(self, band: _Band) -> None:
     """The same on rows taken out, and put back after. In the end, when the queue is empty, rows of
     emptier bands are put here, so that ever fewer bands have to be decoded."""
-    for source, places in self._to_read(band):
+    for home, places in self._to_read(band):
       for i in range(0, len(places), self._sampler.read_rows):
         batch = places[i : i + self._sampler.read_rows]
-        rows = [source.rows[b] for b in batch]
+        rows, others = [home.rows[b] for b in batch], self._sampler.read_rows - len(batch)
         needed = max(map(_Row.length_with_ids, rows))
-        band.context = self._sampler.with_room(band.context, max(needed, source.context.slots))
-        taken = self._sampler.take(
-          source.context, np.array(batch + [0] * (self._sampler.read_rows - len(batch)), np.int32))
+        band.context = self._sampler.with_room(band.context, max(needed, home.context.slots))
+        taken = self._sampler.take(home.context, np.array(batch + [0] * others, np.int32))
         taken = self._sampler.with_room(taken, band.context.slots)
         taken = self._read(taken, [row.ids for row in rows], [row.length for row in rows])
-        if source is not band:
+        if home is not band:
           for row, b, target in zip(rows, batch, band.free()):
-            source.rows[b] = None
+            home.rows[b] = None
             self._seat(row, band, target)
-        self._put(band, taken, [self._seats[row.index][1] for row in rows], range(len(rows)))
-        for row in rows:
-          row.has_read()
+        self._put(band, taken, [(row, source) for source, row in enumerate(rows)])
 
   def _to_read(self, band: _Band) -> Iterator[tuple[_Band, list[int]]]:
     """(where they are, places) of the rows to be read for `band`; the short before the long."""

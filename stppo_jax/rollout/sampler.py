@@ -1,8 +1,8 @@
-"""The device side of the rollout: programs that read forced tokens and sample new ones, many rows at once.
+"""The device side of the rollout: programs that read forced tokens and sample new ones, row by row.
 
-A `Context` holds what some rows have read and said so far. `read` appends forced ids to it, `decode` samples
-on; `take` and `put` move rows between contexts. Which row holds whom, how long each one is, when its
-turn began: all that is small, and stays on the host with the caller (`engine`).
+A `Context` holds what some rows have read and said so far. `read` appends forced ids to it, `decode`
+samples on; `take` and `put` move rows between contexts. Who stands in which row, how long each one
+is, where in its turn it is: all that is small, and stays on the host with the caller (`engine`).
 """
 
 import functools
@@ -47,10 +47,10 @@ class Sampled:
 class Sampler:
   """Compiled functions and what is fixed about them. Parameters are an argument, never a field.
 
-  All calls have fixed numbers of rows: `width` to decode, `read_rows` to read. So what a row's numbers
-  are does not depend on how many others are there. A program is compiled for each number of slots
-  that decode meets, and each (slots, chunk) that reading meets; buckets keep these few. Attention costs
-  what the longest row of a call needs.
+  All calls have fixed numbers of rows: `width` to decode, `read_rows` to read. So a row's numbers do
+  not depend on how many others are there. A program is compiled for each number of slots that decode
+  meets, and each (slots, chunk) that reading meets; buckets keep these few. Attention costs what
+  the longest row of a call needs.
   """
 
   def __init__(
@@ -68,7 +68,7 @@ class Sampler:
     steps: int = 32,  # tokens a row samples in one call, at most
     slot_buckets: Sequence[int] | None = None,  # None: doubling, with a step between, from 128
     chunk_buckets: Sequence[int] = (32, 128),  # tokens of a row that one call reads
-    row_sharding: jax.sharding.NamedSharding | None = None,  # of the row axis; None: compiler's choice
+    row_sharding: jax.sharding.NamedSharding | None = None,  # of the row axis; None: the compiler's
   ):
     sampling.check_sampling(temperature, top_k, top_p)
     if stop_table.shape[1] > config.vocab_size:
@@ -77,7 +77,8 @@ class Sampler:
         'use the tokenizer that belongs to the model'
       )
     if min(max_slots, rows, read_rows, steps, *chunk_buckets) < 1 or width < 0:
-      raise types.UserError('max_slots, rows, read_rows, steps and chunks must be at least 1, width 0')
+      raise types.UserError(
+        'max_slots, rows, read_rows, steps and chunks must be at least 1, and width 0 (all) or more')
     if config.head == 'value':
       raise types.UserError("a model with head 'value' cannot sample: use head 'tokens' or 'both'")
     self.config = config
@@ -141,7 +142,7 @@ class Sampler:
   def put(
     self, context: Context, taken: Context, targets: np.ndarray, sources: np.ndarray
   ) -> Context:
-    """`context`, in which row targets[i] is row sources[i] of `taken`; a target of `width` is none."""
+    """`context`, where row targets[i] is row sources[i] of `taken`; a target of `width` is none."""
     return self._put(context, taken, targets, sources)
 
   def read(
@@ -149,10 +150,10 @@ class Sampler:
   ) -> tuple[Context, jax.Array | None]:
     """Appends ids[b] to row b, of which starts[b] slots are live: (context, the new lengths [B]).
 
-    The lengths are the device's, for those who want to wait for it; None if there was nothing to read.
+    The lengths are the device's, for those who want to wait for it; None if nothing was to be read.
 
-    Rows with none stand still, pending logits included. Into what chunks a row's ids are cut depends on
-    their number alone: as many as fit of the largest, of the next, and the rest in the smallest.
+    Rows with none stand still, pending logits included. Into what chunks a row's ids are cut depends
+    on their number alone: as many as fit of the largest, of the next, the rest in the smallest.
     """
     lengths = np.array([len(row) for row in ids], np.int32)
     starts, done, read = np.array(starts, np.int32), np.zeros_like(lengths), None
@@ -174,12 +175,12 @@ class Sampler:
   def decode(
     self, params, context: Context, lengths, keys, stop_state, budgets, steps: int, enough: int
   ) -> tuple[Context, Sampled]:
-    """Samples up to `steps` tokens of each row with a budget; ends early once `enough` rows stopped.
+    """Samples up to `steps` tokens of each row with a budget; ends once `enough` rows have stopped.
 
     A row stops with the token that completes a stop string, with an eos token, or after budgets[b]
-    tokens; a row with budget 0 stands still. The last token enters the context too. Token number i of a
-    row is drawn with fold_in(key, i). The log-probs are those of the distribution sampled from (see
-    `sampling.sample_token`). All arguments but the parameters and the context are NumPy, [B].
+    tokens; a row with budget 0 stands still. The last token enters the context too. Token number i
+    of a row is drawn with fold_in(key, i). The log-probs are those of the distribution sampled from
+    (see `sampling.sample_token`). `lengths`, .., `budgets` are NumPy, [B]; keys: jax.random.key_data.
     """
     return self._decode(
       params, context, lengths, keys, stop_state, budgets, np.int32(min(steps, self.steps)),
@@ -191,9 +192,10 @@ class Sampler:
     return {'prefill': self._read._cache_size(), 'decode': self._decode._cache_size()}
 
   def trace(self, params, slots: int) -> dict[str, jax.stages.Traced]:
-    """'prefill' (of the largest chunk), 'decode' and 'grow' (the last) of so many slots, from shapes.
+    """'prefill' (of the largest chunk), 'decode' and 'grow' (the last) of so many slots.
 
-    `params`: ShapeDtypeStructs with shardings. For planning: lower, compile and weigh them.
+    From shapes alone: `params` are ShapeDtypeStructs with shardings. For planning: lower, compile
+    and weigh them.
     """
     shape = lambda *axes, dtype=jnp.int32: jax.ShapeDtypeStruct(axes, dtype)
     place = lambda a: shape(*a.shape, dtype=a.dtype).update(sharding=self._row_sharding)
@@ -227,7 +229,7 @@ def _empty(config, rows, slots):
 
 
 def _read(config, params, context, tokens, starts, lengths):
-  """Appends the first `lengths` [B] of `tokens` [B,T] to rows of `starts` [B] tokens: (context, lengths).
+  """Appends the first `lengths` [B] of `tokens` [B,T] to rows of `starts` [B] tokens.
 
   Only the last real token's logits are computed; a row with length 0 keeps all it had.
   """

@@ -1,4 +1,4 @@
-"""The distribution that tokens are drawn from: logits and keys in, tokens and their log-probs out."""
+"""The distribution that tokens are drawn from: logits and keys in, tokens and log-probs out."""
 
 import chex
 import jax
