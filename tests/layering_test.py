@@ -45,7 +45,8 @@ class LayeringTest(absltest.TestCase):
 
   def test_only_these_files_read_the_config(self):
     """Others take values. (Their `config`, where they have one, is a model's: no sections.)"""
-    sections = {'data', 'env', 'retriever', 'model', 'rollout', 'algorithm', 'train', 'eval', 'log'}
+    sections = {'data', 'env', 'retriever', 'model', 'rollout', 'algorithm', 'train', 'eval', 'log',
+                'health'}
     for path in PACKAGE.rglob('*.py'):
       name = path.relative_to(PACKAGE).as_posix()
       read = {node.attr for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)

@@ -125,7 +125,8 @@ def _reset(env, task, group, tokenizer, limits) -> _Row:
     turns=[],
     truncated=not fits,
     failed=not fits,
-    metrics={'em': 0.0, 'f1': 0.0, 'searches': 0.0, 'invalid': 0.0, 'turns': 0.0},
+    metrics={'em': 0.0, 'f1': 0.0, 'searches': 0.0, 'invalid': 0.0, 'turns': 0.0,
+             'repeated': 0.0, 'empty': 0.0, 'cut': 0.0},
   )
   episode.metrics['prompt_too_long'] = float(not fits)
   return _Row(env, episode, unread=prompt if fits else [], length=len(prompt), alive=fits)
@@ -153,12 +154,16 @@ def _record(row: _Row, tokens, logp, outcome, tokenizer: chat.Tokenizer, limits:
   episode = row.episode
   action = info.get('action', 'other')  # a GEM environment names none
   turn = types.Turn(tokens, logp, observation=np.zeros((0,), np.int32), action=action)
+  repeated = any(np.array_equal(tokens, earlier.tokens) for earlier in episode.turns)
   episode.turns.append(turn)
   episode.score += float(reward)
   episode.failed |= bool(info.get('retrieval_failed', False))
   episode.metrics['turns'] += 1
   episode.metrics['searches'] += action == 'search'
   episode.metrics['invalid'] += action == 'invalid'
+  episode.metrics['repeated'] += repeated
+  episode.metrics['empty'] += not _action_text(tokenizer, tokens).strip()
+  episode.metrics['cut'] += action == 'invalid' and len(tokens) >= limits.max_turn_tokens
   for name in ('em', 'f1'):
     episode.metrics[name] = float(info.get(name, episode.metrics[name]))
   row.length += len(tokens)

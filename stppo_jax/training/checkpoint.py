@@ -19,7 +19,8 @@ from stppo_jax.types import UserError
 # These may differ between a run and its resumption: they change no number that was already computed.
 FREE_FIELDS = ('train.updates', 'train.checkpoint_every', 'train.keep_checkpoints', 'eval.every',
                'log.tensorboard', 'log.wandb_project', 'log.episodes', 'mesh.data', 'mesh.fsdp',
-               'mesh.tensor')
+               'mesh.tensor', 'retriever.max_failed_share', 'retriever.max_outage_s',
+               'health.window', 'health.stop_on')
 
 
 def claim(workdir, config):

@@ -26,6 +26,8 @@ from stppo_jax.algorithms import variants
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.training import checkpoint
+from stppo_jax.training import health
+from stppo_jax.training import outage
 from stppo_jax.training import sharding
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
@@ -67,18 +69,24 @@ def train(config, workdir):
     if not first:
       scores = _evaluate(run, held_out, 0, workdir, config)
       writer.write(0, scores)
+    history = metrics_lib.read_metrics(workdir)
     for n in range(first + 1, config.train.updates + 1):
-      metrics, records = train_on(run, stream.take(n - 1), n)
+      with _saved_if_it_stops(checkpoints, n - 1, run.state):
+        metrics, records = train_on(run, stream.take(n - 1), n)
       if config.log.episodes:
         _write_episodes(workdir, 'train', n, records)
       last = n == config.train.updates
       if last or (config.eval.every and n % config.eval.every == 0):
         scores = _evaluate(run, held_out, n, workdir, config)
         metrics |= scores
-      writer.write(n, metrics)
+      history.append(metrics)
+      alarms = health.check(history, dataclasses.asdict(config.health), config.health.window)
+      writer.write(n, metrics | health.flags(alarms))
       logging.info(metrics_lib.progress_line(
           n, config.train.updates, metrics, time.perf_counter() - started, first))
       _stop_if_stuck(run.state, config, n, workdir, records)
+      with _saved_if_it_stops(checkpoints, n, run.state):
+        _warn(alarms, config.health, n, records)
       every = config.train.checkpoint_every
       if last or (every and n % every == 0):
         checkpoints.save(n, run.state)
@@ -185,7 +193,9 @@ def train_on(run, tasks, n):
   with _timed(timing, 'step'):
     with _timed(timing, 'gen'):
       keys = episode_loop.row_keys(play_key, tasks)
-      episodes = run.agent.play(run.state.actor, tasks, keys, groups)
+      episodes, replays = outage.play_through(
+          lambda: run.agent.play(run.state.actor, tasks, keys, groups), run.agent.retriever,
+          config.retriever.max_failed_share, config.retriever.max_outage_s)
       # Sorted, so that rows of like length share a micro-batch and little of it is padding.
       episodes.sort(key=batching.trained_length)
     with _timed(timing, 'old_log_prob'):
@@ -209,7 +219,7 @@ def train_on(run, tasks, n):
   metrics['actor/skipped'] = max(step['actor/skipped'] for step in steps)
   timing |= {f'gen_{phase}': seconds for phase, seconds in run.agent.timing_s.items()}
   metrics |= {f'timing_s/{name}': seconds for name, seconds in timing.items()}
-  metrics |= episode_metrics(episodes)
+  metrics |= episode_metrics(episodes) | {'env/replays': replays}
   num_tokens = int(lengths.sum())
   metrics |= {
       'perf/throughput': num_tokens / timing['step'],
@@ -239,6 +249,7 @@ def episode_metrics(episodes):
   """What the episodes were like: scores, lengths, turns, failures."""
   of = lambda name: [episode.metrics.get(name, 0.0) for episode in episodes]
   agent_tokens = [sum(len(turn.tokens) for turn in episode.turns) for episode in episodes]
+  num_turns = max(sum(len(episode.turns) for episode in episodes), 1)
   return {
       **metrics_lib.summarize('critic/score', [episode.score for episode in episodes]),
       **metrics_lib.summarize('response_length', agent_tokens),
@@ -248,6 +259,8 @@ def episode_metrics(episodes):
       'f1/mean': float(np.mean(of('f1'))),
       'env/searches/mean': float(np.mean(of('searches'))),
       'env/invalid/mean': float(np.mean(of('invalid'))),
+      **{f'env/{name}_share': sum(of(name)) / num_turns
+         for name in ('invalid', 'repeated', 'empty', 'cut')},
       'env/truncated': float(np.mean([episode.truncated for episode in episodes])),
       'env/retrieval_failed': float(np.mean([episode.failed for episode in episodes])),
   }
@@ -302,6 +315,30 @@ def _stop_if_stuck(state, config, n, workdir, records):
         f'gradients were not finite in the last {skipped} optimizer steps, up to update {n}: their '
         f'episodes are in {workdir}/episodes/nonfinite_{n:06d}.jsonl; lower the learning rate, or '
         'resume from the last checkpoint with the same command')
+
+
+def _warn(alarms, settings, n, records):
+  """Logs what has become unhealthy, and ends the run where `stop_on` says so."""
+  for alarm in alarms:
+    if not alarm.is_new:
+      continue
+    lines = ', '.join(map(str, health.worst_lines(alarm.name, records)))
+    place = f'line {lines} of episodes/train_{n:06d}.jsonl' if lines else 'the run\'s charts'
+    message = alarm.line(settings.window, place)
+    if alarm.name in settings.stop_on:
+      raise RunError(f'update {n}: {message}; config.health.stop_on says to stop')
+    logging.warning(message)
+
+
+@contextlib.contextmanager
+def _saved_if_it_stops(checkpoints, updates, state):
+  """A RunError inside leaves a checkpoint of the state after `updates`."""
+  try:
+    yield
+  except RunError:
+    if updates:
+      checkpoints.save(updates, state)
+    raise
 
 
 def _writer(config, workdir, first):
