@@ -278,5 +278,5 @@ def _read_json(path: str) -> dict:
   with open(path, encoding='utf-8') as file:
     try:
       return json.load(file)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
       raise types.UserError(f'{path!r} is not valid JSON ({error}): replace it') from error

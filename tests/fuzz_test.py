@@ -106,7 +106,7 @@ class FuzzTest(absltest.TestCase):
     if tokenizer is not None:
       chat.encode_observation(tokenizer, 'x</information>', 100)
 
-  @many
+  @hypothesis.settings(many, max_examples=25)  # each writes and opens a folder
   @hypothesis.given(st.one_of(
       st.binary(max_size=60),
       st.tuples(st.integers(0, 2**64 - 1), st.binary(max_size=40)).map(
@@ -134,7 +134,8 @@ class FuzzTest(absltest.TestCase):
                                   'num_attention_heads', 'num_key_value_heads', 'rope_parameters',
                                   'intermediate_size', 'rms_norm_eps', 'hidden_act', 'head_dim']),
                                   st.one_of(json_values, st.sampled_from(['qwen2', 'llama', 'silu', 8])),
-                                  max_size=11).map(lambda x: json.dumps(x).encode())))
+                                  max_size=11).map(lambda x: json.dumps(x).encode()),
+                              st.just(b'[' * 100_000)))
   def test_model_configs(self, content):
     self.path('config.json', content)
     user_errors(self, lambda: convert.load_config(self.folder))

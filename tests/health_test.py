@@ -48,7 +48,7 @@ class HealthTest(parameterized.TestCase):
     found = alarms_along(rows)
     self.assertEqual({alarm[1] for alarm in found}, {name})
     self.assertLen([alarm for alarm in found if alarm[2]], 2)  # it came, went, and came again
-    self.assertIn((8, name, False), found)
+    self.assertIn((9, name, False), found)
     self.assertNotIn((13, name), [alarm[:2] for alarm in found])
     self.assertEmpty(alarms_along(rows, limits={**LIMITS, name: 0.0}))  # 0: off
 
