@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,6 +18,10 @@ import tokenizers
 from stppo_jax import types
 
 CLOSING_TAG = '</information>'
+
+_OPENING = re.compile(r'\s*<information>')
+_TAG = re.compile(r'<(?=/?(?:think|search|information|answer)>)')
+_LONGEST_TOKEN = 128  # characters, in the vocabularies we know: a passage is cut before it is encoded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +36,23 @@ class Tokenizer:
   render: Callable[[str], str] | None  # user message -> chat template text; None without template
   text_library: tokenizers.Tokenizer  # control tokens inside a text stay text
   control_library: tokenizers.Tokenizer  # control tokens inside a text become control tokens
+  passage_library: tokenizers.Tokenizer  # has no control token, nor any other added one
+  added_ids: frozenset[int]  # of the tokens that `passage_library` lacks
 
   def encode(self, text: str, control: bool = False) -> list[int]:
     """Ids of `text`, nothing added. With `control`, '<|im_end|>' and its like are one token."""
     library = self.control_library if control else self.text_library
-    return library.encode(text, add_special_tokens=False).ids
+    return library.encode(_valid(text), add_special_tokens=False).ids
+
+  def encode_passage(self, text: str) -> list[int]:
+    """Ids of a text from outside: none is of an added token, and they do not spell a tag of ours.
+
+    A space goes in after the `<` of each tag; after normalisation, which can make a `<`.
+    """
+    text = _valid(text)
+    if self.passage_library.normalizer is not None:
+      text = self.passage_library.normalizer.normalize_str(text)
+    return self.passage_library.encode(_TAG.sub('< ', text), add_special_tokens=False).ids
 
   def decode(self, ids: Sequence[int]) -> str:
     """The exact bytes of the tokens as text, control tokens included; bad UTF-8 is replaced."""
@@ -64,7 +81,8 @@ def load_tokenizer(folder: str) -> Tokenizer:
     text_library = tokenizers.Tokenizer.from_file(path)
   except Exception as error:  # the library raises bare Exception on a malformed file
     raise types.UserError(f'{path!r} is not a tokenizer file ({error}): replace it') from error
-  for library in (control_library, text_library):
+  passage_library = tokenizers.Tokenizer.from_str(_without_added_tokens(path))
+  for library in (control_library, text_library, passage_library):
     library.no_truncation()
     library.no_padding()
   text_library.encode_special_tokens = True
@@ -83,6 +101,8 @@ def load_tokenizer(folder: str) -> Tokenizer:
     render=_chat_renderer(folder, settings),
     text_library=text_library,
     control_library=control_library,
+    passage_library=passage_library,
+    added_ids=frozenset(control_library.get_added_tokens_decoder()),
   )
 
 
@@ -105,19 +125,23 @@ def encode_prompt(tokenizer: Tokenizer, user_message: str) -> list[int]:
 def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]:
   """At most `limit` ids of `text`; what stands from the last `</information>` on is never cut.
 
-  Head and tail are encoded apart, always, so that a cut and a whole observation end in the same
-  ids. Control tokens inside the text stay text: a passage cannot end the agent's turn.
+  The frame and what it holds are encoded apart, always: so a cut and a whole observation end in the
+  same ids, and of what comes from a passage no token closes the block, opens another, or controls.
   """
   start = text.rfind(CLOSING_TAG)
   if start < 0:
-    return tokenizer.encode(text)[:limit]
+    return tokenizer.encode(text[: limit * _LONGEST_TOKEN])[:limit]
   tail = tokenizer.encode(text[start:])
   if len(tail) > limit:
     raise types.UserError(
       f'an observation limit of {limit} tokens cannot hold the {len(tail)} tokens of '
       f'{text[start:][:60]!r}: raise max_observation_tokens'
     )
-  return tokenizer.encode(text[:start])[: limit - len(tail)] + tail
+  opening = _OPENING.match(text)
+  inside = opening.end() if opening else 0
+  passages = text[inside:start][: limit * _LONGEST_TOKEN]
+  ids = tokenizer.encode(text[:inside]) + tokenizer.encode_passage(passages)
+  return ids[: limit - len(tail)] + tail
 
 
 def stop_automaton(token_bytes: Sequence[bytes], stop_strings: Sequence[str]) -> np.ndarray:
@@ -168,6 +192,25 @@ def _byte_automaton(patterns: list[bytes]) -> np.ndarray:
   renumber[alive] = np.arange(len(alive))
   stopped = np.full((1, 256), len(alive), np.int32)
   return np.concatenate([renumber[steps[alive]], stopped])
+
+
+def _without_added_tokens(path: str) -> str:
+  """The tokenizer file as text, without its added tokens, in the vocabulary too unless merges make
+  them: `ignore_merges` takes any word of the vocabulary as it stands."""
+  written = _read_json(path)
+  added = {token['content'] for token in written['added_tokens']}
+  pairs = [merge.split(' ') if isinstance(merge, str) else merge
+           for merge in written['model'].get('merges', ())]
+  removed = added - {''.join(pair) for pair in pairs}
+  vocab = written['model']['vocab']
+  if isinstance(vocab, dict):  # others are refused by name, further on
+    written['model']['vocab'] = {name: i for name, i in vocab.items() if name not in removed}
+  return json.dumps(written | {'added_tokens': [], 'post_processor': None})
+
+
+def _valid(text: str) -> str:
+  """Lone surrogates, which JSON can carry and UTF-8 cannot, become '?'."""
+  return text.encode('utf-8', 'replace').decode('utf-8')
 
 
 def _token_bytes(path: str, library: tokenizers.Tokenizer) -> tuple[bytes, ...]:
@@ -235,5 +278,5 @@ def _read_json(path: str) -> dict:
   with open(path, encoding='utf-8') as file:
     try:
       return json.load(file)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
       raise types.UserError(f'{path!r} is not valid JSON ({error}): replace it') from error

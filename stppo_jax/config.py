@@ -40,6 +40,8 @@ class Retriever:
   timeout_s: float = 10.0
   retries: int = 3
   backoff_s: float = 0.5
+  max_failed_share: float = 0.5  # of a batch's episodes; above it the run waits and plays them anew
+  max_outage_s: float = 3600.0  # of such waiting; then the run saves a checkpoint and stops
 
 
 @dataclasses.dataclass
@@ -178,6 +180,28 @@ class Log:
 
 
 @dataclasses.dataclass
+class Health:
+  """Limits of training/health.py, on means over `window` updates; 0 turns one off.
+
+  Shares are of turns or of episodes. The limits were set by hand: wide enough for a run that learns.
+  """
+
+  window: int = 5
+  stop_on: tuple[str, ...] = ()  # of the names below: those that end the run, not only warn
+  score_drop: float = 0.5  # share of the best score that is lost
+  entropy_drop: float = 0.9  # share of the first entropy that is lost
+  kl: float = 1.0  # nats a token from the reference
+  ppo_kl: float = 0.1  # nats a token from the policy that sampled
+  sampler_gap: float = 0.01  # k3 nats a token between sampler and trainer; rounding gives 1e-4
+  invalid: float = 0.5  # turns without a valid action
+  repeated: float = 0.5  # turns that equal an earlier one of their episode
+  empty: float = 0.1  # turns without a visible character
+  cut: float = 0.3  # turns that ran into rollout.max_turn
+  truncated: float = 0.7  # episodes that end at a limit
+  retrieval_failed: float = 0.1  # episodes in which a search failed
+
+
+@dataclasses.dataclass
 class Config:
   """One run."""
 
@@ -197,6 +221,7 @@ class Config:
   mesh: Mesh = dataclasses.field(default_factory=Mesh)
   eval: Eval = dataclasses.field(default_factory=Eval)
   log: Log = dataclasses.field(default_factory=Log)
+  health: Health = dataclasses.field(default_factory=Health)
 
 
 CHOICES = {
@@ -227,11 +252,14 @@ CHOICES = {
     'train.on_nonfinite': ('stop', 'rollback'),
 }
 
+HEALTH_RULES = tuple(
+    field.name for field in dataclasses.fields(Health) if field.name not in ('window', 'stop_on'))
+
 AT_LEAST = {  # field: smallest value allowed
     'seed': 0,
     'env.max_turns': 0,
     'retriever.top_k': 1, 'retriever.timeout_s': 0.001, 'retriever.retries': 0,
-    'retriever.backoff_s': 0,
+    'retriever.backoff_s': 0, 'retriever.max_failed_share': 0, 'retriever.max_outage_s': 0,
     'model.logp_chunk': 0, 'model.attention_chunk': 0,
     'rollout.group_size': 1, 'rollout.temperature': 1e-3, 'rollout.top_k': 0,
     'rollout.max_prompt': 1, 'rollout.max_turn': 1, 'rollout.max_observation': 1,
@@ -246,10 +274,12 @@ AT_LEAST = {  # field: smallest value allowed
     'train.epochs': 1, 'train.checkpoint_every': 0, 'train.keep_checkpoints': 1,
     'train.max_nonfinite': 1, 'train.critic_warmup': 0, 'pipeline.staleness': 0,
     'eval.every': 0, 'eval.episodes': 0, 'eval.rows': 1,
+    'health.window': 1, **{f'health.{name}': 0 for name in HEALTH_RULES},
 }
 
 AT_MOST = {
     'algorithm.gamma': 1, 'algorithm.lam': 1, 'actor.warmup': 1, 'critic.warmup': 1,
+    'retriever.max_failed_share': 1,
 }
 
 
@@ -264,6 +294,11 @@ def validate(config: Config) -> Config:
   for path, most in AT_MOST.items():
     if get(config, path) > most:
       raise UserError(f'config.{path}={get(config, path)}: must be at most {most}')
+
+  for name in config.health.stop_on:
+    if name not in HEALTH_RULES:
+      raise UserError(f'config.health.stop_on names {name!r}: allowed are {", ".join(HEALTH_RULES)}, '
+                      'to be given as "(\'entropy_drop\',)"')
 
   rollout, train, algorithm = config.rollout, config.train, config.algorithm
   if not 0 < rollout.top_p <= 1:

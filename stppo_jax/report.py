@@ -200,7 +200,20 @@ def _status_html(rows: list[dict[str, Any]]) -> str:
     text += (
         f'<p class="warning">Non-finite: {html.escape(str(name))} at update {step}{more}.</p>'
     )
-  return text
+  return text + _health_html(rows)
+
+
+def _health_html(rows: list[dict[str, Any]]) -> str:
+  """The rules of training/health.py that were broken, with how often and since when."""
+  broken = {}
+  for row in rows:
+    for name, value in row.items():
+      if name.startswith('health/') and value:
+        broken.setdefault(name.removeprefix('health/'), []).append(row['step'])
+  return ''.join(
+      f'<p class="warning">Health: {html.escape(name)} beyond its limit at update {steps[0]}'
+      + (f', and at {len(steps) - 1} more' if len(steps) > 1 else '') + '.</p>'
+      for name, steps in sorted(broken.items()))
 
 
 def _results_html(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> str:

@@ -130,7 +130,7 @@ def _json_rows(path):
         continue
       try:
         fields = json.loads(line)
-      except json.JSONDecodeError as error:
+      except (ValueError, RecursionError) as error:
         raise types.UserError(
           f'{path}:{number}: not JSON ({error}); one JSON object a line is needed.') from None
       if not isinstance(fields, dict):

@@ -77,6 +77,7 @@ class ValidateTest(parameterized.TestCase):
       ({'algorithm.dual_clip': -3.0}, ('dual_clip=-3.0', 'above 1')),
       ({'algorithm.variant': 'grpo'}, ("variant='grpo'", 'group_size=1', 'group_size=4')),
       ({'algorithm.variant': 'rloo'}, ("variant='rloo'", 'group_size=1')),
+      ({'health.stop_on': ('entropy',)}, ("'entropy'", 'entropy_drop')),
       ({'algorithm.advantage': 'leave_one_out'}, ('group_size=1',)),
       ({'algorithm.advantage': 'group_zscore'}, ('group_size=1',)))
   def test_rules_that_span_fields(self, values, words):

@@ -46,7 +46,7 @@ class LayeringTest(absltest.TestCase):
   def test_only_these_files_read_the_config(self):
     """Others take values. (Their `config`, where they have one, is a model's: no sections.)"""
     sections = {'data', 'env', 'retriever', 'model', 'rollout', 'algorithm', 'train', 'eval', 'log',
-                'pipeline'}
+                'pipeline', 'health'}
     for path in PACKAGE.rglob('*.py'):
       name = path.relative_to(PACKAGE).as_posix()
       read = {node.attr for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)

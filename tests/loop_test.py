@@ -19,8 +19,11 @@ from jax.experimental.compilation_cache import compilation_cache
 import numpy as np
 
 from stppo_jax import metrics as metrics_lib
+from stppo_jax.retrieval import bm25
 from stppo_jax.training import checkpoint
+from stppo_jax.training import health
 from stppo_jax.training import loop
+from stppo_jax.training import outage
 from stppo_jax.training import sharding
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
@@ -41,7 +44,8 @@ NAMES = tuple('''
   rollout_corr/rollout_is_eff_sample_size stppo/grad_norm stppo/bias_norm stppo/cos_g_c stppo/divisor
   stppo/step_norm stppo/ratio_std_token stppo/ratio_std_turn stppo/ratio_std_sequence
   stppo/clipfrac_turn1_pos stppo/clipfrac_turn1_neg stppo/clipfrac_turn3_pos em/mean f1/mean
-  env/searches/mean env/invalid/mean env/truncated env/retrieval_failed'''.split())
+  env/searches/mean env/invalid/mean env/truncated env/retrieval_failed env/replays env/invalid_share
+  env/repeated_share env/empty_share env/cut_share health/invalid health/score_drop'''.split())
 EVAL_NAMES = (
     'val-core/all/em', 'val-core/all/f1', 'val-core/all/em_hops1', 'val-core/fruit/em',
     'val-core/nature/em', 'val-aux/num_turns/mean', 'val-aux/truncated', 'timing_s/testing')
@@ -220,6 +224,7 @@ class LoopTest(parameterized.TestCase):
     config = make_config(**{
         'train.updates': 1, 'model.folder': folder, 'retriever.kind': 'http',
         'retriever.url': f'http://127.0.0.1:{port}/retrieve', 'retriever.retries': 0,
+        'retriever.max_failed_share': 1.0,
         'retriever.timeout_s': 1.0, 'actor.weight_decay': 0.0, 'critic.weight_decay': 0.0})
     before = jax.device_get(loop.setup(config).state)
     run = os.path.join(self.workdir, 'run')
@@ -233,6 +238,67 @@ class LoopTest(parameterized.TestCase):
     after = state_after(config, run, 1)
     chex.assert_trees_all_equal(after.actor, before.actor)
     chex.assert_trees_all_equal(after.critic, before.critic)
+
+  def test_an_outage_is_waited_for_and_leaves_no_trace_in_the_numbers(self):
+    config = make_config(**{'retriever.max_failed_share': 0.0, 'train.checkpoint_every': 0,
+                            'eval.every': 0, 'retriever.max_outage_s': 0.3})
+    undisturbed = os.path.join(self.workdir, 'undisturbed')
+    loop.train(config, undisturbed)
+    expected = metrics_lib.read_metrics(undisturbed)
+    search, calls = bm25.Bm25Retriever.search, []
+
+    def fails_from(first, last):
+      def flaky(retriever, queries, top_k):
+        calls.append(queries)
+        if first <= len(calls) < last:
+          return [None] * len(queries)
+        return search(retriever, queries, top_k)
+      calls.clear()
+      return mock.patch.object(bm25.Bm25Retriever, 'search', flaky)
+
+    with mock.patch.object(outage, '_FIRST_WAIT_S', 0.01), mock.patch.object(
+        loop, '_evaluate', return_value={}):
+      with self.subTest('short'), fails_from(2, 5):
+        short = os.path.join(self.workdir, 'short')
+        loop.train(config, short)
+        rows = metrics_lib.read_metrics(short)
+        self.assertEqual(rows[1]['env/replays'], 1)
+        self.assertEqual(
+            comparable(rows[1]) | {'env/replays': 0}, comparable(expected[1]))
+        self.assertTrue(any('probe' in queries[0] for queries in calls))
+
+      with self.subTest('long'):
+        long = os.path.join(self.workdir, 'long')
+        with fails_from(0, 0):
+          loop.train(make_config(**{'train.updates': 1}), os.path.join(self.workdir, 'count'))
+          in_first = len(calls)
+        with fails_from(in_first + 1, 10**9), self.assertRaises(RunError) as caught:
+          loop.train(config, long)
+        self.assertRegex(str(caught.exception), r'^retrieval failed in \d+% of the episodes[^\n]*$')
+        self.assertEqual([row['step'] for row in metrics_lib.read_metrics(long)], [0, 1])
+
+    with self.subTest('resumed'):
+      loop.train(config, long)
+      rows = metrics_lib.read_metrics(long)
+      self.assertEqual(comparable(rows[2]), comparable(expected[2]))
+
+  def test_a_sick_run_warns_and_stops_where_asked(self):
+    config = make_config(**{
+        'health.invalid': 1e-6, 'health.window': 1, 'health.stop_on': ('invalid',),
+        'train.checkpoint_every': 0, 'eval.every': 0})
+    with self.assertRaises(RunError) as caught:
+      loop.train(config, self.workdir)
+    self.assertRegex(
+        str(caught.exception), r'^update 1: health: many turns hold no valid action: '
+        r'env/invalid_share is [^\n]*line [\d, ]+ of episodes/train_000001.jsonl[^\n]*$')
+    self.assertEqual(metrics_lib.read_metrics(self.workdir)[-1]['health/invalid'], 1)
+    with open(os.path.join(self.workdir, 'episodes', 'train_000001.jsonl'), encoding='utf-8') as file:
+      records = [json.loads(line) for line in file]
+    for number in health.worst_lines('invalid', records):
+      self.assertIn('invalid', records[number - 1]['actions'])
+    # The same command goes on: it was told once.
+    loop.train(config, self.workdir)
+    self.assertEqual(metrics_lib.read_metrics(self.workdir)[-1]['step'], 2)
 
   def test_gradients_that_stay_non_finite_end_the_run_with_a_dump_and_one_line(self):
     def poisoned(*args, **kwargs):

@@ -75,7 +75,7 @@ class Agent:
   """Plays without a model: one turn of a few tokens."""
 
   def __init__(self, slow_s):
-    self.report = engine.Report()
+    self.report, self.retriever = engine.Report(), None
     self.tokenizer = types.SimpleNamespace(pad_id=0, pieces=lambda ids: [str(i) for i in ids])
     self.sampler = types.SimpleNamespace(compiled_variants=dict)
     self.slow_s = slow_s

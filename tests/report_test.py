@@ -147,6 +147,12 @@ class ReportTest(parameterized.TestCase):
     (chart,) = _page_json(page)['charts']
     self.assertEqual(chart['series'][0]['y'], [1.0, None, 1.0])
 
+  def test_what_was_unhealthy_is_told(self):
+    self._write_rows(*({'health/empty': x, 'health/kl': 0.0} for x in (0.0, 1.0, 1.0)))
+    page = self._page()
+    self.assertIn('Health: empty beyond its limit at update 1, and at 1 more.', page)
+    self.assertNotIn('Health: kl', page)
+
   def test_episodes_stay_within_their_bytes(self):
     write_fake_run(self.workdir, updates=1, with_eval=False)
     path = os.path.join(self.workdir, 'episodes', 'train_000001.jsonl')

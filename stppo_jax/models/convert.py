@@ -519,7 +519,7 @@ def _read_json(path):
                     'config.json and model.safetensors')
   try:
     raw = json.loads(path.read_text(encoding='utf-8'))
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise UserError(f'{path} is not JSON ({error}); download it again') from error
   if not isinstance(raw, dict):
     raise UserError(f'{path} is not a JSON object; download it again')

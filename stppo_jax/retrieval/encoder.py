@@ -131,7 +131,7 @@ def _read_config(path):
   try:
     with open(path, encoding='utf-8') as file:
       config = json.load(file)
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, RecursionError) as error:
     raise types.UserError(f'encoder: {path!r} cannot be read ({error}): give a Hugging Face folder '
                           'of a BERT-class encoder') from None
   wanted = {'model_type': 'bert', 'hidden_act': 'gelu', 'position_embedding_type': 'absolute'}

@@ -108,7 +108,8 @@ def _begin(task, group, prompt: list[int], limits: Limits) -> tuple[types.Episod
     turns=[],
     truncated=not fits,
     failed=not fits,
-    metrics={'em': 0.0, 'f1': 0.0, 'searches': 0.0, 'invalid': 0.0, 'turns': 0.0},
+    metrics={'em': 0.0, 'f1': 0.0, 'searches': 0.0, 'invalid': 0.0, 'turns': 0.0,
+             'repeated': 0.0, 'empty': 0.0, 'cut': 0.0},
   )
   episode.metrics['prompt_too_long'] = float(not fits)
   return episode, _cue(prompt, len(prompt), limits) if fits else _OVER
@@ -134,12 +135,16 @@ def _record(episode: types.Episode, said: engine.Said, outcome: protocol.Step,
   observation, reward, terminated, truncated, info = outcome
   action = info.get('action', 'other')  # a GEM environment names none
   turn = types.Turn(said.tokens, said.logp, observation=np.zeros((0,), np.int32), action=action)
+  repeated = any(np.array_equal(said.tokens, earlier.tokens) for earlier in episode.turns)
   episode.turns.append(turn)
   episode.score += float(reward)
   episode.failed |= bool(info.get('retrieval_failed', False))
   episode.metrics['turns'] += 1
   episode.metrics['searches'] += action == 'search'
   episode.metrics['invalid'] += action == 'invalid'
+  episode.metrics['repeated'] += repeated
+  episode.metrics['empty'] += not _action_text(tokenizer, said.tokens).strip()
+  episode.metrics['cut'] += action == 'invalid' and len(said.tokens) >= limits.max_turn_tokens
   for name in ('em', 'f1'):
     episode.metrics[name] = float(info.get(name, episode.metrics[name]))
   if terminated or truncated:

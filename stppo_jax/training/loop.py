@@ -26,6 +26,7 @@ from stppo_jax.algorithms import variants
 from stppo_jax.models import attention
 from stppo_jax.rollout import batching
 from stppo_jax.training import checkpoint
+from stppo_jax.training import health
 from stppo_jax.training import packing
 from stppo_jax.training import pipeline as pipelines
 from stppo_jax.training import sharding
@@ -237,6 +238,7 @@ def episode_metrics(episodes):
   """What the episodes were like: scores, lengths, turns, failures."""
   of = lambda name: [episode.metrics.get(name, 0.0) for episode in episodes]
   agent_tokens = [sum(len(turn.tokens) for turn in episode.turns) for episode in episodes]
+  num_turns = max(sum(len(episode.turns) for episode in episodes), 1)
   return {
       **metrics_lib.summarize('critic/score', [episode.score for episode in episodes]),
       **metrics_lib.summarize('response_length', agent_tokens),
@@ -246,6 +248,8 @@ def episode_metrics(episodes):
       'f1/mean': float(np.mean(of('f1'))),
       'env/searches/mean': float(np.mean(of('searches'))),
       'env/invalid/mean': float(np.mean(of('invalid'))),
+      **{f'env/{name}_share': sum(of(name)) / num_turns
+         for name in ('invalid', 'repeated', 'empty', 'cut')},
       'env/truncated': float(np.mean([episode.truncated for episode in episodes])),
       'env/retrieval_failed': float(np.mean([episode.failed for episode in episodes])),
   }
@@ -266,7 +270,8 @@ def _train(run, workdir, stop_requested, last_batch=None):
   batches = pipelines.Batches(
       run.agent, task_files.TaskStream(
           questions, config.train.episodes // config.rollout.group_size, config.seed),
-      config.rollout.group_size, config.seed)
+      config.rollout.group_size, config.seed, config.retriever.max_failed_share,
+      config.retriever.max_outage_s)
   held_out = _held_out(config)
   with contextlib.ExitStack() as resources:
     checkpoints = resources.enter_context(checkpoint.Checkpoints(
@@ -282,19 +287,25 @@ def _train(run, workdir, stop_requested, last_batch=None):
     if not first:
       scores = _evaluate(run, held_out, 0, workdir, config)
       writer.write(0, scores)
+    history = metrics_lib.read_metrics(workdir)
     while n < config.train.updates and not stop_requested():
       n += 1
-      metrics, records = train_on(run, pipeline, n + passed_over, n)
+      with _saved_if_it_stops(checkpoints, n - 1, run.state, passed_over):
+        metrics, records = train_on(run, pipeline, n + passed_over, n)
       if config.log.episodes:
         _write_episodes(workdir, 'train', n, records)
       if n == config.train.updates or (config.eval.every and n % config.eval.every == 0):
         with pipeline.idle():
           scores = _evaluate(run, held_out, n, workdir, config)
         metrics |= scores
-      writer.write(n, metrics)
+      history.append(metrics)
+      alarms = health.check(history, dataclasses.asdict(config.health), config.health.window)
+      writer.write(n, metrics | health.flags(alarms))
       logging.info(metrics_lib.progress_line(
           n, config.train.updates, metrics, time.perf_counter() - started, first))
       _check_progress(run.state, config, n, n + passed_over, workdir, records)
+      with _saved_if_it_stops(checkpoints, n, run.state, passed_over):
+        _warn(alarms, config.health, n, records)
       checkpoints.check()
       if config.train.checkpoint_every and n % config.train.checkpoint_every == 0:
         checkpoints.save(n, run.state, _progress(passed_over, pipeline))
@@ -387,6 +398,33 @@ def _check_progress(state, config, n, number, workdir, records):
     raise _Stuck(
         f'gradients were not finite in the last {skipped} optimizer steps, up to update {n}: their '
         f'episodes are in {workdir}/episodes/nonfinite_{n:06d}.jsonl', number)
+
+
+def _warn(alarms, settings, n, records):
+  """Logs what has become unhealthy, and ends the run where `stop_on` says so."""
+  for alarm in alarms:
+    if not alarm.is_new:
+      continue
+    lines = ', '.join(map(str, health.worst_lines(alarm.name, records)))
+    place = f'line {lines} of episodes/train_{n:06d}.jsonl' if lines else 'the run\'s charts'
+    message = alarm.line(settings.window, place)
+    if alarm.name in settings.stop_on:
+      raise RunError(f'update {n}: {message}; config.health.stop_on says to stop')
+    logging.warning(message)
+
+
+@contextlib.contextmanager
+def _saved_if_it_stops(checkpoints, updates, state, passed_over):
+  """A RunError inside leaves a checkpoint of the state after `updates`.
+
+  Choice: without what was sampled ahead, some of which may be what failed: it is sampled anew.
+  """
+  try:
+    yield
+  except RunError:
+    if updates:
+      checkpoints.save(updates, state, {'passed_over': passed_over, 'sampled': []})
+    raise
 
 
 def _writer(config, workdir, first):

@@ -21,6 +21,7 @@ import numpy as np
 
 from stppo_jax import types
 from stppo_jax.rollout import episode as episode_loop
+from stppo_jax.training import outage
 
 
 @dataclasses.dataclass
@@ -41,6 +42,8 @@ class Batches:
   stream: object  # tasks.TaskStream
   group_size: int  # episodes a question
   seed: int
+  max_failed_share: float = 1.0  # of a batch's episodes; above it the retriever is waited for
+  max_outage_s: float = 0.0  # for so long
 
   def tasks(self, number):
     """The question of each episode."""
@@ -52,8 +55,12 @@ class Batches:
     groups = [i // self.group_size for i in range(len(tasks))]
     key, _ = batch_keys(self.seed, number)
     started = time.perf_counter()
-    episodes = self.agent.play(params, tasks, episode_loop.row_keys(key, tasks), groups)
-    measured = {'timing_s/gen': time.perf_counter() - started} | self.agent.report.metrics()
+    keys = episode_loop.row_keys(key, tasks)
+    episodes, replays = outage.play_through(
+        lambda: self.agent.play(params, tasks, keys, groups), self.agent.retriever,
+        self.max_failed_share, self.max_outage_s)
+    measured = {'timing_s/gen': time.perf_counter() - started, 'env/replays': replays}
+    measured |= self.agent.report.metrics()
     return Sampled(number, staleness, episodes, measured)
 
 

@@ -1,0 +1,132 @@
+"""Each rule on a hand-made curve: quiet on a good run, and told once on a bad one."""
+
+import dataclasses
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import numpy as np
+
+from stppo_jax import config as schema
+from stppo_jax.training import health
+
+LIMITS = dataclasses.asdict(schema.Health())
+GOOD = {
+    'critic/score/mean': 0.5, 'actor/entropy': 0.6, 'actor/kl_loss': 0.05, 'actor/ppo_kl': 0.001,
+    'rollout_corr/k3_kl': 1e-4, 'env/invalid_share': 0.1, 'env/repeated_share': 0.1,
+    'env/empty_share': 0.0, 'env/cut_share': 0.05, 'env/truncated': 0.2, 'env/retrieval_failed': 0.0}
+
+
+def curve(metric, values):
+  return [{**GOOD, metric: value} for value in values]
+
+
+def alarms_along(rows, window=3, limits=LIMITS):
+  """[(number of the row, name, is_new)] of everything that is broken on the way."""
+  return [(n, alarm.name, alarm.is_new) for n in range(1, len(rows) + 1)
+          for alarm in health.check(rows[:n], limits, window)]
+
+
+class HealthTest(parameterized.TestCase):
+
+  def test_rules_are_those_of_the_config(self):
+    self.assertCountEqual(health.RULES, schema.HEALTH_RULES)
+
+  def test_a_good_run_is_quiet(self):
+    rng = np.random.default_rng(0)
+    rows = [{name: value * rng.uniform(0.7, 1.3) for name, value in GOOD.items()} for _ in range(40)]
+    self.assertEmpty(alarms_along(rows))
+
+  @parameterized.parameters(
+      ('kl', 'actor/kl_loss', 2.0), ('ppo_kl', 'actor/ppo_kl', 0.4),
+      ('sampler_gap', 'rollout_corr/k3_kl', 0.05), ('invalid', 'env/invalid_share', 1.0),
+      ('repeated', 'env/repeated_share', 1.0), ('empty', 'env/empty_share', 0.4),
+      ('cut', 'env/cut_share', 0.8), ('truncated', 'env/truncated', 1.0),
+      ('retrieval_failed', 'env/retrieval_failed', 0.5),
+      ('score_drop', 'critic/score/mean', 0.0), ('entropy_drop', 'actor/entropy', 0.0))
+  def test_a_rule_is_broken_by_its_own_metric_and_new_once(self, name, metric, bad):
+    rows = curve(metric, [GOOD[metric]] * 5 + [bad] * 5 + [GOOD[metric]] * 5 + [bad] * 3)
+    found = alarms_along(rows)
+    self.assertEqual({alarm[1] for alarm in found}, {name})
+    self.assertLen([alarm for alarm in found if alarm[2]], 2)  # it came, went, and came again
+    self.assertIn((9, name, False), found)
+    self.assertNotIn((13, name), [alarm[:2] for alarm in found])
+    self.assertEmpty(alarms_along(rows, limits={**LIMITS, name: 0.0}))  # 0: off
+
+  def test_means_over_the_window(self):
+    rows = curve('env/invalid_share', [0.2, 0.5, 0.8, 0.9, 0.1])
+    # Windows of 3: .5 is not above .5; (.5 + .8 + .9) / 3 = .733 is; (.8 + .9 + .1) / 3 = .6 is.
+    self.assertEqual(alarms_along(rows), [(4, 'invalid', True), (5, 'invalid', False)])
+    alarm = health.check(rows[:4], LIMITS, 3)[0]
+    self.assertAlmostEqual(alarm.value, 2.2 / 3)
+    self.assertEqual((alarm.metric, alarm.bound), ('env/invalid_share', 0.5))
+
+  def test_a_score_is_compared_with_its_best_and_an_entropy_with_its_first(self):
+    score = curve('critic/score/mean', [0.1, 0.1, 0.1, 0.8, 0.8, 0.8, 0.39, 0.39, 0.39])
+    self.assertEqual(alarms_along(score), [(9, 'score_drop', True)])  # .39 < .5 * .8
+    entropy = curve('actor/entropy', [1.0, 1.0, 1.0, 5.0, 5.0, 0.2, 0.2, 0.2, 0.05, 0.05, 0.05])
+    self.assertEqual(alarms_along(entropy), [(11, 'entropy_drop', True)])  # .05 < .1 * 1
+
+  def test_a_run_that_never_scored_has_nothing_to_lose(self):
+    self.assertEmpty(alarms_along(curve('critic/score/mean', [0.0] * 6)))
+    self.assertEmpty(alarms_along(curve('critic/score/mean', [-1.0] * 6 + [-2.0] * 6)))
+
+  def test_gaps_and_metrics_that_a_run_does_not_have(self):
+    rows = curve('env/invalid_share', [1.0, None, float('nan'), 1.0])
+    rows = [{'step': 0, 'val-core/all/em': 0.1}] + rows
+    self.assertEmpty(alarms_along(rows))  # two values are no window of three
+    rows += curve('env/invalid_share', [1.0, None])
+    self.assertEqual(alarms_along(rows), [(6, 'invalid', True)])  # silent where there is no value
+    self.assertEmpty(alarms_along([{'step': n} for n in range(9)]))
+
+  def test_flags(self):
+    found = health.check(curve('env/empty_share', [1.0] * 3), LIMITS, 3)
+    flags = health.flags(found)
+    self.assertLen(flags, len(health.RULES))
+    self.assertEqual(flags['health/empty'], 1)
+    self.assertEqual(sum(flags.values()), 1)
+
+  def test_the_line_names_metric_values_limit_and_place(self):
+    alarm = health.check(curve('env/empty_share', [0.25] * 3), LIMITS, 3)[0]
+    self.assertEqual(
+        alarm.line(3, 'line 2 of X'), 'health: turns are empty: env/empty_share is 0.25 over the last '
+        '3 updates, beyond 0.1 (config.health.empty); look at line 2 of X')
+
+
+def record(turns, actions=None, score=0.0, **fields):
+  """A line of episodes/*.jsonl: one prompt token, then the turns' pieces."""
+  pieces = ['Q'] + sum(turns, [])
+  return {
+      'actions': actions or ['search'] * len(turns), 'score': score, 'truncated': False,
+      'failed': False, 'pieces': pieces, 'tokens': [hash(piece) % 1000 for piece in pieces],
+      'turn_ids': [0] + [k for k, turn in enumerate(turns, 1) for _ in turn],
+      'behaviour_logp': [-0.5] * (len(pieces) - 1), **fields}
+
+
+class WorstLinesTest(parameterized.TestCase):
+
+  RECORDS = [
+      record([['a'], ['b']], score=1.0),
+      record([['a'], ['a'], ['a']]),
+      record([[' ', '\n'], ['b', 'c', 'd', 'e']], ['invalid', 'answer'], score=1.0),
+      record([['a'], ['a']], score=None, old_logp=[-0.5, -3.0], ratio=[1.0, 1.4]),
+      record([['x']], truncated=True, score=1.0, behaviour_logp=[0.0]),
+      record([['x']], failed=True, score=1.0, old_logp=[-0.6], ratio=[None]),
+  ]
+
+  @parameterized.parameters(
+      ('repeated', [2, 4]), ('empty', [3]), ('invalid', [3]), ('truncated', [5]),
+      ('retrieval_failed', [6]), ('score_drop', [2, 4]), ('sampler_gap', [4, 6]), ('ppo_kl', [4]))
+  def test_lines(self, name, expected):
+    self.assertEqual(health.worst_lines(name, self.RECORDS), expected)
+
+  def test_every_rule_reads_any_record(self):
+    for name in health.RULES:
+      self.assertEmpty(health.worst_lines(name, []))
+      health.worst_lines(name, [record([])])
+    self.assertIn(3, health.worst_lines('cut', self.RECORDS))
+    self.assertIn(5, health.worst_lines('entropy_drop', self.RECORDS))
+    self.assertLen(health.worst_lines('cut', self.RECORDS), 3)
+
+
+if __name__ == '__main__':
+  absltest.main()
