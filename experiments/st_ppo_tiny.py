@@ -28,8 +28,8 @@ def get_config(mode=''):
   config.actor = schema.Optimizer(lr=2e-4, warmup=0.0, weight_decay=0.0)
   config.critic = schema.Optimizer(lr=1e-3, warmup=0.0, weight_decay=0.0)
   config.train = schema.Train(
-      updates=32, episodes=128, mini_batch=64, micro_batch=8, epochs=2,
-      length_buckets=(64, 96, 128, 192, 384), checkpoint_every=16)
+      updates=32, episodes=128, mini_batch=64, micro_batch=4, epochs=2,
+      length_buckets=(96, 192, 384), checkpoint_every=16)
   config.eval = schema.Eval(every=8, episodes=0, rows=96)
   if mode == 'smoke':
     config.name += '_smoke'

@@ -131,9 +131,10 @@ class Train:
   updates: int = 1005  # rollouts; each is followed by epochs * episodes / mini_batch optimizer steps
   episodes: int = 512  # a rollout
   mini_batch: int = 256  # episodes an optimizer step: the reuse that makes the update off-policy
-  micro_batch: int = 64  # episodes a forward and backward pass; changes memory, never the result
+  micro_batch: int = 64  # bins of a forward and backward pass; changes memory, never the result
   epochs: int = 1
-  # Columns a micro-batch may be cut to: the more, the less padding, and the longer to compile.
+  # Tokens of a bin, in which episodes are packed behind each other; all bins of a micro-batch are alike.
+  # The last holds any episode. More of them: less padding, and longer to compile.
   length_buckets: tuple[int, ...] = (1024, 2048, 4096)
   checkpoint_every: int = 100  # updates; 0: only at the end
   keep_checkpoints: int = 2

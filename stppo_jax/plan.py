@@ -28,6 +28,7 @@ from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import presets
 from stppo_jax.training import loop
+from stppo_jax.training import packing
 from stppo_jax.training import sharding
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
@@ -135,8 +136,8 @@ class Plan:
 def make(config, topology='') -> Plan:
   """Compiles a run's programs for `topology` ('' means the devices here), as the loop would.
 
-  Choice: every row is as long as the longest bucket, and every step clips something: shorter rows are
-  branches of the same program that need less.
+  Choice: every episode fills a bin of the longest bucket, and every step clips something in each: shorter
+  bins are branches of the same program that need less, and fewer bins take fewer runs of its loops.
 
   Raises UserError for a topology, mesh or model that cannot be, RunError where a compiler fails.
   """
@@ -152,7 +153,9 @@ def make(config, topology='') -> Plan:
   heads = loop.model_heads(config, variant)
   model = evaluation.load_shape(config, heads[0])
   critic = heads[1] and evaluation.load_shape(config, heads[1], config.model.critic_folder or None)
-  learner = dataclasses.replace(loop.make_learner(config, variant, model, critic, devices[0]), lengths=())
+  learner = dataclasses.replace(
+      loop.make_learner(config, variant, model, critic, devices[0]),
+      lengths=config.train.length_buckets[-1:])
   params = _on(mesh, _params(model))
   state = _on(mesh, jax.eval_shape(
       functools.partial(train_state.create, learner, kl_coef=0.0),
@@ -164,7 +167,7 @@ def make(config, topology='') -> Plan:
                   for name, shape in (('policy', model), ('critic', critic)) if shape},
       held=_held(config, mesh, model, state, params))
   for program, traced in _programs(plan, learner, state, params):
-    _compile(program, traced, plan.topology)
+    _compile(program, traced, plan.topology, config.train.mini_batch // config.train.micro_batch)
     _estimate(program, plan)
     plan.programs.append(program)
   _find_largest(plan)
@@ -339,24 +342,30 @@ def _programs(plan, learner, state, params):
   tokens = min((config.env.max_turns + 1) * rollout.max_turn, rollout.max_total)
   grows = sum(bucket < rollout.max_total for bucket in sampler.slot_buckets)
   steps = train.epochs * train.episodes // train.mini_batch
+  micro_batches = train.mini_batch // train.micro_batch
   micro = f'in micro-batches of {train.micro_batch}, {train.length_buckets[-1]} tokens each'
+  whole = functools.partial(_shape_of, dtype=jnp.int32)
+  deal, first_deals = (train.mini_batch,), (train.episodes // train.mini_batch, train.mini_batch)
+  packed = lambda axes: packing.Packing(*(whole(*axes) for _ in range(3)))
   for name, unit, runs, resident, traced in (
       ('update', f'an optimizer step on {train.mini_batch} episodes {micro}', steps,
        here['reference policy'],
-       functions.update_step.trace(state, batch, _shape_of(train.mini_batch, dtype=jnp.int32))),
+       functions.update_step.trace(state, batch, whole(*deal), packed(deal))),
       ('annotate', f'log-probs and values of {train.episodes} episodes {micro}', 1,
-       here['optimizers'], functions.annotate.trace(state, params, batch)),
+       here['optimizers'],
+       functions.annotate.trace(state, params, batch, whole(*first_deals), packed(first_deals))),
       ('prefill', f'{chunk} tokens of {read_rows} rows', read * chunks,
        other_bands if sampler.in_place else others + cache, sampling['prefill']),
       ('decode', f'1 token of {width} rows of {rollout.max_total} slots', decoded * tokens,
        other_bands, sampling['decode']),
       ('grow', 'the last growth of a KV cache, which copies it', decoded * grows,
        other_bands + here['policy'], sampling['grow'])):
-    yield Program(name, unit, runs, plan_hlo.matmul_flops(traced.jaxpr), resident), traced
+    yield Program(
+        name, unit, runs, plan_hlo.matmul_flops(traced.jaxpr, micro_batches), resident), traced
 
 
-def _compile(program, traced, topology):
-  """Compiles and fills in the memory and the collectives."""
+def _compile(program, traced, topology, micro_batches):
+  """Compiles and fills in the memory and the collectives; its open loops run `micro_batches` times."""
   started = time.perf_counter()
   logging.info('compiling %s for %s', program.name, topology)
   try:
@@ -374,7 +383,7 @@ def _compile(program, traced, topology):
     program.temporaries = (
         memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         + memory.generated_code_size_in_bytes)
-    program.collectives = plan_hlo.collectives(compiled.as_text())
+    program.collectives = plan_hlo.collectives(compiled.as_text(), micro_batches)
   program.compile_s = time.perf_counter() - started
 
 

@@ -1,7 +1,8 @@
 """What a compiled program sends between devices, and what a traced one multiplies: text in, counts out.
 
 A compiler's own cost analysis counts the body of a loop once. Here a loop's body counts as often as it
-runs, where the compiler knows how often; a loop without a known count (a decode loop) counts once.
+runs, where the compiler knows how often; for a loop without a known count (over the micro-batches that
+hold something) the caller says how often at most.
 """
 
 import collections
@@ -30,8 +31,10 @@ class Collective:
   bytes: int  # of all its results; of a reduce-scatter, of what goes in
 
 
-def collectives(hlo_text):
+def collectives(hlo_text, open_trips=1):
   """A Collective for each kind found in a compiled module's text, largest first.
+
+  Loops of unknown count run `open_trips` times.
 
   The asynchronous forms (`all-gather-start`, `all-gather-done`) count once. Of branches all count:
   the compiler's text does not say which one runs.
@@ -53,7 +56,7 @@ def collectives(hlo_text):
         called = _CALLED.findall(line)
         for branches in _BRANCHES.findall(line):
           called += [branch.strip(' %') for branch in branches.split(',')]
-        trips = _trips(line, computations) if opcode == 'while' else 1
+        trips = _trips(line, computations, open_trips) if opcode == 'while' else 1
         for inner in called:
           # TPU programs cut one collective into many fusions that share its channel.
           walk(inner, times * trips, seen if opcode in ('fusion', 'async-start') else set())
@@ -63,10 +66,10 @@ def collectives(hlo_text):
   return tuple(sorted(found, key=lambda collective: -collective.bytes))
 
 
-def matmul_flops(jaxpr):
+def matmul_flops(jaxpr, open_trips=1):
   """Floating-point operations of the matrix products of a (closed) jaxpr, over all devices.
 
-  A scan's body counts as often as it runs, a `cond` as its dearest branch, a `while` body once.
+  A scan's body counts as often as it runs, a `cond` as its dearest branch, a `while` `open_trips` times.
   """
   total = 0
   for eqn in getattr(jaxpr, 'jaxpr', jaxpr).eqns:
@@ -75,9 +78,11 @@ def matmul_flops(jaxpr):
       left = eqn.invars[0].aval.shape
       total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[i] for i in contracted)
       continue
-    inner = [matmul_flops(value) for value in _jaxprs(eqn.params)]
+    inner = [matmul_flops(value, open_trips) for value in _jaxprs(eqn.params)]
     if eqn.primitive.name == 'cond':
       total += max(inner)
+    elif eqn.primitive.name == 'while':
+      total += sum(inner) * open_trips
     else:
       total += sum(inner) * _times(eqn)
   return total
@@ -94,8 +99,8 @@ def _times(eqn):
   return eqn.params.get('length', 1)
 
 
-def _trips(line, computations):
-  """How often a while loop's body runs: as the compiler notes, or as `i < constant` says; else once."""
+def _trips(line, computations, open_trips):
+  """How often a while loop's body runs: as the compiler notes, or as `i < constant` says; else open_trips."""
   if match := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line):
     return int(match[1])
   condition = computations.get(re.search(r'condition=%?([\w.\-]+)', line)[1], ())
@@ -105,8 +110,8 @@ def _trips(line, computations):
   for _, opcode, text in condition:
     if opcode == 'compare' and 'ROOT' in text and 'direction=LT' in text:
       limit = re.search(r'compare\([^,]*, (?:[^%]* )?%?([\w.\-]+)\)', text)
-      return int(constants.get(limit and limit[1], 1))
-  return 1
+      return int(constants.get(limit and limit[1], open_trips))
+  return open_trips
 
 
 def _jaxprs(params):

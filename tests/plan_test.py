@@ -113,6 +113,15 @@ class CountsTest(absltest.TestCase):
     two = 4 * 4 * 2 * 1024 * 1024 * 64 * 3 / 4  # 2 x 2 blocks of 512, of which 3 are not skipped
     q = jnp.ones((4, 1024, 4, 64))
     self.assertEqual(flops(attend), 2 * two)
+  def test_a_loop_of_unknown_count_runs_as_often_as_told(self):
+    def function(n, x):  # x [4,4]
+      return jax.lax.fori_loop(0, n, lambda _, y: y @ x, x)
+
+    jaxpr = jax.make_jaxpr(function)(3, jnp.ones((4, 4)))
+    self.assertEqual(plan_hlo.matmul_flops(jaxpr, 5), 5 * 2 * 4**3)
+    text = jax.jit(function).lower(3, jnp.ones((4, 4))).compile().as_text()
+    while_line = next(line for line in text.splitlines() if ' while(' in line)
+    self.assertEqual(plan_hlo._trips(while_line, plan_hlo._computations(text)[1], 5), 5)
 
 
 class PlanTest(parameterized.TestCase):
@@ -126,7 +135,7 @@ class PlanTest(parameterized.TestCase):
     cls.config.algorithm.kl_in = 'reward'
     cls.texts, count = [], plan_hlo.collectives
     with mock.patch.object(plan_hlo, 'collectives',
-                           side_effect=lambda text: cls.texts.append(text) or count(text)):
+                           side_effect=lambda text, *trips: cls.texts.append(text) or count(text, *trips)):
       cls.plan = plan.make(cls.config)
 
   def test_parameters_are_counted_exactly(self):

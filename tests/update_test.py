@@ -99,6 +99,12 @@ def step(functions, learner, state, batch, rows=np.arange(8)):
       state, batch, rows.astype(np.int32), packed(learner, batch, rows))
 
 
+def log_probs(learner, params, batch):
+  """(logp, entropy) [B,T] of the rows as they are."""
+  x, _ = decoder.hidden(params, learner.actor, batch.tokens, None)
+  return decoder.token_logp(params, learner.actor, x, batch.tokens)
+
+
 def off_policy_batch(learner, state, mesh):
   """An annotated batch whose old_logp is pushed away, so that some ratios are clipped."""
   functions = update.compile_functions(learner, state, mesh)
@@ -131,10 +137,60 @@ class UpdateTest(parameterized.TestCase):
     chex.assert_trees_all_close(whole, split, rtol=1e-4, atol=1e-6)
     self.assertGreater(float(whole[1]['stppo/step_norm']), 0)
 
-  def test_cutting_micro_batches_to_their_own_length_changes_nothing(self):
-    whole = run_step(make_learner('st_ppo', micro_batch=2), one_device())
-    cut = run_step(make_learner('st_ppo', micro_batch=2, lengths=(10, 16, 20)), one_device())
-    chex.assert_trees_all_close(whole, cut, rtol=1e-4, atol=1e-6)
+  @parameterized.parameters(((24,), 2), ((48,), 2), ((12, 24), 2), ((16, 24, 96), 1))
+  def test_packing_changes_nothing(self, lengths, micro_batch):
+    learner = make_learner('st_ppo', kl_in='loss', entropy_coef=0.01)
+    mesh = one_device()
+    functions, batch = off_policy_batch(learner, make_state(learner, mesh), mesh)
+    alone = packing.Packing(  # every row in a bin of its own
+        np.arange(8, dtype=np.int32), np.zeros(8, np.int32), np.full(8, 24, np.int32))
+    rows = np.arange(8, dtype=np.int32)
+    expected = functions.update_step(make_state(learner, mesh), batch, rows, alone)
+    learner = dataclasses.replace(learner, lengths=lengths, micro_batch=micro_batch)
+    self.assertLess(packed(learner, batch, rows).bin.max(), 6)
+    state = make_state(learner, mesh)
+    functions = update.compile_functions(learner, state, mesh)
+    chex.assert_trees_all_close(
+        step(functions, learner, state, batch), expected, rtol=1e-4, atol=1e-6)
+
+  def test_the_bias_of_few_clipped_rows_is_that_of_all_rows(self):
+    """Only the bins with something clipped are pulled back; the others' share of C is 0."""
+    learner = make_learner('st_ppo', lengths=(24, 48), micro_batch=1)
+    mesh = one_device()
+    state = make_state(learner, mesh)
+    functions, batch = off_policy_batch(learner, state, mesh)
+    # All but rows 2 and 5 are as they were sampled.
+    far = np.isin(np.arange(8), (2, 5))[:, None]
+    logp = log_probs(learner, state.actor, batch)[0] * batch.action_mask
+    batch = batch.replace(old_logp=jnp.where(far, batch.old_logp, logp))
+
+    def objective(params):
+      logp = log_probs(learner, params, batch)[0]
+      _, cotangent, _ = correction.cotangents(logp, batch, learner.variant)
+      return jnp.sum(jax.lax.stop_gradient(cotangent) * logp)
+
+    expected = optax.tree.norm(jax.grad(objective)(state.actor))
+    _, metrics, seen = step(functions, learner, state, batch)
+    clipped = np.asarray(seen['clipped']).any(axis=1)
+    self.assertTrue(clipped.any())
+    self.assertFalse(clipped[~far[:, 0]].any())
+    np.testing.assert_allclose(metrics['stppo/bias_norm'], expected, rtol=1e-4)
+
+  def test_the_state_is_donated_and_nothing_else_crosses(self):
+    """The old state's buffers become the new one's, and a step neither reads from nor waits for the host."""
+    learner = make_learner('st_ppo')
+    mesh = one_device()
+    state = make_state(learner, mesh)
+    functions, batch = off_policy_batch(learner, state, mesh)
+    rows = np.arange(8, dtype=np.int32)
+    args = jax.device_put((rows, packed(learner, batch, rows)), sharding.replicated(mesh))
+    with jax.transfer_guard('disallow'):
+      after, _, _ = functions.update_step(state, batch, *args)
+    for before in jax.tree.leaves(state):
+      self.assertTrue(before.is_deleted())
+    compiled = functions.update_step.lower(after, batch, *args).compile()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(after))
+    self.assertGreaterEqual(compiled.memory_analysis().alias_size_in_bytes, size)
 
   @parameterized.parameters(((1, 8, 1),), ((2, 2, 2),))
   def test_eight_devices_equal_one(self, shape):
@@ -177,7 +233,7 @@ class UpdateTest(parameterized.TestCase):
     weights = losses.aggregation_weights(batch.action_mask, 'seq-mean-token-mean')
 
     def objective(params, part):
-      logp, entropy, _ = update._policy(learner, params, batch)
+      logp, entropy = log_probs(learner, params, batch)
       _, _, aux = correction.cotangents(logp, batch, row)
       turn = jnp.where(batch.turn_ids[:, :, None] == jnp.arange(1, 24), 1.0, 0.0)  # [B,T,K]
       mean = jnp.einsum('btk,bt->bk', turn, logp - batch.old_logp) / jnp.maximum(turn.sum(1), 1)
@@ -208,7 +264,7 @@ class UpdateTest(parameterized.TestCase):
     mesh = one_device()
     state = make_state(learner, mesh)
     functions, batch = off_policy_batch(learner, state, mesh)
-    logp, _, _ = update._policy(learner, state.actor, batch)
+    logp, _ = log_probs(learner, state.actor, batch)
     _, _, aux = correction.cotangents(logp, batch, row)
     _, metrics, _ = step(functions, learner, state, batch)
     np.testing.assert_allclose(
@@ -217,18 +273,17 @@ class UpdateTest(parameterized.TestCase):
   def test_padding_rows_and_observations_have_no_influence(self):
     learner = make_learner('st_ppo')
     mesh = one_device()
-    rows = np.arange(8, dtype=np.int32)
 
-    def step(change):
+    def after(change):
       state = make_state(learner, mesh)
       functions, batch = off_policy_batch(learner, state, mesh)
       outside = 1 - batch.action_mask
       batch = batch.replace(
           advantages=batch.advantages + change * outside, returns=batch.returns + change * outside,
           old_logp=batch.old_logp - change * outside, old_values=batch.old_values + change * outside)
-      return functions.update_step(state, batch, rows)[0]
+      return step(functions, learner, state, batch)[0]
 
-    chex.assert_trees_all_equal(step(0.0), step(5.0))
+    chex.assert_trees_all_equal(after(0.0), after(5.0))
 
   def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(self):
     learner = make_learner('st_ppo')
@@ -274,7 +329,7 @@ class UpdateTest(parameterized.TestCase):
         after.rewards, batch.rewards - 0.1 * 0.2 * batch.action_mask, atol=1e-6)
 
   def test_one_compilation_a_padded_length(self):
-    learner = make_learner('ppo')
+    learner = make_learner('ppo', lengths=(32,))
     mesh = one_device()
     state = make_state(learner, mesh)
     functions = update.compile_functions(learner, state, mesh)

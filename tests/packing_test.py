@@ -1,0 +1,90 @@
+"""Packing: nothing lost, nothing twice, little padding; and the way of a token there and back."""
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stppo_jax.training import packing
+
+
+class PackTest(parameterized.TestCase):
+
+  def test_by_hand(self):
+    """Bins of 8, two a micro-batch: 5 and 2 | 4 and 4; 3 and 2 are left for bins of 4."""
+    found = packing.pack([4, 5, 0, 4, 2, 3, 2], 2, (4, 8))
+    np.testing.assert_array_equal(found.length, [4, 5, 0, 4, 2, 3, 2])
+    # 5 goes first, 4 and 4 share a bin, 3 stands behind 5; the two of 2 do not fit any more.
+    np.testing.assert_array_equal(found.bin, [1, 0, 0, 1, 2, 0, 2])
+    np.testing.assert_array_equal(found.offset, [0, 0, 0, 4, 0, 5, 2])
+    self.assertEqual(packing.num_computed(found, 2, (4, 8)), 2 * 8 + 2 * 4)
+
+  @parameterized.product(num_bins=(1, 2, 8), capacities=((50,), (20, 50), (10, 20, 35, 50)))
+  def test_rows_do_not_overlap_and_micro_batches_suffice(self, num_bins, capacities):
+    rng = np.random.default_rng(num_bins)
+    lengths = np.minimum(rng.geometric(0.07, 40), 50) * (rng.random(40) > 0.1)
+    found = packing.pack(lengths, num_bins, capacities)
+    taken = np.zeros((-(-40 // num_bins) * num_bins, capacities[-1]), int)
+    for b, offset, length in zip(found.bin, found.offset, found.length):
+      taken[b, offset:offset + length] += 1
+    np.testing.assert_array_equal(found.length, lengths)
+    self.assertEqual(taken.sum(), lengths.sum())
+    self.assertLessEqual(taken.max(), 1)
+    computed = packing.num_computed(found, num_bins, capacities)
+    self.assertBetween(computed, lengths.sum(), lengths.sum() + 2.5 * num_bins * capacities[-1])
+    count = int(packing.num_micro_batches(found, num_bins))
+    chosen = [int(packing.which_capacity(found, j, num_bins, capacities)) for j in range(count)]
+    self.assertEqual(computed, num_bins * sum(capacities[k] for k in chosen))
+
+  def test_many_short_rows_leave_little_padding(self):
+    lengths = np.random.default_rng(0).integers(10, 120, 64)
+    found = packing.pack(lengths, 2, (192, 384))
+    self.assertLess(1 - lengths.sum() / packing.num_computed(found, 2, (192, 384)), 0.1)
+
+  def test_nothing_at_all(self):
+    found = packing.pack(np.zeros(4, int), 2, (8,))
+    self.assertEqual(packing.num_computed(found, 2, (8,)), 0)
+    self.assertEqual(int(packing.num_micro_batches(found, 2)), 0)
+
+
+class LayoutTest(absltest.TestCase):
+
+  def test_there_by_hand(self):
+    """Rows a a a, b b, c c c c and nothing, in one micro-batch of two bins of 6."""
+    found = packing.pack([3, 2, 4, 0], 2, (6,))
+    layout = packing.layout(found, 0, 2, 6, 5)
+    tokens = jnp.array([[1, 2, 3, 9, 9], [4, 5, 9, 9, 9], [6, 7, 8, 9, 9], [9, 9, 9, 9, 9]])
+    tokens = tokens.at[2].set(jnp.array([6, 7, 8, 10, 9]))
+    np.testing.assert_array_equal(layout.pack(tokens), [[6, 7, 8, 10, 4, 5], [1, 2, 3, 0, 0, 0]])
+    np.testing.assert_array_equal(layout.position, [[0, 1, 2, 3, 0, 1], [0, 1, 2, 0, 0, 0]])
+    np.testing.assert_array_equal(layout.segments, [[2, 2, 2, 2, 1, 1], [0, 0, 0, -1, -1, -1]])
+
+  def test_there_and_back_over_all_micro_batches(self):
+    lengths = np.random.default_rng(0).integers(0, 9, 12)
+    found = packing.pack(lengths, 2, (8, 10))
+    x = jnp.arange(1.0, 12 * 9 + 1).reshape(12, 9)
+    total = 0
+    for j in range(int(packing.num_micro_batches(found, 2))):
+      columns = (8, 10)[int(packing.which_capacity(found, j, 2, (8, 10)))]
+      layout = packing.layout(found, j, 2, columns, 9)
+      total += layout.unpack(layout.pack(x))
+    kept = (np.arange(9) > 0) & (np.arange(9) < lengths[:, None])
+    np.testing.assert_array_equal(total, np.where(kept, x, 0))
+
+  def test_only_the_bins_of_some_rows(self):
+    """Bins of 8, two a micro-batch: of {0: 8}, {1: 7}, {2: 6, 4: 2}, {3: 5}, those of rows 1 and 4."""
+    found = packing.pack([8, 7, 6, 5, 2], 2, (8,))
+    np.testing.assert_array_equal(found.bin, [0, 1, 2, 3, 2])
+    kept = jax.jit(packing.only, static_argnums=2)(
+        found, jnp.array([False, True, False, False, True]), 2)
+    np.testing.assert_array_equal(kept.length, [0, 7, 6, 0, 2])
+    np.testing.assert_array_equal(kept.bin[jnp.array([1, 2, 4])], [0, 1, 1])
+    np.testing.assert_array_equal(kept.offset, found.offset)
+    self.assertEqual(int(packing.num_micro_batches(kept, 2)), 1)
+    none = packing.only(found, jnp.zeros(5, bool), 2)
+    self.assertEqual(int(packing.num_micro_batches(none, 2)), 0)
+
+
+if __name__ == '__main__':
+  absltest.main()
