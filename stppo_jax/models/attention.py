@@ -138,6 +138,7 @@ def _plain(q, k, v, segments, chunk):
 def _splash(q, k, v, segments, platform):
   """The TPU kernel on one device's part; elsewhere interpreted, which is slow and meant for tests."""
   length, heads, width = q.shape[1:]
+  assert length % SPLASH_BLOCKS[-1] == 0, f'{length} tokens: `choose` was told of other lengths'
   block = next(block for block in SPLASH_BLOCKS if length % block == 0)
   kernel = splash.make_splash_mha_single_device(
     splash.MultiHeadMask([splash.CausalMask((length, length))] * heads),
