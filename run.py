@@ -48,6 +48,7 @@ def main(unused_argv):
     import jax
     if _TOPOLOGY.value:  # accelerators that may be here are to be left alone
       jax.config.update('jax_platforms', 'cpu')
+      jax.config.update('jax_enable_compilation_cache', False)  # such programs cannot be read back
     from stppo_jax import plan
     planned = plan.make(config, _TOPOLOGY.value)
     print(plan.table(planned))

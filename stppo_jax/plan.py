@@ -37,6 +37,7 @@ from stppo_jax.types import UserError
 
 HEADROOM = 0.1  # share of a chip's memory that a plan leaves free
 GIB = 2**30
+LIMIT_FLAG = '--xla_tpu_max_hbm_size_mib'
 NUM_STOP_STATES = 32  # rows of the stop automaton, which depends on the tokenizer: room enough
 
 
@@ -128,6 +129,13 @@ class Plan:
     return int(self.chip.memory * (1 - HEADROOM))
 
   @property
+  def tpu_limit_mib(self) -> int:
+    """What a TPU's compiler is told it has: left alone it takes all, to save time. 0 for others."""
+    if self.mesh.devices.flat[0].platform != 'tpu':
+      return 0
+    return (self.limit - self.held['reference policy'][1]) // 2**20
+
+  @property
   def fits(self) -> bool:
     """Whether every program leaves the head-room free."""
     return all(program.peak <= self.limit for program in self.programs)
@@ -167,7 +175,7 @@ def make(config, topology='') -> Plan:
                   for name, shape in (('policy', model), ('critic', critic)) if shape},
       held=_held(config, mesh, model, state, params))
   for program, traced in _programs(plan, learner, state, params):
-    _compile(program, traced, plan.topology, config.train.mini_batch // config.train.micro_batch)
+    _compile(program, traced, plan)
     _estimate(program, plan)
     plan.programs.append(program)
   _find_largest(plan)
@@ -364,16 +372,17 @@ def _programs(plan, learner, state, params):
         name, unit, runs, plan_hlo.matmul_flops(traced.jaxpr, micro_batches), resident), traced
 
 
-def _compile(program, traced, topology, micro_batches):
-  """Compiles and fills in the memory and the collectives; its open loops run `micro_batches` times."""
+def _compile(program, traced, plan):
+  """Compiles and fills in the memory and the collectives; its open loops run once a micro-batch."""
   started = time.perf_counter()
-  logging.info('compiling %s for %s', program.name, topology)
+  logging.info('compiling %s for %s', program.name, plan.topology)
   try:
-    compiled = traced.lower().compile()
+    compiled = traced.lower().compile(
+        {LIMIT_FLAG.lstrip('-'): plan.tpu_limit_mib} if plan.tpu_limit_mib else None)
   except jax.errors.JaxRuntimeError as error:
     used = re.search(r'Used ([\d.]+)([MG]) of', str(error))
     if not used:
-      raise _explained(error, topology) from error
+      raise _explained(error, plan.topology) from error
     # The compiler gives up on a program that does not fit; its figure holds arguments too.
     program.temporaries = int(float(used[1]) * {'M': 2**20, 'G': GIB}[used[2]])
     program.note = ', refused by the compiler for its size'
@@ -383,7 +392,9 @@ def _compile(program, traced, topology, micro_batches):
     program.temporaries = (
         memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         + memory.generated_code_size_in_bytes)
-    program.collectives = plan_hlo.collectives(compiled.as_text(), micro_batches)
+    train = plan.config.train
+    program.collectives = plan_hlo.collectives(
+        compiled.as_text(), train.mini_batch // train.micro_batch)
   program.compile_s = time.perf_counter() - started
 
 
@@ -444,7 +455,10 @@ def _row(title, *cells):
 def _verdict(plan):
   """'fits', or what to change."""
   if plan.fits:
-    return f'FITS, with at least {HEADROOM:.0%} of the memory free'
+    verdict = f'FITS, with at least {HEADROOM:.0%} of the memory free'
+    if plan.tpu_limit_mib:
+      verdict += f'; to hold the compiler to it: LIBTPU_INIT_ARGS={LIMIT_FLAG}={plan.tpu_limit_mib}'
+    return verdict
   program = max(plan.programs, key=lambda program: program.peak)
   over = f'{program.name} needs {program.peak / GIB:.2f} GiB a device, {plan.limit / GIB:.2f} may be used'
   train = plan.config.train

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import pathlib
+import re
 import tempfile
 
 from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
@@ -118,13 +119,17 @@ class TrunkTest(parameterized.TestCase):
 
     def loss(params, config):
       x, _ = decoder.hidden(params, config, tokens, None, segments=segments)
-      return jnp.mean(jnp.sin(3 * x))
+      logp, entropy = decoder.token_logp(params, config, x, tokens, chunk=32)
+      return jnp.mean(jnp.sin(logp) + entropy)
 
     grad = jax.jit(jax.value_and_grad(loss), static_argnums=1)
     expected = grad(params, config)
-    actual = grad(params, dataclasses.replace(
-        config, attention='splash', remat='full', row_sharding=sharding.rows(mesh)))
-    chex.assert_trees_all_close(actual, expected, atol=1e-5)
+    compiled = grad.lower(params, dataclasses.replace(
+        config, attention='splash', remat='full', row_sharding=sharding.rows(mesh))).compile()
+    chex.assert_trees_all_close(compiled(params), expected, atol=1e-5)
+    # Regression: the head's gradient [D,V] was summed over the chunks of logits on every device.
+    whole = re.compile(r' f32\[32,40\]\S* add\(')
+    self.assertIsNone(whole.search(compiled.as_text()))
 
   def test_chunks_of_queries_never_hold_all_scores(self):
     def program(config):

@@ -176,8 +176,9 @@ class PlanTest(parameterized.TestCase):
     kinds = {c.kind for c in self.plan.programs[0].collectives}
     self.assertIn('all-gather', kinds)  # of parameters
     self.assertTrue(self.plan.fits)
+    self.assertEqual(self.plan.tpu_limit_mib, 0)  # nothing to tell a CPU's compiler
     text = plan.table(self.plan)
-    for words in ('8 x cpu', 'policy', 'KV cache', 'all-gather', 'FITS'):
+    for words in ('8 x cpu', 'in training: plain', 'policy', 'KV cache', 'all-gather', 'FITS'):
       self.assertIn(words, text)
 
   def test_activations_and_gradients_stay_in_their_shards(self):

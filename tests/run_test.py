@@ -141,6 +141,7 @@ class MainTest(parameterized.TestCase):
       (['--config.train.micro_batch=4', '--config.mesh.data=8'], ['micro_batch=4', 'multiple of 8']),
       (['--config.mesh.data=3', '--config.mesh.fsdp=1'], ['data=3', '8']),
       (['--config.rollout.top_p=0.9'], ['top_p=0.9', 'old_logp=sampler']),
+      (['--config.model.attention=splash'], ['splash', 'needs a TPU', 'cpu', 'plain']),
       (['--workdir={tmp}/experiment.py/run'], ['experiment.py/run']))
   def test_settings_that_cannot_be(self, arguments, words):
     self.refused(*words, arguments=[argument.format(tmp=self.tmp) for argument in arguments])

@@ -16,14 +16,13 @@ import re
 
 import chex
 import jax
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from stppo_jax.types import UserError
 
-SPLASH_BLOCKS = (512, 256, 128)  # queries and keys that the kernel holds at once: the first that divides T
+SPLASH_BLOCKS = (512, 256, 128)  # queries and keys held at once: the first that divides T
 
 
 def causal(q, k, v, segments=None, backend='plain', chunk=0, row_sharding=None):
@@ -139,10 +138,11 @@ def _plain(q, k, v, segments, chunk):
 def _splash(q, k, v, segments, platform):
   """The TPU kernel on one device's part; elsewhere interpreted, which is slow and meant for tests."""
   length, heads, width = q.shape[1:]
+  assert length % SPLASH_BLOCKS[-1] == 0, f'{length} tokens: `choose` was told of other lengths'
   block = next(block for block in SPLASH_BLOCKS if length % block == 0)
-  kernel = splash_kernel.make_splash_mha_single_device(
-    splash_mask.MultiHeadMask([splash_mask.CausalMask((length, length))] * heads),
-    block_sizes=splash_kernel.BlockSizes(
+  kernel = splash.make_splash_mha_single_device(
+    splash.MultiHeadMask([splash.CausalMask((length, length))] * heads),
+    block_sizes=splash.BlockSizes(
       block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block,
       block_kv_dq=block,
     ),
@@ -150,7 +150,7 @@ def _splash(q, k, v, segments, platform):
   )
 
   def attend(q, k, v, segments):
-    ids = None if segments is None else splash_kernel.SegmentIds(segments, segments)
+    ids = None if segments is None else splash.SegmentIds(segments, segments)
     return kernel(q, k, v, ids)
 
   q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q * width ** -0.5, k, v))

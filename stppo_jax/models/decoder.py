@@ -30,6 +30,7 @@ import jax.numpy as jnp
 
 from stppo_jax.models import attention
 from stppo_jax.models import categorical
+from stppo_jax.models import placement
 from stppo_jax.models import rotary
 
 
@@ -128,7 +129,7 @@ def hidden(params, config, tokens, positions, cache=None, lengths=None, segments
     slots = cache.length[:, None] + jnp.arange(chunk)
   positions = slots if positions is None else positions
   chex.assert_equal_shape([tokens, positions])
-  x = _spread(params['embed']['embedding'][tokens].astype(config.dtype), config)
+  x = placement.spread(params['embed']['embedding'][tokens].astype(config.dtype), config.row_sharding)
   rope = _rope(config, positions)
   if cache is None:
     x = _training_layers(params['layers'], config, x, rope, segments)
@@ -154,7 +155,7 @@ def forward(params, config, tokens, positions, cache=None, lengths=None):
 
 def token_logits(params, config, x):
   """x [...,D] -> float32 logits [...,V]."""
-  x = _spread(x, config)
+  x = placement.spread(x, config.row_sharding)
   if config.tie_embeddings:
     kernel = params['embed']['embedding'].astype(config.dtype)
     return jnp.einsum('...d,vd->...v', x, kernel, preferred_element_type=jnp.float32)
@@ -186,7 +187,8 @@ def token_logp(params, config, x, tokens, temperature=1.0, chunk=None):
   chex.assert_equal_shape_prefix([x, tokens], 2)
   length = tokens.shape[1]
   x = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))  # column t: what the model knew before token t
-  head = {name: params[name] for name in ('embed', 'lm_head') if name in params}
+  name = 'embed' if config.tie_embeddings else 'lm_head'
+  head = {name: params[name]}
   logp_of = functools.partial(_logp_and_entropy, head, config, temperature=temperature)
   if chunk is None or chunk >= length:
     logp, entropy = logp_of(x, tokens)
@@ -314,7 +316,8 @@ def _training_layers(layers, config, x, rope, segments):
   """x [B,T,D] -> [B,T,D] through all layers, scanned or unrolled, with rematerialisation."""
 
   def apply_layer(layer, x):
-    return _spread(Block(config).apply({'params': layer}, x, rope, segments)[0], config)
+    x, _ = Block(config).apply({'params': layer}, x, rope, segments)
+    return placement.spread(x, config.row_sharding)
 
   if config.remat != 'none':
     policies = {
@@ -347,17 +350,10 @@ def _cached_layers(layers, config, x, rope, slots, cache):
     layer = layers[l]
     layer_cache = (cache.k[l], cache.v[l])
     x, layer_cache = Block(config).apply({'params': layer}, x, rope, None, layer_cache, slots)
-    x = _spread(x, config)
+    x = placement.spread(x, config.row_sharding)
     k.append(layer_cache[0])
     v.append(layer_cache[1])
   return x, cache.replace(k=tuple(k), v=tuple(v))
-
-
-def _spread(x, config):
-  """x [B,...] with its rows over the devices. Without it XLA follows the weights and keeps all rows."""
-  if config.row_sharding is None:
-    return x
-  return jax.lax.with_sharding_constraint(x, config.row_sharding)
 
 
 def _each_layer(layers, config):
@@ -380,8 +376,9 @@ def _rope(config, positions):
       positions, rotary.frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
 
 
-def _logp_and_entropy(params, config, x, tokens, temperature):
-  return categorical.logp_and_entropy(token_logits(params, config, x) / temperature, tokens)
+def _logp_and_entropy(head, config, x, tokens, temperature):
+  head = placement.gradient_over_rows(head, config.row_sharding, config.d_model)
+  return categorical.logp_and_entropy(token_logits(head, config, x) / temperature, tokens)
 
 
 def _fold_columns(a, num_chunks, chunk):
