@@ -10,6 +10,7 @@ from absl.testing import parameterized
 
 from stppo_jax import config as schema
 from stppo_jax.algorithms import losses
+from stppo_jax.algorithms import rollout_correction
 from stppo_jax.algorithms import segments
 from stppo_jax.algorithms import variants
 from stppo_jax.envs import search
@@ -79,7 +80,11 @@ class ValidateTest(parameterized.TestCase):
       ({'algorithm.variant': 'rloo'}, ("variant='rloo'", 'group_size=1')),
       ({'health.stop_on': ('entropy',)}, ("'entropy'", 'entropy_drop')),
       ({'algorithm.advantage': 'leave_one_out'}, ('group_size=1',)),
-      ({'algorithm.advantage': 'group_zscore'}, ('group_size=1',)))
+      ({'algorithm.advantage': 'group_zscore'}, ('group_size=1',)),
+      ({'algorithm.is_correction': 'turn', 'algorithm.old_logp': 'sampler'},
+       ("is_correction='turn'", 'is_correction=none', 'old_logp=trainer')),
+      ({'train.on_nonfinite': 'rollback', 'train.checkpoint_every': 0},
+       ("on_nonfinite='rollback'", 'checkpoint_every=1')))
   def test_rules_that_span_fields(self, values, words):
     self.refused(*words, **values)
 
@@ -122,7 +127,10 @@ class TablesTest(absltest.TestCase):
         'algorithm.aggregation': set(losses.AGGREGATIONS),
         'algorithm.kl_in': {'reward', 'loss', 'none'},
         'algorithm.kl_estimator': set(losses.KL_ESTIMATORS),
-        'algorithm.old_logp': {'trainer', 'sampler'}}
+        'algorithm.old_logp': {'trainer', 'sampler'},
+        'algorithm.is_correction': set(rollout_correction.LEVELS),
+        'train.on_save_error': {'continue', 'stop'},
+        'train.on_nonfinite': {'stop', 'rollback'}}
     self.assertEqual({path: set(allowed) for path, allowed in schema.CHOICES.items()}, tables)
     self.assertEqual(set(variants.RATIOS), {'none', *segments.LEVELS})
 

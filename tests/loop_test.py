@@ -1,6 +1,5 @@
 """The whole loop on a tiny model: what a run leaves behind, resumption, failures of the world."""
 
-import copy
 import json
 import os
 import socket
@@ -38,9 +37,10 @@ NAMES = tuple('''
   critic/advantages/min critic/returns/mean critic/values/mean response_length/mean
   response_length/max response_length/min prompt_length/mean num_turns/mean num_turns/max
   num_turns/min timing_s/step timing_s/gen timing_s/old_log_prob timing_s/update_actor
-  timing_s/gen_prefill timing_s/gen_decode timing_s/gen_env perf/rows_busy perf/decode_steps
-  perf/prefill_tokens perf/shared_tokens perf/throughput perf/padding perf/compilations rollout_corr/kl rollout_corr/k3_kl
-  rollout_corr/logp_diff_max rollout_corr/rollout_is_mean rollout_corr/rollout_is_max
+  timing_s/gen_prefill timing_s/gen_decode timing_s/gen_env timing_s/wait pipeline/staleness
+  perf/rows_busy perf/decode_steps perf/prefill_tokens perf/shared_tokens perf/throughput perf/padding
+  perf/compilations env/replays rollout_corr/kl rollout_corr/k3_kl rollout_corr/logp_diff_max
+  rollout_corr/rollout_is_mean rollout_corr/rollout_is_max rollout_corr/rollout_is_min
   rollout_corr/rollout_is_eff_sample_size stppo/grad_norm stppo/bias_norm stppo/cos_g_c stppo/divisor
   stppo/step_norm stppo/ratio_std_token stppo/ratio_std_turn stppo/ratio_std_sequence
   stppo/clipfrac_turn1_pos stppo/clipfrac_turn1_neg stppo/clipfrac_turn3_pos em/mean f1/mean
@@ -95,10 +95,8 @@ sharding_make_mesh = sharding.make_mesh
 def state_after(config, workdir, updates):
   """The checkpointed state, on the host."""
   run = loop.setup(config)
-  checkpoints = checkpoint.Checkpoints(workdir, 3)
-  state = jax.device_get(checkpoints.restore(updates, run.state, run.mesh))
-  checkpoints.close()
-  return state
+  with checkpoint.Checkpoints(workdir) as checkpoints:
+    return jax.device_get(checkpoints.restore(updates, run.state, run.mesh))
 
 
 def comparable(row):
@@ -214,6 +212,36 @@ class LoopTest(parameterized.TestCase):
     group_size = config.rollout.group_size
     for question in set(questions):
       self.assertEqual(questions.count(question) % group_size, 0)
+
+  def test_a_stale_run_is_corrected_and_resumed_to_the_bit(self):
+    config = make_config(**{
+        'train.updates': 3, 'train.checkpoint_every': 2, 'pipeline.staleness': 1, 'eval.every': 0,
+        'algorithm.is_correction': 'turn', 'algorithm.is_threshold': 1.05})
+    straight = os.path.join(self.workdir, 'straight')
+    loop.train(config, straight)
+    rows = metrics_lib.read_metrics(straight)
+    self.assertEqual([row['pipeline/staleness'] for row in rows[1:]], [0, 1, 1])
+    self.assertLess(rows[1]['rollout_corr/logp_diff_max'], 1e-4)  # on-policy but for rounding
+    self.assertEqual(rows[1]['rollout_corr/rollout_is_ratio_fraction_high'], 0)
+    for row in rows[2:]:
+      self.assertGreater(row['rollout_corr/logp_diff_max'], 1e-2)
+      self.assertGreater(row['rollout_corr/rollout_is_ratio_fraction_high'], 0)
+      self.assertLessEqual(row['rollout_corr/rollout_is_mean'], 1.05)
+      self.assertBetween(row['rollout_corr/rollout_is_eff_sample_size'], 0.5, 1)
+    killed, calls = os.path.join(self.workdir, 'killed'), iter(range(3))
+
+    def stop_requested():
+      if next(calls) == 2:
+        raise KeyboardInterrupt
+      return False
+
+    with self.assertRaises(KeyboardInterrupt):
+      loop.train(config, killed, stop_requested)
+    loop.train(config, killed)
+    self.assertEqual(list(map(comparable, metrics_lib.read_metrics(killed))),
+                     list(map(comparable, rows)))
+    chex.assert_trees_all_equal(
+        state_after(config, killed, 3), state_after(config, straight, 3))
 
   def test_a_retriever_that_is_down_is_counted_and_trains_nothing(self):
     folder = os.path.join(self.workdir, 'searcher')
@@ -341,40 +369,6 @@ class MeshTest(absltest.TestCase):
       if name.startswith('val-'):  # after the step
         continue
       np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-3, atol=2e-5, err_msg=name)
-
-
-class ClaimTest(absltest.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.workdir = self.enterContext(tempfile.TemporaryDirectory())
-
-  def test_a_folder_without_numbers_is_free(self):
-    """A run that stopped at a misspelt path left config.json, and the corrected one was refused."""
-    checkpoint.claim(self.workdir, make_config(**{'data.corpus': 'misspelt'}))
-    checkpoint.claim(self.workdir, make_config())
-    with open(os.path.join(self.workdir, metrics_lib.FILE_NAME), 'w', encoding='utf-8'):
-      pass
-    with self.assertRaisesRegex(UserError, "data.corpus .'' there, 'misspelt' here."):
-      checkpoint.claim(self.workdir, make_config(**{'data.corpus': 'misspelt'}))
-
-  def test_fields_that_change_no_number_may_change(self):
-    checkpoint.claim(self.workdir, make_config())
-    with open(os.path.join(self.workdir, metrics_lib.FILE_NAME), 'w', encoding='utf-8'):
-      pass
-    config = make_config()
-    for path in checkpoint.FREE_FIELDS:
-      section, name = path.split('.')
-      value = getattr(getattr(config, section), name)
-      setattr(getattr(config, section), name, value + 1 if isinstance(value, int) else 'other')
-      checkpoint.claim(self.workdir, copy.deepcopy(config))
-
-  def test_a_folder_that_cannot_be_made(self):
-    path = os.path.join(self.workdir, 'file')
-    with open(path, 'w', encoding='utf-8'):
-      pass
-    with self.assertRaisesRegex(UserError, 'cannot be made'):
-      checkpoint.claim(os.path.join(path, 'run'), make_config())
 
 
 if __name__ == '__main__':

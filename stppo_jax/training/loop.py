@@ -74,7 +74,9 @@ def train(config, workdir, stop_requested=lambda: False):
         with checkpoint.Checkpoints(workdir) as checkpoints:
           newest = checkpoints.newest()
         rollbacks[newest] += 1
-        if config.train.on_nonfinite == 'stop' or not newest:
+        if not newest:
+          raise RunError(f'{stuck}; there is no checkpoint yet: lower the learning rate') from stuck
+        if config.train.on_nonfinite == 'stop':
           raise RunError(f'{stuck}; lower the learning rate, or go back to the newest checkpoint and '
                          'on with other questions: --config.train.on_nonfinite=rollback') from stuck
         if rollbacks[newest] > MAX_ROLLBACKS:
@@ -339,7 +341,9 @@ def _resume(run, checkpoints, batches, last_batch):
   if first is None:
     return 0, 0, []
   checkpoints.drop_after(first)
-  run.state = checkpoints.restore(first, run.state, run.mesh)
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), run.state)
+  run.state = None  # makes room
+  run.state = checkpoints.restore(first, shapes, run.mesh)
   if last_batch is not None:
     run.state = run.state.replace(skipped=run.state.skipped * 0)
     return first, last_batch - first, []

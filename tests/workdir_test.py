@@ -1,0 +1,75 @@
+"""The folder of a run: whose it is, and that it has one holder at a time."""
+
+import copy
+import dataclasses
+import json
+import os
+import tempfile
+
+from absl.testing import absltest
+
+from stppo_jax import config as schema
+from stppo_jax import metrics as metrics_lib
+from stppo_jax.training import workdir as workdirs
+from stppo_jax.types import UserError
+
+
+def as_dict(**data):
+  return dataclasses.asdict(schema.Config(data=schema.Data(**data)))
+
+
+class WorkdirTest(absltest.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.workdir = self.enterContext(tempfile.TemporaryDirectory())
+
+  def write_a_number(self):
+    with open(os.path.join(self.workdir, metrics_lib.FILE_NAME), 'w', encoding='utf-8'):
+      pass
+
+  def test_a_folder_without_numbers_is_free(self):
+    """A run that stopped at a misspelt path left config.json, and the corrected one was refused."""
+    workdirs.claim(self.workdir, as_dict(corpus='misspelt'))
+    workdirs.claim(self.workdir, as_dict())
+    self.write_a_number()
+    with self.assertRaisesRegex(UserError, "data.corpus .'' there, 'misspelt' here."):
+      workdirs.claim(self.workdir, as_dict(corpus='misspelt'))
+
+  def test_fields_that_change_no_number_may_change(self):
+    workdirs.claim(self.workdir, as_dict())
+    self.write_a_number()
+    config = as_dict()
+    for path in workdirs.FREE_FIELDS:
+      section, name = path.split('.')
+      value = config[section][name]
+      config[section][name] = value + 1 if isinstance(value, int) else 'other'
+      workdirs.claim(self.workdir, copy.deepcopy(config))
+    with open(os.path.join(self.workdir, 'config.json'), encoding='utf-8') as file:
+      self.assertEqual(json.load(file)['train']['on_nonfinite'], 'other')
+
+  def test_staleness_is_part_of_the_numbers(self):
+    workdirs.claim(self.workdir, as_dict())
+    self.write_a_number()
+    config = dataclasses.asdict(schema.Config(pipeline=schema.Pipeline(staleness=1)))
+    with self.assertRaisesRegex(UserError, r'pipeline.staleness \(0 there, 1 here\)'):
+      workdirs.claim(self.workdir, config)
+
+  def test_a_folder_that_cannot_be_made(self):
+    path = os.path.join(self.workdir, 'file')
+    with open(path, 'w', encoding='utf-8'):
+      pass
+    with self.assertRaisesRegex(UserError, 'cannot be made'):
+      with workdirs.lock(os.path.join(path, 'run')):
+        pass
+
+  def test_a_lock_has_one_holder_at_a_time(self):
+    for _ in range(2):  # and is free again
+      with workdirs.lock(self.workdir):
+        with self.assertRaisesRegex(UserError, rf'^[^\n]*in use by process {os.getpid()} [^\n]*$'):
+          with workdirs.lock(self.workdir):
+            pass
+
+
+if __name__ == '__main__':
+  absltest.main()
