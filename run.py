@@ -7,7 +7,8 @@
   python run.py --mode=report                                      # report.html, made anew
   python run.py --config=experiments/st_ppo_7b.py --mode=plan --topology=v5e:8x8    # does it fit?
 
-The same command again resumes the run in its workdir.
+The same command again resumes the run in its workdir. On several machines, the same command on each with
+--distributed (TPU pod, SLURM), or --coordinator=HOST:PORT --num_processes=N --process_id=I.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import logging as std_logging
 import os
 import re
 import sys
+import traceback
 
 from absl import app
 from absl import flags
@@ -23,6 +25,7 @@ from absl import logging
 from ml_collections import config_flags
 
 from stppo_jax import config as schema
+from stppo_jax import hosts
 from stppo_jax import report
 from stppo_jax import types
 
@@ -31,6 +34,12 @@ _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default: runs/
 _MODE = flags.DEFINE_enum('mode', 'train', ['train', 'eval', 'plan', 'report'], 'what to do')
 _TOPOLOGY = flags.DEFINE_string(
     'topology', '', 'for --mode=plan: v5e:8x8, v5p:4x4x4, h100:1x1x8, ..; empty: the devices here')
+_DISTRIBUTED = flags.DEFINE_bool(
+    'distributed', False, 'one of many processes, as the environment says: TPU pod, SLURM, Open MPI')
+_COORDINATOR = flags.DEFINE_string(
+    'coordinator', '', 'one of many processes: HOST:PORT of process 0, a port that is free there')
+_NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'with --coordinator: how many')
+_PROCESS_ID = flags.DEFINE_integer('process_id', None, 'with --coordinator: which one, from 0')
 
 
 def main(unused_argv):
@@ -51,14 +60,21 @@ def main(unused_argv):
   # Imported here: a mistake on the command line is told before JAX has started.
   import jax
   from stppo_jax.training import loop
+  hosts.initialize(
+      _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, cluster=_DISTRIBUTED.value)
+  if not hosts.is_writer():
+    logging.set_verbosity(logging.WARNING)
   cache = os.environ.get('JAX_COMPILATION_CACHE_DIR') or os.path.expanduser('~/.cache/stppo_jax')
   jax.config.update('jax_compilation_cache_dir', cache)
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
   if _MODE.value == 'eval':
-    for name, value in loop.evaluate(config, workdir).items():
-      print(f'{name:40s} {value:.4f}')
+    scores = loop.evaluate(config, workdir)
+    if hosts.is_writer():
+      for name, value in scores.items():
+        print(f'{name:40s} {value:.4f}')
   else:
     loop.train(config, workdir)
+  hosts.finish()
 
 
 def _quiet_libraries():
@@ -121,7 +137,9 @@ def _field_paths(config, prefix=''):
 
 
 def _fail(message, code):
-  print('run.py:', *str(message).split(), file=sys.stderr)  # one line, whatever the message
+  line = ' '.join(['run.py:', *str(message).split()])  # one line, whatever the message
+  hosts.leave(line, code)
+  print(line, file=sys.stderr)
   return code
 
 
@@ -134,6 +152,11 @@ def _main(argv):
     return _fail(error, 1)
   except KeyboardInterrupt:
     return _fail('interrupted; the same command resumes from the last checkpoint', 130)
+  except Exception as error:
+    if not hosts.await_news():
+      raise
+    traceback.print_exc()
+    return _fail(f'{type(error).__name__}: {error}', 1)
 
 
 if __name__ == '__main__':

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from stppo_jax import chat
+from stppo_jax import hosts
 from stppo_jax import tasks as task_files
 from stppo_jax.envs import search
 from stppo_jax.models import convert
@@ -51,7 +52,7 @@ class Agent:
     envs = [self.make_env(task) for task in tasks]
     return episode_loop.play(
         self.greedy if greedy else self.sampler, params, self.tokenizer, envs, tasks, groups, keys,
-        limits, self.timing_s)
+        limits, self.timing_s, hosts.split_steps(envs))
 
   def make_env(self, task):
     """The search environment of one question."""

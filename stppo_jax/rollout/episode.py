@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import time
 import zlib
+from collections.abc import Callable
 from collections.abc import Sequence
 
 import chex
@@ -59,6 +60,7 @@ def play(
   keys: jax.Array,  # [rows] random keys, see `row_keys`
   limits: Limits,
   timing_s: dict[str, float] | None = None,  # 'prefill', 'decode' and 'env' are added to
+  step_envs: Callable = protocol.step_all,  # (envs, actions) -> outcomes, in their order
 ) -> list[types.Episode]:
   """One episode for each environment, in their order.
 
@@ -77,7 +79,7 @@ def play(
     rows = [_reset(*row, tokenizer, limits) for row in zip(envs, tasks, groups)]
   for start in range(0, len(rows), sampler.row_buckets[-1]):
     wave = slice(start, start + sampler.row_buckets[-1])
-    _play_wave(sampler, params, tokenizer, rows[wave], keys[wave], limits, timing_s)
+    _play_wave(sampler, params, tokenizer, rows[wave], keys[wave], limits, timing_s, step_envs)
   return [row.episode for row in rows]
 
 
@@ -93,7 +95,7 @@ def row_keys(key: jax.Array, tasks: Sequence[types.Task]) -> jax.Array:
   return jax.vmap(fold)(ids, samples)
 
 
-def _play_wave(sampler, params, tokenizer, rows, keys, limits, timing_s):
+def _play_wave(sampler, params, tokenizer, rows, keys, limits, timing_s, step_envs):
   """Plays `rows` to their ends, in place."""
   bucket = sampler.row_bucket(len(rows))
   idle = bucket - len(rows)  # rows of padding: no context, no budget
@@ -108,7 +110,7 @@ def _play_wave(sampler, params, tokenizer, rows, keys, limits, timing_s):
     with _timed(timing_s, 'env'):
       turns = [(row, t, lp) for row, t, lp in zip(rows, tokens, logp) if row.alive]
       actions = [_action_text(tokenizer, t) for _, t, _ in turns]
-      outcomes = protocol.step_all([row.env for row, _, _ in turns], actions)
+      outcomes = step_envs([row.env for row, _, _ in turns], actions)
       for (row, t, lp), outcome in zip(turns, outcomes):
         _record(row, t, lp, outcome, tokenizer, limits)
 

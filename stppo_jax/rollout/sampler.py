@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stppo_jax import hosts
 from stppo_jax import types
 from stppo_jax.models import decoder
 
@@ -96,6 +97,8 @@ class Sampler:
     is_eos = np.zeros((config.vocab_size,), bool)
     is_eos[list(eos_ids)] = True
     self._is_eos = jnp.asarray(is_eos)
+    empty = functools.partial(_empty, config, self.slot_buckets[0], self._cache_dtype)
+    self._start = jax.jit(empty, out_shardings=row_sharding)  # born in its shards
     compile_step = functools.partial(jax.jit, donate_argnums=1, out_shardings=row_sharding)
     self._prefill = compile_step(functools.partial(prefill, config))
     sample = functools.partial(sample_token, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -108,19 +111,13 @@ class Sampler:
 
   def start(self, keys: jax.Array) -> SamplerState:
     """Empty rows, one for each key [B]."""
-    rows, slots = keys.shape[0], self.slot_buckets[0]
-    state = SamplerState(
-      cache=decoder.init_cache(self.config, rows, slots, self._cache_dtype),
-      logits=jnp.zeros((rows, self.config.vocab_size), jnp.float32),
-      keys=jnp.copy(keys),  # the state's buffers are donated; the caller's keys are not
-    )
-    return state if self._row_sharding is None else jax.device_put(state, self._row_sharding)
+    return self._start(keys)
 
   def feed(self, params, state: SamplerState, ids: Sequence[Sequence[int]]) -> SamplerState:
     """Appends forced tokens to each row; rows with none stand still, pending logits included."""
     chex.assert_equal(len(ids), state.keys.shape[0])
     lengths = np.array([len(row) for row in ids])
-    state = self._with_room(state, int((np.asarray(state.cache.length) + lengths).max()))
+    state = self._with_room(state, int((hosts.fetch(state.cache.length) + lengths).max()))
     start = 0
     while start < lengths.max():
       left = int(lengths.max()) - start
@@ -146,7 +143,7 @@ class Sampler:
     rows = state.keys.shape[0]
     chex.assert_equal(len(budgets), rows)
     budgets = np.minimum(np.asarray(budgets, np.int32), self.max_new)
-    lengths = np.asarray(state.cache.length)
+    lengths = hosts.fetch(state.cache.length)
     if (lengths + budgets)[budgets > 0].max(initial=0) > self.max_slots:
       raise ValueError(f'a row of {lengths.max()} tokens has no room for its budget: lower it')
     if (lengths[budgets > 0] == 0).any():
@@ -159,11 +156,11 @@ class Sampler:
       tokens=jnp.full((rows, self.max_new), self.pad_id, jnp.int32),
       logp=jnp.zeros((rows, self.max_new), jnp.float32),
     )
-    while (alive := np.asarray(turn.alive)).any():  # once for each slot bucket that the turn enters
-      needed = int(np.asarray(turn.state.cache.length)[alive].max()) + 1
+    while (alive := hosts.fetch(turn.alive)).any():  # once for each slot bucket that the turn enters
+      needed = int(hosts.fetch(turn.state.cache.length)[alive].max()) + 1
       turn = turn.replace(state=self._with_room(turn.state, needed))
       turn = self._decode(params, turn, budgets, self._stop_table, self._is_eos)
-    tokens, logp, counts = jax.device_get((turn.tokens, turn.logp, turn.counts))
+    tokens, logp, counts = hosts.fetch((turn.tokens, turn.logp, turn.counts))
     tokens = [row[:count] for row, count in zip(tokens, counts)]
     logp = [row[:count] for row, count in zip(logp, counts)]
     return turn.state, tokens, logp
@@ -179,10 +176,8 @@ class Sampler:
     """
     place = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._row_sharding)
     shape = lambda *axes, dtype=jnp.int32: jax.ShapeDtypeStruct(axes, dtype)
-    make_state = lambda slots: lambda: SamplerState(
-      cache=decoder.init_cache(self.config, rows, slots, self._cache_dtype),
-      logits=jnp.zeros((rows, self.config.vocab_size), jnp.float32),
-      keys=jax.random.split(jax.random.key(0), rows),
+    make_state = lambda slots: lambda: _empty(
+      self.config, slots, self._cache_dtype, jax.random.split(jax.random.key(0), rows)
     )
     state = jax.tree.map(place, jax.eval_shape(make_state(slots)))
     fewer = max((b for b in self.slot_buckets if b < slots), default=slots)
@@ -285,6 +280,16 @@ def default_slot_buckets(max_slots: int) -> tuple[int, ...]:
   """128, 192, 256, 384, 512, 768, .. up to `max_slots`: at most half more than needed."""
   buckets = [b for i in range(7, 31) for b in (2**i, 3 * 2 ** (i - 1)) if b < max_slots]
   return (*buckets, max_slots)
+
+
+def _empty(config, slots, dtype, keys):
+  """Rows without any context, one for each key [B]."""
+  rows = keys.shape[0]
+  return SamplerState(
+    cache=decoder.init_cache(config, rows, slots, dtype),
+    logits=jnp.zeros((rows, config.vocab_size), jnp.float32),
+    keys=jnp.copy(keys),  # the state's buffers are donated; the caller's keys are not
+  )
 
 
 def prefill(config, params, state, tokens, lengths):

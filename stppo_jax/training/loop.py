@@ -19,6 +19,7 @@ import numpy as np
 
 from stppo_jax import config as schema
 from stppo_jax import evaluation
+from stppo_jax import hosts
 from stppo_jax import metrics as metrics_lib
 from stppo_jax import report
 from stppo_jax import tasks as task_files
@@ -48,14 +49,17 @@ class Run:
 def train(config, workdir):
   """Runs, or resumes, the config in `workdir`; returns the metrics of the last evaluation."""
   schema.validate(config)
-  checkpoint.claim(workdir, config)
+  hosts.require_same('config', dataclasses.asdict(config))
+  hosts.by_writer(checkpoint.claim, workdir, config)
   run = setup(config)
   questions = evaluation.load_tasks(config, config.data.train_split)
   stream = task_files.TaskStream(
       questions, config.train.episodes // config.rollout.group_size, config.seed)
   held_out = _held_out(config)
+  hosts.require_same('questions', [task.id for task in questions + held_out])
   checkpoints = checkpoint.Checkpoints(workdir, config.train.keep_checkpoints)
   first = checkpoints.latest() or 0
+  hosts.require_same('checkpoint', first, f'--workdir={workdir!r} must be a folder they share')
   if first:
     run.state = checkpoints.restore(first, run.state, run.mesh)
     logging.info('resumed after %d updates from %s', first, workdir)
@@ -66,7 +70,7 @@ def train(config, workdir):
   with _writer(config, workdir, first) as writer, contextlib.closing(checkpoints):
     if not first:
       scores = _evaluate(run, held_out, 0, workdir, config)
-      writer.write(0, scores)
+      _write(writer, 0, scores)
     for n in range(first + 1, config.train.updates + 1):
       metrics, records = train_on(run, stream.take(n - 1), n)
       if config.log.episodes:
@@ -75,27 +79,31 @@ def train(config, workdir):
       if last or (config.eval.every and n % config.eval.every == 0):
         scores = _evaluate(run, held_out, n, workdir, config)
         metrics |= scores
-      writer.write(n, metrics)
+      _write(writer, n, metrics)
       logging.info(metrics_lib.progress_line(
           n, config.train.updates, metrics, time.perf_counter() - started, first))
       _stop_if_stuck(run.state, config, n, workdir, records)
       every = config.train.checkpoint_every
       if last or (every and n % every == 0):
         checkpoints.save(n, run.state)
-  logging.info('report: %s', report.build(workdir))
+  logging.info('report: %s', hosts.by_writer(report.build, workdir))
   return scores
 
 
 def evaluate(config, workdir):
   """Greedy evaluation of `workdir`'s newest checkpoint, or of the model as it is without one."""
   schema.validate(config)
-  run = setup(config)
-  if os.path.isdir(os.path.join(workdir, 'checkpoints')):
+  hosts.require_same('config', dataclasses.asdict(config))
+  run, held_out = setup(config), _held_out(config)
+  hosts.require_same('questions', [task.id for task in held_out])
+  if hosts.by_writer(os.path.isdir, os.path.join(workdir, 'checkpoints')):
     with contextlib.closing(checkpoint.Checkpoints(workdir, 1)) as checkpoints:
-      if (newest := checkpoints.latest()) is not None:
+      newest = checkpoints.latest()
+      hosts.require_same('checkpoint', newest, f'--workdir={workdir!r} must be a folder they share')
+      if newest is not None:
         run.state = checkpoints.restore(newest, run.state, run.mesh)
         logging.info('evaluating %s after %d updates', workdir, newest)
-  scores, _ = evaluation.evaluate(run.agent, run.state.actor, _held_out(config), seed=config.seed)
+  scores, _ = evaluation.evaluate(run.agent, run.state.actor, held_out, seed=config.seed)
   return scores
 
 
@@ -275,9 +283,10 @@ def _evaluate(run, tasks, n, workdir, config):
 
 def _records(run, episodes, batch, seen, n):
   """The episodes with what training saw of each token; ratios are those of the last epoch."""
-  arrays = jax.device_get({'old_logp': batch.old_logp, 'advantages': batch.advantages})
+  arrays = {'old_logp': batch.old_logp, 'advantages': batch.advantages}
   if run.learner.has_values:
-    arrays['values'] = np.asarray(batch.old_values)
+    arrays['values'] = batch.old_values
+  arrays = hosts.fetch(arrays)
   arrays |= {'ratio': np.ones_like(arrays['old_logp']),
              'clipped': np.zeros_like(arrays['old_logp'])}
   for rows, step_seen in jax.device_get(seen).items():
@@ -287,6 +296,8 @@ def _records(run, episodes, batch, seen, n):
 
 
 def _write_episodes(workdir, kind, n, records):
+  if not hosts.is_writer():
+    return
   folder = os.path.join(workdir, 'episodes')
   os.makedirs(folder, exist_ok=True)
   with open(os.path.join(folder, f'{kind}_{n:06d}.jsonl'), 'w', encoding='utf-8') as file:
@@ -305,10 +316,18 @@ def _stop_if_stuck(state, config, n, workdir, records):
 
 
 def _writer(config, workdir, first):
+  """The run's MetricsWriter; None (in a context) where another process writes."""
+  if not hosts.is_writer():
+    return contextlib.nullcontext()
   return metrics_lib.MetricsWriter(
       workdir, tensorboard=config.log.tensorboard, wandb_project=config.log.wandb_project or None,
       run_name=config.name, config_json=json.dumps(dataclasses.asdict(config)),
       resume_step=first if first else -1)
+
+
+def _write(writer, n, metrics):
+  if writer is not None:
+    writer.write(n, metrics)
 
 
 @contextlib.contextmanager
