@@ -46,6 +46,11 @@ def main(unused_argv):
   _quiet_libraries()
   config = flags.FLAGS.config
   workdir = _WORKDIR.value or os.path.join('runs', config.name)
+  many = dict(coordinator=_COORDINATOR.value, num_processes=_NUM_PROCESSES.value,
+              process_id=_PROCESS_ID.value, cluster=_DISTRIBUTED.value)
+  if _MODE.value in ('plan', 'report') and any(many.values()):
+    raise types.UserError(f'--mode={_MODE.value} is for one process: leave out --distributed and '
+                          '--coordinator; --mode=train and --mode=eval take them')
   if _MODE.value == 'report':
     print(report.build(workdir))
     return
@@ -59,9 +64,8 @@ def main(unused_argv):
     return 0 if planned.fits else 1
   # Imported here: a mistake on the command line is told before JAX has started.
   import jax
-  from stppo_jax.training import loop
-  hosts.initialize(
-      _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, cluster=_DISTRIBUTED.value)
+  hosts.initialize(**many)
+  from stppo_jax.training import loop  # after the above: bm25s runs JAX when it is imported
   if not hosts.is_writer():
     logging.set_verbosity(logging.WARNING)
   cache = os.environ.get('JAX_COMPILATION_CACHE_DIR') or os.path.expanduser('~/.cache/stppo_jax')

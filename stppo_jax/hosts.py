@@ -49,7 +49,7 @@ def initialize(coordinator='', num_processes=None, process_id=None, cluster=Fals
   except ValueError as error:
     raise types.UserError(f'--distributed: no cluster was recognised here ({error}); {_FLAGS}'
                           ) from error
-  except RuntimeError as error:
+  except jax.errors.JaxRuntimeError as error:
     raise types.RunError(f'the processes did not find each other within {START_S} s ({error}); '
                          f'start all of them; {_FLAGS}') from error
   if jax.process_count() == 1:
