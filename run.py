@@ -7,8 +7,8 @@
   python run.py --mode=report                                      # report.html, made anew
   python run.py --config=experiments/st_ppo_7b.py --mode=plan --topology=v5e:8x8    # does it fit?
 
-The same command again resumes the run in its workdir. On several machines, the same command on each with
---distributed (TPU pod, SLURM), or --coordinator=HOST:PORT --num_processes=N --process_id=I.
+The same command again resumes the run in its workdir. On several machines: the same command on
+each, with --distributed (TPU pod, SLURM), or --coordinator=HOST:PORT --num_processes=N --process_id=I.
 """
 
 import dataclasses

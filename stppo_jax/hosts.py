@@ -157,8 +157,8 @@ def leave(line, code):
 
 
 def await_news() -> bool:
-  """After an error that another process's death may have caused: lets the lifeline say so, which ends
-  this process. Returns whether there are other processes, and none of them was it."""
+  """After an error that another process's death may have caused: lets the lifeline say so, which
+  ends this process. Returns whether there are other processes, and none of them was it."""
   if _lifeline is not None:
     time.sleep(NEWS_S)
   return _lifeline is not None

@@ -56,7 +56,7 @@ class Lifeline:
     self._tell(None)
 
   def end(self, line, code, reason):
-    """Prints `line`, tells the others the reason, and ends this process; only the first call counts."""
+    """Prints `line`, tells the others the reason, and ends this process; the first call counts."""
     self._ending.acquire()
     print(line, file=sys.stderr)
     sys.stdout.flush()
