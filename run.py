@@ -9,6 +9,8 @@
 
 The same command again resumes the run in its workdir. SIGTERM ends it after the update under way, saved,
 with exit code 0; Ctrl-C (130) at once, and what came after the last checkpoint is repeated.
+On several machines: the same command on each, with --distributed (TPU pod, SLURM), or
+--coordinator=HOST:PORT --num_processes=N --process_id=I.
 """
 
 import dataclasses
@@ -20,6 +22,7 @@ import re
 import signal
 import sys
 import threading
+import traceback
 
 from absl import app
 from absl import flags
@@ -27,6 +30,7 @@ from absl import logging
 from ml_collections import config_flags
 
 from stppo_jax import config as schema
+from stppo_jax import hosts
 from stppo_jax import report
 from stppo_jax import types
 
@@ -35,12 +39,23 @@ _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default: runs/
 _MODE = flags.DEFINE_enum('mode', 'train', ['train', 'eval', 'plan', 'report'], 'what to do')
 _TOPOLOGY = flags.DEFINE_string(
     'topology', '', 'for --mode=plan: v5e:8x8, v5p:4x4x4, h100:1x1x8, ..; empty: the devices here')
+_DISTRIBUTED = flags.DEFINE_bool(
+    'distributed', False, 'one of many processes, as the environment says: TPU pod, SLURM, Open MPI')
+_COORDINATOR = flags.DEFINE_string(
+    'coordinator', '', 'one of many processes: HOST:PORT of process 0, a port that is free there')
+_NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'with --coordinator: how many')
+_PROCESS_ID = flags.DEFINE_integer('process_id', None, 'with --coordinator: which one, from 0')
 
 
 def main(unused_argv):
   _quiet_libraries()
   config = flags.FLAGS.config
   workdir = _WORKDIR.value or os.path.join('runs', config.name)
+  many = dict(coordinator=_COORDINATOR.value, num_processes=_NUM_PROCESSES.value,
+              process_id=_PROCESS_ID.value, cluster=_DISTRIBUTED.value)
+  if _MODE.value in ('plan', 'report') and any(many.values()):
+    raise types.UserError(f'--mode={_MODE.value} is for one process: leave out --distributed and '
+                          '--coordinator; --mode=train and --mode=eval take them')
   if _MODE.value == 'report':
     print(report.build(workdir))
     return
@@ -55,13 +70,18 @@ def main(unused_argv):
     return 0 if planned.fits else 1
   # Imported here: a mistake on the command line is told before JAX has started.
   import jax
-  from stppo_jax.training import loop
+  hosts.initialize(**many)
+  from stppo_jax.training import loop  # after the above: bm25s runs JAX when it is imported
+  if not hosts.is_writer():
+    logging.set_verbosity(logging.WARNING)
   cache = os.environ.get('JAX_COMPILATION_CACHE_DIR') or os.path.expanduser('~/.cache/stppo_jax')
   jax.config.update('jax_compilation_cache_dir', cache)
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
   if _MODE.value == 'eval':
-    for name, value in loop.evaluate(config, workdir).items():
-      print(f'{name:40s} {value:.4f}')
+    scores = loop.evaluate(config, workdir)
+    if hosts.is_writer():
+      for name, value in scores.items():
+        print(f'{name:40s} {value:.4f}')
   else:
     stop = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -69,6 +89,7 @@ def main(unused_argv):
       loop.train(config, workdir, stop.is_set)
     finally:
       signal.signal(signal.SIGTERM, before)
+  hosts.finish()
 
 
 def _quiet_libraries():
@@ -133,7 +154,9 @@ def _field_paths(config, prefix=''):
 
 
 def _fail(message, code):
-  print('run.py:', *str(message).split(), file=sys.stderr)  # one line, whatever the message
+  line = ' '.join(['run.py:', *str(message).split()])  # one line, whatever the message
+  hosts.leave(line, code)
+  print(line, file=sys.stderr)
   return code
 
 
@@ -150,6 +173,11 @@ def _main(argv):
     return _fail(f'{error}: make room; the same command resumes from the last checkpoint', 1)
   except KeyboardInterrupt:
     return _fail('interrupted; the same command resumes from the last checkpoint', 130)
+  except Exception as error:
+    if not hosts.await_news():
+      raise
+    traceback.print_exc()
+    return _fail(f'{type(error).__name__}: {error}', 1)
 
 
 if __name__ == '__main__':

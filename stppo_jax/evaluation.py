@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from stppo_jax import chat
+from stppo_jax import hosts
 from stppo_jax import tasks as task_files
 from stppo_jax.envs import search
 from stppo_jax.models import convert
@@ -55,7 +56,7 @@ class Agent:
     envs = [self.make_env(task) for task in tasks]
     episodes, self.report = episode_loop.play(
         self.greedy if greedy else self.sampler, params, self.tokenizer, envs, tasks, groups, keys,
-        limits, threads=rollout.threads if jax.process_count() == 1 else 0)
+        limits, hosts.split_steps(envs), threads=rollout.threads if jax.process_count() == 1 else 0)
     return episodes
 
   def make_env(self, task):

@@ -13,10 +13,12 @@ ALLOWED = {
     'types': '', 'assets': '',
     'config': 'types', 'metrics': 'types', 'algorithms': 'types', 'models': 'types',
     'tasks': 'types', 'chat': 'types', 'envs': 'types', 'retrieval': 'types tasks',  # the server reads a corpus
+    'lifeline': '', 'hosts': 'types lifeline envs',
     'report_charts': 'types', 'report': 'types metrics report_charts',
-    'rollout': 'types models tasks chat envs retrieval',
-    'evaluation': 'types config models tasks chat envs retrieval rollout',
-    'training': 'types metrics report algorithms models tasks chat envs retrieval rollout evaluation',
+    'rollout': 'types hosts models tasks chat envs retrieval',
+    'evaluation': 'types hosts config models tasks chat envs retrieval rollout',
+    'training': 'types hosts metrics report algorithms models tasks chat envs retrieval rollout '
+                'evaluation',
     'plan_hlo': '', 'plan': 'types plan_hlo models evaluation training',
 }
 READ_THE_CONFIG = {'training/loop.py', 'evaluation.py', 'plan.py'}

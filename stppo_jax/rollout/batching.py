@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from stppo_jax import chat
+from stppo_jax import hosts
 from stppo_jax import types
 
 
@@ -66,7 +67,7 @@ def to_turn_batch(
     group_ids=group_ids,
     behaviour_logp=behaviour_logp,
   )
-  return jax.device_put(batch, sharding)
+  return hosts.put(batch, sharding)
 
 
 def trained_length(episode: types.Episode) -> int:

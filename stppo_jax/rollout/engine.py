@@ -24,6 +24,7 @@ import chex
 import jax
 import numpy as np
 
+from stppo_jax import hosts
 from stppo_jax.rollout import sampler as sampler_lib
 
 
@@ -252,7 +253,7 @@ class _Engine:
     """Waits for the device; the turns that ended."""
     jax.block_until_ready(call.lengths_read)
     self._lap('prefill')
-    sampled = jax.device_get(call.sampled)
+    sampled = hosts.fetch(call.sampled)
     said = []
     for b in call.band.places('speaking'):
       row, count = call.band.rows[b], int(sampled.counts[b])

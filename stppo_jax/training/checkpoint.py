@@ -136,6 +136,8 @@ class Checkpoints:
 
   def _write_checksums(self):
     """Called by Orbax in its thread when all files of a step are there, before the step is renamed."""
+    if jax.process_index():
+      return  # process 0 does it
     (folder,) = glob.glob(glob.escape(os.path.join(self._folder, f'{self._saving}.')) + '*')
     with open(os.path.join(folder, _CHECKSUMS), 'w', encoding='utf-8') as file:
       json.dump(_checksums(folder), file)

@@ -19,6 +19,7 @@ import numpy as np
 
 from stppo_jax import config as schema
 from stppo_jax import evaluation
+from stppo_jax import hosts
 from stppo_jax import metrics as metrics_lib
 from stppo_jax import report
 from stppo_jax import tasks as task_files
@@ -37,6 +38,7 @@ from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
 MAX_ROLLBACKS = 3  # to one checkpoint
+_SHARED = '--workdir must be a folder that all processes share'
 
 
 @dataclasses.dataclass
@@ -63,8 +65,9 @@ def train(config, workdir, stop_requested=lambda: False):
     raise UserError(
         f'config.pipeline.staleness={config.pipeline.staleness} samples in a thread, and several '
         'processes would not start their programs in one order: set --config.pipeline.staleness=0')
-  with workdirs.lock(workdir):
-    workdirs.claim(workdir, dataclasses.asdict(config))
+  hosts.require_same('config', dataclasses.asdict(config))
+  with workdirs.lock(workdir) if hosts.is_writer() else contextlib.nullcontext():
+    hosts.by_writer(workdirs.claim, workdir, dataclasses.asdict(config))
     run = setup(config)
     last_batch, rollbacks = None, collections.Counter()
     while True:
@@ -89,13 +92,17 @@ def train(config, workdir, stop_requested=lambda: False):
 def evaluate(config, workdir):
   """Greedy evaluation of `workdir`'s newest checkpoint, or of the model as it is without one."""
   schema.validate(config)
-  run = setup(config)
-  if os.path.isdir(os.path.join(workdir, 'checkpoints')):
+  hosts.require_same('config', dataclasses.asdict(config))
+  run, held_out = setup(config), _held_out(config)
+  hosts.require_same('questions', [task.id for task in held_out])
+  if hosts.by_writer(os.path.isdir, os.path.join(workdir, 'checkpoints')):
     with checkpoint.Checkpoints(workdir) as checkpoints:
-      if (newest := checkpoints.newest()) is not None:
+      newest = checkpoints.newest()
+      hosts.require_same('checkpoint', newest, _SHARED)
+      if newest is not None:
         run.state = checkpoints.restore(newest, run.state, run.mesh)
         logging.info('evaluating %s after %d updates', workdir, newest)
-  scores, _ = evaluation.evaluate(run.agent, run.state.actor, _held_out(config), seed=config.seed)
+  scores, _ = evaluation.evaluate(run.agent, run.state.actor, held_out, seed=config.seed)
   return scores
 
 
@@ -275,6 +282,7 @@ def _train(run, workdir, stop_requested, last_batch=None):
       config.rollout.group_size, config.seed, config.retriever.max_failed_share,
       config.retriever.max_outage_s)
   held_out = _held_out(config)
+  hosts.require_same('questions', [task.id for task in questions + held_out])
   with contextlib.ExitStack() as resources:
     checkpoints = resources.enter_context(checkpoint.Checkpoints(
         workdir, config.train.keep_checkpoints, config.train.on_save_error))
@@ -288,9 +296,9 @@ def _train(run, workdir, stop_requested, last_batch=None):
     started, scores, n = time.perf_counter(), {}, first
     if not first:
       scores = _evaluate(run, held_out, 0, workdir, config)
-      writer.write(0, scores)
-    history = metrics_lib.read_metrics(workdir)
-    while n < config.train.updates and not stop_requested():
+      _write(writer, 0, scores)
+    history = hosts.by_writer(metrics_lib.read_metrics, workdir)
+    while n < config.train.updates and not any(hosts.share(stop_requested())):
       n += 1
       with _saved_if_it_stops(checkpoints, n - 1, run.state, passed_over):
         metrics, records = train_on(run, pipeline, n + passed_over, n)
@@ -302,7 +310,7 @@ def _train(run, workdir, stop_requested, last_batch=None):
         metrics |= scores
       history.append(metrics)
       alarms = health.check(history, dataclasses.asdict(config.health), config.health.window)
-      writer.write(n, metrics | health.flags(alarms))
+      _write(writer, n, metrics | health.flags(alarms))
       logging.info(metrics_lib.progress_line(
           n, config.train.updates, metrics, time.perf_counter() - started, first))
       _check_progress(run.state, config, n, n + passed_over, workdir, records)
@@ -317,7 +325,7 @@ def _train(run, workdir, stop_requested, last_batch=None):
     logging.info('stopped as asked, %d of %d updates done and saved; the same command goes on', n,
                  config.train.updates)
   else:
-    logging.info('report: %s', report.build(workdir))
+    logging.info('report: %s', hosts.by_writer(report.build, workdir))
   return scores
 
 
@@ -338,6 +346,7 @@ def _resume(run, checkpoints, batches, last_batch):
   sampled ahead is dropped, since among it may be what failed.
   """
   first = checkpoints.newest()
+  hosts.require_same('checkpoint', first, _SHARED)
   if first is None:
     return 0, 0, []
   checkpoints.drop_after(first)
@@ -376,9 +385,10 @@ def _evaluate(run, tasks, n, workdir, config):
 
 def _records(run, episodes, batch, seen, n):
   """The episodes with what training saw of each token; ratios are those of the last epoch."""
-  arrays = jax.device_get({'old_logp': batch.old_logp, 'advantages': batch.advantages})
+  arrays = {'old_logp': batch.old_logp, 'advantages': batch.advantages}
   if run.learner.has_values:
-    arrays['values'] = np.asarray(batch.old_values)
+    arrays['values'] = batch.old_values
+  arrays = hosts.fetch(arrays)
   arrays |= {'ratio': np.ones_like(arrays['old_logp']),
              'clipped': np.zeros_like(arrays['old_logp'])}
   for rows, step_seen in jax.device_get(seen).items():
@@ -388,6 +398,8 @@ def _records(run, episodes, batch, seen, n):
 
 
 def _write_episodes(workdir, kind, n, records):
+  if not hosts.is_writer():
+    return
   folder = os.path.join(workdir, 'episodes')
   os.makedirs(folder, exist_ok=True)
   with open(os.path.join(folder, f'{kind}_{n:06d}.jsonl'), 'w', encoding='utf-8') as file:
@@ -432,10 +444,18 @@ def _saved_if_it_stops(checkpoints, updates, state, passed_over):
 
 
 def _writer(config, workdir, first):
+  """The run's MetricsWriter; None (in a context) where another process writes."""
+  if not hosts.is_writer():
+    return contextlib.nullcontext()
   return metrics_lib.MetricsWriter(
       workdir, tensorboard=config.log.tensorboard, wandb_project=config.log.wandb_project or None,
       run_name=config.name, config_json=json.dumps(dataclasses.asdict(config)),
       resume_step=first if first else -1)
+
+
+def _write(writer, n, metrics):
+  if writer is not None:
+    writer.write(n, metrics)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from absl import logging
 
+from stppo_jax import hosts
 from stppo_jax import types
 from stppo_jax.retrieval import protocol
 
@@ -29,7 +30,7 @@ def play_through(
   episodes, replays = play(), 0
   started, wait_s = clock(), _FIRST_WAIT_S
   while (share := failed_share(episodes)) > max_failed_share:
-    left_s = max_outage_s - (clock() - started)
+    left_s = hosts.by_writer(lambda: max_outage_s - (clock() - started))
     if left_s <= 0:
       raise types.RunError(
           f'retrieval failed in {share:.0%} of the episodes, and did so for {max_outage_s:g} s '
@@ -39,7 +40,7 @@ def play_through(
                     'asked again in %.0f s', 100 * share, wait_s)
     sleep(wait_s)
     wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-    if answers(retriever):
+    if hosts.by_writer(answers, retriever):
       episodes, replays = play(), replays + 1
   return episodes, replays
 

@@ -1,0 +1,265 @@
+"""Several processes of one run: the same numbers as one process, and what is seen when one dies."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from unittest import mock
+
+from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import numpy as np
+
+from stppo_jax import hosts
+from stppo_jax import lifeline
+from stppo_jax import metrics as metrics_lib
+from stppo_jax import types
+from stppo_jax.envs import protocol
+from tests import tiny_run
+
+ROOT = pathlib.Path(__file__).parent.parent
+EXPERIMENT = '''
+from tests import tiny_run
+def get_config(mode=""):
+  config = tiny_run.make_config({folder!r})
+  config.algorithm.variant = 'grpo'  # no critic: less to compile
+  config.algorithm.log_bias = False
+  config.rollout.group_size = 2
+  config.rollout.max_total = 128
+  config.train.length_buckets = (128,)
+  config.train.updates = 3000  # until it is killed
+  config.eval.every = 0
+  config.eval.rows = 3  # which two devices cannot split
+  return config
+'''
+
+
+class Counter:
+  """An environment whose observations count its own steps."""
+
+  def __init__(self, name, last):
+    self.name, self.last, self.steps = name, last, 0
+
+  def reset(self, seed=None):
+    return self.name, {}
+
+  def step(self, action):
+    self.steps += 1
+    return f'{self.name} {self.steps} {action}', 0.1, self.steps == self.last, False, {'em': np.float32(.5)}
+
+
+class OneProcessTest(parameterized.TestCase):
+
+  def test_it_is_the_writer_and_shares_with_itself(self):
+    self.assertTrue(hosts.is_writer())
+    self.assertEqual(hosts.share({'a': np.float32(.5), 'b': np.arange(2)}), [{'a': .5, 'b': [0, 1]}])
+    self.assertIs(hosts.split_steps([Counter('a', 1)]), protocol.step_all)
+    hosts.require_same('anything', [1])
+    self.assertEqual(hosts.by_writer(max, 1, 2), 2)
+    with self.assertRaisesRegex(types.UserError, 'no'):
+      hosts.by_writer(mock.Mock(side_effect=types.UserError('no')))
+
+  def test_what_is_no_json_is_named(self):
+    with self.assertRaisesRegex(TypeError, 'object'):
+      hosts.share(object())
+
+  def test_put_and_fetch_are_inverse(self):
+    mesh = jax.make_mesh((8,), ('rows',))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('rows'))
+    tree = {'a': np.arange(16).reshape(8, 2), 'b': np.ones(8)}
+    placed = hosts.put(tree, sharding)
+    self.assertEqual(placed['a'].sharding, sharding)
+    jax.tree.map(np.testing.assert_array_equal, hosts.fetch(placed), tree)
+
+  @parameterized.parameters(
+      (dict(coordinator='a:1'), '--coordinator=a:1 alone'),
+      (dict(process_id=0, num_processes=2), '--num_processes=2 --process_id=0 alone'),
+      (dict(coordinator='a', num_processes=2, process_id=0), 'no port'),
+      (dict(coordinator='a:1', num_processes=2, process_id=2), '--process_id=2 of'),
+      (dict(cluster=True, process_id=1), '--distributed with --process_id=1'))
+  def test_flags_that_cannot_be(self, flags, words):
+    with self.assertRaisesRegex(types.UserError, words):
+      hosts.initialize(**flags)
+
+
+class SplitStepsTest(parameterized.TestCase):
+
+  def test_each_environment_lives_on_one_process_and_all_get_every_outcome(self):
+    """Two processes as threads; environments end at different times, so the live ones shift."""
+    here, barrier, said = threading.local(), threading.Barrier(2), {}
+
+    def share(value):
+      said[here.index] = json.loads(json.dumps(value, default=hosts._plain))
+      barrier.wait()
+      both = [said[0], said[1]]
+      barrier.wait()
+      return both
+
+    def play(index, envs, outcomes):
+      here.index = index
+      step_all, alive = hosts.split_steps(envs), list(envs)
+      while alive:
+        stepped = step_all(alive, [f'go {env.name}' for env in alive])
+        outcomes.append(stepped)
+        alive = [env for env, outcome in zip(alive, stepped) if not outcome[2]]
+
+    self.enterContext(mock.patch.object(jax, 'process_count', lambda: 2))
+    self.enterContext(mock.patch.object(jax, 'process_index', lambda: here.index))
+    self.enterContext(mock.patch.object(hosts, 'share', share))
+    make = lambda: [Counter(name, last) for name, last in zip('abcde', (1, 3, 2, 1, 3))]
+    envs, outcomes = (make(), make()), ([], [])
+    other = threading.Thread(target=play, args=(1, envs[1], outcomes[1]), daemon=True)
+    other.start()
+    play(0, envs[0], outcomes[0])
+    other.join()
+    self.assertEqual(outcomes[0], outcomes[1])
+    self.assertEqual([[outcome[0] for outcome in stepped] for stepped in outcomes[0]], [
+        ['a 1 go a', 'b 1 go b', 'c 1 go c', 'd 1 go d', 'e 1 go e'],
+        ['b 2 go b', 'c 2 go c', 'e 2 go e'], ['b 3 go b', 'e 3 go e']])
+    self.assertEqual([env.steps for env in envs[0]], [1, 0, 2, 0, 3])
+    self.assertEqual([env.steps for env in envs[1]], [0, 3, 0, 1, 0])
+
+
+class LifelineTest(absltest.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.enterContext(mock.patch.object(lifeline, 'GRACE_S', 0))
+    self.first, self.others = lifeline.Lifeline(), [lifeline.Lifeline(), lifeline.Lifeline()]
+    self.ended = {}
+    for i, line in enumerate((self.first, *self.others)):
+      ending = threading.Event()
+      def end(line, code, reason, i=i, ending=ending):
+        self.ended[i] = reason
+        ending.set()
+      line.end, line.ending = end, ending
+    address = self.first.listen(3) | {'hosts': ['localhost']}
+    with socket.create_connection(('localhost', address['port'])) as stranger:
+      stranger.sendall(b'GET / HTTP/1.1\r\n')
+    for i, line in enumerate(self.others, start=1):
+      line.join(address, i)
+
+  def test_a_connection_that_closes_without_a_word(self):
+    self.others[1]._connections[0].shutdown(socket.SHUT_RDWR)
+    self.assertTrue(self.first.ending.wait(5))
+    self.assertEqual(self.ended[0], 'process 2 died')
+    self.first._tell('process 2 died')  # as `end` does
+    self.assertTrue(self.others[0].ending.wait(5))
+    self.assertEqual(self.ended[1], 'process 2 died')
+
+  def test_a_process_that_says_why(self):
+    self.others[0]._tell('process 1: no disk')
+    self.assertTrue(self.first.ending.wait(5))
+    self.assertEqual(self.ended, {0: 'process 1: no disk'})
+
+  def test_a_process_that_ends_well(self):
+    self.first.finish()
+    for line in self.others:
+      line.finish()
+    for thread in threading.enumerate():
+      if thread.name == 'lifeline':
+        thread.join(5)
+    self.assertEmpty(self.ended)
+
+
+class TwoProcessesTest(absltest.TestCase):
+  """One story: two processes train as one does, one is killed, they resume, the other is killed, and
+  the checkpoint is evaluated."""
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.tmp = cls.enterClassContext(tempfile.TemporaryDirectory())
+    tiny_run.write(cls.tmp)
+    pathlib.Path(cls.tmp, 'experiment.py').write_text(
+        EXPERIMENT.format(folder=cls.tmp), encoding='utf-8')
+
+  def start(self, workdir, devices, *arguments):
+    env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+           'PYTHONPATH': str(ROOT), 'JAX_COMPILATION_CACHE_DIR': f'{self.tmp}/compiled',
+           'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}'}
+    # To a file: a pipe that nobody reads would stop the process.
+    log = open(os.path.join(self.tmp, f'log_{len(os.listdir(self.tmp))}'), 'w+', encoding='utf-8')
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / 'run.py'), f'--config={self.tmp}/experiment.py',
+         f'--workdir={self.tmp}/{workdir}', *arguments], stdout=log, stderr=log, env=env, text=True)
+    process.log = log
+    self.addCleanup(log.close)
+    self.addCleanup(process.wait)
+    self.addCleanup(process.kill)
+    return process
+
+  def start_two(self, *arguments):
+    with socket.socket() as probe:
+      probe.bind(('localhost', 0))
+      port = probe.getsockname()[1]
+    return [self.start('two', 1, f'--coordinator=localhost:{port}', '--num_processes=2',
+                       f'--process_id={i}', *arguments) for i in range(2)]
+
+  def said(self, process):
+    process.log.seek(0)
+    return process.log.read()
+
+  def wait_until(self, condition, processes):
+    while not condition():
+      for process in processes:
+        self.assertIsNone(process.poll(), self.said(process))
+      time.sleep(.1)
+
+  def assert_ended_by_the_death_of(self, dead, process):
+    self.assertEqual(process.wait(60), 1)
+    lines = [line for line in self.said(process).splitlines() if line.startswith('run.py: ')]
+    self.assertLen(lines, 1)
+    self.assertIn(f'process {dead} died', lines[0])
+    self.assertIn('same command', lines[0])
+    self.assertNotIn('Traceback', self.said(process))
+
+  def records(self, workdir, name):
+    path = pathlib.Path(self.tmp, workdir, 'episodes', name)
+    return [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
+
+  def test_story(self):
+    one = self.start('one', 2, '--config.train.updates=2')
+    self.assertEqual(one.wait(), 0, self.said(one))
+    two = self.start_two()
+    saved = pathlib.Path(self.tmp, 'two', 'checkpoints', '2')
+    self.wait_until(saved.exists, two)
+    with self.subTest('the worker dies'):
+      two[1].kill()
+      self.assert_ended_by_the_death_of(1, two[0])
+    with self.subTest('the same numbers and tokens'):
+      expected = metrics_lib.read_metrics(f'{self.tmp}/one')
+      rows = metrics_lib.read_metrics(f'{self.tmp}/two')
+      for step in range(3):
+        names = [name for name in rows[step]
+                 if name != 'time' and not name.startswith(('timing_s/', 'perf/'))]
+        self.assertGreater(len(names), 5)
+        for name in names:
+          np.testing.assert_allclose(
+              rows[step][name] or 0, expected[step][name] or 0, rtol=1e-5, atol=1e-7,
+              err_msg=f'{name} at {step}')
+      for name in ('eval_000000.jsonl', 'train_000001.jsonl', 'train_000002.jsonl'):
+        self.assertEqual([record['tokens'] for record in self.records('two', name)],
+                         [record['tokens'] for record in self.records('one', name)])
+    with self.subTest('the same command resumes; process 0 dies'):
+      two = self.start_two()
+      self.wait_until(lambda: 'resumed after' in self.said(two[0]), two)
+      two[0].kill()
+      self.assert_ended_by_the_death_of(0, two[1])
+    with self.subTest('evaluation ends well, and one prints'):
+      two = self.start_two('--mode=eval')
+      self.assertEqual([process.wait() for process in two], [0, 0])
+      self.assertIn('val-core/all/em ', self.said(two[0]))
+      self.assertNotIn('val-core', self.said(two[1]))
+
+
+if __name__ == '__main__':
+  absltest.main()
