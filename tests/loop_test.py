@@ -91,7 +91,7 @@ def state_after(config, workdir, updates):
   """The checkpointed state, on the host."""
   run = loop.setup(config)
   checkpoints = checkpoint.Checkpoints(workdir, 3)
-  state = jax.device_get(checkpoints.restore(updates, run.state, run.mesh))
+  state = jax.device_get(checkpoints.restore(updates, run.state))
   checkpoints.close()
   return state
 

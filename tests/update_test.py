@@ -26,6 +26,7 @@ MODEL = decoder.ModelConfig(
     vocab_size=32, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=32,
     tie_embeddings=True, qkv_bias=True)
 CRITIC = dataclasses.replace(MODEL, head='value')
+NOTHING = train_state.Frozen()  # stands still: all is trained
 
 
 def setUpModule():
@@ -82,21 +83,22 @@ def make_batch(rows=8, length=24, seed=0):
 
 def off_policy_batch(learner, state, mesh):
   """An annotated batch whose old_logp is pushed away, so that some ratios are clipped."""
-  functions = update.compile_functions(learner, state, mesh)
-  batch, _ = functions.annotate(state, state.actor, jax.device_put(make_batch(), sharding.rows(mesh)))
+  reference = train_state.Frozen(reference=state.actor)
+  annotate = update.compile_functions(learner, state, reference, mesh).annotate
+  batch, _ = annotate(state, reference, jax.device_put(make_batch(), sharding.rows(mesh)))
   noise = jax.random.normal(jax.random.key(3), batch.old_logp.shape)
   batch = batch.replace(
       old_logp=batch.old_logp + 0.5 * noise * batch.action_mask,
       ref_logp=batch.ref_logp + 0.3 * noise * batch.action_mask)
   _, batch, _ = update.with_advantages(learner, mesh, state, batch)
-  return functions, batch
+  return update.compile_functions(learner, state, NOTHING, mesh), batch
 
 
 def run_step(learner, mesh):
   state = make_state(learner, mesh)
   functions, batch = off_policy_batch(learner, state, mesh)
   rows = np.arange(8, dtype=np.int32)
-  return jax.device_get(functions.update_step(state, batch, rows))
+  return jax.device_get(functions.update_step(state, NOTHING, batch, rows))
 
 
 class UpdateTest(parameterized.TestCase):
@@ -138,11 +140,11 @@ class UpdateTest(parameterized.TestCase):
     learner = make_learner(row=row, micro_batch=2)
     mesh = one_device()
     state = make_state(learner, mesh)
-    functions = update.compile_functions(learner, state, mesh)
-    batch, _ = functions.annotate(state, state.actor, jax.device_put(make_batch()))
+    functions = update.compile_functions(learner, state, NOTHING, mesh)
+    batch, _ = functions.annotate(state, NOTHING, jax.device_put(make_batch()))
     state, batch, _ = functions.with_advantages(state, batch)
     rows = np.random.default_rng(0).permutation(8).astype(np.int32)  # other neighbours than before
-    _, metrics, seen = functions.update_step(state, batch, rows)
+    _, metrics, seen = functions.update_step(state, NOTHING, batch, rows)
     np.testing.assert_array_equal(seen['ratio'], np.ones((8, 24), np.float32))
     self.assertEqual(float(metrics['actor/pg_clipfrac']), 0)
     self.assertEqual(float(metrics['stppo/bias_norm']), 0)
@@ -176,7 +178,7 @@ class UpdateTest(parameterized.TestCase):
     g_norm, c_norm = optax.tree.norm(g), optax.tree.norm(c)
     expected = dict(none=1.0, paper=c_norm, floor=max(c_norm, 1.0),
                     relative=(g_norm + c_norm) / g_norm)[rule]
-    _, metrics, _ = functions.update_step(state, batch, np.arange(8, dtype=np.int32))
+    _, metrics, _ = functions.update_step(state, NOTHING, batch, np.arange(8, dtype=np.int32))
     self.assertGreater(float(c_norm), 0)
     np.testing.assert_allclose(metrics['stppo/grad_norm'], g_norm, rtol=1e-4)
     np.testing.assert_allclose(metrics['stppo/bias_norm'], c_norm, rtol=1e-4)
@@ -192,7 +194,7 @@ class UpdateTest(parameterized.TestCase):
     functions, batch = off_policy_batch(learner, state, mesh)
     logp, _, _ = update._policy(learner, state.actor, batch)
     _, _, aux = correction.cotangents(logp, batch, row)
-    _, metrics, _ = functions.update_step(state, batch, np.arange(8, dtype=np.int32))
+    _, metrics, _ = functions.update_step(state, NOTHING, batch, np.arange(8, dtype=np.int32))
     np.testing.assert_allclose(
         metrics['stppo/divisor'], abs(aux['clipped_objective']), rtol=1e-4)
 
@@ -208,7 +210,7 @@ class UpdateTest(parameterized.TestCase):
       batch = batch.replace(
           advantages=batch.advantages + change * outside, returns=batch.returns + change * outside,
           old_logp=batch.old_logp - change * outside, old_values=batch.old_values + change * outside)
-      return functions.update_step(state, batch, rows)[0]
+      return functions.update_step(state, NOTHING, batch, rows)[0]
 
     chex.assert_trees_all_equal(step(0.0), step(5.0))
 
@@ -219,12 +221,12 @@ class UpdateTest(parameterized.TestCase):
     functions, batch = off_policy_batch(learner, state, mesh)
     before = jax.device_get(state)
     bad = batch.replace(advantages=batch.advantages.at[0, 5].set(jnp.nan) + jnp.nan)
-    state, metrics, _ = functions.update_step(state, bad, np.arange(8, dtype=np.int32))
+    state, metrics, _ = functions.update_step(state, NOTHING, bad, np.arange(8, dtype=np.int32))
     chex.assert_trees_all_equal(jax.device_get(state.actor), before.actor)
     chex.assert_trees_all_equal(jax.device_get(state.critic), before.critic)
     chex.assert_trees_all_equal(jax.device_get(state.actor_opt), before.actor_opt)
     self.assertEqual(int(metrics['actor/skipped']), 1)
-    state, metrics, _ = functions.update_step(state, batch, np.arange(8, dtype=np.int32))
+    state, metrics, _ = functions.update_step(state, NOTHING, batch, np.arange(8, dtype=np.int32))
     self.assertEqual(int(metrics['actor/skipped']), 0)
     self.assertGreater(float(metrics['stppo/step_norm']), 0)
 
@@ -234,10 +236,10 @@ class UpdateTest(parameterized.TestCase):
     state = make_state(learner, mesh)
     functions, batch = off_policy_batch(learner, state, mesh)
     before = jax.device_get(state)
-    state, _, _ = functions.update_step(state, batch, np.arange(8, dtype=np.int32))
+    state, _, _ = functions.update_step(state, NOTHING, batch, np.arange(8, dtype=np.int32))
     chex.assert_trees_all_equal(jax.device_get(state.actor), before.actor)
     self.assertFalse(np.allclose(state.critic['value_head']['kernel'], 0))
-    state, _, _ = functions.update_step(state, batch, np.arange(8, dtype=np.int32))
+    state, _, _ = functions.update_step(state, NOTHING, batch, np.arange(8, dtype=np.int32))
     self.assertFalse(np.allclose(
         state.actor['embed']['embedding'], before.actor['embed']['embedding']))
 
@@ -259,11 +261,11 @@ class UpdateTest(parameterized.TestCase):
     learner = make_learner('ppo')
     mesh = one_device()
     state = make_state(learner, mesh)
-    functions = update.compile_functions(learner, state, mesh)
+    functions = update.compile_functions(learner, state, NOTHING, mesh)
     for length in (24, 32, 24, 32):
-      batch, _ = functions.annotate(state, state.actor, jax.device_put(make_batch(length=length)))
+      batch, _ = functions.annotate(state, NOTHING, jax.device_put(make_batch(length=length)))
       state, batch, _ = functions.with_advantages(state, batch)
-      state, _, _ = functions.update_step(state, batch, np.arange(8, dtype=np.int32))
+      state, _, _ = functions.update_step(state, NOTHING, batch, np.arange(8, dtype=np.int32))
     self.assertEqual(functions.num_compilations(), 2 * 3)
 
 

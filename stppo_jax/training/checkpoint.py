@@ -13,13 +13,12 @@ import jax
 import orbax.checkpoint as ocp
 
 from stppo_jax import metrics
-from stppo_jax.training import sharding
 from stppo_jax.types import UserError
 
 # These may differ between a run and its resumption: they change no number that was already computed.
 FREE_FIELDS = ('train.updates', 'train.checkpoint_every', 'train.keep_checkpoints', 'eval.every',
                'log.tensorboard', 'log.wandb_project', 'log.episodes', 'mesh.data', 'mesh.fsdp',
-               'mesh.tensor')
+               'mesh.tensor', 'placement.optimizer', 'placement.critic', 'placement.reference')
 
 
 def claim(workdir, config):
@@ -67,11 +66,10 @@ class Checkpoints:
     if updates not in self._manager.all_steps():
       self._manager.save(updates, args=ocp.args.StandardSave(state))
 
-  def restore(self, updates, like, mesh):
-    """The state saved after `updates`, laid out over `mesh`; `like` gives structure and shapes."""
+  def restore(self, updates, like):
+    """The state saved after `updates`, with the structure, the shapes and the places of `like`."""
     target = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        like, sharding.tree_shardings(like, mesh))
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), like)
     return self._manager.restore(updates, args=ocp.args.StandardRestore(target))
 
   def close(self):

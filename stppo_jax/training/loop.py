@@ -23,13 +23,17 @@ from stppo_jax import metrics as metrics_lib
 from stppo_jax import report
 from stppo_jax import tasks as task_files
 from stppo_jax.algorithms import variants
+from stppo_jax.models import convert
+from stppo_jax.models import lora
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.training import checkpoint
+from stppo_jax.training import parts
 from stppo_jax.training import sharding
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 from stppo_jax.types import RunError
+from stppo_jax.types import UserError
 
 
 @dataclasses.dataclass
@@ -42,7 +46,12 @@ class Run:
   learner: train_state.Learner
   functions: update.Functions
   state: train_state.TrainState
-  ref_params: dict | None  # the frozen reference; None when nothing is compared with it
+  frozen: train_state.Frozen
+
+  @property
+  def policy(self) -> dict:
+    """The policy's parameters, adapters beside the kernels."""
+    return self.frozen.policy(self.state.actor)
 
 
 def train(config, workdir):
@@ -57,7 +66,7 @@ def train(config, workdir):
   checkpoints = checkpoint.Checkpoints(workdir, config.train.keep_checkpoints)
   first = checkpoints.latest() or 0
   if first:
-    run.state = checkpoints.restore(first, run.state, run.mesh)
+    run.state = checkpoints.restore(first, run.state)
     logging.info('resumed after %d updates from %s', first, workdir)
   logging.info('%s: %s, %d devices as %s; %d questions to train on, %d held out', config.name,
                config.algorithm.variant, run.mesh.size, dict(run.mesh.shape), len(questions),
@@ -90,43 +99,71 @@ def evaluate(config, workdir):
   """Greedy evaluation of `workdir`'s newest checkpoint, or of the model as it is without one."""
   schema.validate(config)
   run = setup(config)
-  if os.path.isdir(os.path.join(workdir, 'checkpoints')):
-    with contextlib.closing(checkpoint.Checkpoints(workdir, 1)) as checkpoints:
-      if (newest := checkpoints.latest()) is not None:
-        run.state = checkpoints.restore(newest, run.state, run.mesh)
-        logging.info('evaluating %s after %d updates', workdir, newest)
-  scores, _ = evaluation.evaluate(run.agent, run.state.actor, _held_out(config), seed=config.seed)
+  run.state, updates = _newest(workdir, run.state)
+  if updates is not None:
+    logging.info('evaluating %s after %d updates', workdir, updates)
+  scores, _ = evaluation.evaluate(run.agent, run.policy, _held_out(config), seed=config.seed)
   return scores
+
+
+def export(config, workdir):
+  """Writes the policy of `workdir`'s newest checkpoint as a Hugging Face folder and returns its path.
+
+  Adapters are merged into the weights, and a value head is left out.
+  """
+  schema.validate(config)
+  if not os.path.isdir(os.path.join(workdir, 'checkpoints')):
+    raise UserError(f'--workdir={workdir!r} has no checkpoint to export: give the folder of a run, with '
+                    'the --config that it was trained by')
+  checkpoint.claim(workdir, config)
+  learner, state, frozen, _ = _models(config)
+  state, updates = _newest(workdir, state)
+  if updates is None:
+    raise UserError(f'--workdir={workdir!r} has no whole checkpoint yet: let the run go on')
+  params, folder = state.actor, os.path.join(workdir, 'export')
+  if config.model.lora_rank:
+    merge = jax.jit(lora.merge, static_argnums=2, donate_argnums=0)
+    params = merge(frozen.actor, state.actor, learner.actor.lora_scale)
+  convert.save_hf(
+      folder, dataclasses.replace(learner.actor, head='tokens'), params,
+      evaluation.model_folder(config))
+  logging.info('the policy after %d updates is in %s', updates, folder)
+  return folder
 
 
 def setup(config) -> Run:
   """Loads models, questions' retriever and tokenizer; lays the state out; compiles nothing yet."""
+  learner, state, frozen, mesh = _models(config)
+  agent = evaluation.make_agent(config, learner.actor, sharding.rows(mesh))
+  functions = update.compile_functions(learner, state, frozen, mesh)
+  return Run(config, mesh, agent, learner, functions, state, frozen)
+
+
+def _models(config):
+  """(Learner, TrainState before the first update, Frozen, mesh)."""
   mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
   sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
+  on_host = parts.on_host(config, mesh)
   variant = make_variant(config.algorithm)
-  heads = model_heads(config, variant)
-  # Straight into their shards: the host never holds a model.
-  shardings = functools.partial(sharding.tree_shardings, mesh=mesh)
-  model, actor = evaluation.load_policy(config, head=heads[0], shardings=shardings)
-  critic_model = critic = None
-  if heads[1]:
-    critic_model, critic = evaluation.load_policy(
-        config, head=heads[1], folder=config.model.critic_folder or None, shardings=shardings)
-  agent = evaluation.make_agent(config, model, sharding.rows(mesh))
+
+  def load(head, folder=None, memory_kind=None):
+    # Straight into their shards: the host never holds a model.
+    shardings = functools.partial(sharding.tree_shardings, mesh=mesh, memory_kind=memory_kind)
+    return evaluation.load_policy(config, head, folder, shardings)
+
+  def make(function):
+    shardings = sharding.tree_shardings(jax.eval_shape(function), mesh)
+    return jax.jit(function, out_shardings=shardings)()
+
+  model, critic_model, actor, critic, frozen = parts.load(config, variant, load, make)
+  if parts.needs_reference(config):  # a copy: the state takes the actor's own buffers
+    frozen = frozen.replace(reference=(
+        jax.device_put(actor, sharding.tree_shardings(actor, mesh, sharding.HOST))
+        if 'reference' in on_host else jax.tree.map(jnp.copy, actor)))
   learner = make_learner(config, variant, model, critic_model)
-  ref_params = None
-  if config.algorithm.kl_in != 'none':
-    ref_params = jax.tree.map(jnp.copy, actor)  # the state takes the actor's own buffers
-  state = train_state.create_sharded(learner, actor, critic, config.algorithm.kl_coef, mesh)
-  return Run(config, mesh, agent, learner, update.compile_functions(learner, state, mesh), state,
-             ref_params)
-
-
-def model_heads(config, variant):
-  """(head of the policy, head of the separate critic or None): see ModelConfig.head."""
-  if not variant.needs_critic:
-    return 'tokens', None
-  return ('both', None) if config.model.critic == 'shared' else ('tokens', 'value')
+  state = train_state.create_sharded(
+      learner, actor, critic, config.algorithm.kl_coef, mesh, on_host)
+  return learner, state, frozen, mesh
 
 
 def make_variant(algorithm) -> variants.Variant:
@@ -185,15 +222,14 @@ def train_on(run, tasks, n):
   with _timed(timing, 'step'):
     with _timed(timing, 'gen'):
       keys = episode_loop.row_keys(play_key, tasks)
-      episodes = run.agent.play(run.state.actor, tasks, keys, groups)
+      episodes = run.agent.play(run.policy, tasks, keys, groups)
       # Sorted, so that rows of like length share a micro-batch and little of it is padding.
       episodes.sort(key=batching.trained_length)
     with _timed(timing, 'old_log_prob'):
       batch = batching.to_turn_batch(
           episodes, train.length_buckets[-1:], pad_id=run.agent.tokenizer.pad_id,
           sharding=sharding.rows(run.mesh))
-      ref_params = run.state.actor if run.ref_params is None else run.ref_params
-      batch, gap = functions.annotate(run.state, ref_params, batch)
+      batch, gap = functions.annotate(run.state, run.frozen, batch)
       run.state, batch, summary = functions.with_advantages(run.state, batch)
       metrics = jax.device_get(gap | summary)
     with _timed(timing, 'update_actor'):
@@ -201,7 +237,8 @@ def train_on(run, tasks, n):
       steps, seen, padded = [], {}, 0
       for rows in minibatches(shuffle_key, len(episodes), train.mini_batch, train.epochs):
         padded += padded_tokens(lengths[rows], train.micro_batch, train.length_buckets)
-        run.state, step_metrics, step_seen = functions.update_step(run.state, batch, rows)
+        run.state, step_metrics, step_seen = functions.update_step(
+            run.state, run.frozen, batch, rows)
         steps.append(step_metrics)
         seen[tuple(rows)] = step_seen
       steps = jax.device_get(steps)
@@ -253,6 +290,15 @@ def episode_metrics(episodes):
   }
 
 
+def _newest(workdir, state):
+  """(the state of the newest checkpoint, its number of updates), or (`state`, None) without one."""
+  if os.path.isdir(os.path.join(workdir, 'checkpoints')):
+    with contextlib.closing(checkpoint.Checkpoints(workdir, 1)) as checkpoints:
+      if (newest := checkpoints.latest()) is not None:
+        return checkpoints.restore(newest, state), newest
+  return state, None
+
+
 def _held_out(config):
   """The questions to evaluate on: a fixed sample of the split, or all of it."""
   tasks = evaluation.load_tasks(config, config.data.eval_split)
@@ -264,7 +310,7 @@ def _held_out(config):
 def _evaluate(run, tasks, n, workdir, config):
   """Greedy scores after n updates, logged; the episodes go to disk."""
   started = time.perf_counter()
-  scores, episodes = evaluation.evaluate(run.agent, run.state.actor, tasks, seed=config.seed)
+  scores, episodes = evaluation.evaluate(run.agent, run.policy, tasks, seed=config.seed)
   hops = '  '.join(f'{name[-5:]} {scores[name]:.3f}' for name in scores if 'em_hops' in name)
   logging.info('held out after %d updates: EM %.3f  (%s)', n, scores['val-core/all/em'], hops)
   if config.log.episodes:

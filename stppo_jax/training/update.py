@@ -22,6 +22,7 @@ from stppo_jax.algorithms import losses
 from stppo_jax.models import decoder
 from stppo_jax.training import diagnostics
 from stppo_jax.training import sharding
+from stppo_jax.training.state import Frozen
 from stppo_jax.training.state import Learner
 from stppo_jax.training.state import TrainState
 from stppo_jax.types import TurnBatch
@@ -30,18 +31,21 @@ from stppo_jax.types import TurnBatch
 class Functions(typing.NamedTuple):
   """The compiled functions of a run."""
 
-  annotate: typing.Callable  # (state, ref_params, batch) -> (batch, metrics)
+  annotate: typing.Callable  # (state, frozen, batch) -> (batch, metrics)
   with_advantages: typing.Callable  # (state, batch) -> (state, batch, metrics)
-  update_step: typing.Callable  # (state, batch, rows) -> (state, metrics, seen)
+  update_step: typing.Callable  # (state, frozen, batch, rows) -> (state, metrics, seen)
 
   def num_compilations(self) -> int:
     """Programs compiled so far: one a function and shape of batch."""
     return sum(function._cache_size() for function in self)
 
 
-def compile_functions(learner, state, mesh) -> Functions:
-  """`annotate`, `with_advantages` and `update_step`, jitted over the mesh; states are donated."""
-  state_sharding = sharding.tree_shardings(state, mesh)
+def compile_functions(learner, state, frozen, mesh) -> Functions:
+  """`annotate`, `with_advantages` and `update_step`, jitted over the mesh; states are donated.
+
+  State and frozen parameters (arrays or ShapeDtypeStructs) stay where they lie, on devices or on the host.
+  """
+  state_sharding, frozen_sharding = jax.tree.map(lambda x: x.sharding, (state, frozen))
   rows, whole = sharding.rows(mesh), sharding.replicated(mesh)
   spread = lambda model: model and dataclasses.replace(model, row_sharding=rows)
   learner = dataclasses.replace(
@@ -50,25 +54,28 @@ def compile_functions(learner, state, mesh) -> Functions:
       functools.partial(function, learner, mesh), in_shardings=ins, out_shardings=outs,
       donate_argnums=donate)
   return Functions(
-      annotate=jit(annotate, (state_sharding, state_sharding.actor, rows), (rows, whole)),
+      annotate=jit(annotate, (state_sharding, frozen_sharding, rows), (rows, whole)),
       with_advantages=jit(
           with_advantages, (state_sharding, rows), (state_sharding, rows, whole), donate=(0,)),
       update_step=jit(
-          update_step, (state_sharding, rows, whole), (state_sharding, whole, whole), donate=(0,)))
+          update_step, (state_sharding, frozen_sharding, rows, whole),
+          (state_sharding, whole, whole), donate=(0,)))
 
 
-def annotate(learner: Learner, mesh, state: TrainState, ref_params, batch: TurnBatch):
+def annotate(learner: Learner, mesh, state: TrainState, frozen: Frozen, batch: TurnBatch):
   """Fills in old_logp, ref_logp and old_values [B,T]; also the gap between sampler and trainer.
 
   Computed by the very functions that `update_step` differentiates, so the first mini-batch's ratio is
   exactly 1 (with old_logp 'trainer').
   """
+  policy, reference = frozen.policy(state.actor), sharding.to_device(frozen.reference_policy())
+  critic = state.critic and sharding.to_device(frozen.value_model(state.critic))
 
   def one(micro):
-    logp, _, values = _policy(learner, state.actor, micro)
+    logp, _, values = _policy(learner, policy, micro)
     if learner.critic is not None:
-      values = _critic(learner, state.critic, micro)
-    ref_logp = logp if learner.kl_in == 'none' else _policy(learner, ref_params, micro)[0]
+      values = _critic(learner, critic, micro)
+    ref_logp = logp if learner.kl_in == 'none' else _policy(learner, reference, micro)[0]
     return (), (logp, ref_logp, values)
 
   micros = _split(batch, learner.micro_batch, mesh)
@@ -101,7 +108,7 @@ def with_advantages(learner: Learner, mesh, state: TrainState, batch: TurnBatch)
   return state, batch, metrics | diagnostics.batch_summary(batch, mask, learner.has_values)
 
 
-def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, rows):
+def update_step(learner: Learner, mesh, state: TrainState, frozen: Frozen, batch: TurnBatch, rows):
   """One optimizer step of actor and critic on the given rows [b] of the batch.
 
   g = grad J_clipped-surrogate + bonuses and C = grad J_clipped (arXiv 2511.20718, Lemma 4.2) are summed
@@ -115,6 +122,8 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
   Returns the state, metrics (scalars), and per token what this step saw: ratio, clipped [b,T].
   """
   variant = learner.variant
+  frozen = frozen.replace(critic=sharding.to_device(frozen.critic))
+  state = state.replace(critic=sharding.to_device(state.critic))
   batch = jax.tree.map(lambda x: x[rows], batch)
   mask = batch.action_mask.astype(jnp.float32)
   weights = losses.aggregation_weights(mask, learner.aggregation, learner.norm_length)
@@ -126,7 +135,8 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
 
   def gradients(micro_and_weights):
     micro, weight, value_weight = micro_and_weights
-    (logp, entropy, values), pull = jax.vjp(lambda p: _policy(learner, p, micro), state.actor)
+    (logp, entropy, values), pull = jax.vjp(
+        lambda p: _policy(learner, frozen.policy(p), micro), state.actor)
     d_logp, d_bias, aux = correction.cotangents(
         logp, micro, variant, variant.clip_low, variant.clip_high, weight, learner.dual_clip)
     if learner.kl_in == 'loss':
@@ -149,7 +159,8 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
         d_values = learner.value_coef * pull_loss(value_weight)[0]
         added['value'] = pull((zero, zero, d_values))[0]
       else:
-        values, pull_values = jax.vjp(lambda p: _critic(learner, p, micro), state.critic)
+        values, pull_values = jax.vjp(
+            lambda p: _critic(learner, frozen.value_model(p), micro), state.critic)
         _, pull_loss = jax.vjp(value_loss, values)
         added['value'] = pull_values(pull_loss(value_weight)[0])[0]
     sums = dict(pg_loss=aux.pop('pg_loss'), clipped_objective=aux.pop('clipped_objective'))
@@ -220,7 +231,8 @@ def _policy(learner, params, batch):
   x, _ = decoder.hidden(params, learner.actor, batch.tokens, None)
   logp, entropy = decoder.token_logp(
       params, learner.actor, x, batch.tokens, learner.temperature, learner.logp_chunk)
-  values = decoder.state_values(params, x) if learner.shared_trunk else jnp.zeros_like(logp)
+  has_values = 'value_head' in params  # a shared trunk's policy has one, its reference may not
+  values = decoder.state_values(params, x) if has_values else jnp.zeros_like(logp)
   return logp, entropy, values
 
 
@@ -232,6 +244,7 @@ def _critic(learner, params, batch):
 
 def _apply(optimizer, grads, params, opt_state, take):
   """Params and optimizer state after one step, or as they were; and the size of the step taken."""
+  opt_state = sharding.to_device(opt_state)
   updates, new_opt_state = optimizer.update(grads, opt_state, params)
   keep = lambda new, old: jnp.where(take, new, old)
   new_params = jax.tree.map(keep, optax.apply_updates(params, updates), params)
