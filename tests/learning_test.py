@@ -111,8 +111,9 @@ class Run:
         num_turns=2)
     init = lambda key, model: None if model is None else decoder.init(jax.random.key(key), model)
     actor_params, critic_params, self.frozen = init(0, actor), init(1, critic), train_state.Frozen()
-    if lora_rank:  # one base under both; its logits must be able to become large
-      actor_params['lm_head']['kernel'] *= 15
+    if lora_rank:  # one base under both, with weights that are not as small as at a model's birth
+      larger = lambda path, w: w if path[-1].key == 'scale' else 10 * w
+      actor_params = jax.tree_util.tree_map_with_path(larger, actor_params)
       self.frozen = train_state.Frozen(actor=jax.device_put(actor_params, sharding.replicated(self.mesh)))
       adapters = lambda key: lora.init(jax.random.key(key), actor_params, lora_rank, lora.TARGETS)
       actor_params, critic_params = adapters(2), adapters(3) | lora.split(critic_params)[1]

@@ -120,8 +120,8 @@ class AdapterTest(parameterized.TestCase):
     beside = logits_of(lora.combine(params, adapters))
     merged = lora.merge(params, adapters, MODEL.lora_scale)
     chex.assert_trees_all_equal_shapes_and_dtypes(merged, params)
-    self.assertGreater(float(jnp.abs(beside - logits_of(params)).max()), 1e-3)
-    np.testing.assert_allclose(logits_of(merged), beside, rtol=1e-5, atol=1e-5)
+    self.assertGreater(float(jnp.abs(beside - logits_of(params)).max()), 1e-4)
+    np.testing.assert_allclose(logits_of(merged), beside, rtol=1e-5, atol=1e-6)
 
   def test_merging_keeps_the_weights_dtype(self):
     params = decoder.init(jax.random.key(0), dataclasses.replace(MODEL, param_dtype='bfloat16'))

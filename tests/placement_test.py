@@ -82,23 +82,23 @@ class RunTest(absltest.TestCase):
 
   def test_a_run_that_moves_to_the_host_halfway(self):
     """The numbers are those of a run that stays on the device, and the checkpoint is good for both."""
-    with loop_test.on_one_device(), tempfile.TemporaryDirectory() as here, (
-        tempfile.TemporaryDirectory()) as moved:
-      values = {'algorithm.kl_in': 'reward', 'eval.every': 0, 'train.mini_batch': 16}
-      loop.train(loop_test.make_config(**values), here)
-      loop.train(loop_test.make_config(**values, **{'train.updates': 1}), moved)
-      config = loop_test.make_config(**values, **ON_HOST)
-      run = loop.setup(config)
-      self.assertEqual(kinds((run.state.actor_opt, run.state.critic_opt, run.state.critic,
-                              run.frozen.reference)), {sharding.HOST})
-      self.assertEqual(kinds(run.state.actor), {'device'})
-      loop.train(config, moved)
-      for ours, theirs in zip(
-          metrics_lib.read_metrics(moved), metrics_lib.read_metrics(here), strict=True):
-        if ours['step'] != 1 or 'val-core/all/em' not in ours:  # one update ends with an evaluation
-          self.assertEqual(loop_test.comparable(ours), loop_test.comparable(theirs))
-      chex.assert_trees_all_equal(
-          loop_test.state_after(config, moved, 2), loop_test.state_after(config, here, 2))
+    self.enterContext(loop_test.on_one_device())
+    here, moved = (self.enterContext(tempfile.TemporaryDirectory()) for _ in range(2))
+    values = {'algorithm.kl_in': 'reward', 'eval.every': 0, 'train.mini_batch': 16}
+    loop.train(loop_test.make_config(**values), here)
+    loop.train(loop_test.make_config(**values, **{'train.updates': 1}), moved)
+    config = loop_test.make_config(**values, **ON_HOST)
+    run = loop.setup(config)
+    self.assertEqual(kinds((run.state.actor_opt, run.state.critic_opt, run.state.critic,
+                            run.frozen.reference)), {sharding.HOST})
+    self.assertEqual(kinds(run.state.actor), {'device'})
+    loop.train(config, moved)
+    for ours, theirs in zip(
+        metrics_lib.read_metrics(moved), metrics_lib.read_metrics(here), strict=True):
+      if ours['step'] != 1 or 'val-core/all/em' not in ours:  # one update ends with an evaluation
+        self.assertEqual(loop_test.comparable(ours), loop_test.comparable(theirs))
+    chex.assert_trees_all_equal(
+        loop_test.state_after(config, moved, 2), loop_test.state_after(config, here, 2))
 
 
 class PlanTest(absltest.TestCase):
