@@ -1,9 +1,10 @@
-"""The command line: trains, evaluates, plans, or reports.
+"""The command line: trains, evaluates, exports, plans, or reports.
 
   python run.py                                                    # the default: st_ppo_tiny
   python run.py --config=experiments/st_ppo_tiny.py:smoke --workdir=/tmp/smoke
   python run.py --config=experiments/ppo_tiny.py --config.seed=1 --config.train.updates=40
   python run.py --mode=eval --config.data.eval_split=test          # of the newest checkpoint
+  python run.py --mode=export                                      # to WORKDIR/export, for transformers
   python run.py --mode=report                                      # report.html, made anew
   python run.py --config=experiments/st_ppo_7b.py --mode=plan --topology=v5e:8x8    # does it fit?
 
@@ -36,7 +37,7 @@ from stppo_jax import types
 
 _DEFAULT = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'experiments', 'st_ppo_tiny.py')
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default: runs/<config name>')
-_MODE = flags.DEFINE_enum('mode', 'train', ['train', 'eval', 'plan', 'report'], 'what to do')
+_MODE = flags.DEFINE_enum('mode', 'train', ['train', 'eval', 'export', 'plan', 'report'], 'what to do')
 _TOPOLOGY = flags.DEFINE_string(
     'topology', '', 'for --mode=plan: v5e:8x8, v5p:4x4x4, h100:1x1x8, ..; empty: the devices here')
 _DISTRIBUTED = flags.DEFINE_bool(
@@ -82,6 +83,8 @@ def main(unused_argv):
     if hosts.is_writer():
       for name, value in scores.items():
         print(f'{name:40s} {value:.4f}')
+  elif _MODE.value == 'export':
+    print(loop.export(config, workdir))
   else:
     stop = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: stop.set())

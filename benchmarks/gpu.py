@@ -33,7 +33,9 @@ from stppo_jax.algorithms import variants
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import presets
+from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampling
+from stppo_jax.training import packing
 from stppo_jax.training import sharding
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
@@ -110,16 +112,19 @@ def measure_update(best):
   learner = train_state.Learner(
     actor=actor_shape, critic=critic_shape, variant=variant, actor_optimizer=optimizer,
     critic_optimizer=optimizer, actor_lr=schedule, critic_lr=schedule, micro_batch=size.micro_batch,
-    logp_chunk=512, value_clip=0.5)
+    lengths=(length,), logp_chunk=512, value_clip=0.5)
   init = jax.jit(decoder.init, static_argnums=1)
   critic = critic_shape and init(jax.random.key(1), critic_shape)
   state = train_state.create_sharded(learner, init(jax.random.key(0), actor_shape), critic, 0.0, mesh)
-  functions = update.compile_functions(learner, state, mesh)
+  nothing = train_state.Frozen()  # all is trained
+  functions = update.compile_functions(learner, state, nothing, mesh)
   batch = ours.random_batch(actor_shape.vocab_size, size.rows, length, np.random.default_rng(0))
   batch = jax.device_put(batch, sharding.rows(mesh))
   tokens, rows = size.rows * length, np.arange(size.rows, dtype=np.int32)
+  packed = packing.pack(np.full(size.rows, length), size.micro_batch, (length,))
 
-  annotate = lambda: functions.annotate(state, state.actor, batch)
+  annotate = lambda: functions.annotate(
+    state, nothing, batch, rows[None], packing.stack([packed]))
   seconds = median_s(annotate)
   one_pass = tokens * forward_flops(actor_shape, length)
   critic_pass = tokens * forward_flops(critic_shape, length) if critic_shape else 0
@@ -133,7 +138,7 @@ def measure_update(best):
   for what, batch, passes in (('nothing clipped', near, 3), ('something clipped', far, 5)):
     def step():
       nonlocal state
-      state, metrics, _ = functions.update_step(state, batch, rows)
+      state, metrics, _ = functions.update_step(state, nothing, batch, rows, packed)
       return metrics
 
     seconds = median_s(step)
@@ -150,18 +155,17 @@ def measure_rollout(best):
   shape, rows = shape_of(size, 'bfloat16', _LAYERS.value), size.rollout_rows
   params = jax.jit(decoder.init, static_argnums=1)(jax.random.key(0), shape)
   never = np.zeros((2, shape.vocab_size), np.int32)  # state 1, stopped, is not reached
-  sampler = sampling.Sampler(shape, never, eos_ids=(), max_new=new, max_slots=length,
-                             slot_buckets=(length,), chunk_buckets=(min(512, length - new),))
+  sampler = sampling.Sampler(
+    shape, never, eos_ids=(), max_slots=length, rows=rows, slot_buckets=(length,),
+    chunk_buckets=(min(512, length - new),))
   prompts = np.random.default_rng(0).integers(0, shape.vocab_size, (rows, length - new)).tolist()
   keys = jax.random.split(jax.random.key(1), rows)
   read_s, sample_s = [], []
   for _ in range(2 + side_by_side.REPEATS.value):
-    started = time.perf_counter()
-    state = jax.block_until_ready(sampler.feed(params, sampler.start(keys), prompts))
-    read = time.perf_counter()
-    sampler.generate(params, state, [new] * rows)
-    read_s.append(read - started)
-    sample_s.append(time.perf_counter() - read)
+    taken = engine.run(
+      sampler, params, [engine.Cue(prompt, new) for prompt in prompts], keys, _ends).seconds
+    read_s.append(taken['prefill'])
+    sample_s.append(taken['decode'])
   read_s, sample_s = np.median(read_s[2:]), np.median(sample_s[2:])
   known = {'size': _SIZE.value, 'layers': shape.num_layers, 'rows': rows, 'length': length}
   tokens = rows * (length - new)
@@ -172,6 +176,11 @@ def measure_rollout(best):
   least_s = (weights + cache) / best['copy_gb_per_s'] / 1e9
   report(what='sampling', **known, tokens_per_s=rows * new / sample_s, ms_a_step=1e3 * sample_s / new,
          share_of_copy=least_s / (sample_s / new), peak_gib=peak_gib())
+
+
+def _ends(turns):
+  """Every dialogue is over after one turn."""
+  return [engine.Cue((), 0) for _ in turns]
 
 
 def compare_dtypes(folder, passages):
@@ -197,9 +206,11 @@ def compare_dtypes(folder, passages):
       columns = zip(*(read(params, row[None]) for row in rows))
       found[dtype] = [np.concatenate(column) for column in columns]
       sampler = sampling.Sampler(
-        shape, table, tokenizer.eos_ids, 16, len(prompt) + 16, temperature=0.0)
-      state = sampler.feed(params, sampler.start(jax.random.split(jax.random.key(0), 1)), [prompt])
-      answer = tokenizer.decode(sampler.generate(params, state, [16])[1][0])
+        shape, table, tokenizer.eos_ids, len(prompt) + 16, temperature=0.0, rows=1)
+      said = []
+      engine.run(sampler, params, [engine.Cue(prompt, 16)],
+                 jax.random.split(jax.random.key(0), 1), lambda turns: said.extend(turns) or _ends(turns))
+      answer = tokenizer.decode(said[0].tokens)
     report(what='perplexity', dtype=dtype, tokens=found[dtype][0].size, answer=answer,
            perplexity=float(np.exp(-found[dtype][0].mean())))
   (logp, best), (logp16, best16) = found['float32'], found['bfloat16']

@@ -138,7 +138,8 @@ class Learning:
         aggregation='token-mean', value_clip=0.5, log_bias=name != 'ppo')
       copies = jax.tree.map(jnp.copy, (actor, critic))  # create_sharded takes what it is given
       self._states[name] = train_state.create_sharded(learner, *copies, 0.0, self._mesh)
-      self._functions[name] = update.compile_functions(learner, self._states[name], self._mesh)
+      self._functions[name] = update.compile_functions(
+        learner, self._states[name], train_state.Frozen(), self._mesh)
     self._rows = np.arange(rows, dtype=np.int32)
     # Rows of equal length, so each is a bin of its own: the peer packs nothing.
     self._packing = packing.pack(np.full(rows, length), micro_batch, (length,))
@@ -152,14 +153,14 @@ class Learning:
   def log_probs(self):
     """Log-probs of the policy and values of the critic, 0 outside the agent's tokens."""
     batch, _ = self._functions['ppo'].annotate(
-      self._states['ppo'], self._states['ppo'].actor, self._batches['ppo'], self._rows[None],
+      self._states['ppo'], train_state.Frozen(), self._batches['ppo'], self._rows[None],
       packing.stack([self._packing]))
     return jax.device_get((batch.old_logp, batch.old_values))
 
   def update(self, name):
     """One optimizer step; its losses and gradient norms before the clip of the norm."""
     self._states[name], metrics, _ = self._functions[name].update_step(
-      self._states[name], self._batches[name], self._rows, self._packing)
+      self._states[name], train_state.Frozen(), self._batches[name], self._rows, self._packing)
     jax.block_until_ready(self._states[name])
     found = jax.device_get(metrics)
     if (found['actor/pg_clipfrac'] == 0) != (name == 'st_ppo, nothing clipped'):

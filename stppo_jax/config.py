@@ -9,6 +9,9 @@ import dataclasses
 from stppo_jax.types import UserError
 
 
+LORA_TARGETS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
+
+
 @dataclasses.dataclass
 class Data:
   """Questions and passages."""
@@ -59,6 +62,12 @@ class Model:
   # Of training: 'splash' (TPU), 'cudnn' (NVIDIA, bfloat16) | 'plain' | 'auto': the first that can run.
   attention: str = 'auto'
   attention_chunk: int = 512  # tokens of a row whose scores are live at once in plain attention; 0: all
+  # LoRA: low-rank adapters (and value heads) are trained, and all else stands still. Then actor and critic
+  # share one base where they start from the same folder, the reference is the base itself, and learning
+  # rates want to be 10 to 100 times those of full training: 1e-4 and above.
+  lora_rank: int = 0  # 0: full training
+  lora_alpha: float = 16.0  # what adapters add is multiplied by alpha / rank
+  lora_targets: tuple[str, ...] = LORA_TARGETS  # kernels with an adapter, by PEFT's names
 
 
 @dataclasses.dataclass
@@ -163,6 +172,18 @@ class Mesh:
 
 
 @dataclasses.dataclass
+class Placement:
+  """Where parts wait while they are not used: 'device', or the 'host' memory of its machine.
+
+  A step fetches what it needs from the host and puts it back: device memory against time.
+  """
+
+  optimizer: str = 'device'  # moments of actor and critic; used at the end of an optimizer step
+  critic: str = 'device'  # the separate critic; not used while sampling
+  reference: str = 'device'  # used once an update, for its log-probs
+
+
+@dataclasses.dataclass
 class Eval:
   """Greedy evaluation on held-out questions."""
 
@@ -220,6 +241,7 @@ class Config:
   train: Train = dataclasses.field(default_factory=Train)
   pipeline: Pipeline = dataclasses.field(default_factory=Pipeline)
   mesh: Mesh = dataclasses.field(default_factory=Mesh)
+  placement: Placement = dataclasses.field(default_factory=Placement)
   eval: Eval = dataclasses.field(default_factory=Eval)
   log: Log = dataclasses.field(default_factory=Log)
   health: Health = dataclasses.field(default_factory=Health)
@@ -251,6 +273,9 @@ CHOICES = {
     'algorithm.is_correction': ('none', 'token', 'turn', 'sequence'),
     'train.on_save_error': ('continue', 'stop'),
     'train.on_nonfinite': ('stop', 'rollback'),
+    'placement.optimizer': ('device', 'host'),
+    'placement.critic': ('device', 'host'),
+    'placement.reference': ('device', 'host'),
 }
 
 HEALTH_RULES = tuple(
@@ -261,7 +286,7 @@ AT_LEAST = {  # field: smallest value allowed
     'env.max_turns': 0,
     'retriever.top_k': 1, 'retriever.timeout_s': 0.001, 'retriever.retries': 0,
     'retriever.backoff_s': 0, 'retriever.max_failed_share': 0, 'retriever.max_outage_s': 0,
-    'model.logp_chunk': 0, 'model.attention_chunk': 0,
+    'model.logp_chunk': 0, 'model.attention_chunk': 0, 'model.lora_rank': 0, 'model.lora_alpha': 1e-6,
     'rollout.group_size': 1, 'rollout.temperature': 1e-3, 'rollout.top_k': 0,
     'rollout.max_prompt': 1, 'rollout.max_turn': 1, 'rollout.max_observation': 1,
     'rollout.rows': 0, 'rollout.width': 0, 'rollout.threads': 0,
@@ -340,6 +365,7 @@ def validate(config: Config) -> Config:
     raise UserError(
         "config.train.on_nonfinite='rollback' needs checkpoints to go back to, and "
         'config.train.checkpoint_every=0: set --config.train.checkpoint_every=1 or more')
+  _check_adapters(config)
   grouped = algorithm.variant in ('grpo', 'so_grpo', 'gspo', 'rloo')
   if (algorithm.advantage or (grouped and 'group')) in (
       'group', 'group_zscore', 'leave_one_out') and rollout.group_size == 1:
@@ -347,6 +373,23 @@ def validate(config: Config) -> Config:
         f'config.algorithm.variant={algorithm.variant!r} compares the episodes of a group, and '
         'config.rollout.group_size=1: set --config.rollout.group_size=4 or more')
   return config
+
+
+def _check_adapters(config):
+  """What LoRA adapts, and what can then be placed elsewhere."""
+  model, placement = config.model, config.placement
+  if not model.lora_targets or set(model.lora_targets) - set(LORA_TARGETS):
+    raise UserError(f'config.model.lora_targets={model.lora_targets}: allowed are one or more of '
+                    f'{", ".join(LORA_TARGETS)}, as in "(\'q_proj\', \'v_proj\')"')
+  if model.lora_rank and placement.reference == 'host':
+    raise UserError("config.placement.reference='host': with config.model.lora_rank above 0 the reference "
+                    "is the policy's own base and takes no memory: set it to 'device'")
+  if placement.critic == 'host' and model.critic == 'shared':
+    raise UserError("config.placement.critic='host': with config.model.critic='shared' the critic is "
+                    "part of the policy, which samples: set it to 'device', or the critic to 'separate'")
+  if placement.critic == 'host' and model.lora_rank and not model.critic_folder:
+    raise UserError("config.placement.critic='host': with config.model.lora_rank above 0 the critic stands "
+                    "on the policy's base, which samples: set it to 'device', or give a critic_folder")
 
 
 def get(config: Config, path: str):

@@ -110,7 +110,8 @@ def _num_shards(row_sharding):
 def _computed_as(shape, model):
   return dataclasses.replace(
       shape, dtype=model.dtype, remat=model.remat, scan_layers=model.scan_layers,
-      attention_chunk=model.attention_chunk)
+      attention_chunk=model.attention_chunk,
+      lora_scale=model.lora_alpha / (model.lora_rank or 1))
 
 
 def make_agent(config, model, row_sharding=None) -> Agent:

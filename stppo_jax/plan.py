@@ -29,6 +29,7 @@ from stppo_jax.models import decoder
 from stppo_jax.models import presets
 from stppo_jax.training import loop
 from stppo_jax.training import packing
+from stppo_jax.training import parts
 from stppo_jax.training import sharding
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
@@ -154,31 +155,41 @@ def make(config, topology='') -> Plan:
   mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
   sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
 
+  on_host = parts.on_host(config, mesh)
   absent_gpu = bool(topology) and chip is CHIPS['h100']
   if absent_gpu:  # cuDNN's attention asks the GPU when it is traced
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention='plain'))
+
+  def load(head, folder=None, memory_kind=None):
+    shape = evaluation.load_shape(config, head, folder)
+    return shape, _on(mesh, _params(shape), memory_kind)
+
   variant = loop.make_variant(config.algorithm)
-  heads = loop.model_heads(config, variant)
-  model = evaluation.load_shape(config, heads[0])
-  critic = heads[1] and evaluation.load_shape(config, heads[1], config.model.critic_folder or None)
+  model, critic_model, actor, critic, frozen = parts.load(
+      config, variant, load, lambda function: _on(mesh, jax.eval_shape(function)))
+  if parts.needs_reference(config):
+    frozen = frozen.replace(reference=_on(
+        mesh, actor, sharding.HOST if 'reference' in on_host else None))
   learner = dataclasses.replace(
-      loop.make_learner(config, variant, model, critic, devices[0]),
+      loop.make_learner(config, variant, model, critic_model, devices[0]),
       lengths=config.train.length_buckets[-1:])
-  params = _on(mesh, _params(model))
-  state = _on(mesh, jax.eval_shape(
-      functools.partial(train_state.create, learner, kl_coef=0.0),
-      params, critic and _params(critic)))
+  state = jax.eval_shape(functools.partial(train_state.create, learner, kl_coef=0.0), actor, critic)
+  state = jax.tree.map(_shape, state, train_state.shardings(state, mesh, on_host))
+  num_params = {name: presets.num_params(shape)
+                for name, shape in (('policy', model), ('critic', critic_model)) if shape}
+  if config.model.lora_rank:
+    num_params['trained'] = sum(x.size for x in jax.tree.leaves((state.actor, state.critic)))
   plan = Plan(
       config=config, topology=topology or 'the devices here', chip=chip, mesh=mesh,
       attention=learner.actor.attention + (', for want of a GPU to ask about cuDNN' * absent_gpu),
-      num_params={name: presets.num_params(shape)
-                  for name, shape in (('policy', model), ('critic', critic)) if shape},
-      held=_held(config, mesh, model, state, params))
-  for program, traced in _programs(plan, learner, state, params):
+      num_params=num_params, held=_held(config, mesh, model, state, frozen))
+  # Sums over micro-batches: g and C of the actor, and the critic's.
+  gradients = 2 * _sizes(state.actor)[1] + _sizes(state.critic)[1]
+  for program, traced in _programs(plan, learner, state, frozen):
     _compile(program, traced, plan)
     _estimate(program, plan)
     plan.programs.append(program)
-  _find_largest(plan)
+  _find_largest(plan, gradients)
   return plan
 
 
@@ -294,9 +305,9 @@ def _params(model):
   return jax.eval_shape(functools.partial(decoder.init, config=model), jax.random.key(0))
 
 
-def _on(mesh, tree):
+def _on(mesh, tree, memory_kind=None):
   """The same shapes, each with its sharding."""
-  return jax.tree.map(_shape, tree, sharding.tree_shardings(tree, mesh))
+  return jax.tree.map(_shape, tree, sharding.tree_shardings(tree, mesh, memory_kind))
 
 
 def _shape(x, placed):
@@ -314,27 +325,32 @@ def _sizes(tree):
           sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
 
 
-def _held(config, mesh, model, state, params):
+def _held(config, mesh, model, state, frozen):
   """{what: (bytes in all, bytes of one device)} that a run keeps, and the cache it samples with."""
+  trees = {
+      'policy': frozen.policy(state.actor),
+      'critic': (frozen.critic, state.critic),
+      'optimizers': (state.actor_opt, state.critic_opt),
+      'reference policy': frozen.reference,
+  }
+  on_host = lambda x: x.sharding.memory_kind == sharding.HOST
+  keep = lambda tree, wanted: [x for x in jax.tree.leaves(tree) if on_host(x) == wanted]
   rows = evaluation.num_rows(config)
   cache = jax.eval_shape(lambda: decoder.init_cache(model, rows, config.rollout.max_total))
   even = evaluation.band_width(config) % sharding.num_row_shards(mesh) == 0
   placed = sharding.rows(mesh) if even else sharding.replicated(mesh)
-  return {
-      'policy': _sizes(state.actor),
-      'critic': _sizes(state.critic),
-      'optimizers': _sizes((state.actor_opt, state.critic_opt)),
-      'reference policy': _sizes(params if config.algorithm.kl_in != 'none' else ()),
-      'KV cache': _sizes(jax.tree.map(lambda x: _shape(x, placed), cache)),
-  }
+  held = {name: _sizes(keep(tree, False)) for name, tree in trees.items()}
+  held['KV cache'] = _sizes(jax.tree.map(lambda x: _shape(x, placed), cache))
+  return held | {f'{name}, on the host': _sizes(keep(tree, True)) for name, tree in trees.items()}
 
 
-def _programs(plan, learner, state, params):
+def _programs(plan, learner, state, frozen):
   """(Program, jax.stages.Traced) of each function that an update runs."""
   config, train, rollout = plan.config, plan.config.train, plan.config.rollout
   here = {name: each for name, (_, each) in plan.held.items()}
   others = here['critic'] + here['optimizers'] + here['reference policy']
-  functions = update.compile_functions(learner, state, plan.mesh)
+  functions = update.compile_functions(learner, state, frozen, plan.mesh)
+  params = frozen.policy(state.actor)
   batch = turn_batch(train.episodes, train.length_buckets[-1])
   model = dataclasses.replace(learner.actor, row_sharding=None)
   table = np.zeros((NUM_STOP_STATES, model.vocab_size), np.int32)
@@ -358,10 +374,11 @@ def _programs(plan, learner, state, params):
   for name, unit, runs, resident, traced in (
       ('update', f'an optimizer step on {train.mini_batch} episodes {micro}', steps,
        here['reference policy'],
-       functions.update_step.trace(state, batch, whole(*deal), packed(deal))),
+       functions.update_step.trace(state, frozen, batch, whole(*deal), packed(deal))),
       ('annotate', f'log-probs and values of {train.episodes} episodes {micro}', 1,
        here['optimizers'],
-       functions.annotate.trace(state, params, batch, whole(*first_deals), packed(first_deals))),
+       functions.annotate.trace(
+           state, frozen, batch, whole(*first_deals), packed(first_deals))),
       ('prefill', f'{chunk} tokens of {read_rows} rows', read * chunks,
        other_bands if sampler.in_place else others + cache, sampling['prefill']),
       ('decode', f'1 token of {width} rows of {rollout.max_total} slots', decoded * tokens,
@@ -417,10 +434,9 @@ def _estimate(program, plan):
                         sent / chip.link)
 
 
-def _find_largest(plan):
+def _find_largest(plan, gradients):
   """Fills in the largest micro-batch, of those that divide the mini-batch, and band of rows."""
   train, step = plan.config.train, sharding.num_row_shards(plan.mesh)
-  gradients = 2 * plan.held['policy'][1] + plan.held['critic'][1]  # sums over micro-batches: g, C, value
   divisors = [n for n in range(step, train.mini_batch + 1, step) if train.mini_batch % n == 0]
   plan.largest_micro_batch = _largest(
       plan.limit, plan.programs[:2], train.micro_batch, gradients, divisors)

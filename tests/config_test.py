@@ -15,6 +15,7 @@ from stppo_jax.algorithms import segments
 from stppo_jax.algorithms import variants
 from stppo_jax.envs import search
 from stppo_jax.models import convert
+from stppo_jax.models import lora
 from stppo_jax.retrieval import http
 from stppo_jax.types import UserError
 
@@ -74,6 +75,11 @@ class ValidateTest(parameterized.TestCase):
       ({'train.length_buckets': (512, 512, 4096)}, ('length_buckets', 'rise')),
       ({'train.length_buckets': (512, 2048)}, ('length_buckets', 'max_total=4096')),
       ({'rollout.max_total': 2500}, ('max_total=2500', '2548')),
+      ({'model.lora_targets': ('q_proj', 'lm_head')}, ("('q_proj', 'lm_head')", 'down_proj')),
+      ({'model.lora_targets': ()}, ('lora_targets=()', 'one or more of q_proj')),
+      ({'model.lora_rank': 8, 'placement.reference': 'host'}, ('placement.reference', 'lora_rank', "'device'")),
+      ({'model.critic': 'shared', 'placement.critic': 'host'}, ('placement.critic', "'separate'")),
+      ({'model.lora_rank': 8, 'placement.critic': 'host'}, ('placement.critic', 'critic_folder')),
       ({'algorithm.dual_clip': 0.5}, ('dual_clip=0.5', 'above 1', '0 for off')),
       ({'algorithm.dual_clip': -3.0}, ('dual_clip=-3.0', 'above 1')),
       ({'algorithm.variant': 'grpo'}, ("variant='grpo'", 'group_size=1', 'group_size=4')),
@@ -130,8 +136,10 @@ class TablesTest(absltest.TestCase):
         'algorithm.old_logp': {'trainer', 'sampler'},
         'algorithm.is_correction': set(rollout_correction.LEVELS),
         'train.on_save_error': {'continue', 'stop'},
-        'train.on_nonfinite': {'stop', 'rollback'}}
+        'train.on_nonfinite': {'stop', 'rollback'},
+        **{f'placement.{part}': {'device', 'host'} for part in ('optimizer', 'critic', 'reference')}}
     self.assertEqual({path: set(allowed) for path, allowed in schema.CHOICES.items()}, tables)
+    self.assertEqual(schema.LORA_TARGETS, tuple(lora.TARGETS))
     self.assertEqual(set(variants.RATIOS), {'none', *segments.LEVELS})
 
   def test_every_field_that_a_rule_names_is_there(self):

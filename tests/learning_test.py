@@ -20,6 +20,7 @@ import numpy as np
 from stppo_jax import types
 from stppo_jax.algorithms import variants
 from stppo_jax.models import decoder
+from stppo_jax.models import lora
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
@@ -60,6 +61,11 @@ class LearningTest(parameterized.TestCase):
     scores = learn(variants.VARIANTS['st_ppo'], shared_trunk=True)
     self.assertGreaterEqual(scores[-1], GOOD, np.round(scores, 2))
 
+  def test_adapters_learn(self):
+    """With random weights that stand still, under the policy and its critic alike."""
+    scores = learn(variants.VARIANTS['st_ppo'], lora_rank=8)
+    self.assertGreaterEqual(scores[-1], GOOD, np.round(scores, 2))
+
   @parameterized.parameters(
       (lambda batch: batch.replace(advantages=-batch.advantages), 0.1),
       # Turn 2 out of the loss: only turn 1's half is learned.
@@ -69,15 +75,15 @@ class LearningTest(parameterized.TestCase):
     self.assertLess(scores[-1], most)
 
 
-def learn(variant, shared_trunk=False, breakage=lambda batch: batch, updates=UPDATES, seed=0):
+def learn(variant, shared_trunk=False, breakage=lambda batch: batch, updates=UPDATES, seed=0, lora_rank=0):
   """Mean score of each update's episodes; ends once two in a row are good."""
-  run = Run(variant, shared_trunk)
+  run = Run(variant, shared_trunk, lora_rank)
   group_size = 1 if variant.needs_critic or variant.advantage == 'turn_returns' else GROUP
   rng = np.random.default_rng(seed)
   scores = []
   for n in range(updates):
     play_key, shuffle_key = jax.random.split(jax.random.fold_in(jax.random.key(seed), n))
-    episodes = play(run.state.actor, group_size, rng, play_key)
+    episodes = play(run.frozen.policy(run.state.actor), group_size, rng, play_key)
     scores.append(float(np.mean([episode.score for episode in episodes])))
     if min(scores[-2:]) >= GOOD and n:
       break
@@ -87,19 +93,20 @@ def learn(variant, shared_trunk=False, breakage=lambda batch: batch, updates=UPD
     packings = [packing.pack(lengths[rows], 8, (8,)) for rows in deals]
     first_epoch = slice(EPISODES // run.reuse[0])
     batch, _ = run.functions.annotate(
-        run.state, run.state.actor, batch, np.stack(deals[first_epoch]),
+        run.state, run.frozen, batch, np.stack(deals[first_epoch]),
         packing.stack(packings[first_epoch]))
     run.state, batch, _ = run.functions.with_advantages(run.state, batch)
     batch = breakage(batch)
     for rows, packed in zip(deals, packings):
-      run.state, _, _ = run.functions.update_step(run.state, batch, rows, packed)
+      run.state, _, _ = run.functions.update_step(
+          run.state, run.frozen, batch, rows, packed)
   return scores
 
 
 class Run:
   """State and compiled functions of one learner on one device."""
 
-  def __init__(self, variant, shared_trunk):
+  def __init__(self, variant, shared_trunk, lora_rank):
     self.mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
     actor = dataclasses.replace(MODEL, head='both' if shared_trunk else 'tokens')
     separate = variant.needs_critic and not shared_trunk
@@ -112,8 +119,15 @@ class Run:
         critic_optimizer=optimizer, actor_lr=schedule, critic_lr=schedule, micro_batch=8,
         lengths=(8,), num_turns=2)
     init = lambda key, model: None if model is None else decoder.init(jax.random.key(key), model)
-    self.state = train_state.create_sharded(learner, init(0, actor), init(1, critic), 0.0, self.mesh)
-    self.functions = update.compile_functions(learner, self.state, self.mesh)
+    actor_params, critic_params, self.frozen = init(0, actor), init(1, critic), train_state.Frozen()
+    if lora_rank:  # one base under both, with weights that are not as small as at a model's birth
+      larger = lambda path, w: w if path[-1].key == 'scale' else 10 * w
+      actor_params = jax.tree_util.tree_map_with_path(larger, actor_params)
+      self.frozen = train_state.Frozen(actor=jax.device_put(actor_params, sharding.replicated(self.mesh)))
+      adapters = lambda key: lora.init(jax.random.key(key), actor_params, lora_rank, lora.TARGETS)
+      actor_params, critic_params = adapters(2), adapters(3) | lora.split(critic_params)[1]
+    self.state = train_state.create_sharded(learner, actor_params, critic_params, 0.0, self.mesh)
+    self.functions = update.compile_functions(learner, self.state, self.frozen, self.mesh)
 
 
 def play(params, group_size, rng, key):

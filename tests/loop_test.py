@@ -96,7 +96,7 @@ def state_after(config, workdir, updates):
   """The checkpointed state, on the host."""
   run = loop.setup(config)
   with checkpoint.Checkpoints(workdir) as checkpoints:
-    return jax.device_get(checkpoints.restore(updates, run.state, run.mesh))
+    return jax.device_get(checkpoints.restore(updates, run.state))
 
 
 def comparable(row):

@@ -69,7 +69,7 @@ def setup(config, mesh=(1, 1, 1), slow_s=0.0):
   functions = update.Functions(
       annotate=jit(annotate), with_advantages=jit(with_advantages, 0),
       update_step=jit(functools.partial(update_step, optimizer), 0))
-  return loop.Run(config, mesh, Agent(slow_s), learner, functions, state, None)
+  return loop.Run(config, mesh, Agent(slow_s), learner, functions, state, train_state.Frozen())
 
 
 class Agent:
@@ -97,8 +97,8 @@ class Agent:
     return episodes
 
 
-def annotate(state, ref_params, batch, rows, packings):
-  del ref_params, rows, packings
+def annotate(state, frozen, batch, rows, packings):
+  del frozen, rows, packings
   old_logp = (batch.behaviour_logp + jnp.sin(_total(state)) * 0.1) * batch.action_mask
   return batch.replace(old_logp=old_logp), {
       'rollout_corr/kl': jnp.mean(batch.behaviour_logp - old_logp)}
@@ -109,8 +109,8 @@ def with_advantages(state, batch):
   return state, batch.replace(advantages=batch.rewards - 0.3), {'actor/kl_coef': state.kl_coef}
 
 
-def update_step(optimizer, state, batch, rows, packing):
-  del packing
+def update_step(optimizer, state, frozen, batch, rows, packing):
+  del frozen, packing
   batch = jax.tree.map(lambda x: x[rows], batch)
 
   def loss(actor):
@@ -135,7 +135,7 @@ def state_after(config, workdir, updates, **options):
   """The checkpointed state, on the host."""
   started = setup(config, **options)
   with checkpoint.Checkpoints(workdir) as checkpoints:
-    return jax.device_get(checkpoints.restore(updates, started.state, started.mesh))
+    return jax.device_get(checkpoints.restore(updates, started.state))
 
 
 def comparable_metrics(workdir):

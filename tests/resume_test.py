@@ -121,9 +121,9 @@ class ResumeTest(parameterized.TestCase):
     micro_run.train(config, self.workdir, mesh=(1, 2, 4))
     many = micro_run.setup(config, mesh=(1, 2, 4))
     with checkpoint.Checkpoints(self.workdir) as checkpoints:
-      many_state = checkpoints.restore(1, many.state, many.mesh)
+      many_state = checkpoints.restore(1, many.state)
       one = micro_run.setup(config)
-      one_state = checkpoints.restore(1, one.state, one.mesh)
+      one_state = checkpoints.restore(1, one.state)
     kernel = many_state.actor['mlp']['up']['kernel']
     self.assertEqual(kernel.addressable_shards[0].data.shape, (1, 4, 2))
     self.assertEqual(one_state.actor['mlp']['up']['kernel'].sharding.num_devices, 1)
@@ -245,7 +245,7 @@ class JsonTest(absltest.TestCase):
   def test_batches_survive_to_the_bit(self):
     run = micro_run.setup(make_config())
     batches = pipelines.Batches(
-        run.agent, loop.task_files.TaskStream(
+        run.agent, run.frozen.policy, loop.task_files.TaskStream(
             loop.evaluation.load_tasks(run.config, 'train'), 5, 0), 2, 0)
     batch = batches.sample(run.state.actor, 3, 1)
     turn = batch.episodes[0].turns[0]

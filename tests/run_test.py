@@ -165,6 +165,9 @@ class MainTest(parameterized.TestCase):
       pathlib.Path(self.tmp, 'run', name).write_text(text, encoding='utf-8')
     self.refused('seed (7 there, 0 here)', '--workdir')
 
+  def test_an_export_of_a_folder_without_a_run(self):
+    self.refused('--workdir', 'no checkpoint to export', '--config', arguments=['--mode=export'])
+
   def test_a_run_that_cannot_go_on_and_an_interrupt(self):
     for error, word, code in ((RunError('several\nlines'), 'several lines', 1),
                               (KeyboardInterrupt(), 'interrupted', 130)):

@@ -27,6 +27,7 @@ MODEL = decoder.ModelConfig(
     vocab_size=32, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=32,
     tie_embeddings=True, qkv_bias=True)
 CRITIC = dataclasses.replace(MODEL, head='value')
+NOTHING = train_state.Frozen()  # stands still: all is trained
 
 
 def setUpModule():
@@ -87,16 +88,16 @@ def packed(learner, batch, rows):
   return packing.pack(ends.max(axis=1)[rows], learner.micro_batch, learner.lengths)
 
 
-def annotate(functions, learner, state, batch, rows=np.arange(8)):
+def annotate(functions, learner, state, batch, rows=np.arange(8), frozen=NOTHING):
   """The batch with log-probs and values, computed in the bins of one step on `rows`."""
   packings = packing.stack([packed(learner, batch, rows)])
-  return functions.annotate(state, state.actor, batch, rows[None].astype(np.int32), packings)[0]
+  return functions.annotate(state, frozen, batch, rows[None].astype(np.int32), packings)[0]
 
 
-def step(functions, learner, state, batch, rows=np.arange(8)):
+def step(functions, learner, state, batch, rows=np.arange(8), frozen=NOTHING):
   """One optimizer step on `rows`."""
   return functions.update_step(
-      state, batch, rows.astype(np.int32), packed(learner, batch, rows))
+      state, frozen, batch, rows.astype(np.int32), packed(learner, batch, rows))
 
 
 def log_probs(learner, params, batch):
@@ -107,14 +108,16 @@ def log_probs(learner, params, batch):
 
 def off_policy_batch(learner, state, mesh):
   """An annotated batch whose old_logp is pushed away, so that some ratios are clipped."""
-  functions = update.compile_functions(learner, state, mesh)
-  batch = annotate(functions, learner, state, jax.device_put(make_batch(), sharding.rows(mesh)))
+  reference = train_state.Frozen(reference=state.actor)
+  functions = update.compile_functions(learner, state, reference, mesh)
+  batch = jax.device_put(make_batch(), sharding.rows(mesh))
+  batch = annotate(functions, learner, state, batch, frozen=reference)
   noise = jax.random.normal(jax.random.key(3), batch.old_logp.shape)
   batch = batch.replace(
       old_logp=batch.old_logp + 0.5 * noise * batch.action_mask,
       ref_logp=batch.ref_logp + 0.3 * noise * batch.action_mask)
   _, batch, _ = update.with_advantages(learner, mesh, state, batch)
-  return functions, batch
+  return update.compile_functions(learner, state, NOTHING, mesh), batch
 
 
 def run_step(learner, mesh):
@@ -149,7 +152,7 @@ class UpdateTest(parameterized.TestCase):
     learner = dataclasses.replace(learner, lengths=lengths, micro_batch=micro_batch)
     self.assertLess(packed(learner, batch, rows).bin.max(), 6)
     state = make_state(learner, mesh)
-    functions = update.compile_functions(learner, state, mesh)
+    functions = update.compile_functions(learner, state, NOTHING, mesh)
     chex.assert_trees_all_close(
         step(functions, learner, state, batch), expected, rtol=1e-4, atol=1e-6)
 
@@ -212,7 +215,7 @@ class UpdateTest(parameterized.TestCase):
     learner = make_learner(row=row, micro_batch=2)
     mesh = one_device()
     state = make_state(learner, mesh)
-    functions = update.compile_functions(learner, state, mesh)
+    functions = update.compile_functions(learner, state, NOTHING, mesh)
     rows = np.random.default_rng(0).permutation(8)
     batch = annotate(functions, learner, state, jax.device_put(make_batch()), rows)
     state, batch, _ = functions.with_advantages(state, batch)
@@ -332,7 +335,7 @@ class UpdateTest(parameterized.TestCase):
     learner = make_learner('ppo', lengths=(32,))
     mesh = one_device()
     state = make_state(learner, mesh)
-    functions = update.compile_functions(learner, state, mesh)
+    functions = update.compile_functions(learner, state, NOTHING, mesh)
     for length in (24, 32, 24, 32):
       batch = annotate(functions, learner, state, jax.device_put(make_batch(length=length)))
       state, batch, _ = functions.with_advantages(state, batch)

@@ -14,6 +14,7 @@ Parameter tree, every leaf under `layers` stacked on a leading L axis:
   layers/mlp/{gate,up}/kernel [L,D,F]    layers/mlp/down/kernel [L,F,D]
   lm_head/kernel [D,V]           where there are token logits and they are not tied to `embed`
   value_head/{kernel [D,1], bias [1]}    where there are values
+  lora_a, lora_b beside any kernel of `layers`: an adapter, see lora.py
 
 Einsum letters are those of `types.py`.
 """
@@ -30,6 +31,7 @@ import jax.numpy as jnp
 
 from stppo_jax.models import attention
 from stppo_jax.models import categorical
+from stppo_jax.models import lora
 from stppo_jax.models import placement
 from stppo_jax.models import rotary
 
@@ -64,6 +66,7 @@ class ModelConfig:
   attention: str = 'plain'  # in training: 'plain' | 'splash' (TPU) | 'cudnn' (NVIDIA)
   attention_chunk: int = 0  # queries whose scores are live at once in plain attention; 0: all
   max_positions: int = 32_768  # the longest row the published weights were trained for
+  lora_scale: float = 1.0  # of what adapters add, where the parameters hold any
   row_sharding: jax.sharding.Sharding | None = None  # of activations' rows; None: compiler's choice
 
 
@@ -233,7 +236,7 @@ class RMSNorm(nn.Module):
 
 
 class Project(nn.Module):
-  """einsum(equation, x, kernel) + bias."""
+  """einsum(equation, x, kernel) + bias, and what an adapter adds where there is one."""
 
   config: ModelConfig
   equation: str
@@ -247,6 +250,10 @@ class Project(nn.Module):
     normal = nn.initializers.normal(self.stddev)
     kernel = self.param('kernel', normal, self.shape, config.param_dtype)
     y = jnp.einsum(self.equation, x, kernel.astype(config.dtype))
+    if self.has_variable('params', 'lora_a'):
+      a, b = (self.get_variable('params', name) for name in ('lora_a', 'lora_b'))
+      change = lora.product(self.equation, x, a.astype(config.dtype), b.astype(config.dtype))
+      y = y + config.lora_scale * change
     if self.bias:
       bias = self.param('bias', nn.initializers.zeros, self.shape[1:], config.param_dtype)
       y = y + bias.astype(config.dtype)

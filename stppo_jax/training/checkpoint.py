@@ -17,7 +17,6 @@ from absl import logging
 import jax
 import orbax.checkpoint as ocp
 
-from stppo_jax.training import sharding
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
@@ -60,11 +59,10 @@ class Checkpoints:
                       'from a copy, or delete the folder to begin anew')
     return None
 
-  def restore(self, updates, like, mesh):
-    """The state saved after `updates`, laid out over `mesh`; `like` gives structure and shapes."""
+  def restore(self, updates, like):
+    """The state saved after `updates`, with the structure, the shapes and the places of `like`."""
     target = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        like, sharding.tree_shardings(like, mesh))
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), like)
     args = ocp.args.Composite(state=ocp.args.StandardRestore(target))
     return self._manager.restore(updates, args=args)['state']
 

@@ -25,10 +25,13 @@ from stppo_jax import report
 from stppo_jax import tasks as task_files
 from stppo_jax.algorithms import variants
 from stppo_jax.models import attention
+from stppo_jax.models import convert
+from stppo_jax.models import lora
 from stppo_jax.rollout import batching
 from stppo_jax.training import checkpoint
 from stppo_jax.training import health
 from stppo_jax.training import packing
+from stppo_jax.training import parts
 from stppo_jax.training import pipeline as pipelines
 from stppo_jax.training import sharding
 from stppo_jax.training import state as train_state
@@ -51,7 +54,12 @@ class Run:
   learner: train_state.Learner
   functions: update.Functions
   state: train_state.TrainState
-  ref_params: dict | None  # the frozen reference; None when nothing is compared with it
+  frozen: train_state.Frozen
+
+  @property
+  def policy(self) -> dict:
+    """The policy's parameters, adapters beside the kernels."""
+    return self.frozen.policy(self.state.actor)
 
 
 def train(config, workdir, stop_requested=lambda: False):
@@ -95,45 +103,71 @@ def evaluate(config, workdir):
   hosts.require_same('config', dataclasses.asdict(config))
   run, held_out = setup(config), _held_out(config)
   hosts.require_same('questions', [task.id for task in held_out])
-  if hosts.by_writer(os.path.isdir, os.path.join(workdir, 'checkpoints')):
-    with checkpoint.Checkpoints(workdir) as checkpoints:
-      newest = checkpoints.newest()
-      hosts.require_same('checkpoint', newest, _SHARED)
-      if newest is not None:
-        run.state = checkpoints.restore(newest, run.state, run.mesh)
-        logging.info('evaluating %s after %d updates', workdir, newest)
-  scores, _ = evaluation.evaluate(run.agent, run.state.actor, held_out, seed=config.seed)
+  run.state, updates = _newest(workdir, run.state)
+  if updates is not None:
+    logging.info('evaluating %s after %d updates', workdir, updates)
+  scores, _ = evaluation.evaluate(run.agent, run.policy, held_out, seed=config.seed)
   return scores
+
+
+def export(config, workdir):
+  """Writes the policy of `workdir`'s newest checkpoint as a Hugging Face folder and returns its path.
+
+  Adapters are merged into the weights, and a value head is left out.
+  """
+  schema.validate(config)
+  if not os.path.isdir(os.path.join(workdir, 'checkpoints')):
+    raise UserError(f'--workdir={workdir!r} has no checkpoint to export: give the folder of a run, with '
+                    'the --config that it was trained by')
+  workdirs.claim(workdir, dataclasses.asdict(config))
+  learner, state, frozen, _ = _models(config)
+  state, updates = _newest(workdir, state)
+  if updates is None:
+    raise UserError(f'--workdir={workdir!r} has no whole checkpoint yet: let the run go on')
+  params, folder = state.actor, os.path.join(workdir, 'export')
+  if config.model.lora_rank:
+    merge = jax.jit(lora.merge, static_argnums=2, donate_argnums=0)
+    params = merge(frozen.actor, state.actor, learner.actor.lora_scale)
+  convert.save_hf(
+      folder, dataclasses.replace(learner.actor, head='tokens'), params,
+      evaluation.model_folder(config))
+  logging.info('the policy after %d updates is in %s', updates, folder)
+  return folder
 
 
 def setup(config) -> Run:
   """Loads models, questions' retriever and tokenizer; lays the state out; compiles nothing yet."""
+  learner, state, frozen, mesh = _models(config)
+  agent = evaluation.make_agent(config, learner.actor, sharding.rows(mesh))
+  functions = update.compile_functions(learner, state, frozen, mesh)
+  return Run(config, mesh, agent, learner, functions, state, frozen)
+
+
+def _models(config):
+  """(Learner, TrainState before the first update, Frozen, mesh)."""
   mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
   sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
+  on_host = parts.on_host(config, mesh)
   variant = make_variant(config.algorithm)
-  heads = model_heads(config, variant)
-  # Straight into their shards: the host never holds a model.
-  shardings = functools.partial(sharding.tree_shardings, mesh=mesh)
-  model, actor = evaluation.load_policy(config, head=heads[0], shardings=shardings)
-  critic_model = critic = None
-  if heads[1]:
-    critic_model, critic = evaluation.load_policy(
-        config, head=heads[1], folder=config.model.critic_folder or None, shardings=shardings)
-  agent = evaluation.make_agent(config, model, sharding.rows(mesh))
+
+  def load(head, folder=None, memory_kind=None):
+    # Straight into their shards: the host never holds a model.
+    shardings = functools.partial(sharding.tree_shardings, mesh=mesh, memory_kind=memory_kind)
+    return evaluation.load_policy(config, head, folder, shardings)
+
+  def make(function):
+    shardings = sharding.tree_shardings(jax.eval_shape(function), mesh)
+    return jax.jit(function, out_shardings=shardings)()
+
+  model, critic_model, actor, critic, frozen = parts.load(config, variant, load, make)
+  if parts.needs_reference(config):  # a copy: the state takes the actor's own buffers
+    frozen = frozen.replace(reference=(
+        jax.device_put(actor, sharding.tree_shardings(actor, mesh, sharding.HOST))
+        if 'reference' in on_host else jax.tree.map(jnp.copy, actor)))
   learner = make_learner(config, variant, model, critic_model, mesh.devices.flat[0])
-  ref_params = None
-  if config.algorithm.kl_in != 'none':
-    ref_params = jax.tree.map(jnp.copy, actor)  # the state takes the actor's own buffers
-  state = train_state.create_sharded(learner, actor, critic, config.algorithm.kl_coef, mesh)
-  return Run(config, mesh, agent, learner, update.compile_functions(learner, state, mesh), state,
-             ref_params)
-
-
-def model_heads(config, variant):
-  """(head of the policy, head of the separate critic or None): see ModelConfig.head."""
-  if not variant.needs_critic:
-    return 'tokens', None
-  return ('both', None) if config.model.critic == 'shared' else ('tokens', 'value')
+  state = train_state.create_sharded(
+      learner, actor, critic, config.algorithm.kl_coef, mesh, on_host)
+  return learner, state, frozen, mesh
 
 
 def make_variant(algorithm) -> variants.Variant:
@@ -203,17 +237,17 @@ def train_on(run, pipeline, number, n):
       batch = batching.to_turn_batch(
           episodes, train.length_buckets[-1:], pad_id=run.agent.tokenizer.pad_id,
           sharding=sharding.rows(run.mesh))
-      ref_params = run.state.actor if run.ref_params is None else run.ref_params
       first_epoch = slice(len(episodes) // train.mini_batch)
       batch, gap = functions.annotate(
-          run.state, ref_params, batch, np.stack(deals[first_epoch]),
+          run.state, run.frozen, batch, np.stack(deals[first_epoch]),
           packing.stack(packings[first_epoch]))
       run.state, batch, summary = functions.with_advantages(run.state, batch)
       metrics = jax.device_get(gap | summary)
     with _timed(timing, 'update_actor'):
       steps, seen = [], {}
       for rows, packed in zip(deals, packings):
-        run.state, step_metrics, step_seen = functions.update_step(run.state, batch, rows, packed)
+        run.state, step_metrics, step_seen = functions.update_step(
+            run.state, run.frozen, batch, rows, packed)
         steps.append(step_metrics)
         seen[tuple(rows)] = step_seen
       steps = jax.device_get(steps)
@@ -277,7 +311,7 @@ def _train(run, workdir, stop_requested, last_batch=None):
   config = run.config
   questions = evaluation.load_tasks(config, config.data.train_split)
   batches = pipelines.Batches(
-      run.agent, task_files.TaskStream(
+      run.agent, run.frozen.policy, task_files.TaskStream(
           questions, config.train.episodes // config.rollout.group_size, config.seed),
       config.rollout.group_size, config.seed, config.retriever.max_failed_share,
       config.retriever.max_outage_s)
@@ -350,9 +384,10 @@ def _resume(run, checkpoints, batches, last_batch):
   if first is None:
     return 0, 0, []
   checkpoints.drop_after(first)
-  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), run.state)
+  shapes = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), run.state)
   run.state = None  # makes room
-  run.state = checkpoints.restore(first, shapes, run.mesh)
+  run.state = checkpoints.restore(first, shapes)
   if last_batch is not None:
     run.state = run.state.replace(skipped=run.state.skipped * 0)
     return first, last_batch - first, []
@@ -361,6 +396,16 @@ def _resume(run, checkpoints, batches, last_batch):
   ready = [pipelines.from_json(record, batches.tasks(record['number']))
            for record in progress['sampled']]
   return first, progress['passed_over'], ready
+
+
+def _newest(workdir, state):
+  """(the state of the newest checkpoint, its number of updates), or (`state`, None) without one."""
+  if not hosts.by_writer(os.path.isdir, os.path.join(workdir, 'checkpoints')):
+    return state, None
+  with checkpoint.Checkpoints(workdir) as checkpoints:
+    newest = checkpoints.newest()
+    hosts.require_same('checkpoint', newest, _SHARED)
+    return (state if newest is None else checkpoints.restore(newest, state)), newest
 
 
 def _held_out(config):
@@ -374,7 +419,7 @@ def _held_out(config):
 def _evaluate(run, tasks, n, workdir, config):
   """Greedy scores after n updates, logged; the episodes go to disk."""
   started = time.perf_counter()
-  scores, episodes = evaluation.evaluate(run.agent, run.state.actor, tasks, seed=config.seed)
+  scores, episodes = evaluation.evaluate(run.agent, run.policy, tasks, seed=config.seed)
   hops = '  '.join(f'{name[-5:]} {scores[name]:.3f}' for name in scores if 'em_hops' in name)
   logging.info('held out after %d updates: EM %.3f  (%s)', n, scores['val-core/all/em'], hops)
   if config.log.episodes:

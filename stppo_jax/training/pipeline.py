@@ -9,6 +9,7 @@ checkpoint holds as JSON.
 """
 
 import collections
+from collections.abc import Callable
 from concurrent import futures
 import contextlib
 import dataclasses
@@ -39,6 +40,7 @@ class Batches:
   """The batches of a run by number, from 1: each a function of the parameters, seed and number."""
 
   agent: object  # evaluation.Agent: plays, and reports what it took
+  policy: Callable  # what is trained -> the parameters that play, see `state.Frozen.policy`
   stream: object  # tasks.TaskStream
   group_size: int  # episodes a question
   seed: int
@@ -57,7 +59,7 @@ class Batches:
     started = time.perf_counter()
     keys = episode_loop.row_keys(key, tasks)
     episodes, replays = outage.play_through(
-        lambda: self.agent.play(params, tasks, keys, groups), self.agent.retriever,
+        lambda: self.agent.play(self.policy(params), tasks, keys, groups), self.agent.retriever,
         self.max_failed_share, self.max_outage_s)
     measured = {'timing_s/gen': time.perf_counter() - started, 'env/replays': replays}
     measured |= self.agent.report.metrics()

@@ -15,6 +15,7 @@ from stppo_jax.types import UserError
 
 AXES = ('data', 'fsdp', 'tensor')
 ROWS = P(('data', 'fsdp'))
+HOST = 'pinned_host'  # the memory kind of what waits on the host
 
 # First match wins; a path that matches nothing is an error. Leading L axes are never split.
 RULES = (
@@ -27,6 +28,13 @@ RULES = (
     (r'mlp/(gate|up)/kernel$', P(None, 'fsdp', 'tensor')),  # [L,D,F]
     (r'mlp/down/kernel$', P(None, 'tensor', 'fsdp')),  # [L,F,D]
     (r'norm/scale$', P()),
+    # Adapters follow their kernels; the rank r is never split.
+    (r'(query|key|value|gate|up)/lora_a$', P(None, 'fsdp', None)),  # [L,D,r]
+    (r'(query|key|value)/lora_b$', P(None, None, 'tensor', None)),  # [L,r,N,H]
+    (r'(gate|up)/lora_b$', P(None, None, 'tensor')),  # [L,r,F]
+    (r'out/lora_a$', P(None, 'tensor', None, None)),  # [L,N,H,r]
+    (r'down/lora_a$', P(None, 'tensor', None)),  # [L,F,r]
+    (r'(out|down)/lora_b$', P(None, None, 'fsdp')),  # [L,r,D]
 )
 
 
@@ -73,10 +81,26 @@ def replicated(mesh):
   return NamedSharding(mesh, P())
 
 
-def tree_shardings(tree, mesh):
+def check_host_memory(mesh):
+  """Refuses devices whose programs cannot use the host's memory."""
+  device = mesh.devices.flat[0]
+  kinds = [memory.kind for memory in device.addressable_memories()]
+  if HOST not in kinds:
+    raise UserError(f"config.placement asks for 'host', which needs the memory {HOST!r}, and "
+                    f"{device.platform} has {', '.join(kinds)}: set all of config.placement to 'device'")
+
+
+def to_device(tree):
+  """Within a compiled function: the tree, with what waits on the host fetched from there."""
+  fetch = lambda x: jax.device_put(x, jax.memory.Space.Device)
+  return jax.tree.map(
+      lambda x: fetch(x) if jax.typeof(x).memory_space == jax.memory.Space.Host else x, tree)
+
+
+def tree_shardings(tree, mesh, memory_kind=None):
   """A NamedSharding for each leaf of a state (arrays or ShapeDtypeStructs), by RULES on its path.
 
-  Scalars are replicated. Choice: an axis that does not divide its dimension (2 key heads over 4 tensor
+  Scalars are replicated, on the device whatever `memory_kind` says. Choice: an axis that does not divide its dimension (2 key heads over 4 tensor
   shards) is left out for that dimension rather than refused.
   """
 
@@ -86,7 +110,7 @@ def tree_shardings(tree, mesh):
     name = '/'.join(str(getattr(key, 'key', getattr(key, 'name', key))) for key in path)
     for pattern, spec in RULES:
       if re.search(pattern, name):
-        return NamedSharding(mesh, _fit(spec, leaf.shape, mesh))
+        return NamedSharding(mesh, _fit(spec, leaf.shape, mesh), memory_kind=memory_kind)
     raise ValueError(f'no sharding rule for {name!r} of shape {leaf.shape}; add one to RULES')
 
   return jax.tree_util.tree_map_with_path(place, tree)

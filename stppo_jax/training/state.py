@@ -9,20 +9,47 @@ import optax
 
 from stppo_jax.algorithms import variants
 from stppo_jax.models import decoder
+from stppo_jax.models import lora
 from stppo_jax.training import sharding
 
 
 @flax.struct.dataclass
 class TrainState:
-  """Everything an update changes. The frozen reference is kept apart."""
+  """Everything an update changes. What stands still is in `Frozen`."""
 
   step: jax.Array  # [] int32, optimizer steps taken or skipped
-  actor: dict  # parameters of the policy; of the shared trunk, when there is one
-  critic: dict | None  # parameters of the separate critic
+  actor: dict  # what is trained of the policy, or of the shared trunk: all, or adapters (and value head)
+  critic: dict | None  # what is trained of the separate critic
   actor_opt: optax.OptState
   critic_opt: optax.OptState | None
   kl_coef: jax.Array  # [] float32, of the KL penalty
   skipped: jax.Array  # [] int32, steps skipped in a row because a gradient was not finite
+
+
+@flax.struct.dataclass
+class Frozen:
+  """Parameters that no step changes, held once beside the state.
+
+  With full training there is the reference alone. With adapters `actor` is what they stand on; it is the
+  reference too (the policy without its adapters), and under the critic's adapters as well where both
+  models start from the same folder.
+  """
+
+  actor: dict = dataclasses.field(default_factory=dict)
+  critic: dict | None = None  # None: the same as `actor`
+  reference: dict | None = None  # None: the same as `actor`
+
+  def policy(self, actor):
+    """Parameters of the policy, from what is trained of it."""
+    return lora.combine(self.actor, actor)
+
+  def value_model(self, critic):
+    """Parameters of the separate critic, from what is trained of it."""
+    return lora.combine(self.actor if self.critic is None else self.critic, critic)
+
+  def reference_policy(self):
+    """Parameters of the reference."""
+    return self.actor if self.reference is None else self.reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,15 +122,29 @@ def create(learner, actor, critic, kl_coef):
       skipped=jnp.zeros((), jnp.int32))
 
 
-def create_sharded(learner, actor, critic, kl_coef, mesh):
+def create_sharded(learner, actor, critic, kl_coef, mesh, on_host=()):
   """A fresh TrainState laid out over the mesh; the optimizer's state is born in its shards.
 
-  Takes the parameters over: those that lie there already are not copied, and are gone after.
+  Takes the parameters over: those that lie there already are not copied, and are gone after. For
+  `on_host` see `shardings`.
   """
-  put = lambda tree: None if tree is None else jax.device_put(
-      tree, sharding.tree_shardings(tree, mesh))
-  actor, critic = put(actor), put(critic)
   make = lambda actor, critic: create(learner, actor, critic, kl_coef)
-  shardings = sharding.tree_shardings(jax.eval_shape(make, actor, critic), mesh)
+  places = shardings(jax.eval_shape(make, actor, critic), mesh, on_host)
+  put = lambda tree, places: None if tree is None else jax.device_put(tree, places)
+  actor, critic = put(actor, places.actor), put(critic, places.critic)
   # Donated: the parameters become part of the state instead of being copied into it.
-  return jax.jit(make, out_shardings=shardings, donate_argnums=(0, 1))(actor, critic)
+  return jax.jit(make, out_shardings=places, donate_argnums=(0, 1))(actor, critic)
+
+
+def shardings(state, mesh, on_host=()):
+  """Where each leaf of a TrainState lies between steps.
+
+  On the host is what `on_host` names: 'optimizer' (the moments of both models), 'critic' (the separate one).
+  """
+  host = sharding.tree_shardings(state, mesh, sharding.HOST)
+  places = sharding.tree_shardings(state, mesh)
+  if 'optimizer' in on_host:
+    places = places.replace(actor_opt=host.actor_opt, critic_opt=host.critic_opt)
+  if 'critic' in on_host:
+    places = places.replace(critic=host.critic)
+  return places

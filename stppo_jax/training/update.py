@@ -24,6 +24,7 @@ from stppo_jax.models import decoder
 from stppo_jax.training import diagnostics
 from stppo_jax.training import packing as packing_lib
 from stppo_jax.training import sharding
+from stppo_jax.training.state import Frozen
 from stppo_jax.training.state import Learner
 from stppo_jax.training.state import TrainState
 from stppo_jax.types import TurnBatch
@@ -32,18 +33,21 @@ from stppo_jax.types import TurnBatch
 class Functions(typing.NamedTuple):
   """The compiled functions of a run."""
 
-  annotate: typing.Callable  # (state, ref_params, batch, rows, packings) -> (batch, metrics)
+  annotate: typing.Callable  # (state, frozen, batch, rows, packings) -> (batch, metrics)
   with_advantages: typing.Callable  # (state, batch) -> (state, batch, metrics)
-  update_step: typing.Callable  # (state, batch, rows, packing) -> (state, metrics, seen)
+  update_step: typing.Callable  # (state, frozen, batch, rows, packing) -> (state, metrics, seen)
 
   def num_compilations(self) -> int:
     """Programs compiled so far: one a function and shape of batch."""
     return sum(function._cache_size() for function in self)
 
 
-def compile_functions(learner, state, mesh) -> Functions:
-  """`annotate`, `with_advantages` and `update_step`, jitted over the mesh; states are donated."""
-  state_sharding = sharding.tree_shardings(state, mesh)
+def compile_functions(learner, state, frozen, mesh) -> Functions:
+  """`annotate`, `with_advantages` and `update_step`, jitted over the mesh; states are donated.
+
+  State and frozen parameters (arrays or ShapeDtypeStructs) stay where they lie, on devices or on the host.
+  """
+  state_sharding, frozen_sharding = jax.tree.map(lambda x: x.sharding, (state, frozen))
   rows, whole = sharding.rows(mesh), sharding.replicated(mesh)
   spread = lambda model: model and dataclasses.replace(model, row_sharding=rows)
   learner = dataclasses.replace(
@@ -53,15 +57,16 @@ def compile_functions(learner, state, mesh) -> Functions:
       donate_argnums=donate)
   return Functions(
       annotate=jit(
-          annotate, (state_sharding, state_sharding.actor, rows, whole, whole), (rows, whole)),
+          annotate, (state_sharding, frozen_sharding, rows, whole, whole), (rows, whole)),
       with_advantages=jit(
           with_advantages, (state_sharding, rows), (state_sharding, rows, whole), donate=(0,)),
       update_step=jit(
-          update_step, (state_sharding, rows, whole, whole), (state_sharding, whole, whole),
-          donate=(0,)))
+          update_step, (state_sharding, frozen_sharding, rows, whole, whole),
+          (state_sharding, whole, whole), donate=(0,)))
 
 
-def annotate(learner: Learner, mesh, state: TrainState, ref_params, batch: TurnBatch, rows, packings):
+def annotate(
+    learner: Learner, mesh, state: TrainState, frozen: Frozen, batch: TurnBatch, rows, packings):
   """Fills in old_logp, ref_logp and old_values [B,T]; also the gap between sampler and trainer.
 
   `rows` [S,b] deals the batch's rows out to the first S optimizer steps, and `packings` are theirs,
@@ -70,16 +75,18 @@ def annotate(learner: Learner, mesh, state: TrainState, ref_params, batch: TurnB
   otherwise.
   """
   del mesh
+  actor, reference = frozen.policy(state.actor), sharding.to_device(frozen.reference_policy())
+  critic = state.critic and sharding.to_device(frozen.value_model(state.critic))
 
   def one_step(rows_and_packing):
     tokens, packing = batch.tokens[rows_and_packing[0]], rows_and_packing[1]
 
     def per_token(layout):
-      logp, _, values = _policy(learner, state.actor, tokens, layout)
+      logp, _, values = _policy(learner, actor, tokens, layout)
       if learner.critic is not None:
-        values = _critic(learner, state.critic, tokens, layout)
+        values = _critic(learner, critic, tokens, layout)
       ref_logp = logp if learner.kl_in == 'none' else _policy(
-          learner, ref_params, tokens, layout)[0]
+          learner, reference, tokens, layout)[0]
       return jax.tree.map(layout.unpack, (logp, ref_logp, values))
 
     zeros = jnp.zeros(tokens.shape)
@@ -116,7 +123,8 @@ def with_advantages(learner: Learner, mesh, state: TrainState, batch: TurnBatch)
   return state, batch, metrics | diagnostics.batch_summary(batch, mask, learner.has_values)
 
 
-def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, rows, packing):
+def update_step(
+    learner: Learner, mesh, state: TrainState, frozen: Frozen, batch: TurnBatch, rows, packing):
   """One optimizer step of actor and critic on the given rows [b] of the batch, packed as told.
 
   g = grad J_clipped-surrogate + bonuses and C = grad J_clipped (arXiv 2511.20718, Lemma 4.2) are summed
@@ -133,6 +141,8 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
   Returns the state, metrics (scalars), and per token what this step saw: ratio, clipped [b,T].
   """
   variant = learner.variant
+  frozen = frozen.replace(critic=sharding.to_device(frozen.critic))
+  state = state.replace(critic=sharding.to_device(state.critic))
   batch = jax.tree.map(lambda x: x[rows], batch)
   mask = batch.action_mask.astype(jnp.float32)
   weights = losses.aggregation_weights(mask, learner.aggregation, learner.norm_length)
@@ -147,7 +157,7 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
   # Gradients live where their parameters do; left alone, XLA keeps the larger ones on every device.
   placed = lambda tree: jax.lax.with_sharding_constraint(tree, sharding.tree_shardings(tree, mesh))
   policy = lambda layout: jax.vjp(
-      lambda params: _policy(learner, params, batch.tokens, layout), state.actor)
+      lambda actor: _policy(learner, frozen.policy(actor), batch.tokens, layout), state.actor)
   zeros = lambda params: placed(jax.tree.map(jnp.zeros_like, params))
 
   def gradients(layout):
@@ -169,7 +179,8 @@ def update_step(learner: Learner, mesh, state: TrainState, batch: TurnBatch, row
     if learner.has_values:
       if not learner.shared_trunk:
         values, pull_values = jax.vjp(
-            lambda params: _critic(learner, params, batch.tokens, layout), state.critic)
+            lambda critic: _critic(learner, frozen.value_model(critic), batch.tokens, layout),
+            state.critic)
         seen['values'] = layout.unpack(values)
       _, pull_loss = jax.vjp(
           lambda v: losses.value_loss(v, batch.old_values, batch.returns, learner.value_clip),
@@ -272,7 +283,8 @@ def _policy(learner, params, tokens, layout):
   tokens, x = _trunk(learner.actor, params, tokens, layout)
   logp, entropy = decoder.token_logp(
       params, learner.actor, x, tokens, learner.temperature, learner.logp_chunk)
-  values = decoder.state_values(params, x) if learner.shared_trunk else jnp.zeros_like(logp)
+  has_values = 'value_head' in params  # a shared trunk's policy has one, its reference may not
+  values = decoder.state_values(params, x) if has_values else jnp.zeros_like(logp)
   return logp, entropy, values
 
 
@@ -290,6 +302,7 @@ def _trunk(model, params, tokens, layout):
 
 def _apply(optimizer, grads, params, opt_state, take):
   """Params and optimizer state after one step, or as they were; and the size of the step taken."""
+  opt_state = sharding.to_device(opt_state)
   updates, new_opt_state = optimizer.update(grads, opt_state, params)
   keep = lambda new, old: jnp.where(take, new, old)
   new_params = jax.tree.map(keep, optax.apply_updates(params, updates), params)

@@ -13,7 +13,8 @@ from stppo_jax.types import UserError
 FREE_FIELDS = ('train.updates', 'train.checkpoint_every', 'train.keep_checkpoints',
                'train.on_save_error', 'train.on_nonfinite', 'train.max_nonfinite', 'eval.every',
                'log.tensorboard', 'log.wandb_project', 'log.episodes', 'mesh.data', 'mesh.fsdp',
-               'mesh.tensor', 'retriever.max_failed_share', 'retriever.max_outage_s',
+               'mesh.tensor', 'placement.optimizer', 'placement.critic', 'placement.reference',
+               'retriever.max_failed_share', 'retriever.max_outage_s',
                'health.window', 'health.stop_on')
 
 
