@@ -24,7 +24,6 @@ from stppo_jax import config as schema
 from stppo_jax import evaluation
 from stppo_jax import plan_hlo
 from stppo_jax import types
-from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import presets
 from stppo_jax.training import loop
