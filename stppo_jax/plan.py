@@ -26,7 +26,6 @@ from stppo_jax import plan_hlo
 from stppo_jax import types
 from stppo_jax.models import decoder
 from stppo_jax.models import presets
-from stppo_jax.training import loop
 from stppo_jax.training import packing
 from stppo_jax.training import parts
 from stppo_jax.training import sharding
@@ -163,14 +162,14 @@ def make(config, topology='') -> Plan:
     shape = evaluation.load_shape(config, head, folder)
     return shape, _on(mesh, _params(shape), memory_kind)
 
-  variant = loop.make_variant(config.algorithm)
+  variant = parts.make_variant(config.algorithm)
   model, critic_model, actor, critic, frozen = parts.load(
       config, variant, load, lambda function: _on(mesh, jax.eval_shape(function)))
   if parts.needs_reference(config):
     frozen = frozen.replace(reference=_on(
         mesh, actor, sharding.HOST if 'reference' in on_host else None))
   learner = dataclasses.replace(
-      loop.make_learner(config, variant, model, critic_model, devices[0]),
+      parts.make_learner(config, variant, model, critic_model, devices[0]),
       lengths=config.train.length_buckets[-1:])
   state = jax.eval_shape(functools.partial(train_state.create, learner, kl_coef=0.0), actor, critic)
   state = jax.tree.map(_shape, state, train_state.shardings(state, mesh, on_host))

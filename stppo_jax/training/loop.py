@@ -7,14 +7,12 @@
 import collections
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import time
 
 from absl import logging
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax import config as schema
@@ -23,8 +21,6 @@ from stppo_jax import hosts
 from stppo_jax import metrics as metrics_lib
 from stppo_jax import report
 from stppo_jax import tasks as task_files
-from stppo_jax.algorithms import variants
-from stppo_jax.models import attention
 from stppo_jax.models import convert
 from stppo_jax.models import lora
 from stppo_jax.rollout import batching
@@ -33,6 +29,7 @@ from stppo_jax.training import health
 from stppo_jax.training import packing
 from stppo_jax.training import parts
 from stppo_jax.training import pipeline as pipelines
+from stppo_jax.training import records as records_lib
 from stppo_jax.training import sharding
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
@@ -120,7 +117,7 @@ def export(config, workdir):
     raise UserError(f'--workdir={workdir!r} has no checkpoint to export: give the folder of a run, with '
                     'the --config that it was trained by')
   workdirs.claim(workdir, dataclasses.asdict(config))
-  learner, state, frozen, _ = _models(config)
+  learner, state, frozen, _ = parts.build(config)
   state, updates = _newest(workdir, state)
   if updates is None:
     raise UserError(f'--workdir={workdir!r} has no whole checkpoint yet: let the run go on')
@@ -137,82 +134,10 @@ def export(config, workdir):
 
 def setup(config) -> Run:
   """Loads models, questions' retriever and tokenizer; lays the state out; compiles nothing yet."""
-  learner, state, frozen, mesh = _models(config)
+  learner, state, frozen, mesh = parts.build(config)
   agent = evaluation.make_agent(config, learner.actor, sharding.rows(mesh))
   functions = update.compile_functions(learner, state, frozen, mesh)
   return Run(config, mesh, agent, learner, functions, state, frozen)
-
-
-def _models(config):
-  """(Learner, TrainState before the first update, Frozen, mesh)."""
-  mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-  sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
-  on_host = parts.on_host(config, mesh)
-  variant = make_variant(config.algorithm)
-
-  def load(head, folder=None, memory_kind=None):
-    # Straight into their shards: the host never holds a model.
-    shardings = functools.partial(sharding.tree_shardings, mesh=mesh, memory_kind=memory_kind)
-    return evaluation.load_policy(config, head, folder, shardings)
-
-  def make(function):
-    shardings = sharding.tree_shardings(jax.eval_shape(function), mesh)
-    return jax.jit(function, out_shardings=shardings)()
-
-  model, critic_model, actor, critic, frozen = parts.load(config, variant, load, make)
-  if parts.needs_reference(config):  # a copy: the state takes the actor's own buffers
-    frozen = frozen.replace(reference=(
-        jax.device_put(actor, sharding.tree_shardings(actor, mesh, sharding.HOST))
-        if 'reference' in on_host else jax.tree.map(jnp.copy, actor)))
-  learner = make_learner(config, variant, model, critic_model, mesh.devices.flat[0])
-  state = train_state.create_sharded(
-      learner, actor, critic, config.algorithm.kl_coef, mesh, on_host)
-  return learner, state, frozen, mesh
-
-
-def make_variant(algorithm) -> variants.Variant:
-  """The row of the table that the config names, with the columns that it overrides."""
-  row = variants.VARIANTS[algorithm.variant]
-  columns = {field.name: getattr(algorithm, field.name) for field in dataclasses.fields(row)}
-  return dataclasses.replace(row, **{k: v for k, v in columns.items() if v is not None})
-
-
-def make_learner(config, variant, model, critic_model, device) -> train_state.Learner:
-  """The static part of the compiled functions, from the config and the kind of device they run on."""
-  train, algorithm = config.train, config.algorithm
-  backend = attention.choose(
-      config.model.attention, device, model.dtype, model.head_dim, train.length_buckets)
-  model = dataclasses.replace(model, attention=backend)
-  critic_model = critic_model and dataclasses.replace(critic_model, attention=backend)
-  steps_an_update = train.epochs * train.episodes // train.mini_batch
-  if variant.ratio == 'none' and steps_an_update > 1:
-    logging.warning(
-        '%s has no importance ratio, and only the first of its %d optimizer steps an update is '
-        'on-policy: set --config.train.mini_batch=%d --config.train.epochs=1', algorithm.variant,
-        steps_an_update, train.episodes)
-
-  def optimizer(options):
-    return train_state.make_optimizer(
-        options.lr, round(options.warmup * train.updates * steps_an_update), options.betas,
-        options.eps, options.weight_decay, options.grad_clip)
-
-  actor_optimizer, actor_lr = optimizer(config.actor)
-  critic_optimizer, critic_lr = optimizer(config.critic)
-  return train_state.Learner(
-      actor=model, critic=critic_model, variant=variant, actor_optimizer=actor_optimizer,
-      critic_optimizer=critic_optimizer, actor_lr=actor_lr, critic_lr=critic_lr,
-      micro_batch=train.micro_batch, lengths=tuple(train.length_buckets),
-      temperature=config.rollout.temperature,
-      logp_chunk=config.model.logp_chunk or None, gamma=algorithm.gamma, lam=algorithm.lam,
-      aggregation=algorithm.aggregation,
-      norm_length=algorithm.norm_length or config.rollout.max_total,
-      dual_clip=algorithm.dual_clip or None, entropy_coef=algorithm.entropy_coef,
-      kl_in=algorithm.kl_in, kl_estimator=algorithm.kl_estimator,
-      kl_target=algorithm.kl_target or None, kl_horizon=algorithm.kl_horizon,
-      value_clip=algorithm.value_clip or None, value_coef=algorithm.value_coef,
-      old_logp=algorithm.old_logp, is_correction=algorithm.is_correction,
-      is_threshold=algorithm.is_threshold, log_bias=algorithm.log_bias,
-      critic_warmup=train.critic_warmup * steps_an_update, num_turns=config.env.max_turns + 1)
 
 
 def train_on(run, pipeline, number, n):
@@ -255,7 +180,7 @@ def train_on(run, pipeline, number, n):
   metrics['actor/skipped'] = max(step['actor/skipped'] for step in steps)
   metrics['pipeline/staleness'] = sampled.staleness
   metrics |= sampled.measured | {f'timing_s/{name}': seconds for name, seconds in timing.items()}
-  metrics |= episode_metrics(episodes)
+  metrics |= records_lib.summarize(episodes)
   num_tokens = int(lengths.sum())
   num_computed = sum(
       packing.num_computed(packed, train.micro_batch, train.length_buckets) for packed in packings)
@@ -267,7 +192,8 @@ def train_on(run, pipeline, number, n):
   }
   if not config.log.episodes and metrics['actor/skipped'] < train.max_nonfinite:
     return metrics, []
-  return metrics, _records(run, episodes, batch, seen, n)
+  return metrics, records_lib.with_tokens(
+      episodes, run.agent.tokenizer, batch, seen, n, run.learner.has_values)
 
 
 def minibatches(key, num_rows, mini_batch, epochs):
@@ -275,27 +201,6 @@ def minibatches(key, num_rows, mini_batch, epochs):
   for epoch_key in jax.random.split(key, epochs):
     order = np.asarray(jax.random.permutation(epoch_key, num_rows), np.int32)
     yield from np.sort(order.reshape(-1, mini_batch), axis=1)
-
-
-def episode_metrics(episodes):
-  """What the episodes were like: scores, lengths, turns, failures."""
-  of = lambda name: [episode.metrics.get(name, 0.0) for episode in episodes]
-  agent_tokens = [sum(len(turn.tokens) for turn in episode.turns) for episode in episodes]
-  num_turns = max(sum(len(episode.turns) for episode in episodes), 1)
-  return {
-      **metrics_lib.summarize('critic/score', [episode.score for episode in episodes]),
-      **metrics_lib.summarize('response_length', agent_tokens),
-      **metrics_lib.summarize('prompt_length', [len(episode.prompt) for episode in episodes]),
-      **metrics_lib.summarize('num_turns', [len(episode.turns) for episode in episodes]),
-      'em/mean': float(np.mean(of('em'))),
-      'f1/mean': float(np.mean(of('f1'))),
-      'env/searches/mean': float(np.mean(of('searches'))),
-      'env/invalid/mean': float(np.mean(of('invalid'))),
-      **{f'env/{name}_share': sum(of(name)) / num_turns
-         for name in ('invalid', 'repeated', 'empty', 'cut')},
-      'env/truncated': float(np.mean([episode.truncated for episode in episodes])),
-      'env/retrieval_failed': float(np.mean([episode.failed for episode in episodes])),
-  }
 
 
 class _Stuck(Exception):
@@ -337,7 +242,7 @@ def _train(run, workdir, stop_requested, last_batch=None):
       with _saved_if_it_stops(checkpoints, n - 1, run.state, passed_over):
         metrics, records = train_on(run, pipeline, n + passed_over, n)
       if config.log.episodes:
-        _write_episodes(workdir, 'train', n, records)
+        records_lib.write(workdir, 'train', n, records)
       if n == config.train.updates or (config.eval.every and n % config.eval.every == 0):
         with pipeline.idle():
           scores = _evaluate(run, held_out, n, workdir, config)
@@ -423,39 +328,16 @@ def _evaluate(run, tasks, n, workdir, config):
   hops = '  '.join(f'{name[-5:]} {scores[name]:.3f}' for name in scores if 'em_hops' in name)
   logging.info('held out after %d updates: EM %.3f  (%s)', n, scores['val-core/all/em'], hops)
   if config.log.episodes:
-    _write_episodes(
+    records_lib.write(
         workdir, 'eval', n, batching.to_records(episodes, run.agent.tokenizer, n, 'eval'))
   return scores | {'timing_s/testing': time.perf_counter() - started}
-
-
-def _records(run, episodes, batch, seen, n):
-  """The episodes with what training saw of each token; ratios are those of the last epoch."""
-  arrays = {'old_logp': batch.old_logp, 'advantages': batch.advantages}
-  if run.learner.has_values:
-    arrays['values'] = batch.old_values
-  arrays = hosts.fetch(arrays)
-  arrays |= {'ratio': np.ones_like(arrays['old_logp']),
-             'clipped': np.zeros_like(arrays['old_logp'])}
-  for rows, step_seen in jax.device_get(seen).items():
-    for name, x in step_seen.items():
-      arrays[name][list(rows)] = x
-  return batching.to_records(episodes, run.agent.tokenizer, n, 'train', arrays)
-
-
-def _write_episodes(workdir, kind, n, records):
-  if not hosts.is_writer():
-    return
-  folder = os.path.join(workdir, 'episodes')
-  os.makedirs(folder, exist_ok=True)
-  with open(os.path.join(folder, f'{kind}_{n:06d}.jsonl'), 'w', encoding='utf-8') as file:
-    file.writelines(json.dumps(record) + '\n' for record in records)
 
 
 def _check_progress(state, config, n, number, workdir, records):
   """Raises _Stuck, and leaves the episodes behind, when too many steps in a row were skipped."""
   skipped = int(state.skipped)
   if skipped >= config.train.max_nonfinite:
-    _write_episodes(workdir, 'nonfinite', n, records)
+    records_lib.write(workdir, 'nonfinite', n, records)
     raise _Stuck(
         f'gradients were not finite in the last {skipped} optimizer steps, up to update {n}: their '
         f'episodes are in {workdir}/episodes/nonfinite_{n:06d}.jsonl', number)

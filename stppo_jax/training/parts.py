@@ -7,8 +7,13 @@ import dataclasses
 import functools
 import typing
 
+from absl import logging
 import jax
+import jax.numpy as jnp
 
+from stppo_jax import evaluation
+from stppo_jax.algorithms import variants
+from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import lora
 from stppo_jax.training import sharding
@@ -23,6 +28,33 @@ class Parts(typing.NamedTuple):
   actor: dict
   critic: dict | None
   frozen: train_state.Frozen
+
+
+def build(config):
+  """(Learner, TrainState before the first update, Frozen, mesh): weights loaded, nothing compiled."""
+  mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+  sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
+  waits_on_host = on_host(config, mesh)
+  variant = make_variant(config.algorithm)
+
+  def load_model(head, folder=None, memory_kind=None):
+    # Straight into their shards: the host never holds a model.
+    shardings = functools.partial(sharding.tree_shardings, mesh=mesh, memory_kind=memory_kind)
+    return evaluation.load_policy(config, head, folder, shardings)
+
+  def make(function):
+    shardings = sharding.tree_shardings(jax.eval_shape(function), mesh)
+    return jax.jit(function, out_shardings=shardings)()
+
+  model, critic_model, actor, critic, frozen = load(config, variant, load_model, make)
+  if needs_reference(config):  # a copy: the state takes the actor's own buffers
+    frozen = frozen.replace(reference=(
+        jax.device_put(actor, sharding.tree_shardings(actor, mesh, sharding.HOST))
+        if 'reference' in waits_on_host else jax.tree.map(jnp.copy, actor)))
+  learner = make_learner(config, variant, model, critic_model, mesh.devices.flat[0])
+  state = train_state.create_sharded(
+      learner, actor, critic, config.algorithm.kl_coef, mesh, waits_on_host)
+  return learner, state, frozen, mesh
 
 
 def load(config, variant, load_model, make) -> Parts:
@@ -78,3 +110,48 @@ def model_heads(config, variant):
   if not variant.needs_critic:
     return 'tokens', None
   return ('both', None) if config.model.critic == 'shared' else ('tokens', 'value')
+
+
+def make_variant(algorithm) -> variants.Variant:
+  """The row of the table that the config names, with the columns that it overrides."""
+  row = variants.VARIANTS[algorithm.variant]
+  columns = {field.name: getattr(algorithm, field.name) for field in dataclasses.fields(row)}
+  return dataclasses.replace(row, **{k: v for k, v in columns.items() if v is not None})
+
+
+def make_learner(config, variant, model, critic_model, device) -> train_state.Learner:
+  """The static part of the compiled functions, from the config and the kind of device they run on."""
+  train, algorithm = config.train, config.algorithm
+  backend = attention.choose(
+      config.model.attention, device, model.dtype, model.head_dim, train.length_buckets)
+  model = dataclasses.replace(model, attention=backend)
+  critic_model = critic_model and dataclasses.replace(critic_model, attention=backend)
+  steps_an_update = train.epochs * train.episodes // train.mini_batch
+  if variant.ratio == 'none' and steps_an_update > 1:
+    logging.warning(
+        '%s has no importance ratio, and only the first of its %d optimizer steps an update is '
+        'on-policy: set --config.train.mini_batch=%d --config.train.epochs=1', algorithm.variant,
+        steps_an_update, train.episodes)
+
+  def optimizer(options):
+    return train_state.make_optimizer(
+        options.lr, round(options.warmup * train.updates * steps_an_update), options.betas,
+        options.eps, options.weight_decay, options.grad_clip)
+
+  actor_optimizer, actor_lr = optimizer(config.actor)
+  critic_optimizer, critic_lr = optimizer(config.critic)
+  return train_state.Learner(
+      actor=model, critic=critic_model, variant=variant, actor_optimizer=actor_optimizer,
+      critic_optimizer=critic_optimizer, actor_lr=actor_lr, critic_lr=critic_lr,
+      micro_batch=train.micro_batch, lengths=tuple(train.length_buckets),
+      temperature=config.rollout.temperature,
+      logp_chunk=config.model.logp_chunk or None, gamma=algorithm.gamma, lam=algorithm.lam,
+      aggregation=algorithm.aggregation,
+      norm_length=algorithm.norm_length or config.rollout.max_total,
+      dual_clip=algorithm.dual_clip or None, entropy_coef=algorithm.entropy_coef,
+      kl_in=algorithm.kl_in, kl_estimator=algorithm.kl_estimator,
+      kl_target=algorithm.kl_target or None, kl_horizon=algorithm.kl_horizon,
+      value_clip=algorithm.value_clip or None, value_coef=algorithm.value_coef,
+      old_logp=algorithm.old_logp, is_correction=algorithm.is_correction,
+      is_threshold=algorithm.is_threshold, log_bias=algorithm.log_bias,
+      critic_warmup=train.critic_warmup * steps_an_update, num_turns=config.env.max_turns + 1)
