@@ -129,6 +129,7 @@ class TablesTest(absltest.TestCase):
         'model.dtype': set(convert.DTYPES),
         'model.param_dtype': set(convert.DTYPES),
         'model.remat': {'none', 'dots', 'full'},
+        'model.attention': {'auto', 'plain', 'cudnn', 'splash'},
         'algorithm.variant': set(variants.VARIANTS),
         'algorithm.aggregation': set(losses.AGGREGATIONS),
         'algorithm.kl_in': {'reward', 'loss', 'none'},
