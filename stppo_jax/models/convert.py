@@ -87,11 +87,11 @@ def load_config(folder, head='tokens', param_dtype='float32', dtype='float32'):
   path = pathlib.Path(folder) / 'config.json'
   raw = _read_json(path)
   family = raw.get('model_type')
-  if family not in FAMILIES:
+  if not isinstance(family, str) or family not in FAMILIES:
     raise UserError(f'{path}: model_type {family!r} is not supported; allowed: '
                     f'{", ".join(FAMILIES)}; choose a model of one of these')
   _refuse_unsupported(path, raw)
-  if head == 'tokens' and any('TokenClassification' in a for a in raw.get('architectures') or ()):
+  if head == 'tokens' and 'TokenClassification' in str(raw.get('architectures')):
     raise UserError(f"{folder} holds a critic (TokenClassification), not a policy; load it with "
                     "head='value' or give a policy's folder")
   d_model = _number(path, raw, 'hidden_size')
@@ -452,7 +452,10 @@ def _refuse_unsupported(path, raw):
 def _rope_of(path, raw):
   """(rope_theta, rope_scaling): transformers 5 has both in rope_parameters, 4 apart."""
   rope = raw.get('rope_parameters') or raw.get('rope_scaling') or {}
-  theta = float(rope.get('rope_theta', raw.get('rope_theta', 10_000.0)))
+  if not isinstance(rope, dict):
+    raise UserError(f'{path}: rope parameters {rope!r} are not an object; download it again')
+  theta = {'rope_theta': rope.get('rope_theta', raw.get('rope_theta'))}
+  theta = _number(path, theta, 'rope_theta', 10_000.0, float)
   kind = rope.get('rope_type', rope.get('type', 'default'))
   if kind == 'default':
     return theta, None
@@ -503,7 +506,8 @@ def _number(path, raw, name, default=None, kind=int):
   value = default if value is None else value
   if value is None:
     raise UserError(f'{path}: {name} is missing; download config.json again')
-  if isinstance(value, bool) or not isinstance(value, (int, kind)) or value <= 0:
+  if isinstance(value, bool) or not isinstance(value, (int, kind)) or not (
+      0 < value < 2**53):
     raise UserError(f'{path}: {name} = {value!r} is not a positive number; download it again')
   return kind(value)
 
