@@ -1,6 +1,6 @@
-"""What may go wrong around a run, injected: kills, a full disk, damaged files, numbers that are not finite.
+"""What may go wrong around a run, injected: kills, a full disk, damaged files, non-finite numbers.
 
-The policy is one of a few numbers, the loop, the checkpoints, the metrics and the command line the real ones.
+The policy is one of a few numbers; loop, checkpoints, metrics and command line are the real ones.
 STPPO_KILLS=20 kills more often.
 """
 
