@@ -1,7 +1,7 @@
-"""What may go wrong around a run, injected: kills, a full disk, damaged files, numbers that are not finite.
+"""What may go wrong around a run, injected: kills, a full disk, damaged files, non-finite numbers.
 
-The policy is one of a few numbers, the loop, the checkpoints, the metrics and the command line the real ones.
-STPPO_KILLS=100 kills more often.
+The policy is one of a few numbers; loop, checkpoints, metrics and command line are the real ones.
+STPPO_KILLS=20 kills more often.
 """
 
 import errno
@@ -35,7 +35,7 @@ from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 from tests import micro_run
 
-KILLS = int(os.environ.get('STPPO_KILLS', '20'))
+KILLS = int(os.environ.get('STPPO_KILLS', '6'))
 ENDLESS = 5000  # updates
 
 
@@ -90,7 +90,7 @@ class ProcessTest(FaultCase):
     return child
 
   def wait_for(self, condition):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
       self.assertLess(time.monotonic(), deadline, 'waited for nothing')
       time.sleep(0.005)
@@ -113,20 +113,19 @@ class ProcessTest(FaultCase):
     return child.exitcode
 
   def test_killed_at_random_moments(self):
-    rng, during_save, lives = random.Random(0), 0, []
+    rng, during_save, lines = random.Random(0), 0, 0
     for _ in range(KILLS):
       child = self.start()
-      before = self.progress()
       if rng.random() < 0.8:  # else: while it starts
-        self.wait_for(lambda: self.progress() not in (before, 0) or not child.is_alive())
+        self.wait_for(lambda: self.progress() > lines or not child.is_alive())
       time.sleep(rng.uniform(0, 0.4))
       self.assertEqual(self.end(child, signal.SIGKILL), -signal.SIGKILL, self.told())
       during_save += bool(glob.glob(os.path.join(self.workdir, 'checkpoints', '*tmp*')))
-      lives.append(self.progress())
+      lines = max(lines, self.progress())
     child = self.start()
-    self.wait_for(lambda: self.progress() > lives[-1] + 2)
+    self.wait_for(lambda: self.progress() > lines)
     self.assertEqual(self.end(child, signal.SIGTERM), 0)
-    print(f'{KILLS} kills, {during_save} during a save, {lives[-1]} updates')
+    print(f'{KILLS} kills, {during_save} of them during a save, in {lines - 1} updates')
     self.assertEmpty(glob.glob(os.path.join(self.workdir, 'checkpoints', '*tmp*')))
     done = steps(self.workdir)[-1]
     self.assertEqual(steps(self.workdir), list(range(done + 1)))

@@ -1,5 +1,6 @@
-"""The real loop around a policy of a few numbers: an update takes milliseconds, so that runs can be killed,
-resumed and compared by the dozen. What an episode says depends on the parameters and keys, as ever.
+"""The real loop around a policy of a few numbers: updates of milliseconds, for runs by the dozen.
+
+What an episode says depends on the parameters and keys, as ever.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Weights for episodes of another policy: by hand, against plain NumPy, on-policy, and in the gradient."""
+"""Weights for episodes of another policy: by hand, on-policy, and in the gradient."""
 
 import dataclasses
 

@@ -72,7 +72,7 @@ class Checkpoints:
     return self._manager.restore(updates, args=args)['progress']
 
   def save(self, updates, state, progress):
-    """Saves in the background; `progress` is what JSON can hold. A step that is there stays as it is."""
+    """Saves in the background, `progress` as JSON. A step that is there stays as it is."""
     self._settle()
     if updates in self._manager.all_steps():
       return
@@ -99,8 +99,9 @@ class Checkpoints:
     self._settle()
     self._manager.close()
     if self._failed is not None:
-      raise RunError(f'the last checkpoint, after {self._saving} updates, could not be saved '
-                     f'({_reason(self._failed)}): make room, and the same command repeats what is lost')
+      raise RunError(
+          f'the last checkpoint, after {self._saving} updates, could not be saved '
+          f'({_reason(self._failed)}): make room, and the same command repeats what is lost')
 
   def __enter__(self):
     return self
@@ -133,7 +134,7 @@ class Checkpoints:
     logging.error('%s; training goes on', line)
 
   def _write_checksums(self):
-    """Called by Orbax in its thread when all files of a step are there, before the step is renamed."""
+    """Called in Orbax's thread when all files of a step are there, before it gets its name."""
     if jax.process_index():
       return  # process 0 does it
     (folder,) = glob.glob(glob.escape(os.path.join(self._folder, f'{self._saving}.')) + '*')

@@ -28,7 +28,8 @@ def lock(workdir):
     os.makedirs(workdir, exist_ok=True)
     file = open(os.path.join(workdir, 'lock'), 'a+', encoding='utf-8')
   except OSError as error:
-    raise UserError(f'--workdir={workdir!r} cannot be made ({error.strerror}): give another') from error
+    raise UserError(
+        f'--workdir={workdir!r} cannot be made ({error.strerror}): give another') from error
   with file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
