@@ -24,7 +24,6 @@ CONFIG = decoder.ModelConfig(
 )
 TOKEN_BYTES = tuple(bytes([97 + i]) for i in range(VOCAB))
 SLOTS, TURN = 128, 10
-BUCKETS = (48, SLOTS)
 
 
 @functools.cache
@@ -39,7 +38,7 @@ def make_params():
 def compiled(**settings):
   table = chat.stop_automaton(TOKEN_BYTES, ('bc', 'hh', 'a'))
   defaults = dict(
-    rows=8, width=4, read_rows=2, steps=6, slot_buckets=BUCKETS, chunk_buckets=(4, 8))
+    rows=8, width=4, read_rows=2, steps=6, slot_buckets=(SLOTS,), chunk_buckets=(4, 8))
   return sampler_lib.Sampler(CONFIG, table, (3,), SLOTS, **{**defaults, **settings})
 
 
@@ -116,7 +115,7 @@ class EngineTest(parameterized.TestCase):
 
   @parameterized.product(threads=(0, 1, 4), seed=(0, 1))
   def test_shuffled_arrivals_and_slow_retrievers(self, threads, seed):
-    """Exactly the same, log-probs too: every call has the same numbers of rows."""
+    """Exactly the same, log-probs too: with one slot bucket every call has the same shapes."""
     rng = random.Random(seed)
     order = np.random.default_rng(seed).permutation(23)
     delay = (lambda: time.sleep(rng.uniform(0, 0.02))) if threads else (lambda: None)
@@ -124,13 +123,14 @@ class EngineTest(parameterized.TestCase):
     self.assertEqual(got, [self.want[i] for i in order])
 
   @parameterized.parameters(
-    dict(bands=1), dict(bands=3), dict(bands=8), dict(slot_buckets=(SLOTS,)))
-  def test_rows_and_buckets_change_nothing(self, **settings):
+    dict(bands=1), dict(bands=3), dict(bands=8))
+  def test_the_number_of_rows_changes_nothing(self, **settings):
     got, _, _ = play(self.dialogues, self.keys, make_sampler(**settings))
     self.assertEqual(got, self.want)
 
   @parameterized.parameters(
-    dict(width=3), dict(read_rows=4), dict(read_rows=4, bands=1), dict(chunk_buckets=(5,)))
+    dict(width=3), dict(read_rows=4), dict(read_rows=4, bands=1), dict(chunk_buckets=(5,)),
+    dict(slot_buckets=(48, SLOTS)))
   def test_other_shapes_change_the_last_digits_only(self, **settings):
     got, _, _ = play(self.dialogues, self.keys, make_sampler(**settings))
     for mine, others in zip(self.want, got):
@@ -156,7 +156,7 @@ class EngineTest(parameterized.TestCase):
       note = lambda *args: (
         calls.append([np.asarray(a).tolist() for a in args[2:8]]) or decode(*args))
       with mock.patch.object(sampler, '_decode', side_effect=note):
-        _, _, order = play(self.dialogues, self.keys, delay=delay)
+        _, _, order = play(self.dialogues, self.keys, sampler, delay=delay)
       return calls, order
 
     first, second = calls_of(lambda: None), calls_of(lambda: time.sleep(random.uniform(0, 0.005)))

@@ -10,8 +10,9 @@ turns that ended before to the world, and the call after it waits in the device'
 
 What a dialogue says depends on its key and its ids alone. With `threads=0` the schedule too is a
 function of what was said and answered, so that many hosts take the same steps. With threads it follows
-the clock; all that it changes is a row's neighbours and the number of slots of its band. A row's
-numbers do not depend on those but for rounding, and on a CPU in float32 not at all (as tests show).
+the clock; all that it changes is a row's neighbours and the number of slots of its band. Neighbours
+do not change a row's numbers. The number of slots may change their last digit (matmuls sum in another
+order), so that only with one slot bucket two runs with threads are the same bit by bit.
 """
 
 import collections
@@ -381,8 +382,9 @@ class _Engine:
   def _to_read(self, band: _Band) -> Iterator[tuple[_Band, list[int]]]:
     """(where they are, places) of the rows to be read for `band`; the short before the long."""
     yield band, self._by_length(band, len(band.rows))
+    emptiness = lambda band: (len(band.free()), self._bands.index(band))  # of equals the later one
     for other in self._bands:
-      if not self._queue and len(other.free()) > len(band.free()) > 0:
+      if not self._queue and band.free() and emptiness(other) > emptiness(band):
         yield other, self._by_length(other, len(band.free()))
 
   def _by_length(self, band, count):
