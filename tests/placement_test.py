@@ -103,6 +103,7 @@ class RunTest(absltest.TestCase):
 class PlanTest(absltest.TestCase):
 
   def test_what_waits_on_the_host_is_held_there(self):
+    self.enterContext(mock.patch.object(plan, '_programs', return_value=()))  # nothing to compile
     here = plan.make(loop_test.make_config(**{'algorithm.kl_in': 'reward'})).held
     there = plan.make(loop_test.make_config(**{'algorithm.kl_in': 'reward', **ON_HOST})).held
     self.assertEqual(there['policy'], here['policy'])
