@@ -94,6 +94,7 @@ class Program:
   runs: int  # how often an update runs it, at most
   flops: float  # of all devices together
   resident: int  # bytes that other parts of the run hold meanwhile
+  trips: int  # of its loops without a fixed number of trips
   arguments: int = 0
   temporaries: int = 0  # and results that take no argument's place, and code
   collectives: tuple[plan_hlo.Collective, ...] = ()
@@ -369,26 +370,26 @@ def _programs(plan, learner, state, frozen):
   whole = functools.partial(_shape_of, dtype=jnp.int32)
   deal, first_deals = (train.mini_batch,), (train.episodes // train.mini_batch, train.mini_batch)
   packed = lambda axes: packing.Packing(*(whole(*axes) for _ in range(3)))
-  for name, unit, runs, resident, traced in (
+  for name, unit, runs, trips, resident, traced in (
       ('update', f'an optimizer step on {train.mini_batch} episodes {micro}', steps,
-       here['reference policy'],
+       micro_batches, here['reference policy'],
        functions.update_step.trace(state, frozen, batch, whole(*deal), packed(deal))),
       ('annotate', f'log-probs and values of {train.episodes} episodes {micro}', 1,
-       here['optimizers'],
+       micro_batches, here['optimizers'],
        functions.annotate.trace(
            state, frozen, batch, whole(*first_deals), packed(first_deals))),
-      ('prefill', f'{chunk} tokens of {read_rows} rows', read * chunks,
+      ('prefill', f'{chunk} tokens of {read_rows} rows', read * chunks, 1,
        other_bands if sampler.in_place else others + cache, sampling['prefill']),
-      ('decode', f'1 token of {width} rows of {rollout.max_total} slots', decoded * tokens,
+      ('decode', f'1 token of {width} rows of {rollout.max_total} slots', decoded * tokens, 1,
        other_bands, sampling['decode']),
-      ('grow', 'the last growth of a KV cache, which copies it', decoded * grows,
+      ('grow', 'the last growth of a KV cache, which copies it', decoded * grows, 1,
        other_bands + here['policy'], sampling['grow'])):
     yield Program(
-        name, unit, runs, plan_hlo.matmul_flops(traced.jaxpr, micro_batches), resident), traced
+        name, unit, runs, plan_hlo.matmul_flops(traced.jaxpr, trips), resident, trips), traced
 
 
 def _compile(program, traced, plan):
-  """Compiles and fills in the memory and the collectives; its open loops run once a micro-batch."""
+  """Compiles and fills in the memory and the collectives."""
   started = time.perf_counter()
   logging.info('compiling %s for %s', program.name, plan.topology)
   try:
@@ -407,9 +408,7 @@ def _compile(program, traced, plan):
     program.temporaries = (
         memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         + memory.generated_code_size_in_bytes)
-    train = plan.config.train
-    program.collectives = plan_hlo.collectives(
-        compiled.as_text(), train.mini_batch // train.micro_batch)
+    program.collectives = plan_hlo.collectives(compiled.as_text(), program.trips)
   program.compile_s = time.perf_counter() - started
 
 

@@ -113,6 +113,7 @@ class CountsTest(absltest.TestCase):
     two = 4 * 4 * 2 * 1024 * 1024 * 64 * 3 / 4  # 2 x 2 blocks of 512, of which 3 are not skipped
     q = jnp.ones((4, 1024, 4, 64))
     self.assertEqual(flops(attend), 2 * two)
+
   def test_a_loop_of_unknown_count_runs_as_often_as_told(self):
     def function(n, x):  # x [4,4]
       return jax.lax.fori_loop(0, n, lambda _, y: y @ x, x)
@@ -181,6 +182,13 @@ class PlanTest(parameterized.TestCase):
     for words in ('8 x cpu', 'in training: plain', 'policy', 'KV cache', 'all-gather', 'FITS'):
       self.assertIn(words, text)
 
+  def test_the_work_of_a_decoded_token(self):
+    """2 for each weight of the matrices, and for scores and values of 192 slots; not once a micro-batch."""
+    vocabulary = plan.evaluation.load_shape(self.config).vocab_size
+    weights = 16 * (2 * 2 * 8 + 2 * 8 + 3 * 32 + vocabulary)
+    decode, = (p for p in self.plan.programs if p.name == 'decode')
+    self.assertEqual(decode.flops, 16 * 2 * (weights + 2 * 2 * 8 * 192))
+
   def test_activations_and_gradients_stay_in_their_shards(self):
     """Regression: without constraints each of 8 devices computed all rows and kept whole gradients."""
     text = self.texts[0]
@@ -210,7 +218,8 @@ class PlanTest(parameterized.TestCase):
 
   def test_the_micro_batch_to_try(self):
     """fixed 10 + others 20 + 80 for 8 rows, so 10 a row: 4 rows need 70, 2 need 50."""
-    program = plan.Program('update', '', 1, 0.0, resident=15, arguments=5, temporaries=90)
+    program = plan.Program(
+        'update', '', 1, 0.0, resident=15, trips=1, arguments=5, temporaries=90)
     largest = lambda limit: plan._largest(limit, [program], 8, 10, (2, 4, 8, 16))
     self.assertEqual([largest(n) for n in (49, 50, 69, 70, 110, 190)], [0, 2, 2, 4, 8, 16])
 
