@@ -108,8 +108,9 @@ class CountsTest(absltest.TestCase):
     one = 4 * 4 * 2 * 256 * 256 * 64  # of all rows and heads
     flops = lambda f: plan_hlo.matmul_flops(jax.make_jaxpr(f)(q))
     self.assertEqual(flops(attend), 2 * one)
-    # The dq kernel makes scores, d weights and dq; the dkv kernel the first two again, dk and dv.
-    self.assertEqual(flops(jax.grad(attend)), (2 + 3 + 4) * one)
+    # The dq kernel makes scores, d weights and dq; the dkv kernel the first two again, dk and dv;
+    # before them each query's output is multiplied with its own derivative.
+    self.assertEqual(flops(jax.grad(attend)), (2 + 3 + 4) * one + 2 * q.size)
     two = 4 * 4 * 2 * 1024 * 1024 * 64 * 3 / 4  # 2 x 2 blocks of 512, of which 3 are not skipped
     q = jnp.ones((4, 1024, 4, 64))
     self.assertEqual(flops(attend), 2 * two)
