@@ -258,7 +258,10 @@ class LoopTest(parameterized.TestCase):
         'retriever.timeout_s': 1.0, 'actor.weight_decay': 0.0, 'critic.weight_decay': 0.0})
     before = jax.device_get(loop.setup(config).state)
     run = os.path.join(self.workdir, 'run')
-    loop.train(config, run)
+    with self.assertLogs('absl', 'WARNING') as caught:
+      loop.train(config, run)
+    self.assertLen(
+        [line for line in caught.output if 'in 100% of the held-out episodes' in line], 2)
     row = metrics_lib.read_metrics(run)[-1]
     self.assertEqual(row['env/retrieval_failed'], 1)
     self.assertEqual(row['val-aux/retrieval_failed'], 1)

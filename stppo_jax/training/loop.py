@@ -336,6 +336,8 @@ def _evaluate(run, tasks, n, workdir, config):
   scores, episodes = evaluation.evaluate(run.agent, run.policy, tasks, seed=config.seed)
   hops = '  '.join(f'{name[-5:]} {scores[name]:.3f}' for name in scores if 'em_hops' in name)
   logging.info('held out after %d updates: EM %.3f  (%s)', n, scores['val-core/all/em'], hops)
+  if failed := outage.failed_share(episodes):
+    logging.warning('retrieval failed in %.0f%% of the held-out episodes: they count as wrong', 100 * failed)
   if config.log.episodes:
     records_lib.write(
         workdir, 'eval', n, batching.to_records(episodes, run.agent.tokenizer, n, 'eval'))
