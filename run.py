@@ -8,8 +8,9 @@
   python run.py --mode=report                                      # report.html, made anew
   python run.py --config=experiments/st_ppo_7b.py --mode=plan --topology=v5e:8x8    # does it fit?
 
-The same command again resumes the run in its workdir. SIGTERM ends it after the update under way,
-saved, with exit code 0; Ctrl-C (130) at once, and what came after the last checkpoint is repeated.
+The same command again resumes the run in its workdir. SIGTERM ends it, saved and with exit code 0,
+once the update under way is trained; at once while its episodes are played or the retriever is down.
+Ctrl-C (130) ends it at once, and what came after the last checkpoint is repeated.
 On several machines: the same command on each, with --distributed (TPU pod, SLURM), or
 --coordinator=HOST:PORT --num_processes=N --process_id=I.
 """

@@ -66,7 +66,7 @@ QUOTES = {
 
 
 def main(unused_argv):
-  started = time.time()
+  started = time.perf_counter()
   tasks = [task for task in task_files.load_tasks('embedded', 'train')
            if task.dataset in _DATASETS.value]
   passages = task_files.load_corpus('embedded')
@@ -85,14 +85,14 @@ def main(unused_argv):
           for task in tasks for _ in range(_PER_TASK.value)]
   lengths = np.array([len(row.tokens) for row in pool])
   logging.info('%d demonstrations of %.0f tokens (longest %d), made in %.0f s', len(pool),
-               lengths.mean(), lengths.max(), time.time() - started)
+               lengths.mean(), lengths.max(), time.perf_counter() - started)
 
   params = sft.train(
       decoder.init(jax.random.key(_SEED.value), config), config,
       demonstrations.batches(pool, 32, 32, (48, 64, 96, 128, 192, 256, 384)), steps=_STEPS.value,
       optimizer=sft.make_optimizer(3e-3, _STEPS.value), seed=_SEED.value)
   convert.save_hf(_OUT.value, config, jax.device_get(params))
-  logging.info('wrote %s after %.0f s', _OUT.value, time.time() - started)
+  logging.info('wrote %s after %.0f s', _OUT.value, time.perf_counter() - started)
 
 
 class Demonstrator:

@@ -43,9 +43,10 @@ class Agent:
   greedy: sampling.Sampler
   report: engine.Report | None = None  # what the newest `play` took
 
-  def play(self, params, tasks, keys, groups=None, greedy=False):
+  def play(self, params, tasks, keys, groups=None, greedy=False, give_up=None):
     """Plays one episode a task, `rows` at a time; keys [B] fix each episode's randomness.
 
+    Raises Stopped at the end of a turn at which `give_up()` is true, where that is given.
     Choice: on many hosts no threads, whose timing would let the hosts' schedules part.
     """
     rollout = self.config.rollout
@@ -54,9 +55,16 @@ class Agent:
         max_observation_tokens=rollout.max_observation, max_total_tokens=rollout.max_total)
     groups = range(len(tasks)) if groups is None else groups
     envs = [self.make_env(task) for task in tasks]
+    step_all = hosts.split_steps(envs)
+
+    def step_envs(stepped, actions):
+      if give_up is not None:
+        hosts.end_if(give_up)
+      return step_all(stepped, actions)
+
     episodes, self.report = episode_loop.play(
         self.greedy if greedy else self.sampler, params, self.tokenizer, envs, tasks, groups, keys,
-        limits, hosts.split_steps(envs), threads=rollout.threads if jax.process_count() == 1 else 0)
+        limits, step_envs, threads=rollout.threads if jax.process_count() == 1 else 0)
     return episodes
 
   def make_env(self, task):

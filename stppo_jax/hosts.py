@@ -104,6 +104,12 @@ def share(value) -> list:
   return [values[i] for i in range(len(values))]
 
 
+def end_if(asked):
+  """Raises Stopped on all processes if `asked()` on any of them; all call it."""
+  if any(share(asked())):
+    raise types.Stopped
+
+
 def split_steps(envs):
   """A `protocol.step_all` for these environments of which each process steps its own share.
 

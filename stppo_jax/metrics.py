@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import json
 import math
 import os
+import resource
+import sys
 import time
 from typing import Any
 
@@ -139,6 +141,15 @@ def summarize(prefix: str, array: Any, mask: Any | None = None) -> dict[str, flo
       f'{prefix}/max': float(values.max()),
       f'{prefix}/min': float(values.min()),
   }
+
+
+def host_memory_gb() -> float:
+  """Memory of this process, GiB resident; where the system does not say, the most it ever was."""
+  if os.path.exists('/proc/self/statm'):
+    with open('/proc/self/statm', encoding='ascii') as file:
+      return int(file.read().split()[1]) * resource.getpagesize() / 2**30
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  return peak / (2**30 if sys.platform == 'darwin' else 2**20)
 
 
 def _host_scalar(value: Any) -> int | float:

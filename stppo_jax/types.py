@@ -28,6 +28,10 @@ class RunError(RuntimeError):
   """The run itself cannot go on (gradients stay non-finite, say): one line, exit code 1."""
 
 
+class Stopped(Exception):
+  """The run was asked to stop, and gave up what it was waiting for or could do again."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Passage:
   """One document of a corpus; `score` is the retriever's, where there is one."""

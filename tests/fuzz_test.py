@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import struct
 import tempfile
 
@@ -18,6 +19,7 @@ from stppo_jax import chat
 from stppo_jax import config as schema
 from stppo_jax import tasks
 from stppo_jax import types
+from stppo_jax.envs import rewards
 from stppo_jax.envs import search
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
@@ -90,6 +92,16 @@ class FuzzTest(absltest.TestCase):
       self.assertIn(f'<{kind}>', text)
       self.assertNotIn(f'</{kind}>', content)
     self.assertEqual(content, content.strip())
+    found = re.search(r'<(search|answer)>(.*?)</\1>', text, re.DOTALL)  # the definition
+    self.assertEqual((kind, content), (found[1], found[2].strip()) if found else ('invalid', ''))
+    answer = re.search(r'<answer>(.*?)</answer>', text, re.DOTALL)
+    self.assertEqual(rewards.extract_answer(text), answer and answer[1].strip())
+
+  def test_many_openings_take_little_time(self):
+    text = '<search><answer>' * 100_000
+    self.assertEqual(search.parse_action(text), ('invalid', ''))
+    self.assertIsNone(rewards.extract_answer(text))
+    self.assertFalse(rewards.well_formed(text))
 
   @many
   @hypothesis.given(st.integers(0, 10**6), st.binary(min_size=1, max_size=4), st.booleans())

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import tempfile
+import threading
 import unittest
 from unittest import mock
 
@@ -23,6 +24,7 @@ from stppo_jax.training import checkpoint
 from stppo_jax.training import health
 from stppo_jax.training import loop
 from stppo_jax.training import outage
+from stppo_jax.training import pipeline as pipelines
 from stppo_jax.training import sharding
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
@@ -39,7 +41,7 @@ NAMES = tuple('''
   num_turns/min timing_s/step timing_s/gen timing_s/old_log_prob timing_s/update_actor
   timing_s/gen_prefill timing_s/gen_decode timing_s/gen_env timing_s/wait pipeline/staleness
   perf/rows_busy perf/decode_steps perf/prefill_tokens perf/shared_tokens perf/throughput perf/padding
-  perf/compilations env/replays rollout_corr/kl rollout_corr/k3_kl rollout_corr/logp_diff_max
+  perf/host_memory_gb perf/compilations env/replays rollout_corr/kl rollout_corr/k3_kl rollout_corr/logp_diff_max
   rollout_corr/rollout_is_mean rollout_corr/rollout_is_max rollout_corr/rollout_is_min
   rollout_corr/rollout_is_eff_sample_size stppo/grad_norm stppo/bias_norm stppo/cos_g_c stppo/divisor
   stppo/step_norm stppo/ratio_std_token stppo/ratio_std_turn stppo/ratio_std_sequence
@@ -256,7 +258,10 @@ class LoopTest(parameterized.TestCase):
         'retriever.timeout_s': 1.0, 'actor.weight_decay': 0.0, 'critic.weight_decay': 0.0})
     before = jax.device_get(loop.setup(config).state)
     run = os.path.join(self.workdir, 'run')
-    loop.train(config, run)
+    with self.assertLogs('absl', 'WARNING') as caught:
+      loop.train(config, run)
+    self.assertLen(
+        [line for line in caught.output if 'in 100% of the held-out episodes' in line], 2)
     row = metrics_lib.read_metrics(run)[-1]
     self.assertEqual(row['env/retrieval_failed'], 1)
     self.assertEqual(row['val-aux/retrieval_failed'], 1)
@@ -310,6 +315,43 @@ class LoopTest(parameterized.TestCase):
       rows = metrics_lib.read_metrics(long)
       self.assertEqual(comparable(rows[2]), comparable(expected[2]))
 
+  @parameterized.parameters(('playing', 0), ('waiting', 0), ('waiting', 1))
+  def test_a_stop_is_not_kept_waiting_by_episodes_nor_by_an_outage(self, when, staleness):
+    config = make_config(**{
+        'train.checkpoint_every': 0, 'eval.every': 0, 'retriever.max_failed_share': 0.0,
+        'pipeline.staleness': staleness})
+    straight, stopped = (os.path.join(self.workdir, name) for name in ('straight', 'stopped'))
+    sample, search, stop = pipelines.Batches.sample, bm25.Bm25Retriever.search, threading.Event()
+    numbers, asked = [], []
+
+    def numbered(batches, params, number, stale):
+      numbers.append(number)
+      return sample(batches, params, number, stale)
+
+    def stopped_in_the_second_batch(retriever, queries, top_k):
+      if numbers[-1:] != [2]:
+        return search(retriever, queries, top_k)
+      asked.append(queries)
+      if when == 'playing' or 'probe' in queries[0]:
+        stop.set()
+      return search(retriever, queries, top_k) if when == 'playing' else [None] * len(queries)
+
+    with mock.patch.object(pipelines.Batches, 'sample', numbered), mock.patch.object(
+        bm25.Bm25Retriever, 'search', stopped_in_the_second_batch), mock.patch.object(
+            outage, '_FIRST_WAIT_S', 0.01):
+      loop.train(config, stopped, stop.is_set)
+    self.assertEqual([row['step'] for row in metrics_lib.read_metrics(stopped)], [0, 1])
+    state_after(config, stopped, 1)  # was saved
+    if when == 'playing':
+      self.assertLen(asked, 1)
+    loop.train(config, stopped)
+    self.assertEqual(
+        [row['pipeline/staleness'] for row in metrics_lib.read_metrics(stopped)[1:]], [0, 0])
+    if not staleness:
+      loop.train(config, straight)
+      self.assertEqual(list(map(comparable, metrics_lib.read_metrics(stopped))),
+                       list(map(comparable, metrics_lib.read_metrics(straight))))
+
   def test_a_sick_run_warns_and_stops_where_asked(self):
     config = make_config(**{
         'health.invalid': 1e-6, 'health.window': 1, 'health.stop_on': ('invalid',),
@@ -340,7 +382,7 @@ class LoopTest(parameterized.TestCase):
         loop.train(config, self.workdir)
     message = str(caught.exception)
     self.assertNotIn('\n', message)
-    self.assertIn('last 4 optimizer steps, up to update 2', message)
+    self.assertIn('in 4 optimizer steps in a row, up to update 2', message)
     self.assertIn('nonfinite_000002.jsonl', message)
     self.assertLen(read_records(self.workdir, 'nonfinite_000002.jsonl'), 16)
     row = metrics_lib.read_metrics(self.workdir)[-1]

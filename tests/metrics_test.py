@@ -181,6 +181,12 @@ class TextTest(parameterized.TestCase):
     # 3600 s an update, 25 to go.
     self.assertEqual(metrics.progress_line(1, 26, {}, 3600.0), 'update 1/26  25:00:00 left')
 
+  def test_host_memory_sees_what_is_taken(self):
+    before = metrics.host_memory_gb()
+    taken = np.ones(1 << 25)  # a quarter GiB
+    self.assertAlmostEqual(metrics.host_memory_gb() - before, 0.25, delta=0.05)
+    del taken
+
   def test_summarize(self):
     array = np.array([[1.0, 2.0], [5.0, 100.0]])
     mask = np.array([[1, 1], [1, 0]])

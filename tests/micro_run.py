@@ -82,7 +82,7 @@ class Agent:
     self.sampler = types.SimpleNamespace(compiled_variants=dict)
     self.slow_s = slow_s
 
-  def play(self, params, tasks, keys, groups=None, greedy=False):
+  def play(self, params, tasks, keys, groups=None, greedy=False, give_up=None):
     time.sleep(self.slow_s)
     weight = np.float32(jax.tree.leaves(params)[0].sum())
     groups = range(len(tasks)) if groups is None else groups

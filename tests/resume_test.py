@@ -155,20 +155,21 @@ class StalenessTest(parameterized.TestCase):
   def test_batch_n_is_sampled_with_the_parameters_of_update_n_1_s(self, staleness):
     """Against a list of the parameters after each update, kept by hand."""
     updates, after, sampled_with = 5, {}, {}
-    sample, check = pipelines.Batches.sample, loop._check_progress
+    sample, train_on = pipelines.Batches.sample, loop.train_on
 
     def watched_sample(batches, params, number, stale):
       sampled_with[number] = jax.device_get(params)
       return sample(batches, params, number, stale)
 
-    def watched_check(state, config, n, *rest):
-      after[n] = jax.device_get(state.actor)
-      check(state, config, n, *rest)
+    def watched_train_on(run, pipeline, number, n):
+      results = train_on(run, pipeline, number, n)
+      after[n] = jax.device_get(run.state.actor)
+      return results
 
     config = make_config(**{'pipeline.staleness': staleness, 'train.updates': updates})
     after[0] = jax.device_get(micro_run.setup(config).state.actor)
     with mock.patch.object(pipelines.Batches, 'sample', watched_sample):
-      with mock.patch.object(loop, '_check_progress', watched_check):
+      with mock.patch.object(loop, 'train_on', watched_train_on):
         micro_run.train(config, self.workdir)
     rows = metrics_lib.read_metrics(self.workdir)
     for n in range(1, updates + 1):

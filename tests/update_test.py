@@ -304,6 +304,21 @@ class UpdateTest(parameterized.TestCase):
     self.assertEqual(int(metrics['actor/skipped']), 0)
     self.assertGreater(float(metrics['stppo/step_norm']), 0)
 
+  def test_a_loss_that_is_not_finite_is_skipped_though_its_gradient_is(self):
+    """k1 = logp - ref_logp has the derivative 1 wherever the reference stands, at -inf too."""
+    learner = make_learner('ppo', kl_in='loss', kl_estimator='k1', log_bias=False)
+    mesh = one_device()
+    state = make_state(learner, mesh)
+    functions, batch = off_policy_batch(learner, state, mesh)
+    before = jax.device_get(state)
+    bad = batch.replace(ref_logp=jnp.where(batch.action_mask > 0, -jnp.inf, 0))
+    state, metrics, _ = step(functions, learner, state, bad)
+    self.assertTrue(np.isfinite(metrics['stppo/grad_norm']))
+    self.assertEqual(metrics['actor/kl_loss'], np.inf)
+    self.assertEqual(int(metrics['actor/skipped']), 1)
+    chex.assert_trees_all_equal(jax.device_get(state.actor), before.actor)
+    chex.assert_trees_all_equal(jax.device_get(state.critic), before.critic)
+
   def test_critic_warmup_leaves_the_actor_alone(self):
     learner = make_learner('st_ppo', critic_warmup=1)
     mesh = one_device()
@@ -330,6 +345,10 @@ class UpdateTest(parameterized.TestCase):
     np.testing.assert_allclose(state.kl_coef, 0.1 * (1 + 0.2 * 7 / 70), rtol=1e-6)
     np.testing.assert_allclose(
         after.rewards, batch.rewards - 0.1 * 0.2 * batch.action_mask, atol=1e-6)
+    with self.subTest('it outlives a batch whose KL is not finite'):
+      bad = batch.replace(old_logp=batch.old_logp.at[0].mul(jnp.nan))
+      after_bad = update.with_advantages(learner, mesh, state, bad)[0]
+      self.assertEqual(after_bad.kl_coef, state.kl_coef)
 
   def test_one_compilation_a_padded_length(self):
     learner = make_learner('ppo', lengths=(32,))

@@ -9,7 +9,6 @@ import string
 from collections.abc import Sequence
 
 _TAG = re.compile(r'<(/?)(think|search|information|answer)>')
-_ANSWER = re.compile(r'<answer>(.*?)</answer>', re.DOTALL)
 _ARTICLES = re.compile(r'\b(a|an|the)\b')
 _NO_PUNCTUATION = str.maketrans('', '', string.punctuation)
 _MAY_FOLLOW = {
@@ -61,8 +60,8 @@ def f1(prediction: str | None, golds: Sequence[str]) -> float:
 def extract_answer(text: str) -> str | None:
   """The stripped content of the first `<answer>..</answer>`, or None. `text` is the agent's own:
   neither the prompt nor an observation belongs in it."""
-  found = _ANSWER.search(text)
-  return found.group(1).strip() if found else None
+  content, closing, _ = text.partition('<answer>')[2].partition('</answer>')
+  return content.strip() if closing else None
 
 
 def well_formed(text: str) -> bool:

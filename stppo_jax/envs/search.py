@@ -14,7 +14,6 @@ from stppo_jax.envs import rewards
 STYLES = ('search_r1', 'short')
 REWARDS = ('em', 'sub_em', 'f1', 'format')
 
-_ACTION = re.compile(r'<(search|answer)>(.*?)</\1>', re.DOTALL)
 _OPENING = re.compile(r'([<\uff1c\ufe64])(?=\S|\Z)')
 _BRACKET_MARKER = re.compile(
     r'\[(?=/?(?:INST|SYS|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\])')
@@ -143,9 +142,15 @@ class SearchEnv:
 
 def parse_action(text: str) -> tuple[str, str]:
   """The first complete action of a turn: ('search' | 'answer', its stripped content), or
-  ('invalid', '') where there is none."""
-  found = _ACTION.search(text)
-  return (found.group(1), found.group(2).strip()) if found else ('invalid', '')
+  ('invalid', '') where there is none. No regular expression: it would look for the end anew from each
+  of a thousand openings."""
+  found = []
+  for kind in ('search', 'answer'):
+    before, _, rest = text.partition(f'<{kind}>')
+    content, closing, _ = rest.partition(f'</{kind}>')
+    if closing:
+      found.append((len(before), kind, content.strip()))
+  return min(found)[1:] if found else ('invalid', '')
 
 
 def prompt_text(task: types.Task, style: str) -> str:

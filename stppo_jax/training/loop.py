@@ -7,6 +7,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import time
@@ -26,6 +27,7 @@ from stppo_jax.models import lora
 from stppo_jax.rollout import batching
 from stppo_jax.training import checkpoint
 from stppo_jax.training import health
+from stppo_jax.training import outage
 from stppo_jax.training import packing
 from stppo_jax.training import parts
 from stppo_jax.training import pipeline as pipelines
@@ -35,6 +37,7 @@ from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 from stppo_jax.training import workdir as workdirs
 from stppo_jax.types import RunError
+from stppo_jax.types import Stopped
 from stppo_jax.types import UserError
 
 MAX_ROLLBACKS = 3  # to one checkpoint
@@ -63,7 +66,7 @@ def train(config, workdir, stop_requested=lambda: False):
   """Runs, or resumes, the config in `workdir`; returns the metrics of the last evaluation.
 
   When `stop_requested()` turns true, the update under way is finished and saved, and the rest left to
-  the next call. A run whose gradients stay non-finite ends, or goes on from its newest checkpoint.
+  the next call; if its episodes are still under way, they are left too. A run whose gradients stay non-finite ends, or goes on from its newest checkpoint.
   """
   schema.validate(config)
   if config.pipeline.staleness and jax.process_count() > 1:
@@ -177,7 +180,7 @@ def train_on(run, pipeline, number, n):
         seen[tuple(rows)] = step_seen
       steps = jax.device_get(steps)
   metrics |= {name: float(np.mean([step[name] for step in steps])) for name in steps[0]}
-  metrics['actor/skipped'] = max(step['actor/skipped'] for step in steps)
+  metrics['actor/skipped'] = max(int(step['actor/skipped']) for step in steps)  # in a row
   metrics['pipeline/staleness'] = sampled.staleness
   metrics |= sampled.measured | {f'timing_s/{name}': seconds for name, seconds in timing.items()}
   metrics |= records_lib.summarize(episodes)
@@ -187,6 +190,7 @@ def train_on(run, pipeline, number, n):
   metrics |= {
       'perf/throughput': num_tokens / timing['step'],
       'perf/padding': 1 - train.epochs * num_tokens / max(num_computed, 1),
+      'perf/host_memory_gb': metrics_lib.host_memory_gb(),
       'perf/compilations': functions.num_compilations() + sum(
           run.agent.sampler.compiled_variants().values()),
   }
@@ -219,7 +223,9 @@ def _train(run, workdir, stop_requested, last_batch=None):
       run.agent, run.frozen.policy, task_files.TaskStream(
           questions, config.train.episodes // config.rollout.group_size, config.seed),
       config.rollout.group_size, config.seed, config.retriever.max_failed_share,
-      config.retriever.max_outage_s)
+      config.retriever.max_outage_s, functools.partial(outage.pause, stop_requested=stop_requested),
+      # Batches ahead are finished: nobody would have the parameters to sample them again.
+      give_up=None if config.pipeline.staleness else stop_requested)
   held_out = _held_out(config)
   hosts.require_same('questions', [task.id for task in questions + held_out])
   with contextlib.ExitStack() as resources:
@@ -238,9 +244,12 @@ def _train(run, workdir, stop_requested, last_batch=None):
       _write(writer, 0, scores)
     history = hosts.by_writer(metrics_lib.read_metrics, workdir)
     while n < config.train.updates and not any(hosts.share(stop_requested())):
+      try:
+        with _saved_if_it_stops(checkpoints, n, run.state, passed_over):
+          metrics, records = train_on(run, pipeline, n + 1 + passed_over, n + 1)
+      except Stopped:
+        break
       n += 1
-      with _saved_if_it_stops(checkpoints, n - 1, run.state, passed_over):
-        metrics, records = train_on(run, pipeline, n + passed_over, n)
       if config.log.episodes:
         records_lib.write(workdir, 'train', n, records)
       if n == config.train.updates or (config.eval.every and n % config.eval.every == 0):
@@ -252,7 +261,7 @@ def _train(run, workdir, stop_requested, last_batch=None):
       _write(writer, n, metrics | health.flags(alarms))
       logging.info(metrics_lib.progress_line(
           n, config.train.updates, metrics, time.perf_counter() - started, first))
-      _check_progress(run.state, config, n, n + passed_over, workdir, records)
+      _check_progress(metrics['actor/skipped'], config, n, n + passed_over, workdir, records)
       with _saved_if_it_stops(checkpoints, n, run.state, passed_over):
         _warn(alarms, config.health, n, records)
       checkpoints.check()
@@ -327,20 +336,21 @@ def _evaluate(run, tasks, n, workdir, config):
   scores, episodes = evaluation.evaluate(run.agent, run.policy, tasks, seed=config.seed)
   hops = '  '.join(f'{name[-5:]} {scores[name]:.3f}' for name in scores if 'em_hops' in name)
   logging.info('held out after %d updates: EM %.3f  (%s)', n, scores['val-core/all/em'], hops)
+  if failed := outage.failed_share(episodes):
+    logging.warning('retrieval failed in %.0f%% of the held-out episodes: they count as wrong', 100 * failed)
   if config.log.episodes:
     records_lib.write(
         workdir, 'eval', n, batching.to_records(episodes, run.agent.tokenizer, n, 'eval'))
   return scores | {'timing_s/testing': time.perf_counter() - started}
 
 
-def _check_progress(state, config, n, number, workdir, records):
+def _check_progress(skipped, config, n, number, workdir, records):
   """Raises _Stuck, and leaves the episodes behind, when too many steps in a row were skipped."""
-  skipped = int(state.skipped)
   if skipped >= config.train.max_nonfinite:
     records_lib.write(workdir, 'nonfinite', n, records)
     raise _Stuck(
-        f'gradients were not finite in the last {skipped} optimizer steps, up to update {n}: their '
-        f'episodes are in {workdir}/episodes/nonfinite_{n:06d}.jsonl', number)
+        f'gradients or losses were not finite in {skipped} optimizer steps in a row, up to update {n}: '
+        f'their episodes are in {workdir}/episodes/nonfinite_{n:06d}.jsonl', number)
 
 
 def _warn(alarms, settings, n, records):

@@ -45,6 +45,15 @@ def play_through(
   return episodes, replays
 
 
+def pause(seconds: float, stop_requested: Callable[[], bool],
+          sleep: Callable[[float], None] = time.sleep) -> None:
+  """Sleeps; raises Stopped within a second of `stop_requested()`."""
+  while seconds > 0:
+    hosts.end_if(stop_requested)
+    sleep(min(seconds, 1.0))
+    seconds -= 1.0
+
+
 def failed_share(episodes: Sequence[types.Episode]) -> float:
   """The share of the episodes in which a search failed; prompts that were too long are no search."""
   failed = [episode.failed and not episode.metrics.get('prompt_too_long') for episode in episodes]

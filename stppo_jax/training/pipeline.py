@@ -46,6 +46,8 @@ class Batches:
   seed: int
   max_failed_share: float = 1.0  # of a batch's episodes; above it the retriever is waited for
   max_outage_s: float = 0.0  # for so long
+  sleep: Callable = time.sleep  # waits for it
+  give_up: Callable | None = None  # () -> whether the episodes under way are to be left: Stopped
 
   def tasks(self, number):
     """The question of each episode."""
@@ -59,8 +61,8 @@ class Batches:
     started = time.perf_counter()
     keys = episode_loop.row_keys(key, tasks)
     episodes, replays = outage.play_through(
-        lambda: self.agent.play(self.policy(params), tasks, keys, groups), self.agent.retriever,
-        self.max_failed_share, self.max_outage_s)
+        lambda: self.agent.play(self.policy(params), tasks, keys, groups, give_up=self.give_up),
+        self.agent.retriever, self.max_failed_share, self.max_outage_s, self.sleep)
     measured = {'timing_s/gen': time.perf_counter() - started, 'env/replays': replays}
     measured |= self.agent.report.metrics()
     return Sampled(number, staleness, episodes, measured)
@@ -91,17 +93,25 @@ class Pipeline:
 
     Numbers rise by one from call to call. The first call has nothing to take and sets all of
     number .. number + staleness going: a run's first batches are less stale than the others.
+    Where the batch was Stopped, it stays the next one.
     """
     if not self._staleness:
       return self._sample(params, number, 0)
     own = jax.tree.map(jnp.copy, params)  # training donates its own, and they are overwritten
     for ahead in range(len(self._ahead), self._staleness + 1):
       self._ahead.append(self._thread.submit(self._run, own, number + ahead, ahead))
-    return self._ahead.popleft().result()
+    batch = self._ahead[0].result()
+    self._ahead.popleft()
+    return batch
 
   def contents(self):
-    """The batches sampled ahead, the next one first; waits for those under way."""
-    return [future.result() for future in self._ahead]
+    """The batches sampled ahead, the next one first; waits for those under way. None comes after one
+    that was Stopped: it is sampled anew when the run goes on."""
+    batches = []
+    with contextlib.suppress(types.Stopped):
+      for future in self._ahead:
+        batches.append(future.result())
+    return batches
 
   @contextlib.contextmanager
   def idle(self):

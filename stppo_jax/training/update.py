@@ -117,8 +117,10 @@ def with_advantages(learner: Learner, mesh, state: TrainState, batch: TurnBatch)
       batch = batch.replace(rewards=batch.rewards - state.kl_coef * kl)
     if learner.kl_target is not None:
       episodes = mask.any(axis=1).sum()
-      state = state.replace(kl_coef=losses.adaptive_kl(
-          state.kl_coef, mean_kl, learner.kl_target, learner.kl_horizon, episodes))
+      kl_coef = losses.adaptive_kl(
+          state.kl_coef, mean_kl, learner.kl_target, learner.kl_horizon, episodes)
+      # A KL that is not finite spoils its own batch; the coefficient would spoil all that follow.
+      state = state.replace(kl_coef=jnp.where(jnp.isfinite(mean_kl), kl_coef, state.kl_coef))
   batch = advantages.estimate(batch, learner.variant, learner.gamma, learner.lam)
   return state, batch, metrics | diagnostics.batch_summary(batch, mask, learner.has_values)
 
@@ -129,8 +131,8 @@ def update_step(
 
   g = grad J_clipped-surrogate + bonuses and C = grad J_clipped (arXiv 2511.20718, Lemma 4.2) are summed
   over micro-batches with weights of the whole mini-batch, so the split does not change the result.
-  Then g / divisor goes into the optimizer. A step whose gradients are not finite changes nothing but
-  the counters. Importance weights of `rollout_correction` scale the policy term alone, so g and C.
+  Then g / divisor goes into the optimizer. A step whose gradients or losses are not finite changes
+  nothing but the counters. Importance weights of `rollout_correction` scale the policy term alone, so g and C.
 
   C has a pass of its own, over the bins in which something was clipped: its cotangent is 0 in all others.
   A forward pass is done twice for these bins, and none of the first one's results has to be kept for them.
@@ -224,10 +226,12 @@ def update_step(
   if learner.shared_trunk:
     g = jax.tree.map(jnp.add, g, grads['value'])
 
-  finite = jnp.isfinite(g_norm) & jnp.isfinite(c_norm)
+  summary = diagnostics.step_summary(learner, batch, weights, seen)
+  decisive = [g_norm, c_norm, *(value for name, value in summary.items() if name.endswith('_loss'))]
   if learner.has_values:
     value_norm = optax.tree.norm(grads['value'])
-    finite &= jnp.isfinite(value_norm)
+    decisive.append(value_norm)
+  finite = jnp.isfinite(jnp.stack(decisive)).all()
   train_actor = finite & (state.step >= learner.critic_warmup)
   actor, actor_opt, step_norm = _apply(
       learner.actor_optimizer, g, state.actor, state.actor_opt, train_actor)
@@ -254,8 +258,7 @@ def update_step(
     critic, critic_opt, _ = _apply(
         learner.critic_optimizer, grads['value'], state.critic, state.critic_opt, finite)
     state_after = state_after.replace(critic=critic, critic_opt=critic_opt)
-  metrics |= diagnostics.step_summary(learner, batch, weights, seen)
-  return state_after, metrics, {'ratio': seen['ratio'], 'clipped': seen['clipped']}
+  return state_after, metrics | summary, {'ratio': seen['ratio'], 'clipped': seen['clipped']}
 
 
 def _sum_over_micro_batches(function, learner, packing, num_tokens, total):
