@@ -5,6 +5,7 @@
   python run.py --config=experiments/ppo_tiny.py --config.seed=1 --config.train.updates=40
   python run.py --mode=eval --config.data.eval_split=test          # of the newest checkpoint
   python run.py --mode=export                                      # to WORKDIR/export, for transformers
+  python run.py --profile=2                                        # and a trace of two updates
   python run.py --mode=report                                      # report.html, made anew
   python run.py --config=experiments/st_ppo_7b.py --mode=plan --topology=v5e:8x8    # does it fit?
 
@@ -47,6 +48,8 @@ _COORDINATOR = flags.DEFINE_string(
     'coordinator', '', 'one of many processes: HOST:PORT of process 0, a port that is free there')
 _NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'with --coordinator: how many')
 _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'with --coordinator: which one, from 0')
+_PROFILE = flags.DEFINE_integer(
+    'profile', 0, 'updates to trace, from the second on, into WORKDIR/profile', lower_bound=0)
 
 
 def main(unused_argv):
@@ -90,7 +93,7 @@ def main(unused_argv):
     stop = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
-      loop.train(config, workdir, stop.is_set)
+      loop.train(config, workdir, stop.is_set, _PROFILE.value)
     finally:
       signal.signal(signal.SIGTERM, before)
   hosts.finish()
