@@ -16,6 +16,7 @@ On several machines: the same command on each, with --distributed (TPU pod, SLUR
 --coordinator=HOST:PORT --num_processes=N --process_id=I.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import errno
@@ -90,13 +91,36 @@ def main(unused_argv):
   elif _MODE.value == 'export':
     print(loop.export(config, workdir))
   else:
-    stop = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    try:
-      loop.train(config, workdir, stop.is_set, _PROFILE.value)
-    finally:
-      signal.signal(signal.SIGTERM, before)
+    with _stop_requested() as stop_requested:
+      loop.train(config, workdir, stop_requested, _PROFILE.value)
   hosts.finish()
+
+
+@contextlib.contextmanager
+def _stop_requested():
+  """Gives a function that says whether a SIGTERM came.
+
+  It raises KeyboardInterrupt where a Ctrl-C was lost: the interpreter raises it wherever it is, which
+  may be a library's callback that ignores exceptions.
+  """
+  asked, interrupted = threading.Event(), threading.Event()
+
+  def interrupt(*unused):
+    interrupted.set()
+    raise KeyboardInterrupt
+
+  def stop_requested():
+    if interrupted.is_set():
+      raise KeyboardInterrupt
+    return asked.is_set()
+
+  handlers = {signal.SIGTERM: lambda *unused: asked.set(), signal.SIGINT: interrupt}
+  before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+  try:
+    yield stop_requested
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
 
 
 def _quiet_libraries():
