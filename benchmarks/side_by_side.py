@@ -126,7 +126,7 @@ def report(benchmark, what, size, threads, ours, peer_name=None, peer=None, base
     'benchmark': benchmark, 'what': what, 'size': size, 'threads': threads, 'peer': peer_name,
     'ours_tokens_per_s': short(np.median(ours['tokens_per_s'])),
     'peer_tokens_per_s': None, 'ratio': None,
-    'spread': {'ours': _range(ours['tokens_per_s'])},
+    'spread': {'ours': min_max(ours['tokens_per_s'])},
     'per_cpu_s': {'ours': short(np.median(ours['tokens_per_cpu_s']))},
     'first_call_s': {'ours': short(ours['first_call_s'])},
     'peak_mb': {'ours': round(ours['peak_mb'])},
@@ -135,14 +135,14 @@ def report(benchmark, what, size, threads, ours, peer_name=None, peer=None, base
     ratios = ours['tokens_per_s'] / peer['tokens_per_s']
     line['peer_tokens_per_s'] = short(np.median(peer['tokens_per_s']))
     line['ratio'] = short(np.median(ours['tokens_per_s']) / np.median(peer['tokens_per_s']))
-    line['spread'] |= {'peer': _range(peer['tokens_per_s']), 'ratio': _range(ratios)}
+    line['spread'] |= {'peer': min_max(peer['tokens_per_s']), 'ratio': min_max(ratios)}
     line['per_cpu_s']['peer'] = short(np.median(peer['tokens_per_cpu_s']))
     line['first_call_s']['peer'] = short(peer['first_call_s'])
     line['peak_mb']['peer'] = round(peer['peak_mb'])
   if baseline is not None:
     ratios = baseline['tokens_per_s'] / ours['tokens_per_s']
     line['time_over_baseline'] = short(np.median(ratios))
-    line['spread']['time_over_baseline'] = _range(ratios)
+    line['spread']['time_over_baseline'] = min_max(ratios)
   print_line(line | {'repeats': len(ours['tokens_per_s'])})
 
 
@@ -174,6 +174,17 @@ def tunix_left_out(benchmark):
   return not TUNIX_PYTHON.value
 
 
+def peak_mb(usage=None):
+  """The most memory that a process has held, by its resource usage; this one by default."""
+  usage = usage or resource.getrusage(resource.RUSAGE_SELF)
+  return usage.ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10)  # bytes there, KiB else
+
+
+def min_max(x):
+  """[least, most]."""
+  return [short(np.min(x)), short(np.max(x))]
+
+
 def short(x):
   """Four significant digits."""
   return float(f'{x:.4g}')
@@ -192,13 +203,13 @@ def _serve(pipe):
   try:
     module, name, args = pipe.recv()
     target = getattr(importlib.import_module(module), name)(*args)
-    pipe.send((None, (_versions(), _peak_mb())))
+    pipe.send((None, (_versions(), peak_mb())))
     while True:
       method, args = pipe.recv()
       wall, cpu = time.perf_counter(), time.process_time()
       result = getattr(target, method)(*args)
       times = time.perf_counter() - wall, time.process_time() - cpu
-      pipe.send((None, (result, *times, _peak_mb())))
+      pipe.send((None, (result, *times, peak_mb())))
   except (EOFError, KeyboardInterrupt):
     return  # the benchmark is over
   except Exception:  # handed to the benchmark, which raises it  # pylint: disable=broad-except
@@ -215,6 +226,7 @@ def _limited_to(threads):
   before = dict(os.environ)
   os.environ |= {name: str(threads) for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS')}
   os.environ |= {'JAX_PLATFORMS': 'cpu', 'HF_HUB_OFFLINE': '1', 'TRANSFORMERS_VERBOSITY': 'error'}
+  os.environ.pop('JAX_COMPILATION_CACHE_DIR', None)  # the first call is to compile
   if threads == 1:
     os.environ['XLA_FLAGS'] = (
       os.environ.get('XLA_FLAGS', '') + ' --xla_cpu_multi_thread_eigen=false'
@@ -231,15 +243,6 @@ def _limited_to(threads):
     os.environ |= before
     if cpus is not None:
       os.sched_setaffinity(0, cpus)
-
-
-def _peak_mb():
-  unit = 2**20 if sys.platform == 'darwin' else 2**10  # bytes there, KiB elsewhere
-  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-
-
-def _range(x):
-  return [short(np.min(x)), short(np.max(x))]
 
 
 def _versions():

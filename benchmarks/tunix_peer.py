@@ -87,6 +87,7 @@ class PpoStep:
           actor_optimizer=optimizer(), critic_optimizer=optimizer(), mini_batch_size=rows,
           train_micro_batch_size=rows, eval_every_n_steps=10**9, max_steps=10**9),
         rollout_config=self._rollout))
+    # Whole numbers: it keeps rewards as integers.
     score = lambda prompts, completions, **unused: [float(i % 2) for i in range(len(prompts))]
     learner = ppo_learner.PPOLearner(
       self._cluster, ppo_learner.PPOConfig(
