@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import run
 from stppo_jax import plan
 from stppo_jax import plan_hlo
+from stppo_jax import topologies
 from stppo_jax.models import attention
 from stppo_jax.training import sharding
 from stppo_jax.types import RunError
@@ -204,12 +205,12 @@ class PlanTest(parameterized.TestCase):
     with open(experiment, 'w', encoding='utf-8') as file:
       file.write('from tests import tiny_run\n'
                  f'def get_config(mode=""):\n  return tiny_run.make_config({self.tmp!r})\n')
-    small = plan.Chip('small', 2**20, 1e12, 1e12, 1e12)
+    small = topologies.Chip('small', 2**20, 1e12, 1e12, 1e12)
     for name in [name for name in flags.FLAGS if name.split('.')[0] == 'config']:
       delattr(flags.FLAGS, name)  # a process defines them once
     stdout = io.StringIO()
     with (mock.patch.object(run, '_quiet_libraries'), contextlib.redirect_stdout(stdout),
-          mock.patch.object(plan, '_local_devices', return_value=(jax.devices(), small))):
+          mock.patch.object(topologies, '_local_devices', return_value=(jax.devices(), small))):
       code = run._main(run._parse(
           ['run.py', f'--config={experiment}', '--mode=plan', '--topology=']))
     self.assertEqual(code, 1)
@@ -227,7 +228,7 @@ class PlanTest(parameterized.TestCase):
   @parameterized.parameters('v9:2x2', 'v5e', 'v5e:8by8', 'h100:8', '8x8')
   def test_an_unknown_topology(self, topology):
     with self.assertRaises(UserError) as caught:
-      plan.devices_of(topology)
+      topologies.devices_of(topology)
     message = str(caught.exception)
     self.assertNotIn('\n', message)
     for words in (topology, 'v5e:8x8', 'v5p:4x4x4', 'h100:1x1x8'):
@@ -235,15 +236,15 @@ class PlanTest(parameterized.TestCase):
 
   @parameterized.parameters('v5e:8x8', 'h100:1x1x8')
   def test_a_compiler_that_is_not_installed(self, topology):
-    with mock.patch.object(plan, '_installed', return_value=False):
+    with mock.patch.object(topologies, '_installed', return_value=False):
       with self.assertRaisesRegex(UserError, 'requirements-plan.txt'):
-        plan.devices_of(topology)
+        topologies.devices_of(topology)
 
   def test_what_compilers_say(self):
-    taken = plan._explained(RuntimeError('ABORTED: libtpu multi-process\nlockfile.'), 'v5e:8x8')
+    taken = topologies.explained(RuntimeError('ABORTED: libtpu multi-process\nlockfile.'), 'v5e:8x8')
     self.assertIsInstance(taken, RunError)
     self.assertIn('another process', str(taken))
-    wrong = plan._explained(RuntimeError('INVALID_ARGUMENT: not\ndivisible'), 'v5e:9x7')
+    wrong = topologies.explained(RuntimeError('INVALID_ARGUMENT: not\ndivisible'), 'v5e:9x7')
     self.assertIsInstance(wrong, UserError)
     self.assertIn('v5e:9x7: INVALID_ARGUMENT: not divisible', str(wrong))
 
