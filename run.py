@@ -5,6 +5,7 @@
   python run.py --config=experiments/ppo_tiny.py --config.seed=1 --config.train.updates=40
   python run.py --mode=eval --config.data.eval_split=test          # of the newest checkpoint
   python run.py --mode=export                                      # to WORKDIR/export, for transformers
+  python run.py --profile=2                                        # and a trace of two updates
   python run.py --mode=report                                      # report.html, made anew
   python run.py --config=experiments/st_ppo_7b.py --mode=plan --topology=v5e:8x8    # does it fit?
 
@@ -15,6 +16,7 @@ On several machines: the same command on each, with --distributed (TPU pod, SLUR
 --coordinator=HOST:PORT --num_processes=N --process_id=I.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import errno
@@ -48,6 +50,8 @@ _COORDINATOR = flags.DEFINE_string(
     'coordinator', '', 'one of many processes: HOST:PORT of process 0, a port that is free there')
 _NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'with --coordinator: how many')
 _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'with --coordinator: which one, from 0')
+_PROFILE = flags.DEFINE_integer(
+    'profile', 0, 'updates to trace, from the second on, into WORKDIR/profile', lower_bound=0)
 
 
 def main(unused_argv):
@@ -88,13 +92,36 @@ def main(unused_argv):
   elif _MODE.value == 'export':
     print(loop.export(config, workdir))
   else:
-    stop = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    try:
-      loop.train(config, workdir, stop.is_set)
-    finally:
-      signal.signal(signal.SIGTERM, before)
+    with _stop_requested() as stop_requested:
+      loop.train(config, workdir, stop_requested, _PROFILE.value)
   hosts.finish()
+
+
+@contextlib.contextmanager
+def _stop_requested():
+  """Gives a function that says whether a SIGTERM came.
+
+  It raises KeyboardInterrupt where a Ctrl-C was lost: the interpreter raises it wherever it is, which
+  may be a library's callback that ignores exceptions.
+  """
+  asked, interrupted = threading.Event(), threading.Event()
+
+  def interrupt(*unused):
+    interrupted.set()
+    raise KeyboardInterrupt
+
+  def stop_requested():
+    if interrupted.is_set():
+      raise KeyboardInterrupt
+    return asked.is_set()
+
+  handlers = {signal.SIGTERM: lambda *unused: asked.set(), signal.SIGINT: interrupt}
+  before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+  try:
+    yield stop_requested
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
 
 
 def _quiet_libraries():

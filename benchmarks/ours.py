@@ -12,17 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stppo_jax import types
 from stppo_jax.algorithms import variants
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import presets
+from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampling
 from stppo_jax.training import packing
 from stppo_jax.training import sharding
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
-from stppo_jax.types import TurnBatch
 
 # A CPU run's settings (experiments/st_ppo_tiny.py): layers unrolled, nothing recomputed.
 _TINY = dataclasses.replace(presets.PRESETS['tiny'], scan_layers=False, remat='none')
@@ -34,8 +35,12 @@ SHAPES = {
   '20M': dataclasses.replace(
     _TINY, vocab_size=8192, d_model=384, num_layers=8, num_heads=6, num_kv_heads=2, head_dim=64,
     d_ff=1536),
+  '47M': dataclasses.replace(
+    _TINY, vocab_size=8192, d_model=512, num_layers=12, num_heads=8, num_kv_heads=2, head_dim=64,
+    d_ff=1920),
 }
 WIDTH = 32  # rows of a band, as in experiments/st_ppo_tiny.py
+_NOTHING = np.zeros((0,), np.int32)  # observed after the last turn
 
 
 class Sampling:
@@ -47,9 +52,9 @@ class Sampling:
     convert.save_hf(os.path.join(folder, 'actor'), self.config, self._params)
     self._samplers = {}
 
-  def vocab_size(self):
-    """Ids that prompts may hold."""
-    return self.config.vocab_size
+  def model(self):
+    """How it is made."""
+    return describe(self.config)
 
   def greedy(self, prompts, num_new):
     """[B,num_new] likeliest tokens."""
@@ -99,14 +104,9 @@ class Sampling:
       jax.random.split(jax.random.key(1), rows), respond, threads=4 if wait_s else 0)
     return np.stack(last)
 
-  def _sampler(self, rows, slots, temperature):
-    """A sampler that nothing stops but the budget."""
-    key = rows, slots, temperature
+  def _sampler(self, *key):
     if key not in self._samplers:
-      never = np.zeros((2, self.config.vocab_size), np.int32)  # state 1, stopped, is not reached
-      self._samplers[key] = sampling.Sampler(
-        self.config, never, eos_ids=(), max_slots=slots, temperature=temperature, rows=rows,
-        width=WIDTH)
+      self._samplers[key] = _make_sampler(self.config, *key)
     return self._samplers[key]
 
 
@@ -116,6 +116,7 @@ class Learning:
   def __init__(self, size, folder, rows, length, learning_rate, micro_batch):
     self._mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
     actor_config = SHAPES[size]
+    self._model = describe(actor_config)
     critic_config = dataclasses.replace(actor_config, head='value')
     actor = decoder.init(jax.random.key(0), actor_config)
     critic = decoder.init(jax.random.key(1), critic_config)
@@ -144,6 +145,10 @@ class Learning:
     # Rows of equal length, so each is a bin of its own: the peer packs nothing.
     self._packing = packing.pack(np.full(rows, length), micro_batch, (length,))
     self._batches = self._make_batches(actor_config.vocab_size, rows, length)
+
+  def model(self):
+    """How the actor is made; the critic is the same with a head for values."""
+    return self._model
 
   def batch(self):
     """The batch of 'ppo' as NumPy arrays, for the peer."""
@@ -190,6 +195,107 @@ class Learning:
       name: jax.device_put(batch, sharding.rows(self._mesh)) for name, batch in batches.items()}
 
 
+class PpoStep:
+  """Whole steps of PPO, as training/loop.py makes them; makes the models that both sides load."""
+
+  def __init__(self, size, folder, rows, num_prompt, num_new, learning_rate, micro_batch):
+    self._mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    # Not tied: the peer's critic is an actor whose output layer has been replaced.
+    config = dataclasses.replace(SHAPES[size], tie_embeddings=False)
+    self._model, self._num_new = describe(config), num_new
+    actor = decoder.init(jax.random.key(0), config)
+    convert.save_hf(os.path.join(folder, 'actor'), config, actor)
+    critic = {name: jax.tree.map(jnp.copy, actor[name]) for name in actor if name != 'lm_head'}
+    kernel = 0.02 * jax.random.normal(jax.random.key(1), (config.d_model, 1))
+    critic['value_head'] = {'kernel': kernel, 'bias': jnp.zeros((1,))}
+    self._value_head = np.asarray(kernel)
+    optimizer, schedule = train_state.make_optimizer(learning_rate, 0, weight_decay=0.01)
+    learner = train_state.Learner(
+      actor=config, critic=dataclasses.replace(config, head='value'),
+      variant=variants.VARIANTS['ppo'], actor_optimizer=optimizer, critic_optimizer=optimizer,
+      actor_lr=schedule, critic_lr=schedule, micro_batch=micro_batch,
+      lengths=(num_prompt + num_new,), aggregation='token-mean', value_clip=0.5, log_bias=False)
+    self._learner = learner
+    self._state = train_state.create_sharded(learner, actor, critic, 0.0, self._mesh)
+    self._functions = update.compile_functions(
+      learner, self._state, train_state.Frozen(), self._mesh)
+    self._samplers = {temperature: _make_sampler(config, rows, num_prompt + num_new, temperature)
+                      for temperature in (0.0, 1.0)}
+    self._key = jax.random.key(1)
+
+  def model(self):
+    """How the actor is made; the critic is the same with a head for values."""
+    return self._model
+
+  def value_head(self):
+    """The critic's head [D,1]; all else of it is the actor's."""
+    return self._value_head
+
+  def step(self, prompts, greedy=False):
+    """One PPO step on prompts [B,P]."""
+    episodes = self._rollout(prompts, 0.0 if greedy else 1.0)
+    batch, rows, packed = self._to_batch(episodes)
+    batch, _ = self._annotate(batch, rows, packed)
+    self._state, batch, summary = self._functions.with_advantages(self._state, batch)
+    self._state, metrics, _ = self._functions.update_step(
+      self._state, train_state.Frozen(), batch, rows, packed)
+    jax.block_until_ready(self._state)
+    return jax.device_get(summary | metrics)
+
+  def profile(self, repeats, prompts):
+    """Where the time of `step` goes."""
+    return _top_ops(lambda: self.step(prompts), repeats)
+
+  def log_probs(self, prompts, completions):
+    """Log-probs of the completions' tokens [B,T] and values of the states before them."""
+    turns = [[types.Turn(tokens, np.zeros(len(tokens), np.float32), _NOTHING)]
+             for tokens in completions.astype(np.int32)]
+    batch, _ = self._annotate(*self._to_batch(_episodes(prompts, turns)))
+    after = slice(prompts.shape[1], None)
+    return jax.device_get((batch.old_logp[:, after], batch.old_values[:, after]))
+
+  def _rollout(self, prompts, temperature):
+    turns = [[] for _ in prompts]
+
+    def respond(said):
+      for turn in said:
+        turns[turn.index].append(types.Turn(turn.tokens, turn.logp, _NOTHING))
+      return [engine.Cue((), 0) for _ in said]
+
+    self._key, key = jax.random.split(self._key)
+    engine.run(
+      self._samplers[temperature], self._state.actor,
+      [engine.Cue(prompt, self._num_new) for prompt in prompts.tolist()],
+      jax.random.split(key, len(prompts)), respond)
+    return _episodes(prompts, turns)
+
+  def _to_batch(self, episodes):
+    """(batch, rows, packing) of one optimizer step on all of them."""
+    batch = batching.to_turn_batch(
+      episodes, self._learner.lengths, sharding=sharding.rows(self._mesh))
+    lengths = np.array([batching.trained_length(episode) for episode in episodes])
+    packed = packing.pack(lengths, self._learner.micro_batch, self._learner.lengths)
+    return batch, np.arange(len(episodes), dtype=np.int32), packed
+
+  def _annotate(self, batch, rows, packed):
+    return self._functions.annotate(
+      self._state, train_state.Frozen(), batch, rows[None], packing.stack([packed]))
+
+
+def _episodes(prompts, turns):
+  """Every other one scores 1."""
+  task = types.Task(id='', question='', answers=())
+  return [types.Episode(task, i, prompt.astype(np.int32), turns[i], score=float(i % 2))
+          for i, prompt in enumerate(prompts)]
+
+
+def _make_sampler(config, rows, slots, temperature):
+  """A sampler that nothing stops but the budget."""
+  never = np.zeros((2, config.vocab_size), np.int32)  # state 1, stopped, is not reached
+  return sampling.Sampler(
+    config, never, eos_ids=(), max_slots=slots, temperature=temperature, rows=rows, width=WIDTH)
+
+
 def random_batch(vocab_size, rows, length, rng):
   """Episodes of 32-token turns and observations after a 48-token prompt, not annotated yet; on the host."""
   column = np.arange(length) - 48
@@ -198,11 +304,18 @@ def random_batch(vocab_size, rows, length, rng):
   mask = (turn_ids > 0).astype(np.float32)
   noise = lambda: (rng.normal(size=mask.shape) * mask).astype(np.float32)
   zeros = np.zeros_like(mask)
-  return TurnBatch(
+  return types.TurnBatch(
     tokens=rng.integers(0, vocab_size, mask.shape).astype(np.int32), action_mask=mask,
     turn_ids=turn_ids, rewards=zeros, old_logp=zeros, ref_logp=zeros, old_values=zeros,
     advantages=noise(), returns=noise(), group_ids=np.arange(rows, dtype=np.int32),
     behaviour_logp=zeros)
+
+
+def describe(config):
+  """The shape of a model, and its number of parameters."""
+  names = ('vocab_size', 'd_model', 'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'd_ff',
+           'tie_embeddings', 'dtype')
+  return {'params': presets.num_params(config)} | {name: getattr(config, name) for name in names}
 
 
 def _top_ops(run, repeats):

@@ -1,24 +1,30 @@
-"""Speed of sampling beside transformers' `generate`, with the same weights and prompts.
+"""Speed of sampling beside transformers' `generate` and tunix's `Sampler`: same weights, same prompts.
 
-  python -m benchmarks.rollout                     # minutes; on a machine that does nothing else
-  python -m benchmarks.rollout --quick             # seconds: does the script work?
-  python -m benchmarks.rollout --sizes=2.9M --threads=1 --repeats=9
-  python -m benchmarks.rollout --profile           # where our time goes, and no peer
+  python -m benchmarks.rollout --tunix_python=PATH           # on a machine that does nothing else
+  python -m benchmarks.rollout --quick                       # seconds: does the script work?
+  python -m benchmarks.rollout --sizes=2.9M,20M,47M --threads=1 --figures=sample,episodes
+  python -m benchmarks.rollout --profile                     # where our time goes, and no peer
 
-Single turn: prompts of 64 tokens, then exactly 128 sampled ones. Multi-turn: 4 turns of 32 sampled
-and 32 observed tokens; and 64 episodes of 4 turns of 128 sampled and 128 observed tokens, where a
+`sample`: 32 prompts of 64 tokens, then exactly 128 sampled ones. `turns`: 4 turns of 32 sampled and
+32 observed tokens. `episodes`: 64 episodes of 4 turns of 128 sampled and 128 observed tokens, where a
 retriever takes 50 ms for the queries that it gets together. Tokens a second count sampled tokens;
-reading prompts and observations is in the time. Ours also reports each token's log-prob, which
-`generate` is not asked for.
+reading prompts and observations is in the time. Ours also reports each token's log-prob, which the
+peers are not asked for.
+
+tunix's sampler takes no cache from an earlier call, so that it reads the whole conversation every
+turn; it gets a cache that is no larger than the turn needs, and a program compiled for it.
 """
 
 import tempfile
 
 from absl import app
+from absl import flags
 import numpy as np
 
 from benchmarks import side_by_side
 
+_FIGURES = flags.DEFINE_list(
+  'figures', ['sample', 'turns', 'episodes'], 'of sample, turns, episodes')
 
 PROMPT, TURNS, OBSERVED = 64, 4, 32
 EPISODES, LONG_TURN, RETRIEVER_S = 64, 128, 0.05
@@ -31,45 +37,58 @@ def main(unused_argv):
 def run(size, threads, quick, repeats):
   """All figures of one size and thread setting."""
   rows, num_new, turn = (4, 16, 8) if quick else (32, 128, 32)
+  episodes, long_turn = (8, 16) if quick else (EPISODES, LONG_TURN)
   with tempfile.TemporaryDirectory() as folder:
     ours = side_by_side.Worker(threads, 'benchmarks.ours', 'Sampling', size, folder)
+    model = ours.call('model')
     rng = np.random.default_rng(0)
-    draw = lambda *shape: rng.integers(1, ours.call('vocab_size'), shape)
+    draw = lambda *shape: rng.integers(1, model['vocab_size'], shape)
     prompts, observations = draw(rows, PROMPT), draw(TURNS - 1, rows, OBSERVED)
     if side_by_side.PROFILE.value:
       side_by_side.print_ops(ours.call('profile', 2, prompts, num_new))
       ours.close()
       return
-    peer = side_by_side.Worker(threads, 'benchmarks.torch_peer', 'Sampling', folder, threads)
-    check_same_model(ours, peer, prompts)
+    peers = {'torch': side_by_side.Worker(
+      threads, 'benchmarks.torch_peer', 'Sampling', folder, threads)}
+    if not side_by_side.tunix_left_out('rollout'):
+      peers['tunix'] = side_by_side.Worker(
+        threads, 'benchmarks.tunix_peer', 'Sampling', folder,
+        python=side_by_side.TUNIX_PYTHON.value)
+    side_by_side.print_setting(size, threads, model, {'ours': ours} | peers)
+    for name, peer in peers.items():
+      check_same_model(ours, name, peer, prompts)
 
-    def compare(what, num_tokens, method, peer_method, *args):
-      found = side_by_side.measure(
-        {'ours': (ours, method, *args), 'peer': (peer, peer_method, *args)}, num_tokens, repeats)
-      side_by_side.report('rollout', what, size, threads, found['ours'], found['peer'])
+    def compare(what, num_tokens, names, method, peer_method, *args):
+      jobs = {'ours': (ours, method, *args)}
+      jobs |= {name: (peers[name], peer_method, *args) for name in names}
+      found = side_by_side.measure(jobs, num_tokens, repeats)
+      for name in names:
+        side_by_side.report('rollout', what, size, threads, found['ours'], name, found[name])
 
-    compare('sample', rows * num_new, 'sample', 'sample', prompts, num_new)
-    turns = rows * TURNS * turn, prompts, observations, turn
-    for what, method, peer_method in (
-      ('multi-turn: our cache kept, the peer re-sends', 'multi_turn', 'multi_turn_resending'),
-      ('multi-turn: both re-send', 'multi_turn_resending', 'multi_turn_resending'),
-      ('multi-turn: both keep the cache', 'multi_turn', 'multi_turn'),
-    ):
-      compare(what, turns[0], method, peer_method, *turns[1:])
-    episodes, turn = (8, 16) if quick else (EPISODES, LONG_TURN)
-    compare(
-      'episodes with a slow retriever: the peer re-sends', episodes * TURNS * turn, 'multi_turn',
-      'multi_turn_resending', draw(episodes, PROMPT), draw(TURNS - 1, episodes, turn), turn,
-      RETRIEVER_S)
-    ours.close()
-    peer.close()
+    if 'sample' in _FIGURES.value:
+      compare('sample', rows * num_new, peers, 'sample', 'sample', prompts, num_new)
+    if 'turns' in _FIGURES.value:
+      for what, names, method, peer_method in (
+        ('turns: our cache kept, the peer re-sends', peers, 'multi_turn', 'multi_turn_resending'),
+        ('turns: both re-send', peers, 'multi_turn_resending', 'multi_turn_resending'),
+        ('turns: both keep the cache', ['torch'], 'multi_turn', 'multi_turn'),
+      ):
+        compare(
+          what, rows * TURNS * turn, names, method, peer_method, prompts, observations, turn)
+    if 'episodes' in _FIGURES.value:
+      compare(
+        'episodes with a slow retriever: our cache kept, the peer re-sends',
+        episodes * TURNS * long_turn, peers, 'multi_turn', 'multi_turn_resending',
+        draw(episodes, PROMPT), draw(TURNS - 1, episodes, long_turn), long_turn, RETRIEVER_S)
+    for worker in (ours, *peers.values()):
+      worker.close()
 
 
-def check_same_model(ours, peer, prompts, num_new=8):
+def check_same_model(ours, name, peer, prompts, num_new=8):
   """Raises unless both continue the prompts with the same likeliest tokens."""
   a, b = ours.call('greedy', prompts, num_new), peer.call('greedy', prompts, num_new)
   if not np.array_equal(a, b):
-    raise RuntimeError(f'{np.mean(a != b):.1%} of greedy tokens differ: not the same model')
+    raise RuntimeError(f'{name}: {np.mean(a != b):.1%} of greedy tokens differ: not the same model')
 
 
 if __name__ == '__main__':

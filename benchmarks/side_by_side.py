@@ -15,6 +15,7 @@ import os
 import pathlib
 import platform
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -23,17 +24,24 @@ import traceback
 from absl import flags
 import numpy as np
 
-SIZES = flags.DEFINE_list('sizes', ['0.94M', '2.9M'], 'of 0.94M, 2.9M, 20M')
+SIZES = flags.DEFINE_list('sizes', ['0.94M', '2.9M'], 'of 0.94M, 2.9M, 20M, 47M')
 THREADS = flags.DEFINE_list('threads', ['1', '2'], 'CPUs a framework may use')
 REPEATS = flags.DEFINE_integer('repeats', 7, 'timed runs of each', lower_bound=1)
 QUICK = flags.DEFINE_bool('quick', False, 'one size, one thread, few tokens: a smoke test')
 PROFILE = flags.DEFINE_bool('profile', False, 'print the ops that take our time instead')
+TUNIX_PYTHON = flags.DEFINE_string(
+  'tunix_python', '', 'Python of the environment that has google-tunix; none: it is left out')
 
-PACKAGES = ('jax', 'jaxlib', 'optax', 'torch', 'transformers', 'numpy')
+PACKAGES = ('jax', 'jaxlib', 'optax', 'torch', 'transformers', 'google-tunix', 'flax', 'numpy')
 
 
 class Worker:
-  """An object that lives in a process of its own and is limited to `threads` CPUs."""
+  """An object that lives in a process of its own and is limited to `threads` CPUs.
+
+  Attributes:
+    versions: {package: version} there.
+    peak_mb: the most memory that the process has held so far, compilation included.
+  """
 
   def __init__(self, threads, module, name, *args, python=sys.executable):
     """Makes `module.name(*args)` there; its methods are then called by `call` and `timed`.
@@ -47,16 +55,17 @@ class Worker:
         pass_fds=(there.fileno(),), cwd=pathlib.Path(__file__).parent.parent)
     there.close()
     self._pipe.send((module, name, args))
-    self._receive()
+    self.versions, self.peak_mb = self._receive()
 
   def call(self, method, *args):
     """What the method returned."""
     return self.timed(method, *args)[0]
 
   def timed(self, method, *args):
-    """(what the method returned, wall-clock seconds, CPU seconds), timed inside the process."""
+    """[what the method returned, wall-clock seconds, CPU seconds], timed inside the process."""
     self._pipe.send((method, args))
-    return self._receive()
+    *reply, self.peak_mb = self._receive()
+    return reply
 
   def close(self):
     """Ends the process."""
@@ -102,37 +111,39 @@ def measure(jobs, num_tokens, repeats, warmups=2):
       'first_call_s': seconds[name][0],
       'tokens_per_s': num_tokens / np.array(seconds[name][warmups:]),
       'tokens_per_cpu_s': num_tokens / np.array(cpu_seconds[name][warmups:]),
+      'peak_mb': worker.peak_mb,
     }
-    for name in jobs
+    for name, (worker, *_) in jobs.items()
   }
 
 
-def report(benchmark, what, size, threads, ours, peer=None, baseline=None):
+def report(benchmark, what, size, threads, ours, peer_name=None, peer=None, baseline=None):
   """Prints one figure: medians, [min, max] of the repeats, and of the ratios of neighbours.
 
   `ours`, `peer` and `baseline` (another figure of ours) are values of `measure`'s result.
   """
   line = {
-    'benchmark': benchmark, 'what': what, 'size': size, 'threads': threads,
-    'ours_tokens_per_s': _short(np.median(ours['tokens_per_s'])),
+    'benchmark': benchmark, 'what': what, 'size': size, 'threads': threads, 'peer': peer_name,
+    'ours_tokens_per_s': short(np.median(ours['tokens_per_s'])),
     'peer_tokens_per_s': None, 'ratio': None,
-    'spread': {'ours': _range(ours['tokens_per_s'])},
-    'per_cpu_s': {'ours': _short(np.median(ours['tokens_per_cpu_s']))},
-    'first_call_s': {'ours': _short(ours['first_call_s'])},
+    'spread': {'ours': min_max(ours['tokens_per_s'])},
+    'per_cpu_s': {'ours': short(np.median(ours['tokens_per_cpu_s']))},
+    'first_call_s': {'ours': short(ours['first_call_s'])},
+    'peak_mb': {'ours': round(ours['peak_mb'])},
   }
   if peer is not None:
     ratios = ours['tokens_per_s'] / peer['tokens_per_s']
-    line['peer_tokens_per_s'] = _short(np.median(peer['tokens_per_s']))
-    line['ratio'] = _short(np.median(ours['tokens_per_s']) / np.median(peer['tokens_per_s']))
-    line['spread'] |= {'peer': _range(peer['tokens_per_s']), 'ratio': _range(ratios)}
-    line['per_cpu_s']['peer'] = _short(np.median(peer['tokens_per_cpu_s']))
-    line['first_call_s']['peer'] = _short(peer['first_call_s'])
+    line['peer_tokens_per_s'] = short(np.median(peer['tokens_per_s']))
+    line['ratio'] = short(np.median(ours['tokens_per_s']) / np.median(peer['tokens_per_s']))
+    line['spread'] |= {'peer': min_max(peer['tokens_per_s']), 'ratio': min_max(ratios)}
+    line['per_cpu_s']['peer'] = short(np.median(peer['tokens_per_cpu_s']))
+    line['first_call_s']['peer'] = short(peer['first_call_s'])
+    line['peak_mb']['peer'] = round(peer['peak_mb'])
   if baseline is not None:
     ratios = baseline['tokens_per_s'] / ours['tokens_per_s']
-    line['time_over_baseline'] = _short(np.median(ratios))
-    line['spread']['time_over_baseline'] = _range(ratios)
-  line |= {'repeats': len(ours['tokens_per_s']), 'versions': _versions()}
-  print(json.dumps(line), flush=True)
+    line['time_over_baseline'] = short(np.median(ratios))
+    line['spread']['time_over_baseline'] = min_max(ratios)
+  print_line(line | {'repeats': len(ours['tokens_per_s'])})
 
 
 def print_machine():
@@ -140,9 +151,43 @@ def print_machine():
   line = {
     'machine': _cpu_name(), 'cpus': _num_cpus(), 'system': platform.platform(terse=True),
     'python': platform.python_version(), 'load_1min': round(os.getloadavg()[0], 2),
-    'date': time.strftime('%Y-%m-%d'), 'versions': _versions(),
+    'date': time.strftime('%Y-%m-%d'),
   }
+  print_line(line)
+
+
+def print_setting(size, threads, model, workers):
+  """One line about what the figures that follow have in common; workers: {name: Worker}."""
+  versions = {name: worker.versions for name, worker in workers.items()}
+  print_line({'size': size, 'threads': threads, 'model': model, 'versions': versions})
+
+
+def print_line(line):
+  """One JSON line."""
   print(json.dumps(line), flush=True)
+
+
+def tunix_left_out(benchmark):
+  """Whether no Python with tunix was named; says so in a line."""
+  if not TUNIX_PYTHON.value:
+    print_line({'benchmark': benchmark, 'peer': 'tunix', 'left_out': 'no --tunix_python=PATH given'})
+  return not TUNIX_PYTHON.value
+
+
+def peak_mb(usage=None):
+  """The most memory that a process has held, by its resource usage; this one by default."""
+  usage = usage or resource.getrusage(resource.RUSAGE_SELF)
+  return usage.ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10)  # bytes there, KiB else
+
+
+def min_max(x):
+  """[least, most]."""
+  return [short(np.min(x)), short(np.max(x))]
+
+
+def short(x):
+  """Four significant digits."""
+  return float(f'{x:.4g}')
 
 
 def print_ops(ops, top=30):
@@ -158,13 +203,13 @@ def _serve(pipe):
   try:
     module, name, args = pipe.recv()
     target = getattr(importlib.import_module(module), name)(*args)
-    pipe.send((None, None))
+    pipe.send((None, (_versions(), peak_mb())))
     while True:
       method, args = pipe.recv()
       wall, cpu = time.perf_counter(), time.process_time()
       result = getattr(target, method)(*args)
       times = time.perf_counter() - wall, time.process_time() - cpu
-      pipe.send((None, (result, *times)))
+      pipe.send((None, (result, *times, peak_mb())))
   except (EOFError, KeyboardInterrupt):
     return  # the benchmark is over
   except Exception:  # handed to the benchmark, which raises it  # pylint: disable=broad-except
@@ -181,6 +226,7 @@ def _limited_to(threads):
   before = dict(os.environ)
   os.environ |= {name: str(threads) for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS')}
   os.environ |= {'JAX_PLATFORMS': 'cpu', 'HF_HUB_OFFLINE': '1', 'TRANSFORMERS_VERBOSITY': 'error'}
+  os.environ.pop('JAX_COMPILATION_CACHE_DIR', None)  # the first call is to compile
   if threads == 1:
     os.environ['XLA_FLAGS'] = (
       os.environ.get('XLA_FLAGS', '') + ' --xla_cpu_multi_thread_eigen=false'
@@ -197,15 +243,6 @@ def _limited_to(threads):
     os.environ |= before
     if cpus is not None:
       os.sched_setaffinity(0, cpus)
-
-
-def _short(x):
-  """Four significant digits."""
-  return float(f'{x:.4g}')
-
-
-def _range(x):
-  return [_short(np.min(x)), _short(np.max(x))]
 
 
 def _versions():

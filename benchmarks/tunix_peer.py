@@ -8,8 +8,11 @@ import json
 import os
 import queue
 import threading
+import time
 
+from flax import nnx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from tunix.generate import sampler as sampler_lib
@@ -30,36 +33,33 @@ class Sampling:
 
   def greedy(self, prompts, num_new):
     """[B,num_new] likeliest tokens."""
-    return self._generate(prompts.shape[1] + num_new, prompts, num_new, temperature=0.0)
+    return self._generate(prompts, num_new, temperature=0.0)
 
   def sample(self, prompts, num_new):
     """[B,num_new] tokens sampled at temperature 1 after prompts [B,T]."""
-    return self._generate(prompts.shape[1] + num_new, prompts, num_new, temperature=1.0, top_p=1.0)
+    return self._generate(prompts, num_new, temperature=1.0, top_p=1.0)
 
-  def multi_turn_resending(self, prompts, observations, num_new):
-    """Turns with observations [K - 1,B,T] between; every turn reads the whole conversation anew.
-
-    Its sampler takes no cache from an earlier call, so there is no other way.
-    """
-    observed = sum(observation.shape[1] for observation in observations)
-    total = prompts.shape[1] + observed + (len(observations) + 1) * num_new
+  def multi_turn_resending(self, prompts, observations, num_new, wait_s=0.0):
+    """Turns with observations [K - 1,B,T] between, which take `wait_s` to come, all in one request;
+    every turn reads the whole conversation anew."""
     context = prompts
     for observation in [*observations, None]:
-      tokens = self._generate(total, context, num_new, temperature=1.0, top_p=1.0)
+      tokens = self.sample(context, num_new)
       if observation is not None:
+        time.sleep(wait_s)
         context = np.concatenate([context, tokens, observation], axis=1)
     return tokens
 
-  def _generate(self, cache_size, context, num_new, **options):
-    if cache_size not in self._samplers:
-      config = self._model.config
-      self._samplers[cache_size] = sampler_lib.Sampler(
-        self._model, Ids(),
-        sampler_lib.CacheConfig(cache_size, config.num_layers, config.num_kv_heads, config.head_dim))
-    found = self._samplers[cache_size](
+  def _generate(self, context, num_new, **options):
+    config, slots = self._model.config, context.shape[1] + num_new
+    if slots not in self._samplers:
+      self._samplers[slots] = sampler_lib.Sampler(
+        self._model, Ids(config.vocab_size),
+        sampler_lib.CacheConfig(slots, config.num_layers, config.num_kv_heads, config.head_dim))
+    found = self._samplers[slots](
       [row.tolist() for row in context], max_generation_steps=num_new,
       max_prompt_length=context.shape[1],  # its own padding to a power of two would cost it more
-      eos_tokens=[self._model.config.vocab_size], return_logprobs=True, seed=0, **options)
+      seed=0, **options)
     return np.stack(found.tokens)
 
 
@@ -69,26 +69,28 @@ class PpoStep:
   The learner asks for prompts itself; it is run in a thread, and a step is over when it asks again.
   """
 
-  def __init__(self, folder, rows, num_prompt, num_new, learning_rate):
+  def __init__(self, folder, rows, num_prompt, num_new, learning_rate, value_head):
     actor = load(os.path.join(folder, 'actor'))
     critic = rl_utils.create_critic_model(actor)
+    critic.lm_head.kernel.value = jnp.asarray(value_head)
     roles = (rl_cluster.Role.ACTOR, rl_cluster.Role.CRITIC, rl_cluster.Role.ROLLOUT)
     optimizer = lambda: optax.chain(
       optax.clip_by_global_norm(1.0), optax.adamw(learning_rate, weight_decay=0.01))
-    cluster = rl_cluster.RLCluster(
-      actor=actor, critic=critic, tokenizer=Ids(),
+    self._rollout = base_rollout.RolloutConfig(
+      max_tokens_to_generate=num_new, max_prompt_length=num_prompt,
+      kv_cache_size=num_prompt + num_new, temperature=1.0, top_p=1.0)
+    self._cluster = rl_cluster.RLCluster(
+      actor=actor, critic=critic, tokenizer=Ids(actor.config.vocab_size),
       cluster_config=rl_cluster.ClusterConfig(
         role_to_mesh={role: _mesh() for role in roles},
         training_config=rl_cluster.RLTrainingConfig(
           actor_optimizer=optimizer(), critic_optimizer=optimizer(), mini_batch_size=rows,
           train_micro_batch_size=rows, eval_every_n_steps=10**9, max_steps=10**9),
-        rollout_config=base_rollout.RolloutConfig(
-          max_tokens_to_generate=num_new, max_prompt_length=num_prompt,
-          kv_cache_size=num_prompt + num_new, temperature=1.0, top_p=1.0,
-          eos_tokens=[actor.config.vocab_size])))
+        rollout_config=self._rollout))
+    # Whole numbers: it keeps rewards as integers.
     score = lambda prompts, completions, **unused: [float(i % 2) for i in range(len(prompts))]
     learner = ppo_learner.PPOLearner(
-      cluster, ppo_learner.PPOConfig(
+      self._cluster, ppo_learner.PPOConfig(
         beta=0.0, gamma=1.0, gae_lambda=1.0, epsilon=0.2, clip_range_value=0.5),
       reward_fns=score)
     self._given, self._asked = queue.Queue(), queue.Queue()
@@ -96,11 +98,22 @@ class PpoStep:
     self._thread.start()
     self._wait()
 
-  def step(self, prompts):
+  def step(self, prompts, greedy=False):
     """One PPO step on prompts [B,P]."""
+    self._rollout.top_p = None if greedy else 1.0  # None is its word for greedy
     # A list of numbers would be taken apart on the way; a text is not.
     self._given.put({'prompts': np.array([' '.join(map(str, row)) for row in prompts])})
     self._wait()
+    trainers = self._cluster.actor_trainer, self._cluster.critic_trainer
+    jax.block_until_ready([nnx.state(trainer.model) for trainer in trainers])
+
+  def log_probs(self, prompts, completions):
+    """Log-probs of the completions' tokens [B,T] and values of the states before them."""
+    cluster, pad = self._cluster, self._cluster.rollout.pad_id()
+    prompts, completions = jnp.asarray(prompts), jnp.asarray(completions)
+    logp = cluster.get_old_per_token_logps(prompts, completions)
+    values = cluster.get_values(prompts, completions, pad, pad)
+    return np.asarray(logp), np.asarray(values)[:, -completions.shape[1] - 1 : -1]
 
   def _learn(self, learner):
     def batches():
@@ -120,7 +133,13 @@ class PpoStep:
 
 
 class Ids:
-  """A tokenizer for prompts that are ids already, or ids in a text."""
+  """A tokenizer for prompts that are ids already, or ids in a text.
+
+  Padding and end are an id past the vocabulary: no sampled token is taken for either.
+  """
+
+  def __init__(self, vocab_size):
+    self._none = vocab_size
 
   def encode(self, ids, **unused_options):
     """The ids."""
@@ -132,16 +151,16 @@ class Ids:
     return ''
 
   def bos_id(self):
-    """None is added."""
+    """0: none is added."""
     return 0
 
   def eos_id(self):
     """Of no token."""
-    return 0
+    return self._none
 
   def pad_id(self):
-    """Prompts are drawn from 1 on."""
-    return 0
+    """Of no token."""
+    return self._none
 
 
 def load(folder):

@@ -19,7 +19,8 @@ from benchmarks import side_by_side
 
 _MICRO_BATCH = flags.DEFINE_integer('micro_batch', 0, 'rows of our micro-batches; 0: all at once')
 
-BATCHES = {'0.94M': (32, 192), '2.9M': (16, 256), '20M': (16, 256)}  # rows, tokens a row
+# Rows, tokens a row.
+BATCHES = {'0.94M': (32, 192), '2.9M': (16, 256), '20M': (16, 256), '47M': (16, 256)}
 LEARNING_RATE = 1e-5
 VARIANTS = ('ppo', 'st_ppo, nothing clipped', 'st_ppo, clipped')
 
@@ -42,20 +43,21 @@ def run(size, threads, quick, repeats):
     peer = side_by_side.Worker(
       threads, 'benchmarks.torch_peer', 'Learning', folder, threads, LEARNING_RATE,
       ours.call('batch'))
+    side_by_side.print_setting(size, threads, ours.call('model'), {'ours': ours, 'torch': peer})
     first_call_s = check_same_numbers(ours, peer)
     jobs = {name: (ours, 'update', name) for name in VARIANTS} | {'peer': (peer, 'update')}
     found = side_by_side.measure(jobs, rows * length, repeats)
     for name, seconds in first_call_s.items():
       found[name]['first_call_s'] = seconds
     what = f'update, {rows} x {length}: '
-    side_by_side.report('update', what + 'ppo', size, threads, found['ppo'], found['peer'])
+    side_by_side.report('update', what + 'ppo', size, threads, found['ppo'], 'torch', found['peer'])
     for name in VARIANTS[1:]:
       side_by_side.report(
         'update', what + name, size, threads, found[name], baseline=found['ppo'])
     jobs = {'ours': (ours, 'log_probs'), 'peer': (peer, 'log_probs')}
     found = side_by_side.measure(jobs, rows * length, repeats)
     side_by_side.report(
-      'update', f'log-probs and values, {rows} x {length}', size, threads, found['ours'],
+      'update', f'log-probs and values, {rows} x {length}', size, threads, found['ours'], 'torch',
       found['peer'])
     ours.close()
     peer.close()

@@ -3,15 +3,11 @@
 The programs that training runs are compiled for a topology of devices that need not be there, from
 shapes and shardings alone. Memory is the compiler's own account of each program; FLOPs and collectives
 are counted (`plan_hlo`); times are a roofline, and so a bound from below.
-
-TPU topologies need libtpu, GPU ones jax-cuda12-plugin and ptxas: see requirements-plan.txt.
 """
 
 import dataclasses
 import functools
-import importlib.util
 import math
-import os
 import re
 import time
 
@@ -23,6 +19,7 @@ import numpy as np
 from stppo_jax import config as schema
 from stppo_jax import evaluation
 from stppo_jax import plan_hlo
+from stppo_jax import topologies
 from stppo_jax import types
 from stppo_jax.models import decoder
 from stppo_jax.models import presets
@@ -31,58 +28,11 @@ from stppo_jax.training import parts
 from stppo_jax.training import sharding
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
-from stppo_jax.types import RunError
-from stppo_jax.types import UserError
+from stppo_jax.topologies import GIB
 
 HEADROOM = 0.1  # share of a chip's memory that a plan leaves free
-GIB = 2**30
 LIMIT_FLAG = '--xla_tpu_max_hbm_size_mib'
 NUM_STOP_STATES = 32  # rows of the stop automaton, which depends on the tokenizer: room enough
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-  """Public figures of one chip; a speed of 0 is not known and gives no time."""
-
-  name: str
-  memory: int  # bytes that programs can use
-  flops: float = 0.0  # bf16, dense, a second
-  bandwidth: float = 0.0  # memory, bytes a second
-  link: float = 0.0  # to the other chips, all links in one direction, bytes a second
-
-
-# Google's system pages and NVIDIA's data sheet; memory as the compilers and drivers report it.
-CHIPS = {
-    'v5e': Chip('TPU v5e', int(15.75 * GIB), 197e12, 0.819e12, 0.2e12),
-    'v5p': Chip('TPU v5p', int(95.74 * GIB), 459e12, 2.765e12, 0.6e12),
-    'v6e': Chip('TPU v6e', int(31.25 * GIB), 918e12, 1.64e12, 0.448e12),
-    'h100': Chip('H100 80GB SXM', 84_942_979_072, 989e12, 3.35e12, 0.45e12),
-}
-KINDS = {'TPU v5 lite': 'v5e', 'TPU v5': 'v5p', 'TPU v5p': 'v5p', 'TPU v6 lite': 'v6e'}
-FORMS = ('v5e:8x8, v6e:4x4, v5p:4x4x4 and other sizes (even numbers of chips), h100:1x1x8 '
-         '(1 x hosts x GPUs of a host), or nothing for the devices here')
-# Keeps libtpu from asking the network what machine this is, and from talking about it.
-TPU_ENVIRONMENT = {
-    'TPU_SKIP_MDS_QUERY': '1', 'TPU_ACCELERATOR_TYPE': 'v5litepod-64',
-    'TPU_WORKER_HOSTNAMES': 'localhost', 'TPU_STDERR_LOG_LEVEL': '3', 'TPU_MIN_LOG_LEVEL': '3'}
-
-# What XLA's CUDA compiler asks about a device that is not there: facts of the H100 SXM.
-H100 = """
-gpu_device_info {
-  name: "NVIDIA H100 80GB HBM3"
-  cuda_compute_capability { major: 9 minor: 0 }
-  device_memory_size: 84942979072 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 threads_per_warp: 32
-  threads_per_block_limit: 1024 threads_per_core_limit: 2048
-  registers_per_block_limit: 65536 registers_per_core_limit: 65536
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-runtime_version { major: 12 minor: 8 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
 
 
 @dataclasses.dataclass
@@ -94,6 +44,7 @@ class Program:
   runs: int  # how often an update runs it, at most
   flops: float  # of all devices together
   resident: int  # bytes that other parts of the run hold meanwhile
+  trips: int  # of its loops without a fixed number of trips
   arguments: int = 0
   temporaries: int = 0  # and results that take no argument's place, and code
   collectives: tuple[plan_hlo.Collective, ...] = ()
@@ -113,7 +64,7 @@ class Plan:
 
   config: schema.Config
   topology: str
-  chip: Chip
+  chip: topologies.Chip
   mesh: jax.sharding.Mesh
   attention: str  # the backend of training
   num_params: dict[str, int]  # of each model
@@ -149,12 +100,12 @@ def make(config, topology='') -> Plan:
   Raises UserError for a topology, mesh or model that cannot be, RunError where a compiler fails.
   """
   schema.validate(config)
-  devices, chip = devices_of(topology)
+  devices, chip = topologies.devices_of(topology)
   mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
   sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
 
   on_host = parts.on_host(config, mesh)
-  absent_gpu = bool(topology) and chip is CHIPS['h100']
+  absent_gpu = bool(topology) and chip is topologies.CHIPS['h100']
   if absent_gpu:  # cuDNN's attention asks the GPU when it is traced
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention='plain'))
 
@@ -233,30 +184,6 @@ def table(plan) -> str:
   return '\n'.join(lines)
 
 
-def devices_of(topology):
-  """(devices, Chip) of 'v5e:8x8' and the like; of '' those attached."""
-  if not topology:
-    return _local_devices()
-  name, _, shape = topology.partition(':')
-  forms = r'\d+x\d+x\d+' if name in ('v5p', 'h100') else r'\d+x\d+'
-  if name not in CHIPS or not re.fullmatch(forms, shape):
-    raise UserError(f'--topology={topology}: no such topology; give {FORMS}')
-  package = 'jax_plugins.xla_cuda12' if name == 'h100' else 'libtpu'
-  if not _installed(package):
-    raise UserError(f'--topology={topology} needs the package {package}: pip install -r '
-                    'requirements-plan.txt')
-  os.environ.update(TPU_ENVIRONMENT)
-  from jax.experimental import topologies
-  try:
-    if name == 'h100':
-      found = topologies.get_topology_desc('h100', 'cuda', target_config=H100, topology=shape)
-    else:
-      found = topologies.get_topology_desc(platform='tpu', topology_name=topology)
-  except jax.errors.JaxRuntimeError as error:
-    raise _explained(error, topology) from error
-  return found.devices, CHIPS[name]
-
-
 def turn_batch(rows, columns) -> types.TurnBatch:
   """ShapeDtypeStructs of the batch that `batching.to_turn_batch` makes."""
   real, whole = _shape_of(rows, columns), _shape_of(rows, columns, dtype=jnp.int32)
@@ -264,39 +191,6 @@ def turn_batch(rows, columns) -> types.TurnBatch:
       tokens=whole, action_mask=real, turn_ids=whole, rewards=real, old_logp=real, ref_logp=real,
       old_values=real, advantages=real, returns=real,
       group_ids=_shape_of(rows, dtype=jnp.int32), behaviour_logp=real)
-
-
-def _local_devices():
-  """The devices of this machine; of simulated ones each has its share of the machine's memory."""
-  devices = jax.devices()
-  kind = devices[0].device_kind
-  if kind in KINDS:
-    return devices, CHIPS[KINDS[kind]]
-  if 'H100' in kind:
-    return devices, CHIPS['h100']
-  if devices[0].platform == 'cpu':
-    memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') // len(devices)
-  else:
-    memory = devices[0].memory_stats()['bytes_limit']
-  return devices, Chip(kind, memory)
-
-
-def _installed(package):
-  try:
-    return importlib.util.find_spec(package) is not None
-  except ModuleNotFoundError:
-    return False
-
-
-def _explained(error, topology):
-  """What a compiler's exception means for the user, as a UserError or RunError."""
-  text = ' '.join(str(error).split())
-  if 'lockfile' in text or 'already in use' in text:
-    return RunError('another process on this machine is compiling for TPU or uses one, and libtpu '
-                    'allows one at a time: wait for it, or remove /tmp/libtpu_lockfile if it died')
-  if 'INVALID_ARGUMENT' in text:
-    return UserError(f'--topology={topology}: {text[:200]}; give {FORMS}')
-  return RunError(f'the compiler for {topology} failed: {text[:400]}')
 
 
 def _params(model):
@@ -369,26 +263,26 @@ def _programs(plan, learner, state, frozen):
   whole = functools.partial(_shape_of, dtype=jnp.int32)
   deal, first_deals = (train.mini_batch,), (train.episodes // train.mini_batch, train.mini_batch)
   packed = lambda axes: packing.Packing(*(whole(*axes) for _ in range(3)))
-  for name, unit, runs, resident, traced in (
+  for name, unit, runs, trips, resident, traced in (
       ('update', f'an optimizer step on {train.mini_batch} episodes {micro}', steps,
-       here['reference policy'],
+       micro_batches, here['reference policy'],
        functions.update_step.trace(state, frozen, batch, whole(*deal), packed(deal))),
       ('annotate', f'log-probs and values of {train.episodes} episodes {micro}', 1,
-       here['optimizers'],
+       micro_batches, here['optimizers'],
        functions.annotate.trace(
            state, frozen, batch, whole(*first_deals), packed(first_deals))),
-      ('prefill', f'{chunk} tokens of {read_rows} rows', read * chunks,
+      ('prefill', f'{chunk} tokens of {read_rows} rows', read * chunks, 1,
        other_bands if sampler.in_place else others + cache, sampling['prefill']),
-      ('decode', f'1 token of {width} rows of {rollout.max_total} slots', decoded * tokens,
+      ('decode', f'1 token of {width} rows of {rollout.max_total} slots', decoded * tokens, 1,
        other_bands, sampling['decode']),
-      ('grow', 'the last growth of a KV cache, which copies it', decoded * grows,
+      ('grow', 'the last growth of a KV cache, which copies it', decoded * grows, 1,
        other_bands + here['policy'], sampling['grow'])):
     yield Program(
-        name, unit, runs, plan_hlo.matmul_flops(traced.jaxpr, micro_batches), resident), traced
+        name, unit, runs, plan_hlo.matmul_flops(traced.jaxpr, trips), resident, trips), traced
 
 
 def _compile(program, traced, plan):
-  """Compiles and fills in the memory and the collectives; its open loops run once a micro-batch."""
+  """Compiles and fills in the memory and the collectives."""
   started = time.perf_counter()
   logging.info('compiling %s for %s', program.name, plan.topology)
   try:
@@ -397,7 +291,7 @@ def _compile(program, traced, plan):
   except jax.errors.JaxRuntimeError as error:
     used = re.search(r'Used ([\d.]+)([MG]) of', str(error))
     if not used:
-      raise _explained(error, plan.topology) from error
+      raise topologies.explained(error, plan.topology) from error
     # The compiler gives up on a program that does not fit; its figure holds arguments too.
     program.temporaries = int(float(used[1]) * {'M': 2**20, 'G': GIB}[used[2]])
     program.note = ', refused by the compiler for its size'
@@ -407,9 +301,7 @@ def _compile(program, traced, plan):
     program.temporaries = (
         memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         + memory.generated_code_size_in_bytes)
-    train = plan.config.train
-    program.collectives = plan_hlo.collectives(
-        compiled.as_text(), train.mini_batch // train.micro_batch)
+    program.collectives = plan_hlo.collectives(compiled.as_text(), program.trips)
   program.compile_s = time.perf_counter() - started
 
 

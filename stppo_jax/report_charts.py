@@ -161,7 +161,7 @@ CHARTS = (
     ),
     Chart(
         'Episodes and cost', 'Time of an update', 'seconds', '',
-        (Line(r'timing_s/(?!step$|testing$|gen_)(.+)', r'\1'),), 'stack',
+        (Line(r'timing_s/(?!step$|testing$|gen)(.+)', r'\1'),), 'stack',
     ),
     Chart(
         'Episodes and cost', 'Time of generation', 'seconds', '',

@@ -246,7 +246,8 @@ class PlayTest(parameterized.TestCase):
     )
     self.assertEqual(
       episodes[0].metrics,
-      {'em': 1.0, 'f1': 0.5, 'searches': 1, 'invalid': 0, 'turns': 2, 'prompt_too_long': 0},
+      {'em': 1.0, 'f1': 0.5, 'searches': 1, 'invalid': 0, 'turns': 2, 'prompt_too_long': 0,
+       'repeated': 0, 'empty': 0, 'cut': 0},
     )
     self.assertEqual(episodes[1].metrics['invalid'], 2)
     self.assertEqual(episodes[1].metrics['em'], 0)

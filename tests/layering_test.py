@@ -19,7 +19,8 @@ ALLOWED = {
     'evaluation': 'types hosts config models tasks chat envs retrieval rollout',
     'training': 'types hosts metrics report algorithms models tasks chat envs retrieval rollout '
                 'evaluation',
-    'plan_hlo': '', 'plan': 'types plan_hlo models evaluation training',
+    'plan_hlo': '', 'topologies': 'types',
+    'plan': 'types plan_hlo topologies models evaluation training',
 }
 READ_THE_CONFIG = {'training/loop.py', 'training/parts.py', 'evaluation.py', 'plan.py'}
 

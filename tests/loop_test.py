@@ -1,5 +1,6 @@
 """The whole loop on a tiny model: what a run leaves behind, resumption, failures of the world."""
 
+import glob
 import json
 import os
 import socket
@@ -39,8 +40,8 @@ NAMES = tuple('''
   critic/advantages/min critic/returns/mean critic/values/mean response_length/mean
   response_length/max response_length/min prompt_length/mean num_turns/mean num_turns/max
   num_turns/min timing_s/step timing_s/gen timing_s/old_log_prob timing_s/update_actor
-  timing_s/gen_prefill timing_s/gen_decode timing_s/gen_env timing_s/wait pipeline/staleness
-  perf/rows_busy perf/decode_steps perf/prefill_tokens perf/shared_tokens perf/throughput perf/padding
+  timing_s/gen_prefill timing_s/gen_decode timing_s/gen_env timing_s/wait timing_s/records
+  pipeline/staleness perf/rows_busy perf/decode_steps perf/prefill_tokens perf/shared_tokens perf/throughput perf/padding
   perf/host_memory_gb perf/compilations env/replays rollout_corr/kl rollout_corr/k3_kl rollout_corr/logp_diff_max
   rollout_corr/rollout_is_mean rollout_corr/rollout_is_max rollout_corr/rollout_is_min
   rollout_corr/rollout_is_eff_sample_size stppo/grad_norm stppo/bias_norm stppo/cos_g_c stppo/divisor
@@ -121,8 +122,18 @@ class LoopTest(parameterized.TestCase):
 
   def test_a_run_its_traces_and_its_resumption(self):
     config = make_config()
-    scores = loop.train(config, self.workdir)
+    scores = loop.train(config, self.workdir, profile=1)
     rows = metrics_lib.read_metrics(self.workdir)
+
+    with self.subTest('a trace of the second update, with its phases'):
+      (path,) = glob.glob(os.path.join(self.workdir, 'profile', '**', '*.xplane.pb'), recursive=True)
+      found = jax.profiler.ProfileData.from_file(path)
+      phases = {'step', 'wait', 'old_log_prob', 'update_actor', 'records'}
+      named = [event.name for plane in found.planes for line in plane.lines for event in line.events
+               if event.name in phases]
+      self.assertCountEqual(named, phases)
+      seconds = {name: rows[2][f'timing_s/{name}'] for name in phases}
+      self.assertBetween(sum(seconds.values()) / seconds['step'] - 1, 0.9, 1)
 
     with self.subTest('metrics'):
       self.assertEqual([row['step'] for row in rows], [0, 1, 2])

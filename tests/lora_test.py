@@ -312,11 +312,12 @@ class RunTest(absltest.TestCase):
       self.assertEqual(leaves, {'lora_a', 'lora_b'})
       self.assertEqual(state.critic.keys(), {'layers', 'value_head'})
       folder = os.path.join(self.workdir, 'checkpoints', '2')
-      on_disk = sum(os.path.getsize(os.path.join(root, name))
-                    for root, _, names in os.walk(folder) for name in names)
+      arrays = sum(os.path.getsize(os.path.join(root, name))  # the rest says what they are
+                   for root, _, names in os.walk(folder) for name in names
+                   if os.path.basename(root) == 'd')
       numbers = sum(x.nbytes for x in jax.tree.leaves(state))
       self.assertLess(numbers, 30_000)  # of 150,000 with full training
-      self.assertLess(on_disk, 2 * numbers + 50_000)
+      self.assertLess(arrays, numbers + 30_000)
 
     with self.subTest('another alpha is another run'):
       with self.assertRaisesRegex(UserError, 'lora_alpha'):
@@ -340,7 +341,7 @@ class RunTest(absltest.TestCase):
       wanted = logits(run.frozen.policy(state.actor), run.learner.actor)
       np.testing.assert_allclose(logits(params, exported), wanted, atol=1e-5)
       untrained = logits(run.frozen.actor, run.learner.actor)
-      self.assertGreater(float(jnp.abs(wanted - untrained).max()), 1e-2)
+      self.assertGreater(float(jnp.abs(wanted - untrained).max()), 1e-3)  # 100 tolerances
       self.assertTrue(os.path.isfile(os.path.join(folder, 'tokenizer.json')))
 
   def test_full_training_exports_its_policy_too(self):

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import run
 from stppo_jax import plan
 from stppo_jax import plan_hlo
+from stppo_jax import topologies
 from stppo_jax.models import attention
 from stppo_jax.training import sharding
 from stppo_jax.types import RunError
@@ -108,11 +109,13 @@ class CountsTest(absltest.TestCase):
     one = 4 * 4 * 2 * 256 * 256 * 64  # of all rows and heads
     flops = lambda f: plan_hlo.matmul_flops(jax.make_jaxpr(f)(q))
     self.assertEqual(flops(attend), 2 * one)
-    # The dq kernel makes scores, d weights and dq; the dkv kernel the first two again, dk and dv.
-    self.assertEqual(flops(jax.grad(attend)), (2 + 3 + 4) * one)
+    # The dq kernel makes scores, d weights and dq; the dkv kernel the first two again, dk and dv;
+    # before them each query's output is multiplied with its own derivative.
+    self.assertEqual(flops(jax.grad(attend)), (2 + 3 + 4) * one + 2 * q.size)
     two = 4 * 4 * 2 * 1024 * 1024 * 64 * 3 / 4  # 2 x 2 blocks of 512, of which 3 are not skipped
     q = jnp.ones((4, 1024, 4, 64))
     self.assertEqual(flops(attend), 2 * two)
+
   def test_a_loop_of_unknown_count_runs_as_often_as_told(self):
     def function(n, x):  # x [4,4]
       return jax.lax.fori_loop(0, n, lambda _, y: y @ x, x)
@@ -181,6 +184,13 @@ class PlanTest(parameterized.TestCase):
     for words in ('8 x cpu', 'in training: plain', 'policy', 'KV cache', 'all-gather', 'FITS'):
       self.assertIn(words, text)
 
+  def test_the_work_of_a_decoded_token(self):
+    """2 for each weight of the matrices, and for scores and values of 192 slots; not once a micro-batch."""
+    vocabulary = plan.evaluation.load_shape(self.config).vocab_size
+    weights = 16 * (2 * 2 * 8 + 2 * 8 + 3 * 32 + vocabulary)
+    decode, = (p for p in self.plan.programs if p.name == 'decode')
+    self.assertEqual(decode.flops, 16 * 2 * (weights + 2 * 2 * 8 * 192))
+
   def test_activations_and_gradients_stay_in_their_shards(self):
     """Regression: without constraints each of 8 devices computed all rows and kept whole gradients."""
     text = self.texts[0]
@@ -195,12 +205,12 @@ class PlanTest(parameterized.TestCase):
     with open(experiment, 'w', encoding='utf-8') as file:
       file.write('from tests import tiny_run\n'
                  f'def get_config(mode=""):\n  return tiny_run.make_config({self.tmp!r})\n')
-    small = plan.Chip('small', 2**20, 1e12, 1e12, 1e12)
+    small = topologies.Chip('small', 2**20, 1e12, 1e12, 1e12)
     for name in [name for name in flags.FLAGS if name.split('.')[0] == 'config']:
       delattr(flags.FLAGS, name)  # a process defines them once
     stdout = io.StringIO()
     with (mock.patch.object(run, '_quiet_libraries'), contextlib.redirect_stdout(stdout),
-          mock.patch.object(plan, '_local_devices', return_value=(jax.devices(), small))):
+          mock.patch.object(topologies, '_local_devices', return_value=(jax.devices(), small))):
       code = run._main(run._parse(
           ['run.py', f'--config={experiment}', '--mode=plan', '--topology=']))
     self.assertEqual(code, 1)
@@ -210,14 +220,15 @@ class PlanTest(parameterized.TestCase):
 
   def test_the_micro_batch_to_try(self):
     """fixed 10 + others 20 + 80 for 8 rows, so 10 a row: 4 rows need 70, 2 need 50."""
-    program = plan.Program('update', '', 1, 0.0, resident=15, arguments=5, temporaries=90)
+    program = plan.Program(
+        'update', '', 1, 0.0, resident=15, trips=1, arguments=5, temporaries=90)
     largest = lambda limit: plan._largest(limit, [program], 8, 10, (2, 4, 8, 16))
     self.assertEqual([largest(n) for n in (49, 50, 69, 70, 110, 190)], [0, 2, 2, 4, 8, 16])
 
   @parameterized.parameters('v9:2x2', 'v5e', 'v5e:8by8', 'h100:8', '8x8')
   def test_an_unknown_topology(self, topology):
     with self.assertRaises(UserError) as caught:
-      plan.devices_of(topology)
+      topologies.devices_of(topology)
     message = str(caught.exception)
     self.assertNotIn('\n', message)
     for words in (topology, 'v5e:8x8', 'v5p:4x4x4', 'h100:1x1x8'):
@@ -225,15 +236,15 @@ class PlanTest(parameterized.TestCase):
 
   @parameterized.parameters('v5e:8x8', 'h100:1x1x8')
   def test_a_compiler_that_is_not_installed(self, topology):
-    with mock.patch.object(plan, '_installed', return_value=False):
+    with mock.patch.object(topologies, '_installed', return_value=False):
       with self.assertRaisesRegex(UserError, 'requirements-plan.txt'):
-        plan.devices_of(topology)
+        topologies.devices_of(topology)
 
   def test_what_compilers_say(self):
-    taken = plan._explained(RuntimeError('ABORTED: libtpu multi-process\nlockfile.'), 'v5e:8x8')
+    taken = topologies.explained(RuntimeError('ABORTED: libtpu multi-process\nlockfile.'), 'v5e:8x8')
     self.assertIsInstance(taken, RunError)
     self.assertIn('another process', str(taken))
-    wrong = plan._explained(RuntimeError('INVALID_ARGUMENT: not\ndivisible'), 'v5e:9x7')
+    wrong = topologies.explained(RuntimeError('INVALID_ARGUMENT: not\ndivisible'), 'v5e:9x7')
     self.assertIsInstance(wrong, UserError)
     self.assertIn('v5e:9x7: INVALID_ARGUMENT: not divisible', str(wrong))
 

@@ -202,7 +202,7 @@ class ChartsTest(absltest.TestCase):
     self.assertEqual(labels([row]), ['nq · 1-hop', 'nq · 2-hop', 'trivia · 1-hop'])
 
   def test_layers_of_a_stack_keep_the_same_steps(self):
-    rows = [{'step': s, 'timing_s/gen': s % 7, 'timing_s/adv': -s % 5} for s in range(2000)]
+    rows = [{'step': s, 'timing_s/wait': s % 7, 'timing_s/adv': -s % 5} for s in range(2000)]
     (chart,) = report_charts.charts(rows)
     first, second = chart['series']
     self.assertEqual(first['x'], second['x'])
@@ -304,6 +304,7 @@ def _fake_training_row(random_state, step):
       'response_length/min': 31, 'prompt_length/mean': 121 + noise(1), 'prompt_length/max': 140,
       'prompt_length/min': 100, 'num_turns/mean': turns, 'num_turns/max': 5, 'num_turns/min': 1,
       'perf/throughput': 1900 + noise(90), 'timing_s/step': gen + train + 1.0, 'timing_s/gen': gen,
+      'timing_s/wait': gen,
       'timing_s/old_log_prob': 0.5, 'timing_s/update_actor': train,
       'timing_s/gen_sample': gen * 0.8, 'timing_s/gen_retrieve': gen * 0.1,
       'env/retrieval_failed': 0.0, 'env/truncated': abs(noise(0.02)),

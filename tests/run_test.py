@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -182,6 +183,23 @@ class MainTest(parameterized.TestCase):
         line, exit_code = self.complaint()
       self.assertIn(word, line)
       self.assertEqual(exit_code, code)
+
+  def test_an_interrupt_that_a_library_swallows_is_not_lost(self):
+    """Python ignores what is raised in a finalizer, for one."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def train(config, workdir, stop_requested, profile):
+      del config, workdir, profile
+      self.assertFalse(stop_requested())
+      with contextlib.suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+      stop_requested()
+
+    with mock.patch.object(loop, 'train', train):
+      line, exit_code = self.complaint()
+    self.assertIn('interrupted', line)
+    self.assertEqual(exit_code, 130)
+    self.assertIs(signal.getsignal(signal.SIGINT), before)
 
 
 if __name__ == '__main__':

@@ -3,6 +3,7 @@
 import functools
 import re
 import types
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -15,6 +16,7 @@ from stppo_jax import chat
 from stppo_jax import evaluation
 from stppo_jax.envs import search
 from stppo_jax.rollout import batching
+from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.types import Passage
 from stppo_jax.types import Task
@@ -134,27 +136,19 @@ class StoryTest(parameterized.TestCase):
     self.assertLen(quote.split(), search_trajectories.MAX_QUOTE)
 
 
-class ScriptedSampler:
-  """Says the given turns, one a call, as `sampler.Sampler` would; keeps what it read."""
+def scripted(turns):
+  """An `engine.run` whose one dialogue says the given turns."""
 
-  row_buckets, max_slots = (1,), 8192
+  def run(sampler, params, prompts, keys, respond, threads):
+    del sampler, params, keys, threads
+    [cue], left = prompts, list(turns)
+    while cue.budget:
+      turn = np.array(left.pop(0), np.int32)
+      assert len(turn) <= cue.budget
+      [cue] = respond([engine.Said(0, turn, np.zeros(len(turn), np.float32))])
+    return engine.Report()
 
-  def __init__(self, turns):
-    self._turns = list(turns)
-
-  def row_bucket(self, rows):
-    return rows
-
-  def start(self, keys):
-    return types.SimpleNamespace(logits=keys)
-
-  def feed(self, params, state, ids):
-    return state
-
-  def generate(self, params, state, budgets):
-    turn = np.array(self._turns.pop(0), np.int32)
-    assert len(turn) <= budgets[0]
-    return state, [turn], [np.zeros(len(turn), np.float32)]
+  return run
 
 
 class TokensTest(parameterized.TestCase):
@@ -172,9 +166,10 @@ class TokensTest(parameterized.TestCase):
     env = search.SearchEnv(task, demonstrator._retriever, config.env.max_turns, 1, 'search_r1')
     limits = episode_loop.Limits(
         config.rollout.max_prompt, config.rollout.max_turn, whole - 10, config.rollout.max_total)
-    [episode] = episode_loop.play(
-        ScriptedSampler(spoken), None, tokenizer, [env], [task], [0],
-        jax.random.split(jax.random.key(0), 1), limits)
+    with mock.patch.object(engine, 'run', scripted(spoken)):
+      [episode], _ = episode_loop.play(
+          types.SimpleNamespace(max_slots=8192), None, tokenizer, [env], [task], [0],
+          jax.random.split(jax.random.key(0), 1), limits)
     tokens, turn_ids, _ = batching.unroll(episode)
     np.testing.assert_array_equal(row.tokens, tokens)
     np.testing.assert_array_equal(row.weights, (turn_ids > 0).astype(np.float32))

@@ -148,7 +148,7 @@ class UpdateTest(parameterized.TestCase):
     alone = packing.Packing(  # every row in a bin of its own
         np.arange(8, dtype=np.int32), np.zeros(8, np.int32), np.full(8, 24, np.int32))
     rows = np.arange(8, dtype=np.int32)
-    expected = functions.update_step(make_state(learner, mesh), batch, rows, alone)
+    expected = functions.update_step(make_state(learner, mesh), NOTHING, batch, rows, alone)
     learner = dataclasses.replace(learner, lengths=lengths, micro_batch=micro_batch)
     self.assertLess(packed(learner, batch, rows).bin.max(), 6)
     state = make_state(learner, mesh)
@@ -188,10 +188,10 @@ class UpdateTest(parameterized.TestCase):
     rows = np.arange(8, dtype=np.int32)
     args = jax.device_put((rows, packed(learner, batch, rows)), sharding.replicated(mesh))
     with jax.transfer_guard('disallow'):
-      after, _, _ = functions.update_step(state, batch, *args)
+      after, _, _ = functions.update_step(state, NOTHING, batch, *args)
     for before in jax.tree.leaves(state):
       self.assertTrue(before.is_deleted())
-    compiled = functions.update_step.lower(after, batch, *args).compile()
+    compiled = functions.update_step.lower(after, NOTHING, batch, *args).compile()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(after))
     self.assertGreaterEqual(compiled.memory_analysis().alias_size_in_bytes, size)
 

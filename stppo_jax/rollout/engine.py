@@ -186,21 +186,21 @@ class _Engine:
       _Row(i, cue.ids, cue.budget) for i, cue in enumerate(prompts) if cue.budget > 0)
     self._seats: dict[int, tuple[_Band, int]] = {}  # dialogue under way -> its place
     self._bands: list[_Band] = []
+    self._running: _Call | None = None  # what the device is at
     self._kept = None  # (prompt, context, row in it) that the next in the queue begins with
     self._last_read = None  # what the last reading of a launch computes: the new lengths
     self._clock = time.perf_counter()
 
   def run(self):
     """Until nothing is left."""
-    running = None
     while self._queue or self._seats:
-      band = self._next_band(running)
+      band = self._next_band()
       launched = None if band is None else self._launch(band)
-      self._listen(wait=running is None and launched is None)
-      if running is not None:
-        self._world.hand_over(self._finish(running))
+      self._listen(wait=self._running is None and launched is None)
+      if self._running is not None:
+        self._world.hand_over(self._finish(self._running))
         self._listen()
-      running = launched
+      self._running = launched
 
   def _lap(self, name):
     """The time since the last lap goes to `name`."""
@@ -208,17 +208,19 @@ class _Engine:
     self.report.seconds[name] += now - self._clock
     self._clock = now
 
-  def _next_band(self, running: _Call | None) -> _Band | None:
+  def _next_band(self) -> _Band | None:
     """The band, of those that the device is not at, in which most rows can speak."""
 
     def speakers(band):
       return (len(band.places('speaking')) + len(band.places('ready'))
               + min(len(band.free()), len(self._queue)))
 
-    bands = [band for band in self._bands if running is None or band is not running.band]
+    width = self._sampler.width
+    if self._running is not None and not self._queue and len(self._seats) <= width:
+      return None  # the last rows are to share a band, and those at the device cannot move
+    bands = [band for band in self._bands if self._can_move(band)]
     band = max(bands, key=speakers, default=None)  # the first of several
     most = 0 if band is None else speakers(band)
-    width = self._sampler.width
     if len(self._bands) < self._sampler.num_bands and most < min(width, len(self._queue)):
       slots = self._sampler.slot_buckets[0]
       self._bands.append(_Band(self._sampler.empty(width, slots), [None] * width))
@@ -380,13 +382,19 @@ class _Engine:
         self._put(band, taken, [(row, source) for source, row in enumerate(rows)])
 
   def _to_read(self, band: _Band) -> Iterator[tuple[_Band, list[int]]]:
-    """(where they are, places) of the rows to be read for `band`; the short before the long."""
-    yield band, self._by_length(band, len(band.rows))
+    """(where they are, places) of the rows to be put into `band`; the short before the long."""
+    yield band, self._by_length(band, band.places('ready'))
     emptiness = lambda band: (len(band.free()), self._bands.index(band))  # of equals the later one
     for other in self._bands:
-      if not self._queue and band.free() and emptiness(other) > emptiness(band):
-        yield other, self._by_length(other, len(band.free()))
+      if (not self._queue and band.free() and self._can_move(other)
+          and emptiness(other) > emptiness(band)):
+        places = other.places('speaking') + other.places('ready')
+        yield other, self._by_length(other, places[: len(band.free())])
 
-  def _by_length(self, band, count):
-    """At most so many ready rows, those of like length beside each other: they are cut alike."""
-    return sorted(band.places('ready')[:count], key=lambda b: len(band.rows[b].ids))
+  def _can_move(self, band: _Band) -> bool:
+    """Whether the device is not at the band."""
+    return self._running is None or band is not self._running.band
+
+  def _by_length(self, band, places):
+    """Rows with like numbers of ids to read beside each other: they are cut alike."""
+    return sorted(places, key=lambda b: len(band.rows[b].ids))

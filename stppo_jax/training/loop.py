@@ -34,6 +34,7 @@ from stppo_jax.training import pipeline as pipelines
 from stppo_jax.training import records as records_lib
 from stppo_jax.training import sharding
 from stppo_jax.training import state as train_state
+from stppo_jax.training import trace
 from stppo_jax.training import update
 from stppo_jax.training import workdir as workdirs
 from stppo_jax.types import RunError
@@ -62,11 +63,13 @@ class Run:
     return self.frozen.policy(self.state.actor)
 
 
-def train(config, workdir, stop_requested=lambda: False):
+def train(config, workdir, stop_requested=lambda: False, profile=0):
   """Runs, or resumes, the config in `workdir`; returns the metrics of the last evaluation.
 
   When `stop_requested()` turns true, the update under way is finished and saved, and the rest left to
-  the next call; if its episodes are still under way, they are left too. A run whose gradients stay non-finite ends, or goes on from its newest checkpoint.
+  the next call; if its episodes are still under way, they are left too. A run whose gradients stay
+  non-finite ends, or goes on from its newest checkpoint. A trace of `profile` updates goes to
+  workdir/profile.
   """
   schema.validate(config)
   if config.pipeline.staleness and jax.process_count() > 1:
@@ -80,7 +83,7 @@ def train(config, workdir, stop_requested=lambda: False):
     last_batch, rollbacks = None, collections.Counter()
     while True:
       try:
-        return _train(run, workdir, stop_requested, last_batch)
+        return _train(run, workdir, stop_requested, profile, last_batch)
       except _Stuck as stuck:
         with checkpoint.Checkpoints(workdir) as checkpoints:
           newest = checkpoints.newest()
@@ -150,10 +153,10 @@ def train_on(run, pipeline, number, n):
   """
   config, functions, train = run.config, run.functions, run.config.train
   _, shuffle_key = pipelines.batch_keys(config.seed, number)
-  timing = collections.defaultdict(float)
+  timing = trace.Timing()
 
-  with _timed(timing, 'step'):
-    with _timed(timing, 'wait'):
+  with timing('step'):
+    with timing('wait'):
       sampled = pipeline.take(run.state.actor, number)
     # In the order of length, whatever the order of arrival: rows of like length may share a bin.
     episodes = sorted(sampled.episodes, key=batching.trained_length)
@@ -161,7 +164,7 @@ def train_on(run, pipeline, number, n):
     deals = list(minibatches(shuffle_key, len(episodes), train.mini_batch, train.epochs))
     packings = [packing.pack(lengths[rows], train.micro_batch, train.length_buckets)
                 for rows in deals]
-    with _timed(timing, 'old_log_prob'):
+    with timing('old_log_prob'):
       batch = batching.to_turn_batch(
           episodes, train.length_buckets[-1:], pad_id=run.agent.tokenizer.pad_id,
           sharding=sharding.rows(run.mesh))
@@ -171,7 +174,7 @@ def train_on(run, pipeline, number, n):
           packing.stack(packings[first_epoch]))
       run.state, batch, summary = functions.with_advantages(run.state, batch)
       metrics = jax.device_get(gap | summary)
-    with _timed(timing, 'update_actor'):
+    with timing('update_actor'):
       steps, seen = [], {}
       for rows, packed in zip(deals, packings):
         run.state, step_metrics, step_seen = functions.update_step(
@@ -179,25 +182,26 @@ def train_on(run, pipeline, number, n):
         steps.append(step_metrics)
         seen[tuple(rows)] = step_seen
       steps = jax.device_get(steps)
-  metrics |= {name: float(np.mean([step[name] for step in steps])) for name in steps[0]}
-  metrics['actor/skipped'] = max(int(step['actor/skipped']) for step in steps)  # in a row
-  metrics['pipeline/staleness'] = sampled.staleness
-  metrics |= sampled.measured | {f'timing_s/{name}': seconds for name, seconds in timing.items()}
-  metrics |= records_lib.summarize(episodes)
+    with timing('records'):
+      metrics |= {name: float(np.mean([step[name] for step in steps])) for name in steps[0]}
+      metrics['actor/skipped'] = max(int(step['actor/skipped']) for step in steps)  # in a row
+      metrics |= records_lib.summarize(episodes)
+      wanted = config.log.episodes or metrics['actor/skipped'] >= train.max_nonfinite
+      records = records_lib.with_tokens(
+          episodes, run.agent.tokenizer, batch, seen, n, run.learner.has_values) if wanted else []
+  metrics |= sampled.measured | timing.metrics()
   num_tokens = int(lengths.sum())
   num_computed = sum(
       packing.num_computed(packed, train.micro_batch, train.length_buckets) for packed in packings)
   metrics |= {
+      'pipeline/staleness': sampled.staleness,
       'perf/throughput': num_tokens / timing['step'],
       'perf/padding': 1 - train.epochs * num_tokens / max(num_computed, 1),
       'perf/host_memory_gb': metrics_lib.host_memory_gb(),
       'perf/compilations': functions.num_compilations() + sum(
           run.agent.sampler.compiled_variants().values()),
   }
-  if not config.log.episodes and metrics['actor/skipped'] < train.max_nonfinite:
-    return metrics, []
-  return metrics, records_lib.with_tokens(
-      episodes, run.agent.tokenizer, batch, seen, n, run.learner.has_values)
+  return metrics, records
 
 
 def minibatches(key, num_rows, mini_batch, epochs):
@@ -215,7 +219,7 @@ class _Stuck(Exception):
     self.batch_number = batch_number
 
 
-def _train(run, workdir, stop_requested, last_batch=None):
+def _train(run, workdir, stop_requested, profile=0, last_batch=None):
   """Trains from the newest checkpoint on; after a rollback with the batches after `last_batch`."""
   config = run.config
   questions = evaluation.load_tasks(config, config.data.train_split)
@@ -235,6 +239,8 @@ def _train(run, workdir, stop_requested, last_batch=None):
     writer = resources.enter_context(_writer(config, workdir, first))
     pipeline = resources.enter_context(
         pipelines.Pipeline(batches.sample, config.pipeline.staleness, ready))
+    before_update = resources.enter_context(
+        trace.of_updates(os.path.join(workdir, 'profile'), profile, first))
     logging.info('%s: %s, %d devices as %s; %d questions to train on, %d held out', config.name,
                  config.algorithm.variant, run.mesh.size, dict(run.mesh.shape), len(questions),
                  len(held_out))
@@ -244,6 +250,7 @@ def _train(run, workdir, stop_requested, last_batch=None):
       _write(writer, 0, scores)
     history = hosts.by_writer(metrics_lib.read_metrics, workdir)
     while n < config.train.updates and not any(hosts.share(stop_requested())):
+      before_update(n)
       try:
         with _saved_if_it_stops(checkpoints, n, run.state, passed_over):
           metrics, records = train_on(run, pipeline, n + 1 + passed_over, n + 1)
@@ -393,10 +400,3 @@ def _writer(config, workdir, first):
 def _write(writer, n, metrics):
   if writer is not None:
     writer.write(n, metrics)
-
-
-@contextlib.contextmanager
-def _timed(timing, name):
-  started = time.perf_counter()
-  yield
-  timing[name] += time.perf_counter() - started

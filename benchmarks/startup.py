@@ -1,0 +1,61 @@
+"""How long a run takes to its first update, and how much memory: with nothing compiled yet, and again.
+
+  python -m benchmarks.startup                       # on a machine that does nothing else
+  python -m benchmarks.startup --quick               # the smoke run: does the script work?
+
+Runs `run.py --config=experiments/st_ppo_tiny.py` for two updates with an empty compilation cache
+('cold'), then in another folder with the cache that this has left ('warm'). Before the first update it
+answers 96 held-out questions, one call of the evaluation's sampler: a run cannot leave it out, and this
+is the least. All times are in seconds from the start of the process; what the first update takes longer
+than the second is compilation. `peak_mb` is of the whole run.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+from absl import app
+
+from benchmarks import side_by_side
+
+_ROOT = pathlib.Path(__file__).parent.parent
+
+
+def main(unused_argv):
+  side_by_side.print_machine()
+  with tempfile.TemporaryDirectory() as folder:
+    for name in ('cold', 'warm'):
+      side_by_side.print_line(
+        {'benchmark': 'startup', 'cache': name} | run(os.path.join(folder, name), folder))
+
+
+def run(workdir, folder):
+  """The figures of one run of two updates."""
+  config = 'experiments/st_ppo_tiny.py' + (':smoke' if side_by_side.QUICK.value else '')
+  started = time.time()
+  with open(os.path.join(folder, 'log'), 'w', encoding='utf-8') as log:
+    process = subprocess.Popen(
+      [sys.executable, 'run.py', f'--config={config}', f'--workdir={workdir}',
+       '--config.train.updates=2', '--config.eval.every=0', '--config.eval.episodes=96'],
+      cwd=_ROOT, stdout=log, stderr=log,
+      env=os.environ | {'JAX_COMPILATION_CACHE_DIR': os.path.join(folder, 'cache')})
+    _, status, usage = os.wait4(process.pid, 0)  # of this process alone, unlike RUSAGE_CHILDREN
+  ended = time.time()
+  if status:
+    with open(os.path.join(folder, 'log'), encoding='utf-8') as log:
+      raise RuntimeError(f'the run failed; its last words:\n{log.read()[-2000:]}')
+  with open(os.path.join(workdir, 'metrics.jsonl'), encoding='utf-8') as file:
+    evaluated, first, second = map(json.loads, file)
+  return {name: side_by_side.short(x) for name, x in {
+    'first_evaluation_at': evaluated['time'] - started, 'first_update_at': first['time'] - started,
+    'first_update_s': first['timing_s/step'], 'second_update_s': second['timing_s/step'],
+    'whole_run_s': ended - started, 'cpu_s': usage.ru_utime + usage.ru_stime,
+    'peak_mb': side_by_side.peak_mb(usage)}.items()}
+
+
+if __name__ == '__main__':
+  app.run(main)

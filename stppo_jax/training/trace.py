@@ -1,0 +1,50 @@
+"""Where an update's time goes: seconds of its phases for the metrics, and a profiler's trace for N updates.
+
+TensorBoard (with the plugin xprof) and Perfetto read the trace; the phases are named in it.
+"""
+
+import collections
+import contextlib
+import os
+import time
+
+from absl import logging
+import jax
+
+
+class Timing(collections.defaultdict):
+  """{phase: seconds}, filled by `with timing('gen'):`; a phase that comes again adds up."""
+
+  def __init__(self):
+    super().__init__(float)
+
+  @contextlib.contextmanager
+  def __call__(self, phase):
+    started = time.perf_counter()
+    with jax.profiler.TraceAnnotation(phase):
+      yield
+    self[phase] += time.perf_counter() - started
+
+  def metrics(self) -> dict[str, float]:
+    """The seconds under the names of metrics.jsonl."""
+    return {f'timing_s/{phase}': seconds for phase, seconds in self.items()}
+
+
+@contextlib.contextmanager
+def of_updates(folder, count, first):
+  """Gives a function to call before each update with the number n of those done.
+
+  It starts the trace after update first + 1, which compiles, and ends it `count` updates later; a run
+  that ends earlier ends it too. Nothing is traced with `count` 0.
+  """
+  with contextlib.ExitStack() as trace:
+
+    def before_update(n):
+      if n == first + 1 + count:
+        trace.close()
+      elif count and n == first + 1:
+        os.makedirs(folder, exist_ok=True)
+        trace.enter_context(jax.profiler.trace(folder))
+        trace.callback(logging.info, 'the trace is in %s: tensorboard --logdir=%s', folder, folder)
+
+    yield before_update
