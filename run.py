@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import difflib
 import errno
+import functools
 import logging as std_logging
 import os
 import re
@@ -132,6 +133,13 @@ def _quiet_libraries():
       lambda record: 'stppo_jax' in record.pathname or (
           # Orbax prints a traceback for what `Checkpoints` tells in one line.
           record.levelno >= std_logging.WARNING and 'orbax' not in record.pathname))
+  sys.unraisablehook = functools.partial(_tell_unraisable, sys.unraisablehook)
+
+
+def _tell_unraisable(tell, said):
+  """sys.unraisablehook, but for what TensorStore's threads say a hundredfold after a save that failed."""
+  if str(said.exc_value) != 'Event loop is closed':
+    tell(said)
 
 
 def _parse(argv):

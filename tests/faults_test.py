@@ -328,7 +328,7 @@ class NonfiniteTest(FaultCase):
     """One bad episode of ten: of the two steps of each epoch one is skipped, here the first ones."""
     config = make_config(**{'train.max_nonfinite': 1})
     with self.poisoned(1, rows=slice(1, 2)):
-      with self.assertRaisesRegex(RunError, 'not finite in 1 [^\n]*up to update 1: '):
+      with self.assertRaisesRegex(RunError, r'not finite in \d [^\n]*up to update 1: '):
         micro_run.train(config, self.workdir)
 
   @parameterized.parameters(0, 1)

@@ -171,8 +171,8 @@ class LifelineTest(absltest.TestCase):
 
 
 class TwoProcessesTest(absltest.TestCase):
-  """One story: two processes train as one does, one is killed, they resume, the other is killed, and
-  the checkpoint is evaluated."""
+  """One story: two processes train as one does, one is killed, they resume, the other is killed, the
+  checkpoint is evaluated, and one process alone goes on."""
 
   @classmethod
   def setUpClass(cls):
@@ -259,6 +259,12 @@ class TwoProcessesTest(absltest.TestCase):
       self.assertEqual([process.wait() for process in two], [0, 0])
       self.assertIn('val-core/all/em ', self.said(two[0]))
       self.assertNotIn('val-core', self.said(two[1]))
+    with self.subTest('one process on one device goes on where two were'):
+      newest = max(int(path.name) for path in saved.parent.iterdir() if path.name.isdigit())
+      alone = self.start('two', 1, f'--config.train.updates={newest + 1}')
+      self.assertEqual(alone.wait(), 0, self.said(alone))
+      self.assertIn(f'resumed after {newest} updates', self.said(alone))
+      self.assertEqual(metrics_lib.read_metrics(f'{self.tmp}/two')[-1]['step'], newest + 1)
 
 
 if __name__ == '__main__':

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import types
 from unittest import mock
 
 from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
@@ -168,6 +169,12 @@ class MainTest(parameterized.TestCase):
 
   def test_an_export_of_a_folder_without_a_run(self):
     self.refused('--workdir', 'no checkpoint to export', '--config', arguments=['--mode=export'])
+
+  def test_a_disk_that_was_full_is_not_told_by_every_thread(self):
+    told, say = [], lambda error: types.SimpleNamespace(exc_value=error)
+    for error in (RuntimeError('Event loop is closed'), RuntimeError('of ours')):
+      run._tell_unraisable(told.append, say(error))
+    self.assertLen(told, 1)
 
   def test_a_run_that_cannot_go_on_and_an_interrupt(self):
     for error, word, code in ((RunError('several\nlines'), 'several lines', 1),
