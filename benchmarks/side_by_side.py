@@ -264,3 +264,4 @@ def _cpu_name():
 
 if __name__ == '__main__':
   _serve(multiprocessing.connection.Connection(int(sys.argv[1])))
+  os._exit(0)  # a peer's threads may wait for work for ever, and Python for them

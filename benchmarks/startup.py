@@ -6,8 +6,8 @@
 Runs `run.py --config=experiments/st_ppo_tiny.py` for two updates with an empty compilation cache
 ('cold'), then in another folder with the cache that this has left ('warm'). Before the first update it
 answers 96 held-out questions, one call of the evaluation's sampler: a run cannot leave it out, and this
-is the least. All times are in seconds from the start of the process; what the first update takes longer
-than the second is compilation. `peak_mb` is of the whole run.
+is the least. Times `_at` are in seconds from the start of the process. Cold, the second update may
+still compile what the first did not meet. `peak_mb` is of the whole run.
 """
 
 import json
