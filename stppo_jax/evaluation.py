@@ -137,13 +137,15 @@ def make_agent(config, model, row_sharding=None) -> Agent:
 def make_sampler(config, model, stop_table, eos_ids, row_sharding=None, greedy=False):
   """The sampler of training, or the greedy one of evaluation.
 
-  Choice: bands that `row_sharding` cannot split evenly are left where the compiler puts them.
+  Choice: bands that `row_sharding` cannot split evenly are left where the compiler puts them. Rows that
+  are not split at all are free to move: only those that have something to read are computed.
   """
   rollout = config.rollout
   options = dict(temperature=0.0) if greedy else dict(
       temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p)
   rows, width = num_rows(config, greedy), band_width(config, greedy)
-  if row_sharding is not None and width % _num_shards(row_sharding):
+  shards = 1 if row_sharding is None else _num_shards(row_sharding)
+  if shards == 1 or width % shards:
     row_sharding = None
   return sampling.Sampler(
       dataclasses.replace(model, row_sharding=row_sharding), stop_table, eos_ids, rollout.max_total,
