@@ -18,6 +18,7 @@ import time
 
 from absl import app
 from absl import flags
+from absl import logging
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -34,6 +35,7 @@ _SMALL = (
 
 
 def main(unused_argv):
+  logging.set_verbosity(logging.WARNING)
   rng = random.Random(_SEED.value)
   with tempfile.TemporaryDirectory() as folder:
     killed, straight = (os.path.join(folder, name) for name in ('killed', 'straight'))

@@ -78,6 +78,12 @@ class HealthTest(parameterized.TestCase):
     self.assertEqual(alarms_along(rows), [(6, 'invalid', True)])  # silent where there is no value
     self.assertEmpty(alarms_along([{'step': n} for n in range(9)]))
 
+  def test_what_is_watched_is_enough(self):
+    rows = curve('env/empty_share', [1.0] * 4)
+    self.assertEqual(alarms_along([health.watched({**row, 'other': 1.0}) for row in rows]),
+                     alarms_along(rows))
+    self.assertEqual(health.watched({'other': 1.0, 'actor/entropy': 0.5}), {'actor/entropy': 0.5})
+
   def test_flags(self):
     found = health.check(curve('env/empty_share', [1.0] * 3), LIMITS, 3)
     flags = health.flags(found)

@@ -67,6 +67,11 @@ def check(
   return alarms
 
 
+def watched(row: Mapping[str, float]) -> dict[str, float]:
+  """What `check` needs of a line of metrics: a long run keeps these alone."""
+  return {name: row[name] for rule in RULES.values() for name in rule.metrics if name in row}
+
+
 def flags(alarms: Sequence[Alarm]) -> dict[str, float]:
   """health/<rule>: 1 where it is broken, for metrics.jsonl and the report."""
   broken = {alarm.name for alarm in alarms}

@@ -248,7 +248,7 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
     if not first:
       scores = _evaluate(run, held_out, 0, workdir, config)
       _write(writer, 0, scores)
-    history = hosts.by_writer(metrics_lib.read_metrics, workdir)
+    history = [health.watched(row) for row in hosts.by_writer(metrics_lib.read_metrics, workdir)]
     while n < config.train.updates and not any(hosts.share(stop_requested())):
       before_update(n)
       try:
@@ -263,7 +263,7 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
         with pipeline.idle():
           scores = _evaluate(run, held_out, n, workdir, config)
         metrics |= scores
-      history.append(metrics)
+      history.append(health.watched(metrics))
       alarms = health.check(history, dataclasses.asdict(config.health), config.health.window)
       _write(writer, n, metrics | health.flags(alarms))
       logging.info(metrics_lib.progress_line(
