@@ -61,8 +61,9 @@ def choose(wanted, device, dtype, head_dim, lengths):
 
 
 def cached(q, k, v, slots):
-  """Queries at `slots` [B,T] of a cache read it up to their own: q [B,T,N,H], k, v [B,M,S,H] -> q's."""
-  return _ungrouped(_attend(_grouped(q, k.shape[1]), k, v, cache_mask(slots, k.shape[2])))
+  """Queries at `slots` [B,T] of a cache read it up to their own: q [B,T,N,H], k [B,M,H,S], v [B,M,S,H]."""
+  mask = cache_mask(slots, k.shape[3])
+  return _ungrouped(_attend(_grouped(q, k.shape[1]), k, v, mask, keys='bmhs'))
 
 
 def causal_mask(length, segments=None, first=0, count=None):
@@ -175,10 +176,10 @@ def _on_each_device(attend, row_sharding, num_kv_heads):
     attend, mesh=mesh, in_specs=(part, part, part, P(rows)), out_specs=part, check_vma=False)
 
 
-def _attend(q, k, v, mask):
-  """q [B,M,g,T,H], k and v [B,M,S,H], mask [1 or B,1,1,T,S] -> [B,M,g,T,H]."""
+def _attend(q, k, v, mask, keys='bmsh'):
+  """q [B,M,g,T,H], k [..] as `keys` says, v [B,M,S,H], mask [1 or B,1,1,T,S] -> [B,M,g,T,H]."""
   scores = jnp.einsum(
-    'bmgth,bmsh->bmgts', q * q.shape[-1] ** -0.5, k, preferred_element_type=jnp.float32
+    f'bmgth,{keys}->bmgts', q * q.shape[-1] ** -0.5, k, preferred_element_type=jnp.float32
   )
   scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
   weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)

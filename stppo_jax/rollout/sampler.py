@@ -23,14 +23,14 @@ from stppo_jax.rollout import sampling
 class Context:
   """Keys and values of each row's context, as in `decoder.KVCache`, and what comes next."""
 
-  k: tuple[jax.Array, ...]  # L arrays [B,M,S,H]; slots past a row's length hold rubbish
-  v: tuple[jax.Array, ...]
+  k: tuple[jax.Array, ...]  # L arrays [B,M,H,S]; slots past a row's length hold rubbish
+  v: tuple[jax.Array, ...]  # [B,M,S,H]
   logits: jax.Array  # [B,V] float32, the model's word on each row's next token
 
   @property
   def slots(self) -> int:
     """How many tokens a row has room for."""
-    return self.k[0].shape[2]
+    return self.v[0].shape[2]
 
 
 @flax.struct.dataclass
@@ -321,9 +321,10 @@ def _in_compute_dtype(params, config):
 
 def _grow(context, slots):
   """The same rows with `slots` slots each."""
-  more = slots - context.slots
-  pad = lambda a: jnp.pad(a, ((0, 0), (0, 0), (0, more), (0, 0)))
-  k, v = jax.tree.map(pad, (context.k, context.v))
+  more = (0, slots - context.slots)
+  k, v = (
+    tuple(jnp.pad(a, (*[(0, 0)] * axis, more, *[(0, 0)] * (3 - axis))) for a in arrays)
+    for arrays, axis in ((context.k, 3), (context.v, 2)))
   return context.replace(k=k, v=v)
 
 
@@ -334,8 +335,10 @@ def _take(context, rows):
 def _put(context, taken, targets, sources):
   """Rows may have fewer slots in `taken`: what lies past them is rubbish anyway."""
 
-  def put(a, b):
-    slots = (slice(None), slice(b.shape[2])) if b.ndim == 4 else ()
-    return a.at[(targets, *slots)].set(b[sources], mode='drop')
-
-  return jax.tree.map(put, context, taken)
+  few = slice(taken.slots)
+  put = lambda a, b, *slots: a.at[(targets, *slots)].set(b[sources], mode='drop')
+  every = slice(None)
+  return Context(
+    k=tuple(put(a, b, every, every, few) for a, b in zip(context.k, taken.k)),
+    v=tuple(put(a, b, every, few) for a, b in zip(context.v, taken.v)),
+    logits=put(context.logits, taken.logits))
