@@ -83,7 +83,7 @@ def main(unused_argv):
     logging.set_verbosity(logging.WARNING)
   cache = os.environ.get('JAX_COMPILATION_CACHE_DIR') or os.path.expanduser('~/.cache/stppo_jax')
   jax.config.update('jax_compilation_cache_dir', cache)
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)  # the small ones are many
   if _MODE.value == 'eval':
     scores = loop.evaluate(config, workdir)
     if hosts.is_writer():
