@@ -6,8 +6,8 @@
   python run.py --config=experiments/st_ppo_smollm2.py --config.model.folder=runs/sft_smollm2 \\
     --config.data.source=DATA/general_qa.jsonl --config.data.corpus=DATA/general_corpus.jsonl
 
-The GPU form is not yet run. With `--config.algorithm.variant=ppo --workdir=runs/ppo_smollm2` the same run is plain PPO,
-and benchmarks/gpu.sh does it all, resuming where it was cut off.
+Not yet run on a GPU. With `--config.algorithm.variant=ppo --workdir=runs/ppo_smollm2` the same run is plain PPO, and
+benchmarks/gpu.sh does it all, resuming where it was cut off.
 
 `:cpu` is the same code in 3 updates of 2 episodes on a CPU, after `sft_smollm2 --form=cpu`; the same command resumes it.
 Seen: all 3 updates and both evaluations, exact match 0 of 4 before and after (that warm start is 15 steps), 10 minutes

@@ -284,8 +284,9 @@ class LoopTest(parameterized.TestCase):
     chex.assert_trees_all_equal(after.critic, before.critic)
 
   def test_an_outage_is_waited_for_and_leaves_no_trace_in_the_numbers(self):
+    in_order = {'rollout.threads': 0}  # so that calls can be counted
     config = make_config(**{'retriever.max_failed_share': 0.0, 'train.checkpoint_every': 0,
-                            'eval.every': 0, 'retriever.max_outage_s': 0.3})
+                            'eval.every': 0, 'retriever.max_outage_s': 0.3, **in_order})
     undisturbed = os.path.join(self.workdir, 'undisturbed')
     loop.train(config, undisturbed)
     expected = metrics_lib.read_metrics(undisturbed)
@@ -314,7 +315,7 @@ class LoopTest(parameterized.TestCase):
       with self.subTest('long'):
         long = os.path.join(self.workdir, 'long')
         with fails_from(0, 0):
-          loop.train(make_config(**{'train.updates': 1}), os.path.join(self.workdir, 'count'))
+          loop.train(make_config(**{'train.updates': 1, **in_order}), os.path.join(self.workdir, 'count'))
           in_first = len(calls)
         with fails_from(in_first + 1, 10**9), self.assertRaises(RunError) as caught:
           loop.train(config, long)
