@@ -84,7 +84,7 @@ class Agent:
 
   def play(self, params, tasks, keys, groups=None, greedy=False, give_up=None):
     time.sleep(self.slow_s)
-    weight = np.float32(jax.tree.leaves(params)[0].sum())
+    weight = np.asarray(jax.tree.leaves(params)[0]).sum()  # by NumPy: nobody's compiler options
     groups = range(len(tasks)) if groups is None else groups
     episodes = []
     for task, key, group in zip(tasks, np.asarray(jax.random.key_data(keys)), groups):

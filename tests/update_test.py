@@ -36,6 +36,7 @@ def setUpModule():
 
 def tearDownModule():
   jax.config.update('jax_disable_most_optimizations', False)
+  jax.clear_caches()  # other tests would meet programs that sum in another order
 
 
 def make_learner(variant='st_ppo', critic=CRITIC, actor=MODEL, lr=1.0, **options):
