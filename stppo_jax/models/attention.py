@@ -3,7 +3,7 @@
 Sampling (`cached`) reads a cache with slots of its own. Training (`causal`) reads whole rows, in which
 several episodes may stand behind each other as segments; three backends compute the same:
 
-  plain   two einsums and a softmax, for a chunk of queries at a time; runs anywhere
+  plain   two einsums and a softmax, for a block of queries at a time; runs anywhere
   splash  JAX's flash attention kernel for TPU
   cudnn   NVIDIA's, through jax.nn
 
@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from stppo_jax.types import UserError
 
 SPLASH_BLOCKS = (512, 256, 128)  # queries and keys held at once: the first that divides T
+NUM_BLOCKS, MIN_BLOCK = 4, 64  # of the plain backend: at most so many blocks, of so many queries or more
 
 
 def causal(q, k, v, segments=None, backend='plain', chunk=0, row_sharding=None):
@@ -62,8 +63,11 @@ def choose(wanted, device, dtype, head_dim, lengths):
 
 def cached(q, k, v, slots):
   """Queries at `slots` [B,T] of a cache read it up to their own: q [B,T,N,H], k [B,M,H,S], v [B,M,S,H]."""
-  mask = cache_mask(slots, k.shape[3])
-  return _ungrouped(_attend(_grouped(q, k.shape[1]), k, v, mask, keys='bmhs'))
+  q = _grouped(q, k.shape[1])
+  scores = _per_key_head('bmth,bmhs->bmts', q * q.shape[-1] ** -0.5, k)
+  weights, scale = _softmax_parts(scores, cache_mask(slots, k.shape[3]), q.dtype)
+  y = _per_key_head('bmts,bmsh->bmth', weights, v) * scale
+  return _ungrouped(y.astype(q.dtype))
 
 
 def causal_mask(length, segments=None, first=0, count=None):
@@ -117,20 +121,26 @@ def _refusal(backend, device, dtype, head_dim, lengths):
 
 
 def _plain(q, k, v, segments, chunk):
-  """Scores of `chunk` queries at a time, and again in the backward pass: [B,M,g,T,T] never exists.
-
-  With 0, or where `chunk` does not divide T, all at once.
+  """By blocks of queries. With a `chunk` that divides T, one after the other, their scores computed again
+  in the backward pass: [B,M,g,T,T] never exists. With 0 a few blocks, each of which reads only the keys
+  up to its end.
   """
   length = q.shape[1]
   q, k, v = _grouped(q, k.shape[2]), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
   if not chunk or length <= chunk or length % chunk:
-    return _ungrouped(_attend(q, k, v, causal_mask(length, segments)))
+    block = max(MIN_BLOCK, -(-length // NUM_BLOCKS))
+    parts = []
+    for first in range(0, length, block):
+      end = min(first + block, length)
+      mask = causal_mask(length, segments, first, end - first)[..., :end]
+      parts.append(_read(q[..., first:end, :], k[:, :, :end], v[:, :, :end], mask))
+    return _ungrouped(jnp.concatenate(parts, axis=3))
   firsts = jnp.arange(0, length, chunk)
   parts = jnp.moveaxis(q.reshape(*q.shape[:3], len(firsts), chunk, q.shape[-1]), 3, 0)
 
   def attend(part_and_first):
     part, first = part_and_first  # [B,M,g,chunk,H]
-    return _attend(part, k, v, causal_mask(length, segments, first, chunk))
+    return _read(part, k, v, causal_mask(length, segments, first, chunk))
 
   y = jax.lax.map(jax.checkpoint(attend, prevent_cse=False), (parts, firsts))
   return _ungrouped(jnp.moveaxis(y, 0, 3).reshape(q.shape))
@@ -176,14 +186,58 @@ def _on_each_device(attend, row_sharding, num_kv_heads):
     attend, mesh=mesh, in_specs=(part, part, part, P(rows)), out_specs=part, check_vma=False)
 
 
-def _attend(q, k, v, mask, keys='bmsh'):
-  """q [B,M,g,T,H], k [..] as `keys` says, v [B,M,S,H], mask [1 or B,1,1,T,S] -> [B,M,g,T,H]."""
-  scores = jnp.einsum(
-    f'bmgth,{keys}->bmgts', q * q.shape[-1] ** -0.5, k, preferred_element_type=jnp.float32
-  )
+@jax.custom_vjp
+def _read(q, k, v, mask):
+  """q [B,M,g,T,H], k and v [B,M,S,H], mask [1 or B,1,1,T,S] -> [B,M,g,T,H]; written out so that the
+  derivative is one pass over the scores.
+
+  With weights w, y = w v and a cotangent d of y, that of the scores is w (d v^T - sum(d y)); softmax's own
+  sums over S instead (FlashAttention, Dao et al., arXiv 2205.14135, appendix B). On a CPU .6 of the time.
+  """
+  return _read_forward(q, k, v, mask)[0]
+
+
+def _read_forward(q, k, v, mask):
+  scores = _per_key_head('bmth,bmsh->bmts', q * q.shape[-1] ** -0.5, k)
+  weights, scale = _softmax_parts(scores, mask, q.dtype)
+  y = (_per_key_head('bmts,bmsh->bmth', weights, v) * scale).astype(q.dtype)
+  return y, (q, k, v, weights, scale, y)
+
+
+def _read_backward(residuals, d):
+  q, k, v, weights, scale, y = residuals
+  d = d.astype(jnp.float32) * scale
+  d_sum = jnp.sum(d * y, axis=-1, keepdims=True)
+  d = d.astype(q.dtype)
+  d_scores = weights * (_per_key_head('bmth,bmsh->bmts', d, v) - d_sum)
+  d_scores = d_scores.astype(q.dtype)
+  root = q.shape[-1] ** -0.5
+  d_q = _per_key_head('bmts,bmsh->bmth', d_scores, k) * root
+  sums = lambda a, b: jnp.einsum(
+    'bmts,bmth->bmsh', _merged(a), _merged(b), preferred_element_type=jnp.float32)
+  d_k, d_v = sums(d_scores, q * root), sums(weights, d)
+  return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+_read.defvjp(_read_forward, _read_backward)
+
+
+def _softmax_parts(scores, mask, dtype):
+  """(weights [..,T,S] not yet divided by their sum, 1 / that sum [..,T,1]): products with S come between."""
   scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
-  weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-  return jnp.einsum('bmgts,bmsh->bmgth', weights, v)
+  weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+  return weights.astype(dtype), 1 / weights.sum(axis=-1, keepdims=True)
+
+
+def _per_key_head(equation, q, k):
+  """einsum of [B,M,g,T,..] and [B,M,..] to float32: the g heads are more queries of one product."""
+  y = jnp.einsum(equation, _merged(q), k, preferred_element_type=jnp.float32)
+  return y.reshape(*q.shape[:-1], -1)
+
+
+def _merged(q):
+  """[B,M,g,T,X] -> [B,M,gT,X]."""
+  return q.reshape(*q.shape[:2], -1, q.shape[-1])
 
 
 def _grouped(q, num_kv_heads):

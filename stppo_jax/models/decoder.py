@@ -28,6 +28,7 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stppo_jax.models import attention
 from stppo_jax.models import categorical
@@ -97,7 +98,7 @@ def init(key, config):
   dtype = jnp.dtype(config.param_dtype)
   d, v = config.d_model, config.vocab_size
   x = jnp.zeros((1, 1, d), config.dtype)
-  rope = _rope(config, jnp.zeros((1, 1), jnp.int32))
+  rope = _rope(config, None, 1, None, None)
   plain = dataclasses.replace(config, attention='plain', row_sharding=None)  # for a row of one token
   init_layer = lambda k: Block(plain).init(k, x, rope)['params']
   params = {
@@ -126,15 +127,10 @@ def hidden(params, config, tokens, positions, cache=None, lengths=None, segments
   What the tail's own queries return is rubbish too. With lengths 0 a row stands still.
   """
   chex.assert_rank(tokens, 2)
-  rows, chunk = tokens.shape
-  if cache is None:
-    slots = jnp.broadcast_to(jnp.arange(chunk), (rows, chunk))
-  else:
-    slots = cache.length[:, None] + jnp.arange(chunk)
-  positions = slots if positions is None else positions
-  chex.assert_equal_shape([tokens, positions])
+  chunk = tokens.shape[1]
+  slots = None if cache is None else cache.length[:, None] + jnp.arange(chunk)
   x = placement.spread(params['embed']['embedding'][tokens].astype(config.dtype), config.row_sharding)
-  rope = _rope(config, positions)
+  rope = _rope(config, positions, chunk, slots, cache)
   if cache is None:
     x = _training_layers(params['layers'], config, x, rope, segments)
   else:
@@ -158,13 +154,13 @@ def forward(params, config, tokens, positions, cache=None, lengths=None):
 
 
 def token_logits(params, config, x):
-  """x [...,D] -> float32 logits [...,V]."""
+  """x [...,D] -> float32 logits [...,V]; one product of matrices, as in `Project`."""
   x = placement.spread(x, config.row_sharding)
-  if config.tie_embeddings:
-    kernel = params['embed']['embedding'].astype(config.dtype)
-    return jnp.einsum('...d,vd->...v', x, kernel, preferred_element_type=jnp.float32)
-  kernel = params['lm_head']['kernel'].astype(config.dtype)
-  return jnp.einsum('...d,dv->...v', x, kernel, preferred_element_type=jnp.float32)
+  name, equation = ('embed', 'xd,vd->xv') if config.tie_embeddings else ('lm_head', 'xd,dv->xv')
+  kernel = params[name]['embedding' if config.tie_embeddings else 'kernel'].astype(config.dtype)
+  logits = jnp.einsum(
+    equation, x.reshape(-1, x.shape[-1]), kernel, preferred_element_type=jnp.float32)
+  return logits.reshape(*x.shape[:-1], -1)
 
 
 def value_of(params, x):
@@ -242,26 +238,33 @@ class RMSNorm(nn.Module):
 
 
 class Project(nn.Module):
-  """einsum(equation, x, kernel) + bias, and what an adapter adds where there is one."""
+  """x [..,in..] times a kernel [in..,out..], + bias, and what an adapter adds where there is one.
+
+  Choice: one product of two matrices. From an einsum with more axes XLA makes copies of x transposed, for
+  the kernel's gradient; on a CPU a layer's forward and backward pass then take 1.55 times as long.
+  """
 
   config: ModelConfig
-  equation: str
   shape: tuple[int, ...]  # of the kernel
-  bias: bool = False  # on all axes of the kernel but the first
+  contracted: int = 1  # how many of its axes x has too, as its last
+  bias: bool = False  # on all axes of the kernel but the contracted
   stddev: float = 0.02
 
   @nn.compact
   def __call__(self, x):
     config = self.config
+    inputs, outputs = self.shape[:self.contracted], self.shape[self.contracted:]
+    rows = x.shape[:x.ndim - self.contracted]
+    x = x.reshape(-1, math.prod(inputs))
     normal = nn.initializers.normal(self.stddev)
     kernel = self.param('kernel', normal, self.shape, config.param_dtype)
-    y = jnp.einsum(self.equation, x, kernel.astype(config.dtype))
+    y = x @ kernel.astype(config.dtype).reshape(x.shape[1], -1)
     if self.has_variable('params', 'lora_a'):
       a, b = (self.get_variable('params', name) for name in ('lora_a', 'lora_b'))
-      change = lora.product(self.equation, x, a.astype(config.dtype), b.astype(config.dtype))
-      y = y + config.lora_scale * change
+      y = y + config.lora_scale * lora.product(x, a.astype(config.dtype), b.astype(config.dtype))
+    y = y.reshape(*rows, *outputs)
     if self.bias:
-      bias = self.param('bias', nn.initializers.zeros, self.shape[1:], config.param_dtype)
+      bias = self.param('bias', nn.initializers.zeros, outputs, config.param_dtype)
       y = y + bias.astype(config.dtype)
     return y
 
@@ -276,9 +279,9 @@ class Attention(nn.Module):
     """x [B,T,D], segments and slots [B,T], layer_cache (k, v) of a KVCache -> (x, layer_cache)."""
     config = self.config
     d, n, m, h = config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
-    q = Project(config, 'btd,dnh->btnh', (d, n, h), config.qkv_bias, name='query')(x)
-    k = Project(config, 'btd,dmh->btmh', (d, m, h), config.qkv_bias, name='key')(x)
-    v = Project(config, 'btd,dmh->btmh', (d, m, h), config.qkv_bias, name='value')(x)
+    q = Project(config, (d, n, h), bias=config.qkv_bias, name='query')(x)
+    k = Project(config, (d, m, h), bias=config.qkv_bias, name='key')(x)
+    v = Project(config, (d, m, h), bias=config.qkv_bias, name='value')(x)
     if config.qk_norm:
       q = RMSNorm(config, name='query_norm')(q)
       k = RMSNorm(config, name='key_norm')(k)
@@ -291,7 +294,7 @@ class Attention(nn.Module):
       layer_cache = _write(*layer_cache, k, v, slots)
       y = attention.cached(q, *(a.astype(config.dtype) for a in layer_cache), slots)
     stddev = 0.02 / math.sqrt(2 * config.num_layers)
-    y = Project(config, 'btnh,nhd->btd', (n, h, d), stddev=stddev, name='out')(y)
+    y = Project(config, (n, h, d), 2, stddev=stddev, name='out')(y)
     return y, layer_cache
 
 
@@ -304,11 +307,11 @@ class Mlp(nn.Module):
   def __call__(self, x):
     config = self.config
     d, f = config.d_model, config.d_ff
-    gate = Project(config, 'btd,df->btf', (d, f), name='gate')(x)
-    up = Project(config, 'btd,df->btf', (d, f), name='up')(x)
+    gate = Project(config, (d, f), name='gate')(x)
+    up = Project(config, (d, f), name='up')(x)
     y = jax.nn.silu(gate) * up
     stddev = 0.02 / math.sqrt(2 * config.num_layers)
-    return Project(config, 'btf,fd->btd', (f, d), stddev=stddev, name='down')(y)
+    return Project(config, (f, d), stddev=stddev, name='down')(y)
 
 
 class Block(nn.Module):
@@ -384,10 +387,21 @@ def _write(cached_k, cached_v, k, v, slots):
           cached_v.at[rows, :, slots].set(v.astype(cached_v.dtype), **how))
 
 
-def _rope(config, positions):
-  """positions [B,T] -> (cos, sin) [B,T,1,H/2]."""
-  return rotary.angles(
-      positions, rotary.frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
+def _rope(config, positions, chunk, slots, cache):
+  """(cos, sin) [B or 1,T,1,H/2] of the positions [B,T], else of the cache's slots [B,T], else of 0 to T - 1.
+
+  Choice: slots are looked up in a constant table. Of what is computed XLA puts a copy into every place of
+  use on a CPU, barrier or not, and takes a cosine for each layer, head and row: 8% of an update.
+  """
+  angles = functools.partial(
+    rotary.angles,
+    radians=rotary.frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
+  if positions is not None:
+    return angles(positions)
+  if cache is None:
+    return angles(np.arange(chunk)[None])
+  table = angles(np.arange(cache.k[0].shape[3]))
+  return tuple(jnp.asarray(column)[slots] for column in table)
 
 
 def _logp_and_entropy(head, config, x, tokens, temperature):

@@ -49,17 +49,10 @@ def init(key, params, rank, targets):
   return {'layers': adapters}
 
 
-def product(equation, x, a, b):
-  """(x A) B in the place of x W, where einsum(equation, x, W): product('btd,dnh->btnh', ..).
-
-  The axes of W that x has too come first in `equation`, and are those of A.
-  """
-  inputs, of_y = equation.split('->')
-  of_x, of_kernel = inputs.split(',')
-  contracted = ''.join(axis for axis in of_kernel if axis in of_x)
-  kept = ''.join(axis for axis in of_x if axis not in contracted)
-  low = jnp.einsum(f'{of_x},{contracted}r->{kept}r', x, a)
-  return jnp.einsum(f'{kept}r,r{of_kernel.removeprefix(contracted)}->{of_y}', low, b)
+def product(x, a, b):
+  """(x A) B in the place of x W: x [X,in], A [in..,r], B [r,out..] of one layer -> [X,out]."""
+  rank = len(b)
+  return x @ a.reshape(-1, rank) @ b.reshape(rank, -1)
 
 
 def combine(base, trained):

@@ -20,9 +20,10 @@ def frequencies(head_dim, theta, scaling=None):
 
 
 def angles(positions, radians):
-  """positions [B,T], radians [H/2] -> (cos, sin) [B,T,1,H/2] float32."""
-  turned = positions[..., None, None].astype(jnp.float32) * jnp.asarray(radians)
-  return jnp.cos(turned), jnp.sin(turned)
+  """positions [B,T], radians [H/2] -> (cos, sin) [B,T,1,H/2] float32; of a NumPy array, constants."""
+  xp = np if isinstance(positions, np.ndarray) else jnp
+  turned = positions[..., None, None].astype(np.float32) * radians
+  return xp.cos(turned), xp.sin(turned)
 
 
 def rotate(x, rope):

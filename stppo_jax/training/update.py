@@ -299,7 +299,7 @@ def _critic(learner, params, tokens, layout):
 def _trunk(model, params, tokens, layout):
   """Tokens [b,T] -> the tokens in their bins [R,P] and what the trunk makes of them [R,P,D]."""
   tokens = layout.pack(tokens)
-  x, _ = decoder.hidden(params, model, tokens, layout.position, segments=layout.segments)
+  x, _ = decoder.hidden(params, model, tokens, None, segments=layout.segments)
   return tokens, x
 
 
