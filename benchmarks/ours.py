@@ -25,8 +25,9 @@ from stppo_jax.training import sharding
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 
-# A CPU run's settings (experiments/st_ppo_tiny.py): layers unrolled, nothing recomputed.
-_TINY = dataclasses.replace(presets.PRESETS['tiny'], scan_layers=False, remat='none')
+# A CPU run's settings (experiments/st_ppo_tiny.py, evaluation.make_sampler).
+_TINY = dataclasses.replace(
+  presets.PRESETS['tiny'], scan_layers=False, remat='none', cache_tile=64)
 SHAPES = {
   '0.94M': _TINY,  # the embedded model's
   '2.9M': dataclasses.replace(

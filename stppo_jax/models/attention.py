@@ -62,10 +62,13 @@ def choose(wanted, device, dtype, head_dim, lengths):
 
 
 def cached(q, k, v, slots):
-  """Queries at `slots` [B,T] of a cache read it up to their own: q [B,T,N,H], k [B,M,H,S], v [B,M,S,H]."""
-  q = _grouped(q, k.shape[1])
-  scores = _per_key_head('bmth,bmhs->bmts', q * q.shape[-1] ** -0.5, k)
-  weights, scale = _softmax_parts(scores, cache_mask(slots, k.shape[3]), q.dtype)
+  """Queries at `slots` [B,T] of a cache read it up to their own: q [B,T,N,H], k [B,M,C,H,c], v [B,M,S,H].
+
+  One query is multiplied with one tile of keys after the other, several with all tiles laid together.
+  """
+  q = _grouped(q, v.shape[1])
+  scores = _cached_scores(q * q.shape[-1] ** -0.5, k)
+  weights, scale = _softmax_parts(scores, cache_mask(slots, v.shape[2]), q.dtype)
   y = _per_key_head('bmts,bmsh->bmth', weights, v) * scale
   return _ungrouped(y.astype(q.dtype))
 
@@ -220,6 +223,17 @@ def _read_backward(residuals, d):
 
 
 _read.defvjp(_read_forward, _read_backward)
+
+
+def _cached_scores(q, k):
+  """q [B,M,g,T,H], k [B,M,C,H,c] -> [B,M,g,T,Cc] float32."""
+  if q.shape[3] > 1 or k.shape[2] == 1:
+    keys = jnp.swapaxes(k, 2, 3)  # [B,M,H,C,c]
+    return _per_key_head('bmth,bmhs->bmts', q, keys.reshape(*keys.shape[:3], -1))
+  # A product for each tile. As one equation without C in q XLA multiplies an element at a time.
+  queries = jnp.broadcast_to(_merged(q)[:, :, None], (*k.shape[:3], q.shape[2], q.shape[4]))
+  scores = jnp.einsum('bmcgh,bmchs->bmcgs', queries, k, preferred_element_type=jnp.float32)
+  return jnp.swapaxes(scores, 2, 3).reshape(*q.shape[:4], -1)
 
 
 def _softmax_parts(scores, mask, dtype):

@@ -23,7 +23,7 @@ from stppo_jax.rollout import sampling
 class Context:
   """Keys and values of each row's context, as in `decoder.KVCache`, and what comes next."""
 
-  k: tuple[jax.Array, ...]  # L arrays [B,M,H,S]; slots past a row's length hold rubbish
+  k: tuple[jax.Array, ...]  # L arrays [B,M,C,H,c]; slots past a row's length hold rubbish
   v: tuple[jax.Array, ...]  # [B,M,S,H]
   logits: jax.Array  # [B,V] float32, the model's word on each row's next token
 
@@ -89,7 +89,9 @@ class Sampler:
     self.read_rows = self.width if row_sharding is not None else min(read_rows, self.width)
     self.steps = steps
     slot_buckets = slot_buckets or default_slot_buckets(max_slots)
-    self.slot_buckets = (*sorted(b for b in slot_buckets if b < max_slots), max_slots)
+    slot_buckets = (*(b for b in slot_buckets if b < max_slots), max_slots)
+    tile = config.cache_tile or 1
+    self.slot_buckets = tuple(sorted({-(-b // tile) * tile for b in slot_buckets}))
     self.chunk_buckets = tuple(sorted(chunk_buckets))
     # Ids beyond the tokenizer's (a padded vocabulary) have no bytes: the automaton stands still.
     missing = config.vocab_size - stop_table.shape[1]
@@ -111,7 +113,7 @@ class Sampler:
     self._empty = jit(functools.partial(_empty, config), static_argnums=(0, 1))
     self._read = jit_step(functools.partial(_read, config))
     self._decode = jit_step(functools.partial(_decode, config, sample, steps))
-    self._grow = jit(_grow, static_argnums=1)
+    self._grow = jit(functools.partial(_grow, config.cache_tile), static_argnums=1)
     self._take = jit(_take)
     self._put = jit(_put, donate_argnums=0)
 
@@ -319,13 +321,13 @@ def _in_compute_dtype(params, config):
   return jax.tree_util.tree_map_with_path(cast, params)
 
 
-def _grow(context, slots):
-  """The same rows with `slots` slots each."""
-  more = (0, slots - context.slots)
-  k, v = (
-    tuple(jnp.pad(a, (*[(0, 0)] * axis, more, *[(0, 0)] * (3 - axis))) for a in arrays)
-    for arrays, axis in ((context.k, 3), (context.v, 2)))
-  return context.replace(k=k, v=v)
+def _grow(tile, context, slots):
+  """The same rows with `slots` slots each; `tile` is ModelConfig.cache_tile."""
+  more = slots - context.slots
+  pad = lambda arrays, axis, count: tuple(
+    jnp.pad(a, [(0, count if i == axis else 0) for i in range(a.ndim)]) for a in arrays)
+  k = pad(context.k, 2, more // tile) if tile else pad(context.k, 4, more)
+  return context.replace(k=k, v=pad(context.v, 2, more))
 
 
 def _take(context, rows):
@@ -335,10 +337,10 @@ def _take(context, rows):
 def _put(context, taken, targets, sources):
   """Rows may have fewer slots in `taken`: what lies past them is rubbish anyway."""
 
-  few = slice(taken.slots)
+  every, few = slice(None), slice(taken.slots)
+  tiles, tile = slice(taken.k[0].shape[2]), slice(taken.k[0].shape[4])
   put = lambda a, b, *slots: a.at[(targets, *slots)].set(b[sources], mode='drop')
-  every = slice(None)
   return Context(
-    k=tuple(put(a, b, every, every, few) for a, b in zip(context.k, taken.k)),
+    k=tuple(put(a, b, every, tiles, every, tile) for a, b in zip(context.k, taken.k)),
     v=tuple(put(a, b, every, few) for a, b in zip(context.v, taken.v)),
     logits=put(context.logits, taken.logits))
