@@ -16,6 +16,13 @@ On several machines: the same command on each, with --distributed (TPU pod, SLUR
 --coordinator=HOST:PORT --num_processes=N --process_id=I.
 """
 
+# Before all else: it may start the program anew.
+from stppo_jax import huge_pages
+
+if __name__ == '__main__':
+  huge_pages.restart()
+
+# pylint: disable=wrong-import-position
 import contextlib
 import dataclasses
 import difflib

@@ -24,6 +24,8 @@ import traceback
 from absl import flags
 import numpy as np
 
+from stppo_jax import huge_pages
+
 SIZES = flags.DEFINE_list('sizes', ['0.94M', '2.9M'], 'of 0.94M, 2.9M, 20M, 47M')
 THREADS = flags.DEFINE_list('threads', ['1', '2'], 'CPUs a framework may use')
 REPEATS = flags.DEFINE_integer('repeats', 7, 'timed runs of each', lower_bound=1)
@@ -226,6 +228,7 @@ def _limited_to(threads):
   before = dict(os.environ)
   os.environ |= {name: str(threads) for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS')}
   os.environ |= {'JAX_PLATFORMS': 'cpu', 'HF_HUB_OFFLINE': '1', 'TRANSFORMERS_VERBOSITY': 'error'}
+  os.environ.setdefault(huge_pages.VARIABLE, huge_pages.VALUE)  # peers too, though theirs do not say so
   os.environ.pop('JAX_COMPILATION_CACHE_DIR', None)  # the first call is to compile
   if threads == 1:
     os.environ['XLA_FLAGS'] = (

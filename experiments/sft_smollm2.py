@@ -31,6 +31,7 @@ from experiments import search_trajectories
 from experiments import st_ppo_smollm2
 from stppo_jax import chat
 from stppo_jax import evaluation
+from stppo_jax import huge_pages
 from stppo_jax import tasks as task_files
 from stppo_jax.models import convert
 from stppo_jax.training import demonstrations
@@ -128,4 +129,5 @@ def _main(argv):
 
 
 if __name__ == '__main__':
+  huge_pages.restart()
   app.run(_main)

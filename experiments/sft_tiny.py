@@ -24,6 +24,7 @@ import tokenizers
 
 from stppo_jax import chat
 from stppo_jax import evaluation
+from stppo_jax import huge_pages
 from stppo_jax import tasks as task_files
 from stppo_jax.envs import search
 from stppo_jax.models import convert
@@ -237,4 +238,5 @@ def encode(tokenizer, prompt, turns) -> demonstrations.Demonstration:
 
 
 if __name__ == '__main__':
+  huge_pages.restart()
   app.run(main)

@@ -1,5 +1,6 @@
 """The sampler, as the engine drives it: what it samples from, where it stops, whose log-probs it tells."""
 
+import dataclasses
 import functools
 
 from unittest import mock
@@ -34,10 +35,11 @@ def make_params(config=CONFIG):
 
 
 @functools.cache  # a sampler compiles a handful of programs
-def make_sampler(stops=('bca', 'hh'), eos=(EOS,), **settings):
+def make_sampler(stops=('bca', 'hh'), eos=(EOS,), cache_tile=0, **settings):
   defaults = dict(max_slots=64, rows=4, read_rows=2, slot_buckets=(64,), chunk_buckets=(4,), steps=8)
   table = chat.stop_automaton(TOKEN_BYTES, stops)
-  return sampler_lib.Sampler(CONFIG, table, eos, **{**defaults, **settings})
+  config = dataclasses.replace(CONFIG, cache_tile=cache_tile)
+  return sampler_lib.Sampler(config, table, eos, **{**defaults, **settings})
 
 
 def plain_logits(params, rows):
@@ -239,6 +241,9 @@ class SamplerTest(parameterized.TestCase):
     self.assertEqual(rows, self.play(other, self.FORCED)[0])
     in_place = make_sampler(read_rows=4)
     self.assertEqual(rows, self.play(in_place, self.FORCED)[0])
+    tiled = make_sampler(cache_tile=8, slot_buckets=(5, 20), chunk_buckets=(3, 9))
+    self.assertEqual(tiled.slot_buckets, (8, 24, 64))
+    self.assertEqual(rows, self.play(tiled, self.FORCED)[0])
 
   def test_turn_ends_exactly_where_a_stop_string_ends_or_at_eos(self):
     ended = {'stop': 0, 'eos': 0, 'budget': 0}
