@@ -57,6 +57,38 @@ class PlainTest(parameterized.TestCase):
       np.testing.assert_allclose(actual[b, t, n], expected, atol=1e-6)
 
 
+  def by_definition(self, q, k, v, segments):
+    """A softmax over all keys, whose derivative JAX finds."""
+    length, group = q.shape[1], q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(a, group, axis=2) for a in (k, v))
+    scores = jnp.einsum('btnh,bsnh->bnts', q, k) / np.sqrt(q.shape[-1])
+    seen = np.tril(np.ones((length, length), bool)) & (segments[:, :, None] == segments[:, None])
+    return jnp.einsum('bnts,bsnh->btnh', jax.nn.softmax(scores, where=seen[:, None]), v)
+
+  @parameterized.product(length=(63, 200, 300), chunk=(0, 50))
+  def test_blocks_and_their_written_out_derivative(self, length, chunk):
+    """In float64: one block, 4 of which the last is short, 4 of more than 64; 200 and 300 in chunks of 50."""
+    with jax.enable_x64(True):
+      inputs = [np.asarray(a, np.float64) for a in make_inputs(length=length)]
+      weights, segments = np.cos(np.arange(inputs[0].size)).reshape(inputs[0].shape), np.zeros((2, length), int)
+      segments[0, 20:], segments[0, 50:] = 1, 2
+      loss = lambda attend: jax.value_and_grad(
+          lambda inputs: jnp.sum(weights * jnp.sin(attend(*inputs, segments))))(inputs)
+      actual = loss(functools.partial(attention.causal, chunk=chunk))
+      # Scores are kept in float32, as in training; NumPy's weights make its error 1e-7 of the largest.
+      chex.assert_trees_all_close(actual, loss(self.by_definition), atol=5e-6)
+
+  def test_bfloat16_comes_close(self):
+    inputs = make_inputs(length=128, width=32)
+    segments = np.zeros((2, 128), int)
+    exact = output_and_gradients(inputs, segments)
+    rounded = output_and_gradients([a.astype(jnp.bfloat16) for a in inputs], segments)
+    for a, b in zip(jax.tree.leaves(exact), jax.tree.leaves(rounded)):
+      self.assertEqual(b.dtype, jnp.bfloat16)
+      error = np.linalg.norm(np.asarray(a - b.astype(jnp.float32))) / np.linalg.norm(np.asarray(a))
+      self.assertBetween(error, 1e-4, 0.015)
+
+
 SEGMENTS = np.repeat([[1, 2, 3, 0], [1, 1, 1, 2]], [40, 88, 64, 64], axis=1)  # [2,256]
 
 
