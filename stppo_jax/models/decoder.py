@@ -129,6 +129,8 @@ def hidden(params, config, tokens, positions, cache=None, lengths=None, segments
   What the tail's own queries return is rubbish too. With lengths 0 a row stands still.
   """
   chex.assert_rank(tokens, 2)
+  if positions is not None:
+    chex.assert_equal_shape([tokens, positions])
   chunk = tokens.shape[1]
   slots = None if cache is None else cache.length[:, None] + jnp.arange(chunk)
   x = placement.spread(params['embed']['embedding'][tokens].astype(config.dtype), config.row_sharding)

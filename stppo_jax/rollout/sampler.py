@@ -336,7 +336,6 @@ def _take(context, rows):
 
 def _put(context, taken, targets, sources):
   """Rows may have fewer slots in `taken`: what lies past them is rubbish anyway."""
-
   every, few = slice(None), slice(taken.slots)
   tiles, tile = slice(taken.k[0].shape[2]), slice(taken.k[0].shape[4])
   put = lambda a, b, *slots: a.at[(targets, *slots)].set(b[sources], mode='drop')
