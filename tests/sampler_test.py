@@ -241,8 +241,8 @@ class SamplerTest(parameterized.TestCase):
     self.assertEqual(rows, self.play(other, self.FORCED)[0])
     in_place = make_sampler(read_rows=4)
     self.assertEqual(rows, self.play(in_place, self.FORCED)[0])
-    tiled = make_sampler(cache_tile=8, slot_buckets=(5, 20), chunk_buckets=(3, 9))
-    self.assertEqual(tiled.slot_buckets, (8, 24, 64))
+    tiled = make_sampler(cache_tile=7, slot_buckets=(5, 20), chunk_buckets=(3, 9))
+    self.assertEqual(tiled.slot_buckets, (7, 21, 70))
     self.assertEqual(rows, self.play(tiled, self.FORCED)[0])
 
   def test_turn_ends_exactly_where_a_stop_string_ends_or_at_eos(self):

@@ -128,7 +128,7 @@ class Sampler:
 
   def bucket(self, needed: int) -> int:
     """The number of slots that contexts with `needed` tokens a row have."""
-    if needed > self.max_slots:
+    if needed > self.slot_buckets[-1]:
       raise ValueError(f'{needed} tokens do not fit in max_slots={self.max_slots}')
     return next(b for b in self.slot_buckets if b >= needed)
 
