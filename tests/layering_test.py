@@ -10,7 +10,7 @@ PACKAGE = ROOT / 'stppo_jax'
 
 # Part -> the parts that it may import, besides itself.
 ALLOWED = {
-    'types': '', 'assets': '',
+    'types': '', 'assets': '', 'huge_pages': '',
     'config': 'types', 'metrics': 'types', 'algorithms': 'types', 'models': 'types',
     'tasks': 'types', 'chat': 'types', 'envs': 'types', 'retrieval': 'types tasks',  # the server reads a corpus
     'lifeline': '', 'hosts': 'types lifeline envs',
