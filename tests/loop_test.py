@@ -68,6 +68,7 @@ def setUpModule():
       'jax_compilation_cache_dir': os.path.join(FOLDER, 'compiled'),
       'jax_persistent_cache_min_compile_time_secs': 0.0,
       'jax_persistent_cache_min_entry_size_bytes': -1}
+  unittest.addModuleCleanup(jax.clear_caches)  # at last: others would meet programs that sum in another order
   for name, value in settings.items():
     unittest.addModuleCleanup(jax.config.update, name, jax.config.values[name])
     jax.config.update(name, value)
