@@ -50,6 +50,10 @@ def setUpModule():
   CONTEXT.set_forkserver_preload(['tests.micro_fork'])  # imported once, not once a child
 
 
+def tearDownModule():
+  unittest.doModuleCleanups()  # pytest leaves that out
+
+
 def make_config(**values):
   return micro_run.make_config(FOLDER, **values)
 

@@ -76,6 +76,10 @@ def setUpModule():
   compilation_cache.reset_cache()
 
 
+def tearDownModule():
+  unittest.doModuleCleanups()  # pytest leaves that out
+
+
 def make_config(**values):
   """The tiny run's config with fields replaced: make_config(**{'train.updates': 3})."""
   config = tiny_run.make_config(FOLDER)

@@ -38,6 +38,10 @@ def setUpModule():
   loop_test.setUpModule()  # the tiny run's folder, and quick compilation
 
 
+def tearDownModule():
+  loop_test.tearDownModule()
+
+
 def make_adapters(params, key=1, targets=tuple(lora.TARGETS)):
   """Adapters whose B is not zero, so that they do something."""
   adapters = lora.init(jax.random.key(key), params, RANK, targets)

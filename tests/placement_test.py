@@ -30,6 +30,10 @@ def setUpModule():
   loop_test.setUpModule()  # the tiny run's folder, and quick compilation
 
 
+def tearDownModule():
+  loop_test.tearDownModule()
+
+
 def kinds(tree):
   """Memory kinds of a tree's arrays, but for scalars."""
   return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}

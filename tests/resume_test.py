@@ -34,6 +34,10 @@ def setUpModule():
   micro_run.write_knowledge(FOLDER)
 
 
+def tearDownModule():
+  unittest.doModuleCleanups()  # pytest leaves that out
+
+
 def make_config(**values):
   return micro_run.make_config(FOLDER, **values)
 
