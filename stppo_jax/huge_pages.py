@@ -15,7 +15,8 @@ def restart() -> None:
   """Starts this program anew with huge pages, before anything else is done or imported.
 
   It stays the same process, with its arguments and open files. Nothing happens on other systems, nor
-  where the variable has been set: by this function, or by somebody who knows better.
+  where the variable has been set: by this function, or by somebody who knows better. (A debugger that
+  would lose the program is such a one: set it to nothing.)
   """
   if sys.platform != 'linux' or VARIABLE in os.environ or not sys.executable:
     return
