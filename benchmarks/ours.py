@@ -27,7 +27,8 @@ from stppo_jax.training import update
 
 # A CPU run's settings (experiments/st_ppo_tiny.py, evaluation.make_sampler).
 _TINY = dataclasses.replace(
-  presets.PRESETS['tiny'], scan_layers=False, remat='none', cache_tile=64)
+  presets.PRESETS['tiny'], scan_layers=False, remat='none',
+  cache_tile=decoder.CPU_CACHE_TILE)
 SHAPES = {
   '0.94M': _TINY,  # the embedded model's
   '2.9M': dataclasses.replace(

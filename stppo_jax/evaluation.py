@@ -29,7 +29,6 @@ from stppo_jax.types import UserError
 
 EMBEDDED_MODEL = os.path.join(os.path.dirname(__file__), 'assets', 'tiny')
 STOP_STRINGS = ('</search>', '</answer>')
-CPU_CACHE_TILE = 64  # slots, see decoder.KVCache
 
 
 @dataclasses.dataclass
@@ -146,13 +145,14 @@ def make_sampler(config, model, stop_table, eos_ids, row_sharding=None, greedy=F
       temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p)
   rows, width = num_rows(config, greedy), band_width(config, greedy)
   device = jax.devices()[0] if row_sharding is None else row_sharding.mesh.devices.flat[0]
-  cache_tile = CPU_CACHE_TILE if device.platform == 'cpu' else 0
+  cache_tile = decoder.CPU_CACHE_TILE if device.platform == 'cpu' else 0
   shards = 1 if row_sharding is None else _num_shards(row_sharding)
   if shards == 1 or width % shards:
     row_sharding = None
+  model = dataclasses.replace(model, row_sharding=row_sharding, cache_tile=cache_tile)
   return sampling.Sampler(
-      dataclasses.replace(model, row_sharding=row_sharding, cache_tile=cache_tile), stop_table, eos_ids,
-      rollout.max_total, rows=rows, width=width, chunk_buckets=rollout.chunks, row_sharding=row_sharding, **options)
+      model, stop_table, eos_ids, rollout.max_total, rows=rows, width=width,
+      chunk_buckets=rollout.chunks, row_sharding=row_sharding, **options)
 
 
 def num_rows(config, greedy=False):

@@ -12,7 +12,7 @@ VARIABLE, VALUE = 'GLIBC_TUNABLES', 'glibc.malloc.hugetlb=1'
 
 
 def restart() -> None:
-  """Starts this program anew with huge pages, before anything else is done or imported.
+  """Starts this program anew with huge pages: to be called before anything is done, best before imports.
 
   It stays the same process, with its arguments and open files. Nothing happens on other systems, nor
   where the variable has been set: by this function, or by somebody who knows better. (A debugger that

@@ -31,7 +31,6 @@ MODEL = decoder.ModelConfig(
     tie_embeddings=True, qkv_bias=True, lora_scale=0.5)
 CRITIC = dataclasses.replace(MODEL, head='value')
 RANK = 3
-KERNELS = ((24, 4, 8), (24, 2, 8), (4, 8, 24), (24, 40), (40, 24))
 
 
 def setUpModule():

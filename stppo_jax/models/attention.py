@@ -126,7 +126,7 @@ def _refusal(backend, device, dtype, head_dim, lengths):
 def _plain(q, k, v, segments, chunk):
   """By blocks of queries. With a `chunk` that divides T, one after the other, their scores computed again
   in the backward pass: [B,M,g,T,T] never exists. With 0 a few blocks, each of which reads only the keys
-  up to its end.
+  up to its end; with `_read`'s derivative .6 of the time on a CPU, forward and backward.
   """
   length = q.shape[1]
   q, k, v = _grouped(q, k.shape[2]), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
@@ -195,7 +195,7 @@ def _read(q, k, v, mask):
   derivative is one pass over the scores.
 
   With weights w, y = w v and a cotangent d of y, that of the scores is w (d v^T - sum(d y)); softmax's own
-  sums over S instead (FlashAttention, Dao et al., arXiv 2205.14135, appendix B). On a CPU .6 of the time.
+  sums over S instead (FlashAttention, Dao et al., arXiv 2205.14135, appendix B).
   """
   return _read_forward(q, k, v, mask)[0]
 
