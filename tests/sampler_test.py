@@ -313,13 +313,12 @@ class SamplerTest(parameterized.TestCase):
     sampler = make_sampler()
     ids = [[5, 6, 7, 8, 9], [1, 2]]
     pair, _ = sampler.read(self.params, sampler.empty(2, 64), ids, [0, 0])
-    band = sampler.put(
-      sampler.empty(4, 64), pair, np.array([3, 0], np.int32), np.array([0, 1], np.int32))
+    band = sampler.put(sampler.empty(4, 64), pair, targets=[3, 0], sources=[0, 1])
     again = sampler.take(band, np.array([0, 3], np.int32))
     np.testing.assert_array_equal(again.logits, np.asarray(pair.logits)[::-1])
     np.testing.assert_array_equal(again.k[0][1], pair.k[0][0])
     other = jax.tree.map(lambda x: x + 1, pair)
-    band = sampler.put(band, other, np.array([4, 1], np.int32), np.array([0, 1], np.int32))  # 4: none
+    band = sampler.put(band, other, targets=[1], sources=[1])
     np.testing.assert_array_equal(band.logits[1], other.logits[1])
     np.testing.assert_array_equal(band.v[0][np.array([0, 3])], again.v[0])
     np.testing.assert_array_equal(band.logits[2], 0)
@@ -346,6 +345,10 @@ class SamplerTest(parameterized.TestCase):
   def test_default_slot_buckets(self):
     self.assertEqual(sampler_lib.default_slot_buckets(600), (128, 192, 256, 384, 512, 600))
     self.assertEqual(sampler_lib.default_slot_buckets(100), (100,))
+    self.assertEqual(
+      sampler_lib.default_slot_buckets(400, 4), (128, 160, 192, 224, 256, 320, 384, 400))
+    buckets = make_sampler(cache_tile=64, slot_buckets=None, max_slots=1200).slot_buckets
+    self.assertEqual(buckets, (*range(128, 1025, 64), 1152, 1216))  # whole tiles, 8 a doubling
 
 
 if __name__ == '__main__':

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from stppo_jax.types import UserError
 
 SPLASH_BLOCKS = (512, 256, 128)  # queries and keys held at once: the first that divides T
+NEVER = -1e30  # the score of what may not be read
 NUM_BLOCKS, MIN_BLOCK = 4, 64  # of the plain backend: at most so many blocks, of so many queries or more
 
 
@@ -64,13 +65,14 @@ def choose(wanted, device, dtype, head_dim, lengths):
 def cached(q, k, v, slots):
   """Queries at `slots` [B,T] of a cache read it up to their own: q [B,T,N,H], k [B,M,C,H,c], v [B,M,S,H].
 
-  One query is multiplied with one tile of keys after the other, several with all tiles laid together.
+  Where keys lie in several tiles, so on a CPU, one query reads tile by tile, and several queries read row
+  by row, so that a row's scores stay in a core's cache.
   """
-  q = _grouped(q, v.shape[1])
-  scores = _cached_scores(q * q.shape[-1] ** -0.5, k)
-  weights, scale = _softmax_parts(scores, cache_mask(slots, v.shape[2]), q.dtype)
-  y = _per_key_head('bmts,bmsh->bmth', weights, v) * scale
-  return _ungrouped(y.astype(q.dtype))
+  if k.shape[2] == 1:
+    return _read_cache(q, k, v, slots)
+  if q.shape[1] == 1:
+    return _read_tiles(q, k, v, slots)
+  return jax.lax.map(lambda row: _read_cache(*(a[None] for a in row))[0], (q, k, v, slots))
 
 
 def causal_mask(length, segments=None, first=0, count=None):
@@ -202,7 +204,8 @@ def _read(q, k, v, mask):
 
 def _read_forward(q, k, v, mask):
   scores = _per_key_head('bmth,bmsh->bmts', q * q.shape[-1] ** -0.5, k)
-  weights, scale = _softmax_parts(scores, mask, q.dtype)
+  scores = jnp.where(mask, scores, NEVER)
+  weights, scale = _softmax_parts(scores, q.dtype)
   y = (_per_key_head('bmts,bmsh->bmth', weights, v) * scale).astype(q.dtype)
   return y, (q, k, v, weights, scale, y)
 
@@ -225,22 +228,40 @@ def _read_backward(residuals, d):
 _read.defvjp(_read_forward, _read_backward)
 
 
-def _cached_scores(q, k):
-  """q [B,M,g,T,H], k [B,M,C,H,c] -> [B,M,g,T,Cc] float32."""
-  if q.shape[3] > 1 or k.shape[2] == 1:
-    keys = jnp.swapaxes(k, 2, 3)  # [B,M,H,C,c]
-    return _per_key_head('bmth,bmhs->bmts', q, keys.reshape(*keys.shape[:3], -1))
-  # A product for each tile. As one equation without C in q XLA multiplies an element at a time.
-  queries = jnp.broadcast_to(_merged(q)[:, :, None], (*k.shape[:3], q.shape[2], q.shape[4]))
-  scores = jnp.einsum('bmcgh,bmchs->bmcgs', queries, k, preferred_element_type=jnp.float32)
-  return jnp.swapaxes(scores, 2, 3).reshape(*q.shape[:4], -1)
+def _read_cache(q, k, v, slots):
+  """`cached` with all tiles laid together."""
+  q, keys = _grouped(q, v.shape[1]), jnp.swapaxes(k, 2, 3)  # [B,M,g,T,H], [B,M,H,C,c]
+  keys = keys.reshape(*keys.shape[:3], -1)
+  scores = _per_key_head('bmth,bmhs->bmts', q * q.shape[-1] ** -0.5, keys)
+  weights, scale = _softmax_parts(scores + _cache_bias(slots, v.shape[2]), q.dtype)
+  y = _per_key_head('bmts,bmsh->bmth', weights, v) * scale
+  return _ungrouped(y.astype(q.dtype))
 
 
-def _softmax_parts(scores, mask, dtype):
-  """(weights [..,T,S] not yet divided by their sum, 1 / that sum [..,T,1]): products with S come between."""
-  scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
-  weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-  return weights.astype(dtype), 1 / weights.sum(axis=-1, keepdims=True)
+def _read_tiles(q, k, v, slots):
+  """`cached` of one query a row: a product for each tile of keys, and one for each tile of values."""
+  rows, heads, tiles, width, tile = k.shape
+  q = _grouped(q, heads)[:, :, :, 0]  # [B,M,g,H]
+  # One for each tile: from an equation without c in it XLA multiplies an element at a time.
+  queries = jnp.broadcast_to((q * width ** -0.5)[:, :, None], (rows, heads, tiles, *q.shape[2:]))
+  product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+  scores = product('bmcgh,bmchs->bmcgs', queries, k)
+  scores += _cache_bias(slots, tiles * tile).reshape(rows, 1, tiles, 1, tile)
+  weights, scale = _softmax_parts(scores, q.dtype, axes=(2, 4))
+  y = product('bmcgs,bmcsh->bmcgh', weights, v.reshape(rows, heads, tiles, tile, width))
+  y = jnp.sum(y, axis=2) * scale[:, :, 0]
+  return _ungrouped(y[:, :, :, None].astype(q.dtype))
+
+
+def _cache_bias(slots, num_slots):
+  """`cache_mask` to be added to scores: on a CPU a `where` is a pass over them of its own."""
+  return jnp.where(cache_mask(slots, num_slots), 0.0, NEVER)
+
+
+def _softmax_parts(scores, dtype, axes=-1):
+  """(weights not yet divided by their sum, 1 / that sum): products over `axes` come between."""
+  weights = jnp.exp(scores - scores.max(axis=axes, keepdims=True))
+  return weights.astype(dtype), 1 / weights.sum(axis=axes, keepdims=True)
 
 
 def _per_key_head(equation, q, k):

@@ -29,6 +29,8 @@ import numpy as np
 from stppo_jax import hosts
 from stppo_jax.rollout import sampler as sampler_lib
 
+CALLS = 2  # that the device has at once: one that it is at, or two side by side, see `_Engine._dispatch`
+
 
 @dataclasses.dataclass(frozen=True)
 class Cue:
@@ -84,7 +86,7 @@ def run(
   """
   chex.assert_equal(len(prompts), keys.shape[0])
   with _World(respond, threads) as world, contextlib.ExitStack() as resources:
-    engine = _Engine(sampler, params, prompts, keys, world, resources)
+    engine = _Engine(sampler, params, prompts, keys, world, threads, resources)
     engine.run()
     return engine.report
 
@@ -114,13 +116,15 @@ class _World:
     else:
       self._under_way[self._pool.submit(self._respond, turns)] = turns
 
-  def answers(self, wait: bool) -> list[tuple[int, Cue]]:
-    """(dialogue, cue) of what was answered since the last call; with `wait` one at least, if due."""
-    if self._under_way:
-      timeout = None if wait and not self._answered else 0
-      done, _ = futures.wait(self._under_way, timeout, futures.FIRST_COMPLETED)
-      for future in done:
-        self._note(self._under_way.pop(future), future.result())
+  @property
+  def under_way(self) -> list[futures.Future]:
+    """What the threads are at."""
+    return list(self._under_way)
+
+  def answers(self) -> list[tuple[int, Cue]]:
+    """(dialogue, cue) of what was answered since the last call."""
+    for future in [future for future in self._under_way if future.done()]:
+      self._note(self._under_way.pop(future), future.result())
     answered, self._answered = self._answered, []
     return answered
 
@@ -157,7 +161,7 @@ class _Band:
 
   context: sampler_lib.Context
   rows: list[_Row | None]
-  dispatch: Callable  # (function, arguments..): what it returns, of calls to the device
+  thread: futures.Executor  # of one thread, that waits for the device
 
   def places(self, phase: str) -> list[int]:
     """Where the rows of a phase are."""
@@ -173,23 +177,24 @@ class _Call:
   """A band that the device is decoding."""
 
   band: _Band
-  lengths_read: jax.Array | None  # there once all reading before it is done
   sampled: sampler_lib.Sampled
+  read: futures.Future  # done once all reading before it is
+  done: futures.Future  # once all is sampled
 
 
 class _Engine:
   """One run."""
 
-  def __init__(self, sampler, params, prompts, keys, world, resources):
+  def __init__(self, sampler, params, prompts, keys, world, threads, resources):
     self.report = Report()
-    self._resources = resources
+    self._resources, self._clock_decides = resources, threads > 0
     self._sampler, self._params, self._world = sampler, params, world
     self._keys = np.asarray(jax.random.key_data(keys))
     self._queue = collections.deque(
       _Row(i, cue.ids, cue.budget) for i, cue in enumerate(prompts) if cue.budget > 0)
     self._seats: dict[int, tuple[_Band, int]] = {}  # dialogue under way -> its place
     self._bands: list[_Band] = []
-    self._running: _Call | None = None  # what the device is at
+    self._calls: list[_Call] = []  # what the device is at, and what waits in its queue
     self._kept = None  # (prompt, context, row in it) that the next in the queue begins with
     self._last_read = None  # what the last reading of a launch computes: the new lengths
     self._clock = time.perf_counter()
@@ -197,26 +202,29 @@ class _Engine:
   def run(self):
     """Until nothing is left."""
     while self._queue or self._seats:
-      band = self._next_band()
-      launched = None if band is None else self._launch(band)
-      self._listen(wait=self._running is None and launched is None)
-      if self._running is not None:
-        self._world.hand_over(self._finish(self._running))
-        self._listen()
-      self._running = launched
+      while len(self._calls) < CALLS and (band := self._next_band()):
+        self._calls.append(self._launch(band))
+      self._wait()
+      for call in self._awaited():
+        if call.done.done():
+          self._calls.remove(call)
+          self._world.hand_over(self._finish(call))
+      self._listen()
 
-  def _dispatcher(self) -> Callable:
-    """How a new band's calls reach the device.
+  def _awaited(self) -> list[_Call]:
+    """The calls of which the first to be done is finished; by the clock any, else the oldest."""
+    return list(self._calls) if self._clock_decides else self._calls[:1]
 
-    A CPU computes what one thread dispatches in that order, and what several dispatch side by side: two
-    bands in two thirds of the time. So there each band has its thread. Programs of several devices
-    are left in order, or each could wait for the other.
-    """
-    devices = jax.tree.leaves(self._params)[0].devices()
-    if len(devices) > 1 or next(iter(devices)).platform != 'cpu':
-      return lambda function, *args, **kwargs: function(*args, **kwargs)
-    thread = self._resources.enter_context(futures.ThreadPoolExecutor(1, 'band'))
-    return lambda function, *args, **kwargs: thread.submit(function, *args, **kwargs).result()
+  def _wait(self):
+    """Until something happens: a call has read or is done, or an answer came that could start one."""
+    calls = self._awaited()
+    events = [call.done if call.read.done() else call.read for call in calls]
+    name = 'decode' if all(call.read.done() for call in calls) else 'prefill'
+    if len(self._calls) < CALLS:
+      events += self._world.under_way
+    if events:
+      futures.wait(events, return_when=futures.FIRST_COMPLETED)
+    self._lap(name if calls else 'env')
 
   def _lap(self, name):
     """The time since the last lap goes to `name`."""
@@ -232,27 +240,25 @@ class _Engine:
               + min(len(band.free()), len(self._queue)))
 
     width = self._sampler.width
-    if self._running is not None and not self._queue and len(self._seats) <= width:
+    if self._calls and not self._queue and len(self._seats) <= width:
       return None  # the last rows are to share a band, and those at the device cannot move
     bands = [band for band in self._bands if self._can_move(band)]
     band = max(bands, key=speakers, default=None)  # the first of several
     most = 0 if band is None else speakers(band)
     if len(self._bands) < self._sampler.num_bands and most < min(width, len(self._queue)):
       slots = self._sampler.slot_buckets[0]
-      self._bands.append(_Band(
-        self._sampler.empty(width, slots), [None] * width, self._dispatcher()))
+      thread = self._resources.enter_context(futures.ThreadPoolExecutor(1, 'band'))
+      self._bands.append(_Band(self._sampler.empty(width, slots), [None] * width, thread))
       return self._bands[-1]
     return band if most else None
 
-  def _launch(self, band: _Band) -> _Call | None:
+  def _launch(self, band: _Band) -> _Call:
     """Seats and reads who is ready, and starts to decode; returns before the device is done."""
     self._last_read = None
     self._admit(band)
     self._read_in_place(band) if self._sampler.in_place else self._read_elsewhere(band)
     self._lap('prefill')
     places = band.places('speaking')
-    if not places:
-      return None
     rows, width = [band.rows[b] for b in places], self._sampler.width
     longest = max(row.length for row in rows)
     band.context = self._sampler.with_room(band.context, longest + 1)
@@ -263,16 +269,29 @@ class _Engine:
         lengths[b] = row.length
       if row is not None and row.phase == 'speaking':
         stop_state[b], budgets[b], keys[b] = row.stop_state, row.left, self._keys[row.index]
-    band.context, sampled = band.dispatch(
-      self._sampler.decode, self._params, band.context, lengths, keys, stop_state, budgets,
+    band.context, sampled = self._dispatch(
+      band, self._sampler.decode, self._params, band.context, lengths, keys, stop_state, budgets,
       steps=band.context.slots - longest, enough=-(-len(rows) // 4))
     self._lap('decode')
-    return _Call(band, self._last_read, sampled)
+    read, done = (
+      band.thread.submit(jax.block_until_ready, result) for result in (self._last_read, sampled))
+    return _Call(band, sampled, read, done)
+
+  def _dispatch(self, band: _Band, function, *args, **kwargs):
+    """function(*args): a call to the device, which is not waited for.
+
+    A CPU computes what one thread dispatches in that order, and what several dispatch side by side: two
+    bands in two thirds of the time. So there each band has its thread. Programs of several devices
+    are left in order, or each could wait for the other.
+    """
+    devices = jax.tree.leaves(self._params)[0].devices()
+    if len(devices) > 1 or next(iter(devices)).platform != 'cpu':
+      return function(*args, **kwargs)
+    return band.thread.submit(function, *args, **kwargs).result()
 
   def _finish(self, call: _Call) -> list[Said]:
-    """Waits for the device; the turns that ended."""
-    jax.block_until_ready(call.lengths_read)
-    self._lap('prefill')
+    """The turns that ended with a call that is done."""
+    call.done.result()
     sampled = hosts.fetch(call.sampled)
     said = []
     for b in call.band.places('speaking'):
@@ -290,9 +309,9 @@ class _Engine:
     self._lap('decode')
     return said
 
-  def _listen(self, wait: bool = False) -> None:
+  def _listen(self) -> None:
     """Takes in what the world has answered."""
-    for index, cue in self._world.answers(wait):
+    for index, cue in self._world.answers():
       band, b = self._seats[index]
       row = band.rows[b]
       row.ids, row.left, row.phase = cue.ids, cue.budget, 'ready'
@@ -361,12 +380,12 @@ class _Engine:
     size = self._sampler.read_rows
     band.context = self._sampler.with_room(band.context, context.slots)
     for i in range(0, len(rows), size):
-      targets = np.full((size,), self._sampler.width, np.int32)
-      sources = np.zeros((size,), np.int32)
-      for j, (row, source) in enumerate(rows[i : i + size]):
-        targets[j], sources[j] = self._seats[row.index][1], source
-        row.has_read()
-      band.context = self._sampler.put(band.context, context, targets, sources)
+      part = rows[i : i + size]
+      targets = [self._seats[row.index][1] for row, _ in part]
+      band.context = self._sampler.put(
+        band.context, context, targets, [source for _, source in part])
+    for row, _ in rows:
+      row.has_read()
 
   def _read_in_place(self, band: _Band) -> None:
     """Reads what the band's rows have not read yet; those that have stand still."""
@@ -410,7 +429,7 @@ class _Engine:
 
   def _can_move(self, band: _Band) -> bool:
     """Whether the device is not at the band."""
-    return self._running is None or band is not self._running.band
+    return all(band is not call.band for call in self._calls)
 
   def _by_length(self, band, places):
     """Rows with like numbers of ids to read beside each other: they are cut alike."""
