@@ -345,10 +345,6 @@ class SamplerTest(parameterized.TestCase):
   def test_default_slot_buckets(self):
     self.assertEqual(sampler_lib.default_slot_buckets(600), (128, 192, 256, 384, 512, 600))
     self.assertEqual(sampler_lib.default_slot_buckets(100), (100,))
-    self.assertEqual(
-      sampler_lib.default_slot_buckets(400, 4), (128, 160, 192, 224, 256, 320, 384, 400))
-    buckets = make_sampler(cache_tile=64, slot_buckets=None, max_slots=1200).slot_buckets
-    self.assertEqual(buckets, (*range(128, 1025, 64), 1152, 1216))  # whole tiles, 8 a doubling
 
 
 if __name__ == '__main__':

@@ -66,7 +66,7 @@ class Sampler:
     width: int = 0,  # rows of a band, which one call decodes; 0: all
     read_rows: int = 8,  # rows of a call that reads; all of a band with `row_sharding`
     steps: int = 32,  # tokens a row samples in one call, at most
-    slot_buckets: Sequence[int] | None = None,  # None: as in `default_slot_buckets`
+    slot_buckets: Sequence[int] | None = None,  # None: doubling, with a step between, from 128
     chunk_buckets: Sequence[int] = (32, 128),  # tokens of a row that one call reads
     row_sharding: jax.sharding.NamedSharding | None = None,  # of the row axis; None: the compiler's
   ):
@@ -88,8 +88,7 @@ class Sampler:
     # Rows spread over devices are read where they are: moving them would send whole caches around.
     self.read_rows = self.width if row_sharding is not None else min(read_rows, self.width)
     self.steps = steps
-    # A CPU, where keys lie in tiles, compiles fast and is slowed most by slots that are read in vain.
-    slot_buckets = slot_buckets or default_slot_buckets(max_slots, 8 if config.cache_tile else 2)
+    slot_buckets = slot_buckets or default_slot_buckets(max_slots)
     slot_buckets = (*(b for b in slot_buckets if b < max_slots), max_slots)
     tile = config.cache_tile or 1
     self.slot_buckets = tuple(sorted({-(-b // tile) * tile for b in slot_buckets}))
@@ -222,10 +221,10 @@ class Sampler:
     }
 
 
-def default_slot_buckets(max_slots: int, parts: int = 2) -> tuple[int, ...]:
-  """128, 192, 256, 384, 512, 768, .. up to `max_slots`: from 128 on every doubling is in `parts` steps."""
-  buckets = [2**i * (parts + j) // parts for i in range(7, 31) for j in range(parts)]
-  return (*(b for b in buckets if b < max_slots), max_slots)
+def default_slot_buckets(max_slots: int) -> tuple[int, ...]:
+  """128, 192, 256, 384, 512, 768, .. up to `max_slots`: at most half more than needed."""
+  buckets = [b for i in range(7, 31) for b in (2**i, 3 * 2 ** (i - 1)) if b < max_slots]
+  return (*buckets, max_slots)
 
 
 def _empty(config, rows, slots):
