@@ -216,6 +216,21 @@ class EngineTest(parameterized.TestCase):
                respond, threads=2)
     self.assertTrue(others.is_set())
 
+  def test_by_the_clock_the_band_that_is_done_first_goes_on(self):
+    """The first call is done only after a turn of the other band was answered."""
+    answered, calls, block = threading.Event(), [], jax.block_until_ready
+
+    def block_until_ready(result):
+      if isinstance(result, sampler_lib.Sampled):
+        calls.append(result)
+        if len(calls) == 1:
+          self.assertTrue(answered.wait(60))
+      return block(result)
+
+    with mock.patch.object(jax, 'block_until_ready', block_until_ready):
+      got, _, _ = play(self.dialogues, self.keys, threads=1, delay=answered.set)
+    self.assertEqual(got, self.want)
+
   def test_turns_that_end_together_are_handed_over_together(self):
     calls = []
     respond = lambda said: calls.append(len(said)) or [engine.Cue((), 0)] * len(said)

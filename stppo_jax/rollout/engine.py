@@ -10,9 +10,10 @@ turns that ended before to the world, and the call after it waits in the device'
 
 What a dialogue says depends on its key and its ids alone. With `threads=0` the schedule too is a
 function of what was said and answered, so that many hosts take the same steps. With threads it follows
-the clock; all that it changes is a row's neighbours and the number of slots of its band. Neighbours
-do not change a row's numbers. The number of slots may change their last digit (matmuls sum in another
-order), so that only with one slot bucket two runs with threads are the same bit by bit.
+the clock: the band that is done first goes on. All that it changes is a row's neighbours and the number
+of slots of its band. Neighbours do not change a row's numbers. The number of slots may change their last
+digit (matmuls sum in another order), so that only with one slot bucket two runs with threads are the
+same bit by bit.
 """
 
 import collections
@@ -29,7 +30,7 @@ import numpy as np
 from stppo_jax import hosts
 from stppo_jax.rollout import sampler as sampler_lib
 
-CALLS = 2  # that the device has at once: one that it is at, or two side by side, see `_Engine._dispatch`
+CALLS = 2  # that the device has at once: one in its queue behind the other, or on a CPU side by side
 
 
 @dataclasses.dataclass(frozen=True)

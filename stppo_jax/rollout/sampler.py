@@ -324,7 +324,7 @@ def _in_compute_dtype(params, config):
 
 
 def _grow(config, context, slots):
-  """The same rows with `slots` slots each. (Written into new arrays; from a `pad` it takes 4 times as long on a CPU.)"""
+  """The same rows with `slots` slots each. Written into empty ones: a `pad` takes 4 times as long on a CPU."""
   rows = context.logits.shape[0]
   fill = lambda new, old: jax.lax.dynamic_update_slice(new, old, (0,) * old.ndim)
   return jax.tree.map(fill, _empty(config, rows, slots), context)
@@ -335,8 +335,10 @@ def _take(context, rows):
 
 
 def _put(context, taken, targets, sources, count):
-  """Rows may have fewer slots in `taken`: what lies past them is rubbish anyway. (Row after row; a scatter of
-  gathered rows takes twice as long on a CPU.)"""
+  """Rows may have fewer slots in `taken`: what lies past them is rubbish anyway.
+
+  Row after row: a scatter of gathered rows takes twice as long on a CPU.
+  """
 
   def put_row(i, context):
     def put(array, rows):
