@@ -30,6 +30,8 @@ SIZES = flags.DEFINE_list('sizes', ['0.94M', '2.9M'], 'of 0.94M, 2.9M, 20M, 47M'
 THREADS = flags.DEFINE_list('threads', ['1', '2'], 'CPUs a framework may use')
 REPEATS = flags.DEFINE_integer('repeats', 7, 'timed runs of each', lower_bound=1)
 QUICK = flags.DEFINE_bool('quick', False, 'one size, one thread, few tokens: a smoke test')
+MICRO_BATCHES = flags.DEFINE_list(
+  'micro_batches', ['32', '16', '8', '4'], 'rows computed at once in updates, at most all; each is tried')
 PROFILE = flags.DEFINE_bool('profile', False, 'print the ops that take our time instead')
 TUNIX_PYTHON = flags.DEFINE_string(
   'tunix_python', '', 'Python of the environment that has google-tunix; none: it is left out')
@@ -146,6 +148,30 @@ def report(benchmark, what, size, threads, ours, peer_name=None, peer=None, base
     line['time_over_baseline'] = short(np.median(ratios))
     line['spread']['time_over_baseline'] = min_max(ratios)
   print_line(line | {'repeats': len(ours['tokens_per_s'])})
+
+
+def report_fastest(benchmark, what, size, threads, found, peer_name):
+  """`report` of both sides with the same micro-batches, and of each side's fastest.
+
+  found: {('ours' or 'peer', rows of a micro-batch): figures}.
+  """
+  sides = {
+    side: {rows: figures for (this, rows), figures in found.items() if this == side}
+    for side in ('ours', 'peer')}
+  for rows, ours in sides['ours'].items():
+    report(benchmark, f'{what}, micro-batches of {rows}', size, threads, ours, peer_name,
+           sides['peer'][rows])
+  speed = lambda figures: np.median(figures['tokens_per_s'])
+  ours, peer = (max(side, key=lambda rows: speed(side[rows])) for side in sides.values())
+  report(benchmark, f'{what}, each at its fastest: micro-batches of {ours} and {peer}', size, threads,
+         sides['ours'][ours], peer_name, sides['peer'][peer])
+
+
+def micro_batches(rows):
+  """The sizes of micro-batches to try with so many rows: two with --quick, the least with --profile."""
+  wanted = [rows, rows // 2] if QUICK.value else map(int, MICRO_BATCHES.value)
+  sizes = sorted({min(size, rows) for size in wanted}, reverse=True)
+  return sizes[-1:] if PROFILE.value else sizes
 
 
 def print_machine():

@@ -7,8 +7,9 @@
 
 A step: 32 prompts of 64 tokens, 128 sampled after each, no early stop; log-probs of the policy and
 values of the critic; token-level GAE (gamma = lambda = 1), whitened; one optimizer step of the actor
-and one of the critic on all rows at once (clip .2, value clip .5, token mean, no KL, clip of the norm
-at 1, AdamW). Tokens a second count prompts and sampled tokens.
+and one of the critic on all rows (clip .2, value clip .5, token mean, no KL, clip of the norm
+at 1, AdamW). Tokens a second count prompts and sampled tokens. Log-probs and gradients are computed some
+rows at a time, which changes the speed alone: both sides are measured with each of --micro_batches.
 
 Before anything is timed, both sides make a step on greedy episodes. Log-probs and values of other
 text must agree before it, and so must what the step changed of them.
@@ -21,12 +22,10 @@ because tunix's critic is an actor whose output layer has been replaced.
 import tempfile
 
 from absl import app
-from absl import flags
 import numpy as np
 
 from benchmarks import side_by_side
 
-_MICRO_BATCH = flags.DEFINE_integer('micro_batch', 0, 'rows of our micro-batches; 0: all at once')
 LEARNING_RATE = 1e-5
 
 
@@ -40,29 +39,33 @@ def run(size, threads, quick, repeats):
   """The figure of one size and thread setting."""
   rows, num_prompt, num_new = (4, 16, 16) if quick else (32, 64, 128)
   shape = rows, num_prompt, num_new, LEARNING_RATE
+  sizes = side_by_side.micro_batches(rows)
   with tempfile.TemporaryDirectory() as folder:
-    ours = side_by_side.Worker(
-      threads, 'benchmarks.ours', 'PpoStep', size, folder, *shape, _MICRO_BATCH.value or rows)
-    model = ours.call('model')
+    start_ours = lambda micro: side_by_side.Worker(
+      threads, 'benchmarks.ours', 'PpoStep', size, folder, *shape, micro)
+    start_peer = lambda micro: side_by_side.Worker(
+      threads, 'benchmarks.tunix_peer', 'PpoStep', folder, *shape, micro, first.call('value_head'),
+      python=side_by_side.TUNIX_PYTHON.value)
+    ours = {micro: start_ours(micro) for micro in sizes}
+    first = ours[sizes[0]]
+    model = first.call('model')
     draw = lambda *shape: np.random.default_rng(0).integers(0, model['vocab_size'], shape)
     prompts = draw(rows, num_prompt)
     if side_by_side.PROFILE.value:
-      side_by_side.print_ops(ours.call('profile', 3, prompts))
-      ours.close()
+      side_by_side.print_ops(first.call('profile', 3, prompts))
       return
-    peer = side_by_side.Worker(
-      threads, 'benchmarks.tunix_peer', 'PpoStep', folder, *shape, ours.call('value_head'),
-      python=side_by_side.TUNIX_PYTHON.value)
-    side_by_side.print_setting(size, threads, model, {'ours': ours, 'tunix': peer})
-    check_same_step(ours, peer, prompts, draw(rows, num_new))
-    found = side_by_side.measure(
-      {'ours': (ours, 'step', prompts), 'peer': (peer, 'step', prompts)},
-      rows * (num_prompt + num_new), repeats)
-    side_by_side.report(
-      'step', f'PPO step, {rows} x ({num_prompt} + {num_new})', size, threads, found['ours'],
-      'tunix', found['peer'])
-    ours.close()
-    peer.close()
+    peer = {micro: start_peer(micro) for micro in sizes}
+    side_by_side.print_setting(size, threads, model, {'ours': first, 'tunix': peer[sizes[0]]})
+    for micro in sizes:
+      check_same_step(ours[micro], peer[micro], prompts, draw(rows, num_new))
+    jobs = {
+      (side, micro): (workers[micro], 'step', prompts)
+      for micro in sizes for side, workers in (('ours', ours), ('peer', peer))}
+    found = side_by_side.measure(jobs, rows * (num_prompt + num_new), repeats)
+    side_by_side.report_fastest(
+      'step', f'PPO step, {rows} x ({num_prompt} + {num_new})', size, threads, found, 'tunix')
+    for worker in [*ours.values(), *peer.values()]:
+      worker.close()
 
 
 def check_same_step(ours, peer, prompts, completions):

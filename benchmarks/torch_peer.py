@@ -61,7 +61,7 @@ class Sampling:
 class Learning:
   """PPO steps on an actor and a critic (a TokenClassification model with one label)."""
 
-  def __init__(self, folder, threads, learning_rate, batch):
+  def __init__(self, folder, threads, learning_rate, batch, micro_batch):
     _set_threads(threads)
     self._actor = _load(transformers.AutoModelForCausalLM, folder, 'actor').train()
     self._critic = _load(transformers.AutoModelForTokenClassification, folder, 'critic').train()
@@ -69,49 +69,59 @@ class Learning:
       torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True)
       for model in (self._actor, self._critic)]
     batch = {name: torch.from_numpy(np.array(x)) for name, x in batch.items()}
-    self._batch = batch | {'tokens': batch['tokens'].long()}
+    mask = batch['action_mask']
+    batch |= {'tokens': batch['tokens'].long(), 'weights': mask / mask.sum()}
+    parts = {name: x.split(micro_batch) for name, x in batch.items()}
+    self._micro_batches = [dict(zip(parts, values)) for values in zip(*parts.values())]
 
   @torch.no_grad()
   def log_probs(self):
     """Log-probs of the policy and values of the critic, 0 outside the agent's tokens."""
-    mask = self._batch['action_mask']
-    return (self._logp() * mask).numpy(), (self._values() * mask).numpy()
+    of_all = lambda function: torch.cat(
+      [function(micro['tokens']) * micro['action_mask'] for micro in self._micro_batches]).numpy()
+    return of_all(self._logp), of_all(self._values)
 
   def update(self):
     """One optimizer step; its losses and gradient norms before the clip of the norm."""
-    batch = self._batch
-    mask = batch['action_mask']
-    weights = mask / mask.sum()
-    ratio = torch.exp((self._logp() - batch['old_logp']) * mask)
-    advantages = batch['advantages']
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    policy_loss = -(weights * surrogate).sum()
-    values, old_values = self._values(), batch['old_values']
-    near = old_values + (values - old_values).clamp(-0.5, 0.5)
-    error = torch.maximum((values - batch['returns']) ** 2, (near - batch['returns']) ** 2)
-    value_loss = 0.5 * (weights * error).sum()
+    for optimizer in self._optimizers:
+      optimizer.zero_grad()
+    policy_losses, value_losses = [], []
+    for micro in self._micro_batches:
+      policy_losses.append(self._policy_loss(micro))
+      policy_losses[-1].backward()
+      value_losses.append(self._value_loss(micro))
+      value_losses[-1].backward()
     return {
-      'actor/pg_loss': policy_loss.item(), 'critic/vf_loss': value_loss.item(),
-      'stppo/grad_norm': self._step(0, self._actor, policy_loss),
-      'critic/grad_norm': self._step(1, self._critic, value_loss)}
+      'actor/pg_loss': sum(loss.item() for loss in policy_losses),
+      'critic/vf_loss': sum(loss.item() for loss in value_losses),
+      'stppo/grad_norm': self._step(0, self._actor), 'critic/grad_norm': self._step(1, self._critic)}
 
-  def _step(self, index, model, loss):
-    self._optimizers[index].zero_grad()
-    loss.backward()
+  def _policy_loss(self, micro):
+    ratio = torch.exp((self._logp(micro['tokens']) - micro['old_logp']) * micro['action_mask'])
+    advantages = micro['advantages']
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return -(micro['weights'] * surrogate).sum()
+
+  def _value_loss(self, micro):
+    values, old_values, returns = self._values(micro['tokens']), micro['old_values'], micro['returns']
+    near = old_values + (values - old_values).clamp(-0.5, 0.5)
+    error = torch.maximum((values - returns) ** 2, (near - returns) ** 2)
+    return 0.5 * (micro['weights'] * error).sum()
+
+  def _step(self, index, model):
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     self._optimizers[index].step()
     return norm.item()
 
-  def _logp(self):
+  def _logp(self, tokens):
     """[B,T], column t of token t; column 0 is 0."""
-    tokens = self._batch['tokens']
     logits = self._actor(tokens, use_cache=False).logits[:, :-1]
     logp = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
     return torch.nn.functional.pad(logp, (1, 0))
 
-  def _values(self):
+  def _values(self, tokens):
     """[B,T], column t of the state before token t; column 0 is 0."""
-    values = self._critic(self._batch['tokens'], use_cache=False).logits[:, :-1, 0]
+    values = self._critic(tokens, use_cache=False).logits[:, :-1, 0]
     return torch.nn.functional.pad(values, (1, 0))
 
 

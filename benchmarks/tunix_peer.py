@@ -69,7 +69,7 @@ class PpoStep:
   The learner asks for prompts itself; it is run in a thread, and a step is over when it asks again.
   """
 
-  def __init__(self, folder, rows, num_prompt, num_new, learning_rate, value_head):
+  def __init__(self, folder, rows, num_prompt, num_new, learning_rate, micro_batch, value_head):
     actor = load(os.path.join(folder, 'actor'))
     critic = rl_utils.create_critic_model(actor)
     critic.lm_head.kernel.value = jnp.asarray(value_head)
@@ -85,7 +85,8 @@ class PpoStep:
         role_to_mesh={role: _mesh() for role in roles},
         training_config=rl_cluster.RLTrainingConfig(
           actor_optimizer=optimizer(), critic_optimizer=optimizer(), mini_batch_size=rows,
-          train_micro_batch_size=rows, eval_every_n_steps=10**9, max_steps=10**9),
+          rollout_micro_batch_size=rows, train_micro_batch_size=micro_batch,
+          compute_logps_micro_batch_size=micro_batch, eval_every_n_steps=10**9, max_steps=10**9),
         rollout_config=self._rollout))
     # Whole numbers: it keeps rewards as integers.
     score = lambda prompts, completions, **unused: [float(i % 2) for i in range(len(prompts))]

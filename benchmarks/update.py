@@ -6,18 +6,16 @@
 
 Before anything is timed, losses and gradient norms of three steps must agree. Tokens a second count
 all tokens of the batch, prompts and observations included. `ppo` is beside the peer; ST-PPO, which
-measures the clipping bias too, beside our own `ppo` as `time_over_baseline`.
+measures the clipping bias too, beside our own `ppo` as `time_over_baseline`. How many rows are computed
+at once changes the speed alone: both sides are measured with each of --micro_batches.
 """
 
 import tempfile
 
 from absl import app
-from absl import flags
 import numpy as np
 
 from benchmarks import side_by_side
-
-_MICRO_BATCH = flags.DEFINE_integer('micro_batch', 0, 'rows of our micro-batches; 0: all at once')
 
 # Rows, tokens a row.
 BATCHES = {'0.94M': (32, 192), '2.9M': (16, 256), '20M': (16, 256), '47M': (16, 256)}
@@ -32,35 +30,46 @@ def main(unused_argv):
 def run(size, threads, quick, repeats):
   """All figures of one size and thread setting."""
   rows, length = (4, 128) if quick else BATCHES[size]
+  sizes = side_by_side.micro_batches(rows)
   with tempfile.TemporaryDirectory() as folder:
-    ours = side_by_side.Worker(
-      threads, 'benchmarks.ours', 'Learning', size, folder, rows, length, LEARNING_RATE,
-      _MICRO_BATCH.value or rows)
+    start_ours = lambda micro: side_by_side.Worker(
+      threads, 'benchmarks.ours', 'Learning', size, folder, rows, length, LEARNING_RATE, micro)
+    start_peer = lambda micro: side_by_side.Worker(
+      threads, 'benchmarks.torch_peer', 'Learning', folder, threads, LEARNING_RATE, batch, micro)
+    ours = {micro: start_ours(micro) for micro in sizes}
+    first = ours[sizes[0]]
     if side_by_side.PROFILE.value:
-      side_by_side.print_ops(ours.call('profile', 3, 'ppo'))
-      ours.close()
+      side_by_side.print_ops(first.call('profile', 3, 'ppo'))
       return
-    peer = side_by_side.Worker(
-      threads, 'benchmarks.torch_peer', 'Learning', folder, threads, LEARNING_RATE,
-      ours.call('batch'))
-    side_by_side.print_setting(size, threads, ours.call('model'), {'ours': ours, 'torch': peer})
-    first_call_s = check_same_numbers(ours, peer)
-    jobs = {name: (ours, 'update', name) for name in VARIANTS} | {'peer': (peer, 'update')}
+    batch = first.call('batch')
+    peer = {micro: start_peer(micro) for micro in sizes}
+    side_by_side.print_setting(
+      size, threads, first.call('model'), {'ours': first, 'torch': peer[sizes[0]]})
+    first_call_s = {micro: check_same_numbers(ours[micro], peer[micro]) for micro in sizes}
+    jobs = {}
+    for micro in sizes:
+      jobs['ours', micro] = ours[micro], 'update', 'ppo'
+      jobs['peer', micro] = peer[micro], 'update'
+      jobs |= {(name, micro): (ours[micro], 'update', name) for name in VARIANTS[1:]}
     found = side_by_side.measure(jobs, rows * length, repeats)
-    for name, seconds in first_call_s.items():
-      found[name]['first_call_s'] = seconds
+    for micro, seconds in first_call_s.items():
+      for side in ('ours', 'peer'):
+        found[side, micro]['first_call_s'] = seconds[side]
     what = f'update, {rows} x {length}: '
-    side_by_side.report('update', what + 'ppo', size, threads, found['ppo'], 'torch', found['peer'])
+    side_by_side.report_fastest('update', what + 'ppo', size, threads, found, 'torch')
     for name in VARIANTS[1:]:
-      side_by_side.report(
-        'update', what + name, size, threads, found[name], baseline=found['ppo'])
-    jobs = {'ours': (ours, 'log_probs'), 'peer': (peer, 'log_probs')}
+      for micro in sizes:
+        side_by_side.report(
+          'update', f'{what}{name}, micro-batches of {micro}', size, threads, found[name, micro],
+          baseline=found['ours', micro])
+    jobs = {
+      (side, micro): (workers[micro], 'log_probs') for micro in sizes
+      for side, workers in (('ours', ours), ('peer', peer))}
     found = side_by_side.measure(jobs, rows * length, repeats)
-    side_by_side.report(
-      'update', f'log-probs and values, {rows} x {length}', size, threads, found['ours'], 'torch',
-      found['peer'])
-    ours.close()
-    peer.close()
+    side_by_side.report_fastest(
+      'update', f'log-probs and values, {rows} x {length}', size, threads, found, 'torch')
+    for worker in [*ours.values(), *peer.values()]:
+      worker.close()
 
 
 def check_same_numbers(ours, peer, steps=3):
@@ -73,7 +82,7 @@ def check_same_numbers(ours, peer, steps=3):
     np.testing.assert_allclose(a, b, atol=1e-4, err_msg='log-probs or values differ')
   for _ in range(steps):
     (a, ours_s, _), (b, peer_s, _) = ours.timed('update', 'ppo'), peer.timed('update')
-    seconds.append({'ppo': ours_s, 'peer': peer_s})
+    seconds.append({'ours': ours_s, 'peer': peer_s})
     for name in a:
       np.testing.assert_allclose(a[name], b[name], rtol=1e-4, atol=1e-4, err_msg=name)
   return seconds[0]
