@@ -138,17 +138,19 @@ def make_sampler(config, model, stop_table, eos_ids, row_sharding=None, greedy=F
   """The sampler of training, or the greedy one of evaluation.
 
   Choice: bands that `row_sharding` cannot split evenly are left where the compiler puts them. Rows that
-  are not split at all are free to move: only those that have something to read are computed.
+  are not split at all are free to move: only those that have something to read are computed. On a CPU
+  their keys lie in tiles; split rows' do not, because reading from tiles takes row after row.
   """
   rollout = config.rollout
   options = dict(temperature=0.0) if greedy else dict(
       temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p)
   rows, width = num_rows(config, greedy), band_width(config, greedy)
   device = jax.devices()[0] if row_sharding is None else row_sharding.mesh.devices.flat[0]
-  cache_tile = decoder.CPU_CACHE_TILE if device.platform == 'cpu' else 0
   shards = 1 if row_sharding is None else _num_shards(row_sharding)
   if shards == 1 or width % shards:
     row_sharding = None
+  tiled = device.platform == 'cpu' and row_sharding is None
+  cache_tile = decoder.CPU_CACHE_TILE if tiled else 0
   model = dataclasses.replace(model, row_sharding=row_sharding, cache_tile=cache_tile)
   return sampling.Sampler(
       model, stop_table, eos_ids, rollout.max_total, rows=rows, width=width,

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
-
+import re
 from unittest import mock
+
+from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -17,6 +19,7 @@ from stppo_jax.models import decoder
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
+from stppo_jax.training import sharding
 
 VOCAB = 24
 CONFIG = decoder.ModelConfig(
@@ -341,6 +344,25 @@ class SamplerTest(parameterized.TestCase):
     variants = sampler.compiled_variants()
     self.play(sampler, self.FORCED)
     self.assertEqual(sampler.compiled_variants(), variants)
+
+  def test_split_rows_stay_on_their_devices(self):
+    """A layer sends nothing, and a step of the loop no more than whether all rows are done."""
+    mesh = sharding.make_mesh(8, 1, 1)
+    rows, whole = sharding.rows(mesh), sharding.replicated(mesh)
+    sampler = sampler_lib.Sampler(
+      dataclasses.replace(CONFIG, row_sharding=rows), np.zeros((2, VOCAB), np.int32), (EOS,), 64,
+      rows=8, row_sharding=rows)
+    params = jax.tree.map(
+      lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=whole), self.params)
+    for name, traced in sampler.trace(params, 64).items():
+      sent = re.findall(
+        r'= (\w+)\[(.*?)\]\S* (?:all-\w+|collective-\w+|reduce-scatter)(?:-start)?\((.*)',
+        traced.lower().compile().as_text())
+      inside = [(dtype, shape) for dtype, shape, rest in sent if re.search('while/|Block', rest)]
+      self.assertEqual([shape for _, shape in inside], [''] * len(inside), name)
+      if name == 'decode':  # else the pattern would find nothing
+        self.assertIn(('pred', ''), inside)
+        self.assertIn(('s32', f'8,{sampler.steps}'), [(dtype, shape) for dtype, shape, _ in sent])
 
   def test_default_slot_buckets(self):
     self.assertEqual(sampler_lib.default_slot_buckets(600), (128, 192, 256, 384, 512, 600))

@@ -389,13 +389,21 @@ def _each_layer(layers, config):
 
 
 def _write(cached_k, cached_v, k, v, slots):
-  """The caches with new k and v [B,T,M,H] at slots [B,T]; slots past the end are dropped."""
-  rows = jnp.arange(k.shape[0])[:, None]
-  how = dict(mode='drop', unique_indices=True)
+  """The caches with new k and v [B,T,M,H] at slots [B,T]; slots past the end are dropped.
+
+  Mapped over rows: of one scatter into all rows the compiler, which cannot know that a row writes into
+  itself, gathers what is new onto every device.
+  """
   tile = cached_k.shape[-1]
-  # Advanced indices put B,T in front.
-  return (cached_k.at[rows, :, slots // tile, :, slots % tile].set(k.astype(cached_k.dtype), **how),
-          cached_v.at[rows, :, slots].set(v.astype(cached_v.dtype), **how))
+
+  def write_row(cached_k, cached_v, k, v, slots):
+    how = dict(mode='drop', unique_indices=True)
+    # [T,M,H]: advanced indices that do not stand side by side come first.
+    cached_k = cached_k.at[:, slots // tile, :, slots % tile].set(k.astype(cached_k.dtype), **how)
+    cached_v = cached_v.at[:, slots].set(jnp.swapaxes(v, 0, 1).astype(cached_v.dtype), **how)
+    return cached_k, cached_v
+
+  return jax.vmap(write_row)(cached_k, cached_v, k, v, slots)
 
 
 def _rope(config, positions, chunk, slots, cache):

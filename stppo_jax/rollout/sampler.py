@@ -264,8 +264,8 @@ def _decode(
   stop_table, is_eos,
 ):
   """See `Sampler.decode`; `columns` is how many tokens there is room for in the results."""
-  rows = jnp.arange(context.logits.shape[0])
-  chex.assert_shape([lengths, stop_state, budgets], rows.shape)
+  rows = context.logits.shape[0]
+  chex.assert_shape([lengths, stop_state, budgets], (rows,))
   params = decoder.unstack_layers(_in_compute_dtype(params, config), config)
   keys = jax.random.wrap_key_data(keys)
   stopped = stop_table.shape[0] - 1
@@ -285,13 +285,13 @@ def _decode(
     stop_state = jnp.where(alive, stop_table[sampled.stop_state, token], sampled.stop_state)
     counts = sampled.counts + alive
     goes_on = alive & (stop_state != stopped) & ~is_eos[token] & (counts < budgets)
-    at = (rows, jnp.where(alive, turns.step, columns))  # past the end: dropped
+    in_column = lambda a, new: a.at[:, turns.step].set(jnp.where(alive, new, 0))
     return _Turns(
       context=Context(cache.k, cache.v, jnp.where(alive[:, None], logits, context.logits)),
       lengths=cache.length,
       sampled=Sampled(
-        tokens=sampled.tokens.at[at].set(token, mode='drop'),
-        logp=sampled.logp.at[at].set(logp, mode='drop'),
+        tokens=in_column(sampled.tokens, token),
+        logp=in_column(sampled.logp, logp),
         counts=counts,
         stop_state=stop_state,
         alive=goes_on,
@@ -301,8 +301,8 @@ def _decode(
     )
 
   sampled = Sampled(
-    tokens=jnp.zeros((len(rows), columns), jnp.int32),
-    logp=jnp.zeros((len(rows), columns), jnp.float32),
+    tokens=jnp.zeros((rows, columns), jnp.int32),
+    logp=jnp.zeros((rows, columns), jnp.float32),
     counts=jnp.zeros_like(budgets),
     stop_state=stop_state,
     alive=budgets > 0,
