@@ -140,7 +140,7 @@ class Train:
   updates: int = 1005  # rollouts; each is followed by epochs * episodes / mini_batch optimizer steps
   episodes: int = 512  # a rollout
   mini_batch: int = 256  # episodes an optimizer step: the reuse that makes the update off-policy
-  # Bins of a forward and backward pass. Changes memory and speed, never the result; a CPU is fastest with 4 to 8.
+  # Bins of a forward and backward pass: changes memory and speed, never the result. A CPU likes 4 to 8.
   micro_batch: int = 64
   epochs: int = 1
   # Tokens of a bin, in which episodes are packed behind each other; all bins of a micro-batch are alike.
