@@ -32,6 +32,9 @@ REPEATS = flags.DEFINE_integer('repeats', 7, 'timed runs of each', lower_bound=1
 QUICK = flags.DEFINE_bool('quick', False, 'one size, one thread, few tokens: a smoke test')
 MICRO_BATCHES = flags.DEFINE_list(
   'micro_batches', ['32', '16', '8', '4'], 'rows computed at once in updates, at most all; each is tried')
+flags.register_validator(
+  MICRO_BATCHES, lambda sizes: sizes and all(size.isdecimal() and int(size) > 0 for size in sizes),
+  'give whole numbers above 0, with commas between, such as 16,4')
 PROFILE = flags.DEFINE_bool('profile', False, 'print the ops that take our time instead')
 TUNIX_PYTHON = flags.DEFINE_string(
   'tunix_python', '', 'Python of the environment that has google-tunix; none: it is left out')
