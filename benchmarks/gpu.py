@@ -27,20 +27,22 @@ import numpy as np
 from benchmarks import ours
 from benchmarks import side_by_side
 from stppo_jax import chat
-from stppo_jax import evaluation
 from stppo_jax import tasks as task_files
 from stppo_jax.algorithms import variants
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.models import presets
+from stppo_jax.models import shapes
+from stppo_jax.models import sharding
+from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampling
 from stppo_jax.training import packing
-from stppo_jax.training import sharding
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 
-_PART = flags.DEFINE_enum('part', 'ceilings', ['ceilings', 'numerics', 'update', 'rollout'], 'which')
+_PART = flags.DEFINE_enum(
+    'part', 'ceilings', ['ceilings', 'numerics', 'update', 'rollout'], 'which'
+)
 _SIZE = flags.DEFINE_enum('size', '135M', ['135M', '1.5B', '7B'], 'of the model')
 _LAYERS = flags.DEFINE_integer('layers', 0, 'of the model; 0: those of the table', lower_bound=0)
 _MODEL = flags.DEFINE_string('model', '', 'for numerics: a Hugging Face folder')
@@ -62,11 +64,11 @@ class Size(typing.NamedTuple):
 
 
 SIZES = {
-  '135M': Size('smollm2-135m', 32, 16, 128, 'float32', 'st_ppo'),
-  '1.5B': Size('qwen2.5-1.5b', 16, 4, 64, 'float32', 'so_grpo'),
-  # Weights, two moments, gradient and bias, twice those for a micro-batch: 16 bytes a parameter even in
-  # bfloat16. Ten of 28 layers are 3.4 B parameters. All of it is for LoRA, or for several GPUs.
-  '7B': Size('qwen2.5-7b', 8, 2, 32, 'bfloat16', 'so_grpo', 10),
+    '135M': Size('smollm2-135m', 32, 16, 128, 'float32', 'st_ppo'),
+    '1.5B': Size('qwen2.5-1.5b', 16, 4, 64, 'float32', 'so_grpo'),
+    # Weights, two moments, gradient and bias, twice those for a micro-batch: 16 bytes a parameter even in
+    # bfloat16. Ten of 28 layers are 3.4 B parameters. All of it is for LoRA, or for several GPUs.
+    '7B': Size('qwen2.5-7b', 8, 2, 32, 'bfloat16', 'so_grpo', 10),
 }
 QUICK = Size('tiny', 4, 2, 4, 'float32', 'st_ppo')
 
@@ -89,15 +91,17 @@ def measure_ceilings():
   """FLOP/s of a large bfloat16 matmul, and bytes/s of a large copy, reads and writes both counted."""
   n, size, times = (512, 2**20, 2) if side_by_side.QUICK.value else (8192, 2**29, 20)
   normal = lambda key, shape: jax.random.normal(jax.random.key(key), shape, jnp.bfloat16)
-  weights = normal(0, (n, n)) / n ** 0.5  # products keep their size
+  weights = normal(0, (n, n)) / n**0.5  # products keep their size
   # Each pass needs the one before, so none can be left out.
   matmuls = jax.jit(lambda x: jax.lax.fori_loop(0, times, lambda _, x: x @ weights, x))
   copies = jax.jit(lambda x: jax.lax.fori_loop(0, times, lambda _, x: x + 1, x))
   matmul_s = median_s(lambda: matmuls(normal(1, (n, n)))) / times
   vector = jnp.zeros(size, jnp.bfloat16)
   copy_s = median_s(lambda: copies(vector)) / times
-  return {'matmul_tflops': 2 * n**3 / matmul_s / 1e12,
-          'copy_gb_per_s': 2 * vector.nbytes / copy_s / 1e9}
+  return {
+      'matmul_tflops': 2 * n**3 / matmul_s / 1e12,
+      'copy_gb_per_s': 2 * vector.nbytes / copy_s / 1e9,
+  }
 
 
 def measure_update(best):
@@ -110,12 +114,23 @@ def measure_update(best):
   mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
   optimizer, schedule = train_state.make_optimizer(1e-6, 0, weight_decay=0.01)
   learner = train_state.Learner(
-    actor=actor_shape, critic=critic_shape, variant=variant, actor_optimizer=optimizer,
-    critic_optimizer=optimizer, actor_lr=schedule, critic_lr=schedule, micro_batch=size.micro_batch,
-    lengths=(length,), logp_chunk=512, value_clip=0.5)
+      actor=actor_shape,
+      critic=critic_shape,
+      variant=variant,
+      actor_optimizer=optimizer,
+      critic_optimizer=optimizer,
+      actor_lr=schedule,
+      critic_lr=schedule,
+      micro_batch=size.micro_batch,
+      lengths=(length,),
+      logp_chunk=512,
+      value_clip=0.5,
+  )
   init = jax.jit(decoder.init, static_argnums=1)
   critic = critic_shape and init(jax.random.key(1), critic_shape)
-  state = train_state.create_sharded(learner, init(jax.random.key(0), actor_shape), critic, 0.0, mesh)
+  state = train_state.create_sharded(
+      learner, init(jax.random.key(0), actor_shape), critic, 0.0, mesh
+  )
   nothing = train_state.Frozen()  # all is trained
   functions = update.compile_functions(learner, state, nothing, mesh)
   batch = ours.random_batch(actor_shape.vocab_size, size.rows, length, np.random.default_rng(0))
@@ -123,19 +138,29 @@ def measure_update(best):
   tokens, rows = size.rows * length, np.arange(size.rows, dtype=np.int32)
   packed = packing.pack(np.full(size.rows, length), size.micro_batch, (length,))
 
-  annotate = lambda: functions.annotate(
-    state, nothing, batch, rows[None], packing.stack([packed]))
+  annotate = lambda: functions.annotate(state, nothing, batch, rows[None], packing.stack([packed]))
   seconds = median_s(annotate)
   one_pass = tokens * forward_flops(actor_shape, length)
   critic_pass = tokens * forward_flops(critic_shape, length) if critic_shape else 0
-  known = {'size': _SIZE.value, 'layers': actor_shape.num_layers, 'rows': size.rows, 'length': length,
-           'params': presets.num_params(actor_shape), 'critic': critic_shape is not None}
-  report(what='log-probs and values', **known, **speed(one_pass + critic_pass, tokens, seconds, best))
+  known = {
+      'size': _SIZE.value,
+      'layers': actor_shape.num_layers,
+      'rows': size.rows,
+      'length': length,
+      'params': shapes.num_params(actor_shape),
+      'critic': critic_shape is not None,
+  }
+  report(
+      what='log-probs and values', **known, **speed(one_pass + critic_pass, tokens, seconds, best)
+  )
   near, _ = annotate()
   # Whole turns off by half a unit, up and down in turn: either sign of an advantage is clipped somewhere.
-  far = near.replace(old_logp=near.old_logp + jnp.where(near.turn_ids % 2, 0.5, -0.5) * near.action_mask)
+  far = near.replace(
+      old_logp=near.old_logp + jnp.where(near.turn_ids % 2, 0.5, -0.5) * near.action_mask
+  )
 
   for what, batch, passes in (('nothing clipped', near, 3), ('something clipped', far, 5)):
+
     def step():
       nonlocal state
       state, metrics, _ = functions.update_step(state, nothing, batch, rows, packed)
@@ -144,8 +169,11 @@ def measure_update(best):
     seconds = median_s(step)
     if (float(step()['actor/pg_clipfrac']) > 0) != (batch is far):
       raise RuntimeError(f'{what}: that is not so')
-    report(what=f'{size.variant}, {what}', **known,
-           **speed(passes * one_pass + 3 * critic_pass, tokens, seconds, best))
+    report(
+        what=f'{size.variant}, {what}',
+        **known,
+        **speed(passes * one_pass + 3 * critic_pass, tokens, seconds, best),
+    )
 
 
 def measure_rollout(best):
@@ -156,26 +184,42 @@ def measure_rollout(best):
   params = jax.jit(decoder.init, static_argnums=1)(jax.random.key(0), shape)
   never = np.zeros((2, shape.vocab_size), np.int32)  # state 1, stopped, is not reached
   sampler = sampling.Sampler(
-    shape, never, eos_ids=(), max_slots=length, rows=rows, slot_buckets=(length,),
-    chunk_buckets=(min(512, length - new),))
+      shape,
+      never,
+      eos_ids=(),
+      max_slots=length,
+      rows=rows,
+      slot_buckets=(length,),
+      chunk_buckets=(min(512, length - new),),
+  )
   prompts = np.random.default_rng(0).integers(0, shape.vocab_size, (rows, length - new)).tolist()
   keys = jax.random.split(jax.random.key(1), rows)
   read_s, sample_s = [], []
   for _ in range(2 + side_by_side.REPEATS.value):
     taken = engine.run(
-      sampler, params, [engine.Cue(prompt, new) for prompt in prompts], keys, _ends).seconds
+        sampler, params, [engine.Cue(prompt, new) for prompt in prompts], keys, _ends
+    ).seconds
     read_s.append(taken['prefill'])
     sample_s.append(taken['decode'])
   read_s, sample_s = np.median(read_s[2:]), np.median(sample_s[2:])
   known = {'size': _SIZE.value, 'layers': shape.num_layers, 'rows': rows, 'length': length}
   tokens = rows * (length - new)
-  report(what='reading prompts', **known,
-         **speed(tokens * forward_flops(shape, length - new), tokens, read_s, best))
+  report(
+      what='reading prompts',
+      **known,
+      **speed(tokens * forward_flops(shape, length - new), tokens, read_s, best),
+  )
   weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
   cache = 4 * rows * length * shape.num_layers * shape.num_kv_heads * shape.head_dim  # k and v
   least_s = (weights + cache) / best['copy_gb_per_s'] / 1e9
-  report(what='sampling', **known, tokens_per_s=rows * new / sample_s, ms_a_step=1e3 * sample_s / new,
-         share_of_copy=least_s / (sample_s / new), peak_gib=peak_gib())
+  report(
+      what='sampling',
+      **known,
+      tokens_per_s=rows * new / sample_s,
+      ms_a_step=1e3 * sample_s / new,
+      share_of_copy=least_s / (sample_s / new),
+      peak_gib=peak_gib(),
+  )
 
 
 def _ends(turns):
@@ -187,8 +231,10 @@ def compare_dtypes(folder, passages):
   """What bfloat16 changes of a real model: log-probs of real text, and greedy answers."""
   tokenizer = chat.load_tokenizer(folder)
   texts = [tokenizer.encode(passage.text)[:128] for passage in task_files.load_corpus(passages)]
-  rows = np.array([ids for ids in texts if len(ids) == 128][:4 if side_by_side.QUICK.value else 64])
-  table = chat.stop_automaton(tokenizer.token_bytes, evaluation.STOP_STRINGS)
+  rows = np.array(
+      [ids for ids in texts if len(ids) == 128][: 4 if side_by_side.QUICK.value else 64]
+  )
+  table = chat.stop_automaton(tokenizer.token_bytes, agent_lib.STOP_STRINGS)
   prompt = chat.encode_prompt(tokenizer, 'What is the capital of France?')
   found = {}
   for dtype in ('float32', 'bfloat16'):
@@ -206,30 +252,51 @@ def compare_dtypes(folder, passages):
       columns = zip(*(read(params, row[None]) for row in rows))
       found[dtype] = [np.concatenate(column) for column in columns]
       sampler = sampling.Sampler(
-        shape, table, tokenizer.eos_ids, len(prompt) + 16, temperature=0.0, rows=1)
+          shape, table, tokenizer.eos_ids, len(prompt) + 16, temperature=0.0, rows=1
+      )
       said = []
-      engine.run(sampler, params, [engine.Cue(prompt, 16)],
-                 jax.random.split(jax.random.key(0), 1), lambda turns: said.extend(turns) or _ends(turns))
+      engine.run(
+          sampler,
+          params,
+          [engine.Cue(prompt, 16)],
+          jax.random.split(jax.random.key(0), 1),
+          lambda turns: said.extend(turns) or _ends(turns),
+      )
       answer = tokenizer.decode(said[0].tokens)
-    report(what='perplexity', dtype=dtype, tokens=found[dtype][0].size, answer=answer,
-           perplexity=float(np.exp(-found[dtype][0].mean())))
+    report(
+        what='perplexity',
+        dtype=dtype,
+        tokens=found[dtype][0].size,
+        answer=answer,
+        perplexity=float(np.exp(-found[dtype][0].mean())),
+    )
   (logp, best), (logp16, best16) = found['float32'], found['bfloat16']
   gap = np.abs(logp - logp16)
-  report(what='bfloat16 against float32', mean_logp_gap=float(gap.mean()), max_logp_gap=float(gap.max()),
-         same_likeliest=float((best == best16).mean()))
+  report(
+      what='bfloat16 against float32',
+      mean_logp_gap=float(gap.mean()),
+      max_logp_gap=float(gap.max()),
+      same_likeliest=float((best == best16).mean()),
+  )
 
 
 def shape_of(size, param_dtype, layers):
   """The published shape, computed as a run on a GPU computes it."""
-  shape = presets.PRESETS[size.preset]
+  shape = shapes.PRESETS[size.preset]
   dtype = 'float32' if side_by_side.QUICK.value else 'bfloat16'
-  return dataclasses.replace(shape, dtype=dtype, param_dtype=param_dtype, remat='full',
-                             attention_chunk=512, num_layers=layers or shape.num_layers)
+  return dataclasses.replace(
+      shape,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      remat='full',
+      attention_chunk=512,
+      num_layers=layers or shape.num_layers,
+  )
 
 
 def forward_flops(config, length):
   """FLOPs of a forward pass for a token of a row of that length: matmuls, and causal attention."""
-  matmul_params = presets.num_params(config)
+  matmul_params = shapes.num_params(config)
   if not config.tie_embeddings or config.head == 'value':
     matmul_params -= config.vocab_size * config.d_model  # looked up, not multiplied
   return 2 * matmul_params + 2 * config.num_layers * config.num_heads * config.head_dim * length
@@ -237,8 +304,13 @@ def forward_flops(config, length):
 
 def speed(flops, tokens, seconds, best):
   """The figures of a computation."""
-  return {'tokens_per_s': tokens / seconds, 'seconds': seconds, 'tflops': flops / seconds / 1e12,
-          'mfu': flops / seconds / 1e12 / best['matmul_tflops'], 'peak_gib': peak_gib()}
+  return {
+      'tokens_per_s': tokens / seconds,
+      'seconds': seconds,
+      'tflops': flops / seconds / 1e12,
+      'mfu': flops / seconds / 1e12 / best['matmul_tflops'],
+      'peak_gib': peak_gib(),
+  }
 
 
 def median_s(run):

@@ -61,7 +61,7 @@ job() {
   fi
   step ceilings figure --part=ceilings
   step numerics figure --part=numerics --model="$model" --passages="$passages"
-  step sft "$PYTHON" -m experiments.sft_smollm2 --form="$form" --model="$model" --out="$OUT/sft" "${sft[@]}"
+  step sft "$PYTHON" -m scripts.sft_smollm2 --form="$form" --model="$model" --out="$OUT/sft" "${sft[@]}"
   if [ -e "$OUT/done/sft" ]; then
     for variant in st_ppo ppo; do
       step $variant "$PYTHON" run.py --config=experiments/st_ppo_smollm2.py$run --workdir="$OUT/$variant" \

@@ -23,15 +23,22 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from stppo_jax import metrics as metrics_lib
+from stppo_jax.monitoring import metrics as metrics_lib
 
 _KILLS = flags.DEFINE_integer('kills', 20, 'how often')
 _STALENESS = flags.DEFINE_integer('staleness', 0, 'config.pipeline.staleness')
 _SEED = flags.DEFINE_integer('seed', 0, 'of the moments')
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _SMALL = (
-    'train.episodes=8', 'train.mini_batch=4', 'train.epochs=1', 'train.checkpoint_every=1', 'eval.every=0',
-    'eval.episodes=8', 'log.tensorboard=False', 'retriever.top_k=1')
+    'train.episodes=8',
+    'train.mini_batch=4',
+    'train.epochs=1',
+    'train.checkpoint_every=1',
+    'eval.every=0',
+    'eval.episodes=8',
+    'log.tensorboard=False',
+    'retriever.top_k=1',
+)
 
 
 def main(unused_argv):
@@ -60,19 +67,38 @@ def main(unused_argv):
       if _start(workdir, updates).wait():
         sys.exit(f'benchmarks.kills: the run in {workdir} failed')
     same_metrics = _metrics(killed) == _metrics(straight)
-    same_state = jax.tree.all(jax.tree.map(
-        np.array_equal, _state(killed, updates), _state(straight, updates)))
-  print(json.dumps({
-      'benchmark': 'kills', 'staleness': _STALENESS.value, 'kills': kills, 'during_save': during_save,
-      'updates': updates, 'equal_metrics': same_metrics, 'equal_state': same_state}))
+    same_state = jax.tree.all(
+        jax.tree.map(np.array_equal, _state(killed, updates), _state(straight, updates))
+    )
+  print(
+      json.dumps(
+          {
+              'benchmark': 'kills',
+              'staleness': _STALENESS.value,
+              'kills': kills,
+              'during_save': during_save,
+              'updates': updates,
+              'equal_metrics': same_metrics,
+              'equal_state': same_state,
+          }
+      )
+  )
   return 0 if same_metrics and same_state else 1
 
 
 def _start(workdir, updates):
   settings = [*_SMALL, f'train.updates={updates}', f'pipeline.staleness={_STALENESS.value}']
   return subprocess.Popen(
-      [sys.executable, 'run.py', '--config=experiments/st_ppo_tiny.py:smoke', f'--workdir={workdir}',
-       *(f'--config.{setting}' for setting in settings)], cwd=_ROOT, stderr=subprocess.DEVNULL)
+      [
+          sys.executable,
+          'run.py',
+          '--config=experiments/st_ppo_tiny.py:smoke',
+          f'--workdir={workdir}',
+          *(f'--config.{setting}' for setting in settings),
+      ],
+      cwd=_ROOT,
+      stderr=subprocess.DEVNULL,
+  )
 
 
 def _num_lines(workdir):
@@ -85,9 +111,14 @@ def _num_lines(workdir):
 
 def _metrics(workdir):
   """The lines without what the clock and the compiler say."""
-  return [{name: value for name, value in row.items()
-           if name != 'time' and not name.startswith(('timing_s/', 'perf/'))}
-          for row in metrics_lib.read_metrics(workdir)]
+  return [
+      {
+          name: value
+          for name, value in row.items()
+          if name != 'time' and not name.startswith(('timing_s/', 'perf/'))
+      }
+      for row in metrics_lib.read_metrics(workdir)
+  ]
 
 
 def _state(workdir, updates):

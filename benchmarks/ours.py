@@ -16,30 +16,51 @@ from stppo_jax import types
 from stppo_jax.algorithms import variants
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.models import presets
+from stppo_jax.models import shapes
+from stppo_jax.models import sharding
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampling
 from stppo_jax.training import packing
-from stppo_jax.training import sharding
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 
 # A CPU run's settings (experiments/st_ppo_tiny.py, evaluation.make_sampler).
 _TINY = dataclasses.replace(
-  presets.PRESETS['tiny'], scan_layers=False, remat='none',
-  cache_tile=decoder.CPU_CACHE_TILE)
+    shapes.PRESETS['tiny'], scan_layers=False, remat='none', cache_tile=decoder.CPU_CACHE_TILE
+)
 SHAPES = {
-  '0.94M': _TINY,  # the embedded model's
-  '2.9M': dataclasses.replace(
-    _TINY, vocab_size=512, d_model=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64,
-    d_ff=640),
-  '20M': dataclasses.replace(
-    _TINY, vocab_size=8192, d_model=384, num_layers=8, num_heads=6, num_kv_heads=2, head_dim=64,
-    d_ff=1536),
-  '47M': dataclasses.replace(
-    _TINY, vocab_size=8192, d_model=512, num_layers=12, num_heads=8, num_kv_heads=2, head_dim=64,
-    d_ff=1920),
+    '0.94M': _TINY,  # the embedded model's
+    '2.9M': dataclasses.replace(
+        _TINY,
+        vocab_size=512,
+        d_model=256,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        d_ff=640,
+    ),
+    '20M': dataclasses.replace(
+        _TINY,
+        vocab_size=8192,
+        d_model=384,
+        num_layers=8,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=64,
+        d_ff=1536,
+    ),
+    '47M': dataclasses.replace(
+        _TINY,
+        vocab_size=8192,
+        d_model=512,
+        num_layers=12,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        d_ff=1920,
+    ),
 }
 WIDTH = 32  # rows of a band, as in experiments/st_ppo_tiny.py
 _NOTHING = np.zeros((0,), np.int32)  # observed after the last turn
@@ -102,8 +123,13 @@ class Sampling:
       return cues
 
     engine.run(
-      sampler, self._params, [engine.Cue(prompt, num_new) for prompt in prompts.tolist()],
-      jax.random.split(jax.random.key(1), rows), respond, threads=4 if wait_s else 0)
+        sampler,
+        self._params,
+        [engine.Cue(prompt, num_new) for prompt in prompts.tolist()],
+        jax.random.split(jax.random.key(1), rows),
+        respond,
+        threads=4 if wait_s else 0,
+    )
     return np.stack(last)
 
   def _sampler(self, *key):
@@ -130,19 +156,30 @@ class Learning:
     self._states, self._functions = {}, {}
     st_ppo = variants.VARIANTS['st_ppo']
     for name, variant in (
-      ('ppo', variants.VARIANTS['ppo']), ('st_ppo, clipped', st_ppo),
-      # Bounds that no ratio reaches, however long the benchmark goes on.
-      ('st_ppo, nothing clipped', dataclasses.replace(st_ppo, clip_low=1.0, clip_high=1e6)),
+        ('ppo', variants.VARIANTS['ppo']),
+        ('st_ppo, clipped', st_ppo),
+        # Bounds that no ratio reaches, however long the benchmark goes on.
+        ('st_ppo, nothing clipped', dataclasses.replace(st_ppo, clip_low=1.0, clip_high=1e6)),
     ):
       learner = train_state.Learner(
-        actor=actor_config, critic=critic_config, variant=variant,
-        actor_optimizer=optimizer, critic_optimizer=optimizer, actor_lr=schedule,
-        critic_lr=schedule, micro_batch=micro_batch, lengths=(length,),
-        aggregation='token-mean', value_clip=0.5, log_bias=name != 'ppo')
+          actor=actor_config,
+          critic=critic_config,
+          variant=variant,
+          actor_optimizer=optimizer,
+          critic_optimizer=optimizer,
+          actor_lr=schedule,
+          critic_lr=schedule,
+          micro_batch=micro_batch,
+          lengths=(length,),
+          aggregation='token-mean',
+          value_clip=0.5,
+          log_bias=name != 'ppo',
+      )
       copies = jax.tree.map(jnp.copy, (actor, critic))  # create_sharded takes what it is given
       self._states[name] = train_state.create_sharded(learner, *copies, 0.0, self._mesh)
       self._functions[name] = update.compile_functions(
-        learner, self._states[name], train_state.Frozen(), self._mesh)
+          learner, self._states[name], train_state.Frozen(), self._mesh
+      )
     self._rows = np.arange(rows, dtype=np.int32)
     # Rows of equal length, so each is a bin of its own: the peer packs nothing.
     self._packing = packing.pack(np.full(rows, length), micro_batch, (length,))
@@ -160,14 +197,19 @@ class Learning:
   def log_probs(self):
     """Log-probs of the policy and values of the critic, 0 outside the agent's tokens."""
     batch, _ = self._functions['ppo'].annotate(
-      self._states['ppo'], train_state.Frozen(), self._batches['ppo'], self._rows[None],
-      packing.stack([self._packing]))
+        self._states['ppo'],
+        train_state.Frozen(),
+        self._batches['ppo'],
+        self._rows[None],
+        packing.stack([self._packing]),
+    )
     return jax.device_get((batch.old_logp, batch.old_values))
 
   def update(self, name):
     """One optimizer step; its losses and gradient norms before the clip of the norm."""
     self._states[name], metrics, _ = self._functions[name].update_step(
-      self._states[name], train_state.Frozen(), self._batches[name], self._rows, self._packing)
+        self._states[name], train_state.Frozen(), self._batches[name], self._rows, self._packing
+    )
     jax.block_until_ready(self._states[name])
     found = jax.device_get(metrics)
     if (found['actor/pg_clipfrac'] == 0) != (name == 'st_ppo, nothing clipped'):
@@ -194,7 +236,8 @@ class Learning:
     far = near.replace(old_logp=(logp + shift + noise(0.2)).astype(np.float32))
     batches = {'ppo': far, 'st_ppo, nothing clipped': near, 'st_ppo, clipped': far}
     return {
-      name: jax.device_put(batch, sharding.rows(self._mesh)) for name, batch in batches.items()}
+        name: jax.device_put(batch, sharding.rows(self._mesh)) for name, batch in batches.items()
+    }
 
 
 class PpoStep:
@@ -213,16 +256,28 @@ class PpoStep:
     self._value_head = np.asarray(kernel)
     optimizer, schedule = train_state.make_optimizer(learning_rate, 0, weight_decay=0.01)
     learner = train_state.Learner(
-      actor=config, critic=dataclasses.replace(config, head='value'),
-      variant=variants.VARIANTS['ppo'], actor_optimizer=optimizer, critic_optimizer=optimizer,
-      actor_lr=schedule, critic_lr=schedule, micro_batch=micro_batch,
-      lengths=(num_prompt + num_new,), aggregation='token-mean', value_clip=0.5, log_bias=False)
+        actor=config,
+        critic=dataclasses.replace(config, head='value'),
+        variant=variants.VARIANTS['ppo'],
+        actor_optimizer=optimizer,
+        critic_optimizer=optimizer,
+        actor_lr=schedule,
+        critic_lr=schedule,
+        micro_batch=micro_batch,
+        lengths=(num_prompt + num_new,),
+        aggregation='token-mean',
+        value_clip=0.5,
+        log_bias=False,
+    )
     self._learner = learner
     self._state = train_state.create_sharded(learner, actor, critic, 0.0, self._mesh)
     self._functions = update.compile_functions(
-      learner, self._state, train_state.Frozen(), self._mesh)
-    self._samplers = {temperature: _make_sampler(config, rows, num_prompt + num_new, temperature)
-                      for temperature in (0.0, 1.0)}
+        learner, self._state, train_state.Frozen(), self._mesh
+    )
+    self._samplers = {
+        temperature: _make_sampler(config, rows, num_prompt + num_new, temperature)
+        for temperature in (0.0, 1.0)
+    }
     self._key = jax.random.key(1)
 
   def model(self):
@@ -240,7 +295,8 @@ class PpoStep:
     batch, _ = self._annotate(batch, rows, packed)
     self._state, batch, summary = self._functions.with_advantages(self._state, batch)
     self._state, metrics, _ = self._functions.update_step(
-      self._state, train_state.Frozen(), batch, rows, packed)
+        self._state, train_state.Frozen(), batch, rows, packed
+    )
     jax.block_until_ready(self._state)
     return jax.device_get(summary | metrics)
 
@@ -250,8 +306,10 @@ class PpoStep:
 
   def log_probs(self, prompts, completions):
     """Log-probs of the completions' tokens [B,T] and values of the states before them."""
-    turns = [[types.Turn(tokens, np.zeros(len(tokens), np.float32), _NOTHING)]
-             for tokens in completions.astype(np.int32)]
+    turns = [
+        [types.Turn(tokens, np.zeros(len(tokens), np.float32), _NOTHING)]
+        for tokens in completions.astype(np.int32)
+    ]
     batch, _ = self._annotate(*self._to_batch(_episodes(prompts, turns)))
     after = slice(prompts.shape[1], None)
     return jax.device_get((batch.old_logp[:, after], batch.old_values[:, after]))
@@ -266,36 +324,44 @@ class PpoStep:
 
     self._key, key = jax.random.split(self._key)
     engine.run(
-      self._samplers[temperature], self._state.actor,
-      [engine.Cue(prompt, self._num_new) for prompt in prompts.tolist()],
-      jax.random.split(key, len(prompts)), respond)
+        self._samplers[temperature],
+        self._state.actor,
+        [engine.Cue(prompt, self._num_new) for prompt in prompts.tolist()],
+        jax.random.split(key, len(prompts)),
+        respond,
+    )
     return _episodes(prompts, turns)
 
   def _to_batch(self, episodes):
     """(batch, rows, packing) of one optimizer step on all of them."""
     batch = batching.to_turn_batch(
-      episodes, self._learner.lengths, sharding=sharding.rows(self._mesh))
+        episodes, self._learner.lengths, sharding=sharding.rows(self._mesh)
+    )
     lengths = np.array([batching.trained_length(episode) for episode in episodes])
     packed = packing.pack(lengths, self._learner.micro_batch, self._learner.lengths)
     return batch, np.arange(len(episodes), dtype=np.int32), packed
 
   def _annotate(self, batch, rows, packed):
     return self._functions.annotate(
-      self._state, train_state.Frozen(), batch, rows[None], packing.stack([packed]))
+        self._state, train_state.Frozen(), batch, rows[None], packing.stack([packed])
+    )
 
 
 def _episodes(prompts, turns):
   """Every other one scores 1."""
   task = types.Task(id='', question='', answers=())
-  return [types.Episode(task, i, prompt.astype(np.int32), turns[i], score=float(i % 2))
-          for i, prompt in enumerate(prompts)]
+  return [
+      types.Episode(task, i, prompt.astype(np.int32), turns[i], score=float(i % 2))
+      for i, prompt in enumerate(prompts)
+  ]
 
 
 def _make_sampler(config, rows, slots, temperature):
   """A sampler that nothing stops but the budget."""
   never = np.zeros((2, config.vocab_size), np.int32)  # state 1, stopped, is not reached
   return sampling.Sampler(
-    config, never, eos_ids=(), max_slots=slots, temperature=temperature, rows=rows, width=WIDTH)
+      config, never, eos_ids=(), max_slots=slots, temperature=temperature, rows=rows, width=WIDTH
+  )
 
 
 def random_batch(vocab_size, rows, length, rng):
@@ -307,17 +373,34 @@ def random_batch(vocab_size, rows, length, rng):
   noise = lambda: (rng.normal(size=mask.shape) * mask).astype(np.float32)
   zeros = np.zeros_like(mask)
   return types.TurnBatch(
-    tokens=rng.integers(0, vocab_size, mask.shape).astype(np.int32), action_mask=mask,
-    turn_ids=turn_ids, rewards=zeros, old_logp=zeros, ref_logp=zeros, old_values=zeros,
-    advantages=noise(), returns=noise(), group_ids=np.arange(rows, dtype=np.int32),
-    behaviour_logp=zeros)
+      tokens=rng.integers(0, vocab_size, mask.shape).astype(np.int32),
+      action_mask=mask,
+      turn_ids=turn_ids,
+      rewards=zeros,
+      old_logp=zeros,
+      ref_logp=zeros,
+      old_values=zeros,
+      advantages=noise(),
+      returns=noise(),
+      group_ids=np.arange(rows, dtype=np.int32),
+      behaviour_logp=zeros,
+  )
 
 
 def describe(config):
   """The shape of a model, and its number of parameters."""
-  names = ('vocab_size', 'd_model', 'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'd_ff',
-           'tie_embeddings', 'dtype')
-  return {'params': presets.num_params(config)} | {name: getattr(config, name) for name in names}
+  names = (
+      'vocab_size',
+      'd_model',
+      'num_layers',
+      'num_heads',
+      'num_kv_heads',
+      'head_dim',
+      'd_ff',
+      'tie_embeddings',
+      'dtype',
+  )
+  return {'params': shapes.num_params(config)} | {name: getattr(config, name) for name in names}
 
 
 def _top_ops(run, repeats):

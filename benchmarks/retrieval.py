@@ -40,29 +40,57 @@ def main(unused_argv):
   if not shutil.which('wrk'):
     sys.exit('benchmarks.retrieval: wrk is not installed; on Debian, apt-get install wrk')
   with tempfile.TemporaryDirectory() as folder:
-    corpus, bodies, script = (os.path.join(folder, name) for name in ('c.jsonl', 'q.jsonl', 'q.lua'))
+    corpus, bodies, script = (
+        os.path.join(folder, name) for name in ('c.jsonl', 'q.jsonl', 'q.lua')
+    )
     words = _words(np.random.default_rng(0))
-    _write_lines(corpus, ({'id': str(i), 'title': words(2), 'text': words(100)}
-                          for i in range(_PASSAGES.value)))
-    _write_lines(bodies, ({'queries': [words(6)], 'topk': 3, 'return_scores': True}
-                          for _ in range(20_000)))
+    _write_lines(
+        corpus,
+        ({'id': str(i), 'title': words(2), 'text': words(100)} for i in range(_PASSAGES.value)),
+    )
+    _write_lines(
+        bodies, ({'queries': [words(6)], 'topk': 3, 'return_scores': True} for _ in range(20_000))
+    )
     with open(script, 'w', encoding='utf-8') as file:
       file.write(_SCRIPT % bodies)
     with subprocess.Popen(
         [sys.executable, '-m', 'stppo_jax.retrieval.server', f'--corpus={corpus}', '--port=0'],
-        stdout=subprocess.PIPE, text=True) as server:
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
       url = server.stdout.readline().split()[-1].removesuffix('/retrieve')
       for connections in _CONNECTIONS.value:
         text = subprocess.run(
-            ['wrk', '-t1', f'-c{connections}', f'-d{_SECONDS.value}s', '--latency', '-s', script, url],
-            check=True, capture_output=True, text=True).stdout
-        print(json.dumps({
-            'benchmark': 'retrieval_server', 'passages': _PASSAGES.value,
-            'connections': int(connections),
-            'queries_per_s': float(re.search(r'Requests/sec:\s*(\S+)', text)[1]),
-            **{f'p{p}': re.search(rf'{p}%\s+(\S+)', text)[1] for p in (50, 99)},
-            'refused': int((re.search(r'Non-2xx or 3xx responses: (\d+)', text) or [0, 0])[1]),
-            'resident_bytes': _resident(url)}), flush=True)
+            [
+                'wrk',
+                '-t1',
+                f'-c{connections}',
+                f'-d{_SECONDS.value}s',
+                '--latency',
+                '-s',
+                script,
+                url,
+            ],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        print(
+            json.dumps(
+                {
+                    'benchmark': 'retrieval_server',
+                    'passages': _PASSAGES.value,
+                    'connections': int(connections),
+                    'queries_per_s': float(re.search(r'Requests/sec:\s*(\S+)', text)[1]),
+                    **{f'p{p}': re.search(rf'{p}%\s+(\S+)', text)[1] for p in (50, 99)},
+                    'refused': int(
+                        (re.search(r'Non-2xx or 3xx responses: (\d+)', text) or [0, 0])[1]
+                    ),
+                    'resident_bytes': _resident(url),
+                }
+            ),
+            flush=True,
+        )
       server.send_signal(signal.SIGTERM)
 
 

@@ -24,7 +24,8 @@ import numpy as np
 from benchmarks import side_by_side
 
 _FIGURES = flags.DEFINE_list(
-  'figures', ['sample', 'turns', 'episodes'], 'of sample, turns, episodes')
+    'figures', ['sample', 'turns', 'episodes'], 'of sample, turns, episodes'
+)
 
 PROMPT, TURNS, OBSERVED = 64, 4, 32
 EPISODES, LONG_TURN, RETRIEVER_S = 64, 128, 0.05
@@ -48,12 +49,17 @@ def run(size, threads, quick, repeats):
       side_by_side.print_ops(ours.call('profile', 2, prompts, num_new))
       ours.close()
       return
-    peers = {'torch': side_by_side.Worker(
-      threads, 'benchmarks.torch_peer', 'Sampling', folder, threads)}
+    peers = {
+        'torch': side_by_side.Worker(threads, 'benchmarks.torch_peer', 'Sampling', folder, threads)
+    }
     if not side_by_side.tunix_left_out('rollout'):
       peers['tunix'] = side_by_side.Worker(
-        threads, 'benchmarks.tunix_peer', 'Sampling', folder,
-        python=side_by_side.TUNIX_PYTHON.value)
+          threads,
+          'benchmarks.tunix_peer',
+          'Sampling',
+          folder,
+          python=side_by_side.TUNIX_PYTHON.value,
+      )
     side_by_side.print_setting(size, threads, model, {'ours': ours} | peers)
     for name, peer in peers.items():
       check_same_model(ours, name, peer, prompts)
@@ -69,17 +75,23 @@ def run(size, threads, quick, repeats):
       compare('sample', rows * num_new, peers, 'sample', 'sample', prompts, num_new)
     if 'turns' in _FIGURES.value:
       for what, names, method, peer_method in (
-        ('turns: our cache kept, the peer re-sends', peers, 'multi_turn', 'multi_turn_resending'),
-        ('turns: both re-send', peers, 'multi_turn_resending', 'multi_turn_resending'),
-        ('turns: both keep the cache', ['torch'], 'multi_turn', 'multi_turn'),
+          ('turns: our cache kept, the peer re-sends', peers, 'multi_turn', 'multi_turn_resending'),
+          ('turns: both re-send', peers, 'multi_turn_resending', 'multi_turn_resending'),
+          ('turns: both keep the cache', ['torch'], 'multi_turn', 'multi_turn'),
       ):
-        compare(
-          what, rows * TURNS * turn, names, method, peer_method, prompts, observations, turn)
+        compare(what, rows * TURNS * turn, names, method, peer_method, prompts, observations, turn)
     if 'episodes' in _FIGURES.value:
       compare(
-        'episodes with a slow retriever: our cache kept, the peer re-sends',
-        episodes * TURNS * long_turn, peers, 'multi_turn', 'multi_turn_resending',
-        draw(episodes, PROMPT), draw(TURNS - 1, episodes, long_turn), long_turn, RETRIEVER_S)
+          'episodes with a slow retriever: our cache kept, the peer re-sends',
+          episodes * TURNS * long_turn,
+          peers,
+          'multi_turn',
+          'multi_turn_resending',
+          draw(episodes, PROMPT),
+          draw(TURNS - 1, episodes, long_turn),
+          long_turn,
+          RETRIEVER_S,
+      )
     for worker in (ours, *peers.values()):
       worker.close()
 

@@ -24,20 +24,26 @@ import traceback
 from absl import flags
 import numpy as np
 
-from stppo_jax import huge_pages
+from stppo_jax.runtime import huge_pages
 
 SIZES = flags.DEFINE_list('sizes', ['0.94M', '2.9M'], 'of 0.94M, 2.9M, 20M, 47M')
 THREADS = flags.DEFINE_list('threads', ['1', '2'], 'CPUs a framework may use')
 REPEATS = flags.DEFINE_integer('repeats', 7, 'timed runs of each', lower_bound=1)
 QUICK = flags.DEFINE_bool('quick', False, 'one size, one thread, few tokens: a smoke test')
 MICRO_BATCHES = flags.DEFINE_list(
-  'micro_batches', ['32', '16', '8', '4'], 'rows computed at once in updates, at most all; each is tried')
+    'micro_batches',
+    ['32', '16', '8', '4'],
+    'rows computed at once in updates, at most all; each is tried',
+)
 flags.register_validator(
-  MICRO_BATCHES, lambda sizes: sizes and all(size.isdecimal() and int(size) > 0 for size in sizes),
-  'give whole numbers above 0, with commas between, such as 16,4')
+    MICRO_BATCHES,
+    lambda sizes: sizes and all(size.isdecimal() and int(size) > 0 for size in sizes),
+    'give whole numbers above 0, with commas between, such as 16,4',
+)
 PROFILE = flags.DEFINE_bool('profile', False, 'print the ops that take our time instead')
 TUNIX_PYTHON = flags.DEFINE_string(
-  'tunix_python', '', 'Python of the environment that has google-tunix; none: it is left out')
+    'tunix_python', '', 'Python of the environment that has google-tunix; none: it is left out'
+)
 
 PACKAGES = ('jax', 'jaxlib', 'optax', 'torch', 'transformers', 'google-tunix', 'flax', 'numpy')
 
@@ -58,8 +64,10 @@ class Worker:
     self._pipe, there = multiprocessing.Pipe()
     with _limited_to(threads):  # the child inherits CPUs and environment
       self._process = subprocess.Popen(
-        [python, '-m', 'benchmarks.side_by_side', str(there.fileno())],
-        pass_fds=(there.fileno(),), cwd=pathlib.Path(__file__).parent.parent)
+          [python, '-m', 'benchmarks.side_by_side', str(there.fileno())],
+          pass_fds=(there.fileno(),),
+          cwd=pathlib.Path(__file__).parent.parent,
+      )
     there.close()
     self._pipe.send((module, name, args))
     self.versions, self.peak_mb = self._receive()
@@ -114,13 +122,13 @@ def measure(jobs, num_tokens, repeats, warmups=2):
       seconds[name].append(wall)
       cpu_seconds[name].append(cpu)
   return {
-    name: {
-      'first_call_s': seconds[name][0],
-      'tokens_per_s': num_tokens / np.array(seconds[name][warmups:]),
-      'tokens_per_cpu_s': num_tokens / np.array(cpu_seconds[name][warmups:]),
-      'peak_mb': worker.peak_mb,
-    }
-    for name, (worker, *_) in jobs.items()
+      name: {
+          'first_call_s': seconds[name][0],
+          'tokens_per_s': num_tokens / np.array(seconds[name][warmups:]),
+          'tokens_per_cpu_s': num_tokens / np.array(cpu_seconds[name][warmups:]),
+          'peak_mb': worker.peak_mb,
+      }
+      for name, (worker, *_) in jobs.items()
   }
 
 
@@ -130,13 +138,18 @@ def report(benchmark, what, size, threads, ours, peer_name=None, peer=None, base
   `ours`, `peer` and `baseline` (another figure of ours) are values of `measure`'s result.
   """
   line = {
-    'benchmark': benchmark, 'what': what, 'size': size, 'threads': threads, 'peer': peer_name,
-    'ours_tokens_per_s': short(np.median(ours['tokens_per_s'])),
-    'peer_tokens_per_s': None, 'ratio': None,
-    'spread': {'ours': min_max(ours['tokens_per_s'])},
-    'per_cpu_s': {'ours': short(np.median(ours['tokens_per_cpu_s']))},
-    'first_call_s': {'ours': short(ours['first_call_s'])},
-    'peak_mb': {'ours': round(ours['peak_mb'])},
+      'benchmark': benchmark,
+      'what': what,
+      'size': size,
+      'threads': threads,
+      'peer': peer_name,
+      'ours_tokens_per_s': short(np.median(ours['tokens_per_s'])),
+      'peer_tokens_per_s': None,
+      'ratio': None,
+      'spread': {'ours': min_max(ours['tokens_per_s'])},
+      'per_cpu_s': {'ours': short(np.median(ours['tokens_per_cpu_s']))},
+      'first_call_s': {'ours': short(ours['first_call_s'])},
+      'peak_mb': {'ours': round(ours['peak_mb'])},
   }
   if peer is not None:
     ratios = ours['tokens_per_s'] / peer['tokens_per_s']
@@ -159,15 +172,30 @@ def report_fastest(benchmark, what, size, threads, found, peer_name):
   found: {('ours' or 'peer', rows of a micro-batch): figures}.
   """
   sides = {
-    side: {rows: figures for (this, rows), figures in found.items() if this == side}
-    for side in ('ours', 'peer')}
+      side: {rows: figures for (this, rows), figures in found.items() if this == side}
+      for side in ('ours', 'peer')
+  }
   for rows, ours in sides['ours'].items():
-    report(benchmark, f'{what}, micro-batches of {rows}', size, threads, ours, peer_name,
-           sides['peer'][rows])
+    report(
+        benchmark,
+        f'{what}, micro-batches of {rows}',
+        size,
+        threads,
+        ours,
+        peer_name,
+        sides['peer'][rows],
+    )
   speed = lambda figures: np.median(figures['tokens_per_s'])
   ours, peer = (max(side, key=lambda rows: speed(side[rows])) for side in sides.values())
-  report(benchmark, f'{what}, each at its fastest: micro-batches of {ours} and {peer}', size, threads,
-         sides['ours'][ours], peer_name, sides['peer'][peer])
+  report(
+      benchmark,
+      f'{what}, each at its fastest: micro-batches of {ours} and {peer}',
+      size,
+      threads,
+      sides['ours'][ours],
+      peer_name,
+      sides['peer'][peer],
+  )
 
 
 def micro_batches(rows):
@@ -180,9 +208,12 @@ def micro_batches(rows):
 def print_machine():
   """One line about where this runs. A load above 0 means that the figures are not worth keeping."""
   line = {
-    'machine': _cpu_name(), 'cpus': _num_cpus(), 'system': platform.platform(terse=True),
-    'python': platform.python_version(), 'load_1min': round(os.getloadavg()[0], 2),
-    'date': time.strftime('%Y-%m-%d'),
+      'machine': _cpu_name(),
+      'cpus': _num_cpus(),
+      'system': platform.platform(terse=True),
+      'python': platform.python_version(),
+      'load_1min': round(os.getloadavg()[0], 2),
+      'date': time.strftime('%Y-%m-%d'),
   }
   print_line(line)
 
@@ -201,7 +232,9 @@ def print_line(line):
 def tunix_left_out(benchmark):
   """Whether no Python with tunix was named; says so in a line."""
   if not TUNIX_PYTHON.value:
-    print_line({'benchmark': benchmark, 'peer': 'tunix', 'left_out': 'no --tunix_python=PATH given'})
+    print_line(
+        {'benchmark': benchmark, 'peer': 'tunix', 'left_out': 'no --tunix_python=PATH given'}
+    )
   return not TUNIX_PYTHON.value
 
 
@@ -257,11 +290,13 @@ def _limited_to(threads):
   before = dict(os.environ)
   os.environ |= {name: str(threads) for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS')}
   os.environ |= {'JAX_PLATFORMS': 'cpu', 'HF_HUB_OFFLINE': '1', 'TRANSFORMERS_VERBOSITY': 'error'}
-  os.environ.setdefault(huge_pages.VARIABLE, huge_pages.VALUE)  # peers too, though theirs do not say so
+  os.environ.setdefault(
+      huge_pages.VARIABLE, huge_pages.VALUE
+  )  # peers too, though theirs do not say so
   os.environ.pop('JAX_COMPILATION_CACHE_DIR', None)  # the first call is to compile
   if threads == 1:
     os.environ['XLA_FLAGS'] = (
-      os.environ.get('XLA_FLAGS', '') + ' --xla_cpu_multi_thread_eigen=false'
+        os.environ.get('XLA_FLAGS', '') + ' --xla_cpu_multi_thread_eigen=false'
     )
   cpus = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else None
   if cpus is not None:

@@ -30,7 +30,8 @@ def main(unused_argv):
   with tempfile.TemporaryDirectory() as folder:
     for name in ('cold', 'warm'):
       side_by_side.print_line(
-        {'benchmark': 'startup', 'cache': name} | run(os.path.join(folder, name), folder))
+          {'benchmark': 'startup', 'cache': name} | run(os.path.join(folder, name), folder)
+      )
 
 
 def run(workdir, folder):
@@ -39,10 +40,20 @@ def run(workdir, folder):
   started = time.time()
   with open(os.path.join(folder, 'log'), 'w', encoding='utf-8') as log:
     process = subprocess.Popen(
-      [sys.executable, 'run.py', f'--config={config}', f'--workdir={workdir}',
-       '--config.train.updates=2', '--config.eval.every=0', '--config.eval.episodes=96'],
-      cwd=_ROOT, stdout=log, stderr=log,
-      env=os.environ | {'JAX_COMPILATION_CACHE_DIR': os.path.join(folder, 'cache')})
+        [
+            sys.executable,
+            'run.py',
+            f'--config={config}',
+            f'--workdir={workdir}',
+            '--config.train.updates=2',
+            '--config.eval.every=0',
+            '--config.eval.episodes=96',
+        ],
+        cwd=_ROOT,
+        stdout=log,
+        stderr=log,
+        env=os.environ | {'JAX_COMPILATION_CACHE_DIR': os.path.join(folder, 'cache')},
+    )
     _, status, usage = os.wait4(process.pid, 0)  # of this process alone, unlike RUSAGE_CHILDREN
   ended = time.time()
   if status:
@@ -50,11 +61,18 @@ def run(workdir, folder):
       raise RuntimeError(f'the run failed; its last words:\n{log.read()[-2000:]}')
   with open(os.path.join(workdir, 'metrics.jsonl'), encoding='utf-8') as file:
     evaluated, first, second = map(json.loads, file)
-  return {name: side_by_side.short(x) for name, x in {
-    'first_evaluation_at': evaluated['time'] - started, 'first_update_at': first['time'] - started,
-    'first_update_s': first['timing_s/step'], 'second_update_s': second['timing_s/step'],
-    'whole_run_s': ended - started, 'cpu_s': usage.ru_utime + usage.ru_stime,
-    'peak_mb': side_by_side.peak_mb(usage)}.items()}
+  return {
+      name: side_by_side.short(x)
+      for name, x in {
+          'first_evaluation_at': evaluated['time'] - started,
+          'first_update_at': first['time'] - started,
+          'first_update_s': first['timing_s/step'],
+          'second_update_s': second['timing_s/step'],
+          'whole_run_s': ended - started,
+          'cpu_s': usage.ru_utime + usage.ru_stime,
+          'peak_mb': side_by_side.peak_mb(usage),
+      }.items()
+  }
 
 
 if __name__ == '__main__':

@@ -42,10 +42,18 @@ def run(size, threads, quick, repeats):
   sizes = side_by_side.micro_batches(rows)
   with tempfile.TemporaryDirectory() as folder:
     start_ours = lambda micro: side_by_side.Worker(
-      threads, 'benchmarks.ours', 'PpoStep', size, folder, *shape, micro)
+        threads, 'benchmarks.ours', 'PpoStep', size, folder, *shape, micro
+    )
     start_peer = lambda micro: side_by_side.Worker(
-      threads, 'benchmarks.tunix_peer', 'PpoStep', folder, *shape, micro, first.call('value_head'),
-      python=side_by_side.TUNIX_PYTHON.value)
+        threads,
+        'benchmarks.tunix_peer',
+        'PpoStep',
+        folder,
+        *shape,
+        micro,
+        first.call('value_head'),
+        python=side_by_side.TUNIX_PYTHON.value,
+    )
     ours = {micro: start_ours(micro) for micro in sizes}
     first = ours[sizes[0]]
     model = first.call('model')
@@ -59,11 +67,14 @@ def run(size, threads, quick, repeats):
     for micro in sizes:
       check_same_step(ours[micro], peer[micro], prompts, draw(rows, num_new))
     jobs = {
-      (side, micro): (workers[micro], 'step', prompts)
-      for micro in sizes for side, workers in (('ours', ours), ('peer', peer))}
+        (side, micro): (workers[micro], 'step', prompts)
+        for micro in sizes
+        for side, workers in (('ours', ours), ('peer', peer))
+    }
     found = side_by_side.measure(jobs, rows * (num_prompt + num_new), repeats)
     side_by_side.report_fastest(
-      'step', f'PPO step, {rows} x ({num_prompt} + {num_new})', size, threads, found, 'tunix')
+        'step', f'PPO step, {rows} x ({num_prompt} + {num_new})', size, threads, found, 'tunix'
+    )
     for worker in [*ours.values(), *peer.values()]:
       worker.close()
 
@@ -78,7 +89,9 @@ def check_same_step(ours, peer, prompts, completions):
     np.testing.assert_allclose(a, b, atol=1e-4, err_msg=f'{name} differ')
     change, gap = np.linalg.norm(new_a - a), np.linalg.norm((new_a - a) - (new_b - b))
     if not gap < 0.01 * change:
-      raise RuntimeError(f'{name}: the step changed them by {change:.2g}, and by {gap:.2g} otherwise')
+      raise RuntimeError(
+          f'{name}: the step changed them by {change:.2g}, and by {gap:.2g} otherwise'
+      )
 
 
 if __name__ == '__main__':

@@ -51,8 +51,16 @@ class Sampling:
   def _generate(self, context, num_new, do_sample=True, **options):
     sampling = dict(temperature=1.0, top_k=0, top_p=1.0) if do_sample else {}
     tokens = self._model.generate(
-      context, attention_mask=torch.ones_like(context), do_sample=do_sample, use_cache=True,
-      max_new_tokens=num_new, min_new_tokens=num_new, pad_token_id=0, **sampling, **options)
+        context,
+        attention_mask=torch.ones_like(context),
+        do_sample=do_sample,
+        use_cache=True,
+        max_new_tokens=num_new,
+        min_new_tokens=num_new,
+        pad_token_id=0,
+        **sampling,
+        **options,
+    )
     if tokens.shape[1] != context.shape[1] + num_new:
       raise RuntimeError(f'the peer stopped early: {tuple(tokens.shape)}')
     return tokens[:, context.shape[1] :].numpy()
@@ -66,8 +74,9 @@ class Learning:
     self._actor = _load(transformers.AutoModelForCausalLM, folder, 'actor').train()
     self._critic = _load(transformers.AutoModelForTokenClassification, folder, 'critic').train()
     self._optimizers = [
-      torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True)
-      for model in (self._actor, self._critic)]
+        torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True)
+        for model in (self._actor, self._critic)
+    ]
     batch = {name: torch.from_numpy(np.array(x)) for name, x in batch.items()}
     mask = batch['action_mask']
     batch |= {'tokens': batch['tokens'].long(), 'weights': mask / mask.sum()}
@@ -78,7 +87,8 @@ class Learning:
   def log_probs(self):
     """Log-probs of the policy and values of the critic, 0 outside the agent's tokens."""
     of_all = lambda function: torch.cat(
-      [function(micro['tokens']) * micro['action_mask'] for micro in self._micro_batches]).numpy()
+        [function(micro['tokens']) * micro['action_mask'] for micro in self._micro_batches]
+    ).numpy()
     return of_all(self._logp), of_all(self._values)
 
   def update(self):
@@ -92,9 +102,11 @@ class Learning:
       value_losses.append(self._value_loss(micro))
       value_losses[-1].backward()
     return {
-      'actor/pg_loss': sum(loss.item() for loss in policy_losses),
-      'critic/vf_loss': sum(loss.item() for loss in value_losses),
-      'stppo/grad_norm': self._step(0, self._actor), 'critic/grad_norm': self._step(1, self._critic)}
+        'actor/pg_loss': sum(loss.item() for loss in policy_losses),
+        'critic/vf_loss': sum(loss.item() for loss in value_losses),
+        'stppo/grad_norm': self._step(0, self._actor),
+        'critic/grad_norm': self._step(1, self._critic),
+    }
 
   def _policy_loss(self, micro):
     ratio = torch.exp((self._logp(micro['tokens']) - micro['old_logp']) * micro['action_mask'])
@@ -103,7 +115,11 @@ class Learning:
     return -(micro['weights'] * surrogate).sum()
 
   def _value_loss(self, micro):
-    values, old_values, returns = self._values(micro['tokens']), micro['old_values'], micro['returns']
+    values, old_values, returns = (
+        self._values(micro['tokens']),
+        micro['old_values'],
+        micro['returns'],
+    )
     near = old_values + (values - old_values).clamp(-0.5, 0.5)
     error = torch.maximum((values - returns) ** 2, (near - returns) ** 2)
     return 0.5 * (micro['weights'] * error).sum()
@@ -127,7 +143,8 @@ class Learning:
 
 def _load(kind, folder, name):
   return kind.from_pretrained(
-    os.path.join(folder, name), attn_implementation='sdpa', dtype=torch.float32)
+      os.path.join(folder, name), attn_implementation='sdpa', dtype=torch.float32
+  )
 
 
 def _set_threads(threads):

@@ -54,12 +54,17 @@ class Sampling:
     config, slots = self._model.config, context.shape[1] + num_new
     if slots not in self._samplers:
       self._samplers[slots] = sampler_lib.Sampler(
-        self._model, Ids(config.vocab_size),
-        sampler_lib.CacheConfig(slots, config.num_layers, config.num_kv_heads, config.head_dim))
+          self._model,
+          Ids(config.vocab_size),
+          sampler_lib.CacheConfig(slots, config.num_layers, config.num_kv_heads, config.head_dim),
+      )
     found = self._samplers[slots](
-      [row.tolist() for row in context], max_generation_steps=num_new,
-      max_prompt_length=context.shape[1],  # its own padding to a power of two would cost it more
-      seed=0, **options)
+        [row.tolist() for row in context],
+        max_generation_steps=num_new,
+        max_prompt_length=context.shape[1],  # its own padding to a power of two would cost it more
+        seed=0,
+        **options
+    )
     return np.stack(found.tokens)
 
 
@@ -75,25 +80,43 @@ class PpoStep:
     critic.lm_head.kernel.value = jnp.asarray(value_head)
     roles = (rl_cluster.Role.ACTOR, rl_cluster.Role.CRITIC, rl_cluster.Role.ROLLOUT)
     optimizer = lambda: optax.chain(
-      optax.clip_by_global_norm(1.0), optax.adamw(learning_rate, weight_decay=0.01))
+        optax.clip_by_global_norm(1.0), optax.adamw(learning_rate, weight_decay=0.01)
+    )
     self._rollout = base_rollout.RolloutConfig(
-      max_tokens_to_generate=num_new, max_prompt_length=num_prompt,
-      kv_cache_size=num_prompt + num_new, temperature=1.0, top_p=1.0)
+        max_tokens_to_generate=num_new,
+        max_prompt_length=num_prompt,
+        kv_cache_size=num_prompt + num_new,
+        temperature=1.0,
+        top_p=1.0,
+    )
     self._cluster = rl_cluster.RLCluster(
-      actor=actor, critic=critic, tokenizer=Ids(actor.config.vocab_size),
-      cluster_config=rl_cluster.ClusterConfig(
-        role_to_mesh={role: _mesh() for role in roles},
-        training_config=rl_cluster.RLTrainingConfig(
-          actor_optimizer=optimizer(), critic_optimizer=optimizer(), mini_batch_size=rows,
-          rollout_micro_batch_size=rows, train_micro_batch_size=micro_batch,
-          compute_logps_micro_batch_size=micro_batch, eval_every_n_steps=10**9, max_steps=10**9),
-        rollout_config=self._rollout))
+        actor=actor,
+        critic=critic,
+        tokenizer=Ids(actor.config.vocab_size),
+        cluster_config=rl_cluster.ClusterConfig(
+            role_to_mesh={role: _mesh() for role in roles},
+            training_config=rl_cluster.RLTrainingConfig(
+                actor_optimizer=optimizer(),
+                critic_optimizer=optimizer(),
+                mini_batch_size=rows,
+                rollout_micro_batch_size=rows,
+                train_micro_batch_size=micro_batch,
+                compute_logps_micro_batch_size=micro_batch,
+                eval_every_n_steps=10**9,
+                max_steps=10**9,
+            ),
+            rollout_config=self._rollout,
+        ),
+    )
     # Whole numbers: it keeps rewards as integers.
     score = lambda prompts, completions, **unused: [float(i % 2) for i in range(len(prompts))]
     learner = ppo_learner.PPOLearner(
-      self._cluster, ppo_learner.PPOConfig(
-        beta=0.0, gamma=1.0, gae_lambda=1.0, epsilon=0.2, clip_range_value=0.5),
-      reward_fns=score)
+        self._cluster,
+        ppo_learner.PPOConfig(
+            beta=0.0, gamma=1.0, gae_lambda=1.0, epsilon=0.2, clip_range_value=0.5
+        ),
+        reward_fns=score,
+    )
     self._given, self._asked = queue.Queue(), queue.Queue()
     self._thread = threading.Thread(target=self._learn, args=(learner,), daemon=True)
     self._thread.start()
@@ -169,17 +192,25 @@ def load(folder):
   with open(os.path.join(folder, 'config.json'), encoding='utf-8') as file:
     config = json.load(file)
   shape = qwen2.ModelConfig(
-    num_layers=config['num_hidden_layers'], vocab_size=config['vocab_size'],
-    embed_dim=config['hidden_size'], hidden_dim=config['intermediate_size'],
-    num_heads=config['num_attention_heads'], num_kv_heads=config['num_key_value_heads'],
-    head_dim=config['hidden_size'] // config['num_attention_heads'],
-    rope_theta=config.get('rope_theta') or config['rope_parameters']['rope_theta'],
-    norm_eps=config['rms_norm_eps'], use_tied_embedding=config['tie_word_embeddings'])
+      num_layers=config['num_hidden_layers'],
+      vocab_size=config['vocab_size'],
+      embed_dim=config['hidden_size'],
+      hidden_dim=config['intermediate_size'],
+      num_heads=config['num_attention_heads'],
+      num_kv_heads=config['num_key_value_heads'],
+      head_dim=config['hidden_size'] // config['num_attention_heads'],
+      rope_theta=config.get('rope_theta') or config['rope_parameters']['rope_theta'],
+      norm_eps=config['rms_norm_eps'],
+      use_tied_embedding=config['tie_word_embeddings'],
+  )
   with _mesh() as mesh:
     return qwen2_params.create_model_from_safe_tensors(folder, shape, mesh, dtype=np.float32)
 
 
 def _mesh():
   return jax.make_mesh(
-    (1, 1), ('fsdp', 'tp'), axis_types=(jax.sharding.AxisType.Auto,) * 2,
-    devices=jax.devices()[:1])
+      (1, 1),
+      ('fsdp', 'tp'),
+      axis_types=(jax.sharding.AxisType.Auto,) * 2,
+      devices=jax.devices()[:1],
+  )

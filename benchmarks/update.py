@@ -33,9 +33,11 @@ def run(size, threads, quick, repeats):
   sizes = side_by_side.micro_batches(rows)
   with tempfile.TemporaryDirectory() as folder:
     start_ours = lambda micro: side_by_side.Worker(
-      threads, 'benchmarks.ours', 'Learning', size, folder, rows, length, LEARNING_RATE, micro)
+        threads, 'benchmarks.ours', 'Learning', size, folder, rows, length, LEARNING_RATE, micro
+    )
     start_peer = lambda micro: side_by_side.Worker(
-      threads, 'benchmarks.torch_peer', 'Learning', folder, threads, LEARNING_RATE, batch, micro)
+        threads, 'benchmarks.torch_peer', 'Learning', folder, threads, LEARNING_RATE, batch, micro
+    )
     ours = {micro: start_ours(micro) for micro in sizes}
     first = ours[sizes[0]]
     if side_by_side.PROFILE.value:
@@ -44,7 +46,8 @@ def run(size, threads, quick, repeats):
     batch = first.call('batch')
     peer = {micro: start_peer(micro) for micro in sizes}
     side_by_side.print_setting(
-      size, threads, first.call('model'), {'ours': first, 'torch': peer[sizes[0]]})
+        size, threads, first.call('model'), {'ours': first, 'torch': peer[sizes[0]]}
+    )
     first_call_s = {micro: check_same_numbers(ours[micro], peer[micro]) for micro in sizes}
     jobs = {}
     for micro in sizes:
@@ -60,14 +63,22 @@ def run(size, threads, quick, repeats):
     for name in VARIANTS[1:]:
       for micro in sizes:
         side_by_side.report(
-          'update', f'{what}{name}, micro-batches of {micro}', size, threads, found[name, micro],
-          baseline=found['ours', micro])
+            'update',
+            f'{what}{name}, micro-batches of {micro}',
+            size,
+            threads,
+            found[name, micro],
+            baseline=found['ours', micro],
+        )
     jobs = {
-      (side, micro): (workers[micro], 'log_probs') for micro in sizes
-      for side, workers in (('ours', ours), ('peer', peer))}
+        (side, micro): (workers[micro], 'log_probs')
+        for micro in sizes
+        for side, workers in (('ours', ours), ('peer', peer))
+    }
     found = side_by_side.measure(jobs, rows * length, repeats)
     side_by_side.report_fastest(
-      'update', f'log-probs and values, {rows} x {length}', size, threads, found, 'torch')
+        'update', f'log-probs and values, {rows} x {length}', size, threads, found, 'torch'
+    )
     for worker in [*ours.values(), *peer.values()]:
       worker.close()
 

@@ -23,19 +23,42 @@ def get_config(mode=''):
   config.retriever = schema.Retriever(kind='http', dialect='search_r1', top_k=3)
   config.model = schema.Model(folder='models/Qwen2.5-7B')
   config.rollout = schema.Rollout(
-      group_size=1, temperature=1.0, top_k=0, top_p=1.0,
-      max_prompt=2048, max_turn=500, max_observation=500, max_total=4096)
+      group_size=1,
+      temperature=1.0,
+      top_k=0,
+      top_p=1.0,
+      max_prompt=2048,
+      max_turn=500,
+      max_observation=500,
+      max_total=4096,
+  )
   config.algorithm = schema.Algorithm(
-      variant='ppo', clip_low=0.2, clip_high=0.2, whiten=True, gamma=1.0, lam=1.0,
+      variant='ppo',
+      clip_low=0.2,
+      clip_high=0.2,
+      whiten=True,
+      gamma=1.0,
+      lam=1.0,
       # Their loss is a mean over tokens; the paper's formula is a mean over episodes.
-      aggregation='token-mean', entropy_coef=0.001,
-      kl_in='reward', kl_estimator='k1', kl_coef=0.001, value_clip=0.5)
+      aggregation='token-mean',
+      entropy_coef=0.001,
+      kl_in='reward',
+      kl_estimator='k1',
+      kl_coef=0.001,
+      value_clip=0.5,
+  )
   config.actor = schema.Optimizer(lr=1e-6, warmup=0.285, grad_clip=1.0)
   config.critic = schema.Optimizer(lr=1e-5, warmup=0.015, grad_clip=1.0)
   config.train = schema.Train(
-      updates=1005, episodes=512, mini_batch=256, epochs=1,
+      updates=1005,
+      episodes=512,
+      mini_batch=256,
+      epochs=1,
       # Ours: one row for each of 64 devices; 8 on 8 devices. It changes memory, never the result.
-      micro_batch=64, length_buckets=(1024, 2048, 4096), checkpoint_every=100)
+      micro_batch=64,
+      length_buckets=(1024, 2048, 4096),
+      checkpoint_every=100,
+  )
   config.eval = schema.Eval(every=50, episodes=1024, rows=512)  # ours; theirs: the whole test set
   if mode == 'smoke':
     shrink(config)
@@ -51,10 +74,9 @@ def shrink(config):
   config.env.prompt = 'short'
   config.retriever = schema.Retriever(top_k=1)
   config.model = schema.Model(dtype='float32', remat='none', scan_layers=False, logp_chunk=0)
-  config.rollout = schema.Rollout(
-      max_prompt=128, max_turn=40,
-      max_observation=128, max_total=384)
+  config.rollout = schema.Rollout(max_prompt=128, max_turn=40, max_observation=128, max_total=384)
   config.train = schema.Train(
-      updates=2, episodes=16, mini_batch=8, micro_batch=8, length_buckets=(384,), checkpoint_every=2)
+      updates=2, episodes=16, mini_batch=8, micro_batch=8, length_buckets=(384,), checkpoint_every=2
+  )
   config.eval = schema.Eval(every=0, episodes=8, rows=8)
   return config

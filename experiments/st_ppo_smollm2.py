@@ -1,7 +1,7 @@
 """ST-PPO on a real small model: SmolLM2-135M-Instruct, real questions, BM25 over real passages, one GPU.
 
   python -m stppo_jax.models.gguf SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2
-  python -m experiments.sft_smollm2 --model=models/smollm2 --source=DATA/general_qa.jsonl \\
+  python -m scripts.sft_smollm2 --model=models/smollm2 --source=DATA/general_qa.jsonl \\
     --corpus=DATA/general_corpus.jsonl --out=runs/sft_smollm2
   python run.py --config=experiments/st_ppo_smollm2.py --config.model.folder=runs/sft_smollm2 \\
     --config.data.source=DATA/general_qa.jsonl --config.data.corpus=DATA/general_corpus.jsonl
@@ -22,16 +22,14 @@ from stppo_jax.types import UserError
 def get_config(mode=''):
   config = schema.Config()
   config.name = 'st_ppo_smollm2'
-  config.data = schema.Data(
-      source='data/general_qa.jsonl', corpus='data/general_corpus.jsonl')
+  config.data = schema.Data(source='data/general_qa.jsonl', corpus='data/general_corpus.jsonl')
   # Two hops take two searches, and three fit into the tokens of a row.
   config.env = schema.Env(prompt='search_r1', max_turns=3, reward='em')
   config.retriever = schema.Retriever(kind='bm25', top_k=3)
   config.model = schema.Model(folder='runs/sft_smollm2', critic='separate')
   # Prompts take 180 tokens, three passages 360: 320 + 3 (128 + 384) would be 1,856, and few turns are
   # half as long as 128.
-  config.rollout = schema.Rollout(
-      max_prompt=320, max_turn=128, max_observation=384, max_total=1536)
+  config.rollout = schema.Rollout(max_prompt=320, max_turn=128, max_observation=384, max_total=1536)
   config.algorithm.variant = 'st_ppo'
   # The bonus, which Adam scales up where the policy's gradient is noise, broke the smaller default run.
   config.algorithm.entropy_coef = 0.0
@@ -41,8 +39,15 @@ def get_config(mode=''):
   config.train = schema.Train(
       # 128 episodes are some 100k tokens, seconds for such a model. Four optimizer steps an update
       # make it off-policy: without that nothing is clipped, and the variants are one.
-      updates=120, episodes=128, mini_batch=64, micro_batch=16, epochs=2,
-      length_buckets=(512, 768, 1024, 1536), checkpoint_every=20, keep_checkpoints=1)
+      updates=120,
+      episodes=128,
+      mini_batch=64,
+      micro_batch=16,
+      epochs=2,
+      length_buckets=(512, 768, 1024, 1536),
+      checkpoint_every=20,
+      keep_checkpoints=1,
+  )
   config.eval = schema.Eval(every=20, episodes=0, rows=128)
   if mode == 'cpu':
     config.name += '_cpu'
@@ -50,11 +55,16 @@ def get_config(mode=''):
     config.retriever.top_k = 1
     config.model.dtype = 'float32'
     config.model.remat = 'none'
-    config.rollout = schema.Rollout(
-        max_prompt=256, max_turn=80, max_observation=160, max_total=640)
+    config.rollout = schema.Rollout(max_prompt=256, max_turn=80, max_observation=160, max_total=640)
     config.train = schema.Train(  # some 10 minutes of one core, resumed after any update
-        updates=3, episodes=2, mini_batch=1, micro_batch=1, length_buckets=(480, 640),
-        checkpoint_every=1, keep_checkpoints=1)
+        updates=3,
+        episodes=2,
+        mini_batch=1,
+        micro_batch=1,
+        length_buckets=(480, 640),
+        checkpoint_every=1,
+        keep_checkpoints=1,
+    )
     config.eval = schema.Eval(every=0, episodes=4, rows=4)
   elif mode == 'smoke':
     ppo_7b.shrink(config)

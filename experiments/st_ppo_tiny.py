@@ -20,16 +20,28 @@ def get_config(mode=''):
   config.model.scan_layers = False
   config.model.logp_chunk = 0
   config.rollout = schema.Rollout(
-      max_prompt=64, max_turn=40, max_observation=128, max_total=384, width=32, chunks=(16, 64),
-      threads=0)  # BM25 in the same process: nothing to wait for
+      max_prompt=64,
+      max_turn=40,
+      max_observation=128,
+      max_total=384,
+      width=32,
+      chunks=(16, 64),
+      threads=0,
+  )  # BM25 in the same process: nothing to wait for
   config.algorithm.variant = 'st_ppo'
   config.algorithm.kl_in = 'none'
   config.algorithm.entropy_coef = 0.0  # .001 drove the entropy from .2 to 1.2 in 15 updates
   config.actor = schema.Optimizer(lr=2e-4, warmup=0.0, weight_decay=0.0)
   config.critic = schema.Optimizer(lr=1e-3, warmup=0.0, weight_decay=0.0)
   config.train = schema.Train(
-      updates=32, episodes=128, mini_batch=64, micro_batch=4, epochs=2,
-      length_buckets=(96, 192, 384), checkpoint_every=16)
+      updates=32,
+      episodes=128,
+      mini_batch=64,
+      micro_batch=4,
+      epochs=2,
+      length_buckets=(96, 192, 384),
+      checkpoint_every=16,
+  )
   config.eval = schema.Eval(every=8, episodes=0, rows=96)
   if mode == 'smoke':
     config.name += '_smoke'

@@ -6,11 +6,12 @@ stops become an automaton over tokens (`stop_automaton`), which the sampler carr
 """
 
 import collections
+from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import tokenizers
@@ -21,7 +22,9 @@ CLOSING_TAG = '</information>'
 
 _OPENING = re.compile(r'\s*<information>')
 _TAG = re.compile(r'<(?=/?(?:think|search|information|answer)>)')
-_LONGEST_TOKEN = 128  # characters, in the vocabularies we know: a passage is cut before it is encoded
+_LONGEST_TOKEN = (
+    128  # characters, in the vocabularies we know: a passage is cut before it is encoded
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +75,7 @@ def load_tokenizer(folder: str) -> Tokenizer:
   path = os.path.join(folder, 'tokenizer.json')
   if not os.path.isfile(path):
     raise types.UserError(
-      f'no tokenizer.json in {folder!r}: give a folder in Hugging Face format that has one'
+        f'no tokenizer.json in {folder!r}: give a folder in Hugging Face format that has one'
     )
   # tokenizers.Tokenizer and not AutoTokenizer: the latter replaces the pre-tokenizer of
   # tokenizer.json by that of the model family named in config.json.
@@ -93,16 +96,16 @@ def load_tokenizer(folder: str) -> Tokenizer:
   if pad_id is None:
     pad_id = eos_ids[0] if eos_ids else 0
   return Tokenizer(
-    folder=folder,
-    vocab_size=len(token_bytes),
-    eos_ids=eos_ids,
-    pad_id=pad_id,
-    token_bytes=token_bytes,
-    render=_chat_renderer(folder, settings),
-    text_library=text_library,
-    control_library=control_library,
-    passage_library=passage_library,
-    added_ids=frozenset(control_library.get_added_tokens_decoder()),
+      folder=folder,
+      vocab_size=len(token_bytes),
+      eos_ids=eos_ids,
+      pad_id=pad_id,
+      token_bytes=token_bytes,
+      render=_chat_renderer(folder, settings),
+      text_library=text_library,
+      control_library=control_library,
+      passage_library=passage_library,
+      added_ids=frozenset(control_library.get_added_tokens_decoder()),
   )
 
 
@@ -110,8 +113,8 @@ def check_matches(tokenizer: Tokenizer, model_vocab_size: int) -> None:
   """UserError if the tokenizer can make an id that the model has no embedding for."""
   if tokenizer.vocab_size > model_vocab_size:
     raise types.UserError(
-      f'the tokenizer in {tokenizer.folder!r} has {tokenizer.vocab_size} ids but the model only '
-      f'{model_vocab_size}: use the tokenizer that belongs to the model'
+        f'the tokenizer in {tokenizer.folder!r} has {tokenizer.vocab_size} ids but the model only '
+        f'{model_vocab_size}: use the tokenizer that belongs to the model'
     )
 
 
@@ -134,8 +137,8 @@ def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]
   tail = tokenizer.encode(text[start:])
   if len(tail) > limit:
     raise types.UserError(
-      f'an observation limit of {limit} tokens cannot hold the {len(tail)} tokens of '
-      f'{text[start:][:60]!r}: raise max_observation_tokens'
+        f'an observation limit of {limit} tokens cannot hold the {len(tail)} tokens of '
+        f'{text[start:][:60]!r}: raise max_observation_tokens'
     )
   opening = _OPENING.match(text)
   inside = opening.end() if opening else 0
@@ -199,8 +202,10 @@ def _without_added_tokens(path: str) -> str:
   them: `ignore_merges` takes any word of the vocabulary as it stands."""
   written = _read_json(path)
   added = {token['content'] for token in written['added_tokens']}
-  pairs = [merge.split(' ') if isinstance(merge, str) else merge
-           for merge in written['model'].get('merges', ())]
+  pairs = [
+      merge.split(' ') if isinstance(merge, str) else merge
+      for merge in written['model'].get('merges', ())
+  ]
   removed = added - {''.join(pair) for pair in pairs}
   vocab = written['model']['vocab']
   if isinstance(vocab, dict):  # others are refused by name, further on
@@ -225,8 +230,8 @@ def _token_bytes(path: str, library: tokenizers.Tokenizer) -> tuple[bytes, ...]:
   byte_level = '"ByteLevel"' in json.dumps([written.get('pre_tokenizer'), written.get('decoder')])
   if not byte_level or not byte_of.keys() >= set().union(*ordinary):
     raise types.UserError(
-      f'{path!r} is not a byte-level BPE vocabulary (but sentencepiece or word pieces?): '
-      'supported are byte-level BPE tokenizers, such as those of Qwen2, Qwen3, Llama 3 and GPT-2'
+        f'{path!r} is not a byte-level BPE vocabulary (but sentencepiece or word pieces?): '
+        'supported are byte-level BPE tokenizers, such as those of Qwen2, Qwen3, Llama 3 and GPT-2'
     )
   token_bytes = [b''] * (max(names) + 1)
   for i, name in names.items():

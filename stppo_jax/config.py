@@ -1,235 +1,321 @@
-"""The schema of a run: every setting with its default and its meaning. An experiment states what differs.
+"""The schema of a run: every setting with its default, meaning, unit, allowed values and bounds.
 
-Defaults are those of Search-R1 v0.2, the likely base of the paper's runs, unless a comment says more.
-`validate` holds the rules that span fields; it is called once, before anything heavy.
+An experiment file builds one `Config` and states only what differs. Defaults are those of Search-R1
+v0.2, the likely base of the paper's runs, unless the meaning says more. validation.py checks them.
 """
 
 import dataclasses
-
-from stppo_jax.types import UserError
-
+from typing import Any
+from typing import TypeVar
 
 LORA_TARGETS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
+T = TypeVar('T')
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+  """What stands on a field beside its default."""
+
+  meaning: str
+  allowed: tuple = ()  # the values it may have; empty: any
+  items: tuple[str, ...] = ()  # what the items of a tuple may be; empty: any
+  at_least: float | None = None
+  at_most: float | None = None
+  above: float | None = None
+  plugin: bool = False  # also takes 'module:attribute', see plugins.py
+  may_change: bool = False  # a resumed run may differ: no number computed so far depends on it
+
+
+def setting(default: T, meaning: str, **rules: Any) -> T:
+  """A field of the schema; `rules` are those of `Rules`."""
+  metadata = {'rules': Rules(meaning, **rules)}
+  if isinstance(default, dict):
+    return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+  return dataclasses.field(default=default, metadata=metadata)
+
+
+# A table, laid out by hand.
+# fmt: off
 
 
 @dataclasses.dataclass
 class Data:
   """Questions and passages."""
 
-  source: str = 'embedded'  # or a folder with qa.jsonl and corpus.jsonl, a .jsonl, a Search-R1 .parquet
-  corpus: str = ''  # folder or .jsonl of passages; empty: the same as `source`
-  train_split: str = 'train'
-  eval_split: str = 'dev'
-  datasets: tuple[str, ...] = ()  # keep only these; empty: all
+  source: str = setting(
+      'embedded',
+      'a folder with qa.jsonl and corpus.jsonl, a .jsonl, a Search-R1 .parquet, or a function',
+      plugin=True)
+  corpus: str = setting('', 'folder or .jsonl of passages; empty: the same as `source`')
+  train_split: str = setting('train', 'the questions to train on')
+  eval_split: str = setting('dev', 'the questions to evaluate on')
+  datasets: tuple[str, ...] = setting((), 'data sets to keep; empty: all')
 
 
 @dataclasses.dataclass
 class Env:
   """The task as the agent meets it."""
 
-  prompt: str = 'search_r1'  # 'search_r1' | 'short' (for tiny models)
-  max_turns: int = 4  # searches; one more generation may follow, in which a search gets nothing
-  reward: str = 'em'  # 'em' | 'sub_em' | 'f1' | 'format'
+  prompt: str = setting(
+      'search_r1', "wording of the search environment; 'short' is for tiny models",
+      allowed=('search_r1', 'short'))
+  max_turns: int = setting(
+      4, 'searches per episode; one more generation may follow, in which a search gets nothing',
+      at_least=0)
+  reward: str = setting('em', 'what an answer is worth', allowed=('em', 'sub_em', 'f1', 'format'))
 
 
 @dataclasses.dataclass
 class Retriever:
   """Where searches go."""
 
-  kind: str = 'bm25'  # 'bm25' (in process) | 'http'
-  top_k: int = 3
-  url: str = 'http://127.0.0.1:8000/retrieve'
-  dialect: str = 'search_r1'  # 'search_r1' | 'ragen'
-  timeout_s: float = 10.0
-  retries: int = 3
-  backoff_s: float = 0.5
-  max_failed_share: float = 0.5  # of a batch's episodes; above it the run waits and plays them anew
-  max_outage_s: float = 3600.0  # of such waiting; then the run saves a checkpoint and stops
+  kind: str = setting('bm25', "'bm25' runs in this process", allowed=('bm25', 'http'))
+  top_k: int = setting(3, 'passages per search', at_least=1)
+  url: str = setting('http://127.0.0.1:8000/retrieve', 'address of an HTTP retriever')
+  dialect: str = setting(
+      'search_r1', 'JSON protocol of an HTTP retriever', allowed=('search_r1', 'ragen'))
+  timeout_s: float = setting(10.0, 'seconds before a request is given up', above=0)
+  retries: int = setting(3, 'further attempts per request', at_least=0)
+  backoff_s: float = setting(0.5, 'seconds before the first further attempt; then doubled', at_least=0)
+  max_failed_share: float = setting(
+      0.5, "share of a batch's episodes; above it the run waits and plays the batch again",
+      at_least=0, at_most=1, may_change=True)
+  max_outage_s: float = setting(
+      3600.0, 'seconds of waiting for the retriever, after which the run saves and stops',
+      at_least=0, may_change=True)
 
 
 @dataclasses.dataclass
 class Model:
-  """The policy, and the trunk its critic starts from."""
+  """The policy, and the trunk that its critic starts from."""
 
-  folder: str = 'embedded'  # 'embedded' (the tiny warm-started one) | a Hugging Face folder
-  critic: str = 'separate'  # 'separate' trunk | 'shared' trunk with a second head
-  critic_folder: str = ''  # empty: the policy's folder
-  dtype: str = 'bfloat16'  # compute; logits, log-probs and losses are float32 always
-  param_dtype: str = 'float32'
-  remat: str = 'full'  # 'none' | 'dots' | 'full': what the backward pass recomputes
-  scan_layers: bool = True  # False unrolls: slower to compile, faster on CPU
-  logp_chunk: int = 512  # tokens of a row whose logits are live at once; 0: all
-  # Of training: 'splash' (TPU), 'cudnn' (NVIDIA, bfloat16) | 'plain' | 'auto': the first that can run.
-  attention: str = 'auto'
-  attention_chunk: int = 512  # tokens of a row whose scores are live at once in plain attention; 0: all
-  # LoRA: low-rank adapters (and value heads) are trained, and all else stands still. Then actor and critic
-  # share one base where they start from the same folder, the reference is the base itself, and learning
-  # rates want to be 10 to 100 times those of full training: 1e-4 and above.
-  lora_rank: int = 0  # 0: full training
-  lora_alpha: float = 16.0  # what adapters add is multiplied by alpha / rank
-  lora_targets: tuple[str, ...] = LORA_TARGETS  # kernels with an adapter, by PEFT's names
+  folder: str = setting('embedded', "a Hugging Face folder; 'embedded' is the tiny warm-started model")
+  critic: str = setting(
+      'separate', "'separate': a trunk of its own; 'shared': a second head on the policy's trunk",
+      allowed=('separate', 'shared'))
+  critic_folder: str = setting('', "empty: the policy's folder")
+  dtype: str = setting(
+      'bfloat16', 'of the computation; logits, log-probs and losses are always float32',
+      allowed=('float32', 'bfloat16'))
+  param_dtype: str = setting(
+      'float32', 'of the stored parameters', allowed=('float32', 'bfloat16'))
+  remat: str = setting(
+      'full', 'what the backward pass recomputes', allowed=('none', 'dots', 'full'))
+  scan_layers: bool = setting(True, 'False unrolls the layers: slower to compile, faster on a CPU')
+  logp_chunk: int = setting(
+      512, 'tokens of a row whose logits are live at once; 0: all', at_least=0)
+  attention: str = setting(
+      'auto', "kernel for training: 'splash' (TPU), 'cudnn' (NVIDIA, bfloat16), 'plain'; "
+      "'auto' takes the first that can run", allowed=('auto', 'splash', 'cudnn', 'plain'))
+  attention_chunk: int = setting(
+      512, 'tokens of a row whose scores are live at once in plain attention; 0: all', at_least=0)
+  # LoRA trains low-rank adapters (and value heads) and freezes all else. Actor and critic share one base
+  # where they start from the same folder, and the reference is that base. Learning rates should be 10 to
+  # 100 times those of full training: 1e-4 and above.
+  lora_rank: int = setting(0, 'rank of the adapters; 0: full training', at_least=0)
+  lora_alpha: float = setting(16.0, 'adapters are scaled by alpha / rank', above=0)
+  lora_targets: tuple[str, ...] = setting(
+      LORA_TARGETS, "kernels with an adapter, by PEFT's names", items=LORA_TARGETS)
 
 
 @dataclasses.dataclass
 class Rollout:
   """Sampling. Lengths in tokens."""
 
-  group_size: int = 1  # episodes a question
-  temperature: float = 1.0
-  top_k: int = 0  # 0: off
-  top_p: float = 1.0  # 1: off
-  max_prompt: int = 2048
-  max_turn: int = 500  # new tokens a turn
-  max_observation: int = 500
-  max_total: int = 4096
-  rows: int = 0  # episodes under way at once; 0: all of the batch
-  width: int = 0  # rows that one device call decodes; 0: all. A CPU wants few: 32
-  chunks: tuple[int, ...] = (32, 128)  # tokens of a row that one call may read
-  threads: int = 4  # retriever calls under way while other rows go on; 0: the rows wait for each
+  group_size: int = setting(1, 'episodes per question', at_least=1)
+  temperature: float = setting(1.0, 'of sampling, in sampler and trainer alike', at_least=1e-3)
+  top_k: int = setting(0, 'keep the k likeliest tokens; 0: off', at_least=0)
+  top_p: float = setting(1.0, 'nucleus sampling; 1: off', above=0, at_most=1)
+  max_prompt: int = setting(2048, 'a longer prompt is not played', at_least=1)
+  max_turn: int = setting(500, 'new tokens per turn', at_least=1)
+  max_observation: int = setting(500, 'a longer observation is cut', at_least=1)
+  max_total: int = setting(4096, 'prompt, turns and observations together', at_least=1)
+  rows: int = setting(0, 'episodes in progress at once; 0: the whole batch', at_least=0)
+  width: int = setting(0, 'rows per decode call; 0: all. A CPU prefers few: 32', at_least=0)
+  chunks: tuple[int, ...] = setting((32, 128), 'tokens of a row that one prefill call may read')
+  threads: int = setting(
+      4, 'environment calls in progress while other rows decode; 0: rows wait for each', at_least=0)
 
 
 @dataclasses.dataclass
 class Algorithm:
-  """Which row of `variants.VARIANTS`, and the columns to override (None: the row's own)."""
+  """The row of `variants.VARIANTS`, and the columns to override (None: the row's own)."""
 
-  variant: str = 'st_ppo'
-  advantage: str | None = None
-  ratio: str | None = None  # 'none' | 'token' | 'turn' | 'sequence'
-  divisor: str | None = None  # 'none' | 'paper' | 'floor' | 'relative'
-  norm_of: str | None = None  # 'gradient' | 'loss'
-  min_advantage: str | None = None  # 'token' | 'turn'
-  clip_low: float | None = None
-  clip_high: float | None = None
-  whiten: bool | None = None
-  dual_clip: float = 0.0  # c > 1 bounds the ratio where the advantage is negative; 0: off
-  gamma: float = 1.0
-  lam: float = 1.0
-  aggregation: str = 'seq-mean-token-mean'  # the paper's; or another of verl's loss_agg_mode
-  norm_length: int = 0  # divisor of seq-mean-token-sum-norm; 0: rollout.max_total
-  entropy_coef: float = 0.001
-  kl_in: str = 'reward'  # 'reward' | 'loss' | 'none'
-  kl_estimator: str = 'k1'  # 'k1' | 'k2' | 'k3'
-  kl_coef: float = 0.001
-  kl_target: float = 0.0  # above 0: the coefficient adapts towards this KL (usual: 0.1)
-  kl_horizon: float = 10_000.0  # episodes
-  value_clip: float = 0.5  # 0: off
-  value_coef: float = 0.5  # weight of the critic's loss on a shared trunk
-  old_logp: str = 'trainer'  # 'trainer': recomputed, first ratio exactly 1; 'sampler': as reported
-  # Weights that bridge behaviour_logp to old_logp, see `rollout_correction`; for old_logp 'trainer'.
-  is_correction: str = 'none'  # 'none' | 'token' | 'turn' | 'sequence'
-  is_threshold: float = 2.0  # they are truncated from above; verl's rollout_is_threshold
-  log_bias: bool = True  # measure ||C|| for every variant, not only those that divide by it
+  variant: str = setting(
+      'st_ppo', 'name of the row',
+      allowed=('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'grpo', 'so_grpo', 'gspo', 'rloo', 'reinforce'))
+  advantage: str | None = setting(
+      None, 'estimator of the advantages',
+      allowed=('token_gae', 'turn_gae', 'bad_gae', 'group_zscore', 'leave_one_out', 'turn_returns'))
+  ratio: str | None = setting(
+      None, 'which tokens share an importance ratio', allowed=('none', 'token', 'turn', 'sequence'))
+  divisor: str | None = setting(
+      None, 'what the gradient is divided by', allowed=('none', 'paper', 'floor', 'relative'))
+  norm_of: str | None = setting(None, 'what ||C|| is the norm of', allowed=('gradient', 'loss'))
+  min_advantage: str | None = setting(
+      None, 'the advantage inside the min', allowed=('token', 'turn'))
+  clip_low: float | None = setting(None, 'the ratio is clipped at 1 - clip_low', at_least=0)
+  clip_high: float | None = setting(None, 'the ratio is clipped at 1 + clip_high', at_least=0)
+  whiten: bool | None = setting(None, 'standardise advantages over the batch')
+  dual_clip: float = setting(
+      0.0, 'c > 1 bounds the ratio where the advantage is negative; 0: off')
+  gamma: float = setting(1.0, 'discount', at_least=0, at_most=1)
+  lam: float = setting(1.0, "lambda of GAE", at_least=0, at_most=1)
+  aggregation: str = setting(
+      'seq-mean-token-mean', "the paper's; or another of verl's loss_agg_mode",
+      allowed=('token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm'))
+  norm_length: int = setting(
+      0, 'divisor of seq-mean-token-sum-norm; 0: rollout.max_total', at_least=0)
+  entropy_coef: float = setting(0.001, 'weight of the entropy bonus')
+  kl_in: str = setting(
+      'reward', 'where the KL penalty to the reference goes', allowed=('reward', 'loss', 'none'))
+  kl_estimator: str = setting('k1', 'of the KL to the reference', allowed=('k1', 'k2', 'k3'))
+  kl_coef: float = setting(0.001, 'weight of the KL penalty', at_least=0)
+  kl_target: float = setting(
+      0.0, 'above 0 the coefficient adapts towards this KL; 0.1 is usual', at_least=0)
+  kl_horizon: float = setting(10_000.0, 'episodes over which the coefficient adapts', at_least=1)
+  value_clip: float = setting(0.5, "range of a step's change of a value; 0: off", at_least=0)
+  value_coef: float = setting(0.5, "weight of the critic's loss on a shared trunk", at_least=0)
+  old_logp: str = setting(
+      'trainer', "'trainer' recomputes: the first ratio is exactly 1; 'sampler' takes what was reported",
+      allowed=('trainer', 'sampler'))
+  is_correction: str = setting(
+      'none', "level of the weights from the sampler's log-probs to old_logp, see off_policy.py; "
+      "for old_logp='trainer'", allowed=('none', 'token', 'turn', 'sequence'))
+  is_threshold: float = setting(2.0, "upper bound of those weights; verl's rollout_is_threshold", at_least=1)
+  log_bias: bool = setting(
+      True, 'measure ||C|| for every variant, not only those that divide by it')
 
 
 @dataclasses.dataclass
 class Optimizer:
-  """AdamW with linear warm-up, then constant."""
+  """AdamW with a linear warm-up, then a constant rate."""
 
-  lr: float = 1e-6
-  warmup: float = 0.285  # share of all updates
-  betas: tuple[float, float] = (0.9, 0.999)
-  eps: float = 1e-8
-  weight_decay: float = 0.01
-  grad_clip: float = 1.0  # global norm, after the divisor
+  lr: float = setting(1e-6, 'learning rate', at_least=0)
+  warmup: float = setting(0.285, 'share of all updates', at_least=0, at_most=1)
+  betas: tuple[float, float] = setting((0.9, 0.999), 'decay of the two moments')
+  eps: float = setting(1e-8, 'added to the root of the second moment')
+  weight_decay: float = setting(0.01, 'decoupled weight decay', at_least=0)
+  grad_clip: float = setting(1.0, 'bound of the global norm, after the divisor', above=0)
 
 
 @dataclasses.dataclass
 class Train:
-  """The outer loop. Counts of episodes."""
+  """The outer loop. An update is one rollout with its optimizer steps; a step is one optimizer step."""
 
-  updates: int = 1005  # rollouts; each is followed by epochs * episodes / mini_batch optimizer steps
-  episodes: int = 512  # a rollout
-  mini_batch: int = 256  # episodes an optimizer step: the reuse that makes the update off-policy
-  # Bins of a forward and backward pass: changes memory and speed, never the result. A CPU likes 4 to 8.
-  micro_batch: int = 64
-  epochs: int = 1
-  # Tokens of a bin, in which episodes are packed behind each other; all bins of a micro-batch are alike.
-  # The last holds any episode. More of them: less padding, and longer to compile.
-  length_buckets: tuple[int, ...] = (1024, 2048, 4096)
-  checkpoint_every: int = 100  # updates; 0: only at the end
-  keep_checkpoints: int = 2
-  on_save_error: str = 'continue'  # 'continue' | 'stop', when a checkpoint cannot be written
-  max_nonfinite: int = 3  # steps skipped in a row, their gradients not finite, until ..
-  on_nonfinite: str = 'stop'  # .. the run 'stop's, or goes on from a 'rollback' with other questions
-  critic_warmup: int = 0  # updates that train the critic alone
+  updates: int = setting(1005, 'rollouts in all', at_least=0, may_change=True)
+  episodes: int = setting(512, 'per rollout', at_least=1)
+  mini_batch: int = setting(
+      256, 'episodes per optimizer step: the reuse that makes the update off-policy', at_least=1)
+  micro_batch: int = setting(
+      64, 'bins per forward and backward pass: changes memory and speed, never the result. '
+      'A CPU prefers 4 to 8', at_least=1)
+  epochs: int = setting(1, 'passes over a rollout', at_least=1)
+  length_buckets: tuple[int, ...] = setting(
+      (1024, 2048, 4096), 'tokens per bin, rising; episodes are packed into bins, and the last size '
+      'holds any episode. More sizes: less padding, more programs to compile')
+  checkpoint_every: int = setting(
+      100, 'updates; 0: only at the end', at_least=0, may_change=True)
+  keep_checkpoints: int = setting(2, 'the newest ones', at_least=1, may_change=True)
+  on_save_error: str = setting(
+      'continue', 'when a checkpoint cannot be written', allowed=('continue', 'stop'), may_change=True)
+  max_nonfinite: int = setting(
+      3, 'steps skipped in a row for non-finite gradients before `on_nonfinite` applies',
+      at_least=1, may_change=True)
+  on_nonfinite: str = setting(
+      'stop', "'rollback' goes back to the newest checkpoint and on with other questions",
+      allowed=('stop', 'rollback'), may_change=True)
+  critic_warmup: int = setting(0, 'updates that train the critic alone', at_least=0)
 
 
 @dataclasses.dataclass
 class Pipeline:
   """How far sampling runs ahead of training."""
 
-  # s: the batch of update n is sampled with the parameters of update n-1-s while others are trained
-  # on, by one thread more. 0: one after the other. Holds up to s + 1 copies of the policy.
-  staleness: int = 0
+  staleness: int = setting(
+      0, 's: the batch of update n is sampled by the parameters after update n-1-s, in a thread, while '
+      'others are trained on; holds up to s + 1 copies of the policy. 0: one after the other', at_least=0)
 
 
 @dataclasses.dataclass
 class Mesh:
-  """Devices: data * fsdp * tensor of them; one axis may be -1, meaning whatever is left."""
+  """Devices: data * fsdp * tensor of them; one axis may be -1, meaning all that are left."""
 
-  data: int = 1
-  fsdp: int = -1
-  tensor: int = 1
+  data: int = setting(1, 'copies of the model', may_change=True)
+  fsdp: int = setting(-1, 'shards of parameters, gradients and optimizer state', may_change=True)
+  tensor: int = setting(1, 'shards of each matrix product', may_change=True)
 
 
 @dataclasses.dataclass
 class Placement:
-  """Where parts wait while they are not used: 'device', or the 'host' memory of its machine.
+  """Where parts are kept while they are not used: on the device, or in its host's pinned memory.
 
-  A step fetches what it needs from the host and puts it back: device memory against time.
+  A step copies what it needs from the host and back: less device memory, more time.
   """
 
-  optimizer: str = 'device'  # moments of actor and critic; used at the end of an optimizer step
-  critic: str = 'device'  # the separate critic; not used while sampling
-  reference: str = 'device'  # used once an update, for its log-probs
+  optimizer: str = setting(
+      'device', 'moments of actor and critic; used at the end of an optimizer step',
+      allowed=('device', 'host'), may_change=True)
+  critic: str = setting(
+      'device', 'the separate critic; not used while sampling',
+      allowed=('device', 'host'), may_change=True)
+  reference: str = setting(
+      'device', 'used once per update, for its log-probs',
+      allowed=('device', 'host'), may_change=True)
 
 
 @dataclasses.dataclass
 class Eval:
   """Greedy evaluation on held-out questions."""
 
-  every: int = 50  # updates; 0: only before and after
-  episodes: int = 0  # 0: the whole split
-  rows: int = 128  # questions under way at once
+  every: int = setting(50, 'updates; 0: only before and after', at_least=0, may_change=True)
+  episodes: int = setting(0, '0: the whole split', at_least=0)
+  rows: int = setting(128, 'questions in progress at once', at_least=1)
 
 
 @dataclasses.dataclass
 class Log:
   """What is written beside metrics.jsonl."""
 
-  tensorboard: bool = True
-  wandb_project: str = ''  # empty: off
-  episodes: bool = True  # every sampled episode, tokens and per-token numbers
+  tensorboard: bool = setting(True, 'event files, where tensorboardX is installed', may_change=True)
+  wandb_project: str = setting('', 'empty: off', may_change=True)
+  episodes: bool = setting(True, 'every sampled episode with its per-token numbers', may_change=True)
 
 
 @dataclasses.dataclass
 class Health:
-  """Limits of training/health.py, on means over `window` updates; 0 turns one off.
+  """Limits of monitoring/health.py on means over `window` updates; 0 turns one off.
 
   Shares are of turns or of episodes. The limits were set by hand: wide enough for a run that learns.
   """
 
-  window: int = 5
-  stop_on: tuple[str, ...] = ()  # of the names below: those that end the run, not only warn
-  score_drop: float = 0.5  # share of the best score that is lost
-  entropy_drop: float = 0.9  # share of the first entropy that is lost
-  kl: float = 1.0  # nats a token from the reference
-  ppo_kl: float = 0.1  # nats a token from the policy that sampled
-  sampler_gap: float = 0.01  # k3 nats a token between sampler and trainer; rounding gives 1e-4
-  invalid: float = 0.5  # turns without a valid action
-  repeated: float = 0.5  # turns that equal an earlier one of their episode
-  empty: float = 0.1  # turns without a visible character
-  cut: float = 0.3  # turns that ran into rollout.max_turn
-  truncated: float = 0.7  # episodes that end at a limit
-  retrieval_failed: float = 0.1  # episodes in which a search failed
+  window: int = setting(5, 'updates', at_least=1, may_change=True)
+  stop_on: tuple[str, ...] = setting(
+      (), 'names of the limits below that end the run instead of only warning', may_change=True)
+  score_drop: float = setting(0.5, 'lost share of the best score', at_least=0)
+  entropy_drop: float = setting(0.9, 'lost share of the first entropy', at_least=0)
+  kl: float = setting(1.0, 'nats per token from the reference', at_least=0)
+  ppo_kl: float = setting(0.1, 'nats per token from the policy that sampled', at_least=0)
+  sampler_gap: float = setting(
+      0.01, 'k3 nats per token between sampler and trainer; rounding gives 1e-4', at_least=0)
+  invalid: float = setting(0.5, 'share of turns without a valid action', at_least=0)
+  repeated: float = setting(0.5, 'share of turns that equal an earlier one of their episode', at_least=0)
+  empty: float = setting(0.1, 'share of turns without a visible character', at_least=0)
+  cut: float = setting(0.3, 'share of turns that reached rollout.max_turn', at_least=0)
+  truncated: float = setting(0.7, 'share of episodes that ended at a limit', at_least=0)
+  retrieval_failed: float = setting(0.1, 'share of episodes in which a search failed', at_least=0)
+
+
+HEALTH_RULES = tuple(
+    field.name for field in dataclasses.fields(Health) if field.name not in ('window', 'stop_on'))
 
 
 @dataclasses.dataclass
 class Config:
   """One run."""
 
-  name: str = 'run'
-  seed: int = 0
+  name: str = setting('run', 'of the default work folder, runs/<name>')
+  seed: int = setting(0, 'of everything random', at_least=0)
   data: Data = dataclasses.field(default_factory=Data)
   env: Env = dataclasses.field(default_factory=Env)
   retriever: Retriever = dataclasses.field(default_factory=Retriever)
@@ -246,155 +332,3 @@ class Config:
   eval: Eval = dataclasses.field(default_factory=Eval)
   log: Log = dataclasses.field(default_factory=Log)
   health: Health = dataclasses.field(default_factory=Health)
-
-
-CHOICES = {
-    'env.prompt': ('search_r1', 'short'),
-    'env.reward': ('em', 'sub_em', 'f1', 'format'),
-    'retriever.kind': ('bm25', 'http'),
-    'retriever.dialect': ('search_r1', 'ragen'),
-    'model.critic': ('separate', 'shared'),
-    'model.dtype': ('float32', 'bfloat16'),
-    'model.param_dtype': ('float32', 'bfloat16'),
-    'model.remat': ('none', 'dots', 'full'),
-    'model.attention': ('auto', 'splash', 'cudnn', 'plain'),
-    'algorithm.variant': ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'grpo', 'so_grpo', 'gspo', 'rloo',
-                          'reinforce'),
-    'algorithm.advantage': (None, 'token_gae', 'turn_gae', 'bad_gae', 'group_zscore',
-                            'leave_one_out', 'turn_returns'),
-    'algorithm.ratio': (None, 'none', 'token', 'turn', 'sequence'),
-    'algorithm.divisor': (None, 'none', 'paper', 'floor', 'relative'),
-    'algorithm.norm_of': (None, 'gradient', 'loss'),
-    'algorithm.min_advantage': (None, 'token', 'turn'),
-    'algorithm.aggregation': ('token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean',
-                              'seq-mean-token-sum-norm'),
-    'algorithm.kl_in': ('reward', 'loss', 'none'),
-    'algorithm.kl_estimator': ('k1', 'k2', 'k3'),
-    'algorithm.old_logp': ('trainer', 'sampler'),
-    'algorithm.is_correction': ('none', 'token', 'turn', 'sequence'),
-    'train.on_save_error': ('continue', 'stop'),
-    'train.on_nonfinite': ('stop', 'rollback'),
-    'placement.optimizer': ('device', 'host'),
-    'placement.critic': ('device', 'host'),
-    'placement.reference': ('device', 'host'),
-}
-
-HEALTH_RULES = tuple(
-    field.name for field in dataclasses.fields(Health) if field.name not in ('window', 'stop_on'))
-
-AT_LEAST = {  # field: smallest value allowed
-    'seed': 0,
-    'env.max_turns': 0,
-    'retriever.top_k': 1, 'retriever.timeout_s': 0.001, 'retriever.retries': 0,
-    'retriever.backoff_s': 0, 'retriever.max_failed_share': 0, 'retriever.max_outage_s': 0,
-    'model.logp_chunk': 0, 'model.attention_chunk': 0, 'model.lora_rank': 0, 'model.lora_alpha': 1e-6,
-    'rollout.group_size': 1, 'rollout.temperature': 1e-3, 'rollout.top_k': 0,
-    'rollout.max_prompt': 1, 'rollout.max_turn': 1, 'rollout.max_observation': 1,
-    'rollout.rows': 0, 'rollout.width': 0, 'rollout.threads': 0,
-    'algorithm.clip_low': 0, 'algorithm.clip_high': 0, 'algorithm.gamma': 0, 'algorithm.lam': 0,
-    'algorithm.norm_length': 0, 'algorithm.kl_coef': 0, 'algorithm.kl_target': 0,
-    'algorithm.kl_horizon': 1, 'algorithm.value_clip': 0, 'algorithm.value_coef': 0,
-    'algorithm.is_threshold': 1,
-    'actor.lr': 0, 'actor.warmup': 0, 'actor.weight_decay': 0, 'actor.grad_clip': 1e-12,
-    'critic.lr': 0, 'critic.warmup': 0, 'critic.weight_decay': 0, 'critic.grad_clip': 1e-12,
-    'train.updates': 0, 'train.episodes': 1, 'train.mini_batch': 1, 'train.micro_batch': 1,
-    'train.epochs': 1, 'train.checkpoint_every': 0, 'train.keep_checkpoints': 1,
-    'train.max_nonfinite': 1, 'train.critic_warmup': 0, 'pipeline.staleness': 0,
-    'eval.every': 0, 'eval.episodes': 0, 'eval.rows': 1,
-    'health.window': 1, **{f'health.{name}': 0 for name in HEALTH_RULES},
-}
-
-AT_MOST = {
-    'algorithm.gamma': 1, 'algorithm.lam': 1, 'actor.warmup': 1, 'critic.warmup': 1,
-    'retriever.max_failed_share': 1,
-}
-
-
-def validate(config: Config) -> Config:
-  """Returns `config` if it makes sense, else raises a UserError that says what to change."""
-  for path, allowed in CHOICES.items():
-    if (value := get(config, path)) not in allowed:
-      raise UserError(f'config.{path}={value!r}: allowed are {", ".join(map(str, allowed))}')
-  for path, least in AT_LEAST.items():
-    if (value := get(config, path)) is not None and not value >= least:  # NaN is refused too
-      raise UserError(f'config.{path}={value}: must be at least {least}')
-  for path, most in AT_MOST.items():
-    if get(config, path) > most:
-      raise UserError(f'config.{path}={get(config, path)}: must be at most {most}')
-
-  for name in config.health.stop_on:
-    if name not in HEALTH_RULES:
-      raise UserError(f'config.health.stop_on names {name!r}: allowed are {", ".join(HEALTH_RULES)}, '
-                      'to be given as "(\'entropy_drop\',)"')
-
-  rollout, train, algorithm = config.rollout, config.train, config.algorithm
-  if not 0 < rollout.top_p <= 1:
-    raise UserError(f'config.rollout.top_p={rollout.top_p}: must be in (0, 1]')
-  if (rollout.top_p < 1 or rollout.top_k > 0) and algorithm.old_logp != 'sampler':
-    raise UserError(
-        f'config.rollout.top_p={rollout.top_p}, top_k={rollout.top_k} truncate the distribution that is '
-        "sampled from, and old_logp='trainer' recomputes log-probs that do not reflect it: set "
-        '--config.rollout.top_p=1 --config.rollout.top_k=0, or --config.algorithm.old_logp=sampler')
-  for small, large in (('micro_batch', 'mini_batch'), ('mini_batch', 'episodes')):
-    if getattr(train, large) % getattr(train, small):
-      raise UserError(
-          f'config.train.{small}={getattr(train, small)} does not divide config.train.{large}='
-          f'{getattr(train, large)}: choose a divisor')
-  if train.episodes % rollout.group_size:
-    raise UserError(
-        f'config.rollout.group_size={rollout.group_size} does not divide config.train.episodes='
-        f'{train.episodes}: choose a divisor')
-  buckets = train.length_buckets
-  if not buckets or list(buckets) != sorted(set(buckets)) or buckets[-1] < rollout.max_total:
-    raise UserError(
-        f'config.train.length_buckets={buckets}: must rise and end at config.rollout.max_total='
-        f'{rollout.max_total} or above')
-  if not rollout.chunks or min(rollout.chunks) < 1:
-    raise UserError(f'config.rollout.chunks={rollout.chunks}: give one number or more, each at least 1')
-  if rollout.max_prompt + rollout.max_turn > rollout.max_total:
-    raise UserError(
-        f'config.rollout.max_total={rollout.max_total}: must hold at least max_prompt + max_turn = '
-        f'{rollout.max_prompt + rollout.max_turn}')
-  if algorithm.dual_clip and algorithm.dual_clip <= 1:
-    raise UserError(f'config.algorithm.dual_clip={algorithm.dual_clip}: must be above 1, or 0 for off')
-  if algorithm.is_correction != 'none' and algorithm.old_logp == 'sampler':
-    raise UserError(
-        f'config.algorithm.is_correction={algorithm.is_correction!r} bridges the sampler to the '
-        "trainer's old_logp, and old_logp='sampler' leaves no gap: set "
-        '--config.algorithm.is_correction=none, or --config.algorithm.old_logp=trainer')
-  if train.on_nonfinite == 'rollback' and not train.checkpoint_every:
-    raise UserError(
-        "config.train.on_nonfinite='rollback' needs checkpoints to go back to, and "
-        'config.train.checkpoint_every=0: set --config.train.checkpoint_every=1 or more')
-  _check_adapters(config)
-  grouped = algorithm.variant in ('grpo', 'so_grpo', 'gspo', 'rloo')
-  if (algorithm.advantage or (grouped and 'group')) in (
-      'group', 'group_zscore', 'leave_one_out') and rollout.group_size == 1:
-    raise UserError(
-        f'config.algorithm.variant={algorithm.variant!r} compares the episodes of a group, and '
-        'config.rollout.group_size=1: set --config.rollout.group_size=4 or more')
-  return config
-
-
-def _check_adapters(config):
-  """What LoRA adapts, and what can then be placed elsewhere."""
-  model, placement = config.model, config.placement
-  if not model.lora_targets or set(model.lora_targets) - set(LORA_TARGETS):
-    raise UserError(f'config.model.lora_targets={model.lora_targets}: allowed are one or more of '
-                    f'{", ".join(LORA_TARGETS)}, as in "(\'q_proj\', \'v_proj\')"')
-  if model.lora_rank and placement.reference == 'host':
-    raise UserError("config.placement.reference='host': with config.model.lora_rank above 0 the reference "
-                    "is the policy's own base and takes no memory: set it to 'device'")
-  if placement.critic == 'host' and model.critic == 'shared':
-    raise UserError("config.placement.critic='host': with config.model.critic='shared' the critic is "
-                    "part of the policy, which samples: set it to 'device', or the critic to 'separate'")
-  if placement.critic == 'host' and model.lora_rank and not model.critic_folder:
-    raise UserError("config.placement.critic='host': with config.model.lora_rank above 0 the critic stands "
-                    "on the policy's base, which samples: set it to 'device', or give a critic_folder")
-
-
-def get(config: Config, path: str):
-  """The field at a dotted path: get(config, 'train.updates')."""
-  for name in path.split('.'):
-    config = getattr(config, name)
-  return config

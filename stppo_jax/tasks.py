@@ -62,7 +62,8 @@ class TaskStream:
   def __init__(self, tasks: list[types.Task], batch: int, seed: int):
     if not tasks or batch < 1:
       raise types.UserError(
-        f'A batch of {batch} out of {len(tasks)} questions: both must be at least 1.')
+          f'A batch of {batch} out of {len(tasks)} questions: both must be at least 1.'
+      )
     self._tasks, self._batch, self._seed = list(tasks), batch, seed
 
   def take(self, step: int) -> list[types.Task]:
@@ -116,7 +117,8 @@ def _find(source: str, file_name: str) -> pathlib.Path:
     path = path / file_name
   if not path.is_file():
     raise types.UserError(
-      f'{path}: no such file; give "embedded", a folder with {file_name}, or a file.')
+        f'{path}: no such file; give "embedded", a folder with {file_name}, or a file.'
+    )
   allowed = ('.jsonl', '.parquet') if file_name == 'qa.jsonl' else ('.jsonl',)
   if path.suffix not in allowed:
     raise types.UserError(f'{path}: a file of type {" or ".join(allowed)} is needed.')
@@ -132,10 +134,12 @@ def _json_rows(path):
         fields = json.loads(line)
       except (ValueError, RecursionError) as error:
         raise types.UserError(
-          f'{path}:{number}: not JSON ({error}); one JSON object a line is needed.') from None
+            f'{path}:{number}: not JSON ({error}); one JSON object a line is needed.'
+        ) from None
       if not isinstance(fields, dict):
         raise types.UserError(
-          f'{path}:{number}: a {type(fields).__name__}; one JSON object a line is needed.')
+            f'{path}:{number}: a {type(fields).__name__}; one JSON object a line is needed.'
+        )
       yield _Row(path, number, fields)
 
 
@@ -145,7 +149,8 @@ def _parquet_rows(path):
     from pyarrow import parquet
   except ImportError:
     raise types.UserError(
-      f'{path}: reading parquet needs pyarrow; run `pip install pyarrow`.') from None
+        f'{path}: reading parquet needs pyarrow; run `pip install pyarrow`.'
+    ) from None
   try:
     file = parquet.ParquetFile(path)
     present = [name for name in _PARQUET_COLUMNS if name in file.schema_arrow.names]
@@ -176,31 +181,36 @@ def _task(row: _Row) -> types.Task:
       row.fail('answer', f'is {letter!r}; one of {", ".join(options)} is needed')
   answers = row.texts('answers', (options[letter],) if options else None)
   return types.Task(
-    id=str(row.get('id', (str, int), 'a text or a number')),
-    question=row.text('question'),
-    answers=answers,
-    dataset=row.text('dataset', 'unnamed'),
-    split=row.text('split', ''),
-    hops=row.get('hops', int, 'a whole number', 1),
-    gold=row.texts('gold', ()),
-    options=tuple(sorted(options.items())),
-    letter=letter,
-    steps=_steps(row))
+      id=str(row.get('id', (str, int), 'a text or a number')),
+      question=row.text('question'),
+      answers=answers,
+      dataset=row.text('dataset', 'unnamed'),
+      split=row.text('split', ''),
+      hops=row.get('hops', int, 'a whole number', 1),
+      gold=row.texts('gold', ()),
+      options=tuple(sorted(options.items())),
+      letter=letter,
+      steps=_steps(row),
+  )
 
 
 def _steps(row: _Row) -> tuple[tuple[str, str], ...]:
   """(sub-question, answer) pairs from `steps`, or from `evidence` triples."""
   steps = []
   for step in row.get('steps', list, 'a list of {"q", "a"}', []):
-    if not (isinstance(step, dict) and isinstance(step.get('q'), str)
-            and isinstance(step.get('a'), str)):
+    if not (
+        isinstance(step, dict) and isinstance(step.get('q'), str) and isinstance(step.get('a'), str)
+    ):
       row.fail('steps', f'holds {step!r}; objects with the texts "q" and "a" are needed')
     steps.append((step['q'], step['a']))
   if steps:
     return tuple(steps)
   for triple in row.get('evidence', list, 'a list of [subject, relation, object]', []):
-    if not (isinstance(triple, list) and len(triple) == 3
-            and all(isinstance(part, str) for part in triple)):
+    if not (
+        isinstance(triple, list)
+        and len(triple) == 3
+        and all(isinstance(part, str) for part in triple)
+    ):
       row.fail('evidence', f'holds {triple!r}; [subject, relation, object] is needed')
     steps.append((f'{triple[0]} {triple[1]}', triple[2]))
   return tuple(steps)
@@ -214,14 +224,20 @@ def _search_r1_task(row: _Row) -> types.Task:
   if isinstance(target, str):
     target = [target]
   if not isinstance(target, list) or not target or not all(isinstance(t, str) for t in target):
-    row.fail('reward_model', f'has ground_truth {truth!r}; '
-             '{"target": [a list of at least one text]} is needed')
+    row.fail(
+        'reward_model',
+        f'has ground_truth {truth!r}; ' '{"target": [a list of at least one text]} is needed',
+    )
   extra = row.get('extra_info', dict, 'an object', {})
   dataset, split = row.text('data_source', 'unnamed'), extra.get('split') or ''
   index = extra.get('index')
   return types.Task(
-    id=f'{dataset}-{split}-{row.number - 1 if index is None else index}',
-    question=_search_r1_question(row), answers=tuple(target), dataset=dataset, split=split)
+      id=f'{dataset}-{split}-{row.number - 1 if index is None else index}',
+      question=_search_r1_question(row),
+      answers=tuple(target),
+      dataset=dataset,
+      split=split,
+  )
 
 
 def _search_r1_question(row: _Row) -> str:

@@ -1,0 +1,9 @@
+"""Eight simulated devices for the tests of sharding; must be set before JAX starts."""
+
+import os
+
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
+  os.environ['XLA_FLAGS'] = (
+      os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
+  )

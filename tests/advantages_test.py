@@ -14,11 +14,15 @@ import numpy as np
 from stppo_jax import types
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import variants
-from tests import oracle
+from tests.support import oracle
 
 QUICK = hypothesis.settings(
-    max_examples=25, deadline=None, derandomize=True, database=None,
-    suppress_health_check=list(hypothesis.HealthCheck))
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
 
 # One row: prompt, turn 1 of two tokens, an observation of two, turn 2 of one token, padding. The
 # values 99 and 77 of observation tokens must not be read.
@@ -62,7 +66,8 @@ class GaeTest(chex.TestCase):
     _assert_close(
         got,
         (jnp.array([[0, 0.125, 0.5, 0, 0, 0.4, 0]]), jnp.array([[0, 0.325, 0.9, 0, 0, 1.0, 0]])),
-        atol=1e-12)
+        atol=1e-12,
+    )
 
   @chex.variants(with_jit=True, without_jit=True)
   def test_turn_gae_by_hand(self):
@@ -70,10 +75,13 @@ class GaeTest(chex.TestCase):
     # A^2 = 1 - 0.6 = 0.4;  A^1 = 0.5 + 0.5*0.6 - 0.2 + 0.25*0.4 = 0.7
     # returns 0.9 and 1.0
     got = self.variant(lambda *args: advantages.turn_gae(*args, 3, 0.5, 0.5))(
-        REWARDS, VALUES, TURN_IDS)
+        REWARDS, VALUES, TURN_IDS
+    )
     _assert_close(
-        got, (jnp.array([[0, 0.7, 0.7, 0, 0, 0.4, 0]]), jnp.array([[0, 0.9, 0.9, 0, 0, 1.0, 0]])),
-        atol=1e-12)
+        got,
+        (jnp.array([[0, 0.7, 0.7, 0, 0, 0.4, 0]]), jnp.array([[0, 0.9, 0.9, 0, 0, 1.0, 0]])),
+        atol=1e-12,
+    )
 
   @chex.variants(with_jit=True, without_jit=True)
   def test_bad_gae_by_hand(self):
@@ -81,23 +89,28 @@ class GaeTest(chex.TestCase):
     # b ends turn 1: A_b = 0.5 + 0.5*0.6 - 0.4 + 0.25*0.4 = 0.5
     # a is inside turn 1, factors 1: A_a = 0 + 0.4 - 0.2 + 0.5 = 0.7
     got = self.variant(lambda *args: advantages.bad_gae(*args, 0.5, 0.5))(
-        REWARDS, VALUES, TURN_IDS, MASK)
+        REWARDS, VALUES, TURN_IDS, MASK
+    )
     _assert_close(
-        got, (jnp.array([[0, 0.7, 0.5, 0, 0, 0.4, 0]]), jnp.array([[0, 0.9, 0.9, 0, 0, 1.0, 0]])),
-        atol=1e-12)
+        got,
+        (jnp.array([[0, 0.7, 0.5, 0, 0, 0.4, 0]]), jnp.array([[0, 0.9, 0.9, 0, 0, 1.0, 0]])),
+        atol=1e-12,
+    )
 
   @parameterized.product(gamma=(1.0, 0.9), lam=(1.0, 0.7, 0.0))
   def test_against_the_oracle(self, gamma, lam):
     batch = oracle.random_batch(0)
     r, v, k, m = batch.rewards, batch.values, batch.turn_ids, batch.action_mask
     expected = (
-        oracle.token_gae(r, v, m, gamma, lam), oracle.turn_gae(r, v, k, gamma, lam),
-        oracle.bad_gae(r, v, k, gamma, lam), oracle.turn_returns(r, k, gamma))
+        oracle.token_gae(r, v, m, gamma, lam),
+        oracle.turn_gae(r, v, k, gamma, lam),
+        oracle.bad_gae(r, v, k, gamma, lam),
+        oracle.turn_returns(r, k, gamma),
+    )
     _assert_close(_every_estimator(r, v, k, m, gamma, lam), expected, atol=1e-11)
 
   @QUICK
-  @hypothesis.given(
-      seed=st.integers(0, 10**6), gamma=st.floats(0.0, 1.0), lam=st.floats(0.0, 1.0))
+  @hypothesis.given(seed=st.integers(0, 10**6), gamma=st.floats(0.0, 1.0), lam=st.floats(0.0, 1.0))
   def test_any_layout_against_the_quadratic_sum(self, seed, gamma, lam):
     """Masks without any structure: turns cut anywhere, rows full or empty."""
     rng = np.random.default_rng(seed)
@@ -110,8 +123,11 @@ class GaeTest(chex.TestCase):
     r, v, m = rng.normal(size=shape) * agent, rng.normal(size=shape), agent.astype(np.float64)
     got = _every_estimator(r, v, turn_ids, m, gamma, lam)
     expected = (
-        oracle.token_gae(r, v, m, gamma, lam), oracle.turn_gae(r, v, turn_ids, gamma, lam),
-        oracle.bad_gae(r, v, turn_ids, gamma, lam), oracle.turn_returns(r, turn_ids, gamma))
+        oracle.token_gae(r, v, m, gamma, lam),
+        oracle.turn_gae(r, v, turn_ids, gamma, lam),
+        oracle.bad_gae(r, v, turn_ids, gamma, lam),
+        oracle.turn_returns(r, turn_ids, gamma),
+    )
     _assert_close(got, expected, atol=1e-10)
 
   @parameterized.parameters((1.0, True), (0.9, False))
@@ -122,8 +138,7 @@ class GaeTest(chex.TestCase):
     every_token = np.ones_like(batch.action_mask)
     # Padding after the last token is no step in either: give it no value.
     last = np.cumsum(batch.action_mask[:, ::-1], axis=1)[:, ::-1] > 0
-    unmasked, _ = advantages.token_gae(
-        batch.rewards, batch.values * last, every_token, 1.0, lam)
+    unmasked, _ = advantages.token_gae(batch.rewards, batch.values * last, every_token, 1.0, lam)
     gap = np.max(np.abs((masked - unmasked) * batch.action_mask))
     if same:
       self.assertLess(gap, 1e-12)
@@ -141,8 +156,7 @@ class GaeTest(chex.TestCase):
     _assert_close(got, (total - first) * m, atol=1e-12)
     _assert_close(returns, total * m, atol=1e-12)
     rest = np.cumsum(batch.rewards[:, ::-1], axis=1)[:, ::-1]
-    got, returns = advantages.bad_gae(
-        batch.rewards, batch.values, batch.turn_ids, m, gamma, lam)
+    got, returns = advantages.bad_gae(batch.rewards, batch.values, batch.turn_ids, m, gamma, lam)
     _assert_close(got, (rest - batch.values) * m, atol=1e-12)
     _assert_close(returns, rest * m, atol=1e-12)
 
@@ -158,15 +172,16 @@ class GaeTest(chex.TestCase):
     batch = oracle.random_batch(4)
     r, v, k, m = batch.rewards, batch.values, batch.turn_ids, batch.action_mask
     _assert_close(
-        advantages.bad_gae(r, v, k, m, 1.0, 1.0), advantages.token_gae(r, v, m, 1.0, 1.0),
-        atol=1e-12)
+        advantages.bad_gae(r, v, k, m, 1.0, 1.0),
+        advantages.token_gae(r, v, m, 1.0, 1.0),
+        atol=1e-12,
+    )
     first = (k > 0) & (k != np.pad(k, ((0, 0), (1, 0)))[:, :-1])
     bad = advantages.bad_gae(r, v, k, m, 0.9, 0.6)
     turn = advantages.turn_gae(r, v, k, oracle.NUM_TURNS, 0.9, 0.6)
     for x, y in zip(bad, turn):
       _assert_close(x * first, y * first, atol=1e-12)
-    self.assertGreater(
-        np.max(np.abs(bad[0] - advantages.token_gae(r, v, m, 0.9, 0.6)[0])), 1e-2)
+    self.assertGreater(np.max(np.abs(bad[0] - advantages.token_gae(r, v, m, 0.9, 0.6)[0])), 1e-2)
 
   def test_terminal_reward_reaches_every_agent_token_undiscounted(self):
     """gamma = lambda = 1: the return of each agent token is the episode's score, whatever V is."""
@@ -190,7 +205,9 @@ class GaeTest(chex.TestCase):
     args = batch.rewards, batch.values, batch.turn_ids
     _assert_close(
         advantages.turn_gae(*args, oracle.NUM_TURNS, 0.9, 0.8),
-        advantages.turn_gae(*args, oracle.NUM_TURNS + 4, 0.9, 0.8), atol=1e-12)
+        advantages.turn_gae(*args, oracle.NUM_TURNS + 4, 0.9, 0.8),
+        atol=1e-12,
+    )
 
 
 class GroupTest(chex.TestCase):
@@ -206,7 +223,7 @@ class GroupTest(chex.TestCase):
     # group 2: one member -> 0; group 1: no spread -> 0
     scores = jnp.array([1.0, 0.3, 0.0, 7.0, 1.0, 0.3, 0.0])
     groups = jnp.array([0, 1, 0, 2, 0, 1, 0])
-    z = 0.5 / (3 ** -0.5 + 1e-6)
+    z = 0.5 / (3**-0.5 + 1e-6)
     got = self.variant(advantages.group_zscore)(scores, groups)
     _assert_close(got, jnp.array([z, 0.0, -z, 0.0, z, 0.0, -z]), atol=1e-12)
 
@@ -222,16 +239,19 @@ class GroupTest(chex.TestCase):
     rng = np.random.default_rng(seed)
     scores, groups = rng.normal(size=11), rng.integers(5, size=11)
     _assert_close(
-        advantages.group_zscore(scores, groups), oracle.group_zscore(scores, groups), atol=1e-11)
+        advantages.group_zscore(scores, groups), oracle.group_zscore(scores, groups), atol=1e-11
+    )
     _assert_close(
-        advantages.leave_one_out(scores, groups), oracle.leave_one_out(scores, groups), atol=1e-11)
+        advantages.leave_one_out(scores, groups), oracle.leave_one_out(scores, groups), atol=1e-11
+    )
 
   def test_numbers_of_groups_are_only_names(self):
     """A batch cut from a larger one keeps its group numbers; they may exceed the number of rows."""
     scores = np.array([1.0, 0.0, 2.0, 5.0])
     for fn in advantages.group_zscore, advantages.leave_one_out:
       _assert_close(
-          fn(scores, np.array([900, 900, 17, 17])), fn(scores, np.array([0, 0, 1, 1])), atol=1e-12)
+          fn(scores, np.array([900, 900, 17, 17])), fn(scores, np.array([0, 0, 1, 1])), atol=1e-12
+      )
 
   def test_shift_and_scale(self):
     scores, groups = np.random.default_rng(3).normal(size=8), np.array([0, 0, 0, 1, 1, 2, 2, 2])
@@ -241,11 +261,15 @@ class GroupTest(chex.TestCase):
         self.assertLess(abs(np.sum(np.asarray(fn(scores, groups))[groups == g])), 1e-10)
     # The eps of 1e-6 is the only thing that sees the scale.
     _assert_close(
-        advantages.group_zscore(10 * scores, groups), advantages.group_zscore(scores, groups),
-        atol=1e-4)
+        advantages.group_zscore(10 * scores, groups),
+        advantages.group_zscore(scores, groups),
+        atol=1e-4,
+    )
     _assert_close(
         advantages.leave_one_out(10 * scores, groups),
-        10 * advantages.leave_one_out(scores, groups), atol=1e-10)
+        10 * advantages.leave_one_out(scores, groups),
+        atol=1e-10,
+    )
 
   @parameterized.parameters(0.1, 0.2, 0.7, 1.0)
   def test_no_spread_is_exactly_zero_in_float32(self, score):
@@ -272,11 +296,15 @@ class GroupTest(chex.TestCase):
     np.testing.assert_allclose(np.var(got[m > 0], ddof=1), 1.0, rtol=0, atol=1e-6)
     # Neither a shift nor a positive scale of the advantages is visible afterwards.
     np.testing.assert_allclose(
-        np.asarray(advantages.whiten_tokens(4 * x + 2, m))[m > 0], got[m > 0], rtol=0, atol=1e-6)
+        np.asarray(advantages.whiten_tokens(4 * x + 2, m))[m > 0], got[m > 0], rtol=0, atol=1e-6
+    )
     # What stands on observation tokens is not part of the statistics.
     np.testing.assert_allclose(
-        np.asarray(advantages.whiten_tokens(np.where(m > 0, x, 1e3), m))[m > 0], got[m > 0],
-        rtol=0, atol=1e-12)
+        np.asarray(advantages.whiten_tokens(np.where(m > 0, x, 1e3), m))[m > 0],
+        got[m > 0],
+        rtol=0,
+        atol=1e-12,
+    )
 
   def test_whiten_of_nothing_and_of_one_token_is_finite(self):
     x = np.array([[2.0, 3.0]])
@@ -290,8 +318,7 @@ class GroupTest(chex.TestCase):
     x = np.array([[1.0, 9.0, 2.0, 2.0], [3.0, 9.0, 9.0, 9.0]])
     ids = np.array([[1, 0, 2, 2], [1, 0, 0, 0]])
     got = advantages.whiten_turns(x, ids, 4)
-    _assert_close(
-        got, jnp.array([[-1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]), atol=1e-7)
+    _assert_close(got, jnp.array([[-1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]), atol=1e-7)
 
 
 class EstimateTest(chex.TestCase):
@@ -303,11 +330,17 @@ class EstimateTest(chex.TestCase):
     self.enter_context(jax.numpy_rank_promotion('raise'))
     batch = oracle.random_batch(8)
     self.batch = types.TurnBatch(
-        tokens=batch.tokens, action_mask=jnp.asarray(batch.action_mask),
-        turn_ids=jnp.asarray(batch.turn_ids), rewards=jnp.asarray(batch.rewards),
-        old_logp=batch.old_logp, ref_logp=batch.old_logp, old_values=jnp.asarray(batch.values),
-        advantages=batch.values * 0, returns=batch.values * 0,
-        group_ids=jnp.array([0, 0, 1, 1, 0, 1]))
+        tokens=batch.tokens,
+        action_mask=jnp.asarray(batch.action_mask),
+        turn_ids=jnp.asarray(batch.turn_ids),
+        rewards=jnp.asarray(batch.rewards),
+        old_logp=batch.old_logp,
+        ref_logp=batch.old_logp,
+        old_values=jnp.asarray(batch.values),
+        advantages=batch.values * 0,
+        returns=batch.values * 0,
+        group_ids=jnp.array([0, 0, 1, 1, 0, 1]),
+    )
     self.args = batch.rewards, batch.values, batch.turn_ids
 
   def _estimate(self, name, **changes):
@@ -331,7 +364,8 @@ class EstimateTest(chex.TestCase):
     row = dataclasses.replace(variants.VARIANTS['ppo'], whiten=True)
     got = advantages.estimate(self.batch, row, 0.9, 0.8)
     np.testing.assert_allclose(
-        np.asarray(got.advantages)[k > 0], oracle.whiten(a, k > 0), rtol=0, atol=1e-11)
+        np.asarray(got.advantages)[k > 0], oracle.whiten(a, k > 0), rtol=0, atol=1e-11
+    )
     np.testing.assert_array_equal(np.asarray(got.advantages)[k == 0], 0.0)
     _assert_close(got.returns, returns, atol=1e-11)
 
@@ -342,14 +376,14 @@ class EstimateTest(chex.TestCase):
     rows = np.array([0, 1, 2, 4, 5])
     expected = np.zeros(6)
     expected[rows] = getattr(oracle, name)(r.sum(axis=1)[rows], [0, 0, 1, 0, 1])
-    _assert_close(
-        self._estimate(name).advantages, expected[:, None] * (k > 0), atol=1e-10)
+    _assert_close(self._estimate(name).advantages, expected[:, None] * (k > 0), atol=1e-10)
 
   def test_turn_returns_are_normalised_over_turns(self):
     r, _, k = self.args
     returns = oracle.turn_returns(r, k, 0.9)
-    each = np.array([returns[b, turn[0]] for b, row in enumerate(oracle.segments(k, 'turn'))
-                     for turn in row])
+    each = np.array(
+        [returns[b, turn[0]] for b, row in enumerate(oracle.segments(k, 'turn')) for turn in row]
+    )
     expected = (returns - each.mean()) / np.sqrt(each.var(ddof=1) + 1e-8) * (k > 0)
     _assert_close(self._estimate('turn_returns').advantages, expected, atol=1e-10)
 

@@ -4,8 +4,6 @@ import functools
 import types
 from unittest import mock
 
-from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
-
 from absl.testing import absltest
 from absl.testing import parameterized
 import chex
@@ -14,15 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax.models import attention
-from stppo_jax.training import sharding
+from stppo_jax.models import sharding
 from stppo_jax.types import UserError
 
 
 def make_inputs(rows=2, length=6, heads=4, kv_heads=2, width=8, seed=0):
   """q [B,T,N,H], k and v [B,T,M,H]."""
   keys = jax.random.split(jax.random.key(seed), 3)
-  return tuple(jax.random.normal(key, (rows, length, n, width))
-               for key, n in zip(keys, (heads, kv_heads, kv_heads)))
+  return tuple(
+      jax.random.normal(key, (rows, length, n, width))
+      for key, n in zip(keys, (heads, kv_heads, kv_heads))
+  )
 
 
 class MaskTest(absltest.TestCase):
@@ -39,7 +39,8 @@ class MaskTest(absltest.TestCase):
     slots = jnp.array([[1, 2], [0, 1]])  # two rows of lengths 1 and 0 read two tokens each
     np.testing.assert_array_equal(
         attention.cache_mask(slots, 4)[:, 0, 0],
-        [[[1, 1, 0, 0], [1, 1, 1, 0]], [[1, 0, 0, 0], [1, 1, 0, 0]]])
+        [[[1, 1, 0, 0], [1, 1, 1, 0]], [[1, 0, 0, 0], [1, 1, 0, 0]]],
+    )
 
 
 class PlainTest(parameterized.TestCase):
@@ -56,7 +57,6 @@ class PlainTest(parameterized.TestCase):
       expected = sum(w * v[b, s, n // 2] for w, s in zip(weights / weights.sum(), seen))
       np.testing.assert_allclose(actual[b, t, n], expected, atol=1e-6)
 
-
   def by_definition(self, q, k, v, segments):
     """A softmax over all keys, whose derivative JAX finds."""
     length, group = q.shape[1], q.shape[2] // k.shape[2]
@@ -70,10 +70,13 @@ class PlainTest(parameterized.TestCase):
     """In float64: one block, 4 of which the last is short, 4 of more than 64; 200 and 300 in chunks of 50."""
     with jax.enable_x64(True):
       inputs = [np.asarray(a, np.float64) for a in make_inputs(length=length)]
-      weights, segments = np.cos(np.arange(inputs[0].size)).reshape(inputs[0].shape), np.zeros((2, length), int)
+      weights, segments = np.cos(np.arange(inputs[0].size)).reshape(inputs[0].shape), np.zeros(
+          (2, length), int
+      )
       segments[0, 20:], segments[0, 50:] = 1, 2
       loss = lambda attend: jax.value_and_grad(
-          lambda inputs: jnp.sum(weights * jnp.sin(attend(*inputs, segments))))(inputs)
+          lambda inputs: jnp.sum(weights * jnp.sin(attend(*inputs, segments)))
+      )(inputs)
       actual = loss(functools.partial(attention.causal, chunk=chunk))
       # Scores are kept in float32, as in training; NumPy's weights make its error 1e-7 of the largest.
       chex.assert_trees_all_close(actual, loss(self.by_definition), atol=5e-6)
@@ -109,7 +112,8 @@ class BackendsTest(parameterized.TestCase):
   """The kernel is interpreted here and cuDNN is stood in for by jax.nn's own: no accelerator."""
 
   @parameterized.parameters(
-      ('splash', None, 128), ('splash', SEGMENTS, 64), ('cudnn', None, 8), ('cudnn', SEGMENTS, 8))
+      ('splash', None, 128), ('splash', SEGMENTS, 64), ('cudnn', None, 8), ('cudnn', SEGMENTS, 8)
+  )
   def test_equals_plain_with_gradients(self, backend, segments, width):
     inputs = make_inputs(length=256, heads=6, kv_heads=2, width=width)
     expected = output_and_gradients(inputs, segments)
@@ -125,8 +129,7 @@ class BackendsTest(parameterized.TestCase):
     segments = None if backend == 'cudnn' else np.tile(SEGMENTS[:, 20:148], (2, 1))
     expected = output_and_gradients(inputs, segments)
     placed = jax.device_put(inputs, rows)
-    actual = output_and_gradients(
-        placed, segments, backend=backend, row_sharding=rows)
+    actual = output_and_gradients(placed, segments, backend=backend, row_sharding=rows)
     chex.assert_trees_all_close(actual, expected, atol=1e-5)
 
   def test_each_device_computes_its_part_alone(self):
@@ -134,7 +137,8 @@ class BackendsTest(parameterized.TestCase):
     q, k, v = make_inputs(rows=8, length=128, heads=12, kv_heads=4, width=64)
     with mock.patch.object(attention, '_splash', wraps=attention._splash) as splash:
       attend = functools.partial(
-          attention.causal, backend='splash', row_sharding=sharding.rows(mesh))
+          attention.causal, backend='splash', row_sharding=sharding.rows(mesh)
+      )
       jax.eval_shape(attend, q, k, v)
     q, k = splash.call_args.args[:2]
     self.assertEqual(q.shape, (2, 128, 6, 64))
@@ -145,7 +149,8 @@ class ChooseTest(parameterized.TestCase):
 
   def device(self, platform, capability=''):
     return types.SimpleNamespace(
-        platform=platform, device_kind=f'{platform} kind', compute_capability=capability)
+        platform=platform, device_kind=f'{platform} kind', compute_capability=capability
+    )
 
   @parameterized.parameters(
       ('tpu', '', 'bfloat16', 128, (1024, 4096), 'splash'),
@@ -157,7 +162,8 @@ class ChooseTest(parameterized.TestCase):
       ('gpu', 'gfx942', 'bfloat16', 128, (1024,), 'plain'),
       ('gpu', '10.0', 'float32', 128, (1024,), 'plain'),
       ('gpu', '8.0', 'bfloat16', 256, (1024,), 'plain'),
-      ('cpu', '', 'bfloat16', 128, (1024,), 'plain'))
+      ('cpu', '', 'bfloat16', 128, (1024,), 'plain'),
+  )
   def test_auto_takes_what_can_run(self, platform, capability, dtype, width, lengths, expected):
     device = self.device(platform, capability)
     self.assertEqual(attention.choose('auto', device, dtype, width, lengths), expected)

@@ -27,13 +27,13 @@ TURNS = (((3, 4), (5,)), ((6,), ()))  # (tokens, observation)
 
 def make_episode(prompt=(1, 2), turns=TURNS, group=0, score=1.0, failed=False):
   made = [
-    types.Turn(
-      tokens=np.array(tokens, np.int32),
-      logp=-np.array(tokens, np.float32) / 10,
-      observation=np.array(observation, np.int32),
-      action='search' if observation else 'answer',
-    )
-    for tokens, observation in turns
+      types.Turn(
+          tokens=np.array(tokens, np.int32),
+          logp=-np.array(tokens, np.float32) / 10,
+          observation=np.array(observation, np.int32),
+          action='search' if observation else 'answer',
+      )
+      for tokens, observation in turns
   ]
   return types.Episode(TASK, group, np.array(prompt, np.int32), made, score, failed=failed)
 
@@ -44,19 +44,19 @@ class ToTurnBatchTest(parameterized.TestCase):
     short = make_episode(prompt=(7,), turns=(((8, 9), ()),), group=4, score=0.5)
     batch = batching.to_turn_batch([make_episode(), short], (4, 8, 16), pad_id=99)
     np.testing.assert_array_equal(
-      batch.tokens, [[1, 2, 3, 4, 5, 6, 99, 99], [7, 8, 9, 99, 99, 99, 99, 99]]
+        batch.tokens, [[1, 2, 3, 4, 5, 6, 99, 99], [7, 8, 9, 99, 99, 99, 99, 99]]
     )
     np.testing.assert_array_equal(
-      batch.turn_ids, [[0, 0, 1, 1, 0, 2, 0, 0], [0, 1, 1, 0, 0, 0, 0, 0]]
+        batch.turn_ids, [[0, 0, 1, 1, 0, 2, 0, 0], [0, 1, 1, 0, 0, 0, 0, 0]]
     )
     np.testing.assert_array_equal(batch.action_mask, np.asarray(batch.turn_ids) > 0)
     np.testing.assert_array_equal(
-      batch.rewards, [[0, 0, 0, 0, 0, 1, 0, 0], [0, 0, 0.5, 0, 0, 0, 0, 0]]
+        batch.rewards, [[0, 0, 0, 0, 0, 1, 0, 0], [0, 0, 0.5, 0, 0, 0, 0, 0]]
     )
     np.testing.assert_allclose(
-      batch.behaviour_logp,
-      [[0, 0, -0.3, -0.4, 0, -0.6, 0, 0], [0, -0.8, -0.9, 0, 0, 0, 0, 0]],
-      rtol=1e-6,
+        batch.behaviour_logp,
+        [[0, 0, -0.3, -0.4, 0, -0.6, 0, 0], [0, -0.8, -0.9, 0, 0, 0, 0, 0]],
+        rtol=1e-6,
     )
     np.testing.assert_array_equal(batch.group_ids, [0, 4])
     for name in ('old_logp', 'ref_logp', 'old_values', 'advantages', 'returns'):
@@ -70,7 +70,7 @@ class ToTurnBatchTest(parameterized.TestCase):
 
   def test_failed_episodes_are_in_the_batch_and_out_of_the_update(self):
     batch = batching.to_turn_batch(
-      [make_episode(), make_episode(failed=True), make_episode()], (8,), rows=5
+        [make_episode(), make_episode(failed=True), make_episode()], (8,), rows=5
     )
     for name in ('action_mask', 'turn_ids', 'rewards', 'behaviour_logp'):
       array = np.asarray(getattr(batch, name))
@@ -87,21 +87,21 @@ class ToTurnBatchTest(parameterized.TestCase):
 
   @hypothesis.settings(deadline=None, max_examples=50)
   @hypothesis.given(
-    st.lists(
-      st.tuples(
-        st.lists(st.integers(1, 50), min_size=1, max_size=4),
-        st.lists(
+      st.lists(
           st.tuples(
-            st.lists(st.integers(1, 50), min_size=1, max_size=5),
-            st.lists(st.integers(1, 50), max_size=4),
+              st.lists(st.integers(1, 50), min_size=1, max_size=4),
+              st.lists(
+                  st.tuples(
+                      st.lists(st.integers(1, 50), min_size=1, max_size=5),
+                      st.lists(st.integers(1, 50), max_size=4),
+                  ),
+                  min_size=1,
+                  max_size=4,
+              ),
           ),
           min_size=1,
           max_size=4,
-        ),
-      ),
-      min_size=1,
-      max_size=4,
-    )
+      )
   )
   def test_what_was_sampled_is_what_is_trained_on(self, rows):
     episodes = [make_episode(prompt, turns, group=i) for i, (prompt, turns) in enumerate(rows)]
@@ -140,15 +140,27 @@ class ToRecordsTest(absltest.TestCase):
     clipped = np.zeros((2, 8), bool)
     clipped[1, 5] = True
     records = batching.to_records(
-      [make_episode(), episode], Pieces(), 12, 'train', {'ratio': ratio, 'clipped': clipped}
+        [make_episode(), episode], Pieces(), 12, 'train', {'ratio': ratio, 'clipped': clipped}
     )
     want = {
-      'step': 12, 'kind': 'train', 'task': 'q1', 'dataset': 'toy', 'hops': 2, 'question': 'Who?',
-      'answers': ['A', 'B'], 'score': 1.0, 'em': 1.0, 'failed': False, 'truncated': False,
-      'tokens': [1, 2, 3, 4, 5, 6], 'pieces': ['<1>', '<2>', '<3>', '<4>', '<5>', '<6>'],
-      'turn_ids': [0, 0, 1, 1, 0, 2], 'actions': ['search', 'answer'],
-      'behaviour_logp': [-0.3, -0.4, -0.6],
-      'ratio': [10.0, None, 13.0], 'clipped': [0, 0, 1],
+        'step': 12,
+        'kind': 'train',
+        'task': 'q1',
+        'dataset': 'toy',
+        'hops': 2,
+        'question': 'Who?',
+        'answers': ['A', 'B'],
+        'score': 1.0,
+        'em': 1.0,
+        'failed': False,
+        'truncated': False,
+        'tokens': [1, 2, 3, 4, 5, 6],
+        'pieces': ['<1>', '<2>', '<3>', '<4>', '<5>', '<6>'],
+        'turn_ids': [0, 0, 1, 1, 0, 2],
+        'actions': ['search', 'answer'],
+        'behaviour_logp': [-0.3, -0.4, -0.6],
+        'ratio': [10.0, None, 13.0],
+        'clipped': [0, 0, 1],
     }
     self.assertEqual(records[1], want)
     self.assertEqual(json.loads(json.dumps(records[1], allow_nan=False)), want)

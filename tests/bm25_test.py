@@ -50,8 +50,10 @@ class Bm25Test(parameterized.TestCase):
 
   def test_one_list_a_query_in_order(self):
     self.assertEqual(self.retriever.search([], 3), [])
-    self.assertEqual(_ids(self.retriever.search(['seine', '', 'carbon', 'seine'], 1)),
-                     [['p1'], [], ['p2'], ['p1']])
+    self.assertEqual(
+        _ids(self.retriever.search(['seine', '', 'carbon', 'seine'], 1)),
+        [['p1'], [], ['p2'], ['p1']],
+    )
 
   def test_scores_fall_and_come_along(self):
     found = self.retriever.search(['capital country France'], 4)[0]

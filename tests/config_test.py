@@ -9,8 +9,9 @@ from absl.testing import absltest
 from absl.testing import parameterized
 
 from stppo_jax import config as schema
+from stppo_jax import validation
 from stppo_jax.algorithms import losses
-from stppo_jax.algorithms import rollout_correction
+from stppo_jax.algorithms import off_policy
 from stppo_jax.algorithms import segments
 from stppo_jax.algorithms import variants
 from stppo_jax.envs import search
@@ -27,8 +28,11 @@ def changed(**values):
   config = schema.Config()
   for path, value in values.items():
     *parents, name = path.split('.')
-    setattr(schema.get(config, '.'.join(parents)) if parents else config, name, value)
+    setattr(validation.get(config, '.'.join(parents)) if parents else config, name, value)
   return config
+
+
+RULES = {path: rules for path, rules, _ in validation.fields(schema.Config())}
 
 
 class ValidateTest(parameterized.TestCase):
@@ -36,7 +40,7 @@ class ValidateTest(parameterized.TestCase):
   def refused(self, *words, **values):
     """`validate` says one line, and each of the words stands in it."""
     with self.assertRaises(UserError) as caught:
-      schema.validate(changed(**values))
+      validation.validate(changed(**values))
     message = str(caught.exception)
     self.assertNotIn('\n', message)
     for word in words:
@@ -44,27 +48,33 @@ class ValidateTest(parameterized.TestCase):
 
   def test_the_defaults_are_valid_and_come_back(self):
     config = schema.Config()
-    self.assertIs(schema.validate(config), config)
+    self.assertIs(validation.validate(config), config)
 
-  @parameterized.parameters(*schema.CHOICES)
+  @parameterized.parameters(*(path for path, rules in RULES.items() if rules.allowed))
   def test_a_choice_names_the_field_what_was_given_and_what_is_allowed(self, path):
     for wrong in ('nonsense', 7):
-      self.refused(f'config.{path}={wrong!r}', *map(str, schema.CHOICES[path]), **{path: wrong})
+      self.refused(f'config.{path}={wrong!r}', *map(str, RULES[path].allowed), **{path: wrong})
 
-  @parameterized.parameters(*schema.AT_LEAST)
+  @parameterized.parameters(*(path for path, rules in RULES.items() if rules.at_least is not None))
   def test_a_lower_bound_names_the_field_what_was_given_and_the_bound(self, path):
-    least = schema.AT_LEAST[path]
+    least = RULES[path].at_least
     self.refused(f'config.{path}={least - 1}', f'at least {least}', **{path: least - 1})
     self.refused(f'config.{path}=nan', f'at least {least}', **{path: float('nan')})
 
-  @parameterized.parameters(*schema.AT_MOST)
+  @parameterized.parameters(*(path for path, rules in RULES.items() if rules.above is not None))
+  def test_an_open_lower_bound(self, path):
+    bound = RULES[path].above
+    self.refused(f'config.{path}={bound}', f'above {bound}', **{path: bound})
+    self.refused(f'config.{path}=nan', **{path: float('nan')})
+
+  @parameterized.parameters(*(path for path, rules in RULES.items() if rules.at_most is not None))
   def test_an_upper_bound(self, path):
-    most = schema.AT_MOST[path]
+    most = RULES[path].at_most
     self.refused(f'config.{path}={most + 1}', f'at most {most}', **{path: most + 1})
 
   @parameterized.parameters(
-      ({'rollout.top_p': 0.0}, ('rollout.top_p=0.0', '(0, 1]')),
-      ({'rollout.top_p': 1.5}, ('rollout.top_p=1.5', '(0, 1]')),
+      ({'rollout.top_p': 0.0}, ('rollout.top_p=0.0', 'above 0')),
+      ({'rollout.top_p': 1.5}, ('rollout.top_p=1.5', 'at most 1')),
       ({'rollout.top_p': 0.9}, ('top_p=0.9', 'old_logp=sampler', 'top_p=1')),
       ({'rollout.top_k': 20}, ('top_k=20', 'old_logp=sampler', 'top_k=0')),
       ({'train.micro_batch': 48}, ('micro_batch=48', 'mini_batch=256', 'divisor')),
@@ -77,7 +87,10 @@ class ValidateTest(parameterized.TestCase):
       ({'rollout.max_total': 2500}, ('max_total=2500', '2548')),
       ({'model.lora_targets': ('q_proj', 'lm_head')}, ("('q_proj', 'lm_head')", 'down_proj')),
       ({'model.lora_targets': ()}, ('lora_targets=()', 'one or more of q_proj')),
-      ({'model.lora_rank': 8, 'placement.reference': 'host'}, ('placement.reference', 'lora_rank', "'device'")),
+      (
+          {'model.lora_rank': 8, 'placement.reference': 'host'},
+          ('placement.reference', 'lora_rank', "'device'"),
+      ),
       ({'model.critic': 'shared', 'placement.critic': 'host'}, ('placement.critic', "'separate'")),
       ({'model.lora_rank': 8, 'placement.critic': 'host'}, ('placement.critic', 'critic_folder')),
       ({'algorithm.dual_clip': 0.5}, ('dual_clip=0.5', 'above 1', '0 for off')),
@@ -87,10 +100,15 @@ class ValidateTest(parameterized.TestCase):
       ({'health.stop_on': ('entropy',)}, ("'entropy'", 'entropy_drop')),
       ({'algorithm.advantage': 'leave_one_out'}, ('group_size=1',)),
       ({'algorithm.advantage': 'group_zscore'}, ('group_size=1',)),
-      ({'algorithm.is_correction': 'turn', 'algorithm.old_logp': 'sampler'},
-       ("is_correction='turn'", 'is_correction=none', 'old_logp=trainer')),
-      ({'train.on_nonfinite': 'rollback', 'train.checkpoint_every': 0},
-       ("on_nonfinite='rollback'", 'checkpoint_every=1')))
+      (
+          {'algorithm.is_correction': 'turn', 'algorithm.old_logp': 'sampler'},
+          ("is_correction='turn'", 'is_correction=none', 'old_logp=trainer'),
+      ),
+      (
+          {'train.on_nonfinite': 'rollback', 'train.checkpoint_every': 0},
+          ("on_nonfinite='rollback'", 'checkpoint_every=1'),
+      ),
+  )
   def test_rules_that_span_fields(self, values, words):
     self.refused(*words, **values)
 
@@ -102,25 +120,30 @@ class ValidateTest(parameterized.TestCase):
       {'algorithm.dual_clip': 3.0},
       {'algorithm.clip_low': 0.1, 'algorithm.clip_high': 0.3},
       {'train.length_buckets': (4096,)},
-      {'train.updates': 0})
+      {'train.updates': 0},
+  )
   def test_what_is_allowed(self, **values):
-    schema.validate(changed(**values))
+    validation.validate(changed(**values))
 
   def test_every_row_that_compares_a_group_needs_one(self):
     for name, row in variants.VARIANTS.items():
       if row.advantage in ('group_zscore', 'leave_one_out'):
         self.refused('group_size=1', **{'algorithm.variant': name})
       else:
-        schema.validate(changed(**{'algorithm.variant': name}))
+        validation.validate(changed(**{'algorithm.variant': name}))
 
 
 class TablesTest(absltest.TestCase):
 
   def test_the_choices_are_those_of_the_tables(self):
     overrides = {
-        'advantage': variants.ADVANTAGES, 'ratio': variants.RATIOS, 'divisor': variants.DIVISORS,
-        'norm_of': variants.NORMS, 'min_advantage': ('token', 'turn')}
-    tables = {f'algorithm.{name}': {None, *allowed} for name, allowed in overrides.items()} | {
+        'advantage': variants.ADVANTAGES,
+        'ratio': variants.RATIOS,
+        'divisor': variants.DIVISORS,
+        'norm_of': variants.NORMS,
+        'min_advantage': ('token', 'turn'),
+    }
+    tables = {f'algorithm.{name}': set(allowed) for name, allowed in overrides.items()} | {
         'env.prompt': set(search.STYLES),
         'env.reward': set(search.REWARDS),
         'retriever.kind': {'bm25', 'http'},
@@ -135,24 +158,28 @@ class TablesTest(absltest.TestCase):
         'algorithm.kl_in': {'reward', 'loss', 'none'},
         'algorithm.kl_estimator': set(losses.KL_ESTIMATORS),
         'algorithm.old_logp': {'trainer', 'sampler'},
-        'algorithm.is_correction': set(rollout_correction.LEVELS),
+        'algorithm.is_correction': set(off_policy.LEVELS),
         'train.on_save_error': {'continue', 'stop'},
         'train.on_nonfinite': {'stop', 'rollback'},
-        **{f'placement.{part}': {'device', 'host'} for part in ('optimizer', 'critic', 'reference')}}
-    self.assertEqual({path: set(allowed) for path, allowed in schema.CHOICES.items()}, tables)
+        **{
+            f'placement.{part}': {'device', 'host'} for part in ('optimizer', 'critic', 'reference')
+        },
+    }
+    allowed = {path: {*rules.allowed} for path, rules in RULES.items() if rules.allowed}
+    self.assertEqual(allowed, tables)
     self.assertEqual(schema.LORA_TARGETS, tuple(lora.TARGETS))
     self.assertEqual(set(variants.RATIOS), {'none', *segments.LEVELS})
 
-  def test_every_field_that_a_rule_names_is_there(self):
-    for path in [*schema.CHOICES, *schema.AT_LEAST, *schema.AT_MOST]:
-      schema.get(schema.Config(), path)
+  def test_every_field_says_what_it_means(self):
+    for path, rules in RULES.items():
+      self.assertNotEmpty(rules.meaning, path)
 
   def test_a_variant_has_an_override_for_each_column(self):
     fields = {field.name for field in dataclasses.fields(schema.Algorithm)}
     columns = {field.name for field in dataclasses.fields(variants.Variant)}
     self.assertContainsSubset(columns, fields)
     for name in columns:
-      self.assertIsNone(schema.get(schema.Config(), f'algorithm.{name}'), name)
+      self.assertIsNone(validation.get(schema.Config(), f'algorithm.{name}'), name)
 
 
 class ExperimentsTest(absltest.TestCase):
@@ -166,7 +193,7 @@ class ExperimentsTest(absltest.TestCase):
       spec.loader.exec_module(module)
       for mode in ((), ('smoke',)):
         with self.subTest(path.stem + ''.join(f':{m}' for m in mode)):
-          config = schema.validate(module.get_config(*mode))
+          config = validation.validate(module.get_config(*mode))
           self.assertStartsWith(config.name, path.stem)
           if mode:
             self.assertBetween(config.train.updates, 1, 5)

@@ -1,6 +1,5 @@
 """Tests of the Hugging Face conversion: round trips, what transformers reads, every refusal."""
 
-import dataclasses
 import functools
 import importlib.util
 import json
@@ -27,10 +26,10 @@ import safetensors.numpy
 
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.training import sharding
+from stppo_jax.models import sharding
 from stppo_jax.types import UserError
 
-REFERENCES = pathlib.Path(__file__).parent / 'reference_logits'
+REFERENCES = pathlib.Path(__file__).parent / 'support' / 'reference_logits'
 MODELS = ('qwen2', 'qwen2_tied', 'qwen3', 'qwen3_tied', 'llama', 'llama_tied')
 HAS_TORCH = importlib.util.find_spec('torch') is not None
 
@@ -72,7 +71,7 @@ class TreeTest(parameterized.TestCase):
 class ConvertTest(TreeTest):
 
   @parameterized.product(
-    name=MODELS, param_dtype=('float32', 'bfloat16'), max_shard_bytes=(4 * 2**30, 20_000)
+      name=MODELS, param_dtype=('float32', 'bfloat16'), max_shard_bytes=(4 * 2**30, 20_000)
   )
   def test_round_trip(self, name, param_dtype, max_shard_bytes):
     config, params = convert.load_hf(REFERENCES / name, param_dtype=param_dtype)
@@ -152,13 +151,14 @@ class ConvertTest(TreeTest):
   @parameterized.product(name=MODELS, max_shard_bytes=(4 * 2**30, 20_000))
   @absltest.skipUnless(HAS_TORCH, 'torch is not installed')
   def test_transformers_reads_what_we_save(self, name, max_shard_bytes):
-    from tests import make_reference_logits  # needs torch
     import transformers
+
+    from tests.support import make_reference_logits  # needs torch
 
     config, params = convert.load_hf(REFERENCES / name)
     convert.save_hf(self.folder, config, params, max_shard_bytes=max_shard_bytes)
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-      self.folder, output_loading_info=True
+        self.folder, output_loading_info=True
     )
     self.assertEmpty(loading['missing_keys'])
     self.assertEmpty(loading['unexpected_keys'])
@@ -169,14 +169,15 @@ class ConvertTest(TreeTest):
   @parameterized.parameters('qwen2', 'qwen3_tied', 'llama')
   @absltest.skipUnless(HAS_TORCH, 'torch is not installed')
   def test_transformers_reads_our_critic(self, name):
-    from tests import make_reference_logits  # needs torch
     import transformers
+
+    from tests.support import make_reference_logits  # needs torch
 
     config, params = convert.load_hf(REFERENCES / name, head='value')
     params = with_value_head(params)
     convert.save_hf(self.folder, config, params)
     model, loading = transformers.AutoModelForTokenClassification.from_pretrained(
-      self.folder, output_loading_info=True
+        self.folder, output_loading_info=True
     )
     self.assertEmpty(loading['missing_keys'])
     self.assertEmpty(loading['unexpected_keys'])
@@ -185,14 +186,14 @@ class ConvertTest(TreeTest):
     ours, _ = forward(params, config, tokens, None)
     np.testing.assert_allclose(theirs[..., 0], ours, atol=1e-4)
 
-
   @parameterized.parameters(*MODELS)
   @absltest.skipUnless(HAS_TORCH, 'torch is not installed')
   def test_greedy_text_is_that_of_transformers(self, name):
     """A model of transformers, loaded here and saved again: one text and one set of logits."""
-    from tests import make_reference_logits  # needs torch
     import torch
     import transformers
+
+    from tests.support import make_reference_logits  # needs torch
 
     theirs = make_reference_logits.make_model(name)
     theirs.save_pretrained(self.folder / 'theirs')
@@ -208,8 +209,12 @@ class ConvertTest(TreeTest):
       np.testing.assert_allclose(ours, logits, atol=1e-4)
       with torch.no_grad():
         generated = model.generate(
-          torch.from_numpy(prompt.astype(np.int64)), max_new_tokens=64, do_sample=False,
-          eos_token_id=None, pad_token_id=0)
+            torch.from_numpy(prompt.astype(np.int64)),
+            max_new_tokens=64,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
       np.testing.assert_array_equal(text, generated[:, 9:].numpy())
 
 
@@ -226,13 +231,15 @@ class ShardedTest(TreeTest):
     return functools.partial(sharding.tree_shardings, mesh=mesh)
 
   @parameterized.product(
-    name=('qwen2', 'qwen3_tied', 'llama'), head=('both', 'value'),
-    param_dtype=('float32', 'bfloat16'), mesh=((2, 2, 2), (1, 2, 4)),
+      name=('qwen2', 'qwen3_tied', 'llama'),
+      head=('both', 'value'),
+      param_dtype=('float32', 'bfloat16'),
+      mesh=((2, 2, 2), (1, 2, 4)),
   )
   def test_load_is_that_on_the_host(self, name, head, param_dtype, mesh):
     config, expected = convert.load_hf(REFERENCES / name, head, param_dtype)
     config_again, params = convert.load_hf(
-      REFERENCES / name, head, param_dtype, shardings=self.shardings(*mesh)
+        REFERENCES / name, head, param_dtype, shardings=self.shardings(*mesh)
     )
     self.assertEqual(config_again, config)
     self.assert_trees_equal(params, expected)
@@ -243,10 +250,10 @@ class ShardedTest(TreeTest):
     """Rules of ours never cut L or H; a caller's may."""
     mesh = sharding.make_mesh(2, 2, 2, jax.devices()[:8])
     specs = {
-      ('layers', 'attention', 'query', 'kernel'): P('data', None, 'fsdp', 'tensor'),  # [L,D,N,H]
-      ('layers', 'attention', 'out', 'kernel'): P(None, 'data', 'fsdp', 'tensor'),  # [L,N,H,D]
-      ('layers', 'attention', 'key', 'bias'): P(None, None, ('data', 'tensor')),  # [L,M,H]
-      ('layers', 'mlp', 'up', 'kernel'): P(None, 'tensor', ('data', 'fsdp')),  # [L,D,F]
+        ('layers', 'attention', 'query', 'kernel'): P('data', None, 'fsdp', 'tensor'),  # [L,D,N,H]
+        ('layers', 'attention', 'out', 'kernel'): P(None, 'data', 'fsdp', 'tensor'),  # [L,N,H,D]
+        ('layers', 'attention', 'key', 'bias'): P(None, None, ('data', 'tensor')),  # [L,M,H]
+        ('layers', 'mlp', 'up', 'kernel'): P(None, 'tensor', ('data', 'fsdp')),  # [L,D,F]
     }
     spec_of = lambda path, _: NamedSharding(mesh, specs.get(tuple(k.key for k in path), P()))
     shardings = functools.partial(jax.tree_util.tree_map_with_path, spec_of)
@@ -264,8 +271,11 @@ class ShardedTest(TreeTest):
     files = sorted(path.name for path in (self.folder / 'host').iterdir())
     self.assertEqual(sorted(path.name for path in (self.folder / 'sharded').iterdir()), files)
     for file in files:
-      self.assertEqual((self.folder / 'sharded' / file).read_bytes(),
-                       (self.folder / 'host' / file).read_bytes(), file)
+      self.assertEqual(
+          (self.folder / 'sharded' / file).read_bytes(),
+          (self.folder / 'host' / file).read_bytes(),
+          file,
+      )
 
   def test_every_number_is_read_once(self):
     """However many devices hold a copy; and no read is larger than a device's part of a layer."""
@@ -289,8 +299,15 @@ class ShardedTest(TreeTest):
     the leaves without an L axis, here 2 MB in all.)
     """
     config = decoder.ModelConfig(
-      vocab_size=512, d_model=512, num_layers=16, num_heads=4, num_kv_heads=1, head_dim=128,
-      d_ff=512, family='llama')
+        vocab_size=512,
+        d_model=512,
+        num_layers=16,
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=128,
+        d_ff=512,
+        family='llama',
+    )
     shapes = jax.eval_shape(functools.partial(decoder.init, config=config), jax.random.key(0))
     random = np.random.default_rng(0)
     params = jax.tree.map(lambda s: random.normal(size=s.shape).astype(s.dtype), shapes)
@@ -310,7 +327,6 @@ class ShardedTest(TreeTest):
     else:
       self.assertLess(peak, 2 * mb + 2 * mb)
 
-
   def test_two_processes(self):
     """Each loads its devices' part; both gather and the first one writes."""
     with socket.socket() as free:
@@ -322,22 +338,34 @@ class ShardedTest(TreeTest):
       jax.config.update('jax_cpu_collectives_implementation', 'gloo')
       jax.distributed.initialize('{address}', 2, int(sys.argv[1]))
       from stppo_jax.models import convert
-      from stppo_jax.training import sharding
+      from stppo_jax.models import sharding
       place = functools.partial(sharding.tree_shardings, mesh=sharding.make_mesh(1, 2, 2))
       config, params = convert.load_hf('{REFERENCES / 'qwen2'}', shardings=place)
       assert not params['lm_head']['kernel'].is_fully_addressable
       convert.save_hf('{self.folder}', config, params, '{self.folder}')
     """)
     (self.folder / 'tokenizer.json').write_text('{}')
-    environment = {**os.environ, 'JAX_PLATFORMS': 'cpu',
-                   'XLA_FLAGS': '--xla_force_host_platform_device_count=2'}
-    both = [subprocess.Popen([sys.executable, '-c', program, str(i)], env=environment,
-                             stderr=subprocess.PIPE, cwd=REFERENCES.parent.parent, text=True)
-            for i in range(2)]
+    environment = {
+        **os.environ,
+        'JAX_PLATFORMS': 'cpu',
+        'XLA_FLAGS': '--xla_force_host_platform_device_count=2',
+    }
+    both = [
+        subprocess.Popen(
+            [sys.executable, '-c', program, str(i)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            cwd=REFERENCES.parent.parent,
+            text=True,
+        )
+        for i in range(2)
+    ]
     for process in both:
       _, errors = process.communicate(timeout=120)
       self.assertEqual(process.returncode, 0, errors[-2000:])
-    self.assert_trees_equal(convert.load_hf(self.folder)[1], convert.load_hf(REFERENCES / 'qwen2')[1])
+    self.assert_trees_equal(
+        convert.load_hf(self.folder)[1], convert.load_hf(REFERENCES / 'qwen2')[1]
+    )
 
 
 class RecordedSlice:
@@ -402,20 +430,20 @@ class RefusalTest(parameterized.TestCase):
     self.refuses(message, 'download it again')
 
   @parameterized.parameters(
-    ({'model_type': 'gpt2'}, "model_type 'gpt2' is not supported; allowed: qwen2, qwen3, llama"),
-    ({'model_type': None}, 'model_type None is not supported'),
-    ({'hidden_size': None}, 'hidden_size is missing'),
-    ({'num_key_value_heads': None}, 'num_key_value_heads is missing'),
-    ({'hidden_size': '32'}, "hidden_size = '32' is not a positive number"),
-    ({'vocab_size': 0}, 'vocab_size = 0 is not a positive number'),
-    ({'hidden_act': 'gelu'}, "hidden_act = 'gelu' is not supported; allowed: 'silu'"),
-    ({'use_sliding_window': True}, 'use_sliding_window = True is not supported'),
-    ({'attention_bias': True}, 'attention_bias = True is not supported'),
-    ({'mlp_bias': True}, 'mlp_bias = True is not supported'),
-    ({'quantization_config': {'bits': 4}}, "quantization_config = {'bits': 4} is not supported"),
-    ({'rope_parameters': {'rope_type': 'yarn'}}, "rope type 'yarn' is not supported; allowed"),
-    ({'rope_parameters': None, 'rope_scaling': {'type': 'linear'}}, "rope type 'linear'"),
-    ({'rope_parameters': {'rope_type': 'llama3'}}, 'original_max_position_embeddings is missing'),
+      ({'model_type': 'gpt2'}, "model_type 'gpt2' is not supported; allowed: qwen2, qwen3, llama"),
+      ({'model_type': None}, 'model_type None is not supported'),
+      ({'hidden_size': None}, 'hidden_size is missing'),
+      ({'num_key_value_heads': None}, 'num_key_value_heads is missing'),
+      ({'hidden_size': '32'}, "hidden_size = '32' is not a positive number"),
+      ({'vocab_size': 0}, 'vocab_size = 0 is not a positive number'),
+      ({'hidden_act': 'gelu'}, "hidden_act = 'gelu' is not supported; allowed: 'silu'"),
+      ({'use_sliding_window': True}, 'use_sliding_window = True is not supported'),
+      ({'attention_bias': True}, 'attention_bias = True is not supported'),
+      ({'mlp_bias': True}, 'mlp_bias = True is not supported'),
+      ({'quantization_config': {'bits': 4}}, "quantization_config = {'bits': 4} is not supported"),
+      ({'rope_parameters': {'rope_type': 'yarn'}}, "rope type 'yarn' is not supported; allowed"),
+      ({'rope_parameters': None, 'rope_scaling': {'type': 'linear'}}, "rope type 'linear'"),
+      ({'rope_parameters': {'rope_type': 'llama3'}}, 'original_max_position_embeddings is missing'),
   )
   def test_config(self, changes, message):
     self.edit_config(**changes)

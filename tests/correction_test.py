@@ -13,7 +13,7 @@ from stppo_jax import types
 from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import variants
-from tests import oracle
+from tests.support import oracle
 
 LEVELS = ('token', 'turn', 'sequence')
 NO_CLIP = dict(clip_low=1e9, clip_high=1e9)
@@ -33,23 +33,33 @@ def _row(level, min_advantage='token'):
 def _turn_batch(batch, **changes):
   zeros = np.zeros_like(batch.values)
   fields = dict(
-      tokens=batch.tokens, action_mask=batch.action_mask, turn_ids=batch.turn_ids,
-      rewards=batch.rewards, old_logp=batch.old_logp, ref_logp=zeros, old_values=batch.values,
-      advantages=batch.advantages, returns=zeros, group_ids=np.arange(len(batch.tokens)))
+      tokens=batch.tokens,
+      action_mask=batch.action_mask,
+      turn_ids=batch.turn_ids,
+      rewards=batch.rewards,
+      old_logp=batch.old_logp,
+      ref_logp=zeros,
+      old_values=batch.values,
+      advantages=batch.advantages,
+      returns=zeros,
+      group_ids=np.arange(len(batch.tokens)),
+  )
   return types.TurnBatch(**{k: jnp.asarray(v) for k, v in (fields | changes).items()})
 
 
 def _logp(weights, batch):
   logits = jnp.einsum('BTF,FV->BTV', batch.features, weights)
   return jnp.take_along_axis(
-      jax.nn.log_softmax(logits), jnp.asarray(batch.tokens)[..., None], axis=-1)[..., 0]
+      jax.nn.log_softmax(logits), jnp.asarray(batch.tokens)[..., None], axis=-1
+  )[..., 0]
 
 
 def _gradients(batch, variant, turn_batch=None, **options):
   """(grad J, C, aux) with respect to W: the two pull-backs that the update makes."""
   logp, pull = jax.vjp(lambda w: _logp(w, batch), jnp.asarray(batch.weights))
   to_loss, to_bias, aux = correction.cotangents(
-      logp, _turn_batch(batch) if turn_batch is None else turn_batch, variant, **options)
+      logp, _turn_batch(batch) if turn_batch is None else turn_batch, variant, **options
+  )
   return -pull(to_loss)[0], pull(to_bias)[0], aux
 
 
@@ -57,18 +67,22 @@ class OracleTest(chex.TestCase):
   """The oracle itself, before it judges: its hand-derived gradients against differences of J."""
 
   @parameterized.product(
-      level=LEVELS, min_advantage=('token', 'turn'), dual_clip=(None, 1.5), seed=(2, 9))
+      level=LEVELS, min_advantage=('token', 'turn'), dual_clip=(None, 1.5), seed=(2, 9)
+  )
   def test_gradients_are_finite_differences(self, level, min_advantage, dual_clip, seed):
     batch = oracle.random_batch(seed)
     direction = np.random.default_rng(seed).normal(size=batch.weights.shape)
     options = dict(min_advantage=min_advantage, dual_clip=dual_clip, **CLIP)
     expected = oracle.objective(batch, level, **options)
     j = oracle.finite_difference(
-        lambda w: oracle.objective(batch, level, weights=w, **options).j, batch.weights, direction)
+        lambda w: oracle.objective(batch, level, weights=w, **options).j, batch.weights, direction
+    )
     np.testing.assert_allclose(np.sum(expected.g * direction), j, rtol=0, atol=1e-7)
     c = oracle.finite_difference(
         lambda w: oracle.objective(batch, level, weights=w, **options).j_clipped,
-        batch.weights, direction)
+        batch.weights,
+        direction,
+    )
     np.testing.assert_allclose(np.sum(expected.c * direction), c, rtol=0, atol=1e-7)
     self.assertGreater(np.linalg.norm(expected.c), 1e-2)  # the batch does exercise the clip
 
@@ -85,15 +99,17 @@ class CotangentsTest(chex.TestCase):
   def test_gradient_and_bias_against_the_oracle(self, level, min_advantage, seed):
     batch = oracle.random_batch(seed)
     expected = oracle.objective(batch, level, min_advantage=min_advantage, **CLIP)
-    g, c, aux = self.variant(
-        lambda tb: _gradients(batch, _row(level, min_advantage), tb, **CLIP))(_turn_batch(batch))
+    g, c, aux = self.variant(lambda tb: _gradients(batch, _row(level, min_advantage), tb, **CLIP))(
+        _turn_batch(batch)
+    )
     _assert_close(g, expected.g, atol=1e-10)
     _assert_close(c, expected.c, atol=1e-10)
     _assert_close(aux['pg_loss'], -expected.j, atol=1e-10)
     _assert_close(aux['clipped_objective'], expected.j_clipped, atol=1e-10)
     logp = oracle.token_logp(batch.features, batch.weights, batch.tokens)
     chex.assert_trees_all_close(
-        aux['ratio'], oracle.ratio(logp, batch.old_logp, batch.turn_ids, level), rtol=1e-10)
+        aux['ratio'], oracle.ratio(logp, batch.old_logp, batch.turn_ids, level), rtol=1e-10
+    )
     agent = batch.action_mask > 0
     np.testing.assert_array_equal(np.asarray(aux['clipped'])[agent], expected.clipped[agent])
     self.assertTrue(expected.clipped.any())
@@ -114,10 +130,12 @@ class CotangentsTest(chex.TestCase):
 
     def report(name):
       return lambda x: correction.cotangents(
-          x, turn_batch, _row(level, min_advantage), dual_clip=1.5, **CLIP)[2][name]
+          x, turn_batch, _row(level, min_advantage), dual_clip=1.5, **CLIP
+      )[2][name]
 
     to_loss, to_bias, _ = correction.cotangents(
-        logp, turn_batch, _row(level, min_advantage), dual_clip=1.5, **CLIP)
+        logp, turn_batch, _row(level, min_advantage), dual_clip=1.5, **CLIP
+    )
     _assert_close(jax.grad(report('pg_loss'))(logp), to_loss, atol=1e-12)
     _assert_close(jax.grad(report('clipped_objective'))(logp), to_bias, atol=1e-12)
 
@@ -157,11 +175,14 @@ class CotangentsTest(chex.TestCase):
     self.assertGreater(float(jnp.max(jnp.abs(g - other))), 1e-2)
     # Equal advantages inside a turn make the two forms one: no test with them can tell.
     flat = dataclasses.replace(
-        batch, advantages=oracle.segment_mean(batch.advantages, batch.turn_ids, 'turn'))
+        batch, advantages=oracle.segment_mean(batch.advantages, batch.turn_ids, 'turn')
+    )
     _assert_close(
-        _gradients(flat, _row('turn'), **NO_CLIP)[0], oracle.gspo_token_gradient(flat), atol=1e-10)
+        _gradients(flat, _row('turn'), **NO_CLIP)[0], oracle.gspo_token_gradient(flat), atol=1e-10
+    )
     _assert_close(
-        _gradients(flat, _row('turn'), **NO_CLIP)[2]['pg_loss'], aux['pg_loss'], atol=1e-10)
+        _gradients(flat, _row('turn'), **NO_CLIP)[2]['pg_loss'], aux['pg_loss'], atol=1e-10
+    )
 
   @parameterized.parameters(0, 1)
   def test_no_ratio_is_the_plain_policy_gradient(self, seed):
@@ -179,7 +200,8 @@ class CotangentsTest(chex.TestCase):
     batch = oracle.random_batch(5)
     turn_ids = np.cumsum(batch.action_mask, axis=1).astype(int) * (batch.turn_ids > 0)
     turn = _gradients(
-        batch, _row('turn', min_advantage), _turn_batch(batch, turn_ids=turn_ids), **CLIP)
+        batch, _row('turn', min_advantage), _turn_batch(batch, turn_ids=turn_ids), **CLIP
+    )
     token = _gradients(batch, _row('token'), **CLIP)
     for got, expected in zip(turn[:2], token[:2]):
       _assert_close(got, expected, atol=1e-12)
@@ -187,7 +209,8 @@ class CotangentsTest(chex.TestCase):
     chex.assert_trees_all_close(turn[2]['ratio'], token[2]['ratio'], rtol=1e-12)
     agent = batch.action_mask > 0
     np.testing.assert_array_equal(
-        np.asarray(turn[2]['clipped'])[agent], np.asarray(token[2]['clipped'])[agent])
+        np.asarray(turn[2]['clipped'])[agent], np.asarray(token[2]['clipped'])[agent]
+    )
 
   def test_one_turn_episodes_are_gspo(self):
     batch = oracle.random_batch(6)
@@ -206,28 +229,35 @@ class CotangentsTest(chex.TestCase):
     logp = _logp(batch.weights, batch).astype(dtype)
     turn_batch = jax.tree.map(
         lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x,
-        _turn_batch(batch, old_logp=logp))
+        _turn_batch(batch, old_logp=logp),
+    )
     to_loss, to_bias, aux = correction.cotangents(
-        logp, turn_batch, _row(level), clip_low=3e-4, clip_high=4e-4)
+        logp, turn_batch, _row(level), clip_low=3e-4, clip_high=4e-4
+    )
     np.testing.assert_array_equal(aux['ratio'], np.ones(logp.shape))
     self.assertFalse(bool(jnp.any(aux['clipped'])))
     np.testing.assert_array_equal(to_bias, np.zeros(logp.shape))
     credit = oracle.segment_mean(batch.advantages, batch.turn_ids, level)
     weights = np.asarray(losses.aggregation_weights(batch.action_mask, 'seq-mean-token-mean'))
     _assert_close(
-        to_loss, (-weights * credit).astype(to_loss.dtype),
-        atol=1e-7 if dtype == jnp.float32 else 1e-12)
+        to_loss,
+        (-weights * credit).astype(to_loss.dtype),
+        atol=1e-7 if dtype == jnp.float32 else 1e-12,
+    )
 
   @parameterized.parameters(*LEVELS)
   def test_observations_and_padding_are_never_read(self, level):
     batch = oracle.random_batch(8)
     agent = batch.action_mask > 0
-    loud = dict(old_logp=np.where(agent, batch.old_logp, 50.0),
-                advantages=np.where(agent, batch.advantages, 50.0))
+    loud = dict(
+        old_logp=np.where(agent, batch.old_logp, 50.0),
+        advantages=np.where(agent, batch.advantages, 50.0),
+    )
     logp = _logp(batch.weights, batch)
     quiet = correction.cotangents(logp, _turn_batch(batch), _row(level), **CLIP)
     noisy = correction.cotangents(
-        jnp.where(agent, logp, -90.0), _turn_batch(batch, **loud), _row(level), **CLIP)
+        jnp.where(agent, logp, -90.0), _turn_batch(batch, **loud), _row(level), **CLIP
+    )
     for name in 'pg_loss', 'clipped_objective':
       chex.assert_trees_all_close(quiet[2][name], noisy[2][name], rtol=1e-12)
     for got, expected in zip(noisy[:2], quiet[:2]):
@@ -240,9 +270,17 @@ class CotangentsTest(chex.TestCase):
     """Two rows of one token with w = 1.25 and 0.75 exactly: nothing is in C, Lemma 4.2 included."""
     ones = np.ones((2, 1))
     batch = types.TurnBatch(
-        tokens=ones.astype(int), action_mask=ones, turn_ids=ones.astype(int), rewards=ones,
-        old_logp=-np.log([[1.25], [0.75]]), ref_logp=ones, old_values=ones,
-        advantages=np.array([[1.0], [-1.0]]), returns=ones, group_ids=np.arange(2))
+        tokens=ones.astype(int),
+        action_mask=ones,
+        turn_ids=ones.astype(int),
+        rewards=ones,
+        old_logp=-np.log([[1.25], [0.75]]),
+        ref_logp=ones,
+        old_values=ones,
+        advantages=np.array([[1.0], [-1.0]]),
+        returns=ones,
+        group_ids=np.arange(2),
+    )
     w = np.asarray(jnp.exp(-batch.old_logp))
     clip = dict(clip_low=1 - w[1, 0], clip_high=w[0, 0] - 1)
     self.assertEqual((1 - clip['clip_low'], 1 + clip['clip_high']), (w[1, 0], w[0, 0]))
@@ -260,12 +298,17 @@ class CotangentsTest(chex.TestCase):
     whole = correction.cotangents(logp, turn_batch, _row(level), **CLIP)
     parts = []
     for rows in slice(0, 1), slice(1, 4), slice(4, 6):
-      parts.append(correction.cotangents(
-          logp[rows], jax.tree.map(lambda x, rows=rows: x[rows], turn_batch), _row(level),
-          weights=weights[rows], **CLIP))
+      parts.append(
+          correction.cotangents(
+              logp[rows],
+              jax.tree.map(lambda x, rows=rows: x[rows], turn_batch),
+              _row(level),
+              weights=weights[rows],
+              **CLIP,
+          )
+      )
     for i in range(2):
-      _assert_close(
-          jnp.concatenate([part[i] for part in parts]), whole[i], atol=1e-12)
+      _assert_close(jnp.concatenate([part[i] for part in parts]), whole[i], atol=1e-12)
     for name in 'pg_loss', 'clipped_objective':
       _assert_close(sum(part[2][name] for part in parts), whole[2][name], atol=1e-12)
 
@@ -279,14 +322,16 @@ class CotangentsTest(chex.TestCase):
     w = oracle.ratio(np.asarray(logp), batch.old_logp, batch.turn_ids, 'turn')
     x = np.vectorize(oracle.surrogate)(w, batch.advantages, CLIP['clip_low'], CLIP['clip_high'])
     chex.assert_trees_all_close(
-        aux['pg_loss'], -oracle.aggregate(x, batch.action_mask, mode), rtol=1e-11)
+        aux['pg_loss'], -oracle.aggregate(x, batch.action_mask, mode), rtol=1e-11
+    )
 
   def test_constant_advantages_clip_turns_as_units(self):
     """SO-GRPO: one sign a row, so a turn is clipped whole or not at all, and both readings of the
     min agree. With token advantages of both signs a turn is clipped in part."""
     batch = oracle.random_batch(1)
     flat = dataclasses.replace(
-        batch, advantages=np.repeat(batch.advantages[:, :1], batch.tokens.shape[1], axis=1))
+        batch, advantages=np.repeat(batch.advantages[:, :1], batch.tokens.shape[1], axis=1)
+    )
 
     def clipped_share(which, min_advantage):
       aux = _gradients(which, _row('turn', min_advantage), **CLIP)[2]
@@ -311,15 +356,17 @@ class CotangentsTest(chex.TestCase):
       np.testing.assert_array_equal(got, np.zeros_like(got))
     # The ratio sees only the difference of the two log-probs.
     shifted = correction.cotangents(
-        _logp(batch.weights, batch) + 0.5, _turn_batch(batch, old_logp=batch.old_logp + 0.5),
-        _row(level), **CLIP)
+        _logp(batch.weights, batch) + 0.5,
+        _turn_batch(batch, old_logp=batch.old_logp + 0.5),
+        _row(level),
+        **CLIP,
+    )
     chex.assert_trees_all_close(shifted[2]['pg_loss'], aux['pg_loss'], rtol=1e-12)
 
   @parameterized.parameters(*LEVELS)
   def test_a_batch_of_empty_rows_is_all_zeros(self, level):
     batch = oracle.random_batch(12)
-    empty = _turn_batch(
-        batch, action_mask=0 * batch.action_mask, turn_ids=0 * batch.turn_ids)
+    empty = _turn_batch(batch, action_mask=0 * batch.action_mask, turn_ids=0 * batch.turn_ids)
     g, c, aux = _gradients(batch, _row(level), empty, **CLIP)
     for got in g, c, aux['pg_loss'], aux['clipped_objective']:
       np.testing.assert_array_equal(got, np.zeros_like(got))
@@ -330,15 +377,20 @@ class DivisorTest(chex.TestCase):
 
   @chex.variants(with_jit=True, without_jit=True)
   @parameterized.parameters(
-      ('none', 3.0, 0.5, 1.0), ('none', 3.0, 4.0, 1.0),
-      ('paper', 3.0, 4.0, 4.0), ('paper', 3.0, 0.5, 0.5),
-      ('floor', 3.0, 4.0, 4.0), ('floor', 3.0, 0.5, 1.0),
+      ('none', 3.0, 0.5, 1.0),
+      ('none', 3.0, 4.0, 1.0),
+      ('paper', 3.0, 4.0, 4.0),
+      ('paper', 3.0, 0.5, 0.5),
+      ('floor', 3.0, 4.0, 4.0),
+      ('floor', 3.0, 0.5, 1.0),
       # g * 3 / (3 + 4): divide by 7/3
-      ('relative', 3.0, 4.0, 7 / 3), ('relative', 3.0, 0.5, 3.5 / 3),
+      ('relative', 3.0, 4.0, 7 / 3),
+      ('relative', 3.0, 0.5, 3.5 / 3),
   )
   def test_by_hand(self, rule, g_norm, c_norm, expected):
     got = self.variant(lambda *args: correction.divisor(rule, *args))(
-        jnp.float32(g_norm), jnp.float32(c_norm), jnp.array(True))
+        jnp.float32(g_norm), jnp.float32(c_norm), jnp.array(True)
+    )
     chex.assert_shape(got, ())
     chex.assert_trees_all_close(got, jnp.float32(expected), rtol=1e-6)
 
@@ -347,7 +399,8 @@ class DivisorTest(chex.TestCase):
   def test_is_one_when_nothing_is_clipped(self, rule):
     for g_norm in 0.0, 3.0:
       got = self.variant(lambda *args: correction.divisor(rule, *args))(
-          jnp.float32(g_norm), jnp.float32(0.0), jnp.array(False))
+          jnp.float32(g_norm), jnp.float32(0.0), jnp.array(False)
+      )
       self.assertEqual(float(got), 1.0)
 
   def test_paper_amplifies_below_one_and_the_others_never_do(self):
@@ -364,15 +417,15 @@ class DivisorTest(chex.TestCase):
   def test_relative_is_scale_free(self):
     for scale in 1e-3, 1e3:
       got = correction.divisor(
-          'relative', jnp.float32(3 * scale), jnp.float32(4 * scale), jnp.array(True))
+          'relative', jnp.float32(3 * scale), jnp.float32(4 * scale), jnp.array(True)
+      )
       self.assertAlmostEqual(float(got), 7 / 3, places=5)
 
   @parameterized.parameters('none', 'paper', 'floor', 'relative')
   def test_the_corrected_gradient_is_finite_at_the_corners(self, rule):
     """A token of advantage 0 outside the range may count as clipped while C is 0; g may be 0."""
     for g_norm, c_norm, clipped in (0, 0, False), (0, 0, True), (1, 0, True), (0, 1, True):
-      got = correction.divisor(
-          rule, jnp.float32(g_norm), jnp.float32(c_norm), jnp.array(clipped))
+      got = correction.divisor(rule, jnp.float32(g_norm), jnp.float32(c_norm), jnp.array(clipped))
       step = jnp.float32(g_norm) / got
       self.assertTrue(bool(jnp.isfinite(step)), f'{rule} {g_norm} {c_norm} {clipped}: {got}')
       if c_norm == 0:

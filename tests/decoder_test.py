@@ -7,8 +7,6 @@ import pathlib
 import re
 import tempfile
 
-from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
-
 from absl.testing import absltest
 from absl.testing import parameterized
 import chex
@@ -19,16 +17,23 @@ import safetensors.numpy
 
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.models import presets
-from stppo_jax.training import sharding
+from stppo_jax.models import shapes
+from stppo_jax.models import sharding
 
-REFERENCES = pathlib.Path(__file__).parent / 'reference_logits'
+REFERENCES = pathlib.Path(__file__).parent / 'support' / 'reference_logits'
 MODELS = ('qwen2', 'qwen2_tied', 'qwen3', 'qwen3_tied', 'llama', 'llama_tied')
 HAS_TORCH = importlib.util.find_spec('torch') is not None
 
 CONFIG = decoder.ModelConfig(
-  vocab_size=40, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48,
-  qkv_bias=True, qk_norm=True,
+    vocab_size=40,
+    d_model=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    d_ff=48,
+    qkv_bias=True,
+    qk_norm=True,
 )
 
 
@@ -69,7 +74,7 @@ class TransformersTest(parameterized.TestCase):
   @parameterized.parameters(*MODELS)
   @absltest.skipUnless(HAS_TORCH, 'torch is not installed')
   def test_logits_equal_those_of_a_live_model(self, name):
-    from tests import make_reference_logits  # needs torch
+    from tests.support import make_reference_logits  # needs torch
 
     model = make_reference_logits.make_model(name)
     folder = self.enterContext(tempfile.TemporaryDirectory())
@@ -91,13 +96,15 @@ class TrunkTest(parameterized.TestCase):
       changed = tokens.at[0, t].set((tokens[0, t] + 1) % CONFIG.vocab_size)
       after = full_logits(params, CONFIG, changed)
       moves[:, t] = jnp.max(jnp.abs(after - before), axis=(0, 2)) > 0
-    np.testing.assert_array_equal(
-      moves, [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
-    )
+    np.testing.assert_array_equal(moves, [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]])
 
   @parameterized.parameters(
-    {'scan_layers': False}, {'remat': 'full'}, {'scan_layers': False, 'remat': 'dots'},
-    {'attention_chunk': 2}, {'attention_chunk': 7, 'remat': 'full'}, {'attention_chunk': 5},
+      {'scan_layers': False},
+      {'remat': 'full'},
+      {'scan_layers': False, 'remat': 'dots'},
+      {'attention_chunk': 2},
+      {'attention_chunk': 7, 'remat': 'full'},
+      {'attention_chunk': 5},
   )
   def test_scan_remat_and_chunks_of_queries_change_nothing(self, **changes):
     params, tokens = make_params(), make_tokens()
@@ -124,8 +131,12 @@ class TrunkTest(parameterized.TestCase):
 
     grad = jax.jit(jax.value_and_grad(loss), static_argnums=1)
     expected = grad(params, config)
-    compiled = grad.lower(params, dataclasses.replace(
-        config, attention='splash', remat='full', row_sharding=sharding.rows(mesh))).compile()
+    compiled = grad.lower(
+        params,
+        dataclasses.replace(
+            config, attention='splash', remat='full', row_sharding=sharding.rows(mesh)
+        ),
+    ).compile()
     chex.assert_trees_all_close(compiled(params), expected, atol=1e-5)
     # Regression: the head's gradient [D,V] was summed over the chunks of logits on every device.
     whole = re.compile(r' f32\[32,40\]\S* add\(')
@@ -141,7 +152,7 @@ class TrunkTest(parameterized.TestCase):
     self.assertNotIn(scores, program(dataclasses.replace(CONFIG, attention_chunk=7)))
 
   @parameterized.parameters(
-    {}, {'attention_chunk': 7, 'remat': 'full'}, {'attention_chunk': 2, 'scan_layers': False},
+      {}, {'attention_chunk': 7, 'remat': 'full'}, {'attention_chunk': 2, 'scan_layers': False}
   )
   def test_a_packed_row_equals_its_parts(self, **changes):
     """Rows of 4, 7 and 3 tokens, and of 5 and 2 with 7 of padding; positions start anew in each."""
@@ -151,8 +162,8 @@ class TrunkTest(parameterized.TestCase):
     parts = [(0, 0, 4), (0, 4, 7), (0, 11, 3), (1, 0, 5), (1, 5, 2)]  # row, first token, length
     segments, positions = np.zeros((2, 14), np.int32), np.zeros((2, 14), np.int32)
     for number, (row, first, length) in enumerate(parts, 1):
-      segments[row, first:first + length] = number
-      positions[row, first:first + length] = np.arange(length)
+      segments[row, first : first + length] = number
+      positions[row, first : first + length] = np.arange(length)
 
     def packed(params):
       x, _ = decoder.hidden(params, config, tokens, positions, segments=segments)
@@ -162,7 +173,7 @@ class TrunkTest(parameterized.TestCase):
     def apart(params):
       total, y = 0.0, jnp.zeros(weights.shape)
       for row, first, length in parts:
-        part = np.s_[row:row + 1, first:first + length]
+        part = np.s_[row : row + 1, first : first + length]
         logits, _ = decoder.forward(params, CONFIG, tokens[part], None)
         y = y.at[part].set(logits)
         total += jnp.sum(weights[part] * jnp.sin(logits))
@@ -180,7 +191,7 @@ class TrunkTest(parameterized.TestCase):
     unstacked = decoder.unstack_layers(params, CONFIG)
     self.assertLen(unstacked['layers'], 2)
     chex.assert_trees_all_close(
-      full_logits(unstacked, CONFIG, tokens), full_logits(params, CONFIG, tokens), atol=1e-5
+        full_logits(unstacked, CONFIG, tokens), full_logits(params, CONFIG, tokens), atol=1e-5
     )
 
   def test_only_distances_between_positions_matter(self):
@@ -202,17 +213,26 @@ class TrunkTest(parameterized.TestCase):
   def test_published_sizes(self):
     # The parameter counts that the models' pages state.
     counts = {
-      'qwen2.5-0.5b': 494_032_768, 'qwen2.5-1.5b': 1_543_714_304, 'qwen2.5-3b': 3_085_938_688,
-      'qwen2.5-7b': 7_615_616_512, 'qwen3-8b': 8_190_735_360, 'llama3.2-1b': 1_235_814_400,
-      'llama3.2-3b': 3_212_749_824, 'llama3.1-8b': 8_030_261_248, 'smollm2-135m': 134_515_008,
+        'qwen2.5-0.5b': 494_032_768,
+        'qwen2.5-1.5b': 1_543_714_304,
+        'qwen2.5-3b': 3_085_938_688,
+        'qwen2.5-7b': 7_615_616_512,
+        'qwen3-8b': 8_190_735_360,
+        'llama3.2-1b': 1_235_814_400,
+        'llama3.2-3b': 3_212_749_824,
+        'llama3.1-8b': 8_030_261_248,
+        'smollm2-135m': 134_515_008,
     }
-    actual = {name: presets.num_params(presets.PRESETS[name]) for name in counts}
+    actual = {name: shapes.num_params(shapes.PRESETS[name]) for name in counts}
     self.assertEqual(actual, counts)
 
   def test_heads_and_their_parameters(self):
     for head, tied, names in (
-      ('tokens', False, {'lm_head'}), ('tokens', True, set()), ('value', False, {'value_head'}),
-      ('value', True, {'value_head'}), ('both', False, {'lm_head', 'value_head'}),
+        ('tokens', False, {'lm_head'}),
+        ('tokens', True, set()),
+        ('value', False, {'value_head'}),
+        ('value', True, {'value_head'}),
+        ('both', False, {'lm_head', 'value_head'}),
     ):
       config = dataclasses.replace(CONFIG, head=head, tie_embeddings=tied)
       params = make_params(config)
@@ -253,7 +273,7 @@ class CacheTest(parameterized.TestCase):
       logits, cache = forward(params, CONFIG, jnp.array(block), None, cache, jnp.array(counts))
       for row, count in enumerate(counts):
         np.testing.assert_allclose(
-          logits[row, :count], expected[row, read[row] : read[row] + count], atol=1e-5
+            logits[row, :count], expected[row, read[row] : read[row] + count], atol=1e-5
         )
       read += counts
       np.testing.assert_array_equal(cache.length, read)
@@ -298,9 +318,12 @@ class CacheTest(parameterized.TestCase):
     decode = jax.jit(decode, donate_argnums=1)
     text = decode.lower(params, cache, jnp.zeros((5, 1), jnp.int32)).compile().as_text()
     entry = text.index('\nENTRY')
-    copies = [line for line in text[:entry].splitlines()
-              if re.search(r'f32\[5,2,(1[78],8|1,8,17|3,8,6)\]', line.split('=')[-1][:40])
-              and ' copy(' in line]
+    copies = [
+        line
+        for line in text[:entry].splitlines()
+        if re.search(r'f32\[5,2,(1[78],8|1,8,17|3,8,6)\]', line.split('=')[-1][:40])
+        and ' copy(' in line
+    ]
     self.assertEmpty(copies)
 
 

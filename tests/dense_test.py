@@ -15,15 +15,29 @@ import tokenizers
 from stppo_jax import types
 from stppo_jax.retrieval import dense
 from stppo_jax.retrieval import encoder as encoders
-from stppo_jax.retrieval import hybrid
 from stppo_jax.retrieval import protocol
 
 WORDS = 'query passage capital of france paris the is lima peru element carbon : " . ,'.split()
-SIZES = dict(vocab_size=5 + len(WORDS), hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
-             intermediate_size=24, max_position_embeddings=40, type_vocab_size=2)
-PASSAGES = [types.Passage(str(i), title, text) for i, (title, text) in enumerate([
-    ('Paris', 'the capital of france .'), ('Lima', 'the capital of peru .'),
-    ('Carbon', 'the element carbon .'), ('Lima', 'the capital of peru .')])]
+SIZES = dict(
+    vocab_size=5 + len(WORDS),
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=24,
+    max_position_embeddings=40,
+    type_vocab_size=2,
+)
+PASSAGES = [
+    types.Passage(str(i), title, text)
+    for i, (title, text) in enumerate(
+        [
+            ('Paris', 'the capital of france .'),
+            ('Lima', 'the capital of peru .'),
+            ('Carbon', 'the element carbon .'),
+            ('Lima', 'the capital of peru .'),
+        ]
+    )
+]
 
 
 def write_encoder(folder, seed=0):
@@ -34,18 +48,24 @@ def write_encoder(folder, seed=0):
   library.normalizer = tokenizers.normalizers.BertNormalizer()
   library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
   library.post_processor = tokenizers.processors.TemplateProcessing(
-      single='[CLS] $A [SEP]', special_tokens=[('[CLS]', 2), ('[SEP]', 3)])
+      single='[CLS] $A [SEP]', special_tokens=[('[CLS]', 2), ('[SEP]', 3)]
+  )
   library.save(os.path.join(folder, 'tokenizer.json'))
   with open(os.path.join(folder, 'config.json'), 'w', encoding='utf-8') as file:
     json.dump({'model_type': 'bert', 'hidden_act': 'gelu', 'layer_norm_eps': 1e-12, **SIZES}, file)
   rng = np.random.default_rng(seed)
   width, hidden = SIZES['hidden_size'], SIZES['intermediate_size']
-  shapes = {'embeddings.word_embeddings.weight': (SIZES['vocab_size'], width),
-            'embeddings.position_embeddings.weight': (40, width),
-            'embeddings.token_type_embeddings.weight': (2, width),
-            'pooler.dense.weight': (width, width), 'pooler.dense.bias': (width,)}
+  shapes = {
+      'embeddings.word_embeddings.weight': (SIZES['vocab_size'], width),
+      'embeddings.position_embeddings.weight': (40, width),
+      'embeddings.token_type_embeddings.weight': (2, width),
+      'pooler.dense.weight': (width, width),
+      'pooler.dense.bias': (width,),
+  }
+
   def add(name, *shape):
     shapes[name + '.weight'], shapes[name + '.bias'] = shape, shape[:1]
+
   add('embeddings.LayerNorm', width)
   for n in range(SIZES['num_hidden_layers']):
     layer = f'encoder.layer.{n}.'
@@ -56,7 +76,9 @@ def write_encoder(folder, seed=0):
     add(layer + 'intermediate.dense', hidden, width)
     add(layer + 'output.dense', width, hidden)
     add(layer + 'output.LayerNorm', width)
-  tensors = {name: rng.normal(size=shape).astype(np.float32) * 0.5 for name, shape in shapes.items()}
+  tensors = {
+      name: rng.normal(size=shape).astype(np.float32) * 0.5 for name, shape in shapes.items()
+  }
   safetensors.save_file(tensors, os.path.join(folder, 'model.safetensors'))
   return folder
 
@@ -70,19 +92,25 @@ def reference(tensors, ids):
     x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-12)
     return x * tensors[name + '.weight'] + tensors[name + '.bias']
 
-  x = norm(tensors['embeddings.word_embeddings.weight'][ids]
-           + tensors['embeddings.position_embeddings.weight'][:len(ids)]
-           + tensors['embeddings.token_type_embeddings.weight'][0], 'embeddings.LayerNorm')
+  x = norm(
+      tensors['embeddings.word_embeddings.weight'][ids]
+      + tensors['embeddings.position_embeddings.weight'][: len(ids)]
+      + tensors['embeddings.token_type_embeddings.weight'][0],
+      'embeddings.LayerNorm',
+  )
   for n in range(SIZES['num_hidden_layers']):
     layer = f'encoder.layer.{n}.'
     heads = []
     for head in np.split(np.arange(SIZES['hidden_size']), SIZES['num_attention_heads']):
-      q, k, v = (dense_(x, f'{layer}attention.self.{name}')[:, head]
-                 for name in ('query', 'key', 'value'))
+      q, k, v = (
+          dense_(x, f'{layer}attention.self.{name}')[:, head] for name in ('query', 'key', 'value')
+      )
       weights = np.exp(q @ k.T / math.sqrt(len(head)))
       heads.append(weights / weights.sum(-1, keepdims=True) @ v)
-    x = norm(x + dense_(np.concatenate(heads, -1), layer + 'attention.output.dense'),
-             layer + 'attention.output.LayerNorm')
+    x = norm(
+        x + dense_(np.concatenate(heads, -1), layer + 'attention.output.dense'),
+        layer + 'attention.output.LayerNorm',
+    )
     up = dense_(x, layer + 'intermediate.dense')
     gelu = up * 0.5 * (1 + np.vectorize(math.erf)(up / math.sqrt(2)))
     x = norm(x + dense_(gelu, layer + 'output.dense'), layer + 'output.LayerNorm')
@@ -95,8 +123,13 @@ class EncoderTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.folder = write_encoder(self.enterContext(tempfile.TemporaryDirectory()))
-    self.texts = ['query: capital of france', 'passage: "paris" is the capital', '', 'lima',
-                  'the ' * 25]
+    self.texts = [
+        'query: capital of france',
+        'passage: "paris" is the capital',
+        '',
+        'lima',
+        'the ' * 25,
+    ]
 
   def test_equals_loops_in_float64(self):
     encoder = encoders.Encoder(self.folder, rows=2)
@@ -122,7 +155,9 @@ class EncoderTest(parameterized.TestCase):
       x = model(input_ids=ids, attention_mask=mask).last_hidden_state
     mean = (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
     expected = torch.nn.functional.normalize(mean, dim=1).numpy()
-    np.testing.assert_allclose(encoders.Encoder(self.folder).encode(self.texts), expected, atol=2e-6)
+    np.testing.assert_allclose(
+        encoders.Encoder(self.folder).encode(self.texts), expected, atol=2e-6
+    )
 
   def test_long_and_odd_texts(self):
     encoder = encoders.Encoder(self.folder)  # 40 positions
@@ -135,11 +170,18 @@ class EncoderTest(parameterized.TestCase):
       ('config.json', lambda t: t.replace('"bert"', '"roberta"'), 'model_type='),
       ('config.json', lambda t: t.replace('"gelu"', '"relu"'), 'hidden_act='),
       ('config.json', lambda t: '{', 'cannot be read'),
-      ('config.json', lambda t: t.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'),
-       "no tensor 'encoder.layer.2"),
-      ('config.json', lambda t: t.replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'),
-       "unknown tensor 'encoder.layer.1"),
-      ('tokenizer.json', lambda t: '{}', 'fast tokenizer'))
+      (
+          'config.json',
+          lambda t: t.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'),
+          "no tensor 'encoder.layer.2",
+      ),
+      (
+          'config.json',
+          lambda t: t.replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'),
+          "unknown tensor 'encoder.layer.1",
+      ),
+      ('tokenizer.json', lambda t: '{}', 'fast tokenizer'),
+  )
   def test_folders_that_will_not_do(self, name, change, message):
     path = os.path.join(self.folder, name)
     with open(path, encoding='utf-8') as file:
@@ -170,7 +212,9 @@ class DenseTest(parameterized.TestCase):
     rows = encoder.encode([f'passage: "{p.title}"\n{p.text}' for p in PASSAGES])
     for query, passages in zip(['lima', 'the element'], found):
       scores = rows @ encoder.encode(['query: ' + query])[0]
-      self.assertEqual([p.id for p in passages], [str(i) for i in np.argsort(-scores, kind='stable')])
+      self.assertEqual(
+          [p.id for p in passages], [str(i) for i in np.argsort(-scores, kind='stable')]
+      )
       np.testing.assert_allclose([p.score for p in passages], np.sort(scores)[::-1], atol=1e-6)
     self.assertEqual(retriever.search([], 3), [])
     self.assertLen(retriever.search(['lima'], 2)[0], 2)
@@ -215,14 +259,15 @@ class _Fixed:
     self._ids = ids
 
   def search(self, queries, top_k):
-    return [None if ids is None else [types.Passage(i, i, '') for i in ids][:top_k]
-            for ids in self._ids]
+    return [
+        None if ids is None else [types.Passage(i, i, '') for i in ids][:top_k] for ids in self._ids
+    ]
 
 
 class HybridTest(absltest.TestCase):
 
   def test_reciprocal_rank_fusion(self):
-    retriever = hybrid.HybridRetriever([_Fixed('abc'), _Fixed('cbd')])
+    retriever = dense.HybridRetriever([_Fixed('abc'), _Fixed('cbd')])
     found = retriever.search(['q'], 3)[0]
     # a: 1/61. b: 1/62 + 1/62. c: 1/63 + 1/61. d: 1/63. So c (.03227), b (.03226), a, d.
     self.assertEqual([passage.id for passage in found], ['c', 'b', 'a'])
@@ -230,18 +275,21 @@ class HybridTest(absltest.TestCase):
     self.assertAlmostEqual(found[1].score, 2 / 62)
 
   def test_ties_and_failures(self):
-    retriever = hybrid.HybridRetriever([_Fixed('a', None, None, ''), _Fixed('b', 'x', None, '')])
-    ids = [None if found is None else [p.id for p in found]
-           for found in retriever.search(['q'] * 4, 5)]
+    retriever = dense.HybridRetriever([_Fixed('a', None, None, ''), _Fixed('b', 'x', None, '')])
+    ids = [
+        None if found is None else [p.id for p in found] for found in retriever.search(['q'] * 4, 5)
+    ]
     self.assertEqual(ids, [['a', 'b'], ['x'], None, []])
 
   def test_one_ranking_stays_as_it_is(self):
-    self.assertEqual([p.id for p in hybrid.HybridRetriever([_Fixed('world')]).search(['q'], 9)[0]],
-                     ['w', 'o', 'r', 'l', 'd'])
+    self.assertEqual(
+        [p.id for p in dense.HybridRetriever([_Fixed('world')]).search(['q'], 9)[0]],
+        ['w', 'o', 'r', 'l', 'd'],
+    )
 
   def test_refuses_nothing_to_fuse(self):
     with self.assertRaises(types.UserError):
-      hybrid.HybridRetriever([])
+      dense.HybridRetriever([])
 
 
 if __name__ == '__main__':

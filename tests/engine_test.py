@@ -20,7 +20,7 @@ from stppo_jax.rollout import sampler as sampler_lib
 
 VOCAB = 24
 CONFIG = decoder.ModelConfig(
-  vocab_size=VOCAB, d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=32,
+    vocab_size=VOCAB, d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=32
 )
 TOKEN_BYTES = tuple(bytes([97 + i]) for i in range(VOCAB))
 SLOTS, TURN = 128, 10
@@ -38,7 +38,8 @@ def make_params():
 def compiled(**settings):
   table = chat.stop_automaton(TOKEN_BYTES, ('bc', 'hh', 'a'))
   defaults = dict(
-    rows=8, width=4, read_rows=2, steps=6, slot_buckets=(SLOTS,), chunk_buckets=(4, 8))
+      rows=8, width=4, read_rows=2, steps=6, slot_buckets=(SLOTS,), chunk_buckets=(4, 8)
+  )
   return sampler_lib.Sampler(CONFIG, table, (3,), SLOTS, **{**defaults, **settings})
 
 
@@ -60,8 +61,10 @@ def make_dialogues(count, seed=0):
   """[(prompt, [observations])] of 1 to 4 turns; the lengths differ."""
   rng = np.random.default_rng(seed)
   ids = lambda most: rng.integers(0, VOCAB, rng.integers(1, most)).tolist()
-  return [(ids(20), [ids(15) if rng.random() < 0.8 else [] for _ in range(rng.integers(4))])
-          for _ in range(count)]
+  return [
+      (ids(20), [ids(15) if rng.random() < 0.8 else [] for _ in range(rng.integers(4))])
+      for _ in range(count)
+  ]
 
 
 def play(dialogues, keys, sampler=None, threads=0, delay=lambda: None):
@@ -81,8 +84,7 @@ def play(dialogues, keys, sampler=None, threads=0, delay=lambda: None):
     return cues
 
   prompts = [engine.Cue(prompt, TURN) for prompt, _ in dialogues]
-  report = engine.run(
-    sampler or make_sampler(), make_params(), prompts, keys, respond, threads)
+  report = engine.run(sampler or make_sampler(), make_params(), prompts, keys, respond, threads)
   return turns, report, order
 
 
@@ -122,15 +124,18 @@ class EngineTest(parameterized.TestCase):
     got, _, _ = play([self.dialogues[i] for i in order], self.keys[order], None, threads, delay)
     self.assertEqual(got, [self.want[i] for i in order])
 
-  @parameterized.parameters(
-    dict(bands=1), dict(bands=3), dict(bands=8))
+  @parameterized.parameters(dict(bands=1), dict(bands=3), dict(bands=8))
   def test_the_number_of_rows_changes_nothing(self, **settings):
     got, _, _ = play(self.dialogues, self.keys, make_sampler(**settings))
     self.assertEqual(got, self.want)
 
   @parameterized.parameters(
-    dict(width=3), dict(read_rows=4), dict(read_rows=4, bands=1), dict(chunk_buckets=(5,)),
-    dict(slot_buckets=(48, SLOTS)))
+      dict(width=3),
+      dict(read_rows=4),
+      dict(read_rows=4, bands=1),
+      dict(chunk_buckets=(5,)),
+      dict(slot_buckets=(48, SLOTS)),
+  )
   def test_other_shapes_change_the_last_digits_only(self, **settings):
     got, _, _ = play(self.dialogues, self.keys, make_sampler(**settings))
     for mine, others in zip(self.want, got):
@@ -141,8 +146,9 @@ class EngineTest(parameterized.TestCase):
   def test_a_reused_row_is_as_a_fresh_one(self):
     """One row for all, after long dialogues short ones; and each alone."""
     order = sorted(range(23), key=lambda i: -sum(map(len, self.dialogues[i][1])))
-    got, _, _ = play([self.dialogues[i] for i in order], self.keys[np.array(order)],
-                     make_sampler(bands=1))
+    got, _, _ = play(
+        [self.dialogues[i] for i in order], self.keys[np.array(order)], make_sampler(bands=1)
+    )
     self.assertEqual(got, [self.want[i] for i in order])
     for i in order[-3:]:
       alone, _, _ = play([self.dialogues[i]], self.keys[i : i + 1])
@@ -150,11 +156,13 @@ class EngineTest(parameterized.TestCase):
 
   def test_without_threads_the_schedule_is_a_function_of_the_dialogues(self):
     """Many hosts must take the same steps: the calls to the device are the same, one by one."""
+
     def calls_of(delay):
       sampler, calls = make_sampler(), []
       decode = sampler._decode
       note = lambda *args: (
-        calls.append([np.asarray(a).tolist() for a in args[2:8]]) or decode(*args))
+          calls.append([np.asarray(a).tolist() for a in args[2:8]]) or decode(*args)
+      )
       with mock.patch.object(sampler, '_decode', side_effect=note):
         _, _, order = play(self.dialogues, self.keys, sampler, delay=delay)
       return calls, order
@@ -212,8 +220,14 @@ class EngineTest(parameterized.TestCase):
 
     # Turns that end together are one call: the budget makes the first dialogue's end alone.
     prompts = [engine.Cue(prompt, TURN if i else 1) for i, (prompt, _) in enumerate(dialogues)]
-    engine.run(make_sampler(), make_params(), prompts, jax.random.split(jax.random.key(0), 8),
-               respond, threads=2)
+    engine.run(
+        make_sampler(),
+        make_params(),
+        prompts,
+        jax.random.split(jax.random.key(0), 8),
+        respond,
+        threads=2,
+    )
     self.assertTrue(others.is_set())
 
   def test_by_the_clock_the_band_that_is_done_first_goes_on(self):
@@ -241,12 +255,14 @@ class EngineTest(parameterized.TestCase):
   @parameterized.parameters(0, 2)
   def test_errors_end_the_run_and_its_threads(self, threads):
     for error in (RuntimeError, KeyboardInterrupt):
+
       def respond(said):
         raise error('no')
 
       with self.assertRaisesRegex(error, 'no'):
         engine.run(
-          make_sampler(), make_params(), [engine.Cue([1], 4)], self.keys[:1], respond, threads)
+            make_sampler(), make_params(), [engine.Cue([1], 4)], self.keys[:1], respond, threads
+        )
     deadline = time.monotonic() + 30
     alive = lambda: [t for t in threading.enumerate() if t.name.startswith('rollout')]
     while alive() and time.monotonic() < deadline:
@@ -260,8 +276,10 @@ class EngineTest(parameterized.TestCase):
     self.assertBetween(sum(report.seconds.values()), 0.9 * took, took)
     self.assertGreater(report.seconds['env'], 0.02)
     self.assertEqual(report.sampled_tokens, sum(len(t) for turns in self.want for t, _ in turns))
-    self.assertEqual(report.prefill_tokens, sum(
-      len(prompt) + sum(map(len, rest)) for prompt, rest in self.dialogues))
+    self.assertEqual(
+        report.prefill_tokens,
+        sum(len(prompt) + sum(map(len, rest)) for prompt, rest in self.dialogues),
+    )
     self.assertBetween(report.rows_busy, 1, 4)
 
   def test_nothing_to_play(self):

@@ -22,23 +22,41 @@ from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import sampler as sampler_lib
-from tests import tiny_tokenizer
+from tests.support import tiny_tokenizer
 
 T = 96
 LIMITS = episode_lib.Limits(
-  max_prompt_tokens=24, max_turn_tokens=6, max_observation_tokens=20, max_total_tokens=T,
-  min_turn_tokens=2,
+    max_prompt_tokens=24,
+    max_turn_tokens=6,
+    max_observation_tokens=20,
+    max_total_tokens=T,
+    min_turn_tokens=2,
 )
 PROMPTS = ('Question: who?\n', 'where', 'the river goes to France?', 'a', 'Paris is', 'x y z')
-SEARCH = ('\n\n<information>Paris is a town. <|im_end|>é</information>\n\n', 0.0, False, False,
-          {'action': 'search'})
-LONG = (f"<information>{'the capital of France ' * 20}</information>\n", 0.0, False, False,
-        {'action': 'search'})
+SEARCH = (
+    '\n\n<information>Paris is a town. <|im_end|>é</information>\n\n',
+    0.0,
+    False,
+    False,
+    {'action': 'search'},
+)
+LONG = (
+    f"<information>{'the capital of France ' * 20}</information>\n",
+    0.0,
+    False,
+    False,
+    {'action': 'search'},
+)
 INVALID = ('try again\n', 0.0, False, False, {'action': 'invalid'})
 EMPTY = ('', 0.25, False, False, {'suffix': ''})  # a GEM environment that says nothing
 ANSWER = ('', 1.0, True, False, {'action': 'answer', 'em': 1.0, 'f1': 0.5})
-NO_RETRIEVAL = ('<information></information>', 0.0, False, False,
-                {'action': 'search', 'retrieval_failed': True})
+NO_RETRIEVAL = (
+    '<information></information>',
+    0.0,
+    False,
+    False,
+    {'action': 'search', 'retrieval_failed': True},
+)
 LIMIT_HIT = ('', 0.0, True, True, {'action': 'invalid'})
 
 
@@ -65,8 +83,13 @@ def make_tokenizer():
 @functools.cache
 def make_config():
   return decoder.ModelConfig(
-    vocab_size=make_tokenizer().vocab_size + 3,  # padded, as real ones are
-    d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=32,
+      vocab_size=make_tokenizer().vocab_size + 3,  # padded, as real ones are
+      d_model=16,
+      num_layers=2,
+      num_heads=2,
+      num_kv_heads=1,
+      head_dim=8,
+      d_ff=32,
   )
 
 
@@ -93,8 +116,15 @@ def play(prompts, scripts, keys=None, limits=LIMITS, sampler=None, groups=None, 
   if keys is None:
     keys = episode_lib.row_keys(jax.random.key(0), tasks)
   episodes, _ = episode_lib.play(
-    sampler or make_sampler(), make_params(), make_tokenizer(), envs, tasks, groups, keys, limits,
-    **how,
+      sampler or make_sampler(),
+      make_params(),
+      make_tokenizer(),
+      envs,
+      tasks,
+      groups,
+      keys,
+      limits,
+      **how,
   )
   return episodes, envs
 
@@ -124,8 +154,9 @@ def renormalised(logits, token, temperature, top_k, top_p):
 
 
 scripts_strategy = st.lists(
-  st.lists(st.sampled_from([SEARCH, LONG, INVALID, EMPTY, NO_RETRIEVAL]), max_size=4),
-  min_size=1, max_size=4,
+    st.lists(st.sampled_from([SEARCH, LONG, INVALID, EMPTY, NO_RETRIEVAL]), max_size=4),
+    min_size=1,
+    max_size=4,
 )
 
 
@@ -182,8 +213,14 @@ class PlayTest(parameterized.TestCase):
       self.assertAlmostEqual(got[b, t], want, delta=2e-5)
 
   def test_an_episode_does_not_depend_on_its_batch(self):
-    scripts = [[SEARCH, INVALID, ANSWER], [LONG, ANSWER], [EMPTY, EMPTY, SEARCH, ANSWER], [ANSWER],
-               [INVALID, ANSWER], [SEARCH, SEARCH, ANSWER]]
+    scripts = [
+        [SEARCH, INVALID, ANSWER],
+        [LONG, ANSWER],
+        [EMPTY, EMPTY, SEARCH, ANSWER],
+        [ANSWER],
+        [INVALID, ANSWER],
+        [SEARCH, SEARCH, ANSWER],
+    ]
     keys = jax.random.split(jax.random.key(3), 6)
     together, _ = play(PROMPTS, scripts, keys)  # six in 4 rows
     order = np.array([5, 3, 1, 0, 4, 2])
@@ -235,19 +272,29 @@ class PlayTest(parameterized.TestCase):
 
   def test_how_episodes_end(self):
     episodes, _ = play(
-      PROMPTS[:4], [[SEARCH, ANSWER], [INVALID, LIMIT_HIT], [NO_RETRIEVAL, ANSWER], [EMPTY, ANSWER]]
+        PROMPTS[:4],
+        [[SEARCH, ANSWER], [INVALID, LIMIT_HIT], [NO_RETRIEVAL, ANSWER], [EMPTY, ANSWER]],
     )
     self.assertEqual([e.truncated for e in episodes], [False, True, False, False])
     self.assertEqual([e.failed for e in episodes], [False, False, True, False])
     self.assertEqual([e.score for e in episodes], [1.0, 0.0, 1.0, 1.25])
     self.assertEqual(
-      [[t.action for t in e.turns] for e in episodes],
-      [['search', 'answer'], ['invalid', 'invalid'], ['search', 'answer'], ['other', 'answer']],
+        [[t.action for t in e.turns] for e in episodes],
+        [['search', 'answer'], ['invalid', 'invalid'], ['search', 'answer'], ['other', 'answer']],
     )
     self.assertEqual(
-      episodes[0].metrics,
-      {'em': 1.0, 'f1': 0.5, 'searches': 1, 'invalid': 0, 'turns': 2, 'prompt_too_long': 0,
-       'repeated': 0, 'empty': 0, 'cut': 0},
+        episodes[0].metrics,
+        {
+            'em': 1.0,
+            'f1': 0.5,
+            'searches': 1,
+            'invalid': 0,
+            'turns': 2,
+            'prompt_too_long': 0,
+            'repeated': 0,
+            'empty': 0,
+            'cut': 0,
+        },
     )
     self.assertEqual(episodes[1].metrics['invalid'], 2)
     self.assertEqual(episodes[1].metrics['em'], 0)
@@ -270,8 +317,14 @@ class PlayTest(parameterized.TestCase):
     self.assertEqual(make_tokenizer().decode(observation), 'you see a door')
 
   def test_threads_and_slow_environments_change_nothing(self):
-    scripts = [[SEARCH, INVALID, ANSWER], [LONG, ANSWER], [EMPTY, EMPTY, SEARCH, ANSWER], [ANSWER],
-               [INVALID, ANSWER], [SEARCH, NO_RETRIEVAL, ANSWER]]
+    scripts = [
+        [SEARCH, INVALID, ANSWER],
+        [LONG, ANSWER],
+        [EMPTY, EMPTY, SEARCH, ANSWER],
+        [ANSWER],
+        [INVALID, ANSWER],
+        [SEARCH, NO_RETRIEVAL, ANSWER],
+    ]
     keys = jax.random.split(jax.random.key(4), 6)
     want, _ = play(PROMPTS, scripts, keys)
     for threads in (1, 3):

@@ -11,13 +11,11 @@ import pathlib
 import re
 import tempfile
 
-from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
-
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from stppo_jax import config as schema
-from stppo_jax import evaluation
+from stppo_jax import validation
+from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.training import loop
 from stppo_jax.types import UserError
 
@@ -29,14 +27,35 @@ CHANGES = {
     'turn_ppo_7b': {'algorithm.variant', 'algorithm.aggregation'},
     's_ppo_7b': {'algorithm.variant', 'algorithm.aggregation'},
     'st_ppo_7b': {'algorithm.variant', 'algorithm.aggregation'},
-    'grpo_7b': {'algorithm.variant', 'algorithm.aggregation', 'algorithm.kl_in',
-                'algorithm.kl_estimator', 'rollout.group_size', 'train.episodes', 'train.mini_batch'},
-    'so_grpo_7b': {'algorithm.variant', 'algorithm.aggregation', 'algorithm.kl_in',
-                   'algorithm.kl_estimator', 'rollout.group_size', 'train.episodes',
-                   'train.mini_batch'},
+    'grpo_7b': {
+        'algorithm.variant',
+        'algorithm.aggregation',
+        'algorithm.kl_in',
+        'algorithm.kl_estimator',
+        'rollout.group_size',
+        'train.episodes',
+        'train.mini_batch',
+    },
+    'so_grpo_7b': {
+        'algorithm.variant',
+        'algorithm.aggregation',
+        'algorithm.kl_in',
+        'algorithm.kl_estimator',
+        'rollout.group_size',
+        'train.episodes',
+        'train.mini_batch',
+    },
     'st_ppo_qwen3_8b': {'algorithm.variant', 'algorithm.aggregation', 'model.folder'},
-    'st_ppo_med_7b': {'algorithm.variant', 'algorithm.aggregation', 'data.source', 'data.corpus',
-                      'data.eval_split', 'retriever.kind', 'train.updates', 'train.checkpoint_every'},
+    'st_ppo_med_7b': {
+        'algorithm.variant',
+        'algorithm.aggregation',
+        'data.source',
+        'data.corpus',
+        'data.eval_split',
+        'retriever.kind',
+        'train.updates',
+        'train.checkpoint_every',
+    },
 }
 
 
@@ -63,12 +82,14 @@ class ExperimentsTest(parameterized.TestCase):
 
   @parameterized.parameters(*CHANGES)
   def test_it_is_valid_and_differs_from_the_baseline_in_these_fields_alone(self, name):
-    config, base = schema.validate(load(name)), fields(load('ppo_7b'))
+    config, base = validation.validate(load(name)), fields(load('ppo_7b'))
     changed = {path for path, value in fields(config).items() if value != base[path]}
     self.assertEqual(changed - {'name'}, CHANGES[name])
     self.assertEqual(config.name, name)
-    self.assertIn(config.algorithm.variant, ('ppo', name.split('_7b')[0].split('_qwen')[0].split('_med')[0]))
-    evaluation.load_shape(config)  # of a model that a plan knows by its name
+    self.assertIn(
+        config.algorithm.variant, ('ppo', name.split('_7b')[0].split('_qwen')[0].split('_med')[0])
+    )
+    agent_lib.load_shape(config)  # of a model that a plan knows by its name
 
   @parameterized.parameters(*CHANGES)
   def test_it_opens_with_its_command_and_its_result(self, name):
@@ -78,7 +99,7 @@ class ExperimentsTest(parameterized.TestCase):
 
   @parameterized.parameters(*CHANGES)
   def test_its_smallest_form_is_valid_small_and_keeps_the_algorithm(self, name):
-    config, large = schema.validate(load(name, 'smoke')), load(name)
+    config, large = validation.validate(load(name, 'smoke')), load(name)
     self.assertEqual(config.name, f'{name}_smoke')
     self.assertEqual(config.algorithm, large.algorithm)
     self.assertEqual((config.model.folder, config.data.source), ('embedded', 'embedded'))
@@ -93,31 +114,54 @@ class ExperimentsTest(parameterized.TestCase):
   def test_search_r1_to_the_letter(self):
     config = load('ppo_7b')
     expected = {
-        'train.updates': 1005, 'train.episodes': 512, 'train.mini_batch': 256, 'train.epochs': 1,
-        'rollout.group_size': 1, 'rollout.temperature': 1.0, 'rollout.top_p': 1.0,
-        'rollout.max_prompt': 2048, 'rollout.max_turn': 500, 'rollout.max_observation': 500,
-        'rollout.max_total': 4096, 'actor.lr': 1e-6, 'actor.warmup': 0.285, 'critic.lr': 1e-5,
-        'critic.warmup': 0.015, 'actor.grad_clip': 1.0, 'critic.grad_clip': 1.0,
-        'algorithm.clip_low': 0.2, 'algorithm.clip_high': 0.2, 'algorithm.value_clip': 0.5,
-        'algorithm.entropy_coef': 0.001, 'algorithm.gamma': 1.0, 'algorithm.lam': 1.0,
-        'algorithm.whiten': True, 'algorithm.kl_in': 'reward', 'algorithm.kl_estimator': 'k1',
-        'algorithm.kl_coef': 0.001, 'env.max_turns': 4, 'env.reward': 'em', 'retriever.top_k': 3,
-        'retriever.dialect': 'search_r1', 'model.folder': 'models/Qwen2.5-7B'}
-    self.assertEqual({path: schema.get(config, path) for path in expected}, expected)
+        'train.updates': 1005,
+        'train.episodes': 512,
+        'train.mini_batch': 256,
+        'train.epochs': 1,
+        'rollout.group_size': 1,
+        'rollout.temperature': 1.0,
+        'rollout.top_p': 1.0,
+        'rollout.max_prompt': 2048,
+        'rollout.max_turn': 500,
+        'rollout.max_observation': 500,
+        'rollout.max_total': 4096,
+        'actor.lr': 1e-6,
+        'actor.warmup': 0.285,
+        'critic.lr': 1e-5,
+        'critic.warmup': 0.015,
+        'actor.grad_clip': 1.0,
+        'critic.grad_clip': 1.0,
+        'algorithm.clip_low': 0.2,
+        'algorithm.clip_high': 0.2,
+        'algorithm.value_clip': 0.5,
+        'algorithm.entropy_coef': 0.001,
+        'algorithm.gamma': 1.0,
+        'algorithm.lam': 1.0,
+        'algorithm.whiten': True,
+        'algorithm.kl_in': 'reward',
+        'algorithm.kl_estimator': 'k1',
+        'algorithm.kl_coef': 0.001,
+        'env.max_turns': 4,
+        'env.reward': 'em',
+        'retriever.top_k': 3,
+        'retriever.dialect': 'search_r1',
+        'model.folder': 'models/Qwen2.5-7B',
+    }
+    self.assertEqual({path: validation.get(config, path) for path in expected}, expected)
 
   @parameterized.parameters('', 'cpu', 'smoke')
   def test_smollm2_has_three_forms_of_one_algorithm(self, mode):
-    config = schema.validate(load('st_ppo_smollm2', mode))
+    config = validation.validate(load('st_ppo_smollm2', mode))
     self.assertEqual(config.name, '_'.join(filter(None, ['st_ppo_smollm2', mode])))
     self.assertEqual(config.algorithm, load('st_ppo_smollm2').algorithm)
     self.assertEqual(config.retriever.kind, 'bm25')
     self.assertEqual((mode == ''), config.train.updates >= 100)
 
-  @parameterized.parameters('st_ppo_smollm2', 'sft_smollm2')
+  @parameterized.parameters('experiments/st_ppo_smollm2.py', 'scripts/sft_smollm2.py')
   def test_smollm2_opens_with_its_commands_and_their_results(self, name):
     # Not imported: flags of two scripts may have one name.
-    text = ast.get_docstring(ast.parse((FOLDER / f'{name}.py').read_text(encoding='utf-8')))
-    self.assertIn('python -m experiments.sft_smollm2 --model=', text)
+    text = ast.get_docstring(ast.parse((FOLDER.parent / name).read_text(encoding='utf-8')))
+    self.assertIn('python -m scripts.sft_smollm2 --model=', text)
     self.assertLen(re.findall('Not yet run|Seen', text), 2)  # in full, and in small on a CPU
 
   @parameterized.parameters('st_ppo_7b', 'grpo_7b')

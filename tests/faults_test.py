@@ -17,8 +17,6 @@ import time
 import unittest
 from unittest import mock
 
-from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
-
 from absl import logging
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -26,14 +24,13 @@ import chex
 import jax
 import numpy as np
 
-from stppo_jax import metrics as metrics_lib
+from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.monitoring import workdir as workdirs
+from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.training import checkpoint
-from stppo_jax.training import loop
-from stppo_jax.training import pipeline as pipelines
-from stppo_jax.training import workdir as workdirs
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
-from tests import micro_run
+from tests.support import micro_run
 
 KILLS = int(os.environ.get('STPPO_KILLS', '20'))
 ENDLESS = 5000  # updates
@@ -47,7 +44,7 @@ def setUpModule():
   FOLDER = temporary.name
   micro_run.write_knowledge(FOLDER)
   CONTEXT = multiprocessing.get_context('forkserver')
-  CONTEXT.set_forkserver_preload(['tests.micro_fork'])  # imported once, not once a child
+  CONTEXT.set_forkserver_preload(['tests.support.micro_fork'])  # imported once, not once a child
 
 
 def tearDownModule():
@@ -63,8 +60,9 @@ def steps(workdir):
 
 
 def saved(workdir):
-  return sorted(int(name) for name in os.listdir(os.path.join(workdir, 'checkpoints'))
-                if name.isdigit())
+  return sorted(
+      int(name) for name in os.listdir(os.path.join(workdir, 'checkpoints')) if name.isdigit()
+  )
 
 
 class FaultCase(parameterized.TestCase):
@@ -86,9 +84,15 @@ class ProcessTest(FaultCase):
   def start(self, staleness=1, updates=ENDLESS):
     """A child process that trains in the workdir."""
     self.stderr = os.path.join(self.tmp, 'stderr')
-    child = CONTEXT.Process(target=micro_run.command, args=(
-        FOLDER, self.workdir, self.stderr,
-        [f'--config.pipeline.staleness={staleness}', f'--config.train.updates={updates}']))
+    child = CONTEXT.Process(
+        target=micro_run.command,
+        args=(
+            FOLDER,
+            self.workdir,
+            self.stderr,
+            [f'--config.pipeline.staleness={staleness}', f'--config.train.updates={updates}'],
+        ),
+    )
     child.start()
     self.addCleanup(child.kill)
     return child
@@ -136,15 +140,19 @@ class ProcessTest(FaultCase):
     self.assertEqual(steps(self.workdir), list(range(done + 1)))
     self.assertEqual(saved(self.workdir)[-1], done)
 
-    config = make_config(**{
-        'pipeline.staleness': 1, 'train.updates': ENDLESS, 'train.checkpoint_every': 0})
+    config = make_config(
+        **{'pipeline.staleness': 1, 'train.updates': ENDLESS, 'train.checkpoint_every': 0}
+    )
     straight, calls = os.path.join(self.tmp, 'straight'), iter(range(ENDLESS))
     micro_run.train(config, straight, lambda: next(calls) >= done)
     self.assertEqual(steps(straight)[-1], done)
-    self.assertEqual(micro_run.comparable_metrics(self.workdir),
-                     micro_run.comparable_metrics(straight))
-    chex.assert_trees_all_equal(micro_run.state_after(config, self.workdir, done),
-                                micro_run.state_after(config, straight, done))
+    self.assertEqual(
+        micro_run.comparable_metrics(self.workdir), micro_run.comparable_metrics(straight)
+    )
+    chex.assert_trees_all_equal(
+        micro_run.state_after(config, self.workdir, done),
+        micro_run.state_after(config, straight, done),
+    )
 
   def test_sigterm_saves_and_ends_well(self):
     child = self.start()
@@ -165,7 +173,8 @@ class ProcessTest(FaultCase):
     child = self.start()
     self.wait_for(lambda: self.progress() > 1)
     with self.assertRaisesRegex(
-        UserError, rf'^[^\n]*is in use by process {child.pid} on [^\n]*another --workdir$'):
+        UserError, rf'^[^\n]*is in use by process {child.pid} on [^\n]*another --workdir$'
+    ):
       micro_run.train(make_config(), self.workdir)
     self.end(child, signal.SIGKILL)
     with workdirs.lock(self.workdir):
@@ -192,14 +201,20 @@ class DiskTest(FaultCase):
     config = make_config(**{'pipeline.staleness': staleness, 'train.keep_checkpoints': 1})
     with self.full_at(2, 3):
       told = self.warnings(micro_run.train, config, self.workdir)
-    self.assertEqual(told, [
-        f'the checkpoint after {n} updates could not be saved (the disk is full); the newest is that '
-        'after 1; training goes on' for n in (2, 3)])
+    self.assertEqual(
+        told,
+        [
+            f'the checkpoint after {n} updates could not be saved (the disk is full); the newest is that '
+            'after 1; training goes on'
+            for n in (2, 3)
+        ],
+    )
     self.assertEqual(saved(self.workdir), [4])
     straight = os.path.join(self.tmp, 'straight')
     micro_run.train(config, straight)
-    self.assertEqual(micro_run.comparable_metrics(self.workdir),
-                     micro_run.comparable_metrics(straight))
+    self.assertEqual(
+        micro_run.comparable_metrics(self.workdir), micro_run.comparable_metrics(straight)
+    )
 
   def test_the_checkpoint_before_stands(self):
     config = make_config(**{'train.keep_checkpoints': 1})
@@ -215,7 +230,8 @@ class DiskTest(FaultCase):
     config = make_config(**{'train.on_save_error': 'stop'})
     with self.full_at(2):
       with self.assertRaisesRegex(
-          RunError, r'^the checkpoint after 2 [^\n]*disk is full[^\n]*after 1: make room[^\n]*$'):
+          RunError, r'^the checkpoint after 2 [^\n]*disk is full[^\n]*after 1: make room[^\n]*$'
+      ):
         micro_run.train(config, self.workdir)
     self.assertLess(steps(self.workdir)[-1], 4)
     micro_run.train(config, self.workdir)
@@ -254,8 +270,7 @@ class DamageTest(FaultCase):
       self.assertIn(newest, (3, 4), path)
       passed_over += newest == 3
       if newest == 4:
-        chex.assert_trees_all_equal(
-            micro_run.state_after(self.config, self.workdir, 4), expected)
+        chex.assert_trees_all_equal(micro_run.state_after(self.config, self.workdir, 4), expected)
       shutil.copyfile(path.replace(self.workdir, whole), path)
     self.assertGreater(passed_over, 5)
     self.assertLen(logged, passed_over)
@@ -316,16 +331,21 @@ class NonfiniteTest(FaultCase):
   def test_stop_is_one_line_and_a_dump_even_without_logs(self):
     with self.poisoned(3):
       with self.assertRaisesRegex(
-          RunError, r'^gradients or losses were not finite in 4 [^\n]*up to update 3[^\n]*rollback$'):
+          RunError, r'^gradients or losses were not finite in 4 [^\n]*up to update 3[^\n]*rollback$'
+      ):
         micro_run.train(make_config(), self.workdir)
-    with open(os.path.join(self.workdir, 'episodes', 'nonfinite_000003.jsonl'), encoding='utf-8') as f:
+    with open(
+        os.path.join(self.workdir, 'episodes', 'nonfinite_000003.jsonl'), encoding='utf-8'
+    ) as f:
       rows = [json.loads(line) for line in f]
     self.assertLen(rows, 10)
     self.assertEqual(set(rows[0]['behaviour_logp']), {None})
     self.assertEqual(saved(self.workdir), [1, 2])
     # And the advice that the line gives works.
     with self.poisoned(3):
-      self.warnings(micro_run.train, make_config(**{'train.on_nonfinite': 'rollback'}), self.workdir)
+      self.warnings(
+          micro_run.train, make_config(**{'train.on_nonfinite': 'rollback'}), self.workdir
+      )
     self.assertEqual(steps(self.workdir), [0, 1, 2, 3, 4])
 
   def test_steps_in_a_row_count_even_if_a_later_one_of_the_update_is_good(self):
@@ -345,7 +365,7 @@ class NonfiniteTest(FaultCase):
     self.assertIn('going back to update 2, on with other questions', told[0])
     self.assertEqual(steps(self.workdir), [0, 1, 2, 3, 4])  # update 3 once: that on batch 4
     self.assertEqual(self.played.count(3), 1)
-    self.assertEqual(self.played[-2 - staleness:], list(range(4, 6 + staleness)))
+    self.assertEqual(self.played[-2 - staleness :], list(range(4, 6 + staleness)))
     state = micro_run.state_after(config, self.workdir, 4)
     self.assertTrue(all(np.isfinite(x).all() for x in jax.tree.leaves(state)))
 
@@ -356,14 +376,17 @@ class NonfiniteTest(FaultCase):
           with self.assertRaises(micro_run.Killed):
             micro_run.train(config, again, micro_run.killed_after(1))
         micro_run.train(config, again)
-      self.assertEqual(micro_run.comparable_metrics(again),
-                       micro_run.comparable_metrics(self.workdir))
+      self.assertEqual(
+          micro_run.comparable_metrics(again), micro_run.comparable_metrics(self.workdir)
+      )
       chex.assert_trees_all_equal(micro_run.state_after(config, again, 4), state)
 
   def test_rollbacks_come_to_an_end(self):
     with self.poisoned(*range(3, 100)):
       with self.assertRaisesRegex(RunError, r'^[^\n]*after 3 rollbacks to update 2: lower[^\n]*$'):
-        self.warnings(micro_run.train, make_config(**{'train.on_nonfinite': 'rollback'}), self.workdir)
+        self.warnings(
+            micro_run.train, make_config(**{'train.on_nonfinite': 'rollback'}), self.workdir
+        )
     self.assertEqual(self.played, [1, 2, 3, 4, 5, 6])
 
   def test_without_a_checkpoint_there_is_nothing_to_go_back_to(self):

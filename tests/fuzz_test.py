@@ -19,29 +19,56 @@ from stppo_jax import chat
 from stppo_jax import config as schema
 from stppo_jax import tasks
 from stppo_jax import types
+from stppo_jax import validation
 from stppo_jax.envs import rewards
 from stppo_jax.envs import search
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from tests import tiny_tokenizer
+from tests.support import tiny_tokenizer
 
 ROOT = pathlib.Path(__file__).parent.parent
-FIELDS = ('id', 'title', 'text', 'contents', 'question', 'answers', 'answer', 'options', 'hops', 'gold',
-          'steps', 'evidence', 'split', 'dataset')
+FIELDS = (
+    'id',
+    'title',
+    'text',
+    'contents',
+    'question',
+    'answers',
+    'answer',
+    'options',
+    'hops',
+    'gold',
+    'steps',
+    'evidence',
+    'split',
+    'dataset',
+)
 json_values = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4),
-              st.just('\ud800')),
-    lambda inner: st.one_of(st.lists(inner, max_size=3),
-                            st.dictionaries(st.sampled_from((*FIELDS, 'q', 'a')), inner, max_size=3)),
-    max_leaves=6)
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.just('\ud800')
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from((*FIELDS, 'q', 'a')), inner, max_size=3),
+    ),
+    max_leaves=6,
+)
 json_rows = st.one_of(
     st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=8).map(
-        lambda row: json.dumps(row).encode()),
+        lambda row: json.dumps(row).encode()
+    ),
     json_values.map(lambda value: json.dumps(value).encode()),
     st.binary(max_size=30),
-    st.sampled_from([b'[' * 100_000, b'{"id": ' + b'9' * 5000 + b'}', b'{"id": 1e999}', b'\x00', b'']))
-many = hypothesis.settings(deadline=None, max_examples=100, derandomize=True,
-                           suppress_health_check=list(hypothesis.HealthCheck))
+    st.sampled_from(
+        [b'[' * 100_000, b'{"id": ' + b'9' * 5000 + b'}', b'{"id": 1e999}', b'\x00', b'']
+    ),
+)
+many = hypothesis.settings(
+    deadline=None,
+    max_examples=100,
+    derandomize=True,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
 
 
 def user_errors(test, call):
@@ -82,9 +109,15 @@ class FuzzTest(absltest.TestCase):
       self.assertIsNone(user_errors(self, lambda: tasks.load_tasks(path, 'train')))
 
   @many
-  @hypothesis.given(st.lists(st.one_of(
-      st.sampled_from(['<search>', '</search>', '<answer>', '</answer>', '\n', ' ', 'a']), st.text()),
-                             max_size=12).map(''.join))
+  @hypothesis.given(
+      st.lists(
+          st.one_of(
+              st.sampled_from(['<search>', '</search>', '<answer>', '</answer>', '\n', ' ', 'a']),
+              st.text(),
+          ),
+          max_size=12,
+      ).map(''.join)
+  )
   def test_actions(self, text):
     kind, content = search.parse_action(text)
     self.assertIn(kind, ('search', 'answer', 'invalid'))
@@ -110,7 +143,7 @@ class FuzzTest(absltest.TestCase):
     path = pathlib.Path(self.folder, 'tokenizer.json')
     whole = path.read_bytes()
     at = place % len(whole)
-    path.write_bytes(whole[:at] + broken + (b'' if cut else whole[at + len(broken):]))
+    path.write_bytes(whole[:at] + broken + (b'' if cut else whole[at + len(broken) :]))
     try:
       tokenizer = user_errors(self, lambda: chat.load_tokenizer(self.folder))
     finally:
@@ -119,63 +152,121 @@ class FuzzTest(absltest.TestCase):
       chat.encode_observation(tokenizer, 'x</information>', 100)
 
   @hypothesis.settings(many, max_examples=25)  # each writes and opens a folder
-  @hypothesis.given(st.one_of(
-      st.binary(max_size=60),
-      st.tuples(st.integers(0, 2**64 - 1), st.binary(max_size=40)).map(
-          lambda pair: struct.pack('<Q', pair[0]) + pair[1]),
-      st.dictionaries(st.sampled_from(['model.norm.weight', '__metadata__', 'x']), st.one_of(
-          json_values, st.fixed_dictionaries({
-              'dtype': st.sampled_from(['F32', 'I64', 'F99', 3]),
-              'shape': st.lists(st.integers(-1, 2**63), max_size=3),
-              'data_offsets': st.lists(st.integers(-1, 2**63), max_size=3)})), max_size=3).map(
-                  lambda header: struct.pack('<Q', len(json.dumps(header)))
-                  + json.dumps(header).encode())))
+  @hypothesis.given(
+      st.one_of(
+          st.binary(max_size=60),
+          st.tuples(st.integers(0, 2**64 - 1), st.binary(max_size=40)).map(
+              lambda pair: struct.pack('<Q', pair[0]) + pair[1]
+          ),
+          st.dictionaries(
+              st.sampled_from(['model.norm.weight', '__metadata__', 'x']),
+              st.one_of(
+                  json_values,
+                  st.fixed_dictionaries(
+                      {
+                          'dtype': st.sampled_from(['F32', 'I64', 'F99', 3]),
+                          'shape': st.lists(st.integers(-1, 2**63), max_size=3),
+                          'data_offsets': st.lists(st.integers(-1, 2**63), max_size=3),
+                      }
+                  ),
+              ),
+              max_size=3,
+          ).map(
+              lambda header: struct.pack('<Q', len(json.dumps(header)))
+              + json.dumps(header).encode()
+          ),
+      )
+  )
   def test_safetensors(self, content):
-    config = decoder.ModelConfig(vocab_size=8, d_model=4, num_layers=1, num_heads=1, num_kv_heads=1,
-                                 head_dim=4, d_ff=4, qkv_bias=True)
+    config = decoder.ModelConfig(
+        vocab_size=8,
+        d_model=4,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=4,
+        d_ff=4,
+        qkv_bias=True,
+    )
     if not os.path.exists(os.path.join(self.folder, 'config.json')):
-      convert.save_hf(self.folder, config, jax.tree.map(
-          np.array, decoder.init(jax.random.key(0), config)))
+      convert.save_hf(
+          self.folder, config, jax.tree.map(np.array, decoder.init(jax.random.key(0), config))
+      )
     self.path('model.safetensors', content)
     self.assertIsNone(user_errors(self, lambda: convert.load_hf(self.folder)))
 
   @many
-  @hypothesis.given(st.one_of(st.binary(max_size=40), json_values.map(lambda x: json.dumps(x).encode()),
-                              st.dictionaries(st.sampled_from([
-                                  'model_type', 'hidden_size', 'num_hidden_layers', 'vocab_size',
-                                  'num_attention_heads', 'num_key_value_heads', 'rope_parameters',
-                                  'intermediate_size', 'rms_norm_eps', 'hidden_act', 'head_dim']),
-                                  st.one_of(json_values, st.sampled_from(['qwen2', 'llama', 'silu', 8])),
-                                  max_size=11).map(lambda x: json.dumps(x).encode()),
-                              st.just(b'[' * 100_000)))
+  @hypothesis.given(
+      st.one_of(
+          st.binary(max_size=40),
+          json_values.map(lambda x: json.dumps(x).encode()),
+          st.dictionaries(
+              st.sampled_from(
+                  [
+                      'model_type',
+                      'hidden_size',
+                      'num_hidden_layers',
+                      'vocab_size',
+                      'num_attention_heads',
+                      'num_key_value_heads',
+                      'rope_parameters',
+                      'intermediate_size',
+                      'rms_norm_eps',
+                      'hidden_act',
+                      'head_dim',
+                  ]
+              ),
+              st.one_of(json_values, st.sampled_from(['qwen2', 'llama', 'silu', 8])),
+              max_size=11,
+          ).map(lambda x: json.dumps(x).encode()),
+          st.just(b'[' * 100_000),
+      )
+  )
   def test_model_configs(self, content):
     self.path('config.json', content)
     user_errors(self, lambda: convert.load_config(self.folder))
 
   @many
-  @hypothesis.given(st.dictionaries(
-      st.sampled_from(sorted({*schema.AT_LEAST, *schema.AT_MOST, 'rollout.max_total', 'rollout.top_p',
-                              'algorithm.dual_clip'})),
-      st.one_of(st.integers(-3, 3), st.integers(), st.floats()), max_size=5))
+  @hypothesis.given(
+      st.dictionaries(
+          st.sampled_from(
+              sorted(
+                  path
+                  for path, rules, _ in validation.fields(schema.Config())
+                  if (rules.at_least, rules.at_most, rules.above) != (None, None, None)
+              )
+          ),
+          st.one_of(st.integers(-3, 3), st.integers(), st.floats()),
+          max_size=5,
+      )
+  )
   def test_config_numbers(self, values):
     config = schema.Config()
     for path, value in values.items():
       section, name = ('', path) if '.' not in path else path.split('.')
       setattr(getattr(config, section) if section else config, name, value)
-    user_errors(self, lambda: schema.validate(config))
+    user_errors(self, lambda: validation.validate(config))
     self.assertTrue(dataclasses.is_dataclass(config))
 
 
 class NoPickleTest(absltest.TestCase):
 
   def test_nothing_reads_or_writes_pickles(self):
-    for path in [*(ROOT / 'stppo_jax').rglob('*.py'), *(ROOT / 'experiments').rglob('*.py'),
-                 ROOT / 'run.py']:
+    for path in [
+        *(ROOT / 'stppo_jax').rglob('*.py'),
+        *(ROOT / 'experiments').rglob('*.py'),
+        ROOT / 'run.py',
+    ]:
       for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
-        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else (
-            [node.module] if isinstance(node, ast.ImportFrom) else [])
+        modules = (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else ([node.module] if isinstance(node, ast.ImportFrom) else [])
+        )
         for module in modules:
-          self.assertNotIn(module.split('.')[0], ('pickle', 'dill', 'joblib', 'shelve', 'marshal'), path)
+          self.assertNotIn(
+              module.split('.')[0], ('pickle', 'dill', 'joblib', 'shelve', 'marshal'), path
+          )
         if isinstance(node, ast.keyword) and node.arg == 'allow_pickle':
           self.assertIs(node.value.value, False, path)
 

@@ -29,14 +29,23 @@ try:
 except ImportError as error:
   raise unittest.SkipTest(f'needs requirements-gguf.txt: {error}') from error
 
-REFERENCES = pathlib.Path(__file__).parent / 'reference_logits'
+REFERENCES = pathlib.Path(__file__).parent / 'support' / 'reference_logits'
 # llama.cpp's names, by hand: the code takes them from the package.
 NAMES = {
-  'embed_tokens': 'token_embd', 'norm': 'output_norm', 'lm_head': 'output',
-  'input_layernorm': 'attn_norm', 'post_attention_layernorm': 'ffn_norm',
-  'q_proj': 'attn_q', 'k_proj': 'attn_k', 'v_proj': 'attn_v', 'o_proj': 'attn_output',
-  'q_norm': 'attn_q_norm', 'k_norm': 'attn_k_norm',
-  'gate_proj': 'ffn_gate', 'up_proj': 'ffn_up', 'down_proj': 'ffn_down',
+    'embed_tokens': 'token_embd',
+    'norm': 'output_norm',
+    'lm_head': 'output',
+    'input_layernorm': 'attn_norm',
+    'post_attention_layernorm': 'ffn_norm',
+    'q_proj': 'attn_q',
+    'k_proj': 'attn_k',
+    'v_proj': 'attn_v',
+    'o_proj': 'attn_output',
+    'q_norm': 'attn_q_norm',
+    'k_norm': 'attn_k_norm',
+    'gate_proj': 'ffn_gate',
+    'up_proj': 'ffn_up',
+    'down_proj': 'ffn_down',
 }
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 
@@ -46,11 +55,17 @@ forward = jax.jit(decoder.forward, static_argnums=1)
 def header_of(config):
   """What a GGUF file says of a model: key without architecture -> value."""
   return {
-    'block_count': config.num_layers, 'context_length': 256, 'embedding_length': config.d_model,
-    'feed_forward_length': config.d_ff, 'attention.head_count': config.num_heads,
-    'attention.head_count_kv': config.num_kv_heads, 'attention.key_length': config.head_dim,
-    'attention.value_length': config.head_dim, 'rope.dimension_count': config.head_dim,
-    'rope.freq_base': config.rope_theta, 'attention.layer_norm_rms_epsilon': config.rms_norm_eps,
+      'block_count': config.num_layers,
+      'context_length': 256,
+      'embedding_length': config.d_model,
+      'feed_forward_length': config.d_ff,
+      'attention.head_count': config.num_heads,
+      'attention.head_count_kv': config.num_kv_heads,
+      'attention.key_length': config.head_dim,
+      'attention.value_length': config.head_dim,
+      'rope.dimension_count': config.head_dim,
+      'rope.freq_base': config.rope_theta,
+      'attention.layer_norm_rms_epsilon': config.rms_norm_eps,
   }
 
 
@@ -59,9 +74,14 @@ def tokenizer_of(num_tokens):
   tokens = ['<|start|>', '<|end|>', '<|pad|>', 'a', 'b', 'ab']
   tokens += [chr(0x30 + i) for i in range(num_tokens - len(tokens))]
   return {
-    'model': 'gpt2', 'pre': 'smollm', 'tokens': tokens, 'merges': ['a b'],
-    'token_type': [CONTROL] * 3 + [NORMAL] * (num_tokens - 3),
-    'bos_token_id': 0, 'eos_token_id': 1, 'padding_token_id': 2,
+      'model': 'gpt2',
+      'pre': 'smollm',
+      'tokens': tokens,
+      'merges': ['a b'],
+      'token_type': [CONTROL] * 3 + [NORMAL] * (num_tokens - 3),
+      'bos_token_id': 0,
+      'eos_token_id': 1,
+      'padding_token_id': 2,
   }
 
 
@@ -73,8 +93,11 @@ def tensors_of(folder, config, quantised=()):
     *_, part, kind = name.split('.')
     if config.family == 'llama' and part in ('q_proj', 'k_proj'):
       tensor = pair_up(tensor, config.head_dim)
-    name = f'{NAMES[part]}.{kind}' if 'layers' not in name else (
-      f'blk.{name.split(".")[2]}.{NAMES[part]}.{kind}')
+    name = (
+        f'{NAMES[part]}.{kind}'
+        if 'layers' not in name
+        else (f'blk.{name.split(".")[2]}.{NAMES[part]}.{kind}')
+    )
     kind = gguf.GGMLQuantizationType.Q8_0 if part in quantised else gguf.GGMLQuantizationType.F32
     tensors[name] = (gguf.quants.quantize(tensor, kind), kind)
   return tensors
@@ -98,8 +121,13 @@ def write(path, family, header, tokenizer, tensors, chat_template=None):
   if chat_template:
     values['tokenizer.chat_template'] = chat_template
   for name, value in values.items():
-    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
-             str: writer.add_string, list: writer.add_array}
+    kinds = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
     kinds[type(value)](name, value)
   for name, (tensor, kind) in tensors.items():
     writer.add_tensor(name, tensor, raw_dtype=kind)
@@ -120,9 +148,10 @@ class GgufTest(parameterized.TestCase):
     """A file that holds the random model of that name; `changes` are keys of its parts."""
     config = convert.load_config(REFERENCES / name)
     parts = {
-      'family': config.family, 'header': header_of(config),
-      'tokenizer': tokenizer_of(config.vocab_size),
-      'tensors': tensors_of(REFERENCES / name, config, quantised),
+        'family': config.family,
+        'header': header_of(config),
+        'tokenizer': tokenizer_of(config.vocab_size),
+        'tensors': tensors_of(REFERENCES / name, config, quantised),
     }
     for part, change in changes.items():
       if isinstance(change, dict):  # a key that is None goes
@@ -153,8 +182,18 @@ class ModelTest(GgufTest):
     8192 / 4443 = 1.844 turns, so s = (1.844 - 1) / 3 = .2813 and it is stretched 1 / ((1 - s) / 8 + s).
     """
     config = decoder.ModelConfig(
-      vocab_size=48, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=40,
-      rope_theta=500_000.0, rope_scaling=(8.0, 1.0, 4.0, 8192), family='llama', max_positions=256)
+        vocab_size=48,
+        d_model=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        d_ff=40,
+        rope_theta=500_000.0,
+        rope_scaling=(8.0, 1.0, 4.0, 8192),
+        family='llama',
+        max_positions=256,
+    )
     shapes = jax.eval_shape(functools.partial(decoder.init, config=config), jax.random.key(0))
     random = np.random.default_rng(0)
     params = jax.tree.map(lambda s: random.normal(size=s.shape).astype(np.float32), shapes)
@@ -198,8 +237,9 @@ class ModelTest(GgufTest):
 
   @absltest.skipUnless(importlib.util.find_spec('torch'), 'torch is not installed')
   def test_transformers_reads_the_folder(self):
-    from tests import make_reference_logits  # needs torch
     import transformers
+
+    from tests.support import make_reference_logits  # needs torch
 
     self.write_reference('llama_tied', chat_template="{{ messages[0]['content'] }}<|end|>")
     ours.convert_file(self.path, self.folder)
@@ -221,11 +261,13 @@ class TokenizerTest(GgufTest):
     return chat.load_tokenizer(str(self.folder))
 
   @parameterized.parameters(
-    ('gpt-2', ['It', "'s", ' 2024', ',', ' in', '   ', ' Rome', '!', '\n', '\n', 'OK']),
-    ('smollm', ['It', "'s", ' ', '2', '0', '2', '4', ',', ' in', '   ', ' Rome', '!', '\n', '\n',
-                'OK']),
-    ('qwen2', ['It', "'s", ' ', '2', '0', '2', '4', ',', ' in', '   ', ' Rome', '!\n\n', 'OK']),
-    ('llama-bpe', ['It', "'s", ' ', '202', '4', ',', ' in', '   ', ' Rome', '!\n\n', 'OK']),
+      ('gpt-2', ['It', "'s", ' 2024', ',', ' in', '   ', ' Rome', '!', '\n', '\n', 'OK']),
+      (
+          'smollm',
+          ['It', "'s", ' ', '2', '0', '2', '4', ',', ' in', '   ', ' Rome', '!', '\n', '\n', 'OK'],
+      ),
+      ('qwen2', ['It', "'s", ' ', '2', '0', '2', '4', ',', ' in', '   ', ' Rome', '!\n\n', 'OK']),
+      ('llama-bpe', ['It', "'s", ' ', '202', '4', ',', ' in', '   ', ' Rome', '!\n\n', 'OK']),
   )
   def test_text_is_cut_where_the_original_cuts(self, pre, expected):
     """Digits one by one (SmolLM2, Qwen), by threes (Llama 3) or together (GPT-2)."""
@@ -240,22 +282,39 @@ class TokenizerTest(GgufTest):
     texts = ["It's 2024: the moon's 29 days.", 'naïve café, the moon\n\n\tthe 1,234 moons'] * 3
     original = tokenizers.Tokenizer(tokenizers.models.BPE())
     original.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(ours.PRE_TOKENIZERS[pre])
-    original.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
-      vocab_size=320, special_tokens=['<|end|>', '<tool>'], show_progress=False,
-      initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    original.train_from_iterator(
+        texts,
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=320,
+            special_tokens=['<|end|>', '<tool>'],
+            show_progress=False,
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     written = json.loads(original.to_str())['model']
     tokens = sorted(written['vocab'], key=written['vocab'].get)
-    config = dataclasses.replace(convert.load_config(REFERENCES / 'llama_tied'),
-                                 vocab_size=len(tokens) + 1)
+    config = dataclasses.replace(
+        convert.load_config(REFERENCES / 'llama_tied'), vocab_size=len(tokens) + 1
+    )
     shapes = jax.eval_shape(functools.partial(decoder.init, config=config), jax.random.key(0))
     params = jax.tree.map(lambda s: np.ones(s.shape, np.float32), shapes)
     convert.save_hf(self.root / 'original', config, params)
-    write(self.path, 'llama', header_of(config), {
-      'model': 'gpt2', 'pre': pre, 'tokens': [*tokens, '[unused]'],
-      'merges': [' '.join(pair) for pair in written['merges']],
-      'token_type': [CONTROL, USER_DEFINED] + [NORMAL] * (len(tokens) - 2) + [UNUSED],
-      'eos_token_id': 0, 'bos_token_id': 0, 'add_bos_token': True,
-    }, tensors_of(self.root / 'original', config))
+    write(
+        self.path,
+        'llama',
+        header_of(config),
+        {
+            'model': 'gpt2',
+            'pre': pre,
+            'tokens': [*tokens, '[unused]'],
+            'merges': [' '.join(pair) for pair in written['merges']],
+            'token_type': [CONTROL, USER_DEFINED] + [NORMAL] * (len(tokens) - 2) + [UNUSED],
+            'eos_token_id': 0,
+            'bos_token_id': 0,
+            'add_bos_token': True,
+        },
+        tensors_of(self.root / 'original', config),
+    )
     ours.convert_file(self.path, self.folder)
     again = tokenizers.Tokenizer.from_file(str(self.folder / 'tokenizer.json'))
     for text in [*texts, 'unseen 56789 wörds <tool> <|end|>\r\n ends', '[unused]']:
@@ -303,7 +362,9 @@ class RefusalTest(GgufTest):
     with self.assertRaisesRegex(UserError, "dtype 'int8' is unknown; allowed: float32, bfloat16"):
       ours.convert_file(self.path, self.folder, 'int8')
 
-  @parameterized.parameters(b'', b'GGUF', b'a text, and not a model', b'GGUF\x09\0\0\0' + b'\0' * 64)
+  @parameterized.parameters(
+      b'', b'GGUF', b'a text, and not a model', b'GGUF\x09\0\0\0' + b'\0' * 64
+  )
   def test_another_file(self, content):
     self.path.write_bytes(content)
     self.refuses('is not a whole GGUF file', 'download it again')
@@ -315,15 +376,24 @@ class RefusalTest(GgufTest):
   def test_truncated_anywhere(self):
     self.write_reference('llama_tied')
     whole = self.path.read_bytes()
-    for end in [*range(0, 4000, 61), *range(4000, len(whole) - 1, len(whole) // 40), len(whole) - 1]:
+    for end in [
+        *range(0, 4000, 61),
+        *range(4000, len(whole) - 1, len(whole) // 40),
+        len(whole) - 1,
+    ]:
       self.path.write_bytes(whole[:end])
       self.refuses('is not a whole GGUF file')
 
   def test_endless_array(self):
     """An array said to be of 2^60 bytes: the package would go on past the end of the file."""
     self.path.write_bytes(
-      b'GGUF\x03\0\0\0' + np.array([0, 1, 1], np.uint64).tobytes() + b'k'
-      + np.array([9, 0], np.uint32).tobytes() + np.array([2**60], np.uint64).tobytes() + b'\0' * 64)
+        b'GGUF\x03\0\0\0'
+        + np.array([0, 1, 1], np.uint64).tobytes()
+        + b'k'
+        + np.array([9, 0], np.uint32).tobytes()
+        + np.array([2**60], np.uint64).tobytes()
+        + b'\0' * 64
+    )
     self.refuses('is not a whole GGUF file (it ends before byte')
 
   def test_broken_bytes(self):
@@ -343,32 +413,39 @@ class RefusalTest(GgufTest):
     self.assertGreater(refused, 100)
 
   @parameterized.parameters(
-    ({'family': 'gpt2'}, "architecture 'gpt2' is not supported; allowed: llama, qwen2, qwen3"),
-    ({'header': {'block_count': None}}, 'llama.block_count is missing'),
-    ({'header': {'block_count': 'two'}}, 'llama.block_count is of type str, not int'),
-    ({'header': {'block_count': 0}}, 'llama.block_count = 0 is not a positive number'),
-    ({'header': {'block_count': 2**31}}, 'but the file holds only 20 tensors'),
-    ({'header': {'block_count': 1}}, 'unknown tensor blk.1.attn_k.weight (9 in all)'),
-    ({'header': {'attention.head_count': [4, 4]}}, 'head_count is of type list, not int'),
-    ({'header': {'attention.head_count': 2}}, 'attn_q.weight has shape [32, 32], the header implies'),
-    ({'header': {'rope.dimension_count': 4}}, 'llama.rope.dimension_count = 4 of 8 channels'),
-    ({'header': {'rope.scaling.type': 'yarn'}}, "rope scaling 'yarn' is not supported"),
-    ({'header': {'rope.freq_base': -1.0}}, 'rope.freq_base = -1.0 is not a positive number'),
-    ({'tokenizer': {'model': 'llama'}}, "tokenizer 'llama' with pre-tokenizer 'smollm' is not"),
-    ({'tokenizer': {'pre': None}}, "with pre-tokenizer '' is not supported; allowed: 'gpt2'"),
-    ({'tokenizer': {'tokens': ['a'] * 48}}, '48 tokens, 1 different ones, 48 token types'),
-    ({'tokenizer': {'tokens': ['a', 'b']}}, 'token_embd.weight has shape [48, 32], the header'),
-    ({'tokenizer': {'token_type': [1]}}, '48 different ones, 1 token types'),
-    ({'tokenizer': {'merges': [1, 2]}}, 'tokenizer.ggml.merges is not a list of texts'),
-    ({'chat_template': 7}, 'tokenizer.chat_template is of type int, not str'),
-    ({'tokenizer': {'merges': ['a c']}}, 'tokens and merges do not agree'),
-    ({'tokenizer': {'merges': ['ab']}}, 'tokens and merges do not agree'),
-    ({'tokenizer': {'eos_token_id': 48}}, 'eos_token_id = 48, but there are 48 tokens'),
-    ({'tensors': {'blk.1.ffn_up.weight': None}}, 'missing tensor blk.1.ffn_up.weight'),
-    ({'tensors': {'blk.0.ffn_gate_inp.weight': (np.ones(3, np.float32), None)}},
-     'unknown tensor blk.0.ffn_gate_inp.weight (1 in all), not part of llama'),
-    ({'tensors': {'rope_freqs.weight': (np.ones(4, np.float32) * 3, None)}},
-     'rope_freqs.weight is not the scaling of Llama 3'),
+      ({'family': 'gpt2'}, "architecture 'gpt2' is not supported; allowed: llama, qwen2, qwen3"),
+      ({'header': {'block_count': None}}, 'llama.block_count is missing'),
+      ({'header': {'block_count': 'two'}}, 'llama.block_count is of type str, not int'),
+      ({'header': {'block_count': 0}}, 'llama.block_count = 0 is not a positive number'),
+      ({'header': {'block_count': 2**31}}, 'but the file holds only 20 tensors'),
+      ({'header': {'block_count': 1}}, 'unknown tensor blk.1.attn_k.weight (9 in all)'),
+      ({'header': {'attention.head_count': [4, 4]}}, 'head_count is of type list, not int'),
+      (
+          {'header': {'attention.head_count': 2}},
+          'attn_q.weight has shape [32, 32], the header implies',
+      ),
+      ({'header': {'rope.dimension_count': 4}}, 'llama.rope.dimension_count = 4 of 8 channels'),
+      ({'header': {'rope.scaling.type': 'yarn'}}, "rope scaling 'yarn' is not supported"),
+      ({'header': {'rope.freq_base': -1.0}}, 'rope.freq_base = -1.0 is not a positive number'),
+      ({'tokenizer': {'model': 'llama'}}, "tokenizer 'llama' with pre-tokenizer 'smollm' is not"),
+      ({'tokenizer': {'pre': None}}, "with pre-tokenizer '' is not supported; allowed: 'gpt2'"),
+      ({'tokenizer': {'tokens': ['a'] * 48}}, '48 tokens, 1 different ones, 48 token types'),
+      ({'tokenizer': {'tokens': ['a', 'b']}}, 'token_embd.weight has shape [48, 32], the header'),
+      ({'tokenizer': {'token_type': [1]}}, '48 different ones, 1 token types'),
+      ({'tokenizer': {'merges': [1, 2]}}, 'tokenizer.ggml.merges is not a list of texts'),
+      ({'chat_template': 7}, 'tokenizer.chat_template is of type int, not str'),
+      ({'tokenizer': {'merges': ['a c']}}, 'tokens and merges do not agree'),
+      ({'tokenizer': {'merges': ['ab']}}, 'tokens and merges do not agree'),
+      ({'tokenizer': {'eos_token_id': 48}}, 'eos_token_id = 48, but there are 48 tokens'),
+      ({'tensors': {'blk.1.ffn_up.weight': None}}, 'missing tensor blk.1.ffn_up.weight'),
+      (
+          {'tensors': {'blk.0.ffn_gate_inp.weight': (np.ones(3, np.float32), None)}},
+          'unknown tensor blk.0.ffn_gate_inp.weight (1 in all), not part of llama',
+      ),
+      (
+          {'tensors': {'rope_freqs.weight': (np.ones(4, np.float32) * 3, None)}},
+          'rope_freqs.weight is not the scaling of Llama 3',
+      ),
   )
   def test_header(self, changes, message):
     self.write_reference('llama_tied', **changes)
@@ -377,7 +454,9 @@ class RefusalTest(GgufTest):
   def test_quantisation_that_the_package_cannot_read(self):
     self.write_reference('llama_tied')
     with mock.patch.object(gguf.quants, 'dequantize', side_effect=NotImplementedError):
-      with self.assertRaisesRegex(UserError, 'is stored as F32, which the package gguf cannot read'):
+      with self.assertRaisesRegex(
+          UserError, 'is stored as F32, which the package gguf cannot read'
+      ):
         ours.convert_file(self.path, self.folder)
 
   def test_without_the_package(self):

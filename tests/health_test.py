@@ -7,13 +7,22 @@ from absl.testing import parameterized
 import numpy as np
 
 from stppo_jax import config as schema
-from stppo_jax.training import health
+from stppo_jax.monitoring import health
 
 LIMITS = dataclasses.asdict(schema.Health())
 GOOD = {
-    'critic/score/mean': 0.5, 'actor/entropy': 0.6, 'actor/kl_loss': 0.05, 'actor/ppo_kl': 0.001,
-    'rollout_corr/k3_kl': 1e-4, 'env/invalid_share': 0.1, 'env/repeated_share': 0.1,
-    'env/empty_share': 0.0, 'env/cut_share': 0.05, 'env/truncated': 0.2, 'env/retrieval_failed': 0.0}
+    'critic/score/mean': 0.5,
+    'actor/entropy': 0.6,
+    'actor/kl_loss': 0.05,
+    'actor/ppo_kl': 0.001,
+    'rollout_corr/k3_kl': 1e-4,
+    'env/invalid_share': 0.1,
+    'env/repeated_share': 0.1,
+    'env/empty_share': 0.0,
+    'env/cut_share': 0.05,
+    'env/truncated': 0.2,
+    'env/retrieval_failed': 0.0,
+}
 
 
 def curve(metric, values):
@@ -22,8 +31,11 @@ def curve(metric, values):
 
 def alarms_along(rows, window=3, limits=LIMITS):
   """[(number of the row, name, is_new)] of everything that is broken on the way."""
-  return [(n, alarm.name, alarm.is_new) for n in range(1, len(rows) + 1)
-          for alarm in health.check(rows[:n], limits, window)]
+  return [
+      (n, alarm.name, alarm.is_new)
+      for n in range(1, len(rows) + 1)
+      for alarm in health.check(rows[:n], limits, window)
+  ]
 
 
 class HealthTest(parameterized.TestCase):
@@ -33,16 +45,24 @@ class HealthTest(parameterized.TestCase):
 
   def test_a_good_run_is_quiet(self):
     rng = np.random.default_rng(0)
-    rows = [{name: value * rng.uniform(0.7, 1.3) for name, value in GOOD.items()} for _ in range(40)]
+    rows = [
+        {name: value * rng.uniform(0.7, 1.3) for name, value in GOOD.items()} for _ in range(40)
+    ]
     self.assertEmpty(alarms_along(rows))
 
   @parameterized.parameters(
-      ('kl', 'actor/kl_loss', 2.0), ('ppo_kl', 'actor/ppo_kl', 0.4),
-      ('sampler_gap', 'rollout_corr/k3_kl', 0.05), ('invalid', 'env/invalid_share', 1.0),
-      ('repeated', 'env/repeated_share', 1.0), ('empty', 'env/empty_share', 0.4),
-      ('cut', 'env/cut_share', 0.8), ('truncated', 'env/truncated', 1.0),
+      ('kl', 'actor/kl_loss', 2.0),
+      ('ppo_kl', 'actor/ppo_kl', 0.4),
+      ('sampler_gap', 'rollout_corr/k3_kl', 0.05),
+      ('invalid', 'env/invalid_share', 1.0),
+      ('repeated', 'env/repeated_share', 1.0),
+      ('empty', 'env/empty_share', 0.4),
+      ('cut', 'env/cut_share', 0.8),
+      ('truncated', 'env/truncated', 1.0),
       ('retrieval_failed', 'env/retrieval_failed', 0.5),
-      ('score_drop', 'critic/score/mean', 0.0), ('entropy_drop', 'actor/entropy', 0.0))
+      ('score_drop', 'critic/score/mean', 0.0),
+      ('entropy_drop', 'actor/entropy', 0.0),
+  )
   def test_a_rule_is_broken_by_its_own_metric_and_new_once(self, name, metric, bad):
     rows = curve(metric, [GOOD[metric]] * 5 + [bad] * 5 + [GOOD[metric]] * 5 + [bad] * 3)
     found = alarms_along(rows)
@@ -80,8 +100,9 @@ class HealthTest(parameterized.TestCase):
 
   def test_what_is_watched_is_enough(self):
     rows = curve('env/empty_share', [1.0] * 4)
-    self.assertEqual(alarms_along([health.watched({**row, 'other': 1.0}) for row in rows]),
-                     alarms_along(rows))
+    self.assertEqual(
+        alarms_along([health.watched({**row, 'other': 1.0}) for row in rows]), alarms_along(rows)
+    )
     self.assertEqual(health.watched({'other': 1.0, 'actor/entropy': 0.5}), {'actor/entropy': 0.5})
 
   def test_flags(self):
@@ -94,18 +115,26 @@ class HealthTest(parameterized.TestCase):
   def test_the_line_names_metric_values_limit_and_place(self):
     alarm = health.check(curve('env/empty_share', [0.25] * 3), LIMITS, 3)[0]
     self.assertEqual(
-        alarm.line(3, 'line 2 of X'), 'health: turns are empty: env/empty_share is 0.25 over the last '
-        '3 updates, beyond 0.1 (config.health.empty); look at line 2 of X')
+        alarm.line(3, 'line 2 of X'),
+        'health: turns are empty: env/empty_share is 0.25 over the last '
+        '3 updates, beyond 0.1 (config.health.empty); look at line 2 of X',
+    )
 
 
 def record(turns, actions=None, score=0.0, **fields):
   """A line of episodes/*.jsonl: one prompt token, then the turns' pieces."""
   pieces = ['Q'] + sum(turns, [])
   return {
-      'actions': actions or ['search'] * len(turns), 'score': score, 'truncated': False,
-      'failed': False, 'pieces': pieces, 'tokens': [hash(piece) % 1000 for piece in pieces],
+      'actions': actions or ['search'] * len(turns),
+      'score': score,
+      'truncated': False,
+      'failed': False,
+      'pieces': pieces,
+      'tokens': [hash(piece) % 1000 for piece in pieces],
       'turn_ids': [0] + [k for k, turn in enumerate(turns, 1) for _ in turn],
-      'behaviour_logp': [-0.5] * (len(pieces) - 1), **fields}
+      'behaviour_logp': [-0.5] * (len(pieces) - 1),
+      **fields,
+  }
 
 
 class WorstLinesTest(parameterized.TestCase):
@@ -120,8 +149,15 @@ class WorstLinesTest(parameterized.TestCase):
   ]
 
   @parameterized.parameters(
-      ('repeated', [2, 4]), ('empty', [3]), ('invalid', [3]), ('truncated', [5]),
-      ('retrieval_failed', [6]), ('score_drop', [2, 4]), ('sampler_gap', [4, 6]), ('ppo_kl', [4]))
+      ('repeated', [2, 4]),
+      ('empty', [3]),
+      ('invalid', [3]),
+      ('truncated', [5]),
+      ('retrieval_failed', [6]),
+      ('score_drop', [2, 4]),
+      ('sampler_gap', [4, 6]),
+      ('ppo_kl', [4]),
+  )
   def test_lines(self, name, expected):
     self.assertEqual(health.worst_lines(name, self.RECORDS), expected)
 

@@ -11,23 +11,21 @@ import threading
 import time
 from unittest import mock
 
-from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
-
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import numpy as np
 
-from stppo_jax import hosts
-from stppo_jax import lifeline
-from stppo_jax import metrics as metrics_lib
 from stppo_jax import types
 from stppo_jax.envs import protocol
-from tests import tiny_run
+from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.runtime import hosts
+from stppo_jax.runtime import lifeline
+from tests.support import tiny_run
 
 ROOT = pathlib.Path(__file__).parent.parent
-EXPERIMENT = '''
-from tests import tiny_run
+EXPERIMENT = """
+from tests.support import tiny_run
 def get_config(mode=""):
   config = tiny_run.make_config({folder!r})
   config.algorithm.variant = 'grpo'  # no critic: less to compile
@@ -39,7 +37,7 @@ def get_config(mode=""):
   config.eval.every = 0
   config.eval.rows = 3  # which two devices cannot split
   return config
-'''
+"""
 
 
 class Counter:
@@ -53,14 +51,22 @@ class Counter:
 
   def step(self, action):
     self.steps += 1
-    return f'{self.name} {self.steps} {action}', 0.1, self.steps == self.last, False, {'em': np.float32(.5)}
+    return (
+        f'{self.name} {self.steps} {action}',
+        0.1,
+        self.steps == self.last,
+        False,
+        {'em': np.float32(0.5)},
+    )
 
 
 class OneProcessTest(parameterized.TestCase):
 
   def test_it_is_the_writer_and_shares_with_itself(self):
     self.assertTrue(hosts.is_writer())
-    self.assertEqual(hosts.share({'a': np.float32(.5), 'b': np.arange(2)}), [{'a': .5, 'b': [0, 1]}])
+    self.assertEqual(
+        hosts.share({'a': np.float32(0.5), 'b': np.arange(2)}), [{'a': 0.5, 'b': [0, 1]}]
+    )
     self.assertIs(hosts.split_steps([Counter('a', 1)]), protocol.step_all)
     hosts.require_same('anything', [1])
     self.assertEqual(hosts.by_writer(max, 1, 2), 2)
@@ -84,7 +90,8 @@ class OneProcessTest(parameterized.TestCase):
       (dict(process_id=0, num_processes=2), '--num_processes=2 --process_id=0 alone'),
       (dict(coordinator='a', num_processes=2, process_id=0), 'no port'),
       (dict(coordinator='a:1', num_processes=2, process_id=2), '--process_id=2 of'),
-      (dict(cluster=True, process_id=1), '--distributed with --process_id=1'))
+      (dict(cluster=True, process_id=1), '--distributed with --process_id=1'),
+  )
   def test_flags_that_cannot_be(self, flags, words):
     with self.assertRaisesRegex(types.UserError, words):
       hosts.initialize(**flags)
@@ -121,9 +128,14 @@ class SplitStepsTest(parameterized.TestCase):
     play(0, envs[0], outcomes[0])
     other.join()
     self.assertEqual(outcomes[0], outcomes[1])
-    self.assertEqual([[outcome[0] for outcome in stepped] for stepped in outcomes[0]], [
-        ['a 1 go a', 'b 1 go b', 'c 1 go c', 'd 1 go d', 'e 1 go e'],
-        ['b 2 go b', 'c 2 go c', 'e 2 go e'], ['b 3 go b', 'e 3 go e']])
+    self.assertEqual(
+        [[outcome[0] for outcome in stepped] for stepped in outcomes[0]],
+        [
+            ['a 1 go a', 'b 1 go b', 'c 1 go c', 'd 1 go d', 'e 1 go e'],
+            ['b 2 go b', 'c 2 go c', 'e 2 go e'],
+            ['b 3 go b', 'e 3 go e'],
+        ],
+    )
     self.assertEqual([env.steps for env in envs[0]], [1, 0, 2, 0, 3])
     self.assertEqual([env.steps for env in envs[1]], [0, 3, 0, 1, 0])
 
@@ -137,9 +149,11 @@ class LifelineTest(absltest.TestCase):
     self.ended = {}
     for i, line in enumerate((self.first, *self.others)):
       ending = threading.Event()
+
       def end(line, code, reason, i=i, ending=ending):
         self.ended[i] = reason
         ending.set()
+
       line.end, line.ending = end, ending
     address = self.first.listen(3) | {'hosts': ['localhost']}
     with socket.create_connection(('localhost', address['port'])) as stranger:
@@ -180,17 +194,33 @@ class TwoProcessesTest(absltest.TestCase):
     cls.tmp = cls.enterClassContext(tempfile.TemporaryDirectory())
     tiny_run.write(cls.tmp)
     pathlib.Path(cls.tmp, 'experiment.py').write_text(
-        EXPERIMENT.format(folder=cls.tmp), encoding='utf-8')
+        EXPERIMENT.format(folder=cls.tmp), encoding='utf-8'
+    )
 
   def start(self, workdir, devices, *arguments):
-    env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
-           'PYTHONPATH': str(ROOT), 'JAX_COMPILATION_CACHE_DIR': f'{self.tmp}/compiled',
-           'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}'}
+    env = {
+        **os.environ,
+        'JAX_PLATFORMS': 'cpu',
+        'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+        'PYTHONPATH': str(ROOT),
+        'JAX_COMPILATION_CACHE_DIR': f'{self.tmp}/compiled',
+        'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+    }
     # To a file: a pipe that nobody reads would stop the process.
     log = open(os.path.join(self.tmp, f'log_{len(os.listdir(self.tmp))}'), 'w+', encoding='utf-8')
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / 'run.py'), f'--config={self.tmp}/experiment.py',
-         f'--workdir={self.tmp}/{workdir}', *arguments], stdout=log, stderr=log, env=env, text=True)
+        [
+            sys.executable,
+            str(ROOT / 'run.py'),
+            f'--config={self.tmp}/experiment.py',
+            f'--workdir={self.tmp}/{workdir}',
+            *arguments,
+        ],
+        stdout=log,
+        stderr=log,
+        env=env,
+        text=True,
+    )
     process.log = log
     self.addCleanup(log.close)
     self.addCleanup(process.wait)
@@ -201,8 +231,17 @@ class TwoProcessesTest(absltest.TestCase):
     with socket.socket() as probe:
       probe.bind(('localhost', 0))
       port = probe.getsockname()[1]
-    return [self.start('two', 1, f'--coordinator=localhost:{port}', '--num_processes=2',
-                       f'--process_id={i}', *arguments) for i in range(2)]
+    return [
+        self.start(
+            'two',
+            1,
+            f'--coordinator=localhost:{port}',
+            '--num_processes=2',
+            f'--process_id={i}',
+            *arguments,
+        )
+        for i in range(2)
+    ]
 
   def said(self, process):
     process.log.seek(0)
@@ -212,7 +251,7 @@ class TwoProcessesTest(absltest.TestCase):
     while not condition():
       for process in processes:
         self.assertIsNone(process.poll(), self.said(process))
-      time.sleep(.1)
+      time.sleep(0.1)
 
   def assert_ended_by_the_death_of(self, dead, process):
     self.assertEqual(process.wait(60), 1)
@@ -239,16 +278,25 @@ class TwoProcessesTest(absltest.TestCase):
       expected = metrics_lib.read_metrics(f'{self.tmp}/one')
       rows = metrics_lib.read_metrics(f'{self.tmp}/two')
       for step in range(3):
-        names = [name for name in rows[step]
-                 if name != 'time' and not name.startswith(('timing_s/', 'perf/'))]
+        names = [
+            name
+            for name in rows[step]
+            if name != 'time' and not name.startswith(('timing_s/', 'perf/'))
+        ]
         self.assertGreater(len(names), 5)
         for name in names:
           np.testing.assert_allclose(
-              rows[step][name] or 0, expected[step][name] or 0, rtol=1e-5, atol=1e-7,
-              err_msg=f'{name} at {step}')
+              rows[step][name] or 0,
+              expected[step][name] or 0,
+              rtol=1e-5,
+              atol=1e-7,
+              err_msg=f'{name} at {step}',
+          )
       for name in ('eval_000000.jsonl', 'train_000001.jsonl', 'train_000002.jsonl'):
-        self.assertEqual([record['tokens'] for record in self.records('two', name)],
-                         [record['tokens'] for record in self.records('one', name)])
+        self.assertEqual(
+            [record['tokens'] for record in self.records('two', name)],
+            [record['tokens'] for record in self.records('one', name)],
+        )
     with self.subTest('the same command resumes; process 0 dies'):
       two = self.start_two()
       self.wait_until(lambda: 'resumed after' in self.said(two[0]), two)

@@ -27,8 +27,15 @@ def _document(query, rank):
 
 
 def _search_r1(question):
-  return {'result': [[{'document': _document(query, rank), 'score': 9.5 - rank}
-                      for rank in range(question['topk'])] for query in question['queries']]}
+  return {
+      'result': [
+          [
+              {'document': _document(query, rank), 'score': 9.5 - rank}
+              for rank in range(question['topk'])
+          ]
+          for query in question['queries']
+      ]
+  }
 
 
 def _ragen(question):
@@ -77,8 +84,9 @@ def _server(answer):
 
 
 def _retriever(url, **settings):
-  return http.HttpRetriever(url, **{'timeout_s': 5.0, 'retries': 0, 'sleep': lambda _: None,
-                                    **settings})
+  return http.HttpRetriever(
+      url, **{'timeout_s': 5.0, 'retries': 0, 'sleep': lambda _: None, **settings}
+  )
 
 
 def _counters(retriever):
@@ -128,10 +136,16 @@ class AnswersTest(parameterized.TestCase):
       retriever = _retriever(url)
       self.assertIsInstance(retriever, protocol.Retriever)
       found = retriever.search(['a', 'b'], 2)
-    self.assertEqual(questions, [
-        ('/retrieve', {'queries': ['a', 'b'], 'topk': 2, 'return_scores': True})])
-    self.assertEqual(found[1], [types.Passage('b-0', 'Title b', 'text 0\nmore', 9.5),
-                                types.Passage('b-1', 'Title b', 'text 1\nmore', 8.5)])
+    self.assertEqual(
+        questions, [('/retrieve', {'queries': ['a', 'b'], 'topk': 2, 'return_scores': True})]
+    )
+    self.assertEqual(
+        found[1],
+        [
+            types.Passage('b-0', 'Title b', 'text 0\nmore', 9.5),
+            types.Passage('b-1', 'Title b', 'text 1\nmore', 8.5),
+        ],
+    )
     self.assertEqual(_counters(retriever), (1, 0, 0, 0))
 
   def test_ragen(self):
@@ -146,8 +160,9 @@ class AnswersTest(parameterized.TestCase):
     self.assertEqual(_counters(retriever), (10, 0, 0, 0))
 
   def test_ragen_failures_are_single(self):
-    with _server(lambda question, _: (500, b'') if question['query'] == 'bad'
-                 else _ragen(question)) as (url, _):
+    with _server(
+        lambda question, _: (500, b'') if question['query'] == 'bad' else _ragen(question)
+    ) as (url, _):
       retriever = _retriever(url, dialect='ragen')
       found = retriever.search(['a', 'bad', 'c'], 1)
     self.assertEqual([passages is None for passages in found], [False, True, False])
@@ -167,8 +182,9 @@ class AnswersTest(parameterized.TestCase):
       steps = envs.step_all(rows, [f'<search>{i % 4}</search>' for i in range(6)])
     self.assertLen(questions, 1)
     self.assertEqual(questions[0][1]['queries'], ['0', '1', '2', '3'])  # equal ones go once
-    self.assertEqual([step[4]['passage_ids'][0] for step in steps],
-                     ['0-0', '1-0', '2-0', '3-0', '0-0', '1-0'])
+    self.assertEqual(
+        [step[4]['passage_ids'][0] for step in steps], ['0-0', '1-0', '2-0', '3-0', '0-0', '1-0']
+    )
 
   @parameterized.parameters(
       ('"Paris"\nA city.', 'Paris', 'A city.'),
@@ -179,7 +195,9 @@ class AnswersTest(parameterized.TestCase):
   )
   def test_contents(self, contents, title, text):
     with _server(lambda *_: {'result': [[{'document': {'id': 7, 'contents': contents}}]]}) as (
-        url, _):
+        url,
+        _,
+    ):
       self.assertEqual(_retriever(url).search(['q'], 3), [[types.Passage('7', title, text)]])
 
   def test_bare_documents_and_a_cut_at_top_k(self):
@@ -196,8 +214,9 @@ class AnswersTest(parameterized.TestCase):
     with _server(lambda question, _: _search_r1(question)) as (url, questions):
       for path in ('', '/', '/retrieve', '/v2/find'):
         _retriever(url + path).search(['q'], 1)
-    self.assertEqual([path for path, _ in questions],
-                     ['/retrieve', '/retrieve', '/retrieve', '/v2/find'])
+    self.assertEqual(
+        [path for path, _ in questions], ['/retrieve', '/retrieve', '/retrieve', '/v2/find']
+    )
 
   def test_proxies_of_the_environment_are_ignored(self):
     with mock.patch.dict(os.environ, {'http_proxy': 'http://127.0.0.1:1', 'no_proxy': ''}):
@@ -234,11 +253,17 @@ class FailuresTest(parameterized.TestCase):
         self.assertEqual(_counters(retriever)[1:], (0, 2, 0))
 
   @parameterized.named_parameters(
-      ('server_error', (500, b'boom')), ('overload', (503, b'')), ('rate', (429, b'')),
-      ('hang_up', _hang_up), ('cut_body', _cut_body))
+      ('server_error', (500, b'boom')),
+      ('overload', (503, b'')),
+      ('rate', (429, b'')),
+      ('hang_up', _hang_up),
+      ('cut_body', _cut_body),
+  )
   def test_passing_failures_are_asked_for_again(self, reply):
     with _server(lambda question, number: reply if number < 2 else _search_r1(question)) as (
-        url, questions):
+        url,
+        questions,
+    ):
       retriever = _retriever(url, retries=2)
       self.assertNotIn(None, retriever.search(['a', 'b'], 1))
       self.assertLen(questions, 3)
@@ -267,7 +292,8 @@ class FailuresTest(parameterized.TestCase):
   @parameterized.named_parameters(
       ('silence', lambda handler: time.sleep(1.0)),
       ('trickled_body', _trickle_body),
-      ('trickled_headers', _trickle_headers))
+      ('trickled_headers', _trickle_headers),
+  )
   def test_total_time_is_bounded(self, reply):
     with _server(lambda *_: reply) as (url, _):
       retriever = _retriever(url, timeout_s=0.2, retries=1)
@@ -280,8 +306,9 @@ class FailuresTest(parameterized.TestCase):
     waits = collections.defaultdict(list)
     with _server(lambda *_: (500, b'')) as (url, _):
       for run in range(2):
-        _retriever(url, retries=4, backoff_s=1.0, jitter_seed=3,
-                   sleep=waits[run].append).search(['a'], 1)
+        _retriever(url, retries=4, backoff_s=1.0, jitter_seed=3, sleep=waits[run].append).search(
+            ['a'], 1
+        )
     self.assertEqual(waits[0], waits[1])
     self.assertLen(waits[0], 4)
     for attempt, wait in enumerate(waits[0]):
@@ -289,12 +316,16 @@ class FailuresTest(parameterized.TestCase):
     self.assertLen({wait / 2**attempt for attempt, wait in enumerate(waits[0])}, 4)
 
   @parameterized.named_parameters(
-      ('null', None), ('text', 'doc'), ('no_contents', {'document': {'id': '1'}}),
+      ('null', None),
+      ('text', 'doc'),
+      ('no_contents', {'document': {'id': '1'}}),
       ('contents_a_number', {'document': {'id': '1', 'contents': 3}}),
-      ('document_null', {'document': None}), ('document_a_list', {'document': ['x']}),
+      ('document_null', {'document': None}),
+      ('document_a_list', {'document': ['x']}),
       ('score_a_word', {'document': {'id': '1', 'contents': 'x'}, 'score': 'high'}),
       ('score_nan', {'document': {'id': '1', 'contents': 'x'}, 'score': float('nan')}),
-      ('score_huge', {'document': {'id': '1', 'contents': 'x'}, 'score': 10**400}))
+      ('score_huge', {'document': {'id': '1', 'contents': 'x'}, 'score': 10**400}),
+  )
   def test_a_malformed_document_costs_its_own_query_alone(self, document):
     good = {'document': _document('b', 0), 'score': 1.0}
     with _server(lambda *_: {'result': [[good, document], [good]]}) as (url, _):
@@ -305,9 +336,14 @@ class FailuresTest(parameterized.TestCase):
     self.assertEqual(retriever.failures, 1)
 
   @parameterized.parameters(
-      ({},), ({'results': None},), ({'results': {'id': 1}},), ({'results': [3]},),
-      ({'results': [{'id': '1'}]},), ({'results': [{'id': '1', 'content': None}]},),
-      ({'result': []},))
+      ({},),
+      ({'results': None},),
+      ({'results': {'id': 1}},),
+      ({'results': [3]},),
+      ({'results': [{'id': '1'}]},),
+      ({'results': [{'id': '1', 'content': None}]},),
+      ({'result': []},),
+  )
   def test_malformed_ragen_answers(self, reply):
     with _server(lambda *_: reply) as (url, _):
       self.assertEqual(_retriever(url, dialect='ragen').search(['a', 'b'], 1), [None, None])
@@ -341,12 +377,15 @@ class CacheTest(absltest.TestCase):
       retriever = _retriever(url, cache_size=2)
       for query in ('a', 'b', 'a', 'c', 'a', 'b'):  # c pushes b out, since a was used after it
         retriever.search([query], 1)
-    self.assertEqual([question['queries'] for _, question in questions],
-                     [['a'], ['b'], ['c'], ['b']])
+    self.assertEqual(
+        [question['queries'] for _, question in questions], [['a'], ['b'], ['c'], ['b']]
+    )
 
   def test_failures_are_not_kept(self):
-    with _server(lambda question, number: (500, b'') if number == 0
-                 else _search_r1(question)) as (url, _):
+    with _server(lambda question, number: (500, b'') if number == 0 else _search_r1(question)) as (
+        url,
+        _,
+    ):
       retriever = _retriever(url)
       self.assertEqual(retriever.search(['a'], 1), [None])
       self.assertNotIn(None, retriever.search(['a'], 1))
@@ -362,16 +401,28 @@ class CacheTest(absltest.TestCase):
 class UserErrorsTest(parameterized.TestCase):
 
   @parameterized.parameters(
-      '', 'localhost:8000', 'ftp://host', 'http://', 'http://host:port', 'http://[::1',
-      'http://a b', None, 3)
+      '',
+      'localhost:8000',
+      'ftp://host',
+      'http://',
+      'http://host:port',
+      'http://[::1',
+      'http://a b',
+      None,
+      3,
+  )
   def test_url(self, url):
     with self.assertRaisesRegex(types.UserError, 'http://host:port'):
       http.HttpRetriever(url)
 
   @parameterized.parameters(
-      ({'dialect': 'verl'}, 'search_r1'), ({'retries': -1}, 'retries=-1'),
-      ({'timeout_s': 0}, 'timeout_s=0'), ({'backoff_s': -1}, 'backoff_s=-1'),
-      ({'cache_size': -1}, 'cache_size=-1'), ({'concurrency': 0}, 'concurrency=0'))
+      ({'dialect': 'verl'}, 'search_r1'),
+      ({'retries': -1}, 'retries=-1'),
+      ({'timeout_s': 0}, 'timeout_s=0'),
+      ({'backoff_s': -1}, 'backoff_s=-1'),
+      ({'cache_size': -1}, 'cache_size=-1'),
+      ({'concurrency': 0}, 'concurrency=0'),
+  )
   def test_settings(self, settings, message):
     with self.assertRaisesRegex(types.UserError, message):
       http.HttpRetriever('http://127.0.0.1:8000', **settings)

@@ -9,12 +9,12 @@ import tempfile
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from stppo_jax import huge_pages
+from stppo_jax.runtime import huge_pages
 
 PROGRAM = """
 import os, sys
 print('started', os.getpid())
-from stppo_jax import huge_pages
+from stppo_jax.runtime import huge_pages
 huge_pages.restart()
 print('runs', os.getpid(), os.environ['GLIBC_TUNABLES'], sys.argv[1:], sys.stdin.read())
 """
@@ -32,14 +32,21 @@ class HugePagesTest(parameterized.TestCase):
     with open(path, 'w', encoding='utf-8') as file:
       file.write(PROGRAM)
     process = subprocess.Popen(
-        [sys.executable, path, '--a=b c', ''], env=environment | given | {'PYTHONPATH': os.getcwd()},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        [sys.executable, path, '--a=b c', ''],
+        env=environment | given | {'PYTHONPATH': os.getcwd()},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     said, _ = process.communicate('what it reads')
     self.assertEqual(process.returncode, 0)
     anew = value is None and sys.platform == 'linux'
     expected = value or (huge_pages.VALUE if anew else '')
-    self.assertEqual(said.splitlines(), [f'started {process.pid}'] * (2 if anew else 1) + [
-        f"runs {process.pid} {expected} ['--a=b c', ''] what it reads"])
+    self.assertEqual(
+        said.splitlines(),
+        [f'started {process.pid}'] * (2 if anew else 1)
+        + [f"runs {process.pid} {expected} ['--a=b c', ''] what it reads"],
+    )
 
 
 if __name__ == '__main__':

@@ -8,21 +8,50 @@ from absl.testing import absltest
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / 'stppo_jax'
 
-# Part -> the parts that it may import, besides itself.
-ALLOWED = {
-    'types': '', 'assets': '', 'huge_pages': '',
-    'config': 'types', 'metrics': 'types', 'algorithms': 'types', 'models': 'types',
-    'tasks': 'types', 'chat': 'types', 'envs': 'types', 'retrieval': 'types tasks',  # the server reads a corpus
-    'lifeline': '', 'hosts': 'types lifeline envs',
-    'report_charts': 'types', 'report': 'types metrics report_charts',
-    'rollout': 'types hosts models tasks chat envs retrieval',
-    'evaluation': 'types hosts config models tasks chat envs retrieval rollout',
-    'training': 'types hosts metrics report algorithms models tasks chat envs retrieval rollout '
-                'evaluation',
-    'plan_hlo': '', 'topologies': 'types',
-    'plan': 'types plan_hlo topologies models evaluation training',
+# Rooms and modules from the bottom up: each may import those before it, and itself.
+ORDER = (
+    'types',
+    'config',
+    'validation',
+    'plugins',
+    'algorithms',
+    'models',
+    'tasks',
+    'chat',
+    'envs',
+    'retrieval',
+    'runtime',
+    'rollout',
+    'evaluation',
+    'monitoring',
+    'training',
+    'planning',
+    'cli',
+)
+# Within the order, these rooms stay strangers: losses never see a model, nor a model a question.
+NOT_ALLOWED = {
+    'algorithms': 'config plugins',
+    'models': 'config plugins algorithms',
+    'tasks': 'config algorithms models',
+    'chat': 'config plugins algorithms models tasks',
+    'envs': 'config algorithms models chat',
+    'retrieval': 'config plugins algorithms models chat envs',
+    'runtime': 'config plugins algorithms models tasks chat retrieval',
+    'rollout': 'algorithms',
+    'monitoring': 'algorithms',
 }
-READ_THE_CONFIG = {'training/loop.py', 'training/parts.py', 'evaluation.py', 'plan.py'}
+# Only these take the whole config; all others take the values that they need.
+READ_THE_CONFIG = {
+    'training/loop.py',
+    'training/recovery.py',
+    'training/learner.py',
+    'rollout/agent.py',
+    'evaluation.py',
+    'validation.py',
+    'planning/plan.py',
+    'cli.py',
+}
+MAX_MODULES_AT_THE_TOP, MAX_MODULES_IN_A_ROOM, MAX_LINES, MAX_FUNCTION_LINES = 8, 10, 450, 60
 
 
 class LayeringTest(absltest.TestCase):
@@ -30,30 +59,73 @@ class LayeringTest(absltest.TestCase):
   def test_imports_run_one_way(self):
     for path in PACKAGE.rglob('*.py'):
       name = path.relative_to(PACKAGE).as_posix()
-      part = name.split('/')[0].removesuffix('.py')
-      if part == '__init__':
+      room = name.split('/')[0].removesuffix('.py')
+      if room in ('__init__', 'assets'):
         continue
-      self.assertIn(part, ALLOWED, f'{name}: a new part; say here what it may import')
-      allowed = {part, *ALLOWED[part].split()} | ({'config'} if name in READ_THE_CONFIG else set())
+      self.assertIn(room, ORDER, f'{name}: a new room; say in ORDER where it stands')
+      allowed = set(ORDER[: ORDER.index(room) + 1]) - set(NOT_ALLOWED.get(room, '').split())
+      if name in READ_THE_CONFIG:
+        allowed.add('config')
+      elif room not in ('config', 'validation', 'cli'):
+        allowed.discard('config')
       for module in imports(path):
         top, _, rest = module.partition('.')
-        self.assertNotIn(top, ('run', 'experiments', 'tests', 'benchmarks'), name)
+        self.assertNotIn(
+            top, ('run', 'experiments', 'scripts', 'gallery', 'tests', 'benchmarks'), name
+        )
         if top == 'stppo_jax':
           self.assertIn(rest.split('.')[0], allowed, f'{name} imports {module}')
+
+  def test_rooms_modules_and_functions_stay_small(self):
+    modules = lambda folder: [p.name for p in folder.glob('*.py') if p.name != '__init__.py']
+    self.assertLessEqual(len(modules(PACKAGE)), MAX_MODULES_AT_THE_TOP, modules(PACKAGE))
+    for room in filter(pathlib.Path.is_dir, PACKAGE.iterdir()):
+      self.assertLessEqual(len(modules(room)), MAX_MODULES_IN_A_ROOM, room)
+    for path in PACKAGE.rglob('*.py'):
+      name, source = path.relative_to(PACKAGE).as_posix(), path.read_text(encoding='utf-8')
+      self.assertLessEqual(source.count('\n'), MAX_LINES, name)
+      for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+          self.assertLessEqual(
+              node.end_lineno - node.lineno + 1, MAX_FUNCTION_LINES, f'{name}: {node.name}'
+          )
+
+  def test_experiments_hold_configs_and_nothing_else(self):
+    for path in (ROOT / 'experiments').glob('*.py'):
+      names = [node.name for node in parse(path).body if isinstance(node, ast.FunctionDef)]
+      self.assertIn('get_config', names, path)
 
   def test_experiments_do_not_import_the_command_line_or_the_tests(self):
     for path in (ROOT / 'experiments').rglob('*.py'):
       self.assertNoCommonElements(
-          {module.split('.')[0] for module in imports(path)}, {'run', 'tests', 'benchmarks'})
+          {module.split('.')[0] for module in imports(path)}, {'run', 'tests', 'benchmarks'}
+      )
 
   def test_only_these_files_read_the_config(self):
     """Others take values. (Their `config`, where they have one, is a model's: no sections.)"""
-    sections = {'data', 'env', 'retriever', 'model', 'rollout', 'algorithm', 'train', 'placement', 'eval',
-                'log', 'pipeline', 'health'}
+    sections = {
+        'data',
+        'env',
+        'retriever',
+        'model',
+        'rollout',
+        'algorithm',
+        'train',
+        'placement',
+        'eval',
+        'log',
+        'pipeline',
+        'health',
+    }
     for path in PACKAGE.rglob('*.py'):
       name = path.relative_to(PACKAGE).as_posix()
-      read = {node.attr for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)
-              and isinstance(node.value, ast.Name) and node.value.id == 'config'}
+      read = {
+          node.attr
+          for node in ast.walk(parse(path))
+          if isinstance(node, ast.Attribute)
+          and isinstance(node.value, ast.Name)
+          and node.value.id == 'config'
+      }
       if name not in READ_THE_CONFIG | {'config.py'}:
         self.assertNoCommonElements(read, sections, name)
 
@@ -62,8 +134,10 @@ class LayeringTest(absltest.TestCase):
       self.assertNotIn(path.stem, ('utils', 'util', 'helpers', 'common', 'misc'))
       for node in ast.walk(parse(path)):
         if isinstance(node, ast.Call) and getattr(node.func, 'id', '') == 'getattr':
-          self.assertFalse(len(node.args) == 3 and 'config' in ast.unparse(node.args[0]),
-                           f'{path}:{node.lineno}: {ast.unparse(node)}')
+          self.assertFalse(
+              len(node.args) == 3 and 'config' in ast.unparse(node.args[0]),
+              f'{path}:{node.lineno}: {ast.unparse(node)}',
+          )
 
 
 def parse(path):

@@ -10,8 +10,6 @@ should begin with that one. score = 0.5 [turn 1 begins with SEARCH] + 0.5 [turn 
 import dataclasses
 import functools
 
-from tests import conftest  # before jax  # pylint: disable=unused-import
-
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
@@ -21,12 +19,12 @@ from stppo_jax import types
 from stppo_jax.algorithms import variants
 from stppo_jax.models import decoder
 from stppo_jax.models import lora
+from stppo_jax.models import sharding
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.training import loop
 from stppo_jax.training import packing
-from stppo_jax.training import sharding
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 
@@ -34,8 +32,15 @@ VOCAB = 10
 PROMPTS, SYMBOLS = (0, 1), (2, 3)
 SEARCH, ASK, END = 4, 5, 6  # 7, 8, 9 mean nothing
 MODEL = decoder.ModelConfig(
-    vocab_size=VOCAB, d_model=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, d_ff=64,
-    scan_layers=False)
+    vocab_size=VOCAB,
+    d_model=32,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    d_ff=64,
+    scan_layers=False,
+)
 EPISODES, MINI_BATCH, EPOCHS, UPDATES, GROUP = 64, 32, 2, 40, 8  # most need about 10 updates
 GOOD = 0.9
 
@@ -70,13 +75,16 @@ class LearningTest(parameterized.TestCase):
   @parameterized.parameters(
       (lambda batch: batch.replace(advantages=-batch.advantages), 0.1),
       # Turn 2 out of the loss: only turn 1's half is learned.
-      (lambda batch: batch.replace(action_mask=batch.action_mask * (batch.turn_ids != 2)), 0.75))
+      (lambda batch: batch.replace(action_mask=batch.action_mask * (batch.turn_ids != 2)), 0.75),
+  )
   def test_a_broken_variant_does_not(self, breakage, most):
     scores = learn(variants.VARIANTS['st_ppo'], breakage=breakage, updates=16)
     self.assertLess(scores[-1], most)
 
 
-def learn(variant, shared_trunk=False, breakage=lambda batch: batch, updates=UPDATES, seed=0, lora_rank=0):
+def learn(
+    variant, shared_trunk=False, breakage=lambda batch: batch, updates=UPDATES, seed=0, lora_rank=0
+):
   """Mean score of each update's episodes; ends once two in a row are good."""
   run = Run(variant, shared_trunk, lora_rank)
   group_size = 1 if variant.needs_critic or variant.advantage == 'turn_returns' else GROUP
@@ -94,13 +102,16 @@ def learn(variant, shared_trunk=False, breakage=lambda batch: batch, updates=UPD
     packings = [packing.pack(lengths[rows], 8, (8,)) for rows in deals]
     first_epoch = slice(EPISODES // run.reuse[0])
     batch, _ = run.functions.annotate(
-        run.state, run.frozen, batch, np.stack(deals[first_epoch]),
-        packing.stack(packings[first_epoch]))
+        run.state,
+        run.frozen,
+        batch,
+        np.stack(deals[first_epoch]),
+        packing.stack(packings[first_epoch]),
+    )
     run.state, batch, _ = run.functions.with_advantages(run.state, batch)
     batch = breakage(batch)
     for rows, packed in zip(deals, packings):
-      run.state, _, _ = run.functions.update_step(
-          run.state, run.frozen, batch, rows, packed)
+      run.state, _, _ = run.functions.update_step(run.state, run.frozen, batch, rows, packed)
   return scores
 
 
@@ -116,15 +127,25 @@ class Run:
     self.reuse = (EPISODES, 1) if variant.ratio == 'none' else (MINI_BATCH, EPOCHS)
     optimizer, schedule = train_state.make_optimizer(1e-2, 0)
     learner = train_state.Learner(
-        actor=actor, critic=critic, variant=variant, actor_optimizer=optimizer,
-        critic_optimizer=optimizer, actor_lr=schedule, critic_lr=schedule, micro_batch=8,
-        lengths=(8,), num_turns=2)
+        actor=actor,
+        critic=critic,
+        variant=variant,
+        actor_optimizer=optimizer,
+        critic_optimizer=optimizer,
+        actor_lr=schedule,
+        critic_lr=schedule,
+        micro_batch=8,
+        lengths=(8,),
+        num_turns=2,
+    )
     init = lambda key, model: None if model is None else decoder.init(jax.random.key(key), model)
     actor_params, critic_params, self.frozen = init(0, actor), init(1, critic), train_state.Frozen()
     if lora_rank:  # one base under both, with weights that are not as small as at a model's birth
       larger = lambda path, w: w if path[-1].key == 'scale' else 10 * w
       actor_params = jax.tree_util.tree_map_with_path(larger, actor_params)
-      self.frozen = train_state.Frozen(actor=jax.device_put(actor_params, sharding.replicated(self.mesh)))
+      self.frozen = train_state.Frozen(
+          actor=jax.device_put(actor_params, sharding.replicated(self.mesh))
+      )
       adapters = lambda key: lora.init(jax.random.key(key), actor_params, lora_rank, lora.TARGETS)
       actor_params, critic_params = adapters(2), adapters(3) | lora.split(critic_params)[1]
     self.state = train_state.create_sharded(learner, actor_params, critic_params, 0.0, self.mesh)
@@ -147,22 +168,38 @@ def play(params, group_size, rng, key):
       cues.append(engine.Cue(ids, 0 if over else 2))
     return cues
 
-  engine.run(make_sampler(), params, [engine.Cue([prompt], 2) for prompt in prompts],
-             jax.random.split(key, EPISODES), respond)
+  engine.run(
+      make_sampler(),
+      params,
+      [engine.Cue([prompt], 2) for prompt in prompts],
+      jax.random.split(key, EPISODES),
+      respond,
+  )
   return [
       types.Episode(
-          task=types.Task(id=str(b), question='', answers=()), group=b // group_size,
-          prompt=np.array([prompts[b]], np.int32), turns=[first, second],
-          score=0.5 * (first.tokens[0] == SEARCH) + 0.5 * (second.tokens[0] == symbols[b]))
-      for b, (first, second) in enumerate(turns)]
+          task=types.Task(id=str(b), question='', answers=()),
+          group=b // group_size,
+          prompt=np.array([prompts[b]], np.int32),
+          turns=[first, second],
+          score=0.5 * (first.tokens[0] == SEARCH) + 0.5 * (second.tokens[0] == symbols[b]),
+      )
+      for b, (first, second) in enumerate(turns)
+  ]
 
 
 @functools.cache
 def make_sampler():
   never_stops = np.zeros((2, VOCAB), np.int32)
   return sampler_lib.Sampler(
-      MODEL, never_stops, eos_ids=(END,), max_slots=8, rows=EPISODES, read_rows=EPISODES,
-      chunk_buckets=(2,), steps=2)
+      MODEL,
+      never_stops,
+      eos_ids=(END,),
+      max_slots=8,
+      rows=EPISODES,
+      read_rows=EPISODES,
+      chunk_buckets=(2,),
+      steps=2,
+  )
 
 
 if __name__ == '__main__':

@@ -9,8 +9,6 @@ import threading
 import unittest
 from unittest import mock
 
-from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
-
 from absl import logging
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -19,20 +17,19 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 import numpy as np
 
-from stppo_jax import metrics as metrics_lib
+from stppo_jax.models import sharding
+from stppo_jax.monitoring import health
+from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.retrieval import bm25
+from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.training import checkpoint
-from stppo_jax.training import health
 from stppo_jax.training import loop
-from stppo_jax.training import outage
-from stppo_jax.training import pipeline as pipelines
-from stppo_jax.training import sharding
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
-from tests import tiny_run
+from tests.support import tiny_run
 
 # What verl's users look for, and what is ours; every line of a run with a critic has them.
-NAMES = tuple('''
+NAMES = tuple("""
   actor/pg_loss actor/pg_clipfrac actor/pg_clipfrac_lower actor/ppo_kl actor/entropy actor/grad_norm
   actor/lr actor/skipped critic/vf_loss critic/vf_clipfrac critic/vpred_mean critic/grad_norm critic/lr
   critic/vf_explained_var critic/score/mean critic/score/max critic/score/min critic/rewards/mean
@@ -48,10 +45,17 @@ NAMES = tuple('''
   stppo/step_norm stppo/ratio_std_token stppo/ratio_std_turn stppo/ratio_std_sequence
   stppo/clipfrac_turn1_pos stppo/clipfrac_turn1_neg stppo/clipfrac_turn3_pos em/mean f1/mean
   env/searches/mean env/invalid/mean env/truncated env/retrieval_failed env/replays env/invalid_share
-  env/repeated_share env/empty_share env/cut_share health/invalid health/score_drop'''.split())
+  env/repeated_share env/empty_share env/cut_share health/invalid health/score_drop""".split())
 EVAL_NAMES = (
-    'val-core/all/em', 'val-core/all/f1', 'val-core/all/em_hops1', 'val-core/fruit/em',
-    'val-core/nature/em', 'val-aux/num_turns/mean', 'val-aux/truncated', 'timing_s/testing')
+    'val-core/all/em',
+    'val-core/all/f1',
+    'val-core/all/em_hops1',
+    'val-core/fruit/em',
+    'val-core/nature/em',
+    'val-aux/num_turns/mean',
+    'val-aux/truncated',
+    'timing_s/testing',
+)
 SEARCHES = [action for action in tiny_run.ACTIONS if 'search' in action]
 
 
@@ -67,8 +71,11 @@ def setUpModule():
       'jax_disable_most_optimizations': True,
       'jax_compilation_cache_dir': os.path.join(FOLDER, 'compiled'),
       'jax_persistent_cache_min_compile_time_secs': 0.0,
-      'jax_persistent_cache_min_entry_size_bytes': -1}
-  unittest.addModuleCleanup(jax.clear_caches)  # at last: others would meet programs that sum in another order
+      'jax_persistent_cache_min_entry_size_bytes': -1,
+  }
+  unittest.addModuleCleanup(
+      jax.clear_caches
+  )  # at last: others would meet programs that sum in another order
   for name, value in settings.items():
     unittest.addModuleCleanup(jax.config.update, name, jax.config.values[name])
     jax.config.update(name, value)
@@ -109,8 +116,11 @@ def state_after(config, workdir, updates):
 
 def comparable(row):
   """A line of metrics without what the clock and the compiler say."""
-  return {name: value for name, value in row.items()
-          if name != 'time' and not name.startswith(('timing_s/', 'perf/'))}
+  return {
+      name: value
+      for name, value in row.items()
+      if name != 'time' and not name.startswith(('timing_s/', 'perf/'))
+  }
 
 
 def read_records(workdir, name):
@@ -131,11 +141,18 @@ class LoopTest(parameterized.TestCase):
     rows = metrics_lib.read_metrics(self.workdir)
 
     with self.subTest('a trace of the second update, with its phases'):
-      (path,) = glob.glob(os.path.join(self.workdir, 'profile', '**', '*.xplane.pb'), recursive=True)
+      (path,) = glob.glob(
+          os.path.join(self.workdir, 'profile', '**', '*.xplane.pb'), recursive=True
+      )
       found = jax.profiler.ProfileData.from_file(path)
       phases = {'step', 'wait', 'old_log_prob', 'update_actor', 'records'}
-      named = [event.name for plane in found.planes for line in plane.lines for event in line.events
-               if event.name in phases]
+      named = [
+          event.name
+          for plane in found.planes
+          for line in plane.lines
+          for event in line.events
+          if event.name in phases
+      ]
       self.assertCountEqual(named, phases)
       seconds = {name: rows[2][f'timing_s/{name}'] for name in phases}
       self.assertBetween(sum(seconds.values()) / seconds['step'] - 1, 0.9, 1)
@@ -182,20 +199,26 @@ class LoopTest(parameterized.TestCase):
       with tempfile.TemporaryDirectory() as whole:
         loop.train(config, whole)
         for ours, theirs in zip(
-            metrics_lib.read_metrics(self.workdir), metrics_lib.read_metrics(whole), strict=True):
+            metrics_lib.read_metrics(self.workdir), metrics_lib.read_metrics(whole), strict=True
+        ):
           self.assertEqual(comparable(ours), comparable(theirs))
-        self.assertEqual(read_records(self.workdir, 'train_000003.jsonl'),
-                         read_records(whole, 'train_000003.jsonl'))
+        self.assertEqual(
+            read_records(self.workdir, 'train_000003.jsonl'),
+            read_records(whole, 'train_000003.jsonl'),
+        )
         chex.assert_trees_all_equal(
-            state_after(config, self.workdir, 3), state_after(config, whole, 3))
+            state_after(config, self.workdir, 3), state_after(config, whole, 3)
+        )
 
   def check_records(self, records, row):
     """The lines of an episodes file agree with themselves and with the line of metrics."""
     self.assertLen(records, 16)
     self.assertAlmostEqual(
-        np.mean([record['score'] for record in records]), row['critic/score/mean'], places=5)
+        np.mean([record['score'] for record in records]), row['critic/score/mean'], places=5
+    )
     self.assertAlmostEqual(
-        np.mean([len(record['actions']) for record in records]), row['num_turns/mean'], places=5)
+        np.mean([len(record['actions']) for record in records]), row['num_turns/mean'], places=5
+    )
     self.assertIn('search', sum((record['actions'] for record in records), []))
     for record in records:
       self.assertLen(record['turn_ids'], len(record['tokens']))
@@ -210,14 +233,30 @@ class LoopTest(parameterized.TestCase):
       self.assertTrue(''.join(record['pieces']).startswith('Question: ' + record['question']))
 
   @parameterized.named_parameters(
-      ('shared_trunk_kl_in_reward', {
-          'model.critic': 'shared', 'algorithm.kl_in': 'reward', 'algorithm.kl_target': 0.1},
-       ('actor/reward_kl_penalty', 'actor/kl_coef', 'critic/vf_loss'), ()),
-      ('grpo_kl_in_loss', {
-          'algorithm.variant': 'grpo', 'rollout.group_size': 4, 'algorithm.kl_in': 'loss',
-          'algorithm.kl_estimator': 'k3'}, ('actor/kl_loss',), ('critic/vf_loss', 'critic/lr')),
-      ('rloo', {'algorithm.variant': 'rloo', 'rollout.group_size': 4},
-       (), ('critic/vf_loss', 'actor/kl_loss', 'stppo/bias_norm')))
+      (
+          'shared_trunk_kl_in_reward',
+          {'model.critic': 'shared', 'algorithm.kl_in': 'reward', 'algorithm.kl_target': 0.1},
+          ('actor/reward_kl_penalty', 'actor/kl_coef', 'critic/vf_loss'),
+          (),
+      ),
+      (
+          'grpo_kl_in_loss',
+          {
+              'algorithm.variant': 'grpo',
+              'rollout.group_size': 4,
+              'algorithm.kl_in': 'loss',
+              'algorithm.kl_estimator': 'k3',
+          },
+          ('actor/kl_loss',),
+          ('critic/vf_loss', 'critic/lr'),
+      ),
+      (
+          'rloo',
+          {'algorithm.variant': 'rloo', 'rollout.group_size': 4},
+          (),
+          ('critic/vf_loss', 'actor/kl_loss', 'stppo/bias_norm'),
+      ),
+  )
   def test_one_update_of(self, values, present, absent):
     config = make_config(**{'train.updates': 1, 'algorithm.log_bias': False, **values})
     loop.train(config, self.workdir)
@@ -232,9 +271,16 @@ class LoopTest(parameterized.TestCase):
       self.assertEqual(questions.count(question) % group_size, 0)
 
   def test_a_stale_run_is_corrected_and_resumed_to_the_bit(self):
-    config = make_config(**{
-        'train.updates': 3, 'train.checkpoint_every': 2, 'pipeline.staleness': 1, 'eval.every': 0,
-        'algorithm.is_correction': 'turn', 'algorithm.is_threshold': 1.05})
+    config = make_config(
+        **{
+            'train.updates': 3,
+            'train.checkpoint_every': 2,
+            'pipeline.staleness': 1,
+            'eval.every': 0,
+            'algorithm.is_correction': 'turn',
+            'algorithm.is_threshold': 1.05,
+        }
+    )
     straight = os.path.join(self.workdir, 'straight')
     loop.train(config, straight)
     rows = metrics_lib.read_metrics(straight)
@@ -256,10 +302,10 @@ class LoopTest(parameterized.TestCase):
     with self.assertRaises(KeyboardInterrupt):
       loop.train(config, killed, stop_requested)
     loop.train(config, killed)
-    self.assertEqual(list(map(comparable, metrics_lib.read_metrics(killed))),
-                     list(map(comparable, rows)))
-    chex.assert_trees_all_equal(
-        state_after(config, killed, 3), state_after(config, straight, 3))
+    self.assertEqual(
+        list(map(comparable, metrics_lib.read_metrics(killed))), list(map(comparable, rows))
+    )
+    chex.assert_trees_all_equal(state_after(config, killed, 3), state_after(config, straight, 3))
 
   def test_a_retriever_that_is_down_is_counted_and_trains_nothing(self):
     folder = os.path.join(self.workdir, 'searcher')
@@ -267,17 +313,26 @@ class LoopTest(parameterized.TestCase):
     with socket.socket() as unused:  # a port that nobody listens on
       unused.bind(('127.0.0.1', 0))
       port = unused.getsockname()[1]
-    config = make_config(**{
-        'train.updates': 1, 'model.folder': folder, 'retriever.kind': 'http',
-        'retriever.url': f'http://127.0.0.1:{port}/retrieve', 'retriever.retries': 0,
-        'retriever.max_failed_share': 1.0,
-        'retriever.timeout_s': 1.0, 'actor.weight_decay': 0.0, 'critic.weight_decay': 0.0})
+    config = make_config(
+        **{
+            'train.updates': 1,
+            'model.folder': folder,
+            'retriever.kind': 'http',
+            'retriever.url': f'http://127.0.0.1:{port}/retrieve',
+            'retriever.retries': 0,
+            'retriever.max_failed_share': 1.0,
+            'retriever.timeout_s': 1.0,
+            'actor.weight_decay': 0.0,
+            'critic.weight_decay': 0.0,
+        }
+    )
     before = jax.device_get(loop.setup(config).state)
     run = os.path.join(self.workdir, 'run')
     with self.assertLogs('absl', 'WARNING') as caught:
       loop.train(config, run)
     self.assertLen(
-        [line for line in caught.output if 'in 100% of the held-out episodes' in line], 2)
+        [line for line in caught.output if 'in 100% of the held-out episodes' in line], 2
+    )
     row = metrics_lib.read_metrics(run)[-1]
     self.assertEqual(row['env/retrieval_failed'], 1)
     self.assertEqual(row['val-aux/retrieval_failed'], 1)
@@ -290,8 +345,15 @@ class LoopTest(parameterized.TestCase):
 
   def test_an_outage_is_waited_for_and_leaves_no_trace_in_the_numbers(self):
     in_order = {'rollout.threads': 0}  # so that calls can be counted
-    config = make_config(**{'retriever.max_failed_share': 0.0, 'train.checkpoint_every': 0,
-                            'eval.every': 0, 'retriever.max_outage_s': 0.3, **in_order})
+    config = make_config(
+        **{
+            'retriever.max_failed_share': 0.0,
+            'train.checkpoint_every': 0,
+            'eval.every': 0,
+            'retriever.max_outage_s': 0.3,
+            **in_order,
+        }
+    )
     undisturbed = os.path.join(self.workdir, 'undisturbed')
     loop.train(config, undisturbed)
     expected = metrics_lib.read_metrics(undisturbed)
@@ -303,24 +365,27 @@ class LoopTest(parameterized.TestCase):
         if first <= len(calls) < last:
           return [None] * len(queries)
         return search(retriever, queries, top_k)
+
       calls.clear()
       return mock.patch.object(bm25.Bm25Retriever, 'search', flaky)
 
-    with mock.patch.object(outage, '_FIRST_WAIT_S', 0.01), mock.patch.object(
-        loop, '_evaluate', return_value={}):
+    with mock.patch.object(pipelines, '_FIRST_WAIT_S', 0.01), mock.patch.object(
+        loop, '_evaluate', return_value={}
+    ):
       with self.subTest('short'), fails_from(2, 5):
         short = os.path.join(self.workdir, 'short')
         loop.train(config, short)
         rows = metrics_lib.read_metrics(short)
         self.assertEqual(rows[1]['env/replays'], 1)
-        self.assertEqual(
-            comparable(rows[1]) | {'env/replays': 0}, comparable(expected[1]))
+        self.assertEqual(comparable(rows[1]) | {'env/replays': 0}, comparable(expected[1]))
         self.assertTrue(any('probe' in queries[0] for queries in calls))
 
       with self.subTest('long'):
         long = os.path.join(self.workdir, 'long')
         with fails_from(0, 0):
-          loop.train(make_config(**{'train.updates': 1, **in_order}), os.path.join(self.workdir, 'count'))
+          loop.train(
+              make_config(**{'train.updates': 1, **in_order}), os.path.join(self.workdir, 'count')
+          )
           in_first = len(calls)
         with fails_from(in_first + 1, 10**9), self.assertRaises(RunError) as caught:
           loop.train(config, long)
@@ -334,9 +399,14 @@ class LoopTest(parameterized.TestCase):
 
   @parameterized.parameters(('playing', 0), ('waiting', 0), ('waiting', 1))
   def test_a_stop_is_not_kept_waiting_by_episodes_nor_by_an_outage(self, when, staleness):
-    config = make_config(**{
-        'train.checkpoint_every': 0, 'eval.every': 0, 'retriever.max_failed_share': 0.0,
-        'pipeline.staleness': staleness})
+    config = make_config(
+        **{
+            'train.checkpoint_every': 0,
+            'eval.every': 0,
+            'retriever.max_failed_share': 0.0,
+            'pipeline.staleness': staleness,
+        }
+    )
     straight, stopped = (os.path.join(self.workdir, name) for name in ('straight', 'stopped'))
     sample, search, stop = pipelines.Batches.sample, bm25.Bm25Retriever.search, threading.Event()
     numbers, asked = [], []
@@ -354,8 +424,8 @@ class LoopTest(parameterized.TestCase):
       return search(retriever, queries, top_k) if when == 'playing' else [None] * len(queries)
 
     with mock.patch.object(pipelines.Batches, 'sample', numbered), mock.patch.object(
-        bm25.Bm25Retriever, 'search', stopped_in_the_second_batch), mock.patch.object(
-            outage, '_FIRST_WAIT_S', 0.01):
+        bm25.Bm25Retriever, 'search', stopped_in_the_second_batch
+    ), mock.patch.object(pipelines, '_FIRST_WAIT_S', 0.01):
       loop.train(config, stopped, stop.is_set)
     self.assertEqual([row['step'] for row in metrics_lib.read_metrics(stopped)], [0, 1])
     state_after(config, stopped, 1)  # was saved
@@ -363,23 +433,36 @@ class LoopTest(parameterized.TestCase):
       self.assertLen(asked, 1)
     loop.train(config, stopped)
     self.assertEqual(
-        [row['pipeline/staleness'] for row in metrics_lib.read_metrics(stopped)[1:]], [0, 0])
+        [row['pipeline/staleness'] for row in metrics_lib.read_metrics(stopped)[1:]], [0, 0]
+    )
     if not staleness:
       loop.train(config, straight)
-      self.assertEqual(list(map(comparable, metrics_lib.read_metrics(stopped))),
-                       list(map(comparable, metrics_lib.read_metrics(straight))))
+      self.assertEqual(
+          list(map(comparable, metrics_lib.read_metrics(stopped))),
+          list(map(comparable, metrics_lib.read_metrics(straight))),
+      )
 
   def test_a_sick_run_warns_and_stops_where_asked(self):
-    config = make_config(**{
-        'health.invalid': 1e-6, 'health.window': 1, 'health.stop_on': ('invalid',),
-        'train.checkpoint_every': 0, 'eval.every': 0})
+    config = make_config(
+        **{
+            'health.invalid': 1e-6,
+            'health.window': 1,
+            'health.stop_on': ('invalid',),
+            'train.checkpoint_every': 0,
+            'eval.every': 0,
+        }
+    )
     with self.assertRaises(RunError) as caught:
       loop.train(config, self.workdir)
     self.assertRegex(
-        str(caught.exception), r'^update 1: health: many turns hold no valid action: '
-        r'env/invalid_share is [^\n]*line [\d, ]+ of episodes/train_000001.jsonl[^\n]*$')
+        str(caught.exception),
+        r'^update 1: health: many turns hold no valid action: '
+        r'env/invalid_share is [^\n]*line [\d, ]+ of episodes/train_000001.jsonl[^\n]*$',
+    )
     self.assertEqual(metrics_lib.read_metrics(self.workdir)[-1]['health/invalid'], 1)
-    with open(os.path.join(self.workdir, 'episodes', 'train_000001.jsonl'), encoding='utf-8') as file:
+    with open(
+        os.path.join(self.workdir, 'episodes', 'train_000001.jsonl'), encoding='utf-8'
+    ) as file:
       records = [json.loads(line) for line in file]
     for number in health.worst_lines('invalid', records):
       self.assertIn('invalid', records[number - 1]['actions'])
@@ -413,11 +496,18 @@ class LoopTest(parameterized.TestCase):
 class MeshTest(absltest.TestCase):
 
   def test_an_update_on_eight_devices(self):
-    config = make_config(**{
-        'train.updates': 1, 'mesh.data': 2, 'mesh.fsdp': 2, 'mesh.tensor': 2, 'eval.every': 0,
-        'algorithm.log_bias': False,
-        # One step only: Adam's first is a sign, which makes much of a rounding near 0.
-        'train.mini_batch': 16})
+    config = make_config(
+        **{
+            'train.updates': 1,
+            'mesh.data': 2,
+            'mesh.fsdp': 2,
+            'mesh.tensor': 2,
+            'eval.every': 0,
+            'algorithm.log_bias': False,
+            # One step only: Adam's first is a sign, which makes much of a rounding near 0.
+            'train.mini_batch': 16,
+        }
+    )
     with tempfile.TemporaryDirectory() as many, tempfile.TemporaryDirectory() as one:
       loop.train(config, many)
       with on_one_device():

@@ -4,8 +4,6 @@ import dataclasses
 import os
 import tempfile
 
-from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
-
 from absl.testing import absltest
 from absl.testing import parameterized
 import chex
@@ -13,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stppo_jax import metrics as metrics_lib
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import lora
+from stppo_jax.models import sharding
+from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.training import loop
-from stppo_jax.training import sharding
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 from stppo_jax.types import UserError
@@ -27,8 +25,17 @@ from tests import update_test
 
 # No two widths are equal, so that a shape says what an array is.
 MODEL = decoder.ModelConfig(
-    vocab_size=32, d_model=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=40,
-    tie_embeddings=True, qkv_bias=True, lora_scale=0.5)
+    vocab_size=32,
+    d_model=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    d_ff=40,
+    tie_embeddings=True,
+    qkv_bias=True,
+    lora_scale=0.5,
+)
 CRITIC = dataclasses.replace(MODEL, head='value')
 RANK = 3
 
@@ -73,7 +80,8 @@ class AdapterTest(parameterized.TestCase):
     params = decoder.init(jax.random.key(0), config)
     adapters = lora.init(jax.random.key(1), params, RANK, lora.TARGETS)
     np.testing.assert_array_equal(
-        logits_of(lora.combine(params, adapters), config), logits_of(params, config))
+        logits_of(lora.combine(params, adapters), config), logits_of(params, config)
+    )
 
   def test_shapes_and_size_of_adapters(self):
     """A has the inputs and the rank, B the rank and the outputs: r (in + out) numbers a kernel."""
@@ -87,16 +95,19 @@ class AdapterTest(parameterized.TestCase):
     widths = (24 + 32) + (24 + 16) + (24 + 16) + (32 + 24) + 3 * (24 + 40)
     self.assertEqual(sum(x.size for x in jax.tree.leaves(adapters)), 2 * RANK * widths)
     largest = float(jnp.abs(adapters['layers']['mlp']['down']['lora_a']).max())
-    self.assertBetween(largest, 0.8 / 40 ** 0.5, 1 / 40 ** 0.5)
+    self.assertBetween(largest, 0.8 / 40**0.5, 1 / 40**0.5)
 
   def test_an_adapter_does_not_depend_on_the_other_targets(self):
     params = decoder.init(jax.random.key(0), MODEL)
     every = lora.init(jax.random.key(1), params, RANK, lora.TARGETS)
     one = lora.init(jax.random.key(1), params, RANK, ('v_proj',))
-    self.assertEqual(jax.tree.map(jnp.shape, one), {'layers': {'attention': {'value': {
-        'lora_a': (2, 24, RANK), 'lora_b': (2, RANK, 2, 8)}}}})
+    self.assertEqual(
+        jax.tree.map(jnp.shape, one),
+        {'layers': {'attention': {'value': {'lora_a': (2, 24, RANK), 'lora_b': (2, RANK, 2, 8)}}}},
+    )
     chex.assert_trees_all_equal(
-        one['layers']['attention']['value'], every['layers']['attention']['value'])
+        one['layers']['attention']['value'], every['layers']['attention']['value']
+    )
 
   @parameterized.parameters(((24, 4, 8), 1), ((4, 8, 24), 2), ((24, 40), 1))
   def test_a_projection_and_its_gradients_are_those_of_the_merged_kernel(self, shape, contracted):
@@ -105,11 +116,15 @@ class AdapterTest(parameterized.TestCase):
       config = dataclasses.replace(MODEL, dtype='float64', param_dtype='float64')
       draw = lambda key, *axes: jax.random.normal(jax.random.key(key), axes, jnp.float64)
       x, kernel = draw(0, 3, 5, *shape[:contracted]), draw(1, *shape)
-      adapter = {'lora_a': draw(2, *shape[:contracted], RANK), 'lora_b': draw(3, RANK, *shape[contracted:])}
+      adapter = {
+          'lora_a': draw(2, *shape[:contracted], RANK),
+          'lora_b': draw(3, RANK, *shape[contracted:]),
+      }
       project = decoder.Project(config, shape, contracted)
       beside = lambda a: project.apply({'params': {'kernel': kernel, **a}}, x)
       whole = lambda a: jnp.tensordot(
-          x, kernel + 0.5 * jnp.tensordot(a['lora_a'], a['lora_b'], axes=1), axes=contracted)
+          x, kernel + 0.5 * jnp.tensordot(a['lora_a'], a['lora_b'], axes=1), axes=contracted
+      )
       np.testing.assert_allclose(beside(adapter), whole(adapter), rtol=1e-12, atol=1e-12)
       y_weights = draw(4, *beside(adapter).shape)
       gradient = lambda f: jax.grad(lambda a: jnp.sum(y_weights * jnp.sin(f(a))))(adapter)
@@ -197,7 +212,8 @@ def annotated(functions, learner, state, frozen, mesh, noise=0.5):
   batch = update_test.annotate(functions, learner, state, batch, frozen=frozen)
   change = noise * jax.random.normal(jax.random.key(3), batch.old_logp.shape)
   return functions.with_advantages(
-      state, batch.replace(old_logp=batch.old_logp + change * batch.action_mask))[:2]
+      state, batch.replace(old_logp=batch.old_logp + change * batch.action_mask)
+  )[:2]
 
 
 class UpdateTest(parameterized.TestCase):
@@ -218,9 +234,16 @@ class UpdateTest(parameterized.TestCase):
     mesh = update_test.one_device()
     optimizer, schedule = train_state.make_optimizer(1e-2, 0)
     learner = dataclasses.replace(
-        make_learner(actor=dataclasses.replace(MODEL, head=head), critic=CRITIC if separate else None,
-                     kl_in='loss'),
-        actor_optimizer=optimizer, critic_optimizer=optimizer, actor_lr=schedule, critic_lr=schedule)
+        make_learner(
+            actor=dataclasses.replace(MODEL, head=head),
+            critic=CRITIC if separate else None,
+            kl_in='loss',
+        ),
+        actor_optimizer=optimizer,
+        critic_optimizer=optimizer,
+        actor_lr=schedule,
+        critic_lr=schedule,
+    )
     state, frozen = start(learner, mesh)
     before, base = jax.device_get((state, frozen))
     functions = update.compile_functions(learner, state, frozen, mesh)
@@ -229,7 +252,9 @@ class UpdateTest(parameterized.TestCase):
       state, metrics, _ = update_test.step(functions, learner, state, batch, frozen=frozen)
     chex.assert_trees_all_equal(jax.device_get(frozen), base)
     for name in ('actor', 'critic'):
-      for old, new in zip(jax.tree.leaves(getattr(before, name)), jax.tree.leaves(getattr(state, name))):
+      for old, new in zip(
+          jax.tree.leaves(getattr(before, name)), jax.tree.leaves(getattr(state, name))
+      ):
         self.assertTrue((np.asarray(new) != old).all())
     size = lambda tree: sum(x.size for x in jax.tree.leaves(tree))
     widths = (24 + 32) + (24 + 16) + (24 + 16) + (32 + 24) + 3 * (24 + 40)
@@ -243,21 +268,25 @@ class UpdateTest(parameterized.TestCase):
     mesh = update_test.one_device()
     learner = make_learner()
     state, frozen = start(learner, mesh)
-    state = state.replace(critic=state.critic | {'value_head': {
-        'kernel': jnp.ones((24, 1)), 'bias': jnp.zeros((1,))}})
+    state = state.replace(
+        critic=state.critic | {'value_head': {'kernel': jnp.ones((24, 1)), 'bias': jnp.zeros((1,))}}
+    )
     other, _ = lora.split(decoder.init(jax.random.key(9), MODEL))
     values = []
     for critic in (None, other):
       frozen = frozen.replace(critic=critic)
       functions = update.compile_functions(
-          learner, state, jax.device_put(frozen, sharding.replicated(mesh)), mesh)
+          learner, state, jax.device_put(frozen, sharding.replicated(mesh)), mesh
+      )
       batch = update_test.annotate(
-          functions, learner, state, jax.device_put(update_test.make_batch()), frozen=frozen)
+          functions, learner, state, jax.device_put(update_test.make_batch()), frozen=frozen
+      )
       values.append(batch.old_values)
       params = lora.merge(critic or frozen.actor, state.critic, CRITIC.lora_scale)
       x, _ = decoder.hidden(params, CRITIC, batch.tokens, None)
       np.testing.assert_allclose(
-          batch.old_values, decoder.state_values(params, x) * batch.action_mask, atol=2e-5)
+          batch.old_values, decoder.state_values(params, x) * batch.action_mask, atol=2e-5
+      )
     self.assertGreater(float(jnp.abs(values[0] - values[1]).max()), 0.1)
 
   @parameterized.parameters(((1, 8, 1),), ((2, 2, 2),))
@@ -277,14 +306,15 @@ class UpdateTest(parameterized.TestCase):
   def test_every_adapter_has_a_rule_and_follows_its_kernel(self):
     mesh = sharding.make_mesh(2, 2, 2)
     base = jax.eval_shape(lambda: decoder.init(jax.random.key(0), MODEL))
-    places = sharding.tree_shardings(lora.combine(base, lora.init(
-        jax.random.key(0), base, RANK, lora.TARGETS)), mesh)
+    places = sharding.tree_shardings(
+        lora.combine(base, lora.init(jax.random.key(0), base, RANK, lora.TARGETS)), mesh
+    )
     for path, contracted in lora.TARGETS.values():
       part, module = path.split('/')
       here = places['layers'][part][module]
       kernel, a, b = (here[name].spec for name in ('kernel', 'lora_a', 'lora_b'))
-      self.assertEqual(tuple(a)[1:-1], tuple(kernel)[1:1 + contracted], path)
-      self.assertEqual(tuple(b)[2:], tuple(kernel)[1 + contracted:], path)
+      self.assertEqual(tuple(a)[1:-1], tuple(kernel)[1 : 1 + contracted], path)
+      self.assertEqual(tuple(b)[2:], tuple(kernel)[1 + contracted :], path)
 
 
 class RunTest(absltest.TestCase):
@@ -296,8 +326,13 @@ class RunTest(absltest.TestCase):
     self.workdir = self.enterContext(tempfile.TemporaryDirectory())
 
   def test_a_run_its_resumption_and_its_export(self):
-    values = {'model.lora_rank': 2, 'model.lora_alpha': 4.0, 'algorithm.kl_in': 'reward',
-              'eval.every': 0, 'train.mini_batch': 16}
+    values = {
+        'model.lora_rank': 2,
+        'model.lora_alpha': 4.0,
+        'algorithm.kl_in': 'reward',
+        'eval.every': 0,
+        'train.mini_batch': 16,
+    }
     config = loop_test.make_config(**values)
     with self.assertRaisesRegex(UserError, r'^[^\n]*no checkpoint to export[^\n]*--config[^\n]*$'):
       loop.export(config, self.workdir)
@@ -314,12 +349,17 @@ class RunTest(absltest.TestCase):
       self.assertEqual(leaves, {'lora_a', 'lora_b'})
       self.assertEqual(state.critic.keys(), {'layers', 'value_head'})
       folder = os.path.join(self.workdir, 'checkpoints', '2')
-      arrays = sum(os.path.getsize(os.path.join(root, name))  # the rest says what they are
-                   for root, _, names in os.walk(folder) for name in names
-                   if os.path.basename(root) == 'd')
+      arrays = sum(
+          os.path.getsize(os.path.join(root, name))  # the rest says what they are
+          for root, _, names in os.walk(folder)
+          for name in names
+          if os.path.basename(root) == 'd'
+      )
       numbers = sum(x.nbytes for x in jax.tree.leaves(state))
       self.assertLess(numbers, 30_000)  # of 150,000 with full training
-      self.assertLess(arrays, numbers + 60_000)  # TensorStore's own: 30,000, on a busy machine 35,000
+      self.assertLess(
+          arrays, numbers + 60_000
+      )  # TensorStore's own: 30,000, on a busy machine 35,000
 
     with self.subTest('another alpha is another run'):
       with self.assertRaisesRegex(UserError, 'lora_alpha'):
@@ -330,8 +370,9 @@ class RunTest(absltest.TestCase):
       loop.train(config, self.workdir)
       with tempfile.TemporaryDirectory() as whole:
         loop.train(config, whole)
-        chex.assert_trees_all_equal(loop_test.state_after(config, self.workdir, 3),
-                                    loop_test.state_after(config, whole, 3))
+        chex.assert_trees_all_equal(
+            loop_test.state_after(config, self.workdir, 3), loop_test.state_after(config, whole, 3)
+        )
 
     with self.subTest('the export computes what base and adapters do'):
       folder = loop.export(config, self.workdir)
@@ -347,7 +388,9 @@ class RunTest(absltest.TestCase):
       self.assertTrue(os.path.isfile(os.path.join(folder, 'tokenizer.json')))
 
   def test_full_training_exports_its_policy_too(self):
-    config = loop_test.make_config(**{'train.updates': 1, 'model.critic': 'shared', 'eval.every': 0})
+    config = loop_test.make_config(
+        **{'train.updates': 1, 'model.critic': 'shared', 'eval.every': 0}
+    )
     loop.train(config, self.workdir)
     exported, params = convert.load_hf(loop.export(config, self.workdir))
     trained = loop_test.state_after(config, self.workdir, 1).actor
@@ -360,8 +403,15 @@ class RunTest(absltest.TestCase):
     self.assertIsNone(shared.critic)
     self.assertIsNone(shared.reference)
     folder = loop_test.make_config().model.folder
-    apart = loop.setup(loop_test.make_config(**{
-        'model.lora_rank': 2, 'model.critic_folder': folder, 'model.lora_targets': ('q_proj',)}))
+    apart = loop.setup(
+        loop_test.make_config(
+            **{
+                'model.lora_rank': 2,
+                'model.critic_folder': folder,
+                'model.lora_targets': ('q_proj',),
+            }
+        )
+    )
     self.assertNotIn('lm_head', apart.frozen.critic)
     self.assertEqual(apart.state.actor['layers'].keys(), {'attention'})
     full = loop.setup(loop_test.make_config(**{'algorithm.kl_in': 'loss'})).frozen

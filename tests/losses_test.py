@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax.algorithms import losses
-from tests import oracle
+from tests.support import oracle
 
 MODES = ('token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm')
 
@@ -33,7 +33,8 @@ class SurrogateTest(chex.TestCase):
     ratio = jnp.array([[0.5, 1.1, 1.5], [0.5, 1.1, 1.5]])
     a = jnp.array([[2.0, 2.0, 2.0], [-2.0, -2.0, -2.0]])
     surrogate, clipped = self.variant(lambda w, a: losses.clipped_surrogate(w, a, 0.2, 0.3))(
-        ratio, a)
+        ratio, a
+    )
     chex.assert_trees_all_close(surrogate, jnp.array([[1.0, 2.2, 2.6], [-1.6, -2.2, -3.0]]))
     np.testing.assert_array_equal(clipped, [[False, False, True], [True, False, False]])
     self.assertEqual(clipped.dtype, jnp.bool_)
@@ -42,8 +43,9 @@ class SurrogateTest(chex.TestCase):
   def test_gradient_is_the_advantage_where_not_clipped(self):
     ratio = jnp.array([[0.5, 1.1, 1.5], [0.5, 1.1, 1.5]])
     a = jnp.array([[2.0, 2.0, 2.0], [-2.0, -2.0, -2.0]])
-    got = self.variant(jax.grad(
-        lambda w: jnp.sum(losses.clipped_surrogate(w, a, 0.2, 0.3)[0])))(ratio)
+    got = self.variant(jax.grad(lambda w: jnp.sum(losses.clipped_surrogate(w, a, 0.2, 0.3)[0])))(
+        ratio
+    )
     chex.assert_trees_all_close(got, jnp.array([[2.0, 2.0, 0.0], [0.0, -2.0, -2.0]]))
 
   def test_a_ratio_exactly_at_a_bound_is_not_clipped(self):
@@ -65,7 +67,8 @@ class SurrogateTest(chex.TestCase):
       return losses.clipped_surrogate(w, a, 0.2, 0.2, dual_clip=3.0)[0]
 
     chex.assert_trees_all_close(
-        self.variant(surrogate)(ratio), jnp.array([[-3.0, -2.0, -0.8, 1.2]]))
+        self.variant(surrogate)(ratio), jnp.array([[-3.0, -2.0, -0.8, 1.2]])
+    )
     gradient = self.variant(jax.grad(lambda w: jnp.sum(surrogate(w))))(ratio)
     chex.assert_trees_all_close(gradient, jnp.array([[0.0, -1.0, 0.0, 0.0]]))
 
@@ -114,9 +117,11 @@ class AggregationTest(chex.TestCase):
     batch = oracle.random_batch(0)
     x, m = batch.values, batch.action_mask
     chex.assert_trees_all_close(
-        losses.aggregate(x, m, mode), oracle.aggregate(x, m, mode), rtol=1e-12)
+        losses.aggregate(x, m, mode), oracle.aggregate(x, m, mode), rtol=1e-12
+    )
     chex.assert_trees_all_close(
-        losses.aggregate(x, m, mode, 5), oracle.aggregate(x, m, mode, 5), rtol=1e-12)
+        losses.aggregate(x, m, mode, 5), oracle.aggregate(x, m, mode, 5), rtol=1e-12
+    )
     weights = losses.aggregation_weights(m, mode)
     chex.assert_trees_all_close(np.sum(weights * x), oracle.aggregate(x, m, mode), rtol=1e-12)
     np.testing.assert_array_equal(np.asarray(weights)[m == 0], 0.0)
@@ -149,7 +154,9 @@ class AggregationTest(chex.TestCase):
     for mode in MODES:
       chex.assert_trees_all_close(
           losses.aggregate(batch.values, batch.action_mask, mode),
-          losses.aggregate(batch.values[kept], batch.action_mask[kept], mode), rtol=1e-12)
+          losses.aggregate(batch.values[kept], batch.action_mask[kept], mode),
+          rtol=1e-12,
+      )
 
   def test_an_unknown_mode_is_refused(self):
     with self.assertRaises(ValueError):

@@ -13,8 +13,8 @@ from absl.testing import parameterized
 import jax.numpy as jnp
 import numpy as np
 
-from stppo_jax import metrics
 from stppo_jax import types
+from stppo_jax.monitoring import metrics
 
 
 def _strict_lines(workdir):
@@ -38,18 +38,34 @@ class MetricsWriterTest(parameterized.TestCase):
 
   def test_scalars_of_every_kind(self):
     with metrics.MetricsWriter(self.workdir) as writer:
-      writer.write(1, {
-          'python': 0.5, 'count': 3, 'numpy': np.float32(0.25), 'device': jnp.float32(2.0),
-          'bfloat16': jnp.bfloat16(1.5), 'one': np.ones([1]), 'integer': jnp.int32(7),
-      })
+      writer.write(
+          1,
+          {
+              'python': 0.5,
+              'count': 3,
+              'numpy': np.float32(0.25),
+              'device': jnp.float32(2.0),
+              'bfloat16': jnp.bfloat16(1.5),
+              'one': np.ones([1]),
+              'integer': jnp.int32(7),
+          },
+      )
     (line,) = _strict_lines(self.workdir)
     self.assertEqual(line['step'], 1)
     self.assertGreater(line['time'], 1e9)
     del line['step'], line['time']
-    self.assertEqual(line, {
-        'python': 0.5, 'count': 3, 'numpy': 0.25, 'device': 2.0, 'bfloat16': 1.5, 'one': 1.0,
-        'integer': 7,
-    })
+    self.assertEqual(
+        line,
+        {
+            'python': 0.5,
+            'count': 3,
+            'numpy': 0.25,
+            'device': 2.0,
+            'bfloat16': 1.5,
+            'one': 1.0,
+            'integer': 7,
+        },
+    )
 
   def test_lines_can_be_read_while_the_writer_is_open(self):
     with metrics.MetricsWriter(self.workdir) as writer:
@@ -64,11 +80,7 @@ class MetricsWriterTest(parameterized.TestCase):
     self.assertEqual(line['nonfinite'], ['nan', 'inf', 'minus'])
 
   @parameterized.parameters(
-      (3, [1, 2, 3]),
-      (0, []),
-      (-1, []),
-      (None, [1, 2, 3, 4, 5]),
-      (9, [1, 2, 3, 4, 5]),
+      (3, [1, 2, 3]), (0, []), (-1, []), (None, [1, 2, 3, 4, 5]), (9, [1, 2, 3, 4, 5])
   )
   def test_resume_drops_later_steps(self, resume_step, left):
     self._write_steps([1, 2, 3, 4, 5])
@@ -131,9 +143,7 @@ class MetricsWriterTest(parameterized.TestCase):
     with mock.patch.dict(sys.modules, {'wandb': module}), mock.patch.dict(os.environ):
       os.environ.pop('WANDB_MODE', None)
       with self.assertLogs(level='WARNING') as logs:
-        self._write_steps(
-            [1, 2, 3], wandb_project='p', run_name='name', config_json='{"lr": 0.1}'
-        )
+        self._write_steps([1, 2, 3], wandb_project='p', run_name='name', config_json='{"lr": 0.1}')
     self.assertEqual(module.init.call_args.kwargs['mode'], 'offline')
     self.assertEqual(module.init.call_args.kwargs['config'], {'lr': 0.1})
     run.log.assert_called_with({'a': 2.0}, step=2)
@@ -151,7 +161,9 @@ class TextTest(parameterized.TestCase):
 
   def test_progress_line(self):
     scalars = {
-        'critic/score/mean': 0.42, 'em/mean': np.float32(0.44), 'actor/pg_clipfrac': 0.0312,
+        'critic/score/mean': 0.42,
+        'em/mean': np.float32(0.44),
+        'actor/pg_clipfrac': 0.0312,
         'perf/throughput': 1890.0,
     }
     # 50.25 s for 12 updates leave 48 * 50.25 / 12 = 201 s = 3:21.

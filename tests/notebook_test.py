@@ -25,8 +25,11 @@ class NotebookTest(absltest.TestCase):
   def test_runs_from_top_to_bottom(self):
     workdir = self.enterContext(tempfile.TemporaryDirectory())
     # One device, as a user has it, and not the eight that the other tests simulate.
-    self.enterContext(mock.patch.dict(
-        os.environ, {'STPPO_JAX': str(REPO), 'STPPO_WORKDIR': workdir, 'XLA_FLAGS': ''}))
+    self.enterContext(
+        mock.patch.dict(
+            os.environ, {'STPPO_JAX': str(REPO), 'STPPO_WORKDIR': workdir, 'XLA_FLAGS': ''}
+        )
+    )
     notebook = nbformat.read(PATH, as_version=4)
     nbclient.NotebookClient(notebook, timeout=600, kernel_name='python3').execute()
     text = str([cell.get('outputs') for cell in notebook.cells])

@@ -27,7 +27,7 @@ class PackTest(parameterized.TestCase):
     found = packing.pack(lengths, num_bins, capacities)
     taken = np.zeros((-(-40 // num_bins) * num_bins, capacities[-1]), int)
     for b, offset, length in zip(found.bin, found.offset, found.length):
-      taken[b, offset:offset + length] += 1
+      taken[b, offset : offset + length] += 1
     np.testing.assert_array_equal(found.length, lengths)
     self.assertEqual(taken.sum(), lengths.sum())
     self.assertLessEqual(taken.max(), 1)
@@ -77,7 +77,8 @@ class LayoutTest(absltest.TestCase):
     found = packing.pack([8, 7, 6, 5, 2], 2, (8,))
     np.testing.assert_array_equal(found.bin, [0, 1, 2, 3, 2])
     kept = jax.jit(packing.only, static_argnums=2)(
-        found, jnp.array([False, True, False, False, True]), 2)
+        found, jnp.array([False, True, False, False, True]), 2
+    )
     np.testing.assert_array_equal(kept.length, [0, 7, 6, 0, 2])
     np.testing.assert_array_equal(kept.bin[jnp.array([1, 2, 4])], [0, 1, 1])
     np.testing.assert_array_equal(kept.offset, found.offset)

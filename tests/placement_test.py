@@ -4,19 +4,17 @@ import dataclasses
 import tempfile
 from unittest import mock
 
-from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
-
 from absl.testing import absltest
 from absl.testing import parameterized
 import chex
 import jax
 import numpy as np
 
-from stppo_jax import metrics as metrics_lib
-from stppo_jax import plan
 from stppo_jax.models import decoder
+from stppo_jax.models import sharding
+from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.planning import plan
 from stppo_jax.training import loop
-from stppo_jax.training import sharding
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 from stppo_jax.types import UserError
@@ -47,12 +45,17 @@ class UpdateTest(parameterized.TestCase):
     optimizer, schedule = train_state.make_optimizer(1e-2, 0)
     learner = dataclasses.replace(
         update_test.make_learner('st_ppo', kl_in='loss', micro_batch=4),
-        actor_optimizer=optimizer, critic_optimizer=optimizer, actor_lr=schedule, critic_lr=schedule)
+        actor_optimizer=optimizer,
+        critic_optimizer=optimizer,
+        actor_lr=schedule,
+        critic_lr=schedule,
+    )
 
     def steps(on_host):
       init = lambda key, model: decoder.init(jax.random.key(key), model)
       state = train_state.create_sharded(
-          learner, init(1, learner.actor), init(2, learner.critic), 0.1, mesh, on_host)
+          learner, init(1, learner.actor), init(2, learner.critic), 0.1, mesh, on_host
+      )
       reference = init(3, learner.actor)
       kind = sharding.HOST if 'reference' in on_host else None
       reference = jax.device_put(reference, sharding.tree_shardings(reference, mesh, kind))
@@ -77,7 +80,9 @@ class UpdateTest(parameterized.TestCase):
     device = mock.Mock(platform='abacus')
     device.addressable_memories.return_value = [mock.Mock(kind='beads')]
     mesh = mock.Mock(devices=np.array([device]))
-    with self.assertRaisesRegex(UserError, r"^[^\n]*'pinned_host'[^\n]*abacus has beads[^\n]*'device'$"):
+    with self.assertRaisesRegex(
+        UserError, r"^[^\n]*'pinned_host'[^\n]*abacus has beads[^\n]*'device'$"
+    ):
       sharding.check_host_memory(mesh)
 
 
@@ -92,16 +97,20 @@ class RunTest(absltest.TestCase):
     loop.train(loop_test.make_config(**values, **{'train.updates': 1}), moved)
     config = loop_test.make_config(**values, **ON_HOST)
     run = loop.setup(config)
-    self.assertEqual(kinds((run.state.actor_opt, run.state.critic_opt, run.state.critic,
-                            run.frozen.reference)), {sharding.HOST})
+    self.assertEqual(
+        kinds((run.state.actor_opt, run.state.critic_opt, run.state.critic, run.frozen.reference)),
+        {sharding.HOST},
+    )
     self.assertEqual(kinds(run.state.actor), {'device'})
     loop.train(config, moved)
     for ours, theirs in zip(
-        metrics_lib.read_metrics(moved), metrics_lib.read_metrics(here), strict=True):
+        metrics_lib.read_metrics(moved), metrics_lib.read_metrics(here), strict=True
+    ):
       if ours['step'] != 1 or 'val-core/all/em' not in ours:  # one update ends with an evaluation
         self.assertEqual(loop_test.comparable(ours), loop_test.comparable(theirs))
     chex.assert_trees_all_equal(
-        loop_test.state_after(config, moved, 2), loop_test.state_after(config, here, 2))
+        loop_test.state_after(config, moved, 2), loop_test.state_after(config, here, 2)
+    )
 
 
 class PlanTest(absltest.TestCase):
@@ -119,9 +128,13 @@ class PlanTest(absltest.TestCase):
 
   def test_adapters_share_a_base(self):
     """One base of policy, critic and reference; what is trained is counted, and moments are of that."""
-    planned = plan.make(loop_test.make_config(**{'algorithm.kl_in': 'reward', 'model.lora_rank': 2}))
+    planned = plan.make(
+        loop_test.make_config(**{'algorithm.kl_in': 'reward', 'model.lora_rank': 2})
+    )
     trained = planned.num_params['trained']
-    adapters = 2 * ((16 + 16) + 2 * (16 + 8) + (16 + 16) + 3 * (16 + 32))  # d 16, 2 heads of 8, 1 key head
+    adapters = 2 * (
+        (16 + 16) + 2 * (16 + 8) + (16 + 16) + 3 * (16 + 32)
+    )  # d 16, 2 heads of 8, 1 key head
     self.assertEqual(trained, 2 * adapters + 16 + 1)  # of actor and critic; the value head
     self.assertEqual(planned.held['critic'][0], 4 * (adapters + 16 + 1))
     self.assertEqual(planned.held['optimizers'][0], 4 * (2 * trained + 4))
@@ -129,8 +142,10 @@ class PlanTest(absltest.TestCase):
     self.assertEqual(planned.held['policy'][0], 4 * (planned.num_params['policy'] + adapters))
     update_program = planned.programs[0]
     self.assertEqual(update_program.resident, 0)
-    self.assertLess(update_program.arguments, sum(
-        each for _, each in planned.held.values()) + 16 * 192 * 4 * 12 // 8 + 4096)
+    self.assertLess(
+        update_program.arguments,
+        sum(each for _, each in planned.held.values()) + 16 * 192 * 4 * 12 // 8 + 4096,
+    )
 
 
 if __name__ == '__main__':

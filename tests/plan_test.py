@@ -6,8 +6,6 @@ import os
 import tempfile
 from unittest import mock
 
-from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
-
 from absl import flags
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -16,14 +14,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import run
-from stppo_jax import plan
-from stppo_jax import plan_hlo
-from stppo_jax import topologies
 from stppo_jax.models import attention
-from stppo_jax.training import sharding
+from stppo_jax.models import sharding
+from stppo_jax.planning import hlo
+from stppo_jax.planning import plan
+from stppo_jax.planning import topologies
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
-from tests import tiny_run
+from tests.support import tiny_run
 
 # A loop of 5 around an all-gather, told by the compiler; one of 3, told by its condition; inside it a
 # collective cut into two fusions (one channel); outside, an asynchronous and a scattering one.
@@ -71,23 +69,28 @@ ENTRY %main (a: f32[2,4]) -> f32[2,4] {
 class CountsTest(absltest.TestCase):
 
   def test_collectives_of_a_text(self):
-    found = {c.kind: (c.count, c.bytes) for c in plan_hlo.collectives(HLO)}
-    self.assertEqual(found, {
-        'all-gather': (5 + 1, 6 * 8 * 4 * 4),  # six results of [8,4] float32
-        'all-reduce': (3, 3 * 16 * 2),
-        'reduce-scatter': (1, 4 * 2 * 4 * 4)})  # four times the result goes in
+    found = {c.kind: (c.count, c.bytes) for c in hlo.collectives(HLO)}
+    self.assertEqual(
+        found,
+        {
+            'all-gather': (5 + 1, 6 * 8 * 4 * 4),  # six results of [8,4] float32
+            'all-reduce': (3, 3 * 16 * 2),
+            'reduce-scatter': (1, 4 * 2 * 4 * 4),
+        },
+    )  # four times the result goes in
 
   def test_a_sharded_contraction_needs_an_all_reduce(self):
     mesh = sharding.make_mesh(1, 8, 1)
     place = lambda *spec: jax.sharding.NamedSharding(mesh, P(*spec))
     multiply = jax.jit(
-        jnp.dot, in_shardings=(place(None, 'fsdp'), place('fsdp', None)), out_shardings=place())
+        jnp.dot, in_shardings=(place(None, 'fsdp'), place('fsdp', None)), out_shardings=place()
+    )
     x = jax.ShapeDtypeStruct((16, 32), jnp.float32)
     y = jax.ShapeDtypeStruct((32, 64), jnp.float32)
     traced = multiply.trace(x, y)
-    found, = plan_hlo.collectives(traced.lower().compile().as_text())
+    (found,) = hlo.collectives(traced.lower().compile().as_text())
     self.assertEqual((found.kind, found.count, found.bytes), ('all-reduce', 1, 16 * 64 * 4))
-    self.assertEqual(plan_hlo.matmul_flops(traced.jaxpr), 2 * 16 * 32 * 64)
+    self.assertEqual(hlo.matmul_flops(traced.jaxpr), 2 * 16 * 32 * 64)
 
   def test_flops_of_a_scan_a_branch_and_their_gradient(self):
     def function(w, x):  # w [7,4,4], x [3,4]: seven products of 2 * 3 * 4 * 4
@@ -96,7 +99,7 @@ class CountsTest(absltest.TestCase):
 
     w, x = jnp.ones((7, 4, 4)), jnp.ones((3, 4))
     one = 2 * 3 * 4 * 4
-    flops = lambda f: plan_hlo.matmul_flops(jax.make_jaxpr(f)(w, x))
+    flops = lambda f: hlo.matmul_flops(jax.make_jaxpr(f)(w, x))
     self.assertEqual(flops(function), 8 * one)
     self.assertEqual(flops(jax.grad(function)), 3 * 8 * one)  # of w and of x: two more each
 
@@ -105,9 +108,10 @@ class CountsTest(absltest.TestCase):
     mesh = sharding.make_mesh(4, 1, 2)
     q = jnp.ones((4, 256, 4, 64))
     attend = lambda q: attention.causal(
-        q, q, q, backend='splash', row_sharding=sharding.rows(mesh)).sum()
+        q, q, q, backend='splash', row_sharding=sharding.rows(mesh)
+    ).sum()
     one = 4 * 4 * 2 * 256 * 256 * 64  # of all rows and heads
-    flops = lambda f: plan_hlo.matmul_flops(jax.make_jaxpr(f)(q))
+    flops = lambda f: hlo.matmul_flops(jax.make_jaxpr(f)(q))
     self.assertEqual(flops(attend), 2 * one)
     # The dq kernel makes scores, d weights and dq; the dkv kernel the first two again, dk and dv;
     # before them each query's output is multiplied with its own derivative.
@@ -121,10 +125,10 @@ class CountsTest(absltest.TestCase):
       return jax.lax.fori_loop(0, n, lambda _, y: y @ x, x)
 
     jaxpr = jax.make_jaxpr(function)(3, jnp.ones((4, 4)))
-    self.assertEqual(plan_hlo.matmul_flops(jaxpr, 5), 5 * 2 * 4**3)
+    self.assertEqual(hlo.matmul_flops(jaxpr, 5), 5 * 2 * 4**3)
     text = jax.jit(function).lower(3, jnp.ones((4, 4))).compile().as_text()
     while_line = next(line for line in text.splitlines() if ' while(' in line)
-    self.assertEqual(plan_hlo._trips(while_line, plan_hlo._computations(text)[1], 5), 5)
+    self.assertEqual(hlo._trips(while_line, hlo._computations(text)[1], 5), 5)
 
 
 class PlanTest(parameterized.TestCase):
@@ -136,19 +140,29 @@ class PlanTest(parameterized.TestCase):
     tiny_run.write(cls.tmp)
     cls.config = tiny_run.make_config(cls.tmp)
     cls.config.algorithm.kl_in = 'reward'
-    cls.texts, count = [], plan_hlo.collectives
-    with mock.patch.object(plan_hlo, 'collectives',
-                           side_effect=lambda text, *trips: cls.texts.append(text) or count(text, *trips)):
+    cls.texts, count = [], hlo.collectives
+    with mock.patch.object(
+        hlo,
+        'collectives',
+        side_effect=lambda text, *trips: cls.texts.append(text) or count(text, *trips),
+    ):
       cls.plan = plan.make(cls.config)
 
   def test_parameters_are_counted_exactly(self):
     """d 16, 1 layer, 2 heads of 8, 1 key head, f 32."""
     vocabulary = plan.evaluation.load_shape(self.config).vocab_size
-    layer = (2 * 16 + 2 * 16 * 8 + 2 * 8 + 2 * (16 * 8 + 8)  # norms; query, key, value with biases
-             + 2 * 8 * 16 + 3 * 16 * 32)  # out; gate, up, down
+    layer = (
+        2 * 16
+        + 2 * 16 * 8
+        + 2 * 8
+        + 2 * (16 * 8 + 8)  # norms; query, key, value with biases
+        + 2 * 8 * 16
+        + 3 * 16 * 32
+    )  # out; gate, up, down
     trunk = vocabulary * 16 + layer + 16  # embedding, layer, final norm
-    self.assertEqual(self.plan.num_params, {
-        'policy': trunk + 16 * vocabulary, 'critic': trunk + 16 + 1})
+    self.assertEqual(
+        self.plan.num_params, {'policy': trunk + 16 * vocabulary, 'critic': trunk + 16 + 1}
+    )
 
   def test_bytes_of_a_device(self):
     """Over fsdp 8 every D of 16 is cut to 2; norms, biases and the value head are whole."""
@@ -171,8 +185,9 @@ class PlanTest(parameterized.TestCase):
     self.assertEqual(update.resident, self.plan.held['reference policy'][1])
 
   def test_every_program_is_there_and_fits_this_machine(self):
-    self.assertEqual([p.name for p in self.plan.programs],
-                     ['update', 'annotate', 'prefill', 'decode', 'grow'])
+    self.assertEqual(
+        [p.name for p in self.plan.programs], ['update', 'annotate', 'prefill', 'decode', 'grow']
+    )
     for program in self.plan.programs[:4]:
       self.assertGreater(program.flops, 0)
       self.assertGreater(program.temporaries, 0)
@@ -188,7 +203,7 @@ class PlanTest(parameterized.TestCase):
     """2 for each weight of the matrices, and for scores and values of 192 slots; not once a micro-batch."""
     vocabulary = plan.evaluation.load_shape(self.config).vocab_size
     weights = 16 * (2 * 2 * 8 + 2 * 8 + 3 * 32 + vocabulary)
-    decode, = (p for p in self.plan.programs if p.name == 'decode')
+    (decode,) = (p for p in self.plan.programs if p.name == 'decode')
     self.assertEqual(decode.flops, 16 * 2 * (weights + 2 * 2 * 8 * 192))
 
   def test_activations_and_gradients_stay_in_their_shards(self):
@@ -202,16 +217,22 @@ class PlanTest(parameterized.TestCase):
   def test_a_run_that_does_not_fit(self):
     experiment = os.path.join(self.tmp, 'experiment.py')
     with open(experiment, 'w', encoding='utf-8') as file:
-      file.write('from tests import tiny_run\n'
-                 f'def get_config(mode=""):\n  return tiny_run.make_config({self.tmp!r})\n')
+      file.write(
+          'from tests.support import tiny_run\n'
+          f'def get_config(mode=""):\n  return tiny_run.make_config({self.tmp!r})\n'
+      )
     small = topologies.Chip('small', 2**20, 1e12, 1e12, 1e12)
     for name in [name for name in flags.FLAGS if name.split('.')[0] == 'config']:
       delattr(flags.FLAGS, name)  # a process defines them once
     stdout = io.StringIO()
-    with (mock.patch.object(run, '_quiet_libraries'), contextlib.redirect_stdout(stdout),
-          mock.patch.object(topologies, '_local_devices', return_value=(jax.devices(), small))):
-      code = run._main(run._parse(
-          ['run.py', f'--config={experiment}', '--mode=plan', '--topology=']))
+    with (
+        mock.patch.object(run, '_quiet_libraries'),
+        contextlib.redirect_stdout(stdout),
+        mock.patch.object(topologies, '_local_devices', return_value=(jax.devices(), small)),
+    ):
+      code = run._main(
+          run._parse(['run.py', f'--config={experiment}', '--mode=plan', '--topology='])
+      )
     self.assertEqual(code, 1)
     last = stdout.getvalue().splitlines()[-1]
     for words in ('DOES NOT FIT', 'GiB a device', '--config.'):
@@ -219,8 +240,7 @@ class PlanTest(parameterized.TestCase):
 
   def test_the_micro_batch_to_try(self):
     """fixed 10 + others 20 + 80 for 8 rows, so 10 a row: 4 rows need 70, 2 need 50."""
-    program = plan.Program(
-        'update', '', 1, 0.0, resident=15, trips=1, arguments=5, temporaries=90)
+    program = plan.Program('update', '', 1, 0.0, resident=15, trips=1, arguments=5, temporaries=90)
     largest = lambda limit: plan._largest(limit, [program], 8, 10, (2, 4, 8, 16))
     self.assertEqual([largest(n) for n in (49, 50, 69, 70, 110, 190)], [0, 2, 2, 4, 8, 16])
 
@@ -240,7 +260,9 @@ class PlanTest(parameterized.TestCase):
         topologies.devices_of(topology)
 
   def test_what_compilers_say(self):
-    taken = topologies.explained(RuntimeError('ABORTED: libtpu multi-process\nlockfile.'), 'v5e:8x8')
+    taken = topologies.explained(
+        RuntimeError('ABORTED: libtpu multi-process\nlockfile.'), 'v5e:8x8'
+    )
     self.assertIsInstance(taken, RunError)
     self.assertIn('another process', str(taken))
     wrong = topologies.explained(RuntimeError('INVALID_ARGUMENT: not\ndivisible'), 'v5e:9x7')

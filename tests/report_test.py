@@ -12,10 +12,10 @@ import tempfile
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from stppo_jax import metrics
-from stppo_jax import report
-from stppo_jax import report_charts
 from stppo_jax import types
+from stppo_jax.monitoring import metrics
+from stppo_jax.monitoring import report
+from stppo_jax.monitoring import report_charts
 
 _HOSTILE = (
     '</script><script>alert(1)</script>',
@@ -99,7 +99,10 @@ class ReportTest(parameterized.TestCase):
     self.assertIn(_HOSTILE[0], data['episodes'][0]['pieces'])
 
   @parameterized.parameters(
-      dict(with_eval=False), dict(with_episodes=False), dict(with_config=False), dict(updates=0),
+      dict(with_eval=False),
+      dict(with_episodes=False),
+      dict(with_config=False),
+      dict(updates=0),
       dict(updates=1),
   )
   def test_partial_runs(self, **kwargs):
@@ -189,7 +192,7 @@ class ChartsTest(absltest.TestCase):
 
   def test_a_turn_has_one_colour_and_turns_sort_by_number(self):
     names = [f'stppo/clipfrac_turn{turn}_{sign}' for turn in (10, 2) for sign in ('pos', 'neg')]
-    for chart in report_charts.charts([{'step': 1} | {name: 0.5 for name in names}]):
+    for chart in report_charts.charts([{'step': 1} | dict.fromkeys(names, 0.5)]):
       self.assertEqual(
           [(one['label'], one['hue']) for one in chart['series']], [('turn 2', 0), ('turn 10', 1)]
       )
@@ -266,10 +269,18 @@ def _fake_config(hostile):
       'model': {'folder': 'some/rather/long/folder/tiny', 'critic': 'separate'},
       'rollout': {'group_size': 1, 'temperature': 1.0, 'top_p': 1.0},
       'algorithm': {
-          'variant': 'st_ppo', 'divisor': 'relative', 'ratio': None, 'clip_low': 0.2,
-          'clip_high': 0.2, 'gamma': 1.0, 'lam': 1.0, 'kl_in': 'reward', 'kl_coef': 0.001,
+          'variant': 'st_ppo',
+          'divisor': 'relative',
+          'ratio': None,
+          'clip_low': 0.2,
+          'clip_high': 0.2,
+          'gamma': 1.0,
+          'lam': 1.0,
+          'kl_in': 'reward',
+          'kl_coef': 0.001,
       },
-      'actor': {'lr': 1e-5, 'warmup': 0.285}, 'critic': {'lr': 1e-4},
+      'actor': {'lr': 1e-5, 'warmup': 0.285},
+      'critic': {'lr': 1e-4},
       'train': {'updates': 60, 'episodes': 64, 'mini_batch': 32, 'length_buckets': [512, 1024]},
   }
 
@@ -284,32 +295,62 @@ def _fake_training_row(random_state, step):
   gen, train = 4.2 + noise(0.4), 3.1 + noise(0.1)
   turns = 2.1 + 0.5 * part + noise(0.05)
   row = {
-      'critic/score/mean': em, 'critic/score/max': 1.0, 'critic/score/min': 0.0, 'em/mean': em,
-      'actor/pg_loss': -0.01 + noise(0.004), 'actor/pg_clipfrac': clip, 'actor/ppo_kl': clip / 20,
-      'actor/entropy': 1.4 - 0.8 * part + noise(0.02), 'actor/grad_norm': grad * 0.7,
-      'actor/lr': 1e-5 * min(1, step / 17), 'critic/lr': 1e-4,
+      'critic/score/mean': em,
+      'critic/score/max': 1.0,
+      'critic/score/min': 0.0,
+      'em/mean': em,
+      'actor/pg_loss': -0.01 + noise(0.004),
+      'actor/pg_clipfrac': clip,
+      'actor/ppo_kl': clip / 20,
+      'actor/entropy': 1.4 - 0.8 * part + noise(0.02),
+      'actor/grad_norm': grad * 0.7,
+      'actor/lr': 1e-5 * min(1, step / 17),
+      'critic/lr': 1e-4,
       'critic/vf_loss': 0.12 * math.exp(-step / 30 + noise(0.1)),
       'critic/vf_explained_var': 0.6 * part + noise(0.04),
-      'critic/values/mean': em + noise(0.02), 'critic/values/max': 0.9, 'critic/values/min': 0.02,
-      'critic/returns/mean': em, 'critic/returns/max': 1.0, 'critic/returns/min': 0.0,
-      'critic/advantages/mean': noise(0.01), 'critic/advantages/max': 2.5,
+      'critic/values/mean': em + noise(0.02),
+      'critic/values/max': 0.9,
+      'critic/values/min': 0.02,
+      'critic/returns/mean': em,
+      'critic/returns/max': 1.0,
+      'critic/returns/min': 0.0,
+      'critic/advantages/mean': noise(0.01),
+      'critic/advantages/max': 2.5,
       'critic/advantages/min': -1.9,
-      'stppo/grad_norm': grad, 'stppo/bias_norm': bias, 'stppo/cos_g_c': -0.1 + noise(0.1),
-      'stppo/divisor': 1 + bias / grad, 'stppo/step_norm': 0.011 * math.exp(noise(0.1)),
-      'stppo/ratio_std_token': 0.08 + 0.03 * part, 'stppo/ratio_std_turn': 0.021 + 0.01 * part,
+      'stppo/grad_norm': grad,
+      'stppo/bias_norm': bias,
+      'stppo/cos_g_c': -0.1 + noise(0.1),
+      'stppo/divisor': 1 + bias / grad,
+      'stppo/step_norm': 0.011 * math.exp(noise(0.1)),
+      'stppo/ratio_std_token': 0.08 + 0.03 * part,
+      'stppo/ratio_std_turn': 0.021 + 0.01 * part,
       'stppo/ratio_std_sequence': 0.012 + noise(0.001),
-      'rollout_corr/kl': 2e-5 + noise(1e-5), 'rollout_corr/k3_kl': 1.2e-5 + abs(noise(3e-6)),
+      'rollout_corr/kl': 2e-5 + noise(1e-5),
+      'rollout_corr/k3_kl': 1.2e-5 + abs(noise(3e-6)),
       'rollout_corr/logp_diff_max': 0.003 * math.exp(noise(0.5)),
-      'response_length/mean': 210 + 80 * part + noise(6), 'response_length/max': 512,
-      'response_length/min': 31, 'prompt_length/mean': 121 + noise(1), 'prompt_length/max': 140,
-      'prompt_length/min': 100, 'num_turns/mean': turns, 'num_turns/max': 5, 'num_turns/min': 1,
-      'perf/throughput': 1900 + noise(90), 'timing_s/step': gen + train + 1.0, 'timing_s/gen': gen,
+      'response_length/mean': 210 + 80 * part + noise(6),
+      'response_length/max': 512,
+      'response_length/min': 31,
+      'prompt_length/mean': 121 + noise(1),
+      'prompt_length/max': 140,
+      'prompt_length/min': 100,
+      'num_turns/mean': turns,
+      'num_turns/max': 5,
+      'num_turns/min': 1,
+      'perf/throughput': 1900 + noise(90),
+      'timing_s/step': gen + train + 1.0,
+      'timing_s/gen': gen,
       'timing_s/wait': gen,
-      'timing_s/old_log_prob': 0.5, 'timing_s/update_actor': train,
-      'timing_s/gen_sample': gen * 0.8, 'timing_s/gen_retrieve': gen * 0.1,
-      'env/retrieval_failed': 0.0, 'env/truncated': abs(noise(0.02)),
+      'timing_s/old_log_prob': 0.5,
+      'timing_s/update_actor': train,
+      'timing_s/gen_sample': gen * 0.8,
+      'timing_s/gen_retrieve': gen * 0.1,
+      'env/retrieval_failed': 0.0,
+      'env/truncated': abs(noise(0.02)),
       'env/searches/mean': turns - 1,
-      'env/invalid/mean': 0.2 - 0.15 * part, 'f1/mean': em + 0.06, 'critic/rewards/mean': em - 0.01,
+      'env/invalid/mean': 0.2 - 0.15 * part,
+      'f1/mean': em + 0.06,
+      'critic/rewards/mean': em - 0.01,
   }
   for turn in range(1, 5):
     row[f'stppo/clipfrac_turn{turn}_pos'] = clip * (0.3 + 0.3 * turn) * abs(1 + noise(0.3))
@@ -334,8 +375,12 @@ def _fake_eval_row(part):
 _WORLD = (
     ('Which currency is used in the country whose capital is Windhoek?', 'Namibian dollar', 2),
     ('What is the atomic number of tungsten?', '74', 1),
-    ('In which time zone lies the most populous city of the country that borders both Benin and '
-     'Chad?', 'Africa/Lagos', 3),
+    (
+        'In which time zone lies the most populous city of the country that borders both Benin and '
+        'Chad?',
+        'Africa/Lagos',
+        3,
+    ),
 )
 
 
@@ -351,11 +396,17 @@ def _fake_episode(random_state, step, kind, hostile=False):
     pieces.extend(cut)
     turn_ids.extend([turn] * len(cut))
 
-  add('<|im_start|>user\nAnswer the question. Think inside <think> and </think> first. Search with '
-      f'<search> query </search>. Question: {question}\n<|im_end|>\n<|im_start|>assistant\n', 0)
+  add(
+      '<|im_start|>user\nAnswer the question. Think inside <think> and </think> first. Search with '
+      f'<search> query </search>. Question: {question}\n<|im_end|>\n<|im_start|>assistant\n',
+      0,
+  )
   for turn in range(1, hops + 1):
-    add(f'<think>\nI need fact {turn} of {hops} before I can answer.\n</think>\n'
-        f'<search> fact {turn} about {question[:40].strip()} </search>', turn)
+    add(
+        f'<think>\nI need fact {turn} of {hops} before I can answer.\n</think>\n'
+        f'<search> fact {turn} about {question[:40].strip()} </search>',
+        turn,
+    )
     actions.append('search')
     documents = ''.join(
         f'Doc {i}(Title: Namibia) Namibia is a country in Southern Africa. Its capital is Windhoek '
@@ -368,12 +419,23 @@ def _fake_episode(random_state, step, kind, hostile=False):
   add(f'<think> Now I know. </think>\n<answer> {answer if em else "Euro"} </answer>', hops + 1)
   actions.append('answer')
   if hostile:
-    pieces[0:len(_HOSTILE)] = _HOSTILE
+    pieces[0 : len(_HOSTILE)] = _HOSTILE
   episode = {
-      'step': step, 'kind': kind, 'task': f'embedded-{random_state.randrange(999)}',
-      'dataset': 'embedded', 'hops': hops, 'question': question, 'answers': [answer], 'score': em,
-      'em': em, 'failed': False, 'truncated': False, 'pieces': pieces, 'turn_ids': turn_ids,
-      'tokens': [random_state.randrange(8192) for _ in pieces], 'actions': actions,
+      'step': step,
+      'kind': kind,
+      'task': f'embedded-{random_state.randrange(999)}',
+      'dataset': 'embedded',
+      'hops': hops,
+      'question': question,
+      'answers': [answer],
+      'score': em,
+      'em': em,
+      'failed': False,
+      'truncated': False,
+      'pieces': pieces,
+      'turn_ids': turn_ids,
+      'tokens': [random_state.randrange(8192) for _ in pieces],
+      'actions': actions,
   }
   agent = sum(turn > 0 for turn in turn_ids)
   logp = [-random_state.expovariate(2.0) for _ in range(agent)]
@@ -382,8 +444,10 @@ def _fake_episode(random_state, step, kind, hostile=False):
     ratio = [math.exp(random_state.gauss(0, 0.1)) for _ in logp]
     advantages = [em - 0.4 + random_state.gauss(0, 0.15) for _ in logp]
     episode |= {
-        'old_logp': [x + random_state.gauss(0, 1e-4) for x in logp], 'ratio': ratio,
-        'values': [0.3 + 0.4 * em * i / agent for i in range(agent)], 'advantages': advantages,
+        'old_logp': [x + random_state.gauss(0, 1e-4) for x in logp],
+        'ratio': ratio,
+        'values': [0.3 + 0.4 * em * i / agent for i in range(agent)],
+        'advantages': advantages,
         'clipped': [int(r > 1.2 and a > 0 or r < 0.8 and a < 0) for r, a in zip(ratio, advantages)],
     }
   return episode

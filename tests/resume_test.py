@@ -6,8 +6,6 @@ import threading
 import unittest
 from unittest import mock
 
-from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
-
 from absl import logging
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -15,12 +13,12 @@ import chex
 import jax
 import numpy as np
 
-from stppo_jax import metrics as metrics_lib
+from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
-from stppo_jax.training import pipeline as pipelines
 from stppo_jax.types import UserError
-from tests import micro_run
+from tests.support import micro_run
 
 UPDATES = 4
 
@@ -48,8 +46,10 @@ def straight(**values):
   if key not in STRAIGHT:
     with tempfile.TemporaryDirectory() as workdir:
       micro_run.train(make_config(**values), workdir)
-      STRAIGHT[key] = (micro_run.comparable_metrics(workdir),
-                       micro_run.state_after(make_config(**values), workdir, UPDATES))
+      STRAIGHT[key] = (
+          micro_run.comparable_metrics(workdir),
+          micro_run.state_after(make_config(**values), workdir, UPDATES),
+      )
   return STRAIGHT[key]
 
 
@@ -63,15 +63,19 @@ class ResumeTest(parameterized.TestCase):
     metrics, state = straight(**values)
     self.assertEqual(micro_run.comparable_metrics(self.workdir), metrics)
     chex.assert_trees_all_equal(
-        micro_run.state_after(make_config(**values), self.workdir, UPDATES), state)
+        micro_run.state_after(make_config(**values), self.workdir, UPDATES), state
+    )
 
   @parameterized.product(staleness=(0, 1, 2), killed_after=tuple(range(UPDATES + 1)))
   def test_killed_and_resumed_equals_straight(self, staleness, killed_after):
     """Every update ends at an epoch's end, and every second batch starts with a checkpoint."""
     values = {'pipeline.staleness': staleness, 'train.checkpoint_every': 2}
     with self.assertRaises(micro_run.Killed):
-      micro_run.train(make_config(**values | {'train.updates': UPDATES + 1}), self.workdir,
-                      micro_run.killed_after(killed_after))
+      micro_run.train(
+          make_config(**values | {'train.updates': UPDATES + 1}),
+          self.workdir,
+          micro_run.killed_after(killed_after),
+      )
     micro_run.train(make_config(**values), self.workdir)
     self.assert_as_straight(**values)
 
@@ -250,8 +254,12 @@ class JsonTest(absltest.TestCase):
   def test_batches_survive_to_the_bit(self):
     run = micro_run.setup(make_config())
     batches = pipelines.Batches(
-        run.agent, run.frozen.policy, loop.task_files.TaskStream(
-            loop.evaluation.load_tasks(run.config, 'train'), 5, 0), 2, 0)
+        run.agent,
+        run.frozen.policy,
+        loop.task_files.TaskStream(loop.evaluation.load_tasks(run.config, 'train'), 5, 0),
+        2,
+        0,
+    )
     batch = batches.sample(run.state.actor, 3, 1)
     turn = batch.episodes[0].turns[0]
     turn.logp = np.array([-1e-30, -np.float32(1) / 3, -np.inf], np.float32)
@@ -261,10 +269,10 @@ class JsonTest(absltest.TestCase):
     back = pipelines.from_json(loop.json.loads(text), batches.tasks(3))
     flat = lambda batch: jax.tree.map(np.asarray, loop.dataclasses.asdict(batch))
     ours, theirs = flat(batch), flat(back)
-    chex.assert_trees_all_equal(
-        jax.tree.leaves_with_path(ours), jax.tree.leaves_with_path(theirs))
-    self.assertEqual([x.dtype for x in jax.tree.leaves(ours)],
-                     [x.dtype for x in jax.tree.leaves(theirs)])
+    chex.assert_trees_all_equal(jax.tree.leaves_with_path(ours), jax.tree.leaves_with_path(theirs))
+    self.assertEqual(
+        [x.dtype for x in jax.tree.leaves(ours)], [x.dtype for x in jax.tree.leaves(theirs)]
+    )
 
 
 if __name__ == '__main__':

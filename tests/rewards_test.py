@@ -1,15 +1,17 @@
 """Tests of the answer scores: worked by hand, the field's corner cases, and two properties."""
 
-import hypothesis
 from absl.testing import absltest
 from absl.testing import parameterized
+import hypothesis
 from hypothesis import strategies
 
 from stppo_jax.envs import rewards
 
 GOOD = '<think>a</think><answer>b</answer>'
-SEARCHED = ('<think>a</think>\n<search>q</search>\n\n<information>d</information>\n\n'
-            '<think>b</think><answer>c</answer>\n')
+SEARCHED = (
+    '<think>a</think>\n<search>q</search>\n\n<information>d</information>\n\n'
+    '<think>b</think><answer>c</answer>\n'
+)
 
 
 class RewardsTest(parameterized.TestCase):
@@ -97,9 +99,13 @@ class RewardsTest(parameterized.TestCase):
     self.assertEqual(rewards.extract_answer(text), expected)
 
   @parameterized.parameters(
-      GOOD, SEARCHED, f' \n{GOOD}\t',
-      SEARCHED.replace('<answer>', '<search>r</search><information></information>'
-                                   '<think>< 3 <b></think><answer>'),
+      GOOD,
+      SEARCHED,
+      f' \n{GOOD}\t',
+      SEARCHED.replace(
+          '<answer>',
+          '<search>r</search><information></information>' '<think>< 3 <b></think><answer>',
+      ),
   )
   def test_well_formed(self, text):
     self.assertTrue(rewards.well_formed(text))
@@ -117,8 +123,7 @@ class RewardsTest(parameterized.TestCase):
       ('nested', '<think>a<answer>b</answer></think>'),
       ('crossed', '<think>a<answer></think>b</answer>'),
       ('no_think_after_information', SEARCHED.replace('<think>b</think>', '')),
-      ('search_without_information',
-       SEARCHED.replace('<information>d</information>', '')),
+      ('search_without_information', SEARCHED.replace('<information>d</information>', '')),
       ('information_without_search', SEARCHED.replace('<search>q</search>', '')),
       ('thinks_twice', f'<think>z</think>{GOOD}'),
       ('stray_closing', f'</think>{GOOD}'),
@@ -129,8 +134,12 @@ class RewardsTest(parameterized.TestCase):
     self.assertFalse(rewards.well_formed(text))
 
   @parameterized.parameters(
-      (True, True, True, 1.0), (True, False, True, 0.8), (False, True, True, 0.2),
-      (False, False, True, 0.1), (False, False, False, 0.0), (False, True, False, 0.0),
+      (True, True, True, 1.0),
+      (True, False, True, 0.8),
+      (False, True, True, 0.2),
+      (False, False, True, 0.1),
+      (False, False, False, 0.0),
+      (False, True, False, 0.0),
   )
   def test_format_reward(self, correct, formed, answered, expected):
     self.assertEqual(rewards.format_reward(correct, formed, answered), expected)

@@ -5,8 +5,6 @@ import functools
 import re
 from unittest import mock
 
-from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
-
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
@@ -16,14 +14,14 @@ import numpy as np
 from stppo_jax import chat
 from stppo_jax import types
 from stppo_jax.models import decoder
+from stppo_jax.models import sharding
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
-from stppo_jax.training import sharding
 
 VOCAB = 24
 CONFIG = decoder.ModelConfig(
-  vocab_size=VOCAB, d_model=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=32,
+    vocab_size=VOCAB, d_model=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=32
 )
 TOKEN_BYTES = tuple(bytes([97 + i]) for i in range(VOCAB - 4))  # a, b, c, ..; four ids have none
 EOS = 3
@@ -39,7 +37,9 @@ def make_params(config=CONFIG):
 
 @functools.cache  # a sampler compiles a handful of programs
 def make_sampler(stops=('bca', 'hh'), eos=(EOS,), cache_tile=0, **settings):
-  defaults = dict(max_slots=64, rows=4, read_rows=2, slot_buckets=(64,), chunk_buckets=(4,), steps=8)
+  defaults = dict(
+      max_slots=64, rows=4, read_rows=2, slot_buckets=(64,), chunk_buckets=(4,), steps=8
+  )
   table = chat.stop_automaton(TOKEN_BYTES, stops)
   config = dataclasses.replace(CONFIG, cache_tile=cache_tile)
   return sampler_lib.Sampler(config, table, eos, **{**defaults, **settings})
@@ -101,15 +101,18 @@ class SampleTokenTest(parameterized.TestCase):
     return np.asarray(token), np.asarray(logp)
 
   @parameterized.parameters(
-    (1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 3, 1.0), (2.0, 0, 0.8), (0.7, 5, 0.7), (1.0, 0, 1e-6),
-    (1.0, 100, 0.5),
+      (1.0, 0, 1.0),
+      (0.7, 0, 1.0),
+      (1.0, 3, 1.0),
+      (2.0, 0, 0.8),
+      (0.7, 5, 0.7),
+      (1.0, 0, 1e-6),
+      (1.0, 100, 0.5),
   )
   def test_frequencies_and_logp(self, temperature, top_k, top_p):
     want = exact_distribution(self.LOGITS, temperature, top_k, top_p)
     count = 20_000
-    token, logp = self.draw(
-      self.LOGITS, count, temperature=temperature, top_k=top_k, top_p=top_p
-    )
+    token, logp = self.draw(self.LOGITS, count, temperature=temperature, top_k=top_k, top_p=top_p)
     got = np.bincount(token, minlength=len(want)) / count
     np.testing.assert_array_less(np.abs(got - want), 5 * np.sqrt(want * (1 - want) / count) + 1e-9)
     np.testing.assert_allclose(np.exp(logp), want[token], rtol=1e-5)
@@ -128,7 +131,9 @@ class SampleTokenTest(parameterized.TestCase):
     token, logp = self.draw(logits, count)
     self.assertEmpty(np.intersect1d(token, impossible))
     got = np.bincount(token, minlength=1000) / count
-    np.testing.assert_array_less(np.abs(got - want), 5.5 * np.sqrt(want * (1 - want) / count) + 1e-9)
+    np.testing.assert_array_less(
+        np.abs(got - want), 5.5 * np.sqrt(want * (1 - want) / count) + 1e-9
+    )
     tail = np.argsort(want)[:800]
     spread = np.sqrt(want[tail].sum() / count)
     self.assertLess(abs(got[tail].sum() - want[tail].sum()), 5 * spread)
@@ -187,9 +192,9 @@ class SamplerTest(parameterized.TestCase):
     return rows, columns, logps
 
   FORCED = (
-    ([5, 6, 7], [1], [2, 9, 9, 9, 4, 4, 4, 8, 1], [6, 6, 6, 6]),
-    ([1, 2], [9, 8, 7, 6, 5], [4], []),  # one row gets nothing and goes on
-    ([11], [12], [13, 13], [14]),
+      ([5, 6, 7], [1], [2, 9, 9, 9, 4, 4, 4, 8, 1], [6, 6, 6, 6]),
+      ([1, 2], [9, 8, 7, 6, 5], [4], []),  # one row gets nothing and goes on
+      ([11], [12], [13, 13], [14]),
   )
 
   @parameterized.parameters(1.0, 0.7)
@@ -197,7 +202,7 @@ class SamplerTest(parameterized.TestCase):
     """Three turns across chunks and slot buckets against a single plain pass."""
     rows, columns, logps = self.play(make_sampler(temperature=temperature), self.FORCED)
     for row, at, got, want in zip(
-      rows, columns, logps, teacher_forced(self.params, rows, temperature)
+        rows, columns, logps, teacher_forced(self.params, rows, temperature)
     ):
       self.assertGreater(len(at), 3)
       np.testing.assert_allclose(got, want[at], atol=1e-5)
@@ -257,10 +262,13 @@ class SamplerTest(parameterized.TestCase):
       rows, columns, _ = self.play(sampler, forced, keys=keys)
       for row, at in zip(rows, columns):
         turn = [row[i] for i in at]
-        texts = [b''.join(TOKEN_BYTES[t] if t < 20 else b'' for t in turn[:n])
-                 for n in range(1, len(turn) + 1)]
-        hit = [any(s in text for s in (b'a', b'bc', b'hh')) or t == EOS
-               for text, t in zip(texts, turn)]
+        texts = [
+            b''.join(TOKEN_BYTES[t] if t < 20 else b'' for t in turn[:n])
+            for n in range(1, len(turn) + 1)
+        ]
+        hit = [
+            any(s in text for s in (b'a', b'bc', b'hh')) or t == EOS for text, t in zip(texts, turn)
+        ]
         self.assertFalse(any(hit[:-1]))
         if hit[-1]:
           ended['eos' if turn[-1] == EOS else 'stop'] += 1
@@ -272,15 +280,23 @@ class SamplerTest(parameterized.TestCase):
   def test_budgets_and_idle_rows(self):
     sampler = make_sampler(stops=(), eos=(), read_rows=4)
     context, lengths = sampler.read(
-      self.params, sampler.empty(4, 64), [[1, 2], [], [3], [4, 5, 6, 7, 8]], [0] * 4)
+        self.params, sampler.empty(4, 64), [[1, 2], [], [3], [4, 5, 6, 7, 8]], [0] * 4
+    )
     np.testing.assert_array_equal(lengths, [2, 0, 1, 5])
     before, keys = np.asarray(context.logits), np.asarray(jax.random.key_data(self.keys))
     still, calls = np.zeros(4, np.int32), []
 
     def decode(context, lengths, budgets, steps=99, enough=99):
       context, sampled = sampler.decode(
-        self.params, context, np.array(lengths, np.int32), keys, still,
-        np.array(budgets, np.int32), steps, enough)
+          self.params,
+          context,
+          np.array(lengths, np.int32),
+          keys,
+          still,
+          np.array(budgets, np.int32),
+          steps,
+          enough,
+      )
       calls.append(jax.device_get(sampled))
       return context
 
@@ -292,7 +308,8 @@ class SamplerTest(parameterized.TestCase):
     # A row that stood still while others went on goes on as if nothing had been.
     context = decode(context, [5, 0, 9, 5], [0, 0, 0, 8])
     alone, _, _ = self.play(
-      make_sampler(stops=(), eos=()), [[[4, 5, 6, 7, 8]]], budgets=[8], keys=self.keys[3:])
+        make_sampler(stops=(), eos=()), [[[4, 5, 6, 7, 8]]], budgets=[8], keys=self.keys[3:]
+    )
     self.assertEqual(alone[0][5:], calls[-1].tokens[3].tolist())
     # The call ends with the step in which enough rows have stopped.
     context = decode(context, [5, 0, 9, 13], [2, 0, 5, 7], enough=2)
@@ -302,8 +319,7 @@ class SamplerTest(parameterized.TestCase):
 
   @parameterized.parameters(1, 4)
   def test_slots_run_out(self, read_rows):
-    sampler = make_sampler(
-      stops=(), eos=(), max_slots=10, slot_buckets=(8,), read_rows=read_rows)
+    sampler = make_sampler(stops=(), eos=(), max_slots=10, slot_buckets=(8,), read_rows=read_rows)
     rows, at, logp = self.play(sampler, [[[1, 2, 3, 4]]], budgets=[6], keys=self.keys[:1])
     self.assertLen(rows[0], 10)  # to the very last slot
     np.testing.assert_allclose(logp[0], teacher_forced(self.params, rows)[0][at[0]], atol=1e-5)
@@ -331,12 +347,15 @@ class SamplerTest(parameterized.TestCase):
     sampler, calls = make_sampler(chunk_buckets=(3, 8), read_rows=2), []
     read = sampler._read
     note = lambda params, context, tokens, starts, real: (
-      calls.append((tokens.shape[1], starts.tolist(), real.tolist()))
-      or read(params, context, tokens, starts, real))
+        calls.append((tokens.shape[1], starts.tolist(), real.tolist()))
+        or read(params, context, tokens, starts, real)
+    )
     with mock.patch.object(sampler, '_read', side_effect=note):
       sampler.read(self.params, sampler.empty(2, 64), [list(range(20)), [1, 2, 3, 4]], [0, 5])
-    self.assertEqual(calls, [
-      (8, [0, 5], [8, 0]), (8, [8, 5], [8, 0]), (3, [16, 5], [3, 3]), (3, [19, 8], [1, 1])])
+    self.assertEqual(
+        calls,
+        [(8, [0, 5], [8, 0]), (8, [8, 5], [8, 0]), (3, [16, 5], [3, 3]), (3, [19, 8], [1, 1])],
+    )
 
   def test_no_compile_in_the_second_batch(self):
     sampler = make_sampler()
@@ -350,14 +369,21 @@ class SamplerTest(parameterized.TestCase):
     mesh = sharding.make_mesh(8, 1, 1)
     rows, whole = sharding.rows(mesh), sharding.replicated(mesh)
     sampler = sampler_lib.Sampler(
-      dataclasses.replace(CONFIG, row_sharding=rows), np.zeros((2, VOCAB), np.int32), (EOS,), 64,
-      rows=8, row_sharding=rows)
+        dataclasses.replace(CONFIG, row_sharding=rows),
+        np.zeros((2, VOCAB), np.int32),
+        (EOS,),
+        64,
+        rows=8,
+        row_sharding=rows,
+    )
     params = jax.tree.map(
-      lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=whole), self.params)
+        lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=whole), self.params
+    )
     for name, traced in sampler.trace(params, 64).items():
       sent = re.findall(
-        r'= (\w+)\[(.*?)\]\S* (?:all-\w+|collective-\w+|reduce-scatter)(?:-start)?\((.*)',
-        traced.lower().compile().as_text())
+          r'= (\w+)\[(.*?)\]\S* (?:all-\w+|collective-\w+|reduce-scatter)(?:-start)?\((.*)',
+          traced.lower().compile().as_text(),
+      )
       inside = [(dtype, shape) for dtype, shape, rest in sent if re.search('while/|Block', rest)]
       self.assertEqual([shape for _, shape in inside], [''] * len(inside), name)
       if name == 'decode':  # else the pattern would find nothing

@@ -4,11 +4,11 @@ import inspect
 import random
 import re
 
-import hypothesis
-import numpy as np
 from absl.testing import absltest
 from absl.testing import parameterized
+import hypothesis
 from hypothesis import strategies
+import numpy as np
 
 from stppo_jax import types
 from stppo_jax.envs import protocol
@@ -16,10 +16,16 @@ from stppo_jax.envs import search
 
 TASK = types.Task(id='t0', question=' what is the capital of France ', answers=('Paris', 'Lutetia'))
 CHOICE = types.Task(
-    id='t1', question='Which is a city?', answers=('Paris',), letter='B',
-    options=(('A', 'Carbon'), ('B', 'Paris'), ('C', 'A vitamin')))
-FOUND = (types.Passage('p1', 'Paris', 'Capital of France.'),
-         types.Passage('p2', 'Seine', 'A river.'))
+    id='t1',
+    question='Which is a city?',
+    answers=('Paris',),
+    letter='B',
+    options=(('A', 'Carbon'), ('B', 'Paris'), ('C', 'A vitamin')),
+)
+FOUND = (
+    types.Passage('p1', 'Paris', 'Capital of France.'),
+    types.Passage('p2', 'Seine', 'A river.'),
+)
 SEARCH = '<think>hm</think><search> capital of France </search>'
 ANSWER = '<think>so</think><answer> Paris </answer>'
 
@@ -79,8 +85,7 @@ class ContractTest(parameterized.TestCase):
     text, _ = search.SearchEnv(CHOICE, FakeRetriever(), prompt='short').reset()
     self.assertEqual(text, 'Question: Which is a city? A) Carbon B) Paris C) A vitamin\n')
     text, _ = search.SearchEnv(CHOICE, FakeRetriever()).reset()
-    self.assertEndsWith(
-        text, 'Question: Which is a city?\nA) Carbon\nB) Paris\nC) A vitamin\n')
+    self.assertEndsWith(text, 'Question: Which is a city?\nA) Carbon\nB) Paris\nC) A vitamin\n')
 
   def test_question_with_braces(self):
     task = types.Task(id='t', question='What is {0} {x}?', answers=('y',))
@@ -104,20 +109,32 @@ class ContractTest(parameterized.TestCase):
     self.assertEqual(
         _start().step(SEARCH)[0],
         '\n\n<information>Doc 1(Title: Paris) Capital of France.\n'
-        'Doc 2(Title: Seine) A river.\n</information>\n\n')
+        'Doc 2(Title: Seine) A river.\n</information>\n\n',
+    )
     short = '<information> Paris: Capital of France.\n Seine: A river.\n</information>\n'
     self.assertEqual(_start(prompt='short').step(SEARCH)[0], short)
     self.assertEqual(_start(observation='short').step(SEARCH)[0], short)
 
   def test_search_info(self):
     retriever = FakeRetriever()
-    observation, reward, terminated, truncated, info = _start(
-        retriever=retriever, top_k=1).step(SEARCH)
+    observation, reward, terminated, truncated, info = _start(retriever=retriever, top_k=1).step(
+        SEARCH
+    )
     self.assertEqual((reward, terminated, truncated), (0.0, False, False))
     self.assertEqual(retriever.calls, [(['capital of France'], 1)])
-    self.assertEqual(info, {
-        'action': 'search', 'query': 'capital of France', 'answer': None,
-        'retrieval_failed': False, 'em': 0.0, 'f1': 0.0, 'passage_ids': ['p1'], 'suffix': ''})
+    self.assertEqual(
+        info,
+        {
+            'action': 'search',
+            'query': 'capital of France',
+            'answer': None,
+            'retrieval_failed': False,
+            'em': 0.0,
+            'f1': 0.0,
+            'passage_ids': ['p1'],
+            'suffix': '',
+        },
+    )
     self.assertEqual(protocol.with_suffix(observation, info), observation)
 
   @parameterized.parameters('search_r1', 'short')
@@ -130,7 +147,8 @@ class ContractTest(parameterized.TestCase):
 
   @parameterized.parameters(
       ('search_r1', '\n\n<information></information>\n\n'),
-      ('short', '<information></information>\n'))
+      ('short', '<information></information>\n'),
+  )
   def test_failed_retrieval_is_an_empty_block(self, style, expected):
     env = _start(retriever=FakeRetriever(None), prompt=style)
     observation, _, terminated, _, info = env.step(SEARCH)
@@ -194,10 +212,25 @@ class ContractTest(parameterized.TestCase):
       search.SearchEnv(TASK, FakeRetriever()).step(ANSWER)
 
   @parameterized.parameters(
-      ('B', 1.0), ('b', 1.0), ('(B)', 1.0), ('B.', 1.0), ('B) Paris', 1.0), ('the paris', 1.0),
-      ('B)Paris', 1.0), ('B) Carbon', 0.0), ('A', 0.0), ('A) Paris', 0.0), ('Carbon', 0.0),
-      ('', 0.0), ('D', 0.0), ('Bparis', 0.0),
-      ('A. Paris', 0.0), ('A Paris', 1.0), ('C', 0.0), ('A vitamin', 0.0))
+      ('B', 1.0),
+      ('b', 1.0),
+      ('(B)', 1.0),
+      ('B.', 1.0),
+      ('B) Paris', 1.0),
+      ('the paris', 1.0),
+      ('B)Paris', 1.0),
+      ('B) Carbon', 0.0),
+      ('A', 0.0),
+      ('A) Paris', 0.0),
+      ('Carbon', 0.0),
+      ('', 0.0),
+      ('D', 0.0),
+      ('Bparis', 0.0),
+      ('A. Paris', 0.0),
+      ('A Paris', 1.0),
+      ('C', 0.0),
+      ('A vitamin', 0.0),
+  )
   def test_multiple_choice(self, answer, expected):
     _, reward, *_, info = _start(CHOICE).step(f'<answer>{answer}</answer>')
     self.assertEqual((reward, info['em']), (expected, expected))
@@ -232,31 +265,62 @@ class ContractTest(parameterized.TestCase):
     self.assertEqual(env.step(ANSWER)[1], 0.8)
 
   @parameterized.parameters(
-      ({'max_turns': -1}, 'max_turns=-1'), ({'top_k': 0}, 'top_k=0'),
-      ({'prompt': 'long'}, "prompt='long'"), ({'observation': 'x'}, "observation='x'"),
-      ({'reward': 'bleu'}, "reward='bleu'"), ({'retriever': None}, 'without a retriever'),
-      ({'task': types.Task('t', 'q', ('a',), options=(('A', 'x'),), letter='B')}, "letter='B'"))
+      ({'max_turns': -1}, 'max_turns=-1'),
+      ({'top_k': 0}, 'top_k=0'),
+      ({'prompt': 'long'}, "prompt='long'"),
+      ({'observation': 'x'}, "observation='x'"),
+      ({'reward': 'bleu'}, "reward='bleu'"),
+      ({'retriever': None}, 'without a retriever'),
+      ({'task': types.Task('t', 'q', ('a',), options=(('A', 'x'),), letter='B')}, "letter='B'"),
+  )
   def test_user_errors(self, settings, message):
     with self.assertRaisesRegex(types.UserError, re.escape(message)):
       search.SearchEnv(**{'task': TASK, 'retriever': FakeRetriever(), **settings})
 
 
 MARKERS = (
-    '<think>', '</think>', '<search>', '</search>', '<information>', '</information>', '<answer>',
-    '</answer>', '<|im_start|>', '<|im_end|>', '<|eot_id|>', '<s>', '</s>', '<start_of_turn>',
-    '[INST]', '[/INST]', '<<SYS>>', '<\uff5cUser\uff5c>', '<tool_call>')
+    '<think>',
+    '</think>',
+    '<search>',
+    '</search>',
+    '<information>',
+    '</information>',
+    '<answer>',
+    '</answer>',
+    '<|im_start|>',
+    '<|im_end|>',
+    '<|eot_id|>',
+    '<s>',
+    '</s>',
+    '<start_of_turn>',
+    '[INST]',
+    '[/INST]',
+    '<<SYS>>',
+    '<\uff5cUser\uff5c>',
+    '<tool_call>',
+)
 
 
 class ForgeryTest(parameterized.TestCase):
 
   @hypothesis.given(
       strategies.lists(
-          strategies.tuples(*[
-              strategies.lists(
-                  strategies.sampled_from(MARKERS + ('<', '/', '>', '|', ' ', '\n', 'information>'))
-                  | strategies.text(max_size=3), max_size=8).map(''.join)] * 2),
-          max_size=3),
-      strategies.sampled_from(search.STYLES))
+          strategies.tuples(
+              *[
+                  strategies.lists(
+                      strategies.sampled_from(
+                          MARKERS + ('<', '/', '>', '|', ' ', '\n', 'information>')
+                      )
+                      | strategies.text(max_size=3),
+                      max_size=8,
+                  ).map(''.join)
+              ]
+              * 2
+          ),
+          max_size=3,
+      ),
+      strategies.sampled_from(search.STYLES),
+  )
   def test_no_passage_closes_or_forges_a_block(self, texts, style):
     passages = [types.Passage(str(i), *text) for i, text in enumerate(texts)]
     block = search.observation_text(passages, style)
@@ -269,8 +333,9 @@ class ForgeryTest(parameterized.TestCase):
 
   def test_wide_brackets(self):
     """Tokenizers with compatibility normalisation read these as the plain bracket."""
-    self.assertEqual(search.neutralize('\uff1c/information>\ufe64s>'),
-                     '\uff1c /information>\ufe64 s>')
+    self.assertEqual(
+        search.neutralize('\uff1c/information>\ufe64s>'), '\uff1c /information>\ufe64 s>'
+    )
 
   def test_plain_text_stays(self):
     for text in ('2 < 3 > 1, [NASA]', 'a\nb'):
@@ -282,22 +347,32 @@ class StepAllTest(absltest.TestCase):
   def test_one_search_a_round(self):
     shared, other = FakeRetriever(), FakeRetriever(None)
     envs = [_start(retriever=shared) for _ in range(4)] + [
-        ForeignEnv(), _start(retriever=other), _start(retriever=shared, top_k=1)]
+        ForeignEnv(),
+        _start(retriever=other),
+        _start(retriever=shared, top_k=1),
+    ]
     actions = [SEARCH, ANSWER, 'hm', '<search>x</search>', 'up', SEARCH, SEARCH]
     steps = protocol.step_all(envs, actions)
     self.assertEqual(shared.calls, [(['capital of France', 'x'], 3), (['capital of France'], 1)])
     self.assertLen(other.calls, 1)
-    alone = [env.step(action) for env, action in zip(
-        [_start() for _ in range(4)] +
-        [ForeignEnv(), _start(retriever=FakeRetriever(None)), _start(top_k=1)], actions)]
+    alone = [
+        env.step(action)
+        for env, action in zip(
+            [_start() for _ in range(4)]
+            + [ForeignEnv(), _start(retriever=FakeRetriever(None)), _start(top_k=1)],
+            actions,
+        )
+    ]
     self.assertEqual(steps, alone)
 
   def test_no_search_in_the_last_generation(self):
     retriever = FakeRetriever()
     envs = [_start(retriever=retriever, max_turns=1) for _ in range(2)]
     protocol.step_all(envs, [SEARCH, SEARCH])
-    self.assertEqual([step[1:4] for step in protocol.step_all(envs, [SEARCH, ANSWER])],
-                     [(0.0, True, True), (1.0, True, False)])
+    self.assertEqual(
+        [step[1:4] for step in protocol.step_all(envs, [SEARCH, ANSWER])],
+        [(0.0, True, True), (1.0, True, False)],
+    )
     self.assertLen(retriever.calls, 1)
 
   def test_empty_round(self):

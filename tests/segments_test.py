@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax.algorithms import segments
-from tests import oracle
+from tests.support import oracle
 
 LEVELS = ('token', 'turn', 'sequence')
 
@@ -59,7 +59,8 @@ class SegmentsTest(chex.TestCase):
     }
     for level in LEVELS:
       got = self.variant(lambda a, m, k, level=level: _ratio(a, jnp.zeros_like(a), m, k, level))(
-          gap, mask, turn_ids)
+          gap, mask, turn_ids
+      )
       chex.assert_trees_all_close(got, jnp.array(expected[level]), rtol=1e-12)
 
   @chex.variants(with_jit=True, without_jit=True)
@@ -68,12 +69,13 @@ class SegmentsTest(chex.TestCase):
     batch = oracle.random_batch(seed)
     logp = oracle.token_logp(batch.features, batch.weights, batch.tokens)
     got = self.variant(lambda *args: _mean(*args, level))(logp, batch.action_mask, batch.turn_ids)
-    _assert_close(
-        got, oracle.segment_mean(logp, batch.turn_ids, level), atol=1e-12)
+    _assert_close(got, oracle.segment_mean(logp, batch.turn_ids, level), atol=1e-12)
     got = self.variant(lambda *args: _ratio(*args, level))(
-        logp, batch.old_logp, batch.action_mask, batch.turn_ids)
+        logp, batch.old_logp, batch.action_mask, batch.turn_ids
+    )
     chex.assert_trees_all_close(
-        got, oracle.ratio(logp, batch.old_logp, batch.turn_ids, level), rtol=1e-11)
+        got, oracle.ratio(logp, batch.old_logp, batch.turn_ids, level), rtol=1e-11
+    )
 
   @parameterized.parameters(*LEVELS)
   def test_gradient_goes_through_the_mean(self, level):
@@ -87,7 +89,8 @@ class SegmentsTest(chex.TestCase):
         for t in segment:
           expected[b, t, b, segment] = w[b, t] / len(segment)
     got = jax.jacobian(
-        lambda x: _ratio(x, batch.old_logp, batch.action_mask, batch.turn_ids, level))(logp)
+        lambda x: _ratio(x, batch.old_logp, batch.action_mask, batch.turn_ids, level)
+    )(logp)
     _assert_close(got, expected, atol=1e-11)
 
   def test_one_token_turns_are_tokens_and_one_turn_is_the_sequence(self):
@@ -97,9 +100,11 @@ class SegmentsTest(chex.TestCase):
     one_turn = (batch.turn_ids > 0).astype(int)
     args = logp, batch.old_logp, batch.action_mask
     chex.assert_trees_all_close(
-        _ratio(*args, one_token_turns, 'turn'), _ratio(*args, batch.turn_ids, 'token'), rtol=1e-12)
+        _ratio(*args, one_token_turns, 'turn'), _ratio(*args, batch.turn_ids, 'token'), rtol=1e-12
+    )
     chex.assert_trees_all_close(
-        _ratio(*args, one_turn, 'turn'), _ratio(*args, batch.turn_ids, 'sequence'), rtol=1e-12)
+        _ratio(*args, one_turn, 'turn'), _ratio(*args, batch.turn_ids, 'sequence'), rtol=1e-12
+    )
 
   @parameterized.product(level=LEVELS, dtype=(np.float32, np.float64))
   def test_first_mini_batch_has_ratio_exactly_one(self, level, dtype):

@@ -53,8 +53,9 @@ class Gate:
 @contextlib.contextmanager
 def running(retriever=None, threads=1, **limits):
   """A server in a thread of its own: yields (port, service, function that stops it)."""
-  service = server.Service(retriever or bm25.Bm25Retriever(PASSAGES), len(PASSAGES),
-                           server.Limits(**limits), threads)
+  service = server.Service(
+      retriever or bm25.Bm25Retriever(PASSAGES), len(PASSAGES), server.Limits(**limits), threads
+  )
   loop, address = asyncio.new_event_loop(), concurrent.futures.Future()
   told = asyncio.Event()
 
@@ -148,6 +149,7 @@ class DialectsTest(parameterized.TestCase):
     sizes = []
 
     class Counting:
+
       def search(self, queries, top_k):
         sizes.append(len(queries))
         return [[] for _ in queries]
@@ -207,7 +209,9 @@ class RefusalsTest(parameterized.TestCase):
   def test_a_body_in_chunks_is_bounded_too(self):
     with running(max_body_bytes=1000) as (port, _, _):
       with socket.create_connection(('127.0.0.1', port), timeout=10) as connection:
-        connection.sendall(b'POST /retrieve HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n')
+        connection.sendall(
+            b'POST /retrieve HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n'
+        )
         with contextlib.suppress(OSError):  # it may hang up while we send
           for _ in range(3):
             connection.sendall(b'1f4\r\n' + b' ' * 500 + b'\r\n')
@@ -215,7 +219,9 @@ class RefusalsTest(parameterized.TestCase):
       wait_for(lambda: metric(port, 'retrieval_in_flight') == 0)
 
   def test_a_long_query_is_cut_and_not_refused(self):
-    question = server.parse_question(b'{"queries": ["abcdef", "x"]}', server.Limits(max_query_chars=3))
+    question = server.parse_question(
+        b'{"queries": ["abcdef", "x"]}', server.Limits(max_query_chars=3)
+    )
     self.assertEqual(question.queries, ('abc', 'x'))
 
   def test_a_retriever_that_breaks_is_a_500_without_its_reasons(self):
@@ -226,12 +232,23 @@ class RefusalsTest(parameterized.TestCase):
       self.assertEqual(metric(port, 'retrieval_in_flight'), 0)
 
   @hypothesis.settings(deadline=None, max_examples=100, derandomize=True)
-  @hypothesis.given(st.one_of(
-      st.binary(max_size=50),
-      st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=5)),
-                   lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(
-                       st.sampled_from(['query', 'queries', 'topk', 'top_k', 'return_scores']),
-                       inner, max_size=3)), max_leaves=8).map(lambda x: json.dumps(x).encode())))
+  @hypothesis.given(
+      st.one_of(
+          st.binary(max_size=50),
+          st.recursive(
+              st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=5)),
+              lambda inner: st.one_of(
+                  st.lists(inner, max_size=3),
+                  st.dictionaries(
+                      st.sampled_from(['query', 'queries', 'topk', 'top_k', 'return_scores']),
+                      inner,
+                      max_size=3,
+                  ),
+              ),
+              max_leaves=8,
+          ).map(lambda x: json.dumps(x).encode()),
+      )
+  )
   def test_any_body_is_answered_or_refused(self, body):
     try:
       question = server.parse_question(body, server.Limits())
@@ -275,8 +292,9 @@ class LoadTest(parameterized.TestCase):
     gate = Gate()
     with running(gate) as (port, service, _):
       with socket.create_connection(('127.0.0.1', port)) as connection:
-        connection.sendall(b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 14\r\n\r\n'
-                           b'{"query": "a"}')
+        connection.sendall(
+            b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 14\r\n\r\n' b'{"query": "a"}'
+        )
         self.assertTrue(gate.entered.acquire(timeout=10))
       wait_for(lambda: metric(port, 'retrieval_requests_total{status="499"}') == 1)
       self.assertEqual(service.in_flight, 1)
@@ -291,8 +309,10 @@ class LoadTest(parameterized.TestCase):
       with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(('127.0.0.1', port))
-        connection.sendall(b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b'
-                           % (len(body), body))
+        connection.sendall(
+            b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b'
+            % (len(body), body)
+        )
         wait_for(lambda: service.in_flight == 1)
         wait_for(lambda: service.in_flight == 0)
 
@@ -330,8 +350,12 @@ class LoadTest(parameterized.TestCase):
 
   def test_memory_does_not_grow(self):
     """A shortened soak: after a warm-up, 3,000 requests of all sorts leave the heap as it was."""
-    bodies = [json.dumps({'queries': ['capital of peru', 'number 6']}).encode(), b'{', b'{}',
-              json.dumps({'query': 'seine'}).encode()]
+    bodies = [
+        json.dumps({'queries': ['capital of peru', 'number 6']}).encode(),
+        b'{',
+        b'{}',
+        json.dumps({'query': 'seine'}).encode(),
+    ]
     with running() as (port, _, _):
       connection = http.client.HTTPConnection('127.0.0.1', port, timeout=10)
 
@@ -357,8 +381,13 @@ class CommandTest(parameterized.TestCase):
   def start(self, *arguments):
     environment = {**os.environ, 'PYTHONUNBUFFERED': '1', 'JAX_PLATFORMS': 'cpu'}
     return subprocess.Popen(
-        [sys.executable, '-m', 'stppo_jax.retrieval.server', *arguments], cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+        [sys.executable, '-m', 'stppo_jax.retrieval.server', *arguments],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+    )
 
   def test_it_starts_answers_and_stops_on_sigterm(self):
     with self.start('--corpus=embedded', '--port=0', '--max-top-k=5') as process:
@@ -377,7 +406,8 @@ class CommandTest(parameterized.TestCase):
   @parameterized.parameters(
       (['--corpus=/nowhere.jsonl'], 2, 'no such file'),
       (['--corpus=embedded', '--kind=dense'], 2, 'needs --encoder=FOLDER'),
-      (['--corpus=embedded', '--host=256.0.0.1'], 1, 'cannot listen on 256.0.0.1:8000'))
+      (['--corpus=embedded', '--host=256.0.0.1'], 1, 'cannot listen on 256.0.0.1:8000'),
+  )
   def test_mistakes_are_one_line(self, arguments, status, message):
     with mock.patch('sys.stderr') as err:
       self.assertEqual(server.main(arguments), status)

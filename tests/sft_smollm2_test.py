@@ -10,11 +10,11 @@ from absl.testing import parameterized
 import jax
 import numpy as np
 
-from experiments import search_trajectories
 from experiments import st_ppo_smollm2
+from scripts import search_trajectories
 from stppo_jax import chat
-from stppo_jax import evaluation
 from stppo_jax.envs import search
+from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_loop
@@ -22,29 +22,48 @@ from stppo_jax.types import Passage
 from stppo_jax.types import Task
 
 PASSAGES = [
-    Passage('bridge', 'Ardlen Bridge', 'Ardlen Bridge was designed by Mira Toven and opened in 1930. '
-            + 6 * 'It carries a road. '),
-    Passage('toven', 'Mira Toven',
-            'Mira Toven was an engineer. She was born in Kestwick. She died in 1960.'),
+    Passage(
+        'bridge',
+        'Ardlen Bridge',
+        'Ardlen Bridge was designed by Mira Toven and opened in 1930. ' + 6 * 'It carries a road. ',
+    ),
+    Passage(
+        'toven',
+        'Mira Toven',
+        'Mira Toven was an engineer. She was born in Kestwick. She died in 1960.',
+    ),
     Passage('film', 'Sunfall (film)', 'Sunfall is a silent film that came out in 1931.'),
     Passage('town', 'Kestwick', 'Kestwick is a town by the sea.'),
     Passage('other', 'Oldham Rovers', 'Oldham Rovers play football in the second league.'),
 ]
 BIRTH = Task(
-    'birth', 'Where was the designer of Ardlen Bridge born?', ('the town of Kestwick', 'Kestwick'),
-    hops=2, gold=('bridge', 'toven'),
-    steps=(('Ardlen Bridge >> designer', 'Mira Toven'), ('#1 >> place of birth', 'Kestwick')))
+    'birth',
+    'Where was the designer of Ardlen Bridge born?',
+    ('the town of Kestwick', 'Kestwick'),
+    hops=2,
+    gold=('bridge', 'toven'),
+    steps=(('Ardlen Bridge >> designer', 'Mira Toven'), ('#1 >> place of birth', 'Kestwick')),
+)
 YEAR = Task(
-    'year', 'In which year did the bridge of Mira Toven at Ardlen open?', ('1930',), gold=('bridge',),
-    steps=(('Which Ardlen Bridge did Mira Toven build ?', 'Ardlen Bridge'), ('#1 opened', '1930')))
+    'year',
+    'In which year did the bridge of Mira Toven at Ardlen open?',
+    ('1930',),
+    gold=('bridge',),
+    steps=(('Which Ardlen Bridge did Mira Toven build ?', 'Ardlen Bridge'), ('#1 opened', '1930')),
+)
 NO_STEPS = Task('quoted', BIRTH.question, ('Kestwick',), hops=2, gold=BIRTH.gold)
-BOTH = Task('both', 'Was Ardlen Bridge, which Mira Toven designed, opened before Sunfall?', ('yes',),
-            hops=2, gold=('bridge', 'film'))
+BOTH = Task(
+    'both',
+    'Was Ardlen Bridge, which Mira Toven designed, opened before Sunfall?',
+    ('yes',),
+    hops=2,
+    gold=('bridge', 'film'),
+)
 
 
 @functools.cache
 def make_tokenizer():
-  return chat.load_tokenizer(evaluation.EMBEDDED_MODEL)
+  return chat.load_tokenizer(agent_lib.EMBEDDED_MODEL)
 
 
 def make_config():
@@ -73,13 +92,19 @@ class StoryTest(parameterized.TestCase):
 
   def test_steps_are_looked_up_one_after_the_other(self):
     ways = [play(BIRTH, seed) for seed in range(20)]
-    self.assertEqual({tuple(searches) for searches, _ in ways}, {
-        ('Ardlen Bridge designer', 'Mira Toven place of birth'),
-        (BIRTH.question, 'Mira Toven place of birth')})  # the whole question finds what step 1 asks
+    self.assertEqual(
+        {tuple(searches) for searches, _ in ways},
+        {
+            ('Ardlen Bridge designer', 'Mira Toven place of birth'),
+            (BIRTH.question, 'Mira Toven place of birth'),
+        },
+    )  # the whole question finds what step 1 asks
     for _, final in ways:
       self.assertRegex(
-          final, r'^<think> Ardlen Bridge designer: Mira Toven\. Mira Toven place of birth: Kestwick\. '
-          r'.*answer is Kestwick\. </think>\n<answer> Kestwick </answer>$')
+          final,
+          r'^<think> Ardlen Bridge designer: Mira Toven\. Mira Toven place of birth: Kestwick\. '
+          r'.*answer is Kestwick\. </think>\n<answer> Kestwick </answer>$',
+      )
 
   def test_a_thought_tells_the_news_before_the_next_search(self):
     _, turns = make_demonstrator().play(BIRTH, np.random.default_rng(0))
@@ -102,8 +127,10 @@ class StoryTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
       ('a finding that no passage has', dict(steps=(('Ardlen Bridge >> designer', 'Ann Dale'),))),
-      ('a finding in a passage that is not gold, when it is in a gold one that was not shown',
-       dict(gold=('bridge', 'town'))),
+      (
+          'a finding in a passage that is not gold, when it is in a gold one that was not shown',
+          dict(gold=('bridge', 'town')),
+      ),
       ('a finding in no gold passage', dict(gold=('bridge',))),
       ('an answer that was not read', dict(answers=('Oldham',))),
       ('a title that was not mentioned', dict(steps=(), gold=('bridge', 'town'))),
@@ -165,22 +192,31 @@ class TokensTest(parameterized.TestCase):
     spoken = [tokenizer.encode(turn) for turn, _ in turns]
     env = search.SearchEnv(task, demonstrator._retriever, config.env.max_turns, 1, 'search_r1')
     limits = episode_loop.Limits(
-        config.rollout.max_prompt, config.rollout.max_turn, whole - 10, config.rollout.max_total)
+        config.rollout.max_prompt, config.rollout.max_turn, whole - 10, config.rollout.max_total
+    )
     with mock.patch.object(engine, 'run', scripted(spoken)):
       [episode], _ = episode_loop.play(
-          types.SimpleNamespace(max_slots=8192), None, tokenizer, [env], [task], [0],
-          jax.random.split(jax.random.key(0), 1), limits)
+          types.SimpleNamespace(max_slots=8192),
+          None,
+          tokenizer,
+          [env],
+          [task],
+          [0],
+          jax.random.split(jax.random.key(0), 1),
+          limits,
+      )
     tokens, turn_ids, _ = batching.unroll(episode)
     np.testing.assert_array_equal(row.tokens, tokens)
     np.testing.assert_array_equal(row.weights, (turn_ids > 0).astype(np.float32))
     self.assertEqual(episode.metrics['em'], 1)
     self.assertLen(episode.turns[0].observation, whole - 10)
-    self.assertEqual([turn.action for turn in episode.turns],
-                     ['search'] * (len(turns) - 1) + ['answer'])
+    self.assertEqual(
+        [turn.action for turn in episode.turns], ['search'] * (len(turns) - 1) + ['answer']
+    )
 
   def test_a_turn_stops_with_its_last_token_and_not_before(self):
     tokenizer = make_tokenizer()
-    table = chat.stop_automaton(tokenizer.token_bytes, evaluation.STOP_STRINGS)
+    table = chat.stop_automaton(tokenizer.token_bytes, agent_lib.STOP_STRINGS)
     for seed in range(10):
       for turn, _ in make_demonstrator().play(BIRTH, np.random.default_rng(seed))[1]:
         states = [0]
@@ -191,8 +227,10 @@ class TokensTest(parameterized.TestCase):
 
   def test_a_pool_depends_on_the_seed_alone(self):
     tasks = [BIRTH, YEAR, NO_STEPS, BOTH]
-    pools = [make_demonstrator().pool(order, 3, seed)
-             for order, seed in ((tasks, 0), (tasks[::-1], 0), (tasks, 1))]
+    pools = [
+        make_demonstrator().pool(order, 3, seed)
+        for order, seed in ((tasks, 0), (tasks[::-1], 0), (tasks, 1))
+    ]
     same, again, other = ({row.tokens.tobytes() for row in pool} for pool in pools)
     self.assertEqual(same, again)
     self.assertNotEqual(same, other)

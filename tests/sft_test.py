@@ -3,26 +3,31 @@
 import functools
 import re
 
-from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
-
 from absl.testing import absltest
 import jax
 import numpy as np
 import optax
 
-from experiments import sft_tiny
+from scripts import sft_tiny
 from stppo_jax import chat
-from stppo_jax import evaluation
 from stppo_jax import tasks as task_files
 from stppo_jax.models import decoder
-from stppo_jax.training import demonstrations
+from stppo_jax.models import sharding
+from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.training import sft
-from stppo_jax.training import sharding
 from stppo_jax.types import UserError
 
 CONFIG = decoder.ModelConfig(
-    vocab_size=16, d_model=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=32,
-    tie_embeddings=True, scan_layers=False)
+    vocab_size=16,
+    d_model=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    d_ff=32,
+    tie_embeddings=True,
+    scan_layers=False,
+)
 
 
 @functools.cache
@@ -30,9 +35,13 @@ def parts():
   """(training questions, Demonstrator, Disguise, tokenizer) of the embedded model."""
   tasks = [t for t in task_files.load_tasks('embedded', 'train') if t.dataset != 'medical']
   passages = task_files.load_corpus('embedded')
-  tokenizer = chat.load_tokenizer(evaluation.EMBEDDED_MODEL)
-  return (tasks, sft_tiny.Demonstrator(tasks, passages),
-          sft_tiny.Disguise(tasks, passages, tokenizer), tokenizer)
+  tokenizer = chat.load_tokenizer(agent_lib.EMBEDDED_MODEL)
+  return (
+      tasks,
+      sft_tiny.Demonstrator(tasks, passages),
+      sft_tiny.Disguise(tasks, passages, tokenizer),
+      tokenizer,
+  )
 
 
 def good(task, demonstrator):
@@ -48,13 +57,20 @@ class TrainTest(absltest.TestCase):
 
   def train(self, steps, micro_batch=8, mesh=None):
     # Token 5 follows 3 and 4, which weigh nothing themselves.
-    pool = [demonstrations.Demonstration(
-        np.array([1, first, 5, 2], np.int32), np.array([0, 0, 1, 1], np.float32))
-            for first in (3, 4) for _ in range(32)]
+    pool = [
+        sft.Demonstration(np.array([1, first, 5, 2], np.int32), np.array([0, 0, 1, 1], np.float32))
+        for first in (3, 4)
+        for _ in range(32)
+    ]
     return sft.train(
-        decoder.init(jax.random.key(0), CONFIG), CONFIG,
-        demonstrations.batches(pool, 8, micro_batch, (4, 8)), steps=steps,
-        optimizer=optax.adam(1e-2), seed=0, mesh=mesh)
+        decoder.init(jax.random.key(0), CONFIG),
+        CONFIG,
+        sft.batches(pool, 8, micro_batch, (4, 8)),
+        steps=steps,
+        optimizer=optax.adam(1e-2),
+        seed=0,
+        mesh=mesh,
+    )
 
   def logp(self, params):
     tokens = np.array([[1, 3, 5, 2], [1, 4, 5, 2]], np.int32)
@@ -79,7 +95,7 @@ class TrainTest(absltest.TestCase):
 
   def test_loss_is_the_mean_over_the_tokens_to_imitate(self):
     params = self.train(0)
-    weights = np.array([[.3, .3, 1, 0], [0, 0, 1, 1]], np.float32)
+    weights = np.array([[0.3, 0.3, 1, 0], [0, 0, 1, 1]], np.float32)
     tokens = np.array([[1, 3, 5, 2], [1, 4, 5, 2]], np.int32)
     logp = self.logp(params)  # of the same tokens
     expected = -(logp[0, 2] + logp[1, 2] + logp[1, 3]) / 3
@@ -101,29 +117,28 @@ class TrainTest(absltest.TestCase):
 class BatchesTest(absltest.TestCase):
 
   def pool(self, lengths):
-    return [demonstrations.Demonstration(np.full(n, n, np.int32), np.ones(n, np.float32))
-            for n in lengths]
+    return [sft.Demonstration(np.full(n, n, np.int32), np.ones(n, np.float32)) for n in lengths]
 
   def test_rows_are_drawn_once_each_and_come_in_micro_batches(self):
-    draw = demonstrations.batches(self.pool(range(1, 9)), 8, 2, (8,))
+    draw = sft.batches(self.pool(range(1, 9)), 8, 2, (8,))
     tokens, weights = draw(np.random.default_rng(0))
     self.assertEqual((tokens.shape, weights.shape), ((4, 2, 8), (4, 2, 8)))
     self.assertCountEqual(tokens.max(axis=2).ravel(), range(1, 9))
     np.testing.assert_array_equal(weights.sum(axis=2), tokens.max(axis=2))
 
   def test_rows_of_a_batch_have_like_lengths(self):
-    draw = demonstrations.batches(self.pool(range(1, 101)), 2, 1, (100,))
+    draw = sft.batches(self.pool(range(1, 101)), 2, 1, (100,))
     for seed in range(20):
       tokens, _ = draw(np.random.default_rng(seed))
-      self.assertLess(np.ptp(tokens.max(axis=2)), 2 * demonstrations.WINDOW)
+      self.assertLess(np.ptp(tokens.max(axis=2)), 2 * sft.WINDOW)
 
   def test_refusals(self):
     with self.assertRaisesRegex(UserError, '9 tokens'):
-      demonstrations.pad(self.pool([9]), (4, 8))
+      sft.pad(self.pool([9]), (4, 8))
     with self.assertRaisesRegex(UserError, 'micro_batch=3'):
-      demonstrations.batches(self.pool([1] * 8), 8, 3, (8,))
+      sft.batches(self.pool([1] * 8), 8, 3, (8,))
     with self.assertRaisesRegex(UserError, '7 demonstrations'):
-      demonstrations.batches(self.pool([1] * 7), 8, 8, (8,))
+      sft.batches(self.pool([1] * 7), 8, 8, (8,))
 
 
 class DemonstrationsTest(absltest.TestCase):

@@ -24,7 +24,7 @@ from stppo_jax import chat
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import gguf
-from stppo_jax.models import presets
+from stppo_jax.models import shapes
 from tests import convert_test
 
 WANTED = os.environ.get('STPPO_SMOLLM2', '')
@@ -52,19 +52,49 @@ class SmolLm2Test(parameterized.TestCase):
     cls.config, cls.params = convert.load_hf(cls.folder)
 
   def test_shape(self):
-    self.assertEqual(self.config, presets.PRESETS['smollm2-135m'])
+    self.assertEqual(self.config, shapes.PRESETS['smollm2-135m'])
     chat.check_matches(self.tokenizer, self.config.vocab_size)
     self.assertEqual(self.tokenizer.eos_ids, (2,))
 
   @parameterized.parameters(  # ids of the tokenizer that its makers published
-    ('1234567890 + 3.14159', [33, 34, 35, 36, 37, 38, 39, 40, 41, 32, 1232, 216, 35, 30, 33, 36, 33,
-                              37, 41]),
-    ("don't can't I'm", [12420, 982, 416, 982, 339, 5248]),
-    ('  multiple   spaces  and\ttabs\n', [216, 2701, 256, 5600, 216, 284, 197, 100, 7366, 198]),
-    ("```python\nprint('hello')\n```", [3725, 5367, 198, 3272, 1305, 28120, 1465, 198, 3725]),
-    ('<|im_start|>user\nこんにちは、調子はどう?<|im_end|>\n',
-     [1, 4093, 198, 7365, 237, 10391, 237, 41152, 7365, 111, 7365, 124, 29917, 179, 120, 140, 47222,
-      7365, 124, 7365, 119, 7365, 224, 47, 2, 198]),
+      (
+          '1234567890 + 3.14159',
+          [33, 34, 35, 36, 37, 38, 39, 40, 41, 32, 1232, 216, 35, 30, 33, 36, 33, 37, 41],
+      ),
+      ("don't can't I'm", [12420, 982, 416, 982, 339, 5248]),
+      ('  multiple   spaces  and\ttabs\n', [216, 2701, 256, 5600, 216, 284, 197, 100, 7366, 198]),
+      ("```python\nprint('hello')\n```", [3725, 5367, 198, 3272, 1305, 28120, 1465, 198, 3725]),
+      (
+          '<|im_start|>user\nこんにちは、調子はどう?<|im_end|>\n',
+          [
+              1,
+              4093,
+              198,
+              7365,
+              237,
+              10391,
+              237,
+              41152,
+              7365,
+              111,
+              7365,
+              124,
+              29917,
+              179,
+              120,
+              140,
+              47222,
+              7365,
+              124,
+              7365,
+              119,
+              7365,
+              224,
+              47,
+              2,
+              198,
+          ],
+      ),
   )
   def test_ids(self, text, ids):
     self.assertEqual(self.tokenizer.encode(text, control=True), ids)
@@ -87,7 +117,7 @@ class SmolLm2Test(parameterized.TestCase):
     self.assertEqual(library(text, add_special_tokens=False).input_ids, prompt)
     with torch.no_grad():
       ids = model.eval().generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False)
-    theirs = library.decode(ids[0, len(prompt):], skip_special_tokens=True)
+    theirs = library.decode(ids[0, len(prompt) :], skip_special_tokens=True)
     self.assertEqual(self.answer(question), theirs)
 
   def answer(self, question):

@@ -10,18 +10,31 @@ import unittest
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from scripts.knowledge import make
+from scripts.knowledge import sources
 from stppo_jax import tasks
 from stppo_jax import types
-from stppo_jax.assets import knowledge_sources
-from stppo_jax.assets import make_knowledge
 
 _SHARED = pathlib.Path(__file__).resolve().parents[2] / 'shared' / 'data'
 
-_ROW = {'id': 'q1', 'dataset': 'geo', 'split': 'train', 'hops': 2, 'question': 'Where is Lima?',
-        'answers': ['Peru'], 'gold': ['p1', 'p2'],
-        'steps': [{'q': 'country of Lima', 'a': 'Peru', 'p': 'p1'}]}
-_CHOICE = {'id': 'q2', 'split': 'train', 'question': 'Which one?',
-           'options': {'B': 'no', 'A': 'yes'}, 'answer': 'B', 'answers': ['no']}
+_ROW = {
+    'id': 'q1',
+    'dataset': 'geo',
+    'split': 'train',
+    'hops': 2,
+    'question': 'Where is Lima?',
+    'answers': ['Peru'],
+    'gold': ['p1', 'p2'],
+    'steps': [{'q': 'country of Lima', 'a': 'Peru', 'p': 'p1'}],
+}
+_CHOICE = {
+    'id': 'q2',
+    'split': 'train',
+    'question': 'Which one?',
+    'options': {'B': 'no', 'A': 'yes'},
+    'answer': 'B',
+    'answers': ['no'],
+}
 
 
 def _installed(*packages):
@@ -47,21 +60,37 @@ class LoadTasksTest(_FileTest):
   def test_reads_every_field(self):
     self.write('qa.jsonl', _ROW, _CHOICE)
     first, second = tasks.load_tasks(str(self.folder), 'train')
-    self.assertEqual(first, types.Task(
-      id='q1', question='Where is Lima?', answers=('Peru',), dataset='geo', split='train', hops=2,
-      gold=('p1', 'p2'), steps=(('country of Lima', 'Peru'),)))
+    self.assertEqual(
+        first,
+        types.Task(
+            id='q1',
+            question='Where is Lima?',
+            answers=('Peru',),
+            dataset='geo',
+            split='train',
+            hops=2,
+            gold=('p1', 'p2'),
+            steps=(('country of Lima', 'Peru'),),
+        ),
+    )
     self.assertEqual(second.options, (('A', 'yes'), ('B', 'no')))
     self.assertEqual((second.letter, second.answers), ('B', ('no',)))
 
   def test_evidence_triples_become_steps(self):
-    path = self.write('qa.jsonl', {
-      **_ROW, 'steps': [], 'evidence': [['Get Low', 'performer', 'Dillon Francis']]})
-    self.assertEqual(tasks.load_tasks(path, 'train')[0].steps,
-                     (('Get Low performer', 'Dillon Francis'),))
+    path = self.write(
+        'qa.jsonl', {**_ROW, 'steps': [], 'evidence': [['Get Low', 'performer', 'Dillon Francis']]}
+    )
+    self.assertEqual(
+        tasks.load_tasks(path, 'train')[0].steps, (('Get Low performer', 'Dillon Francis'),)
+    )
 
   def test_only_the_asked_split_and_rows_without_one(self):
-    path = self.write('qa.jsonl', _ROW, {**_ROW, 'id': 'q3', 'split': 'dev'},
-                      {k: v for k, v in _ROW.items() if k != 'split'} | {'id': 'q4'})
+    path = self.write(
+        'qa.jsonl',
+        _ROW,
+        {**_ROW, 'id': 'q3', 'split': 'dev'},
+        {k: v for k, v in _ROW.items() if k != 'split'} | {'id': 'q4'},
+    )
     self.assertEqual([t.id for t in tasks.load_tasks(path, 'dev')], ['q3', 'q4'])
 
   def test_unknown_split_names_those_there_are(self):
@@ -70,22 +99,22 @@ class LoadTasksTest(_FileTest):
       tasks.load_tasks(path, 'tset')
 
   @parameterized.parameters(
-    ({'question': None}, "field 'question' is missing; a text is needed"),
-    ({'question': ' '}, "field 'question' is empty"),
-    ({'question': 7}, "field 'question' is 7; a text is needed"),
-    ({'answers': 'Peru'}, "field 'answers' is 'Peru'; a list of texts is needed"),
-    ({'answers': []}, "field 'answers' is .*at least one text"),
-    ({'answers': [1]}, "field 'answers' is .*at least one text"),
-    ({'id': None}, "field 'id' is missing"),
-    ({'hops': 'two'}, "field 'hops' is 'two'; a whole number is needed"),
-    ({'hops': True}, "field 'hops' is True"),
-    ({'gold': 'p1'}, "field 'gold' is 'p1'"),
-    ({'steps': [['q', 'a']]}, "field 'steps' holds"),
-    ({'steps': None, 'evidence': [['a', 'b']]}, "field 'evidence' holds"),
-    ({'options': {'A': 'yes'}}, "field 'answer' is missing"),
-    ({'options': {'A': 'yes'}, 'answer': 'C'}, "field 'answer' is 'C'; one of A is needed"),
-    ({'options': ['yes']}, "field 'options' is"),
-    ({'options': {'A': 1}, 'answer': 'A'}, "field 'options' is"),
+      ({'question': None}, "field 'question' is missing; a text is needed"),
+      ({'question': ' '}, "field 'question' is empty"),
+      ({'question': 7}, "field 'question' is 7; a text is needed"),
+      ({'answers': 'Peru'}, "field 'answers' is 'Peru'; a list of texts is needed"),
+      ({'answers': []}, "field 'answers' is .*at least one text"),
+      ({'answers': [1]}, "field 'answers' is .*at least one text"),
+      ({'id': None}, "field 'id' is missing"),
+      ({'hops': 'two'}, "field 'hops' is 'two'; a whole number is needed"),
+      ({'hops': True}, "field 'hops' is True"),
+      ({'gold': 'p1'}, "field 'gold' is 'p1'"),
+      ({'steps': [['q', 'a']]}, "field 'steps' holds"),
+      ({'steps': None, 'evidence': [['a', 'b']]}, "field 'evidence' holds"),
+      ({'options': {'A': 'yes'}}, "field 'answer' is missing"),
+      ({'options': {'A': 'yes'}, 'answer': 'C'}, "field 'answer' is 'C'; one of A is needed"),
+      ({'options': ['yes']}, "field 'options' is"),
+      ({'options': {'A': 1}, 'answer': 'A'}, "field 'options' is"),
   )
   def test_malformed_row_names_file_line_and_field(self, change, complaint):
     path = self.write('qa.jsonl', _ROW, {**_ROW, **change})
@@ -112,34 +141,48 @@ class ParquetTest(_FileTest):
   def write_parquet(self, *rows):
     import pyarrow
     from pyarrow import parquet
+
     path = str(self.folder / 'train.parquet')
     parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
     return path
 
   def row(self, **changes):
     prompt = 'Answer the question. Question: an example\nQuestion: who wrote Faust?\n'
-    return {'data_source': 'nq', 'prompt': [{'role': 'user', 'content': prompt}],
-            'ability': 'fact-reasoning',
-            'reward_model': {'style': 'rule', 'ground_truth': {'target': ['Goethe', 'J. Goethe']}},
-            'extra_info': {'split': 'train', 'index': 7}, **changes}
+    return {
+        'data_source': 'nq',
+        'prompt': [{'role': 'user', 'content': prompt}],
+        'ability': 'fact-reasoning',
+        'reward_model': {'style': 'rule', 'ground_truth': {'target': ['Goethe', 'J. Goethe']}},
+        'extra_info': {'split': 'train', 'index': 7},
+        **changes,
+    }
 
   def test_search_r1_columns(self):
     path = self.write_parquet(self.row(), self.row(extra_info={'split': 'test', 'index': 8}))
-    self.assertEqual(tasks.load_tasks(path, 'train'), [types.Task(
-      id='nq-train-7', question='who wrote Faust?', answers=('Goethe', 'J. Goethe'), dataset='nq',
-      split='train')])
+    self.assertEqual(
+        tasks.load_tasks(path, 'train'),
+        [
+            types.Task(
+                id='nq-train-7',
+                question='who wrote Faust?',
+                answers=('Goethe', 'J. Goethe'),
+                dataset='nq',
+                split='train',
+            )
+        ],
+    )
 
   def test_question_column_wins_over_the_prompt(self):
     path = self.write_parquet(self.row(question='Who was it?'))
     self.assertEqual(tasks.load_tasks(path, 'train')[0].question, 'Who was it?')
 
   @parameterized.parameters(
-    ({'reward_model': {'style': 'rule', 'ground_truth': {'target': []}}}, 'reward_model'),
-    ({'reward_model': {'style': 'rule'}}, 'reward_model'),
-    ({'reward_model': None}, 'reward_model'),
-    ({'prompt': [{'role': 'system', 'content': 'x'}]}, 'prompt'),
-    ({'prompt': [{'role': 'user', 'content': 'Question: '}]}, 'prompt'),
-    ({'prompt': None}, 'prompt'),
+      ({'reward_model': {'style': 'rule', 'ground_truth': {'target': []}}}, 'reward_model'),
+      ({'reward_model': {'style': 'rule'}}, 'reward_model'),
+      ({'reward_model': None}, 'reward_model'),
+      ({'prompt': [{'role': 'system', 'content': 'x'}]}, 'prompt'),
+      ({'prompt': [{'role': 'user', 'content': 'Question: '}]}, 'prompt'),
+      ({'prompt': None}, 'prompt'),
   )
   def test_malformed_row(self, change, field):
     path = self.write_parquet(self.row(**change))
@@ -154,17 +197,24 @@ class ParquetTest(_FileTest):
 class LoadCorpusTest(_FileTest):
 
   def test_both_kinds_of_row(self):
-    path = self.write('corpus.jsonl', {'id': 'p1', 'title': 'Lima', 'text': 'In Peru.'},
-                      {'id': 2, 'contents': '"Peru"\nA country.\nIts capital is Lima.'})
-    self.assertEqual(tasks.load_corpus(path), [
-      types.Passage('p1', 'Lima', 'In Peru.'),
-      types.Passage('2', 'Peru', 'A country.\nIts capital is Lima.')])
+    path = self.write(
+        'corpus.jsonl',
+        {'id': 'p1', 'title': 'Lima', 'text': 'In Peru.'},
+        {'id': 2, 'contents': '"Peru"\nA country.\nIts capital is Lima.'},
+    )
+    self.assertEqual(
+        tasks.load_corpus(path),
+        [
+            types.Passage('p1', 'Lima', 'In Peru.'),
+            types.Passage('2', 'Peru', 'A country.\nIts capital is Lima.'),
+        ],
+    )
 
   @parameterized.parameters(
-    ({'id': 'p2', 'title': 'Lima'}, "field 'text' is missing"),
-    ({'title': 'Lima', 'text': 'x'}, "field 'id' is missing"),
-    ({'id': 'p1', 'title': 'Lima', 'text': 'x'}, "field 'id' is 'p1' a second time"),
-    ({'id': 'p2', 'contents': 3}, "field 'contents' is 3"),
+      ({'id': 'p2', 'title': 'Lima'}, "field 'text' is missing"),
+      ({'title': 'Lima', 'text': 'x'}, "field 'id' is missing"),
+      ({'id': 'p1', 'title': 'Lima', 'text': 'x'}, "field 'id' is 'p1' a second time"),
+      ({'id': 'p2', 'contents': 3}, "field 'contents' is 3"),
   )
   def test_malformed_row(self, row, complaint):
     self.write('corpus.jsonl', {'id': 'p1', 'title': 'a', 'text': 'b'}, row)
@@ -184,15 +234,14 @@ class TaskStreamTest(parameterized.TestCase):
 
   def ids(self, batch, steps, seed=0):
     """The ids of the updates `steps`, each taken from a stream of its own."""
-    return [t.id for step in steps
-            for t in tasks.TaskStream(self.tasks, batch, seed).take(step)]
+    return [t.id for step in steps for t in tasks.TaskStream(self.tasks, batch, seed).take(step)]
 
   @parameterized.parameters(1, 3, 7, 10)
   def test_each_epoch_is_a_permutation(self, batch):
     # 7 questions: with batches of 3, update 2 takes the last of epoch 0 and two of epoch 1.
     ids = self.ids(batch, range(21))
     everyone = sorted(t.id for t in self.tasks)
-    epochs = [ids[i:i + 7] for i in range(0, 21 * batch // 7 * 7, 7)]
+    epochs = [ids[i : i + 7] for i in range(0, 21 * batch // 7 * 7, 7)]
     for epoch in epochs:
       self.assertEqual(sorted(epoch), everyone)
     self.assertGreater(len({tuple(epoch) for epoch in epochs}), 1)
@@ -279,6 +328,7 @@ class EmbeddedTest(parameterized.TestCase):
   def test_the_wordings_of_dev_and_test_occur_in_train(self):
     def wording(task):
       return task.question.replace(self.corpus[task.gold[0]].title, '{}')
+
     known = {wording(task) for task in self.splits['train']}
     for split in ('dev', 'test'):
       self.assertEmpty({wording(task) for task in self.splits[split]} - known)
@@ -286,23 +336,28 @@ class EmbeddedTest(parameterized.TestCase):
   @unittest.skipUnless(_installed('bm25s'), 'bm25s is not installed')
   def test_a_title_finds_its_passage(self):
     import bm25s
+
     passages = list(self.corpus.values())
     gold = sorted({p for task in self.everything for p in task.gold})
     index = bm25s.BM25()
-    index.index(bm25s.tokenize([f'{p.title}\n{p.text}' for p in passages], show_progress=False),
-                show_progress=False)
+    index.index(
+        bm25s.tokenize([f'{p.title}\n{p.text}' for p in passages], show_progress=False),
+        show_progress=False,
+    )
     found, _ = index.retrieve(
-      bm25s.tokenize([self.corpus[p].title for p in gold], show_progress=False), k=2,
-      show_progress=False)
+        bm25s.tokenize([self.corpus[p].title for p in gold], show_progress=False),
+        k=2,
+        show_progress=False,
+    )
     hits = sum(p in [passages[i].id for i in row] for p, row in zip(gold, found))
     self.assertGreaterEqual(hits / len(gold), 0.97)
 
-  @unittest.skipUnless(_installed(*knowledge_sources.PACKAGES), 'the sources are not installed')
+  @unittest.skipUnless(_installed(*sources.PACKAGES), 'the sources are not installed')
   def test_the_maker_is_deterministic(self):
     made = []
     for _ in range(2):
       with tempfile.TemporaryDirectory() as folder:
-        make_knowledge.make(pathlib.Path(folder))
+        make.make(pathlib.Path(folder))
         made.append({p.name: p.read_bytes() for p in sorted(pathlib.Path(folder).iterdir())})
     self.assertEqual(made[0], made[1])
     self.assertEqual(set(made[0]), {'corpus.jsonl', 'qa.jsonl', 'LICENSES.md'})

@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 
-from tests import conftest  # before jax: eight simulated devices  # pylint: disable=unused-import
-
 from absl.testing import absltest
 from absl.testing import parameterized
 import chex
@@ -17,15 +15,23 @@ from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import variants
 from stppo_jax.models import decoder
+from stppo_jax.models import sharding
 from stppo_jax.training import packing
-from stppo_jax.training import sharding
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 from stppo_jax.types import TurnBatch
 
 MODEL = decoder.ModelConfig(
-    vocab_size=32, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=32,
-    tie_embeddings=True, qkv_bias=True)
+    vocab_size=32,
+    d_model=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    d_ff=32,
+    tie_embeddings=True,
+    qkv_bias=True,
+)
 CRITIC = dataclasses.replace(MODEL, head='value')
 NOTHING = train_state.Frozen()  # stands still: all is trained
 
@@ -47,9 +53,15 @@ def make_learner(variant='st_ppo', critic=CRITIC, actor=MODEL, lr=1.0, **options
   # rounding of a gradient near 0 into a step of full size.
   optimizer, schedule = optax.sgd(lr), optax.constant_schedule(lr)
   return train_state.Learner(
-      actor=actor, critic=critic, variant=row, actor_optimizer=optimizer,
-      critic_optimizer=optimizer, actor_lr=schedule, critic_lr=schedule,
-      **{'micro_batch': 8, 'lengths': (24,), 'value_clip': 0.5, **options})
+      actor=actor,
+      critic=critic,
+      variant=row,
+      actor_optimizer=optimizer,
+      critic_optimizer=optimizer,
+      actor_lr=schedule,
+      critic_lr=schedule,
+      **{'micro_batch': 8, 'lengths': (24,), 'value_clip': 0.5, **options}
+  )
 
 
 def make_state(learner, mesh):
@@ -71,16 +83,24 @@ def make_batch(rows=8, length=24, seed=0):
     t = rng.integers(1, 4)
     for k in range(1, rng.integers(1, 4) + 1):
       n = rng.integers(1, 5)
-      turn_ids[b, t:t + n] = k
+      turn_ids[b, t : t + n] = k
       t += n + rng.integers(1, 3)
     rewards[b, np.flatnonzero(turn_ids[b])[-1]] = rng.integers(0, 2)
   mask = (turn_ids > 0).astype(np.float32)
   zeros = np.zeros((rows, length), np.float32)
   return TurnBatch(
-      tokens=rng.integers(0, 32, (rows, length)).astype(np.int32), action_mask=mask,
-      turn_ids=turn_ids, rewards=rewards, old_logp=zeros, ref_logp=zeros, old_values=zeros,
-      advantages=zeros, returns=zeros, group_ids=np.arange(rows, dtype=np.int32) // 4,
-      behaviour_logp=-3 * mask)
+      tokens=rng.integers(0, 32, (rows, length)).astype(np.int32),
+      action_mask=mask,
+      turn_ids=turn_ids,
+      rewards=rewards,
+      old_logp=zeros,
+      ref_logp=zeros,
+      old_values=zeros,
+      advantages=zeros,
+      returns=zeros,
+      group_ids=np.arange(rows, dtype=np.int32) // 4,
+      behaviour_logp=-3 * mask,
+  )
 
 
 def packed(learner, batch, rows):
@@ -98,7 +118,8 @@ def annotate(functions, learner, state, batch, rows=np.arange(8), frozen=NOTHING
 def step(functions, learner, state, batch, rows=np.arange(8), frozen=NOTHING):
   """One optimizer step on `rows`."""
   return functions.update_step(
-      state, frozen, batch, rows.astype(np.int32), packed(learner, batch, rows))
+      state, frozen, batch, rows.astype(np.int32), packed(learner, batch, rows)
+  )
 
 
 def log_probs(learner, params, batch):
@@ -116,7 +137,8 @@ def off_policy_batch(learner, state, mesh):
   noise = jax.random.normal(jax.random.key(3), batch.old_logp.shape)
   batch = batch.replace(
       old_logp=batch.old_logp + 0.5 * noise * batch.action_mask,
-      ref_logp=batch.ref_logp + 0.3 * noise * batch.action_mask)
+      ref_logp=batch.ref_logp + 0.3 * noise * batch.action_mask,
+  )
   _, batch, _ = update.with_advantages(learner, mesh, state, batch)
   return update.compile_functions(learner, state, NOTHING, mesh), batch
 
@@ -134,7 +156,8 @@ class UpdateTest(parameterized.TestCase):
       ('s_ppo', dict(kl_in='loss', kl_estimator='k3', entropy_coef=0.01)),
       ('ppo', dict(aggregation='token-mean', dual_clip=1.5)),
       ('so_grpo', dict(aggregation='seq-mean-token-sum-norm', norm_length=40)),
-      ('rloo', dict(aggregation='seq-mean-token-sum')))
+      ('rloo', dict(aggregation='seq-mean-token-sum')),
+  )
   def test_micro_batches_do_not_change_the_update(self, variant, options):
     whole = run_step(make_learner(variant, micro_batch=8, **options), one_device())
     split = run_step(make_learner(variant, micro_batch=2, **options), one_device())
@@ -147,7 +170,8 @@ class UpdateTest(parameterized.TestCase):
     mesh = one_device()
     functions, batch = off_policy_batch(learner, make_state(learner, mesh), mesh)
     alone = packing.Packing(  # every row in a bin of its own
-        np.arange(8, dtype=np.int32), np.zeros(8, np.int32), np.full(8, 24, np.int32))
+        np.arange(8, dtype=np.int32), np.zeros(8, np.int32), np.full(8, 24, np.int32)
+    )
     rows = np.arange(8, dtype=np.int32)
     expected = functions.update_step(make_state(learner, mesh), NOTHING, batch, rows, alone)
     learner = dataclasses.replace(learner, lengths=lengths, micro_batch=micro_batch)
@@ -155,7 +179,8 @@ class UpdateTest(parameterized.TestCase):
     state = make_state(learner, mesh)
     functions = update.compile_functions(learner, state, NOTHING, mesh)
     chex.assert_trees_all_close(
-        step(functions, learner, state, batch), expected, rtol=1e-4, atol=1e-6)
+        step(functions, learner, state, batch), expected, rtol=1e-4, atol=1e-6
+    )
 
   def test_the_bias_of_few_clipped_rows_is_that_of_all_rows(self):
     """Only the bins with something clipped are pulled back; the others' share of C is 0."""
@@ -205,10 +230,14 @@ class UpdateTest(parameterized.TestCase):
 
   def test_shared_trunk_on_eight_devices_equals_one(self):
     learner = make_learner(
-        'st_ppo', critic=None, actor=dataclasses.replace(MODEL, head='both'), micro_batch=4)
+        'st_ppo', critic=None, actor=dataclasses.replace(MODEL, head='both'), micro_batch=4
+    )
     chex.assert_trees_all_close(
-        run_step(learner, one_device()), run_step(learner, sharding.make_mesh(2, 2, 2)),
-        rtol=1e-4, atol=1e-6)
+        run_step(learner, one_device()),
+        run_step(learner, sharding.make_mesh(2, 2, 2)),
+        rtol=1e-4,
+        atol=1e-6,
+    )
 
   @parameterized.parameters('token', 'turn', 'sequence')
   def test_first_ratio_is_exactly_one(self, level):
@@ -245,15 +274,17 @@ class UpdateTest(parameterized.TestCase):
       if part == 'bias':
         return jnp.sum(weights * aux['clipped'] * ratio * batch.advantages)
       surrogate = jnp.minimum(
-          ratio * batch.advantages, jnp.clip(ratio, 0.8, 1.2) * batch.advantages)
+          ratio * batch.advantages, jnp.clip(ratio, 0.8, 1.2) * batch.advantages
+      )
       return jnp.sum(weights * surrogate) + 0.01 * jnp.sum(weights * entropy)
 
     g = jax.grad(functools.partial(objective, part='loss'))(state.actor)
     c = jax.grad(functools.partial(objective, part='bias'))(state.actor)
     dot = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(g), jax.tree.leaves(c)))
     g_norm, c_norm = optax.tree.norm(g), optax.tree.norm(c)
-    expected = dict(none=1.0, paper=c_norm, floor=max(c_norm, 1.0),
-                    relative=(g_norm + c_norm) / g_norm)[rule]
+    expected = dict(
+        none=1.0, paper=c_norm, floor=max(c_norm, 1.0), relative=(g_norm + c_norm) / g_norm
+    )[rule]
     _, metrics, _ = step(functions, learner, state, batch)
     self.assertGreater(float(c_norm), 0)
     np.testing.assert_allclose(metrics['stppo/grad_norm'], g_norm, rtol=1e-4)
@@ -271,8 +302,7 @@ class UpdateTest(parameterized.TestCase):
     logp, _ = log_probs(learner, state.actor, batch)
     _, _, aux = correction.cotangents(logp, batch, row)
     _, metrics, _ = step(functions, learner, state, batch)
-    np.testing.assert_allclose(
-        metrics['stppo/divisor'], abs(aux['clipped_objective']), rtol=1e-4)
+    np.testing.assert_allclose(metrics['stppo/divisor'], abs(aux['clipped_objective']), rtol=1e-4)
 
   def test_padding_rows_and_observations_have_no_influence(self):
     learner = make_learner('st_ppo')
@@ -283,8 +313,11 @@ class UpdateTest(parameterized.TestCase):
       functions, batch = off_policy_batch(learner, state, mesh)
       outside = 1 - batch.action_mask
       batch = batch.replace(
-          advantages=batch.advantages + change * outside, returns=batch.returns + change * outside,
-          old_logp=batch.old_logp - change * outside, old_values=batch.old_values + change * outside)
+          advantages=batch.advantages + change * outside,
+          returns=batch.returns + change * outside,
+          old_logp=batch.old_logp - change * outside,
+          old_values=batch.old_values + change * outside,
+      )
       return step(functions, learner, state, batch)[0]
 
     chex.assert_trees_all_equal(after(0.0), after(5.0))
@@ -330,8 +363,9 @@ class UpdateTest(parameterized.TestCase):
     chex.assert_trees_all_equal(jax.device_get(state.actor), before.actor)
     self.assertFalse(np.allclose(state.critic['value_head']['kernel'], 0))
     state, _, _ = step(functions, learner, state, batch)
-    self.assertFalse(np.allclose(
-        state.actor['embed']['embedding'], before.actor['embed']['embedding']))
+    self.assertFalse(
+        np.allclose(state.actor['embed']['embedding'], before.actor['embed']['embedding'])
+    )
 
   def test_kl_in_reward_and_the_adaptive_coefficient(self):
     """By hand: KL k1 of 0.2 a token; coefficient 0.1 becomes 0.1 (1 + 0.2 * 7 / 70)."""
@@ -345,7 +379,8 @@ class UpdateTest(parameterized.TestCase):
     np.testing.assert_allclose(metrics['actor/reward_kl_penalty'], 0.2, rtol=1e-5)
     np.testing.assert_allclose(state.kl_coef, 0.1 * (1 + 0.2 * 7 / 70), rtol=1e-6)
     np.testing.assert_allclose(
-        after.rewards, batch.rewards - 0.1 * 0.2 * batch.action_mask, atol=1e-6)
+        after.rewards, batch.rewards - 0.1 * 0.2 * batch.action_mask, atol=1e-6
+    )
     with self.subTest('it outlives a batch whose KL is not finite'):
       bad = batch.replace(old_logp=batch.old_logp.at[0].mul(jnp.nan))
       after_bad = update.with_advantages(learner, mesh, state, bad)[0]
@@ -378,9 +413,11 @@ class ShardingTest(absltest.TestCase):
       sharding.tree_shardings({'adapter': jnp.zeros((4, 4))}, sharding.make_mesh(8, 1, 1))
 
   def test_bad_meshes_are_refused_in_one_line(self):
-    for sizes, message in (((3, 1, 1), 'needs 3 devices, and there are 8'),
-                           ((3, -1, 1), '3 does not divide the 8 devices'),
-                           ((-1, -1, 1), 'at most one of them is -1')):
+    for sizes, message in (
+        ((3, 1, 1), 'needs 3 devices, and there are 8'),
+        ((3, -1, 1), '3 does not divide the 8 devices'),
+        ((-1, -1, 1), 'at most one of them is -1'),
+    ):
       with self.assertRaisesRegex(ValueError, message):
         sharding.make_mesh(*sizes)
     with self.assertRaisesRegex(ValueError, 'micro_batch=6 rows cannot be split over .* 8 devices'):

@@ -56,7 +56,8 @@ class VariantsTest(parameterized.TestCase):
   def test_the_correction_is_the_only_difference(self, plain, corrected):
     plain, corrected = variants.VARIANTS[plain], variants.VARIANTS[corrected]
     self.assertEqual(
-        dataclasses.replace(plain, divisor=corrected.divisor, norm_of=corrected.norm_of), corrected)
+        dataclasses.replace(plain, divisor=corrected.divisor, norm_of=corrected.norm_of), corrected
+    )
 
   @parameterized.parameters(('ppo', 'turn_ppo'), ('s_ppo', 'st_ppo'))
   def test_the_ratio_is_the_only_difference(self, token, turn):

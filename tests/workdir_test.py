@@ -9,8 +9,9 @@ import tempfile
 from absl.testing import absltest
 
 from stppo_jax import config as schema
-from stppo_jax import metrics as metrics_lib
-from stppo_jax.training import workdir as workdirs
+from stppo_jax import validation
+from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.monitoring import workdir as workdirs
 from stppo_jax.types import UserError
 
 
@@ -40,11 +41,11 @@ class WorkdirTest(absltest.TestCase):
     workdirs.claim(self.workdir, as_dict())
     self.write_a_number()
     config = as_dict()
-    for path in workdirs.FREE_FIELDS:
+    for path in validation.may_change():
       section, name = path.split('.')
       value = config[section][name]
       config[section][name] = value + 1 if isinstance(value, int) else 'other'
-      workdirs.claim(self.workdir, copy.deepcopy(config))
+      workdirs.claim(self.workdir, copy.deepcopy(config), validation.may_change())
     with open(os.path.join(self.workdir, 'config.json'), encoding='utf-8') as file:
       self.assertEqual(json.load(file)['train']['on_nonfinite'], 'other')
 

@@ -22,10 +22,10 @@ def estimate(batch, variant, gamma, lam, whiten=None):
     advantages, returns = token_gae(batch.rewards, batch.old_values, mask, gamma, lam)
   elif variant.advantage == 'turn_gae':
     advantages, returns = turn_gae(
-        batch.rewards, batch.old_values, batch.turn_ids, num_turns, gamma, lam)
+        batch.rewards, batch.old_values, batch.turn_ids, num_turns, gamma, lam
+    )
   elif variant.advantage == 'bad_gae':
-    advantages, returns = bad_gae(
-        batch.rewards, batch.old_values, batch.turn_ids, mask, gamma, lam)
+    advantages, returns = bad_gae(batch.rewards, batch.old_values, batch.turn_ids, mask, gamma, lam)
   elif variant.advantage == 'turn_returns':
     advantages = turn_returns(batch.rewards, batch.turn_ids, num_turns, gamma)
     advantages = whiten_turns(advantages, batch.turn_ids, num_turns)
@@ -65,7 +65,8 @@ def bad_gae(rewards, values, turn_ids, action_mask, gamma, lam):
   chex.assert_equal_shape([rewards, values, turn_ids, action_mask])
   mask = action_mask.astype(values.dtype)
   ends = jnp.concatenate(
-      [turn_ids[:, :-1] != turn_ids[:, 1:], jnp.ones_like(turn_ids[:, :1], bool)], axis=1)
+      [turn_ids[:, :-1] != turn_ids[:, 1:], jnp.ones_like(turn_ids[:, :1], bool)], axis=1
+  )
   return _gae(rewards, values, mask, jnp.where(ends, gamma, 1.0), jnp.where(ends, lam, 1.0))
 
 
@@ -78,12 +79,14 @@ def turn_gae(rewards, values, turn_ids, num_turns, gamma, lam):
   chex.assert_equal_shape([rewards, values, turn_ids])
   mask = (turn_ids > 0).astype(values.dtype)
   first = jnp.concatenate(
-      [turn_ids[:, :1] > 0, (turn_ids[:, 1:] != turn_ids[:, :-1]) & (turn_ids[:, 1:] > 0)], axis=1)
+      [turn_ids[:, :1] > 0, (turn_ids[:, 1:] != turn_ids[:, :-1]) & (turn_ids[:, 1:] > 0)], axis=1
+  )
   per_turn = lambda x: segments.segment_sum(x, turn_ids, num_turns + 1)[:, 1:]  # [B,K]
   present = (per_turn(mask) > 0).astype(values.dtype)
   steps = jnp.ones_like(present)
   advantages, returns = _gae(
-      per_turn(rewards * mask), per_turn(values * first), present, gamma * steps, lam * steps)
+      per_turn(rewards * mask), per_turn(values * first), present, gamma * steps, lam * steps
+  )
   return _to_tokens(advantages, turn_ids), _to_tokens(returns, turn_ids)
 
 
@@ -151,8 +154,10 @@ def _gae(rewards, values, mask, gammas, lams):
     next_value, next_advantage = carry
     reward, value, active, gamma, lam = column
     advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
-    carry = (jnp.where(active > 0, value, next_value),
-             jnp.where(active > 0, advantage, next_advantage))
+    carry = (
+        jnp.where(active > 0, value, next_value),
+        jnp.where(active > 0, advantage, next_advantage),
+    )
     return carry, jnp.where(active > 0, advantage, 0)
 
   zeros = jnp.zeros_like(values[:, 0])

@@ -13,8 +13,16 @@ from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import segments
 
 
-def cotangents(logp, batch, variant, clip_low=0.2, clip_high=0.2, weights=None, dual_clip=None,
-               min_advantage=None):
+def cotangents(
+    logp,
+    batch,
+    variant,
+    clip_low=0.2,
+    clip_high=0.2,
+    weights=None,
+    dual_clip=None,
+    min_advantage=None,
+):
   """Cotangents of logp [B,T] for the policy loss and for the clipping bias, and the parts seen.
 
   J   = sum_t weight_t min(w_t A_t, clip(w_t) A_t),   w_t the ratio of the segment that holds t
@@ -44,16 +52,22 @@ def cotangents(logp, batch, variant, clip_low=0.2, clip_high=0.2, weights=None, 
   if weights is None:
     weights = losses.aggregation_weights(batch.action_mask, 'seq-mean-token-mean')
   ids, num_segments = segments.segment_ids(
-      'token' if variant.ratio == 'none' else variant.ratio, batch.action_mask, batch.turn_ids)
+      'token' if variant.ratio == 'none' else variant.ratio, batch.action_mask, batch.turn_ids
+  )
   ratio, pull_ratio = jax.vjp(
-      lambda x: segments.importance_ratio(
-          x, batch.old_logp, batch.action_mask, ids, num_segments), logp)
+      lambda x: segments.importance_ratio(x, batch.old_logp, batch.action_mask, ids, num_segments),
+      logp,
+  )
   weights = weights.astype(logp.dtype)
   advantages = jnp.where(batch.action_mask > 0, batch.advantages, 0)
 
   if variant.ratio == 'none':
-    aux = dict(ratio=ratio, clipped=jnp.zeros(logp.shape, bool),
-               pg_loss=-jnp.sum(weights * advantages * logp), clipped_objective=jnp.zeros(()))
+    aux = dict(
+        ratio=ratio,
+        clipped=jnp.zeros(logp.shape, bool),
+        pg_loss=-jnp.sum(weights * advantages * logp),
+        clipped_objective=jnp.zeros(()),
+    )
     return -weights * advantages, jnp.zeros_like(logp), aux
 
   if (min_advantage or variant.min_advantage) == 'turn':
@@ -62,8 +76,12 @@ def cotangents(logp, batch, variant, clip_low=0.2, clip_high=0.2, weights=None, 
   pressure = weights * advantages  # d(weight w A)/dw
   (loss_cotangent,) = pull_ratio(-jnp.where(clipped, 0, pressure))
   (bias_cotangent,) = pull_ratio(jnp.where(clipped, pressure, 0))
-  aux = dict(ratio=ratio, clipped=clipped, pg_loss=-jnp.sum(weights * surrogate),
-             clipped_objective=jnp.sum(jnp.where(clipped, pressure * ratio, 0)))
+  aux = dict(
+      ratio=ratio,
+      clipped=clipped,
+      pg_loss=-jnp.sum(weights * surrogate),
+      clipped_objective=jnp.sum(jnp.where(clipped, pressure * ratio, 0)),
+  )
   return loss_cotangent, bias_cotangent, aux
 
 
@@ -89,5 +107,5 @@ def divisor(rule, g_norm, c_norm, any_clipped):
   elif rule == 'relative':
     value = jnp.where(g_norm > 0, 1 + c_norm / jnp.where(g_norm > 0, g_norm, 1), 1)
   else:
-    raise ValueError(f"divisor rule {rule!r} is none of none, paper, floor, relative")
+    raise ValueError(f'divisor rule {rule!r} is none of none, paper, floor, relative')
   return jax.lax.stop_gradient(value)

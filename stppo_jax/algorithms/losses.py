@@ -9,7 +9,11 @@ import chex
 import jax.numpy as jnp
 
 AGGREGATIONS = (
-    'token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm')
+    'token-mean',
+    'seq-mean-token-sum',
+    'seq-mean-token-mean',
+    'seq-mean-token-sum-norm',
+)
 KL_ESTIMATORS = ('k1', 'k2', 'k3')
 
 

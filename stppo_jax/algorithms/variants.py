@@ -5,8 +5,7 @@ To add one, add a row; to change one for a run, override a column (`--config.alg
 
 import dataclasses
 
-ADVANTAGES = (
-    'token_gae', 'turn_gae', 'bad_gae', 'group_zscore', 'leave_one_out', 'turn_returns')
+ADVANTAGES = ('token_gae', 'turn_gae', 'bad_gae', 'group_zscore', 'leave_one_out', 'turn_returns')
 RATIOS = ('none', 'token', 'turn', 'sequence')
 DIVISORS = ('none', 'paper', 'floor', 'relative')
 NORMS = ('gradient', 'loss')
@@ -17,8 +16,12 @@ class Variant:
   """One algorithm, as choices of the few parts in which these algorithms differ."""
 
   advantage: str  # one of ADVANTAGES: how credit is assigned
-  ratio: str  # one of RATIOS: which tokens share an importance ratio; 'none' = plain policy gradient
-  divisor: str = 'none'  # one of DIVISORS: clipping-bias correction, what the gradient is divided by
+  ratio: (
+      str  # one of RATIOS: which tokens share an importance ratio; 'none' = plain policy gradient
+  )
+  divisor: str = (
+      'none'  # one of DIVISORS: clipping-bias correction, what the gradient is divided by
+  )
   norm_of: str = 'gradient'  # one of NORMS: what ||C|| is the norm of
   min_advantage: str = 'token'  # 'token' | 'turn': the advantage inside the min, see `correction`
   clip_low: float = 0.2

@@ -3,9 +3,11 @@
 The interface is GEM's, so that a GEM environment plugs in as it is, without an adapter.
 """
 
-import random
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+import random
+from typing import Any
+from typing import Protocol
+from typing import runtime_checkable
 
 import numpy as np
 

@@ -4,9 +4,9 @@ Plain strings in, floats out. The search environment chooses which of these is t
 """
 
 import collections
+from collections.abc import Sequence
 import re
 import string
-from collections.abc import Sequence
 
 _TAG = re.compile(r'<(/?)(think|search|information|answer)>')
 _ARTICLES = re.compile(r'\b(a|an|the)\b')
@@ -45,8 +45,9 @@ def sub_exact_match(prediction: str | None, golds: Sequence[str]) -> float:
   if prediction is None:
     return 0.0
   within = normalize_answer(prediction)
-  contained = any(normalize_answer(gold) and normalize_answer(gold) in within
-                  for gold in _as_list(golds))
+  contained = any(
+      normalize_answer(gold) and normalize_answer(gold) in within for gold in _as_list(golds)
+  )
   return float(contained or exact_match(prediction, golds))
 
 
@@ -76,7 +77,7 @@ def well_formed(text: str) -> bool:
         return False
       previous, inside = name, None
     else:
-      between = text[end:tag.start()]
+      between = text[end : tag.start()]
       if inside or between.strip() or name not in _MAY_FOLLOW[previous]:
         return False
       inside = name
@@ -87,10 +88,10 @@ def well_formed(text: str) -> bool:
 def format_reward(correct: bool, formed: bool, answered: bool = True) -> float:
   """Correctness mixed with form, with the numbers of Search-R1 v0.3.
 
-              well-formed   ill-formed
-    correct       1.0           0.8
-    wrong         0.2           0.1
-    no answer     0.0           0.0
+            well-formed   ill-formed
+  correct       1.0           0.8
+  wrong         0.2           0.1
+  no answer     0.0           0.0
   """
   if not answered:
     return 0.0

@@ -4,8 +4,8 @@ Task in, episode out: the prompt from `reset`, then one observation a `step`, un
 is single-agent text, so the policy's side (tokens, chat template) is nowhere in here.
 """
 
-import re
 from collections.abc import Sequence
+import re
 from typing import Any
 
 from stppo_jax import types
@@ -16,7 +16,8 @@ REWARDS = ('em', 'sub_em', 'f1', 'format')
 
 _OPENING = re.compile(r'([<\uff1c\ufe64])(?=\S|\Z)')
 _BRACKET_MARKER = re.compile(
-    r'\[(?=/?(?:INST|SYS|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\])')
+    r'\[(?=/?(?:INST|SYS|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\])'
+)
 _OWN_SEARCH = object()  # `passages` was not given; None would mean: the retriever failed
 
 _INSTRUCTIONS = (
@@ -25,13 +26,15 @@ _INSTRUCTIONS = (
     'write <search> your query </search>: a search engine then shows you its best passages between '
     '<information> and </information>. There is no limit to how often you may ask it, and no need '
     'to ask when you already know. To finish, put the bare answer between <answer> and </answer>, '
-    'with no explanation around it: for example, <answer> Beijing </answer>. ')
+    'with no explanation around it: for example, <answer> Beijing </answer>. '
+)
 _BY_LETTER = 'Answer with the letter of the right option. '
 _INVALID = {
     'search_r1': (
         '\n\nThat text holds no action I can carry out. A search must be written as '
         '<search> query </search>, and a final answer as <answer> answer </answer>. '
-        'Please try once more.\n\n'),
+        'Please try once more.\n\n'
+    ),
     'short': 'Invalid: use <search>query</search> or <answer>answer</answer>\n',
 }
 
@@ -60,11 +63,16 @@ class SearchEnv:
     _require(reward in REWARDS, f'reward={reward!r}', f'one of {REWARDS}')
     _require(max_turns >= 0, f'max_turns={max_turns}', '0 (closed-book) or more')
     _require(top_k >= 1, f'top_k={top_k}', '1 or more')
-    _require(retriever is not None or max_turns == 0, f'max_turns={max_turns} without a retriever',
-             'a retriever, or max_turns=0')
-    _require(not task.options or task.letter in dict(task.options),
-             f'task {task.id!r} with letter={task.letter!r}',
-             f'one of its options {tuple(dict(task.options))}')
+    _require(
+        retriever is not None or max_turns == 0,
+        f'max_turns={max_turns} without a retriever',
+        'a retriever, or max_turns=0',
+    )
+    _require(
+        not task.options or task.letter in dict(task.options),
+        f'task {task.id!r} with letter={task.letter!r}',
+        f'one of its options {tuple(dict(task.options))}',
+    )
     self.task = task
     self.retriever = retriever
     self.max_turns = max_turns

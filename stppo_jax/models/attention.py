@@ -19,12 +19,16 @@ import jax
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+import numpy as np
 
 from stppo_jax.types import UserError
 
 SPLASH_BLOCKS = (512, 256, 128)  # queries and keys held at once: the first that divides T
 NEVER = -1e30  # the score of what may not be read
-NUM_BLOCKS, MIN_BLOCK = 4, 64  # of the plain backend: at most so many blocks, of so many queries or more
+NUM_BLOCKS, MIN_BLOCK = (
+    4,
+    64,
+)  # of the plain backend: at most so many blocks, of so many queries or more
 
 
 def causal(q, k, v, segments=None, backend='plain', chunk=0, row_sharding=None):
@@ -57,8 +61,10 @@ def choose(wanted, device, dtype, head_dim, lengths):
     refused = lambda backend: _refusal(backend, device, dtype, head_dim, lengths)
     return next((backend for backend in ('splash', 'cudnn') if not refused(backend)), 'plain')
   if refusal := _refusal(wanted, device, dtype, head_dim, lengths):
-    raise UserError(f'config.model.attention={wanted!r} {refusal}: set --config.model.attention=auto, '
-                    'or plain, which runs anywhere')
+    raise UserError(
+        f'config.model.attention={wanted!r} {refusal}: set --config.model.attention=auto, '
+        'or plain, which runs anywhere'
+    )
   return wanted
 
 
@@ -98,8 +104,8 @@ def causal_mask(length, segments=None, first=0, count=None):
 def cache_mask(slots, num_slots):
   """[B,1,1,T,S] from the queries' slots [B,T]; T = 2 queries of a row whose length was 1, S = 4:
 
-    1 1 0 0
-    1 1 1 0
+  1 1 0 0
+  1 1 1 0
   """
   return (jnp.arange(num_slots) <= slots[..., None])[:, None, None]
 
@@ -157,19 +163,23 @@ def _splash(q, k, v, segments, platform):
   assert length % SPLASH_BLOCKS[-1] == 0, f'{length} tokens: `choose` was told of other lengths'
   block = next(block for block in SPLASH_BLOCKS if length % block == 0)
   kernel = splash.make_splash_mha_single_device(
-    splash.MultiHeadMask([splash.CausalMask((length, length))] * heads),
-    block_sizes=splash.BlockSizes(
-      block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block,
-      block_kv_dq=block,
-    ),
-    interpret=platform != 'tpu',
+      splash.MultiHeadMask([splash.CausalMask((length, length))] * heads),
+      block_sizes=splash.BlockSizes(
+          block_q=block,
+          block_kv=block,
+          block_q_dkv=block,
+          block_kv_dkv=block,
+          block_q_dq=block,
+          block_kv_dq=block,
+      ),
+      interpret=platform != 'tpu',
   )
 
   def attend(q, k, v, segments):
     ids = None if segments is None else splash.SegmentIds(segments, segments)
     return kernel(q, k, v, ids)
 
-  q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q * width ** -0.5, k, v))
+  q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q * width**-0.5, k, v))
   return jnp.swapaxes(jax.vmap(attend)(q, k, v, segments), 1, 2)
 
 
@@ -188,7 +198,8 @@ def _on_each_device(attend, row_sharding, num_kv_heads):
   part = P(rows, None, others if divides else None)
   # Pallas does not say how its results vary over the devices, hence no check.
   return jax.shard_map(
-    attend, mesh=mesh, in_specs=(part, part, part, P(rows)), out_specs=part, check_vma=False)
+      attend, mesh=mesh, in_specs=(part, part, part, P(rows)), out_specs=part, check_vma=False
+  )
 
 
 @jax.custom_vjp
@@ -220,7 +231,8 @@ def _read_backward(residuals, d):
   root = q.shape[-1] ** -0.5
   d_q = _per_key_head('bmts,bmsh->bmth', d_scores, k) * root
   sums = lambda a, b: jnp.einsum(
-    'bmts,bmth->bmsh', _merged(a), _merged(b), preferred_element_type=jnp.float32)
+      'bmts,bmth->bmsh', _merged(a), _merged(b), preferred_element_type=jnp.float32
+  )
   d_k, d_v = sums(d_scores, q * root), sums(weights, d)
   return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
@@ -243,7 +255,7 @@ def _read_tiles(q, k, v, slots):
   rows, heads, tiles, width, tile = k.shape
   q = _grouped(q, heads)[:, :, :, 0]  # [B,M,g,H]
   # One for each tile: from an equation without c in it XLA multiplies an element at a time.
-  queries = jnp.broadcast_to((q * width ** -0.5)[:, :, None], (rows, heads, tiles, *q.shape[2:]))
+  queries = jnp.broadcast_to((q * width**-0.5)[:, :, None], (rows, heads, tiles, *q.shape[2:]))
   product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
   scores = product('bmcgh,bmchs->bmcgs', queries, k)
   scores += _cache_bias(slots, tiles * tile).reshape(rows, 1, tiles, 1, tile)
@@ -285,3 +297,32 @@ def _ungrouped(y):
   """[B,M,g,T,H] -> [B,T,N,H]."""
   rows, kv_heads, group, length, width = y.shape
   return jnp.swapaxes(y.reshape(rows, kv_heads * group, length, width), 1, 2)
+
+
+def frequencies(head_dim, theta, scaling=None):
+  """Radians a position of each pair of channels [H/2]; `scaling` is `ModelConfig.rope_scaling`.
+
+  Llama 3 stretches the slow ones: wavelengths above original / low_freq_factor by `factor`; those below
+  original / high_freq_factor stay, and between them the two are blended.
+  """
+  radians = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+  if scaling is None:
+    return radians.astype(np.float32)
+  factor, low, high, original = scaling
+  turns = original * radians / (2 * np.pi)  # within the original context
+  keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+  return (radians * (keep + (1 - keep) / factor)).astype(np.float32)
+
+
+def angles(positions, radians):
+  """positions [B,T], radians [H/2] -> (cos, sin) [B,T,1,H/2] float32; of a NumPy array, constants."""
+  xp = np if isinstance(positions, np.ndarray) else jnp
+  turned = positions[..., None, None].astype(np.float32) * radians
+  return xp.cos(turned), xp.sin(turned)
+
+
+def rotate(x, rope):
+  """x [B,T,N,H] turned by its positions' (cos, sin)."""
+  cos, sin = rope
+  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)

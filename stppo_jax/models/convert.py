@@ -34,8 +34,15 @@ STORED = ('F32', 'BF16', 'F16')  # as safetensors calls what a folder may hold
 TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 MAX_SHARD_BYTES = 2 * 2**30
 TOKENIZER_FILES = (
-  'tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json',
-  'vocab.json', 'merges.txt', 'tokenizer.model', 'chat_template.jinja', 'generation_config.json',
+    'tokenizer.json',
+    'tokenizer_config.json',
+    'special_tokens_map.json',
+    'added_tokens.json',
+    'vocab.json',
+    'merges.txt',
+    'tokenizer.model',
+    'chat_template.jinja',
+    'generation_config.json',
 )
 
 # One tensor of a folder. `shape` is the folder's; ours is its transpose, if so marked, reshaped.
@@ -88,35 +95,39 @@ def load_config(folder, head='tokens', param_dtype='float32', dtype='float32'):
   raw = _read_json(path)
   family = raw.get('model_type')
   if not isinstance(family, str) or family not in FAMILIES:
-    raise UserError(f'{path}: model_type {family!r} is not supported; allowed: '
-                    f'{", ".join(FAMILIES)}; choose a model of one of these')
+    raise UserError(
+        f'{path}: model_type {family!r} is not supported; allowed: '
+        f'{", ".join(FAMILIES)}; choose a model of one of these'
+    )
   _refuse_unsupported(path, raw)
   if head == 'tokens' and 'TokenClassification' in str(raw.get('architectures')):
-    raise UserError(f"{folder} holds a critic (TokenClassification), not a policy; load it with "
-                    "head='value' or give a policy's folder")
+    raise UserError(
+        f'{folder} holds a critic (TokenClassification), not a policy; load it with '
+        "head='value' or give a policy's folder"
+    )
   d_model = _number(path, raw, 'hidden_size')
   num_heads = _number(path, raw, 'num_attention_heads')
   num_kv_heads = num_heads if family == 'llama' else None
   rope_theta, rope_scaling = _rope_of(path, raw)
   return decoder.ModelConfig(
-    vocab_size=_number(path, raw, 'vocab_size'),
-    d_model=d_model,
-    num_layers=_number(path, raw, 'num_hidden_layers'),
-    num_heads=num_heads,
-    num_kv_heads=_number(path, raw, 'num_key_value_heads', num_kv_heads),
-    head_dim=_number(path, raw, 'head_dim', 128 if family == 'qwen3' else d_model // num_heads),
-    d_ff=_number(path, raw, 'intermediate_size'),
-    rope_theta=rope_theta,
-    rope_scaling=rope_scaling,
-    rms_norm_eps=_number(path, raw, 'rms_norm_eps', 1e-6, float),
-    tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
-    qkv_bias=family == 'qwen2',
-    qk_norm=family == 'qwen3',
-    family=family,
-    head=head,
-    dtype=dtype,
-    param_dtype=param_dtype,
-    max_positions=_number(path, raw, 'max_position_embeddings', 32_768),
+      vocab_size=_number(path, raw, 'vocab_size'),
+      d_model=d_model,
+      num_layers=_number(path, raw, 'num_hidden_layers'),
+      num_heads=num_heads,
+      num_kv_heads=_number(path, raw, 'num_key_value_heads', num_kv_heads),
+      head_dim=_number(path, raw, 'head_dim', 128 if family == 'qwen3' else d_model // num_heads),
+      d_ff=_number(path, raw, 'intermediate_size'),
+      rope_theta=rope_theta,
+      rope_scaling=rope_scaling,
+      rms_norm_eps=_number(path, raw, 'rms_norm_eps', 1e-6, float),
+      tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
+      qkv_bias=family == 'qwen2',
+      qk_norm=family == 'qwen3',
+      family=family,
+      head=head,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      max_positions=_number(path, raw, 'max_position_embeddings', 32_768),
   )
 
 
@@ -149,7 +160,7 @@ def save_hf(folder, config, params, tokenizer_folder=None, max_shard_bytes=MAX_S
 
 
 def write_weights(
-  folder, config, dtype, tensor_of, token_ids=None, max_shard_bytes=MAX_SHARD_BYTES
+    folder, config, dtype, tensor_of, token_ids=None, max_shard_bytes=MAX_SHARD_BYTES
 ):
   """Writes config.json and safetensors: `tensor_of(entry)` gives each NumPy array of the table.
 
@@ -193,26 +204,26 @@ def table(config):
   query, key = config.num_heads * h, config.num_kv_heads * h
   entries = [Entry('model.embed_tokens.weight', 'embed/embedding', None, (v, d), False)]
   layer_rows = [
-    ('input_layernorm.weight', 'attention_norm/scale', (d,), False),
-    ('self_attn.q_proj.weight', 'attention/query/kernel', (query, d), True),
-    ('self_attn.k_proj.weight', 'attention/key/kernel', (key, d), True),
-    ('self_attn.v_proj.weight', 'attention/value/kernel', (key, d), True),
-    ('self_attn.o_proj.weight', 'attention/out/kernel', (d, query), True),
-    ('post_attention_layernorm.weight', 'mlp_norm/scale', (d,), False),
-    ('mlp.gate_proj.weight', 'mlp/gate/kernel', (f, d), True),
-    ('mlp.up_proj.weight', 'mlp/up/kernel', (f, d), True),
-    ('mlp.down_proj.weight', 'mlp/down/kernel', (d, f), True),
+      ('input_layernorm.weight', 'attention_norm/scale', (d,), False),
+      ('self_attn.q_proj.weight', 'attention/query/kernel', (query, d), True),
+      ('self_attn.k_proj.weight', 'attention/key/kernel', (key, d), True),
+      ('self_attn.v_proj.weight', 'attention/value/kernel', (key, d), True),
+      ('self_attn.o_proj.weight', 'attention/out/kernel', (d, query), True),
+      ('post_attention_layernorm.weight', 'mlp_norm/scale', (d,), False),
+      ('mlp.gate_proj.weight', 'mlp/gate/kernel', (f, d), True),
+      ('mlp.up_proj.weight', 'mlp/up/kernel', (f, d), True),
+      ('mlp.down_proj.weight', 'mlp/down/kernel', (d, f), True),
   ]
   if config.qkv_bias:
     layer_rows += [
-      ('self_attn.q_proj.bias', 'attention/query/bias', (query,), False),
-      ('self_attn.k_proj.bias', 'attention/key/bias', (key,), False),
-      ('self_attn.v_proj.bias', 'attention/value/bias', (key,), False),
+        ('self_attn.q_proj.bias', 'attention/query/bias', (query,), False),
+        ('self_attn.k_proj.bias', 'attention/key/bias', (key,), False),
+        ('self_attn.v_proj.bias', 'attention/value/bias', (key,), False),
     ]
   if config.qk_norm:
     layer_rows += [
-      ('self_attn.q_norm.weight', 'attention/query_norm/scale', (h,), False),
-      ('self_attn.k_norm.weight', 'attention/key_norm/scale', (h,), False),
+        ('self_attn.q_norm.weight', 'attention/query_norm/scale', (h,), False),
+        ('self_attn.k_norm.weight', 'attention/key_norm/scale', (h,), False),
     ]
   for l in range(config.num_layers):
     for name, path, shape, transpose in layer_rows:
@@ -237,9 +248,11 @@ def _files_of_keys(folder):
       raise UserError(f'{index}: no weight_map; download the folder again')
     paths = [folder / name for name in sorted(set(listed.values()))]
   else:
-    raise UserError(f'{folder} has no weights: neither model.safetensors nor '
-                    'model.safetensors.index.json; download them, or convert another format with '
-                    "transformers' save_pretrained")
+    raise UserError(
+        f'{folder} has no weights: neither model.safetensors nor '
+        'model.safetensors.index.json; download them, or convert another format with '
+        "transformers' save_pretrained"
+    )
   files = {}
   for path in paths:
     if not path.is_file():
@@ -251,13 +264,17 @@ def _files_of_keys(folder):
       raise UserError(f'{path} is not a whole safetensors file ({error}); download it') from error
     for name in names:
       if name in files:
-        raise UserError(f'{folder}: duplicate key {name} in {files[name].name} and {path.name}; '
-                        'remove one of the files')
+        raise UserError(
+            f'{folder}: duplicate key {name} in {files[name].name} and {path.name}; '
+            'remove one of the files'
+        )
       files[name] = path
   for name, file in listed.items():
     if files.get(name) != folder / file:
-      raise UserError(f'{folder}: missing key {name}, listed in {index.name} for {file}; '
-                      'download the folder again')
+      raise UserError(
+          f'{folder}: missing key {name}, listed in {index.name} for {file}; '
+          'download the folder again'
+      )
   return files
 
 
@@ -272,13 +289,17 @@ def _check_keys(folder, config, files, entries):
   wanted -= {'score.bias'}
   missing = [e.name for e in entries if e.name in wanted and e.name not in files]
   if missing:
-    raise UserError(f'{folder}: missing {_some(missing)}, needed by {config.family} with head '
-                    f'{config.head!r}; download the folder again or check config.json')
+    raise UserError(
+        f'{folder}: missing {_some(missing)}, needed by {config.family} with head '
+        f'{config.head!r}; download the folder again or check config.json'
+    )
   rotary = '.rotary_emb.inv_freq'  # a constant that old checkpoints carry
   unknown = [n for n in files if n not in wanted | optional and not n.endswith(rotary)]
   if unknown:
-    raise UserError(f'{folder}: unknown {_some(unknown)}, not part of {config.family}; '
-                    'check model_type in config.json')
+    raise UserError(
+        f'{folder}: unknown {_some(unknown)}, not part of {config.family}; '
+        'check model_type in config.json'
+    )
 
 
 def _some(names):
@@ -290,7 +311,7 @@ def _open_tensors(stack, files):
   """Every key -> its safetensors slice, of which parts can be read; the files close with `stack`."""
   paths = sorted(set(files.values()))
   handles = {
-    path: stack.enter_context(safetensors.safe_open(path, framework='numpy')) for path in paths
+      path: stack.enter_context(safetensors.safe_open(path, framework='numpy')) for path in paths
   }
   return {name: handles[path].get_slice(name) for name, path in files.items()}
 
@@ -302,11 +323,15 @@ def _check_tensors(files, tensors, entries):
       continue
     path, shape = files[entry.name], list(tensors[entry.name].get_shape())
     if shape != list(entry.shape):
-      raise UserError(f'{path}: {entry.name} has shape {shape}, config.json implies '
-                      f'{list(entry.shape)}; use the config.json that belongs to the weights')
+      raise UserError(
+          f'{path}: {entry.name} has shape {shape}, config.json implies '
+          f'{list(entry.shape)}; use the config.json that belongs to the weights'
+      )
     if (stored := tensors[entry.name].get_dtype()) not in STORED:
-      raise UserError(f'{path}: {entry.name} is stored as {stored}; allowed: {", ".join(STORED)}; '
-                      'use a checkpoint that is not quantized')
+      raise UserError(
+          f'{path}: {entry.name} is stored as {stored}; allowed: {", ".join(STORED)}; '
+          'use a checkpoint that is not quantized'
+      )
 
 
 def _check_tied(folder, tensors, embed):
@@ -317,8 +342,10 @@ def _check_tied(folder, tensors, embed):
     rows = slice(start, min(start + 4096, embed.shape[0]))
     same = same and np.array_equal(lm_head[rows], embedding[rows])
   if not same:
-    raise UserError(f'{folder}: lm_head.weight differs from model.embed_tokens.weight although '
-                    'config.json says tie_word_embeddings; set that to false')
+    raise UserError(
+        f'{folder}: lm_head.weight differs from model.embed_tokens.weight although '
+        'config.json says tie_word_embeddings; set that to false'
+    )
 
 
 def _make_leaf(leaf, place, rows, read):
@@ -352,8 +379,7 @@ def _stack_functions(shape, dtype, place):
   """() -> zeros [L,..], and (stack, layer, l) -> stack with that layer, in the stack's memory."""
   zeros = lambda: jnp.zeros(shape, dtype)
   put = lambda stack, layer, l: stack.at[l].set(layer)
-  return (jax.jit(zeros, out_shardings=place),
-          jax.jit(put, out_shardings=place, donate_argnums=0))
+  return (jax.jit(zeros, out_shardings=place), jax.jit(put, out_shardings=place, donate_argnums=0))
 
 
 def _in_shards(shape, place, part):
@@ -382,11 +408,11 @@ def _read(tensors, entry, shape, dtype, index):
     end = axis + 1
     while math.prod(shape[axis:end]) < size:
       end += 1
-    inner = math.prod(shape[axis + 1:end])
+    inner = math.prod(shape[axis + 1 : end])
     start, stop, _ = index[axis].indices(shape[axis])
     theirs.append(slice(start * inner, stop * inner))
-    ours += [stop - start, *shape[axis + 1:end]]
-    rest += [slice(None), *index[axis + 1:end]]
+    ours += [stop - start, *shape[axis + 1 : end]]
+    rest += [slice(None), *index[axis + 1 : end]]
     axis = end
   tensor = tensors[entry.name][tuple(theirs[::-1] if entry.transpose else theirs)]
   tensor = (tensor.T if entry.transpose else tensor).reshape(ours)[tuple(rest)]
@@ -436,17 +462,19 @@ def _shards(entries, itemsize, max_shard_bytes):
 
 def _refuse_unsupported(path, raw):
   refused = {
-    'use_sliding_window': bool(raw.get('use_sliding_window')),
-    'attention_bias': bool(raw.get('attention_bias')),
-    'mlp_bias': bool(raw.get('mlp_bias')),
-    'quantization_config': raw.get('quantization_config') is not None,
-    'hidden_act': raw.get('hidden_act', 'silu') != 'silu',
+      'use_sliding_window': bool(raw.get('use_sliding_window')),
+      'attention_bias': bool(raw.get('attention_bias')),
+      'mlp_bias': bool(raw.get('mlp_bias')),
+      'quantization_config': raw.get('quantization_config') is not None,
+      'hidden_act': raw.get('hidden_act', 'silu') != 'silu',
   }
   for name, is_refused in refused.items():
     if is_refused:
       allowed = "'silu'" if name == 'hidden_act' else 'none'
-      raise UserError(f'{path}: {name} = {raw[name]!r} is not supported; allowed: {allowed}; '
-                      'choose another model')
+      raise UserError(
+          f'{path}: {name} = {raw[name]!r} is not supported; allowed: {allowed}; '
+          'choose another model'
+      )
 
 
 def _rope_of(path, raw):
@@ -460,8 +488,10 @@ def _rope_of(path, raw):
   if kind == 'default':
     return theta, None
   if kind != 'llama3':
-    raise UserError(f"{path}: rope type {kind!r} is not supported; allowed: 'default', 'llama3'; "
-                    'choose another model or remove the scaling')
+    raise UserError(
+        f"{path}: rope type {kind!r} is not supported; allowed: 'default', 'llama3'; "
+        'choose another model or remove the scaling'
+    )
   names = ('factor', 'low_freq_factor', 'high_freq_factor')
   original = _number(path, rope, 'original_max_position_embeddings')
   return theta, (*(_number(path, rope, name, None, float) for name in names), original)
@@ -474,27 +504,30 @@ def _hf_config(config, dtype, token_ids):
   if config.rope_scaling is not None:
     factor, low, high, original = config.rope_scaling
     rope_scaling = {
-      'rope_type': 'llama3', 'factor': factor, 'low_freq_factor': low, 'high_freq_factor': high,
-      'original_max_position_embeddings': original,
+        'rope_type': 'llama3',
+        'factor': factor,
+        'low_freq_factor': low,
+        'high_freq_factor': high,
+        'original_max_position_embeddings': original,
     }
   raw = {
-    'architectures': [FAMILIES[config.family] + kind],
-    'model_type': config.family,
-    'vocab_size': config.vocab_size,
-    'hidden_size': config.d_model,
-    'num_hidden_layers': config.num_layers,
-    'num_attention_heads': config.num_heads,
-    'num_key_value_heads': config.num_kv_heads,
-    'head_dim': config.head_dim,
-    'intermediate_size': config.d_ff,
-    'hidden_act': 'silu',
-    'rope_theta': config.rope_theta,
-    'rope_scaling': rope_scaling,
-    'rms_norm_eps': config.rms_norm_eps,
-    'tie_word_embeddings': config.tie_embeddings,
-    'max_position_embeddings': config.max_positions,
-    'attention_dropout': 0.0,
-    'torch_dtype': dtype,
+      'architectures': [FAMILIES[config.family] + kind],
+      'model_type': config.family,
+      'vocab_size': config.vocab_size,
+      'hidden_size': config.d_model,
+      'num_hidden_layers': config.num_layers,
+      'num_attention_heads': config.num_heads,
+      'num_key_value_heads': config.num_kv_heads,
+      'head_dim': config.head_dim,
+      'intermediate_size': config.d_ff,
+      'hidden_act': 'silu',
+      'rope_theta': config.rope_theta,
+      'rope_scaling': rope_scaling,
+      'rms_norm_eps': config.rms_norm_eps,
+      'tie_word_embeddings': config.tie_embeddings,
+      'max_position_embeddings': config.max_positions,
+      'attention_dropout': 0.0,
+      'torch_dtype': dtype,
   }
   if config.head == 'value':
     raw |= {'id2label': {'0': 'value'}, 'label2id': {'value': 0}, 'classifier_dropout': 0.0}
@@ -506,8 +539,7 @@ def _number(path, raw, name, default=None, kind=int):
   value = default if value is None else value
   if value is None:
     raise UserError(f'{path}: {name} is missing; download config.json again')
-  if isinstance(value, bool) or not isinstance(value, (int, kind)) or not (
-      0 < value < 2**53):
+  if isinstance(value, bool) or not isinstance(value, (int, kind)) or not (0 < value < 2**53):
     raise UserError(f'{path}: {name} = {value!r} is not a positive number; download it again')
   return kind(value)
 
@@ -519,8 +551,10 @@ def _check_choice(name, value, allowed):
 
 def _read_json(path):
   if not path.is_file():
-    raise UserError(f'{path} does not exist; give a folder as transformers saves it, with '
-                    'config.json and model.safetensors')
+    raise UserError(
+        f'{path} does not exist; give a folder as transformers saves it, with '
+        'config.json and model.safetensors'
+    )
   try:
     raw = json.loads(path.read_text(encoding='utf-8'))
   except (ValueError, RecursionError) as error:

@@ -33,9 +33,7 @@ import numpy as np
 from stppo_jax.models import attention
 from stppo_jax.models import categorical
 from stppo_jax.models import lora
-from stppo_jax.models import placement
-from stppo_jax.models import rotary
-
+from stppo_jax.models import sharding
 
 GATHERED_LAYERS = 4  # whose weights are gathered together while sampling with sharded parameters
 CPU_CACHE_TILE = 64  # ModelConfig.cache_tile where sampling runs on a CPU
@@ -102,12 +100,14 @@ def init(key, config):
   d, v = config.d_model, config.vocab_size
   x = jnp.zeros((1, 1, d), config.dtype)
   rope = _rope(config, None, 1, None, None)
-  plain = dataclasses.replace(config, attention='plain', row_sharding=None)  # for a row of one token
+  plain = dataclasses.replace(
+      config, attention='plain', row_sharding=None
+  )  # for a row of one token
   init_layer = lambda k: Block(plain).init(k, x, rope)['params']
   params = {
-    'embed': {'embedding': 0.02 * jax.random.normal(embed_key, (v, d), dtype)},
-    'layers': jax.vmap(init_layer)(jax.random.split(layers_key, config.num_layers)),
-    'final_norm': {'scale': jnp.ones((d,), dtype)},
+      'embed': {'embedding': 0.02 * jax.random.normal(embed_key, (v, d), dtype)},
+      'layers': jax.vmap(init_layer)(jax.random.split(layers_key, config.num_layers)),
+      'final_norm': {'scale': jnp.ones((d,), dtype)},
   }
   if config.head in ('tokens', 'both') and not config.tie_embeddings:
     params['lm_head'] = {'kernel': 0.02 * jax.random.normal(lm_head_key, (d, v), dtype)}
@@ -134,7 +134,9 @@ def hidden(params, config, tokens, positions, cache=None, lengths=None, segments
     chex.assert_equal_shape([tokens, positions])
   chunk = tokens.shape[1]
   slots = None if cache is None else cache.length[:, None] + jnp.arange(chunk)
-  x = placement.spread(params['embed']['embedding'][tokens].astype(config.dtype), config.row_sharding)
+  x = sharding.spread(
+      params['embed']['embedding'][tokens].astype(config.dtype), config.row_sharding
+  )
   rope = _rope(config, positions, chunk, slots, cache)
   if cache is None:
     x = _training_layers(params['layers'], config, x, rope, segments)
@@ -160,14 +162,15 @@ def forward(params, config, tokens, positions, cache=None, lengths=None):
 
 def token_logits(params, config, x):
   """x [...,D] -> float32 logits [...,V]; one product of matrices, as in `Project`."""
-  x = placement.spread(x, config.row_sharding)
+  x = sharding.spread(x, config.row_sharding)
   if config.tie_embeddings:
     kernel, equation = params['embed']['embedding'], 'xd,vd->xv'
   else:
     kernel, equation = params['lm_head']['kernel'], 'xd,dv->xv'
   rows = x.reshape(-1, x.shape[-1])
   logits = jnp.einsum(
-    equation, rows, kernel.astype(config.dtype), preferred_element_type=jnp.float32)
+      equation, rows, kernel.astype(config.dtype), preferred_element_type=jnp.float32
+  )
   return logits.reshape(*x.shape[:-1], -1)
 
 
@@ -215,13 +218,15 @@ def init_cache(config, rows, slots, dtype=None):
   """An empty cache of `slots` positions for each of `rows` rows, rounded up to whole tiles."""
   tile = config.cache_tile or slots
   tiles = -(-slots // tile)
+
   def empty(*axes):
     shape = (rows, config.num_kv_heads, *axes)
     return tuple(jnp.zeros(shape, dtype or config.dtype) for _ in range(config.num_layers))
 
   return KVCache(
-    k=empty(tiles, config.head_dim, tile), v=empty(tiles * tile, config.head_dim),
-    length=jnp.zeros((rows,), jnp.int32),
+      k=empty(tiles, config.head_dim, tile),
+      v=empty(tiles * tile, config.head_dim),
+      length=jnp.zeros((rows,), jnp.int32),
   )
 
 
@@ -263,8 +268,8 @@ class Project(nn.Module):
   @nn.compact
   def __call__(self, x):
     config = self.config
-    inputs, outputs = self.shape[:self.contracted], self.shape[self.contracted:]
-    rows = x.shape[:x.ndim - self.contracted]
+    inputs, outputs = self.shape[: self.contracted], self.shape[self.contracted :]
+    rows = x.shape[: x.ndim - self.contracted]
     x = x.reshape(-1, math.prod(inputs))
     normal = nn.initializers.normal(self.stddev)
     kernel = self.param('kernel', normal, self.shape, config.param_dtype)
@@ -295,10 +300,10 @@ class Attention(nn.Module):
     if config.qk_norm:
       q = RMSNorm(config, name='query_norm')(q)
       k = RMSNorm(config, name='key_norm')(k)
-    q, k = rotary.rotate(q, rope), rotary.rotate(k, rope)
+    q, k = attention.rotate(q, rope), attention.rotate(k, rope)
     if layer_cache is None:
       y = attention.causal(
-        q, k, v, segments, config.attention, config.attention_chunk, config.row_sharding
+          q, k, v, segments, config.attention, config.attention_chunk, config.row_sharding
       )
     else:
       layer_cache = _write(*layer_cache, k, v, slots)
@@ -343,12 +348,12 @@ def _training_layers(layers, config, x, rope, segments):
 
   def apply_layer(layer, x):
     x, _ = Block(config).apply({'params': layer}, x, rope, segments)
-    return placement.spread(x, config.row_sharding)
+    return sharding.spread(x, config.row_sharding)
 
   if config.remat != 'none':
     policies = {
-      'full': jax.checkpoint_policies.nothing_saveable,
-      'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        'full': jax.checkpoint_policies.nothing_saveable,
+        'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     }
     scanned = config.scan_layers and not isinstance(layers, tuple)
     policy = policies[config.remat]
@@ -376,7 +381,7 @@ def _cached_layers(layers, config, x, rope, slots, cache):
     layer = layers[l]
     layer_cache = (cache.k[l], cache.v[l])
     x, layer_cache = Block(config).apply({'params': layer}, x, rope, None, layer_cache, slots)
-    x = placement.spread(x, config.row_sharding)
+    x = sharding.spread(x, config.row_sharding)
     k.append(layer_cache[0])
     v.append(layer_cache[1])
   return x, cache.replace(k=tuple(k), v=tuple(v))
@@ -413,8 +418,9 @@ def _rope(config, positions, chunk, slots, cache):
   use on a CPU, barrier or not, and takes a cosine for each layer, head and row: 8% of an update.
   """
   angles = functools.partial(
-    rotary.angles,
-    radians=rotary.frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
+      attention.angles,
+      radians=attention.frequencies(config.head_dim, config.rope_theta, config.rope_scaling),
+  )
   if positions is not None:
     return angles(positions)
   if cache is None:
@@ -424,7 +430,7 @@ def _rope(config, positions, chunk, slots, cache):
 
 
 def _logp_and_entropy(head, config, x, tokens, temperature):
-  head = placement.gradient_over_rows(head, config.row_sharding, config.d_model)
+  head = sharding.gradient_over_rows(head, config.row_sharding, config.d_model)
   return categorical.logp_and_entropy(token_logits(head, config, x) / temperature, tokens)
 
 

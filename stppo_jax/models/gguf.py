@@ -15,9 +15,9 @@ import sys
 import numpy as np
 import tokenizers
 
+from stppo_jax.models import attention
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.models import rotary
 from stppo_jax.types import UserError
 
 ARCHITECTURES = ('llama', 'qwen2', 'qwen3')
@@ -25,8 +25,8 @@ ARCHITECTURES = ('llama', 'qwen2', 'qwen3')
 # How text is cut before merging, by llama.cpp's name for it. The pattern is that of Qwen2 and of
 # Llama 3, which differ in how many digits stay together.
 _PATTERN = (
-  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
-  r'|\s*[\r\n]+|\s+(?!\S)|\s+'
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r'|\s*[\r\n]+|\s+(?!\S)|\s+'
 )
 _BYTES = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 _GPT2 = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -37,10 +37,10 @@ def _split(pattern):
 
 
 PRE_TOKENIZERS = {
-  'gpt-2': [_GPT2],
-  'smollm': [tokenizers.pre_tokenizers.Digits(individual_digits=True), _GPT2],
-  'qwen2': [_split(_PATTERN % r'\p{N}'), _BYTES],
-  'llama-bpe': [_split(_PATTERN % r'\p{N}{1,3}'), _BYTES],
+    'gpt-2': [_GPT2],
+    'smollm': [tokenizers.pre_tokenizers.Digits(individual_digits=True), _GPT2],
+    'qwen2': [_split(_PATTERN % r'\p{N}'), _BYTES],
+    'llama-bpe': [_split(_PATTERN % r'\p{N}{1,3}'), _BYTES],
 }
 
 
@@ -65,9 +65,10 @@ def convert_file(path, folder, dtype='float32'):
 
   tensor_of = lambda entry: _tensor(header, config, names, entry).astype(convert.DTYPES[dtype])
   settings = {
-    'tokenizer_class': 'PreTrainedTokenizerFast', 'clean_up_tokenization_spaces': False,
-    'model_max_length': config.max_positions,
-    **{f'{name}_token': tokens[i] for name, i in ids.items() if name != 'eot'},
+      'tokenizer_class': 'PreTrainedTokenizerFast',
+      'clean_up_tokenization_spaces': False,
+      'model_max_length': config.max_positions,
+      **{f'{name}_token': tokens[i] for name, i in ids.items() if name != 'eot'},
   }
   if template := header.value('tokenizer.chat_template', str, ''):
     settings['chat_template'] = template
@@ -78,7 +79,8 @@ def convert_file(path, folder, dtype='float32'):
   tokenizer.save(str(folder / 'tokenizer.json'))
   convert.write_json(folder / 'tokenizer_config.json', settings)
   convert.write_json(
-    folder / 'generation_config.json', config_ids | ({'eos_token_id': ends} if ends else {}))
+      folder / 'generation_config.json', config_ids | ({'eos_token_id': ends} if ends else {})
+  )
   return config
 
 
@@ -95,8 +97,9 @@ class Header:
     try:
       import gguf  # here, since only this command needs it
     except ImportError as error:
-      raise UserError(f'the package gguf is missing ({error}); '
-                      'pip install -r requirements-gguf.txt') from error
+      raise UserError(
+          f'the package gguf is missing ({error}); ' 'pip install -r requirements-gguf.txt'
+      ) from error
 
     class Reader(gguf.GGUFReader):
       """Stops at the end of the file, where the package's would go on with empty values."""
@@ -131,8 +134,10 @@ class Header:
     except UnicodeDecodeError as error:
       raise UserError(f'{self.path}: {name} is not UTF-8; download it again') from error
     if type(value) is not kind:
-      raise UserError(f'{self.path}: {name} is of type {type(value).__name__}, not {kind.__name__}; '
-                      'choose another file')
+      raise UserError(
+          f'{self.path}: {name} is of type {type(value).__name__}, not {kind.__name__}; '
+          'choose another file'
+      )
     return value
 
   def size(self, name, *default):
@@ -161,39 +166,47 @@ def model_config(header):
   """The ModelConfig that a header describes."""
   family = header.value('general.architecture', str)
   if family not in ARCHITECTURES:
-    raise UserError(f'{header.path}: architecture {family!r} is not supported; allowed: '
-                    f'{", ".join(ARCHITECTURES)}; choose a model of one of these')
+    raise UserError(
+        f'{header.path}: architecture {family!r} is not supported; allowed: '
+        f'{", ".join(ARCHITECTURES)}; choose a model of one of these'
+    )
   key = lambda name: f'{family}.{name}'
   scaling = header.value(key('rope.scaling.type'), str, 'none')
   if scaling != 'none':
-    raise UserError(f"{header.path}: rope scaling {scaling!r} is not supported; allowed: 'none', or "
-                    "Llama 3's, which is a tensor rope_freqs.weight; choose another model")
+    raise UserError(
+        f"{header.path}: rope scaling {scaling!r} is not supported; allowed: 'none', or "
+        "Llama 3's, which is a tensor rope_freqs.weight; choose another model"
+    )
   num_layers = header.size(key('block_count'))
   if num_layers > len(header.tensors):
-    raise UserError(f'{header.path}: {key("block_count")} = {num_layers}, but the file holds only '
-                    f'{len(header.tensors)} tensors; download it again')
+    raise UserError(
+        f'{header.path}: {key("block_count")} = {num_layers}, but the file holds only '
+        f'{len(header.tensors)} tensors; download it again'
+    )
   d_model = header.size(key('embedding_length'))
   num_heads = header.size(key('attention.head_count'))
   head_dim = header.size(key('attention.key_length'), d_model // num_heads)
   rotated = header.size(key('rope.dimension_count'), head_dim)
   if rotated != head_dim or head_dim % 2:
-    raise UserError(f'{header.path}: {key("rope.dimension_count")} = {rotated} of {head_dim} '
-                    'channels; supported are heads that are rotated whole; choose another model')
+    raise UserError(
+        f'{header.path}: {key("rope.dimension_count")} = {rotated} of {head_dim} '
+        'channels; supported are heads that are rotated whole; choose another model'
+    )
   config = decoder.ModelConfig(
-    vocab_size=len(header.texts('tokenizer.ggml.tokens')),
-    d_model=d_model,
-    num_layers=num_layers,
-    num_heads=num_heads,
-    num_kv_heads=header.size(key('attention.head_count_kv'), num_heads),
-    head_dim=head_dim,
-    d_ff=header.size(key('feed_forward_length')),
-    rope_theta=header.real(key('rope.freq_base'), 10_000.0),
-    rms_norm_eps=header.real(key('attention.layer_norm_rms_epsilon')),
-    tie_embeddings='output.weight' not in header.tensors,
-    qkv_bias=family == 'qwen2',
-    qk_norm=family == 'qwen3',
-    family=family,
-    max_positions=header.size(key('context_length')),
+      vocab_size=len(header.texts('tokenizer.ggml.tokens')),
+      d_model=d_model,
+      num_layers=num_layers,
+      num_heads=num_heads,
+      num_kv_heads=header.size(key('attention.head_count_kv'), num_heads),
+      head_dim=head_dim,
+      d_ff=header.size(key('feed_forward_length')),
+      rope_theta=header.real(key('rope.freq_base'), 10_000.0),
+      rms_norm_eps=header.real(key('attention.layer_norm_rms_epsilon')),
+      tie_embeddings='output.weight' not in header.tensors,
+      qkv_bias=family == 'qwen2',
+      qk_norm=family == 'qwen3',
+      family=family,
+      max_positions=header.size(key('context_length')),
   )
   return _with_rope_scaling(header, config) if 'rope_freqs.weight' in header.tensors else config
 
@@ -203,11 +216,12 @@ def _with_rope_scaling(header, config):
   divisors = _dequantize(header, 'rope_freqs.weight')
   # The four numbers behind them are not in the file; in all of Llama 3 only the first differs.
   scaling = (float(np.round(divisors.max(), 4)), 1.0, 4.0, 8192)
-  radians = lambda scaling: rotary.frequencies(config.head_dim, config.rope_theta, scaling)
+  radians = lambda scaling: attention.frequencies(config.head_dim, config.rope_theta, scaling)
   stretch = radians(None) / radians(scaling)
   if divisors.shape != stretch.shape or not np.allclose(divisors, stretch, rtol=1e-4):
-    raise UserError(f'{header.path}: rope_freqs.weight is not the scaling of Llama 3; choose another '
-                    'model')
+    raise UserError(
+        f'{header.path}: rope_freqs.weight is not the scaling of Llama 3; choose another ' 'model'
+    )
   return dataclasses.replace(config, rope_scaling=scaling)
 
 
@@ -219,17 +233,22 @@ def _check_tensors(header, config):
   for entry in convert.table(config):
     name = name_map.get_name(entry.name, try_suffixes=('.weight', '.bias'))
     if name not in header.tensors:
-      raise UserError(f'{header.path}: missing tensor {name}, needed by {config.family}; '
-                      'download it again')
+      raise UserError(
+          f'{header.path}: missing tensor {name}, needed by {config.family}; ' 'download it again'
+      )
     shape = header.tensors[name].shape.tolist()[::-1]
     if shape != list(entry.shape):
-      raise UserError(f'{header.path}: {name} has shape {shape}, the header implies '
-                      f'{list(entry.shape)}; download it again')
+      raise UserError(
+          f'{header.path}: {name} has shape {shape}, the header implies '
+          f'{list(entry.shape)}; download it again'
+      )
     names[entry.name] = name
   unknown = sorted(header.tensors.keys() - set(names.values()) - {'rope_freqs.weight'})
   if unknown:
-    raise UserError(f'{header.path}: unknown tensor {unknown[0]} ({len(unknown)} in all), not part '
-                    f'of {config.family}; choose another model')
+    raise UserError(
+        f'{header.path}: unknown tensor {unknown[0]} ({len(unknown)} in all), not part '
+        f'of {config.family}; choose another model'
+    )
   return names
 
 
@@ -250,8 +269,10 @@ def _dequantize(header, name):
   try:
     return header.library.quants.dequantize(tensor.data, tensor.tensor_type)
   except NotImplementedError as error:
-    raise UserError(f'{header.path}: {name} is stored as {tensor.tensor_type.name}, which the '
-                    'package gguf cannot read; choose another quantisation') from error
+    raise UserError(
+        f'{header.path}: {name} is stored as {tensor.tensor_type.name}, which the '
+        'package gguf cannot read; choose another quantisation'
+    ) from error
 
 
 def _token_ids(header, tokens):
@@ -264,8 +285,10 @@ def _token_ids(header, tokens):
     if number is None:
       continue
     if not 0 <= number < len(tokens):
-      raise UserError(f'{header.path}: {key} = {number}, but there are {len(tokens)} tokens; '
-                      'download it again')
+      raise UserError(
+          f'{header.path}: {key} = {number}, but there are {len(tokens)} tokens; '
+          'download it again'
+      )
     ids[name] = number
   return ids
 
@@ -275,22 +298,32 @@ def _tokenizer(header, tokens, ids):
   key = lambda name: f'tokenizer.ggml.{name}'
   path, kind, pre = header.path, header.value(key('model'), str), header.value(key('pre'), str, '')
   if kind != 'gpt2' or pre not in PRE_TOKENIZERS:
-    raise UserError(f'{path}: tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported; '
-                    f"allowed: 'gpt2' (byte-level BPE) with {', '.join(PRE_TOKENIZERS)}; "
-                    'choose another model')
+    raise UserError(
+        f'{path}: tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported; '
+        f"allowed: 'gpt2' (byte-level BPE) with {', '.join(PRE_TOKENIZERS)}; "
+        'choose another model'
+    )
   merges = [merge.split(' ') for merge in header.texts(key('merges'))]
   types = header.value(key('token_type'), list, [1] * len(tokens))
   if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
-    raise UserError(f'{path}: {len(tokens)} tokens, {len(set(tokens))} different ones, {len(types)} '
-                    'token types: these should be equal; download it again')
+    raise UserError(
+        f'{path}: {len(tokens)} tokens, {len(set(tokens))} different ones, {len(types)} '
+        'token types: these should be equal; download it again'
+    )
   TokenType = header.library.TokenType
   used = [(i, token) for i, token in enumerate(tokens) if types[i] != TokenType.UNUSED]
   try:
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(
-      {token: i for i, token in used}, [tuple(merge) for merge in merges],
-      ignore_merges=pre == 'llama-bpe'))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            {token: i for i, token in used},
+            [tuple(merge) for merge in merges],
+            ignore_merges=pre == 'llama-bpe',
+        )
+    )
   except Exception as error:  # the library raises bare Exception, and TypeError for no pairs
-    raise UserError(f'{path}: tokens and merges do not agree ({error}); download it again') from error
+    raise UserError(
+        f'{path}: tokens and merges do not agree ({error}); download it again'
+    ) from error
   if pre == 'qwen2':
     tokenizer.normalizer = tokenizers.normalizers.NFC()
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(PRE_TOKENIZERS[pre])
@@ -303,14 +336,16 @@ def _tokenizer(header, tokens, ids):
   if header.value(key('add_bos_token'), bool, False) and 'bos' in ids:
     bos = {'id': 'BOS', 'ids': [ids['bos']], 'tokens': [tokens[ids['bos']]]}
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-      single='BOS $A', pair='BOS $A BOS $B', special_tokens=[bos])
+        single='BOS $A', pair='BOS $A BOS $B', special_tokens=[bos]
+    )
   return tokenizer
 
 
 def main(argv=None):
   """The command line; the status to exit with."""
   parser = argparse.ArgumentParser(
-    prog='python -m stppo_jax.models.gguf', description='A GGUF file to a Hugging Face folder.')
+      prog='python -m stppo_jax.models.gguf', description='A GGUF file to a Hugging Face folder.'
+  )
   parser.add_argument('file', metavar='FILE')
   parser.add_argument('folder', metavar='FOLDER')
   parser.add_argument('--dtype', default='float32', help='float32 (default) or bfloat16')

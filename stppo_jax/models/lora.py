@@ -17,13 +17,13 @@ import jax.numpy as jnp
 
 # PEFT's name -> (path of the kernel within `layers`, how many of its axes x contracts).
 TARGETS = {
-  'q_proj': ('attention/query', 1),
-  'k_proj': ('attention/key', 1),
-  'v_proj': ('attention/value', 1),
-  'o_proj': ('attention/out', 2),
-  'gate_proj': ('mlp/gate', 1),
-  'up_proj': ('mlp/up', 1),
-  'down_proj': ('mlp/down', 1),
+    'q_proj': ('attention/query', 1),
+    'k_proj': ('attention/key', 1),
+    'v_proj': ('attention/value', 1),
+    'o_proj': ('attention/out', 2),
+    'gate_proj': ('mlp/gate', 1),
+    'up_proj': ('mlp/up', 1),
+    'down_proj': ('mlp/down', 1),
 }
 
 
@@ -43,8 +43,8 @@ def init(key, params, rank, targets):
     bound = 1 / math.sqrt(math.prod(inputs))
     a_key, shape = jax.random.fold_in(key, index), (layers, *inputs, rank)
     adapters.setdefault(part, {})[module] = {
-      'lora_a': jax.random.uniform(a_key, shape, jnp.float32, -bound, bound),
-      'lora_b': jnp.zeros((layers, rank, *outputs), jnp.float32),
+        'lora_a': jax.random.uniform(a_key, shape, jnp.float32, -bound, bound),
+        'lora_b': jnp.zeros((layers, rank, *outputs), jnp.float32),
     }
   return {'layers': adapters}
 
@@ -80,7 +80,10 @@ def merge(base, trained, scale):
     a, b = flat[path], flat[*module, 'lora_b']
     layers, rank = b.shape[:2]
     change = scale * jnp.einsum(
-      'lir,lro->lio', a.reshape(layers, -1, rank), b.reshape(layers, rank, -1), precision='highest'
+        'lir,lro->lio',
+        a.reshape(layers, -1, rank),
+        b.reshape(layers, rank, -1),
+        precision='highest',
     )
     merged[*module, 'kernel'] = (kernel + change.reshape(kernel.shape)).astype(kernel.dtype)
   return traverse_util.unflatten_dict(merged)

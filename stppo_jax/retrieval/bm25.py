@@ -1,14 +1,14 @@
 """Word search over a corpus in memory: passages in, the best of them out, no server needed."""
 
+from collections.abc import Sequence
 import dataclasses
 import logging
 import re
 import unicodedata
-from collections.abc import Sequence
 
 import bm25s
-import numpy as np
 from bm25s import stopwords
+import numpy as np
 
 from stppo_jax import types
 
@@ -30,12 +30,15 @@ class Bm25Retriever:
     self._passages = list(passages)
     # Numbers and not words: each word once instead of some million times halves the memory.
     numbers: dict[str, int] = {}
-    rows = [[numbers.setdefault(word, len(numbers)) for word in _words(f'{p.title} {p.text}')]
-            for p in self._passages]
+    rows = [
+        [numbers.setdefault(word, len(numbers)) for word in _words(f'{p.title} {p.text}')]
+        for p in self._passages
+    ]
     if not numbers:
       raise types.UserError(
           f'retriever: got {len(self._passages)} passages without a single word to search for; '
-          'check that the corpus is not empty')
+          'check that the corpus is not empty'
+      )
     self._index = bm25s.BM25()
     self._index.index((rows, numbers), show_progress=False)
 

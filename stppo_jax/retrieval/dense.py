@@ -4,17 +4,19 @@ Every passage is compared with every query, a block at a time, from a file that 
 loaded; made for up to some million passages. An approximate index is not part of this.
 """
 
+import collections
+from collections.abc import Sequence
 import dataclasses
 import hashlib
 import os
 import tempfile
-from collections.abc import Sequence
 
-import numpy as np
 from absl import logging
+import numpy as np
 
 from stppo_jax import types
 from stppo_jax.retrieval import encoder as encoders
+from stppo_jax.retrieval import protocol
 
 _BLOCK = 16_384  # passages compared at a time
 
@@ -26,9 +28,14 @@ class DenseRetriever:
   encoder's weights and on every passage; without a folder, in one that goes with the process.
   """
 
-  def __init__(self, passages: Sequence[types.Passage], encoder_folder: str,
-               cache_folder: str = '', query_prefix: str = 'query: ',
-               passage_prefix: str = 'passage: '):
+  def __init__(
+      self,
+      passages: Sequence[types.Passage],
+      encoder_folder: str,
+      cache_folder: str = '',
+      query_prefix: str = 'query: ',
+      passage_prefix: str = 'passage: ',
+  ):
     self._passages = list(passages)
     if not self._passages:
       raise types.UserError('retriever: got 0 passages; check that the corpus is not empty')
@@ -45,7 +52,8 @@ class DenseRetriever:
     rows, scores = nearest(asked, self._vectors, top_k)
     return [
         [dataclasses.replace(self._passages[i], score=float(score)) for i, score in zip(*found)]
-        for found in zip(rows, scores)]
+        for found in zip(rows, scores)
+    ]
 
 
 def embed(encoder: encoders.Encoder, texts: Sequence[str], folder: str) -> np.ndarray:
@@ -53,11 +61,13 @@ def embed(encoder: encoders.Encoder, texts: Sequence[str], folder: str) -> np.nd
   path = os.path.join(folder, f'embeddings_{_digest(encoder.folder, texts)}.npy')
   if not os.path.exists(path):
     os.makedirs(folder, exist_ok=True)
-    part = f'{path}.{os.getpid()}.part'  # renamed when whole: a start that was cut short leaves none
+    part = (
+        f'{path}.{os.getpid()}.part'  # renamed when whole: a start that was cut short leaves none
+    )
     shape = (len(texts), encoder.width)
     vectors = np.lib.format.open_memmap(part, 'w+', np.float32, shape)
     for start in range(0, len(texts), 4096):
-      vectors[start:start + 4096] = encoder.encode(texts[start:start + 4096])
+      vectors[start : start + 4096] = encoder.encode(texts[start : start + 4096])
       logging.log_every_n_seconds(logging.INFO, 'embedded %d of %d passages', 30, start, len(texts))
     vectors.flush()
     os.replace(part, path)
@@ -72,7 +82,7 @@ def nearest(queries: np.ndarray, vectors: np.ndarray, top_k: int) -> tuple[np.nd
   best_rows = np.zeros((len(queries), 0), np.int64)
   best_scores = np.zeros((len(queries), 0), np.float32)
   for start in range(0, len(vectors), _BLOCK):
-    scores = queries @ vectors[start:start + _BLOCK].T  # [Q, block]
+    scores = queries @ vectors[start : start + _BLOCK].T  # [Q, block]
     rows = np.broadcast_to(np.arange(start, start + scores.shape[1]), scores.shape)
     scores = np.concatenate([best_scores, scores], axis=1)
     rows = np.concatenate([best_rows, rows], axis=1)
@@ -99,3 +109,39 @@ def _digest(encoder_folder: str, texts: Sequence[str]) -> str:
   for text in texts:
     digest.update(hashlib.sha256(text.encode('utf-8', 'replace')).digest())
   return digest.hexdigest()[:16]
+
+
+class HybridRetriever:
+  """Reciprocal rank fusion: score(d) = sum over rankings of 1 / (60 + rank of d, from 1).
+
+  Source: Cormack, Clarke and Buettcher, SIGIR 2009. A ranking that failed is left out; the query
+  has failed when all of them have. Ties go to what the earlier retriever found.
+  """
+
+  def __init__(
+      self, retrievers: Sequence[protocol.Retriever], depth: int = 50, constant: float = 60.0
+  ):
+    if not retrievers or depth < 1:
+      raise types.UserError(
+          f'retriever: got {len(retrievers)} rankings to fuse, depth={depth}; '
+          'both need 1 or more'
+      )
+    self._retrievers = list(retrievers)
+    self._depth = depth
+    self._constant = constant
+
+  def search(self, queries: Sequence[str], top_k: int) -> list[list[types.Passage] | None]:
+    depth = max(self._depth, top_k)
+    rankings = [retriever.search(queries, depth) for retriever in self._retrievers]
+    return [self._fuse(found, top_k) for found in zip(*rankings)]
+
+  def _fuse(self, rankings, top_k):
+    if all(ranking is None for ranking in rankings):
+      return None
+    scores, passages = collections.defaultdict(float), {}
+    for ranking in rankings:
+      for rank, passage in enumerate(ranking or (), start=1):
+        scores[passage.id] += 1 / (self._constant + rank)
+        passages.setdefault(passage.id, passage)
+    best = sorted(scores, key=lambda key: -scores[key])[:top_k]  # stable
+    return [dataclasses.replace(passages[key], score=scores[key]) for key in best]

@@ -4,26 +4,32 @@ The folder is a Hugging Face one: config.json (model_type bert), tokenizer.json,
 Weights are float32 and on one device; the encoder is no part of training.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 import json
 import os
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tokenizers
-from safetensors import SafetensorError
 from safetensors import numpy as safetensors
+from safetensors import SafetensorError
+import tokenizers
 
 from stppo_jax import types
 
 _UNUSED = ('pooler.', 'cls.', 'embeddings.position_ids')  # of weights that other tasks need
 _LAYER = {  # our name -> Hugging Face's, below encoder.layer.N.
-    'query': 'attention.self.query', 'key': 'attention.self.key', 'value': 'attention.self.value',
-    'attended': 'attention.output.dense', 'attended_norm': 'attention.output.LayerNorm',
-    'up': 'intermediate.dense', 'down': 'output.dense', 'norm': 'output.LayerNorm'}
+    'query': 'attention.self.query',
+    'key': 'attention.self.key',
+    'value': 'attention.self.value',
+    'attended': 'attention.output.dense',
+    'attended_norm': 'attention.output.LayerNorm',
+    'up': 'intermediate.dense',
+    'down': 'output.dense',
+    'norm': 'output.LayerNorm',
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,20 +69,20 @@ class Encoder:
     vectors = np.zeros((len(texts), self.width), np.float32)
     order = np.argsort([len(row) for row in ids], kind='stable')  # like lengths: little padding
     for start in range(0, len(order), self._rows):
-      chosen = order[start:start + self._rows]
+      chosen = order[start : start + self._rows]
       longest = max(len(ids[i]) for i in chosen)
       length = next(n for n in self._lengths if n >= longest)
       tokens, mask = np.zeros((2, self._rows, length), np.int32)
       for row, i in enumerate(chosen):
-        tokens[row, :len(ids[i])], mask[row, :len(ids[i])] = ids[i], 1
-      vectors[chosen] = forward(self._params, self._shape, tokens, mask)[:len(chosen)]
+        tokens[row, : len(ids[i])], mask[row, : len(ids[i])] = ids[i], 1
+      vectors[chosen] = forward(self._params, self._shape, tokens, mask)[: len(chosen)]
     return vectors
 
 
 @functools.partial(jax.jit, static_argnames='shape')
 def forward(params, shape: Shape, tokens: jax.Array, mask: jax.Array) -> jax.Array:
   """Post-norm BERT, mean pooling over `mask`, L2 norm: tokens, mask [B,T] -> [B,D]."""
-  x = params['words'][tokens] + params['positions'][:tokens.shape[1]] + params['types'][0]
+  x = params['words'][tokens] + params['positions'][: tokens.shape[1]] + params['types'][0]
   x = _norm(x, params['norm'], shape.norm_eps)
   split = lambda y: y.reshape(*y.shape[:2], shape.num_heads, -1)  # [B,T,D] -> [B,T,N,H]
   for layer in params['layers']:
@@ -88,7 +94,8 @@ def forward(params, shape: Shape, tokens: jax.Array, mask: jax.Array) -> jax.Arr
     hidden = jax.nn.gelu(_dense(x, layer['up']), approximate=False)
     x = _norm(x + _dense(hidden, layer['down']), layer['norm'], shape.norm_eps)
   mean = jnp.einsum('BTD,BT->BD', x, mask.astype(x.dtype)) / jnp.maximum(
-      mask.sum(axis=1, keepdims=True), 1)
+      mask.sum(axis=1, keepdims=True), 1
+  )
   return mean / jnp.maximum(jnp.linalg.norm(mean, axis=1, keepdims=True), 1e-12)
 
 
@@ -99,11 +106,16 @@ def load(folder: str) -> tuple[Shape, dict]:
   try:
     tensors = safetensors.load_file(path)
   except (OSError, SafetensorError) as error:
-    raise types.UserError(f'encoder: {path!r} cannot be read ({error}): give a folder with '
-                          'model.safetensors, config.json and tokenizer.json') from None
+    raise types.UserError(
+        f'encoder: {path!r} cannot be read ({error}): give a folder with '
+        'model.safetensors, config.json and tokenizer.json'
+    ) from None
   tensors = {name.removeprefix('bert.'): tensor for name, tensor in tensors.items()}
-  tensors = {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()
-             if not name.startswith(_UNUSED)}
+  tensors = {
+      name: np.asarray(tensor, np.float32)
+      for name, tensor in tensors.items()
+      if not name.startswith(_UNUSED)
+  }
 
   def take(name):
     if name not in tensors:
@@ -118,12 +130,19 @@ def load(folder: str) -> tuple[Shape, dict]:
       'norm': pair('embeddings.LayerNorm'),
       'layers': [
           {ours: pair(f'encoder.layer.{n}.{theirs}') for ours, theirs in _LAYER.items()}
-          for n in range(config['num_hidden_layers'])]}
+          for n in range(config['num_hidden_layers'])
+      ],
+  }
   if tensors:
-    raise types.UserError(f'encoder: {path!r} has the unknown tensor {min(tensors)!r}: a plain BERT '
-                          'is needed')
-  shape = Shape(config['num_hidden_layers'], config['num_attention_heads'],
-                len(params['positions']), config['layer_norm_eps'])
+    raise types.UserError(
+        f'encoder: {path!r} has the unknown tensor {min(tensors)!r}: a plain BERT ' 'is needed'
+    )
+  shape = Shape(
+      config['num_hidden_layers'],
+      config['num_attention_heads'],
+      len(params['positions']),
+      config['layer_norm_eps'],
+  )
   return shape, jax.tree.map(jnp.asarray, params)
 
 
@@ -132,13 +151,16 @@ def _read_config(path):
     with open(path, encoding='utf-8') as file:
       config = json.load(file)
   except (OSError, ValueError, RecursionError) as error:
-    raise types.UserError(f'encoder: {path!r} cannot be read ({error}): give a Hugging Face folder '
-                          'of a BERT-class encoder') from None
+    raise types.UserError(
+        f'encoder: {path!r} cannot be read ({error}): give a Hugging Face folder '
+        'of a BERT-class encoder'
+    ) from None
   wanted = {'model_type': 'bert', 'hidden_act': 'gelu', 'position_embedding_type': 'absolute'}
   for name, value in wanted.items():
     if config.get(name, value if name != 'model_type' else None) != value:
-      raise types.UserError(f'encoder: {path!r} says {name}={config.get(name)!r}; supported is '
-                            f'{value!r}')
+      raise types.UserError(
+          f'encoder: {path!r} says {name}={config.get(name)!r}; supported is ' f'{value!r}'
+      )
   return {'layer_norm_eps': 1e-12, **config}
 
 
@@ -147,8 +169,9 @@ def _load_tokenizer(folder):
   try:
     return tokenizers.Tokenizer.from_file(path)
   except Exception as error:  # the library raises bare Exception
-    raise types.UserError(f'encoder: {path!r} cannot be read ({error}): a fast tokenizer is '
-                          'needed') from None
+    raise types.UserError(
+        f'encoder: {path!r} cannot be read ({error}): a fast tokenizer is ' 'needed'
+    ) from None
 
 
 def _dense(x, weight_and_bias):

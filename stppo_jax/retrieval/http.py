@@ -8,18 +8,19 @@ Two dialects are spoken, those of the servers that Search-R1 and RAGEN (also rLL
 """
 
 import collections
+from collections.abc import Callable
+from collections.abc import Sequence
+from concurrent import futures
 import json
 import math
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent import futures
 from typing import Any
 from urllib import parse
 
-import requests
 from absl import logging
+import requests
 
 from stppo_jax import types
 
@@ -61,12 +62,19 @@ class HttpRetriever:
     self._endpoint = _endpoint(url)
     if dialect not in DIALECTS:
       raise types.UserError(f'retriever: got dialect={dialect!r}; use one of {DIALECTS}')
-    for name, value, lowest in (('retries', retries, 0), ('backoff_s', backoff_s, 0),
-                                ('cache_size', cache_size, 0), ('concurrency', concurrency, 1)):
+    for name, value, lowest in (
+        ('retries', retries, 0),
+        ('backoff_s', backoff_s, 0),
+        ('cache_size', cache_size, 0),
+        ('concurrency', concurrency, 1),
+    ):
       if value < lowest:
         raise types.UserError(f'retriever: got {name}={value}; it needs {lowest} or more')
-    for name, value in (('timeout_s', timeout_s), ('connect_timeout_s', connect_timeout_s),
-                        ('max_response_bytes', max_response_bytes)):
+    for name, value in (
+        ('timeout_s', timeout_s),
+        ('connect_timeout_s', connect_timeout_s),
+        ('max_response_bytes', max_response_bytes),
+    ):
       if not value > 0:
         raise types.UserError(f'retriever: got {name}={value}; it needs more than 0')
     self.requests = 0
@@ -84,7 +92,8 @@ class HttpRetriever:
     self._jitter = random.Random(jitter_seed)
     self._sleep = sleep
     self._cache: collections.OrderedDict[tuple[str, int], list[types.Passage]] = (
-        collections.OrderedDict())
+        collections.OrderedDict()
+    )
     self._lock = threading.Lock()  # of the counters, the jitter and the cache: callers have threads
     self._session = requests.Session()
     self._session.trust_env = False
@@ -133,8 +142,10 @@ class HttpRetriever:
     with futures.ThreadPoolExecutor(min(self._concurrency, len(queries))) as pool:
       answers = list(pool.map(self._ask, [{'query': query, 'top_k': top_k} for query in queries]))
     return [
-        _passages(answer.get('results') if isinstance(answer, dict) else None, _ragen_passage,
-                  top_k) for answer in answers
+        _passages(
+            answer.get('results') if isinstance(answer, dict) else None, _ragen_passage, top_k
+        )
+        for answer in answers
     ]
 
   def _ask(self, question: dict[str, Any]) -> Any:
@@ -172,8 +183,12 @@ class HttpRetriever:
     deadline = time.monotonic() + self._timeout_s
     try:
       with self._session.post(
-          self._endpoint, json=question, stream=True, allow_redirects=False,
-          timeout=(self._connect_timeout_s, self._timeout_s)) as response:
+          self._endpoint,
+          json=question,
+          stream=True,
+          allow_redirects=False,
+          timeout=(self._connect_timeout_s, self._timeout_s),
+      ) as response:
         if response.status_code != 200:
           return None, f'HTTP status {response.status_code}', response.status_code in _AGAIN
         body = bytearray()
@@ -204,7 +219,8 @@ def _endpoint(url: str) -> str:
 
 
 def _passages(
-    rows: Any, read: Callable[[Any], types.Passage], top_k: int) -> list[types.Passage] | None:
+    rows: Any, read: Callable[[Any], types.Passage], top_k: int
+) -> list[types.Passage] | None:
   if not isinstance(rows, list):
     return None
   try:

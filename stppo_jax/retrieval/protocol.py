@@ -1,7 +1,8 @@
 """What an environment needs of a retriever."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
+from typing import runtime_checkable
 
 from stppo_jax import types
 

@@ -13,14 +13,15 @@ request, finishes those that run, and exits with 0. Needs requirements-server.tx
 
 import argparse
 import asyncio
+from collections.abc import Callable
+from collections.abc import Sequence
+from concurrent import futures
 import dataclasses
 import json
 import logging
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent import futures
 from typing import Any
 
 import prometheus_client
@@ -33,7 +34,6 @@ from stppo_jax import tasks as task_files
 from stppo_jax import types
 from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import dense
-from stppo_jax.retrieval import hybrid
 from stppo_jax.retrieval import protocol
 
 KINDS = ('bm25', 'dense', 'hybrid')
@@ -78,8 +78,10 @@ def parse_question(body: bytes, limits: Limits) -> Question:
   except (ValueError, RecursionError) as error:
     raise BadRequest(f'the body is not JSON ({type(error).__name__})') from None
   if not isinstance(fields, dict) or ('queries' in fields) == ('query' in fields):
-    raise BadRequest('send {"queries": [..], "topk": 3, "return_scores": true}, or '
-                     '{"query": "..", "top_k": 3}')
+    raise BadRequest(
+        'send {"queries": [..], "topk": 3, "return_scores": true}, or '
+        '{"query": "..", "top_k": 3}'
+    )
   if 'queries' in fields:
     dialect, queries, name = 'search_r1', fields['queries'], 'topk'
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
@@ -96,29 +98,40 @@ def parse_question(body: bytes, limits: Limits) -> Question:
   with_scores = fields.get('return_scores', False)
   if not isinstance(with_scores, bool):
     raise BadRequest('"return_scores" must be true or false')
-  cut = tuple(query[:limits.max_query_chars] for query in queries)
+  cut = tuple(query[: limits.max_query_chars] for query in queries)
   return Question(dialect, cut, top_k, with_scores)
 
 
 def format_answer(question: Question, results: Sequence[Sequence[types.Passage]]) -> dict[str, Any]:
   """What goes back: Search-R1's `result`, one list a query, or RAGEN's `results`."""
   if question.dialect == 'ragen':
-    return {'results': [
-        {'id': passage.id, 'content': _contents(passage), 'score': passage.score}
-        for passage in results[0]]}
+    return {
+        'results': [
+            {'id': passage.id, 'content': _contents(passage), 'score': passage.score}
+            for passage in results[0]
+        ]
+    }
   document = lambda passage: {'id': passage.id, 'contents': _contents(passage)}
   if not question.with_scores:
     return {'result': [[document(passage) for passage in passages] for passages in results]}
-  return {'result': [
-      [{'document': document(passage), 'score': passage.score} for passage in passages]
-      for passages in results]}
+  return {
+      'result': [
+          [{'document': document(passage), 'score': passage.score} for passage in passages]
+          for passages in results
+      ]
+  }
 
 
 class Service:
   """A retriever, what may be asked of it, and the count of what was."""
 
-  def __init__(self, retriever: protocol.Retriever, num_passages: int, limits: Limits = Limits(),
-               threads: int = 1):
+  def __init__(
+      self,
+      retriever: protocol.Retriever,
+      num_passages: int,
+      limits: Limits = Limits(),
+      threads: int = 1,
+  ):
     self.limits = limits
     self.num_passages = num_passages
     self.in_flight = 0
@@ -128,22 +141,30 @@ class Service:
     self.registry = prometheus_client.CollectorRegistry()
     prometheus_client.ProcessCollector(registry=self.registry)
     self.requests = prometheus_client.Counter(
-        'retrieval_requests', 'Requests to /retrieve by HTTP status; 499: the client was gone.',
-        ['status'], registry=self.registry)
+        'retrieval_requests',
+        'Requests to /retrieve by HTTP status; 499: the client was gone.',
+        ['status'],
+        registry=self.registry,
+    )
     self.queries = prometheus_client.Counter(
-        'retrieval_queries', 'Queries answered.', registry=self.registry)
+        'retrieval_queries', 'Queries answered.', registry=self.registry
+    )
     self.seconds = prometheus_client.Histogram(
-        'retrieval_request_seconds', 'From the header of a request to its answer.',
-        buckets=(.001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5, 10), registry=self.registry)
+        'retrieval_request_seconds',
+        'From the header of a request to its answer.',
+        buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10),
+        registry=self.registry,
+    )
     gauge = prometheus_client.Gauge(
-        'retrieval_in_flight', 'Requests being received or answered.', registry=self.registry)
+        'retrieval_in_flight', 'Requests being received or answered.', registry=self.registry
+    )
     gauge.set_function(lambda: self.in_flight)
 
   async def search(self, queries: Sequence[str], top_k: int) -> list[list[types.Passage]]:
     """The passages of each query; threads search, so that the server goes on listening."""
     loop, results = asyncio.get_running_loop(), []
     for start in range(0, len(queries), _CHUNK):
-      chunk = list(queries[start:start + _CHUNK])
+      chunk = list(queries[start : start + _CHUNK])
       results += await loop.run_in_executor(self._pool, self._retriever.search, chunk, top_k)
     self.queries.inc(len(queries))
     return results
@@ -167,8 +188,12 @@ def listen(service: Service, host: str, port: int) -> tuple[httpserver.HTTPServe
   """The server, which takes connections from now on, and its address; port 0 means any."""
   limits = service.limits
   server = httpserver.HTTPServer(
-      make_application(service), max_body_size=limits.max_body_bytes, max_header_size=16 << 10,
-      idle_connection_timeout=limits.idle_timeout_s, body_timeout=limits.body_timeout_s)
+      make_application(service),
+      max_body_size=limits.max_body_bytes,
+      max_header_size=16 << 10,
+      idle_connection_timeout=limits.idle_timeout_s,
+      body_timeout=limits.body_timeout_s,
+  )
   sockets = netutil.bind_sockets(port, host)
   server.add_sockets(sockets)
   return server, sockets[0].getsockname()[:2]
@@ -190,8 +215,10 @@ def make_application(service: Service) -> web.Application:
   given = {'service': service}
   return web.Application(
       [('/retrieve', _Retrieve, given), ('/health', _Health, given), ('/metrics', _Metrics, given)],
-      default_handler_class=_Elsewhere, default_handler_args=given,
-      log_function=lambda handler: None)
+      default_handler_class=_Elsewhere,
+      default_handler_args=given,
+      log_function=lambda handler: None,
+  )
 
 
 class _Handler(web.RequestHandler):
@@ -254,7 +281,7 @@ class _Retrieve(_Handler):
       results = await self.service.search(question.queries, question.top_k)
       answer = self.finish(json.dumps(format_answer(question, results)) + '\n')
       await asyncio.wait_for(answer, self.service.limits.write_timeout_s)
-    except asyncio.TimeoutError:
+    except TimeoutError:
       self.request.connection.stream.close()
     except iostream.StreamClosedError:
       pass  # the client hung up; `on_connection_close` has counted it
@@ -302,27 +329,32 @@ def _contents(passage: types.Passage) -> str:
   return f'"{passage.title}"\n{passage.text}'
 
 
-def make_retriever(kind: str, passages: Sequence[types.Passage], encoder_folder: str = '',
-                   cache_folder: str = '') -> protocol.Retriever:
+def make_retriever(
+    kind: str, passages: Sequence[types.Passage], encoder_folder: str = '', cache_folder: str = ''
+) -> protocol.Retriever:
   """The retriever of the command line's --kind, --encoder and --embeddings."""
   if kind not in KINDS:
     raise types.UserError(f'--kind={kind}: use one of {", ".join(KINDS)}')
   if kind == 'bm25':
     return bm25.Bm25Retriever(passages)
   if not encoder_folder:
-    raise types.UserError(f'--kind={kind} needs --encoder=FOLDER, a BERT-class encoder such as '
-                          'e5-base-v2 in Hugging Face format')
+    raise types.UserError(
+        f'--kind={kind} needs --encoder=FOLDER, a BERT-class encoder such as '
+        'e5-base-v2 in Hugging Face format'
+    )
   by_meaning = dense.DenseRetriever(passages, encoder_folder, cache_folder)
   if kind == 'dense':
     return by_meaning
-  return hybrid.HybridRetriever([bm25.Bm25Retriever(passages), by_meaning])
+  return dense.HybridRetriever([bm25.Bm25Retriever(passages), by_meaning])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """The command line; returns the exit status."""
   flags = _parse(arguments)
   logging.basicConfig(level=logging.INFO, format='%(asctime)s  %(message)s', datefmt='%H:%M:%S')
-  limits = Limits(**{field.name: getattr(flags, field.name) for field in dataclasses.fields(Limits)})
+  limits = Limits(
+      **{field.name: getattr(flags, field.name) for field in dataclasses.fields(Limits)}
+  )
   try:
     passages = task_files.load_corpus(flags.corpus)
     logging.info('%s over %d passages', flags.kind, len(passages))
@@ -334,26 +366,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print('server:', *str(error).split(), file=sys.stderr)
     return 2
   except OSError as error:
-    print(f'server: cannot listen on {flags.host}:{flags.port} ({error.strerror or error}): give '
-          'another --host or --port', file=sys.stderr)
+    print(
+        f'server: cannot listen on {flags.host}:{flags.port} ({error.strerror or error}): give '
+        'another --host or --port',
+        file=sys.stderr,
+    )
     return 1
   return 0
 
 
 def _parse(arguments):
   parser = argparse.ArgumentParser(
-      prog='python -m stppo_jax.retrieval.server', description='Serves the passages of a corpus.',
-      formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-  parser.add_argument('--corpus', required=True, help='folder with corpus.jsonl, a .jsonl, embedded')
+      prog='python -m stppo_jax.retrieval.server',
+      description='Serves the passages of a corpus.',
+      formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+      allow_abbrev=False,
+  )
+  parser.add_argument(
+      '--corpus', required=True, help='folder with corpus.jsonl, a .jsonl, embedded'
+  )
   parser.add_argument('--kind', default='bm25', choices=KINDS, help='how passages are found')
   parser.add_argument('--encoder', default='', help='dense, hybrid: Hugging Face folder of a BERT')
-  parser.add_argument('--embeddings', default='', help='folder that keeps embeddings between starts')
+  parser.add_argument(
+      '--embeddings', default='', help='folder that keeps embeddings between starts'
+  )
   parser.add_argument('--host', default='127.0.0.1', help='0.0.0.0 lets other machines in')
   parser.add_argument('--port', type=int, default=8000, help='0: any free one')
   parser.add_argument('--threads', type=_at_least(int, 1), default=1, help='searches at once')
   for field in dataclasses.fields(Limits):
-    parser.add_argument('--' + field.name.replace('_', '-'), default=field.default,
-                        type=_at_least(field.type, 1 if field.type is int else 0), help='limit')
+    parser.add_argument(
+        '--' + field.name.replace('_', '-'),
+        default=field.default,
+        type=_at_least(field.type, 1 if field.type is int else 0),
+        help='limit',
+    )
   return parser.parse_args(arguments)
 
 
@@ -363,6 +409,7 @@ def _at_least(kind, least):
     if not value >= least:
       raise argparse.ArgumentTypeError(f'{text} is below {least}')
     return value
+
   return number
 
 

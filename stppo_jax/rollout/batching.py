@@ -4,24 +4,25 @@ A row is   prompt | turn 1 | observation 1 | turn 2 | .. | turn K | padding
 turn_ids   0 .. 0 | 1 .. 1 | 0 ..        0 | 2 .. 2 | .. | K .. K | 0 .. 0
 """
 
+from collections.abc import Mapping
+from collections.abc import Sequence
 import math
-from collections.abc import Mapping, Sequence
 
 import chex
 import jax
 import numpy as np
 
 from stppo_jax import chat
-from stppo_jax import hosts
 from stppo_jax import types
+from stppo_jax.runtime import hosts
 
 
 def to_turn_batch(
-  episodes: Sequence[types.Episode],
-  length_buckets: Sequence[int],  # T is the smallest that holds the longest episode
-  rows: int | None = None,  # B; None = len(episodes)
-  pad_id: int = 0,
-  sharding: jax.sharding.Sharding | None = None,  # of the row axis; None = the default device
+    episodes: Sequence[types.Episode],
+    length_buckets: Sequence[int],  # T is the smallest that holds the longest episode
+    rows: int | None = None,  # B; None = len(episodes)
+    pad_id: int = 0,
+    sharding: jax.sharding.Sharding | None = None,  # of the row axis; None = the default device
 ) -> types.TurnBatch:
   """Pads the episodes to one length and moves them to the device.
 
@@ -37,8 +38,8 @@ def to_turn_batch(
   length = min((b for b in length_buckets if b >= longest), default=None)
   if length is None:
     raise types.UserError(
-      f'an episode of {longest} tokens fits in none of the length buckets '
-      f'{tuple(length_buckets)}: add one, or lower max_total_tokens'
+        f'an episode of {longest} tokens fits in none of the length buckets '
+        f'{tuple(length_buckets)}: add one, or lower max_total_tokens'
     )
   tokens = np.full((rows, length), pad_id, np.int32)
   turn_ids = np.zeros((rows, length), np.int32)
@@ -55,17 +56,17 @@ def to_turn_batch(
     group_ids[b] = episode.group
   empty = lambda: np.zeros((rows, length), np.float32)  # each its own: batches may be donated
   batch = types.TurnBatch(
-    tokens=tokens,
-    action_mask=(turn_ids > 0).astype(np.float32),
-    turn_ids=turn_ids,
-    rewards=rewards,
-    old_logp=empty(),
-    ref_logp=empty(),
-    old_values=empty(),
-    advantages=empty(),
-    returns=empty(),
-    group_ids=group_ids,
-    behaviour_logp=behaviour_logp,
+      tokens=tokens,
+      action_mask=(turn_ids > 0).astype(np.float32),
+      turn_ids=turn_ids,
+      rewards=rewards,
+      old_logp=empty(),
+      ref_logp=empty(),
+      old_values=empty(),
+      advantages=empty(),
+      returns=empty(),
+      group_ids=group_ids,
+      behaviour_logp=behaviour_logp,
   )
   return hosts.put(batch, sharding)
 
@@ -88,18 +89,18 @@ def unroll(episode: types.Episode) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     turn_ids += [np.full(len(turn.tokens), k), np.zeros(len(turn.observation))]
     logp += [turn.logp, np.zeros(len(turn.observation))]
   return (
-    np.concatenate(tokens).astype(np.int32),
-    np.concatenate(turn_ids).astype(np.int32),
-    np.concatenate(logp).astype(np.float32),
+      np.concatenate(tokens).astype(np.int32),
+      np.concatenate(turn_ids).astype(np.int32),
+      np.concatenate(logp).astype(np.float32),
   )
 
 
 def to_records(
-  episodes: Sequence[types.Episode],
-  tokenizer: chat.Tokenizer,
-  step: int,
-  kind: str,  # 'train' | 'eval'
-  per_token: Mapping[str, np.ndarray] | None = None,  # name -> [B,T] as in the episodes' batch
+    episodes: Sequence[types.Episode],
+    tokenizer: chat.Tokenizer,
+    step: int,
+    kind: str,  # 'train' | 'eval'
+    per_token: Mapping[str, np.ndarray] | None = None,  # name -> [B,T] as in the episodes' batch
 ) -> list[dict]:
   """The lines of episodes/*.jsonl. Per-token numbers are listed for agent tokens only, in order.
 
@@ -110,22 +111,22 @@ def to_records(
     tokens, turn_ids, behaviour_logp = unroll(episode)
     columns = np.flatnonzero(turn_ids)
     record = {
-      'step': step,
-      'kind': kind,
-      'task': episode.task.id,
-      'dataset': episode.task.dataset,
-      'hops': episode.task.hops,
-      'question': episode.task.question,
-      'answers': list(episode.task.answers),
-      'score': _number(episode.score),
-      'em': _number(episode.metrics.get('em', 0.0)),
-      'failed': bool(episode.failed),
-      'truncated': bool(episode.truncated),
-      'tokens': tokens.tolist(),
-      'pieces': tokenizer.pieces(tokens),
-      'turn_ids': turn_ids.tolist(),
-      'actions': [turn.action for turn in episode.turns],
-      'behaviour_logp': [_number(x) for x in behaviour_logp[columns]],
+        'step': step,
+        'kind': kind,
+        'task': episode.task.id,
+        'dataset': episode.task.dataset,
+        'hops': episode.task.hops,
+        'question': episode.task.question,
+        'answers': list(episode.task.answers),
+        'score': _number(episode.score),
+        'em': _number(episode.metrics.get('em', 0.0)),
+        'failed': bool(episode.failed),
+        'truncated': bool(episode.truncated),
+        'tokens': tokens.tolist(),
+        'pieces': tokenizer.pieces(tokens),
+        'turn_ids': turn_ids.tolist(),
+        'actions': [turn.action for turn in episode.turns],
+        'behaviour_logp': [_number(x) for x in behaviour_logp[columns]],
     }
     for name, array in (per_token or {}).items():
       row = np.asarray(array[b])[columns]

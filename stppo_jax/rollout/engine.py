@@ -17,20 +17,24 @@ same bit by bit.
 """
 
 import collections
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from concurrent import futures
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
 
 import chex
 import jax
 import numpy as np
 
-from stppo_jax import hosts
 from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.runtime import hosts
 
-CALLS = 2  # that the device has at once: one in its queue behind the other, or on a CPU side by side
+CALLS = (
+    2  # that the device has at once: one in its queue behind the other, or on a CPU side by side
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +59,8 @@ class Report:
   """What a run took. The seconds are the host's, and add up to the whole."""
 
   seconds: dict[str, float] = dataclasses.field(
-    default_factory=lambda: {'prefill': 0.0, 'decode': 0.0, 'env': 0.0})
+      default_factory=lambda: {'prefill': 0.0, 'decode': 0.0, 'env': 0.0}
+  )
   prefill_tokens: int = 0  # ids that were read
   shared_tokens: int = 0  # ids of prompts that were copied from a neighbour's context instead
   sampled_tokens: int = 0
@@ -70,16 +75,17 @@ class Report:
     """The report under the names of metrics.jsonl."""
     names = ('rows_busy', 'decode_steps', 'prefill_tokens', 'shared_tokens')
     return {f'timing_s/gen_{phase}': seconds for phase, seconds in self.seconds.items()} | {
-      f'perf/{name}': getattr(self, name) for name in names}
+        f'perf/{name}': getattr(self, name) for name in names
+    }
 
 
 def run(
-  sampler: sampler_lib.Sampler,
-  params,
-  prompts: Sequence[Cue],
-  keys: jax.Array,  # [dialogues]
-  respond: Callable[[list[Said]], list[Cue]],  # called from threads, if there are any
-  threads: int = 0,  # calls of `respond` under way at once; 0: none, the engine waits for each
+    sampler: sampler_lib.Sampler,
+    params,
+    prompts: Sequence[Cue],
+    keys: jax.Array,  # [dialogues]
+    respond: Callable[[list[Said]], list[Cue]],  # called from threads, if there are any
+    threads: int = 0,  # calls of `respond` under way at once; 0: none, the engine waits for each
 ) -> Report:
   """Plays every dialogue to its end; those with budget 0 are over before they begin.
 
@@ -192,7 +198,8 @@ class _Engine:
     self._sampler, self._params, self._world = sampler, params, world
     self._keys = np.asarray(jax.random.key_data(keys))
     self._queue = collections.deque(
-      _Row(i, cue.ids, cue.budget) for i, cue in enumerate(prompts) if cue.budget > 0)
+        _Row(i, cue.ids, cue.budget) for i, cue in enumerate(prompts) if cue.budget > 0
+    )
     self._seats: dict[int, tuple[_Band, int]] = {}  # dialogue under way -> its place
     self._bands: list[_Band] = []
     self._calls: list[_Call] = []  # what the device is at, and what waits in its queue
@@ -237,8 +244,11 @@ class _Engine:
     """The band, of those that the device is not at, in which most rows can speak."""
 
     def speakers(band):
-      return (len(band.places('speaking')) + len(band.places('ready'))
-              + min(len(band.free()), len(self._queue)))
+      return (
+          len(band.places('speaking'))
+          + len(band.places('ready'))
+          + min(len(band.free()), len(self._queue))
+      )
 
     width = self._sampler.width
     if self._calls and not self._queue and len(self._seats) <= width:
@@ -271,11 +281,21 @@ class _Engine:
       if row is not None and row.phase == 'speaking':
         stop_state[b], budgets[b], keys[b] = row.stop_state, row.left, self._keys[row.index]
     band.context, sampled = self._dispatch(
-      band, self._sampler.decode, self._params, band.context, lengths, keys, stop_state, budgets,
-      steps=band.context.slots - longest, enough=-(-len(rows) // 4))
+        band,
+        self._sampler.decode,
+        self._params,
+        band.context,
+        lengths,
+        keys,
+        stop_state,
+        budgets,
+        steps=band.context.slots - longest,
+        enough=-(-len(rows) // 4),
+    )
     self._lap('decode')
     read, done = (
-      band.thread.submit(jax.block_until_ready, result) for result in (self._last_read, sampled))
+        band.thread.submit(jax.block_until_ready, result) for result in (self._last_read, sampled)
+    )
     return _Call(band, sampled, read, done)
 
   def _dispatch(self, band: _Band, function, *args, **kwargs):
@@ -328,8 +348,9 @@ class _Engine:
       raise ValueError('a dialogue without any context cannot be sampled: give it a prompt')
     if row.length_with_ids() + row.left > self._sampler.max_slots:
       raise ValueError(
-        f'{row.length} tokens, {len(row.ids)} to read and a turn of {row.left} do not fit in '
-        f'max_slots={self._sampler.max_slots}: lower the budget')
+          f'{row.length} tokens, {len(row.ids)} to read and a turn of {row.left} do not fit in '
+          f'max_slots={self._sampler.max_slots}: lower the budget'
+      )
 
   def _seat(self, row: _Row, band: _Band, b: int) -> None:
     band.rows[b] = row
@@ -362,8 +383,11 @@ class _Engine:
       context = self._sampler.empty(self._sampler.read_rows, band.context.slots)
       context = self._read(context, batch, [0] * len(batch))
       self.report.shared_tokens += sum(len(p) * (len(by_prompt[p]) - 1) for p in batch)
-      self._put(band, context, [
-        (row, source) for source, prompt in enumerate(batch) for row in by_prompt[prompt]])
+      self._put(
+          band,
+          context,
+          [(row, source) for source, prompt in enumerate(batch) for row in by_prompt[prompt]],
+      )
       if upcoming in batch:
         self._kept = upcoming, context, batch.index(upcoming)
 
@@ -372,7 +396,8 @@ class _Engine:
     self.report.prefill_tokens += sum(map(len, ids))
     none = self._sampler.read_rows - len(ids)
     context, lengths = self._sampler.read(
-      self._params, context, [*ids, *[()] * none], [*starts, *[0] * none])
+        self._params, context, [*ids, *[()] * none], [*starts, *[0] * none]
+    )
     self._last_read = self._last_read if lengths is None else lengths
     return context
 
@@ -384,7 +409,8 @@ class _Engine:
       part = rows[i : i + size]
       targets = [self._seats[row.index][1] for row, _ in part]
       band.context = self._sampler.put(
-        band.context, context, targets, [source for _, source in part])
+          band.context, context, targets, [source for _, source in part]
+      )
     for row, _ in rows:
       row.has_read()
 
@@ -423,8 +449,12 @@ class _Engine:
     yield band, self._by_length(band, band.places('ready'))
     emptiness = lambda band: (len(band.free()), self._bands.index(band))  # of equals the later one
     for other in self._bands:
-      if (not self._queue and band.free() and self._can_move(other)
-          and emptiness(other) > emptiness(band)):
+      if (
+          not self._queue
+          and band.free()
+          and self._can_move(other)
+          and emptiness(other) > emptiness(band)
+      ):
         places = other.places('speaking') + other.places('ready')
         yield other, self._by_length(other, places[: len(band.free())])
 

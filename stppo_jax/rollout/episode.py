@@ -6,10 +6,11 @@ kept, and read again by the model, are the sampled ids.
 """
 
 import collections
+from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
 import time
 import zlib
-from collections.abc import Callable, Sequence
 
 import chex
 import jax
@@ -42,16 +43,16 @@ class Limits:
 
 
 def play(
-  sampler: sampler_lib.Sampler,
-  params,
-  tokenizer: chat.Tokenizer,
-  envs: Sequence[protocol.Env],  # each made for its task
-  tasks: Sequence[types.Task],
-  groups: Sequence[int],
-  keys: jax.Array,  # [episodes] random keys, see `row_keys`
-  limits: Limits,
-  step_envs: StepEnvs = protocol.step_all,
-  threads: int = 0,  # calls of `step_envs` at once, of environments that are not stepped meanwhile
+    sampler: sampler_lib.Sampler,
+    params,
+    tokenizer: chat.Tokenizer,
+    envs: Sequence[protocol.Env],  # each made for its task
+    tasks: Sequence[types.Task],
+    groups: Sequence[int],
+    keys: jax.Array,  # [episodes] random keys, see `row_keys`
+    limits: Limits,
+    step_envs: StepEnvs = protocol.step_all,
+    threads: int = 0,  # calls of `step_envs` at once, of environments that are not stepped meanwhile
 ) -> tuple[list[types.Episode], engine.Report]:
   """One episode for each environment, in their order, and what they took.
 
@@ -62,8 +63,8 @@ def play(
   chex.assert_equal(len(envs), len(groups))
   if limits.max_total_tokens > sampler.max_slots:
     raise types.UserError(
-      f'max_total_tokens={limits.max_total_tokens} but the sampler was built for '
-      f'max_slots={sampler.max_slots}: build it for at least as many'
+        f'max_total_tokens={limits.max_total_tokens} but the sampler was built for '
+        f'max_slots={sampler.max_slots}: build it for at least as many'
     )
   started = time.perf_counter()
   episodes, prompts = [], []
@@ -77,8 +78,10 @@ def play(
   def respond(turns: list[engine.Said]) -> list[engine.Cue]:
     actions = [_action_text(tokenizer, turn.tokens) for turn in turns]
     outcomes = step_envs([envs[turn.index] for turn in turns], actions)
-    return [_record(episodes[turn.index], turn, outcome, tokenizer, limits)
-            for turn, outcome in zip(turns, outcomes)]
+    return [
+        _record(episodes[turn.index], turn, outcome, tokenizer, limits)
+        for turn, outcome in zip(turns, outcomes)
+    ]
 
   report = engine.run(sampler, params, prompts, keys, respond, threads)
   report.seconds['env'] += reset_s
@@ -102,14 +105,22 @@ def _begin(task, group, prompt: list[int], limits: Limits) -> tuple[types.Episod
   longest = min(limits.max_prompt_tokens, limits.max_total_tokens - _least_turn(limits))
   fits = 0 < len(prompt) <= longest
   episode = types.Episode(
-    task=task,
-    group=group,
-    prompt=np.array(prompt[: max(longest, 0)], np.int32),
-    turns=[],
-    truncated=not fits,
-    failed=not fits,
-    metrics={'em': 0.0, 'f1': 0.0, 'searches': 0.0, 'invalid': 0.0, 'turns': 0.0,
-             'repeated': 0.0, 'empty': 0.0, 'cut': 0.0},
+      task=task,
+      group=group,
+      prompt=np.array(prompt[: max(longest, 0)], np.int32),
+      turns=[],
+      truncated=not fits,
+      failed=not fits,
+      metrics={
+          'em': 0.0,
+          'f1': 0.0,
+          'searches': 0.0,
+          'invalid': 0.0,
+          'turns': 0.0,
+          'repeated': 0.0,
+          'empty': 0.0,
+          'cut': 0.0,
+      },
   )
   episode.metrics['prompt_too_long'] = float(not fits)
   return episode, _cue(prompt, len(prompt), limits) if fits else _OVER
@@ -129,8 +140,13 @@ def _action_text(tokenizer: chat.Tokenizer, tokens: np.ndarray) -> str:
   return tokenizer.decode(tokens[:-1] if tokens[-1] in tokenizer.eos_ids else tokens)
 
 
-def _record(episode: types.Episode, said: engine.Said, outcome: protocol.Step,
-            tokenizer: chat.Tokenizer, limits: Limits) -> engine.Cue:
+def _record(
+    episode: types.Episode,
+    said: engine.Said,
+    outcome: protocol.Step,
+    tokenizer: chat.Tokenizer,
+    limits: Limits,
+) -> engine.Cue:
   """Adds a turn and its outcome to the episode; how it goes on."""
   observation, reward, terminated, truncated, info = outcome
   action = info.get('action', 'other')  # a GEM environment names none
@@ -152,8 +168,11 @@ def _record(episode: types.Episode, said: engine.Said, outcome: protocol.Step,
     return _OVER
   text = protocol.with_suffix(observation, info)
   ids = chat.encode_observation(tokenizer, text, limits.max_observation_tokens)
-  length = len(episode.prompt) + len(ids) + sum(
-    len(turn.tokens) + len(turn.observation) for turn in episode.turns)
+  length = (
+      len(episode.prompt)
+      + len(ids)
+      + sum(len(turn.tokens) + len(turn.observation) for turn in episode.turns)
+  )
   if length + _least_turn(limits) > limits.max_total_tokens:
     episode.truncated = True
     return _OVER

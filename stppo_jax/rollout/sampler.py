@@ -5,8 +5,8 @@ samples on; `take` and `put` move rows between contexts. Who stands in which row
 is, where in its turn it is: all that is small, and stays on the host with the caller (`engine`).
 """
 
-import functools
 from collections.abc import Sequence
+import functools
 
 import chex
 import flax
@@ -54,31 +54,34 @@ class Sampler:
   """
 
   def __init__(
-    self,
-    config: decoder.ModelConfig,
-    stop_table: np.ndarray,  # chat.stop_automaton's
-    eos_ids: Sequence[int],  # each of them ends a turn
-    max_slots: int,  # tokens a row may ever hold
-    temperature: float = 1.0,  # 0 = greedy
-    top_k: int = 0,  # 0 = off
-    top_p: float = 1.0,  # 1 = off
-    rows: int = 64,  # dialogues under way at once, rounded up to whole bands
-    width: int = 0,  # rows of a band, which one call decodes; 0: all
-    read_rows: int = 8,  # rows of a call that reads; all of a band with `row_sharding`
-    steps: int = 32,  # tokens a row samples in one call, at most
-    slot_buckets: Sequence[int] | None = None,  # None: doubling, with a step between, from 128
-    chunk_buckets: Sequence[int] = (32, 128),  # tokens of a row that one call reads
-    row_sharding: jax.sharding.NamedSharding | None = None,  # of the row axis; None: the compiler's
+      self,
+      config: decoder.ModelConfig,
+      stop_table: np.ndarray,  # chat.stop_automaton's
+      eos_ids: Sequence[int],  # each of them ends a turn
+      max_slots: int,  # tokens a row may ever hold
+      temperature: float = 1.0,  # 0 = greedy
+      top_k: int = 0,  # 0 = off
+      top_p: float = 1.0,  # 1 = off
+      rows: int = 64,  # dialogues under way at once, rounded up to whole bands
+      width: int = 0,  # rows of a band, which one call decodes; 0: all
+      read_rows: int = 8,  # rows of a call that reads; all of a band with `row_sharding`
+      steps: int = 32,  # tokens a row samples in one call, at most
+      slot_buckets: Sequence[int] | None = None,  # None: doubling, with a step between, from 128
+      chunk_buckets: Sequence[int] = (32, 128),  # tokens of a row that one call reads
+      row_sharding: (
+          jax.sharding.NamedSharding | None
+      ) = None,  # of the row axis; None: the compiler's
   ):
     sampling.check_sampling(temperature, top_k, top_p)
     if stop_table.shape[1] > config.vocab_size:
       raise types.UserError(
-        f'the stop table covers {stop_table.shape[1]} ids but the model has {config.vocab_size}: '
-        'use the tokenizer that belongs to the model'
+          f'the stop table covers {stop_table.shape[1]} ids but the model has {config.vocab_size}: '
+          'use the tokenizer that belongs to the model'
       )
     if min(max_slots, rows, read_rows, steps, *chunk_buckets) < 1 or width < 0:
       raise types.UserError(
-        'max_slots, rows, read_rows, steps and chunks must be at least 1, and width 0 (all) or more')
+          'max_slots, rows, read_rows, steps and chunks must be at least 1, and width 0 (all) or more'
+      )
     if config.head == 'value':
       raise types.UserError("a model with head 'value' cannot sample: use head 'tokens' or 'both'")
     self.config = config
@@ -105,10 +108,10 @@ class Sampler:
       everywhere = jax.sharding.NamedSharding(row_sharding.mesh, jax.sharding.PartitionSpec())
     jit = functools.partial(jax.jit, out_shardings=row_sharding)
     jit_step = functools.partial(
-      jax.jit, donate_argnums=1, out_shardings=(row_sharding, everywhere)
+        jax.jit, donate_argnums=1, out_shardings=(row_sharding, everywhere)
     )
     sample = functools.partial(
-      sampling.sample_token, temperature=temperature, top_k=top_k, top_p=top_p
+        sampling.sample_token, temperature=temperature, top_k=top_k, top_p=top_p
     )
     self._empty = jit(functools.partial(_empty, config), static_argnums=(0, 1))
     self._read = jit_step(functools.partial(_read, config))
@@ -142,7 +145,7 @@ class Sampler:
     return self._take(context, rows)
 
   def put(
-    self, context: Context, taken: Context, targets: Sequence[int], sources: Sequence[int]
+      self, context: Context, taken: Context, targets: Sequence[int], sources: Sequence[int]
   ) -> Context:
     """`context`, where row targets[i] is row sources[i] of `taken`; at most `read_rows` of them."""
     padded = np.zeros((2, self.read_rows), np.int32)
@@ -150,7 +153,7 @@ class Sampler:
     return self._put(context, taken, *padded, np.int32(len(targets)))
 
   def read(
-    self, params, context: Context, ids: Sequence[Sequence[int]], starts: Sequence[int]
+      self, params, context: Context, ids: Sequence[Sequence[int]], starts: Sequence[int]
   ) -> tuple[Context, jax.Array | None]:
     """Appends ids[b] to row b, of which starts[b] slots are live: (context, the new lengths [B]).
 
@@ -177,7 +180,7 @@ class Sampler:
     return context, read
 
   def decode(
-    self, params, context: Context, lengths, keys, stop_state, budgets, steps: int, enough: int
+      self, params, context: Context, lengths, keys, stop_state, budgets, steps: int, enough: int
   ) -> tuple[Context, Sampled]:
     """Samples up to `steps` tokens of each row with a budget; ends once `enough` rows have stopped.
 
@@ -187,8 +190,16 @@ class Sampler:
     (see `sampling.sample_token`). `lengths`, .., `budgets` are NumPy, [B]; keys: jax.random.key_data.
     """
     return self._decode(
-      params, context, lengths, keys, stop_state, budgets, np.int32(min(steps, self.steps)),
-      np.int32(enough), self._stop_table, self._is_eos,
+        params,
+        context,
+        lengths,
+        keys,
+        stop_state,
+        budgets,
+        np.int32(min(steps, self.steps)),
+        np.int32(enough),
+        self._stop_table,
+        self._is_eos,
     )
 
   def compiled_variants(self) -> dict[str, int]:
@@ -204,20 +215,32 @@ class Sampler:
     shape = lambda *axes, dtype=jnp.int32: jax.ShapeDtypeStruct(axes, dtype)
     place = lambda a: shape(*a.shape, dtype=a.dtype).update(sharding=self._row_sharding)
     context = lambda rows, slots: jax.tree.map(
-      place, jax.eval_shape(lambda: _empty(self.config, rows, slots))
+        place, jax.eval_shape(lambda: _empty(self.config, rows, slots))
     )
     rows, read_rows, chunk = self.width, self.read_rows, self.chunk_buckets[-1]
     fewer = max((b for b in self.slot_buckets if b < slots), default=slots)
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     tables = (shape(*t.shape, dtype=t.dtype) for t in (self._stop_table, self._is_eos))
     return {
-      'prefill': self._read.trace(
-        params, context(read_rows, slots), shape(read_rows, chunk), shape(read_rows),
-        shape(read_rows)),
-      'decode': self._decode.trace(
-        params, context(rows, slots), shape(rows), shape(rows, *key.shape, dtype=key.dtype),
-        shape(rows), shape(rows), shape(), shape(), *tables),
-      'grow': self._grow.trace(context(rows, fewer), slots),
+        'prefill': self._read.trace(
+            params,
+            context(read_rows, slots),
+            shape(read_rows, chunk),
+            shape(read_rows),
+            shape(read_rows),
+        ),
+        'decode': self._decode.trace(
+            params,
+            context(rows, slots),
+            shape(rows),
+            shape(rows, *key.shape, dtype=key.dtype),
+            shape(rows),
+            shape(rows),
+            shape(),
+            shape(),
+            *tables,
+        ),
+        'grow': self._grow.trace(context(rows, fewer), slots),
     }
 
 
@@ -260,8 +283,19 @@ class _Turns:
 
 
 def _decode(
-  config, sample, columns, params, context, lengths, keys, stop_state, budgets, steps, enough,
-  stop_table, is_eos,
+    config,
+    sample,
+    columns,
+    params,
+    context,
+    lengths,
+    keys,
+    stop_state,
+    budgets,
+    steps,
+    enough,
+    stop_table,
+    is_eos,
 ):
   """See `Sampler.decode`; `columns` is how many tokens there is room for in the results."""
   rows = context.logits.shape[0]
@@ -278,38 +312,36 @@ def _decode(
     alive = sampled.alive
     token, logp = sample(context.logits, jax.vmap(jax.random.fold_in)(keys, turns.lengths))
     cache = decoder.KVCache(context.k, context.v, turns.lengths)
-    x, cache = decoder.hidden(
-      params, config, token[:, None], None, cache, alive.astype(jnp.int32)
-    )
+    x, cache = decoder.hidden(params, config, token[:, None], None, cache, alive.astype(jnp.int32))
     logits = decoder.token_logits(params, config, x[:, 0])
     stop_state = jnp.where(alive, stop_table[sampled.stop_state, token], sampled.stop_state)
     counts = sampled.counts + alive
     goes_on = alive & (stop_state != stopped) & ~is_eos[token] & (counts < budgets)
     in_column = lambda a, new: a.at[:, turns.step].set(jnp.where(alive, new, 0))
     return _Turns(
-      context=Context(cache.k, cache.v, jnp.where(alive[:, None], logits, context.logits)),
-      lengths=cache.length,
-      sampled=Sampled(
-        tokens=in_column(sampled.tokens, token),
-        logp=in_column(sampled.logp, logp),
-        counts=counts,
-        stop_state=stop_state,
-        alive=goes_on,
-      ),
-      step=turns.step + 1,
-      stopped=turns.stopped + jnp.sum(alive & ~goes_on),
+        context=Context(cache.k, cache.v, jnp.where(alive[:, None], logits, context.logits)),
+        lengths=cache.length,
+        sampled=Sampled(
+            tokens=in_column(sampled.tokens, token),
+            logp=in_column(sampled.logp, logp),
+            counts=counts,
+            stop_state=stop_state,
+            alive=goes_on,
+        ),
+        step=turns.step + 1,
+        stopped=turns.stopped + jnp.sum(alive & ~goes_on),
     )
 
   sampled = Sampled(
-    tokens=jnp.zeros((rows, columns), jnp.int32),
-    logp=jnp.zeros((rows, columns), jnp.float32),
-    counts=jnp.zeros_like(budgets),
-    stop_state=stop_state,
-    alive=budgets > 0,
+      tokens=jnp.zeros((rows, columns), jnp.int32),
+      logp=jnp.zeros((rows, columns), jnp.float32),
+      counts=jnp.zeros_like(budgets),
+      stop_state=stop_state,
+      alive=budgets > 0,
   )
   zero = jnp.zeros((), jnp.int32)
   turns = jax.lax.while_loop(
-    goes_on, one_token, _Turns(context, lengths, sampled, step=zero, stopped=zero)
+      goes_on, one_token, _Turns(context, lengths, sampled, step=zero, stopped=zero)
   )
   return turns.context, turns.sampled
 

@@ -38,10 +38,15 @@ class Checkpoints:
     self._saving = None  # the step that was begun last
     self._failed = None  # the error of that step, once it is known
     self._manager = ocp.CheckpointManager(
-        self._folder, item_names=_ITEMS, options=ocp.CheckpointManagerOptions(
-            max_to_keep=keep, create=keep is not None,
+        self._folder,
+        item_names=_ITEMS,
+        options=ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            create=keep is not None,
             cleanup_tmp_directories=keep is not None,  # of runs that were killed while saving
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums)))
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
+        ),
+    )
 
   def newest(self):
     """Updates done at the newest whole checkpoint, or None where there is none yet.
@@ -52,17 +57,21 @@ class Checkpoints:
     for step in steps:
       if not (damage := self._damage(step)):
         return step
-      logging.warning('the checkpoint after %d updates is damaged (%s); trying the one before', step,
-                      damage)
+      logging.warning(
+          'the checkpoint after %d updates is damaged (%s); trying the one before', step, damage
+      )
     if steps:
-      raise UserError(f'{self._folder}: none of the {len(steps)} checkpoints is whole; restore one '
-                      'from a copy, or delete the folder to begin anew')
+      raise UserError(
+          f'{self._folder}: none of the {len(steps)} checkpoints is whole; restore one '
+          'from a copy, or delete the folder to begin anew'
+      )
     return None
 
   def restore(self, updates, like):
     """The state saved after `updates`, with the structure, the shapes and the places of `like`."""
     target = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), like)
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), like
+    )
     args = ocp.args.Composite(state=ocp.args.StandardRestore(target))
     return self._manager.restore(updates, args=args)['state']
 
@@ -78,8 +87,12 @@ class Checkpoints:
       return
     self._saving, self._failed = updates, None
     try:
-      self._manager.save(updates, args=ocp.args.Composite(
-          state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(progress)))
+      self._manager.save(
+          updates,
+          args=ocp.args.Composite(
+              state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(progress)
+          ),
+      )
     except _SAVE_ERRORS as error:
       self._fail(error)
 
@@ -101,7 +114,8 @@ class Checkpoints:
     if self._failed is not None:
       raise RunError(
           f'the last checkpoint, after {self._saving} updates, could not be saved '
-          f'({_reason(self._failed)}): make room, and the same command repeats what is lost')
+          f'({_reason(self._failed)}): make room, and the same command repeats what is lost'
+      )
 
   def __enter__(self):
     return self
@@ -127,8 +141,10 @@ class Checkpoints:
       shutil.rmtree(path, ignore_errors=True)  # its room is needed
     self._manager.reload()
     newest = self._manager.latest_step()
-    line = (f'the checkpoint after {self._saving} updates could not be saved ({_reason(error)}); the '
-            f'newest is that after {newest or 0}')
+    line = (
+        f'the checkpoint after {self._saving} updates could not be saved ({_reason(error)}); the '
+        f'newest is that after {newest or 0}'
+    )
     if self._stop_on_error:
       raise RunError(f'{line}: make room, and the same command resumes there') from error
     logging.error('%s; training goes on', line)

@@ -6,7 +6,7 @@ Names are verl's where the quantity is the same, and `stppo/..` for what is ours
 import jax.numpy as jnp
 
 from stppo_jax.algorithms import losses
-from stppo_jax.algorithms import rollout_correction
+from stppo_jax.algorithms import off_policy
 from stppo_jax.algorithms import segments
 
 
@@ -23,7 +23,7 @@ def sampler_gap(logp, behaviour_logp, mask, turn_ids, level='none', threshold=jn
   mean = lambda x: jnp.sum(x * weights)
   log_w, cap = log_ratio, 20.0
   if level != 'none':
-    log_w = rollout_correction.log_weights(logp, behaviour_logp, mask, turn_ids, level)
+    log_w = off_policy.log_weights(logp, behaviour_logp, mask, turn_ids, level)
     cap = jnp.log(threshold)
   bounded = jnp.exp(jnp.clip(log_w, -20, 20))
   used = jnp.exp(jnp.minimum(log_w, cap))
@@ -35,8 +35,8 @@ def sampler_gap(logp, behaviour_logp, mask, turn_ids, level='none', threshold=jn
       'rollout_corr/rollout_is_max': jnp.max(bounded * mask),
       'rollout_corr/rollout_is_min': jnp.min(jnp.where(mask > 0, bounded, jnp.inf)),
       'rollout_corr/rollout_is_ratio_fraction_high': mean(log_w > cap),
-      'rollout_corr/rollout_is_eff_sample_size': mean(used) ** 2 / jnp.maximum(
-          mean(jnp.square(used)), 1e-30),
+      'rollout_corr/rollout_is_eff_sample_size': mean(used) ** 2
+      / jnp.maximum(mean(jnp.square(used)), 1e-30),
   }
 
 
@@ -50,13 +50,15 @@ def batch_summary(batch, mask, has_values):
     metrics |= {
         f'critic/{name}/mean': jnp.sum(x * mask) / jnp.maximum(mask.sum(), 1),
         f'critic/{name}/max': jnp.where(mask > 0, x, -jnp.inf).max(),
-        f'critic/{name}/min': jnp.where(mask > 0, x, jnp.inf).min()}
+        f'critic/{name}/min': jnp.where(mask > 0, x, jnp.inf).min(),
+    }
   rows = mask.any(axis=1)
   rewards = (batch.rewards * mask).sum(axis=1)
   metrics |= {
       'critic/rewards/mean': jnp.sum(rewards * rows) / jnp.maximum(rows.sum(), 1),
       'critic/rewards/max': jnp.where(rows, rewards, -jnp.inf).max(),
-      'critic/rewards/min': jnp.where(rows, rewards, jnp.inf).min()}
+      'critic/rewards/min': jnp.where(rows, rewards, jnp.inf).min(),
+  }
   if has_values:
     spread = _variance(batch.returns, mask)
     error = _variance(batch.returns - batch.old_values, mask)
@@ -85,20 +87,23 @@ def step_summary(learner, batch, weights, seen):
   for level in segments.LEVELS:
     ids, num_segments = segments.segment_ids(level, batch.action_mask, batch.turn_ids)
     ratio = segments.importance_ratio(
-        seen['logp'], batch.old_logp, batch.action_mask, ids, num_segments)
+        seen['logp'], batch.old_logp, batch.action_mask, ids, num_segments
+    )
     metrics[f'stppo/ratio_std_{level}'] = jnp.sqrt(_variance(ratio, mask))
   for turn in range(1, learner.num_turns + 1):
     for sign, chosen in (('pos', batch.advantages >= 0), ('neg', batch.advantages < 0)):
       tokens = (batch.turn_ids == turn) & chosen & (mask > 0)
-      metrics[f'stppo/clipfrac_turn{turn}_{sign}'] = (
-          jnp.sum(seen['clipped'] & tokens) / jnp.maximum(tokens.sum(), 1))
+      metrics[f'stppo/clipfrac_turn{turn}_{sign}'] = jnp.sum(
+          seen['clipped'] & tokens
+      ) / jnp.maximum(tokens.sum(), 1)
   if learner.has_values:
     values = seen['values']
     loss = losses.value_loss(values, batch.old_values, batch.returns, learner.value_clip)
     metrics |= {'critic/vf_loss': token_mean(loss), 'critic/vpred_mean': token_mean(values)}
     if learner.value_clip is not None:
       metrics['critic/vf_clipfrac'] = token_mean(
-          loss > losses.value_loss(values, batch.old_values, batch.returns))
+          loss > losses.value_loss(values, batch.old_values, batch.returns)
+      )
   return metrics
 
 

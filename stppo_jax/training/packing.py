@@ -68,7 +68,9 @@ def pack(lengths, num_bins, capacities) -> Packing:
   first = 0
   while left:
     tries = [_first_fit(lengths, left, num_bins, c) for c in capacities if c >= lengths[left[0]]]
-    placed = max(tries, key=lambda placed: round(placed.fill, 2))  # the first, so smallest, of equals
+    placed = max(
+        tries, key=lambda placed: round(placed.fill, 2)
+    )  # the first, so smallest, of equals
     for row, (chosen, offset) in placed.where.items():
       bins[row], offsets[row] = first + chosen, offset
     first, left = first + num_bins, [row for row in left if row not in placed.where]
@@ -101,11 +103,15 @@ def which_capacity(packing, j, num_bins, capacities):
 
 def only(packing, rows, num_bins) -> Packing:
   """The Packing of the bins that hold any of `rows` [B] bool, moved to the front; others are left out."""
-  wanted = jnp.zeros(_most_bins(packing, num_bins), bool).at[packing.bin].max(
-      rows & (packing.length > 0))
+  wanted = (
+      jnp.zeros(_most_bins(packing, num_bins), bool)
+      .at[packing.bin]
+      .max(rows & (packing.length > 0))
+  )
   place = jnp.cumsum(wanted) - 1
   return packing.replace(
-      bin=place[packing.bin], length=jnp.where(wanted[packing.bin], packing.length, 0))
+      bin=place[packing.bin], length=jnp.where(wanted[packing.bin], packing.length, 0)
+  )
 
 
 def layout(packing, j, num_bins, capacity, num_tokens) -> Layout:
@@ -124,8 +130,12 @@ def layout(packing, j, num_bins, capacity, num_tokens) -> Layout:
   mine = here[:, None] & (columns > 0) & (columns < packing.length[:, None])
   in_bins = lambda x: x.reshape(num_bins, capacity)
   return Layout(
-      row=in_bins(row), position=in_bins(jnp.where(live, position, 0)), live=in_bins(live),
-      slot=jnp.where(mine, start[:, None] + columns, 0), mine=mine)
+      row=in_bins(row),
+      position=in_bins(jnp.where(live, position, 0)),
+      live=in_bins(live),
+      slot=jnp.where(mine, start[:, None] + columns, 0),
+      mine=mine,
+  )
 
 
 class _Placed(typing.NamedTuple):

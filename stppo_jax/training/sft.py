@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import time
+import typing
 
 from absl import logging
 import jax
@@ -13,11 +14,15 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+from stppo_jax import chat
 from stppo_jax.models import decoder
-from stppo_jax.training import sharding
+from stppo_jax.models import sharding
+from stppo_jax.types import UserError
 
 
-def train(params, config, draw, *, steps, optimizer, seed, mesh=None, logp_chunk=None, log_every=100):
+def train(
+    params, config, draw, *, steps, optimizer, seed, mesh=None, logp_chunk=None, log_every=100
+):
   """Minimises the weighted mean of the tokens' negative log-probs; returns the parameters.
 
   `draw(rng)` gives (tokens, weights), each [micro-batches,b,T], see `demonstrations.batches`: their
@@ -46,16 +51,22 @@ def train(params, config, draw, *, steps, optimizer, seed, mesh=None, logp_chunk
 
   rng = np.random.default_rng(seed)
   params = jax.device_put(params, place(params))
-  opt_state = jax.jit(
-      optimizer.init, out_shardings=place(jax.eval_shape(optimizer.init, params)))(params)
+  opt_state = jax.jit(optimizer.init, out_shardings=place(jax.eval_shape(optimizer.init, params)))(
+      params
+  )
   losses, started = [], time.perf_counter()
   for n in range(1, steps + 1):
     params, opt_state, value = step(params, opt_state, *jax.device_put(draw(rng), on_rows))
     losses.append(value)
     if n % log_every == 0:
       mean = np.mean(jax.device_get(losses))
-      logging.info('warm start %d/%d: loss on tokens to imitate %.3f, %.2f s a step', n, steps, mean,
-                   (time.perf_counter() - started) / len(losses))
+      logging.info(
+          'warm start %d/%d: loss on tokens to imitate %.3f, %.2f s a step',
+          n,
+          steps,
+          mean,
+          (time.perf_counter() - started) / len(losses),
+      )
       losses, started = [], time.perf_counter()
   return params
 
@@ -74,7 +85,8 @@ def make_optimizer(lr, steps):
   return optax.chain(
       optax.clip_by_global_norm(1.0),
       # From count + 1: at rate 0 the first step would be a step for nothing.
-      optax.adamw(lambda count: schedule(count + 1), b2=0.98, weight_decay=0.01))
+      optax.adamw(lambda count: schedule(count + 1), b2=0.98, weight_decay=0.01),
+  )
 
 
 def _sums(params, config, tokens, weights, logp_chunk):
@@ -82,3 +94,70 @@ def _sums(params, config, tokens, weights, logp_chunk):
   x, _ = decoder.hidden(params, config, tokens, None)
   logp, _ = decoder.token_logp(params, config, x, tokens, chunk=logp_chunk)
   return -jnp.sum(logp * weights), -jnp.sum(logp * (weights == 1))
+
+
+WINDOW = 8  # batches of neighbouring lengths that a batch is drawn from
+
+
+class Demonstration(typing.NamedTuple):
+  """One row: `weights` is 1 on the tokens to imitate (the agent's), less on what it only reads."""
+
+  tokens: np.ndarray  # [T] int32
+  weights: np.ndarray  # [T] float32
+
+
+def encode(tokenizer, prompt, turns, max_observation, read_weight=0.0) -> Demonstration:
+  """The row of a prompt and [(turn, observation), ..], texts each; the last observation is empty.
+
+  Ids with the borders of an episode: prompt, turn, observation, turn, .. are each encoded alone, and
+  an observation is cut as the rollout cuts it.
+  """
+  ids = chat.encode_prompt(tokenizer, prompt)
+  weights = [read_weight] * len(ids)
+  for turn, observation in turns:
+    spoken = tokenizer.encode(turn)
+    read = chat.encode_observation(tokenizer, observation, max_observation) if observation else []
+    ids = ids + spoken + read
+    weights += [1.0] * len(spoken) + [read_weight] * len(read)
+  return Demonstration(np.array(ids, np.int32), np.array(weights, np.float32))
+
+
+def batches(pool, rows, micro_batch, buckets):
+  """A function rng -> (tokens, weights), each [rows / micro_batch, micro_batch, T], drawn from `pool`.
+
+  Rows of like length come together, since that means less padding: each batch is drawn from a window
+  that starts anywhere in the pool sorted by length.
+  """
+  if rows % micro_batch:
+    raise UserError(f'micro_batch={micro_batch} does not divide rows={rows}: choose a divisor')
+  if rows > len(pool):
+    raise UserError(
+        f'rows={rows}, and there are {len(pool)} demonstrations: lower it, or make more'
+    )
+  by_length = np.argsort([len(row.tokens) for row in pool], kind='stable')
+  window = min(rows * WINDOW, len(pool))
+
+  def draw(rng):
+    start = rng.integers(0, max(1, len(pool) - window))
+    chosen = rng.choice(by_length[start : start + window], rows, replace=False)
+    fold = lambda x: x.reshape(rows // micro_batch, micro_batch, -1)
+    return tuple(map(fold, pad([pool[i] for i in chosen], buckets)))
+
+  return draw
+
+
+def pad(demonstrations, buckets):
+  """(tokens [B,T] int32, weights [B,T] float32), padded on the right to the smallest bucket that fits."""
+  longest = max(len(row.tokens) for row in demonstrations)
+  length = next((bucket for bucket in buckets if bucket >= longest), None)
+  if length is None:
+    raise UserError(
+        f'a demonstration of {longest} tokens does not fit in buckets {tuple(buckets)}: '
+        'add one, or leave it out'
+    )
+  tokens = np.zeros((len(demonstrations), length), np.int32)
+  weights = np.zeros((len(demonstrations), length), np.float32)
+  for row, demonstration in enumerate(demonstrations):
+    tokens[row, : len(demonstration.tokens)] = demonstration.tokens
+    weights[row, : len(demonstration.weights)] = demonstration.weights
+  return tokens, weights

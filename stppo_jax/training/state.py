@@ -10,7 +10,7 @@ import optax
 from stppo_jax.algorithms import variants
 from stppo_jax.models import decoder
 from stppo_jax.models import lora
-from stppo_jax.training import sharding
+from stppo_jax.models import sharding
 
 
 @flax.struct.dataclass
@@ -102,11 +102,15 @@ class Learner:
 
 def make_optimizer(lr, warmup_steps, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, grad_clip=1.0):
   """AdamW after a clip of the global norm, and its learning rate as a function of the step."""
-  schedule = optax.linear_schedule(lr / warmup_steps, lr, warmup_steps - 1) if warmup_steps > 1 else (
-      optax.constant_schedule(lr))
+  schedule = (
+      optax.linear_schedule(lr / warmup_steps, lr, warmup_steps - 1)
+      if warmup_steps > 1
+      else (optax.constant_schedule(lr))
+  )
   optimizer = optax.chain(
       optax.clip_by_global_norm(grad_clip),
-      optax.adamw(schedule, b1=betas[0], b2=betas[1], eps=eps, weight_decay=weight_decay))
+      optax.adamw(schedule, b1=betas[0], b2=betas[1], eps=eps, weight_decay=weight_decay),
+  )
   return optimizer, schedule
 
 
@@ -119,7 +123,8 @@ def create(learner, actor, critic, kl_coef):
       actor_opt=learner.actor_optimizer.init(actor),
       critic_opt=None if critic is None else learner.critic_optimizer.init(critic),
       kl_coef=jnp.asarray(kl_coef, jnp.float32),
-      skipped=jnp.zeros((), jnp.int32))
+      skipped=jnp.zeros((), jnp.int32),
+  )
 
 
 def create_sharded(learner, actor, critic, kl_coef, mesh, on_host=()):

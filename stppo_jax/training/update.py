@@ -19,11 +19,11 @@ import optax
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import losses
-from stppo_jax.algorithms import rollout_correction
+from stppo_jax.algorithms import off_policy
 from stppo_jax.models import decoder
+from stppo_jax.models import sharding
 from stppo_jax.training import diagnostics
 from stppo_jax.training import packing as packing_lib
-from stppo_jax.training import sharding
 from stppo_jax.training.state import Frozen
 from stppo_jax.training.state import Learner
 from stppo_jax.training.state import TrainState
@@ -50,23 +50,30 @@ def compile_functions(learner, state, frozen, mesh) -> Functions:
   state_sharding, frozen_sharding = jax.tree.map(lambda x: x.sharding, (state, frozen))
   rows, whole = sharding.rows(mesh), sharding.replicated(mesh)
   spread = lambda model: model and dataclasses.replace(model, row_sharding=rows)
-  learner = dataclasses.replace(
-      learner, actor=spread(learner.actor), critic=spread(learner.critic))
+  learner = dataclasses.replace(learner, actor=spread(learner.actor), critic=spread(learner.critic))
   jit = lambda function, ins, outs, donate=(): jax.jit(
-      functools.partial(function, learner, mesh), in_shardings=ins, out_shardings=outs,
-      donate_argnums=donate)
+      functools.partial(function, learner, mesh),
+      in_shardings=ins,
+      out_shardings=outs,
+      donate_argnums=donate,
+  )
   return Functions(
-      annotate=jit(
-          annotate, (state_sharding, frozen_sharding, rows, whole, whole), (rows, whole)),
+      annotate=jit(annotate, (state_sharding, frozen_sharding, rows, whole, whole), (rows, whole)),
       with_advantages=jit(
-          with_advantages, (state_sharding, rows), (state_sharding, rows, whole), donate=(0,)),
+          with_advantages, (state_sharding, rows), (state_sharding, rows, whole), donate=(0,)
+      ),
       update_step=jit(
-          update_step, (state_sharding, frozen_sharding, rows, whole, whole),
-          (state_sharding, whole, whole), donate=(0,)))
+          update_step,
+          (state_sharding, frozen_sharding, rows, whole, whole),
+          (state_sharding, whole, whole),
+          donate=(0,),
+      ),
+  )
 
 
 def annotate(
-    learner: Learner, mesh, state: TrainState, frozen: Frozen, batch: TurnBatch, rows, packings):
+    learner: Learner, mesh, state: TrainState, frozen: Frozen, batch: TurnBatch, rows, packings
+):
   """Fills in old_logp, ref_logp and old_values [B,T]; also the gap between sampler and trainer.
 
   `rows` [S,b] deals the batch's rows out to the first S optimizer steps, and `packings` are theirs,
@@ -85,23 +92,28 @@ def annotate(
       logp, _, values = _policy(learner, actor, tokens, layout)
       if learner.critic is not None:
         values = _critic(learner, critic, tokens, layout)
-      ref_logp = logp if learner.kl_in == 'none' else _policy(
-          learner, reference, tokens, layout)[0]
+      ref_logp = logp if learner.kl_in == 'none' else _policy(learner, reference, tokens, layout)[0]
       return jax.tree.map(layout.unpack, (logp, ref_logp, values))
 
     zeros = jnp.zeros(tokens.shape)
-    return _sum_over_micro_batches(per_token, learner, packing, tokens.shape[1], (zeros, zeros, zeros))
+    return _sum_over_micro_batches(
+        per_token, learner, packing, tokens.shape[1], (zeros, zeros, zeros)
+    )
 
   found = jax.lax.map(one_step, (rows, packings))
-  in_order = lambda x: jnp.zeros(batch.tokens.shape).at[rows.reshape(-1)].set(
-      x.reshape(-1, x.shape[-1]))
+  in_order = (
+      lambda x: jnp.zeros(batch.tokens.shape).at[rows.reshape(-1)].set(x.reshape(-1, x.shape[-1]))
+  )
   logp, ref_logp, values = jax.tree.map(in_order, found)
   mask = batch.action_mask.astype(jnp.float32)
   metrics = diagnostics.sampler_gap(
-      logp, batch.behaviour_logp, mask, batch.turn_ids, learner.is_correction, learner.is_threshold)
+      logp, batch.behaviour_logp, mask, batch.turn_ids, learner.is_correction, learner.is_threshold
+  )
   old_logp = batch.behaviour_logp if learner.old_logp == 'sampler' else logp
-  return batch.replace(
-      old_logp=old_logp * mask, ref_logp=ref_logp * mask, old_values=values * mask), metrics
+  return (
+      batch.replace(old_logp=old_logp * mask, ref_logp=ref_logp * mask, old_values=values * mask),
+      metrics,
+  )
 
 
 def with_advantages(learner: Learner, mesh, state: TrainState, batch: TurnBatch):
@@ -118,7 +130,8 @@ def with_advantages(learner: Learner, mesh, state: TrainState, batch: TurnBatch)
     if learner.kl_target is not None:
       episodes = mask.any(axis=1).sum()
       kl_coef = losses.adaptive_kl(
-          state.kl_coef, mean_kl, learner.kl_target, learner.kl_horizon, episodes)
+          state.kl_coef, mean_kl, learner.kl_target, learner.kl_horizon, episodes
+      )
       # A KL that is not finite spoils its own batch; the coefficient would spoil all that follow.
       state = state.replace(kl_coef=jnp.where(jnp.isfinite(mean_kl), kl_coef, state.kl_coef))
   batch = advantages.estimate(batch, learner.variant, learner.gamma, learner.lam)
@@ -126,7 +139,8 @@ def with_advantages(learner: Learner, mesh, state: TrainState, batch: TurnBatch)
 
 
 def update_step(
-    learner: Learner, mesh, state: TrainState, frozen: Frozen, batch: TurnBatch, rows, packing):
+    learner: Learner, mesh, state: TrainState, frozen: Frozen, batch: TurnBatch, rows, packing
+):
   """One optimizer step of actor and critic on the given rows [b] of the batch, packed as told.
 
   g = grad J_clipped-surrogate + bonuses and C = grad J_clipped (arXiv 2511.20718, Lemma 4.2) are summed
@@ -151,15 +165,22 @@ def update_step(
   value_weights = losses.aggregation_weights(mask, 'token-mean')
   policy_weights = weights
   if learner.is_correction != 'none':
-    policy_weights *= rollout_correction.truncated_weights(
-        batch.old_logp, batch.behaviour_logp, mask, batch.turn_ids, learner.is_correction,
-        learner.is_threshold)
+    policy_weights *= off_policy.truncated_weights(
+        batch.old_logp,
+        batch.behaviour_logp,
+        mask,
+        batch.turn_ids,
+        learner.is_correction,
+        learner.is_threshold,
+    )
   measure_bias = variant.ratio != 'none' and (
-      learner.log_bias or (variant.divisor != 'none' and variant.norm_of == 'gradient'))
+      learner.log_bias or (variant.divisor != 'none' and variant.norm_of == 'gradient')
+  )
   # Gradients live where their parameters do; left alone, XLA keeps the larger ones on every device.
   placed = lambda tree: jax.lax.with_sharding_constraint(tree, sharding.tree_shardings(tree, mesh))
   policy = lambda layout: jax.vjp(
-      lambda actor: _policy(learner, frozen.policy(actor), batch.tokens, layout), state.actor)
+      lambda actor: _policy(learner, frozen.policy(actor), batch.tokens, layout), state.actor
+  )
   zeros = lambda params: placed(jax.tree.map(jnp.zeros_like, params))
 
   def gradients(layout):
@@ -168,8 +189,14 @@ def update_step(
     here = layout.mine.astype(jnp.float32)
     micro, weight = batch.replace(action_mask=mask * here), weights * here
     d_logp, d_bias, aux = correction.cotangents(
-        seen['logp'], micro, variant, variant.clip_low, variant.clip_high, policy_weights * here,
-        learner.dual_clip)
+        seen['logp'],
+        micro,
+        variant,
+        variant.clip_low,
+        variant.clip_high,
+        policy_weights * here,
+        learner.dual_clip,
+    )
     if learner.kl_in == 'loss':
       kl_of = lambda x: losses.kl(x, micro.ref_logp, learner.kl_estimator)
       kl_values, pull_kl = jax.vjp(kl_of, seen['logp'])
@@ -182,11 +209,13 @@ def update_step(
       if not learner.shared_trunk:
         values, pull_values = jax.vjp(
             lambda critic: _critic(learner, frozen.value_model(critic), batch.tokens, layout),
-            state.critic)
+            state.critic,
+        )
         seen['values'] = layout.unpack(values)
       _, pull_loss = jax.vjp(
           lambda v: losses.value_loss(v, batch.old_values, batch.returns, learner.value_clip),
-          seen['values'])
+          seen['values'],
+      )
       d_values = layout.pack(pull_loss(value_weights * here)[0])
       if learner.shared_trunk:
         added['value'] = pull((zero, zero, learner.value_coef * d_values))[0]
@@ -196,8 +225,10 @@ def update_step(
     sums = {name: aux[name] for name in ('pg_loss', 'clipped_objective')}
     return placed(dict(added, sums=sums)), seen
 
-  total = {'actor': zeros(state.actor),
-           'sums': {'pg_loss': jnp.zeros(()), 'clipped_objective': jnp.zeros(())}}
+  total = {
+      'actor': zeros(state.actor),
+      'sums': {'pg_loss': jnp.zeros(()), 'clipped_objective': jnp.zeros(())},
+  }
   if learner.has_values:
     total['value'] = zeros(state.actor if learner.shared_trunk else state.critic)
   names = ['logp', 'entropy', 'values', 'bias', 'ratio', 'clipped']
@@ -208,6 +239,7 @@ def update_step(
   seen |= grads['sums']
   seen |= {'ratio': jnp.where(mask > 0, seen['ratio'], 1), 'clipped': seen['clipped'] > 0}
   if measure_bias:
+
     def bias_of(layout):
       (logp, _, _), pull = policy(layout)
       zero = jnp.zeros_like(logp)
@@ -215,7 +247,8 @@ def update_step(
 
     clipped = packing_lib.only(packing, seen['clipped'].any(axis=1), learner.micro_batch)
     grads['bias'] = _sum_over_micro_batches(
-        bias_of, learner, clipped, num_tokens, zeros(state.actor))
+        bias_of, learner, clipped, num_tokens, zeros(state.actor)
+    )
 
   g, bias = grads['actor'], grads.get('bias')
   g_norm = optax.tree.norm(g)
@@ -234,10 +267,14 @@ def update_step(
   finite = jnp.isfinite(jnp.stack(decisive)).all()
   train_actor = finite & (state.step >= learner.critic_warmup)
   actor, actor_opt, step_norm = _apply(
-      learner.actor_optimizer, g, state.actor, state.actor_opt, train_actor)
+      learner.actor_optimizer, g, state.actor, state.actor_opt, train_actor
+  )
   state_after = state.replace(
-      step=state.step + 1, actor=actor, actor_opt=actor_opt,
-      skipped=jnp.where(finite, 0, state.skipped + 1))
+      step=state.step + 1,
+      actor=actor,
+      actor_opt=actor_opt,
+      skipped=jnp.where(finite, 0, state.skipped + 1),
+  )
   metrics = {
       'actor/grad_norm': optax.tree.norm(g),
       'actor/lr': learner.actor_lr(state.step),
@@ -248,15 +285,19 @@ def update_step(
   }
   if measure_bias:
     # g descends and C ascends, hence the sign. Not vdot: it flattens, which gathers every shard.
-    dot = sum(jnp.sum(a * b) for a, b in zip(jax.tree.leaves(grads['actor']), jax.tree.leaves(bias)))
+    dot = sum(
+        jnp.sum(a * b) for a, b in zip(jax.tree.leaves(grads['actor']), jax.tree.leaves(bias))
+    )
     metrics |= {
         'stppo/bias_norm': bias_norm,
-        'stppo/cos_g_c': -dot / jnp.maximum(g_norm * bias_norm, 1e-30)}
+        'stppo/cos_g_c': -dot / jnp.maximum(g_norm * bias_norm, 1e-30),
+    }
   if learner.has_values:
     metrics |= {'critic/grad_norm': value_norm, 'critic/lr': learner.critic_lr(state.step)}
   if learner.critic is not None:
     critic, critic_opt, _ = _apply(
-        learner.critic_optimizer, grads['value'], state.critic, state.critic_opt, finite)
+        learner.critic_optimizer, grads['value'], state.critic, state.critic_opt, finite
+    )
     state_after = state_after.replace(critic=critic, critic_opt=critic_opt)
   return state_after, metrics | summary, {'ratio': seen['ratio'], 'clipped': seen['clipped']}
 
@@ -272,8 +313,10 @@ def _sum_over_micro_batches(function, learner, packing, num_tokens, total):
   def add(j, total):
     branches = [
         lambda j, columns=columns: function(
-            packing_lib.layout(packing, j, num_bins, columns, num_tokens))
-        for columns in learner.lengths]
+            packing_lib.layout(packing, j, num_bins, columns, num_tokens)
+        )
+        for columns in learner.lengths
+    ]
     chosen = packing_lib.which_capacity(packing, j, num_bins, learner.lengths)
     return jax.tree.map(jnp.add, total, jax.lax.switch(chosen, branches, j))
 
@@ -285,7 +328,8 @@ def _policy(learner, params, tokens, layout):
   """Log-probs, entropies and, from a shared trunk, values of tokens [b,T] in their bins: three of [R,P]."""
   tokens, x = _trunk(learner.actor, params, tokens, layout)
   logp, entropy = decoder.token_logp(
-      params, learner.actor, x, tokens, learner.temperature, learner.logp_chunk)
+      params, learner.actor, x, tokens, learner.temperature, learner.logp_chunk
+  )
   has_values = 'value_head' in params  # a shared trunk's policy has one, its reference may not
   values = decoder.state_values(params, x) if has_values else jnp.zeros_like(logp)
   return logp, entropy, values

@@ -1,0 +1,203 @@
+"""Templated trajectories of the search task: questions with their evidence in, demonstrations out.
+
+A demonstration plays a question through the real environment, with what BM25 really finds. It is kept
+only if what it says stands in what it was shown, so that reading is learnt, and not guessing. It looks
+up the steps that come with a question (or, without those, the question, then titles that were
+mentioned), leaves out a search whose finding has been read, and ends with the answer. So there are
+one, two and three searches, and what to search for is worded in several ways: reinforcement learning
+needs such variety to choose from.
+"""
+
+import re
+import zlib
+
+import numpy as np
+
+from stppo_jax import chat
+from stppo_jax.envs import rewards
+from stppo_jax.envs import search
+from stppo_jax.retrieval import bm25
+from stppo_jax.training import sft
+
+BEGINNINGS = ('I need to find: {}', 'First I look up: {}', 'What I have to know is: {}')
+CONTINUATIONS = ('Now I need: {}', 'The next thing to look up is: {}', 'That leaves: {}')
+ENDINGS = ('So the answer is {}.', 'This means that the answer is {}.', 'The answer is {}.')
+WHOLE_FIRST = (
+    0.3  # of those with steps: search for the question as it is, as one who sees no steps yet
+)
+MAX_QUOTE = 30  # words of a passage that a thought repeats
+
+
+class Demonstrator:
+  """Plays questions by template, through the run's environment and within its lengths."""
+
+  def __init__(self, passages, tokenizer, config):
+    self._passages = {passage.id: passage for passage in passages}
+    self._retriever = bm25.Bm25Retriever(passages)
+    self._tokenizer = tokenizer
+    self._env, self._top_k, self._limits = config.env, config.retriever.top_k, config.rollout
+
+  def pool(self, tasks, copies, seed):
+    """The demonstrations that hold up, of at most `copies` a task; equal ones are kept once."""
+    pool = {}
+    for task in tasks:
+      for copy in range(copies):
+        rng = np.random.default_rng((seed, zlib.crc32(task.id.encode('utf-8')), copy))
+        if (row := self.row(task, rng)) is not None:
+          pool[row.tokens.tobytes()] = row
+    return list(pool.values())
+
+  def row(self, task, rng):
+    """A demonstration as tokens; None if there is none, or the rollout would have cut it."""
+    played, limits = self.play(task, rng), self._limits
+    if played is None:
+      return None
+    row = sft.encode(self._tokenizer, *played, limits.max_observation)
+    prompt, turns = played
+    longest = max(len(self._tokenizer.encode(turn)) for turn, _ in turns)
+    fits = (
+        len(row.tokens) <= limits.max_total
+        and longest <= limits.max_turn
+        and len(chat.encode_prompt(self._tokenizer, prompt)) <= limits.max_prompt
+    )
+    return row if fits else None
+
+  def play(self, task, rng):
+    """(prompt, [(turn, observation), ..]) as texts; None where a finding is not to be found."""
+    env = search.SearchEnv(
+        task,
+        self._retriever,
+        max_turns=self._env.max_turns,
+        top_k=self._top_k,
+        prompt=self._env.prompt,
+    )
+    story = Story(env, self._visible, rng)
+    findings = (
+        self._follow_steps(task, story, rng) if task.steps else self._follow_titles(task, story)
+    )
+    answer = findings and self._answer(task, story)
+    if not answer:
+      return None
+    story.act([*findings, _pick(rng, ENDINGS).format(answer)], f'<answer> {answer} </answer>')
+    return story.prompt, story.turns
+
+  def _follow_steps(self, task, story, rng):
+    """Looks up what each step asks for, unless it has been read; the findings, or None."""
+    findings, news = [], []
+    if rng.random() < WHOLE_FIRST and not story.look_up([], task.question):
+      return None
+    for i, (question, found) in enumerate(task.steps):
+      asked = _put_in(question, task.steps[:i])
+      if not self._has_read(found, task, story):
+        if not story.look_up(news, asked) or not self._has_read(found, task, story):
+          return None
+        news = []
+      news.append(f'{asked}: {found}.')
+      findings.append(news[-1])
+    return findings
+
+  def _follow_titles(self, task, story):
+    """Looks up the question, then titles that were mentioned and are missing; quotations, or None."""
+    if not task.gold or not story.look_up([], task.question):
+      return None
+    while missing := [passage for passage in task.gold if passage not in story.shown]:
+      titles = (re.sub(r' \(.*\)$', '', self._passages[passage].title) for passage in missing)
+      title = next(
+          (title for title in titles if _contains(task.question + story.text, title)), None
+      )
+      if title is None or not story.look_up([], title):
+        return None
+    gold = [self._passages[passage] for passage in task.gold]
+    quotes = [_quote(passage, task.answers) for passage in gold]
+    if not all(_contains(story.text, quote) for quote in quotes):
+      return None
+    return [f'{passage.title}: {_closed(quote)}' for passage, quote in zip(gold, quotes)]
+
+  def _has_read(self, found, task, story):
+    """Whether a gold passage that was shown says so, above where the observation was cut."""
+    gold = [self._passages[passage] for passage in task.gold if passage in story.shown]
+    return _contains(story.text, found) and any(
+        _contains(f'{passage.title} {passage.text}', found) for passage in gold
+    )
+
+  def _answer(self, task, story):
+    """The first spelling of the answer that was read, or that needs no reading; None if there is none."""
+    return next(
+        (
+            answer
+            for answer in task.answers
+            if answer.lower() in ('yes', 'no')
+            or _contains(task.question, answer)
+            or self._has_read(answer, task, story)
+        ),
+        None,
+    )
+
+  def _visible(self, observation):
+    ids = chat.encode_observation(self._tokenizer, observation, self._limits.max_observation)
+    return self._tokenizer.decode(ids)
+
+
+class Story:
+  """A demonstration as it grows."""
+
+  def __init__(self, env, visible, rng):
+    self._env, self._visible, self._rng = env, visible, rng
+    self.prompt, _ = env.reset()
+    self.turns = []  # (turn, observation)
+    self.shown = set()  # ids of passages
+    self.text = ''  # of all observations, as far as the agent can see them
+
+  def look_up(self, news, query):
+    """A turn that tells the news and searches; False, and no turn, if there are no searches left."""
+    if len(self.turns) == self._env.max_turns:
+      return False
+    wording = _pick(self._rng, BEGINNINGS if not self.turns else CONTINUATIONS)
+    info = self.act([*news, wording.format(query)], f'<search> {query} </search>')
+    self.shown.update(info['passage_ids'])
+    self.text += self._visible(self.turns[-1][1])
+    return True
+
+  def act(self, thoughts, action):
+    """A turn, and what the environment says to it."""
+    turn = f'<think> {" ".join(thoughts)} </think>\n{action}'
+    observation, _, _, _, info = self._env.step(turn)
+    self.turns.append((turn, observation))
+    return info
+
+
+def _put_in(question, earlier):
+  """A step's question with what earlier steps found: '#1 >> capital' -> 'France capital'."""
+  for i, (_, found) in enumerate(earlier, 1):
+    question = re.sub(rf'#{i}\b', lambda _: found, question)
+  return ' '.join(question.replace('>>', ' ').split()).rstrip(' ?')
+
+
+def _quote(passage, answers):
+  """At most MAX_QUOTE words of the passage: up to the answer, or of its first sentence."""
+  sentences = re.split(r'(?<=[.!?])\s+', passage.text)
+  sentence = next((s for s in sentences if any(_contains(s, a) for a in answers)), sentences[0])
+  words = sentence.split()
+  end = next(
+      (
+          i
+          for i in range(MAX_QUOTE, len(words) + 1)
+          if any(_contains(' '.join(words[:i]), a) for a in answers)
+      ),
+      MAX_QUOTE,
+  )
+  return ' '.join(words[max(0, end - MAX_QUOTE) : end])
+
+
+def _closed(quote):
+  return quote if quote.endswith(('.', '!', '?')) else f'{quote} ...'
+
+
+def _contains(text, phrase):
+  """Whether the words of `phrase` stand in `text`, as exact match compares them."""
+  words = rewards.normalize_answer(phrase)
+  return bool(words) and f' {words} ' in f' {rewards.normalize_answer(text)} '
+
+
+def _pick(rng, choices):
+  return choices[rng.integers(len(choices))]

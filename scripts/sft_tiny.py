@@ -1,0 +1,301 @@
+"""Makes the embedded model: its tokenizer, then a supervised warm start on imperfect demonstrations.
+
+  python -m scripts.sft_tiny            # writes stppo_jax/assets/tiny; 20 minutes on two cores
+
+The demonstrations come from the training split alone, and about half are bad on purpose: an agent that
+only imitates them speaks the protocol and gives up too early. Reinforcement learning has to find out
+which of its habits pay.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import re
+import time
+import typing
+
+from absl import app
+from absl import flags
+from absl import logging
+import jax
+import numpy as np
+import tokenizers
+
+from stppo_jax import chat
+from stppo_jax import tasks as task_files
+from stppo_jax.envs import search
+from stppo_jax.models import convert
+from stppo_jax.models import decoder
+from stppo_jax.models import shapes
+from stppo_jax.retrieval import bm25
+from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.runtime import huge_pages
+from stppo_jax.training import sft
+from stppo_jax.types import Task
+
+_OUT = flags.DEFINE_string('out', agent_lib.EMBEDDED_MODEL, 'folder of the model to write')
+_STEPS = flags.DEFINE_integer('steps', 5000, 'optimizer steps')
+_PER_TASK = flags.DEFINE_integer('per_task', 30, 'demonstrations of each question')
+_SEED = flags.DEFINE_integer('seed', 0, 'of everything')
+_DATASETS = flags.DEFINE_list('datasets', ['geo', 'elements'], 'of the embedded questions')
+
+MERGED = 512  # tokens that come from bytes and merges; the others are whole words
+TOP_K = 1
+MAX_OBSERVATION = 128
+READ_WEIGHT = (
+    0.3  # of prompt and observation tokens in the loss: names recur there, copying is learnt
+)
+REAL_SHARE = 0.05  # of demonstrations that keep their names, see `Disguise`
+EOS = '<|endoftext|>'
+KINDS = (
+    'ci',
+    'ca',
+    'co',
+    'el',
+    'pe',
+)  # ids of passages begin with their kind: what the data sets need
+TAG = r'</?(?:think|search|information|answer)>'
+
+# How often a demonstration goes which way. The first is the only good one.
+HABITS = {
+    1: {'good': 0.75, 'guess': 0.15, 'lost': 0.05, 'malformed': 0.05},
+    2: {'good': 0.35, 'early': 0.45, 'guess': 0.10, 'lost': 0.05, 'malformed': 0.05},
+    3: {'good': 0.30, 'early': 0.50, 'guess': 0.10, 'lost': 0.05, 'malformed': 0.05},
+}
+# How a sub-question begins, and how passages name what it asks for. A thought quotes them.
+QUOTES = {
+    'capital': 'capital',
+    'currency': 'currency',
+    'language': 'language',
+    'continent': 'continent',
+    'phone code': 'phone code',
+    'most populous neighbour': 'populous neighbour',
+    'largest city': 'largest city',
+    'country': 'country',
+    'nearest foreign': 'foreign capital',
+    'discoverer': 'discoverer',
+    'year': 'year',
+    'symbol': 'symbol',
+    'atomic number': 'atomic number',
+    'latest element': 'latest element',
+}
+
+
+def main(unused_argv):
+  started = time.perf_counter()
+  tasks = [
+      task for task in task_files.load_tasks('embedded', 'train') if task.dataset in _DATASETS.value
+  ]
+  passages = task_files.load_corpus('embedded')
+  os.makedirs(_OUT.value, exist_ok=True)
+  demonstrator = Demonstrator(tasks, passages)
+  train_tokenizer(tasks, passages, demonstrator, _OUT.value)
+  tokenizer = chat.load_tokenizer(_OUT.value)
+  config = dataclasses.replace(
+      shapes.PRESETS['tiny'], vocab_size=tokenizer.vocab_size, scan_layers=False
+  )
+  logging.info(
+      '%d parameters, %d tokens in the vocabulary', shapes.num_params(config), tokenizer.vocab_size
+  )
+
+  rng = np.random.default_rng(_SEED.value)
+  disguise = Disguise(tasks, passages, tokenizer)
+  pool = [
+      encode(tokenizer, *disguise(*demonstrator.play(task, rng), rng))
+      for task in tasks
+      for _ in range(_PER_TASK.value)
+  ]
+  lengths = np.array([len(row.tokens) for row in pool])
+  logging.info(
+      '%d demonstrations of %.0f tokens (longest %d), made in %.0f s',
+      len(pool),
+      lengths.mean(),
+      lengths.max(),
+      time.perf_counter() - started,
+  )
+
+  params = sft.train(
+      decoder.init(jax.random.key(_SEED.value), config),
+      config,
+      sft.batches(pool, 32, 32, (48, 64, 96, 128, 192, 256, 384)),
+      steps=_STEPS.value,
+      optimizer=sft.make_optimizer(3e-3, _STEPS.value),
+      seed=_SEED.value,
+  )
+  convert.save_hf(_OUT.value, config, jax.device_get(params))
+  logging.info('wrote %s after %.0f s', _OUT.value, time.perf_counter() - started)
+
+
+class Demonstrator:
+  """Plays questions through the real environment by template, well or badly."""
+
+  def __init__(self, tasks, passages):
+    retriever = bm25.Bm25Retriever(passages)
+    self._look_up = functools.cache(lambda query: retriever.search([query], TOP_K)[0])
+    self._title_of = {passage.id: passage.title for passage in passages}
+
+  def play(self, task: Task, rng):
+    """(prompt, [(turn, observation), ..]) as texts; the last observation is empty."""
+    habits = HABITS[task.hops]
+    habit = rng.choice(list(habits), p=list(habits.values()))
+    env = search.SearchEnv(task, self._look_up, max_turns=4, top_k=TOP_K, prompt='short')
+    prompt, _ = env.reset()
+    steps = self._steps(task)
+    asked = steps[0].question
+    turns = []
+
+    def act(thought, action):
+      text = f'<think> {thought}</think>{action}'
+      query = env.query(text)
+      turns.append((text, env.step(text, query and self._look_up(query))[0]))
+
+    if habit == 'malformed':
+      act(asked, str(rng.choice(['</search>', '<answer></search>'])))
+      habit = rng.choice(['good', 'guess'])
+    if habit == 'lost':  # looks up the kind of thing that is asked for, and not the thing itself
+      act(asked, f'<search> {asked.split()[0]}</search>')
+    if habit in ('guess', 'lost'):
+      act(asked, '<answer> unknown</answer>')
+      return prompt, turns
+    if habit == 'early':
+      steps = steps[: rng.integers(1, len(steps))]
+    seen = ''
+    for step in steps:
+      act(seen + step.question, f'<search> {step.title}</search>')
+      seen = f'{step.quote} {step.found}. '
+    act(seen[:-2], f'<answer> {steps[-1].found}</answer>')
+    return prompt, turns
+
+  def _steps(self, task):
+    """The task's chain, earlier findings put in for #1, #2, .."""
+    steps = []
+    for (question, found), passage in zip(task.steps, task.gold, strict=True):
+      quote = next(quote for start, quote in QUOTES.items() if question.startswith(start))
+      for i, earlier in enumerate(steps, 1):
+        question = question.replace(f'#{i}', earlier.found)
+      steps.append(Step(question, self._title_of[passage], quote, found))
+    return steps
+
+
+class Step(typing.NamedTuple):
+  question: str  # 'capital of France'
+  title: str  # what to search for: 'France'
+  quote: str  # 'capital is'
+  found: str  # 'Paris'
+
+
+class Disguise:
+  """Renames the people, places and numbers of a demonstration, each the same way throughout.
+
+  With a few hundred entities a model would learn their facts and names by heart. It is to learn to
+  read and copy instead, so that it can be asked about entities that it has never seen. A new name
+  has the shape of a real one of the training split: 'Bosnia and Herzegovina' -> 'Tirana and Oslo'.
+  """
+
+  def __init__(self, tasks, passages, tokenizer):
+    self._names = {passage.title for passage in passages} | {
+        found for task in tasks for _, found in task.steps
+    }
+    self._shapes = sorted(
+        {found for task in tasks for _, found in task.steps if found[0].isalpha()}
+    )
+    vocabulary = tokenizer.pieces(range(tokenizer.vocab_size))
+    self._words = [piece[1:] for piece in vocabulary if re.fullmatch(r' [A-Z][A-Za-z]*', piece)]
+
+  def __call__(self, prompt, turns, rng):
+    if rng.random() < REAL_SHARE:
+      return prompt, turns
+    known = {}
+    rename = lambda text: self._rename(text, known, rng)
+    return rename(prompt), [(rename(turn), rename(observation)) for turn, observation in turns]
+
+  def _rename(self, text, known, rng):
+    words = re.split(r'(\W)', text)  # words at even places, what is between them at odd ones
+    renamed, i = [], 0
+    while i < len(words):
+      end = next(
+          (
+              j
+              for j in range(min(len(words), i + 13), i, -1)
+              if words[i][:1].isupper() and ''.join(words[i:j]) in self._names
+          ),
+          i + 1,
+      )
+      name = ''.join(words[i:end])
+      if name in self._names and words[i][:1].isupper():
+        name = known.setdefault(name, self._new_name(rng))
+      elif name.isdigit():
+        name = known.setdefault(name, str(rng.integers(10 ** len(name) // 10, 10 ** len(name))))
+      renamed.append(name)
+      i = end
+    return ''.join(renamed)
+
+  def _new_name(self, rng):
+    word = lambda _: self._words[rng.integers(len(self._words))]
+    return re.sub(r'\b[A-Z][A-Za-z]*', word, self._shapes[rng.integers(len(self._shapes))])
+
+
+def train_tokenizer(tasks, passages, demonstrator, folder):
+  """A byte-level BPE, saved to `folder`.
+
+  Few merges, and beside them every word of passages, questions and demonstrations as one token
+  (`ignore_merges`, as Llama 3 has it): a name that is one token is far easier to copy.
+  """
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+  # A tag is a piece of its own: it becomes one token, and merges with no neighbour.
+  pieces = TAG + r'| ?\p{L}+| ?\d{1,2}| ?[^\s\p{L}\d<]+|<|\s+'
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+      [
+          tokenizers.pre_tokenizers.Split(tokenizers.Regex(pieces), 'isolated'),
+          tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+      ]
+  )
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
+  rng = np.random.default_rng(0)
+  texts = [space + str(number) for number in range(100) for space in ('', ' ')]
+  texts += [
+      search.observation_text([passage], 'short') for passage in passages if passage.id[:2] in KINDS
+  ]
+  for task in tasks:
+    prompt, turns = demonstrator.play(task, rng)
+    texts += [prompt, *(turn for turn, _ in turns)]
+
+  tokenizer.train_from_iterator(
+      texts,
+      tokenizers.trainers.BpeTrainer(
+          vocab_size=MERGED,
+          special_tokens=[EOS],
+          show_progress=False,
+          initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+      ),
+  )
+  model = json.loads(tokenizer.to_str())['model']
+  words = {word for text in texts for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)}
+  for word in sorted(words):
+    model['vocab'].setdefault(word, len(model['vocab']))
+  tokenizer.model = tokenizers.models.BPE(
+      model['vocab'], [tuple(pair) for pair in model['merges']], ignore_merges=True
+  )
+  tokenizer.save(os.path.join(folder, 'tokenizer.json'))
+  with open(os.path.join(folder, 'tokenizer_config.json'), 'w', encoding='utf-8') as file:
+    json.dump(
+        {
+            'tokenizer_class': 'PreTrainedTokenizerFast',
+            'eos_token': EOS,
+            'pad_token': EOS,
+            'model_max_length': 1024,
+        },
+        file,
+        indent=2,
+    )
+
+
+def encode(tokenizer, prompt, turns) -> sft.Demonstration:
+  """The row of a demonstration, what is read counting for a little."""
+  return sft.encode(tokenizer, prompt, turns, MAX_OBSERVATION, READ_WEIGHT)
+
+
+if __name__ == '__main__':
+  huge_pages.restart()
+  app.run(main)

@@ -1,0 +1,171 @@
+"""Where arrays live: a mesh of (data, fsdp, tensor), and rules from a parameter's path to its axes.
+
+`jax.jit` with shardings is what pjit was. Parameters, gradients and optimizer state follow the same
+rules, since an optimizer's tree holds the parameters' paths; rows of a batch go over (data, fsdp).
+"""
+
+import functools
+import math
+import re
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from stppo_jax.types import UserError
+
+AXES = ('data', 'fsdp', 'tensor')
+ROWS = P(('data', 'fsdp'))
+HOST = 'pinned_host'  # the memory kind of what waits on the host
+
+# First match wins; a path that matches nothing is an error. Leading L axes are never split.
+RULES = (
+    (r'embed/embedding$', P('tensor', 'fsdp')),  # [V,D]
+    (r'lm_head/kernel$', P('fsdp', 'tensor')),  # [D,V]
+    (r'value_head/', P()),
+    (r'attention/(query|key|value)/kernel$', P(None, 'fsdp', 'tensor', None)),  # [L,D,N,H]
+    (r'attention/(query|key|value)/bias$', P(None, 'tensor', None)),  # [L,N,H]
+    (r'attention/out/kernel$', P(None, 'tensor', None, 'fsdp')),  # [L,N,H,D]
+    (r'mlp/(gate|up)/kernel$', P(None, 'fsdp', 'tensor')),  # [L,D,F]
+    (r'mlp/down/kernel$', P(None, 'tensor', 'fsdp')),  # [L,F,D]
+    (r'norm/scale$', P()),
+    # Adapters follow their kernels; the rank r is never split.
+    (r'(query|key|value|gate|up)/lora_a$', P(None, 'fsdp', None)),  # [L,D,r]
+    (r'(query|key|value)/lora_b$', P(None, None, 'tensor', None)),  # [L,r,N,H]
+    (r'(gate|up)/lora_b$', P(None, None, 'tensor')),  # [L,r,F]
+    (r'out/lora_a$', P(None, 'tensor', None, None)),  # [L,N,H,r]
+    (r'down/lora_a$', P(None, 'tensor', None)),  # [L,F,r]
+    (r'(out|down)/lora_b$', P(None, None, 'fsdp')),  # [L,r,D]
+)
+
+
+def make_mesh(data, fsdp, tensor, devices=None):
+  """A mesh over the devices; one of the three sizes may be -1, meaning whatever is left."""
+  devices = jax.devices() if devices is None else devices
+  sizes = [data, fsdp, tensor]
+  given = ', '.join(f'{axis}={size}' for axis, size in zip(AXES, sizes))
+  if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
+    raise UserError(f'config.mesh ({given}): sizes are at least 1, and at most one of them is -1')
+  known = math.prod(size for size in sizes if size != -1)
+  if -1 in sizes:
+    if len(devices) % known:
+      raise UserError(f'config.mesh ({given}): {known} does not divide the {len(devices)} devices')
+    sizes[sizes.index(-1)] = len(devices) // known
+  elif known != len(devices):
+    raise UserError(
+        f'config.mesh ({given}) needs {known} devices, and there are {len(devices)}: '
+        'set one axis to -1 to take what is left'
+    )
+  return jax.make_mesh(
+      tuple(sizes), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3, devices=devices
+  )
+
+
+def check_rows(mesh, **counts):
+  """Refuses counts of rows that the mesh cannot split evenly: check_rows(mesh, micro_batch=4)."""
+  parts = num_row_shards(mesh)
+  for name, count in counts.items():
+    if count % parts:
+      raise UserError(
+          f'config.train.{name}={count} rows cannot be split over data * fsdp = {parts} '
+          f'devices: choose a multiple of {parts}, or a smaller config.mesh'
+      )
+
+
+def num_row_shards(mesh):
+  """How many parts the rows of a batch are split into."""
+  return mesh.shape['data'] * mesh.shape['fsdp']
+
+
+def rows(mesh):
+  """Sharding of an array whose leading axis is the rows of a batch."""
+  return NamedSharding(mesh, ROWS)
+
+
+def replicated(mesh):
+  """Sharding of an array that every device holds whole."""
+  return NamedSharding(mesh, P())
+
+
+def check_host_memory(mesh):
+  """Refuses devices whose programs cannot use the host's memory."""
+  device = mesh.devices.flat[0]
+  kinds = [memory.kind for memory in device.addressable_memories()]
+  if HOST not in kinds:
+    raise UserError(
+        f"config.placement asks for 'host', which needs the memory {HOST!r}, and "
+        f"{device.platform} has {', '.join(kinds)}: set all of config.placement to 'device'"
+    )
+
+
+def to_device(tree):
+  """Within a compiled function: the tree, with what waits on the host fetched from there."""
+  fetch = lambda x: jax.device_put(x, jax.memory.Space.Device)
+  return jax.tree.map(
+      lambda x: fetch(x) if jax.typeof(x).memory_space == jax.memory.Space.Host else x, tree
+  )
+
+
+def tree_shardings(tree, mesh, memory_kind=None):
+  """A NamedSharding for each leaf of a state (arrays or ShapeDtypeStructs), by RULES on its path.
+
+  Scalars are replicated, on the device whatever `memory_kind` says. Choice: an axis that does not divide its dimension (2 key heads over 4 tensor
+  shards) is left out for that dimension rather than refused.
+  """
+
+  def place(path, leaf):
+    if not leaf.shape:
+      return replicated(mesh)
+    name = '/'.join(str(getattr(key, 'key', getattr(key, 'name', key))) for key in path)
+    for pattern, spec in RULES:
+      if re.search(pattern, name):
+        return NamedSharding(mesh, _fit(spec, leaf.shape, mesh), memory_kind=memory_kind)
+    raise ValueError(f'no sharding rule for {name!r} of shape {leaf.shape}; add one to RULES')
+
+  return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def _fit(spec, shape, mesh):
+  """`spec` without the axes that do not divide their dimension."""
+  axes = [
+      axis if axis is None or size % mesh.shape[axis] == 0 else None
+      for axis, size in zip(spec, shape)
+  ]
+  return P(*axes)
+
+
+def spread(x, row_sharding):
+  """x [B,...] with its rows over the devices; left alone XLA follows the weights and keeps all rows."""
+  return x if row_sharding is None else jax.lax.with_sharding_constraint(x, row_sharding)
+
+
+def gradient_over_rows(params, row_sharding, width):
+  """The same parameters; their gradients have the axis of `width` D cut over the rows' devices.
+
+  For one gradient that is summed over steps of a loop. Left alone XLA holds the sum whole: for the head
+  of a 7B model [D,V] in float32, 2 GiB. Where D does not divide, nothing changes.
+  """
+  if row_sharding is None or width % row_sharding.num_devices:
+    return params
+  return jax.tree.map(lambda w: _gradient_over_rows(w, row_sharding, w.shape.index(width)), params)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gradient_over_rows(w, row_sharding, axis):
+  del row_sharding, axis
+  return w
+
+
+def _forward(w, row_sharding, axis):
+  del row_sharding, axis
+  return w, None
+
+
+def _backward(row_sharding, axis, _, gradient):
+  spec = [jax.P.UNCONSTRAINED] * gradient.ndim
+  spec[axis] = row_sharding.spec[0]
+  placed = jax.sharding.NamedSharding(row_sharding.mesh, jax.P(*spec))
+  return (jax.lax.with_sharding_constraint(gradient, placed),)
+
+
+_gradient_over_rows.defvjp(_forward, _backward)

@@ -1,0 +1,236 @@
+"""The one writer of numbers. Scalars of an update in, a line of metrics.jsonl out.
+
+TensorBoard and Weights & Biases get the same numbers where they are installed and asked for;
+neither can stop a run. The report and the tests read only what stands in metrics.jsonl.
+"""
+
+from collections.abc import Mapping
+import json
+import math
+import os
+import resource
+import sys
+import time
+from typing import Any
+
+from absl import logging
+import numpy as np
+
+from stppo_jax import types
+
+FILE_NAME = 'metrics.jsonl'
+
+
+class MetricsWriter:
+  """Appends one JSON line a call to `workdir`/metrics.jsonl.
+
+  A non-finite number is written as null, and its name in that line's list "nonfinite".
+  `resume_step=n` first drops the lines of later steps, which a resumed run writes again; n = -1
+  starts the file anew; None keeps every whole line. Only process 0 may hold a writer.
+  """
+
+  def __init__(
+      self,
+      workdir: str,
+      tensorboard: bool = False,
+      wandb_project: str | None = None,
+      run_name: str = '',
+      config_json: str = '{}',
+      resume_step: int | None = None,
+  ):
+    os.makedirs(workdir, exist_ok=True)
+    path = os.path.join(workdir, FILE_NAME)
+    _truncate(path, resume_step)
+    self._file = open(path, 'a', encoding='utf-8')
+    self._tensorboard = _open_tensorboard(workdir, resume_step) if tensorboard else None
+    self._wandb = (
+        _open_wandb(workdir, wandb_project, run_name, config_json) if wandb_project else None
+    )
+
+  def write(self, step: int, scalars: Mapping[str, Any]) -> None:
+    """Writes one line; values are anything `float` takes, device scalars included."""
+    taken = {'step', 'time', 'nonfinite'} & set(scalars)
+    assert not taken, f'reserved metric names: {sorted(taken)}'
+    numbers = {name: _host_scalar(value) for name, value in scalars.items()}
+    finite = {name: number for name, number in numbers.items() if math.isfinite(number)}
+    line = {'step': int(step), 'time': round(time.time(), 3)}
+    line.update({name: finite.get(name) for name in numbers})
+    if len(finite) < len(numbers):
+      line['nonfinite'] = [name for name in numbers if name not in finite]
+    self._file.write(json.dumps(line, allow_nan=False) + '\n')
+    self._file.flush()
+    os.fsync(self._file.fileno())  # a checkpoint that comes later must not outlive its lines
+    if self._tensorboard is not None:
+      for name, number in finite.items():
+        self._tensorboard.add_scalar(name, number, int(step))
+      self._tensorboard.flush()
+    if self._wandb is not None:
+      try:
+        self._wandb.log(finite, step=int(step))
+      except Exception as error:  # a remote service: never worth a run
+        logging.warning('W&B stopped taking metrics (%s); metrics.jsonl goes on.', error)
+        self._wandb = None
+
+  def close(self) -> None:
+    self._file.close()
+    if self._tensorboard is not None:
+      self._tensorboard.close()
+    if self._wandb is not None:
+      try:
+        self._wandb.finish()
+      except Exception as error:  # as above
+        logging.warning('W&B did not finish cleanly (%s).', error)
+
+  def __enter__(self) -> 'MetricsWriter':
+    return self
+
+  def __exit__(self, *unused_error) -> None:
+    self.close()
+
+
+def read_metrics(workdir: str) -> list[dict[str, Any]]:
+  """The lines of `workdir`/metrics.jsonl in file order; [] where there is no such file yet.
+
+  An unreadable line (torn by a crash, or still being written) is left out.
+  """
+  if not os.path.isdir(workdir):
+    raise types.UserError(
+        f'workdir {workdir!r} is not a folder; give the --workdir of a run that has started.'
+    )
+  return [line for line, _ in _whole_lines(os.path.join(workdir, FILE_NAME))]
+
+
+def progress_line(
+    step: int, total: int, scalars: Mapping[str, Any], elapsed_s: float, first_step: int = 0
+) -> str:
+  """`update 12/60  reward .42  em .44  clip .031  1.9k tok/s  3:21 left`.
+
+  `elapsed_s` is what the updates `first_step`+1 .. `step` took: a resumed run counts its own.
+  """
+  parts = [f'update {step}/{total}']
+  for label, name, digits in (
+      ('reward', 'critic/score/mean', 2),
+      ('em', 'em/mean', 2),
+      ('clip', 'actor/pg_clipfrac', 3),
+  ):
+    if scalars.get(name) is not None:
+      parts.append(f'{label} {_short(_host_scalar(scalars[name]), digits)}')
+  if scalars.get('perf/throughput') is not None:
+    parts.append(f'{_thousands(_host_scalar(scalars["perf/throughput"]))} tok/s')
+  if step > first_step:
+    left_s = elapsed_s / (step - first_step) * max(total - step, 0)
+    parts.append(f'{_clock(left_s)} left')
+  return '  '.join(parts)
+
+
+def summarize(prefix: str, array: Any, mask: Any | None = None) -> dict[str, float]:
+  """{prefix/mean, prefix/max, prefix/min} over the entries where `mask` is set; {} if none is."""
+  values = np.asarray(array, np.float64)
+  if mask is not None:
+    mask = np.asarray(mask)
+    assert mask.shape == values.shape, (mask.shape, values.shape)
+    values = values[mask.astype(bool)]
+  if not values.size:
+    return {}
+  return {
+      f'{prefix}/mean': float(values.mean()),
+      f'{prefix}/max': float(values.max()),
+      f'{prefix}/min': float(values.min()),
+  }
+
+
+def host_memory_gb() -> float:
+  """Memory of this process, GiB resident; where the system does not say, the most it ever was."""
+  if os.path.exists('/proc/self/statm'):
+    with open('/proc/self/statm', encoding='ascii') as file:
+      return int(file.read().split()[1]) * resource.getpagesize() / 2**30
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  return peak / (2**30 if sys.platform == 'darwin' else 2**20)
+
+
+def _host_scalar(value: Any) -> int | float:
+  array = np.asarray(value)
+  assert array.size == 1, f'a metric is one number, not an array of shape {array.shape}'
+  return int(array.item()) if array.dtype.kind in 'biu' else float(array.reshape(()))
+
+
+def _whole_lines(path: str) -> list[tuple[dict[str, Any], bytes]]:
+  """(parsed, raw) of every readable line; a missing file has none."""
+  if not os.path.exists(path):
+    return []
+  lines = []
+  with open(path, 'rb') as file:
+    for number, raw in enumerate(file, 1):
+      try:
+        line = json.loads(raw)
+        int(line['step'])
+      except (ValueError, KeyError, TypeError):
+        if raw.strip():
+          logging.warning('%s:%d is not a whole metrics line; left out.', path, number)
+        continue
+      lines.append((line, raw.rstrip(b'\n') + b'\n'))
+  return lines
+
+
+def _truncate(path: str, resume_step: int | None) -> None:
+  """Rewrites the file without unreadable lines and without steps after `resume_step`."""
+  if not os.path.exists(path):
+    return
+  kept = [
+      raw for line, raw in _whole_lines(path) if resume_step is None or line['step'] <= resume_step
+  ]
+  with open(path + '.tmp', 'wb') as file:
+    file.writelines(kept)
+  os.replace(path + '.tmp', path)
+
+
+def _open_tensorboard(workdir: str, resume_step: int | None) -> Any:
+  try:
+    import tensorboardX  # pylint: disable=import-outside-toplevel
+  except ImportError:
+    logging.warning('No TensorBoard files: tensorboardX is not installed (pip install it).')
+    return None
+  return tensorboardX.SummaryWriter(
+      os.path.join(workdir, 'tensorboard'),
+      purge_step=None if resume_step is None else resume_step + 1,
+  )
+
+
+def _open_wandb(workdir: str, project: str, run_name: str, config_json: str) -> Any:
+  """A W&B run, or None with one warning. Without a login the run is kept offline in `workdir`."""
+  try:
+    import wandb  # pylint: disable=import-outside-toplevel
+
+    return wandb.init(
+        project=project,
+        name=run_name or None,
+        dir=workdir,
+        config=json.loads(config_json),
+        mode=None if os.environ.get('WANDB_MODE') or wandb.api.api_key else 'offline',
+    )
+  except Exception as error:  # not installed, no network, a bad key: none is worth a run
+    logging.warning('No W&B logging (%s: %s).', type(error).__name__, error)
+    return None
+
+
+def _short(number: float, digits: int) -> str:
+  """.42 for 0.42: a progress line is read, not parsed."""
+  if not math.isfinite(number):
+    return 'NaN'
+  text = f'{number:.{digits}f}'
+  return text.replace('0.', '.', 1) if text.lstrip('-').startswith('0.') else text
+
+
+def _thousands(number: float) -> str:
+  if not math.isfinite(number):
+    return 'NaN'
+  for unit, name in ((1e6, 'M'), (1e3, 'k')):
+    if number >= unit:
+      return f'{number / unit:.1f}{name}'
+  return f'{number:.0f}'
+
+
+def _clock(seconds: float) -> str:
+  minutes, seconds = divmod(int(round(seconds)), 60)
+  hours, minutes = divmod(minutes, 60)
+  return f'{hours}:{minutes:02d}:{seconds:02d}' if hours else f'{minutes}:{seconds:02d}'

@@ -1,0 +1,296 @@
+"""The page of a run. metrics.jsonl, config.json and episodes/*.jsonl in, one report.html out.
+
+The page is self-contained: it opens from disk, without a network, while the run still goes.
+Episode text was written by a model and a corpus, so nothing of it is trusted: the data stand as
+JSON without `<`, the page sets them with textContent, and its policy runs no script but its own.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import math
+import os
+import pathlib
+import re
+from typing import Any
+
+from absl import logging
+
+from stppo_jax import types
+from stppo_jax.monitoring import metrics
+from stppo_jax.monitoring import report_charts
+
+EPISODES_PER_FILE = 24  # at most, of each of: first and last training update, last evaluation
+BYTES_PER_FILE = 2_000_000  # of those episodes as JSON
+_TEMPLATE = pathlib.Path(__file__).with_name('report_template.html')
+_EM_NAME = re.compile(r'val-core/([^/]+)/em(?:_hops(\d+))?')
+_HIGHLIGHTS = (  # of the config, in the order in which the page shows them
+    'algorithm.variant algorithm.advantage algorithm.ratio algorithm.divisor algorithm.norm_of '
+    'algorithm.clip_low algorithm.clip_high algorithm.gamma algorithm.lam algorithm.kl_in '
+    'algorithm.kl_coef algorithm.entropy_coef model.folder model.critic actor.lr critic.lr '
+    'train.updates train.episodes train.mini_batch train.epochs rollout.group_size '
+    'rollout.temperature rollout.top_p data.source env.prompt env.max_turns env.reward '
+    'retriever.kind retriever.top_k seed'
+).split()
+
+
+def build(workdir: str) -> str:
+  """Writes `workdir`/report.html and returns its path. Whatever is not there yet is left out."""
+  rows = metrics.read_metrics(workdir)  # a UserError where there is no such folder
+  rows = _with_one_name_an_only_data_set(rows)
+  config = _read_config(os.path.join(workdir, 'config.json'))
+  name = config.get('run_name') or config.get('name')
+  name = str(name or os.path.basename(os.path.abspath(workdir)))
+  groups = _episode_groups(os.path.join(workdir, 'episodes'))
+  page_json = _script_json(
+      {
+          'charts': report_charts.charts(rows),
+          'groups': [{key: group[key] for key in ('label', 'shown', 'total')} for group in groups],
+          'episodes': [episode for group in groups for episode in group['episodes']],
+      }
+  )
+  template = _TEMPLATE.read_text(encoding='utf-8')
+  script = re.search(r'<script>(.*?)</script>', template, re.DOTALL).group(1)
+  digest = base64.b64encode(hashlib.sha256(script.encode('utf-8')).digest()).decode('ascii')
+  parts = {
+      'script_hash': digest,
+      'title': html.escape(name),
+      'status': _status_html(rows),
+      'results': _results_html(rows, groups),
+      'highlights': _highlights_html(config),
+      'config': html.escape(json.dumps(config, indent=2, ensure_ascii=False)) if config else '',
+      'page_json': page_json,
+  }
+  page = re.sub(r'\{\{(\w+)\}\}', lambda match: parts[match.group(1)], template)
+  path = os.path.join(workdir, 'report.html')
+  with open(path + '.tmp', 'w', encoding='utf-8') as file:
+    file.write(page)
+  os.replace(path + '.tmp', path)
+  return path
+
+
+def _with_one_name_an_only_data_set(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+  """Where one data set is held out, 'all' is that one: it takes its name, once."""
+  found = {name.split('/')[1] for row in rows for name in row if _EM_NAME.fullmatch(name)}
+  if len(found - {'all'}) != 1:
+    return rows
+  only = f'val-core/{(found - {"all"}).pop()}/'
+  return [{name.replace('val-core/all/', only): row[name] for name in row} for row in rows]
+
+
+def _read_config(path: str) -> dict[str, Any]:
+  if not os.path.exists(path):
+    return {}
+  try:
+    with open(path, encoding='utf-8') as file:
+      config = json.load(file)
+  except ValueError as error:
+    raise types.UserError(f'{path} is not JSON ({error}); restore it or delete it.') from error
+  return config if isinstance(config, dict) else {'config': config}
+
+
+def _script_json(value: Any) -> str:
+  """JSON that no HTML parser can mistake for markup; non-finite numbers become null."""
+  text = json.dumps(_tidy(value), ensure_ascii=False, allow_nan=False, separators=(',', ':'))
+  for character in '<>&\u2028\u2029':
+    text = text.replace(character, f'\\u{ord(character):04x}')
+  return text.encode('utf-8', 'replace').decode('utf-8')  # lone surrogates become '?'
+
+
+def _tidy(value: Any) -> Any:
+  """Four significant digits, and null for what JSON cannot say."""
+  if isinstance(value, float):
+    return float(f'{value:.4g}') if math.isfinite(value) else None
+  if isinstance(value, dict):
+    return {key: _tidy(item) for key, item in value.items()}
+  if isinstance(value, (list, tuple)):
+    return [_tidy(item) for item in value]
+  return value
+
+
+# Episodes.
+
+
+def _episode_groups(folder: str) -> list[dict[str, Any]]:
+  """Of the last and the first training update and of the last evaluation: a choice of episodes."""
+  train = _numbered(folder, 'train')
+  evaluations = _numbered(folder, 'eval')
+  chosen = []
+  if train:
+    chosen.append((train[-1], 'last training update'))
+  if evaluations:
+    chosen.append((evaluations[-1], 'last evaluation'))
+  if len(train) > 1:
+    chosen.append((train[0], 'first training update'))
+  return [_episode_group(path, step, label) for (step, path), label in chosen]
+
+
+def _numbered(folder: str, kind: str) -> list[tuple[int, str]]:
+  names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+  found = [(name, re.fullmatch(kind + r'_(\d+)\.jsonl', name)) for name in names]
+  return sorted((int(match.group(1)), os.path.join(folder, name)) for name, match in found if match)
+
+
+def _episode_group(path: str, step: int, label: str) -> dict[str, Any]:
+  """Reads one file twice: an index of where each episode starts, then only the chosen ones."""
+  right, wrong, counts, unreadable = [], [], {}, 0
+  with open(path, 'rb') as file:
+    offset = 0
+    for raw in file:
+      try:
+        episode = json.loads(raw)
+        if {len(episode['pieces']), len(episode['turn_ids'])} != {len(episode['tokens'])}:
+          raise ValueError('tokens, pieces and turn_ids differ in length')
+        (right if (episode.get('em') or 0) > 0 else wrong).append(offset)
+        for dataset in ('all', episode.get('dataset')):
+          for key in ((dataset, None), (dataset, episode.get('hops'))):
+            counts[key] = counts.get(key, 0) + 1
+      except (ValueError, KeyError, TypeError):
+        unreadable += 1  # torn: the run is still writing, or died here
+      offset += len(raw)
+    if unreadable:
+      logging.warning('%s: %d unreadable lines left out of the report', path, unreadable)
+    episodes, size = [], 0
+    for offset in _choose(right, wrong, EPISODES_PER_FILE):
+      file.seek(offset)
+      episode = json.loads(file.readline())
+      episode_size = len(_script_json(episode))
+      if size + episode_size <= BYTES_PER_FILE:
+        size += episode_size
+        episodes.append(episode)
+  return {
+      'label': f'{label} ({step})',
+      'step': step,
+      'kind': os.path.basename(path).split('_')[0],
+      'shown': len(episodes),
+      'total': len(right) + len(wrong),
+      'counts': counts,
+      'episodes': episodes,
+  }
+
+
+def _choose(right: list[int], wrong: list[int], limit: int) -> list[int]:
+  """At most `limit`, half right and half wrong where both exist, spread evenly, in file order."""
+  num_right = min(len(right), max(limit // 2, limit - len(wrong)))
+  num_wrong = min(len(wrong), limit - num_right)
+  return sorted(
+      offsets[index * len(offsets) // number]
+      for offsets, number in ((right, num_right), (wrong, num_wrong))
+      for index in range(number)
+  )
+
+
+# The header. Everything is escaped here; the template inserts it as it stands.
+
+
+def _status_html(rows: list[dict[str, Any]]) -> str:
+  if not rows:
+    return '<p class="muted">No metrics yet.</p>'
+  step_times = [row['timing_s/step'] for row in rows if row.get('timing_s/step')]
+  last = max(row['step'] for row in rows)
+  status = f'{last} update' + 's' * (last != 1)
+  if step_times:
+    minutes, seconds = divmod(round(sum(step_times)), 60)
+    hours, minutes = divmod(minutes, 60)
+    status += f' in {hours} h {minutes} min' if hours else f' in {minutes} min {seconds} s'
+  bad = [(row['step'], name) for row in rows for name in row.get('nonfinite', ())]
+  text = f'<p class="muted">{status}</p>'
+  if bad:
+    step, name = bad[0]
+    more = f', and {len(bad) - 1} more' if len(bad) > 1 else ''
+    text += f'<p class="warning">Non-finite: {html.escape(str(name))} at update {step}{more}.</p>'
+  return text + _health_html(rows)
+
+
+def _health_html(rows: list[dict[str, Any]]) -> str:
+  """The rules of training/health.py that were broken, with how often and since when."""
+  broken = {}
+  for row in rows:
+    for name, value in row.items():
+      if name.startswith('health/') and value:
+        broken.setdefault(name.removeprefix('health/'), []).append(row['step'])
+  return ''.join(
+      f'<p class="warning">Health: {html.escape(name)} beyond its limit at update {steps[0]}'
+      + (f', and at {len(steps) - 1} more' if len(steps) > 1 else '')
+      + '.</p>'
+      for name, steps in sorted(broken.items())
+  )
+
+
+def _results_html(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> str:
+  """The table of held-out exact match, before and after, over all questions and by hops."""
+  points = {}  # (dataset, hops or None) -> [(step, em)]
+  for row in rows:
+    for name, em in row.items():
+      match = _EM_NAME.fullmatch(name)
+      if match and em is not None:
+        key = (match.group(1), int(match.group(2)) if match.group(2) else None)
+        points.setdefault(key, []).append((row['step'], em))
+  if not points:
+    return '<p class="muted">No evaluation yet.</p>'
+  last_eval = next((group for group in groups if group['kind'] == 'eval'), None)
+  several = any(len(series) > 1 for series in points.values())
+  lines = []
+  for dataset, hops in sorted(points, key=lambda k: (k[0] != 'all', k[0], k[1] or 0)):
+    series = points[dataset, hops]
+    before, (last, after) = series[0][1], series[-1]
+    best_step, best = max(series, key=lambda point: point[1])
+    counted = last_eval is not None and last_eval['step'] == last
+    count = last_eval['counts'].get((dataset, hops), '') if counted else ''
+    name = 'all questions' if dataset == 'all' else html.escape(dataset)
+    label = name if hops is None else f'{hops} hop{"s" if hops > 1 else ""}'
+    cells = [f'<th scope="row">{label}</th>', f'<td>{count}</td>', f'<td>{before:.3f}</td>']
+    if len(series) > 1:
+      cells += [
+          f'<td>{after:.3f}</td>',
+          f'<td>{_signed(after - before)}</td>',
+          f'<td>{best:.3f}<small>at {best_step}</small></td>',
+      ]
+    elif several:
+      cells += ['<td>–</td>'] * 3
+    lines.append(f'<tr class="{"all" if hops is None else "hops"}">{"".join(cells)}</tr>')
+  firsts, lasts = ({series[end][0] for series in points.values()} for end in (0, -1))
+  titles = (
+      'Held-out exact match',
+      'n',
+      f'update {firsts.pop()}' if len(firsts) == 1 else 'first',
+      f'update {lasts.pop()}' if len(lasts) == 1 else 'last',
+      'change',
+      'best<small>at</small>',
+  )
+  head = ''.join(f'<th scope="col">{title}</th>' for title in titles[: 6 if several else 3])
+  return (
+      '<div class="scroll"><table class="results">'
+      f'<thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+  )
+
+
+def _signed(change: float) -> str:
+  text = f'{change:+.3f}'
+  return '0.000' if float(text) == 0 else text.replace('-', '−')
+
+
+def _highlights_html(config: dict[str, Any]) -> str:
+  flat = _flatten(config)
+  return ''.join(
+      f'<div><dt>{html.escape(name)}</dt><dd>{_breakable(flat[name])}</dd></div>'
+      for name in _HIGHLIGHTS
+      if name in flat
+  )
+
+
+def _breakable(value: Any) -> str:
+  """Escaped; a long path may wrap after a slash."""
+  return html.escape(str(value)).replace('/', '/<wbr>')
+
+
+def _flatten(config: dict[str, Any], prefix: str = '') -> dict[str, Any]:
+  """{'a': {'b': 1}} -> {'a.b': 1}; lists, nulls and empty strings are left out."""
+  flat = {}
+  for name, value in config.items():
+    if isinstance(value, dict):
+      flat.update(_flatten(value, f'{prefix}{name}.'))
+    elif isinstance(value, (bool, int, float)) or (isinstance(value, str) and value):
+      flat[prefix + name] = value
+  return flat

@@ -1,0 +1,319 @@
+"""Which curves the report draws. Metrics lines in, charts as plain data out.
+
+A chart names its series by patterns of metric names; a series that a run did not write is left
+out, and so is a chart without series. What no chart names comes last, one chart a name, folded.
+"""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+MAX_POINTS = 600  # a series; the extremes of each bin survive the thinning
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+  """Series whose names match `pattern`; `label` may use its groups. `band` shades /min to /max."""
+
+  pattern: str
+  label: str
+  dashed: bool = False
+  band: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+  """`unit` labels the vertical axis; a 'stack' is drawn as areas on top of one another."""
+
+  section: str
+  title: str
+  unit: str
+  note: str
+  lines: tuple[Line, ...]
+  scale: str = 'linear'  # 'linear' | 'log' | 'stack'
+
+
+CHARTS = (
+    Chart(
+        'Outcome',
+        'Exact match',
+        'fraction of questions',
+        '',
+        (Line(r'em/mean', 'training batch'), Line(r'val-core/(.+)/em', r'held out: \1')),
+    ),
+    Chart(
+        'Outcome',
+        'Held-out exact match by hops',
+        'fraction of questions',
+        '',
+        (Line(r'val-core/(.+)/em_hops(\d+)', r'\1 · \2-hop'),),
+    ),
+    Chart(
+        'Outcome',
+        'Score and token F1',
+        'reward; fraction',
+        '',
+        (
+            Line(r'critic/score/mean', 'score'),
+            Line(r'critic/rewards/mean', 'score with KL'),
+            Line(r'f1/mean', 'F1'),
+            Line(r'val-core/(.+)/f1', r'F1 held out: \1'),
+        ),
+    ),
+    Chart(
+        'Clipping',
+        'Clipped tokens',
+        'fraction of agent tokens',
+        '',
+        (
+            Line(r'actor/pg_clipfrac', 'clipped'),
+            Line(r'actor/pg_clipfrac_lower', 'dual clip', dashed=True),
+        ),
+    ),
+    Chart(
+        'Clipping',
+        'Clipped tokens with advantage above 0',
+        'fraction of the turn’s tokens',
+        '',
+        (Line(r'stppo/clipfrac_turn(\d+)_pos', r'turn \1'),),
+    ),
+    Chart(
+        'Clipping',
+        'Clipped tokens with advantage below 0',
+        'fraction of the turn’s tokens',
+        '',
+        (Line(r'stppo/clipfrac_turn(\d+)_neg', r'turn \1'),),
+    ),
+    Chart(
+        'Update',
+        'Gradient and clipping bias',
+        'L2 norm',
+        '‖g‖: gradient of the clipped loss. ‖C‖: gradient that the clip removed.',
+        (
+            Line(r'stppo/grad_norm', '‖g‖'),
+            Line(r'stppo/bias_norm', '‖C‖'),
+            Line(r'actor/grad_norm', '‖g‖ divided', dashed=True),
+        ),
+        'log',
+    ),
+    Chart(
+        'Update',
+        'Alignment of gradient and bias',
+        'cos(g, C)',
+        '',
+        (Line(r'stppo/cos_g_c', 'cos(g, C)'),),
+    ),
+    Chart(
+        'Update',
+        'Divisor and effective step',
+        'number; L2 norm',
+        'Divisor of the gradient; norm of the parameter change after the optimizer.',
+        (Line(r'stppo/divisor', 'divisor'), Line(r'stppo/step_norm', 'step')),
+        'log',
+    ),
+    Chart(
+        'Policy',
+        'Spread of the importance ratio',
+        'standard deviation',
+        'The same tokens, their ratios pooled at three levels.',
+        tuple(Line(f'stppo/ratio_std_{level}', level) for level in ('token', 'turn', 'sequence')),
+        'log',
+    ),
+    Chart(
+        'Policy',
+        'Distance',
+        'KL, nats a token',
+        '',
+        (Line(r'actor/ppo_kl', 'to the old policy'), Line(r'actor/kl_loss', 'to the reference')),
+    ),
+    Chart('Policy', 'Entropy', 'nats a token', '', (Line(r'actor/entropy(?:_loss)?', 'entropy'),)),
+    Chart(
+        'Policy',
+        'Sampler against trainer',
+        'KL, nats a token',
+        'Zero where both compute the same log-probs.',
+        (Line(r'rollout_corr/kl', 'k1'), Line(r'rollout_corr/k3_kl', 'k3')),
+    ),
+    Chart(
+        'Policy',
+        'Sampler against trainer, largest gap',
+        '|Δ log-prob| of one token',
+        '',
+        (Line(r'rollout_corr/logp_diff_max', 'gap'),),
+        'log',
+    ),
+    Chart(
+        'Policy',
+        'Advantages',
+        'reward',
+        'Mean; shaded from smallest to largest.',
+        (Line(r'critic/advantages/mean', 'advantages', band=True),),
+    ),
+    Chart(
+        'Critic', 'Value loss', 'squared error', '', (Line(r'critic/vf_loss', 'value loss'),), 'log'
+    ),
+    Chart(
+        'Critic',
+        'Explained variance',
+        'fraction',
+        '',
+        (Line(r'critic/vf_explained_var', 'explained variance'),),
+    ),
+    Chart(
+        'Critic',
+        'Values and returns',
+        'reward',
+        'Mean; values shaded from smallest to largest.',
+        (
+            Line(r'critic/values/mean', 'values', band=True),
+            Line(r'critic/vpred_mean', 'predicted'),
+            Line(r'critic/returns/mean', 'returns'),
+        ),
+    ),
+    Chart(
+        'Episodes and cost',
+        'Turns',
+        'turns an episode',
+        'Mean; shaded from smallest to largest.',
+        (Line(r'num_turns/mean', 'turns', band=True), Line(r'env/searches/mean', 'searches')),
+    ),
+    Chart(
+        'Episodes and cost',
+        'Length',
+        'tokens an episode',
+        'Mean; shaded from smallest to largest.',
+        (
+            Line(r'response_length/mean', 'response', band=True),
+            Line(r'prompt_length/mean', 'prompt'),
+        ),
+    ),
+    Chart(
+        'Episodes and cost',
+        'Irregular episodes',
+        'fraction; number an episode',
+        '',
+        (
+            Line(r'env/truncated', 'cut by a limit'),
+            Line(r'env/retrieval_failed', 'retrieval failed'),
+            Line(r'env/invalid(?:/mean)?', 'invalid actions'),
+        ),
+    ),
+    Chart(
+        'Episodes and cost',
+        'Throughput',
+        'tokens / s',
+        '',
+        (Line(r'perf/throughput', 'tokens / s'),),
+    ),
+    Chart(
+        'Episodes and cost',
+        'Time of an update',
+        'seconds',
+        '',
+        (Line(r'timing_s/(?!step$|testing$|gen)(.+)', r'\1'),),
+        'stack',
+    ),
+    Chart(
+        'Episodes and cost',
+        'Time of generation',
+        'seconds',
+        '',
+        (Line(r'timing_s/gen_(.+)', r'\1'),),
+        'stack',
+    ),
+)
+
+
+def charts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+  """The charts that have something to show, as the page's script draws them."""
+  columns = {}  # name -> {step: value}; a step written twice counts once, the later line wins
+  for row in rows:
+    for name, value in row.items():
+      if name not in ('step', 'time', 'nonfinite'):
+        columns.setdefault(name, {})[row['step']] = value
+  used = {'timing_s/step'}
+  drawn = []
+  for chart in CHARTS:
+    series = []
+    for line in chart.lines:
+      for name in sorted(columns, key=_natural):
+        match = re.fullmatch(line.pattern, name)
+        if match:
+          used.add(name)
+          series.append(_series(columns, name, match.expand(line.label), line, chart.scale))
+          used.update(_band_names(name) if name.endswith('/mean') else ())
+    drawn += _chart(chart, series)
+  rest = sorted(set(columns) - used, key=_natural)
+  for name in rest:
+    series = _series(columns, name, name, Line('', ''), 'linear')
+    drawn += _chart(Chart('Other series', name, '', '', ()), [series])
+  return drawn
+
+
+def _chart(chart: Chart, series: list[dict[str, Any]]) -> list[dict[str, Any]]:
+  series = [one for one in series if any(value is not None for value in one['y'])]
+  if not series:
+    return []
+  prefixes = {one['label'].split(' · ')[0] for one in series}
+  for hue, one in enumerate(series):
+    one['hue'] = hue
+    if len(series) > 1 and len(prefixes) == 1:  # one data set: its name says nothing here
+      one['label'] = one['label'].split(' · ')[-1]
+  fields = {name: getattr(chart, name) for name in ('section', 'title', 'unit', 'note', 'scale')}
+  return [fields | {'series': series}]
+
+
+def _series(
+    columns: dict[str, dict[int, float | None]], name: str, label: str, line: Line, scale: str
+) -> dict[str, Any]:
+  column = columns[name]
+  steps = _evenly(column) if scale == 'stack' else _thin(column)
+  series = {
+      'name': name,
+      'label': label,
+      'dashed': line.dashed,
+      'x': steps,
+      'y': [column[step] for step in steps],
+  }
+  low, high = (columns.get(other) for other in _band_names(name))
+  if line.band and low and high:
+    series['low'] = [low.get(step) for step in steps]
+    series['high'] = [high.get(step) for step in steps]
+  return series
+
+
+def _band_names(name: str) -> tuple[str, str]:
+  stem = name.removesuffix('/mean')
+  return f'{stem}/min', f'{stem}/max'
+
+
+def _thin(column: dict[int, float | None]) -> list[int]:
+  """Steps to draw: all, or of each of MAX_POINTS / 2 bins those of the least and largest value."""
+  steps = sorted(column)
+  if len(steps) <= MAX_POINTS:
+    return steps
+  kept = {steps[0], steps[-1]}
+  bins = MAX_POINTS // 2
+  for index in range(bins):
+    members = steps[index * len(steps) // bins : (index + 1) * len(steps) // bins]
+    members.sort(key=lambda step: _sortable(column[step]))
+    kept.update((members[0], members[-1]))
+  return sorted(kept)
+
+
+def _evenly(column: dict[int, float | None]) -> list[int]:
+  """Every n-th step, n a matter of the step alone: the layers of a stack need the same ones."""
+  stride = max(column) // MAX_POINTS + 1
+  return [step for step in sorted(column) if step % stride == 0 or step == max(column)]
+
+
+def _sortable(value: float | None) -> float:
+  return -math.inf if value is None else value
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+  """turn10 after turn2."""
+  return [
+      (0, int(part), '') if part.isdigit() else (1, 0, part) for part in re.split(r'(\d+)', name)
+  ]

@@ -1,0 +1,99 @@
+"""The folder of a run: it belongs to one config, and at any time to one process."""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+
+from stppo_jax.monitoring import metrics
+from stppo_jax.types import UserError
+
+
+@contextlib.contextmanager
+def lock(workdir):
+  """Makes `workdir` and holds it for this process; refuses one that another run holds.
+
+  The lock is the kernel's and ends with the process, however it ends: there is nothing to clean up.
+  """
+  try:
+    os.makedirs(workdir, exist_ok=True)
+    file = open(os.path.join(workdir, 'lock'), 'a+', encoding='utf-8')
+  except OSError as error:
+    raise UserError(
+        f'--workdir={workdir!r} cannot be made ({error.strerror}): give another'
+    ) from error
+  with file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      file.seek(0)
+      raise UserError(
+          f'--workdir={workdir!r} is in use by {file.read() or "another run"}: wait for '
+          'its end, or give another --workdir'
+      ) from error
+    file.truncate(0)
+    file.write(f'process {os.getpid()} on {socket.gethostname()}')
+    file.flush()
+    yield
+
+
+def claim(workdir, config, may_change=()):
+  """Writes config.json into `workdir`, or checks that the one there says the same.
+
+  `config`: as nested dicts; a resumed run may differ in the fields `may_change`. A folder in which no number was computed yet (a run that stopped at a
+  wrong path, say) is free.
+  """
+  path = os.path.join(workdir, 'config.json')
+  mine = json.loads(json.dumps(config))
+  if not os.path.exists(path) or not os.path.exists(os.path.join(workdir, metrics.FILE_NAME)):
+    write_whole(path, json.dumps(mine, indent=2))
+    return
+  with open(path, encoding='utf-8') as file:
+    theirs = flatten(json.load(file))
+  mine = flatten(mine)
+  different = [
+      name
+      for name in sorted(mine.keys() | theirs.keys())
+      if name not in may_change and mine.get(name) != theirs.get(name)
+  ]
+  if different:
+    shown = ', '.join(
+        f'{name} ({theirs.get(name)!r} there, {mine.get(name)!r} here)' for name in different[:4]
+    )
+    more = f' and {len(different) - 4} more' if len(different) > 4 else ''
+    raise UserError(
+        f'--workdir={workdir!r} belongs to a run with another config: {shown}{more}. '
+        'Give another --workdir, or the same config'
+    )
+  write_whole(path, json.dumps(unflatten(mine), indent=2))
+
+
+def flatten(tree, prefix=''):
+  """{'a': {'b': 1}} -> {'a.b': 1}."""
+  flat = {}
+  for name, value in tree.items():
+    if isinstance(value, dict):
+      flat |= flatten(value, f'{prefix}{name}.')
+    else:
+      flat[prefix + name] = value
+  return flat
+
+
+def unflatten(flat):
+  """The inverse of `flatten`."""
+  tree = {}
+  for path, value in flat.items():
+    *parents, last = path.split('.')
+    branch = tree
+    for name in parents:
+      branch = branch.setdefault(name, {})
+    branch[last] = value
+  return tree
+
+
+def write_whole(path, text):
+  """Writes `text` so that a reader never sees half of it."""
+  with open(path + '.part', 'w', encoding='utf-8') as file:
+    file.write(text)
+  os.replace(path + '.part', path)

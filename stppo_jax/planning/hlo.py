@@ -1,0 +1,178 @@
+"""What a compiled program sends between devices, and what a traced one multiplies: text in, counts out.
+
+A compiler's own cost analysis counts the body of a loop once. Here a loop's body counts as often as it
+runs, where the compiler knows how often; for a loop without a known count (over the micro-batches that
+hold something) the caller says how often at most.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+
+KINDS = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute')
+_BYTES = {
+    'pred': 1,
+    's4': 0.5,
+    'u4': 0.5,
+    's8': 1,
+    'u8': 1,
+    's16': 2,
+    'u16': 2,
+    'bf16': 2,
+    'f16': 2,
+    's32': 4,
+    'u32': 4,
+    'f32': 4,
+    's64': 8,
+    'u64': 8,
+    'f64': 8,
+    'c64': 8,
+    'c128': 16,
+}
+
+_COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+) .*\{$')
+_INSTRUCTION = re.compile(r'^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(')
+_SHAPE = re.compile(r'\b([a-z]+\d*|pred)\[([\d,]*)\]')
+_CALLED = re.compile(
+    r'\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)'
+)
+_BRANCHES = re.compile(r'\bbranch_computations=\{([^}]*)\}')
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """One kind of collective in one run of a program, on one device."""
+
+  kind: str  # one of KINDS
+  count: int  # how often it runs
+  bytes: int  # of all its results; of a reduce-scatter, of what goes in
+
+
+def collectives(hlo_text, open_trips=1):
+  """A Collective for each kind found in a compiled module's text, largest first.
+
+  Loops of unknown count run `open_trips` times.
+
+  The asynchronous forms (`all-gather-start`, `all-gather-done`) count once. Of branches all count:
+  the compiler's text does not say which one runs.
+  """
+  entry, computations = _computations(hlo_text)
+  count, size = collections.Counter(), collections.Counter()
+
+  def walk(name, times, seen):
+    for result, opcode, line in computations.get(name, ()):
+      kind = opcode.removesuffix('-start')
+      if kind in KINDS:
+        channel = re.search(r'channel_id=(\d+)', line)
+        if channel and channel[1] in seen:
+          continue
+        seen.add(channel and channel[1])
+        count[kind] += times
+        size[kind] += times * _moved(kind, opcode != kind, result, line)
+      elif not opcode.endswith(('-done', '-update')):
+        called = _CALLED.findall(line)
+        for branches in _BRANCHES.findall(line):
+          called += [branch.strip(' %') for branch in branches.split(',')]
+        trips = _trips(line, computations, open_trips) if opcode == 'while' else 1
+        for inner in called:
+          # TPU programs cut one collective into many fusions that share its channel.
+          walk(inner, times * trips, seen if opcode in ('fusion', 'async-start') else set())
+
+  walk(entry, 1, set())
+  found = [Collective(kind, count[kind], int(size[kind])) for kind in count]
+  return tuple(sorted(found, key=lambda collective: -collective.bytes))
+
+
+def matmul_flops(jaxpr, open_trips=1):
+  """Floating-point operations of the matrix products of a (closed) jaxpr, over all devices.
+
+  A scan's body counts as often as it runs, a `cond` as its dearest branch, a `while` `open_trips` times.
+  """
+  total = 0
+  for eqn in getattr(jaxpr, 'jaxpr', jaxpr).eqns:
+    if eqn.primitive.name == 'dot_general':
+      (contracted, _), _ = eqn.params['dimension_numbers']
+      left = eqn.invars[0].aval.shape
+      total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[i] for i in contracted)
+      continue
+    inner = [matmul_flops(value, open_trips) for value in _jaxprs(eqn.params)]
+    if eqn.primitive.name == 'cond':
+      total += max(inner)
+    elif eqn.primitive.name == 'while':
+      total += sum(inner) * open_trips
+    else:
+      total += sum(inner) * _times(eqn)
+  return total
+
+
+def _times(eqn):
+  """How often an equation runs the jaxpr within it."""
+  if eqn.primitive.name == 'shard_map':  # written for one device
+    return eqn.params['mesh'].size
+  if eqn.primitive.name == 'pallas_call':  # for one block
+    grid = eqn.params['grid_mapping'].grid
+    # The causal kernel skips the blocks above the diagonal.
+    return math.prod(grid[:-1]) * (grid[-1] + 1) / 2
+  return eqn.params.get('length', 1)
+
+
+def _trips(line, computations, open_trips):
+  """How often a while loop's body runs: as the compiler notes, or as `i < constant` says; else open_trips."""
+  if match := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line):
+    return int(match[1])
+  condition = computations.get(re.search(r'condition=%?([\w.\-]+)', line)[1], ())
+  constants = dict(
+      re.search(r'%?([\w.\-]+) = .* constant\((\d+)\)', text).groups()
+      for _, opcode, text in condition
+      if opcode == 'constant' and re.search(r'constant\(\d+\)', text)
+  )
+  for _, opcode, text in condition:
+    if opcode == 'compare' and 'ROOT' in text and 'direction=LT' in text:
+      limit = re.search(r'compare\([^,]*, (?:[^%]* )?%?([\w.\-]+)\)', text)
+      return int(constants.get(limit and limit[1], open_trips))
+  return open_trips
+
+
+def _jaxprs(params):
+  for value in params.values():
+    for item in value if isinstance(value, (tuple, list)) else (value,):
+      if hasattr(getattr(item, 'jaxpr', item), 'eqns'):
+        yield item
+
+
+def _computations(text):
+  """(name of the entry, {computation: [(result type, opcode, line)]})."""
+  entry, found, current = '', {}, []
+  for line in text.splitlines():
+    if match := _COMPUTATION.match(line):
+      current = found.setdefault(match[2], [])
+      entry = match[2] if match[1] else entry
+    elif match := _INSTRUCTION.match(line):
+      current.append((match[1], match[2], line))
+  return entry, found
+
+
+def _moved(kind, is_async, result, line):
+  """Bytes of a collective's results, or of its operands where they are larger (reduce-scatter)."""
+  sizes = [
+      math.prod(map(int, filter(None, dims.split(',')))) * _BYTES.get(dtype, 0)
+      for dtype, dims in _SHAPE.findall(result)
+      if dims or not is_async
+  ]
+  if is_async and kind != 'all-reduce':  # (operands, results)
+    half = len(sizes) // 2
+    return max(sum(sizes[:half]), sum(sizes[half:]))
+  return sum(sizes) * (_group_size(line) if kind == 'reduce-scatter' else 1)
+
+
+def _group_size(line):
+  """Devices in one replica group: {{0,1},{2,3}}, [groups,size]<=[..], or mesh['a'=2,'b'=4] {'b'}."""
+  if match := re.search(r'replica_groups=\{\{([\d,]+)\}', line):
+    return match[1].count(',') + 1
+  if match := re.search(r'replica_groups=\[\d+,(\d+)\]', line):
+    return int(match[1])
+  if match := re.search(r'replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}', line):
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+    return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", match[2]))
+  return 1

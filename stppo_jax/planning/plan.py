@@ -1,0 +1,477 @@
+"""Does a run fit, and how long would it take? Config in, table out; no accelerator and no weights needed.
+
+The programs that training runs are compiled for a topology of devices that need not be there, from
+shapes and shardings alone. Memory is the compiler's own account of each program; FLOPs and collectives
+are counted (`plan_hlo`); times are a roofline, and so a bound from below.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+import time
+
+from absl import logging
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stppo_jax import config as schema
+from stppo_jax import types
+from stppo_jax import validation
+from stppo_jax.models import decoder
+from stppo_jax.models import shapes
+from stppo_jax.models import sharding
+from stppo_jax.planning import hlo
+from stppo_jax.planning import topologies
+from stppo_jax.planning.topologies import GIB
+from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.training import learner as learner_lib
+from stppo_jax.training import packing
+from stppo_jax.training import state as train_state
+from stppo_jax.training import update
+
+HEADROOM = 0.1  # share of a chip's memory that a plan leaves free
+LIMIT_FLAG = '--xla_tpu_max_hbm_size_mib'
+NUM_STOP_STATES = 32  # rows of the stop automaton, which depends on the tokenizer: room enough
+
+
+@dataclasses.dataclass
+class Program:
+  """One compiled function, with figures of one run on one device unless said otherwise."""
+
+  name: str
+  unit: str  # what one run does
+  runs: int  # how often an update runs it, at most
+  flops: float  # of all devices together
+  resident: int  # bytes that other parts of the run hold meanwhile
+  trips: int  # of its loops without a fixed number of trips
+  arguments: int = 0
+  temporaries: int = 0  # and results that take no argument's place, and code
+  collectives: tuple[hlo.Collective, ...] = ()
+  compile_s: float = 0.0
+  seconds: float | None = None  # from below
+  note: str = ''
+
+  @property
+  def peak(self) -> int:
+    """Bytes of one device while it runs."""
+    return self.resident + self.arguments + self.temporaries
+
+
+@dataclasses.dataclass
+class Plan:
+  """What `make` found out."""
+
+  config: schema.Config
+  topology: str
+  chip: topologies.Chip
+  mesh: jax.sharding.Mesh
+  attention: str  # the backend of training
+  num_params: dict[str, int]  # of each model
+  held: dict[str, tuple[int, int]]  # what is held: bytes (in all, of the fullest device)
+  programs: list[Program] = dataclasses.field(default_factory=list)
+  largest_micro_batch: int = 0  # that fits; 0: none does
+  largest_rows: int = 0
+
+  @property
+  def limit(self) -> int:
+    """Bytes a device may use."""
+    return int(self.chip.memory * (1 - HEADROOM))
+
+  @property
+  def tpu_limit_mib(self) -> int:
+    """What a TPU's compiler is told it has: left alone it takes all, to save time. 0 for others."""
+    if self.mesh.devices.flat[0].platform != 'tpu':
+      return 0
+    return (self.limit - self.held['reference policy'][1]) // 2**20
+
+  @property
+  def fits(self) -> bool:
+    """Whether every program leaves the head-room free."""
+    return all(program.peak <= self.limit for program in self.programs)
+
+
+def make(config, topology='') -> Plan:
+  """Compiles a run's programs for `topology` ('' means the devices here), as the loop would.
+
+  Choice: every episode fills a bin of the longest bucket, and every step clips something in each: shorter
+  bins are branches of the same program that need less, and fewer bins take fewer runs of its loops.
+
+  Raises UserError for a topology, mesh or model that cannot be, RunError where a compiler fails.
+  """
+  validation.validate(config)
+  devices, chip = topologies.devices_of(topology)
+  mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
+  sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
+
+  on_host = learner_lib.on_host(config, mesh)
+  absent_gpu = bool(topology) and chip is topologies.CHIPS['h100']
+  if absent_gpu:  # cuDNN's attention asks the GPU when it is traced
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention='plain'))
+
+  def load(head, folder=None, memory_kind=None):
+    shape = agent_lib.load_shape(config, head, folder)
+    return shape, _on(mesh, _params(shape), memory_kind)
+
+  variant = learner_lib.make_variant(config.algorithm)
+  model, critic_model, actor, critic, frozen = learner_lib.load(
+      config, variant, load, lambda function: _on(mesh, jax.eval_shape(function))
+  )
+  if learner_lib.needs_reference(config):
+    frozen = frozen.replace(
+        reference=_on(mesh, actor, sharding.HOST if 'reference' in on_host else None)
+    )
+  learner = dataclasses.replace(
+      learner_lib.make_learner(config, variant, model, critic_model, devices[0]),
+      lengths=config.train.length_buckets[-1:],
+  )
+  state = jax.eval_shape(functools.partial(train_state.create, learner, kl_coef=0.0), actor, critic)
+  state = jax.tree.map(_shape, state, train_state.shardings(state, mesh, on_host))
+  num_params = {
+      name: shapes.num_params(shape)
+      for name, shape in (('policy', model), ('critic', critic_model))
+      if shape
+  }
+  if config.model.lora_rank:
+    num_params['trained'] = sum(x.size for x in jax.tree.leaves((state.actor, state.critic)))
+  plan = Plan(
+      config=config,
+      topology=topology or 'the devices here',
+      chip=chip,
+      mesh=mesh,
+      attention=learner.actor.attention + (', for want of a GPU to ask about cuDNN' * absent_gpu),
+      num_params=num_params,
+      held=_held(config, mesh, model, state, frozen),
+  )
+  # Sums over micro-batches: g and C of the actor, and the critic's.
+  gradients = 2 * _sizes(state.actor)[1] + _sizes(state.critic)[1]
+  for program, traced in _programs(plan, learner, state, frozen):
+    _compile(program, traced, plan)
+    _estimate(program, plan)
+    plan.programs.append(program)
+  _find_largest(plan, gradients)
+  return plan
+
+
+def table(plan) -> str:
+  """The plan as text: what is held, what each program needs and costs, and the verdict."""
+  config, chip = plan.config, plan.chip
+  gib = lambda size: f'{size / GIB:.2f}'
+  shape = ' x '.join(f'{axis} {size}' for axis, size in plan.mesh.shape.items())
+  lines = [
+      f'{config.name} on {plan.topology}: {plan.mesh.size} x {chip.name}, mesh {shape}',
+      'parameters: ' + ', '.join(f'{name} {count:,}' for name, count in plan.num_params.items()),
+      f'attention in training: {plan.attention}',
+      '',
+      _row('held during a run', 'GiB in all', 'GiB a device'),
+  ]
+  lines += [_row(name, gib(total), gib(each)) for name, (total, each) in plan.held.items() if total]
+  lines += ['', _row('GiB a device', *(program.name for program in plan.programs))]
+  for title, field in (
+      ('arguments', 'arguments'),
+      ('temporaries', 'temporaries'),
+      ('held by others', 'resident'),
+      ('peak', 'peak'),
+  ):
+    lines.append(_row(title, *(gib(getattr(program, field)) for program in plan.programs)))
+  lines.append(
+      _row(
+          f'of {gib(chip.memory)}',
+          *(f'{program.peak / chip.memory:.0%}' for program in plan.programs),
+      )
+  )
+  lines += [
+      '',
+      _row('a run of the program', *(program.name for program in plan.programs)),
+      _row('PFLOP, all devices', *(f'{program.flops / 1e15:.3g}' for program in plan.programs)),
+  ]
+  for kind in hlo.KINDS:
+    found = [
+        next((c for c in program.collectives if c.kind == kind), None) for program in plan.programs
+    ]
+    if any(found):
+      lines.append(
+          _row(
+              f'{kind}, GB a device',
+              *(f'{c.count} x, {c.bytes / 1e9:.3g}' if c else '-' for c in found),
+          )
+      )
+  times = [program.seconds for program in plan.programs]
+  if all(times):
+    lines.append(_row('at least, s (estimate)', *(f'{seconds:.3g}' for seconds in times)))
+    lines.append(_row('runs an update, at most', *(str(p.runs) for p in plan.programs)))
+    total = sum(program.runs * program.seconds for program in plan.programs)
+    lines.append(
+        _row(
+            's an update (estimate)',
+            *(f'{program.runs * program.seconds:.3g}' for program in plan.programs),
+        )
+    )
+    lines.append(
+        f'one update takes at least {total:.0f} s (an estimate, from below: a roofline of '
+        'full-length rows; nothing was run)'
+    )
+  lines.append(_row('compiled in, s', *(f'{program.compile_s:.0f}' for program in plan.programs)))
+  lines += [''] + [f'{program.name}: {program.unit}{program.note}' for program in plan.programs]
+  lines += [
+      'largest that fits (estimate, at least): '
+      f'train.micro_batch {plan.largest_micro_batch or "none"}, '
+      f'{_rows_field(config)} {plan.largest_rows or "none"}',
+      _verdict(plan),
+  ]
+  return '\n'.join(lines)
+
+
+def turn_batch(rows, columns) -> types.TurnBatch:
+  """ShapeDtypeStructs of the batch that `batching.to_turn_batch` makes."""
+  real, whole = _shape_of(rows, columns), _shape_of(rows, columns, dtype=jnp.int32)
+  return types.TurnBatch(
+      tokens=whole,
+      action_mask=real,
+      turn_ids=whole,
+      rewards=real,
+      old_logp=real,
+      ref_logp=real,
+      old_values=real,
+      advantages=real,
+      returns=real,
+      group_ids=_shape_of(rows, dtype=jnp.int32),
+      behaviour_logp=real,
+  )
+
+
+def _params(model):
+  return jax.eval_shape(functools.partial(decoder.init, config=model), jax.random.key(0))
+
+
+def _on(mesh, tree, memory_kind=None):
+  """The same shapes, each with its sharding."""
+  return jax.tree.map(_shape, tree, sharding.tree_shardings(tree, mesh, memory_kind))
+
+
+def _shape(x, placed):
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+
+
+def _shape_of(*axes, dtype=jnp.float32):
+  return jax.ShapeDtypeStruct(axes, dtype)
+
+
+def _sizes(tree):
+  """(bytes in all, bytes of one device) of ShapeDtypeStructs with shardings."""
+  leaves = jax.tree.leaves(tree)
+  return (
+      sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves),
+      sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves),
+  )
+
+
+def _held(config, mesh, model, state, frozen):
+  """{what: (bytes in all, bytes of one device)} that a run keeps, and the cache it samples with."""
+  trees = {
+      'policy': frozen.policy(state.actor),
+      'critic': (frozen.critic, state.critic),
+      'optimizers': (state.actor_opt, state.critic_opt),
+      'reference policy': frozen.reference,
+  }
+  on_host = lambda x: x.sharding.memory_kind == sharding.HOST
+  keep = lambda tree, wanted: [x for x in jax.tree.leaves(tree) if on_host(x) == wanted]
+  rows = agent_lib.num_rows(config)
+  cache = jax.eval_shape(lambda: decoder.init_cache(model, rows, config.rollout.max_total))
+  even = agent_lib.band_width(config) % sharding.num_row_shards(mesh) == 0
+  placed = sharding.rows(mesh) if even else sharding.replicated(mesh)
+  held = {name: _sizes(keep(tree, False)) for name, tree in trees.items()}
+  held['KV cache'] = _sizes(jax.tree.map(lambda x: _shape(x, placed), cache))
+  return held | {f'{name}, on the host': _sizes(keep(tree, True)) for name, tree in trees.items()}
+
+
+def _programs(plan, learner, state, frozen):
+  """(Program, jax.stages.Traced) of each function that an update runs."""
+  config, train, rollout = plan.config, plan.config.train, plan.config.rollout
+  here = {name: each for name, (_, each) in plan.held.items()}
+  others = here['critic'] + here['optimizers'] + here['reference policy']
+  functions = update.compile_functions(learner, state, frozen, plan.mesh)
+  params = frozen.policy(state.actor)
+  batch = turn_batch(train.episodes, train.length_buckets[-1])
+  model = dataclasses.replace(learner.actor, row_sharding=None)
+  table = np.zeros((NUM_STOP_STATES, model.vocab_size), np.int32)
+  sampler = agent_lib.make_sampler(config, model, table, (0,), sharding.rows(plan.mesh))
+  sampling = sampler.trace(params, rollout.max_total)
+
+  width, read_rows, chunk = sampler.width, sampler.read_rows, sampler.chunk_buckets[-1]
+  decoded, read = -(-train.episodes // width), -(-train.episodes // read_rows)  # full calls
+  cache = here['KV cache']  # of all bands, but that a program has one of them among its arguments
+  other_bands = others + cache * (sampler.num_bands - 1) // sampler.num_bands
+  chunks = -(-rollout.max_prompt // chunk) + (
+      config.env.max_turns * -(-rollout.max_observation // chunk)
+  )
+  tokens = min((config.env.max_turns + 1) * rollout.max_turn, rollout.max_total)
+  grows = sum(bucket < rollout.max_total for bucket in sampler.slot_buckets)
+  steps = train.epochs * train.episodes // train.mini_batch
+  micro_batches = train.mini_batch // train.micro_batch
+  micro = f'in micro-batches of {train.micro_batch}, {train.length_buckets[-1]} tokens each'
+  whole = functools.partial(_shape_of, dtype=jnp.int32)
+  deal, first_deals = (train.mini_batch,), (train.episodes // train.mini_batch, train.mini_batch)
+  packed = lambda axes: packing.Packing(*(whole(*axes) for _ in range(3)))
+  for name, unit, runs, trips, resident, traced in (
+      (
+          'update',
+          f'an optimizer step on {train.mini_batch} episodes {micro}',
+          steps,
+          micro_batches,
+          here['reference policy'],
+          functions.update_step.trace(state, frozen, batch, whole(*deal), packed(deal)),
+      ),
+      (
+          'annotate',
+          f'log-probs and values of {train.episodes} episodes {micro}',
+          1,
+          micro_batches,
+          here['optimizers'],
+          functions.annotate.trace(state, frozen, batch, whole(*first_deals), packed(first_deals)),
+      ),
+      (
+          'prefill',
+          f'{chunk} tokens of {read_rows} rows',
+          read * chunks,
+          1,
+          other_bands if sampler.in_place else others + cache,
+          sampling['prefill'],
+      ),
+      (
+          'decode',
+          f'1 token of {width} rows of {rollout.max_total} slots',
+          decoded * tokens,
+          1,
+          other_bands,
+          sampling['decode'],
+      ),
+      (
+          'grow',
+          'the last growth of a KV cache, which copies it',
+          decoded * grows,
+          1,
+          other_bands + here['policy'],
+          sampling['grow'],
+      ),
+  ):
+    yield Program(name, unit, runs, hlo.matmul_flops(traced.jaxpr, trips), resident, trips), traced
+
+
+def _compile(program, traced, plan):
+  """Compiles and fills in the memory and the collectives."""
+  started = time.perf_counter()
+  logging.info('compiling %s for %s', program.name, plan.topology)
+  try:
+    compiled = traced.lower().compile(
+        {LIMIT_FLAG.lstrip('-'): plan.tpu_limit_mib} if plan.tpu_limit_mib else None
+    )
+  except jax.errors.JaxRuntimeError as error:
+    used = re.search(r'Used ([\d.]+)([MG]) of', str(error))
+    if not used:
+      raise topologies.explained(error, plan.topology) from error
+    # The compiler gives up on a program that does not fit; its figure holds arguments too.
+    program.temporaries = int(float(used[1]) * {'M': 2**20, 'G': GIB}[used[2]])
+    program.note = ', refused by the compiler for its size'
+  else:
+    memory = compiled.memory_analysis()
+    program.arguments = memory.argument_size_in_bytes
+    program.temporaries = (
+        memory.temp_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.generated_code_size_in_bytes
+    )
+    program.collectives = hlo.collectives(compiled.as_text(), program.trips)
+  program.compile_s = time.perf_counter() - started
+
+
+def _estimate(program, plan):
+  """Fills in the roofline's time: the slowest of compute, memory and links, as if they overlapped.
+
+  Through the memory goes all that the program holds, once; for a decoded token the weights in bfloat16
+  and the cache. An all-reduce sends its bytes twice.
+  """
+  chip = plan.chip
+  if not chip.flops or program.note:
+    return
+  traffic = program.arguments + program.temporaries
+  if program.name == 'decode':
+    share = agent_lib.band_width(plan.config) / agent_lib.num_rows(plan.config)
+    traffic = (
+        2 * plan.num_params['policy'] // plan.mesh.shape['tensor']
+        + plan.held['KV cache'][1] * share
+    )
+  sent = sum(c.bytes * (2 if c.kind == 'all-reduce' else 1) for c in program.collectives)
+  program.seconds = max(
+      program.flops / (plan.mesh.size * chip.flops), traffic / chip.bandwidth, sent / chip.link
+  )
+
+
+def _find_largest(plan, gradients):
+  """Fills in the largest micro-batch, of those that divide the mini-batch, and band of rows."""
+  train, step = plan.config.train, sharding.num_row_shards(plan.mesh)
+  divisors = [n for n in range(step, train.mini_batch + 1, step) if train.mini_batch % n == 0]
+  plan.largest_micro_batch = _largest(
+      plan.limit, plan.programs[:2], train.micro_batch, gradients, divisors
+  )
+  plan.largest_rows = _largest(
+      plan.limit,
+      plan.programs[2:],
+      agent_lib.band_width(plan.config),
+      0,
+      range(step, train.episodes + 1, step),
+  )
+
+
+def _largest(limit, programs, rows, fixed, allowed):
+  """The largest of the `allowed` numbers of rows that fits, 0 if none; `programs` ran with `rows`.
+
+  Of a program's temporaries `fixed` bytes are taken not to grow with the rows, and all the rest to do so:
+  above `rows` that errs on the safe side.
+  """
+
+  def peak(program, count):
+    least = min(fixed, program.temporaries)
+    return (
+        program.resident + program.arguments + least + (program.temporaries - least) * count / rows
+    )
+
+  return max((n for n in allowed if all(peak(p, n) <= limit for p in programs)), default=0)
+
+
+def _rows_field(config):
+  """The setting that says how many rows a band has."""
+  return 'rollout.width' if config.rollout.width else 'rollout.rows'
+
+
+def _row(title, *cells):
+  return f'{title:26s}' + ''.join(f'{cell:>19s}' for cell in cells)
+
+
+def _verdict(plan):
+  """'fits', or what to change."""
+  if plan.fits:
+    verdict = f'FITS, with at least {HEADROOM:.0%} of the memory free'
+    if plan.tpu_limit_mib:
+      verdict += f'; to hold the compiler to it: LIBTPU_INIT_ARGS={LIMIT_FLAG}={plan.tpu_limit_mib}'
+    return verdict
+  program = max(plan.programs, key=lambda program: program.peak)
+  over = f'{program.name} needs {program.peak / GIB:.2f} GiB a device, {plan.limit / GIB:.2f} may be used'
+  train = plan.config.train
+  changes = []
+  if program.name in ('update', 'annotate'):
+    if plan.largest_micro_batch and plan.largest_micro_batch < train.micro_batch:
+      changes.append(f'--config.train.micro_batch={plan.largest_micro_batch}')
+    elif plan.config.model.remat != 'full':
+      changes.append('--config.model.remat=full')
+  elif plan.largest_rows and plan.largest_rows < agent_lib.band_width(plan.config):
+    changes.append(f'--config.{_rows_field(plan.config)}={plan.largest_rows}')
+  changes = changes or [
+      'more devices',
+      '--config.model.critic=shared',
+      '--config.model.param_dtype=bfloat16',
+      'a smaller model',
+  ]
+  return f'DOES NOT FIT: {over}; try {" or ".join(changes)}'

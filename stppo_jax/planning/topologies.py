@@ -1,0 +1,129 @@
+"""Devices that need not be there: 'v5e:8x8' in, devices to compile for and their chip's figures out.
+
+TPU topologies need libtpu, GPU ones jax-cuda12-plugin and ptxas: see requirements-plan.txt.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import re
+
+import jax
+
+from stppo_jax.types import RunError
+from stppo_jax.types import UserError
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """Public figures of one chip; a speed of 0 is not known and gives no time."""
+
+  name: str
+  memory: int  # bytes that programs can use
+  flops: float = 0.0  # bf16, dense, a second
+  bandwidth: float = 0.0  # memory, bytes a second
+  link: float = 0.0  # to the other chips, all links in one direction, bytes a second
+
+
+# Google's system pages and NVIDIA's data sheet; memory as the compilers and drivers report it.
+CHIPS = {
+    'v5e': Chip('TPU v5e', int(15.75 * GIB), 197e12, 0.819e12, 0.2e12),
+    'v5p': Chip('TPU v5p', int(95.74 * GIB), 459e12, 2.765e12, 0.6e12),
+    'v6e': Chip('TPU v6e', int(31.25 * GIB), 918e12, 1.64e12, 0.448e12),
+    'h100': Chip('H100 80GB SXM', 84_942_979_072, 989e12, 3.35e12, 0.45e12),
+}
+KINDS = {'TPU v5 lite': 'v5e', 'TPU v5': 'v5p', 'TPU v5p': 'v5p', 'TPU v6 lite': 'v6e'}
+FORMS = (
+    'v5e:8x8, v6e:4x4, v5p:4x4x4 and other sizes (even numbers of chips), h100:1x1x8 '
+    '(1 x hosts x GPUs of a host), or nothing for the devices here'
+)
+# Keeps libtpu from asking the network what machine this is, and from talking about it.
+TPU_ENVIRONMENT = {
+    'TPU_SKIP_MDS_QUERY': '1',
+    'TPU_ACCELERATOR_TYPE': 'v5litepod-64',
+    'TPU_WORKER_HOSTNAMES': 'localhost',
+    'TPU_STDERR_LOG_LEVEL': '3',
+    'TPU_MIN_LOG_LEVEL': '3',
+}
+
+# What XLA's CUDA compiler asks about a device that is not there: facts of the H100 SXM.
+H100 = """
+gpu_device_info {
+  name: "NVIDIA H100 80GB HBM3"
+  cuda_compute_capability { major: 9 minor: 0 }
+  device_memory_size: 84942979072 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 threads_per_warp: 32
+  threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  registers_per_block_limit: 65536 registers_per_core_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+runtime_version { major: 12 minor: 8 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+def devices_of(topology):
+  """(devices, Chip) of 'v5e:8x8' and the like; of '' those attached."""
+  if not topology:
+    return _local_devices()
+  name, _, shape = topology.partition(':')
+  forms = r'\d+x\d+x\d+' if name in ('v5p', 'h100') else r'\d+x\d+'
+  if name not in CHIPS or not re.fullmatch(forms, shape):
+    raise UserError(f'--topology={topology}: no such topology; give {FORMS}')
+  package = 'jax_plugins.xla_cuda12' if name == 'h100' else 'libtpu'
+  if not _installed(package):
+    raise UserError(
+        f'--topology={topology} needs the package {package}: pip install -r '
+        'requirements-plan.txt'
+    )
+  os.environ.update(TPU_ENVIRONMENT)
+  from jax.experimental import topologies
+
+  try:
+    if name == 'h100':
+      found = topologies.get_topology_desc('h100', 'cuda', target_config=H100, topology=shape)
+    else:
+      found = topologies.get_topology_desc(platform='tpu', topology_name=topology)
+  except jax.errors.JaxRuntimeError as error:
+    raise explained(error, topology) from error
+  return found.devices, CHIPS[name]
+
+
+def explained(error, topology):
+  """What a compiler's exception means for the user: a UserError or RunError to be raised."""
+  text = ' '.join(str(error).split())
+  if 'lockfile' in text or 'already in use' in text:
+    return RunError(
+        'another process on this machine is compiling for TPU or uses one, and libtpu '
+        'allows one at a time: wait for it, or remove /tmp/libtpu_lockfile if it died'
+    )
+  if 'INVALID_ARGUMENT' in text:
+    return UserError(f'--topology={topology}: {text[:200]}; give {FORMS}')
+  return RunError(f'the compiler for {topology} failed: {text[:400]}')
+
+
+def _local_devices():
+  """The devices of this machine; of simulated ones each has its share of the machine's memory."""
+  devices = jax.devices()
+  kind = devices[0].device_kind
+  if kind in KINDS:
+    return devices, CHIPS[KINDS[kind]]
+  if 'H100' in kind:
+    return devices, CHIPS['h100']
+  if devices[0].platform == 'cpu':
+    memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') // len(devices)
+  else:
+    memory = devices[0].memory_stats()['bytes_limit']
+  return devices, Chip(kind, memory)
+
+
+def _installed(package):
+  try:
+    return importlib.util.find_spec(package) is not None
+  except ModuleNotFoundError:
+    return False

@@ -1,0 +1,56 @@
+"""Loads what a user plugs in: the short name of a built-in, or `module:attribute`, from the config."""
+
+from collections.abc import Mapping
+import difflib
+import hashlib
+import importlib
+import pathlib
+import traceback
+from typing import Any
+
+from stppo_jax.types import UserError
+
+
+def load(field: str, name: str, built_in: Mapping[str, Any]) -> Any:
+  """Returns what `config.<field>=<name>` names: load('env.kind', 'my_envs:Countdown', ENVIRONMENTS).
+
+  UserError: neither a short name nor something that can be imported.
+  """
+  given = f'config.{field}={name!r}'
+  if name in built_in:
+    return built_in[name]
+  module_name, colon, attribute = name.partition(':')
+  if not colon:
+    near = difflib.get_close_matches(name, built_in, n=1)
+    hint = f'; did you mean {near[0]}?' if near else ''
+    raise UserError(f'{given}: allowed are {", ".join(built_in)}, or module:attribute{hint}')
+  try:
+    found = importlib.import_module(module_name)
+  except Exception as error:  # whatever a user's module may raise
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    raise UserError(
+        f'{given}: cannot import {module_name} ({type(error).__name__}: {error}; {frame.filename}:'
+        f'{frame.lineno}); start from the folder that holds it, or install it'
+    ) from error
+  for part in attribute.split('.'):
+    if not hasattr(found, part):
+      raise UserError(f'{given}: {module_name} has no {attribute!r}; give one of its names')
+    found = getattr(found, part)
+  return found
+
+
+def digests(names: Mapping[str, str]) -> dict[str, str]:
+  """{field: digest of the source file} of those names that are `module:attribute`.
+
+  The work folder keeps them, so that a run is not resumed with another plug-in unnoticed.
+  """
+  sources = {
+      field: getattr(importlib.import_module(name.partition(':')[0]), '__file__', None)
+      for field, name in names.items()
+      if ':' in name
+  }
+  return {
+      field: hashlib.sha256(pathlib.Path(source).read_bytes()).hexdigest()[:16]
+      for field, source in sources.items()
+      if source
+  }

@@ -1,0 +1,163 @@
+"""Checks a config: every field against the rules that stand on it, then the rules that span fields.
+
+Called once, before anything heavy. What is wrong is told in one line: given, allowed, what to do.
+"""
+
+from collections.abc import Iterator
+import dataclasses
+from typing import Any
+
+from stppo_jax.config import Config
+from stppo_jax.config import HEALTH_RULES
+from stppo_jax.config import Rules
+from stppo_jax.types import UserError
+
+
+def fields(config: Any, prefix: str = '') -> Iterator[tuple[str, Rules, Any]]:
+  """(dotted path, rules, value) of every setting."""
+  for field in dataclasses.fields(config):
+    value, path = getattr(config, field.name), prefix + field.name
+    if dataclasses.is_dataclass(value):
+      yield from fields(value, path + '.')
+    else:
+      yield path, field.metadata['rules'], value
+
+
+def may_change() -> tuple[str, ...]:
+  """Paths of the settings that a resumed run may change."""
+  return tuple(path for path, rules, _ in fields(Config()) if rules.may_change)
+
+
+def validate(config: Config) -> Config:
+  """Returns `config` if it makes sense, else raises a UserError that says what to change."""
+  for path, rules, value in fields(config):
+    _check_field(f'config.{path}={value!r}', rules, value)
+  _check_names(config)
+  _check_sizes(config)
+  _check_algorithm(config)
+  _check_adapters(config)
+  return config
+
+
+def _check_field(given: str, rules: Rules, value: Any) -> None:
+  if value is None:
+    return
+  if rules.allowed and value not in rules.allowed and not (rules.plugin and ':' in value):
+    or_own = ', or module:attribute' if rules.plugin else ''
+    raise UserError(f'{given}: allowed are {", ".join(map(str, rules.allowed))}{or_own}')
+  if rules.items and (not value or set(value) - set(rules.items)):
+    raise UserError(
+        f'{given}: allowed are one or more of {", ".join(rules.items)}, as in '
+        f'"({rules.items[0]!r}, {rules.items[-1]!r})"'
+    )
+  # Written so that NaN is refused too.
+  if rules.at_least is not None and not value >= rules.at_least:
+    raise UserError(f'{given}: must be at least {rules.at_least}')
+  if rules.at_most is not None and not value <= rules.at_most:
+    raise UserError(f'{given}: must be at most {rules.at_most}')
+  if rules.above is not None and not value > rules.above:
+    raise UserError(f'{given}: must be above {rules.above}')
+
+
+def _check_names(config: Config) -> None:
+  """Names that refer to other fields."""
+  for name in config.health.stop_on:
+    if name not in HEALTH_RULES:
+      raise UserError(
+          f'config.health.stop_on names {name!r}: allowed are {", ".join(HEALTH_RULES)}, '
+          'to be given as "(\'entropy_drop\',)"'
+      )
+
+
+def _check_sizes(config: Config) -> None:
+  """Counts that have to divide or to hold each other."""
+  rollout, train = config.rollout, config.train
+  for small, large in (('micro_batch', 'mini_batch'), ('mini_batch', 'episodes')):
+    if getattr(train, large) % getattr(train, small):
+      raise UserError(
+          f'config.train.{small}={getattr(train, small)} does not divide config.train.{large}='
+          f'{getattr(train, large)}: choose a divisor'
+      )
+  if train.episodes % rollout.group_size:
+    raise UserError(
+        f'config.rollout.group_size={rollout.group_size} does not divide config.train.episodes='
+        f'{train.episodes}: choose a divisor'
+    )
+  buckets = train.length_buckets
+  if not buckets or list(buckets) != sorted(set(buckets)) or buckets[-1] < rollout.max_total:
+    raise UserError(
+        f'config.train.length_buckets={buckets}: must rise and end at config.rollout.max_total='
+        f'{rollout.max_total} or above'
+    )
+  if not rollout.chunks or min(rollout.chunks) < 1:
+    raise UserError(
+        f'config.rollout.chunks={rollout.chunks}: give one number or more, each at least 1'
+    )
+  if rollout.max_prompt + rollout.max_turn > rollout.max_total:
+    raise UserError(
+        f'config.rollout.max_total={rollout.max_total}: must hold at least max_prompt + max_turn = '
+        f'{rollout.max_prompt + rollout.max_turn}'
+    )
+  if train.on_nonfinite == 'rollback' and not train.checkpoint_every:
+    raise UserError(
+        "config.train.on_nonfinite='rollback' needs checkpoints to go back to, and "
+        'config.train.checkpoint_every=0: set --config.train.checkpoint_every=1 or more'
+    )
+
+
+def _check_algorithm(config: Config) -> None:
+  """Settings of the algorithm that exclude each other."""
+  rollout, algorithm = config.rollout, config.algorithm
+  if (rollout.top_p < 1 or rollout.top_k > 0) and algorithm.old_logp != 'sampler':
+    raise UserError(
+        f'config.rollout.top_p={rollout.top_p}, top_k={rollout.top_k} truncate the distribution that is '
+        "sampled from, and old_logp='trainer' recomputes log-probs that do not reflect it: set "
+        '--config.rollout.top_p=1 --config.rollout.top_k=0, or --config.algorithm.old_logp=sampler'
+    )
+  if algorithm.dual_clip and algorithm.dual_clip <= 1:
+    raise UserError(
+        f'config.algorithm.dual_clip={algorithm.dual_clip}: must be above 1, or 0 for off'
+    )
+  if algorithm.is_correction != 'none' and algorithm.old_logp == 'sampler':
+    raise UserError(
+        f'config.algorithm.is_correction={algorithm.is_correction!r} bridges the sampler to the '
+        "trainer's old_logp, and old_logp='sampler' leaves no gap: set "
+        '--config.algorithm.is_correction=none, or --config.algorithm.old_logp=trainer'
+    )
+  grouped = algorithm.variant in ('grpo', 'so_grpo', 'gspo', 'rloo')
+  if (algorithm.advantage or (grouped and 'group')) in (
+      'group',
+      'group_zscore',
+      'leave_one_out',
+  ) and rollout.group_size == 1:
+    raise UserError(
+        f'config.algorithm.variant={algorithm.variant!r} compares the episodes of a group, and '
+        'config.rollout.group_size=1: set --config.rollout.group_size=4 or more'
+    )
+
+
+def _check_adapters(config: Config) -> None:
+  """What LoRA adapts, and what can then be placed elsewhere."""
+  model, placement = config.model, config.placement
+  if model.lora_rank and placement.reference == 'host':
+    raise UserError(
+        "config.placement.reference='host': with config.model.lora_rank above 0 the reference "
+        "is the policy's own base and takes no memory: set it to 'device'"
+    )
+  if placement.critic == 'host' and model.critic == 'shared':
+    raise UserError(
+        "config.placement.critic='host': with config.model.critic='shared' the critic is "
+        "part of the policy, which samples: set it to 'device', or the critic to 'separate'"
+    )
+  if placement.critic == 'host' and model.lora_rank and not model.critic_folder:
+    raise UserError(
+        "config.placement.critic='host': with config.model.lora_rank above 0 the critic stands "
+        "on the policy's base, which samples: set it to 'device', or give a critic_folder"
+    )
+
+
+def get(config: Config, path: str):
+  """The field at a dotted path: get(config, 'train.updates')."""
+  for name in path.split('.'):
+    config = getattr(config, name)
+  return config

@@ -1,0 +1,230 @@
+"""run.py as a user meets it: every mistake is one line on stderr, and a non-zero exit code."""
+
+from concurrent import futures
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import types
+from unittest import mock
+
+from absl import flags
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+
+from stppo_jax import cli
+from stppo_jax.training import loop
+from stppo_jax.types import RunError
+from tests.support import tiny_run
+
+ROOT = pathlib.Path(__file__).parent.parent
+BROKEN = 'def get_config(mode=""):\n  return undefined_name\n'
+
+# Arguments ({tmp}: a folder), and what the one line says. Each is a process of its own.
+PROCESSES = {
+    'unknown field': (['--config.train.updatez=3'], ['train.updatez', 'train.updates?']),
+    'field of a section that is not there': (['--config.lrr=3'], ['lrr']),
+    'a whole section': (['--config.train=5'], ['config.train:', 'train.updates']),
+    'wrong type': (['--config.train.updates=many'], ['config.train.updates', 'many']),
+    'missing config file': (['--config=nowhere.py'], ['nowhere.py', 'no such file']),
+    'missing config file, and an override': (
+        ['--config=nowhere.py:smoke', '--config.seed=1'],
+        ['nowhere.py', 'no such file'],
+    ),
+    'missing config file, other spelling': (['--config', 'nowhere.py'], ['nowhere.py']),
+    'config file with an error': (['--config={tmp}/broken.py'], ['undefined_name']),
+    'misspelt flag': (['--wrokdir=x'], ['wrokdir', 'workdir']),
+    'wrong mode': (['--mode=trian'], ['mode', 'train|eval']),
+    'forgotten dashes': (['config.train.updates=3'], ['config.train.updates=3', '--']),
+    'rule of validate': (
+        ['--config.rollout.top_p=0.5', '--workdir={tmp}/run'],
+        ['top_p=0.5', 'old_logp=sampler'],
+    ),
+    'report of nothing': (['--mode=report', '--workdir={tmp}/nothing'], ['nothing']),
+}
+
+
+class ProcessTest(parameterized.TestCase):
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.tmp = cls.enterClassContext(tempfile.TemporaryDirectory())
+    (pathlib.Path(cls.tmp) / 'broken.py').write_text(BROKEN, encoding='utf-8')
+    with futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+      cls.results = dict(zip(PROCESSES, pool.map(cls.start, PROCESSES)))
+
+  @classmethod
+  def start(cls, name):
+    arguments = [argument.format(tmp=cls.tmp) for argument in PROCESSES[name][0]]
+    return subprocess.run(
+        [sys.executable, str(ROOT / 'run.py'), *arguments],
+        cwd=cls.tmp,
+        timeout=300,
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
+    )
+
+  @parameterized.parameters(*PROCESSES)
+  def test_one_line_and_exit_code_2(self, name):
+    result, words = self.results[name], PROCESSES[name][1]
+    self.assertEqual(result.stderr.count('\n'), 1, result.stderr)
+    self.assertStartsWith(result.stderr, 'run.py: ')
+    self.assertEqual(result.returncode, 2)
+    self.assertEmpty(result.stdout)
+    for word in words:
+      self.assertIn(word, result.stderr)
+
+
+class MainTest(parameterized.TestCase):
+  """In this process: what is found out after the command line was read."""
+
+  def setUp(self):
+    super().setUp()
+    # What a command sets for its process, it must not set for the other tests.
+    self.enterContext(mock.patch.object(cli, '_quiet_libraries'))
+    self.enterContext(mock.patch.object(type(jax.config), 'update'))
+    self.tmp = self.enterContext(tempfile.TemporaryDirectory())
+    tiny_run.write(self.tmp)
+    self.experiment = os.path.join(self.tmp, 'experiment.py')
+    pathlib.Path(self.experiment).write_text(
+        'from tests.support import tiny_run\n'
+        f'def get_config(mode=""):\n  return tiny_run.make_config({self.tmp!r})\n',
+        encoding='utf-8',
+    )
+
+  def complaint(self, *arguments):
+    """(the one line, exit code) of a command."""
+    argv = [
+        'run.py',
+        f'--config={self.experiment}',
+        f'--workdir={self.tmp}/run',
+        '--mode=train',
+        *arguments,
+    ]
+    for name in [name for name in flags.FLAGS if name.split('.')[0] == 'config']:
+      delattr(flags.FLAGS, name)  # a process defines them once; the tests share one
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+      code = cli._main(cli._parse(argv))
+    self.assertEqual(stderr.getvalue().count('\n'), 1, stderr.getvalue())
+    self.assertStartsWith(stderr.getvalue(), 'run.py: ')
+    return stderr.getvalue(), code
+
+  def refused(self, *words, arguments=()):
+    line, code = self.complaint(*arguments)
+    self.assertEqual(code, 2)
+    for word in words:
+      self.assertIn(word, line)
+
+  def edit(self, name, number, line):
+    """Replaces one line of a file of the knowledge folder."""
+    path = pathlib.Path(self.tmp) / 'knowledge' / name
+    lines = path.read_text(encoding='utf-8').splitlines()
+    lines[number - 1] = line
+    path.write_text('\n'.join(lines), encoding='utf-8')
+
+  def test_a_question_without_answers(self):
+    self.edit('qa.jsonl', 3, json.dumps({'id': 'x', 'question': 'Which?', 'split': 'train'}))
+    self.refused('qa.jsonl:3', "'answers'", 'missing')
+
+  def test_a_passage_that_is_no_json(self):
+    self.edit('corpus.jsonl', 2, '{"id": "x", "title"')
+    self.refused('corpus.jsonl:2', 'JSON')
+
+  def test_a_config_that_was_mended_may_use_the_same_folder(self):
+    self.refused(
+        'nowhere',
+        arguments=['--config.data.source=nowhere', f'--config.data.corpus={self.tmp}/knowledge'],
+    )
+    with mock.patch.object(loop.task_files, 'TaskStream', side_effect=RunError('far enough')):
+      self.assertIn('far enough', self.complaint()[0])
+
+  @parameterized.parameters(
+      (['--config.data.source={tmp}/nowhere'], ['nowhere', 'no such file']),
+      (['--config.data.train_split=trian'], ["'trian'", 'train']),
+      (['--config.data.datasets=nonsense'], ['nonsense', 'fruit', 'nature']),
+      (['--config.model.folder={tmp}/nowhere'], ['nowhere', 'config.json']),
+      (
+          ['--config.retriever.kind=http', '--config.retriever.url=localhost:8000'],
+          ['localhost:8000', 'http://'],
+      ),
+      (
+          ['--config.train.micro_batch=4', '--config.mesh.data=8'],
+          ['micro_batch=4', 'multiple of 8'],
+      ),
+      (['--config.mesh.data=3', '--config.mesh.fsdp=1'], ['data=3', '8']),
+      (['--config.rollout.top_p=0.9'], ['top_p=0.9', 'old_logp=sampler']),
+      (['--config.model.attention=splash'], ['splash', 'needs a TPU', 'cpu', 'plain']),
+      (['--workdir={tmp}/experiment.py/run'], ['experiment.py/run']),
+  )
+  def test_settings_that_cannot_be(self, arguments, words):
+    self.refused(*words, arguments=[argument.format(tmp=self.tmp) for argument in arguments])
+
+  def test_a_model_folder_without_weights(self):
+    os.remove(os.path.join(self.tmp, 'model', 'model.safetensors'))
+    self.refused('no weights', os.path.join(self.tmp, 'model'))
+
+  def test_a_model_folder_without_a_tokenizer(self):
+    os.remove(os.path.join(self.tmp, 'model', 'tokenizer.json'))
+    self.refused('tokenizer.json', os.path.join(self.tmp, 'model'))
+
+  def test_a_tokenizer_that_is_another_models(self):
+    tiny_run.write_model(os.path.join(self.tmp, 'small'), vocab_size=300)
+    self.refused('ids', '300', arguments=[f'--config.model.folder={self.tmp}/small'])
+
+  def test_a_folder_of_another_run(self):
+    os.makedirs(os.path.join(self.tmp, 'run'))
+    other = dataclasses.asdict(tiny_run.make_config(self.tmp)) | {'seed': 7}
+    for name, text in (('config.json', json.dumps(other)), ('metrics.jsonl', '')):
+      pathlib.Path(self.tmp, 'run', name).write_text(text, encoding='utf-8')
+    self.refused('seed (7 there, 0 here)', '--workdir')
+
+  def test_an_export_of_a_folder_without_a_run(self):
+    self.refused('--workdir', 'no checkpoint to export', '--config', arguments=['--mode=export'])
+
+  def test_a_disk_that_was_full_is_not_told_by_every_thread(self):
+    told, say = [], lambda error: types.SimpleNamespace(exc_value=error)
+    for error in (RuntimeError('Event loop is closed'), RuntimeError('of ours')):
+      cli._tell_unraisable(told.append, say(error))
+    self.assertLen(told, 1)
+
+  def test_a_run_that_cannot_go_on_and_an_interrupt(self):
+    for error, word, code in (
+        (RunError('several\nlines'), 'several lines', 1),
+        (KeyboardInterrupt(), 'interrupted', 130),
+    ):
+      with mock.patch.object(loop, 'train', side_effect=error):
+        line, exit_code = self.complaint()
+      self.assertIn(word, line)
+      self.assertEqual(exit_code, code)
+
+  def test_an_interrupt_that_a_library_swallows_is_not_lost(self):
+    """Python ignores what is raised in a finalizer, for one."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def train(config, workdir, stop_requested, profile):
+      del config, workdir, profile
+      self.assertFalse(stop_requested())
+      with contextlib.suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+      stop_requested()
+
+    with mock.patch.object(loop, 'train', train):
+      line, exit_code = self.complaint()
+    self.assertIn('interrupted', line)
+    self.assertEqual(exit_code, 130)
+    self.assertIs(signal.getsignal(signal.SIGINT), before)
+
+
+if __name__ == '__main__':
+  absltest.main()

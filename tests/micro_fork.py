@@ -1,9 +1,0 @@
-"""What a fork server imports before it forks children for `micro_run`; never import it elsewhere."""
-
-import sys
-import types
-
-# bm25s runs JAX as it is imported, and a JAX that has run does not survive a fork.
-sys.modules['stppo_jax.retrieval.bm25'] = types.ModuleType('bm25')
-
-from tests import micro_run  # pylint: disable=unused-import,wrong-import-position

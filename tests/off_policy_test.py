@@ -1,0 +1,151 @@
+"""Weights for episodes of another policy: by hand, on-policy, and in the gradient."""
+
+import dataclasses
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stppo_jax.algorithms import correction
+from stppo_jax.algorithms import losses
+from stppo_jax.algorithms import off_policy
+from stppo_jax.algorithms import variants
+from stppo_jax.training import diagnostics
+from stppo_jax.types import TurnBatch
+
+LEVELS = ('none', 'token', 'turn', 'sequence')
+# Row 0: turn 1 of two tokens, an observation, turn 2 of one token, padding. Row 1: one token.
+TURN_IDS = np.array([[0, 1, 1, 0, 2, 0], [0, 1, 0, 0, 0, 0]], np.int32)
+MASK = (TURN_IDS > 0).astype(np.float32)
+# d = old_logp - behaviour_logp. Outside the agent's tokens: numbers that must not matter.
+LOG_RATIO = np.log(np.array([[9, 2, 0.5, 9, 4, 9], [9, 0.25, 9, 9, 9, 9]], np.float32))
+
+
+def weights(level, threshold, log_ratio=LOG_RATIO):
+  behaviour = np.full(TURN_IDS.shape, -2.0, np.float32)
+  return off_policy.truncated_weights(
+      behaviour + log_ratio, behaviour, MASK, TURN_IDS, level, threshold
+  )
+
+
+class RolloutCorrectionTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ('none', 2.0, [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]),
+      # exp(d), the 4 cut to 2
+      ('token', 2.0, [[1, 2, 0.5, 1, 2, 1], [1, 0.25, 1, 1, 1, 1]]),
+      # sqrt(2 * .5) = 1; 4, cut to 3
+      ('turn', 3.0, [[1, 1, 1, 1, 3, 1], [1, 0.25, 1, 1, 1, 1]]),
+      # 2 * .5 * 4 = 4, not cut
+      ('sequence', 5.0, [[1, 4, 4, 1, 4, 1], [1, 0.25, 1, 1, 1, 1]]),
+  )
+  def test_by_hand(self, level, threshold, expected):
+    np.testing.assert_allclose(weights(level, threshold), expected, rtol=1e-6)
+
+  @parameterized.parameters(*LEVELS)
+  def test_on_policy_all_are_one(self, level):
+    on_policy = np.where(MASK > 0, 0, LOG_RATIO)
+    np.testing.assert_array_equal(weights(level, 2.0, on_policy), np.ones(MASK.shape))
+
+  def test_turns_of_one_token_are_tokens_and_a_row_of_one_token_is_its_sequence(self):
+    turns = MASK.astype(np.int32) * np.arange(1, 7, dtype=np.int32)
+    of = lambda level, rows: off_policy.truncated_weights(
+        jnp.asarray(LOG_RATIO[rows]),
+        jnp.zeros_like(LOG_RATIO[rows]),
+        MASK[rows],
+        turns[rows],
+        level,
+        3.0,
+    )
+    both, last = slice(None), slice(1, 2)
+    np.testing.assert_allclose(of('turn', both), of('token', both), rtol=1e-6)
+    np.testing.assert_allclose(of('sequence', last), of('token', last), rtol=1e-6)
+
+  @parameterized.parameters(-1, 1)
+  def test_a_long_product_neither_overflows_nor_is_not_a_number(self, sign):
+    logp = jnp.full((1, 4096), 0.5 * sign)
+    ones = jnp.ones((1, 4096), jnp.int32)
+    w = off_policy.truncated_weights(logp, jnp.zeros_like(logp), ones, ones, 'sequence', 2.0)
+    np.testing.assert_allclose(w, np.full((1, 4096), 2.0 if sign > 0 else 0.0), rtol=1e-6)
+
+  @parameterized.parameters(*LEVELS)
+  def test_constant_for_differentiation(self, level):
+    gradient = jax.grad(lambda d: weights(level, 3.0, d).sum())(jnp.asarray(LOG_RATIO))
+    np.testing.assert_array_equal(gradient, np.zeros(MASK.shape))
+
+  @parameterized.product(level=LEVELS[1:], variant=('ppo', 'turn_ppo', 'rloo'))
+  def test_the_policy_terms_gradient_is_weighted_token_by_token(self, level, variant):
+    """Of J = sum weight_t w_t min(r_t A_t, clip(r_t) A_t): by jax.grad of that very sum."""
+    rng = np.random.default_rng(0)
+    row = dataclasses.replace(variants.VARIANTS[variant], whiten=False)
+    old, logp, advantages = rng.normal(size=(3, *MASK.shape)).astype(np.float32) * 0.1
+    batch = TurnBatch(
+        tokens=TURN_IDS,
+        action_mask=MASK,
+        turn_ids=TURN_IDS,
+        rewards=MASK,
+        old_logp=old,
+        ref_logp=old,
+        old_values=old,
+        advantages=advantages,
+        returns=old,
+        group_ids=np.arange(2),
+        behaviour_logp=old - LOG_RATIO,
+    )
+    plain = losses.aggregation_weights(jnp.asarray(MASK), 'token-mean')
+    w = off_policy.truncated_weights(old, old - LOG_RATIO, MASK, TURN_IDS, level, 2.0)
+    got, _, aux = correction.cotangents(
+        jnp.asarray(logp), batch, row, row.clip_low, row.clip_high, plain * w
+    )
+
+    def objective(logp):
+      if row.ratio == 'none':
+        return jnp.sum(plain * w * advantages * logp)
+      d = (logp - old) * MASK
+      if row.ratio == 'turn':
+        d = jnp.stack(
+            [  # row 0's turn 1 has two tokens, the others one
+                jnp.where(TURN_IDS[0] == 1, d[0, 1:3].mean(), d[0]),
+                d[1],
+            ]
+        )
+      r = jnp.exp(d)
+      return jnp.sum(
+          plain
+          * w
+          * jnp.minimum(
+              r * advantages, jnp.clip(r, 1 - row.clip_low, 1 + row.clip_high) * advantages
+          )
+      )
+
+    value, gradient = jax.value_and_grad(objective)(jnp.asarray(logp))
+    np.testing.assert_allclose(got, -gradient, atol=1e-6)
+    np.testing.assert_allclose(aux['pg_loss'], -value, atol=1e-6)
+
+  def test_metrics_by_hand(self):
+    behaviour = np.full(TURN_IDS.shape, -2.0, np.float32)
+    of = lambda *options: {
+        name.removeprefix('rollout_corr/rollout_is_'): float(x)
+        for name, x in diagnostics.sampler_gap(
+            behaviour + LOG_RATIO, behaviour, jnp.asarray(MASK), TURN_IDS, *options
+        ).items()
+    }
+    # Ratios 2, .5, 4, .25: their mean 6.75 / 4; their squares' 20.3125 / 4.
+    plain = of()
+    self.assertAlmostEqual(plain['mean'], 1.6875, places=5)
+    self.assertAlmostEqual(plain['max'], 4, places=4)
+    self.assertAlmostEqual(plain['min'], 0.25, places=5)
+    self.assertAlmostEqual(plain['eff_sample_size'], 1.6875**2 / 5.078125, places=5)
+    self.assertEqual(plain['ratio_fraction_high'], 0)
+    # Truncated at 3: 2, .5, 3, .25; one of four was above.
+    cut = of('token', 3.0)
+    self.assertAlmostEqual(cut['mean'], 5.75 / 4, places=5)
+    self.assertAlmostEqual(cut['max'], 4, places=4)
+    self.assertAlmostEqual(cut['ratio_fraction_high'], 0.25, places=6)
+    self.assertAlmostEqual(cut['eff_sample_size'], (5.75 / 4) ** 2 / (13.3125 / 4), places=5)
+
+
+if __name__ == '__main__':
+  absltest.main()

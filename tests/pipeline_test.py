@@ -1,0 +1,98 @@
+"""Waiting for a retriever, with a clock of the test's own."""
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import numpy as np
+
+from stppo_jax import types
+from stppo_jax.rollout import pipeline
+
+
+class World:
+  """A retriever that is down until `up_at`, and time that passes only in `sleep`."""
+
+  def __init__(self, up_at):
+    self.now, self.up_at, self.waits, self.plays, self.probes = 0.0, up_at, [], 0, []
+
+  def search(self, queries, top_k):
+    self.probes += queries
+    return [[] if self.now >= self.up_at else None for _ in queries]
+
+  def play(self):
+    self.plays += 1
+    return episodes(0 if self.now >= self.up_at else 8, 8)
+
+  def sleep(self, seconds):
+    self.waits.append(seconds)
+    self.now += seconds
+
+  def run(self, share=0.5, max_outage_s=3600.0):
+    return pipeline.play_through(
+        self.play, self, share, max_outage_s, sleep=self.sleep, clock=lambda: self.now
+    )
+
+
+def episodes(failed, total, too_long=0):
+  task = types.Task('t', 'q', ('a',))
+  made = []
+  for i in range(total):
+    one = types.Episode(task, i, np.zeros(1, np.int32), [], failed=i < failed + too_long)
+    one.metrics['prompt_too_long'] = float(failed <= i < failed + too_long)
+    made.append(one)
+  return made
+
+
+class OutageTest(parameterized.TestCase):
+
+  def test_nothing_happens_when_nothing_is_wrong(self):
+    world = World(up_at=0)
+    played, replays = world.run()
+    self.assertLen(played, 8)
+    self.assertEqual((replays, world.plays, world.waits, world.probes), (0, 1, [], []))
+
+  def test_waits_double_and_the_batch_is_played_once_more(self):
+    world = World(up_at=10)
+    played, replays = world.run()
+    self.assertEqual(pipeline.failed_share(played), 0)
+    self.assertEqual(world.waits, [1, 2, 4, 8])  # up at 15
+    self.assertEqual((replays, world.plays), (1, 2))
+    self.assertLen(set(world.probes), 4)  # no two alike: a cache must not answer
+
+  def test_waits_are_bounded(self):
+    world = World(up_at=400)
+    world.run()
+    self.assertEqual(world.waits[:8], [1, 2, 4, 8, 16, 32, 60, 60])
+
+  def test_the_outage_is_bounded(self):
+    world = World(up_at=1e9)
+    with self.assertRaisesRegex(types.RunError, r'^retrieval failed in 100% [^\n]*for 20 s[^\n]*$'):
+      world.run(max_outage_s=20)
+    self.assertEqual(world.now, 20)
+    self.assertEqual(world.plays, 1)
+
+  def test_a_retriever_that_answers_probes_alone_does_not_hold_the_run_for_ever(self):
+    world = World(up_at=1e9)
+    world.search = lambda queries, top_k: [[]]
+    with self.assertRaises(types.RunError):
+      world.run(max_outage_s=20)
+    self.assertEqual(world.plays, 6)  # after 0, 1, 3, 7, 15 and 20 s
+
+  @parameterized.parameters((4, 0.5, 1), (5, 0.5, 2), (8, 1.0, 1), (1, 0.0, 2), (0, 0.0, 1))
+  def test_the_share(self, failed, share, plays):
+    played = []
+
+    def play():
+      played.append(1)
+      return episodes(failed if len(played) == 1 else 0, 8)
+
+    pipeline.play_through(play, World(up_at=0), share, 60.0, sleep=lambda s: None)
+    self.assertLen(played, plays)
+
+  def test_long_prompts_are_no_outage(self):
+    self.assertEqual(pipeline.failed_share(episodes(0, 4, too_long=4)), 0)
+    self.assertEqual(pipeline.failed_share(episodes(1, 4, too_long=2)), 0.25)
+    self.assertEqual(pipeline.failed_share([]), 0)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,58 @@
+"""Plug-ins: a short name or module:attribute, and one line of error for anything else."""
+
+import pathlib
+import sys
+import tempfile
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from stppo_jax import plugins
+from stppo_jax.types import UserError
+
+
+class PluginsTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    sys.path.insert(0, str(self.folder))
+    self.addCleanup(sys.path.remove, str(self.folder))
+
+  def module(self, name, text):
+    (self.folder / f'{name}.py').write_text(text, encoding='utf-8')
+    sys.modules.pop(name, None)
+    self.addCleanup(sys.modules.pop, name, None)
+
+  def test_a_short_name_is_an_entry_of_the_table(self):
+    self.assertEqual(plugins.load('env.kind', 'search', {'search': 7}), 7)
+
+  def test_module_and_attribute_are_imported(self):
+    self.module('plugged_in', 'class Outer:\n  inner = 3\n')
+    self.assertEqual(plugins.load('env.kind', 'plugged_in:Outer.inner', {}), 3)
+
+  @parameterized.parameters(
+      ('serch', ['serch', 'did you mean search?', 'module:attribute']),
+      ('no_such_module:Env', ['no_such_module', 'ModuleNotFoundError', 'folder that holds it']),
+      ('fails:Env', ['fails.py:2', 'ZeroDivisionError']),
+      ('json:no_such_name', ['no_such_name', 'json']),
+  )
+  def test_anything_else_is_refused_in_one_line(self, name, words):
+    self.module('fails', '\n1 / 0\n')
+    with self.assertRaises(UserError) as caught:
+      plugins.load('env.kind', name, {'search': 7})
+    message = str(caught.exception)
+    self.assertNotIn('\n', message)
+    for word in ['config.env.kind', *words]:
+      self.assertIn(word, message)
+
+  def test_a_digest_changes_with_the_source_and_built_ins_have_none(self):
+    self.module('plugged_in', 'x = 1\n')
+    first = plugins.digests({'env.kind': 'plugged_in:x', 'env.reward': 'em'})
+    self.assertEqual(set(first), {'env.kind'})
+    (self.folder / 'plugged_in.py').write_text('x = 2\n', encoding='utf-8')
+    self.assertNotEqual(plugins.digests({'env.kind': 'plugged_in:x'}), first)
+
+
+if __name__ == '__main__':
+  absltest.main()

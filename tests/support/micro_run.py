@@ -1,0 +1,215 @@
+"""The real loop around a policy of a few numbers: updates of milliseconds, for runs by the dozen.
+
+What an episode says depends on the parameters and keys, as ever.
+"""
+
+import functools
+import os
+import sys
+import time
+import types
+from unittest import mock
+
+from absl import logging
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from stppo_jax import cli
+from stppo_jax import config as schema
+from stppo_jax.models import sharding
+from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.monitoring import report
+from stppo_jax.rollout import engine
+from stppo_jax.training import checkpoint
+from stppo_jax.training import loop
+from stppo_jax.training import state as train_state
+from stppo_jax.training import update
+from stppo_jax.types import Episode
+from stppo_jax.types import Turn
+from tests.support import tiny_run
+
+LENGTH = 8
+
+
+def make_config(folder, **values):
+  """A run of 4 updates on `folder`/knowledge; each ends where an epoch of the 5 questions does."""
+  config = schema.Config(name='micro', data=schema.Data(source=os.path.join(folder, 'knowledge')))
+  config.train = schema.Train(
+      updates=4,
+      episodes=10,
+      mini_batch=5,
+      micro_batch=5,
+      epochs=2,
+      length_buckets=(LENGTH,),
+      checkpoint_every=1,
+      keep_checkpoints=3,
+  )
+  config.rollout = schema.Rollout(max_prompt=1, max_turn=1, max_total=LENGTH)
+  config.eval = schema.Eval(every=2, rows=4)
+  config.log = schema.Log(tensorboard=False, episodes=False)
+  for path, value in values.items():
+    *parents, name = path.split('.')
+    setattr(functools.reduce(getattr, parents, config), name, value)
+  return config
+
+
+def write_knowledge(folder):
+  tiny_run.write_knowledge(os.path.join(folder, 'knowledge'))
+
+
+def train(config, workdir, stop_requested=lambda: False, **options):
+  """`loop.train` with the policy of a few numbers; no report."""
+  with mock.patch.object(loop, 'setup', functools.partial(setup, **options)):
+    with mock.patch.object(report, 'build', lambda workdir: workdir):
+      return loop.train(config, workdir, stop_requested)
+
+
+def setup(config, mesh=(1, 1, 1), slow_s=0.0):
+  """A loop.Run whose episodes take `slow_s` longer."""
+  mesh = sharding.make_mesh(*mesh, jax.devices()[: int(np.prod(mesh))])
+  optimizer = optax.adam(1e-2)
+  learner = types.SimpleNamespace(
+      actor_optimizer=optimizer, critic_optimizer=None, has_values=False
+  )
+  actor = {'mlp': {'up': {'kernel': jnp.linspace(0, 1, 64).reshape(1, 8, 8)}}}
+  state = train_state.create_sharded(learner, actor, None, 0.1, mesh)
+  jit = lambda function, donate=(): jax.jit(function, donate_argnums=donate)
+  functions = update.Functions(
+      annotate=jit(annotate),
+      with_advantages=jit(with_advantages, 0),
+      update_step=jit(functools.partial(update_step, optimizer), 0),
+  )
+  return loop.Run(config, mesh, Agent(slow_s), learner, functions, state, train_state.Frozen())
+
+
+class Agent:
+  """Plays without a model: one turn of a few tokens."""
+
+  def __init__(self, slow_s):
+    self.report, self.retriever = engine.Report(), None
+    self.tokenizer = types.SimpleNamespace(pad_id=0, pieces=lambda ids: [str(i) for i in ids])
+    self.sampler = types.SimpleNamespace(compiled_variants=dict)
+    self.slow_s = slow_s
+
+  def play(self, params, tasks, keys, groups=None, greedy=False, give_up=None):
+    time.sleep(self.slow_s)
+    weight = np.asarray(jax.tree.leaves(params)[0]).sum()  # by NumPy: nobody's compiler options
+    groups = range(len(tasks)) if groups is None else groups
+    episodes = []
+    for task, key, group in zip(tasks, np.asarray(jax.random.key_data(keys)), groups):
+      rng = np.random.default_rng(key)
+      n = int(rng.integers(1, LENGTH - 2))
+      logp = (-rng.random(n) * (1 + np.abs(np.sin(weight)))).astype(np.float32)
+      turn = Turn(rng.integers(1, 9, n).astype(np.int32), logp, np.zeros((0,), np.int32), 'answer')
+      score = float(rng.random() < abs(np.cos(weight)))
+      episodes.append(
+          Episode(task, group, np.array([1, 2], np.int32), [turn], score, metrics={'em': score})
+      )
+    return episodes
+
+
+def annotate(state, frozen, batch, rows, packings):
+  del frozen, rows, packings
+  old_logp = (batch.behaviour_logp + jnp.sin(_total(state)) * 0.1) * batch.action_mask
+  return batch.replace(old_logp=old_logp), {
+      'rollout_corr/kl': jnp.mean(batch.behaviour_logp - old_logp)
+  }
+
+
+def with_advantages(state, batch):
+  state = state.replace(kl_coef=state.kl_coef * 1.01)
+  return state, batch.replace(advantages=batch.rewards - 0.3), {'actor/kl_coef': state.kl_coef}
+
+
+def update_step(optimizer, state, frozen, batch, rows, packing):
+  del frozen, packing
+  batch = jax.tree.map(lambda x: x[rows], batch)
+
+  def loss(actor):
+    signal = jnp.sum(batch.advantages * batch.old_logp * batch.tokens)
+    return sum(jnp.sum(jnp.sin(x * signal)) for x in jax.tree.leaves(actor))
+
+  value, grads = jax.value_and_grad(loss)(state.actor)
+  finite = jnp.isfinite(value)
+  updates, actor_opt = optimizer.update(grads, state.actor_opt)
+  keep = lambda new, old: jnp.where(finite, new, old)
+  state = state.replace(
+      step=state.step + 1,
+      actor=jax.tree.map(keep, optax.apply_updates(state.actor, updates), state.actor),
+      actor_opt=jax.tree.map(keep, actor_opt, state.actor_opt),
+      skipped=jnp.where(finite, 0, state.skipped + 1),
+  )
+  ones = jnp.ones_like(batch.old_logp)
+  return (
+      state,
+      {'actor/pg_loss': value, 'actor/skipped': state.skipped},
+      {'ratio': ones, 'clipped': ones > 2},
+  )
+
+
+def state_after(config, workdir, updates, **options):
+  """The checkpointed state, on the host."""
+  started = setup(config, **options)
+  with checkpoint.Checkpoints(workdir) as checkpoints:
+    return jax.device_get(checkpoints.restore(updates, started.state))
+
+
+def comparable_metrics(workdir):
+  """The lines of metrics without what the clock and the compiler say."""
+  return [
+      {
+          name: value
+          for name, value in row.items()
+          if name != 'time' and not name.startswith(('timing_s/', 'perf/'))
+      }
+      for row in metrics_lib.read_metrics(workdir)
+  ]
+
+
+def killed_after(updates):
+  """A `stop_requested` that ends the run when that many updates are done in it."""
+  calls = iter(range(updates + 1))
+
+  def stop_requested():
+    if next(calls) == updates:
+      raise Killed
+    return False
+
+  return stop_requested
+
+
+class Killed(BaseException):
+  """Ends a run where no handler expects it."""
+
+
+def _total(state):
+  return sum(x.sum() for x in jax.tree.leaves(state.actor))
+
+
+def command(folder, workdir, stderr, overrides, slow_s=0.01):
+  """`python run.py` on `make_config`, in a child process; saves are slow, to be met in the middle."""
+  os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+  logging.use_absl_handler()  # as app.run does
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = os.path.join(folder, 'compiled')
+  experiment = os.path.join(folder, 'experiment.py')
+  with open(f'{experiment}.{os.getpid()}', 'w', encoding='utf-8') as file:
+    file.write(
+        'from tests.support import micro_run\n'
+        f'def get_config(mode=""):\n  return micro_run.make_config({folder!r})\n'
+    )
+  os.replace(file.name, experiment)
+  checksums = checkpoint._checksums
+
+  def slow_checksums(path):
+    time.sleep(slow_s)
+    return checksums(path)
+
+  with mock.patch.object(checkpoint, '_checksums', slow_checksums):
+    with mock.patch.object(loop, 'setup', functools.partial(setup, slow_s=slow_s)):
+      sys.exit(
+          cli._main(
+              cli._parse(['run.py', f'--config={experiment}', f'--workdir={workdir}', *overrides])
+          )
+      )

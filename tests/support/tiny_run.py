@@ -1,0 +1,126 @@
+"""A whole run small enough for a test: model, tokenizer, questions, passages and config, on the spot.
+
+The model is random, but for an output matrix that likes a few whole actions, each one token, so that
+its episodes search, answer (at times rightly), and make invalid turns.
+"""
+
+import json
+import os
+
+import jax
+import numpy as np
+import tokenizers
+
+from stppo_jax import config as schema
+from stppo_jax.models import convert
+from stppo_jax.models import decoder
+from tests.support import tiny_tokenizer
+
+ACTIONS = (
+    '<search> apple</search>',
+    '<search> sky</search>',
+    '<answer> red</answer>',
+    '<answer> blue</answer>',
+    '<answer> green</answer>',
+)
+COLOURS = {'apple': 'red', 'sky': 'blue', 'grass': 'green', 'blood': 'red', 'sea': 'blue'}
+
+
+def write(folder: str) -> None:
+  """Writes `folder`/model and `folder`/knowledge."""
+  write_model(os.path.join(folder, 'model'))
+  write_knowledge(os.path.join(folder, 'knowledge'))
+
+
+def make_config(folder: str) -> schema.Config:
+  """A run on what `write` wrote."""
+  config = schema.Config()
+  config.name = 'tiny_run'
+  config.data = schema.Data(source=os.path.join(folder, 'knowledge'))
+  config.env = schema.Env(prompt='short', max_turns=2)
+  config.retriever.top_k = 1
+  config.model = schema.Model(
+      folder=os.path.join(folder, 'model'),
+      dtype='float32',
+      remat='none',
+      scan_layers=False,
+      logp_chunk=0,
+  )
+  config.rollout = schema.Rollout(max_prompt=64, max_turn=6, max_observation=48, max_total=192)
+  config.algorithm.kl_in = 'none'
+  config.actor = schema.Optimizer(lr=1e-2, warmup=0.0)
+  config.critic = schema.Optimizer(lr=1e-2, warmup=0.0)
+  config.train = schema.Train(
+      updates=2,
+      episodes=16,
+      mini_batch=8,
+      micro_batch=8,
+      length_buckets=(192,),
+      checkpoint_every=1,
+      keep_checkpoints=3,
+  )
+  config.eval = schema.Eval(every=1, rows=4)
+  config.log.tensorboard = False
+  return config
+
+
+def write_model(folder, likes=ACTIONS, strength=1.2, vocab_size=None):
+  """A random Qwen2 of one layer that likes some actions, and its tokenizer.
+
+  `vocab_size`: of the model alone; by default the tokenizer's. With strength 1.2 two of three tokens
+  are liked ones, with 5 all are.
+  """
+  os.makedirs(folder)
+  tiny_tokenizer.write(folder)
+  path = os.path.join(folder, 'tokenizer.json')
+  tokenizer = tokenizers.Tokenizer.from_file(path)
+  tokenizer.add_tokens(list(ACTIONS))
+  tokenizer.save(path)
+  config = decoder.ModelConfig(
+      vocab_size=vocab_size or tokenizer.get_vocab_size(),
+      d_model=16,
+      num_layers=1,
+      num_heads=2,
+      num_kv_heads=1,
+      head_dim=8,
+      d_ff=32,
+      qkv_bias=True,
+  )
+  params = jax.tree.map(np.array, decoder.init(jax.random.key(0), config))
+  # One coordinate of the residual is always large: its row of the output matrix is a bias.
+  params['embed']['embedding'][:, 0] = 1.0
+  ids = [tokenizer.token_to_id(action) for action in likes]
+  params['lm_head']['kernel'][0, [i for i in ids if i < config.vocab_size]] = strength
+  convert.save_hf(folder, config, params)
+
+
+def write_knowledge(folder):
+  """qa.jsonl with two data sets and two splits, and corpus.jsonl."""
+  os.makedirs(folder)
+  write_lines(
+      os.path.join(folder, 'qa.jsonl'),
+      [
+          {
+              'id': f'{split}-{thing}',
+              'question': f'Which colour has {thing}?',
+              'answers': [colour],
+              'dataset': 'fruit' if thing == 'apple' else 'nature',
+              'split': split,
+              'hops': 1,
+          }
+          for split in ('train', 'dev')
+          for thing, colour in COLOURS.items()
+      ],
+  )
+  write_lines(
+      os.path.join(folder, 'corpus.jsonl'),
+      [
+          {'id': thing, 'title': thing, 'text': f'{thing} is {colour}.'}
+          for thing, colour in COLOURS.items()
+      ],
+  )
+
+
+def write_lines(path, rows):
+  with open(path, 'w', encoding='utf-8') as file:
+    file.writelines(json.dumps(row) + '\n' for row in rows)
