@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-import run
+from stppo_jax import cli
 from stppo_jax.models import attention
 from stppo_jax.models import sharding
 from stppo_jax.planning import hlo
@@ -150,7 +150,7 @@ class PlanTest(parameterized.TestCase):
 
   def test_parameters_are_counted_exactly(self):
     """d 16, 1 layer, 2 heads of 8, 1 key head, f 32."""
-    vocabulary = plan.evaluation.load_shape(self.config).vocab_size
+    vocabulary = plan.agent_lib.load_shape(self.config).vocab_size
     layer = (
         2 * 16
         + 2 * 16 * 8
@@ -166,7 +166,7 @@ class PlanTest(parameterized.TestCase):
 
   def test_bytes_of_a_device(self):
     """Over fsdp 8 every D of 16 is cut to 2; norms, biases and the value head are whole."""
-    vocabulary = plan.evaluation.load_shape(self.config).vocab_size
+    vocabulary = plan.agent_lib.load_shape(self.config).vocab_size
     layer = 2 * 16 + 2 * 2 * 8 + 2 * 8 + 2 * (2 * 8 + 8) + 2 * 8 * 2 + 3 * 2 * 32
     policy = 4 * (2 * vocabulary * 2 + layer + 16)
     critic = 4 * (vocabulary * 2 + layer + 16 + 16 + 1)
@@ -201,7 +201,7 @@ class PlanTest(parameterized.TestCase):
 
   def test_the_work_of_a_decoded_token(self):
     """2 for each weight of the matrices, and for scores and values of 192 slots; not once a micro-batch."""
-    vocabulary = plan.evaluation.load_shape(self.config).vocab_size
+    vocabulary = plan.agent_lib.load_shape(self.config).vocab_size
     weights = 16 * (2 * 2 * 8 + 2 * 8 + 3 * 32 + vocabulary)
     (decode,) = (p for p in self.plan.programs if p.name == 'decode')
     self.assertEqual(decode.flops, 16 * 2 * (weights + 2 * 2 * 8 * 192))
@@ -226,12 +226,12 @@ class PlanTest(parameterized.TestCase):
       delattr(flags.FLAGS, name)  # a process defines them once
     stdout = io.StringIO()
     with (
-        mock.patch.object(run, '_quiet_libraries'),
+        mock.patch.object(cli, '_quiet_libraries'),
         contextlib.redirect_stdout(stdout),
         mock.patch.object(topologies, '_local_devices', return_value=(jax.devices(), small)),
     ):
-      code = run._main(
-          run._parse(['run.py', f'--config={experiment}', '--mode=plan', '--topology='])
+      code = cli._main(
+          cli._parse(['run.py', f'--config={experiment}', '--mode=plan', '--topology='])
       )
     self.assertEqual(code, 1)
     last = stdout.getvalue().splitlines()[-1]
@@ -271,10 +271,10 @@ class PlanTest(parameterized.TestCase):
 
   def test_a_model_that_is_not_here_is_known_by_its_name(self):
     self.config.model.folder, here = 'models/Qwen2.5-7B-Instruct', self.config.model.folder
-    self.assertEqual(plan.evaluation.load_shape(self.config).d_model, 3584)
+    self.assertEqual(plan.agent_lib.load_shape(self.config).d_model, 3584)
     self.config.model.folder = 'models/Qwen9'
     with self.assertRaisesRegex(UserError, 'qwen2.5-7b'):
-      plan.evaluation.load_shape(self.config)
+      plan.agent_lib.load_shape(self.config)
     self.config.model.folder = here
 
 
