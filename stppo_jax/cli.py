@@ -103,6 +103,7 @@ def _run(unused_argv):
 
   hosts.initialize(**many)
   from stppo_jax.training import loop  # after the above: bm25s runs JAX when it is imported
+  from stppo_jax.training import results
 
   if not hosts.is_writer():
     logging.set_verbosity(logging.WARNING)
@@ -110,12 +111,12 @@ def _run(unused_argv):
   jax.config.update('jax_compilation_cache_dir', cache)
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)  # the small ones are many
   if _MODE.value == 'eval':
-    scores = loop.evaluate(config, workdir)
+    scores = results.evaluate(config, workdir)
     if hosts.is_writer():
       for name, value in scores.items():
         print(f'{name:40s} {value:.4f}')
   elif _MODE.value == 'export':
-    print(loop.export(config, workdir))
+    print(results.export(config, workdir))
   else:
     with _stop_requested() as stop_requested:
       loop.train(config, workdir, stop_requested, _PROFILE.value)

@@ -5,6 +5,7 @@ import difflib
 import hashlib
 import importlib
 import pathlib
+import re
 import traceback
 from typing import Any
 
@@ -47,7 +48,7 @@ def digests(names: Mapping[str, str]) -> dict[str, str]:
   sources = {
       field: getattr(importlib.import_module(name.partition(':')[0]), '__file__', None)
       for field, name in names.items()
-      if ':' in name
+      if re.fullmatch(r'[\w.]+:[\w.]+', str(name))
   }
   return {
       field: hashlib.sha256(pathlib.Path(source).read_bytes()).hexdigest()[:16]
