@@ -109,7 +109,9 @@ def check_variant(config: Config, variant: Any) -> None:
   """Checks the resolved objective: each column, then the rules that span columns and sections."""
   for path, rules, _ in fields(config.algorithm):
     if path != 'variant' and not rules.plugin:
-      _check_field(f'config.algorithm.{path}={getattr(variant, path)!r}', rules, getattr(variant, path))
+      _check_field(
+          f'config.algorithm.{path}={getattr(variant, path)!r}', rules, getattr(variant, path)
+      )
   rollout, name = config.rollout, config.algorithm.variant
   if (rollout.top_p < 1 or rollout.top_k > 0) and variant.old_logp != 'sampler':
     raise UserError(
@@ -137,7 +139,9 @@ def check_variant(config: Config, variant: Any) -> None:
         f'config.algorithm.variant={name!r} has a surrogate of its own and no ratio to give it: set '
         '--config.algorithm.ratio=token, turn or sequence, or --config.algorithm.surrogate=clip'
     )
-  if config.train.critic_warmup and not (variant.needs_critic and config.model.critic == 'separate'):
+  if config.train.critic_warmup and not (
+      variant.needs_critic and config.model.critic == 'separate'
+  ):
     without = 'has no critic' if not variant.needs_critic else "shares its critic's trunk"
     raise UserError(
         f'config.train.critic_warmup={config.train.critic_warmup} trains a separate critic alone, and '

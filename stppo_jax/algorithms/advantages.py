@@ -238,9 +238,7 @@ def _turn_gae(batch, variant):
 @from_values
 def _bad_gae(batch, variant):
   mask = batch.action_mask.astype(batch.rewards.dtype)
-  return bad_gae(
-      batch.rewards, batch.old_values, batch.turn_ids, mask, variant.gamma, variant.lam
-  )
+  return bad_gae(batch.rewards, batch.old_values, batch.turn_ids, mask, variant.gamma, variant.lam)
 
 
 def _turn_returns(batch, variant):

@@ -110,9 +110,7 @@ def adaptive_kl(
   return coefficient * (1 + error * episodes / horizon)
 
 
-def aggregation_weights(
-    mask: jax.Array, mode: str, norm_length: int | None = None
-) -> jax.Array:
+def aggregation_weights(mask: jax.Array, mode: str, norm_length: int | None = None) -> jax.Array:
   """Weights [B,T] such that sum(weights * x) is x reduced by verl's `loss_agg_mode`.
 
   token-mean                sum over all masked tokens / their number

@@ -11,9 +11,7 @@ import jax.numpy as jnp
 LEVELS = ('token', 'turn', 'sequence')
 
 
-def segment_ids(
-    level: str, action_mask: jax.Array, turn_ids: jax.Array
-) -> tuple[jax.Array, int]:
+def segment_ids(level: str, action_mask: jax.Array, turn_ids: jax.Array) -> tuple[jax.Array, int]:
   """Returns ids [B,T] of the tokens that share a ratio, 0 outside the agent's tokens, and their number.
 
   `level` is 'token' (each its own), 'turn' (`turn_ids`) or 'sequence' (all of a row). The number

@@ -92,10 +92,7 @@ class Journal(contextlib.ExitStack):
     return alarms
 
   def warn(
-      self,
-      n: int,
-      alarms: Sequence[health_lib.Alarm],
-      records: Sequence[Mapping[str, Any]],
+      self, n: int, alarms: Sequence[health_lib.Alarm], records: Sequence[Mapping[str, Any]]
   ) -> None:
     """Logs new alarms; raises RunError where config.health.stop_on says so."""
     for alarm in alarms:

@@ -142,9 +142,7 @@ def make_variant(config: schema.Config) -> variants.Variant:
       )
   variant = dataclasses.replace(variant, **functions)
   validation.check_variant(config, variant)
-  return dataclasses.replace(
-      variant, norm_length=variant.norm_length or config.rollout.max_total
-  )
+  return dataclasses.replace(variant, norm_length=variant.norm_length or config.rollout.max_total)
 
 
 def load(

@@ -214,9 +214,7 @@ def _make_batches(run, stop_requested):
 def _evaluate(run, journal, n):
   """Greedy scores after n updates; the journal tells them and keeps the episodes."""
   started = time.perf_counter()
-  scores, episodes = evaluation.evaluate(
-      run.agent, run.policy, run.held_out, seed=run.config.seed
-  )
+  scores, episodes = evaluation.evaluate(run.agent, run.policy, run.held_out, seed=run.config.seed)
   journal.evaluated(n, scores, episodes, run.agent.tokenizer)
   return scores | {'timing_s/testing': time.perf_counter() - started}
 

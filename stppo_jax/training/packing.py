@@ -99,9 +99,7 @@ def to_device(
       episodes, bins.lengths[-1:], pad_id=bins.pad_id, sharding=bins.sharding
   )
   deals = minibatches(key, len(episodes), bins.mini_batch, bins.epochs)
-  return batch, [
-      Step(rows, pack(lengths[rows], bins.micro_batch, bins.lengths)) for rows in deals
-  ]
+  return batch, [Step(rows, pack(lengths[rows], bins.micro_batch, bins.lengths)) for rows in deals]
 
 
 def minibatches(
@@ -186,9 +184,7 @@ def only(packing: Packing, rows: jax.Array, num_bins: int) -> Packing:
   )
 
 
-def layout(
-    packing: Packing, j: jax.Array, num_bins: int, capacity: int, num_tokens: int
-) -> Layout:
+def layout(packing: Packing, j: jax.Array, num_bins: int, capacity: int, num_tokens: int) -> Layout:
   """Returns the Layout of micro-batch j with bins of `capacity` columns, for rows of `num_tokens`: P and T."""
   here = (packing.bin // num_bins == j) & (packing.length > 0)
   size = num_bins * capacity

@@ -57,7 +57,9 @@ def claimed(config: schema.Config, workdir: str) -> Iterator[None]:
 
 def claim(config: schema.Config, workdir: str) -> None:
   """Checks that `workdir` belongs to this config and its plug-ins, or writes config.json there."""
-  named = {path: value for path, rules, value in validation.fields(config) if rules.plugin and value}
+  named = {
+      path: value for path, rules, value in validation.fields(config) if rules.plugin and value
+  }
   hosts.by_writer(
       workdirs.claim,
       workdir,
