@@ -4,11 +4,12 @@ from collections.abc import Mapping
 import difflib
 import hashlib
 import importlib
+import os
 import pathlib
-import re
 import traceback
 from typing import Any
 
+from stppo_jax import validation
 from stppo_jax.types import UserError
 
 
@@ -40,6 +41,15 @@ def load(field: str, name: str, built_in: Mapping[str, Any]) -> Any:
   return found
 
 
+def named(config: Any) -> dict[str, str]:
+  """Returns {field: name} of the fields of the config that name something of the user's."""
+  return {
+      path: value
+      for path, rules, value in validation.fields(config)
+      if rules.plugin and isinstance(value, str) and ':' in value and not os.path.exists(value)
+  }
+
+
 def digests(names: Mapping[str, str]) -> dict[str, str]:
   """{field: digest of the source file} of those names that are `module:attribute`.
 
@@ -48,7 +58,7 @@ def digests(names: Mapping[str, str]) -> dict[str, str]:
   sources = {
       field: getattr(importlib.import_module(name.partition(':')[0]), '__file__', None)
       for field, name in names.items()
-      if re.fullmatch(r'[\w.]+:[\w.]+', str(name))
+      if ':' in name
   }
   return {
       field: hashlib.sha256(pathlib.Path(source).read_bytes()).hexdigest()[:16]

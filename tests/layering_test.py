@@ -47,6 +47,7 @@ READ_THE_CONFIG = {
     'training/learner.py',
     'training/results.py',
     'rollout/agent.py',
+    'rollout/seams.py',
     'evaluation.py',
     'validation.py',
     'planning/plan.py',

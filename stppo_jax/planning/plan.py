@@ -279,7 +279,7 @@ def _held(config, mesh, model, state, frozen):
   keep = lambda tree, wanted: [x for x in jax.tree.leaves(tree) if on_host(x) == wanted]
   rows = agent_lib.num_rows(config)
   cache = jax.eval_shape(lambda: decoder.init_cache(model, rows, config.rollout.max_total))
-  even = agent_lib.band_width(config) % sharding.num_row_shards(mesh) == 0
+  even = agent_lib.group_width(config) % sharding.num_row_shards(mesh) == 0
   placed = sharding.rows(mesh) if even else sharding.replicated(mesh)
   held = {name: _sizes(keep(tree, False)) for name, tree in trees.items()}
   held['KV cache'] = _sizes(jax.tree.map(lambda x: _shape(x, placed), cache))
@@ -299,10 +299,10 @@ def _programs(plan, spec, state, frozen):
   sampler = agent_lib.make_sampler(config, model, table, (0,), sharding.rows(plan.mesh))
   sampling = sampler.trace(params, rollout.max_total)
 
-  width, read_rows, chunk = sampler.width, sampler.read_rows, sampler.chunk_buckets[-1]
+  width, read_rows, chunk = sampler.width, sampler.prefill_rows, sampler.chunk_buckets[-1]
   decoded, read = -(-train.episodes // width), -(-train.episodes // read_rows)  # full calls
   cache = here['KV cache']  # of all bands, but that a program has one of them among its arguments
-  other_bands = others + cache * (sampler.num_bands - 1) // sampler.num_bands
+  other_bands = others + cache * (sampler.num_groups - 1) // sampler.num_groups
   chunks = -(-rollout.max_prompt // chunk) + (
       config.env.max_turns * -(-rollout.max_observation // chunk)
   )
@@ -400,7 +400,7 @@ def _estimate(program, plan):
     return
   traffic = program.arguments + program.temporaries
   if program.name == 'decode':
-    share = agent_lib.band_width(plan.config) / agent_lib.num_rows(plan.config)
+    share = agent_lib.group_width(plan.config) / agent_lib.num_rows(plan.config)
     traffic = (
         2 * plan.num_params['policy'] // plan.mesh.shape['tensor']
         + plan.held['KV cache'][1] * share
@@ -421,7 +421,7 @@ def _find_largest(plan, gradients):
   plan.largest_rows = _largest(
       plan.limit,
       plan.programs[2:],
-      agent_lib.band_width(plan.config),
+      agent_lib.group_width(plan.config),
       0,
       range(step, train.episodes + 1, step),
   )
@@ -468,7 +468,7 @@ def _verdict(plan):
       changes.append(f'--config.train.micro_batch={plan.largest_micro_batch}')
     elif plan.config.model.remat != 'full':
       changes.append('--config.model.remat=full')
-  elif plan.largest_rows and plan.largest_rows < agent_lib.band_width(plan.config):
+  elif plan.largest_rows and plan.largest_rows < agent_lib.group_width(plan.config):
     changes.append(f'--config.{_rows_field(plan.config)}={plan.largest_rows}')
   changes = changes or [
       'more devices',
