@@ -84,18 +84,18 @@ def _train(config: schema.Config, workdir: str) -> None:
 
 
 def _eval(config: schema.Config, workdir: str) -> None:
-  from stppo_jax.training import loop
+  from stppo_jax.training import results
 
-  scores = loop.evaluate(config, workdir)
+  scores = results.evaluate(config, workdir)
   if hosts.is_writer():
     for name, value in scores.items():
       print(f'{name:40s} {value:.4f}')
 
 
 def _export(config: schema.Config, workdir: str) -> None:
-  from stppo_jax.training import loop
+  from stppo_jax.training import results
 
-  print(loop.export(config, workdir))
+  print(results.export(config, workdir))
 
 
 def _plan(config: schema.Config, workdir: str) -> int:

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import os
 import pathlib
+import re
 import traceback
 from typing import Any
 
@@ -58,7 +59,7 @@ def digests(names: Mapping[str, str]) -> dict[str, str]:
   sources = {
       field: getattr(importlib.import_module(name.partition(':')[0]), '__file__', None)
       for field, name in names.items()
-      if ':' in name
+      if re.fullmatch(r'[\w.]+:[\w.]+', str(name))
   }
   return {
       field: hashlib.sha256(pathlib.Path(source).read_bytes()).hexdigest()[:16]

@@ -114,19 +114,19 @@ def make(config, topology='') -> Plan:
     shape = agent_lib.load_shape(config, head, folder)
     return shape, _on(mesh, _params(shape), memory_kind)
 
-  variant = learner_lib.make_variant(config.algorithm)
+  variant = learner_lib.make_variant(config)
   model, critic_model, actor, critic, frozen = learner_lib.load(
       config, variant, load, lambda function: _on(mesh, jax.eval_shape(function))
   )
-  if learner_lib.needs_reference(config):
+  if learner_lib.needs_reference(config, variant):
     frozen = frozen.replace(
         reference=_on(mesh, actor, sharding.HOST if 'reference' in on_host else None)
     )
-  learner = dataclasses.replace(
-      learner_lib.make_learner(config, variant, model, critic_model, devices[0]),
+  spec = dataclasses.replace(
+      learner_lib.make_spec(config, variant, model, critic_model, devices[0]),
       lengths=config.train.length_buckets[-1:],
   )
-  state = jax.eval_shape(functools.partial(train_state.create, learner, kl_coef=0.0), actor, critic)
+  state = jax.eval_shape(functools.partial(train_state.create, spec), actor, critic)
   state = jax.tree.map(_shape, state, train_state.shardings(state, mesh, on_host))
   num_params = {
       name: shapes.num_params(shape)
@@ -140,13 +140,13 @@ def make(config, topology='') -> Plan:
       topology=topology or 'the devices here',
       chip=chip,
       mesh=mesh,
-      attention=learner.actor.attention + (', for want of a GPU to ask about cuDNN' * absent_gpu),
+      attention=spec.actor.attention + (', for want of a GPU to ask about cuDNN' * absent_gpu),
       num_params=num_params,
       held=_held(config, mesh, model, state, frozen),
   )
   # Sums over micro-batches: g and C of the actor, and the critic's.
   gradients = 2 * _sizes(state.actor)[1] + _sizes(state.critic)[1]
-  for program, traced in _programs(plan, learner, state, frozen):
+  for program, traced in _programs(plan, spec, state, frozen):
     _compile(program, traced, plan)
     _estimate(program, plan)
     plan.programs.append(program)
@@ -286,15 +286,15 @@ def _held(config, mesh, model, state, frozen):
   return held | {f'{name}, on the host': _sizes(keep(tree, True)) for name, tree in trees.items()}
 
 
-def _programs(plan, learner, state, frozen):
+def _programs(plan, spec, state, frozen):
   """(Program, jax.stages.Traced) of each function that an update runs."""
   config, train, rollout = plan.config, plan.config.train, plan.config.rollout
   here = {name: each for name, (_, each) in plan.held.items()}
   others = here['critic'] + here['optimizers'] + here['reference policy']
-  functions = update.compile_functions(learner, state, frozen, plan.mesh)
+  functions = update.compile_functions(spec, state, frozen, plan.mesh)
   params = frozen.policy(state.actor)
   batch = turn_batch(train.episodes, train.length_buckets[-1])
-  model = dataclasses.replace(learner.actor, row_sharding=None)
+  model = dataclasses.replace(spec.actor, row_sharding=None)
   table = np.zeros((NUM_STOP_STATES, model.vocab_size), np.int32)
   sampler = agent_lib.make_sampler(config, model, table, (0,), sharding.rows(plan.mesh))
   sampling = sampler.trace(params, rollout.max_total)
@@ -313,7 +313,9 @@ def _programs(plan, learner, state, frozen):
   micro = f'in micro-batches of {train.micro_batch}, {train.length_buckets[-1]} tokens each'
   whole = functools.partial(_shape_of, dtype=jnp.int32)
   deal, first_deals = (train.mini_batch,), (train.episodes // train.mini_batch, train.mini_batch)
-  packed = lambda axes: packing.Packing(*(whole(*axes) for _ in range(3)))
+  dealt = lambda axes: packing.Step(
+      whole(*axes), packing.Packing(*(whole(*axes) for _ in range(3)))
+  )
   for name, unit, runs, trips, resident, traced in (
       (
           'update',
@@ -321,7 +323,7 @@ def _programs(plan, learner, state, frozen):
           steps,
           micro_batches,
           here['reference policy'],
-          functions.update_step.trace(state, frozen, batch, whole(*deal), packed(deal)),
+          functions.update_step.trace(state, frozen, batch, dealt(deal)),
       ),
       (
           'annotate',
@@ -329,7 +331,7 @@ def _programs(plan, learner, state, frozen):
           1,
           micro_batches,
           here['optimizers'],
-          functions.annotate.trace(state, frozen, batch, whole(*first_deals), packed(first_deals)),
+          functions.annotate.trace(state, frozen, batch, dealt(first_deals)),
       ),
       (
           'prefill',
