@@ -16,6 +16,7 @@ from stppo_jax import tasks as task_files
 from stppo_jax.envs import search
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.models import hf_config
 from stppo_jax.models import shapes
 from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import http
@@ -125,7 +126,7 @@ def load_shape(config, head='tokens', folder=None):
         f'config.json, or a name that ends in one of {", ".join(shapes.PRESETS)}'
     )
   else:
-    shape = convert.load_config(folder, head=head, param_dtype=model.param_dtype)
+    shape = hf_config.load(folder, head=head, param_dtype=model.param_dtype)
   return _computed_as(shape, model)
 
 
