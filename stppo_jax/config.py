@@ -44,7 +44,8 @@ class Data:
 
   source: str = setting(
       'embedded',
-      'a folder with qa.jsonl and corpus.jsonl, a .jsonl, a Search-R1 .parquet, or a function',
+      'a folder with qa.jsonl and corpus.jsonl, a .jsonl, a Search-R1 .parquet, or a function '
+      '(split) -> list of types.Task',
       plugin=True)
   corpus: str = setting('', 'folder or .jsonl of passages; empty: the same as `source`')
   train_split: str = setting('train', 'the questions to train on')
@@ -54,22 +55,36 @@ class Data:
 
 @dataclasses.dataclass
 class Env:
-  """The task as the agent meets it."""
+  """The environment: what the agent reads, and its rewards."""
 
+  kind: str = setting(
+      'search', 'the environment; a class of your own: see envs/protocol.py',
+      allowed=('search',), plugin=True)
+  options: dict[str, Any] = setting(
+      {}, "keyword arguments of the environment's class; --config.env.options.NAME=VALUE sets one")
   prompt: str = setting(
       'search_r1', "wording of the search environment; 'short' is for tiny models",
       allowed=('search_r1', 'short'))
   max_turns: int = setting(
-      4, 'searches per episode; one more generation may follow, in which a search gets nothing',
-      at_least=0)
-  reward: str = setting('em', 'what an answer is worth', allowed=('em', 'sub_em', 'f1', 'format'))
+      4, 'searches per episode, after which one more turn may only answer; an environment of your own '
+      'gets it if it takes it', at_least=0)
+  reward: str = setting(
+      'em', 'of an answer; a function of your own: (task, answer, transcript) -> float',
+      allowed=('em', 'sub_em', 'f1', 'format'), plugin=True)
 
 
 @dataclasses.dataclass
 class Retriever:
-  """Where searches go."""
+  """How passages are found."""
 
-  kind: str = setting('bm25', "'bm25' runs in this process", allowed=('bm25', 'http'))
+  kind: str = setting(
+      'bm25', "'bm25' (words), 'dense' (vectors) and 'hybrid' (both) search in this process, 'http' asks "
+      "a server, 'none' loads no corpus; your own: make(settings, load_corpus) -> search(queries, top_k)",
+      allowed=('bm25', 'http', 'dense', 'hybrid', 'none'), plugin=True)
+  encoder: str = setting(
+      '', "folder of a BERT-class model such as e5-base-v2, for 'dense' and 'hybrid'")
+  embeddings: str = setting(
+      '', "folder that keeps the passages' vectors between starts; empty: they are made at each start")
   top_k: int = setting(3, 'passages per search', at_least=1)
   url: str = setting('http://127.0.0.1:8000/retrieve', 'address of an HTTP retriever')
   dialect: str = setting(

@@ -5,6 +5,7 @@ Called once, before anything heavy. What is wrong is told in one line: given, al
 
 from collections.abc import Iterator
 import dataclasses
+import json
 from typing import Any
 
 from stppo_jax.config import Config
@@ -33,6 +34,7 @@ def validate(config: Config) -> Config:
   for path, rules, value in fields(config):
     _check_field(f'config.{path}={value!r}', rules, value)
   _check_names(config)
+  _check_environment(config)
   _check_sizes(config)
   _check_algorithm(config)
   _check_adapters(config)
@@ -67,6 +69,29 @@ def _check_names(config: Config) -> None:
           f'config.health.stop_on names {name!r}: allowed are {", ".join(HEALTH_RULES)}, '
           'to be given as "(\'entropy_drop\',)"'
       )
+
+
+def _check_environment(config: Config) -> None:
+  """Settings of the environment and its retriever that need each other."""
+  options, retriever = config.env.options, config.retriever
+  try:
+    text = json.dumps(options)
+  except (TypeError, ValueError) as error:
+    raise UserError(
+        f'config.env.options={options!r}: numbers, texts, lists and dicts are allowed ({error})'
+    ) from error
+  if not isinstance(options, dict) or json.loads(text).keys() != options.keys():
+    raise UserError(f'config.env.options={options!r}: must be a dict with names as keys')
+  if retriever.kind in ('dense', 'hybrid') and not retriever.encoder:
+    raise UserError(
+        f'config.retriever.kind={retriever.kind!r} needs a text encoder: set '
+        '--config.retriever.encoder=FOLDER, a BERT-class model in Hugging Face format'
+    )
+  if retriever.kind == 'none' and config.env.kind == 'search' and config.env.max_turns:
+    raise UserError(
+        "config.retriever.kind='none' leaves the search environment nothing to search: set "
+        '--config.env.max_turns=0 (closed-book), or another retriever or environment'
+    )
 
 
 def _check_sizes(config: Config) -> None:

@@ -46,6 +46,7 @@ READ_THE_CONFIG = {
     'training/recovery.py',
     'training/learner.py',
     'rollout/agent.py',
+    'rollout/seams.py',
     'evaluation.py',
     'validation.py',
     'planning/plan.py',

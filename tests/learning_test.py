@@ -165,23 +165,24 @@ def play(params, group_size, rng, key):
       over = len(turns[turn.index]) == 1
       ids = [] if over else [symbols[turn.index], ASK]
       turns[turn.index].append(types.Turn(turn.tokens, turn.logp, np.array(ids, np.int32)))
-      cues.append(engine.Cue(ids, 0 if over else 2))
+      cues.append(engine.Prompt(ids, 0 if over else 2))
     return cues
 
   engine.run(
       make_sampler(),
       params,
-      [engine.Cue([prompt], 2) for prompt in prompts],
+      [engine.Prompt([prompt], 2) for prompt in prompts],
       jax.random.split(key, EPISODES),
       respond,
   )
+  for b, (first, second) in enumerate(turns):
+    second.reward = 0.5 * (first.tokens[0] == SEARCH) + 0.5 * (second.tokens[0] == symbols[b])
   return [
       types.Episode(
           task=types.Task(id=str(b), question='', answers=()),
           group=b // group_size,
           prompt=np.array([prompts[b]], np.int32),
           turns=[first, second],
-          score=0.5 * (first.tokens[0] == SEARCH) + 0.5 * (second.tokens[0] == symbols[b]),
       )
       for b, (first, second) in enumerate(turns)
   ]
@@ -196,7 +197,7 @@ def make_sampler():
       eos_ids=(END,),
       max_slots=8,
       rows=EPISODES,
-      read_rows=EPISODES,
+      prefill_rows=EPISODES,
       chunk_buckets=(2,),
       steps=2,
   )

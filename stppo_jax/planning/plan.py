@@ -215,7 +215,7 @@ def _held(config, mesh, model, state, frozen):
   keep = lambda tree, wanted: [x for x in jax.tree.leaves(tree) if on_host(x) == wanted]
   rows = agent_lib.num_rows(config)
   cache = jax.eval_shape(lambda: decoder.init_cache(model, rows, config.rollout.max_total))
-  even = agent_lib.band_width(config) % sharding.num_row_shards(mesh) == 0
+  even = agent_lib.group_width(config) % sharding.num_row_shards(mesh) == 0
   placed = sharding.rows(mesh) if even else sharding.replicated(mesh)
   held = {name: _sizes(keep(tree, False)) for name, tree in trees.items()}
   held['KV cache'] = _sizes(jax.tree.map(lambda x: _shape(x, placed), cache))
@@ -270,12 +270,13 @@ def _sampling_programs(plan, model, params):
   sampler = agent_lib.make_sampler(config, model, stop_table, (0,), sharding.rows(plan.mesh))
   traced = sampler.trace(params, rollout.max_total)
 
-  width, read_rows, chunk = sampler.width, sampler.read_rows, sampler.chunk_buckets[-1]
+  width, prefill_rows = sampler.width, sampler.prefill_rows
+  chunk = sampler.chunk_buckets[-1]
   episodes = config.train.episodes
-  decoded, read = -(-episodes // width), -(-episodes // read_rows)  # full calls
+  decodes, prefills = -(-episodes // width), -(-episodes // prefill_rows)  # with full groups
   others = held['critic'] + held['optimizers'] + held['reference policy']
-  cache = held['KV cache']  # of all bands; a program has one of them among its arguments
-  other_bands = others + cache * (sampler.num_bands - 1) // sampler.num_bands
+  cache = held['KV cache']  # of all slot groups; one of them is an argument of the program
+  other_groups = others + cache * (sampler.num_groups - 1) // sampler.num_groups
   observation_chunks = -(-rollout.max_observation // chunk)
   chunks = -(-rollout.max_prompt // chunk) + config.env.max_turns * observation_chunks
   tokens = min((config.env.max_turns + 1) * rollout.max_turn, rollout.max_total)
@@ -283,26 +284,26 @@ def _sampling_programs(plan, model, params):
   return (
       (
           'prefill',
-          f'{chunk} tokens of {read_rows} rows',
-          read * chunks,
+          f'{chunk} tokens of {prefill_rows} rows',
+          prefills * chunks,
           1,
-          other_bands if sampler.in_place else others + cache,
+          other_groups if sampler.in_place else others + cache,
           traced['prefill'],
       ),
       (
           'decode',
           f'1 token of {width} rows of {rollout.max_total} slots',
-          decoded * tokens,
+          decodes * tokens,
           1,
-          other_bands,
+          other_groups,
           traced['decode'],
       ),
       (
           'grow',
           'the last growth of a KV cache, which copies it',
-          decoded * grows,
+          decodes * grows,
           1,
-          other_bands + held['policy'],
+          other_groups + held['policy'],
           traced['grow'],
       ),
   )
@@ -347,7 +348,7 @@ def _estimate(program, plan):
     return
   traffic = program.arguments + program.temporaries
   if program.name == 'decode':
-    share = agent_lib.band_width(plan.config) / agent_lib.num_rows(plan.config)
+    share = agent_lib.group_width(plan.config) / agent_lib.num_rows(plan.config)
     traffic = (
         2 * plan.num_params['policy'] // plan.mesh.shape['tensor']
         + plan.held['KV cache'][1] * share
@@ -368,7 +369,7 @@ def _find_largest(plan, gradients):
   plan.largest_rows = _largest(
       plan.limit,
       plan.programs[2:],
-      agent_lib.band_width(plan.config),
+      agent_lib.group_width(plan.config),
       0,
       range(step, train.episodes + 1, step),
   )

@@ -94,7 +94,7 @@ def _verdict(plan):
       changes.append(f'--config.train.micro_batch={plan.largest_micro_batch}')
     elif plan.config.model.remat != 'full':
       changes.append('--config.model.remat=full')
-  elif plan.largest_rows and plan.largest_rows < agent_lib.band_width(plan.config):
+  elif plan.largest_rows and plan.largest_rows < agent_lib.group_width(plan.config):
     changes.append(f'--config.{_rows_field(plan)}={plan.largest_rows}')
   changes = changes or [
       'more devices',

@@ -102,11 +102,11 @@ class Agent:
       rng = np.random.default_rng(key)
       n = int(rng.integers(1, LENGTH - 2))
       logp = (-rng.random(n) * (1 + np.abs(np.sin(weight)))).astype(np.float32)
-      turn = Turn(rng.integers(1, 9, n).astype(np.int32), logp, np.zeros((0,), np.int32), 'answer')
+      tokens = rng.integers(1, 9, n).astype(np.int32)
       score = float(rng.random() < abs(np.cos(weight)))
-      episodes.append(
-          Episode(task, group, np.array([1, 2], np.int32), [turn], score, metrics={'em': score})
-      )
+      turn = Turn(tokens, logp, np.zeros((0,), np.int32), 'answer', score)
+      prompt, em = np.array([1, 2], np.int32), {'em': score}
+      episodes.append(Episode(task, group, prompt, [turn], metrics=em, core_metrics=('em',)))
     return episodes
 
 
