@@ -6,7 +6,6 @@ import hashlib
 import importlib
 import os
 import pathlib
-import re
 import traceback
 from typing import Any
 
@@ -59,7 +58,7 @@ def digests(names: Mapping[str, str]) -> dict[str, str]:
   sources = {
       field: getattr(importlib.import_module(name.partition(':')[0]), '__file__', None)
       for field, name in names.items()
-      if re.fullmatch(r'[\w.]+:[\w.]+', str(name))
+      if ':' in name
   }
   return {
       field: hashlib.sha256(pathlib.Path(source).read_bytes()).hexdigest()[:16]

@@ -14,10 +14,12 @@ from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import off_policy
 from stppo_jax.algorithms import segments
 from stppo_jax.algorithms import variants
+from stppo_jax.envs import rewards
 from stppo_jax.envs import search
 from stppo_jax.models import hf_config
 from stppo_jax.models import lora
 from stppo_jax.retrieval import http
+from stppo_jax.retrieval import kinds
 from stppo_jax.training import learner
 from stppo_jax.types import UserError
 
@@ -150,8 +152,9 @@ class TablesTest(absltest.TestCase):
     }
     tables = {f'algorithm.{name}': set(allowed) for name, allowed in overrides.items()} | {
         'env.prompt': set(search.STYLES),
-        'env.reward': set(search.REWARDS),
-        'retriever.kind': {'bm25', 'http'},
+        'env.kind': set(search.ENVIRONMENTS),
+        'env.reward': set(rewards.REWARDS),
+        'retriever.kind': set(kinds.RETRIEVERS),
         'retriever.dialect': set(http.DIALECTS),
         'model.critic': {'separate', 'shared'},
         'model.dtype': set(hf_config.DTYPES),

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 
 from stppo_jax.monitoring import metrics as metrics_lib
-from stppo_jax.rollout import agent
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
@@ -259,7 +258,7 @@ class JsonTest(absltest.TestCase):
     batches = pipelines.Batches(
         run.agent,
         run.learner.policy,
-        loop.task_files.TaskStream(agent.load_tasks(run.config, 'train'), 5, 0),
+        loop.task_files.TaskStream(run.seams.load_tasks('train'), 5, 0),
         2,
         0,
     )

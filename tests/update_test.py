@@ -230,7 +230,7 @@ class UpdateTest(parameterized.TestCase):
       after, _, _ = functions.update_step(state, NOTHING, batch, args)
     for before in jax.tree.leaves(state):
       self.assertTrue(before.is_deleted())
-    compiled = functions.update_step.lower(after, NOTHING, batch, *args).compile()
+    compiled = functions.update_step.lower(after, NOTHING, batch, args).compile()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(after))
     self.assertGreaterEqual(compiled.memory_analysis().alias_size_in_bytes, size)
 

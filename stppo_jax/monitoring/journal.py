@@ -32,10 +32,14 @@ class Journal(contextlib.ExitStack):
     workdir: the folder of the run.
     config: the run's Config as nested dicts; `name`, `log`, `health` and `train.updates` are read.
     first: updates done before; lines of later ones are dropped.
+    core_metrics: of the environment, the main one first.
   """
 
-  def __init__(self, workdir: str, config: Mapping[str, Any], first: int):
+  def __init__(
+      self, workdir: str, config: Mapping[str, Any], first: int, core_metrics: Sequence[str] = ()
+  ):
     super().__init__()
+    self._core_metrics = core_metrics
     self._workdir, self._first, self._updates = workdir, first, config['train']['updates']
     self._log, self._health = config['log'], config['health']
     self._writer = None
@@ -63,8 +67,10 @@ class Journal(contextlib.ExitStack):
       self, n: int, scores: Mapping[str, float], episodes: Sequence[types.Episode], tokenizer: Any
   ) -> None:
     """Logs the held-out scores after n updates, and writes the episodes."""
-    hops = '  '.join(f'{name[-5:]} {scores[name]:.3f}' for name in scores if 'em_hops' in name)
-    logging.info('held out after %d updates: EM %.3f  (%s)', n, scores['val-core/all/em'], hops)
+    main = f'val-core/all/{[*self._core_metrics, "score"][0]}'
+    hops = '  '.join(f'{name[-5:]} {scores[name]:.3f}' for name in scores if f'{main}_hops' in name)
+    label, hops = main.split('/')[-1], f'  ({hops})' if hops else ''
+    logging.info('held out after %d updates: %s %.3f%s', n, label, scores[main], hops)
     if failed := pipeline.failed_share(episodes):
       logging.warning(
           'retrieval failed in %.0f%% of the held-out episodes: they count as wrong', 100 * failed
@@ -88,7 +94,10 @@ class Journal(contextlib.ExitStack):
     alarms = health_lib.check(self._history, self._health, self._health['window'])
     self.write(n, metrics | health_lib.flags(alarms))
     elapsed_s = time.perf_counter() - self._started
-    logging.info(metrics_lib.progress_line(n, self._updates, metrics, elapsed_s, self._first))
+    line = metrics_lib.progress_line(
+        n, self._updates, metrics, elapsed_s, self._first, self._core_metrics
+    )
+    logging.info(line)
     return alarms
 
   def warn(

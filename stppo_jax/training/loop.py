@@ -26,6 +26,7 @@ from stppo_jax.monitoring import journal as journals
 from stppo_jax.monitoring import timing as timing_lib
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import pipeline as pipelines
+from stppo_jax.rollout import seams
 from stppo_jax.runtime import hosts
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import packing
@@ -42,6 +43,7 @@ class Run:
   learner: learner_lib.Learner
   state: train_state.TrainState
   bins: packing.Bins
+  seams: seams.Seams
   held_out: list[types.Task]
 
   @property
@@ -63,7 +65,8 @@ def train(
   rolls back to its newest checkpoint. A trace of `profile` updates goes to workdir/profile.
   """
   validation.validate(config)
-  learner_lib.make_variant(config)  # refused before anything is written or loaded
+  learner_lib.make_variant(config)  # what is named is resolved before anything is written
+  seams.resolve(config)
   if config.pipeline.staleness and jax.process_count() > 1:
     raise types.UserError(
         f'config.pipeline.staleness={config.pipeline.staleness} samples in a thread, and several '
@@ -78,16 +81,17 @@ def train(
 
 def setup(config: schema.Config) -> Run:
   """Loads models, retriever, tokenizer and held-out questions; lays the state out; compiles nothing."""
-  questions = held_out(config)
+  named = seams.resolve(config)
+  questions = held_out(config, named)
   learner, state = learner_lib.build(config)
   agent = agent_lib.make_agent(config, learner.spec.actor, learner.rows)
   bins = learner_lib.make_bins(config, learner, agent.tokenizer.pad_id)
-  return Run(config, agent, learner, state, bins, questions)
+  return Run(config, agent, learner, state, bins, named, questions)
 
 
-def held_out(config: schema.Config) -> list[types.Task]:
+def held_out(config: schema.Config, named: seams.Seams) -> list[types.Task]:
   """The questions to evaluate on: a fixed sample of the split, or all of it."""
-  tasks = agent_lib.load_tasks(config, config.data.eval_split)
+  tasks = named.load_tasks(config.data.eval_split)
   wanted = config.eval.episodes or len(tasks)
   order = np.random.default_rng(0).permutation(len(tasks))[:wanted]
   return [tasks[i] for i in sorted(order)]
@@ -151,7 +155,8 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
     saves.resume(run, batches, last_batch)
     first, passed_over = saves.position.updates, saves.position.passed_over
     n = first
-    journal = enter(journals.Journal(workdir, dataclasses.asdict(config), first))
+    core_metrics = run.agent.env.core_metrics
+    journal = enter(journals.Journal(workdir, dataclasses.asdict(config), first, core_metrics))
     pipeline = enter(
         pipelines.Pipeline(batches.sample, config.pipeline.staleness, saves.position.ready)
     )
@@ -185,7 +190,7 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
 def _make_batches(run, stop_requested):
   """The batches of the run: its questions, and how they are played."""
   config = run.config
-  questions = agent_lib.load_tasks(config, config.data.train_split)
+  questions = run.seams.load_tasks(config.data.train_split)
   hosts.require_same('questions', [task.id for task in questions + run.held_out])
   logging.info(
       '%s: %s, %d devices as %s; %d questions to train on, %d held out',

@@ -57,15 +57,12 @@ def claimed(config: schema.Config, workdir: str) -> Iterator[None]:
 
 def claim(config: schema.Config, workdir: str) -> None:
   """Checks that `workdir` belongs to this config and its plug-ins, or writes config.json there."""
-  named = {
-      path: value for path, rules, value in validation.fields(config) if rules.plugin and value
-  }
   hosts.by_writer(
       workdirs.claim,
       workdir,
       dataclasses.asdict(config),
       validation.may_change(),
-      plugins.digests(named),
+      plugins.digests(plugins.named(config)),
   )
 
 

@@ -22,6 +22,7 @@ from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import report
 from stppo_jax.rollout import engine
+from stppo_jax.rollout import seams
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
 from stppo_jax.training import packing
@@ -96,9 +97,9 @@ def setup(config, mesh=(1, 1, 1), slow_s=0.0):
   bins = packing.Bins(
       settings.mini_batch, settings.epochs, settings.micro_batch, settings.length_buckets, 0, rows
   )
-  return loop.Run(
-      config, Agent(slow_s), Learner(optimizer, mesh), state, bins, loop.held_out(config)
-  )
+  named = seams.resolve(config)
+  held_out = loop.held_out(config, named)
+  return loop.Run(config, Agent(slow_s), Learner(optimizer, mesh), state, bins, named, held_out)
 
 
 class Agent:
@@ -106,6 +107,7 @@ class Agent:
 
   def __init__(self, slow_s):
     self.report, self.retriever = engine.Report(), None
+    self.env = types.SimpleNamespace(core_metrics=('em',))
     self.tokenizer = types.SimpleNamespace(pad_id=0, pieces=lambda ids: [str(i) for i in ids])
     self.sampler = types.SimpleNamespace(compiled_variants=dict)
     self.slow_s = slow_s
