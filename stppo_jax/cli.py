@@ -107,9 +107,10 @@ def _plan(config: schema.Config, workdir: str) -> int:
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_enable_compilation_cache', False)
   from stppo_jax.planning import plan
+  from stppo_jax.planning import table
 
   planned = plan.make(config, _TOPOLOGY.value)
-  print(plan.table(planned))
+  print(table.text(planned))
   return 0 if planned.fits else 1
 
 
@@ -244,7 +245,7 @@ def _parse(argv: list[str]) -> list[str]:
           f'unexpected argument {positional[0]!r}: flags start with --, as in '
           '--config.train.updates=3'
       )
-    flags.FLAGS.config.name  # a file that could not be read raises here
+    _ = flags.FLAGS.config.name  # a file that could not be read raises here
     return argv[:1]
   except (flags.Error, types.UserError) as error:
     lines = str(error).splitlines()  # of several, those between may be a traceback

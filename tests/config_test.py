@@ -16,7 +16,7 @@ from stppo_jax.algorithms import segments
 from stppo_jax.algorithms import variants
 from stppo_jax.envs import rewards
 from stppo_jax.envs import search
-from stppo_jax.models import convert
+from stppo_jax.models import hf_config
 from stppo_jax.models import lora
 from stppo_jax.retrieval import http
 from stppo_jax.retrieval import kinds
@@ -157,8 +157,8 @@ class TablesTest(absltest.TestCase):
         'retriever.kind': set(kinds.RETRIEVERS),
         'retriever.dialect': set(http.DIALECTS),
         'model.critic': {'separate', 'shared'},
-        'model.dtype': set(convert.DTYPES),
-        'model.param_dtype': set(convert.DTYPES),
+        'model.dtype': set(hf_config.DTYPES),
+        'model.param_dtype': set(hf_config.DTYPES),
         'model.remat': {'none', 'dots', 'full'},
         'model.attention': {'auto', 'plain', 'cudnn', 'splash'},
         'algorithm.aggregation': set(losses.AGGREGATIONS),
