@@ -1,4 +1,4 @@
-"""The objective that a config names: built-in or plugged in, overridden, checked before anything heavy."""
+"""The objective that a config names: built-in or plugged in, overridden, and checked."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from stppo_jax.training import learner
 from stppo_jax.types import UserError
 from tests.support import micro_run
 
-OWN = '''
+OWN = """
 import jax.numpy as jnp
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms.variants import Variant
@@ -43,7 +43,7 @@ NO_RATIO = Variant(constant, 'none', surrogate=surrogate)
 NEGATIVE = Variant(constant, 'token', clip_low=-1.0)
 LEVELLESS = Variant(constant, 'word')
 NUMBER = 7
-'''
+"""
 
 
 class MakeVariantTest(parameterized.TestCase):

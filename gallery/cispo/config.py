@@ -1,6 +1,6 @@
 """CISPO on the embedded questions with the embedded model: the default run with another algorithm.
 
-  python run.py --config=gallery/cispo/config.py
+python run.py --config=gallery/cispo/config.py
 """
 
 from experiments import st_ppo_tiny

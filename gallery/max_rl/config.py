@@ -1,6 +1,6 @@
 """MaxRL on the embedded questions with the embedded model: the default run with another algorithm.
 
-  python run.py --config=gallery/max_rl/config.py
+python run.py --config=gallery/max_rl/config.py
 """
 
 from experiments import st_ppo_tiny

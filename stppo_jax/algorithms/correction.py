@@ -1,8 +1,9 @@
 """Clipping-bias correction: the two cotangents of a policy objective, and the divisor made of them.
 
-The trainer runs `logp, pull = jax.vjp(model_logp, params)` once. `cotangents` returns what to pull back:
-one [B,T] array for the gradient g of the loss, one for the clipping bias C, the gradient that the clip
-removed. S-PPO and ST-PPO then divide g by a function of ||C|| (arXiv 2511.20718, section 4).
+The trainer runs `logp, pull = jax.vjp(model_logp, params)` once. `cotangents` returns what to pull
+back: one [B,T] array for the gradient g of the loss, one for the clipping bias C, the gradient that
+the clip removed. S-PPO and ST-PPO then divide g by a function of ||C|| (arXiv 2511.20718, section
+4).
 """
 
 from collections.abc import Callable
@@ -27,30 +28,31 @@ def cotangents(
     dual_clip: float | None = None,
     min_advantage: str | None = None,
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-  """Cotangents of logp [B,T] for the policy loss and for the clipping bias, and the parts they are made of.
+  """Cotangents of logp [B,T] for the policy loss and for the clipping bias, and their parts.
 
   J   = sum_t weight_t s_t,   s_t the surrogate; for 'clip' min(w_t A_t, clip(w_t) A_t)
   J_c = sum_{t clipped} weight_t w_t A_t,   w_t the ratio of the segment that holds t
-  C   = grad sum_{t clipped} weight_t (w_t A_t - s_t), what clipping removed; for 'clip' the clipped s_t
-        are constant, so that C = grad J_c                            (Lemma 4.2)
+  C   = grad sum_{t clipped} weight_t (w_t A_t - s_t), what clipping removed. For 'clip' the clipped
+        s_t are constant, so that C = grad J_c (Lemma 4.2).
 
   Args:
     logp: [B,T] log-probs of the current policy.
     batch: TurnBatch; old_logp, advantages, action_mask and turn_ids are read.
-    variant: its ratio and surrogate are used. With ratio 'none' J = sum weight_t A_t logp_t and nothing
-      is clipped.
-    clip_low, clip_high, dual_clip, min_advantage: in place of the variant's. With min_advantage 'token'
-      the sign of each A_t decides (the paper's reading), so in an out-of-range turn tokens of the
-      harmless sign stay active; with 'turn' the segment's mean advantage decides, and a segment is
-      clipped as a unit.
-    weights: [B,T] of `losses.aggregation_weights` over the whole mini-batch; by default this batch's
-      seq-mean-token-mean, the paper's 1/|y|.
+    variant: its ratio and surrogate are used. With ratio 'none' J = sum weight_t A_t logp_t and
+      nothing is clipped.
+    clip_low, clip_high, dual_clip, min_advantage: in place of the variant's. With min_advantage
+      'token' the sign of each A_t decides (the paper's reading), so in an out-of-range turn tokens
+      of the harmless sign stay active; with 'turn' the segment's mean advantage decides, and a
+      segment is clipped as a unit.
+    weights: [B,T] of `losses.aggregation_weights` over the whole mini-batch; by default this
+      batch's seq-mean-token-mean, the paper's 1/|y|.
 
   Returns:
-    d(-J)/dlogp [B,T]; C's cotangent [B,T]; a dict of ratio [B,T], clipped [B,T] bool, pg_loss = -J and
-    clipped_objective = J_c. Both cotangents treat advantages and weights as constants.
+    d(-J)/dlogp [B,T]; C's cotangent [B,T]; a dict of ratio [B,T], clipped [B,T] bool, pg_loss = -J
+    and clipped_objective = J_c. Both cotangents treat advantages and weights as constants.
 
-  Choice: tokens that `dual_clip` stops count as clipped: C is all the gradient that clipping removed.
+  Choice: tokens that `dual_clip` stops count as clipped: C is all the gradient that clipping
+  removed.
   """
   chex.assert_equal_shape([logp, batch.old_logp, batch.advantages, batch.action_mask])
   given = dict(
@@ -118,8 +120,8 @@ def _none(g_norm, c_norm, any_clipped):
 def _paper(g_norm, c_norm, any_clipped):
   """||C|| where something is clipped, else 1 (v2's "clipping-triggered normalization").
 
-  Below 1 it amplifies: the step is largest when clipping is rarest. Choice: where ||C|| is exactly 0
-  (clipped tokens without an advantage), 1.
+  Below 1 it amplifies: the step is largest when clipping is rarest. Choice: where ||C|| is exactly
+  0 (clipped tokens without an advantage), 1.
   """
   del g_norm
   return jnp.where(any_clipped & (c_norm > 0), c_norm, 1)

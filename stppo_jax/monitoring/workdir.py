@@ -49,9 +49,9 @@ def claim(
 ) -> None:
   """Writes config.json into `workdir`, or checks that the one there says the same.
 
-  `config` is given as nested dicts; a resumed run may differ in the fields `may_change`. `digests` of
-  plug-ins' sources, by field, are kept under the key 'plugins'. A folder in which no number was computed
-  yet (a run that stopped at a wrong path, say) is free.
+  `config` is given as nested dicts; a resumed run may differ in the fields `may_change`. `digests`
+  of plug-ins' sources, by field, are kept under the key 'plugins'. A folder in which no number was
+  computed yet (a run that stopped at a wrong path, say) is free.
   """
   path = os.path.join(workdir, 'config.json')
   mine = json.loads(json.dumps(config))
