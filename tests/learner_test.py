@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import os
 import pathlib
 import sys
@@ -144,6 +145,11 @@ class MakeVariantTest(parameterized.TestCase):
     config = micro_run.make_config(str(self.folder), **values)
     workdir = os.path.join(self.folder, 'run')
     micro_run.train(config, workdir)
+    with open(os.path.join(workdir, 'config.json'), encoding='utf-8') as file:
+      objective = json.load(file)['objective']
+    self.assertEqual(objective['surrogate'], 'surrogate')
+    self.assertEqual(objective['advantage'], 'constant')
+    self.assertEqual(objective['gamma'], 1.0)
     config.train.updates = 2
     micro_run.train(config, workdir)
     self.assertEqual(metrics_lib.read_metrics(workdir)[-1]['step'], 2)

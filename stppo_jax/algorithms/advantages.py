@@ -7,6 +7,7 @@ recursion, so gamma and lambda count decisions, not retrieved words.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any
 
 import chex
@@ -24,6 +25,11 @@ class Estimator:
   needs_critic: bool = False
   needs_groups: bool = False  # several episodes per question
 
+  @property
+  def __name__(self) -> str:
+    """The function's name, for config.json."""
+    return getattr(self.function, '__name__', repr(self.function))
+
   def __call__(self, batch: Any, variant: Any) -> tuple[jax.Array, jax.Array]:
     return self.function(batch, variant)
 
@@ -40,6 +46,7 @@ def from_groups(function: Callable) -> Estimator:
   failed one) is a group of its own, so that the others' baseline does not count it.
   """
 
+  @functools.wraps(function)
   def estimate_rows(batch, variant):
     del variant
     mask = batch.action_mask.astype(batch.rewards.dtype)

@@ -21,6 +21,7 @@ Three columns take a name from the table beside the built-ins, or a function of 
 
 from collections.abc import Callable
 import dataclasses
+from typing import Any
 
 from stppo_jax.algorithms import advantages
 
@@ -77,6 +78,11 @@ class Variant:
     """Whether the gradient C that clipping removed is computed."""
     divides = self.divisor != 'none' and self.norm_of == 'gradient'
     return self.ratio != 'none' and (self.log_bias or divides)
+
+  def described(self) -> dict[str, Any]:
+    """Returns the columns as JSON values; functions by their names."""
+    columns = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+    return {k: getattr(v, '__name__', repr(v)) if callable(v) else v for k, v in columns.items()}
 
 
 VARIANTS = {

@@ -66,7 +66,7 @@ def train(
   workdir/profile.
   """
   validation.validate(config)
-  learner_lib.make_variant(config)  # what is named is resolved before anything is written
+  variant = learner_lib.make_variant(config)  # names are resolved before anything is written
   seams.resolve(config)
   if config.pipeline.staleness and jax.process_count() > 1:
     raise types.UserError(
@@ -74,7 +74,7 @@ def train(
         'processes would not start their programs in one order: set --config.pipeline.staleness=0'
     )
   hosts.require_same('config', dataclasses.asdict(config))
-  with recovery.claimed(config, workdir):
+  with recovery.claimed(config, variant, workdir):
     run = setup(config)
     train_after = functools.partial(_train, run, workdir, stop_requested, profile)
     return recovery.with_rollbacks(train_after, workdir, config.train.on_nonfinite)

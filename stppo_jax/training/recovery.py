@@ -19,6 +19,7 @@ import jax
 from stppo_jax import config as schema
 from stppo_jax import plugins
 from stppo_jax import validation
+from stppo_jax.algorithms import variants
 from stppo_jax.monitoring import workdir as workdirs
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.runtime import hosts
@@ -48,14 +49,14 @@ class Position:
 
 
 @contextlib.contextmanager
-def claimed(config: schema.Config, workdir: str) -> Iterator[None]:
+def claimed(config: schema.Config, variant: variants.Variant, workdir: str) -> Iterator[None]:
   """Context manager that holds `workdir` for this run; refuses that of another run or config."""
   with workdirs.lock(workdir) if hosts.is_writer() else contextlib.nullcontext():
-    claim(config, workdir)
+    claim(config, variant, workdir)
     yield
 
 
-def claim(config: schema.Config, workdir: str) -> None:
+def claim(config: schema.Config, variant: variants.Variant, workdir: str) -> None:
   """Checks that `workdir` belongs to this config and its plug-ins, or writes config.json there."""
   hosts.by_writer(
       workdirs.claim,
@@ -63,6 +64,7 @@ def claim(config: schema.Config, workdir: str) -> None:
       dataclasses.asdict(config),
       validation.may_change(),
       plugins.digests(plugins.named(config)),
+      variant.described(),
   )
 
 
