@@ -14,10 +14,12 @@ from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import off_policy
 from stppo_jax.algorithms import segments
 from stppo_jax.algorithms import variants
+from stppo_jax.envs import rewards
 from stppo_jax.envs import search
 from stppo_jax.models import convert
 from stppo_jax.models import lora
 from stppo_jax.retrieval import http
+from stppo_jax.retrieval import kinds
 from stppo_jax.types import UserError
 
 EXPERIMENTS = pathlib.Path(__file__).parent.parent / 'experiments'
@@ -145,8 +147,9 @@ class TablesTest(absltest.TestCase):
     }
     tables = {f'algorithm.{name}': set(allowed) for name, allowed in overrides.items()} | {
         'env.prompt': set(search.STYLES),
-        'env.reward': set(search.REWARDS),
-        'retriever.kind': {'bm25', 'http'},
+        'env.reward': set(rewards.REWARDS),
+          'env.kind': set(search.ENVIRONMENTS),
+        'retriever.kind': set(kinds.RETRIEVERS),
         'retriever.dialect': set(http.DIALECTS),
         'model.critic': {'separate', 'shared'},
         'model.dtype': set(convert.DTYPES),
