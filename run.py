@@ -1,4 +1,4 @@
-"""Trains, evaluates, exports, plans or reports: `python run.py --help`, or stppo_jax/cli.py."""
+"""Runs the command line of the package from a clone; an installed `stppo` is the same function."""
 
 from stppo_jax.cli import main
 

@@ -1,23 +1,24 @@
-"""The command line: trains, evaluates, exports, plans, or reports.
+"""The command line: trains, evaluates, exports, plans or reports.
 
-  python run.py                                                    # the default: st_ppo_tiny
+  python run.py                                                  # the default: st_ppo_tiny
   python run.py --config=experiments/st_ppo_tiny.py:smoke --workdir=/tmp/smoke
-  python run.py --config=experiments/ppo_tiny.py --config.seed=1 --config.train.updates=40
-  python run.py --mode=eval --config.data.eval_split=test          # of the newest checkpoint
-  python run.py --mode=export                                      # to WORKDIR/export, for transformers
-  python run.py --profile=2                                        # and a trace of two updates
-  python run.py --mode=report                                      # report.html, made anew
-  python run.py --config=experiments/st_ppo_7b.py --mode=plan --topology=v5e:8x8    # does it fit?
+  python run.py --config.algorithm.variant=ppo --config.seed=1 --workdir=runs/ppo_1
+  python run.py --mode=eval --config.data.eval_split=test        # scores of the newest checkpoint
+  python run.py --mode=export                                    # WORKDIR/export, for transformers
+  python run.py --profile=2                                      # also traces two updates
+  python run.py --mode=report                                    # writes report.html again
+  python run.py --config=experiments/st_ppo_7b.py --mode=plan --topology=v5e:8x8   # does it fit?
 
-The same command again resumes the run in its workdir. SIGTERM ends it, saved and with exit code 0,
-once the update under way is trained; at once while its episodes are played or the retriever is down.
-Ctrl-C (130) ends it at once, and what came after the last checkpoint is repeated.
-On several machines: the same command on each, with --distributed (TPU pod, SLURM), or
+The same command again resumes the run in its workdir. SIGTERM ends a run with exit code 0 and a
+checkpoint: after the current update, or immediately while episodes are played or the retriever is
+down. Ctrl-C ends it immediately with exit code 130, and what came after the last checkpoint is lost.
+On several hosts give the same command on each, with --distributed (TPU pod, SLURM), or with
 --coordinator=HOST:PORT --num_processes=N --process_id=I.
 """
 
+from collections.abc import Callable
+from collections.abc import Iterator
 import contextlib
-import dataclasses
 import difflib
 import errno
 import functools
@@ -28,6 +29,7 @@ import signal
 import sys
 import threading
 import traceback
+from typing import Any
 
 from absl import app
 from absl import flags
@@ -36,25 +38,25 @@ from ml_collections import config_flags
 
 from stppo_jax import config as schema
 from stppo_jax import types
+from stppo_jax import validation
 from stppo_jax.monitoring import report
 from stppo_jax.runtime import hosts
 from stppo_jax.runtime import huge_pages
 
-_DEFAULT = os.path.join(
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))), 'experiments', 'st_ppo_tiny.py'
-)
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+_SHIPPED = os.path.join(_PACKAGE, 'shipped')  # in a wheel; in a clone experiments/ is at the root
+_HOME = _SHIPPED if os.path.isdir(_SHIPPED) else os.path.dirname(_PACKAGE)
+_DEFAULT = os.path.join(_HOME, 'experiments', 'st_ppo_tiny.py')
+
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default: runs/<config name>')
-_MODE = flags.DEFINE_enum(
-    'mode', 'train', ['train', 'eval', 'export', 'plan', 'report'], 'what to do'
-)
 _TOPOLOGY = flags.DEFINE_string(
     'topology', '', 'for --mode=plan: v5e:8x8, v5p:4x4x4, h100:1x1x8, ..; empty: the devices here'
 )
 _DISTRIBUTED = flags.DEFINE_bool(
-    'distributed', False, 'one of many processes, as the environment says: TPU pod, SLURM, Open MPI'
+    'distributed', False, 'one of several processes, set up by TPU pod, SLURM or Open MPI'
 )
 _COORDINATOR = flags.DEFINE_string(
-    'coordinator', '', 'one of many processes: HOST:PORT of process 0, a port that is free there'
+    'coordinator', '', 'one of several processes: HOST:PORT of process 0, with a free port'
 )
 _NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'with --coordinator: how many')
 _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'with --coordinator: which one, from 0')
@@ -63,71 +65,116 @@ _PROFILE = flags.DEFINE_integer(
 )
 
 
-def main():
-  """The command `stppo`, and what run.py calls."""
+def main() -> None:
+  """Runs the command `stppo`; run.py calls the same function."""
   huge_pages.restart()
+  # Plug-ins come from the current folder. Experiments import each other as `experiments.NAME`.
+  if os.getcwd() not in sys.path:
+    sys.path.insert(0, os.getcwd())
+  if _HOME not in sys.path:
+    sys.path.append(_HOME)
   app.run(_main, flags_parser=_parse)
 
 
-def _run(unused_argv):
+def _train(config: schema.Config, workdir: str) -> None:
+  from stppo_jax.training import loop
+
+  with _stop_requested() as stop_requested:
+    loop.train(config, workdir, stop_requested, _PROFILE.value)
+
+
+def _eval(config: schema.Config, workdir: str) -> None:
+  from stppo_jax.training import loop
+
+  scores = loop.evaluate(config, workdir)
+  if hosts.is_writer():
+    for name, value in scores.items():
+      print(f'{name:40s} {value:.4f}')
+
+
+def _export(config: schema.Config, workdir: str) -> None:
+  from stppo_jax.training import loop
+
+  print(loop.export(config, workdir))
+
+
+def _plan(config: schema.Config, workdir: str) -> int:
+  del workdir
+  import jax
+
+  if _TOPOLOGY.value:
+    # Accelerators of this machine stay free, and programs for absent devices cannot be cached.
+    jax.config.update('jax_platforms', 'cpu')
+    jax.config.update('jax_enable_compilation_cache', False)
+  from stppo_jax.planning import plan
+
+  planned = plan.make(config, _TOPOLOGY.value)
+  print(plan.table(planned))
+  return 0 if planned.fits else 1
+
+
+def _report(config: schema.Config, workdir: str) -> None:
+  del config
+  print(report.build(workdir))
+
+
+# Heavy modules are imported inside: a mistake on the command line is reported before JAX starts.
+_MODES: dict[str, Callable[[schema.Config, str], int | None]] = {
+    'train': _train,
+    'eval': _eval,
+    'export': _export,
+    'plan': _plan,
+    'report': _report,
+}
+_ONE_PROCESS = ('plan', 'report')
+_MODE = flags.DEFINE_enum('mode', 'train', list(_MODES), 'what to do')
+
+
+def _run() -> int | None:
+  """Runs the mode that the flags name; returns the exit code."""
   _quiet_libraries()
-  config = flags.FLAGS.config
+  file = config_flags.get_config_filename(flags.FLAGS['config'])
+  if file.startswith(_HOME) and file != _DEFAULT:
+    logging.info('config file: %s', file)
+  config, mode = flags.FLAGS.config, _MODE.value
   workdir = _WORKDIR.value or os.path.join('runs', config.name)
-  many = dict(
+  processes = dict(
       coordinator=_COORDINATOR.value,
       num_processes=_NUM_PROCESSES.value,
       process_id=_PROCESS_ID.value,
       cluster=_DISTRIBUTED.value,
   )
-  if _MODE.value in ('plan', 'report') and any(many.values()):
-    raise types.UserError(
-        f'--mode={_MODE.value} is for one process: leave out --distributed and '
-        '--coordinator; --mode=train and --mode=eval take them'
-    )
-  if _MODE.value == 'report':
-    print(report.build(workdir))
-    return
-  if _MODE.value == 'plan':
-    import jax
+  if mode in _ONE_PROCESS:
+    if any(processes.values()):
+      raise types.UserError(
+          f'--mode={mode} is for one process: leave out --distributed and '
+          '--coordinator; --mode=train and --mode=eval take them'
+      )
+    return _MODES[mode](config, workdir)
+  _start_jax(processes)
+  code = _MODES[mode](config, workdir)
+  hosts.finish()
+  return code
 
-    if _TOPOLOGY.value:  # accelerators that may be here are to be left alone
-      jax.config.update('jax_platforms', 'cpu')
-      jax.config.update('jax_enable_compilation_cache', False)  # such programs cannot be read back
-    from stppo_jax.planning import plan
 
-    planned = plan.make(config, _TOPOLOGY.value)
-    print(plan.table(planned))
-    return 0 if planned.fits else 1
-  # Imported here: a mistake on the command line is told before JAX has started.
+def _start_jax(processes: dict[str, Any]) -> None:
+  """Joins the other processes and sets the compilation cache."""
   import jax
 
-  hosts.initialize(**many)
-  from stppo_jax.training import loop  # after the above: bm25s runs JAX when it is imported
-
+  hosts.initialize(**processes)  # before loop is imported: bm25s runs JAX on import
   if not hosts.is_writer():
     logging.set_verbosity(logging.WARNING)
   cache = os.environ.get('JAX_COMPILATION_CACHE_DIR') or os.path.expanduser('~/.cache/stppo_jax')
   jax.config.update('jax_compilation_cache_dir', cache)
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)  # the small ones are many
-  if _MODE.value == 'eval':
-    scores = loop.evaluate(config, workdir)
-    if hosts.is_writer():
-      for name, value in scores.items():
-        print(f'{name:40s} {value:.4f}')
-  elif _MODE.value == 'export':
-    print(loop.export(config, workdir))
-  else:
-    with _stop_requested() as stop_requested:
-      loop.train(config, workdir, stop_requested, _PROFILE.value)
-  hosts.finish()
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)  # many programs are small
 
 
 @contextlib.contextmanager
-def _stop_requested():
-  """Gives a function that says whether a SIGTERM came.
+def _stop_requested() -> Iterator[Callable[[], bool]]:
+  """Yields a function that tells whether SIGTERM was received.
 
-  It raises KeyboardInterrupt where a Ctrl-C was lost: the interpreter raises it wherever it is, which
-  may be a library's callback that ignores exceptions.
+  The function raises KeyboardInterrupt after a Ctrl-C. Python raises it in whatever code is running,
+  which may be a library's callback that ignores exceptions.
   """
   asked, interrupted = threading.Event(), threading.Event()
 
@@ -149,15 +196,15 @@ def _stop_requested():
       signal.signal(number, handler)
 
 
-def _quiet_libraries():
-  """Our own messages with the time; of libraries, warnings only."""
+def _quiet_libraries() -> None:
+  """Logs this package's messages with the time, and only warnings of libraries."""
   logging.set_verbosity(logging.INFO)
   handler = logging.get_absl_handler()
   handler.setFormatter(std_logging.Formatter('%(asctime)s  %(message)s', '%H:%M:%S'))
   handler.addFilter(
       lambda record: 'stppo_jax' in record.pathname
       or (
-          # Orbax prints a traceback for what `Checkpoints` tells in one line.
+          # Orbax prints a traceback for errors that `Checkpoints` reports in one line.
           record.levelno >= std_logging.WARNING
           and 'orbax' not in record.pathname
       )
@@ -165,90 +212,139 @@ def _quiet_libraries():
   sys.unraisablehook = functools.partial(_tell_unraisable, sys.unraisablehook)
 
 
-def _tell_unraisable(tell, said):
-  """sys.unraisablehook, but for what TensorStore's threads say a hundredfold after a save that failed."""
-  if str(said.exc_value) != 'Event loop is closed':
-    tell(said)
+def _tell_unraisable(tell: Callable[[Any], Any], unraisable: Any) -> None:
+  """Calls `tell`, the previous sys.unraisablehook, except for one repeated error.
+
+  After a failed save TensorStore's threads raise it hundreds of times.
+  """
+  if str(unraisable.exc_value) != 'Event loop is closed':
+    tell(unraisable)
 
 
-def _parse(argv):
-  """absl's flags, with every mistake as one line."""
+def _parse(argv: list[str]) -> list[str]:
+  """Parses absl's flags; reports every mistake as one line."""
+  program, arguments = os.path.basename(argv[0]), argv[1:]
   try:
-    _check_arguments(argv[1:])
-    # Defined here and not above: the definition reads the overrides, and may complain about them.
+    for argument in arguments:
+      if match := re.fullmatch(r'-h|--?help(?:short|full)?(?:=(.*))?', argument):
+        print(_help(program, match[1] or ''))
+        sys.exit(0)
+    arguments = _with_shipped_experiment(arguments)
+    _check_arguments(arguments)
+    # Defined here and not at import: the definition reads the overrides and may reject them.
     config_flags.DEFINE_config_file(
         'config',
         _DEFAULT,
-        'experiment file, or FILE:smoke for its smallest form; ' '--config.a.b=c overrides a field',
-        sys_argv=argv,
+        'experiment file, or FILE:smoke for its smallest form',
+        sys_argv=[argv[0], *arguments],
     )
-    positional = flags.FLAGS(argv)[1:]
+    positional = flags.FLAGS([argv[0], *arguments])[1:]
     if positional:
       raise types.UserError(
           f'unexpected argument {positional[0]!r}: flags start with --, as in '
           '--config.train.updates=3'
       )
     flags.FLAGS.config.name  # a file that could not be read raises here
-    return [argv[0]]
+    return argv[:1]
   except (flags.Error, types.UserError) as error:
     lines = str(error).splitlines()  # of several, those between may be a traceback
-    message = ' '.join(lines[:1] + lines[1:][-1:])
+    message = ' '.join(lines[:1] + lines[1:][-1:]) + _meaning(lines[0])
   except Exception as error:  # whatever an experiment file may raise
     lines = str(error).splitlines()
     message = f'cannot load the config: {type(error).__name__}: {"".join(lines[-1:])}'
-  sys.exit(_fail(message, 2))
+  sys.exit(_fail(program, message, 2))
 
 
-def _check_arguments(arguments):
-  """Refuses an experiment file that is not there, and overrides of fields that are not."""
+def _help(program: str, section: str) -> str:
+  """Returns the text of --help, or of --help=SECTION: the settings of one section of the config."""
+  settings = {path: (rules, value) for path, rules, value in validation.fields(schema.Config())}
+  if section:
+    chosen = [path for path in settings if path == section or path.startswith(section + '.')]
+    if not chosen:
+      raise types.UserError(f'--help={section}: there is no such section; see --help')
+    return '\n'.join(
+        f'--config.{path}={settings[path][1]!r}\n    {settings[path][0].meaning}'
+        for path in chosen
+    )
+  sections = dict.fromkeys(path.split('.')[0] for path in settings)
+  own = [flag.name for flag in flags.FLAGS.get_flags_for_module(__name__)]
+  lines = [
+      __doc__.replace('python run.py', 'stppo' if program == 'stppo' else 'python run.py'),
+      '--config=FILE[:smoke]\n    experiment file, or its smallest form',
+      *(f'--{name}\n    {flags.FLAGS[name].help}' for name in own if name != 'config'),
+      '--config.FIELD=VALUE\n    overrides a setting, as in --config.train.updates=3',
+      f'--help=SECTION\n    lists settings, defaults and meanings of: {", ".join(sections)}',
+  ]
+  return '\n'.join(lines)
+
+
+def _with_shipped_experiment(arguments: list[str]) -> list[str]:
+  """Takes `--config=experiments/NAME.py` from the package where this folder has no such file."""
+
+  def resolve(argument: str) -> str:
+    match = re.fullmatch(r'(--?config=)?(experiments/[^:]*)(:.*)?', argument)
+    if match is None or os.path.exists(match[2]) or not os.path.isfile(f'{_HOME}/{match[2]}'):
+      return argument
+    return f'{match[1] or ""}{os.path.join(_HOME, match[2])}{match[3] or ""}'
+
+  return [
+      resolve(argument)
+      if argument.startswith('-') or before in ('--config', '-config')
+      else argument
+      for before, argument in zip(['', *arguments], arguments)
+  ]
+
+
+def _check_arguments(arguments: list[str]) -> None:
+  """Rejects a missing experiment file, and overrides of unknown fields."""
   for argument in arguments:
     if match := re.match(r'--?config=([^:]*)', argument):
       if not os.path.isfile(match[1]):
         raise types.UserError(
-            f'--config={match[1]}: no such file; give one such as ' 'experiments/st_ppo_tiny.py'
+            f'--config={match[1]}: no such file; give one such as experiments/st_ppo_tiny.py'
         )
     if match := re.match(r'--?(?:no)?config\.([^=]+)', argument):
-      path, known = match[1], list(_field_paths(schema.Config()))
+      path, known = match[1], [path for path, _, _ in validation.fields(schema.Config())]
       if path not in known:
         last = path.split('.')[-1]
         near = [name for name in known if name.startswith(path + '.') or name.endswith('.' + last)]
         near = near or difflib.get_close_matches(path, known, n=3)
-        hint = f'did you mean {" or ".join(near[:3])}?' if near else 'see stppo_jax/config.py'
+        hint = f'did you mean {" or ".join(near[:3])}?' if near else 'see --help'
         raise types.UserError(f'--config.{path}: there is no such field; {hint}')
 
 
-def _field_paths(config, prefix=''):
-  """'seed', 'data.source', .. of everything that an override can set."""
-  for field in dataclasses.fields(config):
-    value = getattr(config, field.name)
-    if dataclasses.is_dataclass(value):
-      yield from _field_paths(value, f'{prefix}{field.name}.')
-    else:
-      yield prefix + field.name
+def _meaning(message: str) -> str:
+  """Returns '; PATH is MEANING' for a message about --config.PATH=VALUE, else ''."""
+  match = re.search(r'flag --config\.([\w.]+)=', message)
+  meanings = {path: rules.meaning for path, rules, _ in validation.fields(schema.Config())}
+  return f'; it means: {meanings[match[1]]}' if match and match[1] in meanings else ''
 
 
-def _fail(message, code):
-  line = ' '.join(['run.py:', *str(message).split()])  # one line, whatever the message
+def _fail(program: str, message: object, code: int) -> int:
+  """Prints one line to stderr, also on the other processes; returns the exit code."""
+  line = ' '.join([f'{program}:', *str(message).split()])  # one line, whatever the message
   hosts.leave(line, code)
   print(line, file=sys.stderr)
   return code
 
 
-def _main(argv):
+def _main(argv: list[str]) -> int | None:
+  """Runs the command; turns expected errors into one line and an exit code."""
+  fail = functools.partial(_fail, os.path.basename(argv[0]))
   try:
-    return _run(argv)
+    return _run()
   except types.UserError as error:
-    return _fail(error, 2)
+    return fail(error, 2)
   except types.RunError as error:
-    return _fail(error, 1)
+    return fail(error, 1)
   except OSError as error:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
       raise
-    return _fail(f'{error}: make room; the same command resumes from the last checkpoint', 1)
+    return fail(f'{error}: make room; the same command resumes from the last checkpoint', 1)
   except KeyboardInterrupt:
-    return _fail('interrupted; the same command resumes from the last checkpoint', 130)
+    return fail('interrupted; the same command resumes from the last checkpoint', 130)
   except Exception as error:
     if not hosts.await_news():
       raise
     traceback.print_exc()
-    return _fail(f'{type(error).__name__}: {error}', 1)
+    return fail(f'{type(error).__name__}: {error}', 1)
