@@ -148,7 +148,7 @@ class TablesTest(absltest.TestCase):
     tables = {f'algorithm.{name}': set(allowed) for name, allowed in overrides.items()} | {
         'env.prompt': set(search.STYLES),
         'env.reward': set(rewards.REWARDS),
-          'env.kind': set(search.ENVIRONMENTS),
+        'env.kind': set(search.ENVIRONMENTS),
         'retriever.kind': set(kinds.RETRIEVERS),
         'retriever.dialect': set(http.DIALECTS),
         'model.critic': {'separate', 'shared'},

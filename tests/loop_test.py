@@ -369,8 +369,9 @@ class LoopTest(parameterized.TestCase):
       calls.clear()
       return mock.patch.object(bm25.Bm25Retriever, 'search', flaky)
 
-    with mock.patch.object(pipelines, '_FIRST_WAIT_S', 0.01), mock.patch.object(
-        loop, '_evaluate', return_value={}
+    with (
+        mock.patch.object(pipelines, '_FIRST_WAIT_S', 0.01),
+        mock.patch.object(loop, '_evaluate', return_value={}),
     ):
       with self.subTest('short'), fails_from(2, 5):
         short = os.path.join(self.workdir, 'short')
@@ -423,9 +424,11 @@ class LoopTest(parameterized.TestCase):
         stop.set()
       return search(retriever, queries, top_k) if when == 'playing' else [None] * len(queries)
 
-    with mock.patch.object(pipelines.Batches, 'sample', numbered), mock.patch.object(
-        bm25.Bm25Retriever, 'search', stopped_in_the_second_batch
-    ), mock.patch.object(pipelines, '_FIRST_WAIT_S', 0.01):
+    with (
+        mock.patch.object(pipelines.Batches, 'sample', numbered),
+        mock.patch.object(bm25.Bm25Retriever, 'search', stopped_in_the_second_batch),
+        mock.patch.object(pipelines, '_FIRST_WAIT_S', 0.01),
+    ):
       loop.train(config, stopped, stop.is_set)
     self.assertEqual([row['step'] for row in metrics_lib.read_metrics(stopped)], [0, 1])
     state_after(config, stopped, 1)  # was saved

@@ -60,7 +60,7 @@ def make_learner(variant='st_ppo', critic=CRITIC, actor=MODEL, lr=1.0, **options
       critic_optimizer=optimizer,
       actor_lr=schedule,
       critic_lr=schedule,
-      **{'micro_batch': 8, 'lengths': (24,), 'value_clip': 0.5, **options}
+      **{'micro_batch': 8, 'lengths': (24,), 'value_clip': 0.5, **options},
   )
 
 

@@ -32,6 +32,7 @@ from stppo_jax.monitoring import workdir as workdirs
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipelines
+from stppo_jax.rollout import seams
 from stppo_jax.runtime import hosts
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
@@ -151,6 +152,7 @@ def export(config, workdir):
 
 def setup(config) -> Run:
   """Loads models, questions' retriever and tokenizer; lays the state out; compiles nothing yet."""
+  seams.resolve(config)  # a wrong name is told before weights are loaded
   learner, state, frozen, mesh = learner_lib.build(config)
   agent = agent_lib.make_agent(config, learner.actor, sharding.rows(mesh))
   functions = update.compile_functions(learner, state, frozen, mesh)
@@ -310,7 +312,12 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
       _write(writer, n, metrics | health.flags(alarms))
       logging.info(
           metrics_lib.progress_line(
-              n, config.train.updates, metrics, time.perf_counter() - started, first
+              n,
+              config.train.updates,
+              metrics,
+              time.perf_counter() - started,
+              first,
+              run.agent.env.core_metrics,
           )
       )
       _check_progress(metrics['actor/skipped'], config, n, n + passed_over, workdir, records)
@@ -393,8 +400,7 @@ def _evaluate(run, tasks, n, workdir, config):
   """Greedy scores after n updates, logged; the episodes go to disk."""
   started = time.perf_counter()
   scores, episodes = evaluation.evaluate(run.agent, run.policy, tasks, seed=config.seed)
-  hops = '  '.join(f'{name[-5:]} {scores[name]:.3f}' for name in scores if 'em_hops' in name)
-  logging.info('held out after %d updates: EM %.3f  (%s)', n, scores['val-core/all/em'], hops)
+  logging.info('held out after %d updates: %s', n, evaluation.line(scores))
   if failed := pipelines.failed_share(episodes):
     logging.warning(
         'retrieval failed in %.0f%% of the held-out episodes: they count as wrong', 100 * failed
