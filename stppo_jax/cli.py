@@ -86,18 +86,18 @@ def _train(config: schema.Config, workdir: str) -> None:
 
 
 def _eval(config: schema.Config, workdir: str) -> None:
-  from stppo_jax.training import loop
+  from stppo_jax.training import results
 
-  scores = loop.evaluate(config, workdir)
+  scores = results.evaluate(config, workdir)
   if hosts.is_writer():
     for name, value in scores.items():
       print(f'{name:40s} {value:.4f}')
 
 
 def _export(config: schema.Config, workdir: str) -> None:
-  from stppo_jax.training import loop
+  from stppo_jax.training import results
 
-  print(loop.export(config, workdir))
+  print(results.export(config, workdir))
 
 
 def _plan(config: schema.Config, workdir: str) -> int:
@@ -109,9 +109,10 @@ def _plan(config: schema.Config, workdir: str) -> int:
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_enable_compilation_cache', False)
   from stppo_jax.planning import plan
+  from stppo_jax.planning import table
 
   planned = plan.make(config, _TOPOLOGY.value)
-  print(plan.table(planned))
+  print(table.text(planned))
   return 0 if planned.fits else 1
 
 

@@ -1,7 +1,6 @@
 """Evaluation: episodes in, scores out."""
 
 import collections
-from collections.abc import Mapping
 from collections.abc import Sequence
 
 import jax
@@ -46,11 +45,3 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
     found['val-aux/truncated'].append(float(episode.truncated))
     found['val-aux/retrieval_failed'].append(float(episode.failed))
   return {name: float(np.mean(values)) for name, values in sorted(found.items())}
-
-
-def line(scores: Mapping[str, float]) -> str:
-  """Returns the scores over all data sets as one line for the log: `em 0.500  f1 0.612  ..`."""
-  core = {name.rpartition('/')[2]: x for name, x in scores.items() if 'val-core/all/' in name}
-  if len(core) > 1 and core.get('score') == next(x for n, x in core.items() if n != 'score'):
-    del core['score']  # the main score is the reward
-  return '  '.join(f'{name} {x:.3f}' for name, x in core.items())

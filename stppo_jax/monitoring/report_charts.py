@@ -140,7 +140,9 @@ CHARTS = (
         '',
         (Line(r'actor/ppo_kl', 'to the old policy'), Line(r'actor/kl_loss', 'to the reference')),
     ),
-    Chart('Policy', 'Entropy', 'nats per token', '', (Line(r'actor/entropy(?:_loss)?', 'entropy'),)),
+    Chart(
+        'Policy', 'Entropy', 'nats per token', '', (Line(r'actor/entropy(?:_loss)?', 'entropy'),)
+    ),
     Chart(
         'Policy',
         'Sampler against trainer',

@@ -14,6 +14,7 @@ from stppo_jax import types
 from stppo_jax.envs import protocol
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.models import hf_config
 from stppo_jax.models import shapes
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_loop
@@ -113,7 +114,7 @@ def load_shape(config, head='tokens', folder=None):
         f'config.json, or a name that ends in one of {", ".join(shapes.PRESETS)}'
     )
   else:
-    shape = convert.load_config(folder, head=head, param_dtype=model.param_dtype)
+    shape = hf_config.load(folder, head=head, param_dtype=model.param_dtype)
   return _computed_as(shape, model)
 
 
