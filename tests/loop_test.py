@@ -14,7 +14,6 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import chex
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 import numpy as np
 
 from stppo_jax.models import sharding
@@ -66,21 +65,6 @@ def setUpModule():
   unittest.addModuleCleanup(temporary.cleanup)
   FOLDER = temporary.name
   tiny_run.write(FOLDER)
-  # Compiling is most of the work here, and most runs compile the same.
-  settings = {
-      'jax_disable_most_optimizations': True,
-      'jax_compilation_cache_dir': os.path.join(FOLDER, 'compiled'),
-      'jax_persistent_cache_min_compile_time_secs': 0.0,
-      'jax_persistent_cache_min_entry_size_bytes': -1,
-  }
-  unittest.addModuleCleanup(
-      jax.clear_caches
-  )  # at last: others would meet programs that sum in another order
-  for name, value in settings.items():
-    unittest.addModuleCleanup(jax.config.update, name, jax.config.values[name])
-    jax.config.update(name, value)
-  unittest.addModuleCleanup(compilation_cache.reset_cache)
-  compilation_cache.reset_cache()
 
 
 def tearDownModule():
@@ -369,8 +353,9 @@ class LoopTest(parameterized.TestCase):
       calls.clear()
       return mock.patch.object(bm25.Bm25Retriever, 'search', flaky)
 
-    with mock.patch.object(pipelines, '_FIRST_WAIT_S', 0.01), mock.patch.object(
-        loop, '_evaluate', return_value={}
+    with (
+        mock.patch.object(pipelines, '_FIRST_WAIT_S', 0.01),
+        mock.patch.object(loop, '_evaluate', return_value={}),
     ):
       with self.subTest('short'), fails_from(2, 5):
         short = os.path.join(self.workdir, 'short')
@@ -423,9 +408,11 @@ class LoopTest(parameterized.TestCase):
         stop.set()
       return search(retriever, queries, top_k) if when == 'playing' else [None] * len(queries)
 
-    with mock.patch.object(pipelines.Batches, 'sample', numbered), mock.patch.object(
-        bm25.Bm25Retriever, 'search', stopped_in_the_second_batch
-    ), mock.patch.object(pipelines, '_FIRST_WAIT_S', 0.01):
+    with (
+        mock.patch.object(pipelines.Batches, 'sample', numbered),
+        mock.patch.object(bm25.Bm25Retriever, 'search', stopped_in_the_second_batch),
+        mock.patch.object(pipelines, '_FIRST_WAIT_S', 0.01),
+    ):
       loop.train(config, stopped, stop.is_set)
     self.assertEqual([row['step'] for row in metrics_lib.read_metrics(stopped)], [0, 1])
     state_after(config, stopped, 1)  # was saved

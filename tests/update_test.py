@@ -36,15 +36,6 @@ CRITIC = dataclasses.replace(MODEL, head='value')
 NOTHING = train_state.Frozen()  # stands still: all is trained
 
 
-def setUpModule():
-  jax.config.update('jax_disable_most_optimizations', True)  # compiling is most of the work here
-
-
-def tearDownModule():
-  jax.config.update('jax_disable_most_optimizations', False)
-  jax.clear_caches()  # other tests would meet programs that sum in another order
-
-
 def make_learner(variant='st_ppo', critic=CRITIC, actor=MODEL, lr=1.0, **options):
   row = options.pop('row', variants.VARIANTS[variant])
   if not row.needs_critic:
@@ -60,7 +51,7 @@ def make_learner(variant='st_ppo', critic=CRITIC, actor=MODEL, lr=1.0, **options
       critic_optimizer=optimizer,
       actor_lr=schedule,
       critic_lr=schedule,
-      **{'micro_batch': 8, 'lengths': (24,), 'value_clip': 0.5, **options}
+      **{'micro_batch': 8, 'lengths': (24,), 'value_clip': 0.5, **options},
   )
 
 
