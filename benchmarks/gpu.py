@@ -29,11 +29,11 @@ from benchmarks import side_by_side
 from stppo_jax import chat
 from stppo_jax import tasks as task_files
 from stppo_jax.algorithms import variants
+from stppo_jax.envs import search
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import shapes
 from stppo_jax.models import sharding
-from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampling
 from stppo_jax.training import packing
@@ -197,7 +197,7 @@ def measure_rollout(best):
   read_s, sample_s = [], []
   for _ in range(2 + side_by_side.REPEATS.value):
     taken = engine.run(
-        sampler, params, [engine.Cue(prompt, new) for prompt in prompts], keys, _ends
+        sampler, params, [engine.Prompt(prompt, new) for prompt in prompts], keys, _ends
     ).seconds
     read_s.append(taken['prefill'])
     sample_s.append(taken['decode'])
@@ -224,7 +224,7 @@ def measure_rollout(best):
 
 def _ends(turns):
   """Every dialogue is over after one turn."""
-  return [engine.Cue((), 0) for _ in turns]
+  return [engine.Prompt((), 0) for _ in turns]
 
 
 def compare_dtypes(folder, passages):
@@ -234,7 +234,7 @@ def compare_dtypes(folder, passages):
   rows = np.array(
       [ids for ids in texts if len(ids) == 128][: 4 if side_by_side.QUICK.value else 64]
   )
-  table = chat.stop_automaton(tokenizer.token_bytes, agent_lib.STOP_STRINGS)
+  table = chat.stop_automaton(tokenizer.token_bytes, search.SearchEnv.stop_strings)
   prompt = chat.encode_prompt(tokenizer, 'What is the capital of France?')
   found = {}
   for dtype in ('float32', 'bfloat16'):
@@ -258,7 +258,7 @@ def compare_dtypes(folder, passages):
       engine.run(
           sampler,
           params,
-          [engine.Cue(prompt, 16)],
+          [engine.Prompt(prompt, 16)],
           jax.random.split(jax.random.key(0), 1),
           lambda turns: said.extend(turns) or _ends(turns),
       )

@@ -119,13 +119,15 @@ class Sampling:
         last[turn.index], k = turn.tokens, turns[turn.index]
         turns[turn.index] += 1
         over = k == len(observations)
-        cues.append(engine.Cue((), 0) if over else engine.Cue(observations[k][turn.index], num_new))
+        cues.append(
+            engine.Prompt((), 0) if over else engine.Prompt(observations[k][turn.index], num_new)
+        )
       return cues
 
     engine.run(
         sampler,
         self._params,
-        [engine.Cue(prompt, num_new) for prompt in prompts.tolist()],
+        [engine.Prompt(prompt, num_new) for prompt in prompts.tolist()],
         jax.random.split(jax.random.key(1), rows),
         respond,
         threads=4 if wait_s else 0,
@@ -320,13 +322,13 @@ class PpoStep:
     def respond(said):
       for turn in said:
         turns[turn.index].append(types.Turn(turn.tokens, turn.logp, _NOTHING))
-      return [engine.Cue((), 0) for _ in said]
+      return [engine.Prompt((), 0) for _ in said]
 
     self._key, key = jax.random.split(self._key)
     engine.run(
         self._samplers[temperature],
         self._state.actor,
-        [engine.Cue(prompt, self._num_new) for prompt in prompts.tolist()],
+        [engine.Prompt(prompt, self._num_new) for prompt in prompts.tolist()],
         jax.random.split(key, len(prompts)),
         respond,
     )
@@ -350,9 +352,10 @@ class PpoStep:
 def _episodes(prompts, turns):
   """Every other one scores 1."""
   task = types.Task(id='', question='', answers=())
+  for i, played in enumerate(turns):
+    played[-1].reward = float(i % 2)
   return [
-      types.Episode(task, i, prompt.astype(np.int32), turns[i], score=float(i % 2))
-      for i, prompt in enumerate(prompts)
+      types.Episode(task, i, prompt.astype(np.int32), turns[i]) for i, prompt in enumerate(prompts)
   ]
 
 

@@ -63,7 +63,7 @@ class Sampling:
         max_generation_steps=num_new,
         max_prompt_length=context.shape[1],  # its own padding to a power of two would cost it more
         seed=0,
-        **options
+        **options,
     )
     return np.stack(found.tokens)
 

@@ -36,7 +36,7 @@ def main(workdirs):
           marker='o' if len(points) < 15 else '',
           markersize=3,
           linewidth=1.2,
-          label=os.path.basename(os.path.normpath(workdir))
+          label=os.path.basename(os.path.normpath(workdir)),
       )
       axis.set(title=title, xlabel='update')
   for axis in axes:

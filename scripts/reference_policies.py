@@ -57,18 +57,18 @@ def _template(agent, tasks):
 
 def _step_all(agent, task, actions):
   """The EM of an episode with these actions; an answer counts only if the passages held it."""
-  env = agent.make_env(task)
+  env = agent.env(task, seed=0)
   env.reset()
   shown = ''
   for action in actions:
     observation, _, _, _, info = env.step(action)
     shown += observation
-  return info['em'] * (len(actions) == 1 or task.answers[0] in shown)
+  return info['metrics']['em'] * (len(actions) == 1 or task.answers[0] in shown)
 
 
 def _played(agent, params, tasks):
   _, episodes = evaluation.evaluate(agent, params, tasks)
-  return [episode.metrics['em'] for episode in episodes]
+  return [episode.main_score for episode in episodes]
 
 
 def _show(policy, tasks, scores):

@@ -1,14 +1,15 @@
-"""Text to token ids and back, for one tokenizer folder. The border of "text once, tokens for ever".
+"""Text to token ids and back, for one tokenizer folder, and the turns of its chat template.
 
-Prompts and observations become ids here, once. An agent's turn is ids from the start: it is
-decoded for the environment to read, and never encoded again. The closing tags on which a turn
-stops become an automaton over tokens (`stop_automaton`), which the sampler carries on the device.
+Prompts and observations are encoded here, once. An agent's turn is ids from the start: it is decoded
+for the environment, and never encoded again. The stop strings of an environment become an automaton
+over tokens (`stop_automaton`), which the sampler carries on the device.
 """
 
 import collections
 from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -22,9 +23,15 @@ CLOSING_TAG = '</information>'
 
 _OPENING = re.compile(r'\s*<information>')
 _TAG = re.compile(r'<(?=/?(?:think|search|information|answer)>)')
-_LONGEST_TOKEN = (
-    128  # characters, in the vocabularies we know: a passage is cut before it is encoded
-)
+# Characters, in the vocabularies we know: longer text is cut before it is encoded.
+_LONGEST_TOKEN = 128
+# What templates do to a message's content. The first that the template does is done here too.
+_CONTENT_FORMS = {
+    'as it is': lambda text: text,
+    'stripped': str.strip,
+    'JSON': lambda text: json.dumps(text, ensure_ascii=False),
+}
+_Messages = list[dict[str, str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,33 +43,37 @@ class Tokenizer:
   eos_ids: tuple[int, ...]  # each of them ends a turn; may be empty
   pad_id: int
   token_bytes: tuple[bytes, ...]  # [V]; empty for an id that has no token
-  render: Callable[[str], str] | None  # user message -> chat template text; None without template
+  render: Callable[[_Messages], str] | None  # messages -> text with generation prompt; None: none
   text_library: tokenizers.Tokenizer  # control tokens inside a text stay text
   control_library: tokenizers.Tokenizer  # control tokens inside a text become control tokens
-  passage_library: tokenizers.Tokenizer  # has no control token, nor any other added one
+  passage_library: tokenizers.Tokenizer  # without control tokens and other added tokens
   added_ids: frozenset[int]  # of the tokens that `passage_library` lacks
 
   def encode(self, text: str, control: bool = False) -> list[int]:
-    """Ids of `text`, nothing added. With `control`, '<|im_end|>' and its like are one token."""
+    """Returns the ids of `text` alone. With `control`, '<|im_end|>' and its like are one token."""
     library = self.control_library if control else self.text_library
     return library.encode(_valid(text), add_special_tokens=False).ids
 
   def encode_passage(self, text: str) -> list[int]:
-    """Ids of a text from outside: none is of an added token, and they do not spell a tag of ours.
+    """Returns ids of a text from outside: none is an added token, and they spell no tag of ours.
 
-    A space goes in after the `<` of each tag; after normalisation, which can make a `<`.
+    Inserts a space after the `<` of each tag, after normalisation, which can produce a `<`.
     """
     text = _valid(text)
     if self.passage_library.normalizer is not None:
       text = self.passage_library.normalizer.normalize_str(text)
-    return self.passage_library.encode(_TAG.sub('< ', text), add_special_tokens=False).ids
+    return self.encode_plain(_TAG.sub('< ', text))
+
+  def encode_plain(self, text: str) -> list[int]:
+    """Returns ids of a text, none of which is an added token."""
+    return self.passage_library.encode(_valid(text), add_special_tokens=False).ids
 
   def decode(self, ids: Sequence[int]) -> str:
-    """The exact bytes of the tokens as text, control tokens included; bad UTF-8 is replaced."""
+    """Returns the exact bytes of the tokens as text, control tokens included; replaces bad UTF-8."""
     return b''.join(self._bytes(i) for i in ids).decode('utf-8', 'replace')
 
   def pieces(self, ids: Sequence[int]) -> list[str]:
-    """One printable string a token, for reports; bytes that are no UTF-8 alone are replaced."""
+    """Returns one printable string per token, for reports; replaces bytes that are not UTF-8 alone."""
     return [self._bytes(i).decode('utf-8', 'replace') for i in ids]
 
   def _bytes(self, token_id: int) -> bytes:
@@ -71,7 +82,7 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: str) -> Tokenizer:
-  """Reads `tokenizer.json` and, where there, tokenizer_config.json and generation_config.json."""
+  """Reads tokenizer.json and, if they exist, tokenizer_config.json and generation_config.json."""
   path = os.path.join(folder, 'tokenizer.json')
   if not os.path.isfile(path):
     raise types.UserError(
@@ -110,7 +121,7 @@ def load_tokenizer(folder: str) -> Tokenizer:
 
 
 def check_matches(tokenizer: Tokenizer, model_vocab_size: int) -> None:
-  """UserError if the tokenizer can make an id that the model has no embedding for."""
+  """Raises a UserError if the tokenizer can produce an id that the model has no embedding for."""
   if tokenizer.vocab_size > model_vocab_size:
     raise types.UserError(
         f'the tokenizer in {tokenizer.folder!r} has {tokenizer.vocab_size} ids but the model only '
@@ -119,17 +130,137 @@ def check_matches(tokenizer: Tokenizer, model_vocab_size: int) -> None:
 
 
 def encode_prompt(tokenizer: Tokenizer, user_message: str) -> list[int]:
-  """One user message, in the chat template with its generation prompt if there is a template."""
+  """Returns one user message, with a chat template as its first turn and the generation prompt.
+
+  The message cannot contain control tokens, whatever its text.
+  """
   if tokenizer.render is None:
     return tokenizer.encode(user_message)
-  return tokenizer.encode(tokenizer.render(user_message), control=True)
+  before, after, form = _around(tokenizer, [], 'user')
+  return _Frame.split(tokenizer, before, after, form).around(user_message, tokenizer.encode)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Frame:
+  """Text of the template around a message: control tokens, and the text between them and it.
+
+  before_ids | before_text content after_text | after_ids
+  The middle is encoded as one text, as a tokenizer does that first splits at control tokens.
+  """
+
+  before_ids: tuple[int, ...]
+  before_text: str
+  after_text: str
+  after_ids: tuple[int, ...]
+  form: str  # of _CONTENT_FORMS
+
+  @classmethod
+  def split(cls, tokenizer: Tokenizer, before: str, after: str, form: str) -> '_Frame':
+    """Splits the template's text before and after a message."""
+    encoding = tokenizer.control_library.encode(before, add_special_tokens=False)
+    controls = [i for i, token in enumerate(encoding.ids) if token in tokenizer.added_ids]
+    start = encoding.offsets[controls[-1]][1] if controls else 0
+    before_ids = encoding.ids[: controls[-1] + 1] if controls else []
+    encoding = tokenizer.control_library.encode(after, add_special_tokens=False)
+    controls = [i for i, token in enumerate(encoding.ids) if token in tokenizer.added_ids]
+    end = encoding.offsets[controls[0]][0] if controls else len(after)
+    after_ids = encoding.ids[controls[0] :] if controls else []
+    return cls(tuple(before_ids), before[start:], after[:end], tuple(after_ids), form)
+
+  def around(self, content: str, encode: Callable[[str], list[int]]) -> list[int]:
+    """Returns the message with the template's tokens before and after it."""
+    text = self.before_text + _CONTENT_FORMS[self.form](content) + self.after_text
+    return [*self.before_ids, *encode(text), *self.after_ids]
+
+
+@dataclasses.dataclass(frozen=True)
+class Framing:
+  """Where observations go: appended to the agent's text, or into a turn of the chat template."""
+
+  tokenizer: Tokenizer
+  limit: int  # tokens of an observation, the template's included
+  frame: _Frame | None  # None: inline
+
+  def encode(self, text: str, turn: Sequence[int]) -> list[int]:
+    """Returns the ids that follow the agent's `turn` up to where its next turn begins.
+
+    The template's end of an assistant turn is left out if the agent has sampled it.
+    """
+    if self.frame is None:
+      return encode_observation(self.tokenizer, text, self.limit)
+    ids = self.frame.around(self._cut(text), self.tokenizer.encode_plain)
+    has_end = len(turn) > 0 and turn[-1] in self.tokenizer.eos_ids and turn[-1] == ids[0]
+    return ids[1:] if has_end else ids
+
+  def _cut(self, text):
+    """The text, cut so that it fits with its frame; a closing tag stays."""
+    encode = self.tokenizer.encode_plain
+    start = text.rfind(CLOSING_TAG)
+    head, tail = (text, '') if start < 0 else (text[:start], text[start:])
+    least = len(self.frame.around('', encode)) + len(encode(tail))
+    if least > self.limit:
+      raise types.UserError(
+          f'an observation limit of {self.limit} tokens cannot hold the {least} tokens of the chat '
+          "template's turn: raise config.rollout.max_observation"
+      )
+    head = head[: self.limit * _LONGEST_TOKEN]
+    while (size := len(self.frame.around(head + tail, encode))) > self.limit and head:
+      head = head[: min(len(head) - 1, len(head) * self.limit // size)]
+    return head + tail
+
+
+def make_framing(tokenizer: Tokenizer, frame: str, limit: int) -> Framing:
+  """Returns the framing 'inline', 'user' or 'tool' for this tokenizer.
+
+  The text that the template puts between the end of an assistant turn and the next generation prompt
+  is rendered once, here.
+  """
+  if frame == 'inline':
+    return Framing(tokenizer, limit, None)
+  if tokenizer.render is None:
+    raise types.UserError(
+        f'the environment puts observations into {frame!r} turns, and {tokenizer.folder!r} has no '
+        "chat template: give a model with one, or an environment with frame = 'inline'"
+    )
+  asked = [{'role': 'user', 'content': 'Q'}, {'role': 'assistant', 'content': _ANSWER}]
+  before, after, form = _around(tokenizer, asked, frame)
+  if before.count(_ANSWER) != 1:
+    raise types.UserError(
+        f'the chat template of {tokenizer.folder!r} does not show an assistant turn as it is: '
+        "give an environment with frame = 'inline'"
+    )
+  before = before.partition(_ANSWER)[2]
+  return Framing(tokenizer, limit, _Frame.split(tokenizer, before, after, form))
+
+
+_ANSWER = 'The-agent-says-this'
+
+
+def _around(tokenizer: Tokenizer, messages: _Messages, role: str) -> tuple[str, str, str]:
+  """(text before, text after, form) of the content of one more message, of this role."""
+  probe = ' Probe "1"\n '
+  try:
+    text = tokenizer.render([*messages, {'role': role, 'content': probe}])
+  except Exception as error:  # templates raise what they like
+    raise types.UserError(
+        f'the chat template of {tokenizer.folder!r} cannot show a turn of role {role!r} ({error}): '
+        "give another model, or an environment with another `frame`, such as 'inline'"
+    ) from error
+  for form, change in _CONTENT_FORMS.items():
+    before, found, after = text.partition(change(probe))
+    if found:
+      return before, after, form
+  raise types.UserError(
+      f'the chat template of {tokenizer.folder!r} changes the text of a {role!r} turn in a way that is '
+      "not supported: give another model, or an environment with frame = 'inline'"
+  )
 
 
 def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]:
-  """At most `limit` ids of `text`; what stands from the last `</information>` on is never cut.
+  """Returns at most `limit` ids of an inline observation; never cuts from the last `</information>` on.
 
-  The frame and what it holds are encoded apart, always: so a cut and a whole observation end in the
-  same ids, and of what comes from a passage no token closes the block, opens another, or controls.
+  The tags and what they hold are always encoded apart. So a cut observation ends in the same ids as a
+  whole one, and a passage yields no token that closes the block, opens another, or controls.
   """
   start = text.rfind(CLOSING_TAG)
   if start < 0:
@@ -148,10 +279,10 @@ def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]
 
 
 def stop_automaton(token_bytes: Sequence[bytes], stop_strings: Sequence[str]) -> np.ndarray:
-  """The next state after each token: [states, V] int32; 0 = start, last = stopped (absorbing).
+  """Returns the next state after each token: [states, V] int32; 0 = start, last = stopped (absorbing).
 
-  Aho-Corasick over bytes, then lifted to tokens by following each token's bytes. So a stop string
-  is found wherever it lies: across tokens, inside one, or followed by more bytes of its token.
+  An Aho-Corasick automaton over bytes, lifted to tokens by following each token's bytes. So a stop
+  string is found across tokens, inside one, or followed by more bytes of its token.
   """
   steps = _byte_automaton([s.encode('utf-8') for s in stop_strings])  # [states, 256]
   lengths = np.array([len(b) for b in token_bytes], np.int64)
@@ -198,8 +329,11 @@ def _byte_automaton(patterns: list[bytes]) -> np.ndarray:
 
 
 def _without_added_tokens(path: str) -> str:
-  """The tokenizer file as text, without its added tokens, in the vocabulary too unless merges make
-  them: `ignore_merges` takes any word of the vocabulary as it stands."""
+  """The tokenizer file as text, without its added tokens.
+
+  They are also removed from the vocabulary, unless merges make them: with `ignore_merges` any word of
+  the vocabulary would be one token.
+  """
   written = _read_json(path)
   added = {token['content'] for token in written['added_tokens']}
   pairs = [
@@ -262,19 +396,14 @@ def _token_name(entry: str | dict | None) -> str:
   return (entry.get('content') if isinstance(entry, dict) else entry) or ''
 
 
-def _chat_renderer(folder: str, settings: dict) -> Callable[[str], str] | None:
+def _chat_renderer(folder: str, settings: dict) -> Callable[[_Messages], str] | None:
   has_file = os.path.isfile(os.path.join(folder, 'chat_template.jinja'))
   if not has_file and not settings.get('chat_template'):
     return None
   import transformers  # here, since it takes seconds and a folder without template needs none
 
   library = transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-
-  def render(user_message: str) -> str:
-    messages = [{'role': 'user', 'content': user_message}]
-    return library.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
-  return render
+  return functools.partial(library.apply_chat_template, tokenize=False, add_generation_prompt=True)
 
 
 def _read_json(path: str) -> dict:

@@ -84,18 +84,18 @@ def _train(config: schema.Config, workdir: str) -> None:
 
 
 def _eval(config: schema.Config, workdir: str) -> None:
-  from stppo_jax.training import loop
+  from stppo_jax.training import results
 
-  scores = loop.evaluate(config, workdir)
+  scores = results.evaluate(config, workdir)
   if hosts.is_writer():
     for name, value in scores.items():
       print(f'{name:40s} {value:.4f}')
 
 
 def _export(config: schema.Config, workdir: str) -> None:
-  from stppo_jax.training import loop
+  from stppo_jax.training import results
 
-  print(loop.export(config, workdir))
+  print(results.export(config, workdir))
 
 
 def _plan(config: schema.Config, workdir: str) -> int:
@@ -107,9 +107,10 @@ def _plan(config: schema.Config, workdir: str) -> int:
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_enable_compilation_cache', False)
   from stppo_jax.planning import plan
+  from stppo_jax.planning import table
 
   planned = plan.make(config, _TOPOLOGY.value)
-  print(plan.table(planned))
+  print(table.text(planned))
   return 0 if planned.fits else 1
 
 
@@ -244,7 +245,7 @@ def _parse(argv: list[str]) -> list[str]:
           f'unexpected argument {positional[0]!r}: flags start with --, as in '
           '--config.train.updates=3'
       )
-    flags.FLAGS.config.name  # a file that could not be read raises here
+    _ = flags.FLAGS.config.name  # a file that could not be read raises here
     return argv[:1]
   except (flags.Error, types.UserError) as error:
     lines = str(error).splitlines()  # of several, those between may be a traceback
@@ -263,8 +264,7 @@ def _help(program: str, section: str) -> str:
     if not chosen:
       raise types.UserError(f'--help={section}: there is no such section; see --help')
     return '\n'.join(
-        f'--config.{path}={settings[path][1]!r}\n    {settings[path][0].meaning}'
-        for path in chosen
+        f'--config.{path}={settings[path][1]!r}\n    {settings[path][0].meaning}' for path in chosen
     )
   sections = dict.fromkeys(path.split('.')[0] for path in settings)
   own = [flag.name for flag in flags.FLAGS.get_flags_for_module(__name__)]

@@ -44,7 +44,8 @@ class Data:
 
   source: str = setting(
       'embedded',
-      'a folder with qa.jsonl and corpus.jsonl, a .jsonl, a Search-R1 .parquet, or a function',
+      'a folder with qa.jsonl and corpus.jsonl, a .jsonl, a Search-R1 .parquet, or a function '
+      '(split) -> list of types.Task',
       plugin=True)
   corpus: str = setting('', 'folder or .jsonl of passages; empty: the same as `source`')
   train_split: str = setting('train', 'the questions to train on')
@@ -54,22 +55,36 @@ class Data:
 
 @dataclasses.dataclass
 class Env:
-  """The task as the agent meets it."""
+  """The environment: what the agent reads, and its rewards."""
 
+  kind: str = setting(
+      'search', 'the environment; a class of your own: see envs/protocol.py',
+      allowed=('search',), plugin=True)
+  options: dict[str, Any] = setting(
+      {}, "keyword arguments of the environment's class; --config.env.options.NAME=VALUE sets one")
   prompt: str = setting(
       'search_r1', "wording of the search environment; 'short' is for tiny models",
       allowed=('search_r1', 'short'))
   max_turns: int = setting(
-      4, 'searches per episode; one more generation may follow, in which a search gets nothing',
-      at_least=0)
-  reward: str = setting('em', 'what an answer is worth', allowed=('em', 'sub_em', 'f1', 'format'))
+      4, 'searches per episode, after which one more turn may only answer; an environment of your own '
+      'gets it if it takes it', at_least=0)
+  reward: str = setting(
+      'em', 'of an answer; a function of your own: (task, answer, transcript) -> float',
+      allowed=('em', 'sub_em', 'f1', 'format'), plugin=True)
 
 
 @dataclasses.dataclass
 class Retriever:
-  """Where searches go."""
+  """How passages are found."""
 
-  kind: str = setting('bm25', "'bm25' runs in this process", allowed=('bm25', 'http'))
+  kind: str = setting(
+      'bm25', "'bm25' (words), 'dense' (vectors) and 'hybrid' (both) search in this process, 'http' asks "
+      "a server, 'none' loads no corpus; your own: make(settings, load_corpus) -> search(queries, top_k)",
+      allowed=('bm25', 'http', 'dense', 'hybrid', 'none'), plugin=True)
+  encoder: str = setting(
+      '', "folder of a BERT-class model such as e5-base-v2, for 'dense' and 'hybrid'")
+  embeddings: str = setting(
+      '', "folder that keeps the passages' vectors between starts; empty: they are made at each start")
   top_k: int = setting(3, 'passages per search', at_least=1)
   url: str = setting('http://127.0.0.1:8000/retrieve', 'address of an HTTP retriever')
   dialect: str = setting(
@@ -139,52 +154,58 @@ class Rollout:
 
 @dataclasses.dataclass
 class Algorithm:
-  """The row of `variants.VARIANTS`, and the columns to override (None: the row's own)."""
+  """The objective: a `variants.Variant`, and the columns of it to override.
 
-  variant: str = setting(
-      'st_ppo', 'name of the row',
-      allowed=('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'grpo', 'so_grpo', 'gspo', 'rloo', 'reinforce'))
+  None means the variant's own. The defaults stand in algorithms/variants.py, and nowhere else.
+  """
+
+  variant: str = setting('st_ppo', "a row of variants.VARIANTS, or a Variant of one's own", plugin=True)
   advantage: str | None = setting(
-      None, 'estimator of the advantages',
-      allowed=('token_gae', 'turn_gae', 'bad_gae', 'group_zscore', 'leave_one_out', 'turn_returns'))
+      None, 'how credit is assigned: one of advantages.ESTIMATORS', plugin=True)
   ratio: str | None = setting(
-      None, 'which tokens share an importance ratio', allowed=('none', 'token', 'turn', 'sequence'))
+      None, "which tokens share an importance ratio; 'none' is the plain policy gradient",
+      allowed=('none', 'token', 'turn', 'sequence'))
+  surrogate: str | None = setting(
+      None, 'what is maximised in place of ratio x advantage: one of losses.SURROGATES', plugin=True)
   divisor: str | None = setting(
-      None, 'what the gradient is divided by', allowed=('none', 'paper', 'floor', 'relative'))
+      None, 'what the gradient is divided by: one of correction.DIVISORS', plugin=True)
   norm_of: str | None = setting(None, 'what ||C|| is the norm of', allowed=('gradient', 'loss'))
   min_advantage: str | None = setting(
       None, 'the advantage inside the min', allowed=('token', 'turn'))
   clip_low: float | None = setting(None, 'the ratio is clipped at 1 - clip_low', at_least=0)
   clip_high: float | None = setting(None, 'the ratio is clipped at 1 + clip_high', at_least=0)
+  dual_clip: float | None = setting(
+      None, 'c > 1 bounds the ratio where the advantage is negative; 0: off')
   whiten: bool | None = setting(None, 'standardise advantages over the batch')
-  dual_clip: float = setting(
-      0.0, 'c > 1 bounds the ratio where the advantage is negative; 0: off')
-  gamma: float = setting(1.0, 'discount', at_least=0, at_most=1)
-  lam: float = setting(1.0, "lambda of GAE", at_least=0, at_most=1)
-  aggregation: str = setting(
-      'seq-mean-token-mean', "the paper's; or another of verl's loss_agg_mode",
+  gamma: float | None = setting(None, 'discount', at_least=0, at_most=1)
+  lam: float | None = setting(None, 'lambda of GAE', at_least=0, at_most=1)
+  aggregation: str | None = setting(
+      None, "verl's loss_agg_mode",
       allowed=('token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm'))
-  norm_length: int = setting(
-      0, 'divisor of seq-mean-token-sum-norm; 0: rollout.max_total', at_least=0)
-  entropy_coef: float = setting(0.001, 'weight of the entropy bonus')
-  kl_in: str = setting(
-      'reward', 'where the KL penalty to the reference goes', allowed=('reward', 'loss', 'none'))
-  kl_estimator: str = setting('k1', 'of the KL to the reference', allowed=('k1', 'k2', 'k3'))
-  kl_coef: float = setting(0.001, 'weight of the KL penalty', at_least=0)
-  kl_target: float = setting(
-      0.0, 'above 0 the coefficient adapts towards this KL; 0.1 is usual', at_least=0)
-  kl_horizon: float = setting(10_000.0, 'episodes over which the coefficient adapts', at_least=1)
-  value_clip: float = setting(0.5, "range of a step's change of a value; 0: off", at_least=0)
-  value_coef: float = setting(0.5, "weight of the critic's loss on a shared trunk", at_least=0)
-  old_logp: str = setting(
-      'trainer', "'trainer' recomputes: the first ratio is exactly 1; 'sampler' takes what was reported",
+  norm_length: int | None = setting(
+      None, 'divisor of seq-mean-token-sum-norm; 0: rollout.max_total', at_least=0)
+  entropy_coef: float | None = setting(None, 'weight of the entropy bonus')
+  kl_in: str | None = setting(
+      None, 'where the KL penalty to the reference goes', allowed=('reward', 'loss', 'none'))
+  kl_estimator: str | None = setting(
+      None, 'of the KL to the reference', allowed=('k1', 'k2', 'k3'))
+  kl_coef: float | None = setting(None, 'weight of the KL penalty', at_least=0)
+  kl_target: float | None = setting(
+      None, 'above 0 the coefficient adapts towards this KL; 0.1 is usual', at_least=0)
+  kl_horizon: float | None = setting(
+      None, 'episodes over which the coefficient adapts', at_least=1)
+  value_clip: float | None = setting(None, "range of a step's change of a value; 0: off", at_least=0)
+  value_coef: float | None = setting(
+      None, "weight of the critic's loss on a shared trunk", at_least=0)
+  old_logp: str | None = setting(
+      None, "'trainer' recomputes: the first ratio is exactly 1; 'sampler' takes what was reported",
       allowed=('trainer', 'sampler'))
-  is_correction: str = setting(
-      'none', "level of the weights from the sampler's log-probs to old_logp, see off_policy.py; "
+  rollout_is: str | None = setting(
+      None, "level of the weights from the sampler's log-probs to old_logp, see off_policy.py; "
       "for old_logp='trainer'", allowed=('none', 'token', 'turn', 'sequence'))
-  is_threshold: float = setting(2.0, "upper bound of those weights; verl's rollout_is_threshold", at_least=1)
-  log_bias: bool = setting(
-      True, 'measure ||C|| for every variant, not only those that divide by it')
+  rollout_is_threshold: float | None = setting(None, 'upper bound of those weights', at_least=1)
+  log_bias: bool | None = setting(
+      None, 'measure ||C|| for every variant, not only those that divide by it')
 
 
 @dataclasses.dataclass

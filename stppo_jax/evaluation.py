@@ -1,28 +1,47 @@
 """Evaluation: episodes in, scores out."""
 
 import collections
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
+from stppo_jax import types
 
-def evaluate(agent, params, tasks, greedy=True, seed=0):
-  """Plays each task once, by default greedily: (metrics, episodes).
 
-  Metrics: val-core/<dataset>/em and f1, val-core/all/em, and by number of hops. An episode whose
-  retrieval failed counts as wrong, and is counted.
-  """
+def evaluate(
+    agent, params, tasks: Sequence[types.Task], greedy: bool = True, seed: int = 0
+) -> tuple[dict[str, float], list[types.Episode]]:
+  """Plays each task once, by default greedily: (metrics, episodes)."""
   keys = jax.random.split(jax.random.key(seed), len(tasks))
   episodes = agent.play(params, tasks, keys, greedy=greedy)
-  scores = collections.defaultdict(list)
+  return scores(episodes), episodes
+
+
+def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
+  """Returns means over the episodes, per data set and over all.
+
+  val-core/<dataset>/score   total reward
+  val-core/<dataset>/<name>  an environment's core metrics; its other metrics go under val-aux
+  val-core/all/<name>_hops<n>  the main one of them, where tasks have a number of hops
+
+  An episode whose retrieval failed counts as wrong, and is counted. One that never reported a metric
+  counts as 0.
+  """
+  found = collections.defaultdict(list)
+  reported = {name for episode in episodes for name in episode.metrics}
   for episode in episodes:
-    for name in ('em', 'f1'):
-      value = episode.metrics.get(name, 0.0)
-      scores[f'val-core/all/{name}'].append(value)
-      scores[f'val-core/{episode.task.dataset}/{name}'].append(value)
-    em = episode.metrics.get('em', 0.0)
-    scores[f'val-core/all/em_hops{episode.task.hops}'].append(em)
-    scores['val-aux/num_turns/mean'].append(len(episode.turns))
-    scores['val-aux/truncated'].append(float(episode.truncated))
-    scores['val-aux/retrieval_failed'].append(float(episode.failed))
-  return {name: float(np.mean(values)) for name, values in sorted(scores.items())}, episodes
+    core = {name: episode.metrics.get(name, 0.0) for name in episode.core_metrics}
+    other = {name: episode.metrics.get(name, 0.0) for name in reported - set(core)}
+    for dataset in ('all', episode.task.dataset):
+      for name, value in (core | {'score': episode.score}).items():
+        found[f'val-core/{dataset}/{name}'].append(value)
+      for name, value in other.items():
+        found[f'val-aux/{dataset}/{name}'].append(value)
+    if episode.task.hops:
+      main = episode.core_metrics[0] if episode.core_metrics else 'score'
+      found[f'val-core/all/{main}_hops{episode.task.hops}'].append(episode.main_score)
+    found['val-aux/num_turns/mean'].append(len(episode.turns))
+    found['val-aux/truncated'].append(float(episode.truncated))
+    found['val-aux/retrieval_failed'].append(float(episode.failed))
+  return {name: float(np.mean(values)) for name, values in sorted(found.items())}

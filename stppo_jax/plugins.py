@@ -4,10 +4,12 @@ from collections.abc import Mapping
 import difflib
 import hashlib
 import importlib
+import os
 import pathlib
 import traceback
 from typing import Any
 
+from stppo_jax import validation
 from stppo_jax.types import UserError
 
 
@@ -37,6 +39,15 @@ def load(field: str, name: str, built_in: Mapping[str, Any]) -> Any:
       raise UserError(f'{given}: {module_name} has no {attribute!r}; give one of its names')
     found = getattr(found, part)
   return found
+
+
+def named(config: Any) -> dict[str, str]:
+  """Returns {field: name} of the fields of the config that name something of the user's."""
+  return {
+      path: value
+      for path, rules, value in validation.fields(config)
+      if rules.plugin and isinstance(value, str) and ':' in value and not os.path.exists(value)
+  }
 
 
 def digests(names: Mapping[str, str]) -> dict[str, str]:

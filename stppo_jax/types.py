@@ -1,4 +1,4 @@
-"""The nouns of the project, and the legend of array shapes. Everything else passes these around.
+"""The data types that all parts exchange, and the legend of array shapes.
 
 Shape legend, used in every docstring and einsum:
 
@@ -20,21 +20,21 @@ import numpy as np
 
 
 class UserError(ValueError):
-  """A mistake of the user or of their files: one line saying what was given, what is allowed and
-  what to do. `run.py` prints it without a traceback and exits with code 2."""
+  """A mistake of the user or in their files: one line with what was given, what is allowed and what
+  to do. The command line prints it without a traceback and exits with code 2."""
 
 
 class RunError(RuntimeError):
-  """The run itself cannot go on (gradients stay non-finite, say): one line, exit code 1."""
+  """The run cannot continue, for example because gradients stay non-finite: one line, exit code 1."""
 
 
 class Stopped(Exception):
-  """The run was asked to stop, and gave up what it was waiting for or could do again."""
+  """The run was asked to stop, and abandoned work that can be repeated."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Passage:
-  """One document of a corpus; `score` is the retriever's, where there is one."""
+  """One document of a corpus. `score` is set by a retriever."""
 
   id: str
   title: str
@@ -44,48 +44,68 @@ class Passage:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """One question with its gold answers. `options` and `letter` are set for multiple choice."""
+  """One question with its gold answers, or one instance of a procedural environment.
+
+  `options` and `letter` are set for multiple choice. All episodes of a task with a `seed` are reset
+  with that seed, so that the samples of a group play the same instance. Without one, each episode
+  is reset with a seed of its own.
+  """
 
   id: str
   question: str
-  answers: tuple[str, ...]
+  answers: tuple[str, ...] = ()
   dataset: str = 'unnamed'
   split: str = 'train'
-  hops: int = 1
+  hops: int = 0  # facts to be combined; evaluation also scores by it; 0: unknown
   gold: tuple[str, ...] = ()  # ids of the passages that hold the answer
   options: tuple[tuple[str, str], ...] = ()  # (letter, text)
   letter: str = ''  # the right option
   steps: tuple[tuple[str, str], ...] = ()  # (sub-question, its answer), where the source has them
+  seed: int | None = None  # given to `Env.reset`; None: derived from run seed, task and sample
 
 
 @dataclasses.dataclass
 class Turn:
-  """One run of agent tokens and the observation that followed it."""
+  """One turn of the agent, and the observation that followed it."""
 
-  tokens: np.ndarray  # [n] int32, sampled by the agent, its closing tag included
-  logp: np.ndarray  # [n] float32, log-prob under the distribution it was really sampled from
-  observation: np.ndarray  # [m] int32, forced tokens that came back; empty after the last turn
-  action: str = 'invalid'  # 'search' | 'answer' | 'invalid'
+  tokens: np.ndarray  # [n] int32, as sampled, with the stop string or eos token that ended it
+  logp: np.ndarray  # [n] float32, log-prob under the distribution that was sampled from
+  observation: np.ndarray  # [m] int32, tokens of the environment's reply; empty after the last turn
+  action: str = 'invalid'  # kind of action, as the environment calls it in `info['action']`
+  reward: float = 0.0  # of this turn
 
 
 @dataclasses.dataclass
 class Episode:
-  """A prompt and the turns that followed. Host data; `batching.to_turn_batch` makes tensors."""
+  """A prompt and the turns that followed. Host data: `batching.to_turn_batch` makes the tensors."""
 
   task: Task
-  group: int  # rows with the same number answer the same question of this batch
+  group: int  # rows with the same number are samples of the same task of this batch
   prompt: np.ndarray  # [p] int32
   turns: list[Turn]
-  score: float = 0.0  # the environment's total reward
-  truncated: bool = False  # ended by a limit, not by an answer
-  failed: bool = False  # the world failed (no retrieval): kept out of the update, and counted
-  metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # em, f1, searches, ..
+  truncated: bool = False  # ended by a limit instead of an answer
+  failed: bool = (
+      False  # the environment failed (no retrieval): masked out of the update, and counted
+  )
+  metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # last `info['metrics']`
+  counts: dict[str, float] = dataclasses.field(default_factory=dict)  # of turns: invalid, cut, ..
+  core_metrics: tuple[str, ...] = ()  # those of `metrics` that are scores, the main one first
+
+  @property
+  def score(self) -> float:
+    """Total reward."""
+    return sum((turn.reward for turn in self.turns), 0.0)
+
+  @property
+  def main_score(self) -> float:
+    """The environment's main score, or the total reward where it names none."""
+    return self.metrics.get(self.core_metrics[0], 0.0) if self.core_metrics else self.score
 
 
 @flax.struct.dataclass
 class TurnBatch:
   """Padded training data. Column t belongs to token t: its log-prob, and the value of the state
-  just before it. Rows are padded on the right; padding has `action_mask` 0."""
+  just before it. Rows are padded on the right. Padding has `action_mask` 0."""
 
   tokens: jax.Array  # [B,T] int32
   action_mask: jax.Array  # [B,T] 1 for agent tokens

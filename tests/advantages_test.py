@@ -344,8 +344,10 @@ class EstimateTest(chex.TestCase):
     self.args = batch.rewards, batch.values, batch.turn_ids
 
   def _estimate(self, name, **changes):
-    row = dataclasses.replace(variants.VARIANTS['ppo'], advantage=name, whiten=False, **changes)
-    return advantages.estimate(self.batch, row, 0.9, 0.8)
+    row = dataclasses.replace(
+        variants.VARIANTS['ppo'], advantage=name, whiten=False, gamma=0.9, lam=0.8, **changes
+    )
+    return advantages.estimate(self.batch, row)
 
   def test_estimators_with_a_critic(self):
     r, v, k = self.args
@@ -361,8 +363,8 @@ class EstimateTest(chex.TestCase):
   def test_whitening_touches_the_advantages_only(self):
     r, v, k = self.args
     a, returns = oracle.token_gae(r, v, k > 0, 0.9, 0.8)
-    row = dataclasses.replace(variants.VARIANTS['ppo'], whiten=True)
-    got = advantages.estimate(self.batch, row, 0.9, 0.8)
+    row = dataclasses.replace(variants.VARIANTS['ppo'], whiten=True, gamma=0.9, lam=0.8)
+    got = advantages.estimate(self.batch, row)
     np.testing.assert_allclose(
         np.asarray(got.advantages)[k > 0], oracle.whiten(a, k > 0), rtol=0, atol=1e-11
     )

@@ -35,7 +35,9 @@ def make_episode(prompt=(1, 2), turns=TURNS, group=0, score=1.0, failed=False):
       )
       for tokens, observation in turns
   ]
-  return types.Episode(TASK, group, np.array(prompt, np.int32), made, score, failed=failed)
+  if made:
+    made[-1].reward = score
+  return types.Episode(TASK, group, np.array(prompt, np.int32), made, failed=failed)
 
 
 class ToTurnBatchTest(parameterized.TestCase):
@@ -134,7 +136,7 @@ class ToRecordsTest(absltest.TestCase):
 
   def test_by_hand(self):
     episode = make_episode()
-    episode.metrics = {'em': 1.0}
+    episode.metrics, episode.counts, episode.core_metrics = {'em': 1.0}, {'cut': 1.0}, ('em',)
     ratio = np.arange(16, dtype=np.float32).reshape(2, 8)
     ratio[1, 3] = np.nan
     clipped = np.zeros((2, 8), bool)
@@ -151,13 +153,16 @@ class ToRecordsTest(absltest.TestCase):
         'question': 'Who?',
         'answers': ['A', 'B'],
         'score': 1.0,
-        'em': 1.0,
+        'right': True,
+        'metrics': {'em': 1.0},
+        'counts': {'cut': 1.0},
         'failed': False,
         'truncated': False,
         'tokens': [1, 2, 3, 4, 5, 6],
         'pieces': ['<1>', '<2>', '<3>', '<4>', '<5>', '<6>'],
         'turn_ids': [0, 0, 1, 1, 0, 2],
         'actions': ['search', 'answer'],
+        'rewards': [0.0, 1.0],
         'behaviour_logp': [-0.3, -0.4, -0.6],
         'ratio': [10.0, None, 13.0],
         'clipped': [0, 0, 1],

@@ -26,9 +26,11 @@ import safetensors.numpy
 
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.models import hf_config
 from stppo_jax.models import sharding
 from stppo_jax.types import UserError
 
+ROOT = pathlib.Path(__file__).parent.parent
 REFERENCES = pathlib.Path(__file__).parent / 'support' / 'reference_logits'
 MODELS = ('qwen2', 'qwen2_tied', 'qwen3', 'qwen3_tied', 'llama', 'llama_tied')
 HAS_TORCH = importlib.util.find_spec('torch') is not None
@@ -105,7 +107,7 @@ class ConvertTest(TreeTest):
 
   def test_the_table_covers_every_parameter(self):
     for name in MODELS:
-      for head in convert.HEADS:
+      for head in hf_config.HEADS:
         config, params = convert.load_hf(REFERENCES / name, head=head)
         paths, _ = jax.tree_util.tree_flatten_with_path(params)
         ours = {'/'.join(key.key for key in path) for path, _ in paths}
@@ -120,7 +122,7 @@ class ConvertTest(TreeTest):
 
   def test_rope_as_transformers_4_and_5_write_it(self):
     shutil.copytree(REFERENCES / 'llama', self.folder, dirs_exist_ok=True)
-    expected = convert.load_config(self.folder)
+    expected = hf_config.load(self.folder)
     self.assertEqual(expected.rope_theta, 500.0)
     self.assertEqual(expected.rope_scaling, (8.0, 1.0, 4.0, 32))
     raw = json.loads((self.folder / 'config.json').read_text())
@@ -128,7 +130,7 @@ class ConvertTest(TreeTest):
     raw['rope_theta'] = rope.pop('rope_theta')
     raw['rope_scaling'] = rope
     (self.folder / 'config.json').write_text(json.dumps(raw))
-    self.assertEqual(convert.load_config(self.folder), expected)
+    self.assertEqual(hf_config.load(self.folder), expected)
 
   def test_tokenizer_files_and_token_ids_come_along(self):
     config, params = convert.load_hf(REFERENCES / 'qwen2')
@@ -355,7 +357,7 @@ class ShardedTest(TreeTest):
             [sys.executable, '-c', program, str(i)],
             env=environment,
             stderr=subprocess.PIPE,
-            cwd=REFERENCES.parent.parent,
+            cwd=ROOT,
             text=True,
         )
         for i in range(2)

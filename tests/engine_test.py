@@ -1,4 +1,4 @@
-"""Continuous batching: whatever the order, the rows and the clock, the dialogues are the same."""
+"""Continuous batching: whatever the order, the rows and the clock, the sequences are the same."""
 
 import collections
 import copy
@@ -38,26 +38,26 @@ def make_params():
 def compiled(**settings):
   table = chat.stop_automaton(TOKEN_BYTES, ('bc', 'hh', 'a'))
   defaults = dict(
-      rows=8, width=4, read_rows=2, steps=6, slot_buckets=(SLOTS,), chunk_buckets=(4, 8)
+      rows=8, width=4, prefill_rows=2, steps=6, slot_buckets=(SLOTS,), chunk_buckets=(4, 8)
   )
   return sampler_lib.Sampler(CONFIG, table, (3,), SLOTS, **{**defaults, **settings})
 
 
-def make_sampler(bands=2, **settings):
-  """A sampler that shares its programs with those of other numbers of bands."""
+def make_sampler(groups=2, **settings):
+  """A sampler that shares its programs with those of other numbers of groups."""
   sampler = copy.copy(compiled(**settings))
-  sampler.num_bands = bands
+  sampler.num_groups = groups
   return sampler
 
 
 @functools.cache
 def baseline():
-  """23 dialogues, their keys and what they say."""
-  dialogues, keys = make_dialogues(23), jax.random.split(jax.random.key(1), 23)
-  return dialogues, keys, play(dialogues, keys)[0]
+  """23 sequences, their keys and what they say."""
+  sequences, keys = make_sequences(23), jax.random.split(jax.random.key(1), 23)
+  return sequences, keys, play(sequences, keys)[0]
 
 
-def make_dialogues(count, seed=0):
+def make_sequences(count, seed=0):
   """[(prompt, [observations])] of 1 to 4 turns; the lengths differ."""
   rng = np.random.default_rng(seed)
   ids = lambda most: rng.integers(0, VOCAB, rng.integers(1, most)).tolist()
@@ -67,9 +67,9 @@ def make_dialogues(count, seed=0):
   ]
 
 
-def play(dialogues, keys, sampler=None, threads=0, delay=lambda: None):
-  """([[(tokens, logp) of each turn] of each dialogue], Report, the order of turns)."""
-  turns, order = [[] for _ in dialogues], []
+def play(sequences, keys, sampler=None, threads=0, delay=lambda: None):
+  """([[(tokens, logp) of each turn] of each sequence], Report, the order of turns)."""
+  turns, order = [[] for _ in sequences], []
 
   def respond(said):
     delay()
@@ -77,13 +77,13 @@ def play(dialogues, keys, sampler=None, threads=0, delay=lambda: None):
     for turn in said:
       order.append(turn.index)
       turns[turn.index].append((turn.tokens.tolist(), turn.logp.tolist()))
-      observations = dialogues[turn.index][1]
+      observations = sequences[turn.index][1]
       k = len(turns[turn.index])
       over = k > len(observations)
-      cues.append(engine.Cue(() if over else observations[k - 1], 0 if over else TURN))
+      cues.append(engine.Prompt(() if over else observations[k - 1], 0 if over else TURN))
     return cues
 
-  prompts = [engine.Cue(prompt, TURN) for prompt, _ in dialogues]
+  prompts = [engine.Prompt(prompt, TURN) for prompt, _ in sequences]
   report = engine.run(sampler or make_sampler(), make_params(), prompts, keys, respond, threads)
   return turns, report, order
 
@@ -98,13 +98,13 @@ class EngineTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.dialogues, self.keys, self.want = baseline()
+    self.sequences, self.keys, self.want = baseline()
 
   def test_logp_is_that_of_one_forward(self):
     """Across chunks, growth, reused rows and rows that moved: each token is the model's."""
     rows = np.zeros((23, SLOTS), np.int32)
     found = np.zeros((23, SLOTS), np.float32)
-    for b, ((prompt, observations), turns) in enumerate(zip(self.dialogues, self.want)):
+    for b, ((prompt, observations), turns) in enumerate(zip(self.sequences, self.want)):
       self.assertLen(turns, len(observations) + 1)
       row, logps = [*prompt], [0.0] * len(prompt)
       for (tokens, logp), observation in zip(turns, [*observations, []]):
@@ -121,37 +121,37 @@ class EngineTest(parameterized.TestCase):
     rng = random.Random(seed)
     order = np.random.default_rng(seed).permutation(23)
     delay = (lambda: time.sleep(rng.uniform(0, 0.02))) if threads else (lambda: None)
-    got, _, _ = play([self.dialogues[i] for i in order], self.keys[order], None, threads, delay)
+    got, _, _ = play([self.sequences[i] for i in order], self.keys[order], None, threads, delay)
     self.assertEqual(got, [self.want[i] for i in order])
 
-  @parameterized.parameters(dict(bands=1), dict(bands=3), dict(bands=8))
+  @parameterized.parameters(dict(groups=1), dict(groups=3), dict(groups=8))
   def test_the_number_of_rows_changes_nothing(self, **settings):
-    got, _, _ = play(self.dialogues, self.keys, make_sampler(**settings))
+    got, _, _ = play(self.sequences, self.keys, make_sampler(**settings))
     self.assertEqual(got, self.want)
 
   @parameterized.parameters(
       dict(width=3),
-      dict(read_rows=4),
-      dict(read_rows=4, bands=1),
+      dict(prefill_rows=4),
+      dict(prefill_rows=4, groups=1),
       dict(chunk_buckets=(5,)),
       dict(slot_buckets=(48, SLOTS)),
   )
   def test_other_shapes_change_the_last_digits_only(self, **settings):
-    got, _, _ = play(self.dialogues, self.keys, make_sampler(**settings))
+    got, _, _ = play(self.sequences, self.keys, make_sampler(**settings))
     for mine, others in zip(self.want, got):
       self.assertEqual([tokens for tokens, _ in mine], [tokens for tokens, _ in others])
       for (_, a), (_, b) in zip(mine, others):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
   def test_a_reused_row_is_as_a_fresh_one(self):
-    """One row for all, after long dialogues short ones; and each alone."""
-    order = sorted(range(23), key=lambda i: -sum(map(len, self.dialogues[i][1])))
+    """One row for all, after long sequences short ones; and each alone."""
+    order = sorted(range(23), key=lambda i: -sum(map(len, self.sequences[i][1])))
     got, _, _ = play(
-        [self.dialogues[i] for i in order], self.keys[np.array(order)], make_sampler(bands=1)
+        [self.sequences[i] for i in order], self.keys[np.array(order)], make_sampler(groups=1)
     )
     self.assertEqual(got, [self.want[i] for i in order])
     for i in order[-3:]:
-      alone, _, _ = play([self.dialogues[i]], self.keys[i : i + 1])
+      alone, _, _ = play([self.sequences[i]], self.keys[i : i + 1])
       self.assertEqual(alone[0], self.want[i])
 
   def test_without_threads_the_schedule_is_a_function_of_the_dialogues(self):
@@ -164,46 +164,46 @@ class EngineTest(parameterized.TestCase):
           calls.append([np.asarray(a).tolist() for a in args[2:8]]) or decode(*args)
       )
       with mock.patch.object(sampler, '_decode', side_effect=note):
-        _, _, order = play(self.dialogues, self.keys, sampler, delay=delay)
+        _, _, order = play(self.sequences, self.keys, sampler, delay=delay)
       return calls, order
 
     first, second = calls_of(lambda: None), calls_of(lambda: time.sleep(random.uniform(0, 0.005)))
     self.assertGreater(len(first[0]), 20)
     self.assertEqual(first, second)
 
-  @parameterized.parameters(dict(bands=2), dict(bands=1), dict(bands=1, read_rows=4))
+  @parameterized.parameters(dict(groups=2), dict(groups=1), dict(groups=1, prefill_rows=4))
   def test_the_prompt_of_a_group_is_read_once(self, **settings):
-    groups = make_dialogues(4, seed=5)
+    groups = make_sequences(4, seed=5)
     groups = [([*prompt, i], rest) for i, (prompt, rest) in enumerate(groups)]  # none alike
-    dialogues = [dialogue for dialogue in groups for _ in range(5)]
+    sequences = [sequence for sequence in groups for _ in range(5)]
     keys = jax.random.split(jax.random.key(2), 20)
-    got, report, _ = play(dialogues, keys, make_sampler(**settings))
+    got, report, _ = play(sequences, keys, make_sampler(**settings))
     for i in (0, 7, 19):
-      alone, _, _ = play([dialogues[i]], keys[i : i + 1], make_sampler(**settings))
+      alone, _, _ = play([sequences[i]], keys[i : i + 1], make_sampler(**settings))
       self.assertEqual(got[i], alone[0])
     self.assertLen({str(turns) for turns in got[:5]}, 5)
     prompts = sum(len(prompt) for prompt, _ in groups)
-    observed = sum(len(ids) for _, rest in dialogues for ids in rest)
-    in_place = settings.get('read_rows') == 4
+    observed = sum(len(ids) for _, rest in sequences for ids in rest)
+    in_place = settings.get('prefill_rows') == 4
     self.assertEqual(report.shared_tokens, 0 if in_place else 4 * prompts)
     self.assertEqual(report.prefill_tokens, observed + (5 * prompts if in_place else prompts))
 
   def test_bands_empty_into_each_other(self):
-    """In the end the last rows share a band: fewer steps than bands that keep their rows."""
-    dialogues = [([1 + i % 20, 2], [[5, 6]] * (0 if i % 4 else 6)) for i in range(16)]
+    """In the end the last rows share a group: fewer steps than groups that keep their rows."""
+    sequences = [([1 + i % 20, 2], [[5, 6]] * (0 if i % 4 else 6)) for i in range(16)]
     keys = jax.random.split(jax.random.key(3), 16)
-    sampler = make_sampler(bands=4)
-    got, report, _ = play(dialogues, keys, sampler)
-    stay = lambda self, band: [(band, band.places('ready'))]
-    with mock.patch.object(engine._Engine, '_to_read', stay):
-      apart, report_apart, _ = play(dialogues, keys, sampler)
+    sampler = make_sampler(groups=4)
+    got, report, _ = play(sequences, keys, sampler)
+    stay = lambda self, group: [(group, group.slots_in('ready'))]
+    with mock.patch.object(engine._Engine, '_to_prefill', stay):
+      apart, report_apart, _ = play(sequences, keys, sampler)
     self.assertEqual(got, apart)
     self.assertLess(report.decode_steps, report_apart.decode_steps)
 
   def test_other_rows_go_on_while_some_wait(self):
     """The first answer waits until all others are over, which without threads would never be."""
     others, done = threading.Event(), collections.Counter()
-    dialogues = [([1, 2], [[3]])] + make_dialogues(7, seed=8)
+    sequences = [([1, 2], [[3]])] + make_sequences(7, seed=8)
 
     def respond(said):
       cues = []
@@ -212,14 +212,14 @@ class EngineTest(parameterized.TestCase):
         done[turn.index] += 1
         if turn.index == 0 and k == 0:
           self.assertTrue(others.wait(60))
-        rest = dialogues[turn.index][1]
-        cues.append(engine.Cue(rest[k], TURN) if k < len(rest) else engine.Cue((), 0))
-      if sum(done[i] == len(rest) + 1 for i, (_, rest) in enumerate(dialogues) if i) == 7:
+        rest = sequences[turn.index][1]
+        cues.append(engine.Prompt(rest[k], TURN) if k < len(rest) else engine.Prompt((), 0))
+      if sum(done[i] == len(rest) + 1 for i, (_, rest) in enumerate(sequences) if i) == 7:
         others.set()
       return cues
 
-    # Turns that end together are one call: the budget makes the first dialogue's end alone.
-    prompts = [engine.Cue(prompt, TURN if i else 1) for i, (prompt, _) in enumerate(dialogues)]
+    # Turns that end together are one call: the budget makes the first sequence's end alone.
+    prompts = [engine.Prompt(prompt, TURN if i else 1) for i, (prompt, _) in enumerate(sequences)]
     engine.run(
         make_sampler(),
         make_params(),
@@ -231,7 +231,7 @@ class EngineTest(parameterized.TestCase):
     self.assertTrue(others.is_set())
 
   def test_by_the_clock_the_band_that_is_done_first_goes_on(self):
-    """The first call is done only after a turn of the other band was answered."""
+    """The first call is done only after a turn of the other group was answered."""
     answered, calls, block = threading.Event(), [], jax.block_until_ready
 
     def block_until_ready(result):
@@ -242,13 +242,13 @@ class EngineTest(parameterized.TestCase):
       return block(result)
 
     with mock.patch.object(jax, 'block_until_ready', block_until_ready):
-      got, _, _ = play(self.dialogues, self.keys, threads=1, delay=answered.set)
+      got, _, _ = play(self.sequences, self.keys, threads=1, delay=answered.set)
     self.assertEqual(got, self.want)
 
   def test_turns_that_end_together_are_handed_over_together(self):
     calls = []
-    respond = lambda said: calls.append(len(said)) or [engine.Cue((), 0)] * len(said)
-    prompts = [engine.Cue([1 + i], 1) for i in range(8)]
+    respond = lambda said: calls.append(len(said)) or [engine.Prompt((), 0)] * len(said)
+    prompts = [engine.Prompt([1 + i], 1) for i in range(8)]
     engine.run(make_sampler(), make_params(), prompts, self.keys[:8], respond, threads=2)
     self.assertEqual(calls, [4, 4])
 
@@ -261,7 +261,7 @@ class EngineTest(parameterized.TestCase):
 
       with self.assertRaisesRegex(error, 'no'):
         engine.run(
-            make_sampler(), make_params(), [engine.Cue([1], 4)], self.keys[:1], respond, threads
+            make_sampler(), make_params(), [engine.Prompt([1], 4)], self.keys[:1], respond, threads
         )
     deadline = time.monotonic() + 30
     alive = lambda: [t for t in threading.enumerate() if t.name.startswith('rollout')]
@@ -271,19 +271,19 @@ class EngineTest(parameterized.TestCase):
 
   def test_report(self):
     started = time.perf_counter()
-    _, report, _ = play(self.dialogues, self.keys, delay=lambda: time.sleep(0.002))
+    _, report, _ = play(self.sequences, self.keys, delay=lambda: time.sleep(0.002))
     took = time.perf_counter() - started
     self.assertBetween(sum(report.seconds.values()), 0.9 * took, took)
     self.assertGreater(report.seconds['env'], 0.02)
     self.assertEqual(report.sampled_tokens, sum(len(t) for turns in self.want for t, _ in turns))
     self.assertEqual(
         report.prefill_tokens,
-        sum(len(prompt) + sum(map(len, rest)) for prompt, rest in self.dialogues),
+        sum(len(prompt) + sum(map(len, rest)) for prompt, rest in self.sequences),
     )
     self.assertBetween(report.rows_busy, 1, 4)
 
   def test_nothing_to_play(self):
-    report = engine.run(make_sampler(), make_params(), [engine.Cue([1], 0)], self.keys[:1], None)
+    report = engine.run(make_sampler(), make_params(), [engine.Prompt([1], 0)], self.keys[:1], None)
     self.assertEqual(report.sampled_tokens, 0)
     engine.run(make_sampler(), make_params(), [], self.keys[:0], None)
 

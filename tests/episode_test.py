@@ -49,7 +49,7 @@ LONG = (
 )
 INVALID = ('try again\n', 0.0, False, False, {'action': 'invalid'})
 EMPTY = ('', 0.25, False, False, {'suffix': ''})  # a GEM environment that says nothing
-ANSWER = ('', 1.0, True, False, {'action': 'answer', 'em': 1.0, 'f1': 0.5})
+ANSWER = ('', 1.0, True, False, {'action': 'answer', 'metrics': {'em': 1.0, 'f1': 0.5}})
 NO_RETRIEVAL = (
     '<information></information>',
     0.0,
@@ -105,7 +105,9 @@ def make_params():
 def make_sampler(**settings):
   tokenizer = make_tokenizer()
   table = chat.stop_automaton(tokenizer.token_bytes, ('</search>', '</answer>', 's>', 'an'))
-  defaults = dict(max_slots=T, rows=4, read_rows=2, slot_buckets=(T,), chunk_buckets=(8,), steps=4)
+  defaults = dict(
+      max_slots=T, rows=4, prefill_rows=2, slot_buckets=(T,), chunk_buckets=(8,), steps=4
+  )
   return sampler_lib.Sampler(make_config(), table, tokenizer.eos_ids, **{**defaults, **settings})
 
 
@@ -282,29 +284,27 @@ class PlayTest(parameterized.TestCase):
         [[t.action for t in e.turns] for e in episodes],
         [['search', 'answer'], ['invalid', 'invalid'], ['search', 'answer'], ['other', 'answer']],
     )
+    self.assertEqual(episodes[0].metrics, {'em': 1.0, 'f1': 0.5})
+    self.assertLen(episodes[0].turns, 2)
     self.assertEqual(
-        episodes[0].metrics,
-        {
-            'em': 1.0,
-            'f1': 0.5,
-            'searches': 1,
-            'invalid': 0,
-            'turns': 2,
-            'prompt_too_long': 0,
-            'repeated': 0,
-            'empty': 0,
-            'cut': 0,
-        },
+        episodes[0].counts,
+        {'invalid': 0, 'prompt_too_long': 0, 'repeated': 0, 'empty': 0, 'cut': 0},
     )
-    self.assertEqual(episodes[1].metrics['invalid'], 2)
-    self.assertEqual(episodes[1].metrics['em'], 0)
+    self.assertEqual(episodes[1].counts['invalid'], 2)
+    self.assertEqual(episodes[1].metrics, {})
+    self.assertEqual(
+        [[t.reward for t in e.turns] for e in episodes], [[0, 1], [0, 0], [0, 1], [0.25, 1]]
+    )
     batch = batching.to_turn_batch(episodes, (T,))
     np.testing.assert_array_equal(batch.rewards.sum(axis=1), [1.0, 0.0, 0.0, 1.25])
+    ids, ends = np.asarray(batch.turn_ids[3]), [0.25, 1.0]  # each on the last token of its turn
+    columns = [np.flatnonzero(ids == k)[-1] for k in (1, 2)]
+    np.testing.assert_array_equal(np.asarray(batch.rewards)[3, columns], ends)
     np.testing.assert_array_equal(batch.action_mask.any(axis=1), [True, True, False, True])
 
   def test_prompt_too_long_is_counted_and_not_played(self):
     episodes, envs = play(['where ' * 30, 'where'], [[ANSWER], [ANSWER]])
-    self.assertEqual([e.metrics['prompt_too_long'] for e in episodes], [1.0, 0.0])
+    self.assertEqual([e.counts['prompt_too_long'] for e in episodes], [1.0, 0.0])
     self.assertTrue(episodes[0].truncated and episodes[0].failed)
     self.assertEmpty(envs[0].heard)
     self.assertLen(episodes[0].prompt, LIMITS.max_prompt_tokens)
@@ -331,7 +331,9 @@ class PlayTest(parameterized.TestCase):
       got, _ = play(PROMPTS, scripts, keys, threads=threads, step_envs=slowly)
       for a, b in zip(want, got):
         self.assert_same(a, b)
-        self.assertEqual((a.score, a.failed, a.metrics), (b.score, b.failed, b.metrics))
+        self.assertEqual(
+            (a.score, a.failed, a.metrics, a.counts), (b.score, b.failed, b.metrics, b.counts)
+        )
 
   @parameterized.parameters(0, 2)
   def test_an_environment_that_raises_ends_the_run(self, threads):
@@ -357,17 +359,17 @@ class PlayTest(parameterized.TestCase):
 
 
 def spied_run(run, sampled, fed, sampler, params, prompts, keys, respond, threads):
-  """`engine.run` that also notes what each dialogue was given to read and what it said."""
+  """`engine.run` that also notes what each sequence was given to prefill and what was sampled."""
 
   def spy(turns):
-    cues = respond(turns)
-    for turn, cue in zip(turns, cues):
+    next_prompts = respond(turns)
+    for turn, prompt in zip(turns, next_prompts):
       sampled[turn.index].append(turn.tokens.copy())
-      fed[turn.index] += cue.ids
-    return cues
+      fed[turn.index] += prompt.ids
+    return next_prompts
 
-  for ids, cue in zip(fed, prompts):
-    ids += cue.ids
+  for ids, prompt in zip(fed, prompts):
+    ids += prompt.ids
   return run(sampler, params, prompts, keys, spy, threads)
 
 

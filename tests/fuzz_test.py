@@ -24,6 +24,7 @@ from stppo_jax.envs import rewards
 from stppo_jax.envs import search
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.models import hf_config
 from tests.support import tiny_tokenizer
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -224,7 +225,7 @@ class FuzzTest(absltest.TestCase):
   )
   def test_model_configs(self, content):
     self.path('config.json', content)
-    user_errors(self, lambda: convert.load_config(self.folder))
+    user_errors(self, lambda: hf_config.load(self.folder))
 
   @many
   @hypothesis.given(

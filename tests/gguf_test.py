@@ -22,6 +22,7 @@ from stppo_jax import chat
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import gguf as ours
+from stppo_jax.models import hf_config
 from stppo_jax.types import UserError
 
 try:
@@ -146,7 +147,7 @@ class GgufTest(parameterized.TestCase):
 
   def write_reference(self, name, quantised=(), **changes):
     """A file that holds the random model of that name; `changes` are keys of its parts."""
-    config = convert.load_config(REFERENCES / name)
+    config = hf_config.load(REFERENCES / name)
     parts = {
         'family': config.family,
         'header': header_of(config),
@@ -168,7 +169,7 @@ class ModelTest(GgufTest):
     self.write_reference(name)
     ours.convert_file(self.path, self.folder)
     config, params = convert.load_hf(self.folder)
-    expected = convert.load_config(REFERENCES / name)
+    expected = hf_config.load(REFERENCES / name)
     self.assertEqual(dataclasses.replace(config, max_positions=expected.max_positions), expected)
     reference = safetensors.numpy.load_file(REFERENCES / name / 'reference.safetensors')
     logits, _ = forward(params, config, reference['tokens'], None)
@@ -294,7 +295,7 @@ class TokenizerTest(GgufTest):
     written = json.loads(original.to_str())['model']
     tokens = sorted(written['vocab'], key=written['vocab'].get)
     config = dataclasses.replace(
-        convert.load_config(REFERENCES / 'llama_tied'), vocab_size=len(tokens) + 1
+        hf_config.load(REFERENCES / 'llama_tied'), vocab_size=len(tokens) + 1
     )
     shapes = jax.eval_shape(functools.partial(decoder.init, config=config), jax.random.key(0))
     params = jax.tree.map(lambda s: np.ones(s.shape, np.float32), shapes)

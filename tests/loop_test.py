@@ -20,9 +20,11 @@ from stppo_jax.models import sharding
 from stppo_jax.monitoring import health
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.retrieval import bm25
+from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
+from stppo_jax.training import results
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 from tests.support import tiny_run
@@ -164,7 +166,7 @@ class LoopTest(parameterized.TestCase):
         self.assertEqual(json.load(file)['train']['episodes'], 16)
 
     with self.subTest('evaluate reads the newest checkpoint'):
-      again = loop.evaluate(config, self.workdir)
+      again = results.evaluate(config, self.workdir)
       for name in again:
         self.assertEqual(again[name], rows[2][name], name)
 
@@ -261,8 +263,8 @@ class LoopTest(parameterized.TestCase):
             'train.checkpoint_every': 2,
             'pipeline.staleness': 1,
             'eval.every': 0,
-            'algorithm.is_correction': 'turn',
-            'algorithm.is_threshold': 1.05,
+            'algorithm.rollout_is': 'turn',
+            'algorithm.rollout_is_threshold': 1.05,
         }
     )
     straight = os.path.join(self.workdir, 'straight')
@@ -462,9 +464,9 @@ class LoopTest(parameterized.TestCase):
       batch = to_turn_batch(*args, **kwargs)
       return batch.replace(rewards=batch.rewards * np.nan)
 
-    to_turn_batch = loop.batching.to_turn_batch
+    to_turn_batch = batching.to_turn_batch
     config = make_config(**{'train.max_nonfinite': 3})  # two steps an update: in the second
-    with mock.patch.object(loop.batching, 'to_turn_batch', poisoned):
+    with mock.patch.object(batching, 'to_turn_batch', poisoned):
       with self.assertRaises(RunError) as caught:
         loop.train(config, self.workdir)
     message = str(caught.exception)

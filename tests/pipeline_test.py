@@ -37,7 +37,7 @@ def episodes(failed, total, too_long=0):
   made = []
   for i in range(total):
     one = types.Episode(task, i, np.zeros(1, np.int32), [], failed=i < failed + too_long)
-    one.metrics['prompt_too_long'] = float(failed <= i < failed + too_long)
+    one.counts['prompt_too_long'] = float(failed <= i < failed + too_long)
     made.append(one)
   return made
 

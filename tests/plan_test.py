@@ -18,6 +18,7 @@ from stppo_jax.models import attention
 from stppo_jax.models import sharding
 from stppo_jax.planning import hlo
 from stppo_jax.planning import plan
+from stppo_jax.planning import table
 from stppo_jax.planning import topologies
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
@@ -195,7 +196,7 @@ class PlanTest(parameterized.TestCase):
     self.assertIn('all-gather', kinds)  # of parameters
     self.assertTrue(self.plan.fits)
     self.assertEqual(self.plan.tpu_limit_mib, 0)  # nothing to tell a CPU's compiler
-    text = plan.table(self.plan)
+    text = table.text(self.plan)
     for words in ('8 x cpu', 'in training: plain', 'policy', 'KV cache', 'all-gather', 'FITS'):
       self.assertIn(words, text)
 
@@ -235,7 +236,7 @@ class PlanTest(parameterized.TestCase):
       )
     self.assertEqual(code, 1)
     last = stdout.getvalue().splitlines()[-1]
-    for words in ('DOES NOT FIT', 'GiB a device', '--config.'):
+    for words in ('DOES NOT FIT', 'GiB per device', '--config.'):
       self.assertIn(words, last)
 
   def test_the_micro_batch_to_try(self):

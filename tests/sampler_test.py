@@ -38,7 +38,7 @@ def make_params(config=CONFIG):
 @functools.cache  # a sampler compiles a handful of programs
 def make_sampler(stops=('bca', 'hh'), eos=(EOS,), cache_tile=0, **settings):
   defaults = dict(
-      max_slots=64, rows=4, read_rows=2, slot_buckets=(64,), chunk_buckets=(4,), steps=8
+      max_slots=64, rows=4, prefill_rows=2, slot_buckets=(64,), chunk_buckets=(4,), steps=8
   )
   table = chat.stop_automaton(TOKEN_BYTES, stops)
   config = dataclasses.replace(CONFIG, cache_tile=cache_tile)
@@ -184,10 +184,10 @@ class SamplerTest(parameterized.TestCase):
         over = turns[b] == len(forced)
         ids = () if over else forced[turns[b]][b]
         rows[b] += [*turn.tokens.tolist(), *ids]
-        cues.append(engine.Cue(ids, 0 if over else budgets[b]))
+        cues.append(engine.Prompt(ids, 0 if over else budgets[b]))
       return cues
 
-    prompts = [engine.Cue(ids, budget) for ids, budget in zip(forced[0], budgets)]
+    prompts = [engine.Prompt(ids, budget) for ids, budget in zip(forced[0], budgets)]
     engine.run(sampler, self.params, prompts, keys, respond)
     return rows, columns, logps
 
@@ -247,7 +247,7 @@ class SamplerTest(parameterized.TestCase):
     rows, _, _ = self.play(make_sampler(), self.FORCED)
     other = make_sampler(slot_buckets=(8, 24), chunk_buckets=(3, 9))
     self.assertEqual(rows, self.play(other, self.FORCED)[0])
-    in_place = make_sampler(read_rows=4)
+    in_place = make_sampler(prefill_rows=4)
     self.assertEqual(rows, self.play(in_place, self.FORCED)[0])
     tiled = make_sampler(cache_tile=7, slot_buckets=(5, 20), chunk_buckets=(3, 9))
     self.assertEqual(tiled.slot_buckets, (7, 21, 70))
@@ -278,8 +278,8 @@ class SamplerTest(parameterized.TestCase):
     self.assertGreater(min(ended['stop'], ended['eos']), 0, ended)
 
   def test_budgets_and_idle_rows(self):
-    sampler = make_sampler(stops=(), eos=(), read_rows=4)
-    context, lengths = sampler.read(
+    sampler = make_sampler(stops=(), eos=(), prefill_rows=4)
+    context, lengths = sampler.prefill(
         self.params, sampler.empty(4, 64), [[1, 2], [], [3], [4, 5, 6, 7, 8]], [0] * 4
     )
     np.testing.assert_array_equal(lengths, [2, 0, 1, 5])
@@ -318,8 +318,10 @@ class SamplerTest(parameterized.TestCase):
     self.assertEqual(calls[-1].counts.tolist(), [3, 0, 3, 3])
 
   @parameterized.parameters(1, 4)
-  def test_slots_run_out(self, read_rows):
-    sampler = make_sampler(stops=(), eos=(), max_slots=10, slot_buckets=(8,), read_rows=read_rows)
+  def test_slots_run_out(self, prefill_rows):
+    sampler = make_sampler(
+        stops=(), eos=(), max_slots=10, slot_buckets=(8,), prefill_rows=prefill_rows
+    )
     rows, at, logp = self.play(sampler, [[[1, 2, 3, 4]]], budgets=[6], keys=self.keys[:1])
     self.assertLen(rows[0], 10)  # to the very last slot
     np.testing.assert_allclose(logp[0], teacher_forced(self.params, rows)[0][at[0]], atol=1e-5)
@@ -331,27 +333,27 @@ class SamplerTest(parameterized.TestCase):
   def test_rows_taken_out_and_put_elsewhere(self):
     sampler = make_sampler()
     ids = [[5, 6, 7, 8, 9], [1, 2]]
-    pair, _ = sampler.read(self.params, sampler.empty(2, 64), ids, [0, 0])
-    band = sampler.put(sampler.empty(4, 64), pair, targets=[3, 0], sources=[0, 1])
-    again = sampler.take(band, np.array([0, 3], np.int32))
+    pair, _ = sampler.prefill(self.params, sampler.empty(2, 64), ids, [0, 0])
+    group = sampler.put(sampler.empty(4, 64), pair, targets=[3, 0], sources=[0, 1])
+    again = sampler.take(group, np.array([0, 3], np.int32))
     np.testing.assert_array_equal(again.logits, np.asarray(pair.logits)[::-1])
     np.testing.assert_array_equal(again.k[0][1], pair.k[0][0])
     other = jax.tree.map(lambda x: x + 1, pair)
-    band = sampler.put(band, other, targets=[1], sources=[1])
-    np.testing.assert_array_equal(band.logits[1], other.logits[1])
-    np.testing.assert_array_equal(band.v[0][np.array([0, 3])], again.v[0])
-    np.testing.assert_array_equal(band.logits[2], 0)
+    group = sampler.put(group, other, targets=[1], sources=[1])
+    np.testing.assert_array_equal(group.logits[1], other.logits[1])
+    np.testing.assert_array_equal(group.v[0][np.array([0, 3])], again.v[0])
+    np.testing.assert_array_equal(group.logits[2], 0)
 
   def test_how_ids_are_cut(self):
     """Regression of a promise: the cut of a row does not depend on its neighbours'."""
-    sampler, calls = make_sampler(chunk_buckets=(3, 8), read_rows=2), []
-    read = sampler._read
+    sampler, calls = make_sampler(chunk_buckets=(3, 8), prefill_rows=2), []
+    read = sampler._prefill
     note = lambda params, context, tokens, starts, real: (
         calls.append((tokens.shape[1], starts.tolist(), real.tolist()))
         or read(params, context, tokens, starts, real)
     )
-    with mock.patch.object(sampler, '_read', side_effect=note):
-      sampler.read(self.params, sampler.empty(2, 64), [list(range(20)), [1, 2, 3, 4]], [0, 5])
+    with mock.patch.object(sampler, '_prefill', side_effect=note):
+      sampler.prefill(self.params, sampler.empty(2, 64), [list(range(20)), [1, 2, 3, 4]], [0, 5])
     self.assertEqual(
         calls,
         [(8, [0, 5], [8, 0]), (8, [8, 5], [8, 0]), (3, [16, 5], [3, 3]), (3, [19, 8], [1, 1])],

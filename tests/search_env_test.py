@@ -129,13 +129,13 @@ class ContractTest(parameterized.TestCase):
             'query': 'capital of France',
             'answer': None,
             'retrieval_failed': False,
-            'em': 0.0,
+            'metrics': {'em': 0.0, 'f1': 0.0, 'searches': 1.0},
             'f1': 0.0,
             'passage_ids': ['p1'],
             'suffix': '',
         },
     )
-    self.assertEqual(protocol.with_suffix(observation, info), observation)
+    self.assertEqual(protocol.full_text(observation, info), observation)
 
   @parameterized.parameters('search_r1', 'short')
   def test_invalid_action_names_both_forms(self, style):
@@ -196,7 +196,7 @@ class ContractTest(parameterized.TestCase):
         self.assertNotEmpty(observation)
       observation, *last, info = env.step(texts[played[-1]])
       self.assertEqual((observation, last), ('', [reward, True, truncated]))
-      self.assertEqual((info['em'], info['f1']), (reward, reward))
+      self.assertEqual((info['metrics']['em'], info['metrics']['f1']), (reward, reward))
       self.assertLen(retriever.calls, searches)
       with self.assertRaises(RuntimeError):
         env.step(ANSWER)
@@ -233,11 +233,11 @@ class ContractTest(parameterized.TestCase):
   )
   def test_multiple_choice(self, answer, expected):
     _, reward, *_, info = _start(CHOICE).step(f'<answer>{answer}</answer>')
-    self.assertEqual((reward, info['em']), (expected, expected))
+    self.assertEqual((reward, info['metrics']['em']), (expected, expected))
 
   def test_multiple_choice_letter_has_full_f1(self):
     *_, info = _start(CHOICE).step('<answer>B</answer>')
-    self.assertEqual(info['f1'], 1.0)
+    self.assertEqual(info['metrics']['f1'], 1.0)
 
   def test_letter_a_is_not_an_article(self):
     task = types.Task('t', 'q', ('x',), options=(('A', 'x'), ('B', 'y')), letter='A')
@@ -384,11 +384,11 @@ class StepAllTest(absltest.TestCase):
     expected = random.random(), np.random.rand()
     random.seed(1)
     np.random.seed(1)
-    env = ForeignEnv()
-    first, info = protocol.isolated_reset(env, 7)
+    env = protocol.Isolated(ForeignEnv, 5)
+    first, info = env.reset(seed=7)
     self.assertEqual((random.random(), np.random.rand()), expected)
-    self.assertEqual(protocol.isolated_reset(env, 7)[0], first)
-    self.assertEndsWith(protocol.with_suffix(first, info), ' Enter a number: ')
+    self.assertEqual(env.reset(seed=7)[0], first)
+    self.assertEndsWith(protocol.full_text(first, info), ' Enter a number: ')
 
   def test_search_env_leaves_the_random_state_alone(self):
     state, numpy_state = random.getstate(), np.random.get_state()[1].copy()

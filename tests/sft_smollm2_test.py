@@ -172,7 +172,7 @@ def scripted(turns):
     while cue.budget:
       turn = np.array(left.pop(0), np.int32)
       assert len(turn) <= cue.budget
-      [cue] = respond([engine.Said(0, turn, np.zeros(len(turn), np.float32))])
+      [cue] = respond([engine.Completion(0, turn, np.zeros(len(turn), np.float32))])
     return engine.Report()
 
   return run
@@ -216,7 +216,7 @@ class TokensTest(parameterized.TestCase):
 
   def test_a_turn_stops_with_its_last_token_and_not_before(self):
     tokenizer = make_tokenizer()
-    table = chat.stop_automaton(tokenizer.token_bytes, agent_lib.STOP_STRINGS)
+    table = chat.stop_automaton(tokenizer.token_bytes, search.SearchEnv.stop_strings)
     for seed in range(10):
       for turn, _ in make_demonstrator().play(BIRTH, np.random.default_rng(seed))[1]:
         states = [0]

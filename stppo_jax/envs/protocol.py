@@ -1,23 +1,50 @@
-"""What the rollout needs of an environment, and one round of many environments at once.
+"""What the rollout needs of an environment: its contract, its random state, its settings.
 
-The interface is GEM's, so that a GEM environment plugs in as it is, without an adapter.
+An environment is named by `config.env.kind`: a short name of `search.ENVIRONMENTS`, or
+`module:attribute`. Its interface is that of GEM: `reset` and `step`. It may also have these class
+attributes:
+
+  stop_strings   texts that end a turn of the agent; the eos token always does.    Default: ()
+  frame          where an observation goes: 'inline' appends its text to the agent's turn, 'user' and
+                 'tool' make it a turn of the chat template.                       Default: 'inline'
+  core_metrics   those of `info['metrics']` that are scores, the main one first.   Default: ()
+  uses_global_random   False promises not to use Python's or NumPy's global random state, and saves
+                 the isolation from it.                                            Default: True
+
+`step` may return in `info`: `metrics` (a dict of numbers, of which the last value of an episode
+counts), `action` (the kind of action, 'invalid' where there was none), `prefix` and `suffix` (text
+around the observation), `retrieval_failed` (masks the episode out of the update). Rewards stay on
+their turn.
+
+The constructor is called with the task, then by keyword with all of `config.env.options`, and with
+those of `retriever`, `top_k`, `max_turns`, `prompt` and `reward` for which it has a parameter of that
+name. Options win over these.
 """
 
+from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
+import dataclasses
+import inspect
 import random
+import threading
 from typing import Any
 from typing import Protocol
 from typing import runtime_checkable
 
 import numpy as np
 
+from stppo_jax import types
+
+FRAMES = ('inline', 'user', 'tool')
 Step = tuple[str, float, bool, bool, dict[str, Any]]
+
+_GLOBAL_RANDOM = threading.RLock()  # held while the global random state is an environment's
 
 
 @runtime_checkable
 class Env(Protocol):
-  """One episode at a time. Terminated and truncated may both be true: the episode is over, and a
-  limit ended it."""
+  """Plays one episode at a time. Terminated and truncated may both be true: a limit ended it."""
 
   def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
     """Starts an episode: (first observation, info)."""
@@ -28,11 +55,103 @@ class Env(Protocol):
     ...
 
 
+@dataclasses.dataclass(frozen=True)
+class Kind:
+  """An environment class with its settings; called with (task, seed) to make one environment."""
+
+  make: Callable[..., Env]
+  settings: Mapping[str, Any]  # keyword arguments
+  stop_strings: tuple[str, ...]
+  frame: str
+  core_metrics: tuple[str, ...]
+  uses_global_random: bool
+
+  def __call__(self, task: types.Task, seed: int) -> Env:
+    make = lambda: self.make(task, **self.settings)
+    return Isolated(make, seed) if self.uses_global_random else make()
+
+
+def make_kind(name: str, make: Any, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Kind:
+  """Checks the class `make`, called `name`, and chooses its settings from `offered` and `options`."""
+  if not callable(make):
+    raise types.UserError(f'config.env.kind={name!r}: a class is needed, not {make!r}')
+  parameters = list(inspect.signature(make).parameters.values())
+  named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][1:]
+  takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+  if not takes_any and (unknown := sorted(set(options) - set(named))):
+    raise types.UserError(
+        f'config.env.options names {", ".join(unknown)}: {name} takes {", ".join(named) or "none"}'
+    )
+  settings = {key: value for key, value in offered.items() if key in named} | dict(options)
+  missing = [
+      p.name
+      for p in parameters[1:]
+      if p.default is p.empty
+      and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+      and p.name not in settings
+  ]
+  if missing:
+    raise types.UserError(
+        f'config.env.kind={name!r} needs {", ".join(missing)}: set '
+        f'--config.env.options.{missing[0]}=..'
+    )
+  kind = Kind(
+      make,
+      settings,
+      _texts(name, make, 'stop_strings'),
+      getattr(make, 'frame', 'inline'),
+      _texts(name, make, 'core_metrics'),
+      bool(getattr(make, 'uses_global_random', True)),
+  )
+  if kind.frame not in FRAMES:
+    raise types.UserError(
+        f'config.env.kind={name!r}: its frame is {kind.frame!r}; allowed are {", ".join(FRAMES)}'
+    )
+  return kind
+
+
+class Isolated:
+  """An environment with a Python and NumPy global random state of its own, kept between its calls.
+
+  The state starts from the episode's seed. So an environment that draws from the global state
+  without seeding it plays another game in each episode, and the same games in a repeated run. One
+  that seeds it changes nothing for others. A lock makes this hold with threads: the calls of such
+  environments do not overlap.
+  """
+
+  def __init__(self, make: Callable[[], Env], seed: int):
+    self._state = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
+    self._env = self._run(make)
+
+  def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+    """Calls the environment's `reset` in its own random state."""
+    return self._run(self._env.reset, seed=seed)
+
+  def step(self, action: str, **kwargs: Any) -> Step:
+    """Calls the environment's `step` in its own random state."""
+    return self._run(self._env.step, action, **kwargs)
+
+  def __getattr__(self, name: str) -> Any:
+    if name == '_env':  # not made yet
+      raise AttributeError(name)
+    return getattr(self._env, name)
+
+  def _run(self, function, *args, **kwargs):
+    with _GLOBAL_RANDOM:
+      outer = random.getstate(), np.random.get_state()
+      try:
+        _set_global_random(self._state)
+        return function(*args, **kwargs)
+      finally:
+        self._state = random.getstate(), np.random.get_state()
+        _set_global_random(outer)
+
+
 def step_all(envs: Sequence[Env], actions: Sequence[str]) -> list[Step]:
-  """Steps every environment once, in order, with one search a (retriever, top_k) for all of them.
+  """Steps every environment once, in order, with one search per (retriever, top_k) for all of them.
 
   An environment takes part in the shared search if it has `query(action) -> str | None`,
-  `retriever`, `top_k`, and a `step` that accepts `passages`; the others are stepped one by one.
+  `retriever`, `top_k`, and a `step` that accepts `passages`. The others are stepped one by one.
   """
   if len(envs) != len(actions):
     raise AssertionError(f'{len(envs)} environments but {len(actions)} actions')
@@ -55,19 +174,30 @@ def step_all(envs: Sequence[Env], actions: Sequence[str]) -> list[Step]:
   ]
 
 
-def isolated_reset(env: Env, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-  """`env.reset(seed)`, with Python's and NumPy's process-global random states put back after.
+def full_text(observation: str, info: Mapping[str, Any]) -> str:
+  """The observation between `info['prefix']` and `info['suffix']`, as GEM's wrappers show it.
 
-  GEM's reset seeds both; without this, each episode that starts would rewind the process.
+  A line break goes in where two of the three would meet without white space.
   """
-  python_state, numpy_state = random.getstate(), np.random.get_state()
-  try:
-    return env.reset(seed=seed)
-  finally:
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)
+  text = ''
+  for part in (info.get('prefix') or '', observation, info.get('suffix') or ''):
+    if text and part and not text[-1].isspace() and not part[0].isspace():
+      text += '\n'
+    text += part
+  return text
 
 
-def with_suffix(observation: str, info: dict[str, Any]) -> str:
-  """The observation as the agent should read it: GEM keeps its last part in `info['suffix']`."""
-  return observation + (info.get('suffix') or '')
+def _set_global_random(state):
+  python_state, numpy_state = state
+  random.setstate(python_state)
+  np.random.set_state(numpy_state)
+
+
+def _texts(name, make, attribute):
+  """A class attribute that is a tuple of texts; a single text would be taken letter by letter."""
+  texts = getattr(make, attribute, ())
+  if isinstance(texts, str) or not all(isinstance(text, str) and text for text in texts):
+    raise types.UserError(
+        f'config.env.kind={name!r}: its {attribute} is {texts!r}; a tuple of texts is needed'
+    )
+  return tuple(texts)

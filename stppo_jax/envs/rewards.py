@@ -1,12 +1,19 @@
-"""What an answer is worth: exact match, its looser kin, and the shape of the agent's text.
+"""Scores of an answer: exact match, substring match, F1, and the format of the agent's text.
 
-Plain strings in, floats out. The search environment chooses which of these is the reward.
+`config.env.reward` names one of REWARDS, or `module:attribute`. A reward is a function
+(task, answer, transcript) -> float. It is called once per episode, with the answer that ended it and
+the agent's text with the observations in between.
 """
 
 import collections
+from collections.abc import Callable
 from collections.abc import Sequence
 import re
 import string
+
+from stppo_jax import types
+
+Reward = Callable[[types.Task, str, str], float]
 
 _TAG = re.compile(r'<(/?)(think|search|information|answer)>')
 _ARTICLES = re.compile(r'\b(a|an|the)\b')
@@ -98,6 +105,52 @@ def format_reward(correct: bool, formed: bool, answered: bool = True) -> float:
   if correct:
     return 1.0 if formed else 0.8
   return 0.2 if formed else 0.1
+
+
+def spelled_out(answer: str, task: types.Task) -> tuple[str, tuple[str, ...]]:
+  """Returns (answer, golds), with a letter replaced by its option's text in multiple choice.
+
+  `B`, `b`, `(B)`, `B.` and `B) Paris` all mean option B, the last only if B is Paris; a marked
+  letter with another option's text answers nothing. Letters are looked at first since answer
+  normalisation, made for words, would drop `A` as an article.
+  """
+  if not task.options:
+    return answer, task.answers
+  golds = (dict(task.options)[task.letter],)
+  texts = [text for _, text in task.options]
+  for letter, text in task.options:
+    named = re.fullmatch(rf'\(?{re.escape(letter)}([).:]|\b)\s*(.*)', answer, re.I | re.S)
+    if not named:
+      continue
+    mark, rest = named.groups()
+    if not rest or exact_match(rest, [text]):
+      return text, golds
+    if mark and exact_match(rest, texts):
+      return '', golds
+  return answer, golds
+
+
+def _em(task, answer, transcript):
+  del transcript
+  return exact_match(*spelled_out(answer, task))
+
+
+def _sub_em(task, answer, transcript):
+  del transcript
+  prediction, golds = spelled_out(answer, task)
+  return max(exact_match(prediction, golds), sub_exact_match(prediction, golds))
+
+
+def _f1(task, answer, transcript):
+  del transcript
+  return f1(*spelled_out(answer, task))
+
+
+def _format(task, answer, transcript):
+  return format_reward(_em(task, answer, transcript) == 1.0, well_formed(transcript))
+
+
+REWARDS: dict[str, Reward] = {'em': _em, 'sub_em': _sub_em, 'f1': _f1, 'format': _format}
 
 
 def _as_list(golds: Sequence[str]) -> Sequence[str]:

@@ -1,7 +1,7 @@
 """The search environment: a question, a retriever, and a limited number of turns.
 
-Task in, episode out: the prompt from `reset`, then one observation a `step`, until an answer. It
-is single-agent text, so the policy's side (tokens, chat template) is nowhere in here.
+`reset` gives the prompt, each `step` one observation, until an answer. Everything here is text;
+tokens and chat templates are the rollout's part. ENVIRONMENTS lists the short names of `env.kind`.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from stppo_jax import types
 from stppo_jax.envs import rewards
 
 STYLES = ('search_r1', 'short')
-REWARDS = ('em', 'sub_em', 'f1', 'format')
 
 _OPENING = re.compile(r'([<\uff1c\ufe64])(?=\S|\Z)')
 _BRACKET_MARKER = re.compile(
@@ -47,6 +46,11 @@ class SearchEnv:
   searches and `max_turns + 1` generations; `max_turns=0` is closed-book.
   """
 
+  stop_strings = ('</search>', '</answer>')
+  frame = 'inline'
+  core_metrics = ('em', 'f1')
+  uses_global_random = False
+
   def __init__(
       self,
       task: types.Task,
@@ -54,13 +58,14 @@ class SearchEnv:
       max_turns: int = 4,
       top_k: int = 3,
       prompt: str = 'search_r1',
-      reward: str = 'em',
+      reward: str | rewards.Reward = 'em',
       observation: str | None = None,  # None: the style of the prompt
   ):
     observation = prompt if observation is None else observation
     _require(prompt in STYLES, f'prompt={prompt!r}', f'one of {STYLES}')
     _require(observation in STYLES, f'observation={observation!r}', f'one of {STYLES}')
-    _require(reward in REWARDS, f'reward={reward!r}', f'one of {REWARDS}')
+    known = callable(reward) or reward in rewards.REWARDS
+    _require(known, f'reward={reward!r}', f'one of {tuple(rewards.REWARDS)}, or a function')
     _require(max_turns >= 0, f'max_turns={max_turns}', '0 (closed-book) or more')
     _require(top_k >= 1, f'top_k={top_k}', '1 or more')
     _require(
@@ -79,19 +84,19 @@ class SearchEnv:
     self.top_k = top_k
     self._prompt_style = prompt
     self._observation_style = observation
-    self._reward = reward
+    self._reward = reward if callable(reward) else rewards.REWARDS[reward]
     self._over = True
-    self._turns = 0
+    self._turns = self._searches = 0
     self._transcript = ''
 
   def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-    """Starts the episode anew: (the text of the user message, info). Nothing here is random."""
+    """Starts the episode: (the text of the user message, info). Nothing here is random."""
     del seed
-    self._over, self._turns, self._transcript = False, 0, ''
+    self._over, self._turns, self._searches, self._transcript = False, 0, 0, ''
     return prompt_text(self.task, self._prompt_style), {'suffix': ''}
 
   def query(self, action: str) -> str | None:
-    """What `step(action)` would ask the retriever, or None if it would not ask."""
+    """Returns the query that `step(action)` would send to the retriever, or None."""
     kind, content = parse_action(action)
     return content if kind == 'search' and self._turns < self.max_turns else None
 
@@ -100,30 +105,31 @@ class SearchEnv:
   ) -> tuple[str, float, bool, bool, dict[str, Any]]:
     """Carries out one turn of the agent: (observation, reward, terminated, truncated, info).
 
-    `passages` are the results for `query(action)` where the caller has fetched them; None says
-    that the retriever failed, which the agent sees as an empty block and nothing more.
+    `passages` are the results for `query(action)` where the caller has fetched them. None says that
+    the retriever failed; the agent then sees an empty block.
     """
     if self._over:
       raise RuntimeError('step() needs reset() first: no episode is running')
     kind, content = parse_action(action)
     query = self.query(action)
     self._turns += 1
+    self._searches += kind == 'search'
     self._transcript += action
+    metrics = {'em': 0.0, 'f1': 0.0, 'searches': float(self._searches)}
     info = {
         'action': kind,
         'query': content if kind == 'search' else None,
         'answer': content if kind == 'answer' else None,
         'retrieval_failed': False,
-        'em': 0.0,
-        'f1': 0.0,
+        'metrics': metrics,
         'passage_ids': [],
         'suffix': '',
     }
     if kind == 'answer':
       self._over = True
-      info['em'] = rewards.exact_match(*_spelled_out(content, self.task))
-      info['f1'] = rewards.f1(*_spelled_out(content, self.task))
-      return '', self._score(content, info), True, False, info
+      metrics['em'] = rewards.REWARDS['em'](self.task, content, self._transcript)
+      metrics['f1'] = rewards.REWARDS['f1'](self.task, content, self._transcript)
+      return '', float(self._reward(self.task, content, self._transcript)), True, False, info
     if self._turns > self.max_turns:
       self._over = True
       return '', 0.0, True, True, info
@@ -138,20 +144,16 @@ class SearchEnv:
     self._transcript += observation
     return observation, 0.0, False, False, info
 
-  def _score(self, answer: str, info: dict[str, Any]) -> float:
-    if self._reward == 'f1':
-      return info['f1']
-    if self._reward == 'sub_em':
-      return max(info['em'], rewards.sub_exact_match(*_spelled_out(answer, self.task)))
-    if self._reward == 'format':
-      return rewards.format_reward(info['em'] == 1.0, rewards.well_formed(self._transcript))
-    return info['em']
+
+ENVIRONMENTS = {'search': SearchEnv}
 
 
 def parse_action(text: str) -> tuple[str, str]:
-  """The first complete action of a turn: ('search' | 'answer', its stripped content), or
-  ('invalid', '') where there is none. No regular expression: it would look for the end anew from each
-  of a thousand openings."""
+  """Returns the first complete action of a turn: ('search' | 'answer', its stripped content).
+
+  ('invalid', '') where there is none. A regular expression would take quadratic time here: it would
+  search for the end again from each opening tag.
+  """
   found = []
   for kind in ('search', 'answer'):
     before, _, rest = text.partition(f'<{kind}>')
@@ -162,7 +164,7 @@ def parse_action(text: str) -> tuple[str, str]:
 
 
 def prompt_text(task: types.Task, style: str) -> str:
-  """The user message. Its question is stripped and ends in a question mark."""
+  """Returns the user message. Its question is stripped and ends in a question mark."""
   question = task.question.strip()
   question = question if question.endswith('?') else question + '?'
   options = [f'{letter}) {text}' for letter, text in task.options]
@@ -173,7 +175,7 @@ def prompt_text(task: types.Task, style: str) -> str:
 
 
 def observation_text(passages: Sequence[types.Passage], style: str) -> str:
-  """The `<information>` block that answers a search, which no passage can close or imitate."""
+  """Returns the `<information>` block that answers a search. No passage can close or imitate it."""
   shown = [(neutralize(passage.title), neutralize(passage.text)) for passage in passages]
   if style == 'short':
     lines = ''.join(f' {title}: {text}\n' for title, text in shown)
@@ -183,37 +185,13 @@ def observation_text(passages: Sequence[types.Passage], style: str) -> str:
 
 
 def neutralize(text: str) -> str:
-  """Passage text in which nothing reads as a tag or as a marker of a chat template.
+  """Returns passage text in which nothing reads as a tag or as a marker of a chat template.
 
-  A space goes in after every `<` that has none (`<answer>`, `</s>`, `<|im_start|>`), the
-  two wide forms of `<` that Unicode normalisation turns into one included, and into the bracketed
-  markers (`[INST]`). This is the level of text; that encoding an observation never yields a
-  special token is the tokenizer's part, and each holds without the other.
+  Inserts a space after every `<` that is followed by text (`<answer>`, `</s>`, `<|im_start|>`), also
+  after the two wide forms of `<` that Unicode normalisation maps to it, and into the bracketed
+  markers (`[INST]`). chat.py independently ensures that an observation encodes to no special token.
   """
   return _BRACKET_MARKER.sub('[ ', _OPENING.sub(r'\1 ', text))
-
-
-def _spelled_out(answer: str, task: types.Task) -> tuple[str, tuple[str, ...]]:
-  """(answer, golds), with a letter replaced by its option's text in multiple choice.
-
-  `B`, `b`, `(B)`, `B.` and `B) Paris` all mean option B, the last only if B is Paris; a marked
-  letter with another option's text answers nothing. Letters are looked at first since answer
-  normalisation, made for words, would drop `A` as an article.
-  """
-  if not task.options:
-    return answer, task.answers
-  golds = (dict(task.options)[task.letter],)
-  texts = [text for _, text in task.options]
-  for letter, text in task.options:
-    named = re.fullmatch(rf'\(?{re.escape(letter)}([).:]|\b)\s*(.*)', answer, re.I | re.S)
-    if not named:
-      continue
-    mark, rest = named.groups()
-    if not rest or rewards.exact_match(rest, [text]):
-      return text, golds
-    if mark and rewards.exact_match(rest, texts):
-      return '', golds
-  return answer, golds
 
 
 def _require(holds: bool, given: str, allowed: str) -> None:

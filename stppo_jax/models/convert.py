@@ -7,7 +7,6 @@ twice or has the wrong shape stops the load: a model that is slightly wrong trai
 import collections
 import contextlib
 import functools
-import json
 import math
 import os
 import pathlib
@@ -18,18 +17,14 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-import ml_dtypes
 import numpy as np
 import safetensors
 import safetensors.numpy
 
 from stppo_jax.models import decoder
+from stppo_jax.models import hf_config
 from stppo_jax.types import UserError
 
-# model_type -> prefix of the classes' names in transformers.
-FAMILIES = {'qwen2': 'Qwen2', 'qwen3': 'Qwen3', 'llama': 'Llama'}
-HEADS = ('tokens', 'value', 'both')
-DTYPES = {'float32': np.dtype(np.float32), 'bfloat16': np.dtype(ml_dtypes.bfloat16)}
 STORED = ('F32', 'BF16', 'F16')  # as safetensors calls what a folder may hold
 TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 MAX_SHARD_BYTES = 2 * 2**30
@@ -63,7 +58,7 @@ def load_hf(folder, head='tokens', param_dtype='float32', dtype='float32', shard
   UserError: a config or weights that are not supported, or keys that are not those of the table.
   """
   folder = pathlib.Path(folder)
-  config = load_config(folder, head, param_dtype, dtype)
+  config = hf_config.load(folder, head, param_dtype, dtype)
   files = _files_of_keys(folder)
   entries = table(config)
   _check_keys(folder, config, files, entries)
@@ -86,51 +81,6 @@ def load_hf(folder, head='tokens', param_dtype='float32', dtype='float32', shard
   return config, params
 
 
-def load_config(folder, head='tokens', param_dtype='float32', dtype='float32'):
-  """The ModelConfig of a folder's config.json, without its weights."""
-  _check_choice('head', head, HEADS)
-  _check_choice('param_dtype', param_dtype, DTYPES)
-  _check_choice('dtype', dtype, DTYPES)
-  path = pathlib.Path(folder) / 'config.json'
-  raw = _read_json(path)
-  family = raw.get('model_type')
-  if not isinstance(family, str) or family not in FAMILIES:
-    raise UserError(
-        f'{path}: model_type {family!r} is not supported; allowed: '
-        f'{", ".join(FAMILIES)}; choose a model of one of these'
-    )
-  _refuse_unsupported(path, raw)
-  if head == 'tokens' and 'TokenClassification' in str(raw.get('architectures')):
-    raise UserError(
-        f'{folder} holds a critic (TokenClassification), not a policy; load it with '
-        "head='value' or give a policy's folder"
-    )
-  d_model = _number(path, raw, 'hidden_size')
-  num_heads = _number(path, raw, 'num_attention_heads')
-  num_kv_heads = num_heads if family == 'llama' else None
-  rope_theta, rope_scaling = _rope_of(path, raw)
-  return decoder.ModelConfig(
-      vocab_size=_number(path, raw, 'vocab_size'),
-      d_model=d_model,
-      num_layers=_number(path, raw, 'num_hidden_layers'),
-      num_heads=num_heads,
-      num_kv_heads=_number(path, raw, 'num_key_value_heads', num_kv_heads),
-      head_dim=_number(path, raw, 'head_dim', 128 if family == 'qwen3' else d_model // num_heads),
-      d_ff=_number(path, raw, 'intermediate_size'),
-      rope_theta=rope_theta,
-      rope_scaling=rope_scaling,
-      rms_norm_eps=_number(path, raw, 'rms_norm_eps', 1e-6, float),
-      tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
-      qkv_bias=family == 'qwen2',
-      qk_norm=family == 'qwen3',
-      family=family,
-      head=head,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      max_positions=_number(path, raw, 'max_position_embeddings', 32_768),
-  )
-
-
 def save_hf(folder, config, params, tokenizer_folder=None, max_shard_bytes=MAX_SHARD_BYTES):
   """Writes what `load_hf` and transformers read: config.json, safetensors, the tokenizer's files.
 
@@ -147,7 +97,7 @@ def save_hf(folder, config, params, tokenizer_folder=None, max_shard_bytes=MAX_S
     if not any((tokenizer_folder / name).is_file() for name in TOKENIZER_FILES):
       raise UserError(f'{tokenizer_folder} holds no tokenizer; give a folder with tokenizer.json')
     if (tokenizer_folder / 'config.json').is_file():
-      source = _read_json(tokenizer_folder / 'config.json')
+      source = hf_config.read_json(tokenizer_folder / 'config.json')
       token_ids = {name: source[name] for name in TOKEN_IDS if name in source}
   dtype = str(np.dtype(params['embed']['embedding'].dtype))
   tensor_of = functools.partial(_copy_out, params)
@@ -169,7 +119,7 @@ def write_weights(
   """
   folder = pathlib.Path(folder)
   writes = jax.process_index() == 0
-  shards = _shards(table(config), DTYPES[dtype].itemsize, max_shard_bytes)
+  shards = _shards(table(config), hf_config.DTYPES[dtype].itemsize, max_shard_bytes)
   names = ['model.safetensors']
   if len(shards) > 1:
     count = len(shards)
@@ -192,10 +142,12 @@ def write_weights(
     os.replace(folder / (name + '.partial'), folder / name)
   if len(shards) > 1:
     weight_map = {e.name: name for name, shard in zip(names, shards, strict=True) for e in shard}
-    total = DTYPES[dtype].itemsize * sum(math.prod(e.shape) for shard in shards for e in shard)
+    total = hf_config.DTYPES[dtype].itemsize * sum(
+        math.prod(e.shape) for shard in shards for e in shard
+    )
     index = {'metadata': {'total_size': total}, 'weight_map': weight_map}
-    write_json(folder / 'model.safetensors.index.json', index)
-  write_json(folder / 'config.json', _hf_config(config, dtype, token_ids or {}))
+    hf_config.write_json(folder / 'model.safetensors.index.json', index)
+  hf_config.write_json(folder / 'config.json', hf_config.to_json(config, dtype, token_ids or {}))
 
 
 def table(config):
@@ -243,7 +195,7 @@ def _files_of_keys(folder):
   if single.is_file():
     paths, listed = [single], {}
   elif index.is_file():
-    listed = _read_json(index).get('weight_map')
+    listed = hf_config.read_json(index).get('weight_map')
     if not isinstance(listed, dict):
       raise UserError(f'{index}: no weight_map; download the folder again')
     paths = [folder / name for name in sorted(set(listed.values()))]
@@ -458,111 +410,3 @@ def _shards(entries, itemsize, max_shard_bytes):
     shards[-1].append(entry)
     size += num_bytes
   return shards
-
-
-def _refuse_unsupported(path, raw):
-  refused = {
-      'use_sliding_window': bool(raw.get('use_sliding_window')),
-      'attention_bias': bool(raw.get('attention_bias')),
-      'mlp_bias': bool(raw.get('mlp_bias')),
-      'quantization_config': raw.get('quantization_config') is not None,
-      'hidden_act': raw.get('hidden_act', 'silu') != 'silu',
-  }
-  for name, is_refused in refused.items():
-    if is_refused:
-      allowed = "'silu'" if name == 'hidden_act' else 'none'
-      raise UserError(
-          f'{path}: {name} = {raw[name]!r} is not supported; allowed: {allowed}; '
-          'choose another model'
-      )
-
-
-def _rope_of(path, raw):
-  """(rope_theta, rope_scaling): transformers 5 has both in rope_parameters, 4 apart."""
-  rope = raw.get('rope_parameters') or raw.get('rope_scaling') or {}
-  if not isinstance(rope, dict):
-    raise UserError(f'{path}: rope parameters {rope!r} are not an object; download it again')
-  theta = {'rope_theta': rope.get('rope_theta', raw.get('rope_theta'))}
-  theta = _number(path, theta, 'rope_theta', 10_000.0, float)
-  kind = rope.get('rope_type', rope.get('type', 'default'))
-  if kind == 'default':
-    return theta, None
-  if kind != 'llama3':
-    raise UserError(
-        f"{path}: rope type {kind!r} is not supported; allowed: 'default', 'llama3'; "
-        'choose another model or remove the scaling'
-    )
-  names = ('factor', 'low_freq_factor', 'high_freq_factor')
-  original = _number(path, rope, 'original_max_position_embeddings')
-  return theta, (*(_number(path, rope, name, None, float) for name in names), original)
-
-
-def _hf_config(config, dtype, token_ids):
-  """config.json as both transformers 4 and 5 read it."""
-  kind = 'ForTokenClassification' if config.head == 'value' else 'ForCausalLM'
-  rope_scaling = None
-  if config.rope_scaling is not None:
-    factor, low, high, original = config.rope_scaling
-    rope_scaling = {
-        'rope_type': 'llama3',
-        'factor': factor,
-        'low_freq_factor': low,
-        'high_freq_factor': high,
-        'original_max_position_embeddings': original,
-    }
-  raw = {
-      'architectures': [FAMILIES[config.family] + kind],
-      'model_type': config.family,
-      'vocab_size': config.vocab_size,
-      'hidden_size': config.d_model,
-      'num_hidden_layers': config.num_layers,
-      'num_attention_heads': config.num_heads,
-      'num_key_value_heads': config.num_kv_heads,
-      'head_dim': config.head_dim,
-      'intermediate_size': config.d_ff,
-      'hidden_act': 'silu',
-      'rope_theta': config.rope_theta,
-      'rope_scaling': rope_scaling,
-      'rms_norm_eps': config.rms_norm_eps,
-      'tie_word_embeddings': config.tie_embeddings,
-      'max_position_embeddings': config.max_positions,
-      'attention_dropout': 0.0,
-      'torch_dtype': dtype,
-  }
-  if config.head == 'value':
-    raw |= {'id2label': {'0': 'value'}, 'label2id': {'value': 0}, 'classifier_dropout': 0.0}
-  return raw | token_ids
-
-
-def _number(path, raw, name, default=None, kind=int):
-  value = raw.get(name)
-  value = default if value is None else value
-  if value is None:
-    raise UserError(f'{path}: {name} is missing; download config.json again')
-  if isinstance(value, bool) or not isinstance(value, (int, kind)) or not (0 < value < 2**53):
-    raise UserError(f'{path}: {name} = {value!r} is not a positive number; download it again')
-  return kind(value)
-
-
-def _check_choice(name, value, allowed):
-  if value not in allowed:
-    raise UserError(f'{name} {value!r} is unknown; allowed: {", ".join(allowed)}; choose one')
-
-
-def _read_json(path):
-  if not path.is_file():
-    raise UserError(
-        f'{path} does not exist; give a folder as transformers saves it, with '
-        'config.json and model.safetensors'
-    )
-  try:
-    raw = json.loads(path.read_text(encoding='utf-8'))
-  except (ValueError, RecursionError) as error:
-    raise UserError(f'{path} is not JSON ({error}); download it again') from error
-  if not isinstance(raw, dict):
-    raise UserError(f'{path} is not a JSON object; download it again')
-  return raw
-
-
-def write_json(path, raw):
-  path.write_text(json.dumps(raw, indent=2) + '\n', encoding='utf-8')

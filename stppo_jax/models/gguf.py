@@ -18,6 +18,7 @@ import tokenizers
 from stppo_jax.models import attention
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.models import hf_config
 from stppo_jax.types import UserError
 
 ARCHITECTURES = ('llama', 'qwen2', 'qwen3')
@@ -52,8 +53,10 @@ def convert_file(path, folder, dtype='float32'):
   other than the header implies.
   """
   path, folder = pathlib.Path(path), pathlib.Path(folder)
-  if dtype not in convert.DTYPES:
-    raise UserError(f'dtype {dtype!r} is unknown; allowed: {", ".join(convert.DTYPES)}; choose one')
+  if dtype not in hf_config.DTYPES:
+    raise UserError(
+        f'dtype {dtype!r} is unknown; allowed: {", ".join(hf_config.DTYPES)}; choose one'
+    )
   if folder.exists() and not folder.is_dir():
     raise UserError(f'{folder} is a file; give the name of a folder')
   header = Header(path)
@@ -63,7 +66,7 @@ def convert_file(path, folder, dtype='float32'):
   ids = _token_ids(header, tokens)
   tokenizer = _tokenizer(header, tokens, ids)
 
-  tensor_of = lambda entry: _tensor(header, config, names, entry).astype(convert.DTYPES[dtype])
+  tensor_of = lambda entry: _tensor(header, config, names, entry).astype(hf_config.DTYPES[dtype])
   settings = {
       'tokenizer_class': 'PreTrainedTokenizerFast',
       'clean_up_tokenization_spaces': False,
@@ -77,8 +80,8 @@ def convert_file(path, folder, dtype='float32'):
   folder.mkdir(parents=True, exist_ok=True)
   convert.write_weights(folder, config, dtype, tensor_of, config_ids)
   tokenizer.save(str(folder / 'tokenizer.json'))
-  convert.write_json(folder / 'tokenizer_config.json', settings)
-  convert.write_json(
+  hf_config.write_json(folder / 'tokenizer_config.json', settings)
+  hf_config.write_json(
       folder / 'generation_config.json', config_ids | ({'eos_token_id': ends} if ends else {})
   )
   return config

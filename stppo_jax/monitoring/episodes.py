@@ -1,41 +1,51 @@
-"""What a run says of its episodes: metrics of a batch, and every episode with what training saw of it."""
+"""Metrics of a batch of episodes, and the episodes as records with what training computed per token."""
 
+from collections.abc import Sequence
 import json
 import os
 
 import jax
 import numpy as np
 
+from stppo_jax import types
 from stppo_jax.monitoring import metrics
 from stppo_jax.rollout import batching
 from stppo_jax.runtime import hosts
 
+_SHARES = ('invalid', 'repeated', 'empty', 'cut')  # of turns
 
-def summarize(episodes):
-  """What the episodes were like: scores, lengths, turns, failures."""
+
+def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
+  """Returns scores, lengths, turns, failures, and the mean of each metric of the environment.
+
+  Core metrics are <name>/mean, the others env/<name>/mean. An episode that never reported a metric
+  counts as 0.
+  """
   of = lambda name: [episode.metrics.get(name, 0.0) for episode in episodes]
+  mean = lambda name: float(np.mean(of(name)))
+  count = lambda name: [episode.counts.get(name, 0.0) for episode in episodes]
+  core = dict.fromkeys(name for episode in episodes for name in episode.core_metrics)
+  reported = dict.fromkeys(name for episode in episodes for name in episode.metrics)
   agent_tokens = [sum(len(turn.tokens) for turn in episode.turns) for episode in episodes]
-  num_turns = max(sum(len(episode.turns) for episode in episodes), 1)
+  all_turns = max(sum(len(episode.turns) for episode in episodes), 1)
   return {
       **metrics.summarize('critic/score', [episode.score for episode in episodes]),
       **metrics.summarize('response_length', agent_tokens),
       **metrics.summarize('prompt_length', [len(episode.prompt) for episode in episodes]),
       **metrics.summarize('num_turns', [len(episode.turns) for episode in episodes]),
-      'em/mean': float(np.mean(of('em'))),
-      'f1/mean': float(np.mean(of('f1'))),
-      'env/searches/mean': float(np.mean(of('searches'))),
-      'env/invalid/mean': float(np.mean(of('invalid'))),
-      **{
-          f'env/{name}_share': sum(of(name)) / num_turns
-          for name in ('invalid', 'repeated', 'empty', 'cut')
-      },
+      **{f'{name}/mean': mean(name) for name in core},
+      **{f'env/{name}/mean': mean(name) for name in reported if name not in core},
+      'env/invalid/mean': float(np.mean(count('invalid'))),
+      **{f'env/{name}_share': sum(count(name)) / all_turns for name in _SHARES},
       'env/truncated': float(np.mean([episode.truncated for episode in episodes])),
       'env/retrieval_failed': float(np.mean([episode.failed for episode in episodes])),
   }
 
 
-def with_tokens(episodes, tokenizer, batch, seen, n, has_values):
-  """The episodes with what training saw of each token; ratios are those of the last epoch."""
+def with_tokens(
+    episodes: Sequence[types.Episode], tokenizer, batch, seen, n: int, has_values: bool
+) -> list[dict]:
+  """Returns the records of update n, with per-token numbers; ratios are those of the last epoch."""
   arrays = {'old_logp': batch.old_logp, 'advantages': batch.advantages}
   if has_values:
     arrays['values'] = batch.old_values
@@ -50,8 +60,8 @@ def with_tokens(episodes, tokenizer, batch, seen, n, has_values):
   return batching.to_records(episodes, tokenizer, n, 'train', arrays)
 
 
-def write(workdir, kind, n, records):
-  """Writes episodes/<kind>_<n>.jsonl, where this process is the one that writes."""
+def write(workdir: str, kind: str, n: int, records: list[dict]) -> None:
+  """Writes episodes/<kind>_<n>.jsonl, on the process that writes."""
   if not hosts.is_writer():
     return
   folder = os.path.join(workdir, 'episodes')

@@ -1,10 +1,11 @@
-"""The one writer of numbers. Scalars of an update in, a line of metrics.jsonl out.
+"""The one writer of metrics: scalars of an update in, a line of metrics.jsonl out.
 
-TensorBoard and Weights & Biases get the same numbers where they are installed and asked for;
-neither can stop a run. The report and the tests read only what stands in metrics.jsonl.
+TensorBoard and Weights & Biases get the same numbers if they are installed and asked for; neither can
+stop a run. The report and the tests read only metrics.jsonl.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 import json
 import math
 import os
@@ -22,7 +23,7 @@ FILE_NAME = 'metrics.jsonl'
 
 
 class MetricsWriter:
-  """Appends one JSON line a call to `workdir`/metrics.jsonl.
+  """Appends one JSON line per call to `workdir`/metrics.jsonl.
 
   A non-finite number is written as null, and its name in that line's list "nonfinite".
   `resume_step=n` first drops the lines of later steps, which a resumed run writes again; n = -1
@@ -89,7 +90,7 @@ class MetricsWriter:
 
 
 def read_metrics(workdir: str) -> list[dict[str, Any]]:
-  """The lines of `workdir`/metrics.jsonl in file order; [] where there is no such file yet.
+  """Returns the lines of `workdir`/metrics.jsonl in file order; [] if the file does not exist yet.
 
   An unreadable line (torn by a crash, or still being written) is left out.
   """
@@ -101,16 +102,21 @@ def read_metrics(workdir: str) -> list[dict[str, Any]]:
 
 
 def progress_line(
-    step: int, total: int, scalars: Mapping[str, Any], elapsed_s: float, first_step: int = 0
+    step: int,
+    total: int,
+    scalars: Mapping[str, Any],
+    elapsed_s: float,
+    first_step: int = 0,
+    core_metrics: Sequence[str] = ('em',),  # of the environment; the first is shown if it is there
 ) -> str:
   """`update 12/60  reward .42  em .44  clip .031  1.9k tok/s  3:21 left`.
 
-  `elapsed_s` is what the updates `first_step`+1 .. `step` took: a resumed run counts its own.
+  `elapsed_s` is the time of updates `first_step`+1 .. `step`: a resumed run counts its own.
   """
   parts = [f'update {step}/{total}']
   for label, name, digits in (
       ('reward', 'critic/score/mean', 2),
-      ('em', 'em/mean', 2),
+      *((core, f'{core}/mean', 2) for core in core_metrics[:1]),
       ('clip', 'actor/pg_clipfrac', 3),
   ):
     if scalars.get(name) is not None:
@@ -124,7 +130,7 @@ def progress_line(
 
 
 def summarize(prefix: str, array: Any, mask: Any | None = None) -> dict[str, float]:
-  """{prefix/mean, prefix/max, prefix/min} over the entries where `mask` is set; {} if none is."""
+  """Returns {prefix/mean, prefix/max, prefix/min} of the entries under `mask`; {} if there are none."""
   values = np.asarray(array, np.float64)
   if mask is not None:
     mask = np.asarray(mask)
@@ -140,7 +146,7 @@ def summarize(prefix: str, array: Any, mask: Any | None = None) -> dict[str, flo
 
 
 def host_memory_gb() -> float:
-  """Memory of this process, GiB resident; where the system does not say, the most it ever was."""
+  """Returns the resident memory of this process in GiB; its peak where the system has no more."""
   if os.path.exists('/proc/self/statm'):
     with open('/proc/self/statm', encoding='ascii') as file:
       return int(file.read().split()[1]) * resource.getpagesize() / 2**30

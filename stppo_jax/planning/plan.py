@@ -75,6 +75,11 @@ class Plan:
   largest_rows: int = 0
 
   @property
+  def held_per_device(self) -> dict[str, int]:
+    """Bytes of the fullest device, by what is held."""
+    return {name: each for name, (_, each) in self.held.items()}
+
+  @property
   def limit(self) -> int:
     """Bytes a device may use."""
     return int(self.chip.memory * (1 - HEADROOM))
@@ -114,19 +119,19 @@ def make(config, topology='') -> Plan:
     shape = agent_lib.load_shape(config, head, folder)
     return shape, _on(mesh, _params(shape), memory_kind)
 
-  variant = learner_lib.make_variant(config.algorithm)
+  variant = learner_lib.make_variant(config)
   model, critic_model, actor, critic, frozen = learner_lib.load(
       config, variant, load, lambda function: _on(mesh, jax.eval_shape(function))
   )
-  if learner_lib.needs_reference(config):
+  if learner_lib.needs_reference(config, variant):
     frozen = frozen.replace(
         reference=_on(mesh, actor, sharding.HOST if 'reference' in on_host else None)
     )
-  learner = dataclasses.replace(
-      learner_lib.make_learner(config, variant, model, critic_model, devices[0]),
+  spec = dataclasses.replace(
+      learner_lib.make_spec(config, variant, model, critic_model, devices[0]),
       lengths=config.train.length_buckets[-1:],
   )
-  state = jax.eval_shape(functools.partial(train_state.create, learner, kl_coef=0.0), actor, critic)
+  state = jax.eval_shape(functools.partial(train_state.create, spec), actor, critic)
   state = jax.tree.map(_shape, state, train_state.shardings(state, mesh, on_host))
   num_params = {
       name: shapes.num_params(shape)
@@ -140,87 +145,18 @@ def make(config, topology='') -> Plan:
       topology=topology or 'the devices here',
       chip=chip,
       mesh=mesh,
-      attention=learner.actor.attention + (', for want of a GPU to ask about cuDNN' * absent_gpu),
+      attention=spec.actor.attention + (', for want of a GPU to ask about cuDNN' * absent_gpu),
       num_params=num_params,
       held=_held(config, mesh, model, state, frozen),
   )
   # Sums over micro-batches: g and C of the actor, and the critic's.
   gradients = 2 * _sizes(state.actor)[1] + _sizes(state.critic)[1]
-  for program, traced in _programs(plan, learner, state, frozen):
+  for program, traced in _programs(plan, spec, state, frozen):
     _compile(program, traced, plan)
     _estimate(program, plan)
     plan.programs.append(program)
   _find_largest(plan, gradients)
   return plan
-
-
-def table(plan) -> str:
-  """The plan as text: what is held, what each program needs and costs, and the verdict."""
-  config, chip = plan.config, plan.chip
-  gib = lambda size: f'{size / GIB:.2f}'
-  shape = ' x '.join(f'{axis} {size}' for axis, size in plan.mesh.shape.items())
-  lines = [
-      f'{config.name} on {plan.topology}: {plan.mesh.size} x {chip.name}, mesh {shape}',
-      'parameters: ' + ', '.join(f'{name} {count:,}' for name, count in plan.num_params.items()),
-      f'attention in training: {plan.attention}',
-      '',
-      _row('held during a run', 'GiB in all', 'GiB a device'),
-  ]
-  lines += [_row(name, gib(total), gib(each)) for name, (total, each) in plan.held.items() if total]
-  lines += ['', _row('GiB a device', *(program.name for program in plan.programs))]
-  for title, field in (
-      ('arguments', 'arguments'),
-      ('temporaries', 'temporaries'),
-      ('held by others', 'resident'),
-      ('peak', 'peak'),
-  ):
-    lines.append(_row(title, *(gib(getattr(program, field)) for program in plan.programs)))
-  lines.append(
-      _row(
-          f'of {gib(chip.memory)}',
-          *(f'{program.peak / chip.memory:.0%}' for program in plan.programs),
-      )
-  )
-  lines += [
-      '',
-      _row('a run of the program', *(program.name for program in plan.programs)),
-      _row('PFLOP, all devices', *(f'{program.flops / 1e15:.3g}' for program in plan.programs)),
-  ]
-  for kind in hlo.KINDS:
-    found = [
-        next((c for c in program.collectives if c.kind == kind), None) for program in plan.programs
-    ]
-    if any(found):
-      lines.append(
-          _row(
-              f'{kind}, GB a device',
-              *(f'{c.count} x, {c.bytes / 1e9:.3g}' if c else '-' for c in found),
-          )
-      )
-  times = [program.seconds for program in plan.programs]
-  if all(times):
-    lines.append(_row('at least, s (estimate)', *(f'{seconds:.3g}' for seconds in times)))
-    lines.append(_row('runs an update, at most', *(str(p.runs) for p in plan.programs)))
-    total = sum(program.runs * program.seconds for program in plan.programs)
-    lines.append(
-        _row(
-            's an update (estimate)',
-            *(f'{program.runs * program.seconds:.3g}' for program in plan.programs),
-        )
-    )
-    lines.append(
-        f'one update takes at least {total:.0f} s (an estimate, from below: a roofline of '
-        'full-length rows; nothing was run)'
-    )
-  lines.append(_row('compiled in, s', *(f'{program.compile_s:.0f}' for program in plan.programs)))
-  lines += [''] + [f'{program.name}: {program.unit}{program.note}' for program in plan.programs]
-  lines += [
-      'largest that fits (estimate, at least): '
-      f'train.micro_batch {plan.largest_micro_batch or "none"}, '
-      f'{_rows_field(config)} {plan.largest_rows or "none"}',
-      _verdict(plan),
-  ]
-  return '\n'.join(lines)
 
 
 def turn_batch(rows, columns) -> types.TurnBatch:
@@ -279,84 +215,100 @@ def _held(config, mesh, model, state, frozen):
   keep = lambda tree, wanted: [x for x in jax.tree.leaves(tree) if on_host(x) == wanted]
   rows = agent_lib.num_rows(config)
   cache = jax.eval_shape(lambda: decoder.init_cache(model, rows, config.rollout.max_total))
-  even = agent_lib.band_width(config) % sharding.num_row_shards(mesh) == 0
+  even = agent_lib.group_width(config) % sharding.num_row_shards(mesh) == 0
   placed = sharding.rows(mesh) if even else sharding.replicated(mesh)
   held = {name: _sizes(keep(tree, False)) for name, tree in trees.items()}
   held['KV cache'] = _sizes(jax.tree.map(lambda x: _shape(x, placed), cache))
   return held | {f'{name}, on the host': _sizes(keep(tree, True)) for name, tree in trees.items()}
 
 
-def _programs(plan, learner, state, frozen):
-  """(Program, jax.stages.Traced) of each function that an update runs."""
-  config, train, rollout = plan.config, plan.config.train, plan.config.rollout
-  here = {name: each for name, (_, each) in plan.held.items()}
-  others = here['critic'] + here['optimizers'] + here['reference policy']
-  functions = update.compile_functions(learner, state, frozen, plan.mesh)
+def _programs(plan, spec, state, frozen):
+  """Yields (Program, jax.stages.Traced) for each function that an update runs."""
   params = frozen.policy(state.actor)
-  batch = turn_batch(train.episodes, train.length_buckets[-1])
-  model = dataclasses.replace(learner.actor, row_sharding=None)
-  table = np.zeros((NUM_STOP_STATES, model.vocab_size), np.int32)
-  sampler = agent_lib.make_sampler(config, model, table, (0,), sharding.rows(plan.mesh))
-  sampling = sampler.trace(params, rollout.max_total)
+  for name, unit, runs, trips, resident, traced in (
+      *_training_programs(plan, spec, state, frozen),
+      *_sampling_programs(plan, spec.actor, params),
+  ):
+    yield Program(name, unit, runs, hlo.matmul_flops(traced.jaxpr, trips), resident, trips), traced
 
-  width, read_rows, chunk = sampler.width, sampler.read_rows, sampler.chunk_buckets[-1]
-  decoded, read = -(-train.episodes // width), -(-train.episodes // read_rows)  # full calls
-  cache = here['KV cache']  # of all bands, but that a program has one of them among its arguments
-  other_bands = others + cache * (sampler.num_bands - 1) // sampler.num_bands
-  chunks = -(-rollout.max_prompt // chunk) + (
-      config.env.max_turns * -(-rollout.max_observation // chunk)
-  )
-  tokens = min((config.env.max_turns + 1) * rollout.max_turn, rollout.max_total)
-  grows = sum(bucket < rollout.max_total for bucket in sampler.slot_buckets)
-  steps = train.epochs * train.episodes // train.mini_batch
+
+def _training_programs(plan, spec, state, frozen):
+  """Returns (name, unit, runs per update, loop trips, bytes held by others, traced) of each."""
+  train, held = plan.config.train, plan.held_per_device
+  functions = update.compile_functions(spec, state, frozen, plan.mesh)
+  batch = turn_batch(train.episodes, train.length_buckets[-1])
   micro_batches = train.mini_batch // train.micro_batch
   micro = f'in micro-batches of {train.micro_batch}, {train.length_buckets[-1]} tokens each'
   whole = functools.partial(_shape_of, dtype=jnp.int32)
   deal, first_deals = (train.mini_batch,), (train.episodes // train.mini_batch, train.mini_batch)
-  packed = lambda axes: packing.Packing(*(whole(*axes) for _ in range(3)))
-  for name, unit, runs, trips, resident, traced in (
+  dealt = lambda axes: packing.Step(
+      whole(*axes), packing.Packing(*(whole(*axes) for _ in range(3)))
+  )
+  return (
       (
           'update',
           f'an optimizer step on {train.mini_batch} episodes {micro}',
-          steps,
+          train.epochs * train.episodes // train.mini_batch,
           micro_batches,
-          here['reference policy'],
-          functions.update_step.trace(state, frozen, batch, whole(*deal), packed(deal)),
+          held['reference policy'],
+          functions.update_step.trace(state, frozen, batch, dealt(deal)),
       ),
       (
           'annotate',
           f'log-probs and values of {train.episodes} episodes {micro}',
           1,
           micro_batches,
-          here['optimizers'],
-          functions.annotate.trace(state, frozen, batch, whole(*first_deals), packed(first_deals)),
+          held['optimizers'],
+          functions.annotate.trace(state, frozen, batch, dealt(first_deals)),
       ),
+  )
+
+
+def _sampling_programs(plan, model, params):
+  """Returns (name, unit, runs per update, loop trips, bytes held by others, traced) of each."""
+  config, rollout, held = plan.config, plan.config.rollout, plan.held_per_device
+  model = dataclasses.replace(model, row_sharding=None)
+  stop_table = np.zeros((NUM_STOP_STATES, model.vocab_size), np.int32)
+  sampler = agent_lib.make_sampler(config, model, stop_table, (0,), sharding.rows(plan.mesh))
+  traced = sampler.trace(params, rollout.max_total)
+
+  width, prefill_rows = sampler.width, sampler.prefill_rows
+  chunk = sampler.chunk_buckets[-1]
+  episodes = config.train.episodes
+  decodes, prefills = -(-episodes // width), -(-episodes // prefill_rows)  # with full groups
+  others = held['critic'] + held['optimizers'] + held['reference policy']
+  cache = held['KV cache']  # of all slot groups; one of them is an argument of the program
+  other_groups = others + cache * (sampler.num_groups - 1) // sampler.num_groups
+  observation_chunks = -(-rollout.max_observation // chunk)
+  chunks = -(-rollout.max_prompt // chunk) + config.env.max_turns * observation_chunks
+  tokens = min((config.env.max_turns + 1) * rollout.max_turn, rollout.max_total)
+  grows = sum(bucket < rollout.max_total for bucket in sampler.slot_buckets)
+  return (
       (
           'prefill',
-          f'{chunk} tokens of {read_rows} rows',
-          read * chunks,
+          f'{chunk} tokens of {prefill_rows} rows',
+          prefills * chunks,
           1,
-          other_bands if sampler.in_place else others + cache,
-          sampling['prefill'],
+          other_groups if sampler.in_place else others + cache,
+          traced['prefill'],
       ),
       (
           'decode',
           f'1 token of {width} rows of {rollout.max_total} slots',
-          decoded * tokens,
+          decodes * tokens,
           1,
-          other_bands,
-          sampling['decode'],
+          other_groups,
+          traced['decode'],
       ),
       (
           'grow',
           'the last growth of a KV cache, which copies it',
-          decoded * grows,
+          decodes * grows,
           1,
-          other_bands + here['policy'],
-          sampling['grow'],
+          other_groups + held['policy'],
+          traced['grow'],
       ),
-  ):
-    yield Program(name, unit, runs, hlo.matmul_flops(traced.jaxpr, trips), resident, trips), traced
+  )
 
 
 def _compile(program, traced, plan):
@@ -398,7 +350,7 @@ def _estimate(program, plan):
     return
   traffic = program.arguments + program.temporaries
   if program.name == 'decode':
-    share = agent_lib.band_width(plan.config) / agent_lib.num_rows(plan.config)
+    share = agent_lib.group_width(plan.config) / agent_lib.num_rows(plan.config)
     traffic = (
         2 * plan.num_params['policy'] // plan.mesh.shape['tensor']
         + plan.held['KV cache'][1] * share
@@ -419,7 +371,7 @@ def _find_largest(plan, gradients):
   plan.largest_rows = _largest(
       plan.limit,
       plan.programs[2:],
-      agent_lib.band_width(plan.config),
+      agent_lib.group_width(plan.config),
       0,
       range(step, train.episodes + 1, step),
   )
@@ -439,39 +391,3 @@ def _largest(limit, programs, rows, fixed, allowed):
     )
 
   return max((n for n in allowed if all(peak(p, n) <= limit for p in programs)), default=0)
-
-
-def _rows_field(config):
-  """The setting that says how many rows a band has."""
-  return 'rollout.width' if config.rollout.width else 'rollout.rows'
-
-
-def _row(title, *cells):
-  return f'{title:26s}' + ''.join(f'{cell:>19s}' for cell in cells)
-
-
-def _verdict(plan):
-  """'fits', or what to change."""
-  if plan.fits:
-    verdict = f'FITS, with at least {HEADROOM:.0%} of the memory free'
-    if plan.tpu_limit_mib:
-      verdict += f'; to hold the compiler to it: LIBTPU_INIT_ARGS={LIMIT_FLAG}={plan.tpu_limit_mib}'
-    return verdict
-  program = max(plan.programs, key=lambda program: program.peak)
-  over = f'{program.name} needs {program.peak / GIB:.2f} GiB a device, {plan.limit / GIB:.2f} may be used'
-  train = plan.config.train
-  changes = []
-  if program.name in ('update', 'annotate'):
-    if plan.largest_micro_batch and plan.largest_micro_batch < train.micro_batch:
-      changes.append(f'--config.train.micro_batch={plan.largest_micro_batch}')
-    elif plan.config.model.remat != 'full':
-      changes.append('--config.model.remat=full')
-  elif plan.largest_rows and plan.largest_rows < agent_lib.band_width(plan.config):
-    changes.append(f'--config.{_rows_field(plan.config)}={plan.largest_rows}')
-  changes = changes or [
-      'more devices',
-      '--config.model.critic=shared',
-      '--config.model.param_dtype=bfloat16',
-      'a smaller model',
-  ]
-  return f'DOES NOT FIT: {over}; try {" or ".join(changes)}'

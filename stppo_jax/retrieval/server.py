@@ -33,7 +33,7 @@ from tornado import web
 from stppo_jax import tasks as task_files
 from stppo_jax import types
 from stppo_jax.retrieval import bm25
-from stppo_jax.retrieval import dense
+from stppo_jax.retrieval import kinds
 from stppo_jax.retrieval import protocol
 
 KINDS = ('bm25', 'dense', 'hybrid')
@@ -342,10 +342,7 @@ def make_retriever(
         f'--kind={kind} needs --encoder=FOLDER, a BERT-class encoder such as '
         'e5-base-v2 in Hugging Face format'
     )
-  by_meaning = dense.DenseRetriever(passages, encoder_folder, cache_folder)
-  if kind == 'dense':
-    return by_meaning
-  return dense.HybridRetriever([bm25.Bm25Retriever(passages), by_meaning])
+  return kinds.make_dense(passages, encoder_folder, cache_folder, with_words=kind == 'hybrid')
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Episodes in, TurnBatch out: the one place where training data goes from host to device.
+"""Episodes in, TurnBatch out: the one place where training data moves from host to device.
 
 A row is   prompt | turn 1 | observation 1 | turn 2 | .. | turn K | padding
 turn_ids   0 .. 0 | 1 .. 1 | 0 ..        0 | 2 .. 2 | .. | K .. K | 0 .. 0
@@ -26,7 +26,7 @@ def to_turn_batch(
 ) -> types.TurnBatch:
   """Pads the episodes to one length and moves them to the device.
 
-  The score stands on the last agent token. Failed episodes and padding rows have action_mask,
+  The reward of a turn stands on its last token. Failed episodes and padding rows have action_mask,
   turn_ids and rewards 0: they are in the batch, and out of every sum. Choice: each of these rows is
   a group of its own, so that a group's baseline is that of its real scores.
   """
@@ -52,7 +52,8 @@ def to_turn_batch(
       continue
     turn_ids[b, : len(row_tokens)] = row_turn_ids
     behaviour_logp[b, : len(row_tokens)] = row_logp
-    rewards[b, np.flatnonzero(row_turn_ids)[-1]] = episode.score
+    for turn, end in zip(episode.turns, _turn_ends(row_turn_ids), strict=True):
+      rewards[b, end] = turn.reward
     group_ids[b] = episode.group
   empty = lambda: np.zeros((rows, length), np.float32)  # each its own: batches may be donated
   batch = types.TurnBatch(
@@ -71,8 +72,13 @@ def to_turn_batch(
   return hosts.put(batch, sharding)
 
 
+def _turn_ends(turn_ids: np.ndarray) -> np.ndarray:
+  """Columns of the last token of each turn."""
+  return np.flatnonzero((turn_ids > 0) & (turn_ids != np.append(turn_ids[1:], 0)))
+
+
 def trained_length(episode: types.Episode) -> int:
-  """Tokens of the episode up to the last that it is trained on; 0 for a failed one."""
+  """Returns the tokens of the episode up to the last that is trained on; 0 for a failed one."""
   if episode.failed or not episode.turns:
     return 0
   turns = sum(len(turn.tokens) + len(turn.observation) for turn in episode.turns)
@@ -80,7 +86,7 @@ def trained_length(episode: types.Episode) -> int:
 
 
 def unroll(episode: types.Episode) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """An episode as one row: (tokens int32, turn_ids int32, behaviour_logp float32), all [length]."""
+  """Returns an episode as one row: tokens int32, turn_ids int32, behaviour_logp float32, all [length]."""
   tokens, turn_ids, logp = [episode.prompt], [np.zeros(len(episode.prompt))], []
   logp.append(np.zeros(len(episode.prompt)))
   for k, turn in enumerate(episode.turns, start=1):
@@ -102,7 +108,7 @@ def to_records(
     kind: str,  # 'train' | 'eval'
     per_token: Mapping[str, np.ndarray] | None = None,  # name -> [B,T] as in the episodes' batch
 ) -> list[dict]:
-  """The lines of episodes/*.jsonl. Per-token numbers are listed for agent tokens only, in order.
+  """Returns the lines of episodes/*.jsonl. Per-token numbers are listed for agent tokens only.
 
   `per_token` may hold old_logp, values, advantages, ratio, clipped. What is not finite is None.
   """
@@ -119,13 +125,16 @@ def to_records(
         'question': episode.task.question,
         'answers': list(episode.task.answers),
         'score': _number(episode.score),
-        'em': _number(episode.metrics.get('em', 0.0)),
+        'right': episode.main_score > 0,
+        'metrics': {name: _number(x) for name, x in episode.metrics.items()},
+        'counts': {name: _number(x) for name, x in episode.counts.items()},
         'failed': bool(episode.failed),
         'truncated': bool(episode.truncated),
         'tokens': tokens.tolist(),
         'pieces': tokenizer.pieces(tokens),
         'turn_ids': turn_ids.tolist(),
         'actions': [turn.action for turn in episode.turns],
+        'rewards': [_number(turn.reward) for turn in episode.turns],
         'behaviour_logp': [_number(x) for x in behaviour_logp[columns]],
     }
     for name, array in (per_token or {}).items():

@@ -1,14 +1,15 @@
-"""Plays many environments at once: tasks in, Episodes out, ids all the way.
+"""Plays many environments at once: tasks in, Episodes out.
 
-The engine decides who speaks when; turns that end together step their environments together, so that
-one retriever call serves them all. An agent's turn is decoded for the environment to read; what is
-kept, and read again by the model, are the sampled ids.
+The engine schedules prefill and decode. Turns that end together step their environments together, so
+that one retriever call serves all of them. An agent's turn is decoded for the environment; what is
+kept, and stays in the model's context, are the sampled ids.
 """
 
 import collections
 from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
+import math
 import time
 import zlib
 
@@ -22,17 +23,18 @@ from stppo_jax.envs import protocol
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
 
-_OVER = engine.Cue(ids=(), budget=0)
+_OVER = engine.Prompt(ids=(), budget=0)
+_SEED_STREAM = np.uint32(2**32 - 1)  # folded into a row's key; its tokens fold in their positions
 StepEnvs = Callable[[Sequence[protocol.Env], Sequence[str]], Sequence[protocol.Step]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """How long things may get, in tokens. The defaults are Search-R1's."""
+  """Limits of an episode, in tokens. The defaults are Search-R1's."""
 
   max_prompt_tokens: int = 2048  # a longer prompt is not played: truncated, failed, counted
   max_turn_tokens: int = 500  # a longer turn is cut, and reaches the environment without its tag
-  max_observation_tokens: int = 500  # a longer observation is cut, but for its closing tag
+  max_observation_tokens: int = 500  # a longer observation is cut, except for its closing tag
   max_total_tokens: int = 4096  # prompt, turns and observations
   min_turn_tokens: int = 8  # an observation that leaves less room than this ends the episode
 
@@ -52,12 +54,15 @@ def play(
     keys: jax.Array,  # [episodes] random keys, see `row_keys`
     limits: Limits,
     step_envs: StepEnvs = protocol.step_all,
-    threads: int = 0,  # calls of `step_envs` at once, of environments that are not stepped meanwhile
+    threads: int = 0,  # calls of `step_envs` at once, for different environments
+    frame: str = 'inline',  # of observations, see `protocol`
+    seeds: Sequence[int] | None = None,  # given to `reset`; None: `episode_seeds(keys)`
 ) -> tuple[list[types.Episode], engine.Report]:
-  """One episode for each environment, in their order, and what they took.
+  """Returns one episode per environment, in their order, and a report of the work.
 
-  An episode depends on its environment, key and prompt: not on the others, nor on how long any
-  environment takes. Environments that share something are to lock it if there are threads.
+  An episode depends on its environment, key and prompt alone: not on the others, nor on how long any
+  environment takes. With threads, environments have to lock what they share. A task's own seed goes
+  before `seeds`.
   """
   chex.assert_equal(len(envs), len(tasks))
   chex.assert_equal(len(envs), len(groups))
@@ -67,19 +72,22 @@ def play(
         f'max_slots={sampler.max_slots}: build it for at least as many'
     )
   started = time.perf_counter()
+  framing = chat.make_framing(tokenizer, frame, limits.max_observation_tokens)
   episodes, prompts = [], []
-  for env, task, group in zip(envs, tasks, groups):
-    message = protocol.with_suffix(*protocol.isolated_reset(env))
-    episode, cue = _begin(task, group, chat.encode_prompt(tokenizer, message), limits)
+  for env, task, group, seed in zip(envs, tasks, groups, seeds or episode_seeds(keys)):
+    message = protocol.full_text(*env.reset(seed=seed if task.seed is None else task.seed))
+    core_metrics = getattr(env, 'core_metrics', ())
+    ids = chat.encode_prompt(tokenizer, message)
+    episode, prompt = _begin(task, group, ids, limits, core_metrics)
     episodes.append(episode)
-    prompts.append(cue)
+    prompts.append(prompt)
   reset_s = time.perf_counter() - started
 
-  def respond(turns: list[engine.Said]) -> list[engine.Cue]:
+  def respond(turns: list[engine.Completion]) -> list[engine.Prompt]:
     actions = [_action_text(tokenizer, turn.tokens) for turn in turns]
     outcomes = step_envs([envs[turn.index] for turn in turns], actions)
     return [
-        _record(episodes[turn.index], turn, outcome, tokenizer, limits)
+        _record(episodes[turn.index], turn, outcome, framing, limits)
         for turn, outcome in zip(turns, outcomes)
     ]
 
@@ -89,7 +97,7 @@ def play(
 
 
 def row_keys(key: jax.Array, tasks: Sequence[types.Task]) -> jax.Array:
-  """A key for each row, from `key`, its task's id and how often that task came before, alone."""
+  """Returns a key per row, from `key`, its task's id and how often that task came before, alone."""
   seen: collections.Counter[str] = collections.Counter()
   samples = np.zeros((len(tasks),), np.uint32)
   for i, task in enumerate(tasks):
@@ -100,10 +108,19 @@ def row_keys(key: jax.Array, tasks: Sequence[types.Task]) -> jax.Array:
   return jax.vmap(fold)(ids, samples)
 
 
-def _begin(task, group, prompt: list[int], limits: Limits) -> tuple[types.Episode, engine.Cue]:
+def episode_seeds(keys: jax.Array) -> list[int]:
+  """Returns 31 bits per episode for `Env.reset`, from keys [B]; none of them is used for sampling."""
+  bits = jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, _SEED_STREAM)))(keys)
+  return (np.asarray(bits) >> 1).tolist()
+
+
+def _begin(
+    task, group, prompt: list[int], limits: Limits, core_metrics: Sequence[str]
+) -> tuple[types.Episode, engine.Prompt]:
   """An episode without turns. One whose prompt is too long is over."""
   longest = min(limits.max_prompt_tokens, limits.max_total_tokens - _least_turn(limits))
   fits = 0 < len(prompt) <= longest
+  counts = ('invalid', 'repeated', 'empty', 'cut')
   episode = types.Episode(
       task=task,
       group=group,
@@ -111,24 +128,15 @@ def _begin(task, group, prompt: list[int], limits: Limits) -> tuple[types.Episod
       turns=[],
       truncated=not fits,
       failed=not fits,
-      metrics={
-          'em': 0.0,
-          'f1': 0.0,
-          'searches': 0.0,
-          'invalid': 0.0,
-          'turns': 0.0,
-          'repeated': 0.0,
-          'empty': 0.0,
-          'cut': 0.0,
-      },
+      counts=dict.fromkeys(counts, 0.0) | {'prompt_too_long': float(not fits)},
+      core_metrics=tuple(core_metrics),
   )
-  episode.metrics['prompt_too_long'] = float(not fits)
-  return episode, _cue(prompt, len(prompt), limits) if fits else _OVER
+  return episode, _prompt(prompt, len(prompt), limits) if fits else _OVER
 
 
-def _cue(ids: list[int], length: int, limits: Limits) -> engine.Cue:
-  """Read `ids`, with which the context is `length` long, and say a turn."""
-  return engine.Cue(ids, min(limits.max_turn_tokens, limits.max_total_tokens - length))
+def _prompt(ids: list[int], length: int, limits: Limits) -> engine.Prompt:
+  """`ids` to prefill, which make the context `length` long, and the budget of the turn after them."""
+  return engine.Prompt(ids, min(limits.max_turn_tokens, limits.max_total_tokens - length))
 
 
 def _least_turn(limits: Limits) -> int:
@@ -136,38 +144,40 @@ def _least_turn(limits: Limits) -> int:
 
 
 def _action_text(tokenizer: chat.Tokenizer, tokens: np.ndarray) -> str:
-  """What the environment reads: the turn's text, without the eos token if it ended on one."""
+  """The turn's text for the environment, without the eos token if it ended on one."""
   return tokenizer.decode(tokens[:-1] if tokens[-1] in tokenizer.eos_ids else tokens)
 
 
 def _record(
     episode: types.Episode,
-    said: engine.Said,
+    completion: engine.Completion,
     outcome: protocol.Step,
-    tokenizer: chat.Tokenizer,
+    framing: chat.Framing,
     limits: Limits,
-) -> engine.Cue:
-  """Adds a turn and its outcome to the episode; how it goes on."""
+) -> engine.Prompt:
+  """Adds a turn and its outcome to the episode; returns the next prompt."""
   observation, reward, terminated, truncated, info = outcome
-  action = info.get('action', 'other')  # a GEM environment names none
-  turn = types.Turn(said.tokens, said.logp, observation=np.zeros((0,), np.int32), action=action)
-  repeated = any(np.array_equal(said.tokens, earlier.tokens) for earlier in episode.turns)
+  action, tokens = info.get('action', 'other'), completion.tokens  # a GEM environment names none
+  turn = types.Turn(
+      tokens,
+      completion.logp,
+      observation=np.zeros((0,), np.int32),
+      action=action,
+      reward=_finite('reward', reward),
+  )
+  counts = episode.counts
+  counts['invalid'] += action == 'invalid'
+  counts['repeated'] += any(np.array_equal(tokens, earlier.tokens) for earlier in episode.turns)
+  counts['empty'] += not _action_text(framing.tokenizer, tokens).strip()
+  counts['cut'] += action == 'invalid' and len(tokens) >= limits.max_turn_tokens
   episode.turns.append(turn)
-  episode.score += float(reward)
   episode.failed |= bool(info.get('retrieval_failed', False))
-  episode.metrics['turns'] += 1
-  episode.metrics['searches'] += action == 'search'
-  episode.metrics['invalid'] += action == 'invalid'
-  episode.metrics['repeated'] += repeated
-  episode.metrics['empty'] += not _action_text(tokenizer, said.tokens).strip()
-  episode.metrics['cut'] += action == 'invalid' and len(said.tokens) >= limits.max_turn_tokens
-  for name in ('em', 'f1'):
-    episode.metrics[name] = float(info.get(name, episode.metrics[name]))
+  for name, value in (info.get('metrics') or {}).items():
+    episode.metrics[name] = _finite(f"info['metrics'][{name!r}]", value)
   if terminated or truncated:
     episode.truncated = bool(truncated)
     return _OVER
-  text = protocol.with_suffix(observation, info)
-  ids = chat.encode_observation(tokenizer, text, limits.max_observation_tokens)
+  ids = framing.encode(protocol.full_text(observation, info), tokens)
   length = (
       len(episode.prompt)
       + len(ids)
@@ -177,4 +187,15 @@ def _record(
     episode.truncated = True
     return _OVER
   turn.observation = np.array(ids, np.int32)
-  return _cue(ids, length, limits)
+  return _prompt(ids, length, limits)
+
+
+def _finite(what: str, value) -> float:
+  """The number that an environment gave."""
+  try:
+    number = float(value)
+  except (TypeError, ValueError):
+    number = math.nan
+  if not math.isfinite(number):
+    raise types.UserError(f'the environment gave {what} = {value!r}: a finite number is needed')
+  return number

@@ -1,11 +1,11 @@
-"""The pipeline: batches of episodes that are sampled while others are trained on.
+"""The pipeline: samples batches of episodes while others are trained on.
 
   main    |  train 1  |  train 2  |  train 3  |      staleness 1: while batch 2 is trained on, batch 3
   thread  | 1 |  2    |     3     |     4     |      is sampled with the parameters after update 1
 
-Which parameters sample a batch depends on its number alone, never on who is faster: the same
-staleness gives the same run twice. What is sampled and not yet trained on is host data, which a
-checkpoint holds as JSON.
+Which parameters sample a batch depends on its number alone, never on timing: the same staleness gives
+the same run twice. Batches that are sampled and not yet trained on are host data, which a checkpoint
+holds as JSON.
 """
 
 import collections
@@ -30,10 +30,10 @@ from stppo_jax.runtime import hosts
 
 @dataclasses.dataclass
 class Sampled:
-  """A batch of episodes that is yet to be trained on."""
+  """A batch of episodes that has not been trained on yet."""
 
-  number: int  # of the batch: its questions and its random key
-  staleness: int  # updates between the parameters that sampled it and those it will find
+  number: int  # of the batch; determines its questions and its random key
+  staleness: int  # updates between the parameters that sampled it and those that it trains
   episodes: list[types.Episode]
   measured: dict[str, float]  # metrics of its sampling: timing_s/gen.., perf/..
 
@@ -42,21 +42,21 @@ class Sampled:
 class Batches:
   """The batches of a run by number, from 1: each a function of the parameters, seed and number."""
 
-  agent: object  # evaluation.Agent: plays, and reports what it took
-  policy: Callable  # what is trained -> the parameters that play, see `state.Frozen.policy`
+  agent: object  # agent.Agent
+  policy: Callable  # trained parameters -> the policy's, see `state.Frozen.policy`
   stream: object  # tasks.TaskStream
-  group_size: int  # episodes a question
+  group_size: int  # episodes per question
   seed: int
   max_failed_share: float = 1.0  # of a batch's episodes; above it the retriever is waited for
-  max_outage_s: float = 0.0  # for so long
-  sleep: Callable = time.sleep  # waits for it
-  give_up: Callable | None = None  # () -> whether the episodes under way are to be left: Stopped
+  max_outage_s: float = 0.0  # of this waiting
+  sleep: Callable = time.sleep
+  give_up: Callable | None = None  # () -> whether to abandon the batch and raise Stopped
 
-  def tasks(self, number):
-    """The question of each episode."""
+  def tasks(self, number: int) -> list[types.Task]:
+    """Returns the question of each episode."""
     return [task for task in self.stream.take(number - 1) for _ in range(self.group_size)]
 
-  def sample(self, params, number, staleness) -> Sampled:
+  def sample(self, params, number: int, staleness: int) -> Sampled:
     """Plays the batch."""
     tasks = self.tasks(number)
     groups = [i // self.group_size for i in range(len(tasks))]
@@ -75,13 +75,13 @@ class Batches:
     return Sampled(number, staleness, episodes, measured)
 
 
-def batch_keys(seed, number):
-  """Random keys of a batch: (of its sampling, of its mini-batches)."""
+def batch_keys(seed: int, number: int) -> tuple[jax.Array, jax.Array]:
+  """Returns the random keys of a batch: (for sampling, for its mini-batches)."""
   return jax.random.split(jax.random.fold_in(jax.random.key(seed), number))
 
 
 class Pipeline:
-  """Samples `staleness` batches ahead, in one thread; with 0 there is neither thread nor copy.
+  """Samples `staleness` batches ahead, in one thread. With 0 there is neither thread nor copy.
 
   Args:
     sample: (params, number, staleness) -> Sampled, as `Batches.sample`.
@@ -96,11 +96,11 @@ class Pipeline:
     self._ahead = collections.deque(map(_done, ready))
 
   def take(self, params, number):
-    """Batch `number`; sets the sampling of batch number + staleness going with `params`.
+    """Returns batch `number`; starts sampling batch number + staleness with `params`.
 
-    Numbers rise by one from call to call. The first call has nothing to take and sets all of
-    number .. number + staleness going: a run's first batches are less stale than the others.
-    Where the batch was Stopped, it stays the next one.
+    Numbers rise by one from call to call. The first call starts all of number .. number + staleness,
+    so a run's first batches are less stale than the others. A batch that was Stopped stays the next
+    one.
     """
     if not self._staleness:
       return self._sample(params, number, 0)
@@ -112,8 +112,10 @@ class Pipeline:
     return batch
 
   def contents(self):
-    """The batches sampled ahead, the next one first; waits for those under way. None comes after one
-    that was Stopped: it is sampled anew when the run goes on."""
+    """Returns the batches sampled ahead, the next one first; waits for those in progress.
+
+    Leaves out those from a Stopped one on: they are sampled again when the run resumes.
+    """
     batches = []
     with contextlib.suppress(types.Stopped):
       for future in self._ahead:
@@ -122,7 +124,7 @@ class Pipeline:
 
   @contextlib.contextmanager
   def idle(self):
-    """Nothing is sampled within: who plays episodes besides has the sampler to himself."""
+    """Context manager that pauses background sampling, so that evaluation can use the sampler."""
     with self._sampling:
       yield
 
@@ -130,7 +132,7 @@ class Pipeline:
     return self
 
   def __exit__(self, *unused):
-    """Waits for the batch under way; the others are not begun."""
+    """Waits for the batch in progress; the others are not started."""
     if self._thread is not None:
       self._thread.shutdown(wait=True, cancel_futures=True)
 
@@ -139,8 +141,8 @@ class Pipeline:
       return self._sample(params, number, staleness)
 
 
-def to_json(batch):
-  """A Sampled as what JSON can hold, exactly: a float32 is a double, too."""
+def to_json(batch: Sampled) -> dict:
+  """Returns the batch as JSON values, exactly: a double holds any float32."""
   return {
       'number': batch.number,
       'staleness': batch.staleness,
@@ -156,21 +158,23 @@ def to_json(batch):
                       'logp': turn.logp.tolist(),
                       'observation': turn.observation.tolist(),
                       'action': turn.action,
+                      'reward': float(turn.reward),
                   }
                   for turn in episode.turns
               ],
-              'score': float(episode.score),
               'truncated': bool(episode.truncated),
               'failed': bool(episode.failed),
               'metrics': {name: float(x) for name, x in episode.metrics.items()},
+              'counts': {name: float(x) for name, x in episode.counts.items()},
+              'core_metrics': list(episode.core_metrics),
           }
           for episode in batch.episodes
       ],
   }
 
 
-def from_json(record, tasks):
-  """The inverse of `to_json`; `tasks`: those of the batch's episodes, in their order."""
+def from_json(record: dict, tasks: Sequence[types.Task]) -> Sampled:
+  """Inverts `to_json`; `tasks` are those of the batch's episodes, in their order."""
   ids = lambda values: np.array(values, np.int32)
   episodes = []
   for task, row in zip(tasks, record['episodes'], strict=True):
@@ -185,6 +189,7 @@ def from_json(record, tasks):
             np.array(turn['logp'], np.float32),
             ids(turn['observation']),
             turn['action'],
+            turn['reward'],
         )
         for turn in row['turns']
     ]
@@ -194,10 +199,11 @@ def from_json(record, tasks):
             row['group'],
             ids(row['prompt']),
             turns,
-            row['score'],
             row['truncated'],
             row['failed'],
             row['metrics'],
+            row['counts'],
+            tuple(row['core_metrics']),
         )
     )
   return Sampled(record['number'], record['staleness'], episodes, record['measured'])
@@ -215,17 +221,17 @@ _LONGEST_WAIT_S = 60.0
 
 def play_through(
     play: Callable[[], list[types.Episode]],
-    retriever: protocol.Retriever,
+    retriever: protocol.Retriever | None,
     max_failed_share: float,
     max_outage_s: float,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[types.Episode], int]:
-  """(episodes, how often they were played again) of a batch whose searches were answered.
+  """Plays a batch until its searches are answered: (episodes, how often it was played again).
 
-  If retrieval failed in more than `max_failed_share` of the episodes, they are thrown away; once the
-  retriever answers a probe, `play()` is called again. Waits double from 1 s to 60 s. A RunError
-  after `max_outage_s` of this; single failures below the share are the update's to mask.
+  If retrieval failed in more than `max_failed_share` of the episodes, discards them; once the
+  retriever answers a probe, calls `play()` again. Waits double from 1 s to 60 s. Raises a RunError
+  after `max_outage_s`. A lower share of failures is left to the update, which masks them.
   """
   episodes, replays = play(), 0
   started, wait_s = clock(), _FIRST_WAIT_S
@@ -261,11 +267,13 @@ def pause(
 
 
 def failed_share(episodes: Sequence[types.Episode]) -> float:
-  """The share of the episodes in which a search failed; prompts that were too long are no search."""
-  failed = [episode.failed and not episode.metrics.get('prompt_too_long') for episode in episodes]
+  """Returns the share of the episodes in which a search failed; too long a prompt is no search."""
+  failed = [episode.failed and not episode.counts.get('prompt_too_long') for episode in episodes]
   return sum(failed) / max(len(failed), 1)
 
 
-def answers(retriever: protocol.Retriever) -> bool:
-  """Whether the retriever answers a query; each probe is another, lest a cache answer it."""
+def answers(retriever: protocol.Retriever | None) -> bool:
+  """Returns whether the retriever answers a query; each probe is new, so that no cache answers it."""
+  if retriever is None:  # an environment says that it failed: it can only be tried again
+    return True
   return retriever.search([f'probe {time.time_ns()}'], 1)[0] is not None

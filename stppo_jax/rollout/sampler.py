@@ -1,8 +1,8 @@
-"""The device side of the rollout: programs that read forced tokens and sample new ones, row by row.
+"""The device side of the rollout: compiled prefill and decode.
 
-A `Context` holds what some rows have read and said so far. `read` appends forced ids to it, `decode`
-samples on; `take` and `put` move rows between contexts. Who stands in which row, how long each one
-is, where in its turn it is: all that is small, and stays on the host with the caller (`engine`).
+A `Context` holds the keys and values of some rows. `prefill` appends given ids to it, `decode` samples
+new ones; `take` and `put` move rows between contexts. The small state stays on the host with the
+caller (`engine`): which sequence is in which row, its length, and the state of its turn.
 """
 
 from collections.abc import Sequence
@@ -21,21 +21,21 @@ from stppo_jax.rollout import sampling
 
 @flax.struct.dataclass
 class Context:
-  """Keys and values of each row's context, as in `decoder.KVCache`, and what comes next."""
+  """Keys and values of each row's context, as in `decoder.KVCache`, and the next token's logits."""
 
-  k: tuple[jax.Array, ...]  # L arrays [B,M,C,H,c]; slots past a row's length hold rubbish
+  k: tuple[jax.Array, ...]  # L arrays [B,M,C,H,c]; slots past a row's length hold garbage
   v: tuple[jax.Array, ...]  # [B,M,S,H]
-  logits: jax.Array  # [B,V] float32, the model's word on each row's next token
+  logits: jax.Array  # [B,V] float32, of each row's next token
 
   @property
   def slots(self) -> int:
-    """How many tokens a row has room for."""
+    """Number of tokens that a row has room for."""
     return self.v[0].shape[2]
 
 
 @flax.struct.dataclass
 class Sampled:
-  """What one `decode` call sampled; the first counts[b] columns of row b are real."""
+  """The result of one `decode` call; the first counts[b] columns of row b are real."""
 
   tokens: jax.Array  # [B,steps] int32
   logp: jax.Array  # [B,steps] float32
@@ -45,12 +45,12 @@ class Sampled:
 
 
 class Sampler:
-  """Compiled functions and what is fixed about them. Parameters are an argument, never a field.
+  """Compiled prefill and decode, and their static settings. Parameters are an argument, never a field.
 
-  All calls have fixed numbers of rows: `width` to decode, `read_rows` to read. So a row's numbers do
-  not depend on how many others are there. A program is compiled for each number of slots that decode
-  meets, and each (slots, chunk) that reading meets; buckets keep these few. Attention costs what
-  the longest row of a call needs.
+  All calls have fixed numbers of rows: `width` for decode, `prefill_rows` for prefill. So a row's
+  numbers do not depend on how many others there are. A program is compiled for each number of slots in
+  decode, and each (slots, chunk) in prefill; buckets keep these few. The cost of attention is set by
+  the longest row of a call.
   """
 
   def __init__(
@@ -62,12 +62,12 @@ class Sampler:
       temperature: float = 1.0,  # 0 = greedy
       top_k: int = 0,  # 0 = off
       top_p: float = 1.0,  # 1 = off
-      rows: int = 64,  # dialogues under way at once, rounded up to whole bands
-      width: int = 0,  # rows of a band, which one call decodes; 0: all
-      read_rows: int = 8,  # rows of a call that reads; all of a band with `row_sharding`
+      rows: int = 64,  # sequences in progress at once, rounded up to whole groups
+      width: int = 0,  # rows of a group, which one call decodes; 0: all
+      prefill_rows: int = 8,  # rows of a prefill call; all of a group with `row_sharding`
       steps: int = 32,  # tokens a row samples in one call, at most
       slot_buckets: Sequence[int] | None = None,  # None: doubling, with a step between, from 128
-      chunk_buckets: Sequence[int] = (32, 128),  # tokens of a row that one call reads
+      chunk_buckets: Sequence[int] = (32, 128),  # tokens of a row per prefill call
       row_sharding: (
           jax.sharding.NamedSharding | None
       ) = None,  # of the row axis; None: the compiler's
@@ -78,25 +78,25 @@ class Sampler:
           f'the stop table covers {stop_table.shape[1]} ids but the model has {config.vocab_size}: '
           'use the tokenizer that belongs to the model'
       )
-    if min(max_slots, rows, read_rows, steps, *chunk_buckets) < 1 or width < 0:
+    if min(max_slots, rows, prefill_rows, steps, *chunk_buckets) < 1 or width < 0:
       raise types.UserError(
-          'max_slots, rows, read_rows, steps and chunks must be at least 1, and width 0 (all) or more'
+          'max_slots, rows, prefill_rows, steps and chunks must be at least 1, and width 0 (all) or more'
       )
     if config.head == 'value':
       raise types.UserError("a model with head 'value' cannot sample: use head 'tokens' or 'both'")
     self.config = config
     self.max_slots = max_slots
     self.width = min(width or rows, rows)
-    self.num_bands = -(-rows // self.width)
-    # Rows spread over devices are read where they are: moving them would send whole caches around.
-    self.read_rows = self.width if row_sharding is not None else min(read_rows, self.width)
+    self.num_groups = -(-rows // self.width)
+    # Rows spread over devices are prefilled in place: moving them would send whole caches around.
+    self.prefill_rows = self.width if row_sharding is not None else min(prefill_rows, self.width)
     self.steps = steps
     slot_buckets = slot_buckets or default_slot_buckets(max_slots)
     slot_buckets = (*(b for b in slot_buckets if b < max_slots), max_slots)
     tile = config.cache_tile or 1
     self.slot_buckets = tuple(sorted({-(-b // tile) * tile for b in slot_buckets}))
     self.chunk_buckets = tuple(sorted(chunk_buckets))
-    # Ids beyond the tokenizer's (a padded vocabulary) have no bytes: the automaton stands still.
+    # Ids beyond the tokenizer's (a padded vocabulary) have no bytes: the automaton keeps its state.
     missing = config.vocab_size - stop_table.shape[1]
     still = np.repeat(np.arange(len(stop_table), dtype=np.int32)[:, None], missing, axis=1)
     self._stop_table = jnp.asarray(np.concatenate([stop_table, still], axis=1), jnp.int32)
@@ -114,7 +114,7 @@ class Sampler:
         sampling.sample_token, temperature=temperature, top_k=top_k, top_p=top_p
     )
     self._empty = jit(functools.partial(_empty, config), static_argnums=(0, 1))
-    self._read = jit_step(functools.partial(_read, config))
+    self._prefill = jit_step(functools.partial(_prefill, config))
     self._decode = jit_step(functools.partial(_decode, config, sample, steps))
     self._grow = jit(functools.partial(_grow, config), static_argnums=1)
     self._take = jit(_take)
@@ -122,48 +122,47 @@ class Sampler:
 
   @property
   def in_place(self) -> bool:
-    """Whether reading works on a whole band where it is, not on rows taken out of it."""
-    return self.read_rows == self.width
+    """Whether prefill works on a whole group where it is, not on rows taken out of it."""
+    return self.prefill_rows == self.width
 
   def empty(self, rows: int, slots: int) -> Context:
-    """Rows that have read nothing."""
+    """Returns empty rows."""
     return self._empty(rows, slots)
 
   def bucket(self, needed: int) -> int:
-    """The number of slots that contexts with `needed` tokens a row have."""
+    """Returns the number of slots of a context with `needed` tokens per row."""
     if needed > self.slot_buckets[-1]:
       raise ValueError(f'{needed} tokens do not fit in max_slots={self.max_slots}')
     return next(b for b in self.slot_buckets if b >= needed)
 
   def with_room(self, context: Context, needed: int) -> Context:
-    """The context with at least `needed` slots a row."""
+    """Returns the context with at least `needed` slots per row."""
     slots = self.bucket(needed)
     return self._grow(context, slots) if slots > context.slots else context
 
   def take(self, context: Context, rows: np.ndarray) -> Context:
-    """Copies of some rows [read_rows], any of them several times."""
+    """Returns copies of some rows [prefill_rows], any of them several times."""
     return self._take(context, rows)
 
   def put(
       self, context: Context, taken: Context, targets: Sequence[int], sources: Sequence[int]
   ) -> Context:
-    """`context`, where row targets[i] is row sources[i] of `taken`; at most `read_rows` of them."""
-    padded = np.zeros((2, self.read_rows), np.int32)
+    """Copies rows sources[i] of `taken` to rows targets[i] of `context`; at most `prefill_rows`."""
+    padded = np.zeros((2, self.prefill_rows), np.int32)
     padded[:, : len(targets)] = targets, sources
     return self._put(context, taken, *padded, np.int32(len(targets)))
 
-  def read(
+  def prefill(
       self, params, context: Context, ids: Sequence[Sequence[int]], starts: Sequence[int]
   ) -> tuple[Context, jax.Array | None]:
     """Appends ids[b] to row b, of which starts[b] slots are live: (context, the new lengths [B]).
 
-    The lengths are the device's, for those who want to wait for it; None if nothing was to be read.
-
-    Rows with none stand still, pending logits included. Into what chunks a row's ids are cut depends
-    on their number alone: as many as fit of the largest, of the next, the rest in the smallest.
+    The lengths are on the device, to wait for; None if there was nothing to prefill. Rows without ids
+    do not change, nor do their pending logits. A row's chunks depend on its number of ids alone: as
+    many as fit of the largest, of the next, the rest in the smallest.
     """
     lengths = np.array([len(row) for row in ids], np.int32)
-    starts, done, read = np.array(starts, np.int32), np.zeros_like(lengths), None
+    starts, done, new_lengths = np.array(starts, np.int32), np.zeros_like(lengths), None
     chex.assert_equal_shape([starts, lengths])
     for chunk in reversed(self.chunk_buckets):
       smallest = chunk == self.chunk_buckets[0]
@@ -175,9 +174,9 @@ class Sampler:
         tokens = np.zeros((len(ids), chunk), np.int32)
         for row, row_ids, start, count in zip(tokens, ids, done, real):
           row[:count] = row_ids[start : start + count]
-        context, read = self._read(params, context, tokens, starts + done, real)
+        context, new_lengths = self._prefill(params, context, tokens, starts + done, real)
         done = done + real
-    return context, read
+    return context, new_lengths
 
   def decode(
       self, params, context: Context, lengths, keys, stop_state, budgets, steps: int, enough: int
@@ -185,7 +184,7 @@ class Sampler:
     """Samples up to `steps` tokens of each row with a budget; ends once `enough` rows have stopped.
 
     A row stops with the token that completes a stop string, with an eos token, or after budgets[b]
-    tokens; a row with budget 0 stands still. The last token enters the context too. Token number i
+    tokens; a row with budget 0 does not change. The last token enters the context too. Token number i
     of a row is drawn with fold_in(key, i). The log-probs are those of the distribution sampled from
     (see `sampling.sample_token`). `lengths`, .., `budgets` are NumPy, [B]; keys: jax.random.key_data.
     """
@@ -203,31 +202,31 @@ class Sampler:
     )
 
   def compiled_variants(self) -> dict[str, int]:
-    """How many programs each function was compiled to so far, for logging."""
-    return {'prefill': self._read._cache_size(), 'decode': self._decode._cache_size()}
+    """Returns the number of compiled programs of each function, for logging."""
+    return {'prefill': self._prefill._cache_size(), 'decode': self._decode._cache_size()}
 
   def trace(self, params, slots: int) -> dict[str, jax.stages.Traced]:
-    """'prefill' (of the largest chunk), 'decode' and 'grow' (the last) of so many slots.
+    """Traces 'prefill' (of the largest chunk), 'decode' and 'grow' (the last) of so many slots.
 
-    From shapes alone: `params` are ShapeDtypeStructs with shardings. For planning: lower, compile
-    and weigh them.
+    From shapes alone: `params` are ShapeDtypeStructs with shardings. For planning, which lowers and
+    compiles them to measure their memory.
     """
     shape = lambda *axes, dtype=jnp.int32: jax.ShapeDtypeStruct(axes, dtype)
     place = lambda a: shape(*a.shape, dtype=a.dtype).update(sharding=self._row_sharding)
     context = lambda rows, slots: jax.tree.map(
         place, jax.eval_shape(lambda: _empty(self.config, rows, slots))
     )
-    rows, read_rows, chunk = self.width, self.read_rows, self.chunk_buckets[-1]
+    rows, prefill_rows, chunk = self.width, self.prefill_rows, self.chunk_buckets[-1]
     fewer = max((b for b in self.slot_buckets if b < slots), default=slots)
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     tables = (shape(*t.shape, dtype=t.dtype) for t in (self._stop_table, self._is_eos))
     return {
-        'prefill': self._read.trace(
+        'prefill': self._prefill.trace(
             params,
-            context(read_rows, slots),
-            shape(read_rows, chunk),
-            shape(read_rows),
-            shape(read_rows),
+            context(prefill_rows, slots),
+            shape(prefill_rows, chunk),
+            shape(prefill_rows),
+            shape(prefill_rows),
         ),
         'decode': self._decode.trace(
             params,
@@ -245,7 +244,7 @@ class Sampler:
 
 
 def default_slot_buckets(max_slots: int) -> tuple[int, ...]:
-  """128, 192, 256, 384, 512, 768, .. up to `max_slots`: at most half more than needed."""
+  """Returns 128, 192, 256, 384, 512, 768, .. up to `max_slots`: at most half more than needed."""
   buckets = [b for i in range(7, 31) for b in (2**i, 3 * 2 ** (i - 1)) if b < max_slots]
   return (*buckets, max_slots)
 
@@ -255,7 +254,7 @@ def _empty(config, rows, slots):
   return Context(cache.k, cache.v, jnp.zeros((rows, config.vocab_size), jnp.float32))
 
 
-def _read(config, params, context, tokens, starts, lengths):
+def _prefill(config, params, context, tokens, starts, lengths):
   """Appends the first `lengths` [B] of `tokens` [B,T] to rows of `starts` [B] tokens.
 
   Only the last real token's logits are computed; a row with length 0 keeps all it had.
@@ -273,13 +272,13 @@ def _read(config, params, context, tokens, starts, lengths):
 
 @flax.struct.dataclass
 class _Turns:
-  """The turns of all rows as the decode loop carries them."""
+  """State of the decode loop."""
 
   context: Context
   lengths: jax.Array  # [B] int32, of the rows' contexts
   sampled: Sampled
-  step: jax.Array  # how many tokens were sampled since the call began
-  stopped: jax.Array  # how many rows stopped since then
+  step: jax.Array  # tokens sampled per row in this call
+  stopped: jax.Array  # rows that stopped in this call
 
 
 def _decode(
@@ -297,7 +296,7 @@ def _decode(
     stop_table,
     is_eos,
 ):
-  """See `Sampler.decode`; `columns` is how many tokens there is room for in the results."""
+  """See `Sampler.decode`; `columns` is the number of tokens that the results have room for."""
   rows = context.logits.shape[0]
   chex.assert_shape([lengths, stop_state, budgets], (rows,))
   params = decoder.unstack_layers(_in_compute_dtype(params, config), config)
@@ -347,7 +346,7 @@ def _decode(
 
 
 def _in_compute_dtype(params, config):
-  """The weights as the layers will cast them, cast once; norm scales are used in float32."""
+  """Casts the weights once as the layers would; norm scales are used in float32."""
 
   def cast(path, weight):
     return weight if path[-1].key == 'scale' else weight.astype(config.dtype)
@@ -367,7 +366,7 @@ def _take(context, rows):
 
 
 def _put(context, taken, targets, sources, count):
-  """Rows may have fewer slots in `taken`: what lies past them is rubbish anyway.
+  """Rows may have fewer slots in `taken`: what lies past them is garbage anyway.
 
   Row after row: a scatter of gathered rows takes twice as long on a CPU.
   """

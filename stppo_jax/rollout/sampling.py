@@ -1,4 +1,4 @@
-"""The distribution that tokens are drawn from: logits and keys in, tokens and log-probs out."""
+"""Sampling of one token per row: logits and keys in, tokens and log-probs out."""
 
 import chex
 import jax
@@ -6,11 +6,13 @@ import jax.numpy as jnp
 
 from stppo_jax import types
 
-_BLOCK = 128  # indices a block of `_draw`
+_BLOCK = 128  # indices per block of `_draw`
 
 
-def sample_token(logits, keys, temperature=1.0, top_k=0, top_p=1.0):
-  """One token of each row and its log-prob: logits [B,V], keys [B] -> (token [B], logp [B]).
+def sample_token(
+    logits: jax.Array, keys: jax.Array, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> tuple[jax.Array, jax.Array]:
+  """Draws a token per row and returns its log-prob: logits [B,V], keys [B] -> (token [B], logp [B]).
 
   The distribution is softmax(logits / temperature), cut to the top_k likeliest tokens, then to the
   fewest likeliest that hold a mass of top_p, then renormalised. The log-prob is that of this very
@@ -39,11 +41,11 @@ def sample_token(logits, keys, temperature=1.0, top_k=0, top_p=1.0):
 
 
 def _draw(logits, keys):
-  """A draw from softmax(logits) and its log-prob: logits [B,V], keys [B] -> (index [B], logp [B]).
+  """Draws from softmax(logits): logits [B,V], keys [B] -> (index [B], logp [B]).
 
   By inversion: first a block of indices by the blocks' masses, then an index in it, each with a
-  uniform number of its own, so that the tail of a large vocabulary is not rounded away. One exp an
-  index; Gumbel noise would be two logs and a random number an index.
+  uniform number of its own, so that the tail of a large vocabulary is not rounded away. This takes
+  one exp per index; Gumbel noise would take two logs and a random number.
   """
   rows, size = logits.shape
   peak = logits.max(axis=-1)
@@ -59,15 +61,17 @@ def _draw(logits, keys):
 
 
 def _invert(mass, uniform):
-  """The first index at which the summed mass [B,n] exceeds its share `uniform` [B]; never one without
-  mass, whatever the rounding."""
+  """The first index at which the summed mass [B,n] exceeds its share `uniform` [B].
+
+  Never one without mass, whatever the rounding.
+  """
   reached = jnp.cumsum(mass, axis=-1)
   beyond = (reached > uniform[:, None] * reached[:, -1:]) & (mass > 0)
   return jnp.where(beyond.any(axis=-1), jnp.argmax(beyond, axis=-1), jnp.argmax(mass, axis=-1))
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
-  """UserError unless the three numbers describe a distribution."""
+  """Raises a UserError unless the three numbers describe a distribution."""
   if temperature < 0:
     raise types.UserError(f'temperature={temperature}: give 0 (greedy) or more')
   if top_k < 0:

@@ -1,0 +1,121 @@
+"""A plan as text: what a run holds, what each program needs and costs, and the verdict."""
+
+from stppo_jax.planning import hlo
+from stppo_jax.planning.plan import HEADROOM
+from stppo_jax.planning.plan import LIMIT_FLAG
+from stppo_jax.planning.plan import Plan
+from stppo_jax.planning.topologies import GIB
+from stppo_jax.rollout import agent as agent_lib
+
+
+def text(plan: Plan) -> str:
+  """Returns the whole table."""
+  shape = ' x '.join(f'{axis} {size}' for axis, size in plan.mesh.shape.items())
+  largest_micro_batch, largest_rows = plan.largest_micro_batch, plan.largest_rows
+  return '\n'.join(
+      [
+          f'{plan.config.name} on {plan.topology}: '
+          f'{plan.mesh.size} x {plan.chip.name}, mesh {shape}',
+          'parameters: ' + ', '.join(f'{name} {n:,}' for name, n in plan.num_params.items()),
+          f'attention in training: {plan.attention}',
+          '',
+          *_memory(plan),
+          '',
+          *_work(plan),
+          *_times(plan),
+          _row('compiled in, s', *(f'{program.compile_s:.0f}' for program in plan.programs)),
+          '',
+          *(f'{program.name}: {program.unit}{program.note}' for program in plan.programs),
+          'largest that fits (estimate, at least): '
+          f'train.micro_batch {largest_micro_batch or "none"}, '
+          f'{_rows_field(plan)} {largest_rows or "none"}',
+          _verdict(plan),
+      ]
+  )
+
+
+def _memory(plan):
+  """Yields the rows about memory: what a run holds, and the peak of each program."""
+  programs, memory = plan.programs, plan.chip.memory
+  yield _row('held during a run', 'GiB in total', 'GiB per device')
+  for name, (total, each) in plan.held.items():
+    if total:
+      yield _row(name, _gib(total), _gib(each))
+  yield ''
+  yield _row('GiB per device', *(program.name for program in programs))
+  yield _row('arguments', *(_gib(program.arguments) for program in programs))
+  yield _row('temporaries', *(_gib(program.temporaries) for program in programs))
+  yield _row('held by others', *(_gib(program.resident) for program in programs))
+  yield _row('peak', *(_gib(program.peak) for program in programs))
+  yield _row(f'of {_gib(memory)}', *(f'{program.peak / memory:.0%}' for program in programs))
+
+
+def _work(plan):
+  """Yields the rows about one run of each program: FLOPs and collectives."""
+  yield _row('one run of the program', *(program.name for program in plan.programs))
+  yield _row('PFLOP, all devices', *(f'{program.flops / 1e15:.3g}' for program in plan.programs))
+  for kind in hlo.KINDS:
+    found = [
+        next((c for c in program.collectives if c.kind == kind), None) for program in plan.programs
+    ]
+    if any(found):
+      cells = (f'{c.count} x, {c.bytes / 1e9:.3g}' if c else '-' for c in found)
+      yield _row(f'{kind}, GB per device', *cells)
+
+
+def _times(plan):
+  """Yields the rows about time; none without the chip's figures."""
+  programs = plan.programs
+  seconds = [program.seconds for program in programs]
+  if not all(seconds):
+    return
+  per_update = [program.runs * time for program, time in zip(programs, seconds)]
+  yield _row('at least, s (estimate)', *(f'{time:.3g}' for time in seconds))
+  yield _row('runs per update, at most', *(str(program.runs) for program in programs))
+  yield _row('s per update (estimate)', *(f'{time:.3g}' for time in per_update))
+  yield (
+      f'one update takes at least {sum(per_update):.0f} s (a lower bound by a roofline of '
+      'full-length rows; nothing was run)'
+  )
+
+
+def _verdict(plan):
+  """Returns 'FITS ..', or what to change."""
+  if plan.fits:
+    verdict = f'FITS, with at least {HEADROOM:.0%} of the memory free'
+    if plan.tpu_limit_mib:
+      verdict += f'; to hold the compiler to it: LIBTPU_INIT_ARGS={LIMIT_FLAG}={plan.tpu_limit_mib}'
+    return verdict
+  program = max(plan.programs, key=lambda program: program.peak)
+  train = plan.config.train
+  changes = []
+  if program.name in ('update', 'annotate'):
+    if plan.largest_micro_batch and plan.largest_micro_batch < train.micro_batch:
+      changes.append(f'--config.train.micro_batch={plan.largest_micro_batch}')
+    elif plan.config.model.remat != 'full':
+      changes.append('--config.model.remat=full')
+  elif plan.largest_rows and plan.largest_rows < agent_lib.group_width(plan.config):
+    changes.append(f'--config.{_rows_field(plan)}={plan.largest_rows}')
+  changes = changes or [
+      'more devices',
+      '--config.model.critic=shared',
+      '--config.model.param_dtype=bfloat16',
+      'a smaller model',
+  ]
+  return (
+      f'DOES NOT FIT: {program.name} needs {_gib(program.peak)} GiB per device, '
+      f'{_gib(plan.limit)} may be used; try {" or ".join(changes)}'
+  )
+
+
+def _rows_field(plan):
+  """Returns the setting that bounds the rows that decode together."""
+  return 'rollout.width' if plan.config.rollout.width else 'rollout.rows'
+
+
+def _gib(size):
+  return f'{size / GIB:.2f}'
+
+
+def _row(title, *cells):
+  return f'{title:26s}' + ''.join(f'{cell:>19s}' for cell in cells)

@@ -1,0 +1,108 @@
+"""What the config names and a user may replace: environment, reward, retriever and questions.
+
+`resolve` runs right after validation and before weights are loaded, so that a wrong name costs
+nothing.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import os
+from typing import Any
+
+from stppo_jax import plugins
+from stppo_jax import tasks as task_files
+from stppo_jax.envs import protocol
+from stppo_jax.envs import rewards
+from stppo_jax.envs import search
+from stppo_jax.retrieval import kinds
+from stppo_jax.retrieval import protocol as retrieval_protocol
+from stppo_jax.types import Task
+from stppo_jax.types import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Seams:
+  """The parts that a config names, checked; nothing is loaded yet."""
+
+  config: Any
+  env: protocol.Kind  # without its retriever
+  retriever: Callable
+  source: Callable[[str], list[Task]]  # split -> questions
+
+  def make_retriever(self) -> retrieval_protocol.Retriever | None:
+    """Returns the retriever, over its corpus if it has one; None for 'none'."""
+    data = self.config.data
+    corpus = data.corpus or data.source
+    return kinds.make(self.retriever, self.config.retriever, lambda: task_files.load_corpus(corpus))
+
+  def bind(self, retriever: retrieval_protocol.Retriever | None) -> protocol.Kind:
+    """Returns the environment class with its retriever, if it takes one."""
+    if 'retriever' not in self.env.settings:
+      return self.env
+    return dataclasses.replace(self.env, settings={**self.env.settings, 'retriever': retriever})
+
+  def load_tasks(self, split: str) -> list[Task]:
+    """Returns the questions of a split, of the data sets that the config names."""
+    data = self.config.data
+    tasks = self.source(split)
+    known = sorted({task.dataset for task in tasks})
+    if missing := sorted(set(data.datasets) - set(known)):
+      raise UserError(
+          f'config.data.datasets names {", ".join(missing)}: the split {split!r} has '
+          f'{", ".join(known)}, to be given as "(\'{known[0]}\',)"'
+      )
+    return [task for task in tasks if not data.datasets or task.dataset in data.datasets]
+
+
+def resolve(config) -> Seams:
+  """Loads what the config names. Raises a UserError of one line for what is not there."""
+  env, reward = config.env, config.env.reward
+  offered = {
+      'retriever': None,
+      'top_k': config.retriever.top_k,
+      'max_turns': env.max_turns,
+      'prompt': env.prompt,
+      'reward': _function('env.reward', reward, rewards.REWARDS),
+  }
+  make = plugins.load('env.kind', env.kind, search.ENVIRONMENTS)
+  kind = protocol.make_kind(env.kind, make, offered, env.options)
+  if ':' in reward and 'reward' not in kind.settings:
+    raise UserError(
+        f'config.env.reward={reward!r}: {env.kind} scores by itself, its constructor has no '
+        '`reward`: leave it out'
+    )
+  retriever = _function('retriever.kind', config.retriever.kind, kinds.RETRIEVERS)
+  return Seams(config, kind, retriever, _source(config.data.source))
+
+
+def _function(field, name, built_in):
+  found = plugins.load(field, name, built_in)
+  if not callable(found):
+    raise UserError(f'config.{field}={name!r}: a function is needed, not {found!r}')
+  return found
+
+
+def _source(name):
+  """split -> questions, of files or of a function."""
+  if ':' not in name or os.path.exists(name):
+    return lambda split: task_files.load_tasks(name, split)
+  load = _function('data.source', name, {})
+
+  def load_checked(split):
+    tasks = list(load(split))
+    wrong = next((task for task in tasks if not isinstance(task, Task)), None)
+    if not tasks or wrong is not None:
+      raise UserError(
+          f'config.data.source={name!r} gave {"no task" if not tasks else repr(wrong)} for the split '
+          f'{split!r}: return a list of at least one stppo_jax.types.Task'
+      )
+    ids = [task.id for task in tasks]
+    if len(set(ids)) < len(ids):
+      twice = next(i for i in ids if ids.count(i) > 1)
+      raise UserError(
+          f'config.data.source={name!r} gave two tasks with the id {twice!r} for the split {split!r}: '
+          'ids must be unique'
+      )
+    return tasks
+
+  return load_checked

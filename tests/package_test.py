@@ -1,0 +1,179 @@
+"""The package: what pyproject.toml promises, and a wheel that runs the main job outside the clone."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import pytest
+
+import run
+from stppo_jax import cli
+
+ROOT = pathlib.Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))
+PROJECT = PYPROJECT['project']
+EXTRAS = PROJECT['optional-dependencies']
+PLATFORMS = ('gpu', 'tpu')  # extras without a file: each is jax with one more option
+# What pip writes for the entry point.
+SCRIPT = (
+    'import sys\nfrom stppo_jax.cli import main\nif __name__ == "__main__":\n  sys.exit(main())\n'
+)
+# A user's experiment: starts from a shipped one and imports a module of its own folder.
+EXPERIMENT = """
+from experiments import ppo_7b
+import my_settings
+def get_config(mode=''):
+  config = ppo_7b.get_config('smoke')
+  config.name = my_settings.NAME
+  return config
+"""
+
+
+def from_file(name):
+  """The requirements of a file and of the files that it includes, without base requirements."""
+  found = set()
+  for line in (ROOT / name).read_text(encoding='utf-8').splitlines():
+    line = line.partition('#')[0].strip()
+    if line.startswith('-r '):
+      included = line.removeprefix('-r ')
+      found |= from_file(included) if included != 'requirements.txt' else set()
+    elif line:
+      found.add(line)
+  return found
+
+
+def from_extra(name):
+  """The requirements of an extra and of the extras that it includes."""
+  found = set()
+  for requirement in EXTRAS[name]:
+    if match := re.fullmatch(rf'{PROJECT["name"]}\[(.*)\]', requirement):
+      found |= set().union(*map(from_extra, match[1].split(',')))
+    else:
+      found.add(requirement)
+  return found
+
+
+class PyprojectTest(parameterized.TestCase):
+
+  def test_dependencies_are_those_of_requirements_txt(self):
+    self.assertLen(set(PROJECT['dependencies']), len(PROJECT['dependencies']))
+    self.assertEqual(set(PROJECT['dependencies']), from_file('requirements.txt'))
+
+  def test_every_extra_has_a_requirements_file_that_says_the_same(self):
+    files = {path.stem.partition('-')[2] for path in ROOT.glob('requirements-*.txt')}
+    self.assertEqual(files, EXTRAS.keys() - set(PLATFORMS))
+    for extra in files:
+      self.assertEqual(from_extra(extra), from_file(f'requirements-{extra}.txt'), extra)
+
+  @parameterized.parameters(*PLATFORMS)
+  def test_a_platform_is_jax_of_the_same_range_with_one_option(self, extra):
+    (jax,) = EXTRAS[extra]
+    self.assertIn(re.sub(r'\[\w+\]', '', jax), PROJECT['dependencies'])
+
+  def test_the_packages_are_all_rooms_and_the_experiments(self):
+    rooms = {path.parent for path in (ROOT / 'stppo_jax').rglob('__init__.py')}
+    rooms = {room.relative_to(ROOT).as_posix().replace('/', '.') for room in rooms}
+    self.assertEqual(
+        set(PYPROJECT['tool']['setuptools']['packages']), rooms | {'stppo_jax.shipped.experiments'}
+    )
+
+  def test_the_package_data_are_all_files_that_are_not_python(self):
+    packaged = set()
+    for package, patterns in PYPROJECT['tool']['setuptools']['package-data'].items():
+      folder = ROOT / package.replace('.', '/')
+      packaged |= {path for pattern in patterns for path in folder.glob(pattern)}
+    files = {path for path in (ROOT / 'stppo_jax').rglob('*') if path.is_file()}
+    self.assertEqual(
+        packaged,
+        {path for path in files if path.suffix != '.py' and '__pycache__' not in path.parts},
+    )
+
+  def test_run_py_and_the_command_are_the_same_function(self):
+    self.assertEqual(PROJECT['scripts'], {'stppo': 'stppo_jax.cli:main'})
+    self.assertIs(run.main, cli.main)
+
+  def test_the_version_stands_in_the_citation_and_in_the_changelog(self):
+    citation = (ROOT / 'CITATION.cff').read_text(encoding='utf-8')
+    self.assertIn(f'\nversion: {PROJECT["version"]}\n', citation)
+    changes = re.findall(r'^## (\S+)', (ROOT / 'CHANGELOG.md').read_text(encoding='utf-8'), re.M)
+    self.assertEqual(changes[0], PROJECT['version'])
+
+
+@pytest.mark.slow
+class WheelTest(absltest.TestCase):
+  """A wheel, unpacked, in a folder that knows nothing of the clone."""
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.tmp = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+    source, cls.site, cls.folder = (cls.tmp / name for name in ('source', 'site', 'folder'))
+    cls.folder.mkdir()
+    no_caches = shutil.ignore_patterns('__pycache__')
+    for name in ('stppo_jax', 'experiments'):
+      shutil.copytree(ROOT / name, source / name, ignore=no_caches)
+    for name in ('pyproject.toml', 'README.md', 'LICENSE'):
+      shutil.copy(ROOT / name, source)
+    pip = [sys.executable, '-m', 'pip', 'wheel', '-q', '--no-deps', '--no-build-isolation']
+    subprocess.run([*pip, '-w', cls.tmp, source], check=True, timeout=300)
+    (wheel,) = cls.tmp.glob('*.whl')
+    with zipfile.ZipFile(wheel) as archive:
+      archive.extractall(cls.site)
+    (cls.tmp / 'stppo').write_text(SCRIPT, encoding='utf-8')
+    (cls.folder / 'mine.py').write_text(EXPERIMENT, encoding='utf-8')
+    (cls.folder / 'my_settings.py').write_text('NAME = "mine"\n', encoding='utf-8')
+
+  def stppo(self, *arguments, code=0):
+    """Runs the command in the folder; returns its output."""
+    result = subprocess.run(
+        [sys.executable, self.tmp / 'stppo', *arguments],
+        cwd=self.folder,
+        env={**os.environ, 'PYTHONPATH': str(self.site), 'XLA_FLAGS': '', 'JAX_PLATFORMS': 'cpu'},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    self.assertEqual(result.returncode, code, result.stdout)
+    return result.stdout
+
+  def updates(self, workdir):
+    """How many updates the run in a folder has written."""
+    lines = (self.folder / workdir / 'metrics.jsonl').read_text(encoding='utf-8').splitlines()
+    return max(json.loads(line)['step'] for line in lines)
+
+  def test_the_default_experiment_trains_the_embedded_model(self):
+    size = ['--config.train.episodes=8', '--config.train.mini_batch=8', '--config.eval.episodes=8']
+    self.stppo('--config.train.updates=1', *size)
+    self.assertEqual(self.updates('runs/st_ppo_tiny'), 1)
+    self.assertTrue((self.folder / 'runs/st_ppo_tiny/report.html').is_file())
+
+  def test_a_shipped_experiment_is_found_where_the_folder_has_none(self):
+    said = self.stppo('--config=experiments/st_ppo_tiny.py:smoke', '--workdir=smoke')
+    self.assertIn(f'config file: {self.site}/stppo_jax/shipped/experiments/st_ppo_tiny.py', said)
+    self.assertEqual(self.updates('smoke'), 2)
+    said = self.stppo('--config=experiments/st_ppo_7b.py:smoke', '--mode=report', code=2)
+    self.assertIn("stppo: workdir 'runs/st_ppo_7b_smoke' is not a folder", said)
+
+  def test_a_users_experiment_imports_the_shipped_ones_and_its_own_folder(self):
+    said = self.stppo('--config=mine.py', '--mode=report', code=2)
+    self.assertIn("workdir 'runs/mine' is not a folder", said)
+
+  def test_help_shows_the_command_as_it_is_called(self):
+    said = self.stppo('--help')
+    self.assertIn('stppo --mode=eval', said)
+    self.assertNotIn('run.py', said)
+
+
+if __name__ == '__main__':
+  absltest.main()
