@@ -44,7 +44,8 @@ def validate(config: Config) -> Config:
 def _check_field(given: str, rules: Rules, value: Any) -> None:
   if value is None:
     return
-  if rules.allowed and value not in rules.allowed and not (rules.plugin and ':' in str(value)):
+  is_plugin = rules.plugin and isinstance(value, str) and ':' in value
+  if rules.allowed and value not in rules.allowed and not is_plugin:
     or_own = ', or module:attribute' if rules.plugin else ''
     raise UserError(f'{given}: allowed are {", ".join(map(str, rules.allowed))}{or_own}')
   if rules.items and (not value or set(value) - set(rules.items)):

@@ -36,15 +36,6 @@ CRITIC = dataclasses.replace(MODEL, head='value')
 NOTHING = train_state.Frozen()  # stands still: all is trained
 
 
-def setUpModule():
-  jax.config.update('jax_disable_most_optimizations', True)  # compiling is most of the work here
-
-
-def tearDownModule():
-  jax.config.update('jax_disable_most_optimizations', False)
-  jax.clear_caches()  # other tests would meet programs that sum in another order
-
-
 PLAIN = dict(entropy_coef=0.0, kl_in='none', kl_coef=0.1)  # no terms but those of policy and critic
 
 
