@@ -9,7 +9,6 @@ import tempfile
 
 from absl.testing import absltest
 from absl.testing import parameterized
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -27,15 +26,6 @@ from stppo_jax.training import loop
 GALLERY = pathlib.Path(__file__).parent.parent / 'gallery'
 # Folder -> the fields in which it plugs in something of its own.
 FOLDERS = {'cispo': {'algorithm.variant'}, 'max_rl': {'algorithm.variant'}}
-
-
-def setUpModule():
-  jax.config.update('jax_disable_most_optimizations', True)  # compiling is most of the work here
-
-
-def tearDownModule():
-  jax.config.update('jax_disable_most_optimizations', False)
-  jax.clear_caches()  # other tests would meet programs that sum in another order
 
 
 def load(folder, mode='smoke'):
