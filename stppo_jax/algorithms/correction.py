@@ -63,23 +63,45 @@ def cotangents(
     weights = losses.aggregation_weights(batch.action_mask, 'seq-mean-token-mean')
   weights = weights.astype(logp.dtype)
   advantages = jnp.where(batch.action_mask > 0, batch.advantages, 0)
-  ids, num_segments = segments.segment_ids(
-      'token' if variant.ratio == 'none' else variant.ratio, batch.action_mask, batch.turn_ids
-  )
+  level = 'token' if variant.ratio == 'none' else variant.ratio
+  ids, num_segments = segments.segment_ids(level, batch.action_mask, batch.turn_ids)
   ratio_of = lambda x: segments.importance_ratio(
       x, batch.old_logp, batch.action_mask, ids, num_segments
   )
   if variant.ratio == 'none':
-    aux = dict(
-        ratio=ratio_of(logp),
-        clipped=jnp.zeros(logp.shape, bool),
-        pg_loss=-jnp.sum(weights * advantages * logp),
-        clipped_objective=jnp.zeros(()),
-    )
-    return -weights * advantages, jnp.zeros_like(logp), aux
-
+    return _policy_gradient(logp, ratio_of(logp), weights, advantages)
   if variant.min_advantage == 'turn':
     advantages = segments.segment_mean(advantages, ids, batch.action_mask, num_segments)
+  return _surrogate_gradients(logp, ratio_of, weights, advantages, variant)
+
+
+def divisor(
+    rule: str | Callable, g_norm: jax.Array, c_norm: jax.Array, any_clipped: jax.Array
+) -> jax.Array:
+  """What S-PPO and ST-PPO divide the gradient by: a scalar, constant for differentiation.
+
+  `rule` is a name of DIVISORS, or a function (g_norm, c_norm, any_clipped) -> number.
+  """
+  if not callable(rule) and rule not in DIVISORS:
+    raise ValueError(f'divisor rule {rule!r} is none of {", ".join(DIVISORS)}')
+  rule = rule if callable(rule) else DIVISORS[rule]
+  value = rule(jnp.asarray(g_norm), jnp.asarray(c_norm), jnp.asarray(any_clipped))
+  return jax.lax.stop_gradient(jnp.asarray(value))
+
+
+def _policy_gradient(logp, ratio, weights, advantages):
+  """Cotangents of J = sum weight A logp, which nothing clips."""
+  aux = dict(
+      ratio=ratio,
+      clipped=jnp.zeros(logp.shape, bool),
+      pg_loss=-jnp.sum(weights * advantages * logp),
+      clipped_objective=jnp.zeros(()),
+  )
+  return -weights * advantages, jnp.zeros_like(logp), aux
+
+
+def _surrogate_gradients(logp, ratio_of, weights, advantages, variant):
+  """Cotangents of J = sum weight s, and of what its clip removed."""
   ratio, pull_ratio = jax.vjp(ratio_of, logp)
   surrogate, pull, clipped = jax.vjp(
       lambda x: losses.surrogate(ratio_of(x), x, advantages, variant), logp, has_aux=True
@@ -95,20 +117,6 @@ def cotangents(
       clipped_objective=jnp.sum(jnp.where(clipped, pressure * ratio, 0)),
   )
   return loss_cotangent, unclipped + kept, aux
-
-
-def divisor(
-    rule: str | Callable, g_norm: jax.Array, c_norm: jax.Array, any_clipped: jax.Array
-) -> jax.Array:
-  """What S-PPO and ST-PPO divide the gradient by: a scalar, constant for differentiation.
-
-  `rule` is a name of DIVISORS, or a function (g_norm, c_norm, any_clipped) -> number.
-  """
-  if not callable(rule) and rule not in DIVISORS:
-    raise ValueError(f'divisor rule {rule!r} is none of {", ".join(DIVISORS)}')
-  rule = rule if callable(rule) else DIVISORS[rule]
-  value = rule(jnp.asarray(g_norm), jnp.asarray(c_norm), jnp.asarray(any_clipped))
-  return jax.lax.stop_gradient(jnp.asarray(value))
 
 
 def _none(g_norm, c_norm, any_clipped):
