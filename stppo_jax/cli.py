@@ -16,12 +16,14 @@ lost. On several hosts give the same command on each, with --distributed (TPU po
 --coordinator=HOST:PORT --num_processes=N --process_id=I.
 """
 
+import ast
 from collections.abc import Callable
 from collections.abc import Iterator
 import contextlib
 import difflib
 import errno
 import functools
+import json
 import logging as std_logging
 import os
 import re
@@ -84,18 +86,18 @@ def _train(config: schema.Config, workdir: str) -> None:
 
 
 def _eval(config: schema.Config, workdir: str) -> None:
-  from stppo_jax.training import loop
+  from stppo_jax.training import results
 
-  scores = loop.evaluate(config, workdir)
+  scores = results.evaluate(config, workdir)
   if hosts.is_writer():
     for name, value in scores.items():
       print(f'{name:40s} {value:.4f}')
 
 
 def _export(config: schema.Config, workdir: str) -> None:
-  from stppo_jax.training import loop
+  from stppo_jax.training import results
 
-  print(loop.export(config, workdir))
+  print(results.export(config, workdir))
 
 
 def _plan(config: schema.Config, workdir: str) -> int:
@@ -230,7 +232,7 @@ def _parse(argv: list[str]) -> list[str]:
       if match := re.fullmatch(r'-h|--?help(?:short|full)?(?:=(.*))?', argument):
         print(_help(program, match[1] or ''))
         sys.exit(0)
-    arguments = _with_shipped_experiment(arguments)
+    arguments, options = _take_options(_with_shipped_experiment(arguments))
     _check_arguments(arguments)
     # Defined here and not at import: the definition reads the overrides and may reject them.
     config_flags.DEFINE_config_file(
@@ -245,7 +247,7 @@ def _parse(argv: list[str]) -> list[str]:
           f'unexpected argument {positional[0]!r}: flags start with --, as in '
           '--config.train.updates=3'
       )
-    _ = flags.FLAGS.config.name  # a file that could not be read raises here
+    flags.FLAGS.config.env.options.update(options)  # a file that could not be read raises here
     return argv[:1]
   except (flags.Error, types.UserError) as error:
     lines = str(error).splitlines()  # of several, those between may be a traceback
@@ -293,6 +295,32 @@ def _with_shipped_experiment(arguments: list[str]) -> list[str]:
       else argument
       for before, argument in zip(['', *arguments], arguments)
   ]
+
+
+def _take_options(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
+  """Splits off --config.env.options.NAME=VALUE and --config.env.options={'NAME': VALUE, ..}.
+
+  The names are an environment's own, which config_flags cannot know. Values are JSON or Python; what
+  is neither is a text.
+  """
+  others, options = [], {}
+  for argument in arguments:
+    match = re.fullmatch(r'--?config\.env\.options(?:\.(\w+))?=(.*)', argument, re.DOTALL)
+    if not match:
+      others.append(argument)
+      continue
+    value = match[2]
+    for parse in (json.loads, ast.literal_eval):
+      with contextlib.suppress(ValueError, SyntaxError):
+        value = parse(match[2])
+        break
+    if match[1] is None and not isinstance(value, dict):
+      raise types.UserError(
+          f'{argument}: give a dict, as in --config.env.options=\'{{"low": 1}}\', or one option, as in '
+          '--config.env.options.low=1'
+      )
+    options |= {match[1]: value} if match[1] else value
+  return others, options
 
 
 def _check_arguments(arguments: list[str]) -> None:

@@ -154,52 +154,58 @@ class Rollout:
 
 @dataclasses.dataclass
 class Algorithm:
-  """The row of `variants.VARIANTS`, and the columns to override (None: the row's own)."""
+  """The objective: a `variants.Variant`, and the columns of it to override.
 
-  variant: str = setting(
-      'st_ppo', 'name of the row',
-      allowed=('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'grpo', 'so_grpo', 'gspo', 'rloo', 'reinforce'))
+  None means the variant's own. The defaults stand in algorithms/variants.py, and nowhere else.
+  """
+
+  variant: str = setting('st_ppo', "a row of variants.VARIANTS, or a Variant of one's own", plugin=True)
   advantage: str | None = setting(
-      None, 'estimator of the advantages',
-      allowed=('token_gae', 'turn_gae', 'bad_gae', 'group_zscore', 'leave_one_out', 'turn_returns'))
+      None, 'how credit is assigned: one of advantages.ESTIMATORS', plugin=True)
   ratio: str | None = setting(
-      None, 'which tokens share an importance ratio', allowed=('none', 'token', 'turn', 'sequence'))
+      None, "which tokens share an importance ratio; 'none' is the plain policy gradient",
+      allowed=('none', 'token', 'turn', 'sequence'))
+  surrogate: str | None = setting(
+      None, 'what is maximised in place of ratio x advantage: one of losses.SURROGATES', plugin=True)
   divisor: str | None = setting(
-      None, 'what the gradient is divided by', allowed=('none', 'paper', 'floor', 'relative'))
+      None, 'what the gradient is divided by: one of correction.DIVISORS', plugin=True)
   norm_of: str | None = setting(None, 'what ||C|| is the norm of', allowed=('gradient', 'loss'))
   min_advantage: str | None = setting(
       None, 'the advantage inside the min', allowed=('token', 'turn'))
   clip_low: float | None = setting(None, 'the ratio is clipped at 1 - clip_low', at_least=0)
   clip_high: float | None = setting(None, 'the ratio is clipped at 1 + clip_high', at_least=0)
+  dual_clip: float | None = setting(
+      None, 'c > 1 bounds the ratio where the advantage is negative; 0: off')
   whiten: bool | None = setting(None, 'standardise advantages over the batch')
-  dual_clip: float = setting(
-      0.0, 'c > 1 bounds the ratio where the advantage is negative; 0: off')
-  gamma: float = setting(1.0, 'discount', at_least=0, at_most=1)
-  lam: float = setting(1.0, "lambda of GAE", at_least=0, at_most=1)
-  aggregation: str = setting(
-      'seq-mean-token-mean', "the paper's; or another of verl's loss_agg_mode",
+  gamma: float | None = setting(None, 'discount', at_least=0, at_most=1)
+  lam: float | None = setting(None, 'lambda of GAE', at_least=0, at_most=1)
+  aggregation: str | None = setting(
+      None, "verl's loss_agg_mode",
       allowed=('token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm'))
-  norm_length: int = setting(
-      0, 'divisor of seq-mean-token-sum-norm; 0: rollout.max_total', at_least=0)
-  entropy_coef: float = setting(0.001, 'weight of the entropy bonus')
-  kl_in: str = setting(
-      'reward', 'where the KL penalty to the reference goes', allowed=('reward', 'loss', 'none'))
-  kl_estimator: str = setting('k1', 'of the KL to the reference', allowed=('k1', 'k2', 'k3'))
-  kl_coef: float = setting(0.001, 'weight of the KL penalty', at_least=0)
-  kl_target: float = setting(
-      0.0, 'above 0 the coefficient adapts towards this KL; 0.1 is usual', at_least=0)
-  kl_horizon: float = setting(10_000.0, 'episodes over which the coefficient adapts', at_least=1)
-  value_clip: float = setting(0.5, "range of a step's change of a value; 0: off", at_least=0)
-  value_coef: float = setting(0.5, "weight of the critic's loss on a shared trunk", at_least=0)
-  old_logp: str = setting(
-      'trainer', "'trainer' recomputes: the first ratio is exactly 1; 'sampler' takes what was reported",
+  norm_length: int | None = setting(
+      None, 'divisor of seq-mean-token-sum-norm; 0: rollout.max_total', at_least=0)
+  entropy_coef: float | None = setting(None, 'weight of the entropy bonus')
+  kl_in: str | None = setting(
+      None, 'where the KL penalty to the reference goes', allowed=('reward', 'loss', 'none'))
+  kl_estimator: str | None = setting(
+      None, 'of the KL to the reference', allowed=('k1', 'k2', 'k3'))
+  kl_coef: float | None = setting(None, 'weight of the KL penalty', at_least=0)
+  kl_target: float | None = setting(
+      None, 'above 0 the coefficient adapts towards this KL; 0.1 is usual', at_least=0)
+  kl_horizon: float | None = setting(
+      None, 'episodes over which the coefficient adapts', at_least=1)
+  value_clip: float | None = setting(None, "range of a step's change of a value; 0: off", at_least=0)
+  value_coef: float | None = setting(
+      None, "weight of the critic's loss on a shared trunk", at_least=0)
+  old_logp: str | None = setting(
+      None, "'trainer' recomputes: the first ratio is exactly 1; 'sampler' takes what was reported",
       allowed=('trainer', 'sampler'))
-  is_correction: str = setting(
-      'none', "level of the weights from the sampler's log-probs to old_logp, see off_policy.py; "
+  rollout_is: str | None = setting(
+      None, "level of the weights from the sampler's log-probs to old_logp, see off_policy.py; "
       "for old_logp='trainer'", allowed=('none', 'token', 'turn', 'sequence'))
-  is_threshold: float = setting(2.0, "upper bound of those weights; verl's rollout_is_threshold", at_least=1)
-  log_bias: bool = setting(
-      True, 'measure ||C|| for every variant, not only those that divide by it')
+  rollout_is_threshold: float | None = setting(None, 'upper bound of those weights', at_least=1)
+  log_bias: bool | None = setting(
+      None, 'measure ||C|| for every variant, not only those that divide by it')
 
 
 @dataclasses.dataclass

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import os
 import pathlib
+import sys
 import traceback
 from typing import Any
 
@@ -26,6 +27,8 @@ def load(field: str, name: str, built_in: Mapping[str, Any]) -> Any:
     near = difflib.get_close_matches(name, built_in, n=1)
     hint = f'; did you mean {near[0]}?' if near else ''
     raise UserError(f'{given}: allowed are {", ".join(built_in)}, or module:attribute{hint}')
+  if os.getcwd() not in sys.path:  # an installed command starts without it
+    sys.path.append(os.getcwd())
   try:
     found = importlib.import_module(module_name)
   except Exception as error:  # whatever a user's module may raise

@@ -1,7 +1,7 @@
 """Questions and passages from files: rows in, Tasks and Passages out, and the order of training.
 
-A source is `embedded` (the knowledge set that comes with the package), a folder with qa.jsonl and
-corpus.jsonl, or one file. A row that cannot be used stops the run with its file, line and field.
+A source is `embedded` (the knowledge set of the package), a folder with qa.jsonl and corpus.jsonl, or
+one file. A row that cannot be used is an error with its file, line and field.
 """
 
 import json
@@ -18,7 +18,7 @@ _PARQUET_COLUMNS = ('data_source', 'prompt', 'question', 'reward_model', 'extra_
 
 
 def load_tasks(source: str, split: str) -> list[types.Task]:
-  """The questions of one split: `embedded`, a folder with qa.jsonl, a .jsonl or .parquet file.
+  """Loads the questions of one split: `embedded`, a folder with qa.jsonl, a .jsonl or .parquet file.
 
   Parquet files have Search-R1's columns. A row without a split of its own belongs to every split.
   """
@@ -35,7 +35,7 @@ def load_tasks(source: str, split: str) -> list[types.Task]:
 
 
 def load_corpus(source: str) -> list[types.Passage]:
-  """The passages: `embedded`, a folder with corpus.jsonl, or a .jsonl file.
+  """Loads the passages: `embedded`, a folder with corpus.jsonl, or a .jsonl file.
 
   Rows are {"id", "title", "text"} or Search-R1's {"id", "contents"}, contents = '"Title"\\ntext'.
   """
@@ -53,10 +53,10 @@ def load_corpus(source: str) -> list[types.Passage]:
 
 
 class TaskStream:
-  """An endless order of questions that can be entered at any update.
+  """An endless order of questions without state: resuming at update n is `take(n)`.
 
-  Each epoch is a permutation of all tasks that depends on (seed, epoch) alone; a batch may reach
-  over the end of an epoch. There is no state: resuming at update n is `take(n)`.
+  Each epoch is a permutation of all tasks that depends on (seed, epoch) alone. A batch may cross the
+  end of an epoch.
   """
 
   def __init__(self, tasks: list[types.Task], batch: int, seed: int):
@@ -67,7 +67,7 @@ class TaskStream:
     self._tasks, self._batch, self._seed = list(tasks), batch, seed
 
   def take(self, step: int) -> list[types.Task]:
-    """The questions of update `step`, counted from 0."""
+    """Returns the questions of update `step`, counted from 0."""
     size = len(self._tasks)
     orders, taken = {}, []
     for position in range(step * self._batch, (step + 1) * self._batch):
@@ -79,7 +79,7 @@ class TaskStream:
 
 
 class _Row:
-  """One row of a file, and the complaint that names where it stands."""
+  """One row of a file, with errors that name its place."""
 
   def __init__(self, path, number, fields):
     self.path, self.number, self.fields = path, number, fields
@@ -88,7 +88,7 @@ class _Row:
     raise types.UserError(f'{self.path}:{self.number}: field {field!r} {complaint}.')
 
   def get(self, field, kind, needed, default=None):
-    """The field, of that type; without a default it must be there."""
+    """Returns the field, of that type; without a default it is required."""
     value = self.fields.get(field)
     if value is None:
       if default is None:

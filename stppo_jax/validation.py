@@ -1,6 +1,7 @@
 """Checks a config: every field against the rules that stand on it, then the rules that span fields.
 
-Called once, before anything heavy. What is wrong is told in one line: given, allowed, what to do.
+`validate` is called once, before anything heavy; `check_variant` right after it, when the names of the
+objective are resolved. What is wrong is told in one line: given, allowed, what to do.
 """
 
 from collections.abc import Iterator
@@ -36,7 +37,6 @@ def validate(config: Config) -> Config:
   _check_names(config)
   _check_environment(config)
   _check_sizes(config)
-  _check_algorithm(config)
   _check_adapters(config)
   return config
 
@@ -44,7 +44,8 @@ def validate(config: Config) -> Config:
 def _check_field(given: str, rules: Rules, value: Any) -> None:
   if value is None:
     return
-  if rules.allowed and value not in rules.allowed and not (rules.plugin and ':' in value):
+  is_plugin = rules.plugin and isinstance(value, str) and ':' in value
+  if rules.allowed and value not in rules.allowed and not is_plugin:
     or_own = ', or module:attribute' if rules.plugin else ''
     raise UserError(f'{given}: allowed are {", ".join(map(str, rules.allowed))}{or_own}')
   if rules.items and (not value or set(value) - set(rules.items)):
@@ -130,34 +131,47 @@ def _check_sizes(config: Config) -> None:
     )
 
 
-def _check_algorithm(config: Config) -> None:
-  """Settings of the algorithm that exclude each other."""
-  rollout, algorithm = config.rollout, config.algorithm
-  if (rollout.top_p < 1 or rollout.top_k > 0) and algorithm.old_logp != 'sampler':
+def check_variant(config: Config, variant: Any) -> None:
+  """Checks the resolved objective: each column, then the rules that span columns and sections."""
+  for path, rules, _ in fields(config.algorithm):
+    if path != 'variant' and not rules.plugin:
+      _check_field(
+          f'config.algorithm.{path}={getattr(variant, path)!r}', rules, getattr(variant, path)
+      )
+  rollout, name = config.rollout, config.algorithm.variant
+  if (rollout.top_p < 1 or rollout.top_k > 0) and variant.old_logp != 'sampler':
     raise UserError(
         f'config.rollout.top_p={rollout.top_p}, top_k={rollout.top_k} truncate the distribution that is '
         "sampled from, and old_logp='trainer' recomputes log-probs that do not reflect it: set "
         '--config.rollout.top_p=1 --config.rollout.top_k=0, or --config.algorithm.old_logp=sampler'
     )
-  if algorithm.dual_clip and algorithm.dual_clip <= 1:
+  if variant.dual_clip and not variant.dual_clip > 1:
     raise UserError(
-        f'config.algorithm.dual_clip={algorithm.dual_clip}: must be above 1, or 0 for off'
+        f'config.algorithm.dual_clip={variant.dual_clip}: must be above 1, or 0 for off'
     )
-  if algorithm.is_correction != 'none' and algorithm.old_logp == 'sampler':
+  if variant.rollout_is != 'none' and variant.old_logp == 'sampler':
     raise UserError(
-        f'config.algorithm.is_correction={algorithm.is_correction!r} bridges the sampler to the '
+        f'config.algorithm.rollout_is={variant.rollout_is!r} bridges the sampler to the '
         "trainer's old_logp, and old_logp='sampler' leaves no gap: set "
-        '--config.algorithm.is_correction=none, or --config.algorithm.old_logp=trainer'
+        '--config.algorithm.rollout_is=none, or --config.algorithm.old_logp=trainer'
     )
-  grouped = algorithm.variant in ('grpo', 'so_grpo', 'gspo', 'rloo')
-  if (algorithm.advantage or (grouped and 'group')) in (
-      'group',
-      'group_zscore',
-      'leave_one_out',
-  ) and rollout.group_size == 1:
+  if variant.needs_groups and rollout.group_size == 1:
     raise UserError(
-        f'config.algorithm.variant={algorithm.variant!r} compares the episodes of a group, and '
+        f'config.algorithm.variant={name!r} compares the episodes of a group, and '
         'config.rollout.group_size=1: set --config.rollout.group_size=4 or more'
+    )
+  if variant.ratio == 'none' and variant.surrogate != 'clip':
+    raise UserError(
+        f'config.algorithm.variant={name!r} has a surrogate of its own and no ratio to give it: set '
+        '--config.algorithm.ratio=token, turn or sequence, or --config.algorithm.surrogate=clip'
+    )
+  if config.train.critic_warmup and not (
+      variant.needs_critic and config.model.critic == 'separate'
+  ):
+    without = 'has no critic' if not variant.needs_critic else "shares its critic's trunk"
+    raise UserError(
+        f'config.train.critic_warmup={config.train.critic_warmup} trains a separate critic alone, and '
+        f'config.algorithm.variant={name!r} {without}: set --config.train.critic_warmup=0'
     )
 
 

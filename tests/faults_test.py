@@ -112,6 +112,8 @@ class ProcessTest(FaultCase):
       return file.read().count(b'\n')
 
   def told(self):
+    if not os.path.exists(self.stderr):
+      return ''  # killed before it could say anything
     with open(self.stderr, encoding='utf-8') as file:
       return file.read()
 

@@ -45,6 +45,7 @@ READ_THE_CONFIG = {
     'training/loop.py',
     'training/recovery.py',
     'training/learner.py',
+    'training/results.py',
     'rollout/agent.py',
     'rollout/seams.py',
     'evaluation.py',

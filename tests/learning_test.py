@@ -20,10 +20,8 @@ from stppo_jax.algorithms import variants
 from stppo_jax.models import decoder
 from stppo_jax.models import lora
 from stppo_jax.models import sharding
-from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
-from stppo_jax.training import loop
 from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
@@ -43,16 +41,6 @@ MODEL = decoder.ModelConfig(
 )
 EPISODES, MINI_BATCH, EPOCHS, UPDATES, GROUP = 64, 32, 2, 40, 8  # most need about 10 updates
 GOOD = 0.9
-
-
-def setUpModule():
-  # Compiling is most of the work here.
-  jax.config.update('jax_disable_most_optimizations', True)
-
-
-def tearDownModule():
-  jax.config.update('jax_disable_most_optimizations', False)
-  jax.clear_caches()  # other tests would meet programs that sum in another order
 
 
 class LearningTest(parameterized.TestCase):
@@ -87,7 +75,7 @@ def learn(
 ):
   """Mean score of each update's episodes; ends once two in a row are good."""
   run = Run(variant, shared_trunk, lora_rank)
-  group_size = 1 if variant.needs_critic or variant.advantage == 'turn_returns' else GROUP
+  group_size = GROUP if variant.needs_groups else 1
   rng = np.random.default_rng(seed)
   scores = []
   for n in range(updates):
@@ -96,22 +84,15 @@ def learn(
     scores.append(float(np.mean([episode.score for episode in episodes])))
     if min(scores[-2:]) >= GOOD and n:
       break
-    batch = batching.to_turn_batch(episodes, (8,), sharding=sharding.rows(run.mesh))
-    lengths = np.array([batching.trained_length(episode) for episode in episodes])
-    deals = list(loop.minibatches(shuffle_key, EPISODES, *run.reuse))
-    packings = [packing.pack(lengths[rows], 8, (8,)) for rows in deals]
-    first_epoch = slice(EPISODES // run.reuse[0])
+    bins = packing.Bins(*run.reuse, 8, (8,), 0, sharding.rows(run.mesh))
+    batch, steps = packing.to_device(episodes, bins, shuffle_key)
     batch, _ = run.functions.annotate(
-        run.state,
-        run.frozen,
-        batch,
-        np.stack(deals[first_epoch]),
-        packing.stack(packings[first_epoch]),
+        run.state, run.frozen, batch, packing.stack(packing.first_epoch(steps))
     )
     run.state, batch, _ = run.functions.with_advantages(run.state, batch)
     batch = breakage(batch)
-    for rows, packed in zip(deals, packings):
-      run.state, _, _ = run.functions.update_step(run.state, run.frozen, batch, rows, packed)
+    for step in steps:
+      run.state, _, _ = run.functions.update_step(run.state, run.frozen, batch, step)
   return scores
 
 
@@ -126,16 +107,20 @@ class Run:
     # Without a ratio nothing tells a second step that it is off-policy: one step an update.
     self.reuse = (EPISODES, 1) if variant.ratio == 'none' else (MINI_BATCH, EPOCHS)
     optimizer, schedule = train_state.make_optimizer(1e-2, 0)
-    learner = train_state.Learner(
+    variant = dataclasses.replace(variant, entropy_coef=0.0, kl_in='none', value_clip=0.0)
+    spec = train_state.Spec(
+        variant=variant,
         actor=actor,
         critic=critic,
-        variant=variant,
         actor_optimizer=optimizer,
         critic_optimizer=optimizer,
         actor_lr=schedule,
         critic_lr=schedule,
         micro_batch=8,
         lengths=(8,),
+        temperature=1.0,
+        logp_chunk=None,
+        critic_warmup=0,
         num_turns=2,
     )
     init = lambda key, model: None if model is None else decoder.init(jax.random.key(key), model)
@@ -148,8 +133,8 @@ class Run:
       )
       adapters = lambda key: lora.init(jax.random.key(key), actor_params, lora_rank, lora.TARGETS)
       actor_params, critic_params = adapters(2), adapters(3) | lora.split(critic_params)[1]
-    self.state = train_state.create_sharded(learner, actor_params, critic_params, 0.0, self.mesh)
-    self.functions = update.compile_functions(learner, self.state, self.frozen, self.mesh)
+    self.state = train_state.create_sharded(spec, actor_params, critic_params, self.mesh)
+    self.functions = update.compile_functions(spec, self.state, self.frozen, self.mesh)
 
 
 def play(params, group_size, rng, key):

@@ -14,16 +14,17 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import chex
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 import numpy as np
 
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import health
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.retrieval import bm25
+from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
+from stppo_jax.training import results
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 from tests.support import tiny_run
@@ -66,21 +67,6 @@ def setUpModule():
   unittest.addModuleCleanup(temporary.cleanup)
   FOLDER = temporary.name
   tiny_run.write(FOLDER)
-  # Compiling is most of the work here, and most runs compile the same.
-  settings = {
-      'jax_disable_most_optimizations': True,
-      'jax_compilation_cache_dir': os.path.join(FOLDER, 'compiled'),
-      'jax_persistent_cache_min_compile_time_secs': 0.0,
-      'jax_persistent_cache_min_entry_size_bytes': -1,
-  }
-  unittest.addModuleCleanup(
-      jax.clear_caches
-  )  # at last: others would meet programs that sum in another order
-  for name, value in settings.items():
-    unittest.addModuleCleanup(jax.config.update, name, jax.config.values[name])
-    jax.config.update(name, value)
-  unittest.addModuleCleanup(compilation_cache.reset_cache)
-  compilation_cache.reset_cache()
 
 
 def tearDownModule():
@@ -180,7 +166,7 @@ class LoopTest(parameterized.TestCase):
         self.assertEqual(json.load(file)['train']['episodes'], 16)
 
     with self.subTest('evaluate reads the newest checkpoint'):
-      again = loop.evaluate(config, self.workdir)
+      again = results.evaluate(config, self.workdir)
       for name in again:
         self.assertEqual(again[name], rows[2][name], name)
 
@@ -277,8 +263,8 @@ class LoopTest(parameterized.TestCase):
             'train.checkpoint_every': 2,
             'pipeline.staleness': 1,
             'eval.every': 0,
-            'algorithm.is_correction': 'turn',
-            'algorithm.is_threshold': 1.05,
+            'algorithm.rollout_is': 'turn',
+            'algorithm.rollout_is_threshold': 1.05,
         }
     )
     straight = os.path.join(self.workdir, 'straight')
@@ -369,8 +355,9 @@ class LoopTest(parameterized.TestCase):
       calls.clear()
       return mock.patch.object(bm25.Bm25Retriever, 'search', flaky)
 
-    with mock.patch.object(pipelines, '_FIRST_WAIT_S', 0.01), mock.patch.object(
-        loop, '_evaluate', return_value={}
+    with (
+        mock.patch.object(pipelines, '_FIRST_WAIT_S', 0.01),
+        mock.patch.object(loop, '_evaluate', return_value={}),
     ):
       with self.subTest('short'), fails_from(2, 5):
         short = os.path.join(self.workdir, 'short')
@@ -423,9 +410,11 @@ class LoopTest(parameterized.TestCase):
         stop.set()
       return search(retriever, queries, top_k) if when == 'playing' else [None] * len(queries)
 
-    with mock.patch.object(pipelines.Batches, 'sample', numbered), mock.patch.object(
-        bm25.Bm25Retriever, 'search', stopped_in_the_second_batch
-    ), mock.patch.object(pipelines, '_FIRST_WAIT_S', 0.01):
+    with (
+        mock.patch.object(pipelines.Batches, 'sample', numbered),
+        mock.patch.object(bm25.Bm25Retriever, 'search', stopped_in_the_second_batch),
+        mock.patch.object(pipelines, '_FIRST_WAIT_S', 0.01),
+    ):
       loop.train(config, stopped, stop.is_set)
     self.assertEqual([row['step'] for row in metrics_lib.read_metrics(stopped)], [0, 1])
     state_after(config, stopped, 1)  # was saved
@@ -475,9 +464,9 @@ class LoopTest(parameterized.TestCase):
       batch = to_turn_batch(*args, **kwargs)
       return batch.replace(rewards=batch.rewards * np.nan)
 
-    to_turn_batch = loop.batching.to_turn_batch
+    to_turn_batch = batching.to_turn_batch
     config = make_config(**{'train.max_nonfinite': 3})  # two steps an update: in the second
-    with mock.patch.object(loop.batching, 'to_turn_batch', poisoned):
+    with mock.patch.object(batching, 'to_turn_batch', poisoned):
       with self.assertRaises(RunError) as caught:
         loop.train(config, self.workdir)
     message = str(caught.exception)

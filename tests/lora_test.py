@@ -17,6 +17,7 @@ from stppo_jax.models import lora
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.training import loop
+from stppo_jax.training import results
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 from stppo_jax.types import UserError
@@ -188,28 +189,28 @@ class AdapterTest(parameterized.TestCase):
       lora.combine(params, value_head)
 
 
-def make_learner(actor=MODEL, critic=CRITIC, **options):
-  return update_test.make_learner('st_ppo', actor=actor, critic=critic, **options)
+def make_spec(actor=MODEL, critic=CRITIC, **options):
+  return update_test.make_spec('st_ppo', actor=actor, critic=critic, **options)
 
 
-def start(learner, mesh, on_host=()):
+def start(spec, mesh, on_host=()):
   """(TrainState, Frozen): adapters that do something, on one base under both models."""
   params = decoder.init(jax.random.key(1), dataclasses.replace(MODEL, head='both'))
   base, value_head = lora.split(params)
   base = jax.device_put(base, sharding.tree_shardings(base, mesh))
   actor, critic = make_adapters(base, key=2), None
-  if learner.critic is not None:
+  if spec.critic is not None:
     critic = make_adapters(base, key=3) | value_head
-  elif learner.shared_trunk:
+  elif spec.shared_trunk:
     actor |= value_head
-  state = train_state.create_sharded(learner, actor, critic, 0.1, mesh, on_host)
+  state = train_state.create_sharded(spec, actor, critic, mesh, on_host)
   return state, train_state.Frozen(actor=base)
 
 
-def annotated(functions, learner, state, frozen, mesh, noise=0.5):
+def annotated(functions, spec, state, frozen, mesh, noise=0.5):
   """A batch with old_logp pushed away, so that some ratios are clipped."""
   batch = jax.device_put(update_test.make_batch(), sharding.rows(mesh))
-  batch = update_test.annotate(functions, learner, state, batch, frozen=frozen)
+  batch = update_test.annotate(functions, spec, state, batch, frozen=frozen)
   change = noise * jax.random.normal(jax.random.key(3), batch.old_logp.shape)
   return functions.with_advantages(
       state, batch.replace(old_logp=batch.old_logp + change * batch.action_mask)
@@ -220,11 +221,11 @@ class UpdateTest(parameterized.TestCase):
 
   def test_the_first_ratio_is_exactly_one(self):
     mesh = update_test.one_device()
-    learner = make_learner(micro_batch=2)
-    state, frozen = start(learner, mesh)
-    functions = update.compile_functions(learner, state, frozen, mesh)
-    state, batch = annotated(functions, learner, state, frozen, mesh, noise=0.0)
-    _, metrics, seen = update_test.step(functions, learner, state, batch, frozen=frozen)
+    spec = make_spec(micro_batch=2)
+    state, frozen = start(spec, mesh)
+    functions = update.compile_functions(spec, state, frozen, mesh)
+    state, batch = annotated(functions, spec, state, frozen, mesh, noise=0.0)
+    _, metrics, seen = update_test.step(functions, spec, state, batch, frozen=frozen)
     np.testing.assert_array_equal(seen['ratio'], np.ones((8, 24), np.float32))
     self.assertGreater(float(metrics['stppo/grad_norm']), 0)
 
@@ -233,8 +234,8 @@ class UpdateTest(parameterized.TestCase):
     """Of the base no bit changes; Adam keeps two numbers for each trained one, and its counts."""
     mesh = update_test.one_device()
     optimizer, schedule = train_state.make_optimizer(1e-2, 0)
-    learner = dataclasses.replace(
-        make_learner(
+    spec = dataclasses.replace(
+        make_spec(
             actor=dataclasses.replace(MODEL, head=head),
             critic=CRITIC if separate else None,
             kl_in='loss',
@@ -244,12 +245,12 @@ class UpdateTest(parameterized.TestCase):
         actor_lr=schedule,
         critic_lr=schedule,
     )
-    state, frozen = start(learner, mesh)
+    state, frozen = start(spec, mesh)
     before, base = jax.device_get((state, frozen))
-    functions = update.compile_functions(learner, state, frozen, mesh)
-    state, batch = annotated(functions, learner, state, frozen, mesh)
+    functions = update.compile_functions(spec, state, frozen, mesh)
+    state, batch = annotated(functions, spec, state, frozen, mesh)
     for _ in range(2):
-      state, metrics, _ = update_test.step(functions, learner, state, batch, frozen=frozen)
+      state, metrics, _ = update_test.step(functions, spec, state, batch, frozen=frozen)
     chex.assert_trees_all_equal(jax.device_get(frozen), base)
     for name in ('actor', 'critic'):
       for old, new in zip(
@@ -266,8 +267,8 @@ class UpdateTest(parameterized.TestCase):
   def test_a_critic_on_a_base_of_its_own(self):
     """The value of the critic's adapters on the critic's base, not on the actor's."""
     mesh = update_test.one_device()
-    learner = make_learner()
-    state, frozen = start(learner, mesh)
+    spec = make_spec()
+    state, frozen = start(spec, mesh)
     state = state.replace(
         critic=state.critic | {'value_head': {'kernel': jnp.ones((24, 1)), 'bias': jnp.zeros((1,))}}
     )
@@ -276,10 +277,10 @@ class UpdateTest(parameterized.TestCase):
     for critic in (None, other):
       frozen = frozen.replace(critic=critic)
       functions = update.compile_functions(
-          learner, state, jax.device_put(frozen, sharding.replicated(mesh)), mesh
+          spec, state, jax.device_put(frozen, sharding.replicated(mesh)), mesh
       )
       batch = update_test.annotate(
-          functions, learner, state, jax.device_put(update_test.make_batch()), frozen=frozen
+          functions, spec, state, jax.device_put(update_test.make_batch()), frozen=frozen
       )
       values.append(batch.old_values)
       params = lora.merge(critic or frozen.actor, state.critic, CRITIC.lora_scale)
@@ -291,13 +292,13 @@ class UpdateTest(parameterized.TestCase):
 
   @parameterized.parameters(((1, 8, 1),), ((2, 2, 2),))
   def test_eight_devices_equal_one(self, shape):
-    learner = make_learner(kl_in='loss', entropy_coef=0.01)
+    spec = make_spec(kl_in='loss', entropy_coef=0.01)
 
     def step(mesh):
-      state, frozen = start(learner, mesh)
-      functions = update.compile_functions(learner, state, frozen, mesh)
-      state, batch = annotated(functions, learner, state, frozen, mesh)
-      return jax.device_get(update_test.step(functions, learner, state, batch, frozen=frozen))
+      state, frozen = start(spec, mesh)
+      functions = update.compile_functions(spec, state, frozen, mesh)
+      state, batch = annotated(functions, spec, state, frozen, mesh)
+      return jax.device_get(update_test.step(functions, spec, state, batch, frozen=frozen))
 
     alone, together = step(update_test.one_device()), step(sharding.make_mesh(*shape))
     self.assertGreater(float(alone[1]['actor/pg_clipfrac']), 0)
@@ -335,7 +336,7 @@ class RunTest(absltest.TestCase):
     }
     config = loop_test.make_config(**values)
     with self.assertRaisesRegex(UserError, r'^[^\n]*no checkpoint to export[^\n]*--config[^\n]*$'):
-      loop.export(config, self.workdir)
+      results.export(config, self.workdir)
     loop.train(config, self.workdir)
     rows = metrics_lib.read_metrics(self.workdir)
 
@@ -363,7 +364,7 @@ class RunTest(absltest.TestCase):
 
     with self.subTest('another alpha is another run'):
       with self.assertRaisesRegex(UserError, 'lora_alpha'):
-        loop.export(loop_test.make_config(**values | {'model.lora_alpha': 8.0}), self.workdir)
+        results.export(loop_test.make_config(**values | {'model.lora_alpha': 8.0}), self.workdir)
 
     with self.subTest('three at once equal two and one more'):
       config = loop_test.make_config(**values | {'train.updates': 3})
@@ -375,15 +376,15 @@ class RunTest(absltest.TestCase):
         )
 
     with self.subTest('the export computes what base and adapters do'):
-      folder = loop.export(config, self.workdir)
+      folder = results.export(config, self.workdir)
       run = loop.setup(config)
       state = loop_test.state_after(config, self.workdir, 3)
       exported, params = convert.load_hf(folder)
       tokens = jax.random.randint(jax.random.key(0), (2, 20), 0, exported.vocab_size)
       logits = lambda params, model: decoder.forward(params, model, tokens, None)[0]
-      wanted = logits(run.frozen.policy(state.actor), run.learner.actor)
+      wanted = logits(run.learner.frozen.policy(state.actor), run.learner.spec.actor)
       np.testing.assert_allclose(logits(params, exported), wanted, atol=1e-5)
-      untrained = logits(run.frozen.actor, run.learner.actor)
+      untrained = logits(run.learner.frozen.actor, run.learner.spec.actor)
       self.assertGreater(float(jnp.abs(wanted - untrained).max()), 1e-3)  # 100 tolerances
       self.assertTrue(os.path.isfile(os.path.join(folder, 'tokenizer.json')))
 
@@ -392,14 +393,14 @@ class RunTest(absltest.TestCase):
         **{'train.updates': 1, 'model.critic': 'shared', 'eval.every': 0}
     )
     loop.train(config, self.workdir)
-    exported, params = convert.load_hf(loop.export(config, self.workdir))
+    exported, params = convert.load_hf(results.export(config, self.workdir))
     trained = loop_test.state_after(config, self.workdir, 1).actor
     self.assertEqual(exported.head, 'tokens')
     del trained['value_head']
     chex.assert_trees_all_equal(params, trained)
 
   def test_models_of_one_folder_stand_on_one_base(self):
-    shared = loop.setup(loop_test.make_config(**{'model.lora_rank': 2})).frozen
+    shared = loop.setup(loop_test.make_config(**{'model.lora_rank': 2})).learner.frozen
     self.assertIsNone(shared.critic)
     self.assertIsNone(shared.reference)
     folder = loop_test.make_config().model.folder
@@ -414,7 +415,7 @@ class RunTest(absltest.TestCase):
     )
     self.assertNotIn('lm_head', apart.frozen.critic)
     self.assertEqual(apart.state.actor['layers'].keys(), {'attention'})
-    full = loop.setup(loop_test.make_config(**{'algorithm.kl_in': 'loss'})).frozen
+    full = loop.setup(loop_test.make_config(**{'algorithm.kl_in': 'loss'})).learner.frozen
     self.assertEmpty(full.actor)
     self.assertContainsSubset(('embed', 'layers', 'lm_head'), full.reference)
 

@@ -43,8 +43,8 @@ class UpdateTest(parameterized.TestCase):
   def test_the_place_changes_no_bit_and_is_kept(self, shape):
     mesh = sharding.make_mesh(*shape) if shape else update_test.one_device()
     optimizer, schedule = train_state.make_optimizer(1e-2, 0)
-    learner = dataclasses.replace(
-        update_test.make_learner('st_ppo', kl_in='loss', micro_batch=4),
+    spec = dataclasses.replace(
+        update_test.make_spec('st_ppo', kl_in='loss', micro_batch=4),
         actor_optimizer=optimizer,
         critic_optimizer=optimizer,
         actor_lr=schedule,
@@ -54,18 +54,18 @@ class UpdateTest(parameterized.TestCase):
     def steps(on_host):
       init = lambda key, model: decoder.init(jax.random.key(key), model)
       state = train_state.create_sharded(
-          learner, init(1, learner.actor), init(2, learner.critic), 0.1, mesh, on_host
+          spec, init(1, spec.actor), init(2, spec.critic), mesh, on_host
       )
-      reference = init(3, learner.actor)
+      reference = init(3, spec.actor)
       kind = sharding.HOST if 'reference' in on_host else None
       reference = jax.device_put(reference, sharding.tree_shardings(reference, mesh, kind))
       frozen = train_state.Frozen(reference=reference)
-      functions = update.compile_functions(learner, state, frozen, mesh)
+      functions = update.compile_functions(spec, state, frozen, mesh)
       batch = jax.device_put(update_test.make_batch(), sharding.rows(mesh))
-      batch = update_test.annotate(functions, learner, state, batch, frozen=frozen)
+      batch = update_test.annotate(functions, spec, state, batch, frozen=frozen)
       state, batch, _ = functions.with_advantages(state, batch)
       for _ in range(2):
-        state, metrics, _ = update_test.step(functions, learner, state, batch, frozen=frozen)
+        state, metrics, _ = update_test.step(functions, spec, state, batch, frozen=frozen)
       return state, batch, metrics
 
     here = steps(())
@@ -98,7 +98,14 @@ class RunTest(absltest.TestCase):
     config = loop_test.make_config(**values, **ON_HOST)
     run = loop.setup(config)
     self.assertEqual(
-        kinds((run.state.actor_opt, run.state.critic_opt, run.state.critic, run.frozen.reference)),
+        kinds(
+            (
+                run.state.actor_opt,
+                run.state.critic_opt,
+                run.state.critic,
+                run.learner.frozen.reference,
+            )
+        ),
         {sharding.HOST},
     )
     self.assertEqual(kinds(run.state.actor), {'device'})

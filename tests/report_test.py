@@ -53,7 +53,7 @@ class ReportTest(parameterized.TestCase):
     self.assertIn('last evaluation (60): 24 of 48', _shown(data))
     self.assertLen(data['episodes'], 72)
     for kind in ('train', 'eval'):
-      ems = {episode['em'] for episode in data['episodes'] if episode['kind'] == kind}
+      ems = {episode['right'] for episode in data['episodes'] if episode['kind'] == kind}
       self.assertEqual(ems, {0, 1}, 'right and wrong ones both')
     self.assertNotIn('{{', re.sub(r'(?s)<script.*?</script>', '', page))
     self.assertNotRegex(page, r'(src|href)=|@import|url\(|https?://(?!www\.w3\.org/2000/svg)')
@@ -429,7 +429,8 @@ def _fake_episode(random_state, step, kind, hostile=False):
       'question': question,
       'answers': [answer],
       'score': em,
-      'em': em,
+      'right': em > 0,
+      'metrics': {'em': em},
       'failed': False,
       'truncated': False,
       'pieces': pieces,

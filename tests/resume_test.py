@@ -1,5 +1,7 @@
 """Staleness and resumption of the whole loop, on a policy of a few numbers; bit for bit."""
 
+import dataclasses
+import json
 import os
 import tempfile
 import threading
@@ -255,8 +257,8 @@ class JsonTest(absltest.TestCase):
     run = micro_run.setup(make_config())
     batches = pipelines.Batches(
         run.agent,
-        run.frozen.policy,
-        loop.task_files.TaskStream(loop.evaluation.load_tasks(run.config, 'train'), 5, 0),
+        run.learner.policy,
+        loop.task_files.TaskStream(run.seams.load_tasks('train'), 5, 0),
         2,
         0,
     )
@@ -265,9 +267,9 @@ class JsonTest(absltest.TestCase):
     turn.logp = np.array([-1e-30, -np.float32(1) / 3, -np.inf], np.float32)
     turn.tokens, turn.observation = np.arange(3, dtype=np.int32), np.array([7], np.int32)
     batch.episodes[1].truncated = batch.episodes[1].failed = True
-    text = loop.json.dumps(pipelines.to_json(batch))
-    back = pipelines.from_json(loop.json.loads(text), batches.tasks(3))
-    flat = lambda batch: jax.tree.map(np.asarray, loop.dataclasses.asdict(batch))
+    text = json.dumps(pipelines.to_json(batch))
+    back = pipelines.from_json(json.loads(text), batches.tasks(3))
+    flat = lambda batch: jax.tree.map(np.asarray, dataclasses.asdict(batch))
     ours, theirs = flat(batch), flat(back)
     chex.assert_trees_all_equal(jax.tree.leaves_with_path(ours), jax.tree.leaves_with_path(theirs))
     self.assertEqual(

@@ -130,7 +130,6 @@ class ContractTest(parameterized.TestCase):
             'answer': None,
             'retrieval_failed': False,
             'metrics': {'em': 0.0, 'f1': 0.0, 'searches': 1.0},
-            'f1': 0.0,
             'passage_ids': ['p1'],
             'suffix': '',
         },

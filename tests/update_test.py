@@ -36,38 +36,44 @@ CRITIC = dataclasses.replace(MODEL, head='value')
 NOTHING = train_state.Frozen()  # stands still: all is trained
 
 
-def setUpModule():
-  jax.config.update('jax_disable_most_optimizations', True)  # compiling is most of the work here
+PLAIN = dict(entropy_coef=0.0, kl_in='none', kl_coef=0.1)  # no terms but those of policy and critic
 
 
-def tearDownModule():
-  jax.config.update('jax_disable_most_optimizations', False)
-  jax.clear_caches()  # other tests would meet programs that sum in another order
-
-
-def make_learner(variant='st_ppo', critic=CRITIC, actor=MODEL, lr=1.0, **options):
-  row = options.pop('row', variants.VARIANTS[variant])
+def make_spec(variant='st_ppo', critic=CRITIC, actor=MODEL, lr=1.0, **options):
+  """A Spec; options are fields of it, or columns of its variant."""
+  row = dataclasses.replace(options.pop('row', variants.VARIANTS[variant]), **PLAIN)
+  columns = {field.name for field in dataclasses.fields(row)}
+  row = dataclasses.replace(row, **{k: v for k, v in options.items() if k in columns})
+  options = {k: v for k, v in options.items() if k not in columns}
   if not row.needs_critic:
     critic = None
   # Plain descent: its step is linear in the gradient. Adam's first step is its sign, which turns the
   # rounding of a gradient near 0 into a step of full size.
   optimizer, schedule = optax.sgd(lr), optax.constant_schedule(lr)
-  return train_state.Learner(
+  return train_state.Spec(
+      variant=row,
       actor=actor,
       critic=critic,
-      variant=row,
       actor_optimizer=optimizer,
       critic_optimizer=optimizer,
       actor_lr=schedule,
       critic_lr=schedule,
-      **{'micro_batch': 8, 'lengths': (24,), 'value_clip': 0.5, **options}
+      **{
+          'micro_batch': 8,
+          'lengths': (24,),
+          'temperature': 1.0,
+          'logp_chunk': None,
+          'critic_warmup': 0,
+          'num_turns': 5,
+          **options,
+      },
   )
 
 
-def make_state(learner, mesh):
-  actor = decoder.init(jax.random.key(1), learner.actor)
-  critic = None if learner.critic is None else decoder.init(jax.random.key(2), learner.critic)
-  return train_state.create_sharded(learner, actor, critic, 0.1, mesh)
+def make_state(spec, mesh):
+  actor = decoder.init(jax.random.key(1), spec.actor)
+  critic = None if spec.critic is None else decoder.init(jax.random.key(2), spec.critic)
+  return train_state.create_sharded(spec, actor, critic, mesh)
 
 
 def one_device():
@@ -103,50 +109,49 @@ def make_batch(rows=8, length=24, seed=0):
   )
 
 
-def packed(learner, batch, rows):
-  """The packing of the given rows of a batch."""
+def one_step(spec, batch, rows):
+  """The packing.Step of the given rows of a batch."""
+  rows = rows.astype(np.int32)
   ends = (np.asarray(batch.action_mask) > 0) * np.arange(1, batch.tokens.shape[1] + 1)
-  return packing.pack(ends.max(axis=1)[rows], learner.micro_batch, learner.lengths)
+  return packing.Step(rows, packing.pack(ends.max(axis=1)[rows], spec.micro_batch, spec.lengths))
 
 
-def annotate(functions, learner, state, batch, rows=np.arange(8), frozen=NOTHING):
+def annotate(functions, spec, state, batch, rows=np.arange(8), frozen=NOTHING):
   """The batch with log-probs and values, computed in the bins of one step on `rows`."""
-  packings = packing.stack([packed(learner, batch, rows)])
-  return functions.annotate(state, frozen, batch, rows[None].astype(np.int32), packings)[0]
+  steps = packing.stack([one_step(spec, batch, rows)])
+  return functions.annotate(state, frozen, batch, steps)[0]
 
 
-def step(functions, learner, state, batch, rows=np.arange(8), frozen=NOTHING):
+def step(functions, spec, state, batch, rows=np.arange(8), frozen=NOTHING):
   """One optimizer step on `rows`."""
-  return functions.update_step(
-      state, frozen, batch, rows.astype(np.int32), packed(learner, batch, rows)
-  )
+  return functions.update_step(state, frozen, batch, one_step(spec, batch, rows))
 
 
-def log_probs(learner, params, batch):
+def log_probs(spec, params, batch):
   """(logp, entropy) [B,T] of the rows as they are."""
-  x, _ = decoder.hidden(params, learner.actor, batch.tokens, None)
-  return decoder.token_logp(params, learner.actor, x, batch.tokens)
+  x, _ = decoder.hidden(params, spec.actor, batch.tokens, None)
+  return decoder.token_logp(params, spec.actor, x, batch.tokens)
 
 
-def off_policy_batch(learner, state, mesh):
+def off_policy_batch(spec, state, mesh):
   """An annotated batch whose old_logp is pushed away, so that some ratios are clipped."""
   reference = train_state.Frozen(reference=state.actor)
-  functions = update.compile_functions(learner, state, reference, mesh)
+  functions = update.compile_functions(spec, state, reference, mesh)
   batch = jax.device_put(make_batch(), sharding.rows(mesh))
-  batch = annotate(functions, learner, state, batch, frozen=reference)
+  batch = annotate(functions, spec, state, batch, frozen=reference)
   noise = jax.random.normal(jax.random.key(3), batch.old_logp.shape)
   batch = batch.replace(
       old_logp=batch.old_logp + 0.5 * noise * batch.action_mask,
       ref_logp=batch.ref_logp + 0.3 * noise * batch.action_mask,
   )
-  _, batch, _ = update.with_advantages(learner, mesh, state, batch)
-  return update.compile_functions(learner, state, NOTHING, mesh), batch
+  _, batch, _ = update.with_advantages(spec, mesh, state, batch)
+  return update.compile_functions(spec, state, NOTHING, mesh), batch
 
 
-def run_step(learner, mesh):
-  state = make_state(learner, mesh)
-  functions, batch = off_policy_batch(learner, state, mesh)
-  return jax.device_get(step(functions, learner, state, batch))
+def run_step(spec, mesh):
+  state = make_state(spec, mesh)
+  functions, batch = off_policy_batch(spec, state, mesh)
+  return jax.device_get(step(functions, spec, state, batch))
 
 
 class UpdateTest(parameterized.TestCase):
@@ -159,47 +164,47 @@ class UpdateTest(parameterized.TestCase):
       ('rloo', dict(aggregation='seq-mean-token-sum')),
   )
   def test_micro_batches_do_not_change_the_update(self, variant, options):
-    whole = run_step(make_learner(variant, micro_batch=8, **options), one_device())
-    split = run_step(make_learner(variant, micro_batch=2, **options), one_device())
+    whole = run_step(make_spec(variant, micro_batch=8, **options), one_device())
+    split = run_step(make_spec(variant, micro_batch=2, **options), one_device())
     chex.assert_trees_all_close(whole, split, rtol=1e-4, atol=1e-6)
     self.assertGreater(float(whole[1]['stppo/step_norm']), 0)
 
   @parameterized.parameters(((24,), 2), ((48,), 2), ((12, 24), 2), ((16, 24, 96), 1))
   def test_packing_changes_nothing(self, lengths, micro_batch):
-    learner = make_learner('st_ppo', kl_in='loss', entropy_coef=0.01)
+    spec = make_spec('st_ppo', kl_in='loss', entropy_coef=0.01)
     mesh = one_device()
-    functions, batch = off_policy_batch(learner, make_state(learner, mesh), mesh)
+    functions, batch = off_policy_batch(spec, make_state(spec, mesh), mesh)
     alone = packing.Packing(  # every row in a bin of its own
         np.arange(8, dtype=np.int32), np.zeros(8, np.int32), np.full(8, 24, np.int32)
     )
     rows = np.arange(8, dtype=np.int32)
-    expected = functions.update_step(make_state(learner, mesh), NOTHING, batch, rows, alone)
-    learner = dataclasses.replace(learner, lengths=lengths, micro_batch=micro_batch)
-    self.assertLess(packed(learner, batch, rows).bin.max(), 6)
-    state = make_state(learner, mesh)
-    functions = update.compile_functions(learner, state, NOTHING, mesh)
-    chex.assert_trees_all_close(
-        step(functions, learner, state, batch), expected, rtol=1e-4, atol=1e-6
+    expected = functions.update_step(
+        make_state(spec, mesh), NOTHING, batch, packing.Step(rows, alone)
     )
+    spec = dataclasses.replace(spec, lengths=lengths, micro_batch=micro_batch)
+    self.assertLess(one_step(spec, batch, rows).packing.bin.max(), 6)
+    state = make_state(spec, mesh)
+    functions = update.compile_functions(spec, state, NOTHING, mesh)
+    chex.assert_trees_all_close(step(functions, spec, state, batch), expected, rtol=1e-4, atol=1e-6)
 
   def test_the_bias_of_few_clipped_rows_is_that_of_all_rows(self):
     """Only the bins with something clipped are pulled back; the others' share of C is 0."""
-    learner = make_learner('st_ppo', lengths=(24, 48), micro_batch=1)
+    spec = make_spec('st_ppo', lengths=(24, 48), micro_batch=1)
     mesh = one_device()
-    state = make_state(learner, mesh)
-    functions, batch = off_policy_batch(learner, state, mesh)
+    state = make_state(spec, mesh)
+    functions, batch = off_policy_batch(spec, state, mesh)
     # All but rows 2 and 5 are as they were sampled.
     far = np.isin(np.arange(8), (2, 5))[:, None]
-    logp = log_probs(learner, state.actor, batch)[0] * batch.action_mask
+    logp = log_probs(spec, state.actor, batch)[0] * batch.action_mask
     batch = batch.replace(old_logp=jnp.where(far, batch.old_logp, logp))
 
     def objective(params):
-      logp = log_probs(learner, params, batch)[0]
-      _, cotangent, _ = correction.cotangents(logp, batch, learner.variant)
+      logp = log_probs(spec, params, batch)[0]
+      _, cotangent, _ = correction.cotangents(logp, batch, spec.variant)
       return jnp.sum(jax.lax.stop_gradient(cotangent) * logp)
 
     expected = optax.tree.norm(jax.grad(objective)(state.actor))
-    _, metrics, seen = step(functions, learner, state, batch)
+    _, metrics, seen = step(functions, spec, state, batch)
     clipped = np.asarray(seen['clipped']).any(axis=1)
     self.assertTrue(clipped.any())
     self.assertFalse(clipped[~far[:, 0]].any())
@@ -207,34 +212,33 @@ class UpdateTest(parameterized.TestCase):
 
   def test_the_state_is_donated_and_nothing_else_crosses(self):
     """The old state's buffers become the new one's, and a step neither reads from nor waits for the host."""
-    learner = make_learner('st_ppo')
+    spec = make_spec('st_ppo')
     mesh = one_device()
-    state = make_state(learner, mesh)
-    functions, batch = off_policy_batch(learner, state, mesh)
-    rows = np.arange(8, dtype=np.int32)
-    args = jax.device_put((rows, packed(learner, batch, rows)), sharding.replicated(mesh))
+    state = make_state(spec, mesh)
+    functions, batch = off_policy_batch(spec, state, mesh)
+    args = jax.device_put(one_step(spec, batch, np.arange(8)), sharding.replicated(mesh))
     with jax.transfer_guard('disallow'):
-      after, _, _ = functions.update_step(state, NOTHING, batch, *args)
+      after, _, _ = functions.update_step(state, NOTHING, batch, args)
     for before in jax.tree.leaves(state):
       self.assertTrue(before.is_deleted())
-    compiled = functions.update_step.lower(after, NOTHING, batch, *args).compile()
+    compiled = functions.update_step.lower(after, NOTHING, batch, args).compile()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(after))
     self.assertGreaterEqual(compiled.memory_analysis().alias_size_in_bytes, size)
 
   @parameterized.parameters(((1, 8, 1),), ((2, 2, 2),))
   def test_eight_devices_equal_one(self, shape):
-    learner = make_learner('st_ppo', kl_in='loss', entropy_coef=0.01)
-    alone = run_step(learner, one_device())
-    together = run_step(learner, sharding.make_mesh(*shape))
+    spec = make_spec('st_ppo', kl_in='loss', entropy_coef=0.01)
+    alone = run_step(spec, one_device())
+    together = run_step(spec, sharding.make_mesh(*shape))
     chex.assert_trees_all_close(alone, together, rtol=1e-4, atol=1e-6)
 
   def test_shared_trunk_on_eight_devices_equals_one(self):
-    learner = make_learner(
+    spec = make_spec(
         'st_ppo', critic=None, actor=dataclasses.replace(MODEL, head='both'), micro_batch=4
     )
     chex.assert_trees_all_close(
-        run_step(learner, one_device()),
-        run_step(learner, sharding.make_mesh(2, 2, 2)),
+        run_step(spec, one_device()),
+        run_step(spec, sharding.make_mesh(2, 2, 2)),
         rtol=1e-4,
         atol=1e-6,
     )
@@ -242,14 +246,14 @@ class UpdateTest(parameterized.TestCase):
   @parameterized.parameters('token', 'turn', 'sequence')
   def test_first_ratio_is_exactly_one(self, level):
     row = dataclasses.replace(variants.VARIANTS['st_ppo'], ratio=level)
-    learner = make_learner(row=row, micro_batch=2)
+    spec = make_spec(row=row, micro_batch=2)
     mesh = one_device()
-    state = make_state(learner, mesh)
-    functions = update.compile_functions(learner, state, NOTHING, mesh)
+    state = make_state(spec, mesh)
+    functions = update.compile_functions(spec, state, NOTHING, mesh)
     rows = np.random.default_rng(0).permutation(8)
-    batch = annotate(functions, learner, state, jax.device_put(make_batch()), rows)
+    batch = annotate(functions, spec, state, jax.device_put(make_batch()), rows)
     state, batch, _ = functions.with_advantages(state, batch)
-    _, metrics, seen = step(functions, learner, state, batch, rows)
+    _, metrics, seen = step(functions, spec, state, batch, rows)
     np.testing.assert_array_equal(seen['ratio'], np.ones((8, 24), np.float32))
     self.assertEqual(float(metrics['actor/pg_clipfrac']), 0)
     self.assertEqual(float(metrics['stppo/bias_norm']), 0)
@@ -259,14 +263,14 @@ class UpdateTest(parameterized.TestCase):
   def test_norms_are_those_of_the_gradients_end_to_end(self, rule):
     """||g||, ||C|| and cos(g, C) against jax.grad of the written-out objectives of the parameters."""
     row = dataclasses.replace(variants.VARIANTS['st_ppo'], divisor=rule)
-    learner = make_learner(row=row, micro_batch=4, entropy_coef=0.01)
+    spec = make_spec(row=row, micro_batch=4, entropy_coef=0.01)
     mesh = one_device()
-    state = make_state(learner, mesh)
-    functions, batch = off_policy_batch(learner, state, mesh)
+    state = make_state(spec, mesh)
+    functions, batch = off_policy_batch(spec, state, mesh)
     weights = losses.aggregation_weights(batch.action_mask, 'seq-mean-token-mean')
 
     def objective(params, part):
-      logp, entropy = log_probs(learner, params, batch)
+      logp, entropy = log_probs(spec, params, batch)
       _, _, aux = correction.cotangents(logp, batch, row)
       turn = jnp.where(batch.turn_ids[:, :, None] == jnp.arange(1, 24), 1.0, 0.0)  # [B,T,K]
       mean = jnp.einsum('btk,bt->bk', turn, logp - batch.old_logp) / jnp.maximum(turn.sum(1), 1)
@@ -285,7 +289,7 @@ class UpdateTest(parameterized.TestCase):
     expected = dict(
         none=1.0, paper=c_norm, floor=max(c_norm, 1.0), relative=(g_norm + c_norm) / g_norm
     )[rule]
-    _, metrics, _ = step(functions, learner, state, batch)
+    _, metrics, _ = step(functions, spec, state, batch)
     self.assertGreater(float(c_norm), 0)
     np.testing.assert_allclose(metrics['stppo/grad_norm'], g_norm, rtol=1e-4)
     np.testing.assert_allclose(metrics['stppo/bias_norm'], c_norm, rtol=1e-4)
@@ -295,22 +299,22 @@ class UpdateTest(parameterized.TestCase):
 
   def test_norm_of_loss_divides_by_the_clipped_part_of_the_objective(self):
     row = dataclasses.replace(variants.VARIANTS['st_ppo'], norm_of='loss')
-    learner = make_learner(row=row)
+    spec = make_spec(row=row)
     mesh = one_device()
-    state = make_state(learner, mesh)
-    functions, batch = off_policy_batch(learner, state, mesh)
-    logp, _ = log_probs(learner, state.actor, batch)
+    state = make_state(spec, mesh)
+    functions, batch = off_policy_batch(spec, state, mesh)
+    logp, _ = log_probs(spec, state.actor, batch)
     _, _, aux = correction.cotangents(logp, batch, row)
-    _, metrics, _ = step(functions, learner, state, batch)
+    _, metrics, _ = step(functions, spec, state, batch)
     np.testing.assert_allclose(metrics['stppo/divisor'], abs(aux['clipped_objective']), rtol=1e-4)
 
   def test_padding_rows_and_observations_have_no_influence(self):
-    learner = make_learner('st_ppo')
+    spec = make_spec('st_ppo')
     mesh = one_device()
 
     def after(change):
-      state = make_state(learner, mesh)
-      functions, batch = off_policy_batch(learner, state, mesh)
+      state = make_state(spec, mesh)
+      functions, batch = off_policy_batch(spec, state, mesh)
       outside = 1 - batch.action_mask
       batch = batch.replace(
           advantages=batch.advantages + change * outside,
@@ -318,35 +322,35 @@ class UpdateTest(parameterized.TestCase):
           old_logp=batch.old_logp - change * outside,
           old_values=batch.old_values + change * outside,
       )
-      return step(functions, learner, state, batch)[0]
+      return step(functions, spec, state, batch)[0]
 
     chex.assert_trees_all_equal(after(0.0), after(5.0))
 
   def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(self):
-    learner = make_learner('st_ppo')
+    spec = make_spec('st_ppo')
     mesh = one_device()
-    state = make_state(learner, mesh)
-    functions, batch = off_policy_batch(learner, state, mesh)
+    state = make_state(spec, mesh)
+    functions, batch = off_policy_batch(spec, state, mesh)
     before = jax.device_get(state)
     bad = batch.replace(advantages=batch.advantages.at[0, 5].set(jnp.nan) + jnp.nan)
-    state, metrics, _ = step(functions, learner, state, bad)
+    state, metrics, _ = step(functions, spec, state, bad)
     chex.assert_trees_all_equal(jax.device_get(state.actor), before.actor)
     chex.assert_trees_all_equal(jax.device_get(state.critic), before.critic)
     chex.assert_trees_all_equal(jax.device_get(state.actor_opt), before.actor_opt)
     self.assertEqual(int(metrics['actor/skipped']), 1)
-    state, metrics, _ = step(functions, learner, state, batch)
+    state, metrics, _ = step(functions, spec, state, batch)
     self.assertEqual(int(metrics['actor/skipped']), 0)
     self.assertGreater(float(metrics['stppo/step_norm']), 0)
 
   def test_a_loss_that_is_not_finite_is_skipped_though_its_gradient_is(self):
     """k1 = logp - ref_logp has the derivative 1 wherever the reference stands, at -inf too."""
-    learner = make_learner('ppo', kl_in='loss', kl_estimator='k1', log_bias=False)
+    spec = make_spec('ppo', kl_in='loss', kl_estimator='k1', log_bias=False)
     mesh = one_device()
-    state = make_state(learner, mesh)
-    functions, batch = off_policy_batch(learner, state, mesh)
+    state = make_state(spec, mesh)
+    functions, batch = off_policy_batch(spec, state, mesh)
     before = jax.device_get(state)
     bad = batch.replace(ref_logp=jnp.where(batch.action_mask > 0, -jnp.inf, 0))
-    state, metrics, _ = step(functions, learner, state, bad)
+    state, metrics, _ = step(functions, spec, state, bad)
     self.assertTrue(np.isfinite(metrics['stppo/grad_norm']))
     self.assertEqual(metrics['actor/kl_loss'], np.inf)
     self.assertEqual(int(metrics['actor/skipped']), 1)
@@ -354,28 +358,28 @@ class UpdateTest(parameterized.TestCase):
     chex.assert_trees_all_equal(jax.device_get(state.critic), before.critic)
 
   def test_critic_warmup_leaves_the_actor_alone(self):
-    learner = make_learner('st_ppo', critic_warmup=1)
+    spec = make_spec('st_ppo', critic_warmup=1)
     mesh = one_device()
-    state = make_state(learner, mesh)
-    functions, batch = off_policy_batch(learner, state, mesh)
+    state = make_state(spec, mesh)
+    functions, batch = off_policy_batch(spec, state, mesh)
     before = jax.device_get(state)
-    state, _, _ = step(functions, learner, state, batch)
+    state, _, _ = step(functions, spec, state, batch)
     chex.assert_trees_all_equal(jax.device_get(state.actor), before.actor)
     self.assertFalse(np.allclose(state.critic['value_head']['kernel'], 0))
-    state, _, _ = step(functions, learner, state, batch)
+    state, _, _ = step(functions, spec, state, batch)
     self.assertFalse(
         np.allclose(state.actor['embed']['embedding'], before.actor['embed']['embedding'])
     )
 
   def test_kl_in_reward_and_the_adaptive_coefficient(self):
     """By hand: KL k1 of 0.2 a token; coefficient 0.1 becomes 0.1 (1 + 0.2 * 7 / 70)."""
-    learner = make_learner('st_ppo', kl_in='reward', kl_target=0.1, kl_horizon=70.0)
+    spec = make_spec('st_ppo', kl_in='reward', kl_target=0.1, kl_horizon=70.0)
     mesh = one_device()
-    state = make_state(learner, mesh)
+    state = make_state(spec, mesh)
     batch = make_batch()
     batch = batch.replace(old_logp=-1.0 * batch.action_mask, ref_logp=-1.2 * batch.action_mask)
     batch = jax.tree.map(jnp.asarray, batch)
-    state, after, metrics = update.with_advantages(learner, mesh, state, batch)
+    state, after, metrics = update.with_advantages(spec, mesh, state, batch)
     np.testing.assert_allclose(metrics['actor/reward_kl_penalty'], 0.2, rtol=1e-5)
     np.testing.assert_allclose(state.kl_coef, 0.1 * (1 + 0.2 * 7 / 70), rtol=1e-6)
     np.testing.assert_allclose(
@@ -383,18 +387,18 @@ class UpdateTest(parameterized.TestCase):
     )
     with self.subTest('it outlives a batch whose KL is not finite'):
       bad = batch.replace(old_logp=batch.old_logp.at[0].mul(jnp.nan))
-      after_bad = update.with_advantages(learner, mesh, state, bad)[0]
+      after_bad = update.with_advantages(spec, mesh, state, bad)[0]
       self.assertEqual(after_bad.kl_coef, state.kl_coef)
 
   def test_one_compilation_a_padded_length(self):
-    learner = make_learner('ppo', lengths=(32,))
+    spec = make_spec('ppo', lengths=(32,))
     mesh = one_device()
-    state = make_state(learner, mesh)
-    functions = update.compile_functions(learner, state, NOTHING, mesh)
+    state = make_state(spec, mesh)
+    functions = update.compile_functions(spec, state, NOTHING, mesh)
     for length in (24, 32, 24, 32):
-      batch = annotate(functions, learner, state, jax.device_put(make_batch(length=length)))
+      batch = annotate(functions, spec, state, jax.device_put(make_batch(length=length)))
       state, batch, _ = functions.with_advantages(state, batch)
-      state, _, _ = step(functions, learner, state, batch)
+      state, _, _ = step(functions, spec, state, batch)
     self.assertEqual(functions.num_compilations(), 2 * 3)
 
 

@@ -1,8 +1,13 @@
 """Advantages: from rewards and values (or scores alone) to one number per agent token.
 
-Every estimator sees agent tokens only. Observation tokens are stepped over: they have no action, no
-reward and no place in the recursion, so gamma and lambda count decisions, not retrieved words.
+TurnBatch and Variant in, TurnBatch with advantages and returns out. Every estimator sees agent tokens
+only. Observation tokens are stepped over: they have no action, no reward and no place in the recursion,
+so gamma and lambda count decisions, not retrieved words.
 """
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
 
 import chex
 import jax
@@ -11,41 +16,68 @@ import jax.numpy as jnp
 from stppo_jax.algorithms import segments
 
 
-def estimate(batch, variant, gamma, lam, whiten=None):
-  """`batch` with `advantages` and `returns` filled in by the variant's estimator, and whitened if it asks.
+@dataclasses.dataclass(frozen=True)
+class Estimator:
+  """A way to assign credit, and what a run has to provide for it."""
 
-  `returns` are the critic's targets; without a critic they are the advantages and nobody reads them.
+  function: Callable  # (batch, variant) -> (advantages [B,T], returns [B,T])
+  needs_critic: bool = False
+  needs_groups: bool = False  # several episodes per question
+
+  def __call__(self, batch: Any, variant: Any) -> tuple[jax.Array, jax.Array]:
+    return self.function(batch, variant)
+
+
+def from_values(function: Callable) -> Estimator:
+  """Estimator from a function (batch, variant) -> (advantages, returns) that reads batch.old_values."""
+  return Estimator(function, needs_critic=True)
+
+
+def from_groups(function: Callable) -> Estimator:
+  """Estimator from a function (scores [B], group_ids [B]) -> advantages [B], one per episode.
+
+  An episode's score is the sum of its rewards. An episode without agent tokens (padding, or a failed
+  one) is a group of its own, so that the others' baseline does not count it.
   """
-  mask = batch.action_mask.astype(batch.rewards.dtype)
-  num_turns = mask.shape[1]
-  if variant.advantage == 'token_gae':
-    advantages, returns = token_gae(batch.rewards, batch.old_values, mask, gamma, lam)
-  elif variant.advantage == 'turn_gae':
-    advantages, returns = turn_gae(
-        batch.rewards, batch.old_values, batch.turn_ids, num_turns, gamma, lam
-    )
-  elif variant.advantage == 'bad_gae':
-    advantages, returns = bad_gae(batch.rewards, batch.old_values, batch.turn_ids, mask, gamma, lam)
-  elif variant.advantage == 'turn_returns':
-    advantages = turn_returns(batch.rewards, batch.turn_ids, num_turns, gamma)
-    advantages = whiten_turns(advantages, batch.turn_ids, num_turns)
-    returns = advantages
-  elif variant.advantage in ('group_zscore', 'leave_one_out'):
+
+  def estimate_rows(batch, variant):
+    del variant
+    mask = batch.action_mask.astype(batch.rewards.dtype)
     scores = (batch.rewards * mask).sum(axis=1)
-    # A row without agent tokens (padding, a failed episode) is no member of its group.
-    loners = -1 - jnp.arange(scores.shape[0])
-    group_ids = jnp.where(mask.any(axis=1), batch.group_ids, loners)
-    score_of = group_zscore if variant.advantage == 'group_zscore' else leave_one_out
-    advantages = returns = score_of(scores, group_ids)[:, None] * mask
-  else:
-    raise ValueError(f'unknown advantage {variant.advantage!r}')
-  if variant.whiten if whiten is None else whiten:
-    advantages = whiten_tokens(advantages, mask)
+    alone = -1 - jnp.arange(scores.shape[0])
+    group_ids = jnp.where(mask.any(axis=1), batch.group_ids, alone)
+    result = function(scores, group_ids)[:, None] * mask
+    return result, result
+
+  return Estimator(estimate_rows, needs_groups=True)
+
+
+def estimator(advantage: str | Callable) -> Estimator:
+  """The Estimator of a variant's column `advantage`: a name of ESTIMATORS, or a function."""
+  if isinstance(advantage, Estimator):
+    return advantage
+  if callable(advantage):
+    return Estimator(advantage)
+  if advantage not in ESTIMATORS:
+    raise ValueError(f'unknown advantage {advantage!r}; ESTIMATORS has {", ".join(ESTIMATORS)}')
+  return ESTIMATORS[advantage]
+
+
+def estimate(batch: Any, variant: Any) -> Any:
+  """Fills in `advantages` and `returns` by the variant's estimator; whitens if the variant asks for it.
+
+  `returns` are the critic's targets; without a critic they are the advantages and nothing reads them.
+  """
+  advantages, returns = estimator(variant.advantage)(batch, variant)
+  if variant.whiten:
+    advantages = whiten_tokens(advantages, batch.action_mask.astype(batch.rewards.dtype))
   return batch.replace(advantages=advantages, returns=returns)
 
 
-def token_gae(rewards, values, action_mask, gamma, lam):
-  """Generalised advantages over agent tokens [B,T], and the returns A + V.
+def token_gae(
+    rewards: jax.Array, values: jax.Array, action_mask: jax.Array, gamma: float, lam: float
+) -> tuple[jax.Array, jax.Array]:
+  """Returns generalised advantages over agent tokens [B,T], and the returns A + V.
 
   delta_t = r_t + gamma V_t' - V_t,   A_t = delta_t + gamma lam A_t',   t' the row's next AGENT token
   (Schulman et al. 2016, eq. 16). V_t' = A_t' = 0 after the last one; both results are 0 elsewhere.
@@ -56,8 +88,15 @@ def token_gae(rewards, values, action_mask, gamma, lam):
   return _gae(rewards, values, mask, gamma * steps, lam * steps)
 
 
-def bad_gae(rewards, values, turn_ids, action_mask, gamma, lam):
-  """Token GAE that discounts and bootstraps at the ends of turns only (BAD, arXiv 2405.15821).
+def bad_gae(
+    rewards: jax.Array,
+    values: jax.Array,
+    turn_ids: jax.Array,
+    action_mask: jax.Array,
+    gamma: float,
+    lam: float,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns token GAE that discounts and bootstraps at the ends of turns only (BAD, arXiv 2405.15821).
 
   gamma and lambda apply at the last token of a turn; inside a turn both are 1, so credit does not
   depend on how many tokens an action is written with.
@@ -70,8 +109,15 @@ def bad_gae(rewards, values, turn_ids, action_mask, gamma, lam):
   return _gae(rewards, values, mask, jnp.where(ends, gamma, 1.0), jnp.where(ends, lam, 1.0))
 
 
-def turn_gae(rewards, values, turn_ids, num_turns, gamma, lam):
-  """GAE whose steps are turns, broadcast to each turn's tokens [B,T] (arXiv 2512.17008).
+def turn_gae(
+    rewards: jax.Array,
+    values: jax.Array,
+    turn_ids: jax.Array,
+    num_turns: int,
+    gamma: float,
+    lam: float,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns GAE whose steps are turns, broadcast to each turn's tokens [B,T] (arXiv 2512.17008).
 
   R_k = sum of the turn's rewards, V_k = the value at its first token,
   delta_k = R_k + gamma V_{k+1} - V_k,   A_k = delta_k + gamma lam A_{k+1};   returns A_k + V_k.
@@ -90,17 +136,19 @@ def turn_gae(rewards, values, turn_ids, num_turns, gamma, lam):
   return _to_tokens(advantages, turn_ids), _to_tokens(returns, turn_ids)
 
 
-def turn_returns(rewards, turn_ids, num_turns, gamma):
-  """Discounted return to go of each turn, broadcast to its tokens [B,T]: G_k = R_k + gamma G_{k+1}."""
+def turn_returns(
+    rewards: jax.Array, turn_ids: jax.Array, num_turns: int, gamma: float
+) -> jax.Array:
+  """Returns each turn's discounted return to go on its tokens [B,T]: G_k = R_k + gamma G_{k+1}."""
   returns, _ = turn_gae(rewards, jnp.zeros_like(rewards), turn_ids, num_turns, gamma, 1.0)
   return returns
 
 
-def group_zscore(scores, group_ids):
-  """(score - mean of its group) / std of its group, [B] (GRPO, arXiv 2402.03300).
+def group_zscore(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
+  """Returns (score - mean of its group) / std of its group, [B] (GRPO, arXiv 2402.03300).
 
-  Choice: the sample standard deviation (n - 1) plus 1e-6, as verl has it; a group of one, or one whose
-  scores are all equal, says nothing and gets 0.
+  Choice: the sample standard deviation (n - 1) plus 1e-6, as in verl; a group of one, or one whose
+  scores are all equal, gets 0.
   """
   chex.assert_rank([scores, group_ids], 1)
   same = group_ids[:, None] == group_ids[None, :]  # [B,B]
@@ -114,8 +162,8 @@ def group_zscore(scores, group_ids):
   return jnp.where(spread, (scores - mean) / (std + 1e-6), 0)
 
 
-def leave_one_out(scores, group_ids):
-  """score - mean of the OTHERS of its group, [B] (RLOO, arXiv 2402.14740); 0 in a group of one."""
+def leave_one_out(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
+  """Returns score - mean of the OTHERS of its group, [B] (RLOO, arXiv 2402.14740); 0 in a group of one."""
   chex.assert_rank([scores, group_ids], 1)
   same = group_ids[:, None] == group_ids[None, :]
   count = same.sum(axis=1)
@@ -125,14 +173,14 @@ def leave_one_out(scores, group_ids):
   return jnp.where(count > 1, scores - others, 0)
 
 
-def whiten_tokens(advantages, action_mask):
-  """Advantages [B,T] with mean 0 and variance 1 over agent tokens; 0 elsewhere."""
+def whiten_tokens(advantages: jax.Array, action_mask: jax.Array) -> jax.Array:
+  """Scales advantages [B,T] to mean 0 and variance 1 over agent tokens; 0 elsewhere."""
   mask = action_mask.astype(advantages.dtype)
   return _standardise(advantages, mask)
 
 
-def whiten_turns(advantages, turn_ids, num_turns):
-  """Advantages that are constant in a turn, standardised so that each turn counts once (GEM's ReBN)."""
+def whiten_turns(advantages: jax.Array, turn_ids: jax.Array, num_turns: int) -> jax.Array:
+  """Standardises advantages that are constant in a turn; each turn counts once (GEM's ReBN)."""
   mask = (turn_ids > 0).astype(advantages.dtype)
   lengths = segments.segment_sum(mask, turn_ids, num_turns + 1)
   weights = mask / jnp.maximum(jnp.take_along_axis(lengths, turn_ids, axis=1), 1)
@@ -171,3 +219,40 @@ def _to_tokens(per_turn, turn_ids):
   """[B,K] of turns 1..K -> [B,T]; 0 outside turns."""
   padded = jnp.pad(per_turn, ((0, 0), (1, 0)))
   return jnp.take_along_axis(padded, turn_ids, axis=1)
+
+
+@from_values
+def _token_gae(batch, variant):
+  mask = batch.action_mask.astype(batch.rewards.dtype)
+  return token_gae(batch.rewards, batch.old_values, mask, variant.gamma, variant.lam)
+
+
+@from_values
+def _turn_gae(batch, variant):
+  num_turns = batch.turn_ids.shape[1]
+  return turn_gae(
+      batch.rewards, batch.old_values, batch.turn_ids, num_turns, variant.gamma, variant.lam
+  )
+
+
+@from_values
+def _bad_gae(batch, variant):
+  mask = batch.action_mask.astype(batch.rewards.dtype)
+  return bad_gae(batch.rewards, batch.old_values, batch.turn_ids, mask, variant.gamma, variant.lam)
+
+
+def _turn_returns(batch, variant):
+  num_turns = batch.turn_ids.shape[1]
+  result = turn_returns(batch.rewards, batch.turn_ids, num_turns, variant.gamma)
+  result = whiten_turns(result, batch.turn_ids, num_turns)
+  return result, result
+
+
+ESTIMATORS = {
+    'token_gae': _token_gae,
+    'turn_gae': _turn_gae,
+    'bad_gae': _bad_gae,
+    'group_zscore': from_groups(group_zscore),
+    'leave_one_out': from_groups(leave_one_out),
+    'turn_returns': Estimator(_turn_returns),
+}

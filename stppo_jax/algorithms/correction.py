@@ -1,9 +1,13 @@
 """Clipping-bias correction: the two cotangents of a policy objective, and the divisor made of them.
 
-The trainer runs `logp, pull = jax.vjp(model_logp, params)` once. `cotangents` gives what to pull back:
+The trainer runs `logp, pull = jax.vjp(model_logp, params)` once. `cotangents` returns what to pull back:
 one [B,T] array for the gradient g of the loss, one for the clipping bias C, the gradient that the clip
 removed. S-PPO and ST-PPO then divide g by a function of ||C|| (arXiv 2511.20718, section 4).
 """
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
 
 import chex
 import jax
@@ -14,98 +18,126 @@ from stppo_jax.algorithms import segments
 
 
 def cotangents(
-    logp,
-    batch,
-    variant,
-    clip_low=0.2,
-    clip_high=0.2,
-    weights=None,
-    dual_clip=None,
-    min_advantage=None,
-):
-  """Cotangents of logp [B,T] for the policy loss and for the clipping bias, and the parts seen.
+    logp: jax.Array,
+    batch: Any,
+    variant: Any,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+    weights: jax.Array | None = None,
+    dual_clip: float | None = None,
+    min_advantage: str | None = None,
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+  """Cotangents of logp [B,T] for the policy loss and for the clipping bias, and the parts they are made of.
 
-  J   = sum_t weight_t min(w_t A_t, clip(w_t) A_t),   w_t the ratio of the segment that holds t
-  J_c = sum_{t clipped} weight_t w_t A_t,             so that C = grad J_c        (Lemma 4.2)
+  J   = sum_t weight_t s_t,   s_t the surrogate; for 'clip' min(w_t A_t, clip(w_t) A_t)
+  J_c = sum_{t clipped} weight_t w_t A_t,   w_t the ratio of the segment that holds t
+  C   = grad sum_{t clipped} weight_t (w_t A_t - s_t), what clipping removed; for 'clip' the clipped s_t
+        are constant, so that C = grad J_c                            (Lemma 4.2)
 
   Args:
     logp: [B,T] log-probs of the current policy.
     batch: TurnBatch; old_logp, advantages, action_mask and turn_ids are read.
-    variant: a row of VARIANTS; its ratio level is used. With ratio 'none' J = sum weight_t A_t logp_t
-      and nothing is clipped.
-    clip_low, clip_high: the ratio is held within [1 - clip_low, 1 + clip_high]. A variant's own
-      (GSPO's are narrow) are given by the caller.
+    variant: its ratio and surrogate are used. With ratio 'none' J = sum weight_t A_t logp_t and nothing
+      is clipped.
+    clip_low, clip_high, dual_clip, min_advantage: in place of the variant's. With min_advantage 'token'
+      the sign of each A_t decides (the paper's reading), so in an out-of-range turn tokens of the
+      harmless sign stay active; with 'turn' the segment's mean advantage decides, and a segment is
+      clipped as a unit.
     weights: [B,T] of `losses.aggregation_weights` over the whole mini-batch; by default this batch's
       seq-mean-token-mean, the paper's 1/|y|.
-    dual_clip: see `losses.clipped_surrogate`.
-    min_advantage: 'token': the sign of each A_t decides (the paper's reading), so in an out-of-range
-      turn tokens of the harmless sign stay active; 'turn': the segment's mean advantage decides, and
-      a segment is clipped as a unit. Default: the variant's.
 
   Returns:
-    d(-J)/dlogp [B,T]; dJ_c/dlogp [B,T]; a dict of ratio [B,T], clipped [B,T] bool, pg_loss = -J and
+    d(-J)/dlogp [B,T]; C's cotangent [B,T]; a dict of ratio [B,T], clipped [B,T] bool, pg_loss = -J and
     clipped_objective = J_c. Both cotangents treat advantages and weights as constants.
 
   Choice: tokens that `dual_clip` stops count as clipped: C is all the gradient that clipping removed.
   """
   chex.assert_equal_shape([logp, batch.old_logp, batch.advantages, batch.action_mask])
+  given = dict(
+      clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, min_advantage=min_advantage
+  )
+  variant = dataclasses.replace(variant, **{k: v for k, v in given.items() if v is not None})
   if weights is None:
     weights = losses.aggregation_weights(batch.action_mask, 'seq-mean-token-mean')
+  weights = weights.astype(logp.dtype)
+  advantages = jnp.where(batch.action_mask > 0, batch.advantages, 0)
   ids, num_segments = segments.segment_ids(
       'token' if variant.ratio == 'none' else variant.ratio, batch.action_mask, batch.turn_ids
   )
-  ratio, pull_ratio = jax.vjp(
-      lambda x: segments.importance_ratio(x, batch.old_logp, batch.action_mask, ids, num_segments),
-      logp,
+  ratio_of = lambda x: segments.importance_ratio(
+      x, batch.old_logp, batch.action_mask, ids, num_segments
   )
-  weights = weights.astype(logp.dtype)
-  advantages = jnp.where(batch.action_mask > 0, batch.advantages, 0)
-
   if variant.ratio == 'none':
     aux = dict(
-        ratio=ratio,
+        ratio=ratio_of(logp),
         clipped=jnp.zeros(logp.shape, bool),
         pg_loss=-jnp.sum(weights * advantages * logp),
         clipped_objective=jnp.zeros(()),
     )
     return -weights * advantages, jnp.zeros_like(logp), aux
 
-  if (min_advantage or variant.min_advantage) == 'turn':
+  if variant.min_advantage == 'turn':
     advantages = segments.segment_mean(advantages, ids, batch.action_mask, num_segments)
-  surrogate, clipped = losses.clipped_surrogate(ratio, advantages, clip_low, clip_high, dual_clip)
+  ratio, pull_ratio = jax.vjp(ratio_of, logp)
+  surrogate, pull, clipped = jax.vjp(
+      lambda x: losses.surrogate(ratio_of(x), x, advantages, variant), logp, has_aux=True
+  )
   pressure = weights * advantages  # d(weight w A)/dw
-  (loss_cotangent,) = pull_ratio(-jnp.where(clipped, 0, pressure))
-  (bias_cotangent,) = pull_ratio(jnp.where(clipped, pressure, 0))
+  (loss_cotangent,) = pull(-weights)
+  (unclipped,) = pull_ratio(jnp.where(clipped, pressure, 0))
+  (kept,) = pull(-jnp.where(clipped, weights, 0))
   aux = dict(
       ratio=ratio,
       clipped=clipped,
       pg_loss=-jnp.sum(weights * surrogate),
       clipped_objective=jnp.sum(jnp.where(clipped, pressure * ratio, 0)),
   )
-  return loss_cotangent, bias_cotangent, aux
+  return loss_cotangent, unclipped + kept, aux
 
 
-def divisor(rule, g_norm, c_norm, any_clipped):
-  """What S-PPO and ST-PPO divide the gradient by; a scalar, constant for differentiation.
+def divisor(
+    rule: str | Callable, g_norm: jax.Array, c_norm: jax.Array, any_clipped: jax.Array
+) -> jax.Array:
+  """What S-PPO and ST-PPO divide the gradient by: a scalar, constant for differentiation.
 
-  none      1
-  paper     ||C|| where something is clipped, else 1. Below 1 it amplifies: the step is largest when
-            clipping is rarest (v2's "clipping-triggered normalization")
-  floor     max(1, ||C||)
-  relative  (||g|| + ||C||) / ||g||: scale-free, never amplifies, 1 when nothing is clipped
-
-  Choice: where ||C|| is exactly 0 (clipped tokens of no advantage), `paper` divides by 1; where ||g||
-  is 0, `relative` does.
+  `rule` is a name of DIVISORS, or a function (g_norm, c_norm, any_clipped) -> number.
   """
-  g_norm, c_norm = jnp.asarray(g_norm), jnp.asarray(c_norm)
-  if rule == 'none':
-    value = jnp.ones_like(c_norm)
-  elif rule == 'paper':
-    value = jnp.where(jnp.asarray(any_clipped) & (c_norm > 0), c_norm, 1)
-  elif rule == 'floor':
-    value = jnp.maximum(c_norm, 1)
-  elif rule == 'relative':
-    value = jnp.where(g_norm > 0, 1 + c_norm / jnp.where(g_norm > 0, g_norm, 1), 1)
-  else:
-    raise ValueError(f'divisor rule {rule!r} is none of none, paper, floor, relative')
-  return jax.lax.stop_gradient(value)
+  if not callable(rule) and rule not in DIVISORS:
+    raise ValueError(f'divisor rule {rule!r} is none of {", ".join(DIVISORS)}')
+  rule = rule if callable(rule) else DIVISORS[rule]
+  value = rule(jnp.asarray(g_norm), jnp.asarray(c_norm), jnp.asarray(any_clipped))
+  return jax.lax.stop_gradient(jnp.asarray(value))
+
+
+def _none(g_norm, c_norm, any_clipped):
+  """1."""
+  del g_norm, any_clipped
+  return jnp.ones_like(c_norm)
+
+
+def _paper(g_norm, c_norm, any_clipped):
+  """||C|| where something is clipped, else 1 (v2's "clipping-triggered normalization").
+
+  Below 1 it amplifies: the step is largest when clipping is rarest. Choice: where ||C|| is exactly 0
+  (clipped tokens without an advantage), 1.
+  """
+  del g_norm
+  return jnp.where(any_clipped & (c_norm > 0), c_norm, 1)
+
+
+def _floor(g_norm, c_norm, any_clipped):
+  """max(1, ||C||)."""
+  del g_norm, any_clipped
+  return jnp.maximum(c_norm, 1)
+
+
+def _relative(g_norm, c_norm, any_clipped):
+  """(||g|| + ||C||) / ||g||: scale-free, never amplifies, 1 when nothing is clipped.
+
+  Choice: where ||g|| is 0, 1.
+  """
+  del any_clipped
+  return jnp.where(g_norm > 0, 1 + c_norm / jnp.where(g_norm > 0, g_norm, 1), 1)
+
+
+DIVISORS = {'none': _none, 'paper': _paper, 'floor': _floor, 'relative': _relative}

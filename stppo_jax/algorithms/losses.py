@@ -1,11 +1,14 @@
 """Losses as pure functions of log-probs and values: nothing here sees a model or parameters.
 
-Each returns numbers per token [B,T]; `aggregate` alone reduces them. Every way of reducing is linear,
-so it is a table of weights: computed once over a mini-batch, the weights make any split into
-micro-batches exact.
+Each returns numbers per token [B,T]; only `aggregate` reduces them. Every aggregation is linear, so it
+is an array of weights. Computed once over a mini-batch, the weights make any split into micro-batches
+exact.
 """
 
+from typing import Any
+
 import chex
+import jax
 import jax.numpy as jnp
 
 AGGREGATIONS = (
@@ -17,7 +20,29 @@ AGGREGATIONS = (
 KL_ESTIMATORS = ('k1', 'k2', 'k3')
 
 
-def clipped_surrogate(ratio, advantages, clip_low, clip_high, dual_clip=None):
+def surrogate(
+    ratio: jax.Array, logp: jax.Array, advantages: jax.Array, variant: Any
+) -> tuple[jax.Array, jax.Array]:
+  """What the variant maximises per token, and where its clip changed the gradient, both [B,T].
+
+  The variant names one of SURROGATES, or holds a function of the same signature as this one.
+  """
+  chosen = variant.surrogate
+  if not callable(chosen) and chosen not in SURROGATES:
+    raise ValueError(f'surrogate {chosen!r} is none of {", ".join(SURROGATES)}')
+  function = chosen if callable(chosen) else SURROGATES[chosen]
+  objective, clipped = function(ratio, logp, advantages, variant)
+  chex.assert_equal_shape([ratio, objective, clipped])
+  return objective, clipped
+
+
+def clipped_surrogate(
+    ratio: jax.Array,
+    advantages: jax.Array,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> tuple[jax.Array, jax.Array]:
   """PPO's pessimistic surrogate, not reduced, and where the clip removed the gradient, both [B,T].
 
   min(w A, clip(w, 1 - clip_low, 1 + clip_high) A)                    (Schulman et al. 2017, eq. 7)
@@ -39,7 +64,9 @@ def clipped_surrogate(ratio, advantages, clip_low, clip_high, dual_clip=None):
   return bound * advantages, clipped
 
 
-def value_loss(values, old_values, returns, clip=None):
+def value_loss(
+    values: jax.Array, old_values: jax.Array, returns: jax.Array, clip: float | None = None
+) -> jax.Array:
   """Half squared error of the critic [B,T], pessimistic within `clip` of the old values.
 
   0.5 max( (v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2 )       (PPO's reference implementation)
@@ -52,7 +79,7 @@ def value_loss(values, old_values, returns, clip=None):
   return 0.5 * error
 
 
-def kl(logp, ref_logp, estimator):
+def kl(logp: jax.Array, ref_logp: jax.Array, estimator: str) -> jax.Array:
   """Per-token estimate of KL(policy || reference) from the policy's samples [B,T].
 
   k1 = logp - ref_logp,  k2 = k1^2 / 2,  k3 = exp(-k1) - 1 + k1      (Schulman 2020, "Approximating KL")
@@ -68,7 +95,13 @@ def kl(logp, ref_logp, estimator):
   raise ValueError(f'KL estimator {estimator!r} is none of {", ".join(KL_ESTIMATORS)}')
 
 
-def adaptive_kl(coefficient, measured_kl, target, horizon, episodes):
+def adaptive_kl(
+    coefficient: jax.Array,
+    measured_kl: jax.Array,
+    target: float,
+    horizon: float,
+    episodes: jax.Array,
+) -> jax.Array:
   """The next KL coefficient: grows when the measured KL is above target (Ziegler et al. 2019, 2.2).
 
   coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon)
@@ -77,7 +110,7 @@ def adaptive_kl(coefficient, measured_kl, target, horizon, episodes):
   return coefficient * (1 + error * episodes / horizon)
 
 
-def aggregation_weights(mask, mode, norm_length=None):
+def aggregation_weights(mask: jax.Array, mode: str, norm_length: int | None = None) -> jax.Array:
   """Weights [B,T] such that sum(weights * x) is x reduced by verl's `loss_agg_mode`.
 
   token-mean                sum over all masked tokens / their number
@@ -102,8 +135,20 @@ def aggregation_weights(mask, mode, norm_length=None):
   raise ValueError(f'aggregation {mode!r} is none of {", ".join(AGGREGATIONS)}')
 
 
-def aggregate(x, mask, mode, norm_length=None):
-  """x [B,T] reduced to a scalar over the masked tokens, by one of verl's four modes."""
+def aggregate(
+    x: jax.Array, mask: jax.Array, mode: str, norm_length: int | None = None
+) -> jax.Array:
+  """Reduces x [B,T] to a scalar over the masked tokens, by one of verl's four modes."""
   chex.assert_equal_shape([x, mask])
   weights = aggregation_weights(mask, mode, norm_length)
   return jnp.sum(weights * jnp.where(mask.astype(bool), x, 0))
+
+
+def _clip(ratio, logp, advantages, variant):
+  del logp
+  return clipped_surrogate(
+      ratio, advantages, variant.clip_low, variant.clip_high, variant.dual_clip or None
+  )
+
+
+SURROGATES = {'clip': _clip}

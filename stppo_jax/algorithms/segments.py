@@ -1,6 +1,6 @@
-"""Segments: which tokens share an importance ratio. One notion for token, turn and sequence.
+"""Segments: which tokens share an importance ratio.
 
-A segment id per token turns token PPO, Turn-PPO and GSPO into the same function: the ratio is the
+With a segment id per token, token PPO, Turn-PPO and GSPO are the same function: the ratio is the
 exponential of a segment's mean log-ratio, and only the ids differ.
 """
 
@@ -11,11 +11,11 @@ import jax.numpy as jnp
 LEVELS = ('token', 'turn', 'sequence')
 
 
-def segment_ids(level, action_mask, turn_ids):
-  """Ids [B,T] of the tokens that share a ratio, 0 outside the agent's tokens, and their number.
+def segment_ids(level: str, action_mask: jax.Array, turn_ids: jax.Array) -> tuple[jax.Array, int]:
+  """Returns ids [B,T] of the tokens that share a ratio, 0 outside the agent's tokens, and their number.
 
   `level` is 'token' (each its own), 'turn' (`turn_ids`) or 'sequence' (all of a row). The number
-  is static, so it is a bound (T + 1), not a count: a row may use fewer.
+  is static: a bound (T + 1), not a count. A row may use fewer.
   """
   chex.assert_equal_shape([action_mask, turn_ids])
   mask = action_mask.astype(jnp.int32)
@@ -29,13 +29,15 @@ def segment_ids(level, action_mask, turn_ids):
   raise ValueError(f'level {level!r} is none of {", ".join(LEVELS)}')
 
 
-def segment_sum(x, ids, num_segments):
-  """Sums of x [B,T] over each row's segments -> [B,num_segments]."""
+def segment_sum(x: jax.Array, ids: jax.Array, num_segments: int) -> jax.Array:
+  """Sums x [B,T] over each row's segments -> [B,num_segments]."""
   return jax.vmap(lambda row, row_ids: jax.ops.segment_sum(row, row_ids, num_segments))(x, ids)
 
 
-def segment_mean(x, segment_ids, mask, num_segments):
-  """Mean of x [B,T] over the masked tokens of each token's own segment, broadcast back to [B,T].
+def segment_mean(
+    x: jax.Array, segment_ids: jax.Array, mask: jax.Array, num_segments: int
+) -> jax.Array:
+  """Returns the mean of x [B,T] over the masked tokens of each token's own segment, broadcast back to [B,T].
 
   0 where `mask` is 0. Differentiable in x: each token of a segment receives 1/|segment|.
   """
@@ -48,8 +50,14 @@ def segment_mean(x, segment_ids, mask, num_segments):
   return jnp.take_along_axis(means, segment_ids, axis=1) * mask
 
 
-def importance_ratio(logp, old_logp, action_mask, segment_ids, num_segments):
-  """Geometric-mean importance ratio of each token's segment [B,T]; 1 outside the agent's tokens.
+def importance_ratio(
+    logp: jax.Array,
+    old_logp: jax.Array,
+    action_mask: jax.Array,
+    segment_ids: jax.Array,
+    num_segments: int,
+) -> jax.Array:
+  """Returns the geometric-mean importance ratio of each token's segment [B,T]; 1 outside the agent's tokens.
 
   w^k = exp( (1/|y^k|) sum_{t in k} (logp_t - old_logp_t) )      (arXiv 2511.20718, Turn-PPO)
 

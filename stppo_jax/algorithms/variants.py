@@ -1,37 +1,80 @@
-"""The table of algorithms: a variant is a row, not a class.
+"""The table of algorithms: a `Variant` is a whole objective, described by the parts it is made of.
 
-To add one, add a row; to change one for a run, override a column (`--config.algorithm.ratio=turn`).
+To add an algorithm, write a Variant: a row of VARIANTS, or a name in a file of your own, which a run picks
+by `--config.algorithm.variant=my_file:MY_VARIANT`. To change one for a run, override a column
+(`--config.algorithm.ratio=turn`).
+
+Three columns take a name from the table beside the built-ins, or a function of your own:
+
+  advantage  (batch, variant) -> (advantages, returns)                        advantages.ESTIMATORS
+             Both [B,T]; `returns` are the critic's targets. `advantages.from_groups` makes one from a function
+             (scores, group_ids) -> advantages, all [B]; `advantages.from_values` marks one that reads
+             batch.old_values, so that the run makes a critic.
+  surrogate  (ratio, logp, advantages, variant) -> (objective, clipped)       losses.SURROGATES
+             All [B,T]; `clipped` is true where the clip changed the gradient. The trainer ascends the objective:
+             its gradient is taken through `ratio` and `logp`, whichever the surrogate uses.
+  divisor    (g_norm, c_norm, any_clipped) -> number                          correction.DIVISORS
+             All scalars: ||g||, ||C||, and whether any token was clipped. The gradient g is divided by it.
 """
 
+from collections.abc import Callable
 import dataclasses
 
-ADVANTAGES = ('token_gae', 'turn_gae', 'bad_gae', 'group_zscore', 'leave_one_out', 'turn_returns')
+from stppo_jax.algorithms import advantages
+
 RATIOS = ('none', 'token', 'turn', 'sequence')
-DIVISORS = ('none', 'paper', 'floor', 'relative')
 NORMS = ('gradient', 'loss')
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-  """One algorithm, as choices of the few parts in which these algorithms differ."""
+  """One objective, as choices of the few parts in which algorithms differ.
 
-  advantage: str  # one of ADVANTAGES: how credit is assigned
-  ratio: (
-      str  # one of RATIOS: which tokens share an importance ratio; 'none' = plain policy gradient
-  )
-  divisor: str = (
-      'none'  # one of DIVISORS: clipping-bias correction, what the gradient is divided by
-  )
+  Defaults are those of Search-R1 v0.2, unless the comment says otherwise.
+  """
+
+  advantage: str | Callable  # how credit is assigned
+  ratio: str  # one of RATIOS: the tokens that share an importance ratio; 'none' = policy gradient
+  surrogate: str | Callable = 'clip'  # what is maximised in place of ratio x advantage
+  divisor: str | Callable = 'none'  # clipping-bias correction: what the gradient is divided by
   norm_of: str = 'gradient'  # one of NORMS: what ||C|| is the norm of
   min_advantage: str = 'token'  # 'token' | 'turn': the advantage inside the min, see `correction`
   clip_low: float = 0.2
   clip_high: float = 0.2
+  dual_clip: float = 0.0  # c > 1 bounds the ratio where the advantage is negative; 0: off
   whiten: bool = False  # advantages to mean 0 and variance 1 over the batch's agent tokens
+  gamma: float = 1.0  # discount
+  lam: float = 1.0  # of GAE
+  aggregation: str = 'seq-mean-token-mean'  # the paper's 1/|y|; or another of losses.AGGREGATIONS
+  norm_length: int = 0  # of 'seq-mean-token-sum-norm'; 0: the longest episode allowed
+  entropy_coef: float = 0.001
+  kl_in: str = 'reward'  # 'reward' | 'loss' | 'none': where the KL to the reference goes
+  kl_estimator: str = 'k1'  # one of losses.KL_ESTIMATORS
+  kl_coef: float = 0.001
+  kl_target: float = 0.0  # above 0 the coefficient adapts towards this KL
+  kl_horizon: float = 10_000.0  # episodes over which it adapts
+  value_clip: float = 0.5  # range of a step's change of a value; 0: off
+  value_coef: float = 0.5  # of the critic's loss on a shared trunk
+  old_logp: str = 'trainer'  # 'trainer' | 'sampler': whose log-probs the ratio starts from
+  rollout_is: str = 'none'  # one of off_policy.LEVELS: weights from the sampler to old_logp
+  rollout_is_threshold: float = 2.0  # their upper bound
+  log_bias: bool = True  # measure ||C|| also where nothing is divided by it
 
   @property
   def needs_critic(self) -> bool:
     """Whether its advantages are built on learnt values."""
-    return self.advantage in ('token_gae', 'turn_gae', 'bad_gae')
+    return advantages.estimator(self.advantage).needs_critic
+
+  @property
+  def needs_groups(self) -> bool:
+    """Whether its advantages compare several episodes of one question."""
+    return advantages.estimator(self.advantage).needs_groups
+
+  @property
+  def measures_bias(self) -> bool:
+    """Whether the gradient C that clipping removed is computed."""
+    divides = self.divisor != 'none' and self.norm_of == 'gradient'
+    return self.ratio != 'none' and (self.log_bias or divides)
 
 
 VARIANTS = {

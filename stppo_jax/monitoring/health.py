@@ -1,8 +1,7 @@
-"""Plain thresholds on the numbers of a run: lines of metrics in, alarms out, pure.
+"""Thresholds on the metrics of a run: lines of metrics in, alarms out.
 
 Each rule watches one metric, averaged over the last `window` updates that have it, and is broken when
-that mean is beyond the limit. Where the limits come from is said beside them in config.Health; they
-are meant to be seen and changed, not believed.
+that mean is beyond the limit. config.Health holds the limits, which were set by hand.
 """
 
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-  """What is watched, and how bad an episode's record is in that respect (0: not at all)."""
+  """A watched metric, and a measure of how far an episode's record breaks the rule (0: not at all)."""
 
   metrics: tuple[str, ...]  # the first of them that the run has
   kind: str  # 'above' limit | below (1 - limit) times the 'best' window | .. the 'first' window
@@ -36,7 +35,7 @@ class Alarm:
   is_new: bool  # it was not broken an update before
 
   def line(self, window: int, place: str) -> str:
-    """One line for the log."""
+    """Returns one line for the log."""
     return (
         f'health: {RULES[self.name].meaning}: {self.metric} is {self.value:.4g} over the last '
         f'{window} updates, beyond {self.bound:.4g} (config.health.{self.name}); look at {place}'
@@ -46,9 +45,9 @@ class Alarm:
 def check(
     rows: Sequence[Mapping[str, Any]], limits: Mapping[str, float], window: int
 ) -> list[Alarm]:
-  """The rules that the run breaks after the last of `rows`, its metrics of every update so far.
+  """Returns the rules that the run breaks after the last of `rows`, the metrics of all its updates.
 
-  A limit of 0 turns its rule off, and a rule says nothing before its metric fills a window.
+  A limit of 0 turns its rule off. A rule holds until its metric fills a window.
   """
   alarms = []
   for name, rule in RULES.items():
@@ -73,18 +72,18 @@ def check(
 
 
 def watched(row: Mapping[str, float]) -> dict[str, float]:
-  """What `check` needs of a line of metrics: a long run keeps these alone."""
+  """Returns the part of a line of metrics that `check` needs, to keep in memory."""
   return {name: row[name] for rule in RULES.values() for name in rule.metrics if name in row}
 
 
 def flags(alarms: Sequence[Alarm]) -> dict[str, float]:
-  """health/<rule>: 1 where it is broken, for metrics.jsonl and the report."""
+  """Returns health/<rule>, 1 where it is broken, for metrics.jsonl and the report."""
   broken = {alarm.name for alarm in alarms}
   return {f'health/{name}': float(name in broken) for name in RULES}
 
 
 def worst_lines(name: str, records: Sequence[Mapping[str, Any]], most: int = 3) -> list[int]:
-  """Line numbers, from 1, of the episodes that break the rule most, in an episodes/*.jsonl."""
+  """Returns line numbers, from 1, of the episodes that break the rule most, in an episodes/*.jsonl."""
   badness = [RULES[name].badness(record) for record in records]
   order = sorted(range(len(records)), key=lambda i: -badness[i])[:most]
   return sorted(i + 1 for i in order if badness[i] > 0)
@@ -126,7 +125,7 @@ def _gap(record):
 
 
 def _surprise(record):
-  """How sure the policy was of what it did: 1 where every token was certain."""
+  """Geometric mean of the sampled tokens' probabilities: 1 where every token was certain."""
   logp = [x for x in record['behaviour_logp'] if x is not None]
   return float(np.exp(np.mean(logp))) if logp else 0.0
 

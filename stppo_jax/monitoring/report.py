@@ -1,8 +1,8 @@
-"""The page of a run. metrics.jsonl, config.json and episodes/*.jsonl in, one report.html out.
+"""The report of a run: metrics.jsonl, config.json and episodes/*.jsonl in, report.html out.
 
-The page is self-contained: it opens from disk, without a network, while the run still goes.
-Episode text was written by a model and a corpus, so nothing of it is trusted: the data stand as
-JSON without `<`, the page sets them with textContent, and its policy runs no script but its own.
+The page is self-contained: it opens from disk, without a network, also while the run goes on. Episode
+text comes from a model and a corpus and is not trusted: the data are JSON without `<`, the page sets
+them with textContent, and its content security policy allows no script but its own.
 """
 
 import base64
@@ -24,13 +24,13 @@ from stppo_jax.monitoring import report_charts
 EPISODES_PER_FILE = 24  # at most, of each of: first and last training update, last evaluation
 BYTES_PER_FILE = 2_000_000  # of those episodes as JSON
 _TEMPLATE = pathlib.Path(__file__).with_name('report_template.html')
-_EM_NAME = re.compile(r'val-core/([^/]+)/em(?:_hops(\d+))?')
+_CORE_NAME = re.compile(r'val-core/([^/]+)/(\w+?)(?:_hops(\d+))?')
 _HIGHLIGHTS = (  # of the config, in the order in which the page shows them
     'algorithm.variant algorithm.advantage algorithm.ratio algorithm.divisor algorithm.norm_of '
     'algorithm.clip_low algorithm.clip_high algorithm.gamma algorithm.lam algorithm.kl_in '
     'algorithm.kl_coef algorithm.entropy_coef model.folder model.critic actor.lr critic.lr '
     'train.updates train.episodes train.mini_batch train.epochs rollout.group_size '
-    'rollout.temperature rollout.top_p data.source env.prompt env.max_turns env.reward '
+    'rollout.temperature rollout.top_p data.source env.kind env.prompt env.max_turns env.reward '
     'retriever.kind retriever.top_k seed'
 ).split()
 
@@ -72,7 +72,7 @@ def build(workdir: str) -> str:
 
 def _with_one_name_an_only_data_set(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
   """Where one data set is held out, 'all' is that one: it takes its name, once."""
-  found = {name.split('/')[1] for row in rows for name in row if _EM_NAME.fullmatch(name)}
+  found = {name.split('/')[1] for row in rows for name in row if _CORE_NAME.fullmatch(name)}
   if len(found - {'all'}) != 1:
     return rows
   only = f'val-core/{(found - {"all"}).pop()}/'
@@ -142,7 +142,7 @@ def _episode_group(path: str, step: int, label: str) -> dict[str, Any]:
         episode = json.loads(raw)
         if {len(episode['pieces']), len(episode['turn_ids'])} != {len(episode['tokens'])}:
           raise ValueError('tokens, pieces and turn_ids differ in length')
-        (right if (episode.get('em') or 0) > 0 else wrong).append(offset)
+        (right if episode.get('right') else wrong).append(offset)
         for dataset in ('all', episode.get('dataset')):
           for key in ((dataset, None), (dataset, episode.get('hops'))):
             counts[key] = counts.get(key, 0) + 1
@@ -204,7 +204,7 @@ def _status_html(rows: list[dict[str, Any]]) -> str:
 
 
 def _health_html(rows: list[dict[str, Any]]) -> str:
-  """The rules of training/health.py that were broken, with how often and since when."""
+  """The rules of monitoring/health.py that were broken, how often and since when."""
   broken = {}
   for row in rows:
     for name, value in row.items():
@@ -219,14 +219,15 @@ def _health_html(rows: list[dict[str, Any]]) -> str:
 
 
 def _results_html(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> str:
-  """The table of held-out exact match, before and after, over all questions and by hops."""
-  points = {}  # (dataset, hops or None) -> [(step, em)]
+  """The table of the main held-out score, before and after, over all questions and by hops."""
+  points = {}  # (dataset, hops or None) -> [(step, score)]
+  main = _main_score(rows)
   for row in rows:
-    for name, em in row.items():
-      match = _EM_NAME.fullmatch(name)
-      if match and em is not None:
-        key = (match.group(1), int(match.group(2)) if match.group(2) else None)
-        points.setdefault(key, []).append((row['step'], em))
+    for name, score in row.items():
+      match = _CORE_NAME.fullmatch(name)
+      if match and match.group(2) == main and score is not None:
+        key = (match.group(1), int(match.group(3)) if match.group(3) else None)
+        points.setdefault(key, []).append((row['step'], score))
   if not points:
     return '<p class="muted">No evaluation yet.</p>'
   last_eval = next((group for group in groups if group['kind'] == 'eval'), None)
@@ -252,7 +253,7 @@ def _results_html(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> s
     lines.append(f'<tr class="{"all" if hops is None else "hops"}">{"".join(cells)}</tr>')
   firsts, lasts = ({series[end][0] for series in points.values()} for end in (0, -1))
   titles = (
-      'Held-out exact match',
+      'Held-out exact match' if main == 'em' else f'Held-out {html.escape(main)}',
       'n',
       f'update {firsts.pop()}' if len(firsts) == 1 else 'first',
       f'update {lasts.pop()}' if len(lasts) == 1 else 'last',
@@ -264,6 +265,14 @@ def _results_html(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> s
       '<div class="scroll"><table class="results">'
       f'<thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
   )
+
+
+def _main_score(rows: list[dict[str, Any]]) -> str:
+  """The name that is scored by hops; else exact match, any core metric, or the reward."""
+  found = [match for row in rows for name in row if (match := _CORE_NAME.fullmatch(name))]
+  by_hops = [match.group(2) for match in found if match.group(3)]
+  names = sorted({match.group(2) for match in found}, key=lambda n: (n == 'score', n != 'em', n))
+  return (by_hops or names or ['score'])[0]
 
 
 def _signed(change: float) -> str:

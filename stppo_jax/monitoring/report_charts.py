@@ -1,7 +1,7 @@
-"""Which curves the report draws. Metrics lines in, charts as plain data out.
+"""The charts of the report: lines of metrics in, charts as plain data out.
 
-A chart names its series by patterns of metric names; a series that a run did not write is left
-out, and so is a chart without series. What no chart names comes last, one chart a name, folded.
+A chart names its series by patterns of metric names. Series that a run did not write are left out, and
+so are charts without series. Metrics that no chart names come last, folded, one chart per name.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import math
 import re
 from typing import Any
 
-MAX_POINTS = 600  # a series; the extremes of each bin survive the thinning
+MAX_POINTS = 600  # per series; thinning keeps the extremes of each bin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,19 @@ CHARTS = (
             Line(r'critic/rewards/mean', 'score with KL'),
             Line(r'f1/mean', 'F1'),
             Line(r'val-core/(.+)/f1', r'F1 held out: \1'),
+            Line(r'val-core/(.+)/score', r'score held out: \1'),
+        ),
+    ),
+    Chart(
+        'Outcome',
+        'Metrics of the environment',
+        'mean over episodes',
+        '',
+        (
+            Line(r'(?!critic|num_turns|em/|f1/)(\w+)/mean', r'\1'),
+            Line(r'env/(?!searches/|invalid/)(.+)/mean', r'\1'),
+            Line(r'val-core/all/(?!em|f1|score)(\w+)', r'held out: \1'),
+            Line(r'val-aux/all/(?!searches)(\w+)', r'held out: \1'),
         ),
     ),
     Chart(
@@ -123,15 +136,17 @@ CHARTS = (
     Chart(
         'Policy',
         'Distance',
-        'KL, nats a token',
+        'KL, nats per token',
         '',
         (Line(r'actor/ppo_kl', 'to the old policy'), Line(r'actor/kl_loss', 'to the reference')),
     ),
-    Chart('Policy', 'Entropy', 'nats a token', '', (Line(r'actor/entropy(?:_loss)?', 'entropy'),)),
+    Chart(
+        'Policy', 'Entropy', 'nats per token', '', (Line(r'actor/entropy(?:_loss)?', 'entropy'),)
+    ),
     Chart(
         'Policy',
         'Sampler against trainer',
-        'KL, nats a token',
+        'KL, nats per token',
         'Zero where both compute the same log-probs.',
         (Line(r'rollout_corr/kl', 'k1'), Line(r'rollout_corr/k3_kl', 'k3')),
     ),
@@ -174,14 +189,14 @@ CHARTS = (
     Chart(
         'Episodes and cost',
         'Turns',
-        'turns an episode',
+        'turns per episode',
         'Mean; shaded from smallest to largest.',
         (Line(r'num_turns/mean', 'turns', band=True), Line(r'env/searches/mean', 'searches')),
     ),
     Chart(
         'Episodes and cost',
         'Length',
-        'tokens an episode',
+        'tokens per episode',
         'Mean; shaded from smallest to largest.',
         (
             Line(r'response_length/mean', 'response', band=True),
@@ -191,7 +206,7 @@ CHARTS = (
     Chart(
         'Episodes and cost',
         'Irregular episodes',
-        'fraction; number an episode',
+        'fraction; number per episode',
         '',
         (
             Line(r'env/truncated', 'cut by a limit'),

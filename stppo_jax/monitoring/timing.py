@@ -1,6 +1,6 @@
-"""Where an update's time goes: seconds of its phases for the metrics, and a profiler's trace for N updates.
+"""Time of an update: seconds per phase for the metrics, and a profiler trace of N updates.
 
-TensorBoard (with the plugin xprof) and Perfetto read the trace; the phases are named in it.
+TensorBoard (with the plugin xprof) and Perfetto read the trace, which names the phases.
 """
 
 import collections
@@ -13,7 +13,7 @@ import jax
 
 
 class Timing(collections.defaultdict):
-  """{phase: seconds}, filled by `with timing('gen'):`; a phase that comes again adds up."""
+  """{phase: seconds}, filled by `with timing('gen'):`; seconds of a repeated phase add up."""
 
   def __init__(self):
     super().__init__(float)
@@ -26,16 +26,16 @@ class Timing(collections.defaultdict):
     self[phase] += time.perf_counter() - started
 
   def metrics(self) -> dict[str, float]:
-    """The seconds under the names of metrics.jsonl."""
+    """Returns the seconds under the names of metrics.jsonl."""
     return {f'timing_s/{phase}': seconds for phase, seconds in self.items()}
 
 
 @contextlib.contextmanager
 def of_updates(folder, count, first):
-  """Gives a function to call before each update with the number n of those done.
+  """Context manager; yields a function to call before each update with the number of updates done.
 
-  It starts the trace after update first + 1, which compiles, and ends it `count` updates later; a run
-  that ends earlier ends it too. Nothing is traced with `count` 0.
+  It starts the trace after update first + 1, which compiles, and ends it `count` updates later or with
+  the run. Nothing is traced with `count` 0.
   """
   with contextlib.ExitStack() as trace:
 

@@ -1,10 +1,13 @@
 """The folder of a run: it belongs to one config, and at any time to one process."""
 
+from collections.abc import Collection
+from collections.abc import Mapping
 import contextlib
 import fcntl
 import json
 import os
 import socket
+from typing import Any
 
 from stppo_jax.monitoring import metrics
 from stppo_jax.types import UserError
@@ -38,35 +41,50 @@ def lock(workdir):
     yield
 
 
-def claim(workdir, config, may_change=()):
+def claim(
+    workdir: str,
+    config: Mapping[str, Any],
+    may_change: Collection[str] = (),
+    digests: Mapping[str, str] | None = None,
+) -> None:
   """Writes config.json into `workdir`, or checks that the one there says the same.
 
-  `config`: as nested dicts; a resumed run may differ in the fields `may_change`. A folder in which no number was computed yet (a run that stopped at a
-  wrong path, say) is free.
+  `config` is given as nested dicts; a resumed run may differ in the fields `may_change`. `digests` of
+  plug-ins' sources, by field, are kept under the key 'plugins'. A folder in which no number was computed
+  yet (a run that stopped at a wrong path, say) is free.
   """
   path = os.path.join(workdir, 'config.json')
   mine = json.loads(json.dumps(config))
+  if digests:
+    mine['plugins'] = dict(digests)
   if not os.path.exists(path) or not os.path.exists(os.path.join(workdir, metrics.FILE_NAME)):
     write_whole(path, json.dumps(mine, indent=2))
     return
   with open(path, encoding='utf-8') as file:
-    theirs = flatten(json.load(file))
-  mine = flatten(mine)
+    theirs = json.load(file)
+  theirs_of_plugins = theirs.pop('plugins', {})
+  theirs, flat = flatten(theirs), flatten({k: v for k, v in mine.items() if k != 'plugins'})
   different = [
       name
-      for name in sorted(mine.keys() | theirs.keys())
-      if name not in may_change and mine.get(name) != theirs.get(name)
+      for name in sorted(flat.keys() | theirs.keys())
+      if name not in may_change and flat.get(name) != theirs.get(name)
   ]
   if different:
     shown = ', '.join(
-        f'{name} ({theirs.get(name)!r} there, {mine.get(name)!r} here)' for name in different[:4]
+        f'{name} ({theirs.get(name)!r} there, {flat.get(name)!r} here)' for name in different[:4]
     )
     more = f' and {len(different) - 4} more' if len(different) > 4 else ''
     raise UserError(
         f'--workdir={workdir!r} belongs to a run with another config: {shown}{more}. '
         'Give another --workdir, or the same config'
     )
-  write_whole(path, json.dumps(unflatten(mine), indent=2))
+  for field, digest in (digests or {}).items():
+    if theirs_of_plugins.get(field, digest) != digest:
+      raise UserError(
+          f'--workdir={workdir!r}: the source of config.{field}={flat[field]!r} has changed since '
+          'the run began: give another --workdir, or the source as it was'
+      )
+  write_whole(path, json.dumps(mine, indent=2))
 
 
 def flatten(tree, prefix=''):
@@ -78,18 +96,6 @@ def flatten(tree, prefix=''):
     else:
       flat[prefix + name] = value
   return flat
-
-
-def unflatten(flat):
-  """The inverse of `flatten`."""
-  tree = {}
-  for path, value in flat.items():
-    *parents, last = path.split('.')
-    branch = tree
-    for name in parents:
-      branch = branch.setdefault(name, {})
-    branch[last] = value
-  return tree
 
 
 def write_whole(path, text):

@@ -120,19 +120,19 @@ def make(config: schema.Config, topology: str = '') -> Plan:
     shape = agent_lib.load_shape(config, head, folder)
     return shape, _on(mesh, _params(shape), memory_kind)
 
-  variant = learner_lib.make_variant(config.algorithm)
+  variant = learner_lib.make_variant(config)
   model, critic_model, actor, critic, frozen = learner_lib.load(
       config, variant, load, lambda function: _on(mesh, jax.eval_shape(function))
   )
-  if learner_lib.needs_reference(config):
+  if learner_lib.needs_reference(config, variant):
     frozen = frozen.replace(
         reference=_on(mesh, actor, sharding.HOST if 'reference' in on_host else None)
     )
-  learner = dataclasses.replace(
-      learner_lib.make_learner(config, variant, model, critic_model, devices[0]),
+  spec = dataclasses.replace(
+      learner_lib.make_spec(config, variant, model, critic_model, devices[0]),
       lengths=config.train.length_buckets[-1:],
   )
-  state = jax.eval_shape(functools.partial(train_state.create, learner, kl_coef=0.0), actor, critic)
+  state = jax.eval_shape(functools.partial(train_state.create, spec), actor, critic)
   state = jax.tree.map(_shape, state, train_state.shardings(state, mesh, on_host))
   num_params = {
       name: shapes.num_params(shape)
@@ -146,13 +146,13 @@ def make(config: schema.Config, topology: str = '') -> Plan:
       topology=topology or 'the devices here',
       chip=chip,
       mesh=mesh,
-      attention=learner.actor.attention + (' (cuDNN cannot be traced without a GPU)' * absent_gpu),
+      attention=spec.actor.attention + (' (cuDNN cannot be traced without a GPU)' * absent_gpu),
       num_params=num_params,
       held=_held(config, mesh, model, state, frozen),
   )
   # Sums over micro-batches: g and C of the actor, and the critic's.
   gradients = 2 * _sizes(state.actor)[1] + _sizes(state.critic)[1]
-  for program, traced in _programs(plan, learner, state, frozen):
+  for program, traced in _programs(plan, spec, state, frozen):
     _compile(program, traced, plan)
     _estimate(program, plan)
     plan.programs.append(program)
@@ -223,26 +223,28 @@ def _held(config, mesh, model, state, frozen):
   return held | {f'{name}, on the host': _sizes(keep(tree, True)) for name, tree in trees.items()}
 
 
-def _programs(plan, learner, state, frozen):
+def _programs(plan, spec, state, frozen):
   """Yields (Program, jax.stages.Traced) for each function that an update runs."""
   params = frozen.policy(state.actor)
   for name, unit, runs, trips, resident, traced in (
-      *_training_programs(plan, learner, state, frozen),
-      *_sampling_programs(plan, learner.actor, params),
+      *_training_programs(plan, spec, state, frozen),
+      *_sampling_programs(plan, spec.actor, params),
   ):
     yield Program(name, unit, runs, hlo.matmul_flops(traced.jaxpr, trips), resident, trips), traced
 
 
-def _training_programs(plan, learner, state, frozen):
+def _training_programs(plan, spec, state, frozen):
   """Returns (name, unit, runs per update, loop trips, bytes held by others, traced) of each."""
   train, held = plan.config.train, plan.held_per_device
-  functions = update.compile_functions(learner, state, frozen, plan.mesh)
+  functions = update.compile_functions(spec, state, frozen, plan.mesh)
   batch = turn_batch(train.episodes, train.length_buckets[-1])
   micro_batches = train.mini_batch // train.micro_batch
   micro = f'in micro-batches of {train.micro_batch}, {train.length_buckets[-1]} tokens each'
   whole = functools.partial(_shape_of, dtype=jnp.int32)
   deal, first_deals = (train.mini_batch,), (train.episodes // train.mini_batch, train.mini_batch)
-  packed = lambda axes: packing.Packing(*(whole(*axes) for _ in range(3)))
+  dealt = lambda axes: packing.Step(
+      whole(*axes), packing.Packing(*(whole(*axes) for _ in range(3)))
+  )
   return (
       (
           'update',
@@ -250,7 +252,7 @@ def _training_programs(plan, learner, state, frozen):
           train.epochs * train.episodes // train.mini_batch,
           micro_batches,
           held['reference policy'],
-          functions.update_step.trace(state, frozen, batch, whole(*deal), packed(deal)),
+          functions.update_step.trace(state, frozen, batch, dealt(deal)),
       ),
       (
           'annotate',
@@ -258,7 +260,7 @@ def _training_programs(plan, learner, state, frozen):
           1,
           micro_batches,
           held['optimizers'],
-          functions.annotate.trace(state, frozen, batch, whole(*first_deals), packed(first_deals)),
+          functions.annotate.trace(state, frozen, batch, dealt(first_deals)),
       ),
   )
 

@@ -1,20 +1,30 @@
-"""What an update says about itself: metrics computed inside the compiled functions, pure.
+"""Metrics of an update, computed inside the compiled functions; pure.
 
 Names are verl's where the quantity is the same, and `stppo/..` for what is ours.
 """
 
+import jax
 import jax.numpy as jnp
 
+from stppo_jax import types
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import off_policy
 from stppo_jax.algorithms import segments
+from stppo_jax.training.state import Spec
 
 
-def sampler_gap(logp, behaviour_logp, mask, turn_ids, level='none', threshold=jnp.inf):
-  """How far the trainer's log-probs are from those the sampler reported (verl's rollout_corr).
+def sampler_gap(
+    logp: jax.Array,
+    behaviour_logp: jax.Array,
+    mask: jax.Array,
+    turn_ids: jax.Array,
+    level: str = 'none',
+    threshold: float = jnp.inf,
+) -> dict[str, jax.Array]:
+  """Measures how far the trainer's log-probs are from those the sampler reported (verl's rollout_corr).
 
-  The weights are those of `rollout_correction`; with level 'none', where nothing is weighted, what
-  'token' would be without truncation. Mean and effective sample size (a share of the tokens) are of
+  The weights are those of `off_policy`; with level 'none', where nothing is weighted, those of 'token'
+  without truncation. Mean and effective sample size (a share of the tokens) are of
   the truncated weights, max and min of the weights before, within exp(+-20).
   """
   log_ratio = (logp - behaviour_logp) * mask
@@ -40,8 +50,10 @@ def sampler_gap(logp, behaviour_logp, mask, turn_ids, level='none', threshold=jn
   }
 
 
-def batch_summary(batch, mask, has_values):
-  """Mean, max and min of what the advantages were made from and of what they became."""
+def batch_summary(
+    batch: types.TurnBatch, mask: jax.Array, has_values: bool
+) -> dict[str, jax.Array]:
+  """Mean, max and min of rewards, values, advantages and returns."""
   metrics = {}
   token_series = {'advantages': batch.advantages, 'returns': batch.returns}
   if has_values:
@@ -67,14 +79,16 @@ def batch_summary(batch, mask, has_values):
   return metrics
 
 
-def step_summary(learner, batch, weights, seen):
+def step_summary(
+    spec: Spec, batch: types.TurnBatch, weights: jax.Array, seen: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
   """Losses, clip fractions and ratio spreads of one optimizer step, from what each token saw."""
   mask = batch.action_mask.astype(jnp.float32)
   token_mean = lambda x: jnp.sum(x * mask) / jnp.maximum(mask.sum(), 1)
   log_ratio = (seen['logp'] - batch.old_logp) * mask
   stopped_far = jnp.zeros_like(seen['clipped'])
-  if learner.dual_clip is not None:
-    stopped_far = seen['clipped'] & (batch.advantages < 0) & (seen['ratio'] > learner.dual_clip)
+  if dual_clip := spec.variant.dual_clip:
+    stopped_far = seen['clipped'] & (batch.advantages < 0) & (seen['ratio'] > dual_clip)
   metrics = {
       'actor/pg_loss': seen['pg_loss'],
       'actor/pg_clipfrac': token_mean(seen['clipped'] & ~stopped_far),
@@ -90,17 +104,17 @@ def step_summary(learner, batch, weights, seen):
         seen['logp'], batch.old_logp, batch.action_mask, ids, num_segments
     )
     metrics[f'stppo/ratio_std_{level}'] = jnp.sqrt(_variance(ratio, mask))
-  for turn in range(1, learner.num_turns + 1):
+  for turn in range(1, spec.num_turns + 1):
     for sign, chosen in (('pos', batch.advantages >= 0), ('neg', batch.advantages < 0)):
       tokens = (batch.turn_ids == turn) & chosen & (mask > 0)
       metrics[f'stppo/clipfrac_turn{turn}_{sign}'] = jnp.sum(
           seen['clipped'] & tokens
       ) / jnp.maximum(tokens.sum(), 1)
-  if learner.has_values:
-    values = seen['values']
-    loss = losses.value_loss(values, batch.old_values, batch.returns, learner.value_clip)
+  if spec.has_values:
+    values, value_clip = seen['values'], spec.variant.value_clip or None
+    loss = losses.value_loss(values, batch.old_values, batch.returns, value_clip)
     metrics |= {'critic/vf_loss': token_mean(loss), 'critic/vpred_mean': token_mean(values)}
-    if learner.value_clip is not None:
+    if value_clip is not None:
       metrics['critic/vf_clipfrac'] = token_mean(
           loss > losses.value_loss(values, batch.old_values, batch.returns)
       )

@@ -1,8 +1,11 @@
-"""What a run's models are made of: config in; what is trained, what stands still, and where it waits out.
+"""The learner of a run: its models, its objective and its compiled functions, built from the config.
 
-With LoRA, actor and critic that start from the same folder stand on one base, loaded once.
+Config in; Learner and TrainState out. The Learner is what the loop calls: `annotate`, `with_advantages`
+and `update_step`. With LoRA, actor and critic that start from the same folder share one base, loaded once.
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
 import functools
 import typing
@@ -11,17 +14,26 @@ from absl import logging
 import jax
 import jax.numpy as jnp
 
+from stppo_jax import config as schema
+from stppo_jax import plugins
+from stppo_jax import types
+from stppo_jax import validation
+from stppo_jax.algorithms import advantages
+from stppo_jax.algorithms import correction
+from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import variants
 from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import lora
 from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
+from stppo_jax.training import update
 
 
 class Parts(typing.NamedTuple):
-  """The models of a run: their shapes, what is trained of each, and what stands still."""
+  """The models of a run: their shapes, the trained parameters of each, and the frozen ones."""
 
   model: decoder.ModelConfig
   critic_model: decoder.ModelConfig | None  # None without a separate critic, as is `critic`
@@ -30,15 +42,57 @@ class Parts(typing.NamedTuple):
   frozen: train_state.Frozen
 
 
-def build(config):
-  """(Learner, TrainState before the first update, Frozen, mesh): weights loaded, nothing compiled."""
+@dataclasses.dataclass(frozen=True)
+class Learner:
+  """The compiled functions of a run, and the frozen parameters that they read."""
+
+  spec: train_state.Spec
+  frozen: train_state.Frozen
+  mesh: jax.sharding.Mesh
+  functions: update.Functions
+
+  @property
+  def rows(self) -> jax.sharding.NamedSharding:
+    """How the rows of a batch are laid out."""
+    return sharding.rows(self.mesh)
+
+  def policy(self, actor: dict) -> dict:
+    """Parameters of the policy, given the trained ones: adapters beside the kernels."""
+    return self.frozen.policy(actor)
+
+  def annotate(
+      self, state: train_state.TrainState, batch: types.TurnBatch, steps: Sequence[packing.Step]
+  ) -> tuple[types.TurnBatch, update.Metrics]:
+    """Fills in old_logp, ref_logp and old_values, computed in the bins of the first epoch's steps."""
+    stacked = packing.stack(packing.first_epoch(steps))
+    return self.functions.annotate(state, self.frozen, batch, stacked)
+
+  def with_advantages(
+      self, state: train_state.TrainState, batch: types.TurnBatch
+  ) -> tuple[train_state.TrainState, types.TurnBatch, update.Metrics]:
+    """Fills in advantages and returns; adapts the KL coefficient. Donates the state."""
+    return self.functions.with_advantages(state, batch)
+
+  def update_step(
+      self, state: train_state.TrainState, batch: types.TurnBatch, step: packing.Step
+  ) -> tuple[train_state.TrainState, update.Metrics, dict[str, jax.Array]]:
+    """Takes one optimizer step: the state, metrics, ratio and clipped per token. Donates the state."""
+    return self.functions.update_step(state, self.frozen, batch, step)
+
+  def num_compilations(self) -> int:
+    """Programs compiled so far."""
+    return self.functions.num_compilations()
+
+
+def build(config: schema.Config) -> tuple[Learner, train_state.TrainState]:
+  """Loads the weights; returns the Learner and the state before the first update. Compiles nothing."""
+  variant = make_variant(config)
   mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
   sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
-  waits_on_host = on_host(config, mesh)
-  variant = make_variant(config.algorithm)
+  offloaded = on_host(config, mesh)
 
   def load_model(head, folder=None, memory_kind=None):
-    # Straight into their shards: the host never holds a model.
+    # Straight into their shards: no host ever holds a whole model.
     shardings = functools.partial(sharding.tree_shardings, mesh=mesh, memory_kind=memory_kind)
     return agent_lib.load_policy(config, head, folder, shardings)
 
@@ -47,26 +101,57 @@ def build(config):
     return jax.jit(function, out_shardings=shardings)()
 
   model, critic_model, actor, critic, frozen = load(config, variant, load_model, make)
-  if needs_reference(config):  # a copy: the state takes the actor's own buffers
+  if needs_reference(config, variant):  # a copy: the state takes the actor's own buffers
     frozen = frozen.replace(
         reference=(
             jax.device_put(actor, sharding.tree_shardings(actor, mesh, sharding.HOST))
-            if 'reference' in waits_on_host
+            if 'reference' in offloaded
             else jax.tree.map(jnp.copy, actor)
         )
     )
-  learner = make_learner(config, variant, model, critic_model, mesh.devices.flat[0])
-  state = train_state.create_sharded(
-      learner, actor, critic, config.algorithm.kl_coef, mesh, waits_on_host
-  )
-  return learner, state, frozen, mesh
+  spec = make_spec(config, variant, model, critic_model, mesh.devices.flat[0])
+  state = train_state.create_sharded(spec, actor, critic, mesh, offloaded)
+  functions = update.compile_functions(spec, state, frozen, mesh)
+  return Learner(spec, frozen, mesh, functions), state
 
 
-def load(config, variant, load_model, make) -> Parts:
-  """The Parts of a run, but for a reference of its own (see `needs_reference`).
+def make_variant(config: schema.Config) -> variants.Variant:
+  """Resolves the objective that the config names, with the columns that it overrides, and checks it."""
+  algorithm = config.algorithm
+  variant = plugins.load('algorithm.variant', algorithm.variant, variants.VARIANTS)
+  if not isinstance(variant, variants.Variant):
+    raise types.UserError(
+        f'config.algorithm.variant={algorithm.variant!r} is a {type(variant).__name__}: give the name '
+        'of a stppo_jax.algorithms.variants.Variant'
+    )
+  columns = {field.name: getattr(algorithm, field.name) for field in dataclasses.fields(variant)}
+  variant = dataclasses.replace(variant, **{k: v for k, v in columns.items() if v is not None})
+  functions = {}
+  for column, table in (
+      ('advantage', advantages.ESTIMATORS),
+      ('surrogate', losses.SURROGATES),
+      ('divisor', correction.DIVISORS),
+  ):
+    given = getattr(variant, column)
+    if isinstance(given, str) and given not in table:
+      given = functions[column] = plugins.load(f'algorithm.{column}', given, table)
+    if not isinstance(given, str) and not callable(given):
+      raise types.UserError(
+          f'config.algorithm.{column}={getattr(variant, column)!r}: must name a function, see '
+          'stppo_jax/algorithms/variants.py'
+      )
+  variant = dataclasses.replace(variant, **functions)
+  validation.check_variant(config, variant)
+  return dataclasses.replace(variant, norm_length=variant.norm_length or config.rollout.max_total)
 
-  `load_model(head, folder, memory_kind)` gives a ModelConfig and parameters, `make(function)` a tree from a
-  function that makes one; both give shapes where a run is only planned.
+
+def load(
+    config: schema.Config, variant: variants.Variant, load_model: Callable, make: Callable
+) -> Parts:
+  """Loads the models of a run; for a reference of its own see `needs_reference`.
+
+  `load_model(head, folder, memory_kind)` returns a ModelConfig and parameters, `make(function)` the tree
+  that a function makes; both return shapes where a run is only planned.
   """
   options = config.model
   head, critic_head = model_heads(config, variant)
@@ -100,55 +185,60 @@ def load(config, variant, load_model, make) -> Parts:
   return Parts(model, critic_model, actor, critic, frozen)
 
 
-def needs_reference(config):
-  """Whether the policy at the start has to be kept: adapters leave it as it was."""
-  return config.algorithm.kl_in != 'none' and not config.model.lora_rank
+def needs_reference(config: schema.Config, variant: variants.Variant) -> bool:
+  """Whether the policy at the start has to be kept; adapters leave it unchanged."""
+  return variant.kl_in != 'none' and not config.model.lora_rank
 
 
-def on_host(config, mesh):
-  """Names of what waits in the host's memory, if this mesh's devices can use it."""
+def on_host(config: schema.Config, mesh: jax.sharding.Mesh) -> list[str]:
+  """Names of what is offloaded to the host's memory; refused where the mesh's devices cannot do it."""
   names = [name for name, place in dataclasses.asdict(config.placement).items() if place == 'host']
   if names:
     sharding.check_host_memory(mesh)
   return names
 
 
-def model_heads(config, variant):
+def model_heads(config: schema.Config, variant: variants.Variant) -> tuple[str, str | None]:
   """(head of the policy, head of the separate critic or None): see ModelConfig.head."""
   if not variant.needs_critic:
     return 'tokens', None
   return ('both', None) if config.model.critic == 'shared' else ('tokens', 'value')
 
 
-def make_variant(algorithm) -> variants.Variant:
-  """The row of the table that the config names, with the columns that it overrides."""
-  row = variants.VARIANTS[algorithm.variant]
-  columns = {field.name: getattr(algorithm, field.name) for field in dataclasses.fields(row)}
-  return dataclasses.replace(row, **{k: v for k, v in columns.items() if v is not None})
+def make_bins(config: schema.Config, learner: Learner, pad_id: int) -> packing.Bins:
+  """How a batch is dealt out to optimizer steps."""
+  train = config.train
+  return packing.Bins(
+      train.mini_batch, train.epochs, train.micro_batch, learner.spec.lengths, pad_id, learner.rows
+  )
 
 
-def make_learner(config, variant, model, critic_model, device) -> train_state.Learner:
-  """The static part of the compiled functions, from the config and the kind of device they run on."""
-  train, algorithm = config.train, config.algorithm
+def make_spec(
+    config: schema.Config,
+    variant: variants.Variant,
+    model: decoder.ModelConfig,
+    critic_model: decoder.ModelConfig | None,
+    device: jax.Device,
+) -> train_state.Spec:
+  """Builds the static part of the compiled functions, for the kind of device that they run on."""
+  train = config.train
   backend = attention.choose(
       config.model.attention, device, model.dtype, model.head_dim, train.length_buckets
   )
-  model = dataclasses.replace(model, attention=backend)
-  critic_model = critic_model and dataclasses.replace(critic_model, attention=backend)
-  steps_an_update = train.epochs * train.episodes // train.mini_batch
-  if variant.ratio == 'none' and steps_an_update > 1:
+  steps_per_update = train.epochs * train.episodes // train.mini_batch
+  if variant.ratio == 'none' and steps_per_update > 1:
     logging.warning(
-        '%s has no importance ratio, and only the first of its %d optimizer steps an update is '
+        '%s has no importance ratio, and only the first of its %d optimizer steps per update is '
         'on-policy: set --config.train.mini_batch=%d --config.train.epochs=1',
-        algorithm.variant,
-        steps_an_update,
+        config.algorithm.variant,
+        steps_per_update,
         train.episodes,
     )
 
   def optimizer(options):
     return train_state.make_optimizer(
         options.lr,
-        round(options.warmup * train.updates * steps_an_update),
+        round(options.warmup * train.updates * steps_per_update),
         options.betas,
         options.eps,
         options.weight_decay,
@@ -157,10 +247,10 @@ def make_learner(config, variant, model, critic_model, device) -> train_state.Le
 
   actor_optimizer, actor_lr = optimizer(config.actor)
   critic_optimizer, critic_lr = optimizer(config.critic)
-  return train_state.Learner(
-      actor=model,
-      critic=critic_model,
+  return train_state.Spec(
       variant=variant,
+      actor=dataclasses.replace(model, attention=backend),
+      critic=critic_model and dataclasses.replace(critic_model, attention=backend),
       actor_optimizer=actor_optimizer,
       critic_optimizer=critic_optimizer,
       actor_lr=actor_lr,
@@ -169,22 +259,6 @@ def make_learner(config, variant, model, critic_model, device) -> train_state.Le
       lengths=tuple(train.length_buckets),
       temperature=config.rollout.temperature,
       logp_chunk=config.model.logp_chunk or None,
-      gamma=algorithm.gamma,
-      lam=algorithm.lam,
-      aggregation=algorithm.aggregation,
-      norm_length=algorithm.norm_length or config.rollout.max_total,
-      dual_clip=algorithm.dual_clip or None,
-      entropy_coef=algorithm.entropy_coef,
-      kl_in=algorithm.kl_in,
-      kl_estimator=algorithm.kl_estimator,
-      kl_target=algorithm.kl_target or None,
-      kl_horizon=algorithm.kl_horizon,
-      value_clip=algorithm.value_clip or None,
-      value_coef=algorithm.value_coef,
-      old_logp=algorithm.old_logp,
-      is_correction=algorithm.is_correction,
-      is_threshold=algorithm.is_threshold,
-      log_bias=algorithm.log_bias,
-      critic_warmup=train.critic_warmup * steps_an_update,
+      critic_warmup=train.critic_warmup * steps_per_update,
       num_turns=config.env.max_turns + 1,
   )

@@ -1,17 +1,20 @@
-"""Packing: rows of a batch behind each other in bins, so that little of what a model computes is padding.
+"""Packing: the rows of a batch one behind the other in bins, so that a model computes little padding.
 
-Row lengths in, a `Packing` out (host, `pack`). On the device a `Layout` moves what belongs to tokens
-between rows [B,T], in which the algorithms think, and the bins [R,P] of one micro-batch, which a model
+Episodes in, TurnBatch and Steps out (`to_device`, on the host). On the device a `Layout` moves token
+arrays between rows [B,T], which the algorithms use, and the bins [R,P] of one micro-batch, which a model
 computes:
 
   rows  a a a a . .      bins  b b b b b b c c
         b b b b b b            a a a a . . . .
         c c . . . .
 
-A row is never cut. It ends with its last agent token: what follows can influence nothing. Its first
-token has no log-prob and no state before it; column 0 of what comes back is 0.
+A row is never split. It ends with its last agent token: what follows has no influence. Its first token
+has no log-prob and no state before it; column 0 of what comes back is 0.
 """
 
+from collections.abc import Iterator
+from collections.abc import Sequence
+import dataclasses
 import typing
 
 import chex
@@ -20,45 +23,110 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stppo_jax import types
+from stppo_jax.rollout import batching
+
+
+@dataclasses.dataclass(frozen=True)
+class Bins:
+  """How a batch of episodes is dealt out to optimizer steps and packed."""
+
+  mini_batch: int  # episodes per optimizer step
+  epochs: int  # passes over the batch
+  micro_batch: int  # bins computed together
+  lengths: tuple[int, ...]  # tokens per bin, rising; the last holds every row
+  pad_id: int
+  sharding: jax.sharding.Sharding  # of the batch's rows
+
+  def padding(self, steps: Sequence['Step']) -> float:
+    """The share of padding among the tokens that a model computes in these steps."""
+    computed = sum(num_computed(step.packing, self.micro_batch, self.lengths) for step in steps)
+    return 1 - num_tokens(steps) / max(computed, 1)
+
 
 @flax.struct.dataclass
 class Packing:
-  """Where the rows of a batch stand. Micro-batch j has bins j R to j R + R - 1, R its number of bins."""
+  """The place of each row in the bins. Micro-batch j has bins j R to j R + R - 1, R its number of bins."""
 
   bin: jax.Array  # [B] int32
   offset: jax.Array  # [B] int32, the column of its first token
-  length: jax.Array  # [B] int32, its tokens; 0: it stands nowhere
+  length: jax.Array  # [B] int32, its tokens; 0: it is in no bin
+
+
+@flax.struct.dataclass
+class Step:
+  """One optimizer step: its rows of the batch, and their place in the bins."""
+
+  rows: jax.Array  # [b] int32, rising
+  packing: Packing  # of these rows
 
 
 @flax.struct.dataclass
 class Layout:
-  """One micro-batch: which token of which row stands where, and the other way round."""
+  """One micro-batch: the token in each place of the bins, and the place of each token."""
 
   row: jax.Array  # [R,P] int32
   position: jax.Array  # [R,P] int32, within the row
-  live: jax.Array  # [R,P] bool, false where nothing stands
+  live: jax.Array  # [R,P] bool, false in padding
   slot: jax.Array  # [B,T] int32, among the R P of the bins
-  mine: jax.Array  # [B,T] bool, true for tokens in this micro-batch that something stands before
+  mine: jax.Array  # [B,T] bool, true for tokens of this micro-batch, but for the first of each row
 
   @property
-  def segments(self):
-    """[R,P] int32 that keeps the rows of a bin apart."""
+  def segments(self) -> jax.Array:
+    """Ids [R,P] int32 that tell the rows of a bin apart; -1 in padding."""
     return jnp.where(self.live, self.row, -1)
 
-  def pack(self, x):
-    """x [B,T] -> [R,P], 0 where nothing stands."""
+  def pack(self, x: jax.Array) -> jax.Array:
+    """Moves x [B,T] to the bins [R,P]; 0 in padding."""
     return jnp.where(self.live, x[self.row, self.position], 0)
 
-  def unpack(self, y):
-    """y [R,P] -> [B,T], 0 for first tokens and those of other micro-batches."""
+  def unpack(self, y: jax.Array) -> jax.Array:
+    """Moves y [R,P] to the rows [B,T]; 0 for first tokens and those of other micro-batches."""
     return jnp.where(self.mine, y.reshape(-1)[self.slot], 0)
 
 
-def pack(lengths, num_bins, capacities) -> Packing:
+def by_length(episodes: Sequence[types.Episode]) -> list[types.Episode]:
+  """Sorts episodes, whatever the order of arrival: rows of similar length may share a bin."""
+  return sorted(episodes, key=batching.trained_length)
+
+
+def to_device(
+    episodes: Sequence[types.Episode], bins: Bins, key: jax.Array
+) -> tuple[types.TurnBatch, list[Step]]:
+  """Moves a batch of episodes to the devices; deals its rows out to optimizer steps by `key`."""
+  lengths = np.array([batching.trained_length(episode) for episode in episodes])
+  batch = batching.to_turn_batch(
+      episodes, bins.lengths[-1:], pad_id=bins.pad_id, sharding=bins.sharding
+  )
+  deals = minibatches(key, len(episodes), bins.mini_batch, bins.epochs)
+  return batch, [Step(rows, pack(lengths[rows], bins.micro_batch, bins.lengths)) for rows in deals]
+
+
+def minibatches(
+    key: jax.Array, num_rows: int, mini_batch: int, epochs: int
+) -> Iterator[np.ndarray]:
+  """Yields the row numbers [mini_batch], rising, of each optimizer step; each epoch deals all rows anew."""
+  for epoch_key in jax.random.split(key, epochs):
+    order = np.asarray(jax.random.permutation(epoch_key, num_rows), np.int32)
+    yield from np.sort(order.reshape(-1, mini_batch), axis=1)
+
+
+def first_epoch(steps: Sequence[Step]) -> list[Step]:
+  """The steps that hold each row of the batch once."""
+  num_rows = 1 + max(int(step.rows.max()) for step in steps)
+  return list(steps[: num_rows // len(steps[0].rows)])
+
+
+def num_tokens(steps: Sequence[Step]) -> int:
+  """Counts the tokens of the rows of these steps."""
+  return sum(int(np.sum(step.packing.length)) for step in steps)
+
+
+def pack(lengths: np.ndarray, num_bins: int, capacities: Sequence[int]) -> Packing:
   """Packs rows of the given lengths [B] into micro-batches of `num_bins` bins; NumPy, on the host.
 
-  One micro-batch after the other takes, first fit, the longest rows that are left. Its bins are as long
-  as the smallest of the rising `capacities` that holds the first of them. B / num_bins micro-batches,
+  Each micro-batch in turn takes, first fit, the longest rows that are left. Of the rising `capacities` that
+  hold the longest one, its bins have the one that leaves the least padding. B / num_bins micro-batches,
   rounded up, are always enough: each but the last holds a row in every bin.
   """
   lengths = np.asarray(lengths, np.int32)
@@ -77,32 +145,34 @@ def pack(lengths, num_bins, capacities) -> Packing:
   return Packing(bins, offsets, lengths)
 
 
-def num_computed(packing, num_bins, capacities) -> int:
-  """Tokens that a model computes for a Packing of the host, padding included."""
+def num_computed(packing: Packing, num_bins: int, capacities: Sequence[int]) -> int:
+  """Counts the tokens that a model computes for a Packing on the host, padding included."""
   ends = np.zeros(len(packing.bin), np.int64)  # of each micro-batch
   np.maximum.at(ends, packing.bin // num_bins, packing.offset + packing.length)
   chosen = np.searchsorted(capacities, ends[ends > 0])
   return num_bins * int(np.asarray(capacities)[chosen].sum())
 
 
-def stack(packings) -> Packing:
-  """Packings of equally many rows as one, with a leading axis."""
-  return jax.tree.map(lambda *leaves: np.stack(leaves), *packings)
+def stack(steps: Sequence[Step]) -> Step:
+  """Stacks Steps of equally many rows along a leading axis."""
+  return jax.tree.map(lambda *leaves: np.stack(leaves), *steps)
 
 
-def num_micro_batches(packing, num_bins):
-  """Micro-batches that hold anything: a scalar."""
+def num_micro_batches(packing: Packing, num_bins: int) -> jax.Array:
+  """Counts the micro-batches that hold anything: a scalar."""
   return jnp.max(jnp.where(packing.length > 0, packing.bin // num_bins + 1, 0))
 
 
-def which_capacity(packing, j, num_bins, capacities):
-  """Index of the first of the rising `capacities` that holds all bins of micro-batch j."""
+def which_capacity(
+    packing: Packing, j: jax.Array, num_bins: int, capacities: Sequence[int]
+) -> jax.Array:
+  """Returns the index of the first of the rising `capacities` that holds all bins of micro-batch j."""
   ends = jnp.where(packing.bin // num_bins == j, packing.offset + packing.length, 0)
   return jnp.searchsorted(jnp.asarray(capacities), ends.max())
 
 
-def only(packing, rows, num_bins) -> Packing:
-  """The Packing of the bins that hold any of `rows` [B] bool, moved to the front; others are left out."""
+def only(packing: Packing, rows: jax.Array, num_bins: int) -> Packing:
+  """Keeps the bins that hold any of `rows` [B] bool, moved to the front, and drops the others."""
   wanted = (
       jnp.zeros(_most_bins(packing, num_bins), bool)
       .at[packing.bin]
@@ -114,8 +184,8 @@ def only(packing, rows, num_bins) -> Packing:
   )
 
 
-def layout(packing, j, num_bins, capacity, num_tokens) -> Layout:
-  """The Layout of micro-batch j with bins of `capacity` columns, for rows of `num_tokens`: P and T."""
+def layout(packing: Packing, j: jax.Array, num_bins: int, capacity: int, num_tokens: int) -> Layout:
+  """Returns the Layout of micro-batch j with bins of `capacity` columns, for rows of `num_tokens`: P and T."""
   here = (packing.bin // num_bins == j) & (packing.length > 0)
   size = num_bins * capacity
   start = jnp.where(here, (packing.bin - j * num_bins) * capacity + packing.offset, size)
@@ -144,7 +214,7 @@ class _Placed(typing.NamedTuple):
 
 
 def _first_fit(lengths, rows, num_bins, capacity):
-  """What fits of `rows`, in this order, each into the first bin that has room."""
+  """Places as many of `rows`, in this order, as fit, each into the first bin that has room."""
   filled, where = np.zeros(num_bins, np.int32), {}
   for row in rows:
     fits = filled + lengths[row] <= capacity
@@ -156,5 +226,5 @@ def _first_fit(lengths, rows, num_bins, capacity):
 
 
 def _most_bins(packing, num_bins):
-  """Bins that any packing of so many rows may use."""
+  """Bins that a packing of this many rows uses at most."""
   return -(-packing.bin.shape[0] // num_bins) * num_bins

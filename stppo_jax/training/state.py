@@ -1,5 +1,6 @@
-"""The state of training: one pytree, handed into the update and handed back."""
+"""The state of training, one pytree that an update takes and returns, and what is static beside it."""
 
+from collections.abc import Sequence
 import dataclasses
 
 import flax
@@ -15,7 +16,7 @@ from stppo_jax.models import sharding
 
 @flax.struct.dataclass
 class TrainState:
-  """Everything an update changes. What stands still is in `Frozen`."""
+  """Everything that an update changes. Parameters that stay as they are stand in `Frozen`."""
 
   step: jax.Array  # [] int32, optimizer steps taken or skipped
   actor: dict  # what is trained of the policy, or of the shared trunk: all, or adapters (and value head)
@@ -30,64 +31,48 @@ class TrainState:
 class Frozen:
   """Parameters that no step changes, held once beside the state.
 
-  With full training there is the reference alone. With adapters `actor` is what they stand on; it is the
-  reference too (the policy without its adapters), and under the critic's adapters as well where both
-  models start from the same folder.
+  In full training this is the reference only. With adapters, `actor` is the base that they are added to. It
+  is the reference too (the policy without its adapters), and the critic's base as well where both models
+  start from the same folder.
   """
 
   actor: dict = dataclasses.field(default_factory=dict)
   critic: dict | None = None  # None: the same as `actor`
   reference: dict | None = None  # None: the same as `actor`
 
-  def policy(self, actor):
-    """Parameters of the policy, from what is trained of it."""
+  def policy(self, actor: dict) -> dict:
+    """Parameters of the policy, given the trained ones."""
     return lora.combine(self.actor, actor)
 
-  def value_model(self, critic):
-    """Parameters of the separate critic, from what is trained of it."""
+  def value_model(self, critic: dict) -> dict:
+    """Parameters of the separate critic, given the trained ones."""
     return lora.combine(self.actor if self.critic is None else self.critic, critic)
 
-  def reference_policy(self):
+  def reference_policy(self) -> dict:
     """Parameters of the reference."""
     return self.actor if self.reference is None else self.reference
 
 
 @dataclasses.dataclass(frozen=True)
-class Learner:
-  """What is static about the compiled functions: shapes, the algorithm, the optimizers.
+class Spec:
+  """What is static about an update: the objective, the shapes of the models, the optimizers.
 
   `critic` is None without a critic and where the critic shares the actor's trunk (actor.head 'both').
   """
 
+  variant: variants.Variant
   actor: decoder.ModelConfig
   critic: decoder.ModelConfig | None
-  variant: variants.Variant
   actor_optimizer: optax.GradientTransformation
   critic_optimizer: optax.GradientTransformation
   actor_lr: optax.Schedule
   critic_lr: optax.Schedule
   micro_batch: int  # bins computed together: see packing.py
-  lengths: tuple[int, ...]  # that a micro-batch's bins may have, rising; the last holds every row
-  temperature: float = 1.0  # divides the logits in sampler, trainer and reference alike
-  logp_chunk: int | None = None
-  gamma: float = 1.0
-  lam: float = 1.0
-  aggregation: str = 'seq-mean-token-mean'
-  norm_length: int | None = None
-  dual_clip: float | None = None
-  entropy_coef: float = 0.0
-  kl_in: str = 'none'  # 'reward' | 'loss' | 'none'
-  kl_estimator: str = 'k1'
-  kl_target: float | None = None
-  kl_horizon: float = 10_000.0
-  value_clip: float | None = None
-  value_coef: float = 0.5
-  old_logp: str = 'trainer'
-  is_correction: str = 'none'  # see `rollout_correction`
-  is_threshold: float = 2.0
-  log_bias: bool = True
-  critic_warmup: int = 0  # optimizer steps that leave the actor alone
-  num_turns: int = 5  # turns told apart in the metrics
+  lengths: tuple[int, ...]  # tokens per bin, rising; the last holds every row
+  temperature: float  # divides the logits in sampler, trainer and reference alike
+  logp_chunk: int | None  # tokens of a row whose logits are live at once; None: all
+  critic_warmup: int  # optimizer steps that leave the actor unchanged
+  num_turns: int  # turns told apart in the metrics
 
   @property
   def shared_trunk(self) -> bool:
@@ -100,8 +85,15 @@ class Learner:
     return self.critic is not None or self.shared_trunk
 
 
-def make_optimizer(lr, warmup_steps, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, grad_clip=1.0):
-  """AdamW after a clip of the global norm, and its learning rate as a function of the step."""
+def make_optimizer(
+    lr: float,
+    warmup_steps: int,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    grad_clip: float = 1.0,
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+  """Returns AdamW after a clip of the global norm, and its learning rate as a function of the step."""
   schedule = (
       optax.linear_schedule(lr / warmup_steps, lr, warmup_steps - 1)
       if warmup_steps > 1
@@ -114,37 +106,45 @@ def make_optimizer(lr, warmup_steps, betas=(0.9, 0.999), eps=1e-8, weight_decay=
   return optimizer, schedule
 
 
-def create(learner, actor, critic, kl_coef):
-  """A fresh TrainState around the given parameters (host or device arrays)."""
+def create(spec: Spec, actor: dict, critic: dict | None) -> TrainState:
+  """Returns a fresh TrainState around the given parameters (host or device arrays)."""
   return TrainState(
       step=jnp.zeros((), jnp.int32),
       actor=actor,
       critic=critic,
-      actor_opt=learner.actor_optimizer.init(actor),
-      critic_opt=None if critic is None else learner.critic_optimizer.init(critic),
-      kl_coef=jnp.asarray(kl_coef, jnp.float32),
+      actor_opt=spec.actor_optimizer.init(actor),
+      critic_opt=None if critic is None else spec.critic_optimizer.init(critic),
+      kl_coef=jnp.asarray(spec.variant.kl_coef, jnp.float32),
       skipped=jnp.zeros((), jnp.int32),
   )
 
 
-def create_sharded(learner, actor, critic, kl_coef, mesh, on_host=()):
-  """A fresh TrainState laid out over the mesh; the optimizer's state is born in its shards.
+def create_sharded(
+    spec: Spec,
+    actor: dict,
+    critic: dict | None,
+    mesh: jax.sharding.Mesh,
+    on_host: Sequence[str] = (),
+) -> TrainState:
+  """Returns a fresh TrainState laid out over the mesh; the optimizer's state is created in its shards.
 
-  Takes the parameters over: those that lie there already are not copied, and are gone after. For
+  The parameters are donated: those already in place are not copied and must not be used afterwards. For
   `on_host` see `shardings`.
   """
-  make = lambda actor, critic: create(learner, actor, critic, kl_coef)
+  make = lambda actor, critic: create(spec, actor, critic)
   places = shardings(jax.eval_shape(make, actor, critic), mesh, on_host)
   put = lambda tree, places: None if tree is None else jax.device_put(tree, places)
   actor, critic = put(actor, places.actor), put(critic, places.critic)
-  # Donated: the parameters become part of the state instead of being copied into it.
+  # Donated: the parameters become part of the state without a copy.
   return jax.jit(make, out_shardings=places, donate_argnums=(0, 1))(actor, critic)
 
 
-def shardings(state, mesh, on_host=()):
-  """Where each leaf of a TrainState lies between steps.
+def shardings(
+    state: TrainState, mesh: jax.sharding.Mesh, on_host: Sequence[str] = ()
+) -> TrainState:
+  """Returns where each leaf of a TrainState is kept between steps.
 
-  On the host is what `on_host` names: 'optimizer' (the moments of both models), 'critic' (the separate one).
+  `on_host` names what is offloaded: 'optimizer' (the moments of both models), 'critic' (the separate one).
   """
   host = sharding.tree_shardings(state, mesh, sharding.HOST)
   places = sharding.tree_shardings(state, mesh)

@@ -1,13 +1,17 @@
 """The update: TrainState and TurnBatch in, TrainState and metrics out; what runs on the accelerators.
 
 Three pure functions, compiled by `compile_functions`: `annotate` (log-probs and values of the policy
-that sampled), `with_advantages`, and `update_step`. The step accumulates the policy's gradient g over
-micro-batches, then the clipping bias C over those bins alone in which something was clipped, divides g
-once and runs the optimizer.
+that sampled), `with_advantages`, and `update_step`, which is one optimizer step in four parts:
 
-Models compute bins in which rows stand behind each other (see `packing`); all else thinks in rows.
+  _accumulate       g, the gradient of the objective, and the critic's, summed over micro-batches
+  _accumulate_bias  C, the gradient that clipping removed, over the bins in which something was clipped
+  _divide           g by a function of ||C||
+  _apply            the optimizer, or nothing but the counters where something is not finite
+
+Models compute bins of several rows each (see `packing`); everything else works on rows.
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
 import typing
@@ -25,46 +29,50 @@ from stppo_jax.models import sharding
 from stppo_jax.training import diagnostics
 from stppo_jax.training import packing as packing_lib
 from stppo_jax.training.state import Frozen
-from stppo_jax.training.state import Learner
+from stppo_jax.training.state import Spec
 from stppo_jax.training.state import TrainState
 from stppo_jax.types import TurnBatch
+
+Metrics = dict[str, jax.Array]
 
 
 class Functions(typing.NamedTuple):
   """The compiled functions of a run."""
 
-  annotate: typing.Callable  # (state, frozen, batch, rows, packings) -> (batch, metrics)
-  with_advantages: typing.Callable  # (state, batch) -> (state, batch, metrics)
-  update_step: typing.Callable  # (state, frozen, batch, rows, packing) -> (state, metrics, seen)
+  annotate: Callable  # (state, frozen, batch, steps) -> (batch, metrics)
+  with_advantages: Callable  # (state, batch) -> (state, batch, metrics)
+  update_step: Callable  # (state, frozen, batch, step) -> (state, metrics, seen)
 
   def num_compilations(self) -> int:
-    """Programs compiled so far: one a function and shape of batch."""
+    """Programs compiled so far: one per function and shape of batch."""
     return sum(function._cache_size() for function in self)
 
 
-def compile_functions(learner, state, frozen, mesh) -> Functions:
-  """`annotate`, `with_advantages` and `update_step`, jitted over the mesh; states are donated.
+def compile_functions(
+    spec: Spec, state: TrainState, frozen: Frozen, mesh: jax.sharding.Mesh
+) -> Functions:
+  """Jits `annotate`, `with_advantages` and `update_step` over the mesh; states are donated.
 
-  State and frozen parameters (arrays or ShapeDtypeStructs) stay where they lie, on devices or on the host.
+  State and frozen parameters (arrays or ShapeDtypeStructs) stay in their place, on devices or on the host.
   """
   state_sharding, frozen_sharding = jax.tree.map(lambda x: x.sharding, (state, frozen))
   rows, whole = sharding.rows(mesh), sharding.replicated(mesh)
   spread = lambda model: model and dataclasses.replace(model, row_sharding=rows)
-  learner = dataclasses.replace(learner, actor=spread(learner.actor), critic=spread(learner.critic))
+  spec = dataclasses.replace(spec, actor=spread(spec.actor), critic=spread(spec.critic))
   jit = lambda function, ins, outs, donate=(): jax.jit(
-      functools.partial(function, learner, mesh),
+      functools.partial(function, spec, mesh),
       in_shardings=ins,
       out_shardings=outs,
       donate_argnums=donate,
   )
   return Functions(
-      annotate=jit(annotate, (state_sharding, frozen_sharding, rows, whole, whole), (rows, whole)),
+      annotate=jit(annotate, (state_sharding, frozen_sharding, rows, whole), (rows, whole)),
       with_advantages=jit(
           with_advantages, (state_sharding, rows), (state_sharding, rows, whole), donate=(0,)
       ),
       update_step=jit(
           update_step,
-          (state_sharding, frozen_sharding, rows, whole, whole),
+          (state_sharding, frozen_sharding, rows, whole),
           (state_sharding, whole, whole),
           donate=(0,),
       ),
@@ -72,282 +80,316 @@ def compile_functions(learner, state, frozen, mesh) -> Functions:
 
 
 def annotate(
-    learner: Learner, mesh, state: TrainState, frozen: Frozen, batch: TurnBatch, rows, packings
-):
-  """Fills in old_logp, ref_logp and old_values [B,T]; also the gap between sampler and trainer.
+    spec: Spec,
+    mesh: jax.sharding.Mesh,
+    state: TrainState,
+    frozen: Frozen,
+    batch: TurnBatch,
+    steps: packing_lib.Step,
+) -> tuple[TurnBatch, Metrics]:
+  """Fills in old_logp, ref_logp and old_values [B,T]; also measures the gap between sampler and trainer.
 
-  `rows` [S,b] deals the batch's rows out to the first S optimizer steps, and `packings` are theirs,
-  stacked. So the same bins are computed here, by the same functions, as in those steps, and the first
-  step's ratio is exactly 1 (with old_logp 'trainer'). In other bins a row's sums would be rounded
-  otherwise.
+  `steps` are the first epoch's, stacked. So the same bins are computed here, by the same functions, as in
+  those steps, and the first step's ratio is exactly 1 (with old_logp 'trainer'). In other bins the sums
+  of a row would be rounded differently.
   """
   del mesh
+  variant = spec.variant
   actor, reference = frozen.policy(state.actor), sharding.to_device(frozen.reference_policy())
   critic = state.critic and sharding.to_device(frozen.value_model(state.critic))
 
-  def one_step(rows_and_packing):
-    tokens, packing = batch.tokens[rows_and_packing[0]], rows_and_packing[1]
+  def one_step(step):
+    tokens = batch.tokens[step.rows]
 
     def per_token(layout):
-      logp, _, values = _policy(learner, actor, tokens, layout)
-      if learner.critic is not None:
-        values = _critic(learner, critic, tokens, layout)
-      ref_logp = logp if learner.kl_in == 'none' else _policy(learner, reference, tokens, layout)[0]
+      logp, _, values = _policy(spec, actor, tokens, layout)
+      if spec.critic is not None:
+        values = _critic(spec, critic, tokens, layout)
+      ref_logp = logp if variant.kl_in == 'none' else _policy(spec, reference, tokens, layout)[0]
       return jax.tree.map(layout.unpack, (logp, ref_logp, values))
 
     zeros = jnp.zeros(tokens.shape)
     return _sum_over_micro_batches(
-        per_token, learner, packing, tokens.shape[1], (zeros, zeros, zeros)
+        per_token, spec, step.packing, tokens.shape[1], (zeros, zeros, zeros)
     )
 
-  found = jax.lax.map(one_step, (rows, packings))
+  found = jax.lax.map(one_step, steps)
   in_order = (
-      lambda x: jnp.zeros(batch.tokens.shape).at[rows.reshape(-1)].set(x.reshape(-1, x.shape[-1]))
+      lambda x: jnp.zeros(batch.tokens.shape)
+      .at[steps.rows.reshape(-1)]
+      .set(x.reshape(-1, x.shape[-1]))
   )
   logp, ref_logp, values = jax.tree.map(in_order, found)
   mask = batch.action_mask.astype(jnp.float32)
   metrics = diagnostics.sampler_gap(
-      logp, batch.behaviour_logp, mask, batch.turn_ids, learner.is_correction, learner.is_threshold
+      logp,
+      batch.behaviour_logp,
+      mask,
+      batch.turn_ids,
+      variant.rollout_is,
+      variant.rollout_is_threshold,
   )
-  old_logp = batch.behaviour_logp if learner.old_logp == 'sampler' else logp
+  old_logp = batch.behaviour_logp if variant.old_logp == 'sampler' else logp
   return (
       batch.replace(old_logp=old_logp * mask, ref_logp=ref_logp * mask, old_values=values * mask),
       metrics,
   )
 
 
-def with_advantages(learner: Learner, mesh, state: TrainState, batch: TurnBatch):
+def with_advantages(
+    spec: Spec, mesh: jax.sharding.Mesh, state: TrainState, batch: TurnBatch
+) -> tuple[TrainState, TurnBatch, Metrics]:
   """Fills in advantages and returns; puts the KL penalty into the reward and adapts its coefficient."""
   del mesh
-  mask = batch.action_mask.astype(jnp.float32)
+  variant, mask = spec.variant, batch.action_mask.astype(jnp.float32)
   metrics = {}
-  if learner.kl_in != 'none':
-    kl = losses.kl(batch.old_logp, batch.ref_logp, learner.kl_estimator) * mask
+  if variant.kl_in != 'none':
+    kl = losses.kl(batch.old_logp, batch.ref_logp, variant.kl_estimator) * mask
     mean_kl = kl.sum() / jnp.maximum(mask.sum(), 1)
     metrics |= {'actor/reward_kl_penalty': mean_kl, 'actor/kl_coef': state.kl_coef}
-    if learner.kl_in == 'reward':
+    if variant.kl_in == 'reward':
       batch = batch.replace(rewards=batch.rewards - state.kl_coef * kl)
-    if learner.kl_target is not None:
+    if variant.kl_target:
       episodes = mask.any(axis=1).sum()
       kl_coef = losses.adaptive_kl(
-          state.kl_coef, mean_kl, learner.kl_target, learner.kl_horizon, episodes
+          state.kl_coef, mean_kl, variant.kl_target, variant.kl_horizon, episodes
       )
-      # A KL that is not finite spoils its own batch; the coefficient would spoil all that follow.
+      # A KL that is not finite spoils its own batch only; in the coefficient it would spoil the rest.
       state = state.replace(kl_coef=jnp.where(jnp.isfinite(mean_kl), kl_coef, state.kl_coef))
-  batch = advantages.estimate(batch, learner.variant, learner.gamma, learner.lam)
-  return state, batch, metrics | diagnostics.batch_summary(batch, mask, learner.has_values)
+  batch = advantages.estimate(batch, variant)
+  return state, batch, metrics | diagnostics.batch_summary(batch, mask, spec.has_values)
 
 
 def update_step(
-    learner: Learner, mesh, state: TrainState, frozen: Frozen, batch: TurnBatch, rows, packing
-):
-  """One optimizer step of actor and critic on the given rows [b] of the batch, packed as told.
+    spec: Spec,
+    mesh: jax.sharding.Mesh,
+    state: TrainState,
+    frozen: Frozen,
+    batch: TurnBatch,
+    step: packing_lib.Step,
+) -> tuple[TrainState, Metrics, dict[str, jax.Array]]:
+  """Takes one optimizer step of actor and critic on the step's rows of the batch.
 
-  g = grad J_clipped-surrogate + bonuses and C = grad J_clipped (arXiv 2511.20718, Lemma 4.2) are summed
-  over micro-batches with weights of the whole mini-batch, so the split does not change the result.
-  Then g / divisor goes into the optimizer. A step whose gradients or losses are not finite changes
-  nothing but the counters. Importance weights of `rollout_correction` scale the policy term alone, so g and C.
-
-  C has a pass of its own, over the bins in which something was clipped: its cotangent is 0 in all others.
-  A forward pass is done twice for these bins, and none of the first one's results has to be kept for them.
-
-  Choice: the divisor divides the actor's whole gradient, entropy and KL terms included, so their
-  proportions stay; a shared trunk's value gradient is added undivided.
+  g = grad of the objective (surrogate, entropy, KL) and C = the gradient that clipping removed
+  (arXiv 2511.20718, Lemma 4.2) are summed over micro-batches with weights of the whole mini-batch, so
+  the split does not change the result. Then g / divisor goes into the optimizer.
 
   Returns the state, metrics (scalars), and per token what this step saw: ratio, clipped [b,T].
   """
-  variant = learner.variant
   frozen = frozen.replace(critic=sharding.to_device(frozen.critic))
   state = state.replace(critic=sharding.to_device(state.critic))
-  batch = jax.tree.map(lambda x: x[rows], batch)
-  mask = batch.action_mask.astype(jnp.float32)
-  weights = losses.aggregation_weights(mask, learner.aggregation, learner.norm_length)
-  value_weights = losses.aggregation_weights(mask, 'token-mean')
+  work = _start(spec, mesh, state, frozen, jax.tree.map(lambda x: x[step.rows], batch), step)
+  grads, seen = _accumulate(work)
+  bias = _accumulate_bias(work, seen) if spec.variant.measures_bias else None
+  quotient, metrics, decisive = _divide(work, grads, bias, seen)
+  state, applied = _apply(work, grads, quotient, decisive)
+  return state, metrics | applied, {'ratio': seen['ratio'], 'clipped': seen['clipped']}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+  """What one optimizer step is computed from: models, rows [b,T] in their bins, and their weights."""
+
+  spec: Spec
+  mesh: jax.sharding.Mesh
+  state: TrainState
+  frozen: Frozen
+  batch: TurnBatch  # the rows of this step
+  packing: packing_lib.Packing
+  mask: jax.Array  # [b,T] of the agent's tokens
+  weights: jax.Array  # [b,T] of the aggregation over the mini-batch
+  policy_weights: jax.Array  # [b,T] the same times the off-policy weights: of g and C alone
+  value_weights: jax.Array  # [b,T] of the critic's loss
+
+  def policy(self, layout):
+    """(log-probs, entropies, values), and the function that pulls their cotangents back."""
+    return jax.vjp(
+        lambda actor: _policy(self.spec, self.frozen.policy(actor), self.batch.tokens, layout),
+        self.state.actor,
+    )
+
+  def placed(self, tree):
+    """Keeps gradients where their parameters are; left alone, XLA replicates the larger ones."""
+    return jax.lax.with_sharding_constraint(tree, sharding.tree_shardings(tree, self.mesh))
+
+  def zeros(self, params):
+    """Gradients to add to."""
+    return self.placed(jax.tree.map(jnp.zeros_like, params))
+
+  def sum(self, function, packing, total):
+    """`total` plus function(layout) of every micro-batch."""
+    return _sum_over_micro_batches(function, self.spec, packing, self.mask.shape[1], total)
+
+
+def _start(spec, mesh, state, frozen, batch, step):
+  """Computes the weights of the mini-batch."""
+  variant, mask = spec.variant, batch.action_mask.astype(jnp.float32)
+  weights = losses.aggregation_weights(mask, variant.aggregation, variant.norm_length or None)
   policy_weights = weights
-  if learner.is_correction != 'none':
+  if variant.rollout_is != 'none':
     policy_weights *= off_policy.truncated_weights(
         batch.old_logp,
         batch.behaviour_logp,
         mask,
         batch.turn_ids,
-        learner.is_correction,
-        learner.is_threshold,
+        variant.rollout_is,
+        variant.rollout_is_threshold,
     )
-  measure_bias = variant.ratio != 'none' and (
-      learner.log_bias or (variant.divisor != 'none' and variant.norm_of == 'gradient')
+  value_weights = losses.aggregation_weights(mask, 'token-mean')
+  return _Work(
+      spec, mesh, state, frozen, batch, step.packing, mask, weights, policy_weights, value_weights
   )
-  # Gradients live where their parameters do; left alone, XLA keeps the larger ones on every device.
-  placed = lambda tree: jax.lax.with_sharding_constraint(tree, sharding.tree_shardings(tree, mesh))
-  policy = lambda layout: jax.vjp(
-      lambda actor: _policy(learner, frozen.policy(actor), batch.tokens, layout), state.actor
-  )
-  zeros = lambda params: placed(jax.tree.map(jnp.zeros_like, params))
 
-  def gradients(layout):
-    (logp, entropy, values), pull = policy(layout)
-    seen = dict(zip(('logp', 'entropy', 'values'), map(layout.unpack, (logp, entropy, values))))
-    here = layout.mine.astype(jnp.float32)
-    micro, weight = batch.replace(action_mask=mask * here), weights * here
-    d_logp, d_bias, aux = correction.cotangents(
-        seen['logp'],
-        micro,
-        variant,
-        variant.clip_low,
-        variant.clip_high,
-        policy_weights * here,
-        learner.dual_clip,
-    )
-    if learner.kl_in == 'loss':
-      kl_of = lambda x: losses.kl(x, micro.ref_logp, learner.kl_estimator)
-      kl_values, pull_kl = jax.vjp(kl_of, seen['logp'])
-      d_logp += pull_kl(state.kl_coef * weight)[0]
-      seen['kl'] = kl_values * here
-    d_logp, d_entropy = map(layout.pack, (d_logp, -learner.entropy_coef * weight))
-    zero = jnp.zeros_like(logp)
+
+def _accumulate(work):
+  """Sums the gradients of actor and critic over micro-batches: ({'actor', 'value'}, what each token saw)."""
+  spec, mask = work.spec, work.mask
+
+  def one_micro_batch(layout):
+    outputs, pull = work.policy(layout)
+    d_logp, d_entropy, seen, sums = _policy_cotangents(work, layout, outputs)
+    zero = jnp.zeros_like(outputs[0])
     added = {'actor': pull((d_logp, d_entropy, zero))[0]}
-    if learner.has_values:
-      if not learner.shared_trunk:
+    if spec.has_values:
+      if not spec.shared_trunk:
         values, pull_values = jax.vjp(
-            lambda critic: _critic(learner, frozen.value_model(critic), batch.tokens, layout),
-            state.critic,
+            lambda critic: _critic(
+                spec, work.frozen.value_model(critic), work.batch.tokens, layout
+            ),
+            work.state.critic,
         )
         seen['values'] = layout.unpack(values)
-      _, pull_loss = jax.vjp(
-          lambda v: losses.value_loss(v, batch.old_values, batch.returns, learner.value_clip),
-          seen['values'],
-      )
-      d_values = layout.pack(pull_loss(value_weights * here)[0])
-      if learner.shared_trunk:
-        added['value'] = pull((zero, zero, learner.value_coef * d_values))[0]
+      d_values = _value_cotangent(work, layout, seen['values'])
+      if spec.shared_trunk:
+        added['value'] = pull((zero, zero, spec.variant.value_coef * d_values))[0]
       else:
         added['value'] = pull_values(d_values)[0]
-    seen |= {'bias': d_bias, 'ratio': aux['ratio'] * here, 'clipped': aux['clipped'] * here}
-    sums = {name: aux[name] for name in ('pg_loss', 'clipped_objective')}
-    return placed(dict(added, sums=sums)), seen
+    return work.placed(dict(added, sums=sums)), seen
 
   total = {
-      'actor': zeros(state.actor),
+      'actor': work.zeros(work.state.actor),
       'sums': {'pg_loss': jnp.zeros(()), 'clipped_objective': jnp.zeros(())},
   }
-  if learner.has_values:
-    total['value'] = zeros(state.actor if learner.shared_trunk else state.critic)
+  if spec.has_values:
+    total['value'] = work.zeros(work.state.actor if spec.shared_trunk else work.state.critic)
   names = ['logp', 'entropy', 'values', 'bias', 'ratio', 'clipped']
-  names += ['kl'] if learner.kl_in == 'loss' else []
+  names += ['kl'] if spec.variant.kl_in == 'loss' else []
   nothing = {name: jnp.zeros_like(mask) for name in names}
-  num_tokens = mask.shape[1]
-  grads, seen = _sum_over_micro_batches(gradients, learner, packing, num_tokens, (total, nothing))
-  seen |= grads['sums']
+  grads, seen = work.sum(one_micro_batch, work.packing, (total, nothing))
+  seen |= grads.pop('sums')
   seen |= {'ratio': jnp.where(mask > 0, seen['ratio'], 1), 'clipped': seen['clipped'] > 0}
-  if measure_bias:
+  return grads, seen
 
-    def bias_of(layout):
-      (logp, _, _), pull = policy(layout)
-      zero = jnp.zeros_like(logp)
-      return placed(pull((layout.pack(seen['bias']), zero, zero))[0])
 
-    clipped = packing_lib.only(packing, seen['clipped'].any(axis=1), learner.micro_batch)
-    grads['bias'] = _sum_over_micro_batches(
-        bias_of, learner, clipped, num_tokens, zeros(state.actor)
-    )
+def _policy_cotangents(work, layout, outputs):
+  """Cotangents [R,P] of log-probs and entropies, what each token saw [b,T], and sums of the losses."""
+  variant = work.spec.variant
+  seen = dict(zip(('logp', 'entropy', 'values'), map(layout.unpack, outputs)))
+  here = layout.mine.astype(jnp.float32)
+  micro, weight = work.batch.replace(action_mask=work.mask * here), work.weights * here
+  d_logp, d_bias, aux = correction.cotangents(
+      seen['logp'], micro, variant, weights=work.policy_weights * here
+  )
+  if variant.kl_in == 'loss':
+    kl_of = lambda x: losses.kl(x, micro.ref_logp, variant.kl_estimator)
+    kl_values, pull_kl = jax.vjp(kl_of, seen['logp'])
+    d_logp += pull_kl(work.state.kl_coef * weight)[0]
+    seen['kl'] = kl_values * here
+  d_logp, d_entropy = map(layout.pack, (d_logp, -variant.entropy_coef * weight))
+  seen |= {'bias': d_bias, 'ratio': aux['ratio'] * here, 'clipped': aux['clipped'] * here}
+  sums = {name: aux[name] for name in ('pg_loss', 'clipped_objective')}
+  return d_logp, d_entropy, seen, sums
 
-  g, bias = grads['actor'], grads.get('bias')
+
+def _value_cotangent(work, layout, values):
+  """Cotangent [R,P] of the values for the critic's loss."""
+  batch, clip = work.batch, work.spec.variant.value_clip or None
+  _, pull = jax.vjp(lambda v: losses.value_loss(v, batch.old_values, batch.returns, clip), values)
+  return layout.pack(pull(work.value_weights * layout.mine.astype(jnp.float32))[0])
+
+
+def _accumulate_bias(work, seen):
+  """Sums C over the bins in which something was clipped; its cotangent is 0 in all others.
+
+  These bins run forward a second time, so that nothing of the first pass has to be kept for them.
+  """
+
+  def one_micro_batch(layout):
+    (logp, _, _), pull = work.policy(layout)
+    zero = jnp.zeros_like(logp)
+    return work.placed(pull((layout.pack(seen['bias']), zero, zero))[0])
+
+  rows = seen['clipped'].any(axis=1)
+  clipped = packing_lib.only(work.packing, rows, work.spec.micro_batch)
+  return work.sum(one_micro_batch, clipped, work.zeros(work.state.actor))
+
+
+def _divide(work, grads, bias, seen):
+  """Divides the actor's gradient; returns the quotient, metrics, and the numbers that must be finite.
+
+  Choice: the divisor divides the actor's whole gradient, entropy and KL terms included, so their
+  proportions stay; a shared trunk's value gradient is added undivided.
+  """
+  variant, g = work.spec.variant, grads['actor']
   g_norm = optax.tree.norm(g)
-  bias_norm = optax.tree.norm(bias) if measure_bias else jnp.zeros(())
+  bias_norm = jnp.zeros(()) if bias is None else optax.tree.norm(bias)
   c_norm = bias_norm if variant.norm_of == 'gradient' else jnp.abs(seen['clipped_objective'])
   divisor = correction.divisor(variant.divisor, g_norm, c_norm, seen['clipped'].any())
-  g = jax.tree.map(lambda x: x / divisor, g)
-  if learner.shared_trunk:
-    g = jax.tree.map(jnp.add, g, grads['value'])
+  quotient = jax.tree.map(lambda x: x / divisor, g)
+  if work.spec.shared_trunk:
+    quotient = jax.tree.map(jnp.add, quotient, grads['value'])
+  metrics = {
+      'actor/grad_norm': optax.tree.norm(quotient),
+      'stppo/grad_norm': g_norm,
+      'stppo/divisor': divisor,
+  }
+  if bias is not None:
+    # g descends and C ascends, hence the sign. Not vdot: it flattens, which gathers every shard.
+    dot = sum(jnp.sum(a * b) for a, b in zip(jax.tree.leaves(g), jax.tree.leaves(bias)))
+    metrics |= {
+        'stppo/bias_norm': bias_norm,
+        'stppo/cos_g_c': -dot / jnp.maximum(g_norm * bias_norm, 1e-30),
+    }
+  summary = diagnostics.step_summary(work.spec, work.batch, work.weights, seen)
+  losses_seen = [value for name, value in summary.items() if name.endswith('_loss')]
+  return quotient, metrics | summary, [g_norm, c_norm, *losses_seen]
 
-  summary = diagnostics.step_summary(learner, batch, weights, seen)
-  decisive = [g_norm, c_norm, *(value for name, value in summary.items() if name.endswith('_loss'))]
-  if learner.has_values:
+
+def _apply(work, grads, quotient, decisive):
+  """Runs the optimizers; where a gradient norm or a loss is not finite, only counts the step."""
+  spec, state = work.spec, work.state
+  if spec.has_values:
     value_norm = optax.tree.norm(grads['value'])
-    decisive.append(value_norm)
+    decisive = [*decisive, value_norm]
   finite = jnp.isfinite(jnp.stack(decisive)).all()
-  train_actor = finite & (state.step >= learner.critic_warmup)
-  actor, actor_opt, step_norm = _apply(
-      learner.actor_optimizer, g, state.actor, state.actor_opt, train_actor
+  train_actor = finite & (state.step >= spec.critic_warmup)
+  actor, actor_opt, step_norm = _optimize(
+      spec.actor_optimizer, quotient, state.actor, state.actor_opt, train_actor
   )
-  state_after = state.replace(
+  after = state.replace(
       step=state.step + 1,
       actor=actor,
       actor_opt=actor_opt,
       skipped=jnp.where(finite, 0, state.skipped + 1),
   )
-  metrics = {
-      'actor/grad_norm': optax.tree.norm(g),
-      'actor/lr': learner.actor_lr(state.step),
-      'actor/skipped': state_after.skipped,
-      'stppo/grad_norm': g_norm,
-      'stppo/divisor': divisor,
+  applied = {
+      'actor/lr': spec.actor_lr(_steps_taken(state.actor_opt, state.step)),
+      'actor/skipped': after.skipped,
       'stppo/step_norm': step_norm,
   }
-  if measure_bias:
-    # g descends and C ascends, hence the sign. Not vdot: it flattens, which gathers every shard.
-    dot = sum(
-        jnp.sum(a * b) for a, b in zip(jax.tree.leaves(grads['actor']), jax.tree.leaves(bias))
+  if spec.has_values:
+    applied['critic/grad_norm'] = value_norm
+    counted = state.actor_opt if spec.shared_trunk else state.critic_opt
+    applied['critic/lr'] = spec.critic_lr(_steps_taken(counted, state.step))
+  if spec.critic is not None:
+    critic, critic_opt, _ = _optimize(
+        spec.critic_optimizer, grads['value'], state.critic, state.critic_opt, finite
     )
-    metrics |= {
-        'stppo/bias_norm': bias_norm,
-        'stppo/cos_g_c': -dot / jnp.maximum(g_norm * bias_norm, 1e-30),
-    }
-  if learner.has_values:
-    metrics |= {'critic/grad_norm': value_norm, 'critic/lr': learner.critic_lr(state.step)}
-  if learner.critic is not None:
-    critic, critic_opt, _ = _apply(
-        learner.critic_optimizer, grads['value'], state.critic, state.critic_opt, finite
-    )
-    state_after = state_after.replace(critic=critic, critic_opt=critic_opt)
-  return state_after, metrics | summary, {'ratio': seen['ratio'], 'clipped': seen['clipped']}
+    after = after.replace(critic=critic, critic_opt=critic_opt)
+  return after, applied
 
 
-def _sum_over_micro_batches(function, learner, packing, num_tokens, total):
-  """`total` plus function(layout) of every micro-batch that holds anything, for rows of `num_tokens`.
-
-  Choice: one program for all numbers of micro-batches, and a branch of it for each of `learner.lengths`:
-  a micro-batch is computed on as few columns as hold its bins.
-  """
-  num_bins = learner.micro_batch
-
-  def add(j, total):
-    branches = [
-        lambda j, columns=columns: function(
-            packing_lib.layout(packing, j, num_bins, columns, num_tokens)
-        )
-        for columns in learner.lengths
-    ]
-    chosen = packing_lib.which_capacity(packing, j, num_bins, learner.lengths)
-    return jax.tree.map(jnp.add, total, jax.lax.switch(chosen, branches, j))
-
-  count = packing_lib.num_micro_batches(packing, num_bins)
-  return jax.lax.fori_loop(0, count, add, total)
-
-
-def _policy(learner, params, tokens, layout):
-  """Log-probs, entropies and, from a shared trunk, values of tokens [b,T] in their bins: three of [R,P]."""
-  tokens, x = _trunk(learner.actor, params, tokens, layout)
-  logp, entropy = decoder.token_logp(
-      params, learner.actor, x, tokens, learner.temperature, learner.logp_chunk
-  )
-  has_values = 'value_head' in params  # a shared trunk's policy has one, its reference may not
-  values = decoder.state_values(params, x) if has_values else jnp.zeros_like(logp)
-  return logp, entropy, values
-
-
-def _critic(learner, params, tokens, layout):
-  """Values [R,P] of the states before each token."""
-  return decoder.state_values(params, _trunk(learner.critic, params, tokens, layout)[1])
-
-
-def _trunk(model, params, tokens, layout):
-  """Tokens [b,T] -> the tokens in their bins [R,P] and what the trunk makes of them [R,P,D]."""
-  tokens = layout.pack(tokens)
-  x, _ = decoder.hidden(params, model, tokens, None, segments=layout.segments)
-  return tokens, x
-
-
-def _apply(optimizer, grads, params, opt_state, take):
+def _optimize(optimizer, grads, params, opt_state, take):
   """Params and optimizer state after one step, or as they were; and the size of the step taken."""
   opt_state = sharding.to_device(opt_state)
   updates, new_opt_state = optimizer.update(grads, opt_state, params)
@@ -355,3 +397,57 @@ def _apply(optimizer, grads, params, opt_state, take):
   new_params = jax.tree.map(keep, optax.apply_updates(params, updates), params)
   step_norm = jnp.where(take, optax.tree.norm(updates), 0)
   return new_params, jax.tree.map(keep, new_opt_state, opt_state), step_norm
+
+
+def _steps_taken(opt_state, step):
+  """Steps that an optimizer has taken, which its schedule counts; `step` where it counts none."""
+  counts = [x for _, x in optax.tree.get_all_with_path(opt_state, 'count')]
+  return sharding.to_device(counts[0]) if counts else step
+
+
+def _sum_over_micro_batches(function, spec, packing, num_tokens, total):
+  """`total` plus function(layout) of every micro-batch that holds anything, for rows of `num_tokens`.
+
+  Choice: one program for any number of micro-batches, with a branch for each of `spec.lengths`: a
+  micro-batch is computed on as few columns as hold its bins.
+  """
+  num_bins = spec.micro_batch
+
+  def add(j, total):
+    branches = [
+        lambda j, columns=columns: function(
+            packing_lib.layout(packing, j, num_bins, columns, num_tokens)
+        )
+        for columns in spec.lengths
+    ]
+    chosen = packing_lib.which_capacity(packing, j, num_bins, spec.lengths)
+    return jax.tree.map(jnp.add, total, jax.lax.switch(chosen, branches, j))
+
+  count = packing_lib.num_micro_batches(packing, num_bins)
+  return jax.lax.fori_loop(0, count, add, total)
+
+
+def _policy(spec, params, tokens, layout):
+  """Runs the policy on tokens [b,T] in their bins: log-probs, entropies and values, each [R,P].
+
+  Values come from a shared trunk's value head, and are 0 without one.
+  """
+  tokens, x = _trunk(spec.actor, params, tokens, layout)
+  logp, entropy = decoder.token_logp(
+      params, spec.actor, x, tokens, spec.temperature, spec.logp_chunk
+  )
+  has_values = 'value_head' in params  # a shared trunk's policy has one, its reference may not
+  values = decoder.state_values(params, x) if has_values else jnp.zeros_like(logp)
+  return logp, entropy, values
+
+
+def _critic(spec, params, tokens, layout):
+  """Runs the critic on tokens [b,T] in their bins: values [R,P] of the states before each token."""
+  return decoder.state_values(params, _trunk(spec.critic, params, tokens, layout)[1])
+
+
+def _trunk(model, params, tokens, layout):
+  """Runs the trunk on tokens [b,T]: the tokens in their bins [R,P] and its output [R,P,D]."""
+  tokens = layout.pack(tokens)
+  x, _ = decoder.hidden(params, model, tokens, None, segments=layout.segments)
+  return tokens, x

@@ -22,10 +22,11 @@ from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import report
 from stppo_jax.rollout import engine
+from stppo_jax.rollout import seams
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
+from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
-from stppo_jax.training import update
 from stppo_jax.types import Episode
 from stppo_jax.types import Turn
 from tests.support import tiny_run
@@ -66,22 +67,39 @@ def train(config, workdir, stop_requested=lambda: False, **options):
       return loop.train(config, workdir, stop_requested)
 
 
+class Learner:
+  """What the loop needs of a learner: the functions below, jitted, and a policy of a few numbers."""
+
+  def __init__(self, optimizer, mesh):
+    jit = lambda function, donate=(): jax.jit(function, donate_argnums=donate)
+    self.spec, self.mesh = types.SimpleNamespace(has_values=False), mesh
+    self.annotate = jit(annotate)
+    self.with_advantages = jit(with_advantages, 0)
+    self.update_step = jit(functools.partial(update_step, optimizer), 0)
+
+  def policy(self, actor):
+    return actor
+
+  def num_compilations(self):
+    return sum(f._cache_size() for f in (self.annotate, self.with_advantages, self.update_step))
+
+
 def setup(config, mesh=(1, 1, 1), slow_s=0.0):
   """A loop.Run whose episodes take `slow_s` longer."""
   mesh = sharding.make_mesh(*mesh, jax.devices()[: int(np.prod(mesh))])
   optimizer = optax.adam(1e-2)
-  learner = types.SimpleNamespace(
-      actor_optimizer=optimizer, critic_optimizer=None, has_values=False
+  spec = types.SimpleNamespace(
+      variant=types.SimpleNamespace(kl_coef=0.1), actor_optimizer=optimizer, critic_optimizer=None
   )
   actor = {'mlp': {'up': {'kernel': jnp.linspace(0, 1, 64).reshape(1, 8, 8)}}}
-  state = train_state.create_sharded(learner, actor, None, 0.1, mesh)
-  jit = lambda function, donate=(): jax.jit(function, donate_argnums=donate)
-  functions = update.Functions(
-      annotate=jit(annotate),
-      with_advantages=jit(with_advantages, 0),
-      update_step=jit(functools.partial(update_step, optimizer), 0),
+  state = train_state.create_sharded(spec, actor, None, mesh)
+  settings, rows = config.train, sharding.rows(mesh)
+  bins = packing.Bins(
+      settings.mini_batch, settings.epochs, settings.micro_batch, settings.length_buckets, 0, rows
   )
-  return loop.Run(config, mesh, Agent(slow_s), learner, functions, state, train_state.Frozen())
+  named = seams.resolve(config)
+  held_out = loop.held_out(config, named)
+  return loop.Run(config, Agent(slow_s), Learner(optimizer, mesh), state, bins, named, held_out)
 
 
 class Agent:
@@ -89,6 +107,7 @@ class Agent:
 
   def __init__(self, slow_s):
     self.report, self.retriever = engine.Report(), None
+    self.env = types.SimpleNamespace(core_metrics=('em',))
     self.tokenizer = types.SimpleNamespace(pad_id=0, pieces=lambda ids: [str(i) for i in ids])
     self.sampler = types.SimpleNamespace(compiled_variants=dict)
     self.slow_s = slow_s
@@ -110,8 +129,8 @@ class Agent:
     return episodes
 
 
-def annotate(state, frozen, batch, rows, packings):
-  del frozen, rows, packings
+def annotate(state, batch, steps):
+  del steps
   old_logp = (batch.behaviour_logp + jnp.sin(_total(state)) * 0.1) * batch.action_mask
   return batch.replace(old_logp=old_logp), {
       'rollout_corr/kl': jnp.mean(batch.behaviour_logp - old_logp)
@@ -123,9 +142,8 @@ def with_advantages(state, batch):
   return state, batch.replace(advantages=batch.rewards - 0.3), {'actor/kl_coef': state.kl_coef}
 
 
-def update_step(optimizer, state, frozen, batch, rows, packing):
-  del frozen, packing
-  batch = jax.tree.map(lambda x: x[rows], batch)
+def update_step(optimizer, state, batch, step):
+  batch = jax.tree.map(lambda x: x[step.rows], batch)
 
   def loss(actor):
     signal = jnp.sum(batch.advantages * batch.old_logp * batch.tokens)
@@ -192,7 +210,6 @@ def command(folder, workdir, stderr, overrides, slow_s=0.01):
   """`python run.py` on `make_config`, in a child process; saves are slow, to be met in the middle."""
   os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
   logging.use_absl_handler()  # as app.run does
-  os.environ['JAX_COMPILATION_CACHE_DIR'] = os.path.join(folder, 'compiled')
   experiment = os.path.join(folder, 'experiment.py')
   with open(f'{experiment}.{os.getpid()}', 'w', encoding='utf-8') as file:
     file.write(

@@ -1,0 +1,78 @@
+"""Countdown: write an expression of three given numbers, in their order, that equals a target."""
+
+import ast
+import operator
+import random
+import re
+
+from stppo_jax.types import Task
+
+NUM_TASKS = {'train': 2000, 'dev': 128}
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub}
+
+
+def load(split: str) -> list[Task]:
+  """Makes the tasks of a split: the seed of a task is its question."""
+  return [make_task(split, seed) for seed in range(NUM_TASKS[split])]
+
+
+def make_task(split: str, seed: int) -> Task:
+  """Draws three numbers and two operators: '3 7 2=8' has the solution 3+7-2."""
+  rng = random.Random(f'{split} {seed}')
+  numbers = [rng.randint(1, 9) for _ in range(3)]
+  signs = [1, rng.choice((1, -1)), rng.choice((1, -1))]
+  target = sum(sign * number for sign, number in zip(signs, numbers))
+  question = f'{" ".join(map(str, numbers))}={target}'
+  return Task(id=f'{split}-{seed}', question=question, dataset='countdown', split=split)
+
+
+class Countdown:
+  """One turn: the question, then the agent's expression."""
+
+  stop_strings = (';',)
+  core_metrics = ('right',)
+  uses_global_random = False
+
+  def __init__(self, task, reward):
+    self._task, self._reward = task, reward
+
+  def reset(self, seed=None):
+    """Returns the question."""
+    del seed  # the task holds all that is random
+    return f'{self._task.question}:', {}
+
+  def step(self, action):
+    """Ends the episode with the reward of the expression."""
+    answer = action.removesuffix(';')
+    score = self._reward(self._task, answer, action)
+    metrics = {'right': score, 'legal': float(value(answer, numbers(self._task)) is not None)}
+    return '', score, True, False, {'action': 'answer', 'metrics': metrics}
+
+
+def check(task: Task, answer: str, transcript: str) -> float:
+  """The reward: 1 for an expression of the numbers with the target as its value."""
+  del transcript
+  return float(value(answer, numbers(task)) == int(task.question.partition('=')[2]))
+
+
+def numbers(task: Task) -> list[int]:
+  """Returns the numbers that a task gives."""
+  return [int(number) for number in task.question.partition('=')[0].split()]
+
+
+def value(text: str, given: list[int]) -> int | None:
+  """Returns the value of a sum or difference of exactly the given numbers in order, else None.
+
+  The text is a model's: it is parsed and walked over, never evaluated.
+  """
+  if len(text) > 40 or not re.fullmatch(r'\d+(?:[+-]\d+)*', text):
+    return None
+  if [int(number) for number in re.findall(r'\d+', text)] != given:
+    return None
+  return _walk(ast.parse(re.sub(r'\b0+(?=\d)', '', text), mode='eval').body)
+
+
+def _walk(node):
+  if isinstance(node, ast.Constant):
+    return node.value
+  return _OPERATORS[type(node.op)](_walk(node.left), _walk(node.right))

@@ -1,0 +1,162 @@
+"""The journal of a run: everything that it writes about itself, and where.
+
+Metrics, episodes and alarms in; metrics.jsonl, episodes/*.jsonl, the log, and at the end report.html out.
+Process 0 writes; the others only count.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import json
+import time
+from typing import Any
+
+from absl import logging
+import numpy as np
+
+from stppo_jax import types
+from stppo_jax.monitoring import episodes as episodes_lib
+from stppo_jax.monitoring import health as health_lib
+from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.monitoring import report
+from stppo_jax.rollout import batching
+from stppo_jax.rollout import pipeline
+from stppo_jax.runtime import hosts
+
+
+class Journal(contextlib.ExitStack):
+  """What the run in `workdir` writes, from update `first` on; a context manager.
+
+  Args:
+    workdir: the folder of the run.
+    config: the run's Config as nested dicts; `name`, `log`, `health` and `train.updates` are read.
+    first: updates done before; lines of later ones are dropped.
+    core_metrics: of the environment, the main one first.
+  """
+
+  def __init__(
+      self, workdir: str, config: Mapping[str, Any], first: int, core_metrics: Sequence[str] = ()
+  ):
+    super().__init__()
+    self._core_metrics = core_metrics
+    self._workdir, self._first, self._updates = workdir, first, config['train']['updates']
+    self._log, self._health = config['log'], config['health']
+    self._writer = None
+    if hosts.is_writer():
+      self._writer = self.enter_context(
+          metrics_lib.MetricsWriter(
+              workdir,
+              tensorboard=self._log['tensorboard'],
+              wandb_project=self._log['wandb_project'] or None,
+              run_name=config['name'],
+              config_json=json.dumps(config),
+              resume_step=first if first else -1,
+          )
+      )
+    rows = hosts.by_writer(metrics_lib.read_metrics, workdir)
+    self._history = [health_lib.watched(row) for row in rows]
+    self._started = time.perf_counter()
+
+  @property
+  def wants_episodes(self) -> bool:
+    """Whether every episode is written."""
+    return self._log['episodes']
+
+  def evaluated(
+      self, n: int, scores: Mapping[str, float], episodes: Sequence[types.Episode], tokenizer: Any
+  ) -> None:
+    """Logs the held-out scores after n updates, and writes the episodes."""
+    main = f'val-core/all/{[*self._core_metrics, "score"][0]}'
+    hops = '  '.join(f'{name[-5:]} {scores[name]:.3f}' for name in scores if f'{main}_hops' in name)
+    label, hops = main.split('/')[-1], f'  ({hops})' if hops else ''
+    logging.info('held out after %d updates: %s %.3f%s', n, label, scores[main], hops)
+    if failed := pipeline.failed_share(episodes):
+      logging.warning(
+          'retrieval failed in %.0f%% of the held-out episodes: they count as wrong', 100 * failed
+      )
+    if self.wants_episodes:
+      records = batching.to_records(episodes, tokenizer, n, 'eval')
+      episodes_lib.write(self._workdir, 'eval', n, records)
+
+  def write(self, n: int, metrics: Mapping[str, float]) -> None:
+    """Writes a line of metrics."""
+    if self._writer is not None:
+      self._writer.write(n, metrics)
+
+  def updated(
+      self, n: int, metrics: Mapping[str, float], records: Sequence[Mapping[str, Any]]
+  ) -> list[health_lib.Alarm]:
+    """Writes the numbers and episodes of update n, and a line of progress; returns the health alarms."""
+    if self.wants_episodes:
+      episodes_lib.write(self._workdir, 'train', n, records)
+    self._history.append(health_lib.watched(metrics))
+    alarms = health_lib.check(self._history, self._health, self._health['window'])
+    self.write(n, metrics | health_lib.flags(alarms))
+    elapsed_s = time.perf_counter() - self._started
+    line = metrics_lib.progress_line(
+        n, self._updates, metrics, elapsed_s, self._first, self._core_metrics
+    )
+    logging.info(line)
+    return alarms
+
+  def warn(
+      self, n: int, alarms: Sequence[health_lib.Alarm], records: Sequence[Mapping[str, Any]]
+  ) -> None:
+    """Logs new alarms; raises RunError where config.health.stop_on says so."""
+    for alarm in alarms:
+      if not alarm.is_new:
+        continue
+      lines = ', '.join(map(str, health_lib.worst_lines(alarm.name, records)))
+      place = f'line {lines} of episodes/train_{n:06d}.jsonl' if lines else "the run's charts"
+      message = alarm.line(self._health['window'], place)
+      if alarm.name in self._health['stop_on']:
+        raise types.RunError(f'update {n}: {message}; config.health.stop_on says to stop')
+      logging.warning(message)
+
+  def dump(self, n: int, records: Sequence[Mapping[str, Any]]) -> str:
+    """Writes the episodes of an update whose steps were skipped; returns their path."""
+    episodes_lib.write(self._workdir, 'nonfinite', n, records)
+    return f'{self._workdir}/episodes/nonfinite_{n:06d}.jsonl'
+
+  def finished(self, n: int) -> None:
+    """Logs how the run ended after update n; builds the report where it was the last one."""
+    if n < self._updates:
+      logging.info(
+          'stopped as asked, %d of %d updates done and saved; the same command goes on',
+          n,
+          self._updates,
+      )
+    else:
+      logging.info('report: %s', hosts.by_writer(report.build, self._workdir))
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+  """What one optimizer step saw."""
+
+  rows: np.ndarray  # [b], of the batch
+  metrics: Mapping[str, Any]
+  tokens: Mapping[str, Any]  # ratio, clipped [b,T]
+
+
+def summarize(episodes: Sequence[types.Episode], seen: Sequence[Seen]) -> dict[str, float]:
+  """Summarises an update: means over its optimizer steps, and what its episodes were like."""
+  names = seen[0].metrics
+  means = {name: float(np.mean([step.metrics[name] for step in seen])) for name in names}
+  means['actor/skipped'] = max(int(step.metrics['actor/skipped']) for step in seen)  # in a row
+  memory = {'perf/host_memory_gb': metrics_lib.host_memory_gb()}
+  return means | episodes_lib.summarize(episodes) | memory
+
+
+def records(
+    episodes: Sequence[types.Episode],
+    tokenizer: Any,
+    batch: types.TurnBatch,
+    seen: Sequence[Seen],
+    n: int,
+    has_values: bool,
+) -> list[dict]:
+  """Records of an update's episodes with what training saw of each token, in the last epoch."""
+  tokens = {tuple(step.rows): step.tokens for step in seen}
+  return episodes_lib.with_tokens(episodes, tokenizer, batch, tokens, n, has_values)

@@ -1,0 +1,184 @@
+"""Recovery: how a run gets back to where it was, after a stop, a crash or a non-finite update.
+
+Checkpoints in; state and position of the run out. A run resumes from its newest whole checkpoint. A run
+whose gradients stay non-finite ends, or rolls back to it and continues with other questions.
+"""
+
+import collections
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import os
+from typing import Any
+
+from absl import logging
+import jax
+
+from stppo_jax import config as schema
+from stppo_jax import plugins
+from stppo_jax import validation
+from stppo_jax.monitoring import workdir as workdirs
+from stppo_jax.rollout import pipeline as pipelines
+from stppo_jax.runtime import hosts
+from stppo_jax.training import checkpoint
+from stppo_jax.training.state import TrainState
+from stppo_jax.types import RunError
+
+MAX_ROLLBACKS = 3  # to one checkpoint
+_SHARED = '--workdir must be a folder that all processes share'
+
+
+class Stuck(Exception):
+  """The last optimizer steps were all skipped for non-finite gradients."""
+
+  def __init__(self, message: str, batch_number: int):
+    super().__init__(message)
+    self.batch_number = batch_number
+
+
+@dataclasses.dataclass
+class Position:
+  """Where a run stands."""
+
+  updates: int = 0  # done
+  passed_over: int = 0  # batches that rollbacks skipped
+  ready: Sequence[pipelines.Sampled] = ()  # batches sampled ahead, the next one first
+
+
+@contextlib.contextmanager
+def claimed(config: schema.Config, workdir: str) -> Iterator[None]:
+  """Context manager that holds `workdir` for this run; refuses a folder of another run or config."""
+  with workdirs.lock(workdir) if hosts.is_writer() else contextlib.nullcontext():
+    claim(config, workdir)
+    yield
+
+
+def claim(config: schema.Config, workdir: str) -> None:
+  """Checks that `workdir` belongs to this config and its plug-ins, or writes config.json there."""
+  hosts.by_writer(
+      workdirs.claim,
+      workdir,
+      dataclasses.asdict(config),
+      validation.may_change(),
+      plugins.digests(plugins.named(config)),
+  )
+
+
+def with_rollbacks(train: Callable[[int | None], Any], workdir: str, on_nonfinite: str) -> Any:
+  """Returns train(None); where it is Stuck, calls train(last batch) again or raises a RunError."""
+  last_batch, rollbacks = None, collections.Counter()
+  while True:
+    try:
+      return train(last_batch)
+    except Stuck as stuck:
+      with checkpoint.Checkpoints(workdir) as checkpoints:
+        newest = checkpoints.newest()
+      rollbacks[newest] += 1
+      if not newest:
+        raise RunError(f'{stuck}; there is no checkpoint yet: lower the learning rate') from stuck
+      if on_nonfinite == 'stop':
+        raise RunError(
+            f'{stuck}; lower the learning rate, or go back to the newest checkpoint and '
+            'on with other questions: --config.train.on_nonfinite=rollback'
+        ) from stuck
+      if rollbacks[newest] > MAX_ROLLBACKS:
+        raise RunError(
+            f'{stuck}, and so after {MAX_ROLLBACKS} rollbacks to update {newest}: lower '
+            'the learning rate, in another --workdir'
+        ) from stuck
+      logging.warning('%s; going back to update %d, on with other questions', stuck, newest)
+      last_batch = stuck.batch_number
+
+
+def newest(workdir: str, state: TrainState) -> tuple[TrainState, int | None]:
+  """The state of the newest checkpoint and its number of updates, or (`state`, None) without one."""
+  if not hosts.by_writer(os.path.isdir, os.path.join(workdir, 'checkpoints')):
+    return state, None
+  with checkpoint.Checkpoints(workdir) as checkpoints:
+    updates = checkpoints.newest()
+    hosts.require_same('checkpoint', updates, _SHARED)
+    return (state if updates is None else checkpoints.restore(updates, state)), updates
+
+
+class Saves:
+  """The checkpoints of a run that trains: resumption, and saves in the background.
+
+  Args:
+    workdir: the folder of the run.
+    settings: config.train.
+  """
+
+  def __init__(self, workdir: str, settings: schema.Train):
+    self._every = settings.checkpoint_every
+    self._checkpoints = checkpoint.Checkpoints(
+        workdir, settings.keep_checkpoints, settings.on_save_error
+    )
+    self.position = Position()
+
+  def resume(self, run: Any, batches: pipelines.Batches, last_batch: int | None) -> None:
+    """Sets `run.state` and `position` to the newest checkpoint, if there is one.
+
+    After a rollback, batches continue after `last_batch`: the same ones would fail again. What was
+    sampled ahead is dropped, since what failed may be in it.
+    """
+    first = self._checkpoints.newest()
+    hosts.require_same('checkpoint', first, _SHARED)
+    if first is None:
+      return
+    self._checkpoints.drop_after(first)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), run.state
+    )
+    run.state = None  # makes room
+    run.state = self._checkpoints.restore(first, shapes)
+    if last_batch is not None:
+      run.state = run.state.replace(skipped=run.state.skipped * 0)
+      self.position = Position(first, last_batch - first)
+      return
+    progress = self._checkpoints.progress(first)
+    logging.info('resumed after %d updates', first)
+    ready = [
+        pipelines.from_json(record, batches.tasks(record['number']))
+        for record in progress['sampled']
+    ]
+    self.position = Position(first, progress['passed_over'], ready)
+
+  @contextlib.contextmanager
+  def kept_on_error(self, updates: int, state: TrainState) -> Iterator[None]:
+    """Context manager that saves the state after `updates` if a RunError is raised.
+
+    Choice: without what was sampled ahead, since what failed may be in it: it is sampled anew.
+    """
+    try:
+      yield
+    except RunError:
+      if updates:
+        self._save(updates, state, [])
+      raise
+
+  def after(self, updates: int, state: TrainState, pipeline: pipelines.Pipeline) -> None:
+    """Reports a save that failed; begins the next one where it is due."""
+    self._checkpoints.check()
+    if self._every and updates % self._every == 0:
+      self.last(updates, state, pipeline)
+
+  def last(self, updates: int, state: TrainState, pipeline: pipelines.Pipeline) -> None:
+    """Saves the state after `updates`, and the batches sampled ahead.
+
+    Choice: batches sampled ahead are waited for, at the end of a run, too: a run whose `updates` are
+    raised later is the one that it would have been.
+    """
+    self._save(updates, state, [pipelines.to_json(batch) for batch in pipeline.contents()])
+
+  def _save(self, updates, state, sampled):
+    progress = {'passed_over': self.position.passed_over, 'sampled': sampled}
+    self._checkpoints.save(updates, state, progress)
+
+  def __enter__(self) -> 'Saves':
+    self._checkpoints.__enter__()
+    return self
+
+  def __exit__(self, *error: Any) -> None:
+    self._checkpoints.__exit__(*error)

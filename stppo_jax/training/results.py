@@ -1,0 +1,59 @@
+"""Results: what is made of a run's newest checkpoint, held-out scores or an exported model."""
+
+import dataclasses
+import os
+
+from absl import logging
+import jax
+
+from stppo_jax import config as schema
+from stppo_jax import evaluation
+from stppo_jax import validation
+from stppo_jax.models import convert
+from stppo_jax.models import lora
+from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.runtime import hosts
+from stppo_jax.training import learner as learner_lib
+from stppo_jax.training import loop
+from stppo_jax.training import recovery
+from stppo_jax.types import UserError
+
+
+def evaluate(config: schema.Config, workdir: str) -> dict[str, float]:
+  """Greedy scores of `workdir`'s newest checkpoint, or of the untrained model without one."""
+  validation.validate(config)
+  hosts.require_same('config', dataclasses.asdict(config))
+  run = loop.setup(config)
+  hosts.require_same('questions', [task.id for task in run.held_out])
+  run.state, updates = recovery.newest(workdir, run.state)
+  if updates is not None:
+    logging.info('evaluating %s after %d updates', workdir, updates)
+  scores, _ = evaluation.evaluate(run.agent, run.policy, run.held_out, seed=config.seed)
+  return scores
+
+
+def export(config: schema.Config, workdir: str) -> str:
+  """Writes the policy of `workdir`'s newest checkpoint as a Hugging Face folder; returns its path.
+
+  Adapters are merged into the weights, and a value head is left out.
+  """
+  validation.validate(config)
+  if not os.path.isdir(os.path.join(workdir, 'checkpoints')):
+    raise UserError(
+        f'--workdir={workdir!r} has no checkpoint to export: give the folder of a run, with '
+        'the --config that it was trained by'
+    )
+  recovery.claim(config, workdir)
+  learner, state = learner_lib.build(config)
+  state, updates = recovery.newest(workdir, state)
+  if updates is None:
+    raise UserError(f'--workdir={workdir!r} has no whole checkpoint yet: let the run go on')
+  model, params, folder = learner.spec.actor, state.actor, os.path.join(workdir, 'export')
+  if config.model.lora_rank:
+    merge = jax.jit(lora.merge, static_argnums=2, donate_argnums=0)
+    params = merge(learner.frozen.actor, state.actor, model.lora_scale)
+  convert.save_hf(
+      folder, dataclasses.replace(model, head='tokens'), params, agent_lib.model_folder(config)
+  )
+  logging.info('the policy after %d updates is in %s', updates, folder)
+  return folder
