@@ -109,36 +109,37 @@ def measure_update(best):
   size = QUICK if side_by_side.QUICK.value else SIZES[_SIZE.value]
   length = 128 if side_by_side.QUICK.value else 2048
   actor_shape = shape_of(size, size.param_dtype, _LAYERS.value or size.layers)
-  variant = variants.VARIANTS[size.variant]
+  variant = dataclasses.replace(variants.VARIANTS[size.variant], entropy_coef=0.0, kl_in='none')
   critic_shape = dataclasses.replace(actor_shape, head='value') if variant.needs_critic else None
   mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
   optimizer, schedule = train_state.make_optimizer(1e-6, 0, weight_decay=0.01)
-  learner = train_state.Learner(
+  spec = train_state.Spec(
+      variant=variant,
       actor=actor_shape,
       critic=critic_shape,
-      variant=variant,
       actor_optimizer=optimizer,
       critic_optimizer=optimizer,
       actor_lr=schedule,
       critic_lr=schedule,
       micro_batch=size.micro_batch,
       lengths=(length,),
+      temperature=1.0,
       logp_chunk=512,
-      value_clip=0.5,
+      critic_warmup=0,
+      num_turns=5,
   )
   init = jax.jit(decoder.init, static_argnums=1)
   critic = critic_shape and init(jax.random.key(1), critic_shape)
-  state = train_state.create_sharded(
-      learner, init(jax.random.key(0), actor_shape), critic, 0.0, mesh
-  )
+  state = train_state.create_sharded(spec, init(jax.random.key(0), actor_shape), critic, mesh)
   nothing = train_state.Frozen()  # all is trained
-  functions = update.compile_functions(learner, state, nothing, mesh)
+  functions = update.compile_functions(spec, state, nothing, mesh)
   batch = ours.random_batch(actor_shape.vocab_size, size.rows, length, np.random.default_rng(0))
   batch = jax.device_put(batch, sharding.rows(mesh))
   tokens, rows = size.rows * length, np.arange(size.rows, dtype=np.int32)
   packed = packing.pack(np.full(size.rows, length), size.micro_batch, (length,))
+  whole = packing.Step(rows, packed)
 
-  annotate = lambda: functions.annotate(state, nothing, batch, rows[None], packing.stack([packed]))
+  annotate = lambda: functions.annotate(state, nothing, batch, packing.stack([whole]))
   seconds = median_s(annotate)
   one_pass = tokens * forward_flops(actor_shape, length)
   critic_pass = tokens * forward_flops(critic_shape, length) if critic_shape else 0
@@ -163,7 +164,7 @@ def measure_update(best):
 
     def step():
       nonlocal state
-      state, metrics, _ = functions.update_step(state, nothing, batch, rows, packed)
+      state, metrics, _ = functions.update_step(state, nothing, batch, whole)
       return metrics
 
     seconds = median_s(step)

@@ -140,6 +140,13 @@ class Sampling:
     return self._samplers[key]
 
 
+def _plain(name, **columns):
+  """A row of the table without entropy and KL terms, aggregated as the peers do."""
+  return dataclasses.replace(
+      variants.VARIANTS[name], entropy_coef=0.0, kl_in='none', aggregation='token-mean', **columns
+  )
+
+
 class Learning:
   """Update steps of several variants, each with its own state; makes the models and the batch."""
 
@@ -156,35 +163,36 @@ class Learning:
     convert.save_hf(os.path.join(folder, 'critic'), critic_config, critic)
     optimizer, schedule = train_state.make_optimizer(learning_rate, 0, weight_decay=0.01)
     self._states, self._functions = {}, {}
-    st_ppo = variants.VARIANTS['st_ppo']
+    st_ppo = _plain('st_ppo')
     for name, variant in (
-        ('ppo', variants.VARIANTS['ppo']),
+        ('ppo', _plain('ppo', log_bias=False)),
         ('st_ppo, clipped', st_ppo),
         # Bounds that no ratio reaches, however long the benchmark goes on.
         ('st_ppo, nothing clipped', dataclasses.replace(st_ppo, clip_low=1.0, clip_high=1e6)),
     ):
-      learner = train_state.Learner(
+      spec = train_state.Spec(
+          variant=variant,
           actor=actor_config,
           critic=critic_config,
-          variant=variant,
           actor_optimizer=optimizer,
           critic_optimizer=optimizer,
           actor_lr=schedule,
           critic_lr=schedule,
           micro_batch=micro_batch,
           lengths=(length,),
-          aggregation='token-mean',
-          value_clip=0.5,
-          log_bias=name != 'ppo',
+          temperature=1.0,
+          logp_chunk=None,
+          critic_warmup=0,
+          num_turns=5,
       )
       copies = jax.tree.map(jnp.copy, (actor, critic))  # create_sharded takes what it is given
-      self._states[name] = train_state.create_sharded(learner, *copies, 0.0, self._mesh)
+      self._states[name] = train_state.create_sharded(spec, *copies, self._mesh)
       self._functions[name] = update.compile_functions(
-          learner, self._states[name], train_state.Frozen(), self._mesh
+          spec, self._states[name], train_state.Frozen(), self._mesh
       )
-    self._rows = np.arange(rows, dtype=np.int32)
     # Rows of equal length, so each is a bin of its own: the peer packs nothing.
-    self._packing = packing.pack(np.full(rows, length), micro_batch, (length,))
+    packed = packing.pack(np.full(rows, length), micro_batch, (length,))
+    self._step = packing.Step(np.arange(rows, dtype=np.int32), packed)
     self._batches = self._make_batches(actor_config.vocab_size, rows, length)
 
   def model(self):
@@ -199,18 +207,14 @@ class Learning:
   def log_probs(self):
     """Log-probs of the policy and values of the critic, 0 outside the agent's tokens."""
     batch, _ = self._functions['ppo'].annotate(
-        self._states['ppo'],
-        train_state.Frozen(),
-        self._batches['ppo'],
-        self._rows[None],
-        packing.stack([self._packing]),
+        self._states['ppo'], train_state.Frozen(), self._batches['ppo'], packing.stack([self._step])
     )
     return jax.device_get((batch.old_logp, batch.old_values))
 
   def update(self, name):
     """One optimizer step; its losses and gradient norms before the clip of the norm."""
     self._states[name], metrics, _ = self._functions[name].update_step(
-        self._states[name], train_state.Frozen(), self._batches[name], self._rows, self._packing
+        self._states[name], train_state.Frozen(), self._batches[name], self._step
     )
     jax.block_until_ready(self._states[name])
     found = jax.device_get(metrics)
@@ -257,25 +261,24 @@ class PpoStep:
     critic['value_head'] = {'kernel': kernel, 'bias': jnp.zeros((1,))}
     self._value_head = np.asarray(kernel)
     optimizer, schedule = train_state.make_optimizer(learning_rate, 0, weight_decay=0.01)
-    learner = train_state.Learner(
+    spec = train_state.Spec(
+        variant=_plain('ppo', log_bias=False),
         actor=config,
         critic=dataclasses.replace(config, head='value'),
-        variant=variants.VARIANTS['ppo'],
         actor_optimizer=optimizer,
         critic_optimizer=optimizer,
         actor_lr=schedule,
         critic_lr=schedule,
         micro_batch=micro_batch,
         lengths=(num_prompt + num_new,),
-        aggregation='token-mean',
-        value_clip=0.5,
-        log_bias=False,
+        temperature=1.0,
+        logp_chunk=None,
+        critic_warmup=0,
+        num_turns=5,
     )
-    self._learner = learner
-    self._state = train_state.create_sharded(learner, actor, critic, 0.0, self._mesh)
-    self._functions = update.compile_functions(
-        learner, self._state, train_state.Frozen(), self._mesh
-    )
+    self._spec = spec
+    self._state = train_state.create_sharded(spec, actor, critic, self._mesh)
+    self._functions = update.compile_functions(spec, self._state, train_state.Frozen(), self._mesh)
     self._samplers = {
         temperature: _make_sampler(config, rows, num_prompt + num_new, temperature)
         for temperature in (0.0, 1.0)
@@ -293,11 +296,11 @@ class PpoStep:
   def step(self, prompts, greedy=False):
     """One PPO step on prompts [B,P]."""
     episodes = self._rollout(prompts, 0.0 if greedy else 1.0)
-    batch, rows, packed = self._to_batch(episodes)
-    batch, _ = self._annotate(batch, rows, packed)
+    batch, step = self._to_batch(episodes)
+    batch, _ = self._annotate(batch, step)
     self._state, batch, summary = self._functions.with_advantages(self._state, batch)
     self._state, metrics, _ = self._functions.update_step(
-        self._state, train_state.Frozen(), batch, rows, packed
+        self._state, train_state.Frozen(), batch, step
     )
     jax.block_until_ready(self._state)
     return jax.device_get(summary | metrics)
@@ -335,18 +338,14 @@ class PpoStep:
     return _episodes(prompts, turns)
 
   def _to_batch(self, episodes):
-    """(batch, rows, packing) of one optimizer step on all of them."""
-    batch = batching.to_turn_batch(
-        episodes, self._learner.lengths, sharding=sharding.rows(self._mesh)
-    )
+    """(batch, the optimizer step on all of it)."""
+    batch = batching.to_turn_batch(episodes, self._spec.lengths, sharding=sharding.rows(self._mesh))
     lengths = np.array([batching.trained_length(episode) for episode in episodes])
-    packed = packing.pack(lengths, self._learner.micro_batch, self._learner.lengths)
-    return batch, np.arange(len(episodes), dtype=np.int32), packed
+    packed = packing.pack(lengths, self._spec.micro_batch, self._spec.lengths)
+    return batch, packing.Step(np.arange(len(episodes), dtype=np.int32), packed)
 
-  def _annotate(self, batch, rows, packed):
-    return self._functions.annotate(
-        self._state, train_state.Frozen(), batch, rows[None], packing.stack([packed])
-    )
+  def _annotate(self, batch, step):
+    return self._functions.annotate(self._state, train_state.Frozen(), batch, packing.stack([step]))
 
 
 def _episodes(prompts, turns):

@@ -11,8 +11,8 @@
 
 The same command again resumes the run in its workdir. SIGTERM ends a run with exit code 0 and a
 checkpoint: after the current update, or immediately while episodes are played or the retriever is
-down. Ctrl-C ends it immediately with exit code 130, and what came after the last checkpoint is lost.
-On several hosts give the same command on each, with --distributed (TPU pod, SLURM), or with
+down. Ctrl-C ends it immediately with exit code 130, and what came after the last checkpoint is
+lost. On several hosts give the same command on each, with --distributed (TPU pod, SLURM), or with
 --coordinator=HOST:PORT --num_processes=N --process_id=I.
 """
 
@@ -176,8 +176,8 @@ def _start_jax(processes: dict[str, Any]) -> None:
 def _stop_requested() -> Iterator[Callable[[], bool]]:
   """Yields a function that tells whether SIGTERM was received.
 
-  The function raises KeyboardInterrupt after a Ctrl-C. Python raises it in whatever code is running,
-  which may be a library's callback that ignores exceptions.
+  The function raises KeyboardInterrupt after a Ctrl-C. Python raises it in whatever code is
+  running, which may be a library's callback that ignores exceptions.
   """
   asked, interrupted = threading.Event(), threading.Event()
 

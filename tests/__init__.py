@@ -1,9 +1,39 @@
-"""Eight simulated devices for the tests of sharding; must be set before JAX starts."""
+"""Settings of JAX for the tests; they must stand before JAX starts, and child processes inherit them.
 
+There are eight simulated devices, for the tests of sharding. Compiling is most of what the tests do, so
+- LLVM does not optimise, and XLA's older emitter, which is faster, writes the loops: a training step
+  compiles in a quarter of the time;
+- compiled programs are kept in a folder that lasts as long as the tests do, for all their processes.
+
+A flag that XLA_FLAGS names already is left as it is. To test the programs that a run compiles, set
+XLA_FLAGS='--xla_backend_optimization_level=3 --xla_llvm_disable_expensive_passes=false
+--xla_cpu_use_fusion_emitters=true'.
+"""
+
+import atexit
 import os
+import shutil
+import tempfile
+
+_FLAGS = {
+    'xla_force_host_platform_device_count': '8',
+    'xla_backend_optimization_level': '0',
+    'xla_llvm_disable_expensive_passes': 'true',
+    'xla_cpu_use_fusion_emitters': 'false',
+    # Eight devices on two busy cores may wait long for each other; after 40 s XLA would abort.
+    'xla_cpu_collective_call_warn_stuck_timeout_seconds': '300',
+    'xla_cpu_collective_call_terminate_timeout_seconds': '600',
+}
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
-  os.environ['XLA_FLAGS'] = (
-      os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
-  )
+_given = os.environ.get('XLA_FLAGS', '')
+os.environ['XLA_FLAGS'] = ' '.join(
+    [_given, *(f'--{name}={value}' for name, value in _FLAGS.items() if name not in _given)]
+).strip()
+
+if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
+  _folder = tempfile.mkdtemp(prefix='stppo_tests_')
+  atexit.register(shutil.rmtree, _folder, ignore_errors=True)
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = _folder
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES', '-1')

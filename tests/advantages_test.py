@@ -1,6 +1,7 @@
 """Advantages: by hand across observations, against the float64 oracle, and what reduces to what."""
 
 import dataclasses
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -14,6 +15,7 @@ import numpy as np
 from stppo_jax import types
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import variants
+from stppo_jax.rollout import batching
 from tests.support import oracle
 
 QUICK = hypothesis.settings(
@@ -392,6 +394,104 @@ class EstimateTest(chex.TestCase):
   def test_an_unknown_name_is_refused(self):
     with self.assertRaises(ValueError):
       self._estimate('gae')
+
+
+class RewardsPerTurnTest(chex.TestCase):
+  """Rewards on several turns: each counts at its turn's last token and for what came before."""
+
+  def setUp(self):
+    super().setUp()
+    self.enter_context(jax.enable_x64(True))
+    # Two turns of two tokens: rewards .5 and 1, values .1 .2 | .3 .4; an observation between them.
+    self.turn_ids = jnp.array([[0, 1, 1, 0, 2, 2]])
+    self.rewards = jnp.array([[0.0, 0.0, 0.5, 0.0, 0.0, 1.0]])
+    self.values = jnp.array([[9.0, 0.1, 0.2, 9.0, 0.3, 0.4]])
+
+  def estimate(self, name, **changes):
+    zeros = jnp.zeros_like(self.rewards)
+    batch = types.TurnBatch(
+        tokens=self.turn_ids,
+        action_mask=(self.turn_ids > 0).astype(float),
+        turn_ids=self.turn_ids,
+        rewards=self.rewards,
+        old_logp=zeros,
+        ref_logp=zeros,
+        old_values=self.values,
+        advantages=zeros,
+        returns=zeros,
+        group_ids=jnp.arange(len(self.turn_ids)),
+    )
+    row = variants.Variant(name, 'token', gamma=0.5, lam=0.5)
+    return advantages.estimate(batch.replace(**changes), row)
+
+  def test_token_gae(self):
+    # delta: 0 + .5*.2 - .1 = 0 | .5 + .5*.3 - .2 = .45 | 0 + .5*.4 - .3 = -.1 | 1 - .4 = .6
+    # A:     0 + .25*.4625 = .115625 | .45 + .25*.05 = .4625 | -.1 + .25*.6 = .05 | .6
+    got = self.estimate('token_gae')
+    _assert_close(got.advantages, jnp.array([[0, 0.115625, 0.4625, 0, 0.05, 0.6]]), atol=1e-12)
+    _assert_close(got.returns, jnp.array([[0, 0.215625, 0.6625, 0, 0.35, 1.0]]), atol=1e-12)
+
+  def test_turn_gae(self):
+    # Turns: R = .5, 1; V = .1, .3.  A_2 = 1 - .3 = .7;  A_1 = .5 + .5*.3 - .1 + .25*.7 = .725
+    got = self.estimate('turn_gae')
+    _assert_close(got.advantages, jnp.array([[0, 0.725, 0.725, 0, 0.7, 0.7]]), atol=1e-12)
+    _assert_close(got.returns, jnp.array([[0, 0.825, 0.825, 0, 1.0, 1.0]]), atol=1e-12)
+
+  def test_bad_gae(self):
+    # Only at ends of turns gamma = lambda = .5; inside both are 1. A: .6 | (0 + .4 - .3) + .6 = .7
+    # | (.5 + .5*.3 - .2) + .25*.7 = .625 | (0 + .2 - .1) + .625 = .725
+    got = self.estimate('bad_gae')
+    _assert_close(got.advantages, jnp.array([[0, 0.725, 0.625, 0, 0.7, 0.6]]), atol=1e-12)
+
+  @parameterized.parameters(
+      (1.0, (0.233, 0.122, 0.011, -0.1)), (0.9, (0.22791, 0.1299, 0.021, -0.1))
+  )
+  def test_turn_returns_of_gems_sudoku(self, gamma, expected):
+    """Three legal moves worth 1/9 and an illegal one: a move is credited with what follows it."""
+    # gamma .9: -.1 | .111 - .09 = .021 | .111 + .0189 = .1299 | .111 + .11691 = .22791
+    rewards = (0.111, 0.111, 0.111, -0.1)
+    turns = [
+        types.Turn(np.arange(2), np.zeros(2), np.zeros(1, np.int32), reward=reward)
+        for reward in rewards
+    ]
+    episode = types.Episode(types.Task('id', '', ()), 0, np.zeros(3, np.int32), turns)
+    batch = batching.to_turn_batch([episode], (16,))
+    got = advantages.turn_returns(batch.rewards, batch.turn_ids, 16, gamma)
+    for turn, value in enumerate(expected, start=1):
+      _assert_close(got[batch.turn_ids == turn], jnp.full(2, value), atol=1e-6)
+    self.assertAlmostEqual(episode.score, 0.233)
+
+  def test_group_scores_are_sums_over_turns(self):
+    # Scores .5 + 1 = 1.5 and .5 + 0 = .5 in one group: leave one out gives 1 and -1.
+    twice = lambda x: jnp.concatenate([x, x])
+    got = self.estimate(
+        'leave_one_out',
+        turn_ids=twice(self.turn_ids),
+        action_mask=twice(self.turn_ids > 0).astype(float),
+        rewards=twice(self.rewards).at[1, 5].set(0.0),
+        group_ids=jnp.zeros(2, jnp.int32),
+    )
+    expected = jnp.array([[1.0], [-1.0]]) * twice(self.turn_ids > 0)
+    _assert_close(got.advantages, expected, atol=1e-12)
+
+
+class OwnEstimatorTest(absltest.TestCase):
+
+  def test_a_plain_function_fills_in_advantages_and_returns(self):
+    row = variants.Variant(lambda batch, variant: (batch.rewards * variant.gamma,) * 2, 'token')
+    batch = mock.Mock(rewards=jnp.ones((1, 2)))
+    advantages.estimate(batch, dataclasses.replace(row, gamma=0.5))
+    filled = batch.replace.call_args.kwargs
+    np.testing.assert_array_equal(filled['advantages'], [[0.5, 0.5]])
+    self.assertFalse(row.needs_critic or row.needs_groups)
+
+  def test_wrapped_functions_say_what_they_need(self):
+    of_groups = variants.Variant(advantages.from_groups(advantages.leave_one_out), 'token')
+    self.assertTrue(of_groups.needs_groups)
+    self.assertFalse(of_groups.needs_critic)
+    of_values = variants.Variant(advantages.from_values(lambda batch, variant: None), 'token')
+    self.assertTrue(of_values.needs_critic)
+    self.assertFalse(of_values.needs_groups)
 
 
 if __name__ == '__main__':

@@ -436,5 +436,64 @@ class DivisorTest(chex.TestCase):
       correction.divisor('sqrt', jnp.float32(1), jnp.float32(1), jnp.array(True))
 
 
+def _own_clip(ratio, logp, advantages, variant):
+  """PPO's surrogate as a user would write it."""
+  del logp
+  low, high = 1 - variant.clip_low, 1 + variant.clip_high
+  surrogate = jnp.minimum(ratio * advantages, jnp.clip(ratio, low, high) * advantages)
+  return surrogate, surrogate != ratio * advantages
+
+
+def _weighted(ratio, logp, advantages, variant):
+  """A bounded weight on every token's log-prob, as CISPO has it."""
+  weight = jnp.clip(ratio, 1 - variant.clip_low, 1 + variant.clip_high)
+  return jax.lax.stop_gradient(weight) * advantages * logp, weight != ratio
+
+
+class OwnSurrogateTest(parameterized.TestCase):
+
+  @parameterized.product(level=LEVELS, min_advantage=('token', 'turn'))
+  def test_ppo_written_by_a_user_is_the_built_in(self, level, min_advantage):
+    """The same cotangents for g and for C, though the clip is inside the user's function."""
+    batch = oracle.random_batch(3)
+    row = _row(level, min_advantage)
+    own = dataclasses.replace(row, surrogate=_own_clip)
+    expected, got = (_gradients(batch, variant, **CLIP) for variant in (row, own))
+    self.assertTrue(expected[2]['clipped'].any())
+    np.testing.assert_array_equal(got[2]['clipped'], expected[2]['clipped'])
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-7)
+
+  def test_a_weight_on_the_log_probs_by_hand(self):
+    """Two tokens of one row, weight 1/2 each: ratios 1.5 (clipped to 1.2) and 1, advantages 2, -1."""
+    turn_ids = np.ones((1, 2), np.int32)
+    batch = _turn_batch(
+        oracle.random_batch(0),
+        tokens=turn_ids,
+        action_mask=np.ones((1, 2)),
+        turn_ids=turn_ids,
+        old_logp=np.array([[-1.0, -1.0]]),
+        advantages=np.array([[2.0, -1.0]]),
+    )
+    logp = jnp.array([[-1 + np.log(1.5), -1.0]], jnp.float32)
+    row = dataclasses.replace(_row('token'), surrogate=_weighted)
+    to_loss, to_bias, aux = correction.cotangents(logp, batch, row, 1.0, 0.2)
+    # d(-J)/dlogp = -weight_t clip(w_t) A_t = -.5 * 1.2 * 2 | -.5 * 1 * -1
+    _assert_close(to_loss, jnp.array([[-1.2, 0.5]]), atol=1e-6)
+    # C: what the clip took from the clipped token, weight_t (w_t - clip(w_t)) A_t = .5 * .3 * 2
+    _assert_close(to_bias, jnp.array([[0.3, 0.0]]), atol=1e-6)
+    np.testing.assert_array_equal(aux['clipped'], [[True, False]])
+    _assert_close(aux['pg_loss'], -0.5 * (1.2 * 2 * logp[0, 0] - logp[0, 1]), atol=1e-6)
+
+  def test_unknown_names_are_refused(self):
+    batch = oracle.random_batch(0)
+    with self.assertRaisesRegex(ValueError, "surrogate 'clop' is none of clip"):
+      _gradients(batch, dataclasses.replace(_row('token'), surrogate='clop'))
+
+  def test_a_divisor_of_ones_own(self):
+    rule = lambda g_norm, c_norm, any_clipped: jnp.where(any_clipped, 2 * c_norm + g_norm, 1)
+    self.assertEqual(correction.divisor(rule, 3.0, 4.0, True), 11)
+    self.assertEqual(correction.divisor(rule, 3.0, 4.0, False), 1)
+
+
 if __name__ == '__main__':
   absltest.main()

@@ -201,10 +201,9 @@ class TwoProcessesTest(absltest.TestCase):
     env = {
         **os.environ,
         'JAX_PLATFORMS': 'cpu',
-        'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
         'PYTHONPATH': str(ROOT),
-        'JAX_COMPILATION_CACHE_DIR': f'{self.tmp}/compiled',
-        'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+        # The later one of two equal flags counts.
+        'XLA_FLAGS': f'{os.environ["XLA_FLAGS"]} --xla_force_host_platform_device_count={devices}',
     }
     # To a file: a pipe that nobody reads would stop the process.
     log = open(os.path.join(self.tmp, f'log_{len(os.listdir(self.tmp))}'), 'w+', encoding='utf-8')

@@ -43,16 +43,6 @@ EPISODES, MINI_BATCH, EPOCHS, UPDATES, GROUP = 64, 32, 2, 40, 8  # most need abo
 GOOD = 0.9
 
 
-def setUpModule():
-  # Compiling is most of the work here.
-  jax.config.update('jax_disable_most_optimizations', True)
-
-
-def tearDownModule():
-  jax.config.update('jax_disable_most_optimizations', False)
-  jax.clear_caches()  # other tests would meet programs that sum in another order
-
-
 class LearningTest(parameterized.TestCase):
 
   @parameterized.parameters(*variants.VARIANTS)

@@ -14,7 +14,6 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import chex
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 import numpy as np
 
 from stppo_jax.models import sharding
@@ -68,21 +67,6 @@ def setUpModule():
   unittest.addModuleCleanup(temporary.cleanup)
   FOLDER = temporary.name
   tiny_run.write(FOLDER)
-  # Compiling is most of the work here, and most runs compile the same.
-  settings = {
-      'jax_disable_most_optimizations': True,
-      'jax_compilation_cache_dir': os.path.join(FOLDER, 'compiled'),
-      'jax_persistent_cache_min_compile_time_secs': 0.0,
-      'jax_persistent_cache_min_entry_size_bytes': -1,
-  }
-  unittest.addModuleCleanup(
-      jax.clear_caches
-  )  # at last: others would meet programs that sum in another order
-  for name, value in settings.items():
-    unittest.addModuleCleanup(jax.config.update, name, jax.config.values[name])
-    jax.config.update(name, value)
-  unittest.addModuleCleanup(compilation_cache.reset_cache)
-  compilation_cache.reset_cache()
 
 
 def tearDownModule():

@@ -25,9 +25,10 @@ class NotebookTest(absltest.TestCase):
   def test_runs_from_top_to_bottom(self):
     workdir = self.enterContext(tempfile.TemporaryDirectory())
     # One device, as a user has it, and not the eight that the other tests simulate.
+    flags = f'{os.environ["XLA_FLAGS"]} --xla_force_host_platform_device_count=1'
     self.enterContext(
         mock.patch.dict(
-            os.environ, {'STPPO_JAX': str(REPO), 'STPPO_WORKDIR': workdir, 'XLA_FLAGS': ''}
+            os.environ, {'STPPO_JAX': str(REPO), 'STPPO_WORKDIR': workdir, 'XLA_FLAGS': flags}
         )
     )
     notebook = nbformat.read(PATH, as_version=4)

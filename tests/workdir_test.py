@@ -49,6 +49,17 @@ class WorkdirTest(absltest.TestCase):
     with open(os.path.join(self.workdir, 'config.json'), encoding='utf-8') as file:
       self.assertEqual(json.load(file)['train']['on_nonfinite'], 'other')
 
+  def test_the_source_of_a_plug_in_is_part_of_the_numbers(self):
+    workdirs.claim(self.workdir, as_dict(source='m:load'), digests={'data.source': 'a1'})
+    with open(os.path.join(self.workdir, 'config.json'), encoding='utf-8') as file:
+      self.assertEqual(json.load(file)['plugins'], {'data.source': 'a1'})
+    self.write_a_number()
+    workdirs.claim(self.workdir, as_dict(source='m:load'), digests={'data.source': 'a1'})
+    with self.assertRaisesRegex(
+        UserError, r"^[^\n]*config.data.source='m:load' has changed since[^\n]*$"
+    ):
+      workdirs.claim(self.workdir, as_dict(source='m:load'), digests={'data.source': 'b2'})
+
   def test_staleness_is_part_of_the_numbers(self):
     workdirs.claim(self.workdir, as_dict())
     self.write_a_number()

@@ -210,7 +210,6 @@ def command(folder, workdir, stderr, overrides, slow_s=0.01):
   """`python run.py` on `make_config`, in a child process; saves are slow, to be met in the middle."""
   os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
   logging.use_absl_handler()  # as app.run does
-  os.environ['JAX_COMPILATION_CACHE_DIR'] = os.path.join(folder, 'compiled')
   experiment = os.path.join(folder, 'experiment.py')
   with open(f'{experiment}.{os.getpid()}', 'w', encoding='utf-8') as file:
     file.write(

@@ -1,0 +1,165 @@
+"""The objective that a config names: built-in or plugged in, overridden, and checked."""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import sys
+import tempfile
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from stppo_jax import config as schema
+from stppo_jax import validation
+from stppo_jax.algorithms import variants
+from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.training import learner
+from stppo_jax.types import UserError
+from tests.support import micro_run
+
+OWN = """
+import jax.numpy as jnp
+from stppo_jax.algorithms import advantages
+from stppo_jax.algorithms.variants import Variant
+
+@advantages.from_groups
+def centred(scores, group_ids):
+  return scores - scores.mean()
+
+def constant(batch, variant):
+  return batch.rewards, batch.rewards
+
+def surrogate(ratio, logp, advantages, variant):
+  return ratio * advantages, jnp.zeros_like(ratio, bool)
+
+def divisor(g_norm, c_norm, any_clipped):
+  return 1 + c_norm
+
+GROUPED = Variant(centred, 'token', gamma=0.5)
+PLAIN = Variant(constant, 'turn', surrogate=surrogate, divisor=divisor)
+VALUED = Variant(advantages.from_values(constant), 'token')
+NO_RATIO = Variant(constant, 'none', surrogate=surrogate)
+NEGATIVE = Variant(constant, 'token', clip_low=-1.0)
+LEVELLESS = Variant(constant, 'word')
+NUMBER = 7
+"""
+
+
+class MakeVariantTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    (self.folder / 'own_rl.py').write_text(OWN, encoding='utf-8')
+    sys.path.insert(0, str(self.folder))
+    self.addCleanup(sys.path.remove, str(self.folder))
+    self.addCleanup(sys.modules.pop, 'own_rl', None)
+
+  def make(self, **values):
+    config = schema.Config()
+    for path, value in values.items():
+      *parents, name = path.split('.')
+      setattr(functools.reduce(getattr, parents, config), name, value)
+    return learner.make_variant(validation.validate(config))
+
+  def refused(self, *words, **values):
+    with self.assertRaises(UserError) as caught:
+      self.make(**values)
+    message = str(caught.exception)
+    self.assertNotIn('\n', message)
+    for word in words:
+      self.assertIn(word, message)
+
+  @parameterized.parameters(*variants.VARIANTS)
+  def test_a_row_stays_as_it_is(self, name):
+    row = variants.VARIANTS[name]
+    made = self.make(**{'algorithm.variant': name, 'rollout.group_size': 4})
+    self.assertEqual(dataclasses.replace(row, norm_length=schema.Config().rollout.max_total), made)
+
+  def test_columns_are_overridden_off_included(self):
+    made = self.make(
+        **{
+            'algorithm.variant': 'ppo',
+            'algorithm.ratio': 'turn',
+            'algorithm.value_clip': 0.0,
+            'algorithm.whiten': False,
+        }
+    )
+    self.assertEqual((made.ratio, made.value_clip, made.whiten), ('turn', 0.0, False))
+
+  def test_a_variant_of_ones_own_brings_its_columns_and_needs(self):
+    config = schema.Config()
+    plain = self.make(**{'algorithm.variant': 'own_rl:PLAIN'})
+    self.assertFalse(plain.needs_critic)
+    self.assertEqual(learner.model_heads(config, plain), ('tokens', None))
+    valued = self.make(**{'algorithm.variant': 'own_rl:VALUED'})
+    self.assertEqual(learner.model_heads(config, valued), ('tokens', 'value'))
+    grouped = self.make(**{'algorithm.variant': 'own_rl:GROUPED', 'rollout.group_size': 4})
+    self.assertEqual(grouped.gamma, 0.5)
+    over = {'rollout.group_size': 4, 'algorithm.gamma': 0.9}
+    self.assertEqual(self.make(**{'algorithm.variant': 'own_rl:GROUPED', **over}).gamma, 0.9)
+
+  def test_a_group_algorithm_of_ones_own_is_refused_without_groups(self):
+    words = ("variant='own_rl:GROUPED'", 'group_size=1', 'group_size=4')
+    self.refused(*words, **{'algorithm.variant': 'own_rl:GROUPED'})
+    self.refused('group_size=1', **{'algorithm.advantage': 'own_rl:centred'})
+
+  def test_functions_are_named_by_the_config(self):
+    made = self.make(
+        **{
+            'algorithm.variant': 'ppo',
+            'algorithm.advantage': 'own_rl:constant',
+            'algorithm.surrogate': 'own_rl:surrogate',
+            'algorithm.divisor': 'own_rl:divisor',
+        }
+    )
+    own = sys.modules['own_rl']
+    self.assertEqual(
+        (made.advantage, made.surrogate, made.divisor), (own.constant, own.surrogate, own.divisor)
+    )
+    self.assertFalse(made.needs_critic)
+    self.assertTrue(dataclasses.replace(made, log_bias=False).measures_bias)
+
+  @parameterized.parameters(
+      ({'algorithm.variant': 'st_pro'}, ("variant='st_pro'", 'did you mean st_ppo?')),
+      ({'algorithm.advantage': 'token_gea'}, ("advantage='token_gea'", 'did you mean token_gae?')),
+      ({'algorithm.surrogate': 'clop'}, ("surrogate='clop'", 'did you mean clip?')),
+      ({'algorithm.divisor': 'papers'}, ("divisor='papers'", 'did you mean paper?')),
+      ({'algorithm.variant': 'own_rl:NUMBER'}, ('own_rl:NUMBER', 'is a int', 'Variant')),
+      ({'algorithm.divisor': 'own_rl:NUMBER'}, ('own_rl:NUMBER', 'function')),
+      ({'algorithm.variant': 'own_rl:NONE'}, ("no 'NONE'",)),
+      ({'algorithm.variant': 'own_rl:NEGATIVE'}, ('clip_low=-1.0', 'at least 0')),
+      ({'algorithm.variant': 'own_rl:LEVELLESS'}, ("ratio='word'", 'sequence')),
+      ({'algorithm.variant': 'own_rl:NO_RATIO'}, ('surrogate of its own', 'ratio=token')),
+      ({'algorithm.variant': 'rloo', 'rollout.group_size': 4, 'train.critic_warmup': 1}, ('rloo',)),
+      ({'model.critic': 'shared', 'train.critic_warmup': 2}, ('critic_warmup=2', 'trunk')),
+  )
+  def test_what_makes_no_sense_is_refused_in_one_line(self, values, words):
+    self.refused(*words, **values)
+
+  def test_a_changed_source_is_refused_on_resumption(self):
+    micro_run.write_knowledge(str(self.folder))
+    values = {'algorithm.variant': 'own_rl:PLAIN', 'train.updates': 1}
+    config = micro_run.make_config(str(self.folder), **values)
+    workdir = os.path.join(self.folder, 'run')
+    micro_run.train(config, workdir)
+    with open(os.path.join(workdir, 'config.json'), encoding='utf-8') as file:
+      objective = json.load(file)['objective']
+    self.assertEqual(objective['surrogate'], 'surrogate')
+    self.assertEqual(objective['advantage'], 'constant')
+    self.assertEqual(objective['gamma'], 1.0)
+    config.train.updates = 2
+    micro_run.train(config, workdir)
+    self.assertEqual(metrics_lib.read_metrics(workdir)[-1]['step'], 2)
+    with open(self.folder / 'own_rl.py', 'a', encoding='utf-8') as file:
+      file.write('# another\n')
+    with self.assertRaisesRegex(
+        UserError, r"^[^\n]*algorithm.variant='own_rl:PLAIN' has changed[^\n]*$"
+    ):
+      micro_run.train(config, workdir)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,66 @@
+"""README's examples are complete: each is written to a file and its command is run as printed."""
+
+import os
+import pathlib
+import re
+import shlex
+import sys
+import tempfile
+from unittest import mock
+
+from absl import flags
+from absl.testing import absltest
+from absl.testing import flagsaver
+from absl.testing import parameterized
+import jax
+
+from stppo_jax import cli
+from stppo_jax.monitoring import metrics as metrics_lib
+from tests.support import tiny_run
+
+README = (pathlib.Path(__file__).parent.parent / 'README.md').read_text(encoding='utf-8')
+HOW_TO_ADD = README.partition('\n## How to add\n')[2].partition('\n## ')[0]
+EXAMPLE = re.compile(r'```python\n# (\w+\.py)\n(.*?)```\n\n```sh\n(.*?)```', re.DOTALL)
+MAX_LINES = 15
+
+
+class HowToAddTest(parameterized.TestCase):
+
+  def test_there_are_three_examples(self):
+    self.assertLen(EXAMPLE.findall(HOW_TO_ADD), 3)
+
+  @parameterized.parameters(*EXAMPLE.findall(HOW_TO_ADD))
+  def test_an_example_runs_as_it_stands(self, name, code, command):
+    self.assertLessEqual(len(code.strip().splitlines()) + 1, MAX_LINES)
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    tiny_run.write(folder)
+    pathlib.Path(folder, name).write_text(code, encoding='utf-8')
+    pathlib.Path(folder, 'small.py').write_text(
+        'from tests.support import tiny_run\n'
+        f'def get_config(mode=""):\n  return tiny_run.make_config({folder!r})\n',
+        encoding='utf-8',
+    )
+    arguments = shlex.split(command.replace('\\\n', ' '))
+    self.assertEqual(arguments[:2], ['python', 'run.py'])
+    # What a command sets for its process, it must not set for the other tests.
+    self.enterContext(flagsaver.flagsaver())
+    self.enterContext(mock.patch.object(cli, '_quiet_libraries'))
+    self.enterContext(mock.patch.object(type(jax.config), 'update'))
+    for flag in [flag for flag in flags.FLAGS if flag.split('.')[0] == 'config']:
+      delattr(flags.FLAGS, flag)
+    sys.path.insert(0, folder)
+    self.addCleanup(sys.path.remove, folder)
+    self.addCleanup(os.chdir, os.getcwd())
+    os.chdir(folder)
+    # The smallest run in place of the default one: the same flags, seconds instead of minutes.
+    small = ['--config=small.py', '--config.train.updates=1']
+    self.assertFalse(cli._main(cli._parse(['run.py', *small, *arguments[2:]])))
+    (workdir,) = [argument.partition('=')[2] for argument in arguments if 'workdir' in argument]
+    last = metrics_lib.read_metrics(workdir)[-1]
+    self.assertEqual(last['step'], 1)
+    if name == 'guess.py':
+      self.assertIn('env/right/mean', last)
+
+
+if __name__ == '__main__':
+  absltest.main()
