@@ -1,7 +1,7 @@
 """Checks a config: every field against the rules that stand on it, then the rules that span fields.
 
-`validate` is called once, before anything heavy; `check_variant` right after it, when the names of the
-objective are resolved. What is wrong is told in one line: given, allowed, what to do.
+`validate` is called once, before anything heavy; `check_variant` right after it, when the names of
+the objective are resolved. What is wrong is told in one line: given, allowed, what to do.
 """
 
 from collections.abc import Iterator
@@ -141,8 +141,8 @@ def check_variant(config: Config, variant: Any) -> None:
   rollout, name = config.rollout, config.algorithm.variant
   if (rollout.top_p < 1 or rollout.top_k > 0) and variant.old_logp != 'sampler':
     raise UserError(
-        f'config.rollout.top_p={rollout.top_p}, top_k={rollout.top_k} truncate the distribution that is '
-        "sampled from, and old_logp='trainer' recomputes log-probs that do not reflect it: set "
+        f'config.rollout.top_p={rollout.top_p}, top_k={rollout.top_k} truncate the '
+        "distribution that is sampled from, and old_logp='trainer' recomputes log-probs that do not reflect it: set "
         '--config.rollout.top_p=1 --config.rollout.top_k=0, or --config.algorithm.old_logp=sampler'
     )
   if variant.dual_clip and not variant.dual_clip > 1:
@@ -162,16 +162,16 @@ def check_variant(config: Config, variant: Any) -> None:
     )
   if variant.ratio == 'none' and variant.surrogate != 'clip':
     raise UserError(
-        f'config.algorithm.variant={name!r} has a surrogate of its own and no ratio to give it: set '
-        '--config.algorithm.ratio=token, turn or sequence, or --config.algorithm.surrogate=clip'
+        f'config.algorithm.variant={name!r} has a surrogate of its own and no ratio to '
+        'give it: set --config.algorithm.ratio=token, turn or sequence, or --config.algorithm.surrogate=clip'
     )
   if config.train.critic_warmup and not (
       variant.needs_critic and config.model.critic == 'separate'
   ):
     without = 'has no critic' if not variant.needs_critic else "shares its critic's trunk"
     raise UserError(
-        f'config.train.critic_warmup={config.train.critic_warmup} trains a separate critic alone, and '
-        f'config.algorithm.variant={name!r} {without}: set --config.train.critic_warmup=0'
+        f'config.train.critic_warmup={config.train.critic_warmup} trains a separate critic alone, '
+        f'and config.algorithm.variant={name!r} {without}: set --config.train.critic_warmup=0'
     )
 
 

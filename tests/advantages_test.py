@@ -397,7 +397,7 @@ class EstimateTest(chex.TestCase):
 
 
 class RewardsPerTurnTest(chex.TestCase):
-  """Rewards on several turns: each counts at its turn's last token, and credit flows backwards only."""
+  """Rewards on several turns: each counts at its turn's last token and for what came before."""
 
   def setUp(self):
     super().setUp()
@@ -438,8 +438,8 @@ class RewardsPerTurnTest(chex.TestCase):
     _assert_close(got.returns, jnp.array([[0, 0.825, 0.825, 0, 1.0, 1.0]]), atol=1e-12)
 
   def test_bad_gae(self):
-    # Only at ends of turns gamma = lambda = .5; inside both are 1.
-    # A: .6 | (0 + .4 - .3) + .6 = .7 | (.5 + .5*.3 - .2) + .25*.7 = .625 | (0 + .2 - .1) + .625 = .725
+    # Only at ends of turns gamma = lambda = .5; inside both are 1. A: .6 | (0 + .4 - .3) + .6 = .7
+    # | (.5 + .5*.3 - .2) + .25*.7 = .625 | (0 + .2 - .1) + .625 = .725
     got = self.estimate('bad_gae')
     _assert_close(got.advantages, jnp.array([[0, 0.725, 0.625, 0, 0.7, 0.6]]), atol=1e-12)
 
@@ -447,7 +447,7 @@ class RewardsPerTurnTest(chex.TestCase):
       (1.0, (0.233, 0.122, 0.011, -0.1)), (0.9, (0.22791, 0.1299, 0.021, -0.1))
   )
   def test_turn_returns_of_gems_sudoku(self, gamma, expected):
-    """Three legal moves worth 1/9 and an illegal one: each move is credited with what followed it."""
+    """Three legal moves worth 1/9 and an illegal one: a move is credited with what follows it."""
     # gamma .9: -.1 | .111 - .09 = .021 | .111 + .0189 = .1299 | .111 + .11691 = .22791
     rewards = (0.111, 0.111, 0.111, -0.1)
     turns = [

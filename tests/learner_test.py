@@ -1,7 +1,8 @@
-"""The objective that a config names: built-in or plugged in, overridden, checked before anything heavy."""
+"""The objective that a config names: built-in or plugged in, overridden, and checked."""
 
 import dataclasses
 import functools
+import json
 import os
 import pathlib
 import sys
@@ -18,7 +19,7 @@ from stppo_jax.training import learner
 from stppo_jax.types import UserError
 from tests.support import micro_run
 
-OWN = '''
+OWN = """
 import jax.numpy as jnp
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms.variants import Variant
@@ -43,7 +44,7 @@ NO_RATIO = Variant(constant, 'none', surrogate=surrogate)
 NEGATIVE = Variant(constant, 'token', clip_low=-1.0)
 LEVELLESS = Variant(constant, 'word')
 NUMBER = 7
-'''
+"""
 
 
 class MakeVariantTest(parameterized.TestCase):
@@ -144,6 +145,11 @@ class MakeVariantTest(parameterized.TestCase):
     config = micro_run.make_config(str(self.folder), **values)
     workdir = os.path.join(self.folder, 'run')
     micro_run.train(config, workdir)
+    with open(os.path.join(workdir, 'config.json'), encoding='utf-8') as file:
+      objective = json.load(file)['objective']
+    self.assertEqual(objective['surrogate'], 'surrogate')
+    self.assertEqual(objective['advantage'], 'constant')
+    self.assertEqual(objective['gamma'], 1.0)
     config.train.updates = 2
     micro_run.train(config, workdir)
     self.assertEqual(metrics_lib.read_metrics(workdir)[-1]['step'], 2)

@@ -371,6 +371,28 @@ class UpdateTest(parameterized.TestCase):
         np.allclose(state.actor['embed']['embedding'], before.actor['embed']['embedding'])
     )
 
+  @parameterized.parameters((0, [0.5, 0.5, 1.0]), (1, [0.5, 0.5, 0.5]))
+  def test_the_rate_that_is_told_counts_the_steps_that_were_taken(self, critic_warmup, rates):
+    """Of three steps the first is not finite; a warm-up of two steps halves the first rate."""
+    optimizer, schedule = train_state.make_optimizer(1.0, 2)
+    spec = make_spec('st_ppo', critic_warmup=2 * critic_warmup)
+    spec = dataclasses.replace(
+        spec,
+        actor_optimizer=optimizer,
+        critic_optimizer=optimizer,
+        actor_lr=schedule,
+        critic_lr=schedule,
+    )
+    mesh = one_device()
+    state = make_state(spec, mesh)
+    functions, batch = off_policy_batch(spec, state, mesh)
+    told = []
+    for advantages in (batch.advantages * jnp.nan, batch.advantages, batch.advantages):
+      state, metrics, _ = step(functions, spec, state, batch.replace(advantages=advantages))
+      told.append((float(metrics['actor/lr']), float(metrics['critic/lr'])))
+    self.assertEqual([actor for actor, _ in told], rates)
+    self.assertEqual([critic for _, critic in told], [0.5, 0.5, 1.0])
+
   def test_kl_in_reward_and_the_adaptive_coefficient(self):
     """By hand: KL k1 of 0.2 a token; coefficient 0.1 becomes 0.1 (1 + 0.2 * 7 / 70)."""
     spec = make_spec('st_ppo', kl_in='reward', kl_target=0.1, kl_horizon=70.0)

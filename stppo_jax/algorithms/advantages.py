@@ -1,12 +1,13 @@
 """Advantages: from rewards and values (or scores alone) to one number per agent token.
 
-TurnBatch and Variant in, TurnBatch with advantages and returns out. Every estimator sees agent tokens
-only. Observation tokens are stepped over: they have no action, no reward and no place in the recursion,
-so gamma and lambda count decisions, not retrieved words.
+TurnBatch and Variant in, TurnBatch with advantages and returns out. Every estimator sees agent
+tokens only. Observation tokens are stepped over: they have no action, no reward and no place in the
+recursion, so gamma and lambda count decisions, not retrieved words.
 """
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any
 
 import chex
@@ -24,22 +25,28 @@ class Estimator:
   needs_critic: bool = False
   needs_groups: bool = False  # several episodes per question
 
+  @property
+  def __name__(self) -> str:
+    """The function's name, for config.json."""
+    return getattr(self.function, '__name__', repr(self.function))
+
   def __call__(self, batch: Any, variant: Any) -> tuple[jax.Array, jax.Array]:
     return self.function(batch, variant)
 
 
 def from_values(function: Callable) -> Estimator:
-  """Estimator from a function (batch, variant) -> (advantages, returns) that reads batch.old_values."""
+  """Estimator from a function (batch, variant) -> (advantages, returns) that reads old_values."""
   return Estimator(function, needs_critic=True)
 
 
 def from_groups(function: Callable) -> Estimator:
   """Estimator from a function (scores [B], group_ids [B]) -> advantages [B], one per episode.
 
-  An episode's score is the sum of its rewards. An episode without agent tokens (padding, or a failed
-  one) is a group of its own, so that the others' baseline does not count it.
+  An episode's score is the sum of its rewards. An episode without agent tokens (padding, or a
+  failed one) is a group of its own, so that the others' baseline does not count it.
   """
 
+  @functools.wraps(function)
   def estimate_rows(batch, variant):
     del variant
     mask = batch.action_mask.astype(batch.rewards.dtype)
@@ -64,9 +71,10 @@ def estimator(advantage: str | Callable) -> Estimator:
 
 
 def estimate(batch: Any, variant: Any) -> Any:
-  """Fills in `advantages` and `returns` by the variant's estimator; whitens if the variant asks for it.
+  """Fills in `advantages` and `returns` by the variant's estimator; whitens if it says so.
 
-  `returns` are the critic's targets; without a critic they are the advantages and nothing reads them.
+  `returns` are the critic's targets; without a critic they are the advantages and nothing reads
+  them.
   """
   advantages, returns = estimator(variant.advantage)(batch, variant)
   if variant.whiten:
@@ -79,7 +87,7 @@ def token_gae(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns generalised advantages over agent tokens [B,T], and the returns A + V.
 
-  delta_t = r_t + gamma V_t' - V_t,   A_t = delta_t + gamma lam A_t',   t' the row's next AGENT token
+  delta_t = r_t + gamma V_t' - V_t,   A_t = delta_t + gamma lam A_t',   t' the next AGENT token
   (Schulman et al. 2016, eq. 16). V_t' = A_t' = 0 after the last one; both results are 0 elsewhere.
   """
   chex.assert_equal_shape([rewards, values, action_mask])
@@ -96,7 +104,7 @@ def bad_gae(
     gamma: float,
     lam: float,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns token GAE that discounts and bootstraps at the ends of turns only (BAD, arXiv 2405.15821).
+  """Returns token GAE that discounts at the ends of turns only (BAD, arXiv 2405.15821).
 
   gamma and lambda apply at the last token of a turn; inside a turn both are 1, so credit does not
   depend on how many tokens an action is written with.
@@ -163,7 +171,7 @@ def group_zscore(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
 
 
 def leave_one_out(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
-  """Returns score - mean of the OTHERS of its group, [B] (RLOO, arXiv 2402.14740); 0 in a group of one."""
+  """Returns score - mean of the OTHERS of its group, [B] (RLOO, arXiv 2402.14740); 0 if alone."""
   chex.assert_rank([scores, group_ids], 1)
   same = group_ids[:, None] == group_ids[None, :]
   count = same.sum(axis=1)
@@ -196,7 +204,7 @@ def _standardise(x, weights):
 
 
 def _gae(rewards, values, mask, gammas, lams):
-  """The recursion over the columns where mask is 1; gammas and lams [B,T] are those of that step."""
+  """The recursion over columns where mask is 1; gammas and lams [B,T] are those of that step."""
 
   def step(carry, column):
     next_value, next_advantage = carry

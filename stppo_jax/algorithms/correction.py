@@ -1,8 +1,9 @@
 """Clipping-bias correction: the two cotangents of a policy objective, and the divisor made of them.
 
-The trainer runs `logp, pull = jax.vjp(model_logp, params)` once. `cotangents` returns what to pull back:
-one [B,T] array for the gradient g of the loss, one for the clipping bias C, the gradient that the clip
-removed. S-PPO and ST-PPO then divide g by a function of ||C|| (arXiv 2511.20718, section 4).
+The trainer runs `logp, pull = jax.vjp(model_logp, params)` once. `cotangents` returns what to pull
+back: one [B,T] array for the gradient g of the loss, one for the clipping bias C, the gradient that
+the clip removed. S-PPO and ST-PPO then divide g by a function of ||C|| (arXiv 2511.20718, section
+4).
 """
 
 from collections.abc import Callable
@@ -27,30 +28,31 @@ def cotangents(
     dual_clip: float | None = None,
     min_advantage: str | None = None,
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-  """Cotangents of logp [B,T] for the policy loss and for the clipping bias, and the parts they are made of.
+  """Cotangents of logp [B,T] for the policy loss and for the clipping bias, and their parts.
 
   J   = sum_t weight_t s_t,   s_t the surrogate; for 'clip' min(w_t A_t, clip(w_t) A_t)
   J_c = sum_{t clipped} weight_t w_t A_t,   w_t the ratio of the segment that holds t
-  C   = grad sum_{t clipped} weight_t (w_t A_t - s_t), what clipping removed; for 'clip' the clipped s_t
-        are constant, so that C = grad J_c                            (Lemma 4.2)
+  C   = grad sum_{t clipped} weight_t (w_t A_t - s_t), what clipping removed. For 'clip' the clipped
+        s_t are constant, so that C = grad J_c (Lemma 4.2).
 
   Args:
     logp: [B,T] log-probs of the current policy.
     batch: TurnBatch; old_logp, advantages, action_mask and turn_ids are read.
-    variant: its ratio and surrogate are used. With ratio 'none' J = sum weight_t A_t logp_t and nothing
-      is clipped.
-    clip_low, clip_high, dual_clip, min_advantage: in place of the variant's. With min_advantage 'token'
-      the sign of each A_t decides (the paper's reading), so in an out-of-range turn tokens of the
-      harmless sign stay active; with 'turn' the segment's mean advantage decides, and a segment is
-      clipped as a unit.
-    weights: [B,T] of `losses.aggregation_weights` over the whole mini-batch; by default this batch's
-      seq-mean-token-mean, the paper's 1/|y|.
+    variant: its ratio and surrogate are used. With ratio 'none' J = sum weight_t A_t logp_t and
+      nothing is clipped.
+    clip_low, clip_high, dual_clip, min_advantage: in place of the variant's. With min_advantage
+      'token' the sign of each A_t decides (the paper's reading), so in an out-of-range turn tokens
+      of the harmless sign stay active; with 'turn' the segment's mean advantage decides, and a
+      segment is clipped as a unit.
+    weights: [B,T] of `losses.aggregation_weights` over the whole mini-batch; by default this
+      batch's seq-mean-token-mean, the paper's 1/|y|.
 
   Returns:
-    d(-J)/dlogp [B,T]; C's cotangent [B,T]; a dict of ratio [B,T], clipped [B,T] bool, pg_loss = -J and
-    clipped_objective = J_c. Both cotangents treat advantages and weights as constants.
+    d(-J)/dlogp [B,T]; C's cotangent [B,T]; a dict of ratio [B,T], clipped [B,T] bool, pg_loss = -J
+    and clipped_objective = J_c. Both cotangents treat advantages and weights as constants.
 
-  Choice: tokens that `dual_clip` stops count as clipped: C is all the gradient that clipping removed.
+  Choice: tokens that `dual_clip` stops count as clipped: C is all the gradient that clipping
+  removed.
   """
   chex.assert_equal_shape([logp, batch.old_logp, batch.advantages, batch.action_mask])
   given = dict(
@@ -61,23 +63,45 @@ def cotangents(
     weights = losses.aggregation_weights(batch.action_mask, 'seq-mean-token-mean')
   weights = weights.astype(logp.dtype)
   advantages = jnp.where(batch.action_mask > 0, batch.advantages, 0)
-  ids, num_segments = segments.segment_ids(
-      'token' if variant.ratio == 'none' else variant.ratio, batch.action_mask, batch.turn_ids
-  )
+  level = 'token' if variant.ratio == 'none' else variant.ratio
+  ids, num_segments = segments.segment_ids(level, batch.action_mask, batch.turn_ids)
   ratio_of = lambda x: segments.importance_ratio(
       x, batch.old_logp, batch.action_mask, ids, num_segments
   )
   if variant.ratio == 'none':
-    aux = dict(
-        ratio=ratio_of(logp),
-        clipped=jnp.zeros(logp.shape, bool),
-        pg_loss=-jnp.sum(weights * advantages * logp),
-        clipped_objective=jnp.zeros(()),
-    )
-    return -weights * advantages, jnp.zeros_like(logp), aux
-
+    return _policy_gradient(logp, ratio_of(logp), weights, advantages)
   if variant.min_advantage == 'turn':
     advantages = segments.segment_mean(advantages, ids, batch.action_mask, num_segments)
+  return _surrogate_gradients(logp, ratio_of, weights, advantages, variant)
+
+
+def divisor(
+    rule: str | Callable, g_norm: jax.Array, c_norm: jax.Array, any_clipped: jax.Array
+) -> jax.Array:
+  """What S-PPO and ST-PPO divide the gradient by: a scalar, constant for differentiation.
+
+  `rule` is a name of DIVISORS, or a function (g_norm, c_norm, any_clipped) -> number.
+  """
+  if not callable(rule) and rule not in DIVISORS:
+    raise ValueError(f'divisor rule {rule!r} is none of {", ".join(DIVISORS)}')
+  rule = rule if callable(rule) else DIVISORS[rule]
+  value = rule(jnp.asarray(g_norm), jnp.asarray(c_norm), jnp.asarray(any_clipped))
+  return jax.lax.stop_gradient(jnp.asarray(value))
+
+
+def _policy_gradient(logp, ratio, weights, advantages):
+  """Cotangents of J = sum weight A logp, which nothing clips."""
+  aux = dict(
+      ratio=ratio,
+      clipped=jnp.zeros(logp.shape, bool),
+      pg_loss=-jnp.sum(weights * advantages * logp),
+      clipped_objective=jnp.zeros(()),
+  )
+  return -weights * advantages, jnp.zeros_like(logp), aux
+
+
+def _surrogate_gradients(logp, ratio_of, weights, advantages, variant):
+  """Cotangents of J = sum weight s, and of what its clip removed."""
   ratio, pull_ratio = jax.vjp(ratio_of, logp)
   surrogate, pull, clipped = jax.vjp(
       lambda x: losses.surrogate(ratio_of(x), x, advantages, variant), logp, has_aux=True
@@ -95,20 +119,6 @@ def cotangents(
   return loss_cotangent, unclipped + kept, aux
 
 
-def divisor(
-    rule: str | Callable, g_norm: jax.Array, c_norm: jax.Array, any_clipped: jax.Array
-) -> jax.Array:
-  """What S-PPO and ST-PPO divide the gradient by: a scalar, constant for differentiation.
-
-  `rule` is a name of DIVISORS, or a function (g_norm, c_norm, any_clipped) -> number.
-  """
-  if not callable(rule) and rule not in DIVISORS:
-    raise ValueError(f'divisor rule {rule!r} is none of {", ".join(DIVISORS)}')
-  rule = rule if callable(rule) else DIVISORS[rule]
-  value = rule(jnp.asarray(g_norm), jnp.asarray(c_norm), jnp.asarray(any_clipped))
-  return jax.lax.stop_gradient(jnp.asarray(value))
-
-
 def _none(g_norm, c_norm, any_clipped):
   """1."""
   del g_norm, any_clipped
@@ -118,8 +128,8 @@ def _none(g_norm, c_norm, any_clipped):
 def _paper(g_norm, c_norm, any_clipped):
   """||C|| where something is clipped, else 1 (v2's "clipping-triggered normalization").
 
-  Below 1 it amplifies: the step is largest when clipping is rarest. Choice: where ||C|| is exactly 0
-  (clipped tokens without an advantage), 1.
+  Below 1 it amplifies: the step is largest when clipping is rarest. Choice: where ||C|| is exactly
+  0 (clipped tokens without an advantage), 1.
   """
   del g_norm
   return jnp.where(any_clipped & (c_norm > 0), c_norm, 1)

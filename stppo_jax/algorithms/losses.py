@@ -1,8 +1,8 @@
 """Losses as pure functions of log-probs and values: nothing here sees a model or parameters.
 
-Each returns numbers per token [B,T]; only `aggregate` reduces them. Every aggregation is linear, so it
-is an array of weights. Computed once over a mini-batch, the weights make any split into micro-batches
-exact.
+Each returns numbers per token [B,T]; only `aggregate` reduces them. Every aggregation is linear, so
+it is an array of weights. Computed once over a mini-batch, the weights make any split into
+micro-batches exact.
 """
 
 from typing import Any
@@ -82,7 +82,7 @@ def value_loss(
 def kl(logp: jax.Array, ref_logp: jax.Array, estimator: str) -> jax.Array:
   """Per-token estimate of KL(policy || reference) from the policy's samples [B,T].
 
-  k1 = logp - ref_logp,  k2 = k1^2 / 2,  k3 = exp(-k1) - 1 + k1      (Schulman 2020, "Approximating KL")
+  k1 = logp - ref_logp,  k2 = k1^2 / 2,  k3 = exp(-k1) - 1 + k1      (Schulman 2020)
   """
   chex.assert_equal_shape([logp, ref_logp])
   difference = logp - ref_logp

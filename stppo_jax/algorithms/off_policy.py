@@ -1,8 +1,9 @@
 """Importance weights for episodes that were sampled by another policy than the trainer's.
 
-Two gaps add up: the sampler's arithmetic differs from the trainer's, and with a pipeline its parameters
-are older. PPO's ratio starts at old_logp, the trainer's own; these weights bridge behaviour_logp and
-old_logp. Levels 'token' and 'sequence' are verl's `rollout_is`, the threshold its `rollout_is_threshold`.
+Two gaps add up: the sampler's arithmetic differs from the trainer's, and with a pipeline its
+parameters are older. PPO's ratio starts at old_logp, the trainer's own; these weights bridge
+behaviour_logp and old_logp. Levels 'token' and 'sequence' are verl's `rollout_is`, the threshold
+its `rollout_is_threshold`.
 """
 
 import chex
@@ -31,7 +32,8 @@ def truncated_weights(
   turn      exp(mean of d over the turn): Turn-PPO's ratio (arXiv 2511.20718), for the same segments
   sequence  exp(sum of d over the row): unbiased but for the truncation, of high variance
 
-  Choice: 'sequence' is the product, as verl has it, 'turn' the geometric mean, as the paper's ratio.
+  Choice: 'sequence' is the product, as verl has it, 'turn' the geometric mean, as the paper's
+  ratio.
   """
   chex.assert_equal_shape([old_logp, behaviour_logp, action_mask, turn_ids])
   if level == 'none':

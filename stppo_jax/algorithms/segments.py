@@ -12,7 +12,7 @@ LEVELS = ('token', 'turn', 'sequence')
 
 
 def segment_ids(level: str, action_mask: jax.Array, turn_ids: jax.Array) -> tuple[jax.Array, int]:
-  """Returns ids [B,T] of the tokens that share a ratio, 0 outside the agent's tokens, and their number.
+  """Returns ids [B,T] of the tokens that share a ratio, 0 outside agent tokens; and their number.
 
   `level` is 'token' (each its own), 'turn' (`turn_ids`) or 'sequence' (all of a row). The number
   is static: a bound (T + 1), not a count. A row may use fewer.
@@ -37,7 +37,7 @@ def segment_sum(x: jax.Array, ids: jax.Array, num_segments: int) -> jax.Array:
 def segment_mean(
     x: jax.Array, segment_ids: jax.Array, mask: jax.Array, num_segments: int
 ) -> jax.Array:
-  """Returns the mean of x [B,T] over the masked tokens of each token's own segment, broadcast back to [B,T].
+  """Returns the mean of x [B,T] over the masked tokens of each token's own segment [B,T].
 
   0 where `mask` is 0. Differentiable in x: each token of a segment receives 1/|segment|.
   """
@@ -57,7 +57,7 @@ def importance_ratio(
     segment_ids: jax.Array,
     num_segments: int,
 ) -> jax.Array:
-  """Returns the geometric-mean importance ratio of each token's segment [B,T]; 1 outside the agent's tokens.
+  """Returns the geometric-mean ratio of each token's segment [B,T]; 1 outside agent tokens.
 
   w^k = exp( (1/|y^k|) sum_{t in k} (logp_t - old_logp_t) )      (arXiv 2511.20718, Turn-PPO)
 

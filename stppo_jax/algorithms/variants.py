@@ -1,24 +1,27 @@
 """The table of algorithms: a `Variant` is a whole objective, described by the parts it is made of.
 
-To add an algorithm, write a Variant: a row of VARIANTS, or a name in a file of your own, which a run picks
-by `--config.algorithm.variant=my_file:MY_VARIANT`. To change one for a run, override a column
-(`--config.algorithm.ratio=turn`).
+To add an algorithm, write a Variant: a row of VARIANTS, or a name in a file of your own, which a
+run picks by `--config.algorithm.variant=my_file:MY_VARIANT`. To change one for a run, override a
+column (`--config.algorithm.ratio=turn`).
 
 Three columns take a name from the table beside the built-ins, or a function of your own:
 
   advantage  (batch, variant) -> (advantages, returns)                        advantages.ESTIMATORS
-             Both [B,T]; `returns` are the critic's targets. `advantages.from_groups` makes one from a function
-             (scores, group_ids) -> advantages, all [B]; `advantages.from_values` marks one that reads
-             batch.old_values, so that the run makes a critic.
+             Both [B,T]; `returns` are the critic's targets. `advantages.from_groups` makes one from
+             a function (scores, group_ids) -> advantages, all [B]; `advantages.from_values` marks
+             one that reads batch.old_values, so that the run makes a critic.
   surrogate  (ratio, logp, advantages, variant) -> (objective, clipped)       losses.SURROGATES
-             All [B,T]; `clipped` is true where the clip changed the gradient. The trainer ascends the objective:
-             its gradient is taken through `ratio` and `logp`, whichever the surrogate uses.
+             All [B,T]; `clipped` is true where the clip changed the gradient. The trainer ascends
+             the objective: its gradient is taken through `ratio` and `logp`, whichever the
+             surrogate uses.
   divisor    (g_norm, c_norm, any_clipped) -> number                          correction.DIVISORS
-             All scalars: ||g||, ||C||, and whether any token was clipped. The gradient g is divided by it.
+             All scalars: ||g||, ||C||, and whether any token was clipped. The gradient g is divided
+             by it.
 """
 
 from collections.abc import Callable
 import dataclasses
+from typing import Any
 
 from stppo_jax.algorithms import advantages
 
@@ -75,6 +78,11 @@ class Variant:
     """Whether the gradient C that clipping removed is computed."""
     divides = self.divisor != 'none' and self.norm_of == 'gradient'
     return self.ratio != 'none' and (self.log_bias or divides)
+
+  def described(self) -> dict[str, Any]:
+    """Returns the columns as JSON values; functions by their names."""
+    columns = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+    return {k: getattr(v, '__name__', repr(v)) if callable(v) else v for k, v in columns.items()}
 
 
 VARIANTS = {

@@ -1,7 +1,7 @@
 """The journal of a run: everything that it writes about itself, and where.
 
-Metrics, episodes and alarms in; metrics.jsonl, episodes/*.jsonl, the log, and at the end report.html out.
-Process 0 writes; the others only count.
+Metrics, episodes and alarms in; metrics.jsonl, episodes/*.jsonl, the log, and at the end
+report.html out. Process 0 writes; the others only count.
 """
 
 from collections.abc import Mapping
@@ -87,7 +87,7 @@ class Journal(contextlib.ExitStack):
   def updated(
       self, n: int, metrics: Mapping[str, float], records: Sequence[Mapping[str, Any]]
   ) -> list[health_lib.Alarm]:
-    """Writes the numbers and episodes of update n, and a line of progress; returns the health alarms."""
+    """Writes numbers, episodes and a line of progress of update n; returns the health alarms."""
     if self.wants_episodes:
       episodes_lib.write(self._workdir, 'train', n, records)
     self._history.append(health_lib.watched(metrics))

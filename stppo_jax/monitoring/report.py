@@ -282,6 +282,7 @@ def _signed(change: float) -> str:
 
 def _highlights_html(config: dict[str, Any]) -> str:
   flat = _flatten(config)
+  flat |= {f'algorithm.{name}': x for name, x in config.get('objective', {}).items()}
   return ''.join(
       f'<div><dt>{html.escape(name)}</dt><dd>{_breakable(flat[name])}</dd></div>'
       for name in _HIGHLIGHTS

@@ -46,24 +46,27 @@ def claim(
     config: Mapping[str, Any],
     may_change: Collection[str] = (),
     digests: Mapping[str, str] | None = None,
+    objective: Mapping[str, Any] | None = None,
 ) -> None:
   """Writes config.json into `workdir`, or checks that the one there says the same.
 
-  `config` is given as nested dicts; a resumed run may differ in the fields `may_change`. `digests` of
-  plug-ins' sources, by field, are kept under the key 'plugins'. A folder in which no number was computed
-  yet (a run that stopped at a wrong path, say) is free.
+  `config` is given as nested dicts; a resumed run may differ in the fields `may_change`. `digests`
+  of plug-ins' sources, by field, are kept under the key 'plugins', the resolved `objective` under
+  its own. A folder in which no number was computed yet (a run that stopped at a wrong path, say) is
+  free.
   """
   path = os.path.join(workdir, 'config.json')
   mine = json.loads(json.dumps(config))
-  if digests:
-    mine['plugins'] = dict(digests)
+  beside = {'plugins': dict(digests or {}), 'objective': dict(objective or {})}
+  mine |= {name: value for name, value in beside.items() if value}
   if not os.path.exists(path) or not os.path.exists(os.path.join(workdir, metrics.FILE_NAME)):
     write_whole(path, json.dumps(mine, indent=2))
     return
   with open(path, encoding='utf-8') as file:
     theirs = json.load(file)
-  theirs_of_plugins = theirs.pop('plugins', {})
-  theirs, flat = flatten(theirs), flatten({k: v for k, v in mine.items() if k != 'plugins'})
+  theirs_of_plugins = theirs.get('plugins', {})
+  without = lambda tree: flatten({k: v for k, v in tree.items() if k not in beside})
+  theirs, flat = without(theirs), without(mine)
   different = [
       name
       for name in sorted(flat.keys() | theirs.keys())

@@ -1,8 +1,8 @@
 """Checkpoints: the state of training and the position of the run, written whole or not at all.
 
-Orbax saves in the background and renames a step when all of it is there. What it does not notice, a
-file that was cut or whose bits changed since, the checksums of each step do. Everything else that a
-resumed run needs (order of questions, random keys) is a function of the seed and the position.
+Orbax saves in the background and renames a step when all its files are written. Checksums of each
+step detect what Orbax does not: a file that was cut or changed later. Everything else that a resumed
+run needs (order of questions, random keys) is a function of the seed and the position.
 
   checkpoints/<updates done>/state/..  progress/metadata  checksums.json
 """
@@ -11,6 +11,7 @@ import glob
 import json
 import os
 import shutil
+from typing import Any
 import zlib
 
 from absl import logging
@@ -29,10 +30,10 @@ _SAVE_ERRORS = (OSError, ValueError, RuntimeError)
 class Checkpoints:
   """The checkpoints of one run. Steps are numbers of updates done.
 
-  With `keep` None nothing is written: another process may be training into the folder.
+  With `keep` None nothing is written: another process may be training in the folder.
   """
 
-  def __init__(self, workdir, keep=None, on_save_error='continue'):
+  def __init__(self, workdir: str, keep: int | None = None, on_save_error: str = 'continue'):
     self._folder = os.path.abspath(os.path.join(workdir, 'checkpoints'))
     self._stop_on_error = on_save_error == 'stop'
     self._saving = None  # the step that was begun last
@@ -48,10 +49,10 @@ class Checkpoints:
         ),
     )
 
-  def newest(self):
-    """Updates done at the newest whole checkpoint, or None where there is none yet.
+  def newest(self) -> int | None:
+    """Returns the updates done at the newest whole checkpoint, or None without one.
 
-    Broken ones are passed over, and said so; broken ones alone are the user's to judge.
+    Damaged ones are skipped with a warning. Where all are damaged, raises a UserError.
     """
     steps = sorted(self._manager.all_steps(), reverse=True)
     for step in steps:
@@ -67,21 +68,21 @@ class Checkpoints:
       )
     return None
 
-  def restore(self, updates, like):
-    """The state saved after `updates`, with the structure, the shapes and the places of `like`."""
+  def restore(self, updates: int, like: Any) -> Any:
+    """Returns the state saved after `updates`, with structure, shapes and shardings of `like`."""
     target = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), like
     )
     args = ocp.args.Composite(state=ocp.args.StandardRestore(target))
     return self._manager.restore(updates, args=args)['state']
 
-  def progress(self, updates):
-    """The `progress` saved after `updates`."""
+  def progress(self, updates: int) -> dict:
+    """Returns the `progress` saved after `updates`."""
     args = ocp.args.Composite(progress=ocp.args.JsonRestore())
     return self._manager.restore(updates, args=args)['progress']
 
-  def save(self, updates, state, progress):
-    """Saves in the background, `progress` as JSON. A step that is there stays as it is."""
+  def save(self, updates: int, state: Any, progress: dict) -> None:
+    """Saves in the background, `progress` as JSON. An existing step is kept."""
     self._settle()
     if updates in self._manager.all_steps():
       return
@@ -96,19 +97,19 @@ class Checkpoints:
     except _SAVE_ERRORS as error:
       self._fail(error)
 
-  def check(self):
-    """Tells of a save that has failed meanwhile; does not wait."""
+  def check(self) -> None:
+    """Reports a save that has failed meanwhile; does not wait."""
     if not self._manager.is_saving_in_progress():
       self._settle()
 
-  def drop_after(self, updates):
-    """Deletes the checkpoints of later updates: damaged ones, whose numbers will come again."""
+  def drop_after(self, updates: int) -> None:
+    """Deletes the checkpoints of later updates: damaged ones, whose numbers will be reused."""
     for step in self._manager.all_steps():
       if step > updates:
         self._manager.delete(step)
 
-  def close(self):
-    """Waits until everything is on disk; a last checkpoint that is not there ends the run badly."""
+  def close(self) -> None:
+    """Waits until everything is on disk; raises a RunError if the last checkpoint failed."""
     self._settle()
     self._manager.close()
     if self._failed is not None:
@@ -125,20 +126,20 @@ class Checkpoints:
       self.close()
     except RunError:
       if error is None:
-        raise  # else: it was told when it happened, and must not hide what ends the run
+        raise  # else: it was logged already, and must not hide the error that ends the run
 
   def _settle(self):
-    """Waits for the save under way, if there is one."""
+    """Waits for the save in progress, if there is one."""
     try:
       self._manager.wait_until_finished()
     except _SAVE_ERRORS as error:
       self._fail(error)
 
   def _fail(self, error):
-    """Takes note of a failed save: the step is gone, the ones before stand."""
+    """Records a failed save and removes its files; earlier steps stay."""
     self._failed = error
     for path in glob.glob(glob.escape(os.path.join(self._folder, f'{self._saving}.')) + '*'):
-      shutil.rmtree(path, ignore_errors=True)  # its room is needed
+      shutil.rmtree(path, ignore_errors=True)  # its space is needed
     self._manager.reload()
     newest = self._manager.latest_step()
     line = (
@@ -150,7 +151,7 @@ class Checkpoints:
     logging.error('%s; training goes on', line)
 
   def _write_checksums(self):
-    """Called in Orbax's thread when all files of a step are there, before it gets its name."""
+    """Called in Orbax's thread when all files of a step are written, before it is renamed."""
     if jax.process_index():
       return  # process 0 does it
     (folder,) = glob.glob(glob.escape(os.path.join(self._folder, f'{self._saving}.')) + '*')
@@ -158,7 +159,7 @@ class Checkpoints:
       json.dump(_checksums(folder), file)
 
   def _damage(self, step):
-    """What is wrong with a step on disk, in a few words; '' if nothing is."""
+    """Says what is wrong with a step on disk, in a few words; '' if nothing is."""
     folder = os.path.join(self._folder, str(step))
     try:
       with open(os.path.join(folder, _CHECKSUMS), encoding='utf-8') as file:

@@ -21,11 +21,11 @@ def sampler_gap(
     level: str = 'none',
     threshold: float = jnp.inf,
 ) -> dict[str, jax.Array]:
-  """Measures how far the trainer's log-probs are from those the sampler reported (verl's rollout_corr).
+  """Measures the gap between the trainer's and the sampler's log-probs (verl's rollout_corr).
 
-  The weights are those of `off_policy`; with level 'none', where nothing is weighted, those of 'token'
-  without truncation. Mean and effective sample size (a share of the tokens) are of
-  the truncated weights, max and min of the weights before, within exp(+-20).
+  The weights are those of `off_policy`; with level 'none', where nothing is weighted, those of
+  'token' without truncation. Mean and effective sample size (a share of the tokens) are of the
+  truncated weights, max and min of the weights before, within exp(+-20).
   """
   log_ratio = (logp - behaviour_logp) * mask
   ratio = jnp.exp(log_ratio)

@@ -1,7 +1,8 @@
-"""The learner of a run: its models, its objective and its compiled functions, built from the config.
+"""The learner of a run: models, objective and compiled functions, built from the config.
 
-Config in; Learner and TrainState out. The Learner is what the loop calls: `annotate`, `with_advantages`
-and `update_step`. With LoRA, actor and critic that start from the same folder share one base, loaded once.
+Config in; Learner and TrainState out. The Learner is what the loop calls: `annotate`,
+`with_advantages` and `update_step`. With LoRA, actor and critic that start from the same folder
+share one base, loaded once.
 """
 
 from collections.abc import Callable
@@ -63,7 +64,7 @@ class Learner:
   def annotate(
       self, state: train_state.TrainState, batch: types.TurnBatch, steps: Sequence[packing.Step]
   ) -> tuple[types.TurnBatch, update.Metrics]:
-    """Fills in old_logp, ref_logp and old_values, computed in the bins of the first epoch's steps."""
+    """Fills in old_logp, ref_logp and old_values, in the bins of the first epoch's steps."""
     stacked = packing.stack(packing.first_epoch(steps))
     return self.functions.annotate(state, self.frozen, batch, stacked)
 
@@ -76,7 +77,7 @@ class Learner:
   def update_step(
       self, state: train_state.TrainState, batch: types.TurnBatch, step: packing.Step
   ) -> tuple[train_state.TrainState, update.Metrics, dict[str, jax.Array]]:
-    """Takes one optimizer step: the state, metrics, ratio and clipped per token. Donates the state."""
+    """Takes one optimizer step: (state, metrics, ratio and clipped [b,T]). Donates the state."""
     return self.functions.update_step(state, self.frozen, batch, step)
 
   def num_compilations(self) -> int:
@@ -85,7 +86,7 @@ class Learner:
 
 
 def build(config: schema.Config) -> tuple[Learner, train_state.TrainState]:
-  """Loads the weights; returns the Learner and the state before the first update. Compiles nothing."""
+  """Loads the weights; returns the Learner and its first state. Compiles nothing."""
   variant = make_variant(config)
   mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
   sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
@@ -116,13 +117,13 @@ def build(config: schema.Config) -> tuple[Learner, train_state.TrainState]:
 
 
 def make_variant(config: schema.Config) -> variants.Variant:
-  """Resolves the objective that the config names, with the columns that it overrides, and checks it."""
+  """Resolves and checks the objective that the config names, with the columns it overrides."""
   algorithm = config.algorithm
   variant = plugins.load('algorithm.variant', algorithm.variant, variants.VARIANTS)
   if not isinstance(variant, variants.Variant):
     raise types.UserError(
-        f'config.algorithm.variant={algorithm.variant!r} is a {type(variant).__name__}: give the name '
-        'of a stppo_jax.algorithms.variants.Variant'
+        f'config.algorithm.variant={algorithm.variant!r} is a {type(variant).__name__}: '
+        'give the name of a stppo_jax.algorithms.variants.Variant'
     )
   columns = {field.name: getattr(algorithm, field.name) for field in dataclasses.fields(variant)}
   variant = dataclasses.replace(variant, **{k: v for k, v in columns.items() if v is not None})
@@ -150,8 +151,8 @@ def load(
 ) -> Parts:
   """Loads the models of a run; for a reference of its own see `needs_reference`.
 
-  `load_model(head, folder, memory_kind)` returns a ModelConfig and parameters, `make(function)` the tree
-  that a function makes; both return shapes where a run is only planned.
+  `load_model(head, folder, memory_kind)` returns a ModelConfig and parameters, `make(function)` the
+  tree that a function makes; both return shapes where a run is only planned.
   """
   options = config.model
   head, critic_head = model_heads(config, variant)
@@ -191,7 +192,7 @@ def needs_reference(config: schema.Config, variant: variants.Variant) -> bool:
 
 
 def on_host(config: schema.Config, mesh: jax.sharding.Mesh) -> list[str]:
-  """Names of what is offloaded to the host's memory; refused where the mesh's devices cannot do it."""
+  """Names of what is offloaded to the host; refused where the mesh's devices cannot do it."""
   names = [name for name, place in dataclasses.asdict(config.placement).items() if place == 'host']
   if names:
     sharding.check_host_memory(mesh)

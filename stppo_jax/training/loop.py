@@ -60,12 +60,13 @@ def train(
 ) -> dict[str, float]:
   """Runs, or resumes, the config in `workdir`; returns the metrics of the last evaluation.
 
-  When `stop_requested()` turns true, the update in progress is finished and saved, and the rest is left
-  to the next call; episodes in progress are abandoned. A run whose gradients stay non-finite ends, or
-  rolls back to its newest checkpoint. A trace of `profile` updates goes to workdir/profile.
+  When `stop_requested()` turns true, the update in progress is finished and saved, and the rest is
+  left to the next call; episodes in progress are abandoned. A run whose gradients stay non-finite
+  ends, or rolls back to its newest checkpoint. A trace of `profile` updates goes to
+  workdir/profile.
   """
   validation.validate(config)
-  learner_lib.make_variant(config)  # what is named is resolved before anything is written
+  variant = learner_lib.make_variant(config)  # names are resolved before anything is written
   seams.resolve(config)
   if config.pipeline.staleness and jax.process_count() > 1:
     raise types.UserError(
@@ -73,14 +74,14 @@ def train(
         'processes would not start their programs in one order: set --config.pipeline.staleness=0'
     )
   hosts.require_same('config', dataclasses.asdict(config))
-  with recovery.claimed(config, workdir):
+  with recovery.claimed(config, variant, workdir):
     run = setup(config)
     train_after = functools.partial(_train, run, workdir, stop_requested, profile)
     return recovery.with_rollbacks(train_after, workdir, config.train.on_nonfinite)
 
 
 def setup(config: schema.Config) -> Run:
-  """Loads models, retriever, tokenizer and held-out questions; lays the state out; compiles nothing."""
+  """Loads questions, models, tokenizer and retriever; lays the state out; compiles nothing."""
   named = seams.resolve(config)
   questions = held_out(config, named)
   learner, state = learner_lib.build(config)
@@ -229,7 +230,7 @@ def _check_finite(run, journal, n, number, skipped, records):
   if skipped >= run.config.train.max_nonfinite:
     path = journal.dump(n, records)
     raise recovery.Stuck(
-        f'gradients or losses were not finite in {skipped} optimizer steps in a row, up to update {n}: '
-        f'their episodes are in {path}',
+        f'gradients or losses were not finite in {skipped} optimizer steps in a row, '
+        f'up to update {n}: their episodes are in {path}',
         number,
     )

@@ -1,15 +1,15 @@
-"""Packing: the rows of a batch one behind the other in bins, so that a model computes little padding.
+"""Packing: the rows of a batch behind each other in bins, so that little padding is computed.
 
-Episodes in, TurnBatch and Steps out (`to_device`, on the host). On the device a `Layout` moves token
-arrays between rows [B,T], which the algorithms use, and the bins [R,P] of one micro-batch, which a model
-computes:
+Episodes in, TurnBatch and Steps out (`to_device`, on the host). On the device a `Layout` moves
+token arrays between rows [B,T], which the algorithms use, and the bins [R,P] of one micro-batch,
+which a model computes:
 
   rows  a a a a . .      bins  b b b b b b c c
         b b b b b b            a a a a . . . .
         c c . . . .
 
-A row is never split. It ends with its last agent token: what follows has no influence. Its first token
-has no log-prob and no state before it; column 0 of what comes back is 0.
+A row is never split. It ends with its last agent token: what follows has no influence. Its first
+token has no log-prob and no state before it; column 0 of what comes back is 0.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ class Bins:
 
 @flax.struct.dataclass
 class Packing:
-  """The place of each row in the bins. Micro-batch j has bins j R to j R + R - 1, R its number of bins."""
+  """The place of each row; micro-batch j has the bins from j R on, R its number of bins."""
 
   bin: jax.Array  # [B] int32
   offset: jax.Array  # [B] int32, the column of its first token
@@ -105,7 +105,7 @@ def to_device(
 def minibatches(
     key: jax.Array, num_rows: int, mini_batch: int, epochs: int
 ) -> Iterator[np.ndarray]:
-  """Yields the row numbers [mini_batch], rising, of each optimizer step; each epoch deals all rows anew."""
+  """Yields the rising row numbers [mini_batch] of each step; every epoch deals all rows anew."""
   for epoch_key in jax.random.split(key, epochs):
     order = np.asarray(jax.random.permutation(epoch_key, num_rows), np.int32)
     yield from np.sort(order.reshape(-1, mini_batch), axis=1)
@@ -125,9 +125,9 @@ def num_tokens(steps: Sequence[Step]) -> int:
 def pack(lengths: np.ndarray, num_bins: int, capacities: Sequence[int]) -> Packing:
   """Packs rows of the given lengths [B] into micro-batches of `num_bins` bins; NumPy, on the host.
 
-  Each micro-batch in turn takes, first fit, the longest rows that are left. Of the rising `capacities` that
-  hold the longest one, its bins have the one that leaves the least padding. B / num_bins micro-batches,
-  rounded up, are always enough: each but the last holds a row in every bin.
+  Each micro-batch in turn takes, first fit, the longest rows that are left. Of the rising
+  `capacities` that hold the longest one, its bins have the one that leaves the least padding. B /
+  num_bins micro-batches, rounded up, are always enough: each but the last holds a row in every bin.
   """
   lengths = np.asarray(lengths, np.int32)
   chex.assert_rank(lengths, 1)
@@ -166,7 +166,7 @@ def num_micro_batches(packing: Packing, num_bins: int) -> jax.Array:
 def which_capacity(
     packing: Packing, j: jax.Array, num_bins: int, capacities: Sequence[int]
 ) -> jax.Array:
-  """Returns the index of the first of the rising `capacities` that holds all bins of micro-batch j."""
+  """Returns the index of the first of the rising `capacities` that micro-batch j fits in."""
   ends = jnp.where(packing.bin // num_bins == j, packing.offset + packing.length, 0)
   return jnp.searchsorted(jnp.asarray(capacities), ends.max())
 
@@ -185,7 +185,7 @@ def only(packing: Packing, rows: jax.Array, num_bins: int) -> Packing:
 
 
 def layout(packing: Packing, j: jax.Array, num_bins: int, capacity: int, num_tokens: int) -> Layout:
-  """Returns the Layout of micro-batch j with bins of `capacity` columns, for rows of `num_tokens`: P and T."""
+  """Returns the Layout of micro-batch j: bins of P = `capacity`, rows of T = `num_tokens`."""
   here = (packing.bin // num_bins == j) & (packing.length > 0)
   size = num_bins * capacity
   start = jnp.where(here, (packing.bin - j * num_bins) * capacity + packing.offset, size)

@@ -1,7 +1,7 @@
 """Recovery: how a run gets back to where it was, after a stop, a crash or a non-finite update.
 
-Checkpoints in; state and position of the run out. A run resumes from its newest whole checkpoint. A run
-whose gradients stay non-finite ends, or rolls back to it and continues with other questions.
+Checkpoints in; state and position of the run out. A run resumes from its newest whole checkpoint. A
+run whose gradients stay non-finite ends, or rolls back to it and continues with other questions.
 """
 
 import collections
@@ -19,6 +19,7 @@ import jax
 from stppo_jax import config as schema
 from stppo_jax import plugins
 from stppo_jax import validation
+from stppo_jax.algorithms import variants
 from stppo_jax.monitoring import workdir as workdirs
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.runtime import hosts
@@ -48,14 +49,14 @@ class Position:
 
 
 @contextlib.contextmanager
-def claimed(config: schema.Config, workdir: str) -> Iterator[None]:
-  """Context manager that holds `workdir` for this run; refuses a folder of another run or config."""
+def claimed(config: schema.Config, variant: variants.Variant, workdir: str) -> Iterator[None]:
+  """Context manager that holds `workdir` for this run; refuses that of another run or config."""
   with workdirs.lock(workdir) if hosts.is_writer() else contextlib.nullcontext():
-    claim(config, workdir)
+    claim(config, variant, workdir)
     yield
 
 
-def claim(config: schema.Config, workdir: str) -> None:
+def claim(config: schema.Config, variant: variants.Variant, workdir: str) -> None:
   """Checks that `workdir` belongs to this config and its plug-ins, or writes config.json there."""
   hosts.by_writer(
       workdirs.claim,
@@ -63,6 +64,7 @@ def claim(config: schema.Config, workdir: str) -> None:
       dataclasses.asdict(config),
       validation.may_change(),
       plugins.digests(plugins.named(config)),
+      variant.described(),
   )
 
 
@@ -93,7 +95,7 @@ def with_rollbacks(train: Callable[[int | None], Any], workdir: str, on_nonfinit
 
 
 def newest(workdir: str, state: TrainState) -> tuple[TrainState, int | None]:
-  """The state of the newest checkpoint and its number of updates, or (`state`, None) without one."""
+  """The newest checkpoint's state and number of updates, or (`state`, None) without one."""
   if not hosts.by_writer(os.path.isdir, os.path.join(workdir, 'checkpoints')):
     return state, None
   with checkpoint.Checkpoints(workdir) as checkpoints:
@@ -167,8 +169,8 @@ class Saves:
   def last(self, updates: int, state: TrainState, pipeline: pipelines.Pipeline) -> None:
     """Saves the state after `updates`, and the batches sampled ahead.
 
-    Choice: batches sampled ahead are waited for, at the end of a run, too: a run whose `updates` are
-    raised later is the one that it would have been.
+    Choice: batches sampled ahead are waited for, at the end of a run, too: a run whose `updates`
+    are raised later is the one that it would have been.
     """
     self._save(updates, state, [pipelines.to_json(batch) for batch in pipeline.contents()])
 

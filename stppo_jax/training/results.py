@@ -43,7 +43,7 @@ def export(config: schema.Config, workdir: str) -> str:
         f'--workdir={workdir!r} has no checkpoint to export: give the folder of a run, with '
         'the --config that it was trained by'
     )
-  recovery.claim(config, workdir)
+  recovery.claim(config, learner_lib.make_variant(config), workdir)
   learner, state = learner_lib.build(config)
   state, updates = recovery.newest(workdir, state)
   if updates is None:

@@ -1,5 +1,7 @@
-"""Supervised warm start: batches of demonstrations in, parameters out."""
+"""Supervised warm start: demonstrations in, parameters out."""
 
+from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
 import functools
 import math
@@ -21,13 +23,22 @@ from stppo_jax.types import UserError
 
 
 def train(
-    params, config, draw, *, steps, optimizer, seed, mesh=None, logp_chunk=None, log_every=100
-):
+    params: dict,
+    config: decoder.ModelConfig,
+    draw: Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]],
+    *,
+    steps: int,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    mesh: jax.sharding.Mesh | None = None,
+    logp_chunk: int | None = None,
+    log_every: int = 100,
+) -> dict:
   """Minimises the weighted mean of the tokens' negative log-probs; returns the parameters.
 
-  `draw(rng)` gives (tokens, weights), each [micro-batches,b,T], see `demonstrations.batches`: their
+  `draw(rng)` returns (tokens, weights), each [micro-batches,b,T], as `batches` makes them: their
   gradients are summed, so the split changes memory and never the result. Deterministic for a seed.
-  `mesh`: the devices; by default the first one. Takes `params` over.
+  The mesh is by default the first device. Donates `params`.
   """
   mesh = mesh or sharding.make_mesh(1, 1, 1, jax.devices()[:1])
   config = dataclasses.replace(config, row_sharding=sharding.rows(mesh))
@@ -61,7 +72,7 @@ def train(
     if n % log_every == 0:
       mean = np.mean(jax.device_get(losses))
       logging.info(
-          'warm start %d/%d: loss on tokens to imitate %.3f, %.2f s a step',
+          'warm start %d/%d: loss on tokens to imitate %.3f, %.2f s per step',
           n,
           steps,
           mean,
@@ -71,20 +82,25 @@ def train(
   return params
 
 
-def loss(params, config, batches, logp_chunk=None):
-  """Mean negative log-prob of the tokens to imitate, over [(tokens, weights), ..], each [B,T]."""
+def loss(
+    params: dict,
+    config: decoder.ModelConfig,
+    batches: Sequence[tuple[np.ndarray, np.ndarray]],
+    logp_chunk: int | None = None,
+) -> float:
+  """Returns the mean negative log-prob of the imitated tokens of (tokens, weights) [B,T] each."""
   sums = jax.jit(lambda params, tokens, weights: _sums(params, config, tokens, weights, logp_chunk))
   imitated = [float(sums(params, tokens, weights)[1]) for tokens, weights in batches]
   return sum(imitated) / sum(int((weights == 1).sum()) for _, weights in batches)
 
 
-def make_optimizer(lr, steps):
-  """AdamW: a rise over 1/20 of the steps, at least 3 of them, then a cosine down to lr / 30."""
+def make_optimizer(lr: float, steps: int) -> optax.GradientTransformation:
+  """Returns AdamW with a warm-up of 1/20 of the steps, at least 3, then a cosine to lr / 30."""
   warmup = max(math.ceil(steps / 20), min(3, steps // 2))
   schedule = optax.warmup_cosine_decay_schedule(0, lr, warmup, max(steps, warmup + 1), lr / 30)
   return optax.chain(
       optax.clip_by_global_norm(1.0),
-      # From count + 1: at rate 0 the first step would be a step for nothing.
+      # From count + 1: at rate 0 the first step would change nothing.
       optax.adamw(lambda count: schedule(count + 1), b2=0.98, weight_decay=0.01),
   )
 
@@ -96,21 +112,27 @@ def _sums(params, config, tokens, weights, logp_chunk):
   return -jnp.sum(logp * weights), -jnp.sum(logp * (weights == 1))
 
 
-WINDOW = 8  # batches of neighbouring lengths that a batch is drawn from
+WINDOW = 8  # a batch is drawn from this many batches of similar length
 
 
 class Demonstration(typing.NamedTuple):
-  """One row: `weights` is 1 on the tokens to imitate (the agent's), less on what it only reads."""
+  """One row: `weights` is 1 on the tokens to imitate (the agent's), less on the others."""
 
   tokens: np.ndarray  # [T] int32
   weights: np.ndarray  # [T] float32
 
 
-def encode(tokenizer, prompt, turns, max_observation, read_weight=0.0) -> Demonstration:
-  """The row of a prompt and [(turn, observation), ..], texts each; the last observation is empty.
+def encode(
+    tokenizer: chat.Tokenizer,
+    prompt: str,
+    turns: Sequence[tuple[str, str]],
+    max_observation: int,
+    read_weight: float = 0.0,
+) -> Demonstration:
+  """Encodes a prompt and (turn, observation) texts; the last observation is empty.
 
-  Ids with the borders of an episode: prompt, turn, observation, turn, .. are each encoded alone, and
-  an observation is cut as the rollout cuts it.
+  Prompt, turns and observations are each encoded alone, as in an episode, and an observation is cut
+  as the rollout cuts it.
   """
   ids = chat.encode_prompt(tokenizer, prompt)
   weights = [read_weight] * len(ids)
@@ -122,10 +144,12 @@ def encode(tokenizer, prompt, turns, max_observation, read_weight=0.0) -> Demons
   return Demonstration(np.array(ids, np.int32), np.array(weights, np.float32))
 
 
-def batches(pool, rows, micro_batch, buckets):
-  """A function rng -> (tokens, weights), each [rows / micro_batch, micro_batch, T], drawn from `pool`.
+def batches(
+    pool: Sequence[Demonstration], rows: int, micro_batch: int, buckets: Sequence[int]
+) -> Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]]:
+  """Returns a function rng -> (tokens, weights), each [rows / micro_batch, micro_batch, T].
 
-  Rows of like length come together, since that means less padding: each batch is drawn from a window
+  Rows of similar length come together, which means less padding: each batch is drawn from a window
   that starts anywhere in the pool sorted by length.
   """
   if rows % micro_batch:
@@ -146,8 +170,10 @@ def batches(pool, rows, micro_batch, buckets):
   return draw
 
 
-def pad(demonstrations, buckets):
-  """(tokens [B,T] int32, weights [B,T] float32), padded on the right to the smallest bucket that fits."""
+def pad(
+    demonstrations: Sequence[Demonstration], buckets: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+  """(tokens [B,T] int32, weights [B,T] float32), right-padded to the smallest bucket that fits."""
   longest = max(len(row.tokens) for row in demonstrations)
   length = next((bucket for bucket in buckets if bucket >= longest), None)
   if length is None:

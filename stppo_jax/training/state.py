@@ -1,4 +1,4 @@
-"""The state of training, one pytree that an update takes and returns, and what is static beside it."""
+"""The state of training, a pytree that a step takes and returns, and what is static beside it."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -19,7 +19,7 @@ class TrainState:
   """Everything that an update changes. Parameters that stay as they are stand in `Frozen`."""
 
   step: jax.Array  # [] int32, optimizer steps taken or skipped
-  actor: dict  # what is trained of the policy, or of the shared trunk: all, or adapters (and value head)
+  actor: dict  # what is trained of the policy or shared trunk: all, or adapters (and value head)
   critic: dict | None  # what is trained of the separate critic
   actor_opt: optax.OptState
   critic_opt: optax.OptState | None
@@ -31,9 +31,9 @@ class TrainState:
 class Frozen:
   """Parameters that no step changes, held once beside the state.
 
-  In full training this is the reference only. With adapters, `actor` is the base that they are added to. It
-  is the reference too (the policy without its adapters), and the critic's base as well where both models
-  start from the same folder.
+  In full training this is the reference only. With adapters, `actor` is the base that they are
+  added to. It is the reference too (the policy without its adapters), and the critic's base as well
+  where both models start from the same folder.
   """
 
   actor: dict = dataclasses.field(default_factory=dict)
@@ -57,7 +57,8 @@ class Frozen:
 class Spec:
   """What is static about an update: the objective, the shapes of the models, the optimizers.
 
-  `critic` is None without a critic and where the critic shares the actor's trunk (actor.head 'both').
+  `critic` is None without a critic and where the critic shares the actor's trunk (actor.head
+  'both').
   """
 
   variant: variants.Variant
@@ -93,7 +94,7 @@ def make_optimizer(
     weight_decay: float = 0.0,
     grad_clip: float = 1.0,
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
-  """Returns AdamW after a clip of the global norm, and its learning rate as a function of the step."""
+  """Returns AdamW after a clip of the global norm, and its learning rate as a schedule."""
   schedule = (
       optax.linear_schedule(lr / warmup_steps, lr, warmup_steps - 1)
       if warmup_steps > 1
@@ -104,6 +105,28 @@ def make_optimizer(
       optax.adamw(schedule, b1=betas[0], b2=betas[1], eps=eps, weight_decay=weight_decay),
   )
   return optimizer, schedule
+
+
+def optimize(
+    optimizer: optax.GradientTransformation,
+    grads: dict,
+    params: dict,
+    opt_state: optax.OptState,
+    take: jax.Array,  # [] bool
+) -> tuple[dict, optax.OptState, jax.Array]:
+  """Returns params and optimizer state after one step, or unchanged; and the norm of the step."""
+  opt_state = sharding.to_device(opt_state)
+  updates, new_opt_state = optimizer.update(grads, opt_state, params)
+  keep = lambda new, old: jnp.where(take, new, old)
+  new_params = jax.tree.map(keep, optax.apply_updates(params, updates), params)
+  step_norm = jnp.where(take, optax.tree.norm(updates), 0)
+  return new_params, jax.tree.map(keep, new_opt_state, opt_state), step_norm
+
+
+def steps_taken(opt_state: optax.OptState, step: jax.Array) -> jax.Array:
+  """Returns the steps that an optimizer has taken, as its schedule counts; else `step`."""
+  counts = [count for _, count in optax.tree.get_all_with_path(opt_state, 'count')]
+  return sharding.to_device(counts[0]) if counts else step
 
 
 def create(spec: Spec, actor: dict, critic: dict | None) -> TrainState:
@@ -126,10 +149,10 @@ def create_sharded(
     mesh: jax.sharding.Mesh,
     on_host: Sequence[str] = (),
 ) -> TrainState:
-  """Returns a fresh TrainState laid out over the mesh; the optimizer's state is created in its shards.
+  """Returns a fresh TrainState laid out over the mesh; moments are created in their shards.
 
-  The parameters are donated: those already in place are not copied and must not be used afterwards. For
-  `on_host` see `shardings`.
+  The parameters are donated: those already in place are not copied and must not be used afterwards.
+  For `on_host` see `shardings`.
   """
   make = lambda actor, critic: create(spec, actor, critic)
   places = shardings(jax.eval_shape(make, actor, critic), mesh, on_host)
@@ -144,7 +167,8 @@ def shardings(
 ) -> TrainState:
   """Returns where each leaf of a TrainState is kept between steps.
 
-  `on_host` names what is offloaded: 'optimizer' (the moments of both models), 'critic' (the separate one).
+  `on_host` names what is offloaded: 'optimizer' (the moments of both models), 'critic' (the
+  separate one).
   """
   host = sharding.tree_shardings(state, mesh, sharding.HOST)
   places = sharding.tree_shardings(state, mesh)

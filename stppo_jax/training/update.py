@@ -1,12 +1,13 @@
-"""The update: TrainState and TurnBatch in, TrainState and metrics out; what runs on the accelerators.
+"""The update: TrainState and TurnBatch in, TrainState and metrics out; runs on the devices.
 
-Three pure functions, compiled by `compile_functions`: `annotate` (log-probs and values of the policy
-that sampled), `with_advantages`, and `update_step`, which is one optimizer step in four parts:
+Three pure functions, compiled by `compile_functions`: `annotate` (log-probs and values of the
+policy that sampled), `with_advantages`, and `update_step`, which is one optimizer step in four
+parts:
 
-  _accumulate       g, the gradient of the objective, and the critic's, summed over micro-batches
-  _accumulate_bias  C, the gradient that clipping removed, over the bins in which something was clipped
-  _divide           g by a function of ||C||
-  _apply            the optimizer, or nothing but the counters where something is not finite
+  _accumulate       sums g, the gradient of the objective, and the critic's over micro-batches
+  _accumulate_bias  sums C, the gradient that clipping removed, over the bins with clipped tokens
+  _divide           divides g by a function of ||C||
+  _apply            runs the optimizer; where something is not finite, only counts the step
 
 Models compute bins of several rows each (see `packing`); everything else works on rows.
 """
@@ -28,6 +29,7 @@ from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.training import diagnostics
 from stppo_jax.training import packing as packing_lib
+from stppo_jax.training import state as train_state
 from stppo_jax.training.state import Frozen
 from stppo_jax.training.state import Spec
 from stppo_jax.training.state import TrainState
@@ -53,7 +55,8 @@ def compile_functions(
 ) -> Functions:
   """Jits `annotate`, `with_advantages` and `update_step` over the mesh; states are donated.
 
-  State and frozen parameters (arrays or ShapeDtypeStructs) stay in their place, on devices or on the host.
+  State and frozen parameters (arrays or ShapeDtypeStructs) stay in their place, on devices or on
+  the host.
   """
   state_sharding, frozen_sharding = jax.tree.map(lambda x: x.sharding, (state, frozen))
   rows, whole = sharding.rows(mesh), sharding.replicated(mesh)
@@ -87,11 +90,12 @@ def annotate(
     batch: TurnBatch,
     steps: packing_lib.Step,
 ) -> tuple[TurnBatch, Metrics]:
-  """Fills in old_logp, ref_logp and old_values [B,T]; also measures the gap between sampler and trainer.
+  """Fills in old_logp, ref_logp and old_values [B,T]; also measures the gap between sampler and
+  trainer.
 
-  `steps` are the first epoch's, stacked. So the same bins are computed here, by the same functions, as in
-  those steps, and the first step's ratio is exactly 1 (with old_logp 'trainer'). In other bins the sums
-  of a row would be rounded differently.
+  `steps` are the first epoch's, stacked. So the same bins are computed here, by the same functions,
+  as in those steps, and the first step's ratio is exactly 1 (with old_logp 'trainer'). In other
+  bins the sums of a row would be rounded differently.
   """
   del mesh
   variant = spec.variant
@@ -139,7 +143,7 @@ def annotate(
 def with_advantages(
     spec: Spec, mesh: jax.sharding.Mesh, state: TrainState, batch: TurnBatch
 ) -> tuple[TrainState, TurnBatch, Metrics]:
-  """Fills in advantages and returns; puts the KL penalty into the reward and adapts its coefficient."""
+  """Fills in advantages and returns; adds the KL penalty to the reward, adapts its coefficient."""
   del mesh
   variant, mask = spec.variant, batch.action_mask.astype(jnp.float32)
   metrics = {}
@@ -154,7 +158,8 @@ def with_advantages(
       kl_coef = losses.adaptive_kl(
           state.kl_coef, mean_kl, variant.kl_target, variant.kl_horizon, episodes
       )
-      # A KL that is not finite spoils its own batch only; in the coefficient it would spoil the rest.
+      # A KL that is not finite spoils its own batch only; in the coefficient it would spoil the
+      # rest.
       state = state.replace(kl_coef=jnp.where(jnp.isfinite(mean_kl), kl_coef, state.kl_coef))
   batch = advantages.estimate(batch, variant)
   return state, batch, metrics | diagnostics.batch_summary(batch, mask, spec.has_values)
@@ -171,8 +176,8 @@ def update_step(
   """Takes one optimizer step of actor and critic on the step's rows of the batch.
 
   g = grad of the objective (surrogate, entropy, KL) and C = the gradient that clipping removed
-  (arXiv 2511.20718, Lemma 4.2) are summed over micro-batches with weights of the whole mini-batch, so
-  the split does not change the result. Then g / divisor goes into the optimizer.
+  (arXiv 2511.20718, Lemma 4.2) are summed over micro-batches with weights of the whole mini-batch,
+  so the split does not change the result. Then g / divisor goes into the optimizer.
 
   Returns the state, metrics (scalars), and per token what this step saw: ratio, clipped [b,T].
   """
@@ -188,7 +193,7 @@ def update_step(
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-  """What one optimizer step is computed from: models, rows [b,T] in their bins, and their weights."""
+  """What one optimizer step is computed from: models, rows [b,T] in their bins, their weights."""
 
   spec: Spec
   mesh: jax.sharding.Mesh
@@ -242,7 +247,7 @@ def _start(spec, mesh, state, frozen, batch, step):
 
 
 def _accumulate(work):
-  """Sums the gradients of actor and critic over micro-batches: ({'actor', 'value'}, what each token saw)."""
+  """Sums gradients over micro-batches: ({'actor', 'value'}, what was seen of each token)."""
   spec, mask = work.spec, work.mask
 
   def one_micro_batch(layout):
@@ -282,7 +287,7 @@ def _accumulate(work):
 
 
 def _policy_cotangents(work, layout, outputs):
-  """Cotangents [R,P] of log-probs and entropies, what each token saw [b,T], and sums of the losses."""
+  """Cotangents [R,P] of log-probs and entropies, what was seen [b,T], and sums of the losses."""
   variant = work.spec.variant
   seen = dict(zip(('logp', 'entropy', 'values'), map(layout.unpack, outputs)))
   here = layout.mine.astype(jnp.float32)
@@ -325,7 +330,8 @@ def _accumulate_bias(work, seen):
 
 
 def _divide(work, grads, bias, seen):
-  """Divides the actor's gradient; returns the quotient, metrics, and the numbers that must be finite.
+  """Divides the actor's gradient; returns the quotient, metrics, and the numbers that must be
+  finite.
 
   Choice: the divisor divides the actor's whole gradient, entropy and KL terms included, so their
   proportions stay; a shared trunk's value gradient is added undivided.
@@ -363,7 +369,7 @@ def _apply(work, grads, quotient, decisive):
     decisive = [*decisive, value_norm]
   finite = jnp.isfinite(jnp.stack(decisive)).all()
   train_actor = finite & (state.step >= spec.critic_warmup)
-  actor, actor_opt, step_norm = _optimize(
+  actor, actor_opt, step_norm = train_state.optimize(
       spec.actor_optimizer, quotient, state.actor, state.actor_opt, train_actor
   )
   after = state.replace(
@@ -373,40 +379,25 @@ def _apply(work, grads, quotient, decisive):
       skipped=jnp.where(finite, 0, state.skipped + 1),
   )
   applied = {
-      'actor/lr': spec.actor_lr(_steps_taken(state.actor_opt, state.step)),
+      'actor/lr': spec.actor_lr(train_state.steps_taken(state.actor_opt, state.step)),
       'actor/skipped': after.skipped,
       'stppo/step_norm': step_norm,
   }
   if spec.has_values:
     applied['critic/grad_norm'] = value_norm
     counted = state.actor_opt if spec.shared_trunk else state.critic_opt
-    applied['critic/lr'] = spec.critic_lr(_steps_taken(counted, state.step))
+    applied['critic/lr'] = spec.critic_lr(train_state.steps_taken(counted, state.step))
   if spec.critic is not None:
-    critic, critic_opt, _ = _optimize(
+    critic, critic_opt, _ = train_state.optimize(
         spec.critic_optimizer, grads['value'], state.critic, state.critic_opt, finite
     )
     after = after.replace(critic=critic, critic_opt=critic_opt)
   return after, applied
 
 
-def _optimize(optimizer, grads, params, opt_state, take):
-  """Params and optimizer state after one step, or as they were; and the size of the step taken."""
-  opt_state = sharding.to_device(opt_state)
-  updates, new_opt_state = optimizer.update(grads, opt_state, params)
-  keep = lambda new, old: jnp.where(take, new, old)
-  new_params = jax.tree.map(keep, optax.apply_updates(params, updates), params)
-  step_norm = jnp.where(take, optax.tree.norm(updates), 0)
-  return new_params, jax.tree.map(keep, new_opt_state, opt_state), step_norm
-
-
-def _steps_taken(opt_state, step):
-  """Steps that an optimizer has taken, which its schedule counts; `step` where it counts none."""
-  counts = [x for _, x in optax.tree.get_all_with_path(opt_state, 'count')]
-  return sharding.to_device(counts[0]) if counts else step
-
-
 def _sum_over_micro_batches(function, spec, packing, num_tokens, total):
-  """`total` plus function(layout) of every micro-batch that holds anything, for rows of `num_tokens`.
+  """`total` plus function(layout) of every micro-batch that holds anything, for rows of
+  `num_tokens`.
 
   Choice: one program for any number of micro-batches, with a branch for each of `spec.lengths`: a
   micro-batch is computed on as few columns as hold its bins.
