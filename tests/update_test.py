@@ -84,7 +84,7 @@ def make_state(spec, mesh):
 
 
 @functools.cache
-def compiled(spec, mesh, frozen_reference=False):
+def functions_of(spec, mesh, frozen_reference=False):
   """The functions of a spec, compiled once for all tests."""
   state = first_state(spec, mesh)
   frozen = train_state.Frozen(reference=state.actor) if frozen_reference else NOTHING
@@ -160,7 +160,7 @@ def _off_policy_batch(spec, mesh):
   state = first_state(spec, mesh)
   reference = train_state.Frozen(reference=state.actor)
   batch = jax.device_put(make_batch(), sharding.rows(mesh))
-  batch = annotate(compiled(spec, mesh, True), spec, state, batch, frozen=reference)
+  batch = annotate(functions_of(spec, mesh, True), spec, state, batch, frozen=reference)
   noise = jax.random.normal(jax.random.key(3), batch.old_logp.shape)
   batch = batch.replace(
       old_logp=batch.old_logp + 0.5 * noise * batch.action_mask,
@@ -171,7 +171,7 @@ def _off_policy_batch(spec, mesh):
 
 def run_step(spec, mesh):
   batch = off_policy_batch(spec, mesh)
-  return jax.device_get(step(compiled(spec, mesh), spec, make_state(spec, mesh), batch))
+  return jax.device_get(step(functions_of(spec, mesh), spec, make_state(spec, mesh), batch))
 
 
 class UpdateTest(parameterized.TestCase):
@@ -193,7 +193,7 @@ class UpdateTest(parameterized.TestCase):
   def test_packing_changes_nothing(self, lengths, micro_batch):
     spec = make_spec('st_ppo', kl_in='loss', entropy_coef=0.01)
     mesh = one_device()
-    functions, batch = compiled(spec, mesh), off_policy_batch(spec, mesh)
+    functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
     alone = packing.Packing(  # every row in a bin of its own
         np.arange(8, dtype=np.int32), np.zeros(8, np.int32), np.full(8, 24, np.int32)
     )
@@ -204,7 +204,7 @@ class UpdateTest(parameterized.TestCase):
     spec = dataclasses.replace(spec, lengths=lengths, micro_batch=micro_batch)
     self.assertLess(one_step(spec, batch, rows).packing.bin.max(), 6)
     state = make_state(spec, mesh)
-    functions = compiled(spec, mesh)
+    functions = functions_of(spec, mesh)
     chex.assert_trees_all_close(step(functions, spec, state, batch), expected, rtol=1e-4, atol=1e-6)
 
   def test_the_bias_of_few_clipped_rows_is_that_of_all_rows(self):
@@ -212,7 +212,7 @@ class UpdateTest(parameterized.TestCase):
     spec = make_spec('st_ppo', lengths=(24, 48), micro_batch=1)
     mesh = one_device()
     state = make_state(spec, mesh)
-    functions, batch = compiled(spec, mesh), off_policy_batch(spec, mesh)
+    functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
     # All but rows 2 and 5 are as they were sampled.
     far = np.isin(np.arange(8), (2, 5))[:, None]
     logp = jax.jit(log_probs, static_argnums=0)(spec, state.actor, batch)[0] * batch.action_mask
@@ -235,7 +235,7 @@ class UpdateTest(parameterized.TestCase):
     spec = make_spec('st_ppo')
     mesh = one_device()
     state = make_state(spec, mesh)
-    functions, batch = compiled(spec, mesh), off_policy_batch(spec, mesh)
+    functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
     args = jax.device_put(one_step(spec, batch, np.arange(8)), sharding.replicated(mesh))
     with jax.transfer_guard('disallow'):
       after, _, _ = functions.update_step(state, NOTHING, batch, args)
@@ -269,7 +269,7 @@ class UpdateTest(parameterized.TestCase):
     spec = make_spec(row=row, micro_batch=2)
     mesh = one_device()
     state = make_state(spec, mesh)
-    functions = compiled(spec, mesh)
+    functions = functions_of(spec, mesh)
     rows = np.random.default_rng(0).permutation(8)
     batch = annotate(functions, spec, state, jax.device_put(make_batch()), rows)
     state, batch, _ = functions.with_advantages(state, batch)
@@ -286,7 +286,7 @@ class UpdateTest(parameterized.TestCase):
     spec = make_spec(row=row, micro_batch=4, entropy_coef=0.01)
     mesh = one_device()
     state = make_state(spec, mesh)
-    functions, batch = compiled(spec, mesh), off_policy_batch(spec, mesh)
+    functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
     weights = losses.aggregation_weights(batch.action_mask, 'seq-mean-token-mean')
 
     def objective(params, part):
@@ -322,7 +322,7 @@ class UpdateTest(parameterized.TestCase):
     spec = make_spec(row=row)
     mesh = one_device()
     state = make_state(spec, mesh)
-    functions, batch = compiled(spec, mesh), off_policy_batch(spec, mesh)
+    functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
     logp, _ = jax.jit(log_probs, static_argnums=0)(spec, state.actor, batch)
     _, _, aux = correction.cotangents(logp, batch, row)
     _, metrics, _ = step(functions, spec, state, batch)
@@ -334,7 +334,7 @@ class UpdateTest(parameterized.TestCase):
 
     def after(change):
       state = make_state(spec, mesh)
-      functions, batch = compiled(spec, mesh), off_policy_batch(spec, mesh)
+      functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
       outside = 1 - batch.action_mask
       batch = batch.replace(
           advantages=batch.advantages + change * outside,
@@ -350,7 +350,7 @@ class UpdateTest(parameterized.TestCase):
     spec = make_spec('st_ppo')
     mesh = one_device()
     state = make_state(spec, mesh)
-    functions, batch = compiled(spec, mesh), off_policy_batch(spec, mesh)
+    functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
     before = jax.device_get(state)
     bad = batch.replace(advantages=batch.advantages.at[0, 5].set(jnp.nan) + jnp.nan)
     state, metrics, _ = step(functions, spec, state, bad)
@@ -367,7 +367,7 @@ class UpdateTest(parameterized.TestCase):
     spec = make_spec('ppo', kl_in='loss', kl_estimator='k1', log_bias=False)
     mesh = one_device()
     state = make_state(spec, mesh)
-    functions, batch = compiled(spec, mesh), off_policy_batch(spec, mesh)
+    functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
     before = jax.device_get(state)
     bad = batch.replace(ref_logp=jnp.where(batch.action_mask > 0, -jnp.inf, 0))
     state, metrics, _ = step(functions, spec, state, bad)
@@ -381,7 +381,7 @@ class UpdateTest(parameterized.TestCase):
     spec = make_spec('st_ppo', critic_warmup=1)
     mesh = one_device()
     state = make_state(spec, mesh)
-    functions, batch = compiled(spec, mesh), off_policy_batch(spec, mesh)
+    functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
     before = jax.device_get(state)
     state, _, _ = step(functions, spec, state, batch)
     chex.assert_trees_all_equal(jax.device_get(state.actor), before.actor)
