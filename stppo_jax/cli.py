@@ -11,8 +11,8 @@
 
 The same command again resumes the run in its workdir. SIGTERM ends a run with exit code 0 and a
 checkpoint: after the current update, or immediately while episodes are played or the retriever is
-down. Ctrl-C ends it immediately with exit code 130, and what came after the last checkpoint is lost.
-On several hosts give the same command on each, with --distributed (TPU pod, SLURM), or with
+down. Ctrl-C ends it immediately with exit code 130, and what came after the last checkpoint is
+lost. On several hosts give the same command on each, with --distributed (TPU pod, SLURM), or with
 --coordinator=HOST:PORT --num_processes=N --process_id=I.
 """
 
@@ -176,8 +176,8 @@ def _start_jax(processes: dict[str, Any]) -> None:
 def _stop_requested() -> Iterator[Callable[[], bool]]:
   """Yields a function that tells whether SIGTERM was received.
 
-  The function raises KeyboardInterrupt after a Ctrl-C. Python raises it in whatever code is running,
-  which may be a library's callback that ignores exceptions.
+  The function raises KeyboardInterrupt after a Ctrl-C. Python raises it in whatever code is
+  running, which may be a library's callback that ignores exceptions.
   """
   asked, interrupted = threading.Event(), threading.Event()
 
@@ -281,7 +281,7 @@ def _help(program: str, section: str) -> str:
 
 
 def _with_shipped_experiment(arguments: list[str]) -> list[str]:
-  """Takes `--config=experiments/NAME.py` from the package where this folder has no such file."""
+  """Takes `--config=experiments/NAME.py` from the package if this folder has no such file."""
 
   def resolve(argument: str) -> str:
     match = re.fullmatch(r'(--?config=)?(experiments/[^:]*)(:.*)?', argument)
@@ -300,8 +300,8 @@ def _with_shipped_experiment(arguments: list[str]) -> list[str]:
 def _take_options(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
   """Splits off --config.env.options.NAME=VALUE and --config.env.options={'NAME': VALUE, ..}.
 
-  The names are an environment's own, which config_flags cannot know. Values are JSON or Python; what
-  is neither is a text.
+  Returns (the other arguments, {NAME: VALUE}). The names belong to the environment and are unknown
+  to config_flags. Values are JSON or Python; any other value is a string.
   """
   others, options = [], {}
   for argument in arguments:
@@ -316,8 +316,8 @@ def _take_options(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
         break
     if match[1] is None and not isinstance(value, dict):
       raise types.UserError(
-          f'{argument}: give a dict, as in --config.env.options=\'{{"low": 1}}\', or one option, as in '
-          '--config.env.options.low=1'
+          f'{argument}: give a dict, as in --config.env.options=\'{{"low": 1}}\', or one option, '
+          'as in --config.env.options.low=1'
       )
     options |= {match[1]: value} if match[1] else value
   return others, options

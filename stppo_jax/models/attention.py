@@ -1,18 +1,21 @@
-"""Attention: queries, keys and values in, weighted values out; who may read whom is decided here.
+"""Attention with its masks and rotary positions: queries, keys and values in, weighted values out.
 
-Sampling (`cached`) reads a cache with slots of its own. Training (`causal`) reads whole rows, in which
-several episodes may stand behind each other as segments; three backends compute the same:
+Sampling (`cached`) attends to a KV cache. Training (`causal`) attends within whole rows, which may
+pack several episodes as segments. Three backends compute the same:
 
-  plain   two einsums and a softmax, for a block of queries at a time; runs anywhere
+  plain   two einsums and a softmax per block of queries; runs anywhere
   splash  JAX's flash attention kernel for TPU
-  cudnn   NVIDIA's, through jax.nn
+  cudnn   NVIDIA's kernel, through jax.nn
 
-Einsum letters are those of `types.py`, and g for the query heads that share one key head (N = M g).
+Einsum letters are those of `types.py`; g is the number of query heads per key head (N = M g).
 """
 
+from collections.abc import Sequence
 import functools
 import math
 import re
+from typing import Any
+from typing import Literal
 
 import chex
 import jax
@@ -24,21 +27,29 @@ import numpy as np
 from stppo_jax.types import UserError
 
 SPLASH_BLOCKS = (512, 256, 128)  # queries and keys held at once: the first that divides T
-NEVER = -1e30  # the score of what may not be read
-NUM_BLOCKS, MIN_BLOCK = (
-    4,
-    64,
-)  # of the plain backend: at most so many blocks, of so many queries or more
+NEVER = -1e30  # the score of a masked position
+NUM_BLOCKS = 4  # of the plain backend: at most this many blocks of queries
+MIN_BLOCK = 64  # of the plain backend: at least this many queries per block
 
 
-def causal(q, k, v, segments=None, backend='plain', chunk=0, row_sharding=None):
-  """Each token reads itself and those before it in its segment: q [B,T,N,H], k and v [B,T,M,H] -> q's.
+def causal(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None = None,
+    backend: str = 'plain',
+    chunk: int = 0,
+    row_sharding: jax.sharding.NamedSharding | None = None,
+) -> jax.Array:
+  """Attends each token to itself and to the earlier tokens of its segment.
 
-  `segments` [B,T] are any integers; None is one segment a row. `chunk` is the plain backend's.
-  `row_sharding` says over which devices the rows lie; the kernels cannot be split by the compiler.
+  q [B,T,N,H], k and v [B,T,M,H] -> [B,T,N,H]. `segments` [B,T] are arbitrary integers; None is one
+  segment per row. `chunk` is the plain backend's. `row_sharding` is the placement of the rows,
+  which the kernels need because the compiler cannot split them.
 
-  Choice: packed rows are plain on a GPU. The cuDNN of jax.nn takes them as a mask alone, which it
-  makes a bias of [B,1,T,T] with a gradient of the same size; its packed layout is private to JAX.
+  Choice: packed rows use the plain backend on a GPU. jax.nn passes segments to cuDNN only as a
+  mask, which becomes a bias [B,1,T,T] with a gradient of that size; the packed layout is private to
+  JAX.
   """
   chex.assert_rank([q, k, v], 4)
   chex.assert_equal_shape([k, v])
@@ -52,10 +63,12 @@ def causal(q, k, v, segments=None, backend='plain', chunk=0, row_sharding=None):
   return attend(q, k, v, segments)
 
 
-def choose(wanted, device, dtype, head_dim, lengths):
-  """The backend of `causal` for rows of these lengths: `wanted`, or for 'auto' the best that can run.
+def choose(
+    wanted: str, device: jax.Device, dtype: str, head_dim: int, lengths: Sequence[int]
+) -> str:
+  """Returns the backend of `causal` for rows of these lengths.
 
-  Raises UserError for one that cannot run on this kind of device.
+  This is `wanted`, or for 'auto' the fastest that can run. UserError: it cannot run on this device.
   """
   if wanted == 'auto':
     refused = lambda backend: _refusal(backend, device, dtype, head_dim, lengths)
@@ -68,11 +81,12 @@ def choose(wanted, device, dtype, head_dim, lengths):
   return wanted
 
 
-def cached(q, k, v, slots):
-  """Queries at `slots` [B,T] of a cache read it up to their own: q [B,T,N,H], k [B,M,C,H,c], v [B,M,S,H].
+def cached(q: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> jax.Array:
+  """Attends queries at `slots` [B,T] of a KV cache to all slots up to their own.
 
-  Where keys lie in several tiles, so on a CPU, one query reads tile by tile, and several queries read row
-  by row, so that a row's scores stay in a core's cache.
+  q [B,T,N,H], k [B,M,C,H,c], v [B,M,S,H] -> [B,T,N,H]. Where the keys are in several tiles, which
+  is the layout for CPUs, a single query goes tile by tile. Several queries go row by row, so that
+  the scores of a row stay in a core's cache.
   """
   if k.shape[2] == 1:
     return _read_cache(q, k, v, slots)
@@ -81,16 +95,41 @@ def cached(q, k, v, slots):
   return jax.lax.map(lambda row: _read_cache(*(a[None] for a in row))[0], (q, k, v, slots))
 
 
-def causal_mask(length, segments=None, first=0, count=None):
-  """[1 or B,1,1,T or count,T], true where the query (row) may read the key (column).
+def write_cache(
+    cached_k: jax.Array, cached_v: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Writes k and v [B,T,M,H] into the caches at slots [B,T]; slots past the end are dropped.
 
-  Of a row with segments 5 5 7, and of the same row without:
+  vmapped over rows: XLA cannot see that a batched scatter is row-local and would all-gather the new
+  keys and values.
+  """
+  tile = cached_k.shape[-1]
+
+  def write_row(cached_k, cached_v, k, v, slots):
+    how = dict(mode='drop', unique_indices=True)
+    # [T,M,H]: the axes of advanced indices that are not adjacent come first.
+    cached_k = cached_k.at[:, slots // tile, :, slots % tile].set(k.astype(cached_k.dtype), **how)
+    cached_v = cached_v.at[:, slots].set(jnp.swapaxes(v, 0, 1).astype(cached_v.dtype), **how)
+    return cached_k, cached_v
+
+  return jax.vmap(write_row)(cached_k, cached_v, k, v, slots)
+
+
+def causal_mask(
+    length: int,
+    segments: jax.Array | None = None,
+    first: int | jax.Array = 0,
+    count: int | None = None,
+) -> jax.Array:
+  """Returns [1 or B,1,1,T or count,T], true where the query (row) may attend to the key (column).
+
+  For a row with segments 5 5 7, and for the same row without segments:
 
     1 0 0    1 0 0
     1 1 0    1 1 0
     0 0 1    1 1 1
 
-  `first` and `count` choose the queries.
+  `first` and `count` select the queries.
   """
   count = length if count is None else count
   queries = first + jnp.arange(count)
@@ -101,8 +140,8 @@ def causal_mask(length, segments=None, first=0, count=None):
   return mask[:, None, None]
 
 
-def cache_mask(slots, num_slots):
-  """[B,1,1,T,S] from the queries' slots [B,T]; T = 2 queries of a row whose length was 1, S = 4:
+def cache_mask(slots: jax.Array, num_slots: int) -> jax.Array:
+  """Returns [B,1,1,T,S] for queries at `slots` [B,T]; for a row at length 1 with T = 2 and S = 4:
 
   1 1 0 0
   1 1 1 0
@@ -111,7 +150,7 @@ def cache_mask(slots, num_slots):
 
 
 def _refusal(backend, device, dtype, head_dim, lengths):
-  """Why a backend cannot run; empty where it can."""
+  """Returns why a backend cannot run; empty where it can."""
   if backend == 'splash':
     if device.platform != 'tpu':
       return f'needs a TPU, and this is {device.device_kind}'
@@ -120,7 +159,7 @@ def _refusal(backend, device, dtype, head_dim, lengths):
     if odd := [length for length in lengths if length % SPLASH_BLOCKS[-1]]:
       return f'needs rows of a multiple of {SPLASH_BLOCKS[-1]} tokens, and some have {odd[0]}'
   if backend == 'cudnn':
-    # '8.0' and so on; ROCm's are no numbers.
+    # '8.0' and so on; ROCm's are not numbers.
     found = device.platform == 'gpu' and re.match(r'(\d+)\.\d', device.compute_capability)
     if not found or int(found[1]) < 8:
       return f'needs an NVIDIA GPU of capability 8.0 or more, and this is {device.device_kind}'
@@ -132,35 +171,37 @@ def _refusal(backend, device, dtype, head_dim, lengths):
 
 
 def _plain(q, k, v, segments, chunk):
-  """By blocks of queries. With a `chunk` that divides T, one after the other, their scores computed again
-  in the backward pass: [B,M,g,T,T] never exists. With 0 a few blocks, each of which reads only the keys
-  up to its end; with `_read`'s derivative .6 of the time on a CPU, forward and backward.
+  """Computes `causal` by blocks of queries.
+
+  With a `chunk` that divides T the blocks run one after the other and the backward pass recomputes
+  their scores, so [B,M,g,T,T] never exists. With chunk 0 there are a few blocks, each of which
+  attends only to the keys up to its end (on CPU speed see BUILD_NOTES.md).
   """
   length = q.shape[1]
   q, k, v = _grouped(q, k.shape[2]), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
   if not chunk or length <= chunk or length % chunk:
     block = max(MIN_BLOCK, -(-length // NUM_BLOCKS))
-    parts = []
+    blocks = []
     for first in range(0, length, block):
       end = min(first + block, length)
       mask = causal_mask(length, segments, first, end - first)[..., :end]
-      parts.append(_read(q[..., first:end, :], k[:, :, :end], v[:, :, :end], mask))
-    return _ungrouped(jnp.concatenate(parts, axis=3))
+      blocks.append(_attend(q[..., first:end, :], k[:, :, :end], v[:, :, :end], mask))
+    return _ungrouped(jnp.concatenate(blocks, axis=3))
   firsts = jnp.arange(0, length, chunk)
   parts = jnp.moveaxis(q.reshape(*q.shape[:3], len(firsts), chunk, q.shape[-1]), 3, 0)
 
   def attend(part_and_first):
     part, first = part_and_first  # [B,M,g,chunk,H]
-    return _read(part, k, v, causal_mask(length, segments, first, chunk))
+    return _attend(part, k, v, causal_mask(length, segments, first, chunk))
 
   y = jax.lax.map(jax.checkpoint(attend, prevent_cse=False), (parts, firsts))
   return _ungrouped(jnp.moveaxis(y, 0, 3).reshape(q.shape))
 
 
 def _splash(q, k, v, segments, platform):
-  """The TPU kernel on one device's part; elsewhere interpreted, which is slow and meant for tests."""
+  """Runs the TPU kernel on one device's part; other platforms interpret it, slowly, for tests."""
   length, heads, width = q.shape[1:]
-  assert length % SPLASH_BLOCKS[-1] == 0, f'{length} tokens: `choose` was told of other lengths'
+  assert length % SPLASH_BLOCKS[-1] == 0, f'{length} tokens: `choose` was given other lengths'
   block = next(block for block in SPLASH_BLOCKS if length % block == 0)
   kernel = splash.make_splash_mha_single_device(
       splash.MultiHeadMask([splash.CausalMask((length, length))] * heads),
@@ -184,36 +225,37 @@ def _splash(q, k, v, segments, platform):
 
 
 def _cudnn(q, k, v, segments, platform):
-  """cuDNN on one device's part; elsewhere jax.nn's own, for tests."""
+  """Runs cuDNN on one device's part; other platforms run XLA's implementation, for tests."""
   assert segments is None
-  implementation = 'cudnn' if platform == 'gpu' else 'xla'
+  implementation: Literal['cudnn', 'xla'] = 'cudnn' if platform == 'gpu' else 'xla'
   return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
 
 
 def _on_each_device(attend, row_sharding, num_kv_heads):
-  """`attend` on every device's rows, and heads over the mesh's other axes where key heads divide."""
+  """Maps `attend` over each device's rows, and over its heads where the key heads divide evenly."""
   mesh, rows = row_sharding.mesh, row_sharding.spec[0]
   others = tuple(axis for axis in mesh.axis_names if axis not in rows)
   divides = num_kv_heads % math.prod(mesh.shape[axis] for axis in others) == 0
   part = P(rows, None, others if divides else None)
-  # Pallas does not say how its results vary over the devices, hence no check.
+  # No check: Pallas does not declare how its results vary over the devices.
   return jax.shard_map(
       attend, mesh=mesh, in_specs=(part, part, part, P(rows)), out_specs=part, check_vma=False
   )
 
 
 @jax.custom_vjp
-def _read(q, k, v, mask):
-  """q [B,M,g,T,H], k and v [B,M,S,H], mask [1 or B,1,1,T,S] -> [B,M,g,T,H]; written out so that the
-  derivative is one pass over the scores.
+def _attend(q, k, v, mask):
+  """Softmax attention with a derivative that is one pass over the scores.
 
-  With weights w, y = w v and a cotangent d of y, that of the scores is w (d v^T - sum(d y)); softmax's own
-  sums over S instead (FlashAttention, Dao et al., arXiv 2205.14135, appendix B).
+  q [B,M,g,T,H], k and v [B,M,S,H], mask [1 or B,1,1,T,S] -> [B,M,g,T,H]. For weights w, y = w v and
+  a cotangent d of y, the cotangent of the scores is w (d v^T - sum(d y)), a sum over H. The
+  derivative of softmax sums over S instead (FlashAttention, Dao et al., arXiv 2205.14135, appendix
+  B).
   """
-  return _read_forward(q, k, v, mask)[0]
+  return _attend_forward(q, k, v, mask)[0]
 
 
-def _read_forward(q, k, v, mask):
+def _attend_forward(q, k, v, mask):
   scores = _per_key_head('bmth,bmsh->bmts', q * q.shape[-1] ** -0.5, k)
   scores = jnp.where(mask, scores, NEVER)
   weights, scale = _softmax_parts(scores, q.dtype)
@@ -221,7 +263,7 @@ def _read_forward(q, k, v, mask):
   return y, (q, k, v, weights, scale, y)
 
 
-def _read_backward(residuals, d):
+def _attend_backward(residuals, d):
   q, k, v, weights, scale, y = residuals
   d = d.astype(jnp.float32) * scale
   d_sum = jnp.sum(d * y, axis=-1, keepdims=True)
@@ -237,11 +279,11 @@ def _read_backward(residuals, d):
   return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
-_read.defvjp(_read_forward, _read_backward)
+_attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _read_cache(q, k, v, slots):
-  """`cached` with all tiles laid together."""
+  """Computes `cached` with the tiles of keys joined."""
   q, keys = _grouped(q, v.shape[1]), jnp.swapaxes(k, 2, 3)  # [B,M,g,T,H], [B,M,H,C,c]
   keys = keys.reshape(*keys.shape[:3], -1)
   scores = _per_key_head('bmth,bmhs->bmts', q * q.shape[-1] ** -0.5, keys)
@@ -251,10 +293,10 @@ def _read_cache(q, k, v, slots):
 
 
 def _read_tiles(q, k, v, slots):
-  """`cached` of one query a row: a product for each tile of keys, and one for each tile of values."""
+  """Computes `cached` for one query per row, with one product per tile of keys and of values."""
   rows, heads, tiles, width, tile = k.shape
   q = _grouped(q, heads)[:, :, :, 0]  # [B,M,g,H]
-  # One for each tile: from an equation without c in it XLA multiplies an element at a time.
+  # A copy per tile: without c in the equation XLA multiplies one element at a time.
   queries = jnp.broadcast_to((q * width**-0.5)[:, :, None], (rows, heads, tiles, *q.shape[2:]))
   product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
   scores = product('bmcgh,bmchs->bmcgs', queries, k)
@@ -266,44 +308,46 @@ def _read_tiles(q, k, v, slots):
 
 
 def _cache_bias(slots, num_slots):
-  """`cache_mask` to be added to scores: on a CPU a `where` is a pass over them of its own."""
+  """Returns `cache_mask` as a bias. On a CPU a `where` would be another pass over the scores."""
   return jnp.where(cache_mask(slots, num_slots), 0.0, NEVER)
 
 
 def _softmax_parts(scores, dtype, axes=-1):
-  """(weights not yet divided by their sum, 1 / that sum): products over `axes` come between."""
+  """Returns (exp(scores - max), 1 / its sum), so that the product with values comes in between."""
   weights = jnp.exp(scores - scores.max(axis=axes, keepdims=True))
   return weights.astype(dtype), 1 / weights.sum(axis=axes, keepdims=True)
 
 
 def _per_key_head(equation, q, k):
-  """einsum of [B,M,g,T,..] and [B,M,..] to float32: the g heads are more queries of one product."""
+  """Einsum of [B,M,g,T,..] and [B,M,..] in float32; the g heads are more rows of one product."""
   y = jnp.einsum(equation, _merged(q), k, preferred_element_type=jnp.float32)
   return y.reshape(*q.shape[:-1], -1)
 
 
 def _merged(q):
-  """[B,M,g,T,X] -> [B,M,gT,X]."""
+  """Reshapes [B,M,g,T,X] to [B,M,gT,X]."""
   return q.reshape(*q.shape[:2], -1, q.shape[-1])
 
 
 def _grouped(q, num_kv_heads):
-  """[B,T,N,H] -> [B,M,g,T,H]."""
+  """Reshapes [B,T,N,H] to [B,M,g,T,H]."""
   rows, length, heads, width = q.shape
   return jnp.swapaxes(q, 1, 2).reshape(rows, num_kv_heads, heads // num_kv_heads, length, width)
 
 
 def _ungrouped(y):
-  """[B,M,g,T,H] -> [B,T,N,H]."""
+  """Reshapes [B,M,g,T,H] to [B,T,N,H]."""
   rows, kv_heads, group, length, width = y.shape
   return jnp.swapaxes(y.reshape(rows, kv_heads * group, length, width), 1, 2)
 
 
-def frequencies(head_dim, theta, scaling=None):
-  """Radians a position of each pair of channels [H/2]; `scaling` is `ModelConfig.rope_scaling`.
+def frequencies(
+    head_dim: int, theta: float, scaling: tuple[float, float, float, int] | None = None
+) -> np.ndarray:
+  """Returns radians per position [H/2] of each pair of channels; `scaling` is as in `ModelConfig`.
 
-  Llama 3 stretches the slow ones: wavelengths above original / low_freq_factor by `factor`; those below
-  original / high_freq_factor stay, and between them the two are blended.
+  Llama 3 slows down the low frequencies. Wavelengths above original / low_freq_factor grow by
+  `factor`, those below original / high_freq_factor stay, and those in between are blended.
   """
   radians = theta ** -(np.arange(0, head_dim, 2) / head_dim)
   if scaling is None:
@@ -314,15 +358,15 @@ def frequencies(head_dim, theta, scaling=None):
   return (radians * (keep + (1 - keep) / factor)).astype(np.float32)
 
 
-def angles(positions, radians):
-  """positions [B,T], radians [H/2] -> (cos, sin) [B,T,1,H/2] float32; of a NumPy array, constants."""
+def angles(positions: jax.Array | np.ndarray, radians: np.ndarray) -> tuple[Any, Any]:
+  """Returns (cos, sin) [B,T,1,H/2] float32 of positions [B,T]; NumPy positions give constants."""
   xp = np if isinstance(positions, np.ndarray) else jnp
   turned = positions[..., None, None].astype(np.float32) * radians
   return xp.cos(turned), xp.sin(turned)
 
 
-def rotate(x, rope):
-  """x [B,T,N,H] turned by its positions' (cos, sin)."""
+def rotate(x: jax.Array, rope: tuple[Any, Any]) -> jax.Array:
+  """Rotates the pairs of channels of x [B,T,N,H] by (cos, sin) of its positions."""
   cos, sin = rope
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)

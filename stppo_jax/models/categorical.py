@@ -1,15 +1,15 @@
-"""Log-prob and entropy of a categorical distribution, with one cheap pass for both derivatives."""
+"""Log-prob and entropy of a categorical distribution, with one pass for both derivatives."""
 
 import jax
 import jax.numpy as jnp
 
 
 @jax.custom_vjp
-def logp_and_entropy(logits, tokens):
-  """float32 logits [..,V], tokens [..] -> (log softmax(logits)[tokens], entropy of softmax(logits)) [..].
+def logp_and_entropy(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns (log softmax(logits)[tokens], entropy of softmax(logits)), both [..].
 
-  The derivative is written out so that it is one pass over [..,V] with one exp, whatever the two
-  cotangents are: with p the probabilities and H the entropy,
+  logits [..,V] are float32, tokens [..]. The derivative is written by hand as one pass over [..,V]
+  with one exp for both cotangents. With probabilities p and entropy H,
     d logp[v] / d logits[u] = 1{u=v} - p[u],   d H / d logits[u] = -p[u] (log p[u] + H).
   """
   return _forward(logits, tokens)[0]
@@ -33,7 +33,7 @@ def _backward(residuals, cotangents):
 
 
 def _log_probs(logits, peak, log_sum):
-  # In this order: large logits minus their log-sum-exp at once would lose the last digits.
+  # In this order, since subtracting the log-sum-exp of large logits at once would lose digits.
   return (logits - peak[..., None]) - log_sum[..., None]
 
 

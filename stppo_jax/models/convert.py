@@ -1,16 +1,18 @@
-"""Hugging Face folders to and from (ModelConfig, params). Weights stream tensor by tensor.
+"""Converts Hugging Face folders to and from (ModelConfig, params), one tensor at a time.
 
-`table` is the table of names. A key that is in only one of the table and the folder, is there
-twice or has the wrong shape stops the load: a model that is slightly wrong trains anyway, badly.
+`table` maps the names. A missing, unknown, duplicate or misshapen key stops the load, because a
+model that is slightly wrong would still train, badly.
 """
 
 import collections
+from collections.abc import Callable
 import contextlib
 import functools
 import math
 import os
 import pathlib
 import shutil
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -40,22 +42,28 @@ TOKENIZER_FILES = (
     'generation_config.json',
 )
 
-# One tensor of a folder. `shape` is the folder's; ours is its transpose, if so marked, reshaped.
+# One tensor of a folder, with the folder's shape. Ours is reshaped, after a transpose if so marked.
 Entry = collections.namedtuple('Entry', 'name path layer shape transpose')
 
 
-def load_hf(folder, head='tokens', param_dtype='float32', dtype='float32', shardings=None):
-  """(ModelConfig, params) of a folder with config.json and safetensors.
+def load_hf(
+    folder: str | pathlib.Path,
+    head: str = 'tokens',
+    param_dtype: str = 'float32',
+    dtype: str = 'float32',
+    shardings: Callable[[Any], Any] | None = None,
+) -> tuple[decoder.ModelConfig, decoder.Params]:
+  """Loads (ModelConfig, params) from a folder with config.json and safetensors.
 
-  With head 'value' the output matrix is dropped; a folder without a value head gets a zero one, so
-  a critic starts from its policy's folder. `param_dtype` is what is stored here, whatever the
-  folder holds, and `dtype` that of the computation.
+  With head 'value' the output matrix is dropped. A folder without a value head gets a zero one, so
+  a critic can start from its policy's folder. `param_dtype` is that of the loaded parameters,
+  whatever the folder has, and `dtype` that of the computation.
 
-  `shardings` makes a tree of NamedShardings from the tree of ShapeDtypeStructs. The parameters are
-  then born in their shards: the host holds one tensor of the folder at a time, less where several
-  processes share it. Without it they are NumPy arrays.
+  `shardings` maps the tree of ShapeDtypeStructs to a tree of NamedShardings. The parameters are
+  then created in their shards, and the host holds at most one tensor of the folder at a time.
+  Without it they are NumPy arrays.
 
-  UserError: a config or weights that are not supported, or keys that are not those of the table.
+  UserError: an unsupported config or weights, or keys other than the table's.
   """
   folder = pathlib.Path(folder)
   config = hf_config.load(folder, head, param_dtype, dtype)
@@ -81,14 +89,20 @@ def load_hf(folder, head='tokens', param_dtype='float32', dtype='float32', shard
   return config, params
 
 
-def save_hf(folder, config, params, tokenizer_folder=None, max_shard_bytes=MAX_SHARD_BYTES):
-  """Writes what `load_hf` and transformers read: config.json, safetensors, the tokenizer's files.
+def save_hf(
+    folder: str | pathlib.Path,
+    config: decoder.ModelConfig,
+    params: decoder.Params,
+    tokenizer_folder: str | pathlib.Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+  """Writes a folder for `load_hf` and transformers: config.json, safetensors and the tokenizer.
 
-  A critic (head 'value') becomes a TokenClassification model with one label, its value head
-  `score`; head 'both' is a causal model with `score` beside it. The parameters (NumPy or jax
-  arrays, sharded or not) keep their dtype and are gathered one tensor at a time; the host holds
-  one file of at most `max_shard_bytes`. Where several processes share the arrays, all call this
-  and the first one writes. Weights already in the folder are replaced.
+  A critic (head 'value') becomes a TokenClassification model with one label and its value head as
+  `score`. Head 'both' is a causal model with `score` beside it. The parameters (NumPy or jax
+  arrays, sharded or not) keep their dtype and are gathered one tensor at a time; the host holds one
+  file of at most `max_shard_bytes`. Where several processes share the arrays, all of them call this
+  and process 0 writes. Existing weights in the folder are replaced.
   """
   folder = pathlib.Path(folder)
   token_ids = {}
@@ -110,12 +124,16 @@ def save_hf(folder, config, params, tokenizer_folder=None, max_shard_bytes=MAX_S
 
 
 def write_weights(
-    folder, config, dtype, tensor_of, token_ids=None, max_shard_bytes=MAX_SHARD_BYTES
-):
-  """Writes config.json and safetensors: `tensor_of(entry)` gives each NumPy array of the table.
+    folder: str | pathlib.Path,
+    config: decoder.ModelConfig,
+    dtype: str,
+    tensor_of: Callable[[Entry], np.ndarray],
+    token_ids: dict[str, Any] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+  """Writes config.json and safetensors; `tensor_of(entry)` returns each NumPy array of the table.
 
-  `dtype` ('float32' | 'bfloat16') is that of the arrays, `token_ids` what config.json says of
-  TOKEN_IDS.
+  `dtype` ('float32' | 'bfloat16') is that of the arrays; `token_ids` go into config.json.
   """
   folder = pathlib.Path(folder)
   writes = jax.process_index() == 0
@@ -129,7 +147,7 @@ def write_weights(
   for name, shard in zip(names, shards, strict=True):
     tensors = {}
     for entry in shard:
-      tensor = tensor_of(entry)  # on every process: gathering is a joint work
+      tensor = tensor_of(entry)  # on every process, because gathering is a collective
       if writes:
         tensors[entry.name] = tensor
     if writes:
@@ -150,8 +168,8 @@ def write_weights(
   hf_config.write_json(folder / 'config.json', hf_config.to_json(config, dtype, token_ids or {}))
 
 
-def table(config):
-  """The table: every tensor of a folder and where it goes, for this family and head."""
+def table(config: decoder.ModelConfig) -> list[Entry]:
+  """Returns every tensor of a folder of this family and head, with its path in our tree."""
   d, f, v, h = config.d_model, config.d_ff, config.vocab_size, config.head_dim
   query, key = config.num_heads * h, config.num_kv_heads * h
   entries = [Entry('model.embed_tokens.weight', 'embed/embedding', None, (v, d), False)]
@@ -190,13 +208,14 @@ def table(config):
 
 
 def _files_of_keys(folder):
-  """Every key of the folder's safetensors -> its file."""
+  """Returns {key: file} for all keys of the folder's safetensors."""
   single, index = folder / 'model.safetensors', folder / 'model.safetensors.index.json'
+  listed: dict[str, str] = {}
   if single.is_file():
-    paths, listed = [single], {}
+    paths = [single]
   elif index.is_file():
-    listed = hf_config.read_json(index).get('weight_map')
-    if not isinstance(listed, dict):
+    listed = hf_config.read_json(index).get('weight_map', {})
+    if not isinstance(listed, dict) or not listed:
       raise UserError(f'{index}: no weight_map; download the folder again')
     paths = [folder / name for name in sorted(set(listed.values()))]
   else:
@@ -205,7 +224,7 @@ def _files_of_keys(folder):
         'model.safetensors.index.json; download them, or convert another format with '
         "transformers' save_pretrained"
     )
-  files = {}
+  files: dict[str, pathlib.Path] = {}
   for path in paths:
     if not path.is_file():
       raise UserError(f'{path} is missing although {index.name} lists it; download it')
@@ -231,7 +250,7 @@ def _files_of_keys(folder):
 
 
 def _check_keys(folder, config, files, entries):
-  """The folder's keys are the table's, but for what this head does not need."""
+  """Raises UserError unless the folder's keys are the table's; unused heads may be there too."""
   wanted = {entry.name for entry in entries}
   optional = {'lm_head.weight', 'score.weight', 'score.bias'}
   if 'score.weight' not in files:
@@ -245,7 +264,7 @@ def _check_keys(folder, config, files, entries):
         f'{folder}: missing {_some(missing)}, needed by {config.family} with head '
         f'{config.head!r}; download the folder again or check config.json'
     )
-  rotary = '.rotary_emb.inv_freq'  # a constant that old checkpoints carry
+  rotary = '.rotary_emb.inv_freq'  # a constant in old checkpoints
   unknown = [n for n in files if n not in wanted | optional and not n.endswith(rotary)]
   if unknown:
     raise UserError(
@@ -260,7 +279,7 @@ def _some(names):
 
 
 def _open_tensors(stack, files):
-  """Every key -> its safetensors slice, of which parts can be read; the files close with `stack`."""
+  """Returns {key: lazy safetensors slice}; the files close with `stack`."""
   paths = sorted(set(files.values()))
   handles = {
       path: stack.enter_context(safetensors.safe_open(path, framework='numpy')) for path in paths
@@ -269,7 +288,7 @@ def _open_tensors(stack, files):
 
 
 def _check_tensors(files, tensors, entries):
-  """Shapes and dtypes, by the files' headers, before anything is read."""
+  """Checks shapes and dtypes in the files' headers, before any tensor is read."""
   for entry in entries:
     if entry.name not in tensors:
       continue
@@ -287,10 +306,10 @@ def _check_tensors(files, tensors, entries):
 
 
 def _check_tied(folder, tensors, embed):
-  """Where the folder holds an output matrix although it is tied, the two are one."""
+  """Raises UserError if a tied folder contains an output matrix that differs from the embedding."""
   lm_head, embedding = tensors['lm_head.weight'], tensors[embed.name]
   same = list(lm_head.get_shape()) == list(embed.shape)
-  for start in range(0, embed.shape[0], 4096):  # few rows at a time: these are the largest tensors
+  for start in range(0, embed.shape[0], 4096):  # by parts: these are the largest tensors
     rows = slice(start, min(start + 4096, embed.shape[0]))
     same = same and np.array_equal(lm_head[rows], embedding[rows])
   if not same:
@@ -301,10 +320,10 @@ def _check_tied(folder, tensors, embed):
 
 
 def _make_leaf(leaf, place, rows, read):
-  """The parameter of shape and dtype `leaf` from its `rows` of the table.
+  """Returns the parameter of shape and dtype `leaf` from its `rows` of the table.
 
-  On the host without a `place`, in its shards with one. `read(entry, shape, dtype, index)` gives
-  a part of one layer.
+  It is on the host without a `place`, and in its shards with one. `read(entry, shape, dtype,
+  index)` returns a part of one layer.
   """
   if rows[0].layer is None:
     part = functools.partial(read, rows[0], leaf.shape, leaf.dtype)
@@ -315,27 +334,27 @@ def _make_leaf(leaf, place, rows, read):
     for l, part in enumerate(parts):
       stack[l] = part(_whole(leaf.shape[1:]))
     return stack
-  # Layer by layer into a stack that is on the devices from the start and is written in place: a
-  # stack, or a device's part of it, may be a third of the model.
+  # Layer by layer into a stack on the devices, which is written in place: a stack, or a device's
+  # part of it, may be a third of the model.
   zeros, put = _stack_functions(leaf.shape, leaf.dtype, place)
   stack = zeros()
   layer_place = NamedSharding(place.mesh, P(*place.spec[1:]))
   for l, part in enumerate(parts):
     stack = put(stack, _in_shards(leaf.shape[1:], layer_place, part), np.int32(l))
-    stack.block_until_ready()  # else the layers queue up on the host
+    stack.block_until_ready()  # otherwise the layers would pile up on the host
   return stack
 
 
-@functools.cache  # gate and up, actor and critic share their compilations
+@functools.cache  # gate and up, and actor and critic, share their compilations
 def _stack_functions(shape, dtype, place):
-  """() -> zeros [L,..], and (stack, layer, l) -> stack with that layer, in the stack's memory."""
+  """Returns two compiled functions: zeros [L,..], and an in-place write of one layer."""
   zeros = lambda: jnp.zeros(shape, dtype)
   put = lambda stack, layer, l: stack.at[l].set(layer)
   return (jax.jit(zeros, out_shardings=place), jax.jit(put, out_shardings=place, donate_argnums=0))
 
 
 def _in_shards(shape, place, part):
-  """An array of which each device holds `part(index)`; replicas are read once."""
+  """Returns an array whose shard on each device is `part(index)`; replicas are read once."""
   seen = {}
 
   def shard(index):
@@ -348,10 +367,10 @@ def _in_shards(shape, place, part):
 
 
 def _read(tensors, entry, shape, dtype, index):
-  """The part `index` (a slice an axis) of an entry whose array here has `shape`, as `dtype`.
+  """Returns the part `index` (one slice per axis) of an entry whose array here has `shape`.
 
-  Only that part is read. Several of our axes may be one of the folder's, [D,N,H] of [N * H, D]:
-  the first of them is cut there, the others here.
+  Only that part is read. Several of our axes may be one axis of the folder, as [D,N,H] and [N * H,
+  D]: the first of them is sliced in the file, the others here.
   """
   if entry.name not in tensors:  # a value head that the folder lacks
     return np.zeros([len(range(*s.indices(n))) for s, n in zip(index, shape)], dtype)
@@ -376,7 +395,7 @@ def _whole(shape):
 
 
 def _copy_out(params, entry):
-  """The tensor of an entry, as the folder has it."""
+  """Returns the tensor of an entry in the folder's layout."""
   leaf = _leaf(params, entry.path)
   if entry.layer is not None:
     leaf = leaf[entry.layer] if isinstance(leaf, np.ndarray) else _layer_of(leaf, entry.layer)
@@ -385,10 +404,10 @@ def _copy_out(params, entry):
   leaf = np.asarray(leaf)
   if entry.transpose:
     leaf = leaf.reshape(entry.shape[::-1]).T
-  return np.ascontiguousarray(leaf.reshape(entry.shape))  # save_file writes the buffer as it lies
+  return np.ascontiguousarray(leaf.reshape(entry.shape))  # save_file writes the raw buffer
 
 
-@jax.jit  # with the layer as an argument: one compilation a parameter and not one a layer
+@jax.jit  # with the layer as an argument: one compilation per parameter, not per layer
 def _layer_of(stack, layer):
   return jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
 
@@ -400,8 +419,9 @@ def _leaf(params, path):
 
 
 def _shards(entries, itemsize, max_shard_bytes):
-  """The entries in runs of at most max_shard_bytes, each of at least one tensor."""
-  shards, size = [[]], 0
+  """Groups the entries into files of at most max_shard_bytes, each with at least one tensor."""
+  shards: list[list[Entry]] = [[]]
+  size = 0
   for entry in entries:
     num_bytes = math.prod(entry.shape) * itemsize
     if shards[-1] and size + num_bytes > max_shard_bytes:

@@ -1,9 +1,9 @@
 """A decoder-only transformer (Qwen2, Qwen3, Llama) as functions of a parameter tree.
 
-Tokens in, log-probs or values out. The layers are Flax modules that hold no state; the functions
-here glue them together. Training reads whole rows: right padding, causal attention, so padding needs
-no mask; segment ids keep packed episodes apart. Sampling reads chunks against a `KVCache` in which
-every row has its own length.
+Tokens in, log-probs or values out. The layers are stateless Flax modules, composed by the functions
+here. Training takes whole rows with right padding: attention is causal, so padding needs no mask,
+and segment ids separate packed episodes. Sampling takes chunks and a `KVCache` in which every row
+has its own length.
 
 Parameter tree, every leaf under `layers` stacked on a leading L axis:
 
@@ -12,16 +12,18 @@ Parameter tree, every leaf under `layers` stacked on a leading L axis:
   layers/attention/{query,key,value}/kernel [L,D,N or M,H], with qkv_bias also bias [L,N or M,H]
   layers/attention/out/kernel [L,N,H,D], with qk_norm also {query,key}_norm/scale [L,H]
   layers/mlp/{gate,up}/kernel [L,D,F]    layers/mlp/down/kernel [L,F,D]
-  lm_head/kernel [D,V]           where there are token logits and they are not tied to `embed`
-  value_head/{kernel [D,1], bias [1]}    where there are values
+  lm_head/kernel [D,V]           for token logits that are not tied to `embed`
+  value_head/{kernel [D,1], bias [1]}    for values
   lora_a, lora_b beside any kernel of `layers`: an adapter, see lora.py
 
 Einsum letters are those of `types.py`.
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import chex
 import flax
@@ -35,8 +37,9 @@ from stppo_jax.models import categorical
 from stppo_jax.models import lora
 from stppo_jax.models import sharding
 
-GATHERED_LAYERS = 4  # whose weights are gathered together while sampling with sharded parameters
-CPU_CACHE_TILE = 64  # ModelConfig.cache_tile where sampling runs on a CPU
+Params = dict[str, Any]  # a tree of arrays, as drawn above
+GATHERED_LAYERS = 4  # layers per all-gather of weights, in sampling with sharded parameters
+CPU_CACHE_TILE = 64  # ModelConfig.cache_tile for sampling on a CPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,35 +60,33 @@ class ModelConfig:
   tie_embeddings: bool = False
   qkv_bias: bool = False  # Qwen2
   qk_norm: bool = False  # Qwen3
-  family: str = 'qwen2'  # 'qwen2' | 'qwen3' | 'llama': whose key names convert.py reads and writes
+  family: str = 'qwen2'  # 'qwen2' | 'qwen3' | 'llama': key names that convert.py reads and writes
   head: str = 'tokens'  # 'tokens' | 'value' | 'both' (two heads on one trunk)
   dtype: str = 'float32'  # of the computation: 'float32' | 'bfloat16'
   param_dtype: str = 'float32'  # of the stored parameters
   remat: str = 'none'  # what backward recomputes: 'none' | 'full' (all) | 'dots' (all but matmuls)
-  scan_layers: bool = True  # False unrolls them: longer to compile, faster on a CPU
+  scan_layers: bool = True  # False unrolls the layers: slower to compile, faster on a CPU
   attention: str = 'plain'  # in training: 'plain' | 'splash' (TPU) | 'cudnn' (NVIDIA)
   attention_chunk: int = 0  # queries whose scores are live at once in plain attention; 0: all
   max_positions: int = 32_768  # the longest row the published weights were trained for
-  lora_scale: float = 1.0  # of what adapters add, where the parameters hold any
-  cache_tile: int = 0  # slots of a KVCache whose keys lie together; 0: all
-  row_sharding: jax.sharding.Sharding | None = None  # of activations' rows; None: compiler's choice
+  lora_scale: float = 1.0  # of what adapters add, if there are any
+  cache_tile: int = 0  # slots per tile of keys in a KVCache; 0: one tile
+  row_sharding: jax.sharding.NamedSharding | None = None  # of activations' rows; None: XLA's choice
 
 
 @flax.struct.dataclass
 class KVCache:
-  """Keys and values of what each row has read so far. Slots from `length` on hold rubbish.
+  """Keys and values of the tokens of each row so far. Slots from `length` on contain garbage.
 
-  Choice: a tuple of L arrays, not one array with an L axis. In a decode loop on a CPU (B 32, S 256,
-  L 2 and 4) one stacked array, written in place, cost 1.3 to 1.5 times the CPU time, because
-  reading a layer's part copies it; writing by a one-hot `where` cost 5 times as much as a scatter. Keys lie
-  with their slots last: scores of one query then take half the time of [B,M,S,H] there, and half
-  of that again in tiles of 64 slots: wider products of few rows are slow there.
+  Choice: a tuple of L arrays instead of one array with an L axis, because reading a layer of a
+  stacked array copies it. Keys have their slots last and in tiles, which is faster for a single
+  query on a CPU (measured in BUILD_NOTES.md).
 
   Attributes:
-    k: L arrays [B,M,C,H,c]: keys, already turned by their rotary positions, in C tiles of c slots.
+    k: L arrays [B,M,C,H,c]: keys after rotation by their positions, in C tiles of c slots.
     v: L arrays [B,M,S,H]: values.
-    length: [B] int32: how many slots of each row are live, and so where its next token goes. The
-      caller keeps it within S: what is written past the last slot is lost.
+    length: [B] int32: number of live slots per row, and so the slot of the next token. The caller
+      keeps it within S: writes past the last slot are lost.
   """
 
   k: tuple[jax.Array, ...]
@@ -93,16 +94,14 @@ class KVCache:
   length: jax.Array
 
 
-def init(key, config):
-  """Random parameters: normal(0.02), less for what feeds the residual; the value head is zero."""
+def init(key: jax.Array, config: ModelConfig) -> Params:
+  """Returns random parameters: normal(0.02), less before the residual; a zero value head."""
   embed_key, layers_key, lm_head_key = jax.random.split(key, 3)
   dtype = jnp.dtype(config.param_dtype)
   d, v = config.d_model, config.vocab_size
   x = jnp.zeros((1, 1, d), config.dtype)
   rope = _rope(config, None, 1, None, None)
-  plain = dataclasses.replace(
-      config, attention='plain', row_sharding=None
-  )  # for a row of one token
+  plain = dataclasses.replace(config, attention='plain', row_sharding=None)  # for one token
   init_layer = lambda k: Block(plain).init(k, x, rope)['params']
   params = {
       'embed': {'embedding': 0.02 * jax.random.normal(embed_key, (v, d), dtype)},
@@ -116,18 +115,26 @@ def init(key, config):
   return params
 
 
-def hidden(params, config, tokens, positions, cache=None, lengths=None, segments=None):
-  """The trunk: tokens [B,T] -> (x [B,T,D] after the final norm, cache).
+def hidden(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array | None,
+    cache: KVCache | None = None,
+    lengths: jax.Array | None = None,
+    segments: jax.Array | None = None,
+) -> tuple[jax.Array, KVCache | None]:
+  """Runs the trunk: tokens [B,T] -> (x [B,T,D] after the final norm, cache).
 
-  Without a cache each token sees itself and those before it in its row that have its number in
-  `segments` [B,T]; None is one segment. With one, row b's chunk is written to slots length[b],
-  length[b] + 1, .. and sees all live slots up to its own.
+  Without a cache each token attends to itself and to the earlier tokens of its row with the same
+  number in `segments` [B,T]; None is one segment. With a cache, row b's chunk is written to slots
+  length[b], length[b] + 1, .. and each token attends to all live slots up to its own.
 
-  `positions` [B,T] are the rotary positions; None means 0, 1, .. or, with a cache, the slots. (Only
-  distances matter, so they need not start anew with each segment.)
-  `lengths` [B] is how many tokens of the chunk are real (default: T). The tail of a chunk leaves
-  rubbish behind the new length, which the next write covers; writes past the last slot are dropped.
-  What the tail's own queries return is rubbish too. With lengths 0 a row stands still.
+  `positions` [B,T] are the rotary positions; None means 0, 1, .. or, with a cache, the slots. Only
+  distances matter, so positions may go on counting across segments.
+  `lengths` [B] is the number of real tokens of the chunk (default: T). The tail of a chunk leaves
+  garbage behind the new length, which the next write overwrites; writes past the last slot are
+  dropped. The outputs of the tail are garbage too. A row with length 0 does not change.
   """
   chex.assert_rank(tokens, 2)
   if positions is not None:
@@ -148,11 +155,19 @@ def hidden(params, config, tokens, positions, cache=None, lengths=None, segments
   return x, cache
 
 
-def forward(params, config, tokens, positions, cache=None, lengths=None):
-  """tokens [B,T] -> (logits [B,T,V], or values [B,T] for head 'value'; float32; cache).
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array | None,
+    cache: KVCache | None = None,
+    lengths: jax.Array | None = None,
+) -> tuple[jax.Array, KVCache | None]:
+  """Returns (logits [B,T,V], cache) of tokens [B,T], or (values [B,T], cache) for head 'value'.
 
-  Column t is what the model says AFTER reading token t, unlike everywhere else in the project:
-  `token_logp` and `state_values` shift to "column t belongs to token t". Head 'both' gives logits.
+  Both are float32. Column t is the prediction AFTER token t, unlike everywhere else in the project:
+  `token_logp` and
+  `state_values` shift to "column t belongs to token t". Head 'both' gives logits.
   """
   x, cache = hidden(params, config, tokens, positions, cache, lengths)
   if config.head == 'value':
@@ -160,8 +175,8 @@ def forward(params, config, tokens, positions, cache=None, lengths=None):
   return token_logits(params, config, x), cache
 
 
-def token_logits(params, config, x):
-  """x [...,D] -> float32 logits [...,V]; one product of matrices, as in `Project`."""
+def token_logits(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
+  """Returns float32 logits [...,V] of x [...,D], as one matrix product like in `Project`."""
   x = sharding.spread(x, config.row_sharding)
   if config.tie_embeddings:
     kernel, equation = params['embed']['embedding'], 'xd,vd->xv'
@@ -174,33 +189,42 @@ def token_logits(params, config, x):
   return logits.reshape(*x.shape[:-1], -1)
 
 
-def value_of(params, x):
-  """x [...,D] -> float32 values [...], each of the state after its token."""
+def value_of(params: Params, x: jax.Array) -> jax.Array:
+  """Returns float32 values [...] of x [...,D], each of the state after its token."""
   head = jax.tree.map(lambda w: w.astype(jnp.float32), params['value_head'])
   return x.astype(jnp.float32) @ head['kernel'][:, 0] + head['bias'][0]
 
 
-def state_values(params, x):
-  """x [B,T,D] -> values [B,T]: column t is the value of the state before token t; column 0 is 0."""
+def state_values(params: Params, x: jax.Array) -> jax.Array:
+  """Returns values [B,T] of x [B,T,D]: column t is the state before token t, and column 0 is 0."""
   chex.assert_rank(x, 3)
   return jnp.pad(value_of(params, x[:, :-1]), ((0, 0), (1, 0)))
 
 
-def token_logp(params, config, x, tokens, temperature=1.0, chunk=None):
-  """Log-prob of each token and entropy of the distribution it came from: (logp, entropy) [B,T].
+def token_logp(
+    params: Params,
+    config: ModelConfig,
+    x: jax.Array,
+    tokens: jax.Array,
+    temperature: float | jax.Array = 1.0,
+    chunk: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns (log-prob of each token, entropy of its distribution), both [B,T], of x [B,T,D].
 
   logp[t] = log softmax(logits[t-1] / temperature)[tokens[t]]; column 0 is 0 in both.
 
-  `chunk` columns at a time are turned into logits, and again in the backward pass, so [B,T,V] never
-  exists; with None, or chunk >= T, it is done at once and kept.
+  Logits are computed for `chunk` columns at a time and recomputed in the backward pass, so [B,T,V]
+  never exists. With None, or chunk >= T, they are computed at once and kept.
   """
   chex.assert_rank([x, tokens], [3, 2])
   chex.assert_equal_shape_prefix([x, tokens], 2)
   length = tokens.shape[1]
-  x = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))  # column t: what the model knew before token t
+  x = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))  # column t: the state before token t
   name = 'embed' if config.tie_embeddings else 'lm_head'
   head = {name: params[name]}
-  logp_of = functools.partial(_logp_and_entropy, head, config, temperature=temperature)
+  logp_of: Callable[..., Any] = functools.partial(
+      _logp_and_entropy, head, config, temperature=temperature
+  )
   if chunk is None or chunk >= length:
     logp, entropy = logp_of(x, tokens)
   else:
@@ -214,8 +238,8 @@ def token_logp(params, config, x, tokens, temperature=1.0, chunk=None):
   return jnp.where(first, 0.0, logp), jnp.where(first, 0.0, entropy)
 
 
-def init_cache(config, rows, slots, dtype=None):
-  """An empty cache of `slots` positions for each of `rows` rows, rounded up to whole tiles."""
+def init_cache(config: ModelConfig, rows: int, slots: int, dtype: Any = None) -> KVCache:
+  """Returns an empty cache for `rows` rows of `slots` slots, rounded up to whole tiles."""
   tile = config.cache_tile or slots
   tiles = -(-slots // tile)
 
@@ -230,17 +254,17 @@ def init_cache(config, rows, slots, dtype=None):
   )
 
 
-def unstack_layers(params, config):
-  """The same parameters with `layers` as a tuple of L trees.
+def unstack_layers(params: Params, config: ModelConfig) -> Params:
+  """Returns the same parameters with `layers` as a tuple of L trees.
 
-  Do this once before a decode loop: slicing the stack inside it copies every weight every token.
+  Do this once before a decode loop: slicing the stack inside it would copy all weights per token.
   """
   take = lambda l: jax.tree.map(lambda w: w[l], params['layers'])
   return {**params, 'layers': tuple(take(l) for l in range(config.num_layers))}
 
 
 class RMSNorm(nn.Module):
-  """x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32."""
+  """Returns x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32."""
 
   config: ModelConfig
 
@@ -253,16 +277,16 @@ class RMSNorm(nn.Module):
 
 
 class Project(nn.Module):
-  """x [..,in..] times a kernel [in..,out..], + bias, and what an adapter adds where there is one.
+  """Multiplies x [..,in..] by a kernel [in..,out..]; adds a bias and an adapter where they exist.
 
-  Choice: one product of two matrices. From an einsum with more axes XLA makes copies of x transposed, for
-  the kernel's gradient; on a CPU layers by themselves then take 1.5 times as long, an update 1.08 times.
+  Choice: one product of two matrices. For an einsum with more axes XLA transposes copies of x in
+  the kernel's gradient, which is slower on a CPU (measured in BUILD_NOTES.md).
   """
 
   config: ModelConfig
   shape: tuple[int, ...]  # of the kernel
-  contracted: int = 1  # how many of its axes x has too, as its last
-  bias: bool = False  # on all axes of the kernel but the contracted
+  contracted: int = 1  # how many leading axes of the kernel are contracted with the last of x
+  bias: bool = False  # on all other axes of the kernel
   stddev: float = 0.02
 
   @nn.compact
@@ -275,7 +299,7 @@ class Project(nn.Module):
     kernel = self.param('kernel', normal, self.shape, config.param_dtype)
     y = x @ kernel.astype(config.dtype).reshape(x.shape[1], -1)
     if self.has_variable('params', 'lora_a'):
-      a, b = (self.get_variable('params', name) for name in ('lora_a', 'lora_b'))
+      a, b = self.get_variable('params', 'lora_a'), self.get_variable('params', 'lora_b')
       y = y + config.lora_scale * lora.product(x, a.astype(config.dtype), b.astype(config.dtype))
     y = y.reshape(*rows, *outputs)
     if self.bias:
@@ -285,13 +309,13 @@ class Project(nn.Module):
 
 
 class Attention(nn.Module):
-  """Causal attention in which g = N / M query heads share a key head."""
+  """Applies causal attention in which g = N / M query heads share a key head."""
 
   config: ModelConfig
 
   @nn.compact
   def __call__(self, x, rope, segments=None, layer_cache=None, slots=None):
-    """x [B,T,D], segments and slots [B,T], layer_cache (k, v) of a KVCache -> (x, layer_cache)."""
+    """Maps x [B,T,D] to (x, layer_cache); segments and slots [B,T], layer_cache a (k, v)."""
     config = self.config
     d, n, m, h = config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
     q = Project(config, (d, n, h), bias=config.qkv_bias, name='query')(x)
@@ -306,15 +330,16 @@ class Attention(nn.Module):
           q, k, v, segments, config.attention, config.attention_chunk, config.row_sharding
       )
     else:
-      layer_cache = _write(*layer_cache, k, v, slots)
-      y = attention.cached(q, *(a.astype(config.dtype) for a in layer_cache), slots)
+      layer_cache = attention.write_cache(*layer_cache, k, v, slots)
+      cached_k, cached_v = (a.astype(config.dtype) for a in layer_cache)
+      y = attention.cached(q, cached_k, cached_v, slots)
     stddev = 0.02 / math.sqrt(2 * config.num_layers)
     y = Project(config, (n, h, d), 2, stddev=stddev, name='out')(y)
     return y, layer_cache
 
 
 class Mlp(nn.Module):
-  """down(silu(gate(x)) * up(x))."""
+  """Returns down(silu(gate(x)) * up(x))."""
 
   config: ModelConfig
 
@@ -330,7 +355,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-  """One layer: attention and feed-forward, each after a norm and added to the residual."""
+  """Applies one layer: attention and feed-forward, each after a norm and added to the residual."""
 
   config: ModelConfig
 
@@ -344,7 +369,7 @@ class Block(nn.Module):
 
 
 def _training_layers(layers, config, x, rope, segments):
-  """x [B,T,D] -> [B,T,D] through all layers, scanned or unrolled, with rematerialisation."""
+  """Maps x [B,T,D] through all layers, scanned or unrolled, with rematerialisation."""
 
   def apply_layer(layer, x):
     x, _ = Block(config).apply({'params': layer}, x, rope, segments)
@@ -366,10 +391,10 @@ def _training_layers(layers, config, x, rope, segments):
 
 
 def _cached_layers(layers, config, x, rope, slots, cache):
-  """x [B,T,D] -> ([B,T,D], cache written). Unrolled: a scan would copy the cache every token.
+  """Maps x [B,T,D] through all layers and writes the cache. Unrolled: a scan would copy the cache.
 
-  Over several devices the next few layers' weights wait for x. Else XLA, seeing them all from the start,
-  gathers the whole model at once: 7 GiB more a device for 7B on 64 TPU v5e.
+  On several devices a barrier makes the weights of the next few layers depend on x. Without it XLA
+  all-gathers the whole model at once: 7 GiB more per device for 7B on 64 TPU v5e.
   """
   chex.assert_shape(cache.k[0], (x.shape[0], config.num_kv_heads, None, config.head_dim, None))
   k, v = [], []
@@ -393,29 +418,11 @@ def _each_layer(layers, config):
   return [jax.tree.map(lambda w: w[l], layers) for l in range(config.num_layers)]
 
 
-def _write(cached_k, cached_v, k, v, slots):
-  """The caches with new k and v [B,T,M,H] at slots [B,T]; slots past the end are dropped.
-
-  Mapped over rows: of one scatter into all rows the compiler, which cannot know that a row writes into
-  itself, gathers what is new onto every device.
-  """
-  tile = cached_k.shape[-1]
-
-  def write_row(cached_k, cached_v, k, v, slots):
-    how = dict(mode='drop', unique_indices=True)
-    # [T,M,H]: advanced indices that do not stand side by side come first.
-    cached_k = cached_k.at[:, slots // tile, :, slots % tile].set(k.astype(cached_k.dtype), **how)
-    cached_v = cached_v.at[:, slots].set(jnp.swapaxes(v, 0, 1).astype(cached_v.dtype), **how)
-    return cached_k, cached_v
-
-  return jax.vmap(write_row)(cached_k, cached_v, k, v, slots)
-
-
 def _rope(config, positions, chunk, slots, cache):
-  """(cos, sin) [B or 1,T,1,H/2] of the positions [B,T], else of the cache's slots [B,T], else of 0 to T - 1.
+  """Returns (cos, sin) [B or 1,T,1,H/2] of the positions, the cache's slots, or 0 to T - 1.
 
-  Choice: slots are looked up in a constant table. Of what is computed XLA puts a copy into every place of
-  use on a CPU, barrier or not, and takes a cosine for each layer, head and row: 8% of an update.
+  Choice: slots are looked up in a constant table. XLA would duplicate computed angles into every
+  use on a CPU and take a cosine per layer, head and row: 8% of an update.
   """
   angles = functools.partial(
       attention.angles,
@@ -435,6 +442,6 @@ def _logp_and_entropy(head, config, x, tokens, temperature):
 
 
 def _fold_columns(a, num_chunks, chunk):
-  """[B,T,..] -> [B,num_chunks,chunk,..], padded with zeros on the right."""
+  """Reshapes [B,T,..] to [B,num_chunks,chunk,..], padded with zeros on the right."""
   pad = [(0, 0), (0, num_chunks * chunk - a.shape[1])] + [(0, 0)] * (a.ndim - 2)
   return jnp.pad(a, pad).reshape(a.shape[0], num_chunks, chunk, *a.shape[2:])

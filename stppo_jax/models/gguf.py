@@ -1,16 +1,18 @@
-"""A GGUF file to an ordinary Hugging Face folder, which `convert.load_hf` and transformers read.
+"""Converts a GGUF file to a Hugging Face folder for `convert.load_hf` and transformers.
 
   python -m stppo_jax.models.gguf FILE FOLDER        needs requirements-gguf.txt
 
-Quantised tensors are written out in full. The tokenizer is rebuilt from the file's tokens and
-merges. The file is not trusted: it is read as numbers and text, and what does not fit is refused
-before anything is written.
+Quantised tensors are written dequantised. The tokenizer is rebuilt from the file's tokens and
+merges. The file is not trusted: it is read as numbers and text, and an inconsistent file is
+rejected before anything is written.
 """
 
 import argparse
+from collections.abc import Sequence
 import dataclasses
 import pathlib
 import sys
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -23,8 +25,8 @@ from stppo_jax.types import UserError
 
 ARCHITECTURES = ('llama', 'qwen2', 'qwen3')
 
-# How text is cut before merging, by llama.cpp's name for it. The pattern is that of Qwen2 and of
-# Llama 3, which differ in how many digits stay together.
+# How text is split before merging, by llama.cpp's name. Qwen2 and Llama 3 share the pattern and
+# differ in how many digits stay together.
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r'|\s*[\r\n]+|\s+(?!\S)|\s+'
@@ -37,7 +39,7 @@ def _split(pattern):
   return tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), 'isolated')
 
 
-PRE_TOKENIZERS = {
+PRE_TOKENIZERS: dict[str, list[Any]] = {
     'gpt-2': [_GPT2],
     'smollm': [tokenizers.pre_tokenizers.Digits(individual_digits=True), _GPT2],
     'qwen2': [_split(_PATTERN % r'\p{N}'), _BYTES],
@@ -45,12 +47,14 @@ PRE_TOKENIZERS = {
 }
 
 
-def convert_file(path, folder, dtype='float32'):
+def convert_file(
+    path: str | pathlib.Path, folder: str | pathlib.Path, dtype: str = 'float32'
+) -> decoder.ModelConfig:
   """Writes config.json, weights, tokenizer and generation_config.json; returns the ModelConfig.
 
-  The weights are stored as `dtype`; bfloat16 rounds what a quantised file holds. UserError: no
-  whole GGUF file, an architecture, quantisation or tokenizer that is not supported, or tensors
-  other than the header implies.
+  The weights are stored as `dtype`; bfloat16 rounds the dequantised values. UserError: an
+  incomplete file, an unsupported architecture, quantisation or tokenizer, or tensors that
+  contradict the header.
   """
   path, folder = pathlib.Path(path), pathlib.Path(folder)
   if dtype not in hf_config.DTYPES:
@@ -88,7 +92,7 @@ def convert_file(path, folder, dtype='float32'):
 
 
 class Header:
-  """What a GGUF file says of itself, and its tensors, memory-mapped.
+  """The metadata of a GGUF file, and its tensors, memory-mapped.
 
   Attributes:
     path: the file.
@@ -98,14 +102,14 @@ class Header:
 
   def __init__(self, path):
     try:
-      import gguf  # here, since only this command needs it
+      import gguf  # here, because only this command needs it
     except ImportError as error:
       raise UserError(
-          f'the package gguf is missing ({error}); ' 'pip install -r requirements-gguf.txt'
+          f'the package gguf is missing ({error}); pip install -r requirements-gguf.txt'
       ) from error
 
     class Reader(gguf.GGUFReader):
-      """Stops at the end of the file, where the package's would go on with empty values."""
+      """Raises ValueError at the end of the file, where the base class returns empty values."""
 
       def _get(self, offset, dtype, count=1, override_order=None):
         part = super()._get(offset, dtype, count, override_order)
@@ -126,8 +130,8 @@ class Header:
     self.tensors = {tensor.name: tensor for tensor in reader.tensors}
     self._fields = reader.fields
 
-  def value(self, name, kind, *default):
-    """The value of a key: an int, float, bool, str or list. UserError if not there or of a kind."""
+  def value(self, name: str, kind: type, *default: Any) -> Any:
+    """Returns the value of a key. UserError: missing without a default, or of another type."""
     if name not in self._fields:
       if default:
         return default[0]
@@ -143,30 +147,30 @@ class Header:
       )
     return value
 
-  def size(self, name, *default):
-    """A whole number that is at least 1."""
+  def size(self, name: str, *default: int) -> int:
+    """Returns an integer that is at least 1."""
     value = self.value(name, int, *default)
     if value < 1:
       raise UserError(f'{self.path}: {name} = {value} is not a positive number; download it again')
     return value
 
-  def texts(self, name):
-    """A list of strings."""
+  def texts(self, name: str) -> list[str]:
+    """Returns a list of strings."""
     values = self.value(name, list)
     if not all(type(value) is str for value in values):
       raise UserError(f'{self.path}: {name} is not a list of texts; choose another file')
     return values
 
-  def real(self, name, *default):
-    """A number, as short as its 32 bits allow: 1e-05 and not 9.999999747378752e-06."""
+  def real(self, name: str, *default: float) -> float:
+    """Returns a positive float32 in its shortest form: 1e-05, not 9.999999747378752e-06."""
     value = float(str(np.float32(self.value(name, float, *default))))
     if not 0 < value < np.inf:
       raise UserError(f'{self.path}: {name} = {value} is not a positive number; download it again')
     return value
 
 
-def model_config(header):
-  """The ModelConfig that a header describes."""
+def model_config(header: Header) -> decoder.ModelConfig:
+  """Returns the ModelConfig that a header describes."""
   family = header.value('general.architecture', str)
   if family not in ARCHITECTURES:
     raise UserError(
@@ -193,7 +197,7 @@ def model_config(header):
   if rotated != head_dim or head_dim % 2:
     raise UserError(
         f'{header.path}: {key("rope.dimension_count")} = {rotated} of {head_dim} '
-        'channels; supported are heads that are rotated whole; choose another model'
+        'channels; all channels of a head must be rotated; choose another model'
     )
   config = decoder.ModelConfig(
       vocab_size=len(header.texts('tokenizer.ggml.tokens')),
@@ -215,21 +219,21 @@ def model_config(header):
 
 
 def _with_rope_scaling(header, config):
-  """Llama 3 stretches its slow frequencies: the file holds a divisor of each, [H/2]."""
+  """Returns `config` with the rope scaling of Llama 3, stored as a divisor per frequency [H/2]."""
   divisors = _dequantize(header, 'rope_freqs.weight')
-  # The four numbers behind them are not in the file; in all of Llama 3 only the first differs.
+  # The file lacks the four numbers behind the divisors; within Llama 3 only the first one differs.
   scaling = (float(np.round(divisors.max(), 4)), 1.0, 4.0, 8192)
   radians = lambda scaling: attention.frequencies(config.head_dim, config.rope_theta, scaling)
   stretch = radians(None) / radians(scaling)
   if divisors.shape != stretch.shape or not np.allclose(divisors, stretch, rtol=1e-4):
     raise UserError(
-        f'{header.path}: rope_freqs.weight is not the scaling of Llama 3; choose another ' 'model'
+        f'{header.path}: rope_freqs.weight is not the scaling of Llama 3; choose another model'
     )
   return dataclasses.replace(config, rope_scaling=scaling)
 
 
 def _check_tensors(header, config):
-  """Entry name -> tensor name, for the whole table; shapes agree and nothing is left over."""
+  """Returns {entry name: tensor name} for the whole table; UserError unless all tensors match."""
   architectures = {name: arch for arch, name in header.library.MODEL_ARCH_NAMES.items()}
   name_map = header.library.get_tensor_name_map(architectures[config.family], config.num_layers)
   names = {}
@@ -237,7 +241,7 @@ def _check_tensors(header, config):
     name = name_map.get_name(entry.name, try_suffixes=('.weight', '.bias'))
     if name not in header.tensors:
       raise UserError(
-          f'{header.path}: missing tensor {name}, needed by {config.family}; ' 'download it again'
+          f'{header.path}: missing tensor {name}, needed by {config.family}; download it again'
       )
     shape = header.tensors[name].shape.tolist()[::-1]
     if shape != list(entry.shape):
@@ -256,12 +260,12 @@ def _check_tensors(header, config):
 
 
 def _tensor(header, config, names, entry):
-  """The float32 array of an entry, laid out as Hugging Face has it."""
+  """Returns the float32 array of an entry in Hugging Face's layout."""
   tensor = _dequantize(header, names[entry.name])
   heads = {'q_proj': config.num_heads, 'k_proj': config.num_kv_heads}
   projection = entry.name.split('.')[-2]
   if config.family == 'llama' and projection in heads:
-    # A rotary pair is rows (2i, 2i + 1) of its head there, and (i, i + H/2) here.
+    # A rotary pair is rows (2i, 2i + 1) of its head in GGUF, and (i, i + H/2) here.
     pairs = tensor.reshape(heads[projection], config.head_dim // 2, 2, -1)
     tensor = pairs.swapaxes(1, 2).reshape(tensor.shape)
   return tensor
@@ -279,7 +283,7 @@ def _dequantize(header, name):
 
 
 def _token_ids(header, tokens):
-  """The ids that the header names, of 'bos', 'eos', 'pad', 'unk' and 'eot' (end of a turn)."""
+  """Returns the header's ids of 'bos', 'eos', 'pad', 'unk' and 'eot' (end of a turn)."""
   theirs = {'bos': 'bos', 'eos': 'eos', 'pad': 'padding', 'unk': 'unknown', 'eot': 'eot'}
   ids = {}
   for name, their in theirs.items():
@@ -297,7 +301,7 @@ def _token_ids(header, tokens):
 
 
 def _tokenizer(header, tokens, ids):
-  """The tokenizers.Tokenizer: text cut by PRE_TOKENIZERS, then byte-level BPE."""
+  """Returns the tokenizers.Tokenizer: a split by PRE_TOKENIZERS, then byte-level BPE."""
   key = lambda name: f'tokenizer.ggml.{name}'
   path, kind, pre = header.path, header.value(key('model'), str), header.value(key('pre'), str, '')
   if kind != 'gpt2' or pre not in PRE_TOKENIZERS:
@@ -344,10 +348,11 @@ def _tokenizer(header, tokens, ids):
   return tokenizer
 
 
-def main(argv=None):
-  """The command line; the status to exit with."""
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command line; returns the exit status."""
   parser = argparse.ArgumentParser(
-      prog='python -m stppo_jax.models.gguf', description='A GGUF file to a Hugging Face folder.'
+      prog='python -m stppo_jax.models.gguf',
+      description='Converts a GGUF file to a Hugging Face folder.',
   )
   parser.add_argument('file', metavar='FILE')
   parser.add_argument('folder', metavar='FOLDER')

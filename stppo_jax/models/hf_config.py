@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face folder to and from ModelConfig."""
+"""Converts config.json of a Hugging Face folder to and from ModelConfig."""
 
 import json
 import pathlib
@@ -143,7 +143,7 @@ def _refuse_unsupported(path, raw):
 
 
 def _rope(path, raw):
-  """Returns (rope_theta, rope_scaling); transformers 5 stores both in `rope_parameters`, 4 separately."""
+  """Returns (rope_theta, rope_scaling), from `rope_parameters` (transformers 5) or two keys (4)."""
   rope = raw.get('rope_parameters') or raw.get('rope_scaling') or {}
   if not isinstance(rope, dict):
     raise UserError(f'{path}: rope parameters {rope!r} are not an object; download it again')

@@ -1,21 +1,23 @@
-"""Low-rank adapters: what is trained instead of the layers' kernels, and how it becomes part of them.
+"""Low-rank adapters (LoRA), which are trained in place of the layers' kernels.
 
-A kernel W stays as it is. Beside it lie A `lora_a` [L,in..,r] and B `lora_b` [L,r,out..], float32:
+A kernel W is frozen. Beside it are A `lora_a` [L,in..,r] and B `lora_b` [L,r,out..], in float32:
 
-  y = x W + scale (x A) B,   scale = alpha / r        LoRA (Hu et al., arXiv 2106.09685), section 4.1
+  y = x W + scale (x A) B,   scale = alpha / r      LoRA (Hu et al., arXiv 2106.09685), section 4.1
 
-Neither A B nor a gradient of W's shape is ever made in training. Adapters are a tree with the paths of the
-parameters: `combine` lays both into the one tree that decoder.py reads, `merge` makes plain parameters
-of them.
+Training never forms A B or a gradient of W's shape. Adapters are a tree with the paths of the
+parameters. `combine` joins both into the tree that decoder.py takes; `merge` adds A B to W.
 """
 
+from collections.abc import Collection
 import math
+from typing import Any
 
 from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
-# PEFT's name -> (path of the kernel within `layers`, how many of its axes x contracts).
+Params = dict[str, Any]  # a tree of arrays or of their shapes
+# PEFT's name -> (path of the kernel within `layers`, how many of its axes are contracted with x).
 TARGETS = {
     'q_proj': ('attention/query', 1),
     'k_proj': ('attention/key', 1),
@@ -27,13 +29,13 @@ TARGETS = {
 }
 
 
-def init(key, params, rank, targets):
-  """Adapters for the kernels of `params` (arrays or shapes) that `targets` names; they add 0 at first.
+def init(key: jax.Array, params: Params, rank: int, targets: Collection[str]) -> Params:
+  """Returns adapters for the kernels of `params` (arrays or shapes) that `targets` names.
 
-  A is uniform in +-1 / sqrt(inputs), as PEFT draws it, and B is zero. A kernel's A depends on the
-  key and its name alone, not on the other targets.
+  A is uniform in +-1 / sqrt(inputs), as in PEFT, and B is zero, so the adapters add 0 at first. A
+  kernel's A depends only on the key and the kernel's name, not on the other targets.
   """
-  adapters = {}
+  adapters: Params = {}
   for index, (name, (path, contracted)) in enumerate(TARGETS.items()):
     if name not in targets:
       continue
@@ -49,28 +51,28 @@ def init(key, params, rank, targets):
   return {'layers': adapters}
 
 
-def product(x, a, b):
-  """(x A) B in the place of x W: x [X,in], A [in..,r], B [r,out..] of one layer -> [X,out]."""
+def product(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+  """Returns (x A) B for one layer: x [X,in], A [in..,r], B [r,out..] -> [X,out]."""
   rank = len(b)
   return x @ a.reshape(-1, rank) @ b.reshape(rank, -1)
 
 
-def combine(base, trained):
-  """One tree with the leaves of both; nothing is copied. combine({}, params) is params."""
+def combine(base: Params, trained: Params) -> Params:
+  """Returns one tree with the leaves of both, without copies. combine({}, params) is params."""
   base, trained = traverse_util.flatten_dict(base), traverse_util.flatten_dict(trained)
   if both := base.keys() & trained.keys():
     raise ValueError(f'{sorted(map("/".join, both))} are both frozen and trained')
   return traverse_util.unflatten_dict(base | trained)
 
 
-def split(params):
-  """(what adapters stand on, what is trained whole beside them: the value head, where there is one)."""
+def split(params: Params) -> tuple[Params, Params]:
+  """Returns (frozen base of the adapters, parts trained in full: the value head, if any)."""
   base = {name: branch for name, branch in params.items() if name != 'value_head'}
   return base, {name: branch for name, branch in params.items() if name == 'value_head'}
 
 
-def merge(base, trained, scale):
-  """Plain parameters that compute the same: W + scale A B, in W's dtype, for each adapted kernel W."""
+def merge(base: Params, trained: Params, scale: float) -> Params:
+  """Returns parameters without adapters: W + scale A B, in W's dtype, for each adapted kernel W."""
   flat = traverse_util.flatten_dict(combine(base, trained))
   merged = {path: leaf for path, leaf in flat.items() if path[-1] not in ('lora_a', 'lora_b')}
   for path in flat:

@@ -1,4 +1,4 @@
-"""The shapes of published models, and how large each is. Names in, ModelConfigs out.
+"""The shapes of published models: names in, ModelConfigs out.
 
 The numbers are those of each model's published config.json.
 """
@@ -10,7 +10,7 @@ import jax
 from stppo_jax.models import decoder
 
 PRESETS = {
-    # The model that ships with the project.
+    # The embedded model.
     'tiny': decoder.ModelConfig(
         vocab_size=2697,
         d_model=128,
@@ -150,7 +150,7 @@ PRESETS = {
 }
 
 
-def num_params(config):
-  """How many numbers `decoder.init` would make, without making them. Tied embeddings count once."""
+def num_params(config: decoder.ModelConfig) -> int:
+  """Counts the parameters of `decoder.init` without allocating them. Tied embeddings count once."""
   shapes = jax.eval_shape(lambda key: decoder.init(key, config), jax.random.key(0))
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))

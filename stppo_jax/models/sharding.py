@@ -1,12 +1,14 @@
-"""Where arrays live: a mesh of (data, fsdp, tensor), and rules from a parameter's path to its axes.
+"""Placement of arrays: a mesh of (data, fsdp, tensor), and rules from a path to mesh axes.
 
-`jax.jit` with shardings is what pjit was. Parameters, gradients and optimizer state follow the same
-rules, since an optimizer's tree holds the parameters' paths; rows of a batch go over (data, fsdp).
+Parameters, gradients and optimizer state follow the same rules, because an optimizer's tree
+contains the parameters' paths. The rows of a batch are split over (data, fsdp).
 """
 
+from collections.abc import Sequence
 import functools
 import math
 import re
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -16,7 +18,7 @@ from stppo_jax.types import UserError
 
 AXES = ('data', 'fsdp', 'tensor')
 ROWS = P(('data', 'fsdp'))
-HOST = 'pinned_host'  # the memory kind of what waits on the host
+HOST = 'pinned_host'  # the memory kind of arrays that are offloaded to the host
 
 # First match wins; a path that matches nothing is an error. Leading L axes are never split.
 RULES = (
@@ -39,8 +41,10 @@ RULES = (
 )
 
 
-def make_mesh(data, fsdp, tensor, devices=None):
-  """A mesh over the devices; one of the three sizes may be -1, meaning whatever is left."""
+def make_mesh(
+    data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None
+) -> jax.sharding.Mesh:
+  """Makes a mesh over the devices; one of the sizes may be -1 and takes the remaining devices."""
   devices = jax.devices() if devices is None else devices
   sizes = [data, fsdp, tensor]
   given = ', '.join(f'{axis}={size}' for axis, size in zip(AXES, sizes))
@@ -61,8 +65,8 @@ def make_mesh(data, fsdp, tensor, devices=None):
   )
 
 
-def check_rows(mesh, **counts):
-  """Refuses counts of rows that the mesh cannot split evenly: check_rows(mesh, micro_batch=4)."""
+def check_rows(mesh: jax.sharding.Mesh, **counts: int) -> None:
+  """Raises UserError for counts that the mesh cannot split: check_rows(mesh, micro_batch=4)."""
   parts = num_row_shards(mesh)
   for name, count in counts.items():
     if count % parts:
@@ -72,23 +76,23 @@ def check_rows(mesh, **counts):
       )
 
 
-def num_row_shards(mesh):
-  """How many parts the rows of a batch are split into."""
+def num_row_shards(mesh: jax.sharding.Mesh) -> int:
+  """Returns how many shards the rows of a batch are split into."""
   return mesh.shape['data'] * mesh.shape['fsdp']
 
 
-def rows(mesh):
-  """Sharding of an array whose leading axis is the rows of a batch."""
+def rows(mesh: jax.sharding.Mesh) -> NamedSharding:
+  """Returns the sharding of an array whose leading axis is the rows of a batch."""
   return NamedSharding(mesh, ROWS)
 
 
-def replicated(mesh):
-  """Sharding of an array that every device holds whole."""
+def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
+  """Returns the sharding of an array that every device holds in full."""
   return NamedSharding(mesh, P())
 
 
-def check_host_memory(mesh):
-  """Refuses devices whose programs cannot use the host's memory."""
+def check_host_memory(mesh: jax.sharding.Mesh) -> None:
+  """Raises UserError for devices whose programs cannot use the host's memory."""
   device = mesh.devices.flat[0]
   kinds = [memory.kind for memory in device.addressable_memories()]
   if HOST not in kinds:
@@ -98,19 +102,21 @@ def check_host_memory(mesh):
     )
 
 
-def to_device(tree):
-  """Within a compiled function: the tree, with what waits on the host fetched from there."""
+def to_device(tree: Any) -> Any:
+  """Copies host-offloaded leaves to the device; for use inside jit."""
   fetch = lambda x: jax.device_put(x, jax.memory.Space.Device)
   return jax.tree.map(
       lambda x: fetch(x) if jax.typeof(x).memory_space == jax.memory.Space.Host else x, tree
   )
 
 
-def tree_shardings(tree, mesh, memory_kind=None):
-  """A NamedSharding for each leaf of a state (arrays or ShapeDtypeStructs), by RULES on its path.
+def tree_shardings(tree: Any, mesh: jax.sharding.Mesh, memory_kind: str | None = None) -> Any:
+  """Returns a NamedSharding per leaf (array or ShapeDtypeStruct), by RULES on the leaf's path.
 
-  Scalars are replicated, on the device whatever `memory_kind` says. Choice: an axis that does not divide its dimension (2 key heads over 4 tensor
-  shards) is left out for that dimension rather than refused.
+  Scalars are replicated and stay on the device, whatever `memory_kind` says.
+
+  Choice: an axis that does not divide its dimension (2 key heads over 4 tensor shards) is dropped
+  for that dimension instead of being an error.
   """
 
   def place(path, leaf):
@@ -126,7 +132,7 @@ def tree_shardings(tree, mesh, memory_kind=None):
 
 
 def _fit(spec, shape, mesh):
-  """`spec` without the axes that do not divide their dimension."""
+  """Returns `spec` without the axes that do not divide their dimension."""
   axes = [
       axis if axis is None or size % mesh.shape[axis] == 0 else None
       for axis, size in zip(spec, shape)
@@ -134,16 +140,17 @@ def _fit(spec, shape, mesh):
   return P(*axes)
 
 
-def spread(x, row_sharding):
-  """x [B,...] with its rows over the devices; left alone XLA follows the weights and keeps all rows."""
+def spread(x: jax.Array, row_sharding: jax.sharding.Sharding | None) -> jax.Array:
+  """Shards the rows of x [B,...], which XLA would otherwise replicate to follow the weights."""
   return x if row_sharding is None else jax.lax.with_sharding_constraint(x, row_sharding)
 
 
-def gradient_over_rows(params, row_sharding, width):
-  """The same parameters; their gradients have the axis of `width` D cut over the rows' devices.
+def gradient_over_rows(params: Any, row_sharding: NamedSharding | None, width: int) -> Any:
+  """Returns the same parameters; their gradients are sharded on the axis of `width` D.
 
-  For one gradient that is summed over steps of a loop. Left alone XLA holds the sum whole: for the head
-  of a 7B model [D,V] in float32, 2 GiB. Where D does not divide, nothing changes.
+  The shards are those of the rows. This is for a gradient that is summed over the steps of a loop:
+  otherwise XLA replicates the sum, which for the head [D,V] of a 7B model in float32 is 2 GiB.
+  Where D does not divide evenly nothing changes.
   """
   if row_sharding is None or width % row_sharding.num_devices:
     return params

@@ -1,17 +1,17 @@
-"""What a compiled program sends between devices, and what a traced one multiplies: text in, counts out.
+"""Counts the collectives of a compiled program and the matmul FLOPs of a traced one.
 
-A compiler's own cost analysis counts the body of a loop once. Here a loop's body counts as often as it
-runs, where the compiler knows how often; for a loop without a known count (over the micro-batches that
-hold something) the caller says how often at most.
+XLA's own cost analysis counts the body of a loop once. Here the body counts once per iteration. For
+a loop without a known trip count (over non-empty micro-batches) the caller gives an upper bound.
 """
 
 import collections
 import dataclasses
 import math
 import re
+from typing import Any
 
 KINDS = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute')
-_BYTES = {
+_BYTES: dict[str, float] = {
     'pred': 1,
     's4': 0.5,
     'u4': 0.5,
@@ -45,20 +45,20 @@ class Collective:
   """One kind of collective in one run of a program, on one device."""
 
   kind: str  # one of KINDS
-  count: int  # how often it runs
-  bytes: int  # of all its results; of a reduce-scatter, of what goes in
+  count: int  # executions
+  bytes: int  # of all results; for a reduce-scatter, of all operands
 
 
-def collectives(hlo_text, open_trips=1):
-  """A Collective for each kind found in a compiled module's text, largest first.
+def collectives(hlo_text: str, open_trips: int = 1) -> tuple[Collective, ...]:
+  """Returns a Collective per kind in a compiled module's text, largest first.
 
-  Loops of unknown count run `open_trips` times.
-
-  The asynchronous forms (`all-gather-start`, `all-gather-done`) count once. Of branches all count:
-  the compiler's text does not say which one runs.
+  Loops without a known trip count run `open_trips` times. An asynchronous pair (`all-gather-start`,
+  `all-gather-done`) counts once. All branches of a conditional count, because the text does not
+  tell which one runs.
   """
   entry, computations = _computations(hlo_text)
-  count, size = collections.Counter(), collections.Counter()
+  count: collections.Counter[str] = collections.Counter()
+  size: collections.Counter[str] = collections.Counter()
 
   def walk(name, times, seen):
     for result, opcode, line in computations.get(name, ()):
@@ -76,7 +76,7 @@ def collectives(hlo_text, open_trips=1):
           called += [branch.strip(' %') for branch in branches.split(',')]
         trips = _trips(line, computations, open_trips) if opcode == 'while' else 1
         for inner in called:
-          # TPU programs cut one collective into many fusions that share its channel.
+          # TPU programs split one collective into many fusions that share its channel.
           walk(inner, times * trips, seen if opcode in ('fusion', 'async-start') else set())
 
   walk(entry, 1, set())
@@ -84,12 +84,13 @@ def collectives(hlo_text, open_trips=1):
   return tuple(sorted(found, key=lambda collective: -collective.bytes))
 
 
-def matmul_flops(jaxpr, open_trips=1):
-  """Floating-point operations of the matrix products of a (closed) jaxpr, over all devices.
+def matmul_flops(jaxpr: Any, open_trips: int = 1) -> float:
+  """Returns the floating-point operations of a (closed) jaxpr's matrix products, on all devices.
 
-  A scan's body counts as often as it runs, a `cond` as its dearest branch, a `while` `open_trips` times.
+  A scan counts its body once per iteration, a `cond` its most expensive branch, and a `while` its
+  body `open_trips` times.
   """
-  total = 0
+  total = 0.0
   for eqn in getattr(jaxpr, 'jaxpr', jaxpr).eqns:
     if eqn.primitive.name == 'dot_general':
       (contracted, _), _ = eqn.params['dimension_numbers']
@@ -107,7 +108,7 @@ def matmul_flops(jaxpr, open_trips=1):
 
 
 def _times(eqn):
-  """How often an equation runs the jaxpr within it."""
+  """Returns how often an equation runs the jaxpr inside it."""
   if eqn.primitive.name == 'shard_map':  # written for one device
     return eqn.params['mesh'].size
   if eqn.primitive.name == 'pallas_call':  # for one block
@@ -118,19 +119,20 @@ def _times(eqn):
 
 
 def _trips(line, computations, open_trips):
-  """How often a while loop's body runs: as the compiler notes, or as `i < constant` says; else open_trips."""
+  """Returns a while loop's trip count: the compiler's, or that of `i < constant`, or open_trips."""
   if match := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line):
     return int(match[1])
-  condition = computations.get(re.search(r'condition=%?([\w.\-]+)', line)[1], ())
-  constants = dict(
-      re.search(r'%?([\w.\-]+) = .* constant\((\d+)\)', text).groups()
-      for _, opcode, text in condition
-      if opcode == 'constant' and re.search(r'constant\(\d+\)', text)
-  )
+  called = re.search(r'condition=%?([\w.\-]+)', line)
+  condition = computations.get(called[1], ()) if called else ()
+  constants = {}
+  for _, opcode, text in condition:
+    if match := re.search(r'%?([\w.\-]+) = .* constant\((\d+)\)', text):
+      if opcode == 'constant':
+        constants[match[1]] = match[2]
   for _, opcode, text in condition:
     if opcode == 'compare' and 'ROOT' in text and 'direction=LT' in text:
       limit = re.search(r'compare\([^,]*, (?:[^%]* )?%?([\w.\-]+)\)', text)
-      return int(constants.get(limit and limit[1], open_trips))
+      return int(constants.get(limit[1] if limit else '', open_trips))
   return open_trips
 
 
@@ -142,8 +144,9 @@ def _jaxprs(params):
 
 
 def _computations(text):
-  """(name of the entry, {computation: [(result type, opcode, line)]})."""
-  entry, found, current = '', {}, []
+  """Returns (name of the entry, {computation: [(result type, opcode, line)]})."""
+  entry, current = '', []
+  found: dict[str, list[tuple[str, str, str]]] = {}
   for line in text.splitlines():
     if match := _COMPUTATION.match(line):
       current = found.setdefault(match[2], [])
@@ -154,7 +157,7 @@ def _computations(text):
 
 
 def _moved(kind, is_async, result, line):
-  """Bytes of a collective's results, or of its operands where they are larger (reduce-scatter)."""
+  """Returns the bytes of a collective's results, or of its operands for a reduce-scatter."""
   sizes = [
       math.prod(map(int, filter(None, dims.split(',')))) * _BYTES.get(dtype, 0)
       for dtype, dims in _SHAPE.findall(result)
@@ -167,7 +170,7 @@ def _moved(kind, is_async, result, line):
 
 
 def _group_size(line):
-  """Devices in one replica group: {{0,1},{2,3}}, [groups,size]<=[..], or mesh['a'=2,'b'=4] {'b'}."""
+  """Returns the devices per replica group: {{0,1},..}, [groups,size]<=[..], mesh['a'=2] {'a'}."""
   if match := re.search(r'replica_groups=\{\{([\d,]+)\}', line):
     return match[1].count(',') + 1
   if match := re.search(r'replica_groups=\[\d+,(\d+)\]', line):

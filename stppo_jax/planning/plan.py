@@ -1,8 +1,8 @@
-"""Does a run fit, and how long would it take? Config in, table out; no accelerator and no weights needed.
+"""Does a run fit, and how long does an update take? Config in, Plan out, without accelerators.
 
-The programs that training runs are compiled for a topology of devices that need not be there, from
-shapes and shardings alone. Memory is the compiler's own account of each program; FLOPs and collectives
-are counted (`plan_hlo`); times are a roofline, and so a bound from below.
+The programs of a run are compiled for a topology whose devices may be absent, from shapes and
+shardings alone. Memory is as the compiler reports it per program. FLOPs and collectives are counted
+(hlo.py). Times are a roofline, so they are lower bounds.
 """
 
 import dataclasses
@@ -33,77 +33,78 @@ from stppo_jax.training import update
 
 HEADROOM = 0.1  # share of a chip's memory that a plan leaves free
 LIMIT_FLAG = '--xla_tpu_max_hbm_size_mib'
-NUM_STOP_STATES = 32  # rows of the stop automaton, which depends on the tokenizer: room enough
+NUM_STOP_STATES = 32  # assumed size of the stop automaton, which depends on the tokenizer
 
 
 @dataclasses.dataclass
 class Program:
-  """One compiled function, with figures of one run on one device unless said otherwise."""
+  """One compiled function, with figures per call and device unless stated otherwise."""
 
   name: str
-  unit: str  # what one run does
-  runs: int  # how often an update runs it, at most
-  flops: float  # of all devices together
+  unit: str  # what one call does
+  runs: int  # calls per update, at most
+  flops: float  # on all devices together
   resident: int  # bytes that other parts of the run hold meanwhile
-  trips: int  # of its loops without a fixed number of trips
+  trips: int  # of its loops without a known trip count
   arguments: int = 0
-  temporaries: int = 0  # and results that take no argument's place, and code
+  temporaries: int = 0  # with results that do not reuse an argument's memory, and code
   collectives: tuple[hlo.Collective, ...] = ()
   compile_s: float = 0.0
-  seconds: float | None = None  # from below
+  seconds: float | None = None  # a lower bound
   note: str = ''
 
   @property
   def peak(self) -> int:
-    """Bytes of one device while it runs."""
+    """Bytes per device while it runs."""
     return self.resident + self.arguments + self.temporaries
 
 
 @dataclasses.dataclass
 class Plan:
-  """What `make` found out."""
+  """The result of `make`."""
 
   config: schema.Config
   topology: str
   chip: topologies.Chip
   mesh: jax.sharding.Mesh
-  attention: str  # the backend of training
-  num_params: dict[str, int]  # of each model
-  held: dict[str, tuple[int, int]]  # what is held: bytes (in all, of the fullest device)
+  attention: str  # the backend in training
+  num_params: dict[str, int]  # per model
+  held: dict[str, tuple[int, int]]  # bytes (in total, per device) by what is held
   programs: list[Program] = dataclasses.field(default_factory=list)
   largest_micro_batch: int = 0  # that fits; 0: none does
   largest_rows: int = 0
 
   @property
   def held_per_device(self) -> dict[str, int]:
-    """Bytes of the fullest device, by what is held."""
+    """Bytes per device, by what is held."""
     return {name: each for name, (_, each) in self.held.items()}
 
   @property
   def limit(self) -> int:
-    """Bytes a device may use."""
+    """Bytes that a device may use."""
     return int(self.chip.memory * (1 - HEADROOM))
 
   @property
   def tpu_limit_mib(self) -> int:
-    """What a TPU's compiler is told it has: left alone it takes all, to save time. 0 for others."""
+    """Memory limit for the TPU compiler, which otherwise uses all memory; 0 on other platforms."""
     if self.mesh.devices.flat[0].platform != 'tpu':
       return 0
     return (self.limit - self.held['reference policy'][1]) // 2**20
 
   @property
   def fits(self) -> bool:
-    """Whether every program leaves the head-room free."""
+    """Whether every program leaves the headroom free."""
     return all(program.peak <= self.limit for program in self.programs)
 
 
-def make(config, topology='') -> Plan:
-  """Compiles a run's programs for `topology` ('' means the devices here), as the loop would.
+def make(config: schema.Config, topology: str = '') -> Plan:
+  """Compiles a run's programs for `topology` ('' means the attached devices), as the loop would.
 
-  Choice: every episode fills a bin of the longest bucket, and every step clips something in each: shorter
-  bins are branches of the same program that need less, and fewer bins take fewer runs of its loops.
+  Choice: every episode fills a bin of the longest bucket, and every step clips something in each
+  bin. Shorter bins are branches of the same program that need less; fewer bins take fewer
+  iterations.
 
-  Raises UserError for a topology, mesh or model that cannot be, RunError where a compiler fails.
+  UserError: an impossible topology, mesh or model. RunError: a compiler failed.
   """
   validation.validate(config)
   devices, chip = topologies.devices_of(topology)
@@ -112,7 +113,7 @@ def make(config, topology='') -> Plan:
 
   on_host = learner_lib.on_host(config, mesh)
   absent_gpu = bool(topology) and chip is topologies.CHIPS['h100']
-  if absent_gpu:  # cuDNN's attention asks the GPU when it is traced
+  if absent_gpu:  # tracing cuDNN's attention queries the GPU
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention='plain'))
 
   def load(head, folder=None, memory_kind=None):
@@ -145,7 +146,7 @@ def make(config, topology='') -> Plan:
       topology=topology or 'the devices here',
       chip=chip,
       mesh=mesh,
-      attention=spec.actor.attention + (', for want of a GPU to ask about cuDNN' * absent_gpu),
+      attention=spec.actor.attention + (' (cuDNN cannot be traced without a GPU)' * absent_gpu),
       num_params=num_params,
       held=_held(config, mesh, model, state, frozen),
   )
@@ -159,8 +160,8 @@ def make(config, topology='') -> Plan:
   return plan
 
 
-def turn_batch(rows, columns) -> types.TurnBatch:
-  """ShapeDtypeStructs of the batch that `batching.to_turn_batch` makes."""
+def turn_batch(rows: int, columns: int) -> types.TurnBatch:
+  """Returns the batch that `batching.to_turn_batch` makes, as ShapeDtypeStructs."""
   real, whole = _shape_of(rows, columns), _shape_of(rows, columns, dtype=jnp.int32)
   return types.TurnBatch(
       tokens=whole,
@@ -182,7 +183,7 @@ def _params(model):
 
 
 def _on(mesh, tree, memory_kind=None):
-  """The same shapes, each with its sharding."""
+  """Returns the same shapes with their shardings."""
   return jax.tree.map(_shape, tree, sharding.tree_shardings(tree, mesh, memory_kind))
 
 
@@ -195,7 +196,7 @@ def _shape_of(*axes, dtype=jnp.float32):
 
 
 def _sizes(tree):
-  """(bytes in all, bytes of one device) of ShapeDtypeStructs with shardings."""
+  """Returns (bytes in total, bytes per device) of ShapeDtypeStructs with shardings."""
   leaves = jax.tree.leaves(tree)
   return (
       sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves),
@@ -204,7 +205,7 @@ def _sizes(tree):
 
 
 def _held(config, mesh, model, state, frozen):
-  """{what: (bytes in all, bytes of one device)} that a run keeps, and the cache it samples with."""
+  """Returns {what: (bytes in total, bytes per device)} that a run holds, with its KV cache."""
   trees = {
       'policy': frozen.policy(state.actor),
       'critic': (frozen.critic, state.critic),
@@ -312,7 +313,7 @@ def _sampling_programs(plan, model, params):
 
 
 def _compile(program, traced, plan):
-  """Compiles and fills in the memory and the collectives."""
+  """Compiles the program and fills in its memory and collectives."""
   started = time.perf_counter()
   logging.info('compiling %s for %s', program.name, plan.topology)
   try:
@@ -323,9 +324,9 @@ def _compile(program, traced, plan):
     used = re.search(r'Used ([\d.]+)([MG]) of', str(error))
     if not used:
       raise topologies.explained(error, plan.topology) from error
-    # The compiler gives up on a program that does not fit; its figure holds arguments too.
+    # The compiler rejects a program that does not fit; its figure includes the arguments.
     program.temporaries = int(float(used[1]) * {'M': 2**20, 'G': GIB}[used[2]])
-    program.note = ', refused by the compiler for its size'
+    program.note = ', rejected by the compiler for its size'
   else:
     memory = compiled.memory_analysis()
     program.arguments = memory.argument_size_in_bytes
@@ -340,10 +341,10 @@ def _compile(program, traced, plan):
 
 
 def _estimate(program, plan):
-  """Fills in the roofline's time: the slowest of compute, memory and links, as if they overlapped.
+  """Fills in the roofline's time: the slowest of compute, memory and links, if they overlapped.
 
-  Through the memory goes all that the program holds, once; for a decoded token the weights in bfloat16
-  and the cache. An all-reduce sends its bytes twice.
+  Memory traffic is everything that the program holds, once. For a decoded token it is the weights
+  in bfloat16 and the cache. An all-reduce sends its bytes twice.
   """
   chip = plan.chip
   if not chip.flops or program.note:
@@ -362,7 +363,7 @@ def _estimate(program, plan):
 
 
 def _find_largest(plan, gradients):
-  """Fills in the largest micro-batch, of those that divide the mini-batch, and band of rows."""
+  """Fills in the largest micro-batch that divides the mini-batch, and the largest slot group."""
   train, step = plan.config.train, sharding.num_row_shards(plan.mesh)
   divisors = [n for n in range(step, train.mini_batch + 1, step) if train.mini_batch % n == 0]
   plan.largest_micro_batch = _largest(
@@ -378,10 +379,10 @@ def _find_largest(plan, gradients):
 
 
 def _largest(limit, programs, rows, fixed, allowed):
-  """The largest of the `allowed` numbers of rows that fits, 0 if none; `programs` ran with `rows`.
+  """Returns the largest of the `allowed` numbers of rows that fits, else 0; `programs` have `rows`.
 
-  Of a program's temporaries `fixed` bytes are taken not to grow with the rows, and all the rest to do so:
-  above `rows` that errs on the safe side.
+  Of a program's temporaries `fixed` bytes are assumed constant and the rest proportional to the
+  rows, which is conservative above `rows`.
   """
 
   def peak(program, count):

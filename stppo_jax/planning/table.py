@@ -1,4 +1,4 @@
-"""A plan as text: what a run holds, what each program needs and costs, and the verdict."""
+"""Writes a plan as text: what a run holds, what each program needs and costs, and the verdict."""
 
 from stppo_jax.planning import hlo
 from stppo_jax.planning.plan import HEADROOM

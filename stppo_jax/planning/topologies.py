@@ -1,6 +1,7 @@
-"""Devices that need not be there: 'v5e:8x8' in, devices to compile for and their chip's figures out.
+"""Topologies to compile for without the hardware: 'v5e:8x8' in, devices and chip figures out.
 
-TPU topologies need libtpu, GPU ones jax-cuda12-plugin and ptxas: see requirements-plan.txt.
+TPU topologies need libtpu; GPU topologies need jax-cuda12-plugin and ptxas. See
+requirements-plan.txt.
 """
 
 import dataclasses
@@ -18,13 +19,13 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """Public figures of one chip; a speed of 0 is not known and gives no time."""
+  """Public figures of one chip; a speed of 0 is unknown and gives no time."""
 
   name: str
   memory: int  # bytes that programs can use
-  flops: float = 0.0  # bf16, dense, a second
-  bandwidth: float = 0.0  # memory, bytes a second
-  link: float = 0.0  # to the other chips, all links in one direction, bytes a second
+  flops: float = 0.0  # bf16, dense, per second
+  bandwidth: float = 0.0  # of the memory, bytes per second
+  link: float = 0.0  # to other chips, all links in one direction, bytes per second
 
 
 # Google's system pages and NVIDIA's data sheet; memory as the compilers and drivers report it.
@@ -37,9 +38,9 @@ CHIPS = {
 KINDS = {'TPU v5 lite': 'v5e', 'TPU v5': 'v5p', 'TPU v5p': 'v5p', 'TPU v6 lite': 'v6e'}
 FORMS = (
     'v5e:8x8, v6e:4x4, v5p:4x4x4 and other sizes (even numbers of chips), h100:1x1x8 '
-    '(1 x hosts x GPUs of a host), or nothing for the devices here'
+    '(1 x hosts x GPUs per host), or nothing for the devices here'
 )
-# Keeps libtpu from asking the network what machine this is, and from talking about it.
+# Stops libtpu from querying the network for the kind of machine, and from logging about it.
 TPU_ENVIRONMENT = {
     'TPU_SKIP_MDS_QUERY': '1',
     'TPU_ACCELERATOR_TYPE': 'v5litepod-64',
@@ -48,7 +49,7 @@ TPU_ENVIRONMENT = {
     'TPU_MIN_LOG_LEVEL': '3',
 }
 
-# What XLA's CUDA compiler asks about a device that is not there: facts of the H100 SXM.
+# What XLA's CUDA compiler needs to know of an absent device: the H100 SXM.
 H100 = """
 gpu_device_info {
   name: "NVIDIA H100 80GB HBM3"
@@ -57,7 +58,8 @@ gpu_device_info {
   core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 threads_per_warp: 32
   threads_per_block_limit: 1024 threads_per_core_limit: 2048
   registers_per_block_limit: 65536 registers_per_core_limit: 65536
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
 }
 platform_name: "CUDA"
@@ -67,8 +69,8 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-def devices_of(topology):
-  """(devices, Chip) of 'v5e:8x8' and the like; of '' those attached."""
+def devices_of(topology: str) -> tuple[list[jax.Device], Chip]:
+  """Returns (devices, Chip) for a topology such as 'v5e:8x8', or for '' the attached devices."""
   if not topology:
     return _local_devices()
   name, _, shape = topology.partition(':')
@@ -78,8 +80,8 @@ def devices_of(topology):
   package = 'jax_plugins.xla_cuda12' if name == 'h100' else 'libtpu'
   if not _installed(package):
     raise UserError(
-        f'--topology={topology} needs the package {package}: pip install -r '
-        'requirements-plan.txt'
+        f'--topology={topology} needs the package {package}: '
+        'pip install -r requirements-plan.txt'
     )
   os.environ.update(TPU_ENVIRONMENT)
   from jax.experimental import topologies
@@ -94,8 +96,8 @@ def devices_of(topology):
   return found.devices, CHIPS[name]
 
 
-def explained(error, topology):
-  """What a compiler's exception means for the user: a UserError or RunError to be raised."""
+def explained(error: Exception, topology: str) -> UserError | RunError:
+  """Returns the UserError or RunError to raise for a compiler's exception."""
   text = ' '.join(str(error).split())
   if 'lockfile' in text or 'already in use' in text:
     return RunError(
@@ -108,7 +110,7 @@ def explained(error, topology):
 
 
 def _local_devices():
-  """The devices of this machine; of simulated ones each has its share of the machine's memory."""
+  """Returns the attached devices; simulated devices share the machine's memory."""
   devices = jax.devices()
   kind = devices[0].device_kind
   if kind in KINDS:

@@ -1,4 +1,4 @@
-"""Word search over a corpus in memory: passages in, the best of them out, no server needed."""
+"""BM25 search over a corpus in memory: queries in, passages out, no server."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -12,23 +12,23 @@ import numpy as np
 
 from stppo_jax import types
 
-logging.getLogger('bm25s').setLevel(logging.WARNING)  # it arrives set to DEBUG
+logging.getLogger('bm25s').setLevel(logging.WARNING)  # the library sets it to DEBUG
 
 _WORD = re.compile(r'\w+')
 _STOP_WORDS = frozenset(stopwords.STOPWORDS_EN)
 
 
 class Bm25Retriever:
-  """BM25 (Lucene's form, k1 = 1.5, b = 0.75) over each passage's title and text.
+  """Searches by BM25 (Lucene's form, k1 = 1.5, b = 0.75) over each passage's title and text.
 
-  Ties go to the passage that stands first in the corpus. Passages that share no word with the
-  query are not returned, so a query may get fewer than `top_k`, or none. Runs in the calling
-  thread: a query over some thousand passages takes less time than waking another one.
+  Ties go to the passage that comes first in the corpus. Passages that share no word with the query
+  are not returned, so a query may get fewer than `top_k` or none. It runs in the calling thread: a
+  query over a few thousand passages takes less time than waking another thread.
   """
 
   def __init__(self, passages: Sequence[types.Passage]):
     self._passages = list(passages)
-    # Numbers and not words: each word once instead of some million times halves the memory.
+    # Numbers instead of words halve the memory: each word is stored once, not a million times.
     numbers: dict[str, int] = {}
     rows = [
         [numbers.setdefault(word, len(numbers)) for word in _words(f'{p.title} {p.text}')]
@@ -36,13 +36,14 @@ class Bm25Retriever:
     ]
     if not numbers:
       raise types.UserError(
-          f'retriever: got {len(self._passages)} passages without a single word to search for; '
+          f'retriever: got {len(self._passages)} passages without a single word; '
           'check that the corpus is not empty'
       )
     self._index = bm25s.BM25()
     self._index.index((rows, numbers), show_progress=False)
 
   def search(self, queries: Sequence[str], top_k: int) -> list[list[types.Passage] | None]:
+    """Returns at most `top_k` passages per query, best first."""
     return [self._search_one(query, top_k) for query in queries]
 
   def _search_one(self, query: str, top_k: int) -> list[types.Passage]:
@@ -56,18 +57,18 @@ class Bm25Retriever:
 
 
 def _words(text: str) -> list[str]:
-  """Lower-case words without accents and without stop words, single letters and digits kept."""
+  """Splits into lower-case words without accents and stop words, keeping letters and digits."""
   text = text.lower()
-  if not text.isascii():  # the walk over characters takes most of the time of indexing
+  if not text.isascii():  # the loop over characters takes most of the time of indexing
     text = unicodedata.normalize('NFKD', text)
     text = ''.join(char for char in text if not unicodedata.combining(char))
   return [word for word in _WORD.findall(text) if word not in _STOP_WORDS]
 
 
 def _best(scores: np.ndarray, top_k: int) -> np.ndarray:
-  """Rows of the `top_k` highest positive scores, highest first, equal ones in corpus order."""
+  """Returns the rows of the `top_k` highest positive scores, ties in corpus order."""
   rows = np.flatnonzero(scores > 0)
   if len(rows) > top_k:
     threshold = np.partition(scores[rows], -top_k)[-top_k]
-    rows = rows[scores[rows] >= threshold]  # more than top_k of them if they tie
+    rows = rows[scores[rows] >= threshold]  # more than top_k with ties
   return rows[np.argsort(-scores[rows], kind='stable')][:top_k]

@@ -1,7 +1,7 @@
-"""A BERT-class text encoder (E5, BGE, Contriever, ..) in JAX: texts in, unit vectors out.
+"""A BERT-class text encoder (E5 and others with mean pooling) in JAX: texts in, unit vectors out.
 
-The folder is a Hugging Face one: config.json (model_type bert), tokenizer.json, model.safetensors.
-Weights are float32 and on one device; the encoder is no part of training.
+It loads a Hugging Face folder: config.json (model_type bert), tokenizer.json, model.safetensors.
+The weights are float32 and on one device; the encoder is not trained.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ import tokenizers
 
 from stppo_jax import types
 
-_UNUSED = ('pooler.', 'cls.', 'embeddings.position_ids')  # of weights that other tasks need
+_UNUSED = ('pooler.', 'cls.', 'embeddings.position_ids')  # weights for other tasks
 _LAYER = {  # our name -> Hugging Face's, below encoder.layer.N.
     'query': 'attention.self.query',
     'key': 'attention.self.key',
@@ -34,7 +34,7 @@ _LAYER = {  # our name -> Hugging Face's, below encoder.layer.N.
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """What of config.json the computation needs."""
+  """The settings of config.json that the computation needs."""
 
   num_layers: int
   num_heads: int
@@ -43,9 +43,9 @@ class Shape:
 
 
 class Encoder:
-  """Texts -> the mean of their token vectors in the last layer, scaled to length 1.
+  """Encodes a text as the mean of its last layer's token vectors, scaled to length 1.
 
-  Source: E5 (arXiv 2212.03533), whose models want 'query: ' or 'passage: ' before each text.
+  Source: E5 (arXiv 2212.03533), whose models expect 'query: ' or 'passage: ' before each text.
   """
 
   def __init__(self, folder: str, max_tokens: int = 256, rows: int = 32):
@@ -60,14 +60,17 @@ class Encoder:
 
   @property
   def width(self) -> int:
+    """The length D of a vector."""
     return self._params['words'].shape[1]
 
   def encode(self, texts: Sequence[str]) -> np.ndarray:
-    """[len(texts), D] float32. Texts beyond `max_tokens` are cut."""
+    """Returns vectors [len(texts), D] float32. Texts are cut at `max_tokens`."""
     clean = [text.encode('utf-8', 'replace').decode('utf-8') for text in texts]
     ids = [encoding.ids for encoding in self._tokenizer.encode_batch(clean)]
     vectors = np.zeros((len(texts), self.width), np.float32)
-    order = np.argsort([len(row) for row in ids], kind='stable')  # like lengths: little padding
+    order = np.argsort(
+        [len(row) for row in ids], kind='stable'
+    )  # similar lengths together: little padding
     for start in range(0, len(order), self._rows):
       chosen = order[start : start + self._rows]
       longest = max(len(ids[i]) for i in chosen)
@@ -81,7 +84,7 @@ class Encoder:
 
 @functools.partial(jax.jit, static_argnames='shape')
 def forward(params, shape: Shape, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-  """Post-norm BERT, mean pooling over `mask`, L2 norm: tokens, mask [B,T] -> [B,D]."""
+  """Runs post-norm BERT, mean pooling over `mask` and L2 norm: tokens, mask [B,T] -> [B,D]."""
   x = params['words'][tokens] + params['positions'][: tokens.shape[1]] + params['types'][0]
   x = _norm(x, params['norm'], shape.norm_eps)
   split = lambda y: y.reshape(*y.shape[:2], shape.num_heads, -1)  # [B,T,D] -> [B,T,N,H]
@@ -100,7 +103,7 @@ def forward(params, shape: Shape, tokens: jax.Array, mask: jax.Array) -> jax.Arr
 
 
 def load(folder: str) -> tuple[Shape, dict]:
-  """(Shape, parameters) of a folder; a UserError where it holds anything but a plain BERT."""
+  """Loads (Shape, parameters) from a folder. UserError: it does not contain a plain BERT."""
   config = _read_config(os.path.join(folder, 'config.json'))
   path = os.path.join(folder, 'model.safetensors')
   try:
@@ -135,7 +138,7 @@ def load(folder: str) -> tuple[Shape, dict]:
   }
   if tensors:
     raise types.UserError(
-        f'encoder: {path!r} has the unknown tensor {min(tensors)!r}: a plain BERT ' 'is needed'
+        f'encoder: {path!r} has the unknown tensor {min(tensors)!r}: a plain BERT is needed'
     )
   shape = Shape(
       config['num_hidden_layers'],
@@ -159,7 +162,7 @@ def _read_config(path):
   for name, value in wanted.items():
     if config.get(name, value if name != 'model_type' else None) != value:
       raise types.UserError(
-          f'encoder: {path!r} says {name}={config.get(name)!r}; supported is ' f'{value!r}'
+          f'encoder: {path!r} says {name}={config.get(name)!r}; supported is {value!r}'
       )
   return {'layer_norm_eps': 1e-12, **config}
 
@@ -170,12 +173,12 @@ def _load_tokenizer(folder):
     return tokenizers.Tokenizer.from_file(path)
   except Exception as error:  # the library raises bare Exception
     raise types.UserError(
-        f'encoder: {path!r} cannot be read ({error}): a fast tokenizer is ' 'needed'
+        f'encoder: {path!r} cannot be read ({error}): a fast tokenizer is needed'
     ) from None
 
 
 def _dense(x, weight_and_bias):
-  weight, bias = weight_and_bias  # [out, in], as torch keeps them
+  weight, bias = weight_and_bias  # [out, in], as in torch
   return x @ weight.T + bias
 
 

@@ -1,9 +1,9 @@
-"""Client of a retrieval server: queries out, passages back, and a failed world as plain data.
+"""Client of a retrieval server: queries in, passages out; failures are returned as data.
 
-Two dialects are spoken, those of the servers that Search-R1 and RAGEN (also rLLM) users run:
+It speaks two dialects, those of the servers of Search-R1 and of RAGEN (also rLLM):
 
   search_r1  {'queries': [..], 'topk': 3, 'return_scores': true}
-             -> {'result': [[{'document': {'id', 'contents'}, 'score'}, ..], ..]}   one list a query
+             -> {'result': [[{'document': {'id', 'contents'}, 'score'}, ..], ..]}, per query
   ragen      {'query': .., 'top_k': 3} -> {'results': [{'id', 'content', 'score'}, ..]}
 """
 
@@ -27,29 +27,29 @@ from stppo_jax import types
 DIALECTS = ('search_r1', 'ragen')
 
 _AGAIN = frozenset((408, 425, 429, 500, 502, 503, 504))  # HTTP statuses worth another attempt
-_CHUNK_BYTES = 1024  # small: the deadline is looked at between chunks
+_CHUNK_BYTES = 1024  # small, because the deadline is checked between chunks
 _MAX_BACKOFF_S = 30.0
 
 
 class HttpRetriever:
-  """Searches over HTTP; never raises for what a server or a network does.
+  """Searches over HTTP; never raises for errors of a server or network.
 
-  A query that got no usable answer within `timeout_s` a request and `retries` repeats comes back
-  as None. Network errors, time-outs and overload are tried again, after
-  `backoff_s * 2**attempt` times a jitter in [0.5, 1.5); an answer that cannot be read is not.
+  A query without a usable answer within `timeout_s` per request and `retries` retries gives None.
+  Network errors, time-outs and overload are retried after `backoff_s * 2**attempt` times a jitter
+  in [0.5, 1.5); an unreadable answer is not.
 
-  Counters since construction: `requests` sent (repeats included), `retries` (repeats alone),
-  `failures` (queries that came back as None), `cache_hits` (queries answered from the cache).
+  Counters since construction: `requests` sent (with retries), `retries`, `failures` (queries that
+  gave None), `cache_hits` (queries answered from the cache).
 
-  Choice: proxy settings of the environment are ignored; retrievers live inside the cluster, and a
-  proxy meant for the outside would swallow the request.
+  Choice: proxy settings of the environment are ignored, because a retriever is inside the cluster
+  and a proxy for the outside would not reach it.
   """
 
   def __init__(
       self,
       url: str,  # http://host:port, or with the path of the end point
       dialect: str = 'search_r1',
-      timeout_s: float = 30.0,  # for a whole request, the answer's last byte included
+      timeout_s: float = 30.0,  # per request, up to the last byte of the answer
       retries: int = 3,
       backoff_s: float = 0.5,
       cache_size: int = 10_000,  # queries; 0 = no cache
@@ -94,16 +94,18 @@ class HttpRetriever:
     self._cache: collections.OrderedDict[tuple[str, int], list[types.Passage]] = (
         collections.OrderedDict()
     )
-    self._lock = threading.Lock()  # of the counters, the jitter and the cache: callers have threads
+    self._lock = threading.Lock()  # for counters, jitter and cache: callers use threads
     self._session = requests.Session()
     self._session.trust_env = False
     for scheme in ('http://', 'https://'):
       self._session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=concurrency))
-    self._session.headers['Accept-Encoding'] = 'identity'  # or a small body could be a huge one
+    self._session.headers['Accept-Encoding'] = (
+        'identity'  # otherwise a small body could decompress to a huge one
+    )
 
   def search(self, queries: Sequence[str], top_k: int) -> list[list[types.Passage] | None]:
-    """As in `protocol.Retriever`. Equal queries are sent once; none are sent if all are cached."""
-    found = {}
+    """Searches as in `protocol.Retriever`. Equal queries are sent once, cached ones not at all."""
+    found: dict[str, list[types.Passage] | None] = {}
     with self._lock:
       for query in queries:
         cached = self._cache.get((query, top_k))
@@ -149,7 +151,7 @@ class HttpRetriever:
     ]
 
   def _ask(self, question: dict[str, Any]) -> Any:
-    """The server's JSON, or None after the last attempt."""
+    """Returns the server's JSON, or None after the last attempt."""
     for attempt in range(self._retries + 1):
       with self._lock:
         self.requests += 1
@@ -166,9 +168,13 @@ class HttpRetriever:
     return None
 
   def _post_within(self, question: dict[str, Any]) -> tuple[Any, str | None, bool]:
-    """`_post`, given up after the total time. The socket's own time-out starts afresh with every
-    byte, so a server that trickles its answer would hold a plain call for as long as it likes."""
-    outcome = [(None, f'no whole answer within {self._timeout_s} s', True)]
+    """Calls `_post` with a limit on its total time.
+
+    The socket's time-out restarts with every byte, so a slow server could hold a plain call
+    forever.
+    """
+    timed_out = (None, f'no complete answer within {self._timeout_s} s', True)
+    outcome: list[tuple[Any, str | None, bool]] = [timed_out]
 
     def post():
       outcome[0] = self._post(question)
@@ -179,7 +185,7 @@ class HttpRetriever:
     return outcome[0]
 
   def _post(self, question: dict[str, Any]) -> tuple[Any, str | None, bool]:
-    """One request: (JSON, what went wrong or None, whether it is worth trying again)."""
+    """Sends one request; returns (JSON, error or None, whether to retry)."""
     deadline = time.monotonic() + self._timeout_s
     try:
       with self._session.post(
@@ -197,7 +203,7 @@ class HttpRetriever:
           if len(body) > self._max_response_bytes:
             return None, f'an answer of over {self._max_response_bytes} bytes', False
           if time.monotonic() > deadline:
-            return None, f'no whole answer within {self._timeout_s} s', True
+            return None, f'no complete answer within {self._timeout_s} s', True
       return json.loads(body), None, False
     except (requests.RequestException, OSError) as error:
       return None, type(error).__name__, True
@@ -209,7 +215,7 @@ def _endpoint(url: str) -> str:
   wanted = 'use http://host:port or https://host:port, with a path or without'
   try:
     parts = parse.urlsplit(url)
-    _ = parts.port  # raises for a port that is no number
+    _ = parts.port  # raises for a port that is not a number
   except (ValueError, AttributeError, TypeError):
     raise types.UserError(f'retriever: got url={url!r}, which cannot be read; {wanted}') from None
   if parts.scheme not in ('http', 'https') or not parts.hostname or any(map(str.isspace, url)):
@@ -231,7 +237,7 @@ def _passages(
 
 
 def _search_r1_passage(row: dict[str, Any]) -> types.Passage:
-  document = row.get('document', row)  # servers asked for no scores send the bare document
+  document = row.get('document', row)  # without scores servers send the bare document
   return _passage(document.get('id', ''), document['contents'], row.get('score') or 0.0)
 
 
@@ -240,7 +246,7 @@ def _ragen_passage(row: dict[str, Any]) -> types.Passage:
 
 
 def _passage(passage_id: Any, contents: Any, score: Any) -> types.Passage:
-  """`contents` is a title in quotes, a newline, the text; a single line is text without a title."""
+  """Parses `contents`: a title in quotes, a newline, the text. A single line has no title."""
   if not isinstance(contents, str):
     raise TypeError('contents are not a string')
   if not math.isfinite(score):

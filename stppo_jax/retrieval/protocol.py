@@ -9,9 +9,11 @@ from stppo_jax import types
 
 @runtime_checkable
 class Retriever(Protocol):
-  """Finds passages. The world's failures are part of its answers, not exceptions."""
+  """Finds passages. A failed server or network is part of the result, not an exception."""
 
   def search(self, queries: Sequence[str], top_k: int) -> list[list[types.Passage] | None]:
-    """One inner list a query, of at most `top_k` passages, best first; None where the retriever
-    failed for that query. An empty list means that nothing was found."""
+    """Returns a list of at most `top_k` passages per query, best first.
+
+    None means that the retriever failed for that query; an empty list, that nothing was found.
+    """
     ...

@@ -1,14 +1,14 @@
-"""A retrieval server: questions over HTTP in, passages of a corpus out.
+"""A retrieval server: queries over HTTP in, passages of a corpus out.
 
   python -m stppo_jax.retrieval.server --corpus=FOLDER                       # BM25, 127.0.0.1:8000
   python -m stppo_jax.retrieval.server --corpus=FOLDER --kind=hybrid --encoder=E5_FOLDER
 
-  POST /retrieve   either dialect of `http.py`, told apart by `queries` or `query`
+  POST /retrieve   either dialect of `http.py`, distinguished by `queries` or `query`
   GET /health      {"status": "ok", "passages": 21015324}; 503 while it stops
-  GET /metrics     Prometheus' text: requests by status, queries, seconds, in flight, memory
+  GET /metrics     Prometheus format: requests by status, queries, seconds, in flight, memory
 
-What it refuses, it refuses with one line of JSON, {"error": ".."}. On SIGTERM it takes no new
-request, finishes those that run, and exits with 0. Needs requirements-server.txt.
+A rejected request gets one line of JSON, {"error": ".."}. On SIGTERM the server accepts no new
+request, finishes the running ones and exits with 0. Needs requirements-retrieval.txt.
 """
 
 import argparse
@@ -37,29 +37,32 @@ from stppo_jax.retrieval import kinds
 from stppo_jax.retrieval import protocol
 
 KINDS = ('bm25', 'dense', 'hybrid')
-_CHUNK = 32  # queries searched at a time: a large request lets small ones in between
+_CHUNK = 32  # queries per search call, so that small requests run between parts of a large one
 _DEFAULT_TOP_K = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """What one client may ask for. Choice: a query that is too long is cut and not refused, since
-  one agent's rambling would otherwise cost every agent of its round the search."""
+  """Limits per client.
+
+  Choice: a query that is too long is cut, not rejected. Rejection would fail the searches of all
+  agents whose queries are in the same request.
+  """
 
   max_body_bytes: int = 8 << 20
-  max_queries: int = 4096  # a request
+  max_queries: int = 4096  # per request
   max_query_chars: int = 4096
   max_top_k: int = 100
-  max_in_flight: int = 64  # requests; more get 503 and Retry-After
-  idle_timeout_s: float = 75.0  # for a whole header, and between two requests of a connection
-  body_timeout_s: float = 10.0  # for a whole body
-  write_timeout_s: float = 30.0  # until the client has taken the answer
-  grace_s: float = 30.0  # for requests that run when the server is told to stop
+  max_in_flight: int = 64  # requests; further ones get 503 and Retry-After
+  idle_timeout_s: float = 75.0  # for a complete header, and between requests of a connection
+  body_timeout_s: float = 10.0  # for a complete body
+  write_timeout_s: float = 30.0  # for the client to read the answer
+  grace_s: float = 30.0  # for running requests after SIGTERM
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-  """A request that may be answered."""
+  """A valid request."""
 
   dialect: str  # 'search_r1' | 'ragen'
   queries: tuple[str, ...]
@@ -68,11 +71,11 @@ class Question:
 
 
 class BadRequest(ValueError):
-  """The client's mistake: one line for it to read."""
+  """An invalid request; the message is one line for the client."""
 
 
 def parse_question(body: bytes, limits: Limits) -> Question:
-  """The body of POST /retrieve, in either dialect. Fields that neither knows are ignored."""
+  """Parses the body of POST /retrieve in either dialect; ignores unknown fields."""
   try:
     fields = json.loads(body)
   except (ValueError, RecursionError) as error:
@@ -103,7 +106,7 @@ def parse_question(body: bytes, limits: Limits) -> Question:
 
 
 def format_answer(question: Question, results: Sequence[Sequence[types.Passage]]) -> dict[str, Any]:
-  """What goes back: Search-R1's `result`, one list a query, or RAGEN's `results`."""
+  """Returns the answer: Search-R1's `result`, one list per query, or RAGEN's `results`."""
   if question.dialect == 'ragen':
     return {
         'results': [
@@ -123,7 +126,7 @@ def format_answer(question: Question, results: Sequence[Sequence[types.Passage]]
 
 
 class Service:
-  """A retriever, what may be asked of it, and the count of what was."""
+  """A retriever with its limits and counters."""
 
   def __init__(
       self,
@@ -142,7 +145,7 @@ class Service:
     prometheus_client.ProcessCollector(registry=self.registry)
     self.requests = prometheus_client.Counter(
         'retrieval_requests',
-        'Requests to /retrieve by HTTP status; 499: the client was gone.',
+        'Requests to /retrieve by HTTP status; 499: the client disconnected.',
         ['status'],
         registry=self.registry,
     )
@@ -161,20 +164,23 @@ class Service:
     gauge.set_function(lambda: self.in_flight)
 
   async def search(self, queries: Sequence[str], top_k: int) -> list[list[types.Passage]]:
-    """The passages of each query; threads search, so that the server goes on listening."""
-    loop, results = asyncio.get_running_loop(), []
+    """Returns the passages of each query; searches in threads, while the server keeps listening."""
+    loop = asyncio.get_running_loop()
+    results: list[list[types.Passage]] = []
     for start in range(0, len(queries), _CHUNK):
       chunk = list(queries[start : start + _CHUNK])
-      results += await loop.run_in_executor(self._pool, self._retriever.search, chunk, top_k)
+      found = await loop.run_in_executor(self._pool, self._retriever.search, chunk, top_k)
+      results += [passages or [] for passages in found]
     self.queries.inc(len(queries))
     return results
 
   def close(self) -> None:
+    """Stops the search threads."""
     self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 async def serve(service: Service, host: str, port: int, ready: Callable[[str, int], None]) -> None:
-  """Serves until SIGTERM or SIGINT; `ready` is told the address once connections are taken."""
+  """Serves until SIGTERM or SIGINT; calls `ready` with the address when it accepts connections."""
   told = asyncio.Event()
   for number in (signal.SIGTERM, signal.SIGINT):
     asyncio.get_running_loop().add_signal_handler(number, told.set)
@@ -185,7 +191,7 @@ async def serve(service: Service, host: str, port: int, ready: Callable[[str, in
 
 
 def listen(service: Service, host: str, port: int) -> tuple[httpserver.HTTPServer, tuple[str, int]]:
-  """The server, which takes connections from now on, and its address; port 0 means any."""
+  """Returns a server that accepts connections, and its address; port 0 means any free port."""
   limits = service.limits
   server = httpserver.HTTPServer(
       make_application(service),
@@ -200,7 +206,7 @@ def listen(service: Service, host: str, port: int) -> tuple[httpserver.HTTPServe
 
 
 async def stop(server: httpserver.HTTPServer, service: Service) -> None:
-  """Takes nothing new, waits for what runs, at most `grace_s`, and closes every connection."""
+  """Rejects new requests, waits at most `grace_s` for running ones and closes all connections."""
   server.stop()
   service.stopping = True
   deadline = time.monotonic() + service.limits.grace_s
@@ -211,7 +217,7 @@ async def stop(server: httpserver.HTTPServer, service: Service) -> None:
 
 
 def make_application(service: Service) -> web.Application:
-  """The paths and what answers them."""
+  """Returns the application: each path with its handler."""
   given = {'service': service}
   return web.Application(
       [('/retrieve', _Retrieve, given), ('/health', _Health, given), ('/metrics', _Metrics, given)],
@@ -222,7 +228,7 @@ def make_application(service: Service) -> web.Application:
 
 
 class _Handler(web.RequestHandler):
-  """Answers in JSON, mistakes included."""
+  """Answers in JSON, errors included."""
 
   def initialize(self, service: Service):
     self.service = service
@@ -232,7 +238,7 @@ class _Handler(web.RequestHandler):
     self.set_header('Content-Type', 'application/json')
 
   def compute_etag(self):
-    return None  # answers are not cached, and the hash would cost time
+    return None  # answers are not cached; the hash would cost time
 
   def write_error(self, status_code, **kwargs):
     error = kwargs.get('exc_info', (None, None, None))[1]
@@ -240,11 +246,11 @@ class _Handler(web.RequestHandler):
     self.finish(json.dumps({'error': reason}) + '\n')
 
   def log_exception(self, kind, value, traceback):
-    if not isinstance(value, web.HTTPError):  # a client's mistake is no news here
+    if not isinstance(value, web.HTTPError):  # a client's error is not logged
       super().log_exception(kind, value, traceback)
 
 
-@web.stream_request_body  # so that `prepare` can refuse a body before it is here
+@web.stream_request_body  # so that `prepare` can reject a body before it is received
 class _Retrieve(_Handler):
 
   def prepare(self):
@@ -269,7 +275,7 @@ class _Retrieve(_Handler):
     self.service.in_flight += 1
 
   def data_received(self, chunk):
-    self._body += chunk  # the server bounds it, with and without Content-Length
+    self._body += chunk  # the server limits it, with and without Content-Length
 
   async def post(self):
     self._searching = True
@@ -282,17 +288,17 @@ class _Retrieve(_Handler):
       answer = self.finish(json.dumps(format_answer(question, results)) + '\n')
       await asyncio.wait_for(answer, self.service.limits.write_timeout_s)
     except TimeoutError:
-      self.request.connection.stream.close()
+      self.request.connection.stream.close()  # type: ignore[union-attr]  # HTTP/1 has a stream
     except iostream.StreamClosedError:
-      pass  # the client hung up; `on_connection_close` has counted it
+      pass  # the client disconnected; `on_connection_close` has counted it
     finally:
       self._leave()
 
   def on_connection_close(self):
     super().on_connection_close()
-    if not self._finished:  # a refusal without its body ends here as well
+    if not self._finished:  # a rejected request without its body ends here as well
       self.service.requests.labels('499').inc()
-    if not self._searching:  # else the search still has its place
+    if not self._searching:  # otherwise the running search still counts
       self._leave()
 
   def on_finish(self):
@@ -332,7 +338,7 @@ def _contents(passage: types.Passage) -> str:
 def make_retriever(
     kind: str, passages: Sequence[types.Passage], encoder_folder: str = '', cache_folder: str = ''
 ) -> protocol.Retriever:
-  """The retriever of the command line's --kind, --encoder and --embeddings."""
+  """Makes the retriever for --kind, --encoder and --embeddings."""
   if kind not in KINDS:
     raise types.UserError(f'--kind={kind}: use one of {", ".join(KINDS)}')
   if kind == 'bm25':
@@ -346,7 +352,7 @@ def make_retriever(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """The command line; returns the exit status."""
+  """Runs the command line; returns the exit status."""
   flags = _parse(arguments)
   logging.basicConfig(level=logging.INFO, format='%(asctime)s  %(message)s', datefmt='%H:%M:%S')
   limits = Limits(
@@ -375,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments):
   parser = argparse.ArgumentParser(
       prog='python -m stppo_jax.retrieval.server',
-      description='Serves the passages of a corpus.',
+      description='Serves searches over the passages of a corpus.',
       formatter_class=argparse.ArgumentDefaultsHelpFormatter,
       allow_abbrev=False,
   )

@@ -1,17 +1,20 @@
-"""The processes of one run: who is here, who writes, and how host data reaches all of them.
+"""The processes of one run: initialisation, the process that writes files, exchange of host data.
 
 JAX is multi-controller: every process runs the same program, dispatches the same computations in
-the same order, and holds its part of each global array. What the host computes (order of
-questions, keys, episodes) every process computes alike. Split is the stepping of environments
-(`split_steps`); files are written by process 0 alone (`is_writer`, `by_writer`).
+the same order, and holds its part of each global array. Host computations (order of questions,
+keys, episodes) are repeated on every process. Only environment steps are divided (`split_steps`),
+and only process 0 writes files (`is_writer`, `by_writer`).
 
-With one process, all of this is free.
+With one process all of this costs nothing.
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence
 import hashlib
 import json
 import re
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,21 +23,26 @@ from stppo_jax import types
 from stppo_jax.envs import protocol
 from stppo_jax.runtime import lifeline
 
-HEARTBEAT_S = 40  # JAX ends the others when a process hangs for so long
-START_S = 300  # within which all processes must have started
-NEWS_S = 3.0  # from a failed collective to the news of the process that died
+HEARTBEAT_S = 40  # JAX ends the others when a process hangs for this long
+START_S = 300  # time limit for all processes to start
+NEWS_S = 3.0  # from a failed collective to the lifeline's message about the cause
 
 _FLAGS = (
     'give --coordinator=HOST:PORT (of process 0), --num_processes=N and --process_id=0..N-1 '
     'together; or --distributed alone, on a TPU pod or under SLURM'
 )
-_lifeline = None  # of this process, once there are several
+_lifeline: lifeline.Lifeline | None = None  # of this process, if there are several
 
 
-def initialize(coordinator='', num_processes=None, process_id=None, cluster=False):
-  """Joins the other processes; before JAX computes anything. Without arguments: nothing to join.
+def initialize(
+    coordinator: str = '',
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    cluster: bool = False,
+) -> None:
+  """Joins the other processes, before JAX computes anything. Without arguments it does nothing.
 
-  `cluster`: the environment (TPU pod, SLURM, Open MPI, Kubernetes) tells the rest.
+  With `cluster` the environment (TPU pod, SLURM, Open MPI, Kubernetes) provides the rest.
   """
   global _lifeline
   _check_flags(coordinator, num_processes, process_id, cluster)
@@ -42,7 +50,7 @@ def initialize(coordinator='', num_processes=None, process_id=None, cluster=Fals
     return
   jax.config.update('jax_cpu_collectives_implementation', 'gloo')
   jax.config.update('jax_enable_preemption_service', False)  # it would swallow SIGTERM
-  places = (
+  places: dict[str, Any] = (
       {}
       if cluster
       else dict(
@@ -79,9 +87,8 @@ def is_writer() -> bool:
   return jax.process_index() == 0
 
 
-def by_writer(function, *args):
-  """function(*args), called by process 0 while the others wait; what it returns (JSON) or refuses
-  (UserError) is everybody's."""
+def by_writer(function: Callable[..., Any], *args: Any) -> Any:
+  """Calls function(*args) on process 0; all processes get its result (JSON) or its UserError."""
   result = refusal = None
   if is_writer():
     try:
@@ -94,8 +101,10 @@ def by_writer(function, *args):
   return result
 
 
-def require_same(what, value, advice='start all processes with the same command and files'):
-  """UserError on all processes unless each calls this with the same value (JSON)."""
+def require_same(
+    what: str, value: Any, advice: str = 'start all processes with the same command and files'
+) -> None:
+  """Raises UserError on all processes unless all call this with the same value (JSON)."""
   text = json.dumps(value, sort_keys=True)
   digests = share(hashlib.sha256(text.encode('utf-8')).hexdigest())
   different = [i for i, digest in enumerate(digests) if digest != digests[0]]
@@ -106,30 +115,30 @@ def require_same(what, value, advice='start all processes with the same command 
     )
 
 
-def share(value) -> list:
-  """The JSON values that the processes call this with, by process."""
+def share(value: Any) -> list:
+  """Returns the JSON values of all processes, in the order of the processes."""
   if jax.process_count() == 1:
     return [json.loads(json.dumps(value, default=_plain))]
   text = json.dumps([jax.process_index(), value], default=_plain)
   mine = np.frombuffer(text.encode('ascii'), np.uint8)
   sizes = _gather(np.array([mine.size]))[:, 0]
-  padded = max(1024, 1 << int(sizes.max() - 1).bit_length())  # few sizes: each is compiled for
+  padded = max(1024, 1 << int(sizes.max() - 1).bit_length())  # few sizes: one compilation each
   rows = _gather(np.pad(mine, (0, padded - mine.size)))
   values = dict(json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes))
   return [values[i] for i in range(len(values))]
 
 
-def end_if(asked):
-  """Raises Stopped on all processes if `asked()` on any of them; all call it."""
+def end_if(asked: Callable[[], bool]) -> None:
+  """Raises Stopped on all processes if `asked()` is true on any. All processes call it."""
   if any(share(asked())):
     raise types.Stopped
 
 
-def split_steps(envs):
-  """A `protocol.step_all` for these environments of which each process steps its own share.
+def split_steps(envs: Sequence[protocol.Env]) -> Callable[[Sequence, Sequence], list]:
+  """Returns a `protocol.step_all` for `envs` in which each process steps its own share.
 
-  Environment i, and so its state, belongs to process i modulo their number; the outcomes come to
-  all as JSON.
+  Environment i, and so its state, belongs to process i modulo their number. The outcomes are sent
+  to all processes as JSON.
   """
   count = jax.process_count()
   if count == 1:
@@ -140,14 +149,14 @@ def split_steps(envs):
     owned = [owners[id(env)] for env in stepped]
     mine = [i for i, owner in enumerate(owned) if owner == jax.process_index()]
     shares = share(protocol.step_all([stepped[i] for i in mine], [actions[i] for i in mine]))
-    shares = [iter(outcomes) for outcomes in shares]
-    return [tuple(next(shares[owner])) for owner in owned]
+    outcomes = [iter(share_of_one) for share_of_one in shares]
+    return [tuple(next(outcomes[owner])) for owner in owned]
 
   return step_all
 
 
-def fetch(tree):
-  """The arrays whole, as NumPy, on every process; all call it, in the same order."""
+def fetch(tree: Any) -> Any:
+  """Returns full NumPy arrays on every process. All processes call it, in the same order."""
 
   def whole(x):
     here = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
@@ -156,8 +165,8 @@ def fetch(tree):
   return jax.device_get(jax.tree.map(whole, tree))
 
 
-def put(tree, sharding=None):
-  """Host arrays, the same on every process, laid out as `sharding` says (None: default device)."""
+def put(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
+  """Puts host arrays, equal on every process, on devices by `sharding` (None: default device)."""
   if sharding is None or sharding.is_fully_addressable:
     return jax.device_put(tree, sharding)
   # Not device_put: it would first compare the arrays of all processes.
@@ -165,21 +174,23 @@ def put(tree, sharding=None):
   return jax.tree.map(make, tree)
 
 
-def finish():
-  """Tells the other processes that this one ends well."""
+def finish() -> None:
+  """Tells the other processes that this one ends without an error."""
   if _lifeline is not None:
     _lifeline.finish()
 
 
-def leave(line, code):
-  """Where there are other processes: prints the line, tells them why, and ends this process."""
+def leave(line: str, code: int) -> None:
+  """With several processes: prints the line, sends it to the others and ends this process."""
   if _lifeline is not None:
     _lifeline.end(line, code, reason=f'process {jax.process_index()}: {line}')
 
 
 def await_news() -> bool:
-  """After an error that another process's death may have caused: lets the lifeline say so, which
-  ends this process. Returns whether there are other processes, and none of them was it."""
+  """Waits for the lifeline after an error that another process's death may have caused.
+
+  If a process died, the lifeline ends this one too. Otherwise returns whether there are others.
+  """
   if _lifeline is not None:
     time.sleep(NEWS_S)
   return _lifeline is not None
@@ -206,18 +217,18 @@ def _check_flags(coordinator, num_processes, process_id, cluster):
 
 
 def _gather(array):
-  """[n] on each process -> [processes, n] on all."""
+  """Gathers [n] of each process to [processes, n] on all."""
   return np.asarray(_multihost().process_allgather(array))
 
 
 def _multihost():
-  from jax.experimental import multihost_utils  # slow to import, and mostly not needed
+  from jax.experimental import multihost_utils  # slow to import and rarely needed
 
   return multihost_utils
 
 
 def _plain(value):
-  """NumPy's numbers and arrays, which environments like to return, for JSON."""
+  """Converts NumPy numbers and arrays, which environments may return, to JSON."""
   if isinstance(value, (np.generic, np.ndarray)):
     return value.tolist()
   raise TypeError(

@@ -1,8 +1,8 @@
-"""Memory in pages of 2 MB: glibc asks Linux for them if it is told to when a process starts.
+"""Memory in pages of 2 MB, which glibc requests if an environment variable says so at start.
 
-XLA takes hundreds of megabytes for each call on a CPU and gives them back after. In pages of 4 kB that
-is a fault for each, 300,000 in an update of a model of 2.9 M parameters; in huge ones it takes .75
-of the time. Linux gives them where `transparent_hugepage` is `madvise`, its usual setting, or `always`.
+On a CPU XLA allocates hundreds of megabytes per call and frees them afterwards, with a page fault
+per 4 kB. Huge pages make an update faster (measured in BUILD_NOTES.md). Linux provides them where
+`transparent_hugepage` is `madvise`, the usual setting, or `always`.
 """
 
 import os
@@ -12,11 +12,11 @@ VARIABLE, VALUE = 'GLIBC_TUNABLES', 'glibc.malloc.hugetlb=1'
 
 
 def restart() -> None:
-  """Starts this program anew with huge pages: to be called before anything is done, best before imports.
+  """Restarts this program with huge pages; call it before doing anything else.
 
-  It stays the same process, with its arguments and open files. Nothing happens on other systems, nor
-  where the variable has been set: by this function, or by somebody who knows better. (A debugger that
-  would lose the program is such a one: set it to nothing.)
+  The process, its arguments and its open files stay the same. On other systems, or if the variable
+  is set already, nothing happens. Set the variable to an empty value to prevent the restart, as
+  debuggers may need.
   """
   if sys.platform != 'linux' or VARIABLE in os.environ or not sys.executable:
     return

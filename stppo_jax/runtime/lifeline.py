@@ -1,9 +1,9 @@
-"""Tells every process of a run when another one is gone, in one line, and ends it too.
+"""Ends all processes of a run, with one line each, when one of them dies.
 
-Each process holds a TCP connection to process 0. A process that dies, however it dies, closes its
-connections, so the other end knows at once; where a whole machine or its network is gone, it knows
-after SILENCE_S. JAX notices as well, but says so by abort() with a stack trace; its callback cannot
-be set from Python (jaxlib 0.10.2: std::bad_cast). It stays the net below this one.
+Each process holds a TCP connection to process 0. When a process dies, its connections close and the
+other end notices immediately; when a machine or its network fails, it notices after SILENCE_S.
+JAX notices as well, but later and by abort() with a stack trace. Its callback cannot be set from
+Python (jaxlib 0.10.2: std::bad_cast). It remains as a second line of defence.
 """
 
 import json
@@ -13,36 +13,37 @@ import socket
 import sys
 import threading
 import time
+from typing import Any
 
 from absl import logging
 
-CONNECT_S = 10.0  # to reach process 0 by one of its names
-SILENCE_S = 20  # an unreachable machine is taken for dead after so long
-GRACE_S = 2.0  # for this process's own error, when another one says that it failed
-CLOSING_S = 5.0  # process 0 goes last, since JAX aborts the others when it goes
+CONNECT_S = 10.0  # to connect to process 0 by one of its names
+SILENCE_S = 20  # after which an unreachable machine counts as dead
+GRACE_S = 2.0  # for this process to report its own error after another one failed
+CLOSING_S = 5.0  # process 0 exits last, because JAX aborts the others when it exits
 
 
 class Lifeline:
-  """One process's end of it: `listen` on process 0, `join` on the others, then `finish` or `end`."""
+  """One end of the connections: `listen` on process 0, `join` on others, then `finish` or `end`."""
 
   def __init__(self):
     self._connections: dict[int, socket.socket] = {}
-    self._ending = threading.Lock()  # taken by whoever ends this process, and kept
+    self._ending = threading.Lock()  # acquired once, by the first call that ends this process
 
-  def listen(self, num_processes):
-    """Awaits the other processes in the background; returns the address to `join`."""
+  def listen(self, num_processes: int) -> dict[str, Any]:
+    """Accepts the other processes in the background; returns the address to `join`."""
     server, token = socket.create_server(('', 0), backlog=num_processes), secrets.token_hex(16)
     _start_thread(self._accept, server, token, num_processes)
     return {'hosts': _own_names(), 'port': server.getsockname()[1], 'token': token}
 
-  def join(self, address, process, coordinator=''):
-    """Connects to process 0, at `coordinator` or under the names that its address lists."""
+  def join(self, address: dict[str, Any], process: int, coordinator: str = '') -> None:
+    """Connects to process 0, at `coordinator` or at the names that its address lists."""
     for host in [coordinator] * bool(coordinator) + address['hosts']:
       try:
         connection = socket.create_connection((host, address['port']), timeout=CONNECT_S)
         _send(connection, [address['token'], process])
         lines = connection.makefile('r', encoding='utf-8')
-        if lines.readline():  # its welcome; not there where the name led to another machine
+        if lines.readline():  # the welcome, which another machine of that name would not send
           self._keep(connection, lines, peer=0)
           return
       except OSError:
@@ -54,12 +55,12 @@ class Lifeline:
         address['port'],
     )
 
-  def finish(self):
-    """Says that this process ends well."""
+  def finish(self) -> None:
+    """Tells the others that this process ends without an error."""
     self._tell(None)
 
-  def end(self, line, code, reason):
-    """Prints `line`, tells the others the reason, and ends this process; the first call counts."""
+  def end(self, line: str, code: int, reason: str) -> None:
+    """Prints `line`, sends the reason to the others and ends this process; only the first call."""
     self._ending.acquire()
     print(line, file=sys.stderr)
     sys.stdout.flush()
@@ -68,7 +69,7 @@ class Lifeline:
     last = time.monotonic() + CLOSING_S
     while self._connections and 0 not in self._connections and time.monotonic() < last:
       time.sleep(0.02)
-    os._exit(code)  # not sys.exit: JAX would wait for processes that are gone
+    os._exit(code)  # not sys.exit: JAX would wait for the dead processes
 
   def _accept(self, server, token, num_processes):
     while len(self._connections) < num_processes - 1:
@@ -101,12 +102,12 @@ class Lifeline:
     _start_thread(self._watch, lines, peer)
 
   def _watch(self, lines, peer):
-    """Waits for the peer's last word, or for its connection to close without one."""
+    """Waits for the peer's last message, or for its connection to close without one."""
     reason = f'process {peer} died'
     try:
       if line := lines.readline():
         reason = json.loads(line)
-        if reason is None:  # it ended well
+        if reason is None:  # it ended without an error
           return
         time.sleep(GRACE_S)
     except (OSError, ValueError):
@@ -124,7 +125,7 @@ class Lifeline:
       try:
         _send(connection, message)
       except OSError:
-        pass  # gone as well
+        pass  # it is gone as well
 
 
 def _send(connection, message):
@@ -132,14 +133,14 @@ def _send(connection, message):
 
 
 def _own_names():
-  """Names and addresses under which other machines may find this one."""
+  """Returns names and addresses by which other machines may reach this one."""
   names = [socket.gethostname()]
   with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
     try:
-      probe.connect(('10.255.255.255', 1))  # sends nothing; picks the interface
+      probe.connect(('10.255.255.255', 1))  # sends nothing, only selects the interface
       names.append(probe.getsockname()[0])
     except OSError:
-      pass  # no route at all: the name has to do
+      pass  # no route: only the name is left
   return names
 
 

@@ -1,0 +1,65 @@
+"""Guess a hidden number: several turns of a chat, and a reward for each of them."""
+
+import math
+import random
+
+from stppo_jax.types import Task
+
+NUM_TASKS = {'train': 2000, 'dev': 128}
+
+
+def load(split: str) -> list[Task]:
+  """Makes the tasks of a split: the seed of a task is all there is to it."""
+  start = 0 if split == 'train' else NUM_TASKS['train']
+  seeds = range(start, start + NUM_TASKS[split])
+  return [
+      Task(f'{split}-{seed}', 'Guess!', dataset='guess', split=split, seed=seed) for seed in seeds
+  ]
+
+
+class GuessNumber:
+  """A number from `low` to `high`; each guess is answered 'higher' or 'lower'.
+
+  The reward of a turn is the information that it gained, as a share of all there is, and 0.5 more for
+  the hidden number. A guess that earlier answers rule out costs 0.1.
+  """
+
+  frame = 'user'
+  core_metrics = ('found',)
+  uses_global_random = False
+
+  def __init__(self, task, max_turns, low=1, high=9):
+    self._task, self._max_turns, self._low, self._high = task, max_turns, low, high
+
+  def reset(self, seed=None):
+    """Draws the hidden number from the task's seed."""
+    self._hidden = random.Random(seed).randint(self._low, self._high)
+    self._left = range(self._low, self._high + 1)
+    self._turns = 0
+    return f'{self._low}-{self._high}', {}
+
+  def step(self, action):
+    """Answers a guess."""
+    self._turns += 1
+    guess = int(action) if action.isascii() and action.isdigit() and len(action) < 9 else None
+    found, over = guess == self._hidden, self._turns >= self._max_turns
+    info = {
+        'action': 'invalid' if guess is None else 'guess',
+        'metrics': {'found': float(found), 'guesses': float(self._turns)},
+    }
+    if guess is None:
+      return '?', -0.1, over, over, info
+    if guess not in self._left:
+      reward = -0.1
+    else:
+      before, self._left = self._left, self._still_possible(guess)
+      reward = math.log(len(before) / len(self._left)) / math.log(self._high - self._low + 1)
+    answer = '' if found else 'higher' if guess < self._hidden else 'lower'
+    return answer, reward + 0.5 * found, found or over, over and not found, info
+
+  def _still_possible(self, guess):
+    if guess == self._hidden:
+      return range(guess, guess + 1)
+    if guess < self._hidden:
+      return range(guess + 1, self._left.stop)
+    return range(self._left.start, guess)
