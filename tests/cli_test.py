@@ -76,7 +76,7 @@ class ProcessTest(parameterized.TestCase):
     return subprocess.run(
         [sys.executable, str(ROOT / 'run.py'), *arguments],
         cwd=cls.tmp,
-        timeout=300,
+        timeout=900,
         check=False,
         capture_output=True,
         text=True,

@@ -26,7 +26,14 @@ from stppo_jax.training import loop
 
 GALLERY = pathlib.Path(__file__).parent.parent / 'gallery'
 # Folder -> the fields in which it plugs in something of its own.
-FOLDERS = {'cispo': {'algorithm.variant'}, 'max_rl': {'algorithm.variant'}}
+FOLDERS = {
+    'cispo': {'algorithm.variant'},
+    'countdown': {'data.source', 'env.kind', 'env.reward'},
+    'guess_number': {'data.source', 'env.kind'},
+    'max_rl': {'algorithm.variant'},
+}
+# Folder -> its environment's core metric, and another.
+METRICS = {'countdown': ('right', 'legal'), 'guess_number': ('found', 'guesses')}
 
 
 def load(folder, mode='smoke'):
@@ -62,13 +69,20 @@ class FolderTest(parameterized.TestCase):
       rows = metrics_lib.read_metrics(workdir)
       self.assertEqual([row['step'] for row in rows], list(range(config.train.updates + 1)))
       self.assertGreater(max(row['stppo/step_norm'] for row in rows[1:]), 0)
-      self.assertTrue(os.path.exists(os.path.join(workdir, 'report.html')))
+      with open(os.path.join(workdir, 'report.html'), encoding='utf-8') as file:
+        page = file.read()
       with open(os.path.join(workdir, 'config.json'), encoding='utf-8') as file:
         self.assertContainsSubset(FOLDERS[folder], json.load(file)['plugins'])
-    self.check(folder, rows[1:])
+    self.check(folder, rows[1:], page)
 
-  def check(self, folder, rows):
+  def check(self, folder, rows, page):
     """What is true of a folder's numbers alone."""
+    if folder in METRICS:
+      core, other = METRICS[folder]
+      wanted = (f'{core}/mean', f'env/{other}/mean', f'val-core/all/{core}', f'val-aux/all/{other}')
+      self.assertContainsSubset([*wanted, 'val-core/all/score'], rows[-1])
+      self.assertNoCommonElements(rows[-1], ('em/mean', 'f1/mean', 'env/searches/mean'))
+      self.assertIn(f'Held-out {core}', page)
     if folder in ('cispo', 'max_rl'):  # neither has a critic
       for row in rows:
         self.assertNoCommonElements(row, ('critic/vf_loss', 'critic/lr'))

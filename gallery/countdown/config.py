@@ -3,6 +3,8 @@
 python run.py --config=gallery/countdown/config.py --workdir=/tmp/countdown
 """
 
+import os
+
 from stppo_jax import config as schema
 
 
@@ -15,7 +17,7 @@ def get_config(mode=''):
   config.env.max_turns = 0
   config.retriever.kind = 'none'
   config.model = schema.Model(
-      folder='gallery/countdown/model',
+      folder=os.path.join(os.path.dirname(__file__), 'model'),
       dtype='float32',
       remat='none',
       scan_layers=False,

@@ -65,11 +65,11 @@ def value(text: str, given: list[int]) -> int | None:
 
   The text is a model's: it is parsed and walked over, never evaluated.
   """
-  if len(text) > 40 or not re.fullmatch(r'\d+(?:[+-]\d+)*', text):
+  if len(text) > 40 or not re.fullmatch(r'[0-9]+(?:[+-][0-9]+)*', text):
     return None
-  if [int(number) for number in re.findall(r'\d+', text)] != given:
+  if [int(number) for number in re.findall(r'[0-9]+', text)] != given:
     return None
-  return _walk(ast.parse(re.sub(r'\b0+(?=\d)', '', text), mode='eval').body)
+  return _walk(ast.parse(re.sub(r'\b0+(?=[0-9])', '', text), mode='eval').body)
 
 
 def _walk(node):

@@ -39,6 +39,7 @@ def main(unused_argv):
       head_dim=16,
       d_ff=192,
       tie_embeddings=True,
+      family='llama',
       scan_layers=False,
   )
   rng = np.random.default_rng(0)

@@ -3,6 +3,8 @@
 python run.py --config=gallery/guess_number/config.py --workdir=/tmp/guess_number
 """
 
+import os
+
 from stppo_jax import config as schema
 
 
@@ -15,7 +17,7 @@ def get_config(mode=''):
   config.env.max_turns = 4
   config.retriever.kind = 'none'
   config.model = schema.Model(
-      folder='gallery/guess_number/model',
+      folder=os.path.join(os.path.dirname(__file__), 'model'),
       dtype='float32',
       remat='none',
       scan_layers=False,

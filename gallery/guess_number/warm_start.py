@@ -1,6 +1,6 @@
 """Makes the small model that this experiment starts from: bytes as tokens and a chat template.
 
-  python -m gallery.guess_number.warm_start    # writes gallery/guess_number/model in 2 minutes
+  python -m gallery.guess_number.warm_start    # writes gallery/guess_number/model in a minute
 
 The demonstrations guess at random: most of them take no notice of the answers, and none divides
 well.
@@ -27,7 +27,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|agent|>' }}{{ m.content }}"
     '<|end|>{% endfor %}{% if add_generation_prompt %}<|agent|>{% endif %}'
 )
-_STEPS = flags.DEFINE_integer('steps', 600, 'optimizer steps')
+_STEPS = flags.DEFINE_integer('steps', 400, 'optimizer steps')
 HEEDS = 0.3  # share of the demonstrations that only guess what the answers leave
 MAX_TURNS = 5
 
@@ -45,6 +45,7 @@ def main(unused_argv):
       head_dim=16,
       d_ff=192,
       tie_embeddings=True,
+      family='llama',
       scan_layers=False,
   )
   rng = np.random.default_rng(0)
@@ -52,7 +53,7 @@ def main(unused_argv):
   params = sft.train(
       decoder.init(jax.random.key(0), config),
       config,
-      sft.batches(pool, 128, 128, (32, 64, 96)),
+      sft.batches(pool, 32, 32, (96,)),
       steps=_STEPS.value,
       optimizer=sft.make_optimizer(3e-3, _STEPS.value),
       seed=0,

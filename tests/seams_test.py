@@ -1,0 +1,245 @@
+"""What the config names: environment, reward, retriever and questions of a user's own."""
+
+import random
+import sys
+import types as python_types
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import numpy as np
+
+from stppo_jax import config as schema
+from stppo_jax import plugins
+from stppo_jax import validation
+from stppo_jax.envs import protocol
+from stppo_jax.envs import search
+from stppo_jax.rollout import episode as episode_lib
+from stppo_jax.rollout import seams
+from stppo_jax.types import Task
+from stppo_jax.types import UserError
+
+
+class Game:
+  """A user's environment."""
+
+  stop_strings = ('.',)
+  frame = 'user'
+  core_metrics = ('won',)
+
+  def __init__(self, task, high, low=1, *, max_turns=9):
+    self.settings = task, low, high, max_turns
+
+
+def own_search(settings, load_corpus):
+  """A user's retriever: its top_k, and how many passages the corpus has."""
+  passages = load_corpus()
+  return lambda queries, top_k: [(settings.top_k, len(passages), query) for query in queries]
+
+
+plugin = python_types.ModuleType('a_users_module')
+plugin.Game = Game
+plugin.own_search = own_search
+plugin.always_half = lambda task, answer, transcript: 0.5
+plugin.number = 3
+plugin.load = lambda split: [Task(f'{split}-{i}', 'q', dataset='ab'[i % 2]) for i in range(4)]
+plugin.load_nothing = lambda split: []
+plugin.load_texts = lambda split: ['q']
+plugin.load_twice = lambda split: [Task('t', 'q')] * 2
+plugin.LetterStops = type('LetterStops', (Game,), {'stop_strings': 'ab'})
+plugin.Sideways = type('Sideways', (Game,), {'frame': 'sideways'})
+sys.modules[plugin.__name__] = plugin
+
+
+def resolve(**values):
+  config = schema.Config()
+  for path, value in values.items():
+    section, name = path.split('__')
+    setattr(getattr(config, section), name, value)
+  return seams.resolve(validation.validate(config))
+
+
+class SeamsTest(parameterized.TestCase):
+
+  def test_an_environment_gets_what_its_constructor_names(self):
+    kind = resolve(env__kind='a_users_module:Game', env__options={'high': 5}, env__max_turns=3).env
+    task = Task('t', 'q')
+    self.assertEqual(kind(task, 7).settings, (task, 1, 5, 3))
+    self.assertEqual((kind.stop_strings, kind.frame), (('.',), 'user'))
+    self.assertEqual(kind.core_metrics, ('won',))
+
+  def test_options_win_over_what_is_offered(self):
+    options = {'high': 5, 'max_turns': 20}
+    kind = resolve(env__kind='a_users_module:Game', env__options=options).env
+    self.assertEqual(kind.settings['max_turns'], 20)
+
+  def test_the_search_environment_is_one_of_them(self):
+    parts = resolve(retriever__top_k=2, env__reward='a_users_module:always_half')
+    kind = parts.bind(retriever := object())
+    env = kind(Task('t', 'q', ('a',)), 0)
+    self.assertIsInstance(env, search.SearchEnv)
+    self.assertIs(env.retriever, retriever)
+    self.assertEqual((env.top_k, env.max_turns), (2, 4))
+    env.reset()
+    self.assertEqual(env.step('<answer>a</answer>')[1], 0.5)
+
+  @parameterized.parameters(
+      (dict(env__kind='serach'), 'allowed are search, or module:attribute'),
+      (dict(env__kind='a_users_module:Gaem'), 'has no .Gaem'),
+      (dict(env__kind='no_such_module:Game'), 'cannot import no_such_module'),
+      (dict(env__kind='a_users_module:number'), 'a class is needed'),
+      (dict(env__kind='a_users_module:Game'), 'needs high.*env.options.high='),
+      (
+          dict(env__kind='a_users_module:Game', env__options={'hihg': 1}),
+          'options names hihg.*high, low, max_turns',
+      ),
+      (dict(env__options={'x': 1}), 'options names x'),
+      (dict(env__options={'x': object()}), 'numbers, texts, lists and dicts'),
+      (dict(env__options={3: 4}), 'names as keys'),
+      (
+          dict(env__kind='a_users_module:LetterStops', env__options={'high': 1}),
+          'stop_strings is .ab.; a tuple',
+      ),
+      (dict(env__kind='a_users_module:Sideways', env__options={'high': 1}), 'inline, user, tool'),
+      (
+          dict(
+              env__kind='a_users_module:Game',
+              env__options={'high': 1},
+              env__reward='a_users_module:always_half',
+          ),
+          'scores by itself',
+      ),
+      (dict(env__reward='a_users_module:number'), 'a function is needed'),
+      (dict(retriever__kind='a_users_module:number'), 'a function is needed'),
+      (dict(retriever__kind='hybrid'), 'retriever.encoder=FOLDER'),
+      (dict(retriever__kind='none'), 'max_turns=0'),
+      (dict(data__source='a_users_module:laod'), 'has no .laod'),
+  )
+  def test_a_mistake_is_one_line_before_anything_is_loaded(self, values, message):
+    with self.assertRaisesRegex(UserError, message) as caught:
+      resolve(**values)
+    self.assertNotIn('\n', str(caught.exception))
+
+  def test_a_retriever_of_ones_own(self):
+    parts = resolve(retriever__kind='a_users_module:own_search', retriever__top_k=7)
+    ((top_k, passages, query),) = parts.make_retriever().search(['who?'], 1)
+    self.assertEqual((top_k, query), (7, 'who?'))
+    self.assertGreater(passages, 100)
+
+  def test_none_loads_no_corpus(self):
+    parts = resolve(retriever__kind='none', env__max_turns=0, data__corpus='/no/such/file')
+    self.assertIsNone(parts.make_retriever())
+
+  def test_questions_of_ones_own(self):
+    parts = resolve(data__source='a_users_module:load', data__datasets=('b',))
+    self.assertEqual([task.id for task in parts.load_tasks('dev')], ['dev-1', 'dev-3'])
+
+  @parameterized.parameters(
+      ('load_nothing', 'no task'),
+      ('load_texts', "'q'"),
+      ('load_twice', "two tasks with the id 't'"),
+  )
+  def test_questions_that_cannot_be_used(self, name, message):
+    with self.assertRaisesRegex(UserError, message):
+      resolve(data__source=f'a_users_module:{name}').load_tasks('dev')
+
+  def test_the_names_of_plugins_are_found_for_the_work_folder(self):
+    config = schema.Config()
+    config.env.kind, config.data.source = 'm:Game', 'embedded'
+    self.assertEqual(plugins.named(config), {'env.kind': 'm:Game'})
+
+
+class GlobalRandomGame:
+  """A GEM-like game: the process's global random state decides, in the constructor and each
+  step."""
+
+  def __init__(self):
+    self.drawn = [random.random()]
+
+  def reset(self, seed=None):
+    if seed is not None:  # as gem.core.Env.reset
+      random.seed(seed)
+      np.random.seed(seed)
+    self.drawn.append((random.randint(1, 10**6), np.random.randint(10**6)))
+    return 'guess', {}
+
+  def step(self, action):
+    self.drawn.append(random.random())
+    return '', 0.0, False, False, {}
+
+
+class UnseededGame(GlobalRandomGame):
+  """One that ignores the seed."""
+
+  def reset(self, seed=None):
+    return super().reset(None)
+
+
+class SeedsTest(parameterized.TestCase):
+
+  def play(self, make, run_seed, order=range(16)):
+    """What 16 environments draw, whose steps are interleaved in an order."""
+    keys = episode_lib.row_keys(
+        jax.random.key(run_seed), [Task(str(i // 4), 'q') for i in range(16)]
+    )
+    seeds = episode_lib.episode_seeds(keys)
+    envs = [protocol.Isolated(make, seed) for seed in seeds]
+    for env, seed in zip(envs, seeds):
+      env.reset(seed=seed)
+    for _ in range(2):
+      for i in order:
+        random.random()  # somebody else's draw
+        envs[i].step('1')
+    return [tuple(env.drawn) for env in envs]
+
+  @parameterized.parameters(GlobalRandomGame, UnseededGame)
+  def test_each_episode_plays_another_game_and_a_run_repeats_them(self, make):
+    games = self.play(make, 0)
+    self.assertLen({game[1] for game in games}, 16)
+    self.assertLen({game[2:] for game in games}, 16)
+    random.seed(99)  # whatever the process did before
+    np.random.seed(98)
+    self.assertEqual(self.play(make, 0, order=range(15, -1, -1)), games)
+    self.assertEmpty(set(self.play(make, 1)) & set(games))
+
+  def test_the_process_keeps_its_own_state(self):
+    random.seed(1)
+    np.random.seed(1)
+    expected = random.random(), np.random.rand()
+    random.seed(1)
+    np.random.seed(1)
+    env = protocol.Isolated(GlobalRandomGame, 5)
+    env.reset(seed=3)
+    env.step('')
+    self.assertEqual((random.random(), np.random.rand()), expected)
+
+  def test_seeds_have_31_bits_and_sampling_keeps_its_keys(self):
+    keys = jax.random.split(jax.random.key(0), 1000)
+    seeds = episode_lib.episode_seeds(keys)
+    self.assertLen(set(seeds), 1000)
+    self.assertBetween(min(seeds), 0, 2**31 - 1)
+    self.assertBetween(max(seeds), 2**30, 2**31 - 1)
+
+  def test_real_gem_games_differ_within_a_batch(self):
+    try:
+      from gem.envs.game_env import guess_the_number
+    except ImportError:
+      self.skipTest('gem-llm is not installed')
+    make = lambda: guess_the_number.GuessTheNumberEnv(min_number=1, max_number=10**6)
+
+    def games(run_seed):
+      keys = jax.random.split(jax.random.key(run_seed), 16)
+      numbers = []
+      for seed in episode_lib.episode_seeds(keys):
+        env = protocol.Isolated(make, seed)
+        env.reset(seed=seed)
+        numbers.append(env.game_number)
+      return numbers
+
+    self.assertLen(set(games(0)), 16)
+    self.assertEqual(games(0), games(0))
+    self.assertNotEqual(games(0), games(1))
+
+
+if __name__ == '__main__':
+  absltest.main()
