@@ -185,8 +185,8 @@ class LifelineTest(absltest.TestCase):
 
 
 class TwoProcessesTest(absltest.TestCase):
-  """One story: two processes train as one does, one is killed, they resume, the other is killed, the
-  checkpoint is evaluated, and one process alone goes on."""
+  """One story: two processes train as one does, one is killed, they resume, the other is killed,
+  the checkpoint is evaluated, and one process alone goes on."""
 
   @classmethod
   def setUpClass(cls):

@@ -1,4 +1,5 @@
-"""Adapters: nothing at first, then what merged weights compute; the base stands still; one run of each kind."""
+"""Adapters: nothing at first, then what merged weights compute; the base stands still; one run of
+each kind."""
 
 import dataclasses
 import math

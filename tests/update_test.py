@@ -33,6 +33,7 @@ MODEL = decoder.ModelConfig(
     qkv_bias=True,
 )
 CRITIC = dataclasses.replace(MODEL, head='value')
+ALL_ROWS = np.arange(8)
 NOTHING = train_state.Frozen()  # stands still: all is trained
 
 
@@ -131,13 +132,13 @@ def one_step(spec, batch, rows):
   return packing.Step(rows, packing.pack(ends.max(axis=1)[rows], spec.micro_batch, spec.lengths))
 
 
-def annotate(functions, spec, state, batch, rows=np.arange(8), frozen=NOTHING):
+def annotate(functions, spec, state, batch, rows=ALL_ROWS, frozen=NOTHING):
   """The batch with log-probs and values, computed in the bins of one step on `rows`."""
   steps = packing.stack([one_step(spec, batch, rows)])
   return functions.annotate(state, frozen, batch, steps)[0]
 
 
-def step(functions, spec, state, batch, rows=np.arange(8), frozen=NOTHING):
+def step(functions, spec, state, batch, rows=ALL_ROWS, frozen=NOTHING):
   """One optimizer step on `rows`."""
   return functions.update_step(state, frozen, batch, one_step(spec, batch, rows))
 
@@ -231,7 +232,8 @@ class UpdateTest(parameterized.TestCase):
     np.testing.assert_allclose(metrics['stppo/bias_norm'], expected, rtol=1e-4)
 
   def test_the_state_is_donated_and_nothing_else_crosses(self):
-    """The old state's buffers become the new one's, and a step neither reads from nor waits for the host."""
+    """The old state's buffers become the new one's, and a step neither reads from nor waits for the
+    host."""
     spec = make_spec('st_ppo')
     mesh = one_device()
     state = make_state(spec, mesh)
@@ -281,7 +283,8 @@ class UpdateTest(parameterized.TestCase):
 
   @parameterized.parameters('none', 'paper', 'floor', 'relative')
   def test_norms_are_those_of_the_gradients_end_to_end(self, rule):
-    """||g||, ||C|| and cos(g, C) against jax.grad of the written-out objectives of the parameters."""
+    """||g||, ||C|| and cos(g, C) against jax.grad of the written-out objectives of the
+    parameters."""
     row = dataclasses.replace(variants.VARIANTS['st_ppo'], divisor=rule)
     spec = make_spec(row=row, micro_batch=4, entropy_coef=0.01)
     mesh = one_device()

@@ -42,8 +42,8 @@ class Agent:
   def play(self, params, tasks, keys, groups=None, greedy=False, give_up=None):
     """Plays one episode per task, `rows` at a time; keys [B] fix each episode's randomness.
 
-    Raises Stopped after a turn at which `give_up()` is true. Choice: no threads on many hosts, whose
-    schedules would differ with their timing.
+    Raises Stopped after a turn at which `give_up()` is true. Choice: no threads on many hosts,
+    whose schedules would differ with their timing.
     """
     rollout = self.config.rollout
     limits = episode_loop.Limits(
@@ -159,9 +159,9 @@ def make_agent(config, model, row_sharding=None) -> Agent:
 def make_sampler(config, model, stop_table, eos_ids, row_sharding=None, greedy=False):
   """Returns the sampler of training, or the greedy one of evaluation.
 
-  Choice: the compiler places groups that `row_sharding` cannot split evenly. Rows that are not split
-  can be moved: only those with something to prefill are computed. On a CPU their keys lie in tiles;
-  keys of split rows do not, because reading from tiles goes row by row.
+  Choice: the compiler places groups that `row_sharding` cannot split evenly. Rows that are not
+  split can be moved: only those with something to prefill are computed. On a CPU their keys lie in
+  tiles; keys of split rows do not, because reading from tiles goes row by row.
   """
   rollout = config.rollout
   options = (
