@@ -159,14 +159,16 @@ class Algorithm:
   None means the variant's own. The defaults stand in algorithms/variants.py, and nowhere else.
   """
 
-  variant: str = setting('st_ppo', "a row of variants.VARIANTS, or a Variant of one's own", plugin=True)
+  variant: str = setting(
+      'st_ppo', "a row of variants.VARIANTS, or a Variant of one's own", plugin=True)
   advantage: str | None = setting(
       None, 'how credit is assigned: one of advantages.ESTIMATORS', plugin=True)
   ratio: str | None = setting(
       None, "which tokens share an importance ratio; 'none' is the plain policy gradient",
       allowed=('none', 'token', 'turn', 'sequence'))
   surrogate: str | None = setting(
-      None, 'what is maximised in place of ratio x advantage: one of losses.SURROGATES', plugin=True)
+      None, 'what is maximised in place of ratio x advantage: one of losses.SURROGATES',
+      plugin=True)
   divisor: str | None = setting(
       None, 'what the gradient is divided by: one of correction.DIVISORS', plugin=True)
   norm_of: str | None = setting(None, 'what ||C|| is the norm of', allowed=('gradient', 'loss'))
@@ -181,7 +183,8 @@ class Algorithm:
   lam: float | None = setting(None, 'lambda of GAE', at_least=0, at_most=1)
   aggregation: str | None = setting(
       None, "verl's loss_agg_mode",
-      allowed=('token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm'))
+      allowed=(
+          'token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm'))
   norm_length: int | None = setting(
       None, 'divisor of seq-mean-token-sum-norm; 0: rollout.max_total', at_least=0)
   entropy_coef: float | None = setting(None, 'weight of the entropy bonus')
@@ -194,7 +197,8 @@ class Algorithm:
       None, 'above 0 the coefficient adapts towards this KL; 0.1 is usual', at_least=0)
   kl_horizon: float | None = setting(
       None, 'episodes over which the coefficient adapts', at_least=1)
-  value_clip: float | None = setting(None, "range of a step's change of a value; 0: off", at_least=0)
+  value_clip: float | None = setting(
+      None, "range of a step's change of a value; 0: off", at_least=0)
   value_coef: float | None = setting(
       None, "weight of the critic's loss on a shared trunk", at_least=0)
   old_logp: str | None = setting(
@@ -222,7 +226,7 @@ class Optimizer:
 
 @dataclasses.dataclass
 class Train:
-  """The outer loop. An update is one rollout with its optimizer steps; a step is one optimizer step."""
+  """The outer loop. An update is a rollout with its optimizer steps, a step an optimizer step."""
 
   updates: int = setting(1005, 'rollouts in all', at_least=0, may_change=True)
   episodes: int = setting(512, 'per rollout', at_least=1)
@@ -233,13 +237,14 @@ class Train:
       'A CPU prefers 4 to 8', at_least=1)
   epochs: int = setting(1, 'passes over a rollout', at_least=1)
   length_buckets: tuple[int, ...] = setting(
-      (1024, 2048, 4096), 'tokens per bin, rising; episodes are packed into bins, and the last size '
-      'holds any episode. More sizes: less padding, more programs to compile')
+      (1024, 2048, 4096), 'tokens per bin, rising; episodes are packed into bins, and the last '
+      'size holds any episode. More sizes: less padding, more programs to compile')
   checkpoint_every: int = setting(
       100, 'updates; 0: only at the end', at_least=0, may_change=True)
   keep_checkpoints: int = setting(2, 'the newest ones', at_least=1, may_change=True)
   on_save_error: str = setting(
-      'continue', 'when a checkpoint cannot be written', allowed=('continue', 'stop'), may_change=True)
+      'continue', 'when a checkpoint cannot be written', allowed=('continue', 'stop'),
+      may_change=True)
   max_nonfinite: int = setting(
       3, 'steps skipped in a row for non-finite gradients before `on_nonfinite` applies',
       at_least=1, may_change=True)

@@ -215,8 +215,8 @@ class DiskTest(FaultCase):
     self.assertEqual(
         told,
         [
-            f'the checkpoint after {n} updates could not be saved (the disk is full); the newest is that '
-            'after 1; training goes on'
+            f'the checkpoint after {n} updates could not be saved (the disk is full); the '
+            'newest is that after 1; training goes on'
             for n in (2, 3)
         ],
     )
@@ -360,7 +360,7 @@ class NonfiniteTest(FaultCase):
     self.assertEqual(steps(self.workdir), [0, 1, 2, 3, 4])
 
   def test_steps_in_a_row_count_even_if_a_later_one_of_the_update_is_good(self):
-    """One bad episode of ten: of the two steps of each epoch one is skipped, here the first ones."""
+    """One bad episode of ten: of the two steps of each epoch the first is skipped."""
     config = make_config(**{'train.max_nonfinite': 1})
     with self.poisoned(1, rows=slice(1, 2)):
       with self.assertRaisesRegex(RunError, r'not finite in \d [^\n]*up to update 1: '):

@@ -1,4 +1,4 @@
-"""Adapters: nothing at first, then what merged weights compute; the base stands still; one run of each kind."""
+"""Adapters: zero at first, equal to merged weights, the base unchanged; one run of each kind."""
 
 import dataclasses
 import math

@@ -231,7 +231,7 @@ class UpdateTest(parameterized.TestCase):
     np.testing.assert_allclose(metrics['stppo/bias_norm'], expected, rtol=1e-4)
 
   def test_the_state_is_donated_and_nothing_else_crosses(self):
-    """The old state's buffers become the new one's, and a step neither reads from nor waits for the host."""
+    """The old state's buffers become the new one's; a step does not wait for the host."""
     spec = make_spec('st_ppo')
     mesh = one_device()
     state = make_state(spec, mesh)
@@ -281,7 +281,7 @@ class UpdateTest(parameterized.TestCase):
 
   @parameterized.parameters('none', 'paper', 'floor', 'relative')
   def test_norms_are_those_of_the_gradients_end_to_end(self, rule):
-    """||g||, ||C|| and cos(g, C) against jax.grad of the written-out objectives of the parameters."""
+    """||g||, ||C|| and cos(g, C) against jax.grad of the written-out objectives."""
     row = dataclasses.replace(variants.VARIANTS['st_ppo'], divisor=rule)
     spec = make_spec(row=row, micro_batch=4, entropy_coef=0.01)
     mesh = one_device()

@@ -1,4 +1,4 @@
-"""What a fork server imports before it forks children for `micro_run`; never import it elsewhere."""
+"""Imported by a fork server before it forks children for `micro_run`, and nowhere else."""
 
 import sys
 import types
