@@ -39,6 +39,7 @@ NOTHING = train_state.Frozen()  # stands still: all is trained
 # Plain descent: its step is linear in the gradient. Adam's first step is its sign, which turns the
 # rounding of a gradient near 0 into a step of full size.
 DESCENT, LR = optax.sgd(1.0), optax.constant_schedule(1.0)
+ALL_ROWS = np.arange(8)
 PLAIN = dict(entropy_coef=0.0, kl_in='none', kl_coef=0.1)  # no terms but those of policy and critic
 
 
@@ -131,13 +132,13 @@ def one_step(spec, batch, rows):
   return packing.Step(rows, packing.pack(ends.max(axis=1)[rows], spec.micro_batch, spec.lengths))
 
 
-def annotate(functions, spec, state, batch, rows=np.arange(8), frozen=NOTHING):
+def annotate(functions, spec, state, batch, rows=ALL_ROWS, frozen=NOTHING):
   """The batch with log-probs and values, computed in the bins of one step on `rows`."""
   steps = packing.stack([one_step(spec, batch, rows)])
   return functions.annotate(state, frozen, batch, steps)[0]
 
 
-def step(functions, spec, state, batch, rows=np.arange(8), frozen=NOTHING):
+def step(functions, spec, state, batch, rows=ALL_ROWS, frozen=NOTHING):
   """One optimizer step on `rows`."""
   return functions.update_step(state, frozen, batch, one_step(spec, batch, rows))
 
