@@ -141,8 +141,8 @@ def check_variant(config: Config, variant: Any) -> None:
   rollout, name = config.rollout, config.algorithm.variant
   if (rollout.top_p < 1 or rollout.top_k > 0) and variant.old_logp != 'sampler':
     raise UserError(
-        f'config.rollout.top_p={rollout.top_p}, top_k={rollout.top_k} truncate the distribution that '
-        "is sampled from, and old_logp='trainer' recomputes log-probs that do not reflect it: set "
+        f'config.rollout.top_p={rollout.top_p}, top_k={rollout.top_k} truncate the distribution '
+        "sampled from, and old_logp='trainer' recomputes log-probs that do not reflect it: set "
         '--config.rollout.top_p=1 --config.rollout.top_k=0, or --config.algorithm.old_logp=sampler'
     )
   if variant.dual_clip and not variant.dual_clip > 1:
