@@ -66,8 +66,8 @@ class Env:
       'search_r1', "wording of the search environment; 'short' is for tiny models",
       allowed=('search_r1', 'short'))
   max_turns: int = setting(
-      4, 'searches per episode, after which one more turn may only answer; an environment of your own '
-      'gets it if it takes it', at_least=0)
+      4, 'searches per episode, after which one more turn may only answer; an environment of your '
+      'own gets it if it takes it', at_least=0)
   reward: str = setting(
       'em', 'of an answer; a function of your own: (task, answer, transcript) -> float',
       allowed=('em', 'sub_em', 'f1', 'format'), plugin=True)
@@ -78,20 +78,22 @@ class Retriever:
   """How passages are found."""
 
   kind: str = setting(
-      'bm25', "'bm25' (words), 'dense' (vectors) and 'hybrid' (both) search in this process, 'http' asks "
-      "a server, 'none' loads no corpus; your own: make(settings, load_corpus) -> search(queries, top_k)",
+      'bm25', "'bm25' (words), 'dense' (vectors) and 'hybrid' (both) search in this process, "
+      "'http' asks a server, 'none' loads no corpus; your own: make(settings, load_corpus) -> "
+      'search(queries, top_k)',
       allowed=('bm25', 'http', 'dense', 'hybrid', 'none'), plugin=True)
   encoder: str = setting(
       '', "folder of a BERT-class model such as e5-base-v2, for 'dense' and 'hybrid'")
   embeddings: str = setting(
-      '', "folder that keeps the passages' vectors between starts; empty: they are made at each start")
+      '', "folder that keeps the passages' vectors between starts; empty: made at each start")
   top_k: int = setting(3, 'passages per search', at_least=1)
   url: str = setting('http://127.0.0.1:8000/retrieve', 'address of an HTTP retriever')
   dialect: str = setting(
       'search_r1', 'JSON protocol of an HTTP retriever', allowed=('search_r1', 'ragen'))
   timeout_s: float = setting(10.0, 'seconds before a request is given up', above=0)
   retries: int = setting(3, 'further attempts per request', at_least=0)
-  backoff_s: float = setting(0.5, 'seconds before the first further attempt; then doubled', at_least=0)
+  backoff_s: float = setting(
+      0.5, 'seconds before the first further attempt; then doubled', at_least=0)
   max_failed_share: float = setting(
       0.5, "share of a batch's episodes; above it the run waits and plays the batch again",
       at_least=0, at_most=1, may_change=True)
@@ -104,7 +106,8 @@ class Retriever:
 class Model:
   """The policy, and the trunk that its critic starts from."""
 
-  folder: str = setting('embedded', "a Hugging Face folder; 'embedded' is the tiny warm-started model")
+  folder: str = setting(
+      'embedded', "a Hugging Face folder; 'embedded' is the tiny warm-started model")
   critic: str = setting(
       'separate', "'separate': a trunk of its own; 'shared': a second head on the policy's trunk",
       allowed=('separate', 'shared'))
@@ -124,9 +127,9 @@ class Model:
       "'auto' takes the first that can run", allowed=('auto', 'splash', 'cudnn', 'plain'))
   attention_chunk: int = setting(
       512, 'tokens of a row whose scores are live at once in plain attention; 0: all', at_least=0)
-  # LoRA trains low-rank adapters (and value heads) and freezes all else. Actor and critic share one base
-  # where they start from the same folder, and the reference is that base. Learning rates should be 10 to
-  # 100 times those of full training: 1e-4 and above.
+  # LoRA trains low-rank adapters (and value heads) and freezes all else. Actor and critic share one
+  # base where they start from the same folder, and the reference is that base. Learning rates
+  # should be 10 to 100 times those of full training: 1e-4 and above.
   lora_rank: int = setting(0, 'rank of the adapters; 0: full training', at_least=0)
   lora_alpha: float = setting(16.0, 'adapters are scaled by alpha / rank', above=0)
   lora_targets: tuple[str, ...] = setting(
@@ -159,14 +162,16 @@ class Algorithm:
   None means the variant's own. The defaults stand in algorithms/variants.py, and nowhere else.
   """
 
-  variant: str = setting('st_ppo', "a row of variants.VARIANTS, or a Variant of one's own", plugin=True)
+  variant: str = setting(
+      'st_ppo', "a row of variants.VARIANTS, or a Variant of one's own", plugin=True)
   advantage: str | None = setting(
       None, 'how credit is assigned: one of advantages.ESTIMATORS', plugin=True)
   ratio: str | None = setting(
       None, "which tokens share an importance ratio; 'none' is the plain policy gradient",
       allowed=('none', 'token', 'turn', 'sequence'))
   surrogate: str | None = setting(
-      None, 'what is maximised in place of ratio x advantage: one of losses.SURROGATES', plugin=True)
+      None, 'what is maximised in place of ratio x advantage: one of losses.SURROGATES',
+      plugin=True)
   divisor: str | None = setting(
       None, 'what the gradient is divided by: one of correction.DIVISORS', plugin=True)
   norm_of: str | None = setting(None, 'what ||C|| is the norm of', allowed=('gradient', 'loss'))
@@ -181,7 +186,8 @@ class Algorithm:
   lam: float | None = setting(None, 'lambda of GAE', at_least=0, at_most=1)
   aggregation: str | None = setting(
       None, "verl's loss_agg_mode",
-      allowed=('token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm'))
+      allowed=(
+          'token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm'))
   norm_length: int | None = setting(
       None, 'divisor of seq-mean-token-sum-norm; 0: rollout.max_total', at_least=0)
   entropy_coef: float | None = setting(None, 'weight of the entropy bonus')
@@ -194,7 +200,8 @@ class Algorithm:
       None, 'above 0 the coefficient adapts towards this KL; 0.1 is usual', at_least=0)
   kl_horizon: float | None = setting(
       None, 'episodes over which the coefficient adapts', at_least=1)
-  value_clip: float | None = setting(None, "range of a step's change of a value; 0: off", at_least=0)
+  value_clip: float | None = setting(
+      None, "range of a step's change of a value; 0: off", at_least=0)
   value_coef: float | None = setting(
       None, "weight of the critic's loss on a shared trunk", at_least=0)
   old_logp: str | None = setting(
@@ -222,7 +229,7 @@ class Optimizer:
 
 @dataclasses.dataclass
 class Train:
-  """The outer loop. An update is one rollout with its optimizer steps; a step is one optimizer step."""
+  """The outer loop. An update is one rollout with its optimizer steps, each of which is a step."""
 
   updates: int = setting(1005, 'rollouts in all', at_least=0, may_change=True)
   episodes: int = setting(512, 'per rollout', at_least=1)
@@ -233,13 +240,14 @@ class Train:
       'A CPU prefers 4 to 8', at_least=1)
   epochs: int = setting(1, 'passes over a rollout', at_least=1)
   length_buckets: tuple[int, ...] = setting(
-      (1024, 2048, 4096), 'tokens per bin, rising; episodes are packed into bins, and the last size '
-      'holds any episode. More sizes: less padding, more programs to compile')
+      (1024, 2048, 4096), 'tokens per bin, rising; episodes are packed into bins, and the last '
+      'size holds any episode. More sizes: less padding, more programs to compile')
   checkpoint_every: int = setting(
       100, 'updates; 0: only at the end', at_least=0, may_change=True)
   keep_checkpoints: int = setting(2, 'the newest ones', at_least=1, may_change=True)
   on_save_error: str = setting(
-      'continue', 'when a checkpoint cannot be written', allowed=('continue', 'stop'), may_change=True)
+      'continue', 'when a checkpoint cannot be written', allowed=('continue', 'stop'),
+      may_change=True)
   max_nonfinite: int = setting(
       3, 'steps skipped in a row for non-finite gradients before `on_nonfinite` applies',
       at_least=1, may_change=True)
@@ -254,8 +262,9 @@ class Pipeline:
   """How far sampling runs ahead of training."""
 
   staleness: int = setting(
-      0, 's: the batch of update n is sampled by the parameters after update n-1-s, in a thread, while '
-      'others are trained on; holds up to s + 1 copies of the policy. 0: one after the other', at_least=0)
+      0, 's: the batch of update n is sampled by the parameters after update n-1-s, in a thread, '
+      'while others are trained on; holds up to s + 1 copies of the policy. 0: one after the other',
+      at_least=0)
 
 
 @dataclasses.dataclass
@@ -300,14 +309,16 @@ class Log:
 
   tensorboard: bool = setting(True, 'event files, where tensorboardX is installed', may_change=True)
   wandb_project: str = setting('', 'empty: off', may_change=True)
-  episodes: bool = setting(True, 'every sampled episode with its per-token numbers', may_change=True)
+  episodes: bool = setting(
+      True, 'every sampled episode with its per-token numbers', may_change=True)
 
 
 @dataclasses.dataclass
 class Health:
   """Limits of monitoring/health.py on means over `window` updates; 0 turns one off.
 
-  Shares are of turns or of episodes. The limits were set by hand: wide enough for a run that learns.
+  Shares are of turns or of episodes. The limits were set by hand: wide enough for a run that
+  learns.
   """
 
   window: int = setting(5, 'updates', at_least=1, may_change=True)
@@ -320,7 +331,8 @@ class Health:
   sampler_gap: float = setting(
       0.01, 'k3 nats per token between sampler and trainer; rounding gives 1e-4', at_least=0)
   invalid: float = setting(0.5, 'share of turns without a valid action', at_least=0)
-  repeated: float = setting(0.5, 'share of turns that equal an earlier one of their episode', at_least=0)
+  repeated: float = setting(
+      0.5, 'share of turns that equal an earlier one of their episode', at_least=0)
   empty: float = setting(0.1, 'share of turns without a visible character', at_least=0)
   cut: float = setting(0.3, 'share of turns that reached rollout.max_turn', at_least=0)
   truncated: float = setting(0.7, 'share of episodes that ended at a limit', at_least=0)
