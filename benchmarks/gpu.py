@@ -1,16 +1,17 @@
-"""What one GPU makes of the update and of the rollout, against what it can do at best.
+"""Speed of the update and the rollout on one GPU, relative to its measured peak.
 
   python -m benchmarks.gpu --part=ceilings
-  python -m benchmarks.gpu --part=update --size=135M       # 135M, 1.5B, 7B; --layers to cut the model
+  python -m benchmarks.gpu --part=update --size=135M    # 135M, 1.5B, 7B; --layers shortens it
   python -m benchmarks.gpu --part=rollout --size=7B
   python -m benchmarks.gpu --part=numerics --model=FOLDER --passages=FILE.jsonl
-  python -m benchmarks.gpu --part=update --quick              # seconds on a CPU: does the script work?
+  python -m benchmarks.gpu --part=update --quick          # seconds on a CPU: does it work?
 
-Not yet run on a GPU. One JSON line a figure. Random weights of the published shapes, computed in
-bfloat16, rows of 2,048 tokens. `mfu` = FLOPs that the result needs (recomputation does not count) / time / the
-FLOP/s of a large bfloat16 matmul, measured just before; a decode step is held against the time to read
-the weights and the cache once, at the speed of a large copy. Each part is a process of its own, so that
-one that runs out of memory takes nothing along: benchmarks/gpu.sh calls them all.
+Not run on a GPU yet. One JSON line per figure. Random weights of the published shapes, computed in
+bfloat16, rows of 2,048 tokens. `mfu` = FLOPs of the result (without recomputation) / time / the
+FLOP/s of a large bfloat16 matmul, measured just before. A decode step is compared with the time to
+read the weights and the cache once, at the speed of a large copy. Each part is a process of its
+own, so that running out of memory in one does not affect the others. benchmarks/gpu.sh calls all of
+them.
 """
 
 import dataclasses
@@ -52,7 +53,7 @@ NEW_TOKENS = 128  # of a row of the rollout
 
 
 class Size(typing.NamedTuple):
-  """What is measured of a model, chosen to fit in 80 GB."""
+  """The sizes for a model, chosen to fit in 80 GB."""
 
   preset: str
   rows: int  # of the update
@@ -66,8 +67,9 @@ class Size(typing.NamedTuple):
 SIZES = {
     '135M': Size('smollm2-135m', 32, 16, 128, 'float32', 'st_ppo'),
     '1.5B': Size('qwen2.5-1.5b', 16, 4, 64, 'float32', 'so_grpo'),
-    # Weights, two moments, gradient and bias, twice those for a micro-batch: 16 bytes a parameter even in
-    # bfloat16. Ten of 28 layers are 3.4 B parameters. All of it is for LoRA, or for several GPUs.
+    # Weights, two moments, gradient and bias, the last two again per micro-batch: 16 bytes per
+    # parameter even in bfloat16. Ten of 28 layers are 3.4 B parameters. All layers need LoRA or
+    # several GPUs.
     '7B': Size('qwen2.5-7b', 8, 2, 32, 'bfloat16', 'so_grpo', 10),
 }
 QUICK = Size('tiny', 4, 2, 4, 'float32', 'st_ppo')
@@ -88,11 +90,11 @@ def main(unused_argv):
 
 
 def measure_ceilings():
-  """FLOP/s of a large bfloat16 matmul, and bytes/s of a large copy, reads and writes both counted."""
+  """Measures FLOP/s of a large bfloat16 matmul and bytes/s (read plus written) of a large copy."""
   n, size, times = (512, 2**20, 2) if side_by_side.QUICK.value else (8192, 2**29, 20)
   normal = lambda key, shape: jax.random.normal(jax.random.key(key), shape, jnp.bfloat16)
   weights = normal(0, (n, n)) / n**0.5  # products keep their size
-  # Each pass needs the one before, so none can be left out.
+  # Each pass depends on the previous one, so none can be optimised away.
   matmuls = jax.jit(lambda x: jax.lax.fori_loop(0, times, lambda _, x: x @ weights, x))
   copies = jax.jit(lambda x: jax.lax.fori_loop(0, times, lambda _, x: x + 1, x))
   matmul_s = median_s(lambda: matmuls(normal(1, (n, n)))) / times
@@ -105,7 +107,7 @@ def measure_ceilings():
 
 
 def measure_update(best):
-  """Old log-probs and values; optimizer steps in which nothing is clipped, and something."""
+  """Measures log-probs and values, and optimizer steps without and with clipping."""
   size = QUICK if side_by_side.QUICK.value else SIZES[_SIZE.value]
   length = 128 if side_by_side.QUICK.value else 2048
   actor_shape = shape_of(size, size.param_dtype, _LAYERS.value or size.layers)
@@ -131,7 +133,7 @@ def measure_update(best):
   init = jax.jit(decoder.init, static_argnums=1)
   critic = critic_shape and init(jax.random.key(1), critic_shape)
   state = train_state.create_sharded(spec, init(jax.random.key(0), actor_shape), critic, mesh)
-  nothing = train_state.Frozen()  # all is trained
+  nothing = train_state.Frozen()  # everything is trained
   functions = update.compile_functions(spec, state, nothing, mesh)
   batch = ours.random_batch(actor_shape.vocab_size, size.rows, length, np.random.default_rng(0))
   batch = jax.device_put(batch, sharding.rows(mesh))
@@ -155,7 +157,8 @@ def measure_update(best):
       what='log-probs and values', **known, **speed(one_pass + critic_pass, tokens, seconds, best)
   )
   near, _ = annotate()
-  # Whole turns off by half a unit, up and down in turn: either sign of an advantage is clipped somewhere.
+  # Whole turns off by half a unit, up and down in turn: either sign of an advantage is clipped
+  # somewhere.
   far = near.replace(
       old_logp=near.old_logp + jnp.where(near.turn_ids % 2, 0.5, -0.5) * near.action_mask
   )
@@ -178,7 +181,7 @@ def measure_update(best):
 
 
 def measure_rollout(best):
-  """Reading prompts, and sampling after them, to 2,048 tokens a row."""
+  """Measures prefill and decode up to 2,048 tokens per row."""
   size = QUICK if side_by_side.QUICK.value else SIZES[_SIZE.value]
   length, new = (128, 16) if side_by_side.QUICK.value else (2048, NEW_TOKENS)
   shape, rows = shape_of(size, 'bfloat16', _LAYERS.value), size.rollout_rows
@@ -224,12 +227,12 @@ def measure_rollout(best):
 
 
 def _ends(turns):
-  """Every dialogue is over after one turn."""
+  """Ends every episode after one turn."""
   return [engine.Prompt((), 0) for _ in turns]
 
 
 def compare_dtypes(folder, passages):
-  """What bfloat16 changes of a real model: log-probs of real text, and greedy answers."""
+  """Compares bfloat16 with float32 on a real model: log-probs of real text, greedy answers."""
   tokenizer = chat.load_tokenizer(folder)
   texts = [tokenizer.encode(passage.text)[:128] for passage in task_files.load_corpus(passages)]
   rows = np.array(
@@ -248,7 +251,7 @@ def compare_dtypes(folder, passages):
       logp, _ = decoder.token_logp(params, shape, x, tokens)
       return logp[:, 1:], decoder.token_logits(params, shape, x).argmax(axis=-1)
 
-    # On a GPU a float32 matmul would else be done in fewer digits, and be no reference.
+    # On a GPU a float32 matmul has reduced precision by default and would not be a reference.
     with jax.default_matmul_precision('highest' if dtype == 'float32' else 'default'):
       columns = zip(*(read(params, row[None]) for row in rows))
       found[dtype] = [np.concatenate(column) for column in columns]
@@ -282,7 +285,7 @@ def compare_dtypes(folder, passages):
 
 
 def shape_of(size, param_dtype, layers):
-  """The published shape, computed as a run on a GPU computes it."""
+  """Returns the published shape with the settings of a GPU run."""
   shape = shapes.PRESETS[size.preset]
   dtype = 'float32' if side_by_side.QUICK.value else 'bfloat16'
   return dataclasses.replace(
@@ -296,7 +299,7 @@ def shape_of(size, param_dtype, layers):
 
 
 def forward_flops(config, length):
-  """FLOPs of a forward pass for a token of a row of that length: matmuls, and causal attention."""
+  """Returns forward FLOPs per token of a row of that length: matmuls and causal attention."""
   matmul_params = shapes.num_params(config)
   if not config.tie_embeddings or config.head == 'value':
     matmul_params -= config.vocab_size * config.d_model  # looked up, not multiplied
@@ -304,7 +307,7 @@ def forward_flops(config, length):
 
 
 def speed(flops, tokens, seconds, best):
-  """The figures of a computation."""
+  """Returns the figures of a computation."""
   return {
       'tokens_per_s': tokens / seconds,
       'seconds': seconds,
@@ -315,7 +318,7 @@ def speed(flops, tokens, seconds, best):
 
 
 def median_s(run):
-  """Seconds of a call, its result waited for; two calls before, compilation included, do not count."""
+  """Returns the median seconds per call until its result is ready, after two warm-up calls."""
   seconds = []
   for _ in range(2 + side_by_side.REPEATS.value):
     started = time.perf_counter()
@@ -325,13 +328,13 @@ def median_s(run):
 
 
 def peak_gib():
-  """The most memory that the device has held so far; None where it does not say."""
+  """Returns the device's peak memory so far; None if it does not report it."""
   stats = jax.devices()[0].memory_stats()
   return stats and stats['peak_bytes_in_use'] / 2**30
 
 
 def report(**figures):
-  """A JSON line, numbers in four digits."""
+  """Prints a JSON line with numbers in four digits."""
   short = lambda x: float(f'{x:.4g}') if isinstance(x, (float, np.floating)) else x
   line = {'part': _PART.value, 'device': jax.devices()[0].device_kind}
   print(json.dumps(line | {name: short(x) for name, x in figures.items()}), flush=True)

@@ -1,32 +1,32 @@
 #!/usr/bin/env bash
-# All that waits for a GPU, as one job that may be looked at in pieces: SmolLM2 warm start, ST-PPO and PPO,
-# then figures against what the chip can do.
+# Everything that needs a GPU, as one resumable job: SmolLM2 warm start, ST-PPO and PPO, then figures
+# relative to the chip's peak.
 #
 #   benchmarks/gpu.sh MODEL DATA OUT [SECONDS]
 #
 # MODEL: SmolLM2-135M-Instruct as a GGUF file (needs requirements-gguf.txt) or as a Hugging Face folder.
 # DATA: a folder with general_qa.jsonl and general_corpus.jsonl. OUT: where everything goes.
-# The job starts in a session of its own, unless it is under way; this command waits SECONDS for it
-# (default 570). The same command again waits on, resumes a job that was killed, and tries again what
-# failed. Exit status 0: all is done; 75: still under way; 1: something failed (OUT/progress names it).
-# After every call OUT/results holds what is worth keeping: reports, metrics, figures, logs.
+# The job runs in the background, unless it is already running; this command waits SECONDS for it
+# (default 570). The same command again continues to wait, resumes a killed job and repeats failed steps.
+# Exit status 0: done; 75: still running; 1: a step failed (OUT/progress names it).
+# After every call OUT/results has the reports, metrics, figures and logs.
 #
-#   UPDATES=120     of each reinforcement learning run
-#   QUICK=1         a rehearsal in minutes on a CPU: embedded model and questions, 2 updates;
-#                   MODEL is then only converted and compared, stppo_jax/assets/tiny will do
+#   UPDATES=120     per reinforcement learning run
+#   QUICK=1         minutes on a CPU, to try the script: embedded model and questions, 2 updates;
+#                   MODEL is then only converted and compared, and may be stppo_jax/assets/tiny
 #
-# Not yet run on a GPU.
+# Not run on a GPU yet.
 set -euo pipefail
 SELF=$(realpath "$0")
 
-usage() { sed -n '2,/^# Not yet/p' "$SELF" | sed 's/^# \{0,1\}//'; exit 2; }
+usage() { sed -n '2,/^# Not run/p' "$SELF" | sed 's/^# \{0,1\}//'; exit 2; }
 
 main() {
   [ $# -ge 3 ] || usage
   MODEL=$(realpath "$1") DATA=$(realpath "$2") OUT=$(realpath -m "$3")
   mkdir -p "$OUT/done" "$OUT/logs" "$OUT/results"
   export MODEL DATA OUT
-  # The job holds the lock as long as it lives; who gets it here knows that there is no job.
+  # The job holds the lock while it runs, so getting the lock here means that there is no job.
   if flock -n "$OUT/lock" true; then
     setsid flock -n "$OUT/lock" "$SELF" --job </dev/null >>"$OUT/logs/job.log" 2>&1 &
     sleep 1

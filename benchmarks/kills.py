@@ -1,10 +1,10 @@
-"""kill -9 at random moments of a real run; what is left must be, bit for bit, what an undisturbed run leaves.
+"""Kills a real run with kill -9 at random moments; the result must equal an undisturbed run's bits.
 
   python -m benchmarks.kills --kills=20 --staleness=0
 
-Trains the smoke form of the default run twice, once undisturbed and once killed and started again, most
-often within an update or the save after it, else while it starts. Prints one JSON line: kills, those that
-met a save half done, updates, and whether metrics and parameters are equal (exit code 0).
+Trains the smoke form of the default run twice: once undisturbed, and once killed and restarted,
+mostly during an update or the following save, otherwise during start-up. Prints one JSON line:
+kills, kills during a save, updates, and whether metrics and parameters are equal (exit code 0).
 """
 
 import glob
@@ -110,7 +110,7 @@ def _num_lines(workdir):
 
 
 def _metrics(workdir):
-  """The lines without what the clock and the compiler say."""
+  """Returns the lines without timings and compiler figures."""
   return [
       {
           name: value

@@ -1,4 +1,4 @@
-"""Our side of the benchmarks: what a Worker process runs. See torch_peer.py for the other side."""
+"""Our side of the benchmarks, run in a Worker process. torch_peer.py is the other side."""
 
 import collections
 import dataclasses
@@ -25,7 +25,7 @@ from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 
-# A CPU run's settings (experiments/st_ppo_tiny.py, evaluation.make_sampler).
+# The settings of a CPU run (experiments/st_ppo_tiny.py, rollout/agent.py).
 _TINY = dataclasses.replace(
     shapes.PRESETS['tiny'], scan_layers=False, remat='none', cache_tile=decoder.CPU_CACHE_TILE
 )
@@ -63,7 +63,7 @@ SHAPES = {
     ),
 }
 WIDTH = 32  # rows of a band, as in experiments/st_ppo_tiny.py
-_NOTHING = np.zeros((0,), np.int32)  # observed after the last turn
+_NOTHING = np.zeros((0,), np.int32)  # the observation after the last turn
 
 
 class Sampling:
@@ -76,28 +76,30 @@ class Sampling:
     self._samplers = {}
 
   def model(self):
-    """How it is made."""
+    """Describes the model."""
     return describe(self.config)
 
   def greedy(self, prompts, num_new):
-    """[B,num_new] likeliest tokens."""
+    """Returns the most likely tokens [B,num_new]."""
     return self._play(prompts, [], num_new, temperature=0.0)
 
   def sample(self, prompts, num_new):
-    """[B,num_new] tokens sampled at temperature 1 after prompts [B,T]."""
+    """Samples tokens [B,num_new] at temperature 1 after prompts [B,T]."""
     return self._play(prompts, [], num_new)
 
   def profile(self, repeats, prompts, num_new):
-    """Where the time of `sample` goes."""
+    """Profiles `sample`."""
     return _top_ops(lambda: self.sample(prompts, num_new), repeats)
 
   def multi_turn(self, prompts, observations, num_new, wait_s=0.0):
-    """Turns of num_new sampled tokens with observations [K - 1,B,T] between, which take `wait_s` to
-    come; the cache is kept."""
+    """Samples num_new tokens per turn and keeps the cache.
+
+    Observations [K - 1,B,T] come between the turns, after `wait_s` each.
+    """
     return self._play(prompts, observations, num_new, wait_s=wait_s)
 
   def multi_turn_resending(self, prompts, observations, num_new):
-    """The same, but every turn reads the whole conversation anew."""
+    """Does the same, but prefills the whole conversation again in every turn."""
     slots, context = _total(prompts, observations, num_new), prompts
     for observation in [*observations, None]:
       tokens = self._play(context, [], num_new, slots=slots)
@@ -106,7 +108,7 @@ class Sampling:
     return tokens
 
   def _play(self, prompts, observations, num_new, temperature=1.0, wait_s=0.0, slots=None):
-    """The last turn's tokens [B,num_new]."""
+    """Returns the last turn's tokens [B,num_new]."""
     rows = len(prompts)
     slots = slots or _total(prompts, observations, num_new)
     sampler, last, turns = self._sampler(rows, slots, temperature), [None] * rows, [0] * rows
@@ -141,7 +143,7 @@ class Sampling:
 
 
 def _plain(name, **columns):
-  """A row of the table without entropy and KL terms, aggregated as the peers do."""
+  """Returns a variant without entropy and KL terms, aggregated as the peers do."""
   return dataclasses.replace(
       variants.VARIANTS[name], entropy_coef=0.0, kl_in='none', aggregation='token-mean', **columns
   )
@@ -167,7 +169,7 @@ class Learning:
     for name, variant in (
         ('ppo', _plain('ppo', log_bias=False)),
         ('st_ppo, clipped', st_ppo),
-        # Bounds that no ratio reaches, however long the benchmark goes on.
+        # Bounds that no ratio reaches, however long the benchmark runs.
         ('st_ppo, nothing clipped', dataclasses.replace(st_ppo, clip_low=1.0, clip_high=1e6)),
     ):
       spec = train_state.Spec(
@@ -190,29 +192,29 @@ class Learning:
       self._functions[name] = update.compile_functions(
           spec, self._states[name], train_state.Frozen(), self._mesh
       )
-    # Rows of equal length, so each is a bin of its own: the peer packs nothing.
+    # Rows of equal length, so each is a bin of its own: the peer does not pack.
     packed = packing.pack(np.full(rows, length), micro_batch, (length,))
     self._step = packing.Step(np.arange(rows, dtype=np.int32), packed)
     self._batches = self._make_batches(actor_config.vocab_size, rows, length)
 
   def model(self):
-    """How the actor is made; the critic is the same with a head for values."""
+    """Describes the actor; the critic is the same with a value head."""
     return self._model
 
   def batch(self):
-    """The batch of 'ppo' as NumPy arrays, for the peer."""
+    """Returns the batch of 'ppo' as NumPy arrays, for the peer."""
     batch = jax.device_get(self._batches['ppo'])
     return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
 
   def log_probs(self):
-    """Log-probs of the policy and values of the critic, 0 outside the agent's tokens."""
+    """Returns log-probs and values, 0 outside the agent's tokens."""
     batch, _ = self._functions['ppo'].annotate(
         self._states['ppo'], train_state.Frozen(), self._batches['ppo'], packing.stack([self._step])
     )
     return jax.device_get((batch.old_logp, batch.old_values))
 
   def update(self, name):
-    """One optimizer step; its losses and gradient norms before the clip of the norm."""
+    """Does one optimizer step; returns losses and gradient norms before norm clipping."""
     self._states[name], metrics, _ = self._functions[name].update_step(
         self._states[name], train_state.Frozen(), self._batches[name], self._step
     )
@@ -224,11 +226,11 @@ class Learning:
     return {key: float(found[key]) for key in wanted}
 
   def profile(self, repeats, name):
-    """Where the time of `update` goes."""
+    """Profiles `update`."""
     return _top_ops(lambda: self.update(name), repeats)
 
   def _make_batches(self, vocab_size, rows, length):
-    """One batch a learner: off-policy for those that clip, near the policy for the one that must not."""
+    """Makes one batch per learner: off-policy where it must clip, near the policy where not."""
     rng = np.random.default_rng(0)
     batch = random_batch(vocab_size, rows, length, rng)
     mask, turn_ids = batch.action_mask, batch.turn_ids
@@ -236,7 +238,7 @@ class Learning:
     self._batches = {'ppo': jax.device_put(batch, sharding.rows(self._mesh))}
     logp, values = self.log_probs()
     near = batch.replace(old_logp=logp, old_values=values + noise(0.5))
-    # One shift a turn, else the turn's mean would average it away; and one a token.
+    # A shift per turn, which the turn's mean would otherwise average out, and one per token.
     shift = np.concatenate([np.zeros((rows, 1)), 0.4 * rng.normal(size=(rows, turn_ids.max()))], 1)
     shift = np.take_along_axis(shift, turn_ids, axis=1) * mask
     far = near.replace(old_logp=(logp + shift + noise(0.2)).astype(np.float32))
@@ -247,11 +249,11 @@ class Learning:
 
 
 class PpoStep:
-  """Whole steps of PPO, as training/loop.py makes them; makes the models that both sides load."""
+  """Complete PPO steps, as in training/loop.py; makes the models that both sides load."""
 
   def __init__(self, size, folder, rows, num_prompt, num_new, learning_rate, micro_batch):
     self._mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-    # Not tied: the peer's critic is an actor whose output layer has been replaced.
+    # Not tied: the peer's critic is an actor with another output layer.
     config = dataclasses.replace(SHAPES[size], tie_embeddings=False)
     self._model, self._num_new = describe(config), num_new
     actor = decoder.init(jax.random.key(0), config)
@@ -286,15 +288,15 @@ class PpoStep:
     self._key = jax.random.key(1)
 
   def model(self):
-    """How the actor is made; the critic is the same with a head for values."""
+    """Describes the actor; the critic is the same with a value head."""
     return self._model
 
   def value_head(self):
-    """The critic's head [D,1]; all else of it is the actor's."""
+    """Returns the critic's head [D,1]; its other parameters are the actor's."""
     return self._value_head
 
   def step(self, prompts, greedy=False):
-    """One PPO step on prompts [B,P]."""
+    """Does one PPO step on prompts [B,P]."""
     episodes = self._rollout(prompts, 0.0 if greedy else 1.0)
     batch, step = self._to_batch(episodes)
     batch, _ = self._annotate(batch, step)
@@ -306,11 +308,11 @@ class PpoStep:
     return jax.device_get(summary | metrics)
 
   def profile(self, repeats, prompts):
-    """Where the time of `step` goes."""
+    """Profiles `step`."""
     return _top_ops(lambda: self.step(prompts), repeats)
 
   def log_probs(self, prompts, completions):
-    """Log-probs of the completions' tokens [B,T] and values of the states before them."""
+    """Returns log-probs of the completions' tokens [B,T] and values of the states before them."""
     turns = [
         [types.Turn(tokens, np.zeros(len(tokens), np.float32), _NOTHING)]
         for tokens in completions.astype(np.int32)
@@ -338,7 +340,7 @@ class PpoStep:
     return _episodes(prompts, turns)
 
   def _to_batch(self, episodes):
-    """(batch, the optimizer step on all of it)."""
+    """Returns (batch, the optimizer step on all of it)."""
     batch = batching.to_turn_batch(episodes, self._spec.lengths, sharding=sharding.rows(self._mesh))
     lengths = np.array([batching.trained_length(episode) for episode in episodes])
     packed = packing.pack(lengths, self._spec.micro_batch, self._spec.lengths)
@@ -349,7 +351,7 @@ class PpoStep:
 
 
 def _episodes(prompts, turns):
-  """Every other one scores 1."""
+  """Returns episodes, every other one with score 1."""
   task = types.Task(id='', question='', answers=())
   for i, played in enumerate(turns):
     played[-1].reward = float(i % 2)
@@ -359,7 +361,7 @@ def _episodes(prompts, turns):
 
 
 def _make_sampler(config, rows, slots, temperature):
-  """A sampler that nothing stops but the budget."""
+  """Returns a sampler without stop strings: only the token budget ends a turn."""
   never = np.zeros((2, config.vocab_size), np.int32)  # state 1, stopped, is not reached
   return sampling.Sampler(
       config, never, eos_ids=(), max_slots=slots, temperature=temperature, rows=rows, width=WIDTH
@@ -367,7 +369,7 @@ def _make_sampler(config, rows, slots, temperature):
 
 
 def random_batch(vocab_size, rows, length, rng):
-  """Episodes of 32-token turns and observations after a 48-token prompt, not annotated yet; on the host."""
+  """Returns an unannotated host batch: 48-token prompts, 32-token turns and observations."""
   column = np.arange(length) - 48
   turn_ids = np.where((column >= 0) & (column // 32 % 2 == 0), column // 64 + 1, 0)
   turn_ids = np.tile(turn_ids, (rows, 1)).astype(np.int32)
@@ -390,7 +392,7 @@ def random_batch(vocab_size, rows, length, rng):
 
 
 def describe(config):
-  """The shape of a model, and its number of parameters."""
+  """Describes a model's shape and its number of parameters."""
   names = (
       'vocab_size',
       'd_model',
@@ -406,10 +408,10 @@ def describe(config):
 
 
 def _top_ops(run, repeats):
-  """The ops of `repeats` runs by time: [(source, ms a run, executions a run)].
+  """Returns the ops of `repeats` runs by time: [(source, ms per run, executions per run)].
 
-  The source is where the program says that an op comes from; the same line of all layers counts
-  together, and transpose(..) marks the backward pass. Loops are left out: their bodies count.
+  The source is the op's origin in the program. The same line of all layers counts together, and
+  transpose(..) marks the backward pass. Loops are left out, because their bodies count.
   """
   run()
   total, count = collections.Counter(), collections.Counter()
@@ -431,7 +433,7 @@ def _top_ops(run, repeats):
 
 
 def _sources():
-  """(module, op) -> the op_name that tracing gave it, of all programs; '' where they differ."""
+  """Returns {(module, op): op_name from tracing} of all programs; '' where they differ."""
   found = {}
   for executable in jax.devices()[0].client.live_executables():
     for module in executable.hlo_modules():
@@ -442,6 +444,6 @@ def _sources():
 
 
 def _total(prompts, observations, num_new):
-  """Tokens of a whole conversation."""
+  """Returns the number of tokens of a conversation."""
   observed = sum(observation.shape[1] for observation in observations)
   return prompts.shape[1] + observed + (len(observations) + 1) * num_new

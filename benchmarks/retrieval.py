@@ -2,9 +2,10 @@
 
   python -m benchmarks.retrieval --passages=100000 --connections=1,16,64 --seconds=15
 
-Words follow Zipf's law (200,000 of them, the most frequent being stop words), 100 a passage and 6 a
-query, 20,000 different queries. Prints one JSON line a number of connections; needs `wrk` (a Debian
-package) and requirements-server.txt. Pin the server and wrk to cores of their own where you can.
+Words follow Zipf's law: 200,000 words of which the most frequent are stop words, 100 per passage
+and 6 per query, 20,000 different queries. Prints one JSON line per number of connections. Needs
+`wrk` (a Debian package) and requirements-retrieval.txt. Pin the server and wrk to separate cores if
+possible.
 """
 
 import json

@@ -1,18 +1,18 @@
-"""Speed of sampling beside transformers' `generate` and tunix's `Sampler`: same weights, same prompts.
+"""Speed of sampling compared with transformers' `generate` and tunix's `Sampler`.
 
   python -m benchmarks.rollout --tunix_python=PATH           # on a machine that does nothing else
   python -m benchmarks.rollout --quick                       # seconds: does the script work?
   python -m benchmarks.rollout --sizes=2.9M,20M,47M --threads=1 --figures=sample,episodes
-  python -m benchmarks.rollout --profile                     # where our time goes, and no peer
+  python -m benchmarks.rollout --profile                     # profiles ours, without a peer
 
-`sample`: 32 prompts of 64 tokens, then exactly 128 sampled ones. `turns`: 4 turns of 32 sampled and
-32 observed tokens. `episodes`: 64 episodes of 4 turns of 128 sampled and 128 observed tokens, where a
-retriever takes 50 ms for the queries that it gets together. Tokens a second count sampled tokens;
-reading prompts and observations is in the time. Ours also reports each token's log-prob, which the
-peers are not asked for.
+`sample`: 32 prompts of 64 tokens, then exactly 128 sampled tokens. `turns`: 4 turns of 32 sampled
+and 32 observed tokens. `episodes`: 64 episodes of 4 turns of 128 sampled and 128 observed tokens,
+with a retriever that takes 50 ms per batch of queries. Tokens per second count sampled tokens; the
+time includes the prefill of prompts and observations. Ours also returns each token's log-prob,
+which the peers do not compute.
 
-tunix's sampler takes no cache from an earlier call, so that it reads the whole conversation every
-turn; it gets a cache that is no larger than the turn needs, and a program compiled for it.
+tunix's sampler cannot continue from an earlier call's cache, so it prefills the whole conversation
+in every turn. It gets a cache no larger than the turn needs, and a program compiled for it.
 """
 
 import tempfile
@@ -36,7 +36,7 @@ def main(unused_argv):
 
 
 def run(size, threads, quick, repeats):
-  """All figures of one size and thread setting."""
+  """Measures all figures of one size and thread setting."""
   rows, num_new, turn = (4, 16, 8) if quick else (32, 128, 32)
   episodes, long_turn = (8, 16) if quick else (EPISODES, LONG_TURN)
   with tempfile.TemporaryDirectory() as folder:
@@ -97,7 +97,7 @@ def run(size, threads, quick, repeats):
 
 
 def check_same_model(ours, name, peer, prompts, num_new=8):
-  """Raises unless both continue the prompts with the same likeliest tokens."""
+  """Raises unless both continue the prompts with the same most likely tokens."""
   a, b = ours.call('greedy', prompts, num_new), peer.call('greedy', prompts, num_new)
   if not np.array_equal(a, b):
     raise RuntimeError(f'{name}: {np.mean(a != b):.1%} of greedy tokens differ: not the same model')

@@ -3,10 +3,10 @@
   python -m benchmarks.scaling --threads=1           # on a machine that does nothing else
   python -m benchmarks.scaling --quick               # does the script work?
 
-1, 2, 4, 8 turns of 32 sampled and 32 observed tokens after prompts of 64, in 32, 128, 512 episodes,
-all of them under way at once. One JSON line each: median and [min, max] of the seconds, and the
-milliseconds per episode and turn, which stay the same where time grows with the work alone. (Later
-turns attend to more; more rows than a band of 32 overlap with the host's work.)
+1, 2, 4, 8 turns of 32 sampled and 32 observed tokens after prompts of 64, in 32, 128, 512
+concurrent episodes. One JSON line each: median and [min, max] of the seconds, and the milliseconds
+per episode and turn, which are constant if time is proportional to the work. (Later turns attend to
+more tokens; with more than one slot group of 32 rows the host's work overlaps with decoding.)
 """
 
 import tempfile
@@ -27,7 +27,7 @@ def main(unused_argv):
 
 
 def run(size, threads, quick, repeats):
-  """The table of one size and thread setting."""
+  """Measures the table of one size and thread setting."""
   with tempfile.TemporaryDirectory() as folder:
     ours = side_by_side.Worker(threads, 'benchmarks.ours', 'Sampling', size, folder)
     model = ours.call('model')

@@ -1,8 +1,8 @@
-"""Two frameworks in two processes on the same CPUs, timed in turn; one JSON line a figure.
+"""Two frameworks in two processes on the same CPUs, timed alternately; one JSON line per figure.
 
-A benchmark starts one `Worker` a framework and thread setting, so that neither's thread pools,
-allocator or affinity touch the other's. `measure` runs them A B A B .. in one go: what slows the
-machine for a while slows both. This module, and the benchmarks' own, import no framework.
+A benchmark starts one `Worker` per framework and thread setting, so that thread pools, allocators
+and affinities are independent. `measure` alternates them, A B A B .., so that a temporary slowdown
+of the machine affects both. This module and the benchmark scripts import no framework.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ PACKAGES = ('jax', 'jaxlib', 'optax', 'torch', 'transformers', 'google-tunix', '
 
 
 class Worker:
-  """An object that lives in a process of its own and is limited to `threads` CPUs.
+  """An object in a separate process that is limited to `threads` CPUs.
 
   Attributes:
     versions: {package: version} there.
@@ -57,7 +57,7 @@ class Worker:
   """
 
   def __init__(self, threads, module, name, *args, python=sys.executable):
-    """Makes `module.name(*args)` there; its methods are then called by `call` and `timed`.
+    """Creates `module.name(*args)` in the process; `call` and `timed` call its methods.
 
     `python` may be that of another virtual environment, which has the peer installed.
     """
@@ -73,11 +73,11 @@ class Worker:
     self.versions, self.peak_mb = self._receive()
 
   def call(self, method, *args):
-    """What the method returned."""
+    """Returns the result of the method."""
     return self.timed(method, *args)[0]
 
   def timed(self, method, *args):
-    """[what the method returned, wall-clock seconds, CPU seconds], timed inside the process."""
+    """Returns [result, wall-clock seconds, CPU seconds], timed inside the process."""
     self._pipe.send((method, args))
     *reply, self.peak_mb = self._receive()
     return reply
@@ -109,10 +109,10 @@ def run_all(run):
 
 
 def measure(jobs, num_tokens, repeats, warmups=2):
-  """Runs {name: (worker, method, *args)} in rotation; {name: its figures}.
+  """Runs {name: (worker, method, *args)} in rotation; returns {name: figures}.
 
-  The first call of each, compilation included, is reported as `first_call_s` and not counted; nor
-  are the other warm-ups.
+  The first call of each, with compilation, is reported as `first_call_s`. Neither it nor the other
+  warm-up calls count.
   """
   seconds = {name: [] for name in jobs}
   cpu_seconds = {name: [] for name in jobs}
@@ -133,7 +133,7 @@ def measure(jobs, num_tokens, repeats, warmups=2):
 
 
 def report(benchmark, what, size, threads, ours, peer_name=None, peer=None, baseline=None):
-  """Prints one figure: medians, [min, max] of the repeats, and of the ratios of neighbours.
+  """Prints one figure: medians and [min, max] of the repeats and of adjacent repeats' ratios.
 
   `ours`, `peer` and `baseline` (another figure of ours) are values of `measure`'s result.
   """
@@ -199,14 +199,14 @@ def report_fastest(benchmark, what, size, threads, found, peer_name):
 
 
 def micro_batches(rows):
-  """The sizes of micro-batches to try with so many rows: two with --quick, the least with --profile."""
+  """Returns micro-batch sizes to try for a number of rows: two with --quick, one with --profile."""
   wanted = [rows, rows // 2] if QUICK.value else map(int, MICRO_BATCHES.value)
   sizes = sorted({min(size, rows) for size in wanted}, reverse=True)
   return sizes[-1:] if PROFILE.value else sizes
 
 
 def print_machine():
-  """One line about where this runs. A load above 0 means that the figures are not worth keeping."""
+  """Prints a line about the machine. With a load above 0 the figures are not valid."""
   line = {
       'machine': _cpu_name(),
       'cpus': _num_cpus(),
@@ -219,18 +219,18 @@ def print_machine():
 
 
 def print_setting(size, threads, model, workers):
-  """One line about what the figures that follow have in common; workers: {name: Worker}."""
+  """Prints a line about what the following figures share; workers: {name: Worker}."""
   versions = {name: worker.versions for name, worker in workers.items()}
   print_line({'size': size, 'threads': threads, 'model': model, 'versions': versions})
 
 
 def print_line(line):
-  """One JSON line."""
+  """Prints one JSON line."""
   print(json.dumps(line), flush=True)
 
 
 def tunix_left_out(benchmark):
-  """Whether no Python with tunix was named; says so in a line."""
+  """Whether no Python with tunix was given; prints a line if so."""
   if not TUNIX_PYTHON.value:
     print_line(
         {'benchmark': benchmark, 'peer': 'tunix', 'left_out': 'no --tunix_python=PATH given'}
@@ -239,23 +239,25 @@ def tunix_left_out(benchmark):
 
 
 def peak_mb(usage=None):
-  """The most memory that a process has held, by its resource usage; this one by default."""
+  """Returns the peak memory of a process from its resource usage; this process by default."""
   usage = usage or resource.getrusage(resource.RUSAGE_SELF)
-  return usage.ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10)  # bytes there, KiB else
+  return usage.ru_maxrss / (
+      2**20 if sys.platform == 'darwin' else 2**10
+  )  # bytes on macOS, otherwise KiB
 
 
 def min_max(x):
-  """[least, most]."""
+  """Returns [min, max]."""
   return [short(np.min(x)), short(np.max(x))]
 
 
 def short(x):
-  """Four significant digits."""
+  """Rounds to four significant digits."""
   return float(f'{x:.4g}')
 
 
 def print_ops(ops, top=30):
-  """A table of [(source, ms a call, runs a call)], longest first."""
+  """Prints [(source, ms per call, runs per call)] as a table, longest first."""
   total = sum(ms for _, ms, _ in ops)
   print(f'{total:9.2f} ms a call from {len(ops)} sources')
   for name, ms, count in ops[:top]:
@@ -263,7 +265,7 @@ def print_ops(ops, top=30):
 
 
 def _serve(pipe):
-  """The other end of a Worker."""
+  """Runs in the Worker's process and serves its calls."""
   try:
     module, name, args = pipe.recv()
     target = getattr(importlib.import_module(module), name)(*args)
@@ -282,18 +284,19 @@ def _serve(pipe):
 
 @contextlib.contextmanager
 def _limited_to(threads):
-  """While open, this process may use `threads` CPUs, and a child learns so from its surroundings.
+  """Context manager that limits this process and its children to `threads` CPUs.
 
-  XLA and OpenMP size their pools by the affinity; where the system has none (macOS), the variables
-  alone remain, and XLA then keeps to one thread only where 1 is asked for.
+  XLA and OpenMP size their pools by the CPU affinity. On systems without it (macOS) only
+  environment variables are left, with which XLA can be limited to one thread but not to another
+  number.
   """
   before = dict(os.environ)
   os.environ |= {name: str(threads) for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS')}
   os.environ |= {'JAX_PLATFORMS': 'cpu', 'HF_HUB_OFFLINE': '1', 'TRANSFORMERS_VERBOSITY': 'error'}
   os.environ.setdefault(
       huge_pages.VARIABLE, huge_pages.VALUE
-  )  # peers too, though theirs do not say so
-  os.environ.pop('JAX_COMPILATION_CACHE_DIR', None)  # the first call is to compile
+  )  # the peers' pools too, although they do not document it
+  os.environ.pop('JAX_COMPILATION_CACHE_DIR', None)  # so that the first call compiles
   if threads == 1:
     os.environ['XLA_FLAGS'] = (
         os.environ.get('XLA_FLAGS', '') + ' --xla_cpu_multi_thread_eigen=false'
@@ -331,4 +334,4 @@ def _cpu_name():
 
 if __name__ == '__main__':
   _serve(multiprocessing.connection.Connection(int(sys.argv[1])))
-  os._exit(0)  # a peer's threads may wait for work for ever, and Python for them
+  os._exit(0)  # Python would wait for a peer's idle threads forever

@@ -1,13 +1,13 @@
-"""How long a run takes to its first update, and how much memory: with nothing compiled yet, and again.
+"""Time to a run's first update and its memory, with an empty and with a full compilation cache.
 
   python -m benchmarks.startup                       # on a machine that does nothing else
   python -m benchmarks.startup --quick               # the smoke run: does the script work?
 
 Runs `run.py --config=experiments/st_ppo_tiny.py` for two updates with an empty compilation cache
-('cold'), then in another folder with the cache that this has left ('warm'). Before the first update it
-answers 96 held-out questions, one call of the evaluation's sampler: a run cannot leave it out, and this
-is the least. Times `_at` are in seconds from the start of the process. Cold, the second update may
-still compile what the first did not meet. `peak_mb` is of the whole run.
+('cold'), then in another folder with the cache of that run ('warm'). Before the first update it
+answers 96 held-out questions, the minimum, with one call of the evaluation's sampler. Times `_at`
+are in seconds from the start of the process. In the cold run the second update may still compile
+shapes that the first did not have. `peak_mb` is of the whole run.
 """
 
 import json
@@ -35,7 +35,7 @@ def main(unused_argv):
 
 
 def run(workdir, folder):
-  """The figures of one run of two updates."""
+  """Measures one run of two updates."""
   config = 'experiments/st_ppo_tiny.py' + (':smoke' if side_by_side.QUICK.value else '')
   started = time.time()
   with open(os.path.join(folder, 'log'), 'w', encoding='utf-8') as log:
@@ -54,7 +54,7 @@ def run(workdir, folder):
         stderr=log,
         env=os.environ | {'JAX_COMPILATION_CACHE_DIR': os.path.join(folder, 'cache')},
     )
-    _, status, usage = os.wait4(process.pid, 0)  # of this process alone, unlike RUSAGE_CHILDREN
+    _, status, usage = os.wait4(process.pid, 0)  # of this process only, unlike RUSAGE_CHILDREN
   ended = time.time()
   if status:
     with open(os.path.join(folder, 'log'), encoding='utf-8') as log:

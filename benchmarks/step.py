@@ -1,22 +1,23 @@
-"""Speed of a whole PPO step beside tunix's `PPOLearner`: same weights, prompts, optimizer, arithmetic.
+"""Speed of a whole PPO step compared with tunix's `PPOLearner`, on the same weights and prompts.
 
   python -m benchmarks.step --tunix_python=PATH              # on a machine that does nothing else
   python -m benchmarks.step --tunix_python=PATH --quick      # does the script work?
   python -m benchmarks.step --sizes=2.9M,20M,47M --threads=1 --tunix_python=PATH
-  python -m benchmarks.step --profile                        # where our time goes, and no peer
+  python -m benchmarks.step --profile                        # profiles ours, without a peer
 
-A step: 32 prompts of 64 tokens, 128 sampled after each, no early stop; log-probs of the policy and
-values of the critic; token-level GAE (gamma = lambda = 1), whitened; one optimizer step of the actor
-and one of the critic on all rows (clip .2, value clip .5, token mean, no KL, clip of the norm
-at 1, AdamW). Tokens a second count prompts and sampled tokens. Log-probs and gradients are computed some
-rows at a time, which changes the speed alone: both sides are measured with each of --micro_batches.
+A step: 32 prompts of 64 tokens with 128 sampled tokens each and no early stop; log-probs of the
+policy and values of the critic; token-level GAE (gamma = lambda = 1), whitened; one optimizer step
+each of actor and critic on all rows (clip .2, value clip .5, token mean, no KL, gradient norm
+clipped at 1, AdamW). Tokens per second count prompts and sampled tokens. Log-probs and gradients
+are computed in micro-batches, which change only the speed: both sides are measured with each of
+--micro_batches.
 
-Before anything is timed, both sides make a step on greedy episodes. Log-probs and values of other
-text must agree before it, and so must what the step changed of them.
+Before timing, both sides do a step on greedy episodes. Log-probs and values of other text must
+agree before the step, and so must their change by the step.
 
-What differs: our critic's head has a bias; ours has the sampler's log-probs at hand, the norms of the
-gradients and some forty metrics more; tunix turns prompts from text into ids. Embeddings are not tied,
-because tunix's critic is an actor whose output layer has been replaced.
+Differences: our critic's head has a bias. Ours also computes the sampler's log-probs, gradient
+norms and about forty more metrics. tunix tokenizes the prompts. Embeddings are not tied, because
+tunix's critic is an actor with another output layer.
 """
 
 import tempfile
@@ -36,7 +37,7 @@ def main(unused_argv):
 
 
 def run(size, threads, quick, repeats):
-  """The figure of one size and thread setting."""
+  """Measures one size and thread setting."""
   rows, num_prompt, num_new = (4, 16, 16) if quick else (32, 64, 128)
   shape = rows, num_prompt, num_new, LEARNING_RATE
   sizes = side_by_side.micro_batches(rows)
@@ -80,7 +81,7 @@ def run(size, threads, quick, repeats):
 
 
 def check_same_step(ours, peer, prompts, completions):
-  """Raises unless log-probs and values agree, and what a step on greedy episodes does to them."""
+  """Raises unless log-probs and values agree, and their changes by a step on greedy episodes."""
   before = [side.call('log_probs', prompts, completions) for side in (ours, peer)]
   for side in (ours, peer):
     side.call('step', prompts, True)

@@ -1,7 +1,7 @@
-"""The peer's side of the benchmarks: transformers and torch, as their users are told to use them.
+"""The peer's side of the benchmarks: transformers and torch, used as their documentation says.
 
-Float32, attention by torch's own `scaled_dot_product_attention`, eager. The same weights, from the
-folder that ours.py wrote.
+Float32, torch's `scaled_dot_product_attention`, eager mode. The weights are from the folder that
+ours.py wrote.
 """
 
 import os
@@ -20,20 +20,22 @@ class Sampling:
     self._model = _load(transformers.AutoModelForCausalLM, folder, 'actor').eval()
 
   def greedy(self, prompts, num_new):
-    """[B,num_new] likeliest tokens."""
+    """Returns the most likely tokens [B,num_new]."""
     return self._generate(torch.from_numpy(prompts), num_new, do_sample=False)
 
   def sample(self, prompts, num_new):
-    """[B,num_new] tokens sampled at temperature 1 after prompts [B,T]."""
+    """Samples tokens [B,num_new] at temperature 1 after prompts [B,T]."""
     return self._generate(torch.from_numpy(prompts), num_new)
 
   def multi_turn_resending(self, prompts, observations, num_new, wait_s=0.0):
-    """Turns with observations [K - 1,B,T] between, which take `wait_s` to come, all in one request;
-    every turn reads the whole conversation anew."""
+    """Samples turns, each with a prefill of the whole conversation.
+
+    Observations [K - 1,B,T] come between the turns, all rows' together after `wait_s`.
+    """
     return self._multi_turn(prompts, observations, num_new, keep_cache=False, wait_s=wait_s)
 
   def multi_turn(self, prompts, observations, num_new):
-    """The same with the cache handed from turn to turn; works only for rows of equal length."""
+    """Does the same with one cache for all turns; works only for rows of equal length."""
     return self._multi_turn(prompts, observations, num_new, keep_cache=True)
 
   def _multi_turn(self, prompts, observations, num_new, keep_cache, wait_s=0.0):
@@ -85,14 +87,14 @@ class Learning:
 
   @torch.no_grad()
   def log_probs(self):
-    """Log-probs of the policy and values of the critic, 0 outside the agent's tokens."""
+    """Returns log-probs and values, 0 outside the agent's tokens."""
     of_all = lambda function: torch.cat(
         [function(micro['tokens']) * micro['action_mask'] for micro in self._micro_batches]
     ).numpy()
     return of_all(self._logp), of_all(self._values)
 
   def update(self):
-    """One optimizer step; its losses and gradient norms before the clip of the norm."""
+    """Does one optimizer step; returns losses and gradient norms before norm clipping."""
     for optimizer in self._optimizers:
       optimizer.zero_grad()
     policy_losses, value_losses = [], []
@@ -130,13 +132,13 @@ class Learning:
     return norm.item()
 
   def _logp(self, tokens):
-    """[B,T], column t of token t; column 0 is 0."""
+    """Returns log-probs [B,T]; column t belongs to token t, column 0 is 0."""
     logits = self._actor(tokens, use_cache=False).logits[:, :-1]
     logp = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
     return torch.nn.functional.pad(logp, (1, 0))
 
   def _values(self, tokens):
-    """[B,T], column t of the state before token t; column 0 is 0."""
+    """Returns values [B,T] of the state before token t; column 0 is 0."""
     values = self._critic(tokens, use_cache=False).logits[:, :-1, 0]
     return torch.nn.functional.pad(values, (1, 0))
 

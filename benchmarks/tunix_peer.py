@@ -1,7 +1,7 @@
-"""google-tunix's side of the benchmarks: its own sampler and its own PPO learner, as its examples call them.
+"""google-tunix's side of the benchmarks: its sampler and PPO learner, as in its examples.
 
-Runs in an environment of its own (see README.md): the Worker that imports this module is told which
-Python to use. Float32, the weights from the folder that ours.py wrote.
+Runs in a separate environment (see README.md), whose Python is passed to the Worker. Float32, with
+the weights from the folder that ours.py wrote.
 """
 
 import json
@@ -32,16 +32,18 @@ class Sampling:
     self._samplers = {}
 
   def greedy(self, prompts, num_new):
-    """[B,num_new] likeliest tokens."""
+    """Returns the most likely tokens [B,num_new]."""
     return self._generate(prompts, num_new, temperature=0.0)
 
   def sample(self, prompts, num_new):
-    """[B,num_new] tokens sampled at temperature 1 after prompts [B,T]."""
+    """Samples tokens [B,num_new] at temperature 1 after prompts [B,T]."""
     return self._generate(prompts, num_new, temperature=1.0, top_p=1.0)
 
   def multi_turn_resending(self, prompts, observations, num_new, wait_s=0.0):
-    """Turns with observations [K - 1,B,T] between, which take `wait_s` to come, all in one request;
-    every turn reads the whole conversation anew."""
+    """Samples turns, each with a prefill of the whole conversation.
+
+    Observations [K - 1,B,T] come between the turns, all rows' together after `wait_s`.
+    """
     context = prompts
     for observation in [*observations, None]:
       tokens = self.sample(context, num_new)
@@ -61,7 +63,7 @@ class Sampling:
     found = self._samplers[slots](
         [row.tolist() for row in context],
         max_generation_steps=num_new,
-        max_prompt_length=context.shape[1],  # its own padding to a power of two would cost it more
+        max_prompt_length=context.shape[1],  # its own padding to a power of two would be slower
         seed=0,
         **options,
     )
@@ -69,9 +71,9 @@ class Sampling:
 
 
 class PpoStep:
-  """Whole steps of `PPOLearner`: rollout, log-probs, values, advantages, both updates.
+  """Complete steps of `PPOLearner`: rollout, log-probs, values, advantages, both updates.
 
-  The learner asks for prompts itself; it is run in a thread, and a step is over when it asks again.
+  The learner fetches prompts itself, so it runs in a thread. A step ends when it asks for more.
   """
 
   def __init__(self, folder, rows, num_prompt, num_new, learning_rate, micro_batch, value_head):
@@ -108,7 +110,7 @@ class PpoStep:
             rollout_config=self._rollout,
         ),
     )
-    # Whole numbers: it keeps rewards as integers.
+    # Integers, because it stores rewards as integers.
     score = lambda prompts, completions, **unused: [float(i % 2) for i in range(len(prompts))]
     learner = ppo_learner.PPOLearner(
         self._cluster,
@@ -123,16 +125,16 @@ class PpoStep:
     self._wait()
 
   def step(self, prompts, greedy=False):
-    """One PPO step on prompts [B,P]."""
-    self._rollout.top_p = None if greedy else 1.0  # None is its word for greedy
-    # A list of numbers would be taken apart on the way; a text is not.
+    """Does one PPO step on prompts [B,P]."""
+    self._rollout.top_p = None if greedy else 1.0  # None means greedy
+    # As a text, because a list of numbers would be split up on the way.
     self._given.put({'prompts': np.array([' '.join(map(str, row)) for row in prompts])})
     self._wait()
     trainers = self._cluster.actor_trainer, self._cluster.critic_trainer
     jax.block_until_ready([nnx.state(trainer.model) for trainer in trainers])
 
   def log_probs(self, prompts, completions):
-    """Log-probs of the completions' tokens [B,T] and values of the states before them."""
+    """Returns log-probs of the completions' tokens [B,T] and values of the states before them."""
     cluster, pad = self._cluster, self._cluster.rollout.pad_id()
     prompts, completions = jnp.asarray(prompts), jnp.asarray(completions)
     logp = cluster.get_old_per_token_logps(prompts, completions)
@@ -157,38 +159,38 @@ class PpoStep:
 
 
 class Ids:
-  """A tokenizer for prompts that are ids already, or ids in a text.
+  """A tokenizer for prompts that are already ids, or ids in a text.
 
-  Padding and end are an id past the vocabulary: no sampled token is taken for either.
+  Padding and end have an id past the vocabulary, which no sampled token can have.
   """
 
   def __init__(self, vocab_size):
     self._none = vocab_size
 
   def encode(self, ids, **unused_options):
-    """The ids."""
+    """Returns the ids."""
     return [int(i) for i in (ids.split() if isinstance(ids, str) else ids)]
 
   def decode(self, ids, **unused_options):
-    """No text: nobody reads it, and its time is not counted."""
+    """Returns no text: it is not used, and its time should not count."""
     del ids
     return ''
 
   def bos_id(self):
-    """0: none is added."""
+    """Returns 0: no BOS is added."""
     return 0
 
   def eos_id(self):
-    """Of no token."""
+    """Returns an id of no token."""
     return self._none
 
   def pad_id(self):
-    """Of no token."""
+    """Returns an id of no token."""
     return self._none
 
 
 def load(folder):
-  """The Qwen2 of a Hugging Face folder."""
+  """Loads the Qwen2 model of a Hugging Face folder."""
   with open(os.path.join(folder, 'config.json'), encoding='utf-8') as file:
     config = json.load(file)
   shape = qwen2.ModelConfig(

@@ -2,12 +2,12 @@
 
   python -m benchmarks.update                      # minutes; on a machine that does nothing else
   python -m benchmarks.update --quick              # seconds: does the script work?
-  python -m benchmarks.update --profile --sizes=2.9M --threads=1      # where our time goes
+  python -m benchmarks.update --profile --sizes=2.9M --threads=1      # profiles ours
 
-Before anything is timed, losses and gradient norms of three steps must agree. Tokens a second count
-all tokens of the batch, prompts and observations included. `ppo` is beside the peer; ST-PPO, which
-measures the clipping bias too, beside our own `ppo` as `time_over_baseline`. How many rows are computed
-at once changes the speed alone: both sides are measured with each of --micro_batches.
+Before timing, losses and gradient norms of three steps must agree. Tokens per second count all
+tokens of the batch, with prompts and observations. `ppo` is compared with the peer; ST-PPO, which
+also computes the clipping bias, with our own `ppo` as `time_over_baseline`. The size of a
+micro-batch changes only the speed: both sides are measured with each of --micro_batches.
 """
 
 import tempfile
@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks import side_by_side
 
-# Rows, tokens a row.
+# Rows, tokens per row.
 BATCHES = {'0.94M': (32, 192), '2.9M': (16, 256), '20M': (16, 256), '47M': (16, 256)}
 LEARNING_RATE = 1e-5
 VARIANTS = ('ppo', 'st_ppo, nothing clipped', 'st_ppo, clipped')
@@ -28,7 +28,7 @@ def main(unused_argv):
 
 
 def run(size, threads, quick, repeats):
-  """All figures of one size and thread setting."""
+  """Measures all figures of one size and thread setting."""
   rows, length = (4, 128) if quick else BATCHES[size]
   sizes = side_by_side.micro_batches(rows)
   with tempfile.TemporaryDirectory() as folder:
@@ -86,7 +86,7 @@ def run(size, threads, quick, repeats):
 def check_same_numbers(ours, peer, steps=3):
   """Raises unless log-probs, values, losses and gradient norms agree, before and after updates.
 
-  Returns the seconds of each side's first step: ours compiles there.
+  Returns the seconds of each side's first step, in which ours compiles.
   """
   seconds = []
   for a, b in zip(ours.call('log_probs'), peer.call('log_probs')):

@@ -3,7 +3,7 @@
   python run.py --config=experiments/grpo_7b.py --config.model.folder=FOLDER/Qwen2.5-7B \
     --config.data.source=FOLDER/nq_hotpotqa.parquet --config.retriever.url=http://HOST:8000/retrieve
 
-Not yet run.
+Not run yet.
 Does it fit?  python run.py --config=experiments/grpo_7b.py --mode=plan --topology=v5e:8x8
 """
 
@@ -15,8 +15,9 @@ def get_config(mode=''):
   config.name = config.name.replace('ppo_7b', 'grpo_7b')
   config.algorithm.variant = 'grpo'
   config.algorithm.aggregation = 'seq-mean-token-mean'  # GRPO's formula, and the paper's
-  # Search-R1's GRPO: five answers a question, KL in the loss by k3. Ours: the episodes, which five must
-  # divide (theirs: 512 questions of five); mini-batches of half of them keep the off-policyness.
+  # Search-R1's GRPO: five episodes per question, KL in the loss by k3. Ours: the number of
+  # episodes, which five must divide (theirs: 512 questions times five). A mini-batch is half of
+  # them, as in PPO.
   config.algorithm.kl_in = 'loss'
   config.algorithm.kl_estimator = 'k3'
   config.rollout.group_size = 4 if mode else 5

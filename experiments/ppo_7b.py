@@ -3,11 +3,11 @@
   python run.py --config=experiments/ppo_7b.py --config.model.folder=FOLDER/Qwen2.5-7B \\
     --config.data.source=FOLDER/nq_hotpotqa.parquet --config.retriever.url=http://HOST:8000/retrieve
 
-Not yet run. (Published for this recipe, base model: mean exact match .431 over seven data sets.)
+Not run yet. (Published for this recipe and base model: mean exact match .431 on seven data sets.)
 Does it fit?  python run.py --config=experiments/ppo_7b.py --mode=plan --topology=v5e:8x8
 
-Settings are those of Search-R1's v0.2 script; what is ours says so. The other 7B experiments start
-from here.
+The settings are those of Search-R1's v0.2 script; differences are marked as ours. The other 7B
+experiments start from this one.
 """
 
 from stppo_jax import config as schema
@@ -17,7 +17,7 @@ from stppo_jax.types import UserError
 def get_config(mode=''):
   config = schema.Config()
   config.name = 'ppo_7b'
-  # Ours: their train.parquet and test.parquet in one file. The corpus is behind the retriever.
+  # Ours: their train.parquet and test.parquet in one file. The retriever has the corpus.
   config.data = schema.Data(source='data/nq_hotpotqa.parquet', eval_split='test')
   config.env = schema.Env(prompt='search_r1', max_turns=4, reward='em')
   config.retriever = schema.Retriever(kind='http', dialect='search_r1', top_k=3)
@@ -54,7 +54,7 @@ def get_config(mode=''):
       episodes=512,
       mini_batch=256,
       epochs=1,
-      # Ours: one row for each of 64 devices; 8 on 8 devices. It changes memory, never the result.
+      # Ours: one row per device on 64 devices; use 8 on 8. It changes memory, never the result.
       micro_batch=64,
       length_buckets=(1024, 2048, 4096),
       checkpoint_every=100,
@@ -63,12 +63,12 @@ def get_config(mode=''):
   if mode == 'smoke':
     shrink(config)
   elif mode:
-    raise UserError(f'{mode!r} is no form of this experiment: give :smoke, or nothing')
+    raise UserError(f'{mode!r} is not a form of this experiment: give :smoke, or nothing')
   return config
 
 
 def shrink(config):
-  """Makes it the same algorithm on the embedded model and questions: 2 updates, about a minute."""
+  """Keeps the algorithm, but on the embedded model and questions: 2 updates, about a minute."""
   config.name += '_smoke'
   config.data = schema.Data()
   config.env.prompt = 'short'

@@ -3,7 +3,7 @@
   python run.py --config=experiments/so_grpo_7b.py --config.model.folder=FOLDER/Qwen2.5-7B \
     --config.data.source=FOLDER/nq_hotpotqa.parquet --config.retriever.url=http://HOST:8000/retrieve
 
-Not yet run.
+Not run yet.
 Does it fit?  python run.py --config=experiments/so_grpo_7b.py --mode=plan --topology=v5e:8x8
 """
 

@@ -3,11 +3,12 @@
   python run.py --config=experiments/st_ppo_med_7b.py --config.model.folder=FOLDER/Qwen2.5-7B \
     --config.data.source=FOLDER/qa.jsonl --config.data.corpus=FOLDER/corpus.jsonl
 
-Not yet run.
+Not run yet.
 Does it fit?  python run.py --config=experiments/st_ppo_med_7b.py --mode=plan --topology=v5e:8x8
 
-Questions with `options` and the right letter as `answer` are asked as multiple choice. The paper names
-this task and not its settings: all that differs from st_ppo_7b is ours. Retrieval is BM25 in process.
+Questions with `options` and the correct letter as `answer` become multiple choice. The paper names
+this task but not its settings, so all differences from st_ppo_7b are ours. Retrieval is in-process
+BM25.
 """
 
 from experiments import st_ppo_7b

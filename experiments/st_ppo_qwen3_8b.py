@@ -1,9 +1,9 @@
-"""ST-PPO on Qwen3-8B with Wikipedia search: a model family that reviewers of the paper asked for.
+"""ST-PPO on Qwen3-8B with Wikipedia search: another model family, as the paper's reviewers asked.
 
   python run.py --config=experiments/st_ppo_qwen3_8b.py --config.model.folder=FOLDER/Qwen3-8B \
     --config.data.source=FOLDER/nq_hotpotqa.parquet --config.retriever.url=http://HOST:8000/retrieve
 
-Not yet run.
+Not run yet.
 Does it fit?  python run.py --config=experiments/st_ppo_qwen3_8b.py --mode=plan --topology=v5e:8x8
 """
 

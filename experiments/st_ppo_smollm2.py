@@ -1,4 +1,4 @@
-"""ST-PPO on a real small model: SmolLM2-135M-Instruct, real questions, BM25 over real passages, one GPU.
+"""ST-PPO on SmolLM2-135M-Instruct: real questions, BM25 over real passages, one GPU.
 
   python -m stppo_jax.models.gguf SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2
   python -m scripts.sft_smollm2 --model=models/smollm2 --source=DATA/general_qa.jsonl \\
@@ -6,12 +6,12 @@
   python run.py --config=experiments/st_ppo_smollm2.py --config.model.folder=runs/sft_smollm2 \\
     --config.data.source=DATA/general_qa.jsonl --config.data.corpus=DATA/general_corpus.jsonl
 
-Not yet run on a GPU. With `--config.algorithm.variant=ppo --workdir=runs/ppo_smollm2` the same run is plain PPO, and
-benchmarks/gpu.sh does it all, resuming where it was cut off.
+Not run on a GPU yet. With `--config.algorithm.variant=ppo --workdir=runs/ppo_smollm2` the same run
+is plain PPO. benchmarks/gpu.sh does all of this and resumes where it was interrupted.
 
-`:cpu` is the same code in 3 updates of 2 episodes on a CPU, after `sft_smollm2 --form=cpu`; the same command resumes it.
-Seen: all 3 updates and both evaluations, exact match 0 of 4 before and after (that warm start is 15 steps), 10 minutes
-of CPU, at most 12.7 GiB.
+`:cpu` is the same code in 3 updates of 2 episodes on a CPU, after `sft_smollm2 --form=cpu`. Seen:
+all 3 updates and both evaluations, exact match 0 of 4 before and after (that warm start has 15
+steps), 10 CPU minutes, at most 12.7 GiB.
 """
 
 from experiments import ppo_7b
@@ -23,22 +23,23 @@ def get_config(mode=''):
   config = schema.Config()
   config.name = 'st_ppo_smollm2'
   config.data = schema.Data(source='data/general_qa.jsonl', corpus='data/general_corpus.jsonl')
-  # Two hops take two searches, and three fit into the tokens of a row.
+  # Two hops take two searches, and a row has room for three.
   config.env = schema.Env(prompt='search_r1', max_turns=3, reward='em')
   config.retriever = schema.Retriever(kind='bm25', top_k=3)
   config.model = schema.Model(folder='runs/sft_smollm2', critic='separate')
-  # Prompts take 180 tokens, three passages 360: 320 + 3 (128 + 384) would be 1,856, and few turns are
-  # half as long as 128.
+  # Prompts have 180 tokens, three passages 360. 320 + 3 (128 + 384) would be 1,856, but few turns
+  # reach half of 128 tokens.
   config.rollout = schema.Rollout(max_prompt=320, max_turn=128, max_observation=384, max_total=1536)
   config.algorithm.variant = 'st_ppo'
-  # The bonus, which Adam scales up where the policy's gradient is noise, broke the smaller default run.
+  # Adam scales the bonus up where the policy's gradient is noise; it broke the smaller default run.
   config.algorithm.entropy_coef = 0.0
-  # Search-R1's 1e-6 is for models 50 times as large; the default run's 2e-4 for one 140 times smaller.
+  # Search-R1's 1e-6 is for models 50 times larger, the default run's 2e-4 for one 140 times
+  # smaller.
   config.actor = schema.Optimizer(lr=1e-5, warmup=0.05)
   config.critic = schema.Optimizer(lr=5e-5, warmup=0.05)
   config.train = schema.Train(
-      # 128 episodes are some 100k tokens, seconds for such a model. Four optimizer steps an update
-      # make it off-policy: without that nothing is clipped, and the variants are one.
+      # 128 episodes are about 100k tokens, seconds for such a model. Four optimizer steps per
+      # update make it off-policy: otherwise nothing is clipped, and all variants are the same.
       updates=120,
       episodes=128,
       mini_batch=64,
@@ -56,7 +57,7 @@ def get_config(mode=''):
     config.model.dtype = 'float32'
     config.model.remat = 'none'
     config.rollout = schema.Rollout(max_prompt=256, max_turn=80, max_observation=160, max_total=640)
-    config.train = schema.Train(  # some 10 minutes of one core, resumed after any update
+    config.train = schema.Train(  # about 10 minutes on one core; resumable after any update
         updates=3,
         episodes=2,
         mini_batch=1,
@@ -69,5 +70,5 @@ def get_config(mode=''):
   elif mode == 'smoke':
     ppo_7b.shrink(config)
   elif mode:
-    raise UserError(f'{mode!r} is no form of this experiment: give :cpu, :smoke, or nothing')
+    raise UserError(f'{mode!r} is not a form of this experiment: give :cpu, :smoke, or nothing')
   return config

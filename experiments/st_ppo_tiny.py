@@ -2,7 +2,8 @@
 
   python run.py
 
-Seen: held-out exact match .37 -> .77, .73 and .71 (seeds 0, 1, 2) in three to five minutes on two cores.
+Seen: held-out exact match .37 -> .77, .73 and .71 (seeds 0, 1, 2) in three to five minutes on two
+cores.
 """
 
 from stppo_jax import config as schema
@@ -27,7 +28,7 @@ def get_config(mode=''):
       width=32,
       chunks=(16, 64),
       threads=0,
-  )  # BM25 in the same process: nothing to wait for
+  )  # BM25 in the same process: no waiting
   config.algorithm.variant = 'st_ppo'
   config.algorithm.kl_in = 'none'
   config.algorithm.entropy_coef = 0.0  # .001 drove the entropy from .2 to 1.2 in 15 updates
@@ -50,5 +51,5 @@ def get_config(mode=''):
     config.train.mini_batch = 16
     config.eval.episodes = 32
   elif mode:
-    raise UserError(f'{mode!r} is no form of this experiment: give :smoke, or nothing')
+    raise UserError(f'{mode!r} is not a form of this experiment: give :smoke, or nothing')
   return config

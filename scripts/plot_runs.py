@@ -1,4 +1,4 @@
-"""Draws runs side by side: held-out exact match, and the agent's own score, by update.
+"""Draws several runs side by side: held-out exact match and training score by update.
 
 python -m scripts.plot_runs --out=docs/st_ppo_tiny.png runs/seed0 runs/seed1 runs/seed2
 """
@@ -16,7 +16,7 @@ _OUT = flags.DEFINE_string('out', 'runs.png', 'picture to write')
 _CURVES = {
     'held-out exact match (greedy)': 'val-core/all/em',
     'score while training (sampled)': 'critic/score/mean',
-    'searches an episode': 'env/searches/mean',
+    'searches per episode': 'env/searches/mean',
     'clipped share of tokens': 'actor/pg_clipfrac',
 }
 

@@ -1,11 +1,11 @@
-"""Exact match of policies that need no training: the rows to hold a trained agent against.
+"""Exact match of policies that are not trained, as references for a trained agent.
 
 python -m scripts.reference_policies --split=dev      # prints JSON lines
 
-random       answers at once with an answer drawn from the training questions
-no_search    the warm-started model, greedy, without any search
-warm_start   the same model with its searches: where training begins
-template     searches for each gold title in turn, and answers with what the last step found: the ceiling
+random       answers immediately with an answer drawn from the training questions
+no_search    the warm-started model, greedy, without searches
+warm_start   the same model with searches, which is where training starts
+template     searches for each gold title in turn and answers with the last finding: a ceiling
 """
 
 import json
@@ -56,7 +56,7 @@ def _template(agent, tasks):
 
 
 def _step_all(agent, task, actions):
-  """The EM of an episode with these actions; an answer counts only if the passages held it."""
+  """Returns the EM of an episode with these actions; an answer counts only if a passage had it."""
   env = agent.env(task, seed=0)
   env.reset()
   shown = ''

@@ -1,11 +1,11 @@
 """Templated trajectories of the search task: questions with their evidence in, demonstrations out.
 
-A demonstration plays a question through the real environment, with what BM25 really finds. It is kept
-only if what it says stands in what it was shown, so that reading is learnt, and not guessing. It looks
-up the steps that come with a question (or, without those, the question, then titles that were
-mentioned), leaves out a search whose finding has been read, and ends with the answer. So there are
-one, two and three searches, and what to search for is worded in several ways: reinforcement learning
-needs such variety to choose from.
+A demonstration plays a question through the real environment with real BM25 results. It is kept
+only if its claims appear in its observations, so that the model learns to read and not to guess. It
+looks up the steps of a question (or, without steps, the question and then titles that were
+mentioned), skips searches whose finding has already appeared, and ends with the answer. So
+demonstrations have one, two or three searches in several wordings, a variety that reinforcement
+learning can select from.
 """
 
 import re
@@ -22,14 +22,12 @@ from stppo_jax.training import sft
 BEGINNINGS = ('I need to find: {}', 'First I look up: {}', 'What I have to know is: {}')
 CONTINUATIONS = ('Now I need: {}', 'The next thing to look up is: {}', 'That leaves: {}')
 ENDINGS = ('So the answer is {}.', 'This means that the answer is {}.', 'The answer is {}.')
-WHOLE_FIRST = (
-    0.3  # of those with steps: search for the question as it is, as one who sees no steps yet
-)
-MAX_QUOTE = 30  # words of a passage that a thought repeats
+WHOLE_FIRST = 0.3  # share of questions with steps whose first search is the whole question
+MAX_QUOTE = 30  # words of a passage that a thought quotes
 
 
 class Demonstrator:
-  """Plays questions by template, through the run's environment and within its lengths."""
+  """Plays questions by template in the run's environment and within its lengths."""
 
   def __init__(self, passages, tokenizer, config):
     self._passages = {passage.id: passage for passage in passages}
@@ -38,7 +36,7 @@ class Demonstrator:
     self._env, self._top_k, self._limits = config.env, config.retriever.top_k, config.rollout
 
   def pool(self, tasks, copies, seed):
-    """The demonstrations that hold up, of at most `copies` a task; equal ones are kept once."""
+    """Returns the valid demonstrations without duplicates, at most `copies` per task."""
     pool = {}
     for task in tasks:
       for copy in range(copies):
@@ -48,7 +46,7 @@ class Demonstrator:
     return list(pool.values())
 
   def row(self, task, rng):
-    """A demonstration as tokens; None if there is none, or the rollout would have cut it."""
+    """Returns a demonstration as tokens; None if there is none or the rollout would truncate it."""
     played, limits = self.play(task, rng), self._limits
     if played is None:
       return None
@@ -63,7 +61,7 @@ class Demonstrator:
     return row if fits else None
 
   def play(self, task, rng):
-    """(prompt, [(turn, observation), ..]) as texts; None where a finding is not to be found."""
+    """Returns (prompt, [(turn, observation), ..]) as texts; None if a finding does not appear."""
     env = search.SearchEnv(
         task,
         self._retriever,
@@ -82,7 +80,7 @@ class Demonstrator:
     return story.prompt, story.turns
 
   def _follow_steps(self, task, story, rng):
-    """Looks up what each step asks for, unless it has been read; the findings, or None."""
+    """Looks up each step unless its finding has appeared; returns the findings, or None."""
     findings, news = [], []
     if rng.random() < WHOLE_FIRST and not story.look_up([], task.question):
       return None
@@ -97,7 +95,7 @@ class Demonstrator:
     return findings
 
   def _follow_titles(self, task, story):
-    """Looks up the question, then titles that were mentioned and are missing; quotations, or None."""
+    """Looks up the question, then missing titles that were mentioned; returns quotes, or None."""
     if not task.gold or not story.look_up([], task.question):
       return None
     while missing := [passage for passage in task.gold if passage not in story.shown]:
@@ -114,14 +112,14 @@ class Demonstrator:
     return [f'{passage.title}: {_closed(quote)}' for passage, quote in zip(gold, quotes)]
 
   def _has_read(self, found, task, story):
-    """Whether a gold passage that was shown says so, above where the observation was cut."""
+    """Whether a gold passage contains the finding, in the visible part of the observation."""
     gold = [self._passages[passage] for passage in task.gold if passage in story.shown]
     return _contains(story.text, found) and any(
         _contains(f'{passage.title} {passage.text}', found) for passage in gold
     )
 
   def _answer(self, task, story):
-    """The first spelling of the answer that was read, or that needs no reading; None if there is none."""
+    """Returns the first spelling of the answer that appeared or needs no evidence; else None."""
     return next(
         (
             answer
@@ -139,17 +137,17 @@ class Demonstrator:
 
 
 class Story:
-  """A demonstration as it grows."""
+  """A demonstration under construction."""
 
   def __init__(self, env, visible, rng):
     self._env, self._visible, self._rng = env, visible, rng
     self.prompt, _ = env.reset()
     self.turns = []  # (turn, observation)
     self.shown = set()  # ids of passages
-    self.text = ''  # of all observations, as far as the agent can see them
+    self.text = ''  # the visible part of all observations
 
   def look_up(self, news, query):
-    """A turn that tells the news and searches; False, and no turn, if there are no searches left."""
+    """Adds a turn that states the news and searches; returns False if no search is left."""
     if len(self.turns) == self._env.max_turns:
       return False
     wording = _pick(self._rng, BEGINNINGS if not self.turns else CONTINUATIONS)
@@ -159,7 +157,7 @@ class Story:
     return True
 
   def act(self, thoughts, action):
-    """A turn, and what the environment says to it."""
+    """Adds a turn and the environment's observation."""
     turn = f'<think> {" ".join(thoughts)} </think>\n{action}'
     observation, _, _, _, info = self._env.step(turn)
     self.turns.append((turn, observation))
@@ -167,14 +165,14 @@ class Story:
 
 
 def _put_in(question, earlier):
-  """A step's question with what earlier steps found: '#1 >> capital' -> 'France capital'."""
+  """Inserts earlier findings into a step's question: '#1 >> capital' -> 'France capital'."""
   for i, (_, found) in enumerate(earlier, 1):
     question = re.sub(rf'#{i}\b', lambda _: found, question)
   return ' '.join(question.replace('>>', ' ').split()).rstrip(' ?')
 
 
 def _quote(passage, answers):
-  """At most MAX_QUOTE words of the passage: up to the answer, or of its first sentence."""
+  """Returns at most MAX_QUOTE words of the passage: up to the answer, or its first sentence."""
   sentences = re.split(r'(?<=[.!?])\s+', passage.text)
   sentence = next((s for s in sentences if any(_contains(s, a) for a in answers)), sentences[0])
   words = sentence.split()
@@ -194,7 +192,7 @@ def _closed(quote):
 
 
 def _contains(text, phrase):
-  """Whether the words of `phrase` stand in `text`, as exact match compares them."""
+  """Whether `text` contains the words of `phrase`, normalised as for exact match."""
   words = rewards.normalize_answer(phrase)
   return bool(words) and f' {words} ' in f' {rewards.normalize_answer(text)} '
 

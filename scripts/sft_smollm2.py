@@ -1,17 +1,18 @@
-"""The warm start of st_ppo_smollm2: SmolLM2 learns to think, search, read and answer from templates.
+"""Warm start of st_ppo_smollm2: SmolLM2 learns to think, search, read and answer from templates.
 
   python -m scripts.sft_smollm2 --model=models/smollm2 --source=DATA/general_qa.jsonl \\
     --corpus=DATA/general_corpus.jsonl --out=runs/sft_smollm2
 
-Not yet run. In small, on one CPU core, with the lengths of `st_ppo_smollm2.py:cpu`:
+Not run in full yet. A small form on one CPU core, with the lengths of `st_ppo_smollm2.py:cpu`:
 
   python -m scripts.sft_smollm2 --form=cpu --model=models/smollm2 --source=.. --corpus=.. \\
     --steps=15 --rows=4 --micro_batch=2 --per_task=1 --held_out=6 --remat=none
 
-Seen: perplexity of the agent's tokens in 6 held-out demonstrations 4.31 -> 1.60; 683 of 1,750 tries hold
-up; 43 s a step, 11 minutes in all, at most 8.4 GiB. The model then speaks the protocol, and answers badly.
+Seen: perplexity of the agent's tokens in 6 held-out demonstrations 4.31 -> 1.60; 683 of 1,750
+demonstrations are valid; 43 s per step, 11 minutes in total, at most 8.4 GiB. The model then
+follows the protocol and answers badly.
 
-Where the demonstrations come from is told in search_trajectories.py.
+The demonstrations are made by search_trajectories.py.
 """
 
 import dataclasses
@@ -46,11 +47,11 @@ _SOURCE = flags.DEFINE_string('source', '', 'questions, as config.data.source')
 _CORPUS = flags.DEFINE_string('corpus', '', 'passages, as config.data.corpus')
 _OUT = flags.DEFINE_string('out', 'runs/sft_smollm2', 'folder of the model to write')
 _STEPS = flags.DEFINE_integer('steps', 300, 'optimizer steps', lower_bound=0)
-_ROWS = flags.DEFINE_integer('rows', 32, 'demonstrations an optimizer step', lower_bound=1)
+_ROWS = flags.DEFINE_integer('rows', 32, 'demonstrations per optimizer step', lower_bound=1)
 _MICRO_BATCH = flags.DEFINE_integer(
-    'micro_batch', 16, 'of them together in memory: a multiple of the devices', lower_bound=1
+    'micro_batch', 16, 'demonstrations in memory at once: a multiple of the devices', lower_bound=1
 )
-_LR = flags.DEFINE_float('lr', 1e-4, 'the highest, of a cosine', lower_bound=0)
+_LR = flags.DEFINE_float('lr', 1e-4, 'peak of the cosine schedule', lower_bound=0)
 _PER_TASK = flags.DEFINE_integer(
     'per_task', 2, 'demonstrations to try of each question', lower_bound=1
 )
@@ -113,7 +114,7 @@ def main(unused_argv):
 
 
 def run_config():
-  """The run that this is the warm start of, with the model and the data of the flags."""
+  """Returns the run's config, with the model and data of the flags."""
   config = st_ppo_smollm2.get_config(_FORM.value)
   if _FORM.value != 'smoke':
     config.model.folder = _MODEL.value
@@ -123,15 +124,14 @@ def run_config():
 
 
 def describe(split, tried, pool):
-  """Logs how many demonstrations there are, and how long."""
+  """Logs the number of demonstrations and their lengths."""
   if not pool:
     raise UserError(
-        f'no demonstration of the split {split!r} holds up: check that --corpus belongs to '
-        '--source'
+        f'no demonstration of the split {split!r} is valid: check that --corpus belongs to --source'
     )
   lengths = [len(row.tokens) for row in pool]
   logging.info(
-      '%s: %d of %d demonstrations hold up; %.0f tokens on average, at most %d; %.0f of them '
+      '%s: %d of %d demonstrations are valid; %.0f tokens on average, at most %d; %.0f of them '
       'are imitated',
       split,
       len(pool),
@@ -143,7 +143,7 @@ def describe(split, tried, pool):
 
 
 def measure(when, params, shape, held_out, chunk):
-  """Prints how well held-out demonstrations are foretold, as a JSON line."""
+  """Prints loss and perplexity of held-out demonstrations as a JSON line."""
   nll = sft.loss(params, shape, held_out, chunk)
   print(
       json.dumps(

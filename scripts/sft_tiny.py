@@ -1,10 +1,10 @@
-"""Makes the embedded model: its tokenizer, then a supervised warm start on imperfect demonstrations.
+"""Makes the embedded model: a tokenizer, then a warm start on imperfect demonstrations.
 
   python -m scripts.sft_tiny            # writes stppo_jax/assets/tiny; 20 minutes on two cores
 
-The demonstrations come from the training split alone, and about half are bad on purpose: an agent that
-only imitates them speaks the protocol and gives up too early. Reinforcement learning has to find out
-which of its habits pay.
+The demonstrations come from the training split only, and about half are bad on purpose: an agent
+that imitates them follows the protocol and gives up too early. Reinforcement learning has to find
+out which habits pay.
 """
 
 import dataclasses
@@ -36,34 +36,26 @@ from stppo_jax.types import Task
 
 _OUT = flags.DEFINE_string('out', agent_lib.EMBEDDED_MODEL, 'folder of the model to write')
 _STEPS = flags.DEFINE_integer('steps', 5000, 'optimizer steps')
-_PER_TASK = flags.DEFINE_integer('per_task', 30, 'demonstrations of each question')
+_PER_TASK = flags.DEFINE_integer('per_task', 30, 'demonstrations per question')
 _SEED = flags.DEFINE_integer('seed', 0, 'of everything')
 _DATASETS = flags.DEFINE_list('datasets', ['geo', 'elements'], 'of the embedded questions')
 
-MERGED = 512  # tokens that come from bytes and merges; the others are whole words
+MERGED = 512  # tokens from bytes and merges; the others are whole words
 TOP_K = 1
 MAX_OBSERVATION = 128
-READ_WEIGHT = (
-    0.3  # of prompt and observation tokens in the loss: names recur there, copying is learnt
-)
+READ_WEIGHT = 0.3  # of prompt and observation tokens in the loss: names recur there to be copied
 REAL_SHARE = 0.05  # of demonstrations that keep their names, see `Disguise`
 EOS = '<|endoftext|>'
-KINDS = (
-    'ci',
-    'ca',
-    'co',
-    'el',
-    'pe',
-)  # ids of passages begin with their kind: what the data sets need
+KINDS = ('ci', 'ca', 'co', 'el', 'pe')  # prefixes of the ids of passages that the data sets need
 TAG = r'</?(?:think|search|information|answer)>'
 
-# How often a demonstration goes which way. The first is the only good one.
+# Shares of the kinds of demonstrations, by hops. Only the first kind is good.
 HABITS = {
     1: {'good': 0.75, 'guess': 0.15, 'lost': 0.05, 'malformed': 0.05},
     2: {'good': 0.35, 'early': 0.45, 'guess': 0.10, 'lost': 0.05, 'malformed': 0.05},
     3: {'good': 0.30, 'early': 0.50, 'guess': 0.10, 'lost': 0.05, 'malformed': 0.05},
 }
-# How a sub-question begins, and how passages name what it asks for. A thought quotes them.
+# How a sub-question starts -> how passages name what it asks for, which a thought quotes.
 QUOTES = {
     'capital': 'capital',
     'currency': 'currency',
@@ -128,7 +120,7 @@ def main(unused_argv):
 
 
 class Demonstrator:
-  """Plays questions through the real environment by template, well or badly."""
+  """Plays questions by template in the real environment, well or badly."""
 
   def __init__(self, tasks, passages):
     retriever = bm25.Bm25Retriever(passages)
@@ -136,7 +128,7 @@ class Demonstrator:
     self._title_of = {passage.id: passage.title for passage in passages}
 
   def play(self, task: Task, rng):
-    """(prompt, [(turn, observation), ..]) as texts; the last observation is empty."""
+    """Returns (prompt, [(turn, observation), ..]) as texts; the last observation is empty."""
     habits = HABITS[task.hops]
     habit = rng.choice(list(habits), p=list(habits.values()))
     env = search.SearchEnv(task, self._look_up, max_turns=4, top_k=TOP_K, prompt='short')
@@ -153,7 +145,7 @@ class Demonstrator:
     if habit == 'malformed':
       act(asked, str(rng.choice(['</search>', '<answer></search>'])))
       habit = rng.choice(['good', 'guess'])
-    if habit == 'lost':  # looks up the kind of thing that is asked for, and not the thing itself
+    if habit == 'lost':  # looks up the kind of thing that is asked for, not the thing itself
       act(asked, f'<search> {asked.split()[0]}</search>')
     if habit in ('guess', 'lost'):
       act(asked, '<answer> unknown</answer>')
@@ -168,7 +160,7 @@ class Demonstrator:
     return prompt, turns
 
   def _steps(self, task):
-    """The task's chain, earlier findings put in for #1, #2, .."""
+    """Returns the task's chain with earlier findings in place of #1, #2, .."""
     steps = []
     for (question, found), passage in zip(task.steps, task.gold, strict=True):
       quote = next(quote for start, quote in QUOTES.items() if question.startswith(start))
@@ -179,6 +171,8 @@ class Demonstrator:
 
 
 class Step(typing.NamedTuple):
+  """One hop of a question."""
+
   question: str  # 'capital of France'
   title: str  # what to search for: 'France'
   quote: str  # 'capital is'
@@ -186,11 +180,11 @@ class Step(typing.NamedTuple):
 
 
 class Disguise:
-  """Renames the people, places and numbers of a demonstration, each the same way throughout.
+  """Renames the people, places and numbers of a demonstration consistently.
 
-  With a few hundred entities a model would learn their facts and names by heart. It is to learn to
-  read and copy instead, so that it can be asked about entities that it has never seen. A new name
-  has the shape of a real one of the training split: 'Bosnia and Herzegovina' -> 'Tirana and Oslo'.
+  From a few hundred entities a model would memorise facts and names. With new names it learns to
+  read and copy instead, and can answer about entities that it has never seen. A new name has the
+  shape of a real one of the training split: 'Bosnia and Herzegovina' -> 'Tirana and Oslo'.
   """
 
   def __init__(self, tasks, passages, tokenizer):
@@ -211,7 +205,7 @@ class Disguise:
     return rename(prompt), [(rename(turn), rename(observation)) for turn, observation in turns]
 
   def _rename(self, text, known, rng):
-    words = re.split(r'(\W)', text)  # words at even places, what is between them at odd ones
+    words = re.split(r'(\W)', text)  # words at even places, separators at odd ones
     renamed, i = [], 0
     while i < len(words):
       end = next(
@@ -237,13 +231,13 @@ class Disguise:
 
 
 def train_tokenizer(tasks, passages, demonstrator, folder):
-  """A byte-level BPE, saved to `folder`.
+  """Trains a byte-level BPE and saves it to `folder`.
 
-  Few merges, and beside them every word of passages, questions and demonstrations as one token
-  (`ignore_merges`, as Llama 3 has it): a name that is one token is far easier to copy.
+  It has few merges, and every word of passages, questions and demonstrations as one token
+  (`ignore_merges`, as in Llama 3), because a name that is one token is far easier to copy.
   """
   tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-  # A tag is a piece of its own: it becomes one token, and merges with no neighbour.
+  # A tag is a piece of its own, so it becomes one token and never merges with its neighbours.
   pieces = TAG + r'| ?\p{L}+| ?\d{1,2}| ?[^\s\p{L}\d<]+|<|\s+'
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
       [
@@ -292,7 +286,7 @@ def train_tokenizer(tasks, passages, demonstrator, folder):
 
 
 def encode(tokenizer, prompt, turns) -> sft.Demonstration:
-  """The row of a demonstration, what is read counting for a little."""
+  """Encodes a demonstration, with READ_WEIGHT on prompt and observation tokens."""
   return sft.encode(tokenizer, prompt, turns, MAX_OBSERVATION, READ_WEIGHT)
 
 

@@ -1,8 +1,8 @@
 """Text to token ids and back, for one tokenizer folder, and the turns of its chat template.
 
-Prompts and observations are encoded here, once. An agent's turn is ids from the start: it is decoded
-for the environment, and never encoded again. The stop strings of an environment become an automaton
-over tokens (`stop_automaton`), which the sampler carries on the device.
+Prompts and observations are encoded here, once. An agent's turn is ids from the start: it is
+decoded for the environment, and never encoded again. The stop strings of an environment become an
+automaton over tokens (`stop_automaton`), which the sampler carries on the device.
 """
 
 import collections
@@ -69,11 +69,11 @@ class Tokenizer:
     return self.passage_library.encode(_valid(text), add_special_tokens=False).ids
 
   def decode(self, ids: Sequence[int]) -> str:
-    """Returns the exact bytes of the tokens as text, control tokens included; replaces bad UTF-8."""
+    """Returns the bytes of the tokens as text, with control tokens; replaces bad UTF-8."""
     return b''.join(self._bytes(i) for i in ids).decode('utf-8', 'replace')
 
   def pieces(self, ids: Sequence[int]) -> list[str]:
-    """Returns one printable string per token, for reports; replaces bytes that are not UTF-8 alone."""
+    """Returns one printable string per token, for reports; replaces bytes that are not UTF-8."""
     return [self._bytes(i).decode('utf-8', 'replace') for i in ids]
 
   def _bytes(self, token_id: int) -> bytes:
@@ -212,8 +212,8 @@ class Framing:
 def make_framing(tokenizer: Tokenizer, frame: str, limit: int) -> Framing:
   """Returns the framing 'inline', 'user' or 'tool' for this tokenizer.
 
-  The text that the template puts between the end of an assistant turn and the next generation prompt
-  is rendered once, here.
+  The text that the template puts between the end of an assistant turn and the next generation
+  prompt is rendered once, here.
   """
   if frame == 'inline':
     return Framing(tokenizer, limit, None)
@@ -251,16 +251,16 @@ def _around(tokenizer: Tokenizer, messages: _Messages, role: str) -> tuple[str, 
     if found:
       return before, after, form
   raise types.UserError(
-      f'the chat template of {tokenizer.folder!r} changes the text of a {role!r} turn in a way that is '
-      "not supported: give another model, or an environment with frame = 'inline'"
+      f'the chat template of {tokenizer.folder!r} changes the text of a {role!r} turn in a way '
+      "that is not supported: give another model, or an environment with frame = 'inline'"
   )
 
 
 def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]:
-  """Returns at most `limit` ids of an inline observation; never cuts from the last `</information>` on.
+  """Returns at most `limit` ids of an inline observation; keeps its end from `</information>` on.
 
-  The tags and what they hold are always encoded apart. So a cut observation ends in the same ids as a
-  whole one, and a passage yields no token that closes the block, opens another, or controls.
+  The tags and what they hold are always encoded apart. So a cut observation ends in the same ids as
+  a whole one, and a passage yields no token that closes the block, opens another, or controls.
   """
   start = text.rfind(CLOSING_TAG)
   if start < 0:
@@ -279,7 +279,7 @@ def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]
 
 
 def stop_automaton(token_bytes: Sequence[bytes], stop_strings: Sequence[str]) -> np.ndarray:
-  """Returns the next state after each token: [states, V] int32; 0 = start, last = stopped (absorbing).
+  """Returns the next state after each token: [states, V] int32; 0 = start, last = stopped.
 
   An Aho-Corasick automaton over bytes, lifted to tokens by following each token's bytes. So a stop
   string is found across tokens, inside one, or followed by more bytes of its token.
@@ -331,8 +331,8 @@ def _byte_automaton(patterns: list[bytes]) -> np.ndarray:
 def _without_added_tokens(path: str) -> str:
   """The tokenizer file as text, without its added tokens.
 
-  They are also removed from the vocabulary, unless merges make them: with `ignore_merges` any word of
-  the vocabulary would be one token.
+  They are also removed from the vocabulary, unless merges make them: with `ignore_merges` any word
+  of the vocabulary would be one token.
   """
   written = _read_json(path)
   added = {token['content'] for token in written['added_tokens']}

@@ -281,7 +281,7 @@ def _help(program: str, section: str) -> str:
 
 
 def _with_shipped_experiment(arguments: list[str]) -> list[str]:
-  """Takes `--config=experiments/NAME.py` from the package where this folder has no such file."""
+  """Takes `--config=experiments/NAME.py` from the package if this folder has no such file."""
 
   def resolve(argument: str) -> str:
     match = re.fullmatch(r'(--?config=)?(experiments/[^:]*)(:.*)?', argument)
@@ -300,8 +300,8 @@ def _with_shipped_experiment(arguments: list[str]) -> list[str]:
 def _take_options(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
   """Splits off --config.env.options.NAME=VALUE and --config.env.options={'NAME': VALUE, ..}.
 
-  The names are an environment's own, which config_flags cannot know. Values are JSON or Python; what
-  is neither is a text.
+  Returns (the other arguments, {NAME: VALUE}). The names belong to the environment and are unknown
+  to config_flags. Values are JSON or Python; any other value is a string.
   """
   others, options = [], {}
   for argument in arguments:
@@ -316,8 +316,8 @@ def _take_options(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
         break
     if match[1] is None and not isinstance(value, dict):
       raise types.UserError(
-          f'{argument}: give a dict, as in --config.env.options=\'{{"low": 1}}\', or one option, as in '
-          '--config.env.options.low=1'
+          f'{argument}: give a dict, as in --config.env.options=\'{{"low": 1}}\', or one option, '
+          'as in --config.env.options.low=1'
       )
     options |= {match[1]: value} if match[1] else value
   return others, options

@@ -1,4 +1,4 @@
-"""Loads what a user plugs in: the short name of a built-in, or `module:attribute`, from the config."""
+"""Loads plug-ins by their names in the config: a built-in's short name or `module:attribute`."""
 
 from collections.abc import Mapping
 import difflib
@@ -15,7 +15,7 @@ from stppo_jax.types import UserError
 
 
 def load(field: str, name: str, built_in: Mapping[str, Any]) -> Any:
-  """Returns what `config.<field>=<name>` names: load('env.kind', 'my_envs:Countdown', ENVIRONMENTS).
+  """Returns the object of `config.<field>=<name>`: load('env.kind', 'm:Countdown', ENVIRONMENTS).
 
   UserError: neither a short name nor something that can be imported.
   """

@@ -1,7 +1,7 @@
 """Questions and passages from files: rows in, Tasks and Passages out, and the order of training.
 
-A source is `embedded` (the knowledge set of the package), a folder with qa.jsonl and corpus.jsonl, or
-one file. A row that cannot be used is an error with its file, line and field.
+A source is `embedded` (the knowledge set of the package), a folder with qa.jsonl and corpus.jsonl,
+or one file. A row that cannot be used is an error with its file, line and field.
 """
 
 import json
@@ -18,7 +18,7 @@ _PARQUET_COLUMNS = ('data_source', 'prompt', 'question', 'reward_model', 'extra_
 
 
 def load_tasks(source: str, split: str) -> list[types.Task]:
-  """Loads the questions of one split: `embedded`, a folder with qa.jsonl, a .jsonl or .parquet file.
+  """Loads the questions of a split: `embedded`, a folder with qa.jsonl, a .jsonl or .parquet file.
 
   Parquet files have Search-R1's columns. A row without a split of its own belongs to every split.
   """
@@ -55,8 +55,8 @@ def load_corpus(source: str) -> list[types.Passage]:
 class TaskStream:
   """An endless order of questions without state: resuming at update n is `take(n)`.
 
-  Each epoch is a permutation of all tasks that depends on (seed, epoch) alone. A batch may cross the
-  end of an epoch.
+  Each epoch is a permutation of all tasks that depends on (seed, epoch) alone. A batch may cross
+  the end of an epoch.
   """
 
   def __init__(self, tasks: list[types.Task], batch: int, seed: int):

@@ -25,7 +25,7 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-  """The run cannot continue, for example because gradients stay non-finite: one line, exit code 1."""
+  """The run cannot continue, for example for non-finite gradients: one line, exit code 1."""
 
 
 class Stopped(Exception):

@@ -142,7 +142,8 @@ def check_variant(config: Config, variant: Any) -> None:
   if (rollout.top_p < 1 or rollout.top_k > 0) and variant.old_logp != 'sampler':
     raise UserError(
         f'config.rollout.top_p={rollout.top_p}, top_k={rollout.top_k} truncate the '
-        "distribution that is sampled from, and old_logp='trainer' recomputes log-probs that do not reflect it: set "
+        "distribution that is sampled from, and old_logp='trainer' recomputes log-probs that do "
+        'not reflect it: set '
         '--config.rollout.top_p=1 --config.rollout.top_k=0, or --config.algorithm.old_logp=sampler'
     )
   if variant.dual_clip and not variant.dual_clip > 1:
@@ -163,7 +164,8 @@ def check_variant(config: Config, variant: Any) -> None:
   if variant.ratio == 'none' and variant.surrogate != 'clip':
     raise UserError(
         f'config.algorithm.variant={name!r} has a surrogate of its own and no ratio to '
-        'give it: set --config.algorithm.ratio=token, turn or sequence, or --config.algorithm.surrogate=clip'
+        'give it: set --config.algorithm.ratio=token, turn or sequence, or '
+        '--config.algorithm.surrogate=clip'
     )
   if config.train.critic_warmup and not (
       variant.needs_critic and config.model.critic == 'separate'

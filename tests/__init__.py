@@ -1,9 +1,10 @@
-"""Settings of JAX for the tests; they must stand before JAX starts, and child processes inherit them.
+"""Settings of JAX for the tests, made before JAX starts and inherited by child processes.
 
-There are eight simulated devices, for the tests of sharding. Compiling is most of what the tests do, so
-- LLVM does not optimise, and XLA's older emitter, which is faster, writes the loops: a training step
-  compiles in a quarter of the time;
-- compiled programs are kept in a folder that lasts as long as the tests do, for all their processes.
+There are eight simulated devices, for the tests of sharding. Compiling is most of what the tests
+do, so
+- LLVM does not optimise, and XLA's older emitter, which is faster, writes the loops: a training
+  step compiles in a quarter of the time;
+- compiled programs are kept in a folder that lasts as long as the tests, for all processes.
 
 A flag that XLA_FLAGS names already is left as it is. To test the programs that a run compiles, set
 XLA_FLAGS='--xla_backend_optimization_level=3 --xla_llvm_disable_expensive_passes=false

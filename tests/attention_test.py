@@ -67,7 +67,8 @@ class PlainTest(parameterized.TestCase):
 
   @parameterized.product(length=(63, 200, 300), chunk=(0, 50))
   def test_blocks_and_their_written_out_derivative(self, length, chunk):
-    """In float64: one block, 4 of which the last is short, 4 of more than 64; 200 and 300 in chunks of 50."""
+    """In float64: one block, 4 of which the last is short, 4 of more than 64; 200 and 300 in chunks
+    of 50."""
     with jax.enable_x64(True):
       inputs = [np.asarray(a, np.float64) for a in make_inputs(length=length)]
       weights, segments = np.cos(np.arange(inputs[0].size)).reshape(inputs[0].shape), np.zeros(
@@ -78,7 +79,8 @@ class PlainTest(parameterized.TestCase):
           lambda inputs: jnp.sum(weights * jnp.sin(attend(*inputs, segments)))
       )(inputs)
       actual = loss(functools.partial(attention.causal, chunk=chunk))
-      # Scores are kept in float32, as in training; NumPy's weights make its error 1e-7 of the largest.
+      # Scores are kept in float32, as in training; NumPy's weights make its error 1e-7 of the
+      # largest.
       chex.assert_trees_all_close(actual, loss(self.by_definition), atol=5e-6)
 
   def test_bfloat16_comes_close(self):

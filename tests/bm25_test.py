@@ -93,9 +93,9 @@ class Bm25Test(parameterized.TestCase):
     ]
     retriever = bm25.Bm25Retriever(passages)
     queries = [f'w{i} w{3 * i} w{5 * i} what w7' for i in range(64)]
-    started = time.perf_counter()
+    started = time.thread_time()  # other processes do not count
     retriever.search(queries, 3)
-    self.assertLess(time.perf_counter() - started, 0.5)  # takes about 0.005 s on an idle core
+    self.assertLess(time.thread_time() - started, 0.5)  # takes about 0.005 s
 
 
 if __name__ == '__main__':

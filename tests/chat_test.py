@@ -23,22 +23,26 @@ TEMPLATE = (
     "{% for m in messages %}<|pad|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
     '{% if add_generation_prompt %}<|pad|>assistant\n{% endif %}'
 )
-# Their turns as in the families' own templates, without what these do for tools and system messages.
+# Their turns as in the families' own templates, without what these do for tools and system
+# messages.
 QWEN25 = (
     "{{ '<|im_start|>system\\nYou are a helper.<|im_end|>\\n' }}"
     "{% for m in messages %}{% if m.role in ('user', 'assistant') %}"
-    "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}{% elif m.role == 'tool' %}"
+    "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}"
+    "{% elif m.role == 'tool' %}"
     "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}"
     "{% endif %}{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    '{% endif %}{% endfor %}'
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 QWEN3 = (
     '{% set ns = namespace(last_query=messages|length - 1) %}'
-    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last_query = loop.index0 %}{% endif %}"
-    "{% endfor %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last_query = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'user' %}"
     "{{ '<|im_start|>user\\n' + m.content + '<|im_end|>\\n' }}{% elif m.role == 'assistant' %}"
-    "{% set content = m.content.split('</think>')[-1].lstrip('\\n') if '</think>' in m.content else m.content %}"
+    "{% set content = m.content.split('</think>')[-1].lstrip('\\n') "
+    "if '</think>' in m.content else m.content %}"
     '{% if loop.index0 > ns.last_query and loop.last %}'
     "{{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' + content }}{% else %}"
     "{{ '<|im_start|>assistant\\n' + content }}{% endif %}{{ '<|im_end|>\\n' }}"
@@ -52,15 +56,16 @@ LLAMA3 = (
     '{{ m.content | tojson }}{% else %}'
     "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim }}{% endif %}"
     "{{ '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}"
+    '{% endif %}'
 )
 NO_TOOLS = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
 )
 _QWEN_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r'|\s+(?!\S)|\s+'
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r'|\s*[\r\n]+|\s+(?!\S)|\s+'
 )
 STOPS = ('</search>', '</answer>')
 # Parts of tags, tags with bytes around them, look-alikes, nothing at all.
@@ -423,9 +428,9 @@ class StopAutomatonTest(parameterized.TestCase):
   def test_a_vocabulary_of_152k_takes_seconds_at_most(self):
     rng = np.random.default_rng(0)
     vocabulary = [rng.bytes(n) for n in rng.integers(1, 13, 152_000)] + [b' ' * 128]
-    start = time.perf_counter()
+    start = time.thread_time()  # other processes do not count
     table = chat.stop_automaton(vocabulary, STOPS)
-    self.assertLess(time.perf_counter() - start, 15)
+    self.assertLess(time.thread_time() - start, 15)
     self.assertEqual(table.shape, (16, 152_001))
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from absl.testing import parameterized
 import jax
 
 from stppo_jax import cli
+from stppo_jax import config as schema
+from stppo_jax import validation
 from stppo_jax.training import loop
 from stppo_jax.types import RunError
 from tests.support import tiny_run
@@ -27,12 +30,18 @@ from tests.support import tiny_run
 ROOT = pathlib.Path(__file__).parent.parent
 BROKEN = 'def get_config(mode=""):\n  return undefined_name\n'
 
+RULES = {path: rules for path, rules, _ in validation.fields(schema.Config())}
+
 # Arguments ({tmp}: a folder), and what the one line says. Each is a process of its own.
 PROCESSES = {
     'unknown field': (['--config.train.updatez=3'], ['train.updatez', 'train.updates?']),
     'field of a section that is not there': (['--config.lrr=3'], ['lrr']),
     'a whole section': (['--config.train=5'], ['config.train:', 'train.updates']),
-    'wrong type': (['--config.train.updates=many'], ['config.train.updates', 'many']),
+    'wrong type': (
+        ['--config.train.updates=many'],
+        ['config.train.updates', 'many', 'it means: ' + RULES['train.updates'].meaning],
+    ),
+    'help on a section that is not there': (['--help=trian'], ['--help=trian', 'no such section']),
     'missing config file': (['--config=nowhere.py'], ['nowhere.py', 'no such file']),
     'missing config file, and an override': (
         ['--config=nowhere.py:smoke', '--config.seed=1'],
@@ -67,7 +76,7 @@ class ProcessTest(parameterized.TestCase):
     return subprocess.run(
         [sys.executable, str(ROOT / 'run.py'), *arguments],
         cwd=cls.tmp,
-        timeout=300,
+        timeout=900,
         check=False,
         capture_output=True,
         text=True,
@@ -83,6 +92,74 @@ class ProcessTest(parameterized.TestCase):
     self.assertEmpty(result.stdout)
     for word in words:
       self.assertIn(word, result.stderr)
+
+
+class HelpTest(parameterized.TestCase):
+
+  def help(self, argument, program='run.py'):
+    """What the command prints; its exit code must be 0."""
+    stdout = io.StringIO()
+    with contextlib.redirect_stdout(stdout), self.assertRaises(SystemExit) as caught:
+      cli._parse([f'/somewhere/{program}', argument])
+    self.assertEqual(caught.exception.code, 0)
+    return stdout.getvalue()
+
+  @parameterized.parameters('--help', '-help', '-h', '--helpfull')
+  def test_it_fits_a_screen_and_names_every_flag_mode_and_section(self, argument):
+    text = self.help(argument)
+    self.assertLess(text.count('\n'), 60)
+    for name in (
+        '--workdir',
+        '--topology',
+        '--coordinator',
+        '--profile',
+        '--config.FIELD',
+        *cli._MODES,
+    ):
+      self.assertIn(name, text)
+    for path in RULES:
+      self.assertIn(path.split('.')[0], text)
+
+  def test_the_files_of_its_examples_exist(self):
+    files = re.findall(r'--config=(experiments/[\w.]+)', cli.__doc__)
+    self.assertNotEmpty(files)
+    for file in files:
+      self.assertTrue((ROOT / file).is_file(), file)
+
+  def test_it_shows_the_command_as_it_was_called(self):
+    self.assertIn('  stppo --mode=eval', self.help('--help', 'stppo'))
+    self.assertIn('  python run.py --mode=eval', self.help('--help'))
+
+  def test_a_section_has_each_setting_with_default_and_meaning(self):
+    text = self.help('--help=retriever')
+    for path, rules, value in validation.fields(schema.Config()):
+      if path.startswith('retriever.'):
+        self.assertIn(f'--config.{path}={value!r}\n    {rules.meaning}', text)
+    self.assertNotIn('--config.train.updates', text)
+
+
+class ShippedExperimentTest(absltest.TestCase):
+
+  def resolved(self, *arguments):
+    return cli._with_shipped_experiment(list(arguments))
+
+  def test_it_is_taken_where_the_folder_has_no_such_file(self):
+    shipped = str(ROOT / 'experiments' / 'st_ppo_7b.py')
+    self.enterContext(contextlib.chdir(self.enterContext(tempfile.TemporaryDirectory())))
+    name = 'experiments/st_ppo_7b.py'
+    self.assertEqual(self.resolved(f'--config={name}:smoke'), [f'--config={shipped}:smoke'])
+    self.assertEqual(self.resolved('--config', name), ['--config', shipped])
+    self.assertEqual(self.resolved('--workdir', name), ['--workdir', name])
+    self.assertEqual(
+        self.resolved('--config=experiments/mine.py'), ['--config=experiments/mine.py']
+    )
+
+  def test_a_file_of_the_folder_comes_first(self):
+    self.enterContext(contextlib.chdir(self.enterContext(tempfile.TemporaryDirectory())))
+    os.mkdir('experiments')
+    pathlib.Path('experiments/st_ppo_7b.py').touch()
+    given = '--config=experiments/st_ppo_7b.py'
+    self.assertEqual(self.resolved(given), [given])
 
 
 class MainTest(parameterized.TestCase):

@@ -1,1 +1,2 @@
-"""pytest imports this, and so tests/__init__.py, before it starts workers: they share one folder."""
+"""pytest imports this, and so tests/__init__.py, before it starts workers: they share one
+folder."""

@@ -350,7 +350,7 @@ class ShardedTest(TreeTest):
     environment = {
         **os.environ,
         'JAX_PLATFORMS': 'cpu',
-        'XLA_FLAGS': '--xla_force_host_platform_device_count=2',
+        'XLA_FLAGS': f'{os.environ["XLA_FLAGS"]} --xla_force_host_platform_device_count=2',
     }
     both = [
         subprocess.Popen(
@@ -363,7 +363,7 @@ class ShardedTest(TreeTest):
         for i in range(2)
     ]
     for process in both:
-      _, errors = process.communicate(timeout=120)
+      _, errors = process.communicate(timeout=600)
       self.assertEqual(process.returncode, 0, errors[-2000:])
     self.assert_trees_equal(
         convert.load_hf(self.folder)[1], convert.load_hf(REFERENCES / 'qwen2')[1]

@@ -464,7 +464,8 @@ class OwnSurrogateTest(parameterized.TestCase):
     chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-7)
 
   def test_a_weight_on_the_log_probs_by_hand(self):
-    """Two tokens of one row, weight 1/2 each: ratios 1.5 (clipped to 1.2) and 1, advantages 2, -1."""
+    """Two tokens of one row, weight 1/2 each: ratios 1.5 (clipped to 1.2) and 1, advantages 2,
+    -1."""
     turn_ids = np.ones((1, 2), np.int32)
     batch = _turn_batch(
         oracle.random_batch(0),

@@ -1,4 +1,5 @@
-"""The text encoder against transformers and against loops in NumPy; exact search; fused rankings."""
+"""The text encoder against transformers and against loops in NumPy; exact search; fused
+rankings."""
 
 import json
 import math

@@ -270,10 +270,12 @@ class EngineTest(parameterized.TestCase):
     self.assertEmpty(alive())
 
   def test_report(self):
-    started = time.perf_counter()
-    _, report, _ = play(self.sequences, self.keys, delay=lambda: time.sleep(0.002))
-    took = time.perf_counter() - started
-    self.assertBetween(sum(report.seconds.values()), 0.9 * took, took)
+    shares = []
+    while len(shares) < 10 and max(shares, default=0) < 0.9:  # other processes may take their time
+      started = time.perf_counter()
+      _, report, _ = play(self.sequences, self.keys, delay=lambda: time.sleep(0.002))
+      shares.append(sum(report.seconds.values()) / (time.perf_counter() - started))
+    self.assertBetween(max(shares), 0.9, 1)
     self.assertGreater(report.seconds['env'], 0.02)
     self.assertEqual(report.sampled_tokens, sum(len(t) for turns in self.want for t, _ in turns))
     self.assertEqual(

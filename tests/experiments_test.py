@@ -1,4 +1,5 @@
-"""The experiments of real models: what their files say, what they change, and that they run in small.
+"""The experiments of real models: what their files say, what they change, and that they run in
+small.
 
 (That every experiment loads and validates, in both forms, is in config_test.)
 """

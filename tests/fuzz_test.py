@@ -105,8 +105,8 @@ class FuzzTest(absltest.TestCase):
   @many
   @hypothesis.given(st.binary(max_size=200))
   def test_parquet(self, content):
-    for content in (content, b'PAR1' + content + b'PAR1'):
-      path = self.path('rows.parquet', content)
+    for rows in (content, b'PAR1' + content + b'PAR1'):
+      path = self.path('rows.parquet', rows)
       self.assertIsNone(user_errors(self, lambda: tasks.load_tasks(path, 'train')))
 
   @many

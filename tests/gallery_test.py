@@ -1,4 +1,5 @@
-"""The gallery: every folder loads, runs its smoke form through the real loop, and keeps its word."""
+"""The gallery: every folder loads, runs its smoke form through the real loop, and keeps its
+word."""
 
 import ast
 import importlib

@@ -1,4 +1,5 @@
-"""Tests of GGUF files made here: the model they hold, the tokenizer they hold, and every refusal."""
+"""Tests of GGUF files made here: the model they hold, the tokenizer they hold, and every
+refusal."""
 
 import contextlib
 import dataclasses
@@ -179,8 +180,8 @@ class ModelTest(GgufTest):
     """Grouped heads, an untied output matrix and rope_freqs.weight.
 
     By hand: theta 500,000 and H 8 have wavelengths 2 pi 500000^(i/4) = 6.3, 167, 4443 and 118,143.
-    Those below 8192 / 4 stay; above 8192 / 1 they are stretched 8 times; 4443 lies between, at
-    8192 / 4443 = 1.844 turns, so s = (1.844 - 1) / 3 = .2813 and it is stretched 1 / ((1 - s) / 8 + s).
+    Those below 8192 / 4 stay; above 8192 / 1 they are stretched 8 times; 4443 lies between, at 8192
+    / 4443 = 1.844 turns, so s = (1.844 - 1) / 3 = .2813 and it is stretched 1 / ((1 - s) / 8 + s).
     """
     config = decoder.ModelConfig(
         vocab_size=48,

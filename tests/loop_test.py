@@ -31,22 +31,24 @@ from tests.support import tiny_run
 
 # What verl's users look for, and what is ours; every line of a run with a critic has them.
 NAMES = tuple("""
-  actor/pg_loss actor/pg_clipfrac actor/pg_clipfrac_lower actor/ppo_kl actor/entropy actor/grad_norm
-  actor/lr actor/skipped critic/vf_loss critic/vf_clipfrac critic/vpred_mean critic/grad_norm critic/lr
-  critic/vf_explained_var critic/score/mean critic/score/max critic/score/min critic/rewards/mean
-  critic/rewards/max critic/rewards/min critic/advantages/mean critic/advantages/max
-  critic/advantages/min critic/returns/mean critic/values/mean response_length/mean
-  response_length/max response_length/min prompt_length/mean num_turns/mean num_turns/max
-  num_turns/min timing_s/step timing_s/gen timing_s/old_log_prob timing_s/update_actor
-  timing_s/gen_prefill timing_s/gen_decode timing_s/gen_env timing_s/wait timing_s/records
-  pipeline/staleness perf/rows_busy perf/decode_steps perf/prefill_tokens perf/shared_tokens perf/throughput perf/padding
-  perf/host_memory_gb perf/compilations env/replays rollout_corr/kl rollout_corr/k3_kl rollout_corr/logp_diff_max
-  rollout_corr/rollout_is_mean rollout_corr/rollout_is_max rollout_corr/rollout_is_min
-  rollout_corr/rollout_is_eff_sample_size stppo/grad_norm stppo/bias_norm stppo/cos_g_c stppo/divisor
-  stppo/step_norm stppo/ratio_std_token stppo/ratio_std_turn stppo/ratio_std_sequence
-  stppo/clipfrac_turn1_pos stppo/clipfrac_turn1_neg stppo/clipfrac_turn3_pos em/mean f1/mean
-  env/searches/mean env/invalid/mean env/truncated env/retrieval_failed env/replays env/invalid_share
-  env/repeated_share env/empty_share env/cut_share health/invalid health/score_drop""".split())
+  actor/pg_loss actor/pg_clipfrac actor/pg_clipfrac_lower actor/ppo_kl actor/entropy
+  actor/grad_norm actor/lr actor/skipped critic/vf_loss critic/vf_clipfrac critic/vpred_mean
+  critic/grad_norm critic/lr critic/vf_explained_var critic/score/mean critic/score/max
+  critic/score/min critic/rewards/mean critic/rewards/max critic/rewards/min
+  critic/advantages/mean critic/advantages/max critic/advantages/min critic/returns/mean
+  critic/values/mean response_length/mean response_length/max response_length/min
+  prompt_length/mean num_turns/mean num_turns/max num_turns/min timing_s/step timing_s/gen
+  timing_s/old_log_prob timing_s/update_actor timing_s/gen_prefill timing_s/gen_decode
+  timing_s/gen_env timing_s/wait timing_s/records pipeline/staleness perf/rows_busy
+  perf/decode_steps perf/prefill_tokens perf/shared_tokens perf/throughput perf/padding
+  perf/host_memory_gb perf/compilations env/replays rollout_corr/kl rollout_corr/k3_kl
+  rollout_corr/logp_diff_max rollout_corr/rollout_is_mean rollout_corr/rollout_is_max
+  rollout_corr/rollout_is_min rollout_corr/rollout_is_eff_sample_size stppo/grad_norm
+  stppo/bias_norm stppo/cos_g_c stppo/divisor stppo/step_norm stppo/ratio_std_token
+  stppo/ratio_std_turn stppo/ratio_std_sequence stppo/clipfrac_turn1_pos stppo/clipfrac_turn1_neg
+  stppo/clipfrac_turn3_pos em/mean f1/mean env/searches/mean env/invalid/mean env/truncated
+  env/retrieval_failed env/replays env/invalid_share env/repeated_share env/empty_share
+  env/cut_share health/invalid health/score_drop""".split())
 EVAL_NAMES = (
     'val-core/all/em',
     'val-core/all/f1',

@@ -1,4 +1,5 @@
-"""The quickstart notebook runs from top to bottom, and the outputs it ships with are of this code."""
+"""The quickstart notebook runs from top to bottom, and the outputs it ships with are of this
+code."""
 
 import os
 import pathlib
@@ -12,8 +13,8 @@ REPO = pathlib.Path(__file__).parent.parent
 PATH = REPO / 'notebooks' / 'quickstart.ipynb'
 
 try:
-  import ipykernel  # pylint: disable=unused-import
-  import matplotlib  # pylint: disable=unused-import
+  import ipykernel  # noqa: F401  # the notebook needs both
+  import matplotlib  # noqa: F401
   import nbclient
   import nbformat
 except ImportError as error:

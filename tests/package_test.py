@@ -1,4 +1,5 @@
-"""The package: what pyproject.toml promises, and a wheel that runs the main job outside the clone."""
+"""The package: what pyproject.toml promises, and a wheel that runs the main job outside the
+clone."""
 
 import json
 import os

@@ -73,7 +73,8 @@ class LayoutTest(absltest.TestCase):
     np.testing.assert_array_equal(total, np.where(kept, x, 0))
 
   def test_only_the_bins_of_some_rows(self):
-    """Bins of 8, two a micro-batch: of {0: 8}, {1: 7}, {2: 6, 4: 2}, {3: 5}, those of rows 1 and 4."""
+    """Bins of 8, two a micro-batch: of {0: 8}, {1: 7}, {2: 6, 4: 2}, {3: 5}, those of rows 1 and
+    4."""
     found = packing.pack([8, 7, 6, 5, 2], 2, (8,))
     np.testing.assert_array_equal(found.bin, [0, 1, 2, 3, 2])
     kept = jax.jit(packing.only, static_argnums=2)(

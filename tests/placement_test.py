@@ -1,4 +1,5 @@
-"""What waits in the host's memory: the same numbers, put back where they were, and fewer bytes on a device."""
+"""What waits in the host's memory: the same numbers, put back where they were, and fewer bytes on a
+device."""
 
 import dataclasses
 import tempfile
@@ -89,7 +90,8 @@ class UpdateTest(parameterized.TestCase):
 class RunTest(absltest.TestCase):
 
   def test_a_run_that_moves_to_the_host_halfway(self):
-    """The numbers are those of a run that stays on the device, and the checkpoint is good for both."""
+    """The numbers are those of a run that stays on the device, and the checkpoint is good for
+    both."""
     self.enterContext(loop_test.on_one_device())
     here, moved = (self.enterContext(tempfile.TemporaryDirectory()) for _ in range(2))
     values = {'algorithm.kl_in': 'reward', 'eval.every': 0, 'train.mini_batch': 16}
@@ -134,7 +136,8 @@ class PlanTest(absltest.TestCase):
       self.assertEqual(there[f'{name}, on the host'], tuple(n - counts for n in here[name]))
 
   def test_adapters_share_a_base(self):
-    """One base of policy, critic and reference; what is trained is counted, and moments are of that."""
+    """One base of policy, critic and reference; what is trained is counted, and moments are of
+    that."""
     planned = plan.make(
         loop_test.make_config(**{'algorithm.kl_in': 'reward', 'model.lora_rank': 2})
     )

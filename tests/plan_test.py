@@ -1,4 +1,5 @@
-"""The plan of a run on eight simulated devices: sizes by hand, counts by hand, and what a user reads."""
+"""The plan of a run on eight simulated devices: sizes by hand, counts by hand, and what a user
+reads."""
 
 import contextlib
 import io
@@ -24,8 +25,8 @@ from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 from tests.support import tiny_run
 
-# A loop of 5 around an all-gather, told by the compiler; one of 3, told by its condition; inside it a
-# collective cut into two fusions (one channel); outside, an asynchronous and a scattering one.
+# A loop of 5 around an all-gather, told by the compiler; one of 3, told by its condition; inside it
+# a collective cut into two fusions (one channel); outside, an asynchronous and a scattering one.
 HLO = """
 HloModule made_by_hand
 
@@ -64,7 +65,7 @@ ENTRY %main (a: f32[2,4]) -> f32[2,4] {
   %all-gather-done.2 = f32[8,4]{1,0} all-gather-done(%all-gather-start.2)
   ROOT %reduce-scatter.3 = f32[2,4]{1,0} reduce-scatter(%b), channel_id=3, replica_groups=mesh['a'=2,'b'=4] {'b'}, dimensions={0}
 }
-"""
+"""  # noqa: E501
 
 
 class CountsTest(absltest.TestCase):
@@ -105,7 +106,8 @@ class CountsTest(absltest.TestCase):
     self.assertEqual(flops(jax.grad(function)), 3 * 8 * one)  # of w and of x: two more each
 
   def test_flops_of_a_kernel_on_every_device(self):
-    """Causal blocks: 8 devices of 2 heads, 256 queries in 1 block; 2 products forward, 3 + 4 back."""
+    """Causal blocks: 8 devices of 2 heads, 256 queries in 1 block; 2 products forward, 3 + 4
+    back."""
     mesh = sharding.make_mesh(4, 1, 2)
     q = jnp.ones((4, 256, 4, 64))
     attend = lambda q: attention.causal(
@@ -201,14 +203,16 @@ class PlanTest(parameterized.TestCase):
       self.assertIn(words, text)
 
   def test_the_work_of_a_decoded_token(self):
-    """2 for each weight of the matrices, and for scores and values of 192 slots; not once a micro-batch."""
+    """2 for each weight of the matrices, and for scores and values of 192 slots; not once a
+    micro-batch."""
     vocabulary = plan.agent_lib.load_shape(self.config).vocab_size
     weights = 16 * (2 * 2 * 8 + 2 * 8 + 3 * 32 + vocabulary)
     (decode,) = (p for p in self.plan.programs if p.name == 'decode')
     self.assertEqual(decode.flops, 16 * 2 * (weights + 2 * 2 * 8 * 192))
 
   def test_activations_and_gradients_stay_in_their_shards(self):
-    """Regression: without constraints each of 8 devices computed all rows and kept whole gradients."""
+    """Regression: without constraints each of 8 devices computed all rows and kept whole
+    gradients."""
     text = self.texts[0]
     queries, columns = 64, 192
     scores = lambda rows: f'f32[{rows},1,2,{queries},{columns}]'  # [B,M,g,T,S] of the last block

@@ -217,12 +217,12 @@ class StalenessTest(parameterized.TestCase):
     def sample(params, number, staleness):
       if number == 2:
         begun.set()
-        self.assertTrue(go_on.wait(10))
+        self.assertTrue(go_on.wait(60))
       return pipelines.Sampled(number, staleness, [], {})
 
     with pipelines.Pipeline(sample, 1) as pipeline:
       self.assertEqual(pipeline.take({}, 1).staleness, 0)
-      self.assertTrue(begun.wait(10))  # batch 2 is under way, and this thread goes on
+      self.assertTrue(begun.wait(60))  # batch 2 is under way, and this thread goes on
       self.assertFalse(pipeline._sampling.acquire(blocking=False))
       go_on.set()
       with pipeline.idle():

@@ -1,4 +1,5 @@
-"""The sampler, as the engine drives it: what it samples from, where it stops, whose log-probs it tells."""
+"""The sampler, as the engine drives it: what it samples from, where it stops, whose log-probs it
+tells."""
 
 import dataclasses
 import functools
@@ -121,7 +122,8 @@ class SampleTokenTest(parameterized.TestCase):
     self.assertAlmostEqual(sum(support.values()), 1.0, places=5)
 
   def test_many_blocks(self):
-    # 1,000 ids are eight blocks, the last one not full; 400 ids are impossible; a far tail is drawn too.
+    # 1,000 ids are eight blocks, the last one not full; 400 ids are impossible; a far tail is drawn
+    # too.
     rng = np.random.default_rng(0)
     logits = rng.normal(size=1000).astype(np.float32) * 2
     impossible = rng.permutation(1000)[:400]
@@ -168,7 +170,8 @@ class SamplerTest(parameterized.TestCase):
     self.keys = jax.random.split(jax.random.key(7), 4)
 
   def play(self, sampler, forced, budgets=None, keys=None):
-    """Each row reads, speaks, reads, speaks, ..: per row all tokens, and (columns, log-probs) sampled."""
+    """Each row reads, speaks, reads, speaks, ..: per row all tokens, and (columns, log-probs)
+    sampled."""
     keys = self.keys if keys is None else keys
     rows = [list(ids) for ids in forced[0]]
     columns, logps, turns = ([[] for _ in keys], [[] for _ in keys], [0] * len(keys))
@@ -201,9 +204,8 @@ class SamplerTest(parameterized.TestCase):
   def test_logp_is_that_of_one_teacher_forced_forward(self, temperature):
     """Three turns across chunks and slot buckets against a single plain pass."""
     rows, columns, logps = self.play(make_sampler(temperature=temperature), self.FORCED)
-    for row, at, got, want in zip(
-        rows, columns, logps, teacher_forced(self.params, rows, temperature)
-    ):
+    forced = teacher_forced(self.params, rows, temperature)
+    for at, got, want in zip(columns, logps, forced):
       self.assertGreater(len(at), 3)
       np.testing.assert_allclose(got, want[at], atol=1e-5)
 

@@ -150,7 +150,8 @@ class SeamsTest(parameterized.TestCase):
 
 
 class GlobalRandomGame:
-  """A GEM-like game: the process's global random state decides, in the constructor and each step."""
+  """A GEM-like game: the process's global random state decides, in the constructor and each
+  step."""
 
   def __init__(self):
     self.drawn = [random.random()]

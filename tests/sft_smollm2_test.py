@@ -1,4 +1,5 @@
-"""The warm start of a real model: demonstrations say what was read, and are cut as the rollout cuts."""
+"""The warm start of a real model: demonstrations say what was read, and are cut as the rollout
+cuts."""
 
 import functools
 import re

@@ -33,13 +33,17 @@ MODEL = decoder.ModelConfig(
     qkv_bias=True,
 )
 CRITIC = dataclasses.replace(MODEL, head='value')
+ALL_ROWS = np.arange(8)
 NOTHING = train_state.Frozen()  # stands still: all is trained
 
 
+# Plain descent: its step is linear in the gradient. Adam's first step is its sign, which turns the
+# rounding of a gradient near 0 into a step of full size.
+DESCENT, LR = optax.sgd(1.0), optax.constant_schedule(1.0)
 PLAIN = dict(entropy_coef=0.0, kl_in='none', kl_coef=0.1)  # no terms but those of policy and critic
 
 
-def make_spec(variant='st_ppo', critic=CRITIC, actor=MODEL, lr=1.0, **options):
+def make_spec(variant='st_ppo', critic=CRITIC, actor=MODEL, **options):
   """A Spec; options are fields of it, or columns of its variant."""
   row = dataclasses.replace(options.pop('row', variants.VARIANTS[variant]), **PLAIN)
   columns = {field.name for field in dataclasses.fields(row)}
@@ -47,17 +51,14 @@ def make_spec(variant='st_ppo', critic=CRITIC, actor=MODEL, lr=1.0, **options):
   options = {k: v for k, v in options.items() if k not in columns}
   if not row.needs_critic:
     critic = None
-  # Plain descent: its step is linear in the gradient. Adam's first step is its sign, which turns the
-  # rounding of a gradient near 0 into a step of full size.
-  optimizer, schedule = optax.sgd(lr), optax.constant_schedule(lr)
   return train_state.Spec(
       variant=row,
       actor=actor,
       critic=critic,
-      actor_optimizer=optimizer,
-      critic_optimizer=optimizer,
-      actor_lr=schedule,
-      critic_lr=schedule,
+      actor_optimizer=DESCENT,
+      critic_optimizer=DESCENT,
+      actor_lr=LR,
+      critic_lr=LR,
       **{
           'micro_batch': 8,
           'lengths': (24,),
@@ -70,10 +71,25 @@ def make_spec(variant='st_ppo', critic=CRITIC, actor=MODEL, lr=1.0, **options):
   )
 
 
-def make_state(spec, mesh):
+@functools.cache
+def first_state(spec, mesh):
+  """The state before the first step, for all tests; never donate it."""
   actor = decoder.init(jax.random.key(1), spec.actor)
   critic = None if spec.critic is None else decoder.init(jax.random.key(2), spec.critic)
   return train_state.create_sharded(spec, actor, critic, mesh)
+
+
+def make_state(spec, mesh):
+  """A copy of the state before the first step, to be donated."""
+  return jax.tree.map(jnp.copy, first_state(spec, mesh))
+
+
+@functools.cache
+def functions_of(spec, mesh, frozen_reference=False):
+  """The functions of a spec, compiled once for all tests."""
+  state = first_state(spec, mesh)
+  frozen = train_state.Frozen(reference=state.actor) if frozen_reference else NOTHING
+  return update.compile_functions(spec, state, frozen, mesh)
 
 
 def one_device():
@@ -116,13 +132,13 @@ def one_step(spec, batch, rows):
   return packing.Step(rows, packing.pack(ends.max(axis=1)[rows], spec.micro_batch, spec.lengths))
 
 
-def annotate(functions, spec, state, batch, rows=np.arange(8), frozen=NOTHING):
+def annotate(functions, spec, state, batch, rows=ALL_ROWS, frozen=NOTHING):
   """The batch with log-probs and values, computed in the bins of one step on `rows`."""
   steps = packing.stack([one_step(spec, batch, rows)])
   return functions.annotate(state, frozen, batch, steps)[0]
 
 
-def step(functions, spec, state, batch, rows=np.arange(8), frozen=NOTHING):
+def step(functions, spec, state, batch, rows=ALL_ROWS, frozen=NOTHING):
   """One optimizer step on `rows`."""
   return functions.update_step(state, frozen, batch, one_step(spec, batch, rows))
 
@@ -133,25 +149,30 @@ def log_probs(spec, params, batch):
   return decoder.token_logp(params, spec.actor, x, batch.tokens)
 
 
-def off_policy_batch(spec, state, mesh):
+def off_policy_batch(spec, mesh):
   """An annotated batch whose old_logp is pushed away, so that some ratios are clipped."""
+  # What divides the gradient does not change the batch: such specs share one.
+  variant = dataclasses.replace(spec.variant, divisor='none', norm_of='gradient')
+  return _off_policy_batch(dataclasses.replace(spec, variant=variant, critic_warmup=0), mesh)
+
+
+@functools.cache
+def _off_policy_batch(spec, mesh):
+  state = first_state(spec, mesh)
   reference = train_state.Frozen(reference=state.actor)
-  functions = update.compile_functions(spec, state, reference, mesh)
   batch = jax.device_put(make_batch(), sharding.rows(mesh))
-  batch = annotate(functions, spec, state, batch, frozen=reference)
+  batch = annotate(functions_of(spec, mesh, True), spec, state, batch, frozen=reference)
   noise = jax.random.normal(jax.random.key(3), batch.old_logp.shape)
   batch = batch.replace(
       old_logp=batch.old_logp + 0.5 * noise * batch.action_mask,
       ref_logp=batch.ref_logp + 0.3 * noise * batch.action_mask,
   )
-  _, batch, _ = update.with_advantages(spec, mesh, state, batch)
-  return update.compile_functions(spec, state, NOTHING, mesh), batch
+  return update.with_advantages(spec, mesh, state, batch)[1]
 
 
 def run_step(spec, mesh):
-  state = make_state(spec, mesh)
-  functions, batch = off_policy_batch(spec, state, mesh)
-  return jax.device_get(step(functions, spec, state, batch))
+  batch = off_policy_batch(spec, mesh)
+  return jax.device_get(step(functions_of(spec, mesh), spec, make_state(spec, mesh), batch))
 
 
 class UpdateTest(parameterized.TestCase):
@@ -173,7 +194,7 @@ class UpdateTest(parameterized.TestCase):
   def test_packing_changes_nothing(self, lengths, micro_batch):
     spec = make_spec('st_ppo', kl_in='loss', entropy_coef=0.01)
     mesh = one_device()
-    functions, batch = off_policy_batch(spec, make_state(spec, mesh), mesh)
+    functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
     alone = packing.Packing(  # every row in a bin of its own
         np.arange(8, dtype=np.int32), np.zeros(8, np.int32), np.full(8, 24, np.int32)
     )
@@ -184,7 +205,7 @@ class UpdateTest(parameterized.TestCase):
     spec = dataclasses.replace(spec, lengths=lengths, micro_batch=micro_batch)
     self.assertLess(one_step(spec, batch, rows).packing.bin.max(), 6)
     state = make_state(spec, mesh)
-    functions = update.compile_functions(spec, state, NOTHING, mesh)
+    functions = functions_of(spec, mesh)
     chex.assert_trees_all_close(step(functions, spec, state, batch), expected, rtol=1e-4, atol=1e-6)
 
   def test_the_bias_of_few_clipped_rows_is_that_of_all_rows(self):
@@ -192,10 +213,10 @@ class UpdateTest(parameterized.TestCase):
     spec = make_spec('st_ppo', lengths=(24, 48), micro_batch=1)
     mesh = one_device()
     state = make_state(spec, mesh)
-    functions, batch = off_policy_batch(spec, state, mesh)
+    functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
     # All but rows 2 and 5 are as they were sampled.
     far = np.isin(np.arange(8), (2, 5))[:, None]
-    logp = log_probs(spec, state.actor, batch)[0] * batch.action_mask
+    logp = jax.jit(log_probs, static_argnums=0)(spec, state.actor, batch)[0] * batch.action_mask
     batch = batch.replace(old_logp=jnp.where(far, batch.old_logp, logp))
 
     def objective(params):
@@ -203,7 +224,7 @@ class UpdateTest(parameterized.TestCase):
       _, cotangent, _ = correction.cotangents(logp, batch, spec.variant)
       return jnp.sum(jax.lax.stop_gradient(cotangent) * logp)
 
-    expected = optax.tree.norm(jax.grad(objective)(state.actor))
+    expected = optax.tree.norm(jax.jit(jax.grad(objective))(state.actor))
     _, metrics, seen = step(functions, spec, state, batch)
     clipped = np.asarray(seen['clipped']).any(axis=1)
     self.assertTrue(clipped.any())
@@ -211,11 +232,12 @@ class UpdateTest(parameterized.TestCase):
     np.testing.assert_allclose(metrics['stppo/bias_norm'], expected, rtol=1e-4)
 
   def test_the_state_is_donated_and_nothing_else_crosses(self):
-    """The old state's buffers become the new one's, and a step neither reads from nor waits for the host."""
+    """The old state's buffers become the new one's, and a step neither reads from nor waits for the
+    host."""
     spec = make_spec('st_ppo')
     mesh = one_device()
     state = make_state(spec, mesh)
-    functions, batch = off_policy_batch(spec, state, mesh)
+    functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
     args = jax.device_put(one_step(spec, batch, np.arange(8)), sharding.replicated(mesh))
     with jax.transfer_guard('disallow'):
       after, _, _ = functions.update_step(state, NOTHING, batch, args)
@@ -249,7 +271,7 @@ class UpdateTest(parameterized.TestCase):
     spec = make_spec(row=row, micro_batch=2)
     mesh = one_device()
     state = make_state(spec, mesh)
-    functions = update.compile_functions(spec, state, NOTHING, mesh)
+    functions = functions_of(spec, mesh)
     rows = np.random.default_rng(0).permutation(8)
     batch = annotate(functions, spec, state, jax.device_put(make_batch()), rows)
     state, batch, _ = functions.with_advantages(state, batch)
@@ -261,12 +283,13 @@ class UpdateTest(parameterized.TestCase):
 
   @parameterized.parameters('none', 'paper', 'floor', 'relative')
   def test_norms_are_those_of_the_gradients_end_to_end(self, rule):
-    """||g||, ||C|| and cos(g, C) against jax.grad of the written-out objectives of the parameters."""
+    """||g||, ||C|| and cos(g, C) against jax.grad of the written-out objectives of the
+    parameters."""
     row = dataclasses.replace(variants.VARIANTS['st_ppo'], divisor=rule)
     spec = make_spec(row=row, micro_batch=4, entropy_coef=0.01)
     mesh = one_device()
     state = make_state(spec, mesh)
-    functions, batch = off_policy_batch(spec, state, mesh)
+    functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
     weights = losses.aggregation_weights(batch.action_mask, 'seq-mean-token-mean')
 
     def objective(params, part):
@@ -282,8 +305,8 @@ class UpdateTest(parameterized.TestCase):
       )
       return jnp.sum(weights * surrogate) + 0.01 * jnp.sum(weights * entropy)
 
-    g = jax.grad(functools.partial(objective, part='loss'))(state.actor)
-    c = jax.grad(functools.partial(objective, part='bias'))(state.actor)
+    g = jax.jit(jax.grad(functools.partial(objective, part='loss')))(state.actor)
+    c = jax.jit(jax.grad(functools.partial(objective, part='bias')))(state.actor)
     dot = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(g), jax.tree.leaves(c)))
     g_norm, c_norm = optax.tree.norm(g), optax.tree.norm(c)
     expected = dict(
@@ -302,8 +325,8 @@ class UpdateTest(parameterized.TestCase):
     spec = make_spec(row=row)
     mesh = one_device()
     state = make_state(spec, mesh)
-    functions, batch = off_policy_batch(spec, state, mesh)
-    logp, _ = log_probs(spec, state.actor, batch)
+    functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
+    logp, _ = jax.jit(log_probs, static_argnums=0)(spec, state.actor, batch)
     _, _, aux = correction.cotangents(logp, batch, row)
     _, metrics, _ = step(functions, spec, state, batch)
     np.testing.assert_allclose(metrics['stppo/divisor'], abs(aux['clipped_objective']), rtol=1e-4)
@@ -314,7 +337,7 @@ class UpdateTest(parameterized.TestCase):
 
     def after(change):
       state = make_state(spec, mesh)
-      functions, batch = off_policy_batch(spec, state, mesh)
+      functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
       outside = 1 - batch.action_mask
       batch = batch.replace(
           advantages=batch.advantages + change * outside,
@@ -330,7 +353,7 @@ class UpdateTest(parameterized.TestCase):
     spec = make_spec('st_ppo')
     mesh = one_device()
     state = make_state(spec, mesh)
-    functions, batch = off_policy_batch(spec, state, mesh)
+    functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
     before = jax.device_get(state)
     bad = batch.replace(advantages=batch.advantages.at[0, 5].set(jnp.nan) + jnp.nan)
     state, metrics, _ = step(functions, spec, state, bad)
@@ -347,7 +370,7 @@ class UpdateTest(parameterized.TestCase):
     spec = make_spec('ppo', kl_in='loss', kl_estimator='k1', log_bias=False)
     mesh = one_device()
     state = make_state(spec, mesh)
-    functions, batch = off_policy_batch(spec, state, mesh)
+    functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
     before = jax.device_get(state)
     bad = batch.replace(ref_logp=jnp.where(batch.action_mask > 0, -jnp.inf, 0))
     state, metrics, _ = step(functions, spec, state, bad)
@@ -361,7 +384,7 @@ class UpdateTest(parameterized.TestCase):
     spec = make_spec('st_ppo', critic_warmup=1)
     mesh = one_device()
     state = make_state(spec, mesh)
-    functions, batch = off_policy_batch(spec, state, mesh)
+    functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
     before = jax.device_get(state)
     state, _, _ = step(functions, spec, state, batch)
     chex.assert_trees_all_equal(jax.device_get(state.actor), before.actor)

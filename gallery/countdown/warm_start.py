@@ -1,8 +1,9 @@
-"""Makes the small model that this experiment starts from: bytes as tokens, imperfect demonstrations.
+"""Makes the small model of this experiment: bytes as tokens, imperfect demonstrations.
 
-  python -m gallery.countdown.warm_start       # writes gallery/countdown/model; 2 minutes on two cores
+  python -m gallery.countdown.warm_start       # writes gallery/countdown/model in 2 minutes
 
-Half of the demonstrations add all numbers, whatever the target, so that there is something to learn.
+Half of the demonstrations add all numbers, whatever the target, so that there is something to
+learn.
 """
 
 import json

@@ -20,8 +20,8 @@ def load(split: str) -> list[Task]:
 class GuessNumber:
   """A number from `low` to `high`; each guess is answered 'higher' or 'lower'.
 
-  The reward of a turn is the information that it gained, as a share of all there is, and 0.5 more for
-  the hidden number. A guess that earlier answers rule out costs 0.1.
+  The reward of a turn is the information that it gained, as a share of all there is, and 0.5 more
+  for the hidden number. A guess that earlier answers rule out costs 0.1.
   """
 
   frame = 'user'

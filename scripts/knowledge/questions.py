@@ -1,7 +1,7 @@
-"""The questions of the embedded knowledge set: entities with facts in, qa rows out.
+"""Questions of the embedded knowledge set: entities with facts in, rows of qa.jsonl out.
 
-A question walks a chain of relations from title to title; hop k reads the passage of the k-th
-entity. The chains, their wordings and the number of questions are the tables below.
+A question follows a chain of relations from title to title; hop k reads the passage of the k-th
+entity. The tables below define the chains, their wordings and the number of questions.
 """
 
 import collections
@@ -11,7 +11,7 @@ from scripts.knowledge import sources
 
 _LETTERS = 'ABCD'
 
-# (dataset, split) -> how many questions of 1, 2 and 3 hops at most
+# (dataset, split) -> maximal number of questions with 1, 2 and 3 hops
 _QUOTAS = {
     ('geo', 'train'): (620, 480, 280),
     ('geo', 'dev'): (60, 46, 26),
@@ -23,7 +23,7 @@ _QUOTAS = {
     ('medical', 'dev'): (45, 35, 18),
     ('medical', 'test'): (65, 50, 25),
 }
-# How a sub-question for one fact reads: what an agent would ask next.
+# The sub-question for one fact, as an agent would ask it next.
 _STEPS = {
     'capital': 'capital of {}',
     'currency': 'currency of {}',
@@ -45,7 +45,7 @@ _STEPS = {
     'mode': 'inheritance of {}',
     'other': 'other disease of gene {}',
 }
-# The end of a chain in a country: (relation, how the question names it)
+# The last relation of a chain in a country: (relation, its name in the question)
 _OF_COUNTRY = (
     ('currency', 'currency'),
     ('capital', 'capital'),
@@ -55,7 +55,7 @@ _OF_COUNTRY = (
     ('neighbour', 'most populous neighbour'),
     ('continent', 'continent'),
 )
-# (dataset, kind of the first entity, the relations walked, paraphrases)
+# (dataset, kind of the first entity, relations of the chain, paraphrases)
 _CHAINS = [
     ('geo', 'city', ('country',), ('In which country is {}?', '{} is a city in which country?')),
     (
@@ -290,7 +290,7 @@ for _relation, _noun in _OF_COUNTRY:
 
 
 class Entity:
-  """A title, the split it belongs to, its passage, and the facts that its passage states.
+  """A title with its split, its passage and the facts that the passage states.
 
   A fact is a tuple of right answers; that of 'other' is a dict from the title one came from.
   """
@@ -302,7 +302,7 @@ class Entity:
 
 
 def questions(entities: dict[str, Entity]) -> list[dict]:
-  """The rows of qa.jsonl, at most the quota of each split and number of hops."""
+  """Returns the rows of qa.jsonl, at most the quota per split and number of hops."""
   pools = collections.defaultdict(lambda: collections.defaultdict(list))
   for chain in _CHAINS:
     dataset, kind, relations, paraphrases = chain
@@ -339,17 +339,17 @@ def questions(entities: dict[str, Entity]) -> list[dict]:
 
 
 def pick(variants, key: str):
-  """One of the variants, always the same one for the same key."""
+  """Returns one of the variants, always the same one for the same key."""
   return variants[stable_hash(key + 'variant') % len(variants)]
 
 
 def stable_hash(text: str) -> int:
-  """A number that does not depend on the process, the machine or the Python version."""
+  """Returns a hash that does not depend on the process, the machine or the Python version."""
   return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big')
 
 
 def _walk(first, relations, entities):
-  """The entities walked through and the answer of each hop; None if the chain breaks."""
+  """Returns the entities and the answer of each hop; None if the chain breaks."""
   subjects, answers = [first], []
   for i, relation in enumerate(relations):
     answer = subjects[-1].facts.get(relation)
@@ -395,7 +395,7 @@ def _add_options(row, kind, split, entities):
 
 
 def _round_robin(pools, quota):
-  """At most `quota` rows, as evenly over the kinds of chain as they last."""
+  """Returns at most `quota` rows, balanced over the kinds of chain as far as possible."""
   ranked = []
   for rows in pools.values():
     rows = sorted(rows, key=lambda r: stable_hash(r[0] + 'draw'))

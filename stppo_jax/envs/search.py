@@ -187,8 +187,8 @@ def observation_text(passages: Sequence[types.Passage], style: str) -> str:
 def neutralize(text: str) -> str:
   """Returns passage text in which nothing reads as a tag or as a marker of a chat template.
 
-  Inserts a space after every `<` that is followed by text (`<answer>`, `</s>`, `<|im_start|>`), also
-  after the two wide forms of `<` that Unicode normalisation maps to it, and into the bracketed
+  Inserts a space after every `<` that is followed by text (`<answer>`, `</s>`, `<|im_start|>`),
+  also after the two wide forms of `<` that Unicode normalisation maps to it, and into the bracketed
   markers (`[INST]`). chat.py independently ensures that an observation encodes to no special token.
   """
   return _BRACKET_MARKER.sub('[ ', _OPENING.sub(r'\1 ', text))

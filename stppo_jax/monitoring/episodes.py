@@ -1,4 +1,4 @@
-"""Metrics of a batch of episodes, and the episodes as records with what training computed per token."""
+"""Metrics of a batch of episodes, and the episodes as records with training's numbers per token."""
 
 from collections.abc import Sequence
 import json

@@ -1,7 +1,7 @@
 """Thresholds on the metrics of a run: lines of metrics in, alarms out.
 
-Each rule watches one metric, averaged over the last `window` updates that have it, and is broken when
-that mean is beyond the limit. config.Health holds the limits, which were set by hand.
+Each rule watches one metric, averaged over the last `window` updates that have it, and is broken
+when that mean is beyond the limit. config.Health holds the limits, which were set by hand.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-  """A watched metric, and a measure of how far an episode's record breaks the rule (0: not at all)."""
+  """A watched metric, and how far an episode's record breaks the rule (0: not at all)."""
 
   metrics: tuple[str, ...]  # the first of them that the run has
   kind: str  # 'above' limit | below (1 - limit) times the 'best' window | .. the 'first' window
@@ -83,7 +83,7 @@ def flags(alarms: Sequence[Alarm]) -> dict[str, float]:
 
 
 def worst_lines(name: str, records: Sequence[Mapping[str, Any]], most: int = 3) -> list[int]:
-  """Returns line numbers, from 1, of the episodes that break the rule most, in an episodes/*.jsonl."""
+  """Returns the line numbers, from 1, of the episodes in a file that break the rule most."""
   badness = [RULES[name].badness(record) for record in records]
   order = sorted(range(len(records)), key=lambda i: -badness[i])[:most]
   return sorted(i + 1 for i in order if badness[i] > 0)

@@ -1,7 +1,7 @@
 """The one writer of metrics: scalars of an update in, a line of metrics.jsonl out.
 
-TensorBoard and Weights & Biases get the same numbers if they are installed and asked for; neither can
-stop a run. The report and the tests read only metrics.jsonl.
+TensorBoard and Weights & Biases get the same numbers if they are installed and asked for; neither
+can stop a run. The report and the tests read only metrics.jsonl.
 """
 
 from collections.abc import Mapping
@@ -130,7 +130,7 @@ def progress_line(
 
 
 def summarize(prefix: str, array: Any, mask: Any | None = None) -> dict[str, float]:
-  """Returns {prefix/mean, prefix/max, prefix/min} of the entries under `mask`; {} if there are none."""
+  """Returns {prefix/mean, prefix/max, prefix/min} of the entries under `mask`; {} without any."""
   values = np.asarray(array, np.float64)
   if mask is not None:
     mask = np.asarray(mask)

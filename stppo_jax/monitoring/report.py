@@ -1,8 +1,8 @@
 """The report of a run: metrics.jsonl, config.json and episodes/*.jsonl in, report.html out.
 
-The page is self-contained: it opens from disk, without a network, also while the run goes on. Episode
-text comes from a model and a corpus and is not trusted: the data are JSON without `<`, the page sets
-them with textContent, and its content security policy allows no script but its own.
+The page is self-contained: it opens from disk, without a network, also while the run goes on.
+Episode text comes from a model and a corpus and is not trusted: the data are JSON without `<`, the
+page sets them with textContent, and its content security policy allows no script but its own.
 """
 
 import base64

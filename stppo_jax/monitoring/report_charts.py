@@ -1,7 +1,7 @@
 """The charts of the report: lines of metrics in, charts as plain data out.
 
-A chart names its series by patterns of metric names. Series that a run did not write are left out, and
-so are charts without series. Metrics that no chart names come last, folded, one chart per name.
+A chart names its series by patterns of metric names. Series that a run did not write are left out,
+and so are charts without series. Metrics that no chart names come last, folded, one chart per name.
 """
 
 import dataclasses

@@ -36,8 +36,8 @@ class Timing(collections.defaultdict):
 def of_updates(folder: str, count: int, first: int) -> Iterator[Callable[[int], None]]:
   """Context manager; yields a function to call before each update with the number of updates done.
 
-  It starts the trace after update first + 1, which compiles, and ends it `count` updates later or with
-  the run. Nothing is traced with `count` 0.
+  It starts the trace after update first + 1, which compiles, and ends it `count` updates later or
+  with the run. Nothing is traced with `count` 0.
   """
   with contextlib.ExitStack() as trace:
 

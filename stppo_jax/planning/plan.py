@@ -110,7 +110,6 @@ def make(config: schema.Config, topology: str = '') -> Plan:
   devices, chip = topologies.devices_of(topology)
   mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
   sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
-
   on_host = learner_lib.on_host(config, mesh)
   absent_gpu = bool(topology) and chip is topologies.CHIPS['h100']
   if absent_gpu:  # tracing cuDNN's attention queries the GPU

@@ -57,7 +57,7 @@ class DenseRetriever:
 
 
 def embed(encoder: encoders.Encoder, texts: Sequence[str], folder: str) -> np.ndarray:
-  """[len(texts), D] float32, mapped from a file in `folder`, which is made where it is not there."""
+  """Returns [len(texts), D] float32, mapped from a file in `folder`; makes a missing file."""
   path = os.path.join(folder, f'embeddings_{_digest(encoder.folder, texts)}.npy')
   if not os.path.exists(path):
     os.makedirs(folder, exist_ok=True)

@@ -26,8 +26,8 @@ def make(maker: Callable, settings: Any, load_corpus: LoadCorpus) -> protocol.Re
     return made
   if not callable(made):
     raise types.UserError(
-        f'config.retriever.kind={settings.kind!r} made {made!r}: return search(queries, top_k), or an '
-        'object with that method'
+        f'config.retriever.kind={settings.kind!r} made {made!r}: return search(queries, top_k), '
+        'or an object with that method'
     )
   return _Function(made)
 
@@ -35,7 +35,7 @@ def make(maker: Callable, settings: Any, load_corpus: LoadCorpus) -> protocol.Re
 def make_dense(
     passages: Sequence[types.Passage], encoder: str, cache: str, with_words: bool = False
 ) -> protocol.Retriever:
-  """Returns search by the vectors of the BERT-class model in `encoder`; fused with BM25 if asked."""
+  """Returns search by the vectors of a BERT-class model; fused with BM25 for `with_words`."""
   from stppo_jax.retrieval import dense  # it compiles a model: only where one is asked for
 
   by_meaning = dense.DenseRetriever(passages, encoder, cache)

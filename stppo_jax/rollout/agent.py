@@ -53,8 +53,8 @@ class Agent:
   ) -> list[types.Episode]:
     """Plays one episode per task, `rows` at a time; keys [B] fix each episode's randomness.
 
-    Raises Stopped after a turn at which `give_up()` is true. Choice: no threads on many hosts, whose
-    schedules would differ with their timing.
+    Raises Stopped after a turn at which `give_up()` is true. Choice: no threads on many hosts,
+    whose schedules would differ with their timing.
     """
     rollout = self.config.rollout
     limits = episode_loop.Limits(
@@ -181,9 +181,9 @@ def make_sampler(
 ) -> sampling.Sampler:
   """Returns the sampler of training, or the greedy one of evaluation.
 
-  Choice: the compiler places groups that `row_sharding` cannot split evenly. Rows that are not split
-  can be moved: only those with something to prefill are computed. On a CPU their keys lie in tiles;
-  keys of split rows do not, because reading from tiles goes row by row.
+  Choice: the compiler places groups that `row_sharding` cannot split evenly. Rows that are not
+  split can be moved: only those with something to prefill are computed. On a CPU their keys lie in
+  tiles; keys of split rows do not, because reading from tiles goes row by row.
   """
   rollout = config.rollout
   options = (

@@ -86,7 +86,7 @@ def trained_length(episode: types.Episode) -> int:
 
 
 def unroll(episode: types.Episode) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Returns an episode as one row: tokens int32, turn_ids int32, behaviour_logp float32, all [length]."""
+  """Returns an episode as one row [length]: tokens, turn_ids int32 and behaviour_logp float32."""
   tokens, turn_ids, logp = [episode.prompt], [np.zeros(len(episode.prompt))], []
   logp.append(np.zeros(len(episode.prompt)))
   for k, turn in enumerate(episode.turns, start=1):

@@ -8,12 +8,12 @@ earlier calls to the environments, and the next call waits in the device's queue
   group 1                          | prefill, decode |                 | prefill, decode | ..
   environments   | of group 0      | of group 1      | ..    (in threads: late, in any order)
 
-What is sampled for a sequence depends on its key and its ids alone. With `threads=0` the schedule is a
-function of the completions and prompts, so that many hosts take the same steps. With threads it
-depends on timing: the group that is done first goes on. That changes only which sequences share a
-group, and the number of cache slots of a group. Neighbours do not change a row's numbers. The number
-of cache slots may change their last digit (matmuls sum in another order), so that only with one slot
-bucket two runs with threads are bitwise equal.
+What is sampled for a sequence depends on its key and its ids alone. With `threads=0` the schedule
+is a function of the completions and prompts, so that many hosts take the same steps. With threads
+it depends on timing: the group that is done first goes on. That changes only which sequences share
+a group, and the number of cache slots of a group. Neighbours do not change a row's numbers. The
+number of cache slots may change their last digit (matmuls sum in another order), so that only with
+one slot bucket two runs with threads are bitwise equal.
 """
 
 import collections
@@ -244,9 +244,9 @@ class _Engine:
   def _dispatch(self, group: _Group, function, *args, **kwargs):
     """Calls function(*args), which starts work on the device, without waiting for the result.
 
-    A CPU runs the programs of one thread in order, and those of several side by side: two groups take
-    two thirds of the time. So there each group has its thread. Programs of several devices stay in
-    order, since each could wait for the other.
+    A CPU runs the programs of one thread in order, and those of several side by side: two groups
+    take two thirds of the time. So there each group has its thread. Programs of several devices
+    stay in order, since each could wait for the other.
     """
     devices = jax.tree.leaves(self._params)[0].devices()
     if len(devices) > 1 or next(iter(devices)).platform != 'cpu':
@@ -374,7 +374,8 @@ class _Engine:
   def _prefill_apart(self, group: _Group) -> None:
     """Prefills rows that are taken out of their group, and puts them back.
 
-    When the queue is empty, rows of emptier groups move here, so that fewer groups have to be decoded.
+    When the queue is empty, rows of emptier groups move here, so that fewer groups have to be
+    decoded.
     """
     for home, slots in self._to_prefill(group):
       for i in range(0, len(slots), self._sampler.prefill_rows):

@@ -1,8 +1,8 @@
 """Plays many environments at once: tasks in, Episodes out.
 
-The engine schedules prefill and decode. Turns that end together step their environments together, so
-that one retriever call serves all of them. An agent's turn is decoded for the environment; what is
-kept, and stays in the model's context, are the sampled ids.
+The engine schedules prefill and decode. Turns that end together step their environments together,
+so that one retriever call serves all of them. An agent's turn is decoded for the environment; what
+is kept, and stays in the model's context, are the sampled ids.
 """
 
 import collections
@@ -60,9 +60,9 @@ def play(
 ) -> tuple[list[types.Episode], engine.Report]:
   """Returns one episode per environment, in their order, and a report of the work.
 
-  An episode depends on its environment, key and prompt alone: not on the others, nor on how long any
-  environment takes. With threads, environments have to lock what they share. A task's own seed goes
-  before `seeds`.
+  An episode depends on its environment, key and prompt alone: not on the others, nor on how long
+  any environment takes. With threads, environments have to lock what they share. A task's own seed
+  goes before `seeds`.
   """
   chex.assert_equal(len(envs), len(tasks))
   chex.assert_equal(len(envs), len(groups))
@@ -109,7 +109,7 @@ def row_keys(key: jax.Array, tasks: Sequence[types.Task]) -> jax.Array:
 
 
 def episode_seeds(keys: jax.Array) -> list[int]:
-  """Returns 31 bits per episode for `Env.reset`, from keys [B]; none of them is used for sampling."""
+  """Returns 31 bits per episode for `Env.reset`, from keys [B]; sampling uses none of them."""
   bits = jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, _SEED_STREAM)))(keys)
   return (np.asarray(bits) >> 1).tolist()
 
@@ -135,7 +135,7 @@ def _begin(
 
 
 def _prompt(ids: list[int], length: int, limits: Limits) -> engine.Prompt:
-  """`ids` to prefill, which make the context `length` long, and the budget of the turn after them."""
+  """`ids` to prefill, the context's `length` with them, and the budget of the next turn."""
   return engine.Prompt(ids, min(limits.max_turn_tokens, limits.max_total_tokens - length))
 
 

@@ -1,11 +1,11 @@
 """The pipeline: samples batches of episodes while others are trained on.
 
-  main    |  train 1  |  train 2  |  train 3  |      staleness 1: while batch 2 is trained on, batch 3
-  thread  | 1 |  2    |     3     |     4     |      is sampled with the parameters after update 1
+  main    |  train 1  |  train 2  |  train 3  |    staleness 1: while batch 2 is trained on, batch 3
+  thread  | 1 |  2    |     3     |     4     |    is sampled with the parameters after update 1
 
-Which parameters sample a batch depends on its number alone, never on timing: the same staleness gives
-the same run twice. Batches that are sampled and not yet trained on are host data, which a checkpoint
-holds as JSON.
+Which parameters sample a batch depends on its number alone, never on timing: the same staleness
+gives the same run twice. Batches that are sampled and not yet trained on are host data, which a
+checkpoint holds as JSON.
 """
 
 import collections
@@ -99,9 +99,9 @@ class Pipeline:
   def take(self, params: dict, number: int) -> Sampled:
     """Returns batch `number`; starts sampling batch number + staleness with `params`.
 
-    Numbers rise by one from call to call. The first call starts all of number .. number + staleness,
-    so a run's first batches are less stale than the others. A batch that was Stopped stays the next
-    one.
+    Numbers rise by one from call to call. The first call starts all of number .. number +
+    staleness, so a run's first batches are less stale than the others. A batch that was Stopped
+    stays the next one.
     """
     if not self._staleness:
       return self._sample(params, number, 0)
@@ -181,8 +181,8 @@ def from_json(record: dict, tasks: Sequence[types.Task]) -> Sampled:
   for task, row in zip(tasks, record['episodes'], strict=True):
     if task.id != row['task']:
       raise types.UserError(
-          f'the checkpoint holds an episode on question {row["task"]!r} where {task.id!r} is due now: '
-          'resume with the same questions, or give another --workdir'
+          f'the checkpoint holds an episode on question {row["task"]!r} where {task.id!r} is due '
+          'now: resume with the same questions, or give another --workdir'
       )
     turns = [
         types.Turn(
@@ -274,7 +274,7 @@ def failed_share(episodes: Sequence[types.Episode]) -> float:
 
 
 def answers(retriever: protocol.Retriever | None) -> bool:
-  """Returns whether the retriever answers a query; each probe is new, so that no cache answers it."""
+  """Returns whether the retriever answers a query; each probe is new, to bypass caches."""
   if retriever is None:  # an environment says that it failed: it can only be tried again
     return True
   return retriever.search([f'probe {time.time_ns()}'], 1)[0] is not None

@@ -1,8 +1,8 @@
 """The device side of the rollout: compiled prefill and decode.
 
-A `Context` holds the keys and values of some rows. `prefill` appends given ids to it, `decode` samples
-new ones; `take` and `put` move rows between contexts. The small state stays on the host with the
-caller (`engine`): which sequence is in which row, its length, and the state of its turn.
+A `Context` holds the keys and values of some rows. `prefill` appends given ids to it, `decode`
+samples new ones; `take` and `put` move rows between contexts. The small state stays on the host
+with the caller (`engine`): which sequence is in which row, its length, and the state of its turn.
 """
 
 from collections.abc import Sequence
@@ -45,12 +45,12 @@ class Sampled:
 
 
 class Sampler:
-  """Compiled prefill and decode, and their static settings. Parameters are an argument, never a field.
+  """Compiled prefill and decode with static settings. Parameters are an argument, not a field.
 
   All calls have fixed numbers of rows: `width` for decode, `prefill_rows` for prefill. So a row's
-  numbers do not depend on how many others there are. A program is compiled for each number of slots in
-  decode, and each (slots, chunk) in prefill; buckets keep these few. The cost of attention is set by
-  the longest row of a call.
+  numbers do not depend on how many others there are. A program is compiled for each number of slots
+  in decode, and each (slots, chunk) in prefill; buckets keep these few. The cost of attention is
+  set by the longest row of a call.
   """
 
   def __init__(
@@ -80,7 +80,8 @@ class Sampler:
       )
     if min(max_slots, rows, prefill_rows, steps, *chunk_buckets) < 1 or width < 0:
       raise types.UserError(
-          'max_slots, rows, prefill_rows, steps and chunks must be at least 1, and width 0 (all) or more'
+          'max_slots, rows, prefill_rows, steps and chunks must be at least 1, and width 0 (all) '
+          'or more'
       )
     if config.head == 'value':
       raise types.UserError("a model with head 'value' cannot sample: use head 'tokens' or 'both'")
@@ -157,9 +158,9 @@ class Sampler:
   ) -> tuple[Context, jax.Array | None]:
     """Appends ids[b] to row b, of which starts[b] slots are live: (context, the new lengths [B]).
 
-    The lengths are on the device, to wait for; None if there was nothing to prefill. Rows without ids
-    do not change, nor do their pending logits. A row's chunks depend on its number of ids alone: as
-    many as fit of the largest, of the next, the rest in the smallest.
+    The lengths are on the device, to wait for; None if there was nothing to prefill. Rows without
+    ids do not change, nor do their pending logits. A row's chunks depend on its number of ids
+    alone: as many as fit of the largest, of the next, the rest in the smallest.
     """
     lengths = np.array([len(row) for row in ids], np.int32)
     starts, done, new_lengths = np.array(starts, np.int32), np.zeros_like(lengths), None
@@ -184,9 +185,10 @@ class Sampler:
     """Samples up to `steps` tokens of each row with a budget; ends once `enough` rows have stopped.
 
     A row stops with the token that completes a stop string, with an eos token, or after budgets[b]
-    tokens; a row with budget 0 does not change. The last token enters the context too. Token number i
-    of a row is drawn with fold_in(key, i). The log-probs are those of the distribution sampled from
-    (see `sampling.sample_token`). `lengths`, .., `budgets` are NumPy, [B]; keys: jax.random.key_data.
+    tokens; a row with budget 0 does not change. The last token enters the context too. Token number
+    i of a row is drawn with fold_in(key, i). The log-probs are those of the distribution sampled
+    from (see `sampling.sample_token`). `lengths`, .., `budgets` are NumPy, [B]; keys:
+    jax.random.key_data.
     """
     return self._decode(
         params,
@@ -355,7 +357,7 @@ def _in_compute_dtype(params, config):
 
 
 def _grow(config, context, slots):
-  """The same rows with `slots` slots each. Written into empty ones: a `pad` takes 4 times as long on a CPU."""
+  """Returns the same rows with `slots` slots each, written into empty ones: faster than a `pad`."""
   rows = context.logits.shape[0]
   fill = lambda new, old: jax.lax.dynamic_update_slice(new, old, (0,) * old.ndim)
   return jax.tree.map(fill, _empty(config, rows, slots), context)

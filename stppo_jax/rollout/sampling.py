@@ -12,7 +12,7 @@ _BLOCK = 128  # indices per block of `_draw`
 def sample_token(
     logits: jax.Array, keys: jax.Array, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:
-  """Draws a token per row and returns its log-prob: logits [B,V], keys [B] -> (token [B], logp [B]).
+  """Draws a token per row, with its log-prob: logits [B,V], keys [B] -> (token [B], logp [B]).
 
   The distribution is softmax(logits / temperature), cut to the top_k likeliest tokens, then to the
   fewest likeliest that hold a mass of top_p, then renormalised. The log-prob is that of this very

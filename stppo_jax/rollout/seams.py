@@ -93,15 +93,15 @@ def _source(name):
     wrong = next((task for task in tasks if not isinstance(task, Task)), None)
     if not tasks or wrong is not None:
       raise UserError(
-          f'config.data.source={name!r} gave {"no task" if not tasks else repr(wrong)} for the split '
-          f'{split!r}: return a list of at least one stppo_jax.types.Task'
+          f'config.data.source={name!r} gave {"no task" if not tasks else repr(wrong)} for the '
+          f'split {split!r}: return a list of at least one stppo_jax.types.Task'
       )
     ids = [task.id for task in tasks]
     if len(set(ids)) < len(ids):
       twice = next(i for i in ids if ids.count(i) > 1)
       raise UserError(
-          f'config.data.source={name!r} gave two tasks with the id {twice!r} for the split {split!r}: '
-          'ids must be unique'
+          f'config.data.source={name!r} gave two tasks with the id {twice!r} for the split '
+          f'{split!r}: ids must be unique'
       )
     return tasks
 

@@ -1,8 +1,8 @@
 """Checkpoints: the state of training and the position of the run, written whole or not at all.
 
 Orbax saves in the background and renames a step when all its files are written. Checksums of each
-step detect what Orbax does not: a file that was cut or changed later. Everything else that a resumed
-run needs (order of questions, random keys) is a function of the seed and the position.
+step detect what Orbax does not: a file that was cut or changed later. Everything else that a
+resumed run needs (order of questions, random keys) is a function of the seed and the position.
 
   checkpoints/<updates done>/state/..  progress/metadata  checksums.json
 """

@@ -1,4 +1,5 @@
-"""What a fork server imports before it forks children for `micro_run`; never import it elsewhere."""
+"""What a fork server imports before it forks children for `micro_run`; never import it
+elsewhere."""
 
 import sys
 import types

@@ -68,7 +68,8 @@ def train(config, workdir, stop_requested=lambda: False, **options):
 
 
 class Learner:
-  """What the loop needs of a learner: the functions below, jitted, and a policy of a few numbers."""
+  """What the loop needs of a learner: the functions below, jitted, and a policy of a few
+  numbers."""
 
   def __init__(self, optimizer, mesh):
     jit = lambda function, donate=(): jax.jit(function, donate_argnums=donate)
@@ -207,7 +208,8 @@ def _total(state):
 
 
 def command(folder, workdir, stderr, overrides, slow_s=0.01):
-  """`python run.py` on `make_config`, in a child process; saves are slow, to be met in the middle."""
+  """`python run.py` on `make_config`, in a child process; saves are slow, to be met in the
+  middle."""
   os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
   logging.use_absl_handler()  # as app.run does
   experiment = os.path.join(folder, 'experiment.py')

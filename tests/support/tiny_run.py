@@ -1,7 +1,8 @@
-"""A whole run small enough for a test: model, tokenizer, questions, passages and config, on the spot.
+"""A whole run small enough for a test: model, tokenizer, questions, passages and config, on the
+spot.
 
-The model is random, but for an output matrix that likes a few whole actions, each one token, so that
-its episodes search, answer (at times rightly), and make invalid turns.
+The model is random, but for an output matrix that likes a few whole actions, each one token, so
+that its episodes search, answer (at times rightly), and make invalid turns.
 """
 
 import json
@@ -67,8 +68,8 @@ def make_config(folder: str) -> schema.Config:
 def write_model(folder, likes=ACTIONS, strength=1.2, vocab_size=None):
   """A random Qwen2 of one layer that likes some actions, and its tokenizer.
 
-  `vocab_size`: of the model alone; by default the tokenizer's. With strength 1.2 two of three tokens
-  are liked ones, with 5 all are.
+  `vocab_size`: of the model alone; by default the tokenizer's. With strength 1.2 two of three
+  tokens are liked ones, with 5 all are.
   """
   os.makedirs(folder)
   tiny_tokenizer.write(folder)
