@@ -24,22 +24,22 @@ def get_config(mode=''):
       logp_chunk=0,
   )
   config.rollout = schema.Rollout(
-      max_prompt=16, max_turn=4, max_observation=16, max_total=96, width=64, chunks=(8,), threads=0
+      max_prompt=16, max_turn=4, max_observation=16, max_total=64, width=64, chunks=(8,), threads=0
   )
   config.algorithm.variant = 'st_ppo'
   config.algorithm.kl_in = 'none'
   config.algorithm.entropy_coef = 0.0
-  config.actor = schema.Optimizer(lr=1e-3, warmup=0.0, weight_decay=0.0)
+  config.actor = schema.Optimizer(lr=4e-4, warmup=0.0, weight_decay=0.0)
   config.critic = schema.Optimizer(lr=2e-3, warmup=0.0, weight_decay=0.0)
   config.train = schema.Train(
-      updates=40,
+      updates=60,
       episodes=256,
-      mini_batch=128,
+      mini_batch=64,
       micro_batch=32,
-      length_buckets=(96,),
+      length_buckets=(64,),
       checkpoint_every=0,
   )
-  config.eval = schema.Eval(every=10, rows=128)
+  config.eval = schema.Eval(every=15, rows=128)
   config.log.tensorboard = False
   if mode == 'smoke':
     config.name += '_smoke'

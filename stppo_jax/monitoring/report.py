@@ -36,7 +36,7 @@ _HIGHLIGHTS = (  # of the config, in the order in which the page shows them
 
 
 def build(workdir: str) -> str:
-  """Writes `workdir`/report.html and returns its path. Whatever is not there yet is left out."""
+  """Writes `workdir`/report.html and returns its path. Whatever does not exist yet is left out."""
   rows = metrics.read_metrics(workdir)  # a UserError where there is no such folder
   rows = _with_one_name_an_only_data_set(rows)
   config = _read_config(os.path.join(workdir, 'config.json'))

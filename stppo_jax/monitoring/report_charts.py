@@ -14,7 +14,7 @@ MAX_POINTS = 600  # per series; thinning keeps the extremes of each bin
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-  """Series whose names match `pattern`; `label` may use its groups. `band` shades /min to /max."""
+  """Series whose names match `pattern`, whose groups `label` may use. `band` shades /min to /max."""
 
   pattern: str
   label: str
@@ -241,7 +241,7 @@ CHARTS = (
 
 
 def charts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-  """The charts that have something to show, as the page's script draws them."""
+  """Returns the charts that have data, as the page's script draws them."""
   columns = {}  # name -> {step: value}; a step written twice counts once, the later line wins
   for row in rows:
     for name, value in row.items():
@@ -261,8 +261,8 @@ def charts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     drawn += _chart(chart, series)
   rest = sorted(set(columns) - used, key=_natural)
   for name in rest:
-    series = _series(columns, name, name, Line('', ''), 'linear')
-    drawn += _chart(Chart('Other series', name, '', '', ()), [series])
+    only = _series(columns, name, name, Line('', ''), 'linear')
+    drawn += _chart(Chart('Other series', name, '', '', ()), [only])
   return drawn
 
 

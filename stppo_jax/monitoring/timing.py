@@ -4,6 +4,8 @@ TensorBoard (with the plugin xprof) and Perfetto read the trace, which names the
 """
 
 import collections
+from collections.abc import Callable
+from collections.abc import Iterator
 import contextlib
 import os
 import time
@@ -19,7 +21,7 @@ class Timing(collections.defaultdict):
     super().__init__(float)
 
   @contextlib.contextmanager
-  def __call__(self, phase):
+  def __call__(self, phase: str) -> Iterator[None]:
     started = time.perf_counter()
     with jax.profiler.TraceAnnotation(phase):
       yield
@@ -31,7 +33,7 @@ class Timing(collections.defaultdict):
 
 
 @contextlib.contextmanager
-def of_updates(folder, count, first):
+def of_updates(folder: str, count: int, first: int) -> Iterator[Callable[[int], None]]:
   """Context manager; yields a function to call before each update with the number of updates done.
 
   It starts the trace after update first + 1, which compiles, and ends it `count` updates later or

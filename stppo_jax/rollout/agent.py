@@ -3,11 +3,14 @@
 Training and evaluation share it: parameters and tasks in, episodes out.
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
 import math
 import os
 
 import jax
+import numpy as np
 
 from stppo_jax import chat
 from stppo_jax import types
@@ -39,7 +42,15 @@ class Agent:
   greedy: sampling.Sampler
   report: engine.Report | None = None  # of the newest `play`
 
-  def play(self, params, tasks, keys, groups=None, greedy=False, give_up=None):
+  def play(
+      self,
+      params: dict,
+      tasks: Sequence[types.Task],
+      keys: jax.Array,  # [episodes]
+      groups: Sequence[int] | None = None,  # None: each episode is one
+      greedy: bool = False,
+      give_up: Callable[[], bool] | None = None,
+  ) -> list[types.Episode]:
     """Plays one episode per task, `rows` at a time; keys [B] fix each episode's randomness.
 
     Raises Stopped after a turn at which `give_up()` is true. Choice: no threads on many hosts,
@@ -84,7 +95,9 @@ def model_folder(config) -> str:
   return EMBEDDED_MODEL if config.model.folder == 'embedded' else config.model.folder
 
 
-def load_policy(config, head='tokens', folder=None, shardings=None):
+def load_policy(
+    config, head: str = 'tokens', folder: str | None = None, shardings: Callable | None = None
+) -> tuple[decoder.ModelConfig, dict]:
   """Loads (ModelConfig, parameters) from the config's folder, with the run's compute settings.
 
   On the host, or laid out by `shardings` (tree of shapes -> tree of NamedShardings).
@@ -96,7 +109,7 @@ def load_policy(config, head='tokens', folder=None, shardings=None):
   return _computed_as(shape, model), params
 
 
-def load_shape(config, head='tokens', folder=None):
+def load_shape(config, head: str = 'tokens', folder: str | None = None) -> decoder.ModelConfig:
   """Returns the ModelConfig that `load_policy` would give, without weights.
 
   A folder that does not exist may have the name of a preset: 'models/Qwen2.5-7B-Instruct' has the
@@ -134,7 +147,9 @@ def _computed_as(shape, model):
   )
 
 
-def make_agent(config, model, row_sharding=None) -> Agent:
+def make_agent(
+    config, model: decoder.ModelConfig, row_sharding: jax.sharding.NamedSharding | None = None
+) -> Agent:
   """Builds the agent of a policy of shape `model`; its rows are laid out as `row_sharding`."""
   tokenizer = chat.load_tokenizer(model_folder(config))
   chat.check_matches(tokenizer, model.vocab_size)
@@ -156,7 +171,14 @@ def make_agent(config, model, row_sharding=None) -> Agent:
   )
 
 
-def make_sampler(config, model, stop_table, eos_ids, row_sharding=None, greedy=False):
+def make_sampler(
+    config,
+    model: decoder.ModelConfig,
+    stop_table: np.ndarray,
+    eos_ids: Sequence[int],
+    row_sharding: jax.sharding.NamedSharding | None = None,
+    greedy: bool = False,
+) -> sampling.Sampler:
   """Returns the sampler of training, or the greedy one of evaluation.
 
   Choice: the compiler places groups that `row_sharding` cannot split evenly. Rows that are not

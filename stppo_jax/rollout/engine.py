@@ -149,7 +149,7 @@ class _Engine:
     self._last_prefill = None  # result of the last prefill of a launch: the new lengths
     self._clock = time.perf_counter()
 
-  def run(self):
+  def run(self) -> None:
     """Runs until no sequence is left."""
     while self._queue or self._slots:
       while len(self._calls) < CALLS and (group := self._next_group()):

@@ -10,6 +10,7 @@ checkpoint holds as JSON.
 
 import collections
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from concurrent import futures
 import contextlib
@@ -89,13 +90,13 @@ class Pipeline:
     ready: batches that a checkpoint held, the next one first.
   """
 
-  def __init__(self, sample, staleness, ready=()):
+  def __init__(self, sample: Callable, staleness: int, ready: Sequence[Sampled] = ()):
     self._sample, self._staleness = sample, staleness
     self._sampling = threading.Lock()
     self._thread = futures.ThreadPoolExecutor(1, 'sampling') if staleness else None
     self._ahead = collections.deque(map(_done, ready))
 
-  def take(self, params, number):
+  def take(self, params: dict, number: int) -> Sampled:
     """Returns batch `number`; starts sampling batch number + staleness with `params`.
 
     Numbers rise by one from call to call. The first call starts all of number .. number +
@@ -111,7 +112,7 @@ class Pipeline:
     self._ahead.popleft()
     return batch
 
-  def contents(self):
+  def contents(self) -> list[Sampled]:
     """Returns the batches sampled ahead, the next one first; waits for those in progress.
 
     Leaves out those from a Stopped one on: they are sampled again when the run resumes.
@@ -123,7 +124,7 @@ class Pipeline:
     return batches
 
   @contextlib.contextmanager
-  def idle(self):
+  def idle(self) -> Iterator[None]:
     """Context manager that pauses background sampling, so that evaluation can use the sampler."""
     with self._sampling:
       yield
