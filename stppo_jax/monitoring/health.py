@@ -53,7 +53,7 @@ def check(
   for name, rule in RULES.items():
     if not limits[name]:
       continue
-    metric = next((m for m in rule.metrics if m in rows[-1]), None)
+    metric = next((m for m in rule.metrics if m in rows[-1]), '')
     series = np.array([row[metric] for row in rows if _has(row, metric)], np.float64)
     if len(series) < window or not _has(rows[-1], metric):
       continue

@@ -261,8 +261,8 @@ def charts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     drawn += _chart(chart, series)
   rest = sorted(set(columns) - used, key=_natural)
   for name in rest:
-    series = _series(columns, name, name, Line('', ''), 'linear')
-    drawn += _chart(Chart('Other series', name, '', '', ()), [series])
+    other = _series(columns, name, name, Line('', ''), 'linear')
+    drawn += _chart(Chart('Other series', name, '', '', ()), [other])
   return drawn
 
 

@@ -7,6 +7,7 @@ with the caller (`engine`): which sequence is in which row, its length, and the 
 
 from collections.abc import Sequence
 import functools
+from typing import Any
 
 import chex
 import flax
@@ -163,8 +164,8 @@ class Sampler:
     alone: as many as fit of the largest, of the next, the rest in the smallest.
     """
     lengths = np.array([len(row) for row in ids], np.int32)
-    starts, done, new_lengths = np.array(starts, np.int32), np.zeros_like(lengths), None
-    chex.assert_equal_shape([starts, lengths])
+    live, done, new_lengths = np.array(starts, np.int32), np.zeros_like(lengths), None
+    chex.assert_equal_shape([live, lengths])
     for chunk in reversed(self.chunk_buckets):
       smallest = chunk == self.chunk_buckets[0]
       while True:
@@ -175,7 +176,7 @@ class Sampler:
         tokens = np.zeros((len(ids), chunk), np.int32)
         for row, row_ids, start, count in zip(tokens, ids, done, real):
           row[:count] = row_ids[start : start + count]
-        context, new_lengths = self._prefill(params, context, tokens, starts + done, real)
+        context, new_lengths = self._prefill(params, context, tokens, live + done, real)
         done = done + real
     return context, new_lengths
 
@@ -205,7 +206,9 @@ class Sampler:
 
   def compiled_variants(self) -> dict[str, int]:
     """Returns the number of compiled programs of each function, for logging."""
-    return {'prefill': self._prefill._cache_size(), 'decode': self._decode._cache_size()}
+    prefill: Any = self._prefill
+    decode: Any = self._decode
+    return {'prefill': prefill._cache_size(), 'decode': decode._cache_size()}
 
   def trace(self, params, slots: int) -> dict[str, jax.stages.Traced]:
     """Traces 'prefill' (of the largest chunk), 'decode' and 'grow' (the last) of so many slots.
