@@ -52,7 +52,7 @@ class Task:
   """
 
   id: str
-  question: str
+  question: str = ''
   answers: tuple[str, ...] = ()
   dataset: str = 'unnamed'
   split: str = 'train'

@@ -316,6 +316,45 @@ class PlayTest(parameterized.TestCase):
     observation = episodes[0].turns[0].observation
     self.assertEqual(make_tokenizer().decode(observation), 'you see a door')
 
+  def test_a_prefix_stands_before_it_and_nothing_is_glued_without_a_space(self):
+    info = {'prefix': '2.', 'suffix': 'now?'}
+    episodes, _ = play(['a'], [[('higher', 0.0, False, False, info), ANSWER]])
+    observation = episodes[0].turns[0].observation
+    self.assertEqual(make_tokenizer().decode(observation), '2.\nhigher\nnow?')
+
+  @parameterized.parameters(
+      (float('nan'), {}, 'reward'),
+      (None, {}, 'reward'),
+      (0.0, {'metrics': {'won': float('inf')}}, "info..metrics....won"),
+      (0.0, {'metrics': {'won': 'yes'}}, "info..metrics....won"),
+  )
+  def test_a_number_of_the_environment_has_to_be_one(self, reward, info, message):
+    with self.assertRaisesRegex(types.UserError, f'{message}.*finite number'):
+      play(['a'], [[('', reward, True, False, info)]])
+
+  def test_the_last_value_of_a_metric_counts(self):
+    said = lambda x, over: ('b', 0.0, over, False, {'metrics': {'won': x}})
+    episodes, _ = play(['a'], [[said(0.25, False), said(0.5, True)]])
+    self.assertEqual(episodes[0].metrics, {'won': 0.5})
+
+  def test_a_task_with_a_seed_is_reset_with_it_and_others_with_their_own(self):
+    seeds = []
+
+    class Seeded(ScriptedEnv):
+
+      def reset(self, seed=None):
+        seeds.append(seed)
+        return super().reset(seed)
+
+    tasks = [types.Task('a', seed=7), types.Task('b'), types.Task('b')]
+    keys = episode_lib.row_keys(jax.random.key(0), tasks)
+    envs = [Seeded('a', [ANSWER]) for _ in tasks]
+    episode_lib.play(
+        make_sampler(), make_params(), make_tokenizer(), envs, tasks, range(3), keys, LIMITS
+    )
+    self.assertEqual(seeds, [7, *episode_lib.episode_seeds(keys)[1:]])
+    self.assertLen(set(seeds), 3)
+
   def test_threads_and_slow_environments_change_nothing(self):
     scripts = [
         [SEARCH, INVALID, ANSWER],
