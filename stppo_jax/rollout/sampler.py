@@ -312,8 +312,7 @@ def _decode(
     return jnp.any(turns.sampled.alive) & (turns.step < steps) & (turns.stopped < enough)
 
   def one_token(turns):
-    context, sampled = turns.context, turns.sampled
-    alive = sampled.alive
+    context, sampled, alive = turns.context, turns.sampled, turns.sampled.alive
     token, logp = sample(context.logits, jax.vmap(jax.random.fold_in)(keys, turns.lengths))
     cache = decoder.KVCache(context.k, context.v, turns.lengths)
     x, cache = decoder.hidden(params, config, token[:, None], None, cache, alive.astype(jnp.int32))
@@ -344,9 +343,8 @@ def _decode(
       alive=budgets > 0,
   )
   zero = jnp.zeros((), jnp.int32)
-  turns = jax.lax.while_loop(
-      goes_on, one_token, _Turns(context, lengths, sampled, step=zero, stopped=zero)
-  )
+  turns = _Turns(context, lengths, sampled, step=zero, stopped=zero)
+  turns = jax.lax.while_loop(goes_on, one_token, turns)
   return turns.context, turns.sampled
 
 
