@@ -69,9 +69,7 @@ class Sampler:
       steps: int = 32,  # tokens a row samples in one call, at most
       slot_buckets: Sequence[int] | None = None,  # None: doubling, with a step between, from 128
       chunk_buckets: Sequence[int] = (32, 128),  # tokens of a row per prefill call
-      row_sharding: (
-          jax.sharding.NamedSharding | None
-      ) = None,  # of the row axis; None: the compiler's
+      row_sharding: jax.sharding.NamedSharding | None = None,  # of rows; None: the compiler's
   ):
     sampling.check_sampling(temperature, top_k, top_p)
     if stop_table.shape[1] > config.vocab_size:
@@ -81,8 +79,7 @@ class Sampler:
       )
     if min(max_slots, rows, prefill_rows, steps, *chunk_buckets) < 1 or width < 0:
       raise types.UserError(
-          'max_slots, rows, prefill_rows, steps and chunks must be at least 1, and width 0 (all) '
-          'or more'
+          'max_slots, rows, prefill_rows, steps and chunks must be at least 1, width at least 0'
       )
     if config.head == 'value':
       raise types.UserError("a model with head 'value' cannot sample: use head 'tokens' or 'both'")
@@ -98,10 +95,7 @@ class Sampler:
     tile = config.cache_tile or 1
     self.slot_buckets = tuple(sorted({-(-b // tile) * tile for b in slot_buckets}))
     self.chunk_buckets = tuple(sorted(chunk_buckets))
-    # Ids beyond the tokenizer's (a padded vocabulary) have no bytes: the automaton keeps its state.
-    missing = config.vocab_size - stop_table.shape[1]
-    still = np.repeat(np.arange(len(stop_table), dtype=np.int32)[:, None], missing, axis=1)
-    self._stop_table = jnp.asarray(np.concatenate([stop_table, still], axis=1), jnp.int32)
+    self._stop_table = _padded_stop_table(stop_table, config.vocab_size)
     is_eos = np.zeros((config.vocab_size,), bool)
     is_eos[list(eos_ids)] = True
     self._is_eos = jnp.asarray(is_eos)
@@ -257,6 +251,16 @@ def default_slot_buckets(max_slots: int) -> tuple[int, ...]:
 def _empty(config, rows, slots):
   cache = decoder.init_cache(config, rows, slots)
   return Context(cache.k, cache.v, jnp.zeros((rows, config.vocab_size), jnp.float32))
+
+
+def _padded_stop_table(stop_table, vocab_size):
+  """The stop table with a column for each id of a padded vocabulary, [states, V] int32.
+
+  Ids beyond the tokenizer's have no bytes, so the automaton keeps its state.
+  """
+  missing = vocab_size - stop_table.shape[1]
+  still = np.repeat(np.arange(len(stop_table), dtype=np.int32)[:, None], missing, axis=1)
+  return jnp.asarray(np.concatenate([stop_table, still], axis=1), jnp.int32)
 
 
 def _prefill(config, params, context, tokens, starts, lengths):
