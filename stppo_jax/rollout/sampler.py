@@ -90,10 +90,9 @@ class Sampler:
     # Rows spread over devices are prefilled in place: moving them would send whole caches around.
     self.prefill_rows = self.width if row_sharding is not None else min(prefill_rows, self.width)
     self.steps = steps
-    slot_buckets = slot_buckets or default_slot_buckets(max_slots)
-    slot_buckets = (*(b for b in slot_buckets if b < max_slots), max_slots)
-    tile = config.cache_tile or 1
-    self.slot_buckets = tuple(sorted({-(-b // tile) * tile for b in slot_buckets}))
+    buckets, tile = slot_buckets or default_slot_buckets(max_slots), config.cache_tile or 1
+    buckets = (*(b for b in buckets if b < max_slots), max_slots)
+    self.slot_buckets = tuple(sorted({-(-b // tile) * tile for b in buckets}))
     self.chunk_buckets = tuple(sorted(chunk_buckets))
     self._stop_table = _padded_stop_table(stop_table, config.vocab_size)
     is_eos = np.zeros((config.vocab_size,), bool)
