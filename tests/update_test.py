@@ -40,6 +40,7 @@ NOTHING = train_state.Frozen()  # stands still: all is trained
 # Plain descent: its step is linear in the gradient. Adam's first step is its sign, which turns the
 # rounding of a gradient near 0 into a step of full size.
 DESCENT, LR = optax.sgd(1.0), optax.constant_schedule(1.0)
+ALL_ROWS = np.arange(8)
 PLAIN = dict(entropy_coef=0.0, kl_in='none', kl_coef=0.1)  # no terms but those of policy and critic
 
 
