@@ -325,8 +325,8 @@ class PlayTest(parameterized.TestCase):
   @parameterized.parameters(
       (float('nan'), {}, 'reward'),
       (None, {}, 'reward'),
-      (0.0, {'metrics': {'won': float('inf')}}, "info..metrics....won"),
-      (0.0, {'metrics': {'won': 'yes'}}, "info..metrics....won"),
+      (0.0, {'metrics': {'won': float('inf')}}, 'info..metrics....won'),
+      (0.0, {'metrics': {'won': 'yes'}}, 'info..metrics....won'),
   )
   def test_a_number_of_the_environment_has_to_be_one(self, reward, info, message):
     with self.assertRaisesRegex(types.UserError, f'{message}.*finite number'):
