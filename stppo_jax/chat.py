@@ -68,11 +68,11 @@ class Tokenizer:
     """Returns ids of a text, none of which is an added token."""
     return self.passage_library.encode(_valid(text), add_special_tokens=False).ids
 
-  def decode(self, ids: Sequence[int]) -> str:
+  def decode(self, ids: Sequence[int] | np.ndarray) -> str:
     """Returns the bytes of the tokens as text, with control tokens; replaces bad UTF-8."""
     return b''.join(self._bytes(i) for i in ids).decode('utf-8', 'replace')
 
-  def pieces(self, ids: Sequence[int]) -> list[str]:
+  def pieces(self, ids: Sequence[int] | np.ndarray) -> list[str]:
     """Returns one printable string per token, for reports; replaces bytes that are not UTF-8."""
     return [self._bytes(i).decode('utf-8', 'replace') for i in ids]
 
@@ -181,7 +181,7 @@ class Framing:
   limit: int  # tokens of an observation, the template's included
   frame: _Frame | None  # None: inline
 
-  def encode(self, text: str, turn: Sequence[int]) -> list[int]:
+  def encode(self, text: str, turn: Sequence[int] | np.ndarray) -> list[int]:
     """Returns the ids that follow the agent's `turn` up to where its next turn begins.
 
     The template's end of an assistant turn is left out if the agent has sampled it.
@@ -194,6 +194,7 @@ class Framing:
 
   def _cut(self, text):
     """The text, cut so that it fits with its frame; a closing tag stays."""
+    assert self.frame is not None
     encode = self.tokenizer.encode_plain
     start = text.rfind(CLOSING_TAG)
     head, tail = (text, '') if start < 0 else (text[:start], text[start:])
@@ -238,6 +239,7 @@ _ANSWER = 'The-agent-says-this'
 
 def _around(tokenizer: Tokenizer, messages: _Messages, role: str) -> tuple[str, str, str]:
   """(text before, text after, form) of the content of one more message, of this role."""
+  assert tokenizer.render is not None
   probe = ' Probe "1"\n '
   try:
     text = tokenizer.render([*messages, {'role': role, 'content': probe}])

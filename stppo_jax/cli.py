@@ -309,7 +309,7 @@ def _take_options(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
     if not match:
       others.append(argument)
       continue
-    value = match[2]
+    value: Any = match[2]
     for parse in (json.loads, ast.literal_eval):
       with contextlib.suppress(ValueError, SyntaxError):
         value = parse(match[2])

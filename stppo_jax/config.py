@@ -30,7 +30,8 @@ def setting(default: T, meaning: str, **rules: Any) -> T:
   """A field of the schema; `rules` are those of `Rules`."""
   metadata = {'rules': Rules(meaning, **rules)}
   if isinstance(default, dict):
-    return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+    make: Any = default.copy
+    return dataclasses.field(default_factory=make, metadata=metadata)
   return dataclasses.field(default=default, metadata=metadata)
 
 

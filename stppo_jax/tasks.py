@@ -7,6 +7,7 @@ or one file. A row that cannot be used is an error with its file, line and field
 import json
 import pathlib
 import re
+from typing import NoReturn
 
 import numpy as np
 
@@ -84,7 +85,7 @@ class _Row:
   def __init__(self, path, number, fields):
     self.path, self.number, self.fields = path, number, fields
 
-  def fail(self, field, complaint):
+  def fail(self, field, complaint) -> NoReturn:
     raise types.UserError(f'{self.path}:{self.number}: field {field!r} {complaint}.')
 
   def get(self, field, kind, needed, default=None):

@@ -147,7 +147,7 @@ class Isolated:
         _set_global_random(outer)
 
 
-def step_all(envs: Sequence[Env], actions: Sequence[str]) -> list[Step]:
+def step_all(envs: Sequence[Any], actions: Sequence[str]) -> list[Step]:
   """Steps every environment once, in order, with one search per (retriever, top_k) for all of them.
 
   An environment takes part in the shared search if it has `query(action) -> str | None`,

@@ -101,7 +101,7 @@ class SearchEnv:
     return content if kind == 'search' and self._turns < self.max_turns else None
 
   def step(
-      self, action: str, passages: Sequence[types.Passage] | None | object = _OWN_SEARCH
+      self, action: str, passages: Any = _OWN_SEARCH
   ) -> tuple[str, float, bool, bool, dict[str, Any]]:
     """Carries out one turn of the agent: (observation, reward, terminated, truncated, info).
 

@@ -123,7 +123,7 @@ def hidden(
     cache: KVCache | None = None,
     lengths: jax.Array | None = None,
     segments: jax.Array | None = None,
-) -> tuple[jax.Array, KVCache | None]:
+) -> tuple[jax.Array, Any]:
   """Runs the trunk: tokens [B,T] -> (x [B,T,D] after the final norm, cache).
 
   Without a cache each token attends to itself and to the earlier tokens of its row with the same
@@ -141,7 +141,7 @@ def hidden(
     chex.assert_equal_shape([tokens, positions])
   chunk = tokens.shape[1]
   slots = None if cache is None else cache.length[:, None] + jnp.arange(chunk)
-  x = sharding.spread(
+  x: Any = sharding.spread(
       params['embed']['embedding'][tokens].astype(config.dtype), config.row_sharding
   )
   rope = _rope(config, positions, chunk, slots, cache)
@@ -150,7 +150,9 @@ def hidden(
   else:
     assert segments is None, 'a cached row is one segment'
     x, cache = _cached_layers(params['layers'], config, x, rope, slots, cache)
-    cache = cache.replace(length=cache.length + (chunk if lengths is None else lengths))
+    cache = dataclasses.replace(
+        cache, length=cache.length + (chunk if lengths is None else lengths)
+    )
   x = RMSNorm(config).apply({'params': params['final_norm']}, x)
   return x, cache
 
@@ -162,7 +164,7 @@ def forward(
     positions: jax.Array | None,
     cache: KVCache | None = None,
     lengths: jax.Array | None = None,
-) -> tuple[jax.Array, KVCache | None]:
+) -> tuple[jax.Array, Any]:
   """Returns (logits [B,T,V], cache) of tokens [B,T], or (values [B,T], cache) for head 'value'.
 
   Both are float32. Column t is the prediction AFTER token t, unlike everywhere else in the project:
@@ -330,9 +332,10 @@ class Attention(nn.Module):
           q, k, v, segments, config.attention, config.attention_chunk, config.row_sharding
       )
     else:
-      layer_cache = attention.write_cache(*layer_cache, k, v, slots)
-      cached_k, cached_v = (a.astype(config.dtype) for a in layer_cache)
-      y = attention.cached(q, cached_k, cached_v, slots)
+      cached_k, cached_v = layer_cache
+      layer_cache = attention.write_cache(cached_k, cached_v, k, v, slots)
+      k, v = (a.astype(config.dtype) for a in layer_cache)
+      y = attention.cached(q, k, v, slots)
     stddev = 0.02 / math.sqrt(2 * config.num_layers)
     y = Project(config, (n, h, d), 2, stddev=stddev, name='out')(y)
     return y, layer_cache
@@ -404,12 +407,12 @@ def _cached_layers(layers, config, x, rope, slots, cache):
       part = slice(l, l + GATHERED_LAYERS)
       layers[part], x = jax.lax.optimization_barrier((layers[part], x))
     layer = layers[l]
-    layer_cache = (cache.k[l], cache.v[l])
+    layer_cache: Any = (cache.k[l], cache.v[l])
     x, layer_cache = Block(config).apply({'params': layer}, x, rope, None, layer_cache, slots)
     x = sharding.spread(x, config.row_sharding)
     k.append(layer_cache[0])
     v.append(layer_cache[1])
-  return x, cache.replace(k=tuple(k), v=tuple(v))
+  return x, dataclasses.replace(cache, k=tuple(k), v=tuple(v))
 
 
 def _each_layer(layers, config):

@@ -1,8 +1,10 @@
 """Metrics of a batch of episodes, and the episodes as records with training's numbers per token."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 import json
 import os
+from typing import Any
 
 import jax
 import numpy as np
@@ -60,7 +62,7 @@ def with_tokens(
   return batching.to_records(episodes, tokenizer, n, 'train', arrays)
 
 
-def write(workdir: str, kind: str, n: int, records: list[dict]) -> None:
+def write(workdir: str, kind: str, n: int, records: Sequence[Mapping[str, Any]]) -> None:
   """Writes episodes/<kind>_<n>.jsonl, on the process that writes."""
   if not hosts.is_writer():
     return

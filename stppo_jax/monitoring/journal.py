@@ -92,7 +92,7 @@ class Journal(contextlib.ExitStack):
       episodes_lib.write(self._workdir, 'train', n, records)
     self._history.append(health_lib.watched(metrics))
     alarms = health_lib.check(self._history, self._health, self._health['window'])
-    self.write(n, metrics | health_lib.flags(alarms))
+    self.write(n, {**metrics, **health_lib.flags(alarms)})
     elapsed_s = time.perf_counter() - self._started
     line = metrics_lib.progress_line(
         n, self._updates, metrics, elapsed_s, self._first, self._core_metrics
@@ -135,7 +135,7 @@ class Journal(contextlib.ExitStack):
 class Seen:
   """What one optimizer step saw."""
 
-  rows: np.ndarray  # [b], of the batch
+  rows: Any  # [b], of the batch: NumPy or jax
   metrics: Mapping[str, Any]
   tokens: Mapping[str, Any]  # ratio, clipped [b,T]
 

@@ -54,7 +54,7 @@ class MetricsWriter:
     assert not taken, f'reserved metric names: {sorted(taken)}'
     numbers = {name: _host_scalar(value) for name, value in scalars.items()}
     finite = {name: number for name, number in numbers.items() if math.isfinite(number)}
-    line = {'step': int(step), 'time': round(time.time(), 3)}
+    line: dict[str, Any] = {'step': int(step), 'time': round(time.time(), 3)}
     line.update({name: finite.get(name) for name in numbers})
     if len(finite) < len(numbers):
       line['nonfinite'] = [name for name in numbers if name not in finite]

@@ -51,7 +51,7 @@ def build(workdir: str) -> str:
       }
   )
   template = _TEMPLATE.read_text(encoding='utf-8')
-  script = re.search(r'<script>(.*?)</script>', template, re.DOTALL).group(1)
+  (script,) = re.findall(r'<script>(.*?)</script>', template, re.DOTALL)
   digest = base64.b64encode(hashlib.sha256(script.encode('utf-8')).digest()).decode('ascii')
   parts = {
       'script_hash': digest,
@@ -237,8 +237,8 @@ def _results_html(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> s
     series = points[dataset, hops]
     before, (last, after) = series[0][1], series[-1]
     best_step, best = max(series, key=lambda point: point[1])
-    counted = last_eval is not None and last_eval['step'] == last
-    count = last_eval['counts'].get((dataset, hops), '') if counted else ''
+    counted = last_eval if last_eval is not None and last_eval['step'] == last else None
+    count = counted['counts'].get((dataset, hops), '') if counted else ''
     name = 'all questions' if dataset == 'all' else html.escape(dataset)
     label = name if hops is None else f'{hops} hop{"s" if hops > 1 else ""}'
     cells = [f'<th scope="row">{label}</th>', f'<td>{count}</td>', f'<td>{before:.3f}</td>']

@@ -124,8 +124,8 @@ def make(config: schema.Config, topology: str = '') -> Plan:
       config, variant, load, lambda function: _on(mesh, jax.eval_shape(function))
   )
   if learner_lib.needs_reference(config, variant):
-    frozen = frozen.replace(
-        reference=_on(mesh, actor, sharding.HOST if 'reference' in on_host else None)
+    frozen = dataclasses.replace(
+        frozen, reference=_on(mesh, actor, sharding.HOST if 'reference' in on_host else None)
     )
   spec = dataclasses.replace(
       learner_lib.make_spec(config, variant, model, critic_model, devices[0]),

@@ -42,8 +42,10 @@ class DenseRetriever:
     self._encoder = encoders.Encoder(encoder_folder)
     self._query_prefix = query_prefix
     texts = [f'{passage_prefix}"{p.title}"\n{p.text}' for p in self._passages]
-    self._temporary = None if cache_folder else tempfile.TemporaryDirectory()
-    self._vectors = embed(self._encoder, texts, cache_folder or self._temporary.name)
+    if not cache_folder:
+      self._temporary = tempfile.TemporaryDirectory()  # lives as long as the retriever
+      cache_folder = self._temporary.name
+    self._vectors = embed(self._encoder, texts, cache_folder)
 
   def search(self, queries: Sequence[str], top_k: int) -> list[list[types.Passage] | None]:
     if not queries or top_k < 1:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import dataclasses
 import math
 import os
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,11 +34,11 @@ EMBEDDED_MODEL = os.path.join(os.path.dirname(os.path.dirname(__file__)), 'asset
 class Agent:
   """Turns parameters and questions into episodes."""
 
-  config: object  # the run's Config
+  config: Any  # the run's Config
   tokenizer: chat.Tokenizer
   model: decoder.ModelConfig  # of the policy
   env: protocol.Kind  # makes an environment per episode
-  retriever: object  # retrieval.protocol.Retriever, or None
+  retriever: Any  # retrieval.protocol.Retriever, or None
   sampler: sampling.Sampler  # at the training temperature
   greedy: sampling.Sampler
   report: engine.Report | None = None  # of the newest `play`

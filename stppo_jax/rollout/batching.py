@@ -7,6 +7,7 @@ turn_ids   0 .. 0 | 1 .. 1 | 0 ..        0 | 2 .. 2 | .. | K .. K | 0 .. 0
 from collections.abc import Mapping
 from collections.abc import Sequence
 import math
+from typing import Any
 
 import chex
 import jax
@@ -56,7 +57,7 @@ def to_turn_batch(
       rewards[b, end] = turn.reward
     group_ids[b] = episode.group
   empty = lambda: np.zeros((rows, length), np.float32)  # each its own: batches may be donated
-  batch = types.TurnBatch(
+  columns: dict[str, Any] = dict(  # NumPy arrays, until `put`
       tokens=tokens,
       action_mask=(turn_ids > 0).astype(np.float32),
       turn_ids=turn_ids,
@@ -69,7 +70,7 @@ def to_turn_batch(
       group_ids=group_ids,
       behaviour_logp=behaviour_logp,
   )
-  return hosts.put(batch, sharding)
+  return hosts.put(types.TurnBatch(**columns), sharding)
 
 
 def trained_length(episode: types.Episode) -> int:

@@ -24,6 +24,7 @@ from concurrent import futures
 import contextlib
 import dataclasses
 import time
+from typing import Any
 
 import chex
 import jax
@@ -109,7 +110,7 @@ class _Group:
   """Slots that are decoded together; None is a free one."""
 
   context: sampler_lib.Context
-  rows: list[_Row | None]
+  rows: list[Any]  # a _Row per slot, None where it is free
   thread: futures.Executor  # one thread, which waits for the device
 
   def slots_in(self, phase: str) -> list[int]:

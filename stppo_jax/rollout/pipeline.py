@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import threading
 import time
+from typing import Any
 
 from absl import logging
 import jax
@@ -43,9 +44,9 @@ class Sampled:
 class Batches:
   """The batches of a run by number, from 1: each a function of the parameters, seed and number."""
 
-  agent: object  # agent.Agent
+  agent: Any  # agent.Agent
   policy: Callable  # trained parameters -> the policy's, see `state.Frozen.policy`
-  stream: object  # tasks.TaskStream
+  stream: Any  # tasks.TaskStream
   group_size: int  # episodes per question
   seed: int
   max_failed_share: float = 1.0  # of a batch's episodes; above it the retriever is waited for
@@ -78,7 +79,8 @@ class Batches:
 
 def batch_keys(seed: int, number: int) -> tuple[jax.Array, jax.Array]:
   """Returns the random keys of a batch: (for sampling, for its mini-batches)."""
-  return jax.random.split(jax.random.fold_in(jax.random.key(seed), number))
+  sampling, mini_batches = jax.random.split(jax.random.fold_in(jax.random.key(seed), number))
+  return sampling, mini_batches
 
 
 class Pipeline:
@@ -105,6 +107,7 @@ class Pipeline:
     """
     if not self._staleness:
       return self._sample(params, number, 0)
+    assert self._thread is not None
     own = jax.tree.map(jnp.copy, params)  # training donates its own, and they are overwritten
     for ahead in range(len(self._ahead), self._staleness + 1):
       self._ahead.append(self._thread.submit(self._run, own, number + ahead, ahead))

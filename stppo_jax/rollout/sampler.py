@@ -7,6 +7,7 @@ with the caller (`engine`): which sequence is in which row, its length, and the 
 
 from collections.abc import Sequence
 import functools
+from typing import Any
 
 import chex
 import flax
@@ -68,9 +69,7 @@ class Sampler:
       steps: int = 32,  # tokens a row samples in one call, at most
       slot_buckets: Sequence[int] | None = None,  # None: doubling, with a step between, from 128
       chunk_buckets: Sequence[int] = (32, 128),  # tokens of a row per prefill call
-      row_sharding: (
-          jax.sharding.NamedSharding | None
-      ) = None,  # of the row axis; None: the compiler's
+      row_sharding: jax.sharding.NamedSharding | None = None,  # of rows; None: the compiler's
   ):
     sampling.check_sampling(temperature, top_k, top_p)
     if stop_table.shape[1] > config.vocab_size:
@@ -80,8 +79,7 @@ class Sampler:
       )
     if min(max_slots, rows, prefill_rows, steps, *chunk_buckets) < 1 or width < 0:
       raise types.UserError(
-          'max_slots, rows, prefill_rows, steps and chunks must be at least 1, and width 0 (all) '
-          'or more'
+          'max_slots, rows, prefill_rows, steps and chunks must be at least 1, width at least 0'
       )
     if config.head == 'value':
       raise types.UserError("a model with head 'value' cannot sample: use head 'tokens' or 'both'")
@@ -92,15 +90,11 @@ class Sampler:
     # Rows spread over devices are prefilled in place: moving them would send whole caches around.
     self.prefill_rows = self.width if row_sharding is not None else min(prefill_rows, self.width)
     self.steps = steps
-    slot_buckets = slot_buckets or default_slot_buckets(max_slots)
-    slot_buckets = (*(b for b in slot_buckets if b < max_slots), max_slots)
-    tile = config.cache_tile or 1
-    self.slot_buckets = tuple(sorted({-(-b // tile) * tile for b in slot_buckets}))
+    buckets, tile = slot_buckets or default_slot_buckets(max_slots), config.cache_tile or 1
+    buckets = (*(b for b in buckets if b < max_slots), max_slots)
+    self.slot_buckets = tuple(sorted({-(-b // tile) * tile for b in buckets}))
     self.chunk_buckets = tuple(sorted(chunk_buckets))
-    # Ids beyond the tokenizer's (a padded vocabulary) have no bytes: the automaton keeps its state.
-    missing = config.vocab_size - stop_table.shape[1]
-    still = np.repeat(np.arange(len(stop_table), dtype=np.int32)[:, None], missing, axis=1)
-    self._stop_table = jnp.asarray(np.concatenate([stop_table, still], axis=1), jnp.int32)
+    self._stop_table = _padded_stop_table(stop_table, config.vocab_size)
     is_eos = np.zeros((config.vocab_size,), bool)
     is_eos[list(eos_ids)] = True
     self._is_eos = jnp.asarray(is_eos)
@@ -163,8 +157,8 @@ class Sampler:
     alone: as many as fit of the largest, of the next, the rest in the smallest.
     """
     lengths = np.array([len(row) for row in ids], np.int32)
-    starts, done, new_lengths = np.array(starts, np.int32), np.zeros_like(lengths), None
-    chex.assert_equal_shape([starts, lengths])
+    live, done, new_lengths = np.array(starts, np.int32), np.zeros_like(lengths), None
+    chex.assert_equal_shape([live, lengths])
     for chunk in reversed(self.chunk_buckets):
       smallest = chunk == self.chunk_buckets[0]
       while True:
@@ -175,7 +169,7 @@ class Sampler:
         tokens = np.zeros((len(ids), chunk), np.int32)
         for row, row_ids, start, count in zip(tokens, ids, done, real):
           row[:count] = row_ids[start : start + count]
-        context, new_lengths = self._prefill(params, context, tokens, starts + done, real)
+        context, new_lengths = self._prefill(params, context, tokens, live + done, real)
         done = done + real
     return context, new_lengths
 
@@ -205,7 +199,9 @@ class Sampler:
 
   def compiled_variants(self) -> dict[str, int]:
     """Returns the number of compiled programs of each function, for logging."""
-    return {'prefill': self._prefill._cache_size(), 'decode': self._decode._cache_size()}
+    prefill: Any = self._prefill
+    decode: Any = self._decode
+    return {'prefill': prefill._cache_size(), 'decode': decode._cache_size()}
 
   def trace(self, params, slots: int) -> dict[str, jax.stages.Traced]:
     """Traces 'prefill' (of the largest chunk), 'decode' and 'grow' (the last) of so many slots.
@@ -254,6 +250,16 @@ def default_slot_buckets(max_slots: int) -> tuple[int, ...]:
 def _empty(config, rows, slots):
   cache = decoder.init_cache(config, rows, slots)
   return Context(cache.k, cache.v, jnp.zeros((rows, config.vocab_size), jnp.float32))
+
+
+def _padded_stop_table(stop_table, vocab_size):
+  """The stop table with a column for each id of a padded vocabulary, [states, V] int32.
+
+  Ids beyond the tokenizer's have no bytes, so the automaton keeps its state.
+  """
+  missing = vocab_size - stop_table.shape[1]
+  still = np.repeat(np.arange(len(stop_table), dtype=np.int32)[:, None], missing, axis=1)
+  return jnp.asarray(np.concatenate([stop_table, still], axis=1), jnp.int32)
 
 
 def _prefill(config, params, context, tokens, starts, lengths):
@@ -309,8 +315,7 @@ def _decode(
     return jnp.any(turns.sampled.alive) & (turns.step < steps) & (turns.stopped < enough)
 
   def one_token(turns):
-    context, sampled = turns.context, turns.sampled
-    alive = sampled.alive
+    context, sampled, alive = turns.context, turns.sampled, turns.sampled.alive
     token, logp = sample(context.logits, jax.vmap(jax.random.fold_in)(keys, turns.lengths))
     cache = decoder.KVCache(context.k, context.v, turns.lengths)
     x, cache = decoder.hidden(params, config, token[:, None], None, cache, alive.astype(jnp.int32))
@@ -341,9 +346,8 @@ def _decode(
       alive=budgets > 0,
   )
   zero = jnp.zeros((), jnp.int32)
-  turns = jax.lax.while_loop(
-      goes_on, one_token, _Turns(context, lengths, sampled, step=zero, stopped=zero)
-  )
+  turns = _Turns(context, lengths, sampled, step=zero, stopped=zero)
+  turns = jax.lax.while_loop(goes_on, one_token, turns)
   return turns.context, turns.sampled
 
 

@@ -36,7 +36,7 @@ class Checkpoints:
   def __init__(self, workdir: str, keep: int | None = None, on_save_error: str = 'continue'):
     self._folder = os.path.abspath(os.path.join(workdir, 'checkpoints'))
     self._stop_on_error = on_save_error == 'stop'
-    self._saving = None  # the step that was begun last
+    self._saving: int | None = None  # the step that was begun last
     self._failed = None  # the error of that step, once it is known
     self._manager = ocp.CheckpointManager(
         self._folder,

@@ -31,7 +31,8 @@ def sampler_gap(
   ratio = jnp.exp(log_ratio)
   weights = mask / jnp.maximum(mask.sum(), 1)
   mean = lambda x: jnp.sum(x * weights)
-  log_w, cap = log_ratio, 20.0
+  log_w = log_ratio
+  cap: float | jax.Array = 20.0
   if level != 'none':
     log_w = off_policy.log_weights(logp, behaviour_logp, mask, turn_ids, level)
     cap = jnp.log(threshold)

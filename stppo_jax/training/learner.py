@@ -103,12 +103,13 @@ def build(config: schema.Config) -> tuple[Learner, train_state.TrainState]:
 
   model, critic_model, actor, critic, frozen = load(config, variant, load_model, make)
   if needs_reference(config, variant):  # a copy: the state takes the actor's own buffers
-    frozen = frozen.replace(
+    frozen = dataclasses.replace(
+        frozen,
         reference=(
             jax.device_put(actor, sharding.tree_shardings(actor, mesh, sharding.HOST))
             if 'reference' in offloaded
             else jax.tree.map(jnp.copy, actor)
-        )
+        ),
     )
   spec = make_spec(config, variant, model, critic_model, mesh.devices.flat[0])
   state = train_state.create_sharded(spec, actor, critic, mesh, offloaded)
@@ -180,7 +181,10 @@ def load(
   elif critic_head:
     critic_model, params = load_model(critic_head, folder, memory_kind)
     base, value_head = lora.split(params)
-    frozen, critic = frozen.replace(critic=base), adapters(critic_key, base) | value_head
+    frozen, critic = (
+        dataclasses.replace(frozen, critic=base),
+        adapters(critic_key, base) | value_head,
+    )
   else:
     actor |= value_head  # of a shared trunk
   return Parts(model, critic_model, actor, critic, frozen)

@@ -48,16 +48,16 @@ class Bins:
 class Packing:
   """The place of each row; micro-batch j has the bins from j R on, R its number of bins."""
 
-  bin: jax.Array  # [B] int32
-  offset: jax.Array  # [B] int32, the column of its first token
-  length: jax.Array  # [B] int32, its tokens; 0: it is in no bin
+  bin: jax.Array | np.ndarray  # [B] int32
+  offset: jax.Array | np.ndarray  # [B] int32, the column of its first token
+  length: jax.Array | np.ndarray  # [B] int32, its tokens; 0: it is in no bin
 
 
 @flax.struct.dataclass
 class Step:
   """One optimizer step: its rows of the batch, and their place in the bins."""
 
-  rows: jax.Array  # [b] int32, rising
+  rows: jax.Array | np.ndarray  # [b] int32, rising
   packing: Packing  # of these rows
 
 
@@ -179,8 +179,8 @@ def only(packing: Packing, rows: jax.Array, num_bins: int) -> Packing:
       .max(rows & (packing.length > 0))
   )
   place = jnp.cumsum(wanted) - 1
-  return packing.replace(
-      bin=place[packing.bin], length=jnp.where(wanted[packing.bin], packing.length, 0)
+  return dataclasses.replace(
+      packing, bin=place[packing.bin], length=jnp.where(wanted[packing.bin], packing.length, 0)
   )
 
 

@@ -136,7 +136,7 @@ class Saves:
     run.state = None  # makes room
     run.state = self._checkpoints.restore(first, shapes)
     if last_batch is not None:
-      run.state = run.state.replace(skipped=run.state.skipped * 0)
+      run.state = dataclasses.replace(run.state, skipped=run.state.skipped * 0)
       self.position = Position(first, last_batch - first)
       return
     progress = self._checkpoints.progress(first)

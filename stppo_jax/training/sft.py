@@ -48,7 +48,8 @@ def train(
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(params, opt_state, tokens, weights):
     def accumulate(sums, micro):
-      loss = lambda params: _sums(params, config, *micro, logp_chunk)
+      tokens, weights = micro
+      loss = lambda params: _sums(params, config, tokens, weights, logp_chunk)
       (_, imitated), grads = jax.value_and_grad(loss, has_aux=True)(params)
       total = jax.tree.map(jnp.add, sums, (imitated, grads))
       return jax.lax.with_sharding_constraint(total, place(total)), None

@@ -157,9 +157,9 @@ def create_sharded(
   make = lambda actor, critic: create(spec, actor, critic)
   places = shardings(jax.eval_shape(make, actor, critic), mesh, on_host)
   put = lambda tree, places: None if tree is None else jax.device_put(tree, places)
-  actor, critic = put(actor, places.actor), put(critic, places.critic)
+  placed = put(actor, places.actor), put(critic, places.critic)
   # Donated: the parameters become part of the state without a copy.
-  return jax.jit(make, out_shardings=places, donate_argnums=(0, 1))(actor, critic)
+  return jax.jit(make, out_shardings=places, donate_argnums=(0, 1))(*placed)
 
 
 def shardings(
@@ -173,7 +173,7 @@ def shardings(
   host = sharding.tree_shardings(state, mesh, sharding.HOST)
   places = sharding.tree_shardings(state, mesh)
   if 'optimizer' in on_host:
-    places = places.replace(actor_opt=host.actor_opt, critic_opt=host.critic_opt)
+    places = dataclasses.replace(places, actor_opt=host.actor_opt, critic_opt=host.critic_opt)
   if 'critic' in on_host:
-    places = places.replace(critic=host.critic)
+    places = dataclasses.replace(places, critic=host.critic)
   return places

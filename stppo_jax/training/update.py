@@ -12,7 +12,6 @@ parts:
 Models compute bins of several rows each (see `packing`); everything else works on rows.
 """
 
-from collections.abc import Callable
 import dataclasses
 import functools
 import typing
@@ -41,9 +40,9 @@ Metrics = dict[str, jax.Array]
 class Functions(typing.NamedTuple):
   """The compiled functions of a run."""
 
-  annotate: Callable  # (state, frozen, batch, steps) -> (batch, metrics)
-  with_advantages: Callable  # (state, batch) -> (state, batch, metrics)
-  update_step: Callable  # (state, frozen, batch, step) -> (state, metrics, seen)
+  annotate: typing.Any  # (state, frozen, batch, steps) -> (batch, metrics)
+  with_advantages: typing.Any  # (state, batch) -> (state, batch, metrics)
+  update_step: typing.Any  # (state, frozen, batch, step) -> (state, metrics, seen)
 
   def num_compilations(self) -> int:
     """Programs compiled so far: one per function and shape of batch."""
@@ -125,6 +124,7 @@ def annotate(
   )
   logp, ref_logp, values = jax.tree.map(in_order, found)
   mask = batch.action_mask.astype(jnp.float32)
+  assert batch.behaviour_logp is not None
   metrics = diagnostics.sampler_gap(
       logp,
       batch.behaviour_logp,
@@ -135,7 +135,9 @@ def annotate(
   )
   old_logp = batch.behaviour_logp if variant.old_logp == 'sampler' else logp
   return (
-      batch.replace(old_logp=old_logp * mask, ref_logp=ref_logp * mask, old_values=values * mask),
+      dataclasses.replace(
+          batch, old_logp=old_logp * mask, ref_logp=ref_logp * mask, old_values=values * mask
+      ),
       metrics,
   )
 
@@ -152,7 +154,7 @@ def with_advantages(
     mean_kl = kl.sum() / jnp.maximum(mask.sum(), 1)
     metrics |= {'actor/reward_kl_penalty': mean_kl, 'actor/kl_coef': state.kl_coef}
     if variant.kl_in == 'reward':
-      batch = batch.replace(rewards=batch.rewards - state.kl_coef * kl)
+      batch = dataclasses.replace(batch, rewards=batch.rewards - state.kl_coef * kl)
     if variant.kl_target:
       episodes = mask.any(axis=1).sum()
       kl_coef = losses.adaptive_kl(
@@ -160,7 +162,9 @@ def with_advantages(
       )
       # A KL that is not finite spoils its own batch only; in the coefficient it would spoil the
       # rest.
-      state = state.replace(kl_coef=jnp.where(jnp.isfinite(mean_kl), kl_coef, state.kl_coef))
+      state = dataclasses.replace(
+          state, kl_coef=jnp.where(jnp.isfinite(mean_kl), kl_coef, state.kl_coef)
+      )
   batch = advantages.estimate(batch, variant)
   return state, batch, metrics | diagnostics.batch_summary(batch, mask, spec.has_values)
 
@@ -181,8 +185,8 @@ def update_step(
 
   Returns the state, metrics (scalars), and per token what this step saw: ratio, clipped [b,T].
   """
-  frozen = frozen.replace(critic=sharding.to_device(frozen.critic))
-  state = state.replace(critic=sharding.to_device(state.critic))
+  frozen = dataclasses.replace(frozen, critic=sharding.to_device(frozen.critic))
+  state = dataclasses.replace(state, critic=sharding.to_device(state.critic))
   work = _start(spec, mesh, state, frozen, jax.tree.map(lambda x: x[step.rows], batch), step)
   grads, seen = _accumulate(work)
   bias = _accumulate_bias(work, seen) if spec.variant.measures_bias else None
@@ -291,7 +295,7 @@ def _policy_cotangents(work, layout, outputs):
   variant = work.spec.variant
   seen = dict(zip(('logp', 'entropy', 'values'), map(layout.unpack, outputs)))
   here = layout.mine.astype(jnp.float32)
-  micro, weight = work.batch.replace(action_mask=work.mask * here), work.weights * here
+  micro, weight = dataclasses.replace(work.batch, action_mask=work.mask * here), work.weights * here
   d_logp, d_bias, aux = correction.cotangents(
       seen['logp'], micro, variant, weights=work.policy_weights * here
   )
@@ -372,7 +376,8 @@ def _apply(work, grads, quotient, decisive):
   actor, actor_opt, step_norm = train_state.optimize(
       spec.actor_optimizer, quotient, state.actor, state.actor_opt, train_actor
   )
-  after = state.replace(
+  after = dataclasses.replace(
+      state,
       step=state.step + 1,
       actor=actor,
       actor_opt=actor_opt,
@@ -391,7 +396,7 @@ def _apply(work, grads, quotient, decisive):
     critic, critic_opt, _ = train_state.optimize(
         spec.critic_optimizer, grads['value'], state.critic, state.critic_opt, finite
     )
-    after = after.replace(critic=critic, critic_opt=critic_opt)
+    after = dataclasses.replace(after, critic=critic, critic_opt=critic_opt)
   return after, applied
 
 
