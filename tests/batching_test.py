@@ -70,6 +70,17 @@ class ToTurnBatchTest(parameterized.TestCase):
     batch = batching.to_turn_batch([cut], (6,))
     np.testing.assert_array_equal(batch.rewards, [[0, 0, 0, 1, 0, 0]])
 
+  def test_a_reward_stands_on_the_last_token_of_its_turn(self):
+    """GEM's Sudoku gives .111 for each good turn and -.1 for a bad one; turns may touch."""
+    played = make_episode(turns=(((3, 4), (5,)), ((6,), ()), ((7, 8), (9,))))
+    for turn, reward in zip(played.turns, (0.111, 0.111, -0.1)):
+      turn.reward = reward
+    batch = batching.to_turn_batch([played], (10,))
+    np.testing.assert_allclose(
+        batch.rewards, [[0, 0, 0, 0.111, 0, 0.111, 0, -0.1, 0, 0]], rtol=1e-6
+    )
+    self.assertAlmostEqual(played.score, 0.122)
+
   def test_failed_episodes_are_in_the_batch_and_out_of_the_update(self):
     batch = batching.to_turn_batch(
         [make_episode(), make_episode(failed=True), make_episode()], (8,), rows=5

@@ -25,6 +25,7 @@ from stppo_jax import config as schema
 from stppo_jax import validation
 from stppo_jax.training import loop
 from stppo_jax.types import RunError
+from stppo_jax.types import UserError
 from tests.support import tiny_run
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -301,6 +302,29 @@ class MainTest(parameterized.TestCase):
     self.assertIn('interrupted', line)
     self.assertEqual(exit_code, 130)
     self.assertIs(signal.getsignal(signal.SIGINT), before)
+
+
+class OptionsTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      (['--config.env.options.low=1'], {'low': 1}),
+      (['--config.env.options.low=1', '--config.env.options.high=2.5'], {'low': 1, 'high': 2.5}),
+      (['--config.env.options.name=two words'], {'name': 'two words'}),
+      (
+          ['--config.env.options.on=true', '-config.env.options.off=False'],
+          {'on': True, 'off': False},
+      ),
+      (['--config.env.options.sizes=(1, 2)'], {'sizes': (1, 2)}),
+      (['--config.env.options={"a": [1, null]}'], {'a': [1, None]}),
+      (["--config.env.options={'a': 1}", '--config.env.options.a=2'], {'a': 2}),
+  )
+  def test_an_environments_options_are_set_one_by_one_or_as_a_dict(self, arguments, want):
+    others = ['--config=x.py', '--config.env.max_turns=3']
+    self.assertEqual(cli._take_options([others[0], *arguments, others[1]]), (others, want))
+
+  def test_options_that_are_no_dict_are_refused(self):
+    with self.assertRaisesRegex(UserError, 'options=3: give a dict'):
+      cli._take_options(['--config.env.options=3'])
 
 
 if __name__ == '__main__':

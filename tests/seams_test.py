@@ -1,7 +1,9 @@
 """What the config names: environment, reward, retriever and questions of a user's own."""
 
+import os
 import random
 import sys
+import tempfile
 import types as python_types
 
 from absl.testing import absltest
@@ -14,10 +16,13 @@ from stppo_jax import plugins
 from stppo_jax import validation
 from stppo_jax.envs import protocol
 from stppo_jax.envs import search
+from stppo_jax.retrieval import dense
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import seams
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
+from tests import dense_test
+from tests.support import tiny_run
 
 
 class Game:
@@ -125,6 +130,21 @@ class SeamsTest(parameterized.TestCase):
     ((top_k, passages, query),) = parts.make_retriever().search(['who?'], 1)
     self.assertEqual((top_k, query), (7, 'who?'))
     self.assertGreater(passages, 100)
+
+  @parameterized.parameters(('dense', dense.DenseRetriever), ('hybrid', dense.HybridRetriever))
+  def test_a_run_can_choose_search_by_meaning(self, kind, expected):
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    corpus = os.path.join(folder, 'corpus.jsonl')
+    tiny_run.write_lines(corpus, [{'id': 'p', 'title': 'Paris', 'text': 'A town.'}])
+    retriever = resolve(
+        retriever__kind=kind,
+        retriever__encoder=dense_test.write_encoder(folder),
+        retriever__embeddings=os.path.join(folder, 'vectors'),
+        data__corpus=corpus,
+    ).make_retriever()
+    self.assertIsInstance(retriever, expected)
+    self.assertEqual(retriever.search(['paris'], 1)[0][0].id, 'p')
+    self.assertLen(os.listdir(os.path.join(folder, 'vectors')), 1)
 
   def test_none_loads_no_corpus(self):
     parts = resolve(retriever__kind='none', env__max_turns=0, data__corpus='/no/such/file')

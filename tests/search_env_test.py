@@ -377,7 +377,7 @@ class StepAllTest(absltest.TestCase):
   def test_empty_round(self):
     self.assertEqual(protocol.step_all([], []), [])
 
-  def test_isolated_reset(self):
+  def test_an_isolated_environment_leaves_the_process_its_random_state(self):
     random.seed(1)
     np.random.seed(1)
     expected = random.random(), np.random.rand()

@@ -28,7 +28,7 @@ TEMPLATE = (
     '<|end|>{% endfor %}{% if add_generation_prompt %}<|agent|>{% endif %}'
 )
 _STEPS = flags.DEFINE_integer('steps', 400, 'optimizer steps')
-HEEDS = 0.3  # share of the demonstrations that only guess what the answers leave
+HEEDS = 0.5  # share of the demonstrations that only guess what the answers leave
 MAX_TURNS = 5
 
 
@@ -53,7 +53,7 @@ def main(unused_argv):
   params = sft.train(
       decoder.init(jax.random.key(0), config),
       config,
-      sft.batches(pool, 32, 32, (96,)),
+      sft.batches(pool, 32, 32, (64,)),
       steps=_STEPS.value,
       optimizer=sft.make_optimizer(3e-3, _STEPS.value),
       seed=0,

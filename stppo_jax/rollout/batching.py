@@ -73,11 +73,6 @@ def to_turn_batch(
   return hosts.put(types.TurnBatch(**columns), sharding)
 
 
-def _turn_ends(turn_ids: np.ndarray) -> np.ndarray:
-  """Columns of the last token of each turn."""
-  return np.flatnonzero((turn_ids > 0) & (turn_ids != np.append(turn_ids[1:], 0)))
-
-
 def trained_length(episode: types.Episode) -> int:
   """Returns the tokens of the episode up to the last that is trained on; 0 for a failed one."""
   if episode.failed or not episode.turns:
@@ -143,6 +138,11 @@ def to_records(
       record[name] = row.astype(int).tolist() if name == 'clipped' else [_number(x) for x in row]
     records.append(record)
   return records
+
+
+def _turn_ends(turn_ids: np.ndarray) -> np.ndarray:
+  """Columns of the last token of each turn."""
+  return np.flatnonzero((turn_ids > 0) & (turn_ids != np.append(turn_ids[1:], 0)))
 
 
 def _number(x) -> float | None:
