@@ -32,6 +32,7 @@ FOLDERS = {
     'guess_number': {'data.source', 'env.kind'},
     'max_rl': {'algorithm.variant'},
 }
+SEEN = ('cispo', 'max_rl')  # folders whose README holds a result
 # Folder -> its environment's core metric, and another.
 METRICS = {'countdown': ('right', 'legal'), 'guess_number': ('found', 'guesses')}
 
@@ -54,7 +55,8 @@ class FolderTest(parameterized.TestCase):
   def test_it_opens_with_its_command_and_a_seen_result(self, folder):
     command = f'python run.py --config=gallery/{folder}/config.py'
     text = (GALLERY / folder / 'README.md').read_text(encoding='utf-8')
-    for words in (command, f'{command}:smoke', 'one seed', 'one machine'):
+    seen = ('one seed', 'one machine') if folder in SEEN else ()
+    for words in (command, f'{command}:smoke', *seen):
       self.assertIn(words, text)
     config = (GALLERY / folder / 'config.py').read_text(encoding='utf-8')
     self.assertIn(command, ast.get_docstring(ast.parse(config)))

@@ -409,7 +409,8 @@ class UpdateTest(parameterized.TestCase):
     )
     mesh = one_device()
     state = make_state(spec, mesh)
-    functions, batch = off_policy_batch(spec, state, mesh)
+    functions = update.compile_functions(spec, state, NOTHING, mesh)
+    batch = off_policy_batch(make_spec('st_ppo'), mesh)
     told = []
     for advantages in (batch.advantages * jnp.nan, batch.advantages, batch.advantages):
       state, metrics, _ = step(functions, spec, state, batch.replace(advantages=advantages))
