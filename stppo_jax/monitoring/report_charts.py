@@ -14,7 +14,7 @@ MAX_POINTS = 600  # per series; thinning keeps the extremes of each bin
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-  """Series whose names match `pattern`; `label` may use groups. `band` shades /min to /max."""
+  """Series whose names match `pattern`; `label` may use its groups. `band` shades /min to /max."""
 
   pattern: str
   label: str
