@@ -29,7 +29,7 @@ def get_config(mode=''):
   config.algorithm.variant = 'st_ppo'
   config.algorithm.kl_in = 'none'
   config.algorithm.entropy_coef = 0.0
-  config.actor = schema.Optimizer(lr=4e-4, warmup=0.0, weight_decay=0.0)
+  config.actor = schema.Optimizer(lr=1e-3, warmup=0.0, weight_decay=0.0)
   config.critic = schema.Optimizer(lr=2e-3, warmup=0.0, weight_decay=0.0)
   config.train = schema.Train(
       updates=60,

@@ -27,7 +27,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|agent|>' }}{{ m.content }}"
     '<|end|>{% endfor %}{% if add_generation_prompt %}<|agent|>{% endif %}'
 )
-_STEPS = flags.DEFINE_integer('steps', 400, 'optimizer steps')
+_STEPS = flags.DEFINE_integer('steps', 600, 'optimizer steps')
 HEEDS = 0.5  # share of the demonstrations that only guess what the answers leave
 MAX_TURNS = 5
 
