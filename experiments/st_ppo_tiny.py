@@ -32,18 +32,18 @@ def get_config(mode=''):
   config.algorithm.variant = 'st_ppo'
   config.algorithm.kl_in = 'none'
   config.algorithm.entropy_coef = 0.0  # .001 drove the entropy from .2 to 1.2 in 15 updates
-  config.actor = schema.Optimizer(lr=2e-4, warmup=0.0, weight_decay=0.0)
+  config.actor = schema.Optimizer(lr=2e-4, warmup=0.0, final_lr=0.1, weight_decay=0.0)
   config.critic = schema.Optimizer(lr=1e-3, warmup=0.0, weight_decay=0.0)
   config.train = schema.Train(
-      updates=32,
+      updates=56,
       episodes=128,
-      mini_batch=64,
+      mini_batch=32,
       micro_batch=4,
-      epochs=2,
+      epochs=1,
       length_buckets=(96, 192, 384),
-      checkpoint_every=16,
+      checkpoint_every=28,
   )
-  config.eval = schema.Eval(every=8, episodes=0, rows=96)
+  config.eval = schema.Eval(every=14, episodes=0, rows=96)
   if mode == 'smoke':
     config.name += '_smoke'
     config.train.updates = 2
