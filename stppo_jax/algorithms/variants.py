@@ -4,7 +4,7 @@ To add an algorithm, write a Variant: a row of VARIANTS, or a name in a file of 
 run picks by `--config.algorithm.variant=my_file:MY_VARIANT`. To change one for a run, override a
 column (`--config.algorithm.ratio=turn`).
 
-Three columns take a name from the table beside the built-ins, or a function of your own:
+Three columns take the name of a built-in from the table on the right, or a function of your own:
 
   advantage  (batch, variant) -> (advantages, returns)                        advantages.ESTIMATORS
              Both [B,T]; `returns` are the critic's targets. `advantages.from_groups` makes one from
