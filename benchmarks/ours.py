@@ -185,7 +185,7 @@ class Learning:
           temperature=1.0,
           logp_chunk=None,
           critic_warmup=0,
-          num_turns=5,
+          num_logged_turns=5,
       )
       copies = jax.tree.map(jnp.copy, (actor, critic))  # create_sharded takes what it is given
       self._states[name] = train_state.create_sharded(spec, *copies, self._mesh)
@@ -276,7 +276,7 @@ class PpoStep:
         temperature=1.0,
         logp_chunk=None,
         critic_warmup=0,
-        num_turns=5,
+        num_logged_turns=5,
     )
     self._spec = spec
     self._state = train_state.create_sharded(spec, actor, critic, self._mesh)

@@ -308,7 +308,7 @@ class DamageTest(FaultCase):
   def test_none_whole_is_for_the_user_to_judge(self):
     for step in saved(self.workdir):
       os.truncate(max(self.files(step), key=os.path.getsize), 3)
-    with self.assertRaisesRegex(UserError, r'none of the 3 checkpoints is whole[^\n]*anew$'):
+    with self.assertRaisesRegex(UserError, r'none of the 3 checkpoints is whole[^\n]*start again$'):
       micro_run.train(self.config, self.workdir)
     self.assertLen(saved(self.workdir), 3)
 

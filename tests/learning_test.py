@@ -135,7 +135,7 @@ class Run:
         temperature=1.0,
         logp_chunk=None,
         critic_warmup=0,
-        num_turns=2,
+        num_logged_turns=2,
     )
     init = lambda key, model: None if model is None else decoder.init(jax.random.key(key), model)
     actor_params, critic_params, self.frozen = init(0, actor), init(1, critic), train_state.Frozen()

@@ -66,7 +66,7 @@ def make_spec(variant='st_ppo', critic=CRITIC, actor=MODEL, **options):
           'temperature': 1.0,
           'logp_chunk': None,
           'critic_warmup': 0,
-          'num_turns': 5,
+          'num_logged_turns': 5,
           **options,
       },
   )
