@@ -62,7 +62,7 @@ SHAPES = {
         d_ff=1920,
     ),
 }
-WIDTH = 32  # rows of a band, as in experiments/st_ppo_tiny.py
+WIDTH = 32  # rows of a slot group, as in experiments/st_ppo_tiny.py
 _NOTHING = np.zeros((0,), np.int32)  # the observation after the last turn
 
 

@@ -304,7 +304,7 @@ def _limited_to(threads):
   cpus = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else None
   if cpus is not None:
     if threads > len(cpus):
-      raise ValueError(f'{threads} threads on {len(cpus)} CPUs: ask for fewer')
+      raise ValueError(f'{threads} threads on {len(cpus)} CPUs: choose fewer')
     os.sched_setaffinity(0, sorted(cpus)[:threads])
   try:
     yield

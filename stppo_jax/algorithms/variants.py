@@ -95,7 +95,7 @@ VARIANTS = {
     'grpo': Variant('group_zscore', 'token'),
     # arXiv 2511.20718v2
     'so_grpo': Variant('group_zscore', 'turn', divisor='paper'),
-    # Zheng et al., arXiv 2507.18071: ratios of whole sequences hug 1, hence the narrow clip
+    # Zheng et al., arXiv 2507.18071: ratios of whole sequences are near 1, hence the narrow clip
     'gspo': Variant('group_zscore', 'sequence', clip_low=3e-4, clip_high=4e-4),
     # Ahmadian et al., arXiv 2402.14740
     'rloo': Variant('leave_one_out', 'none'),
