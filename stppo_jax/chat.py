@@ -132,7 +132,7 @@ def check_matches(tokenizer: Tokenizer, model_vocab_size: int) -> None:
 def encode_prompt(tokenizer: Tokenizer, user_message: str) -> list[int]:
   """Returns one user message, with a chat template as its first turn and the generation prompt.
 
-  The message cannot contain control tokens, whatever its text.
+  No text of a message becomes a control token.
   """
   if tokenizer.render is None:
     return tokenizer.encode(user_message)

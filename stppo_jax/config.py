@@ -253,7 +253,7 @@ class Train:
       3, 'steps skipped in a row for non-finite gradients before `on_nonfinite` applies',
       at_least=1, may_change=True)
   on_nonfinite: str = setting(
-      'stop', "'rollback' goes back to the newest checkpoint and on with other questions",
+      'stop', "'rollback' restores the newest checkpoint and continues with other questions",
       allowed=('stop', 'rollback'), may_change=True)
   critic_warmup: int = setting(0, 'updates that train the critic alone', at_least=0)
 

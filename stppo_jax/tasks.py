@@ -49,7 +49,7 @@ def load_corpus(source: str) -> list[types.Passage]:
     seen.add(passage.id)
     passages.append(passage)
   if not passages:
-    raise types.UserError(f'{path}: no passages; one JSON object a line is needed.')
+    raise types.UserError(f'{path}: no passages; one JSON object per line is needed.')
   return passages
 
 
@@ -135,11 +135,11 @@ def _json_rows(path):
         fields = json.loads(line)
       except (ValueError, RecursionError) as error:
         raise types.UserError(
-            f'{path}:{number}: not JSON ({error}); one JSON object a line is needed.'
+            f'{path}:{number}: not JSON ({error}); one JSON object per line is needed.'
         ) from None
       if not isinstance(fields, dict):
         raise types.UserError(
-            f'{path}:{number}: a {type(fields).__name__}; one JSON object a line is needed.'
+            f'{path}:{number}: a {type(fields).__name__}; one JSON object per line is needed.'
         )
       yield _Row(path, number, fields)
 

@@ -169,7 +169,7 @@ class ProcessTest(FaultCase):
     child = self.start()
     self.wait_for(lambda: self.progress() > 2)
     self.assertEqual(self.end(child, signal.SIGTERM), 0)
-    self.assertEqual(self.told().count('stopped as asked'), 1)
+    self.assertEqual(self.told().count('stopped on request'), 1)
     self.assertNotIn('Traceback', self.told())
     self.assertEqual(saved(self.workdir)[-1], steps(self.workdir)[-1])
 
@@ -216,7 +216,7 @@ class DiskTest(FaultCase):
         told,
         [
             f'the checkpoint after {n} updates could not be saved (the disk is full); the newest '
-            'is that after 1; training goes on'
+            'is that after 1; training continues'
             for n in (2, 3)
         ],
     )
@@ -374,7 +374,7 @@ class NonfiniteTest(FaultCase):
       told = self.warnings(micro_run.train, config, self.workdir)
     self.assertLen(told, 1)
     self.assertIn('up to update 3', told[0])
-    self.assertIn('going back to update 2, on with other questions', told[0])
+    self.assertIn('going back to update 2 and continuing with other questions', told[0])
     self.assertEqual(steps(self.workdir), [0, 1, 2, 3, 4])  # update 3 once: that on batch 4
     self.assertEqual(self.played.count(3), 1)
     self.assertEqual(self.played[-2 - staleness :], list(range(4, 6 + staleness)))

@@ -243,7 +243,7 @@ class PlanTest(parameterized.TestCase):
       self.assertIn(words, last)
 
   def test_the_micro_batch_to_try(self):
-    """fixed 10 + others 20 + 80 for 8 rows, so 10 a row: 4 rows need 70, 2 need 50."""
+    """fixed 10 + others 20 + 80 for 8 rows, so 10 per row: 4 rows need 70, 2 need 50."""
     program = plan.Program('update', '', 1, 0.0, resident=15, trips=1, arguments=5, temporaries=90)
     largest = lambda limit: plan._largest(limit, [program], 8, 10, (2, 4, 8, 16))
     self.assertEqual([largest(n) for n in (49, 50, 69, 70, 110, 190)], [0, 2, 2, 4, 8, 16])

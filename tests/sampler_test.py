@@ -369,7 +369,7 @@ class SamplerTest(parameterized.TestCase):
     self.assertEqual(sampler.compiled_variants(), variants)
 
   def test_split_rows_stay_on_their_devices(self):
-    """A layer sends nothing, and a step of the loop no more than whether all rows are done."""
+    """A layer sends nothing, and a step of the loop only whether all rows are done."""
     mesh = sharding.make_mesh(8, 1, 1)
     rows, whole = sharding.rows(mesh), sharding.replicated(mesh)
     sampler = sampler_lib.Sampler(

@@ -125,7 +125,7 @@ class LoadTasksTest(_FileTest):
   @parameterized.parameters('{"id": ', '[1, 2]', '"text"')
   def test_line_that_is_not_an_object(self, line):
     path = self.write('qa.jsonl', _ROW, '', line)
-    with self.assertRaisesRegex(types.UserError, r'qa.jsonl:3: .*one JSON object a line'):
+    with self.assertRaisesRegex(types.UserError, r'qa.jsonl:3: .*one JSON object per line'):
       tasks.load_tasks(path, 'train')
 
   def test_missing_file_says_what_to_give(self):

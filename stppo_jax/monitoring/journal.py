@@ -123,7 +123,7 @@ class Journal(contextlib.ExitStack):
     """Logs how the run ended after update n; builds the report where it was the last one."""
     if n < self._updates:
       logging.info(
-          'stopped as asked, %d of %d updates done and saved; the same command goes on',
+          'stopped on request, %d of %d updates done and saved; the same command resumes',
           n,
           self._updates,
       )

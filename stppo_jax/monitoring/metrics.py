@@ -71,7 +71,7 @@ class MetricsWriter:
       try:
         self._wandb.log(finite, step=int(step))
       except Exception as error:  # a remote service must not stop a run
-        logging.warning('W&B stopped taking metrics (%s); metrics.jsonl goes on.', error)
+        logging.warning('W&B stopped taking metrics (%s); metrics.jsonl continues.', error)
         self._wandb = None
 
   def close(self) -> None:

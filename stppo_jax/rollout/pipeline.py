@@ -249,7 +249,7 @@ def play_through(
     wait_s = min(wait_s, left_s)
     logging.warning(
         'retrieval failed in %.0f%% of the episodes: none is trained on; the retriever is '
-        'asked again in %.0f s',
+        'queried again in %.0f s',
         100 * share,
         wait_s,
     )

@@ -148,7 +148,7 @@ class Checkpoints:
     )
     if self._stop_on_error:
       raise RunError(f'{line}: make room, and the same command resumes there') from error
-    logging.error('%s; training goes on', line)
+    logging.error('%s; training continues', line)
 
   def _write_checksums(self):
     """Runs in Orbax's thread when all files of a step are written, before it is renamed."""

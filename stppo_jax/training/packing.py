@@ -86,7 +86,7 @@ class Layout:
 
 
 def by_length(episodes: Sequence[types.Episode]) -> list[types.Episode]:
-  """Sorts episodes, whatever the order of arrival: rows of similar length may share a bin."""
+  """Sorts episodes by length, so that rows of similar length may share a bin."""
   return sorted(episodes, key=batching.trained_length)
 
 

@@ -41,7 +41,7 @@ class Stuck(Exception):
 
 @dataclasses.dataclass
 class Position:
-  """Where a run stands."""
+  """How far a run is."""
 
   updates: int = 0  # done
   passed_over: int = 0  # batches that rollbacks skipped
@@ -83,14 +83,16 @@ def with_rollbacks(train: Callable[[int | None], Any], workdir: str, on_nonfinit
       if on_nonfinite == 'stop':
         raise RunError(
             f'{stuck}; lower the learning rate, or go back to the newest checkpoint and '
-            'on with other questions: --config.train.on_nonfinite=rollback'
+            'continue with other questions: --config.train.on_nonfinite=rollback'
         ) from stuck
       if rollbacks[newest] > MAX_ROLLBACKS:
         raise RunError(
             f'{stuck}, and so after {MAX_ROLLBACKS} rollbacks to update {newest}: lower '
             'the learning rate, in another --workdir'
         ) from stuck
-      logging.warning('%s; going back to update %d, on with other questions', stuck, newest)
+      logging.warning(
+          '%s; going back to update %d and continuing with other questions', stuck, newest
+      )
       last_batch = stuck.batch_number
 
 

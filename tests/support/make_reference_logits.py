@@ -1,4 +1,4 @@
-"""Writes tests/reference_logits/: small random models of transformers, and their logits.
+"""Writes support/reference_logits/: small random models of transformers, and their logits.
 
   python tests/support/make_reference_logits.py        needs torch and transformers; takes seconds
 
