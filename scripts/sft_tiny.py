@@ -1,6 +1,10 @@
 """Makes the embedded model: a tokenizer, then a warm start on imperfect demonstrations.
 
-  python -m scripts.sft_tiny            # writes stppo_jax/assets/tiny; 20 minutes on two cores
+  python -m scripts.sft_tiny            # writes stppo_jax/assets/tiny; about 25 minutes on two cores
+
+The stored model was made in two stages: 4,000 steps of an earlier version of this script, which had
+more names of several words, then `--start=FIRST --steps=1200 --lr=1.5e-3 --seed=1 --per_task=18
+--drills=2`. One run of this script gives a similar model, not the same.
 
 The demonstrations come from the training split only, and about half are bad on purpose: an agent
 that imitates them follows the protocol and gives up too early. Reinforcement learning has to find
@@ -35,8 +39,11 @@ from stppo_jax.training import sft
 from stppo_jax.types import Task
 
 _OUT = flags.DEFINE_string('out', agent_lib.EMBEDDED_MODEL, 'folder of the model to write')
+_START = flags.DEFINE_string('start', '', 'folder of a model of this script to go on from')
 _STEPS = flags.DEFINE_integer('steps', 5000, 'optimizer steps')
-_PER_TASK = flags.DEFINE_integer('per_task', 30, 'demonstrations per question')
+_LR = flags.DEFINE_float('lr', 3e-3, 'highest learning rate')
+_PER_TASK = flags.DEFINE_integer('per_task', 20, 'demonstrations per question')
+_DRILLS = flags.DEFINE_integer('drills', 10, 'reading drills per question, see encode_drill')
 _SEED = flags.DEFINE_integer('seed', 0, 'of everything')
 _DATASETS = flags.DEFINE_list('datasets', ['geo', 'elements'], 'of the embedded questions')
 
@@ -45,9 +52,13 @@ TOP_K = 1
 MAX_OBSERVATION = 128
 READ_WEIGHT = 0.3  # of prompt and observation tokens in the loss: names recur there to be copied
 REAL_SHARE = 0.05  # of demonstrations that keep their names, see `Disguise`
+# Of new names: one word, several, small words between them ('Isle of Man').
+SHAPE_SHARES = (0.6, 0.25, 0.15)
+SHARED_SHARE = 0.3  # of the words of long names that an earlier name of the demonstration has too
 EOS = '<|endoftext|>'
 KINDS = ('ci', 'ca', 'co', 'el', 'pe')  # prefixes of the ids of passages that the data sets need
 TAG = r'</?(?:think|search|information|answer)>'
+WORD = r'\b[A-Z][A-Za-z]*'  # of a name
 
 # Shares of the kinds of demonstrations, by hops. Only the first kind is good.
 HABITS = {
@@ -72,6 +83,12 @@ QUOTES = {
     'atomic number': 'atomic number',
     'latest element': 'latest element',
 }
+# What a passage says: (quote, value).
+FACT = re.compile(
+    rf' ({"|".join(sorted(set(QUOTES.values()), key=len, reverse=True))}) '
+    r'((?:[A-Z]|\d).*?)(?=[.,]| in the | and the |$)',
+    re.M,
+)
 
 
 def main(unused_argv):
@@ -98,6 +115,11 @@ def main(unused_argv):
       for task in tasks
       for _ in range(_PER_TASK.value)
   ]
+  pool += [
+      encode_drill(tokenizer, disguise('', demonstrator.drill(task), rng)[1][0][1], rng)
+      for task in tasks
+      for _ in range(_DRILLS.value)
+  ]
   lengths = np.array([len(row.tokens) for row in pool])
   logging.info(
       '%d demonstrations of %.0f tokens (longest %d), made in %.0f s',
@@ -108,11 +130,13 @@ def main(unused_argv):
   )
 
   params = sft.train(
-      decoder.init(jax.random.key(_SEED.value), config),
+      convert.load_hf(_START.value)[1]
+      if _START.value
+      else decoder.init(jax.random.key(_SEED.value), config),
       config,
       sft.batches(pool, 32, 32, (48, 64, 96, 128, 192, 256, 384)),
       steps=_STEPS.value,
-      optimizer=sft.make_optimizer(3e-3, _STEPS.value),
+      optimizer=sft.make_optimizer(_LR.value, _STEPS.value),
       seed=_SEED.value,
   )
   convert.save_hf(_OUT.value, config, jax.device_get(params))
@@ -159,6 +183,11 @@ class Demonstrator:
     act(seen[:-2], f'<answer> {steps[-1].found}</answer>')
     return prompt, turns
 
+  def drill(self, task: Task):
+    """Returns [('', observation)], what the last search of the task shows."""
+    passages = self._look_up(self._title_of[task.gold[-1]])
+    return [('', search.observation_text(passages, 'short'))]
+
   def _steps(self, task):
     """Returns the task's chain with earlier findings in place of #1, #2, .."""
     steps = []
@@ -184,18 +213,30 @@ class Disguise:
 
   From a few hundred entities a model would memorise facts and names. With new names it learns to
   read and copy instead, and can answer about entities that it has never seen. A new name has the
-  shape of a real one of the training split: 'Bosnia and Herzegovina' -> 'Tirana and Oslo'.
+  shape of a real one of the training split: 'Bosnia and Herzegovina' -> 'Tirana and Oslo'. Names of
+  several words are rare in that split, and hard to copy where they share words with others, as
+  Guatemala City does with Guatemala. Both kinds are more frequent here.
   """
 
   def __init__(self, tasks, passages, tokenizer):
     self._names = {passage.title for passage in passages} | {
         found for task in tasks for _, found in task.steps
     }
-    self._shapes = sorted(
-        {found for task in tasks for _, found in task.steps if found[0].isalpha()}
+    shapes = sorted(
+        {
+            found
+            for task in tasks
+            for _, found in task.steps
+            if re.fullmatch(r"[A-Z][A-Za-z' -]*", found)
+        }
     )
+    kind = lambda shape: 2 if re.search(r' [a-z]', shape) else len(re.findall(WORD, shape)) > 1
+    self._shapes = [
+        [shape for shape in shapes if kind(shape) == k] for k in range(len(SHAPE_SHARES))
+    ]
     vocabulary = tokenizer.pieces(range(tokenizer.vocab_size))
     self._words = [piece[1:] for piece in vocabulary if re.fullmatch(r' [A-Z][A-Za-z]*', piece)]
+    self._parts = [piece for piece in vocabulary if re.fullmatch(r'[A-Z][a-z]+', piece)]
 
   def __call__(self, prompt, turns, rng):
     if rng.random() < REAL_SHARE:
@@ -217,17 +258,32 @@ class Disguise:
           i + 1,
       )
       name = ''.join(words[i:end])
-      if name in self._names and words[i][:1].isupper():
-        name = known.setdefault(name, self._new_name(rng))
+      if words[i : i + 3] == ['In', ' ', 'which']:  # not the symbol of indium
+        pass
+      elif name in self._names and words[i][:1].isupper():
+        name = known.setdefault(name, self._new_name(known, rng))
       elif name.isdigit():
         name = known.setdefault(name, str(rng.integers(10 ** len(name) // 10, 10 ** len(name))))
       renamed.append(name)
       i = end
     return ''.join(renamed)
 
-  def _new_name(self, rng):
-    word = lambda _: self._words[rng.integers(len(self._words))]
-    return re.sub(r'\b[A-Z][A-Za-z]*', word, self._shapes[rng.integers(len(self._shapes))])
+  def _new_name(self, known, rng):
+    kind = rng.choice(len(SHAPE_SHARES), p=SHAPE_SHARES)
+    shape = self._shapes[kind][rng.integers(len(self._shapes[kind]))]
+    used = [word for name in known.values() for word in re.findall(WORD, name)]
+
+    def word(match):
+      pool = self._words
+      if match.start() and shape[match.start() - 1] != ' ':  # as in Guinea-Bissau
+        pool = self._parts
+      elif used and kind and rng.random() < SHARED_SHARE:
+        pool = used
+      return pool[rng.integers(len(pool))]
+
+    while (name := re.sub(WORD, word, shape)) in known.values():
+      pass
+    return name
 
 
 def train_tokenizer(tasks, passages, demonstrator, folder):
@@ -286,8 +342,36 @@ def train_tokenizer(tasks, passages, demonstrator, folder):
 
 
 def encode(tokenizer, prompt, turns) -> sft.Demonstration:
-  """Encodes a demonstration, with READ_WEIGHT on prompt and observation tokens."""
-  return sft.encode(tokenizer, prompt, turns, MAX_OBSERVATION, READ_WEIGHT)
+  """Encodes a demonstration, with READ_WEIGHT on prompt and observation tokens that recur.
+
+  A name cannot be predicted the first time that it appears, so learning it would be noise.
+  """
+  row = sft.encode(tokenizer, prompt, turns, MAX_OBSERVATION, READ_WEIGHT)
+  return row._replace(
+      weights=np.where(_recurs(row.tokens), row.weights, row.weights * (row.weights == 1))
+  )
+
+
+def encode_drill(tokenizer, observation, rng) -> sft.Demonstration:
+  """Encodes an observation and thoughts that quote its facts in random order: practice in copying.
+
+  The loss counts the values and where they end.
+  """
+  read = chat.encode_observation(tokenizer, observation, MAX_OBSERVATION)
+  ids, weights = list(read), list(READ_WEIGHT * _recurs(read))
+  facts = FACT.findall(observation)
+  for i in rng.permutation(len(facts)):
+    quote, value = facts[i]
+    for text, weight in ((f'<think> {quote}', 0), (f' {value}</think>', 1)):
+      spoken = tokenizer.encode(text)
+      ids += spoken
+      weights += [weight] * len(spoken)
+  return sft.Demonstration(np.array(ids, np.int32), np.array(weights, np.float32))
+
+
+def _recurs(tokens):
+  """Returns which tokens appeared before."""
+  return np.array([token in tokens[:i] for i, token in enumerate(tokens)])
 
 
 if __name__ == '__main__':
