@@ -128,7 +128,7 @@ def measure_update(best):
       temperature=1.0,
       logp_chunk=512,
       critic_warmup=0,
-      num_turns=5,
+      num_logged_turns=5,
   )
   init = jax.jit(decoder.init, static_argnums=1)
   critic = critic_shape and init(jax.random.key(1), critic_shape)

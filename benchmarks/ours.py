@@ -62,7 +62,7 @@ SHAPES = {
         d_ff=1920,
     ),
 }
-WIDTH = 32  # rows of a band, as in experiments/st_ppo_tiny.py
+WIDTH = 32  # rows of a slot group, as in experiments/st_ppo_tiny.py
 _NOTHING = np.zeros((0,), np.int32)  # the observation after the last turn
 
 
@@ -185,7 +185,7 @@ class Learning:
           temperature=1.0,
           logp_chunk=None,
           critic_warmup=0,
-          num_turns=5,
+          num_logged_turns=5,
       )
       copies = jax.tree.map(jnp.copy, (actor, critic))  # create_sharded takes what it is given
       self._states[name] = train_state.create_sharded(spec, *copies, self._mesh)
@@ -276,7 +276,7 @@ class PpoStep:
         temperature=1.0,
         logp_chunk=None,
         critic_warmup=0,
-        num_turns=5,
+        num_logged_turns=5,
     )
     self._spec = spec
     self._state = train_state.create_sharded(spec, actor, critic, self._mesh)

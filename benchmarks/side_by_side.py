@@ -259,7 +259,7 @@ def short(x):
 def print_ops(ops, top=30):
   """Prints [(source, ms per call, runs per call)] as a table, longest first."""
   total = sum(ms for _, ms, _ in ops)
-  print(f'{total:9.2f} ms a call from {len(ops)} sources')
+  print(f'{total:9.2f} ms per call from {len(ops)} sources')
   for name, ms, count in ops[:top]:
     print(f'{ms:9.2f} ms {ms / total:6.1%} {count:8.1f} x  {name}', flush=True)
 
@@ -304,7 +304,7 @@ def _limited_to(threads):
   cpus = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else None
   if cpus is not None:
     if threads > len(cpus):
-      raise ValueError(f'{threads} threads on {len(cpus)} CPUs: ask for fewer')
+      raise ValueError(f'{threads} threads on {len(cpus)} CPUs: choose fewer')
     os.sched_setaffinity(0, sorted(cpus)[:threads])
   try:
     yield

@@ -42,19 +42,22 @@ def run(size, threads, quick, repeats):
   shape = rows, num_prompt, num_new, LEARNING_RATE
   sizes = side_by_side.micro_batches(rows)
   with tempfile.TemporaryDirectory() as folder:
-    start_ours = lambda micro: side_by_side.Worker(
-        threads, 'benchmarks.ours', 'PpoStep', size, folder, *shape, micro
-    )
-    start_peer = lambda micro: side_by_side.Worker(
-        threads,
-        'benchmarks.tunix_peer',
-        'PpoStep',
-        folder,
-        *shape,
-        micro,
-        first.call('value_head'),
-        python=side_by_side.TUNIX_PYTHON.value,
-    )
+
+    def start_ours(micro):
+      return side_by_side.Worker(threads, 'benchmarks.ours', 'PpoStep', size, folder, *shape, micro)
+
+    def start_peer(micro):
+      return side_by_side.Worker(
+          threads,
+          'benchmarks.tunix_peer',
+          'PpoStep',
+          folder,
+          *shape,
+          micro,
+          first.call('value_head'),
+          python=side_by_side.TUNIX_PYTHON.value,
+      )
+
     ours = {micro: start_ours(micro) for micro in sizes}
     first = ours[sizes[0]]
     model = first.call('model')

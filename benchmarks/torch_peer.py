@@ -88,9 +88,11 @@ class Learning:
   @torch.no_grad()
   def log_probs(self):
     """Returns log-probs and values, 0 outside the agent's tokens."""
-    of_all = lambda function: torch.cat(
-        [function(micro['tokens']) * micro['action_mask'] for micro in self._micro_batches]
-    ).numpy()
+
+    def of_all(function):
+      parts = [function(micro['tokens']) * micro['action_mask'] for micro in self._micro_batches]
+      return torch.cat(parts).numpy()
+
     return of_all(self._logp), of_all(self._values)
 
   def update(self):

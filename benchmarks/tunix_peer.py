@@ -81,9 +81,11 @@ class PpoStep:
     critic = rl_utils.create_critic_model(actor)
     critic.lm_head.kernel.value = jnp.asarray(value_head)
     roles = (rl_cluster.Role.ACTOR, rl_cluster.Role.CRITIC, rl_cluster.Role.ROLLOUT)
-    optimizer = lambda: optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(learning_rate, weight_decay=0.01)
-    )
+
+    def optimizer():
+      adamw = optax.adamw(learning_rate, weight_decay=0.01)
+      return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
     self._rollout = base_rollout.RolloutConfig(
         max_tokens_to_generate=num_new,
         max_prompt_length=num_prompt,

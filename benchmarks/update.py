@@ -1,4 +1,4 @@
-"""Speed of one PPO update (actor and critic, forward, backward, AdamW) beside torch, same weights.
+"""Speed of one PPO update (actor and critic, forward, backward, AdamW) compared with torch.
 
   python -m benchmarks.update                      # minutes; on a machine that does nothing else
   python -m benchmarks.update --quick              # seconds: does the script work?
@@ -32,12 +32,15 @@ def run(size, threads, quick, repeats):
   rows, length = (4, 128) if quick else BATCHES[size]
   sizes = side_by_side.micro_batches(rows)
   with tempfile.TemporaryDirectory() as folder:
-    start_ours = lambda micro: side_by_side.Worker(
-        threads, 'benchmarks.ours', 'Learning', size, folder, rows, length, LEARNING_RATE, micro
-    )
-    start_peer = lambda micro: side_by_side.Worker(
-        threads, 'benchmarks.torch_peer', 'Learning', folder, threads, LEARNING_RATE, batch, micro
-    )
+
+    def start_ours(micro):
+      arguments = (size, folder, rows, length, LEARNING_RATE, micro)
+      return side_by_side.Worker(threads, 'benchmarks.ours', 'Learning', *arguments)
+
+    def start_peer(micro):
+      arguments = (folder, threads, LEARNING_RATE, batch, micro)
+      return side_by_side.Worker(threads, 'benchmarks.torch_peer', 'Learning', *arguments)
+
     ours = {micro: start_ours(micro) for micro in sizes}
     first = ours[sizes[0]]
     if side_by_side.PROFILE.value:

@@ -1,6 +1,6 @@
 """Makes the embedded model: a tokenizer, then a warm start on imperfect demonstrations.
 
-  python -m scripts.sft_tiny            # writes stppo_jax/assets/tiny; about 25 minutes on two cores
+  python -m scripts.sft_tiny      # writes stppo_jax/assets/tiny; 25 minutes on 2 cores
 
 The stored model was made in two stages: 4,000 steps of an earlier version of this script, which had
 more names of several words, then `--start=FIRST --steps=1200 --lr=1.5e-3 --seed=1 --per_task=18

@@ -23,9 +23,9 @@ CLOSING_TAG = '</information>'
 
 _OPENING = re.compile(r'\s*<information>')
 _TAG = re.compile(r'<(?=/?(?:think|search|information|answer)>)')
-# Characters, in the vocabularies we know: longer text is cut before it is encoded.
+# Characters, an upper bound for known vocabularies; text is cut by it before it is encoded.
 _LONGEST_TOKEN = 128
-# What templates do to a message's content. The first that the template does is done here too.
+# How templates change a message's content. The first form that matches a template is applied.
 _CONTENT_FORMS = {
     'as it is': lambda text: text,
     'stripped': str.strip,
@@ -50,12 +50,12 @@ class Tokenizer:
   added_ids: frozenset[int]  # of the tokens that `passage_library` lacks
 
   def encode(self, text: str, control: bool = False) -> list[int]:
-    """Returns the ids of `text` alone. With `control`, '<|im_end|>' and its like are one token."""
+    """Returns the ids of `text` alone. With `control`, '<|im_end|>' and similar are one token."""
     library = self.control_library if control else self.text_library
     return library.encode(_valid(text), add_special_tokens=False).ids
 
   def encode_passage(self, text: str) -> list[int]:
-    """Returns ids of a text from outside: none is an added token, and they spell no tag of ours.
+    """Returns ids of an untrusted text: no added tokens, and none of our tags.
 
     Inserts a space after the `<` of each tag, after normalisation, which can produce a `<`.
     """
@@ -132,7 +132,7 @@ def check_matches(tokenizer: Tokenizer, model_vocab_size: int) -> None:
 def encode_prompt(tokenizer: Tokenizer, user_message: str) -> list[int]:
   """Returns one user message, with a chat template as its first turn and the generation prompt.
 
-  The message cannot contain control tokens, whatever its text.
+  No text of a message becomes a control token.
   """
   if tokenizer.render is None:
     return tokenizer.encode(user_message)
@@ -142,7 +142,7 @@ def encode_prompt(tokenizer: Tokenizer, user_message: str) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Frame:
-  """Text of the template around a message: control tokens, and the text between them and it.
+  """The template around a message: control tokens, and text between them and the message.
 
   before_ids | before_text content after_text | after_ids
   The middle is encoded as one text, as a tokenizer does that first splits at control tokens.
@@ -193,7 +193,7 @@ class Framing:
     return ids[1:] if has_end else ids
 
   def _cut(self, text):
-    """The text, cut so that it fits with its frame; a closing tag stays."""
+    """Returns the text, cut so that it fits with its frame; keeps a closing tag."""
     assert self.frame is not None
     encode = self.tokenizer.encode_plain
     start = text.rfind(CLOSING_TAG)
@@ -238,12 +238,12 @@ _ANSWER = 'The-agent-says-this'
 
 
 def _around(tokenizer: Tokenizer, messages: _Messages, role: str) -> tuple[str, str, str]:
-  """(text before, text after, form) of the content of one more message, of this role."""
+  """Returns (text before, text after, form) of the content of one more message with this role."""
   assert tokenizer.render is not None
   probe = ' Probe "1"\n '
   try:
     text = tokenizer.render([*messages, {'role': role, 'content': probe}])
-  except Exception as error:  # templates raise what they like
+  except Exception as error:  # a template may raise anything
     raise types.UserError(
         f'the chat template of {tokenizer.folder!r} cannot show a turn of role {role!r} ({error}): '
         "give another model, or an environment with another `frame`, such as 'inline'"
@@ -262,7 +262,7 @@ def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]
   """Returns at most `limit` ids of an inline observation; keeps its end from `</information>` on.
 
   The tags and what they hold are always encoded apart. So a cut observation ends in the same ids as
-  a whole one, and a passage yields no token that closes the block, opens another, or controls.
+  a whole one, and no token of a passage closes the block, opens another, or is a control token.
   """
   start = text.rfind(CLOSING_TAG)
   if start < 0:
@@ -298,7 +298,7 @@ def stop_automaton(token_bytes: Sequence[bytes], stop_strings: Sequence[str]) ->
 
 
 def _byte_automaton(patterns: list[bytes]) -> np.ndarray:
-  """Aho-Corasick of the patterns: [states, 256] int32, all matches merged into the last state."""
+  """Returns the Aho-Corasick automaton [states, 256] int32; its last state means any match."""
   children: list[dict[int, int]] = [{}]
   matched = [False]
   for pattern in patterns:
@@ -331,7 +331,7 @@ def _byte_automaton(patterns: list[bytes]) -> np.ndarray:
 
 
 def _without_added_tokens(path: str) -> str:
-  """The tokenizer file as text, without its added tokens.
+  """Returns the tokenizer file as text, without its added tokens.
 
   They are also removed from the vocabulary, unless merges make them: with `ignore_merges` any word
   of the vocabulary would be one token.
@@ -350,12 +350,14 @@ def _without_added_tokens(path: str) -> str:
 
 
 def _valid(text: str) -> str:
-  """Lone surrogates, which JSON can carry and UTF-8 cannot, become '?'."""
+  """Replaces lone surrogates, which JSON can hold and UTF-8 cannot, by '?'."""
   return text.encode('utf-8', 'replace').decode('utf-8')
 
 
 def _token_bytes(path: str, library: tokenizers.Tokenizer) -> tuple[bytes, ...]:
-  """Bytes of every id. Byte-level vocabularies write each byte as one printable character."""
+  """Returns the bytes of every id. Byte-level vocabularies write each byte as a printable
+  character.
+  """
   written = _read_json(path)
   added = library.get_added_tokens_decoder()
   byte_of = {character: byte for byte, character in enumerate(_byte_alphabet())}
@@ -379,14 +381,14 @@ def _token_bytes(path: str, library: tokenizers.Tokenizer) -> tuple[bytes, ...]:
 
 
 def _byte_alphabet() -> list[str]:
-  """The character that stands for each byte: itself if printable, else the next from U+0100."""
+  """Returns the character for each byte: itself if printable, else the next from U+0100."""
   printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
   spare = iter(range(0x100, 0x200))
   return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
 
 
 def _eos_ids(folder: str, settings: dict, library: tokenizers.Tokenizer) -> tuple[int, ...]:
-  """Ids that end a turn: the tokenizer's eos token and those that generation_config.json lists."""
+  """Returns the ids that end a turn: the tokenizer's eos token and generation_config.json's."""
   listed = _read_json(os.path.join(folder, 'generation_config.json')).get('eos_token_id')
   named = library.token_to_id(_token_name(settings.get('eos_token')))
   ids = [named, *(listed if isinstance(listed, list) else [listed])]
@@ -394,7 +396,7 @@ def _eos_ids(folder: str, settings: dict, library: tokenizers.Tokenizer) -> tupl
 
 
 def _token_name(entry: str | dict | None) -> str:
-  """A special token's text; files hold either the text or a dictionary with its `content`."""
+  """Returns a special token's text; files hold the text or a dictionary with its `content`."""
   return (entry.get('content') if isinstance(entry, dict) else entry) or ''
 
 

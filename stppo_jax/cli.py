@@ -250,7 +250,7 @@ def _parse(argv: list[str]) -> list[str]:
     flags.FLAGS.config.env.options.update(options)  # a file that could not be read raises here
     return argv[:1]
   except (flags.Error, types.UserError) as error:
-    lines = str(error).splitlines()  # of several, those between may be a traceback
+    lines = str(error).splitlines()  # the lines in between may be a traceback
     message = ' '.join(lines[:1] + lines[1:][-1:]) + _meaning(lines[0])
   except Exception as error:  # whatever an experiment file may raise
     lines = str(error).splitlines()

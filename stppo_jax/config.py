@@ -1,7 +1,7 @@
 """The schema of a run: every setting with its default, meaning, unit, allowed values and bounds.
 
 An experiment file builds one `Config` and states only what differs. Defaults are those of Search-R1
-v0.2, the likely base of the paper's runs, unless the meaning says more. validation.py checks them.
+v0.2, the likely base of the paper's runs, unless a meaning states more. See also validation.py.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ T = TypeVar('T')
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-  """What stands on a field beside its default."""
+  """The meaning and the bounds of a field, stored with its default."""
 
   meaning: str
   allowed: tuple = ()  # the values it may have; empty: any
@@ -27,7 +27,7 @@ class Rules:
 
 
 def setting(default: T, meaning: str, **rules: Any) -> T:
-  """A field of the schema; `rules` are those of `Rules`."""
+  """Returns a dataclass field; `rules` are fields of `Rules`."""
   metadata = {'rules': Rules(meaning, **rules)}
   if isinstance(default, dict):
     make: Any = default.copy
@@ -59,7 +59,7 @@ class Env:
   """The environment: what the agent reads, and its rewards."""
 
   kind: str = setting(
-      'search', 'the environment; a class of your own: see envs/protocol.py',
+      'search', 'the environment; for a class of your own see envs/protocol.py',
       allowed=('search',), plugin=True)
   options: dict[str, Any] = setting(
       {}, "keyword arguments of the environment's class; --config.env.options.NAME=VALUE sets one")
@@ -68,9 +68,9 @@ class Env:
       allowed=('search_r1', 'short'))
   max_turns: int = setting(
       4, 'searches per episode, after which one more turn may only answer; an environment of your '
-      'own gets it if it takes it', at_least=0)
+      'own gets it if its constructor has that parameter', at_least=0)
   reward: str = setting(
-      'em', 'of an answer; a function of your own: (task, answer, transcript) -> float',
+      'em', 'score of an answer; or a function of your own (task, answer, transcript) -> float',
       allowed=('em', 'sub_em', 'f1', 'format'), plugin=True)
 
 
@@ -80,7 +80,7 @@ class Retriever:
 
   kind: str = setting(
       'bm25', "'bm25' (words), 'dense' (vectors) and 'hybrid' (both) search in this process, "
-      "'http' asks a server, 'none' loads no corpus; your own: make(settings, load_corpus) -> "
+      "'http' queries a server, 'none' loads no corpus; or your own make(settings, load_corpus) -> "
       'search(queries, top_k)',
       allowed=('bm25', 'http', 'dense', 'hybrid', 'none'), plugin=True)
   encoder: str = setting(
@@ -160,7 +160,7 @@ class Rollout:
 class Algorithm:
   """The objective: a `variants.Variant`, and the columns of it to override.
 
-  None means the variant's own. The defaults stand in algorithms/variants.py, and nowhere else.
+  None means the variant's own value. The defaults are in algorithms/variants.py alone.
   """
 
   variant: str = setting(
@@ -255,7 +255,7 @@ class Train:
       3, 'steps skipped in a row for non-finite gradients before `on_nonfinite` applies',
       at_least=1, may_change=True)
   on_nonfinite: str = setting(
-      'stop', "'rollback' goes back to the newest checkpoint and on with other questions",
+      'stop', "'rollback' restores the newest checkpoint and continues with other questions",
       allowed=('stop', 'rollback'), may_change=True)
   critic_warmup: int = setting(0, 'updates that train the critic alone', at_least=0)
 
@@ -308,7 +308,7 @@ class Eval:
 
 @dataclasses.dataclass
 class Log:
-  """What is written beside metrics.jsonl."""
+  """What is written in addition to metrics.jsonl."""
 
   tensorboard: bool = setting(True, 'event files, where tensorboardX is installed', may_change=True)
   wandb_project: str = setting('', 'empty: off', may_change=True)

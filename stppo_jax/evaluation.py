@@ -12,7 +12,7 @@ from stppo_jax import types
 def evaluate(
     agent, params, tasks: Sequence[types.Task], greedy: bool = True, seed: int = 0
 ) -> tuple[dict[str, float], list[types.Episode]]:
-  """Plays each task once, by default greedily: (metrics, episodes)."""
+  """Plays each task once, by default greedily; returns (metrics, episodes)."""
   keys = jax.random.split(jax.random.key(seed), len(tasks))
   episodes = agent.play(params, tasks, keys, greedy=greedy)
   return scores(episodes), episodes

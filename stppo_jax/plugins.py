@@ -45,7 +45,7 @@ def load(field: str, name: str, built_in: Mapping[str, Any]) -> Any:
 
 
 def named(config: Any) -> dict[str, str]:
-  """Returns {field: name} of the fields of the config that name something of the user's."""
+  """Returns {field: name} of the fields of the config that hold a `module:attribute`."""
   return {
       path: value
       for path, rules, value in validation.fields(config)
@@ -54,7 +54,7 @@ def named(config: Any) -> dict[str, str]:
 
 
 def digests(names: Mapping[str, str]) -> dict[str, str]:
-  """{field: digest of the source file} of those names that are `module:attribute`.
+  """Returns {field: digest of the source file} for the names that are `module:attribute`.
 
   The work folder keeps them, so that a run is not resumed with another plug-in unnoticed.
   """

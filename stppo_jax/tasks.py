@@ -49,7 +49,7 @@ def load_corpus(source: str) -> list[types.Passage]:
     seen.add(passage.id)
     passages.append(passage)
   if not passages:
-    raise types.UserError(f'{path}: no passages; one JSON object a line is needed.')
+    raise types.UserError(f'{path}: no passages; one JSON object per line is needed.')
   return passages
 
 
@@ -135,11 +135,11 @@ def _json_rows(path):
         fields = json.loads(line)
       except (ValueError, RecursionError) as error:
         raise types.UserError(
-            f'{path}:{number}: not JSON ({error}); one JSON object a line is needed.'
+            f'{path}:{number}: not JSON ({error}); one JSON object per line is needed.'
         ) from None
       if not isinstance(fields, dict):
         raise types.UserError(
-            f'{path}:{number}: a {type(fields).__name__}; one JSON object a line is needed.'
+            f'{path}:{number}: a {type(fields).__name__}; one JSON object per line is needed.'
         )
       yield _Row(path, number, fields)
 
@@ -196,7 +196,7 @@ def _task(row: _Row) -> types.Task:
 
 
 def _steps(row: _Row) -> tuple[tuple[str, str], ...]:
-  """(sub-question, answer) pairs from `steps`, or from `evidence` triples."""
+  """Returns (sub-question, answer) pairs from `steps`, or from `evidence` triples."""
   steps = []
   for step in row.get('steps', list, 'a list of {"q", "a"}', []):
     if not (
@@ -218,7 +218,7 @@ def _steps(row: _Row) -> tuple[tuple[str, str], ...]:
 
 
 def _search_r1_task(row: _Row) -> types.Task:
-  """Search-R1's columns; the question is its own column, or what the prompt ends with."""
+  """Makes a Task of Search-R1's columns; the question is a column or the end of the prompt."""
   reward_model = row.get('reward_model', dict, 'an object with ground_truth', None)
   truth = reward_model.get('ground_truth')
   target = truth.get('target') if isinstance(truth, dict) else None

@@ -1,7 +1,7 @@
-"""Checks a config: every field against the rules that stand on it, then the rules that span fields.
+"""Checks a config: each field by its own rules, then the rules that span fields.
 
 `validate` is called once, before anything heavy; `check_variant` right after it, when the names of
-the objective are resolved. What is wrong is told in one line: given, allowed, what to do.
+the objective are resolved. An error is one line: given, allowed, what to do.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from stppo_jax.types import UserError
 
 
 def fields(config: Any, prefix: str = '') -> Iterator[tuple[str, Rules, Any]]:
-  """(dotted path, rules, value) of every setting."""
+  """Yields (dotted path, rules, value) of every setting."""
   for field in dataclasses.fields(config):
     value, path = getattr(config, field.name), prefix + field.name
     if dataclasses.is_dataclass(value):
@@ -39,7 +39,7 @@ def _has_schedule(optimizer: Any) -> bool:
 
 
 def validate(config: Config) -> Config:
-  """Returns `config` if it makes sense, else raises a UserError that says what to change."""
+  """Returns `config` if it is valid, else raises a UserError that says what to change."""
   for path, rules, value in fields(config):
     _check_field(f'config.{path}={value!r}', rules, value)
   _check_names(config)
@@ -71,7 +71,7 @@ def _check_field(given: str, rules: Rules, value: Any) -> None:
 
 
 def _check_names(config: Config) -> None:
-  """Names that refer to other fields."""
+  """Checks names that refer to other fields."""
   for name in config.health.stop_on:
     if name not in HEALTH_RULES:
       raise UserError(
@@ -81,7 +81,7 @@ def _check_names(config: Config) -> None:
 
 
 def _check_environment(config: Config) -> None:
-  """Settings of the environment and its retriever that need each other."""
+  """Checks settings of the environment and its retriever that need each other."""
   options, retriever = config.env.options, config.retriever
   try:
     text = json.dumps(options)
@@ -104,7 +104,7 @@ def _check_environment(config: Config) -> None:
 
 
 def _check_sizes(config: Config) -> None:
-  """Counts that have to divide or to hold each other."""
+  """Checks numbers that have to divide or to bound each other."""
   rollout, train = config.rollout, config.train
   for small, large in (('micro_batch', 'mini_batch'), ('mini_batch', 'episodes')):
     if getattr(train, large) % getattr(train, small):
@@ -186,7 +186,7 @@ def check_variant(config: Config, variant: Any) -> None:
 
 
 def _check_adapters(config: Config) -> None:
-  """What LoRA adapts, and what can then be placed elsewhere."""
+  """Checks what can be placed on the host, given LoRA and the kind of critic."""
   model, placement = config.model, config.placement
   if model.lora_rank and placement.reference == 'host':
     raise UserError(
@@ -206,7 +206,7 @@ def _check_adapters(config: Config) -> None:
 
 
 def get(config: Config, path: str):
-  """The field at a dotted path: get(config, 'train.updates')."""
+  """Returns the field at a dotted path: get(config, 'train.updates')."""
   for name in path.split('.'):
     config = getattr(config, name)
   return config

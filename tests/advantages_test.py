@@ -1,4 +1,4 @@
-"""Advantages: by hand across observations, against the float64 oracle, and what reduces to what."""
+"""Advantages: worked by hand, against the float64 oracle, and special cases that coincide."""
 
 import dataclasses
 from unittest import mock
@@ -118,8 +118,8 @@ class GaeTest(chex.TestCase):
     rng = np.random.default_rng(seed)
     shape = 3, 9
     agent = rng.random(shape) < rng.random()
-    # A new turn begins where the agent speaks after somebody else, and now and then right after
-    # its own turn: an empty observation.
+    # A new turn begins with an agent token after another token, and sometimes right after a turn,
+    # which is an empty observation.
     starts = agent & (~np.pad(agent, ((0, 0), (1, 0)))[:, :-1] | (rng.random(shape) < 0.3))
     turn_ids = np.cumsum(starts, axis=1) * agent
     r, v, m = rng.normal(size=shape) * agent, rng.normal(size=shape), agent.astype(np.float64)
@@ -275,7 +275,7 @@ class GroupTest(chex.TestCase):
 
   @parameterized.parameters(0.1, 0.2, 0.7, 1.0)
   def test_no_spread_is_exactly_zero_in_float32(self, score):
-    """The float32 mean of seven scores of 0.7 is one ulp off, which over eps = 1e-6 reads 0.056."""
+    """The float32 mean of seven scores of 0.7 is one ulp off, which divided by 1e-6 is 0.056."""
     for size in 5, 7:
       scores = np.full(size, score, np.float32)
       got = advantages.group_zscore(scores, np.zeros(size, np.int32))
@@ -324,7 +324,7 @@ class GroupTest(chex.TestCase):
 
 
 class EstimateTest(chex.TestCase):
-  """The estimators behind the names of the table."""
+  """The estimators named in the table."""
 
   def setUp(self):
     super().setUp()
@@ -375,7 +375,7 @@ class EstimateTest(chex.TestCase):
 
   @parameterized.parameters('group_zscore', 'leave_one_out')
   def test_groups(self, name):
-    """Every agent token has its row's number; row 3, without agent tokens, is nobody's peer."""
+    """Every agent token has its row's number. Row 3, without agent tokens, is in no group."""
     r, _, k = self.args
     rows = np.array([0, 1, 2, 4, 5])
     expected = np.zeros(6)
@@ -485,7 +485,7 @@ class OwnEstimatorTest(absltest.TestCase):
     np.testing.assert_array_equal(filled['advantages'], [[0.5, 0.5]])
     self.assertFalse(row.needs_critic or row.needs_groups)
 
-  def test_wrapped_functions_say_what_they_need(self):
+  def test_wrapped_functions_state_what_they_need(self):
     of_groups = variants.Variant(advantages.from_groups(advantages.leave_one_out), 'token')
     self.assertTrue(of_groups.needs_groups)
     self.assertFalse(of_groups.needs_critic)

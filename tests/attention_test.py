@@ -1,4 +1,4 @@
-"""Masks drawn; attention against sums in float64; every backend against the plain one."""
+"""Attention: masks written out, sums in float64, and every backend against the plain one."""
 
 import functools
 import types
@@ -27,7 +27,7 @@ def make_inputs(rows=2, length=6, heads=4, kv_heads=2, width=8, seed=0):
 
 class MaskTest(absltest.TestCase):
 
-  def test_masks_drawn(self):
+  def test_masks_written_out(self):
     drawn = lambda *args: np.asarray(attention.causal_mask(*args))[:, 0, 0].astype(int).tolist()
     self.assertEqual(drawn(3), [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]])
     segments = jnp.array([[5, 5, 7], [1, 2, 2]])
@@ -35,7 +35,7 @@ class MaskTest(absltest.TestCase):
     self.assertEqual(drawn(3, segments), rows)
     self.assertEqual(drawn(3, segments, 1, 2), [row[1:] for row in rows])
 
-  def test_a_cache_drawn(self):
+  def test_a_cache_mask_written_out(self):
     slots = jnp.array([[1, 2], [0, 1]])  # two rows of lengths 1 and 0 read two tokens each
     np.testing.assert_array_equal(
         attention.cache_mask(slots, 4)[:, 0, 0],
@@ -111,7 +111,7 @@ def output_and_gradients(inputs, segments, **options):
 
 
 class BackendsTest(parameterized.TestCase):
-  """The kernel is interpreted here and cuDNN is stood in for by jax.nn's own: no accelerator."""
+  """Without an accelerator: the TPU kernel is interpreted, and jax.nn's own replaces cuDNN."""
 
   @parameterized.parameters(
       ('splash', None, 128), ('splash', SEGMENTS, 64), ('cudnn', None, 8), ('cudnn', SEGMENTS, 8)

@@ -1,4 +1,4 @@
-"""Episodes to a TurnBatch: every token in its column, the reward where it must be, and records."""
+"""Batches and records: every token in its column, and every reward on its token."""
 
 import json
 
@@ -16,7 +16,7 @@ TASK = types.Task(id='q1', question='Who?', answers=('A', 'B'), dataset='toy', h
 
 
 class Pieces:
-  """As much of a tokenizer as records need."""
+  """The part of a tokenizer that records need."""
 
   def pieces(self, ids):
     return [f'<{i}>' for i in ids]

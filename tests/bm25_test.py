@@ -48,14 +48,14 @@ class Bm25Test(parameterized.TestCase):
   def test_finds(self, query, expected):
     self.assertEqual(_ids(self.retriever.search([query], 3)), [expected])
 
-  def test_one_list_a_query_in_order(self):
+  def test_one_list_per_query_in_order(self):
     self.assertEqual(self.retriever.search([], 3), [])
     self.assertEqual(
         _ids(self.retriever.search(['seine', '', 'carbon', 'seine'], 1)),
         [['p1'], [], ['p2'], ['p1']],
     )
 
-  def test_scores_fall_and_come_along(self):
+  def test_scores_fall_and_are_returned(self):
     found = self.retriever.search(['capital country France'], 4)[0]
     self.assertGreater(found[-1].score, 0)
     self.assertEqual([p.score for p in found], sorted((p.score for p in found), reverse=True))
@@ -85,7 +85,7 @@ class Bm25Test(parameterized.TestCase):
         bm25.Bm25Retriever(PASSAGES).search(['seine'], 2)
     self.assertEqual((out.getvalue(), err.getvalue()), ('', ''))
 
-  def test_a_round_is_quick(self):
+  def test_a_round_of_queries_is_fast(self):
     words = [f'w{i}' for i in range(997)]
     passages = [
         types.Passage(str(i), words[i % 997], ' '.join(words[(i * j) % 997] for j in range(40)))

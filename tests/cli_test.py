@@ -1,4 +1,4 @@
-"""run.py as a user meets it: every mistake is one line on stderr, and a non-zero exit code."""
+"""The command line: every mistake is one line on stderr and a non-zero exit code."""
 
 from concurrent import futures
 import contextlib
@@ -33,7 +33,7 @@ BROKEN = 'def get_config(mode=""):\n  return undefined_name\n'
 
 RULES = {path: rules for path, rules, _ in validation.fields(schema.Config())}
 
-# Arguments ({tmp}: a folder), and what the one line says. Each is a process of its own.
+# Arguments ({tmp}: a folder), and the text of the one line. Each runs in a process of its own.
 PROCESSES = {
     'unknown field': (['--config.train.updatez=3'], ['train.updatez', 'train.updates?']),
     'field of a section that is not there': (['--config.lrr=3'], ['lrr']),
@@ -98,7 +98,7 @@ class ProcessTest(parameterized.TestCase):
 class HelpTest(parameterized.TestCase):
 
   def help(self, argument, program='run.py'):
-    """What the command prints; its exit code must be 0."""
+    """Returns what the command prints; its exit code must be 0."""
     stdout = io.StringIO()
     with contextlib.redirect_stdout(stdout), self.assertRaises(SystemExit) as caught:
       cli._parse([f'/somewhere/{program}', argument])
@@ -164,7 +164,7 @@ class ShippedExperimentTest(absltest.TestCase):
 
 
 class MainTest(parameterized.TestCase):
-  """In this process: what is found out after the command line was read."""
+  """Mistakes that are found after the command line was parsed; run in this process."""
 
   def setUp(self):
     super().setUp()
@@ -181,7 +181,7 @@ class MainTest(parameterized.TestCase):
     )
 
   def complaint(self, *arguments):
-    """(the one line, exit code) of a command."""
+    """Returns (the one line, exit code) of a command."""
     argv = [
         'run.py',
         f'--config={self.experiment}',
@@ -219,7 +219,7 @@ class MainTest(parameterized.TestCase):
     self.edit('corpus.jsonl', 2, '{"id": "x", "title"')
     self.refused('corpus.jsonl:2', 'JSON')
 
-  def test_a_config_that_was_mended_may_use_the_same_folder(self):
+  def test_a_corrected_config_may_use_the_same_folder(self):
     self.refused(
         'nowhere',
         arguments=['--config.data.source=nowhere', f'--config.data.corpus={self.tmp}/knowledge'],
@@ -245,7 +245,7 @@ class MainTest(parameterized.TestCase):
       (['--config.model.attention=splash'], ['splash', 'needs a TPU', 'cpu', 'plain']),
       (['--workdir={tmp}/experiment.py/run'], ['experiment.py/run']),
   )
-  def test_settings_that_cannot_be(self, arguments, words):
+  def test_impossible_settings(self, arguments, words):
     self.refused(*words, arguments=[argument.format(tmp=self.tmp) for argument in arguments])
 
   def test_a_model_folder_without_weights(self):
@@ -256,7 +256,7 @@ class MainTest(parameterized.TestCase):
     os.remove(os.path.join(self.tmp, 'model', 'tokenizer.json'))
     self.refused('tokenizer.json', os.path.join(self.tmp, 'model'))
 
-  def test_a_tokenizer_that_is_another_models(self):
+  def test_the_tokenizer_of_another_model(self):
     tiny_run.write_model(os.path.join(self.tmp, 'small'), vocab_size=300)
     self.refused('ids', '300', arguments=[f'--config.model.folder={self.tmp}/small'])
 
@@ -270,13 +270,13 @@ class MainTest(parameterized.TestCase):
   def test_an_export_of_a_folder_without_a_run(self):
     self.refused('--workdir', 'no checkpoint to export', '--config', arguments=['--mode=export'])
 
-  def test_a_disk_that_was_full_is_not_told_by_every_thread(self):
+  def test_a_full_disk_is_not_reported_by_every_thread(self):
     told, say = [], lambda error: types.SimpleNamespace(exc_value=error)
     for error in (RuntimeError('Event loop is closed'), RuntimeError('of ours')):
       cli._tell_unraisable(told.append, say(error))
     self.assertLen(told, 1)
 
-  def test_a_run_that_cannot_go_on_and_an_interrupt(self):
+  def test_exit_codes_of_a_run_that_fails_and_of_an_interrupt(self):
     for error, word, code in (
         (RunError('several\nlines'), 'several lines', 1),
         (KeyboardInterrupt(), 'interrupted', 130),
@@ -287,7 +287,7 @@ class MainTest(parameterized.TestCase):
       self.assertEqual(exit_code, code)
 
   def test_an_interrupt_that_a_library_swallows_is_not_lost(self):
-    """Python ignores what is raised in a finalizer, for one."""
+    """Python ignores exceptions in a finalizer, for example."""
     before = signal.getsignal(signal.SIGINT)
 
     def train(config, workdir, stop_requested, profile):
@@ -322,7 +322,7 @@ class OptionsTest(parameterized.TestCase):
     others = ['--config=x.py', '--config.env.max_turns=3']
     self.assertEqual(cli._take_options([others[0], *arguments, others[1]]), (others, want))
 
-  def test_options_that_are_no_dict_are_refused(self):
+  def test_options_must_be_a_dict(self):
     with self.assertRaisesRegex(UserError, 'options=3: give a dict'):
       cli._take_options(['--config.env.options=3'])
 

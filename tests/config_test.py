@@ -1,4 +1,4 @@
-"""The schema of a run: every rule of `validate`, every experiment, and the tables it speaks of."""
+"""The schema of a run: every rule of `validate`, every experiment, and the tables it names."""
 
 import ast
 import dataclasses
@@ -46,7 +46,7 @@ RULES = {path: rules for path, rules, _ in validation.fields(schema.Config())}
 class ValidateTest(parameterized.TestCase):
 
   def refused(self, *words, **values):
-    """`validate` says one line, and each of the words stands in it."""
+    """Asserts that `validate` raises one line that contains each of the words."""
     with self.assertRaises(UserError) as caught:
       resolve(changed(**values))
     message = str(caught.exception)
@@ -54,18 +54,18 @@ class ValidateTest(parameterized.TestCase):
     for word in words:
       self.assertIn(word, message)
 
-  def test_the_defaults_are_valid_and_come_back(self):
+  def test_the_defaults_are_valid_and_are_returned(self):
     config = schema.Config()
     learner.make_variant(config)
     self.assertIs(validation.validate(config), config)
 
   @parameterized.parameters(*(path for path, rules in RULES.items() if rules.allowed))
-  def test_a_choice_names_the_field_what_was_given_and_what_is_allowed(self, path):
+  def test_a_refused_choice_shows_field_value_and_allowed_values(self, path):
     for wrong in ('nonsense', 7):
       self.refused(f'config.{path}={wrong!r}', *map(str, RULES[path].allowed), **{path: wrong})
 
   @parameterized.parameters(*(path for path, rules in RULES.items() if rules.at_least is not None))
-  def test_a_lower_bound_names_the_field_what_was_given_and_the_bound(self, path):
+  def test_a_refused_small_number_shows_field_value_and_bound(self, path):
     least = RULES[path].at_least
     self.refused(f'config.{path}={least - 1}', f'at least {least}', **{path: least - 1})
     self.refused(f'config.{path}=nan', f'at least {least}', **{path: float('nan')})

@@ -221,7 +221,7 @@ class ConvertTest(TreeTest):
 
 
 class ShardedTest(TreeTest):
-  """Parameters that are born in their shards, on the eight devices of conftest.py."""
+  """Parameters that are created in their shards, on eight simulated devices."""
 
   def setUp(self):
     super().setUp()
@@ -393,7 +393,7 @@ class RefusalTest(parameterized.TestCase):
     shutil.copytree(REFERENCES / 'qwen2', self.folder)
 
   def refuses(self, *parts, **kwargs):
-    """load_hf fails with one line that holds all the parts."""
+    """Asserts that load_hf fails with one line that holds all the parts."""
     with self.assertRaises(UserError) as caught:
       convert.load_hf(self.folder, **kwargs)
     message = str(caught.exception)
@@ -451,7 +451,7 @@ class RefusalTest(parameterized.TestCase):
     self.edit_config(**changes)
     self.refuses('config.json', message)
 
-  def test_a_critic_is_no_policy(self):
+  def test_a_critic_folder_is_not_a_policy(self):
     config, params = convert.load_hf(self.folder, head='value')
     convert.save_hf(self.folder, config, params)
     self.refuses('holds a critic', "head='value'")

@@ -64,7 +64,7 @@ def _gradients(batch, variant, turn_batch=None, **options):
 
 
 class OracleTest(chex.TestCase):
-  """The oracle itself, before it judges: its hand-derived gradients against differences of J."""
+  """The oracle itself: its hand-derived gradients against finite differences of J."""
 
   @parameterized.product(
       level=LEVELS, min_advantage=('token', 'turn'), dual_clip=(None, 1.5), seed=(2, 9)
@@ -326,8 +326,9 @@ class CotangentsTest(chex.TestCase):
     )
 
   def test_constant_advantages_clip_turns_as_units(self):
-    """SO-GRPO: one sign a row, so a turn is clipped whole or not at all, and both readings of the
-    min agree. With token advantages of both signs a turn is clipped in part."""
+    """SO-GRPO has one sign per row: a turn is clipped whole or not at all, and both readings of min
+    agree. With token advantages of both signs a turn is clipped in part.
+    """
     batch = oracle.random_batch(1)
     flat = dataclasses.replace(
         batch, advantages=np.repeat(batch.advantages[:, :1], batch.tokens.shape[1], axis=1)
@@ -404,7 +405,7 @@ class DivisorTest(chex.TestCase):
       self.assertEqual(float(got), 1.0)
 
   def test_paper_amplifies_below_one_and_the_others_never_do(self):
-    """Trap 1: the rarer the clip, the larger the step of the paper's rule."""
+    """The rarer the clip, the larger the step of the paper's rule."""
     for c_norm in 0.01, 0.1, 0.9:
       paper = correction.divisor('paper', jnp.float32(1), jnp.float32(c_norm), jnp.array(True))
       self.assertGreater(float(1 / paper), 1.1)
@@ -422,7 +423,7 @@ class DivisorTest(chex.TestCase):
       self.assertAlmostEqual(float(got), 7 / 3, places=5)
 
   @parameterized.parameters('none', 'paper', 'floor', 'relative')
-  def test_the_corrected_gradient_is_finite_at_the_corners(self, rule):
+  def test_the_corrected_gradient_is_finite_in_extreme_cases(self, rule):
     """A token of advantage 0 outside the range may count as clipped while C is 0; g may be 0."""
     for g_norm, c_norm, clipped in (0, 0, False), (0, 0, True), (1, 0, True), (0, 1, True):
       got = correction.divisor(rule, jnp.float32(g_norm), jnp.float32(c_norm), jnp.array(clipped))

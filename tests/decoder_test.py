@@ -87,7 +87,7 @@ class TransformersTest(parameterized.TestCase):
 
 class TrunkTest(parameterized.TestCase):
 
-  def test_what_each_token_reads_drawn(self):
+  def test_which_tokens_each_token_reads(self):
     """Row: a logit's column; column: the token whose change moves it."""
     params, tokens = make_params(), make_tokens(1, 4)
     before = full_logits(params, CONFIG, tokens)
@@ -155,7 +155,7 @@ class TrunkTest(parameterized.TestCase):
       {}, {'attention_chunk': 7, 'remat': 'full'}, {'attention_chunk': 2, 'scan_layers': False}
   )
   def test_a_packed_row_equals_its_parts(self, **changes):
-    """Rows of 4, 7 and 3 tokens, and of 5 and 2 with 7 of padding; positions start anew in each."""
+    """Rows of 4, 7 and 3 tokens, and of 5 and 2 with 7 of padding; positions start at 0 in each."""
     config = dataclasses.replace(CONFIG, **changes)
     params, tokens = make_params(), make_tokens(2, 14)
     weights = jax.random.normal(jax.random.key(5), (2, 14, CONFIG.vocab_size))
@@ -264,10 +264,10 @@ class CacheTest(parameterized.TestCase):
     cache = decoder.init_cache(dataclasses.replace(CONFIG, cache_tile=tile), rows=3, slots=22)
     self.assertEqual(cache.v[0].shape[2], 24 if tile else 22)
     read = np.zeros(3, int)
-    # Each line: how many real tokens the three rows read; rows of 0 stand still.
+    # Per call: how many real tokens the three rows read; a row with 0 must not change.
     for counts in ([7, 3, 5], [1, 1, 1], [1, 0, 1], [0, 7, 4], [1, 1, 1], [7, 7, 0], [3, 1, 0]):
       chunk = max(counts)
-      block = np.full((3, chunk), 39)  # rubbish where a row has fewer
+      block = np.full((3, chunk), 39)  # garbage where a row has fewer
       for row, count in enumerate(counts):
         block[row, :count] = tokens[row, read[row] : read[row] + count]
       logits, cache = forward(params, CONFIG, jnp.array(block), None, cache, jnp.array(counts))

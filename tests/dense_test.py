@@ -1,5 +1,4 @@
-"""The text encoder against transformers and against loops in NumPy; exact search; fused
-rankings."""
+"""The text encoder against transformers and against loops in NumPy; exact search; rank fusion."""
 
 import json
 import math
@@ -183,7 +182,7 @@ class EncoderTest(parameterized.TestCase):
       ),
       ('tokenizer.json', lambda t: '{}', 'fast tokenizer'),
   )
-  def test_folders_that_will_not_do(self, name, change, message):
+  def test_unsupported_folders(self, name, change, message):
     path = os.path.join(self.folder, name)
     with open(path, encoding='utf-8') as file:
       text = file.read()
@@ -254,7 +253,7 @@ class DenseTest(parameterized.TestCase):
 
 
 class _Fixed:
-  """Gives the same rankings whatever it is asked."""
+  """Returns the same rankings for every query."""
 
   def __init__(self, *ids):
     self._ids = ids

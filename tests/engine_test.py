@@ -1,4 +1,4 @@
-"""Continuous batching: whatever the order, the rows and the clock, the sequences are the same."""
+"""Continuous batching: the sequences do not depend on order, number of rows or timing."""
 
 import collections
 import copy
@@ -52,13 +52,13 @@ def make_sampler(groups=2, **settings):
 
 @functools.cache
 def baseline():
-  """23 sequences, their keys and what they say."""
+  """Returns 23 sequences, their keys and their sampled turns."""
   sequences, keys = make_sequences(23), jax.random.split(jax.random.key(1), 23)
   return sequences, keys, play(sequences, keys)[0]
 
 
 def make_sequences(count, seed=0):
-  """[(prompt, [observations])] of 1 to 4 turns; the lengths differ."""
+  """Returns [(prompt, [observations])] of 1 to 4 turns; the lengths differ."""
   rng = np.random.default_rng(seed)
   ids = lambda most: rng.integers(0, VOCAB, rng.integers(1, most)).tolist()
   return [
@@ -68,20 +68,20 @@ def make_sequences(count, seed=0):
 
 
 def play(sequences, keys, sampler=None, threads=0, delay=lambda: None):
-  """([[(tokens, logp) of each turn] of each sequence], Report, the order of turns)."""
+  """Returns ([[(tokens, logp) of each turn] of each sequence], Report, the order of turns)."""
   turns, order = [[] for _ in sequences], []
 
   def respond(said):
     delay()
-    cues = []
+    following = []
     for turn in said:
       order.append(turn.index)
       turns[turn.index].append((turn.tokens.tolist(), turn.logp.tolist()))
       observations = sequences[turn.index][1]
       k = len(turns[turn.index])
       over = k > len(observations)
-      cues.append(engine.Prompt(() if over else observations[k - 1], 0 if over else TURN))
-    return cues
+      following.append(engine.Prompt(() if over else observations[k - 1], 0 if over else TURN))
+    return following
 
   prompts = [engine.Prompt(prompt, TURN) for prompt, _ in sequences]
   report = engine.run(sampler or make_sampler(), make_params(), prompts, keys, respond, threads)
@@ -117,7 +117,7 @@ class EngineTest(parameterized.TestCase):
 
   @parameterized.product(threads=(0, 1, 4), seed=(0, 1))
   def test_shuffled_arrivals_and_slow_retrievers(self, threads, seed):
-    """Exactly the same, log-probs too: with one slot bucket every call has the same shapes."""
+    """The same bits, log-probs too: with one slot bucket every call has the same shapes."""
     rng = random.Random(seed)
     order = np.random.default_rng(seed).permutation(23)
     delay = (lambda: time.sleep(rng.uniform(0, 0.02))) if threads else (lambda: None)
@@ -144,7 +144,7 @@ class EngineTest(parameterized.TestCase):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
   def test_a_reused_row_is_as_a_fresh_one(self):
-    """One row for all, after long sequences short ones; and each alone."""
+    """Plays all sequences in one row, short ones after long ones, and each alone."""
     order = sorted(range(23), key=lambda i: -sum(map(len, self.sequences[i][1])))
     got, _, _ = play(
         [self.sequences[i] for i in order], self.keys[np.array(order)], make_sampler(groups=1)
@@ -154,8 +154,8 @@ class EngineTest(parameterized.TestCase):
       alone, _, _ = play([self.sequences[i]], self.keys[i : i + 1])
       self.assertEqual(alone[0], self.want[i])
 
-  def test_without_threads_the_schedule_is_a_function_of_the_dialogues(self):
-    """Many hosts must take the same steps: the calls to the device are the same, one by one."""
+  def test_without_threads_the_schedule_does_not_depend_on_timing(self):
+    """The calls to the device are the same, one by one, as many hosts require."""
 
     def calls_of(delay):
       sampler, calls = make_sampler(), []
@@ -172,7 +172,7 @@ class EngineTest(parameterized.TestCase):
     self.assertEqual(first, second)
 
   @parameterized.parameters(dict(groups=2), dict(groups=1), dict(groups=1, prefill_rows=4))
-  def test_the_prompt_of_a_group_is_read_once(self, **settings):
+  def test_equal_prompts_are_prefilled_once(self, **settings):
     groups = make_sequences(4, seed=5)
     groups = [([*prompt, i], rest) for i, (prompt, rest) in enumerate(groups)]  # none alike
     sequences = [sequence for sequence in groups for _ in range(5)]
@@ -188,8 +188,8 @@ class EngineTest(parameterized.TestCase):
     self.assertEqual(report.shared_tokens, 0 if in_place else 4 * prompts)
     self.assertEqual(report.prefill_tokens, observed + (5 * prompts if in_place else prompts))
 
-  def test_bands_empty_into_each_other(self):
-    """In the end the last rows share a group: fewer steps than groups that keep their rows."""
+  def test_rows_move_to_the_groups_that_are_left(self):
+    """At the end the last rows share a group, which takes fewer steps than if they stayed."""
     sequences = [([1 + i % 20, 2], [[5, 6]] * (0 if i % 4 else 6)) for i in range(16)]
     keys = jax.random.split(jax.random.key(3), 16)
     sampler = make_sampler(groups=4)
@@ -201,22 +201,22 @@ class EngineTest(parameterized.TestCase):
     self.assertLess(report.decode_steps, report_apart.decode_steps)
 
   def test_other_rows_go_on_while_some_wait(self):
-    """The first answer waits until all others are over, which without threads would never be."""
+    """The first response waits for the end of all others; without threads it would wait forever."""
     others, done = threading.Event(), collections.Counter()
     sequences = [([1, 2], [[3]])] + make_sequences(7, seed=8)
 
     def respond(said):
-      cues = []
+      following = []
       for turn in said:
         k = done[turn.index]
         done[turn.index] += 1
         if turn.index == 0 and k == 0:
           self.assertTrue(others.wait(60))
         rest = sequences[turn.index][1]
-        cues.append(engine.Prompt(rest[k], TURN) if k < len(rest) else engine.Prompt((), 0))
+        following.append(engine.Prompt(rest[k], TURN) if k < len(rest) else engine.Prompt((), 0))
       if sum(done[i] == len(rest) + 1 for i, (_, rest) in enumerate(sequences) if i) == 7:
         others.set()
-      return cues
+      return following
 
     # Turns that end together are one call: the budget makes the first sequence's end alone.
     prompts = [engine.Prompt(prompt, TURN if i else 1) for i, (prompt, _) in enumerate(sequences)]
@@ -230,7 +230,7 @@ class EngineTest(parameterized.TestCase):
     )
     self.assertTrue(others.is_set())
 
-  def test_by_the_clock_the_band_that_is_done_first_goes_on(self):
+  def test_with_threads_the_group_that_is_done_first_goes_on(self):
     """The first call is done only after a turn of the other group was answered."""
     answered, calls, block = threading.Event(), [], jax.block_until_ready
 

@@ -1,4 +1,4 @@
-"""Whole episodes of a random model against scripted environments: ids in, ids out, nothing else."""
+"""Whole episodes of a random model in scripted environments: sampled ids are never re-encoded."""
 
 import functools
 import random
@@ -48,7 +48,7 @@ LONG = (
     {'action': 'search'},
 )
 INVALID = ('try again\n', 0.0, False, False, {'action': 'invalid'})
-EMPTY = ('', 0.25, False, False, {'suffix': ''})  # a GEM environment that says nothing
+EMPTY = ('', 0.25, False, False, {'suffix': ''})  # a GEM environment without class attributes
 ANSWER = ('', 1.0, True, False, {'action': 'answer', 'metrics': {'em': 1.0, 'f1': 0.5}})
 NO_RETRIEVAL = (
     '<information></information>',
@@ -61,7 +61,7 @@ LIMIT_HIT = ('', 0.0, True, True, {'action': 'invalid'})
 
 
 class ScriptedEnv:
-  """Hands out a list of outcomes whatever the agent does, and keeps what the agent said."""
+  """Returns a list of outcomes whatever the agent does, and records the agent's texts."""
 
   def __init__(self, prompt, outcomes):
     self.prompt, self.outcomes, self.heard = prompt, list(outcomes), []
@@ -132,7 +132,7 @@ def play(prompts, scripts, keys=None, limits=LIMITS, sampler=None, groups=None, 
 
 
 def slowly(envs, actions):
-  """`protocol.step_all` that takes its time, another each time."""
+  """Runs `protocol.step_all` after a random delay."""
   time.sleep(random.uniform(0, 0.02))
   return protocol.step_all(envs, actions)
 
@@ -316,7 +316,7 @@ class PlayTest(parameterized.TestCase):
     observation = episodes[0].turns[0].observation
     self.assertEqual(make_tokenizer().decode(observation), 'you see a door')
 
-  def test_a_prefix_stands_before_it_and_nothing_is_glued_without_a_space(self):
+  def test_a_prefix_precedes_it_and_a_line_break_separates_words(self):
     info = {'prefix': '2.', 'suffix': 'now?'}
     episodes, _ = play(['a'], [[('higher', 0.0, False, False, info), ANSWER]])
     observation = episodes[0].turns[0].observation
@@ -328,7 +328,7 @@ class PlayTest(parameterized.TestCase):
       (0.0, {'metrics': {'won': float('inf')}}, 'info..metrics....won'),
       (0.0, {'metrics': {'won': 'yes'}}, 'info..metrics....won'),
   )
-  def test_a_number_of_the_environment_has_to_be_one(self, reward, info, message):
+  def test_rewards_and_metrics_must_be_finite_numbers(self, reward, info, message):
     with self.assertRaisesRegex(types.UserError, f'{message}.*finite number'):
       play(['a'], [[('', reward, True, False, info)]])
 
@@ -377,12 +377,12 @@ class PlayTest(parameterized.TestCase):
   @parameterized.parameters(0, 2)
   def test_an_environment_that_raises_ends_the_run(self, threads):
     def broken(envs, actions):
-      raise KeyError('the world is broken')
+      raise KeyError('the environment is broken')
 
-    with self.assertRaisesRegex(KeyError, 'the world is broken'):
+    with self.assertRaisesRegex(KeyError, 'the environment is broken'):
       play(PROMPTS, [[ANSWER]] * 6, threads=threads, step_envs=broken)
 
-  def test_limits_that_cannot_be(self):
+  def test_impossible_limits(self):
     with self.assertRaisesRegex(types.UserError, 'max_turn_tokens'):
       episode_lib.Limits(max_turn_tokens=0)
     with self.assertRaisesRegex(types.UserError, 'max_slots'):

@@ -1,5 +1,4 @@
-"""The experiments of real models: what their files say, what they change, and that they run in
-small.
+"""The experiments of real models: their texts, how they differ, and a small run of each.
 
 (That every experiment loads and validates, in both forms, is in config_test.)
 """
@@ -112,7 +111,7 @@ class ExperimentsTest(parameterized.TestCase):
       with self.assertRaisesRegex(UserError, ':smoke'):
         load(name, 'somke')
 
-  def test_search_r1_to_the_letter(self):
+  def test_the_settings_are_those_of_search_r1(self):
     config = load('ppo_7b')
     expected = {
         'train.updates': 1005,

@@ -1,6 +1,6 @@
-"""What may go wrong around a run, injected: kills, a full disk, damaged files, non-finite numbers.
+"""Injected faults: kills, a full disk, damaged files and non-finite numbers.
 
-The policy is one of a few numbers; loop, checkpoints, metrics and command line are the real ones.
+The policy has a few numbers; loop, checkpoints, metrics and command line are the real ones.
 STPPO_KILLS=100 kills more often.
 """
 
@@ -165,11 +165,11 @@ class ProcessTest(FaultCase):
     )
     return during_save
 
-  def test_sigterm_saves_and_ends_well(self):
+  def test_sigterm_saves_and_exits_with_0(self):
     child = self.start()
     self.wait_for(lambda: self.progress() > 2)
     self.assertEqual(self.end(child, signal.SIGTERM), 0)
-    self.assertEqual(self.told().count('stopped as asked'), 1)
+    self.assertEqual(self.told().count('stopped on request'), 1)
     self.assertNotIn('Traceback', self.told())
     self.assertEqual(saved(self.workdir)[-1], steps(self.workdir)[-1])
 
@@ -208,7 +208,7 @@ class DiskTest(FaultCase):
     return mock.patch.object(checkpoint, '_checksums', failing)
 
   @parameterized.parameters(0, 1)
-  def test_a_full_disk_costs_a_checkpoint_and_no_more(self, staleness):
+  def test_a_full_disk_loses_one_checkpoint_only(self, staleness):
     config = make_config(**{'pipeline.staleness': staleness, 'train.keep_checkpoints': 1})
     with self.full_at(2, 3):
       told = self.warnings(micro_run.train, config, self.workdir)
@@ -216,7 +216,7 @@ class DiskTest(FaultCase):
         told,
         [
             f'the checkpoint after {n} updates could not be saved (the disk is full); the newest '
-            'is that after 1; training goes on'
+            'is that after 1; training continues'
             for n in (2, 3)
         ],
     )
@@ -227,7 +227,7 @@ class DiskTest(FaultCase):
         micro_run.comparable_metrics(self.workdir), micro_run.comparable_metrics(straight)
     )
 
-  def test_the_checkpoint_before_stands(self):
+  def test_the_previous_checkpoint_is_kept(self):
     config = make_config(**{'train.keep_checkpoints': 1})
     with self.full_at(2):
       with self.assertRaises(micro_run.Killed):
@@ -248,7 +248,7 @@ class DiskTest(FaultCase):
     micro_run.train(config, self.workdir)
     self.assertEqual(steps(self.workdir), [0, 1, 2, 3, 4])
 
-  def test_a_last_checkpoint_that_is_lost_is_no_success(self):
+  def test_a_lost_last_checkpoint_is_an_error(self):
     with self.full_at(4):
       with self.assertRaisesRegex(RunError, r'^the last checkpoint, after 4 [^\n]*full[^\n]*$'):
         micro_run.train(make_config(), self.workdir)
@@ -287,7 +287,7 @@ class DamageTest(FaultCase):
     self.assertLen(logged, passed_over)
 
   @parameterized.parameters('flipped', 'cut', 'missing', 'unreadable sums')
-  def test_the_run_goes_on_from_the_checkpoint_before(self, damage):
+  def test_the_run_resumes_from_the_previous_checkpoint(self, damage):
     metrics = micro_run.comparable_metrics(self.workdir)
     state = micro_run.state_after(self.config, self.workdir, 4)
     path = max(self.files(4), key=os.path.getsize)
@@ -305,10 +305,10 @@ class DamageTest(FaultCase):
     self.assertEqual(micro_run.comparable_metrics(self.workdir), metrics)
     chex.assert_trees_all_equal(micro_run.state_after(self.config, self.workdir, 4), state)
 
-  def test_none_whole_is_for_the_user_to_judge(self):
+  def test_without_a_whole_checkpoint_the_run_refuses_to_start(self):
     for step in saved(self.workdir):
       os.truncate(max(self.files(step), key=os.path.getsize), 3)
-    with self.assertRaisesRegex(UserError, r'none of the 3 checkpoints is whole[^\n]*anew$'):
+    with self.assertRaisesRegex(UserError, r'none of the 3 checkpoints is whole[^\n]*start again$'):
       micro_run.train(self.config, self.workdir)
     self.assertLen(saved(self.workdir), 3)
 
@@ -339,7 +339,7 @@ class NonfiniteTest(FaultCase):
     self.played = []
     return mock.patch.object(pipelines.Batches, 'sample', poison)
 
-  def test_stop_is_one_line_and_a_dump_even_without_logs(self):
+  def test_stop_is_one_line_and_a_dump_even_without_episode_logs(self):
     with self.poisoned(3):
       with self.assertRaisesRegex(
           RunError, r'^gradients or losses were not finite in 4 [^\n]*up to update 3[^\n]*rollback$'
@@ -368,13 +368,13 @@ class NonfiniteTest(FaultCase):
         micro_run.train(config, self.workdir)
 
   @parameterized.parameters(0, 1)
-  def test_a_rollback_goes_on_with_other_questions(self, staleness):
+  def test_a_rollback_continues_with_other_questions(self, staleness):
     config = make_config(**{'train.on_nonfinite': 'rollback', 'pipeline.staleness': staleness})
     with self.poisoned(3):
       told = self.warnings(micro_run.train, config, self.workdir)
     self.assertLen(told, 1)
     self.assertIn('up to update 3', told[0])
-    self.assertIn('going back to update 2, on with other questions', told[0])
+    self.assertIn('going back to update 2 and continuing with other questions', told[0])
     self.assertEqual(steps(self.workdir), [0, 1, 2, 3, 4])  # update 3 once: that on batch 4
     self.assertEqual(self.played.count(3), 1)
     self.assertEqual(self.played[-2 - staleness :], list(range(4, 6 + staleness)))
@@ -393,7 +393,7 @@ class NonfiniteTest(FaultCase):
       )
       chex.assert_trees_all_equal(micro_run.state_after(config, again, 4), state)
 
-  def test_rollbacks_come_to_an_end(self):
+  def test_the_number_of_rollbacks_is_limited(self):
     with self.poisoned(*range(3, 100)):
       with self.assertRaisesRegex(RunError, r'^[^\n]*after 3 rollbacks to update 2: lower[^\n]*$'):
         self.warnings(

@@ -1,4 +1,4 @@
-"""Whatever stands in a file or comes from a client: an answer or one clear line, never a crash."""
+"""Arbitrary files and requests give an answer or one clear line, never a crash."""
 
 import ast
 import dataclasses
@@ -73,7 +73,7 @@ many = hypothesis.settings(
 
 
 def user_errors(test, call):
-  """The result of `call()`, or None where it gave one clear line instead."""
+  """Returns the result of `call()`, or None if it raised a UserError of one line."""
   try:
     return call()
   except types.UserError as error:

@@ -1,5 +1,4 @@
-"""Tests of GGUF files made here: the model they hold, the tokenizer they hold, and every
-refusal."""
+"""GGUF files made here: their models, their tokenizers, and every refusal."""
 
 import contextlib
 import dataclasses
@@ -55,7 +54,7 @@ forward = jax.jit(decoder.forward, static_argnums=1)
 
 
 def header_of(config):
-  """What a GGUF file says of a model: key without architecture -> value."""
+  """Returns the keys of a GGUF header for a model: key without architecture -> value."""
   return {
       'block_count': config.num_layers,
       'context_length': 256,
@@ -147,7 +146,7 @@ class GgufTest(parameterized.TestCase):
     self.path, self.folder = self.root / 'model.gguf', self.root / 'folder'
 
   def write_reference(self, name, quantised=(), **changes):
-    """A file that holds the random model of that name; `changes` are keys of its parts."""
+    """Writes a file with the random model of that name; `changes` are keys of its parts."""
     config = hf_config.load(REFERENCES / name)
     parts = {
         'family': config.family,
@@ -212,7 +211,7 @@ class ModelTest(GgufTest):
     jax.tree.map(np.testing.assert_array_equal, params_again, params)
 
   def test_quantised(self):
-    """What is quantised comes back with its rounding.
+    """Quantised values come back with the error of rounding.
 
     Half a step of 1/127 of the block's largest, and the step is a float16: 127 * 2^-11 = .06 more.
     """
@@ -343,7 +342,7 @@ class TokenizerTest(GgufTest):
 class RefusalTest(GgufTest):
 
   def refuses(self, *parts):
-    """The command ends with status 2 and one line that holds all the parts, and writes nothing."""
+    """Asserts exit status 2, one line that holds all the parts, and no output."""
     stderr = io.StringIO()
     with contextlib.redirect_stderr(stderr):
       self.assertEqual(ours.main([str(self.path), str(self.folder)]), 2)
@@ -399,7 +398,7 @@ class RefusalTest(GgufTest):
     self.refuses('is not a whole GGUF file (it ends before byte')
 
   def test_broken_bytes(self):
-    """One byte of the header is another: either all is well or one line says what is wrong."""
+    """Changes one byte of the header: the file converts, or one line says what is wrong."""
     self.write_reference('llama_tied')
     whole = self.path.read_bytes()
     random = np.random.default_rng(0)

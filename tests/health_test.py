@@ -1,4 +1,4 @@
-"""Each rule on a hand-made curve: quiet on a good run, and told once on a bad one."""
+"""Each health rule on a hand-made curve: silent on a good run, broken and new once on a bad one."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ def curve(metric, values):
 
 
 def alarms_along(rows, window=3, limits=LIMITS):
-  """[(number of the row, name, is_new)] of everything that is broken on the way."""
+  """Returns [(number of the row, name, is_new)] of everything that is broken on the way."""
   return [
       (n, alarm.name, alarm.is_new)
       for n in range(1, len(rows) + 1)
@@ -86,7 +86,7 @@ class HealthTest(parameterized.TestCase):
     entropy = curve('actor/entropy', [1.0, 1.0, 1.0, 5.0, 5.0, 0.2, 0.2, 0.2, 0.05, 0.05, 0.05])
     self.assertEqual(alarms_along(entropy), [(11, 'entropy_drop', True)])  # .05 < .1 * 1
 
-  def test_a_run_that_never_scored_has_nothing_to_lose(self):
+  def test_a_run_that_never_scored_breaks_no_score_rule(self):
     self.assertEmpty(alarms_along(curve('critic/score/mean', [0.0] * 6)))
     self.assertEmpty(alarms_along(curve('critic/score/mean', [-1.0] * 6 + [-2.0] * 6)))
 
@@ -98,7 +98,7 @@ class HealthTest(parameterized.TestCase):
     self.assertEqual(alarms_along(rows), [(6, 'invalid', True)])  # silent where there is no value
     self.assertEmpty(alarms_along([{'step': n} for n in range(9)]))
 
-  def test_what_is_watched_is_enough(self):
+  def test_watched_metrics_suffice(self):
     rows = curve('env/empty_share', [1.0] * 4)
     self.assertEqual(
         alarms_along([health.watched({**row, 'other': 1.0}) for row in rows]), alarms_along(rows)

@@ -1,4 +1,4 @@
-"""Several processes of one run: the same numbers as one process, and what is seen when one dies."""
+"""Several processes of one run: the same numbers as one process, one line each when one dies."""
 
 import json
 import os
@@ -73,7 +73,7 @@ class OneProcessTest(parameterized.TestCase):
     with self.assertRaisesRegex(types.UserError, 'no'):
       hosts.by_writer(mock.Mock(side_effect=types.UserError('no')))
 
-  def test_what_is_no_json_is_named(self):
+  def test_a_value_that_is_not_json_is_named(self):
     with self.assertRaisesRegex(TypeError, 'object'):
       hosts.share(object())
 
@@ -92,14 +92,14 @@ class OneProcessTest(parameterized.TestCase):
       (dict(coordinator='a:1', num_processes=2, process_id=2), '--process_id=2 of'),
       (dict(cluster=True, process_id=1), '--distributed with --process_id=1'),
   )
-  def test_flags_that_cannot_be(self, flags, words):
+  def test_impossible_flags(self, flags, words):
     with self.assertRaisesRegex(types.UserError, words):
       hosts.initialize(**flags)
 
 
 class SplitStepsTest(parameterized.TestCase):
 
-  def test_each_environment_lives_on_one_process_and_all_get_every_outcome(self):
+  def test_each_environment_is_on_one_process_and_all_get_every_outcome(self):
     """Two processes as threads; environments end at different times, so the live ones shift."""
     here, barrier, said = threading.local(), threading.Barrier(2), {}
 
@@ -169,7 +169,7 @@ class LifelineTest(absltest.TestCase):
     self.assertTrue(self.others[0].ending.wait(60))
     self.assertEqual(self.ended[1], 'process 2 died')
 
-  def test_a_process_that_says_why(self):
+  def test_a_process_that_sends_its_reason(self):
     self.others[0]._tell('process 1: no disk')
     self.assertTrue(self.first.ending.wait(60))
     self.assertEqual(self.ended[0], 'process 1: no disk')  # which may already have ended the third
@@ -205,7 +205,7 @@ class TwoProcessesTest(absltest.TestCase):
         # The later one of two equal flags counts.
         'XLA_FLAGS': f'{os.environ["XLA_FLAGS"]} --xla_force_host_platform_device_count={devices}',
     }
-    # To a file: a pipe that nobody reads would stop the process.
+    # To a file: an unread pipe would block the process.
     log = open(os.path.join(self.tmp, f'log_{len(os.listdir(self.tmp))}'), 'w+', encoding='utf-8')
     process = subprocess.Popen(
         [

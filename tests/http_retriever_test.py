@@ -1,4 +1,4 @@
-"""Tests of the HTTP retriever against local servers that fail in every way we could think of."""
+"""The HTTP retriever against local servers that fail in many ways."""
 
 import collections
 import contextlib
@@ -242,7 +242,7 @@ class FailuresTest(parameterized.TestCase):
       ('redirect', _redirect),
       ('too_large', (200, b' ' * 70_000)),
   )
-  def test_answers_that_stay_wrong_are_not_asked_for_again(self, reply):
+  def test_permanent_errors_are_not_retried(self, reply):
     for dialect in http.DIALECTS:
       with _server(lambda *_: reply) as (url, questions):
         retriever = _retriever(url, dialect=dialect, retries=3, max_response_bytes=60_000)
@@ -259,7 +259,7 @@ class FailuresTest(parameterized.TestCase):
       ('hang_up', _hang_up),
       ('cut_body', _cut_body),
   )
-  def test_passing_failures_are_asked_for_again(self, reply):
+  def test_temporary_errors_are_retried(self, reply):
     with _server(lambda question, number: reply if number < 2 else _search_r1(question)) as (
         url,
         questions,
@@ -305,7 +305,7 @@ class FailuresTest(parameterized.TestCase):
         self.assertEqual(_counters(retriever), (2, 1, 1, 0))
       self.assertLess(min(took), 0.9)
 
-  def test_backoff_doubles_with_a_jitter_that_can_be_repeated(self):
+  def test_backoff_doubles_with_a_reproducible_jitter(self):
     waits = collections.defaultdict(list)
     with _server(lambda *_: (500, b'')) as (url, _):
       for run in range(2):
@@ -375,7 +375,7 @@ class CacheTest(absltest.TestCase):
       retriever.search(['a'], 2)  # another top_k is another question
       self.assertLen(questions, 3)
 
-  def test_least_recently_used_leaves_first(self):
+  def test_least_recently_used_is_evicted_first(self):
     with _server(lambda question, _: _search_r1(question)) as (url, questions):
       retriever = _retriever(url, cache_size=2)
       for query in ('a', 'b', 'a', 'c', 'a', 'b'):  # c pushes b out, since a was used after it
@@ -384,7 +384,7 @@ class CacheTest(absltest.TestCase):
         [question['queries'] for _, question in questions], [['a'], ['b'], ['c'], ['b']]
     )
 
-  def test_failures_are_not_kept(self):
+  def test_failures_are_not_cached(self):
     with _server(lambda question, number: (500, b'') if number == 0 else _search_r1(question)) as (
         url,
         _,

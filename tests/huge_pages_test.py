@@ -1,4 +1,4 @@
-"""A program that starts itself anew: once, as the same process, with what it was given."""
+"""A program that restarts itself: once, as the same process, with the same arguments."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ print('runs', os.getpid(), os.environ['GLIBC_TUNABLES'], sys.argv[1:], sys.stdin
 class HugePagesTest(parameterized.TestCase):
 
   @parameterized.parameters(None, 'glibc.malloc.arena_max=2')
-  def test_a_program_starts_itself_anew_once(self, value):
+  def test_a_program_restarts_itself_once(self, value):
     given = {} if value is None else {huge_pages.VARIABLE: value}
     environment = {name: x for name, x in os.environ.items() if name != huge_pages.VARIABLE}
     folder = tempfile.mkdtemp()
@@ -40,11 +40,11 @@ class HugePagesTest(parameterized.TestCase):
     )
     said, _ = process.communicate('what it reads')
     self.assertEqual(process.returncode, 0)
-    anew = value is None and sys.platform == 'linux'
-    expected = value or (huge_pages.VALUE if anew else '')
+    restarted = value is None and sys.platform == 'linux'
+    expected = value or (huge_pages.VALUE if restarted else '')
     self.assertEqual(
         said.splitlines(),
-        [f'started {process.pid}'] * (2 if anew else 1)
+        [f'started {process.pid}'] * (2 if restarted else 1)
         + [f"runs {process.pid} {expected} ['--a=b c', ''] what it reads"],
     )
 

@@ -1,4 +1,4 @@
-"""Imports run one way: what each part may know of the others, by reading the source alone."""
+"""Imports run one way; read from the source alone."""
 
 import ast
 import pathlib
@@ -28,7 +28,7 @@ ORDER = (
     'planning',
     'cli',
 )
-# Within the order, these rooms stay strangers: losses never see a model, nor a model a question.
+# Within the order, these rooms must not import each other: losses see no model, models no question.
 NOT_ALLOWED = {
     'algorithms': 'config plugins',
     'models': 'config plugins algorithms',
@@ -131,7 +131,7 @@ class LayeringTest(absltest.TestCase):
       if name not in READ_THE_CONFIG | {'config.py'}:
         self.assertNoCommonElements(read, sections, name)
 
-  def test_no_drawer_for_everything_and_no_hidden_defaults(self):
+  def test_no_utils_module_and_no_hidden_defaults(self):
     for path in [*PACKAGE.rglob('*.py'), *(ROOT / 'experiments').rglob('*.py'), ROOT / 'run.py']:
       self.assertNotIn(path.stem, ('utils', 'util', 'helpers', 'common', 'misc'))
       for node in ast.walk(parse(path)):

@@ -73,12 +73,12 @@ class MakeVariantTest(parameterized.TestCase):
       self.assertIn(word, message)
 
   @parameterized.parameters(*variants.VARIANTS)
-  def test_a_row_stays_as_it_is(self, name):
+  def test_a_row_without_overrides_is_unchanged(self, name):
     row = variants.VARIANTS[name]
     made = self.make(**{'algorithm.variant': name, 'rollout.group_size': 4})
     self.assertEqual(dataclasses.replace(row, norm_length=schema.Config().rollout.max_total), made)
 
-  def test_columns_are_overridden_off_included(self):
+  def test_columns_are_overridden_also_by_0(self):
     made = self.make(
         **{
             'algorithm.variant': 'ppo',
@@ -136,7 +136,7 @@ class MakeVariantTest(parameterized.TestCase):
       ({'algorithm.variant': 'rloo', 'rollout.group_size': 4, 'train.critic_warmup': 1}, ('rloo',)),
       ({'model.critic': 'shared', 'train.critic_warmup': 2}, ('critic_warmup=2', 'trunk')),
   )
-  def test_what_makes_no_sense_is_refused_in_one_line(self, values, words):
+  def test_contradictions_are_refused_in_one_line(self, values, words):
     self.refused(*words, **values)
 
   def test_a_changed_source_is_refused_on_resumption(self):

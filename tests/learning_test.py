@@ -1,7 +1,7 @@
 """A small task is learned by every variant, through the real sampler and the compiled update.
 
 No tokenizer and no search: ten tokens, two turns. The prompt is one of two symbols. Turn 1 should
-begin with SEARCH. Whatever it says, an observation then reveals one of two symbols, and turn 2
+begin with SEARCH. In any case an observation then reveals one of two symbols, and turn 2
 should begin with that one. score = 0.5 [turn 1 begins with SEARCH] + 0.5 [turn 2 names the symbol].
 
   random policy 0.1     always the same two tokens 0.75     reading the observation 1
@@ -67,7 +67,7 @@ class LearningTest(parameterized.TestCase):
 
   @pytest.mark.slow
   def test_adapters_learn(self):
-    """With random weights that stand still, under the policy and its critic alike."""
+    """The policy and its critic share frozen random weights."""
     scores = learn(variants.VARIANTS['st_ppo'], lora_rank=8)
     self.assertGreaterEqual(scores[-1], GOOD, np.round(scores, 2))
 
@@ -78,7 +78,7 @@ class LearningTest(parameterized.TestCase):
 
   @pytest.mark.slow
   def test_turn_two_out_of_the_loss_is_not_learned(self):
-    """Only turn 1's half is."""
+    """Without turn 2 in the loss, only the half score of turn 1 is learned."""
     breakage = lambda batch: batch.replace(action_mask=batch.action_mask * (batch.turn_ids != 2))
     scores = learn(variants.VARIANTS['st_ppo'], breakage=breakage, updates=16)
     self.assertLess(scores[-1], 0.75)
@@ -87,7 +87,7 @@ class LearningTest(parameterized.TestCase):
 def learn(
     variant, shared_trunk=False, breakage=lambda batch: batch, updates=UPDATES, seed=0, lora_rank=0
 ):
-  """Mean score of each update's episodes; ends once two in a row are good."""
+  """Returns the mean score of each update; ends once two in a row are good."""
   run = Run(variant, shared_trunk, lora_rank)
   group_size = GROUP if variant.needs_groups else 1
   rng = np.random.default_rng(seed)
@@ -118,7 +118,7 @@ class Run:
     actor = dataclasses.replace(MODEL, head='both' if shared_trunk else 'tokens')
     separate = variant.needs_critic and not shared_trunk
     critic = dataclasses.replace(MODEL, head='value') if separate else None
-    # Without a ratio nothing tells a second step that it is off-policy: one step an update.
+    # Without a ratio a second step would be off-policy and uncorrected: one step per update.
     self.reuse = (EPISODES, 1) if variant.ratio == 'none' else (MINI_BATCH, EPOCHS)
     optimizer, schedule = train_state.make_optimizer(1e-2, 0)
     variant = dataclasses.replace(variant, entropy_coef=0.0, kl_in='none', value_clip=0.0)
@@ -135,11 +135,11 @@ class Run:
         temperature=1.0,
         logp_chunk=None,
         critic_warmup=0,
-        num_turns=2,
+        num_logged_turns=2,
     )
     init = lambda key, model: None if model is None else decoder.init(jax.random.key(key), model)
     actor_params, critic_params, self.frozen = init(0, actor), init(1, critic), train_state.Frozen()
-    if lora_rank:  # one base under both, with weights that are not as small as at a model's birth
+    if lora_rank:  # one base for both, with larger weights than `init` gives
       larger = lambda path, w: w if path[-1].key == 'scale' else 10 * w
       actor_params = jax.tree_util.tree_map_with_path(larger, actor_params)
       self.frozen = train_state.Frozen(
@@ -152,7 +152,7 @@ class Run:
 
 
 def play(params, group_size, rng, key):
-  """EPISODES episodes of the task, `group_size` of each pair (prompt, symbol to be revealed)."""
+  """Plays EPISODES episodes of the task, `group_size` per pair (prompt, symbol to be revealed)."""
   questions = EPISODES // group_size
   prompts = np.repeat(rng.choice(PROMPTS, questions), group_size)
   symbols = np.repeat(rng.choice(SYMBOLS, questions), group_size)

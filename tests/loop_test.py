@@ -1,4 +1,4 @@
-"""The whole loop on a tiny model: what a run leaves behind, resumption, failures of the world."""
+"""The whole loop on a tiny model: what a run writes, resumption, and a failing retriever."""
 
 import glob
 import json
@@ -29,7 +29,7 @@ from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 from tests.support import tiny_run
 
-# What verl's users look for, and what is ours; every line of a run with a critic has them.
+# Names of verl, and our own; every line of a run with a critic has them.
 NAMES = tuple("""
   actor/pg_loss actor/pg_clipfrac actor/pg_clipfrac_lower actor/ppo_kl actor/entropy
   actor/grad_norm actor/lr actor/skipped critic/vf_loss critic/vf_clipfrac critic/vpred_mean
@@ -103,7 +103,7 @@ def state_after(config, workdir, updates):
 
 
 def comparable(row):
-  """A line of metrics without what the clock and the compiler say."""
+  """Returns a line of metrics without timings and compiler figures."""
   return {
       name: value
       for name, value in row.items()
@@ -123,7 +123,7 @@ class LoopTest(parameterized.TestCase):
     self.enterContext(on_one_device())
     self.workdir = self.enterContext(tempfile.TemporaryDirectory())
 
-  def test_a_run_its_traces_and_its_resumption(self):
+  def test_a_run_its_files_and_its_resumption(self):
     config = make_config()
     scores = loop.train(config, self.workdir, profile=1)
     rows = metrics_lib.read_metrics(self.workdir)
@@ -199,7 +199,7 @@ class LoopTest(parameterized.TestCase):
         )
 
   def check_records(self, records, row):
-    """The lines of an episodes file agree with themselves and with the line of metrics."""
+    """Checks that an episodes file agrees with itself and with the line of metrics."""
     self.assertLen(records, 16)
     self.assertAlmostEqual(
         np.mean([record['score'] for record in records]), row['critic/score/mean'], places=5
@@ -258,7 +258,7 @@ class LoopTest(parameterized.TestCase):
     for question in set(questions):
       self.assertEqual(questions.count(question) % group_size, 0)
 
-  def test_a_stale_run_is_corrected_and_resumed_to_the_bit(self):
+  def test_a_stale_run_is_corrected_and_resumes_bit_exactly(self):
     config = make_config(
         **{
             'train.updates': 3,
@@ -297,8 +297,8 @@ class LoopTest(parameterized.TestCase):
 
   def test_a_retriever_that_is_down_is_counted_and_trains_nothing(self):
     folder = os.path.join(self.workdir, 'searcher')
-    tiny_run.write_model(folder, likes=SEARCHES, strength=5.0)
-    with socket.socket() as unused:  # a port that nobody listens on
+    tiny_run.write_model(folder, favoured=SEARCHES, strength=5.0)
+    with socket.socket() as unused:  # a port without a listener
       unused.bind(('127.0.0.1', 0))
       port = unused.getsockname()[1]
     config = make_config(
@@ -331,7 +331,7 @@ class LoopTest(parameterized.TestCase):
     chex.assert_trees_all_equal(after.actor, before.actor)
     chex.assert_trees_all_equal(after.critic, before.critic)
 
-  def test_an_outage_is_waited_for_and_leaves_no_trace_in_the_numbers(self):
+  def test_waiting_for_a_failed_retriever_changes_no_number(self):
     in_order = {'rollout.threads': 0}  # so that calls can be counted
     config = make_config(
         **{
@@ -387,7 +387,7 @@ class LoopTest(parameterized.TestCase):
       self.assertEqual(comparable(rows[2]), comparable(expected[2]))
 
   @parameterized.parameters(('playing', 0), ('waiting', 0), ('waiting', 1))
-  def test_a_stop_is_not_kept_waiting_by_episodes_nor_by_an_outage(self, when, staleness):
+  def test_a_stop_waits_neither_for_episodes_nor_for_a_failed_retriever(self, when, staleness):
     config = make_config(
         **{
             'train.checkpoint_every': 0,
@@ -433,7 +433,7 @@ class LoopTest(parameterized.TestCase):
           list(map(comparable, metrics_lib.read_metrics(straight))),
       )
 
-  def test_a_sick_run_warns_and_stops_where_asked(self):
+  def test_an_unhealthy_run_warns_and_stops_if_configured(self):
     config = make_config(
         **{
             'health.invalid': 1e-6,
@@ -457,7 +457,7 @@ class LoopTest(parameterized.TestCase):
       records = [json.loads(line) for line in file]
     for number in health.worst_lines('invalid', records):
       self.assertIn('invalid', records[number - 1]['actions'])
-    # The same command goes on: it was told once.
+    # The same command resumes: the alarm is not new any more.
     loop.train(config, self.workdir)
     self.assertEqual(metrics_lib.read_metrics(self.workdir)[-1]['step'], 2)
 
@@ -495,7 +495,7 @@ class MeshTest(absltest.TestCase):
             'mesh.tensor': 2,
             'eval.every': 0,
             'algorithm.log_bias': False,
-            # One step only: Adam's first is a sign, which makes much of a rounding near 0.
+            # One step only: Adam's first step is a sign, which amplifies rounding near 0.
             'train.mini_batch': 16,
         }
     )

@@ -1,5 +1,4 @@
-"""Adapters: nothing at first, then what merged weights compute; the base stands still; one run of
-each kind."""
+"""Adapters: zero at first, then equal to merged weights; the base is frozen; whole runs."""
 
 import dataclasses
 import math
@@ -66,7 +65,7 @@ def logits_of(params, config=MODEL):
 
 
 def made_by(jaxpr):
-  """Sorted axes of what a jaxpr, inner ones included, makes by products and scattering."""
+  """Returns the sorted shapes that products and scatters of a jaxpr make, inner ones included."""
   for eqn in jaxpr.eqns:
     if eqn.primitive.name in ('dot_general', 'scatter-add'):
       yield tuple(sorted(eqn.outvars[0].aval.shape))
@@ -89,7 +88,7 @@ class AdapterTest(parameterized.TestCase):
     )
 
   def test_shapes_and_size_of_adapters(self):
-    """A has the inputs and the rank, B the rank and the outputs: r (in + out) numbers a kernel."""
+    """A is [inputs,r], B is [r,outputs]: r (in + out) numbers per kernel."""
     params = jax.eval_shape(lambda: decoder.init(jax.random.key(0), MODEL))
     adapters = lora.init(jax.random.key(1), params, RANK, lora.TARGETS)
     attention = adapters['layers']['attention']
@@ -235,7 +234,7 @@ class UpdateTest(parameterized.TestCase):
 
   @parameterized.parameters((True, 'tokens'), (False, 'both'))
   def test_only_what_is_trained_has_a_state_and_changes(self, separate, head):
-    """Of the base no bit changes; Adam keeps two numbers for each trained one, and its counts."""
+    """No bit of the base changes. Adam keeps two numbers per trained one, and its counts."""
     mesh = update_test.one_device()
     optimizer, schedule = train_state.make_optimizer(1e-2, 0)
     spec = dataclasses.replace(
@@ -396,7 +395,7 @@ class RunTest(absltest.TestCase):
     del trained['value_head']
     chex.assert_trees_all_equal(params, trained)
 
-  def test_models_of_one_folder_stand_on_one_base(self):
+  def test_models_of_one_folder_share_one_base(self):
     shared = loop.setup(loop_test.make_config(**{'model.lora_rank': 2})).learner.frozen
     self.assertIsNone(shared.critic)
     self.assertIsNone(shared.reference)

@@ -60,7 +60,7 @@ class SurrogateTest(chex.TestCase):
   @chex.variants(with_jit=True, without_jit=True)
   def test_dual_clip_by_hand(self):
     # dual clip 3, A = -1: w 4 -> min(-4, -1.2) = -4, not below 3 * -1 = -3;  w 2 -> -2, untouched;
-    # w 0.5 -> min(-0.5, -0.8) = -0.8;  A = 1 never feels it: w 4 -> 1.2
+    # w 0.5 -> min(-0.5, -0.8) = -0.8;  A = 1 is not affected: w 4 -> 1.2
     ratio, a = jnp.array([[4.0, 2.0, 0.5, 4.0]]), jnp.array([[-1.0, -1.0, -1.0, 1.0]])
 
     def surrogate(w):

@@ -1,4 +1,4 @@
-"""The writer of metrics.jsonl: every line is strict JSON, and a resumed run leaves no double."""
+"""The writer of metrics.jsonl: every line is strict JSON, and a resumed run repeats no line."""
 
 import json
 import math
@@ -89,7 +89,7 @@ class MetricsWriterTest(parameterized.TestCase):
 
   @parameterized.parameters(b'{"step": 4, "a": 0.', b'{"step": 4, "a"\n', b'4\n', b'{"a": 1}\n')
   def test_torn_last_line(self, torn):
-    """A crash in the middle of a write; the next line must not be glued to the half one."""
+    """A crash in the middle of a write: the next line must not be joined to the partial one."""
     self._write_steps([1, 2, 3])
     path = os.path.join(self.workdir, 'metrics.jsonl')
     with open(path, 'ab') as file:
@@ -134,7 +134,7 @@ class MetricsWriterTest(parameterized.TestCase):
     self.assertLen(logs.output, 1)
     self.assertLen(_strict_lines(self.workdir), 2)
 
-  def test_wandb_gets_the_numbers_and_may_break(self):
+  def test_wandb_gets_the_numbers_and_may_fail(self):
     run = mock.Mock()
     run.log.side_effect = [None, OSError('no network')]
     module = python_types.SimpleNamespace(
@@ -190,7 +190,7 @@ class TextTest(parameterized.TestCase):
 
   def test_progress_line_before_the_first_update_and_for_days(self):
     self.assertEqual(metrics.progress_line(0, 60, {}, 0.0), 'update 0/60')
-    # 3600 s an update, 25 to go.
+    # 3600 s per update, 25 to go.
     self.assertEqual(metrics.progress_line(1, 26, {}, 3600.0), 'update 1/26  25:00:00 left')
 
   def test_host_memory_sees_what_is_taken(self):

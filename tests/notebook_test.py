@@ -1,5 +1,4 @@
-"""The quickstart notebook runs from top to bottom, and the outputs it ships with are of this
-code."""
+"""The quickstart notebook runs from top to bottom, and its stored outputs are of this code."""
 
 import os
 import pathlib

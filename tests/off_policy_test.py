@@ -30,7 +30,7 @@ def weights(level, threshold, log_ratio=LOG_RATIO):
   )
 
 
-class RolloutCorrectionTest(parameterized.TestCase):
+class OffPolicyTest(parameterized.TestCase):
 
   @parameterized.parameters(
       ('none', 2.0, [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]),
@@ -77,7 +77,7 @@ class RolloutCorrectionTest(parameterized.TestCase):
 
   @parameterized.product(level=LEVELS[1:], variant=('ppo', 'turn_ppo', 'rloo'))
   def test_the_policy_terms_gradient_is_weighted_token_by_token(self, level, variant):
-    """Of J = sum weight_t w_t min(r_t A_t, clip(r_t) A_t): by jax.grad of that very sum."""
+    """Against jax.grad of J = sum weight_t w_t min(r_t A_t, clip(r_t) A_t)."""
     rng = np.random.default_rng(0)
     row = dataclasses.replace(variants.VARIANTS[variant], whiten=False)
     old, logp, advantages = rng.normal(size=(3, *MASK.shape)).astype(np.float32) * 0.1

@@ -111,7 +111,7 @@ class PyprojectTest(parameterized.TestCase):
 
 @pytest.mark.slow
 class WheelTest(absltest.TestCase):
-  """A wheel, unpacked, in a folder that knows nothing of the clone."""
+  """A wheel, unpacked, and a work folder outside the clone."""
 
   @classmethod
   def setUpClass(cls):

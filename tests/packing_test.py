@@ -1,4 +1,4 @@
-"""Packing: nothing lost, nothing twice, little padding; and the way of a token there and back."""
+"""Packing: no token lost or twice, little padding, and the mapping of tokens in both directions."""
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -12,10 +12,10 @@ from stppo_jax.training import packing
 class PackTest(parameterized.TestCase):
 
   def test_by_hand(self):
-    """Bins of 8, two a micro-batch: 5 and 2 | 4 and 4; 3 and 2 are left for bins of 4."""
+    """Bins of 8, two per micro-batch: 5 and 2 | 4 and 4; 3 and 2 are left for bins of 4."""
     found = packing.pack([4, 5, 0, 4, 2, 3, 2], 2, (4, 8))
     np.testing.assert_array_equal(found.length, [4, 5, 0, 4, 2, 3, 2])
-    # 5 goes first, 4 and 4 share a bin, 3 stands behind 5; the two of 2 do not fit any more.
+    # 5 goes first, 4 and 4 share a bin, 3 follows 5, and the two of 2 do not fit any more.
     np.testing.assert_array_equal(found.bin, [1, 0, 0, 1, 2, 0, 2])
     np.testing.assert_array_equal(found.offset, [0, 0, 0, 4, 0, 5, 2])
     self.assertEqual(packing.num_computed(found, 2, (4, 8)), 2 * 8 + 2 * 4)
@@ -42,7 +42,7 @@ class PackTest(parameterized.TestCase):
     found = packing.pack(lengths, 2, (192, 384))
     self.assertLess(1 - lengths.sum() / packing.num_computed(found, 2, (192, 384)), 0.1)
 
-  def test_nothing_at_all(self):
+  def test_no_rows_at_all(self):
     found = packing.pack(np.zeros(4, int), 2, (8,))
     self.assertEqual(packing.num_computed(found, 2, (8,)), 0)
     self.assertEqual(int(packing.num_micro_batches(found, 2)), 0)
@@ -50,7 +50,7 @@ class PackTest(parameterized.TestCase):
 
 class LayoutTest(absltest.TestCase):
 
-  def test_there_by_hand(self):
+  def test_layout_by_hand(self):
     """Rows a a a, b b, c c c c and nothing, in one micro-batch of two bins of 6."""
     found = packing.pack([3, 2, 4, 0], 2, (6,))
     layout = packing.layout(found, 0, 2, 6, 5)
@@ -60,7 +60,7 @@ class LayoutTest(absltest.TestCase):
     np.testing.assert_array_equal(layout.position, [[0, 1, 2, 3, 0, 1], [0, 1, 2, 0, 0, 0]])
     np.testing.assert_array_equal(layout.segments, [[2, 2, 2, 2, 1, 1], [0, 0, 0, -1, -1, -1]])
 
-  def test_there_and_back_over_all_micro_batches(self):
+  def test_pack_and_unpack_over_all_micro_batches(self):
     lengths = np.random.default_rng(0).integers(0, 9, 12)
     found = packing.pack(lengths, 2, (8, 10))
     x = jnp.arange(1.0, 12 * 9 + 1).reshape(12, 9)
@@ -73,7 +73,7 @@ class LayoutTest(absltest.TestCase):
     np.testing.assert_array_equal(total, np.where(kept, x, 0))
 
   def test_only_the_bins_of_some_rows(self):
-    """Bins of 8, two a micro-batch: of {0: 8}, {1: 7}, {2: 6, 4: 2}, {3: 5}, those of rows 1 and
+    """Bins of 8, two per micro-batch: of {0: 8}, {1: 7}, {2: 6, 4: 2}, {3: 5}, those of rows 1 and
     4."""
     found = packing.pack([8, 7, 6, 5, 2], 2, (8,))
     np.testing.assert_array_equal(found.bin, [0, 1, 2, 3, 2])

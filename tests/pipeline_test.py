@@ -1,4 +1,4 @@
-"""Waiting for a retriever, with a clock of the test's own."""
+"""Waiting for a failed retriever, with a simulated clock."""
 
 import dataclasses
 import json
@@ -12,8 +12,8 @@ from stppo_jax import types
 from stppo_jax.rollout import pipeline
 
 
-class World:
-  """A retriever that is down until `up_at`, and time that passes only in `sleep`."""
+class FakeRetriever:
+  """A retriever that is down until `up_at`; time passes only in `sleep`."""
 
   def __init__(self, up_at):
     self.now, self.up_at, self.waits, self.plays, self.probes = 0.0, up_at, [], 0, []
@@ -71,51 +71,51 @@ class JsonTest(absltest.TestCase):
 
 class OutageTest(parameterized.TestCase):
 
-  def test_nothing_happens_when_nothing_is_wrong(self):
-    world = World(up_at=0)
-    played, replays = world.run()
+  def test_without_a_failure_there_is_no_wait(self):
+    retriever = FakeRetriever(up_at=0)
+    played, replays = retriever.run()
     self.assertLen(played, 8)
-    self.assertEqual((replays, world.plays, world.waits, world.probes), (0, 1, [], []))
+    self.assertEqual((replays, retriever.plays, retriever.waits, retriever.probes), (0, 1, [], []))
 
   def test_waits_double_and_the_batch_is_played_once_more(self):
-    world = World(up_at=10)
-    played, replays = world.run()
+    retriever = FakeRetriever(up_at=10)
+    played, replays = retriever.run()
     self.assertEqual(pipeline.failed_share(played), 0)
-    self.assertEqual(world.waits, [1, 2, 4, 8])  # up at 15
-    self.assertEqual((replays, world.plays), (1, 2))
-    self.assertLen(set(world.probes), 4)  # no two alike: a cache must not answer
+    self.assertEqual(retriever.waits, [1, 2, 4, 8])  # up at 15
+    self.assertEqual((replays, retriever.plays), (1, 2))
+    self.assertLen(set(retriever.probes), 4)  # no two alike: a cache must not answer
 
   def test_waits_are_bounded(self):
-    world = World(up_at=400)
-    world.run()
-    self.assertEqual(world.waits[:8], [1, 2, 4, 8, 16, 32, 60, 60])
+    retriever = FakeRetriever(up_at=400)
+    retriever.run()
+    self.assertEqual(retriever.waits[:8], [1, 2, 4, 8, 16, 32, 60, 60])
 
-  def test_the_outage_is_bounded(self):
-    world = World(up_at=1e9)
+  def test_the_whole_wait_is_bounded(self):
+    retriever = FakeRetriever(up_at=1e9)
     with self.assertRaisesRegex(types.RunError, r'^retrieval failed in 100% [^\n]*for 20 s[^\n]*$'):
-      world.run(max_outage_s=20)
-    self.assertEqual(world.now, 20)
-    self.assertEqual(world.plays, 1)
+      retriever.run(max_outage_s=20)
+    self.assertEqual(retriever.now, 20)
+    self.assertEqual(retriever.plays, 1)
 
-  def test_a_retriever_that_answers_probes_alone_does_not_hold_the_run_for_ever(self):
-    world = World(up_at=1e9)
-    world.search = lambda queries, top_k: [[]]
+  def test_a_retriever_that_answers_only_probes_ends_the_run(self):
+    retriever = FakeRetriever(up_at=1e9)
+    retriever.search = lambda queries, top_k: [[]]
     with self.assertRaises(types.RunError):
-      world.run(max_outage_s=20)
-    self.assertEqual(world.plays, 6)  # after 0, 1, 3, 7, 15 and 20 s
+      retriever.run(max_outage_s=20)
+    self.assertEqual(retriever.plays, 6)  # after 0, 1, 3, 7, 15 and 20 s
 
   @parameterized.parameters((4, 0.5, 1), (5, 0.5, 2), (8, 1.0, 1), (1, 0.0, 2), (0, 0.0, 1))
-  def test_the_share(self, failed, share, plays):
+  def test_the_allowed_share_of_failures(self, failed, share, plays):
     played = []
 
     def play():
       played.append(1)
       return episodes(failed if len(played) == 1 else 0, 8)
 
-    pipeline.play_through(play, World(up_at=0), share, 60.0, sleep=lambda s: None)
+    pipeline.play_through(play, FakeRetriever(up_at=0), share, 60.0, sleep=lambda s: None)
     self.assertLen(played, plays)
 
-  def test_long_prompts_are_no_outage(self):
+  def test_overlong_prompts_are_not_failures(self):
     self.assertEqual(pipeline.failed_share(episodes(0, 4, too_long=4)), 0)
     self.assertEqual(pipeline.failed_share(episodes(1, 4, too_long=2)), 0.25)
     self.assertEqual(pipeline.failed_share([]), 0)

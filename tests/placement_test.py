@@ -1,5 +1,4 @@
-"""What waits in the host's memory: the same numbers, put back where they were, and fewer bytes on a
-device."""
+"""Offloading to the host: the same numbers, the same places, and less memory on a device."""
 
 import dataclasses
 import tempfile
@@ -34,7 +33,7 @@ def tearDownModule():
 
 
 def kinds(tree):
-  """Memory kinds of a tree's arrays, but for scalars."""
+  """Returns the memory kinds of a tree's arrays, except scalars."""
   return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
 
 
@@ -90,8 +89,7 @@ class UpdateTest(parameterized.TestCase):
 class RunTest(absltest.TestCase):
 
   def test_a_run_that_moves_to_the_host_halfway(self):
-    """The numbers are those of a run that stays on the device, and the checkpoint is good for
-    both."""
+    """The numbers are those of a run that stays on the device, and both can use the checkpoint."""
     self.enterContext(loop_test.on_one_device())
     here, moved = (self.enterContext(tempfile.TemporaryDirectory()) for _ in range(2))
     values = {'algorithm.kl_in': 'reward', 'eval.every': 0, 'train.mini_batch': 16}
@@ -124,7 +122,7 @@ class RunTest(absltest.TestCase):
 
 class PlanTest(absltest.TestCase):
 
-  def test_what_waits_on_the_host_is_held_there(self):
+  def test_offloaded_bytes_are_counted_on_the_host(self):
     self.enterContext(mock.patch.object(plan, '_programs', return_value=()))  # nothing to compile
     here = plan.make(loop_test.make_config(**{'algorithm.kl_in': 'reward'})).held
     there = plan.make(loop_test.make_config(**{'algorithm.kl_in': 'reward', **ON_HOST})).held

@@ -1,5 +1,4 @@
-"""The plan of a run on eight simulated devices: sizes by hand, counts by hand, and what a user
-reads."""
+"""The plan of a run on eight simulated devices: sizes and counts by hand, and the printed table."""
 
 import contextlib
 import io
@@ -123,7 +122,7 @@ class CountsTest(absltest.TestCase):
     q = jnp.ones((4, 1024, 4, 64))
     self.assertEqual(flops(attend), 2 * two)
 
-  def test_a_loop_of_unknown_count_runs_as_often_as_told(self):
+  def test_a_loop_of_unknown_count_uses_the_given_count(self):
     def function(n, x):  # x [4,4]
       return jax.lax.fori_loop(0, n, lambda _, y: y @ x, x)
 
@@ -181,7 +180,7 @@ class PlanTest(parameterized.TestCase):
     # 16 rows over 8 devices, 1 layer, keys and values, 1 key head of 8, 192 slots; lengths.
     self.assertEqual(held['KV cache'], 2 * (2 * 8 * 192 * 4) + 2 * 4)
 
-  def test_the_compiler_agrees_about_what_goes_in(self):
+  def test_argument_bytes_are_those_of_the_compiler(self):
     update = self.plan.programs[0]
     state = sum(self.plan.held[name][1] for name in ('policy', 'critic', 'optimizers'))
     self.assertBetween(update.arguments, state, state + 16 * 192 * 4 * 12 // 8 + 4096)
@@ -203,7 +202,7 @@ class PlanTest(parameterized.TestCase):
       self.assertIn(words, text)
 
   def test_the_work_of_a_decoded_token(self):
-    """2 for each weight of the matrices, and for scores and values of 192 slots; not once a
+    """2 for each weight of the matrices, and for scores and values of 192 slots; not once per
     micro-batch."""
     vocabulary = plan.agent_lib.load_shape(self.config).vocab_size
     weights = 16 * (2 * 2 * 8 + 2 * 8 + 3 * 32 + vocabulary)
@@ -244,7 +243,7 @@ class PlanTest(parameterized.TestCase):
       self.assertIn(words, last)
 
   def test_the_micro_batch_to_try(self):
-    """fixed 10 + others 20 + 80 for 8 rows, so 10 a row: 4 rows need 70, 2 need 50."""
+    """fixed 10 + others 20 + 80 for 8 rows, so 10 per row: 4 rows need 70, 2 need 50."""
     program = plan.Program('update', '', 1, 0.0, resident=15, trips=1, arguments=5, temporaries=90)
     largest = lambda limit: plan._largest(limit, [program], 8, 10, (2, 4, 8, 16))
     self.assertEqual([largest(n) for n in (49, 50, 69, 70, 110, 190)], [0, 2, 2, 4, 8, 16])
@@ -264,7 +263,7 @@ class PlanTest(parameterized.TestCase):
       with self.assertRaisesRegex(UserError, 'requirements-plan.txt'):
         topologies.devices_of(topology)
 
-  def test_what_compilers_say(self):
+  def test_compiler_errors_are_explained(self):
     taken = topologies.explained(
         RuntimeError('ABORTED: libtpu multi-process\nlockfile.'), 'v5e:8x8'
     )
@@ -274,7 +273,7 @@ class PlanTest(parameterized.TestCase):
     self.assertIsInstance(wrong, UserError)
     self.assertIn('v5e:9x7: INVALID_ARGUMENT: not divisible', str(wrong))
 
-  def test_a_model_that_is_not_here_is_known_by_its_name(self):
+  def test_a_missing_model_is_known_by_its_name(self):
     self.config.model.folder, here = 'models/Qwen2.5-7B-Instruct', self.config.model.folder
     self.assertEqual(plan.agent_lib.load_shape(self.config).d_model, 3584)
     self.config.model.folder = 'models/Qwen9'

@@ -1,4 +1,4 @@
-"""The page of a run: right numbers, whatever is missing, and no way out for hostile text."""
+"""The report of a run: right numbers, incomplete runs, and hostile text that stays text."""
 
 import base64
 import hashlib
@@ -150,7 +150,7 @@ class ReportTest(parameterized.TestCase):
     (chart,) = _page_json(page)['charts']
     self.assertEqual(chart['series'][0]['y'], [1.0, None, 1.0])
 
-  def test_what_was_unhealthy_is_told(self):
+  def test_broken_health_rules_are_shown(self):
     self._write_rows(*({'health/empty': x, 'health/kl': 0.0} for x in (0.0, 1.0, 1.0)))
     page = self._page()
     self.assertIn('Health: empty beyond its limit at update 1, and at 1 more.', page)
@@ -211,7 +211,7 @@ class ChartsTest(absltest.TestCase):
     self.assertEqual(first['x'], second['x'])
     self.assertLessEqual(len(first['x']), report_charts.MAX_POINTS + 1)
 
-  def test_what_no_chart_names_is_still_there(self):
+  def test_metrics_without_a_chart_are_still_shown(self):
     (chart,) = report_charts.charts([{'step': 1, 'my/own': 0.5}])
     self.assertEqual((chart['section'], chart['title']), ('Other series', 'my/own'))
 
@@ -231,7 +231,7 @@ def _shown(data):
 def write_fake_run(
     workdir, updates=60, with_eval=True, with_episodes=True, with_config=True, hostile=False
 ):
-  """Metrics, config and episodes of a run that learns; `updates`=0 is a run just begun."""
+  """Writes metrics, config and episodes of a run that learns; `updates`=0 is a run just begun."""
   random_state = random.Random(0)
   if with_config:
     with open(os.path.join(workdir, 'config.json'), 'w', encoding='utf-8') as file:

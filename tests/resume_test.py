@@ -1,4 +1,4 @@
-"""Staleness and resumption of the whole loop, on a policy of a few numbers; bit for bit."""
+"""Staleness and resumption of the whole loop, bit for bit, with a policy of a few numbers."""
 
 import dataclasses
 import json
@@ -43,7 +43,7 @@ def make_config(**values):
 
 
 def straight(**values):
-  """(metrics, final state) of an undisturbed run, made once."""
+  """Returns (metrics, final state) of an undisturbed run, made once."""
   key = tuple(sorted(values.items()))
   if key not in STRAIGHT:
     with tempfile.TemporaryDirectory() as workdir:
@@ -107,7 +107,7 @@ class ResumeTest(parameterized.TestCase):
     self.assert_as_straight(**values)
 
   def test_a_clock_that_jumps_changes_nothing(self):
-    """Backwards by an hour at every look."""
+    """The clock goes back by an hour at every reading."""
     now = iter(np.arange(2e9, 0, -3600.0))
     lock = threading.Lock()
 
@@ -141,7 +141,7 @@ class ResumeTest(parameterized.TestCase):
     micro_run.train(make_config(**{'train.updates': 2}), self.workdir)  # and goes on there
     self.assertEqual(metrics_lib.read_metrics(self.workdir)[-1]['step'], 2)
 
-  def test_other_questions_are_refused_where_episodes_are_under_way(self):
+  def test_other_questions_are_refused_if_batches_were_sampled_ahead(self):
     config = make_config(**{'pipeline.staleness': 1, 'train.updates': 1})
     micro_run.train(config, self.workdir)
     path = os.path.join(FOLDER, 'knowledge', 'qa.jsonl')
@@ -253,7 +253,7 @@ class StalenessTest(parameterized.TestCase):
 
 class JsonTest(absltest.TestCase):
 
-  def test_batches_survive_to_the_bit(self):
+  def test_batches_survive_bit_exactly(self):
     run = micro_run.setup(make_config())
     batches = pipelines.Batches(
         run.agent,

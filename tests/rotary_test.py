@@ -1,4 +1,4 @@
-"""Frequencies by hand, and what turning a pair means."""
+"""Rotary positions: frequencies and a rotation by hand."""
 
 from absl.testing import absltest
 import jax.numpy as jnp

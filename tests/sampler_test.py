@@ -1,5 +1,4 @@
-"""The sampler, as the engine drives it: what it samples from, where it stops, whose log-probs it
-tells."""
+"""The sampler, as the engine calls it: its distribution, stops, and log-probs."""
 
 import dataclasses
 import functools
@@ -170,15 +169,16 @@ class SamplerTest(parameterized.TestCase):
     self.keys = jax.random.split(jax.random.key(7), 4)
 
   def play(self, sampler, forced, budgets=None, keys=None):
-    """Each row reads, speaks, reads, speaks, ..: per row all tokens, and (columns, log-probs)
-    sampled."""
+    """Alternates prefill of forced ids and decode; returns per row all tokens, and (columns,
+    log-probs) sampled.
+    """
     keys = self.keys if keys is None else keys
     rows = [list(ids) for ids in forced[0]]
     columns, logps, turns = ([[] for _ in keys], [[] for _ in keys], [0] * len(keys))
     budgets = budgets or [12] * len(keys)
 
     def respond(said):
-      cues = []
+      following = []
       for turn in said:
         b = turn.index
         turns[b] += 1
@@ -187,8 +187,8 @@ class SamplerTest(parameterized.TestCase):
         over = turns[b] == len(forced)
         ids = () if over else forced[turns[b]][b]
         rows[b] += [*turn.tokens.tolist(), *ids]
-        cues.append(engine.Prompt(ids, 0 if over else budgets[b]))
-      return cues
+        following.append(engine.Prompt(ids, 0 if over else budgets[b]))
+      return following
 
     prompts = [engine.Prompt(ids, budget) for ids, budget in zip(forced[0], budgets)]
     engine.run(sampler, self.params, prompts, keys, respond)
@@ -234,7 +234,7 @@ class SamplerTest(parameterized.TestCase):
       np.testing.assert_array_equal(token, np.array(row)[at])
 
   def test_a_row_depends_on_its_key_and_context_alone(self):
-    """Tunix rollouts of one prompt were all identical; ours differ by key, and by nothing else."""
+    """Rows with one prompt differ by key (in Tunix all were equal), and by nothing else."""
     sampler = make_sampler()
     rows, _, _ = self.play(sampler, self.FORCED)
     order = np.array([2, 0, 3, 1, 1, 0])  # other places, other neighbours, another batch size
@@ -307,7 +307,7 @@ class SamplerTest(parameterized.TestCase):
     self.assertEqual(calls[-1].alive.tolist(), [False, False, True, False])
     np.testing.assert_array_equal(context.logits[3], before[3])
     self.assertTrue(np.any(np.asarray(context.logits[0]) != before[0]))
-    # A row that stood still while others went on goes on as if nothing had been.
+    # A row that was not decoded while others were is unaffected by them.
     context = decode(context, [5, 0, 9, 5], [0, 0, 0, 8])
     alone, _, _ = self.play(
         make_sampler(stops=(), eos=()), [[[4, 5, 6, 7, 8]]], budgets=[8], keys=self.keys[3:]
@@ -346,8 +346,8 @@ class SamplerTest(parameterized.TestCase):
     np.testing.assert_array_equal(group.v[0][np.array([0, 3])], again.v[0])
     np.testing.assert_array_equal(group.logits[2], 0)
 
-  def test_how_ids_are_cut(self):
-    """Regression of a promise: the cut of a row does not depend on its neighbours'."""
+  def test_chunks_of_a_row_depend_on_its_ids_alone(self):
+    """The chunks of a row do not depend on its neighbours'."""
     sampler, calls = make_sampler(chunk_buckets=(3, 8), prefill_rows=2), []
     read = sampler._prefill
     note = lambda params, context, tokens, starts, real: (
@@ -369,7 +369,7 @@ class SamplerTest(parameterized.TestCase):
     self.assertEqual(sampler.compiled_variants(), variants)
 
   def test_split_rows_stay_on_their_devices(self):
-    """A layer sends nothing, and a step of the loop no more than whether all rows are done."""
+    """A layer sends nothing, and a step of the loop only whether all rows are done."""
     mesh = sharding.make_mesh(8, 1, 1)
     rows, whole = sharding.rows(mesh), sharding.replicated(mesh)
     sampler = sampler_lib.Sampler(

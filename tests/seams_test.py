@@ -1,4 +1,4 @@
-"""What the config names: environment, reward, retriever and questions of a user's own."""
+"""Plug-ins that the config names: a user's environment, reward, retriever and questions."""
 
 import os
 import random
@@ -37,7 +37,7 @@ class Game:
 
 
 def own_search(settings, load_corpus):
-  """A user's retriever: its top_k, and how many passages the corpus has."""
+  """A user's retriever, which returns its top_k and the number of passages."""
   passages = load_corpus()
   return lambda queries, top_k: [(settings.top_k, len(passages), query) for query in queries]
 
@@ -170,8 +170,7 @@ class SeamsTest(parameterized.TestCase):
 
 
 class GlobalRandomGame:
-  """A GEM-like game: the process's global random state decides, in the constructor and each
-  step."""
+  """A GEM-like game that draws from the process's global random state, also in the constructor."""
 
   def __init__(self):
     self.drawn = [random.random()]
@@ -189,7 +188,7 @@ class GlobalRandomGame:
 
 
 class UnseededGame(GlobalRandomGame):
-  """One that ignores the seed."""
+  """A game that ignores the seed."""
 
   def reset(self, seed=None):
     return super().reset(None)
@@ -198,7 +197,7 @@ class UnseededGame(GlobalRandomGame):
 class SeedsTest(parameterized.TestCase):
 
   def play(self, make, run_seed, order=range(16)):
-    """What 16 environments draw, whose steps are interleaved in an order."""
+    """Returns the draws of 16 environments whose steps are interleaved in an order."""
     keys = episode_lib.row_keys(
         jax.random.key(run_seed), [Task(str(i // 4), 'q') for i in range(16)]
     )
@@ -208,7 +207,7 @@ class SeedsTest(parameterized.TestCase):
       env.reset(seed=seed)
     for _ in range(2):
       for i in order:
-        random.random()  # somebody else's draw
+        random.random()  # a draw by other code
         envs[i].step('1')
     return [tuple(env.drawn) for env in envs]
 

@@ -31,7 +31,7 @@ ANSWER = '<think>so</think><answer> Paris </answer>'
 
 
 class FakeRetriever:
-  """Answers from a table, and keeps what it was asked."""
+  """Answers from a table, and records the queries."""
 
   def __init__(self, results=FOUND):
     self.results = results
@@ -43,7 +43,7 @@ class FakeRetriever:
 
 
 class ForeignEnv:
-  """As GEM's games are: seeds the process, no `query`, no `passages`."""
+  """Like the games of GEM: seeds the process; no `query`, no `passages`."""
 
   def reset(self, seed=None):
     random.seed(seed)
@@ -186,7 +186,7 @@ class ContractTest(parameterized.TestCase):
     texts = {'s': SEARCH, 'i': 'hm', 'a': ANSWER, 'w': '<answer>Rome</answer>'}
     retriever = FakeRetriever()
     env = search.SearchEnv(TASK, retriever, max_turns=max_turns)
-    for _ in range(2):  # reset() begins anew
+    for _ in range(2):  # reset() starts again
       retriever.calls.clear()
       env.reset()
       for letter in played[:-1]:
@@ -343,7 +343,7 @@ class ForgeryTest(parameterized.TestCase):
 
 class StepAllTest(absltest.TestCase):
 
-  def test_one_search_a_round(self):
+  def test_one_search_per_round(self):
     shared, other = FakeRetriever(), FakeRetriever(None)
     envs = [_start(retriever=shared) for _ in range(4)] + [
         ForeignEnv(),

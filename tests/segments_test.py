@@ -1,4 +1,4 @@
-"""Segment ids, means and importance ratios: the one notion behind token, turn and sequence."""
+"""Segments: ids, means and importance ratios of tokens, turns and sequences."""
 
 from absl.testing import absltest
 from absl.testing import parameterized

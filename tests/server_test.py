@@ -1,4 +1,4 @@
-"""The retrieval server: both dialects, what it refuses, slow clients, and how it stops."""
+"""The retrieval server: both dialects, refusals, slow clients, and shutdown."""
 
 import asyncio
 import concurrent.futures
@@ -224,7 +224,7 @@ class RefusalsTest(parameterized.TestCase):
     )
     self.assertEqual(question.queries, ('abc', 'x'))
 
-  def test_a_retriever_that_breaks_is_a_500_without_its_reasons(self):
+  def test_an_error_of_the_retriever_is_a_500_without_details(self):
     with running(mock.Mock(search=mock.Mock(side_effect=ValueError('secret')))) as (port, _, _):
       with mock.patch('tornado.web.app_log'):
         status, answer, _ = ask(port, body={'queries': ['a']})
@@ -260,7 +260,7 @@ class RefusalsTest(parameterized.TestCase):
 
 class LoadTest(parameterized.TestCase):
 
-  def test_requests_beyond_the_limit_are_told_to_come_back(self):
+  def test_requests_beyond_the_limit_get_503_and_retry_after(self):
     gate = Gate()
     with running(gate, max_in_flight=2) as (port, service, _):
       with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -277,7 +277,7 @@ class LoadTest(parameterized.TestCase):
       self.assertEqual(metric(port, 'retrieval_requests_total{status="503"}'), 1)
       self.assertEqual(metric(port, 'retrieval_requests_total{status="499"}'), 0)
 
-  def test_slow_clients_are_hung_up_on(self):
+  def test_slow_clients_are_disconnected(self):
     header = b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n'
     with running(idle_timeout_s=0.2, body_timeout_s=0.2) as (port, service, _):
       for sent in (b'', b'POST /retr', header, header + b'{"quer'):
@@ -288,7 +288,7 @@ class LoadTest(parameterized.TestCase):
       self.assertEqual(metric(port, 'retrieval_requests_total{status="499"}'), 2)
       self.assertEqual(ask(port, body={'queries': ['lima']})[0], 200)
 
-  def test_a_client_that_hangs_up_keeps_its_place_until_its_search_is_over(self):
+  def test_a_disconnected_client_counts_until_its_search_is_over(self):
     gate = Gate()
     with running(gate) as (port, service, _):
       with socket.create_connection(('127.0.0.1', port)) as connection:
@@ -301,7 +301,7 @@ class LoadTest(parameterized.TestCase):
       gate.open.set()
       wait_for(lambda: service.in_flight == 0)
 
-  def test_a_client_that_does_not_read_is_hung_up_on(self):
+  def test_a_client_that_does_not_read_is_disconnected(self):
     long = [types.Passage('0', 'x', 'word ' * 20_000)]
     retriever = mock.Mock(search=lambda queries, top_k: [long for _ in queries])
     body = json.dumps({'queries': ['a'] * 200}).encode()  # 20 MB: more than the kernel's buffers
@@ -316,7 +316,7 @@ class LoadTest(parameterized.TestCase):
         wait_for(lambda: service.in_flight == 1)
         wait_for(lambda: service.in_flight == 0)
 
-  def test_what_runs_is_finished_when_it_stops(self):
+  def test_running_requests_are_finished_at_shutdown(self):
     gate = Gate()
     with running(gate) as (port, service, stop):
       with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -338,7 +338,7 @@ class LoadTest(parameterized.TestCase):
         self.assertEqual(held.result()[0], 200)
         kept.close()
 
-  def test_the_wait_for_what_runs_is_bounded(self):
+  def test_the_wait_for_running_requests_is_bounded(self):
     gate = Gate()
     with running(gate, grace_s=0.2) as (port, service, stop):
       with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -372,7 +372,7 @@ class LoadTest(parameterized.TestCase):
       before = tracemalloc.get_traced_memory()[0]
       requests(3000)
       gc.collect()  # a handler and its request refer to each other
-      self.assertLess(tracemalloc.get_traced_memory()[0] - before, 60_000)  # 20 bytes a request
+      self.assertLess(tracemalloc.get_traced_memory()[0] - before, 60_000)  # 20 bytes per request
       connection.close()
 
 

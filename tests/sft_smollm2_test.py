@@ -1,5 +1,4 @@
-"""The warm start of a real model: demonstrations say what was read, and are cut as the rollout
-cuts."""
+"""The warm start of a real model: demonstrations claim only what was read, cut as in a rollout."""
 
 import functools
 import re
@@ -107,12 +106,12 @@ class StoryTest(parameterized.TestCase):
           r'.*answer is Kestwick\. </think>\n<answer> Kestwick </answer>$',
       )
 
-  def test_a_thought_tells_the_news_before_the_next_search(self):
+  def test_a_thought_states_a_finding_before_the_next_search(self):
     _, turns = make_demonstrator().play(BIRTH, np.random.default_rng(0))
     self.assertStartsWith(turns[1][0], '<think> Ardlen Bridge designer: Mira Toven. ')
     self.assertIn('Mira Toven was an engineer', turns[1][1])
 
-  def test_what_has_been_read_is_not_looked_up_again(self):
+  def test_a_finding_that_appeared_is_not_searched_again(self):
     for seed in range(5):
       self.assertLen(play(YEAR, seed)[0], 1)
 
@@ -142,7 +141,7 @@ class StoryTest(parameterized.TestCase):
     for seed in range(5):
       self.assertIsNone(play(Task(**fields | changes), seed))
 
-  def test_what_the_observation_was_cut_before_was_not_read(self):
+  def test_text_beyond_the_cut_observation_counts_as_unread(self):
     config = make_config()
     num_tokens = lambda text: len(make_tokenizer().encode(text))
     whole = num_tokens(search.observation_text([PASSAGES[1]], 'search_r1'))
@@ -151,7 +150,7 @@ class StoryTest(parameterized.TestCase):
     config.rollout.max_observation = whole - num_tokens(' Kestwick. She died in 1960')
     self.assertIsNone(play(BIRTH, 0, config))
 
-  def test_there_are_only_so_many_searches(self):
+  def test_the_number_of_searches_is_limited(self):
     config = make_config()
     config.env.max_turns = 1
     for task in (BIRTH, BOTH):
@@ -165,15 +164,15 @@ class StoryTest(parameterized.TestCase):
 
 
 def scripted(turns):
-  """An `engine.run` whose one dialogue says the given turns."""
+  """Returns an `engine.run` with one sequence, which samples the given turns."""
 
   def run(sampler, params, prompts, keys, respond, threads):
     del sampler, params, keys, threads
-    [cue], left = prompts, list(turns)
-    while cue.budget:
+    [prompt], left = prompts, list(turns)
+    while prompt.budget:
       turn = np.array(left.pop(0), np.int32)
-      assert len(turn) <= cue.budget
-      [cue] = respond([engine.Completion(0, turn, np.zeros(len(turn), np.float32))])
+      assert len(turn) <= prompt.budget
+      [prompt] = respond([engine.Completion(0, turn, np.zeros(len(turn), np.float32))])
     return engine.Report()
 
   return run

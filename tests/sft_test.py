@@ -1,4 +1,4 @@
-"""The warm start: demonstrations that read like episodes, names that cannot be learnt by heart."""
+"""The warm start: demonstrations are like episodes, and disguised names cannot be memorised."""
 
 import functools
 import re

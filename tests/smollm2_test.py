@@ -1,4 +1,4 @@
-"""A real model through everything here: SmolLM2-135M-Instruct, from the GGUF file of a package.
+"""A real model: SmolLM2-135M-Instruct, from the GGUF file of a package.
 
 Opt-in, since it needs weights (96 MB) and a few minutes of one core; nothing is downloaded:
 
@@ -129,7 +129,7 @@ class SmolLm2Test(parameterized.TestCase):
 
   @absltest.skipUnless(PASSAGES, 'set STPPO_PASSAGES to a file of JSON lines with a text each')
   def test_perplexity(self):
-    """The first 16 passages of 100 words or more, each read from its start, 128 tokens of it."""
+    """Of the first 128 tokens of the first 16 passages of 100 words or more."""
     with open(PASSAGES, encoding='utf-8') as file:
       texts = [json.loads(line)['text'] for line in file]
     rows = [self.tokenizer.encode(text)[:128] for text in texts if len(text.split()) >= 100]

@@ -93,7 +93,7 @@ class LoadTasksTest(_FileTest):
     )
     self.assertEqual([t.id for t in tasks.load_tasks(path, 'dev')], ['q3', 'q4'])
 
-  def test_unknown_split_names_those_there_are(self):
+  def test_an_unknown_split_error_lists_the_splits(self):
     path = self.write('qa.jsonl', _ROW)
     with self.assertRaisesRegex(types.UserError, "no question of split 'tset'.*train"):
       tasks.load_tasks(path, 'tset')
@@ -123,9 +123,9 @@ class LoadTasksTest(_FileTest):
     self.assertNotIn('\n', str(caught.exception))
 
   @parameterized.parameters('{"id": ', '[1, 2]', '"text"')
-  def test_line_that_is_no_object(self, line):
+  def test_line_that_is_not_an_object(self, line):
     path = self.write('qa.jsonl', _ROW, '', line)
-    with self.assertRaisesRegex(types.UserError, r'qa.jsonl:3: .*one JSON object a line'):
+    with self.assertRaisesRegex(types.UserError, r'qa.jsonl:3: .*one JSON object per line'):
       tasks.load_tasks(path, 'train')
 
   def test_missing_file_says_what_to_give(self):
@@ -189,7 +189,7 @@ class ParquetTest(_FileTest):
     with self.assertRaisesRegex(types.UserError, rf"train.parquet:1: field '{field}'"):
       tasks.load_tasks(path, 'train')
 
-  def test_a_file_that_is_no_parquet(self):
+  def test_a_file_that_is_not_parquet(self):
     with self.assertRaisesRegex(types.UserError, 'not a parquet file'):
       tasks.load_tasks(self.write('qa.parquet', 'text'), 'train')
 

@@ -34,13 +34,12 @@ MODEL = decoder.ModelConfig(
 )
 CRITIC = dataclasses.replace(MODEL, head='value')
 ALL_ROWS = np.arange(8)
-NOTHING = train_state.Frozen()  # stands still: all is trained
+NOTHING = train_state.Frozen()  # frozen: nothing
 
 
 # Plain descent: its step is linear in the gradient. Adam's first step is its sign, which turns the
 # rounding of a gradient near 0 into a step of full size.
 DESCENT, LR = optax.sgd(1.0), optax.constant_schedule(1.0)
-ALL_ROWS = np.arange(8)
 PLAIN = dict(entropy_coef=0.0, kl_in='none', kl_coef=0.1)  # no terms but those of policy and critic
 
 
@@ -66,7 +65,7 @@ def make_spec(variant='st_ppo', critic=CRITIC, actor=MODEL, **options):
           'temperature': 1.0,
           'logp_chunk': None,
           'critic_warmup': 0,
-          'num_turns': 5,
+          'num_logged_turns': 5,
           **options,
       },
   )
@@ -232,9 +231,8 @@ class UpdateTest(parameterized.TestCase):
     self.assertFalse(clipped[~far[:, 0]].any())
     np.testing.assert_allclose(metrics['stppo/bias_norm'], expected, rtol=1e-4)
 
-  def test_the_state_is_donated_and_nothing_else_crosses(self):
-    """The old state's buffers become the new one's, and a step neither reads from nor waits for the
-    host."""
+  def test_the_state_is_donated_and_nothing_moves_to_the_host(self):
+    """The old state's buffers become the new one's, and a step does not wait for the host."""
     spec = make_spec('st_ppo')
     mesh = one_device()
     state = make_state(spec, mesh)
@@ -407,7 +405,7 @@ class UpdateTest(parameterized.TestCase):
     np.testing.assert_allclose([constant(step) for step in (1, 6)], 1.0)
 
   @parameterized.parameters((0, [0.5, 0.5, 1.0]), (1, [0.5, 0.5, 0.5]))
-  def test_the_rate_that_is_told_counts_the_steps_that_were_taken(self, critic_warmup, rates):
+  def test_the_reported_rate_counts_the_steps_that_were_taken(self, critic_warmup, rates):
     """Of three steps the first is not finite; a warm-up of two steps halves the first rate."""
     optimizer, schedule = train_state.make_optimizer(1.0, 2)
     spec = make_spec('st_ppo', critic_warmup=2 * critic_warmup)
@@ -430,7 +428,7 @@ class UpdateTest(parameterized.TestCase):
     self.assertEqual([critic for _, critic in told], [0.5, 0.5, 1.0])
 
   def test_kl_in_reward_and_the_adaptive_coefficient(self):
-    """By hand: KL k1 of 0.2 a token; coefficient 0.1 becomes 0.1 (1 + 0.2 * 7 / 70)."""
+    """By hand: KL k1 of 0.2 per token; coefficient 0.1 becomes 0.1 (1 + 0.2 * 7 / 70)."""
     spec = make_spec('st_ppo', kl_in='reward', kl_target=0.1, kl_horizon=70.0)
     mesh = one_device()
     state = make_state(spec, mesh)
@@ -448,7 +446,7 @@ class UpdateTest(parameterized.TestCase):
       after_bad = update.with_advantages(spec, mesh, state, bad)[0]
       self.assertEqual(after_bad.kl_coef, state.kl_coef)
 
-  def test_one_compilation_a_padded_length(self):
+  def test_one_compilation_per_padded_length(self):
     spec = make_spec('ppo', lengths=(32,))
     mesh = one_device()
     state = make_state(spec, mesh)

@@ -52,7 +52,7 @@ class VariantsTest(parameterized.TestCase):
 
   @parameterized.parameters(*EXPECTED)
   def test_clip_ranges_are_the_papers(self, name):
-    """0.2 everywhere but GSPO, whose geometric mean over a whole episode hugs 1: 3e-4 and 4e-4."""
+    """0.2 everywhere but GSPO, whose geometric mean over an episode is near 1: 3e-4 and 4e-4."""
     row = variants.VARIANTS[name]
     expected = (3e-4, 4e-4) if name == 'gspo' else (0.2, 0.2)
     np.testing.assert_allclose((row.clip_low, row.clip_high), expected)

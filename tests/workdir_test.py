@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, and that it has one holder at a time."""
+"""The folder of a run belongs to one config, and has one holder at a time."""
 
 import copy
 import dataclasses
@@ -43,7 +43,7 @@ class WorkdirTest(parameterized.TestCase):
     with self.assertRaisesRegex(UserError, "data.corpus .'' there, 'misspelt' here."):
       workdirs.claim(self.workdir, as_dict(corpus='misspelt'))
 
-  def test_fields_that_change_no_number_may_change(self):
+  def test_fields_that_affect_no_number_may_change(self):
     may_change = validation.may_change(constant_rates())
     workdirs.claim(self.workdir, as_dict())
     self.write_a_number()
@@ -65,7 +65,7 @@ class WorkdirTest(parameterized.TestCase):
     getattr(config, model).lr = 0.0  # which has no schedule
     self.assertIn('train.updates', validation.may_change(config))
 
-  def test_the_source_of_a_plug_in_is_part_of_the_numbers(self):
+  def test_a_changed_plug_in_is_refused(self):
     workdirs.claim(self.workdir, as_dict(source='m:load'), digests={'data.source': 'a1'})
     with open(os.path.join(self.workdir, 'config.json'), encoding='utf-8') as file:
       self.assertEqual(json.load(file)['plugins'], {'data.source': 'a1'})
@@ -76,7 +76,7 @@ class WorkdirTest(parameterized.TestCase):
     ):
       workdirs.claim(self.workdir, as_dict(source='m:load'), digests={'data.source': 'b2'})
 
-  def test_staleness_is_part_of_the_numbers(self):
+  def test_another_staleness_is_refused(self):
     workdirs.claim(self.workdir, as_dict())
     self.write_a_number()
     config = dataclasses.asdict(schema.Config(pipeline=schema.Pipeline(staleness=1)))

@@ -1,4 +1,4 @@
-"""Countdown by GRPO: a reward, questions and an environment of one's own, and no retriever.
+"""Countdown by GRPO: your own reward, questions and environment, and no retriever.
 
 python run.py --config=gallery/countdown/config.py --workdir=/tmp/countdown
 """

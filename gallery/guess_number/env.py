@@ -9,7 +9,7 @@ NUM_TASKS = {'train': 2000, 'dev': 128}
 
 
 def load(split: str) -> list[Task]:
-  """Makes the tasks of a split: the seed of a task is all there is to it."""
+  """Makes the tasks of a split: a task is its seed."""
   start = 0 if split == 'train' else NUM_TASKS['train']
   seeds = range(start, start + NUM_TASKS[split])
   return [

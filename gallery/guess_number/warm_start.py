@@ -2,8 +2,7 @@
 
   python -m gallery.guess_number.warm_start    # writes gallery/guess_number/model in a minute
 
-The demonstrations guess at random: most of them take no notice of the answers, and none divides
-well.
+The demonstrations guess at random. Half of them ignore the answers, and none halves the range.
 """
 
 import json
@@ -28,7 +27,7 @@ TEMPLATE = (
     '<|end|>{% endfor %}{% if add_generation_prompt %}<|agent|>{% endif %}'
 )
 _STEPS = flags.DEFINE_integer('steps', 600, 'optimizer steps')
-HEEDS = 0.5  # share of the demonstrations that only guess what the answers leave
+CONSISTENT = 0.5  # share of the demonstrations that only guess what the answers leave
 MAX_TURNS = 5
 
 
@@ -67,7 +66,7 @@ def demonstrate(tokenizer, rng) -> sft.Demonstration:
   game = env.GuessNumber(Task('', ''), MAX_TURNS)
   ids = chat.encode_prompt(tokenizer, game.reset(seed=int(rng.integers(2**31)))[0])
   weights, low, high, over = [0.0] * len(ids), 1, 9, False
-  heeds = rng.random() < HEEDS
+  heeds = rng.random() < CONSISTENT
   while not over:
     guess = int(rng.integers(low, high + 1) if heeds else rng.integers(1, 10))
     turn = [*tokenizer.encode(str(guess)), tokenizer.eos_ids[0]]

@@ -1,8 +1,8 @@
 """Advantages: from rewards and values (or scores alone) to one number per agent token.
 
 TurnBatch and Variant in, TurnBatch with advantages and returns out. Every estimator sees agent
-tokens only. Observation tokens are stepped over: they have no action, no reward and no place in the
-recursion, so gamma and lambda count decisions, not retrieved words.
+tokens only. Observation tokens are skipped, since they are no actions and get no reward. So gamma
+and lambda count decisions, not retrieved words.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from stppo_jax.algorithms import segments
 
 @dataclasses.dataclass(frozen=True)
 class Estimator:
-  """A way to assign credit, and what a run has to provide for it."""
+  """A credit assignment, and what it needs from a run."""
 
   function: Callable  # (batch, variant) -> (advantages [B,T], returns [B,T])
   needs_critic: bool = False
@@ -71,7 +71,7 @@ def estimator(advantage: str | Callable) -> Estimator:
 
 
 def estimate(batch: Any, variant: Any) -> Any:
-  """Fills in `advantages` and `returns` by the variant's estimator; whitens if it says so.
+  """Fills in `advantages` and `returns` by the variant's estimator; whitens if `variant.whiten`.
 
   `returns` are the critic's targets; without a critic they are the advantages and nothing reads
   them.
@@ -196,7 +196,7 @@ def whiten_turns(advantages: jax.Array, turn_ids: jax.Array, num_turns: int) -> 
 
 
 def _standardise(x, weights):
-  """(x - mean) / std where weights are not 0; the variance is unbiased, as verl's masked_whiten."""
+  """Returns (x - mean) / std where weights are not 0, with unbiased variance as in verl."""
   total = jnp.maximum(weights.sum(), 1)
   mean = jnp.sum(x * weights) / total
   variance = jnp.sum(jnp.square(x - mean) * weights) / jnp.maximum(total - 1, 1)
@@ -204,7 +204,7 @@ def _standardise(x, weights):
 
 
 def _gae(rewards, values, mask, gammas, lams):
-  """The recursion over columns where mask is 1; gammas and lams [B,T] are those of that step."""
+  """Runs the recursion over columns where mask is 1; gammas and lams [B,T] are per step."""
 
   def step(carry, column):
     next_value, next_advantage = carry
@@ -224,7 +224,7 @@ def _gae(rewards, values, mask, gammas, lams):
 
 
 def _to_tokens(per_turn, turn_ids):
-  """[B,K] of turns 1..K -> [B,T]; 0 outside turns."""
+  """Spreads [B,K] of turns 1..K over their tokens [B,T]; 0 outside turns."""
   padded = jnp.pad(per_turn, ((0, 0), (1, 0)))
   return jnp.take_along_axis(padded, turn_ids, axis=1)
 

@@ -28,7 +28,7 @@ def cotangents(
     dual_clip: float | None = None,
     min_advantage: str | None = None,
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-  """Cotangents of logp [B,T] for the policy loss and for the clipping bias, and their parts.
+  """Returns the cotangents of logp [B,T] for policy loss and clipping bias, and their parts.
 
   J   = sum_t weight_t s_t,   s_t the surrogate; for 'clip' min(w_t A_t, clip(w_t) A_t)
   J_c = sum_{t clipped} weight_t w_t A_t,   w_t the ratio of the segment that holds t
@@ -65,9 +65,10 @@ def cotangents(
   advantages = jnp.where(batch.action_mask > 0, batch.advantages, 0)
   level = 'token' if variant.ratio == 'none' else variant.ratio
   ids, num_segments = segments.segment_ids(level, batch.action_mask, batch.turn_ids)
-  ratio_of = lambda x: segments.importance_ratio(
-      x, batch.old_logp, batch.action_mask, ids, num_segments
-  )
+
+  def ratio_of(x):
+    return segments.importance_ratio(x, batch.old_logp, batch.action_mask, ids, num_segments)
+
   if variant.ratio == 'none':
     return _policy_gradient(logp, ratio_of(logp), weights, advantages)
   if variant.min_advantage == 'turn':
@@ -78,7 +79,8 @@ def cotangents(
 def divisor(
     rule: str | Callable, g_norm: jax.Array, c_norm: jax.Array, any_clipped: jax.Array
 ) -> jax.Array:
-  """What S-PPO and ST-PPO divide the gradient by: a scalar, constant for differentiation.
+  """Returns the scalar that divides the gradient in S-PPO and ST-PPO; a constant when
+  differentiated.
 
   `rule` is a name of DIVISORS, or a function (g_norm, c_norm, any_clipped) -> number.
   """
@@ -90,7 +92,7 @@ def divisor(
 
 
 def _policy_gradient(logp, ratio, weights, advantages):
-  """Cotangents of J = sum weight A logp, which nothing clips."""
+  """Returns the cotangents of J = sum weight A logp, where nothing is clipped."""
   aux = dict(
       ratio=ratio,
       clipped=jnp.zeros(logp.shape, bool),
@@ -101,7 +103,7 @@ def _policy_gradient(logp, ratio, weights, advantages):
 
 
 def _surrogate_gradients(logp, ratio_of, weights, advantages, variant):
-  """Cotangents of J = sum weight s, and of what its clip removed."""
+  """Returns the cotangents of J = sum weight s, and of what its clip removed."""
   ratio, pull_ratio = jax.vjp(ratio_of, logp)
   surrogate, pull, clipped = jax.vjp(
       lambda x: losses.surrogate(ratio_of(x), x, advantages, variant), logp, has_aux=True
@@ -120,13 +122,13 @@ def _surrogate_gradients(logp, ratio_of, weights, advantages, variant):
 
 
 def _none(g_norm, c_norm, any_clipped):
-  """1."""
+  """Returns 1."""
   del g_norm, any_clipped
   return jnp.ones_like(c_norm)
 
 
 def _paper(g_norm, c_norm, any_clipped):
-  """||C|| where something is clipped, else 1 (v2's "clipping-triggered normalization").
+  """Returns ||C|| where something is clipped, else 1 (v2's "clipping-triggered normalization").
 
   Below 1 it amplifies: the step is largest when clipping is rarest. Choice: where ||C|| is exactly
   0 (clipped tokens without an advantage), 1.
@@ -136,13 +138,13 @@ def _paper(g_norm, c_norm, any_clipped):
 
 
 def _floor(g_norm, c_norm, any_clipped):
-  """max(1, ||C||)."""
+  """Returns max(1, ||C||)."""
   del g_norm, any_clipped
   return jnp.maximum(c_norm, 1)
 
 
 def _relative(g_norm, c_norm, any_clipped):
-  """(||g|| + ||C||) / ||g||: scale-free, never amplifies, 1 when nothing is clipped.
+  """Returns (||g|| + ||C||) / ||g||: scale-free, never amplifies, 1 when nothing is clipped.
 
   Choice: where ||g|| is 0, 1.
   """

@@ -23,7 +23,7 @@ KL_ESTIMATORS = ('k1', 'k2', 'k3')
 def surrogate(
     ratio: jax.Array, logp: jax.Array, advantages: jax.Array, variant: Any
 ) -> tuple[jax.Array, jax.Array]:
-  """What the variant maximises per token, and where its clip changed the gradient, both [B,T].
+  """Returns what the variant maximises per token, and where clipping changed its gradient, [B,T].
 
   The variant names one of SURROGATES, or holds a function of the same signature as this one.
   """
@@ -43,7 +43,7 @@ def clipped_surrogate(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """PPO's pessimistic surrogate, not reduced, and where the clip removed the gradient, both [B,T].
+  """Returns PPO's pessimistic surrogate and where its clip removed the gradient, both [B,T].
 
   min(w A, clip(w, 1 - clip_low, 1 + clip_high) A)                    (Schulman et al. 2017, eq. 7)
 
@@ -67,7 +67,7 @@ def clipped_surrogate(
 def value_loss(
     values: jax.Array, old_values: jax.Array, returns: jax.Array, clip: float | None = None
 ) -> jax.Array:
-  """Half squared error of the critic [B,T], pessimistic within `clip` of the old values.
+  """Returns half the squared error of the critic [B,T], pessimistic within `clip` of old values.
 
   0.5 max( (v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2 )       (PPO's reference implementation)
   """
@@ -80,7 +80,7 @@ def value_loss(
 
 
 def kl(logp: jax.Array, ref_logp: jax.Array, estimator: str) -> jax.Array:
-  """Per-token estimate of KL(policy || reference) from the policy's samples [B,T].
+  """Returns an estimate of KL(policy || reference) per token of the policy's samples [B,T].
 
   k1 = logp - ref_logp,  k2 = k1^2 / 2,  k3 = exp(-k1) - 1 + k1      (Schulman 2020)
   """
@@ -102,7 +102,8 @@ def adaptive_kl(
     horizon: float,
     episodes: jax.Array,
 ) -> jax.Array:
-  """The next KL coefficient: grows when the measured KL is above target (Ziegler et al. 2019, 2.2).
+  """Returns the next KL coefficient, larger if the measured KL is above target (Ziegler et al.
+  2019, 2.2).
 
   coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon)
   """
@@ -111,7 +112,7 @@ def adaptive_kl(
 
 
 def aggregation_weights(mask: jax.Array, mode: str, norm_length: int | None = None) -> jax.Array:
-  """Weights [B,T] such that sum(weights * x) is x reduced by verl's `loss_agg_mode`.
+  """Returns weights [B,T] such that sum(weights * x) is x reduced by verl's `loss_agg_mode`.
 
   token-mean                sum over all masked tokens / their number
   seq-mean-token-sum        mean over episodes of each one's sum

@@ -4,7 +4,7 @@ To add an algorithm, write a Variant: a row of VARIANTS, or a name in a file of 
 run picks by `--config.algorithm.variant=my_file:MY_VARIANT`. To change one for a run, override a
 column (`--config.algorithm.ratio=turn`).
 
-Three columns take a name from the table beside the built-ins, or a function of your own:
+Three columns take the name of a built-in from the table on the right, or a function of your own:
 
   advantage  (batch, variant) -> (advantages, returns)                        advantages.ESTIMATORS
              Both [B,T]; `returns` are the critic's targets. `advantages.from_groups` makes one from
@@ -95,7 +95,7 @@ VARIANTS = {
     'grpo': Variant('group_zscore', 'token'),
     # arXiv 2511.20718v2
     'so_grpo': Variant('group_zscore', 'turn', divisor='paper'),
-    # Zheng et al., arXiv 2507.18071: ratios of whole sequences hug 1, hence the narrow clip
+    # Zheng et al., arXiv 2507.18071: ratios of whole sequences are near 1, hence the narrow clip
     'gspo': Variant('group_zscore', 'sequence', clip_low=3e-4, clip_high=4e-4),
     # Ahmadian et al., arXiv 2402.14740
     'rloo': Variant('leave_one_out', 'none'),

@@ -1,4 +1,4 @@
-"""What the rollout needs of an environment: its contract, its random state, its settings.
+"""The interface of an environment to the rollout: methods, random state and settings.
 
 An environment is named by `config.env.kind`: a short name of `search.ENVIRONMENTS`, or
 `module:attribute`. Its interface is that of GEM: `reset` and `step`. It may also have these class
@@ -8,8 +8,8 @@ attributes:
   frame          where an observation goes: 'inline' appends its text to the agent's turn, 'user'
                  and 'tool' make it a turn of the chat template.                   Default: 'inline'
   core_metrics   those of `info['metrics']` that are scores, the main one first.   Default: ()
-  uses_global_random   False promises not to use Python's or NumPy's global random state, and saves
-                 the isolation from it.                                            Default: True
+  uses_global_random   False means that Python's and NumPy's global random state are not used and
+                 need no isolation.                                                Default: True
 
 `step` may return in `info`: `metrics` (a dict of numbers, of which the last value of an episode
 counts), `action` (the kind of action, 'invalid' where there was none), `prefix` and `suffix` (text
@@ -39,7 +39,7 @@ from stppo_jax import types
 FRAMES = ('inline', 'user', 'tool')
 Step = tuple[str, float, bool, bool, dict[str, Any]]
 
-_GLOBAL_RANDOM = threading.RLock()  # held while the global random state is an environment's
+_GLOBAL_RANDOM = threading.RLock()  # held while the global random state is that of an environment
 
 
 @runtime_checkable
@@ -175,9 +175,10 @@ def step_all(envs: Sequence[Any], actions: Sequence[str]) -> list[Step]:
 
 
 def full_text(observation: str, info: Mapping[str, Any]) -> str:
-  """The observation between `info['prefix']` and `info['suffix']`, as GEM's wrappers show it.
+  """Returns the observation between `info['prefix']` and `info['suffix']`, as GEM's wrappers show
+  it.
 
-  A line break goes in where two of the three would meet without white space.
+  Inserts a line break where two of the three would meet without white space.
   """
   text = ''
   for part in (info.get('prefix') or '', observation, info.get('suffix') or ''):
@@ -194,7 +195,9 @@ def _set_global_random(state):
 
 
 def _texts(name, make, attribute):
-  """A class attribute that is a tuple of texts; a single text would be taken letter by letter."""
+  """Returns a class attribute that is a tuple of texts. UserError: anything else, a single text
+  too.
+  """
   texts = getattr(make, attribute, ())
   if isinstance(texts, str) or not all(isinstance(text, str) and text for text in texts):
     raise types.UserError(

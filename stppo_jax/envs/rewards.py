@@ -37,7 +37,7 @@ def normalize_answer(text: str) -> str:
 
 
 def exact_match(prediction: str | None, golds: Sequence[str]) -> float:
-  """1.0 if the normalised prediction equals any normalised gold, else 0.0.
+  """Returns 1.0 if the normalised prediction equals any normalised gold, else 0.0.
 
   Choice: golds of which normalisation leaves nothing (`A`, `The`, `+`) are compared as they
   stand, letter case aside; else an empty prediction would be right for each of them.
@@ -48,7 +48,7 @@ def exact_match(prediction: str | None, golds: Sequence[str]) -> float:
 
 
 def sub_exact_match(prediction: str | None, golds: Sequence[str]) -> float:
-  """1.0 if any normalised gold is a substring of the normalised prediction, else 0.0."""
+  """Returns 1.0 if any normalised gold is a substring of the normalised prediction, else 0.0."""
   if prediction is None:
     return 0.0
   within = normalize_answer(prediction)
@@ -59,23 +59,24 @@ def sub_exact_match(prediction: str | None, golds: Sequence[str]) -> float:
 
 
 def f1(prediction: str | None, golds: Sequence[str]) -> float:
-  """The best over the golds of 2 P R / (P + R), P and R counted over normalised words."""
+  """Returns the best 2 P R / (P + R) over the golds, P and R counted over normalised words."""
   if prediction is None:
     return 0.0
   return max((_word_f1(prediction, gold) for gold in _as_list(golds)), default=0.0)
 
 
 def extract_answer(text: str) -> str | None:
-  """The stripped content of the first `<answer>..</answer>`, or None. `text` is the agent's own:
-  neither the prompt nor an observation belongs in it."""
+  """Returns the stripped content of the agent's first `<answer>..</answer>`, or None."""
   content, closing, _ = text.partition('<answer>')[2].partition('</answer>')
   return content.strip() if closing else None
 
 
 def well_formed(text: str) -> bool:
-  """True if `text` is think (search information think)* answer, with balanced tags, no tag inside
-  another, and nothing but white space between the blocks. `text` is the agent's text with the
-  observations in between, without the prompt."""
+  """Returns whether `text` is think (search information think)* answer with balanced tags.
+
+  No tag is inside another, and only white space is between the blocks. `text` is the agent's text
+  with the observations in between, without the prompt.
+  """
   previous, inside, end = 'start', None, 0
   for tag in _TAG.finditer(text):
     closing, name = tag.groups()
@@ -93,7 +94,7 @@ def well_formed(text: str) -> bool:
 
 
 def format_reward(correct: bool, formed: bool, answered: bool = True) -> float:
-  """Correctness mixed with form, with the numbers of Search-R1 v0.3.
+  """Returns correctness mixed with form, with the numbers of Search-R1 v0.3.
 
             well-formed   ill-formed
   correct       1.0           0.8

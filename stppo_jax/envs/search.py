@@ -17,7 +17,7 @@ _OPENING = re.compile(r'([<\uff1c\ufe64])(?=\S|\Z)')
 _BRACKET_MARKER = re.compile(
     r'\[(?=/?(?:INST|SYS|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\])'
 )
-_OWN_SEARCH = object()  # `passages` was not given; None would mean: the retriever failed
+_OWN_SEARCH = object()  # `passages` was not given, while None means that the retriever failed
 
 _INSTRUCTIONS = (
     'Find the answer to the question at the end. Begin each step, and react to every piece of new '

@@ -71,8 +71,10 @@ def choose(
   This is `wanted`, or for 'auto' the fastest that can run. UserError: it cannot run on this device.
   """
   if wanted == 'auto':
-    refused = lambda backend: _refusal(backend, device, dtype, head_dim, lengths)
-    return next((backend for backend in ('splash', 'cudnn') if not refused(backend)), 'plain')
+    for backend in ('splash', 'cudnn'):
+      if not _refusal(backend, device, dtype, head_dim, lengths):
+        return backend
+    return 'plain'
   if refusal := _refusal(wanted, device, dtype, head_dim, lengths):
     raise UserError(
         f'config.model.attention={wanted!r} {refusal}: set --config.model.attention=auto, '
@@ -272,9 +274,11 @@ def _attend_backward(residuals, d):
   d_scores = d_scores.astype(q.dtype)
   root = q.shape[-1] ** -0.5
   d_q = _per_key_head('bmts,bmsh->bmth', d_scores, k) * root
-  sums = lambda a, b: jnp.einsum(
-      'bmts,bmth->bmsh', _merged(a), _merged(b), preferred_element_type=jnp.float32
-  )
+
+  def sums(a, b):
+    a, b = _merged(a), _merged(b)
+    return jnp.einsum('bmts,bmth->bmsh', a, b, preferred_element_type=jnp.float32)
+
   d_k, d_v = sums(d_scores, q * root), sums(weights, d)
   return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 

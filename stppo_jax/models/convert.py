@@ -99,7 +99,7 @@ def save_hf(
   """Writes a folder for `load_hf` and transformers: config.json, safetensors and the tokenizer.
 
   A critic (head 'value') becomes a TokenClassification model with one label and its value head as
-  `score`. Head 'both' is a causal model with `score` beside it. The parameters (NumPy or jax
+  `score`. Head 'both' is a causal model with an additional `score`. The parameters (NumPy or jax
   arrays, sharded or not) keep their dtype and are gathered one tensor at a time; the host holds one
   file of at most `max_shard_bytes`. Where several processes share the arrays, all of them call this
   and process 0 writes. Existing weights in the folder are replaced.

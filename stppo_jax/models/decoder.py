@@ -14,7 +14,7 @@ Parameter tree, every leaf under `layers` stacked on a leading L axis:
   layers/mlp/{gate,up}/kernel [L,D,F]    layers/mlp/down/kernel [L,F,D]
   lm_head/kernel [D,V]           for token logits that are not tied to `embed`
   value_head/{kernel [D,1], bias [1]}    for values
-  lora_a, lora_b beside any kernel of `layers`: an adapter, see lora.py
+  lora_a, lora_b next to any kernel of `layers`: an adapter, see lora.py
 
 Einsum letters are those of `types.py`.
 """

@@ -70,7 +70,9 @@ def convert_file(
   ids = _token_ids(header, tokens)
   tokenizer = _tokenizer(header, tokens, ids)
 
-  tensor_of = lambda entry: _tensor(header, config, names, entry).astype(hf_config.DTYPES[dtype])
+  def tensor_of(entry):
+    return _tensor(header, config, names, entry).astype(hf_config.DTYPES[dtype])
+
   settings = {
       'tokenizer_class': 'PreTrainedTokenizerFast',
       'clean_up_tokenization_spaces': False,

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA), which are trained in place of the layers' kernels.
 
-A kernel W is frozen. Beside it are A `lora_a` [L,in..,r] and B `lora_b` [L,r,out..], in float32:
+A kernel W is frozen. Its adapter is A `lora_a` [L,in..,r] and B `lora_b` [L,r,out..], in float32:
 
   y = x W + scale (x A) B,   scale = alpha / r      LoRA (Hu et al., arXiv 2106.09685), section 4.1
 

@@ -1,4 +1,4 @@
-"""Metrics of a batch of episodes, and the episodes as records with training's numbers per token."""
+"""Metrics of a batch of episodes, and records of the episodes with per-token numbers."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence

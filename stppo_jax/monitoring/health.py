@@ -47,7 +47,7 @@ def check(
 ) -> list[Alarm]:
   """Returns the rules that the run breaks after the last of `rows`, the metrics of all its updates.
 
-  A limit of 0 turns its rule off. A rule holds until its metric fills a window.
+  A limit of 0 turns its rule off. A rule is not broken before its metric fills a window.
   """
   alarms = []
   for name, rule in RULES.items():
@@ -95,7 +95,7 @@ def _has(row, metric):
 
 
 def _turns(record):
-  """The tokens of each turn of the agent."""
+  """Returns the tokens of each turn of the agent."""
   turns = [[] for _ in record['actions']]
   for token, turn in zip(record['tokens'], record['turn_ids']):
     if turn:
@@ -125,7 +125,7 @@ def _gap(record):
 
 
 def _surprise(record):
-  """Geometric mean of the sampled tokens' probabilities: 1 where every token was certain."""
+  """Returns the geometric mean of the sampled tokens' probabilities: 1 where all were certain."""
   logp = [x for x in record['behaviour_logp'] if x is not None]
   return float(np.exp(np.mean(logp))) if logp else 0.0
 

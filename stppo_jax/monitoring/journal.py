@@ -103,7 +103,7 @@ class Journal(contextlib.ExitStack):
   def warn(
       self, n: int, alarms: Sequence[health_lib.Alarm], records: Sequence[Mapping[str, Any]]
   ) -> None:
-    """Logs new alarms; raises RunError where config.health.stop_on says so."""
+    """Logs new alarms; raises a RunError for a rule of config.health.stop_on."""
     for alarm in alarms:
       if not alarm.is_new:
         continue
@@ -123,7 +123,7 @@ class Journal(contextlib.ExitStack):
     """Logs how the run ended after update n; builds the report where it was the last one."""
     if n < self._updates:
       logging.info(
-          'stopped as asked, %d of %d updates done and saved; the same command goes on',
+          'stopped on request, %d of %d updates done and saved; the same command resumes',
           n,
           self._updates,
       )
@@ -133,7 +133,7 @@ class Journal(contextlib.ExitStack):
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-  """What one optimizer step saw."""
+  """The metrics and per-token numbers of one optimizer step."""
 
   rows: Any  # [b], of the batch: NumPy or jax
   metrics: Mapping[str, Any]
@@ -141,7 +141,7 @@ class Seen:
 
 
 def summarize(episodes: Sequence[types.Episode], seen: Sequence[Seen]) -> dict[str, float]:
-  """Summarises an update: means over its optimizer steps, and what its episodes were like."""
+  """Summarises an update: means over its optimizer steps, and statistics of its episodes."""
   names = seen[0].metrics
   means = {name: float(np.mean([step.metrics[name] for step in seen])) for name in names}
   means['actor/skipped'] = max(int(step.metrics['actor/skipped']) for step in seen)  # in a row
@@ -157,6 +157,6 @@ def records(
     n: int,
     has_values: bool,
 ) -> list[dict]:
-  """Records of an update's episodes with what training saw of each token, in the last epoch."""
+  """Returns the records of an update's episodes with per-token numbers of the last epoch."""
   tokens = {tuple(step.rows): step.tokens for step in seen}
   return episodes_lib.with_tokens(episodes, tokenizer, batch, tokens, n, has_values)

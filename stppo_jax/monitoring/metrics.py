@@ -27,7 +27,7 @@ class MetricsWriter:
 
   A non-finite number is written as null, and its name in that line's list "nonfinite".
   `resume_step=n` first drops the lines of later steps, which a resumed run writes again; n = -1
-  starts the file anew; None keeps every whole line. Only process 0 may hold a writer.
+  starts a new file; None keeps every whole line. Only process 0 may hold a writer.
   """
 
   def __init__(
@@ -60,7 +60,9 @@ class MetricsWriter:
       line['nonfinite'] = [name for name in numbers if name not in finite]
     self._file.write(json.dumps(line, allow_nan=False) + '\n')
     self._file.flush()
-    os.fsync(self._file.fileno())  # a checkpoint that comes later must not outlive its lines
+    os.fsync(
+        self._file.fileno()
+    )  # a later checkpoint must not survive a crash that loses this line
     if self._tensorboard is not None:
       for name, number in finite.items():
         self._tensorboard.add_scalar(name, number, int(step))
@@ -68,8 +70,8 @@ class MetricsWriter:
     if self._wandb is not None:
       try:
         self._wandb.log(finite, step=int(step))
-      except Exception as error:  # a remote service: never worth a run
-        logging.warning('W&B stopped taking metrics (%s); metrics.jsonl goes on.', error)
+      except Exception as error:  # a remote service must not stop a run
+        logging.warning('W&B stopped taking metrics (%s); metrics.jsonl continues.', error)
         self._wandb = None
 
   def close(self) -> None:
@@ -109,7 +111,7 @@ def progress_line(
     first_step: int = 0,
     core_metrics: Sequence[str] = ('em',),  # of the environment; the first is shown if it is there
 ) -> str:
-  """`update 12/60  reward .42  em .44  clip .031  1.9k tok/s  3:21 left`.
+  """Returns a line: `update 12/60  reward .42  em .44  clip .031  1.9k tok/s  3:21 left`.
 
   `elapsed_s` is the time of updates `first_step`+1 .. `step`: a resumed run counts its own.
   """
@@ -146,7 +148,7 @@ def summarize(prefix: str, array: Any, mask: Any | None = None) -> dict[str, flo
 
 
 def host_memory_gb() -> float:
-  """Returns the resident memory of this process in GiB; its peak where the system has no more."""
+  """Returns the resident memory of this process in GiB, or its peak if only that is known."""
   if os.path.exists('/proc/self/statm'):
     with open('/proc/self/statm', encoding='ascii') as file:
       return int(file.read().split()[1]) * resource.getpagesize() / 2**30
@@ -161,7 +163,7 @@ def _host_scalar(value: Any) -> int | float:
 
 
 def _whole_lines(path: str) -> list[tuple[dict[str, Any], bytes]]:
-  """(parsed, raw) of every readable line; a missing file has none."""
+  """Returns (parsed, raw) of every readable line; a missing file has none."""
   if not os.path.exists(path):
     return []
   lines = []
@@ -203,7 +205,7 @@ def _open_tensorboard(workdir: str, resume_step: int | None) -> Any:
 
 
 def _open_wandb(workdir: str, project: str, run_name: str, config_json: str) -> Any:
-  """A W&B run, or None with one warning. Without a login the run is kept offline in `workdir`."""
+  """Returns a W&B run, or None with one warning; without a login, one kept offline in `workdir`."""
   try:
     import wandb  # pylint: disable=import-outside-toplevel
 
@@ -214,13 +216,13 @@ def _open_wandb(workdir: str, project: str, run_name: str, config_json: str) -> 
         config=json.loads(config_json),
         mode=None if os.environ.get('WANDB_MODE') or wandb.api.api_key else 'offline',
     )
-  except Exception as error:  # not installed, no network, a bad key: none is worth a run
+  except Exception as error:  # not installed, no network or a bad key: must not stop a run
     logging.warning('No W&B logging (%s: %s).', type(error).__name__, error)
     return None
 
 
 def _short(number: float, digits: int) -> str:
-  """.42 for 0.42: a progress line is read, not parsed."""
+  """Writes 0.42 as .42, because people read progress lines."""
   if not math.isfinite(number):
     return 'NaN'
   text = f'{number:.{digits}f}'

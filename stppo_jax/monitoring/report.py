@@ -38,7 +38,7 @@ _HIGHLIGHTS = (  # of the config, in the order in which the page shows them
 def build(workdir: str) -> str:
   """Writes `workdir`/report.html and returns its path. Whatever does not exist yet is left out."""
   rows = metrics.read_metrics(workdir)  # a UserError where there is no such folder
-  rows = _with_one_name_an_only_data_set(rows)
+  rows = _merge_only_data_set(rows)
   config = _read_config(os.path.join(workdir, 'config.json'))
   name = config.get('run_name') or config.get('name')
   name = str(name or os.path.basename(os.path.abspath(workdir)))
@@ -70,8 +70,8 @@ def build(workdir: str) -> str:
   return path
 
 
-def _with_one_name_an_only_data_set(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-  """Where one data set is held out, 'all' is that one: it takes its name, once."""
+def _merge_only_data_set(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+  """Where one data set is held out, renames 'all' to it, so that equal scores are shown once."""
   found = {name.split('/')[1] for row in rows for name in row if _CORE_NAME.fullmatch(name)}
   if len(found - {'all'}) != 1:
     return rows
@@ -91,7 +91,7 @@ def _read_config(path: str) -> dict[str, Any]:
 
 
 def _script_json(value: Any) -> str:
-  """JSON that no HTML parser can mistake for markup; non-finite numbers become null."""
+  """Returns JSON that no HTML parser can mistake for markup; non-finite numbers become null."""
   text = json.dumps(_tidy(value), ensure_ascii=False, allow_nan=False, separators=(',', ':'))
   for character in '<>&\u2028\u2029':
     text = text.replace(character, f'\\u{ord(character):04x}')
@@ -99,7 +99,7 @@ def _script_json(value: Any) -> str:
 
 
 def _tidy(value: Any) -> Any:
-  """Four significant digits, and null for what JSON cannot say."""
+  """Rounds to four significant digits; replaces non-finite numbers, unknown to JSON, by null."""
   if isinstance(value, float):
     return float(f'{value:.4g}') if math.isfinite(value) else None
   if isinstance(value, dict):
@@ -113,7 +113,7 @@ def _tidy(value: Any) -> Any:
 
 
 def _episode_groups(folder: str) -> list[dict[str, Any]]:
-  """Of the last and the first training update and of the last evaluation: a choice of episodes."""
+  """Returns chosen episodes of the last and first training update and of the last evaluation."""
   train = _numbered(folder, 'train')
   evaluations = _numbered(folder, 'eval')
   chosen = []
@@ -147,7 +147,7 @@ def _episode_group(path: str, step: int, label: str) -> dict[str, Any]:
           for key in ((dataset, None), (dataset, episode.get('hops'))):
             counts[key] = counts.get(key, 0) + 1
       except (ValueError, KeyError, TypeError):
-        unreadable += 1  # torn: the run is still writing, or died here
+        unreadable += 1  # incomplete: the run is still writing, or was killed here
       offset += len(raw)
     if unreadable:
       logging.warning('%s: %d unreadable lines left out of the report', path, unreadable)
@@ -171,7 +171,7 @@ def _episode_group(path: str, step: int, label: str) -> dict[str, Any]:
 
 
 def _choose(right: list[int], wrong: list[int], limit: int) -> list[int]:
-  """At most `limit`, half right and half wrong where both exist, spread evenly, in file order."""
+  """Chooses at most `limit`, half right and half wrong where both exist, evenly, in file order."""
   num_right = min(len(right), max(limit // 2, limit - len(wrong)))
   num_wrong = min(len(wrong), limit - num_right)
   return sorted(
@@ -204,7 +204,7 @@ def _status_html(rows: list[dict[str, Any]]) -> str:
 
 
 def _health_html(rows: list[dict[str, Any]]) -> str:
-  """The rules of monitoring/health.py that were broken, how often and since when."""
+  """Returns the broken rules of monitoring/health.py as HTML: how often and since when."""
   broken = {}
   for row in rows:
     for name, value in row.items():
@@ -219,7 +219,7 @@ def _health_html(rows: list[dict[str, Any]]) -> str:
 
 
 def _results_html(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> str:
-  """The table of the main held-out score, before and after, over all questions and by hops."""
+  """Returns the table of the main held-out score, before and after, over all and by hops."""
   points = {}  # (dataset, hops or None) -> [(step, score)]
   main = _main_score(rows)
   for row in rows:
@@ -268,7 +268,7 @@ def _results_html(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> s
 
 
 def _main_score(rows: list[dict[str, Any]]) -> str:
-  """The name that is scored by hops; else exact match, any core metric, or the reward."""
+  """Returns the name that is scored by hops; else exact match, any core metric, or the reward."""
   found = [match for row in rows for name in row if (match := _CORE_NAME.fullmatch(name))]
   by_hops = [match.group(2) for match in found if match.group(3)]
   names = sorted({match.group(2) for match in found}, key=lambda n: (n == 'score', n != 'em', n))
@@ -291,12 +291,12 @@ def _highlights_html(config: dict[str, Any]) -> str:
 
 
 def _breakable(value: Any) -> str:
-  """Escaped; a long path may wrap after a slash."""
+  """Escapes a text; a long path may wrap after a slash."""
   return html.escape(str(value)).replace('/', '/<wbr>')
 
 
 def _flatten(config: dict[str, Any], prefix: str = '') -> dict[str, Any]:
-  """{'a': {'b': 1}} -> {'a.b': 1}; lists, nulls and empty strings are left out."""
+  """Flattens {'a': {'b': 1}} to {'a.b': 1}; lists, nulls and empty strings are left out."""
   flat = {}
   for name, value in config.items():
     if isinstance(value, dict):

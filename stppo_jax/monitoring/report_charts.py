@@ -273,7 +273,7 @@ def _chart(chart: Chart, series: list[dict[str, Any]]) -> list[dict[str, Any]]:
   prefixes = {one['label'].split(' · ')[0] for one in series}
   for hue, one in enumerate(series):
     one['hue'] = hue
-    if len(series) > 1 and len(prefixes) == 1:  # one data set: its name says nothing here
+    if len(series) > 1 and len(prefixes) == 1:  # one data set, so its name adds nothing
       one['label'] = one['label'].split(' · ')[-1]
   fields = {name: getattr(chart, name) for name in ('section', 'title', 'unit', 'note', 'scale')}
   return [fields | {'series': series}]
@@ -304,7 +304,7 @@ def _band_names(name: str) -> tuple[str, str]:
 
 
 def _thin(column: dict[int, float | None]) -> list[int]:
-  """Steps to draw: all, or of each of MAX_POINTS / 2 bins those of the least and largest value."""
+  """Returns the steps to draw: all, or the extremes of each of MAX_POINTS / 2 bins."""
   steps = sorted(column)
   if len(steps) <= MAX_POINTS:
     return steps
@@ -318,7 +318,7 @@ def _thin(column: dict[int, float | None]) -> list[int]:
 
 
 def _evenly(column: dict[int, float | None]) -> list[int]:
-  """Every n-th step, n a matter of the step alone: the layers of a stack need the same ones."""
+  """Returns every n-th step, chosen by the step alone so that the layers of a stack agree."""
   stride = max(column) // MAX_POINTS + 1
   return [step for step in sorted(column) if step % stride == 0 or step == max(column)]
 
@@ -328,7 +328,7 @@ def _sortable(value: float | None) -> float:
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-  """turn10 after turn2."""
+  """Returns a sort key that puts turn10 after turn2."""
   return [
       (0, int(part), '') if part.isdigit() else (1, 0, part) for part in re.split(r'(\d+)', name)
   ]

@@ -15,7 +15,7 @@ import jax
 
 
 class Timing(collections.defaultdict):
-  """{phase: seconds}, filled by `with timing('gen'):`; seconds of a repeated phase add up."""
+  """The seconds of each phase, filled by `with timing('gen'):`; repeated phases add up."""
 
   def __init__(self):
     super().__init__(float)

@@ -48,24 +48,23 @@ def claim(
     digests: Mapping[str, str] | None = None,
     objective: Mapping[str, Any] | None = None,
 ) -> None:
-  """Writes config.json into `workdir`, or checks that the one there says the same.
+  """Writes config.json into `workdir`, or checks that the existing one is the same.
 
   `config` is given as nested dicts; a resumed run may differ in the fields `may_change`. `digests`
   of plug-ins' sources, by field, are kept under the key 'plugins', the resolved `objective` under
-  its own. A folder in which no number was computed yet (a run that stopped at a wrong path, say) is
-  free.
+  'objective'. A folder without metrics (of a run that stopped at a wrong path, say) may be reused.
   """
   path = os.path.join(workdir, 'config.json')
   mine = json.loads(json.dumps(config))
-  beside = {'plugins': dict(digests or {}), 'objective': dict(objective or {})}
-  mine |= {name: value for name, value in beside.items() if value}
+  extra = {'plugins': dict(digests or {}), 'objective': dict(objective or {})}
+  mine |= {name: value for name, value in extra.items() if value}
   if not os.path.exists(path) or not os.path.exists(os.path.join(workdir, metrics.FILE_NAME)):
     write_whole(path, json.dumps(mine, indent=2))
     return
   with open(path, encoding='utf-8') as file:
     theirs = json.load(file)
   theirs_of_plugins = theirs.get('plugins', {})
-  without = lambda tree: flatten({k: v for k, v in tree.items() if k not in beside})
+  without = lambda tree: flatten({k: v for k, v in tree.items() if k not in extra})
   theirs, flat = without(theirs), without(mine)
   different = [
       name
@@ -91,7 +90,7 @@ def claim(
 
 
 def flatten(tree, prefix=''):
-  """{'a': {'b': 1}} -> {'a.b': 1}."""
+  """Flattens {'a': {'b': 1}} to {'a.b': 1}."""
   flat = {}
   for name, value in tree.items():
     if isinstance(value, dict):
@@ -102,7 +101,7 @@ def flatten(tree, prefix=''):
 
 
 def write_whole(path, text):
-  """Writes `text` so that a reader never sees half of it."""
+  """Writes `text` so that a reader never sees a part of it."""
   with open(path + '.part', 'w', encoding='utf-8') as file:
     file.write(text)
   os.replace(path + '.part', path)

@@ -211,8 +211,11 @@ def _held(config, mesh, model, state, frozen):
       'optimizers': (state.actor_opt, state.critic_opt),
       'reference policy': frozen.reference,
   }
-  on_host = lambda x: x.sharding.memory_kind == sharding.HOST
-  keep = lambda tree, wanted: [x for x in jax.tree.leaves(tree) if on_host(x) == wanted]
+
+  def keep(tree, on_host):
+    leaves = jax.tree.leaves(tree)
+    return [x for x in leaves if (x.sharding.memory_kind == sharding.HOST) == on_host]
+
   rows = agent_lib.num_rows(config)
   cache = jax.eval_shape(lambda: decoder.init_cache(model, rows, config.rollout.max_total))
   even = agent_lib.group_width(config) % sharding.num_row_shards(mesh) == 0
@@ -241,9 +244,10 @@ def _training_programs(plan, spec, state, frozen):
   micro = f'in micro-batches of {train.micro_batch}, {train.length_buckets[-1]} tokens each'
   whole = functools.partial(_shape_of, dtype=jnp.int32)
   deal, first_deals = (train.mini_batch,), (train.episodes // train.mini_batch, train.mini_batch)
-  dealt = lambda axes: packing.Step(
-      whole(*axes), packing.Packing(*(whole(*axes) for _ in range(3)))
-  )
+
+  def dealt(axes):
+    return packing.Step(whole(*axes), packing.Packing(*(whole(*axes) for _ in range(3))))
+
   return (
       (
           'update',

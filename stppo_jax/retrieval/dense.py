@@ -1,7 +1,7 @@
-"""Search by meaning: passages and queries as vectors, the nearest by inner product, exactly.
+"""Dense retrieval: an exact search for the passage vectors with the largest inner products.
 
-Every passage is compared with every query, a block at a time, from a file that is mapped and not
-loaded; made for up to some million passages. An approximate index is not part of this.
+Every passage is compared with every query, block by block, from a memory-mapped file. This is meant
+for up to a few million passages. There is no approximate index.
 """
 
 import collections
@@ -25,7 +25,7 @@ class DenseRetriever:
   """Inner product of E5-like vectors. Ties go to the passage that stands first in the corpus.
 
   The passages' vectors are made once and kept in `cache_folder`, under a name that depends on the
-  encoder's weights and on every passage; without a folder, in one that goes with the process.
+  encoder's weights and on every passage; without a folder, in a temporary one.
   """
 
   def __init__(
@@ -43,7 +43,7 @@ class DenseRetriever:
     self._query_prefix = query_prefix
     texts = [f'{passage_prefix}"{p.title}"\n{p.text}' for p in self._passages]
     if not cache_folder:
-      self._temporary = tempfile.TemporaryDirectory()  # lives as long as the retriever
+      self._temporary = tempfile.TemporaryDirectory()  # deleted with the retriever
       cache_folder = self._temporary.name
     self._vectors = embed(self._encoder, texts, cache_folder)
 
@@ -64,7 +64,7 @@ def embed(encoder: encoders.Encoder, texts: Sequence[str], folder: str) -> np.nd
   if not os.path.exists(path):
     os.makedirs(folder, exist_ok=True)
     part = (
-        f'{path}.{os.getpid()}.part'  # renamed when whole: a start that was cut short leaves none
+        f'{path}.{os.getpid()}.part'  # renamed when complete, so an interrupted start leaves none
     )
     shape = (len(texts), encoder.width)
     vectors = np.lib.format.open_memmap(part, 'w+', np.float32, shape)
@@ -77,7 +77,7 @@ def embed(encoder: encoders.Encoder, texts: Sequence[str], folder: str) -> np.nd
 
 
 def nearest(queries: np.ndarray, vectors: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-  """(rows, scores), [Q, min(top_k, N)] each, of the largest inner products, largest first.
+  """Returns (rows, scores), [Q, min(top_k, N)] each, of the largest inner products, largest first.
 
   queries [Q,D], vectors [N,D]; equal scores in the order of rows.
   """
@@ -95,7 +95,7 @@ def nearest(queries: np.ndarray, vectors: np.ndarray, top_k: int) -> tuple[np.nd
 
 
 def _largest(scores: np.ndarray, top_k: int) -> np.ndarray:
-  """Columns of the `top_k` largest, largest first; of equal ones those that stand first."""
+  """Returns the columns of the `top_k` largest, largest first; the first columns win ties."""
   columns = np.arange(len(scores))
   if len(scores) > top_k:
     threshold = np.partition(scores, -top_k)[-top_k]

@@ -1,6 +1,6 @@
 """Client of a retrieval server: queries in, passages out; failures are returned as data.
 
-It speaks two dialects, those of the servers of Search-R1 and of RAGEN (also rLLM):
+It supports two dialects, those of the servers of Search-R1 and of RAGEN (also rLLM):
 
   search_r1  {'queries': [..], 'topk': 3, 'return_scores': true}
              -> {'result': [[{'document': {'id', 'contents'}, 'score'}, ..], ..]}, per query

@@ -1,6 +1,6 @@
 """Retrievers by name: settings and a corpus in, a retriever out.
 
-RETRIEVERS lists the short names of `config.retriever.kind`. A retriever of one's own is a function
+RETRIEVERS lists the short names of `config.retriever.kind`. A user's retriever is a function
 make(settings, load_corpus) that returns search(queries, top_k), or an object with that method.
 `settings` is the run's config.retriever; `load_corpus()` returns the passages.
 """
@@ -36,7 +36,7 @@ def make_dense(
     passages: Sequence[types.Passage], encoder: str, cache: str, with_words: bool = False
 ) -> protocol.Retriever:
   """Returns search by the vectors of a BERT-class model; fused with BM25 for `with_words`."""
-  from stppo_jax.retrieval import dense  # it compiles a model: only where one is asked for
+  from stppo_jax.retrieval import dense  # imported only if needed: it compiles a model
 
   by_meaning = dense.DenseRetriever(passages, encoder, cache)
   if not with_words:

@@ -1,4 +1,4 @@
-"""What an environment needs of a retriever."""
+"""The interface of a retriever."""
 
 from collections.abc import Sequence
 from typing import Protocol

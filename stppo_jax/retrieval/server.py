@@ -181,12 +181,12 @@ class Service:
 
 async def serve(service: Service, host: str, port: int, ready: Callable[[str, int], None]) -> None:
   """Serves until SIGTERM or SIGINT; calls `ready` with the address when it accepts connections."""
-  told = asyncio.Event()
+  stopping = asyncio.Event()
   for number in (signal.SIGTERM, signal.SIGINT):
-    asyncio.get_running_loop().add_signal_handler(number, told.set)
+    asyncio.get_running_loop().add_signal_handler(number, stopping.set)
   server, address = listen(service, host, port)
   ready(*address)
-  await told.wait()
+  await stopping.wait()
   await stop(server, service)
 
 

@@ -101,7 +101,7 @@ def load_policy(
 ) -> tuple[decoder.ModelConfig, dict]:
   """Loads (ModelConfig, parameters) from the config's folder, with the run's compute settings.
 
-  On the host, or laid out by `shardings` (tree of shapes -> tree of NamedShardings).
+  Parameters are on the host, or laid out by `shardings` (tree of shapes -> tree of NamedShardings).
   """
   model = config.model
   shape, params = convert.load_hf(
@@ -133,7 +133,7 @@ def load_shape(config, head: str = 'tokens', folder: str | None = None) -> decod
 
 
 def _num_shards(row_sharding):
-  """Number of parts that the first axis is split into."""
+  """Returns the number of parts that the first axis is split into."""
   return math.prod(row_sharding.mesh.shape[axis] for axis in row_sharding.spec[0])
 
 
@@ -158,9 +158,10 @@ def make_agent(
   stop_table = chat.stop_automaton(tokenizer.token_bytes, parts.env.stop_strings)
   chat.make_framing(tokenizer, parts.env.frame, config.rollout.max_observation)  # or an error now
   retriever = parts.make_retriever()
-  make = lambda greedy: make_sampler(
-      config, model, stop_table, tokenizer.eos_ids, row_sharding, greedy
-  )
+
+  def make(greedy):
+    return make_sampler(config, model, stop_table, tokenizer.eos_ids, row_sharding, greedy)
+
   return Agent(
       config=config,
       tokenizer=tokenizer,

@@ -28,7 +28,7 @@ def to_turn_batch(
   """Pads the episodes to one length and moves them to the device.
 
   The reward of a turn stands on its last token. Failed episodes and padding rows have action_mask,
-  turn_ids and rewards 0: they are in the batch, and out of every sum. Choice: each of these rows is
+  turn_ids and rewards 0: they are in the batch, but in no sum. Choice: each of these rows is
   a group of its own, so that a group's baseline is that of its real scores.
   """
   rows = len(episodes) if rows is None else rows
@@ -141,10 +141,10 @@ def to_records(
 
 
 def _turn_ends(turn_ids: np.ndarray) -> np.ndarray:
-  """Columns of the last token of each turn."""
+  """Returns the columns of the last token of each turn."""
   return np.flatnonzero((turn_ids > 0) & (turn_ids != np.append(turn_ids[1:], 0)))
 
 
 def _number(x) -> float | None:
-  """A float that JSON can hold, in six digits."""
+  """Rounds to six digits; returns None for what JSON cannot hold."""
   return float(f'{float(x):.6g}') if math.isfinite(x) else None

@@ -39,7 +39,7 @@ class EnvPool:
     return self
 
   def __exit__(self, kind, *unused_error) -> None:
-    if self._pool is not None:  # after an error nobody waits for responses that are not wanted
+    if self._pool is not None:  # after an error, does not wait for the other responses
       self._pool.shutdown(wait=kind is None, cancel_futures=True)
 
   def hand_over(self, completions: list[Completion]) -> None:

@@ -1,8 +1,8 @@
 """Plays many environments at once: tasks in, Episodes out.
 
 The engine schedules prefill and decode. Turns that end together step their environments together,
-so that one retriever call serves all of them. An agent's turn is decoded for the environment; what
-is kept, and stays in the model's context, are the sampled ids.
+so that one retriever call serves all of them. An agent's turn is decoded for the environment, but
+the episode and the model's context keep the sampled ids.
 """
 
 import collections
@@ -60,9 +60,9 @@ def play(
 ) -> tuple[list[types.Episode], engine.Report]:
   """Returns one episode per environment, in their order, and a report of the work.
 
-  An episode depends on its environment, key and prompt alone: not on the others, nor on how long
-  any environment takes. With threads, environments have to lock what they share. A task's own seed
-  goes before `seeds`.
+  An episode depends on its environment, key and prompt alone, and not on the other episodes or the
+  speed of any environment. With threads, environments have to lock what they share. A task's own
+  seed takes precedence over `seeds`.
   """
   chex.assert_equal(len(envs), len(tasks))
   chex.assert_equal(len(envs), len(groups))
@@ -97,14 +97,17 @@ def play(
 
 
 def row_keys(key: jax.Array, tasks: Sequence[types.Task]) -> jax.Array:
-  """Returns a key per row, from `key`, its task's id and how often that task came before, alone."""
+  """Returns a key per row that depends on `key`, its task's id and how often that came before."""
   seen: collections.Counter[str] = collections.Counter()
   samples = np.zeros((len(tasks),), np.uint32)
   for i, task in enumerate(tasks):
     samples[i] = seen[task.id]
     seen[task.id] += 1
   ids = np.array([zlib.crc32(task.id.encode('utf-8')) for task in tasks], np.uint32)
-  fold = lambda task_id, sample: jax.random.fold_in(jax.random.fold_in(key, task_id), sample)
+
+  def fold(task_id, sample):
+    return jax.random.fold_in(jax.random.fold_in(key, task_id), sample)
+
   return jax.vmap(fold)(ids, samples)
 
 
@@ -117,7 +120,7 @@ def episode_seeds(keys: jax.Array) -> list[int]:
 def _begin(
     task, group, prompt: list[int], limits: Limits, core_metrics: Sequence[str]
 ) -> tuple[types.Episode, engine.Prompt]:
-  """An episode without turns. One whose prompt is too long is over."""
+  """Returns an episode without turns. One whose prompt is too long is over."""
   longest = min(limits.max_prompt_tokens, limits.max_total_tokens - _least_turn(limits))
   fits = 0 < len(prompt) <= longest
   counts = ('invalid', 'repeated', 'empty', 'cut')
@@ -135,7 +138,7 @@ def _begin(
 
 
 def _prompt(ids: list[int], length: int, limits: Limits) -> engine.Prompt:
-  """`ids` to prefill, the context's `length` with them, and the budget of the next turn."""
+  """Returns `ids` to prefill, with the next turn's budget in a context of `length` with them."""
   return engine.Prompt(ids, min(limits.max_turn_tokens, limits.max_total_tokens - length))
 
 
@@ -144,7 +147,7 @@ def _least_turn(limits: Limits) -> int:
 
 
 def _action_text(tokenizer: chat.Tokenizer, tokens: np.ndarray) -> str:
-  """The turn's text for the environment, without the eos token if it ended on one."""
+  """Returns the turn's text for the environment, without the eos token that may end it."""
   return tokenizer.decode(tokens[:-1] if tokens[-1] in tokenizer.eos_ids else tokens)
 
 
@@ -191,7 +194,7 @@ def _record(
 
 
 def _finite(what: str, value) -> float:
-  """The number that an environment gave."""
+  """Returns a number of the environment as a float. UserError: it is not finite."""
   try:
     number = float(value)
   except (TypeError, ValueError):

@@ -42,7 +42,7 @@ class Sampled:
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-  """The batches of a run by number, from 1: each a function of the parameters, seed and number."""
+  """The batches of a run, numbered from 1: each depends on parameters, seed and number alone."""
 
   agent: Any  # agent.Agent
   policy: Callable  # trained parameters -> the policy's, see `state.Frozen.policy`
@@ -231,7 +231,7 @@ def play_through(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[types.Episode], int]:
-  """Plays a batch until its searches are answered: (episodes, how often it was played again).
+  """Plays a batch until its searches are answered: returns (episodes, number of repetitions).
 
   If retrieval failed in more than `max_failed_share` of the episodes, discards them; once the
   retriever answers a probe, calls `play()` again. Waits double from 1 s to 60 s. Raises a RunError
@@ -249,7 +249,7 @@ def play_through(
     wait_s = min(wait_s, left_s)
     logging.warning(
         'retrieval failed in %.0f%% of the episodes: none is trained on; the retriever is '
-        'asked again in %.0f s',
+        'queried again in %.0f s',
         100 * share,
         wait_s,
     )
@@ -271,13 +271,13 @@ def pause(
 
 
 def failed_share(episodes: Sequence[types.Episode]) -> float:
-  """Returns the share of the episodes in which a search failed; too long a prompt is no search."""
+  """Returns the share of episodes in which a search failed; overlong prompts do not count."""
   failed = [episode.failed and not episode.counts.get('prompt_too_long') for episode in episodes]
   return sum(failed) / max(len(failed), 1)
 
 
 def answers(retriever: protocol.Retriever | None) -> bool:
   """Returns whether the retriever answers a query; each probe is new, to bypass caches."""
-  if retriever is None:  # an environment says that it failed: it can only be tried again
+  if retriever is None:  # the environment reported the failure and can only be tried again
     return True
   return retriever.search([f'probe {time.time_ns()}'], 1)[0] is not None

@@ -211,9 +211,10 @@ class Sampler:
     """
     shape = lambda *axes, dtype=jnp.int32: jax.ShapeDtypeStruct(axes, dtype)
     place = lambda a: shape(*a.shape, dtype=a.dtype).update(sharding=self._row_sharding)
-    context = lambda rows, slots: jax.tree.map(
-        place, jax.eval_shape(lambda: _empty(self.config, rows, slots))
-    )
+
+    def context(rows, slots):
+      return jax.tree.map(place, jax.eval_shape(lambda: _empty(self.config, rows, slots)))
+
     rows, prefill_rows, chunk = self.width, self.prefill_rows, self.chunk_buckets[-1]
     fewer = max((b for b in self.slot_buckets if b < slots), default=slots)
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
@@ -253,7 +254,7 @@ def _empty(config, rows, slots):
 
 
 def _padded_stop_table(stop_table, vocab_size):
-  """The stop table with a column for each id of a padded vocabulary, [states, V] int32.
+  """Returns the stop table with a column for each id of a padded vocabulary, [states, V] int32.
 
   Ids beyond the tokenizer's have no bytes, so the automaton keeps its state.
   """

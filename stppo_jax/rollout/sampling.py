@@ -61,9 +61,9 @@ def _draw(logits, keys):
 
 
 def _invert(mass, uniform):
-  """The first index at which the summed mass [B,n] exceeds its share `uniform` [B].
+  """Returns the first index at which the cumulative mass [B,n] exceeds its share `uniform` [B].
 
-  Never one without mass, whatever the rounding.
+  An index without mass is never returned, whatever the rounding.
   """
   reached = jnp.cumsum(mass, axis=-1)
   beyond = (reached > uniform[:, None] * reached[:, -1:]) & (mass > 0)
@@ -81,5 +81,5 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
 
 
 def _take(values, index):
-  """values [B,V] at index [B] -> [B]."""
+  """Takes values [B,V] at index [B] -> [B]."""
   return jnp.take_along_axis(values, index[:, None], axis=-1)[:, 0]

@@ -83,7 +83,7 @@ def _function(field, name, built_in):
 
 
 def _source(name):
-  """split -> questions, of files or of a function."""
+  """Returns a function split -> questions, which reads files or calls the user's function."""
   if ':' not in name or os.path.exists(name):
     return lambda split: task_files.load_tasks(name, split)
   load = _function('data.source', name, {})

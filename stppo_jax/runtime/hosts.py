@@ -128,9 +128,9 @@ def share(value: Any) -> list:
   return [values[i] for i in range(len(values))]
 
 
-def end_if(asked: Callable[[], bool]) -> None:
-  """Raises Stopped on all processes if `asked()` is true on any. All processes call it."""
-  if any(share(asked())):
+def end_if(requested: Callable[[], bool]) -> None:
+  """Raises Stopped on all processes if `requested()` is true on any. All processes call it."""
+  if any(share(requested())):
     raise types.Stopped
 
 

@@ -84,7 +84,7 @@ class Lifeline:
           continue
       except (OSError, ValueError, TypeError):
         pass
-      connection.close()  # a stranger
+      connection.close()  # not a process of this run
     server.close()
 
   def _keep(self, connection, lines, peer):

@@ -64,7 +64,7 @@ class Checkpoints:
     if steps:
       raise UserError(
           f'{self._folder}: none of the {len(steps)} checkpoints is whole; restore one '
-          'from a copy, or delete the folder to begin anew'
+          'from a copy, or delete the folder to start again'
       )
     return None
 
@@ -148,10 +148,10 @@ class Checkpoints:
     )
     if self._stop_on_error:
       raise RunError(f'{line}: make room, and the same command resumes there') from error
-    logging.error('%s; training goes on', line)
+    logging.error('%s; training continues', line)
 
   def _write_checksums(self):
-    """Called in Orbax's thread when all files of a step are written, before it is renamed."""
+    """Runs in Orbax's thread when all files of a step are written, before it is renamed."""
     if jax.process_index():
       return  # process 0 does it
     (folder,) = glob.glob(glob.escape(os.path.join(self._folder, f'{self._saving}.')) + '*')
@@ -159,7 +159,7 @@ class Checkpoints:
       json.dump(_checksums(folder), file)
 
   def _damage(self, step):
-    """Says what is wrong with a step on disk, in a few words; '' if nothing is."""
+    """Describes the damage of a step on disk in a few words; '' if there is none."""
     folder = os.path.join(self._folder, str(step))
     try:
       with open(os.path.join(folder, _CHECKSUMS), encoding='utf-8') as file:
@@ -172,7 +172,7 @@ class Checkpoints:
 
 
 def _checksums(folder):
-  """{path: [bytes, CRC-32]} of the files below a step's items."""
+  """Returns {path: [bytes, CRC-32]} of the files below a step's items."""
   sums = {}
   for item in _ITEMS:
     for parent, _, names in os.walk(os.path.join(folder, item)):
@@ -192,7 +192,7 @@ def _crc(path):
 
 
 def _reason(error):
-  """A few words on one line."""
+  """Describes an error in a few words on one line."""
   text = str(error)
   if 'No space left' in text or 'RESOURCE_EXHAUSTED' in text:
     return 'the disk is full'

@@ -54,7 +54,7 @@ def sampler_gap(
 def batch_summary(
     batch: types.TurnBatch, mask: jax.Array, has_values: bool
 ) -> dict[str, jax.Array]:
-  """Mean, max and min of rewards, values, advantages and returns."""
+  """Returns mean, max and min of rewards, values, advantages and returns."""
   metrics = {}
   token_series = {'advantages': batch.advantages, 'returns': batch.returns}
   if has_values:
@@ -83,7 +83,7 @@ def batch_summary(
 def step_summary(
     spec: Spec, batch: types.TurnBatch, weights: jax.Array, seen: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
-  """Losses, clip fractions and ratio spreads of one optimizer step, from what each token saw."""
+  """Returns losses, clip fractions and ratio spreads of one optimizer step, from per-token data."""
   mask = batch.action_mask.astype(jnp.float32)
   token_mean = lambda x: jnp.sum(x * mask) / jnp.maximum(mask.sum(), 1)
   log_ratio = (seen['logp'] - batch.old_logp) * mask
@@ -105,7 +105,7 @@ def step_summary(
         seen['logp'], batch.old_logp, batch.action_mask, ids, num_segments
     )
     metrics[f'stppo/ratio_std_{level}'] = jnp.sqrt(_variance(ratio, mask))
-  for turn in range(1, spec.num_turns + 1):
+  for turn in range(1, spec.num_logged_turns + 1):
     for sign, chosen in (('pos', batch.advantages >= 0), ('neg', batch.advantages < 0)):
       tokens = (batch.turn_ids == turn) & chosen & (mask > 0)
       metrics[f'stppo/clipfrac_turn{turn}_{sign}'] = jnp.sum(

@@ -54,11 +54,11 @@ class Learner:
 
   @property
   def rows(self) -> jax.sharding.NamedSharding:
-    """How the rows of a batch are laid out."""
+    """The sharding of a batch's rows."""
     return sharding.rows(self.mesh)
 
   def policy(self, actor: dict) -> dict:
-    """Parameters of the policy, given the trained ones: adapters beside the kernels."""
+    """Returns the policy's parameters: the trained ones combined with the frozen ones."""
     return self.frozen.policy(actor)
 
   def annotate(
@@ -150,7 +150,7 @@ def make_variant(config: schema.Config) -> variants.Variant:
 def load(
     config: schema.Config, variant: variants.Variant, load_model: Callable, make: Callable
 ) -> Parts:
-  """Loads the models of a run; for a reference of its own see `needs_reference`.
+  """Loads the models of a run. `needs_reference` says whether one of them is a separate reference.
 
   `load_model(head, folder, memory_kind)` returns a ModelConfig and parameters, `make(function)` the
   tree that a function makes; both return shapes where a run is only planned.
@@ -171,9 +171,10 @@ def load(
   base, value_head = lora.split(params)
   frozen, critic_model, critic = train_state.Frozen(actor=base), None, None
   actor_key, critic_key = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), 0))
-  adapters = lambda key, base: make(
-      functools.partial(lora.init, key, base, options.lora_rank, options.lora_targets)
-  )
+
+  def adapters(key, base):
+    return make(functools.partial(lora.init, key, base, options.lora_rank, options.lora_targets))
+
   actor = adapters(actor_key, base)
   if one_base:
     model, critic_model = (dataclasses.replace(model, head=h) for h in (head, critic_head))
@@ -191,12 +192,12 @@ def load(
 
 
 def needs_reference(config: schema.Config, variant: variants.Variant) -> bool:
-  """Whether the policy at the start has to be kept; adapters leave it unchanged."""
+  """Returns whether the initial policy has to be kept; adapters leave it unchanged."""
   return variant.kl_in != 'none' and not config.model.lora_rank
 
 
 def on_host(config: schema.Config, mesh: jax.sharding.Mesh) -> list[str]:
-  """Names of what is offloaded to the host; refused where the mesh's devices cannot do it."""
+  """Returns the names of what is offloaded to the host. UserError: the devices cannot do it."""
   names = [name for name, place in dataclasses.asdict(config.placement).items() if place == 'host']
   if names:
     sharding.check_host_memory(mesh)
@@ -204,14 +205,14 @@ def on_host(config: schema.Config, mesh: jax.sharding.Mesh) -> list[str]:
 
 
 def model_heads(config: schema.Config, variant: variants.Variant) -> tuple[str, str | None]:
-  """(head of the policy, head of the separate critic or None): see ModelConfig.head."""
+  """Returns (head of the policy, head of the separate critic or None): see ModelConfig.head."""
   if not variant.needs_critic:
     return 'tokens', None
   return ('both', None) if config.model.critic == 'shared' else ('tokens', 'value')
 
 
 def make_bins(config: schema.Config, learner: Learner, pad_id: int) -> packing.Bins:
-  """How a batch is dealt out to optimizer steps."""
+  """Makes the Bins: how a batch is dealt out to optimizer steps."""
   train = config.train
   return packing.Bins(
       train.mini_batch, train.epochs, train.micro_batch, learner.spec.lengths, pad_id, learner.rows
@@ -268,5 +269,5 @@ def make_spec(
       temperature=config.rollout.temperature,
       logp_chunk=config.model.logp_chunk or None,
       critic_warmup=train.critic_warmup * steps_per_update,
-      num_turns=config.env.max_turns + 1,
+      num_logged_turns=config.env.max_turns + 1,
   )

@@ -48,7 +48,7 @@ class Run:
 
   @property
   def policy(self) -> dict:
-    """The policy's parameters, adapters beside the kernels."""
+    """The policy's parameters: the trained ones combined with the frozen ones."""
     return self.learner.policy(self.state.actor)
 
 
@@ -91,7 +91,7 @@ def setup(config: schema.Config) -> Run:
 
 
 def held_out(config: schema.Config, named: seams.Seams) -> list[types.Task]:
-  """The questions to evaluate on: a fixed sample of the split, or all of it."""
+  """Returns the questions to evaluate on: a fixed sample of the split, or all of it."""
   tasks = named.load_tasks(config.data.eval_split)
   wanted = config.eval.episodes or len(tasks)
   order = np.random.default_rng(0).permutation(len(tasks))[:wanted]
@@ -101,7 +101,7 @@ def held_out(config: schema.Config, named: seams.Seams) -> list[types.Task]:
 def train_on(
     run: Run, pipeline: pipelines.Pipeline, number: int, n: int
 ) -> tuple[dict[str, float], list[dict]]:
-  """Update n, on batch `number`; returns its metrics and the records of its episodes.
+  """Runs update n on batch `number`; returns its metrics and the records of its episodes.
 
   A function of the state, the batch, the seed and `number`: a resumed run repeats it.
   """
@@ -138,7 +138,7 @@ def train_on(
 
 
 def _records(run, episodes, batch, seen, n, skipped):
-  """Records of the episodes, token by token, where they are to be written."""
+  """Returns the records of the episodes, token by token, if they are to be written."""
   if not run.config.log.episodes and skipped < run.config.train.max_nonfinite:
     return []
   has_values = run.learner.spec.has_values
@@ -146,7 +146,7 @@ def _records(run, episodes, batch, seen, n, skipped):
 
 
 def _train(run, workdir, stop_requested, profile=0, last_batch=None):
-  """Trains from the newest checkpoint on; after a rollback with the batches after `last_batch`."""
+  """Trains from the newest checkpoint, after a rollback with the batches after `last_batch`."""
   config, updates = run.config, run.config.train.updates
   batches = _make_batches(run, stop_requested)
   scores = {}
@@ -189,7 +189,7 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
 
 
 def _make_batches(run, stop_requested):
-  """The batches of the run: its questions, and how they are played."""
+  """Makes the batches of the run: its questions, and how they are played."""
   config = run.config
   questions = run.seams.load_tasks(config.data.train_split)
   hosts.require_same('questions', [task.id for task in questions + run.held_out])
@@ -218,7 +218,7 @@ def _make_batches(run, stop_requested):
 
 
 def _evaluate(run, journal, n):
-  """Greedy scores after n updates; the journal tells them and keeps the episodes."""
+  """Returns the greedy scores after n updates; logs them and writes the episodes."""
   started = time.perf_counter()
   scores, episodes = evaluation.evaluate(run.agent, run.policy, run.held_out, seed=run.config.seed)
   journal.evaluated(n, scores, episodes, run.agent.tokenizer)

@@ -1,4 +1,4 @@
-"""Packing: the rows of a batch behind each other in bins, so that little padding is computed.
+"""Packing: puts the rows of a batch into bins, several per bin, so that there is little padding.
 
 Episodes in, TurnBatch and Steps out (`to_device`, on the host). On the device a `Layout` moves
 token arrays between rows [B,T], which the algorithms use, and the bins [R,P] of one micro-batch,
@@ -73,7 +73,7 @@ class Layout:
 
   @property
   def segments(self) -> jax.Array:
-    """Ids [R,P] int32 that tell the rows of a bin apart; -1 in padding."""
+    """Ids [R,P] int32 that distinguish the rows of a bin; -1 in padding."""
     return jnp.where(self.live, self.row, -1)
 
   def pack(self, x: jax.Array) -> jax.Array:
@@ -86,7 +86,7 @@ class Layout:
 
 
 def by_length(episodes: Sequence[types.Episode]) -> list[types.Episode]:
-  """Sorts episodes, whatever the order of arrival: rows of similar length may share a bin."""
+  """Sorts episodes by length, so that rows of similar length may share a bin."""
   return sorted(episodes, key=batching.trained_length)
 
 
@@ -105,14 +105,14 @@ def to_device(
 def minibatches(
     key: jax.Array, num_rows: int, mini_batch: int, epochs: int
 ) -> Iterator[np.ndarray]:
-  """Yields the rising row numbers [mini_batch] of each step; every epoch deals all rows anew."""
+  """Yields the rising row numbers [mini_batch] of each step; each epoch shuffles all rows again."""
   for epoch_key in jax.random.split(key, epochs):
     order = np.asarray(jax.random.permutation(epoch_key, num_rows), np.int32)
     yield from np.sort(order.reshape(-1, mini_batch), axis=1)
 
 
 def first_epoch(steps: Sequence[Step]) -> list[Step]:
-  """The steps that hold each row of the batch once."""
+  """Returns the steps that hold each row of the batch once."""
   num_rows = 1 + max(int(step.rows.max()) for step in steps)
   return list(steps[: num_rows // len(steps[0].rows)])
 
@@ -226,5 +226,5 @@ def _first_fit(lengths, rows, num_bins, capacity):
 
 
 def _most_bins(packing, num_bins):
-  """Bins that a packing of this many rows uses at most."""
+  """Returns the largest number of bins that a packing of this many rows uses."""
   return -(-packing.bin.shape[0] // num_bins) * num_bins

@@ -41,7 +41,7 @@ class Stuck(Exception):
 
 @dataclasses.dataclass
 class Position:
-  """Where a run stands."""
+  """How far a run is."""
 
   updates: int = 0  # done
   passed_over: int = 0  # batches that rollbacks skipped
@@ -83,19 +83,21 @@ def with_rollbacks(train: Callable[[int | None], Any], workdir: str, on_nonfinit
       if on_nonfinite == 'stop':
         raise RunError(
             f'{stuck}; lower the learning rate, or go back to the newest checkpoint and '
-            'on with other questions: --config.train.on_nonfinite=rollback'
+            'continue with other questions: --config.train.on_nonfinite=rollback'
         ) from stuck
       if rollbacks[newest] > MAX_ROLLBACKS:
         raise RunError(
             f'{stuck}, and so after {MAX_ROLLBACKS} rollbacks to update {newest}: lower '
             'the learning rate, in another --workdir'
         ) from stuck
-      logging.warning('%s; going back to update %d, on with other questions', stuck, newest)
+      logging.warning(
+          '%s; going back to update %d and continuing with other questions', stuck, newest
+      )
       last_batch = stuck.batch_number
 
 
 def newest(workdir: str, state: TrainState) -> tuple[TrainState, int | None]:
-  """The newest checkpoint's state and number of updates, or (`state`, None) without one."""
+  """Returns the newest checkpoint's state and number of updates, or (`state`, None) without one."""
   if not hosts.by_writer(os.path.isdir, os.path.join(workdir, 'checkpoints')):
     return state, None
   with checkpoint.Checkpoints(workdir) as checkpoints:
@@ -123,7 +125,7 @@ class Saves:
     """Sets `run.state` and `position` to the newest checkpoint, if there is one.
 
     After a rollback, batches continue after `last_batch`: the same ones would fail again. What was
-    sampled ahead is dropped, since what failed may be in it.
+    sampled ahead is dropped, since it may hold what failed.
     """
     first = self._checkpoints.newest()
     hosts.require_same('checkpoint', first, _SHARED)
@@ -151,7 +153,7 @@ class Saves:
   def kept_on_error(self, updates: int, state: TrainState) -> Iterator[None]:
     """Context manager that saves the state after `updates` if a RunError is raised.
 
-    Choice: without what was sampled ahead, since what failed may be in it: it is sampled anew.
+    Choice: drops batches sampled ahead, which may hold what failed. They are sampled again.
     """
     try:
       yield
@@ -169,8 +171,8 @@ class Saves:
   def last(self, updates: int, state: TrainState, pipeline: pipelines.Pipeline) -> None:
     """Saves the state after `updates`, and the batches sampled ahead.
 
-    Choice: batches sampled ahead are waited for, at the end of a run, too: a run whose `updates`
-    are raised later is the one that it would have been.
+    Choice: waits for the batches sampled ahead, at the end of a run, too. So a run whose `updates`
+    are raised later gives the same numbers as one that had them from the start.
     """
     self._save(updates, state, [pipelines.to_json(batch) for batch in pipeline.contents()])
 

@@ -1,4 +1,4 @@
-"""Results: what is made of a run's newest checkpoint, held-out scores or an exported model."""
+"""Results of a run's newest checkpoint: held-out scores or an exported model."""
 
 import dataclasses
 import os
@@ -20,7 +20,7 @@ from stppo_jax.types import UserError
 
 
 def evaluate(config: schema.Config, workdir: str) -> dict[str, float]:
-  """Greedy scores of `workdir`'s newest checkpoint, or of the untrained model without one."""
+  """Returns greedy scores of `workdir`'s newest checkpoint; without one, of the untrained model."""
   validation.validate(config)
   hosts.require_same('config', dataclasses.asdict(config))
   run = loop.setup(config)

@@ -107,7 +107,7 @@ def make_optimizer(lr: float, steps: int) -> optax.GradientTransformation:
 
 
 def _sums(params, config, tokens, weights, logp_chunk):
-  """Sums of negative log-probs over [B,T]: weighted, and of the tokens to imitate."""
+  """Returns sums of negative log-probs over [B,T]: weighted, and of the tokens to imitate."""
   x, _ = decoder.hidden(params, config, tokens, None)
   logp, _ = decoder.token_logp(params, config, x, tokens, chunk=logp_chunk)
   return -jnp.sum(logp * weights), -jnp.sum(logp * (weights == 1))
@@ -174,7 +174,9 @@ def batches(
 def pad(
     demonstrations: Sequence[Demonstration], buckets: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-  """(tokens [B,T] int32, weights [B,T] float32), right-padded to the smallest bucket that fits."""
+  """Returns (tokens [B,T] int32, weights [B,T] float32), right-padded to the smallest bucket that
+  fits.
+  """
   longest = max(len(row.tokens) for row in demonstrations)
   length = next((bucket for bucket in buckets if bucket >= longest), None)
   if length is None:

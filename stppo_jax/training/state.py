@@ -1,4 +1,4 @@
-"""The state of training, a pytree that a step takes and returns, and what is static beside it."""
+"""The state of training, a pytree that a step takes and returns, and what stays constant."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -16,7 +16,7 @@ from stppo_jax.models import sharding
 
 @flax.struct.dataclass
 class TrainState:
-  """Everything that an update changes. Parameters that stay as they are stand in `Frozen`."""
+  """Everything that an update changes. Constant parameters are in `Frozen`."""
 
   step: jax.Array  # [] int32, optimizer steps taken or skipped
   actor: dict  # what is trained of the policy or shared trunk: all, or adapters (and value head)
@@ -29,7 +29,7 @@ class TrainState:
 
 @flax.struct.dataclass
 class Frozen:
-  """Parameters that no step changes, held once beside the state.
+  """Parameters that no step changes, kept separately from the state.
 
   In full training this is the reference only. With adapters, `actor` is the base that they are
   added to. It is the reference too (the policy without its adapters), and the critic's base as well
@@ -41,15 +41,15 @@ class Frozen:
   reference: dict | None = None  # None: the same as `actor`
 
   def policy(self, actor: dict) -> dict:
-    """Parameters of the policy, given the trained ones."""
+    """Returns the parameters of the policy, given the trained ones."""
     return lora.combine(self.actor, actor)
 
   def value_model(self, critic: dict) -> dict:
-    """Parameters of the separate critic, given the trained ones."""
+    """Returns the parameters of the separate critic, given the trained ones."""
     return lora.combine(self.actor if self.critic is None else self.critic, critic)
 
   def reference_policy(self) -> dict:
-    """Parameters of the reference."""
+    """Returns the parameters of the reference."""
     return self.actor if self.reference is None else self.reference
 
 
@@ -73,7 +73,7 @@ class Spec:
   temperature: float  # divides the logits in sampler, trainer and reference alike
   logp_chunk: int | None  # tokens of a row whose logits are live at once; None: all
   critic_warmup: int  # optimizer steps that leave the actor unchanged
-  num_turns: int  # turns told apart in the metrics
+  num_logged_turns: int  # turns with metrics of their own
 
   @property
   def shared_trunk(self) -> bool:
@@ -98,8 +98,8 @@ def make_optimizer(
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
   """Returns AdamW after a clip of the global norm, and its learning rate as a schedule.
 
-  The rate rises to `lr` in the first `warmup_steps` and decays linearly to `final_lr` times `lr` at the
-  last of `num_steps`. With final_lr 1 it stays.
+  The rate rises to `lr` in the first `warmup_steps` and decays linearly to `final_lr` times `lr` at
+  the last of `num_steps`. With final_lr 1 it is constant.
   """
   schedule = (
       optax.linear_schedule(lr / warmup_steps, lr, warmup_steps - 1)

@@ -61,12 +61,11 @@ def compile_functions(
   rows, whole = sharding.rows(mesh), sharding.replicated(mesh)
   spread = lambda model: model and dataclasses.replace(model, row_sharding=rows)
   spec = dataclasses.replace(spec, actor=spread(spec.actor), critic=spread(spec.critic))
-  jit = lambda function, ins, outs, donate=(): jax.jit(
-      functools.partial(function, spec, mesh),
-      in_shardings=ins,
-      out_shardings=outs,
-      donate_argnums=donate,
-  )
+
+  def jit(function, ins, outs, donate=()):
+    function = functools.partial(function, spec, mesh)
+    return jax.jit(function, in_shardings=ins, out_shardings=outs, donate_argnums=donate)
+
   return Functions(
       annotate=jit(annotate, (state_sharding, frozen_sharding, rows, whole), (rows, whole)),
       with_advantages=jit(
@@ -116,12 +115,11 @@ def annotate(
         per_token, spec, step.packing, tokens.shape[1], (zeros, zeros, zeros)
     )
 
+  def in_order(x):
+    rows = steps.rows.reshape(-1)
+    return jnp.zeros(batch.tokens.shape).at[rows].set(x.reshape(-1, x.shape[-1]))
+
   found = jax.lax.map(one_step, steps)
-  in_order = (
-      lambda x: jnp.zeros(batch.tokens.shape)
-      .at[steps.rows.reshape(-1)]
-      .set(x.reshape(-1, x.shape[-1]))
-  )
   logp, ref_logp, values = jax.tree.map(in_order, found)
   mask = batch.action_mask.astype(jnp.float32)
   assert batch.behaviour_logp is not None
@@ -211,7 +209,7 @@ class _Work:
   value_weights: jax.Array  # [b,T] of the critic's loss
 
   def policy(self, layout):
-    """(log-probs, entropies, values), and the function that pulls their cotangents back."""
+    """Returns (log-probs, entropies, values), and the function that pulls their cotangents back."""
     return jax.vjp(
         lambda actor: _policy(self.spec, self.frozen.policy(actor), self.batch.tokens, layout),
         self.state.actor,
@@ -222,11 +220,11 @@ class _Work:
     return jax.lax.with_sharding_constraint(tree, sharding.tree_shardings(tree, self.mesh))
 
   def zeros(self, params):
-    """Gradients to add to."""
+    """Returns zero gradients to add to."""
     return self.placed(jax.tree.map(jnp.zeros_like, params))
 
   def sum(self, function, packing, total):
-    """`total` plus function(layout) of every micro-batch."""
+    """Returns `total` plus function(layout) of every micro-batch."""
     return _sum_over_micro_batches(function, self.spec, packing, self.mask.shape[1], total)
 
 
@@ -251,7 +249,7 @@ def _start(spec, mesh, state, frozen, batch, step):
 
 
 def _accumulate(work):
-  """Sums gradients over micro-batches: ({'actor', 'value'}, what was seen of each token)."""
+  """Sums gradients over micro-batches; returns ({'actor', 'value'}, per-token numbers)."""
   spec, mask = work.spec, work.mask
 
   def one_micro_batch(layout):
@@ -291,7 +289,9 @@ def _accumulate(work):
 
 
 def _policy_cotangents(work, layout, outputs):
-  """Cotangents [R,P] of log-probs and entropies, what was seen [b,T], and sums of the losses."""
+  """Returns cotangents [R,P] of log-probs and entropies, per-token numbers [b,T], and sums of
+  losses.
+  """
   variant = work.spec.variant
   seen = dict(zip(('logp', 'entropy', 'values'), map(layout.unpack, outputs)))
   here = layout.mine.astype(jnp.float32)
@@ -311,7 +311,7 @@ def _policy_cotangents(work, layout, outputs):
 
 
 def _value_cotangent(work, layout, values):
-  """Cotangent [R,P] of the values for the critic's loss."""
+  """Returns the cotangent [R,P] of the values for the critic's loss."""
   batch, clip = work.batch, work.spec.variant.value_clip or None
   _, pull = jax.vjp(lambda v: losses.value_loss(v, batch.old_values, batch.returns, clip), values)
   return layout.pack(pull(work.value_weights * layout.mine.astype(jnp.float32))[0])
@@ -401,8 +401,7 @@ def _apply(work, grads, quotient, decisive):
 
 
 def _sum_over_micro_batches(function, spec, packing, num_tokens, total):
-  """`total` plus function(layout) of every micro-batch that holds anything, for rows of
-  `num_tokens`.
+  """Returns `total` plus function(layout) of every non-empty micro-batch, for rows of `num_tokens`.
 
   Choice: one program for any number of micro-batches, with a branch for each of `spec.lengths`: a
   micro-batch is computed on as few columns as hold its bins.

@@ -1,8 +1,8 @@
-"""Writes tests/reference_logits/: small random models of transformers, and what they answer.
+"""Writes support/reference_logits/: small random models of transformers, and their logits.
 
   python tests/support/make_reference_logits.py        needs torch and transformers; takes seconds
 
-One folder a model: config.json and model.safetensors as transformers saves them, and
+One folder per model: config.json and model.safetensors as transformers saves them, and
 reference.safetensors with `tokens` [B,T] and `logits` [B,T,V]. The tests read the folders, so that
 they compare with transformers where torch is not installed.
 """

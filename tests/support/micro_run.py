@@ -1,6 +1,6 @@
-"""The real loop around a policy of a few numbers: updates of milliseconds, for runs by the dozen.
+"""The real loop with a policy of a few numbers: updates take milliseconds.
 
-What an episode says depends on the parameters and keys, as ever.
+The tokens of an episode depend on the parameters and keys, as in a real run.
 """
 
 import functools
@@ -69,8 +69,7 @@ def train(config, workdir, stop_requested=lambda: False, **options):
 
 
 class Learner:
-  """What the loop needs of a learner: the functions below, jitted, and a policy of a few
-  numbers."""
+  """The loop's learner: the functions below, jitted, and a policy of a few numbers."""
 
   def __init__(self, optimizer, mesh):
     jit = lambda function, donate=(): jax.jit(function, donate_argnums=donate)
@@ -116,7 +115,9 @@ class Agent:
 
   def play(self, params, tasks, keys, groups=None, greedy=False, give_up=None):
     time.sleep(self.slow_s)
-    weight = np.asarray(jax.tree.leaves(params)[0]).sum()  # by NumPy: nobody's compiler options
+    weight = np.asarray(
+        jax.tree.leaves(params)[0]
+    ).sum()  # by NumPy, so that compiler options do not matter
     groups = range(len(tasks)) if groups is None else groups
     episodes = []
     for task, key, group in zip(tasks, np.asarray(jax.random.key_data(keys)), groups):
@@ -177,7 +178,7 @@ def state_after(config, workdir, updates, **options):
 
 
 def comparable_metrics(workdir):
-  """The lines of metrics without what the clock and the compiler say."""
+  """Returns the lines of metrics without timings and compiler figures."""
   return [
       {
           name: value
@@ -189,7 +190,7 @@ def comparable_metrics(workdir):
 
 
 def killed_after(updates):
-  """A `stop_requested` that ends the run when that many updates are done in it."""
+  """Returns a `stop_requested` that ends the run when that many updates are done in it."""
   calls = iter(range(updates + 1))
 
   def stop_requested():
@@ -201,7 +202,7 @@ def killed_after(updates):
 
 
 class Killed(BaseException):
-  """Ends a run where no handler expects it."""
+  """An exception that no handler expects."""
 
 
 def _total(state):
@@ -209,8 +210,9 @@ def _total(state):
 
 
 def command(folder, workdir, stderr, overrides, slow_s=0.01):
-  """`python run.py` on `make_config`, in a child process; saves are slow, to be met in the
-  middle."""
+  """Runs `python run.py` on `make_config`, in a child process, with slow saves so that kills hit
+  them.
+  """
   os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
   logging.use_absl_handler()  # as app.run does
   experiment = os.path.join(folder, 'experiment.py')

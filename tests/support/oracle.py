@@ -1,7 +1,7 @@
-"""The paper's mathematics a second time: float64 NumPy and plain loops, nothing of stppo_jax.
+"""A second implementation of the paper's mathematics: float64 NumPy, plain loops, no stppo_jax.
 
 Written from the formulas alone and imported by the tests only, so that an error must be made twice
-to go unseen. Gradients are derived by hand for one small policy, a linear softmax over the
+to stay hidden. Gradients are derived by hand for one small policy, a linear softmax over the
 vocabulary, logp_t = log softmax(features_t W)[token_t], whose derivative is
 features_t (onehot(token_t) - p_t)^T. So g and C of Lemma 4.2 are sums of outer products, and the
 finite differences of the loss are a third opinion.
@@ -51,9 +51,9 @@ def random_batch(seed, layout=LAYOUT, spread=0.5, num_features=5, num_vocab=7):
   tokens = rng.integers(num_vocab, size=shape)
   weights = rng.normal(size=(num_features, num_vocab))
   logp = token_logp(features, weights, tokens)
-  drift = rng.normal(size=(shape[0], NUM_TURNS + 1)) * spread  # one shift a turn ...
+  drift = rng.normal(size=(shape[0], NUM_TURNS + 1)) * spread  # one shift per turn ...
   drift = np.take_along_axis(drift, turn_ids, axis=1)
-  old_logp = logp - drift - rng.normal(size=shape) * spread  # ... and one a token
+  old_logp = logp - drift - rng.normal(size=shape) * spread  # ... and one per token
   action_mask = (turn_ids > 0).astype(np.float64)
   return Batch(
       features,
@@ -86,7 +86,7 @@ def grad_logp(features_t, weights, token):
 
 
 def segments(turn_ids, level):
-  """The agent tokens of each row as lists of positions, one list a segment -> [B][segment][t].
+  """The agent tokens of each row as lists of positions, one list per segment -> [B][segment][t].
 
   2511.20718, notation of Section 4: tokens, turns y^1..y^K, or the whole of y; observations are in
   none of them.

@@ -1,8 +1,7 @@
-"""A whole run small enough for a test: model, tokenizer, questions, passages and config, on the
-spot.
+"""Writes a whole run small enough for a test: model, tokenizer, questions, passages and config.
 
-The model is random, but for an output matrix that likes a few whole actions, each one token, so
-that its episodes search, answer (at times rightly), and make invalid turns.
+The model is random, except that its output matrix favours a few whole actions, each one token. So
+its episodes search, answer (sometimes correctly), and make invalid turns.
 """
 
 import json
@@ -65,11 +64,11 @@ def make_config(folder: str) -> schema.Config:
   return config
 
 
-def write_model(folder, likes=ACTIONS, strength=1.2, vocab_size=None):
-  """A random Qwen2 of one layer that likes some actions, and its tokenizer.
+def write_model(folder, favoured=ACTIONS, strength=1.2, vocab_size=None):
+  """Writes a random Qwen2 of one layer that favours some actions, and its tokenizer.
 
   `vocab_size`: of the model alone; by default the tokenizer's. With strength 1.2 two of three
-  tokens are liked ones, with 5 all are.
+  tokens are favoured ones, with 5 all are.
   """
   os.makedirs(folder)
   tiny_tokenizer.write(folder)
@@ -90,13 +89,13 @@ def write_model(folder, likes=ACTIONS, strength=1.2, vocab_size=None):
   params = jax.tree.map(np.array, decoder.init(jax.random.key(0), config))
   # One coordinate of the residual is always large: its row of the output matrix is a bias.
   params['embed']['embedding'][:, 0] = 1.0
-  ids = [tokenizer.token_to_id(action) for action in likes]
+  ids = [tokenizer.token_to_id(action) for action in favoured]
   params['lm_head']['kernel'][0, [i for i in ids if i < config.vocab_size]] = strength
   convert.save_hf(folder, config, params)
 
 
 def write_knowledge(folder):
-  """qa.jsonl with two data sets and two splits, and corpus.jsonl."""
+  """Writes qa.jsonl with two data sets and two splits, and corpus.jsonl."""
   os.makedirs(folder)
   write_lines(
       os.path.join(folder, 'qa.jsonl'),

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer of a few hundred tokens, trained on the spot, for tests."""
+"""Trains a byte-level BPE tokenizer of a few hundred tokens for tests."""
 
 import json
 import os
