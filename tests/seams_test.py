@@ -53,6 +53,9 @@ plugin.load_texts = lambda split: ['q']
 plugin.load_twice = lambda split: [Task('t', 'q')] * 2
 plugin.LetterStops = type('LetterStops', (Game,), {'stop_strings': 'ab'})
 plugin.Sideways = type('Sideways', (Game,), {'frame': 'sideways'})
+plugin.Taskless = type('Taskless', (), {})
+plugin.by_position = lambda task, /, low=1, *, high: (low, high)
+plugin.any_number = lambda *tasks, high: (tasks, high)
 sys.modules[plugin.__name__] = plugin
 
 
@@ -72,6 +75,11 @@ class SeamsTest(parameterized.TestCase):
     self.assertEqual(kind(task, 7).settings, (task, 1, 5, 3))
     self.assertEqual((kind.stop_strings, kind.frame), (('.',), 'user'))
     self.assertEqual(kind.core_metrics, ('won',))
+
+  @parameterized.parameters(('by_position', (1, 5)), ('any_number', (('t',), 5)))
+  def test_the_first_argument_alone_is_the_task(self, name, made):
+    kind = resolve(env__kind=f'a_users_module:{name}', env__options={'high': 5}).env
+    self.assertEqual(kind.make('t', **kind.settings), made)
 
   def test_options_win_over_what_is_offered(self):
     options = {'high': 5, 'max_turns': 20}
@@ -93,6 +101,7 @@ class SeamsTest(parameterized.TestCase):
       (dict(env__kind='a_users_module:Gaem'), 'has no .Gaem'),
       (dict(env__kind='no_such_module:Game'), 'cannot import no_such_module'),
       (dict(env__kind='a_users_module:number'), 'a class is needed'),
+      (dict(env__kind='a_users_module:Taskless'), 'takes no task'),
       (dict(env__kind='a_users_module:Game'), 'needs high.*env.options.high='),
       (
           dict(env__kind='a_users_module:Game', env__options={'hihg': 1}),

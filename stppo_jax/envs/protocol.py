@@ -39,6 +39,7 @@ from stppo_jax import types
 FRAMES = ('inline', 'user', 'tool')
 Step = tuple[str, float, bool, bool, dict[str, Any]]
 
+_BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 _GLOBAL_RANDOM = threading.RLock()  # held while the global random state is an environment's
 
 
@@ -76,7 +77,12 @@ def make_kind(name: str, make: Any, offered: Mapping[str, Any], options: Mapping
   if not callable(make):
     raise types.UserError(f'config.env.kind={name!r}: a class is needed, not {make!r}')
   parameters = list(inspect.signature(make).parameters.values())
-  named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][1:]
+  if not parameters or parameters[0].kind in _BY_KEYWORD:
+    raise types.UserError(
+        f'config.env.kind={name!r}: its constructor takes no task: let its first argument be `task`'
+    )
+  parameters = parameters[1:]  # without the task
+  named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
   takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
   if not takes_any and (unknown := sorted(set(options) - set(named))):
     raise types.UserError(
@@ -85,7 +91,7 @@ def make_kind(name: str, make: Any, offered: Mapping[str, Any], options: Mapping
   settings = {key: value for key, value in offered.items() if key in named} | dict(options)
   missing = [
       p.name
-      for p in parameters[1:]
+      for p in parameters
       if p.default is p.empty
       and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
       and p.name not in settings
