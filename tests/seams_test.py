@@ -81,6 +81,19 @@ class SeamsTest(parameterized.TestCase):
     kind = resolve(env__kind=f'a_users_module:{name}', env__options={'high': 5}).env
     self.assertEqual(kind.make('t', **kind.settings), made)
 
+  def test_what_only_an_instance_has_is_refused(self):
+    """The sampler is built before there is an instance, and would not know."""
+    for name, value in (('stop_strings', ['!']), ('frame', 'tool'), ('core_metrics', ('lost',))):
+      made = type('Made', (Game,), {name: value})
+      for game in (made, type('Isolated', (made,), {'uses_global_random': True})):
+        make = lambda task, game=game: game(task, 5)
+        make.stop_strings, make.frame, make.core_metrics = ('.',), 'user', ('won',)
+        with self.assertRaisesRegex(UserError, f'^the environment has {name}=.*set {name} on'):
+          protocol.make_kind('m:make', make, {}, {})(Task('t'), 0)
+    make = lambda task: type('Video', (Game,), {'frame': 0})(task, 5)
+    make.stop_strings, make.frame, make.core_metrics = ['.'], 'user', ['won']
+    protocol.make_kind('m:make', make, {}, {})(Task('t'), 0)
+
   def test_options_win_over_what_is_offered(self):
     options = {'high': 5, 'max_turns': 20}
     kind = resolve(env__kind='a_users_module:Game', env__options=options).env
@@ -202,6 +215,17 @@ class UnseededGame(GlobalRandomGame):
 
   def reset(self, seed=None):
     return super().reset(None)
+
+
+class StepAllTest(absltest.TestCase):
+
+  def test_names_that_mean_something_else_are_no_shared_search(self):
+    env = GlobalRandomGame()
+    env.retriever, env.top_k, env.query = object(), 3, 'the question'
+    closed = search.SearchEnv(Task('t', 'q', ('a',)), None, max_turns=0)
+    closed.reset()
+    outcomes = protocol.step_all([env, closed], ['a', '<answer>a</answer>'])
+    self.assertEqual([outcome[1] for outcome in outcomes], [0.0, 1.0])
 
 
 class SeedsTest(parameterized.TestCase):

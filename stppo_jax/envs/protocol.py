@@ -69,7 +69,18 @@ class Kind:
 
   def __call__(self, task: types.Task, seed: int) -> Env:
     make = lambda: self.make(task, **self.settings)
-    return Isolated(make, seed) if self.uses_global_random else make()
+    env = Isolated(make, seed) if self.uses_global_random else make()
+    for name in ('stop_strings', 'frame', 'core_metrics'):  # read before there is an environment
+      ours, theirs = getattr(self, name), getattr(env, name, None)
+      if name == 'frame' and theirs not in FRAMES:  # of a video, say
+        continue
+      theirs = tuple(theirs) if isinstance(theirs, list) else theirs
+      if theirs is not None and theirs != ours:
+        raise types.UserError(
+            f'the environment has {name}={theirs!r}, and what config.env.kind names has {ours!r}: '
+            f'set {name} on the class, or on the function that makes it'
+        )
+    return env
 
 
 def make_kind(name: str, make: Any, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Kind:
@@ -163,8 +174,7 @@ def step_all(envs: Sequence[Any], actions: Sequence[str]) -> list[Step]:
     raise AssertionError(f'{len(envs)} environments but {len(actions)} actions')
   rounds: dict[tuple[int, int], list[tuple[int, str]]] = {}
   for row, (env, action) in enumerate(zip(envs, actions)):
-    shares = hasattr(env, 'query') and hasattr(env, 'retriever')
-    query = env.query(action) if shares else None
+    query = env.query(action) if _shares_search(env) else None
     if query is not None:
       rounds.setdefault((id(env.retriever), env.top_k), []).append((row, query))
   fetched = {}
@@ -178,6 +188,12 @@ def step_all(envs: Sequence[Any], actions: Sequence[str]) -> list[Step]:
       env.step(action, passages=fetched[row]) if row in fetched else env.step(action)
       for row, (env, action) in enumerate(zip(envs, actions))
   ]
+
+
+def _shares_search(env):
+  """Whether the environment has what `step_all` needs; names alone may mean something else."""
+  has_retriever = getattr(env, 'retriever', None) is not None and hasattr(env, 'top_k')
+  return has_retriever and callable(getattr(env, 'query', None))
 
 
 def full_text(observation: str, info: Mapping[str, Any]) -> str:
