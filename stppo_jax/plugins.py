@@ -50,11 +50,12 @@ def digests(names: Mapping[str, str]) -> dict[str, str]:
   The work folder keeps them, so that a run is not resumed with another plug-in unnoticed. Choice:
   the module's own file alone. What it imports or reads is not covered. UserError as from `load`.
   """
-  sources = {
-      field: getattr(_import(f'config.{field}={name!r}', name.partition(':')[0]), '__file__', None)
+  modules = {
+      field: _import(f'config.{field}={name!r}', name.partition(':')[0])
       for field, name in names.items()
       if ':' in name
   }
+  sources = {field: getattr(module, '__file__', None) for field, module in modules.items()}
   return {
       field: hashlib.sha256(pathlib.Path(source).read_bytes()).hexdigest()[:16]
       for field, source in sources.items()
