@@ -66,7 +66,7 @@ def claim(
     return
   with open(path, encoding='utf-8') as file:
     theirs = json.load(file)
-  theirs_of_plugins, their_objective = theirs.get('plugins', {}), theirs.get('objective', {})
+  their_objective = theirs.get('objective', {})
   without = lambda tree: flatten({k: v for k, v in tree.items() if k not in beside})
   theirs, flat = without(theirs), without(mine)
   different = [
@@ -83,14 +83,23 @@ def claim(
         f'--workdir={workdir!r} belongs to a run with another config: {shown}{more}. '
         'Give another --workdir, or the same config'
     )
-  for field, digest in (digests or {}).items():
-    if theirs_of_plugins.get(field, digest) != digest:
-      raise UserError(
-          f'--workdir={workdir!r}: the source of config.{field}={flat[field]!r} has changed since '
-          'the run began: give another --workdir, or the source as it was'
-      )
+  for field in changed_plugins(workdir, digests or {}):
+    raise UserError(
+        f'--workdir={workdir!r}: the source of config.{field}={flat[field]!r} has changed since '
+        'the run began: give another --workdir, or the source as it was'
+    )
   _check_objective(workdir, their_objective, mine.get('objective', {}))
   write_whole(path, json.dumps(mine, indent=2))
+
+
+def changed_plugins(workdir: str, digests: Mapping[str, str]) -> list[str]:
+  """Returns the fields whose plug-in had another source when `workdir` was claimed."""
+  path = os.path.join(workdir, 'config.json')
+  if not os.path.exists(path):
+    return []
+  with open(path, encoding='utf-8') as file:
+    theirs = json.load(file).get('plugins', {})
+  return [field for field, digest in digests.items() if theirs.get(field, digest) != digest]
 
 
 def _check_objective(workdir, theirs, mine):
