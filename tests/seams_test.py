@@ -1,9 +1,11 @@
 """What the config names: environment, reward, retriever and questions of a user's own."""
 
+from concurrent import futures
 import os
 import random
 import sys
 import tempfile
+import time
 import types as python_types
 
 from absl.testing import absltest
@@ -265,6 +267,24 @@ class SeedsTest(parameterized.TestCase):
     env.reset(seed=3)
     env.step('')
     self.assertEqual((random.random(), np.random.rand()), expected)
+
+  def test_calls_in_threads_do_not_mix_their_states(self):
+    class Slow(GlobalRandomGame):
+
+      def step(self, action):
+        outcome = super().step(action)
+        time.sleep(0.001)  # another thread's turn
+        self.drawn.append(random.random())
+        return outcome
+
+    def play(threads):
+      envs = [protocol.Isolated(Slow, seed) for seed in range(8)]
+      with futures.ThreadPoolExecutor(threads) as pool:
+        for _ in range(3):
+          list(pool.map(lambda env: env.step(''), envs))
+      return [env.drawn for env in envs]
+
+    self.assertEqual(play(8), play(1))
 
   def test_seeds_have_31_bits_and_sampling_keeps_its_keys(self):
     keys = jax.random.split(jax.random.key(0), 1000)
