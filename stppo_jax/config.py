@@ -218,10 +218,12 @@ class Algorithm:
 
 @dataclasses.dataclass
 class Optimizer:
-  """AdamW with a linear warm-up, then a constant rate."""
+  """AdamW with a linear warm-up, then a constant or linearly decaying rate."""
 
   lr: float = setting(1e-6, 'learning rate', at_least=0)
   warmup: float = setting(0.285, 'share of all updates', at_least=0, at_most=1)
+  final_lr: float = setting(
+      1.0, 'share of lr that is left at the last update; 1: constant', at_least=0, at_most=1)
   betas: tuple[float, float] = setting((0.9, 0.999), 'decay of the two moments')
   eps: float = setting(1e-8, 'added to the root of the second moment')
   weight_decay: float = setting(0.01, 'decoupled weight decay', at_least=0)

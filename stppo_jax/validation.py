@@ -25,9 +25,17 @@ def fields(config: Any, prefix: str = '') -> Iterator[tuple[str, Rules, Any]]:
       yield path, field.metadata['rules'], value
 
 
-def may_change() -> tuple[str, ...]:
-  """Paths of the settings that a resumed run may change."""
-  return tuple(path for path, rules, _ in fields(Config()) if rules.may_change)
+def may_change(config: Config) -> tuple[str, ...]:
+  """Returns the paths of the settings that a resumed run of `config` may change.
+
+  The number of updates is not among them where a learning rate's schedule depends on it.
+  """
+  fixed = {'train.updates'} if any(map(_has_schedule, (config.actor, config.critic))) else set()
+  return tuple(path for path, rules, _ in fields(config) if rules.may_change and path not in fixed)
+
+
+def _has_schedule(optimizer: Any) -> bool:
+  return bool(optimizer.lr) and (optimizer.warmup > 0 or optimizer.final_lr < 1)
 
 
 def validate(config: Config) -> Config:

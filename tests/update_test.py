@@ -395,6 +395,17 @@ class UpdateTest(parameterized.TestCase):
         np.allclose(state.actor['embed']['embedding'], before.actor['embed']['embedding'])
     )
 
+  def test_the_rate_rises_then_decays_to_its_final_share(self):
+    # Warm-up of 2 of 7 steps: 1/2, 2/2; then from 1 to 0.2 in the 4 steps up to the last one.
+    _, schedule = train_state.make_optimizer(1.0, 2, final_lr=0.2, num_steps=7)
+    np.testing.assert_allclose(
+        [schedule(step) for step in range(9)],
+        [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2],
+        rtol=1e-6,
+    )
+    _, constant = train_state.make_optimizer(1.0, 2, num_steps=7)
+    np.testing.assert_allclose([constant(step) for step in (1, 6)], 1.0)
+
   @parameterized.parameters((0, [0.5, 0.5, 1.0]), (1, [0.5, 0.5, 0.5]))
   def test_the_rate_that_is_told_counts_the_steps_that_were_taken(self, critic_warmup, rates):
     """Of three steps the first is not finite; a warm-up of two steps halves the first rate."""

@@ -7,6 +7,7 @@ import os
 import tempfile
 
 from absl.testing import absltest
+from absl.testing import parameterized
 
 from stppo_jax import config as schema
 from stppo_jax import validation
@@ -19,7 +20,12 @@ def as_dict(**data):
   return dataclasses.asdict(schema.Config(data=schema.Data(**data)))
 
 
-class WorkdirTest(absltest.TestCase):
+def constant_rates():
+  constant = dict(lr=1e-6, warmup=0.0)
+  return schema.Config(actor=schema.Optimizer(**constant), critic=schema.Optimizer(**constant))
+
+
+class WorkdirTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
@@ -38,16 +44,26 @@ class WorkdirTest(absltest.TestCase):
       workdirs.claim(self.workdir, as_dict(corpus='misspelt'))
 
   def test_fields_that_change_no_number_may_change(self):
+    may_change = validation.may_change(constant_rates())
     workdirs.claim(self.workdir, as_dict())
     self.write_a_number()
     config = as_dict()
-    for path in validation.may_change():
+    for path in may_change:
       section, name = path.split('.')
       value = config[section][name]
       config[section][name] = value + 1 if isinstance(value, int) else 'other'
-      workdirs.claim(self.workdir, copy.deepcopy(config), validation.may_change())
+      workdirs.claim(self.workdir, copy.deepcopy(config), may_change)
     with open(os.path.join(self.workdir, 'config.json'), encoding='utf-8') as file:
       self.assertEqual(json.load(file)['train']['on_nonfinite'], 'other')
+
+  @parameterized.parameters(('actor', 'warmup', 0.1), ('critic', 'final_lr', 0.5))
+  def test_updates_may_not_change_where_the_rate_depends_on_them(self, model, name, value):
+    config = constant_rates()
+    self.assertIn('train.updates', validation.may_change(config))
+    setattr(getattr(config, model), name, value)
+    self.assertNotIn('train.updates', validation.may_change(config))
+    getattr(config, model).lr = 0.0  # which has no schedule
+    self.assertIn('train.updates', validation.may_change(config))
 
   def test_the_source_of_a_plug_in_is_part_of_the_numbers(self):
     workdirs.claim(self.workdir, as_dict(source='m:load'), digests={'data.source': 'a1'})

@@ -241,13 +241,16 @@ def make_spec(
     )
 
   def optimizer(options):
+    num_steps = train.updates * steps_per_update
     return train_state.make_optimizer(
         options.lr,
-        round(options.warmup * train.updates * steps_per_update),
+        round(options.warmup * num_steps),
         options.betas,
         options.eps,
         options.weight_decay,
         options.grad_clip,
+        options.final_lr,
+        num_steps,
     )
 
   actor_optimizer, actor_lr = optimizer(config.actor)

@@ -64,7 +64,7 @@ def claim(config: schema.Config, variant: variants.Variant, workdir: str) -> Non
       workdirs.claim,
       workdir,
       dataclasses.asdict(config),
-      validation.may_change(),
+      validation.may_change(config),
       digests,
       objective,
   )

@@ -93,13 +93,22 @@ def make_optimizer(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     grad_clip: float = 1.0,
+    final_lr: float = 1.0,
+    num_steps: int = 0,
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
-  """Returns AdamW after a clip of the global norm, and its learning rate as a schedule."""
+  """Returns AdamW after a clip of the global norm, and its learning rate as a schedule.
+
+  The rate rises to `lr` in the first `warmup_steps` and decays linearly to `final_lr` times `lr` at the
+  last of `num_steps`. With final_lr 1 it stays.
+  """
   schedule = (
       optax.linear_schedule(lr / warmup_steps, lr, warmup_steps - 1)
       if warmup_steps > 1
-      else (optax.constant_schedule(lr))
+      else optax.constant_schedule(lr)
   )
+  if final_lr != 1:
+    decay = optax.linear_schedule(lr, lr * final_lr, max(num_steps - 1 - warmup_steps, 1))
+    schedule = optax.join_schedules((schedule, decay), (warmup_steps,))
   optimizer = optax.chain(
       optax.clip_by_global_norm(grad_clip),
       optax.adamw(schedule, b1=betas[0], b2=betas[1], eps=eps, weight_decay=weight_decay),
