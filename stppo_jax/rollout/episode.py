@@ -84,7 +84,7 @@ def play(
     prompts.append(prompt)
   hosts.require_same(
       'prompts of the environments',
-      [zlib.crc32(episode.prompt) for episode in episodes],
+      [zlib.crc32(episode.prompt.tobytes()) for episode in episodes],
       'let `reset` depend on its seed and the task alone',
   )
   reset_s = time.perf_counter() - started
