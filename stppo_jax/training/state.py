@@ -98,8 +98,8 @@ def make_optimizer(
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
   """Returns AdamW after a clip of the global norm, and its learning rate as a schedule.
 
-  The rate rises to `lr` in the first `warmup_steps` and decays linearly to `final_lr` times `lr` at the
-  last of `num_steps`. With final_lr 1 it stays.
+  The rate rises to `lr` in the first `warmup_steps` and decays linearly to `final_lr` times `lr` at
+  the last of `num_steps`. With final_lr 1 it stays.
   """
   schedule = (
       optax.linear_schedule(lr / warmup_steps, lr, warmup_steps - 1)
