@@ -231,7 +231,9 @@ def make_framing(tokenizer: Tokenizer, frame: str, limit: int) -> Framing:
         "give an environment with frame = 'inline'"
     )
   before = before.partition(_ANSWER)[2]
-  return Framing(tokenizer, limit, _Frame.split(tokenizer, before, after, form))
+  framing = Framing(tokenizer, limit, _Frame.split(tokenizer, before, after, form))
+  framing.encode('', ())  # a limit that the template's own tokens fill is an error now
+  return framing
 
 
 _ANSWER = 'The-agent-says-this'

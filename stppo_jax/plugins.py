@@ -27,16 +27,7 @@ def load(field: str, name: str, built_in: Mapping[str, Any]) -> Any:
     near = difflib.get_close_matches(name, built_in, n=1)
     hint = f'; did you mean {near[0]}?' if near else ''
     raise UserError(f'{given}: allowed are {", ".join(built_in)}, or module:attribute{hint}')
-  if os.getcwd() not in sys.path:  # an installed command starts without it
-    sys.path.append(os.getcwd())
-  try:
-    found = importlib.import_module(module_name)
-  except Exception as error:  # whatever a user's module may raise
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    raise UserError(
-        f'{given}: cannot import {module_name} ({type(error).__name__}: {error}; {frame.filename}:'
-        f'{frame.lineno}); start from the folder that holds it, or install it'
-    ) from error
+  found = _import(given, module_name)
   for part in attribute.split('.'):
     if not hasattr(found, part):
       raise UserError(f'{given}: {module_name} has no {attribute!r}; give one of its names')
@@ -56,15 +47,32 @@ def named(config: Any) -> dict[str, str]:
 def digests(names: Mapping[str, str]) -> dict[str, str]:
   """Returns {field: digest of the source file} for the names that are `module:attribute`.
 
-  The work folder keeps them, so that a run is not resumed with another plug-in unnoticed.
+  The work folder keeps them, so that a run is not resumed with another plug-in unnoticed. Choice:
+  the module's own file alone. What it imports or reads is not covered. UserError as from `load`.
   """
-  sources = {
-      field: getattr(importlib.import_module(name.partition(':')[0]), '__file__', None)
+  modules = {
+      field: _import(f'config.{field}={name!r}', name.partition(':')[0])
       for field, name in names.items()
       if ':' in name
   }
+  sources = {field: getattr(module, '__file__', None) for field, module in modules.items()}
   return {
       field: hashlib.sha256(pathlib.Path(source).read_bytes()).hexdigest()[:16]
       for field, source in sources.items()
       if source
   }
+
+
+def _import(given, module_name):
+  """Imports the module of a name that was `given`; whatever it raises is one line."""
+  if os.getcwd() not in sys.path:  # an installed command starts without it
+    sys.path.append(os.getcwd())
+  try:
+    return importlib.import_module(module_name)
+  except Exception as error:  # whatever a user's module may raise
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    message = ' '.join(str(error).split())
+    raise UserError(
+        f'{given}: cannot import {module_name} ({type(error).__name__}: {message}; '
+        f'{frame.filename}:{frame.lineno}); start from the folder that holds it, or install it'
+    ) from error

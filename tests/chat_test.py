@@ -501,7 +501,7 @@ class FramingTest(parameterized.TestCase):
     with self.assertRaisesRegex(types.UserError, "role 'tool'.*no tools.*inline"):
       chat.make_framing(tokenizer, 'tool', 20)
     with self.assertRaisesRegex(types.UserError, 'max_observation'):
-      chat.make_framing(tokenizer, 'user', 1).encode('x', [])
+      chat.make_framing(tokenizer, 'user', 1)  # before anything is played
 
 
 if __name__ == '__main__':

@@ -22,6 +22,7 @@ from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.runtime import hosts
 from tests.support import tiny_tokenizer
 
 T = 96
@@ -381,6 +382,16 @@ class PlayTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(KeyError, 'the environment is broken'):
       play(PROMPTS, [[ANSWER]] * 6, threads=threads, step_envs=broken)
+
+  def test_an_action_without_a_name_is_another_and_any_name_is_a_text(self):
+    named = lambda action: ('x', 0.0, False, False, {'action': action})
+    (episode,), _ = play(['Hello'], [[named(None), named(3), ANSWER]])
+    self.assertEqual([turn.action for turn in episode.turns], ['other', '3', 'answer'])
+
+  def test_all_processes_need_the_same_prompts(self):
+    with mock.patch.object(hosts, 'share', lambda value: [value, 'of another process']):
+      with self.assertRaisesRegex(types.UserError, '^prompts of the .* `reset` depend on its seed'):
+        play(['Hello'], [[ANSWER]])
 
   def test_impossible_limits(self):
     with self.assertRaisesRegex(types.UserError, 'max_turn_tokens'):

@@ -7,15 +7,21 @@ import os
 import pathlib
 import sys
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
 
 from stppo_jax import config as schema
+from stppo_jax import evaluation
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
 from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.runtime import hosts
 from stppo_jax.training import learner
+from stppo_jax.training import loop
+from stppo_jax.training import recovery
+from stppo_jax.training import results
 from stppo_jax.types import UserError
 from tests.support import micro_run
 
@@ -159,6 +165,23 @@ class MakeVariantTest(parameterized.TestCase):
         UserError, r"^[^\n]*algorithm.variant='own_rl:PLAIN' has changed[^\n]*$"
     ):
       micro_run.train(config, workdir)
+    run = mock.Mock(held_out=[])
+    self.enterContext(mock.patch.object(loop, 'setup', return_value=run))
+    self.enterContext(mock.patch.object(recovery, 'newest', return_value=(None, 2)))
+    self.enterContext(mock.patch.object(evaluation, 'evaluate', return_value=({'score': 1}, [])))
+    with self.assertLogs('absl', 'WARNING') as logs:
+      self.assertEqual(results.evaluate(config, workdir), {'score': 1})
+    self.assertIn('the source of config.algorithm.variant has changed', logs.output[0])
+
+  def test_all_processes_need_the_same_sources(self):
+    config = micro_run.make_config(str(self.folder), **{'algorithm.variant': 'own_rl:PLAIN'})
+    variant = learner.make_variant(config)
+    with mock.patch.object(hosts, 'require_same') as require_same:
+      recovery.claim(config, variant, str(self.folder))
+    ((what, (digests, objective)),) = [call.args for call in require_same.call_args_list]
+    self.assertEqual(what, 'plug-ins')
+    self.assertEqual(set(digests), {'algorithm.variant'})
+    self.assertEqual(objective, variant.described())
 
 
 if __name__ == '__main__':

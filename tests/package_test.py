@@ -102,6 +102,16 @@ class PyprojectTest(parameterized.TestCase):
     self.assertEqual(PROJECT['scripts'], {'stppo': 'stppo_jax.cli:main'})
     self.assertIs(run.main, cli.main)
 
+  def test_the_licence_names_that_of_every_source_of_the_embedded_facts(self):
+    terms = (ROOT / 'stppo_jax/assets/knowledge/LICENSES.md').read_text(encoding='utf-8')
+    for words, name in (
+        ('Creative Commons Attribution 4.0', 'CC-BY-4.0'),
+        ('The MIT License', 'MIT'),
+        ('under its own terms', 'LicenseRef-HPO'),
+    ):
+      self.assertIn(words, terms)
+      self.assertIn(name, PROJECT['license'].split(' AND '))
+
   def test_the_version_stands_in_the_citation_and_in_the_changelog(self):
     citation = (ROOT / 'CITATION.cff').read_text(encoding='utf-8')
     self.assertIn(f'\nversion: {PROJECT["version"]}\n', citation)

@@ -35,10 +35,12 @@ class PluginsTest(parameterized.TestCase):
       ('serch', ['serch', 'did you mean search?', 'module:attribute']),
       ('no_such_module:Env', ['no_such_module', 'ModuleNotFoundError', 'folder that holds it']),
       ('fails:Env', ['fails.py:2', 'ZeroDivisionError']),
+      ('at_length:Env', ['at_length.py:1', 'one two']),
       ('json:no_such_name', ['no_such_name', 'json']),
   )
   def test_anything_else_is_refused_in_one_line(self, name, words):
     self.module('fails', '\n1 / 0\n')
+    self.module('at_length', 'raise ValueError("one\\ntwo")\n')
     with self.assertRaises(UserError) as caught:
       plugins.load('env.kind', name, {'search': 7})
     message = str(caught.exception)
@@ -52,6 +54,10 @@ class PluginsTest(parameterized.TestCase):
     self.assertEqual(set(first), {'env.kind'})
     (self.folder / 'plugged_in.py').write_text('x = 2\n', encoding='utf-8')
     self.assertNotEqual(plugins.digests({'env.kind': 'plugged_in:x'}), first)
+
+  def test_a_source_that_is_gone_is_one_line_as_well(self):
+    with self.assertRaisesRegex(UserError, r'^config.env.kind=.no_such_module:x.: cannot import'):
+      plugins.digests({'env.kind': 'no_such_module:x'})
 
 
 if __name__ == '__main__':

@@ -1,9 +1,11 @@
 """Plug-ins that the config names: a user's environment, reward, retriever and questions."""
 
+from concurrent import futures
 import os
 import random
 import sys
 import tempfile
+import time
 import types as python_types
 
 from absl.testing import absltest
@@ -53,6 +55,9 @@ plugin.load_texts = lambda split: ['q']
 plugin.load_twice = lambda split: [Task('t', 'q')] * 2
 plugin.LetterStops = type('LetterStops', (Game,), {'stop_strings': 'ab'})
 plugin.Sideways = type('Sideways', (Game,), {'frame': 'sideways'})
+plugin.Taskless = type('Taskless', (), {})
+plugin.by_position = lambda task, /, low=1, *, high: (low, high)
+plugin.any_number = lambda *tasks, high: (tasks, high)
 sys.modules[plugin.__name__] = plugin
 
 
@@ -72,6 +77,24 @@ class SeamsTest(parameterized.TestCase):
     self.assertEqual(kind(task, 7).settings, (task, 1, 5, 3))
     self.assertEqual((kind.stop_strings, kind.frame), (('.',), 'user'))
     self.assertEqual(kind.core_metrics, ('won',))
+
+  @parameterized.parameters(('by_position', (1, 5)), ('any_number', (('t',), 5)))
+  def test_the_first_argument_alone_is_the_task(self, name, made):
+    kind = resolve(env__kind=f'a_users_module:{name}', env__options={'high': 5}).env
+    self.assertEqual(kind.make('t', **kind.settings), made)
+
+  def test_what_only_an_instance_has_is_refused(self):
+    """The sampler is built before there is an instance, and would not know."""
+    for name, value in (('stop_strings', ['!']), ('frame', 'tool'), ('core_metrics', ('lost',))):
+      made = type('Made', (Game,), {name: value})
+      for game in (made, type('Isolated', (made,), {'uses_global_random': True})):
+        make = lambda task, game=game: game(task, 5)
+        make.stop_strings, make.frame, make.core_metrics = ('.',), 'user', ('won',)
+        with self.assertRaisesRegex(UserError, f'^the environment has {name}=.*set {name} on'):
+          protocol.make_kind('m:make', make, {}, {})(Task('t'), 0)
+    make = lambda task: type('Video', (Game,), {'frame': 0})(task, 5)
+    make.stop_strings, make.frame, make.core_metrics = ['.'], 'user', ['won']
+    protocol.make_kind('m:make', make, {}, {})(Task('t'), 0)
 
   def test_options_win_over_what_is_offered(self):
     options = {'high': 5, 'max_turns': 20}
@@ -93,6 +116,7 @@ class SeamsTest(parameterized.TestCase):
       (dict(env__kind='a_users_module:Gaem'), 'has no .Gaem'),
       (dict(env__kind='no_such_module:Game'), 'cannot import no_such_module'),
       (dict(env__kind='a_users_module:number'), 'a class is needed'),
+      (dict(env__kind='a_users_module:Taskless'), 'takes no task'),
       (dict(env__kind='a_users_module:Game'), 'needs high.*env.options.high='),
       (
           dict(env__kind='a_users_module:Game', env__options={'hihg': 1}),
@@ -194,6 +218,17 @@ class UnseededGame(GlobalRandomGame):
     return super().reset(None)
 
 
+class StepAllTest(absltest.TestCase):
+
+  def test_names_that_mean_something_else_are_no_shared_search(self):
+    env = GlobalRandomGame()
+    env.retriever, env.top_k, env.query = object(), 3, 'the question'
+    closed = search.SearchEnv(Task('t', 'q', ('a',)), None, max_turns=0)
+    closed.reset()
+    outcomes = protocol.step_all([env, closed], ['a', '<answer>a</answer>'])
+    self.assertEqual([outcome[1] for outcome in outcomes], [0.0, 1.0])
+
+
 class SeedsTest(parameterized.TestCase):
 
   def play(self, make, run_seed, order=range(16)):
@@ -231,6 +266,24 @@ class SeedsTest(parameterized.TestCase):
     env.reset(seed=3)
     env.step('')
     self.assertEqual((random.random(), np.random.rand()), expected)
+
+  def test_calls_in_threads_do_not_mix_their_states(self):
+    class Slow(GlobalRandomGame):
+
+      def step(self, action):
+        outcome = super().step(action)
+        time.sleep(0.001)  # another thread's turn
+        self.drawn.append(random.random())
+        return outcome
+
+    def play(threads):
+      envs = [protocol.Isolated(Slow, seed) for seed in range(8)]
+      with futures.ThreadPoolExecutor(threads) as pool:
+        for _ in range(3):
+          list(pool.map(lambda env: env.step(''), envs))
+      return [env.drawn for env in envs]
+
+    self.assertEqual(play(8), play(1))
 
   def test_seeds_have_31_bits_and_sampling_keeps_its_keys(self):
     keys = jax.random.split(jax.random.key(0), 1000)

@@ -1,6 +1,7 @@
 """The table of variants: each row is what its paper says, and differs only where it should."""
 
 import dataclasses
+import functools
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -42,6 +43,14 @@ class VariantsTest(parameterized.TestCase):
     self.assertIn(row.surrogate, losses.SURROGATES)
     self.assertIn(row.norm_of, ('gradient', 'loss'))
     self.assertEqual(row.min_advantage, 'token')
+
+  def test_a_description_is_the_same_in_each_process(self):
+    made = lambda: functools.partial(max, 0)  # its repr holds an address
+    row = variants.Variant(made(), 'token', surrogate=made())
+    again = variants.Variant(made(), 'token', surrogate=made())
+    self.assertEqual(row.described(), again.described())
+    grouped = dataclasses.replace(row, advantage=advantages.Estimator(made()))
+    self.assertEqual(grouped.described()['advantage'], 'partial')
 
   @parameterized.parameters(*EXPECTED)
   def test_rows_are_frozen_and_hashable(self, name):

@@ -76,6 +76,17 @@ class WorkdirTest(parameterized.TestCase):
     ):
       workdirs.claim(self.workdir, as_dict(source='m:load'), digests={'data.source': 'b2'})
 
+  def test_the_objective_behind_a_name_is_part_of_the_numbers(self):
+    first = {'clip_low': 0.2, 'betas': (1, 2), 'dropped_since': 1}
+    workdirs.claim(self.workdir, as_dict(), objective=first)
+    self.write_a_number()
+    same = {'clip_low': 0.2, 'betas': (1, 2), 'new_since': 1}
+    workdirs.claim(self.workdir, as_dict(), objective=same)
+    with self.assertRaisesRegex(
+        UserError, r'^[^\n]*another objective[^\n]*clip_low \(0.2 there, 0.3 here\)[^\n]*$'
+    ):
+      workdirs.claim(self.workdir, as_dict(), objective=same | {'clip_low': 0.3})
+
   def test_another_staleness_is_refused(self):
     workdirs.claim(self.workdir, as_dict())
     self.write_a_number()

@@ -28,7 +28,7 @@ class Estimator:
   @property
   def __name__(self) -> str:
     """The function's name, for config.json."""
-    return getattr(self.function, '__name__', repr(self.function))
+    return getattr(self.function, '__name__', type(self.function).__name__)
 
   def __call__(self, batch: Any, variant: Any) -> tuple[jax.Array, jax.Array]:
     return self.function(batch, variant)

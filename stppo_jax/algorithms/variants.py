@@ -82,7 +82,10 @@ class Variant:
   def described(self) -> dict[str, Any]:
     """Returns the columns as JSON values; functions by their names."""
     columns = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-    return {k: getattr(v, '__name__', repr(v)) if callable(v) else v for k, v in columns.items()}
+    name_of = lambda v: getattr(
+        v, '__name__', type(v).__name__
+    )  # never an address: runs compare it
+    return {k: name_of(v) if callable(v) else v for k, v in columns.items()}
 
 
 VARIANTS = {

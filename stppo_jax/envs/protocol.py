@@ -39,6 +39,7 @@ from stppo_jax import types
 FRAMES = ('inline', 'user', 'tool')
 Step = tuple[str, float, bool, bool, dict[str, Any]]
 
+_BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 _GLOBAL_RANDOM = threading.RLock()  # held while the global random state is that of an environment
 
 
@@ -68,7 +69,18 @@ class Kind:
 
   def __call__(self, task: types.Task, seed: int) -> Env:
     make = lambda: self.make(task, **self.settings)
-    return Isolated(make, seed) if self.uses_global_random else make()
+    env = Isolated(make, seed) if self.uses_global_random else make()
+    for name in ('stop_strings', 'frame', 'core_metrics'):  # read before there is an environment
+      ours, theirs = getattr(self, name), getattr(env, name, None)
+      if name == 'frame' and theirs not in FRAMES:  # of a video, say
+        continue
+      theirs = tuple(theirs) if isinstance(theirs, list) else theirs
+      if theirs is not None and theirs != ours:
+        raise types.UserError(
+            f'the environment has {name}={theirs!r}, and what config.env.kind names has {ours!r}: '
+            f'set {name} on the class, or on the function that makes it'
+        )
+    return env
 
 
 def make_kind(name: str, make: Any, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Kind:
@@ -76,7 +88,12 @@ def make_kind(name: str, make: Any, offered: Mapping[str, Any], options: Mapping
   if not callable(make):
     raise types.UserError(f'config.env.kind={name!r}: a class is needed, not {make!r}')
   parameters = list(inspect.signature(make).parameters.values())
-  named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][1:]
+  if not parameters or parameters[0].kind in _BY_KEYWORD:
+    raise types.UserError(
+        f'config.env.kind={name!r}: its constructor takes no task: let its first argument be `task`'
+    )
+  parameters = parameters[1:]  # without the task
+  named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
   takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
   if not takes_any and (unknown := sorted(set(options) - set(named))):
     raise types.UserError(
@@ -85,7 +102,7 @@ def make_kind(name: str, make: Any, offered: Mapping[str, Any], options: Mapping
   settings = {key: value for key, value in offered.items() if key in named} | dict(options)
   missing = [
       p.name
-      for p in parameters[1:]
+      for p in parameters
       if p.default is p.empty
       and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
       and p.name not in settings
@@ -157,8 +174,7 @@ def step_all(envs: Sequence[Any], actions: Sequence[str]) -> list[Step]:
     raise AssertionError(f'{len(envs)} environments but {len(actions)} actions')
   rounds: dict[tuple[int, int], list[tuple[int, str]]] = {}
   for row, (env, action) in enumerate(zip(envs, actions)):
-    shares = hasattr(env, 'query') and hasattr(env, 'retriever')
-    query = env.query(action) if shares else None
+    query = env.query(action) if _shares_search(env) else None
     if query is not None:
       rounds.setdefault((id(env.retriever), env.top_k), []).append((row, query))
   fetched = {}
@@ -172,6 +188,12 @@ def step_all(envs: Sequence[Any], actions: Sequence[str]) -> list[Step]:
       env.step(action, passages=fetched[row]) if row in fetched else env.step(action)
       for row, (env, action) in enumerate(zip(envs, actions))
   ]
+
+
+def _shares_search(env):
+  """Whether the environment has what `step_all` needs; names alone may mean something else."""
+  has_retriever = getattr(env, 'retriever', None) is not None and hasattr(env, 'top_k')
+  return has_retriever and callable(getattr(env, 'query', None))
 
 
 def full_text(observation: str, info: Mapping[str, Any]) -> str:

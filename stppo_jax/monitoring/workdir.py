@@ -52,19 +52,22 @@ def claim(
 
   `config` is given as nested dicts; a resumed run may differ in the fields `may_change`. `digests`
   of plug-ins' sources, by field, are kept under the key 'plugins', the resolved `objective` under
-  'objective'. A folder without metrics (of a run that stopped at a wrong path, say) may be reused.
+  its own: its columns may come from a table of the package, which the config only names. A folder
+  without metrics (of a run that stopped at a wrong path, say) may be reused.
   """
   path = os.path.join(workdir, 'config.json')
   mine = json.loads(json.dumps(config))
-  extra = {'plugins': dict(digests or {}), 'objective': dict(objective or {})}
-  mine |= {name: value for name, value in extra.items() if value}
+  beside = json.loads(
+      json.dumps({'plugins': dict(digests or {}), 'objective': dict(objective or {})})
+  )
+  mine |= {name: value for name, value in beside.items() if value}
   if not os.path.exists(path) or not os.path.exists(os.path.join(workdir, metrics.FILE_NAME)):
     write_whole(path, json.dumps(mine, indent=2))
     return
   with open(path, encoding='utf-8') as file:
     theirs = json.load(file)
-  theirs_of_plugins = theirs.get('plugins', {})
-  without = lambda tree: flatten({k: v for k, v in tree.items() if k not in extra})
+  their_objective = theirs.get('objective', {})
+  without = lambda tree: flatten({k: v for k, v in tree.items() if k not in beside})
   theirs, flat = without(theirs), without(mine)
   different = [
       name
@@ -80,13 +83,36 @@ def claim(
         f'--workdir={workdir!r} belongs to a run with another config: {shown}{more}. '
         'Give another --workdir, or the same config'
     )
-  for field, digest in (digests or {}).items():
-    if theirs_of_plugins.get(field, digest) != digest:
-      raise UserError(
-          f'--workdir={workdir!r}: the source of config.{field}={flat[field]!r} has changed since '
-          'the run began: give another --workdir, or the source as it was'
-      )
+  for field in changed_plugins(workdir, digests or {}):
+    raise UserError(
+        f'--workdir={workdir!r}: the source of config.{field}={flat[field]!r} has changed since '
+        'the run began: give another --workdir, or the source as it was'
+    )
+  _check_objective(workdir, their_objective, mine.get('objective', {}))
   write_whole(path, json.dumps(mine, indent=2))
+
+
+def changed_plugins(workdir: str, digests: Mapping[str, str]) -> list[str]:
+  """Returns the fields whose plug-in had another source when `workdir` was claimed."""
+  path = os.path.join(workdir, 'config.json')
+  if not os.path.exists(path):
+    return []
+  with open(path, encoding='utf-8') as file:
+    theirs = json.load(file).get('plugins', {})
+  return [field for field, digest in digests.items() if theirs.get(field, digest) != digest]
+
+
+def _check_objective(workdir, theirs, mine):
+  """Refuses another objective under the same name. A column that either lacks is no difference."""
+  different = [name for name in theirs.keys() & mine.keys() if theirs[name] != mine[name]]
+  if different:
+    shown = ', '.join(
+        f'{name} ({theirs[name]!r} there, {mine[name]!r} here)' for name in sorted(different)[:4]
+    )
+    raise UserError(
+        f'--workdir={workdir!r} belongs to a run with another objective, by a variant of the same '
+        f'name: {shown}. Give another --workdir, or the variant as it was'
+    )
 
 
 def flatten(tree, prefix=''):

@@ -22,6 +22,7 @@ from stppo_jax import types
 from stppo_jax.envs import protocol
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.runtime import hosts
 
 _OVER = engine.Prompt(ids=(), budget=0)
 _SEED_STREAM = np.uint32(2**32 - 1)  # folded into a row's key; its tokens fold in their positions
@@ -81,6 +82,11 @@ def play(
     episode, prompt = _begin(task, group, ids, limits, core_metrics)
     episodes.append(episode)
     prompts.append(prompt)
+  hosts.require_same(
+      'prompts of the environments',
+      [zlib.crc32(episode.prompt.tobytes()) for episode in episodes],
+      'let `reset` depend on its seed and the task alone',
+  )
   reset_s = time.perf_counter() - started
 
   def respond(turns: list[engine.Completion]) -> list[engine.Prompt]:
@@ -160,7 +166,8 @@ def _record(
 ) -> engine.Prompt:
   """Adds a turn and its outcome to the episode; returns the next prompt."""
   observation, reward, terminated, truncated, info = outcome
-  action, tokens = info.get('action', 'other'), completion.tokens  # a GEM environment names none
+  tokens = completion.tokens
+  action = str(info.get('action') or 'other')  # a GEM environment names none
   turn = types.Turn(
       tokens,
       completion.logp,

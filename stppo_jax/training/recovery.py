@@ -58,13 +58,15 @@ def claimed(config: schema.Config, variant: variants.Variant, workdir: str) -> I
 
 def claim(config: schema.Config, variant: variants.Variant, workdir: str) -> None:
   """Checks that `workdir` belongs to this config and its plug-ins, or writes config.json there."""
+  digests, objective = plugins.digests(plugins.named(config)), variant.described()
+  hosts.require_same('plug-ins', [digests, objective])
   hosts.by_writer(
       workdirs.claim,
       workdir,
       dataclasses.asdict(config),
       validation.may_change(config),
-      plugins.digests(plugins.named(config)),
-      variant.described(),
+      digests,
+      objective,
   )
 
 

@@ -8,9 +8,11 @@ import jax
 
 from stppo_jax import config as schema
 from stppo_jax import evaluation
+from stppo_jax import plugins
 from stppo_jax import validation
 from stppo_jax.models import convert
 from stppo_jax.models import lora
+from stppo_jax.monitoring import workdir as workdirs
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.runtime import hosts
 from stppo_jax.training import learner as learner_lib
@@ -28,6 +30,13 @@ def evaluate(config: schema.Config, workdir: str) -> dict[str, float]:
   run.state, updates = recovery.newest(workdir, run.state)
   if updates is not None:
     logging.info('evaluating %s after %d updates', workdir, updates)
+    digests = plugins.digests(plugins.named(config))
+    for field in hosts.by_writer(workdirs.changed_plugins, workdir, digests):
+      logging.warning(
+          'the source of config.%s has changed since %s was trained: the scores are by the new one',
+          field,
+          workdir,
+      )
   scores, _ = evaluation.evaluate(run.agent, run.policy, run.held_out, seed=config.seed)
   return scores
 
