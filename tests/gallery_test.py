@@ -63,6 +63,7 @@ class FolderTest(parameterized.TestCase):
     config = load(folder)
     config.eval.episodes = config.eval.rows = 8
     config.log.tensorboard = False
+    config.train.micro_batch = max(config.train.micro_batch, 8)  # eight simulated devices
     with tempfile.TemporaryDirectory() as workdir:
       loop.train(config, workdir)
       rows = metrics_lib.read_metrics(workdir)

@@ -409,7 +409,7 @@ class RunTest(absltest.TestCase):
             }
         )
     )
-    self.assertNotIn('lm_head', apart.frozen.critic)
+    self.assertNotIn('lm_head', apart.learner.frozen.critic)
     self.assertEqual(apart.state.actor['layers'].keys(), {'attention'})
     full = loop.setup(loop_test.make_config(**{'algorithm.kl_in': 'loss'})).learner.frozen
     self.assertEmpty(full.actor)
