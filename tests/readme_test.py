@@ -53,7 +53,7 @@ class HowToAddTest(parameterized.TestCase):
     self.addCleanup(os.chdir, os.getcwd())
     os.chdir(folder)
     # The smallest run in place of the default one: the same flags, seconds instead of minutes.
-    small = ['--config=small.py', '--config.train.updates=1']
+    small = ['--config=small.py', '--config.train.updates=1', '--mode=train']
     self.assertFalse(cli._main(cli._parse(['run.py', *small, *arguments[2:]])))
     (workdir,) = [argument.partition('=')[2] for argument in arguments if 'workdir' in argument]
     last = metrics_lib.read_metrics(workdir)[-1]
