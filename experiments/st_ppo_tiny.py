@@ -2,8 +2,7 @@
 
   python run.py
 
-Seen: held-out exact match .37 -> .77, .73 and .71 (seeds 0, 1, 2) in three to five minutes on two
-cores.
+Seen: held-out exact match .42 -> .80 to .82 on dev and .52 -> .85 to .86 on test (seeds 0 to 3).
 """
 
 from stppo_jax import config as schema
