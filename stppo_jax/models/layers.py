@@ -1,0 +1,152 @@
+"""The layers of the decoder as stateless Flax modules, and the shape of a model.
+
+Einsum letters are those of `types.py`; the parameter tree is drawn in decoder.py.
+"""
+
+import dataclasses
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from stppo_jax.models import attention
+from stppo_jax.models import lora
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """The shape of a model; hashable, so it can be a static argument of jax.jit."""
+
+  vocab_size: int
+  d_model: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  d_ff: int
+  rope_theta: float = 10_000.0
+  # Llama 3's: (factor, low_freq_factor, high_freq_factor, original_max_position_embeddings).
+  rope_scaling: tuple[float, float, float, int] | None = None
+  rms_norm_eps: float = 1e-6
+  tie_embeddings: bool = False
+  qkv_bias: bool = False  # Qwen2
+  qk_norm: bool = False  # Qwen3
+  family: str = 'qwen2'  # 'qwen2' | 'qwen3' | 'llama': key names that convert.py reads and writes
+  head: str = 'tokens'  # 'tokens' | 'value' | 'both' (two heads on one trunk)
+  dtype: str = 'float32'  # of the computation: 'float32' | 'bfloat16'
+  param_dtype: str = 'float32'  # of the stored parameters
+  remat: str = 'none'  # what backward recomputes: 'none' | 'full' (all) | 'dots' (all but matmuls)
+  scan_layers: bool = True  # False unrolls the layers: slower to compile, faster on a CPU
+  attention: str = 'plain'  # in training: 'plain' | 'splash' (TPU) | 'cudnn' (NVIDIA)
+  attention_chunk: int = 0  # queries whose scores are live at once in plain attention; 0: all
+  max_positions: int = 32_768  # the longest row the published weights were trained for
+  lora_scale: float = 1.0  # of what adapters add, if there are any
+  cache_tile: int = 0  # slots per tile of keys in a KVCache; 0: one tile
+  row_sharding: jax.sharding.NamedSharding | None = None  # of activations' rows; None: XLA's choice
+
+
+class RMSNorm(nn.Module):
+  """Returns x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x):
+    scale = self.param('scale', nn.initializers.ones, x.shape[-1:], self.config.param_dtype)
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.config.rms_norm_eps)
+    return (y * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+class Project(nn.Module):
+  """Multiplies x [..,in..] by a kernel [in..,out..]; adds a bias and an adapter where they exist.
+
+  Choice: one product of two matrices. For an einsum with more axes XLA transposes copies of x in
+  the kernel's gradient, which is slower on a CPU (measured in BUILD_NOTES.md).
+  """
+
+  config: ModelConfig
+  shape: tuple[int, ...]  # of the kernel
+  contracted: int = 1  # how many leading axes of the kernel are contracted with the last of x
+  bias: bool = False  # on all other axes of the kernel
+  stddev: float = 0.02
+
+  @nn.compact
+  def __call__(self, x):
+    config = self.config
+    inputs, outputs = self.shape[: self.contracted], self.shape[self.contracted :]
+    rows = x.shape[: x.ndim - self.contracted]
+    x = x.reshape(-1, math.prod(inputs))
+    normal = nn.initializers.normal(self.stddev)
+    kernel = self.param('kernel', normal, self.shape, config.param_dtype)
+    y = x @ kernel.astype(config.dtype).reshape(x.shape[1], -1)
+    if self.has_variable('params', 'lora_a'):
+      a, b = self.get_variable('params', 'lora_a'), self.get_variable('params', 'lora_b')
+      y = y + config.lora_scale * lora.product(x, a.astype(config.dtype), b.astype(config.dtype))
+    y = y.reshape(*rows, *outputs)
+    if self.bias:
+      bias = self.param('bias', nn.initializers.zeros, outputs, config.param_dtype)
+      y = y + bias.astype(config.dtype)
+    return y
+
+
+class Attention(nn.Module):
+  """Applies causal attention in which g = N / M query heads share a key head."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x, rope, segments=None, layer_cache=None, slots=None):
+    """Maps x [B,T,D] to (x, layer_cache); segments and slots [B,T], layer_cache a (k, v)."""
+    config = self.config
+    d, n, m, h = config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
+    q = Project(config, (d, n, h), bias=config.qkv_bias, name='query')(x)
+    k = Project(config, (d, m, h), bias=config.qkv_bias, name='key')(x)
+    v = Project(config, (d, m, h), bias=config.qkv_bias, name='value')(x)
+    if config.qk_norm:
+      q = RMSNorm(config, name='query_norm')(q)
+      k = RMSNorm(config, name='key_norm')(k)
+    q, k = attention.rotate(q, rope), attention.rotate(k, rope)
+    if layer_cache is None:
+      y = attention.causal(
+          q, k, v, segments, config.attention, config.attention_chunk, config.row_sharding
+      )
+    else:
+      cached_k, cached_v = layer_cache
+      layer_cache = attention.write_cache(cached_k, cached_v, k, v, slots)
+      k, v = (a.astype(config.dtype) for a in layer_cache)
+      y = attention.cached(q, k, v, slots)
+    stddev = 0.02 / math.sqrt(2 * config.num_layers)
+    y = Project(config, (n, h, d), 2, stddev=stddev, name='out')(y)
+    return y, layer_cache
+
+
+class Mlp(nn.Module):
+  """Returns down(silu(gate(x)) * up(x))."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x):
+    config = self.config
+    d, f = config.d_model, config.d_ff
+    gate = Project(config, (d, f), name='gate')(x)
+    up = Project(config, (d, f), name='up')(x)
+    y = jax.nn.silu(gate) * up
+    stddev = 0.02 / math.sqrt(2 * config.num_layers)
+    return Project(config, (f, d), stddev=stddev, name='down')(y)
+
+
+class Block(nn.Module):
+  """Applies one layer: attention and feed-forward, each after a norm and added to the residual."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x, rope, segments=None, layer_cache=None, slots=None):
+    y = RMSNorm(self.config, name='attention_norm')(x)
+    y, layer_cache = Attention(self.config, name='attention')(y, rope, segments, layer_cache, slots)
+    x = x + y
+    y = RMSNorm(self.config, name='mlp_norm')(x)
+    return x + Mlp(self.config, name='mlp')(y), layer_cache
