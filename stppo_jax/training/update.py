@@ -45,19 +45,24 @@ class Functions(typing.NamedTuple):
   update_step: typing.Any  # (state, frozen, batch, step) -> (state, metrics, seen)
 
   def num_compilations(self) -> int:
-    """Programs compiled so far: one per function and shape of batch."""
+    """Programs compiled so far in this process: one per function and shape of batch."""
     return sum(function._cache_size() for function in self)
 
 
 def compile_functions(
     spec: Spec, state: TrainState, frozen: Frozen, mesh: jax.sharding.Mesh
 ) -> Functions:
-  """Jits `annotate`, `with_advantages` and `update_step` over the mesh; states are donated.
+  """Jits the three functions over the mesh, with arrays or shapes where they are; donates states.
 
-  State and frozen parameters (arrays or ShapeDtypeStructs) stay in their place, on devices or on
-  the host.
+  Runs of one process whose settings and places are equal share their programs.
   """
-  state_sharding, frozen_sharding = jax.tree.map(lambda x: x.sharding, (state, frozen))
+  places, tree = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, (state, frozen)))
+  return _jitted(spec, mesh, tree, tuple(places))
+
+
+@functools.lru_cache(maxsize=32)
+def _jitted(spec, mesh, tree, places):  # a tree of shardings and its leaves
+  state_sharding, frozen_sharding = jax.tree.unflatten(tree, places)
   rows, whole = sharding.rows(mesh), sharding.replicated(mesh)
   spread = lambda model: model and dataclasses.replace(model, row_sharding=rows)
   spec = dataclasses.replace(spec, actor=spread(spec.actor), critic=spread(spec.critic))
@@ -91,9 +96,8 @@ def annotate(
   """Fills in old_logp, ref_logp and old_values [B,T]; also measures the gap between sampler and
   trainer.
 
-  `steps` are the first epoch's, stacked. So the same bins are computed here, by the same functions,
-  as in those steps, and the first step's ratio is exactly 1 (with old_logp 'trainer'). In other
-  bins the sums of a row would be rounded differently.
+  `steps` are the first epoch's, stacked. The same functions compute the same bins as in those
+  steps, so that the first ratio is exactly 1 (with old_logp 'trainer'): no sum is rounded otherwise.
   """
   del mesh
   variant = spec.variant
