@@ -71,17 +71,13 @@ def _jitted(spec, mesh, tree, places):  # a tree of shardings and its leaves
     function = functools.partial(function, spec, mesh)
     return jax.jit(function, in_shardings=ins, out_shardings=outs, donate_argnums=donate)
 
+  ins = (state_sharding, frozen_sharding, rows, whole)
   return Functions(
-      annotate=jit(annotate, (state_sharding, frozen_sharding, rows, whole), (rows, whole)),
+      annotate=jit(annotate, ins, (rows, whole)),
       with_advantages=jit(
           with_advantages, (state_sharding, rows), (state_sharding, rows, whole), donate=(0,)
       ),
-      update_step=jit(
-          update_step,
-          (state_sharding, frozen_sharding, rows, whole),
-          (state_sharding, whole, whole),
-          donate=(0,),
-      ),
+      update_step=jit(update_step, ins, (state_sharding, whole, whole), donate=(0,)),
   )
 
 
@@ -93,11 +89,10 @@ def annotate(
     batch: TurnBatch,
     steps: packing_lib.Step,
 ) -> tuple[TurnBatch, Metrics]:
-  """Fills in old_logp, ref_logp and old_values [B,T]; also measures the gap between sampler and
-  trainer.
+  """Fills in old_logp, ref_logp and old_values [B,T]; measures the gap of sampler and trainer.
 
-  `steps` are the first epoch's, stacked. The same functions compute the same bins as in those
-  steps, so that the first ratio is exactly 1 (with old_logp 'trainer'): no sum is rounded otherwise.
+  `steps` are the first epoch's, stacked: in their bins no sum is rounded otherwise than in those
+  steps, so that the first ratio is exactly 1 (with old_logp 'trainer').
   """
   del mesh
   variant = spec.variant
