@@ -22,8 +22,8 @@ _FLAGS = {
     'xla_llvm_disable_expensive_passes': 'true',
     'xla_cpu_use_fusion_emitters': 'false',
     # Eight devices on two busy cores may wait long for each other; after 40 s XLA would abort.
-    'xla_cpu_collective_call_warn_stuck_timeout_seconds': '300',
-    'xla_cpu_collective_call_terminate_timeout_seconds': '600',
+    'xla_cpu_collective_call_warn_stuck_timeout_seconds': '60',
+    'xla_cpu_collective_call_terminate_timeout_seconds': '240',
 }
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
