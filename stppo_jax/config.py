@@ -314,6 +314,8 @@ class Log:
   wandb_project: str = setting('', 'empty: off', may_change=True)
   episodes: bool = setting(
       True, 'every sampled episode with its per-token numbers', may_change=True)
+  episodes_every: int = setting(
+      1, 'updates: `episodes` of every k-th one only', at_least=1, may_change=True)
 
 
 @dataclasses.dataclass

@@ -131,6 +131,26 @@ def _redirect(handler):
 
 class AnswersTest(parameterized.TestCase):
 
+  def test_many_queries_go_out_in_bounded_requests_side_by_side(self):
+    """Four requests wait for each other; one of them fails, and its queries alone."""
+    together, queries = threading.Barrier(4), [f'q{i}' for i in range(100)]
+
+    def answer(question, number):
+      if number < 4:
+        together.wait(60)
+      return (400, b'') if 'q40' in question['queries'] else _search_r1(question)
+
+    with _server(answer) as (url, questions):
+      retriever = http.HttpRetriever(url)
+      found = retriever.search(queries, 1)
+    self.assertEqual(sorted(len(q['queries']) for _, q in questions), [4, 32, 32, 32])
+    for i, passages in enumerate(found):
+      if 32 <= i < 64:
+        self.assertIsNone(passages)
+      else:
+        self.assertEqual([p.id for p in passages], [f'q{i}-0'])
+    self.assertEqual((retriever.failures, retriever.requests), (32, 4))
+
   def test_search_r1(self):
     with _server(lambda question, _: _search_r1(question)) as (url, questions):
       retriever = _retriever(url)

@@ -9,58 +9,14 @@ import jax
 
 from stppo_jax.runtime import hosts
 from stppo_jax.runtime import messages
-
-
-class Store:
-  """A key-value store that behaves as that of jax.distributed; each read times out once."""
-
-  def __init__(self):
-    self.values, self.changed, self.most = {}, threading.Condition(), 0
-    self.largest, self.timeouts = 0, 0
-
-  def key_value_set_bytes(self, key, value):
-    with self.changed:
-      assert key not in self.values, key
-      self.values[key] = value
-      self.most = max(self.most, len(self.values))
-      self.largest = max(self.largest, len(value))
-      self.changed.notify_all()
-
-  def blocking_key_value_get_bytes(self, key, timeout_ms):
-    del timeout_ms
-    with self.changed:
-      if key not in self.values and not self.timeouts:
-        self.timeouts += 1
-        raise jax.errors.JaxRuntimeError('DEADLINE_EXCEEDED: GetKeyValue() timed out')
-      self.changed.wait_for(lambda: key in self.values)
-      return self.values[key]
-
-  def key_value_delete(self, key):
-    with self.changed:
-      for name in [name for name in self.values if (name + '/').startswith(key + '/')]:
-        del self.values[name]
-
-
-def in_threads(num_processes, function):
-  """Returns [function(0), function(1), ..], each called in a thread."""
-  results = [None] * num_processes
-
-  def call(i):
-    results[i] = function(i)
-
-  threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(num_processes)]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join(60)
-  return results
+from tests.support import processes
 
 
 class ExchangeTest(parameterized.TestCase):
 
   @parameterized.parameters(2, 3, 5)
   def test_all_get_the_messages_of_all_in_order_and_the_store_stays_small(self, num_processes):
-    store = Store()
+    store = processes.Store()
     make = lambda i, n: b'%d-' % i + bytes([i, 10, n % 7]) * (n * i)  # with line breaks, 0 to 3 kB
 
     def run(i):
@@ -68,7 +24,7 @@ class ExchangeTest(parameterized.TestCase):
       return [exchange.gather(make(i, n) if n else b'') for n in range(30)]
 
     expected = [[make(i, n) if n else b'' for i in range(num_processes)] for n in range(30)]
-    for gathered in in_threads(num_processes, run):
+    for gathered in processes.in_threads(num_processes, run):
       self.assertEqual(gathered, expected)
     self.assertLess(store.largest, 110)
     self.assertTrue(all(key.startswith('stppo/30/all/') for key in store.values))
@@ -86,7 +42,7 @@ class ExchangeTest(parameterized.TestCase):
 class ShareTest(absltest.TestCase):
 
   def test_json_goes_through_the_store_and_not_through_a_device(self):
-    store, here = Store(), threading.local()
+    store, here = processes.Store(), threading.local()
     self.enterContext(mock.patch.object(jax, 'process_count', lambda: 2))
     self.enterContext(mock.patch.object(jax, 'process_index', lambda: here.index))
     exchanges = [messages.Exchange(store, i, 2) for i in range(2)]
@@ -98,7 +54,7 @@ class ShareTest(absltest.TestCase):
       return [hosts.share({'process': i, 'é': [i] * 3}), hosts.by_writer(lambda: here.index)]
 
     values = [{'process': i, 'é': [i] * 3} for i in range(2)]
-    self.assertEqual(in_threads(2, run), [[values, 0], [values, 0]])
+    self.assertEqual(processes.in_threads(2, run), [[values, 0], [values, 0]])
     dispatched.assert_not_called()
 
 
