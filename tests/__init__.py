@@ -27,6 +27,9 @@ _FLAGS = {
 }
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+# XLA's threads, by default one per device. Each device's part of a program that waits in a
+# collective keeps one, so that a few programs in flight would leave none and wait for ever.
+os.environ.setdefault('NPROC', '64')
 _given = os.environ.get('XLA_FLAGS', '')
 os.environ['XLA_FLAGS'] = ' '.join(
     [_given, *(f'--{name}={value}' for name, value in _FLAGS.items() if name not in _given)]
