@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from stppo_jax.monitoring import journal as journals
 from stppo_jax.runtime import hosts
 from stppo_jax.training import checkpoint
+from stppo_jax.training import recovery
 from tests.support import micro_run
 
 STATE = {'a': jnp.arange(12.0).reshape(3, 4), 'b': jnp.ones(5)}
@@ -161,7 +162,11 @@ class BestTest(CheckpointCase):
       )
       with mock.patch.object(journals.Journal, 'main_score', side_effect=[0.1, 0.5, 0.3, 0.2]):
         micro_run.train(config, self.workdir)
-    self.assertEqual(steps(self.workdir), [4, 7])  # evaluated after 2, 4, 6 and 7 updates
+      self.assertEqual(steps(self.workdir), [4, 7])  # evaluated after 2, 4, 6 and 7 updates
+      for which, updates in (('newest', 7), ('best', 4)):
+        state = micro_run.setup(config).state
+        state, found = recovery.saved(self.workdir, state, which)
+        self.assertEqual((found, int(state.step)), (updates, 4 * updates))
 
 
 if __name__ == '__main__':

@@ -137,6 +137,18 @@ class Checkpoints:
     except _SAVE_ERRORS as error:
       self._fail(error)
 
+  def best_before(self, updates: int) -> int:
+    """Returns the step with the best score up to the whole step `updates`, or that without one."""
+    self.progress(updates)
+    if self.best is None or (step := self.best[1]) == updates:
+      return updates
+    if damage := self._damage(step):
+      raise UserError(
+          f'{self._folder}: the best checkpoint, after {step} updates, is damaged ({damage}): set '
+          '--config.eval.checkpoint=newest'
+      )
+    return step
+
   def is_best(self, score: float | None) -> bool:
     """Returns whether a score is higher than those saved so far."""
     return score is not None and (self.best is None or score > self.best[0])

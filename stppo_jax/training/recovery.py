@@ -121,8 +121,11 @@ def with_rollbacks(train: Callable[[int | None], Any], workdir: str, on_nonfinit
       last_batch = stuck.batch_number
 
 
-def newest(workdir: str, state: TrainState) -> tuple[TrainState, int | None]:
-  """Returns the newest checkpoint's state and number of updates, or (`state`, None) without one."""
+def saved(workdir: str, state: TrainState, which: str = 'newest') -> tuple[TrainState, int | None]:
+  """Returns the newest or best checkpoint's state and its updates, or (`state`, None) without one.
+
+  Without an evaluation so far the newest one is the best.
+  """
   workdirs.check_path(workdir)
   folder = os.path.join(workdir, 'checkpoints')
   hosts.require_same(f'{folder}: whether it exists', os.path.isdir(folder), _SHARED)
@@ -130,6 +133,8 @@ def newest(workdir: str, state: TrainState) -> tuple[TrainState, int | None]:
     return state, None
   with checkpoint.Checkpoints(workdir) as checkpoints:
     updates = checkpoints.newest()
+    if updates is not None and which == 'best':
+      updates = checkpoints.best_before(updates)
     hosts.require_same('checkpoint', updates, _SHARED)
     return (state if updates is None else checkpoints.restore(updates, state)), updates
 
