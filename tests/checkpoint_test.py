@@ -108,7 +108,8 @@ class SumsTest(CheckpointCase):
     self.assertEqual(checkpoint.deadline_s(0), 1200)
     # 176 GB written and read at 50 MB per second.
     self.assertEqual(checkpoint.deadline_s(176 * 10**9), 7040)
-    with mock.patch.object(checkpoint.ocp, 'AsyncOptions') as options:
+    real = checkpoint.ocp.AsyncOptions
+    with mock.patch.object(checkpoint.ocp, 'AsyncOptions', wraps=real) as options:
       checkpoint.Checkpoints(self.workdir, 1, num_bytes=10**11).close()
     self.assertEqual(options.call_args.kwargs['timeout_secs'], 4000)
 

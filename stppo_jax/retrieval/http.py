@@ -30,6 +30,7 @@ DIALECTS = ('search_r1', 'ragen')
 _AGAIN = frozenset((408, 425, 429, 500, 502, 503, 504))  # HTTP statuses worth another attempt
 _CHUNK_BYTES = 1024  # small, because the deadline is checked between chunks
 _MAX_BACKOFF_S = 30.0
+_LOOK_S = 1.0  # between two questions whether to give up
 
 
 class HttpRetriever:
@@ -40,6 +41,8 @@ class HttpRetriever:
   A query without a usable answer within `timeout_s` per request and `retries` retries gives None.
   Network errors, time-outs and overload are retried after `backoff_s * 2**attempt` times a jitter
   in [0.5, 1.5); an unreadable answer is not.
+
+  Once `give_up()` is true, a search in progress ends within seconds, without an answer.
 
   Counters since construction: `requests` sent (with retries), `retries`, `failures` (queries that
   gave None), `cache_hits` (queries answered from the cache).
@@ -86,6 +89,7 @@ class HttpRetriever:
     self.retries = 0
     self.failures = 0
     self.cache_hits = 0
+    self.give_up: Callable[[], bool] = lambda: False  # a run that stops sets another one
     self._dialect = dialect
     self._timeout_s = timeout_s
     self._connect_timeout_s = min(connect_timeout_s, timeout_s)
@@ -165,6 +169,8 @@ class HttpRetriever:
   def _ask(self, question: dict[str, Any]) -> Any:
     """Returns the server's JSON, or None after the last attempt."""
     for attempt in range(self._retries + 1):
+      if self.give_up():
+        break
       with self._lock:
         self.requests += 1
         self.retries += attempt > 0
@@ -172,6 +178,8 @@ class HttpRetriever:
       answer, failure, again = self._post_within(question)
       if failure is None:
         return answer
+      if self.give_up():
+        break
       _report(failure)
       if not again:
         break
@@ -193,7 +201,9 @@ class HttpRetriever:
 
     worker = threading.Thread(target=post, daemon=True)
     worker.start()
-    worker.join(self._timeout_s)
+    deadline = time.monotonic() + self._timeout_s
+    while worker.is_alive() and (left_s := deadline - time.monotonic()) > 0 and not self.give_up():
+      worker.join(min(left_s, _LOOK_S))
     return outcome[0]
 
   def _post(self, question: dict[str, Any]) -> tuple[Any, str | None, bool]:

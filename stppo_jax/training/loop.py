@@ -267,6 +267,10 @@ def _make_batches(run, stop_requested):
       len(run.held_out),
   )
   group_size = config.rollout.group_size
+  # Batches ahead are finished: the parameters that sample them are not kept.
+  give_up = None if config.pipeline.staleness else stop_requested
+  if give_up is not None and hasattr(run.agent.retriever, 'give_up'):
+    run.agent.retriever.give_up = give_up
   return pipelines.Batches(
       run.agent,
       run.learner.policy,
@@ -276,8 +280,7 @@ def _make_batches(run, stop_requested):
       config.retriever.max_failed_share,
       config.retriever.max_outage_s,
       functools.partial(pipelines.pause, stop_requested=stop_requested),
-      # Batches ahead are finished: the parameters that sample them are not kept.
-      give_up=None if config.pipeline.staleness else stop_requested,
+      give_up=give_up,
   )
 
 
