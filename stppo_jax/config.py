@@ -304,6 +304,9 @@ class Eval:
   every: int = setting(50, 'updates; 0: only before and after', at_least=0, may_change=True)
   episodes: int = setting(0, '0: the whole split', at_least=0)
   rows: int = setting(128, 'questions in progress at once', at_least=1)
+  checkpoint: str = setting(
+      'newest', "which one --mode=eval and --mode=export take; 'best': of the highest held-out "
+      'score while training', allowed=('newest', 'best'), may_change=True)
 
 
 @dataclasses.dataclass
@@ -314,6 +317,8 @@ class Log:
   wandb_project: str = setting('', 'empty: off', may_change=True)
   episodes: bool = setting(
       True, 'every sampled episode with its per-token numbers', may_change=True)
+  episodes_every: int = setting(
+      1, 'updates: `episodes` of every k-th one only', at_least=1, may_change=True)
 
 
 @dataclasses.dataclass
