@@ -174,7 +174,8 @@ class Saves:
     """Saves the state after `updates`, and the batches sampled ahead.
 
     Choice: waits for the batches sampled ahead, at the end of a run, too. So a run whose `updates`
-    are raised later gives the same numbers as one that had them from the start.
+    are raised later gives the same numbers as one that had them from the start. Where a learning
+    rate has a schedule, that needs config.train.schedule_updates.
     """
     self._save(updates, state, [pipelines.to_json(batch) for batch in pipeline.contents()])
 
