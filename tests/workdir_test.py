@@ -16,10 +16,12 @@ import jax
 from stppo_jax import config as schema
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
+from stppo_jax.models import shapes
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import workdir as workdirs
 from stppo_jax.runtime import hosts
 from stppo_jax.runtime import messages
+from stppo_jax.training import learner
 from stppo_jax.training import recovery
 from stppo_jax.types import UserError
 from tests.support import processes
@@ -73,6 +75,20 @@ class WorkdirTest(parameterized.TestCase):
     self.assertNotIn('train.updates', validation.may_change(config))
     getattr(config, model).lr = 0.0  # which has no schedule
     self.assertIn('train.updates', validation.may_change(config))
+
+  def test_a_run_with_schedule_updates_may_be_prolonged_at_the_same_rates(self):
+    config = schema.Config()
+    config.train.schedule_updates, rates = 10, []
+    self.assertIn('train.updates', validation.may_change(config))
+    self.assertNotIn('train.schedule_updates', validation.may_change(config))
+    for updates in (10, 20):
+      config.train.updates = updates
+      spec = learner.make_spec(
+          config, variants.VARIANTS['ppo'], shapes.PRESETS['qwen2.5-7b'], None, jax.devices()[0]
+      )
+      rates.append([float(spec.actor_lr(step)) for step in range(8)])
+    self.assertEqual(*rates)
+    self.assertGreater(rates[0][-1], rates[0][0])  # warm-up: round(.285 * 10 * 2) steps
 
   def test_a_changed_plug_in_is_refused(self):
     workdirs.claim(self.workdir, as_dict(source='m:load'), digests={'data.source': 'a1'})

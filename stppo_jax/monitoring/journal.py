@@ -24,6 +24,8 @@ from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline
 from stppo_jax.runtime import hosts
 
+_FACTOR = 'stppo/applied_factor'
+
 
 class Journal(contextlib.ExitStack):
   """What the run in `workdir` writes, from update `first` on; a context manager.
@@ -150,9 +152,17 @@ class Seen:
 
 
 def summarize(episodes: Sequence[types.Episode], seen: Sequence[Seen]) -> dict[str, float]:
-  """Summarises an update: means over its optimizer steps, and statistics of its episodes."""
+  """Summarises an update: means over its optimizer steps, and statistics of its episodes.
+
+  The factor by which the division changed a step is also given as largest, smallest and per step
+  (at most the first 8), since its mean hides a step that was lost.
+  """
   names = seen[0].metrics
   means = {name: float(np.mean([step.metrics[name] for step in seen])) for name in names}
+  if _FACTOR in names:
+    factors = [float(step.metrics[_FACTOR]) for step in seen]
+    means |= {f'{_FACTOR}_max': max(factors), f'{_FACTOR}_min': min(factors)}
+    means |= {f'{_FACTOR}_step{i}': factor for i, factor in enumerate(factors[:8], 1)}
   means['actor/skipped'] = max(int(step.metrics['actor/skipped']) for step in seen)  # in a row
   memory = {'perf/host_memory_gb': metrics_lib.host_memory_gb()}
   return means | episodes_lib.summarize(episodes) | memory

@@ -85,10 +85,7 @@ class HttpRetriever:
     ):
       if not value > 0:
         raise types.UserError(f'retriever: got {name}={value}; it needs more than 0')
-    self.requests = 0
-    self.retries = 0
-    self.failures = 0
-    self.cache_hits = 0
+    self.requests = self.retries = self.failures = self.cache_hits = 0
     self.give_up: Callable[[], bool] = lambda: False  # a run that stops sets another one
     self._dialect = dialect
     self._timeout_s = timeout_s

@@ -227,7 +227,8 @@ class Saves:
     `unfinished` are the metrics of an update whose evaluation is left to the resumed run.
 
     Choice: waits for the batches sampled ahead, at the end of a run, too. So a run whose `updates`
-    are raised later gives the same numbers as one that had them from the start.
+    are raised later gives the same numbers as one that had them from the start. Where a learning
+    rate has a schedule, that needs config.train.schedule_updates.
     """
     sampled = [pipelines.to_json(batch) for batch in pipeline.contents()]
     self._save(updates, state, sampled, unfinished, score)
