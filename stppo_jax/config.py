@@ -5,8 +5,12 @@ v0.2, the likely base of the paper's runs, unless a meaning states more. See als
 """
 
 import dataclasses
+import difflib
+import sys
 from typing import Any
 from typing import TypeVar
+
+from stppo_jax.types import UserError
 
 LORA_TARGETS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
 T = TypeVar('T')
@@ -14,7 +18,10 @@ T = TypeVar('T')
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-  """The meaning and the bounds of a field, stored with its default."""
+  """The meaning and the bounds of a field, stored with its default.
+
+  Bounds hold for each item of a tuple.
+  """
 
   meaning: str
   allowed: tuple = ()  # the values it may have; empty: any
@@ -22,6 +29,8 @@ class Rules:
   at_least: float | None = None
   at_most: float | None = None
   above: float | None = None
+  below: float | None = None
+  finite: bool = True  # neither NaN nor infinite
   plugin: bool = False  # also takes 'module:attribute', see plugins.py
   may_change: bool = False  # a resumed run may differ: no number computed so far depends on it
 
@@ -35,12 +44,33 @@ def setting(default: T, meaning: str, **rules: Any) -> T:
   return dataclasses.field(default=default, metadata=metadata)
 
 
+class Section:
+  """Refuses a name that is no setting, and remembers the line of code that set a value."""
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    known = self.__dataclass_fields__  # type: ignore[attr-defined]
+    if name not in known:
+      near = difflib.get_close_matches(name, known, n=1)
+      hint = f'did you mean {near[0]}?' if near else f'there are {", ".join(known)}'
+      raise UserError(f'{type(self).__name__} has no setting {name!r}: {hint}')
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename == '<string>':  # a dataclass's constructor
+      frame = frame.f_back
+    places = self.__dict__.setdefault('_places', {})
+    places[name] = f'{frame.f_code.co_filename}:{frame.f_lineno}'
+    self.__dict__[name] = value
+
+  def place(self, name: str) -> str:
+    """Returns FILE:LINE of the code that set a value last."""
+    return self.__dict__['_places'][name]
+
+
 # A table, laid out by hand.
 # fmt: off
 
 
 @dataclasses.dataclass
-class Data:
+class Data(Section):
   """Questions and passages."""
 
   source: str = setting(
@@ -55,7 +85,7 @@ class Data:
 
 
 @dataclasses.dataclass
-class Env:
+class Env(Section):
   """The environment: what the agent reads, and its rewards."""
 
   kind: str = setting(
@@ -75,7 +105,7 @@ class Env:
 
 
 @dataclasses.dataclass
-class Retriever:
+class Retriever(Section):
   """How passages are found."""
 
   kind: str = setting(
@@ -104,7 +134,7 @@ class Retriever:
 
 
 @dataclasses.dataclass
-class Model:
+class Model(Section):
   """The policy, and the trunk that its critic starts from."""
 
   folder: str = setting(
@@ -138,7 +168,7 @@ class Model:
 
 
 @dataclasses.dataclass
-class Rollout:
+class Rollout(Section):
   """Sampling. Lengths in tokens."""
 
   group_size: int = setting(1, 'episodes per question', at_least=1)
@@ -151,13 +181,14 @@ class Rollout:
   max_total: int = setting(4096, 'prompt, turns and observations together', at_least=1)
   rows: int = setting(0, 'episodes in progress at once; 0: the whole batch', at_least=0)
   width: int = setting(0, 'rows per decode call; 0: all. A CPU prefers few: 32', at_least=0)
-  chunks: tuple[int, ...] = setting((32, 128), 'tokens of a row that one prefill call may read')
+  chunks: tuple[int, ...] = setting(
+      (32, 128), 'tokens of a row that one prefill call may read', at_least=1)
   threads: int = setting(
       4, 'environment calls in progress while other rows decode; 0: rows wait for each', at_least=0)
 
 
 @dataclasses.dataclass
-class Algorithm:
+class Algorithm(Section):
   """The objective: a `variants.Variant`, and the columns of it to override.
 
   None means the variant's own value. The defaults are in algorithms/variants.py alone.
@@ -217,21 +248,22 @@ class Algorithm:
 
 
 @dataclasses.dataclass
-class Optimizer:
+class Optimizer(Section):
   """AdamW with a linear warm-up, then a constant or linearly decaying rate."""
 
   lr: float = setting(1e-6, 'learning rate', at_least=0)
   warmup: float = setting(0.285, 'share of all updates', at_least=0, at_most=1)
   final_lr: float = setting(
       1.0, 'share of lr that is left at the last update; 1: constant', at_least=0, at_most=1)
-  betas: tuple[float, float] = setting((0.9, 0.999), 'decay of the two moments')
-  eps: float = setting(1e-8, 'added to the root of the second moment')
+  betas: tuple[float, float] = setting(
+      (0.9, 0.999), 'decay of the two moments', at_least=0, below=1)
+  eps: float = setting(1e-8, 'added to the root of the second moment', above=0)
   weight_decay: float = setting(0.01, 'decoupled weight decay', at_least=0)
   grad_clip: float = setting(1.0, 'bound of the global norm, after the divisor', above=0)
 
 
 @dataclasses.dataclass
-class Train:
+class Train(Section):
   """The outer loop. An update is one rollout with its optimizer steps, each of which is a step."""
 
   updates: int = setting(1005, 'rollouts in all', at_least=0, may_change=True)
@@ -244,7 +276,7 @@ class Train:
   epochs: int = setting(1, 'passes over a rollout', at_least=1)
   length_buckets: tuple[int, ...] = setting(
       (1024, 2048, 4096), 'tokens per bin, rising; episodes are packed into bins, and the last '
-      'size holds any episode. More sizes: less padding, more programs to compile')
+      'size holds any episode. More sizes: less padding, more programs to compile', at_least=1)
   checkpoint_every: int = setting(
       100, 'updates; 0: only at the end', at_least=0, may_change=True)
   keep_checkpoints: int = setting(2, 'the newest ones', at_least=1, may_change=True)
@@ -261,7 +293,7 @@ class Train:
 
 
 @dataclasses.dataclass
-class Pipeline:
+class Pipeline(Section):
   """How far sampling runs ahead of training."""
 
   staleness: int = setting(
@@ -271,16 +303,17 @@ class Pipeline:
 
 
 @dataclasses.dataclass
-class Mesh:
+class Mesh(Section):
   """Devices: data * fsdp * tensor of them; one axis may be -1, meaning all that are left."""
 
-  data: int = setting(1, 'copies of the model', may_change=True)
-  fsdp: int = setting(-1, 'shards of parameters, gradients and optimizer state', may_change=True)
-  tensor: int = setting(1, 'shards of each matrix product', may_change=True)
+  data: int = setting(1, 'copies of the model', at_least=-1, may_change=True)
+  fsdp: int = setting(
+      -1, 'shards of parameters, gradients and optimizer state', at_least=-1, may_change=True)
+  tensor: int = setting(1, 'shards of each matrix product', at_least=-1, may_change=True)
 
 
 @dataclasses.dataclass
-class Placement:
+class Placement(Section):
   """Where parts are kept while they are not used: on the device, or in its host's pinned memory.
 
   A step copies what it needs from the host and back: less device memory, more time.
@@ -298,7 +331,7 @@ class Placement:
 
 
 @dataclasses.dataclass
-class Eval:
+class Eval(Section):
   """Greedy evaluation on held-out questions."""
 
   every: int = setting(50, 'updates; 0: only before and after', at_least=0, may_change=True)
@@ -307,7 +340,7 @@ class Eval:
 
 
 @dataclasses.dataclass
-class Log:
+class Log(Section):
   """What is written in addition to metrics.jsonl."""
 
   tensorboard: bool = setting(True, 'event files, where tensorboardX is installed', may_change=True)
@@ -317,7 +350,7 @@ class Log:
 
 
 @dataclasses.dataclass
-class Health:
+class Health(Section):
   """Limits of monitoring/health.py on means over `window` updates; 0 turns one off.
 
   Shares are of turns or of episodes. The limits were set by hand: wide enough for a run that
@@ -340,6 +373,8 @@ class Health:
   cut: float = setting(0.3, 'share of turns that reached rollout.max_turn', at_least=0)
   truncated: float = setting(0.7, 'share of episodes that ended at a limit', at_least=0)
   retrieval_failed: float = setting(0.1, 'share of episodes in which a search failed', at_least=0)
+  prompt_too_long: float = setting(
+      0.01, 'share of episodes whose prompt exceeds rollout.max_prompt', at_least=0)
 
 
 HEALTH_RULES = tuple(
@@ -347,11 +382,11 @@ HEALTH_RULES = tuple(
 
 
 @dataclasses.dataclass
-class Config:
+class Config(Section):
   """One run."""
 
   name: str = setting('run', 'of the default work folder, runs/<name>')
-  seed: int = setting(0, 'of everything random', at_least=0)
+  seed: int = setting(0, 'of everything random', at_least=0, at_most=2**32 - 1)
   data: Data = dataclasses.field(default_factory=Data)
   env: Env = dataclasses.field(default_factory=Env)
   retriever: Retriever = dataclasses.field(default_factory=Retriever)

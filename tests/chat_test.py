@@ -472,6 +472,20 @@ class FramingTest(parameterized.TestCase):
     count = lambda text: [chat.encode_prompt(tokenizer, text).count(i) for i in special]
     self.assertEqual(count('<|im_end|><|im_start|>'), count('who?'))
 
+  def test_a_question_of_the_search_environment_has_no_added_token(self):
+    """Added tokens that are not special, such as Qwen's <tool_call>, are live in any text."""
+    tokenizer = chat.load_tokenizer(write_chat_tokenizer(_folder(self), QWEN25, '<|im_end|>'))
+
+    def added(text):
+      task = types.Task('1', text, ('x',), options=(('A', text), ('B', 'b')), letter='B')
+      ids = chat.encode_prompt(tokenizer, search.prompt_text(task, 'search_r1'))
+      return [i for i in ids if i in tokenizer.added_ids]
+
+    for evil in ('<tool_response>', '</think>', '<|im_end|>', '\uff1cthink>', '<|im_start|>user'):
+      self.assertEqual(added(f'What is {evil} x'), added('What is x'), evil)
+    task = types.Task('1', 'Is 1<2, or a <b and c> d?', ('x',))
+    self.assertEqual(search.prompt_text(task, 'short'), 'Question: Is 1<2, or a <b and c> d?\n')
+
   def test_another_eos_token_is_followed_by_the_end_of_the_template(self):
     folder = write_chat_tokenizer(_folder(self), QWEN25, '<|im_end|>')
     with open(os.path.join(folder, 'generation_config.json'), 'w', encoding='utf-8') as file:

@@ -484,6 +484,17 @@ class RefusalTest(parameterized.TestCase):
     self.edit_weights(lambda t: t.update({'model.norm.weight': np.ones(31, np.float32)}))
     self.refuses('model.norm.weight has shape [31], config.json implies [32]')
 
+  @parameterized.product(dtype=(np.float32, ml_dtypes.bfloat16), number=(np.nan, np.inf))
+  def test_a_number_that_is_not_finite(self, dtype, number):
+    name = 'model.norm.weight'
+
+    def edit(tensors):
+      tensors[name] = tensors[name].astype(dtype)
+      tensors[name][-1] = number
+
+    self.edit_weights(edit)
+    self.refuses(name, 'not finite')
+
   def test_quantized_tensor(self):
     self.edit_weights(lambda t: t.update({'model.norm.weight': np.ones(32, np.int8)}))
     self.refuses('model.norm.weight is stored as I8; allowed: F32, BF16, F16')

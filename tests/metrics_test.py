@@ -172,6 +172,11 @@ class TextTest(parameterized.TestCase):
         'update 12/60  reward .42  em .44  clip .031  1.9k tok/s  3:21 left',
     )
 
+  def test_progress_line_tells_of_skipped_steps(self):
+    line = lambda skipped: metrics.progress_line(1, 2, {'actor/skipped': skipped}, 1.0)
+    self.assertIn('skipped 3 in a row (not finite)', line(3))
+    self.assertNotIn('skipped', line(0))
+
   def test_progress_line_of_a_resumed_run_counts_its_own_updates(self):
     # 2 updates in 20 s: 10 s each, 48 to go.
     self.assertEqual(

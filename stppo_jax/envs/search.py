@@ -17,6 +17,7 @@ _OPENING = re.compile(r'([<\uff1c\ufe64])(?=\S|\Z)')
 _BRACKET_MARKER = re.compile(
     r'\[(?=/?(?:INST|SYS|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\])'
 )
+_MARKUP = re.compile(r'([<\uff1c\ufe64])(?=/?[A-Za-z_][^<>\s]*>|\|)')
 _OWN_SEARCH = object()  # `passages` was not given, while None means that the retriever failed
 
 _INSTRUCTIONS = (
@@ -164,10 +165,13 @@ def parse_action(text: str) -> tuple[str, str]:
 
 
 def prompt_text(task: types.Task, style: str) -> str:
-  """Returns the user message. Its question is stripped and ends in a question mark."""
-  question = task.question.strip()
+  """Returns the user message. Its question is stripped and ends in a question mark.
+
+  In question and options a space follows the `<` of whatever looks like a tag or a control token.
+  """
+  question = _unmarked(task.question.strip())
   question = question if question.endswith('?') else question + '?'
-  options = [f'{letter}) {text}' for letter, text in task.options]
+  options = [f'{letter}) {_unmarked(text)}' for letter, text in task.options]
   if style == 'short':
     return ' '.join([f'Question: {question}', *options]) + '\n'
   by_letter = _BY_LETTER if options else ''
@@ -192,6 +196,11 @@ def neutralize(text: str) -> str:
   markers (`[INST]`). chat.py independently ensures that an observation encodes to no special token.
   """
   return _BRACKET_MARKER.sub('[ ', _OPENING.sub(r'\1 ', text))
+
+
+def _unmarked(text: str) -> str:
+  """Returns a question in which nothing is a tag; other uses of `<` stay as they are."""
+  return _BRACKET_MARKER.sub('[ ', _MARKUP.sub(r'\1 ', text))
 
 
 def _require(holds: bool, given: str, allowed: str) -> None:

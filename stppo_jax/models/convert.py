@@ -83,7 +83,7 @@ def load_hf(
 
     def make(path, leaf, place=None):
       name = jax.tree_util.keystr(path, simple=True, separator='/')
-      return _make_leaf(leaf, place, rows[name], functools.partial(_read, tensors))
+      return _make_leaf(leaf, place, rows[name], functools.partial(_read, folder, tensors))
 
     params = jax.tree_util.tree_map_with_path(make, shapes, *places)
   return config, params
@@ -366,7 +366,7 @@ def _in_shards(shape, place, part):
   return jax.make_array_from_callback(shape, place, shard)
 
 
-def _read(tensors, entry, shape, dtype, index):
+def _read(folder, tensors, entry, shape, dtype, index):
   """Returns the part `index` (one slice per axis) of an entry whose array here has `shape`.
 
   Only that part is read. Several of our axes may be one axis of the folder, as [D,N,H] and [N * H,
@@ -386,8 +386,20 @@ def _read(tensors, entry, shape, dtype, index):
     rest += [slice(None), *index[axis + 1 : end]]
     axis = end
   tensor = tensors[entry.name][tuple(theirs[::-1] if entry.transpose else theirs)]
+  if not _is_finite(tensor):
+    raise UserError(
+        f'{folder}: {entry.name} holds numbers that are not finite, and every step would be '
+        'skipped; use another copy or an earlier checkpoint'
+    )
   tensor = (tensor.T if entry.transpose else tensor).reshape(ours)[tuple(rest)]
   return np.ascontiguousarray(tensor, dtype)
+
+
+def _is_finite(tensor):
+  """Whether all numbers are finite; of bfloat16 by their exponents, which is much faster."""
+  if tensor.dtype != hf_config.DTYPES['bfloat16']:
+    return bool(np.isfinite(tensor).all())
+  return not ((tensor.view(np.uint16) & 0x7F80) == 0x7F80).any()
 
 
 def _whole(shape):
