@@ -50,6 +50,7 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _SHIPPED = os.path.join(_PACKAGE, 'shipped')  # in a wheel; in a clone experiments/ is at the root
 _HOME = _SHIPPED if os.path.isdir(_SHIPPED) else os.path.dirname(_PACKAGE)
 _DEFAULT = os.path.join(_HOME, 'experiments', 'st_ppo_tiny.py')
+_LONGEST_LINE = 4000  # characters of an error
 _ENTRY = os.path.abspath(sys.argv[0])  # run.py, or the command
 
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default: runs/<config name>')
@@ -385,7 +386,9 @@ def _meaning(message: str) -> str:
 
 def _fail(program: str, message: object, code: int) -> int:
   """Prints one line to stderr, also on the other processes; returns the exit code."""
-  line = ' '.join([f'{program}:', *str(message).split()])  # one line, whatever the message
+  # One line, whatever the message: a file's text may be long, or have a terminal's control codes.
+  line = ' '.join([f'{program}:', *str(message).split()])[:_LONGEST_LINE]
+  line = ''.join(c if c.isprintable() else repr(c)[1:-1] for c in line)
   hosts.leave(line, code)
   print(line, file=sys.stderr)
   return code

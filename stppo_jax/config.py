@@ -75,8 +75,8 @@ class Data(Section):
 
   source: str = setting(
       'embedded',
-      'a folder with qa.jsonl and corpus.jsonl, a .jsonl, a Search-R1 .parquet, or a function '
-      '(split) -> list of types.Task',
+      'a folder with qa.jsonl and corpus.jsonl, a .jsonl, a Search-R1 .parquet, several of them '
+      'with commas between, or a function (split) -> list of types.Task',
       plugin=True)
   corpus: str = setting('', 'folder or .jsonl of passages; empty: the same as `source`')
   train_split: str = setting('train', 'the questions to train on')
@@ -94,7 +94,8 @@ class Env(Section):
   options: dict[str, Any] = setting(
       {}, "keyword arguments of the environment's class; --config.env.options.NAME=VALUE sets one")
   prompt: str = setting(
-      'search_r1', "wording of the search environment; 'short' is for tiny models",
+      'search_r1', "of the search environment: 'search_r1' is Search-R1's format in sentences of our "
+      "own, see envs/search.py; 'short' is for tiny models",
       allowed=('search_r1', 'short'))
   max_turns: int = setting(
       4, 'searches per episode, after which one more turn may only answer; an environment of your '

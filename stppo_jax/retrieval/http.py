@@ -22,6 +22,7 @@ from urllib import parse
 from absl import logging
 import requests
 
+from stppo_jax import tasks
 from stppo_jax import types
 
 DIALECTS = ('search_r1', 'ragen')
@@ -266,15 +267,8 @@ def _ragen_passage(row: dict[str, Any]) -> types.Passage:
 
 
 def _passage(passage_id: Any, contents: Any, score: Any) -> types.Passage:
-  """Parses `contents`: a title in quotes, a newline, the text. A single line has no title."""
   if not isinstance(contents, str):
     raise TypeError('contents are not a string')
   if not math.isfinite(score):
     raise ValueError('the score is not finite')
-  title, newline, text = contents.partition('\n')
-  if not newline:
-    title, text = '', contents
-  title = title.strip()
-  if len(title) > 1 and title[0] == title[-1] == '"':
-    title = title[1:-1]
-  return types.Passage(str(passage_id), title, text.strip(), float(score))
+  return types.Passage(str(passage_id), *tasks.read_contents(contents), float(score))

@@ -110,11 +110,15 @@ def format_answer(question: Question, results: Sequence[Sequence[types.Passage]]
   if question.dialect == 'ragen':
     return {
         'results': [
-            {'id': passage.id, 'content': _contents(passage), 'score': passage.score}
+            {
+                'id': passage.id,
+                'content': task_files.write_contents(passage),
+                'score': passage.score,
+            }
             for passage in results[0]
         ]
     }
-  document = lambda passage: {'id': passage.id, 'contents': _contents(passage)}
+  document = lambda passage: {'id': passage.id, 'contents': task_files.write_contents(passage)}
   if not question.with_scores:
     return {'result': [[document(passage) for passage in passages] for passages in results]}
   return {
@@ -329,10 +333,6 @@ class _Elsewhere(_Handler):
 
   def prepare(self):
     raise web.HTTPError(404, 'there are POST /retrieve, GET /health and GET /metrics')
-
-
-def _contents(passage: types.Passage) -> str:
-  return f'"{passage.title}"\n{passage.text}'
 
 
 def make_retriever(

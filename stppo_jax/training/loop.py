@@ -92,6 +92,7 @@ def setup(config: schema.Config, trains: bool = True) -> Run:
   prepared = agent_lib.prepare(config)
   for tasks in (to_train_on, questions):
     agent_lib.check_prompts(config, prepared, tasks)
+  task_files.warn_of_overlap(to_train_on, questions)
   learner, state = learner_lib.build(config)
   agent = agent_lib.make_agent(config, learner.spec.actor, learner.rows, prepared)
   bins = learner_lib.make_bins(config, learner, agent.tokenizer.pad_id)
