@@ -94,8 +94,8 @@ class Env(Section):
   options: dict[str, Any] = setting(
       {}, "keyword arguments of the environment's class; --config.env.options.NAME=VALUE sets one")
   prompt: str = setting(
-      'search_r1', "of the search environment: 'search_r1' is Search-R1's format in sentences of our "
-      "own, see envs/search.py; 'short' is for tiny models",
+      'search_r1', "of the search environment: 'search_r1' is Search-R1's format in our own "
+      "sentences, see envs/search.py; 'short' is for tiny models",
       allowed=('search_r1', 'short'))
   max_turns: int = setting(
       4, 'searches per episode, after which one more turn may only answer; an environment of your '

@@ -25,8 +25,8 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
   val-core/<dataset>/<name>  an environment's core metrics; its other metrics go under val-aux
   val-core/all/<name>_hops<n>  the main one of them, where tasks have a number of hops
 
-  An episode whose retrieval failed or whose prompt was too long counts as wrong, and is counted. One that never reported a
-  metric counts as 0.
+  An episode whose retrieval failed, or whose prompt was too long, counts as wrong, and is counted.
+  One that never reported a metric counts as 0.
   """
   found = collections.defaultdict(list)
   reported = {name for episode in episodes for name in episode.metrics}

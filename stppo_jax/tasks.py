@@ -58,8 +58,8 @@ def warn_of_overlap(to_train_on: Sequence[types.Task], held_out: Sequence[types.
 def load_corpus(source: str) -> list[types.Passage]:
   """Loads the passages: `embedded`, a folder with corpus.jsonl, or a .jsonl file.
 
-  Rows are {"id", "title", "text"} or Search-R1's {"id", "contents"}, see `read_contents`. Of several
-  sources the folders count: the files hold questions.
+  Rows are {"id", "title", "text"} or Search-R1's {"id", "contents"}, see `read_contents`. Of
+  several sources the folders count: the files hold questions.
   """
   parts = _parts(source)
   folders = [part for part in parts if part == 'embedded' or os.path.isdir(part)]

@@ -181,6 +181,25 @@ class TokenizerTest(parameterized.TestCase):
     with self.assertRaisesRegex(types.UserError, 'not a tokenizer file'):
       chat.load_tokenizer(folder)
 
+  @parameterized.parameters(
+      ('tokenizer_config.json', '[]', 'not a JSON object'),
+      ('tokenizer_config.json', '{"chat_template": 7}', 'chat template|cannot read'),
+      ('tokenizer_config.json', '{"chat_template": "{% for %}"}', 'chat template'),
+      ('tokenizer_config.json', '{"eos_token": 3}', ''),
+      ('generation_config.json', '{"eos_token_id": ["x"]}', 'eos_token_id'),
+  )
+  def test_malformed_settings_are_one_line(self, name, text, words):
+    folder = tiny_tokenizer.write(_folder(self))
+    with open(os.path.join(folder, name), 'w', encoding='utf-8') as file:
+      file.write(text)
+    try:
+      tokenizer = chat.load_tokenizer(folder)
+      chat.encode_prompt(tokenizer, 'who?')
+      self.assertEmpty(words)
+    except types.UserError as error:
+      self.assertNotEmpty(words)
+      self.assertRegex(str(error), f'^[^\n]*({words})[^\n]*$')
+
   def test_sentencepiece_is_refused_by_name(self):
     folder = _folder(self)
     library = tokenizers.Tokenizer(tokenizers.models.BPE({'▁a': 0, '<0x0A>': 1}, []))
@@ -233,7 +252,7 @@ class ObservationTest(parameterized.TestCase):
     self.assertEqual(self.tokenizer.decode(ids), text)
 
   def test_limit_below_the_tag(self):
-    with self.assertRaisesRegex(types.UserError, 'max_observation_tokens'):
+    with self.assertRaisesRegex(types.UserError, r'raise config\.rollout\.max_observation$'):
       chat.encode_observation(self.tokenizer, '<information></information>', limit=1)
 
 

@@ -451,6 +451,21 @@ class RefusalTest(parameterized.TestCase):
     self.edit_config(**changes)
     self.refuses('config.json', message)
 
+  @parameterized.parameters(
+      ({'num_key_value_heads': 3}, 'num_key_value_heads = 3 does not divide num_attention_heads'),
+      ({'num_attention_heads': 6, 'num_key_value_heads': 3, 'head_dim': None}, 'hidden_size'),
+      ({'head_dim': 7}, '7 wide'),
+  )
+  def test_heads_that_do_not_fit(self, changes, message):
+    self.edit_config(**changes)
+    self.refuses(message, 'config.json')
+
+  def test_written_weights_can_be_read_as_other_files_can(self):
+    config, params = convert.load_hf(self.folder)
+    convert.save_hf(self.folder, config, params)
+    mode = lambda name: (self.folder / name).stat().st_mode
+    self.assertEqual(mode('model.safetensors'), mode('config.json'))
+
   def test_a_critic_folder_is_not_a_policy(self):
     config, params = convert.load_hf(self.folder, head='value')
     convert.save_hf(self.folder, config, params)

@@ -1,8 +1,8 @@
 """The search environment: a question, a retriever, and a limited number of turns.
 
-The style 'search_r1' has Search-R1's format: its tags, the order of its blocks, its white space, the
-quotes around titles, and a message on an invalid action in the agent's own voice, on a line of its
-own. Its sentences are our own. For a checkpoint that was trained on others, set the options
+The style 'search_r1' has Search-R1's format: its tags, the order of its blocks, its white space,
+the quotes around titles, and a message on an invalid action in the agent's own voice, on a line of
+its own. Its sentences are ours. For a checkpoint that was trained on others, set the options
 `instructions` (all before 'Question:') and `invalid_message`.
 
 `reset` gives the prompt, each `step` one observation, until an answer. Everything here is text;

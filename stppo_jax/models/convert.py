@@ -156,7 +156,10 @@ def write_weights(
     return
   for old in [*folder.glob('model*.safetensors'), folder / 'model.safetensors.index.json']:
     old.unlink(missing_ok=True)
+  umask = os.umask(0)
+  os.umask(umask)
   for name in names:
+    (folder / (name + '.partial')).chmod(0o666 & ~umask)  # safetensors' own files are private
     os.replace(folder / (name + '.partial'), folder / name)
   if len(shards) > 1:
     weight_map = {e.name: name for name, shard in zip(names, shards, strict=True) for e in shard}

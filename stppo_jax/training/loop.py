@@ -170,7 +170,9 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
     pipeline = enter(
         pipelines.Pipeline(batches.sample, config.pipeline.staleness, saves.position.ready)
     )
-    before_update = enter(timing_lib.of_updates(os.path.join(workdir, 'profile'), profile, first))
+    before_update = enter(
+        timing_lib.of_updates(os.path.join(workdir, 'profile'), profile, first, updates)
+    )
     if not first:
       scores = _evaluate(run, journal, 0)
       journal.write(0, scores)
