@@ -413,14 +413,10 @@ def _parse(arguments):
       formatter_class=argparse.ArgumentDefaultsHelpFormatter,
       allow_abbrev=False,
   )
-  parser.add_argument(
-      '--corpus', required=True, help='folder with corpus.jsonl, a .jsonl, embedded'
-  )
+  parser.add_argument('--corpus', required=True, help='folder with corpus.jsonl, or a .jsonl')
   parser.add_argument('--kind', default='bm25', choices=KINDS, help='how passages are found')
   parser.add_argument('--encoder', default='', help='dense, hybrid: Hugging Face folder of a BERT')
-  parser.add_argument(
-      '--embeddings', default='', help='folder that keeps embeddings between starts'
-  )
+  parser.add_argument('--embeddings', default='', help='folder that keeps them between starts')
   parser.add_argument('--host', default='127.0.0.1', help='0.0.0.0 lets other machines in')
   parser.add_argument('--port', type=_port, default=8000, help='0: any free one')
   parser.add_argument('--threads', type=_at_least(int, 1), default=1, help='searches at once')
@@ -435,10 +431,9 @@ def _parse(arguments):
 
 
 def _port(text):
-  value = int(text)
-  if not 0 <= value <= 65535:
+  if not 0 <= int(text) <= 65535:
     raise argparse.ArgumentTypeError(f'{text} is no port: 0 to 65535 are')
-  return value
+  return int(text)
 
 
 def _at_least(kind, least):

@@ -1,4 +1,4 @@
-"""Results of a run's newest checkpoint: held-out scores or an exported model."""
+"""Results of a run's newest or best checkpoint: held-out scores or an exported model."""
 
 import dataclasses
 import os
@@ -24,7 +24,7 @@ from stppo_jax.types import UserError
 
 
 def evaluate(config: schema.Config, workdir: str) -> dict[str, float]:
-  """Returns greedy scores of `workdir`'s newest checkpoint.
+  """Returns greedy scores of the checkpoint that config.eval.checkpoint names.
 
   Those of the untrained model are given only for config.train.updates=0, so that a mistyped folder
   is an error. A config that the checkpoint does not fit is refused; other differences are told.
@@ -37,7 +37,7 @@ def evaluate(config: schema.Config, workdir: str) -> dict[str, float]:
   hosts.require_same('questions', [task.id for task in run.held_out])
   updates = None
   if config.train.updates:
-    run.state, updates = recovery.newest(workdir, run.state)
+    run.state, updates = recovery.saved(workdir, run.state, config.eval.checkpoint)
     if updates is None:
       raise UserError(_no_checkpoint(workdir))
     logging.info('evaluating %s after %d updates', workdir, updates)
@@ -89,7 +89,7 @@ def _no_checkpoint(workdir):
 
 
 def export(config: schema.Config, workdir: str) -> str:
-  """Writes the policy of `workdir`'s newest checkpoint as a Hugging Face folder; returns its path.
+  """Writes the policy of a checkpoint of `workdir` as a Hugging Face folder; returns its path.
 
   Adapters are merged into the weights, and a value head is left out.
   """
@@ -101,7 +101,7 @@ def export(config: schema.Config, workdir: str) -> str:
     )
   recovery.claim(config, learner_lib.make_variant(config), workdir)
   learner, state = learner_lib.build(config)
-  state, updates = recovery.newest(workdir, state)
+  state, updates = recovery.saved(workdir, state, config.eval.checkpoint)
   if updates is None:
     raise UserError(f'--workdir={workdir!r} has no whole checkpoint yet: let the run go on')
   model, params, folder = learner.spec.actor, state.actor, os.path.join(workdir, 'export')
