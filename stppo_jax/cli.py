@@ -259,8 +259,9 @@ def _parse(argv: list[str]) -> list[str]:
           f'unexpected argument {positional[0]!r}: flags start with --, as in '
           '--config.train.updates=3'
       )
-    config = flags.FLAGS.config  # a file that could not be read raises here
-    if not isinstance(config, schema.Config):
+    config = flags.FLAGS.config
+    # A file that could not be read raises when a setting is looked up.
+    if not hasattr(config, 'env') or not isinstance(config, schema.Config):
       raise types.UserError(
           f'get_config() of the experiment file returned {config!r}: return a '
           'stppo_jax.config.Config'
