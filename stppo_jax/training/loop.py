@@ -85,7 +85,7 @@ def setup(config: schema.Config) -> Run:
   named = seams.resolve(config)
   questions = held_out(config, named)
   learner, state = learner_lib.build(config)
-  agent = agent_lib.make_agent(config, learner.spec.actor, learner.rows)
+  agent = agent_lib.make_agent(config, learner.spec.actor, learner.mesh)
   bins = learner_lib.make_bins(config, learner, agent.tokenizer.pad_id)
   return Run(config, agent, learner, state, bins, named, questions)
 
@@ -159,7 +159,9 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
     core_metrics = run.agent.env.core_metrics
     journal = enter(journals.Journal(workdir, dataclasses.asdict(config), first, core_metrics))
     pipeline = enter(
-        pipelines.Pipeline(batches.sample, config.pipeline.staleness, saves.position.ready)
+        pipelines.Pipeline(
+            batches.sample, config.pipeline.staleness, saves.position.ready, batches.copy
+        )
     )
     before_update = enter(timing_lib.of_updates(os.path.join(workdir, 'profile'), profile, first))
     if not first:
