@@ -30,7 +30,8 @@ def may_change(config: Config) -> tuple[str, ...]:
 
   The number of updates is not among them where a learning rate's schedule depends on it.
   """
-  fixed = {'train.updates'} if any(map(_has_schedule, (config.actor, config.critic))) else set()
+  scheduled = any(map(_has_schedule, (config.actor, config.critic)))
+  fixed = {'train.updates'} if scheduled and not config.train.schedule_updates else set()
   return tuple(path for path, rules, _ in fields(config) if rules.may_change and path not in fixed)
 
 
@@ -170,16 +171,29 @@ def check_variant(config: Config, variant: Any) -> None:
     raise UserError(
         f'config.algorithm.dual_clip={variant.dual_clip}: must be above 1, or 0 for off'
     )
-  if variant.rollout_is != 'none' and variant.old_logp == 'sampler':
-    raise UserError(
-        f'config.algorithm.rollout_is={variant.rollout_is!r} bridges the sampler to the '
-        "trainer's old_logp, and old_logp='sampler' leaves no gap: set "
-        '--config.algorithm.rollout_is=none, or --config.algorithm.old_logp=trainer'
-    )
+  for column in ('rollout_is', 'rollout_rs'):
+    if getattr(variant, column) != 'none' and variant.old_logp == 'sampler':
+      raise UserError(
+          f'config.algorithm.{column}={getattr(variant, column)!r} bridges the sampler to the '
+          "trainer's old_logp, and old_logp='sampler' leaves no gap: set "
+          f'--config.algorithm.{column}=none, or --config.algorithm.old_logp=trainer'
+      )
   if variant.needs_groups and rollout.group_size == 1:
     raise UserError(
         f'config.algorithm.variant={name!r} compares the episodes of a group, and '
         'config.rollout.group_size=1: set --config.rollout.group_size=4 or more'
+    )
+  if variant.min_advantage == 'turn' and variant.ratio in ('none', 'token'):
+    raise UserError(
+        "config.algorithm.min_advantage='turn' takes the mean over the tokens that share a ratio, "
+        f'and with ratio={variant.ratio!r} no two do: set --config.algorithm.ratio=turn or '
+        'sequence, or --config.algorithm.min_advantage=token'
+    )
+  if variant.surrogate in ('dppo_tv', 'dppo_kl') and variant.ratio not in ('none', 'token'):
+    raise UserError(
+        f'config.algorithm.surrogate={variant.surrogate!r} bounds the change of a '
+        f"token's probability, and config.algorithm.ratio={variant.ratio!r} has none: set "
+        '--config.algorithm.ratio=token'
     )
   if variant.ratio == 'none' and variant.surrogate != 'clip':
     raise UserError(
@@ -198,8 +212,14 @@ def check_variant(config: Config, variant: Any) -> None:
 
 
 def _check_adapters(config: Config) -> None:
-  """Checks what can be placed on the host, given LoRA and the kind of critic."""
+  """Checks what is trained, and what can be placed on the host, given LoRA and the critic."""
   model, placement = config.model, config.placement
+  if model.param_dtype == 'bfloat16' and not model.lora_rank:
+    raise UserError(
+        "config.model.param_dtype='bfloat16' trains almost nothing: most steps are smaller than "
+        "what it resolves (1/256 of a weight) and are rounded away. Set it to 'float32', or train "
+        'adapters on a frozen bfloat16 model with --config.model.lora_rank=16'
+    )
   if model.lora_rank and placement.reference == 'host':
     raise UserError(
         "config.placement.reference='host': with config.model.lora_rank above 0 the reference "

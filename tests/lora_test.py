@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
@@ -26,6 +27,7 @@ from stppo_jax.training import update
 from stppo_jax.types import UserError
 from tests import loop_test
 from tests import update_test
+from tests.support import tiny_run
 
 # No two widths are equal, so that a shape says what an array is.
 MODEL = decoder.ModelConfig(
@@ -149,6 +151,16 @@ class AdapterTest(parameterized.TestCase):
     merged = lora.merge(params, make_adapters(params), 0.5)
     chex.assert_trees_all_equal_shapes_and_dtypes(merged, params)
 
+  def test_what_is_trained_is_in_float32_beside_a_bfloat16_base(self):
+    model = dataclasses.replace(MODEL, head='both', param_dtype='bfloat16')
+    arrays = decoder.init(jax.random.key(0), model)
+    for params in (arrays, jax.eval_shape(lambda: arrays)):
+      base, value_head = lora.split(params)
+      self.assertEqual({x.dtype for x in jax.tree.leaves(base)}, {jnp.dtype('bfloat16')})
+      self.assertEqual({x.dtype for x in jax.tree.leaves(value_head)}, {jnp.dtype('float32')})
+      adapters = jax.eval_shape(lambda base=base: make_adapters(base))
+      self.assertEqual({x.dtype for x in jax.tree.leaves(adapters)}, {jnp.dtype('float32')})
+
   def test_gradients_are_those_through_the_merged_weights(self):
     params = decoder.init(jax.random.key(0), MODEL)
     adapters = make_adapters(params)
@@ -247,6 +259,8 @@ class UpdateTest(parameterized.TestCase):
         critic_optimizer=optimizer,
         actor_lr=schedule,
         critic_lr=schedule,
+        actor_clip=1.0,
+        critic_clip=1.0,
     )
     state, frozen = start(spec, mesh)
     before, base = jax.device_get((state, frozen))
@@ -293,8 +307,14 @@ class UpdateTest(parameterized.TestCase):
       )
     self.assertGreater(float(jnp.abs(values[0] - values[1]).max()), 0.1)
 
-  @parameterized.parameters(((1, 8, 1),), ((2, 2, 2),))
-  def test_eight_devices_equal_one(self, shape):
+  def test_eight_devices_equal_one(self):
+    self.check_mesh(2, 2, 2)
+
+  @pytest.mark.slow
+  def test_eight_shards_of_the_weights_equal_one(self):
+    self.check_mesh(1, 8, 1)
+
+  def check_mesh(self, *shape):
     spec = make_spec(kl_in='loss', entropy_coef=0.01)
 
     def step(mesh):
@@ -326,7 +346,7 @@ class RunTest(absltest.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.enterContext(loop_test.on_one_device())
+    self.enterContext(tiny_run.on_one_device())
     self.workdir = self.enterContext(tempfile.TemporaryDirectory())
 
   def test_a_run_its_resumption_and_its_export(self):

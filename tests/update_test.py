@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import losses
@@ -152,22 +154,25 @@ def log_probs(spec, params, batch):
 def off_policy_batch(spec, mesh):
   """An annotated batch whose old_logp is pushed away, so that some ratios are clipped."""
   # What divides the gradient does not change the batch: such specs share one.
-  variant = dataclasses.replace(spec.variant, divisor='none', norm_of='gradient')
-  return _off_policy_batch(dataclasses.replace(spec, variant=variant, critic_warmup=0), mesh)
+  variant = dataclasses.replace(
+      spec.variant, divisor='none', norm_of='gradient', divide='before_clip'
+  )
+  spec = dataclasses.replace(spec, variant=variant, critic_warmup=0, actor_clip=math.inf)
+  return _off_policy_batch(spec, mesh)
 
 
 @functools.cache
 def _off_policy_batch(spec, mesh):
-  state = first_state(spec, mesh)
-  reference = train_state.Frozen(reference=state.actor)
+  state, functions = make_state(spec, mesh), functions_of(spec, mesh, True)
+  reference = train_state.Frozen(reference=first_state(spec, mesh).actor)
   batch = jax.device_put(make_batch(), sharding.rows(mesh))
-  batch = annotate(functions_of(spec, mesh, True), spec, state, batch, frozen=reference)
+  batch = annotate(functions, spec, state, batch, frozen=reference)
   noise = jax.random.normal(jax.random.key(3), batch.old_logp.shape)
   batch = batch.replace(
       old_logp=batch.old_logp + 0.5 * noise * batch.action_mask,
       ref_logp=batch.ref_logp + 0.3 * noise * batch.action_mask,
   )
-  return update.with_advantages(spec, mesh, state, batch)[1]
+  return functions.with_advantages(state, batch)[1]
 
 
 def run_step(spec, mesh):
@@ -178,20 +183,38 @@ def run_step(spec, mesh):
 class UpdateTest(parameterized.TestCase):
 
   @parameterized.parameters(
+      ('st_ppo', dict(kl_in='loss', kl_estimator='k3', entropy_coef=0.01)),
+      ('so_grpo', dict(aggregation='seq-mean-token-sum-norm', norm_length=40)),
+  )
+  def test_micro_batches_do_not_change_the_update(self, variant, options):
+    self.check_micro_batches(variant, options)
+
+  @parameterized.parameters(
       ('st_ppo', {}),
       ('s_ppo', dict(kl_in='loss', kl_estimator='k3', entropy_coef=0.01)),
       ('ppo', dict(aggregation='token-mean', dual_clip=1.5)),
-      ('so_grpo', dict(aggregation='seq-mean-token-sum-norm', norm_length=40)),
       ('rloo', dict(aggregation='seq-mean-token-sum')),
   )
-  def test_micro_batches_do_not_change_the_update(self, variant, options):
+  @pytest.mark.slow
+  def test_micro_batches_change_no_update_of_other_rows(self, variant, options):
+    self.check_micro_batches(variant, options)
+
+  def check_micro_batches(self, variant, options):
     whole = run_step(make_spec(variant, micro_batch=8, **options), one_device())
     split = run_step(make_spec(variant, micro_batch=2, **options), one_device())
     chex.assert_trees_all_close(whole, split, rtol=1e-4, atol=1e-6)
     self.assertGreater(float(whole[1]['stppo/step_norm']), 0)
 
-  @parameterized.parameters(((24,), 2), ((48,), 2), ((12, 24), 2), ((16, 24, 96), 1))
+  @parameterized.parameters(((48,), 2), ((12, 24), 2))
   def test_packing_changes_nothing(self, lengths, micro_batch):
+    self.check_packing(lengths, micro_batch)
+
+  @parameterized.parameters(((24,), 2), ((16, 24, 96), 1))
+  @pytest.mark.slow
+  def test_packing_in_other_lengths_changes_nothing(self, lengths, micro_batch):
+    self.check_packing(lengths, micro_batch)
+
+  def check_packing(self, lengths, micro_batch):
     spec = make_spec('st_ppo', kl_in='loss', entropy_coef=0.01)
     mesh = one_device()
     functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
@@ -246,13 +269,20 @@ class UpdateTest(parameterized.TestCase):
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(after))
     self.assertGreaterEqual(compiled.memory_analysis().alias_size_in_bytes, size)
 
-  @parameterized.parameters(((1, 8, 1),), ((2, 2, 2),))
-  def test_eight_devices_equal_one(self, shape):
+  def test_eight_devices_equal_one(self):
+    self.check_mesh(2, 2, 2)
+
+  @pytest.mark.slow
+  def test_eight_shards_of_the_weights_equal_one(self):
+    self.check_mesh(1, 8, 1)
+
+  def check_mesh(self, *shape):
     spec = make_spec('st_ppo', kl_in='loss', entropy_coef=0.01)
     alone = run_step(spec, one_device())
     together = run_step(spec, sharding.make_mesh(*shape))
     chex.assert_trees_all_close(alone, together, rtol=1e-4, atol=1e-6)
 
+  @pytest.mark.slow
   def test_shared_trunk_on_eight_devices_equals_one(self):
     spec = make_spec(
         'st_ppo', critic=None, actor=dataclasses.replace(MODEL, head='both'), micro_batch=4
@@ -318,6 +348,91 @@ class UpdateTest(parameterized.TestCase):
     np.testing.assert_allclose(metrics['stppo/cos_g_c'], dot / (g_norm * c_norm), rtol=1e-3)
     np.testing.assert_allclose(metrics['stppo/divisor'], expected, rtol=1e-4)
     np.testing.assert_allclose(metrics['actor/grad_norm'], g_norm / expected, rtol=1e-4)
+
+  @parameterized.parameters(('after_clip', True), ('step', False))
+  def test_the_order_of_divisor_clip_and_optimizer(self, order, shared):
+    self.check_order(order, shared)
+
+  @pytest.mark.slow
+  def test_the_default_order_of_divisor_clip_and_optimizer(self):
+    self.check_order('before_clip', True)
+
+  def check_order(self, order, shared):
+    """Two steps of AdamW, replayed outside from the gradients that plain descent shows."""
+    options = dict(
+        critic=None if shared else CRITIC,
+        actor=dataclasses.replace(MODEL, head='both') if shared else MODEL,
+        divide=order,
+    )
+    mesh = one_device()
+    adam, schedule = train_state.make_optimizer(0.01, 0, weight_decay=0.1)
+    spec = dataclasses.replace(
+        make_spec('st_ppo', **options),
+        actor_optimizer=adam,
+        critic_optimizer=adam,
+        actor_lr=schedule,
+        critic_lr=schedule,
+        actor_clip=0.5,
+        critic_clip=0.5,
+    )
+    batch, state = off_policy_batch(make_spec('st_ppo', **options), mesh), make_state(spec, mesh)
+    functions = update.compile_functions(spec, state, NOTHING, mesh)
+    params = jax.tree.map(jnp.copy, state.actor)
+    moments, rule = adam.init(params), spec.variant.divisor
+    for _ in range(2):
+      g, rest, c_norm = self.gradients(options, mesh, params, batch)
+      expected, by_step, norms = correction.divide(order, g, rest, c_norm, 0.5)
+      params, moments, step_norm = train_state.optimize(
+          adam, expected, params, moments, jnp.asarray(True), by_step
+      )
+      state, metrics, _ = step(functions, spec, state, batch)
+      self.assertEqual(rule, 'paper')
+      np.testing.assert_allclose(metrics['stppo/divisor'], c_norm, rtol=1e-3)
+      np.testing.assert_allclose(metrics['actor/grad_norm'], norms['clip'], rtol=1e-3)
+      np.testing.assert_allclose(metrics['stppo/entering_norm'], norms['entering'], rtol=1e-3)
+      np.testing.assert_allclose(metrics['stppo/applied_factor'], norms['factor'], rtol=1e-3)
+      np.testing.assert_allclose(metrics['stppo/step_norm'], step_norm, rtol=1e-3)
+    chex.assert_trees_all_close(state.actor_opt[0].nu, moments[0].nu, rtol=1e-2, atol=1e-9)
+
+  def gradients(self, options, mesh, params, batch):
+    """(g, value gradient of a shared trunk, ||C||) at `params`, from one step of descent each."""
+
+    def moved(**columns):
+      spec = make_spec('st_ppo', **{**options, 'divisor': 'none', **columns})
+      state = make_state(spec, mesh)
+      before = dataclasses.replace(state, actor=jax.tree.map(jnp.copy, params))
+      after, metrics, _ = step(functions_of(spec, mesh), spec, before, batch)
+      return jax.tree.map(lambda old, new: old - new, params, after.actor), metrics
+
+    g, metrics = moved(**({} if options['critic'] else {'value_coef': 0.0}))
+    rest = None
+    if options['critic'] is None:
+      rest = jax.tree.map(lambda a, b: a - b, moved()[0], g)
+    return g, rest, metrics['stppo/bias_norm']
+
+  @pytest.mark.slow
+  def test_the_moments_of_a_divided_step_are_those_without_a_divisor(self):
+    mesh = one_device()
+    adam, schedule = train_state.make_optimizer(0.01, 0)
+    both = []
+    for rule in ('none', 'paper'):
+      spec = dataclasses.replace(
+          make_spec('st_ppo', divisor=rule, divide='step'),
+          actor_optimizer=adam,
+          actor_lr=schedule,
+          actor_clip=1.0,
+      )
+      batch, before = off_policy_batch(make_spec('st_ppo'), mesh), make_state(spec, mesh)
+      first = jax.device_get(before.actor)
+      functions = update.compile_functions(spec, before, NOTHING, mesh)
+      state, metrics, _ = jax.device_get(step(functions, spec, before, batch))
+      change = jax.tree.map(lambda new, old: new - old, state.actor, first)
+      both.append((state.actor_opt, change, metrics))
+    (moments, change, _), (same, divided, metrics) = both
+    chex.assert_trees_all_equal(moments, same)
+    self.assertGreater(abs(np.log(metrics['stppo/divisor'])), 0.1)
+    expected = jax.tree.map(lambda x: x / metrics['stppo/divisor'], change)
+    chex.assert_trees_all_close(divided, expected, rtol=1e-3, atol=1e-7)
 
   def test_norm_of_loss_divides_by_the_clipped_part_of_the_objective(self):
     row = dataclasses.replace(variants.VARIANTS['st_ppo'], norm_of='loss')
@@ -445,6 +560,38 @@ class UpdateTest(parameterized.TestCase):
       bad = batch.replace(old_logp=batch.old_logp.at[0].mul(jnp.nan))
       after_bad = update.with_advantages(spec, mesh, state, bad)[0]
       self.assertEqual(after_bad.kl_coef, state.kl_coef)
+
+  def test_the_kl_that_adapts_the_coefficient_is_a_mean_over_episodes(self):
+    """KL of (.1, .3) and of (.5): .35 over episodes, as in verl, and .3 over tokens.
+
+    The target is between them: 1 + (.35 / .32 - 1) * 2 / 100 raises the coefficient.
+    """
+    spec = make_spec('st_ppo', kl_in='reward', kl_target=0.32, kl_horizon=100.0)
+    mesh = one_device()
+    mask = jnp.zeros((8, 24)).at[0, 1:3].set(1).at[1, 4].set(1)
+    kl = jnp.zeros((8, 24)).at[0, 1].set(0.1).at[0, 2].set(0.3).at[1, 4].set(0.5)
+    batch = jax.tree.map(jnp.asarray, make_batch())
+    batch = batch.replace(
+        action_mask=mask, turn_ids=mask.astype(int), old_logp=kl - 1, ref_logp=0 * kl - 1
+    )
+    state, _, metrics = update.with_advantages(spec, mesh, make_state(spec, mesh), batch)
+    np.testing.assert_allclose(metrics['actor/reward_kl_penalty'], 0.35, rtol=1e-5)
+    np.testing.assert_allclose(metrics['actor/reward_kl_penalty_coeff'], 0.1, rtol=1e-6)
+    np.testing.assert_allclose(state.kl_coef, 0.1 * (1 + (0.35 / 0.32 - 1) * 0.02), rtol=1e-6)
+
+  def test_tokens_without_an_advantage_are_not_clipped_nor_counted(self):
+    spec = make_spec('st_ppo')
+    mesh = one_device()
+    functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
+    rows = (np.arange(8) < 4)[:, None]
+    _, before, all_seen = step(functions, spec, make_state(spec, mesh), batch)
+    batch = batch.replace(advantages=jnp.where(rows, batch.advantages, 0))
+    _, metrics, seen = step(functions, spec, make_state(spec, mesh), batch)
+    kept = np.asarray(all_seen['clipped']) & rows
+    np.testing.assert_array_equal(seen['clipped'], kept)
+    fraction = kept.sum() / np.asarray(batch.action_mask).sum()
+    np.testing.assert_allclose(metrics['actor/pg_clipfrac'], fraction, rtol=1e-5)
+    self.assertLess(metrics['actor/pg_clipfrac'], before['actor/pg_clipfrac'])
 
   def test_one_compilation_per_padded_length(self):
     spec = make_spec('ppo', lengths=(32,))

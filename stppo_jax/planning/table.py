@@ -123,7 +123,7 @@ def _verdict(plan):
   changes = changes or [
       'more devices',
       '--config.model.critic=shared',
-      '--config.model.param_dtype=bfloat16',
+      '--config.model.lora_rank=16 --config.model.param_dtype=bfloat16',
       'a smaller model',
   ]
   return (

@@ -56,7 +56,8 @@ class Agent:
     """Plays one episode per task, `rows` at a time; keys [B] fix each episode's randomness.
 
     `params` are the policy's, or a `Sampler.copy` of them, which is made here otherwise.
-    Raises Stopped after a turn at which `give_up()` is true. Choice: no threads on many hosts,
+    Raises Stopped after a turn at which `give_up()` is true, and at the end: a retriever that gives
+    up at that moment leaves failed episodes. Choice: no threads on many hosts,
     whose schedules would differ with their timing.
     """
     rollout = self.config.rollout
@@ -90,6 +91,8 @@ class Agent:
         frame=self.env.frame,
         seeds=seeds,
     )
+    if give_up is not None:
+      hosts.end_if(give_up)
     return episodes
 
 

@@ -68,16 +68,18 @@ class Batches:
     key, _ = batch_keys(self.seed, number)
     started = time.perf_counter()
     keys = episode_loop.row_keys(key, tasks)
-    episodes, replays = play_through(
-        lambda: self.agent.play(params, tasks, keys, groups, give_up=self.give_up),
-        self.agent.retriever,
-        self.max_failed_share,
-        self.max_outage_s,
-        self.sleep,
+    episodes, replays = self.until_answered(
+        lambda: self.agent.play(params, tasks, keys, groups, give_up=self.give_up)
     )
     measured = {'timing_s/gen': time.perf_counter() - started, 'env/replays': replays}
     measured |= self.agent.report.metrics()
     return Sampled(number, staleness, episodes, measured)
+
+  def until_answered(self, play: Callable) -> tuple[list[types.Episode], int]:
+    """Calls `play_through` with the limits of this run."""
+    return play_through(
+        play, self.agent.retriever, self.max_failed_share, self.max_outage_s, self.sleep
+    )
 
 
 def batch_keys(seed: int, number: int) -> tuple[jax.Array, jax.Array]:

@@ -12,10 +12,12 @@ A row is never split. It ends with its last agent token: what follows has no inf
 token has no log-prob and no state before it; column 0 of what comes back is 0.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 import typing
+from typing import Any
 
 import chex
 import flax
@@ -161,6 +163,31 @@ def stack(steps: Sequence[Step]) -> Step:
 def num_micro_batches(packing: Packing, num_bins: int) -> jax.Array:
   """Counts the micro-batches that hold anything: a scalar."""
   return jnp.max(jnp.where(packing.length > 0, packing.bin // num_bins + 1, 0))
+
+
+def sum_over(
+    function: Callable[[Layout], Any],
+    packing: Packing,
+    num_bins: int,
+    capacities: Sequence[int],
+    num_tokens: int,
+    total: Any,
+) -> Any:
+  """Returns `total` plus function(Layout) of every non-empty micro-batch, for rows of `num_tokens`.
+
+  Choice: one program for any number of micro-batches, with a branch for each of `capacities`: a
+  micro-batch is computed on as few columns as hold its bins.
+  """
+
+  def add(j, total):
+    branches = [
+        lambda j, columns=columns: function(layout(packing, j, num_bins, columns, num_tokens))
+        for columns in capacities
+    ]
+    chosen = which_capacity(packing, j, num_bins, capacities)
+    return jax.tree.map(jnp.add, total, jax.lax.switch(chosen, branches, j))
+
+  return jax.lax.fori_loop(0, num_micro_batches(packing, num_bins), add, total)
 
 
 def which_capacity(

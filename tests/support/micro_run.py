@@ -48,6 +48,7 @@ def make_config(folder, **values):
       keep_checkpoints=3,
   )
   config.rollout = schema.Rollout(max_prompt=1, max_turn=1, max_total=LENGTH)
+  config.algorithm.rollout_is = 'token'  # or a stale run is warned
   config.actor.warmup = config.critic.warmup = 0.0  # so that a resumed run may train longer
   config.eval = schema.Eval(every=2, rows=4)
   config.log = schema.Log(tensorboard=False, episodes=False)
