@@ -370,8 +370,7 @@ def _decode(
     is_eos,
 ):
   """See `Sampler.decode`; `columns` is the number of tokens that the results have room for."""
-  rows = context.logits.shape[0]
-  chex.assert_shape([lengths, stop_state, budgets], (rows,))
+  chex.assert_shape([lengths, stop_state, budgets], (rows := context.logits.shape[0],))
   if not layout.is_copy(params):
     params = decoder.unstack_layers(decoder.in_compute_dtype(params, config), config)
   keys = jax.random.wrap_key_data(keys)
@@ -412,8 +411,7 @@ def _decode(
       alive=budgets > 0,
   )
   zero = jnp.zeros((), jnp.int32)
-  turns = _Turns(context, lengths, sampled, step=zero, stopped=zero)
-  turns = jax.lax.while_loop(goes_on, one_token, turns)
+  turns = jax.lax.while_loop(goes_on, one_token, _Turns(context, lengths, sampled, zero, zero))
   return turns.context, turns.sampled
 
 
