@@ -104,9 +104,7 @@ class Sampler:
     self.slot_buckets = tuple(sorted({-(-b // tile) * tile for b in buckets}))
     self.chunk_buckets = tuple(sorted(chunk_buckets))
     self._stop_table = _padded_stop_table(stop_table, config.vocab_size)
-    is_eos = np.zeros((config.vocab_size,), bool)
-    is_eos[list(eos_ids)] = True
-    self._is_eos = jnp.asarray(is_eos)
+    self._is_eos = jnp.zeros((config.vocab_size,), bool).at[np.array(eos_ids, int)].set(True)
     self._greedy = temperature == 0
     self.row_sharding, everywhere = row_sharding, None
     if row_sharding is not None:  # every host reads what was sampled
