@@ -5,12 +5,10 @@ v0.2, the likely base of the paper's runs, unless a meaning states more. See als
 """
 
 import dataclasses
-import difflib
-import sys
 from typing import Any
 from typing import TypeVar
 
-from stppo_jax.types import UserError
+from stppo_jax.types import Section
 
 LORA_TARGETS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
 T = TypeVar('T')
@@ -42,27 +40,6 @@ def setting(default: T, meaning: str, **rules: Any) -> T:
     make: Any = default.copy
     return dataclasses.field(default_factory=make, metadata=metadata)
   return dataclasses.field(default=default, metadata=metadata)
-
-
-class Section:
-  """Refuses a name that is no setting, and remembers the line of code that set a value."""
-
-  def __setattr__(self, name: str, value: Any) -> None:
-    known = self.__dataclass_fields__  # type: ignore[attr-defined]
-    if name not in known:
-      near = difflib.get_close_matches(name, known, n=1)
-      hint = f'did you mean {near[0]}?' if near else f'there are {", ".join(known)}'
-      raise UserError(f'{type(self).__name__} has no setting {name!r}: {hint}')
-    frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename == '<string>':  # a dataclass's constructor
-      frame = frame.f_back
-    places = self.__dict__.setdefault('_places', {})
-    places[name] = f'{frame.f_code.co_filename}:{frame.f_lineno}'
-    self.__dict__[name] = value
-
-  def place(self, name: str) -> str:
-    """Returns FILE:LINE of the code that set a value last."""
-    return self.__dict__['_places'][name]
 
 
 # A table, laid out by hand.
@@ -183,6 +160,13 @@ class Rollout(Section):
   max_total: int = setting(4096, 'prompt, turns and observations together', at_least=1)
   rows: int = setting(0, 'episodes in progress at once; 0: the whole batch', at_least=0)
   width: int = setting(0, 'rows per decode call; 0: all. A CPU prefers few: 32', at_least=0)
+  mesh: tuple[int, ...] = setting(
+      (), '(data, tensor): devices over which the rows of a call, and the heads and vocabulary of '
+      'the copy that is sampled from, are split; one may be -1; empty: chosen by the size of the '
+      'model', at_least=-1, may_change=True)
+  slot_buckets: tuple[int, ...] = setting(
+      (), 'tokens that a row has room for, rising: programs are compiled for each; empty: at most '
+      'four on accelerators, 128, 192, 256, 384, .. on a CPU', at_least=1)
   chunks: tuple[int, ...] = setting(
       (32, 128), 'tokens of a row that one prefill call may read', at_least=1)
   threads: int = setting(

@@ -7,7 +7,6 @@ come before weights are loaded.
 from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
-import math
 import os
 import time
 from typing import Any
@@ -23,8 +22,10 @@ from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
 from stppo_jax.models import shapes
+from stppo_jax.models import sharding
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_loop
+from stppo_jax.rollout import layout
 from stppo_jax.rollout import sampler as sampling
 from stppo_jax.rollout import seams
 from stppo_jax.runtime import hosts
@@ -43,7 +44,7 @@ class Agent:
   env: protocol.Kind  # makes an environment per episode
   retriever: Any  # retrieval.protocol.Retriever, or None
   sampler: sampling.Sampler  # at the training temperature
-  greedy: sampling.Sampler
+  greedy: sampling.Sampler  # of evaluation, with the same compiled programs
   report: engine.Report | None = None  # of the newest `play`
 
   def play(
@@ -57,6 +58,7 @@ class Agent:
   ) -> list[types.Episode]:
     """Plays one episode per task, `rows` at a time; keys [B] fix each episode's randomness.
 
+    `params` are the policy's, or a `Sampler.copy` of them, which is made here otherwise.
     Raises Stopped after a turn at which `give_up()` is true, and at the end: a retriever that gives
     up at that moment leaves failed episodes. Choice: no threads on many hosts,
     whose schedules would differ with their timing.
@@ -74,7 +76,7 @@ class Agent:
 
     episodes, self.report = episode_loop.play(
         self.greedy if greedy else self.sampler,
-        params,
+        self.sampler.copy(params),
         self.tokenizer,
         envs,
         tasks,
@@ -130,11 +132,6 @@ def load_shape(config, head: str = 'tokens', folder: str | None = None) -> decod
   else:
     shape = hf_config.load(folder, head=head, param_dtype=model.param_dtype)
   return _computed_as(shape, model)
-
-
-def _num_shards(row_sharding):
-  """Returns the number of parts that the first axis is split into."""
-  return math.prod(row_sharding.mesh.shape[axis] for axis in row_sharding.spec[0])
 
 
 def _computed_as(shape, model):
@@ -246,25 +243,22 @@ def limits(config) -> episode_loop.Limits:
 def make_agent(
     config,
     model: decoder.ModelConfig,
-    row_sharding: jax.sharding.NamedSharding | None = None,
+    mesh: jax.sharding.Mesh | None = None,
     prepared: Prepared | None = None,
 ) -> Agent:
-  """Builds the agent of a policy of shape `model`; its rows are laid out as `row_sharding`."""
+  """Builds the agent of a policy of shape `model`, on the devices of `mesh`; None: on the first."""
   prepared = prepared or prepare(config)
   tokenizer = prepared.tokenizer
   stop_table = chat.stop_automaton(tokenizer.token_bytes, prepared.env.stop_strings)
-
-  def make(greedy):
-    return make_sampler(config, model, stop_table, tokenizer.eos_ids, row_sharding, greedy)
-
+  sampler = make_sampler(config, model, stop_table, tokenizer.eos_ids, mesh)
   return Agent(
       config=config,
       tokenizer=tokenizer,
       model=model,
       env=prepared.env,
       retriever=prepared.retriever,
-      sampler=make(False),
-      greedy=make(True),
+      sampler=sampler,
+      greedy=sampler.greedy(config.eval.rows),
   )
 
 
@@ -273,51 +267,41 @@ def make_sampler(
     model: decoder.ModelConfig,
     stop_table: np.ndarray,
     eos_ids: Sequence[int],
-    row_sharding: jax.sharding.NamedSharding | None = None,
-    greedy: bool = False,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> sampling.Sampler:
-  """Returns the sampler of training, or the greedy one of evaluation.
+  """Returns the sampler of training, in the sampling layout over the devices of `mesh`.
 
-  Choice: the compiler places groups that `row_sharding` cannot split evenly. Rows that are not
-  split can be moved: only those with something to prefill are computed. On a CPU their keys lie in
-  tiles; keys of split rows do not, because reading from tiles goes row by row.
+  Rows that are not split can be moved: only those with something to prefill are computed. On a CPU
+  their keys lie in tiles; keys of split rows do not, because reading from tiles goes row by row.
   """
-  rollout = config.rollout
-  options = (
-      dict(temperature=0.0)
-      if greedy
-      else dict(temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p)
+  rollout, row_sharding = config.rollout, None
+  if mesh is not None and mesh.size > 1:
+    row_sharding = sharding.rows(layout.make_mesh(mesh, model, rollout.mesh))
+  platform = (jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform
+  tiled = platform == 'cpu' and row_sharding is None
+  model = dataclasses.replace(
+      model, row_sharding=row_sharding, cache_tile=decoder.CPU_CACHE_TILE if tiled else 0
   )
-  rows, width = num_rows(config, greedy), group_width(config, greedy)
-  device = jax.devices()[0] if row_sharding is None else row_sharding.mesh.devices.flat[0]
-  shards = 1 if row_sharding is None else _num_shards(row_sharding)
-  if shards == 1 or width % shards:
-    row_sharding = None
-  tiled = device.platform == 'cpu' and row_sharding is None
-  cache_tile = decoder.CPU_CACHE_TILE if tiled else 0
-  model = dataclasses.replace(model, row_sharding=row_sharding, cache_tile=cache_tile)
   return sampling.Sampler(
       model,
       stop_table,
       eos_ids,
       rollout.max_total,
-      rows=rows,
-      width=width,
+      temperature=rollout.temperature,
+      top_k=rollout.top_k,
+      top_p=rollout.top_p,
+      rows=num_rows(config),
+      width=rollout.width,
+      slot_buckets=rollout.slot_buckets
+      or sampling.default_slot_buckets(rollout.max_total, platform),
       chunk_buckets=rollout.chunks,
       row_sharding=row_sharding,
-      **options,
   )
 
 
-def num_rows(config, greedy: bool = False) -> int:
+def num_rows(config) -> int:
   """Returns the number of episodes in progress at once."""
-  return config.eval.rows if greedy else config.rollout.rows or config.train.episodes
-
-
-def group_width(config, greedy: bool = False) -> int:
-  """Returns the number of rows that one device call decodes."""
-  rows = num_rows(config, greedy)
-  return min(config.rollout.width or rows, rows)
+  return config.rollout.rows or config.train.episodes
 
 
 def load_tasks(config, split: str) -> list[types.Task]:

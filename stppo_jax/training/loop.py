@@ -124,31 +124,9 @@ def setup(config: schema.Config, trains: bool = True) -> Run:
     agent_lib.check_prompts(config, prepared, tasks)
   task_files.warn_of_overlap(to_train_on, questions)
   learner, state = learner_lib.build(config)
-  agent = agent_lib.make_agent(config, learner.spec.actor, learner.rows, prepared)
-  _warn_of_whole_rows(config, learner.rows)
+  agent = agent_lib.make_agent(config, learner.spec.actor, learner.mesh, prepared)
   bins = learner_lib.make_bins(config, learner, agent.tokenizer.pad_id)
   return Run(config, agent, learner, state, bins, named, questions)
-
-
-def _warn_of_whole_rows(config, row_sharding):
-  """Warns where the rows of a decode call cannot be split over the devices."""
-  shards = math.prod(row_sharding.mesh.shape[axis] for axis in row_sharding.spec[0])
-  rollout = config.rollout
-  train = 'width' if rollout.width else 'rows'
-  widths = {
-      f'rollout.{train} (0: train.episodes)': agent_lib.group_width(config),
-      'eval.rows': agent_lib.group_width(config, greedy=True),
-  }
-  for name, width in widths.items():
-    if width % shards:
-      logging.warning(
-          'config.%s: %d rows cannot be split over %d devices, and each device computes all of '
-          'them: give a multiple of %d',
-          name,
-          width,
-          shards,
-          shards,
-      )
 
 
 def held_out(config: schema.Config, named: seams.Seams) -> list[types.Task]:
@@ -223,8 +201,8 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
     core_metrics, unfinished = run.agent.env.core_metrics, position.unfinished
     as_dict = dataclasses.asdict(config)
     journal = enter(journals.Journal(workdir, as_dict, first, core_metrics, unfinished is not None))
-    pipeline = enter(pipelines.Pipeline(batches.sample, config.pipeline.staleness, position.ready))
-    traces = os.path.join(workdir, 'profile')
+    traces, staleness = os.path.join(workdir, 'profile'), config.pipeline.staleness
+    pipeline = enter(pipelines.Pipeline(batches.sample, staleness, position.ready, batches.copy))
     before_update = enter(timing_lib.of_updates(traces, profile, first, updates))
     with contextlib.suppress(types.Stopped):
       if not first:
