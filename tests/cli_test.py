@@ -349,6 +349,13 @@ class ExperimentFileTest(parameterized.TestCase):
     self.assertEqual(config.algorithm, schema.Algorithm())
     self.assertIn('updates', self.parse(source, '--config.train.updates=None'))
 
+  def test_all_data_sets_are_kept_as_the_readme_says(self):
+    source = (
+        'from stppo_jax import config as schema\ndef get_config(mode=""):\n'
+        '  return schema.Config(data=schema.Data(datasets=("geo",)))\n'
+    )
+    self.assertEqual(self.parse(source, '--config.data.datasets=()').data.datasets, ())
+
 
 class OptionsTest(parameterized.TestCase):
 

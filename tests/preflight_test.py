@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import http.server
+import importlib.util
 import json
 import os
 import pathlib
@@ -17,6 +18,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
 
+from experiments import st_ppo_tiny
 from stppo_jax import evaluation
 from stppo_jax import types
 from stppo_jax.monitoring import episodes as episodes_lib
@@ -87,6 +89,42 @@ def serving(status, body):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f'http://127.0.0.1:{server.server_port}/retrieve'
     server.shutdown()
+
+
+class OwnDataTest(PreflightCase):
+  """The README's commands for a user's own data, up to the weights."""
+
+  def start(self, **data):
+    config = st_ppo_tiny.get_config()
+    for name, value in {'datasets': (), **data}.items():
+      setattr(config.data, name, value)
+    with self.assertRaisesRegex(AssertionError, 'weights were loaded'):
+      loop.train(config, self.workdir)
+
+  def test_a_folder(self):
+    self.start(source=os.path.join(FOLDER, 'knowledge'))
+
+  @unittest.skipUnless(importlib.util.find_spec('pyarrow'), 'pyarrow is not installed')
+  def test_train_and_test_parquet_of_search_r1(self):
+    import pyarrow
+    from pyarrow import parquet
+
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    for split in ('train', 'test'):
+      row = {
+          'data_source': 'nq',
+          'prompt': [{'role': 'user', 'content': f'Search. Question: the {split} of what?'}],
+          'reward_model': {'ground_truth': {'target': ['x']}},
+          'extra_info': {'split': split, 'index': 0},
+      }
+      parquet.write_table(pyarrow.Table.from_pylist([row]), f'{folder}/{split}.parquet')
+    source = f'{folder}/train.parquet,{folder}/test.parquet'
+    self.start(source=source, corpus=os.path.join(FOLDER, 'knowledge'), eval_split='test')
+    config = st_ppo_tiny.get_config()
+    config.data.source, config.data.eval_split = source, 'test'
+    self.refused(config, 'datasets names elements, geo', "('nq',)", '"()" keeps all')
+    config.data.datasets = ()
+    self.refused(config, 'train.parquet', 'passages are needed', '--config.data.corpus')
 
 
 class BeforeWeightsTest(PreflightCase):

@@ -59,7 +59,7 @@ def load(
       rope_scaling=rope_scaling,
       rms_norm_eps=_number(path, raw, 'rms_norm_eps', 1e-6, float),
       tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
-      qkv_bias=family == 'qwen2',
+      qkv_bias=family == 'qwen2' or bool(raw.get('attention_bias')),
       qk_norm=family == 'qwen3',
       family=family,
       head=head,
@@ -101,6 +101,8 @@ def to_json(config: decoder.ModelConfig, dtype: str, token_ids: dict[str, Any]) 
       'attention_dropout': 0.0,
       'torch_dtype': dtype,
   }
+  if config.family == 'llama':
+    raw['attention_bias'] = config.qkv_bias
   if config.head == 'value':
     raw |= {'id2label': {'0': 'value'}, 'label2id': {'value': 0}, 'classifier_dropout': 0.0}
   return raw | token_ids
@@ -131,7 +133,7 @@ def _refuse_unsupported(path, raw):
   """Raises UserError for settings that the decoder does not implement."""
   refused = {
       'use_sliding_window': bool(raw.get('use_sliding_window')),
-      'attention_bias': bool(raw.get('attention_bias')),
+      'attention_bias': bool(raw.get('attention_bias')) and raw.get('model_type') != 'llama',
       'mlp_bias': bool(raw.get('mlp_bias')),
       'quantization_config': raw.get('quantization_config') is not None,
       'hidden_act': raw.get('hidden_act', 'silu') != 'silu',
