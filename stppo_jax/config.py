@@ -152,6 +152,13 @@ class Rollout:
   max_total: int = setting(4096, 'prompt, turns and observations together', at_least=1)
   rows: int = setting(0, 'episodes in progress at once; 0: the whole batch', at_least=0)
   width: int = setting(0, 'rows per decode call; 0: all. A CPU prefers few: 32', at_least=0)
+  mesh: tuple[int, ...] = setting(
+      (), '(data, tensor): devices over which the rows of a call, and the heads and vocabulary of '
+      'the copy that is sampled from, are split; one may be -1; empty: chosen by the size of the '
+      'model', may_change=True)
+  slot_buckets: tuple[int, ...] = setting(
+      (), 'tokens that a row has room for, rising: programs are compiled for each; empty: at most '
+      'four on accelerators, 128, 192, 256, 384, .. on a CPU')
   chunks: tuple[int, ...] = setting((32, 128), 'tokens of a row that one prefill call may read')
   threads: int = setting(
       4, 'environment calls in progress while other rows decode; 0: rows wait for each', at_least=0)
@@ -335,6 +342,9 @@ class Eval:
   every: int = setting(50, 'updates; 0: only before and after', at_least=0, may_change=True)
   episodes: int = setting(0, '0: the whole split', at_least=0)
   rows: int = setting(128, 'questions in progress at once', at_least=1)
+  checkpoint: str = setting(
+      'newest', "which one --mode=eval and --mode=export take; 'best': of the highest held-out "
+      'score while training', allowed=('newest', 'best'), may_change=True)
 
 
 @dataclasses.dataclass
@@ -345,6 +355,8 @@ class Log:
   wandb_project: str = setting('', 'empty: off', may_change=True)
   episodes: bool = setting(
       True, 'every sampled episode with its per-token numbers', may_change=True)
+  episodes_every: int = setting(
+      1, 'updates: `episodes` of every k-th one only', at_least=1, may_change=True)
 
 
 @dataclasses.dataclass

@@ -128,6 +128,18 @@ def _check_sizes(config: Config) -> None:
     raise UserError(
         f'config.rollout.chunks={rollout.chunks}: give one number or more, each at least 1'
     )
+  slots = rollout.slot_buckets
+  if slots and (list(slots) != sorted(set(slots)) or slots[0] < 1 or slots[-1] > rollout.max_total):
+    raise UserError(
+        f'config.rollout.slot_buckets={slots}: must rise from 1 or more, to at most '
+        f'config.rollout.max_total={rollout.max_total}; empty for the default'
+    )
+  sizes = rollout.mesh
+  if sizes and (len(sizes) != 2 or sizes == (-1, -1) or any(n < 1 and n != -1 for n in sizes)):
+    raise UserError(
+        f'config.rollout.mesh={sizes}: give (data, tensor), each at least 1 or one of them -1, as '
+        'in "(-1, 4)"; empty for the default'
+    )
   if rollout.max_prompt + rollout.max_turn > rollout.max_total:
     raise UserError(
         f'config.rollout.max_total={rollout.max_total}: must hold at least max_prompt + max_turn = '
