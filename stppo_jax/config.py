@@ -185,7 +185,8 @@ class Algorithm(Section):
   advantage: str | None = setting(
       None, 'how credit is assigned: one of advantages.ESTIMATORS', plugin=True)
   ratio: str | None = setting(
-      None, "which tokens share an importance ratio; 'none' is the plain policy gradient",
+      None, 'which tokens share an importance ratio, the geometric mean of theirs or the product; '
+      "'none' is the plain policy gradient",
       allowed=('none', 'token', 'turn', 'sequence', 'turn_product', 'sequence_product'))
   surrogate: str | None = setting(
       None, 'what is maximised in place of ratio x advantage: one of losses.SURROGATES',
