@@ -152,6 +152,11 @@ class Rollout:
   rows: int = setting(0, 'episodes in progress at once; 0: the whole batch', at_least=0)
   width: int = setting(0, 'rows per decode call; 0: all. A CPU prefers few: 32', at_least=0)
   chunks: tuple[int, ...] = setting((32, 128), 'tokens of a row that one prefill call may read')
+  routing_replay: str = setting(
+      'none', "of a mixture of experts: 'old_policy' reuses, in every optimizer step, the experts "
+      "that the policy that sampled chose for each token, as the trainer recomputes them; the "
+      "weights stay the current router's. Without experts it has no effect",
+      allowed=('none', 'old_policy'))
   threads: int = setting(
       4, 'environment calls in progress while other rows decode; 0: rows wait for each', at_least=0)
 

@@ -5,6 +5,7 @@ Shape legend, used in every docstring and einsum:
   B rows (episodes)      T tokens               K turns              V vocabulary
   L layers               N query heads          M key/value heads    H head width
   D model width          S cache slots          F feed-forward width
+  E experts              A active experts per token
 
 Names that mean one thing everywhere: `logp` (of the current policy), `old_logp` (the policy that
 sampled, recomputed by the trainer), `behaviour_logp` (what the sampler itself reported), `ref_logp`
@@ -118,3 +119,4 @@ class TurnBatch:
   returns: jax.Array  # [B,T]
   group_ids: jax.Array  # [B] int32
   behaviour_logp: jax.Array | None = None  # [B,T] as the sampler reported it
+  routes: jax.Array | None = None  # [B,T,L,A] experts of each token, where they are replayed

@@ -20,7 +20,6 @@ from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.models import decoder
-from stppo_jax.models import shapes
 from stppo_jax.models import sharding
 from stppo_jax.planning import hlo
 from stppo_jax.planning import topologies
@@ -134,7 +133,7 @@ def make(config: schema.Config, topology: str = '') -> Plan:
   state = jax.eval_shape(functools.partial(train_state.create, spec), actor, critic)
   state = jax.tree.map(_shape, state, train_state.shardings(state, mesh, on_host))
   num_params = {
-      name: shapes.num_params(shape)
+      name: decoder.num_params(shape)
       for name, shape in (('policy', model), ('critic', critic_model))
       if shape
   }

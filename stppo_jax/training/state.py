@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from stppo_jax.algorithms import variants
+from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import lora
 from stppo_jax.models import sharding
@@ -74,6 +75,12 @@ class Spec:
   logp_chunk: int | None  # tokens of a row whose logits are live at once; None: all
   critic_warmup: int  # optimizer steps that leave the actor unchanged
   num_logged_turns: int  # turns with metrics of their own
+  routing_replay: str = 'none'  # whose experts the policy reuses: config.rollout.routing_replay
+
+  @property
+  def shared_bins(self) -> bool:
+    """Whether a bin may hold several rows: see packing.py."""
+    return attention.takes_segments(self.actor.attention)
 
   @property
   def shared_trunk(self) -> bool:
