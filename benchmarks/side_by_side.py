@@ -45,6 +45,9 @@ TUNIX_PYTHON = flags.DEFINE_string(
     'tunix_python', '', 'Python of the environment that has google-tunix; none: it is left out'
 )
 
+# A figure whose largest repeat is more than so many times its smallest is marked as unreliable.
+MAX_SPREAD = 1.5
+
 PACKAGES = ('jax', 'jaxlib', 'optax', 'torch', 'transformers', 'google-tunix', 'flax', 'numpy')
 
 
@@ -163,7 +166,9 @@ def report(benchmark, what, size, threads, ours, peer_name=None, peer=None, base
     ratios = baseline['tokens_per_s'] / ours['tokens_per_s']
     line['time_over_baseline'] = short(np.median(ratios))
     line['spread']['time_over_baseline'] = min_max(ratios)
-  print_line(line | {'repeats': len(ours['tokens_per_s'])})
+  print_line(
+      line | {'unreliable': unreliable(line['spread']), 'repeats': len(ours['tokens_per_s'])}
+  )
 
 
 def report_fastest(benchmark, what, size, threads, found, peer_name):
@@ -196,6 +201,11 @@ def report_fastest(benchmark, what, size, threads, found, peer_name):
       peer_name,
       sides['peer'][peer],
   )
+
+
+def unreliable(spread):
+  """Returns the names of what varied too much between repeats: another run may say otherwise."""
+  return [name for name, (least, most) in spread.items() if most > MAX_SPREAD * least]
 
 
 def micro_batches(rows):

@@ -22,11 +22,14 @@ _FLAGS = {
     'xla_llvm_disable_expensive_passes': 'true',
     'xla_cpu_use_fusion_emitters': 'false',
     # Eight devices on two busy cores may wait long for each other; after 40 s XLA would abort.
-    'xla_cpu_collective_call_warn_stuck_timeout_seconds': '300',
-    'xla_cpu_collective_call_terminate_timeout_seconds': '600',
+    'xla_cpu_collective_call_warn_stuck_timeout_seconds': '60',
+    'xla_cpu_collective_call_terminate_timeout_seconds': '240',
 }
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+# XLA's threads, by default one per device. Each device's part of a program that waits in a
+# collective keeps one, so that a few programs in flight would leave none and wait for ever.
+os.environ.setdefault('NPROC', '64')
 _given = os.environ.get('XLA_FLAGS', '')
 os.environ['XLA_FLAGS'] = ' '.join(
     [_given, *(f'--{name}={value}' for name, value in _FLAGS.items() if name not in _given)]

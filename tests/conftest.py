@@ -1,2 +1,26 @@
-"""pytest imports this, and so tests/__init__.py, before it starts workers: they share one
-folder."""
+"""pytest imports this, and so tests/__init__.py, before it starts workers, which share a folder."""
+
+# What takes longest starts first: a long file at the end would keep one worker alone.
+FIRST = (
+    'loop_test',
+    'update_test',
+    'gallery_test',
+    'lora_test',
+    'experiments_test',
+    'placement_test',
+    'hosts_test',
+    'readme_test',
+    'learning_test',
+    'attention_test',
+    'faults_test',
+    'decoder_test',
+)
+
+
+def pytest_configure(config):
+  config.option.loadscopereorder = False  # pytest-xdist's: files with many tests first
+
+
+def pytest_collection_modifyitems(items):
+  order = {name: i for i, name in enumerate(FIRST)}
+  items.sort(key=lambda item: order.get(item.path.stem, len(order)))

@@ -18,6 +18,7 @@ from stppo_jax import validation
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.training import loop
 from stppo_jax.types import UserError
+from tests.support import tiny_run
 
 FOLDER = pathlib.Path(__file__).parent.parent / 'experiments'
 
@@ -172,7 +173,7 @@ class ExperimentsTest(parameterized.TestCase):
 
   @parameterized.parameters('st_ppo_7b', 'grpo_7b')
   def test_its_smallest_form_runs(self, name):
-    with tempfile.TemporaryDirectory() as tmp:
+    with tempfile.TemporaryDirectory() as tmp, tiny_run.on_one_device():
       config = load(name, 'smoke')
       scores = loop.train(config, tmp)
       self.assertIn('val-core/all/em', scores)

@@ -22,6 +22,7 @@ from stppo_jax.algorithms import correction
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.training import learner
 from stppo_jax.training import loop
+from tests.support import tiny_run
 
 GALLERY = pathlib.Path(__file__).parent.parent / 'gallery'
 # Folder -> the fields in which it plugs in something of its own.
@@ -63,7 +64,7 @@ class FolderTest(parameterized.TestCase):
     config = load(folder)
     config.eval.episodes = config.eval.rows = 8
     config.log.tensorboard = False
-    config.train.micro_batch = max(config.train.micro_batch, 8)  # eight simulated devices
+    self.enterContext(tiny_run.on_one_device())
     with tempfile.TemporaryDirectory() as workdir:
       loop.train(config, workdir)
       rows = metrics_lib.read_metrics(workdir)

@@ -15,6 +15,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import numpy as np
+import pytest
 
 from stppo_jax import types
 from stppo_jax.envs import protocol
@@ -264,6 +265,7 @@ class TwoProcessesTest(absltest.TestCase):
     path = pathlib.Path(self.tmp, workdir, 'episodes', name)
     return [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
 
+  @pytest.mark.slow
   def test_story(self):
     one = self.start('one', 2, '--config.train.updates=2')
     self.assertEqual(one.wait(), 0, self.said(one))

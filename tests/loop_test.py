@@ -16,7 +16,6 @@ import chex
 import jax
 import numpy as np
 
-from stppo_jax.models import sharding
 from stppo_jax.monitoring import health
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.retrieval import bm25
@@ -87,14 +86,6 @@ def make_config(**values):
   return config
 
 
-def on_one_device():
-  one = lambda data, fsdp, tensor: sharding_make_mesh(1, 1, 1, jax.devices()[:1])
-  return mock.patch.object(sharding, 'make_mesh', one)
-
-
-sharding_make_mesh = sharding.make_mesh
-
-
 def state_after(config, workdir, updates):
   """The checkpointed state, on the host."""
   run = loop.setup(config)
@@ -120,7 +111,7 @@ class LoopTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.enterContext(on_one_device())
+    self.enterContext(tiny_run.on_one_device())
     self.workdir = self.enterContext(tempfile.TemporaryDirectory())
 
   def test_a_run_its_files_and_its_resumption(self):
@@ -501,7 +492,7 @@ class MeshTest(absltest.TestCase):
     )
     with tempfile.TemporaryDirectory() as many, tempfile.TemporaryDirectory() as one:
       loop.train(config, many)
-      with on_one_device():
+      with tiny_run.on_one_device():
         loop.train(config, one)
       ours, theirs = (metrics_lib.read_metrics(workdir)[1] for workdir in (many, one))
     self.assertNotIn('nonfinite', ours)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
@@ -26,6 +27,7 @@ from stppo_jax.training import update
 from stppo_jax.types import UserError
 from tests import loop_test
 from tests import update_test
+from tests.support import tiny_run
 
 # No two widths are equal, so that a shape says what an array is.
 MODEL = decoder.ModelConfig(
@@ -293,8 +295,14 @@ class UpdateTest(parameterized.TestCase):
       )
     self.assertGreater(float(jnp.abs(values[0] - values[1]).max()), 0.1)
 
-  @parameterized.parameters(((1, 8, 1),), ((2, 2, 2),))
-  def test_eight_devices_equal_one(self, shape):
+  def test_eight_devices_equal_one(self):
+    self.check_mesh(2, 2, 2)
+
+  @pytest.mark.slow
+  def test_eight_shards_of_the_weights_equal_one(self):
+    self.check_mesh(1, 8, 1)
+
+  def check_mesh(self, *shape):
     spec = make_spec(kl_in='loss', entropy_coef=0.01)
 
     def step(mesh):
@@ -326,7 +334,7 @@ class RunTest(absltest.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.enterContext(loop_test.on_one_device())
+    self.enterContext(tiny_run.on_one_device())
     self.workdir = self.enterContext(tempfile.TemporaryDirectory())
 
   def test_a_run_its_resumption_and_its_export(self):

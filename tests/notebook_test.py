@@ -7,6 +7,7 @@ import unittest
 from unittest import mock
 
 from absl.testing import absltest
+import pytest
 
 REPO = pathlib.Path(__file__).parent.parent
 PATH = REPO / 'notebooks' / 'quickstart.ipynb'
@@ -22,6 +23,7 @@ except ImportError as error:
 
 class NotebookTest(absltest.TestCase):
 
+  @pytest.mark.slow
   def test_runs_from_top_to_bottom(self):
     workdir = self.enterContext(tempfile.TemporaryDirectory())
     # One device, as a user has it, and not the eight that the other tests simulate.

@@ -9,6 +9,7 @@ from absl.testing import parameterized
 import chex
 import jax
 import numpy as np
+import pytest
 
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
@@ -20,6 +21,7 @@ from stppo_jax.training import update
 from stppo_jax.types import UserError
 from tests import loop_test
 from tests import update_test
+from tests.support import tiny_run
 
 ON_HOST = {'placement.optimizer': 'host', 'placement.critic': 'host', 'placement.reference': 'host'}
 
@@ -39,9 +41,14 @@ def kinds(tree):
 
 class UpdateTest(parameterized.TestCase):
 
-  @parameterized.parameters((None,), ((2, 2, 2),))
-  def test_the_place_changes_no_bit_and_is_kept(self, shape):
-    mesh = sharding.make_mesh(*shape) if shape else update_test.one_device()
+  def test_the_place_changes_no_bit_and_is_kept(self):
+    self.check_places(update_test.one_device())
+
+  @pytest.mark.slow
+  def test_the_place_changes_no_bit_on_eight_devices(self):
+    self.check_places(sharding.make_mesh(2, 2, 2))
+
+  def check_places(self, mesh):
     optimizer, schedule = train_state.make_optimizer(1e-2, 0)
     spec = dataclasses.replace(
         update_test.make_spec('st_ppo', kl_in='loss', micro_batch=4),
@@ -88,9 +95,10 @@ class UpdateTest(parameterized.TestCase):
 
 class RunTest(absltest.TestCase):
 
+  @pytest.mark.slow
   def test_a_run_that_moves_to_the_host_halfway(self):
     """The numbers are those of a run that stays on the device, and both can use the checkpoint."""
-    self.enterContext(loop_test.on_one_device())
+    self.enterContext(tiny_run.on_one_device())
     here, moved = (self.enterContext(tempfile.TemporaryDirectory()) for _ in range(2))
     values = {'algorithm.kl_in': 'reward', 'eval.every': 0, 'train.mini_batch': 16}
     loop.train(loop_test.make_config(**values), here)

@@ -42,6 +42,7 @@ class HowToAddTest(parameterized.TestCase):
     )
     arguments = shlex.split(command.replace('\\\n', ' '))
     self.assertEqual(arguments[:2], ['python', 'run.py'])
+    self.enterContext(tiny_run.on_one_device())
     # What a command sets for its process, it must not set for the other tests.
     self.enterContext(flagsaver.flagsaver())
     self.enterContext(mock.patch.object(cli, '_quiet_libraries'))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 
 import flax
 import jax
@@ -93,6 +94,7 @@ class Spec:
     return self.critic is not None or self.shared_trunk
 
 
+@functools.lru_cache(maxsize=32)  # equal settings, one optimizer: see update.compile_functions
 def make_optimizer(
     lr: float,
     warmup_steps: int,

@@ -45,19 +45,24 @@ class Functions(typing.NamedTuple):
   update_step: typing.Any  # (state, frozen, batch, step) -> (state, metrics, seen)
 
   def num_compilations(self) -> int:
-    """Programs compiled so far: one per function and shape of batch."""
+    """Programs compiled so far in this process: one per function and shape of batch."""
     return sum(function._cache_size() for function in self)
 
 
 def compile_functions(
     spec: Spec, state: TrainState, frozen: Frozen, mesh: jax.sharding.Mesh
 ) -> Functions:
-  """Jits `annotate`, `with_advantages` and `update_step` over the mesh; states are donated.
+  """Jits the three functions over the mesh, with arrays or shapes where they are; donates states.
 
-  State and frozen parameters (arrays or ShapeDtypeStructs) stay in their place, on devices or on
-  the host.
+  Runs of one process whose settings and places are equal share their programs.
   """
-  state_sharding, frozen_sharding = jax.tree.map(lambda x: x.sharding, (state, frozen))
+  places, tree = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, (state, frozen)))
+  return _jitted(spec, mesh, tree, tuple(places))
+
+
+@functools.lru_cache(maxsize=32)
+def _jitted(spec, mesh, tree, places):  # a tree of shardings and its leaves
+  state_sharding, frozen_sharding = jax.tree.unflatten(tree, places)
   rows, whole = sharding.rows(mesh), sharding.replicated(mesh)
   spread = lambda model: model and dataclasses.replace(model, row_sharding=rows)
   spec = dataclasses.replace(spec, actor=spread(spec.actor), critic=spread(spec.critic))
@@ -66,17 +71,13 @@ def compile_functions(
     function = functools.partial(function, spec, mesh)
     return jax.jit(function, in_shardings=ins, out_shardings=outs, donate_argnums=donate)
 
+  ins = (state_sharding, frozen_sharding, rows, whole)
   return Functions(
-      annotate=jit(annotate, (state_sharding, frozen_sharding, rows, whole), (rows, whole)),
+      annotate=jit(annotate, ins, (rows, whole)),
       with_advantages=jit(
           with_advantages, (state_sharding, rows), (state_sharding, rows, whole), donate=(0,)
       ),
-      update_step=jit(
-          update_step,
-          (state_sharding, frozen_sharding, rows, whole),
-          (state_sharding, whole, whole),
-          donate=(0,),
-      ),
+      update_step=jit(update_step, ins, (state_sharding, whole, whole), donate=(0,)),
   )
 
 
@@ -88,12 +89,10 @@ def annotate(
     batch: TurnBatch,
     steps: packing_lib.Step,
 ) -> tuple[TurnBatch, Metrics]:
-  """Fills in old_logp, ref_logp and old_values [B,T]; also measures the gap between sampler and
-  trainer.
+  """Fills in old_logp, ref_logp and old_values [B,T]; measures the gap of sampler and trainer.
 
-  `steps` are the first epoch's, stacked. So the same bins are computed here, by the same functions,
-  as in those steps, and the first step's ratio is exactly 1 (with old_logp 'trainer'). In other
-  bins the sums of a row would be rounded differently.
+  `steps` are the first epoch's, stacked: in their bins no sum is rounded otherwise than in those
+  steps, so that the first ratio is exactly 1 (with old_logp 'trainer').
   """
   del mesh
   variant = spec.variant

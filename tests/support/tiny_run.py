@@ -4,8 +4,10 @@ The model is random, except that its output matrix favours a few whole actions, 
 its episodes search, answer (sometimes correctly), and make invalid turns.
 """
 
+import contextlib
 import json
 import os
+from unittest import mock
 
 import jax
 import numpy as np
@@ -14,6 +16,7 @@ import tokenizers
 from stppo_jax import config as schema
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.models import sharding
 from tests.support import tiny_tokenizer
 
 ACTIONS = (
@@ -24,6 +27,12 @@ ACTIONS = (
     '<answer> green</answer>',
 )
 COLOURS = {'apple': 'red', 'sky': 'blue', 'grass': 'green', 'blood': 'red', 'sea': 'blue'}
+
+
+def on_one_device() -> contextlib.AbstractContextManager:
+  """Runs have the first of the simulated devices, as most users do, whatever their config says."""
+  mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+  return mock.patch.object(sharding, 'make_mesh', lambda *sizes: mesh)
 
 
 def write(folder: str) -> None:
