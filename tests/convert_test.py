@@ -441,7 +441,10 @@ class RefusalTest(parameterized.TestCase):
     self.refuses(message, 'download it again')
 
   @parameterized.parameters(
-      ({'model_type': 'gpt2'}, "model_type 'gpt2' is not supported; allowed: qwen2, qwen3, qwen3_moe, llama"),
+      (
+          {'model_type': 'gpt2'},
+          "model_type 'gpt2' is not supported; allowed: qwen2, qwen3, qwen3_moe, llama",
+      ),
       ({'model_type': None}, 'model_type None is not supported'),
       ({'hidden_size': None}, 'hidden_size is missing'),
       ({'num_key_value_heads': None}, 'num_key_value_heads is missing'),

@@ -116,10 +116,8 @@ def _head_backward(chunks, residuals, cotangents):
     d = d.astype(x.dtype)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     d_x += product('xv,vd->xd' if chunks.tied else 'xv,dv->xd', d, part)
-    d_part = product(
-        'xv,xd->vd' if chunks.tied else 'xd,xv->dv', *((d, x) if chunks.tied else (x, d))
-    )
-    return d_x, _placed(d_part, chunks, rows=True)
+    d_part = product('xv,xd->vd', d, x) if chunks.tied else product('xd,xv->dv', x, d)
+    return d_x, _placed(d_part, kernel, chunks, rows=True)
 
   start = jnp.zeros(x.shape, jnp.float32)
   d_x, d_parts = jax.lax.scan(add, start, _parts(x, kernel, chunks))
@@ -133,7 +131,7 @@ of_head.defvjp(_head_forward, _head_backward)
 def _logits_of_part(x, part, tokens, temperature, kernel, chunks):
   """Returns logits [X,v] of a part of the columns, where they are the tokens', and the part."""
   number, part = part
-  part = _placed(part, chunks)
+  part = _placed(part, kernel, chunks)
   equation = 'xd,vd->xv' if chunks.tied else 'xd,dv->xv'
   logits = jnp.einsum(equation, x, part, preferred_element_type=jnp.float32) / temperature
   shards, size, width = _cut(kernel.shape, chunks)
@@ -181,14 +179,14 @@ def _joined(parts, shape, chunks):
   return whole.reshape(-1, shards, chunks.count * width)[:, :, :size].reshape(shape)
 
 
-def _placed(part, chunks, rows=False):
+def _placed(part, kernel, chunks, rows=False):
   """Gathers a part over the devices that hold other rows, or, with `rows`, splits D over them."""
   if chunks.row_sharding is None:
     return part
   mesh: Any = chunks.row_sharding.mesh
-  width = part.shape[1] if chunks.tied else part.shape[0]
+  columns = 'tensor' if _cut(kernel.shape, chunks)[0] > 1 else None
   over = chunks.row_sharding.spec[0] if rows else None
-  if rows and width % chunks.row_sharding.num_devices:
+  if rows and part.shape[1 if chunks.tied else 0] % chunks.row_sharding.num_devices:
     over = jax.P.UNCONSTRAINED
-  spec = P('tensor', over) if chunks.tied else P(over, 'tensor')
+  spec = P(columns, over) if chunks.tied else P(over, columns)
   return jax.lax.with_sharding_constraint(part, jax.sharding.NamedSharding(mesh, spec))

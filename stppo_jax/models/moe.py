@@ -2,6 +2,8 @@
 
 Router logits in, a weighted sum of experts out. Tokens are sorted by expert, so that each expert
 multiplies the rows that chose it and no others (`jax.lax.ragged_dot`); no token is ever dropped.
+That holds on a TPU. On a GPU it needs JAX_RAGGED_DOT_USE_GPU_PALLAS_TRITON_LOWERING=1 in JAX 0.10:
+otherwise, as on a CPU, all experts multiply all rows, masked.
 
 Einsum letters are those of `types.py`: E experts, A of them active per token.
 """
