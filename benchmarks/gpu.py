@@ -122,6 +122,8 @@ def measure_update(best):
       critic_optimizer=optimizer,
       actor_lr=schedule,
       critic_lr=schedule,
+      actor_clip=1.0,
+      critic_clip=1.0,
       micro_batch=size.micro_batch,
       lengths=(length,),
       temperature=1.0,

@@ -1,14 +1,10 @@
 """Makes the embedded model: a tokenizer, then a warm start on imperfect demonstrations.
 
-  python -m scripts.sft_tiny      # writes stppo_jax/assets/tiny; 25 minutes on 2 cores
-
-The stored model was made in two stages: 4,000 steps of an earlier version of this script, which had
-more names of several words, then `--start=FIRST --steps=1200 --lr=1.5e-3 --seed=1 --per_task=18
---drills=2`. One run of this script gives a similar model, not the same.
+  python -m scripts.sft_tiny      # writes stppo_jax/assets/tiny; 28 minutes on one core
 
 The demonstrations come from the training split only, and about half are bad on purpose: an agent
-that imitates them follows the protocol and gives up too early. Reinforcement learning has to find
-out which habits pay.
+that imitates them follows the protocol, and guesses where a question needs several searches.
+Reinforcement learning has to find out which habits pay.
 """
 
 import dataclasses
@@ -39,15 +35,14 @@ from stppo_jax.training import sft
 from stppo_jax.types import Task
 
 _OUT = flags.DEFINE_string('out', agent_lib.EMBEDDED_MODEL, 'folder of the model to write')
-_START = flags.DEFINE_string('start', '', 'folder of a model of this script to go on from')
 _STEPS = flags.DEFINE_integer('steps', 5000, 'optimizer steps')
 _LR = flags.DEFINE_float('lr', 3e-3, 'highest learning rate')
 _PER_TASK = flags.DEFINE_integer('per_task', 20, 'demonstrations per question')
-_DRILLS = flags.DEFINE_integer('drills', 10, 'reading drills per question, see encode_drill')
+_DRILLS = flags.DEFINE_integer('drills', 8, 'reading drills per question, see encode_drill')
 _SEED = flags.DEFINE_integer('seed', 0, 'of everything')
 _DATASETS = flags.DEFINE_list('datasets', ['geo', 'elements'], 'of the embedded questions')
 
-MERGED = 512  # tokens from bytes and merges; the others are whole words
+MERGED = 514  # tokens from bytes and merges; the others are whole words
 TOP_K = 1
 MAX_OBSERVATION = 128
 READ_WEIGHT = 0.3  # of prompt and observation tokens in the loss: names recur there to be copied
@@ -55,16 +50,19 @@ REAL_SHARE = 0.05  # of demonstrations that keep their names, see `Disguise`
 # Of new names: one word, several, small words between them ('Isle of Man').
 SHAPE_SHARES = (0.6, 0.25, 0.15)
 SHARED_SHARE = 0.3  # of the words of long names that an earlier name of the demonstration has too
+SMALL_SHARE = 0.5  # of small words in names that become another one ('Isle von Man')
 EOS = '<|endoftext|>'
 KINDS = ('ci', 'ca', 'co', 'el', 'pe')  # prefixes of the ids of passages that the data sets need
 TAG = r'</?(?:think|search|information|answer)>'
 WORD = r'\b[A-Z][A-Za-z]*'  # of a name
+SMALL = r'(?<= )[a-z]+(?= )'
 
-# Shares of the kinds of demonstrations, by hops. Only the first kind is good.
+# Shares of the kinds of demonstrations, by hops. Only the first kind is good. Few stop early: where
+# half of them did, the model stopped or went on by the relation and did not look at the question.
 HABITS = {
     1: {'good': 0.75, 'guess': 0.15, 'lost': 0.05, 'malformed': 0.05},
-    2: {'good': 0.35, 'early': 0.45, 'guess': 0.10, 'lost': 0.05, 'malformed': 0.05},
-    3: {'good': 0.30, 'early': 0.50, 'guess': 0.10, 'lost': 0.05, 'malformed': 0.05},
+    2: {'good': 0.32, 'early': 0.06, 'guess': 0.54, 'lost': 0.04, 'malformed': 0.04},
+    3: {'good': 0.32, 'early': 0.06, 'guess': 0.54, 'lost': 0.04, 'malformed': 0.04},
 }
 # How a sub-question starts -> how passages name what it asks for, which a thought quotes.
 QUOTES = {
@@ -130,9 +128,7 @@ def main(unused_argv):
   )
 
   params = sft.train(
-      convert.load_hf(_START.value)[1]
-      if _START.value
-      else decoder.init(jax.random.key(_SEED.value), config),
+      decoder.init(jax.random.key(_SEED.value), config),
       config,
       sft.batches(pool, 32, 32, (48, 64, 96, 128, 192, 256, 384)),
       steps=_STEPS.value,
@@ -151,10 +147,13 @@ class Demonstrator:
     self._look_up = functools.cache(lambda query: retriever.search([query], TOP_K)[0])
     self._title_of = {passage.id: passage.title for passage in passages}
 
-  def play(self, task: Task, rng):
-    """Returns (prompt, [(turn, observation), ..]) as texts; the last observation is empty."""
+  def play(self, task: Task, rng, habit: str | None = None):
+    """Returns (prompt, [(turn, observation), ..]) as texts; the last observation is empty.
+
+    The habit is drawn from HABITS unless it is given.
+    """
     habits = HABITS[task.hops]
-    habit = rng.choice(list(habits), p=list(habits.values()))
+    habit = habit or rng.choice(list(habits), p=list(habits.values()))
     env = search.SearchEnv(task, self._look_up, max_turns=4, top_k=TOP_K, prompt='short')
     prompt, _ = env.reset()
     steps = self._steps(task)
@@ -234,6 +233,7 @@ class Disguise:
     self._shapes = [
         [shape for shape in shapes if kind(shape) == k] for k in range(len(SHAPE_SHARES))
     ]
+    self._small = sorted({word for shape in shapes for word in re.findall(SMALL, shape)})
     vocabulary = tokenizer.pieces(range(tokenizer.vocab_size))
     self._words = [piece[1:] for piece in vocabulary if re.fullmatch(r' [A-Z][A-Za-z]*', piece)]
     self._parts = [piece for piece in vocabulary if re.fullmatch(r'[A-Z][a-z]+', piece)]
@@ -272,17 +272,23 @@ class Disguise:
     kind = rng.choice(len(SHAPE_SHARES), p=SHAPE_SHARES)
     shape = self._shapes[kind][rng.integers(len(self._shapes[kind]))]
     used = [word for name in known.values() for word in re.findall(WORD, name)]
+    own = set()
 
     def word(match):
       pool = self._words
-      if match.start() and shape[match.start() - 1] != ' ':  # as in Guinea-Bissau
+      if match[0].islower():
+        pool = self._small if rng.random() < SMALL_SHARE else [match[0]]
+      elif match.start() and shape[match.start() - 1] != ' ':  # as in Guinea-Bissau
         pool = self._parts
-      elif used and kind and rng.random() < SHARED_SHARE:
+      elif set(used) - own and kind and rng.random() < SHARED_SHARE:
         pool = used
-      return pool[rng.integers(len(pool))]
+      while (chosen := pool[rng.integers(len(pool))]) in own:
+        pass
+      own.update([chosen] if chosen[0].isupper() else [])
+      return chosen
 
-    while (name := re.sub(WORD, word, shape)) in known.values():
-      pass
+    while (name := re.sub(f'{WORD}|{SMALL}', word, shape)) in known.values():
+      own.clear()
     return name
 
 
@@ -302,14 +308,14 @@ def train_tokenizer(tasks, passages, demonstrator, folder):
       ]
   )
   tokenizer.decoder = tokenizers.decoders.ByteLevel()
-  rng = np.random.default_rng(0)
   texts = [space + str(number) for number in range(100) for space in ('', ' ')]
   texts += [
       search.observation_text([passage], 'short') for passage in passages if passage.id[:2] in KINDS
   ]
   for task in tasks:
-    prompt, turns = demonstrator.play(task, rng)
-    texts += [prompt, *(turn for turn, _ in turns)]
+    for habit in 'good', 'lost':
+      prompt, turns = demonstrator.play(task, None, habit)
+      texts += [prompt, *(turn for turn, _ in turns)]
 
   tokenizer.train_from_iterator(
       texts,

@@ -10,10 +10,11 @@
   python run.py --config=experiments/st_ppo_7b.py --mode=plan --topology=v5e:8x8   # does it fit?
 
 The same command again resumes the run in its workdir. SIGTERM ends a run with exit code 0 and a
-checkpoint: after the current update, or immediately while episodes are played or the retriever is
-down. Ctrl-C ends it immediately with exit code 130, and what came after the last checkpoint is
-lost. On several hosts give the same command on each, with --distributed (TPU pod, SLURM), or with
---coordinator=HOST:PORT --num_processes=N --process_id=I.
+checkpoint: after the current update, or immediately while models are loaded, while episodes of
+training or evaluation are played, or while the retriever is down. Ctrl-C ends it immediately with
+exit code 130, and what came after the last checkpoint is lost. On several hosts give the same
+command on each, with --distributed (TPU pod, SLURM), or with --coordinator=HOST:PORT
+--num_processes=N --process_id=I.
 """
 
 import ast
@@ -177,20 +178,27 @@ def _stop_requested() -> Iterator[Callable[[], bool]]:
   """Yields a function that tells whether SIGTERM was received.
 
   The function raises KeyboardInterrupt after a Ctrl-C. Python raises it in whatever code is
-  running, which may be a library's callback that ignores exceptions.
+  running, which may be a library's callback that ignores exceptions. Until the function is called
+  for the first time there is nothing to save, and SIGTERM raises Stopped in the same way.
   """
-  asked, interrupted = threading.Event(), threading.Event()
+  asked, interrupted, polled = threading.Event(), threading.Event(), threading.Event()
+
+  def terminate(*unused):
+    asked.set()
+    if not polled.is_set():
+      raise types.Stopped
 
   def interrupt(*unused):
     interrupted.set()
     raise KeyboardInterrupt
 
   def stop_requested():
+    polled.set()
     if interrupted.is_set():
       raise KeyboardInterrupt
     return asked.is_set()
 
-  handlers = {signal.SIGTERM: lambda *unused: asked.set(), signal.SIGINT: interrupt}
+  handlers = {signal.SIGTERM: terminate, signal.SIGINT: interrupt}
   before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
   try:
     yield stop_requested
@@ -369,6 +377,8 @@ def _main(argv: list[str]) -> int | None:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
       raise
     return fail(f'{error}: make room; the same command resumes from the last checkpoint', 1)
+  except types.Stopped:
+    return fail('stopped on request, with nothing to save yet; the same command starts again', 0)
   except KeyboardInterrupt:
     return fail('interrupted; the same command resumes from the last checkpoint', 130)
   except Exception as error:

@@ -117,7 +117,8 @@ class Model:
       'bfloat16', 'of the computation; logits, log-probs and losses are always float32',
       allowed=('float32', 'bfloat16'))
   param_dtype: str = setting(
-      'float32', 'of the stored parameters', allowed=('float32', 'bfloat16'))
+      'float32', "of the stored parameters; 'bfloat16' only for the frozen ones of LoRA",
+      allowed=('float32', 'bfloat16'))
   remat: str = setting(
       'full', 'what the backward pass recomputes', allowed=('none', 'dots', 'full'))
   scan_layers: bool = setting(True, 'False unrolls the layers: slower to compile, faster on a CPU')
@@ -151,6 +152,13 @@ class Rollout:
   max_total: int = setting(4096, 'prompt, turns and observations together', at_least=1)
   rows: int = setting(0, 'episodes in progress at once; 0: the whole batch', at_least=0)
   width: int = setting(0, 'rows per decode call; 0: all. A CPU prefers few: 32', at_least=0)
+  mesh: tuple[int, ...] = setting(
+      (), '(data, tensor): devices over which the rows of a call, and the heads and vocabulary of '
+      'the copy that is sampled from, are split; one may be -1; empty: chosen by the size of the '
+      'model', may_change=True)
+  slot_buckets: tuple[int, ...] = setting(
+      (), 'tokens that a row has room for, rising: programs are compiled for each; empty: at most '
+      'four on accelerators, 128, 192, 256, 384, .. on a CPU')
   chunks: tuple[int, ...] = setting((32, 128), 'tokens of a row that one prefill call may read')
   routing_replay: str = setting(
       'none', "of a mixture of experts: 'old_policy' reuses, in every optimizer step, the experts "
@@ -174,13 +182,17 @@ class Algorithm:
       None, 'how credit is assigned: one of advantages.ESTIMATORS', plugin=True)
   ratio: str | None = setting(
       None, "which tokens share an importance ratio; 'none' is the plain policy gradient",
-      allowed=('none', 'token', 'turn', 'sequence'))
+      allowed=('none', 'token', 'turn', 'sequence', 'turn_product', 'sequence_product'))
   surrogate: str | None = setting(
       None, 'what is maximised in place of ratio x advantage: one of losses.SURROGATES',
       plugin=True)
   divisor: str | None = setting(
       None, 'what the gradient is divided by: one of correction.DIVISORS', plugin=True)
   norm_of: str | None = setting(None, 'what ||C|| is the norm of', allowed=('gradient', 'loss'))
+  divide: str | None = setting(
+      None, "what the divisor divides: the gradient 'before_clip' or 'after_clip' of its norm, or "
+      "the optimizer's 'step', which Adam cannot cancel",
+      allowed=('before_clip', 'after_clip', 'step'))
   min_advantage: str | None = setting(
       None, 'the advantage inside the min', allowed=('token', 'turn'))
   clip_low: float | None = setting(None, 'the ratio is clipped at 1 - clip_low', at_least=0)
@@ -188,12 +200,17 @@ class Algorithm:
   dual_clip: float | None = setting(
       None, 'c > 1 bounds the ratio where the advantage is negative; 0: off')
   whiten: bool | None = setting(None, 'standardise advantages over the batch')
+  whiten_over: str | None = setting(
+      None, 'what counts once in their mean and variance', allowed=('tokens', 'turns'))
   gamma: float | None = setting(None, 'discount', at_least=0, at_most=1)
   lam: float | None = setting(None, 'lambda of GAE', at_least=0, at_most=1)
+  lam_critic: float | None = setting(
+      None, "lambda of the critic's targets (decoupled GAE); 1 is usual", at_least=0, at_most=1)
   aggregation: str | None = setting(
-      None, "verl's loss_agg_mode",
+      None, "verl's loss_agg_mode, and two means over turns: see losses.aggregation_weights",
       allowed=(
-          'token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm'))
+          'token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm',
+          'turn-mean-token-mean', 'seq-mean-turn-mean'))
   norm_length: int | None = setting(
       None, 'divisor of seq-mean-token-sum-norm; 0: rollout.max_total', at_least=0)
   entropy_coef: float | None = setting(None, 'weight of the entropy bonus')
@@ -215,8 +232,22 @@ class Algorithm:
       allowed=('trainer', 'sampler'))
   rollout_is: str | None = setting(
       None, "level of the weights from the sampler's log-probs to old_logp, see off_policy.py; "
-      "for old_logp='trainer'", allowed=('none', 'token', 'turn', 'sequence'))
+      "for old_logp='trainer'",
+      allowed=('none', 'token', 'turn', 'sequence', 'sequence_geometric', 'sequence_mean'))
   rollout_is_threshold: float | None = setting(None, 'upper bound of those weights', at_least=1)
+  rollout_is_low: float | None = setting(
+      None, 'above 0, weights below it or above the threshold become 0', at_least=0, at_most=1)
+  rollout_is_normalize: bool | None = setting(None, 'divide the weights by their mean')
+  rollout_rs: str | None = setting(
+      None, 'level at which tokens are dropped from the policy\'s loss where the ratio from the '
+      'sampler to old_logp is out of bounds; at those of sequences, whole episodes',
+      allowed=('none', 'token', 'turn', 'sequence', 'sequence_geometric', 'sequence_mean'))
+  rollout_rs_low: float | None = setting(None, 'lower bound of that ratio', above=0, at_most=1)
+  rollout_rs_high: float | None = setting(None, 'upper bound of that ratio', at_least=1)
+  mask_truncated: bool | None = setting(
+      None, "drop episodes that ended at a limit from the policy's loss")
+  mask_zero_advantage: bool | None = setting(
+      None, "drop episodes without any advantage from the policy's loss, where they only dilute")
   log_bias: bool | None = setting(
       None, 'measure ||C|| for every variant, not only those that divide by it')
 
@@ -226,13 +257,16 @@ class Optimizer:
   """AdamW with a linear warm-up, then a constant or linearly decaying rate."""
 
   lr: float = setting(1e-6, 'learning rate', at_least=0)
-  warmup: float = setting(0.285, 'share of all updates', at_least=0, at_most=1)
+  warmup: float = setting(
+      0.285, 'share of all updates, or of train.schedule_updates', at_least=0, at_most=1)
   final_lr: float = setting(
       1.0, 'share of lr that is left at the last update; 1: constant', at_least=0, at_most=1)
   betas: tuple[float, float] = setting((0.9, 0.999), 'decay of the two moments')
   eps: float = setting(1e-8, 'added to the root of the second moment')
   weight_decay: float = setting(0.01, 'decoupled weight decay', at_least=0)
-  grad_clip: float = setting(1.0, 'bound of the global norm, after the divisor', above=0)
+  grad_clip: float = setting(
+      1.0, "bound of the gradient's global norm; its order with the divisor is algorithm.divide",
+      above=0)
 
 
 @dataclasses.dataclass
@@ -240,6 +274,9 @@ class Train:
   """The outer loop. An update is one rollout with its optimizer steps, each of which is a step."""
 
   updates: int = setting(1005, 'rollouts in all', at_least=0, may_change=True)
+  schedule_updates: int = setting(
+      0, 'what warm-up and decay of the rates are shares of; 0: updates. A run that has it may be '
+      'prolonged: updates may then change on resumption', at_least=0)
   episodes: int = setting(512, 'per rollout', at_least=1)
   mini_batch: int = setting(
       256, 'episodes per optimizer step: the reuse that makes the update off-policy', at_least=1)
@@ -309,6 +346,9 @@ class Eval:
   every: int = setting(50, 'updates; 0: only before and after', at_least=0, may_change=True)
   episodes: int = setting(0, '0: the whole split', at_least=0)
   rows: int = setting(128, 'questions in progress at once', at_least=1)
+  checkpoint: str = setting(
+      'newest', "which one --mode=eval and --mode=export take; 'best': of the highest held-out "
+      'score while training', allowed=('newest', 'best'), may_change=True)
 
 
 @dataclasses.dataclass
@@ -319,6 +359,8 @@ class Log:
   wandb_project: str = setting('', 'empty: off', may_change=True)
   episodes: bool = setting(
       True, 'every sampled episode with its per-token numbers', may_change=True)
+  episodes_every: int = setting(
+      1, 'updates: `episodes` of every k-th one only', at_least=1, may_change=True)
 
 
 @dataclasses.dataclass

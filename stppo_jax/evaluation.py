@@ -1,6 +1,7 @@
 """Evaluation: episodes in, scores out."""
 
 import collections
+from collections.abc import Callable
 from collections.abc import Sequence
 
 import jax
@@ -10,11 +11,22 @@ from stppo_jax import types
 
 
 def evaluate(
-    agent, params, tasks: Sequence[types.Task], greedy: bool = True, seed: int = 0
+    agent,
+    params,
+    tasks: Sequence[types.Task],
+    greedy: bool = True,
+    seed: int = 0,
+    give_up: Callable[[], bool] | None = None,
+    until_answered: Callable = lambda play: play(),
 ) -> tuple[dict[str, float], list[types.Episode]]:
-  """Plays each task once, by default greedily; returns (metrics, episodes)."""
+  """Plays each task once, by default greedily; returns (metrics, episodes).
+
+  Raises Stopped once `give_up()` is true. `until_answered(play)` may play again: it returns the
+  episodes of a `play` in which retrieval worked.
+  """
   keys = jax.random.split(jax.random.key(seed), len(tasks))
-  episodes = agent.play(params, tasks, keys, greedy=greedy)
+  play = lambda: agent.play(params, tasks, keys, greedy=greedy, give_up=give_up)
+  episodes = until_answered(play)
   return scores(episodes), episodes
 
 

@@ -119,4 +119,7 @@ class TurnBatch:
   returns: jax.Array  # [B,T]
   group_ids: jax.Array  # [B] int32
   behaviour_logp: jax.Array | None = None  # [B,T] as the sampler reported it
+  truncated: jax.Array | None = None  # [B] 1 where the episode ended by a limit
+  loss_mask: jax.Array | None = None  # [B,T] 1 where the policy's loss counts a token; None: all
+  is_weights: jax.Array | None = None  # [B,T] weights from the sampler to old_logp; None: 1
   routes: jax.Array | None = None  # [B,T,L,A] experts of each token, where they are replayed

@@ -30,7 +30,8 @@ def may_change(config: Config) -> tuple[str, ...]:
 
   The number of updates is not among them where a learning rate's schedule depends on it.
   """
-  fixed = {'train.updates'} if any(map(_has_schedule, (config.actor, config.critic))) else set()
+  scheduled = any(map(_has_schedule, (config.actor, config.critic)))
+  fixed = {'train.updates'} if scheduled and not config.train.schedule_updates else set()
   return tuple(path for path, rules, _ in fields(config) if rules.may_change and path not in fixed)
 
 
@@ -127,6 +128,18 @@ def _check_sizes(config: Config) -> None:
     raise UserError(
         f'config.rollout.chunks={rollout.chunks}: give one number or more, each at least 1'
     )
+  slots = rollout.slot_buckets
+  if slots and (list(slots) != sorted(set(slots)) or slots[0] < 1 or slots[-1] > rollout.max_total):
+    raise UserError(
+        f'config.rollout.slot_buckets={slots}: must rise from 1 or more, to at most '
+        f'config.rollout.max_total={rollout.max_total}; empty for the default'
+    )
+  sizes = rollout.mesh
+  if sizes and (len(sizes) != 2 or sizes == (-1, -1) or any(n < 1 and n != -1 for n in sizes)):
+    raise UserError(
+        f'config.rollout.mesh={sizes}: give (data, tensor), each at least 1 or one of them -1, as '
+        'in "(-1, 4)"; empty for the default'
+    )
   if rollout.max_prompt + rollout.max_turn > rollout.max_total:
     raise UserError(
         f'config.rollout.max_total={rollout.max_total}: must hold at least max_prompt + max_turn = '
@@ -158,16 +171,29 @@ def check_variant(config: Config, variant: Any) -> None:
     raise UserError(
         f'config.algorithm.dual_clip={variant.dual_clip}: must be above 1, or 0 for off'
     )
-  if variant.rollout_is != 'none' and variant.old_logp == 'sampler':
-    raise UserError(
-        f'config.algorithm.rollout_is={variant.rollout_is!r} bridges the sampler to the '
-        "trainer's old_logp, and old_logp='sampler' leaves no gap: set "
-        '--config.algorithm.rollout_is=none, or --config.algorithm.old_logp=trainer'
-    )
+  for column in ('rollout_is', 'rollout_rs'):
+    if getattr(variant, column) != 'none' and variant.old_logp == 'sampler':
+      raise UserError(
+          f'config.algorithm.{column}={getattr(variant, column)!r} bridges the sampler to the '
+          "trainer's old_logp, and old_logp='sampler' leaves no gap: set "
+          f'--config.algorithm.{column}=none, or --config.algorithm.old_logp=trainer'
+      )
   if variant.needs_groups and rollout.group_size == 1:
     raise UserError(
         f'config.algorithm.variant={name!r} compares the episodes of a group, and '
         'config.rollout.group_size=1: set --config.rollout.group_size=4 or more'
+    )
+  if variant.min_advantage == 'turn' and variant.ratio in ('none', 'token'):
+    raise UserError(
+        "config.algorithm.min_advantage='turn' takes the mean over the tokens that share a ratio, "
+        f'and with ratio={variant.ratio!r} no two do: set --config.algorithm.ratio=turn or '
+        'sequence, or --config.algorithm.min_advantage=token'
+    )
+  if variant.surrogate in ('dppo_tv', 'dppo_kl') and variant.ratio not in ('none', 'token'):
+    raise UserError(
+        f'config.algorithm.surrogate={variant.surrogate!r} bounds the change of a '
+        f"token's probability, and config.algorithm.ratio={variant.ratio!r} has none: set "
+        '--config.algorithm.ratio=token'
     )
   if variant.ratio == 'none' and variant.surrogate != 'clip':
     raise UserError(
@@ -186,8 +212,14 @@ def check_variant(config: Config, variant: Any) -> None:
 
 
 def _check_adapters(config: Config) -> None:
-  """Checks what can be placed on the host, given LoRA and the kind of critic."""
+  """Checks what is trained, and what can be placed on the host, given LoRA and the critic."""
   model, placement = config.model, config.placement
+  if model.param_dtype == 'bfloat16' and not model.lora_rank:
+    raise UserError(
+        "config.model.param_dtype='bfloat16' trains almost nothing: most steps are smaller than "
+        "what it resolves (1/256 of a weight) and are rounded away. Set it to 'float32', or train "
+        'adapters on a frozen bfloat16 model with --config.model.lora_rank=16'
+    )
   if model.lora_rank and placement.reference == 'host':
     raise UserError(
         "config.placement.reference='host': with config.model.lora_rank above 0 the reference "

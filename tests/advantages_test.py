@@ -424,6 +424,29 @@ class RewardsPerTurnTest(chex.TestCase):
     row = variants.Variant(name, 'token', gamma=0.5, lam=0.5)
     return advantages.estimate(batch.replace(**changes), row)
 
+  def test_decoupled_gae_has_a_lambda_for_each_of_policy_and_critic(self):
+    for name in ('token_gae', 'turn_gae', 'bad_gae'):
+      plain = self.estimate(name)
+      row = variants.Variant(name, 'token', gamma=0.5, lam=0.5, lam_critic=1.0)
+      both = advantages.estimate(plain, row)
+      critic = advantages.estimate(plain, dataclasses.replace(row, lam=1.0, lam_critic=None))
+      _assert_close(both.advantages, plain.advantages, atol=1e-12)
+      _assert_close(both.returns, critic.returns, atol=1e-12)
+      self.assertGreater(float(jnp.abs(both.returns - plain.returns).max()), 1e-3)
+
+  def test_whitening_over_turns_by_hand(self):
+    # Returns to go (gamma 1) of the tokens: turn 1 of one token has 2, turn 2 of three has 1, 1, 0.
+    # Each turn counts once: mean (2 + 2/3) / 2 = 4/3; variance, over 2 - 1 turns:
+    # (2/3)^2 + ((1/3)^2 + (1/3)^2 + (4/3)^2) / 3 = 4/9 + 18/27 = 10/9.
+    row = variants.Variant('token_returns', 'token', whiten=True, whiten_over='turns')
+    batch = self.estimate('token_gae', turn_ids=jnp.array([[1, 0, 2, 2, 2]]))
+    rewards = jnp.array([[1.0, 0, 0, 1, 0]])
+    turn_ids = jnp.array([[1, 0, 2, 2, 2]])
+    batch = batch.replace(rewards=rewards, action_mask=(turn_ids > 0) * 1.0, turn_ids=turn_ids)
+    expected = np.array([[2 - 4 / 3, 0, 1 - 4 / 3, 1 - 4 / 3, -4 / 3]]) / np.sqrt(10 / 9)
+    expected[0, 1] = 0
+    _assert_close(advantages.estimate(batch, row).advantages, expected, atol=1e-6)
+
   def test_token_gae(self):
     # delta: 0 + .5*.2 - .1 = 0 | .5 + .5*.3 - .2 = .45 | 0 + .5*.4 - .3 = -.1 | 1 - .4 = .6
     # A:     0 + .25*.4625 = .115625 | .45 + .25*.05 = .4625 | -.1 + .25*.6 = .05 | .6

@@ -1,6 +1,9 @@
 """Attention: masks written out, sums in float64, and every backend against the plain one."""
 
 import functools
+import os
+import subprocess
+import sys
 import types
 from unittest import mock
 
@@ -129,6 +132,18 @@ class BackendsTest(parameterized.TestCase):
     expected = output_and_gradients(inputs, segments)
     actual = output_and_gradients(inputs, segments, backend=backend, chunk=64)
     chex.assert_trees_all_close(actual, expected, atol=1e-5)
+
+  def test_the_tpu_kernel_is_not_imported_elsewhere(self):
+    program = 'import sys; from stppo_jax.models import attention; print(*sys.modules)'
+    ran = subprocess.run(
+        [sys.executable, '-c', program],
+        env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    self.assertIn('stppo_jax.models.attention', ran.stdout)
+    self.assertNotIn('splash_attention', ran.stdout)
 
   @parameterized.parameters(('splash', 2), ('splash', 1), ('cudnn', 2))
   def test_over_eight_devices(self, backend, kv_heads):

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import time
 
 from absl.testing import absltest
@@ -47,6 +48,39 @@ class Bm25Test(parameterized.TestCase):
   )
   def test_finds(self, query, expected):
     self.assertEqual(_ids(self.retriever.search([query], 3)), [expected])
+
+  def test_finds_the_passage_with_that_title(self):
+    """Although the passage about the city is shorter and mentions the word as densely."""
+    passages = (
+        types.Passage('city', 'Mexico City', 'Mexico City is the capital of Mexico.'),
+        types.Passage('river', 'Rio Grande', 'A river between Mexico and the United States.'),
+        types.Passage(
+            'country',
+            'Mexico',
+            'Mexico is a country in North America. Mexico has the currency Peso, the language '
+            'Spanish and the most populous neighbour United States.',
+        ),
+    )
+    retriever = bm25.Bm25Retriever(passages)
+    self.assertEqual(_ids(retriever.search(['Mexico'], 3)), [['country', 'city', 'river']])
+    self.assertEqual(_ids(retriever.search(['Mexico City'], 1)), [['city']])
+
+  def test_titles_may_be_absent(self):
+    retriever = bm25.Bm25Retriever([types.Passage('a', '', 'x'), types.Passage('b', '', 'y')])
+    self.assertEqual(_ids(retriever.search(['y', 'x'], 2)), [['b'], ['a']])
+
+  def test_scores_are_those_of_both_fields(self):
+    """Of a word in one of three titles and in two of three texts: Lucene's formula by hand."""
+
+    def score(documents, with_word, times, length, mean):
+      idf = math.log(1 + (documents - with_word + 0.5) / (with_word + 0.5))
+      return idf * times / (times + 1.5 * (1 - 0.75 + 0.75 * length / mean))
+
+    passages = [('x', 'y'), ('y', 'x z z'), ('z', '')]
+    retriever = bm25.Bm25Retriever([types.Passage(text, *text) for text in passages])
+    first, second = retriever.search(['x'], 2)[0]
+    self.assertAlmostEqual(first.score, score(3, 2, 1, 2, 7 / 3) + score(3, 1, 1, 1, 1), places=5)
+    self.assertAlmostEqual(second.score, score(3, 2, 1, 4, 7 / 3), places=5)
 
   def test_one_list_per_query_in_order(self):
     self.assertEqual(self.retriever.search([], 3), [])

@@ -10,6 +10,7 @@ from absl.testing import parameterized
 
 from stppo_jax import config as schema
 from stppo_jax import validation
+from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import off_policy
 from stppo_jax.algorithms import segments
@@ -102,6 +103,18 @@ class ValidateTest(parameterized.TestCase):
       ),
       ({'model.critic': 'shared', 'placement.critic': 'host'}, ('placement.critic', "'separate'")),
       ({'model.lora_rank': 8, 'placement.critic': 'host'}, ('placement.critic', 'critic_folder')),
+      (
+          {'model.param_dtype': 'bfloat16'},
+          ("param_dtype='bfloat16'", 'almost nothing', "'float32'", 'lora_rank=16'),
+      ),
+      (
+          {'algorithm.min_advantage': 'turn', 'algorithm.ratio': 'token'},
+          ("min_advantage='turn'", "ratio='token'", 'ratio=turn', 'min_advantage=token'),
+      ),
+      (
+          {'algorithm.min_advantage': 'turn', 'algorithm.ratio': 'none'},
+          ("min_advantage='turn'", "ratio='none'"),
+      ),
       ({'algorithm.dual_clip': 0.5}, ('dual_clip=0.5', 'above 1', '0 for off')),
       ({'algorithm.dual_clip': -3.0}, ('dual_clip=-3.0', 'above 1')),
       ({'algorithm.variant': 'grpo'}, ("variant='grpo'", 'group_size=1', 'group_size=4')),
@@ -112,6 +125,14 @@ class ValidateTest(parameterized.TestCase):
       (
           {'algorithm.rollout_is': 'turn', 'algorithm.old_logp': 'sampler'},
           ("rollout_is='turn'", 'rollout_is=none', 'old_logp=trainer'),
+      ),
+      (
+          {'algorithm.rollout_rs': 'token', 'algorithm.old_logp': 'sampler'},
+          ("rollout_rs='token'", 'rollout_rs=none', 'old_logp=trainer'),
+      ),
+      (
+          {'algorithm.variant': 'dppo', 'algorithm.ratio': 'turn', 'rollout.group_size': 4},
+          ("surrogate='dppo_tv'", "ratio='turn'", 'ratio=token'),
       ),
       (
           {'train.on_nonfinite': 'rollback', 'train.checkpoint_every': 0},
@@ -127,6 +148,8 @@ class ValidateTest(parameterized.TestCase):
       {'algorithm.variant': 'grpo', 'algorithm.advantage': 'token_gae'},
       {'algorithm.variant': 'reinforce'},
       {'algorithm.dual_clip': 3.0},
+      {'algorithm.min_advantage': 'turn'},
+      {'model.param_dtype': 'bfloat16', 'model.lora_rank': 8},
       {'algorithm.clip_low': 0.1, 'algorithm.clip_high': 0.3},
       {'train.length_buckets': (4096,)},
       {'train.updates': 0},
@@ -136,7 +159,7 @@ class ValidateTest(parameterized.TestCase):
 
   def test_every_row_that_compares_a_group_needs_one(self):
     for name, row in variants.VARIANTS.items():
-      if row.advantage in ('group_zscore', 'leave_one_out'):
+      if row.advantage in ('group_zscore', 'group_centred', 'leave_one_out'):
         self.refused('group_size=1', **{'algorithm.variant': name})
       else:
         resolve(changed(**{'algorithm.variant': name}))
@@ -148,7 +171,10 @@ class TablesTest(absltest.TestCase):
     overrides = {
         'ratio': variants.RATIOS,
         'norm_of': variants.NORMS,
+        'divide': correction.ORDERS,
         'min_advantage': ('token', 'turn'),
+        'whiten_over': ('tokens', 'turns'),
+        'rollout_rs': off_policy.REJECTIONS,
     }
     tables = {f'algorithm.{name}': set(allowed) for name, allowed in overrides.items()} | {
         'env.prompt': set(search.STYLES),

@@ -13,6 +13,7 @@ from stppo_jax import types
 from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import variants
+from stppo_jax.training import state as train_state
 from tests.support import oracle
 
 LEVELS = ('token', 'turn', 'sequence')
@@ -495,6 +496,104 @@ class OwnSurrogateTest(parameterized.TestCase):
     rule = lambda g_norm, c_norm, any_clipped: jnp.where(any_clipped, 2 * c_norm + g_norm, 1)
     self.assertEqual(correction.divisor(rule, 3.0, 4.0, True), 11)
     self.assertEqual(correction.divisor(rule, 3.0, 4.0, False), 1)
+
+
+class DivideTest(parameterized.TestCase):
+  """||g|| = 5 throughout, the clip is 1: undivided, a gradient of norm 1 enters the optimizer."""
+
+  @parameterized.parameters(
+      # g / 10 has norm .5 and passes the clip: half of what would have entered.
+      ('before_clip', 10.0, (0.3, 0.4), 0.5, 0.5),
+      # g / 2 has norm 2.5, and the clip makes it 1: the divisor is lost.
+      ('before_clip', 2.0, (0.6, 0.8), 2.5, 1.0),
+      ('before_clip', 0.1, (0.6, 0.8), 50.0, 1.0),
+      # clip(g) = (.6, .8), then divided.
+      ('after_clip', 2.0, (0.3, 0.4), 5.0, 0.5),
+      ('after_clip', 0.1, (6.0, 8.0), 5.0, 10.0),
+      # The gradient enters as it is; the step is divided.
+      ('step', 2.0, (0.6, 0.8), 5.0, 0.5),
+      ('step', 0.1, (0.6, 0.8), 5.0, 10.0),
+  )
+  def test_by_hand(self, order, divisor, entering, clip_norm, factor):
+    g = {'a': jnp.array([3.0]), 'b': {'c': jnp.array([4.0])}}
+    got, by_step, norms = correction.divide(order, g, None, jnp.asarray(divisor), 1.0)
+    np.testing.assert_allclose((got['a'][0], got['b']['c'][0]), entering, rtol=1e-6)
+    np.testing.assert_allclose(norms['clip'], clip_norm, rtol=1e-6)
+    np.testing.assert_allclose(norms['entering'], np.hypot(*entering), rtol=1e-6)
+    np.testing.assert_allclose(norms['factor'], factor, rtol=1e-6)
+    self.assertEqual(by_step, divisor if order == 'step' else None)
+
+  @parameterized.parameters(
+      # Of policy (3, 0) and value gradient (0, 4), D = 3 divides the first: (1, 4), norm sqrt(17).
+      ('before_clip', (1 / 17**0.5, 4 / 17**0.5), 17**0.5, 1.0),
+      # The clip scales (3, 4) by 1/5.
+      ('after_clip', (0.2, 0.8), 5.0, 0.68**0.5),
+      # One step for both heads: both are divided.
+      ('step', (0.6, 0.8), 5.0, 1 / 3),
+  )
+  def test_a_shared_trunks_value_gradient_by_hand(self, order, entering, clip_norm, factor):
+    got, _, norms = correction.divide(
+        order, jnp.array([3.0, 0.0]), jnp.array([0.0, 4.0]), jnp.asarray(3.0), 1.0
+    )
+    np.testing.assert_allclose(got, entering, rtol=1e-6)
+    np.testing.assert_allclose(norms['clip'], clip_norm, rtol=1e-6)
+    np.testing.assert_allclose(norms['factor'], factor, rtol=1e-6)
+
+  @parameterized.product(order=correction.ORDERS, scale=(1.0, 0.1))
+  def test_without_a_divisor_all_orders_are_one(self, order, scale):
+    g, rest = scale * jnp.array([3.0, 0.0]), scale * jnp.array([0.0, 4.0])
+    got, _, norms = correction.divide(order, g, rest, jnp.ones(()), 1.0)
+    np.testing.assert_allclose(got, np.array([0.6, 0.8]) * min(1, 5 * scale), rtol=1e-6)
+    self.assertEqual(norms['factor'], 1)
+
+  def test_nothing_to_divide_is_a_factor_of_one(self):
+    for order in ('before_clip', 'after_clip'):
+      norms = correction.divide(order, jnp.zeros(2), None, jnp.asarray(3.0), 1.0)[2]
+      self.assertEqual(norms['factor'], 1)
+
+  def test_an_unknown_order_is_refused(self):
+    with self.assertRaisesRegex(ValueError, 'order .afterwards. is none of before_clip'):
+      correction.divide('afterwards', jnp.ones(2), None, jnp.ones(()), 1.0)
+
+  @parameterized.parameters(
+      # Adam cancels a constant divisor of the gradient: both steps are the rate, .1.
+      ('before_clip', (4.0, 4.0), (0.1, 0.1)),
+      ('after_clip', (4.0, 4.0), (0.1, 0.1)),
+      # D = 1, then 4, and g = 1: m = .5, .375 and v = .5, .28125; over 1/2 and 3/4 (bias) they are
+      # 1, .5 and 1, .375; the second step is .1 * .5 / sqrt(.375).
+      ('before_clip', (1.0, 4.0), (0.1, 0.05 / 0.375**0.5)),
+      ('after_clip', (1.0, 4.0), (0.1, 0.05 / 0.375**0.5)),
+      ('step', (4.0, 4.0), (0.025, 0.025)),
+      ('step', (1.0, 4.0), (0.1, 0.025)),
+  )
+  def test_what_adam_leaves_of_it_by_hand(self, order, divisors, expected):
+    optimizer, _ = train_state.make_optimizer(0.1, 0, betas=(0.5, 0.5), eps=0.0)
+    params = {'w': jnp.zeros(())}
+    opt_state, steps = optimizer.init(params), []
+    for divisor in divisors:
+      got, by_step, _ = correction.divide(
+          order, {'w': jnp.ones(())}, None, jnp.asarray(divisor), 1.0
+      )
+      before = params['w']
+      params, opt_state, step_norm = train_state.optimize(
+          optimizer, got, params, opt_state, jnp.asarray(True), by_step
+      )
+      steps.append(before - params['w'])
+      self.assertEqual(step_norm, jnp.abs(params['w'] - before))
+    np.testing.assert_allclose(steps, expected, rtol=1e-5)
+
+  def test_the_steps_weight_decay_is_divided_too(self):
+    """At a gradient of 0: step = rate * decay * w / D = .1 * .5 * 2 / 4."""
+    optimizer, _ = train_state.make_optimizer(0.1, 0, weight_decay=0.5)
+    params = {'w': jnp.asarray(2.0)}
+    after, _, _ = train_state.optimize(
+        optimizer, {'w': jnp.zeros(())}, params, optimizer.init(params), jnp.asarray(True), 4.0
+    )
+    np.testing.assert_allclose(after['w'], 2 - 0.025, rtol=1e-6)
+
+  def test_norms_are_computed_in_float32(self):
+    """In bfloat16 the 300th one is lost in the sum: 256 + 1 is 256."""
+    self.assertAlmostEqual(float(correction.norm([jnp.ones(300, jnp.bfloat16)])), 300**0.5, 4)
 
 
 if __name__ == '__main__':

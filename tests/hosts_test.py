@@ -275,6 +275,12 @@ class TwoProcessesTest(absltest.TestCase):
     with self.subTest('the worker dies'):
       two[1].kill()
       self.assert_ended_by_the_death_of(1, two[0])
+    with self.subTest('the sums of what both wrote are in one file'):
+      path = max(saved.parent.glob('*/checksums.json'))
+      names = json.loads(path.read_text(encoding='utf-8'))
+      for i in range(2):
+        self.assertTrue(any(f'/ocdbt.process_{i}/d/' in name for name in names), names)
+      self.assertEmpty(list(path.parent.glob('checksums_*')))
     with self.subTest('the same numbers and tokens'):
       expected = metrics_lib.read_metrics(f'{self.tmp}/one')
       rows = metrics_lib.read_metrics(f'{self.tmp}/two')

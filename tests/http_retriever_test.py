@@ -131,6 +131,46 @@ def _redirect(handler):
 
 class AnswersTest(parameterized.TestCase):
 
+  def test_a_search_that_is_given_up_ends_within_seconds(self):
+    asked, found = threading.Event(), []
+
+    def never(question, number):
+      asked.set()
+      return _trickle_body
+
+    with _server(never) as (url, questions):
+      retriever = http.HttpRetriever(url, timeout_s=600.0)
+      retriever.give_up = asked.is_set
+      with mock.patch.object(http, '_LOOK_S', 0.01):
+        search = lambda: found.append(retriever.search(['a'], 1))
+        thread = threading.Thread(target=search, daemon=True)
+        thread.start()
+        thread.join(20)
+      self.assertEqual(found, [[None]])
+      self.assertLen(questions, 1)  # no further attempt
+      self.assertEqual(retriever.search(['b'], 1), [None])
+      self.assertLen(questions, 1)
+
+  def test_many_queries_go_out_in_bounded_requests_side_by_side(self):
+    """Four requests wait for each other; one of them fails, and its queries alone."""
+    together, queries = threading.Barrier(4), [f'q{i}' for i in range(100)]
+
+    def answer(question, number):
+      if number < 4:
+        together.wait(60)
+      return (400, b'') if 'q40' in question['queries'] else _search_r1(question)
+
+    with _server(answer) as (url, questions):
+      retriever = http.HttpRetriever(url)
+      found = retriever.search(queries, 1)
+    self.assertEqual(sorted(len(q['queries']) for _, q in questions), [4, 32, 32, 32])
+    for i, passages in enumerate(found):
+      if 32 <= i < 64:
+        self.assertIsNone(passages)
+      else:
+        self.assertEqual([p.id for p in passages], [f'q{i}-0'])
+    self.assertEqual((retriever.failures, retriever.requests), (32, 4))
+
   def test_search_r1(self):
     with _server(lambda question, _: _search_r1(question)) as (url, questions):
       retriever = _retriever(url)

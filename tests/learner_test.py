@@ -11,11 +11,13 @@ from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import jax
 
 from stppo_jax import config as schema
 from stppo_jax import evaluation
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
+from stppo_jax.models import layers
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.runtime import hosts
 from stppo_jax.training import learner
@@ -144,6 +146,29 @@ class MakeVariantTest(parameterized.TestCase):
   )
   def test_contradictions_are_refused_in_one_line(self, values, words):
     self.refused(*words, **values)
+
+  @parameterized.parameters(
+      ({'pipeline.staleness': 1}, ('staleness=1', 'older policy', 'rollout_is=turn')),
+      ({'pipeline.staleness': 1, 'algorithm.rollout_is': 'token'}, ()),
+      ({'pipeline.staleness': 1, 'algorithm.rollout_rs': 'sequence'}, ()),
+      ({'pipeline.staleness': 1, 'algorithm.old_logp': 'sampler'}, ()),
+      ({'algorithm.divide': 'step'}, ("divide='step'", "divisor='paper'", 'floor')),
+      ({'algorithm.divide': 'step', 'algorithm.divisor': 'relative'}, ()),
+      ({'algorithm.variant': 'reinforce'}, ('reinforce has no importance ratio', 'mini_batch=512')),
+      ({}, ()),
+  )
+  def test_what_is_allowed_and_seldom_meant_is_warned_of(self, values, words):
+    config = schema.Config()
+    for path, value in values.items():
+      *parents, name = path.split('.')
+      setattr(functools.reduce(getattr, parents, config), name, value)
+    variant = learner.make_variant(validation.validate(config))
+    arguments = config, variant, layers.PRESETS['qwen2.5-7b'], None, jax.devices()[0]
+    context = self.assertLogs if words else self.assertNoLogs
+    with context('absl', 'WARNING') as logs:
+      learner.make_spec(*arguments)
+    for word in words:
+      self.assertIn(word, logs.output[0])
 
   def test_a_changed_source_is_refused_on_resumption(self):
     micro_run.write_knowledge(str(self.folder))

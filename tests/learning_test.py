@@ -130,6 +130,8 @@ class Run:
         critic_optimizer=optimizer,
         actor_lr=schedule,
         critic_lr=schedule,
+        actor_clip=1.0,
+        critic_clip=1.0,
         micro_batch=8,
         lengths=(8,),
         temperature=1.0,

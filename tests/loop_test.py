@@ -215,7 +215,7 @@ class LoopTest(parameterized.TestCase):
       (
           'shared_trunk_kl_in_reward',
           {'model.critic': 'shared', 'algorithm.kl_in': 'reward', 'algorithm.kl_target': 0.1},
-          ('actor/reward_kl_penalty', 'actor/kl_coef', 'critic/vf_loss'),
+          ('actor/reward_kl_penalty', 'actor/reward_kl_penalty_coeff', 'critic/vf_loss'),
           (),
       ),
       (

@@ -151,6 +151,16 @@ class AdapterTest(parameterized.TestCase):
     merged = lora.merge(params, make_adapters(params), 0.5)
     chex.assert_trees_all_equal_shapes_and_dtypes(merged, params)
 
+  def test_what_is_trained_is_in_float32_beside_a_bfloat16_base(self):
+    model = dataclasses.replace(MODEL, head='both', param_dtype='bfloat16')
+    arrays = decoder.init(jax.random.key(0), model)
+    for params in (arrays, jax.eval_shape(lambda: arrays)):
+      base, value_head = lora.split(params)
+      self.assertEqual({x.dtype for x in jax.tree.leaves(base)}, {jnp.dtype('bfloat16')})
+      self.assertEqual({x.dtype for x in jax.tree.leaves(value_head)}, {jnp.dtype('float32')})
+      adapters = jax.eval_shape(lambda base=base: make_adapters(base))
+      self.assertEqual({x.dtype for x in jax.tree.leaves(adapters)}, {jnp.dtype('float32')})
+
   def test_gradients_are_those_through_the_merged_weights(self):
     params = decoder.init(jax.random.key(0), MODEL)
     adapters = make_adapters(params)
@@ -249,6 +259,8 @@ class UpdateTest(parameterized.TestCase):
         critic_optimizer=optimizer,
         actor_lr=schedule,
         critic_lr=schedule,
+        actor_clip=1.0,
+        critic_clip=1.0,
     )
     state, frozen = start(spec, mesh)
     before, base = jax.device_get((state, frozen))

@@ -39,6 +39,11 @@ class SurrogateTest(chex.TestCase):
     np.testing.assert_array_equal(clipped, [[False, False, True], [True, False, False]])
     self.assertEqual(clipped.dtype, jnp.bool_)
 
+  def test_a_token_without_an_advantage_is_not_clipped(self):
+    ratio = jnp.array([[0.5, 1.0, 1.5, 9.0]])
+    _, clipped = losses.clipped_surrogate(ratio, jnp.zeros((1, 4)), 0.2, 0.2, dual_clip=3.0)
+    np.testing.assert_array_equal(clipped, np.zeros((1, 4), bool))
+
   @chex.variants(with_jit=True, without_jit=True)
   def test_gradient_is_the_advantage_where_not_clipped(self):
     ratio = jnp.array([[0.5, 1.1, 1.5], [0.5, 1.1, 1.5]])
@@ -102,8 +107,8 @@ class AggregationTest(chex.TestCase):
       ('token-mean', None, (1 + 3 + 5) / 3),
       ('seq-mean-token-sum', None, ((1 + 3) + 5) / 2),
       ('seq-mean-token-mean', None, ((1 + 3) / 2 + 5) / 2),
-      ('seq-mean-token-sum-norm', None, (1 + 3 + 5) / 4),  # T = 4
-      ('seq-mean-token-sum-norm', 10, (1 + 3 + 5) / 10),
+      ('seq-mean-token-sum-norm', None, (1 + 3 + 5) / 2 / 4),  # T = 4
+      ('seq-mean-token-sum-norm', 10, (1 + 3 + 5) / 2 / 10),
   )
   def test_by_hand(self, mode, norm_length, expected):
     x = jnp.array([[1.0, 70.0, 3.0, 80.0], [90.0, 5.0, 60.0, 50.0], [7.0, 8.0, 9.0, 6.0]])
@@ -157,6 +162,22 @@ class AggregationTest(chex.TestCase):
           losses.aggregate(batch.values[kept], batch.action_mask[kept], mode),
           rtol=1e-12,
       )
+
+  @parameterized.parameters(
+      # Turns of row 0: (1, 3) and (8); of row 1: (5). Their means are 2, 8 and 5.
+      ('turn-mean-token-mean', (2 + 8 + 5) / 3),
+      ('seq-mean-turn-mean', ((2 + 8) / 2 + 5) / 2),
+  )
+  def test_means_over_turns_by_hand(self, mode, expected):
+    x = jnp.array([[1.0, 3.0, 70.0, 8.0], [90.0, 5.0, 60.0, 50.0], [7.0, 8.0, 9.0, 6.0]])
+    turn_ids = jnp.array([[1, 1, 0, 2], [0, 1, 0, 0], [0, 0, 0, 0]])
+    got = losses.aggregate(x, (turn_ids > 0) * 1.0, mode, turn_ids=turn_ids)
+    chex.assert_trees_all_close(got, jnp.array(expected), rtol=1e-12)
+
+  def test_a_turn_whose_tokens_are_all_dropped_is_no_turn(self):
+    x, turn_ids = jnp.array([[1.0, 3.0, 70.0, 8.0]]), jnp.array([[1, 1, 0, 2]])
+    got = losses.aggregate(x, jnp.array([[1.0, 1.0, 0, 0]]), 'seq-mean-turn-mean', None, turn_ids)
+    chex.assert_trees_all_close(got, jnp.array(2.0), rtol=1e-12)
 
   def test_an_unknown_mode_is_refused(self):
     with self.assertRaises(ValueError):

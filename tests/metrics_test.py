@@ -1,10 +1,13 @@
 """The writer of metrics.jsonl: every line is strict JSON, and a resumed run repeats no line."""
 
+import errno
+import glob
 import json
 import math
 import os
 import sys
 import tempfile
+import threading
 import types as python_types
 from unittest import mock
 
@@ -118,14 +121,59 @@ class MetricsWriterTest(parameterized.TestCase):
     self.assertNotIn('\n', str(caught.exception))
 
   def test_tensorboard_gets_the_finite_numbers(self):
-    board = mock.Mock()
-    module = python_types.SimpleNamespace(SummaryWriter=mock.Mock(return_value=board))
-    with mock.patch.dict(sys.modules, {'tensorboardX': module}):
-      with metrics.MetricsWriter(self.workdir, tensorboard=True, resume_step=6) as writer:
-        writer.write(7, {'a': 1.0, 'b': math.nan})
-    self.assertEqual(module.SummaryWriter.call_args.kwargs, {'purge_step': 7})
-    board.add_scalar.assert_called_once_with('a', 1.0, 7)
-    board.close.assert_called_once()
+    with metrics.MetricsWriter(self.workdir, tensorboard=True, resume_step=6) as writer:
+      writer.write(7, {'a': 1.0, 'b': math.nan})
+    begin, start, event = self._events()
+    self.assertEqual(begin.file_version, 'brain.Event:2')
+    self.assertEqual((start.step, start.session_log.status), (7, start.session_log.START))
+    self.assertEqual(event.step, 7)
+    self.assertEqual([(x.tag, x.simple_value) for x in event.summary.value], [('a', 1.0)])
+
+  def _events(self):
+    """The events of the one file."""
+    from tensorboardX.proto import event_pb2
+
+    (path,) = glob.glob(os.path.join(self.workdir, 'tensorboard', 'events.out.tfevents.*'))
+    with open(path, 'rb') as file:
+      data = file.read()
+    events = []
+    while data:
+      size = 12 + int.from_bytes(data[:8], 'little')
+      events.append(event_pb2.Event.FromString(data[12:size]))
+      data = data[size + 4 :]
+    return events
+
+  def test_a_full_disk_under_tensorboard_costs_one_warning_and_never_waits(self):
+    """With the package's own writer its thread ended, and the next writes waited for it."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def run():
+      with mock.patch('tensorboardX.record_writer.RecordWriter.write', side_effect=[0, 0, full]):
+        with self.assertLogs(level='WARNING') as logs:
+          self._write_steps(range(30), tensorboard=True)
+      told.extend(logs.output)
+
+    told = []
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    self.assertFalse(thread.is_alive())
+    self.assertLen(told, 1)
+    self.assertIn('TensorBoard takes no more metrics ([Errno 28]', told[0])
+    self.assertLen(_strict_lines(self.workdir), 30)
+
+  def test_wandb_goes_on_under_the_same_id(self):
+    module = python_types.SimpleNamespace(
+        init=mock.Mock(), api=python_types.SimpleNamespace(api_key=None)
+    )
+    with mock.patch.dict(sys.modules, {'wandb': module}):
+      for resume_step in (-1, 3, 5, -1):
+        metrics.MetricsWriter(self.workdir, wandb_project='p', resume_step=resume_step).close()
+    ids = [call.kwargs['id'] for call in module.init.call_args_list]
+    self.assertEqual(ids[0], ids[1])
+    self.assertEqual(ids[0], ids[2])
+    self.assertNotEqual(ids[0], ids[3])  # a run that begins anew
+    self.assertEqual({call.kwargs['resume'] for call in module.init.call_args_list}, {'allow'})
 
   def test_a_missing_tensorboardx_costs_one_warning(self):
     with mock.patch.dict(sys.modules, {'tensorboardX': None}):

@@ -15,7 +15,7 @@ from stppo_jax.algorithms import variants
 from stppo_jax.training import diagnostics
 from stppo_jax.types import TurnBatch
 
-LEVELS = ('none', 'token', 'turn', 'sequence')
+LEVELS = off_policy.LEVELS
 # Row 0: turn 1 of two tokens, an observation, turn 2 of one token, padding. Row 1: one token.
 TURN_IDS = np.array([[0, 1, 1, 0, 2, 0], [0, 1, 0, 0, 0, 0]], np.int32)
 MASK = (TURN_IDS > 0).astype(np.float32)
@@ -40,6 +40,13 @@ class OffPolicyTest(parameterized.TestCase):
       ('turn', 3.0, [[1, 1, 1, 1, 3, 1], [1, 0.25, 1, 1, 1, 1]]),
       # 2 * .5 * 4 = 4, not cut
       ('sequence', 5.0, [[1, 4, 4, 1, 4, 1], [1, 0.25, 1, 1, 1, 1]]),
+      # cube root of 4; (2 + .5 + 4) / 3
+      (
+          'sequence_geometric',
+          5.0,
+          [[1, *2 * [4 ** (1 / 3)], 1, 4 ** (1 / 3), 1], [1, 0.25, *4 * [1]]],
+      ),
+      ('sequence_mean', 5.0, [[1, 6.5 / 3, 6.5 / 3, 1, 6.5 / 3, 1], [1, 0.25, 1, 1, 1, 1]]),
   )
   def test_by_hand(self, level, threshold, expected):
     np.testing.assert_allclose(weights(level, threshold), expected, rtol=1e-6)
@@ -69,6 +76,13 @@ class OffPolicyTest(parameterized.TestCase):
     ones = jnp.ones((1, 4096), jnp.int32)
     w = off_policy.truncated_weights(logp, jnp.zeros_like(logp), ones, ones, 'sequence', 2.0)
     np.testing.assert_allclose(w, np.full((1, 4096), 2.0 if sign > 0 else 0.0), rtol=1e-6)
+
+  def test_a_low_bound_makes_weights_outside_of_both_0(self):
+    behaviour = np.full(TURN_IDS.shape, -2.0, np.float32)
+    got = off_policy.truncated_weights(
+        behaviour + LOG_RATIO, behaviour, MASK, TURN_IDS, 'token', 3.0, 0.4
+    )
+    np.testing.assert_allclose(got, [[1, 2, 0.5, 1, 0, 1], [1, 0, 1, 1, 1, 1]], rtol=1e-6)
 
   @parameterized.parameters(*LEVELS)
   def test_constant_for_differentiation(self, level):
@@ -142,7 +156,7 @@ class OffPolicyTest(parameterized.TestCase):
     # Truncated at 3: 2, .5, 3, .25; one of four was above.
     cut = of('token', 3.0)
     self.assertAlmostEqual(cut['mean'], 5.75 / 4, places=5)
-    self.assertAlmostEqual(cut['max'], 4, places=4)
+    self.assertAlmostEqual(cut['max'], 3, places=4)
     self.assertAlmostEqual(cut['ratio_fraction_high'], 0.25, places=6)
     self.assertAlmostEqual(cut['eff_sample_size'], (5.75 / 4) ** 2 / (13.3125 / 4), places=5)
 

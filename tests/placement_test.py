@@ -56,6 +56,8 @@ class UpdateTest(parameterized.TestCase):
         critic_optimizer=optimizer,
         actor_lr=schedule,
         critic_lr=schedule,
+        actor_clip=1.0,
+        critic_clip=1.0,
     )
 
     def steps(on_host):

@@ -5,6 +5,7 @@ import json
 import os
 import tempfile
 import threading
+import types
 import unittest
 from unittest import mock
 
@@ -19,6 +20,7 @@ from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
+from stppo_jax.types import Stopped
 from stppo_jax.types import UserError
 from tests.support import micro_run
 
@@ -105,6 +107,45 @@ class ResumeTest(parameterized.TestCase):
     self.assertLen(metrics_lib.read_metrics(self.workdir), 3)
     micro_run.train(make_config(**values), self.workdir)
     self.assert_as_straight(**values)
+
+  @parameterized.product(staleness=(0, 1), at=(0, 2, UPDATES))
+  def test_a_stop_during_an_evaluation_is_saved_and_resumed(self, staleness, at):
+    """The evaluation is abandoned, and the resumed run begins with it."""
+    values = {'pipeline.staleness': staleness, 'train.checkpoint_every': 0}
+    stop, play, evaluations = threading.Event(), micro_run.Agent.play, []
+
+    def stopped(agent, *args, greedy=False, give_up=None, **kwargs):
+      if greedy:
+        evaluations.append(len(evaluations) * 2)
+        if evaluations[-1] == at:
+          stop.set()
+          if give_up is not None and give_up():
+            raise Stopped
+      return play(agent, *args, greedy=greedy, **kwargs)
+
+    with mock.patch.object(micro_run.Agent, 'play', stopped):
+      micro_run.train(make_config(**values), self.workdir, stop.is_set)
+    steps = [row['step'] for row in metrics_lib.read_metrics(self.workdir)]
+    self.assertEqual(steps, list(range(at)))
+    scores = micro_run.train(make_config(**values), self.workdir)
+    self.assertIn('val-core/all/em', scores)
+    self.assert_as_straight(**values)
+
+  def test_an_evaluation_waits_for_a_failed_retriever(self):
+    play, failing = micro_run.Agent.play, [True, False, True, True, False]
+
+    def failed(agent, *args, greedy=False, **kwargs):
+      episodes = play(agent, *args, greedy=greedy, **kwargs)
+      if greedy and failing and failing.pop(0):
+        for episode in episodes[:4]:
+          episode.failed = True
+      return episodes
+
+    with mock.patch.object(micro_run.Agent, 'play', failed):
+      with mock.patch.object(pipelines, '_FIRST_WAIT_S', 0.01):
+        micro_run.train(make_config(), self.workdir)
+    self.assertEmpty(failing)
+    self.assert_as_straight()
 
   def test_a_clock_that_jumps_changes_nothing(self):
     """The clock goes back by an hour at every reading."""
@@ -244,6 +285,26 @@ class StalenessTest(parameterized.TestCase):
         micro_run.train(make_config(**{'pipeline.staleness': staleness}), self.workdir)
     self.assertLess(metrics_lib.read_metrics(self.workdir)[-1]['step'], 3)
     self.assertNotIn('sampling_0', [thread.name for thread in threading.enumerate()])
+
+  def test_several_devices_are_refused_off_the_cpu(self):
+    mesh = types.SimpleNamespace(
+        size=4, devices=np.array([types.SimpleNamespace(platform='gpu')], object)
+    )
+    with mock.patch.object(loop.sharding, 'make_mesh', lambda *sizes: mesh):
+      with self.assertRaisesRegex(UserError, r'^[^\n]*staleness=1 [^\n]*4 devices \(gpu\)[^\n]*$'):
+        loop.train(make_config(**{'pipeline.staleness': 1}), self.workdir)
+    self.assertEmpty(os.listdir(self.workdir))
+
+  @parameterized.parameters(
+      ({}, True), ({'old_logp': 'sampler'}, False), ({'rollout_is': 'turn'}, False)
+  )
+  def test_a_run_without_a_correction_is_warned(self, algorithm, warned):
+    config = make_config(**{'pipeline.staleness': 1, 'algorithm.rollout_is': None})
+    for name, value in algorithm.items():
+      setattr(config.algorithm, name, value)
+    with mock.patch.object(logging, 'warning') as warning:
+      loop._check_staleness(config, loop.learner_lib.make_variant(config))
+    self.assertEqual(warning.called, warned)
 
   def test_several_processes_are_refused(self):
     with mock.patch.object(jax, 'process_count', lambda: 2):

@@ -106,6 +106,21 @@ class SegmentsTest(chex.TestCase):
         _ratio(*args, one_turn, 'turn'), _ratio(*args, batch.turn_ids, 'sequence'), rtol=1e-12
     )
 
+  def test_a_product_is_the_ratio_of_the_segments_probabilities(self):
+    """Turns (2, .5, 4) and (.5): products 4 and .5; the gradient of each token is the ratio."""
+    turn_ids = jnp.array([[1, 0, 1, 1, 2]])
+    log_ratio = jnp.log(jnp.array([[2.0, 9.0, 0.5, 4.0, 0.5]]))
+    mask = (turn_ids > 0) * 1.0
+
+    def total(x):
+      ids, count = segments.segment_ids('turn', mask, turn_ids)
+      ratio = segments.importance_ratio(x, 0 * x, mask, ids, count, product=True)
+      return ratio.sum(), ratio
+
+    gradient, ratio = jax.grad(total, has_aux=True)(log_ratio)
+    _assert_close(ratio, jnp.array([[4.0, 1.0, 4.0, 4.0, 0.5]]), atol=1e-9)
+    _assert_close(gradient, jnp.array([[12.0, 0.0, 12.0, 12.0, 0.5]]), atol=1e-9)
+
   @parameterized.product(level=LEVELS, dtype=(np.float32, np.float64))
   def test_first_mini_batch_has_ratio_exactly_one(self, level, dtype):
     batch = oracle.random_batch(4)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from unittest import mock
 
 from absl.testing import absltest
@@ -157,8 +158,11 @@ def log_probs(spec, params, batch):
 def off_policy_batch(spec, mesh):
   """An annotated batch whose old_logp is pushed away, so that some ratios are clipped."""
   # What divides the gradient does not change the batch: such specs share one.
-  variant = dataclasses.replace(spec.variant, divisor='none', norm_of='gradient')
-  return _off_policy_batch(dataclasses.replace(spec, variant=variant, critic_warmup=0), mesh)
+  variant = dataclasses.replace(
+      spec.variant, divisor='none', norm_of='gradient', divide='before_clip'
+  )
+  spec = dataclasses.replace(spec, variant=variant, critic_warmup=0, actor_clip=math.inf)
+  return _off_policy_batch(spec, mesh)
 
 
 @functools.cache
@@ -362,6 +366,91 @@ class UpdateTest(parameterized.TestCase):
     np.testing.assert_allclose(metrics['stppo/divisor'], expected, rtol=1e-4)
     np.testing.assert_allclose(metrics['actor/grad_norm'], g_norm / expected, rtol=1e-4)
 
+  @parameterized.parameters(('after_clip', True), ('step', False))
+  def test_the_order_of_divisor_clip_and_optimizer(self, order, shared):
+    self.check_order(order, shared)
+
+  @pytest.mark.slow
+  def test_the_default_order_of_divisor_clip_and_optimizer(self):
+    self.check_order('before_clip', True)
+
+  def check_order(self, order, shared):
+    """Two steps of AdamW, replayed outside from the gradients that plain descent shows."""
+    options = dict(
+        critic=None if shared else CRITIC,
+        actor=dataclasses.replace(MODEL, head='both') if shared else MODEL,
+        divide=order,
+    )
+    mesh = one_device()
+    adam, schedule = train_state.make_optimizer(0.01, 0, weight_decay=0.1)
+    spec = dataclasses.replace(
+        make_spec('st_ppo', **options),
+        actor_optimizer=adam,
+        critic_optimizer=adam,
+        actor_lr=schedule,
+        critic_lr=schedule,
+        actor_clip=0.5,
+        critic_clip=0.5,
+    )
+    batch, state = off_policy_batch(make_spec('st_ppo', **options), mesh), make_state(spec, mesh)
+    functions = update.compile_functions(spec, state, NOTHING, mesh)
+    params = jax.tree.map(jnp.copy, state.actor)
+    moments, rule = adam.init(params), spec.variant.divisor
+    for _ in range(2):
+      g, rest, c_norm = self.gradients(options, mesh, params, batch)
+      expected, by_step, norms = correction.divide(order, g, rest, c_norm, 0.5)
+      params, moments, step_norm = train_state.optimize(
+          adam, expected, params, moments, jnp.asarray(True), by_step
+      )
+      state, metrics, _ = step(functions, spec, state, batch)
+      self.assertEqual(rule, 'paper')
+      np.testing.assert_allclose(metrics['stppo/divisor'], c_norm, rtol=1e-3)
+      np.testing.assert_allclose(metrics['actor/grad_norm'], norms['clip'], rtol=1e-3)
+      np.testing.assert_allclose(metrics['stppo/entering_norm'], norms['entering'], rtol=1e-3)
+      np.testing.assert_allclose(metrics['stppo/applied_factor'], norms['factor'], rtol=1e-3)
+      np.testing.assert_allclose(metrics['stppo/step_norm'], step_norm, rtol=1e-3)
+    chex.assert_trees_all_close(state.actor_opt[0].nu, moments[0].nu, rtol=1e-2, atol=1e-9)
+
+  def gradients(self, options, mesh, params, batch):
+    """(g, value gradient of a shared trunk, ||C||) at `params`, from one step of descent each."""
+
+    def moved(**columns):
+      spec = make_spec('st_ppo', **{**options, 'divisor': 'none', **columns})
+      state = make_state(spec, mesh)
+      before = dataclasses.replace(state, actor=jax.tree.map(jnp.copy, params))
+      after, metrics, _ = step(functions_of(spec, mesh), spec, before, batch)
+      return jax.tree.map(lambda old, new: old - new, params, after.actor), metrics
+
+    g, metrics = moved(**({} if options['critic'] else {'value_coef': 0.0}))
+    rest = None
+    if options['critic'] is None:
+      rest = jax.tree.map(lambda a, b: a - b, moved()[0], g)
+    return g, rest, metrics['stppo/bias_norm']
+
+  @pytest.mark.slow
+  def test_the_moments_of_a_divided_step_are_those_without_a_divisor(self):
+    mesh = one_device()
+    adam, schedule = train_state.make_optimizer(0.01, 0)
+    both = []
+    for rule in ('none', 'paper'):
+      spec = dataclasses.replace(
+          make_spec('st_ppo', divisor=rule, divide='step'),
+          actor_optimizer=adam,
+          actor_lr=schedule,
+          actor_clip=1.0,
+      )
+      batch, before = off_policy_batch(make_spec('st_ppo'), mesh), make_state(spec, mesh)
+      first = jax.device_get(before.actor)
+      functions = update.compile_functions(spec, before, NOTHING, mesh)
+      state, metrics, _ = jax.device_get(step(functions, spec, before, batch))
+      change = jax.tree.map(lambda new, old: new - old, state.actor, first)
+      both.append((state.actor_opt, change, metrics))
+    (moments, change, _), (same, divided, metrics) = both
+    chex.assert_trees_all_equal(moments, same)
+    self.assertGreater(abs(np.log(metrics['stppo/divisor'])), 0.1)
+    expected = jax.tree.map(lambda x: x / metrics['stppo/divisor'], change)
+    chex.assert_trees_all_close(divided, expected, rtol=1e-3, atol=1e-7)
+
   def test_norm_of_loss_divides_by_the_clipped_part_of_the_objective(self):
     row = dataclasses.replace(variants.VARIANTS['st_ppo'], norm_of='loss')
     spec = make_spec(row=row)
@@ -488,6 +577,38 @@ class UpdateTest(parameterized.TestCase):
       bad = batch.replace(old_logp=batch.old_logp.at[0].mul(jnp.nan))
       after_bad = update.with_advantages(spec, mesh, state, bad)[0]
       self.assertEqual(after_bad.kl_coef, state.kl_coef)
+
+  def test_the_kl_that_adapts_the_coefficient_is_a_mean_over_episodes(self):
+    """KL of (.1, .3) and of (.5): .35 over episodes, as in verl, and .3 over tokens.
+
+    The target is between them: 1 + (.35 / .32 - 1) * 2 / 100 raises the coefficient.
+    """
+    spec = make_spec('st_ppo', kl_in='reward', kl_target=0.32, kl_horizon=100.0)
+    mesh = one_device()
+    mask = jnp.zeros((8, 24)).at[0, 1:3].set(1).at[1, 4].set(1)
+    kl = jnp.zeros((8, 24)).at[0, 1].set(0.1).at[0, 2].set(0.3).at[1, 4].set(0.5)
+    batch = jax.tree.map(jnp.asarray, make_batch())
+    batch = batch.replace(
+        action_mask=mask, turn_ids=mask.astype(int), old_logp=kl - 1, ref_logp=0 * kl - 1
+    )
+    state, _, metrics = update.with_advantages(spec, mesh, make_state(spec, mesh), batch)
+    np.testing.assert_allclose(metrics['actor/reward_kl_penalty'], 0.35, rtol=1e-5)
+    np.testing.assert_allclose(metrics['actor/reward_kl_penalty_coeff'], 0.1, rtol=1e-6)
+    np.testing.assert_allclose(state.kl_coef, 0.1 * (1 + (0.35 / 0.32 - 1) * 0.02), rtol=1e-6)
+
+  def test_tokens_without_an_advantage_are_not_clipped_nor_counted(self):
+    spec = make_spec('st_ppo')
+    mesh = one_device()
+    functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
+    rows = (np.arange(8) < 4)[:, None]
+    _, before, all_seen = step(functions, spec, make_state(spec, mesh), batch)
+    batch = batch.replace(advantages=jnp.where(rows, batch.advantages, 0))
+    _, metrics, seen = step(functions, spec, make_state(spec, mesh), batch)
+    kept = np.asarray(all_seen['clipped']) & rows
+    np.testing.assert_array_equal(seen['clipped'], kept)
+    fraction = kept.sum() / np.asarray(batch.action_mask).sum()
+    np.testing.assert_allclose(metrics['actor/pg_clipfrac'], fraction, rtol=1e-5)
+    self.assertLess(metrics['actor/pg_clipfrac'], before['actor/pg_clipfrac'])
 
   def test_one_compilation_per_padded_length(self):
     spec = make_spec('ppo', lengths=(32,))

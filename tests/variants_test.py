@@ -21,6 +21,11 @@ EXPECTED = {
     'grpo': ('token', False, False),
     'so_grpo': ('turn', False, True),
     'gspo': ('sequence', False, False),
+    'dr_grpo': ('token', False, False),
+    'cispo': ('token', False, False),
+    'dppo': ('token', False, False),
+    'reinforce_pp': ('token', False, False),
+    'reinforce_pp_baseline': ('token', False, False),
     'rloo': ('none', False, False),
     'reinforce': ('none', False, False),
 }
@@ -61,9 +66,13 @@ class VariantsTest(parameterized.TestCase):
 
   @parameterized.parameters(*EXPECTED)
   def test_clip_ranges_are_the_papers(self, name):
-    """0.2 everywhere but GSPO, whose geometric mean over an episode is near 1: 3e-4 and 4e-4."""
+    """0.2 but for GSPO, whose geometric mean over an episode is near 1: 3e-4 and 4e-4.
+
+    CISPO has no lower bound (1 - 1), and DPPO's are of probabilities.
+    """
     row = variants.VARIANTS[name]
-    expected = (3e-4, 4e-4) if name == 'gspo' else (0.2, 0.2)
+    others = {'gspo': (3e-4, 4e-4), 'cispo': (1.0, 0.2), 'dppo': (0.15, 0.15)}
+    expected = others.get(name, (0.2, 0.2))
     np.testing.assert_allclose((row.clip_low, row.clip_high), expected)
 
   @parameterized.parameters(('ppo', 's_ppo'), ('turn_ppo', 'st_ppo'))

@@ -2,18 +2,29 @@
 
 import copy
 import dataclasses
+import functools
 import json
 import os
 import tempfile
+import threading
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import jax
 
 from stppo_jax import config as schema
 from stppo_jax import validation
+from stppo_jax.algorithms import variants
+from stppo_jax.models import layers
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import workdir as workdirs
+from stppo_jax.runtime import hosts
+from stppo_jax.runtime import messages
+from stppo_jax.training import learner
+from stppo_jax.training import recovery
 from stppo_jax.types import UserError
+from tests.support import processes
 
 
 def as_dict(**data):
@@ -65,6 +76,20 @@ class WorkdirTest(parameterized.TestCase):
     getattr(config, model).lr = 0.0  # which has no schedule
     self.assertIn('train.updates', validation.may_change(config))
 
+  def test_a_run_with_schedule_updates_may_be_prolonged_at_the_same_rates(self):
+    config = schema.Config()
+    config.train.schedule_updates, rates = 10, []
+    self.assertIn('train.updates', validation.may_change(config))
+    self.assertNotIn('train.schedule_updates', validation.may_change(config))
+    for updates in (10, 20):
+      config.train.updates = updates
+      spec = learner.make_spec(
+          config, variants.VARIANTS['ppo'], layers.PRESETS['qwen2.5-7b'], None, jax.devices()[0]
+      )
+      rates.append([float(spec.actor_lr(step)) for step in range(8)])
+    self.assertEqual(*rates)
+    self.assertGreater(rates[0][-1], rates[0][0])  # warm-up: round(.285 * 10 * 2) steps
+
   def test_a_changed_plug_in_is_refused(self):
     workdirs.claim(self.workdir, as_dict(source='m:load'), digests={'data.source': 'a1'})
     with open(os.path.join(self.workdir, 'config.json'), encoding='utf-8') as file:
@@ -108,6 +133,68 @@ class WorkdirTest(parameterized.TestCase):
         with self.assertRaisesRegex(UserError, rf'^[^\n]*in use by process {os.getpid()} [^\n]*$'):
           with workdirs.lock(self.workdir):
             pass
+
+
+class SharedFolderTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folders = [self.enterContext(tempfile.TemporaryDirectory()) for _ in range(2)]
+
+  def check(self, folders):
+    """What two processes, as threads, are told about their work folders."""
+    store, here = processes.Store(), threading.local()
+    exchanges = [messages.Exchange(store, i, 2) for i in range(2)]
+
+    def run(i):
+      here.index = i
+      try:
+        recovery.check_shared(folders[i])
+      except UserError as error:
+        return str(error)
+      return ''
+
+    with (
+        mock.patch.object(jax, 'process_count', lambda: 2),
+        mock.patch.object(jax, 'process_index', lambda: here.index),
+        mock.patch.object(hosts, '_exchange', lambda: exchanges[here.index]),
+        mock.patch.object(workdirs, '_APPEARS_S', 0.0),
+    ):
+      return processes.in_threads(2, run)
+
+  def test_a_folder_that_all_share_is_taken_and_left_as_it_was(self):
+    self.assertEqual(self.check([self.folders[0]] * 2), ['', ''])
+    self.assertEmpty(os.listdir(self.folders[0]))
+
+  def test_two_folders_are_refused_on_both(self):
+    with open(os.path.join(self.folders[1], 'nonce'), 'w', encoding='utf-8') as file:
+      file.write('of another start')
+    for line in self.check(self.folders):
+      self.assertRegex(line, r'^--workdir=[^\n]*process 1 does not see[^\n]*processes share[^\n]*$')
+
+  def test_a_file_may_take_its_time_to_appear(self):
+    now = [0.0]
+
+    def sleep(seconds):
+      now[0] += seconds
+      if now[0] == 12.0:
+        workdirs.write_whole(os.path.join(self.folders[0], 'nonce'), 'abc')
+
+    sees = functools.partial(workdirs.sees_nonce, sleep=sleep, clock=lambda: now[0])
+    self.assertTrue(sees(self.folders[0], 'abc'))
+    self.assertEqual(now[0], 12)
+    self.assertFalse(sees(self.folders[0], 'xyz'))
+    self.assertEqual(now[0], 42)
+
+  @parameterized.parameters('gs://bucket/run', 's3://bucket/run', 'GS://bucket/run', 'gs:/bucket')
+  def test_object_stores_are_refused(self, path):
+    here = os.getcwd()
+    self.addCleanup(os.chdir, here)
+    os.chdir(self.folders[0])
+    with self.assertRaisesRegex(UserError, r'^--workdir=[^\n]*object stores[^\n]*mount[^\n]*$'):
+      with recovery.claimed(schema.Config(), variants.VARIANTS['ppo'], path):
+        pass
+    self.assertEmpty(os.listdir(self.folders[0]))
 
 
 if __name__ == '__main__':

@@ -77,7 +77,9 @@ def estimate(batch: Any, variant: Any) -> Any:
   them.
   """
   advantages, returns = estimator(variant.advantage)(batch, variant)
-  if variant.whiten:
+  if variant.whiten and variant.whiten_over == 'turns':
+    advantages = whiten_turns(advantages, batch.turn_ids, batch.turn_ids.shape[1])
+  elif variant.whiten:
     advantages = whiten_tokens(advantages, batch.action_mask.astype(batch.rewards.dtype))
   return batch.replace(advantages=advantages, returns=returns)
 
@@ -181,6 +183,16 @@ def leave_one_out(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   return jnp.where(count > 1, scores - others, 0)
 
 
+def group_centred(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
+  """Returns score - mean of its group, [B] (Dr. GRPO, arXiv 2503.20783); 0 if alone."""
+  chex.assert_rank([scores, group_ids], 1)
+  same = group_ids[:, None] == group_ids[None, :]
+  over_group = lambda reduce, outside: reduce(jnp.where(same, scores[None, :], outside), axis=1)
+  # Rounding would leave equal scores a little advantage.
+  spread = over_group(jnp.max, -jnp.inf) > over_group(jnp.min, jnp.inf)
+  return jnp.where(spread, scores - over_group(jnp.sum, 0) / same.sum(axis=1), 0)
+
+
 def whiten_tokens(advantages: jax.Array, action_mask: jax.Array) -> jax.Array:
   """Scales advantages [B,T] to mean 0 and variance 1 over agent tokens; 0 elsewhere."""
   mask = action_mask.astype(advantages.dtype)
@@ -188,7 +200,10 @@ def whiten_tokens(advantages: jax.Array, action_mask: jax.Array) -> jax.Array:
 
 
 def whiten_turns(advantages: jax.Array, turn_ids: jax.Array, num_turns: int) -> jax.Array:
-  """Standardises advantages that are constant in a turn; each turn counts once (GEM's ReBN)."""
+  """Standardises advantages by statistics in which each turn counts once (GEM's ReBN).
+
+  Of advantages that differ within a turn, each token has 1/|turn| of its turn's weight.
+  """
   mask = (turn_ids > 0).astype(advantages.dtype)
   lengths = segments.segment_sum(mask, turn_ids, num_turns + 1)
   weights = mask / jnp.maximum(jnp.take_along_axis(lengths, turn_ids, axis=1), 1)
@@ -229,24 +244,43 @@ def _to_tokens(per_turn, turn_ids):
   return jnp.take_along_axis(padded, turn_ids, axis=1)
 
 
+def _decoupled(gae, variant):
+  """Returns (advantages, returns) of gae(lam); with `lam_critic` the returns have that lambda.
+
+  A critic learns from unbiased targets (1), while the policy's lambda is free (arXiv 2503.01491).
+  """
+  advantages, returns = gae(variant.lam)
+  if variant.lam_critic is not None:
+    _, returns = gae(variant.lam_critic)
+  return advantages, returns
+
+
 @from_values
 def _token_gae(batch, variant):
   mask = batch.action_mask.astype(batch.rewards.dtype)
-  return token_gae(batch.rewards, batch.old_values, mask, variant.gamma, variant.lam)
+  gae = lambda lam: token_gae(batch.rewards, batch.old_values, mask, variant.gamma, lam)
+  return _decoupled(gae, variant)
 
 
 @from_values
 def _turn_gae(batch, variant):
-  num_turns = batch.turn_ids.shape[1]
-  return turn_gae(
-      batch.rewards, batch.old_values, batch.turn_ids, num_turns, variant.gamma, variant.lam
-  )
+  fixed = (batch.rewards, batch.old_values, batch.turn_ids, batch.turn_ids.shape[1], variant.gamma)
+  return _decoupled(lambda lam: turn_gae(*fixed, lam), variant)
 
 
 @from_values
 def _bad_gae(batch, variant):
   mask = batch.action_mask.astype(batch.rewards.dtype)
-  return bad_gae(batch.rewards, batch.old_values, batch.turn_ids, mask, variant.gamma, variant.lam)
+  fixed = (batch.rewards, batch.old_values, batch.turn_ids, mask, variant.gamma)
+  return _decoupled(lambda lam: bad_gae(*fixed, lam), variant)
+
+
+def _token_returns(batch, variant):
+  """Returns each token's discounted return to go (REINFORCE++, arXiv 2501.03262)."""
+  mask = batch.action_mask.astype(batch.rewards.dtype)
+  zeros = jnp.zeros_like(batch.rewards)
+  result, _ = token_gae(batch.rewards * mask, zeros, mask, variant.gamma, 1.0)
+  return result, result
 
 
 def _turn_returns(batch, variant):
@@ -261,6 +295,8 @@ ESTIMATORS = {
     'turn_gae': _turn_gae,
     'bad_gae': _bad_gae,
     'group_zscore': from_groups(group_zscore),
+    'group_centred': from_groups(group_centred),
     'leave_one_out': from_groups(leave_one_out),
+    'token_returns': Estimator(_token_returns),
     'turn_returns': Estimator(_turn_returns),
 }

@@ -3,7 +3,7 @@
 The trainer runs `logp, pull = jax.vjp(model_logp, params)` once. `cotangents` returns what to pull
 back: one [B,T] array for the gradient g of the loss, one for the clipping bias C, the gradient that
 the clip removed. S-PPO and ST-PPO then divide g by a function of ||C|| (arXiv 2511.20718, section
-4).
+4). `divide` does that before the gradient clip, after it, or outside the optimizer.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import optax
 
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import segments
@@ -63,11 +64,13 @@ def cotangents(
     weights = losses.aggregation_weights(batch.action_mask, 'seq-mean-token-mean')
   weights = weights.astype(logp.dtype)
   advantages = jnp.where(batch.action_mask > 0, batch.advantages, 0)
-  level = 'token' if variant.ratio == 'none' else variant.ratio
+  level, _, product = ('token' if variant.ratio == 'none' else variant.ratio).partition('_')
   ids, num_segments = segments.segment_ids(level, batch.action_mask, batch.turn_ids)
 
   def ratio_of(x):
-    return segments.importance_ratio(x, batch.old_logp, batch.action_mask, ids, num_segments)
+    return segments.importance_ratio(
+        x, batch.old_logp, batch.action_mask, ids, num_segments, product == 'product'
+    )
 
   if variant.ratio == 'none':
     return _policy_gradient(logp, ratio_of(logp), weights, advantages)
@@ -89,6 +92,59 @@ def divisor(
   rule = rule if callable(rule) else DIVISORS[rule]
   value = rule(jnp.asarray(g_norm), jnp.asarray(c_norm), jnp.asarray(any_clipped))
   return jax.lax.stop_gradient(jnp.asarray(value))
+
+
+def divide(
+    order: str, g: Any, rest: Any, divisor: jax.Array, max_norm: float
+) -> tuple[Any, jax.Array | None, dict[str, jax.Array]]:
+  """Divides the policy's gradient g by D at the place that `order` names.
+
+  before_clip  the optimizer gets clip(g / D + rest). If ||g / D|| is above the clip, D is lost.
+  after_clip   the optimizer gets s (g / D + rest), s the factor by which clip scales g + rest
+  step         the optimizer gets clip(g + rest); the step that it makes is divided by D, decoupled
+               weight decay included. Adam's moments never see D, so it cannot cancel it.
+
+  Args:
+    order: one of ORDERS.
+    g: the policy's gradient, a tree.
+    rest: the value gradient of a shared trunk, which is not divided; None without one. Choice: with
+      'step' it is divided too, since one step serves both.
+    divisor: D.
+    max_norm: of the clip of the global norm.
+
+  Returns:
+    The gradient that the optimizer gets; what divides its step (None: nothing); and norms: `clip`
+    of what is clipped, `entering` of what the optimizer gets, `factor` by which the division
+    changed the latter or the step. The factor is 1 where nothing is divided or g + rest is 0.
+  """
+  plus_rest = lambda tree: tree if rest is None else jax.tree.map(jnp.add, tree, rest)
+  quotient = lambda: plus_rest(jax.tree.map(lambda x: x / divisor, g))
+  clipped = optax.clip_by_global_norm(max_norm)
+  clip = lambda tree: clipped.update(tree, optax.EmptyState())[0]
+  whole_norm = norm(plus_rest(g))
+  whole_clipped = jnp.minimum(whole_norm, max_norm)
+  if order == 'before_clip':
+    entering = quotient()
+    clip_norm = norm(entering)
+    entering, entering_norm = clip(entering), jnp.minimum(clip_norm, max_norm)
+  elif order == 'after_clip':
+    clip_norm = whole_norm
+    scale = jnp.where(whole_norm > max_norm, max_norm / whole_norm, 1)
+    entering = jax.tree.map(lambda x: x * scale.astype(x.dtype), quotient())
+    entering_norm = norm(entering)
+  elif order == 'step':
+    clip_norm, entering, entering_norm = whole_norm, clip(plus_rest(g)), whole_clipped
+  else:
+    raise ValueError(f'order {order!r} is none of {", ".join(ORDERS)}')
+  by_step = divisor if order == 'step' else None
+  changed = entering_norm / jnp.where(whole_clipped > 0, whole_clipped, 1)
+  factor = 1 / divisor if order == 'step' else jnp.where(whole_clipped > 0, changed, 1)
+  return entering, by_step, dict(clip=clip_norm, entering=entering_norm, factor=factor)
+
+
+def norm(tree: Any) -> jax.Array:
+  """Returns the L2 norm of all leaves together, computed in float32."""
+  return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
 
 
 def _policy_gradient(logp, ratio, weights, advantages):
@@ -153,3 +209,4 @@ def _relative(g_norm, c_norm, any_clipped):
 
 
 DIVISORS = {'none': _none, 'paper': _paper, 'floor': _floor, 'relative': _relative}
+ORDERS = ('before_clip', 'after_clip', 'step')

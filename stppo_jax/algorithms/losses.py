@@ -11,13 +11,20 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from stppo_jax.algorithms import segments
+
 AGGREGATIONS = (
     'token-mean',
     'seq-mean-token-sum',
     'seq-mean-token-mean',
     'seq-mean-token-sum-norm',
+    'turn-mean-token-mean',
+    'seq-mean-turn-mean',
 )
+DPPO_MAX_RATIO = 20.0  # as in verl
 KL_ESTIMATORS = ('k1', 'k2', 'k3')
+MAX_LOG_RATIO = segments.MAX_LOG_RATIO
+MAX_K3 = 10.0  # per token, as in verl
 
 
 def surrogate(
@@ -47,18 +54,19 @@ def clipped_surrogate(
 
   min(w A, clip(w, 1 - clip_low, 1 + clip_high) A)                    (Schulman et al. 2017, eq. 7)
 
-  `clipped` is the complement of the paper's set B: A >= 0 and w > 1 + clip_high, or A < 0 and
+  `clipped` is the complement of the paper's set B: A > 0 and w > 1 + clip_high, or A < 0 and
   w < 1 - clip_low. With `dual_clip` = c > 1, tokens with A < 0 and w > c are clipped to c A as well
   (Ye et al. 2020). Choice: exactly on a bound a token is not clipped and keeps its whole gradient.
+  Choice: a token without an advantage has no gradient to remove and is not clipped, as in verl.
   """
   chex.assert_equal_shape([ratio, advantages])
-  positive = advantages >= 0
+  positive, negative = advantages > 0, advantages < 0
   too_high = positive & (ratio > 1 + clip_high)
-  too_low = ~positive & (ratio < 1 - clip_low)
+  too_low = negative & (ratio < 1 - clip_low)
   bound = jnp.where(too_high, 1 + clip_high, jnp.where(too_low, 1 - clip_low, ratio))
   clipped = too_high | too_low
   if dual_clip is not None:
-    far = ~positive & (ratio > dual_clip)
+    far = negative & (ratio > dual_clip)
     bound = jnp.where(far, dual_clip, bound)
     clipped = clipped | far
   return bound * advantages, clipped
@@ -83,6 +91,8 @@ def kl(logp: jax.Array, ref_logp: jax.Array, estimator: str) -> jax.Array:
   """Returns an estimate of KL(policy || reference) per token of the policy's samples [B,T].
 
   k1 = logp - ref_logp,  k2 = k1^2 / 2,  k3 = exp(-k1) - 1 + k1      (Schulman 2020)
+
+  Choice: as in verl, k3 takes k1 within +-20 and is at most 10; beyond it has no gradient.
   """
   chex.assert_equal_shape([logp, ref_logp])
   difference = logp - ref_logp
@@ -91,7 +101,8 @@ def kl(logp: jax.Array, ref_logp: jax.Array, estimator: str) -> jax.Array:
   if estimator == 'k2':
     return 0.5 * jnp.square(difference)
   if estimator == 'k3':
-    return jnp.expm1(-difference) + difference
+    difference = jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return jnp.minimum(jnp.expm1(-difference) + difference, MAX_K3)
   raise ValueError(f'KL estimator {estimator!r} is none of {", ".join(KL_ESTIMATORS)}')
 
 
@@ -111,13 +122,19 @@ def adaptive_kl(
   return coefficient * (1 + error * episodes / horizon)
 
 
-def aggregation_weights(mask: jax.Array, mode: str, norm_length: int | None = None) -> jax.Array:
-  """Returns weights [B,T] such that sum(weights * x) is x reduced by verl's `loss_agg_mode`.
+def aggregation_weights(
+    mask: jax.Array, mode: str, norm_length: int | None = None, turn_ids: jax.Array | None = None
+) -> jax.Array:
+  """Returns weights [B,T] such that sum(weights * x) is x reduced by `mode`.
+
+  The first four are verl's `loss_agg_mode` (0.9.1):
 
   token-mean                sum over all masked tokens / their number
   seq-mean-token-sum        mean over episodes of each one's sum
   seq-mean-token-mean       mean over episodes of each one's mean (the paper's 1/|y|)
-  seq-mean-token-sum-norm   sum over everything / norm_length (default T)
+  seq-mean-token-sum-norm   mean over episodes of each one's sum / norm_length (default T)
+  turn-mean-token-mean      mean over all turns of each one's mean; needs `turn_ids`
+  seq-mean-turn-mean        mean over episodes of the mean over its turns of each one's mean
 
   Choice: an episode without any masked token is not counted among the episodes.
   """
@@ -132,16 +149,30 @@ def aggregation_weights(mask: jax.Array, mode: str, norm_length: int | None = No
   if mode == 'seq-mean-token-mean':
     return mask / (jnp.maximum(lengths, 1) * num_episodes)
   if mode == 'seq-mean-token-sum-norm':
-    return mask / (mask.shape[1] if norm_length is None else norm_length)
+    return mask / (num_episodes * (mask.shape[1] if norm_length is None else norm_length))
+  if mode in ('turn-mean-token-mean', 'seq-mean-turn-mean'):
+    if turn_ids is None:
+      raise ValueError(f'aggregation {mode!r} needs turn_ids')
+    chex.assert_equal_shape([mask, turn_ids])
+    counts = segments.segment_sum(mask, turn_ids, mask.shape[1] + 1)  # [B,T+1] of tokens per turn
+    per_turn = mask / jnp.maximum(jnp.take_along_axis(counts, turn_ids, axis=1), 1)
+    num_turns = (counts > 0).sum(axis=1, keepdims=True)
+    if mode == 'turn-mean-token-mean':
+      return per_turn / jnp.maximum(num_turns.sum(), 1)
+    return per_turn / (jnp.maximum(num_turns, 1) * num_episodes)
   raise ValueError(f'aggregation {mode!r} is none of {", ".join(AGGREGATIONS)}')
 
 
 def aggregate(
-    x: jax.Array, mask: jax.Array, mode: str, norm_length: int | None = None
+    x: jax.Array,
+    mask: jax.Array,
+    mode: str,
+    norm_length: int | None = None,
+    turn_ids: jax.Array | None = None,
 ) -> jax.Array:
-  """Reduces x [B,T] to a scalar over the masked tokens, by one of verl's four modes."""
+  """Reduces x [B,T] to a scalar over the masked tokens, by one of AGGREGATIONS."""
   chex.assert_equal_shape([x, mask])
-  weights = aggregation_weights(mask, mode, norm_length)
+  weights = aggregation_weights(mask, mode, norm_length, turn_ids)
   return jnp.sum(weights * jnp.where(mask.astype(bool), x, 0))
 
 
@@ -152,4 +183,44 @@ def _clip(ratio, logp, advantages, variant):
   )
 
 
-SURROGATES = {'clip': _clip}
+def _cispo(ratio, logp, advantages, variant):
+  """Returns sg(clip(w)) A logp, and where the weight was clipped (arXiv 2506.13585)."""
+  weight = jnp.clip(ratio, 1 - variant.clip_low, 1 + variant.clip_high)
+  return jax.lax.stop_gradient(weight) * advantages * logp, weight != ratio
+
+
+def _dppo_tv(ratio, logp, advantages, variant):
+  """Returns DPPO's surrogate; the token's probability may move by clip_low or clip_high.
+
+  sg(min(w, 20)) A logp where the change p - p_old is within its bound in the direction of A, else 0
+  (arXiv 2602.04879, binary total variation). Ratios must be of tokens: p_old = p / w.
+  """
+  prob, old_prob = _probabilities(ratio, logp)
+  up = prob - old_prob > variant.clip_high
+  down = old_prob - prob > variant.clip_low
+  return _dppo(ratio, logp, advantages, jnp.where(advantages > 0, up, down))
+
+
+def _dppo_kl(ratio, logp, advantages, variant):
+  """Returns DPPO's surrogate; the bounds are of the binary KL between p_old and p, in nats."""
+  prob, old_prob = _probabilities(ratio, logp)
+  binary_kl = -old_prob * jnp.log(ratio) + (1 - old_prob) * jnp.log(
+      (1 - old_prob + 1e-8) / (1 - prob + 1e-8)
+  )
+  up = (binary_kl > variant.clip_high) & (prob > old_prob)
+  down = (binary_kl > variant.clip_low) & (prob < old_prob)
+  return _dppo(ratio, logp, advantages, jnp.where(advantages > 0, up, down))
+
+
+def _probabilities(ratio, logp):
+  """Returns (p, p_old) of the sampled tokens, as constants."""
+  prob = jnp.exp(jax.lax.stop_gradient(logp))
+  return prob, prob / jax.lax.stop_gradient(ratio)
+
+
+def _dppo(ratio, logp, advantages, stopped):
+  weight = jax.lax.stop_gradient(jnp.minimum(ratio, DPPO_MAX_RATIO))
+  return jnp.where(stopped, 0, weight * advantages * logp), stopped
+
+
+SURROGATES = {'clip': _clip, 'cispo': _cispo, 'dppo_tv': _dppo_tv, 'dppo_kl': _dppo_kl}

@@ -3,8 +3,11 @@
 Two gaps add up: the sampler's arithmetic differs from the trainer's, and with a pipeline its
 parameters are older. PPO's ratio starts at old_logp, the trainer's own; these weights bridge
 behaviour_logp and old_logp. Levels 'token' and 'sequence' are verl's `rollout_is`, the threshold
-its `rollout_is_threshold`.
+its `rollout_is_threshold`; 'sequence_geometric' is ROLL's granularity 'geometric'. Everything here
+is constant for differentiation.
 """
+
+import math
 
 import chex
 import jax
@@ -12,7 +15,8 @@ import jax.numpy as jnp
 
 from stppo_jax.algorithms import segments
 
-LEVELS = ('none', 'token', 'turn', 'sequence')
+LEVELS = ('none', 'token', 'turn', 'sequence', 'sequence_geometric', 'sequence_mean')
+REJECTIONS = LEVELS
 
 
 def truncated_weights(
@@ -22,15 +26,22 @@ def truncated_weights(
     turn_ids: jax.Array,
     level: str,
     threshold: float,
+    low: float = 0.0,
 ) -> jax.Array:
   """Returns min(w, threshold) [B,T], 1 outside the agent's tokens; constant for differentiation.
 
   With d_t = old_logp_t - behaviour_logp_t, w_t is
 
-  none      1
-  token     exp(d_t): low variance; ignores how likely the context was
-  turn      exp(mean of d over the turn): Turn-PPO's ratio (arXiv 2511.20718), for the same segments
-  sequence  exp(sum of d over the row): unbiased but for the truncation, of high variance
+  none                1
+  token               exp(d_t): low variance; ignores how likely the context was
+  turn                exp(mean of d over the turn): Turn-PPO's ratio (arXiv 2511.20718), for the
+                      same segments
+  sequence            exp(sum of d over the row): unbiased but for the truncation, of high variance;
+                      scales a whole batch down where most sums are negative
+  sequence_geometric  exp(mean of d over the row)
+  sequence_mean       mean of exp(d) over the row
+
+  With `low` above 0, weights outside [low, threshold] become 0 instead (IcePop).
 
   Choice: 'sequence' is the product, as verl has it, 'turn' the geometric mean, as the paper's
   ratio.
@@ -40,7 +51,45 @@ def truncated_weights(
     return jnp.ones_like(old_logp)
   log_w = log_weights(old_logp, behaviour_logp, action_mask, turn_ids, level)
   # Truncated before exp: the product over a long sequence overflows.
-  return jax.lax.stop_gradient(jnp.exp(jnp.minimum(log_w, jnp.log(threshold))))
+  weights = jnp.exp(jnp.minimum(log_w, min(math.log(threshold), segments.MAX_LOG_RATIO)))
+  if low:
+    inside = _within(log_w, low, threshold) | (action_mask == 0)
+    weights = jnp.where(inside, weights, 0)
+  return jax.lax.stop_gradient(weights)
+
+
+def normalised(weights: jax.Array, action_mask: jax.Array, level: str) -> jax.Array:
+  """Divides weights [B,T] by their mean over tokens, for a level of sequences over sequences.
+
+  Choice: the mean is the whole batch's; where it is 0, nothing is divided.
+  """
+  chex.assert_equal_shape([weights, action_mask])
+  mask = action_mask.astype(weights.dtype)
+  each = mask / jnp.maximum(mask.sum(), 1)
+  if level.startswith('sequence'):
+    lengths = mask.sum(axis=1, keepdims=True)
+    each = mask / (jnp.maximum(lengths, 1) * jnp.maximum((lengths > 0).sum(), 1))
+  mean = jnp.sum(weights * each)
+  return jnp.where((mask > 0) & (mean > 1e-8), weights / jnp.maximum(mean, 1e-8), weights)
+
+
+def accepted(
+    old_logp: jax.Array,
+    behaviour_logp: jax.Array,
+    action_mask: jax.Array,
+    turn_ids: jax.Array,
+    level: str,
+    low: float,
+    high: float,
+) -> jax.Array:
+  """Returns where w of `truncated_weights` is within [low, high], [B,T] bool.
+
+  verl's rejection 'token_k1', 'seq_sum_k1' and 'seq_mean_k1' are 'token', 'sequence' and
+  'sequence_geometric'. Its bounds are of 1 / w.
+  """
+  if level == 'none':
+    return jnp.ones(action_mask.shape, bool)
+  return _within(log_weights(old_logp, behaviour_logp, action_mask, turn_ids, level), low, high)
 
 
 def log_weights(
@@ -56,8 +105,20 @@ def log_weights(
   log_ratio = jnp.where(mask > 0, old_logp - behaviour_logp, 0)
   if level == 'token':
     return log_ratio
-  ids, num_segments = segments.segment_ids(level, action_mask, turn_ids)
-  if level == 'turn':
+  ids, num_segments = segments.segment_ids(level.partition('_')[0], action_mask, turn_ids)
+  if level in ('turn', 'sequence_geometric'):
     return segments.segment_mean(log_ratio, ids, action_mask, num_segments)
+  if level == 'sequence_mean':
+    bound = segments.MAX_LOG_RATIO
+    ratio = jnp.exp(jnp.clip(log_ratio, -bound, bound))
+    mean = segments.segment_mean(ratio, ids, action_mask, num_segments)
+    return jnp.where(mask > 0, jnp.log(jnp.where(mask > 0, mean, 1)), 0)
+  if level != 'sequence':
+    raise ValueError(f'level {level!r} is none of {", ".join(LEVELS)}')
   totals = segments.segment_sum(log_ratio, ids, num_segments)
   return jnp.take_along_axis(totals, ids, axis=1) * mask
+
+
+def _within(log_w, low, high):
+  """Returns low <= w <= high, with room for the rounding of a logarithm."""
+  return (log_w >= jnp.log(low) - 1e-6) & (log_w <= jnp.log(high) + 1e-6)

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 
 LEVELS = ('token', 'turn', 'sequence')
+MAX_LOG_RATIO = 20.0  # of a segment, as in verl: exp of more than 88 is infinite in float32
 
 
 def segment_ids(level: str, action_mask: jax.Array, turn_ids: jax.Array) -> tuple[jax.Array, int]:
   """Returns ids [B,T] of the tokens that share a ratio, 0 outside agent tokens; and their number.
 
-  `level` is 'token' (each its own), 'turn' (`turn_ids`) or 'sequence' (all of a row). The number
+  `level` is 'token' (each its own), 'turn' (`turn_ids`) or 'sequence' (all of a row). A turn is a
+  maximal run of agent tokens between two observations, so these are ROLL's segments. The number
   is static: a bound (T + 1), not a count. A row may use fewer.
   """
   chex.assert_equal_shape([action_mask, turn_ids])
@@ -56,6 +58,7 @@ def importance_ratio(
     action_mask: jax.Array,
     segment_ids: jax.Array,
     num_segments: int,
+    product: bool = False,
 ) -> jax.Array:
   """Returns the geometric-mean ratio of each token's segment [B,T]; 1 outside agent tokens.
 
@@ -63,7 +66,12 @@ def importance_ratio(
 
   The gradient runs through the mean: d w^k / d logp_t = w^k / |y^k| for every token t of k. This is
   Lemma 4.1's estimator; GSPO's token form has the same value and another gradient.
+  With `product` the sum takes the mean's place: the ratio of the segments' probabilities.
+  Choice: as in verl, log w is kept within +-20; beyond, the ratio is constant.
   """
   chex.assert_equal_shape([logp, old_logp, action_mask, segment_ids])
   log_ratio = segment_mean(logp - old_logp, segment_ids, action_mask, num_segments)
-  return jnp.exp(log_ratio)
+  if product:
+    lengths = segment_sum(action_mask.astype(log_ratio.dtype), segment_ids, num_segments)
+    log_ratio *= jnp.take_along_axis(lengths, segment_ids, axis=1)
+  return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))

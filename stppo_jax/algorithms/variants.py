@@ -25,7 +25,7 @@ from typing import Any
 
 from stppo_jax.algorithms import advantages
 
-RATIOS = ('none', 'token', 'turn', 'sequence')
+RATIOS = ('none', 'token', 'turn', 'sequence', 'turn_product', 'sequence_product')
 NORMS = ('gradient', 'loss')
 
 
@@ -37,17 +37,22 @@ class Variant:
   """
 
   advantage: str | Callable  # how credit is assigned
-  ratio: str  # one of RATIOS: the tokens that share an importance ratio; 'none' = policy gradient
+  # One of RATIOS: the tokens that share an importance ratio, their geometric mean or their product;
+  # 'none' is the policy gradient.
+  ratio: str
   surrogate: str | Callable = 'clip'  # what is maximised in place of ratio x advantage
   divisor: str | Callable = 'none'  # clipping-bias correction: what the gradient is divided by
   norm_of: str = 'gradient'  # one of NORMS: what ||C|| is the norm of
+  divide: str = 'before_clip'  # one of correction.ORDERS: what the divisor divides
   min_advantage: str = 'token'  # 'token' | 'turn': the advantage inside the min, see `correction`
   clip_low: float = 0.2
   clip_high: float = 0.2
   dual_clip: float = 0.0  # c > 1 bounds the ratio where the advantage is negative; 0: off
-  whiten: bool = False  # advantages to mean 0 and variance 1 over the batch's agent tokens
+  whiten: bool = False  # advantages to mean 0 and variance 1 over the batch
+  whiten_over: str = 'tokens'  # 'tokens' | 'turns': what counts once in that mean and variance
   gamma: float = 1.0  # discount
   lam: float = 1.0  # of GAE
+  lam_critic: float | None = None  # of the critic's targets (decoupled GAE); None: lam
   aggregation: str = 'seq-mean-token-mean'  # the paper's 1/|y|; or another of losses.AGGREGATIONS
   norm_length: int = 0  # of 'seq-mean-token-sum-norm'; 0: the longest episode allowed
   entropy_coef: float = 0.001
@@ -61,6 +66,13 @@ class Variant:
   old_logp: str = 'trainer'  # 'trainer' | 'sampler': whose log-probs the ratio starts from
   rollout_is: str = 'none'  # one of off_policy.LEVELS: weights from the sampler to old_logp
   rollout_is_threshold: float = 2.0  # their upper bound
+  rollout_is_low: float = 0.0  # above 0, weights outside [low, threshold] become 0
+  rollout_is_normalize: bool = False  # divide them by their mean over the batch
+  rollout_rs: str = 'none'  # one of off_policy.REJECTIONS: level at which tokens are rejected
+  rollout_rs_low: float = 0.5  # whose ratio from the sampler to old_logp is below
+  rollout_rs_high: float = 2.0  # or above
+  mask_truncated: bool = False  # drop episodes that ended at a limit from the policy's loss
+  mask_zero_advantage: bool = False  # and episodes without any advantage
   log_bias: bool = True  # measure ||C|| also where nothing is divided by it
 
   @property
@@ -102,6 +114,17 @@ VARIANTS = {
     'gspo': Variant('group_zscore', 'sequence', clip_low=3e-4, clip_high=4e-4),
     # Ahmadian et al., arXiv 2402.14740
     'rloo': Variant('leave_one_out', 'none'),
+    # Liu et al., arXiv 2503.20783: neither the group's spread nor an episode's length divides
+    'dr_grpo': Variant('group_centred', 'token', aggregation='seq-mean-token-sum-norm'),
+    # MiniMax, arXiv 2506.13585: bounds the weight from above and keeps every gradient
+    'cispo': Variant(
+        'group_zscore', 'token', 'cispo', clip_low=1.0, clip_high=0.2, aggregation='token-mean'
+    ),
+    # arXiv 2602.04879; bounds of the total variation as in verl's example
+    'dppo': Variant('group_zscore', 'token', 'dppo_tv', clip_low=0.15, clip_high=0.15),
+    # Hu, arXiv 2501.03262: returns of tokens, whitened over the batch; and with a group's baseline
+    'reinforce_pp': Variant('token_returns', 'token', whiten=True),
+    'reinforce_pp_baseline': Variant('group_centred', 'token', whiten=True),
     # Liu et al. (GEM), arXiv 2510.01051: return to go per turn, normalised over the batch
     'reinforce': Variant('turn_returns', 'none'),
 }

@@ -19,7 +19,6 @@ from typing import Literal
 
 import chex
 import jax
-from jax.experimental.pallas.ops.tpu import splash_attention as splash
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
@@ -221,6 +220,8 @@ def _in_chunks(q, k, v, segments, chunk, first):
 
 def _splash(q, k, v, segments, platform):
   """Runs the TPU kernel on one device's part; other platforms interpret it, slowly, for tests."""
+  from jax.experimental.pallas.ops.tpu import splash_attention as splash  # for TPUs alone
+
   length, heads, width = q.shape[1:]
   assert length % SPLASH_BLOCKS[-1] == 0, f'{length} tokens: `choose` was given other lengths'
   block = next(block for block in SPLASH_BLOCKS if length % block == 0)

@@ -40,7 +40,6 @@ from stppo_jax.models.layers import ModelConfig
 from stppo_jax.models.layers import RMSNorm
 
 Params = dict[str, Any]  # a tree of arrays, as drawn above
-GATHERED_LAYERS = 4  # layers per all-gather of weights, in sampling with sharded parameters
 CPU_CACHE_TILE = 64  # ModelConfig.cache_tile for sampling on a CPU
 
 
@@ -237,6 +236,16 @@ def init_cache(config: ModelConfig, rows: int, slots: int, dtype: Any = None) ->
   )
 
 
+def in_compute_dtype(params: Params, config: ModelConfig) -> Params:
+  """Casts the weights once as the layers would; norm scales and routers are used in float32."""
+
+  def cast(path, weight):
+    exact = path[-1].key == 'scale' or 'router' in (key.key for key in path if hasattr(key, 'key'))
+    return weight if exact else weight.astype(config.dtype)
+
+  return jax.tree_util.tree_map_with_path(cast, params)
+
+
 def unstack_layers(params: Params, config: ModelConfig) -> Params:
   """Returns the same parameters with `layers` as a tuple of L trees.
 
@@ -289,18 +298,11 @@ def _training_layers(layers, config, x, rope, segments, routes):
 
 
 def _cached_layers(layers, config, x, rope, slots, cache):
-  """Maps x [B,T,D] through all layers and writes the cache. Unrolled: a scan would copy the cache.
-
-  On several devices a barrier makes the weights of the next few layers depend on x. Without it XLA
-  all-gathers the whole model at once: 7 GiB more per device for 7B on 64 TPU v5e.
-  """
+  """Maps x [B,T,D] through all layers and writes the cache; unrolled, as a scan would copy it."""
   chex.assert_shape(cache.k[0], (x.shape[0], config.num_kv_heads, None, config.head_dim, None))
   k, v = [], []
-  layers = list(_each_layer(layers, config))
+  layers = _each_layer(layers, config)
   for l in range(config.num_layers):
-    if config.row_sharding is not None and l % GATHERED_LAYERS == 0:
-      part = slice(l, l + GATHERED_LAYERS)
-      layers[part], x = jax.lax.optimization_barrier((layers[part], x))
     layer = layers[l]
     layer_cache: Any = (cache.k[l], cache.v[l])
     variables = {'params': layer}

@@ -73,9 +73,13 @@ def combine(base: Params, trained: Params) -> Params:
 
 
 def split(params: Params) -> tuple[Params, Params]:
-  """Returns (frozen base of the adapters, parts trained in full: the value head, if any)."""
+  """Returns (frozen base of the adapters, parts trained in full: the value head, if any).
+
+  What is trained is in float32: most steps are too small to change a bfloat16.
+  """
   base = {name: branch for name, branch in params.items() if name != 'value_head'}
-  return base, {name: branch for name, branch in params.items() if name == 'value_head'}
+  trained = {name: branch for name, branch in params.items() if name == 'value_head'}
+  return base, jax.tree.map(_float32, trained)
 
 
 def merge(base: Params, trained: Params, scale: float) -> Params:
@@ -96,3 +100,10 @@ def merge(base: Params, trained: Params, scale: float) -> Params:
     )
     merged[*module, 'kernel'] = (kernel + change.reshape(kernel.shape)).astype(kernel.dtype)
   return traverse_util.unflatten_dict(merged)
+
+
+def _float32(x):
+  """Returns an array, or the shape of one, in float32."""
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding)
+  return x.astype(jnp.float32)

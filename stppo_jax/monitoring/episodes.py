@@ -1,11 +1,15 @@
 """Metrics of a batch of episodes, and records of the episodes with per-token numbers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from collections.abc import Sequence
+import contextlib
 import json
 import os
+import queue
+import threading
 from typing import Any
 
+from absl import logging
 import jax
 import numpy as np
 
@@ -44,10 +48,28 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
   }
 
 
+class Records:
+  """The records of a batch of episodes, made when they are first needed, by any thread."""
+
+  def __init__(self, make: Callable[[], list[dict]] = list):
+    self._make, self._lock = make, threading.Lock()
+    self._made: list[dict] | None = None
+
+  def get(self) -> list[dict]:
+    """Returns one record per episode."""
+    with self._lock:
+      if self._made is None:
+        self._made, self._make = self._make(), list
+      return self._made
+
+
 def with_tokens(
     episodes: Sequence[types.Episode], tokenizer, batch, seen, n: int, has_values: bool
-) -> list[dict]:
-  """Returns the records of update n, with per-token numbers; ratios are those of the last epoch."""
+) -> Records:
+  """Returns the records of update n, with per-token numbers; ratios are those of the last epoch.
+
+  All processes call it: the numbers are gathered now.
+  """
   arrays = {'old_logp': batch.old_logp, 'advantages': batch.advantages}
   if has_values:
     arrays['values'] = batch.old_values
@@ -59,14 +81,77 @@ def with_tokens(
   for rows, step_seen in jax.device_get(seen).items():
     for name, x in step_seen.items():
       arrays[name][list(rows)] = x
-  return batching.to_records(episodes, tokenizer, n, 'train', arrays)
+  return Records(lambda: batching.to_records(episodes, tokenizer, n, 'train', arrays))
 
 
-def write(workdir: str, kind: str, n: int, records: Sequence[Mapping[str, Any]]) -> None:
-  """Writes episodes/<kind>_<n>.jsonl, on the process that writes."""
-  if not hosts.is_writer():
-    return
+def write(workdir: str, kind: str, n: int, records: Records) -> str:
+  """Writes episodes/<kind>_<n>.jsonl, whole or not at all; returns its path."""
   folder = os.path.join(workdir, 'episodes')
+  path = os.path.join(folder, f'{kind}_{n:06d}.jsonl')
   os.makedirs(folder, exist_ok=True)
-  with open(os.path.join(folder, f'{kind}_{n:06d}.jsonl'), 'w', encoding='utf-8') as file:
-    file.writelines(json.dumps(record) + '\n' for record in records)
+  try:
+    with open(path + '.part', 'w', encoding='utf-8') as file:
+      file.writelines(json.dumps(record) + '\n' for record in records.get())
+    os.replace(path + '.part', path)
+  except OSError:
+    with contextlib.suppress(OSError):
+      os.remove(path + '.part')  # its space is needed
+    raise
+  return path
+
+
+class Recorder:
+  """Writes records in a thread, and never ends or stops a run; a context manager.
+
+  A file that cannot be written is told once and left out. Where the disk is too slow, waits for
+  `put_s`, and then leaves records out.
+
+  Args:
+    workdir: the folder of the run.
+    behind: batches that may wait to be written.
+    put_s: time limit of waiting for a place in the queue.
+    close_s: time limit of waiting for what is still to be written at the end.
+  """
+
+  def __init__(self, workdir: str, behind: int = 2, put_s: float = 5.0, close_s: float = 30.0):
+    self._workdir, self._put_s, self._close_s = workdir, put_s, close_s
+    self._queue: queue.Queue = queue.Queue(behind)
+    self._told = self._is_slow = False
+    self._thread = threading.Thread(target=self._run, daemon=True, name='episodes')
+    self._thread.start()
+
+  def put(self, kind: str, n: int, records: Records) -> None:
+    """Hands over the records of episodes/<kind>_<n>.jsonl."""
+    self._hand_over((kind, n, records), f'{kind}_{n:06d}.jsonl', self._put_s)
+
+  def close(self) -> None:
+    """Waits until all is written, or until the limit."""
+    if self._hand_over(None, 'the last one', self._close_s):
+      self._thread.join(self._close_s)
+
+  def __enter__(self) -> 'Recorder':
+    return self
+
+  def __exit__(self, *unused_error: Any) -> None:
+    self.close()
+
+  def _hand_over(self, work, name, limit_s):
+    try:
+      self._queue.put(work, timeout=0 if self._is_slow else limit_s)
+      return True
+    except queue.Full:
+      self._is_slow = True  # so that not every update waits
+      self._tell(f'the disk is too slow: {name} waited for {limit_s:g} s')
+      return False
+
+  def _run(self):
+    while work := self._queue.get():
+      try:
+        write(self._workdir, *work)
+      except Exception as error:  # any: this thread must not end
+        self._tell(f'{type(error).__name__}: {error}')
+
+  def _tell(self, reason):
+    if not self._told:
+      logging.warning('records of episodes are left out (%s); training continues', reason)
+    self._told = True

@@ -24,6 +24,8 @@ from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline
 from stppo_jax.runtime import hosts
 
+_FACTOR = 'stppo/applied_factor'
+
 
 class Journal(contextlib.ExitStack):
   """What the run in `workdir` writes, from update `first` on; a context manager.
@@ -33,17 +35,25 @@ class Journal(contextlib.ExitStack):
     config: the run's Config as nested dicts; `name`, `log`, `health` and `train.updates` are read.
     first: updates done before; lines of later ones are dropped.
     core_metrics: of the environment, the main one first.
+    unfinished: whether the line of update `first` is still to be written.
   """
 
   def __init__(
-      self, workdir: str, config: Mapping[str, Any], first: int, core_metrics: Sequence[str] = ()
+      self,
+      workdir: str,
+      config: Mapping[str, Any],
+      first: int,
+      core_metrics: Sequence[str] = (),
+      unfinished: bool = False,
   ):
     super().__init__()
     self._core_metrics = core_metrics
+    self._main = f'val-core/all/{[*core_metrics, "score"][0]}'
     self._workdir, self._first, self._updates = workdir, first, config['train']['updates']
     self._log, self._health = config['log'], config['health']
-    self._writer = None
+    self._writer = self._recorder = None
     if hosts.is_writer():
+      self._recorder = self.enter_context(episodes_lib.Recorder(workdir))
       self._writer = self.enter_context(
           metrics_lib.MetricsWriter(
               workdir,
@@ -51,23 +61,22 @@ class Journal(contextlib.ExitStack):
               wandb_project=self._log['wandb_project'] or None,
               run_name=config['name'],
               config_json=json.dumps(config),
-              resume_step=first if first else -1,
+              resume_step=first - unfinished if first else -1,
           )
       )
     rows = hosts.by_writer(metrics_lib.read_metrics, workdir)
     self._history = [health_lib.watched(row) for row in rows]
     self._started = time.perf_counter()
 
-  @property
-  def wants_episodes(self) -> bool:
-    """Whether every episode is written."""
-    return self._log['episodes']
+  def main_score(self, scores: Mapping[str, float]) -> float:
+    """Returns the main one of an evaluation's scores."""
+    return scores[self._main]
 
   def evaluated(
       self, n: int, scores: Mapping[str, float], episodes: Sequence[types.Episode], tokenizer: Any
   ) -> None:
     """Logs the held-out scores after n updates, and writes the episodes."""
-    main = f'val-core/all/{[*self._core_metrics, "score"][0]}'
+    main = self._main
     hops = '  '.join(f'{name[-5:]} {scores[name]:.3f}' for name in scores if f'{main}_hops' in name)
     label, hops = main.split('/')[-1], f'  ({hops})' if hops else ''
     logging.info('held out after %d updates: %s %.3f%s', n, label, scores[main], hops)
@@ -75,21 +84,23 @@ class Journal(contextlib.ExitStack):
       logging.warning(
           'retrieval failed in %.0f%% of the held-out episodes: they count as wrong', 100 * failed
       )
-    if self.wants_episodes:
-      records = batching.to_records(episodes, tokenizer, n, 'eval')
-      episodes_lib.write(self._workdir, 'eval', n, records)
+    make = lambda: batching.to_records(episodes, tokenizer, n, 'eval')
+    self.record('eval', n, episodes_lib.Records(make))
 
   def write(self, n: int, metrics: Mapping[str, float]) -> None:
     """Writes a line of metrics."""
     if self._writer is not None:
       self._writer.write(n, metrics)
 
-  def updated(
-      self, n: int, metrics: Mapping[str, float], records: Sequence[Mapping[str, Any]]
-  ) -> list[health_lib.Alarm]:
-    """Writes numbers, episodes and a line of progress of update n; returns the health alarms."""
-    if self.wants_episodes:
-      episodes_lib.write(self._workdir, 'train', n, records)
+  def record(self, kind: str, n: int, records: episodes_lib.Records) -> None:
+    """Writes episodes in the background: kind 'eval', or 'train' of each `episodes_every`-th."""
+    log = self._log
+    wanted = log['episodes'] and (kind == 'eval' or n % log['episodes_every'] == 0)
+    if wanted and self._recorder is not None:
+      self._recorder.put(kind, n, records)
+
+  def updated(self, n: int, metrics: Mapping[str, float]) -> list[health_lib.Alarm]:
+    """Writes the numbers and a line of progress of update n; returns the health alarms."""
     self._history.append(health_lib.watched(metrics))
     alarms = health_lib.check(self._history, self._health, self._health['window'])
     self.write(n, {**metrics, **health_lib.flags(alarms)})
@@ -100,23 +111,23 @@ class Journal(contextlib.ExitStack):
     logging.info(line)
     return alarms
 
-  def warn(
-      self, n: int, alarms: Sequence[health_lib.Alarm], records: Sequence[Mapping[str, Any]]
-  ) -> None:
+  def warn(self, n: int, alarms: Sequence[health_lib.Alarm], records: episodes_lib.Records) -> None:
     """Logs new alarms; raises a RunError for a rule of config.health.stop_on."""
     for alarm in alarms:
       if not alarm.is_new:
         continue
-      lines = ', '.join(map(str, health_lib.worst_lines(alarm.name, records)))
+      worst = health_lib.worst_lines(alarm.name, records.get()) if hosts.is_writer() else []
+      lines = ', '.join(map(str, worst))
       place = f'line {lines} of episodes/train_{n:06d}.jsonl' if lines else "the run's charts"
       message = alarm.line(self._health['window'], place)
       if alarm.name in self._health['stop_on']:
         raise types.RunError(f'update {n}: {message}; config.health.stop_on says to stop')
       logging.warning(message)
 
-  def dump(self, n: int, records: Sequence[Mapping[str, Any]]) -> str:
+  def dump(self, n: int, records: episodes_lib.Records) -> str:
     """Writes the episodes of an update whose steps were skipped; returns their path."""
-    episodes_lib.write(self._workdir, 'nonfinite', n, records)
+    if hosts.is_writer():
+      episodes_lib.write(self._workdir, 'nonfinite', n, records)
     return f'{self._workdir}/episodes/nonfinite_{n:06d}.jsonl'
 
   def finished(self, n: int) -> None:
@@ -141,9 +152,17 @@ class Seen:
 
 
 def summarize(episodes: Sequence[types.Episode], seen: Sequence[Seen]) -> dict[str, float]:
-  """Summarises an update: means over its optimizer steps, and statistics of its episodes."""
+  """Summarises an update: means over its optimizer steps, and statistics of its episodes.
+
+  The factor by which the division changed a step is also given as largest, smallest and per step
+  (at most the first 8), since its mean hides a step that was lost.
+  """
   names = seen[0].metrics
   means = {name: float(np.mean([step.metrics[name] for step in seen])) for name in names}
+  if _FACTOR in names:
+    factors = [float(step.metrics[_FACTOR]) for step in seen]
+    means |= {f'{_FACTOR}_max': max(factors), f'{_FACTOR}_min': min(factors)}
+    means |= {f'{_FACTOR}_step{i}': factor for i, factor in enumerate(factors[:8], 1)}
   means['actor/skipped'] = max(int(step.metrics['actor/skipped']) for step in seen)  # in a row
   memory = {'perf/host_memory_gb': metrics_lib.host_memory_gb()}
   return means | episodes_lib.summarize(episodes) | memory
@@ -156,7 +175,7 @@ def records(
     seen: Sequence[Seen],
     n: int,
     has_values: bool,
-) -> list[dict]:
+) -> episodes_lib.Records:
   """Returns the records of an update's episodes with per-token numbers of the last epoch."""
   tokens = {tuple(step.rows): step.tokens for step in seen}
   return episodes_lib.with_tokens(episodes, tokenizer, batch, tokens, n, has_values)

@@ -18,6 +18,7 @@ from absl import logging
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.monitoring import sinks
 
 FILE_NAME = 'metrics.jsonl'
 
@@ -43,10 +44,15 @@ class MetricsWriter:
     path = os.path.join(workdir, FILE_NAME)
     _truncate(path, resume_step)
     self._file = open(path, 'a', encoding='utf-8')
-    self._tensorboard = _open_tensorboard(workdir, resume_step) if tensorboard else None
-    self._wandb = (
-        _open_wandb(workdir, wandb_project, run_name, config_json) if wandb_project else None
-    )
+    self._sinks = sinks.Sinks()
+    first = None if resume_step is None else resume_step + 1
+    if tensorboard:
+      self._sinks.add('TensorBoard', lambda: sinks.TensorBoard(workdir, first))
+    if wandb_project:
+      resumed = resume_step != -1
+      self._sinks.add(
+          'W&B', lambda: sinks.Wandb(workdir, wandb_project, run_name, config_json, resumed)
+      )
 
   def write(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Writes one line; values are anything `float` takes, device scalars included."""
@@ -63,26 +69,13 @@ class MetricsWriter:
     os.fsync(
         self._file.fileno()
     )  # a later checkpoint must not survive a crash that loses this line
-    if self._tensorboard is not None:
-      for name, number in finite.items():
-        self._tensorboard.add_scalar(name, number, int(step))
-      self._tensorboard.flush()
-    if self._wandb is not None:
-      try:
-        self._wandb.log(finite, step=int(step))
-      except Exception as error:  # a remote service must not stop a run
-        logging.warning('W&B stopped taking metrics (%s); metrics.jsonl continues.', error)
-        self._wandb = None
+    self._sinks.write(int(step), finite)
 
   def close(self) -> None:
-    self._file.close()
-    if self._tensorboard is not None:
-      self._tensorboard.close()
-    if self._wandb is not None:
-      try:
-        self._wandb.finish()
-      except Exception as error:  # as above
-        logging.warning('W&B did not finish cleanly (%s).', error)
+    try:
+      self._file.close()
+    finally:
+      self._sinks.close()
 
   def __enter__(self) -> 'MetricsWriter':
     return self
@@ -190,35 +183,6 @@ def _truncate(path: str, resume_step: int | None) -> None:
   with open(path + '.tmp', 'wb') as file:
     file.writelines(kept)
   os.replace(path + '.tmp', path)
-
-
-def _open_tensorboard(workdir: str, resume_step: int | None) -> Any:
-  try:
-    import tensorboardX  # pylint: disable=import-outside-toplevel
-  except ImportError:
-    logging.warning('No TensorBoard files: tensorboardX is not installed (pip install it).')
-    return None
-  return tensorboardX.SummaryWriter(
-      os.path.join(workdir, 'tensorboard'),
-      purge_step=None if resume_step is None else resume_step + 1,
-  )
-
-
-def _open_wandb(workdir: str, project: str, run_name: str, config_json: str) -> Any:
-  """Returns a W&B run, or None with one warning; without a login, one kept offline in `workdir`."""
-  try:
-    import wandb  # pylint: disable=import-outside-toplevel
-
-    return wandb.init(
-        project=project,
-        name=run_name or None,
-        dir=workdir,
-        config=json.loads(config_json),
-        mode=None if os.environ.get('WANDB_MODE') or wandb.api.api_key else 'offline',
-    )
-  except Exception as error:  # not installed, no network or a bad key: must not stop a run
-    logging.warning('No W&B logging (%s: %s).', type(error).__name__, error)
-    return None
 
 
 def _short(number: float, digits: int) -> str:

@@ -1,16 +1,64 @@
 """The folder of a run: it belongs to one config, and at any time to one process."""
 
+from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Mapping
 import contextlib
 import fcntl
 import json
 import os
+import re
+import secrets
 import socket
+import time
 from typing import Any
+
+from absl import logging
 
 from stppo_jax.monitoring import metrics
 from stppo_jax.types import UserError
+
+_APPEARS_S = 30.0  # within this a new file is visible to all clients of a network file system
+
+
+def check_path(workdir: str) -> None:
+  """Refuses the address of an object store."""
+  if re.match(r'[A-Za-z][A-Za-z0-9+.-]*:/', workdir):
+    raise UserError(
+        f'--workdir={workdir!r}: object stores are not supported, because they have no locks and '
+        'do not append: give a folder that all hosts share, or mount the bucket as one'
+    )
+
+
+def write_nonce(workdir: str) -> str:
+  """Writes a new text into `workdir`; returns it."""
+  nonce = secrets.token_hex(8)
+  write_whole(os.path.join(workdir, 'nonce'), nonce)
+  return nonce
+
+
+def sees_nonce(
+    workdir: str,
+    nonce: str,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
+  """Returns whether this process reads that text in `workdir`; waits for it to appear."""
+  last = clock() + _APPEARS_S
+  while True:
+    with contextlib.suppress(OSError):
+      with open(os.path.join(workdir, 'nonce'), encoding='utf-8') as file:
+        if file.read() == nonce:
+          return True
+    if clock() >= last:
+      return False
+    sleep(1.0)
+
+
+def remove_nonce(workdir: str) -> None:
+  """Removes that file."""
+  with contextlib.suppress(OSError):
+    os.remove(os.path.join(workdir, 'nonce'))
 
 
 @contextlib.contextmanager
@@ -35,6 +83,8 @@ def lock(workdir):
           f'--workdir={workdir!r} is in use by {file.read() or "another run"}: wait for '
           'its end, or give another --workdir'
       ) from error
+    except OSError as error:  # some network file systems have no locks
+      logging.warning('--workdir=%r cannot be locked (%s): start one run in it', workdir, error)
     file.truncate(0)
     file.write(f'process {os.getpid()} on {socket.gethostname()}')
     file.flush()

@@ -1,5 +1,6 @@
 """BM25 search over a corpus in memory: queries in, passages out, no server."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
 import logging
@@ -21,6 +22,9 @@ _STOP_WORDS = frozenset(stopwords.STOPWORDS_EN)
 class Bm25Retriever:
   """Searches by BM25 (Lucene's form, k1 = 1.5, b = 0.75) over each passage's title and text.
 
+  A score is that of title and text together plus that of the title alone. So the passage about
+  Mexico comes before the one about Mexico City, which is shorter and mentions the word as densely.
+
   Ties go to the passage that comes first in the corpus. Passages that share no word with the query
   are not returned, so a query may get fewer than `top_k` or none. It runs in the calling thread: a
   query over a few thousand passages takes less time than waking another thread.
@@ -28,32 +32,40 @@ class Bm25Retriever:
 
   def __init__(self, passages: Sequence[types.Passage]):
     self._passages = list(passages)
-    # Numbers instead of words halve the memory: each word is stored once, not a million times.
-    numbers: dict[str, int] = {}
-    rows = [
-        [numbers.setdefault(word, len(numbers)) for word in _words(f'{p.title} {p.text}')]
-        for p in self._passages
-    ]
-    if not numbers:
+    whole = _index(f'{passage.title} {passage.text}' for passage in self._passages)
+    if whole is None:
       raise types.UserError(
           f'retriever: got {len(self._passages)} passages without a single word; '
           'check that the corpus is not empty'
       )
-    self._index = bm25s.BM25()
-    self._index.index((rows, numbers), show_progress=False)
+    titles = _index(passage.title for passage in self._passages)
+    self._indexes = [whole] if titles is None else [whole, titles]
 
   def search(self, queries: Sequence[str], top_k: int) -> list[list[types.Passage] | None]:
     """Returns at most `top_k` passages per query, best first."""
     return [self._search_one(query, top_k) for query in queries]
 
   def _search_one(self, query: str, top_k: int) -> list[types.Passage]:
-    ids = self._index.get_tokens_ids(_words(query))
-    if not ids or top_k < 1:
+    words = _words(query)
+    found = [(index, index.get_tokens_ids(words)) for index in self._indexes]
+    if not found[0][1] or top_k < 1:
       return []
-    scores = self._index.get_scores_from_ids(ids)
+    scores = sum(index.get_scores_from_ids(ids) for index, ids in found if ids)
     return [
         dataclasses.replace(self._passages[i], score=float(scores[i])) for i in _best(scores, top_k)
     ]
+
+
+def _index(texts: Iterable[str]) -> bm25s.BM25 | None:
+  """Returns the index of texts; None where they hold no word."""
+  # Numbers instead of words halve the memory: each word is stored once, not a million times.
+  numbers: dict[str, int] = {}
+  rows = [[numbers.setdefault(word, len(numbers)) for word in _words(text)] for text in texts]
+  if not numbers:
+    return None
+  index = bm25s.BM25()
+  index.index((rows, numbers), show_progress=False)
+  return index
 
 
 def _words(text: str) -> list[str]:

@@ -11,6 +11,7 @@ import collections
 from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent import futures
+import functools
 import json
 import math
 import random
@@ -29,14 +30,19 @@ DIALECTS = ('search_r1', 'ragen')
 _AGAIN = frozenset((408, 425, 429, 500, 502, 503, 504))  # HTTP statuses worth another attempt
 _CHUNK_BYTES = 1024  # small, because the deadline is checked between chunks
 _MAX_BACKOFF_S = 30.0
+_LOOK_S = 1.0  # between two questions whether to give up
 
 
 class HttpRetriever:
   """Searches over HTTP; never raises for errors of a server or network.
 
+  At most `max_queries` go into one request, and several requests are in flight at once.
+
   A query without a usable answer within `timeout_s` per request and `retries` retries gives None.
   Network errors, time-outs and overload are retried after `backoff_s * 2**attempt` times a jitter
   in [0.5, 1.5); an unreadable answer is not.
+
+  Once `give_up()` is true, a search in progress ends within seconds, without an answer.
 
   Counters since construction: `requests` sent (with retries), `retries`, `failures` (queries that
   gave None), `cache_hits` (queries answered from the cache).
@@ -55,7 +61,8 @@ class HttpRetriever:
       cache_size: int = 10_000,  # queries; 0 = no cache
       connect_timeout_s: float = 5.0,
       max_response_bytes: int = 64 << 20,
-      concurrency: int = 8,  # ragen only: requests in flight at once
+      concurrency: int = 8,  # requests of one search in flight at once
+      max_queries: int = 32,  # per request
       jitter_seed: int | None = None,
       sleep: Callable[[float], None] = time.sleep,
   ):
@@ -67,6 +74,7 @@ class HttpRetriever:
         ('backoff_s', backoff_s, 0),
         ('cache_size', cache_size, 0),
         ('concurrency', concurrency, 1),
+        ('max_queries', max_queries, 1),
     ):
       if value < lowest:
         raise types.UserError(f'retriever: got {name}={value}; it needs {lowest} or more')
@@ -77,10 +85,8 @@ class HttpRetriever:
     ):
       if not value > 0:
         raise types.UserError(f'retriever: got {name}={value}; it needs more than 0')
-    self.requests = 0
-    self.retries = 0
-    self.failures = 0
-    self.cache_hits = 0
+    self.requests = self.retries = self.failures = self.cache_hits = 0
+    self.give_up: Callable[[], bool] = lambda: False  # a run that stops sets another one
     self._dialect = dialect
     self._timeout_s = timeout_s
     self._connect_timeout_s = min(connect_timeout_s, timeout_s)
@@ -89,6 +95,7 @@ class HttpRetriever:
     self._cache_size = cache_size
     self._max_response_bytes = max_response_bytes
     self._concurrency = concurrency
+    self._max_queries = max_queries if dialect == 'search_r1' else 1
     self._jitter = random.Random(jitter_seed)
     self._sleep = sleep
     self._cache: collections.OrderedDict[tuple[str, int], list[types.Passage]] = (
@@ -133,26 +140,34 @@ class HttpRetriever:
         self._cache.popitem(last=False)
 
   def _fetch(self, queries: list[str], top_k: int) -> list[list[types.Passage] | None]:
-    if self._dialect == 'search_r1':
-      answer = self._ask({'queries': queries, 'topk': top_k, 'return_scores': True})
-      rows = answer.get('result') if isinstance(answer, dict) else None
-      if not isinstance(rows, list) or len(rows) != len(queries):
-        if answer is not None:
-          _report(f'no list of {len(queries)} results in the answer')
-        return [None] * len(queries)
-      return [_passages(row, _search_r1_passage, top_k) for row in rows]
-    with futures.ThreadPoolExecutor(min(self._concurrency, len(queries))) as pool:
-      answers = list(pool.map(self._ask, [{'query': query, 'top_k': top_k} for query in queries]))
-    return [
-        _passages(
-            answer.get('results') if isinstance(answer, dict) else None, _ragen_passage, top_k
-        )
-        for answer in answers
-    ]
+    """Sends requests of bounded size side by side; one that fails does not affect the others."""
+    size = self._max_queries
+    parts = [queries[i : i + size] for i in range(0, len(queries), size)]
+    fetch = functools.partial(self._fetch_part, top_k=top_k)
+    if len(parts) == 1:
+      return fetch(parts[0])
+    with futures.ThreadPoolExecutor(min(self._concurrency, len(parts))) as pool:
+      return [passages for part in pool.map(fetch, parts) for passages in part]
+
+  def _fetch_part(self, queries: list[str], top_k: int) -> list[list[types.Passage] | None]:
+    """Sends one request: one query in RAGEN's dialect, up to `max_queries` in the other."""
+    if self._dialect == 'ragen':
+      answer = self._ask({'query': queries[0], 'top_k': top_k})
+      rows = answer.get('results') if isinstance(answer, dict) else None
+      return [_passages(rows, _ragen_passage, top_k)]
+    answer = self._ask({'queries': queries, 'topk': top_k, 'return_scores': True})
+    rows = answer.get('result') if isinstance(answer, dict) else None
+    if not isinstance(rows, list) or len(rows) != len(queries):
+      if answer is not None:
+        _report(f'no list of {len(queries)} results in the answer')
+      return [None] * len(queries)
+    return [_passages(row, _search_r1_passage, top_k) for row in rows]
 
   def _ask(self, question: dict[str, Any]) -> Any:
     """Returns the server's JSON, or None after the last attempt."""
     for attempt in range(self._retries + 1):
+      if self.give_up():
+        break
       with self._lock:
         self.requests += 1
         self.retries += attempt > 0
@@ -160,6 +175,8 @@ class HttpRetriever:
       answer, failure, again = self._post_within(question)
       if failure is None:
         return answer
+      if self.give_up():
+        break
       _report(failure)
       if not again:
         break
@@ -181,7 +198,9 @@ class HttpRetriever:
 
     worker = threading.Thread(target=post, daemon=True)
     worker.start()
-    worker.join(self._timeout_s)
+    deadline = time.monotonic() + self._timeout_s
+    while worker.is_alive() and (left_s := deadline - time.monotonic()) > 0 and not self.give_up():
+      worker.join(min(left_s, _LOOK_S))
     return outcome[0]
 
   def _post(self, question: dict[str, Any]) -> tuple[Any, str | None, bool]:

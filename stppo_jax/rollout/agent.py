@@ -6,7 +6,6 @@ Training and evaluation share it: parameters and tasks in, episodes out.
 from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
-import math
 import os
 from typing import Any
 
@@ -20,8 +19,10 @@ from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
 from stppo_jax.models import layers
+from stppo_jax.models import sharding
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_loop
+from stppo_jax.rollout import layout
 from stppo_jax.rollout import sampler as sampling
 from stppo_jax.rollout import seams
 from stppo_jax.runtime import hosts
@@ -40,7 +41,7 @@ class Agent:
   env: protocol.Kind  # makes an environment per episode
   retriever: Any  # retrieval.protocol.Retriever, or None
   sampler: sampling.Sampler  # at the training temperature
-  greedy: sampling.Sampler
+  greedy: sampling.Sampler  # of evaluation, with the same compiled programs
   report: engine.Report | None = None  # of the newest `play`
 
   def play(
@@ -54,7 +55,9 @@ class Agent:
   ) -> list[types.Episode]:
     """Plays one episode per task, `rows` at a time; keys [B] fix each episode's randomness.
 
-    Raises Stopped after a turn at which `give_up()` is true. Choice: no threads on many hosts,
+    `params` are the policy's, or a `Sampler.copy` of them, which is made here otherwise.
+    Raises Stopped after a turn at which `give_up()` is true, and at the end: a retriever that gives
+    up at that moment leaves failed episodes. Choice: no threads on many hosts,
     whose schedules would differ with their timing.
     """
     rollout = self.config.rollout
@@ -76,7 +79,7 @@ class Agent:
 
     episodes, self.report = episode_loop.play(
         self.greedy if greedy else self.sampler,
-        params,
+        self.sampler.copy(params),
         self.tokenizer,
         envs,
         tasks,
@@ -88,6 +91,8 @@ class Agent:
         frame=self.env.frame,
         seeds=seeds,
     )
+    if give_up is not None:
+      hosts.end_if(give_up)
     return episodes
 
 
@@ -132,11 +137,6 @@ def load_shape(config, head: str = 'tokens', folder: str | None = None) -> decod
   return _computed_as(shape, model)
 
 
-def _num_shards(row_sharding):
-  """Returns the number of parts that the first axis is split into."""
-  return math.prod(row_sharding.mesh.shape[axis] for axis in row_sharding.spec[0])
-
-
 def _computed_as(shape, model):
   return dataclasses.replace(
       shape,
@@ -148,28 +148,23 @@ def _computed_as(shape, model):
   )
 
 
-def make_agent(
-    config, model: decoder.ModelConfig, row_sharding: jax.sharding.NamedSharding | None = None
-) -> Agent:
-  """Builds the agent of a policy of shape `model`; its rows are laid out as `row_sharding`."""
+def make_agent(config, model: decoder.ModelConfig, mesh: jax.sharding.Mesh | None = None) -> Agent:
+  """Builds the agent of a policy of shape `model`, on the devices of `mesh`; None: on the first."""
   tokenizer = chat.load_tokenizer(model_folder(config))
   chat.check_matches(tokenizer, model.vocab_size)
   parts = seams.resolve(config)
   stop_table = chat.stop_automaton(tokenizer.token_bytes, parts.env.stop_strings)
   chat.make_framing(tokenizer, parts.env.frame, config.rollout.max_observation)  # or an error now
   retriever = parts.make_retriever()
-
-  def make(greedy):
-    return make_sampler(config, model, stop_table, tokenizer.eos_ids, row_sharding, greedy)
-
+  sampler = make_sampler(config, model, stop_table, tokenizer.eos_ids, mesh)
   return Agent(
       config=config,
       tokenizer=tokenizer,
       model=model,
       env=parts.bind(retriever),
       retriever=retriever,
-      sampler=make(False),
-      greedy=make(True),
+      sampler=sampler,
+      greedy=sampler.greedy(config.eval.rows),
   )
 
 
@@ -178,51 +173,41 @@ def make_sampler(
     model: decoder.ModelConfig,
     stop_table: np.ndarray,
     eos_ids: Sequence[int],
-    row_sharding: jax.sharding.NamedSharding | None = None,
-    greedy: bool = False,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> sampling.Sampler:
-  """Returns the sampler of training, or the greedy one of evaluation.
+  """Returns the sampler of training, in the sampling layout over the devices of `mesh`.
 
-  Choice: the compiler places groups that `row_sharding` cannot split evenly. Rows that are not
-  split can be moved: only those with something to prefill are computed. On a CPU their keys lie in
-  tiles; keys of split rows do not, because reading from tiles goes row by row.
+  Rows that are not split can be moved: only those with something to prefill are computed. On a CPU
+  their keys lie in tiles; keys of split rows do not, because reading from tiles goes row by row.
   """
-  rollout = config.rollout
-  options = (
-      dict(temperature=0.0)
-      if greedy
-      else dict(temperature=rollout.temperature, top_k=rollout.top_k, top_p=rollout.top_p)
+  rollout, row_sharding = config.rollout, None
+  if mesh is not None and mesh.size > 1:
+    row_sharding = sharding.rows(layout.make_mesh(mesh, model, rollout.mesh))
+  platform = (jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform
+  tiled = platform == 'cpu' and row_sharding is None
+  model = dataclasses.replace(
+      model, row_sharding=row_sharding, cache_tile=decoder.CPU_CACHE_TILE if tiled else 0
   )
-  rows, width = num_rows(config, greedy), group_width(config, greedy)
-  device = jax.devices()[0] if row_sharding is None else row_sharding.mesh.devices.flat[0]
-  shards = 1 if row_sharding is None else _num_shards(row_sharding)
-  if shards == 1 or width % shards:
-    row_sharding = None
-  tiled = device.platform == 'cpu' and row_sharding is None
-  cache_tile = decoder.CPU_CACHE_TILE if tiled else 0
-  model = dataclasses.replace(model, row_sharding=row_sharding, cache_tile=cache_tile)
   return sampling.Sampler(
       model,
       stop_table,
       eos_ids,
       rollout.max_total,
-      rows=rows,
-      width=width,
+      temperature=rollout.temperature,
+      top_k=rollout.top_k,
+      top_p=rollout.top_p,
+      rows=num_rows(config),
+      width=rollout.width,
+      slot_buckets=rollout.slot_buckets
+      or sampling.default_slot_buckets(rollout.max_total, platform),
       chunk_buckets=rollout.chunks,
       row_sharding=row_sharding,
-      **options,
   )
 
 
-def num_rows(config, greedy: bool = False) -> int:
+def num_rows(config) -> int:
   """Returns the number of episodes in progress at once."""
-  return config.eval.rows if greedy else config.rollout.rows or config.train.episodes
-
-
-def group_width(config, greedy: bool = False) -> int:
-  """Returns the number of rows that one device call decodes."""
-  rows = num_rows(config, greedy)
-  return min(config.rollout.width or rows, rows)
+  return config.rollout.rows or config.train.episodes
 
 
 def load_tasks(config, split: str) -> list[types.Task]:

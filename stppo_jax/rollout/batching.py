@@ -47,6 +47,7 @@ def to_turn_batch(
   rewards, behaviour_logp = np.zeros((2, rows, length), np.float32)
   fresh = max((episode.group for episode in episodes), default=-1) + 1
   group_ids = np.arange(fresh, fresh + rows, dtype=np.int32)
+  truncated = np.zeros(rows, np.float32)
   for b, (episode, (row_tokens, row_turn_ids, row_logp)) in enumerate(zip(episodes, unrolled)):
     tokens[b, : len(row_tokens)] = row_tokens
     if episode.failed or not row_turn_ids.any():
@@ -55,7 +56,7 @@ def to_turn_batch(
     behaviour_logp[b, : len(row_tokens)] = row_logp
     for turn, end in zip(episode.turns, _turn_ends(row_turn_ids), strict=True):
       rewards[b, end] = turn.reward
-    group_ids[b] = episode.group
+    group_ids[b], truncated[b] = episode.group, episode.truncated
   empty = lambda: np.zeros((rows, length), np.float32)  # each its own: batches may be donated
   columns: dict[str, Any] = dict(  # NumPy arrays, until `put`
       tokens=tokens,
@@ -69,6 +70,7 @@ def to_turn_batch(
       returns=empty(),
       group_ids=group_ids,
       behaviour_logp=behaviour_logp,
+      truncated=truncated,
   )
   return hosts.put(types.TurnBatch(**columns), sharding)
 

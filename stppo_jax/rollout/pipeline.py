@@ -21,7 +21,6 @@ from typing import Any
 
 from absl import logging
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax import types
@@ -58,23 +57,29 @@ class Batches:
     """Returns the question of each episode."""
     return [task for task in self.stream.take(number - 1) for _ in range(self.group_size)]
 
-  def sample(self, params, number: int, staleness: int) -> Sampled:
-    """Plays the batch."""
+  def copy(self, params: dict) -> dict:
+    """Returns the policy of trained parameters as it is sampled from, in buffers of its own."""
+    return self.agent.sampler.copy(self.policy(params))
+
+  def sample(self, params: dict, number: int, staleness: int) -> Sampled:
+    """Plays the batch; `params` are a `copy`."""
     tasks = self.tasks(number)
     groups = [i // self.group_size for i in range(len(tasks))]
     key, _ = batch_keys(self.seed, number)
     started = time.perf_counter()
     keys = episode_loop.row_keys(key, tasks)
-    episodes, replays = play_through(
-        lambda: self.agent.play(self.policy(params), tasks, keys, groups, give_up=self.give_up),
-        self.agent.retriever,
-        self.max_failed_share,
-        self.max_outage_s,
-        self.sleep,
+    episodes, replays = self.until_answered(
+        lambda: self.agent.play(params, tasks, keys, groups, give_up=self.give_up)
     )
     measured = {'timing_s/gen': time.perf_counter() - started, 'env/replays': replays}
     measured |= self.agent.report.metrics()
     return Sampled(number, staleness, episodes, measured)
+
+  def until_answered(self, play: Callable) -> tuple[list[types.Episode], int]:
+    """Calls `play_through` with the limits of this run."""
+    return play_through(
+        play, self.agent.retriever, self.max_failed_share, self.max_outage_s, self.sleep
+    )
 
 
 def batch_keys(seed: int, number: int) -> tuple[jax.Array, jax.Array]:
@@ -84,16 +89,24 @@ def batch_keys(seed: int, number: int) -> tuple[jax.Array, jax.Array]:
 
 
 class Pipeline:
-  """Samples `staleness` batches ahead, in one thread. With 0 there is neither thread nor copy.
+  """Samples `staleness` batches ahead, in one thread. With 0 there is no thread.
 
   Args:
-    sample: (params, number, staleness) -> Sampled, as `Batches.sample`.
+    sample: (copy, number, staleness) -> Sampled, as `Batches.sample`.
     staleness: batches sampled ahead.
     ready: batches that a checkpoint held, the next one first.
+    copy: trained parameters -> those that `sample` takes. With staleness they must be in buffers
+      of their own, because training overwrites its own meanwhile.
   """
 
-  def __init__(self, sample: Callable, staleness: int, ready: Sequence[Sampled] = ()):
-    self._sample, self._staleness = sample, staleness
+  def __init__(
+      self,
+      sample: Callable,
+      staleness: int,
+      ready: Sequence[Sampled] = (),
+      copy: Callable = lambda params: params,
+  ):
+    self._sample, self._staleness, self._copy = sample, staleness, copy
     self._sampling = threading.Lock()
     self._thread = futures.ThreadPoolExecutor(1, 'sampling') if staleness else None
     self._ahead = collections.deque(map(_done, ready))
@@ -106,9 +119,9 @@ class Pipeline:
     stays the next one.
     """
     if not self._staleness:
-      return self._sample(params, number, 0)
+      return self._sample(self._copy(params), number, 0)
     assert self._thread is not None
-    own = jax.tree.map(jnp.copy, params)  # training donates its own, and they are overwritten
+    own = self._copy(params)
     for ahead in range(len(self._ahead), self._staleness + 1):
       self._ahead.append(self._thread.submit(self._run, own, number + ahead, ahead))
     batch = self._ahead[0].result()

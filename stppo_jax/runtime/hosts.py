@@ -10,6 +10,7 @@ With one process all of this costs nothing.
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import functools
 import hashlib
 import json
 import re
@@ -22,6 +23,7 @@ import numpy as np
 from stppo_jax import types
 from stppo_jax.envs import protocol
 from stppo_jax.runtime import lifeline
+from stppo_jax.runtime import messages
 
 HEARTBEAT_S = 40  # JAX ends the others when a process hangs for this long
 START_S = 300  # time limit for all processes to start
@@ -116,16 +118,11 @@ def require_same(
 
 
 def share(value: Any) -> list:
-  """Returns the JSON values of all processes, in the order of the processes."""
+  """Returns the JSON values of all processes, in their order; they do not pass a device."""
   if jax.process_count() == 1:
     return [json.loads(json.dumps(value, default=_plain))]
-  text = json.dumps([jax.process_index(), value], default=_plain)
-  mine = np.frombuffer(text.encode('ascii'), np.uint8)
-  sizes = _gather(np.array([mine.size]))[:, 0]
-  padded = max(1024, 1 << int(sizes.max() - 1).bit_length())  # few sizes: one compilation each
-  rows = _gather(np.pad(mine, (0, padded - mine.size)))
-  values = dict(json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes))
-  return [values[i] for i in range(len(values))]
+  text = json.dumps(value, default=_plain)
+  return [json.loads(message) for message in _exchange().gather(text.encode('ascii'))]
 
 
 def end_if(requested: Callable[[], bool]) -> None:
@@ -216,9 +213,13 @@ def _check_flags(coordinator, num_processes, process_id, cluster):
     raise types.UserError(f'--process_id={process_id} of --num_processes={num_processes}: {_FLAGS}')
 
 
-def _gather(array):
-  """Gathers [n] of each process to [processes, n] on all."""
-  return np.asarray(_multihost().process_allgather(array))
+@functools.cache
+def _exchange():
+  """Returns this process's end of the exchange of messages."""
+  from jax._src import distributed  # the store's client has no public name
+
+  client = distributed.global_state.client
+  return messages.Exchange(client, jax.process_index(), jax.process_count())
 
 
 def _multihost():

@@ -1,12 +1,14 @@
 """Checkpoints: the state of training and the position of the run, written whole or not at all.
 
 Orbax saves in the background and renames a step when all its files are written. Checksums of each
-step detect what Orbax does not: a file that was cut or changed later. Everything else that a
-resumed run needs (order of questions, random keys) is a function of the seed and the position.
+step detect what Orbax does not: a file that was cut or changed later. Each process sums the files
+that it wrote, and checks its share of the files at the next start. Everything else that a resumed
+run needs (order of questions, random keys) is a function of the seed and the position.
 
   checkpoints/<updates done>/state/..  progress/metadata  checksums.json
 """
 
+from collections.abc import Sequence
 import glob
 import json
 import os
@@ -17,12 +19,17 @@ import zlib
 from absl import logging
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
 
+from stppo_jax.runtime import hosts
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
 _ITEMS = ('state', 'progress')
 _CHECKSUMS = 'checksums.json'
+_WRITTEN = 'async_write_complete'  # in the name of Orbax's barrier after all processes' writes
+_SLOWEST = 50e6  # bytes per second that storage takes and gives at least
+_SHORTEST_S = 1200
 # What a full or broken disk raises: Python's own, TensorStore's, and XLA's.
 _SAVE_ERRORS = (OSError, ValueError, RuntimeError)
 
@@ -31,30 +38,54 @@ class Checkpoints:
   """The checkpoints of one run. Steps are numbers of updates done.
 
   With `keep` None nothing is written: another process may be training in the folder.
+
+  Args:
+    workdir: the folder of the run.
+    keep: how many of the newest steps stay; the one with the best score stays besides.
+    on_save_error: 'continue' or 'stop'.
+    num_bytes: of the state; determines the time limit of a save.
   """
 
-  def __init__(self, workdir: str, keep: int | None = None, on_save_error: str = 'continue'):
+  def __init__(
+      self,
+      workdir: str,
+      keep: int | None = None,
+      on_save_error: str = 'continue',
+      num_bytes: int = 0,
+  ):
     self._folder = os.path.abspath(os.path.join(workdir, 'checkpoints'))
     self._stop_on_error = on_save_error == 'stop'
     self._saving: int | None = None  # the step that was begun last
     self._failed = None  # the error of that step, once it is known
+    self._keep = _Keep(keep)
+    self._best_before = self._keep.best
     self._manager = ocp.CheckpointManager(
         self._folder,
         item_names=_ITEMS,
         options=ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
+            preservation_policy=self._keep if keep else None,
             create=keep is not None,
             cleanup_tmp_directories=keep is not None,  # of runs that were killed while saving
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
+            async_options=ocp.AsyncOptions(
+                timeout_secs=deadline_s(num_bytes),
+                barrier_sync_fn=self._sync,
+                post_finalization_callback=self._write_checksums,
+            ),
         ),
     )
+
+  @property
+  def best(self) -> tuple[float, int] | None:
+    """The best score so far and the step that holds it."""
+    return self._keep.best
 
   def newest(self) -> int | None:
     """Returns the updates done at the newest whole checkpoint, or None without one.
 
-    Damaged ones are skipped with a warning. Where all are damaged, raises a UserError.
+    Damaged ones are skipped with a warning. Where all are damaged, raises a UserError. All
+    processes call it.
     """
-    steps = sorted(self._manager.all_steps(), reverse=True)
+    steps = sorted(hosts.by_writer(lambda: list(self._manager.all_steps())), reverse=True)
     for step in steps:
       if not (damage := self._damage(step)):
         return step
@@ -77,16 +108,25 @@ class Checkpoints:
     return self._manager.restore(updates, args=args)['state']
 
   def progress(self, updates: int) -> dict:
-    """Returns the `progress` saved after `updates`."""
+    """Returns the `progress` saved after `updates`; later saves remember the best one of then."""
     args = ocp.args.Composite(progress=ocp.args.JsonRestore())
-    return self._manager.restore(updates, args=args)['progress']
+    progress = self._manager.restore(updates, args=args)['progress']
+    best = progress.get('best')
+    self._keep.best = tuple(best) if best and best[1] in self._manager.all_steps() else None
+    return progress
 
-  def save(self, updates: int, state: Any, progress: dict) -> None:
-    """Saves in the background, `progress` as JSON. An existing step is kept."""
+  def save(self, updates: int, state: Any, progress: dict, score: float | None = None) -> None:
+    """Saves in the background, `progress` as JSON. An existing step is kept.
+
+    A step with a higher held-out `score` than all before stays until there is a better one.
+    """
     self._settle()
     if updates in self._manager.all_steps():
       return
-    self._saving, self._failed = updates, None
+    self._saving, self._failed, self._best_before = updates, None, self._keep.best
+    if score is not None and self.is_best(score):
+      self._keep.best = (score, updates)
+    progress = {**progress, 'best': self._keep.best}
     try:
       self._manager.save(
           updates,
@@ -96,6 +136,22 @@ class Checkpoints:
       )
     except _SAVE_ERRORS as error:
       self._fail(error)
+
+  def best_before(self, updates: int) -> int:
+    """Returns the step with the best score up to the whole step `updates`, or that without one."""
+    self.progress(updates)
+    if self.best is None or (step := self.best[1]) == updates:
+      return updates
+    if damage := self._damage(step):
+      raise UserError(
+          f'{self._folder}: the best checkpoint, after {step} updates, is damaged ({damage}): set '
+          '--config.eval.checkpoint=newest'
+      )
+    return step
+
+  def is_best(self, score: float | None) -> bool:
+    """Returns whether a score is higher than those saved so far."""
+    return score is not None and (self.best is None or score > self.best[0])
 
   def check(self) -> None:
     """Reports a save that has failed meanwhile; does not wait."""
@@ -137,9 +193,10 @@ class Checkpoints:
 
   def _fail(self, error):
     """Records a failed save and removes its files; earlier steps stay."""
-    self._failed = error
-    for path in glob.glob(glob.escape(os.path.join(self._folder, f'{self._saving}.')) + '*'):
-      shutil.rmtree(path, ignore_errors=True)  # its space is needed
+    self._failed, self._keep.best = error, self._best_before
+    if hosts.is_writer():  # the others may only have waited too long for it
+      for path in self._unfinished():
+        shutil.rmtree(path, ignore_errors=True)  # its space is needed
     self._manager.reload()
     newest = self._manager.latest_step()
     line = (
@@ -150,37 +207,108 @@ class Checkpoints:
       raise RunError(f'{line}: make room, and the same command resumes there') from error
     logging.error('%s; training continues', line)
 
+  def _unfinished(self):
+    """Returns the folder of the step that is being saved, in a list; [] if there is none."""
+    return glob.glob(glob.escape(os.path.join(self._folder, f'{self._saving}.')) + '*')
+
+  def _sync(self, *, key, timeout_ms):
+    """Orbax's barrier between processes. Sums what this one wrote before it enters the first."""
+    if _WRITTEN in key:
+      for folder in self._unfinished():
+        sums = _own_checksums(folder, jax.process_index())
+        path = os.path.join(folder, f'checksums_{jax.process_index()}.json')
+        with open(path, 'w', encoding='utf-8') as file:
+          json.dump(sums, file)
+    ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+
   def _write_checksums(self):
     """Runs in Orbax's thread when all files of a step are written, before it is renamed."""
-    if jax.process_index():
-      return  # process 0 does it
-    (folder,) = glob.glob(glob.escape(os.path.join(self._folder, f'{self._saving}.')) + '*')
+    if not hosts.is_writer():
+      return
+    (folder,) = self._unfinished()
+    sums = _checksums(folder)
     with open(os.path.join(folder, _CHECKSUMS), 'w', encoding='utf-8') as file:
-      json.dump(_checksums(folder), file)
+      json.dump(sums, file)
 
   def _damage(self, step):
-    """Describes the damage of a step on disk in a few words; '' if there is none."""
+    """Describes the damage of a step on disk in a few words; '' if there is none.
+
+    Each process checks its share of the files, and all get the result.
+    """
     folder = os.path.join(self._folder, str(step))
     try:
       with open(os.path.join(folder, _CHECKSUMS), encoding='utf-8') as file:
         expected = json.load(file)
-      found = _checksums(folder)
-    except (OSError, ValueError) as error:
-      return f'{_CHECKSUMS}: {_reason(error)}'
-    different = [name for name in expected if found.get(name) != expected[name]]
-    return f'{different[0]} is not what was written' if different else ''
+      mine = _share(expected, jax.process_index(), jax.process_count())
+      different = [name for name in mine if _sum(os.path.join(folder, name)) != expected[name]]
+      damage = f'{different[0]} is not what was written' if different else ''
+    except FileNotFoundError as error:
+      damage = f'{os.path.relpath(error.filename, folder)} is missing'
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+      damage = f'{_CHECKSUMS}: {_reason(error)}'
+    return next(filter(None, hosts.share(damage)), '')
+
+
+class _Keep(checkpoint_managers.PreservationPolicy):
+  """Orbax's question which steps stay: the newest ones and the best one."""
+
+  def __init__(self, newest: int | None):
+    self.newest = newest
+    self.best: tuple[float, int] | None = None  # (score, step)
+
+  def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+    """Returns an answer per step; they are given in rising order."""
+    del context
+    steps = [checkpoint.step for checkpoint in checkpoints]
+    kept = set(steps[-self.newest :] if self.newest else steps)
+    return [step in kept or (self.best is not None and step == self.best[1]) for step in steps]
+
+
+def deadline_s(num_bytes: int) -> int:
+  """Returns the time limit in seconds for saving a state of this size: 20 minutes or more."""
+  return max(_SHORTEST_S, round(2 * num_bytes / _SLOWEST))  # written, then read for its checksums
+
+
+def _share(sums, process, num_processes):
+  """Returns the files that one of several processes checks, about as many bytes as the others."""
+  by_size = sorted(sums, key=lambda name: (-sums[name][0], name))
+  return by_size[process::num_processes]
 
 
 def _checksums(folder):
-  """Returns {path: [bytes, CRC-32]} of the files below a step's items."""
+  """Returns {path: [bytes, CRC-32]} of the files below a step's items.
+
+  Takes the sums that other processes left, and removes their files.
+  """
   sums = {}
+  for path in glob.glob(os.path.join(glob.escape(folder), 'checksums_*.json')):
+    with open(path, encoding='utf-8') as file:
+      sums |= json.load(file)
+    os.remove(path)
   for item in _ITEMS:
     for parent, _, names in os.walk(os.path.join(folder, item)):
       for name in names:
         path = os.path.join(parent, name)
-        if name != 'commit_success.txt':  # Orbax's, written later where a rename is not atomic
-          sums[os.path.relpath(path, folder)] = [os.path.getsize(path), _crc(path)]
+        relative = os.path.relpath(path, folder)
+        # commit_success.txt is Orbax's, written later where a rename is not atomic.
+        if name != 'commit_success.txt' and relative not in sums:
+          sums[relative] = _sum(path)
   return sums
+
+
+def _own_checksums(folder, process):
+  """Returns the sums of what a process wrote; Orbax keeps it apart, and renames `state` later."""
+  sums = {}
+  for state in glob.glob(os.path.join(glob.escape(folder), 'state*')):
+    for parent, _, names in os.walk(os.path.join(state, f'ocdbt.process_{process}')):
+      for name in names:
+        path = os.path.join(parent, name)
+        sums[os.path.join('state', os.path.relpath(path, state))] = _sum(path)
+  return sums
+
+
+def _sum(path):
+  return [os.path.getsize(path), _crc(path)]
 
 
 def _crc(path):

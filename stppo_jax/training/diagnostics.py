@@ -24,35 +24,57 @@ def sampler_gap(
     turn_ids: jax.Array,
     level: str = 'none',
     threshold: float = jnp.inf,
+    low: float = 0.0,
 ) -> dict[str, jax.Array]:
-  """Measures the gap between the trainer's and the sampler's log-probs (verl's rollout_corr).
+  """Measures the gap between the trainer's and the sampler's log-probs, as verl 0.9.1 does.
 
   The weights are those of `off_policy`; with level 'none', where nothing is weighted, those of
-  'token' without truncation. Mean and effective sample size (a share of the tokens) are of the
-  truncated weights, max and min of the weights before, within exp(+-20).
+  'token' without truncation. Mean, deviation and effective sample size (a share of the tokens) are
+  of the weights that are used, before they are normalised. At the levels 'token' and 'turn' so are
+  maximum and minimum, and shares are of tokens; at those of sequences these are of the weights
+  before truncation, and shares are of sequences.
   """
   log_ratio = (logp - behaviour_logp) * mask
-  ratio = jnp.exp(log_ratio)
-  weights = mask / jnp.maximum(mask.sum(), 1)
-  mean = lambda x: jnp.sum(x * weights)
-  log_w = log_ratio
-  cap: float | jax.Array = 20.0
-  if level != 'none':
-    log_w = off_policy.log_weights(logp, behaviour_logp, mask, turn_ids, level)
-    cap = jnp.log(threshold)
-  bounded = jnp.exp(jnp.clip(log_w, -20, 20))
-  used = jnp.exp(jnp.minimum(log_w, cap))
-  return {
-      'rollout_corr/kl': mean(-log_ratio),
-      'rollout_corr/k3_kl': mean(ratio - 1 - log_ratio),
-      'rollout_corr/logp_diff_max': jnp.abs(log_ratio).max(),
-      'rollout_corr/rollout_is_mean': mean(used),
-      'rollout_corr/rollout_is_max': jnp.max(bounded * mask),
-      'rollout_corr/rollout_is_min': jnp.min(jnp.where(mask > 0, bounded, jnp.inf)),
-      'rollout_corr/rollout_is_ratio_fraction_high': mean(log_w > cap),
-      'rollout_corr/rollout_is_eff_sample_size': mean(used) ** 2
-      / jnp.maximum(mean(jnp.square(used)), 1e-30),
+  rows = mask.any(axis=1).astype(mask.dtype)
+  token_mean = lambda x: jnp.sum(x * mask) / jnp.maximum(mask.sum(), 1)
+  row_mean = lambda x: jnp.sum(x * rows) / jnp.maximum(rows.sum(), 1)
+  per_row = lambda x: jnp.sum(x * mask, axis=1) / jnp.maximum(mask.sum(axis=1), 1)
+  limit = segments.MAX_LOG_RATIO
+  trainer, sampler = -per_row(logp), -per_row(behaviour_logp)  # log perplexities
+  metrics = {
+      'kl': token_mean(-log_ratio),
+      'k3_kl': token_mean(jnp.exp(log_ratio) - 1 - log_ratio),
+      'logp_diff_max': jnp.abs(log_ratio).max(),
+      'training_ppl': row_mean(jnp.exp(trainer)),
+      'rollout_ppl': row_mean(jnp.exp(sampler)),
+      'ppl_ratio': row_mean(jnp.exp(trainer - sampler)),
+      'chi2_token': token_mean(jnp.exp(2 * jnp.clip(log_ratio, -limit, limit))) - 1,
+      'chi2_seq': row_mean(jnp.exp(2 * jnp.clip(log_ratio.sum(axis=1), -limit, limit))) - 1,
   }
+  level, cut = ('token', jnp.inf) if level == 'none' else (level, threshold)
+  log_w = off_policy.log_weights(logp, behaviour_logp, mask, turn_ids, level)
+  used = off_policy.truncated_weights(logp, behaviour_logp, mask, turn_ids, level, cut, low)
+  metrics |= {
+      f'rollout_is_{name}': x for name, x in _weights_summary(log_w, used, mask, level, cut, low)
+  }
+  return {f'rollout_corr/{name}': x for name, x in metrics.items()}
+
+
+def _weights_summary(log_w, used, mask, level, threshold, low):
+  """Yields (name, value) of verl's summary of the weights `used`, whose logarithms were log_w."""
+  mean = lambda x, over: jnp.sum(x * over) / jnp.maximum(over.sum(), 1)
+  extremes, over = used, mask
+  if level.startswith('sequence'):
+    extremes = jnp.exp(jnp.minimum(log_w, segments.MAX_LOG_RATIO))
+    over = mask / jnp.maximum(mask.sum(axis=1, keepdims=True), 1)  # each sequence counts once
+  used_mean, used_square = mean(used, mask), mean(jnp.square(used), mask)
+  yield 'mean', used_mean
+  yield 'std', jnp.sqrt(jnp.maximum(used_square - jnp.square(used_mean), 0))
+  yield 'eff_sample_size', jnp.square(used_mean) / jnp.maximum(used_square, 1e-30)
+  yield 'max', jnp.where(mask > 0, extremes, -jnp.inf).max()
+  yield 'min', jnp.where(mask > 0, extremes, jnp.inf).min()
+  yield 'ratio_fraction_high', mean(log_w > jnp.log(threshold), over)
+  yield 'ratio_fraction_low', mean(log_w < jnp.log(low or 1 / threshold), over)
 
 
 def batch_summary(
@@ -90,7 +112,8 @@ def step_summary(
   """Returns losses, clip fractions and ratio spreads of one optimizer step, from per-token data."""
   mask = batch.action_mask.astype(jnp.float32)
   token_mean = lambda x: jnp.sum(x * mask) / jnp.maximum(mask.sum(), 1)
-  log_ratio = (seen['logp'] - batch.old_logp) * mask
+  limit = segments.MAX_LOG_RATIO
+  log_ratio = jnp.clip((seen['logp'] - batch.old_logp) * mask, -limit, limit)
   stopped_far = jnp.zeros_like(seen['clipped'])
   if dual_clip := spec.variant.dual_clip:
     stopped_far = seen['clipped'] & (batch.advantages < 0) & (seen['ratio'] > dual_clip)

@@ -238,24 +238,17 @@ def make_spec(
       config.model.attention, device, model.dtype, model.head_dim, train.length_buckets
   )
   steps_per_update = train.epochs * train.episodes // train.mini_batch
-  if variant.ratio == 'none' and steps_per_update > 1:
-    logging.warning(
-        '%s has no importance ratio, and only the first of its %d optimizer steps per update is '
-        'on-policy: set --config.train.mini_batch=%d --config.train.epochs=1',
-        config.algorithm.variant,
-        steps_per_update,
-        train.episodes,
-    )
+
+  _warn(config, variant)
 
   def optimizer(options):
-    num_steps = train.updates * steps_per_update
+    num_steps = (train.schedule_updates or train.updates) * steps_per_update
     return train_state.make_optimizer(
         options.lr,
         round(options.warmup * num_steps),
         options.betas,
         options.eps,
         options.weight_decay,
-        options.grad_clip,
         options.final_lr,
         num_steps,
     )
@@ -276,5 +269,36 @@ def make_spec(
       logp_chunk=config.model.logp_chunk or None,
       critic_warmup=train.critic_warmup * steps_per_update,
       num_logged_turns=config.env.max_turns + 1,
+      actor_clip=config.actor.grad_clip,
+      critic_clip=config.critic.grad_clip,
       routing_replay=config.rollout.routing_replay if model.num_experts else 'none',
   )
+
+
+def _warn(config, variant):
+  """Logs what is allowed and seldom meant."""
+  train, name = config.train, config.algorithm.variant
+  steps_per_update = train.epochs * train.episodes // train.mini_batch
+  if variant.ratio == 'none' and steps_per_update > 1:
+    logging.warning(
+        '%s has no importance ratio, and only the first of its %d optimizer steps per update is '
+        'on-policy: set --config.train.mini_batch=%d --config.train.epochs=1',
+        name,
+        steps_per_update,
+        train.episodes,
+    )
+  is_corrected = variant.rollout_is != 'none' or variant.rollout_rs != 'none'
+  starts_at_sampler = variant.old_logp == 'sampler' and variant.ratio != 'none'
+  if config.pipeline.staleness and not (is_corrected or starts_at_sampler):
+    logging.warning(
+        'config.pipeline.staleness=%d trains on episodes of an older policy, and %s treats them as '
+        "the current one's: set --config.algorithm.rollout_is=turn, or another level of weights",
+        config.pipeline.staleness,
+        name,
+    )
+  if variant.divide == 'step' and variant.divisor == 'paper':
+    logging.warning(
+        "config.algorithm.divide='step' with divisor='paper' multiplies the learning rate by "
+        '1 / ||C||, without a bound where little is clipped: --config.algorithm.divisor=floor or '
+        'relative never exceeds the rate'
+    )

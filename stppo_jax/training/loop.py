@@ -22,6 +22,8 @@ from stppo_jax import evaluation
 from stppo_jax import tasks as task_files
 from stppo_jax import types
 from stppo_jax import validation
+from stppo_jax.models import sharding
+from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import journal as journals
 from stppo_jax.monitoring import timing as timing_lib
 from stppo_jax.rollout import agent as agent_lib
@@ -68,11 +70,7 @@ def train(
   validation.validate(config)
   variant = learner_lib.make_variant(config)  # names are resolved before anything is written
   seams.resolve(config)
-  if config.pipeline.staleness and jax.process_count() > 1:
-    raise types.UserError(
-        f'config.pipeline.staleness={config.pipeline.staleness} samples in a thread, and several '
-        'processes would not start their programs in one order: set --config.pipeline.staleness=0'
-    )
+  _check_staleness(config, variant)
   hosts.require_same('config', dataclasses.asdict(config))
   with recovery.claimed(config, variant, workdir):
     run = setup(config)
@@ -80,12 +78,44 @@ def train(
     return recovery.with_rollbacks(train_after, workdir, config.train.on_nonfinite)
 
 
+def _check_staleness(config, variant):
+  """Refuses to sample in a thread where programs of two threads may block each other.
+
+  Choice: on a CPU several devices are allowed: XLA matches a collective's devices by its program
+  run, in any order. On an accelerator each device has one queue. Two threads may fill two queues in
+  different orders, and then each device waits for another one forever.
+  """
+  staleness = config.pipeline.staleness
+  if not staleness:
+    return
+  to_zero = 'set --config.pipeline.staleness=0'
+  if jax.process_count() > 1:
+    raise types.UserError(
+        f'config.pipeline.staleness={staleness} samples in a thread, and several '
+        f'processes would not start their programs in one order: {to_zero}'
+    )
+  mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+  platform = mesh.devices.flat[0].platform
+  if mesh.size > 1 and platform != 'cpu':
+    raise types.UserError(
+        f'config.pipeline.staleness={staleness} samples in a thread, and on {mesh.size} devices '
+        f'({platform}) its collectives and those of training may wait for each other forever: '
+        f'{to_zero}, or let the process see one device'
+    )
+  if variant.old_logp == 'trainer' and variant.rollout_is == 'none':
+    logging.warning(
+        'config.pipeline.staleness=%d samples with older parameters, and nothing corrects for it: '
+        'set --config.algorithm.rollout_is=token, or --config.algorithm.old_logp=sampler',
+        staleness,
+    )
+
+
 def setup(config: schema.Config) -> Run:
   """Loads questions, models, tokenizer and retriever; lays the state out; compiles nothing."""
   named = seams.resolve(config)
   questions = held_out(config, named)
   learner, state = learner_lib.build(config)
-  agent = agent_lib.make_agent(config, learner.spec.actor, learner.rows)
+  agent = agent_lib.make_agent(config, learner.spec.actor, learner.mesh)
   bins = learner_lib.make_bins(config, learner, agent.tokenizer.pad_id)
   return Run(config, agent, learner, state, bins, named, questions)
 
@@ -100,7 +130,7 @@ def held_out(config: schema.Config, named: seams.Seams) -> list[types.Task]:
 
 def train_on(
     run: Run, pipeline: pipelines.Pipeline, number: int, n: int
-) -> tuple[dict[str, float], list[dict]]:
+) -> tuple[dict[str, float], episodes_lib.Records]:
   """Runs update n on batch `number`; returns its metrics and the records of its episodes.
 
   A function of the state, the batch, the seed and `number`: a resumed run repeats it.
@@ -139,8 +169,10 @@ def train_on(
 
 def _records(run, episodes, batch, seen, n, skipped):
   """Returns the records of the episodes, token by token, if they are to be written."""
-  if not run.config.log.episodes and skipped < run.config.train.max_nonfinite:
-    return []
+  log = run.config.log
+  wanted = log.episodes and n % log.episodes_every == 0
+  if not wanted and skipped < run.config.train.max_nonfinite:
+    return episodes_lib.Records()
   has_values = run.learner.spec.has_values
   return journals.records(episodes, run.agent.tokenizer, batch, seen, n, has_values)
 
@@ -149,43 +181,53 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
   """Trains from the newest checkpoint, after a rollback with the batches after `last_batch`."""
   config, updates = run.config, run.config.train.updates
   batches = _make_batches(run, stop_requested)
+  evaluate = functools.partial(_evaluate, run, batches, stop_requested)
   scores = {}
   with contextlib.ExitStack() as resources:
     enter = resources.enter_context
-    saves = enter(recovery.Saves(workdir, config.train))
+    saves = enter(recovery.Saves(workdir, config.train, _num_bytes(run.state)))
     saves.resume(run, batches, last_batch)
-    first, passed_over = saves.position.updates, saves.position.passed_over
-    n = first
-    core_metrics = run.agent.env.core_metrics
-    journal = enter(journals.Journal(workdir, dataclasses.asdict(config), first, core_metrics))
-    pipeline = enter(
-        pipelines.Pipeline(batches.sample, config.pipeline.staleness, saves.position.ready)
-    )
+    position = saves.position
+    first = n = position.updates
+    core_metrics, unfinished = run.agent.env.core_metrics, position.unfinished
+    as_dict = dataclasses.asdict(config)
+    journal = enter(journals.Journal(workdir, as_dict, first, core_metrics, unfinished is not None))
+    staleness = config.pipeline.staleness
+    pipeline = enter(pipelines.Pipeline(batches.sample, staleness, position.ready, batches.copy))
     before_update = enter(timing_lib.of_updates(os.path.join(workdir, 'profile'), profile, first))
-    if not first:
-      scores = _evaluate(run, journal, 0)
-      journal.write(0, scores)
-    while n < updates and not any(hosts.share(stop_requested())):
-      before_update(n)
-      try:
+    with contextlib.suppress(types.Stopped):
+      if not first:
+        scores = evaluate(journal, 0)
+        journal.write(0, scores)
+      elif unfinished is not None:  # the run was stopped during this evaluation
+        scores = evaluate(journal, n)
+        journal.warn(n, journal.updated(n, unfinished | scores), episodes_lib.Records())
+        unfinished = None
+      while n < updates and not any(hosts.share(stop_requested())):
+        before_update(n)
         with saves.kept_on_error(n, run.state):
-          metrics, records = train_on(run, pipeline, n + 1 + passed_over, n + 1)
-      except types.Stopped:
-        break
-      n += 1
-      if n == updates or (config.eval.every and n % config.eval.every == 0):
-        with pipeline.idle():
-          scores = _evaluate(run, journal, n)
-        metrics |= scores
-      alarms = journal.updated(n, metrics, records)
-      _check_finite(run, journal, n, n + passed_over, metrics['actor/skipped'], records)
-      with saves.kept_on_error(n, run.state):
-        journal.warn(n, alarms, records)
-      saves.after(n, run.state, pipeline)
+          metrics, records = train_on(run, pipeline, n + 1 + position.passed_over, n + 1)
+        n += 1
+        journal.record('train', n, records)
+        score = None
+        if n == updates or (config.eval.every and n % config.eval.every == 0):
+          unfinished = metrics
+          with pipeline.idle(), saves.kept_on_error(n, run.state, unfinished):
+            scores = evaluate(journal, n)
+          metrics, unfinished, score = metrics | scores, None, journal.main_score(scores)
+        alarms = journal.updated(n, metrics)
+        _check_finite(run, journal, n, n + position.passed_over, metrics['actor/skipped'], records)
+        with saves.kept_on_error(n, run.state):
+          journal.warn(n, alarms, records)
+        saves.after(n, run.state, pipeline, score)
     if n > first:
-      saves.last(n, run.state, pipeline)
+      saves.last(n, run.state, pipeline, unfinished)
   journal.finished(n)
   return scores
+
+
+def _num_bytes(tree):
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _make_batches(run, stop_requested):
@@ -203,6 +245,10 @@ def _make_batches(run, stop_requested):
       len(run.held_out),
   )
   group_size = config.rollout.group_size
+  # Batches ahead are finished: the parameters that sample them are not kept.
+  give_up = None if config.pipeline.staleness else stop_requested
+  if give_up is not None and hasattr(run.agent.retriever, 'give_up'):
+    run.agent.retriever.give_up = give_up
   return pipelines.Batches(
       run.agent,
       run.learner.policy,
@@ -212,15 +258,24 @@ def _make_batches(run, stop_requested):
       config.retriever.max_failed_share,
       config.retriever.max_outage_s,
       functools.partial(pipelines.pause, stop_requested=stop_requested),
-      # Batches ahead are finished: the parameters that sample them are not kept.
-      give_up=None if config.pipeline.staleness else stop_requested,
+      give_up=give_up,
   )
 
 
-def _evaluate(run, journal, n):
-  """Returns the greedy scores after n updates; logs them and writes the episodes."""
+def _evaluate(run, batches, stop_requested, journal, n):
+  """Returns the greedy scores after n updates; logs them and writes the episodes.
+
+  Raises Stopped when it is asked to, and waits for a retriever that fails, as sampling does.
+  """
   started = time.perf_counter()
-  scores, episodes = evaluation.evaluate(run.agent, run.policy, run.held_out, seed=run.config.seed)
+  scores, episodes = evaluation.evaluate(
+      run.agent,
+      run.policy,
+      run.held_out,
+      seed=run.config.seed,
+      give_up=stop_requested,
+      until_answered=lambda play: batches.until_answered(play)[0],
+  )
   journal.evaluated(n, scores, episodes, run.agent.tokenizer)
   return scores | {'timing_s/testing': time.perf_counter() - started}
 

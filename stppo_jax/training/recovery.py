@@ -7,6 +7,7 @@ run whose gradients stay non-finite ends, or rolls back to it and continues with
 import collections
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import dataclasses
@@ -15,6 +16,7 @@ from typing import Any
 
 from absl import logging
 import jax
+import numpy as np
 
 from stppo_jax import config as schema
 from stppo_jax import plugins
@@ -26,9 +28,10 @@ from stppo_jax.runtime import hosts
 from stppo_jax.training import checkpoint
 from stppo_jax.training.state import TrainState
 from stppo_jax.types import RunError
+from stppo_jax.types import UserError
 
 MAX_ROLLBACKS = 3  # to one checkpoint
-_SHARED = '--workdir must be a folder that all processes share'
+_SHARED = 'give a --workdir that all processes share'
 
 
 class Stuck(Exception):
@@ -46,14 +49,34 @@ class Position:
   updates: int = 0  # done
   passed_over: int = 0  # batches that rollbacks skipped
   ready: Sequence[pipelines.Sampled] = ()  # batches sampled ahead, the next one first
+  unfinished: dict[str, float] | None = None  # metrics of an update whose evaluation is to be done
 
 
 @contextlib.contextmanager
 def claimed(config: schema.Config, variant: variants.Variant, workdir: str) -> Iterator[None]:
   """Context manager that holds `workdir` for this run; refuses that of another run or config."""
+  workdirs.check_path(workdir)
   with workdirs.lock(workdir) if hosts.is_writer() else contextlib.nullcontext():
+    check_shared(workdir)
     claim(config, variant, workdir)
     yield
+
+
+def check_shared(workdir: str) -> None:
+  """Refuses a `workdir` in which the other processes do not see what process 0 writes.
+
+  Such a run would train until its first checkpoint, and then wait for the files of the others.
+  """
+  if jax.process_count() == 1:
+    return
+  nonce = hosts.by_writer(workdirs.write_nonce, workdir)
+  seen = hosts.share(hosts.is_writer() or workdirs.sees_nonce(workdir, nonce))
+  hosts.by_writer(workdirs.remove_nonce, workdir)
+  if not all(seen):
+    raise UserError(
+        f'--workdir={workdir!r}: process {seen.index(False)} does not see what process 0 writes '
+        f'there: {_SHARED}, such as one on NFS'
+    )
 
 
 def claim(config: schema.Config, variant: variants.Variant, workdir: str) -> None:
@@ -98,12 +121,20 @@ def with_rollbacks(train: Callable[[int | None], Any], workdir: str, on_nonfinit
       last_batch = stuck.batch_number
 
 
-def newest(workdir: str, state: TrainState) -> tuple[TrainState, int | None]:
-  """Returns the newest checkpoint's state and number of updates, or (`state`, None) without one."""
-  if not hosts.by_writer(os.path.isdir, os.path.join(workdir, 'checkpoints')):
+def saved(workdir: str, state: TrainState, which: str = 'newest') -> tuple[TrainState, int | None]:
+  """Returns the newest or best checkpoint's state and its updates, or (`state`, None) without one.
+
+  Without an evaluation so far the newest one is the best.
+  """
+  workdirs.check_path(workdir)
+  folder = os.path.join(workdir, 'checkpoints')
+  hosts.require_same(f'{folder}: whether it exists', os.path.isdir(folder), _SHARED)
+  if not os.path.isdir(folder):
     return state, None
   with checkpoint.Checkpoints(workdir) as checkpoints:
     updates = checkpoints.newest()
+    if updates is not None and which == 'best':
+      updates = checkpoints.best_before(updates)
     hosts.require_same('checkpoint', updates, _SHARED)
     return (state if updates is None else checkpoints.restore(updates, state)), updates
 
@@ -114,12 +145,13 @@ class Saves:
   Args:
     workdir: the folder of the run.
     settings: config.train.
+    num_bytes: of the state.
   """
 
-  def __init__(self, workdir: str, settings: schema.Train):
+  def __init__(self, workdir: str, settings: schema.Train, num_bytes: int = 0):
     self._every = settings.checkpoint_every
     self._checkpoints = checkpoint.Checkpoints(
-        workdir, settings.keep_checkpoints, settings.on_save_error
+        workdir, settings.keep_checkpoints, settings.on_save_error, num_bytes
     )
     self.position = Position()
 
@@ -139,20 +171,23 @@ class Saves:
     )
     run.state = None  # makes room
     run.state = self._checkpoints.restore(first, shapes)
+    progress = self._checkpoints.progress(first)
+    unfinished = progress.get('unfinished')
     if last_batch is not None:
       run.state = dataclasses.replace(run.state, skipped=run.state.skipped * 0)
-      self.position = Position(first, last_batch - first)
+      self.position = Position(first, last_batch - first, unfinished=unfinished)
       return
-    progress = self._checkpoints.progress(first)
     logging.info('resumed after %d updates', first)
     ready = [
         pipelines.from_json(record, batches.tasks(record['number']))
         for record in progress['sampled']
     ]
-    self.position = Position(first, progress['passed_over'], ready)
+    self.position = Position(first, progress['passed_over'], ready, unfinished)
 
   @contextlib.contextmanager
-  def kept_on_error(self, updates: int, state: TrainState) -> Iterator[None]:
+  def kept_on_error(
+      self, updates: int, state: TrainState, unfinished: Mapping[str, float] | None = None
+  ) -> Iterator[None]:
     """Context manager that saves the state after `updates` if a RunError is raised.
 
     Choice: drops batches sampled ahead, which may hold what failed. They are sampled again.
@@ -161,26 +196,48 @@ class Saves:
       yield
     except RunError:
       if updates:
-        self._save(updates, state, [])
+        self._save(updates, state, [], unfinished)
       raise
 
-  def after(self, updates: int, state: TrainState, pipeline: pipelines.Pipeline) -> None:
-    """Reports a save that failed; begins the next one where it is due."""
-    self._checkpoints.check()
-    if self._every and updates % self._every == 0:
-      self.last(updates, state, pipeline)
+  def after(
+      self,
+      updates: int,
+      state: TrainState,
+      pipeline: pipelines.Pipeline,
+      score: float | None = None,
+  ) -> None:
+    """Reports a save that failed; begins the next one where it is due.
 
-  def last(self, updates: int, state: TrainState, pipeline: pipelines.Pipeline) -> None:
+    It is also due where the held-out `score` is the best so far.
+    """
+    self._checkpoints.check()
+    if self._every and (updates % self._every == 0 or self._checkpoints.is_best(score)):
+      self.last(updates, state, pipeline, score=score)
+
+  def last(
+      self,
+      updates: int,
+      state: TrainState,
+      pipeline: pipelines.Pipeline,
+      unfinished: Mapping[str, float] | None = None,
+      score: float | None = None,
+  ) -> None:
     """Saves the state after `updates`, and the batches sampled ahead.
 
-    Choice: waits for the batches sampled ahead, at the end of a run, too. So a run whose `updates`
-    are raised later gives the same numbers as one that had them from the start.
-    """
-    self._save(updates, state, [pipelines.to_json(batch) for batch in pipeline.contents()])
+    `unfinished` are the metrics of an update whose evaluation is left to the resumed run.
 
-  def _save(self, updates, state, sampled):
+    Choice: waits for the batches sampled ahead, at the end of a run, too. So a run whose `updates`
+    are raised later gives the same numbers as one that had them from the start. Where a learning
+    rate has a schedule, that needs config.train.schedule_updates.
+    """
+    sampled = [pipelines.to_json(batch) for batch in pipeline.contents()]
+    self._save(updates, state, sampled, unfinished, score)
+
+  def _save(self, updates, state, sampled, unfinished=None, score=None):
     progress = {'passed_over': self.position.passed_over, 'sampled': sampled}
-    self._checkpoints.save(updates, state, progress)
+    if unfinished is not None:
+      progress['unfinished'] = {name: np.asarray(x).item() for name, x in unfinished.items()}
+    self._checkpoints.save(updates, state, progress, score)
 
   def __enter__(self) -> 'Saves':
     self._checkpoints.__enter__()

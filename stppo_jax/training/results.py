@@ -1,4 +1,4 @@
-"""Results of a run's newest checkpoint: held-out scores or an exported model."""
+"""Results of a run's newest or best checkpoint: held-out scores or an exported model."""
 
 import dataclasses
 import os
@@ -22,12 +22,15 @@ from stppo_jax.types import UserError
 
 
 def evaluate(config: schema.Config, workdir: str) -> dict[str, float]:
-  """Returns greedy scores of `workdir`'s newest checkpoint; without one, of the untrained model."""
+  """Returns greedy scores of the checkpoint that config.eval.checkpoint names.
+
+  Without one, returns those of the untrained model.
+  """
   validation.validate(config)
   hosts.require_same('config', dataclasses.asdict(config))
   run = loop.setup(config)
   hosts.require_same('questions', [task.id for task in run.held_out])
-  run.state, updates = recovery.newest(workdir, run.state)
+  run.state, updates = recovery.saved(workdir, run.state, config.eval.checkpoint)
   if updates is not None:
     logging.info('evaluating %s after %d updates', workdir, updates)
     digests = plugins.digests(plugins.named(config))
@@ -42,7 +45,7 @@ def evaluate(config: schema.Config, workdir: str) -> dict[str, float]:
 
 
 def export(config: schema.Config, workdir: str) -> str:
-  """Writes the policy of `workdir`'s newest checkpoint as a Hugging Face folder; returns its path.
+  """Writes the policy of a checkpoint of `workdir` as a Hugging Face folder; returns its path.
 
   Adapters are merged into the weights, and a value head is left out.
   """
@@ -54,7 +57,7 @@ def export(config: schema.Config, workdir: str) -> str:
     )
   recovery.claim(config, learner_lib.make_variant(config), workdir)
   learner, state = learner_lib.build(config)
-  state, updates = recovery.newest(workdir, state)
+  state, updates = recovery.saved(workdir, state, config.eval.checkpoint)
   if updates is None:
     raise UserError(f'--workdir={workdir!r} has no whole checkpoint yet: let the run go on')
   model, params, folder = learner.spec.actor, state.actor, os.path.join(workdir, 'export')

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 import dataclasses
 import functools
+import math
 
 import flax
 import jax
@@ -76,6 +77,8 @@ class Spec:
   logp_chunk: int | None  # tokens of a row whose logits are live at once; None: all
   critic_warmup: int  # optimizer steps that leave the actor unchanged
   num_logged_turns: int  # turns with metrics of their own
+  actor_clip: float = math.inf  # bound of the global norm of the actor's gradient
+  critic_clip: float = math.inf  # and of the separate critic's
   routing_replay: str = 'none'  # whose experts the policy reuses: config.rollout.routing_replay
 
   @property
@@ -101,11 +104,10 @@ def make_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-    grad_clip: float = 1.0,
     final_lr: float = 1.0,
     num_steps: int = 0,
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
-  """Returns AdamW after a clip of the global norm, and its learning rate as a schedule.
+  """Returns AdamW, and its learning rate as a schedule.
 
   The rate rises to `lr` in the first `warmup_steps` and decays linearly to `final_lr` times `lr` at
   the last of `num_steps`. With final_lr 1 it is constant.
@@ -118,10 +120,7 @@ def make_optimizer(
   if final_lr != 1:
     decay = optax.linear_schedule(lr, lr * final_lr, max(num_steps - 1 - warmup_steps, 1))
     schedule = optax.join_schedules((schedule, decay), (warmup_steps,))
-  optimizer = optax.chain(
-      optax.clip_by_global_norm(grad_clip),
-      optax.adamw(schedule, b1=betas[0], b2=betas[1], eps=eps, weight_decay=weight_decay),
-  )
+  optimizer = optax.adamw(schedule, betas[0], betas[1], eps, weight_decay=weight_decay)
   return optimizer, schedule
 
 
@@ -131,13 +130,20 @@ def optimize(
     params: dict,
     opt_state: optax.OptState,
     take: jax.Array,  # [] bool
+    divisor: jax.Array | None = None,
 ) -> tuple[dict, optax.OptState, jax.Array]:
-  """Returns params and optimizer state after one step, or unchanged; and the norm of the step."""
+  """Returns params and optimizer state after one step, or unchanged; and the norm of the change.
+
+  The step is divided by `divisor`. The change is what the parameters' dtype leaves of it.
+  """
   opt_state = sharding.to_device(opt_state)
   updates, new_opt_state = optimizer.update(grads, opt_state, params)
+  if divisor is not None:
+    updates = jax.tree.map(lambda x: x / divisor, updates)
   keep = lambda new, old: jnp.where(take, new, old)
   new_params = jax.tree.map(keep, optax.apply_updates(params, updates), params)
-  step_norm = jnp.where(take, optax.tree.norm(updates), 0)
+  difference = lambda new, old: new.astype(jnp.float32) - old.astype(jnp.float32)
+  step_norm = optax.tree.norm(jax.tree.map(difference, new_params, params))
   return new_params, jax.tree.map(keep, new_opt_state, opt_state), step_norm
 
 

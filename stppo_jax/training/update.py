@@ -5,8 +5,8 @@ policy that sampled), `with_advantages`, and `update_step`, which is one optimiz
 parts:
 
   _accumulate       sums g, the gradient of the objective, and the critic's over micro-batches
-  _accumulate_bias  sums C, the gradient that clipping removed, over the bins with clipped tokens
-  _divide           divides g by a function of ||C||
+  _accumulate_bias  sums C, the gradient that clipping removed, over the bins with a share in it
+  _divide           divides g by a function of ||C||, before or after the clip of the norm
   _apply            runs the optimizer; where something is not finite, only counts the step
 
 Models compute bins of several rows each (see `packing`); everything else works on rows.
@@ -22,8 +22,8 @@ import optax
 
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import correction
+from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import losses
-from stppo_jax.algorithms import off_policy
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.training import diagnostics
@@ -134,6 +134,7 @@ def annotate(
       batch.turn_ids,
       variant.rollout_is,
       variant.rollout_is_threshold,
+      variant.rollout_is_low,
   )
   metrics |= diagnostics.routing_summary(spec, load)
   old_logp = batch.behaviour_logp if variant.old_logp == 'sampler' else logp
@@ -146,15 +147,19 @@ def annotate(
 def with_advantages(
     spec: Spec, mesh: jax.sharding.Mesh, state: TrainState, batch: TurnBatch
 ) -> tuple[TrainState, TurnBatch, Metrics]:
-  """Fills in advantages and returns; adds the KL penalty to the reward, adapts its coefficient."""
+  """Fills in advantages and returns, and what the policy's loss makes of each token.
+
+  Adds the KL penalty to the reward and adapts its coefficient.
+  """
   del mesh
   variant, mask = spec.variant, batch.action_mask.astype(jnp.float32)
   metrics = {}
   if variant.kl_in != 'none':
     kl = losses.kl(batch.old_logp, batch.ref_logp, variant.kl_estimator) * mask
-    mean_kl = kl.sum() / jnp.maximum(mask.sum(), 1)
-    metrics |= {'actor/reward_kl_penalty': mean_kl, 'actor/kl_coef': state.kl_coef}
+    mean_kl = losses.aggregate(kl, mask, 'seq-mean-token-mean')  # over sequences, as in verl
+    metrics |= {'actor/kl_coef': state.kl_coef}
     if variant.kl_in == 'reward':
+      metrics = {'actor/reward_kl_penalty': mean_kl, 'actor/reward_kl_penalty_coeff': state.kl_coef}
       batch = dataclasses.replace(batch, rewards=batch.rewards - state.kl_coef * kl)
     if variant.kl_target:
       episodes = mask.any(axis=1).sum()
@@ -166,7 +171,10 @@ def with_advantages(
       state = dataclasses.replace(
           state, kl_coef=jnp.where(jnp.isfinite(mean_kl), kl_coef, state.kl_coef)
       )
-  batch = advantages.estimate(batch, variant)
+  batch = filters.apply(advantages.estimate(batch, variant), variant)
+  if batch.loss_mask is not None:
+    kept = batch.loss_mask.sum() / jnp.maximum(mask.sum(), 1)
+    metrics['stppo/dropped_tokens'] = 1 - kept
   return state, batch, metrics | diagnostics.batch_summary(batch, mask, spec.has_values)
 
 
@@ -182,7 +190,8 @@ def update_step(
 
   g = grad of the objective (surrogate, entropy, KL) and C = the gradient that clipping removed
   (arXiv 2511.20718, Lemma 4.2) are summed over micro-batches with weights of the whole mini-batch,
-  so the split does not change the result. Then g / divisor goes into the optimizer.
+  so the split does not change the result. Then g / divisor is clipped and goes into the optimizer,
+  or in another order: see `correction.divide`.
 
   Returns the state, metrics (scalars), and per token what this step saw: ratio, clipped [b,T].
   """
@@ -191,8 +200,8 @@ def update_step(
   work = _start(spec, mesh, state, frozen, jax.tree.map(lambda x: x[step.rows], batch), step)
   grads, seen = _accumulate(work)
   bias = _accumulate_bias(work, seen) if spec.variant.measures_bias else None
-  quotient, metrics, decisive = _divide(work, grads, bias, seen)
-  state, applied = _apply(work, grads, quotient, decisive)
+  gradient, by_step, metrics, decisive = _divide(work, grads, bias, seen)
+  state, applied = _apply(work, grads, gradient, by_step, decisive)
   return state, metrics | applied, {'ratio': seen['ratio'], 'clipped': seen['clipped']}
 
 
@@ -239,17 +248,11 @@ class _Work:
 def _start(spec, mesh, state, frozen, batch, step):
   """Computes the weights of the mini-batch."""
   variant, mask = spec.variant, batch.action_mask.astype(jnp.float32)
-  weights = losses.aggregation_weights(mask, variant.aggregation, variant.norm_length or None)
-  policy_weights = weights
-  if variant.rollout_is != 'none':
-    policy_weights *= off_policy.truncated_weights(
-        batch.old_logp,
-        batch.behaviour_logp,
-        mask,
-        batch.turn_ids,
-        variant.rollout_is,
-        variant.rollout_is_threshold,
-    )
+  counted = mask if batch.loss_mask is None else batch.loss_mask
+  weights = losses.aggregation_weights(
+      counted, variant.aggregation, variant.norm_length or None, batch.turn_ids
+  )
+  policy_weights = weights if batch.is_weights is None else weights * batch.is_weights
   value_weights = losses.aggregation_weights(mask, 'token-mean')
   return _Work(
       spec, mesh, state, frozen, batch, step.packing, mask, weights, policy_weights, value_weights
@@ -326,7 +329,7 @@ def _value_cotangent(work, layout, values):
 
 
 def _accumulate_bias(work, seen):
-  """Sums C over the bins in which something was clipped; its cotangent is 0 in all others.
+  """Sums C over the bins in which its cotangent is not 0 everywhere.
 
   These bins run forward a second time, so that nothing of the first pass has to be kept for them.
   """
@@ -336,30 +339,33 @@ def _accumulate_bias(work, seen):
     zero = jnp.zeros_like(logp)
     return work.placed(pull((layout.pack(seen['bias']), zero, zero))[0])
 
-  rows = seen['clipped'].any(axis=1)
-  clipped = packing_lib.only(work.packing, rows, work.spec.micro_batch)
-  return work.sum(one_micro_batch, clipped, work.zeros(work.state.actor))
+  rows = (seen['bias'] != 0).any(axis=1)
+  removed = packing_lib.only(work.packing, rows, work.spec.micro_batch)
+  return work.sum(one_micro_batch, removed, work.zeros(work.state.actor))
 
 
 def _divide(work, grads, bias, seen):
-  """Divides the actor's gradient; returns the quotient, metrics, and the numbers that must be
-  finite.
+  """Divides the actor's gradient, see `correction.divide`.
+
+  Returns the gradient that the optimizer gets, what divides its step, metrics, and the numbers that
+  must be finite.
 
   Choice: the divisor divides the actor's whole gradient, entropy and KL terms included, so their
-  proportions stay; a shared trunk's value gradient is added undivided.
+  proportions stay.
   """
-  variant, g = work.spec.variant, grads['actor']
-  g_norm = optax.tree.norm(g)
-  bias_norm = jnp.zeros(()) if bias is None else optax.tree.norm(bias)
+  spec, variant, g = work.spec, work.spec.variant, grads['actor']
+  g_norm = correction.norm(g)
+  bias_norm = jnp.zeros(()) if bias is None else correction.norm(bias)
   c_norm = bias_norm if variant.norm_of == 'gradient' else jnp.abs(seen['clipped_objective'])
   divisor = correction.divisor(variant.divisor, g_norm, c_norm, seen['clipped'].any())
-  quotient = jax.tree.map(lambda x: x / divisor, g)
-  if work.spec.shared_trunk:
-    quotient = jax.tree.map(jnp.add, quotient, grads['value'])
+  rest = grads['value'] if spec.shared_trunk else None
+  gradient, by_step, norms = correction.divide(variant.divide, g, rest, divisor, spec.actor_clip)
   metrics = {
-      'actor/grad_norm': optax.tree.norm(quotient),
+      'actor/grad_norm': norms['clip'],
       'stppo/grad_norm': g_norm,
       'stppo/divisor': divisor,
+      'stppo/entering_norm': norms['entering'],
+      'stppo/applied_factor': norms['factor'],
   }
   if bias is not None:
     # g descends and C ascends, hence the sign. Not vdot: it flattens, which gathers every shard.
@@ -369,20 +375,21 @@ def _divide(work, grads, bias, seen):
         'stppo/cos_g_c': -dot / jnp.maximum(g_norm * bias_norm, 1e-30),
     }
   summary = diagnostics.step_summary(work.spec, work.batch, work.weights, seen)
-  losses_seen = [value for name, value in summary.items() if name.endswith('_loss')]
-  return quotient, metrics | summary, [g_norm, c_norm, *losses_seen]
+  decisive = [value for name, value in summary.items() if name.endswith('_loss')]
+  decisive += [g_norm, c_norm, norms['factor']]
+  return gradient, by_step, metrics | summary, decisive
 
 
-def _apply(work, grads, quotient, decisive):
+def _apply(work, grads, gradient, by_step, decisive):
   """Runs the optimizers; where a gradient norm or a loss is not finite, only counts the step."""
   spec, state = work.spec, work.state
   if spec.has_values:
-    value_norm = optax.tree.norm(grads['value'])
+    value_norm = correction.norm(grads['value'])
     decisive = [*decisive, value_norm]
   finite = jnp.isfinite(jnp.stack(decisive)).all()
   train_actor = finite & (state.step >= spec.critic_warmup)
   actor, actor_opt, step_norm = train_state.optimize(
-      spec.actor_optimizer, quotient, state.actor, state.actor_opt, train_actor
+      spec.actor_optimizer, gradient, state.actor, state.actor_opt, train_actor, by_step
   )
   after = dataclasses.replace(
       state,
@@ -401,8 +408,10 @@ def _apply(work, grads, quotient, decisive):
     counted = state.actor_opt if spec.shared_trunk else state.critic_opt
     applied['critic/lr'] = spec.critic_lr(train_state.steps_taken(counted, state.step))
   if spec.critic is not None:
+    clip = optax.clip_by_global_norm(spec.critic_clip)
+    value_gradient = clip.update(grads['value'], optax.EmptyState())[0]
     critic, critic_opt, _ = train_state.optimize(
-        spec.critic_optimizer, grads['value'], state.critic, state.critic_opt, finite
+        spec.critic_optimizer, value_gradient, state.critic, state.critic_opt, finite
     )
     after = dataclasses.replace(after, critic=critic, critic_opt=critic_opt)
   return after, applied

@@ -48,6 +48,7 @@ def make_config(folder, **values):
       keep_checkpoints=3,
   )
   config.rollout = schema.Rollout(max_prompt=1, max_turn=1, max_total=LENGTH)
+  config.algorithm.rollout_is = 'token'  # or a stale run is warned
   config.actor.warmup = config.critic.warmup = 0.0  # so that a resumed run may train longer
   config.eval = schema.Eval(every=2, rows=4)
   config.log = schema.Log(tensorboard=False, episodes=False)
@@ -110,7 +111,9 @@ class Agent:
     self.report, self.retriever = engine.Report(), None
     self.env = types.SimpleNamespace(core_metrics=('em',))
     self.tokenizer = types.SimpleNamespace(pad_id=0, pieces=lambda ids: [str(i) for i in ids])
-    self.sampler = types.SimpleNamespace(compiled_variants=dict)
+    self.sampler = types.SimpleNamespace(
+        compiled_variants=dict, copy=functools.partial(jax.tree.map, jnp.copy)
+    )
     self.slow_s = slow_s
 
   def play(self, params, tasks, keys, groups=None, greedy=False, give_up=None):

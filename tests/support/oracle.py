@@ -349,7 +349,7 @@ def aggregate(x, mask, mode, norm_length=None):
   if mode == 'seq-mean-token-mean':
     return sum(s / n for s, n in zip(sums, counts)) / len(sums)
   if mode == 'seq-mean-token-sum-norm':
-    return sum(sums) / (norm_length or x.shape[1])
+    return sum(sums) / len(sums) / (norm_length or x.shape[1])
   raise ValueError(mode)
 
 

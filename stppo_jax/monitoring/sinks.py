@@ -1,0 +1,138 @@
+"""Copies of the metrics for TensorBoard and Weights & Biases; neither can stop a run.
+
+A sink has `name`, `write(step, numbers)` and `close()`, and may raise anything.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import contextlib
+import json
+import os
+import secrets
+import socket
+import time
+from typing import Any
+
+from absl import logging
+
+
+class Sinks:
+  """The sinks of a run; one that fails is told once and left out from then on."""
+
+  def __init__(self) -> None:
+    self._sinks: list[Any] = []
+
+  def add(self, name: str, make: Callable[[], Any]) -> None:
+    """Opens a sink; a package that is not installed, or no network, costs one warning."""
+    try:
+      self._sinks.append(make())
+    except ImportError as error:
+      logging.warning('no metrics for %s: %s (pip install it)', name, error)
+    except Exception as error:  # whatever its package raises
+      logging.warning('no metrics for %s (%s: %s)', name, type(error).__name__, error)
+
+  def write(self, step: int, numbers: Mapping[str, int | float]) -> None:
+    """Writes finite numbers to all sinks."""
+    for sink in list(self._sinks):
+      try:
+        sink.write(step, numbers)
+      except Exception as error:  # as above
+        logging.warning('%s takes no more metrics (%s); metrics.jsonl continues', sink.name, error)
+        self._sinks.remove(sink)
+        with contextlib.suppress(Exception):
+          sink.close()
+
+  def close(self) -> None:
+    """Closes all sinks."""
+    for sink in self._sinks:
+      try:
+        sink.close()
+      except Exception as error:  # as above
+        logging.warning('%s did not end cleanly (%s)', sink.name, error)
+    self._sinks = []
+
+
+class TensorBoard:
+  """An event file in `workdir`/tensorboard, written by the thread that calls.
+
+  Choice: not tensorboardX's SummaryWriter. Its own thread ends when the disk is full, and then
+  each write, its `close` and the end of the process wait for that thread.
+  """
+
+  name = 'TensorBoard'
+
+  def __init__(self, workdir: str, first_step: int | None = None):
+    """Opens a new file; steps from `first_step` on replace those of earlier files."""
+    import tensorboardX  # pylint: disable=import-outside-toplevel
+    from tensorboardX import proto  # pylint: disable=import-outside-toplevel
+    from tensorboardX import summary  # pylint: disable=import-outside-toplevel
+
+    self._event, self._scalar = proto.event_pb2, summary.scalar
+    folder = os.path.join(workdir, 'tensorboard')
+    os.makedirs(folder, exist_ok=True)
+    name = f'events.out.tfevents.{time.time_ns() // 10**9}.{socket.gethostname()}.{os.getpid()}'
+    self._file = tensorboardX.RecordWriter(os.path.join(folder, name))
+    self._add(file_version='brain.Event:2')
+    if first_step is not None:
+      start = self._event.SessionLog(status=self._event.SessionLog.START)
+      self._add(step=first_step, session_log=start)
+    self._file.flush()
+
+  def write(self, step: int, numbers: Mapping[str, int | float]) -> None:
+    """Writes one event per number."""
+    for name, number in numbers.items():
+      self._add(step=step, summary=self._scalar(name, number))
+    self._file.flush()
+
+  def close(self) -> None:
+    """Closes the file."""
+    self._file.close()
+
+  def _add(self, **fields):
+    event = self._event.Event(wall_time=time.time_ns() / 1e9, **fields)
+    self._file.write(event.SerializeToString())
+
+
+class Wandb:
+  """A run of Weights & Biases; without a login, one kept offline in `workdir`.
+
+  A resumed run goes on under the id that `workdir`/wandb_id holds. Steps that were logged already
+  are ignored there, and a resumed run repeats them exactly.
+  """
+
+  name = 'W&B'
+
+  def __init__(
+      self, workdir: str, project: str, run_name: str, config_json: str, is_resumed: bool = False
+  ):
+    import wandb  # pylint: disable=import-outside-toplevel
+
+    self._run = wandb.init(
+        project=project,
+        name=run_name or None,
+        id=_run_id(os.path.join(workdir, 'wandb_id'), is_resumed),
+        resume='allow',
+        dir=workdir,
+        config=json.loads(config_json),
+        mode=None if os.environ.get('WANDB_MODE') or wandb.api.api_key else 'offline',
+    )
+
+  def write(self, step: int, numbers: Mapping[str, int | float]) -> None:
+    """Logs the numbers of a step."""
+    self._run.log(dict(numbers), step=step)
+
+  def close(self) -> None:
+    """Finishes the upload."""
+    self._run.finish()
+
+
+def _run_id(path, is_resumed):
+  """Returns the id that the file holds; writes a new one there for a run that begins."""
+  if is_resumed and os.path.exists(path):
+    with open(path, encoding='utf-8') as file:
+      if found := file.read().strip():
+        return found
+  new = secrets.token_hex(4)
+  with open(path, 'w', encoding='utf-8') as file:
+    file.write(new)
+  return new

@@ -1,0 +1,101 @@
+"""Records of episodes are written in a thread, which never ends or stops a run."""
+
+import errno
+import json
+import os
+import tempfile
+import threading
+from unittest import mock
+
+from absl import logging
+from absl.testing import absltest
+
+from stppo_jax.monitoring import episodes
+from tests.support import micro_run
+
+
+def records(*rows):
+  return episodes.Records(lambda: list(rows))
+
+
+class RecorderTest(absltest.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.workdir = self.enterContext(tempfile.TemporaryDirectory())
+    self.told = []
+    tell = lambda text, *args: self.told.append(text % args)
+    self.enterContext(mock.patch.object(logging, 'warning', tell))
+
+  def names(self):
+    return sorted(os.listdir(os.path.join(self.workdir, 'episodes')))
+
+  def test_records_are_made_and_written_by_another_thread_once(self):
+    makers = []
+
+    def make():
+      makers.append(threading.current_thread())
+      return [{'a': 1}, {'a': 2}]
+
+    lazy = episodes.Records(make)
+    with episodes.Recorder(self.workdir) as recorder:
+      recorder.put('train', 3, lazy)
+    self.assertEqual(lazy.get(), [{'a': 1}, {'a': 2}])
+    self.assertLen(makers, 1)
+    self.assertIsNot(makers[0], threading.main_thread())
+    with open(os.path.join(self.workdir, 'episodes', 'train_000003.jsonl'), encoding='utf-8') as f:
+      self.assertEqual([json.loads(line) for line in f], [{'a': 1}, {'a': 2}])
+    self.assertEmpty(self.told)
+
+  def test_a_full_disk_is_told_once_and_leaves_no_part(self):
+    replace, full = os.replace, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def failing(source, target):
+      if 'train_000004' not in target:
+        raise full
+      replace(source, target)
+
+    with mock.patch.object(os, 'replace', failing):
+      with episodes.Recorder(self.workdir) as recorder:
+        for n in range(5):
+          recorder.put('train', n, records({'a': n}))
+    self.assertLen(self.told, 1)
+    self.assertRegex(self.told[0], r'left out \(OSError: .*No space left.*training continues$')
+    self.assertEqual(self.names(), ['train_000004.jsonl'])  # there is room again
+
+  def test_a_disk_that_stands_still_holds_nobody_up(self):
+    go_on, begun = threading.Event(), threading.Event()
+    self.addCleanup(go_on.set)
+
+    def stuck():
+      begun.set()
+      go_on.wait()
+      return []
+
+    recorder = episodes.Recorder(self.workdir, behind=2, put_s=0.01)
+    recorder.put('train', 0, episodes.Records(stuck))
+    self.assertTrue(begun.wait(60))
+    for n in range(1, 50):
+      recorder.put('train', n, records())
+    recorder.close()
+    self.assertEqual(
+        self.told,
+        [
+            'records of episodes are left out (the disk is too slow: train_000003.jsonl waited for '
+            '0.01 s); training continues'
+        ],
+    )
+
+  def test_every_kth_update_of_a_run(self):
+    with tempfile.TemporaryDirectory() as folder:
+      micro_run.write_knowledge(folder)
+      config = micro_run.make_config(folder, **{'log.episodes': True, 'log.episodes_every': 3})
+      micro_run.train(config, self.workdir)
+    self.assertEqual(
+        self.names(),
+        ['eval_000000.jsonl', 'eval_000002.jsonl', 'eval_000004.jsonl', 'train_000003.jsonl'],
+    )
+
+
+if __name__ == '__main__':
+  absltest.main()

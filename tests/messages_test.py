@@ -1,0 +1,62 @@
+"""Messages between processes: chunks, order and cleaning up, with threads for the processes."""
+
+import threading
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+
+from stppo_jax.runtime import hosts
+from stppo_jax.runtime import messages
+from tests.support import processes
+
+
+class ExchangeTest(parameterized.TestCase):
+
+  @parameterized.parameters(2, 3, 5)
+  def test_all_get_the_messages_of_all_in_order_and_the_store_stays_small(self, num_processes):
+    store = processes.Store()
+    make = lambda i, n: b'%d-' % i + bytes([i, 10, n % 7]) * (n * i)  # with line breaks, 0 to 3 kB
+
+    def run(i):
+      exchange = messages.Exchange(store, i, num_processes, chunk_bytes=100)
+      return [exchange.gather(make(i, n) if n else b'') for n in range(30)]
+
+    expected = [[make(i, n) if n else b'' for i in range(num_processes)] for n in range(30)]
+    for gathered in processes.in_threads(num_processes, run):
+      self.assertEqual(gathered, expected)
+    self.assertLess(store.largest, 110)
+    self.assertTrue(all(key.startswith('stppo/30/all/') for key in store.values))
+    # Two messages at most are there at once, of at most 29 * 3 * i + 2 bytes per process.
+    pieces = sum(29 * 3 * i // 100 + 1 for i in range(num_processes))
+    self.assertLessEqual(store.most, 3 * pieces)
+
+  def test_an_error_of_the_store_is_raised(self):
+    store = mock.Mock()
+    store.blocking_key_value_get_bytes.side_effect = jax.errors.JaxRuntimeError('UNAVAILABLE')
+    with self.assertRaisesRegex(jax.errors.JaxRuntimeError, 'UNAVAILABLE'):
+      messages.Exchange(store, 1, 2).gather(b'')
+
+
+class ShareTest(absltest.TestCase):
+
+  def test_json_goes_through_the_store_and_not_through_a_device(self):
+    store, here = processes.Store(), threading.local()
+    self.enterContext(mock.patch.object(jax, 'process_count', lambda: 2))
+    self.enterContext(mock.patch.object(jax, 'process_index', lambda: here.index))
+    exchanges = [messages.Exchange(store, i, 2) for i in range(2)]
+    self.enterContext(mock.patch.object(hosts, '_exchange', lambda: exchanges[here.index]))
+    dispatched = self.enterContext(mock.patch.object(hosts, '_multihost'))
+
+    def run(i):
+      here.index = i
+      return [hosts.share({'process': i, 'é': [i] * 3}), hosts.by_writer(lambda: here.index)]
+
+    values = [{'process': i, 'é': [i] * 3} for i in range(2)]
+    self.assertEqual(processes.in_threads(2, run), [[values, 0], [values, 0]])
+    dispatched.assert_not_called()
+
+
+if __name__ == '__main__':
+  absltest.main()
