@@ -7,13 +7,10 @@ because a model that is slightly wrong would still train, badly.
 import collections
 from collections.abc import Callable
 import contextlib
-import dataclasses
 import functools
-import json
 import math
 import os
 import pathlib
-import shutil
 from typing import Any
 
 import jax
@@ -32,17 +29,6 @@ from stppo_jax.types import UserError
 STORED = ('F32', 'BF16', 'F16')  # as safetensors calls what a folder may hold
 TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 MAX_SHARD_BYTES = 2 * 2**30
-TOKENIZER_FILES = (
-    'tokenizer.json',
-    'tokenizer_config.json',
-    'special_tokens_map.json',
-    'added_tokens.json',
-    'vocab.json',
-    'merges.txt',
-    'tokenizer.model',
-    'chat_template.jinja',
-    'generation_config.json',
-)
 
 
 def load_hf(
@@ -107,9 +93,8 @@ def save_hf(
   token_ids = {}
   if tokenizer_folder is not None:
     tokenizer_folder = pathlib.Path(tokenizer_folder)
-    config = _readable_by_auto_tokenizer(config, tokenizer_folder)
-    if not any((tokenizer_folder / name).is_file() for name in TOKENIZER_FILES):
-      raise UserError(f'{tokenizer_folder} holds no tokenizer; give a folder with tokenizer.json')
+    config = hf_config.readable_by_auto_tokenizer(config, tokenizer_folder)
+    hf_config.check_has_tokenizer(tokenizer_folder)
     if (tokenizer_folder / 'config.json').is_file():
       source = hf_config.read_json(tokenizer_folder / 'config.json')
       token_ids = {name: source[name] for name in TOKEN_IDS if name in source}
@@ -117,40 +102,7 @@ def save_hf(
   tensor_of = functools.partial(_copy_out, params)
   write_weights(folder, config, dtype, tensor_of, token_ids, max_shard_bytes)
   if tokenizer_folder is not None and jax.process_index() == 0:
-    if not tokenizer_folder.samefile(folder):
-      for name in TOKENIZER_FILES:
-        if (tokenizer_folder / name).is_file():
-          shutil.copyfile(tokenizer_folder / name, folder / name)
-    _name_tokenizer_class(folder, config)
-
-
-def _readable_by_auto_tokenizer(config, folder):
-  """Returns the config under which AutoTokenizer gives the ids of `folder`'s tokenizer.json.
-
-  Choice: for the model type qwen2, transformers 5 replaces its pre-tokenizer by Qwen2's, whatever
-  the folder says. A model with another tokenizer is written as a Llama with biases: its output's
-  bias is 0, so that it computes the same.
-  """
-  path = folder / 'tokenizer.json'
-  if config.family != 'qwen2' or not path.is_file():
-    return config
-  found = hf_config.read_json(path)
-  is_qwens = _QWEN2_WORDS in json.dumps(found.get('pre_tokenizer'), ensure_ascii=False)
-  if is_qwens or 'model' not in found:
-    return config
-  return dataclasses.replace(config, family='llama')
-
-
-# Of the pre-tokenizer of Qwen2 and Qwen2.5 as JSON: a digit is a word, and a punctuation mark too.
-_QWEN2_WORDS = r'|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|'
-
-
-def _name_tokenizer_class(folder, config):
-  """Names the class that takes tokenizer.json as it is, for a Llama that was a Qwen2."""
-  path = folder / 'tokenizer_config.json'
-  if config.family == 'llama' and config.qkv_bias:
-    raw = hf_config.read_json(path) if path.is_file() else {}
-    hf_config.write_json(path, raw | {'tokenizer_class': 'PreTrainedTokenizerFast'})
+    hf_config.copy_tokenizer(tokenizer_folder, folder, config)
 
 
 def write_weights(
@@ -398,20 +350,13 @@ def _read(folder, tensors, entry, shape, dtype, index):
     rest += [slice(None), *index[axis + 1 : end]]
     axis = end
   tensor = tensors[entry.name][tuple(theirs[::-1] if entry.transpose else theirs)]
-  if not _is_finite(tensor):
+  if not hf_config.is_finite(tensor):
     raise UserError(
         f'{folder}: {entry.name} holds numbers that are not finite, and every step would be '
         'skipped; use another copy or an earlier checkpoint'
     )
   tensor = (tensor.T if entry.transpose else tensor).reshape(ours)[tuple(rest)]
   return np.ascontiguousarray(tensor, dtype)
-
-
-def _is_finite(tensor):
-  """Whether all numbers are finite; of bfloat16 by their exponents, which is much faster."""
-  if tensor.dtype != hf_config.DTYPES['bfloat16']:
-    return bool(np.isfinite(tensor).all())
-  return not ((tensor.view(np.uint16) & 0x7F80) == 0x7F80).any()
 
 
 def _whole(shape):

@@ -1,8 +1,10 @@
-"""A Hugging Face folder: config.json to and from ModelConfig, and the names of its tensors."""
+"""A Hugging Face folder: config.json to and from ModelConfig, its tensors' names, its tokenizer."""
 
 import collections
+import dataclasses
 import json
 import pathlib
+import shutil
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +15,17 @@ from stppo_jax.types import UserError
 
 # model_type -> prefix of the classes' names in transformers.
 FAMILIES = {'qwen2': 'Qwen2', 'qwen3': 'Qwen3', 'qwen3_moe': 'Qwen3Moe', 'llama': 'Llama'}
+TOKENIZER_FILES = (
+    'tokenizer.json',
+    'tokenizer_config.json',
+    'special_tokens_map.json',
+    'added_tokens.json',
+    'vocab.json',
+    'merges.txt',
+    'tokenizer.model',
+    'chat_template.jinja',
+    'generation_config.json',
+)
 HEADS = ('tokens', 'value', 'both')
 DTYPES = {'float32': np.dtype(np.float32), 'bfloat16': np.dtype(ml_dtypes.bfloat16)}
 
@@ -171,6 +184,47 @@ def table(config: decoder.ModelConfig) -> list[Entry]:
   return entries
 
 
+def readable_by_auto_tokenizer(
+    config: decoder.ModelConfig, folder: pathlib.Path
+) -> decoder.ModelConfig:
+  """Returns the config under which AutoTokenizer gives the ids of `folder`'s tokenizer.json.
+
+  Choice: for the model type qwen2, transformers 5 replaces its pre-tokenizer by Qwen2's, whatever
+  the folder says. A model with another tokenizer is written as a Llama with biases: its output's
+  bias is 0, so that it computes the same.
+  """
+  path = folder / 'tokenizer.json'
+  if config.family != 'qwen2' or not path.is_file():
+    return config
+  found = read_json(path)
+  is_qwens = _QWEN2_WORDS in json.dumps(found.get('pre_tokenizer'), ensure_ascii=False)
+  if is_qwens or 'model' not in found:
+    return config
+  return dataclasses.replace(config, family='llama')
+
+
+# Of the pre-tokenizer of Qwen2 and Qwen2.5 as JSON: a digit is a word, and a punctuation mark too.
+_QWEN2_WORDS = r'|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|'
+
+
+def check_has_tokenizer(folder: pathlib.Path) -> None:
+  """Raises a UserError if none of the tokenizer's files is there."""
+  if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    raise UserError(f'{folder} holds no tokenizer; give a folder with tokenizer.json')
+
+
+def copy_tokenizer(source: pathlib.Path, folder: pathlib.Path, config: decoder.ModelConfig) -> None:
+  """Copies the tokenizer's files into the folder of a model with this config."""
+  if not source.samefile(folder):
+    for name in TOKENIZER_FILES:
+      if (source / name).is_file():
+        shutil.copyfile(source / name, folder / name)
+  path = folder / 'tokenizer_config.json'
+  if config.family == 'llama' and config.qkv_bias:  # the class that takes tokenizer.json as it is
+    raw = read_json(path) if path.is_file() else {}
+    write_json(path, raw | {'tokenizer_class': 'PreTrainedTokenizerFast'})
+
+
 def read_json(path: pathlib.Path) -> dict[str, Any]:
   """Reads a JSON object. UserError: no such file, or not an object."""
   if not path.is_file():
@@ -201,6 +255,13 @@ def _expert_entries(layer, num_experts, d_model, feed_forward):
       theirs, ours = f'{mlp}.experts.{expert}.{name}_proj.weight', f'layers/moe/{name}'
       entries.append(Entry(theirs, ours, layer, shape, True, expert))
   return entries
+
+
+def is_finite(tensor: np.ndarray) -> bool:
+  """Whether all numbers are finite; of bfloat16 by their exponents, which is much faster."""
+  if tensor.dtype != DTYPES['bfloat16']:
+    return bool(np.isfinite(tensor).all())
+  return not ((tensor.view(np.uint16) & 0x7F80) == 0x7F80).any()
 
 
 def _refuse_unsupported(path, raw):

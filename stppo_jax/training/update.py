@@ -138,10 +138,9 @@ def annotate(
   )
   metrics |= diagnostics.routing_summary(spec, load)
   old_logp = batch.behaviour_logp if variant.old_logp == 'sampler' else logp
-  batch = dataclasses.replace(
-      batch, old_logp=old_logp * mask, routes=jax.tree.map(in_order, routes)
-  )
-  return dataclasses.replace(batch, ref_logp=ref_logp * mask, old_values=values * mask), metrics
+  batch = dataclasses.replace(batch, old_logp=old_logp * mask, ref_logp=ref_logp * mask)
+  routes = jax.tree.map(in_order, routes)
+  return dataclasses.replace(batch, old_values=values * mask, routes=routes), metrics
 
 
 def with_advantages(
