@@ -192,7 +192,7 @@ class MakeVariantTest(parameterized.TestCase):
       micro_run.train(config, workdir)
     run = mock.Mock(held_out=[])
     self.enterContext(mock.patch.object(loop, 'setup', return_value=run))
-    self.enterContext(mock.patch.object(recovery, 'newest', return_value=(None, 2)))
+    self.enterContext(mock.patch.object(recovery, 'saved', return_value=(None, 2)))
     self.enterContext(mock.patch.object(evaluation, 'evaluate', return_value=({'score': 1}, [])))
     with self.assertLogs('absl', 'WARNING') as logs:
       self.assertEqual(results.evaluate(config, workdir), {'score': 1})

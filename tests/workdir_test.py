@@ -54,6 +54,28 @@ class WorkdirTest(parameterized.TestCase):
     with self.assertRaisesRegex(UserError, "data.corpus .'' there, 'misspelt' here."):
       workdirs.claim(self.workdir, as_dict(corpus='misspelt'))
 
+  def test_checkpoints_alone_belong_to_their_config_too(self):
+    """With metrics.jsonl deleted, another config resumed from them."""
+    workdirs.claim(self.workdir, as_dict())
+    os.makedirs(os.path.join(self.workdir, 'checkpoints', '2'))
+    with self.assertRaisesRegex(UserError, 'data.corpus'):
+      workdirs.claim(self.workdir, as_dict(corpus='other'))
+
+  @parameterized.parameters('{"seed": ', '[]', '')
+  def test_a_broken_config_is_one_line(self, text):
+    self.write_a_number()
+    path = os.path.join(self.workdir, 'config.json')
+    with open(path, 'w', encoding='utf-8') as file:
+      file.write(text)
+    for call in (workdirs.claim, workdirs.differences):
+      with self.assertRaisesRegex(UserError, r'^[^\n]*config.json cannot be read [^\n]*$'):
+        call(self.workdir, as_dict())
+
+  def test_a_folder_that_cannot_be_written(self):
+    os.makedirs(os.path.join(self.workdir, 'config.json.part'))  # as root, modes are no hindrance
+    with self.assertRaisesRegex(UserError, 'cannot be written .*another --workdir'):
+      workdirs.claim(self.workdir, as_dict())
+
   def test_fields_that_affect_no_number_may_change(self):
     may_change = validation.may_change(constant_rates())
     workdirs.claim(self.workdir, as_dict())

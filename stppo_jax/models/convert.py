@@ -7,7 +7,9 @@ model that is slightly wrong would still train, badly.
 import collections
 from collections.abc import Callable
 import contextlib
+import dataclasses
 import functools
+import json
 import math
 import os
 import pathlib
@@ -27,6 +29,7 @@ from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
 from stppo_jax.types import UserError
 
+NOT_OURS = ''  # the path of a tensor that must be 0: our model is without it
 STORED = ('F32', 'BF16', 'F16')  # as safetensors calls what a folder may hold
 TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 MAX_SHARD_BYTES = 2 * 2**30
@@ -83,7 +86,7 @@ def load_hf(
 
     def make(path, leaf, place=None):
       name = jax.tree_util.keystr(path, simple=True, separator='/')
-      return _make_leaf(leaf, place, rows[name], functools.partial(_read, tensors))
+      return _make_leaf(leaf, place, rows[name], functools.partial(_read, folder, tensors))
 
     params = jax.tree_util.tree_map_with_path(make, shapes, *places)
   return config, params
@@ -108,6 +111,7 @@ def save_hf(
   token_ids = {}
   if tokenizer_folder is not None:
     tokenizer_folder = pathlib.Path(tokenizer_folder)
+    config = _readable_by_auto_tokenizer(config, tokenizer_folder)
     if not any((tokenizer_folder / name).is_file() for name in TOKENIZER_FILES):
       raise UserError(f'{tokenizer_folder} holds no tokenizer; give a folder with tokenizer.json')
     if (tokenizer_folder / 'config.json').is_file():
@@ -121,6 +125,36 @@ def save_hf(
       for name in TOKENIZER_FILES:
         if (tokenizer_folder / name).is_file():
           shutil.copyfile(tokenizer_folder / name, folder / name)
+    _name_tokenizer_class(folder, config)
+
+
+def _readable_by_auto_tokenizer(config, folder):
+  """Returns the config under which AutoTokenizer gives the ids of `folder`'s tokenizer.json.
+
+  Choice: for the model type qwen2, transformers 5 replaces its pre-tokenizer by Qwen2's, whatever
+  the folder says. A model with another tokenizer is written as a Llama with biases: its output's
+  bias is 0, so that it computes the same.
+  """
+  path = folder / 'tokenizer.json'
+  if config.family != 'qwen2' or not path.is_file():
+    return config
+  found = hf_config.read_json(path)
+  is_qwens = _QWEN2_WORDS in json.dumps(found.get('pre_tokenizer'), ensure_ascii=False)
+  if is_qwens or 'model' not in found:
+    return config
+  return dataclasses.replace(config, family='llama')
+
+
+# Of the pre-tokenizer of Qwen2 and Qwen2.5 as JSON: a digit is a word, and a punctuation mark too.
+_QWEN2_WORDS = r'|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|'
+
+
+def _name_tokenizer_class(folder, config):
+  """Names the class that takes tokenizer.json as it is, for a Llama that was a Qwen2."""
+  path = folder / 'tokenizer_config.json'
+  if config.family == 'llama' and config.qkv_bias:
+    raw = hf_config.read_json(path) if path.is_file() else {}
+    hf_config.write_json(path, raw | {'tokenizer_class': 'PreTrainedTokenizerFast'})
 
 
 def write_weights(
@@ -156,7 +190,10 @@ def write_weights(
     return
   for old in [*folder.glob('model*.safetensors'), folder / 'model.safetensors.index.json']:
     old.unlink(missing_ok=True)
+  umask = os.umask(0)
+  os.umask(umask)
   for name in names:
+    (folder / (name + '.partial')).chmod(0o666 & ~umask)  # safetensors' own files are private
     os.replace(folder / (name + '.partial'), folder / name)
   if len(shards) > 1:
     weight_map = {e.name: name for name, shard in zip(names, shards, strict=True) for e in shard}
@@ -184,6 +221,8 @@ def table(config: decoder.ModelConfig) -> list[Entry]:
       ('mlp.up_proj.weight', 'mlp/up/kernel', (f, d), True),
       ('mlp.down_proj.weight', 'mlp/down/kernel', (d, f), True),
   ]
+  if config.qkv_bias and config.family == 'llama':  # where it comes with one of the output
+    layer_rows.append(('self_attn.o_proj.bias', '', (d,), False))
   if config.qkv_bias:
     layer_rows += [
         ('self_attn.q_proj.bias', 'attention/query/bias', (query,), False),
@@ -197,7 +236,8 @@ def table(config: decoder.ModelConfig) -> list[Entry]:
     ]
   for l in range(config.num_layers):
     for name, path, shape, transpose in layer_rows:
-      entries.append(Entry(f'model.layers.{l}.{name}', f'layers/{path}', l, shape, transpose))
+      ours = f'layers/{path}' if path else NOT_OURS
+      entries.append(Entry(f'model.layers.{l}.{name}', ours, l, shape, transpose))
   entries.append(Entry('model.norm.weight', 'final_norm/scale', None, (d,), False))
   if config.head in ('tokens', 'both') and not config.tie_embeddings:
     entries.append(Entry('lm_head.weight', 'lm_head/kernel', None, (v, d), True))
@@ -303,6 +343,10 @@ def _check_tensors(files, tensors, entries):
           f'{path}: {entry.name} is stored as {stored}; allowed: {", ".join(STORED)}; '
           'use a checkpoint that is not quantized'
       )
+    if entry.path == NOT_OURS and tensors[entry.name][:].any():
+      raise UserError(
+          f'{path}: {entry.name} is not 0, which is not supported; choose another model'
+      )
 
 
 def _check_tied(folder, tensors, embed):
@@ -366,7 +410,7 @@ def _in_shards(shape, place, part):
   return jax.make_array_from_callback(shape, place, shard)
 
 
-def _read(tensors, entry, shape, dtype, index):
+def _read(folder, tensors, entry, shape, dtype, index):
   """Returns the part `index` (one slice per axis) of an entry whose array here has `shape`.
 
   Only that part is read. Several of our axes may be one axis of the folder, as [D,N,H] and [N * H,
@@ -386,8 +430,20 @@ def _read(tensors, entry, shape, dtype, index):
     rest += [slice(None), *index[axis + 1 : end]]
     axis = end
   tensor = tensors[entry.name][tuple(theirs[::-1] if entry.transpose else theirs)]
+  if not _is_finite(tensor):
+    raise UserError(
+        f'{folder}: {entry.name} holds numbers that are not finite, and every step would be '
+        'skipped; use another copy or an earlier checkpoint'
+    )
   tensor = (tensor.T if entry.transpose else tensor).reshape(ours)[tuple(rest)]
   return np.ascontiguousarray(tensor, dtype)
+
+
+def _is_finite(tensor):
+  """Whether all numbers are finite; of bfloat16 by their exponents, which is much faster."""
+  if tensor.dtype != hf_config.DTYPES['bfloat16']:
+    return bool(np.isfinite(tensor).all())
+  return not ((tensor.view(np.uint16) & 0x7F80) == 0x7F80).any()
 
 
 def _whole(shape):
@@ -396,6 +452,8 @@ def _whole(shape):
 
 def _copy_out(params, entry):
   """Returns the tensor of an entry in the folder's layout."""
+  if entry.path == NOT_OURS:
+    return np.zeros(entry.shape, params['embed']['embedding'].dtype)
   leaf = _leaf(params, entry.path)
   if entry.layer is not None:
     leaf = leaf[entry.layer] if isinstance(leaf, np.ndarray) else _layer_of(leaf, entry.layer)

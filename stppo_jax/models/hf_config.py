@@ -43,20 +43,23 @@ def load(
   d_model = _number(path, raw, 'hidden_size')
   num_heads = _number(path, raw, 'num_attention_heads')
   num_kv_heads = num_heads if family == 'llama' else None
+  num_kv_heads = _number(path, raw, 'num_key_value_heads', num_kv_heads)
+  head_dim = _number(path, raw, 'head_dim', 128 if family == 'qwen3' else d_model // num_heads)
+  _check_heads(path, d_model, num_heads, num_kv_heads, head_dim, 'head_dim' in raw)
   rope_theta, rope_scaling = _rope(path, raw)
   return decoder.ModelConfig(
       vocab_size=_number(path, raw, 'vocab_size'),
       d_model=d_model,
       num_layers=_number(path, raw, 'num_hidden_layers'),
       num_heads=num_heads,
-      num_kv_heads=_number(path, raw, 'num_key_value_heads', num_kv_heads),
-      head_dim=_number(path, raw, 'head_dim', 128 if family == 'qwen3' else d_model // num_heads),
+      num_kv_heads=num_kv_heads,
+      head_dim=head_dim,
       d_ff=_number(path, raw, 'intermediate_size'),
       rope_theta=rope_theta,
       rope_scaling=rope_scaling,
       rms_norm_eps=_number(path, raw, 'rms_norm_eps', 1e-6, float),
       tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
-      qkv_bias=family == 'qwen2',
+      qkv_bias=family == 'qwen2' or bool(raw.get('attention_bias')),
       qk_norm=family == 'qwen3',
       family=family,
       head=head,
@@ -98,6 +101,8 @@ def to_json(config: decoder.ModelConfig, dtype: str, token_ids: dict[str, Any]) 
       'attention_dropout': 0.0,
       'torch_dtype': dtype,
   }
+  if config.family == 'llama':
+    raw['attention_bias'] = config.qkv_bias
   if config.head == 'value':
     raw |= {'id2label': {'0': 'value'}, 'label2id': {'value': 0}, 'classifier_dropout': 0.0}
   return raw | token_ids
@@ -128,7 +133,7 @@ def _refuse_unsupported(path, raw):
   """Raises UserError for settings that the decoder does not implement."""
   refused = {
       'use_sliding_window': bool(raw.get('use_sliding_window')),
-      'attention_bias': bool(raw.get('attention_bias')),
+      'attention_bias': bool(raw.get('attention_bias')) and raw.get('model_type') != 'llama',
       'mlp_bias': bool(raw.get('mlp_bias')),
       'quantization_config': raw.get('quantization_config') is not None,
       'hidden_act': raw.get('hidden_act', 'silu') != 'silu',
@@ -140,6 +145,25 @@ def _refuse_unsupported(path, raw):
           f'{path}: {name} = {raw[name]!r} is not supported; allowed: {allowed}; '
           'choose another model'
       )
+
+
+def _check_heads(path, d_model, num_heads, num_kv_heads, head_dim, is_given):
+  """Raises UserError for numbers of heads that do not divide."""
+  if num_heads % num_kv_heads:
+    raise UserError(
+        f'{path}: num_key_value_heads = {num_kv_heads} does not divide num_attention_heads = '
+        f'{num_heads}; download config.json again'
+    )
+  if not is_given and d_model % num_heads:
+    raise UserError(
+        f'{path}: num_attention_heads = {num_heads} does not divide hidden_size = {d_model}; '
+        'download config.json again'
+    )
+  if head_dim % 2:
+    raise UserError(
+        f'{path}: a head is {head_dim} wide, and rotary positions need an even number; download '
+        'config.json again'
+    )
 
 
 def _rope(path, raw):

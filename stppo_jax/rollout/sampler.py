@@ -104,9 +104,7 @@ class Sampler:
     self.slot_buckets = tuple(sorted({-(-b // tile) * tile for b in buckets}))
     self.chunk_buckets = tuple(sorted(chunk_buckets))
     self._stop_table = _padded_stop_table(stop_table, config.vocab_size)
-    is_eos = np.zeros((config.vocab_size,), bool)
-    is_eos[list(eos_ids)] = True
-    self._is_eos = jnp.asarray(is_eos)
+    self._is_eos = jnp.zeros((config.vocab_size,), bool).at[np.array(eos_ids, int)].set(True)
     self._greedy = temperature == 0
     self.row_sharding, everywhere = row_sharding, None
     if row_sharding is not None:  # every host reads what was sampled
@@ -370,8 +368,7 @@ def _decode(
     is_eos,
 ):
   """See `Sampler.decode`; `columns` is the number of tokens that the results have room for."""
-  rows = context.logits.shape[0]
-  chex.assert_shape([lengths, stop_state, budgets], (rows,))
+  chex.assert_shape([lengths, stop_state, budgets], (rows := context.logits.shape[0],))
   if not layout.is_copy(params):
     params = decoder.unstack_layers(decoder.in_compute_dtype(params, config), config)
   keys = jax.random.wrap_key_data(keys)
@@ -412,8 +409,7 @@ def _decode(
       alive=budgets > 0,
   )
   zero = jnp.zeros((), jnp.int32)
-  turns = _Turns(context, lengths, sampled, step=zero, stopped=zero)
-  turns = jax.lax.while_loop(goes_on, one_token, turns)
+  turns = jax.lax.while_loop(goes_on, one_token, _Turns(context, lengths, sampled, zero, zero))
   return turns.context, turns.sampled
 
 
