@@ -169,6 +169,11 @@ class Rollout(Section):
       'four on accelerators, 128, 192, 256, 384, .. on a CPU', at_least=1)
   chunks: tuple[int, ...] = setting(
       (32, 128), 'tokens of a row that one prefill call may read', at_least=1)
+  routing_replay: str = setting(
+      'none', "of a mixture of experts: 'old_policy' reuses, in every optimizer step, the experts "
+      "that the policy that sampled chose for each token, as the trainer recomputes them; the "
+      "weights stay the current router's. Without experts it has no effect",
+      allowed=('none', 'old_policy'))
   threads: int = setting(
       4, 'environment calls in progress while other rows decode; 0: rows wait for each', at_least=0)
 
