@@ -34,7 +34,7 @@ def fields(config: Any, prefix: str = '') -> Iterator[tuple[str, Rules, Any]]:
 def _section(field: dataclasses.Field) -> type | None:
   """Returns the class of a field that is a section of settings."""
   kind: Any = field.type
-  return kind if dataclasses.is_dataclass(kind) else None
+  return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
 
 
 def kinds(section: Any = Config, prefix: str = '') -> dict[str, Any]:
