@@ -169,6 +169,11 @@ class Rollout(Section):
       'four on accelerators, 128, 192, 256, 384, .. on a CPU', at_least=1)
   chunks: tuple[int, ...] = setting(
       (32, 128), 'tokens of a row that one prefill call may read', at_least=1)
+  routing_replay: str = setting(
+      'none', "of a mixture of experts: 'old_policy' reuses, in every optimizer step, the experts "
+      "that the policy that sampled chose for each token, as the trainer recomputes them; the "
+      "weights stay the current router's. Without experts it has no effect",
+      allowed=('none', 'old_policy'))
   threads: int = setting(
       4, 'environment calls in progress while other rows decode; 0: rows wait for each', at_least=0)
 
@@ -185,7 +190,8 @@ class Algorithm(Section):
   advantage: str | None = setting(
       None, 'how credit is assigned: one of advantages.ESTIMATORS', plugin=True)
   ratio: str | None = setting(
-      None, "which tokens share an importance ratio; 'none' is the plain policy gradient",
+      None, 'which tokens share an importance ratio, the geometric mean of theirs or the product; '
+      "'none' is the plain policy gradient",
       allowed=('none', 'token', 'turn', 'sequence', 'turn_product', 'sequence_product'))
   surrogate: str | None = setting(
       None, 'what is maximised in place of ratio x advantage: one of losses.SURROGATES',

@@ -5,6 +5,7 @@ Shape legend, used in every docstring and einsum:
   B rows (episodes)      T tokens               K turns              V vocabulary
   L layers               N query heads          M key/value heads    H head width
   D model width          S cache slots          F feed-forward width
+  E experts              A active experts per token
 
 Names that mean one thing everywhere: `logp` (of the current policy), `old_logp` (the policy that
 sampled, recomputed by the trainer), `behaviour_logp` (what the sampler itself reported), `ref_logp`
@@ -145,3 +146,4 @@ class TurnBatch:
   truncated: jax.Array | None = None  # [B] 1 where the episode ended by a limit
   loss_mask: jax.Array | None = None  # [B,T] 1 where the policy's loss counts a token; None: all
   is_weights: jax.Array | None = None  # [B,T] weights from the sampler to old_logp; None: 1
+  routes: jax.Array | None = None  # [B,T,L,A] experts of each token, where they are replayed

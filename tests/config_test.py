@@ -266,7 +266,9 @@ class TablesTest(absltest.TestCase):
     allowed = {path: {*rules.allowed} for path, rules in RULES.items() if rules.allowed}
     self.assertEqual(allowed, tables)
     self.assertEqual(schema.LORA_TARGETS, tuple(lora.TARGETS))
-    self.assertEqual(set(variants.RATIOS), {'none', *segments.LEVELS})
+    self.assertEqual(
+        set(variants.RATIOS), {'none', *segments.LEVELS, 'turn_product', 'sequence_product'}
+    )
 
   def test_every_field_says_what_it_means(self):
     for path, rules in RULES.items():

@@ -36,7 +36,16 @@ from stppo_jax.types import UserError
 
 ROOT = pathlib.Path(__file__).parent.parent
 REFERENCES = pathlib.Path(__file__).parent / 'support' / 'reference_logits'
-MODELS = ('qwen2', 'qwen2_tied', 'qwen3', 'qwen3_tied', 'llama', 'llama_tied')
+MODELS = (
+    'qwen2',
+    'qwen2_tied',
+    'qwen3',
+    'qwen3_tied',
+    'qwen3moe',
+    'qwen3moe_tied',
+    'llama',
+    'llama_tied',
+)
 HAS_TORCH = importlib.util.find_spec('torch') is not None
 
 forward = jax.jit(decoder.forward, static_argnums=1)
@@ -115,7 +124,7 @@ class ConvertTest(TreeTest):
         config, params = convert.load_hf(REFERENCES / name, head=head)
         paths, _ = jax.tree_util.tree_flatten_with_path(params)
         ours = {'/'.join(key.key for key in path) for path, _ in paths}
-        self.assertEqual({entry.path for entry in convert.table(config)}, ours)
+        self.assertEqual({entry.path for entry in hf_config.table(config)}, ours)
 
   def test_dtypes(self):
     config, params = convert.load_hf(REFERENCES / 'llama', param_dtype='bfloat16')
@@ -497,7 +506,10 @@ class RefusalTest(parameterized.TestCase):
     self.refuses(message, 'download it again')
 
   @parameterized.parameters(
-      ({'model_type': 'gpt2'}, "model_type 'gpt2' is not supported; allowed: qwen2, qwen3, llama"),
+      (
+          {'model_type': 'gpt2'},
+          "model_type 'gpt2' is not supported; allowed: qwen2, qwen3, qwen3_moe, llama",
+      ),
       ({'model_type': None}, 'model_type None is not supported'),
       ({'hidden_size': None}, 'hidden_size is missing'),
       ({'num_key_value_heads': None}, 'num_key_value_heads is missing'),

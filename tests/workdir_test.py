@@ -16,7 +16,7 @@ import jax
 from stppo_jax import config as schema
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
-from stppo_jax.models import shapes
+from stppo_jax.models import layers
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import workdir as workdirs
 from stppo_jax.runtime import hosts
@@ -106,7 +106,7 @@ class WorkdirTest(parameterized.TestCase):
     for updates in (10, 20):
       config.train.updates = updates
       spec = learner.make_spec(
-          config, variants.VARIANTS['ppo'], shapes.PRESETS['qwen2.5-7b'], None, jax.devices()[0]
+          config, variants.VARIANTS['ppo'], layers.PRESETS['qwen2.5-7b'], None, jax.devices()[0]
       )
       rates.append([float(spec.actor_lr(step)) for step in range(8)])
     self.assertEqual(*rates)

@@ -1,7 +1,7 @@
 """Converts Hugging Face folders to and from (ModelConfig, params), one tensor at a time.
 
-`table` maps the names. A missing, unknown, duplicate or misshapen key stops the load, because a
-model that is slightly wrong would still train, badly.
+`hf_config.table` maps the names. A missing, unknown, duplicate or misshapen key stops the load,
+because a model that is slightly wrong would still train, badly.
 """
 
 import collections
@@ -26,12 +26,9 @@ from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
 from stppo_jax.types import UserError
 
-NOT_OURS = ''  # the path of a tensor that must be 0: our model is without it
 STORED = ('F32', 'BF16', 'F16')  # as safetensors calls what a folder may hold
 TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 MAX_SHARD_BYTES = 2 * 2**30
-# One tensor of a folder, with the folder's shape. Ours is reshaped, after a transpose if so marked.
-Entry = collections.namedtuple('Entry', 'name path layer shape transpose')
 
 
 def load_hf(
@@ -56,7 +53,7 @@ def load_hf(
   folder = pathlib.Path(folder)
   config = hf_config.load(folder, head, param_dtype, dtype)
   files = _files_of_keys(folder)
-  entries = table(config)
+  entries = hf_config.table(config)
   _check_keys(folder, config, files, entries)
   shapes = jax.eval_shape(functools.partial(decoder.init, config=config), jax.random.key(0))
   places = () if shardings is None else (shardings(shapes),)
@@ -112,7 +109,7 @@ def write_weights(
     folder: str | pathlib.Path,
     config: decoder.ModelConfig,
     dtype: str,
-    tensor_of: Callable[[Entry], np.ndarray],
+    tensor_of: Callable[[hf_config.Entry], np.ndarray],
     token_ids: dict[str, Any] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
@@ -122,7 +119,7 @@ def write_weights(
   """
   folder = pathlib.Path(folder)
   writes = jax.process_index() == 0
-  shards = _shards(table(config), hf_config.DTYPES[dtype].itemsize, max_shard_bytes)
+  shards = _shards(hf_config.table(config), hf_config.DTYPES[dtype].itemsize, max_shard_bytes)
   names = ['model.safetensors']
   if len(shards) > 1:
     count = len(shards)
@@ -154,48 +151,6 @@ def write_weights(
     index = {'metadata': {'total_size': total}, 'weight_map': weight_map}
     hf_config.write_json(folder / 'model.safetensors.index.json', index)
   hf_config.write_json(folder / 'config.json', hf_config.to_json(config, dtype, token_ids or {}))
-
-
-def table(config: decoder.ModelConfig) -> list[Entry]:
-  """Returns every tensor of a folder of this family and head, with its path in our tree."""
-  d, f, v, h = config.d_model, config.d_ff, config.vocab_size, config.head_dim
-  query, key = config.num_heads * h, config.num_kv_heads * h
-  entries = [Entry('model.embed_tokens.weight', 'embed/embedding', None, (v, d), False)]
-  layer_rows = [
-      ('input_layernorm.weight', 'attention_norm/scale', (d,), False),
-      ('self_attn.q_proj.weight', 'attention/query/kernel', (query, d), True),
-      ('self_attn.k_proj.weight', 'attention/key/kernel', (key, d), True),
-      ('self_attn.v_proj.weight', 'attention/value/kernel', (key, d), True),
-      ('self_attn.o_proj.weight', 'attention/out/kernel', (d, query), True),
-      ('post_attention_layernorm.weight', 'mlp_norm/scale', (d,), False),
-      ('mlp.gate_proj.weight', 'mlp/gate/kernel', (f, d), True),
-      ('mlp.up_proj.weight', 'mlp/up/kernel', (f, d), True),
-      ('mlp.down_proj.weight', 'mlp/down/kernel', (d, f), True),
-  ]
-  if config.qkv_bias and config.family == 'llama':  # where it comes with one of the output
-    layer_rows.append(('self_attn.o_proj.bias', '', (d,), False))
-  if config.qkv_bias:
-    layer_rows += [
-        ('self_attn.q_proj.bias', 'attention/query/bias', (query,), False),
-        ('self_attn.k_proj.bias', 'attention/key/bias', (key,), False),
-        ('self_attn.v_proj.bias', 'attention/value/bias', (key,), False),
-    ]
-  if config.qk_norm:
-    layer_rows += [
-        ('self_attn.q_norm.weight', 'attention/query_norm/scale', (h,), False),
-        ('self_attn.k_norm.weight', 'attention/key_norm/scale', (h,), False),
-    ]
-  for l in range(config.num_layers):
-    for name, path, shape, transpose in layer_rows:
-      ours = f'layers/{path}' if path else NOT_OURS
-      entries.append(Entry(f'model.layers.{l}.{name}', ours, l, shape, transpose))
-  entries.append(Entry('model.norm.weight', 'final_norm/scale', None, (d,), False))
-  if config.head in ('tokens', 'both') and not config.tie_embeddings:
-    entries.append(Entry('lm_head.weight', 'lm_head/kernel', None, (v, d), True))
-  if config.head in ('value', 'both'):
-    entries.append(Entry('score.weight', 'value_head/kernel', None, (1, d), True))
-    entries.append(Entry('score.bias', 'value_head/bias', None, (1,), False))
-  return entries
 
 
 def _files_of_keys(folder):
@@ -294,7 +249,7 @@ def _check_tensors(files, tensors, entries):
           f'{path}: {entry.name} is stored as {stored}; allowed: {", ".join(STORED)}; '
           'use a checkpoint that is not quantized'
       )
-    if entry.path == NOT_OURS and tensors[entry.name][:].any():
+    if entry.path == hf_config.NOT_OURS and tensors[entry.name][:].any():
       raise UserError(
           f'{path}: {entry.name} is not 0, which is not supported; choose another model'
       )
@@ -323,7 +278,13 @@ def _make_leaf(leaf, place, rows, read):
   if rows[0].layer is None:
     part = functools.partial(read, rows[0], leaf.shape, leaf.dtype)
     return part(_whole(leaf.shape)) if place is None else _in_shards(leaf.shape, place, part)
-  parts = [functools.partial(read, entry, leaf.shape[1:], leaf.dtype) for entry in rows]
+  layers = collections.defaultdict(list)
+  for entry in rows:
+    layers[entry.layer].append(entry)
+  parts = [
+      functools.partial(_read_layer, read, entries, leaf.shape[1:], leaf.dtype)
+      for _, entries in sorted(layers.items())
+  ]
   if place is None:
     stack = np.empty(leaf.shape, leaf.dtype)
     for l, part in enumerate(parts):
@@ -338,6 +299,14 @@ def _make_leaf(leaf, place, rows, read):
     stack = put(stack, _in_shards(leaf.shape[1:], layer_place, part), np.int32(l))
     stack.block_until_ready()  # otherwise the layers would pile up on the host
   return stack
+
+
+def _read_layer(read, entries, shape, dtype, index):
+  """Returns the part `index` of a layer, which is one tensor of the folder or one per expert."""
+  if entries[0].expert is None:
+    return read(entries[0], shape, dtype, index)
+  experts = [read(entry, shape[1:], dtype, index[1:]) for entry in entries[index[0]]]
+  return np.stack(experts)
 
 
 @functools.cache  # gate and up, and actor and critic, share their compilations
@@ -396,11 +365,12 @@ def _whole(shape):
 
 def _copy_out(params, entry):
   """Returns the tensor of an entry in the folder's layout."""
-  if entry.path == NOT_OURS:
+  if entry.path == hf_config.NOT_OURS:
     return np.zeros(entry.shape, params['embed']['embedding'].dtype)
   leaf = _leaf(params, entry.path)
   if entry.layer is not None:
-    leaf = leaf[entry.layer] if isinstance(leaf, np.ndarray) else _layer_of(leaf, entry.layer)
+    index = (entry.layer,) if entry.expert is None else (entry.layer, entry.expert)
+    leaf = leaf[index] if isinstance(leaf, np.ndarray) else _slice_of(leaf, index)
   if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
     leaf = multihost_utils.process_allgather(leaf, tiled=True)
   leaf = np.asarray(leaf)
@@ -409,9 +379,11 @@ def _copy_out(params, entry):
   return np.ascontiguousarray(leaf.reshape(entry.shape))  # save_file writes the raw buffer
 
 
-@jax.jit  # with the layer as an argument: one compilation per parameter, not per layer
-def _layer_of(stack, layer):
-  return jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
+@jax.jit  # with the index as an argument: one compilation per parameter, not per layer or expert
+def _slice_of(stack, index):
+  starts = (*index, *(0,) * (stack.ndim - len(index)))
+  shape = stack.shape[len(index) :]
+  return jax.lax.dynamic_slice(stack, starts, (1,) * len(index) + shape).reshape(shape)
 
 
 def _leaf(params, path):
@@ -422,7 +394,7 @@ def _leaf(params, path):
 
 def _shards(entries, itemsize, max_shard_bytes):
   """Groups the entries into files of at most max_shard_bytes, each with at least one tensor."""
-  shards: list[list[Entry]] = [[]]
+  shards: list[list[hf_config.Entry]] = [[]]
   size = 0
   for entry in entries:
     num_bytes = math.prod(entry.shape) * itemsize

@@ -21,7 +21,7 @@ from stppo_jax.envs import protocol
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
-from stppo_jax.models import shapes
+from stppo_jax.models import layers
 from stppo_jax.models import sharding
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_loop
@@ -122,12 +122,12 @@ def load_shape(config, head: str = 'tokens', folder: str | None = None) -> decod
   name = (
       os.path.basename(folder.rstrip('/')).lower().removesuffix('-instruct').removesuffix('-base')
   )
-  if not os.path.isdir(folder) and name in shapes.PRESETS:
-    shape = dataclasses.replace(shapes.PRESETS[name], head=head, param_dtype=model.param_dtype)
+  if not os.path.isdir(folder) and name in layers.PRESETS:
+    shape = dataclasses.replace(layers.PRESETS[name], head=head, param_dtype=model.param_dtype)
   elif not os.path.isdir(folder):
     raise UserError(
         f'{folder}: no such folder, and {name!r} is no known shape: give a folder with a '
-        f'config.json, or a name that ends in one of {", ".join(shapes.PRESETS)}'
+        f'config.json, or a name that ends in one of {", ".join(layers.PRESETS)}'
     )
   else:
     shape = hf_config.load(folder, head=head, param_dtype=model.param_dtype)
