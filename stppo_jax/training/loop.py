@@ -295,8 +295,9 @@ def _check_finite(run, journal, n, number, metrics, records):
   Of the latter it writes the episodes.
   """
   skipped = metrics['actor/skipped']
-  if not math.isfinite(metrics.get('stppo/step_norm', 0.0)):
-    raise recovery.Stuck(f'update {n} left parameters that are not finite', number)
+  for name in ('stppo/step_norm', 'critic/step_norm'):
+    if not math.isfinite(metrics.get(name, 0.0)):
+      raise recovery.Stuck(f'update {n} left parameters that are not finite ({name})', number)
   if skipped >= run.config.train.max_nonfinite:
     path = journal.dump(n, records)
     raise recovery.Stuck(

@@ -403,10 +403,11 @@ def _apply(work, grads, gradient, by_step, decisive):
   if spec.critic is not None:
     clip = optax.clip_by_global_norm(spec.critic_clip)
     value_gradient = clip.update(grads['value'], optax.EmptyState())[0]
-    critic, critic_opt, _ = train_state.optimize(
+    critic, critic_opt, critic_norm = train_state.optimize(
         spec.critic_optimizer, value_gradient, state.critic, state.critic_opt, finite
     )
     after = dataclasses.replace(after, critic=critic, critic_opt=critic_opt)
+    applied['critic/step_norm'] = critic_norm
   return after, applied
 
 
