@@ -177,8 +177,10 @@ class PlanTest(parameterized.TestCase):
     self.assertEqual(held['reference policy'], policy)
     self.assertEqual(held['critic'], critic)
     self.assertEqual(held['optimizers'], 2 * (policy + critic) + 2 * 2 * 4)  # AdamW: 2 counts each
-    # 16 rows over 8 devices, 1 layer, keys and values, 1 key head of 8, 192 slots; lengths.
-    self.assertEqual(held['KV cache'], 2 * (2 * 8 * 192 * 4) + 2 * 4)
+    # 16 rows over 8 devices, 1 layer, keys and values, 1 key head of 8, 192 slots.
+    self.assertEqual(held['KV cache'], 2 * (2 * 8 * 192 * 4))
+    # So small a copy is not split: each device has all of it.
+    self.assertEqual(held['sampling copy'], 4 * self.plan.num_params['policy'])
 
   def test_argument_bytes_are_those_of_the_compiler(self):
     update = self.plan.programs[0]
@@ -188,9 +190,10 @@ class PlanTest(parameterized.TestCase):
 
   def test_every_program_is_there_and_fits_this_machine(self):
     self.assertEqual(
-        [p.name for p in self.plan.programs], ['update', 'annotate', 'prefill', 'decode', 'grow']
+        [p.name for p in self.plan.programs],
+        ['update', 'annotate', 'copy', 'prefill', 'decode', 'grow'],
     )
-    for program in self.plan.programs[:4]:
+    for program in (p for p in self.plan.programs if p.name not in ('copy', 'grow')):
       self.assertGreater(program.flops, 0)
       self.assertGreater(program.temporaries, 0)
     kinds = {c.kind for c in self.plan.programs[0].collectives}
@@ -208,6 +211,57 @@ class PlanTest(parameterized.TestCase):
     weights = 16 * (2 * 2 * 8 + 2 * 8 + 3 * 32 + vocabulary)
     (decode,) = (p for p in self.plan.programs if p.name == 'decode')
     self.assertEqual(decode.flops, 16 * 2 * (weights + 2 * 2 * 8 * 192))
+
+  def test_staleness_holds_copies_and_the_cache_while_training(self):
+    """With staleness 2 two copies wait; the old plan counted neither them nor the cache."""
+    config = tiny_run.make_config(self.tmp)
+    config.pipeline.staleness = 2
+    with mock.patch.object(plan, '_compile'):
+      stale = plan.make(config)
+      config.pipeline.staleness = 0
+      fresh = plan.make(config)
+    held = fresh.held_per_device
+    more = [a.resident - b.resident for a, b in zip(stale.programs, fresh.programs, strict=True)]
+    copies, cache = 2 * held['sampling copy'], held['KV cache']
+    self.assertEqual(more, [copies + cache] * 3 + [copies] * 3)
+    decode = next(p for p in fresh.programs if p.name == 'decode')
+    self.assertEqual(decode.resident, held['policy'] + held['critic'] + held['optimizers'])
+
+  def test_programs_are_counted(self):
+    """192 slots on a CPU: buckets 128 and 192; chunks of 32 and 128."""
+    counts = dict(update=1, annotate=1, advantages=1, copy=1, prefill=4, decode=2, grow=1)
+    self.assertEqual(self.plan.num_programs, counts)
+    self.assertIn('at most: 11 (', table.text(self.plan))
+
+  def test_times_are_printed_as_estimates(self):
+    chip = topologies.Chip('chip', 2**40, 1e12, 1e9, 1e9, 1e-6)
+    with (
+        mock.patch.object(topologies, '_local_devices', return_value=(jax.devices(), chip)),
+        mock.patch.object(plan, '_compile'),
+    ):
+      planned = plan.make(self.config)
+    # 16 rows of 3 turns of 6 tokens; nothing was compiled, so copy and prefill take no time.
+    self.assertIsNone(planned.rollout)
+    for program in planned.programs:
+      program.seconds = 1.0
+    planned.rollout = plan.sampling.rollout(planned)
+    self.assertEqual(planned.rollout.tokens, 16 * 3 * 6)
+    self.assertEqual(planned.rollout.other, 1 + (1 + 2) + 1)  # copy, prefills, growth
+    vocabulary = plan.agent_lib.load_shape(self.config).vocab_size
+    read = 4 * (planned.num_params['policy'] - 16 * vocabulary)  # of the embedding only rows
+    # Rows grow from 64 tokens by 128 / 18 per step: 128 slots hold the first 9.
+    early, late = (read + n * 2 * 2 * 8 * 4 for n in (128, 192))
+    self.assertAlmostEqual(planned.rollout.decode, (9 * early + 9 * late) / 1e9, delta=1e-9)
+    text = table.text(planned)
+    for words in ('estimate', 'tokens/s on all devices', 'of which sampling', 'rollout takes'):
+      self.assertIn(words, text)
+
+  def test_a_gpu_leaves_jax_three_quarters(self):
+    chip = topologies.Chip('gpu', 1000)
+    with mock.patch.dict(os.environ, clear=True):
+      self.assertEqual(topologies.usable(chip).memory, 750)
+    with mock.patch.dict(os.environ, {'XLA_PYTHON_CLIENT_MEM_FRACTION': '.9'}):
+      self.assertEqual(topologies.usable(chip).memory, 900)
 
   def test_activations_and_gradients_stay_in_their_shards(self):
     """Regression: without constraints each of 8 devices computed all rows and kept whole

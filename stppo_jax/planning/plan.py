@@ -20,12 +20,15 @@ from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.models import decoder
-from stppo_jax.models import shapes
 from stppo_jax.models import sharding
 from stppo_jax.planning import hlo
+from stppo_jax.planning import roofline
+from stppo_jax.planning import sampling
 from stppo_jax.planning import topologies
 from stppo_jax.planning.topologies import GIB
 from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import layout
+from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
@@ -70,6 +73,9 @@ class Plan:
   attention: str  # the backend in training
   num_params: dict[str, int]  # per model
   held: dict[str, tuple[int, int]]  # bytes (in total, per device) by what is held
+  sampler: sampler_lib.Sampler
+  token: roofline.Token | None = None  # a decoded one
+  rollout: roofline.Rollout | None = None  # None without the chip's figures
   programs: list[Program] = dataclasses.field(default_factory=list)
   largest_micro_batch: int = 0  # that fits; 0: none does
   largest_rows: int = 0
@@ -90,6 +96,11 @@ class Plan:
     if self.mesh.devices.flat[0].platform != 'tpu':
       return 0
     return (self.limit - self.held['reference policy'][1]) // 2**20
+
+  @property
+  def num_programs(self) -> dict[str, int]:
+    """Programs that a run compiles, at most, by function."""
+    return {'update': 1, 'annotate': 1, 'advantages': 1} | self.sampler.num_programs()
 
   @property
   def fits(self) -> bool:
@@ -133,28 +144,25 @@ def make(config: schema.Config, topology: str = '') -> Plan:
   )
   state = jax.eval_shape(functools.partial(train_state.create, spec), actor, critic)
   state = jax.tree.map(_shape, state, train_state.shardings(state, mesh, on_host))
-  num_params = {
-      name: shapes.num_params(shape)
-      for name, shape in (('policy', model), ('critic', critic_model))
-      if shape
-  }
-  if config.model.lora_rank:
-    num_params['trained'] = sum(x.size for x in jax.tree.leaves((state.actor, state.critic)))
+  stop_table = np.zeros((NUM_STOP_STATES, model.vocab_size), np.int32)
+  sampler = agent_lib.make_sampler(config, model, stop_table, (0,), mesh)
   plan = Plan(
       config=config,
       topology=topology or 'the devices here',
       chip=chip,
       mesh=mesh,
       attention=spec.actor.attention + (' (cuDNN cannot be traced without a GPU)' * absent_gpu),
-      num_params=num_params,
-      held=_held(config, mesh, model, state, frozen),
+      num_params=_num_params(config, model, critic_model, state),
+      held=_held(sampler, state, frozen),
+      sampler=sampler,
   )
   # Sums over micro-batches: g and C of the actor, and the critic's.
   gradients = 2 * _sizes(state.actor)[1] + _sizes(state.critic)[1]
   for program, traced in _programs(plan, spec, state, frozen):
     _compile(program, traced, plan)
-    _estimate(program, plan)
     plan.programs.append(program)
+    _estimate(program, plan)
+  plan.rollout = sampling.rollout(plan)
   _find_largest(plan, gradients)
   return plan
 
@@ -195,15 +203,25 @@ def _shape_of(*axes, dtype=jnp.float32):
 
 
 def _sizes(tree):
-  """Returns (bytes in total, bytes per device) of ShapeDtypeStructs with shardings."""
+  """Returns (bytes in total, bytes per device) of ShapeDtypeStructs; without a sharding: on one."""
   leaves = jax.tree.leaves(tree)
+  part = lambda x: x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
   return (
       sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves),
-      sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves),
+      sum(math.prod(part(x)) * x.dtype.itemsize for x in leaves),
   )
 
 
-def _held(config, mesh, model, state, frozen):
+def _num_params(config, model, critic_model, state):
+  """Returns the number of parameters of each model, and with adapters that of the trained ones."""
+  models = {'policy': model, 'critic': critic_model}
+  counts = {name: decoder.num_params(shape) for name, shape in models.items() if shape}
+  if config.model.lora_rank:
+    counts['trained'] = sum(x.size for x in jax.tree.leaves((state.actor, state.critic)))
+  return counts
+
+
+def _held(sampler, state, frozen):
   """Returns {what: (bytes in total, bytes per device)} that a run holds, with its KV cache."""
   trees = {
       'policy': frozen.policy(state.actor),
@@ -216,12 +234,11 @@ def _held(config, mesh, model, state, frozen):
     leaves = jax.tree.leaves(tree)
     return [x for x in leaves if (x.sharding.memory_kind == sharding.HOST) == on_host]
 
-  rows = agent_lib.num_rows(config)
-  cache = jax.eval_shape(lambda: decoder.init_cache(model, rows, config.rollout.max_total))
-  even = agent_lib.group_width(config) % sharding.num_row_shards(mesh) == 0
-  placed = sharding.rows(mesh) if even else sharding.replicated(mesh)
   held = {name: _sizes(keep(tree, False)) for name, tree in trees.items()}
-  held['KV cache'] = _sizes(jax.tree.map(lambda x: _shape(x, placed), cache))
+  held['sampling copy'] = _sizes(sampler.shapes_of_copy(trees['policy']))
+  rows = sampler.width * sampler.num_groups
+  context = sampler.shapes_of_context(rows, sampler.slot_buckets[-1])
+  held['KV cache'] = _sizes((context.k, context.v))
   return held | {f'{name}, on the host': _sizes(keep(tree, True)) for name, tree in trees.items()}
 
 
@@ -230,7 +247,7 @@ def _programs(plan, spec, state, frozen):
   params = frozen.policy(state.actor)
   for name, unit, runs, trips, resident, traced in (
       *_training_programs(plan, spec, state, frozen),
-      *_sampling_programs(plan, spec.actor, params),
+      *sampling.programs(plan, params),
   ):
     yield Program(name, unit, runs, hlo.matmul_flops(traced.jaxpr, trips), resident, trips), traced
 
@@ -238,6 +255,7 @@ def _programs(plan, spec, state, frozen):
 def _training_programs(plan, spec, state, frozen):
   """Returns (name, unit, runs per update, loop trips, bytes held by others, traced) of each."""
   train, held = plan.config.train, plan.held_per_device
+  sampler = sampling.ahead(plan) + held['KV cache'] * bool(plan.config.pipeline.staleness)
   functions = update.compile_functions(spec, state, frozen, plan.mesh)
   batch = turn_batch(train.episodes, train.length_buckets[-1])
   micro_batches = train.mini_batch // train.micro_batch
@@ -254,7 +272,7 @@ def _training_programs(plan, spec, state, frozen):
           f'an optimizer step on {train.mini_batch} episodes {micro}',
           train.epochs * train.episodes // train.mini_batch,
           micro_batches,
-          held['reference policy'],
+          held['reference policy'] + sampler,
           functions.update_step.trace(state, frozen, batch, dealt(deal)),
       ),
       (
@@ -262,55 +280,8 @@ def _training_programs(plan, spec, state, frozen):
           f'log-probs and values of {train.episodes} episodes {micro}',
           1,
           micro_batches,
-          held['optimizers'],
+          held['optimizers'] + sampler,
           functions.annotate.trace(state, frozen, batch, dealt(first_deals)),
-      ),
-  )
-
-
-def _sampling_programs(plan, model, params):
-  """Returns (name, unit, runs per update, loop trips, bytes held by others, traced) of each."""
-  config, rollout, held = plan.config, plan.config.rollout, plan.held_per_device
-  model = dataclasses.replace(model, row_sharding=None)
-  stop_table = np.zeros((NUM_STOP_STATES, model.vocab_size), np.int32)
-  sampler = agent_lib.make_sampler(config, model, stop_table, (0,), sharding.rows(plan.mesh))
-  traced = sampler.trace(params, rollout.max_total)
-
-  width, prefill_rows = sampler.width, sampler.prefill_rows
-  chunk = sampler.chunk_buckets[-1]
-  episodes = config.train.episodes
-  decodes, prefills = -(-episodes // width), -(-episodes // prefill_rows)  # with full groups
-  others = held['critic'] + held['optimizers'] + held['reference policy']
-  cache = held['KV cache']  # of all slot groups; one of them is an argument of the program
-  other_groups = others + cache * (sampler.num_groups - 1) // sampler.num_groups
-  observation_chunks = -(-rollout.max_observation // chunk)
-  chunks = -(-rollout.max_prompt // chunk) + config.env.max_turns * observation_chunks
-  tokens = min((config.env.max_turns + 1) * rollout.max_turn, rollout.max_total)
-  grows = sum(bucket < rollout.max_total for bucket in sampler.slot_buckets)
-  return (
-      (
-          'prefill',
-          f'{chunk} tokens of {prefill_rows} rows',
-          prefills * chunks,
-          1,
-          other_groups if sampler.in_place else others + cache,
-          traced['prefill'],
-      ),
-      (
-          'decode',
-          f'1 token of {width} rows of {rollout.max_total} slots',
-          decodes * tokens,
-          1,
-          other_groups,
-          traced['decode'],
-      ),
-      (
-          'grow',
-          'the last growth of a KV cache, which copies it',
-          decodes * grows,
-          1,
-          other_groups + held['policy'],
-          traced['grow'],
       ),
   )
 
@@ -346,19 +317,18 @@ def _compile(program, traced, plan):
 def _estimate(program, plan):
   """Fills in the roofline's time: the slowest of compute, memory and links, if they overlapped.
 
-  Memory traffic is everything that the program holds, once. For a decoded token it is the weights
-  in bfloat16 and the cache. An all-reduce sends its bytes twice.
+  Memory traffic is everything that the program holds, once; for a decoded token see `roofline`. An
+  all-reduce sends its bytes twice.
   """
   chip = plan.chip
+  if program.name == 'decode':
+    plan.token = sampling.token(program, plan)
   if not chip.flops or program.note:
     return
-  traffic = program.arguments + program.temporaries
   if program.name == 'decode':
-    share = agent_lib.group_width(plan.config) / agent_lib.num_rows(plan.config)
-    traffic = (
-        2 * plan.num_params['policy'] // plan.mesh.shape['tensor']
-        + plan.held['KV cache'][1] * share
-    )
+    program.seconds = plan.token.seconds(plan.sampler.slot_buckets[-1], chip)
+    return
+  traffic = program.arguments + program.temporaries
   sent = sum(c.bytes * (2 if c.kind == 'all-reduce' else 1) for c in program.collectives)
   program.seconds = max(
       program.flops / (plan.mesh.size * chip.flops), traffic / chip.bandwidth, sent / chip.link
@@ -368,16 +338,17 @@ def _estimate(program, plan):
 def _find_largest(plan, gradients):
   """Fills in the largest micro-batch that divides the mini-batch, and the largest slot group."""
   train, step = plan.config.train, sharding.num_row_shards(plan.mesh)
+  row_step = layout.num_shards(plan.sampler.row_sharding, 'data')
   divisors = [n for n in range(step, train.mini_batch + 1, step) if train.mini_batch % n == 0]
   plan.largest_micro_batch = _largest(
       plan.limit, plan.programs[:2], train.micro_batch, gradients, divisors
   )
   plan.largest_rows = _largest(
       plan.limit,
-      plan.programs[2:],
-      agent_lib.group_width(plan.config),
+      [program for program in plan.programs[2:] if program.name != 'copy'],
+      plan.sampler.width,
       0,
-      range(step, train.episodes + 1, step),
+      range(row_step, train.episodes + 1, row_step),
   )
 
 

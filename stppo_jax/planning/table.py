@@ -5,7 +5,6 @@ from stppo_jax.planning.plan import HEADROOM
 from stppo_jax.planning.plan import LIMIT_FLAG
 from stppo_jax.planning.plan import Plan
 from stppo_jax.planning.topologies import GIB
-from stppo_jax.rollout import agent as agent_lib
 
 
 def text(plan: Plan) -> str:
@@ -18,14 +17,20 @@ def text(plan: Plan) -> str:
           f'{plan.mesh.size} x {plan.chip.name}, mesh {shape}',
           'parameters: ' + ', '.join(f'{name} {n:,}' for name, n in plan.num_params.items()),
           f'attention in training: {plan.attention}',
+          f'sampling: {plan.sampler.width} rows per call, slots {plan.sampler.slot_buckets}, '
+          f'staleness {plan.config.pipeline.staleness}',
           '',
           *_memory(plan),
           '',
           *_work(plan),
           *_times(plan),
+          *_sampling(plan),
           _row('compiled in, s', *(f'{program.compile_s:.0f}' for program in plan.programs)),
           '',
           *(f'{program.name}: {program.unit}{program.note}' for program in plan.programs),
+          f'programs that a run compiles, at most: {sum(plan.num_programs.values())} ('
+          + ', '.join(f'{name} {count}' for name, count in plan.num_programs.items())
+          + ')',
           'largest that fits (estimate, at least): '
           f'train.micro_batch {largest_micro_batch or "none"}, '
           f'{_rows_field(plan)} {largest_rows or "none"}',
@@ -73,9 +78,28 @@ def _times(plan):
   yield _row('at least, s (estimate)', *(f'{time:.3g}' for time in seconds))
   yield _row('runs per update, at most', *(str(program.runs) for program in programs))
   yield _row('s per update (estimate)', *(f'{time:.3g}' for time in per_update))
+  whole = sum(per_update[:2]) + plan.rollout.seconds
+  share = plan.rollout.seconds / whole
   yield (
-      f'one update takes at least {sum(per_update):.0f} s (a lower bound by a roofline of '
-      'full-length rows; nothing was run)'
+      f'one update takes at least {whole:.0f} s, of which sampling {share:.0%} (an estimate from '
+      'below, by a roofline of full-length rows; nothing was run)'
+  )
+
+
+def _sampling(plan):
+  """Yields the rows about sampling; none without the chip's figures."""
+  token, rollout, chip = plan.token, plan.rollout, plan.chip
+  if rollout is None:
+    return
+  full = plan.sampler.slot_buckets[-1] * token.cache
+  yield (
+      f'a decoded token reads {token.weights / 1e9:.3g} GB of weights and up to '
+      f'{full / 1e9:.3g} GB of cache per device, and waits for {token.collectives} all-reduces of '
+      f'{token.sent / 1e6:.3g} MB (estimate; {chip.latency * 1e6:g} us each are assumed)'
+  )
+  yield (
+      f'a rollout takes at least {rollout.seconds:.0f} s: {rollout.tokens:,} tokens sampled at '
+      f'{rollout.tokens_per_second:,.0f} tokens/s on all devices (estimate; without environments)'
   )
 
 
@@ -94,7 +118,7 @@ def _verdict(plan):
       changes.append(f'--config.train.micro_batch={plan.largest_micro_batch}')
     elif plan.config.model.remat != 'full':
       changes.append('--config.model.remat=full')
-  elif plan.largest_rows and plan.largest_rows < agent_lib.group_width(plan.config):
+  elif plan.largest_rows and plan.largest_rows < plan.sampler.width:
     changes.append(f'--config.{_rows_field(plan)}={plan.largest_rows}')
   changes = changes or [
       'more devices',

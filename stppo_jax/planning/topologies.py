@@ -26,15 +26,20 @@ class Chip:
   flops: float = 0.0  # bf16, dense, per second
   bandwidth: float = 0.0  # of the memory, bytes per second
   link: float = 0.0  # to other chips, all links in one direction, bytes per second
+  latency: float = 0.0  # of a small all-reduce between a few neighbours, seconds; assumed
 
 
 # Google's system pages and NVIDIA's data sheet; memory as the compilers and drivers report it.
+# Latencies are assumptions, not published figures.
 CHIPS = {
-    'v5e': Chip('TPU v5e', int(15.75 * GIB), 197e12, 0.819e12, 0.2e12),
-    'v5p': Chip('TPU v5p', int(95.74 * GIB), 459e12, 2.765e12, 0.6e12),
-    'v6e': Chip('TPU v6e', int(31.25 * GIB), 918e12, 1.64e12, 0.448e12),
-    'h100': Chip('H100 80GB SXM', 84_942_979_072, 989e12, 3.35e12, 0.45e12),
+    'v5e': Chip('TPU v5e', int(15.75 * GIB), 197e12, 0.819e12, 0.2e12, 5e-6),
+    'v5p': Chip('TPU v5p', int(95.74 * GIB), 459e12, 2.765e12, 0.6e12, 5e-6),
+    'v6e': Chip('TPU v6e', int(31.25 * GIB), 918e12, 1.64e12, 0.448e12, 5e-6),
+    'h100': Chip('H100 80GB SXM', 84_942_979_072, 989e12, 3.35e12, 0.45e12, 10e-6),
 }
+# JAX's programs get this share of a GPU's memory, preallocated or not.
+FRACTIONS = ('XLA_PYTHON_CLIENT_MEM_FRACTION', 'XLA_CLIENT_MEM_FRACTION')
+DEFAULT_FRACTION = 0.75
 KINDS = {'TPU v5 lite': 'v5e', 'TPU v5': 'v5p', 'TPU v5p': 'v5p', 'TPU v6 lite': 'v6e'}
 FORMS = (
     'v5e:8x8, v6e:4x4, v5p:4x4x4 and other sizes (even numbers of chips), h100:1x1x8 '
@@ -93,7 +98,15 @@ def devices_of(topology: str) -> tuple[list[jax.Device], Chip]:
       found = topologies.get_topology_desc(platform='tpu', topology_name=topology)
   except jax.errors.JaxRuntimeError as error:
     raise explained(error, topology) from error
-  return found.devices, CHIPS[name]
+  return found.devices, usable(CHIPS[name]) if name == 'h100' else CHIPS[name]
+
+
+def usable(gpu: Chip) -> Chip:
+  """Returns the chip with the share of its memory that JAX takes on a GPU."""
+  for variable in FRACTIONS:
+    if given := os.environ.get(variable):
+      return dataclasses.replace(gpu, memory=int(gpu.memory * float(given)))
+  return dataclasses.replace(gpu, memory=int(gpu.memory * DEFAULT_FRACTION))
 
 
 def explained(error: Exception, topology: str) -> UserError | RunError:
@@ -116,7 +129,8 @@ def _local_devices():
   if kind in KINDS:
     return devices, CHIPS[KINDS[kind]]
   if 'H100' in kind:
-    return devices, CHIPS['h100']
+    memory = devices[0].memory_stats()['bytes_limit']
+    return devices, dataclasses.replace(CHIPS['h100'], memory=memory)
   if devices[0].platform == 'cpu':
     memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') // len(devices)
   else:

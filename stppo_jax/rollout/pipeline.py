@@ -21,7 +21,6 @@ from typing import Any
 
 from absl import logging
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax import types
@@ -58,16 +57,25 @@ class Batches:
     """Returns the question of each episode."""
     return [task for task in self.stream.take(number - 1) for _ in range(self.group_size)]
 
-  def sample(self, params, number: int, staleness: int) -> Sampled:
-    """Plays the batch."""
+  def copy(self, params: dict) -> dict:
+    """Returns the policy of trained parameters as it is sampled from, in buffers of its own."""
+    return self.agent.sampler.copy(self.policy(params))
+
+  def sample(self, params: dict, number: int, staleness: int) -> Sampled:
+    """Plays the batch; `params` are a `copy`."""
     tasks = self.tasks(number)
     groups = [i // self.group_size for i in range(len(tasks))]
     key, _ = batch_keys(self.seed, number)
     started = time.perf_counter()
     keys = episode_loop.row_keys(key, tasks)
     episodes, replays = self.until_answered(
-        lambda: self.agent.play(self.policy(params), tasks, keys, groups, give_up=self.give_up)
+        lambda: self.agent.play(params, tasks, keys, groups, give_up=self.give_up)
     )
+    if all(episode.counts.get('prompt_too_long') for episode in episodes):
+      raise types.RunError(
+          f'the prompts of all {len(episodes)} episodes of batch {number} are longer than '
+          'config.rollout.max_prompt, and nothing can be trained on: raise it and max_total'
+      )
     measured = {'timing_s/gen': time.perf_counter() - started, 'env/replays': replays}
     measured |= self.agent.report.metrics()
     return Sampled(number, staleness, episodes, measured)
@@ -86,16 +94,24 @@ def batch_keys(seed: int, number: int) -> tuple[jax.Array, jax.Array]:
 
 
 class Pipeline:
-  """Samples `staleness` batches ahead, in one thread. With 0 there is neither thread nor copy.
+  """Samples `staleness` batches ahead, in one thread. With 0 there is no thread.
 
   Args:
-    sample: (params, number, staleness) -> Sampled, as `Batches.sample`.
+    sample: (copy, number, staleness) -> Sampled, as `Batches.sample`.
     staleness: batches sampled ahead.
     ready: batches that a checkpoint held, the next one first.
+    copy: trained parameters -> those that `sample` takes. With staleness they must be in buffers
+      of their own, because training overwrites its own meanwhile.
   """
 
-  def __init__(self, sample: Callable, staleness: int, ready: Sequence[Sampled] = ()):
-    self._sample, self._staleness = sample, staleness
+  def __init__(
+      self,
+      sample: Callable,
+      staleness: int,
+      ready: Sequence[Sampled] = (),
+      copy: Callable = lambda params: params,
+  ):
+    self._sample, self._staleness, self._copy = sample, staleness, copy
     self._sampling = threading.Lock()
     self._thread = futures.ThreadPoolExecutor(1, 'sampling') if staleness else None
     self._ahead = collections.deque(map(_done, ready))
@@ -108,9 +124,9 @@ class Pipeline:
     stays the next one.
     """
     if not self._staleness:
-      return self._sample(params, number, 0)
+      return self._sample(self._copy(params), number, 0)
     assert self._thread is not None
-    own = jax.tree.map(jnp.copy, params)  # training donates its own, and they are overwritten
+    own = self._copy(params)
     for ahead in range(len(self._ahead), self._staleness + 1):
       self._ahead.append(self._thread.submit(self._run, own, number + ahead, ahead))
     batch = self._ahead[0].result()
@@ -246,13 +262,15 @@ def play_through(
     if left_s <= 0:
       raise types.RunError(
           f'retrieval failed in {share:.0%} of the episodes, and did so for {max_outage_s:g} s '
-          f'(config.retriever.max_outage_s): see to the retriever; the same command then resumes'
+          f'(config.retriever.max_outage_s){_whereabouts(retriever)}: see to the retriever; the '
+          'same command then resumes'
       )
     wait_s = min(wait_s, left_s)
     logging.warning(
-        'retrieval failed in %.0f%% of the episodes: none is trained on; the retriever is '
+        'retrieval failed in %.0f%% of the episodes%s: none is trained on; the retriever is '
         'queried again in %.0f s',
         100 * share,
+        _whereabouts(retriever),
         wait_s,
     )
     sleep(wait_s)
@@ -276,6 +294,12 @@ def failed_share(episodes: Sequence[types.Episode]) -> float:
   """Returns the share of episodes in which a search failed; overlong prompts do not count."""
   failed = [episode.failed and not episode.counts.get('prompt_too_long') for episode in episodes]
   return sum(failed) / max(len(failed), 1)
+
+
+def _whereabouts(retriever):
+  """Returns ' (URL: last failure)' of an HTTP retriever, else ''."""
+  address = getattr(retriever, 'address', '')
+  return f' ({address}: {retriever.last_failure})' if address else ''
 
 
 def answers(retriever: protocol.Retriever | None) -> bool:

@@ -5,7 +5,9 @@ samples new ones; `take` and `put` move rows between contexts. The small state s
 with the caller (`engine`): which sequence is in which row, its length, and the state of its turn.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence
+import copy as copy_lib
 import functools
 from typing import Any
 
@@ -17,7 +19,10 @@ import numpy as np
 
 from stppo_jax import types
 from stppo_jax.models import decoder
+from stppo_jax.rollout import layout
 from stppo_jax.rollout import sampling
+
+ACCELERATOR_BUCKETS = 4  # numbers of slots for which programs are compiled; a CPU compiles quickly
 
 
 @flax.struct.dataclass
@@ -48,6 +53,8 @@ class Sampled:
 class Sampler:
   """Compiled prefill and decode with static settings. Parameters are an argument, not a field.
 
+  They are those of a `copy`; on one device the policy's own will do.
+
   All calls have fixed numbers of rows: `width` for decode, `prefill_rows` for prefill. So a row's
   numbers do not depend on how many others there are. A program is compiled for each number of slots
   in decode, and each (slots, chunk) in prefill; buckets keep these few. The cost of attention is
@@ -65,11 +72,11 @@ class Sampler:
       top_p: float = 1.0,  # 1 = off
       rows: int = 64,  # sequences in progress at once, rounded up to whole groups
       width: int = 0,  # rows of a group, which one call decodes; 0: all
-      prefill_rows: int = 8,  # rows of a prefill call; all of a group with `row_sharding`
+      prefill_rows: int = 8,  # rows of a prefill call; all of a group where rows are split
       steps: int = 32,  # tokens a row samples in one call, at most
       slot_buckets: Sequence[int] | None = None,  # None: doubling, with a step between, from 128
       chunk_buckets: Sequence[int] = (32, 128),  # tokens of a row per prefill call
-      row_sharding: jax.sharding.NamedSharding | None = None,  # of rows; None: the compiler's
+      row_sharding: jax.sharding.NamedSharding | None = None,  # of rows, see `layout`; None: one
   ):
     sampling.check_sampling(temperature, top_k, top_p)
     if stop_table.shape[1] > config.vocab_size:
@@ -83,37 +90,65 @@ class Sampler:
       )
     if config.head == 'value':
       raise types.UserError("a model with head 'value' cannot sample: use head 'tokens' or 'both'")
-    self.config = config
+    self.vocab_size = config.vocab_size
+    self.config = config = layout.padded(config, row_sharding)
     self.max_slots = max_slots
-    self.width = min(width or rows, rows)
+    shards = layout.num_shards(row_sharding, 'data')
+    self.width = -(-min(width or rows, rows) // shards) * shards
     self.num_groups = -(-rows // self.width)
     # Rows spread over devices are prefilled in place: moving them would send whole caches around.
-    self.prefill_rows = self.width if row_sharding is not None else min(prefill_rows, self.width)
+    self.prefill_rows = self.width if shards > 1 else min(prefill_rows, self.width)
     self.steps = steps
     buckets, tile = slot_buckets or default_slot_buckets(max_slots), config.cache_tile or 1
     buckets = (*(b for b in buckets if b < max_slots), max_slots)
     self.slot_buckets = tuple(sorted({-(-b // tile) * tile for b in buckets}))
     self.chunk_buckets = tuple(sorted(chunk_buckets))
     self._stop_table = _padded_stop_table(stop_table, config.vocab_size)
-    is_eos = np.zeros((config.vocab_size,), bool)
-    is_eos[list(eos_ids)] = True
-    self._is_eos = jnp.asarray(is_eos)
-    self._row_sharding, everywhere = row_sharding, None
+    self._is_eos = jnp.zeros((config.vocab_size,), bool).at[np.array(eos_ids, int)].set(True)
+    self._greedy = temperature == 0
+    self.row_sharding, everywhere = row_sharding, None
     if row_sharding is not None:  # every host reads what was sampled
       everywhere = jax.sharding.NamedSharding(row_sharding.mesh, jax.sharding.PartitionSpec())
-    jit = functools.partial(jax.jit, out_shardings=row_sharding)
-    jit_step = functools.partial(
-        jax.jit, donate_argnums=1, out_shardings=(row_sharding, everywhere)
-    )
-    sample = functools.partial(
-        sampling.sample_token, temperature=temperature, top_k=top_k, top_p=top_p
-    )
+    self._place = place = layout.of_context(row_sharding)
+    jit = functools.partial(jax.jit, out_shardings=place)
+    jit_step = functools.partial(jax.jit, donate_argnums=1, out_shardings=(place, everywhere))
+    sample = self._sample_function(temperature, top_k, top_p)
+    self._copy = layout.copy_function(config, row_sharding)
     self._empty = jit(functools.partial(_empty, config), static_argnums=(0, 1))
     self._prefill = jit_step(functools.partial(_prefill, config))
     self._decode = jit_step(functools.partial(_decode, config, sample, steps))
     self._grow = jit(functools.partial(_grow, config), static_argnums=1)
     self._take = jit(_take)
     self._put = jit(_put, donate_argnums=0)
+
+  def _sample_function(self, temperature, top_k, top_p):
+    """Returns (logits, keys, greedy) -> (token, logp); both kinds are in one program."""
+    function: Callable[..., Any] = sampling.sample_token
+    if self.row_sharding and layout.num_shards(self.row_sharding, 'tensor') > 1:
+      function = functools.partial(
+          sampling.sample_sharded, row_sharding=self.row_sharding, size=self.vocab_size
+      )
+    likeliest = functools.partial(function, temperature=0.0, top_k=0, top_p=1.0)
+    if temperature == 0:
+      return lambda logits, keys, greedy: likeliest(logits, keys)
+    draw = functools.partial(function, temperature=temperature, top_k=top_k, top_p=top_p)
+    return lambda logits, keys, greedy: jax.lax.cond(greedy, likeliest, draw, logits, keys)
+
+  def greedy(self, rows: int) -> 'Sampler':
+    """Returns the sampler that takes the likeliest token, for so many rows in whole groups.
+
+    It shares the compiled programs.
+    """
+    other = copy_lib.copy(self)
+    other._greedy, other.num_groups = True, -(-rows // self.width)
+    return other
+
+  def copy(self, params: dict) -> dict:
+    """Returns the policy as `prefill` and `decode` read it best; a copy is returned as it is.
+
+    On several devices it is laid out by `layout`. It shares no buffer with `params`.
+    """
+    return params if layout.is_copy(params) else self._copy(params)
 
   @property
   def in_place(self) -> bool:
@@ -193,6 +228,7 @@ class Sampler:
         budgets,
         np.int32(min(steps, self.steps)),
         np.int32(enough),
+        np.bool_(self._greedy),
         self._stop_table,
         self._is_eos,
     )
@@ -203,32 +239,49 @@ class Sampler:
     decode: Any = self._decode
     return {'prefill': prefill._cache_size(), 'decode': decode._cache_size()}
 
-  def trace(self, params, slots: int) -> dict[str, jax.stages.Traced]:
-    """Traces 'prefill' (of the largest chunk), 'decode' and 'grow' (the last) of so many slots.
+  def shapes_of_copy(self, params) -> dict:
+    """Returns the ShapeDtypeStructs, with shardings, of a `copy` of such parameters."""
+    shapes = jax.eval_shape(self._copy, params)
+    if self.row_sharding is None:
+      return shapes
+    places = layout.copy_shardings(self.config, self.row_sharding)
+    return jax.tree.map(lambda x, place: x.update(sharding=place), shapes, places)
 
-    From shapes alone: `params` are ShapeDtypeStructs with shardings. For planning, which lowers and
-    compiles them to measure their memory.
+  def shapes_of_context(self, rows: int, slots: int) -> Context:
+    """Returns the ShapeDtypeStructs, with shardings, of `empty`."""
+    shapes = jax.eval_shape(functools.partial(_empty, self.config, rows, slots))
+    return jax.tree.map(lambda x: x.update(sharding=self._place), shapes)
+
+  def num_programs(self) -> dict[str, int]:
+    """Returns how many programs of each function a run may compile; small ones are left out."""
+    slots, chunks = len(self.slot_buckets), len(self.chunk_buckets)
+    grow = slots * (slots - 1) // 2
+    return {'copy': 1, 'prefill': slots * chunks, 'decode': slots, 'grow': grow}
+
+  def trace(self, params, slots: int) -> dict[str, jax.stages.Traced]:
+    """Traces 'copy', 'prefill' (the largest chunk), 'decode' and 'grow' (to so many slots).
+
+    From shapes alone: `params` are ShapeDtypeStructs of the policy, with shardings. For planning,
+    which lowers and compiles them to measure their memory.
     """
     shape = lambda *axes, dtype=jnp.int32: jax.ShapeDtypeStruct(axes, dtype)
-    place = lambda a: shape(*a.shape, dtype=a.dtype).update(sharding=self._row_sharding)
-
-    def context(rows, slots):
-      return jax.tree.map(place, jax.eval_shape(lambda: _empty(self.config, rows, slots)))
-
+    context = self.shapes_of_context
     rows, prefill_rows, chunk = self.width, self.prefill_rows, self.chunk_buckets[-1]
     fewer = max((b for b in self.slot_buckets if b < slots), default=slots)
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     tables = (shape(*t.shape, dtype=t.dtype) for t in (self._stop_table, self._is_eos))
+    copied = self.shapes_of_copy(params)
     return {
+        'copy': self._copy.trace(params),
         'prefill': self._prefill.trace(
-            params,
+            copied,
             context(prefill_rows, slots),
             shape(prefill_rows, chunk),
             shape(prefill_rows),
             shape(prefill_rows),
         ),
         'decode': self._decode.trace(
-            params,
+            copied,
             context(rows, slots),
             shape(rows),
             shape(rows, *key.shape, dtype=key.dtype),
@@ -236,14 +289,22 @@ class Sampler:
             shape(rows),
             shape(),
             shape(),
+            shape(dtype=jnp.bool_),
             *tables,
         ),
         'grow': self._grow.trace(context(rows, fewer), slots),
     }
 
 
-def default_slot_buckets(max_slots: int) -> tuple[int, ...]:
-  """Returns 128, 192, 256, 384, 512, 768, .. up to `max_slots`: at most half more than needed."""
+def default_slot_buckets(max_slots: int, platform: str = 'cpu') -> tuple[int, ...]:
+  """Returns 128, 192, 256, 384, 512, 768, .. up to `max_slots`: at most half more than needed.
+
+  On accelerators, whose compilers take minutes per program, at most four that double.
+  """
+  if platform != 'cpu':
+    tiles = -(-max_slots // 128)
+    parts = (-(-tiles // 2**i) for i in range(ACCELERATOR_BUCKETS))
+    return tuple(sorted({min(part * 128, max_slots) for part in parts}))
   buckets = [b for i in range(7, 31) for b in (2**i, 3 * 2 ** (i - 1)) if b < max_slots]
   return (*buckets, max_slots)
 
@@ -302,13 +363,14 @@ def _decode(
     budgets,
     steps,
     enough,
+    greedy,
     stop_table,
     is_eos,
 ):
   """See `Sampler.decode`; `columns` is the number of tokens that the results have room for."""
-  rows = context.logits.shape[0]
-  chex.assert_shape([lengths, stop_state, budgets], (rows,))
-  params = decoder.unstack_layers(_in_compute_dtype(params, config), config)
+  chex.assert_shape([lengths, stop_state, budgets], (rows := context.logits.shape[0],))
+  if not layout.is_copy(params):
+    params = decoder.unstack_layers(decoder.in_compute_dtype(params, config), config)
   keys = jax.random.wrap_key_data(keys)
   stopped = stop_table.shape[0] - 1
 
@@ -317,7 +379,7 @@ def _decode(
 
   def one_token(turns):
     context, sampled, alive = turns.context, turns.sampled, turns.sampled.alive
-    token, logp = sample(context.logits, jax.vmap(jax.random.fold_in)(keys, turns.lengths))
+    token, logp = sample(context.logits, jax.vmap(jax.random.fold_in)(keys, turns.lengths), greedy)
     cache = decoder.KVCache(context.k, context.v, turns.lengths)
     x, cache = decoder.hidden(params, config, token[:, None], None, cache, alive.astype(jnp.int32))
     logits = decoder.token_logits(params, config, x[:, 0])
@@ -347,18 +409,8 @@ def _decode(
       alive=budgets > 0,
   )
   zero = jnp.zeros((), jnp.int32)
-  turns = _Turns(context, lengths, sampled, step=zero, stopped=zero)
-  turns = jax.lax.while_loop(goes_on, one_token, turns)
+  turns = jax.lax.while_loop(goes_on, one_token, _Turns(context, lengths, sampled, zero, zero))
   return turns.context, turns.sampled
-
-
-def _in_compute_dtype(params, config):
-  """Casts the weights once as the layers would; norm scales are used in float32."""
-
-  def cast(path, weight):
-    return weight if path[-1].key == 'scale' else weight.astype(config.dtype)
-
-  return jax.tree_util.tree_map_with_path(cast, params)
 
 
 def _grow(config, context, slots):

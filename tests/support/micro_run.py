@@ -111,7 +111,9 @@ class Agent:
     self.report, self.retriever = engine.Report(), None
     self.env = types.SimpleNamespace(core_metrics=('em',))
     self.tokenizer = types.SimpleNamespace(pad_id=0, pieces=lambda ids: [str(i) for i in ids])
-    self.sampler = types.SimpleNamespace(compiled_variants=dict)
+    self.sampler = types.SimpleNamespace(
+        compiled_variants=dict, copy=functools.partial(jax.tree.map, jnp.copy)
+    )
     self.slow_s = slow_s
 
   def play(self, params, tasks, keys, groups=None, greedy=False, give_up=None):
