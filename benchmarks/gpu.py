@@ -33,7 +33,6 @@ from stppo_jax.algorithms import variants
 from stppo_jax.envs import search
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.models import shapes
 from stppo_jax.models import sharding
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampling
@@ -152,7 +151,7 @@ def measure_update(best):
       'layers': actor_shape.num_layers,
       'rows': size.rows,
       'length': length,
-      'params': shapes.num_params(actor_shape),
+      'params': decoder.num_params(actor_shape),
       'critic': critic_shape is not None,
   }
   report(
@@ -288,7 +287,7 @@ def compare_dtypes(folder, passages):
 
 def shape_of(size, param_dtype, layers):
   """Returns the published shape with the settings of a GPU run."""
-  shape = shapes.PRESETS[size.preset]
+  shape = layers.PRESETS[size.preset]
   dtype = 'float32' if side_by_side.QUICK.value else 'bfloat16'
   return dataclasses.replace(
       shape,
@@ -302,7 +301,7 @@ def shape_of(size, param_dtype, layers):
 
 def forward_flops(config, length):
   """Returns forward FLOPs per token of a row of that length: matmuls and causal attention."""
-  matmul_params = shapes.num_params(config)
+  matmul_params = decoder.num_params(config)
   if not config.tie_embeddings or config.head == 'value':
     matmul_params -= config.vocab_size * config.d_model  # looked up, not multiplied
   return 2 * matmul_params + 2 * config.num_layers * config.num_heads * config.head_dim * length

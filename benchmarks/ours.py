@@ -16,7 +16,7 @@ from stppo_jax import types
 from stppo_jax.algorithms import variants
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.models import shapes
+from stppo_jax.models import layers
 from stppo_jax.models import sharding
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine
@@ -27,7 +27,7 @@ from stppo_jax.training import update
 
 # The settings of a CPU run (experiments/st_ppo_tiny.py, rollout/agent.py).
 _TINY = dataclasses.replace(
-    shapes.PRESETS['tiny'], scan_layers=False, remat='none', cache_tile=decoder.CPU_CACHE_TILE
+    layers.PRESETS['tiny'], scan_layers=False, remat='none', cache_tile=decoder.CPU_CACHE_TILE
 )
 SHAPES = {
     '0.94M': _TINY,  # the embedded model's
@@ -408,7 +408,7 @@ def describe(config):
       'tie_embeddings',
       'dtype',
   )
-  return {'params': shapes.num_params(config)} | {name: getattr(config, name) for name in names}
+  return {'params': decoder.num_params(config)} | {name: getattr(config, name) for name in names}
 
 
 def _top_ops(run, repeats):

@@ -133,7 +133,8 @@ class Demonstrator:
 
   def _visible(self, observation):
     ids = chat.encode_observation(self._tokenizer, observation, self._limits.max_observation)
-    return self._tokenizer.decode(ids)
+    # The last word stands right before the tag, and normalisation would join them.
+    return self._tokenizer.decode(ids).replace(chat.CLOSING_TAG, '\n')
 
 
 class Story:

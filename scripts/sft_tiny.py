@@ -27,7 +27,7 @@ from stppo_jax import tasks as task_files
 from stppo_jax.envs import search
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.models import shapes
+from stppo_jax.models import layers
 from stppo_jax.retrieval import bm25
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.runtime import huge_pages
@@ -100,10 +100,10 @@ def main(unused_argv):
   train_tokenizer(tasks, passages, demonstrator, _OUT.value)
   tokenizer = chat.load_tokenizer(_OUT.value)
   config = dataclasses.replace(
-      shapes.PRESETS['tiny'], vocab_size=tokenizer.vocab_size, scan_layers=False
+      layers.PRESETS['tiny'], vocab_size=tokenizer.vocab_size, scan_layers=False
   )
   logging.info(
-      '%d parameters, %d tokens in the vocabulary', shapes.num_params(config), tokenizer.vocab_size
+      '%d parameters, %d tokens in the vocabulary', decoder.num_params(config), tokenizer.vocab_size
   )
 
   rng = np.random.default_rng(_SEED.value)

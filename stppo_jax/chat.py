@@ -273,7 +273,7 @@ def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]
   if len(tail) > limit:
     raise types.UserError(
         f'an observation limit of {limit} tokens cannot hold the {len(tail)} tokens of '
-        f'{text[start:][:60]!r}: raise max_observation_tokens'
+        f'{text[start:][:60]!r}: raise config.rollout.max_observation'
     )
   opening = _OPENING.match(text)
   inside = opening.end() if opening else 0
@@ -394,12 +394,18 @@ def _eos_ids(folder: str, settings: dict, library: tokenizers.Tokenizer) -> tupl
   listed = _read_json(os.path.join(folder, 'generation_config.json')).get('eos_token_id')
   named = library.token_to_id(_token_name(settings.get('eos_token')))
   ids = [named, *(listed if isinstance(listed, list) else [listed])]
+  wrong = [i for i in ids if i is not None and not isinstance(i, int)]
+  if wrong:
+    raise types.UserError(
+        f'generation_config.json in {folder!r} has eos_token_id {wrong[0]!r}: ids are needed'
+    )
   return tuple(dict.fromkeys(i for i in ids if i is not None))
 
 
 def _token_name(entry: str | dict | None) -> str:
   """Returns a special token's text; files hold the text or a dictionary with its `content`."""
-  return (entry.get('content') if isinstance(entry, dict) else entry) or ''
+  name = entry.get('content') if isinstance(entry, dict) else entry
+  return name if isinstance(name, str) else ''
 
 
 def _chat_renderer(folder: str, settings: dict) -> Callable[[_Messages], str] | None:
@@ -408,7 +414,13 @@ def _chat_renderer(folder: str, settings: dict) -> Callable[[_Messages], str] | 
     return None
   import transformers  # here, since it takes seconds and a folder without template needs none
 
-  library = transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+  try:
+    library = transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+  except Exception as error:  # whatever a malformed file makes it raise
+    raise types.UserError(
+        f'transformers cannot read the tokenizer of {folder!r}, whose chat template is needed '
+        f'({type(error).__name__}: {" ".join(str(error).split())[:200]}): replace its files'
+    ) from error
   return functools.partial(library.apply_chat_template, tokenize=False, add_generation_prompt=True)
 
 
@@ -417,6 +429,9 @@ def _read_json(path: str) -> dict:
     return {}
   with open(path, encoding='utf-8') as file:
     try:
-      return json.load(file)
+      found = json.load(file)
     except (ValueError, RecursionError) as error:
       raise types.UserError(f'{path!r} is not valid JSON ({error}): replace it') from error
+  if not isinstance(found, dict):
+    raise types.UserError(f'{path!r} is not a JSON object: replace it')
+  return found

@@ -33,6 +33,7 @@ import sys
 import threading
 import traceback
 from typing import Any
+from typing import get_args
 
 from absl import app
 from absl import flags
@@ -50,6 +51,8 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _SHIPPED = os.path.join(_PACKAGE, 'shipped')  # in a wheel; in a clone experiments/ is at the root
 _HOME = _SHIPPED if os.path.isdir(_SHIPPED) else os.path.dirname(_PACKAGE)
 _DEFAULT = os.path.join(_HOME, 'experiments', 'st_ppo_tiny.py')
+_LONGEST_LINE = 4000  # characters of an error
+_ENTRY = os.path.abspath(sys.argv[0])  # run.py, or the command
 
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default: runs/<config name>')
 _TOPOLOGY = flags.DEFINE_string(
@@ -241,6 +244,7 @@ def _parse(argv: list[str]) -> list[str]:
         print(_help(program, match[1] or ''))
         sys.exit(0)
     arguments, options = _take_options(_with_shipped_experiment(arguments))
+    arguments, unset = _take_nones(arguments)
     _check_arguments(arguments)
     # Defined here and not at import: the definition reads the overrides and may reject them.
     config_flags.DEFINE_config_file(
@@ -255,15 +259,37 @@ def _parse(argv: list[str]) -> list[str]:
           f'unexpected argument {positional[0]!r}: flags start with --, as in '
           '--config.train.updates=3'
       )
-    flags.FLAGS.config.env.options.update(options)  # a file that could not be read raises here
+    config = flags.FLAGS.config
+    # A file that could not be read raises when a setting is looked up.
+    if not hasattr(config, 'env') or not isinstance(config, schema.Config):
+      raise types.UserError(
+          f'get_config() of the experiment file returned {config!r}: return a '
+          'stppo_jax.config.Config'
+      )
+    config.env.options.update(options)
+    for path in unset:
+      *parents, name = path.split('.')
+      setattr(validation.get(config, '.'.join(parents)), name, None)
     return argv[:1]
   except (flags.Error, types.UserError) as error:
     lines = str(error).splitlines()  # the lines in between may be a traceback
-    message = ' '.join(lines[:1] + lines[1:][-1:]) + _meaning(lines[0])
+    message = ' '.join(lines[:1] + lines[1:][-1:]) + _meaning(lines[0]) + _place(error)
   except Exception as error:  # whatever an experiment file may raise
     lines = str(error).splitlines()
     message = f'cannot load the config: {type(error).__name__}: {"".join(lines[-1:])}'
+    message += _place(error)
   sys.exit(_fail(program, message, 2))
+
+
+def _place(error: Exception) -> str:
+  """Returns ' (FILE:LINE)' of the last line of a user's own file in an error's traceback, or ''."""
+  # config_flags puts the traceback of some errors into the text of another.
+  text = ''.join(traceback.format_exception(error)) + str(error)
+  places = re.findall(r'File "([^"]+)", line (\d+)', text)
+  libraries = (_PACKAGE + os.sep, os.path.dirname(os.__file__) + os.sep, '<')
+  own = [(file, line) for file, line in places if not file.startswith(libraries)]
+  own = [(file, line) for file, line in own if 'site-packages' not in file and file != _ENTRY]
+  return f' ({own[-1][0]}:{own[-1][1]})' if own else ''
 
 
 def _help(program: str, section: str) -> str:
@@ -331,6 +357,17 @@ def _take_options(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
   return others, options
 
 
+def _take_nones(arguments: list[str]) -> tuple[list[str], list[str]]:
+  """Splits off --config.PATH=None where None is allowed, which config_flags cannot parse.
+
+  Returns (the other arguments, paths).
+  """
+  optional = {path for path, kind in validation.kinds().items() if type(None) in get_args(kind)}
+  nones = {f'{dashes}config.{path}=None': path for path in optional for dashes in ('-', '--')}
+  others = [argument for argument in arguments if argument not in nones]
+  return others, [nones[argument] for argument in arguments if argument in nones]
+
+
 def _check_arguments(arguments: list[str]) -> None:
   """Rejects a missing experiment file, and overrides of unknown fields."""
   for argument in arguments:
@@ -358,7 +395,9 @@ def _meaning(message: str) -> str:
 
 def _fail(program: str, message: object, code: int) -> int:
   """Prints one line to stderr, also on the other processes; returns the exit code."""
-  line = ' '.join([f'{program}:', *str(message).split()])  # one line, whatever the message
+  # One line, whatever the message: a file's text may be long, or have a terminal's control codes.
+  line = ' '.join([f'{program}:', *str(message).split()])[:_LONGEST_LINE]
+  line = ''.join(c if c.isprintable() else repr(c)[1:-1] for c in line)
   hosts.leave(line, code)
   print(line, file=sys.stderr)
   return code

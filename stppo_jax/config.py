@@ -8,13 +8,18 @@ import dataclasses
 from typing import Any
 from typing import TypeVar
 
+from stppo_jax.types import Section
+
 LORA_TARGETS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
 T = TypeVar('T')
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-  """The meaning and the bounds of a field, stored with its default."""
+  """The meaning and the bounds of a field, stored with its default.
+
+  Bounds hold for each item of a tuple.
+  """
 
   meaning: str
   allowed: tuple = ()  # the values it may have; empty: any
@@ -22,6 +27,8 @@ class Rules:
   at_least: float | None = None
   at_most: float | None = None
   above: float | None = None
+  below: float | None = None
+  finite: bool = True  # neither NaN nor infinite
   plugin: bool = False  # also takes 'module:attribute', see plugins.py
   may_change: bool = False  # a resumed run may differ: no number computed so far depends on it
 
@@ -40,13 +47,13 @@ def setting(default: T, meaning: str, **rules: Any) -> T:
 
 
 @dataclasses.dataclass
-class Data:
+class Data(Section):
   """Questions and passages."""
 
   source: str = setting(
       'embedded',
-      'a folder with qa.jsonl and corpus.jsonl, a .jsonl, a Search-R1 .parquet, or a function '
-      '(split) -> list of types.Task',
+      'a folder with qa.jsonl and corpus.jsonl, a .jsonl, a Search-R1 .parquet, several of them '
+      'with commas between, or a function (split) -> list of types.Task',
       plugin=True)
   corpus: str = setting('', 'folder or .jsonl of passages; empty: the same as `source`')
   train_split: str = setting('train', 'the questions to train on')
@@ -55,7 +62,7 @@ class Data:
 
 
 @dataclasses.dataclass
-class Env:
+class Env(Section):
   """The environment: what the agent reads, and its rewards."""
 
   kind: str = setting(
@@ -64,7 +71,8 @@ class Env:
   options: dict[str, Any] = setting(
       {}, "keyword arguments of the environment's class; --config.env.options.NAME=VALUE sets one")
   prompt: str = setting(
-      'search_r1', "wording of the search environment; 'short' is for tiny models",
+      'search_r1', "of the search environment: 'search_r1' is Search-R1's format in our own "
+      "sentences, see envs/search.py; 'short' is for tiny models",
       allowed=('search_r1', 'short'))
   max_turns: int = setting(
       4, 'searches per episode, after which one more turn may only answer; an environment of your '
@@ -75,7 +83,7 @@ class Env:
 
 
 @dataclasses.dataclass
-class Retriever:
+class Retriever(Section):
   """How passages are found."""
 
   kind: str = setting(
@@ -104,7 +112,7 @@ class Retriever:
 
 
 @dataclasses.dataclass
-class Model:
+class Model(Section):
   """The policy, and the trunk that its critic starts from."""
 
   folder: str = setting(
@@ -139,7 +147,7 @@ class Model:
 
 
 @dataclasses.dataclass
-class Rollout:
+class Rollout(Section):
   """Sampling. Lengths in tokens."""
 
   group_size: int = setting(1, 'episodes per question', at_least=1)
@@ -155,17 +163,23 @@ class Rollout:
   mesh: tuple[int, ...] = setting(
       (), '(data, tensor): devices over which the rows of a call, and the heads and vocabulary of '
       'the copy that is sampled from, are split; one may be -1; empty: chosen by the size of the '
-      'model', may_change=True)
+      'model', at_least=-1, may_change=True)
   slot_buckets: tuple[int, ...] = setting(
       (), 'tokens that a row has room for, rising: programs are compiled for each; empty: at most '
-      'four on accelerators, 128, 192, 256, 384, .. on a CPU')
-  chunks: tuple[int, ...] = setting((32, 128), 'tokens of a row that one prefill call may read')
+      'four on accelerators, 128, 192, 256, 384, .. on a CPU', at_least=1)
+  chunks: tuple[int, ...] = setting(
+      (32, 128), 'tokens of a row that one prefill call may read', at_least=1)
+  routing_replay: str = setting(
+      'none', "of a mixture of experts: 'old_policy' reuses, in every optimizer step, the experts "
+      "that the policy that sampled chose for each token, as the trainer recomputes them; the "
+      "weights stay the current router's. Without experts it has no effect",
+      allowed=('none', 'old_policy'))
   threads: int = setting(
       4, 'environment calls in progress while other rows decode; 0: rows wait for each', at_least=0)
 
 
 @dataclasses.dataclass
-class Algorithm:
+class Algorithm(Section):
   """The objective: a `variants.Variant`, and the columns of it to override.
 
   None means the variant's own value. The defaults are in algorithms/variants.py alone.
@@ -176,7 +190,8 @@ class Algorithm:
   advantage: str | None = setting(
       None, 'how credit is assigned: one of advantages.ESTIMATORS', plugin=True)
   ratio: str | None = setting(
-      None, "which tokens share an importance ratio; 'none' is the plain policy gradient",
+      None, 'which tokens share an importance ratio, the geometric mean of theirs or the product; '
+      "'none' is the plain policy gradient",
       allowed=('none', 'token', 'turn', 'sequence', 'turn_product', 'sequence_product'))
   surrogate: str | None = setting(
       None, 'what is maximised in place of ratio x advantage: one of losses.SURROGATES',
@@ -248,7 +263,7 @@ class Algorithm:
 
 
 @dataclasses.dataclass
-class Optimizer:
+class Optimizer(Section):
   """AdamW with a linear warm-up, then a constant or linearly decaying rate."""
 
   lr: float = setting(1e-6, 'learning rate', at_least=0)
@@ -256,8 +271,9 @@ class Optimizer:
       0.285, 'share of all updates, or of train.schedule_updates', at_least=0, at_most=1)
   final_lr: float = setting(
       1.0, 'share of lr that is left at the last update; 1: constant', at_least=0, at_most=1)
-  betas: tuple[float, float] = setting((0.9, 0.999), 'decay of the two moments')
-  eps: float = setting(1e-8, 'added to the root of the second moment')
+  betas: tuple[float, float] = setting(
+      (0.9, 0.999), 'decay of the two moments', at_least=0, below=1)
+  eps: float = setting(1e-8, 'added to the root of the second moment', above=0)
   weight_decay: float = setting(0.01, 'decoupled weight decay', at_least=0)
   grad_clip: float = setting(
       1.0, "bound of the gradient's global norm; its order with the divisor is algorithm.divide",
@@ -265,7 +281,7 @@ class Optimizer:
 
 
 @dataclasses.dataclass
-class Train:
+class Train(Section):
   """The outer loop. An update is one rollout with its optimizer steps, each of which is a step."""
 
   updates: int = setting(1005, 'rollouts in all', at_least=0, may_change=True)
@@ -281,7 +297,7 @@ class Train:
   epochs: int = setting(1, 'passes over a rollout', at_least=1)
   length_buckets: tuple[int, ...] = setting(
       (1024, 2048, 4096), 'tokens per bin, rising; episodes are packed into bins, and the last '
-      'size holds any episode. More sizes: less padding, more programs to compile')
+      'size holds any episode. More sizes: less padding, more programs to compile', at_least=1)
   checkpoint_every: int = setting(
       100, 'updates; 0: only at the end', at_least=0, may_change=True)
   keep_checkpoints: int = setting(2, 'the newest ones', at_least=1, may_change=True)
@@ -298,7 +314,7 @@ class Train:
 
 
 @dataclasses.dataclass
-class Pipeline:
+class Pipeline(Section):
   """How far sampling runs ahead of training."""
 
   staleness: int = setting(
@@ -308,16 +324,17 @@ class Pipeline:
 
 
 @dataclasses.dataclass
-class Mesh:
+class Mesh(Section):
   """Devices: data * fsdp * tensor of them; one axis may be -1, meaning all that are left."""
 
-  data: int = setting(1, 'copies of the model', may_change=True)
-  fsdp: int = setting(-1, 'shards of parameters, gradients and optimizer state', may_change=True)
-  tensor: int = setting(1, 'shards of each matrix product', may_change=True)
+  data: int = setting(1, 'copies of the model', at_least=-1, may_change=True)
+  fsdp: int = setting(
+      -1, 'shards of parameters, gradients and optimizer state', at_least=-1, may_change=True)
+  tensor: int = setting(1, 'shards of each matrix product', at_least=-1, may_change=True)
 
 
 @dataclasses.dataclass
-class Placement:
+class Placement(Section):
   """Where parts are kept while they are not used: on the device, or in its host's pinned memory.
 
   A step copies what it needs from the host and back: less device memory, more time.
@@ -335,7 +352,7 @@ class Placement:
 
 
 @dataclasses.dataclass
-class Eval:
+class Eval(Section):
   """Greedy evaluation on held-out questions."""
 
   every: int = setting(50, 'updates; 0: only before and after', at_least=0, may_change=True)
@@ -347,7 +364,7 @@ class Eval:
 
 
 @dataclasses.dataclass
-class Log:
+class Log(Section):
   """What is written in addition to metrics.jsonl."""
 
   tensorboard: bool = setting(True, 'event files, where tensorboardX is installed', may_change=True)
@@ -359,7 +376,7 @@ class Log:
 
 
 @dataclasses.dataclass
-class Health:
+class Health(Section):
   """Limits of monitoring/health.py on means over `window` updates; 0 turns one off.
 
   Shares are of turns or of episodes. The limits were set by hand: wide enough for a run that
@@ -382,6 +399,8 @@ class Health:
   cut: float = setting(0.3, 'share of turns that reached rollout.max_turn', at_least=0)
   truncated: float = setting(0.7, 'share of episodes that ended at a limit', at_least=0)
   retrieval_failed: float = setting(0.1, 'share of episodes in which a search failed', at_least=0)
+  prompt_too_long: float = setting(
+      0.01, 'share of episodes whose prompt exceeds rollout.max_prompt', at_least=0)
 
 
 HEALTH_RULES = tuple(
@@ -389,11 +408,11 @@ HEALTH_RULES = tuple(
 
 
 @dataclasses.dataclass
-class Config:
+class Config(Section):
   """One run."""
 
   name: str = setting('run', 'of the default work folder, runs/<name>')
-  seed: int = setting(0, 'of everything random', at_least=0)
+  seed: int = setting(0, 'of everything random', at_least=0, at_most=2**32 - 1)
   data: Data = dataclasses.field(default_factory=Data)
   env: Env = dataclasses.field(default_factory=Env)
   retriever: Retriever = dataclasses.field(default_factory=Retriever)

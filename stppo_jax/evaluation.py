@@ -37,8 +37,8 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
   val-core/<dataset>/<name>  an environment's core metrics; its other metrics go under val-aux
   val-core/all/<name>_hops<n>  the main one of them, where tasks have a number of hops
 
-  An episode whose retrieval failed counts as wrong, and is counted. One that never reported a
-  metric counts as 0.
+  An episode whose retrieval failed, or whose prompt was too long, counts as wrong, and is counted.
+  One that never reported a metric counts as 0.
   """
   found = collections.defaultdict(list)
   reported = {name for episode in episodes for name in episode.metrics}
@@ -55,5 +55,7 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
       found[f'val-core/all/{main}_hops{episode.task.hops}'].append(episode.main_score)
     found['val-aux/num_turns/mean'].append(len(episode.turns))
     found['val-aux/truncated'].append(float(episode.truncated))
-    found['val-aux/retrieval_failed'].append(float(episode.failed))
+    too_long = bool(episode.counts.get('prompt_too_long'))
+    found['val-aux/retrieval_failed'].append(float(episode.failed and not too_long))
+    found['val-aux/prompt_too_long'].append(float(too_long))
   return {name: float(np.mean(values)) for name, values in sorted(found.items())}

@@ -1,14 +1,18 @@
 """Questions and passages from files: rows in, Tasks and Passages out, and the order of training.
 
 A source is `embedded` (the knowledge set of the package), a folder with qa.jsonl and corpus.jsonl,
-or one file. A row that cannot be used is an error with its file, line and field.
+or a file; several are separated by commas. A row that cannot be used is an error with its file,
+line and field.
 """
 
+from collections.abc import Sequence
 import json
+import os
 import pathlib
 import re
 from typing import NoReturn
 
+from absl import logging
 import numpy as np
 
 from stppo_jax import types
@@ -19,38 +23,78 @@ _PARQUET_COLUMNS = ('data_source', 'prompt', 'question', 'reward_model', 'extra_
 
 
 def load_tasks(source: str, split: str) -> list[types.Task]:
-  """Loads the questions of a split: `embedded`, a folder with qa.jsonl, a .jsonl or .parquet file.
+  """Loads the questions of a split: `embedded`, folders with qa.jsonl, .jsonl or .parquet files.
 
   Parquet files have Search-R1's columns. A row without a split of its own belongs to every split.
   """
-  path = _find(source, 'qa.jsonl')
-  if path.suffix == '.parquet':
-    tasks = [_search_r1_task(row) for row in _parquet_rows(path)]
-  else:
-    tasks = [_task(row) for row in _json_rows(path)]
+  tasks, seen = [], set()
+  for path in [_find(part, 'qa.jsonl') for part in _parts(source)]:
+    is_parquet = path.suffix == '.parquet'
+    for row in _parquet_rows(path) if is_parquet else _json_rows(path):
+      task = _search_r1_task(row) if is_parquet else _task(row)
+      if (task.id, task.split) in seen:
+        row.fail('id', f'is {_shown(task.id)} a second time; ids must be unique in a split')
+      seen.add((task.id, task.split))
+      tasks.append(task)
   chosen = [task for task in tasks if task.split in (split, '')]
   if not chosen:
     known = ', '.join(sorted({task.split for task in tasks})) or 'none, the file is empty'
-    raise types.UserError(f'{path}: no question of split {split!r}; splits there: {known}.')
+    raise types.UserError(f'{source}: no question of split {split!r}; splits there: {known}.')
   return chosen
+
+
+def warn_of_overlap(to_train_on: Sequence[types.Task], held_out: Sequence[types.Task]) -> None:
+  """Logs a warning if questions are trained on and held out at once."""
+  common = {task.question for task in to_train_on} & {task.question for task in held_out}
+  if common - {''}:  # a procedural task has no question
+    logging.warning(
+        '%d of %d held-out questions are trained on, too, and their scores mean little: give the '
+        "rows a 'split', or another config.data.eval_split",
+        len(common),
+        len(held_out),
+    )
 
 
 def load_corpus(source: str) -> list[types.Passage]:
   """Loads the passages: `embedded`, a folder with corpus.jsonl, or a .jsonl file.
 
-  Rows are {"id", "title", "text"} or Search-R1's {"id", "contents"}, contents = '"Title"\\ntext'.
+  Rows are {"id", "title", "text"} or Search-R1's {"id", "contents"}, see `read_contents`. Of
+  several sources the folders count: the files hold questions.
   """
-  path = _find(source, 'corpus.jsonl')
+  parts = _parts(source)
+  folders = [part for part in parts if part == 'embedded' or os.path.isdir(part)]
   passages, seen = [], set()
-  for row in _json_rows(path):
-    passage = _passage(row)
-    if passage.id in seen:
-      row.fail('id', f'is {passage.id!r} a second time; ids must be unique')
-    seen.add(passage.id)
-    passages.append(passage)
+  for path in [_find(part, 'corpus.jsonl') for part in (folders or parts)]:
+    for row in _json_rows(path):
+      passage = _passage(row)
+      if passage.id in seen:
+        row.fail('id', f'is {_shown(passage.id)} a second time; ids must be unique')
+      seen.add(passage.id)
+      passages.append(passage)
   if not passages:
-    raise types.UserError(f'{path}: no passages; one JSON object per line is needed.')
+    raise types.UserError(f'{source}: no passages; one JSON object per line is needed.')
   return passages
+
+
+def read_contents(contents: str) -> tuple[str, str]:
+  """Returns (title, text) of Search-R1's `contents`: a title in quotes, a newline, the text.
+
+  A single line is a text without a title.
+  """
+  title, newline, text = contents.partition('\n')
+  if not newline:
+    return '', contents.strip()
+  title = title.strip()
+  if len(title) > 1 and title[0] == title[-1] == '"':
+    title = title[1:-1]
+  return title, text.strip()
+
+
+def write_contents(passage: types.Passage) -> str:
+  """Inverts `read_contents`."""
+  if not passage.title and '\n' not in passage.text:
+    return passage.text
+  return f'"{passage.title}"\n{passage.text}'
 
 
 class TaskStream:
@@ -79,6 +123,12 @@ class TaskStream:
     return taken
 
 
+def _shown(value) -> str:
+  """Returns a value for a message; a long one in part."""
+  text = repr(value)
+  return text if len(text) <= 200 else f'{text[:200]}..'
+
+
 class _Row:
   """One row of a file, with errors that name its place."""
 
@@ -96,7 +146,7 @@ class _Row:
         self.fail(field, f'is missing; {needed} is needed')
       return default
     if not isinstance(value, kind) or isinstance(value, bool):
-      self.fail(field, f'is {value!r}; {needed} is needed')
+      self.fail(field, f'is {_shown(value)}; {needed} is needed')
     return value
 
   def text(self, field, default=None):
@@ -108,8 +158,20 @@ class _Row:
   def texts(self, field, default=None):
     value = self.get(field, (list, tuple), 'a list of texts', default)
     if not all(isinstance(item, str) for item in value) or (default is None and not value):
-      self.fail(field, f'is {value!r}; a list of at least one text is needed')
+      self.fail(field, f'is {_shown(value)}; a list of at least one text is needed')
     return tuple(value)
+
+  def golds(self, field, value):
+    """Returns right answers. One without a character would pay for an empty answer."""
+    if not all(text.strip() for text in value):
+      self.fail(field, f'is {_shown(value)}; each right answer needs a text')
+    return tuple(value)
+
+
+def _parts(source: str) -> list[str]:
+  """Splits a source at its commas; a path that has one is a single source."""
+  parts = [source] if os.path.exists(source) else source.split(',')
+  return [part.strip() for part in parts]
 
 
 def _find(source: str, file_name: str) -> pathlib.Path:
@@ -121,18 +183,27 @@ def _find(source: str, file_name: str) -> pathlib.Path:
         f'{path}: no such file; give "embedded", a folder with {file_name}, or a file.'
     )
   allowed = ('.jsonl', '.parquet') if file_name == 'qa.jsonl' else ('.jsonl',)
+  if path.suffix == '.parquet' and path.suffix not in allowed:
+    raise types.UserError(
+        f'{path}: a .parquet holds questions, and passages are needed: set '
+        '--config.data.corpus=FOLDER or a .jsonl file, or --config.retriever.kind=http'
+    )
   if path.suffix not in allowed:
     raise types.UserError(f'{path}: a file of type {" or ".join(allowed)} is needed.')
   return path
 
 
 def _json_rows(path):
-  with open(path, encoding='utf-8', errors='replace') as lines:
+  with open(path, 'rb') as lines:
     for number, line in enumerate(lines, start=1):
       if not line.strip():
         continue
       try:
-        fields = json.loads(line)
+        fields = json.loads(line.decode('utf-8'))
+      except UnicodeDecodeError:
+        raise types.UserError(
+            f'{path}:{number}: not UTF-8; convert the file, as by `iconv -f latin1 -t utf-8`.'
+        ) from None
       except (ValueError, RecursionError) as error:
         raise types.UserError(
             f'{path}:{number}: not JSON ({error}); one JSON object per line is needed.'
@@ -166,8 +237,7 @@ def _parquet_rows(path):
 def _passage(row: _Row) -> types.Passage:
   passage_id = str(row.get('id', (str, int), 'a text or a number'))
   if 'contents' in row.fields and 'text' not in row.fields:
-    title, _, text = row.text('contents').partition('\n')
-    return types.Passage(passage_id, title.strip().strip('"'), text.strip())
+    return types.Passage(passage_id, *read_contents(row.text('contents')))
   return types.Passage(passage_id, row.text('title'), row.text('text'))
 
 
@@ -176,23 +246,33 @@ def _task(row: _Row) -> types.Task:
   letter = ''
   if options:
     if not all(isinstance(text, str) for text in options.values()):
-      row.fail('options', f'is {options!r}; an object of letters and texts is needed')
+      row.fail('options', f'is {_shown(options)}; an object of letters and texts is needed')
     letter = row.text('answer')
     if letter not in options:
       row.fail('answer', f'is {letter!r}; one of {", ".join(options)} is needed')
-  answers = row.texts('answers', (options[letter],) if options else None)
+  answers = row.golds('answers', row.texts('answers', (options[letter],) if options else None))
+  hops = row.get('hops', int, 'a whole number', 1)
+  if hops < 0:
+    row.fail('hops', f'is {hops}; 0 (unknown) or more is needed')
   return types.Task(
       id=str(row.get('id', (str, int), 'a text or a number')),
       question=row.text('question'),
       answers=answers,
-      dataset=row.text('dataset', 'unnamed'),
+      dataset=_dataset(row, 'dataset'),
       split=row.text('split', ''),
-      hops=row.get('hops', int, 'a whole number', 1),
+      hops=hops,
       gold=row.texts('gold', ()),
       options=tuple(sorted(options.items())),
       letter=letter,
       steps=_steps(row),
   )
+
+
+def _dataset(row: _Row, field: str) -> str:
+  name = row.text(field, 'unnamed')
+  if name == 'all':
+    row.fail(field, "is 'all', as the mean over all data sets is called; another name is needed")
+  return name
 
 
 def _steps(row: _Row) -> tuple[tuple[str, str], ...]:
@@ -227,15 +307,15 @@ def _search_r1_task(row: _Row) -> types.Task:
   if not isinstance(target, list) or not target or not all(isinstance(t, str) for t in target):
     row.fail(
         'reward_model',
-        f'has ground_truth {truth!r}; ' '{"target": [a list of at least one text]} is needed',
+        f'has ground_truth {_shown(truth)}; {{"target": [a list of at least one text]}} is needed',
     )
   extra = row.get('extra_info', dict, 'an object', {})
-  dataset, split = row.text('data_source', 'unnamed'), extra.get('split') or ''
+  dataset, split = _dataset(row, 'data_source'), extra.get('split') or ''
   index = extra.get('index')
   return types.Task(
       id=f'{dataset}-{split}-{row.number - 1 if index is None else index}',
       question=_search_r1_question(row),
-      answers=tuple(target),
+      answers=row.golds('reward_model', target),
       dataset=dataset,
       split=split,
   )
@@ -248,7 +328,10 @@ def _search_r1_question(row: _Row) -> str:
   contents = [m.get('content') for m in prompt if isinstance(m, dict) and m.get('role') == 'user']
   if not contents or not isinstance(contents[-1], str):
     row.fail('prompt', f'is {prompt!r}; a message of role "user" with a text is needed')
-  question = re.split(r'Question:', contents[-1])[-1].strip()
+  # The last one that begins a line; else the first, since a question may hold the word itself.
+  starts = [match.end() for match in re.finditer(r'^Question:', contents[-1], re.MULTILINE)]
+  start = starts[-1] if starts else contents[-1].find('Question:') + len('Question:')
+  question = contents[-1][start:].strip() if 'Question:' in contents[-1] else contents[-1].strip()
   if not question:
     row.fail('prompt', 'ends without a question; text after its last "Question:" is needed')
   return question

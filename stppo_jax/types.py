@@ -5,6 +5,7 @@ Shape legend, used in every docstring and einsum:
   B rows (episodes)      T tokens               K turns              V vocabulary
   L layers               N query heads          M key/value heads    H head width
   D model width          S cache slots          F feed-forward width
+  E experts              A active experts per token
 
 Names that mean one thing everywhere: `logp` (of the current policy), `old_logp` (the policy that
 sampled, recomputed by the trainer), `behaviour_logp` (what the sampler itself reported), `ref_logp`
@@ -13,6 +14,9 @@ it did not, else the number of its turn, from 1).
 """
 
 import dataclasses
+import difflib
+import sys
+from typing import Any
 
 import flax
 import jax
@@ -30,6 +34,27 @@ class RunError(RuntimeError):
 
 class Stopped(Exception):
   """The run was asked to stop, and abandoned work that can be repeated."""
+
+
+class Section:
+  """A dataclass of settings. Refuses any other name; remembers the line that set a value."""
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    known = self.__dataclass_fields__  # type: ignore[attr-defined]
+    if name not in known:
+      near = difflib.get_close_matches(name, known, n=1)
+      hint = f'did you mean {near[0]}?' if near else f'there are {", ".join(known)}'
+      raise UserError(f'{type(self).__name__} has no setting {name!r}: {hint}')
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename == '<string>':  # a dataclass's constructor
+      frame = frame.f_back
+    places = self.__dict__.setdefault('_places', {})
+    places[name] = f'{frame.f_code.co_filename}:{frame.f_lineno}'
+    self.__dict__[name] = value
+
+  def place(self, name: str) -> str:
+    """Returns FILE:LINE of the code that set a value last."""
+    return self.__dict__['_places'][name]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,3 +146,4 @@ class TurnBatch:
   truncated: jax.Array | None = None  # [B] 1 where the episode ended by a limit
   loss_mask: jax.Array | None = None  # [B,T] 1 where the policy's loss counts a token; None: all
   is_weights: jax.Array | None = None  # [B,T] weights from the sampler to old_logp; None: 1
+  routes: jax.Array | None = None  # [B,T,L,A] experts of each token, where they are replayed

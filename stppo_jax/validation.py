@@ -7,6 +7,10 @@ the objective are resolved. An error is one line: given, allowed, what to do.
 from collections.abc import Iterator
 import dataclasses
 import json
+import math
+import os
+import types
+import typing
 from typing import Any
 
 from stppo_jax.config import Config
@@ -18,11 +22,32 @@ from stppo_jax.types import UserError
 def fields(config: Any, prefix: str = '') -> Iterator[tuple[str, Rules, Any]]:
   """Yields (dotted path, rules, value) of every setting."""
   for field in dataclasses.fields(config):
-    value, path = getattr(config, field.name), prefix + field.name
-    if dataclasses.is_dataclass(value):
+    value, path, section = getattr(config, field.name), prefix + field.name, _section(field)
+    if section is None:
+      yield path, field.metadata['rules'], value
+    elif isinstance(value, section):
       yield from fields(value, path + '.')
     else:
-      yield path, field.metadata['rules'], value
+      raise UserError(f'config.{path}={value!r}: must be a {section.__name__} of config.py')
+
+
+def _section(field: dataclasses.Field) -> type | None:
+  """Returns the class of a field that is a section of settings."""
+  kind: Any = field.type
+  return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
+
+
+def kinds(section: Any = Config, prefix: str = '') -> dict[str, Any]:
+  """Returns {dotted path: annotated type} of every setting."""
+  found = {}
+  for field in dataclasses.fields(section):
+    is_section = dataclasses.is_dataclass(field.type)
+    path = prefix + field.name
+    found |= kinds(field.type, path + '.') if is_section else {path: field.type}
+  return found
+
+
+_KINDS = kinds()
 
 
 def may_change(config: Config) -> tuple[str, ...]:
@@ -39,10 +64,16 @@ def _has_schedule(optimizer: Any) -> bool:
   return bool(optimizer.lr) and (optimizer.warmup > 0 or optimizer.final_lr < 1)
 
 
+_LONGEST_SHOWN = 500  # characters of a refused value
+
+
 def validate(config: Config) -> Config:
   """Returns `config` if it is valid, else raises a UserError that says what to change."""
   for path, rules, value in fields(config):
-    _check_field(f'config.{path}={value!r}', rules, value)
+    try:
+      _check_field(f'config.{path}={value!r}', rules, value, _KINDS[path])
+    except UserError as error:
+      raise UserError(f'{error}{_place(config, path)}') from None
   _check_names(config)
   _check_environment(config)
   _check_sizes(config)
@@ -50,8 +81,20 @@ def validate(config: Config) -> Config:
   return config
 
 
-def _check_field(given: str, rules: Rules, value: Any) -> None:
-  if value is None:
+def _place(config: Config, path: str) -> str:
+  """Returns ' (FILE:LINE)' of the experiment file that set a value; '' for flags and defaults."""
+  *parents, name = path.split('.')
+  place = get(config, '.'.join(parents)).place(name) if parents else config.place(name)
+  file = os.path.realpath(place.rpartition(':')[0])
+  inside = os.path.realpath(os.path.dirname(__file__)) + os.sep
+  return '' if file.startswith(inside) or 'ml_collections' in file else f' ({place})'
+
+
+def _check_field(given: str, rules: Rules, value: Any, kind: Any = Any) -> None:
+  """Checks a value; `given` is how the message shows it."""
+  if len(given) > _LONGEST_SHOWN:
+    given = given[:_LONGEST_SHOWN] + '..'
+  if value is None and (kind is Any or type(None) in typing.get_args(kind)):
     return
   is_plugin = rules.plugin and isinstance(value, str) and ':' in value
   if rules.allowed and value not in rules.allowed and not is_plugin:
@@ -62,13 +105,57 @@ def _check_field(given: str, rules: Rules, value: Any) -> None:
         f'{given}: allowed are one or more of {", ".join(rules.items)}, as in '
         f'"({rules.items[0]!r}, {rules.items[-1]!r})"'
     )
+  items = value if isinstance(value, tuple) else (value,)
+  for number in items:
+    if type(number) in (int, float):
+      _check_bounds(given, rules, number)
+  if not _is_of(value, kind):
+    not_this = '' if isinstance(value, tuple) else f', not {type(value).__name__}'
+    raise UserError(f'{given}: must be {_described(kind)}{not_this}')
+  if rules.finite and not all(math.isfinite(x) for x in items if isinstance(x, float)):
+    raise UserError(f'{given}: must be finite')
+
+
+def _check_bounds(given: str, rules: Rules, number: Any) -> None:
   # Written so that NaN is refused too.
-  if rules.at_least is not None and not value >= rules.at_least:
+  if rules.at_least is not None and not number >= rules.at_least:
     raise UserError(f'{given}: must be at least {rules.at_least}')
-  if rules.at_most is not None and not value <= rules.at_most:
+  if rules.at_most is not None and not number <= rules.at_most:
     raise UserError(f'{given}: must be at most {rules.at_most}')
-  if rules.above is not None and not value > rules.above:
+  if rules.above is not None and not number > rules.above:
     raise UserError(f'{given}: must be above {rules.above}')
+  if rules.below is not None and not number < rules.below:
+    raise UserError(f'{given}: must be below {rules.below}')
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+  """Whether a value has the annotated type. A whole number is a float, a bool is no number."""
+  origin, args = typing.get_origin(kind), typing.get_args(kind)
+  if kind is Any:
+    return True
+  if origin is types.UnionType:
+    return any(_is_of(value, arg) for arg in args)
+  if origin is tuple:
+    if not isinstance(value, tuple):
+      return False
+    if args[1:] == (Ellipsis,):
+      return all(_is_of(item, args[0]) for item in value)
+    return len(value) == len(args) and all(map(_is_of, value, args))
+  if kind is float:
+    return type(value) in (int, float)  # others, such as NumPy's, cannot be written as JSON
+  return type(value) is int if kind is int else isinstance(value, origin or kind)
+
+
+def _described(kind: Any) -> str:
+  """Returns words for an annotated type: 'a tuple of 2 float'."""
+  origin, args = typing.get_origin(kind), typing.get_args(kind)
+  if origin is types.UnionType:
+    return ' or '.join(map(_described, args))
+  if origin is tuple and args[1:] == (Ellipsis,):
+    return f'a tuple of {args[0].__name__}'
+  if origin is tuple:
+    return f'a tuple of {len(args)} {args[0].__name__}'
+  return 'None' if kind is type(None) else f'of type {(origin or kind).__name__}'
 
 
 def _check_names(config: Config) -> None:
@@ -124,10 +211,8 @@ def _check_sizes(config: Config) -> None:
         f'config.train.length_buckets={buckets}: must rise and end at config.rollout.max_total='
         f'{rollout.max_total} or above'
     )
-  if not rollout.chunks or min(rollout.chunks) < 1:
-    raise UserError(
-        f'config.rollout.chunks={rollout.chunks}: give one number or more, each at least 1'
-    )
+  if not rollout.chunks:
+    raise UserError(f'config.rollout.chunks={rollout.chunks}: give one number or more')
   slots = rollout.slot_buckets
   if slots and (list(slots) != sorted(set(slots)) or slots[0] < 1 or slots[-1] > rollout.max_total):
     raise UserError(
@@ -157,7 +242,10 @@ def check_variant(config: Config, variant: Any) -> None:
   for path, rules, _ in fields(config.algorithm):
     if path != 'variant' and not rules.plugin:
       _check_field(
-          f'config.algorithm.{path}={getattr(variant, path)!r}', rules, getattr(variant, path)
+          f'config.algorithm.{path}={getattr(variant, path)!r}',
+          rules,
+          getattr(variant, path),
+          _KINDS[f'algorithm.{path}'],
       )
   rollout, name = config.rollout, config.algorithm.variant
   if (rollout.top_p < 1 or rollout.top_k > 0) and variant.old_logp != 'sampler':

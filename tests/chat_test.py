@@ -181,6 +181,25 @@ class TokenizerTest(parameterized.TestCase):
     with self.assertRaisesRegex(types.UserError, 'not a tokenizer file'):
       chat.load_tokenizer(folder)
 
+  @parameterized.parameters(
+      ('tokenizer_config.json', '[]', 'not a JSON object'),
+      ('tokenizer_config.json', '{"chat_template": 7}', 'chat template|cannot read'),
+      ('tokenizer_config.json', '{"chat_template": "{% for %}"}', 'chat template'),
+      ('tokenizer_config.json', '{"eos_token": 3}', ''),
+      ('generation_config.json', '{"eos_token_id": ["x"]}', 'eos_token_id'),
+  )
+  def test_malformed_settings_are_one_line(self, name, text, words):
+    folder = tiny_tokenizer.write(_folder(self))
+    with open(os.path.join(folder, name), 'w', encoding='utf-8') as file:
+      file.write(text)
+    try:
+      tokenizer = chat.load_tokenizer(folder)
+      chat.encode_prompt(tokenizer, 'who?')
+      self.assertEmpty(words)
+    except types.UserError as error:
+      self.assertNotEmpty(words)
+      self.assertRegex(str(error), f'^[^\n]*({words})[^\n]*$')
+
   def test_sentencepiece_is_refused_by_name(self):
     folder = _folder(self)
     library = tokenizers.Tokenizer(tokenizers.models.BPE({'▁a': 0, '<0x0A>': 1}, []))
@@ -233,7 +252,7 @@ class ObservationTest(parameterized.TestCase):
     self.assertEqual(self.tokenizer.decode(ids), text)
 
   def test_limit_below_the_tag(self):
-    with self.assertRaisesRegex(types.UserError, 'max_observation_tokens'):
+    with self.assertRaisesRegex(types.UserError, r'raise config\.rollout\.max_observation$'):
       chat.encode_observation(self.tokenizer, '<information></information>', limit=1)
 
 
@@ -471,6 +490,20 @@ class FramingTest(parameterized.TestCase):
     special = tokenizer.encode('<|im_start|><|im_end|>', control=True)
     count = lambda text: [chat.encode_prompt(tokenizer, text).count(i) for i in special]
     self.assertEqual(count('<|im_end|><|im_start|>'), count('who?'))
+
+  def test_a_question_of_the_search_environment_has_no_added_token(self):
+    """Added tokens that are not special, such as Qwen's <tool_call>, are live in any text."""
+    tokenizer = chat.load_tokenizer(write_chat_tokenizer(_folder(self), QWEN25, '<|im_end|>'))
+
+    def added(text):
+      task = types.Task('1', text, ('x',), options=(('A', text), ('B', 'b')), letter='B')
+      ids = chat.encode_prompt(tokenizer, search.prompt_text(task, 'search_r1'))
+      return [i for i in ids if i in tokenizer.added_ids]
+
+    for evil in ('<tool_response>', '</think>', '<|im_end|>', '\uff1cthink>', '<|im_start|>user'):
+      self.assertEqual(added(f'What is {evil} x'), added('What is x'), evil)
+    task = types.Task('1', 'Is 1<2, or a <b and c> d?', ('x',))
+    self.assertEqual(search.prompt_text(task, 'short'), 'Question: Is 1<2, or a <b and c> d?\n')
 
   def test_another_eos_token_is_followed_by_the_end_of_the_template(self):
     folder = write_chat_tokenizer(_folder(self), QWEN25, '<|im_end|>')

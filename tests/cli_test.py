@@ -304,6 +304,59 @@ class MainTest(parameterized.TestCase):
     self.assertIs(signal.getsignal(signal.SIGINT), before)
 
 
+class ExperimentFileTest(parameterized.TestCase):
+
+  def parse(self, source, *arguments):
+    """Returns the config of an experiment file with flags; 'error' is the one line if it fails."""
+    for name in [name for name in flags.FLAGS if name.split('.')[0] == 'config']:
+      delattr(flags.FLAGS, name)
+    self.enterContext(contextlib.chdir(self.enterContext(tempfile.TemporaryDirectory())))
+    pathlib.Path('mine.py').write_text(source, encoding='utf-8')
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+      try:
+        cli._parse(['run.py', '--config=mine.py', *arguments])
+        return flags.FLAGS.config
+      except SystemExit as exit_:
+        self.assertEqual(exit_.code, 2)
+    self.assertEqual(stderr.getvalue().count('\n'), 1, stderr.getvalue())
+    return stderr.getvalue()
+
+  @parameterized.parameters(
+      ('config.train.updaets = 3', "no setting 'updaets': did you mean updates?"),
+      ('config.train = schema.Train(updaets=3)', 'updaets'),
+      ('config.train.updates = undefined', 'undefined'),
+      ('1 / 0', 'division by zero'),
+      ('config.train.updates = = 3', 'invalid syntax'),
+  )
+  def test_an_error_has_file_and_line(self, line, words):
+    source = 'from stppo_jax import config as schema\ndef get_config(mode=""):\n'
+    error = self.parse(source + f'  config = schema.Config()\n  {line}\n  return config\n')
+    self.assertIn(words, error)
+    self.assertIn('mine.py:4', error)
+
+  def test_a_file_that_returns_no_config(self):
+    self.assertIn('return a stppo_jax.config.Config', self.parse('get_config = lambda: 7\n'))
+
+  def test_none_is_typed_where_it_is_documented(self):
+    source = (
+        'from stppo_jax import config as schema\ndef get_config(mode=""):\n'
+        '  return schema.Config(algorithm=schema.Algorithm(clip_low=0.3, whiten=True))\n'
+    )
+    config = self.parse(
+        source, '--config.algorithm.clip_low=None', '--config.algorithm.whiten=None'
+    )
+    self.assertEqual(config.algorithm, schema.Algorithm())
+    self.assertIn('updates', self.parse(source, '--config.train.updates=None'))
+
+  def test_all_data_sets_are_kept_as_the_readme_says(self):
+    source = (
+        'from stppo_jax import config as schema\ndef get_config(mode=""):\n'
+        '  return schema.Config(data=schema.Data(datasets=("geo",)))\n'
+    )
+    self.assertEqual(self.parse(source, '--config.data.datasets=()').data.datasets, ())
+
+
 class OptionsTest(parameterized.TestCase):
 
   @parameterized.parameters(

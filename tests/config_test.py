@@ -3,10 +3,12 @@
 import ast
 import dataclasses
 import importlib.util
+import math
 import pathlib
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import numpy as np
 
 from stppo_jax import config as schema
 from stppo_jax import validation
@@ -143,7 +145,69 @@ class ValidateTest(parameterized.TestCase):
     self.refused(*words, **values)
 
   @parameterized.parameters(
+      ('actor.eps', math.nan, 'above 0'),
+      ('actor.eps', 0.0, 'above 0'),
+      ('actor.lr', math.inf, 'finite'),
+      ('actor.grad_clip', math.inf, 'finite'),
+      ('actor.betas', (1.0, 1.0), 'below 1'),
+      ('actor.betas', (0.9, -0.1), 'at least 0'),
+      ('actor.betas', (0.9,), 'a tuple of 2 float'),
+      ('actor.betas', [0.9, 0.99], 'a tuple of 2 float'),
+      ('algorithm.entropy_coef', math.nan, 'finite'),
+      ('algorithm.dual_clip', math.nan, 'finite'),
+      ('algorithm.clip_low', math.nan, 'at least 0'),
+      ('algorithm.rollout_is_threshold', math.inf, 'finite'),
+      ('train.length_buckets', (-8, 4096), 'at least 1'),
+      ('train.length_buckets', (96.0, 4096), 'a tuple of int'),
+      ('train.updates', '3', 'of type int, not str'),
+      ('train.updates', None, 'of type int'),
+      ('train.updates', 3.0, 'of type int'),
+      ('train.updates', True, 'of type int'),
+      ('actor.lr', np.float32(1e-3), 'of type float, not float32'),
+      ('algorithm.whiten', 'yes', 'of type bool or None'),
+      ('data.datasets', 'geo', 'a tuple of str'),
+      ('data.datasets', (1, 2), 'a tuple of str'),
+      ('rollout.chunks', (0, 64), 'at least 1'),
+      ('mesh.tensor', -2, 'at least -1'),
+      ('seed', 2**63, 'at most 4294967295'),
+      ('health.kl', math.inf, 'finite'),
+  )
+  def test_a_value_of_the_wrong_kind_or_size(self, path, value, words):
+    self.refused(f'config.{path}={value!r}', words, **{path: value})
+
+  def test_a_long_value_is_shown_in_part(self):
+    with self.assertRaises(UserError) as caught:
+      validation.validate(changed(**{'env.prompt': 'x' * 10_000_000}))
+    self.assertLess(len(str(caught.exception)), 1000)
+
+  def test_a_name_that_is_no_setting_is_refused_where_it_is_set(self):
+    config = schema.Config()
+    with self.assertRaisesRegex(UserError, "Train has no setting 'updaets': did you mean updates?"):
+      config.train.updaets = 3
+    with self.assertRaisesRegex(UserError, "Config has no setting 'trian': did you mean train?"):
+      config.trian = schema.Train()
+
+  def test_a_section_must_be_one(self):
+    for value in ({'updates': 3}, schema.Eval(), None):
+      self.refused('config.train=', 'must be a Train', train=value)
+
+  def test_an_error_names_the_line_of_the_file_that_set_the_value(self):
+    source = 'def f(config, schema):\n  config.train = schema.Train(updates=1)\n  {}\n'
+    for line, place in (
+        ("config.train.updates = '3'", 'mine.py:3'),
+        ("config.train = schema.Train(\n  updates='3')", 'mine.py:3'),
+        ('config.train.mini_batch = 7.5', 'mine.py:3'),
+    ):
+      config, names = schema.Config(), {}
+      exec(compile(source.format(line), 'mine.py', 'exec'), names)
+      names['f'](config, schema)
+      with self.assertRaises(UserError) as caught:
+        validation.validate(config)
+      self.assertEndsWith(str(caught.exception), f'({place})')
+
+  @parameterized.parameters(
       {'rollout.top_p': 0.9, 'rollout.top_k': 20, 'algorithm.old_logp': 'sampler'},
+      {'actor.lr': 1},
       {'algorithm.variant': 'grpo', 'rollout.group_size': 4},
       {'algorithm.variant': 'grpo', 'algorithm.advantage': 'token_gae'},
       {'algorithm.variant': 'reinforce'},
@@ -192,6 +256,8 @@ class TablesTest(absltest.TestCase):
         'algorithm.kl_estimator': set(losses.KL_ESTIMATORS),
         'algorithm.old_logp': {'trainer', 'sampler'},
         'algorithm.rollout_is': set(off_policy.LEVELS),
+        'eval.checkpoint': {'newest', 'best'},
+        'rollout.routing_replay': {'none', 'old_policy'},
         'train.on_save_error': {'continue', 'stop'},
         'train.on_nonfinite': {'stop', 'rollback'},
         **{
@@ -201,7 +267,9 @@ class TablesTest(absltest.TestCase):
     allowed = {path: {*rules.allowed} for path, rules in RULES.items() if rules.allowed}
     self.assertEqual(allowed, tables)
     self.assertEqual(schema.LORA_TARGETS, tuple(lora.TARGETS))
-    self.assertEqual(set(variants.RATIOS), {'none', *segments.LEVELS})
+    self.assertEqual(
+        set(variants.RATIOS), {'none', *segments.LEVELS, 'turn_product', 'sequence_product'}
+    )
 
   def test_every_field_says_what_it_means(self):
     for path, rules in RULES.items():

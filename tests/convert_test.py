@@ -1,5 +1,6 @@
 """Tests of the Hugging Face conversion: round trips, what transformers reads, every refusal."""
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -24,15 +25,27 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
+from stppo_jax import chat
+from stppo_jax import tasks
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
 from stppo_jax.models import sharding
+from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.types import UserError
 
 ROOT = pathlib.Path(__file__).parent.parent
 REFERENCES = pathlib.Path(__file__).parent / 'support' / 'reference_logits'
-MODELS = ('qwen2', 'qwen2_tied', 'qwen3', 'qwen3_tied', 'llama', 'llama_tied')
+MODELS = (
+    'qwen2',
+    'qwen2_tied',
+    'qwen3',
+    'qwen3_tied',
+    'qwen3moe',
+    'qwen3moe_tied',
+    'llama',
+    'llama_tied',
+)
 HAS_TORCH = importlib.util.find_spec('torch') is not None
 
 forward = jax.jit(decoder.forward, static_argnums=1)
@@ -111,7 +124,7 @@ class ConvertTest(TreeTest):
         config, params = convert.load_hf(REFERENCES / name, head=head)
         paths, _ = jax.tree_util.tree_flatten_with_path(params)
         ours = {'/'.join(key.key for key in path) for path, _ in paths}
-        self.assertEqual({entry.path for entry in convert.table(config)}, ours)
+        self.assertEqual({entry.path for entry in hf_config.table(config)}, ours)
 
   def test_dtypes(self):
     config, params = convert.load_hf(REFERENCES / 'llama', param_dtype='bfloat16')
@@ -167,6 +180,67 @@ class ConvertTest(TreeTest):
     reference = safetensors.numpy.load_file(REFERENCES / name / 'reference.safetensors')
     logits = make_reference_logits.logits_of(model.eval(), reference['tokens'])
     np.testing.assert_allclose(logits, reference['logits'], atol=1e-5)
+
+  @parameterized.parameters('tokens', 'value')
+  @absltest.skipUnless(HAS_TORCH, 'torch is not installed')
+  def test_the_embedded_model_opens_with_auto_classes(self, head):
+    """AutoTokenizer gave our ids for one question of 400: it put Qwen2's words in place of ours."""
+    import transformers
+
+    from tests.support import make_reference_logits  # needs torch
+
+    config, params = convert.load_hf(agent_lib.EMBEDDED_MODEL, head=head)
+    convert.save_hf(self.folder, config, params, agent_lib.EMBEDDED_MODEL)
+    with mock.patch.dict(os.environ, {'HF_HUB_OFFLINE': '1'}):
+      theirs = transformers.AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+    ours = chat.load_tokenizer(agent_lib.EMBEDDED_MODEL)
+    questions = [task.question for task in tasks.load_tasks('embedded', 'train')][:400]
+    self.assertLen(questions, 400)
+    for question in [*questions, '<search> a b </search>\n<answer> 1931 </answer>']:
+      ids = theirs(question)['input_ids']
+      self.assertEqual(ids, ours.encode(question))
+      self.assertEqual(theirs.decode(ids), question)
+    self.assertEqual(theirs.eos_token_id, ours.eos_ids[0])
+
+    tokens = np.array([ours.encode(questions[0])], np.int32)
+    auto = transformers.AutoModelForCausalLM
+    if head == 'value':
+      params, auto = with_value_head(params), transformers.AutoModelForTokenClassification
+      convert.save_hf(self.folder, config, params, agent_lib.EMBEDDED_MODEL)
+    logits = make_reference_logits.logits_of(auto.from_pretrained(self.folder).eval(), tokens)
+    expected, _ = forward(params, config, tokens, None)
+    np.testing.assert_allclose(logits.reshape(expected.shape), expected, atol=1e-4)
+    again, loaded = convert.load_hf(self.folder, head=head)
+    self.assertEqual(dataclasses.replace(again, family=config.family), config)
+    self.assert_trees_equal(loaded, params)
+
+  def test_a_model_with_the_tokenizer_of_its_family_stays_what_it_is(self):
+    words = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r'|\s*[\r\n]+|\s+(?!\S)|\s+'
+    )
+    split = {'type': 'Split', 'pattern': {'Regex': words}, 'behavior': 'Isolated'}
+    pre_tokenizer = {'type': 'Sequence', 'pretokenizers': [split, {'type': 'ByteLevel'}]}
+    source = self.folder / 'source'
+    source.mkdir()
+    for given, family in ((pre_tokenizer, 'qwen2'), ({'type': 'ByteLevel'}, 'llama')):
+      text = json.dumps({'pre_tokenizer': given, 'model': {}})
+      (source / 'tokenizer.json').write_text(text)
+      config, params = convert.load_hf(REFERENCES / 'qwen2')
+      convert.save_hf(self.folder / 'out', config, params, source)
+      self.assertEqual(hf_config.load(self.folder / 'out').family, family)
+
+  def test_a_llama_whose_output_has_a_bias_is_refused(self):
+    config, params = convert.load_hf(REFERENCES / 'qwen2')
+    config = dataclasses.replace(config, family='llama')
+    convert.save_hf(self.folder, config, params)
+    convert.load_hf(self.folder)
+    path = self.folder / 'model.safetensors'
+    tensors = safetensors.numpy.load_file(path)
+    tensors['model.layers.1.self_attn.o_proj.bias'][3] = 1.0
+    safetensors.numpy.save_file(tensors, path)
+    with self.assertRaisesRegex(UserError, 'layers.1.self_attn.o_proj.bias is not 0'):
+      convert.load_hf(self.folder)
 
   @parameterized.parameters('qwen2', 'qwen3_tied', 'llama')
   @absltest.skipUnless(HAS_TORCH, 'torch is not installed')
@@ -432,7 +506,10 @@ class RefusalTest(parameterized.TestCase):
     self.refuses(message, 'download it again')
 
   @parameterized.parameters(
-      ({'model_type': 'gpt2'}, "model_type 'gpt2' is not supported; allowed: qwen2, qwen3, llama"),
+      (
+          {'model_type': 'gpt2'},
+          "model_type 'gpt2' is not supported; allowed: qwen2, qwen3, qwen3_moe, llama",
+      ),
       ({'model_type': None}, 'model_type None is not supported'),
       ({'hidden_size': None}, 'hidden_size is missing'),
       ({'num_key_value_heads': None}, 'num_key_value_heads is missing'),
@@ -450,6 +527,21 @@ class RefusalTest(parameterized.TestCase):
   def test_config(self, changes, message):
     self.edit_config(**changes)
     self.refuses('config.json', message)
+
+  @parameterized.parameters(
+      ({'num_key_value_heads': 3}, 'num_key_value_heads = 3 does not divide num_attention_heads'),
+      ({'num_attention_heads': 6, 'num_key_value_heads': 3, 'head_dim': None}, 'hidden_size'),
+      ({'head_dim': 7}, '7 wide'),
+  )
+  def test_heads_that_do_not_fit(self, changes, message):
+    self.edit_config(**changes)
+    self.refuses(message, 'config.json')
+
+  def test_written_weights_can_be_read_as_other_files_can(self):
+    config, params = convert.load_hf(self.folder)
+    convert.save_hf(self.folder, config, params)
+    mode = lambda name: (self.folder / name).stat().st_mode
+    self.assertEqual(mode('model.safetensors'), mode('config.json'))
 
   def test_a_critic_folder_is_not_a_policy(self):
     config, params = convert.load_hf(self.folder, head='value')
@@ -483,6 +575,17 @@ class RefusalTest(parameterized.TestCase):
   def test_misshapen_key(self):
     self.edit_weights(lambda t: t.update({'model.norm.weight': np.ones(31, np.float32)}))
     self.refuses('model.norm.weight has shape [31], config.json implies [32]')
+
+  @parameterized.product(dtype=(np.float32, ml_dtypes.bfloat16), number=(np.nan, np.inf))
+  def test_a_number_that_is_not_finite(self, dtype, number):
+    name = 'model.norm.weight'
+
+    def edit(tensors):
+      tensors[name] = tensors[name].astype(dtype)
+      tensors[name][-1] = number
+
+    self.edit_weights(edit)
+    self.refuses(name, 'not finite')
 
   def test_quantized_tensor(self):
     self.edit_weights(lambda t: t.update({'model.norm.weight': np.ones(32, np.int8)}))

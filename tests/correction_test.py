@@ -591,6 +591,16 @@ class DivideTest(parameterized.TestCase):
     )
     np.testing.assert_allclose(after['w'], 2 - 0.025, rtol=1e-6)
 
+  def test_the_norm_of_a_step_is_that_of_the_change(self):
+    """A step of 1e-6 is lost on a bfloat16 of 1, whose neighbours are 2^-8 and 2^-7 away."""
+    optimizer, _ = train_state.make_optimizer(1e-6, 0)
+    for dtype, expected in (('bfloat16', 0.0), ('float32', 1e-6)):
+      params = {'w': jnp.ones((), dtype)}
+      _, _, step_norm = train_state.optimize(
+          optimizer, params, params, optimizer.init(params), jnp.asarray(True)
+      )
+      np.testing.assert_allclose(step_norm, expected, rtol=0.1)
+
   def test_norms_are_computed_in_float32(self):
     """In bfloat16 the 300th one is lost in the sum: 256 + 1 is 256."""
     self.assertAlmostEqual(float(correction.norm([jnp.ones(300, jnp.bfloat16)])), 300**0.5, 4)

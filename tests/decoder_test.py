@@ -17,11 +17,20 @@ import safetensors.numpy
 
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.models import shapes
+from stppo_jax.models import layers
 from stppo_jax.models import sharding
 
 REFERENCES = pathlib.Path(__file__).parent / 'support' / 'reference_logits'
-MODELS = ('qwen2', 'qwen2_tied', 'qwen3', 'qwen3_tied', 'llama', 'llama_tied')
+MODELS = (
+    'qwen2',
+    'qwen2_tied',
+    'qwen3',
+    'qwen3_tied',
+    'qwen3moe',
+    'qwen3moe_tied',
+    'llama',
+    'llama_tied',
+)
 HAS_TORCH = importlib.util.find_spec('torch') is not None
 
 CONFIG = decoder.ModelConfig(
@@ -59,6 +68,18 @@ forward = jax.jit(decoder.forward, static_argnums=1)  # op by op is slower than 
 
 def full_logits(params, config, tokens):
   return forward(params, config, tokens, None)[0]
+
+
+def collectives(text):
+  """(name, numbers in its largest result) of every collective of a compiled program."""
+  found = []
+  for line in text.splitlines():
+    op = re.search(r'= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all)(-start)?\(', line)
+    if op:
+      shapes = re.findall(r'\[([\d,]*)\]', op[1])
+      sizes = [np.prod([int(n) for n in shape.split(',') if n], dtype=int) for shape in shapes]
+      found.append((op[2], int(max(sizes, default=1))))
+  return found
 
 
 class TransformersTest(parameterized.TestCase):
@@ -218,12 +239,13 @@ class TrunkTest(parameterized.TestCase):
         'qwen2.5-3b': 3_085_938_688,
         'qwen2.5-7b': 7_615_616_512,
         'qwen3-8b': 8_190_735_360,
+        'qwen3-30b-a3b': 30_532_122_624,
         'llama3.2-1b': 1_235_814_400,
         'llama3.2-3b': 3_212_749_824,
         'llama3.1-8b': 8_030_261_248,
         'smollm2-135m': 134_515_008,
     }
-    actual = {name: shapes.num_params(shapes.PRESETS[name]) for name in counts}
+    actual = {name: decoder.num_params(layers.PRESETS[name]) for name in counts}
     self.assertEqual(actual, counts)
 
   def test_heads_and_their_parameters(self):
@@ -354,6 +376,39 @@ class LogpTest(parameterized.TestCase):
 
     actual, expected = (jax.jit(lambda f=f: outputs_and_gradients(f))() for f in (ours, oracle))
     chex.assert_trees_all_close(actual, expected, atol=2e-5)
+
+  @parameterized.product(tie_embeddings=(True, False), mesh=((1, 8, 1), (2, 2, 2)))
+  def test_the_head_is_gathered_and_its_gradient_reduced_once(self, tie_embeddings, mesh):
+    """Both loops gather one of 4 parts of [D,V] per step; only copies over data move more, once."""
+    config = dataclasses.replace(CONFIG, vocab_size=1024, tie_embeddings=tie_embeddings)
+    mesh = sharding.make_mesh(*mesh, jax.devices()[:8])
+    name = 'embed' if tie_embeddings else 'lm_head'
+    params = {name: make_params(config)[name]}
+    x = jax.random.normal(jax.random.key(4), (8, 16, 32))
+    tokens = make_tokens(8, 16, 1024)
+    places = sharding.tree_shardings(params, mesh)
+    rows = sharding.rows(mesh)
+
+    def program(config, **options):
+      def loss(params, x, tokens):
+        logp, entropy = decoder.token_logp(params, config, x, tokens, chunk=4)
+        return jnp.mean(jnp.sin(logp) + entropy)
+
+      return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), **options)
+
+    expected = program(config)(params, x, tokens)
+    spread = program(
+        dataclasses.replace(config, row_sharding=rows),
+        in_shardings=(places, rows, rows),
+        out_shardings=((None, (places, rows))),
+    )
+    compiled = spread.lower(params, x, tokens).compile()
+    placed = jax.device_put((params, x, tokens), (places, rows, rows))
+    chex.assert_trees_all_close(compiled(*placed), expected, rtol=1e-4, atol=1e-6)
+    part = 32 * 1024 // 4 // mesh.shape['tensor']
+    moved = collectives(compiled.as_text())
+    self.assertLen([op for op, size in moved if size > part], mesh.shape['data'] - 1, moved)
+    self.assertEqual(moved.count(('all-gather', part)), 2, moved)
 
   def test_entropy_by_hand(self):
     # Logits all equal: entropy log V, every log-prob -log V; column 0 has neither.

@@ -47,6 +47,12 @@ CHANGES = {
         'train.mini_batch',
     },
     'st_ppo_qwen3_8b': {'algorithm.variant', 'algorithm.aggregation', 'model.folder'},
+    'st_ppo_qwen3_30b_a3b': {
+        'algorithm.variant',
+        'algorithm.aggregation',
+        'model.folder',
+        'rollout.routing_replay',
+    },
     'st_ppo_med_7b': {
         'algorithm.variant',
         'algorithm.aggregation',
@@ -79,7 +85,7 @@ def fields(config, prefix=''):
 class ExperimentsTest(parameterized.TestCase):
 
   def test_all_files_are_in_the_table(self):
-    self.assertEqual({path.stem for path in FOLDER.glob('*_[78]b.py')}, set(CHANGES))
+    self.assertEqual({path.stem for path in FOLDER.glob('*[0-9]b.py')}, set(CHANGES))
 
   @parameterized.parameters(*CHANGES)
   def test_it_is_valid_and_differs_from_the_baseline_in_these_fields_alone(self, name):

@@ -420,6 +420,22 @@ class NonfiniteTest(FaultCase):
         )
     self.assertEqual(self.played, [1, 2, 3, 4, 5, 6])
 
+  @parameterized.parameters('stppo/step_norm', 'critic/step_norm')
+  def test_parameters_that_the_last_step_left_infinite_end_the_run(self, name):
+    """The gradient was finite, so no step was skipped, and there is no later update to notice."""
+    update_step = micro_run.update_step
+
+    def too_far(optimizer, state, batch, step):
+      state, metrics, tokens = update_step(optimizer, state, batch, step)
+      return state, metrics | {name: np.inf}, tokens
+
+    with mock.patch.object(micro_run, 'update_step', too_far):
+      with self.assertRaisesRegex(
+          RunError, f'update 1 left parameters that are not finite .{name}.; .*rate'
+      ):
+        micro_run.train(make_config(**{'train.updates': 1}), self.workdir)
+    self.assertEqual(saved(self.workdir), [])
+
   def test_without_a_checkpoint_there_is_nothing_to_go_back_to(self):
     with self.poisoned(1):
       with self.assertRaisesRegex(RunError, 'up to update 1: .*no checkpoint yet: lower'):

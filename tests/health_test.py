@@ -22,6 +22,7 @@ GOOD = {
     'env/cut_share': 0.05,
     'env/truncated': 0.2,
     'env/retrieval_failed': 0.0,
+    'env/prompt_too_long': 0.0,
 }
 
 
@@ -60,6 +61,7 @@ class HealthTest(parameterized.TestCase):
       ('cut', 'env/cut_share', 0.8),
       ('truncated', 'env/truncated', 1.0),
       ('retrieval_failed', 'env/retrieval_failed', 0.5),
+      ('prompt_too_long', 'env/prompt_too_long', 0.5),
       ('score_drop', 'critic/score/mean', 0.0),
       ('entropy_drop', 'actor/entropy', 0.0),
   )

@@ -17,7 +17,7 @@ from stppo_jax import config as schema
 from stppo_jax import evaluation
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
-from stppo_jax.models import shapes
+from stppo_jax.models import layers
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.runtime import hosts
 from stppo_jax.training import learner
@@ -163,7 +163,7 @@ class MakeVariantTest(parameterized.TestCase):
       *parents, name = path.split('.')
       setattr(functools.reduce(getattr, parents, config), name, value)
     variant = learner.make_variant(validation.validate(config))
-    arguments = config, variant, shapes.PRESETS['qwen2.5-7b'], None, jax.devices()[0]
+    arguments = config, variant, layers.PRESETS['qwen2.5-7b'], None, jax.devices()[0]
     context = self.assertLogs if words else self.assertNoLogs
     with context('absl', 'WARNING') as logs:
       learner.make_spec(*arguments)
@@ -192,7 +192,7 @@ class MakeVariantTest(parameterized.TestCase):
       micro_run.train(config, workdir)
     run = mock.Mock(held_out=[])
     self.enterContext(mock.patch.object(loop, 'setup', return_value=run))
-    self.enterContext(mock.patch.object(recovery, 'newest', return_value=(None, 2)))
+    self.enterContext(mock.patch.object(recovery, 'saved', return_value=(None, 2)))
     self.enterContext(mock.patch.object(evaluation, 'evaluate', return_value=({'score': 1}, [])))
     with self.assertLogs('absl', 'WARNING') as logs:
       self.assertEqual(results.evaluate(config, workdir), {'score': 1})

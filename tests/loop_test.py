@@ -47,7 +47,7 @@ NAMES = tuple("""
   stppo/ratio_std_turn stppo/ratio_std_sequence stppo/clipfrac_turn1_pos stppo/clipfrac_turn1_neg
   stppo/clipfrac_turn3_pos em/mean f1/mean env/searches/mean env/invalid/mean env/truncated
   env/retrieval_failed env/replays env/invalid_share env/repeated_share env/empty_share
-  env/cut_share health/invalid health/score_drop""".split())
+  env/cut_share env/prompt_too_long health/invalid health/score_drop""".split())
 EVAL_NAMES = (
     'val-core/all/em',
     'val-core/all/f1',

@@ -1,5 +1,6 @@
 """The writer of metrics.jsonl: every line is strict JSON, and a resumed run repeats no line."""
 
+import contextlib
 import errno
 import glob
 import json
@@ -18,6 +19,7 @@ import numpy as np
 
 from stppo_jax import types
 from stppo_jax.monitoring import metrics
+from stppo_jax.monitoring import timing
 
 
 def _strict_lines(workdir):
@@ -106,6 +108,15 @@ class MetricsWriterTest(parameterized.TestCase):
       file.write('{"step": 1, "a": 2.0}')
     self._write_steps([2])
     self.assertEqual([line['step'] for line in _strict_lines(self.workdir)], [1, 2])
+
+  def test_lines_of_a_run_without_a_checkpoint_are_kept_beside(self):
+    self._write_steps([0, 1, 2])
+    with self.assertLogs('absl', 'WARNING') as logs:
+      self._write_steps([0], resume_step=-1)
+    self.assertIn('starts again', logs.output[0])
+    self.assertEqual([line['step'] for line in metrics.read_metrics(self.workdir)], [0])
+    with open(os.path.join(self.workdir, metrics.FILE_NAME + '.old'), encoding='utf-8') as file:
+      self.assertLen(file.readlines(), 3)
 
   def test_reserved_names_and_arrays_are_refused(self):
     with metrics.MetricsWriter(self.workdir) as writer:
@@ -220,6 +231,11 @@ class TextTest(parameterized.TestCase):
         'update 12/60  reward .42  em .44  clip .031  1.9k tok/s  3:21 left',
     )
 
+  def test_progress_line_tells_of_skipped_steps(self):
+    line = lambda skipped: metrics.progress_line(1, 2, {'actor/skipped': skipped}, 1.0)
+    self.assertIn('skipped 3 in a row (not finite)', line(3))
+    self.assertNotIn('skipped', line(0))
+
   def test_progress_line_of_a_resumed_run_counts_its_own_updates(self):
     # 2 updates in 20 s: 10 s each, 48 to go.
     self.assertEqual(
@@ -240,6 +256,24 @@ class TextTest(parameterized.TestCase):
     self.assertEqual(metrics.progress_line(0, 60, {}, 0.0), 'update 0/60')
     # 3600 s per update, 25 to go.
     self.assertEqual(metrics.progress_line(1, 26, {}, 3600.0), 'update 1/26  25:00:00 left')
+
+  def test_a_trace_of_all_updates_of_a_short_run_begins_earlier(self):
+    for count, last, traced in ((2, 2, [0, 1]), (2, 3, [1, 2]), (1, 9, [1]), (5, 3, [0, 1, 2])):
+      started, on = [], []
+      profiler = mock.patch.object(timing.jax.profiler, 'trace', lambda folder: trace(on))
+
+      @contextlib.contextmanager
+      def trace(on):
+        on.append(True)
+        yield
+        on.clear()
+
+      with profiler, timing.of_updates(tempfile.gettempdir(), count, 0, last) as before:
+        for n in range(last):
+          before(n)
+          if on:
+            started.append(n)
+      self.assertEqual(started, traced)
 
   def test_host_memory_sees_what_is_taken(self):
     before = metrics.host_memory_gb()

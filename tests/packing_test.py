@@ -42,6 +42,13 @@ class PackTest(parameterized.TestCase):
     found = packing.pack(lengths, 2, (192, 384))
     self.assertLess(1 - lengths.sum() / packing.num_computed(found, 2, (192, 384)), 0.1)
 
+  def test_bins_that_are_not_shared_hold_one_row_each(self):
+    """Two bins per micro-batch: 7 and 5 | 3 and 2 | 2; the shorter ones in bins of 4."""
+    found = packing.pack([2, 5, 0, 3, 7, 2], 2, (4, 8), shared=False)
+    np.testing.assert_array_equal(found.bin[[4, 1, 3, 0, 5]], [0, 1, 2, 3, 4])
+    np.testing.assert_array_equal(found.offset, 0)
+    self.assertEqual(packing.num_computed(found, 2, (4, 8)), 2 * 8 + 2 * 4 + 2 * 4)
+
   def test_no_rows_at_all(self):
     found = packing.pack(np.zeros(4, int), 2, (8,))
     self.assertEqual(packing.num_computed(found, 2, (8,)), 0)

@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import shutil
 import tempfile
 
 from absl.testing import absltest
@@ -57,6 +58,19 @@ class ReportTest(parameterized.TestCase):
       self.assertEqual(ems, {0, 1}, 'right and wrong ones both')
     self.assertNotIn('{{', re.sub(r'(?s)<script.*?</script>', '', page))
     self.assertNotRegex(page, r'(src|href)=|@import|url\(|https?://(?!www\.w3\.org/2000/svg)')
+
+  def test_episodes_that_a_warning_names_can_be_opened(self):
+    write_fake_run(self.workdir, updates=3)
+    episodes = os.path.join(self.workdir, 'episodes')
+    for step in (1, 2):
+      shutil.copy(
+          os.path.join(episodes, 'train_000003.jsonl'), f'{episodes}/train_{step:06d}.jsonl'
+      )
+    with open(os.path.join(self.workdir, metrics.FILE_NAME), 'a', encoding='utf-8') as file:
+      for step in (2, 3):
+        file.write(json.dumps({'step': step, 'health/cut': 1.0}) + '\n')
+    shown = _shown(_page_json(self._page()))
+    self.assertIn('update of a health warning (2): 24 of 40', shown)
 
   def test_an_only_data_set_is_not_shown_twice(self):
     row = {'val-core/all/em': 0.5, 'val-core/nq/em': 0.5, 'val-core/all/em_hops2': 0.25}

@@ -10,6 +10,7 @@ import hypothesis
 from hypothesis import strategies
 import numpy as np
 
+from stppo_jax import tasks
 from stppo_jax import types
 from stppo_jax.envs import protocol
 from stppo_jax.envs import search
@@ -108,12 +109,45 @@ class ContractTest(parameterized.TestCase):
   def test_observation(self):
     self.assertEqual(
         _start().step(SEARCH)[0],
-        '\n\n<information>Doc 1(Title: Paris) Capital of France.\n'
-        'Doc 2(Title: Seine) A river.\n</information>\n\n',
+        '\n\n<information>Doc 1(Title: "Paris") Capital of France.\n'
+        'Doc 2(Title: "Seine") A river.</information>\n\n',
     )
     short = '<information> Paris: Capital of France.\n Seine: A river.\n</information>\n'
     self.assertEqual(_start(prompt='short').step(SEARCH)[0], short)
     self.assertEqual(_start(observation='short').step(SEARCH)[0], short)
+
+  @hypothesis.given(
+      strategies.lists(
+          strategies.tuples(
+              strategies.text('ab "\'', max_size=4), strategies.text('ab \n"', max_size=8)
+          ),
+          max_size=3,
+      )
+  )
+  def test_passages_are_shown_as_search_r1_shows_their_contents(self, pairs):
+    """`contents` in; per passage its first line as the title, and the rest; stripped as a whole."""
+    contents = [f'"{title}"\n{text}' if title else text.strip() for title, text in pairs]
+    passages = [types.Passage('', *tasks.read_contents(text)) for text in contents]
+    docs = ''
+    for i, passage in enumerate(passages, start=1):
+      lines = tasks.write_contents(passage).split('\n')
+      docs += f'Doc {i}(Title: {lines[0]}) ' + '\n'.join(lines[1:]) + '\n'
+    self.assertEqual(
+        search.observation_text(passages, 'search_r1'),
+        '\n\n<information>' + docs.strip() + '</information>\n\n',
+    )
+
+  def test_the_message_on_an_invalid_action_is_a_line_of_its_own(self):
+    message = _start().step('Paris!')[0]
+    self.assertRegex(message, r'^\n[^\n]+\bI\b[^\n]+\n$')
+    self.assertLess(
+        message.index('<search> and </search>'), message.index('<answer> and </answer>')
+    )
+
+  def test_a_checkpoint_of_other_sentences_gets_them(self):
+    env = _start(instructions='Find it. ', invalid_message='\nNo.\n')
+    self.assertEqual(env.reset()[0], 'Find it. Question: what is the capital of France?\n')
+    self.assertEqual(env.step('Paris!')[0], '\nNo.\n')
 
   def test_search_info(self):
     retriever = FakeRetriever()

@@ -277,6 +277,25 @@ class LoadTest(parameterized.TestCase):
       self.assertEqual(metric(port, 'retrieval_requests_total{status="503"}'), 1)
       self.assertEqual(metric(port, 'retrieval_requests_total{status="499"}'), 0)
 
+  def test_half_sent_bodies_keep_nobody_out(self):
+    half = b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"quer'
+    with running(max_in_flight=2) as (port, service, _), contextlib.ExitStack() as connections:
+      for _ in range(8):
+        connect = socket.create_connection(('127.0.0.1', port), timeout=60)
+        connections.enter_context(connect).sendall(half)
+      wait_for(lambda: service.receiving_bytes == 8 * len(b'{"quer'))
+      self.assertEqual(ask(port, body={'queries': ['lima']})[0], 200)
+      connections.close()
+      wait_for(lambda: service.receiving_bytes == 0)
+
+  def test_the_bytes_of_bodies_in_progress_are_bounded(self):
+    half = b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"quer'
+    with running(max_receiving_bytes=4) as (port, service, _):
+      with socket.create_connection(('127.0.0.1', port), timeout=60) as connection:
+        connection.sendall(half)
+        self.assertEqual(connection.recv(100), b'')
+      wait_for(lambda: service.receiving_bytes == 0)
+
   def test_slow_clients_are_disconnected(self):
     header = b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n'
     with running(idle_timeout_s=0.2, body_timeout_s=0.2) as (port, service, _):
@@ -414,6 +433,22 @@ class CommandTest(parameterized.TestCase):
     text = ''.join(call.args[0] for call in err.write.call_args_list)
     self.assertIn(message, text)
     self.assertEqual(text.count('\n'), 1)
+
+  @parameterized.parameters('99999', '-1', 'x')
+  def test_a_port_that_is_none(self, port):
+    with self.assertRaises(SystemExit), mock.patch('sys.stderr') as err:
+      server.main(['--corpus=embedded', f'--port={port}'])
+    self.assertIn(f'--port: {"invalid" if port == "x" else port}', str(err.write.call_args_list))
+
+  def test_a_folder_for_embeddings_that_cannot_be_written(self):
+    folder = dense_test.write_encoder(self.enterContext(tempfile.TemporaryDirectory()))
+    error = OSError(30, 'Read-only file system')
+    with mock.patch.object(server, 'make_retriever', side_effect=error):
+      with mock.patch('sys.stderr') as err:
+        flags = ['--kind=dense', f'--encoder={folder}', '--embeddings=/nowhere/else']
+        self.assertEqual(server.main(['--corpus=embedded', *flags]), 1)
+    self.assertIn('--embeddings=/nowhere/else', str(err.write.call_args_list))
+    self.assertNotIn('--port', str(err.write.call_args_list))
 
   def test_every_kind_finds(self):
     folder = dense_test.write_encoder(self.enterContext(tempfile.TemporaryDirectory()))

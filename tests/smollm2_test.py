@@ -24,7 +24,7 @@ from stppo_jax import chat
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import gguf
-from stppo_jax.models import shapes
+from stppo_jax.models import layers
 from tests import convert_test
 
 WANTED = os.environ.get('STPPO_SMOLLM2', '')
@@ -52,7 +52,7 @@ class SmolLm2Test(parameterized.TestCase):
     cls.config, cls.params = convert.load_hf(cls.folder)
 
   def test_shape(self):
-    self.assertEqual(self.config, shapes.PRESETS['smollm2-135m'])
+    self.assertEqual(self.config, layers.PRESETS['smollm2-135m'])
     chat.check_matches(self.tokenizer, self.config.vocab_size)
     self.assertEqual(self.tokenizer.eos_ids, (2,))
 

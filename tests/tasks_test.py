@@ -138,11 +138,11 @@ class LoadTasksTest(_FileTest):
 @unittest.skipUnless(_installed('pyarrow'), 'pyarrow is not installed')
 class ParquetTest(_FileTest):
 
-  def write_parquet(self, *rows):
+  def write_parquet(self, *rows, name='train.parquet'):
     import pyarrow
     from pyarrow import parquet
 
-    path = str(self.folder / 'train.parquet')
+    path = str(self.folder / name)
     parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
     return path
 
@@ -193,8 +193,71 @@ class ParquetTest(_FileTest):
     with self.assertRaisesRegex(types.UserError, 'not a parquet file'):
       tasks.load_tasks(self.write('qa.parquet', 'text'), 'train')
 
+  def test_train_and_test_files_are_given_together(self):
+    train = self.write_parquet(self.row())
+    test = self.write_parquet(
+        self.row(extra_info={'split': 'test', 'index': 7}), name='test.parquet'
+    )
+    both = f'{train}, {test}'
+    self.assertEqual([task.id for task in tasks.load_tasks(both, 'train')], ['nq-train-7'])
+    self.assertEqual([task.id for task in tasks.load_tasks(both, 'test')], ['nq-test-7'])
+    with self.assertRaisesRegex(types.UserError, 'splits there: test, train'):
+      tasks.load_tasks(both, 'dev')
+    with self.assertRaisesRegex(types.UserError, 'holds questions.*data.corpus.*retriever.kind'):
+      tasks.load_corpus(both)
+
+  @parameterized.parameters(
+      'Who played in Question: Time?', 'Question: Time aired when?', 'Is "Question:" a word?'
+  )
+  def test_a_question_may_hold_the_word(self, question):
+    prompt = 'Think first. For example, <answer> Lima </answer>. Question: ' + question + '\n'
+    path = self.write_parquet(self.row(prompt=[{'role': 'user', 'content': prompt}]))
+    self.assertEqual(tasks.load_tasks(path, 'train')[0].question, question)
+
+
+class HostileRowTest(_FileTest):
+
+  def row(self, **changes):
+    return {'id': 'q1', 'question': 'Where?', 'answers': ['Lima'], 'split': 'train'} | changes
+
+  @parameterized.parameters(
+      ({'answers': ['']}, "field 'answers' is"),
+      ({'answers': ['Lima', ' ']}, "field 'answers' is"),
+      ({'hops': -1}, "field 'hops' is -1"),
+      ({'id': 'q0'}, "field 'id' is 'q0' a second time"),
+      ({'dataset': 'all'}, "field 'dataset' is 'all'"),
+  )
+  def test_is_refused(self, change, complaint):
+    path = self.write('qa.jsonl', self.row(id='q0'), self.row(**change))
+    with self.assertRaisesRegex(types.UserError, 'qa.jsonl:2: ' + complaint):
+      tasks.load_tasks(path, 'train')
+
+  def test_another_encoding_is_refused(self):
+    path = self.folder / 'qa.jsonl'
+    path.write_bytes(json.dumps(self.row(question='São?'), ensure_ascii=False).encode('latin-1'))
+    with self.assertRaisesRegex(types.UserError, 'qa.jsonl:1: not UTF-8.*iconv'):
+      tasks.load_tasks(str(path), 'train')
+
+  def test_a_huge_value_is_shown_in_part(self):
+    path = self.write('qa.jsonl', self.row(question=['x' * 10_000_000]))
+    with self.assertRaises(types.UserError) as caught:
+      tasks.load_tasks(path, 'train')
+    self.assertLess(len(str(caught.exception)), 1000)
+
+  def test_questions_of_both_splits_are_a_warning(self):
+    path = self.write('qa.jsonl', {k: v for k, v in self.row().items() if k != 'split'})
+    both = [tasks.load_tasks(path, split) for split in ('train', 'dev')]
+    with self.assertLogs('absl', 'WARNING') as logs:
+      tasks.warn_of_overlap(*both)
+    self.assertIn('1 of 1 held-out questions', logs.output[0])
+
 
 class LoadCorpusTest(_FileTest):
+
+  @parameterized.parameters('"Lima"\nIn Peru.', 'A single line.', '"Heroes"\na\nb', '""\na\nb')
+  def test_contents_are_written_as_they_were_read(self, contents):
+    (passage,) = tasks.load_corpus(self.write('corpus.jsonl', {'id': 1, 'contents': contents}))
+    self.assertEqual(tasks.write_contents(passage), contents)
 
   def test_both_kinds_of_row(self):
     path = self.write(

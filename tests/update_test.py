@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -16,6 +17,7 @@ import pytest
 from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import variants
+from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.training import packing
@@ -131,7 +133,9 @@ def one_step(spec, batch, rows):
   """The packing.Step of the given rows of a batch."""
   rows = rows.astype(np.int32)
   ends = (np.asarray(batch.action_mask) > 0) * np.arange(1, batch.tokens.shape[1] + 1)
-  return packing.Step(rows, packing.pack(ends.max(axis=1)[rows], spec.micro_batch, spec.lengths))
+  lengths = ends.max(axis=1)[rows]
+  bins = packing.pack(lengths, spec.micro_batch, spec.lengths, spec.shared_bins)
+  return packing.Step(rows, bins)
 
 
 def annotate(functions, spec, state, batch, rows=ALL_ROWS, frozen=NOTHING):
@@ -230,6 +234,19 @@ class UpdateTest(parameterized.TestCase):
     state = make_state(spec, mesh)
     functions = functions_of(spec, mesh)
     chex.assert_trees_all_close(step(functions, spec, state, batch), expected, rtol=1e-4, atol=1e-6)
+
+  def test_for_cudnn_each_row_has_a_bin_and_every_attention_is_the_kernels(self):
+    """A CPU runs jax.nn's own in its place. Regression: segments made all of them plain."""
+    packed = run_step(make_spec(), one_device())
+    models = (dataclasses.replace(model, attention='cudnn') for model in (MODEL, CRITIC))
+    spec = make_spec(**dict(zip(('actor', 'critic'), models)))
+    first_state(spec, one_device())
+    count = lambda name: mock.patch.object(attention, name, wraps=getattr(attention, name))
+    with count('_cudnn') as cudnn, count('_plain') as plain:
+      alone = run_step(spec, one_device())
+    self.assertEqual(plain.call_count, 0)
+    self.assertGreaterEqual(cudnn.call_count, 7)
+    chex.assert_trees_all_close(alone, packed, rtol=1e-4, atol=1e-6)
 
   def test_the_bias_of_few_clipped_rows_is_that_of_all_rows(self):
     """Only the bins with something clipped are pulled back; the others' share of C is 0."""

@@ -16,7 +16,7 @@ import jax
 from stppo_jax import config as schema
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
-from stppo_jax.models import shapes
+from stppo_jax.models import layers
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import workdir as workdirs
 from stppo_jax.runtime import hosts
@@ -54,6 +54,28 @@ class WorkdirTest(parameterized.TestCase):
     with self.assertRaisesRegex(UserError, "data.corpus .'' there, 'misspelt' here."):
       workdirs.claim(self.workdir, as_dict(corpus='misspelt'))
 
+  def test_checkpoints_alone_belong_to_their_config_too(self):
+    """With metrics.jsonl deleted, another config resumed from them."""
+    workdirs.claim(self.workdir, as_dict())
+    os.makedirs(os.path.join(self.workdir, 'checkpoints', '2'))
+    with self.assertRaisesRegex(UserError, 'data.corpus'):
+      workdirs.claim(self.workdir, as_dict(corpus='other'))
+
+  @parameterized.parameters('{"seed": ', '[]', '')
+  def test_a_broken_config_is_one_line(self, text):
+    self.write_a_number()
+    path = os.path.join(self.workdir, 'config.json')
+    with open(path, 'w', encoding='utf-8') as file:
+      file.write(text)
+    for call in (workdirs.claim, workdirs.differences):
+      with self.assertRaisesRegex(UserError, r'^[^\n]*config.json cannot be read [^\n]*$'):
+        call(self.workdir, as_dict())
+
+  def test_a_folder_that_cannot_be_written(self):
+    os.makedirs(os.path.join(self.workdir, 'config.json.part'))  # as root, modes are no hindrance
+    with self.assertRaisesRegex(UserError, 'cannot be written .*another --workdir'):
+      workdirs.claim(self.workdir, as_dict())
+
   def test_fields_that_affect_no_number_may_change(self):
     may_change = validation.may_change(constant_rates())
     workdirs.claim(self.workdir, as_dict())
@@ -84,7 +106,7 @@ class WorkdirTest(parameterized.TestCase):
     for updates in (10, 20):
       config.train.updates = updates
       spec = learner.make_spec(
-          config, variants.VARIANTS['ppo'], shapes.PRESETS['qwen2.5-7b'], None, jax.devices()[0]
+          config, variants.VARIANTS['ppo'], layers.PRESETS['qwen2.5-7b'], None, jax.devices()[0]
       )
       rates.append([float(spec.actor_lr(step)) for step in range(8)])
     self.assertEqual(*rates)

@@ -1,5 +1,10 @@
 """The search environment: a question, a retriever, and a limited number of turns.
 
+The style 'search_r1' has Search-R1's format: its tags, the order of its blocks, its white space,
+the quotes around titles, and a message on an invalid action in the agent's own voice, on a line of
+its own. Its sentences are ours. For a checkpoint that was trained on others, set the options
+`instructions` (all before 'Question:') and `invalid_message`.
+
 `reset` gives the prompt, each `step` one observation, until an answer. Everything here is text;
 tokens and chat templates are the rollout's part. ENVIRONMENTS lists the short names of `env.kind`.
 """
@@ -8,6 +13,7 @@ from collections.abc import Sequence
 import re
 from typing import Any
 
+from stppo_jax import tasks as task_files
 from stppo_jax import types
 from stppo_jax.envs import rewards
 
@@ -17,6 +23,7 @@ _OPENING = re.compile(r'([<\uff1c\ufe64])(?=\S|\Z)')
 _BRACKET_MARKER = re.compile(
     r'\[(?=/?(?:INST|SYS|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\])'
 )
+_MARKUP = re.compile(r'([<\uff1c\ufe64])(?=/?[A-Za-z_][^<>\s]*>|\|)')
 _OWN_SEARCH = object()  # `passages` was not given, while None means that the retriever failed
 
 _INSTRUCTIONS = (
@@ -30,9 +37,9 @@ _INSTRUCTIONS = (
 _BY_LETTER = 'Answer with the letter of the right option. '
 _INVALID = {
     'search_r1': (
-        '\n\nThat text holds no action I can carry out. A search must be written as '
-        '<search> query </search>, and a final answer as <answer> answer </answer>. '
-        'Please try once more.\n\n'
+        '\nThe step above holds no valid action. For a search I have to write the query between '
+        '<search> and </search>. For the final answer I have to write it between <answer> and '
+        '</answer>. I will try once more.\n'
     ),
     'short': 'Invalid: use <search>query</search> or <answer>answer</answer>\n',
 }
@@ -60,6 +67,8 @@ class SearchEnv:
       prompt: str = 'search_r1',
       reward: str | rewards.Reward = 'em',
       observation: str | None = None,  # None: the style of the prompt
+      instructions: str | None = None,  # before 'Question:'; None: those of the style
+      invalid_message: str | None = None,  # the observation after an invalid action; None: as above
   ):
     observation = prompt if observation is None else observation
     _require(prompt in STYLES, f'prompt={prompt!r}', f'one of {STYLES}')
@@ -84,6 +93,8 @@ class SearchEnv:
     self.top_k = top_k
     self._prompt_style = prompt
     self._observation_style = observation
+    self._instructions = instructions
+    self._invalid = _INVALID[observation] if invalid_message is None else invalid_message
     self._reward = reward if callable(reward) else rewards.REWARDS[reward]
     self._over = True
     self._turns = self._searches = 0
@@ -93,7 +104,7 @@ class SearchEnv:
     """Starts the episode: (the text of the user message, info). Nothing here is random."""
     del seed
     self._over, self._turns, self._searches, self._transcript = False, 0, 0, ''
-    return prompt_text(self.task, self._prompt_style), {'suffix': ''}
+    return prompt_text(self.task, self._prompt_style, self._instructions), {'suffix': ''}
 
   def query(self, action: str) -> str | None:
     """Returns the query that `step(action)` would send to the retriever, or None."""
@@ -134,7 +145,7 @@ class SearchEnv:
       self._over = True
       return '', 0.0, True, True, info
     if query is None:
-      observation = _INVALID[self._observation_style]
+      observation = self._invalid
     else:
       if passages is _OWN_SEARCH:
         passages = self.retriever.search([query], self.top_k)[0]
@@ -163,25 +174,33 @@ def parse_action(text: str) -> tuple[str, str]:
   return min(found)[1:] if found else ('invalid', '')
 
 
-def prompt_text(task: types.Task, style: str) -> str:
-  """Returns the user message. Its question is stripped and ends in a question mark."""
-  question = task.question.strip()
+def prompt_text(task: types.Task, style: str, instructions: str | None = None) -> str:
+  """Returns the user message. Its question is stripped and ends in a question mark.
+
+  In question and options a space follows the `<` of whatever looks like a tag or a control token.
+  """
+  question = _unmarked(task.question.strip())
   question = question if question.endswith('?') else question + '?'
-  options = [f'{letter}) {text}' for letter, text in task.options]
+  options = [f'{letter}) {_unmarked(text)}' for letter, text in task.options]
   if style == 'short':
-    return ' '.join([f'Question: {question}', *options]) + '\n'
+    return (instructions or '') + ' '.join([f'Question: {question}', *options]) + '\n'
   by_letter = _BY_LETTER if options else ''
-  return _INSTRUCTIONS + by_letter + '\n'.join([f'Question: {question}', *options]) + '\n'
+  before = _INSTRUCTIONS if instructions is None else instructions
+  return before + by_letter + '\n'.join([f'Question: {question}', *options]) + '\n'
 
 
 def observation_text(passages: Sequence[types.Passage], style: str) -> str:
   """Returns the `<information>` block that answers a search. No passage can close or imitate it."""
-  shown = [(neutralize(passage.title), neutralize(passage.text)) for passage in passages]
   if style == 'short':
+    shown = [(neutralize(passage.title), neutralize(passage.text)) for passage in passages]
     lines = ''.join(f' {title}: {text}\n' for title, text in shown)
     return f'<information>{lines}</information>\n'
-  lines = ''.join(f'Doc {i}(Title: {title}) {text}\n' for i, (title, text) in enumerate(shown, 1))
-  return f'\n\n<information>{lines}</information>\n\n'
+  lines = ''
+  for i, passage in enumerate(passages, start=1):
+    # The first line of `contents`, with the quotes that a title has there.
+    title, _, text = task_files.write_contents(passage).partition('\n')
+    lines += f'Doc {i}(Title: {title}) {text}\n'
+  return f'\n\n<information>{neutralize(lines.strip())}</information>\n\n'
 
 
 def neutralize(text: str) -> str:
@@ -192,6 +211,11 @@ def neutralize(text: str) -> str:
   markers (`[INST]`). chat.py independently ensures that an observation encodes to no special token.
   """
   return _BRACKET_MARKER.sub('[ ', _OPENING.sub(r'\1 ', text))
+
+
+def _unmarked(text: str) -> str:
+  """Returns a question in which nothing is a tag; other uses of `<` stay as they are."""
+  return _BRACKET_MARKER.sub('[ ', _MARKUP.sub(r'\1 ', text))
 
 
 def _require(holds: bool, given: str, allowed: str) -> None:

@@ -46,13 +46,13 @@ def causal(
   segment per row. `chunk` is the plain backend's. `row_sharding` is the placement of the rows,
   which the kernels need because the compiler cannot split them.
 
-  Choice: packed rows use the plain backend on a GPU. jax.nn passes segments to cuDNN only as a
-  mask, which becomes a bias [B,1,T,T] with a gradient of that size; the packed layout is private to
-  JAX.
+  Choice: cuDNN takes no segments, so that rows for it are not packed (`takes_segments`). jax.nn
+  passes segments only as a mask, which becomes a bias [B,1,T,T] with a gradient of that size; the
+  packed layout is private to JAX. Right padding needs no mask, because attention is causal.
   """
   chex.assert_rank([q, k, v], 4)
   chex.assert_equal_shape([k, v])
-  if backend == 'plain' or (backend == 'cudnn' and segments is not None):
+  if backend == 'plain':
     return _plain(q, k, v, segments, chunk)
   device = jax.devices()[0] if row_sharding is None else row_sharding.mesh.devices.flat[0]
   attend = {'splash': _splash, 'cudnn': _cudnn}[backend]
@@ -60,6 +60,11 @@ def causal(
   if row_sharding is not None:
     attend = _on_each_device(attend, row_sharding, k.shape[2])
   return attend(q, k, v, segments)
+
+
+def takes_segments(backend: str) -> bool:
+  """Returns whether a backend of `causal` can keep the episodes of a packed row apart."""
+  return backend != 'cudnn'
 
 
 def choose(
@@ -174,9 +179,9 @@ def _refusal(backend, device, dtype, head_dim, lengths):
 def _plain(q, k, v, segments, chunk):
   """Computes `causal` by blocks of queries.
 
-  With a `chunk` that divides T the blocks run one after the other and the backward pass recomputes
-  their scores, so [B,M,g,T,T] never exists. With chunk 0 there are a few blocks, each of which
-  attends only to the keys up to its end (on CPU speed see BUILD_NOTES.md).
+  There are a few blocks, each of which attends only to the keys up to its end (on CPU speed see
+  BUILD_NOTES.md). With a `chunk` that divides T, the chunks of a block run one after the other and
+  the backward pass recomputes their scores, so [B,M,g,T,T] never exists.
   """
   length = q.shape[1]
   q, k, v = _grouped(q, k.shape[2]), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
@@ -188,15 +193,29 @@ def _plain(q, k, v, segments, chunk):
       mask = causal_mask(length, segments, first, end - first)[..., :end]
       blocks.append(_attend(q[..., first:end, :], k[:, :, :end], v[:, :, :end], mask))
     return _ungrouped(jnp.concatenate(blocks, axis=3))
-  firsts = jnp.arange(0, length, chunk)
+  count = length // chunk
+  num_blocks = max(n for n in range(1, NUM_BLOCKS + 1) if count % n == 0)
+  size = length // num_blocks
+  blocks = [
+      _in_chunks(q[..., first : first + size, :], k, v, segments, chunk, first)
+      for first in range(0, length, size)
+  ]
+  return _ungrouped(jnp.concatenate(blocks, axis=3))
+
+
+def _in_chunks(q, k, v, segments, chunk, first):
+  """Attends a block of queries, from position `first` on, to the keys up to its end."""
+  length, end = k.shape[2], first + q.shape[3]
+  firsts = jnp.arange(first, end, chunk)
   parts = jnp.moveaxis(q.reshape(*q.shape[:3], len(firsts), chunk, q.shape[-1]), 3, 0)
 
   def attend(part_and_first):
     part, first = part_and_first  # [B,M,g,chunk,H]
-    return _attend(part, k, v, causal_mask(length, segments, first, chunk))
+    mask = causal_mask(length, segments, first, chunk)[..., :end]
+    return _attend(part, k[:, :, :end], v[:, :, :end], mask)
 
   y = jax.lax.map(jax.checkpoint(attend, prevent_cse=False), (parts, firsts))
-  return _ungrouped(jnp.moveaxis(y, 0, 3).reshape(q.shape))
+  return jnp.moveaxis(y, 0, 3).reshape(q.shape)
 
 
 def _splash(q, k, v, segments, platform):

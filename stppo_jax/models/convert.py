@@ -1,7 +1,7 @@
 """Converts Hugging Face folders to and from (ModelConfig, params), one tensor at a time.
 
-`table` maps the names. A missing, unknown, duplicate or misshapen key stops the load, because a
-model that is slightly wrong would still train, badly.
+`hf_config.table` maps the names. A missing, unknown, duplicate or misshapen key stops the load,
+because a model that is slightly wrong would still train, badly.
 """
 
 import collections
@@ -11,7 +11,6 @@ import functools
 import math
 import os
 import pathlib
-import shutil
 from typing import Any
 
 import jax
@@ -30,20 +29,6 @@ from stppo_jax.types import UserError
 STORED = ('F32', 'BF16', 'F16')  # as safetensors calls what a folder may hold
 TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 MAX_SHARD_BYTES = 2 * 2**30
-TOKENIZER_FILES = (
-    'tokenizer.json',
-    'tokenizer_config.json',
-    'special_tokens_map.json',
-    'added_tokens.json',
-    'vocab.json',
-    'merges.txt',
-    'tokenizer.model',
-    'chat_template.jinja',
-    'generation_config.json',
-)
-
-# One tensor of a folder, with the folder's shape. Ours is reshaped, after a transpose if so marked.
-Entry = collections.namedtuple('Entry', 'name path layer shape transpose')
 
 
 def load_hf(
@@ -68,7 +53,7 @@ def load_hf(
   folder = pathlib.Path(folder)
   config = hf_config.load(folder, head, param_dtype, dtype)
   files = _files_of_keys(folder)
-  entries = table(config)
+  entries = hf_config.table(config)
   _check_keys(folder, config, files, entries)
   shapes = jax.eval_shape(functools.partial(decoder.init, config=config), jax.random.key(0))
   places = () if shardings is None else (shardings(shapes),)
@@ -83,7 +68,7 @@ def load_hf(
 
     def make(path, leaf, place=None):
       name = jax.tree_util.keystr(path, simple=True, separator='/')
-      return _make_leaf(leaf, place, rows[name], functools.partial(_read, tensors))
+      return _make_leaf(leaf, place, rows[name], functools.partial(_read, folder, tensors))
 
     params = jax.tree_util.tree_map_with_path(make, shapes, *places)
   return config, params
@@ -108,8 +93,8 @@ def save_hf(
   token_ids = {}
   if tokenizer_folder is not None:
     tokenizer_folder = pathlib.Path(tokenizer_folder)
-    if not any((tokenizer_folder / name).is_file() for name in TOKENIZER_FILES):
-      raise UserError(f'{tokenizer_folder} holds no tokenizer; give a folder with tokenizer.json')
+    config = hf_config.readable_by_auto_tokenizer(config, tokenizer_folder)
+    hf_config.check_has_tokenizer(tokenizer_folder)
     if (tokenizer_folder / 'config.json').is_file():
       source = hf_config.read_json(tokenizer_folder / 'config.json')
       token_ids = {name: source[name] for name in TOKEN_IDS if name in source}
@@ -117,17 +102,14 @@ def save_hf(
   tensor_of = functools.partial(_copy_out, params)
   write_weights(folder, config, dtype, tensor_of, token_ids, max_shard_bytes)
   if tokenizer_folder is not None and jax.process_index() == 0:
-    if not tokenizer_folder.samefile(folder):
-      for name in TOKENIZER_FILES:
-        if (tokenizer_folder / name).is_file():
-          shutil.copyfile(tokenizer_folder / name, folder / name)
+    hf_config.copy_tokenizer(tokenizer_folder, folder, config)
 
 
 def write_weights(
     folder: str | pathlib.Path,
     config: decoder.ModelConfig,
     dtype: str,
-    tensor_of: Callable[[Entry], np.ndarray],
+    tensor_of: Callable[[hf_config.Entry], np.ndarray],
     token_ids: dict[str, Any] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
@@ -137,7 +119,7 @@ def write_weights(
   """
   folder = pathlib.Path(folder)
   writes = jax.process_index() == 0
-  shards = _shards(table(config), hf_config.DTYPES[dtype].itemsize, max_shard_bytes)
+  shards = _shards(hf_config.table(config), hf_config.DTYPES[dtype].itemsize, max_shard_bytes)
   names = ['model.safetensors']
   if len(shards) > 1:
     count = len(shards)
@@ -156,7 +138,10 @@ def write_weights(
     return
   for old in [*folder.glob('model*.safetensors'), folder / 'model.safetensors.index.json']:
     old.unlink(missing_ok=True)
+  umask = os.umask(0)
+  os.umask(umask)
   for name in names:
+    (folder / (name + '.partial')).chmod(0o666 & ~umask)  # safetensors' own files are private
     os.replace(folder / (name + '.partial'), folder / name)
   if len(shards) > 1:
     weight_map = {e.name: name for name, shard in zip(names, shards, strict=True) for e in shard}
@@ -166,45 +151,6 @@ def write_weights(
     index = {'metadata': {'total_size': total}, 'weight_map': weight_map}
     hf_config.write_json(folder / 'model.safetensors.index.json', index)
   hf_config.write_json(folder / 'config.json', hf_config.to_json(config, dtype, token_ids or {}))
-
-
-def table(config: decoder.ModelConfig) -> list[Entry]:
-  """Returns every tensor of a folder of this family and head, with its path in our tree."""
-  d, f, v, h = config.d_model, config.d_ff, config.vocab_size, config.head_dim
-  query, key = config.num_heads * h, config.num_kv_heads * h
-  entries = [Entry('model.embed_tokens.weight', 'embed/embedding', None, (v, d), False)]
-  layer_rows = [
-      ('input_layernorm.weight', 'attention_norm/scale', (d,), False),
-      ('self_attn.q_proj.weight', 'attention/query/kernel', (query, d), True),
-      ('self_attn.k_proj.weight', 'attention/key/kernel', (key, d), True),
-      ('self_attn.v_proj.weight', 'attention/value/kernel', (key, d), True),
-      ('self_attn.o_proj.weight', 'attention/out/kernel', (d, query), True),
-      ('post_attention_layernorm.weight', 'mlp_norm/scale', (d,), False),
-      ('mlp.gate_proj.weight', 'mlp/gate/kernel', (f, d), True),
-      ('mlp.up_proj.weight', 'mlp/up/kernel', (f, d), True),
-      ('mlp.down_proj.weight', 'mlp/down/kernel', (d, f), True),
-  ]
-  if config.qkv_bias:
-    layer_rows += [
-        ('self_attn.q_proj.bias', 'attention/query/bias', (query,), False),
-        ('self_attn.k_proj.bias', 'attention/key/bias', (key,), False),
-        ('self_attn.v_proj.bias', 'attention/value/bias', (key,), False),
-    ]
-  if config.qk_norm:
-    layer_rows += [
-        ('self_attn.q_norm.weight', 'attention/query_norm/scale', (h,), False),
-        ('self_attn.k_norm.weight', 'attention/key_norm/scale', (h,), False),
-    ]
-  for l in range(config.num_layers):
-    for name, path, shape, transpose in layer_rows:
-      entries.append(Entry(f'model.layers.{l}.{name}', f'layers/{path}', l, shape, transpose))
-  entries.append(Entry('model.norm.weight', 'final_norm/scale', None, (d,), False))
-  if config.head in ('tokens', 'both') and not config.tie_embeddings:
-    entries.append(Entry('lm_head.weight', 'lm_head/kernel', None, (v, d), True))
-  if config.head in ('value', 'both'):
-    entries.append(Entry('score.weight', 'value_head/kernel', None, (1, d), True))
-    entries.append(Entry('score.bias', 'value_head/bias', None, (1,), False))
-  return entries
 
 
 def _files_of_keys(folder):
@@ -303,6 +249,10 @@ def _check_tensors(files, tensors, entries):
           f'{path}: {entry.name} is stored as {stored}; allowed: {", ".join(STORED)}; '
           'use a checkpoint that is not quantized'
       )
+    if entry.path == hf_config.NOT_OURS and tensors[entry.name][:].any():
+      raise UserError(
+          f'{path}: {entry.name} is not 0, which is not supported; choose another model'
+      )
 
 
 def _check_tied(folder, tensors, embed):
@@ -328,7 +278,13 @@ def _make_leaf(leaf, place, rows, read):
   if rows[0].layer is None:
     part = functools.partial(read, rows[0], leaf.shape, leaf.dtype)
     return part(_whole(leaf.shape)) if place is None else _in_shards(leaf.shape, place, part)
-  parts = [functools.partial(read, entry, leaf.shape[1:], leaf.dtype) for entry in rows]
+  layers = collections.defaultdict(list)
+  for entry in rows:
+    layers[entry.layer].append(entry)
+  parts = [
+      functools.partial(_read_layer, read, entries, leaf.shape[1:], leaf.dtype)
+      for _, entries in sorted(layers.items())
+  ]
   if place is None:
     stack = np.empty(leaf.shape, leaf.dtype)
     for l, part in enumerate(parts):
@@ -343,6 +299,14 @@ def _make_leaf(leaf, place, rows, read):
     stack = put(stack, _in_shards(leaf.shape[1:], layer_place, part), np.int32(l))
     stack.block_until_ready()  # otherwise the layers would pile up on the host
   return stack
+
+
+def _read_layer(read, entries, shape, dtype, index):
+  """Returns the part `index` of a layer, which is one tensor of the folder or one per expert."""
+  if entries[0].expert is None:
+    return read(entries[0], shape, dtype, index)
+  experts = [read(entry, shape[1:], dtype, index[1:]) for entry in entries[index[0]]]
+  return np.stack(experts)
 
 
 @functools.cache  # gate and up, and actor and critic, share their compilations
@@ -366,7 +330,7 @@ def _in_shards(shape, place, part):
   return jax.make_array_from_callback(shape, place, shard)
 
 
-def _read(tensors, entry, shape, dtype, index):
+def _read(folder, tensors, entry, shape, dtype, index):
   """Returns the part `index` (one slice per axis) of an entry whose array here has `shape`.
 
   Only that part is read. Several of our axes may be one axis of the folder, as [D,N,H] and [N * H,
@@ -386,6 +350,11 @@ def _read(tensors, entry, shape, dtype, index):
     rest += [slice(None), *index[axis + 1 : end]]
     axis = end
   tensor = tensors[entry.name][tuple(theirs[::-1] if entry.transpose else theirs)]
+  if not hf_config.is_finite(tensor):
+    raise UserError(
+        f'{folder}: {entry.name} holds numbers that are not finite, and every step would be '
+        'skipped; use another copy or an earlier checkpoint'
+    )
   tensor = (tensor.T if entry.transpose else tensor).reshape(ours)[tuple(rest)]
   return np.ascontiguousarray(tensor, dtype)
 
@@ -396,9 +365,12 @@ def _whole(shape):
 
 def _copy_out(params, entry):
   """Returns the tensor of an entry in the folder's layout."""
+  if entry.path == hf_config.NOT_OURS:
+    return np.zeros(entry.shape, params['embed']['embedding'].dtype)
   leaf = _leaf(params, entry.path)
   if entry.layer is not None:
-    leaf = leaf[entry.layer] if isinstance(leaf, np.ndarray) else _layer_of(leaf, entry.layer)
+    index = (entry.layer,) if entry.expert is None else (entry.layer, entry.expert)
+    leaf = leaf[index] if isinstance(leaf, np.ndarray) else _slice_of(leaf, index)
   if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
     leaf = multihost_utils.process_allgather(leaf, tiled=True)
   leaf = np.asarray(leaf)
@@ -407,9 +379,11 @@ def _copy_out(params, entry):
   return np.ascontiguousarray(leaf.reshape(entry.shape))  # save_file writes the raw buffer
 
 
-@jax.jit  # with the layer as an argument: one compilation per parameter, not per layer
-def _layer_of(stack, layer):
-  return jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
+@jax.jit  # with the index as an argument: one compilation per parameter, not per layer or expert
+def _slice_of(stack, index):
+  starts = (*index, *(0,) * (stack.ndim - len(index)))
+  shape = stack.shape[len(index) :]
+  return jax.lax.dynamic_slice(stack, starts, (1,) * len(index) + shape).reshape(shape)
 
 
 def _leaf(params, path):
@@ -420,7 +394,7 @@ def _leaf(params, path):
 
 def _shards(entries, itemsize, max_shard_bytes):
   """Groups the entries into files of at most max_shard_bytes, each with at least one tensor."""
-  shards: list[list[Entry]] = [[]]
+  shards: list[list[hf_config.Entry]] = [[]]
   size = 0
   for entry in entries:
     num_bytes = math.prod(entry.shape) * itemsize

@@ -1,4 +1,4 @@
-"""A decoder-only transformer (Qwen2, Qwen3, Llama) as functions of a parameter tree.
+"""A decoder-only transformer (Qwen2, Qwen3, Qwen3-MoE, Llama) as functions of a parameter tree.
 
 Tokens in, log-probs or values out; layers.py has the layers. Training takes whole rows with right
 padding: attention is causal, so padding needs no mask, and segment ids separate packed episodes.
@@ -11,6 +11,8 @@ Parameter tree, every leaf under `layers` stacked on a leading L axis:
   layers/attention/{query,key,value}/kernel [L,D,N or M,H], with qkv_bias also bias [L,N or M,H]
   layers/attention/out/kernel [L,N,H,D], with qk_norm also {query,key}_norm/scale [L,H]
   layers/mlp/{gate,up}/kernel [L,D,F]    layers/mlp/down/kernel [L,F,D]
+  layers/moe/router/kernel [L,D,E], layers/moe/{gate,up} [L,E,D,F], layers/moe/down [L,E,F,D]: of
+    a mixture of experts, in place of mlp
   lm_head/kernel [D,V]           for token logits that are not tied to `embed`
   value_head/{kernel [D,1], bias [1]}    for values
   lora_a, lora_b next to any kernel of `layers`: an adapter, see lora.py
@@ -18,9 +20,9 @@ Parameter tree, every leaf under `layers` stacked on a leading L axis:
 Einsum letters are those of `types.py`.
 """
 
-from collections.abc import Callable
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import chex
@@ -31,6 +33,7 @@ import numpy as np
 
 from stppo_jax.models import attention
 from stppo_jax.models import categorical
+from stppo_jax.models import moe
 from stppo_jax.models import sharding
 from stppo_jax.models.layers import Block
 from stppo_jax.models.layers import ModelConfig
@@ -106,21 +109,35 @@ def hidden(
   if positions is not None:
     chex.assert_equal_shape([tokens, positions])
   chunk = tokens.shape[1]
-  slots = None if cache is None else cache.length[:, None] + jnp.arange(chunk)
-  x: Any = sharding.spread(
-      params['embed']['embedding'][tokens].astype(config.dtype), config.row_sharding
-  )
-  rope = _rope(config, positions, chunk, slots, cache)
   if cache is None:
-    x = _training_layers(params['layers'], config, x, rope, segments)
-  else:
-    assert segments is None, 'a cached row is one segment'
-    x, cache = _cached_layers(params['layers'], config, x, rope, slots, cache)
-    cache = dataclasses.replace(
-        cache, length=cache.length + (chunk if lengths is None else lengths)
-    )
-  x = RMSNorm(config).apply({'params': params['final_norm']}, x)
-  return x, cache
+    x, _ = trunk(params, config, tokens, positions, segments)
+    return x, None
+  assert segments is None, 'a cached row is one segment'
+  slots = cache.length[:, None] + jnp.arange(chunk)
+  x = _embedded(params, config, tokens)
+  rope = _rope(config, positions, chunk, slots, cache)
+  x, cache = _cached_layers(params['layers'], config, x, rope, slots, cache)
+  cache = dataclasses.replace(cache, length=cache.length + (chunk if lengths is None else lengths))
+  return _normed(params, config, x), cache
+
+
+def trunk(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array | None = None,
+    segments: jax.Array | None = None,
+    routes: jax.Array | None = None,
+) -> tuple[jax.Array, moe.Routing | None]:
+  """Runs `hidden` without a cache; also returns the Routing of all layers, None without experts.
+
+  `routes` [B,T,L,A] replays the experts that an earlier pass chose.
+  """
+  rope = _rope(config, positions, tokens.shape[1], None, None)
+  x = _embedded(params, config, tokens)
+  routes = None if routes is None else jnp.moveaxis(routes, 2, 0)
+  x, routing = _training_layers(params['layers'], config, x, rope, segments, routes)
+  return _normed(params, config, x), routing
 
 
 def forward(
@@ -181,27 +198,24 @@ def token_logp(
 
   logp[t] = log softmax(logits[t-1] / temperature)[tokens[t]]; column 0 is 0 in both.
 
-  Logits are computed for `chunk` columns at a time and recomputed in the backward pass, so [B,T,V]
-  never exists. With None, or chunk >= T, they are computed at once and kept.
+  With a `chunk` below T as many logits are live at once as `chunk` tokens of each row have: columns
+  of V go by in T / chunk parts, and the backward pass computes them again (`categorical.of_head`).
+  With None, or chunk >= T, all logits are computed at once and kept.
   """
   chex.assert_rank([x, tokens], [3, 2])
   chex.assert_equal_shape_prefix([x, tokens], 2)
   length = tokens.shape[1]
   x = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))  # column t: the state before token t
-  name = 'embed' if config.tie_embeddings else 'lm_head'
-  head = {name: params[name]}
-  logp_of: Callable[..., Any] = functools.partial(
-      _logp_and_entropy, head, config, temperature=temperature
-  )
   if chunk is None or chunk >= length:
-    logp, entropy = logp_of(x, tokens)
+    logp, entropy = _logp_and_entropy(params, config, x, tokens, temperature)
   else:
-    num_chunks = -(-length // chunk)
-    fold = lambda a: jnp.moveaxis(_fold_columns(a, num_chunks, chunk), 1, 0)
-    unfold = lambda a: jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1)[:, :length]
-    logp_of = jax.checkpoint(logp_of, prevent_cse=False)
-    columns = jax.lax.map(lambda xt: logp_of(*xt), (fold(x), fold(tokens)))
-    logp, entropy = jax.tree.map(unfold, columns)
+    chunks = categorical.Chunks(-(-length // chunk), config.tie_embeddings, config.row_sharding)
+    kernel = params['embed']['embedding'] if chunks.tied else params['lm_head']['kernel']
+    rows = sharding.spread(x, config.row_sharding).reshape(-1, config.d_model)
+    found = categorical.of_head(
+        rows, kernel, tokens.reshape(-1), jnp.asarray(temperature, jnp.float32), chunks
+    )
+    logp, entropy = (column.reshape(tokens.shape) for column in found)
   first = jnp.arange(length) == 0
   return jnp.where(first, 0.0, logp), jnp.where(first, 0.0, entropy)
 
@@ -223,10 +237,11 @@ def init_cache(config: ModelConfig, rows: int, slots: int, dtype: Any = None) ->
 
 
 def in_compute_dtype(params: Params, config: ModelConfig) -> Params:
-  """Casts the weights once as the layers would; norm scales are used in float32."""
+  """Casts the weights once as the layers would; norm scales and routers are used in float32."""
 
   def cast(path, weight):
-    return weight if path[-1].key == 'scale' else weight.astype(config.dtype)
+    exact = path[-1].key == 'scale' or 'router' in (key.key for key in path if hasattr(key, 'key'))
+    return weight if exact else weight.astype(config.dtype)
 
   return jax.tree_util.tree_map_with_path(cast, params)
 
@@ -242,26 +257,46 @@ def unstack_layers(params: Params, config: ModelConfig) -> Params:
   return {**params, 'layers': tuple(take(l) for l in range(config.num_layers))}
 
 
-def _training_layers(layers, config, x, rope, segments):
+def num_params(config: ModelConfig) -> int:
+  """Counts the parameters of `init` without allocating them. Tied embeddings count once."""
+  shapes = jax.eval_shape(lambda key: init(key, config), jax.random.key(0))
+  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+
+def _embedded(params, config, tokens):
+  x = params['embed']['embedding'][tokens].astype(config.dtype)
+  return sharding.spread(x, config.row_sharding)
+
+
+def _normed(params, config, x):
+  return RMSNorm(config).apply({'params': params['final_norm']}, x)
+
+
+def _training_layers(layers, config, x, rope, segments, routes):
   """Maps x [B,T,D] through all layers, scanned or unrolled, with rematerialisation."""
 
-  def apply_layer(layer, x):
-    x, _ = Block(config).apply({'params': layer}, x, rope, segments)
-    return sharding.spread(x, config.row_sharding)
+  def apply_layer(x, layer_and_chosen):
+    layer, chosen = layer_and_chosen
+    variables = {'params': layer}
+    out: Any = Block(config).apply(variables, x, rope, segments, chosen=chosen)
+    x, _, routing = out
+    return sharding.spread(x, config.row_sharding), routing
 
+  scanned = config.scan_layers and not isinstance(layers, tuple)
   if config.remat != 'none':
     policies = {
         'full': jax.checkpoint_policies.nothing_saveable,
         'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     }
-    scanned = config.scan_layers and not isinstance(layers, tuple)
     policy = policies[config.remat]
     apply_layer = jax.checkpoint(apply_layer, policy=policy, prevent_cse=not scanned)
-  if config.scan_layers and not isinstance(layers, tuple):
-    return jax.lax.scan(lambda x, layer: (apply_layer(layer, x), None), x, layers)[0]
-  for layer in _each_layer(layers, config):
-    x = apply_layer(layer, x)
-  return x
+  if scanned:
+    return jax.lax.scan(apply_layer, x, (layers, routes))
+  routings = []
+  for l, layer in enumerate(_each_layer(layers, config)):
+    x, routing = apply_layer(x, (layer, None if routes is None else routes[l]))
+    routings.append(routing)
+  return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings)
 
 
 def _cached_layers(layers, config, x, rope, slots, cache):
@@ -272,7 +307,9 @@ def _cached_layers(layers, config, x, rope, slots, cache):
   for l in range(config.num_layers):
     layer = layers[l]
     layer_cache: Any = (cache.k[l], cache.v[l])
-    x, layer_cache = Block(config).apply({'params': layer}, x, rope, None, layer_cache, slots)
+    variables = {'params': layer}
+    out: Any = Block(config).apply(variables, x, rope, None, layer_cache, slots)
+    x, layer_cache, _ = out
     x = sharding.spread(x, config.row_sharding)
     k.append(layer_cache[0])
     v.append(layer_cache[1])
@@ -303,12 +340,7 @@ def _rope(config, positions, chunk, slots, cache):
   return tuple(jnp.asarray(column)[slots] for column in table)
 
 
-def _logp_and_entropy(head, config, x, tokens, temperature):
-  head = sharding.gradient_over_rows(head, config.row_sharding, config.d_model)
+def _logp_and_entropy(params, config, x, tokens, temperature):
+  name = 'embed' if config.tie_embeddings else 'lm_head'
+  head = sharding.gradient_over_rows({name: params[name]}, config.row_sharding, config.d_model)
   return categorical.logp_and_entropy(token_logits(head, config, x) / temperature, tokens)
-
-
-def _fold_columns(a, num_chunks, chunk):
-  """Reshapes [B,T,..] to [B,num_chunks,chunk,..], padded with zeros on the right."""
-  pad = [(0, 0), (0, num_chunks * chunk - a.shape[1])] + [(0, 0)] * (a.ndim - 2)
-  return jnp.pad(a, pad).reshape(a.shape[0], num_chunks, chunk, *a.shape[2:])

@@ -239,7 +239,7 @@ def _check_tensors(header, config):
   architectures = {name: arch for arch, name in header.library.MODEL_ARCH_NAMES.items()}
   name_map = header.library.get_tensor_name_map(architectures[config.family], config.num_layers)
   names = {}
-  for entry in convert.table(config):
+  for entry in hf_config.table(config):
     name = name_map.get_name(entry.name, try_suffixes=('.weight', '.bias'))
     if name not in header.tensors:
       raise UserError(

@@ -1,4 +1,4 @@
-"""The layers of the decoder as stateless Flax modules, and the shape of a model.
+"""The layers of the decoder as stateless Flax modules, and the shapes of models.
 
 Einsum letters are those of `types.py`; the parameter tree is drawn in decoder.py.
 """
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from stppo_jax.models import attention
 from stppo_jax.models import lora
+from stppo_jax.models import moe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,10 @@ class ModelConfig:
   num_heads: int
   num_kv_heads: int
   head_dim: int
-  d_ff: int
+  d_ff: int  # of an expert, where there are experts
+  num_experts: int = 0  # per layer; 0: one dense feed-forward network
+  experts_per_token: int = 0
+  norm_topk_prob: bool = False  # the weights of the chosen experts sum to 1
   rope_theta: float = 10_000.0
   # Llama 3's: (factor, low_freq_factor, high_freq_factor, original_max_position_embeddings).
   rope_scaling: tuple[float, float, float, int] | None = None
@@ -32,7 +36,8 @@ class ModelConfig:
   tie_embeddings: bool = False
   qkv_bias: bool = False  # Qwen2
   qk_norm: bool = False  # Qwen3
-  family: str = 'qwen2'  # 'qwen2' | 'qwen3' | 'llama': key names that convert.py reads and writes
+  # Key names that convert.py reads and writes: 'qwen2' | 'qwen3' | 'qwen3_moe' | 'llama'.
+  family: str = 'qwen2'
   head: str = 'tokens'  # 'tokens' | 'value' | 'both' (two heads on one trunk)
   dtype: str = 'float32'  # of the computation: 'float32' | 'bfloat16'
   param_dtype: str = 'float32'  # of the stored parameters
@@ -138,15 +143,208 @@ class Mlp(nn.Module):
     return Project(config, (f, d), stddev=stddev, name='down')(y)
 
 
+class Experts(nn.Module):
+  """Returns the weighted sum of each token's chosen experts; see moe.py."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x, chosen=None):
+    """Maps x [B,T,D] to (y [B,T,D], Routing); `chosen` [B,T,A] replays an earlier choice.
+
+    Choice: the router computes in float32, because bfloat16 makes many experts equal.
+    """
+    config = self.config
+    d, f, e = config.d_model, config.d_ff, config.num_experts
+    exact = dataclasses.replace(config, dtype='float32')
+    logits = Project(exact, (d, e), name='router')(x.astype(jnp.float32))
+    normal = nn.initializers.normal
+    stddevs = (0.02, 0.02, 0.02 / math.sqrt(2 * config.num_layers))
+    kernels = tuple(
+        self.param(name, normal(stddev), shape, config.param_dtype)
+        for name, stddev, shape in zip(moe.KERNELS, stddevs, ((e, d, f), (e, d, f), (e, f, d)))
+    )
+    weights, routing = moe.route(logits, config.experts_per_token, config.norm_topk_prob, chosen)
+    if self.is_initializing():  # under vmap, which a sharded sort does not need to know
+      return x, routing
+    gate, up, down = (kernel.astype(config.dtype) for kernel in kernels)
+    y = moe.experts(x, weights, routing.chosen, (gate, up, down), config.row_sharding)
+    return y, routing
+
+
 class Block(nn.Module):
   """Applies one layer: attention and feed-forward, each after a norm and added to the residual."""
 
   config: ModelConfig
 
   @nn.compact
-  def __call__(self, x, rope, segments=None, layer_cache=None, slots=None):
+  def __call__(self, x, rope, segments=None, layer_cache=None, slots=None, chosen=None):
+    """Maps x [B,T,D] to (x, layer_cache, Routing or None); `chosen` as in `Experts`."""
     y = RMSNorm(self.config, name='attention_norm')(x)
     y, layer_cache = Attention(self.config, name='attention')(y, rope, segments, layer_cache, slots)
     x = x + y
     y = RMSNorm(self.config, name='mlp_norm')(x)
-    return x + Mlp(self.config, name='mlp')(y), layer_cache
+    routing = None
+    if self.config.num_experts:
+      y, routing = Experts(self.config, name='moe')(y, chosen)
+    else:
+      y = Mlp(self.config, name='mlp')(y)
+    return x + y, layer_cache, routing
+
+
+# The shapes of published models, by name; the numbers are those of each model's config.json.
+PRESETS = {
+    # The embedded model.
+    'tiny': ModelConfig(
+        vocab_size=2697,
+        d_model=128,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        d_ff=384,
+        rope_theta=10_000.0,
+        tie_embeddings=True,
+        qkv_bias=True,
+        family='qwen2',
+        max_positions=4096,
+    ),
+    'qwen2.5-0.5b': ModelConfig(
+        vocab_size=151_936,
+        d_model=896,
+        num_layers=24,
+        num_heads=14,
+        num_kv_heads=2,
+        head_dim=64,
+        d_ff=4864,
+        rope_theta=1e6,
+        tie_embeddings=True,
+        qkv_bias=True,
+        family='qwen2',
+    ),
+    'qwen2.5-1.5b': ModelConfig(
+        vocab_size=151_936,
+        d_model=1536,
+        num_layers=28,
+        num_heads=12,
+        num_kv_heads=2,
+        head_dim=128,
+        d_ff=8960,
+        rope_theta=1e6,
+        tie_embeddings=True,
+        qkv_bias=True,
+        family='qwen2',
+    ),
+    'qwen2.5-3b': ModelConfig(
+        vocab_size=151_936,
+        d_model=2048,
+        num_layers=36,
+        num_heads=16,
+        num_kv_heads=2,
+        head_dim=128,
+        d_ff=11_008,
+        rope_theta=1e6,
+        tie_embeddings=True,
+        qkv_bias=True,
+        family='qwen2',
+    ),
+    'qwen2.5-7b': ModelConfig(
+        vocab_size=152_064,
+        d_model=3584,
+        num_layers=28,
+        num_heads=28,
+        num_kv_heads=4,
+        head_dim=128,
+        d_ff=18_944,
+        rope_theta=1e6,
+        qkv_bias=True,
+        family='qwen2',
+    ),
+    'qwen3-8b': ModelConfig(
+        vocab_size=151_936,
+        d_model=4096,
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        d_ff=12_288,
+        rope_theta=1e6,
+        qk_norm=True,
+        family='qwen3',
+        max_positions=40_960,
+    ),
+    'qwen3-30b-a3b': ModelConfig(
+        vocab_size=151_936,
+        d_model=2048,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        d_ff=768,
+        num_experts=128,
+        experts_per_token=8,
+        norm_topk_prob=True,
+        rope_theta=1e6,
+        qk_norm=True,
+        family='qwen3_moe',
+        max_positions=40_960,
+    ),
+    'llama3.2-1b': ModelConfig(
+        vocab_size=128_256,
+        d_model=2048,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        d_ff=8192,
+        rope_theta=500_000.0,
+        rope_scaling=(32.0, 1.0, 4.0, 8192),
+        rms_norm_eps=1e-5,
+        tie_embeddings=True,
+        family='llama',
+        max_positions=131_072,
+    ),
+    'llama3.2-3b': ModelConfig(
+        vocab_size=128_256,
+        d_model=3072,
+        num_layers=28,
+        num_heads=24,
+        num_kv_heads=8,
+        head_dim=128,
+        d_ff=8192,
+        rope_theta=500_000.0,
+        rope_scaling=(32.0, 1.0, 4.0, 8192),
+        rms_norm_eps=1e-5,
+        tie_embeddings=True,
+        family='llama',
+        max_positions=131_072,
+    ),
+    'llama3.1-8b': ModelConfig(
+        vocab_size=128_256,
+        d_model=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        d_ff=14_336,
+        rope_theta=500_000.0,
+        rope_scaling=(8.0, 1.0, 4.0, 8192),
+        rms_norm_eps=1e-5,
+        family='llama',
+        max_positions=131_072,
+    ),
+    'smollm2-135m': ModelConfig(
+        vocab_size=49_152,
+        d_model=576,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        d_ff=1536,
+        rope_theta=100_000.0,
+        rms_norm_eps=1e-5,
+        tie_embeddings=True,
+        family='llama',
+        max_positions=8192,
+    ),
+}

@@ -16,6 +16,8 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
+from stppo_jax.types import UserError
+
 Params = dict[str, Any]  # a tree of arrays or of their shapes
 # PEFT's name -> (path of the kernel within `layers`, how many of its axes are contracted with x).
 TARGETS = {
@@ -40,6 +42,11 @@ def init(key: jax.Array, params: Params, rank: int, targets: Collection[str]) ->
     if name not in targets:
       continue
     part, module = path.split('/')
+    if part not in params['layers']:
+      raise UserError(
+          f'config.model.lora_targets names {name!r}, and experts take no adapters: leave out '
+          'gate_proj, up_proj and down_proj; the experts stay as they are'
+      )
     layers, *axes = params['layers'][part][module]['kernel'].shape
     inputs, outputs = axes[:contracted], axes[contracted:]
     bound = 1 / math.sqrt(math.prod(inputs))

@@ -30,6 +30,9 @@ RULES = (
     (r'attention/out/kernel$', P(None, 'tensor', None, 'fsdp')),  # [L,N,H,D]
     (r'mlp/(gate|up)/kernel$', P(None, 'fsdp', 'tensor')),  # [L,D,F]
     (r'mlp/down/kernel$', P(None, 'tensor', 'fsdp')),  # [L,F,D]
+    (r'moe/router/kernel$', P(None, 'fsdp', None)),  # [L,D,E]
+    (r'moe/(gate|up)$', P(None, 'fsdp', None, 'tensor')),  # [L,E,D,F]
+    (r'moe/down$', P(None, 'fsdp', 'tensor', None)),  # [L,E,F,D]
     (r'norm/scale$', P()),
     # Adapters follow their kernels; the rank r is never split.
     (r'(query|key|value|gate|up)/lora_a$', P(None, 'fsdp', None)),  # [L,D,r]
@@ -123,12 +126,21 @@ def tree_shardings(tree: Any, mesh: jax.sharding.Mesh, memory_kind: str | None =
     if not leaf.shape:
       return replicated(mesh)
     name = '/'.join(str(getattr(key, 'key', getattr(key, 'name', key))) for key in path)
-    for pattern, spec in RULES:
-      if re.search(pattern, name):
-        return NamedSharding(mesh, _fit(spec, leaf.shape, mesh), memory_kind=memory_kind)
-    raise ValueError(f'no sharding rule for {name!r} of shape {leaf.shape}; add one to RULES')
+    return NamedSharding(mesh, _spec(name, leaf.shape, mesh), memory_kind=memory_kind)
 
   return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def layer_spec(name: str, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> P:
+  """Returns the axes of one layer's slice [..] of a parameter of `layers` [L,..], by RULES."""
+  return P(*_spec(name, (1, *shape), mesh)[1:])
+
+
+def _spec(name, shape, mesh):
+  for pattern, spec in RULES:
+    if re.search(pattern, name):
+      return _fit(spec, shape, mesh)
+  raise ValueError(f'no sharding rule for {name!r} of shape {shape}; add one to RULES')
 
 
 def _fit(spec, shape, mesh):

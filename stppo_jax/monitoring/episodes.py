@@ -16,6 +16,7 @@ import numpy as np
 from stppo_jax import types
 from stppo_jax.monitoring import metrics
 from stppo_jax.rollout import batching
+from stppo_jax.rollout import pipeline
 from stppo_jax.runtime import hosts
 
 _SHARES = ('invalid', 'repeated', 'empty', 'cut')  # of turns
@@ -44,7 +45,8 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
       'env/invalid/mean': float(np.mean(count('invalid'))),
       **{f'env/{name}_share': sum(count(name)) / all_turns for name in _SHARES},
       'env/truncated': float(np.mean([episode.truncated for episode in episodes])),
-      'env/retrieval_failed': float(np.mean([episode.failed for episode in episodes])),
+      'env/retrieval_failed': pipeline.failed_share(episodes),
+      'env/prompt_too_long': float(np.mean(count('prompt_too_long'))),
   }
 
 

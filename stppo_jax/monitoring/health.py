@@ -130,6 +130,10 @@ def _surprise(record):
   return float(np.exp(np.mean(logp))) if logp else 0.0
 
 
+def _unanswered(record):
+  return float(record['failed'] and bool(record['actions']))  # else its prompt was too long
+
+
 def _ratio(record):
   return max((abs(x - 1) for x in record.get('ratio', ()) if x is not None), default=0.0)
 
@@ -172,7 +176,11 @@ RULES = {
         'episodes end at a limit, without an answer',
         lambda record: float(record['truncated']),
     ),
-    'retrieval_failed': Rule(
-        ('env/retrieval_failed',), 'above', 'searches fail', lambda record: float(record['failed'])
+    'retrieval_failed': Rule(('env/retrieval_failed',), 'above', 'searches fail', _unanswered),
+    'prompt_too_long': Rule(
+        ('env/prompt_too_long',),
+        'above',
+        'prompts are longer than rollout.max_prompt and are not played',
+        lambda record: float(not record['actions']),
     ),
 }

@@ -88,9 +88,11 @@ class Journal(contextlib.ExitStack):
     self.record('eval', n, episodes_lib.Records(make))
 
   def write(self, n: int, metrics: Mapping[str, float]) -> None:
-    """Writes a line of metrics."""
+    """Writes a line of metrics; with held-out scores, also the report so far."""
     if self._writer is not None:
       self._writer.write(n, metrics)
+      if any(name.startswith('val-core/') for name in metrics):
+        self._report()
 
   def record(self, kind: str, n: int, records: episodes_lib.Records) -> None:
     """Writes episodes in the background: kind 'eval', or 'train' of each `episodes_every`-th."""
@@ -131,15 +133,25 @@ class Journal(contextlib.ExitStack):
     return f'{self._workdir}/episodes/nonfinite_{n:06d}.jsonl'
 
   def finished(self, n: int) -> None:
-    """Logs how the run ended after update n; builds the report where it was the last one."""
+    """Logs how the run ended after update n; builds the report."""
     if n < self._updates:
       logging.info(
           'stopped on request, %d of %d updates done and saved; the same command resumes',
           n,
           self._updates,
       )
-    else:
-      logging.info('report: %s', hosts.by_writer(report.build, self._workdir))
+    if path := self._report():
+      logging.info('report: %s', path)
+
+  def _report(self) -> str:
+    """Writes report.html; returns its path. An error is a warning, since it can be repeated."""
+    if not hosts.is_writer():
+      return ''
+    try:
+      return report.build(self._workdir)
+    except (OSError, types.UserError) as error:
+      logging.warning('no report (%s): --mode=report writes it again', error)
+      return ''
 
 
 @dataclasses.dataclass(frozen=True)

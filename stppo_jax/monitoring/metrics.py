@@ -116,6 +116,8 @@ def progress_line(
   ):
     if scalars.get(name) is not None:
       parts.append(f'{label} {_short(_host_scalar(scalars[name]), digits)}')
+  if scalars.get('actor/skipped'):
+    parts.append(f'skipped {_host_scalar(scalars["actor/skipped"]):.0f} in a row (not finite)')
   if scalars.get('perf/throughput') is not None:
     parts.append(f'{_thousands(_host_scalar(scalars["perf/throughput"]))} tok/s')
   if step > first_step:
@@ -177,9 +179,16 @@ def _truncate(path: str, resume_step: int | None) -> None:
   """Rewrites the file without unreadable lines and without steps after `resume_step`."""
   if not os.path.exists(path):
     return
-  kept = [
-      raw for line, raw in _whole_lines(path) if resume_step is None or line['step'] <= resume_step
-  ]
+  lines = _whole_lines(path)
+  if resume_step is not None and resume_step < 0 and any(line['step'] for line, _ in lines):
+    os.replace(path, path + '.old')
+    logging.warning(
+        'no checkpoint: the run starts again; the %d lines of its metrics are now in %s.old',
+        len(lines),
+        path,
+    )
+    return
+  kept = [raw for line, raw in lines if resume_step is None or line['step'] <= resume_step]
   with open(path + '.tmp', 'wb') as file:
     file.writelines(kept)
   os.replace(path + '.tmp', path)

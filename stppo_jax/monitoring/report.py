@@ -6,6 +6,7 @@ page sets them with textContent, and its content security policy allows no scrip
 """
 
 import base64
+from collections.abc import Sequence
 import hashlib
 import html
 import json
@@ -22,6 +23,7 @@ from stppo_jax.monitoring import metrics
 from stppo_jax.monitoring import report_charts
 
 EPISODES_PER_FILE = 24  # at most, of each of: first and last training update, last evaluation
+MAX_ALARMS = 4  # updates with a warning whose episodes are shown
 BYTES_PER_FILE = 2_000_000  # of those episodes as JSON
 _TEMPLATE = pathlib.Path(__file__).with_name('report_template.html')
 _CORE_NAME = re.compile(r'val-core/([^/]+)/(\w+?)(?:_hops(\d+))?')
@@ -42,7 +44,7 @@ def build(workdir: str) -> str:
   config = _read_config(os.path.join(workdir, 'config.json'))
   name = config.get('run_name') or config.get('name')
   name = str(name or os.path.basename(os.path.abspath(workdir)))
-  groups = _episode_groups(os.path.join(workdir, 'episodes'))
+  groups = _episode_groups(os.path.join(workdir, 'episodes'), _first_alarms(rows))
   page_json = _script_json(
       {
           'charts': report_charts.charts(rows),
@@ -112,8 +114,20 @@ def _tidy(value: Any) -> Any:
 # Episodes.
 
 
-def _episode_groups(folder: str) -> list[dict[str, Any]]:
-  """Returns chosen episodes of the last and first training update and of the last evaluation."""
+def _first_alarms(rows: list[dict[str, Any]]) -> list[int]:
+  """Returns the updates at which a rule of health.py was first broken, at most MAX_ALARMS."""
+  first = {}
+  for row in rows:
+    for name, value in row.items():
+      if name.startswith('health/') and value:
+        first.setdefault(name, row['step'])
+  return sorted(set(first.values()))[:MAX_ALARMS]
+
+
+def _episode_groups(folder: str, alarms: Sequence[int] = ()) -> list[dict[str, Any]]:
+  """Returns chosen episodes of the last and first training update, of the last evaluation, and of
+  the updates of the warnings that the page shows.
+  """
   train = _numbered(folder, 'train')
   evaluations = _numbered(folder, 'eval')
   chosen = []
@@ -123,6 +137,12 @@ def _episode_groups(folder: str) -> list[dict[str, Any]]:
     chosen.append((evaluations[-1], 'last evaluation'))
   if len(train) > 1:
     chosen.append((train[0], 'first training update'))
+  taken = {number for (number, _), label in chosen if 'training' in label}
+  chosen += [
+      (found, 'update of a health warning')
+      for found in train
+      if found[0] in alarms and found[0] not in taken
+  ]
   return [_episode_group(path, step, label) for (step, path), label in chosen]
 
 

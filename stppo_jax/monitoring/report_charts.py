@@ -106,7 +106,7 @@ CHARTS = (
         (
             Line(r'stppo/grad_norm', '‖g‖'),
             Line(r'stppo/bias_norm', '‖C‖'),
-            Line(r'actor/grad_norm', '‖g‖ divided', dashed=True),
+            Line(r'actor/grad_norm', '‖g‖ at the clip', dashed=True),
         ),
         'log',
     ),
@@ -121,8 +121,13 @@ CHARTS = (
         'Update',
         'Divisor and effective step',
         'number; L2 norm',
-        'Divisor of the gradient; norm of the parameter change after the optimizer.',
-        (Line(r'stppo/divisor', 'divisor'), Line(r'stppo/step_norm', 'step')),
+        'Divisor of the gradient; the factor by which it really changed a step; norm of the '
+        'parameter change.',
+        (
+            Line(r'stppo/divisor', 'divisor'),
+            Line(r'stppo/applied_factor', 'factor'),
+            Line(r'stppo/step_norm', 'step'),
+        ),
         'log',
     ),
     Chart(

@@ -33,18 +33,24 @@ class Timing(collections.defaultdict):
 
 
 @contextlib.contextmanager
-def of_updates(folder: str, count: int, first: int) -> Iterator[Callable[[int], None]]:
+def of_updates(
+    folder: str, count: int, first: int, last: int | None = None
+) -> Iterator[Callable[[int], None]]:
   """Context manager; yields a function to call before each update with the number of updates done.
 
   It starts the trace after update first + 1, which compiles, and ends it `count` updates later or
-  with the run. Nothing is traced with `count` 0.
+  with the run. If the run ends with update `last` before, it starts as much earlier. Nothing is
+  traced with `count` 0.
   """
+  begin = first + 1
+  if last is not None:
+    begin = max(first, min(begin, last - count))
   with contextlib.ExitStack() as trace:
 
     def before_update(n):
-      if n == first + 1 + count:
+      if n == begin + count:
         trace.close()
-      elif count and n == first + 1:
+      elif count and n == begin:
         os.makedirs(folder, exist_ok=True)
         trace.enter_context(jax.profiler.trace(folder))
         trace.callback(logging.info, 'the trace is in %s: tensorboard --logdir=%s', folder, folder)

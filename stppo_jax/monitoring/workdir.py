@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Mapping
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -111,44 +112,70 @@ def claim(
       json.dumps({'plugins': dict(digests or {}), 'objective': dict(objective or {})})
   )
   mine |= {name: value for name, value in beside.items() if value}
-  if not os.path.exists(path) or not os.path.exists(os.path.join(workdir, metrics.FILE_NAME)):
+  if not _has_begun(workdir):
     write_whole(path, json.dumps(mine, indent=2))
     return
-  with open(path, encoding='utf-8') as file:
-    theirs = json.load(file)
-  their_objective = theirs.get('objective', {})
-  without = lambda tree: flatten({k: v for k, v in tree.items() if k not in beside})
-  theirs, flat = without(theirs), without(mine)
   different = [
-      name
-      for name in sorted(flat.keys() | theirs.keys())
-      if name not in may_change and flat.get(name) != theirs.get(name)
+      text for name, text in differences(workdir, config).items() if name not in may_change
   ]
   if different:
-    shown = ', '.join(
-        f'{name} ({theirs.get(name)!r} there, {flat.get(name)!r} here)' for name in different[:4]
-    )
     more = f' and {len(different) - 4} more' if len(different) > 4 else ''
     raise UserError(
-        f'--workdir={workdir!r} belongs to a run with another config: {shown}{more}. '
-        'Give another --workdir, or the same config'
+        f'--workdir={workdir!r} belongs to a run with another config: {", ".join(different[:4])}'
+        f'{more}. Give another --workdir, or the same config'
     )
   for field in changed_plugins(workdir, digests or {}):
     raise UserError(
-        f'--workdir={workdir!r}: the source of config.{field}={flat[field]!r} has changed since '
-        'the run began: give another --workdir, or the source as it was'
+        f'--workdir={workdir!r}: the source of config.{field}={flatten(mine)[field]!r} has changed '
+        'since the run began: give another --workdir, or the source as it was'
     )
-  _check_objective(workdir, their_objective, mine.get('objective', {}))
+  _check_objective(workdir, read_config(workdir).get('objective', {}), mine.get('objective', {}))
   write_whole(path, json.dumps(mine, indent=2))
+
+
+def read_config(workdir: str) -> dict[str, Any]:
+  """Returns config.json of a run's folder; {} without one. UserError: it cannot be read."""
+  path = os.path.join(workdir, 'config.json')
+  if not os.path.exists(path):
+    return {}
+  try:
+    with open(path, encoding='utf-8') as file:
+      config = json.load(file)
+    if not isinstance(config, dict):
+      raise ValueError(f'a {type(config).__name__}')
+  except (OSError, ValueError) as error:
+    raise UserError(
+        f'{path} cannot be read ({error}): restore it, or give another --workdir'
+    ) from error
+  return config
+
+
+def differences(workdir: str, config: Mapping[str, Any]) -> dict[str, str]:
+  """Returns {dotted name: 'name (there, here)'} of settings that differ from config.json's."""
+  plain = lambda tree: flatten({k: v for k, v in tree.items() if k not in _BESIDE})
+  theirs, mine = plain(read_config(workdir)), plain(json.loads(json.dumps(config)))
+  return {
+      name: f'{name} ({theirs.get(name)!r} there, {mine.get(name)!r} here)'
+      for name in sorted(mine.keys() | theirs.keys())
+      if mine.get(name) != theirs.get(name)
+  }
+
+
+_BESIDE = ('plugins', 'objective')  # in config.json, and no settings
+
+
+def _has_begun(workdir):
+  """Whether a run has written numbers or checkpoints under config.json."""
+  if not os.path.exists(os.path.join(workdir, 'config.json')):
+    return False
+  checkpoints = os.path.join(workdir, 'checkpoints')
+  saved = os.listdir(checkpoints) if os.path.isdir(checkpoints) else []
+  return os.path.exists(os.path.join(workdir, metrics.FILE_NAME)) or any(map(str.isdigit, saved))
 
 
 def changed_plugins(workdir: str, digests: Mapping[str, str]) -> list[str]:
   """Returns the fields whose plug-in had another source when `workdir` was claimed."""
-  path = os.path.join(workdir, 'config.json')
-  if not os.path.exists(path):
-    return []
-  with open(path, encoding='utf-8') as file:
-    theirs = json.load(file).get('plugins', {})
+  theirs = read_config(workdir).get('plugins', {})
   return [field for field, digest in digests.items() if theirs.get(field, digest) != digest]
 
 
@@ -177,7 +204,14 @@ def flatten(tree, prefix=''):
 
 
 def write_whole(path, text):
-  """Writes `text` so that a reader never sees a part of it."""
-  with open(path + '.part', 'w', encoding='utf-8') as file:
-    file.write(text)
-  os.replace(path + '.part', path)
+  """Writes `text` so that a reader never sees a part of it. UserError: it cannot be written."""
+  try:
+    with open(path + '.part', 'w', encoding='utf-8') as file:
+      file.write(text)
+    os.replace(path + '.part', path)
+  except OSError as error:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+      raise  # the command line says what to do
+    raise UserError(
+        f'{path} cannot be written ({error.strerror}): give another --workdir'
+    ) from error

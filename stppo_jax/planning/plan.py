@@ -20,7 +20,6 @@ from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.models import decoder
-from stppo_jax.models import shapes
 from stppo_jax.models import sharding
 from stppo_jax.planning import hlo
 from stppo_jax.planning import roofline
@@ -216,7 +215,7 @@ def _sizes(tree):
 def _num_params(config, model, critic_model, state):
   """Returns the number of parameters of each model, and with adapters that of the trained ones."""
   models = {'policy': model, 'critic': critic_model}
-  counts = {name: shapes.num_params(shape) for name, shape in models.items() if shape}
+  counts = {name: decoder.num_params(shape) for name, shape in models.items() if shape}
   if config.model.lora_rank:
     counts['trained'] = sum(x.size for x in jax.tree.leaves((state.actor, state.critic)))
   return counts

@@ -23,6 +23,7 @@ from urllib import parse
 from absl import logging
 import requests
 
+from stppo_jax import tasks
 from stppo_jax import types
 
 DIALECTS = ('search_r1', 'ragen')
@@ -87,6 +88,7 @@ class HttpRetriever:
         raise types.UserError(f'retriever: got {name}={value}; it needs more than 0')
     self.requests = self.retries = self.failures = self.cache_hits = 0
     self.give_up: Callable[[], bool] = lambda: False  # a run that stops sets another one
+    self.last_failure = ''
     self._dialect = dialect
     self._timeout_s = timeout_s
     self._connect_timeout_s = min(connect_timeout_s, timeout_s)
@@ -133,6 +135,21 @@ class HttpRetriever:
       self.failures += sum(passages is None for passages in results)
     return [None if passages is None else list(passages) for passages in results]
 
+  @property
+  def address(self) -> str:
+    """The URL that is queried."""
+    return self._endpoint
+
+  def check(self) -> None:
+    """Sends one query; raises a UserError with address and reason if it has no usable answer."""
+    self.last_failure = ''
+    if self.search([f'probe {time.time_ns()}'], 1)[0] is None:
+      raise types.UserError(
+          f'config.retriever.url={self._endpoint!r} gave no usable answer to a first query in the '
+          f'dialect {self._dialect!r} ({self.last_failure}): start the retriever, or correct '
+          '--config.retriever.url or --config.retriever.dialect'
+      )
+
   def _remember(self, key: tuple[str, int], passages: list[types.Passage]) -> None:
     if self._cache_size:
       self._cache[key] = passages
@@ -153,15 +170,17 @@ class HttpRetriever:
     """Sends one request: one query in RAGEN's dialect, up to `max_queries` in the other."""
     if self._dialect == 'ragen':
       answer = self._ask({'query': queries[0], 'top_k': top_k})
+      if answer is None:
+        return [None]
       rows = answer.get('results') if isinstance(answer, dict) else None
-      return [_passages(rows, _ragen_passage, top_k)]
+      return [self._passages(rows, _ragen_passage, top_k)]
     answer = self._ask({'queries': queries, 'topk': top_k, 'return_scores': True})
     rows = answer.get('result') if isinstance(answer, dict) else None
     if not isinstance(rows, list) or len(rows) != len(queries):
       if answer is not None:
-        _report(f'no list of {len(queries)} results in the answer')
+        self._report(f'no list of {len(queries)} results in the answer')
       return [None] * len(queries)
-    return [_passages(row, _search_r1_passage, top_k) for row in rows]
+    return [self._passages(row, _search_r1_passage, top_k) for row in rows]
 
   def _ask(self, question: dict[str, Any]) -> Any:
     """Returns the server's JSON, or None after the last attempt."""
@@ -177,12 +196,28 @@ class HttpRetriever:
         return answer
       if self.give_up():
         break
-      _report(failure)
+      self._report(failure)
       if not again:
         break
       if attempt < self._retries:
         self._sleep(min(self._backoff_s * 2**attempt * jitter, _MAX_BACKOFF_S))
     return None
+
+  def _passages(
+      self, rows: Any, read: Callable[[Any], types.Passage], top_k: int
+  ) -> list[types.Passage] | None:
+    if not isinstance(rows, list):
+      self._report('no list of documents in the answer')
+      return None
+    try:
+      return [read(row) for row in rows[:top_k]]
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+      self._report(f'a malformed document ({type(error).__name__}: {error})')
+      return None
+
+  def _report(self, failure: str) -> None:
+    self.last_failure = failure
+    logging.log_every_n_seconds(logging.WARNING, 'retriever %s: %s', 60, self._endpoint, failure)
 
   def _post_within(self, question: dict[str, Any]) -> tuple[Any, str | None, bool]:
     """Calls `_post` with a limit on its total time.
@@ -243,18 +278,6 @@ def _endpoint(url: str) -> str:
   return parse.urlunsplit((parts.scheme, parts.netloc, path, parts.query, ''))
 
 
-def _passages(
-    rows: Any, read: Callable[[Any], types.Passage], top_k: int
-) -> list[types.Passage] | None:
-  if not isinstance(rows, list):
-    return None
-  try:
-    return [read(row) for row in rows[:top_k]]
-  except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-    _report(f'a malformed document ({type(error).__name__}: {error})')
-    return None
-
-
 def _search_r1_passage(row: dict[str, Any]) -> types.Passage:
   document = row.get('document', row)  # without scores servers send the bare document
   return _passage(document.get('id', ''), document['contents'], row.get('score') or 0.0)
@@ -265,19 +288,8 @@ def _ragen_passage(row: dict[str, Any]) -> types.Passage:
 
 
 def _passage(passage_id: Any, contents: Any, score: Any) -> types.Passage:
-  """Parses `contents`: a title in quotes, a newline, the text. A single line has no title."""
   if not isinstance(contents, str):
     raise TypeError('contents are not a string')
   if not math.isfinite(score):
     raise ValueError('the score is not finite')
-  title, newline, text = contents.partition('\n')
-  if not newline:
-    title, text = '', contents
-  title = title.strip()
-  if len(title) > 1 and title[0] == title[-1] == '"':
-    title = title[1:-1]
-  return types.Passage(str(passage_id), title, text.strip(), float(score))
-
-
-def _report(failure: str) -> None:
-  logging.log_every_n_seconds(logging.WARNING, 'retriever: %s', 60, failure)
+  return types.Passage(str(passage_id), *tasks.read_contents(contents), float(score))

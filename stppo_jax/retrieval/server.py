@@ -53,7 +53,8 @@ class Limits:
   max_queries: int = 4096  # per request
   max_query_chars: int = 4096
   max_top_k: int = 100
-  max_in_flight: int = 64  # requests; further ones get 503 and Retry-After
+  max_in_flight: int = 64  # whole requests; further ones get 503 and Retry-After
+  max_receiving_bytes: int = 512 << 20  # of all bodies that are not whole yet; then clients are cut
   idle_timeout_s: float = 75.0  # for a complete header, and between requests of a connection
   body_timeout_s: float = 10.0  # for a complete body
   write_timeout_s: float = 30.0  # for the client to read the answer
@@ -110,11 +111,15 @@ def format_answer(question: Question, results: Sequence[Sequence[types.Passage]]
   if question.dialect == 'ragen':
     return {
         'results': [
-            {'id': passage.id, 'content': _contents(passage), 'score': passage.score}
+            {
+                'id': passage.id,
+                'content': task_files.write_contents(passage),
+                'score': passage.score,
+            }
             for passage in results[0]
         ]
     }
-  document = lambda passage: {'id': passage.id, 'contents': _contents(passage)}
+  document = lambda passage: {'id': passage.id, 'contents': task_files.write_contents(passage)}
   if not question.with_scores:
     return {'result': [[document(passage) for passage in passages] for passages in results]}
   return {
@@ -138,6 +143,7 @@ class Service:
     self.limits = limits
     self.num_passages = num_passages
     self.in_flight = 0
+    self.receiving_bytes = 0
     self.stopping = False
     self._retriever = retriever
     self._pool = futures.ThreadPoolExecutor(threads, 'search')
@@ -159,7 +165,7 @@ class Service:
         registry=self.registry,
     )
     gauge = prometheus_client.Gauge(
-        'retrieval_in_flight', 'Requests being received or answered.', registry=self.registry
+        'retrieval_in_flight', 'Requests being answered.', registry=self.registry
     )
     gauge.set_function(lambda: self.in_flight)
 
@@ -255,30 +261,45 @@ class _Retrieve(_Handler):
 
   def prepare(self):
     self._started = time.perf_counter()
-    self._entered = self._searching = False
+    self._entered = self._searching = self._is_received = False
     self._body = bytearray()
     limits = self.service.limits
     if self.request.method != 'POST':
       return
-    if self.service.stopping or self.service.in_flight >= limits.max_in_flight:
-      self.set_header('Connection', 'close')
-      self.set_header('Retry-After', '1')
-      self.set_status(503)
-      why = 'stopping' if self.service.stopping else f'{limits.max_in_flight} requests are running'
-      self.finish(json.dumps({'error': f'busy: {why}; try again'}) + '\n')
+    if self._is_busy():
+      self._refuse_busy()
       return
     length = self.request.headers.get('Content-Length', '0')
     if length.isdecimal() and int(length) > limits.max_body_bytes:
       self.set_header('Connection', 'close')
       raise web.HTTPError(413, f'a body of {length} bytes: send at most {limits.max_body_bytes}')
-    self._entered = True
-    self.service.in_flight += 1
+
+  def _is_busy(self):
+    service = self.service
+    return service.stopping or service.in_flight >= service.limits.max_in_flight
+
+  def _refuse_busy(self):
+    self.set_header('Connection', 'close')
+    self.set_header('Retry-After', '1')
+    self.set_status(503)
+    most = self.service.limits.max_in_flight
+    why = 'stopping' if self.service.stopping else f'{most} requests are running'
+    self.finish(json.dumps({'error': f'busy: {why}; try again'}) + '\n')
 
   def data_received(self, chunk):
     self._body += chunk  # the server limits it, with and without Content-Length
+    self.service.receiving_bytes += len(chunk)
+    if self.service.receiving_bytes > self.service.limits.max_receiving_bytes:
+      self.request.connection.stream.close()  # type: ignore[union-attr]  # HTTP/1 has a stream
 
   async def post(self):
-    self._searching = True
+    self._received()
+    if self._is_busy():
+      self._refuse_busy()
+      return
+    # Only a whole request counts: half-sent bodies must not keep others out.
+    self._entered = self._searching = True
+    self.service.in_flight += 1
     try:
       try:
         question = parse_question(bytes(self._body), self.service.limits)
@@ -298,12 +319,18 @@ class _Retrieve(_Handler):
     super().on_connection_close()
     if not self._finished:  # a rejected request without its body ends here as well
       self.service.requests.labels('499').inc()
-    if not self._searching:  # otherwise the running search still counts
-      self._leave()
+    self._received()
 
   def on_finish(self):
+    self._received()
     self.service.requests.labels(str(self.get_status())).inc()
     self.service.seconds.observe(time.perf_counter() - self._started)
+
+  def _received(self):
+    """Takes the body out of the bytes that are not whole yet."""
+    if not self._is_received:
+      self.service.receiving_bytes -= len(self._body)
+    self._is_received = True
 
   def _leave(self):
     self.service.in_flight -= self._entered
@@ -329,10 +356,6 @@ class _Elsewhere(_Handler):
 
   def prepare(self):
     raise web.HTTPError(404, 'there are POST /retrieve, GET /health and GET /metrics')
-
-
-def _contents(passage: types.Passage) -> str:
-  return f'"{passage.title}"\n{passage.text}'
 
 
 def make_retriever(
@@ -362,12 +385,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     passages = task_files.load_corpus(flags.corpus)
     logging.info('%s over %d passages', flags.kind, len(passages))
     retriever = make_retriever(flags.kind, passages, flags.encoder, flags.embeddings)
-    service = Service(retriever, len(passages), limits, flags.threads)
-    ready = lambda host, port: print(f'ready: http://{host}:{port}/retrieve', flush=True)
-    asyncio.run(serve(service, flags.host, flags.port, ready))
   except types.UserError as error:
     print('server:', *str(error).split(), file=sys.stderr)
     return 2
+  except OSError as error:
+    given = f'--embeddings={flags.embeddings}' if flags.embeddings else f'--corpus={flags.corpus}'
+    print(f'server: {given}: {error}: give another folder', file=sys.stderr)
+    return 1
+  try:
+    service = Service(retriever, len(passages), limits, flags.threads)
+    ready = lambda host, port: print(f'ready: http://{host}:{port}/retrieve', flush=True)
+    asyncio.run(serve(service, flags.host, flags.port, ready))
   except OSError as error:
     print(
         f'server: cannot listen on {flags.host}:{flags.port} ({error.strerror or error}): give '
@@ -385,16 +413,12 @@ def _parse(arguments):
       formatter_class=argparse.ArgumentDefaultsHelpFormatter,
       allow_abbrev=False,
   )
-  parser.add_argument(
-      '--corpus', required=True, help='folder with corpus.jsonl, a .jsonl, embedded'
-  )
+  parser.add_argument('--corpus', required=True, help='folder with corpus.jsonl, or a .jsonl')
   parser.add_argument('--kind', default='bm25', choices=KINDS, help='how passages are found')
   parser.add_argument('--encoder', default='', help='dense, hybrid: Hugging Face folder of a BERT')
-  parser.add_argument(
-      '--embeddings', default='', help='folder that keeps embeddings between starts'
-  )
+  parser.add_argument('--embeddings', default='', help='folder that keeps them between starts')
   parser.add_argument('--host', default='127.0.0.1', help='0.0.0.0 lets other machines in')
-  parser.add_argument('--port', type=int, default=8000, help='0: any free one')
+  parser.add_argument('--port', type=_port, default=8000, help='0: any free one')
   parser.add_argument('--threads', type=_at_least(int, 1), default=1, help='searches at once')
   for field in dataclasses.fields(Limits):
     parser.add_argument(
@@ -404,6 +428,12 @@ def _parse(arguments):
         help='limit',
     )
   return parser.parse_args(arguments)
+
+
+def _port(text):
+  if not 0 <= int(text) <= 65535:
+    raise argparse.ArgumentTypeError(f'{text} is no port: 0 to 65535 are')
+  return int(text)
 
 
 def _at_least(kind, least):

@@ -1,14 +1,17 @@
 """Builds an agent from a config: tokenizer, model shape, environment, retriever and samplers.
 
-Training and evaluation share it: parameters and tasks in, episodes out.
+Training and evaluation share it: parameters and tasks in, episodes out. `prepare` and the checks
+come before weights are loaded.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
 import os
+import time
 from typing import Any
 
+from absl import logging
 import jax
 import numpy as np
 
@@ -18,7 +21,7 @@ from stppo_jax.envs import protocol
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
-from stppo_jax.models import shapes
+from stppo_jax.models import layers
 from stppo_jax.models import sharding
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_loop
@@ -61,12 +64,6 @@ class Agent:
     whose schedules would differ with their timing.
     """
     rollout = self.config.rollout
-    limits = episode_loop.Limits(
-        max_prompt_tokens=rollout.max_prompt,
-        max_turn_tokens=rollout.max_turn,
-        max_observation_tokens=rollout.max_observation,
-        max_total_tokens=rollout.max_total,
-    )
     groups = range(len(tasks)) if groups is None else groups
     seeds = episode_loop.episode_seeds(keys)
     envs = [self.env(task, seed) for task, seed in zip(tasks, seeds)]
@@ -85,7 +82,7 @@ class Agent:
         tasks,
         groups,
         keys,
-        limits,
+        limits(self.config),
         step_envs,
         threads=rollout.threads if jax.process_count() == 1 else 0,
         frame=self.env.frame,
@@ -125,12 +122,12 @@ def load_shape(config, head: str = 'tokens', folder: str | None = None) -> decod
   name = (
       os.path.basename(folder.rstrip('/')).lower().removesuffix('-instruct').removesuffix('-base')
   )
-  if not os.path.isdir(folder) and name in shapes.PRESETS:
-    shape = dataclasses.replace(shapes.PRESETS[name], head=head, param_dtype=model.param_dtype)
+  if not os.path.isdir(folder) and name in layers.PRESETS:
+    shape = dataclasses.replace(layers.PRESETS[name], head=head, param_dtype=model.param_dtype)
   elif not os.path.isdir(folder):
     raise UserError(
         f'{folder}: no such folder, and {name!r} is no known shape: give a folder with a '
-        f'config.json, or a name that ends in one of {", ".join(shapes.PRESETS)}'
+        f'config.json, or a name that ends in one of {", ".join(layers.PRESETS)}'
     )
   else:
     shape = hf_config.load(folder, head=head, param_dtype=model.param_dtype)
@@ -148,21 +145,118 @@ def _computed_as(shape, model):
   )
 
 
-def make_agent(config, model: decoder.ModelConfig, mesh: jax.sharding.Mesh | None = None) -> Agent:
-  """Builds the agent of a policy of shape `model`, on the devices of `mesh`; None: on the first."""
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+  """What an agent consists of besides its model."""
+
+  tokenizer: chat.Tokenizer
+  env: protocol.Kind  # with its retriever
+  retriever: Any
+
+
+def prepare(config) -> Prepared:
+  """Loads tokenizer and retriever; checks that they fit the model, and that the retriever answers.
+
+  Reads the model's config.json and no weights.
+  """
+  model = load_shape(config)
+  _check_positions(config, model, 'model.folder')
+  if config.model.critic_folder:
+    critic = load_shape(config, 'value', config.model.critic_folder)
+    _check_positions(config, critic, 'model.critic_folder')
+    if critic.vocab_size != model.vocab_size:
+      raise UserError(
+          f'config.model.critic_folder={config.model.critic_folder!r} has a vocabulary of '
+          f'{critic.vocab_size}, the policy has {model.vocab_size}: the critic reads the same '
+          'tokens, give a model of the same family'
+      )
   tokenizer = chat.load_tokenizer(model_folder(config))
   chat.check_matches(tokenizer, model.vocab_size)
   parts = seams.resolve(config)
-  stop_table = chat.stop_automaton(tokenizer.token_bytes, parts.env.stop_strings)
   chat.make_framing(tokenizer, parts.env.frame, config.rollout.max_observation)  # or an error now
   retriever = parts.make_retriever()
+  check = getattr(retriever, 'check', None)
+  if check is not None and config.retriever.max_failed_share < 1:  # with 1 no failure matters
+    hosts.by_writer(check)
+  return Prepared(tokenizer, parts.bind(retriever), retriever)
+
+
+def check_prompts(config, prepared: Prepared, tasks: Sequence[types.Task]) -> None:
+  """Encodes the prompts of some tasks. Warns where one is too long; UserError: all of them are."""
+  num_long, lengths = hosts.by_writer(_prompt_lengths, config, prepared, tasks)
+  if not num_long:
+    return
+  given = f'config.rollout.max_prompt={config.rollout.max_prompt}'
+  if num_long == len(lengths):
+    raise UserError(
+        f'{given}: the prompts of all {num_long} questions looked at are longer, with '
+        f'{min(lengths)} to {max(lengths)} tokens, and none could be played: raise '
+        '--config.rollout.max_prompt and max_total'
+    )
+  logging.warning(
+      '%d of %d prompts looked at are longer than %s allows, the longest has %d tokens: they are '
+      'not played, and counted as env/prompt_too_long',
+      num_long,
+      len(lengths),
+      given,
+      max(lengths),
+  )
+
+
+_MOST_PROMPTS, _MOST_SECONDS = 1000, 10.0
+
+
+def _prompt_lengths(config, prepared, tasks):
+  """Returns (number of prompts that are too long, lengths) of tasks spread over the list."""
+  longest = episode_loop.longest_prompt(limits(config))
+  end, lengths = time.monotonic() + _MOST_SECONDS, []
+  for i in range(0, len(tasks), max(1, -(-len(tasks) // _MOST_PROMPTS))):
+    task = tasks[i]
+    seed = config.seed if task.seed is None else task.seed
+    message = protocol.full_text(*prepared.env(task, seed).reset(seed=seed))
+    lengths.append(len(chat.encode_prompt(prepared.tokenizer, message)))
+    if time.monotonic() > end:
+      break
+  return sum(not 0 < length <= longest for length in lengths), lengths
+
+
+def _check_positions(config, model, field):
+  if config.rollout.max_total > model.max_positions:
+    raise UserError(
+        f'config.rollout.max_total={config.rollout.max_total}: the model of config.{field} has '
+        f'{model.max_positions} positions (max_position_embeddings): set max_total and the last of '
+        'train.length_buckets to at most that'
+    )
+
+
+def limits(config) -> episode_loop.Limits:
+  """Returns the limits of an episode."""
+  rollout = config.rollout
+  return episode_loop.Limits(
+      max_prompt_tokens=rollout.max_prompt,
+      max_turn_tokens=rollout.max_turn,
+      max_observation_tokens=rollout.max_observation,
+      max_total_tokens=rollout.max_total,
+  )
+
+
+def make_agent(
+    config,
+    model: decoder.ModelConfig,
+    mesh: jax.sharding.Mesh | None = None,
+    prepared: Prepared | None = None,
+) -> Agent:
+  """Builds the agent of a policy of shape `model`, on the devices of `mesh`; None: on the first."""
+  prepared = prepared or prepare(config)
+  tokenizer = prepared.tokenizer
+  stop_table = chat.stop_automaton(tokenizer.token_bytes, prepared.env.stop_strings)
   sampler = make_sampler(config, model, stop_table, tokenizer.eos_ids, mesh)
   return Agent(
       config=config,
       tokenizer=tokenizer,
       model=model,
-      env=parts.bind(retriever),
-      retriever=retriever,
+      env=prepared.env,
+      retriever=prepared.retriever,
       sampler=sampler,
       greedy=sampler.greedy(config.eval.rows),
   )

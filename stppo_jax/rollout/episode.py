@@ -123,11 +123,16 @@ def episode_seeds(keys: jax.Array) -> list[int]:
   return (np.asarray(bits) >> 1).tolist()
 
 
+def longest_prompt(limits: Limits) -> int:
+  """Returns the tokens of the longest prompt that is played."""
+  return min(limits.max_prompt_tokens, limits.max_total_tokens - _least_turn(limits))
+
+
 def _begin(
     task, group, prompt: list[int], limits: Limits, core_metrics: Sequence[str]
 ) -> tuple[types.Episode, engine.Prompt]:
   """Returns an episode without turns. One whose prompt is too long is over."""
-  longest = min(limits.max_prompt_tokens, limits.max_total_tokens - _least_turn(limits))
+  longest = longest_prompt(limits)
   fits = 0 < len(prompt) <= longest
   counts = ('invalid', 'repeated', 'empty', 'cut')
   episode = types.Episode(

@@ -25,7 +25,6 @@ import numpy as np
 
 from stppo_jax.models import decoder
 from stppo_jax.models import lora
-from stppo_jax.models import shapes
 from stppo_jax.models import sharding
 from stppo_jax.rollout import sampling
 from stppo_jax.types import UserError
@@ -123,7 +122,7 @@ def is_copy(params: Any) -> bool:
 def _smallest_tensor(num_devices, model):
   if num_devices == 1:
     return 1
-  size = shapes.num_params(model) * jnp.dtype(model.dtype).itemsize
+  size = decoder.num_params(model) * jnp.dtype(model.dtype).itemsize
   common = math.gcd(num_devices, model.num_kv_heads, model.d_ff)
   allowed = [n for n in range(1, common + 1) if common % n == 0]
   return next((n for n in allowed if size <= n * COPY_BYTES), allowed[-1])

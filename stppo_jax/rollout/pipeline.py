@@ -71,6 +71,11 @@ class Batches:
     episodes, replays = self.until_answered(
         lambda: self.agent.play(params, tasks, keys, groups, give_up=self.give_up)
     )
+    if all(episode.counts.get('prompt_too_long') for episode in episodes):
+      raise types.RunError(
+          f'the prompts of all {len(episodes)} episodes of batch {number} are longer than '
+          'config.rollout.max_prompt, and nothing can be trained on: raise it and max_total'
+      )
     measured = {'timing_s/gen': time.perf_counter() - started, 'env/replays': replays}
     measured |= self.agent.report.metrics()
     return Sampled(number, staleness, episodes, measured)
@@ -257,13 +262,15 @@ def play_through(
     if left_s <= 0:
       raise types.RunError(
           f'retrieval failed in {share:.0%} of the episodes, and did so for {max_outage_s:g} s '
-          f'(config.retriever.max_outage_s): see to the retriever; the same command then resumes'
+          f'(config.retriever.max_outage_s){_whereabouts(retriever)}: see to the retriever; the '
+          'same command then resumes'
       )
     wait_s = min(wait_s, left_s)
     logging.warning(
-        'retrieval failed in %.0f%% of the episodes: none is trained on; the retriever is '
+        'retrieval failed in %.0f%% of the episodes%s: none is trained on; the retriever is '
         'queried again in %.0f s',
         100 * share,
+        _whereabouts(retriever),
         wait_s,
     )
     sleep(wait_s)
@@ -287,6 +294,12 @@ def failed_share(episodes: Sequence[types.Episode]) -> float:
   """Returns the share of episodes in which a search failed; overlong prompts do not count."""
   failed = [episode.failed and not episode.counts.get('prompt_too_long') for episode in episodes]
   return sum(failed) / max(len(failed), 1)
+
+
+def _whereabouts(retriever):
+  """Returns ' (URL: last failure)' of an HTTP retriever, else ''."""
+  address = getattr(retriever, 'address', '')
+  return f' ({address}: {retriever.last_failure})' if address else ''
 
 
 def answers(retriever: protocol.Retriever | None) -> bool:

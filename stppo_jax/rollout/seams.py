@@ -49,7 +49,7 @@ class Seams:
     if missing := sorted(set(data.datasets) - set(known)):
       raise UserError(
           f'config.data.datasets names {", ".join(missing)}: the split {split!r} has '
-          f'{", ".join(known)}, to be given as "(\'{known[0]}\',)"'
+          f'{", ".join(known)}, to be given as "(\'{known[0]}\',)"; "()" keeps all of them'
       )
     return [task for task in tasks if not data.datasets or task.dataset in data.datasets]
 
@@ -95,6 +95,12 @@ def _source(name):
       raise UserError(
           f'config.data.source={name!r} gave {"no task" if not tasks else repr(wrong)} for the '
           f'split {split!r}: return a list of at least one stppo_jax.types.Task'
+      )
+    blank = next((t for t in tasks if not all(answer.strip() for answer in t.answers)), None)
+    if blank is not None:
+      raise UserError(
+          f'config.data.source={name!r}: the task {blank.id!r} has an answer without a text, and '
+          'an empty answer would be right: leave it out'
       )
     ids = [task.id for task in tasks]
     if len(set(ids)) < len(ids):

@@ -17,6 +17,7 @@ import re
 import time
 from typing import Any
 
+from absl import logging
 import jax
 import numpy as np
 
@@ -61,6 +62,9 @@ def initialize(
           process_id=process_id,
           cluster_detection_method='deactivate',
       )
+  )
+  logging.info(
+      'waiting up to %d s for all processes %s', START_S, coordinator and f'at {coordinator}'
   )
   try:
     jax.distributed.initialize(

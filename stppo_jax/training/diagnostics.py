@@ -3,6 +3,8 @@
 Names are verl's where the quantity is the same, and `stppo/..` for what is ours.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -10,6 +12,8 @@ from stppo_jax import types
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import off_policy
 from stppo_jax.algorithms import segments
+from stppo_jax.models import moe
+from stppo_jax.training import packing
 from stppo_jax.training.state import Spec
 
 
@@ -143,6 +147,40 @@ def step_summary(
           loss > losses.value_loss(values, batch.old_values, batch.returns)
       )
   return metrics
+
+
+def routing(spec: Spec, layout: packing.Layout, chosen: moe.Routing | None) -> tuple[Any, Any]:
+  """Returns the experts to be replayed [b,T,L,A] and how many tokens each got; None without."""
+  if chosen is None:
+    return None, None
+  routes = None
+  if spec.routing_replay != 'none':
+    routes = jnp.moveaxis(chosen.chosen, 0, 2).astype(_routes_dtype(spec))
+    routes = layout.unpack_routes(routes)
+  return routes, moe.load(chosen, layout.live, spec.actor.num_experts)
+
+
+def no_routing(spec: Spec, shape: tuple[int, ...]) -> tuple[Any, Any]:
+  """Returns zeros that `routing` of rows of this shape is added to."""
+  model, load = spec.actor, None
+  if model.num_experts:
+    load = moe.no_load(model.num_layers, model.num_experts)
+  if spec.routing_replay == 'none':
+    return None, load
+  routes = jnp.zeros((*shape, model.num_layers, model.experts_per_token), _routes_dtype(spec))
+  return routes, load
+
+
+def routing_summary(spec: Spec, load: dict[str, jax.Array] | None) -> dict[str, jax.Array]:
+  """Returns how evenly the experts are used, from the `load` of each step; {} without experts."""
+  if load is None:
+    return {}
+  load = jax.tree.map(lambda x: x.sum(axis=0), load)
+  return moe.load_metrics(load, spec.actor.experts_per_token)
+
+
+def _routes_dtype(spec):
+  return jnp.uint8 if spec.actor.num_experts <= 256 else jnp.uint16
 
 
 def _variance(x, mask):

@@ -213,9 +213,15 @@ def model_heads(config: schema.Config, variant: variants.Variant) -> tuple[str, 
 
 def make_bins(config: schema.Config, learner: Learner, pad_id: int) -> packing.Bins:
   """Makes the Bins: how a batch is dealt out to optimizer steps."""
-  train = config.train
+  train, spec = config.train, learner.spec
   return packing.Bins(
-      train.mini_batch, train.epochs, train.micro_batch, learner.spec.lengths, pad_id, learner.rows
+      train.mini_batch,
+      train.epochs,
+      train.micro_batch,
+      spec.lengths,
+      pad_id,
+      learner.rows,
+      spec.shared_bins,
   )
 
 
@@ -265,6 +271,7 @@ def make_spec(
       num_logged_turns=config.env.max_turns + 1,
       actor_clip=config.actor.grad_clip,
       critic_clip=config.critic.grad_clip,
+      routing_replay=config.rollout.routing_replay if model.num_experts else 'none',
   )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import time
 
@@ -110,12 +111,20 @@ def _check_staleness(config, variant):
     )
 
 
-def setup(config: schema.Config) -> Run:
-  """Loads questions, models, tokenizer and retriever; lays the state out; compiles nothing."""
+def setup(config: schema.Config, trains: bool = True) -> Run:
+  """Loads questions, tokenizer, retriever and models; lays the state out; compiles nothing.
+
+  What a user may have got wrong comes before the weights.
+  """
   named = seams.resolve(config)
   questions = held_out(config, named)
+  to_train_on = named.load_tasks(config.data.train_split) if trains else []
+  prepared = agent_lib.prepare(config)
+  for tasks in (to_train_on, questions):
+    agent_lib.check_prompts(config, prepared, tasks)
+  task_files.warn_of_overlap(to_train_on, questions)
   learner, state = learner_lib.build(config)
-  agent = agent_lib.make_agent(config, learner.spec.actor, learner.mesh)
+  agent = agent_lib.make_agent(config, learner.spec.actor, learner.mesh, prepared)
   bins = learner_lib.make_bins(config, learner, agent.tokenizer.pad_id)
   return Run(config, agent, learner, state, bins, named, questions)
 
@@ -192,9 +201,9 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
     core_metrics, unfinished = run.agent.env.core_metrics, position.unfinished
     as_dict = dataclasses.asdict(config)
     journal = enter(journals.Journal(workdir, as_dict, first, core_metrics, unfinished is not None))
-    staleness = config.pipeline.staleness
+    traces, staleness = os.path.join(workdir, 'profile'), config.pipeline.staleness
     pipeline = enter(pipelines.Pipeline(batches.sample, staleness, position.ready, batches.copy))
-    before_update = enter(timing_lib.of_updates(os.path.join(workdir, 'profile'), profile, first))
+    before_update = enter(timing_lib.of_updates(traces, profile, first, updates))
     with contextlib.suppress(types.Stopped):
       if not first:
         scores = evaluate(journal, 0)
@@ -216,7 +225,7 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
             scores = evaluate(journal, n)
           metrics, unfinished, score = metrics | scores, None, journal.main_score(scores)
         alarms = journal.updated(n, metrics)
-        _check_finite(run, journal, n, n + position.passed_over, metrics['actor/skipped'], records)
+        _check_finite(run, journal, n, n + position.passed_over, metrics, records)
         with saves.kept_on_error(n, run.state):
           journal.warn(n, alarms, records)
         saves.after(n, run.state, pipeline, score)
@@ -280,8 +289,15 @@ def _evaluate(run, batches, stop_requested, journal, n):
   return scores | {'timing_s/testing': time.perf_counter() - started}
 
 
-def _check_finite(run, journal, n, number, skipped, records):
-  """Raises Stuck, and writes the episodes, when too many steps in a row were skipped."""
+def _check_finite(run, journal, n, number, metrics, records):
+  """Raises Stuck when parameters are not finite, or when too many steps in a row were skipped.
+
+  Of the latter it writes the episodes.
+  """
+  skipped = metrics['actor/skipped']
+  for name in ('stppo/step_norm', 'critic/step_norm'):
+    if not math.isfinite(metrics.get(name, 0.0)):
+      raise recovery.Stuck(f'update {n} left parameters that are not finite ({name})', number)
   if skipped >= run.config.train.max_nonfinite:
     path = journal.dump(n, records)
     raise recovery.Stuck(

@@ -39,6 +39,7 @@ class Bins:
   lengths: tuple[int, ...]  # tokens per bin, rising; the last holds every row
   pad_id: int
   sharding: jax.sharding.Sharding  # of the batch's rows
+  shared: bool = True  # whether a bin may hold several rows
 
   def padding(self, steps: Sequence['Step']) -> float:
     """The share of padding among the tokens that a model computes in these steps."""
@@ -71,7 +72,12 @@ class Layout:
   position: jax.Array  # [R,P] int32, within the row
   live: jax.Array  # [R,P] bool, false in padding
   slot: jax.Array  # [B,T] int32, among the R P of the bins
-  mine: jax.Array  # [B,T] bool, true for tokens of this micro-batch, but for the first of each row
+  here: jax.Array  # [B,T] bool, true for tokens of this micro-batch
+
+  @property
+  def mine(self) -> jax.Array:
+    """True [B,T] for tokens of this micro-batch, but for the first of each row."""
+    return self.here & (jnp.arange(self.here.shape[1]) > 0)
 
   @property
   def segments(self) -> jax.Array:
@@ -85,6 +91,16 @@ class Layout:
   def unpack(self, y: jax.Array) -> jax.Array:
     """Moves y [R,P] to the rows [B,T]; 0 for first tokens and those of other micro-batches."""
     return jnp.where(self.mine, y.reshape(-1)[self.slot], 0)
+
+  def pack_routes(self, routes: jax.Array) -> jax.Array:
+    """Moves the experts [B,T,L,A] of tokens to the bins [R,P,L,A]; arbitrary in padding."""
+    return routes[self.row, self.position]
+
+  def unpack_routes(self, routes: jax.Array) -> jax.Array:
+    """Moves [R,P,L,A] to [B,T,L,A], first tokens too; 0 for those of other micro-batches."""
+    return jnp.where(
+        self.here[..., None, None], routes.reshape(-1, *routes.shape[2:])[self.slot], 0
+    )
 
 
 def by_length(episodes: Sequence[types.Episode]) -> list[types.Episode]:
@@ -101,7 +117,9 @@ def to_device(
       episodes, bins.lengths[-1:], pad_id=bins.pad_id, sharding=bins.sharding
   )
   deals = minibatches(key, len(episodes), bins.mini_batch, bins.epochs)
-  return batch, [Step(rows, pack(lengths[rows], bins.micro_batch, bins.lengths)) for rows in deals]
+  return batch, [
+      Step(rows, pack(lengths[rows], bins.micro_batch, bins.lengths, bins.shared)) for rows in deals
+  ]
 
 
 def minibatches(
@@ -124,12 +142,15 @@ def num_tokens(steps: Sequence[Step]) -> int:
   return sum(int(np.sum(step.packing.length)) for step in steps)
 
 
-def pack(lengths: np.ndarray, num_bins: int, capacities: Sequence[int]) -> Packing:
+def pack(
+    lengths: np.ndarray, num_bins: int, capacities: Sequence[int], shared: bool = True
+) -> Packing:
   """Packs rows of the given lengths [B] into micro-batches of `num_bins` bins; NumPy, on the host.
 
   Each micro-batch in turn takes, first fit, the longest rows that are left. Of the rising
   `capacities` that hold the longest one, its bins have the one that leaves the least padding. B /
   num_bins micro-batches, rounded up, are always enough: each but the last holds a row in every bin.
+  Bins that are not `shared` hold one row each, from their first column on.
   """
   lengths = np.asarray(lengths, np.int32)
   chex.assert_rank(lengths, 1)
@@ -137,7 +158,8 @@ def pack(lengths: np.ndarray, num_bins: int, capacities: Sequence[int]) -> Packi
   left = [row for row in np.argsort(-lengths, kind='stable') if lengths[row]]
   first = 0
   while left:
-    tries = [_first_fit(lengths, left, num_bins, c) for c in capacities if c >= lengths[left[0]]]
+    fitting = [capacity for capacity in capacities if capacity >= lengths[left[0]]]
+    tries = [_first_fit(lengths, left, num_bins, capacity, shared) for capacity in fitting]
     placed = max(
         tries, key=lambda placed: round(placed.fill, 2)
     )  # the first, so smallest, of equals
@@ -224,14 +246,14 @@ def layout(packing: Packing, j: jax.Array, num_bins: int, capacity: int, num_tok
   position = slots - start[row]
   live = (before > 0) & (position < packing.length[row])
   columns = jnp.arange(num_tokens)
-  mine = here[:, None] & (columns > 0) & (columns < packing.length[:, None])
+  owned = here[:, None] & (columns < packing.length[:, None])
   in_bins = lambda x: x.reshape(num_bins, capacity)
   return Layout(
       row=in_bins(row),
       position=in_bins(jnp.where(live, position, 0)),
       live=in_bins(live),
-      slot=jnp.where(mine, start[:, None] + columns, 0),
-      mine=mine,
+      slot=jnp.where(owned, start[:, None] + columns, 0),
+      here=owned,
   )
 
 
@@ -240,11 +262,11 @@ class _Placed(typing.NamedTuple):
   fill: float  # share of the bins
 
 
-def _first_fit(lengths, rows, num_bins, capacity):
+def _first_fit(lengths, rows, num_bins, capacity, shared):
   """Places as many of `rows`, in this order, as fit, each into the first bin that has room."""
   filled, where = np.zeros(num_bins, np.int32), {}
   for row in rows:
-    fits = filled + lengths[row] <= capacity
+    fits = (filled + lengths[row] <= capacity) & (shared | (filled == 0))
     if fits.any():
       chosen = int(fits.argmax())
       where[row] = chosen, int(filled[chosen])

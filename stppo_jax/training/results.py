@@ -14,24 +14,32 @@ from stppo_jax.models import convert
 from stppo_jax.models import lora
 from stppo_jax.monitoring import workdir as workdirs
 from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import pipeline
 from stppo_jax.runtime import hosts
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import loop
 from stppo_jax.training import recovery
+from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
 
 def evaluate(config: schema.Config, workdir: str) -> dict[str, float]:
   """Returns greedy scores of the checkpoint that config.eval.checkpoint names.
 
-  Without one, returns those of the untrained model.
+  Those of the untrained model are given only for config.train.updates=0, so that a mistyped folder
+  is an error. A config that the checkpoint does not fit is refused; other differences are told.
   """
   validation.validate(config)
   hosts.require_same('config', dataclasses.asdict(config))
-  run = loop.setup(config)
+  if config.train.updates:
+    hosts.by_writer(_check_trained, config, workdir)
+  run = loop.setup(config, trains=False)
   hosts.require_same('questions', [task.id for task in run.held_out])
-  run.state, updates = recovery.saved(workdir, run.state, config.eval.checkpoint)
-  if updates is not None:
+  updates = None
+  if config.train.updates:
+    run.state, updates = recovery.saved(workdir, run.state, config.eval.checkpoint)
+    if updates is None:
+      raise UserError(_no_checkpoint(workdir))
     logging.info('evaluating %s after %d updates', workdir, updates)
     digests = plugins.digests(plugins.named(config))
     for field in hosts.by_writer(workdirs.changed_plugins, workdir, digests):
@@ -40,8 +48,44 @@ def evaluate(config: schema.Config, workdir: str) -> dict[str, float]:
           field,
           workdir,
       )
-  scores, _ = evaluation.evaluate(run.agent, run.policy, run.held_out, seed=config.seed)
+  scores, episodes = evaluation.evaluate(run.agent, run.policy, run.held_out, seed=config.seed)
+  if (share := pipeline.failed_share(episodes)) > config.retriever.max_failed_share:
+    raise RunError(
+        f'retrieval failed in {share:.0%} of the held-out episodes: see to the retriever, and give '
+        'the same command again'
+    )
   return scores
+
+
+# What a checkpoint's arrays depend on.
+_SHAPES = (
+    'model.folder model.critic model.critic_folder model.param_dtype model.lora_rank '
+    'model.lora_alpha model.lora_targets algorithm.variant algorithm.advantage'
+).split()
+# What the scores of a checkpoint depend on besides; others concern training alone.
+_SCORED_BY = ('env', 'retriever', 'rollout', 'model', 'data')
+
+
+def _check_trained(config, workdir):
+  """Raises a UserError unless `workdir` holds a checkpoint that fits; warns of other settings."""
+  if not os.path.isdir(os.path.join(workdir, 'checkpoints')):
+    raise UserError(_no_checkpoint(workdir))
+  differences = workdirs.differences(workdir, dataclasses.asdict(config))
+  if wrong := [text for name, text in differences.items() if name in _SHAPES]:
+    raise UserError(
+        f'--workdir={workdir!r} was trained with another config, whose checkpoint does not fit: '
+        f'{", ".join(wrong)}. Give the --config that it was trained by'
+    )
+  others = [text for name, text in differences.items() if name.split('.')[0] in _SCORED_BY]
+  if others:
+    logging.warning('the scores are by other settings than the run: %s', ', '.join(others))
+
+
+def _no_checkpoint(workdir):
+  return (
+      f'--workdir={workdir!r} has no checkpoint to evaluate: give the folder of a run, or '
+      '--config.train.updates=0 for the scores of the untrained model'
+  )
 
 
 def export(config: schema.Config, workdir: str) -> str:

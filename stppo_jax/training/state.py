@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from stppo_jax.algorithms import variants
+from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import lora
 from stppo_jax.models import sharding
@@ -78,6 +79,12 @@ class Spec:
   num_logged_turns: int  # turns with metrics of their own
   actor_clip: float = math.inf  # bound of the global norm of the actor's gradient
   critic_clip: float = math.inf  # and of the separate critic's
+  routing_replay: str = 'none'  # whose experts the policy reuses: config.rollout.routing_replay
+
+  @property
+  def shared_bins(self) -> bool:
+    """Whether a bin may hold several rows: see packing.py."""
+    return attention.takes_segments(self.actor.attention)
 
   @property
   def shared_trunk(self) -> bool:

@@ -103,42 +103,38 @@ def annotate(
     tokens = batch.tokens[step.rows]
 
     def per_token(layout):
-      logp, _, values = _policy(spec, actor, tokens, layout)
+      (logp, _, values), routing = _policy(spec, actor, tokens, layout)
       if spec.critic is not None:
         values = _critic(spec, critic, tokens, layout)
-      ref_logp = logp if variant.kl_in == 'none' else _policy(spec, reference, tokens, layout)[0]
-      return jax.tree.map(layout.unpack, (logp, ref_logp, values))
+      if variant.kl_in == 'none':
+        ref_logp = logp
+      else:
+        ref_logp = _policy(spec, reference, tokens, layout)[0][0]
+      found = jax.tree.map(layout.unpack, (logp, ref_logp, values))
+      return found, *diagnostics.routing(spec, layout, routing)
 
     zeros = jnp.zeros(tokens.shape)
-    total = (zeros, zeros, zeros)
+    total = (zeros, zeros, zeros), *diagnostics.no_routing(spec, tokens.shape)
     return packing_lib.sum_over(
         per_token, step.packing, spec.micro_batch, spec.lengths, tokens.shape[1], total
     )
 
   def in_order(x):
-    rows = steps.rows.reshape(-1)
-    return jnp.zeros(batch.tokens.shape).at[rows].set(x.reshape(-1, x.shape[-1]))
+    rows, of_row = steps.rows.reshape(-1), x.shape[2:]
+    return jnp.zeros((len(batch.tokens), *of_row), x.dtype).at[rows].set(x.reshape(-1, *of_row))
 
-  found = jax.lax.map(one_step, steps)
+  found, routes, load = jax.lax.map(one_step, steps)
   logp, ref_logp, values = jax.tree.map(in_order, found)
   mask = batch.action_mask.astype(jnp.float32)
   assert batch.behaviour_logp is not None
-  metrics = diagnostics.sampler_gap(
-      logp,
-      batch.behaviour_logp,
-      mask,
-      batch.turn_ids,
-      variant.rollout_is,
-      variant.rollout_is_threshold,
-      variant.rollout_is_low,
-  )
+  gap = (logp, batch.behaviour_logp, mask, batch.turn_ids)
+  bounds = (variant.rollout_is_threshold, variant.rollout_is_low)
+  metrics = diagnostics.sampler_gap(*gap, variant.rollout_is, *bounds)
+  metrics |= diagnostics.routing_summary(spec, load)
   old_logp = batch.behaviour_logp if variant.old_logp == 'sampler' else logp
-  return (
-      dataclasses.replace(
-          batch, old_logp=old_logp * mask, ref_logp=ref_logp * mask, old_values=values * mask
-      ),
-      metrics,
-  )
+  batch = dataclasses.replace(batch, old_logp=old_logp * mask, ref_logp=ref_logp * mask)
+  routes = jax.tree.map(in_order, routes)
+  return dataclasses.replace(batch, old_values=values * mask, routes=routes), metrics
 
 
 def with_advantages(
@@ -220,7 +216,9 @@ class _Work:
   def policy(self, layout):
     """Returns (log-probs, entropies, values), and the function that pulls their cotangents back."""
     return jax.vjp(
-        lambda actor: _policy(self.spec, self.frozen.policy(actor), self.batch.tokens, layout),
+        lambda actor: _policy(
+            self.spec, self.frozen.policy(actor), self.batch.tokens, layout, self.batch.routes
+        )[0],
         self.state.actor,
     )
 
@@ -405,34 +403,39 @@ def _apply(work, grads, gradient, by_step, decisive):
   if spec.critic is not None:
     clip = optax.clip_by_global_norm(spec.critic_clip)
     value_gradient = clip.update(grads['value'], optax.EmptyState())[0]
-    critic, critic_opt, _ = train_state.optimize(
+    critic, critic_opt, critic_norm = train_state.optimize(
         spec.critic_optimizer, value_gradient, state.critic, state.critic_opt, finite
     )
     after = dataclasses.replace(after, critic=critic, critic_opt=critic_opt)
+    applied['critic/step_norm'] = critic_norm
   return after, applied
 
 
-def _policy(spec, params, tokens, layout):
-  """Runs the policy on tokens [b,T] in their bins: log-probs, entropies and values, each [R,P].
+def _policy(spec, params, tokens, layout, routes=None):
+  """Runs the policy on tokens [b,T] in their bins: (log-probs, entropies, values), each [R,P], and
+  its Routing.
 
-  Values come from a shared trunk's value head, and are 0 without one.
+  Values come from a shared trunk's value head, and are 0 without one. `routes` [b,T,L,A] replays
+  the experts of an earlier pass.
   """
-  tokens, x = _trunk(spec.actor, params, tokens, layout)
+  tokens, x, routing = _trunk(spec, spec.actor, params, tokens, layout, routes)
   logp, entropy = decoder.token_logp(
       params, spec.actor, x, tokens, spec.temperature, spec.logp_chunk
   )
   has_values = 'value_head' in params  # a shared trunk's policy has one, its reference may not
   values = decoder.state_values(params, x) if has_values else jnp.zeros_like(logp)
-  return logp, entropy, values
+  return (logp, entropy, values), routing
 
 
 def _critic(spec, params, tokens, layout):
   """Runs the critic on tokens [b,T] in their bins: values [R,P] of the states before each token."""
-  return decoder.state_values(params, _trunk(spec.critic, params, tokens, layout)[1])
+  return decoder.state_values(params, _trunk(spec, spec.critic, params, tokens, layout)[1])
 
 
-def _trunk(model, params, tokens, layout):
-  """Runs the trunk on tokens [b,T]: the tokens in their bins [R,P] and its output [R,P,D]."""
+def _trunk(spec, model, params, tokens, layout, routes=None):
+  """Runs the trunk on tokens [b,T]: tokens in their bins [R,P], output [R,P,D], and Routing."""
   tokens = layout.pack(tokens)
-  x, _ = decoder.hidden(params, model, tokens, None, segments=layout.segments)
-  return tokens, x
+  routes = None if routes is None else layout.pack_routes(routes)
+  segments = layout.segments if spec.shared_bins else None
+  x, routing = decoder.trunk(params, model, tokens, segments=segments, routes=routes)
+  return tokens, x, routing

@@ -33,6 +33,12 @@ LLAMA3_ROPE = {
     'high_freq_factor': 4.0,
     'original_max_position_embeddings': 32,
 }
+EXPERTS = {
+    'moe_intermediate_size': 12,
+    'num_experts': 4,
+    'num_experts_per_tok': 2,
+    'norm_topk_prob': False,
+}
 # name -> (transformers' prefix, what differs from SIZES).
 MODELS = {
     'qwen2': ('Qwen2', {'tie_word_embeddings': False}),
@@ -41,6 +47,8 @@ MODELS = {
     'qwen3_tied': ('Qwen3', {'tie_word_embeddings': True, 'num_key_value_heads': 1}),
     'llama': ('Llama', {'tie_word_embeddings': False, 'rope_parameters': LLAMA3_ROPE}),
     'llama_tied': ('Llama', {'tie_word_embeddings': True, 'num_key_value_heads': 4}),
+    'qwen3moe': ('Qwen3Moe', {**EXPERTS, 'tie_word_embeddings': False, 'num_experts': 5}),
+    'qwen3moe_tied': ('Qwen3Moe', {**EXPERTS, 'tie_word_embeddings': True, 'norm_topk_prob': True}),
 }
 
 

@@ -1,0 +1,162 @@
+"""Mixture of experts: a router sends each token through the best few of E feed-forward networks.
+
+Router logits in, a weighted sum of experts out. Tokens are sorted by expert, so that each expert
+multiplies the rows that chose it and no others (`jax.lax.ragged_dot`); no token is ever dropped.
+That holds on a TPU. On a GPU it needs JAX_RAGGED_DOT_USE_GPU_PALLAS_TRITON_LOWERING=1 in JAX 0.10:
+otherwise, as on a CPU, all experts multiply all rows, masked.
+
+Einsum letters are those of `types.py`: E experts, A of them active per token.
+"""
+
+import functools
+from typing import Any
+
+import chex
+import flax
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from stppo_jax.models import sharding
+
+KERNELS = ('gate', 'up', 'down')  # of the experts, in this order
+
+
+@flax.struct.dataclass
+class Routing:
+  """What the router decided: of one layer, or of all with a leading L axis."""
+
+  chosen: jax.Array  # [B,T,A] int32, the experts of each token, the likeliest first
+  entropy: jax.Array  # [B,T] nats, of the distribution over all experts
+
+
+def route(
+    logits: jax.Array, active: int, renormalise: bool, chosen: jax.Array | None = None
+) -> tuple[jax.Array, Routing]:
+  """Returns (weights [B,T,A] float32, Routing) for router logits [B,T,E].
+
+  A weight is the softmax over all E experts, at the chosen ones. With `renormalise` the weights of
+  a token sum to 1. `chosen` [B,T,A] replays an earlier choice (routing replay, Zheng et al.,
+  arXiv 2507.18071, section 5.3): the experts are those, and their weights, with their gradient,
+  are those of the logits given here.
+  """
+  chex.assert_rank(logits, 3)
+  log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+  probs = jnp.exp(log_probs)
+  if chosen is None:
+    chosen = jax.lax.top_k(probs, active)[1]
+  chosen = chosen.astype(jnp.int32)
+  chex.assert_shape(chosen, (*logits.shape[:2], active))
+  # A sum over E with one term: its derivative needs no scatter.
+  here = jnp.arange(logits.shape[-1]) == chosen[..., None]
+  weights = jnp.sum(jnp.where(here, probs[..., None, :], 0), axis=-1)
+  if renormalise:
+    weights /= jnp.sum(weights, axis=-1, keepdims=True)
+  return weights, Routing(chosen, -jnp.sum(probs * log_probs, axis=-1))
+
+
+def experts(
+    x: jax.Array,
+    weights: jax.Array,
+    chosen: jax.Array,
+    kernels: tuple[jax.Array, jax.Array, jax.Array],
+    row_sharding: NamedSharding | None = None,
+) -> jax.Array:
+  """Returns the sum over the chosen experts of weight times down(silu(gate(x)) * up(x)).
+
+  x [B,T,D], weights and chosen [B,T,A], kernels (gate and up [E,D,F], down [E,F,D]) -> [B,T,D].
+
+  Choice: on several devices each sorts the tokens of its own rows. A sort over all of them would
+  move every token. The kernels are gathered over fsdp for that, as those of dense layers are, and
+  each part of `tensor` computes its part of F.
+  """
+  if row_sharding is None:
+    return _experts(x, weights, chosen, kernels)
+  mesh: Any = row_sharding.mesh
+  rows = P(row_sharding.spec[0])
+  places = tuple(
+      sharding.layer_spec(f'moe/{name}', kernel.shape, mesh)
+      for name, kernel in zip(KERNELS, kernels)
+  )
+
+  def on_each_device(x, weights, chosen, kernels):
+    whole = [
+        k if place[0] is None else jax.lax.all_gather(k, place[0], axis=0, tiled=True)
+        for k, place in zip(kernels, places)
+    ]
+    y = _experts(x, weights, chosen, whole)
+    return y if places[2][1] is None else jax.lax.psum(y, places[2][1])
+
+  return jax.shard_map(
+      on_each_device, mesh=mesh, in_specs=(rows, rows, rows, places), out_specs=rows
+  )(x, weights, chosen, kernels)
+
+
+def load(routing: Routing, live: jax.Array, num_experts: int) -> dict[str, jax.Array]:
+  """Returns sums over the live tokens [B,T] of a Routing of all layers; they add over batches.
+
+  'tokens' [L,E] counts the tokens of each expert, 'entropy' [L] sums the router's entropies.
+  """
+  here = jnp.arange(num_experts) == routing.chosen[..., None]  # [L,B,T,A,E]
+  return {
+      'tokens': jnp.sum(here & live[..., None, None], axis=(1, 2, 3), dtype=jnp.float32),
+      'entropy': jnp.sum(routing.entropy * live, axis=(1, 2)),
+  }
+
+
+def no_load(num_layers: int, num_experts: int) -> dict[str, jax.Array]:
+  """Returns the zeros that `load` is added to."""
+  return {'tokens': jnp.zeros((num_layers, num_experts)), 'entropy': jnp.zeros(num_layers)}
+
+
+def load_metrics(sums: dict[str, jax.Array], active: int) -> dict[str, jax.Array]:
+  """Returns metrics of how evenly the experts are used, from the sums of `load`.
+
+  An expert's load is its share of the tokens times E / A: 1 where all experts are used evenly, at
+  most E / A. The largest, the smallest and the spread are over all experts of all layers.
+  """
+  tokens = sums['tokens']
+  live = jnp.maximum(tokens.sum(axis=1, keepdims=True) / active, 1)  # [L,1]
+  relative = tokens / live * (tokens.shape[1] / active)
+  return {
+      'moe/load_max': relative.max(),
+      'moe/load_min': relative.min(),
+      'moe/load_std': jnp.sqrt(jnp.mean(jnp.square(relative - 1))),
+      'moe/unused_experts': jnp.mean(tokens == 0),
+      'moe/router_entropy': jnp.mean(sums['entropy'] / live[:, 0]),
+  }
+
+
+def _experts(x, weights, chosen, kernels):
+  """Computes `experts` of the tokens of one device."""
+  gate, up, down = kernels
+  active, width = chosen.shape[-1], x.shape[-1]
+  expert = chosen.reshape(-1)  # of each of the A copies of each token
+  order = jnp.argsort(expert)
+  place = jnp.argsort(order)
+  sizes = jnp.sum(expert[:, None] == jnp.arange(len(gate)), axis=0, dtype=jnp.int32)
+  product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
+  copies = jnp.repeat(x.reshape(-1, 1, width), active, axis=1).reshape(-1, width)
+  rows = _permute(copies, order, place)
+  hidden = jax.nn.silu(product(rows, gate)) * product(rows, up)
+  y = _permute(product(hidden, down), place, order).reshape(*chosen.shape, width)
+  return jnp.sum(y * weights[..., None], axis=-2).astype(x.dtype)
+
+
+@jax.custom_vjp
+def _permute(x, order, inverse):
+  """Returns x[order]; the derivative is the inverse permutation instead of a scatter."""
+  del inverse
+  return x[order]
+
+
+def _permute_forward(x, order, inverse):
+  return x[order], inverse
+
+
+def _permute_backward(inverse, d):
+  return d[inverse], None, None
+
+
+_permute.defvjp(_permute_forward, _permute_backward)
