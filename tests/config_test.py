@@ -257,6 +257,7 @@ class TablesTest(absltest.TestCase):
         'algorithm.old_logp': {'trainer', 'sampler'},
         'algorithm.rollout_is': set(off_policy.LEVELS),
         'eval.checkpoint': {'newest', 'best'},
+        'rollout.routing_replay': {'none', 'old_policy'},
         'train.on_save_error': {'continue', 'stop'},
         'train.on_nonfinite': {'stop', 'rollback'},
         **{
