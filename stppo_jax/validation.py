@@ -22,13 +22,19 @@ from stppo_jax.types import UserError
 def fields(config: Any, prefix: str = '') -> Iterator[tuple[str, Rules, Any]]:
   """Yields (dotted path, rules, value) of every setting."""
   for field in dataclasses.fields(config):
-    value, path = getattr(config, field.name), prefix + field.name
-    if not dataclasses.is_dataclass(field.type):
+    value, path, section = getattr(config, field.name), prefix + field.name, _section(field)
+    if section is None:
       yield path, field.metadata['rules'], value
-    elif isinstance(value, field.type):
+    elif isinstance(value, section):
       yield from fields(value, path + '.')
     else:
-      raise UserError(f'config.{path}={value!r}: must be a {field.type.__name__} of config.py')
+      raise UserError(f'config.{path}={value!r}: must be a {section.__name__} of config.py')
+
+
+def _section(field: dataclasses.Field) -> type | None:
+  """Returns the class of a field that is a section of settings."""
+  kind: Any = field.type
+  return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
 
 
 def kinds(section: Any = Config, prefix: str = '') -> dict[str, Any]:

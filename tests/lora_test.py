@@ -17,6 +17,7 @@ import pytest
 
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.models import layers
 from stppo_jax.models import lora
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
@@ -126,7 +127,7 @@ class AdapterTest(parameterized.TestCase):
           'lora_a': draw(2, *shape[:contracted], RANK),
           'lora_b': draw(3, RANK, *shape[contracted:]),
       }
-      project = decoder.Project(config, shape, contracted)
+      project = layers.Project(config, shape, contracted)
       beside = lambda a: project.apply({'params': {'kernel': kernel, **a}}, x)
       whole = lambda a: jnp.tensordot(
           x, kernel + 0.5 * jnp.tensordot(a['lora_a'], a['lora_b'], axes=1), axes=contracted

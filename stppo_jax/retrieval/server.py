@@ -290,7 +290,7 @@ class _Retrieve(_Handler):
     self._body += chunk  # the server limits it, with and without Content-Length
     self.service.receiving_bytes += len(chunk)
     if self.service.receiving_bytes > self.service.limits.max_receiving_bytes:
-      self.request.connection.stream.close()
+      self.request.connection.stream.close()  # type: ignore[union-attr]  # HTTP/1 has a stream
 
   async def post(self):
     self._received()

@@ -127,15 +127,9 @@ def annotate(
   logp, ref_logp, values = jax.tree.map(in_order, found)
   mask = batch.action_mask.astype(jnp.float32)
   assert batch.behaviour_logp is not None
-  metrics = diagnostics.sampler_gap(
-      logp,
-      batch.behaviour_logp,
-      mask,
-      batch.turn_ids,
-      variant.rollout_is,
-      variant.rollout_is_threshold,
-      variant.rollout_is_low,
-  )
+  gap = (logp, batch.behaviour_logp, mask, batch.turn_ids)
+  bounds = (variant.rollout_is_threshold, variant.rollout_is_low)
+  metrics = diagnostics.sampler_gap(*gap, variant.rollout_is, *bounds)
   metrics |= diagnostics.routing_summary(spec, load)
   old_logp = batch.behaviour_logp if variant.old_logp == 'sampler' else logp
   batch = dataclasses.replace(batch, old_logp=old_logp * mask, ref_logp=ref_logp * mask)
