@@ -614,6 +614,7 @@ class UpdateTest(parameterized.TestCase):
     np.testing.assert_allclose(metrics['actor/pg_clipfrac'], fraction, rtol=1e-5)
     self.assertLess(metrics['actor/pg_clipfrac'], before['actor/pg_clipfrac'])
 
+  @pytest.mark.slow
   def test_one_compilation_per_padded_length(self):
     spec = make_spec('ppo', lengths=(32,))
     mesh = one_device()
