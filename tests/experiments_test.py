@@ -61,7 +61,6 @@ CHANGES = {
         'data.eval_split',
         'retriever.kind',
         'train.updates',
-        'train.checkpoint_every',
     },
 }
 

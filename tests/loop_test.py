@@ -350,7 +350,7 @@ class LoopTest(parameterized.TestCase):
 
     with (
         mock.patch.object(pipelines, '_FIRST_WAIT_S', 0.01),
-        mock.patch.object(loop, '_evaluate', return_value={}),
+        mock.patch.object(loop, '_evaluate', return_value={'val-core/all/em': 0.0}),
     ):
       with self.subTest('short'), fails_from(2, 5):
         short = os.path.join(self.workdir, 'short')
