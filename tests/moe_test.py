@@ -275,12 +275,10 @@ class ReplayTest(absltest.TestCase):
     batch, _, _, seen = self.run_step('old_policy', moved)
     actor = first_actor(update_test.make_spec('ppo', actor=MODEL, critic=CRITIC), moved)
 
-    @jax.jit
-    def logp(routes):
+    def ratio(routes):
       x, _ = decoder.trunk(actor, MODEL, batch.tokens, routes=routes)
-      return decoder.token_logp(actor, MODEL, x, batch.tokens)[0]
-
-    ratio = lambda routes: np.exp(logp(routes) - batch.old_logp)[mask]
+      logp, _ = decoder.token_logp(actor, MODEL, x, batch.tokens)
+      return np.exp(logp - batch.old_logp)[mask]
 
     mask = np.asarray(batch.action_mask) > 0
     replayed = ratio(batch.routes)
@@ -291,7 +289,7 @@ class ReplayTest(absltest.TestCase):
     batch, metrics, _, _ = self.run_step('none')
     # Rows end with their last agent token: what is before it is routed, padding is not counted.
     actor = first_actor(update_test.make_spec('ppo', actor=MODEL, critic=CRITIC))
-    _, routing = jax.jit(decoder.trunk, static_argnums=1)(actor, MODEL, batch.tokens)
+    _, routing = decoder.trunk(actor, MODEL, batch.tokens)
     ends = ((np.asarray(batch.action_mask) > 0) * np.arange(1, 25)).max(axis=1)
     live = jnp.arange(24) < ends[:, None]
     expected = moe.load_metrics(moe.load(routing, live, 4), 2)
