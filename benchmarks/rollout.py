@@ -21,6 +21,7 @@ from absl import app
 from absl import flags
 import numpy as np
 
+from benchmarks import figures
 from benchmarks import side_by_side
 
 _FIGURES = flags.DEFINE_list(
@@ -69,7 +70,7 @@ def run(size, threads, quick, repeats):
       jobs |= {name: (peers[name], peer_method, *args) for name in names}
       found = side_by_side.measure(jobs, num_tokens, repeats)
       for name in names:
-        side_by_side.report('rollout', what, size, threads, found['ours'], name, found[name])
+        figures.report('rollout', what, size, threads, found['ours'], name, found[name])
 
     if 'sample' in _FIGURES.value:
       compare('sample', rows * num_new, peers, 'sample', 'sample', prompts, num_new)

@@ -15,6 +15,7 @@ from absl import app
 from absl import flags
 import numpy as np
 
+from benchmarks import figures
 from benchmarks import side_by_side
 
 TURNS, EPISODES = (1, 2, 4, 8), (32, 128, 512)
@@ -38,20 +39,18 @@ def run(size, threads, quick, repeats):
         job = ours, 'multi_turn', draw(episodes, PROMPT), draw(turns - 1, episodes, TURN), TURN
         found = side_by_side.measure({'ours': job}, episodes * turns * TURN, repeats)['ours']
         seconds = episodes * turns * TURN / found['tokens_per_s']
-        side_by_side.print_line(
+        figures.print_line(
             {
                 'benchmark': 'scaling',
                 'size': size,
                 'threads': threads,
                 'turns': turns,
                 'episodes': episodes,
-                'seconds': side_by_side.short(np.median(seconds)),
-                'spread': side_by_side.min_max(seconds),
-                'ms_per_episode_turn': side_by_side.short(
-                    1e3 * np.median(seconds) / episodes / turns
-                ),
-                'tokens_per_s': side_by_side.short(np.median(found['tokens_per_s'])),
-                'first_call_s': side_by_side.short(found['first_call_s']),
+                'seconds': figures.short(np.median(seconds)),
+                'spread': figures.min_max(seconds),
+                'ms_per_episode_turn': figures.short(1e3 * np.median(seconds) / episodes / turns),
+                'tokens_per_s': figures.short(np.median(found['tokens_per_s'])),
+                'first_call_s': figures.short(found['first_call_s']),
                 'peak_mb': round(found['peak_mb']),
                 'repeats': repeats,
             }

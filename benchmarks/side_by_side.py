@@ -8,7 +8,6 @@ of the machine affects both. This module and the benchmark scripts import no fra
 import contextlib
 import importlib
 import importlib.metadata
-import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -24,6 +23,7 @@ import traceback
 from absl import flags
 import numpy as np
 
+from benchmarks import figures
 from stppo_jax.runtime import huge_pages
 
 SIZES = flags.DEFINE_list('sizes', ['0.94M', '2.9M'], 'of 0.94M, 2.9M, 20M, 47M')
@@ -44,9 +44,6 @@ PROFILE = flags.DEFINE_bool('profile', False, 'print the ops that take our time 
 TUNIX_PYTHON = flags.DEFINE_string(
     'tunix_python', '', 'Python of the environment that has google-tunix; none: it is left out'
 )
-
-# A figure whose largest repeat is more than so many times its smallest is marked as unreliable.
-MAX_SPREAD = 1.5
 
 PACKAGES = ('jax', 'jaxlib', 'optax', 'torch', 'transformers', 'google-tunix', 'flax', 'numpy')
 
@@ -135,79 +132,6 @@ def measure(jobs, num_tokens, repeats, warmups=2):
   }
 
 
-def report(benchmark, what, size, threads, ours, peer_name=None, peer=None, baseline=None):
-  """Prints one figure: medians and [min, max] of the repeats and of adjacent repeats' ratios.
-
-  `ours`, `peer` and `baseline` (another figure of ours) are values of `measure`'s result.
-  """
-  line = {
-      'benchmark': benchmark,
-      'what': what,
-      'size': size,
-      'threads': threads,
-      'peer': peer_name,
-      'ours_tokens_per_s': short(np.median(ours['tokens_per_s'])),
-      'peer_tokens_per_s': None,
-      'ratio': None,
-      'spread': {'ours': min_max(ours['tokens_per_s'])},
-      'per_cpu_s': {'ours': short(np.median(ours['tokens_per_cpu_s']))},
-      'first_call_s': {'ours': short(ours['first_call_s'])},
-      'peak_mb': {'ours': round(ours['peak_mb'])},
-  }
-  if peer is not None:
-    ratios = ours['tokens_per_s'] / peer['tokens_per_s']
-    line['peer_tokens_per_s'] = short(np.median(peer['tokens_per_s']))
-    line['ratio'] = short(np.median(ours['tokens_per_s']) / np.median(peer['tokens_per_s']))
-    line['spread'] |= {'peer': min_max(peer['tokens_per_s']), 'ratio': min_max(ratios)}
-    line['per_cpu_s']['peer'] = short(np.median(peer['tokens_per_cpu_s']))
-    line['first_call_s']['peer'] = short(peer['first_call_s'])
-    line['peak_mb']['peer'] = round(peer['peak_mb'])
-  if baseline is not None:
-    ratios = baseline['tokens_per_s'] / ours['tokens_per_s']
-    line['time_over_baseline'] = short(np.median(ratios))
-    line['spread']['time_over_baseline'] = min_max(ratios)
-  print_line(
-      line | {'unreliable': unreliable(line['spread']), 'repeats': len(ours['tokens_per_s'])}
-  )
-
-
-def report_fastest(benchmark, what, size, threads, found, peer_name):
-  """`report` of both sides with the same micro-batches, and of each side's fastest.
-
-  found: {('ours' or 'peer', rows of a micro-batch): figures}.
-  """
-  sides = {
-      side: {rows: figures for (this, rows), figures in found.items() if this == side}
-      for side in ('ours', 'peer')
-  }
-  for rows, ours in sides['ours'].items():
-    report(
-        benchmark,
-        f'{what}, micro-batches of {rows}',
-        size,
-        threads,
-        ours,
-        peer_name,
-        sides['peer'][rows],
-    )
-  speed = lambda figures: np.median(figures['tokens_per_s'])
-  ours, peer = (max(side, key=lambda rows: speed(side[rows])) for side in sides.values())
-  report(
-      benchmark,
-      f'{what}, each at its fastest: micro-batches of {ours} and {peer}',
-      size,
-      threads,
-      sides['ours'][ours],
-      peer_name,
-      sides['peer'][peer],
-  )
-
-
-def unreliable(spread):
-  """Returns the names of what varied too much between repeats: another run may say otherwise."""
-  return [name for name, (least, most) in spread.items() if most > MAX_SPREAD * least]
-
-
 def micro_batches(rows):
   """Returns micro-batch sizes to try for a number of rows: two with --quick, one with --profile."""
   wanted = [rows, rows // 2] if QUICK.value else map(int, MICRO_BATCHES.value)
@@ -225,24 +149,19 @@ def print_machine():
       'load_1min': round(os.getloadavg()[0], 2),
       'date': time.strftime('%Y-%m-%d'),
   }
-  print_line(line)
+  figures.print_line(line)
 
 
 def print_setting(size, threads, model, workers):
   """Prints a line about what the following figures share; workers: {name: Worker}."""
   versions = {name: worker.versions for name, worker in workers.items()}
-  print_line({'size': size, 'threads': threads, 'model': model, 'versions': versions})
-
-
-def print_line(line):
-  """Prints one JSON line."""
-  print(json.dumps(line), flush=True)
+  figures.print_line({'size': size, 'threads': threads, 'model': model, 'versions': versions})
 
 
 def tunix_left_out(benchmark):
   """Whether no Python with tunix was given; prints a line if so."""
   if not TUNIX_PYTHON.value:
-    print_line(
+    figures.print_line(
         {'benchmark': benchmark, 'peer': 'tunix', 'left_out': 'no --tunix_python=PATH given'}
     )
   return not TUNIX_PYTHON.value
@@ -254,16 +173,6 @@ def peak_mb(usage=None):
   return usage.ru_maxrss / (
       2**20 if sys.platform == 'darwin' else 2**10
   )  # bytes on macOS, otherwise KiB
-
-
-def min_max(x):
-  """Returns [min, max]."""
-  return [short(np.min(x)), short(np.max(x))]
-
-
-def short(x):
-  """Rounds to four significant digits."""
-  return float(f'{x:.4g}')
 
 
 def print_ops(ops, top=30):

@@ -20,6 +20,7 @@ import time
 
 from absl import app
 
+from benchmarks import figures
 from benchmarks import side_by_side
 
 _ROOT = pathlib.Path(__file__).parent.parent
@@ -29,7 +30,7 @@ def main(unused_argv):
   side_by_side.print_machine()
   with tempfile.TemporaryDirectory() as folder:
     for name in ('cold', 'warm'):
-      side_by_side.print_line(
+      figures.print_line(
           {'benchmark': 'startup', 'cache': name} | run(os.path.join(folder, name), folder)
       )
 
@@ -62,7 +63,7 @@ def run(workdir, folder):
   with open(os.path.join(workdir, 'metrics.jsonl'), encoding='utf-8') as file:
     evaluated, first, second = map(json.loads, file)
   return {
-      name: side_by_side.short(x)
+      name: figures.short(x)
       for name, x in {
           'first_evaluation_at': evaluated['time'] - started,
           'first_update_at': first['time'] - started,

@@ -25,6 +25,7 @@ import tempfile
 from absl import app
 import numpy as np
 
+from benchmarks import figures
 from benchmarks import side_by_side
 
 LEARNING_RATE = 1e-5
@@ -76,7 +77,7 @@ def run(size, threads, quick, repeats):
         for side, workers in (('ours', ours), ('peer', peer))
     }
     found = side_by_side.measure(jobs, rows * (num_prompt + num_new), repeats)
-    side_by_side.report_fastest(
+    figures.report_fastest(
         'step', f'PPO step, {rows} x ({num_prompt} + {num_new})', size, threads, found, 'tunix'
     )
     for worker in [*ours.values(), *peer.values()]:

@@ -15,6 +15,7 @@ import tempfile
 from absl import app
 import numpy as np
 
+from benchmarks import figures
 from benchmarks import side_by_side
 
 # Rows, tokens per row.
@@ -62,10 +63,10 @@ def run(size, threads, quick, repeats):
       for side in ('ours', 'peer'):
         found[side, micro]['first_call_s'] = seconds[side]
     what = f'update, {rows} x {length}: '
-    side_by_side.report_fastest('update', what + 'ppo', size, threads, found, 'torch')
+    figures.report_fastest('update', what + 'ppo', size, threads, found, 'torch')
     for name in VARIANTS[1:]:
       for micro in sizes:
-        side_by_side.report(
+        figures.report(
             'update',
             f'{what}{name}, micro-batches of {micro}',
             size,
@@ -79,7 +80,7 @@ def run(size, threads, quick, repeats):
         for side, workers in (('ours', ours), ('peer', peer))
     }
     found = side_by_side.measure(jobs, rows * length, repeats)
-    side_by_side.report_fastest(
+    figures.report_fastest(
         'update', f'log-probs and values, {rows} x {length}', size, threads, found, 'torch'
     )
     for worker in [*ours.values(), *peer.values()]:

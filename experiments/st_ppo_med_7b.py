@@ -24,5 +24,4 @@ def get_config(mode=''):
   config.data = schema.Data(source='data/medical/qa.jsonl', corpus='data/medical/corpus.jsonl')
   config.retriever = schema.Retriever(kind='bm25', top_k=3)
   config.train.updates = 200
-  config.train.checkpoint_every = 10
   return config

@@ -2,7 +2,7 @@
 
   python run.py
 
-Seen: held-out exact match .43 -> .92 on dev (seed 0).
+Seen: held-out exact match .43 -> .90 to .92 on dev and .43 -> .91 to .94 on test (seeds 0 to 4).
 """
 
 from stppo_jax import config as schema

@@ -12,6 +12,7 @@ import json
 
 from absl import app
 from absl import flags
+import jax
 import numpy as np
 
 from experiments import st_ppo_tiny
@@ -27,11 +28,12 @@ def main(unused_argv):
   config = st_ppo_tiny.get_config()
   tasks = agent_lib.load_tasks(config, _SPLIT.value)
   model, params = agent_lib.load_policy(config)
+  params = jax.device_put(params)
   agent = agent_lib.make_agent(config, model)
   _show('random', tasks, _random(agent, tasks, agent_lib.load_tasks(config, 'train')))
-  config.env.max_turns = 0
-  _show('no_search', tasks, _played(agent, params, tasks))
-  config.env.max_turns = st_ppo_tiny.get_config().env.max_turns
+  closed_book = st_ppo_tiny.get_config()
+  closed_book.env.max_turns = 0
+  _show('no_search', tasks, _played(agent_lib.make_agent(closed_book, model), params, tasks))
   _show('warm_start', tasks, _played(agent, params, tasks))
   _show('template', tasks, _template(agent, tasks))
 

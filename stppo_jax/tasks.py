@@ -6,6 +6,7 @@ line and field.
 """
 
 from collections.abc import Sequence
+import dataclasses
 import json
 import os
 import pathlib
@@ -32,6 +33,8 @@ def load_tasks(source: str, split: str) -> list[types.Task]:
     is_parquet = path.suffix == '.parquet'
     for row in _parquet_rows(path) if is_parquet else _json_rows(path):
       task = _search_r1_task(row) if is_parquet else _task(row)
+      if is_parquet and (task.id, task.split) in seen:  # such rows have no id of their own
+        task = dataclasses.replace(task, id=f'{task.id}-{path.stem}-{row.number}')
       if (task.id, task.split) in seen:
         row.fail('id', f'is {_shown(task.id)} a second time; ids must be unique in a split')
       seen.add((task.id, task.split))

@@ -100,17 +100,18 @@ def _check_field(given: str, rules: Rules, value: Any, kind: Any = Any) -> None:
   if rules.allowed and value not in rules.allowed and not is_plugin:
     or_own = ', or module:attribute' if rules.plugin else ''
     raise UserError(f'{given}: allowed are {", ".join(map(str, rules.allowed))}{or_own}')
-  if rules.items and (not value or set(value) - set(rules.items)):
+  is_tuple = isinstance(value, tuple)
+  if rules.items and is_tuple and not (value and all(item in rules.items for item in value)):
     raise UserError(
         f'{given}: allowed are one or more of {", ".join(rules.items)}, as in '
         f'"({rules.items[0]!r}, {rules.items[-1]!r})"'
     )
-  items = value if isinstance(value, tuple) else (value,)
+  items = value if is_tuple else (value,)
   for number in items:
     if type(number) in (int, float):
       _check_bounds(given, rules, number)
   if not _is_of(value, kind):
-    not_this = '' if isinstance(value, tuple) else f', not {type(value).__name__}'
+    not_this = '' if is_tuple else f', not {type(value).__name__}'
     raise UserError(f'{given}: must be {_described(kind)}{not_this}')
   if rules.finite and not all(math.isfinite(x) for x in items if isinstance(x, float)):
     raise UserError(f'{given}: must be finite')

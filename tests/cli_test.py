@@ -35,7 +35,7 @@ RULES = {path: rules for path, rules, _ in validation.fields(schema.Config())}
 
 # Arguments ({tmp}: a folder), and the text of the one line. Each runs in a process of its own.
 PROCESSES = {
-    'unknown field': (['--config.train.updatez=3'], ['train.updatez', 'train.updates?']),
+    'unknown field': (['--config.train.updatez=3'], ['train.updatez', 'mean train.updates']),
     'field of a section that is not there': (['--config.lrr=3'], ['lrr']),
     'a whole section': (['--config.train=5'], ['config.train:', 'train.updates']),
     'wrong type': (

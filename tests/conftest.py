@@ -1,5 +1,7 @@
 """pytest imports this, and so tests/__init__.py, before it starts workers, which share a folder."""
 
+import jax
+
 # What takes longest starts first: a long file at the end would keep one worker alone.
 FIRST = (
     'loop_test',
@@ -24,3 +26,8 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
   order = {name: i for i, name in enumerate(FIRST)}
   items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+def pytest_runtest_teardown(item, nextitem):
+  if nextitem is None or nextitem.path != item.path:
+    jax.clear_caches()  # of compiled programs, which would take gigabytes

@@ -11,6 +11,7 @@ import threading
 import time
 from unittest import mock
 
+from absl import logging
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
@@ -96,6 +97,17 @@ class OneProcessTest(parameterized.TestCase):
   def test_impossible_flags(self, flags, words):
     with self.assertRaisesRegex(types.UserError, words):
       hosts.initialize(**flags)
+
+  def test_a_process_that_waits_for_the_others_says_so(self):
+    self.addCleanup(logging.set_verbosity, logging.get_verbosity())
+    logging.set_verbosity(logging.INFO)
+    self.enterContext(mock.patch.object(type(jax.config), 'update'))
+    alone = jax.errors.JaxRuntimeError('deadline')
+    self.enterContext(mock.patch.object(jax.distributed, 'initialize', side_effect=alone))
+    with self.assertLogs('absl', 'INFO') as logs:
+      with self.assertRaisesRegex(types.RunError, 'did not find each other'):
+        hosts.initialize('host0:1234', 2, 0)
+    self.assertIn('waiting up to 300 s for all processes at host0:1234', logs.output[0])
 
 
 class SplitStepsTest(parameterized.TestCase):

@@ -71,6 +71,7 @@ class LearningTest(parameterized.TestCase):
     scores = learn(variants.VARIANTS['st_ppo'], lora_rank=8)
     self.assertGreaterEqual(scores[-1], GOOD, np.round(scores, 2))
 
+  @pytest.mark.slow
   def test_a_policy_trained_on_negated_advantages_does_not_learn(self):
     breakage = lambda batch: batch.replace(advantages=-batch.advantages)
     scores = learn(variants.VARIANTS['st_ppo'], breakage=breakage, updates=16)

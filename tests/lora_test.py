@@ -308,14 +308,9 @@ class UpdateTest(parameterized.TestCase):
       )
     self.assertGreater(float(jnp.abs(values[0] - values[1]).max()), 0.1)
 
-  def test_eight_devices_equal_one(self):
-    self.check_mesh(2, 2, 2)
-
+  @parameterized.parameters(((1, 8, 1),), ((2, 2, 2),))
   @pytest.mark.slow
-  def test_eight_shards_of_the_weights_equal_one(self):
-    self.check_mesh(1, 8, 1)
-
-  def check_mesh(self, *shape):
+  def test_eight_devices_equal_one(self, shape):
     spec = make_spec(kl_in='loss', entropy_coef=0.01)
 
     def step(mesh):

@@ -249,7 +249,7 @@ class ReplayTest(absltest.TestCase):
 
   def run_step(self, replay, moved=0.0):
     """Returns (annotated batch, metrics, actor, what the step saw); the router moves in between."""
-    spec = update_test.make_spec(actor=MODEL, critic=CRITIC, routing_replay=replay)
+    spec = update_test.make_spec('ppo', actor=MODEL, critic=CRITIC, routing_replay=replay)
     mesh, rows = update_test.one_device(), update_test.ALL_ROWS
     functions = update_test.functions_of(spec, mesh)
     batch = update_test.make_batch()
@@ -273,7 +273,7 @@ class ReplayTest(absltest.TestCase):
   def test_a_changed_router_keeps_the_experts_of_the_old_policy(self):
     moved = jax.random.normal(jax.random.key(7), (2, 16, 4))
     batch, _, _, seen = self.run_step('old_policy', moved)
-    actor = first_actor(update_test.make_spec(actor=MODEL, critic=CRITIC), moved)
+    actor = first_actor(update_test.make_spec('ppo', actor=MODEL, critic=CRITIC), moved)
 
     def ratio(routes):
       x, _ = decoder.trunk(actor, MODEL, batch.tokens, routes=routes)
@@ -288,7 +288,7 @@ class ReplayTest(absltest.TestCase):
   def test_the_metrics_of_the_router(self):
     batch, metrics, _, _ = self.run_step('none')
     # Rows end with their last agent token: what is before it is routed, padding is not counted.
-    actor = first_actor(update_test.make_spec(actor=MODEL, critic=CRITIC))
+    actor = first_actor(update_test.make_spec('ppo', actor=MODEL, critic=CRITIC))
     _, routing = decoder.trunk(actor, MODEL, batch.tokens)
     ends = ((np.asarray(batch.action_mask) > 0) * np.arange(1, 25)).max(axis=1)
     live = jnp.arange(24) < ends[:, None]

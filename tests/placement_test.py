@@ -41,14 +41,10 @@ def kinds(tree):
 
 class UpdateTest(parameterized.TestCase):
 
-  def test_the_place_changes_no_bit_and_is_kept(self):
-    self.check_places(update_test.one_device())
-
+  @parameterized.parameters((None,), ((2, 2, 2),))
   @pytest.mark.slow
-  def test_the_place_changes_no_bit_on_eight_devices(self):
-    self.check_places(sharding.make_mesh(2, 2, 2))
-
-  def check_places(self, mesh):
+  def test_the_place_changes_no_bit_and_is_kept(self, shape):
+    mesh = sharding.make_mesh(*shape) if shape else update_test.one_device()
     optimizer, schedule = train_state.make_optimizer(1e-2, 0)
     spec = dataclasses.replace(
         update_test.make_spec('st_ppo', kl_in='loss', micro_batch=4),

@@ -122,6 +122,14 @@ class CountsTest(absltest.TestCase):
     q = jnp.ones((4, 1024, 4, 64))
     self.assertEqual(flops(attend), 2 * two)
 
+  def test_flops_of_experts_count_each_row_once(self):
+    """6 rows [4] and 3 experts [4,5]: 2 * 6 * 4 * 5, and as much for each gradient."""
+    x, w, sizes = jnp.ones((6, 4)), jnp.ones((3, 4, 5)), jnp.array([1, 2, 3])
+    product = lambda x, w: jax.lax.ragged_dot(x, w, sizes).sum()
+    flops = lambda f: hlo.matmul_flops(jax.make_jaxpr(f)(x, w))
+    self.assertEqual(flops(product), 2 * 6 * 4 * 5)
+    self.assertEqual(flops(jax.grad(product, argnums=(0, 1))), 3 * 2 * 6 * 4 * 5)
+
   def test_a_loop_of_unknown_count_uses_the_given_count(self):
     def function(n, x):  # x [4,4]
       return jax.lax.fori_loop(0, n, lambda _, y: y @ x, x)

@@ -1,6 +1,7 @@
 """The report of a run: right numbers, incomplete runs, and hostile text that stays text."""
 
 import base64
+import dataclasses
 import hashlib
 import json
 import math
@@ -9,11 +10,14 @@ import random
 import re
 import shutil
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from stppo_jax import config as schema
 from stppo_jax import types
+from stppo_jax.monitoring import journal as journals
 from stppo_jax.monitoring import metrics
 from stppo_jax.monitoring import report
 from stppo_jax.monitoring import report_charts
@@ -26,6 +30,27 @@ _HOSTILE = (
     '{{title}} {{page_json}}',
     '\u202eevil\ufeff\x00\x1b[31m\ud800',
 )
+
+
+class WhenTest(absltest.TestCase):
+  """A report is there after each evaluation and after a stop, not only at the end."""
+
+  def test_it_is_written_while_the_run_goes_on_and_when_it_stops(self):
+    workdir = self.enterContext(tempfile.TemporaryDirectory())
+    config = dataclasses.asdict(schema.Config(log=schema.Log(tensorboard=False)))
+    path = os.path.join(workdir, 'report.html')
+    with journals.Journal(workdir, config, 0, ('em',)) as journal:
+      journal.write(0, {'val-core/all/em': 0.25})
+      self.assertTrue(os.path.exists(path))
+      os.remove(path)
+      journal.write(1, {'critic/score/mean': 0.5})
+      self.assertFalse(os.path.exists(path))
+    journal.finished(1)
+    self.assertTrue(os.path.exists(path))
+    with mock.patch.object(report, 'build', side_effect=OSError('no space')):
+      with self.assertLogs('absl', 'WARNING') as logs:
+        journal.finished(1)
+    self.assertIn('no report (no space)', logs.output[0])
 
 
 class ReportTest(parameterized.TestCase):

@@ -1,7 +1,10 @@
 """The warm start: demonstrations are like episodes, and disguised names cannot be memorised."""
 
 import functools
+import json
+import pathlib
 import re
+import tempfile
 
 from absl.testing import absltest
 import jax
@@ -173,6 +176,17 @@ class DemonstrationsTest(absltest.TestCase):
       self.assertIn(answer, new_turns[-2][1])
     self.assertGreater(renamed, 4 * real)
 
+  def test_no_name_has_a_word_twice(self):
+    """Such as 'Braga Braga'; words of earlier names may recur."""
+    disguise, rng = parts()[2], np.random.default_rng(0)
+    earlier = {'Paris': 'Braga', 'Rome': 'Braga City'}
+    names = [disguise._new_name(earlier, rng) for _ in range(500)]
+    twice = [
+        name for name in names if len(set(words := re.findall('[A-Z]\\w*', name))) < len(words)
+    ]
+    self.assertEmpty(twice)
+    self.assertGreater(sum('Braga' in name for name in names), 10)
+
   def test_numbers_keep_their_length(self):
     _, _, disguise, _ = parts()
     rng = np.random.default_rng(0)
@@ -182,6 +196,18 @@ class DemonstrationsTest(absltest.TestCase):
 
 
 class StoredModelTest(absltest.TestCase):
+
+  def test_its_tokenizer_is_the_one_that_the_script_makes(self):
+    tasks, demonstrator, _, _ = parts()
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    passages = task_files.load_corpus('embedded')
+    sft_tiny.train_tokenizer(tasks, passages, demonstrator, folder)
+    for name in 'tokenizer.json', 'tokenizer_config.json':
+      made, stored = (
+          pathlib.Path(where, name).read_text(encoding='utf-8')
+          for where in (folder, agent_lib.EMBEDDED_MODEL)
+      )
+      self.assertEqual(json.loads(made), json.loads(stored))
 
   def test_words_of_names_are_one_token(self):
     tokenizer = parts()[3]

@@ -206,6 +206,15 @@ class ParquetTest(_FileTest):
     with self.assertRaisesRegex(types.UserError, 'holds questions.*data.corpus.*retriever.kind'):
       tasks.load_corpus(both)
 
+  def test_rows_without_an_index_get_ids_of_their_own(self):
+    paths = [
+        self.write_parquet(self.row(extra_info=None), self.row(extra_info=None), name=name)
+        for name in ('train.parquet', 'more.parquet')
+    ]
+    ids = [task.id for task in tasks.load_tasks(','.join(paths), 'train')]
+    self.assertLen(set(ids), 4)
+    self.assertEqual(ids[0], 'nq--0')
+
   @parameterized.parameters(
       'Who played in Question: Time?', 'Question: Time aired when?', 'Is "Question:" a word?'
   )

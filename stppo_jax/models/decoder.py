@@ -247,10 +247,12 @@ def in_compute_dtype(params: Params, config: ModelConfig) -> Params:
 
 
 def unstack_layers(params: Params, config: ModelConfig) -> Params:
-  """Returns the same parameters with `layers` as a tuple of L trees.
+  """Returns the same parameters with `layers` as a tuple of L trees, if they are not yet.
 
   Do this once before a decode loop: slicing the stack inside it would copy all weights per token.
   """
+  if isinstance(params['layers'], tuple):
+    return params
   take = lambda l: jax.tree.map(lambda w: w[l], params['layers'])
   return {**params, 'layers': tuple(take(l) for l in range(config.num_layers))}
 

@@ -97,6 +97,9 @@ def matmul_flops(jaxpr: Any, open_trips: int = 1) -> float:
       left = eqn.invars[0].aval.shape
       total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[i] for i in contracted)
       continue
+    if eqn.primitive.name == 'ragged_dot_general':
+      total += _ragged_flops(eqn)
+      continue
     inner = [matmul_flops(value, open_trips) for value in _jaxprs(eqn.params)]
     if eqn.primitive.name == 'cond':
       total += max(inner)
@@ -105,6 +108,15 @@ def matmul_flops(jaxpr: Any, open_trips: int = 1) -> float:
     else:
       total += sum(inner) * _times(eqn)
   return total
+
+
+def _ragged_flops(eqn):
+  """Counts each row once, with the matrix of its group, as on a TPU."""
+  numbers = eqn.params['ragged_dot_dimension_numbers']
+  (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+  used = {*contracted, *batch, *numbers.rhs_group_dimensions}
+  left, right = (eqn.invars[i].aval.shape for i in (0, 1))
+  return 2 * math.prod(left) * math.prod(n for i, n in enumerate(right) if i not in used)
 
 
 def _times(eqn):

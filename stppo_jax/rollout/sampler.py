@@ -368,9 +368,9 @@ def _decode(
     is_eos,
 ):
   """See `Sampler.decode`; `columns` is the number of tokens that the results have room for."""
-  chex.assert_shape([lengths, stop_state, budgets], (rows := context.logits.shape[0],))
-  if not layout.is_copy(params):
-    params = decoder.unstack_layers(decoder.in_compute_dtype(params, config), config)
+  rows = context.logits.shape[0]
+  chex.assert_shape([lengths, stop_state, budgets], (rows,))
+  params = decoder.unstack_layers(decoder.in_compute_dtype(params, config), config)
   keys = jax.random.wrap_key_data(keys)
   stopped = stop_table.shape[0] - 1
 

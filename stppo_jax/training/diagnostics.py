@@ -69,7 +69,7 @@ def _weights_summary(log_w, used, mask, level, threshold, low):
     over = mask / jnp.maximum(mask.sum(axis=1, keepdims=True), 1)  # each sequence counts once
   used_mean, used_square = mean(used, mask), mean(jnp.square(used), mask)
   yield 'mean', used_mean
-  yield 'std', jnp.sqrt(mean(jnp.square(used - used_mean), mask))  # no difference of squares
+  yield 'std', jnp.sqrt(mean(jnp.square(used - used_mean), mask))
   yield 'eff_sample_size', jnp.square(used_mean) / jnp.maximum(used_square, 1e-30)
   yield 'max', jnp.where(mask > 0, extremes, -jnp.inf).max()
   yield 'min', jnp.where(mask > 0, extremes, jnp.inf).min()

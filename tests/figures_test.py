@@ -7,32 +7,32 @@ import json
 from absl.testing import absltest
 import numpy as np
 
-from benchmarks import side_by_side
+from benchmarks import figures
 
 
-def figures(*tokens_per_s):
+def repeats(*tokens_per_s):
   speeds = np.array(tokens_per_s, float)
   return {'tokens_per_s': speeds, 'tokens_per_cpu_s': speeds, 'first_call_s': 1.0, 'peak_mb': 100.0}
 
 
 def reported(ours, peer):
   with contextlib.redirect_stdout(io.StringIO()) as out:
-    side_by_side.report('update', 'ppo', '2.9M', 2, ours, 'torch', peer)
+    figures.report('update', 'ppo', '2.9M', 2, ours, 'torch', peer)
   return json.loads(out.getvalue())
 
 
 class ReportTest(absltest.TestCase):
 
   def test_ratios_by_hand(self):
-    line = reported(figures(20, 30, 24), figures(10, 10, 12))
+    line = reported(repeats(20, 30, 24), repeats(10, 10, 12))
     self.assertEqual(line['ratio'], 2.4)  # of the medians
     self.assertEqual(line['spread']['ratio'], [2, 3])  # of adjacent repeats
     self.assertEqual(line['unreliable'], [])
 
   def test_what_varies_by_more_than_half_is_named(self):
-    line = reported(figures(20, 31, 24), figures(10, 10, 10))
+    line = reported(repeats(20, 31, 24), repeats(10, 10, 10))
     self.assertEqual(line['unreliable'], ['ours', 'ratio'])
-    line = reported(figures(20, 400, 24), figures(1, 20, 1.2))
+    line = reported(repeats(20, 400, 24), repeats(1, 20, 1.2))
     self.assertEqual(line['unreliable'], ['ours', 'peer'])
 
 
