@@ -168,6 +168,9 @@ def _start_jax(processes: dict[str, Any]) -> None:
   """Joins the other processes and sets the compilation cache."""
   import jax
 
+  if 'xla_force_host_platform_device_count' in os.environ.get('XLA_FLAGS', ''):
+    # With a thread per simulated device, XLA's default, programs in flight can wait for ever.
+    os.environ.setdefault('NPROC', '64')
   hosts.initialize(**processes)  # before loop is imported: bm25s runs JAX on import
   if not hosts.is_writer():
     logging.set_verbosity(logging.WARNING)

@@ -271,6 +271,15 @@ class PlanTest(parameterized.TestCase):
     with mock.patch.dict(os.environ, {'XLA_PYTHON_CLIENT_MEM_FRACTION': '.9'}):
       self.assertEqual(topologies.usable(chip).memory, 900)
 
+  def test_an_absent_gpu_is_planned_with_plain_attention(self):
+    """Tracing cuDNN's asks the GPU. Regression: the share of memory hid which chip it was."""
+    chip = topologies.usable(topologies.CHIPS['h100'])
+    with (
+        mock.patch.object(plan, '_programs', return_value=()),
+        mock.patch.object(topologies, 'devices_of', return_value=(jax.devices(), chip)),
+    ):
+      self.assertIn('without a GPU', plan.make(self.config, 'h100:1x1x8').attention)
+
   def test_activations_and_gradients_stay_in_their_shards(self):
     """Regression: without constraints each of 8 devices computed all rows and kept whole
     gradients."""

@@ -122,7 +122,7 @@ def make(config: schema.Config, topology: str = '') -> Plan:
   mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
   sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
   on_host = learner_lib.on_host(config, mesh)
-  absent_gpu = bool(topology) and chip is topologies.CHIPS['h100']
+  absent_gpu = bool(topology) and chip.name == topologies.CHIPS['h100'].name
   if absent_gpu:  # tracing cuDNN's attention queries the GPU
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention='plain'))
 
