@@ -65,7 +65,11 @@ class RecorderTest(absltest.TestCase):
 
   def test_a_disk_that_stands_still_holds_nobody_up(self):
     go_on, begun = threading.Event(), threading.Event()
-    self.addCleanup(go_on.set)
+
+    def let_go():  # and wait, because the folder is removed next
+      go_on.set()
+      recorder._queue.put(None)
+      recorder._thread.join(60)
 
     def stuck():
       begun.set()
@@ -73,6 +77,7 @@ class RecorderTest(absltest.TestCase):
       return []
 
     recorder = episodes.Recorder(self.workdir, behind=2, put_s=0.01)
+    self.addCleanup(let_go)
     recorder.put('train', 0, episodes.Records(stuck))
     self.assertTrue(begun.wait(60))
     for n in range(1, 50):
