@@ -15,4 +15,6 @@ def get_config(mode=''):
   config.name = config.name.replace('7b', 'qwen3_8b')
   if not mode:
     config.model.folder = 'models/Qwen3-8B'
+    # Twice the key heads of Qwen2.5-7B: a cache of all 512 episodes does not fit on v5e:8x8.
+    config.rollout.rows = 256
   return config

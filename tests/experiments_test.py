@@ -47,7 +47,12 @@ CHANGES = {
         'train.episodes',
         'train.mini_batch',
     },
-    'st_ppo_qwen3_8b': {'algorithm.variant', 'algorithm.aggregation', 'model.folder'},
+    'st_ppo_qwen3_8b': {
+        'algorithm.variant',
+        'algorithm.aggregation',
+        'model.folder',
+        'rollout.rows',
+    },
     'st_ppo_qwen3_30b_a3b': {
         'algorithm.variant',
         'algorithm.aggregation',
