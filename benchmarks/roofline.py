@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax.models import decoder
-from stppo_jax.models import shapes
 from stppo_jax.planning import roofline
 from stppo_jax.planning import topologies
 from stppo_jax.rollout import sampler as sampler_lib
@@ -60,7 +59,7 @@ def measure(rows: int) -> dict[str, float]:
     )
     return (time.perf_counter() - started) / STEPS
 
-  size = 4 * shapes.num_params(MODEL)
+  size = 4 * decoder.num_params(MODEL)
   width, count = 2048, size // (4 * 2048**2)
   matrices = tuple(jnp.full((width, width), 1e-3) for _ in range(count))
   vector = jnp.ones((1, width))
