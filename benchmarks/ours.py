@@ -206,7 +206,8 @@ class Learning:
   def batch(self):
     """Returns the batch of 'ppo' as NumPy arrays, for the peer."""
     batch = jax.device_get(self._batches['ppo'])
-    return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return {name: x for name, x in fields.items() if x is not None}
 
   def log_probs(self):
     """Returns log-probs and values, 0 outside the agent's tokens."""
