@@ -178,9 +178,7 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
 
 def _messages(value: Any, limits: Limits) -> tuple[dict[str, Any], ...]:
   if not isinstance(value, list) or not 0 < len(value) <= limits.max_messages:
-    raise ApiError(
-        400, f'messages must be a list of 1 to {limits.max_messages}', param='messages'
-    )
+    raise ApiError(400, f'messages must be a list of 1 to {limits.max_messages}', param='messages')
   return tuple(_message(message, f'messages[{i}]') for i, message in enumerate(value))
 
 
@@ -231,7 +229,7 @@ def _tools(get: _Fields, limits: Limits) -> tuple[dict[str, Any], ...]:
   if not isinstance(tools, list) or len(tools) > limits.max_tools:
     raise ApiError(400, f'tools must be a list of at most {limits.max_tools}', param='tools')
   for tool in tools:
-    function = tool.get('function') if isinstance(tool, dict) else None
+    function: Any = tool.get('function') if isinstance(tool, dict) else None
     named = isinstance(function, dict) and isinstance(function.get('name'), str)
     if not named or tool.get('type') != 'function':
       raise ApiError(

@@ -32,6 +32,15 @@ class Closed(Exception):
   """The session has ended; its client should end too."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """How a session samples, whatever its client asks for: as the trainer assumes."""
+
+  temperature: float = 1.0
+  top_p: float = 1.0
+  max_turn: int = 500  # tokens
+
+
 @dataclasses.dataclass
 class _Segment:
   """A row of training data, and the messages that it stands for."""
@@ -68,8 +77,9 @@ class Plan:
 class Session:
   """The recorded turns of one client. Safe to use from several threads."""
 
-  def __init__(self, template: template_lib.Template, key: jax.Array, max_total: int):
-    self._template, self._key, self._max_total = template, key, max_total
+  def __init__(self, template: template_lib.Template, key: jax.Array, sampling: Sampling):
+    self.sampling = sampling
+    self._template, self._key = template, key
     self._lock = threading.Lock()
     self._segments: list[_Segment] = []
     self._turns: list[types.Turn] = []  # of all segments, as they ended
@@ -117,7 +127,7 @@ class Session:
       else:
         num_messages, num_ids = best.ends[rank[0] - 1]
         new = self._template.encode_after(
-            best.turns[rank[0] - 1].tokens, messages[num_messages:], tools
+            best.turns[rank[0] - 1].tokens.tolist(), messages[num_messages:], tools
         )
         ids, num_new = best.ids[:num_ids] + new, len(new)
       return self._begin(ids, best, rank[1], num_new, forms, written)
@@ -164,18 +174,12 @@ class Session:
     with self._lock:
       return self._begin(plan.ids, plan.segment, False, plan.num_new, plan.forms, plan.tools)
 
-  def abandon(self, plan: Plan) -> None:
-    """Ends a request that gave no turn."""
+  def abandon(self, plan: Plan, too_long: bool = False) -> None:
+    """Ends a request that gave no turn; `too_long`: because its prompt does not fit."""
     with self._lock:
-      self.counts['cancelled'] += 1
+      self.counts['too_long' if too_long else 'cancelled'] += 1
       if plan.segment is not None:
         plan.segment.is_extended = False
-
-  def refuse(self, plan: Plan) -> None:
-    """Ends a request whose prompt is too long."""
-    self.abandon(plan)
-    with self._lock:
-      self.counts['too_long'] += 1
 
   def record(
       self,

@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 from stppo_jax import chat
+from stppo_jax.envs import tool_calls
 
 Message = dict[str, Any]
 _ANSWER = 'The-agent-says-this'
@@ -26,8 +27,8 @@ class Template:
   of an environment with `frame = 'inline'` is: the form that the embedded model was trained in.
   """
 
-  def __init__(self, tokenizer: chat.Tokenizer, max_tokens: int):
-    self.tokenizer = tokenizer
+  def __init__(self, tokenizer: chat.Tokenizer, max_tokens: int, tool_form: str = 'hermes'):
+    self.tokenizer, self._tool_form = tokenizer, tool_form
     self._max_tokens = max_tokens
     added = tokenizer.control_library.get_added_tokens_decoder()
     self._controls = [token.content for token in added.values() if token.content]
@@ -42,7 +43,7 @@ class Template:
     if self.tokenizer.render is not None:
       return self._encode_rendered(self._render(messages, tools))
     ids: list[int] = []
-    for after_turn, text in _runs(messages):
+    for after_turn, text in _runs([self._with_calls(message, tools) for message in messages]):
       ids += self._encode_inline(text) if after_turn else self.tokenizer.encode(text)
     return ids
 
@@ -62,6 +63,15 @@ class Template:
     ids = self._encode_rendered(after)
     has_end = len(turn) > 0 and ids and turn[-1] in self.tokenizer.eos_ids and turn[-1] == ids[0]
     return ids[1:] if has_end else ids
+
+  def _with_calls(self, message: Message, tools: Sequence[Any]) -> Message:
+    """Returns a message whose content has its calls, as the agent would have written them."""
+    if not message.get('tool_calls'):
+      return message
+    form = tool_calls.make_form(self._tool_form, tools)
+    calls = [call['function'] for call in message['tool_calls']]
+    written = [form.write(tool_calls.Call(call['name'], call['arguments'])) for call in calls]
+    return {'role': message['role'], 'content': ''.join([message['content'], *written])}
 
   def _encode_inline(self, text: str) -> list[int]:
     return chat.encode_observation(self.tokenizer, text, self._max_tokens) if text else []
