@@ -24,6 +24,7 @@ ORDER = (
     'rollout',
     'evaluation',
     'monitoring',
+    'serving',
     'training',
     'planning',
     'cli',
@@ -39,6 +40,7 @@ NOT_ALLOWED = {
     'runtime': 'config plugins algorithms models tasks chat retrieval',
     'rollout': 'algorithms',
     'monitoring': 'algorithms',
+    'serving': 'algorithms monitoring',
 }
 # Only these take the whole config; all others take the values that they need.
 READ_THE_CONFIG = {
@@ -49,6 +51,8 @@ READ_THE_CONFIG = {
     'rollout/agent.py',
     'rollout/seams.py',
     'evaluation.py',
+    'serving/gateway.py',
+    'serving/rollouts.py',
     'validation.py',
     'planning/plan.py',
     'planning/sampling.py',
@@ -120,6 +124,7 @@ class LayeringTest(absltest.TestCase):
         'log',
         'pipeline',
         'health',
+        'serve',
     }
     for path in PACKAGE.rglob('*.py'):
       name = path.relative_to(PACKAGE).as_posix()

@@ -145,7 +145,8 @@ class _Fields:
 def _logprobs(get: _Fields, is_chat: bool) -> bool:
   if is_chat:
     if get.number('top_logprobs', 0, 0, 20, whole=True):
-      raise ApiError(400, 'top_logprobs is not supported: ask for logprobs alone', 'top_logprobs')
+      message = 'top_logprobs is not supported: ask for logprobs alone'
+      raise ApiError(400, message, param='top_logprobs')
     return get.flag('logprobs')
   if get.number('logprobs', 0, 0, 5, whole=True) > 1:
     raise ApiError(400, 'logprobs must be 0 or 1: those of the chosen tokens', param='logprobs')

@@ -8,33 +8,22 @@ import os
 import time
 
 from absl import logging
+import jax
 
 from stppo_jax import chat
 from stppo_jax.models import decoder
+from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.serving import api
 from stppo_jax.serving import row_sampler
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import server as server_lib
 from stppo_jax.serving import service as service_lib
+from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
+_MOST_TOKENS = 4096  # by default
 STEPS = 8  # tokens of a row per decode call: what a stop string may waste, and a stream's beat
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-  """What of the config concerns the gateway."""
-
-  name: str = 'stppo'  # of the model
-  host: str = '127.0.0.1'
-  port: int = 0  # 0: any free one
-  rows: int = 32
-  max_total: int = 4096
-  max_waiting: int = 256
-  max_body_mb: int = 4
-  tool_form: str = 'hermes'
-  api_key: str = ''
 
 
 def make_sampler(
@@ -69,57 +58,65 @@ def make_sampler(
 
 @contextlib.contextmanager
 def running(
+    config,
     sampler: row_sampler.RowSampler,
     params: dict,
     tokenizer: chat.Tokenizer,
-    settings: Settings,
+    name: str,
+    port: int = 0,
     shares_prefixes: bool = True,
 ) -> Iterator[server_lib.Server]:
-  """Context manager of a server that accepts connections. UserError: the port is taken."""
+  """Context manager of a server that accepts connections; port 0 is any free one.
+
+  UserError: the port is taken.
+  """
+  settings = config.serve
+  api_key = settings.api_key or os.environ.get('STPPO_API_KEY', '')
   limits = api.Limits(max_body_bytes=settings.max_body_mb << 20)
   with contextlib.ExitStack() as resources:
-    scheduler = scheduler_lib.Scheduler(
-        sampler,
-        params,
-        tokenizer.token_bytes,
-        tokenizer.eos_ids,
-        settings.max_waiting,
-        shares_prefixes,
+    scheduler = resources.enter_context(
+        scheduler_lib.Scheduler(
+            sampler,
+            params,
+            tokenizer.token_bytes,
+            tokenizer.eos_ids,
+            settings.max_waiting,
+            shares_prefixes,
+        )
     )
-    resources.enter_context(scheduler)
-    service = service_lib.Service(
-        scheduler, tokenizer, settings.name, settings.tool_form, limits, settings.api_key
-    )
-    server = server_lib.Server(service, settings.host, settings.port)
+    service = service_lib.Service(scheduler, tokenizer, name, settings.tool_form, limits, api_key)
     try:
-      resources.enter_context(server)
+      server = resources.enter_context(server_lib.Server(service, settings.host, port))
     except OSError as error:
       raise UserError(
-          f'--port={settings.port} on {settings.host} cannot be used ({error}): give another one'
+          f'--port={port} at config.serve.host={settings.host!r} cannot be used ({error}): give '
+          'another one'
       ) from error
     yield server
 
 
 def serve(
+    config,
     model: decoder.ModelConfig,
     params: dict,
-    tokenizer: chat.Tokenizer,
-    settings: Settings,
+    said: str,  # which model it is
+    port: int,
     stop_requested: Callable[[], bool],
-    platform: str = 'cpu',
 ) -> None:
-  """Serves until it is asked to stop. The line with the address comes when it accepts requests."""
-  sampler = make_sampler(
-      model, tokenizer, settings.rows, settings.max_total, platform=platform
-  )
-  with running(sampler, params, tokenizer, settings) as server:
-    logging.info('%s at %s/v1', settings.name, server.url)
+  """Serves until it is asked to stop; logs the address when it accepts requests."""
+  tokenizer = chat.load_tokenizer(agent_lib.model_folder(config))
+  chat.check_matches(tokenizer, model.vocab_size)
+  max_total = config.serve.max_total or min(model.max_positions, _MOST_TOKENS)
+  if max_total > model.max_positions:
+    raise UserError(
+        f'config.serve.max_total={max_total}: the model has {model.max_positions} positions: give '
+        'at most that'
+    )
+  platform = jax.devices()[0].platform
+  sampler = make_sampler(model, tokenizer, config.serve.rows, max_total, platform=platform)
+  with running(config, sampler, params, tokenizer, config.name, port) as server:
+    logging.info('model %s (%s) at %s/v1', config.name, said, server.url)
     while not stop_requested():
       if not server.service.scheduler.is_alive:
-        raise RuntimeError('the engine has failed')
+        raise RunError('the engine has failed, see above: start again')
       time.sleep(0.2)
-
-
-def api_key_of(given: str) -> str:
-  """Returns the API key of the config, or of the environment variable STPPO_API_KEY."""
-  return given or os.environ.get('STPPO_API_KEY', '')

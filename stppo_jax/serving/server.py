@@ -294,7 +294,6 @@ class _Complete(_Handler):
       fields['turn'] = pieces[-1].turn
     return fields
 
-
   def _choice(self, answer: service_lib.Answer, pieces: list[service_lib.Piece]) -> dict[str, Any]:
     raise NotImplementedError
 
