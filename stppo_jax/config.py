@@ -414,7 +414,7 @@ class Serve(Section):
   max_body_mb: int = setting(4, 'of a request; larger ones get status 413', at_least=1)
   api_key: str = setting('', 'of clients; empty: the variable STPPO_API_KEY', may_change=True)
   tool_form: str = setting(
-      'hermes', "of the model's calls, see envs/tool_calls.py", allowed=('hermes', 'llama3', 'tags'))
+      'hermes', 'of calls, see envs/tool_calls.py', allowed=('hermes', 'llama3', 'tags'))
   agent_timeout_s: float = setting(300.0, 'of an agent program, per episode', above=0)
   on_crash: str = setting('mask', 'an episode whose agent program raised is not trained on, or has '
                           'reward 0', allowed=('mask', 'zero'))

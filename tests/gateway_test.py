@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -302,7 +303,10 @@ class CommandTest(absltest.TestCase):
 
   def test_mode_serve_serves_until_sigterm(self):
     command = [sys.executable, 'run.py', '--mode=serve', '--port=0', '--config.serve.rows=4']
-    command += ['--config.serve.max_total=128', f'--workdir={self.create_tempdir().full_path}']
+    command += [
+        '--config.serve.max_total=128',
+        f'--workdir={self.enterContext(tempfile.TemporaryDirectory())}',
+    ]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
       try:
         url = next(found[0] for line in process.stderr if (found := re.findall(r'http\S+', line)))

@@ -115,9 +115,9 @@ def make_kind(name: str, make: Any, offered: Mapping[str, Any], options: Mapping
   kind = Kind(
       make,
       settings,
-      _texts(name, make, 'stop_strings'),
+      texts(name, make, 'stop_strings'),
       getattr(make, 'frame', 'inline'),
-      _texts(name, make, 'core_metrics'),
+      texts(name, make, 'core_metrics'),
       bool(getattr(make, 'uses_global_random', True)),
   )
   if kind.frame not in FRAMES:
@@ -216,7 +216,7 @@ def _set_global_random(state):
   np.random.set_state(numpy_state)
 
 
-def _texts(name, make, attribute):
+def texts(name: str, make: Any, attribute: str) -> tuple[str, ...]:
   """Returns a class attribute that is a tuple of texts. UserError: anything else, a single text
   too.
   """

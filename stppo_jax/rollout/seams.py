@@ -11,6 +11,7 @@ from typing import Any
 
 from stppo_jax import plugins
 from stppo_jax import tasks as task_files
+from stppo_jax.envs import program
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 from stppo_jax.envs import search
@@ -64,9 +65,13 @@ def resolve(config) -> Seams:
       'prompt': env.prompt,
       'reward': _function('env.reward', reward, rewards.REWARDS),
   }
-  make = plugins.load('env.kind', env.kind, search.ENVIRONMENTS)
-  kind = protocol.make_kind(env.kind, make, offered, env.options)
-  if ':' in reward and 'reward' not in kind.settings:
+  if env.kind.startswith(program.PREFIX):
+    function = plugins.load('env.kind', env.kind.removeprefix(program.PREFIX), {})
+    kind = program.make_kind(env.kind, function, env.options, offered['reward'])
+  else:
+    make = plugins.load('env.kind', env.kind, search.ENVIRONMENTS)
+    kind = protocol.make_kind(env.kind, make, offered, env.options)
+  if not isinstance(kind.make, program.Program) and ':' in reward and 'reward' not in kind.settings:
     raise UserError(
         f'config.env.reward={reward!r}: {env.kind} scores by itself, its constructor has no '
         '`reward`: leave it out'

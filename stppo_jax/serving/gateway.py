@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import time
+from typing import Any
 
 from absl import logging
 import jax
@@ -17,7 +18,6 @@ from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.serving import api
 from stppo_jax.serving import row_sampler
 from stppo_jax.serving import scheduler as scheduler_lib
-from stppo_jax.serving import server as server_lib
 from stppo_jax.serving import service as service_lib
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
@@ -65,11 +65,17 @@ def running(
     name: str,
     port: int = 0,
     shares_prefixes: bool = True,
-) -> Iterator[server_lib.Server]:
-  """Context manager of a server that accepts connections; port 0 is any free one.
+) -> Iterator[Any]:
+  """Context manager of a `server.Server` that accepts connections; port 0 is any free one.
 
-  UserError: the port is taken.
+  UserError: the port is taken, or the HTTP library is not installed.
   """
+  try:
+    from stppo_jax.serving import server as server_lib
+  except ImportError as error:
+    raise UserError(
+        f'the gateway needs {error.name}: pip install -r requirements-serve.txt'
+    ) from error
   settings = config.serve
   api_key = settings.api_key or os.environ.get('STPPO_API_KEY', '')
   limits = api.Limits(max_body_bytes=settings.max_body_mb << 20)

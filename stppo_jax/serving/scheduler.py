@@ -57,6 +57,7 @@ class Counts:
   sampled_tokens: int = 0
   dropped_tokens: int = 0  # decoded past a stop string
   decode_calls: int = 0
+  decode_steps: int = 0  # over all calls
   rows_decoded: int = 0  # over all calls
   requests: int = 0
 
@@ -314,6 +315,7 @@ class Scheduler:
     )
     sampled = jax.device_get(result)
     self.counts.decode_calls += 1
+    self.counts.decode_steps += int(sampled.counts.max())
     for row, _ in list(self._running_rows()):
       count = int(sampled.counts[row.number])
       self.counts.rows_decoded += 1

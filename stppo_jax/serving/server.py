@@ -58,8 +58,9 @@ class Server:
 
   @property
   def url(self) -> str:
-    """The address without a path."""
-    host = f'[{self.host}]' if ':' in self.host else self.host
+    """The address without a path, for clients on this machine."""
+    host = {'0.0.0.0': '127.0.0.1', '::': '::1'}.get(self.host, self.host)
+    host = f'[{host}]' if ':' in host else host
     return f'http://{host}:{self.port}'
 
   def _run(self):
