@@ -31,6 +31,16 @@ def segment_ids(level: str, action_mask: jax.Array, turn_ids: jax.Array) -> tupl
   raise ValueError(f'level {level!r} is none of {", ".join(LEVELS)}')
 
 
+def chunk_ids(action_mask: jax.Array, length: int) -> tuple[jax.Array, int]:
+  """Returns ids [B,T] as `segment_ids`, of each row's agent tokens in chunks of `length`.
+
+  A control for turns: segments that know nothing of the environment. A chunk may end one turn and
+  begin the next.
+  """
+  mask = action_mask.astype(jnp.int32)
+  return mask * ((jnp.cumsum(mask, axis=1) - 1) // length + 1), mask.shape[1] + 1
+
+
 def segment_sum(x: jax.Array, ids: jax.Array, num_segments: int) -> jax.Array:
   """Sums x [B,T] over each row's segments -> [B,num_segments]."""
   return jax.vmap(lambda row, row_ids: jax.ops.segment_sum(row, row_ids, num_segments))(x, ids)
