@@ -19,6 +19,7 @@ import dataclasses
 import flax
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stppo_jax import types
 
@@ -78,20 +79,17 @@ class Played:
   cut: jax.Array  # [B] bool, whether the last turn has no END
 
 
-def make_world(chain: Chain, key: jax.Array, least_reliable: float) -> World:
+def make_world(chain: Chain, seed: int, least_reliable: float) -> World:
   """Draws words, the order of keys, and how often each word is demonstrated rightly."""
-  word_key, length_key, order_key, confused_key, reliability_key = jax.random.split(key, 5)
-  table = (chain.turns, chain.keys)
-  words = jax.random.randint(word_key, (*table, chain.places), 0, chain.vocabulary)
-  lengths = jax.random.randint(length_key, table, 1, chain.tokens + 1)
-  words = jnp.where(jnp.arange(chain.places) < lengths[..., None], words, chain.end)
-  orders = jax.random.split(order_key, chain.turns)
-  away = jax.random.randint(confused_key, table, 1, chain.keys)
+  rng, table = np.random.default_rng(seed), (chain.turns, chain.keys)
+  words = rng.integers(0, chain.vocabulary, (*table, chain.places))
+  lengths = rng.integers(1, chain.tokens + 1, table)
+  away = rng.integers(1, chain.keys, table)
   return World(
-      words=words,
-      following=jax.vmap(lambda k: jax.random.permutation(k, chain.keys))(orders),
-      confused=(jnp.arange(chain.keys) + away) % chain.keys,
-      reliability=jax.random.uniform(reliability_key, table, minval=least_reliable),
+      words=np.where(np.arange(chain.places) < lengths[..., None], words, chain.end),
+      following=np.stack([rng.permutation(chain.keys) for _ in range(chain.turns)]),
+      confused=(np.arange(chain.keys) + away) % chain.keys,
+      reliability=rng.uniform(least_reliable, 1, table).astype(np.float32),
   )
 
 
@@ -125,13 +123,25 @@ def features_of(chain: Chain, played: Played) -> jax.Array:
   return features(chain, played.keys, played.previous, played.said, turns)
 
 
+def uniform_key(chain: Chain, chances: jax.Array) -> jax.Array:
+  """Returns keys, of numbers that are uniform in [0, 1)."""
+  return (chances * chain.keys).astype(jnp.int32)
+
+
+def num_chances(chain: Chain, num_rows: int) -> int:
+  """Returns how many uniform numbers `play` and `demonstrate` take."""
+  return chain.turns * (chain.places + 1) * num_rows
+
+
 def play(
-    chain: Chain, world: World, log_probs: Callable, key: jax.Array, questions: jax.Array
+    chain: Chain, world: World, log_probs: Callable, chances: jax.Array, questions: jax.Array
 ) -> Played:
-  """Plays an episode per question [B]; `log_probs` maps features [B,F] to [B,V+1]."""
+  """Plays an episode per question [B]; `log_probs` maps features [B,F] to [B,V+1].
+
+  `chances` [`num_chances`] are uniform in [0, 1).
+  """
   num_rows = questions.shape[0]
-  token_key, noise_key = jax.random.split(key)
-  chances = jax.random.uniform(token_key, (chain.turns, chain.places, num_rows))
+  chances = chances.reshape(chain.turns, chain.places + 1, num_rows)
 
   def answer(k, shown, previous, chances):
     said = jnp.full((num_rows, chain.places), chain.end)
@@ -148,13 +158,12 @@ def play(
       ended |= token == chain.end
     return said, logp, mask
 
-  return _chained(chain, world, answer, chances, noise_key, questions)
+  return _chained(chain, world, answer, chances[:, 1:], chances[:, 0], questions)
 
 
-def demonstrate(chain: Chain, world: World, key: jax.Array, questions: jax.Array) -> Played:
+def demonstrate(chain: Chain, world: World, chances: jax.Array, questions: jax.Array) -> Played:
   """Plays by script: the right word as often as it is reliable, else that of a confused key."""
-  slip_key, noise_key = jax.random.split(key)
-  chances = jax.random.uniform(slip_key, (chain.turns, questions.shape[0]))
+  chances = chances.reshape(chain.turns, chain.places + 1, questions.shape[0])
 
   def answer(k, shown, previous, chances):
     del previous
@@ -162,7 +171,7 @@ def demonstrate(chain: Chain, world: World, key: jax.Array, questions: jax.Array
     said = world.words[k, jnp.where(is_right, shown, world.confused[k, shown])]
     return said, jnp.zeros(said.shape), _until_end(chain, said)
 
-  return _chained(chain, world, answer, chances, noise_key, questions)
+  return _chained(chain, world, answer, chances[:, 1], chances[:, 0], questions)
 
 
 def right_ways(chain: Chain, world: World) -> Played:
@@ -173,8 +182,8 @@ def right_ways(chain: Chain, world: World) -> Played:
     said = world.words[k, shown]
     return said, jnp.zeros(said.shape), _until_end(chain, said)
 
-  questions, nothing = jnp.arange(chain.keys), jnp.zeros(chain.turns)
-  return _chained(chain, world, answer, nothing, jax.random.key(0), questions)
+  questions, nothing = jnp.arange(chain.keys), jnp.zeros((chain.turns, chain.keys))
+  return _chained(chain, world, answer, nothing, nothing, questions)
 
 
 def to_batch(chain: Chain, played: Played, group_ids: jax.Array) -> types.TurnBatch:
@@ -209,9 +218,12 @@ def to_row(chain: Chain, x: jax.Array, before: jax.Array | None = None) -> jax.A
   return jnp.concatenate((before[..., None], x), axis=-1).reshape(-1, chain.columns)
 
 
-def _chained(chain, world, answer, of_turn, noise_key, questions):
-  """Runs the environment around answer(k, keys, previous, of_turn[k]) -> said, logp, mask."""
-  noise = jax.random.randint(noise_key, (chain.turns, len(questions)), 0, chain.keys)
+def _chained(chain, world, answer, of_turn, noise, questions):
+  """Runs the environment around answer(k, keys, previous, of_turn[k]) -> said, logp, mask.
+
+  `noise` [K,B] is uniform in [0, 1): the keys shown after a wrong word.
+  """
+  noise = uniform_key(chain, noise)
 
   def step(carry, x):
     shown, previous, right = carry

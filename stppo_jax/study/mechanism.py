@@ -96,7 +96,17 @@ def run(
 @functools.lru_cache(maxsize=64)
 def warm_start(warm: cells.Warm, first_seed: int) -> tuple[chain_lib.World, Any]:
   """Returns the tasks and first policies of a block of seeds; cells share them."""
-  return _warmed(warm, _seeds(first_seed))
+  seeds = _seeds(first_seed)
+  drawn = [_drawn(warm, int(seed)) for seed in seeds]
+  world, params = jax.tree.map(lambda *of_seeds: np.stack(of_seeds), *drawn)
+  return world, _warmed(warm, seeds, world, params)
+
+
+def _drawn(warm, seed):
+  """Returns the task of a seed and an untrained policy; on the host, as it compiles for long."""
+  world = chain_lib.make_world(warm.chain, seed, warm.reliability)
+  sizes = warm.chain.num_features, warm.hidden, warm.chain.vocabulary + 1
+  return world, _untrained(np.random.default_rng((seed, 1)), *sizes)
 
 
 def _seeds(first: int) -> np.ndarray:
@@ -104,8 +114,8 @@ def _seeds(first: int) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _warmed(warm, seeds):
-  return jax.vmap(functools.partial(_warm, warm))(seeds)
+def _warmed(warm, seeds, world, params):
+  return jax.vmap(functools.partial(_warm, warm))(seeds, world, params)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -125,40 +135,38 @@ def _perceptron(params, x):
   return x @ params['last']['kernel'] + params['last']['bias']
 
 
-def _init(key, num_in, hidden, num_out):
+def _untrained(rng, num_in, hidden, num_out):
   """Returns a perceptron with two hidden layers and an output of 0."""
-  keys = jax.random.split(key)
-  layer = lambda k, n: {
-      'kernel': jax.random.normal(k, (n, hidden)) * jnp.sqrt(2 / n),
-      'bias': jnp.zeros(hidden),
+  zeros = lambda *shape: np.zeros(shape, np.float32)
+  kernel = lambda n: (rng.normal(size=(n, hidden)) * (2 / n) ** 0.5).astype(np.float32)
+  return {
+      'first': {'kernel': kernel(num_in), 'bias': zeros(hidden)},
+      'second': {'kernel': kernel(hidden), 'bias': zeros(hidden)},
+      'last': {'kernel': zeros(hidden, num_out), 'bias': zeros(num_out)},
   }
-  last = {'kernel': jnp.zeros((hidden, num_out)), 'bias': jnp.zeros(num_out)}
-  return {'first': layer(keys[0], num_in), 'second': layer(keys[1], hidden), 'last': last}
 
 
-def _warm(warm, seed):
-  """Makes the task of a seed, and a policy of fresh demonstrations in each step."""
-  chain = warm.chain
-  world_key, init_key, key = jax.random.split(jax.random.key(seed), 3)
-  world = chain_lib.make_world(chain, world_key, warm.reliability)
-  params = _init(init_key, chain.num_features, warm.hidden, chain.vocabulary + 1)
+def _warm(warm, seed, world, params):
+  """Trains a policy on demonstrations, fresh ones in each step."""
+  chain, num_rows = warm.chain, warm.episodes
   optimizer = optax.adam(optax.linear_schedule(warm.lr, 0.0, warm.steps))
+  key = jax.random.fold_in(jax.random.key(seed), 0)
 
-  def loss_of(params, key):
-    question_key, play_key = jax.random.split(key)
-    questions = jax.random.randint(question_key, (warm.episodes,), 0, chain.keys)
-    shown = chain_lib.demonstrate(chain, world, play_key, questions)
+  def loss_of(params, chances):
+    questions = chain_lib.uniform_key(chain, chances[:num_rows])
+    shown = chain_lib.demonstrate(chain, world, chances[num_rows:], questions)
     logp = _said(log_probs(params, chain_lib.features_of(chain, shown)), shown.said)
     return -jnp.sum(logp * shown.mask) / shown.mask.sum()
 
-  def step(carry, key):
+  def step(carry, n):
     params, state = carry
-    updates, state = optimizer.update(jax.grad(loss_of)(params, key), state, params)
+    size = num_rows + chain_lib.num_chances(chain, num_rows)
+    chances = jax.random.uniform(jax.random.fold_in(key, n), (size,))
+    updates, state = optimizer.update(jax.grad(loss_of)(params, chances), state, params)
     return (optax.apply_updates(params, updates), state), None
 
-  keys = jax.random.split(key, warm.steps)
-  (params, _), _ = jax.lax.scan(step, (params, optimizer.init(params)), keys)
-  return world, params
+  first = (params, optimizer.init(params))
+  return jax.lax.scan(step, first, jnp.arange(warm.steps))[0][0]
 
 
 def _said(scores, said):
@@ -241,12 +249,15 @@ def one(
     key: jax.Array,
 ) -> tuple[train_state.TrainState, dict[str, jax.Array]]:
   """Runs one update on episodes that the policy `sampler` plays."""
-  question_key, play_key, deal_key = jax.random.split(key, 3)
   chain, num_groups = cell.chain, cell.episodes // cell.group_size
-  group_ids = jnp.repeat(jnp.arange(num_groups), cell.group_size)
-  questions = jax.random.randint(question_key, (num_groups,), 0, chain.keys)[group_ids]
+  of_play, of_deal = chain_lib.num_chances(chain, cell.episodes), cell.epochs * cell.episodes
+  # Drawn at once: each call of the generator compiles for long.
+  chances = jax.random.uniform(key, (num_groups + of_play + of_deal,))
+  of_questions, of_play, of_deal = jnp.split(chances, (num_groups, num_groups + of_play))
+  group_ids = jnp.arange(cell.episodes) // cell.group_size
+  questions = chain_lib.uniform_key(chain, of_questions)[group_ids]
   scores = functools.partial(log_probs, sampler)
-  played = chain_lib.play(chain, world, scores, play_key, questions)
+  played = chain_lib.play(chain, world, scores, of_play, questions)
   batch = chain_lib.to_batch(chain, played, group_ids)
   features = chain_lib.features_of(chain, played)
   batch, metrics = annotate(cell, spec, state, reference, batch, played.said, features)
@@ -260,17 +271,16 @@ def one(
     )
     return state, metrics
 
-  state, of_steps = jax.lax.scan(step, state, deal(deal_key, cell))
+  state, of_steps = jax.lax.scan(step, state, deal(of_deal, cell))
   metrics = {k: v for k, v in (metrics | credit).items() if k in OF_UPDATES}
   metrics['critic/score/mean'] = played.right[:, -1].mean()
   return state, metrics | _summary(of_steps)
 
 
-def deal(key: jax.Array, cell: cells.Cell) -> jax.Array:
+def deal(chances: jax.Array, cell: cells.Cell) -> jax.Array:
   """Returns the rows of each optimizer step [steps, b]; each epoch shuffles all rows again."""
-  shuffled = lambda key: jax.random.permutation(key, cell.episodes)
-  orders = jax.vmap(shuffled)(jax.random.split(key, cell.epochs))
-  return orders.reshape(-1, cell.mini_batch)
+  order = jnp.argsort(chances.reshape(cell.epochs, cell.episodes), axis=1)
+  return jnp.sort(order.reshape(-1, cell.mini_batch), axis=1)
 
 
 def _summary(of_steps):
