@@ -26,6 +26,7 @@ ORDER = (
     'monitoring',
     'training',
     'planning',
+    'study',
     'cli',
 )
 # Within the order, these rooms must not import each other: losses see no model, models no question.
@@ -52,6 +53,8 @@ READ_THE_CONFIG = {
     'validation.py',
     'planning/plan.py',
     'planning/sampling.py',
+    'study/grid.py',
+    'study/command.py',
     'cli/entry.py',
     'cli/parsing.py',
 }

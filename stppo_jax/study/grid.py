@@ -7,7 +7,7 @@ An experiment file becomes a study by a second function beside `get_config`:
         grids={
             'system': grid.Grid(
                 regimes={'calm': {'train.epochs': 1}, 'harsh': {'train.epochs': 4}},
-                cells={'ppo': {'algorithm.variant': 'ppo'}, 'st_ppo': {'algorithm.variant': 'st_ppo'}},
+                cells={name: {'algorithm.variant': name} for name in ('ppo', 'st_ppo')},
                 seeds=(0, 1, 2, 3, 4),
             ),
         },
@@ -279,7 +279,7 @@ def changed(config: schema.Config, overrides: Mapping[str, Any]) -> schema.Confi
       hint = f'did you mean {" or ".join(near[:3])}?' if near else 'see --help'
       raise UserError(f'there is no setting {path!r}; {hint}')
     *parents, name = path.split('.')
-    section = validation.get(config, '.'.join(parents)) if parents else config
+    section: Any = validation.get(config, '.'.join(parents)) if parents else config
     if path == 'env.options' and isinstance(value, dict):
       value = section.options | value  # as the command line does
     setattr(section, name, copy.deepcopy(value))

@@ -115,9 +115,7 @@ def spikes(norms: np.ndarray) -> float:
   for i in range(3, len(norms)):
     before = norms[max(0, i - WINDOW) : i]
     before = before[np.isfinite(before)]
-    count += not np.isfinite(norms[i]) or (
-        len(before) > 0 and norms[i] > SPIKE * np.median(before)
-    )
+    count += not np.isfinite(norms[i]) or (len(before) > 0 and norms[i] > SPIKE * np.median(before))
   return count / len(norms)
 
 

@@ -197,7 +197,7 @@ def _commit() -> str:
 
 
 def _thinned(length: int, most: int) -> list[int]:
-  """Returns at most `most` indices of `length`, evenly spread, the first and the last among them."""
+  """Returns at most `most` indices of `length`, evenly spread, with the first and the last."""
   if length <= most:
     return list(range(length))
   return sorted({round(i * (length - 1) / (most - 1)) for i in range(most)})

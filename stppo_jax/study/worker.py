@@ -3,6 +3,7 @@
 DIR/job.json in, DIR/metrics.npz out: arrays [seeds, updates] by the names of metrics.jsonl.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -14,8 +15,8 @@ JOB, METRICS = 'job.json', 'metrics.npz'
 
 def main(folder: str) -> None:
   """Runs the cell that DIR/job.json describes."""
-  from stppo_jax.study import mechanism  # here, since the runner itself starts no JAX
-
+  # Here, since the runner itself starts no JAX.
+  mechanism = importlib.import_module('stppo_jax.study.mechanism')
   with open(os.path.join(folder, JOB), encoding='utf-8') as file:
     job = json.load(file)
   metrics = mechanism.run(job['overrides'], len(job['seeds']), job['seeds'][0])
