@@ -359,8 +359,9 @@ class Eval(Section):
   episodes: int = setting(0, '0: the whole split', at_least=0)
   rows: int = setting(128, 'questions in progress at once', at_least=1)
   checkpoint: str = setting(
-      'newest', "which one --mode=eval and --mode=export take; 'best': of the highest held-out "
-      'score while training', allowed=('newest', 'best'), may_change=True)
+      'newest', "which one --mode=eval and --mode=export take; 'best': of those saved right after "
+      'an evaluation the one with the highest held-out score. Let train.checkpoint_every divide '
+      '`every`, and each evaluation counts', allowed=('newest', 'best'), may_change=True)
 
 
 @dataclasses.dataclass

@@ -45,12 +45,7 @@ def tearDownModule():
 
 
 def make_config(**values):
-  """The tiny run's config with fields replaced: make_config(train__updates=3)."""
-  config = tiny_run.make_config(FOLDER)
-  for path, value in values.items():
-    section, name = path.split('__')
-    setattr(getattr(config, section), name, value)
-  return config
+  return tiny_run.make_config(FOLDER, **values)
 
 
 class PreflightCase(parameterized.TestCase):

@@ -205,10 +205,10 @@ def _shape_of(*axes, dtype=jnp.float32):
 def _sizes(tree):
   """Returns (bytes in total, bytes per device) of ShapeDtypeStructs; without a sharding: on one."""
   leaves = jax.tree.leaves(tree)
-  part = lambda x: x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+  parts = [x.shape if x.sharding is None else x.sharding.shard_shape(x.shape) for x in leaves]
   return (
       sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves),
-      sum(math.prod(part(x)) * x.dtype.itemsize for x in leaves),
+      sum(math.prod(part) * x.dtype.itemsize for part, x in zip(parts, leaves)),
   )
 
 

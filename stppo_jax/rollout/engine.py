@@ -228,10 +228,7 @@ class _Engine:
         self._sampler.decode,
         self._params,
         group.context,
-        lengths,
-        keys,
-        stop_state,
-        budgets,
+        sampler_lib.Rows(lengths, keys, stop_state, budgets),
         steps=group.context.slots - longest,
         enough=-(-len(rows) // 4),
     )
@@ -396,16 +393,18 @@ class _Engine:
   def _to_prefill(self, group: _Group) -> Iterator[tuple[_Group, list[int]]]:
     """Yields (their group, slots) of the rows to be put into `group`, shortest first."""
     yield group, self._by_length(group, group.slots_in('ready'))
-    emptiness = lambda group: (len(group.free()), self._groups.index(group))  # ties: the later one
     for other in self._groups:
       if (
           not self._queue
           and group.free()
           and self._can_move(other)
-          and emptiness(other) > emptiness(group)
+          and self._emptiness(other) > self._emptiness(group)
       ):
         slots = other.slots_in('decoding') + other.slots_in('ready')
         yield other, self._by_length(other, slots[: len(group.free())])
+
+  def _emptiness(self, group):
+    return len(group.free()), self._groups.index(group)  # of equally empty ones the later
 
   def _can_move(self, group: _Group) -> bool:
     """Returns whether the group is in no call."""

@@ -14,6 +14,7 @@ Models compute bins of several rows each (see `packing`); everything else works 
 
 import dataclasses
 import functools
+import types
 import typing
 
 import jax
@@ -54,18 +55,25 @@ def compile_functions(
 ) -> Functions:
   """Jits the three functions over the mesh, with arrays or shapes where they are; donates states.
 
-  Runs of one process whose settings and places are equal share their programs.
+  Runs of one process whose settings and places are equal share their programs. Choice: not where
+  the objective has a callable that is no plain function. Such an object may change between two
+  runs, and the programs hold what it was when they were traced.
   """
   places, tree = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, (state, frozen)))
-  return _jitted(spec, mesh, tree, tuple(places))
+  own = (spec.variant.advantage, spec.variant.surrogate, spec.variant.divisor)
+  fixed = all(isinstance(part, (str, types.FunctionType)) for part in own)
+  make = _jitted if fixed else _jitted.__wrapped__
+  return make(spec, mesh, tree, tuple(places))
 
 
 @functools.lru_cache(maxsize=32)
 def _jitted(spec, mesh, tree, places):  # a tree of shardings and its leaves
   state_sharding, frozen_sharding = jax.tree.unflatten(tree, places)
   rows, whole = sharding.rows(mesh), sharding.replicated(mesh)
-  spread = lambda model: model and dataclasses.replace(model, row_sharding=rows)
-  spec = dataclasses.replace(spec, actor=spread(spec.actor), critic=spread(spec.critic))
+  critic = spec.critic and dataclasses.replace(spec.critic, row_sharding=rows)
+  spec = dataclasses.replace(
+      spec, actor=dataclasses.replace(spec.actor, row_sharding=rows), critic=critic
+  )
 
   def jit(function, ins, outs, donate=()):
     function = functools.partial(function, spec, mesh)
