@@ -33,6 +33,7 @@ from stppo_jax.algorithms import variants
 from stppo_jax.envs import search
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.models import layers
 from stppo_jax.models import sharding
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
@@ -285,7 +286,7 @@ def compare_dtypes(folder, passages):
   )
 
 
-def shape_of(size, param_dtype, layers):
+def shape_of(size, param_dtype, num_layers=0):
   """Returns the published shape with the settings of a GPU run."""
   shape = layers.PRESETS[size.preset]
   dtype = 'float32' if side_by_side.QUICK.value else 'bfloat16'
@@ -295,7 +296,7 @@ def shape_of(size, param_dtype, layers):
       param_dtype=param_dtype,
       remat='full',
       attention_chunk=512,
-      num_layers=layers or shape.num_layers,
+      num_layers=num_layers or shape.num_layers,
   )
 
 

@@ -151,6 +151,10 @@ class Rollout(Section):
   """Sampling. Lengths in tokens."""
 
   group_size: int = setting(1, 'episodes per question', at_least=1)
+  max_num_gen_batches: int = setting(
+      1, 'above 1: a group whose scores are all equal is replaced by one of another question, in '
+      "at most so many rounds of sampling per update (DAPO's dynamic sampling); for algorithms "
+      'that compare the episodes of a group', at_least=1)
   temperature: float = setting(1.0, 'of sampling, in sampler and trainer alike', at_least=1e-3)
   top_k: int = setting(0, 'keep the k likeliest tokens; 0: off', at_least=0)
   top_p: float = setting(1.0, 'nucleus sampling; 1: off', above=0, at_most=1)

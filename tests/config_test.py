@@ -137,6 +137,10 @@ class ValidateTest(parameterized.TestCase):
           ("surrogate='dppo_tv'", "ratio='turn'", 'ratio=token'),
       ),
       (
+          {'rollout.max_num_gen_batches': 2, 'rollout.group_size': 2},
+          ('max_num_gen_batches=2', "variant='st_ppo' compares no groups", 'variant=grpo'),
+      ),
+      (
           {'train.on_nonfinite': 'rollback', 'train.checkpoint_every': 0},
           ("on_nonfinite='rollback'", 'checkpoint_every=1'),
       ),

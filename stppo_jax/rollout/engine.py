@@ -56,6 +56,12 @@ class Report:
     """Mean number of rows of a group that sampled, over all decode steps."""
     return self.sampled_tokens / max(self.decode_steps, 1)
 
+  def __add__(self, other: 'Report') -> 'Report':
+    """Returns the report of both runs, one after the other."""
+    mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
+    seconds = {name: mine['seconds'][name] + s for name, s in theirs.pop('seconds').items()}
+    return Report(seconds, **{name: mine[name] + x for name, x in theirs.items()})
+
   def metrics(self) -> dict[str, float]:
     """Returns the report under the names of metrics.jsonl."""
     names = ('rows_busy', 'decode_steps', 'prefill_tokens', 'shared_tokens')

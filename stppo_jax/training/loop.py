@@ -271,6 +271,7 @@ def _make_batches(run, stop_requested):
       config.retriever.max_outage_s,
       functools.partial(pipelines.pause, stop_requested=stop_requested),
       give_up=give_up,
+      max_num_gen_batches=config.rollout.max_num_gen_batches,
   )
 
 

@@ -178,10 +178,7 @@ class Saves:
       self.position = Position(first, last_batch - first, unfinished=unfinished)
       return
     logging.info('resumed after %d updates', first)
-    ready = [
-        pipelines.from_json(record, batches.tasks(record['number']))
-        for record in progress['sampled']
-    ]
+    ready = [batches.restored(record) for record in progress['sampled']]
     self.position = Position(first, progress['passed_over'], ready, unfinished)
 
   @contextlib.contextmanager
