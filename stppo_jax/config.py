@@ -175,9 +175,10 @@ class Rollout(Section):
       (32, 128), 'tokens of a row that one prefill call may read', at_least=1)
   routing_replay: str = setting(
       'none', "of a mixture of experts: 'old_policy' reuses, in every optimizer step, the experts "
-      "that the policy that sampled chose for each token, as the trainer recomputes them; the "
-      "weights stay the current router's. Without experts it has no effect",
-      allowed=('none', 'old_policy'))
+      "that the policy that sampled chose for each token, as the trainer recomputes them; "
+      "'sampling' reuses those that the sampler itself chose while it read and wrote the token. "
+      "The weights stay the current router's. Without experts it has no effect",
+      allowed=('none', 'old_policy', 'sampling'))
   threads: int = setting(
       4, 'environment calls in progress while other rows decode; 0: rows wait for each', at_least=0)
 

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import tempfile
+import threading
 from unittest import mock
 
 from absl import logging
@@ -123,6 +124,42 @@ class SumsTest(CheckpointCase):
         checkpoints._fail(OSError(errno.ETIMEDOUT, 'barrier'))
       checkpoints._failed = None
     self.assertEqual(os.path.exists(part), not is_writer)
+
+
+class OthersTest(CheckpointCase):
+  """Several processes: one whose save fails tells the others, who wait for it at a barrier."""
+
+  def test_the_wait_for_a_process_that_failed_ends_at_once(self):
+    posts, released = {}, threading.Event()
+    self.addCleanup(released.set)
+
+    def barrier(key, timeout_ms):
+      del key
+      released.wait(timeout_ms / 1000)
+
+    self.enterContext(
+        mock.patch.object(checkpoint.ocp.multihost, 'get_barrier_sync_fn', lambda: barrier)
+    )
+    self.enterContext(mock.patch.object(hosts, 'posted', lambda name: posts.get(name, '')))
+    self.enterContext(mock.patch.object(checkpoint, '_LOOK_S', 0.05))
+    with checkpoint.Checkpoints(self.workdir, keep=1) as checkpoints:
+      checkpoints._attempt = 'save 7'
+      timer = threading.Timer(0.2, posts.update, [{'save 7': 'process 1: the disk is full'}])
+      timer.start()
+      with self.assertRaisesRegex(RuntimeError, '^process 1: the disk is full$') as raised:
+        checkpoints._sync(key='tmp_ready', timeout_ms=60_000)
+      with self.subTest('and is told as it was, and not posted again'):
+        post = self.enterContext(mock.patch.object(hosts, 'post'))
+        with self.assertLogs(level='ERROR') as logs:
+          checkpoints._fail(raised.exception)
+        self.assertIn('could not be saved (process 1: the disk is full)', logs.output[0])
+        post.assert_not_called()
+        checkpoints._fail(OSError(errno.ENOSPC, 'full'))
+        post.assert_called_once_with('save 7', mock.ANY)
+      checkpoints._failed = None
+      posts.clear()
+      released.set()
+      checkpoints._sync(key='tmp_ready', timeout_ms=60_000)  # all have come
 
 
 class BestTest(CheckpointCase):

@@ -264,7 +264,7 @@ class TablesTest(absltest.TestCase):
         'algorithm.old_logp': {'trainer', 'sampler'},
         'algorithm.rollout_is': set(off_policy.LEVELS),
         'eval.checkpoint': {'newest', 'best'},
-        'rollout.routing_replay': {'none', 'old_policy'},
+        'rollout.routing_replay': {'none', 'old_policy', 'sampling'},
         'train.on_save_error': {'continue', 'stop'},
         'train.on_nonfinite': {'stop', 'rollback'},
         **{

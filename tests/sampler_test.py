@@ -282,10 +282,10 @@ class SamplerTest(parameterized.TestCase):
 
   def test_budgets_and_idle_rows(self):
     sampler = make_sampler(stops=(), eos=(), prefill_rows=4)
-    context, lengths = sampler.prefill(
+    context, prefilled = sampler.prefill(
         self.params, sampler.empty(4, 64), [[1, 2], [], [3], [4, 5, 6, 7, 8]], [0] * 4
     )
-    np.testing.assert_array_equal(lengths, [2, 0, 1, 5])
+    np.testing.assert_array_equal(prefilled.lengths, [2, 0, 1, 5])
     before, keys = np.asarray(context.logits), np.asarray(jax.random.key_data(self.keys))
     still, calls = np.zeros(4, np.int32), []
 

@@ -172,6 +172,8 @@ def prepare(config) -> Prepared:
       )
   tokenizer = chat.load_tokenizer(model_folder(config))
   chat.check_matches(tokenizer, model.vocab_size)
+  if config.model.critic_folder:
+    _check_tokens(tokenizer, config.model.critic_folder)
   parts = seams.resolve(config)
   chat.make_framing(tokenizer, parts.env.frame, config.rollout.max_observation)  # or an error now
   retriever = parts.make_retriever()
@@ -179,6 +181,22 @@ def prepare(config) -> Prepared:
   if check is not None and config.retriever.max_failed_share < 1:  # with 1 no failure matters
     hosts.by_writer(check)
   return Prepared(tokenizer, parts.bind(retriever), retriever)
+
+
+def _check_tokens(tokenizer, folder):
+  """UserError unless ids mean the same to the critic in `folder`, where it has a tokenizer.
+
+  Ids for which one of the two has no token may differ.
+  """
+  if not os.path.isfile(os.path.join(folder, 'tokenizer.json')):
+    return
+  pairs = enumerate(zip(tokenizer.token_bytes, chat.load_tokenizer(folder).token_bytes))
+  wrong = next((i for i, (ours, theirs) in pairs if ours and theirs and ours != theirs), None)
+  if wrong is not None:
+    raise UserError(
+        f'config.model.critic_folder={folder!r} has another tokenizer than the policy (id {wrong} '
+        'differs): give a model of the same family'
+    )
 
 
 def check_prompts(config, prepared: Prepared, tasks: Sequence[types.Task]) -> None:
@@ -291,7 +309,10 @@ def make_sampler(
       chunk_buckets=rollout.chunks,
   )
   distribution = sampling.Distribution(rollout.temperature, rollout.top_k, rollout.top_p)
-  return sampler_lib.Sampler(model, stop_table, eos_ids, sizes, distribution, row_sharding)
+  records_routes = rollout.routing_replay == 'sampling' and model.num_experts > 0
+  return sampler_lib.Sampler(
+      model, stop_table, eos_ids, sizes, distribution, row_sharding, records_routes
+  )
 
 
 def num_rows(config) -> int:

@@ -193,6 +193,7 @@ def _record(
       observation=np.zeros((0,), np.int32),
       action=action,
       reward=_finite('reward', reward),
+      routes=completion.routes,
   )
   counts = episode.counts
   counts['invalid'] += action == 'invalid'

@@ -73,6 +73,16 @@ def padded(model: decoder.ModelConfig, row_sharding: NamedSharding | None) -> de
   return dataclasses.replace(model, vocab_size=-(-model.vocab_size // whole) * whole)
 
 
+def padded_stop_table(stop_table: np.ndarray, vocab_size: int) -> jax.Array:
+  """Returns the stop table with a column for each id of a padded vocabulary, [states, V] int32.
+
+  Ids beyond the tokenizer's have no bytes, so the automaton keeps its state.
+  """
+  missing = vocab_size - stop_table.shape[1]
+  still = np.repeat(np.arange(len(stop_table), dtype=np.int32)[:, None], missing, axis=1)
+  return jnp.asarray(np.concatenate([stop_table, still], axis=1), jnp.int32)
+
+
 def of_context(row_sharding: NamedSharding | None) -> NamedSharding | None:
   """Returns the sharding of keys and values [B,M,..] and of logits [B,V]."""
   if row_sharding is None:

@@ -8,6 +8,7 @@ gives the same run twice. Batches that are sampled and not yet trained on are ho
 checkpoint holds as JSON.
 """
 
+import base64
 import collections
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import operator
 import threading
 import time
 from typing import Any
+import zlib
 
 from absl import logging
 import jax
@@ -259,6 +261,7 @@ def to_json(batch: Sampled) -> dict:
                       'observation': turn.observation.tolist(),
                       'action': turn.action,
                       'reward': float(turn.reward),
+                      'routes': _packed(turn.routes),
                   }
                   for turn in episode.turns
               ],
@@ -290,6 +293,7 @@ def from_json(record: dict, tasks: Sequence[types.Task]) -> Sampled:
             ids(turn['observation']),
             turn['action'],
             turn['reward'],
+            _unpacked(turn.get('routes')),
         )
         for turn in row['turns']
     ]
@@ -307,6 +311,21 @@ def from_json(record: dict, tasks: Sequence[types.Task]) -> Sampled:
         )
     )
   return Sampled(record['number'], record['staleness'], episodes, record['measured'])
+
+
+def _packed(array):
+  """Returns an array of small whole numbers as JSON values: compressed, in base64."""
+  if array is None:
+    return None
+  text = base64.b64encode(zlib.compress(np.ascontiguousarray(array).tobytes(), 1)).decode('ascii')
+  return [array.dtype.name, list(array.shape), text]
+
+
+def _unpacked(record):
+  if record is None:
+    return None
+  dtype, shape, text = record
+  return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).reshape(shape)
 
 
 def _done(batch):

@@ -21,6 +21,7 @@ import numpy as np
 
 from stppo_jax import types
 from stppo_jax.models import decoder
+from stppo_jax.models import moe
 from stppo_jax.rollout import layout
 from stppo_jax.rollout import sampling
 
@@ -58,6 +59,19 @@ class Sampled:
   counts: jax.Array  # [B] int32
   stop_state: jax.Array  # [B] int32, of the stop automaton
   alive: jax.Array  # [B] bool, rows whose turn goes on
+  routes: jax.Array | None = None  # [B,steps,L,A] experts of the tokens, where they are recorded
+
+
+@dataclasses.dataclass
+class Prefilled:
+  """The result of one `prefill` call, on the device."""
+
+  lengths: Any = None  # [B] int32, of the contexts after it, to wait for
+  parts: list[tuple[Any, np.ndarray]] = dataclasses.field(default_factory=list)  # of each chunk
+
+  def routes(self, row: int) -> np.ndarray:
+    """Returns the experts of the row's tokens [n,L,A]; waits for the device."""
+    return np.concatenate([np.asarray(routes)[row, : real[row]] for routes, real in self.parts])
 
 
 class Sampler:
@@ -79,6 +93,7 @@ class Sampler:
       sizes: sampling.Sizes,
       distribution: sampling.Distribution = sampling.AS_IS,
       row_sharding: jax.sharding.NamedSharding | None = None,  # of rows, see `layout`; None: one
+      records_routes: bool = False,  # of a mixture of experts
   ):
     if stop_table.shape[1] > config.vocab_size:
       raise types.UserError(
@@ -87,7 +102,7 @@ class Sampler:
       )
     if config.head == 'value':
       raise types.UserError("a model with head 'value' cannot sample: use head 'tokens' or 'both'")
-    self.vocab_size = config.vocab_size
+    self.vocab_size, self.records_routes = config.vocab_size, records_routes
     self.config = config = layout.padded(config, row_sharding)
     self.max_slots, self.steps = sizes.max_slots, sizes.steps
     shards = layout.num_shards(row_sharding, 'data')
@@ -100,7 +115,7 @@ class Sampler:
     self.slot_buckets = tuple(sorted({-(-b // (tile or 1)) * (tile or 1) for b in buckets}))
     self.chunk_buckets = tuple(sorted(sizes.chunk_buckets))
     is_eos = jnp.zeros((config.vocab_size,), bool).at[np.array(eos_ids, int)].set(True)
-    self._ends = _Ends(_padded_stop_table(stop_table, config.vocab_size), is_eos)
+    self._ends = _Ends(layout.padded_stop_table(stop_table, config.vocab_size), is_eos)
     self._greedy = distribution.temperature == 0
     self.row_sharding, everywhere = row_sharding, None
     if row_sharding is not None:  # every host reads what was sampled
@@ -108,13 +123,14 @@ class Sampler:
     self._place = place = layout.of_context(row_sharding)
     jit = functools.partial(jax.jit, out_shardings=place)
     jit_step = functools.partial(jax.jit, donate_argnums=1, out_shardings=(place, everywhere))
-    program = _Program(config, self._sample_function(distribution), self.steps)
+    sample = self._sample_function(distribution)
+    program = _Program(config, sample, self.steps, records_routes)
     self._copy = layout.copy_function(config, row_sharding)
     self._empty = jit(functools.partial(_empty, config), static_argnums=(0, 1))
-    self._prefill = jit_step(functools.partial(_prefill, config))
+    self._prefill = jit_step(functools.partial(_prefill, program))
     self._decode = jit_step(functools.partial(_decode, program))
     self._grow = jit(functools.partial(_grow, config), static_argnums=1)
-    self._take = jit(_take)
+    self._take = jit(lambda context, rows: jax.tree.map(lambda a: a[rows], context))
     self._put = jit(_put, donate_argnums=0)
 
   def _sample_function(self, distribution):
@@ -137,6 +153,7 @@ class Sampler:
     """
     other = copy_lib.copy(self)
     other._greedy, other.num_groups = True, -(-rows // self.width)
+    other.records_routes = False  # nobody trains on what it samples
     return other
 
   def copy(self, params: dict) -> dict:
@@ -180,15 +197,14 @@ class Sampler:
 
   def prefill(
       self, params, context: Context, ids: Sequence[Sequence[int]], starts: Sequence[int]
-  ) -> tuple[Context, jax.Array | None]:
-    """Appends ids[b] to row b, of which starts[b] slots are live: (context, the new lengths [B]).
+  ) -> tuple[Context, Prefilled]:
+    """Appends ids[b] to row b, of which starts[b] slots are live; does not wait for the device.
 
-    The lengths are on the device, to wait for; None if there was nothing to prefill. Rows without
-    ids do not change, nor do their pending logits. A row's chunks depend on its number of ids
-    alone: as many as fit of the largest, of the next, the rest in the smallest.
+    Rows without ids do not change, nor do their pending logits. A row's chunks depend on its number
+    of ids alone: as many as fit of the largest, of the next, the rest in the smallest.
     """
     lengths = np.array([len(row) for row in ids], np.int32)
-    live, done, new_lengths = np.array(starts, np.int32), np.zeros_like(lengths), None
+    live, done, prefilled = np.array(starts, np.int32), np.zeros_like(lengths), Prefilled()
     chex.assert_equal_shape([live, lengths])
     for chunk in reversed(self.chunk_buckets):
       smallest = chunk == self.chunk_buckets[0]
@@ -200,9 +216,11 @@ class Sampler:
         tokens = np.zeros((len(ids), chunk), np.int32)
         for row, row_ids, start, count in zip(tokens, ids, done, real):
           row[:count] = row_ids[start : start + count]
-        context, new_lengths = self._prefill(params, context, tokens, live + done, real)
+        context, result = self._prefill(params, context, tokens, live + done, real)
+        prefilled.lengths, routes = result
+        prefilled.parts.append((routes, real))
         done = done + real
-    return context, new_lengths
+    return context, prefilled
 
   def decode(
       self, params, context: Context, rows: Rows, steps: int, enough: int
@@ -219,9 +237,8 @@ class Sampler:
 
   def compiled_variants(self) -> dict[str, int]:
     """Returns the number of compiled programs of each function, for logging."""
-    prefill: Any = self._prefill
-    decode: Any = self._decode
-    return {'prefill': prefill._cache_size(), 'decode': decode._cache_size()}
+    jitted: dict[str, Any] = {'prefill': self._prefill, 'decode': self._decode}
+    return {name: function._cache_size() for name, function in jitted.items()}
 
   def shapes_of_copy(self, params) -> dict:
     """Returns the ShapeDtypeStructs, with shardings, of a `copy` of such parameters."""
@@ -284,47 +301,39 @@ def _empty(config, rows, slots):
   return Context(cache.k, cache.v, jnp.zeros((rows, config.vocab_size), jnp.float32))
 
 
-def _padded_stop_table(stop_table, vocab_size):
-  """Returns the stop table with a column for each id of a padded vocabulary, [states, V] int32.
-
-  Ids beyond the tokenizer's have no bytes, so the automaton keeps its state.
-  """
-  missing = vocab_size - stop_table.shape[1]
-  still = np.repeat(np.arange(len(stop_table), dtype=np.int32)[:, None], missing, axis=1)
-  return jnp.asarray(np.concatenate([stop_table, still], axis=1), jnp.int32)
-
-
-def _prefill(config, params, context, tokens, starts, lengths):
-  """Appends the first `lengths` [B] of `tokens` [B,T] to rows of `starts` [B] tokens.
-
-  Only the last real token's logits are computed; a row with length 0 keeps all it had.
-  """
-  chex.assert_shape(tokens, (context.logits.shape[0], None))
-  chex.assert_shape([starts, lengths], context.logits.shape[:1])
-  cache = decoder.KVCache(context.k, context.v, starts)
-  x, cache = decoder.hidden(params, config, tokens, None, cache, lengths)  # [B,T,D]
-  last = jnp.maximum(lengths - 1, 0)[:, None, None]
-  x = jnp.take_along_axis(x, last, axis=1)[:, 0]  # [B,D]
-  logits = decoder.token_logits(params, config, x)
-  logits = jnp.where(lengths[:, None] > 0, logits, context.logits)
-  return Context(cache.k, cache.v, logits), cache.length
-
-
 class _Program(typing.NamedTuple):
-  """What is static about the decode loop."""
+  """What is static about prefill and the decode loop."""
 
   config: decoder.ModelConfig
   sample: Callable[..., Any]  # (logits, keys, greedy) -> (token, logp)
   columns: int  # tokens that the results have room for
+  records_routes: bool
+
+
+def _prefill(program, params, context, tokens, starts, lengths):
+  """Appends the first `lengths` [B] of `tokens` [B,T] to rows of `starts` [B] tokens.
+
+  Only the last real token's logits are computed; a row with length 0 keeps all it had.
+  """
+  config = program.config
+  chex.assert_shape(tokens, (context.logits.shape[0], None))
+  chex.assert_shape([starts, lengths], context.logits.shape[:1])
+  cache = decoder.KVCache(context.k, context.v, starts)
+  x, cache, routing = decoder.cached_trunk(params, config, tokens, None, cache, lengths)  # [B,T,D]
+  last = jnp.maximum(lengths - 1, 0)[:, None, None]
+  x = jnp.take_along_axis(x, last, axis=1)[:, 0]  # [B,D]
+  logits = decoder.token_logits(params, config, x)
+  logits = jnp.where(lengths[:, None] > 0, logits, context.logits)
+  return Context(cache.k, cache.v, logits), (cache.length, _kept(program, routing))
 
 
 @flax.struct.dataclass
 class _Until:
-  """When a decode call ends, and how it draws: scalars."""
+  """When a decode call ends, and how it draws."""
 
-  steps: Any  # int32
-  enough: Any  # int32, rows that have stopped
-  greedy: Any  # bool
+  steps: Any  # [] int32
+  enough: Any  # [] int32, rows that have stopped
+  greedy: Any  # [] bool
 
 
 @flax.struct.dataclass
@@ -364,7 +373,12 @@ def _decode(program, params, context, rows, until, ends):
     token_keys = jax.vmap(jax.random.fold_in)(keys, turns.lengths)
     token, logp = program.sample(context.logits, token_keys, until.greedy)
     cache = decoder.KVCache(context.k, context.v, turns.lengths)
-    x, cache = decoder.hidden(params, config, token[:, None], None, cache, alive.astype(jnp.int32))
+    x, cache, routing = decoder.cached_trunk(
+        params, config, token[:, None], None, cache, alive.astype(jnp.int32)
+    )
+    routes, here = sampled.routes, _kept(program, routing)
+    if here is not None:
+      routes = jax.lax.dynamic_update_slice(routes, here, (0, turns.step, 0, 0))
     logits = decoder.token_logits(params, config, x[:, 0])
     stop_state = jnp.where(alive, ends.stop_table[sampled.stop_state, token], sampled.stop_state)
     counts = sampled.counts + alive
@@ -378,6 +392,7 @@ def _decode(program, params, context, rows, until, ends):
             counts=counts,
             stop_state=stop_state,
             alive=goes_on,
+            routes=routes,
         ),
         step=turns.step + 1,
         stopped=turns.stopped + jnp.sum(alive & ~goes_on),
@@ -389,10 +404,21 @@ def _decode(program, params, context, rows, until, ends):
       counts=jnp.zeros_like(rows.budgets),
       stop_state=rows.stop_state,
       alive=rows.budgets > 0,
+      routes=_no_routes(program, num_rows) if program.records_routes else None,
   )
   zero = jnp.zeros((), jnp.int32)
   turns = jax.lax.while_loop(goes_on, one_token, _Turns(context, rows.lengths, sampled, zero, zero))
   return turns.context, turns.sampled
+
+
+def _no_routes(program, rows):
+  model = program.config
+  shape = (rows, program.columns, model.num_layers, model.experts_per_token)
+  return jnp.zeros(shape, moe.route_dtype(model.num_experts))
+
+
+def _kept(program, routing):
+  return moe.in_order(routing, program.config.num_experts) if program.records_routes else None
 
 
 def _set_column(a, column, new, alive):
@@ -404,10 +430,6 @@ def _grow(config, context, slots):
   rows = context.logits.shape[0]
   fill = lambda new, old: jax.lax.dynamic_update_slice(new, old, (0,) * old.ndim)
   return jax.tree.map(fill, _empty(config, rows, slots), context)
-
-
-def _take(context, rows):
-  return jax.tree.map(lambda a: a[rows], context)
 
 
 def _put(context, taken, targets, sources, count):

@@ -149,37 +149,45 @@ def step_summary(
 
 
 def routing(spec: Spec, layout: packing.Layout, chosen: moe.Routing | None) -> tuple[Any, Any]:
-  """Returns the experts to be replayed [b,T,L,A] and how many tokens each got; None without."""
+  """Returns the experts to be replayed [b,T,L,A] and sums about the router; None without."""
   if chosen is None:
     return None, None
   routes = None
-  if spec.routing_replay != 'none':
-    routes = jnp.moveaxis(chosen.chosen, 0, 2).astype(_routes_dtype(spec))
-    routes = layout.unpack_routes(routes)
-  return routes, moe.load(chosen, layout.live, spec.actor.num_experts)
+  sums: dict[str, Any] = {**moe.load(chosen, layout.live, spec.actor.num_experts)}
+  if spec.routing_replay == 'old_policy':
+    routes = layout.unpack_routes(moe.in_order(chosen, spec.actor.num_experts))
+  if spec.routing_replay == 'sampling':
+    sums['replaced'] = moe.replaced(chosen, layout.live)
+  return routes, sums
 
 
 def no_routing(spec: Spec, shape: tuple[int, ...]) -> tuple[Any, Any]:
   """Returns zeros that `routing` of rows of this shape is added to."""
-  model, load = spec.actor, None
-  if model.num_experts:
-    load = moe.no_load(model.num_layers, model.num_experts)
-  if spec.routing_replay == 'none':
-    return None, load
-  routes = jnp.zeros((*shape, model.num_layers, model.experts_per_token), _routes_dtype(spec))
-  return routes, load
+  model = spec.actor
+  if not model.num_experts:
+    return None, None
+  routes = None
+  sums: dict[str, Any] = {**moe.no_load(model.num_layers, model.num_experts)}
+  if spec.routing_replay == 'old_policy':
+    dtype = moe.route_dtype(model.num_experts)
+    routes = jnp.zeros((*shape, model.num_layers, model.experts_per_token), dtype)
+  if spec.routing_replay == 'sampling':
+    sums['replaced'] = dict.fromkeys(('experts', 'any', 'live'), jnp.zeros(()))
+  return routes, sums
 
 
-def routing_summary(spec: Spec, load: dict[str, jax.Array] | None) -> dict[str, jax.Array]:
-  """Returns how evenly the experts are used, from the `load` of each step; {} without experts."""
+def routing_summary(spec: Spec, load: dict[str, Any] | None) -> dict[str, jax.Array]:
+  """Returns how evenly the experts are used, from the sums of each step; {} without experts."""
   if load is None:
     return {}
   load = jax.tree.map(lambda x: x.sum(axis=0), load)
-  return moe.load_metrics(load, spec.actor.experts_per_token)
-
-
-def _routes_dtype(spec):
-  return jnp.uint8 if spec.actor.num_experts <= 256 else jnp.uint16
+  metrics = moe.load_metrics(load, spec.actor.experts_per_token)
+  if 'replaced' in load:
+    replaced = load['replaced']
+    live = jnp.maximum(replaced['live'], 1)
+    metrics['moe/replaced_experts'] = replaced['experts'] / live
+    metrics['moe/tokens_routed_otherwise'] = replaced['any'] / live
+  return metrics
 
 
 def _mean(x, over):

@@ -109,9 +109,10 @@ def annotate(
 
   def one_step(step):
     tokens = batch.tokens[step.rows]
+    replayed = None if batch.routes is None else batch.routes[step.rows]
 
     def per_token(layout):
-      (logp, _, values), routing = _policy(spec, actor, tokens, layout)
+      (logp, _, values), routing = _policy(spec, actor, tokens, layout, replayed)
       if spec.critic is not None:
         values = _critic(spec, critic, tokens, layout)
       if variant.kl_in == 'none':
@@ -141,7 +142,7 @@ def annotate(
   metrics |= diagnostics.routing_summary(spec, load)
   old_logp = batch.behaviour_logp if variant.old_logp == 'sampler' else logp
   batch = dataclasses.replace(batch, old_logp=old_logp * mask, ref_logp=ref_logp * mask)
-  routes = jax.tree.map(in_order, routes)
+  routes = batch.routes if routes is None else in_order(routes)
   return dataclasses.replace(batch, old_values=values * mask, routes=routes), metrics
 
 
