@@ -20,9 +20,10 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 
-from stppo_jax import cli
 from stppo_jax import config as schema
 from stppo_jax import validation
+from stppo_jax.cli import entry
+from stppo_jax.cli import parsing
 from stppo_jax.training import loop
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
@@ -101,7 +102,7 @@ class HelpTest(parameterized.TestCase):
     """Returns what the command prints; its exit code must be 0."""
     stdout = io.StringIO()
     with contextlib.redirect_stdout(stdout), self.assertRaises(SystemExit) as caught:
-      cli._parse([f'/somewhere/{program}', argument])
+      entry._parse([f'/somewhere/{program}', argument])
     self.assertEqual(caught.exception.code, 0)
     return stdout.getvalue()
 
@@ -115,14 +116,14 @@ class HelpTest(parameterized.TestCase):
         '--coordinator',
         '--profile',
         '--config.FIELD',
-        *cli._MODES,
+        *entry._MODES,
     ):
       self.assertIn(name, text)
     for path in RULES:
       self.assertIn(path.split('.')[0], text)
 
   def test_the_files_of_its_examples_exist(self):
-    files = re.findall(r'--config=(experiments/[\w.]+)', cli.__doc__)
+    files = re.findall(r'--config=(experiments/[\w.]+)', entry.__doc__)
     self.assertNotEmpty(files)
     for file in files:
       self.assertTrue((ROOT / file).is_file(), file)
@@ -142,7 +143,7 @@ class HelpTest(parameterized.TestCase):
 class ShippedExperimentTest(absltest.TestCase):
 
   def resolved(self, *arguments):
-    return cli._with_shipped_experiment(list(arguments))
+    return parsing._with_shipped_experiment(list(arguments))
 
   def test_it_is_taken_where_the_folder_has_no_such_file(self):
     shipped = str(ROOT / 'experiments' / 'st_ppo_7b.py')
@@ -169,7 +170,7 @@ class MainTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     # What a command sets for its process, it must not set for the other tests.
-    self.enterContext(mock.patch.object(cli, '_quiet_libraries'))
+    self.enterContext(mock.patch.object(entry, '_quiet_libraries'))
     self.enterContext(mock.patch.object(type(jax.config), 'update'))
     self.tmp = self.enterContext(tempfile.TemporaryDirectory())
     tiny_run.write(self.tmp)
@@ -193,7 +194,7 @@ class MainTest(parameterized.TestCase):
       delattr(flags.FLAGS, name)  # a process defines them once; the tests share one
     stderr = io.StringIO()
     with contextlib.redirect_stderr(stderr):
-      code = cli._main(cli._parse(argv))
+      code = entry._main(entry._parse(argv))
     self.assertEqual(stderr.getvalue().count('\n'), 1, stderr.getvalue())
     self.assertStartsWith(stderr.getvalue(), 'run.py: ')
     return stderr.getvalue(), code
@@ -273,7 +274,7 @@ class MainTest(parameterized.TestCase):
   def test_a_full_disk_is_not_reported_by_every_thread(self):
     told, say = [], lambda error: types.SimpleNamespace(exc_value=error)
     for error in (RuntimeError('Event loop is closed'), RuntimeError('of ours')):
-      cli._tell_unraisable(told.append, say(error))
+      entry._tell_unraisable(told.append, say(error))
     self.assertLen(told, 1)
 
   def test_exit_codes_of_a_run_that_fails_and_of_an_interrupt(self):
@@ -315,7 +316,7 @@ class ExperimentFileTest(parameterized.TestCase):
     stderr = io.StringIO()
     with contextlib.redirect_stderr(stderr):
       try:
-        cli._parse(['run.py', '--config=mine.py', *arguments])
+        entry._parse(['run.py', '--config=mine.py', *arguments])
         return flags.FLAGS.config
       except SystemExit as exit_:
         self.assertEqual(exit_.code, 2)
@@ -373,11 +374,11 @@ class OptionsTest(parameterized.TestCase):
   )
   def test_an_environments_options_are_set_one_by_one_or_as_a_dict(self, arguments, want):
     others = ['--config=x.py', '--config.env.max_turns=3']
-    self.assertEqual(cli._take_options([others[0], *arguments, others[1]]), (others, want))
+    self.assertEqual(parsing._take_options([others[0], *arguments, others[1]]), (others, want))
 
   def test_options_must_be_a_dict(self):
     with self.assertRaisesRegex(UserError, 'options=3: give a dict'):
-      cli._take_options(['--config.env.options=3'])
+      parsing._take_options(['--config.env.options=3'])
 
 
 if __name__ == '__main__':

@@ -52,7 +52,8 @@ READ_THE_CONFIG = {
     'validation.py',
     'planning/plan.py',
     'planning/sampling.py',
-    'cli.py',
+    'cli/entry.py',
+    'cli/parsing.py',
 }
 MAX_MODULES_AT_THE_TOP, MAX_MODULES_IN_A_ROOM, MAX_LINES, MAX_FUNCTION_LINES = 8, 10, 450, 60
 

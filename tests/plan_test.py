@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from stppo_jax import cli
+from stppo_jax.cli import entry
 from stppo_jax.models import attention
 from stppo_jax.models import sharding
 from stppo_jax.planning import hlo
@@ -301,12 +301,12 @@ class PlanTest(parameterized.TestCase):
       delattr(flags.FLAGS, name)  # a process defines them once
     stdout = io.StringIO()
     with (
-        mock.patch.object(cli, '_quiet_libraries'),
+        mock.patch.object(entry, '_quiet_libraries'),
         contextlib.redirect_stdout(stdout),
         mock.patch.object(topologies, '_local_devices', return_value=(jax.devices(), small)),
     ):
-      code = cli._main(
-          cli._parse(['run.py', f'--config={experiment}', '--mode=plan', '--topology='])
+      code = entry._main(
+          entry._parse(['run.py', f'--config={experiment}', '--mode=plan', '--topology='])
       )
     self.assertEqual(code, 1)
     last = stdout.getvalue().splitlines()[-1]

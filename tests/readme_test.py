@@ -14,7 +14,7 @@ from absl.testing import flagsaver
 from absl.testing import parameterized
 import jax
 
-from stppo_jax import cli
+from stppo_jax.cli import entry
 from stppo_jax.monitoring import metrics as metrics_lib
 from tests.support import tiny_run
 
@@ -45,7 +45,7 @@ class HowToAddTest(parameterized.TestCase):
     self.enterContext(tiny_run.on_one_device())
     # What a command sets for its process, it must not set for the other tests.
     self.enterContext(flagsaver.flagsaver())
-    self.enterContext(mock.patch.object(cli, '_quiet_libraries'))
+    self.enterContext(mock.patch.object(entry, '_quiet_libraries'))
     self.enterContext(mock.patch.object(type(jax.config), 'update'))
     for flag in [flag for flag in flags.FLAGS if flag.split('.')[0] == 'config']:
       delattr(flags.FLAGS, flag)
@@ -55,7 +55,7 @@ class HowToAddTest(parameterized.TestCase):
     os.chdir(folder)
     # The smallest run in place of the default one: the same flags, seconds instead of minutes.
     small = ['--config=small.py', '--config.train.updates=1', '--mode=train']
-    self.assertFalse(cli._main(cli._parse(['run.py', *small, *arguments[2:]])))
+    self.assertFalse(entry._main(entry._parse(['run.py', *small, *arguments[2:]])))
     (workdir,) = [argument.partition('=')[2] for argument in arguments if 'workdir' in argument]
     last = metrics_lib.read_metrics(workdir)[-1]
     self.assertEqual(last['step'], 1)

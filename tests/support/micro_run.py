@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from stppo_jax import cli
 from stppo_jax import config as schema
+from stppo_jax.cli import entry
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import report
@@ -231,7 +231,7 @@ def command(folder, workdir, stderr, overrides, slow_s=0.01):
   with mock.patch.object(checkpoint, '_checksums', slow_checksums):
     with mock.patch.object(loop, 'setup', functools.partial(setup, slow_s=slow_s)):
       sys.exit(
-          cli._main(
-              cli._parse(['run.py', f'--config={experiment}', f'--workdir={workdir}', *overrides])
+          entry._main(
+              entry._parse(['run.py', f'--config={experiment}', f'--workdir={workdir}', *overrides])
           )
       )

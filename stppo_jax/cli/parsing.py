@@ -1,0 +1,191 @@
+"""The command line as it is read: arguments to flags and config, each mistake in one line."""
+
+import ast
+import contextlib
+import difflib
+import json
+import os
+import re
+import sys
+import traceback
+from typing import Any
+from typing import get_args
+
+from absl import flags
+from ml_collections import config_flags
+
+from stppo_jax import config as schema
+from stppo_jax import types
+from stppo_jax import validation
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_SHIPPED = os.path.join(_PACKAGE, 'shipped')  # in a wheel; in a clone experiments/ is at the root
+HOME = _SHIPPED if os.path.isdir(_SHIPPED) else os.path.dirname(_PACKAGE)
+DEFAULT = os.path.join(HOME, 'experiments', 'st_ppo_tiny.py')
+_ENTRY = os.path.abspath(sys.argv[0])  # run.py, or the command
+
+
+def parse(argv: list[str], usage: str, own_flags: list[str]) -> list[str]:
+  """Parses absl's flags; every mistake becomes a UserError.
+
+  Args:
+    argv: the program and its arguments.
+    usage: the text that --help prints above the flags.
+    own_flags: names of the flags that --help lists.
+
+  Returns:
+    What absl.app gets: the program alone.
+  """
+  program, arguments = os.path.basename(argv[0]), argv[1:]
+  try:
+    for argument in arguments:
+      if match := re.fullmatch(r'-h|--?help(?:short|full)?(?:=(.*))?', argument):
+        print(_help(program, match[1] or '', usage, own_flags))
+        sys.exit(0)
+    arguments, options = _take_options(_with_shipped_experiment(arguments))
+    arguments, unset = _take_nones(arguments)
+    _check_arguments(arguments)
+    # Defined here and not at import: the definition reads the overrides and may reject them.
+    config_flags.DEFINE_config_file(
+        'config',
+        DEFAULT,
+        'experiment file, or FILE:smoke for its smallest form',
+        sys_argv=[argv[0], *arguments],
+    )
+    positional = flags.FLAGS([argv[0], *arguments])[1:]
+    if positional:
+      raise types.UserError(
+          f'unexpected argument {positional[0]!r}: flags start with --, as in '
+          '--config.train.updates=3'
+      )
+    config = flags.FLAGS.config
+    # A file that could not be read raises when a setting is looked up.
+    if not hasattr(config, 'env') or not isinstance(config, schema.Config):
+      raise types.UserError(
+          f'get_config() of the experiment file returned {config!r}: return a '
+          'stppo_jax.config.Config'
+      )
+    config.env.options.update(options)
+    for path in unset:
+      *parents, name = path.split('.')
+      setattr(validation.get(config, '.'.join(parents)), name, None)
+    return argv[:1]
+  except (flags.Error, types.UserError) as error:
+    lines = str(error).splitlines()  # the lines in between may be a traceback
+    message = ' '.join(lines[:1] + lines[1:][-1:]) + _meaning(lines[0]) + _place(error)
+  except Exception as error:  # whatever an experiment file may raise
+    lines = str(error).splitlines()
+    message = f'cannot load the config: {type(error).__name__}: {"".join(lines[-1:])}'
+    message += _place(error)
+  raise types.UserError(message)
+
+
+def _place(error: Exception) -> str:
+  """Returns ' (FILE:LINE)' of the last line of a user's own file in an error's traceback, or ''."""
+  # config_flags puts the traceback of some errors into the text of another.
+  text = ''.join(traceback.format_exception(error)) + str(error)
+  places = re.findall(r'File "([^"]+)", line (\d+)', text)
+  libraries = (_PACKAGE + os.sep, os.path.dirname(os.__file__) + os.sep, '<')
+  own = [(file, line) for file, line in places if not file.startswith(libraries)]
+  own = [(file, line) for file, line in own if 'site-packages' not in file and file != _ENTRY]
+  return f' ({own[-1][0]}:{own[-1][1]})' if own else ''
+
+
+def _help(program: str, section: str, usage: str, own_flags: list[str]) -> str:
+  """Returns the text of --help, or of --help=SECTION: the settings of one section of the config."""
+  settings = {path: (rules, value) for path, rules, value in validation.fields(schema.Config())}
+  if section:
+    chosen = [path for path in settings if path == section or path.startswith(section + '.')]
+    if not chosen:
+      raise types.UserError(f'--help={section}: there is no such section; see --help')
+    return '\n'.join(
+        f'--config.{path}={settings[path][1]!r}\n    {settings[path][0].meaning}' for path in chosen
+    )
+  sections = dict.fromkeys(path.split('.')[0] for path in settings)
+  lines = [
+      usage.replace('python run.py', 'stppo' if program == 'stppo' else 'python run.py'),
+      '--config=FILE[:smoke]\n    experiment file, or its smallest form',
+      *(f'--{name}\n    {flags.FLAGS[name].help}' for name in own_flags),
+      '--config.FIELD=VALUE\n    overrides a setting, as in --config.train.updates=3',
+      f'--help=SECTION\n    lists settings, defaults and meanings of: {", ".join(sections)}',
+  ]
+  return '\n'.join(lines)
+
+
+def _with_shipped_experiment(arguments: list[str]) -> list[str]:
+  """Takes `--config=experiments/NAME.py` from the package if this folder has no such file."""
+
+  def resolve(argument: str) -> str:
+    match = re.fullmatch(r'(--?config=)?(experiments/[^:]*)(:.*)?', argument)
+    if match is None or os.path.exists(match[2]) or not os.path.isfile(f'{HOME}/{match[2]}'):
+      return argument
+    return f'{match[1] or ""}{os.path.join(HOME, match[2])}{match[3] or ""}'
+
+  return [
+      resolve(argument)
+      if argument.startswith('-') or before in ('--config', '-config')
+      else argument
+      for before, argument in zip(['', *arguments], arguments)
+  ]
+
+
+def _take_options(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
+  """Splits off --config.env.options.NAME=VALUE and --config.env.options={'NAME': VALUE, ..}.
+
+  Returns (the other arguments, {NAME: VALUE}). The names belong to the environment and are unknown
+  to config_flags. Values are JSON or Python; any other value is a string.
+  """
+  others, options = [], {}
+  for argument in arguments:
+    match = re.fullmatch(r'--?config\.env\.options(?:\.(\w+))?=(.*)', argument, re.DOTALL)
+    if not match:
+      others.append(argument)
+      continue
+    value: Any = match[2]
+    for parse in (json.loads, ast.literal_eval):
+      with contextlib.suppress(ValueError, SyntaxError):
+        value = parse(match[2])
+        break
+    if match[1] is None and not isinstance(value, dict):
+      raise types.UserError(
+          f'{argument}: give a dict, as in --config.env.options=\'{{"low": 1}}\', or one option, '
+          'as in --config.env.options.low=1'
+      )
+    options |= {match[1]: value} if match[1] else value
+  return others, options
+
+
+def _take_nones(arguments: list[str]) -> tuple[list[str], list[str]]:
+  """Splits off --config.PATH=None where None is allowed, which config_flags cannot parse.
+
+  Returns (the other arguments, paths).
+  """
+  optional = {path for path, kind in validation.kinds().items() if type(None) in get_args(kind)}
+  nones = {f'{dashes}config.{path}=None': path for path in optional for dashes in ('-', '--')}
+  others = [argument for argument in arguments if argument not in nones]
+  return others, [nones[argument] for argument in arguments if argument in nones]
+
+
+def _check_arguments(arguments: list[str]) -> None:
+  """Rejects a missing experiment file, and overrides of unknown fields."""
+  for argument in arguments:
+    if match := re.match(r'--?config=([^:]*)', argument):
+      if not os.path.isfile(match[1]):
+        raise types.UserError(
+            f'--config={match[1]}: no such file; give one such as experiments/st_ppo_tiny.py'
+        )
+    if match := re.match(r'--?(?:no)?config\.([^=]+)', argument):
+      path, known = match[1], [path for path, _, _ in validation.fields(schema.Config())]
+      if path not in known:
+        last = path.split('.')[-1]
+        near = [name for name in known if name.startswith(path + '.') or name.endswith('.' + last)]
+        near = near or difflib.get_close_matches(path, known, n=3)
+        hint = f'did you mean {" or ".join(near[:3])}?' if near else 'see --help'
+        raise types.UserError(f'--config.{path}: there is no such field; {hint}')
+
+
+def _meaning(message: str) -> str:
+  """Returns '; PATH is MEANING' for a message about --config.PATH=VALUE, else ''."""
+  match = re.search(r'flag --config\.([\w.]+)=', message)
+  meanings = {path: rules.meaning for path, rules, _ in validation.fields(schema.Config())}
+  return f'; it means: {meanings[match[1]]}' if match and match[1] in meanings else ''

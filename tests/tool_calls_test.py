@@ -1,0 +1,221 @@
+"""Function calls in text: what each family writes, what is broken, and any text at all."""
+
+import json
+import time
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import hypothesis
+from hypothesis import strategies as st
+
+from stppo_jax.envs import tool_calls
+from stppo_jax.envs.tool_calls import Call
+
+
+def schema(name, **parameters):
+  """A tool with parameters of these JSON types."""
+  properties = {key: {'type': kind, 'description': key} for key, kind in parameters.items()}
+  parameters = {'type': 'object', 'properties': properties, 'required': list(properties)}
+  function = {'name': name, 'description': f'Does {name}.', 'parameters': parameters}
+  return {'type': 'function', 'function': function}
+
+
+TOOLS = (
+    schema('search', query='string'),
+    schema('add', a='number', b='number'),
+    schema('wait', seconds='number'),
+    schema('now'),
+)
+CAT = Call('search', {'query': 'cats'})
+SUM = Call('add', {'a': 1, 'b': 2})
+
+
+def parse(form, text):
+  return tool_calls.make_form(form, TOOLS).parse(text)
+
+
+class ParseTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      # Qwen2.5 and Qwen3: text, then one block per call.
+      (
+          'hermes',
+          'Let me see.\n<tool_call>\n{"name": "search", "arguments": {"query": "cats"}}\n'
+          '</tool_call>\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>',
+          'Let me see.',
+          (CAT, SUM),
+      ),
+      ('hermes', 'No call.', 'No call.', ()),
+      ('hermes', '<tool_call>{"name": "now"}</tool_call>', '', (Call('now', {}),)),
+      ('hermes', '<tool_call>{"name": "now", "arguments": null}', '', (Call('now', {}),)),
+      (
+          'hermes',
+          '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call> ok',
+          'ok',
+          (SUM,),
+      ),
+      # A closing tag within a string; a call that the model only thinks of.
+      (
+          'hermes',
+          '<tool_call>{"name": "search", "arguments": {"query": "</tool_call><tool_call>"}}'
+          '</tool_call>',
+          '',
+          (Call('search', {'query': '</tool_call><tool_call>'}),),
+      ),
+      (
+          'hermes',
+          '<think><tool_call>{</think><tool_call>{"name": "now"}</tool_call>',
+          '<think><tool_call>{</think>',
+          (Call('now', {}),),
+      ),
+      # Nested values, other scripts, an escaped character outside the basic plane.
+      (
+          'hermes',
+          '<tool_call>{"name": "f", "arguments": {"x": [{"y": {"z": [1, 2.5, null, true]}}], '
+          '"ключ": "猫 \\ud83d\\ude00"}}</tool_call>',
+          '',
+          (Call('f', {'x': [{'y': {'z': [1, 2.5, None, True]}}], 'ключ': '猫 😀'}),),
+      ),
+      # Without its closing tag before the next block.
+      (
+          'hermes',
+          '<tool_call>{"name": "now"}<tool_call>{"name": "now"}</tool_call>',
+          '',
+          (Call('now', {}),) * 2,
+      ),
+      ('llama3', '{"name": "search", "parameters": {"query": "cats"}}', '', (CAT,)),
+      (
+          'llama3',
+          '<|python_tag|>{"name": "search", "parameters": {"query": "cats"}}; '
+          '{"type": "function", "name": "add", "parameters": {"a": 1, "b": 2}}',
+          '',
+          (CAT, SUM),
+      ),
+      ('llama3', 'I search.<|python_tag|>search.call(query="cats")', 'I search.', (CAT,)),
+      ('llama3', '{"answer": 3}', '{"answer": 3}', ()),
+      ('llama3', 'It is {"name": 3}', 'It is {"name": 3}', ()),
+      ('tags', '<think>x</think> <search> cats </search>', '<think>x</think>', (CAT,)),
+      ('tags', '<add>{"a": 1, "b": 2}</add><now></now>', '', (SUM, Call('now', {}))),
+      ('tags', '<wait>2</wait>', '', (Call('wait', {'seconds': 2}),)),
+      ('tags', '<search>a <add> b</search>', '', (Call('search', {'query': 'a <add> b'}),)),
+      ('tags', '</search> <other>x</other>', '</search> <other>x</other>', ()),
+  )
+  def test_what_the_families_write(self, form, text, content, calls):
+    self.assertEqual(parse(form, text), (content, calls))
+
+  @parameterized.parameters(
+      (
+          'hermes',
+          '<tool_call>{"name": "add", "arguments": {"a": 1,',
+          r'not JSON .* at character \d+',
+      ),
+      ('hermes', '<tool_call>add(1, 2)</tool_call> done', 'not JSON .*: add'),
+      ('hermes', '<tool_call></tool_call>', 'not JSON'),
+      ('hermes', '<tool_call>{"arguments": {}}</tool_call>', 'a "name" is needed'),
+      ('hermes', '<tool_call>{"name": 3}</tool_call>', 'a "name" is needed'),
+      ('hermes', '<tool_call>["now"]</tool_call>', 'a "name" is needed'),
+      ('hermes', '<tool_call>{"name": "now", "arguments": [1]}</tool_call>', '"arguments" must be'),
+      ('hermes', '<tool_call>{"name": "wait", "arguments": {"seconds": NaN}}', 'NaN is no JSON'),
+      ('hermes', '<tool_call>' + '[' * 10**5, 'nested too deeply'),
+      ('hermes', '<tool_call>' + '1' * 10**5, 'not JSON'),
+      ('llama3', '{"name": "add", "parameters": {"a": 1', 'not JSON'),
+      ('llama3', '<|python_tag|>print(1)', 'not JSON'),
+      ('llama3', '<|python_tag|>', 'nothing follows'),
+      ('llama3', '<|python_tag|>search.call(query=open("x"))', r'search.call\(key="value"\)'),
+      ('llama3', '<|python_tag|>search.call("cats")', r'search.call\(key="value"\)'),
+      ('llama3', '<|python_tag|>search.call(q=' + '(' * 10**4, r'search.call\(key="value"\)'),
+      ('tags', '<search>cats', '</search> is missing: cats'),
+      ('tags', '<add>1 + 2</add>', 'not JSON'),
+      ('tags', '<add>[1, 2]</add>', 'no JSON object'),
+  )
+  def test_a_malformed_call_says_what_is_wrong(self, form, text, message):
+    _, (call,) = parse(form, text)
+    self.assertRegex(call.error, message)
+    self.assertLess(len(call.error), 300)
+    self.assertNotIn('\n', call.error)
+
+  def test_a_broken_call_does_not_hide_the_next(self):
+    call = '<tool_call>{"name": "now"}</tool_call>'
+    content, (first, second) = parse('hermes', f'a<tool_call>{{</tool_call>b{call}c')
+    self.assertEqual((content, second), ('abc', Call('now', {})))
+    self.assertNotEmpty(first.error)
+
+  def test_declarations_name_every_tool_and_the_form(self):
+    for form in tool_calls.FORMS:
+      text = tool_calls.make_form(form, TOOLS).declare()
+      for tool in TOOLS:
+        self.assertIn(tool['function']['name'], text)
+    self.assertEqual(
+        tool_calls.make_form('tags', TOOLS[:2]).declare(),
+        'You may call these tools:\n<search>query</search>: Does search.\n'
+        '<add>{"a": .., "b": ..}</add>: Does add.\n',
+    )
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+PIECES = st.sampled_from([
+    '<tool_call>', '</tool_call>', '<search>', '</search>', '<add>', '</add>', '</think>', '{', '}',
+    '"', '\\', '{"name": "add", "arguments": {"a": 1}}', '{"name": "x"', ';', '<|python_tag|>', '[',
+    'search.call(', ')', '\ud800', '\x00', 'é', '😀', ' ', '\n', '{"name":"search","parameters":{',
+])  # fmt: skip
+
+
+class FuzzTest(parameterized.TestCase):
+
+  @hypothesis.settings(max_examples=150, deadline=None)
+  @hypothesis.given(st.lists(PIECES | st.text(), max_size=30))
+  def test_no_text_raises(self, pieces):
+    text = ''.join(pieces)
+    for form in tool_calls.FORMS:
+      content, calls = parse(form, text)
+      self.assertIsInstance(content, str)
+      for call in calls:
+        json.dumps(call.arguments, allow_nan=False)
+        self.assertIsInstance(call.name, str)
+        self.assertTrue(call.name or call.error)
+
+  @hypothesis.settings(max_examples=100, deadline=None)
+  @hypothesis.given(st.dictionaries(st.text(), VALUES, max_size=4), st.text())
+  def test_parse_inverts_write(self, arguments, query):
+    call = Call('add', arguments)
+    ends = sum(json.dumps(arguments).count(tag) for tag in ('tool_call>', 'add>'))
+    hypothesis.assume(ends < 3)
+    for form in tool_calls.FORMS:
+      made = tool_calls.make_form(form, TOOLS)
+      self.assertEqual(made.parse(made.write(call)), ('', (call,)), form)
+    tags = tool_calls.make_form('tags', TOOLS)
+    hypothesis.assume('<' not in query)
+    written = tags.write(Call('search', {'query': query}))
+    self.assertEqual(tags.parse(written), ('', (Call('search', {'query': query.strip()}),)))
+
+  @hypothesis.settings(max_examples=100, deadline=None)
+  @hypothesis.given(st.integers(0, 200))
+  def test_a_cut_turn_is_one_malformed_call_or_none(self, cut):
+    for form in tool_calls.FORMS:
+      made = tool_calls.make_form(form, TOOLS)
+      text = made.write(Call('add', {'a': 1, 'b': 'x' * 50}))
+      _, calls = made.parse(text[: min(cut, len(text) - 1)])
+      self.assertLessEqual(len(calls), 1)
+
+  @parameterized.parameters(
+      '<tool_call>', '<tool_call>{"a": "', '<tool_call>["', '<tool_call>[","</tool_call>',
+      '<search>',
+      '<tool_call>{"name": "now"}</tool_call>', '<add>{', '<tool_call>[[[[[', '{"name":',
+      '{"name": "now"};', '<|python_tag|>', '<|python_tag|>a.call(', '</think>', '\\"', '<', ' ',
+  )  # fmt: skip
+  def test_time_grows_with_the_text_and_no_faster(self, unit):
+    """Quadratic time would take minutes."""
+    for form in tool_calls.FORMS:
+      text = '<|python_tag|>' * (form == 'llama3') + unit * (2 * 10**5 // len(unit))
+      started = time.process_time()
+      parse(form, text)
+      self.assertLess(time.process_time() - started, 2, form)
+
+
+if __name__ == '__main__':
+  absltest.main()
