@@ -26,6 +26,7 @@ ORDER = (
     'monitoring',
     'training',
     'planning',
+    'mechanism',
     'study',
     'cli',
 )
@@ -49,11 +50,13 @@ READ_THE_CONFIG = {
     'training/results.py',
     'rollout/agent.py',
     'rollout/seams.py',
-    'study/cell.py',
+    'mechanism/cell.py',
     'evaluation.py',
     'validation.py',
     'planning/plan.py',
     'planning/sampling.py',
+    'study/grid.py',
+    'study/command.py',
     'cli/entry.py',
     'cli/parsing.py',
 }

@@ -11,11 +11,11 @@ import numpy as np
 
 from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import variants
+from stppo_jax.mechanism import calibration
+from stppo_jax.mechanism import cell as cells
+from stppo_jax.mechanism import chain as chain_lib
+from stppo_jax.mechanism import instrument
 from stppo_jax.models import decoder
-from stppo_jax.study import calibration
-from stppo_jax.study import cell as cells
-from stppo_jax.study import chain as chain_lib
-from stppo_jax.study import mechanism
 from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
@@ -46,7 +46,7 @@ def small_run(seeds=4, first_seed=0, **overrides):
       'actor.lr': overrides.get('lr', 0.05),
       'pipeline.staleness': overrides.get('staleness', 0),
   }
-  return mechanism.run(settings, seeds, first_seed)
+  return instrument.run(settings, seeds, first_seed)
 
 
 def one_step(variant, seed=0, **columns):
@@ -55,25 +55,25 @@ def one_step(variant, seed=0, **columns):
   plain = dict(entropy_coef=0.0, kl_in='none', gamma=0.9)
   row = dataclasses.replace(variants.VARIANTS[variant], **(plain | columns))
   spec = dataclasses.replace(
-      mechanism.make_spec(dataclasses.replace(cell, variant=row)),
+      instrument.make_spec(dataclasses.replace(cell, variant=row)),
       actor_optimizer=update_test.DESCENT,
       critic_optimizer=update_test.DESCENT,
       actor_clip=np.inf,
   )
-  world, params = jax.tree.map(lambda x: jnp.asarray(x[seed]), mechanism.warm_start(cell.warm, 0))
+  world, params = jax.tree.map(lambda x: jnp.asarray(x[seed]), instrument.warm_start(cell.warm, 0))
   head = {'kernel': jnp.ones((8, 1)), 'bias': jnp.zeros(1)}
   critic = dict(params, last=head) if row.needs_critic else None
   state = train_state.create(spec, params, critic)
   chances = jax.random.uniform(jax.random.key(3), (chain_lib.num_chances(CHAIN, 8),))
   group_ids = jnp.arange(8) // 4
-  scores = functools.partial(mechanism.log_probs, params)
+  scores = functools.partial(instrument.log_probs, params)
   played = chain_lib.play(CHAIN, world, scores, chances, group_ids)
   features = chain_lib.features_of(CHAIN, played)
   batch = chain_lib.to_batch(CHAIN, played, group_ids)
   cell = dataclasses.replace(cell, variant=row)
-  batch, _ = mechanism.annotate(cell, spec, state, params, batch, played.said, features)
+  batch, _ = instrument.annotate(cell, spec, state, params, batch, played.said, features)
   state, batch, _ = update.with_advantages(spec, None, state, batch)
-  work = mechanism.make_work(CHAIN, spec, state, batch, played.said, features)
+  work = instrument.make_work(CHAIN, spec, state, batch, played.said, features)
   after, metrics, _ = update.take_step(work)
   return work, after, metrics
 
@@ -98,7 +98,7 @@ class UpdateTest(parameterized.TestCase):
       x, _ = decoder.trunk(actor, spec.actor, batch.tokens)
       return decoder.token_logp(actor, spec.actor, x, batch.tokens, 1.0, None)
 
-    work = mechanism.Work(
+    work = instrument.Work(
         spec,
         state,
         batch,
@@ -216,7 +216,7 @@ class RunTest(absltest.TestCase):
       np.testing.assert_array_equal(x[0], four[name][2], name)
 
   def test_repeats_bit_for_bit(self):
-    again = mechanism.run(SMALL | {'actor.lr': 0.05}, 4)
+    again = instrument.run(SMALL | {'actor.lr': 0.05}, 4)
     for name, x in small_run().items():
       np.testing.assert_array_equal(x, again[name], name)
 
@@ -251,9 +251,9 @@ class RunTest(absltest.TestCase):
 
   def test_success_is_that_of_many_episodes(self):
     cell = cells.make(SMALL)
-    world, params = jax.tree.map(lambda x: jnp.asarray(x[1]), mechanism.warm_start(cell.warm, 0))
+    world, params = jax.tree.map(lambda x: jnp.asarray(x[1]), instrument.warm_start(cell.warm, 0))
     chances = jax.random.uniform(jax.random.key(0), (chain_lib.num_chances(CHAIN, 8000),))
-    scores = functools.partial(mechanism.log_probs, params)
+    scores = functools.partial(instrument.log_probs, params)
     played = chain_lib.play(CHAIN, world, scores, chances, jnp.arange(8000) % CHAIN.keys)
     exact = small_run()['mechanism/success'][1, 0]
     self.assertAlmostEqual(float(played.right[:, -1].mean()), exact, delta=0.02)
@@ -261,12 +261,12 @@ class RunTest(absltest.TestCase):
   def test_learns(self):
     calm = SMALL | {'train.updates': 60, 'train.episodes': 32, 'train.mini_batch': 32}
     calm |= {'actor.lr': 3e-3, 'train.epochs': 1}
-    success = mechanism.run(calm, 8)['mechanism/success']
+    success = instrument.run(calm, 8)['mechanism/success']
     self.assertGreater(success[:, -1].mean(), success[:, 0].mean() + 0.1)
 
   def test_matched_finds_the_number(self):
     run = lambda settings, seeds, first: {'x': np.full((1, 1), settings['actor.lr'] ** 2)}
-    with absltest.mock.patch.object(mechanism, 'run', run):
+    with absltest.mock.patch.object(instrument, 'run', run):
       value, reached = calibration.matched({}, 'actor.lr', 'x', 0.25, 0.01, 10.0, rounds=16)
     self.assertAlmostEqual(value, 0.5, places=3)
     self.assertAlmostEqual(reached, 0.25, places=3)
@@ -285,7 +285,7 @@ class SettingsTest(parameterized.TestCase):
   )
   def test_a_mistake_is_one_line(self, settings, message):
     with self.assertRaisesRegex(UserError, message):
-      mechanism.check(settings)
+      instrument.check(settings)
 
 
 if __name__ == '__main__':

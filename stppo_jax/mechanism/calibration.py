@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from stppo_jax.study import mechanism
+from stppo_jax.mechanism import instrument
 
 PILOT = 1000  # first seed of pilot runs; the study has those from 0 on
 
@@ -28,7 +28,7 @@ def mean(
     settings: Mapping[str, Any], metric: str, num_seeds: int = 16, first_seed: int = PILOT
 ) -> float:
   """Returns a metric's mean over pilot seeds and updates; NaN counts as missing."""
-  return float(np.nanmean(mechanism.run(settings, num_seeds, first_seed)[metric]))
+  return float(np.nanmean(instrument.run(settings, num_seeds, first_seed)[metric]))
 
 
 def matched(
