@@ -6,40 +6,12 @@ v0.2, the likely base of the paper's runs, unless a meaning states more. See als
 
 import dataclasses
 from typing import Any
-from typing import TypeVar
 
+from stppo_jax.settings import Rules as Rules
+from stppo_jax.settings import setting
 from stppo_jax.types import Section
 
 LORA_TARGETS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
-T = TypeVar('T')
-
-
-@dataclasses.dataclass(frozen=True)
-class Rules:
-  """The meaning and the bounds of a field, stored with its default.
-
-  Bounds hold for each item of a tuple.
-  """
-
-  meaning: str
-  allowed: tuple = ()  # the values it may have; empty: any
-  items: tuple[str, ...] = ()  # what the items of a tuple may be; empty: any
-  at_least: float | None = None
-  at_most: float | None = None
-  above: float | None = None
-  below: float | None = None
-  finite: bool = True  # neither NaN nor infinite
-  plugin: bool = False  # also takes 'module:attribute', see plugins.py
-  may_change: bool = False  # a resumed run may differ: no number computed so far depends on it
-
-
-def setting(default: T, meaning: str, **rules: Any) -> T:
-  """Returns a dataclass field; `rules` are fields of `Rules`."""
-  metadata = {'rules': Rules(meaning, **rules)}
-  if isinstance(default, dict):
-    make: Any = default.copy
-    return dataclasses.field(default_factory=make, metadata=metadata)
-  return dataclasses.field(default=default, metadata=metadata)
 
 
 # A table, laid out by hand.
@@ -151,6 +123,10 @@ class Rollout(Section):
   """Sampling. Lengths in tokens."""
 
   group_size: int = setting(1, 'episodes per question', at_least=1)
+  max_num_gen_batches: int = setting(
+      1, 'above 1: a group whose scores are all equal is replaced by one of another question, in '
+      "at most so many rounds of sampling per update (DAPO's dynamic sampling); for algorithms "
+      'that compare the episodes of a group', at_least=1)
   temperature: float = setting(1.0, 'of sampling, in sampler and trainer alike', at_least=1e-3)
   top_k: int = setting(0, 'keep the k likeliest tokens; 0: off', at_least=0)
   top_p: float = setting(1.0, 'nucleus sampling; 1: off', above=0, at_most=1)
@@ -171,9 +147,10 @@ class Rollout(Section):
       (32, 128), 'tokens of a row that one prefill call may read', at_least=1)
   routing_replay: str = setting(
       'none', "of a mixture of experts: 'old_policy' reuses, in every optimizer step, the experts "
-      "that the policy that sampled chose for each token, as the trainer recomputes them; the "
-      "weights stay the current router's. Without experts it has no effect",
-      allowed=('none', 'old_policy'))
+      "that the policy that sampled chose for each token, as the trainer recomputes them; "
+      "'sampling' reuses those that the sampler itself chose while it read and wrote the token. "
+      "The weights stay the current router's. Without experts it has no effect",
+      allowed=('none', 'old_policy', 'sampling'))
   threads: int = setting(
       4, 'environment calls in progress while other rows decode; 0: rows wait for each', at_least=0)
 
@@ -192,7 +169,7 @@ class Algorithm(Section):
   ratio: str | None = setting(
       None, 'which tokens share an importance ratio, the geometric mean of theirs or the product; '
       "'none' is the plain policy gradient",
-      allowed=('none', 'token', 'turn', 'sequence', 'turn_product', 'sequence_product'))
+      allowed=('none', 'token', 'turn', 'chunk', 'sequence', 'turn_product', 'sequence_product'))
   surrogate: str | None = setting(
       None, 'what is maximised in place of ratio x advantage: one of losses.SURROGATES',
       plugin=True)
@@ -203,6 +180,13 @@ class Algorithm(Section):
       None, "what the divisor divides: the gradient 'before_clip' or 'after_clip' of its norm, or "
       "the optimizer's 'step', which Adam cannot cancel",
       allowed=('before_clip', 'after_clip', 'step'))
+  step_scale: str | None = setting(
+      None, "what multiplies the optimizer's step: 'ess' is the root of the effective share of "
+      "episodes, by their weights from the sampler to the current policy (VCPO)",
+      allowed=('none', 'ess'))
+  chunk_length: int | None = setting(
+      None, "the agent's tokens that share a ratio 'chunk', whichever turn they are of",
+      at_least=1)
   min_advantage: str | None = setting(
       None, 'the advantage inside the min', allowed=('token', 'turn'))
   clip_low: float | None = setting(None, 'the ratio is clipped at 1 - clip_low', at_least=0)
@@ -359,8 +343,9 @@ class Eval(Section):
   episodes: int = setting(0, '0: the whole split', at_least=0)
   rows: int = setting(128, 'questions in progress at once', at_least=1)
   checkpoint: str = setting(
-      'newest', "which one --mode=eval and --mode=export take; 'best': of the highest held-out "
-      'score while training', allowed=('newest', 'best'), may_change=True)
+      'newest', "which one --mode=eval and --mode=export take; 'best': of those saved right after "
+      'an evaluation the one with the highest held-out score. Let train.checkpoint_every divide '
+      '`every`, and each evaluation counts', allowed=('newest', 'best'), may_change=True)
 
 
 @dataclasses.dataclass

@@ -1,6 +1,7 @@
 """Programs that others wrote, pointed at the gateway; each test is skipped without its package."""
 
 import importlib.util
+import tempfile
 
 from absl.testing import absltest
 
@@ -82,6 +83,61 @@ class OpenAiTest(absltest.TestCase):
     with self.create(stream=True, temperature=2.0, n=8, max_completion_tokens=200) as stream:
       next(iter(stream))
     self.assertIsNotNone(self.create().choices[0].message)
+
+
+@needs('pydantic_ai')
+class PydanticAiTest(absltest.TestCase):
+  """An agent framework: its tool loop, in the model's plain-tag form."""
+
+  def test_an_agent_calls_its_tool_and_reads_the_result(self):
+    import pydantic_ai
+    from pydantic_ai.models import openai as models
+    from pydantic_ai.providers import openai as providers
+
+    with gateway_test.running(tool_form='tags') as server:
+      provider = providers.OpenAIProvider(base_url=server.url + '/v1', api_key='none')
+      model = models.OpenAIChatModel('tiny', provider=provider)
+      settings = {'temperature': 0.0, 'max_tokens': 40}
+      agent = pydantic_ai.Agent(model, model_settings=settings)
+      queries = []
+
+      @agent.tool_plain
+      def search(query: str) -> str:
+        """Searches."""
+        queries.append(query)
+        return '<information> France: The capital of France is Paris.\n</information>\n'
+
+      answer = agent.run_sync(QUESTION).output
+    self.assertNotEmpty(queries)
+    self.assertIn('<answer> Paris</answer>', answer)
+
+
+@needs('inspect_ai')
+class InspectTest(absltest.TestCase):
+  """An evaluation harness: a task of two questions."""
+
+  def test_a_task_is_run_and_scored(self):
+    import inspect_ai
+    from inspect_ai import dataset
+    from inspect_ai import model as models
+    from inspect_ai import scorer
+    from inspect_ai import solver
+
+    with gateway_test.running() as server:
+      model = models.get_model(
+          'openai-api/gateway/tiny', base_url=server.url + '/v1', api_key='none'
+      )
+      task = inspect_ai.Task(
+          dataset=[dataset.Sample(QUESTION, 'France'), dataset.Sample(QUESTION, 'nowhere')],
+          solver=solver.generate(),
+          scorer=scorer.includes(),
+          config=models.GenerateConfig(temperature=0, max_tokens=40, stop_seqs=['</search>']),
+      )
+      (log,) = inspect_ai.eval(
+          task, model, display='none', log_dir=self.enterContext(tempfile.TemporaryDirectory())
+      )
+    self.assertEqual(log.status, 'success')
+    self.assertEqual(log.results.scores[0].metrics['accuracy'].value, 0.5)
 
 
 if __name__ == '__main__':

@@ -138,6 +138,10 @@ class ValidateTest(parameterized.TestCase):
           ("surrogate='dppo_tv'", "ratio='turn'", 'ratio=token'),
       ),
       (
+          {'rollout.max_num_gen_batches': 2, 'rollout.group_size': 2},
+          ('max_num_gen_batches=2', "variant='st_ppo' compares no groups", 'variant=grpo'),
+      ),
+      (
           {'train.on_nonfinite': 'rollback', 'train.checkpoint_every': 0},
           ("on_nonfinite='rollback'", 'checkpoint_every=1'),
       ),
@@ -260,10 +264,11 @@ class TablesTest(absltest.TestCase):
         'algorithm.kl_estimator': set(losses.KL_ESTIMATORS),
         'algorithm.old_logp': {'trainer', 'sampler'},
         'algorithm.rollout_is': set(off_policy.LEVELS),
+        'algorithm.step_scale': {'none', 'ess'},
         'eval.checkpoint': {'newest', 'best'},
-        'rollout.routing_replay': {'none', 'old_policy'},
         'serve.on_crash': {'mask', 'zero'},
         'serve.tool_form': set(tool_calls.FORMS),
+        'rollout.routing_replay': {'none', 'old_policy', 'sampling'},
         'train.on_save_error': {'continue', 'stop'},
         'train.on_nonfinite': {'stop', 'rollback'},
         **{
@@ -274,7 +279,8 @@ class TablesTest(absltest.TestCase):
     self.assertEqual(allowed, tables)
     self.assertEqual(schema.LORA_TARGETS, tuple(lora.TARGETS))
     self.assertEqual(
-        set(variants.RATIOS), {'none', *segments.LEVELS, 'turn_product', 'sequence_product'}
+        set(variants.RATIOS),
+        {'none', *segments.LEVELS, 'chunk', 'turn_product', 'sequence_product'},
     )
 
   def test_every_field_says_what_it_means(self):

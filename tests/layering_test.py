@@ -11,6 +11,7 @@ PACKAGE = ROOT / 'stppo_jax'
 # Rooms and modules from the bottom up: each may import those before it, and itself.
 ORDER = (
     'types',
+    'settings',
     'config',
     'validation',
     'plugins',
@@ -27,6 +28,8 @@ ORDER = (
     'serving',
     'training',
     'planning',
+    'mechanism',
+    'study',
     'cli',
 )
 # Within the order, these rooms must not import each other: losses see no model, models no question.
@@ -50,12 +53,15 @@ READ_THE_CONFIG = {
     'training/results.py',
     'rollout/agent.py',
     'rollout/seams.py',
+    'mechanism/cell.py',
     'evaluation.py',
     'serving/gateway.py',
     'serving/rollouts.py',
     'validation.py',
     'planning/plan.py',
     'planning/sampling.py',
+    'study/grid.py',
+    'study/command.py',
     'cli/entry.py',
     'cli/parsing.py',
 }

@@ -37,8 +37,8 @@ def make_params():
 @functools.cache  # a sampler compiles a handful of programs
 def make_sampler(kind=row_sampler.RowSampler, stops=(), steps=3, width=6):
   table = chat.stop_automaton(TOKEN_BYTES, stops)
-  sizes = dict(prefill_rows=2, slot_buckets=(SLOTS,), chunk_buckets=(4, 8))
-  return kind(CONFIG, table, (EOS,), SLOTS, rows=width, width=width, steps=steps, **sizes)
+  sizes = sampling.Sizes(SLOTS, width, width, 2, steps, (SLOTS,), (4, 8))
+  return kind(CONFIG, table, (EOS,), sizes)
 
 
 def make_scheduler(width=6, **settings):

@@ -1,4 +1,4 @@
-"""An agent for any OpenAI-compatible server: asks a question, carries out searches, checks the answer.
+"""An agent for any OpenAI-compatible server: answers a question after searches of its own.
 
 It knows nothing of what trains it: `openai` is its only library, and `tool.search` its only tool.
 """

@@ -14,7 +14,7 @@ import jax
 from stppo_jax import chat
 from stppo_jax.models import decoder
 from stppo_jax.rollout import agent as agent_lib
-from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.rollout import sampling
 from stppo_jax.serving import api
 from stppo_jax.serving import row_sampler
 from stppo_jax.serving import scheduler as scheduler_lib
@@ -42,17 +42,20 @@ def make_sampler(
   model = dataclasses.replace(
       model, row_sharding=row_sharding, cache_tile=decoder.CPU_CACHE_TILE if tiled else 0
   )
+  sizes = sampling.Sizes(
+      max_total,
+      rows=rows,
+      steps=STEPS,
+      slot_buckets=slot_buckets or sampling.default_slot_buckets(max_total, platform),
+      chunk_buckets=chunks,
+  )
   return row_sampler.RowSampler(
       model,
       chat.stop_automaton(tokenizer.token_bytes, ()),
       tokenizer.eos_ids,
-      max_total,
-      top_k=top_k,
-      rows=rows,
-      steps=STEPS,
-      slot_buckets=slot_buckets or sampler_lib.default_slot_buckets(max_total, platform),
-      chunk_buckets=chunks,
-      row_sharding=row_sharding,
+      sizes,
+      sampling.Distribution(top_k=top_k),
+      row_sharding,
   )
 
 

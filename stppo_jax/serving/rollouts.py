@@ -191,6 +191,11 @@ def make_agent(
         f'{config.pipeline.staleness}: agent programs are sampled for while nothing trains: set '
         '--config.pipeline.staleness=0'
     )
+  if config.rollout.max_num_gen_batches > 1:
+    raise UserError(
+        f'config.env.kind={config.env.kind!r} with config.rollout.max_num_gen_batches='
+        f'{config.rollout.max_num_gen_batches}: an episode may have several rows: set it to 1'
+    )
   rollout, tokenizer = config.rollout, prepared.tokenizer
   sampler = gateway.make_sampler(
       model,

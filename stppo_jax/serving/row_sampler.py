@@ -26,33 +26,20 @@ class RowSampler(sampler_lib.Sampler):
       self,
       params,
       context: sampler_lib.Context,
-      lengths,
-      keys,
-      stop_state,
-      budgets,
+      rows: sampler_lib.Rows,
       steps: int,
       enough: int,
       settings: np.ndarray,
   ) -> tuple[sampler_lib.Context, sampler_lib.Sampled]:
     """Is `Sampler.decode` with the settings of each row."""
-    return self._decode(
-        params,
-        context,
-        lengths,
-        keys,
-        stop_state,
-        budgets,
-        np.int32(min(steps, self.steps)),
-        np.int32(enough),
-        np.asarray(settings, np.float32),
-        self._stop_table,
-        self._is_eos,
+    until = sampler_lib.Until(
+        np.int32(min(steps, self.steps)), np.int32(enough), np.asarray(settings, np.float32)
     )
+    return self._decode(params, context, rows, until, self._ends)
 
-  def _sample_function(self, temperature, top_k, top_p):
+  def _sample_function(self, distribution):
     """Returns (logits, keys, settings) -> (token, logp); only `top_k` is the same for all rows."""
-    del temperature, top_p
-    draw = functools.partial(sample_rows, top_k=top_k)
+    draw = functools.partial(sample_rows, top_k=distribution.top_k)
     if self.row_sharding is None:
       return draw
 

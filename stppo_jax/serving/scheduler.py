@@ -21,6 +21,7 @@ from absl import logging
 import jax
 import numpy as np
 
+from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.serving import row_sampler
 
 
@@ -305,10 +306,7 @@ class Scheduler:
     self._context, result = sampler.decode(
         self._params,
         self._context,
-        lengths,
-        keys,
-        stop_state,
-        budgets,
+        sampler_lib.Rows(lengths, keys, stop_state, budgets),
         steps=self._context.slots - longest,
         enough=width,
         settings=settings,

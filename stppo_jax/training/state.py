@@ -97,8 +97,7 @@ class Spec:
     return self.critic is not None or self.shared_trunk
 
 
-@functools.lru_cache(maxsize=32)  # equal settings, one optimizer: see update.compile_functions
-def make_optimizer(
+def make_adamw(
     lr: float,
     warmup_steps: int,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -120,8 +119,11 @@ def make_optimizer(
   if final_lr != 1:
     decay = optax.linear_schedule(lr, lr * final_lr, max(num_steps - 1 - warmup_steps, 1))
     schedule = optax.join_schedules((schedule, decay), (warmup_steps,))
-  optimizer = optax.adamw(schedule, betas[0], betas[1], eps, weight_decay=weight_decay)
-  return optimizer, schedule
+  return optax.adamw(schedule, betas[0], betas[1], eps, weight_decay=weight_decay), schedule
+
+
+# Equal settings, one optimizer: see update.compile_functions.
+make_optimizer = functools.lru_cache(maxsize=32)(make_adamw)
 
 
 def optimize(
@@ -180,8 +182,7 @@ def create_sharded(
   """
   make = lambda actor, critic: create(spec, actor, critic)
   places = shardings(jax.eval_shape(make, actor, critic), mesh, on_host)
-  put = lambda tree, places: None if tree is None else jax.device_put(tree, places)
-  placed = put(actor, places.actor), put(critic, places.critic)
+  placed = jax.device_put((actor, critic), (places.actor, places.critic))
   # Donated: the parameters become part of the state without a copy.
   return jax.jit(make, out_shardings=places, donate_argnums=(0, 1))(*placed)
 
