@@ -13,8 +13,8 @@ from stppo_jax.types import UserError
 
 # Regimes: how far a policy moves from the one that sampled, by the knobs that move it.
 SYSTEM_REGIMES = {
-    'calm': {'train.epochs': 1, 'actor.lr': 2e-4},
-    'harsh': {'train.epochs': 8, 'actor.lr': 8e-4},
+    'calm': {'actor.lr': 2e-4},
+    'harsh': {'actor.lr': 6e-4},
 }
 # Cells: which tokens share a ratio, what divides the gradient, and where.
 ROWS = {'ppo': 'token', 'turn_ppo': 'turn', 'sequence_ppo': 'sequence'}
@@ -27,11 +27,13 @@ def get_config(mode=''):
   config.name = 'study_stability'
   config.actor.final_lr = 1.0  # a constant rate: no decay hides a collapse
   config.train.updates = 16
-  config.train.episodes = 96
+  config.train.episodes = 64
   config.train.mini_batch = 16
+  config.train.epochs = 4
   config.train.checkpoint_every = 8
   config.train.keep_checkpoints = 1
   config.eval.every = 2
+  config.eval.episodes = 86
   config.log.episodes = False
   config.log.tensorboard = False
   if mode == 'smoke':

@@ -49,6 +49,7 @@ READ_THE_CONFIG = {
     'training/results.py',
     'rollout/agent.py',
     'rollout/seams.py',
+    'study/cell.py',
     'evaluation.py',
     'validation.py',
     'planning/plan.py',
