@@ -26,6 +26,7 @@ ORDER = (
     'monitoring',
     'training',
     'planning',
+    'analysis',
     'study',
     'cli',
 )
