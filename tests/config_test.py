@@ -263,6 +263,7 @@ class TablesTest(absltest.TestCase):
         'algorithm.kl_estimator': set(losses.KL_ESTIMATORS),
         'algorithm.old_logp': {'trainer', 'sampler'},
         'algorithm.rollout_is': set(off_policy.LEVELS),
+        'algorithm.step_scale': {'none', 'ess'},
         'eval.checkpoint': {'newest', 'best'},
         'rollout.routing_replay': {'none', 'old_policy', 'sampling'},
         'train.on_save_error': {'continue', 'stop'},
@@ -275,7 +276,8 @@ class TablesTest(absltest.TestCase):
     self.assertEqual(allowed, tables)
     self.assertEqual(schema.LORA_TARGETS, tuple(lora.TARGETS))
     self.assertEqual(
-        set(variants.RATIOS), {'none', *segments.LEVELS, 'turn_product', 'sequence_product'}
+        set(variants.RATIOS),
+        {'none', *segments.LEVELS, 'chunk', 'turn_product', 'sequence_product'},
     )
 
   def test_every_field_says_what_it_means(self):
