@@ -8,6 +8,8 @@ from absl.testing import absltest
 import numpy as np
 
 from benchmarks import figures
+from benchmarks import sizes
+from stppo_jax.models import layers
 
 
 def repeats(*tokens_per_s):
@@ -34,6 +36,15 @@ class ReportTest(absltest.TestCase):
     self.assertEqual(line['unreliable'], ['ours', 'ratio'])
     line = reported(repeats(20, 400, 24), repeats(1, 20, 1.2))
     self.assertEqual(line['unreliable'], ['ours', 'peer'])
+
+
+class SizesTest(absltest.TestCase):
+
+  def test_each_size_has_its_published_shape(self):
+    for size in sizes.SIZES.values():
+      shape, published = sizes.shape_of(size, 'bfloat16', size.layers), layers.PRESETS[size.preset]
+      self.assertEqual(shape.num_layers, size.layers or published.num_layers)
+      self.assertEqual((shape.d_model, shape.param_dtype), (published.d_model, 'bfloat16'))
 
 
 if __name__ == '__main__':

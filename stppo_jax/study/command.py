@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import importlib
 from typing import Any
 
 from stppo_jax import config as schema
@@ -64,5 +63,6 @@ def write_page(config: schema.Config, file: str, workdir: str) -> str:
 
 
 def _check_mechanism(overrides: Mapping[str, Any]) -> None:
-  # Here, since it is compiled code that a study of the system does without.
-  importlib.import_module('stppo_jax.study.mechanism').check(overrides)
+  from stppo_jax.mechanism import instrument  # here: a study of the system does without it
+
+  instrument.check(overrides)

@@ -5,8 +5,11 @@ its episodes search, answer (sometimes correctly), and make invalid turns.
 """
 
 import contextlib
+import dataclasses
+import functools
 import json
 import os
+from typing import Any
 from unittest import mock
 
 import jax
@@ -41,8 +44,16 @@ def write(folder: str) -> None:
   write_knowledge(os.path.join(folder, 'knowledge'))
 
 
-def make_config(folder: str) -> schema.Config:
-  """A run on what `write` wrote."""
+def replace(config: schema.Config, values: dict[str, Any]) -> schema.Config:
+  """Sets fields by their dotted paths, in which '__' is a dot too; returns the config."""
+  for path, value in values.items():
+    *parents, name = path.replace('__', '.').split('.')
+    setattr(functools.reduce(getattr, parents, config), name, value)
+  return config
+
+
+def make_config(folder: str, **values: Any) -> schema.Config:
+  """A run on what `write` wrote, with fields replaced: make_config(folder, train__updates=3)."""
   config = schema.Config()
   config.name = 'tiny_run'
   config.data = schema.Data(source=os.path.join(folder, 'knowledge'))
@@ -70,14 +81,14 @@ def make_config(folder: str) -> schema.Config:
   )
   config.eval = schema.Eval(every=1, rows=4)
   config.log.tensorboard = False
-  return config
+  return replace(config, values)
 
 
-def write_model(folder, favoured=ACTIONS, strength=1.2, vocab_size=None):
+def write_model(folder, favoured=ACTIONS, strength=1.2, vocab_size=None, **shape):
   """Writes a random Qwen2 of one layer that favours some actions, and its tokenizer.
 
   `vocab_size`: of the model alone; by default the tokenizer's. With strength 1.2 two of three
-  tokens are favoured ones, with 5 all are.
+  tokens are favoured ones, with 5 all are. `shape`: further fields of the ModelConfig.
   """
   os.makedirs(folder)
   tiny_tokenizer.write(folder)
@@ -95,6 +106,7 @@ def write_model(folder, favoured=ACTIONS, strength=1.2, vocab_size=None):
       d_ff=32,
       qkv_bias=True,
   )
+  config = dataclasses.replace(config, **shape)
   params = jax.tree.map(np.array, decoder.init(jax.random.key(0), config))
   # One coordinate of the residual is always large: its row of the output matrix is a bias.
   params['embed']['embedding'][:, 0] = 1.0

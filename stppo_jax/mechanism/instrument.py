@@ -2,7 +2,7 @@
 
 Overrides in, arrays [seeds, updates] out:
 
-  metrics = mechanism.run({'algorithm.variant': 'st_ppo', 'train.epochs': 4}, num_seeds=64)
+  metrics = instrument.run({'algorithm.variant': 'st_ppo', 'train.epochs': 4}, num_seeds=64)
 
 An update does what `training.loop.train_on` does, in the same order and with the same functions:
 sample with an older policy, annotate, advantages and filters (`update.with_advantages`), optimizer
@@ -26,9 +26,9 @@ import numpy as np
 import optax
 
 from stppo_jax.algorithms import filters
+from stppo_jax.mechanism import cell as cells
+from stppo_jax.mechanism import chain as chain_lib
 from stppo_jax.models import decoder
-from stppo_jax.study import cell as cells
-from stppo_jax.study import chain as chain_lib
 from stppo_jax.training import diagnostics
 from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
@@ -250,10 +250,10 @@ def one(
 ) -> tuple[train_state.TrainState, dict[str, jax.Array]]:
   """Runs one update on episodes that the policy `sampler` plays."""
   chain, num_groups = cell.chain, cell.episodes // cell.group_size
-  of_play, of_deal = chain_lib.num_chances(chain, cell.episodes), cell.epochs * cell.episodes
+  num_play, num_deal = chain_lib.num_chances(chain, cell.episodes), cell.epochs * cell.episodes
   # Drawn at once: each call of the generator compiles for long.
-  chances = jax.random.uniform(key, (num_groups + of_play + of_deal,))
-  of_questions, of_play, of_deal = jnp.split(chances, (num_groups, num_groups + of_play))
+  chances = jax.random.uniform(key, (num_groups + num_play + num_deal,))
+  of_questions, of_play, of_deal = jnp.split(chances, (num_groups, num_groups + num_play))
   group_ids = jnp.arange(cell.episodes) // cell.group_size
   questions = chain_lib.uniform_key(chain, of_questions)[group_ids]
   scores = functools.partial(log_probs, sampler)

@@ -13,7 +13,7 @@ from typing import Any
 from stppo_jax import config as schema
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
-from stppo_jax.study import chain as chain_lib
+from stppo_jax.mechanism import chain as chain_lib
 from stppo_jax.training import learner
 from stppo_jax.types import Section
 from stppo_jax.types import UserError
@@ -123,6 +123,7 @@ def make(settings: Mapping[str, Any]) -> Cell:
   own, config = Mechanism(), _base()
   for path, value in settings.items():
     section, _, name = path.rpartition('.')
+    value = tuple(value) if isinstance(value, list) else value  # as JSON has it
     if section == 'mechanism':
       setattr(own, name, value)
     elif section in ('algorithm', 'actor', 'critic') or path in SHARED:
