@@ -29,6 +29,7 @@ ORDER = (
     'training',
     'planning',
     'mechanism',
+    'analysis',
     'study',
     'cli',
 )
