@@ -12,7 +12,8 @@ def get_config(mode=''):
   config.name = 'agent_program' + ('_smoke' if mode else '')
   config.env = schema.Env(kind='gateway:gallery.agent_program.agent:run')
   config.retriever.kind = 'none'  # the program has a tool of its own
-  config.serve = schema.Serve(rows=32, agent_timeout_s=120.0)
-  config.train.updates = 2 if mode else 28
-  config.eval.episodes = 16 if mode else 256
+  config.serve = schema.Serve(rows=64, agent_timeout_s=120.0)
+  config.train.updates = 2 if mode else 14
+  config.eval.episodes = 16 if mode else 128
+  config.eval.every = 1 if mode else 7
   return config
