@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 
 from stppo_jax import config as schema
+from stppo_jax.mechanism import cell
 from stppo_jax.study import grid as grids
 from stppo_jax.study import runner
 
@@ -31,7 +32,7 @@ def run(
     stop_requested: whether to end now; the same command goes on.
   """
   study, unchanged = grids.load(file)
-  jobs = grids.plan(study, config, unchanged, tuple(only))
+  jobs = grids.plan(study, config, unchanged, tuple(only), cell.make)
   runs = runner.Runner(workdir, study, jobs, command, runner.make_slots(num_jobs, devices))
   runs.run(stop_requested)
   print(runs.table())
