@@ -30,6 +30,7 @@ class Rules:
   below: float | None = None
   finite: bool = True  # neither NaN nor infinite
   plugin: bool = False  # also takes 'module:attribute', see plugins.py
+  prefixes: tuple[str, ...] = ()  # before a ':', no module: 'gem:ID'
   may_change: bool = False  # a resumed run may differ: no number computed so far depends on it
 
 
@@ -53,7 +54,8 @@ class Data(Section):
   source: str = setting(
       'embedded',
       'a folder with qa.jsonl and corpus.jsonl, a .jsonl, a Search-R1 .parquet, several of them '
-      'with commas between, or a function (split) -> list of types.Task',
+      "with commas between, or a function (split) -> list of types.Task; 'embedded' are the "
+      "package's own questions, or those of an environment that brings its own",
       plugin=True)
   corpus: str = setting('', 'folder or .jsonl of passages; empty: the same as `source`')
   train_split: str = setting('train', 'the questions to train on')
@@ -66,8 +68,9 @@ class Env(Section):
   """The environment: what the agent reads, and its rewards."""
 
   kind: str = setting(
-      'search', 'the environment; for a class of your own see envs/protocol.py',
-      allowed=('search',), plugin=True)
+      'search', "the environment; for a class of your own see envs/protocol.py. Those of other "
+      "packages: 'gem:ID', 'textarena:ID', 'reasoning_gym:NAME'",
+      allowed=('search',), plugin=True, prefixes=('gem', 'textarena', 'reasoning_gym'))
   options: dict[str, Any] = setting(
       {}, "keyword arguments of the environment's class; --config.env.options.NAME=VALUE sets one")
   prompt: str = setting(
