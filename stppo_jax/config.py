@@ -195,7 +195,7 @@ class Algorithm(Section):
   ratio: str | None = setting(
       None, 'which tokens share an importance ratio, the geometric mean of theirs or the product; '
       "'none' is the plain policy gradient",
-      allowed=('none', 'token', 'turn', 'sequence', 'turn_product', 'sequence_product'))
+      allowed=('none', 'token', 'turn', 'chunk', 'sequence', 'turn_product', 'sequence_product'))
   surrogate: str | None = setting(
       None, 'what is maximised in place of ratio x advantage: one of losses.SURROGATES',
       plugin=True)
@@ -206,6 +206,13 @@ class Algorithm(Section):
       None, "what the divisor divides: the gradient 'before_clip' or 'after_clip' of its norm, or "
       "the optimizer's 'step', which Adam cannot cancel",
       allowed=('before_clip', 'after_clip', 'step'))
+  step_scale: str | None = setting(
+      None, "what multiplies the optimizer's step: 'ess' is the root of the effective share of "
+      "episodes, by their weights from the sampler to the current policy (VCPO)",
+      allowed=('none', 'ess'))
+  chunk_length: int | None = setting(
+      None, "the agent's tokens that share a ratio 'chunk', whichever turn they are of",
+      at_least=1)
   min_advantage: str | None = setting(
       None, 'the advantage inside the min', allowed=('token', 'turn'))
   clip_low: float | None = setting(None, 'the ratio is clipped at 1 - clip_low', at_least=0)

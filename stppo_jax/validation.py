@@ -81,6 +81,13 @@ def validate(config: Config) -> Config:
   return config
 
 
+def check_section(name: str, section: Any) -> None:
+  """Raises a UserError for the first field of a section, named `name`, that breaks its rules."""
+  annotated = kinds(type(section))
+  for path, rules, value in fields(section):
+    _check_field(f'{name}.{path}={value!r}', rules, value, annotated[path])
+
+
 def _place(config: Config, path: str) -> str:
   """Returns ' (FILE:LINE)' of the experiment file that set a value; '' for flags and defaults."""
   *parents, name = path.split('.')

@@ -271,7 +271,8 @@ class TablesTest(absltest.TestCase):
     self.assertEqual(allowed, tables)
     self.assertEqual(schema.LORA_TARGETS, tuple(lora.TARGETS))
     self.assertEqual(
-        set(variants.RATIOS), {'none', *segments.LEVELS, 'turn_product', 'sequence_product'}
+        set(variants.RATIOS),
+        {'none', *segments.LEVELS, 'chunk', 'turn_product', 'sequence_product'},
     )
 
   def test_every_field_says_what_it_means(self):

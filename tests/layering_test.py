@@ -26,6 +26,7 @@ ORDER = (
     'monitoring',
     'training',
     'planning',
+    'study',
     'cli',
 )
 # Within the order, these rooms must not import each other: losses see no model, models no question.
@@ -48,10 +49,13 @@ READ_THE_CONFIG = {
     'training/results.py',
     'rollout/agent.py',
     'rollout/seams.py',
+    'study/cell.py',
     'evaluation.py',
     'validation.py',
     'planning/plan.py',
     'planning/sampling.py',
+    'study/grid.py',
+    'study/command.py',
     'cli/entry.py',
     'cli/parsing.py',
 }

@@ -65,7 +65,9 @@ def cotangents(
   weights = weights.astype(logp.dtype)
   advantages = jnp.where(batch.action_mask > 0, batch.advantages, 0)
   level, _, product = ('token' if variant.ratio == 'none' else variant.ratio).partition('_')
-  ids, num_segments = segments.segment_ids(level, batch.action_mask, batch.turn_ids)
+  ids, num_segments = segments.segment_ids(
+      level, batch.action_mask, batch.turn_ids, variant.chunk_length
+  )
 
   def ratio_of(x):
     return segments.importance_ratio(

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import off_policy
 
 
@@ -52,3 +53,18 @@ def loss_mask(batch: Any, variant: Any) -> jax.Array | None:
   for condition in kept:
     result &= condition
   return result.astype(jnp.float32)
+
+
+def weights(batch: Any, variant: Any) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+  """Returns a mini-batch's mask and the weights of its tokens in its sums, all [B,T].
+
+  The weights are of entropy and KL, of the surrogate (the same times `is_weights`), and of the
+  critic's loss.
+  """
+  mask = batch.action_mask.astype(jnp.float32)
+  counted = mask if batch.loss_mask is None else batch.loss_mask
+  of_tokens = losses.aggregation_weights(
+      counted, variant.aggregation, variant.norm_length or None, batch.turn_ids
+  )
+  of_policy = of_tokens if batch.is_weights is None else of_tokens * batch.is_weights
+  return mask, of_tokens, of_policy, losses.aggregation_weights(mask, 'token-mean')

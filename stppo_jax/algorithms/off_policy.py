@@ -17,6 +17,8 @@ from stppo_jax.algorithms import segments
 
 LEVELS = ('none', 'token', 'turn', 'sequence', 'sequence_geometric', 'sequence_mean')
 REJECTIONS = LEVELS
+# What multiplies the optimizer's step, given the share of effective rows: VCPO's rule for Adam.
+STEP_SCALES = {'none': jnp.ones_like, 'ess': jnp.sqrt}
 
 
 def truncated_weights(
@@ -90,6 +92,29 @@ def accepted(
   if level == 'none':
     return jnp.ones(action_mask.shape, bool)
   return _within(log_weights(old_logp, behaviour_logp, action_mask, turn_ids, level), low, high)
+
+
+def effective_share(
+    logp: jax.Array, behaviour_logp: jax.Array, action_mask: jax.Array
+) -> jax.Array:
+  """Returns the effective sample size of the rows over their number, from 1/B to 1.
+
+  ESS = (sum_i w_i)^2 / sum_i w_i^2,   w_i = exp(sum of logp - behaviour_logp over row i)
+
+  (VCPO, arXiv 2602.17616). Rows without agent tokens do not count. Choice: w is of the current
+  policy, so that it has both the age of the batch and the steps taken on it; log w is kept within
+  +-20 of the largest.
+  """
+  chex.assert_equal_shape([logp, behaviour_logp, action_mask])
+  mask = action_mask.astype(logp.dtype)
+  rows = mask.any(axis=1)
+  log_w = jnp.where(rows, jnp.sum((logp - behaviour_logp) * mask, axis=1), -jnp.inf)
+  log_w = jax.lax.stop_gradient(log_w)
+  # Of the largest: a share does not depend on a common factor, and nothing overflows.
+  log_w -= jnp.where(rows.any(), log_w.max(), 0)
+  w = jnp.where(rows, jnp.exp(jnp.maximum(log_w, -segments.MAX_LOG_RATIO)), 0)
+  share = jnp.square(w.sum()) / jnp.maximum(jnp.square(w).sum() * rows.sum(), 1e-30)
+  return jnp.where(rows.any(), share, 1)
 
 
 def log_weights(

@@ -12,12 +12,16 @@ LEVELS = ('token', 'turn', 'sequence')
 MAX_LOG_RATIO = 20.0  # of a segment, as in verl: exp of more than 88 is infinite in float32
 
 
-def segment_ids(level: str, action_mask: jax.Array, turn_ids: jax.Array) -> tuple[jax.Array, int]:
+def segment_ids(
+    level: str, action_mask: jax.Array, turn_ids: jax.Array, chunk_length: int = 0
+) -> tuple[jax.Array, int]:
   """Returns ids [B,T] of the tokens that share a ratio, 0 outside agent tokens; and their number.
 
   `level` is 'token' (each its own), 'turn' (`turn_ids`) or 'sequence' (all of a row). A turn is a
   maximal run of agent tokens between two observations, so these are ROLL's segments. The number
   is static: a bound (T + 1), not a count. A row may use fewer.
+  Level 'chunk' is a control for turns, segments that know nothing of the environment: each
+  `chunk_length` agent tokens of a row. A chunk may end one turn and begin the next.
   """
   chex.assert_equal_shape([action_mask, turn_ids])
   mask = action_mask.astype(jnp.int32)
@@ -26,9 +30,11 @@ def segment_ids(level: str, action_mask: jax.Array, turn_ids: jax.Array) -> tupl
     return mask * jnp.arange(1, num_tokens + 1, dtype=jnp.int32)[None, :], num_tokens + 1
   if level == 'turn':
     return mask * turn_ids.astype(jnp.int32), num_tokens + 1
+  if level == 'chunk':
+    return mask * ((jnp.cumsum(mask, axis=1) - 1) // chunk_length + 1), num_tokens + 1
   if level == 'sequence':
     return mask, 2
-  raise ValueError(f'level {level!r} is none of {", ".join(LEVELS)}')
+  raise ValueError(f'level {level!r} is none of {", ".join(LEVELS)}, chunk')
 
 
 def segment_sum(x: jax.Array, ids: jax.Array, num_segments: int) -> jax.Array:

@@ -25,7 +25,7 @@ from typing import Any
 
 from stppo_jax.algorithms import advantages
 
-RATIOS = ('none', 'token', 'turn', 'sequence', 'turn_product', 'sequence_product')
+RATIOS = ('none', 'token', 'turn', 'chunk', 'sequence', 'turn_product', 'sequence_product')
 NORMS = ('gradient', 'loss')
 
 
@@ -44,6 +44,8 @@ class Variant:
   divisor: str | Callable = 'none'  # clipping-bias correction: what the gradient is divided by
   norm_of: str = 'gradient'  # one of NORMS: what ||C|| is the norm of
   divide: str = 'before_clip'  # one of correction.ORDERS: what the divisor divides
+  step_scale: str = 'none'  # one of off_policy.STEP_SCALES: what multiplies the optimizer's step
+  chunk_length: int = 8  # agent tokens that share a ratio 'chunk', whichever turn they are of
   min_advantage: str = 'token'  # 'token' | 'turn': the advantage inside the min, see `correction`
   clip_low: float = 0.2
   clip_high: float = 0.2

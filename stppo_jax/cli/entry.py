@@ -1,4 +1,4 @@
-"""The command line: trains, evaluates, exports, plans or reports.
+"""The command line: trains, evaluates, exports, plans, reports, or runs a study.
 
   python run.py                                                  # the default: st_ppo_tiny
   python run.py --config=experiments/st_ppo_tiny.py:smoke --workdir=/tmp/smoke
@@ -8,6 +8,7 @@
   python run.py --profile=2                                      # also traces two updates
   python run.py --mode=report                                    # writes report.html again
   python run.py --config=experiments/st_ppo_7b.py --mode=plan --topology=v5e:8x8   # does it fit?
+  python run.py --config=experiments/study_stability.py --mode=study --jobs=2      # a grid of runs
 
 The same command again resumes the run in its workdir. SIGTERM ends a run with exit code 0 and a
 checkpoint: after the current update, or immediately while models are loaded, while episodes of
@@ -58,6 +59,15 @@ _NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'with --coordinator
 _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'with --coordinator: which one, from 0')
 _PROFILE = flags.DEFINE_integer(
     'profile', 0, 'updates to trace, from the second on, into WORKDIR/profile', lower_bound=0
+)
+_JOBS = flags.DEFINE_integer(
+    'jobs', 0, 'for --mode=study: runs at once; 0: one per core, or 1', lower_bound=0
+)
+_DEVICES = flags.DEFINE_enum(
+    'devices', 'cpu', ['cpu', 'gpu', 'tpu'], 'for --mode=study: what each run has one or a share of'
+)
+_ONLY = flags.DEFINE_list(
+    'only', [], "for --mode=study: names of runs or cells, as in 'system/*/ppo,*/seed_0'"
 )
 
 
@@ -115,6 +125,21 @@ def _report(config: schema.Config, workdir: str) -> None:
   print(report.build(workdir))
 
 
+def _study(config: schema.Config, workdir: str) -> int:
+  import jax
+
+  # Accelerators are the runs', which are processes of their own.
+  jax.config.update('jax_platforms', 'cpu')
+  from stppo_jax.study import command
+
+  file = config_flags.get_config_filename(flags.FLAGS['config'])
+  run_command = [sys.executable, sys.argv[0], f'--config={file}']
+  with _stop_requested() as stop_requested:
+    return command.run(
+        config, file, workdir, run_command, _JOBS.value, _DEVICES.value, _ONLY.value, stop_requested
+    )
+
+
 # Heavy modules are imported inside: a mistake on the command line is reported before JAX starts.
 _MODES: dict[str, Callable[[schema.Config, str], int | None]] = {
     'train': _train,
@@ -122,8 +147,9 @@ _MODES: dict[str, Callable[[schema.Config, str], int | None]] = {
     'export': _export,
     'plan': _plan,
     'report': _report,
+    'study': _study,
 }
-_ONE_PROCESS = ('plan', 'report')
+_ONE_PROCESS = ('plan', 'report', 'study')
 _MODE = flags.DEFINE_enum('mode', 'train', list(_MODES), 'what to do')
 
 

@@ -114,6 +114,7 @@ def step_summary(
   token_mean = lambda x: jnp.sum(x * mask) / jnp.maximum(mask.sum(), 1)
   limit = segments.MAX_LOG_RATIO
   log_ratio = jnp.clip((seen['logp'] - batch.old_logp) * mask, -limit, limit)
+  sampled = batch.old_logp if batch.behaviour_logp is None else batch.behaviour_logp
   stopped_far = jnp.zeros_like(seen['clipped'])
   if dual_clip := spec.variant.dual_clip:
     stopped_far = seen['clipped'] & (batch.advantages < 0) & (seen['ratio'] > dual_clip)
@@ -123,6 +124,7 @@ def step_summary(
       'actor/pg_clipfrac_lower': token_mean(stopped_far),
       'actor/ppo_kl': token_mean(-log_ratio),
       'actor/entropy': token_mean(seen['entropy']),
+      'stppo/ess_share': off_policy.effective_share(seen['logp'], sampled, mask),
   }
   if 'kl' in seen:
     metrics['actor/kl_loss'] = jnp.sum(seen['kl'] * weights)

@@ -97,8 +97,7 @@ class Spec:
     return self.critic is not None or self.shared_trunk
 
 
-@functools.lru_cache(maxsize=32)  # equal settings, one optimizer: see update.compile_functions
-def make_optimizer(
+def make_adamw(
     lr: float,
     warmup_steps: int,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -120,8 +119,11 @@ def make_optimizer(
   if final_lr != 1:
     decay = optax.linear_schedule(lr, lr * final_lr, max(num_steps - 1 - warmup_steps, 1))
     schedule = optax.join_schedules((schedule, decay), (warmup_steps,))
-  optimizer = optax.adamw(schedule, betas[0], betas[1], eps, weight_decay=weight_decay)
-  return optimizer, schedule
+  return optax.adamw(schedule, betas[0], betas[1], eps, weight_decay=weight_decay), schedule
+
+
+# Equal settings, one optimizer: see update.compile_functions.
+make_optimizer = functools.lru_cache(maxsize=32)(make_adamw)
 
 
 def optimize(

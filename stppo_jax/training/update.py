@@ -24,6 +24,7 @@ from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import losses
+from stppo_jax.algorithms import off_policy
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.training import diagnostics
@@ -190,28 +191,37 @@ def update_step(
   """
   frozen = dataclasses.replace(frozen, critic=sharding.to_device(frozen.critic))
   state = dataclasses.replace(state, critic=sharding.to_device(state.critic))
-  work = _start(spec, mesh, state, frozen, jax.tree.map(lambda x: x[step.rows], batch), step)
+  batch = jax.tree.map(lambda x: x[step.rows], batch)
+  weights = filters.weights(batch, spec.variant)
+  return take_step(Work(spec, state, batch, *weights, mesh, frozen, step.packing))
+
+
+def take_step(work: 'Work') -> tuple[TrainState, Metrics, dict[str, jax.Array]]:
+  """Takes the optimizer step of `update_step`, whatever models `work` has."""
   grads, seen = _accumulate(work)
-  bias = _accumulate_bias(work, seen) if spec.variant.measures_bias else None
+  bias = _accumulate_bias(work, seen) if work.spec.variant.measures_bias else None
   gradient, by_step, metrics, decisive = _divide(work, grads, bias, seen)
   state, applied = _apply(work, grads, gradient, by_step, decisive)
   return state, metrics | applied, {'ratio': seen['ratio'], 'clipped': seen['clipped']}
 
 
 @dataclasses.dataclass(frozen=True)
-class _Work:
-  """What one optimizer step is computed from: models, rows [b,T] in their bins, their weights."""
+class Work:
+  """What one optimizer step is computed from: models, rows [b,T] in their bins, their weights.
+
+  A subclass may have other models: `study/mechanism.py` has small ones, without bins.
+  """
 
   spec: Spec
-  mesh: jax.sharding.Mesh
   state: TrainState
-  frozen: Frozen
   batch: TurnBatch  # the rows of this step
-  packing: packing_lib.Packing
   mask: jax.Array  # [b,T] of the agent's tokens
   weights: jax.Array  # [b,T] of the aggregation over the mini-batch
   policy_weights: jax.Array  # [b,T] the same times the off-policy weights: of g and C alone
   value_weights: jax.Array  # [b,T] of the critic's loss
+  mesh: jax.sharding.Mesh
+  frozen: Frozen
+  packing: packing_lib.Packing
 
   def policy(self, layout):
     """Returns (log-probs, entropies, values), and the function that pulls their cotangents back."""
@@ -220,6 +230,15 @@ class _Work:
             self.spec, self.frozen.policy(actor), self.batch.tokens, layout, self.batch.routes
         )[0],
         self.state.actor,
+    )
+
+  def values(self, layout):
+    """Returns the separate critic's values, and the function that pulls their cotangents back."""
+    return jax.vjp(
+        lambda critic: _critic(
+            self.spec, self.frozen.value_model(critic), self.batch.tokens, layout
+        ),
+        self.state.critic,
     )
 
   def placed(self, tree):
@@ -238,20 +257,6 @@ class _Work:
     )
 
 
-def _start(spec, mesh, state, frozen, batch, step):
-  """Computes the weights of the mini-batch."""
-  variant, mask = spec.variant, batch.action_mask.astype(jnp.float32)
-  counted = mask if batch.loss_mask is None else batch.loss_mask
-  weights = losses.aggregation_weights(
-      counted, variant.aggregation, variant.norm_length or None, batch.turn_ids
-  )
-  policy_weights = weights if batch.is_weights is None else weights * batch.is_weights
-  value_weights = losses.aggregation_weights(mask, 'token-mean')
-  return _Work(
-      spec, mesh, state, frozen, batch, step.packing, mask, weights, policy_weights, value_weights
-  )
-
-
 def _accumulate(work):
   """Sums gradients over micro-batches; returns ({'actor', 'value'}, per-token numbers)."""
   spec, mask = work.spec, work.mask
@@ -263,12 +268,7 @@ def _accumulate(work):
     added = {'actor': pull((d_logp, d_entropy, zero))[0]}
     if spec.has_values:
       if not spec.shared_trunk:
-        values, pull_values = jax.vjp(
-            lambda critic: _critic(
-                spec, work.frozen.value_model(critic), work.batch.tokens, layout
-            ),
-            work.state.critic,
-        )
+        values, pull_values = work.values(layout)
         seen['values'] = layout.unpack(values)
       d_values = _value_cotangent(work, layout, seen['values'])
       if spec.shared_trunk:
@@ -353,12 +353,16 @@ def _divide(work, grads, bias, seen):
   divisor = correction.divisor(variant.divisor, g_norm, c_norm, seen['clipped'].any())
   rest = grads['value'] if spec.shared_trunk else None
   gradient, by_step, norms = correction.divide(variant.divide, g, rest, divisor, spec.actor_clip)
+  summary = diagnostics.step_summary(work.spec, work.batch, work.weights, seen)
+  scale = off_policy.STEP_SCALES[variant.step_scale](summary['stppo/ess_share'])
+  if variant.step_scale != 'none':
+    by_step = (1 if by_step is None else by_step) / scale
   metrics = {
       'actor/grad_norm': norms['clip'],
       'stppo/grad_norm': g_norm,
       'stppo/divisor': divisor,
       'stppo/entering_norm': norms['entering'],
-      'stppo/applied_factor': norms['factor'],
+      'stppo/applied_factor': norms['factor'] * scale,
   }
   if bias is not None:
     # g descends and C ascends, hence the sign. Not vdot: it flattens, which gathers every shard.
@@ -367,7 +371,6 @@ def _divide(work, grads, bias, seen):
         'stppo/bias_norm': bias_norm,
         'stppo/cos_g_c': -dot / jnp.maximum(g_norm * bias_norm, 1e-30),
     }
-  summary = diagnostics.step_summary(work.spec, work.batch, work.weights, seen)
   decisive = [value for name, value in summary.items() if name.endswith('_loss')]
   decisive += [g_norm, c_norm, norms['factor']]
   return gradient, by_step, metrics | summary, decisive

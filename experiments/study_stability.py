@@ -1,0 +1,78 @@
+"""Does it stabilise? Token, turn and sequence ratios, divided or not, where training is off-policy.
+
+  python run.py --mode=study --config=experiments/study_stability.py --workdir=runs/study
+  python run.py --mode=study --config=experiments/study_stability.py:quick --workdir=runs/quick
+
+The second is a quarter of the study, within an hour on two cores. What is measured was fixed before
+the runs, in docs/study_protocol.md; results are in docs/study/results, the page is docs/study.md.
+"""
+
+from experiments import st_ppo_tiny
+from stppo_jax.study import grid
+from stppo_jax.types import UserError
+
+# Regimes: how far a policy moves from the one that sampled, by the knobs that move it.
+SYSTEM_REGIMES = {
+    'calm': {'actor.lr': 2e-4},
+    'harsh': {'actor.lr': 6e-4},
+}
+# Cells: which tokens share a ratio, what divides the gradient, and where.
+ROWS = {'ppo': 'token', 'turn_ppo': 'turn', 'sequence_ppo': 'sequence'}
+
+
+def get_config(mode=''):
+  if mode not in ('', 'quick', 'smoke'):
+    raise UserError(f'{mode!r} is not a form of this study: give :quick, :smoke, or nothing')
+  config = st_ppo_tiny.get_config()
+  config.name = 'study_stability'
+  config.actor.final_lr = 1.0  # a constant rate: no decay hides a collapse
+  config.train.updates = 16
+  config.train.episodes = 64
+  config.train.mini_batch = 16
+  config.train.epochs = 4
+  config.train.checkpoint_every = 8
+  config.train.keep_checkpoints = 1
+  config.eval.every = 2
+  config.eval.episodes = 86
+  config.log.episodes = False
+  config.log.tensorboard = False
+  if mode == 'smoke':
+    config.train.updates = 2
+    config.train.episodes = 32
+    config.eval.episodes = 32
+  return config
+
+
+def get_study(mode=''):
+  cells = divided_cells(divisors=('paper', 'relative'), orders=('before_clip', 'step'))
+  if mode == 'smoke':
+    chosen = {name: cells[name] for name in ('ppo', 'st_ppo')}
+    return grid.Study({'system': grid.Grid(chosen, seeds=(0,))})
+  if mode == 'quick':
+    chosen = {name: cells[name] for name in ('ppo', 'turn_ppo', 'st_ppo', 'turn_ppo+paper.step')}
+    regimes = {'harsh': SYSTEM_REGIMES['harsh']}
+    return grid.Study({'system': grid.Grid(chosen, regimes, seeds=(0, 1, 2))})
+  return grid.Study(
+      {'system': grid.Grid(cells, SYSTEM_REGIMES)}, results='docs/study/results', page='docs'
+  )
+
+
+def divided_cells(divisors, orders):
+  """Returns every ratio without a divisor, and with each divisor in each order."""
+  cells = {}
+  for row, ratio in ROWS.items():
+    undivided = {'algorithm.variant': 'ppo', 'algorithm.ratio': ratio}
+    cells[row] = undivided
+    for divisor in divisors:
+      for order in orders:
+        divided = undivided | {'algorithm.divisor': divisor, 'algorithm.divide': order}
+        cells[cell_name(row, divisor, order)] = divided
+  return cells
+
+
+def cell_name(row, divisor, order):
+  """Returns the paper's name of a cell where it has one, else as in 'turn_ppo+relative.step'."""
+  own = {'ppo': 's_ppo', 'turn_ppo': 'st_ppo'}
+  if divisor == 'paper' and order == 'before_clip' and row in own:
+    return own[row]
+  return f'{row}+{divisor}.{order}'

@@ -1,0 +1,212 @@
+"""A cell of the mechanism: overrides in, one frozen description of its runs out.
+
+Settings have the paths of the ordinary schema where the thing is the same (`algorithm.ratio`,
+`actor.lr`, `train.epochs`, `pipeline.staleness`), so that one grid serves both instruments. What
+only the mechanism has is under `mechanism`.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import difflib
+from typing import Any
+
+from stppo_jax import config as schema
+from stppo_jax import validation
+from stppo_jax.algorithms import variants
+from stppo_jax.study import chain as chain_lib
+from stppo_jax.training import learner
+from stppo_jax.types import Section
+from stppo_jax.types import UserError
+
+# Settings of the ordinary schema that the mechanism has, besides all of `algorithm`, `actor` and
+# `critic`.
+SHARED = (
+    'train.updates',
+    'train.schedule_updates',
+    'train.episodes',
+    'train.mini_batch',
+    'train.epochs',
+    'train.critic_warmup',
+    'pipeline.staleness',
+    'rollout.group_size',
+)
+# Columns of a Variant in which cells may differ and share a program; others change its structure.
+NUMBERS = ('clip_low', 'clip_high', 'gamma', 'lam', 'entropy_coef', 'kl_coef')
+MAX_STALENESS = 8  # up to here, the staleness is a number too
+
+
+# A table, laid out by hand.
+# fmt: off
+
+
+@dataclasses.dataclass
+class Mechanism(Section):
+  """The small task, its models, and their warm start."""
+
+  turns: int = schema.setting(3, 'turns per episode', at_least=1, at_most=20)
+  tokens: int = schema.setting(
+      3, 'tokens of a word at most; a turn has one more for its end', at_least=1, at_most=20)
+  vocabulary: int = schema.setting(8, 'tokens, without the end token', at_least=2, at_most=100)
+  keys: int = schema.setting(16, 'questions, and entries of each turn', at_least=2, at_most=1000)
+  rewards: str = schema.setting(
+      'end', "'end': 1 for a wholly right episode; 'turn': a share per turn while all is right",
+      allowed=('end', 'turn'))
+  hidden: int = schema.setting(32, 'width of the two hidden layers', at_least=1, at_most=1024)
+  warm_steps: int = schema.setting(
+      300, 'supervised steps on demonstrations, before anything is measured', at_least=0)
+  warm_lr: float = schema.setting(1e-2, 'their learning rate', at_least=0)
+  warm_episodes: int = schema.setting(64, 'demonstrations per step', at_least=1)
+  reliability: float = schema.setting(
+      0.4, 'least share of right demonstrations of a word; each word draws its own up to 1',
+      at_least=0, at_most=1)
+
+
+# fmt: on
+
+
+@dataclasses.dataclass(frozen=True)
+class Rate:
+  """An optimizer: numbers, but for its schedule."""
+
+  lr: Any
+  betas: Any
+  eps: Any
+  weight_decay: Any
+  grad_clip: Any
+  warmup_steps: int
+  final_lr: float
+  num_steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Warm:
+  """How the first policy is made; cells that agree in it start from the same policies."""
+
+  chain: chain_lib.Chain
+  hidden: int
+  steps: int
+  lr: float
+  episodes: int
+  reliability: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+  """What one seed's run is a function of."""
+
+  warm: Warm
+  variant: variants.Variant
+  actor: Rate
+  critic: Rate
+  updates: int
+  episodes: int
+  mini_batch: int
+  epochs: int
+  group_size: int
+  critic_warmup: int  # updates
+  staleness: Any
+  history: int  # policies kept for sampling
+
+  @property
+  def chain(self) -> chain_lib.Chain:
+    """The task."""
+    return self.warm.chain
+
+  @property
+  def steps(self) -> int:
+    """Optimizer steps per update."""
+    return self.epochs * self.episodes // self.mini_batch
+
+
+def make(settings: Mapping[str, Any]) -> Cell:
+  """Returns the Cell of overrides {path: value}; raises a UserError for what it cannot express."""
+  own, config = Mechanism(), _base()
+  for path, value in settings.items():
+    section, _, name = path.rpartition('.')
+    if section == 'mechanism':
+      setattr(own, name, value)
+    elif section in ('algorithm', 'actor', 'critic') or path in SHARED:
+      setattr(getattr(config, section), name, value)
+    else:
+      near = difflib.get_close_matches(path, [f'mechanism.{n}' for n in vars(own)] + [*SHARED], n=1)
+      hint = f'; did you mean {near[0]}?' if near else ''
+      raise UserError(
+          f'{path}={value!r}: the mechanism has algorithm.*, actor.*, critic.*, mechanism.*, '
+          f'{", ".join(SHARED)}{hint}'
+      )
+  validation.validate(config)
+  validation.check_section('mechanism', own)
+  return _cell(own, config, learner.make_variant(config))
+
+
+def split(cell: Cell) -> tuple[Cell, dict[str, Any]]:
+  """Returns the structure of a cell, which a program is compiled for, and its numbers."""
+  rate = lambda x: {n: getattr(x, n) for n in ('lr', 'betas', 'eps', 'weight_decay', 'grad_clip')}
+  numbers = {
+      'variant': {name: getattr(cell.variant, name) for name in NUMBERS},
+      'actor': rate(cell.actor),
+      'critic': rate(cell.critic),
+      'staleness': cell.staleness,
+  }
+  return join(cell, _emptied(numbers)), numbers
+
+
+def join(cell: Cell, numbers: Mapping[str, Any]) -> Cell:
+  """Returns the cell with these numbers, which may be traced."""
+  return dataclasses.replace(
+      cell,
+      variant=dataclasses.replace(cell.variant, **numbers['variant']),
+      actor=dataclasses.replace(cell.actor, **numbers['actor']),
+      critic=dataclasses.replace(cell.critic, **numbers['critic']),
+      staleness=numbers['staleness'],
+  )
+
+
+def _emptied(numbers):
+  return {k: _emptied(v) if isinstance(v, dict) else None for k, v in numbers.items()}
+
+
+def _base() -> schema.Config:
+  """Returns the schema with the mechanism's own defaults, of a size for a policy of its size."""
+  config = schema.Config()
+  config.train.updates, config.train.episodes = 100, 32
+  config.train.mini_batch, config.train.micro_batch = 16, 1
+  config.actor.lr, config.actor.warmup = 1e-3, 0.0
+  config.critic.lr, config.critic.warmup = 3e-3, 0.0
+  return config
+
+
+def _cell(own: Mechanism, config: schema.Config, variant: variants.Variant) -> Cell:
+  train, staleness = config.train, config.pipeline.staleness
+  chain = chain_lib.Chain(own.turns, own.tokens, own.vocabulary, own.keys, own.rewards)
+  if not config.algorithm.norm_length:
+    variant = dataclasses.replace(variant, norm_length=chain.turns * chain.places)
+  num_steps = (train.schedule_updates or train.updates) * train.epochs
+  num_steps *= train.episodes // train.mini_batch
+
+  def rate(options: schema.Optimizer) -> Rate:
+    return Rate(
+        options.lr,
+        options.betas,
+        options.eps,
+        options.weight_decay,
+        options.grad_clip,
+        warmup_steps=round(options.warmup * num_steps),
+        final_lr=options.final_lr,
+        num_steps=num_steps,
+    )
+
+  return Cell(
+      warm=Warm(chain, own.hidden, own.warm_steps, own.warm_lr, own.warm_episodes, own.reliability),
+      variant=variant,
+      actor=rate(config.actor),
+      critic=rate(config.critic),
+      updates=train.updates,
+      episodes=train.episodes,
+      mini_batch=train.mini_batch,
+      epochs=train.epochs,
+      group_size=config.rollout.group_size,
+      critic_warmup=train.critic_warmup,
+      staleness=staleness,
+      history=max(staleness, MAX_STALENESS) + 1,
+  )

@@ -1,0 +1,167 @@
+"""The measures of a run: functions of its series of metrics, one number each.
+
+They were fixed before the runs, in docs/study_protocol.md. A series is a float array, one number
+per evaluation or per update, with NaN where the run wrote none.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+LAST = 3  # evaluations whose mean is the final score
+SPIKE = 5.0  # times the running median of the gradient's norm
+WINDOW = 11  # updates of that running median
+COLLAPSED_BELOW = 0.5  # share of the best score
+
+# Name in the results -> name in metrics.jsonl, of the series that are kept.
+SERIES = {
+    'train_score': 'critic/score/mean',
+    'clip': 'actor/pg_clipfrac',
+    'grad_norm': 'stppo/grad_norm',
+    'bias_norm': 'stppo/bias_norm',
+    'cos': 'stppo/cos_g_c',
+    'divisor': 'stppo/divisor',
+    'factor': 'stppo/applied_factor',
+    'factor_min': 'stppo/applied_factor_min',
+    'factor_max': 'stppo/applied_factor_max',
+    'step': 'stppo/step_norm',
+    'entropy': 'actor/entropy',
+    'kl': 'actor/ppo_kl',
+    'ratio_token': 'stppo/ratio_std_token',
+    'ratio_turn': 'stppo/ratio_std_turn',
+    'ratio_sequence': 'stppo/ratio_std_sequence',
+    'advantage_min': 'critic/advantages/min',
+    'advantage_max': 'critic/advantages/max',
+    'explained': 'critic/vf_explained_var',
+    'sampler_ess': 'rollout_corr/rollout_is_eff_sample_size',
+}
+
+
+def of_run(
+    score: np.ndarray, series: Mapping[str, np.ndarray], nonfinite: bool = False
+) -> dict[str, float]:
+  """Returns the measures of one run; those whose series it lacks are NaN.
+
+  Args:
+    score: [evaluations] held-out scores, that of the untrained policy first.
+    series: {name of SERIES: [updates]}.
+    nonfinite: whether the run ended because gradients or parameters were not finite.
+  """
+  get = lambda name: np.asarray(series.get(name, ()), float)
+  factor = get('factor')
+  spread = get('ratio_token')
+  return {
+      'collapsed': float(collapsed(score, nonfinite)),
+      'final': final(score),
+      'best': _reduce(np.nanmax, score),
+      'auc': area(score),
+      'first': float(score[0]) if len(score) else np.nan,
+      'clip': _mean(get('clip')),
+      'spikes': spikes(get('grad_norm')),
+      'grad_norm': _mean(get('grad_norm')),
+      'bias_norm': _mean(get('bias_norm')),
+      'cos': _mean(get('cos')),
+      'factor': _mean(factor),
+      # Shares of updates in which the division changed the mean step, by more than 1% and by 2.
+      'factor_changed': _share(np.abs(np.log(_positive(factor))) > 0.01, factor),
+      'factor_twofold': _share(np.abs(np.log(_positive(factor))) > np.log(2), factor),
+      'step': _mean(get('step')),
+      'path': float(np.nansum(get('step'))) if len(get('step')) else np.nan,
+      'entropy': _last(get('entropy')),
+      'ratio_token': _mean(spread),
+      'ratio_turn': _mean(get('ratio_turn')),
+      'ratio_sequence': _mean(get('ratio_sequence')),
+      'ess': _mean(effective_share(spread)),
+      'explained': _mean(get('explained')),
+      'advantage_range': _mean(get('advantage_max') - get('advantage_min')),
+  }
+
+
+def final(score: np.ndarray) -> float:
+  """Returns the mean of the last evaluations of a run.
+
+  Choice: of the last three, which halves an evaluation's noise, and never of the untrained policy.
+  """
+  trained = np.asarray(score, float)[1:]
+  return _mean(trained[-LAST:]) if len(trained) else _last(score)
+
+
+def collapsed(score: np.ndarray, nonfinite: bool = False) -> bool:
+  """Whether a run ended under half of its best score, or because numbers were not finite."""
+  if nonfinite or not len(score):
+    return True
+  return bool(final(score) < COLLAPSED_BELOW * _reduce(np.nanmax, score))
+
+
+def area(score: np.ndarray) -> float:
+  """Returns the mean height of the curve of scores, by trapezes: its area over its length."""
+  score = np.asarray(score, float)
+  score = score[np.isfinite(score)]
+  if len(score) < 2:
+    return _last(score)
+  return float(np.mean((score[1:] + score[:-1]) / 2))
+
+
+def spikes(norms: np.ndarray) -> float:
+  """Returns the share of updates whose gradient is a spike.
+
+  Choice: a spike is above five times the median of the updates before it, at most eleven. The
+  first three updates have no such median and are none. A norm that is not finite is a spike.
+  """
+  norms = np.asarray(norms, float)
+  if not len(norms):
+    return np.nan
+  count = 0
+  for i in range(3, len(norms)):
+    before = norms[max(0, i - WINDOW) : i]
+    before = before[np.isfinite(before)]
+    count += not np.isfinite(norms[i]) or (len(before) > 0 and norms[i] > SPIKE * np.median(before))
+  return count / len(norms)
+
+
+def effective_share(ratio_std: np.ndarray) -> np.ndarray:
+  """Returns the effective sample size of importance ratios, as a share of the tokens.
+
+  (mean w)^2 / mean w^2 = 1 / (1 + var w) where mean w = 1. Choice: the mean ratio is taken as 1,
+  which it is in expectation, so that the logged spread is enough.
+  """
+  return 1 / (1 + np.square(np.asarray(ratio_std, float)))
+
+
+def trend(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
+  """Returns (intercept, slope, R^2) of the least-squares line through finite points."""
+  x, y = np.asarray(x, float), np.asarray(y, float)
+  kept = np.isfinite(x) & np.isfinite(y)
+  x, y = x[kept], y[kept]
+  if len(x) < 2 or np.ptp(x) == 0:
+    return _mean(y), 0.0, np.nan
+  slope = float(np.sum((x - x.mean()) * (y - y.mean())) / np.sum(np.square(x - x.mean())))
+  intercept = float(y.mean() - slope * x.mean())
+  total = np.sum(np.square(y - y.mean()))
+  left = np.sum(np.square(y - intercept - slope * x))
+  return intercept, slope, float(1 - left / total) if total > 0 else np.nan
+
+
+def _mean(x):
+  return _reduce(np.nanmean, x)
+
+
+def _reduce(function, x):
+  x = np.asarray(x, float)
+  x = x[np.isfinite(x)]
+  return float(function(x)) if len(x) else np.nan
+
+
+def _last(x):
+  x = np.asarray(x, float)
+  x = x[np.isfinite(x)]
+  return float(x[-1]) if len(x) else np.nan
+
+
+def _positive(x):
+  return np.where(x > 0, x, np.nan)
+
+
+def _share(hits, of):
+  finite = np.isfinite(of)
+  return float(hits[finite].mean()) if finite.any() else np.nan

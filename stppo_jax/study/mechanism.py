@@ -1,0 +1,395 @@
+"""The mechanism: the algorithms on a small task, everything inside one compiled program.
+
+Overrides in, arrays [seeds, updates] out:
+
+  metrics = mechanism.run({'algorithm.variant': 'st_ppo', 'train.epochs': 4}, num_seeds=64)
+
+An update does what `training.loop.train_on` does, in the same order and with the same functions:
+sample with an older policy, annotate, advantages and filters (`update.with_advantages`), optimizer
+steps (`update.take_step`). Only models, task and sampler are small: chain.py is the task, and the
+models are perceptrons over its window of features. Cells that differ only in numbers share a
+program.
+
+Choice: seeds are computed in blocks of a fixed size, so that a seed's numbers do not depend on how
+many others there are.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from stppo_jax.algorithms import filters
+from stppo_jax.models import decoder
+from stppo_jax.study import cell as cells
+from stppo_jax.study import chain as chain_lib
+from stppo_jax.training import diagnostics
+from stppo_jax.training import packing
+from stppo_jax.training import state as train_state
+from stppo_jax.training import update
+from stppo_jax.types import TurnBatch
+
+BLOCK = 16  # seeds computed at once
+# Metrics of a step that are kept, as means over the steps of an update; names as in metrics.jsonl.
+OF_STEPS = (
+    'actor/entropy',
+    'actor/grad_norm',
+    'actor/pg_clipfrac',
+    'actor/pg_clipfrac_lower',
+    'actor/pg_loss',
+    'actor/ppo_kl',
+    'critic/grad_norm',
+    'critic/vf_loss',
+    'stppo/applied_factor',
+    'stppo/bias_norm',
+    'stppo/cos_g_c',
+    'stppo/divisor',
+    'stppo/entering_norm',
+    'stppo/ess_share',
+    'stppo/grad_norm',
+    'stppo/ratio_std_sequence',
+    'stppo/ratio_std_token',
+    'stppo/ratio_std_turn',
+    'stppo/step_norm',
+)
+OF_UPDATES = (
+    'critic/advantages/max',
+    'critic/advantages/min',
+    'critic/vf_explained_var',
+    'actor/reward_kl_penalty',
+    'rollout_corr/kl',
+    'rollout_corr/rollout_is_eff_sample_size',
+    'stppo/dropped_tokens',
+)
+
+
+def check(settings: Mapping[str, Any]) -> None:
+  """Raises a UserError if the mechanism cannot run these overrides."""
+  cells.make(settings)
+
+
+def run(
+    settings: Mapping[str, Any] | cells.Cell, num_seeds: int = 64, first_seed: int = 0
+) -> dict[str, np.ndarray]:
+  """Trains one run per seed; returns metrics [seeds, updates].
+
+  Those of evaluation, `val-core/all/em` (greedy) and `mechanism/success` (sampled), are exact and
+  [seeds, updates + 1]: column n is after n updates. `mechanism/nonfinite` counts the steps of an
+  update that were skipped because something was not finite.
+  """
+  cell = settings if isinstance(settings, cells.Cell) else cells.make(settings)
+  structure, numbers = cells.split(cell)
+  blocks = []
+  for block in range(-(-num_seeds // BLOCK)):
+    first = first_seed + block * BLOCK
+    world, actor = warm_start(cell.warm, first)
+    blocks.append(jax.device_get(_trained(structure, numbers, _seeds(first), world, actor)))
+  return {name: np.concatenate([block[name] for block in blocks])[:num_seeds] for name in blocks[0]}
+
+
+@functools.lru_cache(maxsize=64)
+def warm_start(warm: cells.Warm, first_seed: int) -> tuple[chain_lib.World, Any]:
+  """Returns the tasks and first policies of a block of seeds; cells share them."""
+  seeds = _seeds(first_seed)
+  drawn = [_drawn(warm, int(seed)) for seed in seeds]
+  world, params = jax.tree.map(lambda *of_seeds: np.stack(of_seeds), *drawn)
+  return world, _warmed(warm, seeds, world, params)
+
+
+def _drawn(warm, seed):
+  """Returns the task of a seed and an untrained policy; on the host, as it compiles for long."""
+  world = chain_lib.make_world(warm.chain, seed, warm.reliability)
+  sizes = warm.chain.num_features, warm.hidden, warm.chain.vocabulary + 1
+  return world, _untrained(np.random.default_rng((seed, 1)), *sizes)
+
+
+def _seeds(first: int) -> np.ndarray:
+  return np.arange(first, first + BLOCK, dtype=np.uint32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _warmed(warm, seeds, world, params):
+  return jax.vmap(functools.partial(_warm, warm))(seeds, world, params)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _trained(structure, numbers, seeds, world, actor):
+  train = lambda *of_seed: _train(cells.join(structure, numbers), *of_seed)
+  return jax.vmap(train)(seeds, world, actor)
+
+
+def log_probs(params: dict, features: jax.Array) -> jax.Array:
+  """Returns the policy's log-probs [..,V+1]."""
+  return jax.nn.log_softmax(_perceptron(params, features))
+
+
+def _perceptron(params, x):
+  for layer in ('first', 'second'):
+    x = jax.nn.silu(x @ params[layer]['kernel'] + params[layer]['bias'])
+  return x @ params['last']['kernel'] + params['last']['bias']
+
+
+def _untrained(rng, num_in, hidden, num_out):
+  """Returns a perceptron with two hidden layers and an output of 0."""
+  zeros = lambda *shape: np.zeros(shape, np.float32)
+  kernel = lambda n: (rng.normal(size=(n, hidden)) * (2 / n) ** 0.5).astype(np.float32)
+  return {
+      'first': {'kernel': kernel(num_in), 'bias': zeros(hidden)},
+      'second': {'kernel': kernel(hidden), 'bias': zeros(hidden)},
+      'last': {'kernel': zeros(hidden, num_out), 'bias': zeros(num_out)},
+  }
+
+
+def _warm(warm, seed, world, params):
+  """Trains a policy on demonstrations, fresh ones in each step."""
+  chain, num_rows = warm.chain, warm.episodes
+  optimizer = optax.adam(optax.linear_schedule(warm.lr, 0.0, warm.steps))
+  key = jax.random.fold_in(jax.random.key(seed), 0)
+
+  def loss_of(params, chances):
+    questions = chain_lib.uniform_key(chain, chances[:num_rows])
+    shown = chain_lib.demonstrate(chain, world, chances[num_rows:], questions)
+    logp = _said(log_probs(params, chain_lib.features_of(chain, shown)), shown.said)
+    return -jnp.sum(logp * shown.mask) / shown.mask.sum()
+
+  def step(carry, n):
+    params, state = carry
+    size = num_rows + chain_lib.num_chances(chain, num_rows)
+    chances = jax.random.uniform(jax.random.fold_in(key, n), (size,))
+    updates, state = optimizer.update(jax.grad(loss_of)(params, chances), state, params)
+    return (optax.apply_updates(params, updates), state), None
+
+  first = (params, optimizer.init(params))
+  return jax.lax.scan(step, first, jnp.arange(warm.steps))[0][0]
+
+
+def _said(scores, said):
+  """Returns the log-probs of what was said, of log-probs [..,V+1]."""
+  return jnp.take_along_axis(scores, said[..., None], axis=-1)[..., 0]
+
+
+def _train(cell, seed, world, actor):
+  """Trains a run; returns its metrics [updates]."""
+  spec = make_spec(cell)
+  # Choice: as in an ordinary run, the critic starts from the policy's layers, with a head of 0.
+  head = {'kernel': jnp.zeros((cell.warm.hidden, 1)), 'bias': jnp.zeros(1)}
+  critic = dict(actor, last=head) if spec.critic is not None else None
+  state = train_state.create(spec, actor, critic)
+  history = jax.tree.map(lambda x: jnp.broadcast_to(x, (cell.history, *x.shape)), actor)
+  key = jax.random.fold_in(jax.random.key(seed), 1)
+  at_first = _evaluate(cell.chain, world, actor)
+
+  def one_update(carry, n):
+    state, history = carry
+    version = jnp.maximum(n - cell.staleness, 0) % cell.history
+    sampler = jax.tree.map(lambda x: x[version], history)
+    state, metrics = one(cell, spec, world, actor, state, sampler, jax.random.fold_in(key, n))
+    put = lambda x, new: x.at[(n + 1) % cell.history].set(new)
+    history = jax.tree.map(put, history, state.actor)
+    return (state, history), metrics | _evaluate(cell.chain, world, state.actor)
+
+  _, metrics = jax.lax.scan(one_update, (state, history), jnp.arange(cell.updates))
+  return {
+      name: jnp.concatenate((at_first[name][None], x)) if name in at_first else x
+      for name, x in metrics.items()
+  }
+
+
+def make_spec(cell: cells.Cell) -> train_state.Spec:
+  """Returns what `training.update` needs of a cell; the shapes of models in it are not read."""
+
+  def optimizer(rate):
+    return train_state.make_adamw(
+        rate.lr,
+        rate.warmup_steps,
+        rate.betas,
+        rate.eps,
+        rate.weight_decay,
+        rate.final_lr,
+        rate.num_steps,
+    )
+
+  hidden = cell.warm.hidden
+  model = decoder.ModelConfig(cell.chain.vocabulary + 1, hidden, 1, 1, 1, hidden, hidden)
+  (actor_optimizer, actor_lr), (critic_optimizer, critic_lr) = map(
+      optimizer, (cell.actor, cell.critic)
+  )
+  return train_state.Spec(
+      variant=cell.variant,
+      actor=model,
+      critic=dataclasses.replace(model, head='value') if cell.variant.needs_critic else None,
+      actor_optimizer=actor_optimizer,
+      critic_optimizer=critic_optimizer,
+      actor_lr=actor_lr,
+      critic_lr=critic_lr,
+      micro_batch=1,
+      lengths=(cell.chain.columns,),
+      temperature=1.0,
+      logp_chunk=None,
+      critic_warmup=cell.critic_warmup * cell.steps,
+      num_logged_turns=0,
+      actor_clip=cell.actor.grad_clip,
+      critic_clip=cell.critic.grad_clip,
+  )
+
+
+def one(
+    cell: cells.Cell,
+    spec: train_state.Spec,
+    world: chain_lib.World,
+    reference: dict,
+    state: train_state.TrainState,
+    sampler: dict,
+    key: jax.Array,
+) -> tuple[train_state.TrainState, dict[str, jax.Array]]:
+  """Runs one update on episodes that the policy `sampler` plays."""
+  chain, num_groups = cell.chain, cell.episodes // cell.group_size
+  of_play, of_deal = chain_lib.num_chances(chain, cell.episodes), cell.epochs * cell.episodes
+  # Drawn at once: each call of the generator compiles for long.
+  chances = jax.random.uniform(key, (num_groups + of_play + of_deal,))
+  of_questions, of_play, of_deal = jnp.split(chances, (num_groups, num_groups + of_play))
+  group_ids = jnp.arange(cell.episodes) // cell.group_size
+  questions = chain_lib.uniform_key(chain, of_questions)[group_ids]
+  scores = functools.partial(log_probs, sampler)
+  played = chain_lib.play(chain, world, scores, of_play, questions)
+  batch = chain_lib.to_batch(chain, played, group_ids)
+  features = chain_lib.features_of(chain, played)
+  batch, metrics = annotate(cell, spec, state, reference, batch, played.said, features)
+  state, batch, credit = update.with_advantages(spec, None, state, batch)  # type: ignore[arg-type]
+
+  def step(state, rows):
+    state, metrics, _ = update.take_step(
+        make_work(
+            chain, spec, state, *jax.tree.map(lambda x: x[rows], (batch, played.said, features))
+        )
+    )
+    return state, metrics
+
+  state, of_steps = jax.lax.scan(step, state, deal(of_deal, cell))
+  metrics = {k: v for k, v in (metrics | credit).items() if k in OF_UPDATES}
+  metrics['critic/score/mean'] = played.right[:, -1].mean()
+  return state, metrics | _summary(of_steps)
+
+
+def deal(chances: jax.Array, cell: cells.Cell) -> jax.Array:
+  """Returns the rows of each optimizer step [steps, b]; each epoch shuffles all rows again."""
+  order = jnp.argsort(chances.reshape(cell.epochs, cell.episodes), axis=1)
+  return jnp.sort(order.reshape(-1, cell.mini_batch), axis=1)
+
+
+def _summary(of_steps):
+  """Returns metrics of an update from those of its steps [steps]."""
+  metrics = {k: v.mean() for k, v in of_steps.items() if k in OF_STEPS}
+  factor = of_steps['stppo/applied_factor']
+  metrics |= {'stppo/applied_factor_max': factor.max(), 'stppo/applied_factor_min': factor.min()}
+  return metrics | {'mechanism/nonfinite': (of_steps['actor/skipped'] > 0).sum()}
+
+
+def annotate(
+    cell: cells.Cell,
+    spec: train_state.Spec,
+    state: train_state.TrainState,
+    reference: dict,
+    batch: TurnBatch,
+    said: jax.Array,
+    features: jax.Array,
+) -> tuple[TurnBatch, dict[str, jax.Array]]:
+  """Fills in old_logp, ref_logp and old_values as `update.annotate` does."""
+  variant, mask, chain = cell.variant, batch.action_mask, cell.chain
+  row = lambda x: chain_lib.to_row(chain, x) * mask
+  logp = row(_said(log_probs(state.actor, features), said))
+  ref_logp = logp
+  if variant.kl_in != 'none':
+    ref_logp = row(_said(log_probs(reference, features), said))
+  values = jnp.zeros_like(logp)
+  if spec.critic is not None:
+    values = row(_perceptron(state.critic, features)[..., 0])
+  assert batch.behaviour_logp is not None
+  gap = (logp, batch.behaviour_logp, mask, batch.turn_ids)
+  bounds = (variant.rollout_is_threshold, variant.rollout_is_low)
+  metrics = diagnostics.sampler_gap(*gap, variant.rollout_is, *bounds)
+  old_logp = batch.behaviour_logp if variant.old_logp == 'sampler' else logp
+  batch = dataclasses.replace(batch, old_logp=old_logp, ref_logp=ref_logp, old_values=values)
+  return batch, metrics
+
+
+def _evaluate(chain, world, actor):
+  """Returns the share of right episodes over all questions, greedy and sampled; exact."""
+  ways = chain_lib.right_ways(chain, world)
+  scores = log_probs(actor, chain_lib.features_of(chain, ways))
+  logp = jnp.sum(_said(scores, ways.said) * ways.mask, axis=(1, 2))
+  likeliest = (scores.argmax(axis=-1) == ways.said) | ~ways.mask
+  return {
+      'val-core/all/em': likeliest.all(axis=(1, 2)).mean(),
+      'mechanism/success': jnp.exp(logp).mean(),
+  }
+
+
+class _Rows:
+  """The layout of a mini-batch without bins: every row is computed where it is."""
+
+  def __init__(self, mask):
+    self.mine = jnp.ones(mask.shape, bool)
+
+  def pack(self, x):
+    return x
+
+  def unpack(self, x):
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Work(update.Work):
+  """An optimizer step of the small models."""
+
+  log_probs: Callable  # params -> (log-probs of the tokens, entropies), each [b,T]
+  state_values: Callable  # params -> values [b,T]
+
+  def policy(self, layout):
+    zeros = jnp.zeros_like(self.mask)
+    return jax.vjp(lambda actor: (*self.log_probs(actor), zeros), self.state.actor)
+
+  def values(self, layout):
+    return jax.vjp(self.state_values, self.state.critic)
+
+  def placed(self, tree):
+    return tree
+
+  def sum(self, function, packing, total):
+    return jax.tree.map(jnp.add, total, function(_Rows(self.mask)))
+
+
+def make_work(
+    chain: chain_lib.Chain,
+    spec: train_state.Spec,
+    state: train_state.TrainState,
+    batch: TurnBatch,
+    said: jax.Array,
+    features: jax.Array,
+) -> Work:
+  """Returns the work of an optimizer step on rows with these words [b,K,S], features [b,K,S,F]."""
+
+  def tokens(actor):
+    scores = log_probs(actor, features)
+    entropy = -jnp.sum(jnp.exp(scores) * scores, axis=-1)
+    return chain_lib.to_row(chain, _said(scores, said)), chain_lib.to_row(chain, entropy)
+
+  values = lambda critic: chain_lib.to_row(chain, _perceptron(critic, features)[..., 0])
+  no_bins = jnp.zeros(len(said), jnp.int32)
+  return Work(
+      spec,
+      state,
+      batch,
+      *filters.weights(batch, spec.variant),
+      mesh=None,  # type: ignore[arg-type]
+      frozen=train_state.Frozen(),
+      packing=packing.Packing(no_bins, no_bins, no_bins),
+      log_probs=tokens,
+      state_values=values,
+  )

@@ -1,0 +1,220 @@
+"""The results of a study: small records of finished runs, a JSON line each, to be committed.
+
+A finished run's metrics in; FOLDER/GRID.jsonl out, one line per run, or per cell of the mechanism.
+Numbers have four significant digits, and long series are thinned, so that a study takes some
+hundred kilobytes and its page can be built from them alone. Lines are appended as runs end; of
+two lines of one run the later one counts.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+from typing import Any
+
+import numpy as np
+
+from stppo_jax.study import grid as grids
+from stppo_jax.study import measures
+from stppo_jax.study import statistics
+
+MAX_POINTS = 64  # per series of a run
+MAX_POINTS_OF_MANY = 24  # per series of a cell of the mechanism, which has many seeds
+_LISTED = ('name', 'grid', 'regime', 'cell', 'instrument', 'seeds', 'digest', 'status')
+
+
+def finished(job: grids.Job, rows: Sequence[Mapping[str, Any]]) -> str:
+  """Returns 'done' or 'nonfinite' for the metrics of a run that has ended for good, else ''."""
+  if not rows:
+    return ''
+  last = rows[-1]
+  if int(last.get('actor/skipped') or 0) >= job.max_nonfinite:
+    return 'nonfinite'
+  if {'stppo/step_norm', 'critic/step_norm'} & set(last.get('nonfinite', ())):
+    return 'nonfinite'
+  scored = any(name.startswith('val-core/') for name in last)
+  return 'done' if last['step'] >= job.updates and scored else ''
+
+
+def of_run(
+    job: grids.Job, rows: Sequence[Mapping[str, Any]], cost: Mapping[str, float]
+) -> dict[str, Any]:
+  """Returns the record of a finished run of the system, from the lines of its metrics.jsonl."""
+  status = finished(job, rows)
+  evaluated = [(row['step'], row[job.score]) for row in rows if row.get(job.score) is not None]
+  updates = [row for row in rows if row['step'] > 0]
+  steps = [row['step'] for row in updates]
+  series = {
+      name: np.array([_number(row.get(metric)) for row in updates])
+      for name, metric in measures.SERIES.items()
+      if any(metric in row for row in updates)
+  }
+  scores = np.array([score for _, score in evaluated], float)
+  chosen = _thinned(len(steps), MAX_POINTS)
+  return _heading(job, status, cost) | {
+      'measures': _tidy(measures.of_run(scores, series, status == 'nonfinite')),
+      'score': {'steps': [step for step, _ in evaluated], 'values': _tidy(scores.tolist())},
+      'steps': [steps[i] for i in chosen],
+      'series': {name: _tidy([float(x[i]) for i in chosen]) for name, x in series.items()},
+  }
+
+
+def of_cell(
+    job: grids.Job, metrics: Mapping[str, np.ndarray], cost: Mapping[str, float]
+) -> dict[str, Any]:
+  """Returns the record of a cell of the mechanism, from arrays [seeds, updates].
+
+  Scores are kept per seed, other series as their interquartile mean and 10% and 90% quantiles.
+  """
+  score = np.asarray(metrics[job.score], float)
+  series = {
+      name: np.asarray(metrics[metric], float)
+      for name, metric in measures.SERIES.items()
+      if metric in metrics
+  }
+  per_seed = [
+      measures.of_run(
+          score[i], {name: x[i] for name, x in series.items()}, not np.isfinite(score[i]).all()
+      )
+      for i in range(len(score))
+  ]
+  of_scores = _thinned(score.shape[1], MAX_POINTS_OF_MANY)
+  some = next(iter(series.values()), score)
+  chosen = _thinned(some.shape[1], MAX_POINTS_OF_MANY)
+  bands = {}
+  for name, x in series.items():
+    columns = [x[:, i][np.isfinite(x[:, i])] for i in chosen]
+    bands[name] = {
+        'iqm': _tidy([statistics.iqm(column) for column in columns]),
+        'low': _tidy([_quantile(column, 0.1) for column in columns]),
+        'high': _tidy([_quantile(column, 0.9) for column in columns]),
+    }
+  return _heading(job, 'done', cost) | {
+      'measures': {name: _tidy([one[name] for one in per_seed]) for name in per_seed[0]},
+      'score': {
+          'steps': list(of_scores),
+          'values': [[_tidy(float(row[i]), 3) for i in of_scores] for row in score],
+      },
+      'steps': [i + 1 for i in chosen],
+      'series': bands,
+  }
+
+
+def append(folder: str, record: Mapping[str, Any]) -> None:
+  """Appends a record to its grid's file in `folder`, and makes the folder."""
+  os.makedirs(folder, exist_ok=True)
+  line = json.dumps(record, allow_nan=False, separators=(',', ':')) + '\n'
+  with open(os.path.join(folder, f'{record["grid"]}.jsonl'), 'a', encoding='utf-8') as file:
+    file.write(line)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def read(folder: str) -> dict[str, dict[str, Any]]:
+  """Returns {name: record} of all files in `folder`; a torn line is left out."""
+  found = {}
+  names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+  for name in (name for name in names if name.endswith('.jsonl')):
+    with open(os.path.join(folder, name), encoding='utf-8') as file:
+      for line in file:
+        try:
+          record = json.loads(line)
+          found[record['name']] = {key: record[key] for key in _LISTED} | record
+        except (ValueError, KeyError, TypeError):
+          continue
+  return found
+
+
+def of_jobs(
+    jobs: Iterable[grids.Job], records: Mapping[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+  """Returns the records of these jobs by name, without those of a grid that has changed since."""
+  return {
+      job.name: records[job.name]
+      for job in jobs
+      if job.name in records and records[job.name]['digest'] == job.digest
+  }
+
+
+def _heading(job: grids.Job, status: str, cost: Mapping[str, float]) -> dict[str, Any]:
+  return {
+      'name': job.name,
+      'grid': job.grid,
+      'regime': job.regime,
+      'cell': job.cell,
+      'instrument': job.instrument,
+      'seeds': list(job.seeds),
+      'digest': job.digest,
+      'status': status,
+      'overrides': dict(job.overrides),
+      'cost': _tidy({'core_s': cost.get('core_s', 0.0), 'wall_s': cost.get('wall_s', 0.0)}),
+      **origin(),
+  }
+
+
+@functools.cache
+def origin() -> dict[str, str]:
+  """Returns the machine, the versions and the commit that numbers come from."""
+  versions = {'python': platform.python_version()}
+  for package in ('jax', 'numpy'):
+    versions[package] = importlib.metadata.version(package)
+  return {
+      'machine': _processor(),
+      'versions': ' '.join(f'{name} {version}' for name, version in versions.items()),
+      'commit': _commit(),
+  }
+
+
+def _processor() -> str:
+  if os.path.exists('/proc/cpuinfo'):
+    with open('/proc/cpuinfo', encoding='utf-8') as file:
+      for line in file:
+        if line.startswith('model name'):
+          return line.partition(':')[2].strip()
+  return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+  """Returns the commit of the package's clone, with + where files differ from it; '' without."""
+  folder = os.path.dirname(os.path.abspath(__file__))
+  git = lambda *words: subprocess.run(
+      ['git', '-C', folder, *words], capture_output=True, text=True, check=False
+  )
+  try:
+    commit = git('rev-parse', '--short=10', 'HEAD')
+    if commit.returncode:
+      return ''
+    changed = git('status', '--porcelain', '--untracked-files=no', '--', '..')
+  except OSError:
+    return ''
+  return commit.stdout.strip() + '+' * bool(changed.stdout.strip())
+
+
+def _thinned(length: int, most: int) -> list[int]:
+  """Returns at most `most` indices of `length`, evenly spread, with the first and the last."""
+  if length <= most:
+    return list(range(length))
+  return sorted({round(i * (length - 1) / (most - 1)) for i in range(most)})
+
+
+def _number(value: Any) -> float:
+  return math.nan if value is None else float(value)
+
+
+def _quantile(x: np.ndarray, q: float) -> float:
+  return float(np.quantile(x, q)) if len(x) else math.nan
+
+
+def _tidy(value: Any, digits: int = 4) -> Any:
+  """Rounds to significant digits; numbers that are not finite become null."""
+  if isinstance(value, float):
+    return float(f'{value:.{digits}g}') if math.isfinite(value) else None
+  if isinstance(value, dict):
+    return {key: _tidy(item, digits) for key, item in value.items()}
+  return [_tidy(item, digits) for item in value] if isinstance(value, (list, tuple)) else value

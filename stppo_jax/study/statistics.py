@@ -1,0 +1,114 @@
+"""Statistics of a study: estimates with intervals, and comparisons that are corrected for number.
+
+The method is that of Agarwal et al., arXiv 2108.13264 (package rliable): interquartile means and
+probabilities of improvement, with percentile intervals of a bootstrap that resamples runs within
+each stratum. A stratum is a regime where several are pooled; here mostly one. Choice: written on
+NumPy and SciPy; rliable's numbers are kept in a test.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+
+import numpy as np
+from scipy import stats
+
+REPS, LEVEL = 5000, 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+  """A number and its interval."""
+
+  value: float
+  low: float
+  high: float
+
+
+def iqm(scores: np.ndarray) -> float:
+  """Returns the mean of the middle half of the scores; NaN without any."""
+  scores = np.asarray(scores, float).ravel()
+  return float(stats.trim_mean(scores, 0.25)) if scores.size else float('nan')
+
+
+def probability_of_improvement(x: np.ndarray, y: np.ndarray) -> float:
+  """Returns P(a run of x > a run of y) + P(equal) / 2 over all pairs: Mann-Whitney's U over mn."""
+  x, y = np.asarray(x, float).ravel(), np.asarray(y, float).ravel()
+  difference = x[:, None] - y[None, :]
+  return float((np.sum(difference > 0) + np.sum(difference == 0) / 2) / difference.size)
+
+
+def bootstrap(
+    function: Callable[..., float],
+    samples: Sequence[Sequence[np.ndarray]],
+    reps: int = REPS,
+    level: float = LEVEL,
+    seed: int = 0,
+) -> Estimate:
+  """Returns function(*pooled samples) with the percentile interval of a stratified bootstrap.
+
+  Args:
+    function: takes one array per sample.
+    samples: each a list of strata, arrays of runs that are resampled among themselves.
+    reps: resamplings.
+    level: of the interval.
+    seed: of the resampling.
+  """
+  generator = np.random.default_rng(seed)
+  strata = [[np.asarray(part, float) for part in sample] for sample in samples]
+  value = function(*(np.concatenate(parts) for parts in strata))
+  drawn = np.empty(reps)
+  for i in range(reps):
+    drawn[i] = function(
+        *(
+            np.concatenate([part[generator.integers(len(part), size=len(part))] for part in parts])
+            for parts in strata
+        )
+    )
+  low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+  return Estimate(float(value), float(low), float(high))
+
+
+def iqm_interval(scores: np.ndarray, **options) -> Estimate:
+  """Returns the interquartile mean of runs with its interval."""
+  return bootstrap(iqm, [[scores]], **options)
+
+
+def improvement_interval(x: np.ndarray, y: np.ndarray, **options) -> Estimate:
+  """Returns the probability of improvement of x over y with its interval."""
+  return bootstrap(probability_of_improvement, [[x], [y]], **options)
+
+
+def share_interval(hits: int, of: int, level: float = LEVEL) -> Estimate:
+  """Returns a share with its Clopper-Pearson interval, which covers at least `level`."""
+  tail = (1 - level) / 2
+  low = 0.0 if hits == 0 else float(stats.beta.ppf(tail, hits, of - hits + 1))
+  high = 1.0 if hits == of else float(stats.beta.ppf(1 - tail, hits + 1, of - hits))
+  return Estimate(hits / of, low, high)
+
+
+def shares_differ(hits: int, of: int, other_hits: int, other_of: int) -> float:
+  """Returns the two-sided p of Fisher's exact test that two shares are equal."""
+  table = [[hits, of - hits], [other_hits, other_of - other_hits]]
+  return float(stats.fisher_exact(table).pvalue)
+
+
+def scores_differ(x: np.ndarray, y: np.ndarray) -> float:
+  """Returns the two-sided p of Mann-Whitney's test, exact where there are few runs and no ties."""
+  x, y = np.asarray(x, float), np.asarray(y, float)
+  if np.ptp(np.concatenate([x, y])) == 0:
+    return 1.0
+  return float(stats.mannwhitneyu(x, y, alternative='two-sided').pvalue)
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+  """Returns p-values corrected for their number, by Holm's step-down method.
+
+  The k-th smallest of m is multiplied by m - k + 1 and is at least the one before; at most 1.
+  """
+  corrected, largest = {}, 0.0
+  for rank, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
+    largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[name]))
+    corrected[name] = largest
+  return {name: corrected[name] for name in p_values}

@@ -1,0 +1,30 @@
+"""Runs one cell of the mechanism, all seeds in one program: `python -m stppo_jax.study.worker DIR`.
+
+DIR/job.json in, DIR/metrics.npz out: arrays [seeds, updates] by the names of metrics.jsonl.
+"""
+
+import importlib
+import json
+import os
+import sys
+
+import numpy as np
+
+JOB, METRICS = 'job.json', 'metrics.npz'
+
+
+def main(folder: str) -> None:
+  """Runs the cell that DIR/job.json describes."""
+  # Here, since the runner itself starts no JAX.
+  mechanism = importlib.import_module('stppo_jax.study.mechanism')
+  with open(os.path.join(folder, JOB), encoding='utf-8') as file:
+    job = json.load(file)
+  metrics = mechanism.run(job['overrides'], len(job['seeds']), job['seeds'][0])
+  path = os.path.join(folder, METRICS)
+  with open(path + '.part', 'wb') as out:
+    np.savez_compressed(out, **metrics)
+  os.replace(path + '.part', path)
+
+
+if __name__ == '__main__':
+  main(sys.argv[1])
