@@ -70,7 +70,7 @@ class Env(Section):
   kind: str = setting(
       'search', "the environment; for a class of your own see envs/protocol.py. Those of other "
       "packages: 'gem:ID', 'textarena:ID', 'reasoning_gym:NAME'",
-      allowed=('search',), plugin=True, prefixes=('gem', 'textarena', 'reasoning_gym'))
+      allowed=('search', 'tools'), plugin=True, prefixes=('gem', 'textarena', 'reasoning_gym'))
   options: dict[str, Any] = setting(
       {}, "keyword arguments of the environment's class; --config.env.options.NAME=VALUE sets one")
   prompt: str = setting(
@@ -83,6 +83,12 @@ class Env(Section):
   reward: str = setting(
       'em', 'score of an answer; or a function of your own (task, answer, transcript) -> float',
       allowed=('em', 'sub_em', 'f1', 'format'), plugin=True)
+  tools: tuple[str, ...] = setting(
+      (), "of the environment 'tools': 'calculator', 'search', functions of your own as "
+      "module:function, or 'mcp:COMMAND ARGUMENTS' for all tools of an MCP server")
+  tool_timeout_s: float = setting(
+      10.0, 'seconds after which a call is given up and its process killed', above=0)
+  tool_max_chars: int = setting(2000, 'characters of a result; a longer one is cut', at_least=1)
 
 
 @dataclasses.dataclass

@@ -76,9 +76,8 @@ def play(
   framing = chat.make_framing(tokenizer, frame, limits.max_observation_tokens)
   episodes, prompts = [], []
   for env, task, group, seed in zip(envs, tasks, groups, seeds or episode_seeds(keys)):
-    message = protocol.full_text(*env.reset(seed=seed if task.seed is None else task.seed))
+    ids = first_prompt(tokenizer, *env.reset(seed=seed if task.seed is None else task.seed))
     core_metrics = getattr(env, 'core_metrics', ())
-    ids = chat.encode_prompt(tokenizer, message)
     episode, prompt = _begin(task, group, ids, limits, core_metrics)
     episodes.append(episode)
     prompts.append(prompt)
@@ -121,6 +120,12 @@ def episode_seeds(keys: jax.Array) -> list[int]:
   """Returns 31 bits per episode for `Env.reset`, from keys [B]; sampling uses none of them."""
   bits = jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, _SEED_STREAM)))(keys)
   return (np.asarray(bits) >> 1).tolist()
+
+
+def first_prompt(tokenizer: chat.Tokenizer, observation: str, info: dict) -> list[int]:
+  """Returns the prompt of what `Env.reset` gave, with its tools if it has some."""
+  message = protocol.full_text(observation, info)
+  return chat.encode_prompt(tokenizer, message, info.get('tools', ()), info.get('declaration', ''))
 
 
 def longest_prompt(limits: Limits) -> int:

@@ -17,6 +17,8 @@ from stppo_jax.envs import reasoning_gym
 from stppo_jax.envs import rewards
 from stppo_jax.envs import search
 from stppo_jax.envs import textarena
+from stppo_jax.envs import tool_runners
+from stppo_jax.envs import tools
 from stppo_jax.retrieval import kinds
 from stppo_jax.retrieval import protocol as retrieval_protocol
 from stppo_jax.types import Task
@@ -28,6 +30,7 @@ ADAPTERS: dict[str, Callable[[str], Any]] = {
     'reasoning_gym': reasoning_gym.make,
     'textarena': textarena.make,
 }
+ENVIRONMENTS = {**search.ENVIRONMENTS, 'tools': tools.ToolEnv}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +80,19 @@ def resolve(config) -> Seams:
       'prompt': env.prompt,
       'reward': _function('env.reward', reward, rewards.REWARDS),
   }
+  if env.tools:
+    limits = tool_runners.Limits(env.tool_timeout_s, env.tool_max_chars)
+    offered['tools'] = tools.load(tuple(env.tools), limits)
   prefix, _, rest = env.kind.partition(':')
   if rest and prefix in ADAPTERS:
     make = ADAPTERS[prefix](rest)
   else:
-    make = plugins.load('env.kind', env.kind, search.ENVIRONMENTS)
+    make = plugins.load('env.kind', env.kind, ENVIRONMENTS)
   kind = protocol.make_kind(env.kind, make, offered, env.options)
+  if env.tools and 'tools' not in kind.settings:
+    raise UserError(
+        f'config.env.tools={env.tools!r}: {env.kind} uses none, set --config.env.kind=tools'
+    )
   if ':' in reward and 'reward' not in kind.settings:
     raise UserError(
         f'config.env.reward={reward!r}: {env.kind} scores by itself, its constructor has no '
