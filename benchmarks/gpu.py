@@ -33,9 +33,11 @@ from stppo_jax.algorithms import variants
 from stppo_jax.envs import search
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.models import layers
 from stppo_jax.models import sharding
 from stppo_jax.rollout import engine
-from stppo_jax.rollout import sampler as sampling
+from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.rollout import sampling
 from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
@@ -188,14 +190,13 @@ def measure_rollout(best):
   shape, rows = shape_of(size, 'bfloat16', _LAYERS.value), size.rollout_rows
   params = jax.jit(decoder.init, static_argnums=1)(jax.random.key(0), shape)
   never = np.zeros((2, shape.vocab_size), np.int32)  # state 1, stopped, is not reached
-  sampler = sampling.Sampler(
+  sampler = sampler_lib.Sampler(
       shape,
       never,
       eos_ids=(),
-      max_slots=length,
-      rows=rows,
-      slot_buckets=(length,),
-      chunk_buckets=(min(512, length - new),),
+      sizes=sampling.Sizes(
+          length, rows=rows, slot_buckets=(length,), chunk_buckets=(min(512, length - new),)
+      ),
   )
   prompts = np.random.default_rng(0).integers(0, shape.vocab_size, (rows, length - new)).tolist()
   keys = jax.random.split(jax.random.key(1), rows)
@@ -256,8 +257,8 @@ def compare_dtypes(folder, passages):
     with jax.default_matmul_precision('highest' if dtype == 'float32' else 'default'):
       columns = zip(*(read(params, row[None]) for row in rows))
       found[dtype] = [np.concatenate(column) for column in columns]
-      sampler = sampling.Sampler(
-          shape, table, tokenizer.eos_ids, len(prompt) + 16, temperature=0.0, rows=1
+      sampler = sampler_lib.Sampler(
+          shape, table, tokenizer.eos_ids, sampling.Sizes(len(prompt) + 16, rows=1), sampling.GREEDY
       )
       said = []
       engine.run(
@@ -285,7 +286,7 @@ def compare_dtypes(folder, passages):
   )
 
 
-def shape_of(size, param_dtype, layers):
+def shape_of(size, param_dtype, num_layers=0):
   """Returns the published shape with the settings of a GPU run."""
   shape = layers.PRESETS[size.preset]
   dtype = 'float32' if side_by_side.QUICK.value else 'bfloat16'
@@ -295,7 +296,7 @@ def shape_of(size, param_dtype, layers):
       param_dtype=param_dtype,
       remat='full',
       attention_chunk=512,
-      num_layers=layers or shape.num_layers,
+      num_layers=num_layers or shape.num_layers,
   )
 
 

@@ -33,6 +33,7 @@ _SMALL = (
     'train.episodes=8',
     'train.mini_batch=4',
     'train.epochs=1',
+    'train.schedule_updates=10000',  # or a run may not be given fewer updates than it began with
     'train.checkpoint_every=1',
     'eval.every=0',
     'eval.episodes=8',

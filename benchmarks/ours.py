@@ -1,17 +1,14 @@
 """Our side of the benchmarks, run in a Worker process. torch_peer.py is the other side."""
 
-import collections
 import dataclasses
-import glob
 import os
-import re
-import tempfile
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import ops
 from stppo_jax import types
 from stppo_jax.algorithms import variants
 from stppo_jax.models import convert
@@ -20,7 +17,8 @@ from stppo_jax.models import layers
 from stppo_jax.models import sharding
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine
-from stppo_jax.rollout import sampler as sampling
+from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.rollout import sampling
 from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
@@ -89,7 +87,7 @@ class Sampling:
 
   def profile(self, repeats, prompts, num_new):
     """Profiles `sample`."""
-    return _top_ops(lambda: self.sample(prompts, num_new), repeats)
+    return ops.top(lambda: self.sample(prompts, num_new), repeats)
 
   def multi_turn(self, prompts, observations, num_new, wait_s=0.0):
     """Samples num_new tokens per turn and keeps the cache.
@@ -230,7 +228,7 @@ class Learning:
 
   def profile(self, repeats, name):
     """Profiles `update`."""
-    return _top_ops(lambda: self.update(name), repeats)
+    return ops.top(lambda: self.update(name), repeats)
 
   def _make_batches(self, vocab_size, rows, length):
     """Makes one batch per learner: off-policy where it must clip, near the policy where not."""
@@ -314,7 +312,7 @@ class PpoStep:
 
   def profile(self, repeats, prompts):
     """Profiles `step`."""
-    return _top_ops(lambda: self.step(prompts), repeats)
+    return ops.top(lambda: self.step(prompts), repeats)
 
   def log_probs(self, prompts, completions):
     """Returns log-probs of the completions' tokens [B,T] and values of the states before them."""
@@ -368,8 +366,12 @@ def _episodes(prompts, turns):
 def _make_sampler(config, rows, slots, temperature):
   """Returns a sampler without stop strings: only the token budget ends a turn."""
   never = np.zeros((2, config.vocab_size), np.int32)  # state 1, stopped, is not reached
-  return sampling.Sampler(
-      config, never, eos_ids=(), max_slots=slots, temperature=temperature, rows=rows, width=WIDTH
+  return sampler_lib.Sampler(
+      config,
+      never,
+      (),
+      sampling.Sizes(slots, rows=rows, width=WIDTH),
+      sampling.Distribution(temperature),
   )
 
 
@@ -410,42 +412,6 @@ def describe(config):
       'dtype',
   )
   return {'params': decoder.num_params(config)} | {name: getattr(config, name) for name in names}
-
-
-def _top_ops(run, repeats):
-  """Returns the ops of `repeats` runs by time: [(source, ms per run, executions per run)].
-
-  The source is the op's origin in the program. The same line of all layers counts together, and
-  transpose(..) marks the backward pass. Loops are left out, because their bodies count.
-  """
-  run()
-  total, count = collections.Counter(), collections.Counter()
-  with tempfile.TemporaryDirectory() as folder:
-    with jax.profiler.trace(folder):
-      for _ in range(repeats):
-        run()
-    (path,) = glob.glob(os.path.join(folder, '**', '*.xplane.pb'), recursive=True)
-    trace = jax.profiler.ProfileData.from_file(path)
-  sources = _sources()
-  for event in (e for plane in trace.planes for line in plane.lines for e in line.events):
-    stats = dict(event.stats)
-    module, op = stats.get('hlo_module'), stats.get('hlo_op')
-    if op is not None and not op.startswith(('while', 'call', 'conditional')):
-      source = sources.get((module, op)) or f'{module}: {op}'
-      total[source] += event.duration_ns / 1e6 / repeats
-      count[source] += 1 / repeats
-  return [(source, ms, count[source]) for source, ms in total.most_common()]
-
-
-def _sources():
-  """Returns {(module, op): op_name from tracing} of all programs; '' where they differ."""
-  found = {}
-  for executable in jax.devices()[0].client.live_executables():
-    for module in executable.hlo_modules():
-      for op, source in re.findall(r'%([\w.-]+) = [^\n]*op_name="([^"]*)"', module.to_string()):
-        key = module.name, op
-        found[key] = source if found.get(key, source) == source else ''
-  return found
 
 
 def _total(prompts, observations, num_new):

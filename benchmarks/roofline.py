@@ -20,6 +20,7 @@ from stppo_jax.models import decoder
 from stppo_jax.planning import roofline
 from stppo_jax.planning import topologies
 from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.rollout import sampling
 
 MODEL = decoder.ModelConfig(
     vocab_size=8192,
@@ -45,7 +46,7 @@ def measure(rows: int) -> dict[str, float]:
   params = jax.jit(decoder.init, static_argnums=1)(jax.random.key(0), MODEL)
   stops = np.zeros((2, MODEL.vocab_size), np.int32)
   sampler = sampler_lib.Sampler(
-      MODEL, stops, (), SLOTS, rows=rows, slot_buckets=(SLOTS,), steps=STEPS
+      MODEL, stops, (), sampling.Sizes(SLOTS, rows=rows, slot_buckets=(SLOTS,), steps=STEPS)
   )
   params = sampler.copy(params)
   zeros = np.zeros((rows,), np.int32)
@@ -54,9 +55,8 @@ def measure(rows: int) -> dict[str, float]:
   def decode():
     context = jax.block_until_ready(sampler.empty(rows, SLOTS))
     started = time.perf_counter()
-    jax.block_until_ready(
-        sampler.decode(params, context, zeros + 1, keys, zeros, zeros + STEPS, STEPS, rows + 1)
-    )
+    call = sampler_lib.Rows(zeros + 1, keys, zeros, zeros + STEPS)
+    jax.block_until_ready(sampler.decode(params, context, call, STEPS, rows + 1))
     return (time.perf_counter() - started) / STEPS
 
   size = 4 * decoder.num_params(MODEL)

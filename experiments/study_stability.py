@@ -12,10 +12,7 @@ from stppo_jax.study import grid
 from stppo_jax.types import UserError
 
 # Regimes: how far a policy moves from the one that sampled, by the knobs that move it.
-SYSTEM_REGIMES = {
-    'calm': {'actor.lr': 2e-4},
-    'harsh': {'actor.lr': 6e-4},
-}
+SYSTEM_REGIMES = {'calm': {'actor.lr': 2e-4}, 'harsh': {'actor.lr': 6e-4}}
 # Cells: which tokens share a ratio, what divides the gradient, and where.
 ROWS = {'ppo': 'token', 'turn_ppo': 'turn', 'sequence_ppo': 'sequence'}
 

@@ -160,6 +160,10 @@ class Rollout(Section):
   """Sampling. Lengths in tokens."""
 
   group_size: int = setting(1, 'episodes per question', at_least=1)
+  max_num_gen_batches: int = setting(
+      1, 'above 1: a group whose scores are all equal is replaced by one of another question, in '
+      "at most so many rounds of sampling per update (DAPO's dynamic sampling); for algorithms "
+      'that compare the episodes of a group', at_least=1)
   temperature: float = setting(1.0, 'of sampling, in sampler and trainer alike', at_least=1e-3)
   top_k: int = setting(0, 'keep the k likeliest tokens; 0: off', at_least=0)
   top_p: float = setting(1.0, 'nucleus sampling; 1: off', above=0, at_most=1)
@@ -180,9 +184,10 @@ class Rollout(Section):
       (32, 128), 'tokens of a row that one prefill call may read', at_least=1)
   routing_replay: str = setting(
       'none', "of a mixture of experts: 'old_policy' reuses, in every optimizer step, the experts "
-      "that the policy that sampled chose for each token, as the trainer recomputes them; the "
-      "weights stay the current router's. Without experts it has no effect",
-      allowed=('none', 'old_policy'))
+      "that the policy that sampled chose for each token, as the trainer recomputes them; "
+      "'sampling' reuses those that the sampler itself chose while it read and wrote the token. "
+      "The weights stay the current router's. Without experts it has no effect",
+      allowed=('none', 'old_policy', 'sampling'))
   threads: int = setting(
       4, 'environment calls in progress while other rows decode; 0: rows wait for each', at_least=0)
 
@@ -375,8 +380,9 @@ class Eval(Section):
   episodes: int = setting(0, '0: the whole split', at_least=0)
   rows: int = setting(128, 'questions in progress at once', at_least=1)
   checkpoint: str = setting(
-      'newest', "which one --mode=eval and --mode=export take; 'best': of the highest held-out "
-      'score while training', allowed=('newest', 'best'), may_change=True)
+      'newest', "which one --mode=eval and --mode=export take; 'best': of those saved right after "
+      'an evaluation the one with the highest held-out score. Let train.checkpoint_every divide '
+      '`every`, and each evaluation counts', allowed=('newest', 'best'), may_change=True)
 
 
 @dataclasses.dataclass

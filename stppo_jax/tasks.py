@@ -5,8 +5,10 @@ or a file; several are separated by commas. A row that cannot be used is an erro
 line and field.
 """
 
+from collections.abc import Collection
 from collections.abc import Sequence
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -124,6 +126,21 @@ class TaskStream:
         orders[epoch] = np.random.default_rng((self._seed, epoch)).permutation(size)
       taken.append(self._tasks[orders[epoch][offset]])
     return taken
+
+  def further(self, step: int, attempt: int, count: int, used: Collection[str]) -> list[types.Task]:
+    """Returns `count` more questions for update `step`, at its attempt 1, 2, ...
+
+    They do not depend on earlier updates and do not move the order of `take`. Ids in `used` are
+    left out as long as there are others.
+    """
+    order = np.random.default_rng((self._seed, step, attempt)).permutation(len(self._tasks))
+    fresh = [self._tasks[i] for i in order if self._tasks[i].id not in used]
+    pool = fresh or [self._tasks[i] for i in order]
+    return list(itertools.islice(itertools.cycle(pool), count))
+
+  def by_id(self) -> dict[str, types.Task]:
+    """Returns all questions by their ids."""
+    return {task.id: task for task in self._tasks}
 
 
 def _shown(value) -> str:

@@ -98,6 +98,9 @@ class Turn:
   observation: np.ndarray  # [m] int32, tokens of the environment's reply; empty after the last turn
   action: str = 'invalid'  # kind of action, as the environment calls it in `info['action']`
   reward: float = 0.0  # of this turn
+  # [p+n,L,A] experts that the sampler chose for the p tokens since the turn before (the prompt or
+  # an observation) and for the turn's own, where they are recorded.
+  routes: np.ndarray | None = None
 
 
 @dataclasses.dataclass

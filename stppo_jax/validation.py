@@ -285,11 +285,7 @@ def check_variant(config: Config, variant: Any) -> None:
           "trainer's old_logp, and old_logp='sampler' leaves no gap: set "
           f'--config.algorithm.{column}=none, or --config.algorithm.old_logp=trainer'
       )
-  if variant.needs_groups and rollout.group_size == 1:
-    raise UserError(
-        f'config.algorithm.variant={name!r} compares the episodes of a group, and '
-        'config.rollout.group_size=1: set --config.rollout.group_size=4 or more'
-    )
+  _check_groups(config, variant)
   if variant.min_advantage == 'turn' and variant.ratio in ('none', 'token'):
     raise UserError(
         "config.algorithm.min_advantage='turn' takes the mean over the tokens that share a ratio, "
@@ -315,6 +311,22 @@ def check_variant(config: Config, variant: Any) -> None:
     raise UserError(
         f'config.train.critic_warmup={config.train.critic_warmup} trains a separate critic alone, '
         f'and config.algorithm.variant={name!r} {without}: set --config.train.critic_warmup=0'
+    )
+
+
+def _check_groups(config: Config, variant: Any) -> None:
+  """Checks settings that need groups of episodes, or that groups need."""
+  rollout, name = config.rollout, config.algorithm.variant
+  if variant.needs_groups and rollout.group_size == 1:
+    raise UserError(
+        f'config.algorithm.variant={name!r} compares the episodes of a group, and '
+        'config.rollout.group_size=1: set --config.rollout.group_size=4 or more'
+    )
+  if rollout.max_num_gen_batches > 1 and not variant.needs_groups:
+    raise UserError(
+        f'config.rollout.max_num_gen_batches={rollout.max_num_gen_batches} replaces groups whose '
+        f'scores are all equal, and config.algorithm.variant={name!r} compares no groups: set it '
+        'to 1, or --config.algorithm.variant=grpo'
     )
 
 

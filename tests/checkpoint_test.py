@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import tempfile
+import threading
 from unittest import mock
 
 from absl import logging
@@ -125,6 +126,42 @@ class SumsTest(CheckpointCase):
     self.assertEqual(os.path.exists(part), not is_writer)
 
 
+class OthersTest(CheckpointCase):
+  """Several processes: one whose save fails tells the others, who wait for it at a barrier."""
+
+  def test_the_wait_for_a_process_that_failed_ends_at_once(self):
+    posts, released = {}, threading.Event()
+    self.addCleanup(released.set)
+
+    def barrier(key, timeout_ms):
+      del key
+      released.wait(timeout_ms / 1000)
+
+    self.enterContext(
+        mock.patch.object(checkpoint.ocp.multihost, 'get_barrier_sync_fn', lambda: barrier)
+    )
+    self.enterContext(mock.patch.object(hosts, 'posted', lambda name: posts.get(name, '')))
+    self.enterContext(mock.patch.object(checkpoint, '_LOOK_S', 0.05))
+    with checkpoint.Checkpoints(self.workdir, keep=1) as checkpoints:
+      checkpoints._attempt = 'save 7'
+      timer = threading.Timer(0.2, posts.update, [{'save 7': 'process 1: the disk is full'}])
+      timer.start()
+      with self.assertRaisesRegex(RuntimeError, '^process 1: the disk is full$') as raised:
+        checkpoints._sync(key='tmp_ready', timeout_ms=60_000)
+      with self.subTest('and is told as it was, and not posted again'):
+        post = self.enterContext(mock.patch.object(hosts, 'post'))
+        with self.assertLogs(level='ERROR') as logs:
+          checkpoints._fail(raised.exception)
+        self.assertIn('could not be saved (process 1: the disk is full)', logs.output[0])
+        post.assert_not_called()
+        checkpoints._fail(OSError(errno.ENOSPC, 'full'))
+        post.assert_called_once_with('save 7', mock.ANY)
+      checkpoints._failed = None
+      posts.clear()
+      released.set()
+      checkpoints._sync(key='tmp_ready', timeout_ms=60_000)  # all have come
+
+
 class BestTest(CheckpointCase):
 
   def test_the_best_stays_beside_the_newest(self):
@@ -155,19 +192,35 @@ class BestTest(CheckpointCase):
         checkpoints._settle()
         self.assertEqual(steps(self.workdir), {1: [1], 2: [1], 3: [1, 3], 4: [4]}[n])
 
-  def test_a_run_keeps_its_best_one_and_saves_it_when_none_is_due(self):
+  def test_a_run_keeps_the_best_of_those_that_are_due_and_writes_no_other(self):
     with tempfile.TemporaryDirectory() as folder:
       micro_run.write_knowledge(folder)
       config = micro_run.make_config(
           folder, **{'train.keep_checkpoints': 1, 'train.checkpoint_every': 3, 'train.updates': 7}
       )
+      save = checkpoint.Checkpoints.save
+      spy = mock.patch.object(checkpoint.Checkpoints, 'save', autospec=True, side_effect=save)
+      # Evaluated after 2, 4, 6 and 7 updates; a checkpoint is due after 3 and 6, and at the end.
       with mock.patch.object(journals.Journal, 'main_score', side_effect=[0.1, 0.5, 0.3, 0.2]):
-        micro_run.train(config, self.workdir)
-      self.assertEqual(steps(self.workdir), [4, 7])  # evaluated after 2, 4, 6 and 7 updates
-      for which, updates in (('newest', 7), ('best', 4)):
+        with spy as saves:
+          micro_run.train(config, self.workdir)
+      self.assertEqual([call.args[1] for call in saves.call_args_list], [3, 6, 7])
+      self.assertEqual(steps(self.workdir), [6, 7])
+      for which, updates in (('newest', 7), ('best', 6)):
         state = micro_run.setup(config).state
         state, found = recovery.saved(self.workdir, state, which)
         self.assertEqual((found, int(state.step)), (updates, 4 * updates))
+
+  def test_the_last_one_counts_too_although_it_is_not_due(self):
+    with tempfile.TemporaryDirectory() as folder:
+      micro_run.write_knowledge(folder)
+      values = {'train.keep_checkpoints': 1, 'train.checkpoint_every': 2, 'train.updates': 3}
+      config = micro_run.make_config(folder, **values)
+      with mock.patch.object(journals.Journal, 'main_score', side_effect=[0.1, 0.5]):
+        micro_run.train(config, self.workdir)
+      with checkpoint.Checkpoints(self.workdir) as checkpoints:
+        self.assertEqual(checkpoints.best_before(3), 3)
+        self.assertEqual(checkpoints.best, (0.5, 3))
 
 
 if __name__ == '__main__':

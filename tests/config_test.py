@@ -138,6 +138,10 @@ class ValidateTest(parameterized.TestCase):
           ("surrogate='dppo_tv'", "ratio='turn'", 'ratio=token'),
       ),
       (
+          {'rollout.max_num_gen_batches': 2, 'rollout.group_size': 2},
+          ('max_num_gen_batches=2', "variant='st_ppo' compares no groups", 'variant=grpo'),
+      ),
+      (
           {'train.on_nonfinite': 'rollback', 'train.checkpoint_every': 0},
           ("on_nonfinite='rollback'", 'checkpoint_every=1'),
       ),
@@ -260,8 +264,9 @@ class TablesTest(absltest.TestCase):
         'algorithm.kl_estimator': set(losses.KL_ESTIMATORS),
         'algorithm.old_logp': {'trainer', 'sampler'},
         'algorithm.rollout_is': set(off_policy.LEVELS),
+        'algorithm.step_scale': {'none', 'ess'},
         'eval.checkpoint': {'newest', 'best'},
-        'rollout.routing_replay': {'none', 'old_policy'},
+        'rollout.routing_replay': {'none', 'old_policy', 'sampling'},
         'train.on_save_error': {'continue', 'stop'},
         'train.on_nonfinite': {'stop', 'rollback'},
         **{

@@ -34,19 +34,10 @@ from stppo_jax.models import hf_config
 from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.types import UserError
+from tests.support import reference_models
 
 ROOT = pathlib.Path(__file__).parent.parent
-REFERENCES = pathlib.Path(__file__).parent / 'support' / 'reference_logits'
-MODELS = (
-    'qwen2',
-    'qwen2_tied',
-    'qwen3',
-    'qwen3_tied',
-    'qwen3moe',
-    'qwen3moe_tied',
-    'llama',
-    'llama_tied',
-)
+REFERENCES = reference_models.FOLDER
 HAS_TORCH = importlib.util.find_spec('torch') is not None
 
 forward = jax.jit(decoder.forward, static_argnums=1)
@@ -87,7 +78,9 @@ class TreeTest(parameterized.TestCase):
 class ConvertTest(TreeTest):
 
   @parameterized.product(
-      name=MODELS, param_dtype=('float32', 'bfloat16'), max_shard_bytes=(4 * 2**30, 20_000)
+      name=reference_models.NAMES,
+      param_dtype=('float32', 'bfloat16'),
+      max_shard_bytes=(4 * 2**30, 20_000),
   )
   def test_round_trip(self, name, param_dtype, max_shard_bytes):
     config, params = convert.load_hf(REFERENCES / name, param_dtype=param_dtype)
@@ -120,7 +113,7 @@ class ConvertTest(TreeTest):
     np.testing.assert_array_equal(values, np.zeros((2, 6)))
 
   def test_the_table_covers_every_parameter(self):
-    for name in MODELS:
+    for name in reference_models.NAMES:
       for head in hf_config.HEADS:
         config, params = convert.load_hf(REFERENCES / name, head=head)
         paths, _ = jax.tree_util.tree_flatten_with_path(params)
@@ -164,7 +157,7 @@ class ConvertTest(TreeTest):
     files = sorted(path.name for path in self.folder.iterdir())
     self.assertEqual(files, ['config.json', 'model.safetensors'])
 
-  @parameterized.product(name=MODELS, max_shard_bytes=(4 * 2**30, 20_000))
+  @parameterized.product(name=reference_models.NAMES, max_shard_bytes=(4 * 2**30, 20_000))
   @absltest.skipUnless(HAS_TORCH, 'torch is not installed')
   def test_transformers_reads_what_we_save(self, name, max_shard_bytes):
     import transformers
@@ -263,12 +256,12 @@ class ConvertTest(TreeTest):
     ours, _ = forward(params, config, tokens, None)
     np.testing.assert_allclose(theirs[..., 0], ours, atol=1e-4)
 
-  @parameterized.parameters(*(name for name in MODELS if 'moe' not in name))
+  @parameterized.parameters(*(name for name in reference_models.NAMES if 'moe' not in name))
   @absltest.skipUnless(HAS_TORCH, 'torch is not installed')
   def test_greedy_text_is_that_of_transformers(self, name):
     self.check_greedy_text(name)
 
-  @parameterized.parameters(*(name for name in MODELS if 'moe' in name))
+  @parameterized.parameters(*(name for name in reference_models.NAMES if 'moe' in name))
   @absltest.skipUnless(HAS_TORCH, 'torch is not installed')
   @pytest.mark.slow
   def test_greedy_text_of_experts_is_that_of_transformers(self, name):

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib.util
-import pathlib
 import re
 import tempfile
 
@@ -19,18 +18,9 @@ from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import layers
 from stppo_jax.models import sharding
+from tests.support import reference_models
 
-REFERENCES = pathlib.Path(__file__).parent / 'support' / 'reference_logits'
-MODELS = (
-    'qwen2',
-    'qwen2_tied',
-    'qwen3',
-    'qwen3_tied',
-    'qwen3moe',
-    'qwen3moe_tied',
-    'llama',
-    'llama_tied',
-)
+REFERENCES = reference_models.FOLDER
 HAS_TORCH = importlib.util.find_spec('torch') is not None
 
 CONFIG = decoder.ModelConfig(
@@ -84,7 +74,7 @@ def collectives(text):
 
 class TransformersTest(parameterized.TestCase):
 
-  @parameterized.parameters(*MODELS)
+  @parameterized.parameters(*reference_models.NAMES)
   def test_logits_equal_the_stored_ones(self, name):
     config, params = convert.load_hf(REFERENCES / name)
     reference = safetensors.numpy.load_file(REFERENCES / name / 'reference.safetensors')
@@ -92,7 +82,7 @@ class TransformersTest(parameterized.TestCase):
     self.assertGreater(np.std(reference['logits']), 0.5)  # the comparison means something
     np.testing.assert_allclose(logits, reference['logits'], atol=1e-4)
 
-  @parameterized.parameters(*MODELS)
+  @parameterized.parameters(*reference_models.NAMES)
   @absltest.skipUnless(HAS_TORCH, 'torch is not installed')
   def test_logits_equal_those_of_a_live_model(self, name):
     from tests.support import make_reference_logits  # needs torch

@@ -17,6 +17,7 @@ from stppo_jax import chat
 from stppo_jax.models import decoder
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.rollout import sampling
 
 VOCAB = 24
 CONFIG = decoder.ModelConfig(
@@ -40,7 +41,8 @@ def compiled(**settings):
   defaults = dict(
       rows=8, width=4, prefill_rows=2, steps=6, slot_buckets=(SLOTS,), chunk_buckets=(4, 8)
   )
-  return sampler_lib.Sampler(CONFIG, table, (3,), SLOTS, **{**defaults, **settings})
+  sizes = sampling.Sizes(SLOTS, **{**defaults, **settings})
+  return sampler_lib.Sampler(CONFIG, table, (3,), sizes)
 
 
 def make_sampler(groups=2, **settings):
@@ -161,7 +163,8 @@ class EngineTest(parameterized.TestCase):
       sampler, calls = make_sampler(), []
       decode = sampler._decode
       note = lambda *args: (
-          calls.append([np.asarray(a).tolist() for a in args[2:8]]) or decode(*args)
+          calls.append([np.asarray(a).tolist() for a in jax.tree.leaves(args[2:4])])
+          or decode(*args)
       )
       with mock.patch.object(sampler, '_decode', side_effect=note):
         _, _, order = play(self.sequences, self.keys, sampler, delay=delay)

@@ -22,6 +22,7 @@ from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.rollout import sampling
 from stppo_jax.runtime import hosts
 from tests.support import tiny_tokenizer
 
@@ -103,13 +104,12 @@ def make_params():
 
 
 @functools.cache
-def make_sampler(**settings):
+def make_sampler(**draw):
   tokenizer = make_tokenizer()
   table = chat.stop_automaton(tokenizer.token_bytes, ('</search>', '</answer>', 's>', 'an'))
-  defaults = dict(
-      max_slots=T, rows=4, prefill_rows=2, slot_buckets=(T,), chunk_buckets=(8,), steps=4
-  )
-  return sampler_lib.Sampler(make_config(), table, tokenizer.eos_ids, **{**defaults, **settings})
+  sizes = sampling.Sizes(T, rows=4, prefill_rows=2, slot_buckets=(T,), chunk_buckets=(8,), steps=4)
+  distribution = sampling.Distribution(**draw)
+  return sampler_lib.Sampler(make_config(), table, tokenizer.eos_ids, sizes, distribution)
 
 
 def play(prompts, scripts, keys=None, limits=LIMITS, sampler=None, groups=None, **how):
@@ -122,12 +122,8 @@ def play(prompts, scripts, keys=None, limits=LIMITS, sampler=None, groups=None, 
       sampler or make_sampler(),
       make_params(),
       make_tokenizer(),
-      envs,
-      tasks,
-      groups,
-      keys,
-      limits,
-      **how,
+      episode_lib.Rows(envs, tasks, groups, keys),
+      episode_lib.Rules(limits, **how),
   )
   return episodes, envs
 
@@ -350,9 +346,9 @@ class PlayTest(parameterized.TestCase):
     tasks = [types.Task('a', seed=7), types.Task('b'), types.Task('b')]
     keys = episode_lib.row_keys(jax.random.key(0), tasks)
     envs = [Seeded('a', [ANSWER]) for _ in tasks]
-    episode_lib.play(
-        make_sampler(), make_params(), make_tokenizer(), envs, tasks, range(3), keys, LIMITS
-    )
+    rows = episode_lib.Rows(envs, tasks, range(3), keys)
+    rules = episode_lib.Rules(LIMITS)
+    episode_lib.play(make_sampler(), make_params(), make_tokenizer(), rows, rules)
     self.assertEqual(seeds, [7, *episode_lib.episode_seeds(keys)[1:]])
     self.assertLen(set(seeds), 3)
 

@@ -5,9 +5,12 @@ import io
 import json
 
 from absl.testing import absltest
+from absl.testing import flagsaver
 import numpy as np
 
 from benchmarks import figures
+from benchmarks import gpu
+from stppo_jax.models import layers
 
 
 def repeats(*tokens_per_s):
@@ -34,6 +37,17 @@ class ReportTest(absltest.TestCase):
     self.assertEqual(line['unreliable'], ['ours', 'ratio'])
     line = reported(repeats(20, 400, 24), repeats(1, 20, 1.2))
     self.assertEqual(line['unreliable'], ['ours', 'peer'])
+
+
+class GpuTest(absltest.TestCase):
+
+  def test_each_size_has_its_published_shape(self):
+    with flagsaver.flagsaver():
+      gpu.side_by_side.flags.FLAGS.mark_as_parsed()
+      for size in gpu.SIZES.values():
+        shape = gpu.shape_of(size, 'bfloat16', size.layers)
+        self.assertEqual(shape.num_layers, size.layers or layers.PRESETS[size.preset].num_layers)
+        self.assertEqual(shape.param_dtype, 'bfloat16')
 
 
 if __name__ == '__main__':

@@ -84,9 +84,9 @@ def _server(answer):
 
 
 def _retriever(url, **settings):
-  return http.HttpRetriever(
-      url, **{'timeout_s': 5.0, 'retries': 0, 'sleep': lambda _: None, **settings}
-  )
+  own = {name: settings.pop(name) for name in ('sleep', 'jitter_seed') if name in settings}
+  how = http.Requests(**{'timeout_s': 5.0, 'retries': 0, **settings})
+  return http.HttpRetriever(url, how, **{'sleep': lambda _: None, **own})
 
 
 def _counters(retriever):
@@ -139,7 +139,7 @@ class AnswersTest(parameterized.TestCase):
       return _trickle_body
 
     with _server(never) as (url, questions):
-      retriever = http.HttpRetriever(url, timeout_s=600.0)
+      retriever = http.HttpRetriever(url, http.Requests(timeout_s=600.0))
       retriever.give_up = asked.is_set
       with mock.patch.object(http, '_LOOK_S', 0.01):
         search = lambda: found.append(retriever.search(['a'], 1))
@@ -468,7 +468,7 @@ class UserErrorsTest(parameterized.TestCase):
   )
   def test_settings(self, settings, message):
     with self.assertRaisesRegex(types.UserError, message):
-      http.HttpRetriever('http://127.0.0.1:8000', **settings)
+      http.HttpRetriever('http://127.0.0.1:8000', http.Requests(**settings))
 
 
 if __name__ == '__main__':

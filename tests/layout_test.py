@@ -57,7 +57,9 @@ def make_sampler(split, config=CONFIG, **settings):
   settings = dict(rows=8, slot_buckets=(32,), chunk_buckets=(4,), steps=8) | settings
   config = dataclasses.replace(config, row_sharding=rows)
   stops = np.zeros((2, config.vocab_size - 5), np.int32)  # five ids are not the tokenizer's
-  return sampler_lib.Sampler(config, stops, (EOS,), 32, row_sharding=rows, **settings)
+  draw = sampling.Distribution(*settings.pop('draw', ()))
+  sizes = sampling.Sizes(32, **settings)
+  return sampler_lib.Sampler(config, stops, (EOS,), sizes, draw, rows)
 
 
 def play(sampler, params):
@@ -97,7 +99,7 @@ class NumbersTest(parameterized.TestCase):
 
   @parameterized.product(split=SPLITS, greedy=(False, True))
   def test_tokens_and_logp_are_those_of_one_device(self, split, greedy):
-    settings = dict(temperature=0.0) if greedy else {}
+    settings = dict(draw=(0.0,)) if greedy else {}
     tokens, logp = play(make_sampler(split, **settings), self.params)
     wanted, wanted_logp = self.one_device(**settings)
     self.assertGreater(len({t for row in wanted for t in row}), 20)  # of all shards
@@ -106,7 +108,7 @@ class NumbersTest(parameterized.TestCase):
       np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
   def test_top_p_too(self):
-    settings = dict(temperature=0.8, top_k=50, top_p=0.9)
+    settings = dict(draw=(0.8, 50, 0.9))
     self.assertEqual(
         play(make_sampler((2, 4), **settings), self.params)[0], self.one_device(**settings)[0]
     )
@@ -120,7 +122,7 @@ class NumbersTest(parameterized.TestCase):
     play(sampler, self.params)
     compiled = sampler.compiled_variants()
     tokens, _ = play(sampler.greedy(3), self.params)
-    self.assertEqual(tokens, self.one_device(temperature=0.0)[0])
+    self.assertEqual(tokens, self.one_device(draw=(0.0,))[0])
     self.assertEqual(sampler.compiled_variants(), compiled)
 
   def test_a_draw_from_shards_is_that_from_the_whole(self):

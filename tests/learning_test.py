@@ -23,6 +23,7 @@ from stppo_jax.models import lora
 from stppo_jax.models import sharding
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.rollout import sampling
 from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
@@ -206,11 +207,7 @@ def make_sampler():
       MODEL,
       never_stops,
       eos_ids=(END,),
-      max_slots=8,
-      rows=EPISODES,
-      prefill_rows=EPISODES,
-      chunk_buckets=(2,),
-      steps=2,
+      sizes=sampling.Sizes(8, rows=EPISODES, prefill_rows=EPISODES, chunk_buckets=(2,), steps=2),
   )
 
 

@@ -76,15 +76,7 @@ def tearDownModule():
 
 
 def make_config(**values):
-  """The tiny run's config with fields replaced: make_config(**{'train.updates': 3})."""
-  config = tiny_run.make_config(FOLDER)
-  for path, value in values.items():
-    *parents, name = path.split('.')
-    section = config
-    for parent in parents:
-      section = getattr(section, parent)
-    setattr(section, name, value)
-  return config
+  return tiny_run.make_config(FOLDER, **values)
 
 
 def state_after(config, workdir, updates):

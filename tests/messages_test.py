@@ -32,6 +32,16 @@ class ExchangeTest(parameterized.TestCase):
     pieces = sum(29 * 3 * i // 100 + 1 for i in range(num_processes))
     self.assertLessEqual(store.most, 3 * pieces)
 
+  def test_what_one_process_posts_all_can_read_without_waiting(self):
+    store = processes.Store()
+    first, second = (messages.Exchange(store, i, 2) for i in range(2))
+    self.assertEqual(second.posted('save 3'), '')
+    first.post('save 3', 'die Platte ist voll: ä')
+    self.assertEqual(second.posted('save 3'), 'die Platte ist voll: ä')
+    second.post('save 3', 'again')
+    self.assertEqual(first.posted('save 3'), 'again')
+    self.assertEqual(first.posted('save 4'), '')
+
   def test_an_error_of_the_store_is_raised(self):
     store = mock.Mock()
     store.blocking_key_value_get_bytes.side_effect = jax.errors.JaxRuntimeError('UNAVAILABLE')

@@ -19,6 +19,7 @@ import numpy as np
 
 from stppo_jax import types
 from stppo_jax.monitoring import metrics
+from stppo_jax.monitoring import sinks
 from stppo_jax.monitoring import timing
 
 
@@ -208,6 +209,23 @@ class MetricsWriterTest(parameterized.TestCase):
     run.log.assert_called_with({'a': 2.0}, step=2)
     self.assertLen(logs.output, 1)
     self.assertLen(_strict_lines(self.workdir), 3)
+
+  def test_wandb_that_does_not_finish_is_left_after_a_time_limit(self):
+    self.enterContext(mock.patch.object(sinks, 'FINISH_S', 0.1))
+    waits = threading.Event()
+    self.addCleanup(waits.set)
+    module = python_types.SimpleNamespace(
+        init=mock.Mock(), api=python_types.SimpleNamespace(api_key=None)
+    )
+    run = module.init.return_value
+    for finish, message in ((waits.wait, 'within 0.1 s'), (OSError('no route'), 'no route')):
+      run.finish.side_effect = finish
+      with mock.patch.dict(sys.modules, {'wandb': module}):
+        with self.assertLogs(level='WARNING') as logs:
+          self._write_steps([1], wandb_project='p')
+      self.assertLen(logs.output, 1)
+      self.assertIn('W&B did not end cleanly', logs.output[0])
+      self.assertIn(message, logs.output[0])
 
   def test_a_missing_wandb_costs_one_warning(self):
     with mock.patch.dict(sys.modules, {'wandb': None}):

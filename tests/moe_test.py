@@ -13,11 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stppo_jax import types
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import lora
 from stppo_jax.models import moe
 from stppo_jax.models import sharding
+from stppo_jax.rollout import batching
+from stppo_jax.rollout import engine
+from stppo_jax.rollout import pipeline
+from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.rollout import sampling
 from stppo_jax.training import packing
 from stppo_jax.types import UserError
 from tests import update_test
@@ -103,10 +109,20 @@ class RouterTest(absltest.TestCase):
     grad = jax.grad(lambda x: moe.route(x, 2, False, routing.chosen)[0][0, 0, 0])(after)
     np.testing.assert_allclose(grad, [[[0.09, -0.06, -0.03]]], atol=1e-6)
 
+  def test_replaced_experts_worked_by_hand(self):
+    """The best two are 0 and 2: of the choice (2, 1) one is another, of (2, 0) none."""
+    logits = jnp.log(jnp.array([[[0.5, 0.2, 0.3]] * 3]))
+    chosen = jnp.array([[[2, 1], [2, 0], [1, 1]]], jnp.uint8)
+    _, routing = moe.route(logits, 2, renormalise=False, chosen=chosen)
+    np.testing.assert_allclose(routing.replaced, [[0.5, 0, 1]])
+    layers = jax.tree.map(lambda x: jnp.stack([x, 0 * x]), routing)
+    sums = moe.replaced(layers, jnp.array([[True, True, False]]))
+    self.assertEqual(jax.tree.map(float, sums), {'experts': 0.25, 'any': 1, 'live': 2})
+
   def test_load_worked_by_hand(self):
     """One layer, three live tokens with two of four experts each; the last token is padding."""
     chosen = jnp.array([[[[0, 1], [0, 2], [0, 1], [3, 2]]]])
-    routing = moe.Routing(chosen, jnp.array([[[0.1, 0.2, 0.6, 9.0]]]))
+    routing = moe.Routing(chosen, jnp.array([[[0.1, 0.2, 0.6, 9.0]]]), jnp.zeros((1, 1, 4)))
     sums = moe.load(routing, jnp.array([[True, True, True, False]]), 4)
     np.testing.assert_array_equal(sums['tokens'], [[3, 2, 1, 0]])
     metrics = moe.load_metrics(sums, 2)
@@ -296,6 +312,124 @@ class ReplayTest(absltest.TestCase):
     self.assertLen(expected, 5)
     for name, value in expected.items():
       np.testing.assert_allclose(metrics[name], value, rtol=1e-4, err_msg=name)
+
+
+class SamplerRoutesTest(parameterized.TestCase):
+  """Routing replay of the sampler's own choices: recorded, carried, replayed."""
+
+  PROMPTS = ([5, 6, 7, 8, 9, 1, 2], [4, 3], [5, 6, 7, 8, 9, 1, 2], [1], [5, 6, 7, 8, 9, 1, 2])
+  OBSERVATIONS = ([7, 7, 8], [9], [2, 2, 2, 2, 2, 2], [6, 1], [])
+
+  def play(self, **sizes):
+    """Plays two turns of 4 tokens per prompt; returns [(all tokens, routes [n,L,A])]."""
+    stops = np.zeros((2, CONFIG.vocab_size), np.int32)
+    sizes = sampling.Sizes(32, slot_buckets=(16, 32), chunk_buckets=(2, 4), steps=3, **sizes)
+    sampler = sampler_lib.Sampler(CONFIG, stops, (), sizes, records_routes=True)
+    tokens, routes = [list(prompt) for prompt in self.PROMPTS], [[] for _ in self.PROMPTS]
+
+    def respond(turns):
+      following = []
+      for turn in turns:
+        i = turn.index
+        tokens[i] += turn.tokens.tolist()
+        routes[i].append(turn.routes)
+        over = len(routes[i]) == 2
+        observation = () if over else self.OBSERVATIONS[i]
+        tokens[i] += observation
+        following.append(engine.Prompt(observation, 0 if over else 4))
+      return following
+
+    prompts = [engine.Prompt(ids, 4) for ids in self.PROMPTS]
+    keys = jax.random.split(jax.random.key(3), len(prompts))
+    engine.run(sampler, sampler.copy(make_params()), prompts, keys, respond)
+    return [(row, np.concatenate(parts)) for row, parts in zip(tokens, routes)]
+
+  @parameterized.parameters(
+      {'rows': 2, 'prefill_rows': 1},  # slots are used again; equal prompts are copied
+      {'rows': 5, 'prefill_rows': 2},
+      {'rows': 4, 'width': 2, 'prefill_rows': 2},  # in place
+  )
+  def test_they_are_those_of_one_pass_over_the_same_tokens(self, **sizes):
+    for row, routes in self.play(**sizes):
+      _, routing = decoder.trunk(make_params(), CONFIG, jnp.array([row]))
+      self.assertEqual(routes.dtype, np.uint8)
+      np.testing.assert_array_equal(routes, moe.in_order(routing, 4)[0])
+
+  def test_an_episode_carries_them_to_its_row_of_the_batch(self):
+    ids = lambda *values: np.array(values, np.int32)
+    routes = np.arange(4 * 2 * 2, dtype=np.uint8).reshape(4, 2, 2)
+    later = 100 + np.arange(3 * 2 * 2, dtype=np.uint8).reshape(3, 2, 2)
+    logp = np.zeros(2, np.float32)
+    turns = [
+        types.Turn(ids(3, 4), logp, ids(5), routes=routes),  # a prompt of 2, and 2 tokens
+        types.Turn(ids(6, 7), logp, ids(), routes=later),  # an observation of 1, and 2 tokens
+    ]
+    episode = types.Episode(types.Task('t', 'q', ('a',)), 0, ids(1, 2), turns)
+    again = pipeline.from_json(
+        json.loads(json.dumps(pipeline.to_json(pipeline.Sampled(1, 0, [episode], {})))),
+        [episode.task],
+    )
+    for played in (episode, again.episodes[0]):
+      failed = types.Episode(episode.task, 1, ids(1), [], failed=True)
+      batch = batching.to_turn_batch([played, failed], (8,))
+      self.assertEqual(batch.routes.dtype, np.uint8)
+      np.testing.assert_array_equal(batch.routes[0, :7], np.concatenate([routes, later]))
+      np.testing.assert_array_equal(batch.routes[0, 7:], 0)
+      np.testing.assert_array_equal(batch.routes[1], 0)
+
+  def run_step(self, routes, moved=0.0):
+    """Returns (annotated batch, metrics, what the step saw) with the sampler's routes."""
+    spec = update_test.make_spec('ppo', actor=MODEL, critic=CRITIC, routing_replay='sampling')
+    mesh, rows = update_test.one_device(), update_test.ALL_ROWS
+    functions = update_test.functions_of(spec, mesh)
+    batch = dataclasses.replace(update_test.make_batch(), routes=routes)
+    state = update_test.make_state(spec, mesh).replace(actor=first_actor(spec))
+    steps = packing.stack([update_test.one_step(spec, batch, rows)])
+    batch, metrics = functions.annotate(state, update_test.NOTHING, batch, steps)
+    state, batch, _ = functions.with_advantages(state, batch)
+    state = state.replace(actor=first_actor(spec, moved))
+    step = update_test.one_step(spec, batch, rows)
+    _, _, seen = functions.update_step(state, update_test.NOTHING, batch, step)
+    return batch, metrics, seen
+
+  def test_training_reuses_them_though_its_own_router_chooses_others(self):
+    """The routes are those of a router that the trainer never had."""
+    spec = update_test.make_spec('ppo', actor=MODEL, critic=CRITIC)
+    tokens, other = update_test.make_batch().tokens, jax.random.normal(
+        jax.random.key(7), (2, 16, 4)
+    )
+    _, routing = decoder.trunk(first_actor(spec, other), MODEL, tokens)
+    routes = moe.in_order(routing, 4)
+    batch, metrics, seen = self.run_step(routes)
+    np.testing.assert_array_equal(batch.routes, routes)
+    np.testing.assert_array_equal(seen['ratio'], 1.0)  # old_logp has the same experts
+    actor = first_actor(spec)
+    x, own = decoder.trunk(actor, MODEL, tokens, routes=routes)
+    mask = np.asarray(batch.action_mask) > 0
+    expected = decoder.token_logp(actor, MODEL, x, tokens)[0]
+    np.testing.assert_allclose(batch.old_logp[mask], expected[mask], rtol=1e-4, atol=1e-5)
+    ends = (mask * np.arange(1, 25)).max(axis=1)
+    live = np.arange(24) < ends[:, None]
+    replaced = np.asarray(own.replaced)[:, live]  # [L,tokens]
+    self.assertGreater(replaced.mean(), 0.1)
+    np.testing.assert_allclose(metrics['moe/replaced_experts'], replaced.mean(), rtol=1e-4)
+    share = (replaced > 0).any(axis=0).mean()
+    np.testing.assert_allclose(metrics['moe/tokens_routed_otherwise'], share, rtol=1e-4)
+    with self.subTest('a router that moves before the step changes only the weights'):
+      moved = 0.3 * jax.random.normal(jax.random.key(8), (2, 16, 4))
+      batch, _, seen = self.run_step(routes, moved)
+      x, _ = decoder.trunk(first_actor(spec, moved), MODEL, tokens, routes=routes)
+      logp, _ = decoder.token_logp(first_actor(spec, moved), MODEL, x, tokens)
+      ratio = np.exp(logp - batch.old_logp)[mask]
+      np.testing.assert_allclose(np.asarray(seen['ratio'])[mask], ratio, rtol=1e-3)
+
+  def test_the_routes_of_ones_own_router_replace_nothing(self):
+    spec = update_test.make_spec('ppo', actor=MODEL, critic=CRITIC)
+    _, routing = decoder.trunk(first_actor(spec), MODEL, update_test.make_batch().tokens)
+    _, metrics, seen = self.run_step(moe.in_order(routing, 4))
+    self.assertEqual(metrics['moe/replaced_experts'], 0)
+    self.assertEqual(metrics['moe/tokens_routed_otherwise'], 0)
+    np.testing.assert_array_equal(seen['ratio'], 1.0)
 
 
 if __name__ == '__main__':

@@ -8,7 +8,9 @@ from absl.testing import parameterized
 import jax
 import numpy as np
 
+from stppo_jax import tasks as task_files
 from stppo_jax import types
+from stppo_jax.rollout import engine
 from stppo_jax.rollout import pipeline
 
 
@@ -67,6 +69,105 @@ class JsonTest(absltest.TestCase):
     )
     self.assertEqual([turn.reward for turn in again.episodes[0].turns], [0.1, -0.3])
     self.assertEqual(again.episodes[0].core_metrics, ('won', 'f'))
+
+
+class ScriptedAgent:
+  """Scores each episode by `score(call, task, sample)`; calls are counted from 0."""
+
+  def __init__(self, score, failed=()):
+    self.score, self.failed = score, failed
+    self.calls, self.retriever, self.report = [], None, None
+
+  def play(self, params, tasks, keys, groups, give_up=None):
+    del params, give_up
+    call, made = len(self.calls), []
+    self.calls.append(([task.id for task in tasks], list(groups), jax.random.key_data(keys)))
+    for i, (task, group) in enumerate(zip(tasks, groups)):
+      score = self.score(call, task.id, i % 2)
+      turn = types.Turn(np.ones(1, np.int32), np.zeros(1, np.float32), np.zeros(0, np.int32))
+      turn.reward = score
+      made.append(types.Episode(task, group, np.ones(1, np.int32), [turn]))
+      made[-1].failed = (call, i) in self.failed
+    self.report = engine.Report(decode_steps=2, sampled_tokens=2 * len(tasks))
+    return made
+
+
+class RefillTest(parameterized.TestCase):
+  """Groups whose scores are all equal are replaced, see `pipeline.Batches.sample`."""
+
+  def sample(self, agent, number=1, rounds=3, questions=8, batch=4):
+    tasks = [types.Task(str(i), 'q', ('a',)) for i in range(questions)]
+    stream = task_files.TaskStream(tasks, batch, 0)
+    batches = pipeline.Batches(
+        agent, lambda params: params, stream, 2, 0, max_num_gen_batches=rounds
+    )
+    return batches, batches.sample({}, number, 0)
+
+  def test_known_groups_are_replaced_until_all_have_a_spread(self):
+    """Of 4 groups the 2nd and 4th have equal scores; of their two successors the first too."""
+    due = [
+        t.id for t in task_files.TaskStream([types.Task(str(i)) for i in range(8)], 4, 0).take(0)
+    ]
+    plain = {(0, due[1]), (0, due[3])}
+
+    def score(call, task, sample):
+      first_of_second = call == 1 and task == agent.calls[1][0][0]
+      return 1.0 if (call, task) in plain or first_of_second else float(sample)
+
+    agent = ScriptedAgent(score)
+    _, sampled = self.sample(agent)
+    tasks, groups, keys = zip(*agent.calls)
+    self.assertEqual(tasks[0], [name for name in due for _ in range(2)])
+    self.assertEqual(groups, ([0, 0, 1, 1, 2, 2, 3, 3], [1, 1, 3, 3], [1, 1]))
+    self.assertEmpty(set(tasks[1]) & set(due))  # other questions, as long as there are some
+    self.assertEmpty(set(tasks[2]) & set(due + tasks[1]))
+    self.assertLen({tuple(key.tolist()) for call in keys for key in call}, 8 + 4 + 2)
+    self.assertEqual([episode.group for episode in sampled.episodes], groups[0])
+    self.assertEqual(
+        [episode.task.id for episode in sampled.episodes],
+        [due[0]] * 2 + tasks[2] + [due[2]] * 2 + tasks[1][2:],
+    )
+    measured = sampled.measured
+    self.assertEqual(measured['train/num_gen_batches'], 3)
+    self.assertEqual(measured['rollout/questions'], 4 + 2 + 1)
+    self.assertAlmostEqual(measured['rollout/groups_with_spread'], (2 + 1 + 1) / 7)
+    self.assertEqual(measured['rollout/groups_kept'], 1)
+    self.assertEqual(measured['perf/rows_busy'], (16 + 8 + 4) / 6)
+
+  def test_after_the_last_round_the_batch_keeps_its_size(self):
+    agent = ScriptedAgent(lambda call, task, sample: 0.5)
+    _, sampled = self.sample(agent)
+    self.assertLen(agent.calls, 3)
+    self.assertEqual([e.task.id for e in sampled.episodes], agent.calls[0][0])
+    self.assertEqual(sampled.measured['rollout/groups_kept'], 0)
+    self.assertLen(agent.calls[2][0], 8)  # no other question is left: any of them again
+
+  def test_a_failed_episode_makes_no_spread(self):
+    agent = ScriptedAgent(lambda call, task, sample: float(sample), failed={(0, 3)})
+    self.sample(agent)
+    self.assertEqual([groups for _, groups, _ in agent.calls], [[0, 0, 1, 1, 2, 2, 3, 3], [1, 1]])
+
+  def test_one_round_is_all_without_the_setting(self):
+    agent = ScriptedAgent(lambda call, task, sample: 0.5)
+    _, sampled = self.sample(agent, rounds=1)
+    self.assertLen(agent.calls, 1)
+    self.assertNotIn('train/num_gen_batches', sampled.measured)
+
+  def test_a_batch_is_a_function_of_its_number(self):
+    score = lambda call, task, sample: float(sample * (int(task) % 3 > 0))
+    again, alone = ScriptedAgent(score), ScriptedAgent(score)
+    batches, _ = self.sample(again, number=1)
+    second = batches.sample({}, 2, 0)
+    _, expected = self.sample(alone, number=2)
+    names = lambda sampled: [episode.task.id for episode in sampled.episodes]
+    self.assertEqual(names(second), names(expected))
+    self.assertGreater(expected.measured['train/num_gen_batches'], 1)
+    with self.subTest('and is restored from a checkpoint with the questions that it has'):
+      record = json.loads(json.dumps(pipeline.to_json(expected)))
+      self.assertEqual(names(batches.restored(record)), names(expected))
+      record['episodes'][0]['task'] = 'unknown'
+      with self.assertRaisesRegex(types.UserError, "on question 'unknown'"):
+        batches.restored(record)
 
 
 class OutageTest(parameterized.TestCase):

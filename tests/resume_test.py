@@ -83,6 +83,22 @@ class ResumeTest(parameterized.TestCase):
     micro_run.train(make_config(**values), self.workdir)
     self.assert_as_straight(**values)
 
+  @parameterized.product(staleness=(0, 1), killed_after=(1, 3))
+  def test_killed_and_resumed_with_replaced_groups_equals_straight(self, staleness, killed_after):
+    values = {
+        'pipeline.staleness': staleness,
+        'algorithm.variant': 'grpo',
+        'rollout.group_size': 2,
+        'rollout.max_num_gen_batches': 4,
+    }
+    with self.assertRaises(micro_run.Killed):
+      micro_run.train(make_config(**values), self.workdir, micro_run.killed_after(killed_after))
+    micro_run.train(make_config(**values), self.workdir)
+    self.assert_as_straight(**values)
+    rows = metrics_lib.read_metrics(self.workdir)[1:]
+    self.assertGreater(max(row['train/num_gen_batches'] for row in rows), 1)
+    self.assertGreater(min(row['rollout/groups_kept'] for row in rows), 0.5)
+
   @parameterized.parameters(0, 1, 2)
   def test_killed_after_every_update_equals_straight(self, staleness):
     values = {'pipeline.staleness': staleness}

@@ -36,13 +36,14 @@ def make_params(config=CONFIG):
 
 
 @functools.cache  # a sampler compiles a handful of programs
-def make_sampler(stops=('bca', 'hh'), eos=(EOS,), cache_tile=0, **settings):
+def make_sampler(stops=('bca', 'hh'), eos=(EOS,), cache_tile=0, draw=(), **settings):
   defaults = dict(
       max_slots=64, rows=4, prefill_rows=2, slot_buckets=(64,), chunk_buckets=(4,), steps=8
   )
   table = chat.stop_automaton(TOKEN_BYTES, stops)
   config = dataclasses.replace(CONFIG, cache_tile=cache_tile)
-  return sampler_lib.Sampler(config, table, eos, **{**defaults, **settings})
+  sizes = sampling.Sizes(**{**defaults, **settings})
+  return sampler_lib.Sampler(config, table, eos, sizes, sampling.Distribution(*draw))
 
 
 def plain_logits(params, rows):
@@ -158,7 +159,7 @@ class SampleTokenTest(parameterized.TestCase):
   @parameterized.parameters((-1, 0, 1.0), (1, -1, 1.0), (1, 0, 0.0), (1, 0, 1.5))
   def test_refuses(self, temperature, top_k, top_p):
     with self.assertRaises(types.UserError):
-      make_sampler(temperature=temperature, top_k=top_k, top_p=top_p)
+      make_sampler(draw=(temperature, top_k, top_p))
 
 
 class SamplerTest(parameterized.TestCase):
@@ -203,14 +204,14 @@ class SamplerTest(parameterized.TestCase):
   @parameterized.parameters(1.0, 0.7)
   def test_logp_is_that_of_one_teacher_forced_forward(self, temperature):
     """Three turns across chunks and slot buckets against a single plain pass."""
-    rows, columns, logps = self.play(make_sampler(temperature=temperature), self.FORCED)
+    rows, columns, logps = self.play(make_sampler(draw=(temperature,)), self.FORCED)
     forced = teacher_forced(self.params, rows, temperature)
     for at, got, want in zip(columns, logps, forced):
       self.assertGreater(len(at), 3)
       np.testing.assert_allclose(got, want[at], atol=1e-5)
 
   def test_logp_with_top_k_and_top_p_is_renormalised(self):
-    sampler = make_sampler(temperature=0.7, top_k=10, top_p=0.8)
+    sampler = make_sampler(draw=(0.7, 10, 0.8))
     rows, columns, logps = self.play(sampler, self.FORCED)
     for row, at, got, logits in zip(rows, columns, logps, plain_logits(self.params, rows)):
       for column, logp in zip(at, got):
@@ -218,7 +219,7 @@ class SamplerTest(parameterized.TestCase):
         self.assertAlmostEqual(np.exp(logp), exact[row[column]], delta=1e-5)
 
   def test_greedy_is_the_argmax_and_ignores_the_keys(self):
-    sampler = make_sampler(temperature=0)
+    sampler = make_sampler(draw=(0.0,))
     rows, columns, _ = self.play(sampler, self.FORCED)
     other, _, _ = self.play(sampler, self.FORCED, keys=jax.random.split(jax.random.key(99), 4))
     self.assertEqual(rows, other)
@@ -281,24 +282,16 @@ class SamplerTest(parameterized.TestCase):
 
   def test_budgets_and_idle_rows(self):
     sampler = make_sampler(stops=(), eos=(), prefill_rows=4)
-    context, lengths = sampler.prefill(
+    context, prefilled = sampler.prefill(
         self.params, sampler.empty(4, 64), [[1, 2], [], [3], [4, 5, 6, 7, 8]], [0] * 4
     )
-    np.testing.assert_array_equal(lengths, [2, 0, 1, 5])
+    np.testing.assert_array_equal(prefilled.lengths, [2, 0, 1, 5])
     before, keys = np.asarray(context.logits), np.asarray(jax.random.key_data(self.keys))
     still, calls = np.zeros(4, np.int32), []
 
     def decode(context, lengths, budgets, steps=99, enough=99):
-      context, sampled = sampler.decode(
-          self.params,
-          context,
-          np.array(lengths, np.int32),
-          keys,
-          still,
-          np.array(budgets, np.int32),
-          steps,
-          enough,
-      )
+      rows = sampler_lib.Rows(np.int32(lengths), keys, still, np.int32(budgets))
+      context, sampled = sampler.decode(self.params, context, rows, steps, enough)
       calls.append(jax.device_get(sampled))
       return context
 
@@ -376,8 +369,7 @@ class SamplerTest(parameterized.TestCase):
         dataclasses.replace(CONFIG, row_sharding=rows),
         np.zeros((2, VOCAB), np.int32),
         (EOS,),
-        64,
-        rows=8,
+        sampling.Sizes(64, rows=8),
         row_sharding=rows,
     )
     params = jax.tree.map(
@@ -395,8 +387,8 @@ class SamplerTest(parameterized.TestCase):
         self.assertIn(('s32', f'8,{sampler.steps}'), [(dtype, shape) for dtype, shape, _ in sent])
 
   def test_default_slot_buckets(self):
-    self.assertEqual(sampler_lib.default_slot_buckets(600), (128, 192, 256, 384, 512, 600))
-    self.assertEqual(sampler_lib.default_slot_buckets(100), (100,))
+    self.assertEqual(sampling.default_slot_buckets(600), (128, 192, 256, 384, 512, 600))
+    self.assertEqual(sampling.default_slot_buckets(100), (100,))
 
 
 if __name__ == '__main__':

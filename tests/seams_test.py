@@ -21,6 +21,7 @@ from stppo_jax.envs import search
 from stppo_jax.retrieval import dense
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import seams
+from stppo_jax.training import loop
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
 from tests import dense_test
@@ -44,7 +45,24 @@ def own_search(settings, load_corpus):
   return lambda queries, top_k: [(settings.top_k, len(passages), query) for query in queries]
 
 
+class Bare:
+  """An environment whose core metrics only the function that makes it names."""
+
+  def reset(self, seed=None):
+    return 'sky', {}
+
+  def step(self, action):
+    return '', 0.25, True, False, {'metrics': {'won': 0.5}}
+
+
+def make_bare(task):
+  return Bare()
+
+
+make_bare.core_metrics = ('won',)
+
 plugin = python_types.ModuleType('a_users_module')
+plugin.make_bare = make_bare
 plugin.Game = Game
 plugin.own_search = own_search
 plugin.always_half = lambda task, answer, transcript: 0.5
@@ -95,6 +113,17 @@ class SeamsTest(parameterized.TestCase):
     make = lambda task: type('Video', (Game,), {'frame': 0})(task, 5)
     make.stop_strings, make.frame, make.core_metrics = ['.'], 'user', ['won']
     protocol.make_kind('m:make', make, {}, {})(Task('t'), 0)
+
+  def test_core_metrics_of_the_function_that_makes_an_environment_are_scored(self):
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    tiny_run.write(folder)
+    config = tiny_run.make_config(folder)
+    config.env.kind, config.retriever.kind = 'a_users_module:make_bare', 'none'
+    config.train.updates = 0
+    with tiny_run.on_one_device():
+      scores = loop.train(config, os.path.join(folder, 'run'))
+    self.assertEqual(scores['val-core/all/won'], 0.5)
+    self.assertEqual(scores['val-core/all/score'], 0.25)
 
   def test_options_win_over_what_is_offered(self):
     options = {'high': 5, 'max_turns': 20}

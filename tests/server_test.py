@@ -109,7 +109,9 @@ class DialectsTest(parameterized.TestCase):
     local = bm25.Bm25Retriever(PASSAGES)
     queries = ['capital', 'number 6', 'xylophone', '', 'São \ud800 \x00 "x"\n']
     with running() as (port, _, _):
-      retriever = client.HttpRetriever(f'http://127.0.0.1:{port}', dialect=dialect, retries=0)
+      retriever = client.HttpRetriever(
+          f'http://127.0.0.1:{port}', client.Requests(dialect=dialect, retries=0)
+      )
       self.assertEqual(retriever.search(queries, 2), local.search(queries, 2))
     self.assertEqual(retriever.failures, 0)
 
@@ -414,7 +416,9 @@ class CommandTest(parameterized.TestCase):
         ready = process.stdout.readline()
         match = re.fullmatch(r'ready: (http://127\.0\.0\.1:(\d+)/retrieve)\n', ready)
         self.assertIsNotNone(match, ready or process.stderr)
-        found = client.HttpRetriever(match[1], retries=0).search(['capital of Peru'], 3)
+        found = client.HttpRetriever(match[1], client.Requests(retries=0)).search(
+            ['capital of Peru'], 3
+        )
         self.assertLen(found[0], 3)
         self.assertEqual(ask(int(match[2]), body={'query': 'a', 'top_k': 6})[0], 400)
         process.send_signal(signal.SIGTERM)

@@ -199,11 +199,8 @@ class TokensTest(parameterized.TestCase):
           types.SimpleNamespace(max_slots=8192),
           None,
           tokenizer,
-          [env],
-          [task],
-          [0],
-          jax.random.split(jax.random.key(0), 1),
-          limits,
+          episode_loop.Rows([env], [task], [0], jax.random.split(jax.random.key(0), 1)),
+          episode_loop.Rules(limits),
       )
     tokens, turn_ids, _ = batching.unroll(episode)
     np.testing.assert_array_equal(row.tokens, tokens)

@@ -154,7 +154,7 @@ class EnvTest(parameterized.TestCase):
     self.assertEqual(env.stop_strings, ('</calculator>', '</search>', '</answer>'))
 
   @parameterized.parameters(
-      ('{"name": "calculator"', 'Error: the call is malformed, not JSON .*Write it like <tool_call>'),
+      ('{"name": "calculator"', 'the call is malformed, not JSON .*Write it like <tool_call>'),
       ('{"name": "abacus"}', "Error: there is no tool 'abacus'; there are calculator, search, add"),
       ('{"name": "add", "arguments": {"a": 1}}', "add needs the argument 'b'"),
       ('{"name": "add", "arguments": {"a": 1, "b": "2"}}', "needs a JSON integer as 'b'"),

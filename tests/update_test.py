@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import math
 from unittest import mock
 
@@ -651,6 +652,61 @@ class ShardingTest(absltest.TestCase):
         sharding.make_mesh(*sizes)
     with self.assertRaisesRegex(ValueError, 'micro_batch=6 rows cannot be split over .* 8 devices'):
       sharding.check_rows(sharding.make_mesh(8, 1, 1), micro_batch=6)
+
+
+class Scaled:
+  """A surrogate that is no plain function, and that a user may change between two runs."""
+
+  __hash__ = None
+
+  def __init__(self):
+    self.scale = 1.0
+
+  def __call__(self, ratio, logp, advantages, variant):
+    del logp, variant
+    return self.scale * ratio * advantages, jnp.zeros_like(ratio, bool)
+
+
+class SharedProgramsTest(absltest.TestCase):
+  """Runs of one process share what they compile, see `update.compile_functions`."""
+
+  def compile(self, spec, mesh, shapes):
+    return update.compile_functions(spec, shapes, NOTHING, mesh)
+
+  def test_equal_settings_share_programs_and_others_do_not(self):
+    mesh = one_device()
+    spec = make_spec('ppo')
+    shapes = first_state(spec, mesh)
+    first = self.compile(spec, mesh, shapes)
+    self.assertIs(self.compile(make_spec('ppo'), mesh, shapes), first)
+    self.assertIsNot(self.compile(make_spec('ppo', clip_low=0.1), mesh, shapes), first)
+    other = lambda ratio, logp, advantages, variant: (ratio * advantages, ratio < 0)
+    self.assertIsNot(self.compile(make_spec('ppo', surrogate=other), mesh, shapes), first)
+
+  def test_an_object_that_changed_is_traced_again(self):
+    mesh, batch, surrogate = one_device(), make_batch(), Scaled()
+    state = make_state(make_spec('ppo'), mesh)
+    batch = dataclasses.replace(batch, advantages=batch.action_mask)
+    losses_seen = []
+    for surrogate.scale in (1.0, 3.0):
+      spec = make_spec('ppo', surrogate=surrogate)
+      functions = self.compile(spec, mesh, state)
+      _, metrics, _ = step(functions, spec, jax.tree.map(jnp.copy, state), batch)
+      losses_seen.append(float(metrics['actor/pg_loss']))
+    self.assertNotEqual(losses_seen[0], 0)
+    np.testing.assert_allclose(losses_seen[1], 3 * losses_seen[0], rtol=1e-5)
+
+  def test_programs_keep_no_arrays_of_a_run(self):
+    mesh, spec = one_device(), make_spec('ppo')
+    first_state(spec, mesh)
+    gc.collect()
+    before = len(jax.live_arrays())
+    state = make_state(spec, mesh)
+    found = self.compile(spec, mesh, state).with_advantages(state, make_batch())
+    self.assertGreater(len(jax.live_arrays()), before)
+    del state, found
+    gc.collect()
+    self.assertLen(jax.live_arrays(), before)
 
 
 if __name__ == '__main__':

@@ -162,13 +162,13 @@ def group_zscore(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   """
   chex.assert_rank([scores, group_ids], 1)
   same = group_ids[:, None] == group_ids[None, :]  # [B,B]
-  over_group = lambda reduce, outside: reduce(jnp.where(same, scores[None, :], outside), axis=1)
   count = same.sum(axis=1)
-  mean = over_group(jnp.sum, 0) / count
+  mean = _over_group(jnp.sum, scores, same, 0) / count
   squares = jnp.sum(jnp.where(same, jnp.square(scores[None, :] - mean[:, None]), 0), axis=1)
   std = jnp.sqrt(squares / jnp.maximum(count - 1, 1))
   # Rounding alone gives equal scores a little spread, and 1e-6 would blow it up.
-  spread = over_group(jnp.max, -jnp.inf) > over_group(jnp.min, jnp.inf)
+  highest = _over_group(jnp.max, scores, same, -jnp.inf)
+  spread = highest > _over_group(jnp.min, scores, same, jnp.inf)
   return jnp.where(spread, (scores - mean) / (std + 1e-6), 0)
 
 
@@ -187,10 +187,10 @@ def group_centred(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   """Returns score - mean of its group, [B] (Dr. GRPO, arXiv 2503.20783); 0 if alone."""
   chex.assert_rank([scores, group_ids], 1)
   same = group_ids[:, None] == group_ids[None, :]
-  over_group = lambda reduce, outside: reduce(jnp.where(same, scores[None, :], outside), axis=1)
   # Rounding would leave equal scores a little advantage.
-  spread = over_group(jnp.max, -jnp.inf) > over_group(jnp.min, jnp.inf)
-  return jnp.where(spread, scores - over_group(jnp.sum, 0) / same.sum(axis=1), 0)
+  highest = _over_group(jnp.max, scores, same, -jnp.inf)
+  spread = highest > _over_group(jnp.min, scores, same, jnp.inf)
+  return jnp.where(spread, scores - _over_group(jnp.sum, scores, same, 0) / same.sum(axis=1), 0)
 
 
 def whiten_tokens(advantages: jax.Array, action_mask: jax.Array) -> jax.Array:
@@ -236,6 +236,11 @@ def _gae(rewards, values, mask, gammas, lams):
   _, advantages = jax.lax.scan(step, (zeros, zeros), columns, reverse=True)
   advantages = advantages.T
   return advantages, jnp.where(mask > 0, advantages + values, 0)
+
+
+def _over_group(reduce, scores, same, outside):
+  """Reduces the scores [B] of each episode's group; `same` [B,B] says who is in it."""
+  return reduce(jnp.where(same, scores[None, :], outside), axis=1)
 
 
 def _to_tokens(per_turn, turn_ids):

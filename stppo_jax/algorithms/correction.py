@@ -119,23 +119,19 @@ def divide(
     of what is clipped, `entering` of what the optimizer gets, `factor` by which the division
     changed the latter or the step. The factor is 1 where nothing is divided or g + rest is 0.
   """
-  plus_rest = lambda tree: tree if rest is None else jax.tree.map(jnp.add, tree, rest)
-  quotient = lambda: plus_rest(jax.tree.map(lambda x: x / divisor, g))
-  clipped = optax.clip_by_global_norm(max_norm)
-  clip = lambda tree: clipped.update(tree, optax.EmptyState())[0]
-  whole_norm = norm(plus_rest(g))
+  whole, quotient = _sum(g, rest), _sum(jax.tree.map(lambda x: x / divisor, g), rest)
+  whole_norm = norm(whole)
   whole_clipped = jnp.minimum(whole_norm, max_norm)
   if order == 'before_clip':
-    entering = quotient()
-    clip_norm = norm(entering)
-    entering, entering_norm = clip(entering), jnp.minimum(clip_norm, max_norm)
+    clip_norm = norm(quotient)
+    entering, entering_norm = _clip(quotient, max_norm), jnp.minimum(clip_norm, max_norm)
   elif order == 'after_clip':
     clip_norm = whole_norm
     scale = jnp.where(whole_norm > max_norm, max_norm / whole_norm, 1)
-    entering = jax.tree.map(lambda x: x * scale.astype(x.dtype), quotient())
+    entering = jax.tree.map(lambda x: x * scale.astype(x.dtype), quotient)
     entering_norm = norm(entering)
   elif order == 'step':
-    clip_norm, entering, entering_norm = whole_norm, clip(plus_rest(g)), whole_clipped
+    clip_norm, entering, entering_norm = whole_norm, _clip(whole, max_norm), whole_clipped
   else:
     raise ValueError(f'order {order!r} is none of {", ".join(ORDERS)}')
   by_step = divisor if order == 'step' else None
@@ -147,6 +143,14 @@ def divide(
 def norm(tree: Any) -> jax.Array:
   """Returns the L2 norm of all leaves together, computed in float32."""
   return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
+
+
+def _sum(tree, rest):
+  return tree if rest is None else jax.tree.map(jnp.add, tree, rest)
+
+
+def _clip(tree, max_norm):
+  return optax.clip_by_global_norm(max_norm).update(tree, optax.EmptyState())[0]
 
 
 def _policy_gradient(logp, ratio, weights, advantages):

@@ -1,8 +1,8 @@
 """The interface of an environment to the rollout: methods, random state and settings.
 
-An environment is named by `config.env.kind`: a short name of `search.ENVIRONMENTS`,
-`module:attribute`, or an environment of another package such as `gem:ID` (rollout/seams.py). Its
-interface is that of GEM: `reset` and `step`. It may also have these class attributes:
+An environment is named by `config.env.kind`: a short name or a prefix of rollout/seams.py (such as
+'search', 'gem:ID'), or `module:attribute`. Its interface is that of GEM: `reset` and `step`. It may
+also have these class attributes:
 
   stop_strings   texts that end a turn of the agent; the eos token always does.    Default: ()
   frame          where an observation goes: 'inline' appends its text to the agent's turn, 'user'

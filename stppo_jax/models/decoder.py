@@ -108,17 +108,30 @@ def hidden(
   chex.assert_rank(tokens, 2)
   if positions is not None:
     chex.assert_equal_shape([tokens, positions])
-  chunk = tokens.shape[1]
   if cache is None:
     x, _ = trunk(params, config, tokens, positions, segments)
     return x, None
   assert segments is None, 'a cached row is one segment'
+  x, cache, _ = cached_trunk(params, config, tokens, positions, cache, lengths)
+  return x, cache
+
+
+def cached_trunk(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array | None,
+    cache: KVCache,
+    lengths: jax.Array | None = None,
+) -> tuple[jax.Array, KVCache, moe.Routing | None]:
+  """Runs `hidden` with a cache; also returns the Routing of all layers, None without experts."""
+  chunk = tokens.shape[1]
   slots = cache.length[:, None] + jnp.arange(chunk)
   x = _embedded(params, config, tokens)
   rope = _rope(config, positions, chunk, slots, cache)
-  x, cache = _cached_layers(params['layers'], config, x, rope, slots, cache)
+  x, cache, routing = _cached_layers(params['layers'], config, x, rope, slots, cache)
   cache = dataclasses.replace(cache, length=cache.length + (chunk if lengths is None else lengths))
-  return _normed(params, config, x), cache
+  return _normed(params, config, x), cache, routing
 
 
 def trunk(
@@ -302,18 +315,20 @@ def _training_layers(layers, config, x, rope, segments, routes):
 def _cached_layers(layers, config, x, rope, slots, cache):
   """Maps x [B,T,D] through all layers and writes the cache; unrolled, as a scan would copy it."""
   chex.assert_shape(cache.k[0], (x.shape[0], config.num_kv_heads, None, config.head_dim, None))
-  k, v = [], []
+  k, v, routings = [], [], []
   layers = _each_layer(layers, config)
   for l in range(config.num_layers):
     layer = layers[l]
     layer_cache: Any = (cache.k[l], cache.v[l])
     variables = {'params': layer}
     out: Any = Block(config).apply(variables, x, rope, None, layer_cache, slots)
-    x, layer_cache, _ = out
+    x, layer_cache, routing = out
+    routings.append(routing)
     x = sharding.spread(x, config.row_sharding)
     k.append(layer_cache[0])
     v.append(layer_cache[1])
-  return x, dataclasses.replace(cache, k=tuple(k), v=tuple(v))
+  routing = jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings)
+  return x, dataclasses.replace(cache, k=tuple(k), v=tuple(v)), routing
 
 
 def _each_layer(layers, config):

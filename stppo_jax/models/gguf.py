@@ -10,6 +10,7 @@ rejected before anything is written.
 import argparse
 from collections.abc import Sequence
 import dataclasses
+import functools
 import pathlib
 import sys
 from typing import Any
@@ -225,7 +226,7 @@ def _with_rope_scaling(header, config):
   divisors = _dequantize(header, 'rope_freqs.weight')
   # The file lacks the four numbers behind the divisors; within Llama 3 only the first one differs.
   scaling = (float(np.round(divisors.max(), 4)), 1.0, 4.0, 8192)
-  radians = lambda scaling: attention.frequencies(config.head_dim, config.rope_theta, scaling)
+  radians = functools.partial(attention.frequencies, config.head_dim, config.rope_theta)
   stretch = radians(None) / radians(scaling)
   if divisors.shape != stretch.shape or not np.allclose(divisors, stretch, rtol=1e-4):
     raise UserError(

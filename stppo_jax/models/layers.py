@@ -4,6 +4,7 @@ Einsum letters are those of `types.py`; the parameter tree is drawn in decoder.p
 """
 
 import dataclasses
+import functools
 import math
 
 import flax.linen as nn
@@ -193,6 +194,26 @@ class Block(nn.Module):
 
 
 # The shapes of published models, by name; the numbers are those of each model's config.json.
+# The columns that the models of a family share.
+_qwen2 = functools.partial(ModelConfig, rope_theta=1e6, qkv_bias=True, head_dim=128, family='qwen2')
+_qwen3 = functools.partial(
+    ModelConfig,
+    vocab_size=151_936,
+    head_dim=128,
+    rope_theta=1e6,
+    qk_norm=True,
+    max_positions=40_960,
+)
+_llama3 = functools.partial(
+    ModelConfig,
+    vocab_size=128_256,
+    num_kv_heads=8,
+    head_dim=128,
+    rope_theta=500_000.0,
+    rms_norm_eps=1e-5,
+    family='llama',
+    max_positions=131_072,
+)
 PRESETS = {
     # The embedded model.
     'tiny': ModelConfig(
@@ -209,7 +230,7 @@ PRESETS = {
         family='qwen2',
         max_positions=4096,
     ),
-    'qwen2.5-0.5b': ModelConfig(
+    'qwen2.5-0.5b': _qwen2(
         vocab_size=151_936,
         d_model=896,
         num_layers=24,
@@ -217,121 +238,62 @@ PRESETS = {
         num_kv_heads=2,
         head_dim=64,
         d_ff=4864,
-        rope_theta=1e6,
         tie_embeddings=True,
-        qkv_bias=True,
-        family='qwen2',
     ),
-    'qwen2.5-1.5b': ModelConfig(
+    'qwen2.5-1.5b': _qwen2(
         vocab_size=151_936,
         d_model=1536,
         num_layers=28,
         num_heads=12,
         num_kv_heads=2,
-        head_dim=128,
         d_ff=8960,
-        rope_theta=1e6,
         tie_embeddings=True,
-        qkv_bias=True,
-        family='qwen2',
     ),
-    'qwen2.5-3b': ModelConfig(
+    'qwen2.5-3b': _qwen2(
         vocab_size=151_936,
         d_model=2048,
         num_layers=36,
         num_heads=16,
         num_kv_heads=2,
-        head_dim=128,
         d_ff=11_008,
-        rope_theta=1e6,
         tie_embeddings=True,
-        qkv_bias=True,
-        family='qwen2',
     ),
-    'qwen2.5-7b': ModelConfig(
-        vocab_size=152_064,
-        d_model=3584,
-        num_layers=28,
-        num_heads=28,
-        num_kv_heads=4,
-        head_dim=128,
-        d_ff=18_944,
-        rope_theta=1e6,
-        qkv_bias=True,
-        family='qwen2',
+    'qwen2.5-7b': _qwen2(
+        vocab_size=152_064, d_model=3584, num_layers=28, num_heads=28, num_kv_heads=4, d_ff=18_944
     ),
-    'qwen3-8b': ModelConfig(
-        vocab_size=151_936,
-        d_model=4096,
-        num_layers=36,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        d_ff=12_288,
-        rope_theta=1e6,
-        qk_norm=True,
-        family='qwen3',
-        max_positions=40_960,
+    'qwen3-8b': _qwen3(
+        d_model=4096, num_layers=36, num_heads=32, num_kv_heads=8, d_ff=12_288, family='qwen3'
     ),
-    'qwen3-30b-a3b': ModelConfig(
-        vocab_size=151_936,
+    'qwen3-30b-a3b': _qwen3(
         d_model=2048,
         num_layers=48,
         num_heads=32,
         num_kv_heads=4,
-        head_dim=128,
         d_ff=768,
         num_experts=128,
         experts_per_token=8,
         norm_topk_prob=True,
-        rope_theta=1e6,
-        qk_norm=True,
         family='qwen3_moe',
-        max_positions=40_960,
     ),
-    'llama3.2-1b': ModelConfig(
-        vocab_size=128_256,
+    'llama3.2-1b': _llama3(
         d_model=2048,
         num_layers=16,
         num_heads=32,
-        num_kv_heads=8,
         head_dim=64,
         d_ff=8192,
-        rope_theta=500_000.0,
         rope_scaling=(32.0, 1.0, 4.0, 8192),
-        rms_norm_eps=1e-5,
         tie_embeddings=True,
-        family='llama',
-        max_positions=131_072,
     ),
-    'llama3.2-3b': ModelConfig(
-        vocab_size=128_256,
+    'llama3.2-3b': _llama3(
         d_model=3072,
         num_layers=28,
         num_heads=24,
-        num_kv_heads=8,
-        head_dim=128,
         d_ff=8192,
-        rope_theta=500_000.0,
         rope_scaling=(32.0, 1.0, 4.0, 8192),
-        rms_norm_eps=1e-5,
         tie_embeddings=True,
-        family='llama',
-        max_positions=131_072,
     ),
-    'llama3.1-8b': ModelConfig(
-        vocab_size=128_256,
-        d_model=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        d_ff=14_336,
-        rope_theta=500_000.0,
-        rope_scaling=(8.0, 1.0, 4.0, 8192),
-        rms_norm_eps=1e-5,
-        family='llama',
-        max_positions=131_072,
+    'llama3.1-8b': _llama3(
+        d_model=4096, num_layers=32, num_heads=32, d_ff=14_336, rope_scaling=(8.0, 1.0, 4.0, 8192)
     ),
     'smollm2-135m': ModelConfig(
         vocab_size=49_152,

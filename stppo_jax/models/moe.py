@@ -29,6 +29,7 @@ class Routing:
 
   chosen: jax.Array  # [B,T,A] int32, the experts of each token, the likeliest first
   entropy: jax.Array  # [B,T] nats, of the distribution over all experts
+  replaced: jax.Array  # [B,T] share of `chosen` that the router itself would not have chosen
 
 
 def route(
@@ -44,16 +45,17 @@ def route(
   chex.assert_rank(logits, 3)
   log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
   probs = jnp.exp(log_probs)
-  if chosen is None:
-    chosen = jax.lax.top_k(probs, active)[1]
-  chosen = chosen.astype(jnp.int32)
+  own = jax.lax.top_k(probs, active)[1]
+  chosen = own if chosen is None else chosen.astype(jnp.int32)
   chex.assert_shape(chosen, (*logits.shape[:2], active))
   # A sum over E with one term: its derivative needs no scatter.
   here = jnp.arange(logits.shape[-1]) == chosen[..., None]
   weights = jnp.sum(jnp.where(here, probs[..., None, :], 0), axis=-1)
   if renormalise:
     weights /= jnp.sum(weights, axis=-1, keepdims=True)
-  return weights, Routing(chosen, -jnp.sum(probs * log_probs, axis=-1))
+  kept = (chosen[..., None] == own[..., None, :]).any(axis=-1)  # [B,T,A]
+  replaced = 1 - jnp.mean(kept, axis=-1, dtype=jnp.float32)
+  return weights, Routing(chosen, -jnp.sum(probs * log_probs, axis=-1), replaced)
 
 
 def experts(
@@ -102,6 +104,30 @@ def load(routing: Routing, live: jax.Array, num_experts: int) -> dict[str, jax.A
   return {
       'tokens': jnp.sum(here & live[..., None, None], axis=(1, 2, 3), dtype=jnp.float32),
       'entropy': jnp.sum(routing.entropy * live, axis=(1, 2)),
+  }
+
+
+def route_dtype(num_experts: int) -> Any:
+  """Returns the smallest type of an expert's number, in which choices are kept."""
+  return jnp.uint8 if num_experts <= 256 else jnp.uint16
+
+
+def in_order(routing: Routing, num_experts: int) -> jax.Array:
+  """Returns the experts of each token [B,T,L,A] of a Routing of all layers, as they are kept."""
+  return jnp.moveaxis(routing.chosen, 0, 2).astype(route_dtype(num_experts))
+
+
+def replaced(routing: Routing, live: jax.Array) -> dict[str, jax.Array]:
+  """Returns sums over the live tokens [B,T] of what a replay changed; they add over batches.
+
+  'experts' sums the share of a token's experts that the router would have chosen otherwise, over
+  all layers; 'any' counts the tokens with such an expert in any layer; 'live' counts tokens.
+  """
+  moved = routing.replaced * live  # [L,B,T]
+  return {
+      'experts': jnp.sum(moved) / len(moved),
+      'any': jnp.sum((moved > 0).any(axis=0), dtype=jnp.float32),
+      'live': jnp.sum(live, dtype=jnp.float32),
   }
 
 

@@ -28,9 +28,8 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
   Core metrics are <name>/mean, the others env/<name>/mean. An episode that never reported a metric
   counts as 0.
   """
-  of = lambda name: [episode.metrics.get(name, 0.0) for episode in episodes]
-  mean = lambda name: float(np.mean(of(name)))
-  count = lambda name: [episode.counts.get(name, 0.0) for episode in episodes]
+  found = [episode.metrics for episode in episodes]
+  counts = [episode.counts for episode in episodes]
   core = dict.fromkeys(name for episode in episodes for name in episode.core_metrics)
   reported = dict.fromkeys(name for episode in episodes for name in episode.metrics)
   agent_tokens = [sum(len(turn.tokens) for turn in episode.turns) for episode in episodes]
@@ -40,14 +39,22 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
       **metrics.summarize('response_length', agent_tokens),
       **metrics.summarize('prompt_length', [len(episode.prompt) for episode in episodes]),
       **metrics.summarize('num_turns', [len(episode.turns) for episode in episodes]),
-      **{f'{name}/mean': mean(name) for name in core},
-      **{f'env/{name}/mean': mean(name) for name in reported if name not in core},
-      'env/invalid/mean': float(np.mean(count('invalid'))),
-      **{f'env/{name}_share': sum(count(name)) / all_turns for name in _SHARES},
+      **{f'{name}/mean': _mean(found, name) for name in core},
+      **{f'env/{name}/mean': _mean(found, name) for name in reported if name not in core},
+      'env/invalid/mean': _mean(counts, 'invalid'),
+      **{f'env/{name}_share': sum(_values(counts, name)) / all_turns for name in _SHARES},
       'env/truncated': float(np.mean([episode.truncated for episode in episodes])),
       'env/retrieval_failed': pipeline.failed_share(episodes),
-      'env/prompt_too_long': float(np.mean(count('prompt_too_long'))),
+      'env/prompt_too_long': _mean(counts, 'prompt_too_long'),
   }
+
+
+def _values(dicts, name):
+  return [values.get(name, 0.0) for values in dicts]
+
+
+def _mean(dicts, name):
+  return float(np.mean(_values(dicts, name)))
 
 
 class Records:

@@ -15,6 +15,10 @@ from typing import Any
 
 from absl import logging
 
+from stppo_jax.runtime import calls
+
+FINISH_S = 60.0  # for W&B to upload the rest
+
 
 class Sinks:
   """The sinks of a run; one that fails is told once and left out from then on."""
@@ -122,8 +126,9 @@ class Wandb:
     self._run.log(dict(numbers), step=step)
 
   def close(self) -> None:
-    """Finishes the upload."""
-    self._run.finish()
+    """Finishes the upload, within a time limit: without network it may wait for ever."""
+    if not calls.Call(self._run.finish).has_ended(FINISH_S):
+      raise TimeoutError(f'the upload did not end within {FINISH_S:g} s: see `wandb sync`')
 
 
 def _run_id(path, is_resumed):

@@ -152,8 +152,7 @@ def read_config(workdir: str) -> dict[str, Any]:
 
 def differences(workdir: str, config: Mapping[str, Any]) -> dict[str, str]:
   """Returns {dotted name: 'name (there, here)'} of settings that differ from config.json's."""
-  plain = lambda tree: flatten({k: v for k, v in tree.items() if k not in _BESIDE})
-  theirs, mine = plain(read_config(workdir)), plain(json.loads(json.dumps(config)))
+  theirs, mine = _settings(read_config(workdir)), _settings(json.loads(json.dumps(config)))
   return {
       name: f'{name} ({theirs.get(name)!r} there, {mine.get(name)!r} here)'
       for name in sorted(mine.keys() | theirs.keys())
@@ -162,6 +161,10 @@ def differences(workdir: str, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 _BESIDE = ('plugins', 'objective')  # in config.json, and no settings
+
+
+def _settings(tree):
+  return flatten({name: value for name, value in tree.items() if name not in _BESIDE})
 
 
 def _has_begun(workdir):

@@ -20,6 +20,7 @@ from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.models import decoder
+from stppo_jax.models import moe
 from stppo_jax.models import sharding
 from stppo_jax.planning import hlo
 from stppo_jax.planning import roofline
@@ -167,8 +168,17 @@ def make(config: schema.Config, topology: str = '') -> Plan:
   return plan
 
 
-def turn_batch(rows: int, columns: int) -> types.TurnBatch:
-  """Returns the batch that `batching.to_turn_batch` makes, as ShapeDtypeStructs."""
+def turn_batch(
+    rows: int, columns: int, experts_of: decoder.ModelConfig | None = None
+) -> types.TurnBatch:
+  """Returns the batch that `batching.to_turn_batch` makes, as ShapeDtypeStructs.
+
+  With a mixture of experts in `experts_of` it has the experts of each token, to be replayed.
+  """
+  routes = None
+  if experts_of is not None:
+    axes = (rows, columns, experts_of.num_layers, experts_of.experts_per_token)
+    routes = _shape_of(*axes, dtype=moe.route_dtype(experts_of.num_experts))
   real, whole = _shape_of(rows, columns), _shape_of(rows, columns, dtype=jnp.int32)
   return types.TurnBatch(
       tokens=whole,
@@ -182,6 +192,7 @@ def turn_batch(rows: int, columns: int) -> types.TurnBatch:
       returns=real,
       group_ids=_shape_of(rows, dtype=jnp.int32),
       behaviour_logp=real,
+      routes=routes,
   )
 
 
@@ -205,10 +216,10 @@ def _shape_of(*axes, dtype=jnp.float32):
 def _sizes(tree):
   """Returns (bytes in total, bytes per device) of ShapeDtypeStructs; without a sharding: on one."""
   leaves = jax.tree.leaves(tree)
-  part = lambda x: x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+  parts = [x.shape if x.sharding is None else x.sharding.shard_shape(x.shape) for x in leaves]
   return (
       sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves),
-      sum(math.prod(part(x)) * x.dtype.itemsize for x in leaves),
+      sum(math.prod(part) * x.dtype.itemsize for part, x in zip(parts, leaves)),
   )
 
 
@@ -257,7 +268,9 @@ def _training_programs(plan, spec, state, frozen):
   train, held = plan.config.train, plan.held_per_device
   sampler = sampling.ahead(plan) + held['KV cache'] * bool(plan.config.pipeline.staleness)
   functions = update.compile_functions(spec, state, frozen, plan.mesh)
-  batch = turn_batch(train.episodes, train.length_buckets[-1])
+  size, replay = (train.episodes, train.length_buckets[-1]), spec.routing_replay
+  sampled = turn_batch(*size, spec.actor if replay == 'sampling' else None)
+  annotated = turn_batch(*size, None if replay == 'none' else spec.actor)
   micro_batches = train.mini_batch // train.micro_batch
   micro = f'in micro-batches of {train.micro_batch}, {train.length_buckets[-1]} tokens each'
   whole = functools.partial(_shape_of, dtype=jnp.int32)
@@ -273,7 +286,7 @@ def _training_programs(plan, spec, state, frozen):
           train.epochs * train.episodes // train.mini_batch,
           micro_batches,
           held['reference policy'] + sampler,
-          functions.update_step.trace(state, frozen, batch, dealt(deal)),
+          functions.update_step.trace(state, frozen, annotated, dealt(deal)),
       ),
       (
           'annotate',
@@ -281,7 +294,7 @@ def _training_programs(plan, spec, state, frozen):
           1,
           micro_batches,
           held['optimizers'] + sampler,
-          functions.annotate.trace(state, frozen, batch, dealt(first_deals)),
+          functions.annotate.trace(state, frozen, sampled, dealt(first_deals)),
       ),
   )
 

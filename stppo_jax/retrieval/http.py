@@ -11,6 +11,7 @@ import collections
 from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent import futures
+import dataclasses
 import functools
 import json
 import math
@@ -34,6 +35,32 @@ _MAX_BACKOFF_S = 30.0
 _LOOK_S = 1.0  # between two questions whether to give up
 
 
+@dataclasses.dataclass(frozen=True)
+class Requests:
+  """How a retriever asks: the form of its requests, time limits and retries."""
+
+  dialect: str = 'search_r1'
+  timeout_s: float = 30.0  # per request, up to the last byte of the answer
+  retries: int = 3
+  backoff_s: float = 0.5
+  cache_size: int = 10_000  # queries; 0 = no cache
+  connect_timeout_s: float = 5.0
+  max_response_bytes: int = 64 << 20
+  concurrency: int = 8  # requests of one search in flight at once
+  max_queries: int = 32  # per request
+
+  def __post_init__(self):
+    if self.dialect not in DIALECTS:
+      raise types.UserError(f'retriever: got dialect={self.dialect!r}; use one of {DIALECTS}')
+    for name in ('retries', 'backoff_s', 'cache_size', 'concurrency', 'max_queries'):
+      lowest = int(name in ('concurrency', 'max_queries'))
+      if (value := getattr(self, name)) < lowest:
+        raise types.UserError(f'retriever: got {name}={value}; it needs {lowest} or more')
+    for name in ('timeout_s', 'connect_timeout_s', 'max_response_bytes'):
+      if not (value := getattr(self, name)) > 0:
+        raise types.UserError(f'retriever: got {name}={value}; it needs more than 0')
+
+
 class HttpRetriever:
   """Searches over HTTP; never raises for errors of a server or network.
 
@@ -55,49 +82,15 @@ class HttpRetriever:
   def __init__(
       self,
       url: str,  # http://host:port, or with the path of the end point
-      dialect: str = 'search_r1',
-      timeout_s: float = 30.0,  # per request, up to the last byte of the answer
-      retries: int = 3,
-      backoff_s: float = 0.5,
-      cache_size: int = 10_000,  # queries; 0 = no cache
-      connect_timeout_s: float = 5.0,
-      max_response_bytes: int = 64 << 20,
-      concurrency: int = 8,  # requests of one search in flight at once
-      max_queries: int = 32,  # per request
+      how: Requests = Requests(),
       jitter_seed: int | None = None,
       sleep: Callable[[float], None] = time.sleep,
   ):
-    self._endpoint = _endpoint(url)
-    if dialect not in DIALECTS:
-      raise types.UserError(f'retriever: got dialect={dialect!r}; use one of {DIALECTS}')
-    for name, value, lowest in (
-        ('retries', retries, 0),
-        ('backoff_s', backoff_s, 0),
-        ('cache_size', cache_size, 0),
-        ('concurrency', concurrency, 1),
-        ('max_queries', max_queries, 1),
-    ):
-      if value < lowest:
-        raise types.UserError(f'retriever: got {name}={value}; it needs {lowest} or more')
-    for name, value in (
-        ('timeout_s', timeout_s),
-        ('connect_timeout_s', connect_timeout_s),
-        ('max_response_bytes', max_response_bytes),
-    ):
-      if not value > 0:
-        raise types.UserError(f'retriever: got {name}={value}; it needs more than 0')
+    self._endpoint, self._how = _endpoint(url), how
     self.requests = self.retries = self.failures = self.cache_hits = 0
     self.give_up: Callable[[], bool] = lambda: False  # a run that stops sets another one
     self.last_failure = ''
-    self._dialect = dialect
-    self._timeout_s = timeout_s
-    self._connect_timeout_s = min(connect_timeout_s, timeout_s)
-    self._retries = retries
-    self._backoff_s = backoff_s
-    self._cache_size = cache_size
-    self._max_response_bytes = max_response_bytes
-    self._concurrency = concurrency
-    self._max_queries = max_queries if dialect == 'search_r1' else 1
+    self._max_queries = how.max_queries if how.dialect == 'search_r1' else 1
     self._jitter = random.Random(jitter_seed)
     self._sleep = sleep
     self._cache: collections.OrderedDict[tuple[str, int], list[types.Passage]] = (
@@ -107,7 +100,7 @@ class HttpRetriever:
     self._session = requests.Session()
     self._session.trust_env = False
     for scheme in ('http://', 'https://'):
-      self._session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=concurrency))
+      self._session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=how.concurrency))
     self._session.headers['Accept-Encoding'] = (
         'identity'  # otherwise a small body could decompress to a huge one
     )
@@ -146,14 +139,14 @@ class HttpRetriever:
     if self.search([f'probe {time.time_ns()}'], 1)[0] is None:
       raise types.UserError(
           f'config.retriever.url={self._endpoint!r} gave no usable answer to a first query in the '
-          f'dialect {self._dialect!r} ({self.last_failure}): start the retriever, or correct '
+          f'dialect {self._how.dialect!r} ({self.last_failure}): start the retriever, or correct '
           '--config.retriever.url or --config.retriever.dialect'
       )
 
   def _remember(self, key: tuple[str, int], passages: list[types.Passage]) -> None:
-    if self._cache_size:
+    if self._how.cache_size:
       self._cache[key] = passages
-      while len(self._cache) > self._cache_size:
+      while len(self._cache) > self._how.cache_size:
         self._cache.popitem(last=False)
 
   def _fetch(self, queries: list[str], top_k: int) -> list[list[types.Passage] | None]:
@@ -163,12 +156,12 @@ class HttpRetriever:
     fetch = functools.partial(self._fetch_part, top_k=top_k)
     if len(parts) == 1:
       return fetch(parts[0])
-    with futures.ThreadPoolExecutor(min(self._concurrency, len(parts))) as pool:
+    with futures.ThreadPoolExecutor(min(self._how.concurrency, len(parts))) as pool:
       return [passages for part in pool.map(fetch, parts) for passages in part]
 
   def _fetch_part(self, queries: list[str], top_k: int) -> list[list[types.Passage] | None]:
     """Sends one request: one query in RAGEN's dialect, up to `max_queries` in the other."""
-    if self._dialect == 'ragen':
+    if self._how.dialect == 'ragen':
       answer = self._ask({'query': queries[0], 'top_k': top_k})
       if answer is None:
         return [None]
@@ -184,7 +177,7 @@ class HttpRetriever:
 
   def _ask(self, question: dict[str, Any]) -> Any:
     """Returns the server's JSON, or None after the last attempt."""
-    for attempt in range(self._retries + 1):
+    for attempt in range(self._how.retries + 1):
       if self.give_up():
         break
       with self._lock:
@@ -199,8 +192,8 @@ class HttpRetriever:
       self._report(failure)
       if not again:
         break
-      if attempt < self._retries:
-        self._sleep(min(self._backoff_s * 2**attempt * jitter, _MAX_BACKOFF_S))
+      if attempt < self._how.retries:
+        self._sleep(min(self._how.backoff_s * 2**attempt * jitter, _MAX_BACKOFF_S))
     return None
 
   def _passages(
@@ -225,7 +218,7 @@ class HttpRetriever:
     The socket's time-out restarts with every byte, so a slow server could hold a plain call
     forever.
     """
-    timed_out = (None, f'no complete answer within {self._timeout_s} s', True)
+    timed_out = (None, f'no complete answer within {self._how.timeout_s} s', True)
     outcome: list[tuple[Any, str | None, bool]] = [timed_out]
 
     def post():
@@ -233,31 +226,31 @@ class HttpRetriever:
 
     worker = threading.Thread(target=post, daemon=True)
     worker.start()
-    deadline = time.monotonic() + self._timeout_s
+    deadline = time.monotonic() + self._how.timeout_s
     while worker.is_alive() and (left_s := deadline - time.monotonic()) > 0 and not self.give_up():
       worker.join(min(left_s, _LOOK_S))
     return outcome[0]
 
   def _post(self, question: dict[str, Any]) -> tuple[Any, str | None, bool]:
     """Sends one request; returns (JSON, error or None, whether to retry)."""
-    deadline = time.monotonic() + self._timeout_s
+    deadline = time.monotonic() + self._how.timeout_s
     try:
       with self._session.post(
           self._endpoint,
           json=question,
           stream=True,
           allow_redirects=False,
-          timeout=(self._connect_timeout_s, self._timeout_s),
+          timeout=(min(self._how.connect_timeout_s, self._how.timeout_s), self._how.timeout_s),
       ) as response:
         if response.status_code != 200:
           return None, f'HTTP status {response.status_code}', response.status_code in _AGAIN
         body = bytearray()
         for chunk in response.iter_content(_CHUNK_BYTES):
           body += chunk
-          if len(body) > self._max_response_bytes:
-            return None, f'an answer of over {self._max_response_bytes} bytes', False
+          if len(body) > self._how.max_response_bytes:
+            return None, f'an answer of over {self._how.max_response_bytes} bytes', False
           if time.monotonic() > deadline:
-            return None, f'no complete answer within {self._timeout_s} s', True
+            return None, f'no complete answer within {self._how.timeout_s} s', True
       return json.loads(body), None, False
     except (requests.RequestException, OSError) as error:
       return None, type(error).__name__, True

@@ -57,13 +57,8 @@ def _none(settings, load_corpus):
 
 def _http(settings, load_corpus):
   del load_corpus  # the server has it
-  return http.HttpRetriever(
-      settings.url,
-      dialect=settings.dialect,
-      timeout_s=settings.timeout_s,
-      retries=settings.retries,
-      backoff_s=settings.backoff_s,
-  )
+  how = http.Requests(settings.dialect, settings.timeout_s, settings.retries, settings.backoff_s)
+  return http.HttpRetriever(settings.url, how)
 
 
 def _bm25(settings, load_corpus):

@@ -109,25 +109,19 @@ def parse_question(body: bytes, limits: Limits) -> Question:
 def format_answer(question: Question, results: Sequence[Sequence[types.Passage]]) -> dict[str, Any]:
   """Returns the answer: Search-R1's `result`, one list per query, or RAGEN's `results`."""
   if question.dialect == 'ragen':
-    return {
-        'results': [
-            {
-                'id': passage.id,
-                'content': task_files.write_contents(passage),
-                'score': passage.score,
-            }
-            for passage in results[0]
-        ]
-    }
-  document = lambda passage: {'id': passage.id, 'contents': task_files.write_contents(passage)}
+    return {'results': [_document(p, 'content') | {'score': p.score} for p in results[0]]}
   if not question.with_scores:
-    return {'result': [[document(passage) for passage in passages] for passages in results]}
+    return {'result': [[_document(passage) for passage in passages] for passages in results]}
   return {
       'result': [
-          [{'document': document(passage), 'score': passage.score} for passage in passages]
+          [{'document': _document(passage), 'score': passage.score} for passage in passages]
           for passages in results
       ]
   }
+
+
+def _document(passage, field='contents'):
+  return {'id': passage.id, field: task_files.write_contents(passage)}
 
 
 class Service:
@@ -311,7 +305,7 @@ class _Retrieve(_Handler):
     except TimeoutError:
       self.request.connection.stream.close()  # type: ignore[union-attr]  # HTTP/1 has a stream
     except iostream.StreamClosedError:
-      pass  # the client disconnected; `on_connection_close` has counted it
+      pass  # the client is gone, nobody reads an answer; `on_connection_close` has counted it
     finally:
       self._leave()
 

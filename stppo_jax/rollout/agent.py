@@ -26,7 +26,8 @@ from stppo_jax.models import sharding
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.rollout import layout
-from stppo_jax.rollout import sampler as sampling
+from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.rollout import sampling
 from stppo_jax.rollout import seams
 from stppo_jax.runtime import hosts
 from stppo_jax.types import UserError
@@ -43,8 +44,8 @@ class Agent:
   model: decoder.ModelConfig  # of the policy
   env: protocol.Kind  # makes an environment per episode
   retriever: Any  # retrieval.protocol.Retriever, or None
-  sampler: sampling.Sampler  # at the training temperature
-  greedy: sampling.Sampler  # of evaluation, with the same compiled programs
+  sampler: sampler_lib.Sampler  # at the training temperature
+  greedy: sampler_lib.Sampler  # of evaluation, with the same compiled programs
   report: engine.Report | None = None  # of the newest `play`
 
   def play(
@@ -78,15 +79,14 @@ class Agent:
         self.greedy if greedy else self.sampler,
         self.sampler.copy(params),
         self.tokenizer,
-        envs,
-        tasks,
-        groups,
-        keys,
-        limits(self.config),
-        step_envs,
-        threads=rollout.threads if jax.process_count() == 1 else 0,
-        frame=self.env.frame,
-        seeds=seeds,
+        episode_loop.Rows(envs, tasks, groups, keys, seeds),
+        episode_loop.Rules(
+            limits(self.config),
+            frame=self.env.frame,
+            core_metrics=self.env.core_metrics,
+            step_envs=step_envs,
+            threads=rollout.threads if jax.process_count() == 1 else 0,
+        ),
     )
     if give_up is not None:
       hosts.end_if(give_up)
@@ -172,6 +172,8 @@ def prepare(config) -> Prepared:
       )
   tokenizer = chat.load_tokenizer(model_folder(config))
   chat.check_matches(tokenizer, model.vocab_size)
+  if config.model.critic_folder:
+    _check_tokens(tokenizer, config.model.critic_folder)
   parts = seams.resolve(config)
   chat.make_framing(tokenizer, parts.env.frame, config.rollout.max_observation)  # or an error now
   retriever = parts.make_retriever()
@@ -179,6 +181,22 @@ def prepare(config) -> Prepared:
   if check is not None and config.retriever.max_failed_share < 1:  # with 1 no failure matters
     hosts.by_writer(check)
   return Prepared(tokenizer, parts.bind(retriever), retriever)
+
+
+def _check_tokens(tokenizer, folder):
+  """UserError unless ids mean the same to the critic in `folder`, where it has a tokenizer.
+
+  Ids for which one of the two has no token may differ.
+  """
+  if not os.path.isfile(os.path.join(folder, 'tokenizer.json')):
+    return
+  pairs = enumerate(zip(tokenizer.token_bytes, chat.load_tokenizer(folder).token_bytes))
+  wrong = next((i for i, (ours, theirs) in pairs if ours and theirs and ours != theirs), None)
+  if wrong is not None:
+    raise UserError(
+        f'config.model.critic_folder={folder!r} has another tokenizer than the policy (id {wrong} '
+        'differs): give a model of the same family'
+    )
 
 
 def check_prompts(config, prepared: Prepared, tasks: Sequence[types.Task]) -> None:
@@ -268,7 +286,7 @@ def make_sampler(
     stop_table: np.ndarray,
     eos_ids: Sequence[int],
     mesh: jax.sharding.Mesh | None = None,
-) -> sampling.Sampler:
+) -> sampler_lib.Sampler:
   """Returns the sampler of training, in the sampling layout over the devices of `mesh`.
 
   Rows that are not split can be moved: only those with something to prefill are computed. On a CPU
@@ -282,20 +300,18 @@ def make_sampler(
   model = dataclasses.replace(
       model, row_sharding=row_sharding, cache_tile=decoder.CPU_CACHE_TILE if tiled else 0
   )
-  return sampling.Sampler(
-      model,
-      stop_table,
-      eos_ids,
+  buckets = rollout.slot_buckets or sampling.default_slot_buckets(rollout.max_total, platform)
+  sizes = sampling.Sizes(
       rollout.max_total,
-      temperature=rollout.temperature,
-      top_k=rollout.top_k,
-      top_p=rollout.top_p,
       rows=num_rows(config),
       width=rollout.width,
-      slot_buckets=rollout.slot_buckets
-      or sampling.default_slot_buckets(rollout.max_total, platform),
+      slot_buckets=buckets,
       chunk_buckets=rollout.chunks,
-      row_sharding=row_sharding,
+  )
+  distribution = sampling.Distribution(rollout.temperature, rollout.top_k, rollout.top_p)
+  records_routes = rollout.routing_replay == 'sampling' and model.num_experts > 0
+  return sampler_lib.Sampler(
+      model, stop_table, eos_ids, sizes, distribution, row_sharding, records_routes
   )
 
 

@@ -57,6 +57,7 @@ def to_turn_batch(
     for turn, end in zip(episode.turns, _turn_ends(row_turn_ids), strict=True):
       rewards[b, end] = turn.reward
     group_ids[b], truncated[b] = episode.group, episode.truncated
+  routes = _routes(episodes, (rows, length))
   empty = lambda: np.zeros((rows, length), np.float32)  # each its own: batches may be donated
   columns: dict[str, Any] = dict(  # NumPy arrays, until `put`
       tokens=tokens,
@@ -71,6 +72,7 @@ def to_turn_batch(
       group_ids=group_ids,
       behaviour_logp=behaviour_logp,
       truncated=truncated,
+      routes=routes,
   )
   return hosts.put(types.TurnBatch(**columns), sharding)
 
@@ -97,6 +99,20 @@ def unroll(episode: types.Episode) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
       np.concatenate(turn_ids).astype(np.int32),
       np.concatenate(logp).astype(np.float32),
   )
+
+
+def _routes(episodes, shape):
+  """Returns the sampler's experts of each token [B,T,L,A], None where they were not recorded."""
+  recorded = [[turn.routes for turn in episode.turns] for episode in episodes]
+  first = next((routes for turns in recorded for routes in turns), None)
+  if first is None:
+    return None
+  whole = np.zeros((*shape, *first.shape[1:]), first.dtype)
+  for b, turns in enumerate(recorded):
+    if turns:
+      row = np.concatenate(turns)  # the observation after the last turn was never read
+      whole[b, : len(row)] = row
+  return whole
 
 
 def to_records(

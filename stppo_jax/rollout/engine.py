@@ -56,6 +56,12 @@ class Report:
     """Mean number of rows of a group that sampled, over all decode steps."""
     return self.sampled_tokens / max(self.decode_steps, 1)
 
+  def __add__(self, other: 'Report') -> 'Report':
+    """Returns the report of both runs, one after the other."""
+    mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
+    seconds = {name: mine['seconds'][name] + s for name, s in theirs.pop('seconds').items()}
+    return Report(seconds, **{name: mine[name] + x for name, x in theirs.items()})
+
   def metrics(self) -> dict[str, float]:
     """Returns the report under the names of metrics.jsonl."""
     names = ('rows_busy', 'decode_steps', 'prefill_tokens', 'shared_tokens')
@@ -95,10 +101,18 @@ class _Row:
   stop_state: int = 0  # of the stop automaton
   tokens: list[np.ndarray] = dataclasses.field(default_factory=list)  # of the turn so far
   logp: list[np.ndarray] = dataclasses.field(default_factory=list)
+  # Experts since the turn before: those of a prefill call and the row in it, then arrays [n,L,A].
+  routes: list[Any] = dataclasses.field(default_factory=list)
 
   def length_with_ids(self) -> int:
     """Length of the context after prefill."""
     return self.length + len(self.ids)
+
+  def take_routes(self) -> np.ndarray:
+    """Returns the experts [n,L,A] of what was prefilled and sampled since the turn before."""
+    parts = [x if isinstance(x, np.ndarray) else x[0].routes(x[1]) for x in self.routes]
+    self.routes = []
+    return np.concatenate(parts)
 
   def finish_prefill(self) -> None:
     """Moves on to decoding."""
@@ -146,7 +160,7 @@ class _Engine:
     self._slots: dict[int, tuple[_Group, int]] = {}  # sequence in progress -> its slot
     self._groups: list[_Group] = []
     self._calls: list[_Call] = []  # in progress on the device, or in its queue
-    self._kept = None  # (prompt, context, row in it) of the next prompt in the queue
+    self._kept = None  # (prompt, context, Prefilled, row in them) of the next prompt in the queue
     self._last_prefill = None  # result of the last prefill of a launch: the new lengths
     self._clock = time.perf_counter()
 
@@ -228,10 +242,7 @@ class _Engine:
         self._sampler.decode,
         self._params,
         group.context,
-        lengths,
-        keys,
-        stop_state,
-        budgets,
+        sampler_lib.Rows(lengths, keys, stop_state, budgets),
         steps=group.context.slots - longest,
         enough=-(-len(rows) // 4),
     )
@@ -263,13 +274,15 @@ class _Engine:
       row, count = call.group.rows[b], int(sampled.counts[b])
       row.tokens.append(sampled.tokens[b, :count])
       row.logp.append(sampled.logp[b, :count])
+      if self._sampler.records_routes:
+        row.routes.append(sampled.routes[b, :count])
       row.length += count
       row.left -= count
       row.stop_state = int(sampled.stop_state[b])
       if not sampled.alive[b]:
-        completions.append(
-            Completion(row.index, np.concatenate(row.tokens), np.concatenate(row.logp))
-        )
+        tokens, logp = np.concatenate(row.tokens), np.concatenate(row.logp)
+        routes = row.take_routes() if self._sampler.records_routes else None
+        completions.append(Completion(row.index, tokens, logp, routes))
         row.phase, row.stop_state, row.tokens, row.logp = 'waiting', 0, [], []
     self.report.decode_steps += int(sampled.counts.max())
     self.report.sampled_tokens += int(sampled.counts.sum())
@@ -316,9 +329,9 @@ class _Engine:
     if self._sampler.in_place or not by_prompt:
       return
     if self._kept and (rows := by_prompt.pop(self._kept[0], None)):
-      prompt, context, source = self._kept
+      prompt, context, prefilled, source = self._kept
       self.report.shared_tokens += len(prompt) * len(rows)
-      self._put(group, context, [(row, source) for row in rows])
+      self._put(group, context, prefilled, [(row, source) for row in rows])
     upcoming = tuple(self._queue[0].ids) if self._queue else None
     if self._kept and self._kept[0] != upcoming:
       self._kept = None
@@ -327,27 +340,29 @@ class _Engine:
       batch = prompts[i : i + self._sampler.prefill_rows]
       group.context = self._sampler.with_room(group.context, len(batch[-1]))
       context = self._sampler.empty(self._sampler.prefill_rows, group.context.slots)
-      context = self._prefill(context, batch, [0] * len(batch))
+      context, prefilled = self._prefill(context, batch, [0] * len(batch))
       self.report.shared_tokens += sum(len(p) * (len(by_prompt[p]) - 1) for p in batch)
       self._put(
           group,
           context,
+          prefilled,
           [(row, source) for source, prompt in enumerate(batch) for row in by_prompt[prompt]],
       )
       if upcoming in batch:
-        self._kept = upcoming, context, batch.index(upcoming)
+        self._kept = upcoming, context, prefilled, batch.index(upcoming)
 
   def _prefill(self, context, ids, starts):
     """Runs and counts `Sampler.prefill` of the first rows of `context`."""
     self.report.prefill_tokens += sum(map(len, ids))
     none = self._sampler.prefill_rows - len(ids)
-    context, lengths = self._sampler.prefill(
+    context, prefilled = self._sampler.prefill(
         self._params, context, [*ids, *[()] * none], [*starts, *[0] * none]
     )
-    self._last_prefill = self._last_prefill if lengths is None else lengths
-    return context
+    if prefilled.lengths is not None:
+      self._last_prefill = prefilled.lengths
+    return context, prefilled
 
-  def _put(self, group: _Group, context, rows: list[tuple[_Row, int]]) -> None:
+  def _put(self, group: _Group, context, prefilled, rows: list[tuple[_Row, int]]) -> None:
     """Copies rows of `context` to the group: pairs (row, number of the row that it copies)."""
     size = self._sampler.prefill_rows
     group.context = self._sampler.with_room(group.context, context.slots)
@@ -357,8 +372,14 @@ class _Engine:
       group.context = self._sampler.put(
           group.context, context, targets, [source for _, source in part]
       )
-    for row, _ in rows:
+    for row, source in rows:
+      self._note_routes(row, prefilled, source)
       row.finish_prefill()
+
+  def _note_routes(self, row, prefilled, source):
+    """Remembers where the experts of the row's ids are, to be fetched when its turn has ended."""
+    if self._sampler.records_routes and len(row.ids):
+      row.routes.append((prefilled, source))
 
   def _prefill_in_place(self, group: _Group) -> None:
     """Prefills the group's rows where they are; the others do not change."""
@@ -368,9 +389,10 @@ class _Engine:
     ids = [() if row is None else row.ids for row in group.rows]
     starts = [0 if row is None else row.length for row in group.rows]
     group.context = self._sampler.with_room(group.context, max(map(_Row.length_with_ids, ready)))
-    group.context = self._prefill(group.context, ids, starts)
-    for row in ready:
-      row.finish_prefill()
+    group.context, prefilled = self._prefill(group.context, ids, starts)
+    for b in group.slots_in('ready'):
+      self._note_routes(group.rows[b], prefilled, b)
+      group.rows[b].finish_prefill()
 
   def _prefill_apart(self, group: _Group) -> None:
     """Prefills rows that are taken out of their group, and puts them back.
@@ -386,26 +408,30 @@ class _Engine:
         group.context = self._sampler.with_room(group.context, max(needed, home.context.slots))
         taken = self._sampler.take(home.context, np.array(batch + [0] * others, np.int32))
         taken = self._sampler.with_room(taken, group.context.slots)
-        taken = self._prefill(taken, [row.ids for row in rows], [row.length for row in rows])
+        taken, prefilled = self._prefill(
+            taken, [row.ids for row in rows], [row.length for row in rows]
+        )
         if home is not group:
           for row, b, target in zip(rows, batch, group.free()):
             home.rows[b] = None
             self._occupy(row, group, target)
-        self._put(group, taken, [(row, source) for source, row in enumerate(rows)])
+        self._put(group, taken, prefilled, [(row, source) for source, row in enumerate(rows)])
 
   def _to_prefill(self, group: _Group) -> Iterator[tuple[_Group, list[int]]]:
     """Yields (their group, slots) of the rows to be put into `group`, shortest first."""
     yield group, self._by_length(group, group.slots_in('ready'))
-    emptiness = lambda group: (len(group.free()), self._groups.index(group))  # ties: the later one
     for other in self._groups:
       if (
           not self._queue
           and group.free()
           and self._can_move(other)
-          and emptiness(other) > emptiness(group)
+          and self._emptiness(other) > self._emptiness(group)
       ):
         slots = other.slots_in('decoding') + other.slots_in('ready')
         yield other, self._by_length(other, slots[: len(group.free())])
+
+  def _emptiness(self, group):
+    return len(group.free()), self._groups.index(group)  # of equally empty ones the later
 
   def _can_move(self, group: _Group) -> bool:
     """Returns whether the group is in no call."""

@@ -24,6 +24,7 @@ class Completion:
   index: int  # of its sequence
   tokens: np.ndarray  # [n] int32
   logp: np.ndarray  # [n] float32
+  routes: np.ndarray | None = None  # [p+n,L,A] experts of the p tokens prefilled before, and of it
 
 
 class EnvPool:

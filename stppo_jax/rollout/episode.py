@@ -45,19 +45,34 @@ class Limits:
         raise types.UserError(f'{field.name}={getattr(self, field.name)}: give 1 or more')
 
 
+@dataclasses.dataclass(frozen=True)
+class Rows:
+  """What is played: an entry per episode, in their order."""
+
+  envs: Sequence[protocol.Env]  # each made for its task
+  tasks: Sequence[types.Task]
+  groups: Sequence[int]
+  keys: jax.Array  # [episodes] random keys, see `row_keys`
+  seeds: Sequence[int] | None = None  # given to `reset`; None: `episode_seeds(keys)`
+
+  def __post_init__(self):
+    chex.assert_equal(len(self.envs), len(self.tasks))
+    chex.assert_equal(len(self.envs), len(self.groups))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+  """How episodes are played."""
+
+  limits: Limits
+  frame: str = 'inline'  # of observations, see `protocol`
+  core_metrics: Sequence[str] = ()  # of the environments, see `protocol`
+  step_envs: StepEnvs = protocol.step_all
+  threads: int = 0  # calls of `step_envs` at once, for different environments
+
+
 def play(
-    sampler: sampler_lib.Sampler,
-    params,
-    tokenizer: chat.Tokenizer,
-    envs: Sequence[protocol.Env],  # each made for its task
-    tasks: Sequence[types.Task],
-    groups: Sequence[int],
-    keys: jax.Array,  # [episodes] random keys, see `row_keys`
-    limits: Limits,
-    step_envs: StepEnvs = protocol.step_all,
-    threads: int = 0,  # calls of `step_envs` at once, for different environments
-    frame: str = 'inline',  # of observations, see `protocol`
-    seeds: Sequence[int] | None = None,  # given to `reset`; None: `episode_seeds(keys)`
+    sampler: sampler_lib.Sampler, params, tokenizer: chat.Tokenizer, rows: Rows, rules: Rules
 ) -> tuple[list[types.Episode], engine.Report]:
   """Returns one episode per environment, in their order, and a report of the work.
 
@@ -65,20 +80,19 @@ def play(
   speed of any environment. With threads, environments have to lock what they share. A task's own
   seed takes precedence over `seeds`.
   """
-  chex.assert_equal(len(envs), len(tasks))
-  chex.assert_equal(len(envs), len(groups))
+  envs, limits = rows.envs, rules.limits
   if limits.max_total_tokens > sampler.max_slots:
     raise types.UserError(
         f'max_total_tokens={limits.max_total_tokens} but the sampler was built for '
         f'max_slots={sampler.max_slots}: build it for at least as many'
     )
   started = time.perf_counter()
-  framing = chat.make_framing(tokenizer, frame, limits.max_observation_tokens)
+  framing = chat.make_framing(tokenizer, rules.frame, limits.max_observation_tokens)
   episodes, prompts = [], []
-  for env, task, group, seed in zip(envs, tasks, groups, seeds or episode_seeds(keys)):
+  seeds = rows.seeds or episode_seeds(rows.keys)
+  for env, task, group, seed in zip(envs, rows.tasks, rows.groups, seeds):
     ids = first_prompt(tokenizer, *env.reset(seed=seed if task.seed is None else task.seed))
-    core_metrics = getattr(env, 'core_metrics', ())
-    episode, prompt = _begin(task, group, ids, limits, core_metrics)
+    episode, prompt = _begin(task, group, ids, limits, rules.core_metrics)
     episodes.append(episode)
     prompts.append(prompt)
   hosts.require_same(
@@ -90,13 +104,13 @@ def play(
 
   def respond(turns: list[engine.Completion]) -> list[engine.Prompt]:
     actions = [_action_text(tokenizer, turn.tokens) for turn in turns]
-    outcomes = step_envs([envs[turn.index] for turn in turns], actions)
+    outcomes = rules.step_envs([envs[turn.index] for turn in turns], actions)
     return [
         _record(episodes[turn.index], turn, outcome, framing, limits)
         for turn, outcome in zip(turns, outcomes)
     ]
 
-  report = engine.run(sampler, params, prompts, keys, respond, threads)
+  report = engine.run(sampler, params, prompts, rows.keys, respond, rules.threads)
   report.seconds['env'] += reset_s
   return episodes, report
 
@@ -184,6 +198,7 @@ def _record(
       observation=np.zeros((0,), np.int32),
       action=action,
       reward=_finite('reward', reward),
+      routes=completion.routes,
   )
   counts = episode.counts
   counts['invalid'] += action == 'invalid'

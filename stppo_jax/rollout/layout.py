@@ -73,6 +73,16 @@ def padded(model: decoder.ModelConfig, row_sharding: NamedSharding | None) -> de
   return dataclasses.replace(model, vocab_size=-(-model.vocab_size // whole) * whole)
 
 
+def padded_stop_table(stop_table: np.ndarray, vocab_size: int) -> jax.Array:
+  """Returns the stop table with a column for each id of a padded vocabulary, [states, V] int32.
+
+  Ids beyond the tokenizer's have no bytes, so the automaton keeps its state.
+  """
+  missing = vocab_size - stop_table.shape[1]
+  still = np.repeat(np.arange(len(stop_table), dtype=np.int32)[:, None], missing, axis=1)
+  return jnp.asarray(np.concatenate([stop_table, still], axis=1), jnp.int32)
+
+
 def of_context(row_sharding: NamedSharding | None) -> NamedSharding | None:
   """Returns the sharding of keys and values [B,M,..] and of logits [B,V]."""
   if row_sharding is None:
@@ -87,9 +97,12 @@ def copy_function(model: decoder.ModelConfig, row_sharding: NamedSharding | None
   `layers` is a tuple of L trees, because slicing a stack would copy it. The result shares no buffer
   with the policy, which training donates.
   """
-  unstack = lambda params: jax.tree.map(jnp.copy, decoder.unstack_layers(params, model))
+
+  def unstacked(params):
+    return jax.tree.map(jnp.copy, decoder.unstack_layers(params, model))
+
   if row_sharding is None:
-    return jax.jit(lambda params: unstack(_prepared(params, model)))
+    return jax.jit(lambda params: unstacked(_prepared(params, model)))
   mesh = row_sharding.mesh
   data, _, tensor = mesh.devices.shape
   # On the way each parameter is split over all devices, as in training. From there XLA gathers it
@@ -99,7 +112,7 @@ def copy_function(model: decoder.ModelConfig, row_sharding: NamedSharding | None
   def copy(params):
     params = _prepared(params, model)
     places = sharding.tree_shardings(params, between)
-    return unstack(jax.lax.with_sharding_constraint(params, places))
+    return unstacked(jax.lax.with_sharding_constraint(params, places))
 
   return jax.jit(copy, out_shardings=copy_shardings(model, row_sharding))
 
@@ -138,10 +151,9 @@ def _prepared(params, model):
   """Returns the policy without adapters and value head, cast, with the padded vocabulary."""
   params = {name: branch for name, branch in params.items() if name != 'value_head'}
   params = decoder.in_compute_dtype(lora.merge(params, {}, model.lora_scale), model)
-  pad = lambda w, axis: jnp.pad(
-      w, [(0, model.vocab_size - w.shape[a] if a == axis else 0) for a in range(w.ndim)]
-  )
-  params['embed'] = {'embedding': pad(params['embed']['embedding'], 0)}
+  embedding = params['embed']['embedding']
+  missing = model.vocab_size - len(embedding)
+  params['embed'] = {'embedding': jnp.pad(embedding, ((0, missing), (0, 0)))}
   if 'lm_head' in params:
-    params['lm_head'] = {'kernel': pad(params['lm_head']['kernel'], 1)}
+    params['lm_head'] = {'kernel': jnp.pad(params['lm_head']['kernel'], ((0, 0), (0, missing)))}
   return params

@@ -8,6 +8,7 @@ gives the same run twice. Batches that are sampled and not yet trained on are ho
 checkpoint holds as JSON.
 """
 
+import base64
 import collections
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -15,9 +16,12 @@ from collections.abc import Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
+import functools
+import operator
 import threading
 import time
 from typing import Any
+import zlib
 
 from absl import logging
 import jax
@@ -52,6 +56,7 @@ class Batches:
   max_outage_s: float = 0.0  # of this waiting
   sleep: Callable = time.sleep
   give_up: Callable | None = None  # () -> whether to abandon the batch and raise Stopped
+  max_num_gen_batches: int = 1  # rounds of sampling, see `sample`
 
   def tasks(self, number: int) -> list[types.Task]:
     """Returns the question of each episode."""
@@ -62,29 +67,104 @@ class Batches:
     return self.agent.sampler.copy(self.policy(params))
 
   def sample(self, params: dict, number: int, staleness: int) -> Sampled:
-    """Plays the batch; `params` are a `copy`."""
+    """Plays the batch; `params` are a `copy`.
+
+    With `max_num_gen_batches` above 1, groups whose scores are all equal give no advantage and are
+    replaced by groups of further questions (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2).
+    Questions and keys of a round depend on the batch's number and the round, and which groups are
+    replaced depends on `params` besides. So a resumed run repeats all of it.
+
+    Choice: a round plays as many questions as are missing. Groups that stay without a spread after
+    the last round are kept, so that the batch has its size. verl raises an error there.
+    """
     tasks = self.tasks(number)
-    groups = [i // self.group_size for i in range(len(tasks))]
     key, _ = batch_keys(self.seed, number)
     started = time.perf_counter()
-    keys = episode_loop.row_keys(key, tasks)
-    episodes, replays = self.until_answered(
-        lambda: self.agent.play(params, tasks, keys, groups, give_up=self.give_up)
-    )
+    rounds = [self._play(params, key, tasks, range(len(tasks) // self.group_size))]
+    episodes = rounds[0].episodes
     if all(episode.counts.get('prompt_too_long') for episode in episodes):
       raise types.RunError(
           f'the prompts of all {len(episodes)} episodes of batch {number} are longer than '
           'config.rollout.max_prompt, and nothing can be trained on: raise it and max_total'
       )
-    measured = {'timing_s/gen': time.perf_counter() - started, 'env/replays': replays}
-    measured |= self.agent.report.metrics()
+    if self.max_num_gen_batches > 1:
+      episodes = self._refilled(params, key, number, rounds)
+    report = functools.reduce(operator.add, (played.report for played in rounds))
+    measured = {'timing_s/gen': time.perf_counter() - started}
+    measured |= {'env/replays': sum(played.replays for played in rounds)} | report.metrics()
+    if self.max_num_gen_batches > 1:
+      measured |= _refill_metrics(rounds, episodes, self.group_size)
     return Sampled(number, staleness, episodes, measured)
+
+  def restored(self, record: dict) -> Sampled:
+    """Returns a batch that a checkpoint holds as JSON, with its questions."""
+    tasks = self.tasks(record['number'])
+    if self.max_num_gen_batches > 1:  # some may have been replaced
+      known = self.stream.by_id()
+      rows = zip(record['episodes'], tasks, strict=True)
+      tasks = [known.get(row['task'], task) for row, task in rows]
+    return from_json(record, tasks)
+
+  def _play(self, params, key, tasks, groups):
+    """Plays `group_size` episodes per group; `tasks` has the question of each episode."""
+    numbers = [group for group in groups for _ in range(self.group_size)]
+    keys = episode_loop.row_keys(key, tasks)
+    episodes, replays = self.until_answered(
+        lambda: self.agent.play(params, tasks, keys, numbers, give_up=self.give_up)
+    )
+    return _Round(episodes, replays, self.agent.report)
+
+  def _refilled(self, params, key, number, rounds):
+    """Returns the episodes of a batch after further rounds, which are added to `rounds`."""
+    groups = _groups(rounds[0].episodes, self.group_size)
+    used = {group[0].task.id for group in groups}
+    while len(rounds) < self.max_num_gen_batches:
+      wanted = [i for i, group in enumerate(groups) if not has_spread(group)]
+      if not wanted:
+        break
+      questions = self.stream.further(number - 1, len(rounds), len(wanted), used)
+      used |= {task.id for task in questions}
+      tasks = [task for task in questions for _ in range(self.group_size)]
+      rounds.append(self._play(params, jax.random.fold_in(key, len(rounds)), tasks, wanted))
+      for i, group in zip(wanted, _groups(rounds[-1].episodes, self.group_size), strict=True):
+        groups[i] = group if has_spread(group) else groups[i]
+    return [episode for group in groups for episode in group]
 
   def until_answered(self, play: Callable) -> tuple[list[types.Episode], int]:
     """Calls `play_through` with the limits of this run."""
     return play_through(
         play, self.agent.retriever, self.max_failed_share, self.max_outage_s, self.sleep
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Round:
+  """One round of sampling."""
+
+  episodes: list[types.Episode]
+  replays: int
+  report: Any  # engine.Report
+
+
+def has_spread(group: Sequence[types.Episode]) -> bool:
+  """Returns whether the scores of a group's episodes differ; failed episodes do not count."""
+  return len({np.float32(episode.score) for episode in group if not episode.failed}) > 1
+
+
+def _groups(episodes, size):
+  return [list(episodes[i : i + size]) for i in range(0, len(episodes), size)]
+
+
+def _refill_metrics(rounds, episodes, size):
+  """Returns the number of rounds and questions, and the shares of groups with a spread."""
+  played = [group for one in rounds for group in _groups(one.episodes, size)]
+  share = lambda groups: sum(map(has_spread, groups)) / len(groups)
+  return {
+      'train/num_gen_batches': len(rounds),
+      'rollout/questions': len(played),
+      'rollout/groups_with_spread': share(played),
+      'rollout/groups_kept': share(_groups(episodes, size)),
+  }
 
 
 def batch_keys(seed: int, number: int) -> tuple[jax.Array, jax.Array]:
@@ -181,6 +261,7 @@ def to_json(batch: Sampled) -> dict:
                       'observation': turn.observation.tolist(),
                       'action': turn.action,
                       'reward': float(turn.reward),
+                      'routes': _packed(turn.routes),
                   }
                   for turn in episode.turns
               ],
@@ -212,6 +293,7 @@ def from_json(record: dict, tasks: Sequence[types.Task]) -> Sampled:
             ids(turn['observation']),
             turn['action'],
             turn['reward'],
+            _unpacked(turn.get('routes')),
         )
         for turn in row['turns']
     ]
@@ -229,6 +311,21 @@ def from_json(record: dict, tasks: Sequence[types.Task]) -> Sampled:
         )
     )
   return Sampled(record['number'], record['staleness'], episodes, record['measured'])
+
+
+def _packed(array):
+  """Returns an array of small whole numbers as JSON values: compressed, in base64."""
+  if array is None:
+    return None
+  text = base64.b64encode(zlib.compress(np.ascontiguousarray(array).tobytes(), 1)).decode('ascii')
+  return [array.dtype.name, list(array.shape), text]
+
+
+def _unpacked(record):
+  if record is None:
+    return None
+  dtype, shape, text = record
+  return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).reshape(shape)
 
 
 def _done(batch):

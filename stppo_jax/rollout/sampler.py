@@ -8,7 +8,9 @@ with the caller (`engine`): which sequence is in which row, its length, and the 
 from collections.abc import Callable
 from collections.abc import Sequence
 import copy as copy_lib
+import dataclasses
 import functools
+import typing
 from typing import Any
 
 import chex
@@ -19,10 +21,9 @@ import numpy as np
 
 from stppo_jax import types
 from stppo_jax.models import decoder
+from stppo_jax.models import moe
 from stppo_jax.rollout import layout
 from stppo_jax.rollout import sampling
-
-ACCELERATOR_BUCKETS = 4  # numbers of slots for which programs are compiled; a CPU compiles quickly
 
 
 @flax.struct.dataclass
@@ -40,6 +41,16 @@ class Context:
 
 
 @flax.struct.dataclass
+class Rows:
+  """The rows of one `decode` call; NumPy arrays."""
+
+  lengths: Any  # [B] int32, of their contexts
+  keys: Any  # [B,..] jax.random.key_data
+  stop_state: Any  # [B] int32, of the stop automaton
+  budgets: Any  # [B] int32, most tokens; a row with budget 0 does not change
+
+
+@flax.struct.dataclass
 class Sampled:
   """The result of one `decode` call; the first counts[b] columns of row b are real."""
 
@@ -48,6 +59,19 @@ class Sampled:
   counts: jax.Array  # [B] int32
   stop_state: jax.Array  # [B] int32, of the stop automaton
   alive: jax.Array  # [B] bool, rows whose turn goes on
+  routes: jax.Array | None = None  # [B,steps,L,A] experts of the tokens, where they are recorded
+
+
+@dataclasses.dataclass
+class Prefilled:
+  """The result of one `prefill` call, on the device."""
+
+  lengths: Any = None  # [B] int32, of the contexts after it, to wait for
+  parts: list[tuple[Any, np.ndarray]] = dataclasses.field(default_factory=list)  # of each chunk
+
+  def routes(self, row: int) -> np.ndarray:
+    """Returns the experts of the row's tokens [n,L,A]; waits for the device."""
+    return np.concatenate([np.asarray(routes)[row, : real[row]] for routes, real in self.parts])
 
 
 class Sampler:
@@ -66,72 +90,60 @@ class Sampler:
       config: decoder.ModelConfig,
       stop_table: np.ndarray,  # chat.stop_automaton's
       eos_ids: Sequence[int],  # each of them ends a turn
-      max_slots: int,  # tokens a row may ever hold
-      temperature: float = 1.0,  # 0 = greedy
-      top_k: int = 0,  # 0 = off
-      top_p: float = 1.0,  # 1 = off
-      rows: int = 64,  # sequences in progress at once, rounded up to whole groups
-      width: int = 0,  # rows of a group, which one call decodes; 0: all
-      prefill_rows: int = 8,  # rows of a prefill call; all of a group where rows are split
-      steps: int = 32,  # tokens a row samples in one call, at most
-      slot_buckets: Sequence[int] | None = None,  # None: doubling, with a step between, from 128
-      chunk_buckets: Sequence[int] = (32, 128),  # tokens of a row per prefill call
+      sizes: sampling.Sizes,
+      distribution: sampling.Distribution = sampling.AS_IS,
       row_sharding: jax.sharding.NamedSharding | None = None,  # of rows, see `layout`; None: one
+      records_routes: bool = False,  # of a mixture of experts
   ):
-    sampling.check_sampling(temperature, top_k, top_p)
     if stop_table.shape[1] > config.vocab_size:
       raise types.UserError(
           f'the stop table covers {stop_table.shape[1]} ids but the model has {config.vocab_size}: '
           'use the tokenizer that belongs to the model'
       )
-    if min(max_slots, rows, prefill_rows, steps, *chunk_buckets) < 1 or width < 0:
-      raise types.UserError(
-          'max_slots, rows, prefill_rows, steps and chunks must be at least 1, width at least 0'
-      )
     if config.head == 'value':
       raise types.UserError("a model with head 'value' cannot sample: use head 'tokens' or 'both'")
-    self.vocab_size = config.vocab_size
+    self.vocab_size, self.records_routes = config.vocab_size, records_routes
     self.config = config = layout.padded(config, row_sharding)
-    self.max_slots = max_slots
+    self.max_slots, self.steps = sizes.max_slots, sizes.steps
     shards = layout.num_shards(row_sharding, 'data')
-    self.width = -(-min(width or rows, rows) // shards) * shards
-    self.num_groups = -(-rows // self.width)
+    self.width = -(-min(sizes.width or sizes.rows, sizes.rows) // shards) * shards
+    self.num_groups = -(-sizes.rows // self.width)
     # Rows spread over devices are prefilled in place: moving them would send whole caches around.
-    self.prefill_rows = self.width if shards > 1 else min(prefill_rows, self.width)
-    self.steps = steps
-    buckets, tile = slot_buckets or default_slot_buckets(max_slots), config.cache_tile or 1
-    buckets = (*(b for b in buckets if b < max_slots), max_slots)
-    self.slot_buckets = tuple(sorted({-(-b // tile) * tile for b in buckets}))
-    self.chunk_buckets = tuple(sorted(chunk_buckets))
-    self._stop_table = _padded_stop_table(stop_table, config.vocab_size)
-    self._is_eos = jnp.zeros((config.vocab_size,), bool).at[np.array(eos_ids, int)].set(True)
-    self._greedy = temperature == 0
+    self.prefill_rows = self.width if shards > 1 else min(sizes.prefill_rows, self.width)
+    buckets = sizes.slot_buckets or sampling.default_slot_buckets(self.max_slots)
+    buckets, tile = (*(b for b in buckets if b < self.max_slots), self.max_slots), config.cache_tile
+    self.slot_buckets = tuple(sorted({-(-b // (tile or 1)) * (tile or 1) for b in buckets}))
+    self.chunk_buckets = tuple(sorted(sizes.chunk_buckets))
+    is_eos = jnp.zeros((config.vocab_size,), bool).at[np.array(eos_ids, int)].set(True)
+    self._ends = _Ends(layout.padded_stop_table(stop_table, config.vocab_size), is_eos)
+    self._greedy = distribution.temperature == 0
     self.row_sharding, everywhere = row_sharding, None
     if row_sharding is not None:  # every host reads what was sampled
       everywhere = jax.sharding.NamedSharding(row_sharding.mesh, jax.sharding.PartitionSpec())
     self._place = place = layout.of_context(row_sharding)
     jit = functools.partial(jax.jit, out_shardings=place)
     jit_step = functools.partial(jax.jit, donate_argnums=1, out_shardings=(place, everywhere))
-    sample = self._sample_function(temperature, top_k, top_p)
+    sample = self._sample_function(distribution)
+    program = _Program(config, sample, self.steps, records_routes)
     self._copy = layout.copy_function(config, row_sharding)
     self._empty = jit(functools.partial(_empty, config), static_argnums=(0, 1))
-    self._prefill = jit_step(functools.partial(_prefill, config))
-    self._decode = jit_step(functools.partial(_decode, config, sample, steps))
+    self._prefill = jit_step(functools.partial(_prefill, program))
+    self._decode = jit_step(functools.partial(_decode, program))
     self._grow = jit(functools.partial(_grow, config), static_argnums=1)
-    self._take = jit(_take)
+    self._take = jit(lambda context, rows: jax.tree.map(lambda a: a[rows], context))
     self._put = jit(_put, donate_argnums=0)
 
-  def _sample_function(self, temperature, top_k, top_p):
+  def _sample_function(self, distribution):
     """Returns (logits, keys, greedy) -> (token, logp); both kinds are in one program."""
     function: Callable[..., Any] = sampling.sample_token
     if self.row_sharding and layout.num_shards(self.row_sharding, 'tensor') > 1:
       function = functools.partial(
           sampling.sample_sharded, row_sharding=self.row_sharding, size=self.vocab_size
       )
-    likeliest = functools.partial(function, temperature=0.0, top_k=0, top_p=1.0)
-    if temperature == 0:
+    likeliest = functools.partial(function, **dataclasses.asdict(sampling.GREEDY))
+    if distribution.temperature == 0:
       return lambda logits, keys, greedy: likeliest(logits, keys)
-    draw = functools.partial(function, temperature=temperature, top_k=top_k, top_p=top_p)
+    draw = functools.partial(function, **dataclasses.asdict(distribution))
     return lambda logits, keys, greedy: jax.lax.cond(greedy, likeliest, draw, logits, keys)
 
   def greedy(self, rows: int) -> 'Sampler':
@@ -141,6 +153,7 @@ class Sampler:
     """
     other = copy_lib.copy(self)
     other._greedy, other.num_groups = True, -(-rows // self.width)
+    other.records_routes = False  # nobody trains on what it samples
     return other
 
   def copy(self, params: dict) -> dict:
@@ -184,15 +197,14 @@ class Sampler:
 
   def prefill(
       self, params, context: Context, ids: Sequence[Sequence[int]], starts: Sequence[int]
-  ) -> tuple[Context, jax.Array | None]:
-    """Appends ids[b] to row b, of which starts[b] slots are live: (context, the new lengths [B]).
+  ) -> tuple[Context, Prefilled]:
+    """Appends ids[b] to row b, of which starts[b] slots are live; does not wait for the device.
 
-    The lengths are on the device, to wait for; None if there was nothing to prefill. Rows without
-    ids do not change, nor do their pending logits. A row's chunks depend on its number of ids
-    alone: as many as fit of the largest, of the next, the rest in the smallest.
+    Rows without ids do not change, nor do their pending logits. A row's chunks depend on its number
+    of ids alone: as many as fit of the largest, of the next, the rest in the smallest.
     """
     lengths = np.array([len(row) for row in ids], np.int32)
-    live, done, new_lengths = np.array(starts, np.int32), np.zeros_like(lengths), None
+    live, done, prefilled = np.array(starts, np.int32), np.zeros_like(lengths), Prefilled()
     chex.assert_equal_shape([live, lengths])
     for chunk in reversed(self.chunk_buckets):
       smallest = chunk == self.chunk_buckets[0]
@@ -204,40 +216,29 @@ class Sampler:
         tokens = np.zeros((len(ids), chunk), np.int32)
         for row, row_ids, start, count in zip(tokens, ids, done, real):
           row[:count] = row_ids[start : start + count]
-        context, new_lengths = self._prefill(params, context, tokens, live + done, real)
+        context, result = self._prefill(params, context, tokens, live + done, real)
+        prefilled.lengths, routes = result
+        prefilled.parts.append((routes, real))
         done = done + real
-    return context, new_lengths
+    return context, prefilled
 
   def decode(
-      self, params, context: Context, lengths, keys, stop_state, budgets, steps: int, enough: int
+      self, params, context: Context, rows: Rows, steps: int, enough: int
   ) -> tuple[Context, Sampled]:
     """Samples up to `steps` tokens of each row with a budget; ends once `enough` rows have stopped.
 
     A row stops with the token that completes a stop string, with an eos token, or after budgets[b]
-    tokens; a row with budget 0 does not change. The last token enters the context too. Token number
-    i of a row is drawn with fold_in(key, i). The log-probs are those of the distribution sampled
-    from (see `sampling.sample_token`). `lengths`, .., `budgets` are NumPy, [B]; keys:
-    jax.random.key_data.
+    tokens. The last token enters the context too. Token number i of a row is drawn with
+    fold_in(key, i). The log-probs are those of the distribution sampled from (see
+    `sampling.sample_token`).
     """
-    return self._decode(
-        params,
-        context,
-        lengths,
-        keys,
-        stop_state,
-        budgets,
-        np.int32(min(steps, self.steps)),
-        np.int32(enough),
-        np.bool_(self._greedy),
-        self._stop_table,
-        self._is_eos,
-    )
+    until = _Until(np.int32(min(steps, self.steps)), np.int32(enough), np.bool_(self._greedy))
+    return self._decode(params, context, rows, until, self._ends)
 
   def compiled_variants(self) -> dict[str, int]:
     """Returns the number of compiled programs of each function, for logging."""
-    prefill: Any = self._prefill
-    decode: Any = self._decode
-    return {'prefill': prefill._cache_size(), 'decode': decode._cache_size()}
+    jitted: dict[str, Any] = {'prefill': self._prefill, 'decode': self._decode}
+    return {name: function._cache_size() for name, function in jitted.items()}
 
   def shapes_of_copy(self, params) -> dict:
     """Returns the ShapeDtypeStructs, with shardings, of a `copy` of such parameters."""
@@ -264,49 +265,35 @@ class Sampler:
     From shapes alone: `params` are ShapeDtypeStructs of the policy, with shardings. For planning,
     which lowers and compiles them to measure their memory.
     """
-    shape = lambda *axes, dtype=jnp.int32: jax.ShapeDtypeStruct(axes, dtype)
     context = self.shapes_of_context
     rows, prefill_rows, chunk = self.width, self.prefill_rows, self.chunk_buckets[-1]
     fewer = max((b for b in self.slot_buckets if b < slots), default=slots)
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-    tables = (shape(*t.shape, dtype=t.dtype) for t in (self._stop_table, self._is_eos))
+    ends = jax.tree.map(lambda x: _shape(*x.shape, dtype=x.dtype), self._ends)
+    keys = _shape(rows, *key.shape, dtype=key.dtype)
     copied = self.shapes_of_copy(params)
     return {
         'copy': self._copy.trace(params),
         'prefill': self._prefill.trace(
             copied,
             context(prefill_rows, slots),
-            shape(prefill_rows, chunk),
-            shape(prefill_rows),
-            shape(prefill_rows),
+            _shape(prefill_rows, chunk),
+            _shape(prefill_rows),
+            _shape(prefill_rows),
         ),
         'decode': self._decode.trace(
             copied,
             context(rows, slots),
-            shape(rows),
-            shape(rows, *key.shape, dtype=key.dtype),
-            shape(rows),
-            shape(rows),
-            shape(),
-            shape(),
-            shape(dtype=jnp.bool_),
-            *tables,
+            Rows(_shape(rows), keys, _shape(rows), _shape(rows)),
+            _Until(_shape(), _shape(), _shape(dtype=jnp.bool_)),
+            ends,
         ),
         'grow': self._grow.trace(context(rows, fewer), slots),
     }
 
 
-def default_slot_buckets(max_slots: int, platform: str = 'cpu') -> tuple[int, ...]:
-  """Returns 128, 192, 256, 384, 512, 768, .. up to `max_slots`: at most half more than needed.
-
-  On accelerators, whose compilers take minutes per program, at most four that double.
-  """
-  if platform != 'cpu':
-    tiles = -(-max_slots // 128)
-    parts = (-(-tiles // 2**i) for i in range(ACCELERATOR_BUCKETS))
-    return tuple(sorted({min(part * 128, max_slots) for part in parts}))
-  buckets = [b for i in range(7, 31) for b in (2**i, 3 * 2 ** (i - 1)) if b < max_slots]
-  return (*buckets, max_slots)
+def _shape(*axes, dtype=jnp.int32):
+  return jax.ShapeDtypeStruct(axes, dtype)
 
 
 def _empty(config, rows, slots):
@@ -314,30 +301,47 @@ def _empty(config, rows, slots):
   return Context(cache.k, cache.v, jnp.zeros((rows, config.vocab_size), jnp.float32))
 
 
-def _padded_stop_table(stop_table, vocab_size):
-  """Returns the stop table with a column for each id of a padded vocabulary, [states, V] int32.
+class _Program(typing.NamedTuple):
+  """What is static about prefill and the decode loop."""
 
-  Ids beyond the tokenizer's have no bytes, so the automaton keeps its state.
-  """
-  missing = vocab_size - stop_table.shape[1]
-  still = np.repeat(np.arange(len(stop_table), dtype=np.int32)[:, None], missing, axis=1)
-  return jnp.asarray(np.concatenate([stop_table, still], axis=1), jnp.int32)
+  config: decoder.ModelConfig
+  sample: Callable[..., Any]  # (logits, keys, greedy) -> (token, logp)
+  columns: int  # tokens that the results have room for
+  records_routes: bool
 
 
-def _prefill(config, params, context, tokens, starts, lengths):
+def _prefill(program, params, context, tokens, starts, lengths):
   """Appends the first `lengths` [B] of `tokens` [B,T] to rows of `starts` [B] tokens.
 
   Only the last real token's logits are computed; a row with length 0 keeps all it had.
   """
+  config = program.config
   chex.assert_shape(tokens, (context.logits.shape[0], None))
   chex.assert_shape([starts, lengths], context.logits.shape[:1])
   cache = decoder.KVCache(context.k, context.v, starts)
-  x, cache = decoder.hidden(params, config, tokens, None, cache, lengths)  # [B,T,D]
+  x, cache, routing = decoder.cached_trunk(params, config, tokens, None, cache, lengths)  # [B,T,D]
   last = jnp.maximum(lengths - 1, 0)[:, None, None]
   x = jnp.take_along_axis(x, last, axis=1)[:, 0]  # [B,D]
   logits = decoder.token_logits(params, config, x)
   logits = jnp.where(lengths[:, None] > 0, logits, context.logits)
-  return Context(cache.k, cache.v, logits), cache.length
+  return Context(cache.k, cache.v, logits), (cache.length, _kept(program, routing))
+
+
+@flax.struct.dataclass
+class _Until:
+  """When a decode call ends, and how it draws."""
+
+  steps: Any  # [] int32
+  enough: Any  # [] int32, rows that have stopped
+  greedy: Any  # [] bool
+
+
+@flax.struct.dataclass
+class _Ends:
+  """What ends a turn."""
+
+  stop_table: jax.Array  # [states,V] int32, see chat.stop_automaton
+  is_eos: jax.Array  # [V] bool
 
 
 @flax.struct.dataclass
@@ -351,66 +355,74 @@ class _Turns:
   stopped: jax.Array  # rows that stopped in this call
 
 
-def _decode(
-    config,
-    sample,
-    columns,
-    params,
-    context,
-    lengths,
-    keys,
-    stop_state,
-    budgets,
-    steps,
-    enough,
-    greedy,
-    stop_table,
-    is_eos,
-):
-  """See `Sampler.decode`; `columns` is the number of tokens that the results have room for."""
-  rows = context.logits.shape[0]
-  chex.assert_shape([lengths, stop_state, budgets], (rows,))
+def _decode(program, params, context, rows, until, ends):
+  """See `Sampler.decode`."""
+  config, num_rows = program.config, context.logits.shape[0]
+  chex.assert_shape([rows.lengths, rows.stop_state, rows.budgets], (num_rows,))
   params = decoder.unstack_layers(decoder.in_compute_dtype(params, config), config)
-  keys = jax.random.wrap_key_data(keys)
-  stopped = stop_table.shape[0] - 1
+  keys = jax.random.wrap_key_data(rows.keys)
+  stopped = ends.stop_table.shape[0] - 1
 
   def goes_on(turns):
-    return jnp.any(turns.sampled.alive) & (turns.step < steps) & (turns.stopped < enough)
+    return (
+        jnp.any(turns.sampled.alive) & (turns.step < until.steps) & (turns.stopped < until.enough)
+    )
 
   def one_token(turns):
     context, sampled, alive = turns.context, turns.sampled, turns.sampled.alive
-    token, logp = sample(context.logits, jax.vmap(jax.random.fold_in)(keys, turns.lengths), greedy)
+    token_keys = jax.vmap(jax.random.fold_in)(keys, turns.lengths)
+    token, logp = program.sample(context.logits, token_keys, until.greedy)
     cache = decoder.KVCache(context.k, context.v, turns.lengths)
-    x, cache = decoder.hidden(params, config, token[:, None], None, cache, alive.astype(jnp.int32))
+    x, cache, routing = decoder.cached_trunk(
+        params, config, token[:, None], None, cache, alive.astype(jnp.int32)
+    )
+    routes, here = sampled.routes, _kept(program, routing)
+    if here is not None:
+      routes = jax.lax.dynamic_update_slice(routes, here, (0, turns.step, 0, 0))
     logits = decoder.token_logits(params, config, x[:, 0])
-    stop_state = jnp.where(alive, stop_table[sampled.stop_state, token], sampled.stop_state)
+    stop_state = jnp.where(alive, ends.stop_table[sampled.stop_state, token], sampled.stop_state)
     counts = sampled.counts + alive
-    goes_on = alive & (stop_state != stopped) & ~is_eos[token] & (counts < budgets)
-    in_column = lambda a, new: a.at[:, turns.step].set(jnp.where(alive, new, 0))
+    goes_on = alive & (stop_state != stopped) & ~ends.is_eos[token] & (counts < rows.budgets)
     return _Turns(
         context=Context(cache.k, cache.v, jnp.where(alive[:, None], logits, context.logits)),
         lengths=cache.length,
         sampled=Sampled(
-            tokens=in_column(sampled.tokens, token),
-            logp=in_column(sampled.logp, logp),
+            tokens=_set_column(sampled.tokens, turns.step, token, alive),
+            logp=_set_column(sampled.logp, turns.step, logp, alive),
             counts=counts,
             stop_state=stop_state,
             alive=goes_on,
+            routes=routes,
         ),
         step=turns.step + 1,
         stopped=turns.stopped + jnp.sum(alive & ~goes_on),
     )
 
   sampled = Sampled(
-      tokens=jnp.zeros((rows, columns), jnp.int32),
-      logp=jnp.zeros((rows, columns), jnp.float32),
-      counts=jnp.zeros_like(budgets),
-      stop_state=stop_state,
-      alive=budgets > 0,
+      tokens=jnp.zeros((num_rows, program.columns), jnp.int32),
+      logp=jnp.zeros((num_rows, program.columns), jnp.float32),
+      counts=jnp.zeros_like(rows.budgets),
+      stop_state=rows.stop_state,
+      alive=rows.budgets > 0,
+      routes=_no_routes(program, num_rows) if program.records_routes else None,
   )
   zero = jnp.zeros((), jnp.int32)
-  turns = jax.lax.while_loop(goes_on, one_token, _Turns(context, lengths, sampled, zero, zero))
+  turns = jax.lax.while_loop(goes_on, one_token, _Turns(context, rows.lengths, sampled, zero, zero))
   return turns.context, turns.sampled
+
+
+def _no_routes(program, rows):
+  model = program.config
+  shape = (rows, program.columns, model.num_layers, model.experts_per_token)
+  return jnp.zeros(shape, moe.route_dtype(model.num_experts))
+
+
+def _kept(program, routing):
+  return moe.in_order(routing, program.config.num_experts) if program.records_routes else None
+
+
+def _set_column(a, column, new, alive):
+  return a.at[:, column].set(jnp.where(alive, new, 0))
 
 
 def _grow(config, context, slots):
@@ -418,10 +430,6 @@ def _grow(config, context, slots):
   rows = context.logits.shape[0]
   fill = lambda new, old: jax.lax.dynamic_update_slice(new, old, (0,) * old.ndim)
   return jax.tree.map(fill, _empty(config, rows, slots), context)
-
-
-def _take(context, rows):
-  return jax.tree.map(lambda a: a[rows], context)
 
 
 def _put(context, taken, targets, sources, count):

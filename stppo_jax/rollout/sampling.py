@@ -1,5 +1,7 @@
-"""Sampling of one token per row: logits and keys in, tokens and log-probs out."""
+"""What a sampler is set to, and one token per row: logits and keys in, tokens and log-probs out."""
 
+from collections.abc import Sequence
+import dataclasses
 import functools
 
 import chex
@@ -9,7 +11,61 @@ from jax.sharding import PartitionSpec as P
 
 from stppo_jax import types
 
+ACCELERATOR_BUCKETS = 4  # numbers of slots for which programs are compiled; a CPU compiles quickly
 BLOCK = 128  # indices per block of `_draw`; tensor shards of logits hold whole blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """The fixed sizes of a sampler's calls, for which its programs are compiled."""
+
+  max_slots: int  # tokens a row may ever hold
+  rows: int = 64  # sequences in progress at once, rounded up to whole groups
+  width: int = 0  # rows of a group, which one call decodes; 0: all
+  prefill_rows: int = 8  # rows of a prefill call; all of a group where rows are split
+  steps: int = 32  # tokens a row samples in one call, at most
+  slot_buckets: Sequence[int] | None = None  # None: doubling, with a step between, from 128
+  chunk_buckets: Sequence[int] = (32, 128)  # tokens of a row per prefill call
+
+  def __post_init__(self):
+    numbers = (self.max_slots, self.rows, self.prefill_rows, self.steps, *self.chunk_buckets)
+    if min(numbers) < 1 or self.width < 0:
+      raise types.UserError(
+          'max_slots, rows, prefill_rows, steps and chunks must be at least 1, width at least 0'
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class Distribution:
+  """The distribution that a token is drawn from, see `sample_token`."""
+
+  temperature: float = 1.0  # 0: greedy
+  top_k: int = 0  # 0: off
+  top_p: float = 1.0  # 1: off
+
+  def __post_init__(self):
+    if self.temperature < 0:
+      raise types.UserError(f'temperature={self.temperature}: give 0 (greedy) or more')
+    if self.top_k < 0:
+      raise types.UserError(f'top_k={self.top_k}: give 0 (off) or more')
+    if not 0 < self.top_p <= 1:
+      raise types.UserError(f'top_p={self.top_p}: give more than 0 and at most 1 (off)')
+
+
+AS_IS, GREEDY = Distribution(), Distribution(temperature=0.0)
+
+
+def default_slot_buckets(max_slots: int, platform: str = 'cpu') -> tuple[int, ...]:
+  """Returns 128, 192, 256, 384, 512, 768, .. up to `max_slots`: at most half more than needed.
+
+  On accelerators, whose compilers take minutes per program, at most four that double.
+  """
+  if platform != 'cpu':
+    tiles = -(-max_slots // 128)
+    parts = (-(-tiles // 2**i) for i in range(ACCELERATOR_BUCKETS))
+    return tuple(sorted({min(part * 128, max_slots) for part in parts}))
+  buckets = [b for i in range(7, 31) for b in (2**i, 3 * 2 ** (i - 1)) if b < max_slots]
+  return (*buckets, max_slots)
 
 
 def sample_token(
@@ -116,7 +172,10 @@ def _sample_shard(logits, uniform, temperature, size):
   mine = block - first // BLOCK
   is_mine = (mine >= 0) & (mine < blocks)
   index = jnp.clip(mine, 0, blocks - 1)[:, None, None]
-  here = lambda array: jnp.take_along_axis(array.reshape(rows, blocks, BLOCK), index, axis=1)[:, 0]
+
+  def here(array):
+    return jnp.take_along_axis(array.reshape(rows, blocks, BLOCK), index, axis=1)[:, 0]
+
   found = jnp.concatenate([here(mass), here(logits)], axis=1)
   found = jax.lax.psum(jnp.where(is_mine[:, None], found, 0), 'tensor')
   choice = _invert(found[:, :BLOCK], uniform[:, 1])
@@ -146,16 +205,6 @@ def _invert(mass, uniform):
   reached = jnp.cumsum(mass, axis=-1)
   beyond = (reached > uniform[:, None] * reached[:, -1:]) & (mass > 0)
   return jnp.where(beyond.any(axis=-1), jnp.argmax(beyond, axis=-1), jnp.argmax(mass, axis=-1))
-
-
-def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
-  """Raises a UserError unless the three numbers describe a distribution."""
-  if temperature < 0:
-    raise types.UserError(f'temperature={temperature}: give 0 (greedy) or more')
-  if top_k < 0:
-    raise types.UserError(f'top_k={top_k}: give 0 (off) or more')
-  if not 0 < top_p <= 1:
-    raise types.UserError(f'top_p={top_p}: give more than 0 and at most 1 (off)')
 
 
 def _take(values, index):

@@ -129,6 +129,17 @@ def share(value: Any) -> list:
   return [json.loads(message) for message in _exchange().gather(text.encode('ascii'))]
 
 
+def post(name: str, text: str) -> None:
+  """Leaves a text for the other processes under a name; any process may, at any time."""
+  if jax.process_count() > 1:
+    _exchange().post(name, text)
+
+
+def posted(name: str) -> str:
+  """Returns what a process left under a name; '' without one. Does not wait."""
+  return _exchange().posted(name) if jax.process_count() > 1 else ''
+
+
 def end_if(requested: Callable[[], bool]) -> None:
   """Raises Stopped on all processes if `requested()` is true on any. All processes call it."""
   if any(share(requested())):

@@ -46,7 +46,7 @@ class Lifeline:
         if lines.readline():  # the welcome, which another machine of that name would not send
           self._keep(connection, lines, peer=0)
           return
-      except OSError:
+      except OSError:  # not reachable by this name: the next one may be
         continue
     logging.warning(
         'no connection to process 0 (%s, port %d): a process that dies will be noticed by its '
@@ -83,7 +83,7 @@ class Lifeline:
           self._keep(connection, lines, peer)
           continue
       except (OSError, ValueError, TypeError):
-        pass
+        pass  # a port scanner, say: it closed, was silent, or sent no JSON pair
       connection.close()  # not a process of this run
     server.close()
 
@@ -111,7 +111,7 @@ class Lifeline:
           return
         time.sleep(GRACE_S)
     except (OSError, ValueError):
-      pass
+      pass  # the connection broke, or the line did: the peer died without a reason
     self._connections.pop(peer)
     self.end(
         f'{os.path.basename(sys.argv[0])}: another process of this run is gone ({reason}): '
@@ -125,7 +125,7 @@ class Lifeline:
       try:
         _send(connection, message)
       except OSError:
-        pass  # it is gone as well
+        pass  # this peer is gone as well, and the others are still to be told
 
 
 def _send(connection, message):

@@ -5,6 +5,7 @@ that a message does not queue behind a computation there. Process 0 collects and
 
   stppo/<number>/from/<process>/<chunk>    one per process, deleted by process 0 when it is read
   stppo/<number>/all/<chunk>               deleted once every process has sent the next message
+  stppo/posts/<name>                       what one process left for the others
 """
 
 import json
@@ -54,6 +55,19 @@ class Exchange:
     for size in json.loads(sizes):
       ends.append(ends[-1] + size)
     return [joined[start:end] for start, end in zip(ends, ends[1:])]
+
+  def post(self, name: str, text: str) -> None:
+    """Leaves a text for the others under a name; not every process has to call it."""
+    self._client.key_value_set_bytes(f'stppo/posts/{name}', text.encode('utf-8'), True)
+
+  def posted(self, name: str) -> str:
+    """Returns the text that any process left under a name; '' without one. Does not wait."""
+    try:
+      return self._client.key_value_try_get_bytes(f'stppo/posts/{name}').decode('utf-8')
+    except jax.errors.JaxRuntimeError as error:
+      if 'NOT_FOUND' not in str(error):
+        raise
+      return ''
 
   def _send(self, name, message):
     """Writes the chunks of a message; the first one begins with their number."""

@@ -15,6 +15,7 @@ Letters beyond types.py: Q keys, S places of a turn (tokens and END), F features
 
 from collections.abc import Callable
 import dataclasses
+from typing import Any
 
 import flax
 import jax
@@ -58,12 +59,12 @@ class Chain:
 
 @flax.struct.dataclass
 class World:
-  """One instance of the task, drawn from a seed."""
+  """One instance of the task, drawn from a seed; arrays of NumPy or JAX."""
 
-  words: jax.Array  # [K,Q,S] int32, the right word of each key in each turn, END from its end on
-  following: jax.Array  # [K,Q] int32, the key after the right word
-  confused: jax.Array  # [K,Q] int32, the key whose word a demonstration gives by mistake
-  reliability: jax.Array  # [K,Q] share of demonstrations with the right word
+  words: Any  # [K,Q,S] int32, the right word of each key in each turn, END from its end on
+  following: Any  # [K,Q] int32, the key after the right word
+  confused: Any  # [K,Q] int32, the key whose word a demonstration gives by mistake
+  reliability: Any  # [K,Q] share of demonstrations with the right word
 
 
 @flax.struct.dataclass

@@ -250,10 +250,10 @@ def one(
 ) -> tuple[train_state.TrainState, dict[str, jax.Array]]:
   """Runs one update on episodes that the policy `sampler` plays."""
   chain, num_groups = cell.chain, cell.episodes // cell.group_size
-  of_play, of_deal = chain_lib.num_chances(chain, cell.episodes), cell.epochs * cell.episodes
+  num_play, num_deal = chain_lib.num_chances(chain, cell.episodes), cell.epochs * cell.episodes
   # Drawn at once: each call of the generator compiles for long.
-  chances = jax.random.uniform(key, (num_groups + of_play + of_deal,))
-  of_questions, of_play, of_deal = jnp.split(chances, (num_groups, num_groups + of_play))
+  chances = jax.random.uniform(key, (num_groups + num_play + num_deal,))
+  of_questions, of_play, of_deal = jnp.split(chances, (num_groups, num_groups + num_play))
   group_ids = jnp.arange(cell.episodes) // cell.group_size
   questions = chain_lib.uniform_key(chain, of_questions)[group_ids]
   scores = functools.partial(log_probs, sampler)

@@ -9,7 +9,9 @@ run needs (order of questions, random keys) is a function of the seed and the po
 """
 
 from collections.abc import Sequence
+import functools
 import glob
+import itertools
 import json
 import os
 import shutil
@@ -21,6 +23,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
+from stppo_jax.runtime import calls
 from stppo_jax.runtime import hosts
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
@@ -32,6 +35,14 @@ _SLOWEST = 50e6  # bytes per second that storage takes and gives at least
 _SHORTEST_S = 1200
 # What a full or broken disk raises: Python's own, TensorStore's, and XLA's.
 _SAVE_ERRORS = (OSError, ValueError, RuntimeError)
+
+
+_LOOK_S = 1.0  # between two looks whether another process has failed
+_ATTEMPTS = itertools.count()  # saves of this process; all processes begin the same ones
+
+
+class _OthersFailed(RuntimeError):
+  """Another process could not write its part of a checkpoint."""
 
 
 class Checkpoints:
@@ -56,6 +67,7 @@ class Checkpoints:
     self._folder = os.path.abspath(os.path.join(workdir, 'checkpoints'))
     self._stop_on_error = on_save_error == 'stop'
     self._saving: int | None = None  # the step that was begun last
+    self._attempt = ''  # the name of that save, the same on all processes
     self._failed = None  # the error of that step, once it is known
     self._keep = _Keep(keep)
     self._best_before = self._keep.best
@@ -124,6 +136,7 @@ class Checkpoints:
     if updates in self._manager.all_steps():
       return
     self._saving, self._failed, self._best_before = updates, None, self._keep.best
+    self._attempt = f'save {next(_ATTEMPTS)}'
     if score is not None and self.is_best(score):
       self._keep.best = (score, updates)
     progress = {**progress, 'best': self._keep.best}
@@ -194,6 +207,8 @@ class Checkpoints:
   def _fail(self, error):
     """Records a failed save and removes its files; earlier steps stay."""
     self._failed, self._keep.best = error, self._best_before
+    if not isinstance(error, _OthersFailed):
+      hosts.post(self._attempt, f'process {jax.process_index()}: {_reason(error)}')
     if hosts.is_writer():  # the others may only have waited too long for it
       for path in self._unfinished():
         shutil.rmtree(path, ignore_errors=True)  # its space is needed
@@ -212,14 +227,22 @@ class Checkpoints:
     return glob.glob(glob.escape(os.path.join(self._folder, f'{self._saving}.')) + '*')
 
   def _sync(self, *, key, timeout_ms):
-    """Orbax's barrier between processes. Sums what this one wrote before it enters the first."""
+    """Orbax's barrier between processes. Sums what this one wrote before it enters the first.
+
+    A process whose save has failed does not come. It posts its reason, which ends the wait here:
+    Orbax's own ends after `deadline_s`.
+    """
     if _WRITTEN in key:
       for folder in self._unfinished():
         sums = _own_checksums(folder, jax.process_index())
         path = os.path.join(folder, f'checksums_{jax.process_index()}.json')
         with open(path, 'w', encoding='utf-8') as file:
           json.dump(sums, file)
-    ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+    barrier = ocp.multihost.get_barrier_sync_fn()
+    waiting = calls.Call(functools.partial(barrier, key=key, timeout_ms=timeout_ms))
+    while not waiting.has_ended(_LOOK_S):
+      if reason := hosts.posted(self._attempt):
+        raise _OthersFailed(reason)
 
   def _write_checksums(self):
     """Runs in Orbax's thread when all files of a step are written, before it is renamed."""
@@ -322,6 +345,8 @@ def _crc(path):
 def _reason(error):
   """Describes an error in a few words on one line."""
   text = str(error)
+  if isinstance(error, _OthersFailed):
+    return text
   if 'No space left' in text or 'RESOURCE_EXHAUSTED' in text:
     return 'the disk is full'
   return f'{type(error).__name__}: {" ".join(text.split())[:200]}'

@@ -3,6 +3,7 @@
 Names are verl's where the quantity is the same, and `stppo/..` for what is ours.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -36,11 +37,10 @@ def sampler_gap(
   """
   log_ratio = (logp - behaviour_logp) * mask
   rows = mask.any(axis=1).astype(mask.dtype)
-  token_mean = lambda x: jnp.sum(x * mask) / jnp.maximum(mask.sum(), 1)
-  row_mean = lambda x: jnp.sum(x * rows) / jnp.maximum(rows.sum(), 1)
-  per_row = lambda x: jnp.sum(x * mask, axis=1) / jnp.maximum(mask.sum(axis=1), 1)
+  token_mean = functools.partial(_mean, over=mask)
+  row_mean = functools.partial(_mean, over=rows)
   limit = segments.MAX_LOG_RATIO
-  trainer, sampler = -per_row(logp), -per_row(behaviour_logp)  # log perplexities
+  trainer, sampler = -_per_row(logp, mask), -_per_row(behaviour_logp, mask)  # log perplexities
   metrics = {
       'kl': token_mean(-log_ratio),
       'k3_kl': token_mean(jnp.exp(log_ratio) - 1 - log_ratio),
@@ -62,19 +62,18 @@ def sampler_gap(
 
 def _weights_summary(log_w, used, mask, level, threshold, low):
   """Yields (name, value) of verl's summary of the weights `used`, whose logarithms were log_w."""
-  mean = lambda x, over: jnp.sum(x * over) / jnp.maximum(over.sum(), 1)
   extremes, over = used, mask
   if level.startswith('sequence'):
     extremes = jnp.exp(jnp.minimum(log_w, segments.MAX_LOG_RATIO))
     over = mask / jnp.maximum(mask.sum(axis=1, keepdims=True), 1)  # each sequence counts once
-  used_mean, used_square = mean(used, mask), mean(jnp.square(used), mask)
+  used_mean, used_square = _mean(used, mask), _mean(jnp.square(used), mask)
   yield 'mean', used_mean
-  yield 'std', jnp.sqrt(mean(jnp.square(used - used_mean), mask))
+  yield 'std', jnp.sqrt(_mean(jnp.square(used - used_mean), mask))
   yield 'eff_sample_size', jnp.square(used_mean) / jnp.maximum(used_square, 1e-30)
   yield 'max', jnp.where(mask > 0, extremes, -jnp.inf).max()
   yield 'min', jnp.where(mask > 0, extremes, jnp.inf).min()
-  yield 'ratio_fraction_high', mean(log_w > jnp.log(threshold), over)
-  yield 'ratio_fraction_low', mean(log_w < jnp.log(low or 1 / threshold), over)
+  yield 'ratio_fraction_high', _mean(log_w > jnp.log(threshold), over)
+  yield 'ratio_fraction_low', _mean(log_w < jnp.log(low or 1 / threshold), over)
 
 
 def batch_summary(
@@ -111,7 +110,7 @@ def step_summary(
 ) -> dict[str, jax.Array]:
   """Returns losses, clip fractions and ratio spreads of one optimizer step, from per-token data."""
   mask = batch.action_mask.astype(jnp.float32)
-  token_mean = lambda x: jnp.sum(x * mask) / jnp.maximum(mask.sum(), 1)
+  token_mean = functools.partial(_mean, over=mask)
   limit = segments.MAX_LOG_RATIO
   log_ratio = jnp.clip((seen['logp'] - batch.old_logp) * mask, -limit, limit)
   sampled = batch.old_logp if batch.behaviour_logp is None else batch.behaviour_logp
@@ -152,37 +151,53 @@ def step_summary(
 
 
 def routing(spec: Spec, layout: packing.Layout, chosen: moe.Routing | None) -> tuple[Any, Any]:
-  """Returns the experts to be replayed [b,T,L,A] and how many tokens each got; None without."""
+  """Returns the experts to be replayed [b,T,L,A] and sums about the router; None without."""
   if chosen is None:
     return None, None
   routes = None
-  if spec.routing_replay != 'none':
-    routes = jnp.moveaxis(chosen.chosen, 0, 2).astype(_routes_dtype(spec))
-    routes = layout.unpack_routes(routes)
-  return routes, moe.load(chosen, layout.live, spec.actor.num_experts)
+  sums: dict[str, Any] = {**moe.load(chosen, layout.live, spec.actor.num_experts)}
+  if spec.routing_replay == 'old_policy':
+    routes = layout.unpack_routes(moe.in_order(chosen, spec.actor.num_experts))
+  if spec.routing_replay == 'sampling':
+    sums['replaced'] = moe.replaced(chosen, layout.live)
+  return routes, sums
 
 
 def no_routing(spec: Spec, shape: tuple[int, ...]) -> tuple[Any, Any]:
   """Returns zeros that `routing` of rows of this shape is added to."""
-  model, load = spec.actor, None
-  if model.num_experts:
-    load = moe.no_load(model.num_layers, model.num_experts)
-  if spec.routing_replay == 'none':
-    return None, load
-  routes = jnp.zeros((*shape, model.num_layers, model.experts_per_token), _routes_dtype(spec))
-  return routes, load
+  model = spec.actor
+  if not model.num_experts:
+    return None, None
+  routes = None
+  sums: dict[str, Any] = {**moe.no_load(model.num_layers, model.num_experts)}
+  if spec.routing_replay == 'old_policy':
+    dtype = moe.route_dtype(model.num_experts)
+    routes = jnp.zeros((*shape, model.num_layers, model.experts_per_token), dtype)
+  if spec.routing_replay == 'sampling':
+    sums['replaced'] = dict.fromkeys(('experts', 'any', 'live'), jnp.zeros(()))
+  return routes, sums
 
 
-def routing_summary(spec: Spec, load: dict[str, jax.Array] | None) -> dict[str, jax.Array]:
-  """Returns how evenly the experts are used, from the `load` of each step; {} without experts."""
+def routing_summary(spec: Spec, load: dict[str, Any] | None) -> dict[str, jax.Array]:
+  """Returns how evenly the experts are used, from the sums of each step; {} without experts."""
   if load is None:
     return {}
   load = jax.tree.map(lambda x: x.sum(axis=0), load)
-  return moe.load_metrics(load, spec.actor.experts_per_token)
+  metrics = moe.load_metrics(load, spec.actor.experts_per_token)
+  if 'replaced' in load:
+    replaced = load['replaced']
+    live = jnp.maximum(replaced['live'], 1)
+    metrics['moe/replaced_experts'] = replaced['experts'] / live
+    metrics['moe/tokens_routed_otherwise'] = replaced['any'] / live
+  return metrics
 
 
-def _routes_dtype(spec):
-  return jnp.uint8 if spec.actor.num_experts <= 256 else jnp.uint16
+def _mean(x, over):
+  return jnp.sum(x * over) / jnp.maximum(over.sum(), 1)
+
+
+def _per_row(x, mask):
+  return jnp.sum(x * mask, axis=1) / jnp.maximum(mask.sum(axis=1), 1)
 
 
 def _variance(x, mask):

@@ -83,8 +83,11 @@ def _check_staleness(config, variant):
   """Refuses to sample in a thread where programs of two threads may block each other.
 
   Choice: on a CPU several devices are allowed: XLA matches a collective's devices by its program
-  run, in any order. On an accelerator each device has one queue. Two threads may fill two queues in
-  different orders, and then each device waits for another one forever.
+  run, in any order. It has to have threads for that. By default there are as many as simulated
+  devices, each device that waits in a collective keeps one, and a few programs in flight leave
+  none. So the command and the tests set NPROC=64, and a program that calls `train` on simulated
+  devices must do so too. On an accelerator each device has one queue. Two threads may fill two
+  queues in different orders, and then each device waits for another one forever.
   """
   staleness = config.pipeline.staleness
   if not staleness:
@@ -191,7 +194,7 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
   config, updates = run.config, run.config.train.updates
   batches = _make_batches(run, stop_requested)
   evaluate = functools.partial(_evaluate, run, batches, stop_requested)
-  scores = {}
+  scores, score = {}, None  # score: the main one after n updates, if these were evaluated
   with contextlib.ExitStack() as resources:
     enter = resources.enter_context
     saves = enter(recovery.Saves(workdir, config.train, _num_bytes(run.state)))
@@ -230,7 +233,7 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
           journal.warn(n, alarms, records)
         saves.after(n, run.state, pipeline, score)
     if n > first:
-      saves.last(n, run.state, pipeline, unfinished)
+      saves.last(n, run.state, pipeline, unfinished, score)
   journal.finished(n)
   return scores
 
@@ -268,6 +271,7 @@ def _make_batches(run, stop_requested):
       config.retriever.max_outage_s,
       functools.partial(pipelines.pause, stop_requested=stop_requested),
       give_up=give_up,
+      max_num_gen_batches=config.rollout.max_num_gen_batches,
   )
 
 

@@ -178,10 +178,7 @@ class Saves:
       self.position = Position(first, last_batch - first, unfinished=unfinished)
       return
     logging.info('resumed after %d updates', first)
-    ready = [
-        pipelines.from_json(record, batches.tasks(record['number']))
-        for record in progress['sampled']
-    ]
+    ready = [batches.restored(record) for record in progress['sampled']]
     self.position = Position(first, progress['passed_over'], ready, unfinished)
 
   @contextlib.contextmanager
@@ -208,10 +205,11 @@ class Saves:
   ) -> None:
     """Reports a save that failed; begins the next one where it is due.
 
-    It is also due where the held-out `score` is the best so far.
+    Choice: a held-out `score` makes no checkpoint due, because a large state takes long to write.
+    The best checkpoint is chosen among those that are due and have a score.
     """
     self._checkpoints.check()
-    if self._every and (updates % self._every == 0 or self._checkpoints.is_best(score)):
+    if self._every and updates % self._every == 0:
       self.last(updates, state, pipeline, score=score)
 
   def last(

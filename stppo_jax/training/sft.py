@@ -49,8 +49,8 @@ def train(
   def step(params, opt_state, tokens, weights):
     def accumulate(sums, micro):
       tokens, weights = micro
-      loss = lambda params: _sums(params, config, tokens, weights, logp_chunk)
-      (_, imitated), grads = jax.value_and_grad(loss, has_aux=True)(params)
+      grad = jax.value_and_grad(_sums, has_aux=True)
+      (_, imitated), grads = grad(params, config, tokens, weights, logp_chunk)
       total = jax.tree.map(jnp.add, sums, (imitated, grads))
       return jax.lax.with_sharding_constraint(total, place(total)), None
 

@@ -182,8 +182,7 @@ def create_sharded(
   """
   make = lambda actor, critic: create(spec, actor, critic)
   places = shardings(jax.eval_shape(make, actor, critic), mesh, on_host)
-  put = lambda tree, places: None if tree is None else jax.device_put(tree, places)
-  placed = put(actor, places.actor), put(critic, places.critic)
+  placed = jax.device_put((actor, critic), (places.actor, places.critic))
   # Donated: the parameters become part of the state without a copy.
   return jax.jit(make, out_shardings=places, donate_argnums=(0, 1))(*placed)
 

@@ -14,6 +14,7 @@ Models compute bins of several rows each (see `packing`); everything else works 
 
 import dataclasses
 import functools
+import types
 import typing
 
 import jax
@@ -55,18 +56,25 @@ def compile_functions(
 ) -> Functions:
   """Jits the three functions over the mesh, with arrays or shapes where they are; donates states.
 
-  Runs of one process whose settings and places are equal share their programs.
+  Runs of one process whose settings and places are equal share their programs. Choice: not where
+  the objective has a callable that is no plain function. Such an object may change between two
+  runs, and the programs hold what it was when they were traced.
   """
   places, tree = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, (state, frozen)))
-  return _jitted(spec, mesh, tree, tuple(places))
+  own = (spec.variant.advantage, spec.variant.surrogate, spec.variant.divisor)
+  fixed = all(isinstance(part, (str, types.FunctionType)) for part in own)
+  make = _jitted if fixed else _jitted.__wrapped__
+  return make(spec, mesh, tree, tuple(places))
 
 
 @functools.lru_cache(maxsize=32)
 def _jitted(spec, mesh, tree, places):  # a tree of shardings and its leaves
   state_sharding, frozen_sharding = jax.tree.unflatten(tree, places)
   rows, whole = sharding.rows(mesh), sharding.replicated(mesh)
-  spread = lambda model: model and dataclasses.replace(model, row_sharding=rows)
-  spec = dataclasses.replace(spec, actor=spread(spec.actor), critic=spread(spec.critic))
+  critic = spec.critic and dataclasses.replace(spec.critic, row_sharding=rows)
+  spec = dataclasses.replace(
+      spec, actor=dataclasses.replace(spec.actor, row_sharding=rows), critic=critic
+  )
 
   def jit(function, ins, outs, donate=()):
     function = functools.partial(function, spec, mesh)
@@ -102,9 +110,10 @@ def annotate(
 
   def one_step(step):
     tokens = batch.tokens[step.rows]
+    replayed = None if batch.routes is None else batch.routes[step.rows]
 
     def per_token(layout):
-      (logp, _, values), routing = _policy(spec, actor, tokens, layout)
+      (logp, _, values), routing = _policy(spec, actor, tokens, layout, replayed)
       if spec.critic is not None:
         values = _critic(spec, critic, tokens, layout)
       if variant.kl_in == 'none':
@@ -134,7 +143,7 @@ def annotate(
   metrics |= diagnostics.routing_summary(spec, load)
   old_logp = batch.behaviour_logp if variant.old_logp == 'sampler' else logp
   batch = dataclasses.replace(batch, old_logp=old_logp * mask, ref_logp=ref_logp * mask)
-  routes = jax.tree.map(in_order, routes)
+  routes = batch.routes if routes is None else in_order(routes)
   return dataclasses.replace(batch, old_values=values * mask, routes=routes), metrics
 
 
@@ -160,15 +169,12 @@ def with_advantages(
       kl_coef = losses.adaptive_kl(
           state.kl_coef, mean_kl, variant.kl_target, variant.kl_horizon, episodes
       )
-      # A KL that is not finite spoils its own batch only; in the coefficient it would spoil the
-      # rest.
-      state = dataclasses.replace(
-          state, kl_coef=jnp.where(jnp.isfinite(mean_kl), kl_coef, state.kl_coef)
-      )
+      # A coefficient that is not finite would spoil the rest of the run.
+      kl_coef = jnp.where(jnp.isfinite(mean_kl), kl_coef, state.kl_coef)
+      state = dataclasses.replace(state, kl_coef=kl_coef)
   batch = filters.apply(advantages.estimate(batch, variant), variant)
   if batch.loss_mask is not None:
-    kept = batch.loss_mask.sum() / jnp.maximum(mask.sum(), 1)
-    metrics['stppo/dropped_tokens'] = 1 - kept
+    metrics['stppo/dropped_tokens'] = 1 - batch.loss_mask.sum() / jnp.maximum(mask.sum(), 1)
   return state, batch, metrics | diagnostics.batch_summary(batch, mask, spec.has_values)
 
 

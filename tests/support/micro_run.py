@@ -52,10 +52,7 @@ def make_config(folder, **values):
   config.actor.warmup = config.critic.warmup = 0.0  # so that a resumed run may train longer
   config.eval = schema.Eval(every=2, rows=4)
   config.log = schema.Log(tensorboard=False, episodes=False)
-  for path, value in values.items():
-    *parents, name = path.split('.')
-    setattr(functools.reduce(getattr, parents, config), name, value)
-  return config
+  return tiny_run.replace(config, values)
 
 
 def write_knowledge(folder):

@@ -12,9 +12,9 @@ class Store:
     self.values, self.changed, self.most = {}, threading.Condition(), 0
     self.largest, self.timeouts = 0, 0
 
-  def key_value_set_bytes(self, key, value):
+  def key_value_set_bytes(self, key, value, allow_overwrite=False):
     with self.changed:
-      assert key not in self.values, key
+      assert allow_overwrite or key not in self.values, key
       self.values[key] = value
       self.most = max(self.most, len(self.values))
       self.largest = max(self.largest, len(value))
@@ -27,6 +27,12 @@ class Store:
         self.timeouts += 1
         raise jax.errors.JaxRuntimeError('DEADLINE_EXCEEDED: GetKeyValue() timed out')
       self.changed.wait_for(lambda: key in self.values)
+      return self.values[key]
+
+  def key_value_try_get_bytes(self, key):
+    with self.changed:
+      if key not in self.values:
+        raise jax.errors.JaxRuntimeError(f'NOT_FOUND: TryGetKeyValue() {key}')
       return self.values[key]
 
   def key_value_delete(self, key):

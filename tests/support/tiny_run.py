@@ -5,8 +5,10 @@ its episodes search, answer (sometimes correctly), and make invalid turns.
 """
 
 import contextlib
+import functools
 import json
 import os
+from typing import Any
 from unittest import mock
 
 import jax
@@ -41,8 +43,16 @@ def write(folder: str) -> None:
   write_knowledge(os.path.join(folder, 'knowledge'))
 
 
-def make_config(folder: str) -> schema.Config:
-  """A run on what `write` wrote."""
+def replace(config: schema.Config, values: dict[str, Any]) -> schema.Config:
+  """Sets fields by their dotted paths, in which '__' is a dot too; returns the config."""
+  for path, value in values.items():
+    *parents, name = path.replace('__', '.').split('.')
+    setattr(functools.reduce(getattr, parents, config), name, value)
+  return config
+
+
+def make_config(folder: str, **values: Any) -> schema.Config:
+  """A run on what `write` wrote, with fields replaced: make_config(folder, train__updates=3)."""
   config = schema.Config()
   config.name = 'tiny_run'
   config.data = schema.Data(source=os.path.join(folder, 'knowledge'))
@@ -70,7 +80,7 @@ def make_config(folder: str) -> schema.Config:
   )
   config.eval = schema.Eval(every=1, rows=4)
   config.log.tensorboard = False
-  return config
+  return replace(config, values)
 
 
 def write_model(folder, favoured=ACTIONS, strength=1.2, vocab_size=None):
