@@ -197,7 +197,7 @@ class PageTest(parameterized.TestCase):
     class Checker(html.parser.HTMLParser):
 
       def handle_starttag(self, tag, attributes):
-        if tag not in ('meta', 'path', 'rect', 'img'):
+        if tag not in ('meta', 'path', 'rect', 'img', 'wbr'):
           open_tags.append(tag)
 
       def handle_endtag(self, tag):

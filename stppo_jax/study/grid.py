@@ -125,7 +125,7 @@ def plan(
     config: schema.Config,
     unchanged: schema.Config | None = None,
     only: tuple[str, ...] = (),
-    check_mechanism: Callable[[Mapping[str, Any]], None] = lambda overrides: None,
+    check_mechanism: Callable[[Mapping[str, Any]], Any] = lambda overrides: None,
 ) -> list[Job]:
   """Returns the jobs of a study in the order in which they start, each cell validated.
 
