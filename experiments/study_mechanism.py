@@ -25,6 +25,17 @@ TURN = TOKEN | {'algorithm.ratio': 'turn'}
 SEQUENCE = TOKEN | {'algorithm.ratio': 'sequence'}
 PAPER = {'algorithm.divisor': 'paper'}
 RELATIVE = {'algorithm.divisor': 'relative', 'algorithm.divide': 'step'}
+# Controls of plain clipping whose mean step is that of a divided cell, and of bounds that clip as many
+# tokens as token PPO's: found by mechanism/calibration.py on seeds 1000 to 1015.
+MATCHED = {
+    'calm': {},
+    'reuse': {
+        # Steps of .0219 (ppo+relative.step) and .0486 (s_ppo); reached .0226 and .0505.
+        'ppo+step_of.relative.step': TOKEN | {'actor.lr': 1.63e-3},
+        'ppo+step_of.paper.before_clip': TOKEN | {'actor.lr': 4.31e-3},
+    },
+    'stale': {},
+}
 PAIRS = {'': {}, '+paper.before_clip': PAPER, '+relative.step': RELATIVE}
 
 
