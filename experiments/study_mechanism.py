@@ -25,8 +25,8 @@ TURN = TOKEN | {'algorithm.ratio': 'turn'}
 SEQUENCE = TOKEN | {'algorithm.ratio': 'sequence'}
 PAPER = {'algorithm.divisor': 'paper'}
 RELATIVE = {'algorithm.divisor': 'relative', 'algorithm.divide': 'step'}
-# Controls of plain clipping whose mean step is that of a divided cell, and of bounds that clip as many
-# tokens as token PPO's: found by mechanism/calibration.py on seeds 1000 to 1015.
+# Controls of plain clipping whose mean step is that of a divided cell, found by
+# mechanism/calibration.py on seeds 1000 to 1015.
 MATCHED = {
     'calm': {},
     'reuse': {
@@ -57,9 +57,9 @@ def get_study(mode=''):
     return grid.Study({f'mechanism_{name}': _grid(name, cells) for name in REGIMES})
   grids = {}
   for name in REGIMES:
-    cells = (
-        divided() | controls() | group() | rivals() | (of_staleness() if name == 'stale' else {})
-    )
+    cells = divided() | controls() | MATCHED[name] | group() | rivals()
+    if name == 'stale':
+      cells |= of_staleness()
     grids[f'mechanism_{name}'] = _grid(name, cells)
     grids[f'mechanism_{name}_turn_rewards'] = _grid(
         name, rewarded_per_turn(), {'mechanism.rewards': 'turn'}
