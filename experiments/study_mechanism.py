@@ -25,16 +25,20 @@ TURN = TOKEN | {'algorithm.ratio': 'turn'}
 SEQUENCE = TOKEN | {'algorithm.ratio': 'sequence'}
 PAPER = {'algorithm.divisor': 'paper'}
 RELATIVE = {'algorithm.divisor': 'relative', 'algorithm.divide': 'step'}
-# Controls of plain clipping whose mean step is that of a divided cell, found by
-# mechanism/calibration.py on seeds 1000 to 1015.
+# Controls, found by mechanism/calibration.py on seeds 1000 to 1015: plain clipping whose mean step is
+# that of a divided cell, and bounds of turn ratios that clip as many tokens as token PPO's of .2.
 MATCHED = {
-    'calm': {},
+    'calm': {
+        'turn_ppo+clip_of_ppo': TURN | {'algorithm.clip_low': 0.181, 'algorithm.clip_high': 0.181}
+    },
     'reuse': {
-        # Steps of .0219 (ppo+relative.step) and .0486 (s_ppo); reached .0226 and .0505.
         'ppo+step_of.relative.step': TOKEN | {'actor.lr': 1.63e-3},
         'ppo+step_of.paper.before_clip': TOKEN | {'actor.lr': 4.31e-3},
     },
-    'stale': {},
+    'stale': {
+        'turn_ppo+clip_of_ppo': TURN | {'algorithm.clip_low': 0.48, 'algorithm.clip_high': 0.48},
+        'ppo+step_of.relative.step': TOKEN | {'actor.lr': 1.28e-3},
+    },
 }
 PAIRS = {'': {}, '+paper.before_clip': PAPER, '+relative.step': RELATIVE}
 
