@@ -11,6 +11,7 @@ PACKAGE = ROOT / 'stppo_jax'
 # Rooms and modules from the bottom up: each may import those before it, and itself.
 ORDER = (
     'types',
+    'settings',
     'config',
     'validation',
     'plugins',
@@ -24,6 +25,7 @@ ORDER = (
     'rollout',
     'evaluation',
     'monitoring',
+    'serving',
     'training',
     'planning',
     'mechanism',
@@ -42,6 +44,7 @@ NOT_ALLOWED = {
     'runtime': 'config plugins algorithms models tasks chat retrieval',
     'rollout': 'algorithms',
     'monitoring': 'algorithms',
+    'serving': 'algorithms monitoring',
 }
 # Only these take the whole config; all others take the values that they need.
 READ_THE_CONFIG = {
@@ -53,6 +56,8 @@ READ_THE_CONFIG = {
     'rollout/seams.py',
     'mechanism/cell.py',
     'evaluation.py',
+    'serving/gateway.py',
+    'serving/rollouts.py',
     'validation.py',
     'planning/plan.py',
     'planning/sampling.py',
@@ -126,6 +131,7 @@ class LayeringTest(absltest.TestCase):
         'log',
         'pipeline',
         'health',
+        'serve',
     }
     for path in PACKAGE.rglob('*.py'):
       name = path.relative_to(PACKAGE).as_posix()
