@@ -12,6 +12,7 @@ from typing import Any
 from stppo_jax import plugins
 from stppo_jax import tasks as task_files
 from stppo_jax.envs import gem
+from stppo_jax.envs import openenv
 from stppo_jax.envs import protocol
 from stppo_jax.envs import reasoning_gym
 from stppo_jax.envs import rewards
@@ -27,6 +28,7 @@ from stppo_jax.types import UserError
 # What stands before the first ':' of `env.kind` -> function (the rest) -> environment class.
 ADAPTERS: dict[str, Callable[[str], Any]] = {
     'gem': gem.make,
+    'openenv': openenv.make,
     'reasoning_gym': reasoning_gym.make,
     'textarena': textarena.make,
 }
