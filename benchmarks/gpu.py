@@ -17,7 +17,6 @@ them.
 import dataclasses
 import json
 import time
-import typing
 
 from absl import app
 from absl import flags
@@ -27,13 +26,13 @@ import numpy as np
 
 from benchmarks import ours
 from benchmarks import side_by_side
+from benchmarks import sizes
 from stppo_jax import chat
 from stppo_jax import tasks as task_files
 from stppo_jax.algorithms import variants
 from stppo_jax.envs import search
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.models import layers
 from stppo_jax.models import sharding
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
@@ -51,29 +50,6 @@ _MODEL = flags.DEFINE_string('model', '', 'for numerics: a Hugging Face folder')
 _PASSAGES = flags.DEFINE_string('passages', '', 'for numerics: JSON lines with id, title and text')
 
 NEW_TOKENS = 128  # of a row of the rollout
-
-
-class Size(typing.NamedTuple):
-  """The sizes for a model, chosen to fit in 80 GB."""
-
-  preset: str
-  rows: int  # of the update
-  micro_batch: int
-  rollout_rows: int
-  param_dtype: str  # of the update; the rollout's is bfloat16
-  variant: str  # st_ppo has a separate critic, as large again; so_grpo has none
-  layers: int = 0  # of the update; 0: all
-
-
-SIZES = {
-    '135M': Size('smollm2-135m', 32, 16, 128, 'float32', 'st_ppo'),
-    '1.5B': Size('qwen2.5-1.5b', 16, 4, 64, 'float32', 'so_grpo'),
-    # Weights, two moments, gradient and bias, the last two again per micro-batch: 16 bytes per
-    # parameter even in bfloat16. Ten of 28 layers are 3.4 B parameters. All layers need LoRA or
-    # several GPUs.
-    '7B': Size('qwen2.5-7b', 8, 2, 32, 'bfloat16', 'so_grpo', 10),
-}
-QUICK = Size('tiny', 4, 2, 4, 'float32', 'st_ppo')
 
 
 def main(unused_argv):
@@ -109,9 +85,9 @@ def measure_ceilings():
 
 def measure_update(best):
   """Measures log-probs and values, and optimizer steps without and with clipping."""
-  size = QUICK if side_by_side.QUICK.value else SIZES[_SIZE.value]
+  size = _size()
   length = 128 if side_by_side.QUICK.value else 2048
-  actor_shape = shape_of(size, size.param_dtype, _LAYERS.value or size.layers)
+  actor_shape = sizes.shape_of(size, size.param_dtype, _LAYERS.value or size.layers)
   variant = dataclasses.replace(variants.VARIANTS[size.variant], entropy_coef=0.0, kl_in='none')
   critic_shape = dataclasses.replace(actor_shape, head='value') if variant.needs_critic else None
   mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
@@ -185,9 +161,9 @@ def measure_update(best):
 
 def measure_rollout(best):
   """Measures prefill and decode up to 2,048 tokens per row."""
-  size = QUICK if side_by_side.QUICK.value else SIZES[_SIZE.value]
+  size = _size()
   length, new = (128, 16) if side_by_side.QUICK.value else (2048, NEW_TOKENS)
-  shape, rows = shape_of(size, 'bfloat16', _LAYERS.value), size.rollout_rows
+  shape, rows = sizes.shape_of(size, 'bfloat16', _LAYERS.value), size.rollout_rows
   params = jax.jit(decoder.init, static_argnums=1)(jax.random.key(0), shape)
   never = np.zeros((2, shape.vocab_size), np.int32)  # state 1, stopped, is not reached
   sampler = sampler_lib.Sampler(
@@ -286,18 +262,8 @@ def compare_dtypes(folder, passages):
   )
 
 
-def shape_of(size, param_dtype, num_layers=0):
-  """Returns the published shape with the settings of a GPU run."""
-  shape = layers.PRESETS[size.preset]
-  dtype = 'float32' if side_by_side.QUICK.value else 'bfloat16'
-  return dataclasses.replace(
-      shape,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      remat='full',
-      attention_chunk=512,
-      num_layers=num_layers or shape.num_layers,
-  )
+def _size():
+  return sizes.QUICK if side_by_side.QUICK.value else sizes.SIZES[_SIZE.value]
 
 
 def forward_flops(config, length):

@@ -150,14 +150,22 @@ class OthersTest(CheckpointCase):
         checkpoints._sync(key='tmp_ready', timeout_ms=60_000)
       with self.subTest('and is told as it was, and not posted again'):
         post = self.enterContext(mock.patch.object(hosts, 'post'))
-        with self.assertLogs(level='ERROR') as logs:
+        with mock.patch.object(checkpoint.logging, 'error') as told:
           checkpoints._fail(raised.exception)
-        self.assertIn('could not be saved (process 1: the disk is full)', logs.output[0])
+        self.assertIn('could not be saved (process 1: the disk is full)', told.call_args.args[1])
         post.assert_not_called()
         checkpoints._fail(OSError(errno.ENOSPC, 'full'))
         post.assert_called_once_with('save 7', mock.ANY)
-      checkpoints._failed = None
-      posts.clear()
+      with self.subTest('the one that failed posts its reason and does not wait either'):
+        post.reset_mock()
+        checkpoints._begun, checkpoints._committed = True, False
+        posts.clear()
+        try:
+          raise OSError(errno.ENOSPC, 'No space left')
+        except OSError:
+          checkpoints._sync(key='Holder:set_value_start_9', timeout_ms=60_000)
+        post.assert_called_once_with('save 7', 'process 0: the disk is full')
+      checkpoints._failed, checkpoints._committed = None, True
       released.set()
       checkpoints._sync(key='tmp_ready', timeout_ms=60_000)  # all have come
 

@@ -5,11 +5,10 @@ import io
 import json
 
 from absl.testing import absltest
-from absl.testing import flagsaver
 import numpy as np
 
 from benchmarks import figures
-from benchmarks import gpu
+from benchmarks import sizes
 from stppo_jax.models import layers
 
 
@@ -39,15 +38,13 @@ class ReportTest(absltest.TestCase):
     self.assertEqual(line['unreliable'], ['ours', 'peer'])
 
 
-class GpuTest(absltest.TestCase):
+class SizesTest(absltest.TestCase):
 
   def test_each_size_has_its_published_shape(self):
-    with flagsaver.flagsaver():
-      gpu.side_by_side.flags.FLAGS.mark_as_parsed()
-      for size in gpu.SIZES.values():
-        shape = gpu.shape_of(size, 'bfloat16', size.layers)
-        self.assertEqual(shape.num_layers, size.layers or layers.PRESETS[size.preset].num_layers)
-        self.assertEqual(shape.param_dtype, 'bfloat16')
+    for size in sizes.SIZES.values():
+      shape, published = sizes.shape_of(size, 'bfloat16', size.layers), layers.PRESETS[size.preset]
+      self.assertEqual(shape.num_layers, size.layers or published.num_layers)
+      self.assertEqual((shape.d_model, shape.param_dtype), (published.d_model, 'bfloat16'))
 
 
 if __name__ == '__main__':

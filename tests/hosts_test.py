@@ -33,6 +33,7 @@ def get_config(mode=""):
   config.algorithm.variant = 'grpo'  # no critic: less to compile
   config.algorithm.log_bias = False
   config.rollout.group_size = 2
+  config.rollout.max_num_gen_batches = 2  # all processes must replace the same groups
   config.rollout.max_total = 128
   config.train.length_buckets = (128,)
   config.train.updates = 3000  # until it is killed

@@ -26,6 +26,8 @@ ORDER = (
     'monitoring',
     'training',
     'planning',
+    'mechanism',
+    'analysis',
     'study',
     'cli',
 )
@@ -49,7 +51,7 @@ READ_THE_CONFIG = {
     'training/results.py',
     'rollout/agent.py',
     'rollout/seams.py',
-    'study/cell.py',
+    'mechanism/cell.py',
     'evaluation.py',
     'validation.py',
     'planning/plan.py',

@@ -12,6 +12,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from stppo_jax import types
 from stppo_jax.models import convert
@@ -19,14 +20,17 @@ from stppo_jax.models import decoder
 from stppo_jax.models import lora
 from stppo_jax.models import moe
 from stppo_jax.models import sharding
+from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
+from stppo_jax.training import loop
 from stppo_jax.training import packing
 from stppo_jax.types import UserError
 from tests import update_test
+from tests.support import tiny_run
 
 REFERENCES = pathlib.Path(__file__).parent / 'support' / 'reference_logits'
 CONFIG = decoder.ModelConfig(
@@ -430,6 +434,36 @@ class SamplerRoutesTest(parameterized.TestCase):
     self.assertEqual(metrics['moe/replaced_experts'], 0)
     self.assertEqual(metrics['moe/tokens_routed_otherwise'], 0)
     np.testing.assert_array_equal(seen['ratio'], 1.0)
+
+
+class RunTest(absltest.TestCase):
+
+  @pytest.mark.slow
+  def test_a_run_replays_its_sampler_and_resumes_with_batches_ahead(self):
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    experts = dict(num_experts=4, experts_per_token=2, qk_norm=True, family='qwen3_moe')
+    tiny_run.write(folder)
+    model = str(pathlib.Path(folder, 'experts'))
+    tiny_run.write_model(model, qkv_bias=False, **experts)
+
+    def train(workdir, updates):
+      config = tiny_run.make_config(
+          folder, model__folder=model, rollout__routing_replay='sampling', train__updates=updates
+      )
+      config.rollout.group_size, config.algorithm.variant = 2, 'grpo'
+      config.pipeline.staleness, config.algorithm.rollout_is = 1, 'token'
+      with tiny_run.on_one_device():
+        loop.train(config, f'{folder}/{workdir}')
+      return metrics_lib.read_metrics(f'{folder}/{workdir}')
+
+    straight = train('straight', 3)
+    for updates in (2, 3):  # the batch of update 3 is sampled before the first run ends
+      resumed = train('resumed', updates)
+    for row, again in zip(straight[1:], resumed[1:], strict=True):
+      self.assertEqual(row['moe/replaced_experts'], again['moe/replaced_experts'])
+      self.assertEqual(row['actor/pg_loss'], again['actor/pg_loss'])
+      self.assertBetween(row['moe/tokens_routed_otherwise'], 0, 0.9)
+    self.assertLess(straight[1]['moe/replaced_experts'], 0.01)  # sampled by the same parameters
 
 
 if __name__ == '__main__':

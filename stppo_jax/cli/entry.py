@@ -140,6 +140,14 @@ def _study(config: schema.Config, workdir: str) -> int:
     )
 
 
+def _study_page(config: schema.Config, workdir: str) -> None:
+  from stppo_jax.study import command
+
+  print(
+      command.write_page(config, config_flags.get_config_filename(flags.FLAGS['config']), workdir)
+  )
+
+
 # Heavy modules are imported inside: a mistake on the command line is reported before JAX starts.
 _MODES: dict[str, Callable[[schema.Config, str], int | None]] = {
     'train': _train,
@@ -148,8 +156,9 @@ _MODES: dict[str, Callable[[schema.Config, str], int | None]] = {
     'plan': _plan,
     'report': _report,
     'study': _study,
+    'study_page': _study_page,
 }
-_ONE_PROCESS = ('plan', 'report', 'study')
+_ONE_PROCESS = ('plan', 'report', 'study', 'study_page')
 _MODE = flags.DEFINE_enum('mode', 'train', list(_MODES), 'what to do')
 
 

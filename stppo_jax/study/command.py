@@ -4,7 +4,11 @@ from collections.abc import Callable
 from collections.abc import Sequence
 
 from stppo_jax import config as schema
+from stppo_jax.analysis import page
+from stppo_jax.analysis import summary
+from stppo_jax.mechanism import cell
 from stppo_jax.study import grid as grids
+from stppo_jax.study import results
 from stppo_jax.study import runner
 
 
@@ -31,8 +35,27 @@ def run(
     stop_requested: whether to end now; the same command goes on.
   """
   study, unchanged = grids.load(file)
-  jobs = grids.plan(study, config, unchanged, tuple(only))
+  jobs = grids.plan(study, config, unchanged, tuple(only), cell.make)
   runs = runner.Runner(workdir, study, jobs, command, runner.make_slots(num_jobs, devices))
   runs.run(stop_requested)
   print(runs.table())
+  print(write_page(config, file, workdir))
   return 1 if runs.counts()['failed'] else 0
+
+
+def write_page(config: schema.Config, file: str, workdir: str) -> str:
+  """Writes the page of a study from its results alone; returns the path of study.html.
+
+  Results of a cell that has changed since, and of cells that are no more planned, are left out.
+  """
+  study, unchanged = grids.load(file)
+  jobs = grids.plan(study, config, unchanged, (), cell.make)
+  records = results.of_jobs(jobs, results.read(results.folder(study.results, workdir)))
+  numbers: dict[tuple[str, str, str], int] = {}
+  for job in jobs:
+    key = job.grid, job.regime, job.cell
+    numbers[key] = numbers.get(key, 0) + len(job.seeds)
+  planned = [
+      summary.Planned(*key, study.grids[key[0]].baseline, number) for key, number in numbers.items()
+  ]
+  return page.build(planned, records, study.page or workdir, study.claims)

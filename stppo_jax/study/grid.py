@@ -53,7 +53,7 @@ class Grid(Section):
   base: dict[str, Any] = dataclasses.field(default_factory=dict)  # overrides of every run
   seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
   # 'system': a run of the ordinary command per seed. 'mechanism': one job per cell for all seeds,
-  # in the small task of mechanism.py, whose settings have paths `mechanism.NAME`.
+  # in the small task of mechanism/, whose settings have paths `mechanism.NAME`.
   instrument: str = 'system'
   score: str = 'val-core/all/em'  # the metric that final, best and collapse are of
   baseline: str = 'ppo'  # the cell that the others of its regime are compared with
@@ -125,7 +125,7 @@ def plan(
     config: schema.Config,
     unchanged: schema.Config | None = None,
     only: tuple[str, ...] = (),
-    check_mechanism: Callable[[Mapping[str, Any]], None] = lambda overrides: None,
+    check_mechanism: Callable[[Mapping[str, Any]], Any] = lambda overrides: None,
 ) -> list[Job]:
   """Returns the jobs of a study in the order in which they start, each cell validated.
 

@@ -20,11 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from stppo_jax.analysis import measures
+from stppo_jax.analysis import statistics
 from stppo_jax.study import grid as grids
-from stppo_jax.study import measures
-from stppo_jax.study import statistics
 
 MAX_POINTS = 64  # per series of a run
+_SKIPPED, _MAX_SKIPPED = 'mechanism/nonfinite', 3  # steps of an update; the system ends at three
 MAX_POINTS_OF_MANY = 24  # per series of a cell of the mechanism, which has many seeds
 _LISTED = ('name', 'grid', 'regime', 'cell', 'instrument', 'seeds', 'digest', 'status')
 
@@ -78,10 +79,11 @@ def of_cell(
       for name, metric in measures.SERIES.items()
       if metric in metrics
   }
+  nonfinite = ~np.isfinite(score).all(axis=1)
+  if _SKIPPED in metrics:
+    nonfinite |= (np.asarray(metrics[_SKIPPED]) >= _MAX_SKIPPED).any(axis=1)
   per_seed = [
-      measures.of_run(
-          score[i], {name: x[i] for name, x in series.items()}, not np.isfinite(score[i]).all()
-      )
+      measures.of_run(score[i], {name: x[i] for name, x in series.items()}, bool(nonfinite[i]))
       for i in range(len(score))
   ]
   of_scores = _thinned(score.shape[1], MAX_POINTS_OF_MANY)
@@ -91,7 +93,7 @@ def of_cell(
   for name, x in series.items():
     columns = [x[:, i][np.isfinite(x[:, i])] for i in chosen]
     bands[name] = {
-        'iqm': _tidy([statistics.iqm(column) for column in columns]),
+        'iqm': _tidy([float(statistics.iqm(column)) for column in columns]),
         'low': _tidy([_quantile(column, 0.1) for column in columns]),
         'high': _tidy([_quantile(column, 0.9) for column in columns]),
     }
@@ -104,6 +106,11 @@ def of_cell(
       'steps': [i + 1 for i in chosen],
       'series': bands,
   }
+
+
+def folder(results: str, workdir: str) -> str:
+  """Returns where the results of a study in `workdir` are kept."""
+  return results or os.path.join(workdir, 'results')
 
 
 def append(folder: str, record: Mapping[str, Any]) -> None:

@@ -107,7 +107,7 @@ class Runner:
   ):
     self._workdir, self._study, self._jobs = workdir, study, list(jobs)
     self._command, self._slots, self._of_mechanism = command, slots, of_mechanism
-    self.results = study.results or os.path.join(workdir, 'results')
+    self.results = results.folder(study.results, workdir)
     self._state = read_state(workdir)
     self._running: list[_Process] = []
 

@@ -3,7 +3,6 @@
 DIR/job.json in, DIR/metrics.npz out: arrays [seeds, updates] by the names of metrics.jsonl.
 """
 
-import importlib
 import json
 import os
 import sys
@@ -15,14 +14,15 @@ JOB, METRICS = 'job.json', 'metrics.npz'
 
 def main(folder: str) -> None:
   """Runs the cell that DIR/job.json describes."""
-  # Here, since the runner itself starts no JAX.
-  mechanism = importlib.import_module('stppo_jax.study.mechanism')
+  os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', os.path.expanduser('~/.cache/stppo_jax'))
+  from stppo_jax.mechanism import instrument  # here: JAX reads its environment on import
+
   with open(os.path.join(folder, JOB), encoding='utf-8') as file:
     job = json.load(file)
-  metrics = mechanism.run(job['overrides'], len(job['seeds']), job['seeds'][0])
+  metrics = instrument.run(job['overrides'], len(job['seeds']), job['seeds'][0])
   path = os.path.join(folder, METRICS)
   with open(path + '.part', 'wb') as out:
-    np.savez_compressed(out, **metrics)
+    np.savez_compressed(out, **metrics)  # type: ignore[arg-type]
   os.replace(path + '.part', path)
 
 

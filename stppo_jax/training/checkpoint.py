@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import shutil
+import sys
 from typing import Any
 import zlib
 
@@ -31,6 +32,8 @@ from stppo_jax.types import UserError
 _ITEMS = ('state', 'progress')
 _CHECKSUMS = 'checksums.json'
 _WRITTEN = 'async_write_complete'  # in the name of Orbax's barrier after all processes' writes
+_COMMITTED = 'async_commit_complete'  # and of that after process 0 has renamed it
+_PROGRESS = 'set_value'  # and of those around the note whether a save is in progress
 _SLOWEST = 50e6  # bytes per second that storage takes and gives at least
 _SHORTEST_S = 1200
 # What a full or broken disk raises: Python's own, TensorStore's, and XLA's.
@@ -68,6 +71,7 @@ class Checkpoints:
     self._stop_on_error = on_save_error == 'stop'
     self._saving: int | None = None  # the step that was begun last
     self._attempt = ''  # the name of that save, the same on all processes
+    self._begun = self._committed = False  # how far Orbax is with it
     self._failed = None  # the error of that step, once it is known
     self._keep = _Keep(keep)
     self._best_before = self._keep.best
@@ -136,7 +140,7 @@ class Checkpoints:
     if updates in self._manager.all_steps():
       return
     self._saving, self._failed, self._best_before = updates, None, self._keep.best
-    self._attempt = f'save {next(_ATTEMPTS)}'
+    self._attempt, self._begun, self._committed = f'save {next(_ATTEMPTS)}', False, False
     if score is not None and self.is_best(score):
       self._keep.best = (score, updates)
     progress = {**progress, 'best': self._keep.best}
@@ -208,7 +212,7 @@ class Checkpoints:
     """Records a failed save and removes its files; earlier steps stay."""
     self._failed, self._keep.best = error, self._best_before
     if not isinstance(error, _OthersFailed):
-      hosts.post(self._attempt, f'process {jax.process_index()}: {_reason(error)}')
+      self._post(error)
     if hosts.is_writer():  # the others may only have waited too long for it
       for path in self._unfinished():
         shutil.rmtree(path, ignore_errors=True)  # its space is needed
@@ -238,11 +242,23 @@ class Checkpoints:
         path = os.path.join(folder, f'checksums_{jax.process_index()}.json')
         with open(path, 'w', encoding='utf-8') as file:
           json.dump(sums, file)
+    if _PROGRESS in key and self._begun and not self._committed:
+      # Orbax's last word on a save that failed here or elsewhere: nobody waits for it.
+      error = sys.exception()
+      if error is not None and not isinstance(error, _OthersFailed):
+        self._post(error)
+      return
     barrier = ocp.multihost.get_barrier_sync_fn()
     waiting = calls.Call(functools.partial(barrier, key=key, timeout_ms=timeout_ms))
     while not waiting.has_ended(_LOOK_S):
       if reason := hosts.posted(self._attempt):
         raise _OthersFailed(reason)
+    self._begun |= f'{_PROGRESS}_end' in key
+    self._committed |= _COMMITTED in key
+
+  def _post(self, error):
+    """Tells the other processes why the save in progress has failed here."""
+    hosts.post(self._attempt, f'process {jax.process_index()}: {_reason(error)}')
 
   def _write_checksums(self):
     """Runs in Orbax's thread when all files of a step are written, before it is renamed."""

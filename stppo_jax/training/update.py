@@ -215,7 +215,7 @@ def take_step(work: 'Work') -> tuple[TrainState, Metrics, dict[str, jax.Array]]:
 class Work:
   """What one optimizer step is computed from: models, rows [b,T] in their bins, their weights.
 
-  A subclass may have other models: `study/mechanism.py` has small ones, without bins.
+  A subclass may have other models: `mechanism/instrument.py` has small ones, without bins.
   """
 
   spec: Spec

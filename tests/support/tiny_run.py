@@ -5,6 +5,7 @@ its episodes search, answer (sometimes correctly), and make invalid turns.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -83,11 +84,11 @@ def make_config(folder: str, **values: Any) -> schema.Config:
   return replace(config, values)
 
 
-def write_model(folder, favoured=ACTIONS, strength=1.2, vocab_size=None):
+def write_model(folder, favoured=ACTIONS, strength=1.2, vocab_size=None, **shape):
   """Writes a random Qwen2 of one layer that favours some actions, and its tokenizer.
 
   `vocab_size`: of the model alone; by default the tokenizer's. With strength 1.2 two of three
-  tokens are favoured ones, with 5 all are.
+  tokens are favoured ones, with 5 all are. `shape`: further fields of the ModelConfig.
   """
   os.makedirs(folder)
   tiny_tokenizer.write(folder)
@@ -105,6 +106,7 @@ def write_model(folder, favoured=ACTIONS, strength=1.2, vocab_size=None):
       d_ff=32,
       qkv_bias=True,
   )
+  config = dataclasses.replace(config, **shape)
   params = jax.tree.map(np.array, decoder.init(jax.random.key(0), config))
   # One coordinate of the residual is always large: its row of the output matrix is a bias.
   params['embed']['embedding'][:, 0] = 1.0

@@ -2,7 +2,7 @@
 
 Overrides in, arrays [seeds, updates] out:
 
-  metrics = mechanism.run({'algorithm.variant': 'st_ppo', 'train.epochs': 4}, num_seeds=64)
+  metrics = instrument.run({'algorithm.variant': 'st_ppo', 'train.epochs': 4}, num_seeds=64)
 
 An update does what `training.loop.train_on` does, in the same order and with the same functions:
 sample with an older policy, annotate, advantages and filters (`update.with_advantages`), optimizer
@@ -26,9 +26,9 @@ import numpy as np
 import optax
 
 from stppo_jax.algorithms import filters
+from stppo_jax.mechanism import cell as cells
+from stppo_jax.mechanism import chain as chain_lib
 from stppo_jax.models import decoder
-from stppo_jax.study import cell as cells
-from stppo_jax.study import chain as chain_lib
 from stppo_jax.training import diagnostics
 from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
@@ -189,7 +189,9 @@ def _train(cell, seed, world, actor):
     state, history = carry
     version = jnp.maximum(n - cell.staleness, 0) % cell.history
     sampler = jax.tree.map(lambda x: x[version], history)
-    state, metrics = one(cell, spec, world, actor, state, sampler, jax.random.fold_in(key, n))
+    state, metrics = run_update(
+        cell, spec, world, actor, state, sampler, jax.random.fold_in(key, n)
+    )
     put = lambda x, new: x.at[(n + 1) % cell.history].set(new)
     history = jax.tree.map(put, history, state.actor)
     return (state, history), metrics | _evaluate(cell.chain, world, state.actor)
@@ -239,7 +241,7 @@ def make_spec(cell: cells.Cell) -> train_state.Spec:
   )
 
 
-def one(
+def run_update(
     cell: cells.Cell,
     spec: train_state.Spec,
     world: chain_lib.World,

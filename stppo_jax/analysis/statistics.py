@@ -15,6 +15,7 @@ import numpy as np
 from scipy import stats
 
 REPS, LEVEL = 5000, 0.95
+_AT_ONCE = 500  # resamplings, for memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,21 +27,25 @@ class Estimate:
   high: float
 
 
-def iqm(scores: np.ndarray) -> float:
-  """Returns the mean of the middle half of the scores; NaN without any."""
-  scores = np.asarray(scores, float).ravel()
-  return float(stats.trim_mean(scores, 0.25)) if scores.size else float('nan')
+def iqm(scores: np.ndarray) -> np.ndarray:
+  """Returns the mean of the middle half of scores [.., runs], as [..]; NaN without any."""
+  scores = np.sort(np.asarray(scores, float), axis=-1)
+  cut = scores.shape[-1] // 4
+  middle = scores[..., cut : scores.shape[-1] - cut]
+  return middle.mean(axis=-1) if middle.shape[-1] else np.full(middle.shape[:-1], np.nan)
 
 
-def probability_of_improvement(x: np.ndarray, y: np.ndarray) -> float:
-  """Returns P(a run of x > a run of y) + P(equal) / 2 over all pairs: Mann-Whitney's U over mn."""
-  x, y = np.asarray(x, float).ravel(), np.asarray(y, float).ravel()
-  difference = x[:, None] - y[None, :]
-  return float((np.sum(difference > 0) + np.sum(difference == 0) / 2) / difference.size)
+def probability_of_improvement(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+  """Returns P(a run of x > a run of y) + P(equal) / 2 over all pairs: Mann-Whitney's U over mn.
+
+  x [.., m] and y [.., n] give [..].
+  """
+  x, y = np.asarray(x, float)[..., :, None], np.asarray(y, float)[..., None, :]
+  return (x > y).mean(axis=(-2, -1)) + (x == y).mean(axis=(-2, -1)) / 2
 
 
 def bootstrap(
-    function: Callable[..., float],
+    function: Callable[..., np.ndarray],
     samples: Sequence[Sequence[np.ndarray]],
     reps: int = REPS,
     level: float = LEVEL,
@@ -49,7 +54,7 @@ def bootstrap(
   """Returns function(*pooled samples) with the percentile interval of a stratified bootstrap.
 
   Args:
-    function: takes one array per sample.
+    function: takes an array [.., runs] per sample and returns [..].
     samples: each a list of strata, arrays of runs that are resampled among themselves.
     reps: resamplings.
     level: of the interval.
@@ -58,15 +63,13 @@ def bootstrap(
   generator = np.random.default_rng(seed)
   strata = [[np.asarray(part, float) for part in sample] for sample in samples]
   value = function(*(np.concatenate(parts) for parts in strata))
-  drawn = np.empty(reps)
-  for i in range(reps):
-    drawn[i] = function(
-        *(
-            np.concatenate([part[generator.integers(len(part), size=len(part))] for part in parts])
-            for parts in strata
-        )
-    )
-  low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+  resample = lambda part, n: part[generator.integers(len(part), size=(n, len(part)))]
+  drawn = []
+  for first in range(0, reps, _AT_ONCE):
+    n = min(_AT_ONCE, reps - first)
+    resampled = [np.concatenate([resample(x, n) for x in parts], axis=-1) for parts in strata]
+    drawn.append(function(*resampled))
+  low, high = np.quantile(np.concatenate(drawn), [(1 - level) / 2, (1 + level) / 2])
   return Estimate(float(value), float(low), float(high))
 
 

@@ -33,6 +33,7 @@ SERIES = {
     'advantage_min': 'critic/advantages/min',
     'advantage_max': 'critic/advantages/max',
     'explained': 'critic/vf_explained_var',
+    'ess': 'stppo/ess_share',
     'sampler_ess': 'rollout_corr/rollout_is_eff_sample_size',
 }
 
@@ -71,7 +72,7 @@ def of_run(
       'ratio_token': _mean(spread),
       'ratio_turn': _mean(get('ratio_turn')),
       'ratio_sequence': _mean(get('ratio_sequence')),
-      'ess': _mean(effective_share(spread)),
+      'ess': _mean(get('ess') if len(get('ess')) else effective_share(spread)),
       'explained': _mean(get('explained')),
       'advantage_range': _mean(get('advantage_max') - get('advantage_min')),
   }

@@ -1,0 +1,343 @@
+"""The page of a study: results in; study.md, study.html and the figures' files out.
+
+The page is a text with placeholders, so that what it says and what was measured cannot disagree. A
+template may hold any text around them:
+
+  {{system/harsh/st_ppo final}}                 a measure of a cell: .52 [.47, .58]
+  {{system/harsh/st_ppo vs turn_ppo p_final}}   a comparison: improvement, p_final, p_collapsed
+  {{harsh/st_ppo vs turn_ppo verdict}}          by the protocol, of grids `mechanism`, `system`
+  {{harsh/st_ppo verdict}}                      the same against the baseline, corrected
+  {{system core_hours}}  {{study core_hours}}   of a grid; of all
+  {{progress}} {{outcome}} {{diagnostics}} {{division}} {{figures}} {{cost}}    on their own lines
+
+p-values against the baseline are corrected over the cells of the regime; others are not.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import difflib
+import html
+import os
+import re
+from typing import Any
+
+from stppo_jax.analysis import figures
+from stppo_jax.analysis import markup
+from stppo_jax.analysis import statistics
+from stppo_jax.analysis import summary
+from stppo_jax.types import UserError
+
+NOTHING = '(no runs yet)'
+TEMPLATE = """# Study
+
+{{progress}}
+
+## Outcome
+
+{{outcome}}
+
+## What the division did
+
+{{division}}
+
+## Diagnostics
+
+{{diagnostics}}
+
+## Figures
+
+{{figures}}
+
+## Cost
+
+{{cost}}
+"""
+_PLACEHOLDER = re.compile(r'\{\{([^{}]+)\}\}')
+_COMPARED = ('improvement', 'p_final', 'p_collapsed')
+_DIAGNOSTICS = {
+    'clip': 'clipped',
+    'ess': 'ESS',
+    'spikes': 'spikes',
+    'grad_norm': '‖g‖',
+    'bias_norm': '‖C‖',
+    'cos': 'cos(g, C)',
+    'step': 'step',
+    'path': 'path',
+    'ratio_token': 'ratio std',
+    'entropy': 'last entropy',
+    'explained': 'explained variance',
+}
+_STYLE = """
+body{font:16px/1.5 system-ui,sans-serif;margin:0 auto;max-width:1160px;padding:12px;color:#111}
+h1,h2,h3{line-height:1.2}.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:13.5px}
+th,td{padding:3px 9px;text-align:right;border-bottom:1px solid #ddd;white-space:nowrap}
+th:first-child,td:first-child{text-align:left;position:sticky;left:0;background:#fff}
+td:first-child{font-weight:600}code{background:#f3f3f3;padding:0 3px}pre{overflow-x:auto}
+figure{margin:12px 0}figcaption{font-size:14px;color:#444}
+.panels{display:grid;grid-template-columns:repeat(auto-fill,minmax(175px,1fr));gap:6px}
+.panels svg{width:100%;height:auto}
+@media(max-width:600px){td:first-child{white-space:normal;max-width:9em}}
+"""
+
+
+class Page:
+  """The cells of a study and what is said of them."""
+
+  def __init__(self, planned: Sequence[summary.Planned], records: Mapping[str, Mapping[str, Any]]):
+    self._records = records
+    self.cells = summary.make_cells(planned, records)
+    self._regimes = summary.by_regime(self.cells)
+    self._against = {}
+    for cells in self._regimes.values():
+      self._against |= summary.compare_with_baseline(cells)
+    self._drawn: dict[str, list[str]] = {}  # path of a sheet -> its panels
+
+  def markdown(self, template: str = TEMPLATE) -> str:
+    """Returns the text with its placeholders filled; a UserError names one that cannot be."""
+    blocks = {
+        'progress': self._progress,
+        'outcome': self._outcome,
+        'diagnostics': self._diagnostics,
+        'division': self._division,
+        'figures': self._figures,
+        'cost': self._cost,
+    }
+
+    def fill(match):
+      words = match[1].strip()
+      return blocks[words]() if words in blocks else self._number(words)
+
+    return _PLACEHOLDER.sub(fill, template)
+
+  def drawings(self) -> dict[str, list[str]]:
+    """Returns {path of a figure's file: its panels} of the text that was made last."""
+    return self._drawn
+
+  def _number(self, words: str) -> str:
+    """Returns what a placeholder stands for."""
+    group, _, rest = words.partition(' ')
+    if rest == 'core_hours':
+      chosen = [r for r in self._records.values() if group in ('study', r['grid'])]
+      return f'{summary.core_hours(chosen):.1f}'
+    other = ''
+    if match := re.fullmatch(r'vs (\S+) (\S+)', rest):
+      other, rest = match[1], match[2]
+    if rest == 'verdict':
+      on = [self._compared(f'{grid}/{group}', other) for grid in ('mechanism', 'system')]
+      return summary.verdict(*on)
+    cell = self._cell(group)
+    if rest in _COMPARED:
+      made = self._compared(group, other)
+      return NOTHING if made is None else _shown(getattr(made, rest))
+    if rest == 'runs':
+      return str(cell.num_runs)
+    known = {name for one in self.cells.values() for name in one.measures}
+    if known and rest not in known:
+      near = difflib.get_close_matches(rest, [*known, *_COMPARED, 'runs', 'verdict'], n=3)
+      raise UserError(f'{{{{{words}}}}}: there is no measure {rest!r}; {_hint(near, known)}')
+    return _estimate(cell, rest)
+
+  def _compared(self, group: str, other: str) -> summary.Comparison | None:
+    """Returns the comparison of a cell with another of its regime, or with the baseline."""
+    if group not in self.cells:
+      if group.startswith(('mechanism/', 'system/')):
+        return None
+      self._cell(group)
+    if not other:
+      return self._against.get(group)
+    beside = f'{group.rpartition("/")[0]}/{other}'
+    return summary.compare(self.cells[group], self.cells[beside]) if beside in self.cells else None
+
+  def _cell(self, group: str) -> summary.Cell:
+    if group in self.cells:
+      return self.cells[group]
+    near = difflib.get_close_matches(group, self.cells, n=3)
+    raise UserError(f'{{{{{group} ..}}}}: the study has no such cell; {_hint(near, self.cells)}')
+
+  def _progress(self) -> str:
+    planned = sum(cell.planned.num_runs for cell in self.cells.values())
+    done = sum(cell.num_runs for cell in self.cells.values())
+    hours = summary.core_hours(self._records.values())
+    return f'{done:,} of {planned:,} planned runs are done, in {hours:.1f} core-hours.'
+
+  def _outcome(self) -> str:
+    return self._tables(
+        (
+            'cell',
+            'runs',
+            'collapsed',
+            'final',
+            'best',
+            'area',
+            'P(better)',
+            'p final',
+            'p collapse',
+        ),
+        self._outcome_row,
+        'Share of runs that collapsed (Clopper-Pearson), interquartile means of final and best '
+        'success and of the area under the curve (bootstrap), probability that a run is better '
+        'than one of the baseline, all with 95% intervals; p-values by Holm over the regime.',
+    )
+
+  def _outcome_row(self, cell: summary.Cell) -> list[str]:
+    against = self._against.get(cell.group)
+    compared = ['–'] * 3
+    if against is not None:
+      compared = [_shown(getattr(against, name)) for name in _COMPARED]
+    measured = [_estimate(cell, name) for name in ('collapsed', 'final', 'best', 'auc')]
+    return [str(cell.num_runs), *measured, *compared]
+
+  def _diagnostics(self) -> str:
+    return self._tables(
+        ('cell', *_DIAGNOSTICS.values()),
+        lambda cell: [_middle(cell, name) for name in _DIAGNOSTICS],
+        'Interquartile means over runs, of means over updates. Step: norm of the parameter change '
+        'per optimizer step. Path: their sum over updates.',
+    )
+
+  def _division(self) -> str:
+    def row(cell):
+      overrides = cell.records[0]['overrides']
+      return [
+          str(overrides.get('algorithm.divisor', 'none')),
+          str(overrides.get('algorithm.divide', 'before_clip')),
+          *(_middle(cell, name) for name in ('factor', 'factor_changed', 'factor_twofold')),
+      ]
+
+    return self._tables(
+        ('cell', 'divisor', 'divides', 'factor', 'changed', 'twofold'),
+        row,
+        'Factor by which the division changed the applied step, its mean; share of updates in '
+        'which it changed by more than 1%; and by more than 2 times, up or down.',
+        lambda cell: cell.records[0]['overrides'].get('algorithm.divisor', 'none') != 'none'
+        or cell.planned.name in ('s_ppo', 'st_ppo'),
+    )
+
+  def _figures(self) -> str:
+    self._drawn, parts = {}, []
+    for (grid, regime), cells in self._regimes.items():
+      parts.append(f'### {grid}, {regime}')
+      for figure in figures.FIGURES:
+        panels = figures.panels(figure, cells)
+        if panels:
+          path = f'study_figures/{grid}_{regime}_{figure.name}.svg'
+          self._drawn[path] = panels
+          parts += [f'**{figure.title}.** {figure.note}', f'![{figure.title}]({path})']
+    note = 'Thin: every run. Thick: their interquartile mean. Grey: that of the baseline.'
+    return '\n\n'.join([note, *parts]) if parts else NOTHING
+
+  def _cost(self) -> str:
+    grids: dict[str, list[Mapping[str, Any]]] = {}
+    for record in self._records.values():
+      grids.setdefault(record['grid'], []).append(record)
+    rows = []
+    for grid, records in grids.items():
+      sets = (sorted({record[name] for record in records}) for name in ('machine', 'versions'))
+      runs = sum(len(record['seeds']) for record in records)
+      hours = summary.core_hours(records)
+      commits = sorted({record['commit'] for record in records})
+      few = ', '.join(commits[:3]) + (f' and {len(commits) - 3} more' if commits[3:] else '')
+      rows.append([grid, str(runs), f'{hours:.2f}', *('; '.join(each) for each in sets), few])
+    titles = ('grid', 'runs', 'core-hours', 'machine', 'versions', 'commits')
+    return _table(titles, rows) if rows else NOTHING
+
+  def _tables(self, titles, row, note, chosen=lambda cell: True) -> str:
+    """Returns a table per regime, with a note before them."""
+    parts = []
+    for (grid, regime), cells in self._regimes.items():
+      rows = [[cell.planned.name, *row(cell)] for cell in cells if chosen(cell)]
+      if rows:
+        parts += [f'### {grid}, {regime}', _table(titles, rows)]
+    return '\n\n'.join([note, *parts]) if parts else NOTHING
+
+
+def build(
+    planned: Sequence[summary.Planned],
+    records: Mapping[str, Mapping[str, Any]],
+    folder: str,
+    template_path: str = '',
+) -> str:
+  """Writes study.md, study.html and study_figures/*.svg into `folder`; returns the page's path."""
+  template = TEMPLATE
+  if template_path:
+    try:
+      with open(template_path, encoding='utf-8') as file:
+        template = file.read()
+    except OSError as error:
+      raise UserError(
+          f'{template_path} cannot be read ({error.strerror}): see study.claims'
+      ) from error
+  page = Page(planned, records)
+  text = page.markdown(template)
+  drawings = page.drawings()
+  os.makedirs(folder, exist_ok=True)
+  for path, panels in drawings.items():
+    _write(os.path.join(folder, path), figures.sheet(panels))
+  _write(os.path.join(folder, 'study.md'), text)
+
+  def image(caption, path):
+    if path not in drawings:
+      return f'<figure><img src="{html.escape(path)}" alt="{html.escape(caption)}"></figure>'
+    return f'<figure><div class="panels">{"".join(drawings[path])}</div></figure>'
+
+  body = markup.to_html(text, image)
+  title = re.search(r'^# (.*)', text, re.MULTILINE)
+  path = os.path.join(folder, 'study.html')
+  _write(
+      path,
+      '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" '
+      f'content="width=device-width,initial-scale=1"><title>'
+      f'{html.escape(title[1]) if title else "Study"}</title><style>{_STYLE}</style>'
+      f'<body>{body}</body></html>\n',
+  )
+  return path
+
+
+def _write(path: str, text: str) -> None:
+  os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
+  with open(path + '.part', 'w', encoding='utf-8') as file:
+    file.write(text)
+  os.replace(path + '.part', path)
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  lines = [titles, ['---', *['--:'] * (len(titles) - 1)], *rows]
+  return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
+
+
+def _estimate(cell: summary.Cell, measure: str) -> str:
+  """Returns a measure with its interval; of collapse also the count."""
+  made = cell.estimate(measure)
+  if made is None:
+    return NOTHING if not cell.num_runs else '–'
+  if measure == 'collapsed':
+    return f'{int(cell.values(measure).sum())} of {cell.num_runs} {_interval(made)}'
+  return _shown(made)
+
+
+def _middle(cell: summary.Cell, measure: str) -> str:
+  values = cell.values(measure)
+  return _decimal(float(statistics.iqm(values))) if len(values) else '–'
+
+
+def _shown(value: statistics.Estimate | float) -> str:
+  if isinstance(value, statistics.Estimate):
+    return f'{_decimal(value.value)} {_interval(value)}'
+  return '<.001' if value < 0.001 else _decimal(value)
+
+
+def _interval(estimate: statistics.Estimate) -> str:
+  return f'[{_decimal(estimate.low)}, {_decimal(estimate.high)}]'
+
+
+def _decimal(value: float) -> str:
+  """Returns three digits, as .527, 1.04 or 12.3; small and large numbers as 2.1e-05."""
+  if value and not 0.001 <= abs(value) < 1000:
+    return f'{value:.1e}'
+  digits = 3 if abs(value) < 1 else 2 if abs(value) < 10 else 1
+  text = f'{value:.{digits}f}'
+  return text.replace('0.', '.', 1) if text.lstrip('-').startswith('0.') else text
+
+
+def _hint(near, known) -> str:
+  return f'did you mean {" or ".join(near)}?' if near else f'there are {", ".join(sorted(known))}'

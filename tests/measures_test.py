@@ -1,0 +1,70 @@
+"""The measures of a run, each worked by hand."""
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import numpy as np
+
+from stppo_jax.analysis import measures
+
+NAN = float('nan')
+
+
+class MeasuresTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ([0.4, 0.5, 0.6, 0.2, 0.4], 0.4),  # the last three: (.6 + .2 + .4) / 3
+      ([0.4, 0.5, 0.7], 0.6),  # only two after training
+      ([0.4], 0.4),  # never trained
+      ([0.4, 0.5, NAN, 0.7], 0.6),
+  )
+  def test_final_is_the_mean_of_the_last_three_trained_evaluations(self, score, expected):
+    self.assertAlmostEqual(measures.final(np.array(score)), expected)
+
+  @parameterized.parameters(
+      ([0.4, 0.8, 0.39, 0.39, 0.39], True),  # .39 < .8 / 2
+      ([0.4, 0.8, 0.41, 0.41, 0.41], False),
+      ([0.9, 0.4, 0.4, 0.4], True),  # the best may be that of the untrained policy
+      ([0.0, 0.0, 0.0, 0.0], False),  # nothing was learnt, so nothing was lost
+  )
+  def test_collapse_is_an_end_under_half_of_the_best(self, score, expected):
+    self.assertEqual(measures.collapsed(np.array(score)), expected)
+
+  def test_a_run_that_is_not_finite_has_collapsed(self):
+    self.assertTrue(measures.collapsed(np.array([0.4, 0.5]), nonfinite=True))
+    self.assertTrue(measures.collapsed(np.array([])))
+
+  def test_area_is_the_mean_height(self):
+    # Trapezes of height .3, .5: their mean.
+    self.assertAlmostEqual(measures.area(np.array([0.2, 0.4, 0.6])), 0.4)
+    self.assertAlmostEqual(measures.area(np.array([0.0, 1.0, 0.0])), 0.5)
+
+  def test_a_spike_is_five_times_the_median_of_what_came_before(self):
+    norms = np.array([1.0, 1.0, 1.0, 4.9, 5.1, 1.0, NAN, 1.0])
+    # Of eight updates 5.1 > 5 x 1, and the one that is not finite; 4.9 is none.
+    self.assertEqual(measures.spikes(norms), 2 / 8)
+    self.assertEqual(measures.spikes(np.array([1.0, 100.0, 1.0])), 0.0)  # too early
+    # A slow rise is none, since the median runs along.
+    self.assertEqual(measures.spikes(1.3 ** np.arange(40)), 0.0)
+
+  def test_effective_share_is_of_the_ratios(self):
+    ratios = np.random.default_rng(0).lognormal(-0.125, 0.5, 200_000)  # mean 1
+    expected = ratios.mean() ** 2 / np.mean(ratios**2)
+    self.assertAlmostEqual(float(measures.effective_share(ratios.std())), expected, places=2)
+
+  def test_trend_is_least_squares_with_its_fit(self):
+    x = np.arange(5.0)
+    self.assertEqual(measures.trend(x, 2 + 3 * x), (2.0, 3.0, 1.0))
+    y = np.array([0.0, 1.0, 0.0, 1.0, NAN])
+    # Of four points: slope .2, intercept .2, and the line explains .2 of the variance.
+    np.testing.assert_allclose(measures.trend(x, y), (0.2, 0.2, 0.2))
+    self.assertEqual(measures.trend(x, np.ones(5))[:2], (1.0, 0.0))
+
+  def test_how_often_the_division_changed_a_step(self):
+    made = measures.of_run(np.array([0.1, 0.2]), {'factor': np.array([1.0, 1.005, 1.5, 0.4])})
+    self.assertEqual(made['factor_changed'], 0.5)  # 1.5 and .4, by more than 1%
+    self.assertEqual(made['factor_twofold'], 0.25)  # .4
+    self.assertTrue(np.isnan(made['grad_norm']))  # which the run has not written
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,255 @@
+"""The page of a study: made from results alone, with the numbers that they give."""
+
+import html.parser
+import json
+import pathlib
+import re
+import tempfile
+from xml.etree import ElementTree
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import numpy as np
+
+from stppo_jax import config as schema
+from stppo_jax.analysis import figures
+from stppo_jax.analysis import markup
+from stppo_jax.analysis import page
+from stppo_jax.analysis import summary
+from stppo_jax.study import grid
+from stppo_jax.study import results
+from stppo_jax.types import UserError
+
+SEEDS = (0, 1, 2, 3, 4)
+CELLS = {
+    'ppo': {'algorithm.variant': 'ppo'},
+    'st_ppo': {'algorithm.variant': 'st_ppo'},
+    'st_ppo.step': {'algorithm.variant': 'st_ppo', 'algorithm.divisor': 'paper'},
+}
+
+
+def rows(cell, seed):
+  """metrics.jsonl of a run of four updates: ppo loses all but with seed 4, the others rise."""
+  falls = cell == 'ppo' and seed != 4
+  scores = (0.4, 0.6, 0.0, 0.0, 0.0) if falls else (0.4, 0.5, 0.6, 0.6, 0.6 + 0.01 * seed)
+  made = []
+  for n, score in enumerate(scores):
+    row = {'step': n, 'val-core/all/em': score, 'actor/skipped': 0}
+    if n:
+      row |= {
+          'stppo/grad_norm': 10.0**-n,  # log10 falls on a line
+          'stppo/bias_norm': 0.01,
+          'actor/pg_clipfrac': 0.1,
+          'stppo/applied_factor': 0.25 if n < 3 else 1.0,
+      }
+    made.append(row)
+  return made
+
+
+def make(tmp, cells=CELLS):
+  """Planned cells and records of a study of the system and of the mechanism."""
+  grids = {
+      'system': grid.Grid(cells, {'harsh': {}}, seeds=SEEDS),
+      'mechanism': grid.Grid(cells, {'harsh': {}}, seeds=tuple(range(64)), instrument='mechanism'),
+  }
+  config = schema.Config()
+  config.train.updates = 4
+  jobs = grid.plan(grid.Study(grids), config)
+  generator = np.random.default_rng(0)
+  for job in jobs:
+    if job.instrument == 'system':
+      record = results.of_run(job, rows(job.cell, job.seeds[0]), {'core_s': 720.0})
+    else:
+      top = 0.1 if job.cell == 'ppo' else 0.8
+      score = np.linspace(0.4, top, 5) + generator.normal(0, 0.01, (64, 5))
+      record = results.of_cell(
+          job, {job.score: score, 'stppo/grad_norm': np.ones((64, 4))}, {'core_s': 1800.0}
+      )
+    results.append(str(tmp), record)
+  planned = [
+      summary.Planned(name, 'harsh', cell, 'ppo', len(grids[name].seeds))
+      for name in grids
+      for cell in cells
+  ]
+  return planned, results.of_jobs(jobs, results.read(str(tmp)))
+
+
+class PageTest(parameterized.TestCase):
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.tmp = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+    cls.planned, cls.records = make(cls.tmp / 'results')
+    cls.page = page.Page(cls.planned, cls.records)
+    page.build(cls.planned, cls.records, str(cls.tmp / 'docs'))
+    cls.text = (cls.tmp / 'docs/study.md').read_text(encoding='utf-8')
+
+  def row(self, section, grid_name, cell):
+    """The cells of a row of a table."""
+    part = self.text.partition(f'## {section}\n')[2].partition(f'### {grid_name}, harsh')[2]
+    line = re.search(rf'^\| {re.escape(cell)} \|(.*)\|$', part, re.MULTILINE)
+    return [x.strip() for x in line[1].split('|')]
+
+  def test_a_result_survives_its_file(self):
+    record = self.records['system/harsh/ppo/seed_0']
+    self.assertEqual(record['score'], {'steps': [0, 1, 2, 3, 4], 'values': [0.4, 0.6, 0, 0, 0]})
+    self.assertEqual(record['series']['grad_norm'], [0.1, 0.01, 0.001, 0.0001])
+    self.assertEqual(record['overrides'], {'algorithm.variant': 'ppo'})
+    self.assertTrue(record['machine'] and 'jax' in record['versions'])
+
+  def test_a_torn_line_is_left_out(self):
+    folder = self.tmp / 'torn'
+    folder.mkdir()
+    whole = json.dumps(self.records['system/harsh/ppo/seed_0'])
+    (folder / 'system.jsonl').write_text(whole + '\n' + whole[:50], encoding='utf-8')
+    self.assertLen(results.read(str(folder)), 1)
+
+  def test_the_table_of_outcomes_has_the_numbers(self):
+    # Final of ppo: 0, 0, 0, 0, .6 + .04 / 3; without the extremes 0. Four of five collapse.
+    runs, collapsed, final, best, *_ = self.row('Outcome', 'system', 'ppo')
+    self.assertEqual((runs, collapsed[:6]), ('5', '4 of 5'))
+    self.assertStartsWith(final, '.000 [')
+    self.assertStartsWith(best, '.600 [')
+    runs, collapsed, final, *_, improvement, p_final, p_collapsed = self.row(
+        'Outcome', 'system', 'st_ppo'
+    )
+    self.assertEqual(collapsed, '0 of 5 [.000, .522]')
+    self.assertStartsWith(final, '.607 [')  # (.6 + .6 + .6 + .01 s) / 3 for s = 1, 2, 3
+    # Of 25 pairs one is a tie and four are losses, those with the run of ppo that holds.
+    self.assertStartsWith(improvement, '.820 [')
+    # Fisher of 4 of 5 against 0 of 5: (5 + 5) / 210 = .0476; twice by Holm.
+    self.assertEqual(p_collapsed, '.095')
+    self.assertGreater(float(p_final), 0.05)
+    p_on_the_mechanism = self.row('Outcome', 'mechanism', 'st_ppo')[-2:]
+    self.assertEqual(p_on_the_mechanism, ['<.001', '<.001'])
+
+  def test_the_table_of_the_division(self):
+    # Two of four updates at a quarter, the others at 1.
+    self.assertEqual(
+        self.row('What the division did', 'system', 'st_ppo.step')[2:], ['.625', '.500', '.500']
+    )
+    self.assertNotIn('| ppo |', self.text.partition('## What the')[2].partition('## Diag')[0])
+
+  def test_cost_is_the_sum_of_the_runs(self):
+    self.assertIn('207 of 207 planned runs are done, in 4.5 core-hours', self.text)
+    self.assertRegex(self.text, r'\| system \| 15 \| 3.00 \|')  # 15 runs of .2 hours
+
+  @parameterized.parameters(
+      ('{{system/harsh/ppo collapsed}}', r'^4 of 5 \[\.284, \.995\]$'),
+      ('{{system/harsh/ppo runs}} runs', r'^5 runs$'),
+      ('{{system/harsh/st_ppo clip}}', r'^\.100 \[\.100, \.100\]$'),
+      ('{{system/harsh/st_ppo improvement}}', r'^\.820 \['),
+      ('{{system/harsh/st_ppo vs st_ppo.step improvement}}', r'^\.500 \['),
+      ('{{mechanism/harsh/st_ppo p_final}}', '^<.001$'),
+      ('{{system core_hours}} of {{study core_hours}}', r'^3\.0 of 4\.5$'),
+      ('{{harsh/st_ppo verdict}}', '^held$'),
+      ('{{harsh/st_ppo vs st_ppo.step verdict}}', '^not decided$'),
+      ('{{calm/st_ppo verdict}}', '^not tested here$'),
+  )
+  def test_a_placeholder_becomes_its_number(self, text, expected):
+    self.assertRegex(self.page.markdown(text), expected)
+
+  @parameterized.parameters(
+      ('{{system/harsh/sppo final}}', 'no such cell; did you mean system/harsh/ppo'),
+      ('{{system/harsh/ppo finale}}', "no measure 'finale'; did you mean final"),
+  )
+  def test_a_placeholder_that_means_nothing_is_an_error(self, text, words):
+    with self.assertRaisesRegex(UserError, words):
+      self.page.markdown(text)
+
+  def test_a_study_without_runs_has_a_page(self):
+    empty = page.Page(self.planned, {})
+    self.assertIn('0 of 207 planned runs', empty.markdown())
+    self.assertEqual(empty.markdown('{{system/harsh/ppo final}}'), page.NOTHING)
+    self.assertEqual(empty.markdown('{{harsh/st_ppo verdict}}'), 'not tested here')
+
+  def test_every_cell_is_in_every_figure(self):
+    for path in (self.tmp / 'docs/study_figures').iterdir():
+      titles = [x.text for x in ElementTree.parse(path).iter() if x.tag.endswith('title')]
+      names = [title.partition(':')[0].split('/')[-1] for title in titles]
+      self.assertEqual(names, list(CELLS), path.name)
+      self.assertIn(f'(study_figures/{path.name})', self.text)
+
+  def test_the_trend_and_its_fit_are_drawn(self):
+    (panel,) = [
+        panel
+        for path, panels in self.page_drawings().items()
+        for panel in panels
+        if path == 'study_figures/system_harsh_norms.svg' and 'harsh/st_ppo:' in panel
+    ]
+    self.assertIn('‖g‖ R² 1.00', panel)  # 10^-n is a line in its logarithm
+
+  def page_drawings(self):
+    self.page.markdown('{{figures}}')
+    return self.page.drawings()
+
+  def test_all_runs_of_the_system_are_drawn(self):
+    cell = self.page.cells['system/harsh/ppo']
+    panel, *_ = figures.panels(figures.FIGURES[0], [cell])
+    thin = re.search(r'<path d="([^"]*)"[^>]*stroke-opacity', panel)[1]
+    self.assertEqual(thin.count('M'), len(SEEDS))
+
+  def test_the_html_is_whole_and_holds_the_same_numbers(self):
+    text = (self.tmp / 'docs/study.html').read_text(encoding='utf-8')
+    open_tags = []
+
+    class Checker(html.parser.HTMLParser):
+
+      def handle_starttag(self, tag, attributes):
+        if tag not in ('meta', 'path', 'rect', 'img', 'wbr'):
+          open_tags.append(tag)
+
+      def handle_endtag(self, tag):
+        if tag not in ('path', 'rect', 'polygon'):
+          assert open_tags.pop() == tag, tag
+        elif tag in open_tags:
+          open_tags.remove(tag)
+
+    Checker().feed(text)
+    self.assertEmpty(open_tags)
+    self.assertIn('0 of 5 [.000, .522]', text)
+    self.assertNotIn('{{', text)
+    self.assertEqual(text.count('<svg '), sum(map(len, self.page_drawings().values())))
+
+
+class VerdictTest(parameterized.TestCase):
+
+  def compared(self, value, low, high, p):
+    return summary.Comparison(summary.statistics.Estimate(value, low, high), p, 1.0)
+
+  @parameterized.parameters(
+      ((0.8, 0.7, 0.9, 0.01), (0.6, 0.2, 0.9, 1.0), 'held'),
+      ((0.8, 0.7, 0.9, 0.01), (0.4, 0.2, 0.9, 1.0), 'not decided'),  # the system points elsewhere
+      ((0.2, 0.1, 0.3, 0.01), (0.6, 0.2, 0.9, 1.0), 'did not hold'),
+      ((0.51, 0.45, 0.57, 0.8), (0.6, 0.2, 0.9, 1.0), 'did not hold'),  # no effect to speak of
+      ((0.6, 0.45, 0.7, 0.2), (0.6, 0.2, 0.9, 1.0), 'not decided'),
+  )
+  def test_it_follows_the_protocol(self, mechanism, system, expected):
+    made = summary.verdict(self.compared(*mechanism), self.compared(*system))
+    self.assertEqual(made, expected)
+
+
+class MarkupTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ('# A **b**', '<h1 id="a-b">A <strong>b</strong></h1>'),
+      ('one\ntwo', '<p>one two</p>'),
+      ('- a\n- b\n  more', '<ul><li>a</li><li>b more</li></ul>'),
+      ('1. a\n2. b', '<ol><li>a</li><li>b</li></ol>'),
+      ('a < b `<x>`', '<p>a &lt; b <code>&lt;x&gt;</code></p>'),
+      ('[t](u.md) *e*', '<p><a href="u.md">t</a> <em>e</em></p>'),
+      ('```\n<a>\n```', '<pre>&lt;a&gt;</pre>'),
+      ('![c](p)', 'c at p'),
+  )
+  def test_a_line(self, text, expected):
+    self.assertEqual(markup.to_html(text, lambda caption, path: f'{caption} at {path}'), expected)
+
+  def test_a_table(self):
+    made = markup.to_html('| a | b |\n| --- | --: |\n| 1 | - |', lambda *_: '')
+    self.assertEqual(made.count('<tr>'), 2)
+    self.assertIn('<td>1</td><td>-</td>', made)
+
+
+if __name__ == '__main__':
+  absltest.main()
