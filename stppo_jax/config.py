@@ -24,9 +24,8 @@ class Data(Section):
   source: str = setting(
       'embedded',
       'a folder with qa.jsonl and corpus.jsonl, a .jsonl, a Search-R1 .parquet, several of them '
-      "with commas between, or a function (split) -> list of types.Task; 'embedded' are the "
-      "package's own questions, or those of an environment that brings its own",
-      plugin=True)
+      "with commas between, or a function (split) -> list of Task; 'embedded': ours, or the "
+      "environment's own", plugin=True)
   corpus: str = setting('', 'folder or .jsonl of passages; empty: the same as `source`')
   train_split: str = setting('train', 'the questions to train on')
   eval_split: str = setting('dev', 'the questions to evaluate on')
@@ -38,10 +37,10 @@ class Env(Section):
   """The environment: what the agent reads, and its rewards."""
 
   kind: str = setting(
-      'search', "the environment; for a class of your own see envs/protocol.py, and for an agent "
-      "program, 'gateway:module:attribute', envs/program.py. Those of other packages: 'gem:ID', "
-      "'textarena:ID', 'reasoning_gym:NAME'",
-      allowed=('search', 'tools'), plugin=True, prefixes=('gem', 'textarena', 'reasoning_gym'))
+      'search', "the environment; a class of your own (envs/protocol.py), PREFIX:ID of another "
+      "package, or an agent program, 'gateway:module:attribute' (envs/program.py)",
+      allowed=('search', 'tools'), plugin=True,
+      prefixes=('gem', 'textarena', 'reasoning_gym', 'openenv'))
   options: dict[str, Any] = setting(
       {}, "keyword arguments of the environment's class; --config.env.options.NAME=VALUE sets one")
   prompt: str = setting(
@@ -55,11 +54,9 @@ class Env(Section):
       'em', 'score of an answer; or a function of your own (task, answer, transcript) -> float',
       allowed=('em', 'sub_em', 'f1', 'format'), plugin=True)
   tools: tuple[str, ...] = setting(
-      (), "of the environment 'tools': 'calculator', 'search', functions of your own as "
-      "module:function, or 'mcp:COMMAND ARGUMENTS' for all tools of an MCP server")
-  tool_timeout_s: float = setting(
-      10.0, 'seconds after which a call is given up and its process killed', above=0)
-  tool_max_chars: int = setting(2000, 'characters of a result; a longer one is cut', at_least=1)
+      (), "of the environment 'tools': 'calculator', 'search', module:function, mcp:COMMAND")
+  tool_timeout_s: float = setting(10.0, 'seconds before a call is given up', above=0)
+  tool_max_chars: int = setting(2000, 'a longer result is cut', at_least=1)
 
 
 @dataclasses.dataclass

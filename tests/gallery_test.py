@@ -35,14 +35,23 @@ FOLDERS = {
     'gem_guess': set(),
     'guess_number': {'data.source', 'env.kind'},
     'max_rl': {'algorithm.variant'},
+    'reasoning_gym_sums': set(),
+    'textarena_nim': set(),
 }
 # Folder -> the package that it needs.
-PACKAGES = {'agent_program': 'openai', 'gem_guess': 'gem'}
+PACKAGES = {
+    'agent_program': 'openai',
+    'gem_guess': 'gem',
+    'reasoning_gym_sums': 'reasoning_gym',
+    'textarena_nim': 'textarena',
+}
 # Folder -> its environment's core metric, and another.
 METRICS = {
     'countdown': ('right', 'legal'),
     'gem_guess': ('success', 'moves'),
     'guess_number': ('found', 'guesses'),
+    'reasoning_gym_sums': ('solved', 'answered'),
+    'textarena_nim': ('won', 'moves'),
 }
 
 

@@ -11,13 +11,14 @@ from typing import Any
 
 from stppo_jax import plugins
 from stppo_jax import tasks as task_files
-from stppo_jax.envs import gem
+from stppo_jax.adapters import gem
+from stppo_jax.adapters import openenv
+from stppo_jax.adapters import reasoning_gym
+from stppo_jax.adapters import textarena
 from stppo_jax.envs import program
 from stppo_jax.envs import protocol
-from stppo_jax.envs import reasoning_gym
 from stppo_jax.envs import rewards
 from stppo_jax.envs import search
-from stppo_jax.envs import textarena
 from stppo_jax.envs import tool_runners
 from stppo_jax.envs import tools
 from stppo_jax.retrieval import kinds
@@ -28,6 +29,7 @@ from stppo_jax.types import UserError
 # What stands before the first ':' of `env.kind` -> function (the rest) -> environment class.
 ADAPTERS: dict[str, Callable[[str], Any]] = {
     'gem': gem.make,
+    'openenv': openenv.make,
     'reasoning_gym': reasoning_gym.make,
     'textarena': textarena.make,
 }

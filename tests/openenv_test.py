@@ -1,0 +1,110 @@
+"""OpenEnv's client against a server of the real package, started here; skipped without it."""
+
+import importlib.util
+import pathlib
+import random
+import socket
+import subprocess
+import sys
+import time
+
+from absl.testing import absltest
+
+from stppo_jax import config as schema
+from stppo_jax import validation
+from stppo_jax.rollout import seams
+from stppo_jax.types import Task
+from stppo_jax.types import UserError
+
+SERVER = pathlib.Path(__file__).parent / 'support' / 'openenv_server.py'
+SESSIONS = 3
+
+
+def resolve(url, **options):
+  config = schema.Config()
+  config.env.kind, config.env.options = f'openenv:{url}', options
+  config.retriever.kind = 'none'
+  return seams.resolve(validation.validate(config)).env
+
+
+class OpenEnvTest(absltest.TestCase):
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    if not all(map(importlib.util.find_spec, ('openenv', 'websockets'))):
+      raise absltest.SkipTest('openenv-core is not installed')
+    with socket.socket() as free:
+      free.bind(('127.0.0.1', 0))
+      port = free.getsockname()[1]
+    command = [sys.executable, str(SERVER), str(port), str(SESSIONS)]
+    cls.server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    cls.addClassCleanup(cls.server.wait)
+    cls.addClassCleanup(cls.server.kill)
+    cls.url = f'http://127.0.0.1:{port}'
+    for _ in range(600):
+      with socket.socket() as probe:
+        if not probe.connect_ex(('127.0.0.1', port)):
+          return
+      time.sleep(0.1)
+    raise AssertionError('the server does not start')
+
+  def start(self, seed, **options):
+    env = resolve(self.url, **options)(Task('t', seed=seed), seed)
+    self.addCleanup(env._close)
+    return env, env.reset(seed=seed)
+
+  def test_two_episodes_at_once_have_sessions_and_seeds_of_their_own(self):
+    (one, first), (two, second) = self.start(1), self.start(2)
+    self.assertEqual((first, second), (('seed 1: guess', {}), ('seed 2: guess', {})))
+    numbers = [random.Random(seed).randint(0, 9) for seed in (1, 2)]
+    wrong = [(number + 1) % 10 for number in numbers]
+    for env, number, guess in zip((one, two), numbers, wrong):
+      text, reward, terminated, truncated, info = env.step(f'{{"guess": {guess}}}')
+      self.assertEqual(text, 'higher' if guess < number else 'lower')
+      self.assertEqual((reward, terminated, truncated), (0.25, False, False))
+      self.assertEqual(info, {'action': 'move', 'metrics': {'tries': 1.0}})
+    for env, number in zip((one, two), numbers):
+      text, reward, terminated, _, info = env.step(f'{{"guess": {number}}}')
+      self.assertEqual((text, reward, terminated), ('', 1.0, True))
+      self.assertEqual(info['metrics'], {'tries': 2.0})
+
+  def test_an_action_that_is_not_accepted_is_told(self):
+    env, _ = self.start(3)
+    for text in ('5', 'five', '{"guess": "five"}', '{"gess": 5}', '[', '{"guess": 5, "x": 1}'):
+      observation, reward, terminated, _, info = env.step(text)
+      self.assertStartsWith(observation, 'Error: the action is not accepted')
+      self.assertEqual((reward, terminated, info['action']), (0.0, False, 'invalid'))
+    self.assertEqual(env.step('{"guess": 99}')[4]['action'], 'move')
+
+  def test_a_game_that_breaks_is_masked_and_counted(self):
+    env, _ = self.start(4)
+    _, reward, terminated, truncated, info = env.step('{"guess": 13}')
+    self.assertEqual((reward, terminated, truncated), (0.0, True, True))
+    self.assertTrue(info['retrieval_failed'])
+
+  def test_the_text_is_one_field_of_the_action(self):
+    options = dict(action_field='guess', stop_strings=['.'], observation_field='tries')
+    env, (text, _) = self.start(5, **options, instructions='Go. ')
+    self.assertEqual(text, 'Go. 0')
+    self.assertEqual(env.step('99.')[0], '1')
+
+  def test_a_server_without_room_is_one_line(self):
+    sessions = [self.start(seed)[0] for seed in range(SESSIONS)]
+    with self.assertRaisesRegex(UserError, 'starts no episode .*max_concurrent_envs') as caught:
+      self.start(9)
+    self.assertNotIn('\n', str(caught.exception))
+    del sessions[0]  # an episode that a limit ended
+    self.doCleanups()
+    self.start(9)
+
+  def test_addresses(self):
+    for url in ('localhost:8000', 'ftp://x', 'http://'):
+      with self.assertRaisesRegex(UserError, 'an address is needed'):
+        resolve(url)
+    with self.assertRaisesRegex(UserError, 'starts no episode .*start the server'):
+      resolve('http://127.0.0.1:9', timeout_s=2)(Task('t'), 0).reset(seed=0)
+
+
+if __name__ == '__main__':
+  absltest.main()
