@@ -26,13 +26,15 @@ SEQUENCE = TOKEN | {'algorithm.ratio': 'sequence'}
 PAPER = {'algorithm.divisor': 'paper'}
 RELATIVE = {'algorithm.divisor': 'relative', 'algorithm.divide': 'step'}
 # Controls, found by mechanism/calibration.py on seeds 1000 to 1015: plain clipping whose mean step
-# is that of a divided cell, and bounds of turn ratios that clip as many tokens as token PPO's of .2.
+# is that of a divided cell; bounds that clip as many tokens as token PPO's of .2.
 MATCHED = {
     'calm': {
         'turn_ppo+clip_of_ppo': TURN | {'algorithm.clip_low': 0.181, 'algorithm.clip_high': 0.181}
     },
     'reuse': {
         'turn_ppo+clip_of_ppo': TURN | {'algorithm.clip_low': 0.376, 'algorithm.clip_high': 0.376},
+        'sequence_ppo+clip_of_ppo': SEQUENCE
+        | {'algorithm.clip_low': 0.425, 'algorithm.clip_high': 0.425},
         'ppo+step_of.relative.step': TOKEN | {'actor.lr': 1.63e-3},
         'ppo+step_of.paper.before_clip': TOKEN | {'actor.lr': 4.31e-3},
     },
