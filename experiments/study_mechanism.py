@@ -29,7 +29,8 @@ RELATIVE = {'algorithm.divisor': 'relative', 'algorithm.divide': 'step'}
 # is that of a divided cell; bounds that clip as many tokens as token PPO's of .2.
 MATCHED = {
     'calm': {
-        'turn_ppo+clip_of_ppo': TURN | {'algorithm.clip_low': 0.181, 'algorithm.clip_high': 0.181}
+        'turn_ppo+clip_of_ppo': TURN | {'algorithm.clip_low': 0.181, 'algorithm.clip_high': 0.181},
+        'ppo+step_of.relative.step': TOKEN | {'actor.lr': 6.59e-4},
     },
     'reuse': {
         'turn_ppo+clip_of_ppo': TURN | {'algorithm.clip_low': 0.376, 'algorithm.clip_high': 0.376},
