@@ -7,9 +7,8 @@ v0.2, the likely base of the paper's runs, unless a meaning states more. See als
 import dataclasses
 from typing import Any
 
-from stppo_jax.settings import Rules as Rules
-from stppo_jax.settings import setting
 from stppo_jax.types import Section
+from stppo_jax.types import setting
 
 LORA_TARGETS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
 
@@ -39,8 +38,9 @@ class Env(Section):
   """The environment: what the agent reads, and its rewards."""
 
   kind: str = setting(
-      'search', "the environment; for a class of your own see envs/protocol.py. Those of other "
-      "packages: 'gem:ID', 'textarena:ID', 'reasoning_gym:NAME'",
+      'search', "the environment; for a class of your own see envs/protocol.py, and for an agent "
+      "program, 'gateway:module:attribute', envs/program.py. Those of other packages: 'gem:ID', "
+      "'textarena:ID', 'reasoning_gym:NAME'",
       allowed=('search', 'tools'), plugin=True, prefixes=('gem', 'textarena', 'reasoning_gym'))
   options: dict[str, Any] = setting(
       {}, "keyword arguments of the environment's class; --config.env.options.NAME=VALUE sets one")

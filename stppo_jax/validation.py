@@ -15,7 +15,7 @@ from typing import Any
 
 from stppo_jax.config import Config
 from stppo_jax.config import HEALTH_RULES
-from stppo_jax.settings import Rules
+from stppo_jax.types import Rules
 from stppo_jax.types import UserError
 
 

@@ -1,6 +1,7 @@
 """The gallery: every folder loads, and its smoke form runs in the real loop."""
 
 import ast
+import importlib
 import importlib.util
 import json
 import os

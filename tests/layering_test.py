@@ -11,7 +11,6 @@ PACKAGE = ROOT / 'stppo_jax'
 # Rooms and modules from the bottom up: each may import those before it, and itself.
 ORDER = (
     'types',
-    'settings',
     'config',
     'validation',
     'plugins',

@@ -231,7 +231,13 @@ class TrainingTest(absltest.TestCase):
     self.assertEqual(lines[-1]['env/segments/mean'], 1)
     records = open(folder + '/episodes/train_000001.jsonl', encoding='utf-8').readlines()
     self.assertLen(records, 8)
-    self.assertIn('search', records[0])
+    self.assertIn(
+        '<search>',
+        ''.join(
+            json.loads(record)['question'] + ''.join(json.loads(record)['pieces'])
+            for record in records
+        ),
+    )
 
 
 if __name__ == '__main__':

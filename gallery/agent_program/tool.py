@@ -7,9 +7,10 @@ from stppo_jax.retrieval import bm25
 
 
 def search(query: str) -> str:
-  """Returns the title and text of the best passage."""
-  (passage,) = _index().search([query], 1)[0]
-  return f'{passage.title}: {passage.text}'
+  """Returns the title and text of the best passage, if any has a word of the query."""
+  for passage in _index().search([query], 1)[0]:
+    return f'{passage.title}: {passage.text}'
+  return 'nothing found'
 
 
 @functools.cache

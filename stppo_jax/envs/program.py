@@ -16,7 +16,7 @@ from typing import Any
 from stppo_jax import types
 from stppo_jax.envs import protocol
 
-PREFIX = 'gateway:'
+PREFIX = 'gateway'  # of `env.kind`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,5 +58,4 @@ def make_kind(
   if not callable(function):
     raise types.UserError(f'config.env.kind={name!r}: a function is needed, not {function!r}')
   program = Program(function, dict(options), reward)
-  core = protocol.texts(name, 'core_metrics', getattr(function, 'core_metrics', ()))
-  return protocol.Kind(program, {}, (), 'inline', core, uses_global_random=False)
+  return protocol.Kind(program, {}, (), 'inline', (), uses_global_random=False)

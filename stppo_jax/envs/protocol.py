@@ -131,9 +131,9 @@ def make_kind(name: str, make: Any, offered: Mapping[str, Any], options: Mapping
   kind = Kind(
       make,
       settings,
-      texts(name, 'stop_strings', attribute('stop_strings', ())),
+      _texts(name, 'stop_strings', attribute('stop_strings', ())),
       attribute('frame', 'inline'),
-      texts(name, 'core_metrics', attribute('core_metrics', ())),
+      _texts(name, 'core_metrics', attribute('core_metrics', ())),
       bool(attribute('uses_global_random', True)),
       attribute('load_tasks', None),
   )
@@ -233,7 +233,7 @@ def _set_global_random(state):
   np.random.set_state(numpy_state)
 
 
-def texts(name: str, attribute: str, texts: Any) -> tuple[str, ...]:
+def _texts(name, attribute, texts):
   """Returns an attribute that is a tuple of texts. UserError: anything else, a single text too."""
   if isinstance(texts, str) or not all(isinstance(text, str) and text for text in texts):
     raise types.UserError(

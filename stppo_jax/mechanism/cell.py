@@ -14,9 +14,9 @@ from stppo_jax import config as schema
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
 from stppo_jax.mechanism import chain as chain_lib
-from stppo_jax.settings import setting
 from stppo_jax.training import learner
 from stppo_jax.types import Section
+from stppo_jax.types import setting
 from stppo_jax.types import UserError
 
 # Settings of the ordinary schema that the mechanism has, besides all of `algorithm`, `actor` and

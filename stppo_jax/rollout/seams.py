@@ -84,30 +84,26 @@ def resolve(config) -> Seams:
   if env.tools:
     limits = tool_runners.Limits(env.tool_timeout_s, env.tool_max_chars)
     offered['tools'] = tools.load(tuple(env.tools), limits)
-  kind = _kind(env, offered)
+  prefix, _, rest = env.kind.partition(':')
+  if prefix == program.PREFIX:
+    function = plugins.load('env.kind', rest, {})
+    kind = program.make_kind(env.kind, function, env.options, offered['reward'])
+  else:
+    adapter = rest and ADAPTERS.get(prefix)
+    make = adapter(rest) if adapter else plugins.load('env.kind', env.kind, ENVIRONMENTS)
+    kind = protocol.make_kind(env.kind, make, offered, env.options)
   if env.tools and 'tools' not in kind.settings:
     raise UserError(
         f'config.env.tools={env.tools!r}: {env.kind} uses none, set --config.env.kind=tools'
     )
-  if not isinstance(kind.make, program.Program) and ':' in reward and 'reward' not in kind.settings:
+  takes_reward = 'reward' in kind.settings or isinstance(kind.make, program.Program)
+  if ':' in reward and not takes_reward:
     raise UserError(
         f'config.env.reward={reward!r}: {env.kind} scores by itself, its constructor has no '
         '`reward`: leave it out'
     )
   retriever = _function('retriever.kind', config.retriever.kind, kinds.RETRIEVERS)
   return Seams(config, kind, retriever, _source(config.data.source))
-
-
-def _kind(env, offered):
-  """Returns the environment that `env.kind` names: an adapter's, an agent program, or a class."""
-  prefix, _, rest = env.kind.partition(':')
-  if rest and prefix in ADAPTERS:
-    return protocol.make_kind(env.kind, ADAPTERS[prefix](rest), offered, env.options)
-  if env.kind.startswith(program.PREFIX):
-    function = plugins.load('env.kind', rest, {})
-    return program.make_kind(env.kind, function, env.options, offered['reward'])
-  make = plugins.load('env.kind', env.kind, ENVIRONMENTS)
-  return protocol.make_kind(env.kind, make, offered, env.options)
 
 
 def _function(field, name, built_in):
