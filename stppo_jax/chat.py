@@ -43,7 +43,7 @@ class Tokenizer:
   eos_ids: tuple[int, ...]  # each of them ends a turn; may be empty
   pad_id: int
   token_bytes: tuple[bytes, ...]  # [V]; empty for an id that has no token
-  render: Callable[[_Messages], str] | None  # messages -> text with generation prompt; None: none
+  render: Callable[..., str] | None  # messages -> text with generation prompt; None: none
   text_library: tokenizers.Tokenizer  # control tokens inside a text stay text
   control_library: tokenizers.Tokenizer  # control tokens inside a text become control tokens
   passage_library: tokenizers.Tokenizer  # without control tokens and other added tokens
@@ -129,14 +129,19 @@ def check_matches(tokenizer: Tokenizer, model_vocab_size: int) -> None:
     )
 
 
-def encode_prompt(tokenizer: Tokenizer, user_message: str) -> list[int]:
+def encode_prompt(
+    tokenizer: Tokenizer, user_message: str, tools: Sequence[dict] = (), declaration: str = ''
+) -> list[int]:
   """Returns one user message, with a chat template as its first turn and the generation prompt.
 
-  No text of a message becomes a control token.
+  No text of a message becomes a control token. `tools` (schemas) are shown by the template, or by
+  the text `declaration` before the message where the template does not show them.
   """
   if tokenizer.render is None:
-    return tokenizer.encode(user_message)
-  before, after, form = _around(tokenizer, [], 'user')
+    return tokenizer.encode(declaration + user_message)
+  before, after, form = _around(tokenizer, [], 'user', tools)
+  if tools and tools[0]['function']['name'] not in before + after:
+    user_message = declaration + user_message
   return _Frame.split(tokenizer, before, after, form).around(user_message, tokenizer.encode)
 
 
@@ -239,12 +244,15 @@ def make_framing(tokenizer: Tokenizer, frame: str, limit: int) -> Framing:
 _ANSWER = 'The-agent-says-this'
 
 
-def _around(tokenizer: Tokenizer, messages: _Messages, role: str) -> tuple[str, str, str]:
+def _around(
+    tokenizer: Tokenizer, messages: _Messages, role: str, tools: Sequence[dict] = ()
+) -> tuple[str, str, str]:
   """Returns (text before, text after, form) of the content of one more message with this role."""
   assert tokenizer.render is not None
   probe = ' Probe "1"\n '
   try:
-    text = tokenizer.render([*messages, {'role': role, 'content': probe}])
+    also = {'tools': list(tools)} if tools else {}
+    text = tokenizer.render([*messages, {'role': role, 'content': probe}], **also)
   except Exception as error:  # a template may raise anything
     raise types.UserError(
         f'the chat template of {tokenizer.folder!r} cannot show a turn of role {role!r} ({error}): '
@@ -408,7 +416,7 @@ def _token_name(entry: str | dict | None) -> str:
   return name if isinstance(name, str) else ''
 
 
-def _chat_renderer(folder: str, settings: dict) -> Callable[[_Messages], str] | None:
+def _chat_renderer(folder: str, settings: dict) -> Callable[..., str] | None:
   has_file = os.path.isfile(os.path.join(folder, 'chat_template.jinja'))
   if not has_file and not settings.get('chat_template'):
     return None

@@ -6,40 +6,11 @@ v0.2, the likely base of the paper's runs, unless a meaning states more. See als
 
 import dataclasses
 from typing import Any
-from typing import TypeVar
 
 from stppo_jax.types import Section
+from stppo_jax.types import setting
 
 LORA_TARGETS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
-T = TypeVar('T')
-
-
-@dataclasses.dataclass(frozen=True)
-class Rules:
-  """The meaning and the bounds of a field, stored with its default.
-
-  Bounds hold for each item of a tuple.
-  """
-
-  meaning: str
-  allowed: tuple = ()  # the values it may have; empty: any
-  items: tuple[str, ...] = ()  # what the items of a tuple may be; empty: any
-  at_least: float | None = None
-  at_most: float | None = None
-  above: float | None = None
-  below: float | None = None
-  finite: bool = True  # neither NaN nor infinite
-  plugin: bool = False  # also takes 'module:attribute', see plugins.py
-  may_change: bool = False  # a resumed run may differ: no number computed so far depends on it
-
-
-def setting(default: T, meaning: str, **rules: Any) -> T:
-  """Returns a dataclass field; `rules` are fields of `Rules`."""
-  metadata = {'rules': Rules(meaning, **rules)}
-  if isinstance(default, dict):
-    make: Any = default.copy
-    return dataclasses.field(default_factory=make, metadata=metadata)
-  return dataclasses.field(default=default, metadata=metadata)
 
 
 # A table, laid out by hand.
@@ -53,7 +24,8 @@ class Data(Section):
   source: str = setting(
       'embedded',
       'a folder with qa.jsonl and corpus.jsonl, a .jsonl, a Search-R1 .parquet, several of them '
-      'with commas between, or a function (split) -> list of types.Task',
+      "with commas between, or a function (split) -> list of types.Task; 'embedded' are the "
+      "package's own questions, or those of an environment that brings its own",
       plugin=True)
   corpus: str = setting('', 'folder or .jsonl of passages; empty: the same as `source`')
   train_split: str = setting('train', 'the questions to train on')
@@ -66,8 +38,9 @@ class Env(Section):
   """The environment: what the agent reads, and its rewards."""
 
   kind: str = setting(
-      'search', 'the environment; for a class of your own see envs/protocol.py',
-      allowed=('search',), plugin=True)
+      'search', "the environment; for a class of your own see envs/protocol.py. Those of other "
+      "packages: 'gem:ID', 'textarena:ID', 'reasoning_gym:NAME'",
+      allowed=('search', 'tools'), plugin=True, prefixes=('gem', 'textarena', 'reasoning_gym'))
   options: dict[str, Any] = setting(
       {}, "keyword arguments of the environment's class; --config.env.options.NAME=VALUE sets one")
   prompt: str = setting(
@@ -80,6 +53,12 @@ class Env(Section):
   reward: str = setting(
       'em', 'score of an answer; or a function of your own (task, answer, transcript) -> float',
       allowed=('em', 'sub_em', 'f1', 'format'), plugin=True)
+  tools: tuple[str, ...] = setting(
+      (), "of the environment 'tools': 'calculator', 'search', functions of your own as "
+      "module:function, or 'mcp:COMMAND ARGUMENTS' for all tools of an MCP server")
+  tool_timeout_s: float = setting(
+      10.0, 'seconds after which a call is given up and its process killed', above=0)
+  tool_max_chars: int = setting(2000, 'characters of a result; a longer one is cut', at_least=1)
 
 
 @dataclasses.dataclass

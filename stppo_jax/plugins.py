@@ -41,6 +41,7 @@ def named(config: Any) -> dict[str, str]:
       path: value
       for path, rules, value in validation.fields(config)
       if rules.plugin and isinstance(value, str) and ':' in value and not os.path.exists(value)
+      if value.partition(':')[0] not in rules.prefixes
   }
 
 

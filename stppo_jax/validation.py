@@ -15,7 +15,7 @@ from typing import Any
 
 from stppo_jax.config import Config
 from stppo_jax.config import HEALTH_RULES
-from stppo_jax.config import Rules
+from stppo_jax.types import Rules
 from stppo_jax.types import UserError
 
 
@@ -192,7 +192,18 @@ def _check_environment(config: Config) -> None:
         f'config.retriever.kind={retriever.kind!r} needs a text encoder: set '
         '--config.retriever.encoder=FOLDER, a BERT-class model in Hugging Face format'
     )
-  if retriever.kind == 'none' and config.env.kind == 'search' and config.env.max_turns:
+  kind, tools = config.env.kind, config.env.tools
+  if kind == 'tools' and not tools:
+    raise UserError(
+        "config.env.kind='tools' needs tools: name some, as in "
+        "--config.env.tools=\"('calculator', 'search')\""
+    )
+  if retriever.kind == 'none' and 'search' in tools:
+    raise UserError(
+        "config.retriever.kind='none' leaves the tool 'search' nothing to search: take it out of "
+        'config.env.tools, or give another retriever'
+    )
+  if retriever.kind == 'none' and kind == 'search' and config.env.max_turns:
     raise UserError(
         "config.retriever.kind='none' leaves the search environment nothing to search: set "
         '--config.env.max_turns=0 (closed-book), or another retriever or environment'

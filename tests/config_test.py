@@ -23,6 +23,7 @@ from stppo_jax.models import hf_config
 from stppo_jax.models import lora
 from stppo_jax.retrieval import http
 from stppo_jax.retrieval import kinds
+from stppo_jax.rollout import seams
 from stppo_jax.training import learner
 from stppo_jax.types import UserError
 
@@ -249,7 +250,7 @@ class TablesTest(absltest.TestCase):
     }
     tables = {f'algorithm.{name}': set(allowed) for name, allowed in overrides.items()} | {
         'env.prompt': set(search.STYLES),
-        'env.kind': set(search.ENVIRONMENTS),
+        'env.kind': set(seams.ENVIRONMENTS),
         'env.reward': set(rewards.REWARDS),
         'retriever.kind': set(kinds.RETRIEVERS),
         'retriever.dialect': set(http.DIALECTS),

@@ -138,6 +138,20 @@ class OffPolicyTest(parameterized.TestCase):
     np.testing.assert_allclose(got, -gradient, atol=1e-6)
     np.testing.assert_allclose(aux['pg_loss'], -value, atol=1e-6)
 
+  def test_effective_share_by_hand(self):
+    mask = np.array([[1.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    share = lambda log_ratio: float(
+        off_policy.effective_share(jnp.asarray(log_ratio), jnp.zeros((3, 3)), mask)
+    )
+    # Products: 2 x 1.5 = 3 and 1; the last row has no agent tokens. (3 + 1)^2 / (9 + 1) / 2 = .8.
+    log_ratio = np.log([[2.0, 1.5, 7.0], [7.0, 1.0, 7.0], [7.0, 7.0, 7.0]])
+    self.assertAlmostEqual(share(log_ratio), 0.8, places=6)
+    self.assertAlmostEqual(share(np.zeros((3, 3))), 1, places=6)
+    # One of two rows has all the weight; and no overflow.
+    self.assertAlmostEqual(share([[400.0, 400, 0], [0, -400, 0], [0, 0, 0]]), 0.5, places=6)
+    nothing = off_policy.effective_share(jnp.zeros((1, 2)), jnp.zeros((1, 2)), np.zeros((1, 2)))
+    self.assertEqual(nothing, 1)
+
   def test_metrics_by_hand(self):
     behaviour = np.full(TURN_IDS.shape, -2.0, np.float32)
     of = lambda *options: {

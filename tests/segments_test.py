@@ -106,6 +106,15 @@ class SegmentsTest(chex.TestCase):
         _ratio(*args, one_turn, 'turn'), _ratio(*args, batch.turn_ids, 'sequence'), rtol=1e-12
     )
 
+  def test_chunks_count_agent_tokens_of_any_turn(self):
+    turn_ids = jnp.array([[0, 1, 1, 0, 2, 2, 2, 0], [1, 0, 0, 0, 0, 0, 0, 0]])
+    mask = (turn_ids > 0).astype(jnp.float64)
+    ids = lambda length: segments.segment_ids('chunk', mask, turn_ids, length)[0]
+    np.testing.assert_array_equal(ids(2)[0], [0, 1, 1, 0, 2, 2, 3, 0])
+    np.testing.assert_array_equal(ids(3)[0], [0, 1, 1, 0, 1, 2, 2, 0])
+    np.testing.assert_array_equal(ids(3)[1], [1, 0, 0, 0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(ids(8), segments.segment_ids('sequence', mask, turn_ids)[0])
+
   def test_a_product_is_the_ratio_of_the_segments_probabilities(self):
     """Turns (2, .5, 4) and (.5): products 4 and .5; the gradient of each token is the ratio."""
     turn_ids = jnp.array([[1, 0, 1, 1, 2]])

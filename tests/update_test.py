@@ -164,7 +164,7 @@ def off_policy_batch(spec, mesh):
 def undivided(spec):
   """The spec without what divides the gradient, which does not change the batch."""
   variant = dataclasses.replace(
-      spec.variant, divisor='none', norm_of='gradient', divide='before_clip'
+      spec.variant, divisor='none', norm_of='gradient', divide='before_clip', step_scale='none'
   )
   return dataclasses.replace(spec, variant=variant, critic_warmup=0, actor_clip=math.inf)
 
@@ -455,6 +455,21 @@ class UpdateTest(parameterized.TestCase):
     self.assertGreater(abs(np.log(metrics['stppo/divisor'])), 0.1)
     expected = jax.tree.map(lambda x: x / metrics['stppo/divisor'], change)
     chex.assert_trees_all_close(divided, expected, rtol=1e-3, atol=1e-7)
+
+  def test_the_effective_share_scales_the_step(self):
+    """VCPO: the root of ESS / B multiplies the step, with what a divisor makes of it."""
+    mesh, seen = one_device(), {}
+    for scale, divide in (('none', 'before_clip'), ('ess', 'before_clip'), ('ess', 'step')):
+      spec = make_spec('st_ppo', step_scale=scale, divide=divide)
+      batch, state = off_policy_batch(make_spec('st_ppo'), mesh), make_state(spec, mesh)
+      batch = dataclasses.replace(batch, behaviour_logp=batch.old_logp)
+      _, seen[scale, divide], _ = jax.device_get(step(functions_of(spec, mesh), spec, state, batch))
+    plain, scaled = seen['none', 'before_clip'], seen['ess', 'before_clip']
+    share = plain['stppo/ess_share']
+    self.assertBetween(share, 0.1, 0.95)
+    for metrics in (scaled, seen['ess', 'step']):  # descent is linear: either order is the same
+      for name in ('stppo/step_norm', 'stppo/applied_factor'):
+        np.testing.assert_allclose(metrics[name], plain[name] * share**0.5, rtol=1e-4)
 
   def test_norm_of_loss_divides_by_the_clipped_part_of_the_objective(self):
     row = dataclasses.replace(variants.VARIANTS['st_ppo'], norm_of='loss')

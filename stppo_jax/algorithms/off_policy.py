@@ -108,7 +108,8 @@ def effective_share(
   chex.assert_equal_shape([logp, behaviour_logp, action_mask])
   mask = action_mask.astype(logp.dtype)
   rows = mask.any(axis=1)
-  log_w = jnp.where(rows, jnp.sum((logp - behaviour_logp) * mask, axis=1), -jnp.inf)
+  log_ratio = jnp.where(mask > 0, logp - behaviour_logp, 0)
+  log_w = jnp.where(rows, log_ratio.sum(axis=1), -jnp.inf)
   log_w = jax.lax.stop_gradient(log_w)
   # Of the largest: a share does not depend on a common factor, and nothing overflows.
   log_w -= jnp.where(rows.any(), log_w.max(), 0)

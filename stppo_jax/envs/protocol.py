@@ -1,8 +1,8 @@
 """The interface of an environment to the rollout: methods, random state and settings.
 
-An environment is named by `config.env.kind`: a short name of `search.ENVIRONMENTS`, or
-`module:attribute`. Its interface is that of GEM: `reset` and `step`. It may also have these class
-attributes:
+An environment is named by `config.env.kind`: a short name or a prefix of rollout/seams.py (such as
+'search', 'gem:ID'), or `module:attribute`. Its interface is that of GEM: `reset` and `step`. It may
+also have these class attributes:
 
   stop_strings   texts that end a turn of the agent; the eos token always does.    Default: ()
   frame          where an observation goes: 'inline' appends its text to the agent's turn, 'user'
@@ -10,6 +10,10 @@ attributes:
   core_metrics   those of `info['metrics']` that are scores, the main one first.   Default: ()
   uses_global_random   False means that Python's and NumPy's global random state are not used and
                  need no isolation.                                                Default: True
+  load_tasks     a function split -> list of Task, of an environment that brings its own: they are
+                 played where `config.data.source` is left at 'embedded'.          Default: None
+  attributes     a function of the settings (constructor's arguments by keyword) -> dict of those of
+                 the above that depend on them.                                    Default: none
 
 `step` may return in `info`: `metrics` (a dict of numbers, of which the last value of an episode
 counts), `action` (the kind of action, 'invalid' where there was none), `prefix` and `suffix` (text
@@ -22,16 +26,23 @@ that name. Options win over these.
 """
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import difflib
+import importlib
 import inspect
+import logging
+import math
 import random
 import threading
 from typing import Any
 from typing import Protocol
 from typing import runtime_checkable
+import zlib
 
+from absl import logging as absl_logging
 import numpy as np
 
 from stppo_jax import types
@@ -66,6 +77,7 @@ class Kind:
   frame: str
   core_metrics: tuple[str, ...]
   uses_global_random: bool
+  load_tasks: Callable[[str], list[types.Task]] | None = None
 
   def __call__(self, task: types.Task, seed: int) -> Env:
     make = lambda: self.make(task, **self.settings)
@@ -112,13 +124,18 @@ def make_kind(name: str, make: Any, offered: Mapping[str, Any], options: Mapping
         f'config.env.kind={name!r} needs {", ".join(missing)}: set '
         f'--config.env.options.{missing[0]}=..'
     )
+  depend = make.attributes(settings) if hasattr(make, 'attributes') else {}
+  attribute: Callable[[str, Any], Any] = lambda key, default: depend.get(
+      key, getattr(make, key, default)
+  )
   kind = Kind(
       make,
       settings,
-      _texts(name, make, 'stop_strings'),
-      getattr(make, 'frame', 'inline'),
-      _texts(name, make, 'core_metrics'),
-      bool(getattr(make, 'uses_global_random', True)),
+      _texts(name, 'stop_strings', attribute('stop_strings', ())),
+      attribute('frame', 'inline'),
+      _texts(name, 'core_metrics', attribute('core_metrics', ())),
+      bool(attribute('uses_global_random', True)),
+      attribute('load_tasks', None),
   )
   if kind.frame not in FRAMES:
     raise types.UserError(
@@ -216,13 +233,78 @@ def _set_global_random(state):
   np.random.set_state(numpy_state)
 
 
-def _texts(name, make, attribute):
-  """Returns a class attribute that is a tuple of texts. UserError: anything else, a single text
-  too.
-  """
-  texts = getattr(make, attribute, ())
+def _texts(name, attribute, texts):
+  """Returns an attribute that is a tuple of texts. UserError: anything else, a single text too."""
   if isinstance(texts, str) or not all(isinstance(text, str) and text for text in texts):
     raise types.UserError(
         f'config.env.kind={name!r}: its {attribute} is {texts!r}; a tuple of texts is needed'
     )
   return tuple(texts)
+
+
+def import_peer(kind: str, module: str, extra: str) -> Any:
+  """Imports the package of an adapter. UserError: it is not there; `extra` installs it.
+
+  Handlers that it adds to the root logger are removed.
+  """
+  handlers, level = list(logging.root.handlers), logging.root.level
+  try:
+    return importlib.import_module(module)
+  except ImportError as error:
+    raise types.UserError(
+        f'config.env.kind={kind!r} needs the package {module} ({error}): '
+        f"pip install 'stppo-jax[{extra}]'"
+    ) from error
+  finally:
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> types.UserError:
+  """Returns the error for an ID that a package does not have, with those that are like it."""
+  known = sorted(known)
+  lower = {other.lower(): other for other in known}
+  near = difflib.get_close_matches(name.lower(), lower, n=4, cutoff=0.4)
+  shown = ', '.join([lower[other] for other in near] or known[:8])
+  return types.UserError(
+      f'config.env.kind={kind!r}: there is no {name!r} among its {len(known)} environments; '
+      f'{"close to it" if near else "there"} are {shown}'
+  )
+
+
+NUM_SEEDS = {'train': 10_000}  # and 256 of any other split
+
+
+def seed_tasks(dataset: str, split: str) -> list[types.Task]:
+  """Makes the tasks of a procedural environment: a task is its seed, and no two splits share one.
+
+  They may still share an instance, where a game has few.
+  """
+  start = 0 if split == 'train' else NUM_SEEDS['train'] + zlib.crc32(split.encode()) % 2**30
+  return [
+      types.Task(f'{split}-{seed}', dataset=dataset, split=split, seed=seed)
+      for seed in range(start, start + NUM_SEEDS.get(split, 256))
+  ]
+
+
+def numbers(info: Mapping[str, Any]) -> dict[str, float]:
+  """Returns the finite numbers of an info dict: what an environment of another package logs."""
+  found = {}
+  for name, value in info.items():
+    if isinstance(value, bool | int | float | np.number) and math.isfinite(value):
+      found[str(name)] = float(value)
+  return found
+
+
+def failed_step(error: Exception, metrics: Mapping[str, float]) -> Step:
+  """Returns the end of an episode whose environment raised: not trained on, and counted.
+
+  The code is another package's, and the text that it was given a model's.
+  """
+  absl_logging.log_first_n(absl_logging.WARNING, 'an environment raised %r in a step', 3, error)
+  info = {
+      'action': 'error',
+      'retrieval_failed': True,
+      'metrics': {**metrics, 'environment_failed': 1.0},
+  }
+  return '', 0.0, True, True, info

@@ -16,6 +16,7 @@ from stppo_jax.algorithms import variants
 from stppo_jax.mechanism import chain as chain_lib
 from stppo_jax.training import learner
 from stppo_jax.types import Section
+from stppo_jax.types import setting
 from stppo_jax.types import UserError
 
 # Settings of the ordinary schema that the mechanism has, besides all of `algorithm`, `actor` and
@@ -43,20 +44,20 @@ MAX_STALENESS = 8  # up to here, the staleness is a number too
 class Mechanism(Section):
   """The small task, its models, and their warm start."""
 
-  turns: int = schema.setting(3, 'turns per episode', at_least=1, at_most=20)
-  tokens: int = schema.setting(
+  turns: int = setting(3, 'turns per episode', at_least=1, at_most=20)
+  tokens: int = setting(
       3, 'tokens of a word at most; a turn has one more for its end', at_least=1, at_most=20)
-  vocabulary: int = schema.setting(8, 'tokens, without the end token', at_least=2, at_most=100)
-  keys: int = schema.setting(16, 'questions, and entries of each turn', at_least=2, at_most=1000)
-  rewards: str = schema.setting(
+  vocabulary: int = setting(8, 'tokens, without the end token', at_least=2, at_most=100)
+  keys: int = setting(16, 'questions, and entries of each turn', at_least=2, at_most=1000)
+  rewards: str = setting(
       'end', "'end': 1 for a wholly right episode; 'turn': a share per turn while all is right",
       allowed=('end', 'turn'))
-  hidden: int = schema.setting(32, 'width of the two hidden layers', at_least=1, at_most=1024)
-  warm_steps: int = schema.setting(
+  hidden: int = setting(32, 'width of the two hidden layers', at_least=1, at_most=1024)
+  warm_steps: int = setting(
       300, 'supervised steps on demonstrations, before anything is measured', at_least=0)
-  warm_lr: float = schema.setting(1e-2, 'their learning rate', at_least=0)
-  warm_episodes: int = schema.setting(64, 'demonstrations per step', at_least=1)
-  reliability: float = schema.setting(
+  warm_lr: float = setting(1e-2, 'their learning rate', at_least=0)
+  warm_episodes: int = setting(64, 'demonstrations per step', at_least=1)
+  reliability: float = setting(
       0.4, 'least share of right demonstrations of a word; each word draws its own up to 1',
       at_least=0, at_most=1)
 

@@ -189,7 +189,9 @@ def _train(cell, seed, world, actor):
     state, history = carry
     version = jnp.maximum(n - cell.staleness, 0) % cell.history
     sampler = jax.tree.map(lambda x: x[version], history)
-    state, metrics = one(cell, spec, world, actor, state, sampler, jax.random.fold_in(key, n))
+    state, metrics = run_update(
+        cell, spec, world, actor, state, sampler, jax.random.fold_in(key, n)
+    )
     put = lambda x, new: x.at[(n + 1) % cell.history].set(new)
     history = jax.tree.map(put, history, state.actor)
     return (state, history), metrics | _evaluate(cell.chain, world, state.actor)
@@ -239,7 +241,7 @@ def make_spec(cell: cells.Cell) -> train_state.Spec:
   )
 
 
-def one(
+def run_update(
     cell: cells.Cell,
     spec: train_state.Spec,
     world: chain_lib.World,

@@ -231,8 +231,8 @@ def _prompt_lengths(config, prepared, tasks):
   for i in range(0, len(tasks), max(1, -(-len(tasks) // _MOST_PROMPTS))):
     task = tasks[i]
     seed = config.seed if task.seed is None else task.seed
-    message = protocol.full_text(*prepared.env(task, seed).reset(seed=seed))
-    lengths.append(len(chat.encode_prompt(prepared.tokenizer, message)))
+    prompt = prepared.env(task, seed).reset(seed=seed)
+    lengths.append(len(episode_loop.first_prompt(prepared.tokenizer, *prompt)))
     if time.monotonic() > end:
       break
   return sum(not 0 < length <= longest for length in lengths), lengths

@@ -91,8 +91,7 @@ def play(
   episodes, prompts = [], []
   seeds = rows.seeds or episode_seeds(rows.keys)
   for env, task, group, seed in zip(envs, rows.tasks, rows.groups, seeds):
-    message = protocol.full_text(*env.reset(seed=seed if task.seed is None else task.seed))
-    ids = chat.encode_prompt(tokenizer, message)
+    ids = first_prompt(tokenizer, *env.reset(seed=seed if task.seed is None else task.seed))
     episode, prompt = _begin(task, group, ids, limits, rules.core_metrics)
     episodes.append(episode)
     prompts.append(prompt)
@@ -135,6 +134,12 @@ def episode_seeds(keys: jax.Array) -> list[int]:
   """Returns 31 bits per episode for `Env.reset`, from keys [B]; sampling uses none of them."""
   bits = jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, _SEED_STREAM)))(keys)
   return (np.asarray(bits) >> 1).tolist()
+
+
+def first_prompt(tokenizer: chat.Tokenizer, observation: str, info: dict) -> list[int]:
+  """Returns the prompt of what `Env.reset` gave, with its tools if it has some."""
+  message = protocol.full_text(observation, info)
+  return chat.encode_prompt(tokenizer, message, info.get('tools', ()), info.get('declaration', ''))
 
 
 def longest_prompt(limits: Limits) -> int:

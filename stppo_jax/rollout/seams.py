@@ -11,13 +11,26 @@ from typing import Any
 
 from stppo_jax import plugins
 from stppo_jax import tasks as task_files
+from stppo_jax.envs import gem
 from stppo_jax.envs import protocol
+from stppo_jax.envs import reasoning_gym
 from stppo_jax.envs import rewards
 from stppo_jax.envs import search
+from stppo_jax.envs import textarena
+from stppo_jax.envs import tool_runners
+from stppo_jax.envs import tools
 from stppo_jax.retrieval import kinds
 from stppo_jax.retrieval import protocol as retrieval_protocol
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
+
+# What stands before the first ':' of `env.kind` -> function (the rest) -> environment class.
+ADAPTERS: dict[str, Callable[[str], Any]] = {
+    'gem': gem.make,
+    'reasoning_gym': reasoning_gym.make,
+    'textarena': textarena.make,
+}
+ENVIRONMENTS = {**search.ENVIRONMENTS, 'tools': tools.ToolEnv}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +43,9 @@ class Seams:
   source: Callable[[str], list[Task]]  # split -> questions
 
   def make_retriever(self) -> retrieval_protocol.Retriever | None:
-    """Returns the retriever, over its corpus if it has one; None for 'none'."""
+    """Returns the retriever, over its corpus if it has one; None where nothing would use it."""
+    if 'retriever' not in self.env.settings:
+      return None
     data = self.config.data
     corpus = data.corpus or data.source
     return kinds.make(self.retriever, self.config.retriever, lambda: task_files.load_corpus(corpus))
@@ -44,7 +59,8 @@ class Seams:
   def load_tasks(self, split: str) -> list[Task]:
     """Returns the questions of a split, of the data sets that the config names."""
     data = self.config.data
-    tasks = self.source(split)
+    own = self.env.load_tasks if data.source == 'embedded' else None
+    tasks = (own or self.source)(split)
     known = sorted({task.dataset for task in tasks})
     if missing := sorted(set(data.datasets) - set(known)):
       raise UserError(
@@ -64,8 +80,19 @@ def resolve(config) -> Seams:
       'prompt': env.prompt,
       'reward': _function('env.reward', reward, rewards.REWARDS),
   }
-  make = plugins.load('env.kind', env.kind, search.ENVIRONMENTS)
+  if env.tools:
+    limits = tool_runners.Limits(env.tool_timeout_s, env.tool_max_chars)
+    offered['tools'] = tools.load(tuple(env.tools), limits)
+  prefix, _, rest = env.kind.partition(':')
+  if rest and prefix in ADAPTERS:
+    make = ADAPTERS[prefix](rest)
+  else:
+    make = plugins.load('env.kind', env.kind, ENVIRONMENTS)
   kind = protocol.make_kind(env.kind, make, offered, env.options)
+  if env.tools and 'tools' not in kind.settings:
+    raise UserError(
+        f'config.env.tools={env.tools!r}: {env.kind} uses none, set --config.env.kind=tools'
+    )
   if ':' in reward and 'reward' not in kind.settings:
     raise UserError(
         f'config.env.reward={reward!r}: {env.kind} scores by itself, its constructor has no '

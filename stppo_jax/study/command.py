@@ -1,13 +1,12 @@
 """The command --mode=study: plans the grid, runs what is left of it, and writes its page."""
 
 from collections.abc import Callable
-from collections.abc import Mapping
 from collections.abc import Sequence
-from typing import Any
 
 from stppo_jax import config as schema
 from stppo_jax.analysis import page
 from stppo_jax.analysis import summary
+from stppo_jax.mechanism import cell
 from stppo_jax.study import grid as grids
 from stppo_jax.study import results
 from stppo_jax.study import runner
@@ -36,7 +35,7 @@ def run(
     stop_requested: whether to end now; the same command goes on.
   """
   study, unchanged = grids.load(file)
-  jobs = grids.plan(study, config, unchanged, tuple(only), _check_mechanism)
+  jobs = grids.plan(study, config, unchanged, tuple(only), cell.make)
   runs = runner.Runner(workdir, study, jobs, command, runner.make_slots(num_jobs, devices))
   runs.run(stop_requested)
   print(runs.table())
@@ -50,7 +49,7 @@ def write_page(config: schema.Config, file: str, workdir: str) -> str:
   Results of a cell that has changed since, and of cells that are no more planned, are left out.
   """
   study, unchanged = grids.load(file)
-  jobs = grids.plan(study, config, unchanged, (), _check_mechanism)
+  jobs = grids.plan(study, config, unchanged, (), cell.make)
   records = results.of_jobs(jobs, results.read(results.folder(study.results, workdir)))
   numbers: dict[tuple[str, str, str], int] = {}
   for job in jobs:
@@ -60,9 +59,3 @@ def write_page(config: schema.Config, file: str, workdir: str) -> str:
       summary.Planned(*key, study.grids[key[0]].baseline, number) for key, number in numbers.items()
   ]
   return page.build(planned, records, study.page or workdir, study.claims)
-
-
-def _check_mechanism(overrides: Mapping[str, Any]) -> None:
-  from stppo_jax.mechanism import instrument  # here: a study of the system does without it
-
-  instrument.check(overrides)

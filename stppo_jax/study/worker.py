@@ -22,7 +22,7 @@ def main(folder: str) -> None:
   metrics = instrument.run(job['overrides'], len(job['seeds']), job['seeds'][0])
   path = os.path.join(folder, METRICS)
   with open(path + '.part', 'wb') as out:
-    np.savez_compressed(out, allow_pickle=False, **metrics)
+    np.savez_compressed(out, **metrics)  # type: ignore[arg-type]
   os.replace(path + '.part', path)
 
 

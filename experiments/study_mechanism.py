@@ -1,0 +1,134 @@
+"""The same question on the mechanism: many more cells and seeds, in the small task.
+
+  python run.py --mode=study --config=experiments/study_mechanism.py --workdir=runs/mechanism
+  python run.py --mode=study --config=experiments/study_mechanism.py:quick --workdir=runs/quick
+
+What is measured was fixed before the runs, in docs/study_protocol.md.
+"""
+
+from experiments import st_ppo_tiny
+from experiments import study_stability
+from stppo_jax.study import grid
+from stppo_jax.types import UserError
+
+# Chosen by the collapse share of token PPO alone, on seeds from 1000.
+REGIMES = {
+    # 2 mini-batches, 4 epochs.
+    'calm': {'train.mini_batch': 16, 'train.epochs': 4, 'actor.lr': 1e-3},
+    # Many steps on each batch: 4 mini-batches, 8 epochs, a higher rate.
+    'reuse': {'train.mini_batch': 8, 'train.epochs': 8, 'actor.lr': 3.5e-3},
+    # As calm with a higher rate, on batches of a policy that is 8 updates old.
+    'stale': {'train.mini_batch': 16, 'train.epochs': 4, 'actor.lr': 3e-3, 'pipeline.staleness': 8},
+}
+TOKEN = {'algorithm.variant': 'ppo'}
+TURN = TOKEN | {'algorithm.ratio': 'turn'}
+SEQUENCE = TOKEN | {'algorithm.ratio': 'sequence'}
+PAPER = {'algorithm.divisor': 'paper'}
+RELATIVE = {'algorithm.divisor': 'relative', 'algorithm.divide': 'step'}
+PAIRS = {'': {}, '+paper.before_clip': PAPER, '+relative.step': RELATIVE}
+
+
+def get_config(mode=''):
+  if mode not in ('', 'quick', 'smoke'):
+    raise UserError(f'{mode!r} is not a form of this study: give :quick, :smoke, or nothing')
+  config = st_ppo_tiny.get_config(mode='smoke' if mode == 'smoke' else '')
+  config.name = f'study_mechanism_{mode}'.rstrip('_')
+  return config
+
+
+def get_study(mode=''):
+  if mode == 'smoke':
+    small = {'train.updates': 4, 'mechanism.warm_steps': 20}
+    return grid.Study({'mechanism_calm': _grid('calm', {'ppo': TOKEN}, small, seeds=2)})
+  if mode == 'quick':
+    chosen = ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'ppo+relative.step', 'turn_ppo+relative.step')
+    cells = {name: divided()[name] for name in chosen}
+    return grid.Study({f'mechanism_{name}': _grid(name, cells) for name in REGIMES})
+  grids = {}
+  for name in REGIMES:
+    cells = (
+        divided() | controls() | group() | rivals() | (of_staleness() if name == 'stale' else {})
+    )
+    grids[f'mechanism_{name}'] = _grid(name, cells)
+    grids[f'mechanism_{name}_turn_rewards'] = _grid(
+        name, rewarded_per_turn(), {'mechanism.rewards': 'turn'}
+    )
+  return grid.Study(grids, results='docs/study/results', page='docs')
+
+
+def divided():
+  """Returns three ratios without a divisor, and with each divisor in each order."""
+  return study_stability.divided_cells(
+      divisors=('paper', 'floor', 'relative'), orders=('before_clip', 'after_clip', 'step')
+  )
+
+
+def controls():
+  """Returns what tells apart the parts of the paper's recipe."""
+  loss = PAPER | {'algorithm.norm_of': 'loss'}
+  unit = TURN | {'algorithm.min_advantage': 'turn'}
+  chunk = TOKEN | {'algorithm.ratio': 'chunk', 'algorithm.chunk_length': 3}
+  cells = {'s_ppo.loss': TOKEN | loss, 'st_ppo.loss': TURN | loss}
+  cells |= {f'turn_unit_ppo{name}': unit | columns for name, columns in PAIRS.items()}
+  cells |= {f'chunk_ppo{name}': chunk | columns for name, columns in PAIRS.items()}
+  return cells | {'turn_product_ppo': TOKEN | {'algorithm.ratio': 'turn_product'}}
+
+
+def group():
+  """Returns the ratios with group advantages."""
+  of_four, cells = {'algorithm.variant': 'grpo', 'rollout.group_size': 4}, {}
+  for name, ratio in (('grpo', 'token'), ('turn_grpo', 'turn'), ('sequence_grpo', 'sequence')):
+    for end, columns in PAIRS.items():
+      cells[name + end] = of_four | {'algorithm.ratio': ratio} | columns
+  return cells
+
+
+def rivals():
+  """Returns others' rows."""
+  names = ('gspo', 'cispo', 'dppo', 'rloo')
+  cells = {name: {'algorithm.variant': name, 'rollout.group_size': 4} for name in names}
+  return cells | {
+      'reinforce': {'algorithm.variant': 'reinforce'},
+      'reinforce_gae': TOKEN | {'algorithm.ratio': 'none'},
+      'ppo+ess': TOKEN | {'algorithm.step_scale': 'ess'},
+      'turn_ppo+ess': TURN | {'algorithm.step_scale': 'ess'},
+  }
+
+
+def of_staleness():
+  """Returns what is the same as without where the batch is of the current policy."""
+  truncated = {'algorithm.rollout_is': 'sequence', 'algorithm.rollout_is_threshold': 8.0}
+  masked = {'algorithm.rollout_is': 'sequence_geometric', 'algorithm.rollout_is_low': 0.5}
+  rejected = {
+      'algorithm.rollout_rs': 'sequence_geometric',
+      'algorithm.rollout_rs_low': 0.99,
+      'algorithm.rollout_rs_high': 1.01,
+  }
+  sampler = {'algorithm.old_logp': 'sampler'}
+  return {
+      'ppo+truncated_sequence': TOKEN | truncated,
+      'ppo+masked_sequence': TOKEN | masked,
+      'ppo+rejected_sequence': TOKEN | rejected,
+      'ppo+truncated_sequence.ess': TOKEN | truncated | {'algorithm.step_scale': 'ess'},
+      'ppo+sampler': TOKEN | sampler,
+      'turn_ppo+sampler': TURN | sampler,
+      's_ppo+sampler': TOKEN | PAPER | sampler,
+      'st_ppo+sampler': TURN | PAPER | sampler,
+  }
+
+
+def rewarded_per_turn():
+  """Returns the paper's four rows and our step."""
+  rows = {'ppo': TOKEN, 'turn_ppo': TURN, 's_ppo': TOKEN | PAPER, 'st_ppo': TURN | PAPER}
+  return rows | {'ppo+relative.step': TOKEN | RELATIVE, 'turn_ppo+relative.step': TURN | RELATIVE}
+
+
+def _grid(regime, cells, base=None, seeds=64):
+  return grid.Grid(
+      cells,
+      {regime: REGIMES[regime]},
+      base or {},
+      seeds=tuple(range(seeds)),
+      instrument='mechanism',
+      score='mechanism/success',
+  )

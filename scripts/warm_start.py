@@ -1,0 +1,135 @@
+r"""Makes a small model that can play an environment badly: a tokenizer, demonstrations, imitation.
+
+  python -m scripts.warm_start --config=gallery/gem_guess/config.py \
+      --player=gallery.gem_guess.player:Player
+
+The player is a class: made with a random.Random per episode, `act(observation)` returns its action.
+It plays the config's environment. Tokens are bytes, and byte pairs of the episodes: a sentence that
+the environment always says becomes a few tokens, while each digit stays one. Writes the folder that
+config.model.folder names.
+"""
+
+import importlib
+import json
+import pathlib
+import random
+
+from absl import app
+from absl import flags
+import jax
+import numpy as np
+import tokenizers
+
+from stppo_jax import chat
+from stppo_jax import plugins
+from stppo_jax.envs import protocol
+from stppo_jax.models import convert
+from stppo_jax.models import decoder
+from stppo_jax.rollout import seams
+from stppo_jax.training import sft
+from stppo_jax.types import Task
+
+CONTROLS = ['<|end|>', '<|user|>', '<|agent|>']
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|agent|>' }}{{ m.content }}"
+    '<|end|>{% endfor %}{% if add_generation_prompt %}<|agent|>{% endif %}'
+)
+FIRST_SEED = 2**31  # above those of any split
+
+_CONFIG = flags.DEFINE_string('config', None, 'file of the experiment', required=True)
+_PLAYER = flags.DEFINE_string('player', None, 'module:class of the player', required=True)
+_EPISODES = flags.DEFINE_integer('episodes', 4000, 'episodes to imitate')
+_STEPS = flags.DEFINE_integer('steps', 600, 'optimizer steps')
+_VOCABULARY = flags.DEFINE_integer('vocabulary', 1000, 'tokens at most')
+_WIDTH = flags.DEFINE_integer('width', 64, 'width of the model')
+
+
+def main(unused_argv):
+  module = importlib.import_module(_CONFIG.value.removesuffix('.py').replace('/', '.'))
+  config = module.get_config()
+  folder = pathlib.Path(config.model.folder)
+  folder.mkdir(exist_ok=True)
+  kind = seams.resolve(config).env
+  make_player = plugins.load('player', _PLAYER.value, {})
+  episodes = [play(kind, make_player, FIRST_SEED + i) for i in range(_EPISODES.value)]
+  write_tokenizer(folder, episodes[:2000])
+  tokenizer = chat.load_tokenizer(str(folder))
+  framing = chat.make_framing(tokenizer, kind.frame, config.rollout.max_observation)
+  pool = [encode(tokenizer, framing, *episode) for episode in episodes]
+  lengths = sorted(len(row.tokens) for row in pool)
+  print(f'{tokenizer.vocab_size} tokens; episodes of {lengths[0]} to {lengths[-1]} tokens')
+  model = decoder.ModelConfig(
+      vocab_size=tokenizer.vocab_size,
+      d_model=_WIDTH.value,
+      num_layers=2,
+      num_heads=4,
+      num_kv_heads=2,
+      head_dim=_WIDTH.value // 4,
+      d_ff=3 * _WIDTH.value,
+      tie_embeddings=True,
+      family='llama',
+      scan_layers=False,
+  )
+  params = sft.train(
+      decoder.init(jax.random.key(0), model),
+      model,
+      sft.batches(pool, 32, 32, (32, 64, 96, 128, 192, 256, 384, 512, 1024)),
+      steps=_STEPS.value,
+      optimizer=sft.make_optimizer(3e-3, _STEPS.value),
+      seed=0,
+  )
+  convert.save_hf(str(folder), model, jax.device_get(params))
+
+
+def play(kind: protocol.Kind, make_player, seed: int) -> tuple[str, list[tuple[str, str]]]:
+  """Plays one episode; returns the prompt, and (action, observation) per turn."""
+  env, player = kind(Task(str(seed), seed=seed), seed), make_player(random.Random(seed))
+  prompt = protocol.full_text(*env.reset(seed=seed))
+  turns, observation, over = [], prompt, False
+  while not over:
+    action = player.act(observation)
+    text, _, terminated, truncated, info = env.step(action)
+    over = terminated or truncated
+    observation = '' if over else protocol.full_text(text, info)
+    turns.append((action, observation))
+  return prompt, turns
+
+
+def encode(tokenizer, framing, prompt, turns) -> sft.Demonstration:
+  """Returns the tokens of an episode, as a rollout has them, and which of them to imitate."""
+  ids = chat.encode_prompt(tokenizer, prompt)
+  weights = [0.0] * len(ids)
+  for action, observation in turns:
+    said = tokenizer.encode(action)
+    said += [] if framing.frame is None else [tokenizer.eos_ids[0]]
+    read = framing.encode(observation, said) if observation else []
+    ids, weights = [*ids, *said, *read], [*weights, *[1.0] * len(said), *[0.0] * len(read)]
+  return sft.Demonstration(np.array(ids, np.int32), np.array(weights, np.float32))
+
+
+def write_tokenizer(folder: pathlib.Path, episodes) -> None:
+  """Writes a tokenizer of bytes, byte pairs of these episodes and the control tokens."""
+  library = tokenizers.Tokenizer(tokenizers.models.BPE())
+  library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+      [
+          tokenizers.pre_tokenizers.Digits(individual_digits=True),
+          tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+      ]
+  )
+  library.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(
+      vocab_size=_VOCABULARY.value,
+      min_frequency=100,
+      special_tokens=CONTROLS,
+      initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+      show_progress=False,
+  )
+  texts = (text for prompt, turns in episodes for text in (prompt, *(t for p in turns for t in p)))
+  library.train_from_iterator(texts, trainer)
+  library.save(str(folder / 'tokenizer.json'))
+  settings = {'eos_token': CONTROLS[0], 'pad_token': CONTROLS[0], 'chat_template': TEMPLATE}
+  (folder / 'tokenizer_config.json').write_text(json.dumps(settings))
+
+
+if __name__ == '__main__':
+  app.run(main)

@@ -1,0 +1,354 @@
+"""Environments of other packages: the real ones where they are installed, else skipped."""
+
+import importlib
+import itertools
+import json
+import random
+import sys
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import numpy as np
+
+from stppo_jax import config as schema
+from stppo_jax import plugins
+from stppo_jax import validation
+from stppo_jax.envs import protocol
+from stppo_jax.rollout import seams
+from stppo_jax.types import Task
+from stppo_jax.types import UserError
+
+HOSTILE = (
+    '', ' ', '\x00', '\\boxed{}', '\\boxed{' + '9' * 5000 + '}', '\\boxed{-1 0 99}', '[0 0]',
+    '[99]',
+    '[' * 5000, '\ud800', '١٢', '<answer></answer>', '<answer>' + '(' * 5000 + '</answer>', 'nan',
+    '<answer>1/0</answer>', '[1 1][2 2]', '\\boxed{1 1 1}',
+)  # fmt: skip
+
+
+def resolve(kind, source='embedded', **options):
+  config = schema.Config()
+  config.env.kind, config.env.options, config.retriever.kind = kind, options, 'none'
+  config.data.source = source
+  return seams.resolve(validation.validate(config))
+
+
+def need(test, package):
+  try:
+    return importlib.import_module(package)
+  except ImportError:
+    test.skipTest(f'{package} is not installed')
+
+
+def first_move(observation, rng):
+  """A player of Nim that takes the first pile that is left."""
+  del rng
+  board = observation.rpartition('Current Pile:')[2]
+  for line in board.strip().splitlines():
+    pile, left = line.strip().removeprefix('pile ').split(': ')
+    if int(left):
+      return f'[{pile} {left}]'
+  raise AssertionError(observation)
+
+
+ME = f'{__name__}:first_move'
+# Package, kind, options, form and numbers of the moves of any episode.
+GUESS, CELL, CODE = '\\boxed{{{}}}', '\\boxed{{{} {} {}}}', '\\boxed{{{} {}}}'
+GAMES = (
+    ('gem', 'gem:game:GuessTheNumber-v0-random', {}, GUESS, [(i,) for i in range(3, 40, 4)]),
+    (
+        'gem',
+        'gem:game:Sudoku-v0-easy',
+        {},
+        CELL,
+        list(itertools.product((1, 2, 3, 4), (2, 3), (1, 4))),
+    ),
+    (
+        'gem',
+        'gem:game:Minesweeper-v0-easy',
+        {},
+        CELL,
+        list(itertools.product(('reveal',), (0, 2, 4), (1, 3))),
+    ),
+    ('gem', 'gem:game:Mastermind-v0-random', {}, CODE, [(1, 2), (3, '4 5'), (6, '7 8 9')]),
+    ('gem', 'gem:rg:letter_counting', {}, GUESS, [(2,)]),
+    ('textarena', 'textarena:GuessTheNumber-v0', {}, '[{}]', [(i,) for i in range(1, 20, 2)]),
+    ('textarena', 'textarena:FrozenLake-v0', {}, '[{}]', [('down',), ('right',)] * 9),
+    (
+        'textarena',
+        'textarena:Nim-v0',
+        {'opponent': ME, 'side': 'random'},
+        '[{} {}]',
+        [(2, 1), (1, 1)] * 9,
+    ),
+    ('reasoning_gym', 'reasoning_gym:letter_counting', {}, '<answer>{}</answer>', [(2,)]),
+    ('reasoning_gym', 'reasoning_gym:graph_color', {}, '<answer>{}</answer>', [('{}',)]),
+)
+
+
+class Episode:
+  """One episode of an environment with moves that are fixed; what it was told."""
+
+  def __init__(self, kind, seed, moves):
+    self._moves, self.over, self.rewards = iter(moves), False, []
+    self._env = kind(Task(str(seed), seed=seed), seed)
+    self.told = [protocol.full_text(*self._env.reset(seed=seed))]
+
+  def move(self):
+    """Makes the next move."""
+    action = next(self._moves, None)
+    if action is None:
+      self.over = True
+      return
+    observation, reward, terminated, truncated, info = self._env.step(action)
+    self.over = terminated or truncated
+    self.told.append((protocol.full_text(observation, info), reward, info['metrics']))
+    self.rewards.append(reward)
+
+
+def alone(kind, seed, moves):
+  episode = Episode(kind, seed, moves)
+  while not episode.over:
+    episode.move()
+  return episode
+
+
+class IsolationTest(parameterized.TestCase):
+
+  @parameterized.parameters(*GAMES)
+  def test_interleaved_episodes_are_what_each_is_alone(self, package, name, options, form, moves):
+    need(self, package)
+    moves = [form.format(*move) for move in moves]
+    kind = resolve(name, **options).env
+    seeds = range(6)
+    expected = [alone(kind, seed, moves).told for seed in seeds]
+    self.assertGreater(len({json.dumps(told) for told in expected}), 1, 'one game for all seeds')
+    random.seed(7)
+    np.random.seed(7)
+    episodes = [Episode(kind, seed, moves) for seed in reversed(seeds)]
+    while not all(episode.over for episode in episodes):
+      for episode in episodes:
+        random.random()  # other code
+        np.random.rand()
+        if not episode.over:
+          episode.move()
+    self.assertEqual([episode.told for episode in reversed(episodes)], expected)
+
+  @parameterized.parameters(*GAMES)
+  def test_a_text_without_sense_ends_no_run(self, package, name, options, form, moves):
+    need(self, package)
+    moves = [form.format(*move) for move in moves]
+    kind = resolve(name, **options).env
+    for text in HOSTILE:
+      episode = Episode(kind, 3, [text, *moves[:2]])
+      while not episode.over:
+        episode.move()
+      self.assertTrue(np.isfinite(sum(episode.rewards)))
+
+
+class GemTest(absltest.TestCase):
+
+  def test_observations_and_rewards_are_those_of_the_package(self):
+    gem = need(self, 'gem')
+    game = gem.make('game:Sudoku-v0-easy')
+    observation, info = game.reset(seed=5)
+    expected, over = [(f'{observation}{info["suffix"]}', None)], False
+    moves = [CELL.format(*cell) for cell in itertools.product((1, 2, 3, 4), repeat=3)]
+    for move in moves:
+      if over:
+        break
+      observation, reward, terminated, truncated, info = game.step(move)
+      over = terminated or truncated
+      expected.append((f'{observation}\n{info["suffix"]}', reward))
+    episode = alone(resolve('gem:game:Sudoku-v0-easy').env, 5, moves)
+    got = [(episode.told[0], None), *(told[:2] for told in episode.told[1:])]
+    self.assertEqual(got, expected)
+    self.assertGreater(max(episode.rewards), 0)
+
+  def test_success_is_a_whole_reward(self):
+    need(self, 'gem')
+    kind = resolve('gem:game:GuessTheNumber-v0-easy').env
+    last = [alone(kind, 0, [f'\\boxed{{{guess}}}'] * 4).told[-1] for guess in range(1, 11)]
+    self.assertEqual(sum(metrics['success'] for _, _, metrics in last), 1)
+    (won,) = [told for told in last if told[2]['success']]
+    self.assertEqual((won[1], won[2]['moves']), (1.0, 1.0))
+    self.assertEqual(sorted(reward == 1 for _, reward, _ in last), [False] * 9 + [True])
+
+  def test_frame_and_stop_strings_are_options(self):
+    need(self, 'gem')
+    kind = resolve('gem:game:TowerofHanoi-v0-easy').env
+    self.assertEqual((kind.frame, kind.stop_strings), ('user', ()))
+    kind = resolve('gem:game:TowerofHanoi-v0-easy', frame='inline', stop_strings=['}']).env
+    self.assertEqual((kind.frame, kind.stop_strings), ('inline', ('}',)))
+    kind(Task('t'), 0)
+
+  def test_the_process_keeps_its_logging(self):
+    need(self, 'gem')
+    import logging
+
+    with mock.patch.dict(sys.modules):
+      for name in [name for name in sys.modules if name.partition('.')[0] == 'gem']:
+        del sys.modules[name]
+      before = list(logging.root.handlers)
+      protocol.import_peer('gem:x', 'gem', 'gem')
+      self.assertEqual(logging.root.handlers, before)
+
+
+class TextArenaTest(absltest.TestCase):
+
+  def test_a_game_of_two_against_a_script(self):
+    """Piles 3, 4, 5: the opponent takes the first pile whole, then the agent wins by the rest."""
+    need(self, 'textarena')
+    kind = resolve('textarena:Nim-v0', opponent=ME).env
+    episode = alone(kind, 0, ['[2 5]', '[1 4]'])  # opponent between: [0 3]
+    self.assertEqual(episode.rewards, [0.0, 1.0])
+    self.assertEqual(episode.told[-1][2]['won'], 1.0)
+    self.assertIn('Player 1 removes 3 from pile 0', episode.told[1][0])
+    self.assertNotIn('[2 5]', episode.told[1][0])  # its own words are in its context
+    episode = alone(kind, 0, ['[2 4]', '[1 4]'])  # the opponent takes the last one
+    self.assertEqual((episode.rewards, episode.told[-1][2]['won']), ([0.0, -1.0], 0.0))
+    second = resolve('textarena:Nim-v0', opponent=ME, side='second').env
+    self.assertIn('Player 0 removes 3 from pile 0', alone(second, 0, []).told[0])
+
+  def test_two_invalid_moves_lose(self):
+    need(self, 'textarena')
+    kind = resolve('textarena:Nim-v0', opponent=ME).env
+    env = kind(Task('t'), 0)
+    env.reset(seed=0)
+    _, reward, terminated, _, info = env.step('[9 9]')
+    self.assertEqual((reward, terminated, info['action']), (0.0, False, 'invalid'))
+    _, reward, terminated, _, info = env.step('what?')
+    self.assertEqual((reward, terminated, info['action']), (-1.0, True, 'invalid'))
+    self.assertEqual(info['metrics']['invalid_move'], 1.0)
+
+  def test_the_wrong_number_of_players_is_one_line(self):
+    need(self, 'textarena')
+    for name, options in (('Nim-v0', {}), ('GuessTheNumber-v0', {'opponent': ME})):
+      env = resolve(f'textarena:{name}', **options).env(Task('t'), 0)
+      with self.assertRaisesRegex(UserError, 'cannot be played by .*options.opponent'):
+        env.reset(seed=0)
+
+
+class ReasoningGymTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      'chain_sum', 'basic_arithmetic', 'mini_sudoku', 'spell_backward', 'maze'
+  )
+  def test_the_right_answer_scores_one(self, name):
+    rg = need(self, 'reasoning_gym')
+    entry = rg.create_dataset(name, seed=9, size=1)[0]
+    env = resolve(f'reasoning_gym:{name}').env(Task('t'), 9)
+    prompt, _ = env.reset(seed=9)
+    self.assertStartsWith(prompt, entry['question'])
+    outcome = env.step(f'Well. <answer>{entry["answer"]}</answer>')
+    self.assertEqual((outcome[1], outcome[2]), (1.0, True))
+    self.assertEqual(outcome[4]['metrics'], {'solved': 1.0, 'score': 1.0, 'answered': 1.0})
+
+  def test_an_answer_without_tags(self):
+    need(self, 'reasoning_gym')
+    env = resolve('reasoning_gym:chain_sum', min_terms=2, max_terms=2).env(Task('t'), 1)
+    env.reset(seed=1)
+    outcome = env.step('I do not know.')
+    self.assertEqual((outcome[4]['action'], outcome[4]['metrics']['answered']), ('invalid', 0.0))
+    kind = resolve('reasoning_gym:chain_sum', tagged=False, stop_strings=['\n']).env
+    self.assertEqual(kind.stop_strings, ('\n',))
+    env = kind(Task('t'), 1)
+    question, _ = env.reset(seed=1)
+    terms = question.partition(': ')[2].removesuffix('=').strip()
+    self.assertEqual(env.step(f'{eval(terms)}\n')[1], 1.0)
+
+  def test_part_of_a_score_is_paid_or_not(self):
+    """A text with all digits contains the answer; the package pays for that."""
+    need(self, 'reasoning_gym')
+    for partial in (True, False):
+      env = resolve('reasoning_gym:chain_sum', partial=partial, tagged=False).env(Task('t'), 1)
+      question, _ = env.reset(seed=1)
+      right = str(eval(question.partition(': ')[2].removesuffix('=')))
+      _, reward, _, _, info = env.step(f'{right} or 0123456789')
+      self.assertBetween(info['metrics']['score'], 0.01, 0.99)
+      self.assertEqual(reward, info['metrics']['score'] if partial else 0.0)
+
+  def test_options_that_the_data_set_refuses(self):
+    need(self, 'reasoning_gym')
+    for options in ({'min_terms': 0}, {'no_such': 1}):
+      env = resolve('reasoning_gym:chain_sum', **options).env(Task('t'), 1)
+      with self.assertRaisesRegex(UserError, 'gives no question.*change the options') as caught:
+        env.reset(seed=1)
+      self.assertNotIn('\n', str(caught.exception))
+
+
+class NamesTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ('gem', 'gem:game:GuessTheNumber-v0-esay', 'game:GuessTheNumber-v0-easy'),
+      ('textarena', 'textarena:guessthenumber-v0', 'GuessTheNumber-v0'),
+      ('reasoning_gym', 'reasoning_gym:chainsum', 'chain_sum'),
+  )
+  def test_a_wrong_name_gives_those_close_to_it(self, package, kind, close):
+    need(self, package)
+    with self.assertRaisesRegex(UserError, f'close to it are .*{close}') as caught:
+      resolve(kind)
+    self.assertNotIn('\n', str(caught.exception))
+
+  @parameterized.parameters('gem', 'textarena', 'reasoning_gym')
+  def test_a_package_that_is_missing_is_one_line(self, package):
+    with mock.patch.dict(sys.modules, {package: None, f'{package}.factory': None}):
+      with self.assertRaisesRegex(UserError, rf"pip install 'stppo-jax\[{package}\]'"):
+        resolve(f'{package}:x')
+
+  def test_an_id_is_no_plug_in_module(self):
+    config = schema.Config()
+    config.env.kind = 'gem:game:GuessTheNumber-v0-easy'
+    self.assertEmpty(plugins.named(config))
+
+  @parameterized.parameters(
+      ('gem', 'gem:game:Wordle-v0-easy'), ('reasoning_gym', 'reasoning_gym:maze')
+  )
+  def test_seeds_are_the_tasks_without_a_data_file(self, package, kind):
+    need(self, package)
+    parts = resolve(kind)
+    self.assertIsNone(parts.make_retriever())
+    seeds = {split: {t.seed for t in parts.load_tasks(split)} for split in ('train', 'dev', 'test')}
+    self.assertEqual(
+        {split: len(s) for split, s in seeds.items()}, dict(train=10**4, dev=256, test=256)
+    )
+    self.assertLen(set.union(*seeds.values()), 10**4 + 512)
+    named = resolve(kind, source=f'{__name__}:two_tasks').load_tasks('dev')
+    self.assertEqual([task.id for task in named], ['a', 'b'])
+
+
+def two_tasks(split):
+  """Questions of one's own take precedence over an environment's."""
+  del split
+  return [Task('a', seed=1), Task('b', seed=2)]
+
+
+class HelpersTest(absltest.TestCase):
+
+  def test_attributes_that_depend_on_the_settings(self):
+    def make(task, letters='ab', frame='inline'):
+      del task, letters, frame
+
+    make.attributes = lambda settings: {
+        'stop_strings': tuple(settings.get('letters', '')),
+        'frame': settings.get('frame', 'inline'),
+    }
+    kind = protocol.make_kind('m:make', make, {}, {'letters': 'xy', 'frame': 'tool'})
+    self.assertEqual((kind.stop_strings, kind.frame), (('x', 'y'), 'tool'))
+    with self.assertRaisesRegex(UserError, 'its frame is .side.'):
+      protocol.make_kind('m:make', make, {}, {'frame': 'side'})
+
+  def test_numbers_of_an_info(self):
+    info = {'a': 1, 'b': True, 'c': np.float32(0.5), 'd': 'x', 'e': float('nan'), 'f': [1], 3: 2}
+    self.assertEqual(protocol.numbers(info), {'a': 1.0, 'b': 1.0, 'c': 0.5, '3': 2.0})
+
+  def test_a_step_that_raises_is_masked_and_counted(self):
+    outcome = protocol.failed_step(ValueError('x'), {'won': 0.0})
+    self.assertEqual(outcome[1:4], (0.0, True, True))
+    self.assertTrue(outcome[4]['retrieval_failed'])
+    self.assertEqual(outcome[4]['metrics'], {'won': 0.0, 'environment_failed': 1.0})
+
+
+if __name__ == '__main__':
+  absltest.main()

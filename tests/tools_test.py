@@ -1,0 +1,320 @@
+"""The environment with tools: what runs, what is refused, limits, and a run of the real loop."""
+
+import os
+import pathlib
+import sys
+import tempfile
+import threading
+import time
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from stppo_jax import chat
+from stppo_jax import config as schema
+from stppo_jax import validation
+from stppo_jax.envs import protocol
+from stppo_jax.envs import tool_calls
+from stppo_jax.envs import tool_runners
+from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.rollout import seams
+from stppo_jax.training import loop
+from stppo_jax.types import Passage
+from stppo_jax.types import Task
+from stppo_jax.types import UserError
+from tests.support import tiny_run
+
+HERE = 'tests.support.tool_functions'
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def processes(test, **limits):
+  made = tool_runners.Processes(tool_runners.Limits(**limits))
+  test.addCleanup(made.close)
+  return made
+
+
+class ProcessesTest(parameterized.TestCase):
+
+  def test_values_come_back_and_the_process_is_used_again(self):
+    run = processes(self)
+    self.assertEqual(run.call(f'{HERE}:add', {'a': 2, 'b': 3}), tool_runners.Outcome('5'))
+    pids = {run.call(f'{HERE}:pid', {}).text for _ in range(3)}
+    self.assertLen(pids, 1)
+    self.assertNotIn(str(os.getpid()), pids)
+
+  @parameterized.parameters(
+      ('leave', {}, 'the process of the tool died'),
+      ('stop', {}, 'SystemExit: no'),
+      ('hoard', {}, 'MemoryError'),
+      ('add', {'a': 1}, 'TypeError: .*b'),
+      ('nothing', {}, 'AttributeError'),
+  )
+  def test_a_tool_that_fails_is_told(self, name, arguments, message):
+    run = processes(self)
+    outcome = run.call(f'{HERE}:{name}', arguments)
+    self.assertEqual(outcome.status, tool_runners.FAILED)
+    self.assertRegex(outcome.text, message)
+    self.assertEqual(run.call(f'{HERE}:add', {'a': 1, 'b': 1}).text, '2')
+
+  def test_one_that_takes_too_long_is_killed_with_its_children(self):
+    run = processes(self, timeout_s=0.7)
+    path = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), 'written')
+    for name, arguments in (('spin', {}), ('with_child', {'path': path})):
+      outcome = run.call(f'{HERE}:{name}', arguments)
+      self.assertEqual(outcome, tool_runners.Outcome('no result within 0.7 seconds', 'timed_out'))
+    run = processes(self)
+    self.assertEqual(run.call(f'{HERE}:add', {'a': 1, 'b': 1}).text, '2')
+    time.sleep(1.0)
+    self.assertFalse(os.path.exists(path))
+
+  def test_a_long_result_is_cut(self):
+    run = processes(self, max_chars=100)
+    for times in (100, 101, 10**6):
+      text = run.call(f'{HERE}:shout', {'times': times}).text
+      self.assertLen(text, 100)
+      self.assertEqual(text.endswith('..'), times > 100)
+
+  def test_threads_have_processes_of_their_own(self):
+    run, found = processes(self), []
+    call = lambda: found.append(run.call(f'{HERE}:sleep', {'seconds': 0.5}).text)
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+    self.assertEqual(found, ['awake'] * 3)
+
+
+class CalculatorTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ('(3 + 4) * 2', '14'), ('7 / 2', '3.5'), ('-2^3', '-8'), ('7 // 2 % 2', '1'), ('1e3', '1000'),
+      ('2**100', str(2**100)), ('1/3', '0.333333333333'),
+  )  # fmt: skip
+  def test_values(self, expression, value):
+    self.assertEqual(tool_runners.calculator(expression), value)
+
+  @parameterized.parameters(
+      '__import__("os")', '2 ** 10 ** 9', '"a" * 9', 'x', '1 < 2', '[1]', 'True', '9' * 501, '',
+      '1/0', '(' * 300, '2**-9999', '1j', 'abs(1)', '10**400*1.0',
+  )  # fmt: skip
+  def test_all_else_is_refused(self, expression):
+    with self.assertRaises((ValueError, SyntaxError, ArithmeticError, MemoryError, RecursionError)):
+      tool_runners.calculator(expression)
+
+
+class Found:
+  """A retriever that returns the query as a passage; None for 'down'."""
+
+  def __init__(self):
+    self.batches = []
+
+  def search(self, queries, top_k):
+    self.batches.append(list(queries))
+    found = [[Passage('p', 'Title', query)] * top_k for query in queries]
+    return [None if query == 'down' else row for query, row in zip(queries, found)]
+
+
+NAMES = ('calculator', 'search', f'{HERE}:add', f'{HERE}:sleep')
+
+
+def make(form='hermes', names=NAMES, timeout_s=10.0, retriever=None, **options):
+  config = schema.Config()
+  config.env = schema.Env(kind='tools', tools=names, tool_timeout_s=timeout_s, max_turns=3)
+  config.env.options = {'form': form, **options}
+  config.retriever.top_k = 1
+  kind = seams.resolve(validation.validate(config)).bind(retriever or Found())
+  env = kind(Task('t', 'How many?', ('14',)), 0)
+  env.reset()
+  return env
+
+
+class EnvTest(parameterized.TestCase):
+
+  @parameterized.parameters(*tool_calls.FORMS)
+  def test_an_episode(self, form):
+    env = make(form)
+    write = tool_calls.make_form(form, [tool.schema for tool in env._tools.values()]).write
+    call = write(tool_calls.Call('calculator', {'expression': '(3+4)*2'}))
+    observation, reward, terminated, _, info = env.step(call)
+    block = '\n<information>14</information>\n' if form == 'tags' else '14'
+    self.assertEqual((observation, reward, terminated), (block, 0.0, False))
+    self.assertEqual((info['action'], info['metrics']['tools/calls']), ('tool', 1.0))
+    _, reward, terminated, truncated, info = env.step('So <answer>14</answer>')
+    self.assertEqual((reward, terminated, truncated), (1.0, True, False))
+    counts = {'tools/calls': 1, 'tools/malformed': 0, 'tools/failed': 0, 'tools/timed_out': 0}
+    self.assertEqual(info['metrics'], {'em': 1.0, 'f1': 1.0, **counts})
+
+  def test_frames_and_stop_strings(self):
+    env = make('hermes')
+    self.assertEqual((env.frame, env.stop_strings), ('tool', ()))
+    env = make('tags', NAMES[:2])
+    self.assertEqual(env.frame, 'inline')
+    self.assertEqual(env.stop_strings, ('</calculator>', '</search>', '</answer>'))
+
+  @parameterized.parameters(
+      ('{"name": "calculator"', 'the call is malformed, not JSON .*Write it like <tool_call>'),
+      ('{"name": "abacus"}', "Error: there is no tool 'abacus'; there are calculator, search, add"),
+      ('{"name": "add", "arguments": {"a": 1}}', "add needs the argument 'b'"),
+      ('{"name": "add", "arguments": {"a": 1, "b": "2"}}', "needs a JSON integer as 'b'"),
+      ('{"name": "add", "arguments": {"a": 1, "b": true}}', "needs a JSON integer as 'b'"),
+      ('{"name": "add", "arguments": {"a": 1, "b": 2, "c": 3}}', "no argument 'c'; it has a, b"),
+  )
+  def test_a_malformed_call_is_told_and_counted(self, body, message):
+    observation, reward, terminated, _, info = make().step(f'<tool_call>{body}</tool_call>')
+    self.assertRegex(observation, message)
+    self.assertEqual((reward, terminated, info['action']), (0.0, False, 'invalid'))
+    self.assertEqual(info['metrics']['tools/malformed'], 1.0)
+    self.assertEqual(info['metrics']['tools/calls'], 0.0)
+
+  def test_failures_and_time_outs_are_counted(self):
+    env = make(timeout_s=0.5)
+    call = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
+    observation, *_, info = env.step(call % ('calculator', '{"expression": "1/0"}'))
+    self.assertEqual(observation, 'Error: ZeroDivisionError: division by zero')
+    observation, *_, info = env.step(call % ('sleep', '{"seconds": 30}'))
+    self.assertEqual(observation, 'Error: no result within 0.5 seconds')
+    self.assertEqual(info['metrics']['tools/failed'], 1.0)
+    self.assertEqual(info['metrics']['tools/timed_out'], 1.0)
+    self.assertEqual(info['metrics']['tools/calls'], 2.0)
+
+  def test_several_calls_of_a_turn(self):
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    observation, *_, info = make(max_calls=2).step(call * 2 + '<tool_call>{</tool_call>')
+    self.assertRegex(observation, '^add: 3\nadd: 3\n: Error: the call is malformed')
+    self.assertEqual((info['action'], info['metrics']['tools/malformed']), ('tool', 1.0))
+    observation, *_, info = make(max_calls=2).step(call * 3)
+    self.assertEndsWith(observation, 'Error: at most 2 calls per turn are run')
+
+  def test_neither_call_nor_answer(self):
+    env = make()
+    for turn in range(4):
+      observation, reward, terminated, truncated, info = env.step('14')
+      self.assertEqual((info['action'], reward), ('invalid', 0.0))
+      self.assertEqual((terminated, truncated), (turn == 3, turn == 3))
+    self.assertEmpty(observation)
+
+  def test_searches_of_several_episodes_are_one(self):
+    retriever = Found()
+    envs = [make(retriever=retriever) for _ in range(3)]
+    search = '<tool_call>{"name": "search", "arguments": {"query": "%s"}}</tool_call>'
+    both = search % 'c' + '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    outcomes = protocol.step_all(envs, [search % 'a', search % 'down', both])
+    self.assertEqual(retriever.batches, [['a', 'down'], ['c']])
+    self.assertEqual(outcomes[0][0], '1. Title: a')
+    self.assertEqual([outcome[4]['retrieval_failed'] for outcome in outcomes], [False, True, False])
+    self.assertEqual(outcomes[2][0], 'search: 1. Title: c\nadd: 3')
+
+  def test_nothing_in_a_result_closes_its_block(self):
+    env = make('tags', ('search',))
+    observation, *_ = env.step('<search></information><answer>14</answer></search>')
+    self.assertEqual(observation.count('</information>'), 1)
+    self.assertNotIn('<answer>', observation)
+
+  @parameterized.parameters(
+      (dict(names=()), "env.kind='tools' needs tools"),
+      (dict(names=(f'{HERE}:undocumented',)), 'annotate its arguments'),
+      (dict(names=('calculater',)), 'did you mean calculator'),
+      (dict(names=('no_such:f',)), 'cannot import no_such'),
+      (dict(names=(f'{HERE}:add',) * 2), "two tools are called 'add'"),
+      (dict(form='xml'), 'allowed are hermes, llama3, tags'),
+  )
+  def test_a_mistake_is_one_line(self, arguments, message):
+    with self.assertRaisesRegex(UserError, message) as caught:
+      make(**arguments)
+    self.assertNotIn('\n', str(caught.exception))
+
+  def test_tools_without_their_environment_and_search_without_a_retriever(self):
+    config = schema.Config()
+    config.env.tools = ('calculator',)
+    with self.assertRaisesRegex(UserError, 'search uses none'):
+      seams.resolve(validation.validate(config))
+    config.env = schema.Env(kind='tools', tools=('search',))
+    config.retriever.kind = 'none'
+    with self.assertRaisesRegex(UserError, 'retriever.kind'):
+      validation.validate(config)
+
+
+class PromptTest(absltest.TestCase):
+
+  def tokenizer(self, template):
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    tiny_run.write(folder)
+    folder = os.path.join(folder, 'model')
+    if template:
+      pathlib.Path(folder, 'chat_template.jinja').write_text(template, encoding='utf-8')
+    return chat.load_tokenizer(folder)
+
+  def test_the_template_shows_the_tools_where_it_can(self):
+    env = make(names=('calculator',))
+    question, info = env.reset()
+    encode = lambda tokenizer: tokenizer.decode(
+        chat.encode_prompt(tokenizer, question, info['tools'], info['declaration'])
+    )
+    shows = '{{ tools | tojson }}|{% for m in messages %}{{ m.content }}{% endfor %}'
+    text = encode(self.tokenizer(shows))
+    self.assertEqual(text.count('"calculator"'), 1)
+    self.assertNotIn('You may call', text)
+    self.assertEndsWith(text, question)
+    for template in ('{% for m in messages %}{{ m.content }}{% endfor %}', ''):
+      self.assertEqual(encode(self.tokenizer(template)), info['declaration'] + question)
+
+
+class RunTest(absltest.TestCase):
+
+  def test_a_run_with_tools(self):
+    """The tiny model's searches are calls of the search tool in the form of tags."""
+    self.enterContext(tiny_run.on_one_device())
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    tiny_run.write(folder)
+    config = tiny_run.make_config(folder)
+    config.env = schema.Env(kind='tools', tools=('calculator', 'search'), max_turns=2)
+    config.env.options = {'form': 'tags', 'instructions': ''}
+    config.rollout.max_prompt, config.rollout.max_total = 256, 512
+    config.train.length_buckets = (512,)
+    loop.train(config, os.path.join(folder, 'run'))
+    rows = metrics_lib.read_metrics(os.path.join(folder, 'run'))
+    names = ('calls', 'malformed', 'failed', 'timed_out')
+    wanted = {f'env/tools/{name}/mean' for name in names}
+    self.assertContainsSubset(wanted, rows[-1])
+    self.assertContainsSubset({f'val-aux/all/tools/{name}' for name in names}, rows[-1])
+    self.assertGreater(rows[-1]['env/tools/calls/mean'], 0)
+    self.assertIn('val-core/all/em', rows[-1])
+
+
+class McpTest(absltest.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    try:
+      import mcp  # noqa: F401
+    except ImportError:
+      self.skipTest('mcp is not installed')
+
+  def test_a_server_over_stdio(self):
+    names = (f'mcp:{sys.executable} {ROOT}/tests/support/mcp_server.py', 'calculator')
+    env = make(names=names, timeout_s=1.5)
+    self.assertEqual(list(env._tools), ['mix', 'wait', 'fail', 'calculator'])
+    call = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
+    mix = call % ('mix', '{"first": "red", "second": "blue"}')
+    self.assertEqual(env.step(mix)[0], 'red and blue')
+    observation, *_, info = env.step(call % ('fail', '{}'))
+    self.assertRegex(observation, '^Error: .*')
+    self.assertEqual(info['metrics']['tools/failed'], 1.0)
+    observation, *_, info = env.step(call % ('wait', '{"seconds": 30}'))
+    self.assertEqual(observation, 'Error: no result within 1.5 seconds')
+    env.reset()
+    self.assertIn('mix needs the argument', env.step(call % ('mix', '{"first": "red"}'))[0])
+    env = make(names=names, timeout_s=20.0)  # as after a restart
+    self.assertEqual(env.step(mix)[0], 'red and blue')
+
+  def test_a_command_that_is_no_server(self):
+    for command in ('/no/such/program', f'{sys.executable} -c pass'):
+      with self.assertRaisesRegex(UserError, 'lists no tools') as caught:
+        make(names=(f'mcp:{command}',))
+      self.assertNotIn('\n', str(caught.exception))
+
+
+if __name__ == '__main__':
+  absltest.main()
