@@ -52,21 +52,21 @@ class Tokenizer:
   def encode(self, text: str, control: bool = False) -> list[int]:
     """Returns the ids of `text` alone. With `control`, '<|im_end|>' and similar are one token."""
     library = self.control_library if control else self.text_library
-    return library.encode(_valid(text), add_special_tokens=False).ids
+    return library.encode(valid(text), add_special_tokens=False).ids
 
   def encode_passage(self, text: str) -> list[int]:
     """Returns ids of an untrusted text: no added tokens, and none of our tags.
 
     Inserts a space after the `<` of each tag, after normalisation, which can produce a `<`.
     """
-    text = _valid(text)
+    text = valid(text)
     if self.passage_library.normalizer is not None:
       text = self.passage_library.normalizer.normalize_str(text)
     return self.encode_plain(_TAG.sub('< ', text))
 
   def encode_plain(self, text: str) -> list[int]:
     """Returns ids of a text, none of which is an added token."""
-    return self.passage_library.encode(_valid(text), add_special_tokens=False).ids
+    return self.passage_library.encode(valid(text), add_special_tokens=False).ids
 
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
     """Returns the bytes of the tokens as text, with control tokens; replaces bad UTF-8."""
@@ -359,7 +359,7 @@ def _without_added_tokens(path: str) -> str:
   return json.dumps(written | {'added_tokens': [], 'post_processor': None})
 
 
-def _valid(text: str) -> str:
+def valid(text: str) -> str:
   """Replaces lone surrogates, which JSON can hold and UTF-8 cannot, by '?'."""
   return text.encode('utf-8', 'replace').decode('utf-8')
 

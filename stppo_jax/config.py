@@ -38,8 +38,9 @@ class Env(Section):
   """The environment: what the agent reads, and its rewards."""
 
   kind: str = setting(
-      'search', "the environment; for a class of your own see envs/protocol.py. Those of other "
-      "packages: 'gem:ID', 'textarena:ID', 'reasoning_gym:NAME'",
+      'search', "the environment; for a class of your own see envs/protocol.py, and for an agent "
+      "program, 'gateway:module:attribute', envs/program.py. Those of other packages: 'gem:ID', "
+      "'textarena:ID', 'reasoning_gym:NAME'",
       allowed=('search', 'tools'), plugin=True, prefixes=('gem', 'textarena', 'reasoning_gym'))
   options: dict[str, Any] = setting(
       {}, "keyword arguments of the environment's class; --config.env.options.NAME=VALUE sets one")
@@ -395,6 +396,23 @@ class Health(Section):
       0.01, 'share of episodes whose prompt exceeds rollout.max_prompt', at_least=0)
 
 
+@dataclasses.dataclass
+class Serve(Section):
+  """The gateway: OpenAI's HTTP interface to a model, and to agent programs that are trained."""
+
+  host: str = setting('127.0.0.1', "where it listens; '0.0.0.0': anybody may ask", may_change=True)
+  rows: int = setting(32, 'requests in progress at once; others wait for a row', at_least=1)
+  max_total: int = setting(0, '--mode=serve: tokens of prompt and answer; 0: 4096', at_least=0)
+  max_waiting: int = setting(256, 'requests; further ones get status 429', at_least=1)
+  max_body_mb: int = setting(4, 'of a request; larger ones get status 413', at_least=1)
+  api_key: str = setting('', 'of clients; empty: the variable STPPO_API_KEY', may_change=True)
+  tool_form: str = setting(
+      'hermes', 'of calls, see envs/tool_calls.py', allowed=('hermes', 'llama3', 'tags'))
+  agent_timeout_s: float = setting(300.0, 'of an agent program, per episode', above=0)
+  on_crash: str = setting('mask', 'an episode whose agent program raised is not trained on, or has '
+                          'reward 0', allowed=('mask', 'zero'))
+
+
 HEALTH_RULES = tuple(
     field.name for field in dataclasses.fields(Health) if field.name not in ('window', 'stop_on'))
 
@@ -421,3 +439,4 @@ class Config(Section):
   eval: Eval = dataclasses.field(default_factory=Eval)
   log: Log = dataclasses.field(default_factory=Log)
   health: Health = dataclasses.field(default_factory=Health)
+  serve: Serve = dataclasses.field(default_factory=Serve)

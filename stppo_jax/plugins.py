@@ -38,7 +38,7 @@ def load(field: str, name: str, built_in: Mapping[str, Any]) -> Any:
 def named(config: Any) -> dict[str, str]:
   """Returns {field: name} of the fields of the config that hold a `module:attribute`."""
   return {
-      path: value
+      path: value.removeprefix('gateway:')  # an agent program, see envs/program.py
       for path, rules, value in validation.fields(config)
       if rules.plugin and isinstance(value, str) and ':' in value and not os.path.exists(value)
       if value.partition(':')[0] not in rules.prefixes

@@ -19,6 +19,7 @@ from stppo_jax.algorithms import segments
 from stppo_jax.algorithms import variants
 from stppo_jax.envs import rewards
 from stppo_jax.envs import search
+from stppo_jax.envs import tool_calls
 from stppo_jax.models import hf_config
 from stppo_jax.models import lora
 from stppo_jax.retrieval import http
@@ -266,6 +267,8 @@ class TablesTest(absltest.TestCase):
         'algorithm.rollout_is': set(off_policy.LEVELS),
         'algorithm.step_scale': {'none', 'ess'},
         'eval.checkpoint': {'newest', 'best'},
+        'serve.on_crash': {'mask', 'zero'},
+        'serve.tool_form': set(tool_calls.FORMS),
         'rollout.routing_replay': {'none', 'old_policy', 'sampling'},
         'train.on_save_error': {'continue', 'stop'},
         'train.on_nonfinite': {'stop', 'rollback'},

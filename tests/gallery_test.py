@@ -29,6 +29,7 @@ from tests.support import tiny_run
 GALLERY = pathlib.Path(__file__).parent.parent / 'gallery'
 # Folder -> the fields in which it plugs in something of its own.
 FOLDERS = {
+    'agent_program': {'env.kind'},
     'cispo': {'algorithm.variant'},
     'countdown': {'data.source', 'env.kind', 'env.reward'},
     'gem_guess': set(),
@@ -36,7 +37,7 @@ FOLDERS = {
     'max_rl': {'algorithm.variant'},
 }
 # Folder -> the package that it needs.
-PACKAGES = {'gem_guess': 'gem'}
+PACKAGES = {'agent_program': 'openai', 'gem_guess': 'gem'}
 # Folder -> its environment's core metric, and another.
 METRICS = {
     'countdown': ('right', 'legal'),

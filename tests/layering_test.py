@@ -24,6 +24,7 @@ ORDER = (
     'rollout',
     'evaluation',
     'monitoring',
+    'serving',
     'training',
     'planning',
     'mechanism',
@@ -42,6 +43,7 @@ NOT_ALLOWED = {
     'runtime': 'config plugins algorithms models tasks chat retrieval',
     'rollout': 'algorithms',
     'monitoring': 'algorithms',
+    'serving': 'algorithms monitoring',
 }
 # Only these take the whole config; all others take the values that they need.
 READ_THE_CONFIG = {
@@ -53,6 +55,8 @@ READ_THE_CONFIG = {
     'rollout/seams.py',
     'mechanism/cell.py',
     'evaluation.py',
+    'serving/gateway.py',
+    'serving/rollouts.py',
     'validation.py',
     'planning/plan.py',
     'planning/sampling.py',
@@ -126,6 +130,7 @@ class LayeringTest(absltest.TestCase):
         'log',
         'pipeline',
         'health',
+        'serve',
     }
     for path in PACKAGE.rglob('*.py'):
       name = path.relative_to(PACKAGE).as_posix()

@@ -6,6 +6,7 @@
   python run.py --mode=eval --config.data.eval_split=test        # scores of the newest checkpoint
   python run.py --mode=export                                    # WORKDIR/export, for transformers
   python run.py --profile=2                                      # also traces two updates
+  python run.py --mode=serve --port=8080                         # OpenAI's interface to the policy
   python run.py --mode=report                                    # writes report.html again
   python run.py --config=experiments/st_ppo_7b.py --mode=plan --topology=v5e:8x8   # does it fit?
   python run.py --config=experiments/study_stability.py --mode=study --jobs=2      # a grid of runs
@@ -59,6 +60,9 @@ _NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'with --coordinator
 _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'with --coordinator: which one, from 0')
 _PROFILE = flags.DEFINE_integer(
     'profile', 0, 'updates to trace, from the second on, into WORKDIR/profile', lower_bound=0
+)
+_PORT = flags.DEFINE_integer(
+    'port', 8080, 'for --mode=serve; 0: any free one', lower_bound=0, upper_bound=65535
 )
 _JOBS = flags.DEFINE_integer(
     'jobs', 0, 'for --mode=study: runs at once; 0: one per core, or 1', lower_bound=0
@@ -125,6 +129,14 @@ def _report(config: schema.Config, workdir: str) -> None:
   print(report.build(workdir))
 
 
+def _serve(config: schema.Config, workdir: str) -> None:
+  from stppo_jax.serving import gateway
+  from stppo_jax.training import results
+
+  with _stop_requested() as stop_requested:
+    gateway.serve(config, *results.policy(config, workdir), _PORT.value, stop_requested)
+
+
 def _study(config: schema.Config, workdir: str) -> int:
   import jax
 
@@ -155,6 +167,7 @@ _MODES: dict[str, Callable[[schema.Config, str], int | None]] = {
     'export': _export,
     'plan': _plan,
     'report': _report,
+    'serve': _serve,
     'study': _study,
     'study_page': _study_page,
 }

@@ -292,13 +292,11 @@ def make_sampler(
   Rows that are not split can be moved: only those with something to prefill are computed. On a CPU
   their keys lie in tiles; keys of split rows do not, because reading from tiles goes row by row.
   """
-  rollout, row_sharding = config.rollout, None
-  if mesh is not None and mesh.size > 1:
-    row_sharding = sharding.rows(layout.make_mesh(mesh, model, rollout.mesh))
+  rollout, rows = config.rollout, row_sharding(config, model, mesh)
   platform = (jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform
-  tiled = platform == 'cpu' and row_sharding is None
+  tiled = platform == 'cpu' and rows is None
   model = dataclasses.replace(
-      model, row_sharding=row_sharding, cache_tile=decoder.CPU_CACHE_TILE if tiled else 0
+      model, row_sharding=rows, cache_tile=decoder.CPU_CACHE_TILE if tiled else 0
   )
   buckets = rollout.slot_buckets or sampling.default_slot_buckets(rollout.max_total, platform)
   sizes = sampling.Sizes(
@@ -310,9 +308,16 @@ def make_sampler(
   )
   distribution = sampling.Distribution(rollout.temperature, rollout.top_k, rollout.top_p)
   records_routes = rollout.routing_replay == 'sampling' and model.num_experts > 0
-  return sampler_lib.Sampler(
-      model, stop_table, eos_ids, sizes, distribution, row_sharding, records_routes
-  )
+  return sampler_lib.Sampler(model, stop_table, eos_ids, sizes, distribution, rows, records_routes)
+
+
+def row_sharding(
+    config, model: decoder.ModelConfig, mesh: jax.sharding.Mesh | None
+) -> jax.sharding.NamedSharding | None:
+  """Returns the sharding of the sampler's rows over the devices of `mesh`; None: one device."""
+  if mesh is None or mesh.size == 1:
+    return None
+  return sharding.rows(layout.make_mesh(mesh, model, config.rollout.mesh))
 
 
 def num_rows(config) -> int:

@@ -232,7 +232,7 @@ class Sampler:
     fold_in(key, i). The log-probs are those of the distribution sampled from (see
     `sampling.sample_token`).
     """
-    until = _Until(np.int32(min(steps, self.steps)), np.int32(enough), np.bool_(self._greedy))
+    until = Until(np.int32(min(steps, self.steps)), np.int32(enough), np.bool_(self._greedy))
     return self._decode(params, context, rows, until, self._ends)
 
   def compiled_variants(self) -> dict[str, int]:
@@ -285,7 +285,7 @@ class Sampler:
             copied,
             context(rows, slots),
             Rows(_shape(rows), keys, _shape(rows), _shape(rows)),
-            _Until(_shape(), _shape(), _shape(dtype=jnp.bool_)),
+            Until(_shape(), _shape(), _shape(dtype=jnp.bool_)),
             ends,
         ),
         'grow': self._grow.trace(context(rows, fewer), slots),
@@ -328,7 +328,7 @@ def _prefill(program, params, context, tokens, starts, lengths):
 
 
 @flax.struct.dataclass
-class _Until:
+class Until:
   """When a decode call ends, and how it draws."""
 
   steps: Any  # [] int32

@@ -12,6 +12,7 @@ from typing import Any
 from stppo_jax import plugins
 from stppo_jax import tasks as task_files
 from stppo_jax.envs import gem
+from stppo_jax.envs import program
 from stppo_jax.envs import protocol
 from stppo_jax.envs import reasoning_gym
 from stppo_jax.envs import rewards
@@ -84,16 +85,19 @@ def resolve(config) -> Seams:
     limits = tool_runners.Limits(env.tool_timeout_s, env.tool_max_chars)
     offered['tools'] = tools.load(tuple(env.tools), limits)
   prefix, _, rest = env.kind.partition(':')
-  if rest and prefix in ADAPTERS:
-    make = ADAPTERS[prefix](rest)
+  if prefix == program.PREFIX:
+    function = plugins.load('env.kind', rest, {})
+    kind = program.make_kind(env.kind, function, env.options, offered['reward'])
   else:
-    make = plugins.load('env.kind', env.kind, ENVIRONMENTS)
-  kind = protocol.make_kind(env.kind, make, offered, env.options)
+    adapter = rest and ADAPTERS.get(prefix)
+    make = adapter(rest) if adapter else plugins.load('env.kind', env.kind, ENVIRONMENTS)
+    kind = protocol.make_kind(env.kind, make, offered, env.options)
   if env.tools and 'tools' not in kind.settings:
     raise UserError(
         f'config.env.tools={env.tools!r}: {env.kind} uses none, set --config.env.kind=tools'
     )
-  if ':' in reward and 'reward' not in kind.settings:
+  takes_reward = 'reward' in kind.settings or isinstance(kind.make, program.Program)
+  if ':' in reward and not takes_reward:
     raise UserError(
         f'config.env.reward={reward!r}: {env.kind} scores by itself, its constructor has no '
         '`reward`: leave it out'

@@ -31,6 +31,7 @@ from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.rollout import seams
 from stppo_jax.runtime import hosts
+from stppo_jax.serving import rollouts
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import packing
 from stppo_jax.training import recovery
@@ -127,7 +128,7 @@ def setup(config: schema.Config, trains: bool = True) -> Run:
     agent_lib.check_prompts(config, prepared, tasks)
   task_files.warn_of_overlap(to_train_on, questions)
   learner, state = learner_lib.build(config)
-  agent = agent_lib.make_agent(config, learner.spec.actor, learner.mesh, prepared)
+  agent = rollouts.make_agent(config, learner.spec.actor, learner.mesh, prepared)
   bins = learner_lib.make_bins(config, learner, agent.tokenizer.pad_id)
   return Run(config, agent, learner, state, bins, named, questions)
 

@@ -11,6 +11,7 @@ from stppo_jax import evaluation
 from stppo_jax import plugins
 from stppo_jax import validation
 from stppo_jax.models import convert
+from stppo_jax.models import decoder
 from stppo_jax.models import lora
 from stppo_jax.monitoring import workdir as workdirs
 from stppo_jax.rollout import agent as agent_lib
@@ -86,6 +87,24 @@ def _no_checkpoint(workdir):
       f'--workdir={workdir!r} has no checkpoint to evaluate: give the folder of a run, or '
       '--config.train.updates=0 for the scores of the untrained model'
   )
+
+
+def policy(config: schema.Config, workdir: str) -> tuple[decoder.ModelConfig, dict, str]:
+  """Returns (model, parameters, a line that says which) to sample from.
+
+  Those of the checkpoint that config.eval.checkpoint names, or of config.model.folder where
+  `workdir` has none.
+  """
+  validation.validate(config)
+  if not os.path.isdir(os.path.join(workdir, 'checkpoints')):
+    model, params = agent_lib.load_policy(config)
+    return model, jax.device_put(params), f'{config.model.folder}, untrained'
+  _check_trained(config, workdir)
+  learner, state = learner_lib.build(config)
+  state, updates = recovery.saved(workdir, state, config.eval.checkpoint)
+  if updates is None:
+    raise UserError(f'--workdir={workdir!r} has no whole checkpoint yet: let the run go on')
+  return learner.spec.actor, learner.policy(state.actor), f'{workdir} after {updates} updates'
 
 
 def export(config: schema.Config, workdir: str) -> str:

@@ -1,0 +1,131 @@
+"""Puts a gateway together: a model and its limits in, a server that accepts connections out."""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+import contextlib
+import dataclasses
+import os
+import time
+from typing import Any
+
+from absl import logging
+import jax
+
+from stppo_jax import chat
+from stppo_jax.models import decoder
+from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import sampling
+from stppo_jax.serving import api
+from stppo_jax.serving import row_sampler
+from stppo_jax.serving import scheduler as scheduler_lib
+from stppo_jax.serving import service as service_lib
+from stppo_jax.types import RunError
+from stppo_jax.types import UserError
+
+_MOST_TOKENS = 4096  # by default
+STEPS = 8  # tokens of a row per decode call: what a stop string may waste, and a stream's beat
+
+
+def make_sampler(
+    model: decoder.ModelConfig,
+    tokenizer: chat.Tokenizer,
+    rows: int,
+    max_total: int,
+    top_k: int = 0,
+    chunks: tuple[int, ...] = (32, 128),
+    slot_buckets: tuple[int, ...] = (),
+    platform: str = 'cpu',
+    row_sharding=None,
+) -> row_sampler.RowSampler:
+  """Returns the sampler of requests, for `rows` of them at once."""
+  tiled = platform == 'cpu' and row_sharding is None
+  model = dataclasses.replace(
+      model, row_sharding=row_sharding, cache_tile=decoder.CPU_CACHE_TILE if tiled else 0
+  )
+  sizes = sampling.Sizes(
+      max_total,
+      rows=rows,
+      steps=STEPS,
+      slot_buckets=slot_buckets or sampling.default_slot_buckets(max_total, platform),
+      chunk_buckets=chunks,
+  )
+  return row_sampler.RowSampler(
+      model,
+      chat.stop_automaton(tokenizer.token_bytes, ()),
+      tokenizer.eos_ids,
+      sizes,
+      sampling.Distribution(top_k=top_k),
+      row_sharding,
+  )
+
+
+@contextlib.contextmanager
+def running(
+    config,
+    sampler: row_sampler.RowSampler,
+    params: dict,
+    tokenizer: chat.Tokenizer,
+    name: str,
+    port: int = 0,
+    shares_prefixes: bool = True,
+) -> Iterator[Any]:
+  """Context manager of a `server.Server` that accepts connections; port 0 is any free one.
+
+  UserError: the port is taken, or the HTTP library is not installed.
+  """
+  try:
+    from stppo_jax.serving import server as server_lib
+  except ImportError as error:
+    raise UserError(
+        f'the gateway needs {error.name}: pip install -r requirements-serve.txt'
+    ) from error
+  settings = config.serve
+  api_key = settings.api_key or os.environ.get('STPPO_API_KEY', '')
+  limits = api.Limits(max_body_bytes=settings.max_body_mb << 20)
+  with contextlib.ExitStack() as resources:
+    scheduler = resources.enter_context(
+        scheduler_lib.Scheduler(
+            sampler,
+            params,
+            tokenizer.token_bytes,
+            tokenizer.eos_ids,
+            settings.max_waiting,
+            shares_prefixes,
+        )
+    )
+    service = service_lib.Service(scheduler, tokenizer, name, settings.tool_form, limits, api_key)
+    try:
+      server = resources.enter_context(server_lib.Server(service, settings.host, port))
+    except OSError as error:
+      raise UserError(
+          f'--port={port} at config.serve.host={settings.host!r} cannot be used ({error}): give '
+          'another one'
+      ) from error
+    yield server
+
+
+def serve(
+    config,
+    model: decoder.ModelConfig,
+    params: dict,
+    said: str,  # which model it is
+    port: int,
+    stop_requested: Callable[[], bool],
+) -> None:
+  """Serves until it is asked to stop; logs the address when it accepts requests."""
+  tokenizer = chat.load_tokenizer(agent_lib.model_folder(config))
+  chat.check_matches(tokenizer, model.vocab_size)
+  max_total = config.serve.max_total or min(model.max_positions, _MOST_TOKENS)
+  if max_total > model.max_positions:
+    raise UserError(
+        f'config.serve.max_total={max_total}: the model has {model.max_positions} positions: give '
+        'at most that'
+    )
+  platform = jax.devices()[0].platform
+  sampler = make_sampler(model, tokenizer, config.serve.rows, max_total, platform=platform)
+  with running(config, sampler, params, tokenizer, config.name, port) as server:
+    logging.info('model %s (%s) at %s/v1', config.name, said, server.url)
+    while not stop_requested():
+      if not server.service.scheduler.is_alive:
+        raise RunError('the engine has failed, see above: start again')
+      time.sleep(0.2)

@@ -1,0 +1,86 @@
+"""A sampler whose rows each have a temperature and a top_p of their own: settings in, tokens out.
+
+The programs of `rollout.sampler` with another draw: numbers of a request instead of constants of a
+run. A row without a cut draws the same token, with the same log-prob, as the sampler of a run does.
+"""
+
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.rollout import sampling
+
+
+class RowSampler(sampler_lib.Sampler):
+  """`rollout.sampler.Sampler` for requests; `settings` [B,2] are temperature and top_p.
+
+  Stop strings differ between requests: the scheduler looks for them, and calls are short.
+  """
+
+  def decode(  # type: ignore[override]
+      self,
+      params,
+      context: sampler_lib.Context,
+      rows: sampler_lib.Rows,
+      steps: int,
+      enough: int,
+      settings: np.ndarray,
+  ) -> tuple[sampler_lib.Context, sampler_lib.Sampled]:
+    """Is `Sampler.decode` with the settings of each row."""
+    until = sampler_lib.Until(
+        np.int32(min(steps, self.steps)), np.int32(enough), np.asarray(settings, np.float32)
+    )
+    return self._decode(params, context, rows, until, self._ends)
+
+  def _sample_function(self, distribution):
+    """Returns (logits, keys, settings) -> (token, logp); only `top_k` is the same for all rows."""
+    draw = functools.partial(sample_rows, top_k=distribution.top_k)
+    if self.row_sharding is None:
+      return draw
+
+    def sample(logits, keys, settings):  # Choice: one gather of logits [B,V]; it serves any row
+      logits = logits.astype(jnp.float32)[:, : self.vocab_size]
+      return draw(jax.lax.with_sharding_constraint(logits, self.row_sharding), keys, settings)
+
+    return sample
+
+
+def sample_rows(
+    logits: jax.Array, keys: jax.Array, settings: jax.Array, top_k: int = 0
+) -> tuple[jax.Array, jax.Array]:
+  """Draws a token per row: logits [B,V], keys [B], settings [B,2] -> (token [B], logp [B]).
+
+  Each row as `sampling.sample_token` with its temperature and top_p, whatever the other rows ask
+  for. Cut rows cost a sort, and only a call that has one pays for it.
+  """
+  chex.assert_shape(settings, (logits.shape[0], 2))
+  logits, temperature, top_p = logits.astype(jnp.float32), settings[:, 0], settings[:, 1]
+  scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+  whole = sampling.sample_token(scaled, keys, 1.0, top_k, 1.0)
+  likeliest = sampling.sample_token(logits, keys, 0.0)
+  is_cut = (temperature > 0) & (top_p < 1)
+  cut = jax.lax.cond(
+      jnp.any(is_cut), lambda: _draw_nucleus(scaled, keys, top_k, top_p), lambda: whole
+  )
+  choose = lambda drawn, nucleus, greedy: jnp.where(
+      temperature > 0, jnp.where(is_cut, nucleus, drawn), greedy
+  )
+  chosen: Any = jax.tree.map(choose, whole, cut, likeliest)
+  return chosen
+
+
+def _draw_nucleus(logits, keys, top_k, top_p):
+  """Draws from the fewest likeliest tokens that hold the mass top_p [B]."""
+  size = logits.shape[1]
+  logits, ids = jax.lax.top_k(logits, top_k if 0 < top_k < size else size)
+  probs = jax.nn.softmax(logits)
+  mass_before = jnp.cumsum(probs, axis=-1) - probs
+  first = jnp.arange(logits.shape[1]) == 0  # always kept
+  kept = jnp.where(first | (mass_before < top_p[:, None]), logits, -jnp.inf)
+  choice, logp = sampling.sample_token(kept, keys)
+  return jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0].astype(jnp.int32), logp

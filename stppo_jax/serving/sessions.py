@@ -1,0 +1,294 @@
+"""Sessions: what a client did under one id, as sampled ids with log-probs; Episodes out.
+
+A session is a list of segments. A segment is one row of training data: a prompt, then turns and
+what the client put between them. A request whose messages begin with a segment's continues it: its
+ids are those recorded, and only the new messages are encoded. One that begins with a part of a
+segment, or that rewrites the history, starts a new segment, which is counted.
+
+  segment 1   prompt | turn 1 | tool result | turn 2 | tool result | turn 3
+  segment 2   prompt, turn 1 and tool result as above    | turn 4            (branched)
+  segment 3   another prompt | turn 5                                        (rewritten)
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import json
+import math
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+
+from stppo_jax import types
+from stppo_jax.serving import template as template_lib
+
+Message = template_lib.Message
+_PROMPT = 'no chat'  # in place of the tools of a segment whose prompt was given as it is
+
+
+class Closed(Exception):
+  """The session has ended; its client should end too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """How a session samples, whatever its client asks for: as the trainer assumes."""
+
+  temperature: float = 1.0
+  top_p: float = 1.0
+  max_turn: int = 500  # tokens
+
+
+@dataclasses.dataclass
+class _Segment:
+  """A row of training data, and the messages that it stands for."""
+
+  prompt: list[int]
+  tools: str  # JSON of the tools that the prompt describes
+  turns: list[types.Turn] = dataclasses.field(default_factory=list)
+  ids: list[int] = dataclasses.field(default_factory=list)  # of the prompt and all that followed
+  # For each message the forms in which a client may send it back.
+  accepted: list[frozenset] = dataclasses.field(default_factory=list)
+  ends: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (messages, ids) by turn
+  is_extended: bool = False  # a request that continues it is in progress
+
+  def known(self, forms: Sequence[Any]) -> int:
+    """Returns the number of turns with which a conversation begins."""
+    same = 0
+    while same < min(len(forms), len(self.accepted)) and forms[same] in self.accepted[same]:
+      same += 1
+    return sum(messages <= same for messages, _ in self.ends)
+
+
+@dataclasses.dataclass
+class Plan:
+  """A request's place in its session."""
+
+  ids: list[int]  # of the prompt
+  key: np.ndarray
+  segment: _Segment | None  # that it continues; None: a new one
+  num_new: int  # ids after the segment's
+  forms: list  # of its messages
+  tools: str
+
+
+class Session:
+  """The recorded turns of one client. Safe to use from several threads."""
+
+  def __init__(self, template: template_lib.Template, key: jax.Array, sampling: Sampling):
+    self.sampling = sampling
+    self._template, self._key = template, key
+    self._lock = threading.Lock()
+    self._segments: list[_Segment] = []
+    self._turns: list[types.Turn] = []  # of all segments, as they ended
+    self._num_begun = 0  # segments, of which some may never end a turn
+    self._closed = False
+    self._final_reward: float | None = None
+    self._metrics: dict[str, float] = {}
+    self.counts = dict.fromkeys(('branched', 'rewritten', 'cut', 'too_long', 'cancelled'), 0.0)
+
+  @property
+  def num_turns(self) -> int:
+    """Turns so far, in all segments."""
+    return len(self._turns)
+
+  @property
+  def last_text(self) -> str:
+    """The last turn as text."""
+    return self._template.tokenizer.decode(self._turns[-1].tokens) if self._turns else ''
+
+  @property
+  def has_reward(self) -> bool:
+    """Whether the client has posted any reward."""
+    return self._final_reward is not None or any(turn.reward for turn in self._turns)
+
+  def plan(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Plan:
+    """Returns the ids for a request. Raises Closed, and ValueError as the template does.
+
+    The longest recorded beginning counts. Of the segments that have it, one that ends there and is
+    not being continued is preferred.
+    """
+    forms, written = [form(message) for message in messages], _json(tools)
+    with self._lock:
+      if self._closed:
+        raise Closed('the session has ended')
+      best: _Segment | None = None
+      rank = (0, False)
+      for segment in self._segments:
+        turns = segment.known(forms) if segment.tools == written else 0
+        is_free = turns == len(segment.turns) and not segment.is_extended
+        if turns and (turns, is_free) > rank:
+          best, rank = segment, (turns, is_free)
+      if best is None:
+        ids, num_new = self._template.encode(messages, tools), 0
+        self.counts['rewritten'] += bool(self._segments)
+      else:
+        num_messages, num_ids = best.ends[rank[0] - 1]
+        new = self._template.encode_after(
+            best.turns[rank[0] - 1].tokens.tolist(), messages[num_messages:], tools
+        )
+        ids, num_new = best.ids[:num_ids] + new, len(new)
+      return self._begin(ids, best, rank[1], num_new, forms, written)
+
+  def plan_prompt(self, prompt: str | Sequence[int]) -> Plan:
+    """Returns the ids for a prompt that is a text or ids: a recorded text stays the ids it was."""
+    tokenizer = self._template.tokenizer
+    with self._lock:
+      if self._closed:
+        raise Closed('the session has ended')
+      for segment in reversed(self._segments):
+        if segment.tools != _PROMPT:
+          continue
+        if isinstance(prompt, str):
+          known: Any = tokenizer.decode(segment.ids)
+          begins = prompt.startswith(known)
+        else:
+          known, begins = segment.ids, list(prompt[: len(segment.ids)]) == segment.ids
+        if begins:
+          rest = prompt[len(known) :]
+          new = tokenizer.encode(rest) if isinstance(rest, str) else list(rest)
+          is_free = not segment.is_extended
+          return self._begin([*segment.ids, *new], segment, is_free, len(new), [], _PROMPT)
+      self.counts['rewritten'] += bool(self._segments)
+      ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+      return self._begin(ids, None, False, 0, [], _PROMPT)
+
+  def _begin(self, ids, segment, is_free, num_new, forms, tools) -> Plan:
+    """Claims the end of a segment, or counts a new one."""
+    key = self._key
+    if segment is not None and is_free:
+      segment.is_extended = True
+      number = self._segments.index(segment)
+    else:
+      self.counts['branched'] += segment is not None
+      segment, number = None, self._num_begun
+      self._num_begun += 1
+    if number:  # the first has the key of the episode, as one that the engine plays
+      key = jax.random.fold_in(key, number)
+    return Plan(ids, np.asarray(jax.random.key_data(key)), segment, num_new, forms, tools)
+
+  def fork(self, plan: Plan) -> Plan:
+    """Returns a plan for another sample of the same prompt, in a segment of its own."""
+    with self._lock:
+      return self._begin(plan.ids, plan.segment, False, plan.num_new, plan.forms, plan.tools)
+
+  def abandon(self, plan: Plan, too_long: bool = False) -> None:
+    """Ends a request that gave no turn; `too_long`: because its prompt does not fit."""
+    with self._lock:
+      self.counts['too_long' if too_long else 'cancelled'] += 1
+      if plan.segment is not None:
+        plan.segment.is_extended = False
+
+  def record(
+      self,
+      plan: Plan,
+      tokens: Sequence[int],
+      logp: Sequence[float],
+      answers: Sequence[Message],  # forms in which the client may send the turn back
+      was_cut: bool = False,
+      action: str = 'other',
+  ) -> int:
+    """Adds a turn; returns its number in the session, from 1."""
+    turn = types.Turn(
+        np.array(tokens, np.int32), np.array(logp, np.float32), np.zeros((0,), np.int32), action
+    )
+    with self._lock:
+      if self._closed:
+        raise Closed('the session has ended')
+      segment = plan.segment
+      if segment is None:
+        segment = _Segment(list(plan.ids), plan.tools, ids=list(plan.ids))
+        self._segments.append(segment)
+        segment.accepted = [frozenset([x]) for x in plan.forms]
+      else:
+        segment.is_extended = False
+        new = plan.ids[len(plan.ids) - plan.num_new :]
+        segment.turns[-1].observation = np.array(new, np.int32)
+        segment.ids += new
+        segment.accepted += [frozenset([x]) for x in plan.forms[len(segment.accepted) :]]
+      segment.turns.append(turn)
+      segment.ids += turn.tokens.tolist()
+      segment.accepted.append(frozenset(map(form, answers)))
+      segment.ends.append((len(segment.accepted), len(segment.ids)))
+      self._turns.append(turn)
+      self.counts['cut'] += was_cut
+      return len(self._turns)
+
+  def reward(
+      self, value: float, turn: int | None = None, metrics: Mapping[str, float] | None = None
+  ) -> None:
+    """Sets the reward of a turn (from 1), or of the whole; ValueError: there is no such turn."""
+    numbers = {'reward': value} | dict(metrics or {})
+    for name, number in numbers.items():
+      if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise ValueError(f'{name} must be a number')
+      if not math.isfinite(number):
+        raise ValueError(f'{name} must be finite')
+    with self._lock:
+      if self._closed:
+        raise Closed('the session has ended')
+      if turn is None:
+        self._final_reward = float(value)
+      elif isinstance(turn, bool) or not isinstance(turn, int) or not 1 <= turn <= self.num_turns:
+        raise ValueError(f'turn must be a whole number from 1 to {self.num_turns}')
+      else:
+        self._turns[turn - 1].reward = float(value)
+      self._metrics |= {name: float(number) for name, number in (metrics or {}).items()}
+
+  def close(self) -> None:
+    """Ends the session: nothing is recorded any more."""
+    with self._lock:
+      self._closed = True
+
+  def episodes(self, task: types.Task, group: int, failed: bool = False) -> list[types.Episode]:
+    """Returns a row per segment, the longest one first; one without turns if there is none.
+
+    Choice: the reward of the whole stands on the last turn of every segment, so that each row has
+    it once. The rewards of single turns stay on their turns.
+    """
+    with self._lock:
+      segments = sorted(self._segments, key=lambda segment: -len(segment.turns))
+      rows = []
+      for segment in segments or [_Segment([], '')]:
+        turns = [dataclasses.replace(turn) for turn in segment.turns]
+        if turns and self._final_reward is not None:
+          turns[-1].reward += self._final_reward
+        rows.append(
+            types.Episode(
+                task=task,
+                group=group,
+                prompt=np.array(segment.prompt, np.int32),
+                turns=turns,
+                truncated=self.counts['too_long'] > 0,
+                failed=failed or not turns,
+                metrics=dict(self._metrics),
+                counts=_counts(turns) | self.counts | {'segments': float(len(segments))},
+            )
+        )
+      return rows
+
+
+def form(message: Message) -> tuple:
+  """Returns what makes two messages the same. White space around an agent's turn does not count."""
+  content = message['content']
+  if message['role'] == 'assistant':
+    content = content.strip()
+  calls = [call['function'] for call in message.get('tool_calls') or ()]
+  return message['role'], content, tuple((call['name'], _json(call['arguments'])) for call in calls)
+
+
+def _json(value: Any) -> str:
+  return json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+def _counts(turns: Sequence[types.Turn]) -> dict[str, float]:
+  """Returns the counts that every episode has, see `rollout.episode`."""
+  texts = [turn.tokens.tobytes() for turn in turns]
+  return {
+      'invalid': float(sum(turn.action == 'invalid' for turn in turns)),
+      'repeated': float(len(texts) - len(set(texts))),
+      'empty': float(sum(len(turn.tokens) <= 1 for turn in turns)),
+      'prompt_too_long': 0.0,
+  }

@@ -1,0 +1,324 @@
+"""The gateway over HTTP, with the embedded model: answers, streams, tools, limits and errors."""
+
+import concurrent.futures
+import contextlib
+import functools
+import json
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import requests
+
+from stppo_jax import chat
+from stppo_jax import config as schema
+from stppo_jax import types
+from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.serving import gateway
+
+ROOT = pathlib.Path(__file__).parent.parent
+QUESTION = 'Question: What is the capital of France?\n'
+ASKED = {'model': 'tiny', 'messages': [{'role': 'user', 'content': QUESTION}], 'max_tokens': 40}
+SEARCH = {
+    'type': 'function',
+    'function': {
+        'name': 'search',
+        'description': 'Searches.',
+        'parameters': {'type': 'object', 'properties': {'query': {'type': 'string'}}},
+    },
+}
+
+
+@functools.cache
+def embedded():
+  """Returns (tokenizer, parameters, sampler) of the embedded model."""
+  config = schema.Config()
+  config.model = schema.Model(dtype='float32', remat='none', scan_layers=False)
+  model, params = agent_lib.load_policy(config)
+  tokenizer = chat.load_tokenizer(agent_lib.EMBEDDED_MODEL)
+  sampler = gateway.make_sampler(
+      model, tokenizer, rows=8, max_total=256, chunks=(16, 64), slot_buckets=(256,)
+  )
+  return tokenizer, params, sampler
+
+
+@contextlib.contextmanager
+def running(shares_prefixes=True, port=0, **settings):
+  """A gateway on the embedded model: yields its server."""
+  config = schema.Config()
+  config.serve = schema.Serve(**settings)
+  tokenizer, params, sampler = embedded()
+  with gateway.running(
+      config, sampler, params, tokenizer, 'tiny', port, shares_prefixes=shares_prefixes
+  ) as server:
+    yield server
+
+
+def post(server, fields, path='/v1/chat/completions', **kwargs):
+  return requests.post(server.url + path, json=fields, timeout=120, **kwargs)
+
+
+def events(response):
+  """The events of a stream, without its end, which has to be there."""
+  lines = [line for line in response.iter_lines(decode_unicode=True) if line]
+  assert lines[-1] == 'data: [DONE]', lines[-1]
+  return [json.loads(line.removeprefix('data: ')) for line in lines[:-1]]
+
+
+class AnswersTest(parameterized.TestCase):
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.server = cls.enterClassContext(running(tool_form='tags', max_waiting=1000))
+
+  def ask(self, path='/v1/chat/completions', **fields):
+    answer = post(self.server, {**ASKED, **fields}, path)
+    self.assertEqual(answer.status_code, 200, answer.text)
+    return answer.json()
+
+  def test_an_answer_has_text_usage_and_logprobs(self):
+    tokenizer, _, _ = embedded()
+    body = self.ask(temperature=0, logprobs=True, return_token_ids=True, stop=['</search>'])
+    (choice,) = body['choices']
+    self.assertEqual(body['object'], 'chat.completion')
+    self.assertEqual(choice['finish_reason'], 'stop')
+    text = choice['message']['content']
+    self.assertStartsWith(text, '<think>')
+    self.assertNotIn('</search>', text)
+    pieces = [entry['token'] for entry in choice['logprobs']['content']]
+    self.assertEqual(''.join(pieces), text + '</search>')
+    self.assertEqual(tokenizer.decode(choice['token_ids']), text + '</search>')
+    self.assertEqual(body['prompt_token_ids'], tokenizer.encode(QUESTION))
+    self.assertTrue(all(entry['logprob'] <= 0 for entry in choice['logprobs']['content']))
+    prompt, sampled = len(body['prompt_token_ids']), len(pieces)
+    self.assertEqual(
+        body['usage'],
+        {'prompt_tokens': prompt, 'completion_tokens': sampled, 'total_tokens': prompt + sampled},
+    )
+    kept = self.ask(temperature=0, stop='</search>', include_stop_str_in_output=True)
+    self.assertEqual(kept['choices'][0]['message']['content'], text + '</search>')
+
+  def test_a_stream_is_the_answer_in_pieces(self):
+    asked = dict(temperature=1.3, seed=5, n=3, stop=['</search>', 'ymb'], logprobs=True)
+    whole = self.ask(**asked)
+    stream = {**ASKED, **asked, 'stream': True, 'stream_options': {'include_usage': True}}
+    chunks = events(post(self.server, stream, stream=True))
+    self.assertEqual(chunks[-1]['usage'], whole['usage'])
+    self.assertEqual({chunk['object'] for chunk in chunks}, {'chat.completion.chunk'})
+    for choice in whole['choices']:
+      mine = [c for x in chunks for c in x['choices'] if c['index'] == choice['index']]
+      self.assertEqual(mine[0]['delta']['role'], 'assistant')
+      text = ''.join(c['delta'].get('content', '') for c in mine)
+      self.assertEqual(text, choice['message']['content'])
+      self.assertEqual([c['finish_reason'] for c in mine[:-1]], [None] * (len(mine) - 1))
+      self.assertEqual(mine[-1]['finish_reason'], choice['finish_reason'])
+      logprobs = [entry for c in mine for entry in c['logprobs']['content']]
+      self.assertEqual(logprobs, choice['logprobs']['content'])
+    self.assertGreater(max(len(x['choices']) for x in chunks), 0)
+
+  def test_a_seed_repeats_and_none_does_not(self):
+    text = lambda **fields: self.ask(temperature=2.0, **fields)['choices'][0]['message']['content']
+    self.assertEqual(text(seed=3), text(seed=3))
+    self.assertLen({text(seed=3), text(seed=4), text(), text()}, 4)
+    choices = self.ask(temperature=2.0, seed=3, n=4)['choices']
+    self.assertLen({choice['message']['content'] for choice in choices}, 4)
+    self.assertEqual(choices[0]['message']['content'], text(seed=3))
+    greedy = {text(top_p=1e-6), text(top_p=1e-6), self.greedy()}
+    self.assertLen(greedy, 1)
+
+  def greedy(self):
+    return self.ask(temperature=0)['choices'][0]['message']['content']
+
+  def test_completions_take_a_text_or_ids(self):
+    tokenizer, _, _ = embedded()
+    asked = dict(temperature=0, max_tokens=12, logprobs=1, messages=None)
+    by_text = self.ask('/v1/completions', prompt=QUESTION, **asked)
+    by_ids = self.ask('/v1/completions', prompt=tokenizer.encode(QUESTION), **asked)
+    self.assertEqual(by_text['object'], 'text_completion')
+    self.assertEqual(by_text['choices'], by_ids['choices'])
+    (choice,) = by_text['choices']
+    self.assertEqual(''.join(choice['logprobs']['tokens']), choice['text'])
+    self.assertEqual(choice['finish_reason'], 'length')
+    stream = {'prompt': QUESTION, **asked, 'stream': True}
+    chunks = events(post(self.server, stream, '/v1/completions', stream=True))
+    self.assertEqual(''.join(c['choices'][0]['text'] for c in chunks), choice['text'])
+
+  def test_calls_of_tools_are_parsed_and_sent_back(self):
+    body = self.ask(temperature=0, tools=[SEARCH])
+    (choice,) = body['choices']
+    self.assertEqual(choice['finish_reason'], 'tool_calls')
+    (call,) = choice['message']['tool_calls']
+    self.assertEqual(call['function']['name'], 'search')
+    self.assertIn('query', json.loads(call['function']['arguments']))
+    chunks = events(
+        post(self.server, {**ASKED, 'temperature': 0, 'tools': [SEARCH], 'stream': True})
+    )
+    (delta,) = [c['delta'] for x in chunks for c in x['choices'] if 'tool_calls' in c['delta']]
+    self.assertEqual(delta['tool_calls'][0]['function'], call['function'])
+    result = {'role': 'tool', 'tool_call_id': call['id'], 'content': '<information></information>'}
+    again = self.ask(messages=[*ASKED['messages'], choice['message'], result], tools=[SEARCH])
+    self.assertGreater(again['usage']['prompt_tokens'], body['usage']['total_tokens'])
+
+  def test_hundreds_of_streams_at_once_are_those_one_after_the_other(self):
+    asked = lambda seed: {**ASKED, 'seed': seed % 20, 'temperature': 1.5, 'stream': True}
+
+    def text(seed):
+      chunks = events(post(self.server, asked(seed), stream=True))
+      return ''.join(c['choices'][0]['delta'].get('content', '') for c in chunks)
+
+    with concurrent.futures.ThreadPoolExecutor(200) as pool:
+      found = list(pool.map(text, range(200)))
+    self.assertEqual(found[:20] * 10, found)
+    self.assertLen(set(found), 20)
+
+  def test_models_health_and_metrics(self):
+    get = lambda path: requests.get(self.server.url + path, timeout=60)
+    (model,) = get('/v1/models').json()['data']
+    self.assertEqual(model['id'], 'tiny')
+    self.assertEqual(get('/health').json(), {'status': 'ok'})
+    self.ask()
+    text = get('/metrics').text
+    for name in ('gateway_requests_total{status="200"}', 'gateway_sampled_tokens_total'):
+      self.assertIn(name, text)
+
+  @parameterized.parameters(
+      ({'messages': []}, 400, 'messages'),
+      ({'messages': [{'role': 'king', 'content': ''}]}, 400, 'messages[0]'),
+      ({'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}, 400, 'messages[0]'),
+      ({'messages': [{'role': 'user', 'content': 'x ' * 400}]}, 400, 'messages'),
+      ({'temperature': -1}, 400, 'temperature'),
+      ({'temperature': 'hot'}, 400, 'temperature'),
+      ({'temperature': True}, 400, 'temperature'),
+      ({'top_p': 0}, 400, 'top_p'),
+      ({'n': 0}, 400, 'n'),
+      ({'n': 10**9}, 400, 'n'),
+      ({'max_tokens': 0}, 400, 'max_tokens'),
+      ({'stop': ['']}, 400, 'stop'),
+      ({'stop': {'a': 1}}, 400, 'stop'),
+      ({'seed': 1.5}, 400, 'seed'),
+      ({'tools': [{'type': 'function'}]}, 400, 'tools'),
+      ({'tool_choice': 'required'}, 400, 'tool_choice'),
+      ({'top_logprobs': 3}, 400, 'top_logprobs'),
+      ({'logit_bias': {'5': 1}}, 400, 'logit_bias'),
+      ({'response_format': {'type': 'json_object'}}, 400, 'response_format'),
+      ({'model': 'gpt-5'}, 404, 'model'),
+  )
+  def test_a_wrong_field_is_named(self, fields, status, param):
+    answer = post(self.server, {**ASKED, **fields})
+    self.assertEqual(answer.status_code, status, answer.text)
+    error = answer.json()['error']
+    self.assertEqual(error['type'], 'invalid_request_error')
+    self.assertEqual(error['param'], param)
+    self.assertNotIn('\n', error['message'])
+
+  @parameterized.parameters(
+      ('GET', '/v1/chat/completions', b'', 405),
+      ('POST', '/v1/chat/completions', b'{', 400),
+      ('POST', '/v1/chat/completions', b'[' * 100_000, 400),
+      ('POST', '/v1/chat/completions', b'\xff\xfe', 400),
+      ('POST', '/v1/chat/completions', b'[]', 400),
+      ('POST', '/v1/completions', b'{"prompt": [99999999]}', 400),
+      ('POST', '/v1/completions', b'{"prompt": []}', 400),
+      ('POST', '/v1/completions', b'{"prompt": "x", "echo": true}', 400),
+      ('GET', '/../../etc/passwd', b'', 404),
+      ('POST', '/s/unknown/v1/chat/completions', json.dumps(ASKED).encode(), 404),
+      ('POST', '/s/unknown/reward', b'{"reward": 1}', 404),
+  )
+  def test_a_wrong_request_gets_an_error_of_openai(self, method, path, body, status):
+    answer = requests.request(method, self.server.url + path, data=body, timeout=60)
+    self.assertEqual(answer.status_code, status, answer.text)
+    self.assertEqual(set(answer.json()['error']), {'message', 'type', 'param', 'code'})
+
+
+class LimitsTest(parameterized.TestCase):
+
+  def test_a_key_is_asked_for(self):
+    with running(api_key='secret') as server:
+      for headers, status in (
+          ({}, 401),
+          ({'Authorization': 'Bearer wrong'}, 401),
+          ({'Authorization': 'Bearer secret'}, 200),
+      ):
+        self.assertEqual(post(server, ASKED, headers=headers).status_code, status)
+        found = requests.get(server.url + '/metrics', headers=headers, timeout=60)
+        self.assertEqual(found.status_code, status)
+      self.assertEqual(requests.get(server.url + '/health', timeout=60).status_code, 200)
+
+  def test_a_large_body_and_a_full_queue_are_refused(self):
+    with running(max_body_mb=1, max_waiting=2) as server:
+      answer = requests.post(server.url + '/v1/completions', data=b' ' * (2 << 20), timeout=60)
+      self.assertEqual(answer.status_code, 413)
+      answer = post(server, {**ASKED, 'n': 3})
+      self.assertEqual(answer.status_code, 429)
+      self.assertEqual(answer.json()['error']['type'], 'rate_limit_error')
+      self.assertEqual(answer.headers['Retry-After'], '1')
+      self.assertEqual(post(server, {**ASKED, 'n': 2}).status_code, 200)
+
+  def test_a_client_that_leaves_frees_its_row(self):
+    with running() as server:
+      body = json.dumps({**ASKED, 'temperature': 0, 'n': 8, 'max_tokens': 200}).encode()
+      head = f'POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n'
+      decoded, service = threading.Event(), server.service
+      decode = service.scheduler._decode
+
+      def slow_decode():
+        decoded.set()
+        time.sleep(0.2)
+        decode()
+
+      service.scheduler._decode = slow_decode
+      with socket.create_connection((server.host, server.port)) as connection:
+        connection.sendall(head.encode() + body)
+        self.assertTrue(decoded.wait(60))
+      end = time.monotonic() + 60
+      while service.scheduler.running and time.monotonic() < end:
+        time.sleep(0.01)
+      self.assertEqual(service.scheduler.running, 0)
+      self.assertLess(service.scheduler.counts.sampled_tokens, 8 * 100)
+      service.scheduler._decode = decode
+      self.assertEqual(post(server, ASKED).status_code, 200)
+
+  def test_a_failed_engine_is_told_and_health_says_so(self):
+    with self.assertLogs(level='ERROR'), running() as server:
+      server.service.scheduler._decode = lambda: 1 / 0
+      self.assertEqual(post(server, ASKED).status_code, 500)
+      self.assertEqual(requests.get(server.url + '/health', timeout=60).status_code, 503)
+      self.assertEqual(post(server, ASKED).status_code, 503)
+
+  def test_a_port_that_is_taken_is_one_line(self):
+    with running() as server, self.assertRaisesRegex(types.UserError, f'--port={server.port}'):
+      with running(port=server.port):
+        pass
+
+
+class CommandTest(absltest.TestCase):
+
+  def test_mode_serve_serves_until_sigterm(self):
+    command = [sys.executable, 'run.py', '--mode=serve', '--port=0', '--config.serve.rows=4']
+    command += [
+        '--config.serve.max_total=128',
+        f'--workdir={self.enterContext(tempfile.TemporaryDirectory())}',
+    ]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+      try:
+        url = next(found[0] for line in process.stderr if (found := re.findall(r'http\S+', line)))
+        model = requests.get(url + '/models', timeout=60).json()['data'][0]['id']
+        answer = requests.post(
+            url + '/chat/completions', json={**ASKED, 'model': model}, timeout=120
+        )
+        self.assertEqual(answer.status_code, 200, answer.text)
+      finally:
+        process.terminate()
+      self.assertEqual(process.wait(60), 0)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,244 @@
+"""Agent programs through the gateway: the same episodes as an environment gives, and what fails."""
+
+import functools
+import json
+import tempfile
+import time
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import numpy as np
+import requests
+
+from stppo_jax import config as schema
+from stppo_jax import types
+from stppo_jax.envs import search
+from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import batching
+from stppo_jax.rollout import episode as episode_loop
+from stppo_jax.serving import rollouts
+from stppo_jax.training import loop
+from tests.support import tiny_run
+
+THIS = f'gateway:{__name__}'
+
+
+def create(base_url, messages, **fields):
+  asked = {'model': 'any', 'messages': messages, **fields}
+  answer = requests.post(base_url + '/chat/completions', json=asked, timeout=60)
+  answer.raise_for_status()
+  return answer.json()['choices'][0]
+
+
+def play_search(task, base_url, model, max_turns=4):
+  """The search environment, played by a client: text in, text out."""
+  del model
+  task = types.Task(**{**task, 'answers': tuple(task['answers'])})
+  env = search.SearchEnv(task, retriever(), max_turns=max_turns, top_k=1, prompt='short')
+  messages = [{'role': 'user', 'content': env.reset()[0]}]
+  while True:
+    stops = ['</search>', '</answer>']
+    message = create(base_url, messages, stop=stops, include_stop_str_in_output=True)['message']
+    observation, reward, terminated, truncated, _ = env.step(message['content'])
+    if terminated or truncated:
+      return reward
+    messages += [message, {'role': 'user', 'content': observation}]
+
+
+@functools.cache
+def retriever():
+  return agent_lib.prepare(make_config('search')).retriever
+
+
+def once(task, base_url, model):
+  """One turn; the reward is left to the config's function."""
+  del model
+  create(base_url, [{'role': 'user', 'content': f'Question: {task["question"]}\n'}], stop=['</'])
+
+
+def post_rewards(task, base_url, model):
+  """Two turns that do not belong together, then a branch of the first; rewards are posted."""
+  del task, model
+  ask = {'role': 'user', 'content': 'Question: one?\n'}
+  first = create(base_url, [ask], max_tokens=5)['message']
+  create(base_url, [{'role': 'user', 'content': 'Question: another?\n'}], max_tokens=5)
+  more = [ask, first, {'role': 'user', 'content': ' go on'}]
+  create(base_url, more, max_tokens=5)
+  turn = create(base_url, more, max_tokens=5)['turn']
+  url = base_url.removesuffix('/v1') + '/reward'
+  for fields in ({'reward': 0.5, 'turn': 2}, {'reward': 2, 'metrics': {'turns': turn}}):
+    requests.post(url, json=fields, timeout=60).raise_for_status()
+
+
+def fail_on_even(task, base_url, model):
+  if int(task['id'][-1]) % 2 == 0:
+    raise RuntimeError('an even task')
+  once(task, base_url, model)
+  return 1.0
+
+
+def hang(task, base_url, model):
+  """Takes too long after a turn; what it samples then is refused."""
+  once(task, base_url, model)
+  time.sleep(1.5)
+  late.append(requests.post(base_url + '/chat/completions', json={}, timeout=60).status_code)
+
+
+def crash(task, base_url, model):
+  raise KeyError('always')
+
+
+late = []
+
+
+def make_config(kind, **options):
+  config = schema.Config()
+  config.env = schema.Env(kind=kind, prompt='short', options=options)
+  config.retriever = schema.Retriever(top_k=1, kind='bm25' if kind == 'search' else 'none')
+  config.model = schema.Model(dtype='float32', remat='none', scan_layers=False, logp_chunk=0)
+  config.rollout = schema.Rollout(
+      max_prompt=128,
+      max_turn=40,
+      max_observation=512,
+      max_total=512,
+      rows=8,
+      width=8,
+      chunks=(16, 64),
+      slot_buckets=(512,),
+      threads=0,
+  )
+  config.serve = schema.Serve(rows=8, tool_form='tags')
+  config.eval.rows = 8
+  config.train = schema.Train(
+      updates=1, episodes=8, mini_batch=4, micro_batch=2, length_buckets=(512,)
+  )
+  config.algorithm.kl_in = 'none'
+  config.log.tensorboard = False
+  return config
+
+
+@functools.cache
+def model_and_params():
+  return agent_lib.load_policy(make_config('search'))
+
+
+def play(config, tasks, **kwargs):
+  model, params = model_and_params()
+  agent = rollouts.make_agent(config, model)
+  keys = episode_loop.row_keys(jax.random.key(3), tasks)
+  return agent.play(params, tasks, keys, **kwargs), agent
+
+
+def make_tasks(count):
+  return [types.Task(f't{i}', f'What is the capital of {i}?', ('x',)) for i in range(count)]
+
+
+class ProgramAgentTest(parameterized.TestCase):
+
+  @parameterized.parameters(False, True)
+  def test_episodes_equal_those_of_the_environment_bit_for_bit(self, greedy):
+    tasks = agent_lib.load_tasks(make_config('search'), 'dev')[::40][:16]
+    wanted, _ = play(make_config('search'), tasks, greedy=greedy)
+    found, agent = play(make_config(THIS + ':play_search'), tasks, greedy=greedy)
+    self.assertGreater(max(len(episode.turns) for episode in wanted), 1)
+    for ours, theirs in zip(wanted, found, strict=True):
+      self.assertEqual(ours.prompt.tolist(), theirs.prompt.tolist())
+      for turn, recorded in zip(ours.turns, theirs.turns, strict=True):
+        self.assertEqual(turn.tokens.tolist(), recorded.tokens.tolist())
+        np.testing.assert_array_equal(turn.logp, recorded.logp)
+        self.assertEqual(turn.observation.tolist(), recorded.observation.tolist())
+      self.assertEqual(ours.score, theirs.score)
+      self.assertEqual(theirs.metrics['segments'], 1)
+    self.assertGreater(sum(episode.score for episode in found), 0)
+    self.assertGreater(agent.report.shared_tokens, 0)  # prefixes were not computed again
+
+  def test_segments_are_rows_with_the_reward_of_the_whole(self):
+    tasks = make_tasks(8)
+    episodes, _ = play(make_config(THIS + ':post_rewards'), tasks, groups=[0] * 4 + [1] * 4)
+    self.assertLen(episodes, 24)  # of three segments each
+    by_task = [e for e in episodes if e.task.id == 't0']
+    longest, *others = sorted(by_task, key=lambda episode: -len(episode.turns))
+    self.assertEqual([turn.reward for turn in longest.turns], [0, 2])
+    self.assertCountEqual([[t.reward for t in e.turns] for e in others], [[2.5], [2]])
+    metrics = {'segments': 3, 'rewritten': 1, 'branched': 1, 'turns': 4, 'crashed': 0}
+    self.assertEqual(longest.metrics, longest.metrics | metrics)
+    branch = next(e for e in others if e.turns[0].reward == 2)
+    start = np.concatenate([longest.prompt, longest.turns[0].tokens, longest.turns[0].observation])
+    self.assertEqual(branch.prompt.tolist(), start.tolist())  # recorded ids, not encoded again
+    self.assertNotEqual(branch.turns[0].tokens.tolist(), longest.turns[1].tokens.tolist())
+    self.assertLen({tuple(e.group for e in episodes if e.task.id == 't7')}, 1)
+    batch = batching.to_turn_batch(episodes, (512,))
+    self.assertAlmostEqual(float(batch.rewards.sum()), 8 * (2 + 2.5 + 2))
+    self.assertLen(play(make_config(THIS + ':post_rewards'), tasks)[0], 8)  # evaluation
+
+  def test_what_raises_is_masked_or_scored_zero_and_counted(self):
+    tasks = make_tasks(4)
+    for on_crash in ('mask', 'zero'):
+      config = make_config(THIS + ':fail_on_even')
+      config.serve.on_crash = on_crash
+      with self.assertLogs(level='WARNING') as logs:
+        episodes, _ = play(config, tasks)
+      self.assertIn('2 of 4 programs raised, as RuntimeError: an even task', logs.output[0])
+      self.assertEqual([e.metrics['crashed'] for e in episodes], [1, 0, 1, 0])
+      self.assertEqual([e.failed for e in episodes], [True, False, True, False])  # no turn at all
+      self.assertEqual([e.score for e in episodes], [0, 1, 0, 1])
+    batch = batching.to_turn_batch(episodes, (512,))
+    self.assertEqual(batch.action_mask.any(axis=1).tolist(), [False, True, False, True])
+
+  def test_a_program_that_takes_too_long_ends_as_it_is(self):
+    config = make_config(THIS + ':hang')
+    config.serve.agent_timeout_s = 0.9
+    late.clear()
+    episodes, _ = play(config, make_tasks(3))
+    for episode in episodes:
+      self.assertEqual(episode.metrics['timed_out'], 1)
+      self.assertTrue(episode.truncated)
+    time.sleep(1.0)
+    self.assertNotIn(200, late)
+
+  def test_if_all_raise_the_run_ends_with_one_line(self):
+    with self.assertRaisesRegex(types.RunError, "all 3 programs raised, as KeyError: 'always'"):
+      play(make_config(THIS + ':crash'), make_tasks(3))
+
+  def test_the_config_scores_what_the_program_does_not(self):
+    config = make_config(THIS + ':once')
+    with mock.patch.object(rollouts.rewards, 'extract_answer', lambda text: 'x'):
+      episodes, _ = play(config, make_tasks(2))
+    self.assertEqual([episode.score for episode in episodes], [1, 1])
+
+  def test_give_up_ends_the_programs(self):
+    with self.assertRaises(types.Stopped):
+      play(make_config(THIS + ':hang'), make_tasks(2), give_up=lambda: True)
+
+  @parameterized.parameters('gateway:no_such:f', THIS + ':nothing', THIS + ':THIS', 'gateway:x')
+  def test_a_name_that_is_no_program_is_one_line(self, kind):
+    with self.assertRaisesRegex(types.UserError, 'config.env.kind='):
+      agent_lib.prepare(make_config(kind))
+
+
+class TrainingTest(absltest.TestCase):
+
+  def test_the_loop_trains_and_evaluates_a_program(self):
+    config = make_config(THIS + ':play_search')
+    config.eval = schema.Eval(every=1, episodes=8, rows=8)
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    with tiny_run.on_one_device():
+      scores = loop.train(config, folder)
+    self.assertIn('val-core/all/score', scores)
+    lines = [json.loads(line) for line in open(folder + '/metrics.jsonl', encoding='utf-8')]
+    self.assertEqual(lines[-1]['env/segments/mean'], 1)
+    records = open(folder + '/episodes/train_000001.jsonl', encoding='utf-8').readlines()
+    self.assertLen(records, 8)
+    self.assertIn(
+        '<search>',
+        ''.join(
+            json.loads(record)['question'] + ''.join(json.loads(record)['pieces'])
+            for record in records
+        ),
+    )
+
+
+if __name__ == '__main__':
+  absltest.main()

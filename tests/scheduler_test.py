@@ -1,0 +1,257 @@
+"""The scheduler of requests: equal to the engine whoever shares its calls; prefixes and stops."""
+
+import functools
+import threading
+import time
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stppo_jax import chat
+from stppo_jax.models import decoder
+from stppo_jax.rollout import engine
+from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.rollout import sampling
+from stppo_jax.serving import row_sampler
+from stppo_jax.serving import scheduler as scheduler_lib
+
+VOCAB, SLOTS, TURN, EOS = 24, 64, 10, 3
+CONFIG = decoder.ModelConfig(
+    vocab_size=VOCAB, d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=32
+)
+TOKEN_BYTES = tuple(bytes([97 + i]) for i in range(VOCAB))
+NO_STOPS = chat.stop_automaton(TOKEN_BYTES, ())
+
+
+@functools.cache
+def make_params():
+  """Random weights, large enough that the context matters and no distribution is uniform."""
+  enlarge = lambda path, w: w if path[-1].key == 'scale' else 12.0 * w
+  params = jax.jit(decoder.init, static_argnums=1)(jax.random.key(0), CONFIG)
+  return jax.tree_util.tree_map_with_path(enlarge, params)
+
+
+@functools.cache  # a sampler compiles a handful of programs
+def make_sampler(kind=row_sampler.RowSampler, stops=(), steps=3, width=6):
+  table = chat.stop_automaton(TOKEN_BYTES, stops)
+  sizes = sampling.Sizes(SLOTS, width, width, 2, steps, (SLOTS,), (4, 8))
+  return kind(CONFIG, table, (EOS,), sizes)
+
+
+def make_scheduler(width=6, **settings):
+  sampler = make_sampler(width=width)
+  return scheduler_lib.Scheduler(sampler, make_params(), TOKEN_BYTES, (EOS,), **settings)
+
+
+class Listener:
+  """Collects what a request emits."""
+
+  def __init__(self):
+    self.tokens, self.logp, self.finish = [], [], None
+    self.over, self.begun = threading.Event(), threading.Event()
+
+  def __call__(self, tokens, logp, finish):
+    self.tokens += tokens
+    self.logp += logp
+    self.begun.set()
+    if finish is not None:
+      assert self.finish is None, 'two ends'
+      self.finish = finish
+      self.over.set()
+
+  def wait(self):
+    assert self.over.wait(120)
+    return self
+
+
+def key_data(seed):
+  return np.asarray(jax.random.key_data(jax.random.key(seed)))
+
+
+def make_request(ids, seed=0, budget=TURN, **settings):
+  return scheduler_lib.Request(list(ids), budget, key_data(seed), Listener(), **settings)
+
+
+def serve(scheduler, *requests):
+  """Runs requests to their ends; returns what they emitted."""
+  scheduler.submit(requests)
+  return [request.emit.wait() for request in requests]
+
+
+def make_prompts(count, seed=0):
+  rng = np.random.default_rng(seed)
+  return [rng.integers(4, VOCAB, rng.integers(2, 12)).tolist() for _ in range(count)]
+
+
+class SchedulerTest(parameterized.TestCase):
+
+  def test_turns_equal_those_of_the_engine_bit_for_bit(self):
+    """Several turns, stop strings and more sequences than rows, in both; other call lengths."""
+    stops, prompts, keys = ('bc', 'h'), make_prompts(15), jax.random.split(jax.random.key(1), 15)
+    reply, played = [5, 6, 7], {i: [] for i in range(15)}
+
+    def respond(completions):
+      for turn in completions:
+        played[turn.index].append(turn)
+      done = lambda turn: len(played[turn.index]) == 3
+      return [engine.Prompt((), 0) if done(t) else engine.Prompt(reply, TURN) for t in completions]
+
+    sampler = make_sampler(sampler_lib.Sampler, stops, steps=8)
+    engine.run(sampler, make_params(), [engine.Prompt(p, TURN) for p in prompts], keys, respond)
+    texts = tuple(stop.encode() for stop in stops)
+    with make_scheduler(shares_prefixes=False) as scheduler:
+
+      def play(i):
+        ids, turns = list(prompts[i]), []
+        for _ in range(3):
+          key = np.asarray(jax.random.key_data(keys[i]))
+          request = scheduler_lib.Request(ids, TURN, key, Listener(), stop=texts)
+          (heard,) = serve(scheduler, request)
+          turns.append(heard)
+          ids = [*ids, *heard.tokens, *reply]
+        got[i] = turns
+
+      got = {}
+      threads = [threading.Thread(target=play, args=(i,)) for i in range(15)]
+      for first in range(0, 15, 6):  # as many at once as there are rows, so that each keeps its own
+        for thread in threads[first : first + 6]:
+          thread.start()
+        for thread in threads[first : first + 6]:
+          thread.join()
+    for i in range(15):
+      for wanted, heard in zip(played[i], got[i], strict=True):
+        self.assertEqual(wanted.tokens.tolist(), heard.tokens)
+        np.testing.assert_array_equal(wanted.logp, np.array(heard.logp, np.float32))
+    self.assertGreater(scheduler.counts.dropped_tokens, 0)
+    self.assertGreater(scheduler.counts.reused_tokens, 15 * 10)
+
+  def test_a_shared_prefix_is_not_computed_again_and_changes_nothing(self):
+    prompt = make_prompts(1)[0]
+    longer = [*prompt, 9, 9, 9]
+    with make_scheduler() as alone:
+      (wanted,) = serve(alone, make_request(longer, seed=2))
+    with make_scheduler() as scheduler:
+      serve(scheduler, make_request(prompt, seed=1, budget=1))
+      before = scheduler.counts.prefill_tokens
+      (heard,) = serve(scheduler, make_request(longer, seed=2))
+      self.assertEqual(scheduler.counts.prefill_tokens - before, 3)
+      self.assertEqual(scheduler.counts.reused_tokens, len(prompt))
+      twins = serve(scheduler, *(make_request([8, *longer], seed=s) for s in range(5)))
+      self.assertEqual(scheduler.counts.reused_tokens, len(prompt) + 4 * len(longer))
+    self.assertEqual(heard.tokens, wanted.tokens)
+    np.testing.assert_allclose(heard.logp, wanted.logp, atol=1e-5)
+    self.assertLen({tuple(twin.tokens) for twin in twins}, 5)
+
+  def test_rows_that_are_overwritten_give_nothing_to_others(self):
+    """Requests of all kinds in random order, with two rows: each as it is alone."""
+    rng = np.random.default_rng(3)
+    stems, requests = make_prompts(3), []
+    for seed in range(40):
+      ids = [*stems[rng.integers(3)], *rng.integers(4, VOCAB, rng.integers(0, 6))]
+      requests.append(make_request(ids, seed, budget=int(rng.integers(1, TURN))))
+    with make_scheduler(width=2) as scheduler:
+      together = serve(scheduler, *requests)
+    with make_scheduler(width=2) as scheduler:
+      for request, heard in zip(requests, together):
+        again = scheduler_lib.Request(request.ids, request.budget, request.key, Listener())
+        scheduler.set_params(make_params())  # forgets all rows
+        (alone,) = serve(scheduler, again)
+        self.assertEqual(heard.tokens, alone.tokens)
+        np.testing.assert_allclose(heard.logp, alone.logp, atol=1e-4)
+
+  def test_ends_by_stop_string_eos_and_length(self):
+    with make_scheduler() as scheduler:
+      found = serve(scheduler, *(make_request([5, 6], s, TURN, stop=(b'bc',)) for s in range(60)))
+    for heard in found:
+      text = b''.join(TOKEN_BYTES[token] for token in heard.tokens)
+      if heard.finish == 'length':
+        self.assertLen(heard.tokens, TURN)
+      elif heard.tokens[-1] != EOS:
+        self.assertTrue(text.endswith(b'bc'))
+      self.assertLessEqual(text.count(b'bc'), 1)
+      self.assertNotIn(EOS, heard.tokens[:-1])
+    self.assertEqual({heard.finish for heard in found}, {'length', 'stop'})
+
+  def test_a_request_joins_those_in_progress(self):
+    with make_scheduler() as scheduler:
+      sampled = serve(scheduler, *(make_request([5, 6], s, SLOTS - 2) for s in range(40)))
+      seed = max(range(40), key=lambda s: len(sampled[s].tokens))
+      self.assertGreater(len(sampled[seed].tokens), 12)  # of which a call samples 3
+      long, short, over = make_request([5, 6], seed, SLOTS - 2), make_request([7], budget=1), []
+      has_joined = threading.Event()
+      heard, long.emit = long.emit, lambda *given: (has_joined.wait(60), heard(*given))
+      for name, request in (('long', heard), ('short', short.emit)):
+        request.over.set = functools.partial(self._note, request.over, over, name)
+      scheduler.submit([long])
+      scheduler.submit([short])
+      has_joined.set()
+      heard.wait()
+      short.emit.wait()
+    self.assertEqual(over, ['short', 'long'])
+    self.assertEqual(heard.tokens, sampled[seed].tokens)
+
+  def _note(self, event, over, name):
+    over.append(name)
+    threading.Event.set(event)
+
+  def test_a_cancelled_request_ends_and_its_row_is_free(self):
+    with make_scheduler(width=2) as scheduler:
+      requests = [make_request([5, 6], s, SLOTS - 2) for s in range(20)]
+      for request in requests:
+        heard = request.emit
+        request.emit = lambda *given, r=request, h=heard: (scheduler.cancel(r), h(*given))
+        scheduler.submit([request])
+        heard.wait()
+        self.assertLessEqual(len(heard.tokens), 3)
+      self.assertEqual(scheduler.running, 0)
+    self.assertIn('cancelled', heard.finish)
+
+  def test_too_many_wait_and_the_rest_is_refused(self):
+    with make_scheduler(width=2, max_waiting=3) as scheduler:
+      requests = [make_request([5], budget=SLOTS - 2, seed=s) for s in range(3)]
+      with self.assertRaises(scheduler_lib.Busy):
+        scheduler.submit([*requests, make_request([5])])
+      self.assertEqual(scheduler.waiting, 0)  # all or none
+      serve(scheduler, *requests)
+    self.assertFalse(scheduler.is_alive)
+    with self.assertRaises(scheduler_lib.Busy):
+      scheduler.submit(requests)
+
+  def test_whoever_waits_hears_of_a_failure(self):
+    scheduler = make_scheduler()
+    scheduler._decode = lambda: 1 / 0
+    with self.assertLogs(level='ERROR'), scheduler:
+      (heard,) = serve(scheduler, make_request([5]))
+      self.assertEqual(heard.finish, 'error')
+      time.sleep(0.05)
+      self.assertFalse(scheduler.is_alive)
+
+  def test_refuses_what_does_not_fit(self):
+    with make_scheduler() as scheduler:
+      for ids, budget in (([], 1), ([5] * SLOTS, 1), ([5], SLOTS), ([5], 0)):
+        with self.assertRaisesRegex(ValueError, 'do not fit'):
+          scheduler.submit([make_request(ids, budget=budget)])
+
+
+class RowSamplerTest(parameterized.TestCase):
+
+  def test_each_row_is_drawn_as_if_its_settings_were_for_all(self):
+    rng = np.random.default_rng(0)
+    logits = jnp.array(3 * rng.normal(size=(64, 300)), jnp.float32)
+    keys = jax.random.split(jax.random.key(1), 64)
+    kinds = [(1.0, 1.0), (0.0, 1.0), (0.7, 0.5), (1.3, 0.9), (1.0, 0.1)]
+    settings = np.array([kinds[i % 5] for i in range(64)], np.float32)
+    for top_k in (0, 20):
+      token, logp = row_sampler.sample_rows(logits, keys, jnp.array(settings), top_k)
+      for i, (temperature, top_p) in enumerate(kinds):
+        cut = 0 if temperature == 0 else top_k
+        wanted = sampling.sample_token(logits, keys, temperature, cut, top_p)
+        np.testing.assert_array_equal(token[i::5], wanted[0][i::5])
+        np.testing.assert_allclose(logp[i::5], wanted[1][i::5], rtol=1e-5, atol=1e-6)
+
+
+if __name__ == '__main__':
+  absltest.main()
