@@ -72,7 +72,7 @@ def get_study(mode=''):
     grids[f'mechanism_{name}_turn_rewards'] = _grid(
         name, rewarded_per_turn(), {'mechanism.rewards': 'turn'}
     )
-  return grid.Study(grids, results='docs/study/results', page='docs')
+  return grid.Study(grids, results='docs/study/results')
 
 
 def divided():

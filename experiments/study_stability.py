@@ -50,7 +50,10 @@ def get_study(mode=''):
     regimes = {'harsh': SYSTEM_REGIMES['harsh']}
     return grid.Study({'system': grid.Grid(chosen, regimes, seeds=(0, 1, 2))})
   return grid.Study(
-      {'system': grid.Grid(cells, SYSTEM_REGIMES)}, results='docs/study/results', page='docs'
+      {'system': grid.Grid(cells, SYSTEM_REGIMES)},
+      results='docs/study/results',
+      page='docs',
+      also=('experiments/study_mechanism.py',),
   )
 
 

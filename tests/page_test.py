@@ -143,15 +143,16 @@ class PageTest(parameterized.TestCase):
       ('{{system/harsh/st_ppo vs st_ppo.step improvement}}', r'^\.500 \['),
       ('{{mechanism/harsh/st_ppo p_final}}', '^<.001$'),
       ('{{system core_hours}} of {{study core_hours}}', r'^3\.0 of 4\.5$'),
-      ('{{harsh/st_ppo verdict}}', '^held$'),
-      ('{{harsh/st_ppo vs st_ppo.step verdict}}', '^not decided$'),
-      ('{{calm/st_ppo verdict}}', '^not tested here$'),
+      ('{{verdict st_ppo on mechanism/harsh system/harsh}}', '^held$'),
+      ('{{verdict st_ppo vs st_ppo.step on mechanism/harsh system/harsh}}', '^not decided$'),
   )
   def test_a_placeholder_becomes_its_number(self, text, expected):
     self.assertRegex(self.page.markdown(text), expected)
 
   @parameterized.parameters(
       ('{{system/harsh/sppo final}}', 'no such cell; did you mean system/harsh/ppo'),
+      ('{{verdict sppo on mechanism/harsh system/harsh}}', 'no such cell; did you mean'),
+      ('{{verdict ppo on mechanism/harsh system/calm}}', 'no such cell'),
       ('{{system/harsh/ppo finale}}', "no measure 'finale'; did you mean final"),
   )
   def test_a_placeholder_that_means_nothing_is_an_error(self, text, words):
@@ -162,7 +163,8 @@ class PageTest(parameterized.TestCase):
     empty = page.Page(self.planned, {})
     self.assertIn('0 of 207 planned runs', empty.markdown())
     self.assertEqual(empty.markdown('{{system/harsh/ppo final}}'), page.NOTHING)
-    self.assertEqual(empty.markdown('{{harsh/st_ppo verdict}}'), 'not tested here')
+    verdict = '{{verdict st_ppo on mechanism/harsh system/harsh}}'
+    self.assertEqual(empty.markdown(verdict), 'not tested here')
 
   def test_every_cell_is_in_every_figure(self):
     for path in (self.tmp / 'docs/study_figures').iterdir():

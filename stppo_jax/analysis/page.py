@@ -5,8 +5,8 @@ template may hold any text around them:
 
   {{system/harsh/st_ppo final}}                 a measure of a cell: .52 [.47, .58]
   {{system/harsh/st_ppo vs turn_ppo p_final}}   a comparison: improvement, p_final, p_collapsed
-  {{harsh/st_ppo vs turn_ppo verdict}}          by the protocol, of grids `mechanism`, `system`
-  {{harsh/st_ppo verdict}}                      the same against the baseline, corrected
+  {{verdict st_ppo vs turn_ppo on mechanism_reuse/reuse system/harsh}}     by the protocol
+  {{verdict st_ppo on mechanism_reuse/reuse system/harsh}}     against the baseline, corrected
   {{system core_hours}}  {{study core_hours}}   of a grid; of all
   {{progress}} {{outcome}} {{diagnostics}} {{division}} {{figures}} {{cost}}    on their own lines
 
@@ -119,12 +119,11 @@ class Page:
     if rest == 'core_hours':
       chosen = [r for r in self._records.values() if group in ('study', r['grid'])]
       return f'{summary.core_hours(chosen):.1f}'
+    if match := re.fullmatch(r'verdict (\S+)(?: vs (\S+))? on (\S+) (\S+)', words):
+      return self._verdict(match[1], match[2] or '', match[3], match[4])
     other = ''
     if match := re.fullmatch(r'vs (\S+) (\S+)', rest):
       other, rest = match[1], match[2]
-    if rest == 'verdict':
-      on = [self._compared(f'{grid}/{group}', other) for grid in ('mechanism', 'system')]
-      return summary.verdict(*on)
     cell = self._cell(group)
     if rest in _COMPARED:
       made = self._compared(group, other)
@@ -133,20 +132,27 @@ class Page:
       return str(cell.num_runs)
     known = {name for one in self.cells.values() for name in one.measures}
     if known and rest not in known:
-      near = difflib.get_close_matches(rest, [*known, *_COMPARED, 'runs', 'verdict'], n=3)
+      near = difflib.get_close_matches(rest, [*known, *_COMPARED, 'runs'], n=3)
       raise UserError(f'{{{{{words}}}}}: there is no measure {rest!r}; {_hint(near, known)}')
     return _estimate(cell, rest)
 
+  def _verdict(self, name: str, other: str, mechanism: str, system: str) -> str:
+    """Returns the verdict on a cell in two regimes; one that is not planned is not tested."""
+    for regime in (mechanism, system):
+      if not any(group.startswith(regime + '/') for group in self.cells):
+        self._cell(regime)  # which raises
+    for cell in filter(None, (name, other)):
+      if not any(group.endswith('/' + cell) for group in self.cells):
+        self._cell(f'{system}/{cell}')
+    groups = (f'{regime}/{name}' for regime in (mechanism, system))
+    return summary.verdict(*(self._compared(g, other) if g in self.cells else None for g in groups))
+
   def _compared(self, group: str, other: str) -> summary.Comparison | None:
     """Returns the comparison of a cell with another of its regime, or with the baseline."""
-    if group not in self.cells:
-      if group.startswith(('mechanism/', 'system/')):
-        return None
-      self._cell(group)
     if not other:
       return self._against.get(group)
     beside = f'{group.rpartition("/")[0]}/{other}'
-    return summary.compare(self.cells[group], self.cells[beside]) if beside in self.cells else None
+    return summary.compare(self._cell(group), self._cell(beside))
 
   def _cell(self, group: str) -> summary.Cell:
     if group in self.cells:

@@ -49,8 +49,17 @@ def write_page(config: schema.Config, file: str, workdir: str) -> str:
   Results of a cell that has changed since, and of cells that are no more planned, are left out.
   """
   study, unchanged = grids.load(file)
+  planned, records = _planned(study, config, unchanged, workdir)
+  for other in study.also:
+    more, its_config = grids.load(other)
+    more_planned, more_records = _planned(more, its_config, its_config, workdir)
+    planned, records = planned + more_planned, records | more_records
+  return page.build(planned, records, study.page or workdir, study.claims)
+
+
+def _planned(study, config, unchanged, workdir):
+  """Returns the cells of a study, and the results that there are of them."""
   jobs = grids.plan(study, config, unchanged, (), cell.make)
-  records = results.of_jobs(jobs, results.read(results.folder(study.results, workdir)))
   numbers: dict[tuple[str, str, str], int] = {}
   for job in jobs:
     key = job.grid, job.regime, job.cell
@@ -58,4 +67,4 @@ def write_page(config: schema.Config, file: str, workdir: str) -> str:
   planned = [
       summary.Planned(*key, study.grids[key[0]].baseline, number) for key, number in numbers.items()
   ]
-  return page.build(planned, records, study.page or workdir, study.claims)
+  return planned, results.of_jobs(jobs, results.read(results.folder(study.results, workdir)))
