@@ -141,7 +141,7 @@ class SeamsTest(parameterized.TestCase):
     self.assertEqual(env.step('<answer>a</answer>')[1], 0.5)
 
   @parameterized.parameters(
-      (dict(env__kind='serach'), 'allowed are search, or module:attribute'),
+      (dict(env__kind='serach'), 'allowed are search, tools, or module:attribute'),
       (dict(env__kind='a_users_module:Gaem'), 'has no .Gaem'),
       (dict(env__kind='no_such_module:Game'), 'cannot import no_such_module'),
       (dict(env__kind='a_users_module:number'), 'a class is needed'),
