@@ -25,6 +25,21 @@ TURN = TOKEN | {'algorithm.ratio': 'turn'}
 SEQUENCE = TOKEN | {'algorithm.ratio': 'sequence'}
 PAPER = {'algorithm.divisor': 'paper'}
 RELATIVE = {'algorithm.divisor': 'relative', 'algorithm.divide': 'step'}
+# Controls, found by mechanism/calibration.py on seeds 1000 to 1015: plain clipping whose mean step is
+# that of a divided cell, and bounds of turn ratios that clip as many tokens as token PPO's of .2.
+MATCHED = {
+    'calm': {
+        'turn_ppo+clip_of_ppo': TURN | {'algorithm.clip_low': 0.181, 'algorithm.clip_high': 0.181}
+    },
+    'reuse': {
+        'ppo+step_of.relative.step': TOKEN | {'actor.lr': 1.63e-3},
+        'ppo+step_of.paper.before_clip': TOKEN | {'actor.lr': 4.31e-3},
+    },
+    'stale': {
+        'turn_ppo+clip_of_ppo': TURN | {'algorithm.clip_low': 0.48, 'algorithm.clip_high': 0.48},
+        'ppo+step_of.relative.step': TOKEN | {'actor.lr': 1.28e-3},
+    },
+}
 PAIRS = {'': {}, '+paper.before_clip': PAPER, '+relative.step': RELATIVE}
 
 
@@ -46,9 +61,9 @@ def get_study(mode=''):
     return grid.Study({f'mechanism_{name}': _grid(name, cells) for name in REGIMES})
   grids = {}
   for name in REGIMES:
-    cells = (
-        divided() | controls() | group() | rivals() | (of_staleness() if name == 'stale' else {})
-    )
+    cells = divided() | controls() | MATCHED[name] | group() | rivals()
+    if name == 'stale':
+      cells |= of_staleness()
     grids[f'mechanism_{name}'] = _grid(name, cells)
     grids[f'mechanism_{name}_turn_rewards'] = _grid(
         name, rewarded_per_turn(), {'mechanism.rewards': 'turn'}
