@@ -78,8 +78,9 @@ def estimate(batch: Any, variant: Any) -> Any:
   """
   advantages, returns = estimator(variant.advantage)(batch, variant)
   if variant.whiten and variant.whiten_over == 'turns':
-    whiten = lambda mask, turn_ids: whiten_turns(advantages, turn_ids, turn_ids.shape[1])
-    advantages = over_roles(batch, whiten)
+    advantages = over_roles(
+        batch, lambda _, turn_ids: whiten_turns(advantages, turn_ids, turn_ids.shape[1])
+    )
   elif variant.whiten:
     advantages = over_roles(batch, lambda mask, _: whiten_tokens(advantages, mask))
   return batch.replace(advantages=advantages, returns=returns)

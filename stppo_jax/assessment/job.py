@@ -94,7 +94,10 @@ def _play(player: player_lib.Player, rows: list[records.Row], folder: records.Fo
   """
   done = {tuple(key) for key in hosts.by_writer(lambda: list(folder.episodes()))}
   of_all = len(rows) * len(player.roles)
-  is_done = lambda row: all((*row.key, role) in done for role in player.roles)
+
+  def is_done(row):
+    return all((*row.key, role) in done for role in player.roles)
+
   if done:
     logging.info('%d of %d episodes were played before, in %s', len(done), of_all, folder.path)
   if player.batch:

@@ -90,8 +90,7 @@ class Trained:
     self.batch = _ROUNDS * config.eval.rows
     self._max_failed_share = config.retriever.max_failed_share
     self._agent = run.agent if hot == 0 else _sampling_agent(config, run, hot)
-    copy, policy = self._agent.sampler.copy, run.policy  # a list: of each role
-    self._params = [copy(params) for params in policy] if isinstance(policy, list) else copy(policy)
+    self._params = self._agent.sampler.copy(run.policy)
     self.roles = tuple(self._agent.env.roles) or ('',)
     if hasattr(self._agent.retriever, 'give_up'):
       self._agent.retriever.give_up = stop_requested

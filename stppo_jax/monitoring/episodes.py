@@ -57,22 +57,25 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
 def _by_role(episodes):
   """Returns score, turns, length and core metrics of each role; {} where there is one agent."""
   roles = dict.fromkeys(episode.role for episode in episodes if episode.role)
-  tokens = lambda rows: sum(len(turn.tokens) for row in rows for turn in row.turns)
-  metrics, all_tokens = {}, max(tokens(episodes), 1)
+  metrics, all_tokens = {}, max(_num_tokens(episodes), 1)
   for role in roles:
     seats = [episode for episode in episodes if episode.role == role]
     rows = [episode for episode in seats if not episode.absent]
     metrics[f'role/{role}/absent'] = 1 - len(rows) / len(seats)
-    metrics[f'role/{role}/token_share'] = tokens(rows) / all_tokens
+    metrics[f'role/{role}/token_share'] = _num_tokens(rows) / all_tokens
     if rows:
       means = {
           'score': np.mean([row.score for row in rows]),
           'num_turns': np.mean([len(row.turns) for row in rows]),
-          'response_length': tokens(rows) / len(rows),
+          'response_length': _num_tokens(rows) / len(rows),
       }
       means |= {name: _mean([row.metrics for row in rows], name) for name in rows[0].core_metrics}
       metrics |= {f'role/{role}/{name}/mean': float(x) for name, x in means.items()}
   return metrics
+
+
+def _num_tokens(episodes):
+  return sum(len(turn.tokens) for episode in episodes for turn in episode.turns)
 
 
 def _values(dicts, name):

@@ -80,9 +80,7 @@ class Agent:
 
     episodes, self.report = episode_loop.play(
         self.greedy if greedy else self.sampler,
-        [self.sampler.copy(p) for p in params]
-        if isinstance(params, list)
-        else self.sampler.copy(params),
+        self.sampler.copy(params),
         self.tokenizer,
         episode_loop.Rows(envs, tasks, groups, keys, seeds),
         episode_loop.Rules(

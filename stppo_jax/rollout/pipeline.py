@@ -64,8 +64,7 @@ class Batches:
 
   def copy(self, params: Any) -> Any:
     """Returns the policy of trained parameters as it is sampled from, in buffers of its own."""
-    policy, copy = self.policy(params), self.agent.sampler.copy
-    return [copy(one) for one in policy] if isinstance(policy, list) else copy(policy)
+    return self.agent.sampler.copy(self.policy(params))
 
   def sample(self, params: dict, number: int, staleness: int) -> Sampled:
     """Plays the batch; `params` are a `copy`.

@@ -156,11 +156,14 @@ class Sampler:
     other.records_routes = False  # nobody trains on what it samples
     return other
 
-  def copy(self, params: dict) -> dict:
+  def copy(self, params: Any) -> Any:
     """Returns the policy as `prefill` and `decode` read it best; a copy is returned as it is.
 
-    On several devices it is laid out by `layout`. It shares no buffer with `params`.
+    Of a list, those of each role. On several devices it is laid out by `layout`. It shares no
+    buffer with `params`.
     """
+    if isinstance(params, list):
+      return [self.copy(one) for one in params]
     return params if layout.is_copy(params) else self._copy(params)
 
   @property

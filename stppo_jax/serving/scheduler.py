@@ -267,16 +267,13 @@ class Scheduler:
     sampler, missing = self._sampler, self._sampler.prefill_rows - len(batch)
     rows = [admitted.row for admitted in batch]
     self._context = sampler.with_room(self._context, max(row.live for row in rows) + 1)
-    sources = [admitted.source.number for admitted in batch]
     starts = [admitted.common for admitted in batch]
     rest = [row.ids[start : row.live].tolist() for row, start in zip(rows, starts)]
-    taken = sampler.take(self._context, np.array(sources + [0] * missing, np.int32))
+    taken = self._copied([admitted.source for admitted in batch])
     taken, _ = sampler.prefill(
         self._params, taken, [*rest, *[()] * missing], [*starts, *[0] * missing]
     )
-    self._context = sampler.put(
-        self._context, taken, [row.number for row in rows], list(range(len(rows)))
-    )
+    self._put_back(taken, rows)
     self.counts.prefill_tokens += sum(map(len, rest))
     self.counts.reused_tokens += sum(starts)
 
@@ -290,40 +287,50 @@ class Scheduler:
       if request.cancelled:
         self._finish(row, (), (), 'cancelled')
 
+  def _copied(self, rows: Sequence[_Row]) -> sampler_lib.Context:
+    """Returns a context of copies of some rows, at most `prefill_rows`."""
+    missing = self._sampler.prefill_rows - len(rows)
+    numbers = [row.number for row in rows] + [0] * missing
+    return self._sampler.take(self._context, np.array(numbers, np.int32))
+
+  def _put_back(self, taken: sampler_lib.Context, rows: Sequence[_Row]) -> None:
+    numbers = [row.number for row in rows]
+    self._context = self._sampler.put(self._context, taken, numbers, range(len(rows)))
+
   def _decode(self):
-    """Samples some tokens of each row in progress, and hands them out."""
-    sampler, width = self._sampler, self._sampler.width
-    longest = max(row.live for row, _ in self._running_rows())
+    """Samples some tokens of each row in progress, and hands them out.
+
+    A few rows are decoded in a small context of their own: a call computes all rows it is given.
+    """
+    sampler, running = self._sampler, list(self._running_rows())
+    longest = max(row.live for row, _ in running)
     self._context = sampler.with_room(self._context, longest + 1)
-    lengths, stop_state, budgets = np.zeros((3, width), np.int32)
-    settings = np.ones((width, 2), np.float32)
-    keys: Any = None
-    for row in self._rows:
-      lengths[row.number] = row.live
-    for row, request in self._running_rows():
-      keys = np.zeros((width, *request.key.shape), request.key.dtype) if keys is None else keys
-      keys[row.number], budgets[row.number] = request.key, row.left
-      settings[row.number] = request.temperature, request.top_p
-    self._context, result = sampler.decode(
+    if is_few := len(running) <= sampler.prefill_rows < sampler.width:
+      rows, width = [row for row, _ in running], sampler.prefill_rows
+      context = self._copied(rows)
+    else:
+      rows, width, context = self._rows, sampler.width, self._context
+    context, result = sampler.decode(
         self._params,
-        self._context,
-        sampler_lib.Rows(lengths, keys, stop_state, budgets),
+        context,
+        _inputs(rows, width),
         steps=self._context.slots - longest,
         enough=width,
-        settings=settings,
+        settings=_settings(rows, width),
     )
+    if is_few:
+      self._put_back(context, rows)
+    else:
+      self._context = context
     sampled = jax.device_get(result)
     self.counts.decode_calls += 1
     self.counts.decode_steps += int(sampled.counts.max())
-    for row, _ in list(self._running_rows()):
-      count = int(sampled.counts[row.number])
-      self.counts.rows_decoded += 1
-      self._take(
-          row,
-          sampled.tokens[row.number, :count],
-          sampled.logp[row.number, :count],
-          bool(sampled.alive[row.number]),
-      )
+    for i, row in enumerate(rows):
+      if row.request is not None:
+        count = int(sampled.counts[i])
+        self.counts.rows_decoded += 1
+        tokens, logp = sampled.tokens[i, :count], sampled.logp[i, :count]
+        self._take(row, tokens, logp, bool(sampled.alive[i]))
 
   def _take(self, row: _Row, tokens: np.ndarray, logp: np.ndarray, alive: bool) -> None:
     """Adds sampled tokens to a row, up to the end of its turn."""
@@ -365,3 +372,25 @@ class Scheduler:
     row.used = self._clock
     assert request is not None
     request.emit(list(map(int, tokens)), list(map(float, logp)), reason)
+
+
+def _inputs(rows: Sequence[_Row], width: int) -> sampler_lib.Rows:
+  """Returns what a decode call is told of each row; rows without a request do not change."""
+  lengths, stop_state, budgets = np.zeros((3, width), np.int32)
+  keys: Any = None
+  for i, row in enumerate(rows):
+    lengths[i] = row.live
+    if row.request is not None:
+      key = row.request.key
+      keys = np.zeros((width, *key.shape), key.dtype) if keys is None else keys
+      keys[i], budgets[i] = key, row.left
+  return sampler_lib.Rows(lengths, keys, stop_state, budgets)
+
+
+def _settings(rows: Sequence[_Row], width: int) -> np.ndarray:
+  """Returns temperature and top_p [width,2] of each row."""
+  settings = np.ones((width, 2), np.float32)
+  for i, row in enumerate(rows):
+    if row.request is not None:
+      settings[i] = row.request.temperature, row.request.top_p
+  return settings

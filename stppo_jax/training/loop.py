@@ -224,8 +224,6 @@ def _learn(run, state, episodes, key, timing) -> tuple[train_state.TrainState, _
 def _summarize(run, learned):
   """Returns the metrics of an update; of several policies the means, and those of each role."""
   metrics = {name: np.mean([part.metrics[name] for part in learned]) for name in learned[0].metrics}
-  if not run.own_roles:
-    metrics = dict(learned[0].metrics)
   for role, part in zip(run.own_roles, learned):
     metrics |= journals.of_role(role, part.metrics, part.seen)
   episodes = [episode for part in learned for episode in part.episodes]

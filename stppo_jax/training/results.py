@@ -126,8 +126,11 @@ def policy(config: schema.Config, workdir: str, of_all: bool = False) -> Policy:
   parts = learner_lib.load(
       config, learner_lib.make_variant(config), load_model, make=jax.eval_shape
   )
-  on = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-  like = jax.tree.map(on, parts.actor, place(parts.actor))
+  like = jax.tree.map(
+      lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+      parts.actor,
+      place(parts.actor),
+  )
   actor, updates = recovery.saved(workdir, like, config.eval.checkpoint, actor_only=True)
   if updates is None:
     raise UserError(f'--workdir={workdir!r} has no whole checkpoint yet: let the run go on')

@@ -83,7 +83,7 @@ def read_folder(source: str, folder: str, reader: 'Reader', rows_per_file: int) 
         + (f', as {left_out[0]}' if left_out else ': give JSON files of ATIF, or a folder of them')
     )
   for name, number, batch in _batches(rows, rows_per_file):
-    made = lambda number=number, batch=batch: _records(batch, reader.tokenizer, number)
+    made = functools.partial(_records, batch, reader.tokenizer, number)
     episodes_lib.write_file(os.path.join(folder, name), episodes_lib.Records(made))
   logging.info('%d trajectories are %d episodes in %s', num_read, len(rows), folder)
   return num_read
@@ -144,9 +144,10 @@ class Reader:
     ids = np.concatenate(
         [x for prompt, turns in parts for x in (prompt, *(t.tokens for t in turns))]
     )
-    mismatch = lambda why: types.UserError(
-        f'{name}: ' + _MISMATCH.format(folder=self.tokenizer.folder, why=why)
-    )
+
+    def mismatch(why):
+      return types.UserError(f'{name}: ' + _MISMATCH.format(folder=self.tokenizer.folder, why=why))
+
     if len(ids) and not 0 <= ids.min() <= ids.max() < self.tokenizer.vocab_size:
       raise mismatch(f'it has no id {ids.max() if ids.min() >= 0 else ids.min()}')
     read = ' '.join(self.tokenizer.decode(parts[0][0]).split())
