@@ -9,7 +9,10 @@ are bytes, and byte pairs of the episodes: a sentence that the environment alway
 tokens, while each digit stays one. Writes the folder that config.model.folder names.
 """
 
+from collections.abc import Iterable
+from collections.abc import Sequence
 import importlib
+import itertools
 import json
 import pathlib
 import random
@@ -36,6 +39,8 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|agent|>' }}{{ m.content }}"
     '<|end|>{% endfor %}{% if add_generation_prompt %}<|agent|>{% endif %}'
 )
+# What a role read and did: the arguments of chat.encode_prompt; of each turn (action, observation).
+Played = tuple[tuple[str, Sequence[dict], str], list[tuple[str, str]]]
 FIRST_SEED = 2**31  # above those of any split
 
 _CONFIG = flags.DEFINE_string('config', None, 'FILE[:mode] of the experiment', required=True)
@@ -59,9 +64,11 @@ def _make():
   config = module.get_config(mode)
   folder = pathlib.Path(config.model.folder)
   folder.mkdir(exist_ok=True)
-  kind = seams.resolve(config).env
+  named = seams.resolve(config)
+  tasks = tasks_of(config, named, _EPISODES.value)
   make_player = plugins.load('player', _PLAYER.value, {})
-  played = [play(kind, make_player, FIRST_SEED + i) for i in range(_EPISODES.value)]
+  kind, seeds = named.env, itertools.count(FIRST_SEED)
+  played = [play(kind, make_player, task, seed) for task, seed in zip(tasks, seeds)]
   episodes = [row for rows in played for row in rows]
   write_tokenizer(folder, episodes[:2000])
   tokenizer = chat.load_tokenizer(str(folder))
@@ -92,9 +99,17 @@ def _make():
   convert.save_hf(str(folder), model, jax.device_get(params))
 
 
-def play(kind: protocol.Kind, make_player, seed: int) -> list[tuple[str, list[tuple[str, str]]]]:
-  """Plays one episode; returns of each role its prompt, and (action, observation) per turn."""
-  env, rng = kind(Task(str(seed), seed=seed), seed), random.Random(seed)
+def tasks_of(config, named: seams.Seams, number: int) -> Iterable[Task]:
+  """Returns tasks to play: the questions of the config's data, else seeds above those of a run."""
+  if config.data.source == 'embedded':
+    return [Task(str(FIRST_SEED + i), seed=FIRST_SEED + i) for i in range(number)]
+  questions = named.load_tasks(config.data.train_split)
+  return itertools.islice(itertools.cycle(questions), number)
+
+
+def play(kind: protocol.Kind, make_player, task: Task, seed: int) -> list[Played]:
+  """Plays one episode; returns what each role read and did."""
+  env, rng = kind(task, seed), random.Random(seed)
   text, info = env.reset(seed=seed)
   players, prompts, turns, over = {}, {}, {}, False
   while not over:
@@ -103,7 +118,8 @@ def play(kind: protocol.Kind, make_player, seed: int) -> list[tuple[str, list[tu
       turns[role][-1] = turns[role][-1][0], observation
     else:
       first = random.Random(seed) if not players else random.Random(rng.random())
-      players[role], prompts[role], turns[role] = make_player(first), observation, []
+      prompts[role] = observation, info.get('tools', ()), info.get('declaration', '')
+      players[role], turns[role] = make_player(first), []
     action = players[role].act(observation)
     turns[role].append((action, ''))
     text, _, terminated, truncated, info = env.step(action)
@@ -113,7 +129,7 @@ def play(kind: protocol.Kind, make_player, seed: int) -> list[tuple[str, list[tu
 
 def encode(tokenizer, framing, prompt, turns) -> sft.Demonstration:
   """Returns the tokens of an episode, as a rollout has them, and which of them to imitate."""
-  ids = chat.encode_prompt(tokenizer, prompt)
+  ids = chat.encode_prompt(tokenizer, *prompt)
   weights = [0.0] * len(ids)
   for action, observation in turns:
     said = tokenizer.encode(action)
@@ -140,7 +156,11 @@ def write_tokenizer(folder: pathlib.Path, episodes) -> None:
       initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
       show_progress=False,
   )
-  texts = (text for prompt, turns in episodes for text in (prompt, *(t for p in turns for t in p)))
+  texts = (
+      text
+      for (question, _, declaration), turns in episodes
+      for text in (declaration + question, *(t for turn in turns for t in turn))
+  )
   library.train_from_iterator(texts, trainer)
   library.save(str(folder / 'tokenizer.json'))
   settings = {'eos_token': CONTROLS[0], 'pad_token': CONTROLS[0], 'chat_template': TEMPLATE}

@@ -2,8 +2,8 @@
 
 import functools
 import threading
-from unittest import mock
 import time
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized

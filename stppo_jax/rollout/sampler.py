@@ -159,8 +159,7 @@ class Sampler:
   def copy(self, params: Any) -> Any:
     """Returns the policy as `prefill` and `decode` read it best; a copy is returned as it is.
 
-    Of a list, those of each role. On several devices it is laid out by `layout`. It shares no
-    buffer with `params`.
+    Of a list, those of each role. It shares no buffer with `params`; its sharding is `layout`'s.
     """
     if isinstance(params, list):
       return [self.copy(one) for one in params]

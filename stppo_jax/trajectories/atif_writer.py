@@ -4,6 +4,7 @@ Lines of episodes/*.jsonl in; documents of version 1.7 out, one per episode:
 
   atif/<file>/<episode>/agent/trajectory.json    the trajectory
   atif/<file>/<episode>/result.json              its rewards
+  atif/<file>/result.json                        their means, by data set
 
 To Harbor's viewer a file of episodes is a job, and an episode a trial. Step 1 is the prompt as the
 policy reads it, each further step a turn with the observation that followed. Ids, log-probs and
@@ -12,10 +13,12 @@ rewards are exact, and `atif_reader` gives the same episode back.
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import datetime
 import json
 import os
 import re
 from typing import Any
+import uuid
 
 from absl import logging
 import numpy as np
@@ -60,15 +63,17 @@ def write_folder(
   written = 0
   for path in paths:
     name = os.path.splitext(os.path.basename(path))[0]
-    episodes = saved.read(path, tokenizer).episodes
+    episodes, time = saved.read(path, tokenizer).episodes, _written_at(path)
     for row, (record, episode) in enumerate(zip(saved.read_records(path), episodes)):
       trial = f'{row:04d}_{re.sub("[^A-Za-z0-9-]+", "-", episode.task.id)[:60]}'
       written_to = os.path.join(folder, name, trial)
       kept = {key: record[key] for key in KEPT if key in record} | {'row': row}
       trajectory = document(episode, kept, tokenizer, model, f'{name}/{trial}', tool_form)
       _write(os.path.join(written_to, 'agent', 'trajectory.json'), trajectory)
-      _write(os.path.join(written_to, 'result.json'), _result(episode, trial, model, written_to))
+      result = _result(episode, trial, model, written_to) | time
+      _write(os.path.join(written_to, 'result.json'), result)
       written += 1
+    _write(os.path.join(folder, name, 'result.json'), _job_result(episodes, name, model) | time)
     logging.info('%s: %d trajectories', path, len(episodes))
   return written
 
@@ -174,6 +179,29 @@ def _result(episode, trial, model, path):
       'agent_info': {'name': AGENT, 'version': '1', 'model_info': {'name': model}},
       'verifier_result': {'rewards': {**episode.metrics, 'reward': episode.score}},
   }
+
+
+def _job_result(episodes, name, model):
+  """Returns what Harbor's viewer shows of a job."""
+  rewards: dict[str, list[dict[str, float]]] = {}
+  for episode in episodes:
+    of_data_set = rewards.setdefault(f'{AGENT}__{model}__{episode.task.dataset or "adhoc"}', [])
+    of_data_set.append({**episode.metrics, 'reward': episode.score})
+  evals = {}
+  for key, found in rewards.items():
+    mean = {name: float(np.mean([one.get(name, 0.0) for one in found])) for name in found[0]}
+    evals[key] = {'n_trials': len(found), 'metrics': [mean]}
+  return {
+      'id': str(uuid.uuid5(uuid.NAMESPACE_OID, name)),
+      'n_total_trials': len(episodes),
+      'stats': {'n_completed_trials': len(episodes), 'evals': evals},
+  }
+
+
+def _written_at(path):
+  """Returns when the episodes of a file were saved; a record has no time of its own."""
+  time = datetime.datetime.fromtimestamp(os.path.getmtime(path), datetime.UTC)
+  return {'started_at': time.isoformat(), 'finished_at': time.isoformat()}
 
 
 def _write(path, value):
