@@ -12,7 +12,9 @@ from stppo_jax.study import grid
 from stppo_jax.types import UserError
 
 # Regimes: how far a policy moves from the one that sampled, by the knobs that move it.
-SYSTEM_REGIMES = {'calm': {'actor.lr': 2e-4}, 'harsh': {'actor.lr': 6e-4}}
+REGIMES = {'calm': {'actor.lr': 2e-4}, 'harsh': {'actor.lr': 6e-4}}
+# A control: token PPO whose mean step is that of a divided cell, .065 in its first two seeds.
+MATCHED = {'calm': {}, 'harsh': {'ppo+step_of.relative.step': {'actor.lr': 2.4e-4}}}
 # Cells: which tokens share a ratio, what divides the gradient, and where.
 ROWS = {'ppo': 'token', 'turn_ppo': 'turn', 'sequence_ppo': 'sequence'}
 
@@ -46,16 +48,19 @@ def get_study(mode=''):
     chosen = {name: cells[name] for name in ('ppo', 'st_ppo')}
     return grid.Study({'system': grid.Grid(chosen, seeds=(0,))})
   if mode == 'quick':
-    chosen = {name: cells[name] for name in ('ppo', 'turn_ppo', 'st_ppo', 'turn_ppo+paper.step')}
-    regimes = {'harsh': SYSTEM_REGIMES['harsh']}
-    return grid.Study({'system': grid.Grid(chosen, regimes, seeds=(0, 1, 2))})
+    chosen = {name: cells[name] for name in ('ppo', 'turn_ppo', 'st_ppo', 'ppo+relative.step')}
+    return grid.Study({'system_harsh': grid.Grid(chosen, _regime('harsh'), seeds=(0, 1, 2))})
   return grid.Study(
-      {'system': grid.Grid(cells, SYSTEM_REGIMES)},
+      {f'system_{name}': grid.Grid(cells | MATCHED[name], _regime(name)) for name in REGIMES},
       results='docs/study/results',
       page='docs',
       claims='docs/study_claims.md',
       also=('experiments/study_mechanism.py',),
   )
+
+
+def _regime(name):
+  return {name: REGIMES[name]}
 
 
 def divided_cells(divisors, orders):
