@@ -1,5 +1,6 @@
 """ATIF out and in: the same episodes, the same update; and documents as other agents write them."""
 
+import datetime
 import json
 import os
 import pathlib
@@ -102,6 +103,7 @@ class RoundTripTest(parameterized.TestCase):
         path('run', 'episodes'), path('run', 'atif'), tokenizer, 'tiny', 'hermes'
     )
     self.assertEqual(written, 16 + 2 * 2)
+    self.check_job(path('run', 'atif', 'train_000001', 'result.json'), path('run', 'episodes'))
     reader = atif_reader.Reader(tokenizer)
     with self.assertRaisesRegex(UserError, '^[^\n]*no such file'):
       atif_reader.read_folder(path('nothing'), path('in', 'episodes'), reader, 16)
@@ -122,6 +124,25 @@ class RoundTripTest(parameterized.TestCase):
     self.assertEqual(replayed['in'], replayed['run'])
     with self.assertRaisesRegex(UserError, '^[^\n]*holds files already[^\n]*$'):
       atif_reader.read_folder(path('run', 'atif'), path('in', 'episodes'), reader, 16)
+
+  def check_job(self, job, episodes):
+    """The means that Harbor's viewer shows of a file, by data set."""
+    found = json.loads(pathlib.Path(job).read_text())
+    records = saved.read_records(saved.path_of(episodes, 1))
+    self.assertEqual(found['n_total_trials'], len(records))
+    scores = {}
+    for record in records:
+      scores.setdefault(f'stppo-jax__tiny__{record["dataset"] or "adhoc"}', []).append(record)
+    evals = found['stats']['evals']
+    self.assertEqual(
+        {key: one['n_trials'] for key, one in evals.items()},
+        {key: len(rows) for key, rows in scores.items()},
+    )
+    for key, rows in scores.items():
+      (metrics,) = evals[key]['metrics']
+      self.assertAlmostEqual(metrics['reward'], np.mean([row['score'] for row in rows]))
+      self.assertAlmostEqual(metrics['em'], np.mean([row['metrics']['em'] for row in rows]))
+    self.assertLess(found['started_at'], datetime.datetime.now(datetime.UTC).isoformat())
 
   def test_every_field_of_an_episode_survives_a_document(self):
     tokenizer = tiny()
