@@ -31,9 +31,11 @@ GALLERY = pathlib.Path(__file__).parent.parent / 'gallery'
 # Folder -> the fields in which it plugs in something of its own.
 FOLDERS = {
     'agent_program': {'env.kind'},
+    'calculator': {'data.source'},
     'cispo': {'algorithm.variant'},
     'countdown': {'data.source', 'env.kind', 'env.reward'},
     'gem_guess': set(),
+    'gem_sudoku': set(),
     'guess_number': {'data.source', 'env.kind'},
     'max_rl': {'algorithm.variant'},
     'openenv_guess': set(),
@@ -45,6 +47,7 @@ FOLDERS = {
 PACKAGES = {
     'agent_program': 'openai',
     'gem_guess': 'gem',
+    'gem_sudoku': 'gem',
     'openenv_guess': 'openenv',
     'reasoning_gym_sums': 'reasoning_gym',
     'textarena_nim': 'textarena',
@@ -53,6 +56,7 @@ PACKAGES = {
 METRICS = {
     'countdown': ('right', 'legal'),
     'gem_guess': ('success', 'moves'),
+    'gem_sudoku': ('success', 'moves'),
     'guess_number': ('found', 'guesses'),
     'reasoning_gym_sums': ('solved', 'answered'),
     'signals': ('understood', 'as_sender'),

@@ -339,8 +339,10 @@ def _interval(estimate: statistics.Estimate) -> str:
 
 
 def _decimal(value: float) -> str:
-  """Returns three digits, as .527, 1.04 or 12.3; small and large numbers as 2.1e-05."""
-  if value and not 0.001 <= abs(value) < 1000:
+  """Returns three digits, as .527, 1.04 or 12.3; small numbers as <.001, large ones as 2.1e+05."""
+  if 0 < value < 0.001:
+    return '<.001'
+  if abs(value) >= 1000:
     return f'{value:.1e}'
   digits = 3 if abs(value) < 1 else 2 if abs(value) < 10 else 1
   text = f'{value:.{digits}f}'
