@@ -18,6 +18,7 @@ EXPECTED = {
     'turn_ppo': ('turn', True, False),
     's_ppo': ('token', True, True),
     'st_ppo': ('turn', True, True),
+    'rs_ppo': ('token', True, True),
     'grpo': ('token', False, False),
     'so_grpo': ('turn', False, True),
     'gspo': ('sequence', False, False),

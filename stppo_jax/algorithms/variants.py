@@ -96,10 +96,12 @@ class Variant:
   def described(self) -> dict[str, Any]:
     """Returns the columns as JSON values; functions by their names."""
     columns = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-    name_of = lambda v: getattr(
-        v, '__name__', type(v).__name__
-    )  # never an address: runs compare it
-    return {k: name_of(v) if callable(v) else v for k, v in columns.items()}
+    return {k: _name(v) if callable(v) else v for k, v in columns.items()}
+
+
+def _name(function):
+  """Returns its name, never an address: runs compare descriptions."""
+  return getattr(function, '__name__', type(function).__name__)
 
 
 VARIANTS = {
@@ -108,6 +110,8 @@ VARIANTS = {
     'turn_ppo': Variant('token_gae', 'turn', whiten=True),
     's_ppo': Variant('token_gae', 'token', divisor='paper', whiten=True),
     'st_ppo': Variant('token_gae', 'turn', divisor='paper', whiten=True),
+    # ours, docs/study.md: the applied step times ||g|| / (||g|| + ||C||)
+    'rs_ppo': Variant('token_gae', 'token', divisor='relative', divide='step', whiten=True),
     # Shao et al., arXiv 2402.03300
     'grpo': Variant('group_zscore', 'token'),
     # arXiv 2511.20718v2
