@@ -4,7 +4,9 @@ import dataclasses
 import json
 import os
 import tempfile
+from unittest import mock
 
+from absl import logging
 from absl.testing import absltest
 from absl.testing import parameterized
 import chex
@@ -235,6 +237,13 @@ class PlayTest(parameterized.TestCase):
     self.assertEqual(answerer.counts['prompt_too_long'], 1)
     self.assertTrue(answerer.failed and answerer.truncated and asker.truncated)
     self.assertFalse(asker.failed)
+
+  def test_a_reward_before_the_first_turn_is_told(self):
+    early = ('go on', 0.0, False, False, {'role': 'asker', 'rewards': {'answerer': 1.0}})
+    with mock.patch.object(logging, 'log_first_n') as told:  # once per process
+      (_, answerer), _ = play([[early, *ALONE[1:]]])
+    told.assert_called_once_with(logging.WARNING, mock.ANY, 1, 'answerer')
+    self.assertTrue(answerer.absent)
 
   @parameterized.parameters(
       (({'role': 'nobody'},), 'for the one that moves next'),

@@ -16,6 +16,7 @@ import time
 from typing import Any
 import zlib
 
+from absl import logging
 import chex
 import jax
 import jax.numpy as jnp
@@ -284,6 +285,13 @@ class Table:
       if episode.turns:
         more = finite(f"info['rewards'][{episode.role!r}]", rewards.get(episode.role, 0.0))
         episode.turns[-1].reward += more
+      elif rewards.get(episode.role):
+        logging.log_first_n(
+            logging.WARNING,
+            'a reward of the role %s before its first turn counts nowhere',
+            1,
+            episode.role,
+        )
     roles = [episode.role for episode in self.episodes]
     if unknown := [role for role in [*rewards, *own] if role not in roles]:
       raise types.UserError(
