@@ -5,9 +5,9 @@ r"""Makes a small model that can play an environment badly: a tokenizer, demonst
 
 The player is a class: made with a random.Random per episode, `act(observation)` returns its action.
 It plays the config's environment, on the questions that it trains on if the config names some;
-where there are several roles, there is a player for each. Tokens
-are bytes, and byte pairs of the episodes: a sentence that the environment always says becomes a few
-tokens, while each digit stays one. Writes the folder that config.model.folder names.
+where there are several roles, there is a player for each. Tokens are bytes, and byte pairs of the
+episodes: a sentence that the environment always says becomes a few tokens, while each digit stays
+one. Writes the folder that config.model.folder names.
 """
 
 from collections.abc import Iterable

@@ -189,7 +189,8 @@ def _job_result(episodes, name, model):
     of_data_set.append({**episode.metrics, 'reward': episode.score})
   evals = {}
   for key, found in rewards.items():
-    mean = {name: float(np.mean([one.get(name, 0.0) for one in found])) for name in found[0]}
+    names = dict.fromkeys(name for one in found for name in one)
+    mean = {name: float(np.mean([one.get(name, 0.0) for one in found])) for name in names}
     evals[key] = {'n_trials': len(found), 'metrics': [mean]}
   return {
       'id': str(uuid.uuid5(uuid.NAMESPACE_OID, name)),
