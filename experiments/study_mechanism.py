@@ -44,6 +44,14 @@ MATCHED = {
         'ppo+step_of.relative.step': TOKEN | {'actor.lr': 1.28e-3},
     },
 }
+# Around a regime, one knob at a time. The rates tell whether a rule is better at its own best rate,
+# or only shortens the step.
+RATES = {'actor.lr': (5e-4, 1e-3, 2e-3)}
+KNOBS = {
+    'reuse': RATES | {'train.epochs': (1, 2, 4), 'train.mini_batch': (16, 32)},
+    'stale': RATES | {'pipeline.staleness': (0, 2, 4)},
+}
+LONG_RATE = 7e-3  # for the rule that shortens the step
 PAIRS = {'': {}, '+paper.before_clip': PAPER, '+relative.step': RELATIVE}
 
 
@@ -72,6 +80,8 @@ def get_study(mode=''):
     grids[f'mechanism_{name}_turn_rewards'] = _grid(
         name, rewarded_per_turn(), {'mechanism.rewards': 'turn'}
     )
+    if name in KNOBS:
+      grids[f'mechanism_{name}_knobs'] = _grid(name, turned(KNOBS[name]), baseline='ppo+lr.0.001')
   return grid.Study(grids, results='docs/study/results')
 
 
@@ -142,7 +152,21 @@ def rewarded_per_turn():
   return rows | {'ppo+relative.step': TOKEN | RELATIVE, 'turn_ppo+relative.step': TURN | RELATIVE}
 
 
-def _grid(regime, cells, base=None, seeds=64):
+def turned(knobs):
+  """Returns token PPO, the paper's turn rows and our step at each value of each knob."""
+  rows = {'ppo': TOKEN, 'turn_ppo': TURN, 'st_ppo': TURN | PAPER}
+  rows['ppo+relative.step'] = TOKEN | RELATIVE
+  cells = {
+      f'{row}+{knob.partition(".")[2]}.{value}': columns | {knob: value}
+      for knob, values in knobs.items()
+      for value in values
+      for row, columns in rows.items()
+  }
+  long = TOKEN | RELATIVE | {'actor.lr': LONG_RATE}
+  return cells | {f'ppo+relative.step+lr.{LONG_RATE}': long}
+
+
+def _grid(regime, cells, base=None, seeds=64, baseline='ppo'):
   return grid.Grid(
       cells,
       {regime: REGIMES[regime]},
@@ -150,4 +174,5 @@ def _grid(regime, cells, base=None, seeds=64):
       seeds=tuple(range(seeds)),
       instrument='mechanism',
       score='mechanism/success',
+      baseline=baseline,
   )

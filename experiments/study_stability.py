@@ -15,6 +15,13 @@ from stppo_jax.types import UserError
 REGIMES = {'calm': {'actor.lr': 2e-4}, 'harsh': {'actor.lr': 6e-4}}
 # A control: token PPO meant to have the mean step of a divided cell, .065; it came out as .075.
 MATCHED = {'calm': {}, 'harsh': {'ppo+step_of.relative.step': {'actor.lr': 2.4e-4}}}
+# A larger model, of 5.1 M parameters; scripts/sft_tiny.py says how it was made.
+# Its critic is the embedded model, as in the other grids: only the policy's size differs.
+LARGER = {
+    'model.folder': 'docs/study/model_5m',
+    'model.critic_folder': 'stppo_jax/assets/tiny',
+}
+OF_LARGER = ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'ppo+relative.step')
 # Cells: which tokens share a ratio, what divides the gradient, and where.
 ROWS = {'ppo': 'token', 'turn_ppo': 'turn', 'sequence_ppo': 'sequence'}
 
@@ -50,8 +57,11 @@ def get_study(mode=''):
   if mode == 'quick':
     chosen = {name: cells[name] for name in ('ppo', 'turn_ppo', 'st_ppo', 'ppo+relative.step')}
     return grid.Study({'system_harsh': grid.Grid(chosen, _regime('harsh'), seeds=(0, 1, 2))})
+  grids = {f'system_{name}': grid.Grid(cells | MATCHED[name], _regime(name)) for name in REGIMES}
+  chosen = {name: cells[name] for name in OF_LARGER}
+  grids['system_5m_harsh'] = grid.Grid(chosen, _regime('harsh'), LARGER)
   return grid.Study(
-      {f'system_{name}': grid.Grid(cells | MATCHED[name], _regime(name)) for name in REGIMES},
+      grids,
       results='docs/study/results',
       page='docs',
       claims='docs/study_claims.md',

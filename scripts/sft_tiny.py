@@ -1,6 +1,8 @@
 """Makes the embedded model: a tokenizer, then a warm start on imperfect demonstrations.
 
   python -m scripts.sft_tiny      # writes stppo_jax/assets/tiny; 28 minutes on one core
+  python -m scripts.sft_tiny --preset=tiny-5m --steps=2000 --lr=2e-3 --dtype=bfloat16 \\
+    --out=docs/study/model_5m     # the larger model of the study; 33 minutes on two cores
 
 The demonstrations come from the training split only, and about half are bad on purpose: an agent
 that imitates them follows the protocol, and guesses where a question needs several searches.
@@ -34,7 +36,9 @@ from stppo_jax.runtime import huge_pages
 from stppo_jax.training import sft
 from stppo_jax.types import Task
 
+_PRESET = flags.DEFINE_enum('preset', 'tiny', ['tiny', 'tiny-5m'], 'shape of the model')
 _OUT = flags.DEFINE_string('out', agent_lib.EMBEDDED_MODEL, 'folder of the model to write')
+_DTYPE = flags.DEFINE_enum('dtype', 'float32', ['float32', 'bfloat16'], 'of the file')
 _STEPS = flags.DEFINE_integer('steps', 5000, 'optimizer steps')
 _LR = flags.DEFINE_float('lr', 3e-3, 'highest learning rate')
 _PER_TASK = flags.DEFINE_integer('per_task', 20, 'demonstrations per question')
@@ -100,7 +104,7 @@ def main(unused_argv):
   train_tokenizer(tasks, passages, demonstrator, _OUT.value)
   tokenizer = chat.load_tokenizer(_OUT.value)
   config = dataclasses.replace(
-      layers.PRESETS['tiny'], vocab_size=tokenizer.vocab_size, scan_layers=False
+      layers.PRESETS[_PRESET.value], vocab_size=tokenizer.vocab_size, scan_layers=False
   )
   logging.info(
       '%d parameters, %d tokens in the vocabulary', decoder.num_params(config), tokenizer.vocab_size
@@ -135,7 +139,8 @@ def main(unused_argv):
       optimizer=sft.make_optimizer(_LR.value, _STEPS.value),
       seed=_SEED.value,
   )
-  convert.save_hf(_OUT.value, config, jax.device_get(params))
+  written = jax.tree.map(lambda x: x.astype(_DTYPE.value), jax.device_get(params))
+  convert.save_hf(_OUT.value, config, written)
   logging.info('wrote %s after %.0f s', _OUT.value, time.perf_counter() - started)
 
 

@@ -6,9 +6,11 @@ import tempfile
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from experiments import study_mechanism
 from experiments import study_stability
 from stppo_jax import config as schema
 from stppo_jax import validation
+from stppo_jax.mechanism import cell
 from stppo_jax.study import grid
 from stppo_jax.types import UserError
 
@@ -127,10 +129,10 @@ class PlanTest(parameterized.TestCase):
       with self.assertRaisesRegex(UserError, words):
         grid.load(str(path))
 
-  @parameterized.parameters('', 'quick', 'smoke')
-  def test_the_study_of_stability_is_valid(self, mode):
-    config = validation.validate(study_stability.get_config(mode))
-    jobs = grid.plan(study_stability.get_study(mode), config)
+  @parameterized.product(study=(study_stability, study_mechanism), mode=('', 'quick', 'smoke'))
+  def test_the_two_studies_are_valid(self, study, mode):
+    config = validation.validate(study.get_config(mode))
+    jobs = grid.plan(study.get_study(mode), config, check_mechanism=cell.make)
     self.assertLen({job.name for job in jobs}, len(jobs))
     self.assertLen({job.digest for job in jobs}, len(jobs))  # no two cells are the same run
 

@@ -230,6 +230,21 @@ PRESETS = {
         family='qwen2',
         max_positions=4096,
     ),
+    # Of the study: does what holds for the embedded model hold for one of five times its size?
+    'tiny-5m': ModelConfig(
+        vocab_size=2697,
+        d_model=256,
+        num_layers=5,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=32,
+        d_ff=896,
+        rope_theta=10_000.0,
+        tie_embeddings=True,
+        qkv_bias=True,
+        family='qwen2',
+        max_positions=4096,
+    ),
     'qwen2.5-0.5b': _qwen2(
         vocab_size=151_936,
         d_model=896,
