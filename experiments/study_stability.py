@@ -17,10 +17,7 @@ REGIMES = {'calm': {'actor.lr': 2e-4}, 'harsh': {'actor.lr': 6e-4}}
 MATCHED = {'calm': {}, 'harsh': {'ppo+step_of.relative.step': {'actor.lr': 2.4e-4}}}
 # A larger model, of 5.1 M parameters; scripts/sft_tiny.py says how it was made.
 # Its critic is the embedded model, as in the other grids: only the policy's size differs.
-LARGER = {
-    'model.folder': 'docs/study/model_5m',
-    'model.critic_folder': 'stppo_jax/assets/tiny',
-}
+LARGER = {'model.folder': 'docs/study/model_5m', 'model.critic_folder': 'stppo_jax/assets/tiny'}
 OF_LARGER = ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'ppo+relative.step')
 # Cells: which tokens share a ratio, what divides the gradient, and where.
 ROWS = {'ppo': 'token', 'turn_ppo': 'turn', 'sequence_ppo': 'sequence'}

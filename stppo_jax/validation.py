@@ -305,6 +305,11 @@ def check_variant(config: Config, variant: Any) -> None:
           "trainer's old_logp, and old_logp='sampler' leaves no gap: set "
           f'--config.algorithm.{column}=none, or --config.algorithm.old_logp=trainer'
       )
+  if variant.kl_in == 'loss' and variant.kl_estimator == 'k1':
+    raise UserError(
+        "config.algorithm.kl_estimator='k1' in the loss has a gradient that does not depend on the "
+        'reference: set --config.algorithm.kl_estimator=k3, or --config.algorithm.kl_in=reward'
+    )
   _check_groups(config, variant)
   if variant.min_advantage == 'turn' and variant.ratio in ('none', 'token'):
     raise UserError(
@@ -341,6 +346,13 @@ def _check_groups(config: Config, variant: Any) -> None:
     raise UserError(
         f'config.algorithm.variant={name!r} compares the episodes of a group, and '
         'config.rollout.group_size=1: set --config.rollout.group_size=4 or more'
+    )
+  spoils = 'kl_in' if variant.kl_in == 'reward' else 'whiten' if variant.whiten else ''
+  if variant.mask_zero_advantage and spoils:
+    raise UserError(
+        'config.algorithm.mask_zero_advantage=True would drop nothing: with '
+        f'{spoils}={getattr(variant, spoils)!r} no advantage is exactly 0; set '
+        f'--config.algorithm.{spoils}={"loss" if spoils == "kl_in" else False}'
     )
   if rollout.max_num_gen_batches > 1 and not variant.needs_groups:
     raise UserError(

@@ -511,13 +511,14 @@ class DivideTest(parameterized.TestCase):
       ('after_clip', 2.0, (0.3, 0.4), 5.0, 0.5),
       ('after_clip', 0.1, (6.0, 8.0), 5.0, 10.0),
       # The gradient enters as it is; the step is divided.
-      ('step', 2.0, (0.6, 0.8), 5.0, 0.5),
-      ('step', 0.1, (0.6, 0.8), 5.0, 10.0),
+      ('step', 2.0, (0.6, 0.8), 5.0, 1.0),
+      ('step', 0.1, (0.6, 0.8), 5.0, 1.0),
   )
   def test_by_hand(self, order, divisor, entering, clip_norm, factor):
     g = {'a': jnp.array([3.0]), 'b': {'c': jnp.array([4.0])}}
-    got, by_step, norms = correction.divide(order, g, None, jnp.asarray(divisor), 1.0)
+    got, undivided, by_step, norms = correction.divide(order, g, None, jnp.asarray(divisor), 1.0)
     np.testing.assert_allclose((got['a'][0], got['b']['c'][0]), entering, rtol=1e-6)
+    np.testing.assert_allclose((undivided['a'][0], undivided['b']['c'][0]), (0.6, 0.8), rtol=1e-6)
     np.testing.assert_allclose(norms['clip'], clip_norm, rtol=1e-6)
     np.testing.assert_allclose(norms['entering'], np.hypot(*entering), rtol=1e-6)
     np.testing.assert_allclose(norms['factor'], factor, rtol=1e-6)
@@ -529,26 +530,28 @@ class DivideTest(parameterized.TestCase):
       # The clip scales (3, 4) by 1/5.
       ('after_clip', (0.2, 0.8), 5.0, 0.68**0.5),
       # One step for both heads: both are divided.
-      ('step', (0.6, 0.8), 5.0, 1 / 3),
+      ('step', (0.6, 0.8), 5.0, 1.0),
   )
   def test_a_shared_trunks_value_gradient_by_hand(self, order, entering, clip_norm, factor):
-    got, _, norms = correction.divide(
+    got, undivided, _, norms = correction.divide(
         order, jnp.array([3.0, 0.0]), jnp.array([0.0, 4.0]), jnp.asarray(3.0), 1.0
     )
     np.testing.assert_allclose(got, entering, rtol=1e-6)
+    np.testing.assert_allclose(undivided, (0.6, 0.8), rtol=1e-6)
     np.testing.assert_allclose(norms['clip'], clip_norm, rtol=1e-6)
     np.testing.assert_allclose(norms['factor'], factor, rtol=1e-6)
 
   @parameterized.product(order=correction.ORDERS, scale=(1.0, 0.1))
   def test_without_a_divisor_all_orders_are_one(self, order, scale):
     g, rest = scale * jnp.array([3.0, 0.0]), scale * jnp.array([0.0, 4.0])
-    got, _, norms = correction.divide(order, g, rest, jnp.ones(()), 1.0)
+    got, undivided, _, norms = correction.divide(order, g, rest, jnp.ones(()), 1.0)
+    np.testing.assert_allclose(got, undivided, rtol=1e-6)
     np.testing.assert_allclose(got, np.array([0.6, 0.8]) * min(1, 5 * scale), rtol=1e-6)
     self.assertEqual(norms['factor'], 1)
 
   def test_nothing_to_divide_is_a_factor_of_one(self):
     for order in ('before_clip', 'after_clip'):
-      norms = correction.divide(order, jnp.zeros(2), None, jnp.asarray(3.0), 1.0)[2]
+      norms = correction.divide(order, jnp.zeros(2), None, jnp.asarray(3.0), 1.0)[-1]
       self.assertEqual(norms['factor'], 1)
 
   def test_an_unknown_order_is_refused(self):
@@ -556,37 +559,46 @@ class DivideTest(parameterized.TestCase):
       correction.divide('afterwards', jnp.ones(2), None, jnp.ones(()), 1.0)
 
   @parameterized.parameters(
-      # Adam cancels a constant divisor of the gradient: both steps are the rate, .1.
-      ('before_clip', (4.0, 4.0), (0.1, 0.1)),
-      ('after_clip', (4.0, 4.0), (0.1, 0.1)),
+      # Adam cancels a constant divisor of the gradient: both steps are the rate, .1. From the same
+      # moments g = 1 makes the second step: m = .5625 and v = .515625, over 3/4 .75 and .6875.
+      ('before_clip', (4.0, 4.0), (0.1, 0.1), (1.0, 0.6875**0.5 / 0.75)),
+      ('after_clip', (4.0, 4.0), (0.1, 0.1), (1.0, 0.6875**0.5 / 0.75)),
       # D = 1, then 4, and g = 1: m = .5, .375 and v = .5, .28125; over 1/2 and 3/4 (bias) they are
-      # 1, .5 and 1, .375; the second step is .1 * .5 / sqrt(.375).
-      ('before_clip', (1.0, 4.0), (0.1, 0.05 / 0.375**0.5)),
-      ('after_clip', (1.0, 4.0), (0.1, 0.05 / 0.375**0.5)),
-      ('step', (4.0, 4.0), (0.025, 0.025)),
-      ('step', (1.0, 4.0), (0.1, 0.025)),
+      # 1, .5 and 1, .375; the second step is .1 * .5 / sqrt(.375), and .1 without the division.
+      ('before_clip', (1.0, 4.0), (0.1, 0.05 / 0.375**0.5), (1.0, 0.5 / 0.375**0.5)),
+      ('after_clip', (1.0, 4.0), (0.1, 0.05 / 0.375**0.5), (1.0, 0.5 / 0.375**0.5)),
+      ('step', (4.0, 4.0), (0.025, 0.025), (0.25, 0.25)),
+      ('step', (1.0, 4.0), (0.1, 0.025), (1.0, 0.25)),
   )
-  def test_what_adam_leaves_of_it_by_hand(self, order, divisors, expected):
+  def test_what_adam_leaves_of_it_by_hand(self, order, divisors, expected, factors):
     optimizer, _ = train_state.make_optimizer(0.1, 0, betas=(0.5, 0.5), eps=0.0)
     params = {'w': jnp.zeros(())}
-    opt_state, steps = optimizer.init(params), []
+    opt_state, steps, seen = optimizer.init(params), [], []
     for divisor in divisors:
-      got, by_step, _ = correction.divide(
+      got, undivided, by_step, _ = correction.divide(
           order, {'w': jnp.ones(())}, None, jnp.asarray(divisor), 1.0
       )
       before = params['w']
-      params, opt_state, step_norm = train_state.optimize(
-          optimizer, got, params, opt_state, jnp.asarray(True), by_step
+      params, opt_state, step_norm, factor = train_state.optimize(
+          optimizer, got, params, opt_state, jnp.asarray(True), by_step, undivided
       )
       steps.append(before - params['w'])
+      seen.append(factor)
       self.assertEqual(step_norm, jnp.abs(params['w'] - before))
     np.testing.assert_allclose(steps, expected, rtol=1e-5)
+    np.testing.assert_allclose(seen, factors, rtol=1e-5)
+
+  def test_the_cosine_of_two_trees(self):
+    a = {'x': jnp.array([3.0, 0.0]), 'y': jnp.array(4.0)}
+    b = {'x': jnp.array([0.0, 2.0]), 'y': jnp.array(2.0)}
+    np.testing.assert_allclose(correction.cosine(a, b), 8 / (5 * 8**0.5), rtol=1e-6)
+    self.assertTrue(jnp.isnan(correction.cosine(a, jax.tree.map(jnp.zeros_like, b))))
 
   def test_the_steps_weight_decay_is_divided_too(self):
     """At a gradient of 0: step = rate * decay * w / D = .1 * .5 * 2 / 4."""
     optimizer, _ = train_state.make_optimizer(0.1, 0, weight_decay=0.5)
     params = {'w': jnp.asarray(2.0)}
-    after, _, _ = train_state.optimize(
+    after, *_ = train_state.optimize(
         optimizer, {'w': jnp.zeros(())}, params, optimizer.init(params), jnp.asarray(True), 4.0
     )
     np.testing.assert_allclose(after['w'], 2 - 0.025, rtol=1e-6)
@@ -596,7 +608,7 @@ class DivideTest(parameterized.TestCase):
     optimizer, _ = train_state.make_optimizer(1e-6, 0)
     for dtype, expected in (('bfloat16', 0.0), ('float32', 1e-6)):
       params = {'w': jnp.ones((), dtype)}
-      _, _, step_norm = train_state.optimize(
+      _, _, step_norm, _ = train_state.optimize(
           optimizer, params, params, optimizer.init(params), jnp.asarray(True)
       )
       np.testing.assert_allclose(step_norm, expected, rtol=0.1)

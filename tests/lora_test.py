@@ -427,7 +427,8 @@ class RunTest(absltest.TestCase):
     )
     self.assertNotIn('lm_head', apart.learner.frozen.critic)
     self.assertEqual(apart.state.actor['layers'].keys(), {'attention'})
-    full = loop.setup(loop_test.make_config(**{'algorithm.kl_in': 'loss'})).learner.frozen
+    in_loss = {'algorithm.kl_in': 'loss', 'algorithm.kl_estimator': 'k3'}
+    full = loop.setup(loop_test.make_config(**in_loss)).learner.frozen
     self.assertEmpty(full.actor)
     self.assertContainsSubset(('embed', 'layers', 'lm_head'), full.reference)
 

@@ -19,6 +19,7 @@ class MeasuresTest(parameterized.TestCase):
   )
   def test_final_is_the_mean_of_the_last_three_trained_evaluations(self, score, expected):
     self.assertAlmostEqual(measures.final(np.array(score)), expected)
+    self.assertEqual(measures.final(np.array(score), nonfinite=True), 0.0)
 
   @parameterized.parameters(
       ([0.4, 0.8, 0.39, 0.39, 0.39], True),  # .39 < .8 / 2

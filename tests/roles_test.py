@@ -497,7 +497,7 @@ class RunTest(parameterized.TestCase):
   def test_own_parameters_are_trained_on_their_role_s_rows_alone(self):
     """The second role never moves: the first one's numbers are, bit for bit, those of one agent."""
     values = {'rollout__width': 16, 'rollout__slot_buckets': (192,)}
-    values |= {'actor__weight_decay': 0.0, 'critic__weight_decay': 0.0}
+    values |= {'actor__weight_decay': 0.1, 'critic__weight_decay': 0.1}  # not of one that is absent
     own = {'env__options': {'alone': True}, 'model__role_parameters': 'own'}
     _, two = self.train(self.workdir, **own, **values)
     one_workdir = self.enterContext(tempfile.TemporaryDirectory())
@@ -507,6 +507,17 @@ class RunTest(parameterized.TestCase):
           (two, f'role/first/{name}'), (one, f'actor/{name}')
       ))  # fmt: skip
       self.assertEqual(got, want, name)
+    # The common metrics are those of the role that moved, and all of them are finite.
+    for name in (
+        'actor/entropy',
+        'critic/rewards/mean',
+        'critic/advantages/max',
+        'stppo/step_norm',
+    ):
+      self.assertEqual([row[name] for row in two[1:]], [row[name] for row in one[1:]], name)
+    self.assertFalse([row['nonfinite'] for row in two if 'nonfinite' in row])
+    self.assertNotIn('role/second/entropy', two[-1])
+    self.assertEqual(two[-1]['role/second/absent'], 1.0)
     config = self.config(**own, **values)
     first, second = self.restored(config, self.workdir).members
     alone = self.restored(self.config(kind='Single', **values), one_workdir)

@@ -135,6 +135,11 @@ class BatchesTest(absltest.TestCase):
       tokens, _ = draw(np.random.default_rng(seed))
       self.assertLess(np.ptp(tokens.max(axis=2)), 2 * sft.WINDOW)
 
+  def test_the_longest_row_is_drawn_too(self):
+    draw, rng = sft.batches(self.pool(range(1, 41)), 4, 4, (40,)), np.random.default_rng(0)
+    longest = [draw(rng)[0].max() for _ in range(200)]
+    self.assertIn(40, longest)
+
   def test_refusals(self):
     with self.assertRaisesRegex(UserError, '9 tokens'):
       sft.pad(self.pool([9]), (4, 8))

@@ -92,6 +92,9 @@ class WorkedTest(parameterized.TestCase):
       self.assertAlmostEqual(made[name], expected)
     self.assertEqual(statistics.holm({'a': 0.9, 'b': 0.8}), {'a': 1.0, 'b': 1.0})
     self.assertEqual(statistics.holm({}), {})
+    # Of five planned, two have run: .01 x 5, .02 x 4.
+    some = statistics.holm({'a': 0.01, 'b': 0.02}, 5)
+    np.testing.assert_allclose((some['a'], some['b']), (0.05, 0.08))
 
   def test_the_bootstrap_is_repeatable_and_covers(self):
     self.assertEqual(statistics.iqm_interval(X), statistics.iqm_interval(X))

@@ -403,16 +403,17 @@ class UpdateTest(parameterized.TestCase):
     moments, rule = adam.init(params), spec.variant.divisor
     for _ in range(2):
       g, rest, c_norm = self.gradients(options, mesh, params, batch)
-      expected, by_step, norms = correction.divide(order, g, rest, c_norm, 0.5)
-      params, moments, step_norm = train_state.optimize(
-          adam, expected, params, moments, jnp.asarray(True), by_step
+      expected, undivided, by_step, norms = correction.divide(order, g, rest, c_norm, 0.5)
+      params, moments, step_norm, factor = train_state.optimize(
+          adam, expected, params, moments, jnp.asarray(True), by_step, undivided
       )
       state, metrics, _ = step(functions, spec, state, batch)
       self.assertEqual(rule, 'paper')
       np.testing.assert_allclose(metrics['stppo/divisor'], c_norm, rtol=1e-3)
       np.testing.assert_allclose(metrics['actor/grad_norm'], norms['clip'], rtol=1e-3)
       np.testing.assert_allclose(metrics['stppo/entering_norm'], norms['entering'], rtol=1e-3)
-      np.testing.assert_allclose(metrics['stppo/applied_factor'], norms['factor'], rtol=1e-3)
+      np.testing.assert_allclose(metrics['stppo/entering_factor'], norms['factor'], rtol=1e-3)
+      np.testing.assert_allclose(metrics['stppo/applied_factor'], factor, rtol=1e-3)
       np.testing.assert_allclose(metrics['stppo/step_norm'], step_norm, rtol=1e-3)
     chex.assert_trees_all_close(state.actor_opt[0].nu, moments[0].nu, rtol=1e-2, atol=1e-9)
 

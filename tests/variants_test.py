@@ -49,6 +49,9 @@ class VariantsTest(parameterized.TestCase):
     self.assertIn(row.surrogate, losses.SURROGATES)
     self.assertIn(row.norm_of, ('gradient', 'loss'))
     self.assertEqual(row.min_advantage, 'token')
+    # A z-score would divide the KL of a group with equal scores by its own small spread.
+    self.assertFalse(row.advantage == 'group_zscore' and row.kl_in == 'reward')
+    self.assertFalse(row.kl_in == 'loss' and row.kl_estimator == 'k1')
 
   def test_a_description_is_the_same_in_each_process(self):
     made = lambda: functools.partial(max, 0)  # its repr holds an address

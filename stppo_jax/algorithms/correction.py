@@ -98,7 +98,7 @@ def divisor(
 
 def divide(
     order: str, g: Any, rest: Any, divisor: jax.Array, max_norm: float
-) -> tuple[Any, jax.Array | None, dict[str, jax.Array]]:
+) -> tuple[Any, Any, jax.Array | None, dict[str, jax.Array]]:
   """Divides the policy's gradient g by D at the place that `order` names.
 
   before_clip  the optimizer gets clip(g / D + rest). If ||g / D|| is above the clip, D is lost.
@@ -115,13 +115,14 @@ def divide(
     max_norm: of the clip of the global norm.
 
   Returns:
-    The gradient that the optimizer gets; what divides its step (None: nothing); and norms: `clip`
-    of what is clipped, `entering` of what the optimizer gets, `factor` by which the division
-    changed the latter or the step. The factor is 1 where nothing is divided or g + rest is 0.
+    The gradient that the optimizer gets; what it would get without the division; what divides its
+    step (None: nothing); and norms: `clip` of what is clipped, `entering` of what the optimizer
+    gets, and `factor`, by which the division changed the latter (1 with 'step', or where g + rest
+    is 0). What an optimizer with moments makes of that factor, `state.optimize` measures.
   """
   whole, quotient = _sum(g, rest), _sum(jax.tree.map(lambda x: x / divisor, g), rest)
   whole_norm = norm(whole)
-  whole_clipped = jnp.minimum(whole_norm, max_norm)
+  undivided, undivided_norm = _clip(whole, max_norm), jnp.minimum(whole_norm, max_norm)
   if order == 'before_clip':
     clip_norm = norm(quotient)
     entering, entering_norm = _clip(quotient, max_norm), jnp.minimum(clip_norm, max_norm)
@@ -131,18 +132,25 @@ def divide(
     entering = jax.tree.map(lambda x: x * scale.astype(x.dtype), quotient)
     entering_norm = norm(entering)
   elif order == 'step':
-    clip_norm, entering, entering_norm = whole_norm, _clip(whole, max_norm), whole_clipped
+    clip_norm, entering, entering_norm = whole_norm, undivided, undivided_norm
   else:
     raise ValueError(f'order {order!r} is none of {", ".join(ORDERS)}')
   by_step = divisor if order == 'step' else None
-  changed = entering_norm / jnp.where(whole_clipped > 0, whole_clipped, 1)
-  factor = 1 / divisor if order == 'step' else jnp.where(whole_clipped > 0, changed, 1)
-  return entering, by_step, dict(clip=clip_norm, entering=entering_norm, factor=factor)
+  changed = entering_norm / jnp.where(undivided_norm > 0, undivided_norm, 1)
+  factor = jnp.where(undivided_norm > 0, changed, 1)
+  return entering, undivided, by_step, dict(clip=clip_norm, entering=entering_norm, factor=factor)
 
 
 def norm(tree: Any) -> jax.Array:
   """Returns the L2 norm of all leaves together, computed in float32."""
   return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
+
+
+def cosine(a: Any, b: Any) -> jax.Array:
+  """Returns the cosine of two trees of one shape; NaN where one of them is 0."""
+  # Not vdot: it flattens, which gathers every shard.
+  dot = sum(jnp.sum(x * y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
+  return dot / (norm(a) * norm(b))
 
 
 def _sum(tree, rest):

@@ -104,6 +104,9 @@ def _name(function):
   return getattr(function, '__name__', type(function).__name__)
 
 
+# With z-scores of a group the KL is in the loss: in the scores it would be all that is left of a
+# group whose episodes do equally well, divided by its own small spread.
+KL_IN_LOSS: dict[str, Any] = {'kl_in': 'loss', 'kl_estimator': 'k3'}
 VARIANTS = {
     # Li et al., arXiv 2511.20718
     'ppo': Variant('token_gae', 'token', whiten=True),
@@ -113,21 +116,29 @@ VARIANTS = {
     # ours, docs/study.md: the applied step times ||g|| / (||g|| + ||C||)
     'rs_ppo': Variant('token_gae', 'token', divisor='relative', divide='step', whiten=True),
     # Shao et al., arXiv 2402.03300
-    'grpo': Variant('group_zscore', 'token'),
+    'grpo': Variant('group_zscore', 'token', **KL_IN_LOSS),
     # arXiv 2511.20718v2
-    'so_grpo': Variant('group_zscore', 'turn', divisor='paper'),
+    'so_grpo': Variant('group_zscore', 'turn', divisor='paper', **KL_IN_LOSS),
     # Zheng et al., arXiv 2507.18071: ratios of whole sequences are near 1, hence the narrow clip
-    'gspo': Variant('group_zscore', 'sequence', clip_low=3e-4, clip_high=4e-4),
+    'gspo': Variant('group_zscore', 'sequence', clip_low=3e-4, clip_high=4e-4, **KL_IN_LOSS),
     # Ahmadian et al., arXiv 2402.14740
     'rloo': Variant('leave_one_out', 'none'),
     # Liu et al., arXiv 2503.20783: neither the group's spread nor an episode's length divides
     'dr_grpo': Variant('group_centred', 'token', aggregation='seq-mean-token-sum-norm'),
     # MiniMax, arXiv 2506.13585: bounds the weight from above and keeps every gradient
     'cispo': Variant(
-        'group_zscore', 'token', 'cispo', clip_low=1.0, clip_high=0.2, aggregation='token-mean'
+        'group_zscore',
+        'token',
+        'cispo',
+        clip_low=1.0,
+        clip_high=0.2,
+        aggregation='token-mean',
+        **KL_IN_LOSS,
     ),
     # arXiv 2602.04879; bounds of the total variation as in verl's example
-    'dppo': Variant('group_zscore', 'token', 'dppo_tv', clip_low=0.15, clip_high=0.15),
+    'dppo': Variant(
+        'group_zscore', 'token', 'dppo_tv', clip_low=0.15, clip_high=0.15, **KL_IN_LOSS
+    ),
     # Hu, arXiv 2501.03262: returns of tokens, whitened over the batch; and with a group's baseline
     'reinforce_pp': Variant('token_returns', 'token', whiten=True),
     'reinforce_pp_baseline': Variant('group_centred', 'token', whiten=True),

@@ -78,8 +78,9 @@ FIGURES = (
         'factor',
         'What the division did to a step',
         (('factor', 'factor'),),
-        'The factor by which the division changed the applied step, as a mean over the steps of an '
-        'update: 1 where it did nothing.',
+        'Norm of the applied step over that of the step that the same optimizer state makes of the '
+        'undivided gradient, as a mean over the steps of an update: 1 where the division did '
+        'nothing. Cells in which it was not measured are left out.',
         log=True,
     ),
 )

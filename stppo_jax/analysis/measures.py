@@ -24,6 +24,7 @@ SERIES = {
     'factor': 'stppo/applied_factor',
     'factor_min': 'stppo/applied_factor_min',
     'factor_max': 'stppo/applied_factor_max',
+    'entering': 'stppo/entering_factor',
     'step': 'stppo/step_norm',
     'entropy': 'actor/entropy',
     'kl': 'actor/ppo_kl',
@@ -53,7 +54,7 @@ def of_run(
   spread = get('ratio_token')
   return {
       'collapsed': float(collapsed(score, nonfinite)),
-      'final': final(score),
+      'final': final(score, nonfinite),
       'best': _reduce(np.nanmax, score),
       'auc': area(score),
       'first': float(score[0]) if len(score) else np.nan,
@@ -62,6 +63,7 @@ def of_run(
       'grad_norm': _mean(get('grad_norm')),
       'bias_norm': _mean(get('bias_norm')),
       'cos': _mean(get('cos')),
+      'entering': _mean(get('entering')),
       'factor': _mean(factor),
       # Shares of updates in which the division changed the mean step, by more than 1% and by 2.
       'factor_changed': _share(np.abs(np.log(_positive(factor))) > 0.01, factor),
@@ -78,11 +80,13 @@ def of_run(
   }
 
 
-def final(score: np.ndarray) -> float:
-  """Returns the mean of the last evaluations of a run.
+def final(score: np.ndarray, nonfinite: bool = False) -> float:
+  """Returns the mean of the last evaluations of a run; 0 if it ended on numbers not finite.
 
   Choice: of the last three, which halves an evaluation's noise, and never of the untrained policy.
   """
+  if nonfinite:
+    return 0.0
   trained = np.asarray(score, float)[1:]
   return _mean(trained[-LAST:]) if len(trained) else _last(score)
 

@@ -90,8 +90,9 @@ class Page:
     self.cells = summary.make_cells(planned, records)
     self._regimes = summary.by_regime(self.cells)
     self._against = {}
-    for cells in self._regimes.values():
-      self._against |= summary.compare_with_baseline(cells)
+    for regime, cells in self._regimes.items():
+      same = [x for x in planned if (x.grid, x.regime) == regime]
+      self._against |= summary.compare_with_baseline(cells, len(same))
     self._drawn: dict[str, list[str]] = {}  # path of a sheet -> its panels
 
   def markdown(self, template: str = TEMPLATE) -> str:
@@ -209,14 +210,20 @@ class Page:
       return [
           str(overrides.get('algorithm.divisor', 'none')),
           str(overrides.get('algorithm.divide', 'before_clip')),
-          *(_middle(cell, name) for name in ('factor', 'factor_changed', 'factor_twofold')),
+          *(
+              _middle(cell, name)
+              for name in ('entering', 'factor', 'factor_changed', 'factor_twofold')
+          ),
       ]
 
     return self._tables(
-        ('cell', 'divisor', 'divides', 'factor', 'changed', 'twofold'),
+        ('cell', 'divisor', 'divides', 'on entry', 'on the step', 'changed', 'twofold'),
         row,
-        'Factor by which the division changed the applied step, its mean; share of updates in '
-        'which it changed by more than 1%; and by more than 2 times, up or down.',
+        'On entry: factor by which the division changed the norm of the gradient that enters the '
+        'optimizer. On the step: norm of the applied step over that of the step which the same '
+        'optimizer state makes of the undivided gradient. Means over updates; share of updates in '
+        'which the step changed by more than 1%; and by more than 2 times, up or down. –: not '
+        'measured in that run.',
         lambda cell: cell.records[0]['overrides'].get('algorithm.divisor', 'none') != 'none'
         or cell.planned.name in ('s_ppo', 'st_ppo'),
     )

@@ -108,13 +108,15 @@ def scores_differ(x: np.ndarray, y: np.ndarray) -> float:
   return float(stats.mannwhitneyu(x, y, alternative='two-sided').pvalue)
 
 
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+def holm(p_values: Mapping[str, float], number: int = 0) -> dict[str, float]:
   """Returns p-values corrected for their number, by Holm's step-down method.
 
   The k-th smallest of m is multiplied by m - k + 1 and is at least the one before; at most 1.
+  `number` is m, where more tests are planned than made; 0: those that are given.
   """
+  number = number or len(p_values)
   corrected, largest = {}, 0.0
   for rank, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
-    largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[name]))
+    largest = max(largest, min(1.0, (number - rank) * p_values[name]))
     corrected[name] = largest
   return {name: corrected[name] for name in p_values}

@@ -146,18 +146,20 @@ def compare(cell: Cell, other: Cell) -> Comparison | None:
   )
 
 
-def compare_with_baseline(cells: Sequence[Cell]) -> dict[str, Comparison]:
+def compare_with_baseline(cells: Sequence[Cell], num_planned: int) -> dict[str, Comparison]:
   """Returns {group: comparison with the baseline} of the cells of one regime.
 
-  p-values are corrected by Holm over these cells, final scores and collapses each by themselves.
+  p-values are corrected by Holm over `num_planned` cells, final scores and collapses each by
+  themselves: what is not run yet counts, so that more runs cannot raise a p-value.
   """
   baseline = [cell for cell in cells if cell.planned.name == cell.planned.baseline]
   if not baseline:
     return {}
   made = {cell.group: compare(cell, baseline[0]) for cell in cells if cell is not baseline[0]}
   found = {group: one for group, one in made.items() if one is not None}
-  final = statistics.holm({group: one.p_final for group, one in found.items()})
-  collapsed = statistics.holm({group: one.p_collapsed for group, one in found.items()})
+  number = max(num_planned - 1, len(found))
+  final = statistics.holm({group: one.p_final for group, one in found.items()}, number)
+  collapsed = statistics.holm({group: one.p_collapsed for group, one in found.items()}, number)
   return {
       group: dataclasses.replace(one, p_final=final[group], p_collapsed=collapsed[group])
       for group, one in found.items()

@@ -50,6 +50,7 @@ OF_STEPS = (
     'stppo/bias_norm',
     'stppo/cos_g_c',
     'stppo/divisor',
+    'stppo/entering_factor',
     'stppo/entering_norm',
     'stppo/ess_share',
     'stppo/grad_norm',
@@ -293,6 +294,8 @@ def deal(chances: jax.Array, cell: cells.Cell) -> jax.Array:
 def _summary(of_steps):
   """Returns metrics of an update from those of its steps [steps]."""
   metrics = {k: v.mean() for k, v in of_steps.items() if k in OF_STEPS}
+  if 'stppo/cos_g_c' in metrics:  # NaN in a step without clipping
+    metrics['stppo/cos_g_c'] = jnp.nanmean(of_steps['stppo/cos_g_c'])
   factor = of_steps['stppo/applied_factor']
   metrics |= {'stppo/applied_factor_max': factor.max(), 'stppo/applied_factor_min': factor.min()}
   return metrics | {'mechanism/nonfinite': (of_steps['actor/skipped'] > 0).sum()}

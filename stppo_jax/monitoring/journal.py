@@ -25,6 +25,8 @@ from stppo_jax.rollout import pipeline
 from stppo_jax.runtime import hosts
 
 _FACTOR = 'stppo/applied_factor'
+# NaN in a step without clipping, and where returns do not vary.
+_MAY_BE_UNDEFINED = {'stppo/cos_g_c', 'critic/vf_explained_var'}
 
 
 class Journal(contextlib.ExitStack):
@@ -169,15 +171,22 @@ def summarize(episodes: Sequence[types.Episode], seen: Sequence[Seen]) -> dict[s
   The factor by which the division changed a step is also given as largest, smallest and per step
   (at most the first 8), since its mean hides a step that was lost.
   """
-  names = seen[0].metrics
-  means = {name: float(np.mean([step.metrics[name] for step in seen])) for name in names}
-  if _FACTOR in names:
+  metrics = means([step.metrics for step in seen])
+  if _FACTOR in metrics:
     factors = [float(step.metrics[_FACTOR]) for step in seen]
-    means |= {f'{_FACTOR}_max': max(factors), f'{_FACTOR}_min': min(factors)}
-    means |= {f'{_FACTOR}_step{i}': factor for i, factor in enumerate(factors[:8], 1)}
-  means['actor/skipped'] = max(int(step.metrics['actor/skipped']) for step in seen)  # in a row
+    metrics |= {f'{_FACTOR}_max': max(factors), f'{_FACTOR}_min': min(factors)}
+    metrics |= {f'{_FACTOR}_step{i}': factor for i, factor in enumerate(factors[:8], 1)}
+  metrics['actor/skipped'] = max(int(step.metrics['actor/skipped']) for step in seen)  # in a row
   memory = {'perf/host_memory_gb': metrics_lib.host_memory_gb()}
-  return means | episodes_lib.summarize(episodes) | memory
+  return metrics | episodes_lib.summarize(episodes) | memory
+
+
+def means(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+  """Returns the mean of each metric; one that no part defines is left out."""
+  found = {name: np.array([part[name] for part in parts], float) for name in parts[0]}
+  for name in _MAY_BE_UNDEFINED & found.keys():
+    found[name] = found[name][~np.isnan(found[name])]
+  return {name: float(values.mean()) for name, values in found.items() if len(values)}
 
 
 # Metrics of an update -> their names below role/<name>/, where one policy plays several roles, too.
@@ -198,9 +207,7 @@ _OF_ROLE = {
 
 def of_role(role: str, metrics: Mapping[str, Any], seen: Sequence[Seen]) -> dict[str, float]:
   """Returns the metrics of an update of one role's own policy, under its name."""
-  found = dict(metrics)
-  for name in seen[0].metrics:
-    found[name] = np.mean([step.metrics[name] for step in seen])
+  found = means([metrics]) | means([step.metrics for step in seen])
   return {f'role/{role}/{of}': float(found[name]) for name, of in _OF_ROLE.items() if name in found}
 
 

@@ -309,8 +309,16 @@ def _warn(config, variant):
   if config.pipeline.staleness and not (is_corrected or starts_at_sampler):
     logging.warning(
         'config.pipeline.staleness=%d trains on episodes of an older policy, and %s treats them as '
-        "the current one's: set --config.algorithm.rollout_is=turn, or another level of weights",
+        "the current one's: set --config.algorithm.old_logp=sampler, which steadies all of the "
+        "study's rows (docs/study.md), or --config.algorithm.rollout_is=turn",
         config.pipeline.staleness,
+        name,
+    )
+  if variant.advantage == 'group_zscore' and variant.kl_in == 'reward':
+    logging.warning(
+        'config.algorithm.kl_in=reward puts the KL into the scores that %s divides by their spread '
+        'in a group: a group whose episodes all do equally well trains on the KL alone, at full '
+        'strength. Set --config.algorithm.kl_in=loss --config.algorithm.kl_estimator=k3',
         name,
     )
   if variant.divide == 'step' and variant.divisor == 'paper':

@@ -29,6 +29,7 @@ from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import journal as journals
 from stppo_jax.monitoring import timing as timing_lib
 from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.rollout import seams
 from stppo_jax.runtime import hosts
@@ -76,7 +77,7 @@ def train(
   validation.validate(config)
   variant = learner_lib.make_variant(config)  # names are resolved before anything is written
   env = seams.resolve(config).env
-  _check_staleness(config, variant)
+  _check_staleness(config)
   if config.rollout.replay:
     hosts.by_writer(saved.check_has, config.rollout.replay, config.train.updates)
     if config.train.updates:
@@ -88,7 +89,7 @@ def train(
     return recovery.with_rollbacks(train_after, workdir, config.train.on_nonfinite)
 
 
-def _check_staleness(config, variant):
+def _check_staleness(config):
   """Refuses to sample in a thread where programs of two threads may block each other.
 
   Choice: on a CPU several devices are allowed: XLA matches a collective's devices by its program
@@ -114,12 +115,6 @@ def _check_staleness(config, variant):
         f'config.pipeline.staleness={staleness} samples in a thread, and on {mesh.size} devices '
         f'({platform}) its collectives and those of training may wait for each other forever: '
         f'{to_zero}, or let the process see one device'
-    )
-  if variant.old_logp == 'trainer' and variant.rollout_is == 'none':
-    logging.warning(
-        'config.pipeline.staleness=%d samples with older parameters, and nothing corrects for it: '
-        'set --config.algorithm.rollout_is=token, or --config.algorithm.old_logp=sampler',
-        staleness,
     )
 
 
@@ -223,11 +218,14 @@ def _learn(run, state, episodes, key, timing) -> tuple[train_state.TrainState, _
 
 def _summarize(run, learned):
   """Returns the metrics of an update; of several policies the means, and those of each role."""
-  metrics = {name: np.mean([part.metrics[name] for part in learned]) for name in learned[0].metrics}
-  for role, part in zip(run.own_roles, learned):
-    metrics |= journals.of_role(role, part.metrics, part.seen)
+  trained = lambda part: any(batching.trained_length(episode) for episode in part.episodes)
+  moved = [trained(part) for part in learned]
+  counted = [part for part, one in zip(learned, moved) if one] or learned
+  metrics = journals.means([part.metrics for part in counted])
+  for role, part, one in zip(run.own_roles, learned, moved):
+    metrics |= journals.of_role(role, part.metrics, part.seen) if one else {}
   episodes = [episode for part in learned for episode in part.episodes]
-  return metrics | journals.summarize(episodes, [seen for part in learned for seen in part.seen])
+  return metrics | journals.summarize(episodes, [seen for part in counted for seen in part.seen])
 
 
 def _records(run, sampled, learned, n, skipped):

@@ -173,7 +173,7 @@ def batches(
   window = min(rows * WINDOW, len(pool))
 
   def draw(rng):
-    start = rng.integers(0, max(1, len(pool) - window))
+    start = rng.integers(len(pool) - window + 1)
     chosen = rng.choice(by_length[start : start + window], rows, replace=False)
     fold = lambda x: x.reshape(rows // micro_batch, micro_batch, -1)
     return tuple(map(fold, pad([pool[i] for i in chosen], buckets)))

@@ -157,20 +157,28 @@ def optimize(
     opt_state: optax.OptState,
     take: jax.Array,  # [] bool
     divisor: jax.Array | None = None,
-) -> tuple[dict, optax.OptState, jax.Array]:
-  """Returns params and optimizer state after one step, or unchanged; and the norm of the change.
+    undivided: dict | None = None,
+) -> tuple[dict, optax.OptState, jax.Array, jax.Array]:
+  """Returns params and optimizer state after one step, or unchanged; the norm of the change; and
+  the factor by which a division changed the step.
 
-  The step is divided by `divisor`. The change is what the parameters' dtype leaves of it.
+  The step is divided by `divisor`. The change is what the parameters' dtype leaves of it. The
+  factor is the step's norm over that of the step that the same optimizer state makes of the
+  gradient `undivided` (None: `grads`): 1 where nothing is divided, or that step is 0.
   """
   opt_state = sharding.to_device(opt_state)
   updates, new_opt_state = optimizer.update(grads, opt_state, params)
+  without = updates if undivided is None else optimizer.update(undivided, opt_state, params)[0]
   if divisor is not None:
     updates = jax.tree.map(lambda x: x / divisor, updates)
+  norm_without = optax.tree.norm(without)
+  positive = norm_without > 0
+  factor = jnp.where(positive, optax.tree.norm(updates) / jnp.where(positive, norm_without, 1), 1)
   keep = lambda new, old: jnp.where(take, new, old)
   new_params = jax.tree.map(keep, optax.apply_updates(params, updates), params)
   difference = lambda new, old: new.astype(jnp.float32) - old.astype(jnp.float32)
   step_norm = optax.tree.norm(jax.tree.map(difference, new_params, params))
-  return new_params, jax.tree.map(keep, new_opt_state, opt_state), step_norm
+  return new_params, jax.tree.map(keep, new_opt_state, opt_state), step_norm, factor
 
 
 def steps_taken(opt_state: optax.OptState, step: jax.Array) -> jax.Array:

@@ -206,8 +206,8 @@ def take_step(work: 'Work') -> tuple[TrainState, Metrics, dict[str, jax.Array]]:
   """Takes the optimizer step of `update_step`, whatever models `work` has."""
   grads, seen = _accumulate(work)
   bias = _accumulate_bias(work, seen) if work.spec.variant.measures_bias else None
-  gradient, by_step, metrics, decisive = _divide(work, grads, bias, seen)
-  state, applied = _apply(work, grads, gradient, by_step, decisive)
+  divided, metrics, decisive = _divide(work, grads, bias, seen)
+  state, applied = _apply(work, grads, divided, decisive)
   return state, metrics | applied, {'ratio': seen['ratio'], 'clipped': seen['clipped']}
 
 
@@ -346,8 +346,7 @@ def _accumulate_bias(work, seen):
 def _divide(work, grads, bias, seen):
   """Divides the actor's gradient, see `correction.divide`.
 
-  Returns the gradient that the optimizer gets, what divides its step, metrics, and the numbers that
-  must be finite.
+  Returns what `state.optimize` is given, metrics, and the numbers that must be finite.
 
   Choice: the divisor divides the actor's whole gradient, entropy and KL terms included, so their
   proportions stay.
@@ -358,41 +357,41 @@ def _divide(work, grads, bias, seen):
   c_norm = bias_norm if variant.norm_of == 'gradient' else jnp.abs(seen['clipped_objective'])
   divisor = correction.divisor(variant.divisor, g_norm, c_norm, seen['clipped'].any())
   rest = grads['value'] if spec.shared_trunk else None
-  gradient, by_step, norms = correction.divide(variant.divide, g, rest, divisor, spec.actor_clip)
+  gradient, undivided, by_step, norms = correction.divide(
+      variant.divide, g, rest, divisor, spec.actor_clip
+  )
   summary = diagnostics.step_summary(spec, work.batch, work.weights, work.policy_weights, seen)
   scale = off_policy.STEP_SCALES[variant.step_scale](summary['stppo/ess_share'])
   if variant.step_scale != 'none':
     by_step = (1 if by_step is None else by_step) / scale
-  metrics = {
+  metrics = summary | {
       'actor/grad_norm': norms['clip'],
       'stppo/grad_norm': g_norm,
       'stppo/divisor': divisor,
       'stppo/entering_norm': norms['entering'],
-      'stppo/applied_factor': norms['factor'] * scale,
+      'stppo/entering_factor': norms['factor'],
   }
   if bias is not None:
-    # g descends and C ascends, hence the sign. Not vdot: it flattens, which gathers every shard.
-    dot = sum(jnp.sum(a * b) for a, b in zip(jax.tree.leaves(g), jax.tree.leaves(bias)))
-    metrics |= {
-        'stppo/bias_norm': bias_norm,
-        'stppo/cos_g_c': -dot / jnp.maximum(g_norm * bias_norm, 1e-30),
-    }
+    cos = -correction.cosine(g, bias)  # g descends and C ascends
+    metrics |= {'stppo/bias_norm': bias_norm, 'stppo/cos_g_c': cos}
   decisive = [value for name, value in summary.items() if name.endswith('_loss')]
   decisive += [g_norm, c_norm, norms['factor']]
-  return gradient, by_step, metrics | summary, decisive
+  undivided = None if variant.divisor == 'none' else undivided
+  return dict(grads=gradient, divisor=by_step, undivided=undivided), metrics, decisive
 
 
-def _apply(work, grads, gradient, by_step, decisive):
+def _apply(work, grads, divided, decisive):
   """Runs the optimizers; where a gradient norm or a loss is not finite, only counts the step."""
   spec, state = work.spec, work.state
   if spec.has_values:
     value_norm = correction.norm(grads['value'])
     decisive = [*decisive, value_norm]
   finite = jnp.isfinite(jnp.stack(decisive)).all()
-  train_actor = finite & (state.step >= spec.critic_warmup)
-  actor, actor_opt, step_norm = train_state.optimize(
-      spec.actor_optimizer, gradient, state.actor, state.actor_opt, train_actor, by_step
-  )
+  take = finite & work.mask.any()  # moments alone would move a role that is absent
+  train_actor = take & (state.step >= spec.critic_warmup)
+  before = dict(params=state.actor, opt_state=state.actor_opt, take=train_actor)
+  actor, *changed = train_state.optimize(spec.actor_optimizer, **before, **divided)
+  actor_opt, step_norm, factor = changed
   after = dataclasses.replace(
       state,
       step=state.step + 1,
@@ -404,6 +403,7 @@ def _apply(work, grads, gradient, by_step, decisive):
       'actor/lr': spec.actor_lr(train_state.steps_taken(state.actor_opt, state.step)),
       'actor/skipped': after.skipped,
       'stppo/step_norm': step_norm,
+      'stppo/applied_factor': factor,
   }
   if spec.has_values:
     applied['critic/grad_norm'] = value_norm
@@ -412,8 +412,8 @@ def _apply(work, grads, gradient, by_step, decisive):
   if spec.critic is not None:
     clip = optax.clip_by_global_norm(spec.critic_clip)
     value_gradient = clip.update(grads['value'], optax.EmptyState())[0]
-    critic, critic_opt, critic_norm = train_state.optimize(
-        spec.critic_optimizer, value_gradient, state.critic, state.critic_opt, finite
+    critic, critic_opt, critic_norm, _ = train_state.optimize(
+        spec.critic_optimizer, value_gradient, state.critic, state.critic_opt, take
     )
     after = dataclasses.replace(after, critic=critic, critic_opt=critic_opt)
     applied['critic/step_norm'] = critic_norm
