@@ -3,7 +3,7 @@
   python run.py --mode=study --config=experiments/study_stability.py --workdir=runs/study
   python run.py --mode=study --config=experiments/study_stability.py:quick --workdir=runs/quick
 
-The second is a quarter of the study, within an hour on two cores. What is measured was fixed before
+The second repeats twelve runs of it, within an hour on two cores. What is measured was fixed before
 the runs, in docs/study_protocol.md; results are in docs/study/results, the page is docs/study.md.
 """
 

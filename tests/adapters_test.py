@@ -330,7 +330,7 @@ class NamesTest(parameterized.TestCase):
   @parameterized.parameters('gem', 'textarena', 'reasoning_gym')
   def test_a_package_that_is_missing_is_one_line(self, package):
     with mock.patch.dict(sys.modules, {package: None, f'{package}.factory': None}):
-      with self.assertRaisesRegex(UserError, rf"pip install 'stppo-jax\[{package}\]'"):
+      with self.assertRaisesRegex(UserError, rf'pip install -r requirements-{package}.txt'):
         resolve(f'{package}:x')
 
   def test_an_id_is_no_plug_in_module(self):

@@ -281,7 +281,7 @@ def import_peer(kind: str, module: str, extra: str) -> Any:
   except ImportError as error:
     raise types.UserError(
         f'config.env.kind={kind!r} needs the package {module} ({error}): '
-        f"pip install 'stppo-jax[{extra}]'"
+        f'pip install -r requirements-{extra}.txt'
     ) from error
   finally:
     logging.root.handlers[:] = handlers
