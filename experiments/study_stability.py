@@ -16,8 +16,14 @@ REGIMES = {'calm': {'actor.lr': 2e-4}, 'harsh': {'actor.lr': 6e-4}}
 # A control: token PPO meant to have the mean step of a divided cell, .065; it came out as .075.
 MATCHED = {'calm': {}, 'harsh': {'ppo+step_of.relative.step': {'actor.lr': 2.4e-4}}}
 # A larger model, of 5.1 M parameters; scripts/sft_tiny.py says how it was made.
-# Its critic is the embedded model, as in the other grids: only the policy's size differs.
-LARGER = {'model.folder': 'docs/study/model_5m', 'model.critic_folder': 'stppo_jax/assets/tiny'}
+# Its critic is the embedded model, as in the other grids. A run costs four times as much, hence
+# fewer updates, and ||C|| only where it divides.
+LARGER = {
+    'model.folder': 'docs/study/model_5m',
+    'model.critic_folder': 'stppo_jax/assets/tiny',
+    'train.updates': 12,
+    'algorithm.log_bias': False,
+}
 OF_LARGER = ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'ppo+relative.step')
 # Cells: which tokens share a ratio, what divides the gradient, and where.
 ROWS = {'ppo': 'token', 'turn_ppo': 'turn', 'sequence_ppo': 'sequence'}
@@ -56,7 +62,7 @@ def get_study(mode=''):
     return grid.Study({'system_harsh': grid.Grid(chosen, _regime('harsh'), seeds=(0, 1, 2))})
   grids = {f'system_{name}': grid.Grid(cells | MATCHED[name], _regime(name)) for name in REGIMES}
   chosen = {name: cells[name] for name in OF_LARGER}
-  grids['system_5m_harsh'] = grid.Grid(chosen, _regime('harsh'), LARGER)
+  grids['system_5m'] = grid.Grid(chosen, REGIMES, LARGER)
   return grid.Study(
       grids,
       results='docs/study/results',
