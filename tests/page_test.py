@@ -41,6 +41,7 @@ def rows(cell, seed):
           'stppo/bias_norm': 0.01,
           'actor/pg_clipfrac': 0.1,
           'stppo/applied_factor': 0.25 if n < 3 else 1.0,
+          'stppo/entering_factor': 0.5,
       }
     made.append(row)
   return made
@@ -125,9 +126,10 @@ class PageTest(parameterized.TestCase):
     self.assertEqual(p_on_the_mechanism, ['<.001', '<.001'])
 
   def test_the_table_of_the_division(self):
-    # Two of four updates at a quarter, the others at 1.
+    # On entry a half; of the step two of four updates at a quarter, the others at 1.
     self.assertEqual(
-        self.row('What the division did', 'system', 'st_ppo.step')[2:], ['.625', '.500', '.500']
+        self.row('What the division did', 'system', 'st_ppo.step')[2:],
+        ['.500', '.625', '.500', '.500'],
     )
     self.assertNotIn('| ppo |', self.text.partition('## What the')[2].partition('## Diag')[0])
 

@@ -309,8 +309,8 @@ def _warn(config, variant):
   if config.pipeline.staleness and not (is_corrected or starts_at_sampler):
     logging.warning(
         'config.pipeline.staleness=%d trains on episodes of an older policy, and %s treats them as '
-        "the current one's: set --config.algorithm.old_logp=sampler, which steadies all of the "
-        "study's rows (docs/study.md), or --config.algorithm.rollout_is=turn",
+        "the current one's: set --config.algorithm.old_logp=sampler (docs/study.md has what it "
+        'prevents), or --config.algorithm.rollout_is=turn',
         config.pipeline.staleness,
         name,
     )
