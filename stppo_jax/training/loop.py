@@ -217,9 +217,11 @@ def _learn(run, state, episodes, key, timing) -> tuple[train_state.TrainState, _
 
 
 def _summarize(run, learned):
-  """Returns the metrics of an update; of several policies the means, and those of each role."""
-  trained = lambda part: any(batching.trained_length(episode) for episode in part.episodes)
-  moved = [trained(part) for part in learned]
+  """Returns the metrics of an update; of several policies the means, and those of each role.
+
+  A policy whose role never moved has none.
+  """
+  moved = [any(map(batching.trained_length, part.episodes)) for part in learned]
   counted = [part for part, one in zip(learned, moved) if one] or learned
   metrics = journals.means([part.metrics for part in counted])
   for role, part, one in zip(run.own_roles, learned, moved):
