@@ -109,7 +109,8 @@ def group():
   for name, ratio in (('grpo', 'token'), ('turn_grpo', 'turn'), ('sequence_grpo', 'sequence')):
     for end, columns in PAIRS.items():
       cells[name + end] = of_four | {'algorithm.ratio': ratio} | columns
-  return cells
+  in_reward = {'algorithm.kl_in': 'reward', 'algorithm.kl_estimator': 'k1'}
+  return cells | {'grpo+kl_in.reward': of_four | in_reward}
 
 
 def rivals():
