@@ -63,6 +63,23 @@ class RecorderTest(absltest.TestCase):
     self.assertRegex(self.told[0], r'left out \(OSError: .*No space left.*training continues$')
     self.assertEqual(self.names(), ['train_000004.jsonl'])  # there is room again
 
+  def test_a_disk_that_was_slow_once_loses_no_last_file(self):
+    go_on, begun = threading.Event(), threading.Event()
+
+    def slow():
+      begun.set()
+      go_on.wait(60)
+      return []
+
+    with episodes.Recorder(self.workdir, behind=1, put_s=0.01, close_s=60) as recorder:
+      recorder.put('train', 1, episodes.Records(slow))
+      self.assertTrue(begun.wait(60))
+      recorder.put('train', 2, records())
+      recorder.put('train', 3, records())  # finds no room, is told and left out
+      threading.Timer(0.2, go_on.set).start()
+    written = sorted(os.listdir(os.path.join(self.workdir, 'episodes')))
+    self.assertEqual(written, ['train_000001.jsonl', 'train_000002.jsonl'])
+
   def test_a_disk_that_stands_still_holds_nobody_up(self):
     go_on, begun = threading.Event(), threading.Event()
 
@@ -76,7 +93,7 @@ class RecorderTest(absltest.TestCase):
       go_on.wait()
       return []
 
-    recorder = episodes.Recorder(self.workdir, behind=2, put_s=0.01)
+    recorder = episodes.Recorder(self.workdir, behind=2, put_s=0.01, close_s=0.1)
     self.addCleanup(let_go)
     recorder.put('train', 0, episodes.Records(stuck))
     self.assertTrue(begun.wait(60))

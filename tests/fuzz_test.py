@@ -128,7 +128,8 @@ class FuzzTest(absltest.TestCase):
     self.assertEqual(content, content.strip())
     found = re.search(r'<(search|answer)>(.*?)</\1>', text, re.DOTALL)  # the definition
     self.assertEqual((kind, content), (found[1], found[2].strip()) if found else ('invalid', ''))
-    answer = re.search(r'<answer>(.*?)</answer>', text, re.DOTALL)
+    spoken = text.split('</think>')[-1]
+    answer = re.search(r'<answer>(.*?)</answer>', spoken, re.DOTALL)
     self.assertEqual(rewards.extract_answer(text), answer and answer[1].strip())
 
   def test_many_openings_take_little_time(self):

@@ -92,6 +92,8 @@ class RewardsTest(parameterized.TestCase):
       ('x<answer>one\ntwo</answer><answer>three</answer>', 'one\ntwo'),
       ('<answer></answer>', ''),
       ('<answer>Paris', None),
+      ('<think>between <answer> and </answer></think><answer>Paris</answer>', 'Paris'),
+      ('so <answer>Rome</answer></think>', None),  # all of it is a thought
       ('Paris', None),
       ('', None),
   )

@@ -45,6 +45,13 @@ class SessionTest(absltest.TestCase):
     self.assertEqual([first.turns[0].reward, second.turns[0].reward], [1.25, 1.0])
     self.assertEqual(self.session.counts['rewritten'], 1)
 
+  def test_a_cut_turn_counts_in_its_own_row(self):
+    plan = self.session.plan_prompt([1, 2])
+    self.session.record(plan, [3, 4], [-0.5, -0.5], [], was_cut=True)
+    self.turn([1, 2, 7, 4], [5])
+    self.turn([1, 2, 8, 4], [6])
+    self.assertEqual([episode.counts['cut'] for episode in self.episodes()], [1.0, 0.0, 0.0])
+
   def test_a_reward_of_zero_is_a_reward(self):
     self.turn([1, 2], [3])
     self.assertFalse(self.session.has_reward)

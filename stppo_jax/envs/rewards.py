@@ -66,8 +66,12 @@ def f1(prediction: str | None, golds: Sequence[str]) -> float:
 
 
 def extract_answer(text: str) -> str | None:
-  """Returns the stripped content of the agent's first `<answer>..</answer>`, or None."""
-  content, closing, _ = text.partition('<answer>')[2].partition('</answer>')
+  """Returns the stripped content of the agent's first `<answer>..</answer>`, or None.
+
+  What is said in a thought does not count: a model may quote its instructions there.
+  """
+  spoken = text.rpartition('</think>')[2]
+  content, closing, _ = spoken.partition('<answer>')[2].partition('</answer>')
   return content.strip() if closing else None
 
 

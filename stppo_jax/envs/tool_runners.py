@@ -140,6 +140,9 @@ class _Process:
         pipe.close()  # type: ignore[union-attr]
 
 
+_START_S = 60.0  # a server may have to be fetched first
+
+
 class McpServer:
   """A server of the Model Context Protocol, started as a command, spoken to by its own client.
 
@@ -159,16 +162,19 @@ class McpServer:
   def list_tools(self) -> list[Any]:
     """Returns the server's tools: objects with name, description and input_schema."""
     with self._lock:
-      return self._run(self._list_tools(), 60.0)
+      return self._run(self._list_tools(), _START_S)
 
   def call(self, name: str, arguments: Mapping[str, Any]) -> Outcome:
     """Calls a tool; its text parts are the result."""
     with self._lock:
+      limit_s = _START_S
       try:
-        found = self._run(self._call(name, dict(arguments)), self._limits.timeout_s)
+        self._run(self._start(), limit_s)  # at once where it runs
+        limit_s = self._limits.timeout_s
+        found = self._run(self._session.call_tool(name, dict(arguments)), limit_s)
       except (TimeoutError, concurrent.futures.TimeoutError):
         self._end()
-        return Outcome(f'no result within {self._limits.timeout_s:g} seconds', TIMED_OUT)
+        return Outcome(f'no result within {limit_s:g} seconds', TIMED_OUT)
       except Exception as error:  # whatever another program's server makes its client raise
         self._end()
         return Outcome(f'{type(error).__name__}: {error}'[: self._limits.max_chars], FAILED)
@@ -184,10 +190,6 @@ class McpServer:
   async def _list_tools(self):
     await self._start()
     return (await self._session.list_tools()).tools
-
-  async def _call(self, name, arguments):
-    await self._start()
-    return await self._session.call_tool(name, arguments)
 
   def _run(self, job, timeout_s):
     future = asyncio.run_coroutine_threadsafe(job, self._loop)

@@ -196,7 +196,9 @@ class Recorder:
 
   def _hand_over(self, work, name, limit_s):
     try:
-      self._queue.put(work, timeout=0 if self._is_slow else limit_s)
+      # The end is waited for in any case: the last files are written before it.
+      self._queue.put(work, timeout=0 if self._is_slow and work is not None else limit_s)
+      self._is_slow = False
       return True
     except queue.Full:
       self._is_slow = True  # so that not every update waits

@@ -121,6 +121,8 @@ class Scheduler:
       self._closed = True
       self._changed.notify_all()
     self._thread.join()
+    # A server is a cycle of references, which would keep policy and cache on the device.
+    del self._params, self._context
 
   @property
   def waiting(self) -> int:

@@ -53,6 +53,7 @@ class _Segment:
   accepted: list[frozenset] = dataclasses.field(default_factory=list)
   ends: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (messages, ids) by turn
   is_extended: bool = False  # a request that continues it is in progress
+  num_cut: int = 0  # turns that ended at a limit
 
   def known(self, forms: Sequence[Any]) -> int:
     """Returns the number of turns with which a conversation begins."""
@@ -88,7 +89,7 @@ class Session:
     self._final_reward: float | None = None
     self._is_rewarded = False  # by the client, if only a turn, or by 0
     self._metrics: dict[str, float] = {}
-    self.counts = dict.fromkeys(('branched', 'rewritten', 'cut', 'too_long', 'cancelled'), 0.0)
+    self.counts = dict.fromkeys(('branched', 'rewritten', 'too_long', 'cancelled'), 0.0)
 
   @property
   def num_turns(self) -> int:
@@ -214,7 +215,7 @@ class Session:
       segment.accepted.append(frozenset(map(form, answers)))
       segment.ends.append((len(segment.accepted), len(segment.ids)))
       self._turns.append(turn)
-      self.counts['cut'] += was_cut
+      segment.num_cut += was_cut
       return len(self._turns)
 
   def reward(
@@ -266,7 +267,9 @@ class Session:
                 truncated=self.counts['too_long'] > 0,
                 failed=failed or not turns,
                 metrics=dict(self._metrics),
-                counts=_counts(turns) | self.counts | {'segments': float(len(segments))},
+                counts=_counts(turns)
+                | self.counts
+                | {'cut': float(segment.num_cut), 'segments': float(len(segments))},
             )
         )
       return rows
