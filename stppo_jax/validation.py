@@ -311,6 +311,19 @@ def check_variant(config: Config, variant: Any) -> None:
         'reference: set --config.algorithm.kl_estimator=k3, or --config.algorithm.kl_in=reward'
     )
   _check_groups(config, variant)
+  _check_ratio(config, variant)
+  if config.train.critic_warmup and not (
+      variant.needs_critic and config.model.critic == 'separate'
+  ):
+    without = 'has no critic' if not variant.needs_critic else "shares its critic's trunk"
+    raise UserError(
+        f'config.train.critic_warmup={config.train.critic_warmup} trains a separate critic alone, '
+        f'and config.algorithm.variant={name!r} {without}: set --config.train.critic_warmup=0'
+    )
+
+
+def _check_ratio(config: Config, variant: Any) -> None:
+  """Checks what needs a ratio of its own kind."""
   if variant.min_advantage == 'turn' and variant.ratio in ('none', 'token'):
     raise UserError(
         "config.algorithm.min_advantage='turn' takes the mean over the tokens that share a ratio, "
@@ -325,17 +338,9 @@ def check_variant(config: Config, variant: Any) -> None:
     )
   if variant.ratio == 'none' and variant.surrogate != 'clip':
     raise UserError(
-        f'config.algorithm.variant={name!r} has a surrogate of its own and no ratio to '
-        'give it: set --config.algorithm.ratio=token, turn or sequence, or '
+        f'config.algorithm.variant={config.algorithm.variant!r} has a surrogate of its own and no '
+        'ratio to give it: set --config.algorithm.ratio=token, turn or sequence, or '
         '--config.algorithm.surrogate=clip'
-    )
-  if config.train.critic_warmup and not (
-      variant.needs_critic and config.model.critic == 'separate'
-  ):
-    without = 'has no critic' if not variant.needs_critic else "shares its critic's trunk"
-    raise UserError(
-        f'config.train.critic_warmup={config.train.critic_warmup} trains a separate critic alone, '
-        f'and config.algorithm.variant={name!r} {without}: set --config.train.critic_warmup=0'
     )
 
 

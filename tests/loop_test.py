@@ -44,7 +44,8 @@ NAMES = tuple("""
   perf/host_memory_gb perf/compilations env/replays rollout_corr/kl rollout_corr/k3_kl
   rollout_corr/logp_diff_max rollout_corr/rollout_is_mean rollout_corr/rollout_is_max
   rollout_corr/rollout_is_min rollout_corr/rollout_is_eff_sample_size stppo/grad_norm
-  stppo/bias_norm stppo/cos_g_c stppo/divisor stppo/step_norm stppo/ratio_std_token
+  stppo/bias_norm stppo/divisor stppo/step_norm stppo/ratio_std_token
+  stppo/applied_factor stppo/entering_factor
   stppo/ratio_std_turn stppo/ratio_std_sequence stppo/clipfrac_turn1_pos stppo/clipfrac_turn1_neg
   stppo/clipfrac_turn3_pos em/mean f1/mean env/searches/mean env/invalid/mean env/truncated
   env/retrieval_failed env/replays env/invalid_share env/repeated_share env/empty_share

@@ -319,7 +319,7 @@ class StalenessTest(parameterized.TestCase):
     for name, value in algorithm.items():
       setattr(config.algorithm, name, value)
     with mock.patch.object(logging, 'warning') as warning:
-      loop._check_staleness(config, loop.learner_lib.make_variant(config))
+      loop.learner_lib._warn(config, loop.learner_lib.make_variant(config))
     self.assertEqual(warning.called, warned)
 
   def test_several_processes_are_refused(self):
