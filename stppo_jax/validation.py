@@ -357,7 +357,7 @@ def _check_groups(config: Config, variant: Any) -> None:
     raise UserError(
         'config.algorithm.mask_zero_advantage=True would drop nothing: with '
         f'{spoils}={getattr(variant, spoils)!r} no advantage is exactly 0; set '
-        f'--config.algorithm.{spoils}={"loss" if spoils == "kl_in" else False}'
+        f'--config.algorithm.{spoils}={"none" if spoils == "kl_in" else False}'
     )
   if rollout.max_num_gen_batches > 1 and not variant.needs_groups:
     raise UserError(

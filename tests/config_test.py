@@ -123,7 +123,7 @@ class ValidateTest(parameterized.TestCase):
       ({'algorithm.dual_clip': -3.0}, ('dual_clip=-3.0', 'above 1')),
       ({'algorithm.variant': 'grpo'}, ("variant='grpo'", 'group_size=1', 'group_size=4')),
       ({'algorithm.kl_in': 'loss'}, ("kl_estimator='k1'", 'kl_estimator=k3')),
-      ({'algorithm.mask_zero_advantage': True}, ('mask_zero_advantage=True', 'kl_in=loss')),
+      ({'algorithm.mask_zero_advantage': True}, ('mask_zero_advantage=True', 'kl_in=none')),
       ({'algorithm.mask_zero_advantage': True, 'algorithm.kl_in': 'none'}, ('whiten=False',)),
       ({'algorithm.variant': 'rloo'}, ("variant='rloo'", 'group_size=1')),
       ({'health.stop_on': ('entropy',)}, ("'entropy'", 'entropy_drop')),

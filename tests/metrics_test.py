@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.monitoring import journal
 from stppo_jax.monitoring import metrics
 from stppo_jax.monitoring import sinks
 from stppo_jax.monitoring import timing
@@ -232,6 +233,16 @@ class MetricsWriterTest(parameterized.TestCase):
       with self.assertLogs(level='WARNING') as logs:
         self._write_steps([1], wandb_project='p')
     self.assertLen(logs.output, 1)
+
+
+class MeansTest(absltest.TestCase):
+
+  def test_a_step_that_defines_no_cosine_does_not_count(self):
+    nan, cos = math.nan, 'stppo/cos_g_c'
+    made = journal.means([{cos: nan, 'loss': 1.0}, {cos: -0.8, 'loss': 2.0}])
+    self.assertEqual(made, {cos: -0.8, 'loss': 1.5})
+    self.assertEqual(journal.means([{cos: nan, 'loss': 1.0}]), {'loss': 1.0})
+    self.assertTrue(math.isnan(journal.means([{'loss': nan}])['loss']))  # never hidden
 
 
 class TextTest(parameterized.TestCase):

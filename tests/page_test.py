@@ -125,6 +125,14 @@ class PageTest(parameterized.TestCase):
     p_on_the_mechanism = self.row('Outcome', 'mechanism', 'st_ppo')[-2:]
     self.assertEqual(p_on_the_mechanism, ['<.001', '<.001'])
 
+  def test_p_values_count_cells_that_have_not_run(self):
+    def p_of(cells):
+      return page.Page(cells, self.records)._compared('system/harsh/st_ppo', '').p_final
+
+    more = [summary.Planned('system', 'harsh', f'later_{i}', 'ppo', 5) for i in range(2)]
+    run = len({cell.name for cell in self.planned}) - 1  # besides the baseline
+    self.assertAlmostEqual(p_of([*self.planned, *more]) / p_of(self.planned), (run + 2) / run)
+
   def test_the_table_of_the_division(self):
     # On entry a half; of the step two of four updates at a quarter, the others at 1.
     self.assertEqual(

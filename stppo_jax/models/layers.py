@@ -196,6 +196,16 @@ class Block(nn.Module):
 # The shapes of published models, by name; the numbers are those of each model's config.json.
 # The columns that the models of a family share.
 _qwen2 = functools.partial(ModelConfig, rope_theta=1e6, qkv_bias=True, head_dim=128, family='qwen2')
+_tiny = functools.partial(
+    ModelConfig,
+    vocab_size=2697,
+    head_dim=32,
+    rope_theta=10_000.0,
+    tie_embeddings=True,
+    qkv_bias=True,
+    family='qwen2',
+    max_positions=4096,
+)
 _qwen3 = functools.partial(
     ModelConfig,
     vocab_size=151_936,
@@ -216,35 +226,9 @@ _llama3 = functools.partial(
 )
 PRESETS = {
     # The embedded model.
-    'tiny': ModelConfig(
-        vocab_size=2697,
-        d_model=128,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-        d_ff=384,
-        rope_theta=10_000.0,
-        tie_embeddings=True,
-        qkv_bias=True,
-        family='qwen2',
-        max_positions=4096,
-    ),
+    'tiny': _tiny(d_model=128, num_layers=3, num_heads=4, num_kv_heads=2, d_ff=384),
     # Of the study: does what holds for the embedded model hold for one of five times its size?
-    'tiny-5m': ModelConfig(
-        vocab_size=2697,
-        d_model=256,
-        num_layers=5,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=32,
-        d_ff=896,
-        rope_theta=10_000.0,
-        tie_embeddings=True,
-        qkv_bias=True,
-        family='qwen2',
-        max_positions=4096,
-    ),
+    'tiny-5m': _tiny(d_model=256, num_layers=5, num_heads=8, num_kv_heads=4, d_ff=896),
     'qwen2.5-0.5b': _qwen2(
         vocab_size=151_936,
         d_model=896,
