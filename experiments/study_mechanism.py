@@ -3,14 +3,17 @@
   python run.py --mode=study --config=experiments/study_mechanism.py --workdir=runs/mechanism
   python run.py --mode=study --config=experiments/study_mechanism.py:quick --workdir=runs/quick
 
-What is measured was fixed before the runs, in docs/study_protocol.md.
+study_stability.py holds both instruments. What is measured was fixed before the runs, in
+docs/study_protocol.md.
 """
 
+import dataclasses
+
 from experiments import st_ppo_tiny
-from experiments import study_stability
 from stppo_jax.study import grid
 from stppo_jax.types import UserError
 
+RESULTS = 'docs/study/results'
 # Chosen by the collapse share of token PPO alone, on seeds from 1000.
 REGIMES = {
     # 2 mini-batches, 4 epochs.
@@ -52,6 +55,25 @@ KNOBS = {
     'stale': RATES | {'pipeline.staleness': (0, 2, 4)},
 }
 LONG_RATE = 7e-3  # for the rule that shortens the step
+# The objective of the system: no KL penalty, entropy bonus or weight decay.
+AS_SYSTEM = {
+    'algorithm.kl_in': 'none',
+    'algorithm.entropy_coef': 0.0,
+    'actor.weight_decay': 0.0,
+    'critic.weight_decay': 0.0,
+}
+# The paper's rows, our step, and the control of a lower rate.
+MAIN = (
+    'ppo',
+    'turn_ppo',
+    's_ppo',
+    'st_ppo',
+    'ppo+relative.step',
+    'turn_ppo+relative.step',
+    'ppo+step_of.relative.step',
+)
+# Which tokens share a ratio.
+RATIOS = {'ppo': 'token', 'turn_ppo': 'turn', 'sequence_ppo': 'sequence'}
 PAIRS = {'': {}, '+paper.before_clip': PAPER, '+relative.step': RELATIVE}
 
 
@@ -68,28 +90,69 @@ def get_study(mode=''):
     small = {'train.updates': 4, 'mechanism.warm_steps': 20}
     return grid.Study({'mechanism_calm': _grid('calm', {'ppo': TOKEN}, small, seeds=2)})
   if mode == 'quick':
-    chosen = ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'ppo+relative.step', 'turn_ppo+relative.step')
-    cells = {name: divided()[name] for name in chosen}
-    return grid.Study({f'mechanism_{name}': _grid(name, cells) for name in REGIMES})
+    return grid.Study(quick_grids(), published=RESULTS)
+  return grid.Study(all_grids(), results=RESULTS)
+
+
+def all_grids():
+  """Returns the grids of every regime."""
   grids = {}
   for name in REGIMES:
     cells = divided() | controls() | MATCHED[name] | group() | rivals()
     if name == 'stale':
       cells |= of_staleness()
     grids[f'mechanism_{name}'] = _grid(name, cells)
-    grids[f'mechanism_{name}_turn_rewards'] = _grid(
-        name, rewarded_per_turn(), {'mechanism.rewards': 'turn'}
-    )
+    per_turn = {'mechanism.rewards': 'turn'}
+    grids[f'mechanism_{name}_turn_rewards'] = _grid(name, rewarded_per_turn(), per_turn)
     if name in KNOBS:
       grids[f'mechanism_{name}_knobs'] = _grid(name, turned(KNOBS[name]), baseline='ppo+lr.0.001')
-  return grid.Study(grids, results='docs/study/results')
+      main = {cell: cells[cell] for cell in MAIN}
+      grids[f'mechanism_{name}_as_system'] = _grid(name, main, AS_SYSTEM)
+  return grids
+
+
+def quick_grids():
+  """Returns the main cells of every grid, the rates, and where the ratio starts."""
+  return {
+      name: dataclasses.replace(
+          whole,
+          cells={
+              cell: overrides
+              for cell, overrides in whole.cells.items()
+              if cell in MAIN or '+lr.' in cell or cell.endswith('+sampler')
+          },
+      )
+      for name, whole in all_grids().items()
+      if not name.endswith('_as_system')
+  }
 
 
 def divided():
   """Returns three ratios without a divisor, and with each divisor in each order."""
-  return study_stability.divided_cells(
+  return divided_cells(
       divisors=('paper', 'floor', 'relative'), orders=('before_clip', 'after_clip', 'step')
   )
+
+
+def divided_cells(divisors, orders):
+  """Returns every ratio without a divisor, and with each divisor in each order."""
+  cells = {}
+  for row, ratio in RATIOS.items():
+    undivided = {'algorithm.variant': 'ppo', 'algorithm.ratio': ratio}
+    cells[row] = undivided
+    for divisor in divisors:
+      for order in orders:
+        divided = undivided | {'algorithm.divisor': divisor, 'algorithm.divide': order}
+        cells[cell_name(row, divisor, order)] = divided
+  return cells
+
+
+def cell_name(row, divisor, order):
+  """Returns the paper's name of a cell where it has one, else as in 'turn_ppo+relative.step'."""
+  own = {'ppo': 's_ppo', 'turn_ppo': 'st_ppo'}
+  if divisor == 'paper' and order == 'before_clip' and row in own:
+    return own[row]
+  return f'{row}+{divisor}.{order}'
 
 
 def controls():

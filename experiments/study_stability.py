@@ -3,14 +3,18 @@
   python run.py --mode=study --config=experiments/study_stability.py --workdir=runs/study
   python run.py --mode=study --config=experiments/study_stability.py:quick --workdir=runs/quick
 
-The second repeats twelve runs of it, within an hour on two cores. What is measured was fixed before
-the runs, in docs/study_protocol.md; results are in docs/study/results, the page is docs/study.md.
+The first has two instruments: the ordinary run with the embedded model, and the mechanism of
+study_mechanism.py. The second repeats a quarter of it within an hour on two cores, and prints its
+results beside the published ones. What is measured was fixed before the runs, in
+docs/study_protocol.md; results are in docs/study/results, the page is docs/study.md.
 """
 
 from experiments import st_ppo_tiny
+from experiments import study_mechanism
 from stppo_jax.study import grid
 from stppo_jax.types import UserError
 
+RESULTS = study_mechanism.RESULTS
 # Regimes: how far a policy moves from the one that sampled, by the knobs that move it.
 REGIMES = {'calm': {'actor.lr': 2e-4}, 'harsh': {'actor.lr': 6e-4}}
 # A control: token PPO meant to have the mean step of a divided cell, .065; it came out as .075.
@@ -25,8 +29,6 @@ LARGER = {
     'algorithm.log_bias': False,
 }
 OF_LARGER = ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'ppo+relative.step')
-# Cells: which tokens share a ratio, what divides the gradient, and where.
-ROWS = {'ppo': 'token', 'turn_ppo': 'turn', 'sequence_ppo': 'sequence'}
 
 
 def get_config(mode=''):
@@ -53,45 +55,24 @@ def get_config(mode=''):
 
 
 def get_study(mode=''):
-  cells = divided_cells(divisors=('paper', 'relative'), orders=('before_clip', 'step'))
+  of_mechanism = study_mechanism.get_study(mode).grids
+  cells = study_mechanism.divided_cells(
+      divisors=('paper', 'relative'), orders=('before_clip', 'step')
+  )
   if mode == 'smoke':
     chosen = {name: cells[name] for name in ('ppo', 'st_ppo')}
-    return grid.Study({'system': grid.Grid(chosen, seeds=(0,))})
+    return grid.Study({'system': grid.Grid(chosen, seeds=(0,))} | of_mechanism)
   if mode == 'quick':
     chosen = {name: cells[name] for name in ('ppo', 'turn_ppo', 'st_ppo', 'ppo+relative.step')}
-    return grid.Study({'system_harsh': grid.Grid(chosen, _regime('harsh'), seeds=(0, 1, 2))})
+    harsh = grid.Grid(chosen, _regime('harsh'), seeds=(0, 1, 2))
+    return grid.Study({'system_harsh': harsh} | of_mechanism, published=RESULTS)
   grids = {f'system_{name}': grid.Grid(cells | MATCHED[name], _regime(name)) for name in REGIMES}
   chosen = {name: cells[name] for name in OF_LARGER}
   grids['system_5m'] = grid.Grid(chosen, REGIMES, LARGER)
   return grid.Study(
-      grids,
-      results='docs/study/results',
-      page='docs',
-      claims='docs/study_claims.md',
-      also=('experiments/study_mechanism.py',),
+      grids | of_mechanism, results=RESULTS, page='docs', claims='docs/study_claims.md'
   )
 
 
 def _regime(name):
   return {name: REGIMES[name]}
-
-
-def divided_cells(divisors, orders):
-  """Returns every ratio without a divisor, and with each divisor in each order."""
-  cells = {}
-  for row, ratio in ROWS.items():
-    undivided = {'algorithm.variant': 'ppo', 'algorithm.ratio': ratio}
-    cells[row] = undivided
-    for divisor in divisors:
-      for order in orders:
-        divided = undivided | {'algorithm.divisor': divisor, 'algorithm.divide': order}
-        cells[cell_name(row, divisor, order)] = divided
-  return cells
-
-
-def cell_name(row, divisor, order):
-  """Returns the paper's name of a cell where it has one, else as in 'turn_ppo+relative.step'."""
-  own = {'ppo': 's_ppo', 'turn_ppo': 'st_ppo'}
-  if divisor == 'paper' and order == 'before_clip' and row in own:
-    return own[row]
-  return f'{row}+{divisor}.{order}'

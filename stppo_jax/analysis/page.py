@@ -308,6 +308,30 @@ def build(
   return path
 
 
+def beside(
+    planned: Sequence[summary.Planned],
+    made: Mapping[str, Mapping[str, Any]],
+    published: Mapping[str, Mapping[str, Any]],
+) -> str:
+  """Returns a table of a repeat beside the published results, of cells that both have.
+
+  A cell agrees if either final score lies within the other's interval.
+  """
+  here, there = summary.make_cells(planned, made), summary.make_cells(planned, published)
+  rows, number = [], 0
+  for group, cell in here.items():
+    of_both = cell, there[group]
+    ours, theirs = (one.estimate('final') for one in of_both)
+    if ours is None or theirs is None:
+      continue
+    agrees = theirs.low <= ours.value <= theirs.high or ours.low <= theirs.value <= ours.high
+    number += agrees
+    shown = [_estimate(one, name) for name in ('collapsed', 'final') for one in of_both]
+    rows.append([group, *shown, 'yes' if agrees else 'no'])
+  titles = ('cell', 'collapsed', 'published', 'final', 'published', 'agrees')
+  return f'{_table(titles, rows)}\n\n{number} of {len(rows)} cells agree with the published ones.'
+
+
 def _write(path: str, text: str) -> None:
   os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
   with open(path + '.part', 'w', encoding='utf-8') as file:

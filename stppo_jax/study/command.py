@@ -39,6 +39,8 @@ def run(
   runs = runner.Runner(workdir, study, jobs, command, runner.make_slots(num_jobs, devices))
   runs.run(stop_requested)
   print(runs.table())
+  if study.published:
+    print(_beside(study, jobs, workdir))
   print(write_page(config, file, workdir))
   return 1 if runs.counts()['failed'] else 0
 
@@ -49,22 +51,28 @@ def write_page(config: schema.Config, file: str, workdir: str) -> str:
   Results of a cell that has changed since, and of cells that are no more planned, are left out.
   """
   study, unchanged = grids.load(file)
-  planned, records = _planned(study, config, unchanged, workdir)
-  for other in study.also:
-    more, its_config = grids.load(other)
-    more_planned, more_records = _planned(more, its_config, its_config, workdir)
-    planned, records = planned + more_planned, records | more_records
-  return page.build(planned, records, study.page or workdir, study.claims)
-
-
-def _planned(study, config, unchanged, workdir):
-  """Returns the cells of a study, and the results that there are of them."""
   jobs = grids.plan(study, config, unchanged, (), cell.make)
+  records = results.read(results.folder(study.results, workdir))
+  return page.build(
+      _planned(study, jobs), results.of_jobs(jobs, records), study.page or workdir, study.claims
+  )
+
+
+def _beside(study, jobs, workdir) -> str:
+  """Returns the results of a repeat beside the published ones, of the same cells and seeds."""
+  made, published = (
+      results.of_jobs(jobs, results.read(folder))
+      for folder in (results.folder(study.results, workdir), study.published)
+  )
+  return page.beside(_planned(study, jobs), made, published)
+
+
+def _planned(study, jobs) -> list[summary.Planned]:
+  """Returns the cells of these jobs."""
   numbers: dict[tuple[str, str, str], int] = {}
   for job in jobs:
     key = job.grid, job.regime, job.cell
     numbers[key] = numbers.get(key, 0) + len(job.seeds)
-  planned = [
+  return [
       summary.Planned(*key, study.grids[key[0]].baseline, number) for key, number in numbers.items()
   ]
-  return planned, results.of_jobs(jobs, results.read(results.folder(study.results, workdir)))

@@ -67,7 +67,7 @@ class Study(Section):
   results: str = ''  # folder of the small result files, to be committed; '': WORKDIR/results
   page: str = ''  # folder of study.md and study.html; '': WORKDIR
   claims: str = ''  # a text with placeholders, see page.py; '': the page has numbers only
-  also: tuple[str, ...] = ()  # other experiment files whose results the page shows too
+  published: str = ''  # folder of results that a repeat is shown beside
   keep_checkpoints: bool = False  # of finished runs; they are large
 
 
