@@ -176,6 +176,28 @@ class PageTest(parameterized.TestCase):
     verdict = '{{verdict st_ppo on mechanism/harsh system/harsh}}'
     self.assertEqual(empty.markdown(verdict), 'not tested here')
 
+  def test_a_repeat_beside_the_published_results(self):
+    agrees = page.beside(self.planned, self.records, self.records)
+    self.assertIn('6 of 6 cells agree', agrees)
+    # A repeat in which ppo does not fall, and a publication that lacks a cell.
+    made = {
+        name: record | {'measures': record['measures'] | {'collapsed': 0.0, 'final': 0.9}}
+        if record['cell'] == 'ppo' and record['grid'] == 'system'
+        else record
+        for name, record in self.records.items()
+    }
+    published = {
+        name: record for name, record in self.records.items() if record['cell'] != 'st_ppo.step'
+    }
+    text = page.beside(self.planned, made, published)
+    self.assertIn('3 of 4 cells agree', text)
+    row = next(line for line in text.splitlines() if line.startswith('| system/harsh/ppo '))
+    columns = [column.strip() for column in row.strip('|').split('|')]
+    self.assertEqual(columns[1][:6], '0 of 5')
+    self.assertEqual(columns[2][:6], '4 of 5')
+    self.assertEqual(columns[3][:4], '.900')
+    self.assertEqual(columns[5], 'no')
+
   def test_every_cell_is_in_every_figure(self):
     for path in (self.tmp / 'docs/study_figures').iterdir():
       titles = [x.text for x in ElementTree.parse(path).iter() if x.tag.endswith('title')]

@@ -12,6 +12,7 @@ from stppo_jax import config as schema
 from stppo_jax import validation
 from stppo_jax.mechanism import cell
 from stppo_jax.study import grid
+from stppo_jax.study import results
 from stppo_jax.types import UserError
 
 CELLS = {'ppo': {'algorithm.variant': 'ppo'}, 'st_ppo': {'algorithm.variant': 'st_ppo'}}
@@ -135,6 +136,15 @@ class PlanTest(parameterized.TestCase):
     jobs = grid.plan(study.get_study(mode), config, check_mechanism=cell.make)
     self.assertLen({job.name for job in jobs}, len(jobs))
     self.assertLen({job.digest for job in jobs}, len(jobs))  # no two cells are the same run
+
+  def test_the_short_form_repeats_published_runs(self):
+    short = study_stability.get_study('quick')
+    jobs = grid.plan(short, study_stability.get_config('quick'), check_mechanism=cell.make)
+    published = results.of_jobs(jobs, results.read(short.published))
+    self.assertLen(published, len(jobs))
+    whole = grid.plan(study_stability.get_study(), study_stability.get_config())
+    share = sum(len(job.seeds) for job in jobs) / sum(len(job.seeds) for job in whole)
+    self.assertBetween(share, 0.2, 0.3)
 
 
 if __name__ == '__main__':
