@@ -163,6 +163,11 @@ class AnswersTest(parameterized.TestCase):
     )
     (delta,) = [c['delta'] for x in chunks for c in x['choices'] if 'tool_calls' in c['delta']]
     self.assertEqual(delta['tool_calls'][0]['function'], call['function'])
+    longer = self.ask(temperature=0, tools=[SEARCH], parallel_tool_calls=True, max_tokens=60)
+    self.assertGreater(longer['usage']['completion_tokens'], body['usage']['completion_tokens'])
+    self.assertEqual(  # it goes on after the call
+        longer['choices'][0]['message']['tool_calls'][0]['function'], call['function']
+    )
     result = {'role': 'tool', 'tool_call_id': call['id'], 'content': '<information></information>'}
     again = self.ask(messages=[*ASKED['messages'], choice['message'], result], tools=[SEARCH])
     self.assertGreater(again['usage']['prompt_tokens'], body['usage']['total_tokens'])

@@ -18,7 +18,9 @@ from stppo_jax.analysis import summary
 WIDTH, HEIGHT = 200, 150
 _LEFT, _RIGHT, _TOP, _BOTTOM = 34, 8, 32, 24
 _FIRST, _SECOND, _OTHER = '#0072b2', '#d55e00', '#777'
+_INK = '#444'
 _COLUMNS = 5  # of a sheet
+_LONG = 29  # characters of a text; a longer one is written smaller
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +198,8 @@ def _panel(figure, axes, cell, curves, baseline) -> str:
       parts.append(_text(x, 24, label, anchor, color))
   return (
       f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 '
-      f'{WIDTH} {HEIGHT}" role="img"><title>{html.escape(cell.group)}: '
+      f'{WIDTH} {HEIGHT}" font-size="10.5" font-family="system-ui,sans-serif" fill="{_INK}" '
+      f'role="img"><title>{html.escape(cell.group)}: '
       f'{html.escape(figure.title)}</title>{"".join(filter(None, parts))}</svg>'
   )
 
@@ -219,12 +222,14 @@ def _path(axes, steps, values, color, width, opacity=1.0, dash=''):
   """Returns lines [..,P] through the finite points as one path, broken where one is missing."""
   commands = []
   for line in np.atleast_2d(values):
-    drawing = False
+    last = None  # in tenths; moves are relative, which makes the file a third smaller
     for step, value in zip(steps, line):
-      seen = math.isfinite(value) and (value > 0 or not axes.log)
-      if seen:
-        commands.append(f'{"L" if drawing else "M"}{axes.x(step):.1f} {axes.y(value):.1f}')
-      drawing = seen
+      if not math.isfinite(value) or (axes.log and value <= 0):
+        last = None
+        continue
+      x, y = round(10 * axes.x(step)), round(10 * axes.y(value))
+      commands.append(_move('M', x, y) if last is None else _move('l', x - last[0], y - last[1]))
+      last = x, y
   if not commands:
     return ''
   more = (f' stroke-opacity="{opacity}"' if opacity < 1 else '') + (
@@ -233,6 +238,11 @@ def _path(axes, steps, values, color, width, opacity=1.0, dash=''):
   return (
       f'<path d="{"".join(commands)}" fill="none" stroke="{color}" stroke-width="{width}"{more}/>'
   )
+
+
+def _move(command: str, x: int, y: int) -> str:
+  """Returns 'l6.9-2' for ('l', 69, -20)."""
+  return f'{command}{x / 10:g}{" " if y >= 0 else ""}{y / 10:g}'
 
 
 def _band(axes, curve, color):
@@ -256,13 +266,13 @@ def _trend(axes, curve, color, log):
   return _path(axes, ends, 10**fitted if log else fitted, color, 1.2, dash='5 3'), fit
 
 
-def _text(x, y, text, anchor, color='#444', bold=False):
-  weight = ' font-weight="600"' if bold else ''
-  size = min(10.5, 310 / max(len(text), 1))  # a long name is written smaller
-  return (
-      f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:.3g}" font-family="system-ui,sans-serif" '
-      f'text-anchor="{anchor}" fill="{color}"{weight}>{html.escape(text)}</text>'
-  )
+def _text(x, y, text, anchor, color=_INK, bold=False):
+  more = ' font-weight="600"' if bold else ''
+  if len(text) > _LONG:
+    more += f' font-size="{10.5 * _LONG / len(text):.3g}"'
+  if color != _INK:
+    more += f' fill="{color}"'
+  return f'<text x="{x:.4g}" y="{y:.4g}" text-anchor="{anchor}"{more}>{html.escape(text)}</text>'
 
 
 def _number(value):

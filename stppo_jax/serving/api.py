@@ -66,6 +66,7 @@ class Ask:
   keeps_stop: bool  # vLLM's include_stop_str_in_output
   token_ids: bool  # vLLM's return_token_ids
   ignore_eos: bool = False  # vLLM's: only max_tokens and stop end the answer
+  parallel_calls: bool = False  # else an answer ends with its first call
 
 
 def parse(body: bytes, is_chat: bool, limits: Limits) -> Ask:
@@ -105,6 +106,7 @@ def parse(body: bytes, is_chat: bool, limits: Limits) -> Ask:
       keeps_stop=get.flag('include_stop_str_in_output'),
       token_ids=get.flag('return_token_ids'),
       ignore_eos=get.flag('ignore_eos'),
+      parallel_calls=get.flag('parallel_tool_calls'),
   )
 
 

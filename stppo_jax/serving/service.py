@@ -172,7 +172,9 @@ class Service:
     if session is not None:
       sampling = session.sampling
       limit, temperature, top_p = sampling.max_turn, sampling.temperature, sampling.top_p
-    stops = (*ask.stop, *(form.stop_strings if form else ()))
+    stops = ask.stop
+    if form and not ask.parallel_calls:
+      stops += form.stop_strings
     events: asyncio.Queue = asyncio.Queue()
     choices = []
     for index in range(ask.n):
