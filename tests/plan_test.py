@@ -243,6 +243,15 @@ class PlanTest(parameterized.TestCase):
     decode = next(p for p in fresh.programs if p.name == 'decode')
     self.assertEqual(decode.resident, held['policy'] + held['critic'] + held['optimizers'])
 
+  def test_the_caches_of_a_larger_evaluation_are_counted(self):
+    config = tiny_run.make_config(self.tmp)
+    config.eval.rows = 80  # training has 16
+    with mock.patch.object(plan, '_compile'):
+      config.eval.every = 0
+      without = plan.make(config).held_per_device['KV cache']
+      config.eval.every = 1
+      self.assertEqual(plan.make(config).held_per_device['KV cache'], 5 * without)
+
   def test_programs_are_counted(self):
     """192 slots on a CPU: buckets 128 and 192; chunks of 32 and 128."""
     counts = dict(update=1, annotate=1, advantages=1, copy=1, prefill=4, decode=2, grow=1)

@@ -1,9 +1,11 @@
 """The scheduler of requests: equal to the engine whoever shares its calls; prefixes and stops."""
 
 import functools
+import gc
 import threading
 import time
 from unittest import mock
+import weakref
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -267,6 +269,17 @@ class SchedulerTest(parameterized.TestCase):
       self.assertEqual(heard.finish, 'error')
       time.sleep(0.05)
       self.assertFalse(scheduler.is_alive)
+
+  def test_at_the_end_the_device_memory_is_free(self):
+    """Although whoever serves requests still holds the scheduler."""
+    gc.disable()
+    self.addCleanup(gc.enable)
+    scheduler = make_scheduler()
+    with scheduler:
+      serve(scheduler, make_request(make_prompts(1)[0]))
+      cache = weakref.ref(scheduler._context.k[0])
+      self.assertIsNotNone(cache())
+    self.assertIsNone(cache())
 
   def test_refuses_what_does_not_fit(self):
     with make_scheduler() as scheduler:
