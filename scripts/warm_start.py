@@ -12,7 +12,7 @@ one. Writes the folder that config.model.folder names.
 
 from collections.abc import Iterable
 from collections.abc import Sequence
-import importlib
+import importlib.util
 import itertools
 import json
 import pathlib
@@ -60,11 +60,12 @@ def main(unused_argv):
 
 
 def _make():
-  file, _, mode = _CONFIG.value.partition(':')
-  module = importlib.import_module(file.removesuffix('.py').replace('/', '.'))
-  config = module.get_config(mode)
+  config = load_config(_CONFIG.value)
   folder = pathlib.Path(config.model.folder)
-  folder.mkdir(exist_ok=True)
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise UserError(f'config.model.folder={str(folder)!r} ({error}): give another one') from error
   named = seams.resolve(config)
   tasks = tasks_of(config, named, _EPISODES.value)
   make_player = plugins.load('player', _PLAYER.value, {})
@@ -98,6 +99,23 @@ def _make():
       seed=0,
   )
   convert.save_hf(str(folder), model, jax.device_get(params))
+
+
+def load_config(path: str):
+  """Returns what get_config of an experiment file gives; `path` is FILE[:mode]."""
+  file, _, mode = path.partition(':')
+  if not pathlib.Path(file).is_file() or not file.endswith('.py'):
+    raise UserError(f'--config={file}: no such Python file: give FILE.py or FILE.py:mode')
+  spec = importlib.util.spec_from_file_location('warm_start_config', file)
+  assert spec is not None and spec.loader is not None, file
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[spec.name] = module
+  try:
+    spec.loader.exec_module(module)
+    return module.get_config(mode)
+  except Exception as error:  # whatever a user's file may raise
+    message = ' '.join(str(error).split())
+    raise UserError(f'--config={path}: {type(error).__name__}: {message}: correct it') from error
 
 
 def tasks_of(config, named: seams.Seams, number: int) -> Iterable[Task]:

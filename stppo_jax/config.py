@@ -298,6 +298,7 @@ class Train(Section):
   keep_checkpoints: int = setting(2, 'the newest ones', at_least=1, may_change=True)
   on_save_error: str = setting('continue', 'when a checkpoint cannot be written',
                                allowed=('continue', 'stop'), may_change=True)
+  accept_changed_plugins: bool = setting(False, 'in a resumed run', may_change=True)
   max_nonfinite: int = setting(
       3, 'steps skipped in a row for non-finite gradients before `on_nonfinite` applies',
       at_least=1, may_change=True)
@@ -350,13 +351,13 @@ class Eval(Section):
   episodes: int = setting(0, '0: the whole split', at_least=0)
   rows: int = setting(128, 'questions in progress at once', at_least=1)
   checkpoint: str = setting(
-      'newest', "that --mode=eval, export, .. take; 'best': that with the highest held-out score "
-      'of those saved right after an evaluation: let train.checkpoint_every divide `every`',
+      'newest', "of --mode=eval, export, ..; 'best': with the highest held-out score of those "
+      'saved right after an evaluation: let train.checkpoint_every divide `every`',
       allowed=('newest', 'best'), may_change=True)
   samples: int = setting(1, '--mode=eval: times a question is played', at_least=1, may_change=True)
   temperature: float | None = setting(
-      None, '--mode=eval, chat; None: 0; for samples as in training', at_least=0, may_change=True)
-  folder: str = setting('', '--mode=eval: of its files; empty: in WORKDIR/eval', may_change=True)
+      None, '--mode=eval, chat; None: 0, of samples as in training', at_least=0, may_change=True)
+  folder: str = setting('', 'for the files of --mode=eval; empty: in WORKDIR/eval', may_change=True)
   address: str = setting(
       '', '--mode=eval: of an OpenAI-compatible server that plays, http://HOST/v1', may_change=True)
   model: str = setting('', '--mode=eval: name of the model at that address', may_change=True)
@@ -413,7 +414,6 @@ class Serve(Section):
                       may_change=True)
   max_waiting: int = setting(256, 'requests; further ones get status 429', at_least=1)
   max_body_mb: int = setting(4, 'of a request; larger ones get status 413', at_least=1)
-  api_key: str = setting('', 'of clients; empty: the variable STPPO_API_KEY', may_change=True)
   tool_form: str = setting('hermes', 'of calls, see envs/tool_calls.py',
                            allowed=('hermes', 'llama3', 'tags'))
   agent_timeout_s: float = setting(300.0, 'of an agent program, per episode', above=0)

@@ -59,7 +59,8 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
     if episode.task.hops:
       main = episode.core_metrics[0] if episode.core_metrics else 'score'
       found[f'val-core/all/{main}_hops{episode.task.hops}'].append(episode.main_score)
-    found['val-aux/num_turns/mean'].append(len(episode.turns))
+    found['val-aux/num_turns/mean'].append(episode.num_messages)
+    found['val-aux/agent_turns/mean'].append(len(episode.turns))
     found['val-aux/truncated'].append(float(episode.truncated))
     too_long = bool(episode.counts.get('prompt_too_long'))
     found['val-aux/retrieval_failed'].append(float(episode.failed and not too_long))

@@ -271,7 +271,7 @@ def _task(row: _Row) -> types.Task:
     if letter not in options:
       row.fail('answer', f'is {letter!r}; one of {", ".join(options)} is needed')
   answers = row.golds('answers', row.texts('answers', (options[letter],) if options else None))
-  hops = row.get('hops', int, 'a whole number', 1)
+  hops = row.get('hops', int, 'a whole number', 0)
   if hops < 0:
     row.fail('hops', f'is {hops}; 0 (unknown) or more is needed')
   return types.Task(

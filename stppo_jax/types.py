@@ -154,7 +154,9 @@ class Episode:
   counts: dict[str, float] = dataclasses.field(default_factory=dict)  # of turns: invalid, cut, ..
   core_metrics: tuple[str, ...] = ()  # those of `metrics` that are scores, the main one first
   role: str = ''  # whose row it is; '': there is one agent
-  number: int = 0  # of the environment in its round of sampling: its roles have the same
+  # Of the environment in its round of sampling: its roles, or the segments of an agent program,
+  # have the same. None: the episode is this row alone.
+  number: int | None = None
 
   @property
   def absent(self) -> bool:
@@ -165,6 +167,17 @@ class Episode:
   def score(self) -> float:
     """Total reward."""
     return sum((turn.reward for turn in self.turns), 0.0)
+
+  @property
+  def response_length(self) -> int:
+    """Tokens after the prompt, observations included: verl's count."""
+    read = [len(turn.observation) for turn in self.turns[:-1]]
+    return sum(len(turn.tokens) for turn in self.turns) + sum(read)
+
+  @property
+  def num_messages(self) -> int:
+    """The prompt, the agent's turns, and observations that it read: verl's number of turns."""
+    return 1 + len(self.turns) + max(len(self.turns) - 1, 0)
 
   @property
   def main_score(self) -> float:
@@ -193,3 +206,4 @@ class TurnBatch:
   is_weights: jax.Array | None = None  # [B,T] weights from the sampler to old_logp; None: 1
   routes: jax.Array | None = None  # [B,T,L,A] experts of each token, where they are replayed
   roles: jax.Array | None = None  # [B,R] 1 for the role of the row; None: there is one agent
+  episode_ids: jax.Array | None = None  # [B] equal for rows of an episode; None: a row is one

@@ -51,14 +51,19 @@ def kinds(section: Any = Config, prefix: str = '') -> dict[str, Any]:
 _KINDS = kinds()
 
 
-def may_change(config: Config) -> tuple[str, ...]:
+def may_change(config: Config, with_critic: bool = True) -> tuple[str, ...]:
   """Returns the paths of the settings that a resumed run of `config` may change.
 
   The number of updates is not among them where a learning rate's schedule depends on it.
   """
-  scheduled = any(map(_has_schedule, (config.actor, config.critic)))
+  scheduled = _has_schedule(config.actor) or (with_critic and _has_schedule(config.critic))
   fixed = {'train.updates'} if scheduled and not config.train.schedule_updates else set()
   return tuple(path for path, rules, _ in fields(config) if rules.may_change and path not in fixed)
+
+
+def has_critic(config: Config, variant: Any) -> bool:
+  """Returns whether a critic with an optimizer of its own is trained."""
+  return variant.needs_critic and config.model.critic == 'separate'
 
 
 def _has_schedule(optimizer: Any) -> bool:
@@ -312,9 +317,12 @@ def check_variant(config: Config, variant: Any) -> None:
     )
   _check_groups(config, variant)
   _check_ratio(config, variant)
-  if config.train.critic_warmup and not (
-      variant.needs_critic and config.model.critic == 'separate'
-  ):
+  if config.model.critic == 'shared' and config.model.critic_folder:
+    raise UserError(
+        f'config.model.critic_folder={config.model.critic_folder!r} is of a separate critic, and '
+        'config.model.critic=shared has none: leave it out, or set --config.model.critic=separate'
+    )
+  if config.train.critic_warmup and not has_critic(config, variant):
     without = 'has no critic' if not variant.needs_critic else "shares its critic's trunk"
     raise UserError(
         f'config.train.critic_warmup={config.train.critic_warmup} trains a separate critic alone, '

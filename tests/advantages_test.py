@@ -498,6 +498,68 @@ class RewardsPerTurnTest(chex.TestCase):
     _assert_close(got.advantages, expected, atol=1e-12)
 
 
+class GroupScoresTest(parameterized.TestCase):
+  """Scores as the estimators sum them, from rewards in float32 at any columns."""
+
+  def estimate(self, name, rewards, group_ids, **changes):
+    mask = jnp.ones(rewards.shape, jnp.float32)
+    batch = types.TurnBatch(
+        *[mask] * 3,
+        jnp.asarray(rewards, jnp.float32),
+        *[mask] * 5,
+        jnp.asarray(group_ids),
+        **changes,
+    )
+    row = dataclasses.replace(variants.VARIANTS['grpo'], advantage=name)
+    return np.asarray(advantages.estimate(batch, row).advantages[:, 0])
+
+  @parameterized.product(
+      name=('group_zscore', 'group_centred'),
+      earned=((0.1,) * 8 + (1.0,), (-0.1,) * 20 + (10.0,), (0.3, -0.7, 0.11, 1.9, -1.61)),
+  )
+  def test_equal_totals_at_other_columns_have_no_spread(self, name, earned):
+    rng = np.random.default_rng(0)
+    rewards = np.zeros((60, 257), np.float32)
+    for row in rewards:
+      row[rng.choice(257, len(earned), replace=False)] = rng.permutation(earned)
+    got = self.estimate(name, rewards, np.arange(60) // 5)
+    np.testing.assert_array_equal(got, 0)
+    rewards[0, 0] += 0.001  # a difference that is none of rounding
+    self.assertGreater(self.estimate(name, rewards, np.arange(60) // 5)[0], 0)
+
+  @parameterized.parameters(
+      ('leave_one_out', (1.0, -1 / 3, -1 / 3, -1 / 3)),
+      ('group_zscore', (1.5, -0.5, -0.5, -0.5)),
+      ('group_centred', (0.75, -0.25, -0.25, -0.25)),
+  )
+  def test_an_episode_of_several_rows_counts_once(self, name, expected):
+    """Scores 1, 0, 0, 0; the first episode has five rows, of which two stand among the others'."""
+    episode_ids = np.array([0, 1, 0, 2, 0, 0, 3, 0])
+    rewards = np.where(episode_ids == 0, 1.0, 0.0)[:, None]
+    got = self.estimate(name, rewards, [0] * 8, episode_ids=jnp.asarray(episode_ids))
+    np.testing.assert_allclose(got, np.array(expected)[episode_ids], rtol=1e-5)
+
+  def test_the_score_of_an_episode_is_the_mean_of_its_rows_with_agent_tokens(self):
+    rewards = np.array([[9.0], [1.0], [3.0], [1.0]])  # the first row has no agent tokens
+    mask = jnp.array([[0.0], [1.0], [1.0], [1.0]])
+    got = self.estimate(
+        'leave_one_out', rewards, [0] * 4, episode_ids=jnp.array([0, 0, 0, 1])
+    )  # all rows: (9 + 1 + 3) / 3 - 1
+    np.testing.assert_allclose(got, [10 / 3] * 3 + [-10 / 3], rtol=1e-6)
+    batch = types.TurnBatch(
+        mask,
+        mask,
+        mask.astype(int),
+        jnp.asarray(rewards, jnp.float32),
+        *[mask] * 5,
+        jnp.zeros(4, int),
+        episode_ids=jnp.array([0, 0, 0, 1]),
+    )
+    row = dataclasses.replace(variants.VARIANTS['grpo'], advantage='leave_one_out')
+    got = advantages.estimate(batch, row).advantages[:, 0]
+    np.testing.assert_allclose(got, [0, 1, 1, -1], rtol=1e-6)
+
+
 class OwnEstimatorTest(absltest.TestCase):
 
   def test_a_plain_function_fills_in_advantages_and_returns(self):

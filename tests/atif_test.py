@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import pathlib
+import re
 import tempfile
 import unittest
 from unittest import mock
@@ -321,6 +322,37 @@ class ReaderTest(parameterized.TestCase):
     self.assertEqual([e.task.question for e in second.episodes], ['d'])
     self.assertLen(self.told, 1)
     self.assertIn('5 trajectories are left out', self.told[0])
+
+  @parameterized.parameters(
+      ({'kind': '../escaped'}, "kind is '../escaped'"),
+      ({'kind': 'escaped'}, "kind is 'escaped'"),
+      ({'kind': ['train']}, 'kind is'),
+      ({'step': -1}, 'step is -1'),
+      ({'step': True}, 'step is True'),
+      ({'step': '1'}, "step is '1'"),
+      ({'step': 10**300}, 'step is 1'),
+      ({'row': -1}, 'row is -1'),
+      ({'row': 0.5}, 'row is 0.5'),
+      ({'row': None}, 'row is None'),
+  )
+  def test_a_place_that_no_run_writes_is_refused(self, wrong, said):
+    tokenizer = tiny()
+    turn = types.Turn(np.array([71], np.int32), np.zeros(1, np.float32), np.zeros(0, np.int32))
+    episode = types.Episode(types.Task('q', ''), 0, np.array([70], np.int32), [turn])
+    (record,) = batching.to_records([episode], tokenizer, 7, 'train')
+    kept = {k: record[k] for k in atif_writer.KEPT if k in record} | {'row': 0}
+    document = atif_writer.document(episode, kept | wrong, tokenizer, 'm', 'n')
+    self.write('deep/in/a.json', document)
+    with self.assertRaisesRegex(UserError, f'^[^\n]*extra.stppo_jax.{re.escape(said)}[^\n]*$'):
+      self.read(tokenizer)
+    self.write('b.json', make(step('user', 'go'), step('agent', 'hi')))
+    (batch,) = self.read(tokenizer)
+    self.assertLen(batch.episodes, 1)
+    self.assertIn('1 trajectories are left out', self.told[0])
+    self.assertEmpty(list(pathlib.Path(FOLDER).rglob('escaped*')))
+    for kind in saved.KINDS:
+      document = atif_writer.document(episode, kept | {'kind': kind}, tokenizer, 'm', 'n')
+      self.assertLen(atif_reader.Reader(tokenizer).rows(document, 'n'), 1)
 
   def test_nothing_to_read_is_one_line(self):
     with self.assertRaisesRegex(UserError, '^[^\n]*no trajectory that can be read[^\n]*$'):

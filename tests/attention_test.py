@@ -86,6 +86,17 @@ class PlainTest(parameterized.TestCase):
       # largest.
       chex.assert_trees_all_close(actual, loss(self.by_definition), atol=5e-6)
 
+  @parameterized.parameters(
+      (1024, 128, 128), (1000, 128, 125), (1500, 512, 500), (100, 128, 128), (100, 0, 0)
+  )
+  def test_a_chunk_is_a_divisor_of_the_length(self, length, chunk, expected):
+    self.assertEqual(attention._divisor(length, chunk), expected)
+
+  def test_a_length_without_a_divisor_near_the_chunk_is_told(self):
+    with self.assertLogs(level='WARNING') as logged:
+      self.assertEqual(attention._divisor(1009, 128), 0)
+    self.assertIn('length_buckets', logged.output[0])
+
   def test_bfloat16_comes_close(self):
     inputs = make_inputs(length=128, width=32)
     segments = np.zeros((2, 128), int)

@@ -3,6 +3,9 @@
 import contextlib
 import io
 import math
+import os
+import subprocess
+import sys
 import time
 
 from absl.testing import absltest
@@ -22,6 +25,23 @@ PASSAGES = (
 
 def _ids(results):
   return [[passage.id for passage in passages] for passages in results]
+
+
+class ImportTest(absltest.TestCase):
+
+  def test_no_accelerator_is_taken(self):
+    """bm25s runs a program on import where it finds JAX; here any program would be an error."""
+    code = 'import stppo_jax.retrieval.server, stppo_jax.rollout.agent, jax; jax.jit'
+    environment = os.environ | {'JAX_PLATFORMS': 'none_such'}
+    subprocess.run([sys.executable, '-c', code], env=environment, check=True, timeout=300)
+    with self.assertRaises(subprocess.CalledProcessError):
+      subprocess.run(
+          [sys.executable, '-c', 'import bm25s'],
+          env=environment,
+          check=True,
+          timeout=300,
+          stderr=subprocess.DEVNULL,
+      )
 
 
 class Bm25Test(parameterized.TestCase):

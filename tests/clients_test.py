@@ -20,7 +20,7 @@ class OpenAiTest(absltest.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    cls.server = cls.enterClassContext(gateway_test.running(tool_form='tags', api_key='secret'))
+    cls.server = cls.enterClassContext(gateway_test.running(tool_form='tags', key='secret'))
     import openai
 
     cls.client = openai.OpenAI(

@@ -9,13 +9,29 @@ from unittest import mock
 
 from absl import logging
 from absl.testing import absltest
+import numpy as np
 
+from stppo_jax import types
 from stppo_jax.monitoring import episodes
 from tests.support import micro_run
 
 
 def records(*rows):
   return episodes.Records(lambda: list(rows))
+
+
+class SummaryTest(absltest.TestCase):
+
+  def test_lengths_and_turns_are_counted_as_in_verl_and_as_ours(self):
+    """Three tokens, four read, two tokens, five that were never read."""
+    turn = lambda agent, read: types.Turn(
+        np.zeros(agent, np.int32), np.zeros(agent, np.float32), np.zeros(read, np.int32), 'a', 0.0
+    )
+    task, prompt = types.Task('t', 'q', ('a',)), np.zeros(7, np.int32)
+    found = episodes.summarize([types.Episode(task, 0, prompt, [turn(3, 4), turn(2, 5)])])
+    expected = {'response_length': 9, 'num_turns': 4, 'prompt_length': 7}
+    expected |= {'stppo/agent_tokens': 5, 'stppo/agent_turns': 2}
+    self.assertEqual({name: found[name + '/mean'] for name in expected}, expected)
 
 
 class RecorderTest(absltest.TestCase):

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import functools
 import json
+import os
 import pathlib
 import re
 import socket
@@ -12,9 +13,11 @@ import sys
 import tempfile
 import threading
 import time
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import jax
 import requests
 
 from stppo_jax import chat
@@ -22,6 +25,7 @@ from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.serving import gateway
+from stppo_jax.serving import sessions
 
 ROOT = pathlib.Path(__file__).parent.parent
 QUESTION = 'Question: What is the capital of France?\n'
@@ -34,6 +38,20 @@ SEARCH = {
         'parameters': {'type': 'object', 'properties': {'query': {'type': 'string'}}},
     },
 }
+
+
+class LayoutTest(absltest.TestCase):
+
+  def test_a_policy_is_served_in_the_layout_of_sampling(self):
+    config = schema.Config()
+    config.model = schema.Model(dtype='float32', remat='none', scan_layers=False)
+    model, params = agent_lib.load_policy(config)
+    with mock.patch.object(gateway, 'running', side_effect=InterruptedError) as running_:
+      with self.assertRaises(InterruptedError):
+        gateway.serve(config, model, params, '', 0, lambda: True)
+    sampler = running_.call_args.args[1]
+    self.assertEqual(sampler.row_sharding.mesh.size, jax.device_count())
+    self.assertGreater(jax.device_count(), 1)
 
 
 @functools.cache
@@ -50,14 +68,17 @@ def embedded():
 
 
 @contextlib.contextmanager
-def running(shares_prefixes=True, port=0, **settings):
+def running(shares_prefixes=True, port=0, key='', **settings):
   """A gateway on the embedded model: yields its server."""
   config = schema.Config()
   config.serve = schema.Serve(**settings)
   tokenizer, params, sampler = embedded()
-  with gateway.running(
-      config, sampler, params, tokenizer, 'tiny', port, shares_prefixes=shares_prefixes
-  ) as server:
+  with (
+      mock.patch.dict(os.environ, {'STPPO_API_KEY': key}),
+      gateway.running(
+          config, sampler, params, tokenizer, 'tiny', port, shares_prefixes=shares_prefixes
+      ) as server,
+  ):
     yield server
 
 
@@ -246,7 +267,7 @@ class AnswersTest(parameterized.TestCase):
 class LimitsTest(parameterized.TestCase):
 
   def test_a_key_is_asked_for(self):
-    with running(api_key='secret') as server:
+    with running(key='secret') as server:
       for headers, status in (
           ({}, 401),
           ({'Authorization': 'Bearer wrong'}, 401),
@@ -256,6 +277,15 @@ class LimitsTest(parameterized.TestCase):
         found = requests.get(server.url + '/metrics', headers=headers, timeout=60)
         self.assertEqual(found.status_code, status)
       self.assertEqual(requests.get(server.url + '/health', timeout=60).status_code, 200)
+
+  def test_a_session_is_a_key_of_its_own_while_it_is_open(self):
+    with running(key='secret') as server:
+      status = lambda name: requests.get(f'{server.url}/s/{name}/v1/models', timeout=60).status_code
+      name, _ = server.service.open_session(jax.random.key(0), sessions.Sampling())
+      self.assertEqual(status(name), 200)
+      self.assertEqual(status('unknown'), 404)
+      server.service.end_session(name)
+      self.assertEqual(status(name), 404)
 
   def test_a_large_body_and_a_full_queue_are_refused(self):
     with running(max_body_mb=1, max_waiting=2) as server:
@@ -301,6 +331,12 @@ class LimitsTest(parameterized.TestCase):
   def test_a_port_that_is_taken_is_one_line(self):
     with running() as server, self.assertRaisesRegex(types.UserError, f'--port={server.port}'):
       with running(port=server.port):
+        pass
+
+  @parameterized.parameters('h' * 80, 'a..b')
+  def test_a_host_that_is_none_is_one_line(self, host):
+    with self.assertRaisesRegex(types.UserError, '^[^\n]*config.serve.host=[^\n]* another one$'):
+      with running(host=host):
         pass
 
 

@@ -142,6 +142,7 @@ class MakeVariantTest(parameterized.TestCase):
       ({'algorithm.variant': 'own_rl:NO_RATIO'}, ('surrogate of its own', 'ratio=token')),
       ({'algorithm.variant': 'rloo', 'rollout.group_size': 4, 'train.critic_warmup': 1}, ('rloo',)),
       ({'model.critic': 'shared', 'train.critic_warmup': 2}, ('critic_warmup=2', 'trunk')),
+      ({'model.critic': 'shared', 'model.critic_folder': 'a'}, ("critic_folder='a'", 'separate')),
   )
   def test_contradictions_are_refused_in_one_line(self, values, words):
     self.refused(*words, **values)

@@ -1,7 +1,10 @@
 """The quickstart notebook runs from top to bottom, and its stored outputs are of this code."""
 
+import contextlib
+import importlib.util
 import os
 import pathlib
+import re
 import tempfile
 import unittest
 from unittest import mock
@@ -39,6 +42,24 @@ class NotebookTest(absltest.TestCase):
     self.assertIn('update 2/2', text)
     self.assertIn('</think>', text)
     self.assertTrue(os.path.exists(os.path.join(workdir, 'report.html')))
+
+  def test_whatever_is_missing_is_installed(self):
+    names = re.findall(r'^[\w-]+', (REPO / 'requirements.txt').read_text(), re.MULTILINE)
+    modules = {'absl-py': 'absl', 'orbax-checkpoint': 'orbax'}
+    cells = nbformat.read(PATH, as_version=4).cells
+    first = next(cell.source for cell in cells if cell.cell_type == 'code')
+    self.enterContext(contextlib.chdir(REPO))
+    self.enterContext(mock.patch.dict(os.environ, {'STPPO_JAX': str(REPO)}))
+    find = importlib.util.find_spec
+    run = self.enterContext(mock.patch('subprocess.run'))
+    for missing in ('', 'matplotlib', *(modules.get(name, name) for name in names)):
+      found = lambda name, missing=missing: None if name == missing else find(name)
+      with mock.patch.object(importlib.util, 'find_spec', found):
+        exec(first, {})
+      installed = [call.args[0][-2:] for call in run.call_args_list]
+      expected = [['requirements.txt', 'matplotlib']] if missing else []
+      self.assertEqual(installed, expected, missing)
+      run.reset_mock()
 
   def test_ships_with_outputs(self):
     cells = [cell for cell in nbformat.read(PATH, as_version=4).cells if cell.cell_type == 'code']

@@ -148,11 +148,35 @@ class ClientTest(parameterized.TestCase):
   @parameterized.parameters(
       {'message': "This model's maximum context length is 4096 tokens"},
       {'message': 'at most 9 fit', 'code': 'context_length_exceeded'},
+      {'message': 'Your input exceeds the context window of this model.'},  # OpenAI's
+      {'message': 'The decoder prompt (length 9) is longer than the maximum model length of 8.'},
+      {'message': "The input (9 tokens) is longer than the model's context length (8 tokens)."},
+      {'message': 'Input length (9 tokens) exceeds the maximum allowed length (8 tokens).'},
+      {'message': 'request (9 tokens) exceeds the available context size (8 tokens)', 'code': 400},
+      {'message': 'it does not fit', 'type': 'exceed_context_size_error'},  # llama.cpp's
+      {'message': 'prompt is too long: 9 tokens > 8 maximum'},
   )
   def test_messages_that_are_too_long(self, **error):
-    with serving(lambda body: (400, {'error': error}, {})) as (address, _):
-      with self.assertRaises(completions.TooLong):
-        self.client(address).complete([])
+    for fields in (
+        {'error': error},
+        {'object': 'error'} | error,
+    ):  # SGLang's are of the second form
+      with serving(lambda body, fields=fields: (400, fields, {})) as (address, _):
+        with self.assertRaises(completions.TooLong):
+          self.client(address).complete([])
+
+  @parameterized.parameters(
+      lambda body: {'error': {'message': 'no stop'}, 'request': body},
+      lambda body: {'message': 'no stop', 'body': json.dumps(body)},
+      lambda body: {'message': str([{'msg': 'no stop', 'input': body}]), 'code': 400},  # vLLM's
+      lambda body: {'detail': [{'msg': 'no stop', 'input': body}]},  # FastAPI's
+      lambda body: ['no stop', body],
+  )
+  def test_a_server_that_repeats_the_request_does_not_say_that_it_is_too_long(self, answer):
+    asked = 'Why is the maximum context length of this prompt too long for its context window?'
+    with serving(lambda body: (400, answer(body), {})) as (address, _):
+      with self.assertRaisesRegex(UserError, '^[^\n]*status 400: [^\n]*no stop[^\n]*$'):
+        self.client(address).complete([{'role': 'user', 'content': asked}])
 
   @parameterized.parameters({}, {'choices': []}, {'choices': [{'message': {'content': 3}}]})
   def test_an_answer_that_is_none(self, **fields):

@@ -163,6 +163,22 @@ class ResumeTest(parameterized.TestCase):
     self.assertEmpty(failing)
     self.assert_as_straight()
 
+  def test_an_unexpected_error_loses_no_update(self):
+    """As of a plug-in in the third batch, long before a checkpoint is due."""
+    sample, values = pipelines.Batches.sample, {'train.checkpoint_every': 100}
+
+    def failing(batches, params, number, stale):
+      if number == 3:
+        raise ZeroDivisionError('a reward')
+      return sample(batches, params, number, stale)
+
+    with mock.patch.object(pipelines.Batches, 'sample', failing):
+      with self.assertRaisesRegex(ZeroDivisionError, 'a reward'):
+        micro_run.train(make_config(**values), self.workdir)
+    self.assertEqual(os.listdir(os.path.join(self.workdir, 'checkpoints')), ['2'])
+    micro_run.train(make_config(**values), self.workdir)
+    self.assert_as_straight(**values)
+
   def test_a_clock_that_jumps_changes_nothing(self):
     """The clock goes back by an hour at every reading."""
     now = iter(np.arange(2e9, 0, -3600.0))

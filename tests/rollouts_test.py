@@ -171,6 +171,11 @@ class ProgramAgentTest(parameterized.TestCase):
     self.assertLen({tuple(e.group for e in episodes if e.task.id == 't7')}, 1)
     batch = batching.to_turn_batch(episodes, (512,))
     self.assertAlmostEqual(float(batch.rewards.sum()), 8 * (2 + 2.5 + 2))
+    ids = [int(episode.task.id[1]) for episode in episodes]  # one episode per task
+    np.testing.assert_array_equal(batch.episode_ids, ids)
+    tokenizer = mock.Mock(pieces=lambda tokens: [''] * len(tokens))
+    again = batching.from_records(batching.to_records(episodes, tokenizer, 1, 'train'))
+    self.assertEqual([episode.number for episode in again], ids)
     self.assertLen(play(make_config(THIS + ':post_rewards'), tasks)[0], 8)  # evaluation
 
   def test_what_raises_is_masked_or_scored_zero_and_counted(self):
@@ -207,6 +212,12 @@ class ProgramAgentTest(parameterized.TestCase):
     with mock.patch.object(rollouts.rewards, 'extract_answer', lambda text: 'x'):
       episodes, _ = play(config, make_tasks(2))
     self.assertEqual([episode.score for episode in episodes], [1, 1])
+
+  def test_routes_that_nobody_records_are_refused(self):
+    config = make_config(THIS + ':once')
+    config.rollout.routing_replay = 'sampling'
+    with self.assertRaisesRegex(types.UserError, 'routing_replay=sampling'):
+      rollouts.make_agent(config, model_and_params()[0])
 
   def test_give_up_ends_the_programs(self):
     with self.assertRaises(types.Stopped):

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 import types as python_types
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -19,6 +20,7 @@ from stppo_jax import validation
 from stppo_jax.envs import protocol
 from stppo_jax.envs import search
 from stppo_jax.retrieval import dense
+from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import seams
 from stppo_jax.training import loop
@@ -284,6 +286,22 @@ class SeedsTest(parameterized.TestCase):
     np.random.seed(98)
     self.assertEqual(self.play(make, 0, order=range(15, -1, -1)), games)
     self.assertEmpty(set(self.play(make, 1)) & set(games))
+
+  def test_samples_of_a_seeded_task_play_the_same_instance(self):
+    """Also where a game draws from the global random state and ignores its seed."""
+    kind = mock.Mock(side_effect=lambda task, seed: protocol.Isolated(UnseededGame, seed))
+    agent = mock.Mock(env=kind)
+    agent.config = schema.Config()
+    tasks = [Task('a', 'q', seed=7)] * 2 + [Task('b', 'q', seed=8), Task('c', 'q'), Task('c', 'q')]
+    keys = episode_lib.row_keys(jax.random.key(0), tasks)
+    with mock.patch.object(episode_lib, 'play', return_value=([], None)) as play:
+      agent_lib.Agent.play(agent, {}, tasks, keys)
+    envs = play.call_args.args[3].envs
+    for env in envs:
+      env.reset(seed=1)
+    first, again, other, free, another = [tuple(env.drawn) for env in envs]
+    self.assertEqual(first, again)
+    self.assertLen({first, other, free, another}, 4)
 
   def test_the_process_keeps_its_own_state(self):
     random.seed(1)

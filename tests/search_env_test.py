@@ -1,8 +1,10 @@
 """Tests of the search environment: the contract of prompts, actions, turns and observations."""
 
+from concurrent import futures
 import inspect
 import random
 import re
+import threading
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -407,6 +409,20 @@ class StepAllTest(absltest.TestCase):
         [(0.0, True, True), (1.0, True, False)],
     )
     self.assertLen(retriever.calls, 1)
+
+  def test_environments_may_be_stepped_at_once(self):
+    """Four that wait for each other: one by one they would wait for ever."""
+    barrier = threading.Barrier(4, timeout=60)
+
+    class Waits:
+
+      def step(self, action):
+        barrier.wait()
+        return action, 0.0, True, False, {}
+
+    with futures.ThreadPoolExecutor(4) as pool:
+      steps = protocol.step_all([Waits() for _ in range(4)], list('abcd'), pool.map)
+    self.assertEqual([step[0] for step in steps], list('abcd'))
 
   def test_empty_round(self):
     self.assertEqual(protocol.step_all([], []), [])

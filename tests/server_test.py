@@ -161,6 +161,20 @@ class DialectsTest(parameterized.TestCase):
     self.assertLen(answer['result'], 70)
     self.assertEqual(sizes, [32, 32, 6])
 
+  @parameterized.parameters(True, False)
+  def test_answers_are_written_in_the_threads_of_searches_and_row_by_row(self, with_scores):
+    body = {'queries': ['capital'] * 50, 'topk': 2, 'return_scores': with_scores}
+    body, writers, dumps = json.dumps(body).encode(), [], json.dumps
+
+    def write(value):
+      writers.append((threading.current_thread().name.split('_')[0], len(value)))
+      return dumps(value)
+
+    with running() as (port, _, _), mock.patch.object(server.json, 'dumps', write):
+      _, answer, _ = ask(port, body=body)
+    self.assertLen(answer['result'], 50)
+    self.assertEqual(writers, [('search', 2)] * 50)
+
 
 class RefusalsTest(parameterized.TestCase):
 
@@ -182,9 +196,14 @@ class RefusalsTest(parameterized.TestCase):
       (b'{"queries": [], "topk": 2.5}', '"topk" must be'),
       (b'{"queries": [], "topk": true}', '"topk" must be'),
       (b'{"queries": [], "return_scores": 1}', '"return_scores" must be true or false'),
+      (
+          b'{"queries": ["a", "b", "c"], "topk": 7}',
+          '3 queries with "topk" 7 are 21 passages: ask for at most 20',
+      ),
+      (b'{"query": "a", "top_k": 21}', '1 queries with "top_k" 21 are 21 passages'),
   )
   def test_bad_bodies(self, body, message):
-    limits = server.Limits(max_queries=4)
+    limits = server.Limits(max_queries=4, max_passages=20)
     with self.assertRaises(server.BadRequest) as caught:
       server.parse_question(body, limits)
     self.assertIn(message, str(caught.exception))
@@ -219,6 +238,12 @@ class RefusalsTest(parameterized.TestCase):
             connection.sendall(b'1f4\r\n' + b' ' * 500 + b'\r\n')
         self.assertStartsWith(connection.recv(100).decode(), 'HTTP/1.1 400')
       wait_for(lambda: metric(port, 'retrieval_in_flight') == 0)
+
+  def test_the_passages_of_an_answer_are_bounded(self):
+    body = lambda n: json.dumps({'queries': ['a'] * n, 'topk': 100}).encode()
+    self.assertLen(server.parse_question(body(327), server.Limits()).queries, 327)
+    with self.assertRaisesRegex(server.BadRequest, '32800 passages: ask for at most 32768'):
+      server.parse_question(body(328), server.Limits())
 
   def test_a_long_query_is_cut_and_not_refused(self):
     question = server.parse_question(
@@ -430,6 +455,7 @@ class CommandTest(parameterized.TestCase):
       (['--corpus=/nowhere.jsonl'], 2, 'no such file'),
       (['--corpus=embedded', '--kind=dense'], 2, 'needs --encoder=FOLDER'),
       (['--corpus=embedded', '--host=256.0.0.1'], 1, 'cannot listen on 256.0.0.1:8000'),
+      (['--corpus=embedded', '--host=' + 'h' * 80], 1, 'hhh:8000 (enc'),
   )
   def test_mistakes_are_one_line(self, arguments, status, message):
     with mock.patch('sys.stderr') as err:

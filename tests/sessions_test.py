@@ -58,6 +58,18 @@ class SessionTest(absltest.TestCase):
     self.session.reward(0.0, turn=1)
     self.assertTrue(self.session.has_reward)
 
+  def test_no_two_turns_of_segments_draw_with_one_key(self):
+    """Three requests at once, of which the first is aborted; then the others' segments go on."""
+    plans = [self.session.plan_prompt([i, 1]) for i in range(3)]
+    self.session.abandon(plans[0])
+    said = {'role': 'assistant', 'content': ''}
+    for plan in (plans[2], plans[1]):  # which end in another order
+      self.session.record(plan, [7], [-0.5], [said])
+    later = [self.session.plan_prompt([i, 1, 7, 9]) for i in (1, 2)]
+    for i, plan in zip((1, 2), later):
+      np.testing.assert_array_equal(plan.key, plans[i].key)  # a segment keeps its own
+    self.assertLen({plan.key.tobytes() for plan in plans}, 3)
+
   def test_a_closed_session_takes_nothing(self):
     plan = self.session.plan_prompt([1])
     self.session.close()

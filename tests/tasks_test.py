@@ -73,6 +73,7 @@ class LoadTasksTest(_FileTest):
             steps=(('country of Lima', 'Peru'),),
         ),
     )
+    self.assertEqual(second.hops, 0)  # unknown
     self.assertEqual(second.options, (('A', 'yes'), ('B', 'no')))
     self.assertEqual((second.letter, second.answers), ('B', ('no',)))
 

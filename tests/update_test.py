@@ -617,6 +617,21 @@ class UpdateTest(parameterized.TestCase):
     np.testing.assert_allclose(metrics['actor/reward_kl_penalty_coeff'], 0.1, rtol=1e-6)
     np.testing.assert_allclose(state.kl_coef, 0.1 * (1 + (0.35 / 0.32 - 1) * 0.02), rtol=1e-6)
 
+  def test_a_mini_batch_of_which_all_is_filtered_out_moves_no_policy(self):
+    """Moments of the step before and the decay would; the critic, which is not filtered, moves."""
+    spec = make_spec('ppo')
+    mesh = one_device()
+    functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
+    state, metrics, _ = step(functions, spec, make_state(spec, mesh), batch)
+    self.assertGreater(float(metrics['stppo/step_norm']), 0)
+    before = jax.device_get(state)
+    empty = batch.replace(loss_mask=jnp.zeros(batch.action_mask.shape))
+    after, metrics, _ = jax.device_get(step(functions, spec, state, empty))
+    chex.assert_trees_all_equal(after.actor, before.actor)
+    chex.assert_trees_all_equal(after.actor_opt, before.actor_opt)
+    self.assertEqual([metrics['stppo/step_norm'], metrics['actor/skipped']], [0, 0])
+    self.assertGreater(metrics['critic/step_norm'], 0)
+
   def test_tokens_without_an_advantage_are_not_clipped_nor_counted(self):
     spec = make_spec('st_ppo')
     mesh = one_device()

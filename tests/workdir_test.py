@@ -98,6 +98,16 @@ class WorkdirTest(parameterized.TestCase):
     getattr(config, model).lr = 0.0  # which has no schedule
     self.assertIn('train.updates', validation.may_change(config))
 
+  def test_the_rate_of_a_critic_that_is_not_trained_does_not_count(self):
+    config = constant_rates()
+    config.critic.warmup = 0.1
+    self.assertNotIn('train.updates', validation.may_change(config))
+    self.assertIn('train.updates', validation.may_change(config, with_critic=False))
+    self.assertFalse(validation.has_critic(config, variants.VARIANTS['grpo']))
+    self.assertTrue(validation.has_critic(config, variants.VARIANTS['ppo']))
+    config.model.critic = 'shared'
+    self.assertFalse(validation.has_critic(config, variants.VARIANTS['ppo']))
+
   def test_a_run_with_schedule_updates_may_be_prolonged_at_the_same_rates(self):
     config = schema.Config()
     config.train.schedule_updates, rates = 10, []
@@ -122,6 +132,11 @@ class WorkdirTest(parameterized.TestCase):
         UserError, r"^[^\n]*config.data.source='m:load' has changed since[^\n]*$"
     ):
       workdirs.claim(self.workdir, as_dict(source='m:load'), digests={'data.source': 'b2'})
+    changed = dict(digests={'data.source': 'b2'}, accepts_changes=True)
+    with self.assertLogs(level='WARNING') as logged:
+      workdirs.claim(self.workdir, as_dict(source='m:load'), **changed)
+    self.assertIn("config.data.source='m:load' has changed", logged.output[0])
+    workdirs.claim(self.workdir, as_dict(source='m:load'), digests={'data.source': 'b2'})
 
   def test_the_objective_behind_a_name_is_part_of_the_numbers(self):
     first = {'clip_low': 0.2, 'betas': (1, 2), 'dropped_since': 1}

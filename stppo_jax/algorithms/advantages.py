@@ -16,6 +16,8 @@ import jax.numpy as jnp
 
 from stppo_jax.algorithms import segments
 
+_ROUNDING = 1e-6  # of a sum of float32 rewards, relative
+
 
 @dataclasses.dataclass(frozen=True)
 class Estimator:
@@ -42,18 +44,30 @@ def from_values(function: Callable) -> Estimator:
 def from_groups(function: Callable) -> Estimator:
   """Estimator from a function (scores [B], group_ids [B]) -> advantages [B], one per episode.
 
-  An episode's score is the sum of its rewards. An episode without agent tokens (padding, or a
-  failed one) is a group of its own, so that the others' baseline does not count it.
+  An episode's score is the sum of its rewards, and equal where the scores of a group differ by
+  rounding alone. An episode without agent tokens (padding, or a failed one) is a group of its own,
+  so that the others' baseline does not count it. An episode of several rows counts once, with their
+  mean score, and each of its rows has its advantage.
   """
 
   @functools.wraps(function)
   def estimate_rows(batch, variant):
     del variant
     mask = batch.action_mask.astype(batch.rewards.dtype)
-    scores = (batch.rewards * mask).sum(axis=1)
-    alone = -1 - jnp.arange(scores.shape[0])
-    group_ids = jnp.where(mask.any(axis=1), batch.group_ids, alone)
-    result = function(scores, group_ids)[:, None] * mask
+    rewards = batch.rewards * mask
+    scores, sizes = rewards.sum(axis=1), jnp.abs(rewards).sum(axis=1)
+    rows = jnp.arange(scores.shape[0])
+    counts = mask.any(axis=1)
+    first = rows
+    if batch.episode_ids is not None:
+      same = (batch.episode_ids[:, None] == batch.episode_ids[None, :]) & counts[None, :]
+      first = jnp.where(counts, jnp.argmax(same, axis=1), rows)
+      scores = _over_group(jnp.sum, scores, same, 0) / jnp.maximum(same.sum(axis=1), 1)
+      sizes = _over_group(jnp.max, sizes, same, 0)
+      counts = counts & (first == rows)
+    group_ids = jnp.where(counts, batch.group_ids, -1 - rows)
+    scores = _without_rounding(scores, sizes, group_ids)
+    result = function(scores, group_ids)[first][:, None] * mask
     return result, result
 
   return Estimator(estimate_rows, needs_groups=True)
@@ -260,6 +274,19 @@ def _gae(rewards, values, mask, gammas, lams):
 def _over_group(reduce, scores, same, outside):
   """Reduces the scores [B] of each episode's group; `same` [B,B] says who is in it."""
   return reduce(jnp.where(same, scores[None, :], outside), axis=1)
+
+
+def _without_rounding(scores, sizes, group_ids):
+  """Makes scores [B] of a group equal where they differ by less than their sums may be rounded.
+
+  `sizes` [B] are the sums of absolute rewards. A standard deviation of rounding errors would
+  otherwise divide them, and give episodes that did equally well strong advantages.
+  """
+  same = group_ids[:, None] == group_ids[None, :]
+  highest = _over_group(jnp.max, scores, same, -jnp.inf)
+  spread = highest - _over_group(jnp.min, scores, same, jnp.inf)
+  rounding = _ROUNDING * _over_group(jnp.max, sizes, same, 0)
+  return jnp.where(spread <= rounding, highest, scores)
 
 
 def _to_tokens(per_turn, turn_ids):

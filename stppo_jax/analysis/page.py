@@ -266,6 +266,17 @@ class Page:
     return '\n\n'.join([note, *parts]) if parts else NOTHING
 
 
+def read_template(path: str) -> str:
+  """Returns the text of a page before its placeholders are filled; that of `TEMPLATE` for ''."""
+  if not path:
+    return TEMPLATE
+  try:
+    with open(path, encoding='utf-8') as file:
+      return file.read()
+  except OSError as error:
+    raise UserError(f'{path} cannot be read ({error.strerror}): see study.claims') from error
+
+
 def build(
     planned: Sequence[summary.Planned],
     records: Mapping[str, Mapping[str, Any]],
@@ -273,17 +284,8 @@ def build(
     template_path: str = '',
 ) -> str:
   """Writes study.md, study.html and study_figures/*.svg into `folder`; returns the page's path."""
-  template = TEMPLATE
-  if template_path:
-    try:
-      with open(template_path, encoding='utf-8') as file:
-        template = file.read()
-    except OSError as error:
-      raise UserError(
-          f'{template_path} cannot be read ({error.strerror}): see study.claims'
-      ) from error
   page = Page(planned, records)
-  text = page.markdown(template)
+  text = page.markdown(read_template(template_path))
   drawings = page.drawings()
   os.makedirs(folder, exist_ok=True)
   for path, panels in drawings.items():

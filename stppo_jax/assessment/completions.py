@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import random
+import re
 import threading
 from typing import Any
 
@@ -22,6 +23,14 @@ _AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 529))  # statuses wo
 _MAX_WAIT_S = 60.0
 _MOST_STOPS = 4  # that OpenAI's own server takes
 _SHOWN = 300  # characters of a server's message
+# How servers say that messages do not fit: OpenAI, vLLM, SGLang and llama.cpp, by code or in words.
+_CODES = ('context_length_exceeded', 'exceed_context_size_error')
+_WORDS = re.compile(
+    r'context (length|window|size)|maximum (context|model length|allowed length)|max_model_len|'
+    r'(prompt|input|messages)\b[^.]* too long',
+    re.IGNORECASE,
+)
+_ECHO = re.compile('[\'"]input[\'"]:')  # after it pydantic's errors repeat the request
 
 
 class Unanswered(Exception):
@@ -113,10 +122,11 @@ class Client:
         return '', 0.0, _checked(response.json())
       except (ValueError, TypeError, LookupError, AttributeError) as error:
         return f'an answer that is no completion ({type(error).__name__})', 0.0, None
-    said = _message(response)
     if status in _AGAIN:
       return f'status {status}', _seconds(response.headers.get('Retry-After')), None
-    if status in (400, 413, 422) and 'context' in response.text.lower():
+    told = _error(response)
+    said = ' '.join(str(told.get('message') or response.text).split())[:_SHOWN]
+    if status in (400, 413, 422) and _says_too_long(told):
       raise TooLong(said)
     raise self._refused(f'refused a request with status {status}: {said}')
 
@@ -161,12 +171,22 @@ def _checked(answer: Any) -> dict[str, Any]:
   return answer
 
 
-def _message(response: requests.Response) -> str:
-  """Returns the message of an error, or its whole body, on one line."""
-  text = response.text
-  with contextlib.suppress(ValueError, TypeError, LookupError):
-    text = str(response.json()['error']['message'])
-  return ' '.join(text.split())[:_SHOWN]
+def _error(response: requests.Response) -> dict[str, Any]:
+  """Returns the fields of an error; none where the body is of another form."""
+  body = None
+  with contextlib.suppress(ValueError):
+    body = response.json()
+  error = body.get('error', body) if isinstance(body, dict) else None  # SGLang: without `error`
+  if isinstance(error, str):
+    return {'message': error}
+  return error if isinstance(error, dict) else {}
+
+
+def _says_too_long(error: Mapping[str, Any]) -> bool:
+  """Whether the messages do not fit, by the error's code or its own words, not those it repeats."""
+  if error.get('code') in _CODES or error.get('type') in _CODES:
+    return True
+  return _WORDS.search(_ECHO.split(str(error.get('message')))[0]) is not None
 
 
 def _turn(answer: dict[str, Any], settings: Settings) -> Turn:

@@ -150,7 +150,7 @@ def _remarks(scores: Mapping[str, float]) -> str:
       'with a prompt that is too long': 'prompt_too_long',
   }
   seen = [f'{scores[f"val-aux/{name}"]:.1%} {said}' for said, name in shares.items()]
-  return f'{scores["val-aux/num_turns/mean"]:.2f} turns per episode; {", ".join(seen)}.'
+  return f'{scores["val-aux/agent_turns/mean"]:.2f} turns per episode; {", ".join(seen)}.'
 
 
 def _settings(config, player: player_lib.Player) -> dict[str, Any]:

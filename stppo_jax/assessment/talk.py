@@ -25,6 +25,7 @@ from stppo_jax.envs import program
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 from stppo_jax.models import decoder
+from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import episode as episode_loop
@@ -59,6 +60,7 @@ def talk(
       chunks=config.rollout.chunks,
       slot_buckets=config.rollout.slot_buckets,
       platform=jax.devices()[0].platform,
+      row_sharding=agent_lib.row_sharding(config, model, sharding.mesh_of(config.mesh)),
   )
   tokenizer = prepared.tokenizer
   with scheduler_lib.Scheduler(

@@ -109,8 +109,12 @@ def _train(config: schema.Config, workdir: str) -> None:
 
 
 def _eval(config: schema.Config, workdir: str) -> None:
+  import jax
+
   from stppo_jax.assessment import job
 
+  if config.eval.address:
+    jax.config.update('jax_platforms', 'cpu')  # the accelerator is the server's
   with _stop_requested() as stop_requested:
     results = job.evaluate(config, workdir, stop_requested)
   if results is not None:
@@ -274,7 +278,7 @@ def _start_jax(processes: dict[str, Any]) -> None:
   if 'xla_force_host_platform_device_count' in os.environ.get('XLA_FLAGS', ''):
     # With a thread per simulated device, XLA's default, programs in flight can wait for ever.
     os.environ.setdefault('NPROC', '64')
-  hosts.initialize(**processes)  # before loop is imported: bm25s runs JAX on import
+  hosts.initialize(**processes)  # before any program runs
   if not hosts.is_writer():
     logging.set_verbosity(logging.WARNING)
   cache = os.environ.get('JAX_COMPILATION_CACHE_DIR') or os.path.expanduser('~/.cache/stppo_jax')

@@ -200,11 +200,14 @@ class Isolated:
         _set_global_random(outer)
 
 
-def step_all(envs: Sequence[Any], actions: Sequence[str]) -> list[Step]:
-  """Steps every environment once, in order, with one search per (retriever, top_k) for all of them.
+def step_all(
+    envs: Sequence[Any], actions: Sequence[str], map_all: Callable[..., Iterable] = map
+) -> list[Step]:
+  """Steps every environment once, with one search per (retriever, top_k) for all of them.
 
   An environment takes part in the shared search if it has `query(action) -> str | None`,
-  `retriever`, `top_k`, and a `step` that accepts `passages`. The others are stepped one by one.
+  `retriever`, `top_k`, and a `step` that accepts `passages`. The others are stepped by `map_all`:
+  one by one, or that of a pool of threads.
   """
   if len(envs) != len(actions):
     raise AssertionError(f'{len(envs)} environments but {len(actions)} actions')
@@ -220,10 +223,11 @@ def step_all(envs: Sequence[Any], actions: Sequence[str]) -> list[Step]:
     if len(found) != len(rows):
       raise AssertionError(f'{len(rows)} queries but {len(found)} results')
     fetched.update(zip(rows, found))
-  return [
-      env.step(action, passages=fetched[row]) if row in fetched else env.step(action)
-      for row, (env, action) in enumerate(zip(envs, actions))
-  ]
+  alone = [row for row in range(len(envs)) if row not in fetched]
+  steps = dict(zip(alone, map_all(lambda row: envs[row].step(actions[row]), alone)))
+  for row, passages in fetched.items():
+    steps[row] = envs[row].step(actions[row], passages=passages)
+  return [steps[row] for row in range(len(envs))]
 
 
 def _shares_search(env):

@@ -17,6 +17,7 @@ import re
 from typing import Any
 from typing import Literal
 
+from absl import logging
 import chex
 import jax
 import jax.numpy as jnp
@@ -180,12 +181,13 @@ def _plain(q, k, v, segments, chunk):
   """Computes `causal` by blocks of queries.
 
   There are a few blocks, each of which attends only to the keys up to its end (on CPU speed see
-  BUILD_NOTES.md). With a `chunk` that divides T, the chunks of a block run one after the other and
-  the backward pass recomputes their scores, so [B,M,g,T,T] never exists.
+  BUILD_NOTES.md). With a `chunk` the chunks of a block run one after the other and the backward
+  pass recomputes their scores, so [B,M,g,T,T] never exists.
   """
   length = q.shape[1]
+  chunk = _divisor(length, chunk)
   q, k, v = _grouped(q, k.shape[2]), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-  if not chunk or length <= chunk or length % chunk:
+  if not chunk or length <= chunk:
     block = max(MIN_BLOCK, -(-length // NUM_BLOCKS))
     blocks = []
     for first in range(0, length, block):
@@ -201,6 +203,22 @@ def _plain(q, k, v, segments, chunk):
       for first in range(0, length, size)
   ]
   return _ungrouped(jnp.concatenate(blocks, axis=3))
+
+
+def _divisor(length, chunk):
+  """Returns the largest divisor of a length up to `chunk`; 0, with a warning, if it is far less."""
+  if not chunk or length <= chunk:
+    return chunk
+  largest = max(n for n in range(1, chunk + 1) if length % n == 0)
+  if 4 * largest >= chunk:
+    return largest
+  logging.warning(
+      'config.model.attention_chunk=%d: %d tokens have no divisor near it, and all their scores '
+      'are kept: choose config.train.length_buckets that are multiples of it',
+      chunk,
+      length,
+  )
+  return 0
 
 
 def _in_chunks(q, k, v, segments, chunk, first):

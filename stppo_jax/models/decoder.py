@@ -190,7 +190,8 @@ def token_logits(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array
 def value_of(params: Params, x: jax.Array) -> jax.Array:
   """Returns float32 values [...] of x [...,D], each of the state after its token."""
   head = jax.tree.map(lambda w: w.astype(jnp.float32), params['value_head'])
-  return x.astype(jnp.float32) @ head['kernel'][:, 0] + head['bias'][0]
+  kernel = head['kernel'][:, 0]  # not rounded on its way into the product, as TPUs would
+  return jnp.matmul(x.astype(jnp.float32), kernel, precision='highest') + head['bias'][0]
 
 
 def state_values(params: Params, x: jax.Array) -> jax.Array:

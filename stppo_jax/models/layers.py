@@ -77,6 +77,7 @@ class Project(nn.Module):
   contracted: int = 1  # how many leading axes of the kernel are contracted with the last of x
   bias: bool = False  # on all other axes of the kernel
   stddev: float = 0.02
+  precision: str | None = None  # 'highest': float32 is not rounded on its way into the product
 
   @nn.compact
   def __call__(self, x):
@@ -86,7 +87,8 @@ class Project(nn.Module):
     x = x.reshape(-1, math.prod(inputs))
     normal = nn.initializers.normal(self.stddev)
     kernel = self.param('kernel', normal, self.shape, config.param_dtype)
-    y = x @ kernel.astype(config.dtype).reshape(x.shape[1], -1)
+    matrix = kernel.astype(config.dtype).reshape(x.shape[1], -1)
+    y = jnp.matmul(x, matrix, precision=self.precision)
     if self.has_variable('params', 'lora_a'):
       a, b = self.get_variable('params', 'lora_a'), self.get_variable('params', 'lora_b')
       y = y + config.lora_scale * lora.product(x, a.astype(config.dtype), b.astype(config.dtype))
@@ -158,7 +160,8 @@ class Experts(nn.Module):
     config = self.config
     d, f, e = config.d_model, config.d_ff, config.num_experts
     exact = dataclasses.replace(config, dtype='float32')
-    logits = Project(exact, (d, e), name='router')(x.astype(jnp.float32))
+    router = Project(exact, (d, e), precision='highest', name='router')
+    logits = router(x.astype(jnp.float32))
     normal = nn.initializers.normal
     stddevs = (0.02, 0.02, 0.02 / math.sqrt(2 * config.num_layers))
     kernels = tuple(

@@ -44,6 +44,11 @@ RULES = (
 )
 
 
+def mesh_of(settings: Any, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+  """Makes the mesh of config.mesh."""
+  return make_mesh(settings.data, settings.fsdp, settings.tensor, devices)
+
+
 def make_mesh(
     data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:

@@ -40,9 +40,11 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
   all_turns = max(sum(len(episode.turns) for episode in episodes), 1)
   return {
       **metrics.summarize('critic/score', [episode.score for episode in episodes]),
-      **metrics.summarize('response_length', agent_tokens),
+      **metrics.summarize('response_length', [episode.response_length for episode in episodes]),
       **metrics.summarize('prompt_length', [len(episode.prompt) for episode in episodes]),
-      **metrics.summarize('num_turns', [len(episode.turns) for episode in episodes]),
+      **metrics.summarize('num_turns', [episode.num_messages for episode in episodes]),
+      **metrics.summarize('stppo/agent_tokens', agent_tokens),
+      **metrics.summarize('stppo/agent_turns', [len(episode.turns) for episode in episodes]),
       **{f'{name}/mean': _mean(found, name) for name in core},
       **{f'env/{name}/mean': _mean(found, name) for name in reported if name not in core},
       'env/invalid/mean': _mean(counts, 'invalid'),
@@ -66,8 +68,8 @@ def _by_role(episodes):
     if rows:
       means = {
           'score': np.mean([row.score for row in rows]),
-          'num_turns': np.mean([len(row.turns) for row in rows]),
-          'response_length': _num_tokens(rows) / len(rows),
+          'agent_turns': np.mean([len(row.turns) for row in rows]),
+          'agent_tokens': _num_tokens(rows) / len(rows),
       }
       means |= {name: _mean([row.metrics for row in rows], name) for name in rows[0].core_metrics}
       metrics |= {f'role/{role}/{name}/mean': float(x) for name, x in means.items()}

@@ -98,6 +98,7 @@ def claim(
     may_change: Collection[str] = (),
     digests: Mapping[str, str] | None = None,
     objective: Mapping[str, Any] | None = None,
+    accepts_changes: bool = False,  # of plug-ins' sources
 ) -> None:
   """Writes config.json into `workdir`, or checks that the existing one is the same.
 
@@ -125,10 +126,13 @@ def claim(
         f'{more}. Give another --workdir, or the same config'
     )
   for field in changed_plugins(workdir, digests or {}):
-    raise UserError(
-        f'--workdir={workdir!r}: the source of config.{field}={flatten(mine)[field]!r} has changed '
-        'since the run began: give another --workdir, or the source as it was'
-    )
+    changed = f'the source of config.{field}={flatten(mine)[field]!r} has changed'
+    if not accepts_changes:
+      raise UserError(
+          f'--workdir={workdir!r}: {changed} since the run began: give another --workdir, the '
+          'source as it was, or --config.train.accept_changed_plugins'
+      )
+    logging.warning('%s: the run goes on with it', changed)
   _check_objective(workdir, read_config(workdir).get('objective', {}), mine.get('objective', {}))
   write_whole(path, json.dumps(mine, indent=2))
 

@@ -120,7 +120,7 @@ def make(config: schema.Config, topology: str = '') -> Plan:
   """
   _check(config)
   devices, chip = topologies.devices_of(topology)
-  mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
+  mesh = sharding.mesh_of(config.mesh, devices)
   sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
   on_host = learner_lib.on_host(config, mesh)
   absent_gpu = bool(topology) and chip.name == topologies.CHIPS['h100'].name

@@ -5,13 +5,23 @@ from collections.abc import Sequence
 import dataclasses
 import logging
 import re
+import sys
 import unicodedata
 
-import bm25s
-from bm25s import stopwords
 import numpy as np
 
 from stppo_jax import types
+
+# Where bm25s finds JAX it runs a program on import, which takes the accelerator.
+_jax = sys.modules.get('jax')
+sys.modules['jax'] = None  # type: ignore[assignment]  # importing it fails
+try:
+  import bm25s
+  from bm25s import stopwords
+finally:
+  del sys.modules['jax']
+  if _jax is not None:
+    sys.modules['jax'] = _jax
 
 logging.getLogger('bm25s').setLevel(logging.WARNING)  # the library sets it to DEBUG
 

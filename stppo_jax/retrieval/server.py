@@ -14,6 +14,7 @@ request, finishes the running ones and exits with 0. Needs requirements-retrieva
 import argparse
 import asyncio
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Sequence
 from concurrent import futures
 import dataclasses
@@ -53,6 +54,7 @@ class Limits:
   max_queries: int = 4096  # per request
   max_query_chars: int = 4096
   max_top_k: int = 100
+  max_passages: int = 32_768  # per request: queries times topk
   max_in_flight: int = 64  # whole requests; further ones get 503 and Retry-After
   max_receiving_bytes: int = 512 << 20  # of all bodies that are not whole yet; then clients are cut
   idle_timeout_s: float = 75.0  # for a complete header, and between requests of a connection
@@ -99,6 +101,11 @@ def parse_question(body: bytes, limits: Limits) -> Question:
   top_k = _DEFAULT_TOP_K if fields.get(name) is None else fields[name]
   if not isinstance(top_k, int) or isinstance(top_k, bool) or not 1 <= top_k <= limits.max_top_k:
     raise BadRequest(f'"{name}" must be a whole number from 1 to {limits.max_top_k}')
+  if len(queries) * top_k > limits.max_passages:
+    raise BadRequest(
+        f'{len(queries)} queries with "{name}" {top_k} are {len(queries) * top_k} passages: ask '
+        f'for at most {limits.max_passages} in a request'
+    )
   with_scores = fields.get('return_scores', False)
   if not isinstance(with_scores, bool):
     raise BadRequest('"return_scores" must be true or false')
@@ -106,18 +113,17 @@ def parse_question(body: bytes, limits: Limits) -> Question:
   return Question(dialect, cut, top_k, with_scores)
 
 
-def format_answer(question: Question, results: Sequence[Sequence[types.Passage]]) -> dict[str, Any]:
-  """Returns the answer: Search-R1's `result`, one list per query, or RAGEN's `results`."""
+def write_answer(question: Question, results: Sequence[Sequence[types.Passage]]) -> bytes:
+  """Returns the answer's JSON: Search-R1's `result`, one list per query, or RAGEN's `results`."""
+  rows: Iterable[Any] = ([_document(p) for p in passages] for passages in results)
   if question.dialect == 'ragen':
-    return {'results': [_document(p, 'content') | {'score': p.score} for p in results[0]]}
-  if not question.with_scores:
-    return {'result': [[_document(passage) for passage in passages] for passages in results]}
-  return {
-      'result': [
-          [{'document': _document(passage), 'score': passage.score} for passage in passages]
-          for passages in results
-      ]
-  }
+    rows = (_document(p, 'content') | {'score': p.score} for p in results[0])
+  elif question.with_scores:
+    scored = lambda p: {'document': _document(p), 'score': p.score}
+    rows = ([scored(p) for p in passages] for passages in results)
+  name = 'results' if question.dialect == 'ragen' else 'result'
+  # Row by row, because one json.dumps lets no other thread run.
+  return f'{{"{name}": [{", ".join(map(json.dumps, rows))}]}}\n'.encode()
 
 
 def _document(passage, field='contents'):
@@ -163,16 +169,16 @@ class Service:
     )
     gauge.set_function(lambda: self.in_flight)
 
-  async def search(self, queries: Sequence[str], top_k: int) -> list[list[types.Passage]]:
-    """Returns the passages of each query; searches in threads, while the server keeps listening."""
-    loop = asyncio.get_running_loop()
+  async def answer(self, question: Question) -> bytes:
+    """Returns the body of an answer, made in threads, while the server keeps listening."""
+    loop, queries = asyncio.get_running_loop(), question.queries
     results: list[list[types.Passage]] = []
     for start in range(0, len(queries), _CHUNK):
       chunk = list(queries[start : start + _CHUNK])
-      found = await loop.run_in_executor(self._pool, self._retriever.search, chunk, top_k)
+      found = await loop.run_in_executor(self._pool, self._retriever.search, chunk, question.top_k)
       results += [passages or [] for passages in found]
     self.queries.inc(len(queries))
-    return results
+    return await loop.run_in_executor(self._pool, write_answer, question, results)
 
   def close(self) -> None:
     """Stops the search threads."""
@@ -299,8 +305,7 @@ class _Retrieve(_Handler):
         question = parse_question(bytes(self._body), self.service.limits)
       except BadRequest as error:
         raise web.HTTPError(400, str(error)) from None
-      results = await self.service.search(question.queries, question.top_k)
-      answer = self.finish(json.dumps(format_answer(question, results)) + '\n')
+      answer = self.finish(await self.service.answer(question))
       await asyncio.wait_for(answer, self.service.limits.write_timeout_s)
     except TimeoutError:
       self.request.connection.stream.close()  # type: ignore[union-attr]  # HTTP/1 has a stream
@@ -390,10 +395,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     service = Service(retriever, len(passages), limits, flags.threads)
     ready = lambda host, port: print(f'ready: http://{host}:{port}/retrieve', flush=True)
     asyncio.run(serve(service, flags.host, flags.port, ready))
-  except OSError as error:
+  except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
     print(
-        f'server: cannot listen on {flags.host}:{flags.port} ({error.strerror or error}): give '
-        'another --host or --port',
+        f'server: cannot listen on {flags.host}:{flags.port} ({error}): give another --host or '
+        '--port',
         file=sys.stderr,
     )
     return 1

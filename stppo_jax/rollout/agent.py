@@ -6,7 +6,10 @@ come before weights are loaded.
 
 from collections.abc import Callable
 from collections.abc import Sequence
+from concurrent import futures
+import contextlib
 import dataclasses
+import functools
 import os
 import time
 from typing import Any
@@ -70,28 +73,36 @@ class Agent:
     rollout = self.config.rollout
     groups = range(len(tasks)) if groups is None else groups
     seeds = episode_loop.episode_seeds(keys)
-    envs = [self.env(task, seed) for task, seed in zip(tasks, seeds)]
+    envs = [  # samples of a seeded task play the same instance
+        self.env(task, seed if task.seed is None else task.seed) for task, seed in zip(tasks, seeds)
+    ]
     step_all = hosts.split_steps(envs)
+    threads = rollout.threads if jax.process_count() == 1 else 0
 
     def step_envs(stepped, actions):
       if give_up is not None:
         hosts.end_if(give_up)
       return step_all(stepped, actions)
 
-    episodes, self.report = episode_loop.play(
-        self.greedy if greedy else self.sampler,
-        self.sampler.copy(params),
-        self.tokenizer,
-        episode_loop.Rows(envs, tasks, groups, keys, seeds),
-        episode_loop.Rules(
-            limits(self.config),
-            frame=self.env.frame,
-            core_metrics=self.env.core_metrics,
-            roles=self.env.roles,
-            step_envs=step_envs,
-            threads=rollout.threads if jax.process_count() == 1 else 0,
-        ),
-    )
+    with contextlib.ExitStack() as resources:
+      if threads and not self.env.uses_global_random:
+        pool = futures.ThreadPoolExecutor(threads, 'environments')
+        resources.callback(pool.shutdown, wait=False, cancel_futures=True)
+        step_all = functools.partial(step_all, map_all=pool.map)
+      episodes, self.report = episode_loop.play(
+          self.greedy if greedy else self.sampler,
+          self.sampler.copy(params),
+          self.tokenizer,
+          episode_loop.Rows(envs, tasks, groups, keys, seeds),
+          episode_loop.Rules(
+              limits(self.config),
+              frame=self.env.frame,
+              core_metrics=self.env.core_metrics,
+              roles=self.env.roles,
+              step_envs=step_envs,
+              threads=threads,
+          ),
+      )
     if give_up is not None:
       hosts.end_if(give_up)
     return episodes

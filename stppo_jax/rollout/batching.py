@@ -77,6 +77,7 @@ def to_turn_batch(
       truncated=truncated,
       routes=routes,
       roles=_of_roles(episodes, rows, roles) if roles else None,
+      episode_ids=_episode_ids(episodes, rows),
   )
   return hosts.put(types.TurnBatch(**columns), sharding)
 
@@ -87,6 +88,14 @@ def _of_roles(episodes, rows, roles):
   for b, episode in enumerate(episodes):
     columns[b, roles.index(episode.role)] = 1
   return columns
+
+
+def _episode_ids(episodes, rows):
+  """Returns the episode of each row [B] where programs played them, else None."""
+  if any(episode.number is None or episode.role for episode in episodes):
+    return None
+  padding = range(-1, len(episodes) - rows - 1, -1)
+  return np.array([*(episode.number for episode in episodes), *padding], np.int32)
 
 
 def trained_length(episode: types.Episode) -> int:
@@ -167,7 +176,9 @@ def to_records(
         'behaviour_logp': [_exact(str(x)) for x in behaviour_logp[columns]],  # nine digits at most
     }
     if episode.role:
-      record |= {'role': episode.role, 'of_episode': episode.number}
+      record['role'] = episode.role
+    if episode.number is not None:
+      record['of_episode'] = episode.number
     if any(turn.routes is not None for turn in episode.turns):
       record['routes'] = [packed(turn.routes) for turn in episode.turns]
     for name, array in (per_token or {}).items():
@@ -222,7 +233,7 @@ def from_records(records: Sequence[Mapping[str, Any]]) -> list[types.Episode]:
             dict(record['counts']),
             tuple(record['core_metrics']),
             record.get('role', ''),
-            record.get('of_episode', 0),
+            record.get('of_episode'),
         )
     )
   return episodes

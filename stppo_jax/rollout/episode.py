@@ -183,7 +183,7 @@ def seats(task: types.Task, group: int, number: int, rules: Rules) -> list[types
           counts=dict.fromkeys(counts, 0.0),
           core_metrics=tuple(rules.core_metrics),
           role=role,
-          number=number if role else 0,
+          number=number if role else None,
       )
       for r, role in enumerate(roles)
   ]

@@ -320,7 +320,7 @@ def from_json(record: dict, tasks: Sequence[types.Task]) -> Sampled:
             row['counts'],
             tuple(row['core_metrics']),
             row.get('role', ''),
-            row.get('of_episode', 0),
+            row.get('of_episode'),
         )
     )
   return Sampled(record['number'], record['staleness'], episodes, record['measured'])

@@ -11,8 +11,10 @@ With one process all of this costs nothing.
 from collections.abc import Callable
 from collections.abc import Sequence
 import functools
+import glob
 import hashlib
 import json
+import os
 import re
 import time
 from typing import Any
@@ -34,6 +36,7 @@ _FLAGS = (
     'give --coordinator=HOST:PORT (of process 0), --num_processes=N and --process_id=0..N-1 '
     'together; or --distributed alone, on a TPU pod or under SLURM'
 )
+_ACCELERATORS = ('/dev/nvidia[0-9]*', '/dev/accel[0-9]*')  # of NVIDIA; of TPUs
 _lifeline: lifeline.Lifeline | None = None  # of this process, if there are several
 
 
@@ -146,7 +149,7 @@ def end_if(requested: Callable[[], bool]) -> None:
     raise types.Stopped
 
 
-def split_steps(envs: Sequence[protocol.Env]) -> Callable[[Sequence, Sequence], list]:
+def split_steps(envs: Sequence[protocol.Env]) -> Callable[..., list]:
   """Returns a `protocol.step_all` for `envs` in which each process steps its own share.
 
   Environment i, and so its state, belongs to process i modulo their number. The outcomes are sent
@@ -165,6 +168,19 @@ def split_steps(envs: Sequence[protocol.Env]) -> Callable[[Sequence, Sequence], 
     return [tuple(next(outcomes[owner])) for owner in owned]
 
   return step_all
+
+
+def device_kind() -> str:
+  """Returns what the devices are; warns of a CPU beside accelerators that JAX does not use."""
+  device = jax.devices()[0]
+  unused = [path for path in _ACCELERATORS if glob.glob(path)] if device.platform == 'cpu' else []
+  if unused and not os.environ.get('JAX_PLATFORMS'):
+    logging.warning(
+        'JAX computes on the CPU, and %s says that there is an accelerator: install jax[cuda12], '
+        'jax[cuda13] or jax[tpu] in the version of jax, and let no other process hold it',
+        unused[0],
+    )
+  return device.device_kind
 
 
 def fetch(tree: Any) -> Any:

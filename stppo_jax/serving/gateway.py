@@ -13,6 +13,7 @@ import jax
 
 from stppo_jax import chat
 from stppo_jax.models import decoder
+from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import sampling
 from stppo_jax.serving import api
@@ -71,7 +72,8 @@ def running(
 ) -> Iterator[Any]:
   """Context manager of a `server.Server` that accepts connections; port 0 is any free one.
 
-  UserError: the port is taken, or the HTTP library is not installed.
+  The environment variable STPPO_API_KEY is the key of clients; empty: none is asked for.
+  UserError: the address cannot be used, or the HTTP library is not installed.
   """
   try:
     from stppo_jax.serving import server as server_lib
@@ -80,7 +82,7 @@ def running(
         f'the gateway needs {error.name}: pip install -r requirements-serve.txt'
     ) from error
   settings = config.serve
-  api_key = settings.api_key or os.environ.get('STPPO_API_KEY', '')
+  api_key = os.environ.get('STPPO_API_KEY', '')
   limits = api.Limits(max_body_bytes=settings.max_body_mb << 20)
   with contextlib.ExitStack() as resources:
     scheduler = resources.enter_context(
@@ -96,10 +98,10 @@ def running(
     service = service_lib.Service(scheduler, tokenizer, name, settings.tool_form, limits, api_key)
     try:
       server = resources.enter_context(server_lib.Server(service, settings.host, port))
-    except OSError as error:
+    except (OSError, ValueError) as error:  # the port is taken; no name of a host
       raise UserError(
-          f'--port={port} at config.serve.host={settings.host!r} cannot be used ({error}): give '
-          'another one'
+          f'--port={port} at config.serve.host={settings.host!r} cannot be used '
+          f'({" ".join(str(error).split())}): give another one'
       ) from error
     yield server
 
@@ -121,8 +123,14 @@ def serve(
         f'config.serve.max_total={max_total}: the model has {model.max_positions} positions: give '
         'at most that'
     )
-  platform = jax.devices()[0].platform
-  sampler = make_sampler(model, tokenizer, config.serve.rows, max_total, platform=platform)
+  sampler = make_sampler(
+      model,
+      tokenizer,
+      config.serve.rows,
+      max_total,
+      platform=jax.devices()[0].platform,
+      row_sharding=agent_lib.row_sharding(config, model, sharding.mesh_of(config.mesh)),
+  )
   with running(config, sampler, params, tokenizer, config.name, port) as server:
     logging.info('model %s (%s) at %s/v1', config.name, said, server.url)
     while not stop_requested():

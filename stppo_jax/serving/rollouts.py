@@ -94,7 +94,7 @@ class ProgramAgent(agent_lib.Agent):
     )
     _check_any_ran(self.config.env.kind, runs)
     group_of = range(len(tasks)) if groups is None else groups
-    rows = [self._rows(run, task, group) for run, task, group in zip(runs, tasks, group_of)]
+    rows = [self._rows(*of_run, n) for n, of_run in enumerate(zip(runs, tasks, group_of))]
     if groups is None:
       return [first for first, *_ in rows]
     flat = [row for of_task in rows for row in of_task]
@@ -154,7 +154,7 @@ class ProgramAgent(agent_lib.Agent):
     answer = rewards.extract_answer(session.last_text)
     return 0.0 if answer is None else self.program.reward(task, answer, session.last_text)
 
-  def _rows(self, run: _Run, task: types.Task, group: int) -> list[types.Episode]:
+  def _rows(self, run: _Run, task: types.Task, group: int, number: int) -> list[types.Episode]:
     """Returns the rows of an episode, with what happened to it as metrics."""
     crashed = bool(run.error) and not run.timed_out
     is_masked = crashed and self.config.serve.on_crash == 'mask'
@@ -164,6 +164,7 @@ class ProgramAgent(agent_lib.Agent):
     seen |= {'segments': float(len(episodes)), 'crashed': float(crashed)}
     seen['timed_out'] = float(run.timed_out)
     for episode in episodes:
+      episode.number = number
       episode.metrics = {**seen, **episode.metrics}
       episode.truncated |= run.timed_out
       episode.core_metrics = self.env.core_metrics
@@ -190,6 +191,11 @@ def make_agent(
         f'config.env.kind={config.env.kind!r} with config.pipeline.staleness='
         f'{config.pipeline.staleness}: agent programs are sampled for while nothing trains: set '
         '--config.pipeline.staleness=0'
+    )
+  if config.rollout.routing_replay == 'sampling':
+    raise UserError(
+        f'config.env.kind={config.env.kind!r} with config.rollout.routing_replay=sampling: the '
+        "gateway records no experts: set it to 'none' or 'old_policy'"
     )
   if config.rollout.max_num_gen_batches > 1:
     raise UserError(

@@ -67,9 +67,10 @@ class Server:
     with contextlib.closing(self._loop):
       try:
         self._loop.run_until_complete(self._serve())
-      except OSError as error:  # the port is taken
-        if not self._bound.done():
-          self._bound.set_exception(error)
+      except Exception as error:  # whatever binding raises: `__enter__` waits for it
+        if self._bound.done():
+          raise
+        self._bound.set_exception(error)
 
   async def _serve(self):
     server, address = listen(self.service, self._host, self._port)
@@ -341,7 +342,8 @@ class _Completions(_Complete):
 class _Models(_Handler):
 
   def get(self, session: str | None = None):
-    del session
+    if session:
+      self.service.session(session)  # 404 without one: its id is the key
     model = {'id': self.service.name, 'object': 'model', 'created': 0, 'owned_by': 'stppo-jax'}
     model['max_model_len'] = self.service.scheduler.max_total
     self.finish(json.dumps({'object': 'list', 'data': [model]}) + '\n')

@@ -47,6 +47,7 @@ class _Segment:
 
   prompt: list[int]
   tools: str  # JSON of the tools that the prompt describes
+  number: int = 0  # in the order in which segments were begun
   turns: list[types.Turn] = dataclasses.field(default_factory=list)
   ids: list[int] = dataclasses.field(default_factory=list)  # of the prompt and all that followed
   # For each message the forms in which a client may send it back.
@@ -73,6 +74,7 @@ class Plan:
   num_new: int  # ids after the segment's
   forms: list  # of its messages
   tools: str
+  number: int = 0  # of the segment
 
 
 class Session:
@@ -162,14 +164,15 @@ class Session:
     key = self._key
     if segment is not None and is_free:
       segment.is_extended = True
-      number = self._segments.index(segment)
+      number = segment.number
     else:
       self.counts['branched'] += segment is not None
       segment, number = None, self._num_begun
       self._num_begun += 1
     if number:  # the first has the key of the episode, as one that the engine plays
       key = jax.random.fold_in(key, number)
-    return Plan(ids, np.asarray(jax.random.key_data(key)), segment, num_new, forms, tools)
+    data = np.asarray(jax.random.key_data(key))
+    return Plan(ids, data, segment, num_new, forms, tools, number)
 
   def fork(self, plan: Plan) -> Plan:
     """Returns a plan for another sample of the same prompt, in a segment of its own."""
@@ -201,7 +204,7 @@ class Session:
         raise Closed('the session has ended')
       segment = plan.segment
       if segment is None:
-        segment = _Segment(list(plan.ids), plan.tools, ids=list(plan.ids))
+        segment = _Segment(list(plan.ids), plan.tools, plan.number, ids=list(plan.ids))
         self._segments.append(segment)
         segment.accepted = [frozenset([x]) for x in plan.forms]
       else:

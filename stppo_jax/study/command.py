@@ -36,6 +36,7 @@ def run(
   """
   study, unchanged = grids.load(file)
   jobs = grids.plan(study, config, unchanged, tuple(only), cell.make)
+  page.read_template(study.claims)  # or an error now
   runs = runner.Runner(workdir, study, jobs, command, runner.make_slots(num_jobs, devices))
   runs.run(stop_requested)
   print(runs.table())

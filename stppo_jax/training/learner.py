@@ -98,7 +98,7 @@ def build(config: schema.Config, roles: Sequence[str] = ()) -> tuple[Learner, tr
   start from the same weights, and share the compiled functions and what is frozen.
   """
   variant = make_variant(config)
-  mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+  mesh = sharding.mesh_of(config.mesh)
   sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
   offloaded = on_host(config, mesh)
 
@@ -313,6 +313,11 @@ def _warn(config, variant):
         'prevents), or --config.algorithm.rollout_is=turn',
         config.pipeline.staleness,
         name,
+    )
+  if variant.needs_critic and config.model.critic == 'shared':
+    logging.warning(
+        'config.model.critic=shared: one optimizer, that of config.actor, trains policy and value '
+        'head; config.critic has no effect'
     )
   if variant.advantage == 'group_zscore' and variant.kl_in == 'reward':
     logging.warning(

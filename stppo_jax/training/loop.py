@@ -108,7 +108,7 @@ def _check_staleness(config):
         f'config.pipeline.staleness={staleness} samples in a thread, and several '
         f'processes would not start their programs in one order: {to_zero}'
     )
-  mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+  mesh = sharding.mesh_of(config.mesh)
   platform = mesh.devices.flat[0].platform
   if mesh.size > 1 and platform != 'cpu':
     raise types.UserError(
@@ -164,7 +164,7 @@ def train_on(
   metrics |= sampled.measured | timing.metrics()
   metrics |= {
       'pipeline/staleness': sampled.staleness,
-      'perf/throughput': num_tokens / timing['step'],
+      'perf/throughput': num_tokens / timing['step'] / run.learner.mesh.size,  # as verl, per device
       'perf/padding': run.bins.padding([step for part in learned for step in part.steps]),
       'perf/compilations': run.learner.num_compilations()
       + sum(run.agent.sampler.compiled_variants().values()),
@@ -250,10 +250,11 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
   questions = run.seams.load_tasks(config.data.train_split)
   hosts.require_same('questions', [task.id for task in questions + run.held_out])
   logging.info(
-      '%s: %s, %d devices as %s; %d questions to train on, %d held out',
+      '%s: %s, %d x %s as %s; %d questions to train on, %d held out',
       config.name,
       config.algorithm.variant,
       run.learner.mesh.size,
+      hosts.device_kind(),
       dict(run.learner.mesh.shape),
       len(questions),
       len(run.held_out),

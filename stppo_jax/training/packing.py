@@ -117,7 +117,7 @@ def by_length(episodes: Sequence[types.Episode], num_roles: int = 1) -> list[typ
   """
   if num_roles == 1:
     return sorted(episodes, key=batching.trained_length)
-  whole: dict[tuple[int, int], list[types.Episode]] = {}
+  whole: dict[Any, list[types.Episode]] = {}
   for row in sorted(episodes, key=lambda row: row.group % num_roles):
     whole.setdefault((row.group // num_roles, row.number), []).append(row)
   order = sorted(whole.values(), key=lambda rows: max(map(batching.trained_length, rows)))

@@ -28,6 +28,7 @@ from stppo_jax.runtime import hosts
 from stppo_jax.training import checkpoint
 from stppo_jax.training.state import State
 from stppo_jax.types import RunError
+from stppo_jax.types import Stopped
 from stppo_jax.types import UserError
 
 MAX_ROLLBACKS = 3  # to one checkpoint
@@ -87,9 +88,10 @@ def claim(config: schema.Config, variant: variants.Variant, workdir: str) -> Non
       workdirs.claim,
       workdir,
       dataclasses.asdict(config),
-      validation.may_change(config),
+      validation.may_change(config, validation.has_critic(config, variant)),
       digests,
       objective,
+      config.train.accept_changed_plugins,
   )
 
 
@@ -143,6 +145,11 @@ def saved(
     return (state if updates is None else restore(updates, state)), updates
 
 
+def _is_whole(state):
+  """Whether no array of the state has been donated to an update that failed."""
+  return not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
 class Saves:
   """The checkpoints of a run that trains: resumption, and saves in the background.
 
@@ -189,15 +196,20 @@ class Saves:
   def kept_on_error(
       self, updates: int, state: State, unfinished: Mapping[str, float] | None = None
   ) -> Iterator[None]:
-    """Context manager that saves the state after `updates` if a RunError is raised.
+    """Context manager that saves the state after `updates` if an error is raised.
 
     Choice: drops batches sampled ahead, which may hold what failed. They are sampled again.
     """
     try:
       yield
-    except RunError:
-      if updates:
+    except Stopped:
+      raise
+    except Exception as error:
+      # Of other errors, of a plug-in say: all processes have to save, and have the state.
+      expected = isinstance(error, RunError)
+      if updates and (expected or jax.process_count() == 1 and _is_whole(state)):
         self._save(updates, state, [], unfinished)
+        logging.warning('%s: saved after %d updates', type(error).__name__, updates)
       raise
 
   def after(

@@ -108,7 +108,7 @@ def policy(config: schema.Config, workdir: str, of_all: bool = False) -> Policy:
   own, loads that of config.serve.role, or those `of_all`.
   """
   validation.validate(config)
-  mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+  mesh = sharding.mesh_of(config.mesh)
   place = functools.partial(sharding.tree_shardings, mesh=mesh)
   if not os.path.isdir(os.path.join(workdir, 'checkpoints')):
     model, params = agent_lib.load_policy(config, shardings=place)
@@ -180,7 +180,7 @@ def sample(
   agent_lib.check_prompts(config, prepared, questions)
   loaded = policy(config, workdir, of_all=True)
   folder = os.path.join(workdir, 'samples', _samples_name(config, workdir, loaded.updates))
-  mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+  mesh = sharding.mesh_of(config.mesh)
   agent = rollouts.make_agent(config, loaded.model, mesh, prepared)
   batches = loop.make_batches(config, agent, lambda params: params, questions, stop_requested)
   per_batch = config.train.episodes // config.rollout.group_size
@@ -229,7 +229,6 @@ def export(config: schema.Config, workdir: str) -> str:
         f'--workdir={workdir!r} has no checkpoint to export: give the folder of a run, with '
         'the --config that it was trained by'
     )
-  recovery.claim(config, learner_lib.make_variant(config), workdir)
   learner, states, updates = _trained(config, workdir)
   model, folder = learner.spec.actor, os.path.join(workdir, 'export')
   bare = dataclasses.replace(model, head='tokens')

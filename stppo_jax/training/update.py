@@ -387,8 +387,9 @@ def _apply(work, grads, divided, decisive):
     value_norm = correction.norm(grads['value'])
     decisive = [*decisive, value_norm]
   finite = jnp.isfinite(jnp.stack(decisive)).all()
-  take = finite & work.mask.any()  # moments alone would move a role that is absent
-  train_actor = take & (state.step >= spec.critic_warmup)
+  take = finite & work.mask.any()  # moments alone would move a role that is absent, or a policy
+  counts = take if spec.shared_trunk else take & (work.weights != 0).any()  # without tokens left
+  train_actor = counts & (state.step >= spec.critic_warmup)
   before = dict(params=state.actor, opt_state=state.actor_opt, take=train_actor)
   actor, *changed = train_state.optimize(spec.actor_optimizer, **before, **divided)
   actor_opt, step_norm, factor = changed
@@ -407,9 +408,8 @@ def _apply(work, grads, divided, decisive):
   }
   if spec.has_values:
     applied['critic/grad_norm'] = value_norm
-    counted = state.actor_opt if spec.shared_trunk else state.critic_opt
-    applied['critic/lr'] = spec.critic_lr(train_state.steps_taken(counted, state.step))
   if spec.critic is not None:
+    applied['critic/lr'] = spec.critic_lr(train_state.steps_taken(state.critic_opt, state.step))
     clip = optax.clip_by_global_norm(spec.critic_clip)
     value_gradient = clip.update(grads['value'], optax.EmptyState())[0]
     critic, critic_opt, critic_norm, _ = train_state.optimize(

@@ -35,6 +35,7 @@ from stppo_jax.trajectories import atif_writer
 from stppo_jax.trajectories import saved
 
 _NO_IDS = np.zeros((0,), np.int32)
+_MOST = 2**31 - 1  # of a step or row
 _MISMATCH = (
     'token ids of another tokenizer than that of {folder!r}: {why}. Give the model that they were '
     'sampled from, or encode the texts instead: --retokenize'
@@ -130,6 +131,7 @@ class Reader:
     else:
       parts = [self._encoded(steps, writes_calls=not kept)]
     if kept:
+      _check_place(kept)
       task = types.Task(
           kept['task'], kept['question'], tuple(kept['answers']), kept['dataset'], hops=kept['hops']
       )
@@ -219,6 +221,17 @@ def _load(path):
   return document
 
 
+def _check_place(kept: Mapping[str, Any]) -> None:
+  """Refuses a place that no run writes: its kind and step become the name of a file."""
+  given = f'extra.{atif_writer.EXTRA}'
+  if kept['kind'] not in saved.KINDS:
+    raise _Unusable(f'{given}.kind is {kept["kind"]!r:.60}: one of {", ".join(saved.KINDS)} can be')
+  for name in ('step', 'row'):
+    value = kept[name]
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST:
+      raise _Unusable(f'{given}.{name} is {value!r:.60}: a whole number from 0 to {_MOST} can be')
+
+
 def _paths(source) -> list[pathlib.Path]:
   path = pathlib.Path(source)
   if not source or not path.exists():
@@ -296,7 +309,7 @@ def _episode(task, prompt, turns, kept) -> types.Episode:
       dict(kept['counts']),
       tuple(kept.get('core_metrics', ())),
       kept.get('role', ''),
-      kept.get('of_episode', 0),
+      kept.get('of_episode'),
   )
 
 

@@ -20,6 +20,7 @@ from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline
 from stppo_jax.runtime import hosts
 
+KINDS = ('train', 'eval', 'nonfinite')  # of the files that a run writes: KIND_000001.jsonl, ..
 _NAME = re.compile(r'train_(\d{6,})\.jsonl')
 
 
