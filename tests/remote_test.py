@@ -157,10 +157,7 @@ class ClientTest(parameterized.TestCase):
       {'message': 'prompt is too long: 9 tokens > 8 maximum'},
   )
   def test_messages_that_are_too_long(self, **error):
-    for fields in (
-        {'error': error},
-        {'object': 'error'} | error,
-    ):  # SGLang's are of the second form
+    for fields in ({'error': error}, {'object': 'error'} | error):  # the latter is SGLang's
       with serving(lambda body, fields=fields: (400, fields, {})) as (address, _):
         with self.assertRaises(completions.TooLong):
           self.client(address).complete([])
@@ -281,7 +278,7 @@ class RemoteTest(parameterized.TestCase):
     with serving(long) as (address, _):
       results = self.evaluate(address)
     self.assertEqual(results.scores['val-aux/truncated'], 1.0)
-    self.assertEqual(results.scores['val-aux/num_turns/mean'], 1.0)
+    self.assertEqual(results.scores['val-aux/agent_turns/mean'], 1.0)
     with serving(lambda body: failure(400, 'maximum context length')) as (address, _):
       results = self.evaluate(address)
     self.assertEqual(results.scores['val-aux/prompt_too_long'], 1.0)
