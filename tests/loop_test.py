@@ -38,6 +38,7 @@ NAMES = tuple("""
   critic/advantages/mean critic/advantages/max critic/advantages/min critic/returns/mean
   critic/values/mean response_length/mean response_length/max response_length/min
   prompt_length/mean num_turns/mean num_turns/max num_turns/min timing_s/step timing_s/gen
+  stppo/agent_tokens/mean stppo/agent_turns/mean
   timing_s/old_log_prob timing_s/update_actor timing_s/gen_prefill timing_s/gen_decode
   timing_s/gen_env timing_s/wait timing_s/records pipeline/staleness perf/rows_busy
   perf/decode_steps perf/prefill_tokens perf/shared_tokens perf/throughput perf/padding
@@ -57,6 +58,7 @@ EVAL_NAMES = (
     'val-core/fruit/em',
     'val-core/nature/em',
     'val-aux/num_turns/mean',
+    'val-aux/agent_turns/mean',
     'val-aux/truncated',
     'timing_s/testing',
 )
@@ -194,7 +196,9 @@ class LoopTest(parameterized.TestCase):
         np.mean([record['score'] for record in records]), row['critic/score/mean'], places=5
     )
     self.assertAlmostEqual(
-        np.mean([len(record['actions']) for record in records]), row['num_turns/mean'], places=5
+        np.mean([len(record['actions']) for record in records]),
+        row['stppo/agent_turns/mean'],
+        places=5,
     )
     self.assertIn('search', sum((record['actions'] for record in records), []))
     for record in records:

@@ -367,8 +367,8 @@ class MetricsTest(absltest.TestCase):
         'role/asker/score/mean': 0.75,
         'role/answerer/score/mean': -1.0,
         'role/asker/won/mean': 0.5,
-        'role/asker/response_length/mean': 3.5,
-        'role/answerer/num_turns/mean': 1.0,
+        'role/asker/agent_tokens/mean': 3.5,
+        'role/answerer/agent_turns/mean': 1.0,
     }
     for name, value in want.items():
       self.assertAlmostEqual(got[name], value, msg=name)

@@ -196,7 +196,10 @@ CHARTS = (
         'Turns',
         'turns per episode',
         'Mean; shaded from smallest to largest.',
-        (Line(r'num_turns/mean', 'turns', band=True), Line(r'env/searches/mean', 'searches')),
+        (
+            Line(r'stppo/agent_turns/mean', 'turns', band=True),
+            Line(r'env/searches/mean', 'searches'),
+        ),
     ),
     Chart(
         'Episodes and cost',
@@ -204,7 +207,8 @@ CHARTS = (
         'tokens per episode',
         'Mean; shaded from smallest to largest.',
         (
-            Line(r'response_length/mean', 'response', band=True),
+            Line(r'response_length/mean', 'with observations', band=True),
+            Line(r'stppo/agent_tokens/mean', "the agent's"),
             Line(r'prompt_length/mean', 'prompt'),
         ),
     ),
@@ -262,9 +266,7 @@ ROLE_CHARTS = (
         'mean over episodes',
         '',
         (
-            Line(
-                r'role/(\w+)/(?!score|num_turns|response|advant|return|value)(\w+)/mean', r'\1: \2'
-            ),
+            Line(r'role/(\w+)/(?!score|agent_|advant|return|value)(\w+)/mean', r'\1: \2'),
             Line(r'val-role/(\w+)/(?!score)(\w+)', r'\1: \2, held out', dashed=True),
         ),
     ),
@@ -273,7 +275,7 @@ ROLE_CHARTS = (
         'Turns of each role',
         'turns per episode',
         '',
-        (Line(r'role/(\w+)/num_turns/mean', r'\1'),),
+        (Line(r'role/(\w+)/agent_turns/mean', r'\1'),),
     ),
     Chart(
         'Roles',
