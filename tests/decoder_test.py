@@ -195,7 +195,9 @@ class TrunkTest(parameterized.TestCase):
     real = segments > 0
     np.testing.assert_allclose(actual[real], expected[real], atol=1e-5)
     chex.assert_tree_all_finite(actual)  # of the padding too
-    chex.assert_trees_all_close(actual_grad, expected_grad, atol=2e-5)
+    for x, y in zip(jax.tree.leaves(actual_grad), jax.tree.leaves(expected_grad), strict=True):
+      # Sums over tokens in another order: rounding is of the leaf's scale.
+      np.testing.assert_allclose(x, y, rtol=0, atol=4e-6 * np.abs(y).max())
 
   def test_unstacked_layers_change_nothing(self):
     params, tokens = make_params(), make_tokens()

@@ -229,6 +229,7 @@ def export(config: schema.Config, workdir: str) -> str:
         f'--workdir={workdir!r} has no checkpoint to export: give the folder of a run, with '
         'the --config that it was trained by'
     )
+  _check_trained(config, workdir)
   learner, states, updates = _trained(config, workdir)
   model, folder = learner.spec.actor, os.path.join(workdir, 'export')
   bare = dataclasses.replace(model, head='tokens')
