@@ -123,7 +123,7 @@ def quick_grids():
           },
       )
       for name, whole in all_grids().items()
-      if not name.endswith(('_as_system', 'calm_turn_rewards'))  # within an hour
+      if not name.endswith(('_as_system', 'calm_turn_rewards'))  # to save time
   }
 
 

@@ -4,7 +4,7 @@
   python run.py --mode=study --config=experiments/study_stability.py:quick --workdir=runs/quick
 
 The first has two instruments: the ordinary run with the embedded model, and the mechanism of
-study_mechanism.py. The second repeats a quarter of it within an hour on two cores, and prints its
+study_mechanism.py. The second repeats a quarter of it in about an hour on two cores, and prints its
 results beside the published ones. What is measured was fixed before the runs, in
 docs/study_protocol.md; results are in docs/study/results, the page is docs/study.md.
 """

@@ -35,6 +35,9 @@ class RunError(RuntimeError):
   """The run cannot continue, for example for non-finite gradients: one line, exit code 1."""
 
 
+ROUNDING = 1e-6  # of a score, relative to the sum of its absolute rewards, which are float32
+
+
 class Stopped(Exception):
   """The run was asked to stop, and abandoned work that can be repeated."""
 

@@ -57,6 +57,18 @@ def straight(**values):
   return STRAIGHT[key]
 
 
+def failing_at_batch(wanted, error):
+  """Context manager in which sampling batch `wanted` raises the error."""
+  sample = pipelines.Batches.sample
+
+  def failing(batches, params, number, stale):
+    if number == wanted:
+      raise error
+    return sample(batches, params, number, stale)
+
+  return mock.patch.object(pipelines.Batches, 'sample', failing)
+
+
 class ResumeTest(parameterized.TestCase):
 
   def setUp(self):
@@ -165,14 +177,8 @@ class ResumeTest(parameterized.TestCase):
 
   def test_an_unexpected_error_loses_no_update(self):
     """As of a plug-in in the third batch, long before a checkpoint is due."""
-    sample, values = pipelines.Batches.sample, {'train.checkpoint_every': 100}
-
-    def failing(batches, params, number, stale):
-      if number == 3:
-        raise ZeroDivisionError('a reward')
-      return sample(batches, params, number, stale)
-
-    with mock.patch.object(pipelines.Batches, 'sample', failing):
+    values = {'train.checkpoint_every': 100}
+    with failing_at_batch(3, ZeroDivisionError('a reward')):
       with self.assertRaisesRegex(ZeroDivisionError, 'a reward'):
         micro_run.train(make_config(**values), self.workdir)
     self.assertEqual(os.listdir(os.path.join(self.workdir, 'checkpoints')), ['2'])
@@ -305,14 +311,7 @@ class StalenessTest(parameterized.TestCase):
 
   @parameterized.parameters(0, 2)
   def test_an_exception_while_sampling_ends_the_run(self, staleness):
-    sample = pipelines.Batches.sample
-
-    def failing(batches, params, number, stale):
-      if number == 3:
-        raise UserError('the third batch')
-      return sample(batches, params, number, stale)
-
-    with mock.patch.object(pipelines.Batches, 'sample', failing):
+    with failing_at_batch(3, UserError('the third batch')):
       with self.assertRaisesRegex(UserError, 'the third batch'):
         micro_run.train(make_config(**{'pipeline.staleness': staleness}), self.workdir)
     self.assertLess(metrics_lib.read_metrics(self.workdir)[-1]['step'], 3)

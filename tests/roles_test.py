@@ -323,6 +323,15 @@ class BaselineTest(absltest.TestCase):
     self.assertFalse(pipeline.has_spread(equal))
     self.assertTrue(pipeline.has_spread(self.episodes))
 
+  def test_rounding_is_no_spread(self):
+    rewards = [(np.float32(10.1), -10.0), (0.1,)]  # .10000038 and .1
+    pair = [make_episode('asker', r[0], 0) for r in rewards]
+    for episode, values in zip(pair, rewards):
+      turn = episode.turns[0]
+      episode.turns = [dataclasses.replace(turn, reward=value) for value in values]
+    self.assertNotEqual(np.float32(pair[0].score), np.float32(pair[1].score))
+    self.assertFalse(pipeline.has_spread(pair))
+
 
 class DealTest(absltest.TestCase):
 

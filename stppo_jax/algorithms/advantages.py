@@ -14,9 +14,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from stppo_jax import types
 from stppo_jax.algorithms import segments
-
-_ROUNDING = 1e-6  # of a sum of float32 rewards, relative
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,7 +284,7 @@ def _without_rounding(scores, sizes, group_ids):
   same = group_ids[:, None] == group_ids[None, :]
   highest = _over_group(jnp.max, scores, same, -jnp.inf)
   spread = highest - _over_group(jnp.min, scores, same, jnp.inf)
-  rounding = _ROUNDING * _over_group(jnp.max, sizes, same, 0)
+  rounding = types.ROUNDING * _over_group(jnp.max, sizes, same, 0)
   return jnp.where(spread <= rounding, highest, scores)
 
 

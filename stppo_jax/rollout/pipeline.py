@@ -149,15 +149,18 @@ class _Round:
 
 
 def has_spread(group: Sequence[types.Episode]) -> bool:
-  """Returns whether the scores of any role of a group's episodes differ.
+  """Returns whether the scores of any role of a group's episodes differ by more than rounding.
 
   Failed episodes, and roles that never moved, do not count.
   """
-  scores: dict[str, set] = {}
-  for episode in group:
-    if not (episode.failed or episode.absent):
-      scores.setdefault(episode.role, set()).add(np.float32(episode.score))
-  return any(len(of_role) > 1 for of_role in scores.values())
+  counted = [episode for episode in group if not (episode.failed or episode.absent)]
+  for role in {episode.role for episode in counted}:
+    rows = [episode for episode in counted if episode.role == role]
+    scores = [row.score for row in rows]
+    largest = max(sum(abs(turn.reward) for turn in row.turns) for row in rows)
+    if max(scores) - min(scores) > types.ROUNDING * largest:
+      return True
+  return False
 
 
 def _groups(episodes, size):

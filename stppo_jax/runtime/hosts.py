@@ -36,7 +36,7 @@ _FLAGS = (
     'give --coordinator=HOST:PORT (of process 0), --num_processes=N and --process_id=0..N-1 '
     'together; or --distributed alone, on a TPU pod or under SLURM'
 )
-_ACCELERATORS = ('/dev/nvidia[0-9]*', '/dev/accel[0-9]*')  # of NVIDIA; of TPUs
+_ACCELERATORS = ('/dev/nvidia[0-9]*', '/dev/accel[0-9]*', '/dev/vfio/[0-9]*')  # NVIDIA; TPUs
 _lifeline: lifeline.Lifeline | None = None  # of this process, if there are several
 
 
