@@ -620,6 +620,8 @@ class UpdateTest(parameterized.TestCase):
   def test_a_mini_batch_of_which_all_is_filtered_out_moves_no_policy(self):
     """Moments of the step before and the decay would; the critic, which is not filtered, moves."""
     spec = make_spec('ppo')
+    adam = optax.adamw(1e-2, weight_decay=0.1)
+    spec = dataclasses.replace(spec, actor_optimizer=adam, critic_optimizer=adam)
     mesh = one_device()
     functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
     state, metrics, _ = step(functions, spec, make_state(spec, mesh), batch)
