@@ -534,6 +534,7 @@ class RunTest(parameterized.TestCase):
     chex.assert_trees_all_equal(first.critic, alone.critic)
     _, begun = learner_lib.build(config, Duel.roles)
     chex.assert_trees_all_equal(second.actor, begun.members[1].actor)
+    chex.assert_trees_all_equal(second.critic, begun.members[1].critic)
     path = results.export(config, self.workdir)
     self.assertEqual(sorted(os.listdir(path)), sorted(Duel.roles))
     config.serve.role = 'second'
