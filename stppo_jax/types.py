@@ -167,6 +167,13 @@ class Episode:
     return bool(self.role) and not self.failed and not self.turns
 
   @property
+  def search_failed(self) -> bool:
+    """Whether it failed for want of an answer: not of a prompt that fits, nor of its program."""
+    return self.failed and not (
+        self.counts.get('prompt_too_long') or self.counts.get('program_failed')
+    )
+
+  @property
   def score(self) -> float:
     """Total reward."""
     return sum((turn.reward for turn in self.turns), 0.0)

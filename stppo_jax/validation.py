@@ -310,13 +310,10 @@ def check_variant(config: Config, variant: Any) -> None:
           "trainer's old_logp, and old_logp='sampler' leaves no gap: set "
           f'--config.algorithm.{column}=none, or --config.algorithm.old_logp=trainer'
       )
-  if variant.kl_in == 'loss' and variant.kl_estimator == 'k1':
-    raise UserError(
-        "config.algorithm.kl_estimator='k1' in the loss has a gradient that does not depend on the "
-        'reference: set --config.algorithm.kl_estimator=k3, or --config.algorithm.kl_in=reward'
-    )
+  _check_kl(config, variant)
   _check_groups(config, variant)
   _check_ratio(config, variant)
+  _check_decay(config)
   if config.model.critic == 'shared' and config.model.critic_folder:
     raise UserError(
         f'config.model.critic_folder={config.model.critic_folder!r} is of a separate critic, and '
@@ -330,8 +327,48 @@ def check_variant(config: Config, variant: Any) -> None:
     )
 
 
+def _check_kl(config: Config, variant: Any) -> None:
+  """Checks the KL penalty and what adapts its coefficient."""
+  if variant.kl_in == 'loss' and variant.kl_estimator == 'k1':
+    raise UserError(
+        "config.algorithm.kl_estimator='k1' in the loss has a gradient that does not depend on the "
+        'reference: set --config.algorithm.kl_estimator=k3, or --config.algorithm.kl_in=reward'
+    )
+  if variant.kl_target and not variant.kl_coef:
+    raise UserError(
+        f'config.algorithm.kl_target={variant.kl_target} multiplies the coefficient, and '
+        'config.algorithm.kl_coef=0 stays 0: set --config.algorithm.kl_coef=0.001'
+    )
+  if variant.kl_target and variant.kl_horizon < config.train.episodes:
+    raise UserError(
+        f'config.algorithm.kl_horizon={variant.kl_horizon:g} is shorter than one update of '
+        f'config.train.episodes={config.train.episodes}, which could make the coefficient '
+        f'negative: set --config.algorithm.kl_horizon={10 * config.train.episodes}'
+    )
+
+
+def _check_decay(config: Config) -> None:
+  """Checks that decaying rates have updates to decay in."""
+  updates = config.train.schedule_updates or config.train.updates
+  for name, waits in (('actor', config.train.critic_warmup), ('critic', 0)):
+    options = getattr(config, name)
+    if options.final_lr != 1 and updates and options.warmup * updates + waits >= updates:
+      raise UserError(
+          f'config.{name}.final_lr={options.final_lr:g} is never reached: config.{name}.warmup='
+          f'{options.warmup:g} of {updates} updates'
+          + (f' and config.train.critic_warmup={waits}' if waits else '')
+          + f' leave none to decay in: lower them, or set --config.{name}.final_lr=1'
+      )
+
+
 def _check_ratio(config: Config, variant: Any) -> None:
-  """Checks what needs a ratio of its own kind."""
+  """Checks what needs a ratio, or a surrogate, of its own kind."""
+  if variant.dual_clip and variant.surrogate != 'clip':
+    raise UserError(
+        f"config.algorithm.dual_clip={variant.dual_clip:g} bounds the surrogate 'clip', and "
+        f'config.algorithm.surrogate={variant.surrogate!r} has bounds of its own: set '
+        '--config.algorithm.dual_clip=0'
+    )
   if variant.min_advantage == 'turn' and variant.ratio in ('none', 'token'):
     raise UserError(
         "config.algorithm.min_advantage='turn' takes the mean over the tokens that share a ratio, "
@@ -366,6 +403,11 @@ def _check_groups(config: Config, variant: Any) -> None:
         'config.algorithm.mask_zero_advantage=True would drop nothing: with '
         f'{spoils}={getattr(variant, spoils)!r} no advantage is exactly 0; set '
         f'--config.algorithm.{spoils}={"none" if spoils == "kl_in" else False}'
+    )
+  if variant.mask_zero_advantage and not variant.needs_groups:
+    raise UserError(
+        f'config.algorithm.variant={name!r} compares no groups, of which mask_zero_advantage=True '
+        'drops those of equal scores: set --config.algorithm.mask_zero_advantage=False'
     )
   if rollout.max_num_gen_batches > 1 and not variant.needs_groups:
     raise UserError(

@@ -185,6 +185,18 @@ class BestTest(CheckpointCase):
           self.assertEqual(steps(self.workdir), kept.get(n, steps(self.workdir)))
     self.assertEqual(checkpoints.best, (0.6, 6))
 
+  def test_a_score_that_comes_after_the_save_counts(self):
+    with checkpoint.Checkpoints(self.workdir, keep=1) as checkpoints:
+      for n, score in ((1, 0.5), (2, None)):
+        checkpoints.save(n, STATE, {}, score)
+      checkpoints.note_score(2, 0.7)  # of an evaluation that the resumed run has done
+      checkpoints.note_score(9, 0.9)  # not on disk
+      for n in (3, 4):
+        checkpoints.save(n, STATE, {}, 0.6)
+      checkpoints._settle()
+      self.assertEqual(checkpoints.best, (0.7, 2))
+      self.assertEqual(steps(self.workdir), [2, 4])
+
   def test_a_best_one_that_cannot_be_saved_leaves_the_one_before(self):
     sums = checkpoint._checksums
 

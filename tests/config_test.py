@@ -125,6 +125,31 @@ class ValidateTest(parameterized.TestCase):
       ({'algorithm.kl_in': 'loss'}, ("kl_estimator='k1'", 'kl_estimator=k3')),
       ({'algorithm.mask_zero_advantage': True}, ('mask_zero_advantage=True', 'kl_in=none')),
       ({'algorithm.mask_zero_advantage': True, 'algorithm.kl_in': 'none'}, ('whiten=False',)),
+      (
+          {
+              'algorithm.mask_zero_advantage': True,
+              'algorithm.kl_in': 'none',
+              'algorithm.whiten': False,
+          },
+          ('compares no groups', 'mask_zero_advantage=False'),
+      ),
+      (
+          {'algorithm.kl_target': 0.1, 'algorithm.kl_coef': 0.0},
+          ('kl_target=0.1', 'kl_coef=0 stays 0'),
+      ),
+      (
+          {'algorithm.kl_target': 0.1, 'algorithm.kl_horizon': 100.0},
+          ('kl_horizon=100', 'episodes=512', 'kl_horizon=5120'),
+      ),
+      (
+          {'algorithm.variant': 'cispo', 'rollout.group_size': 4, 'algorithm.dual_clip': 3.0},
+          ('dual_clip=3', "surrogate='cispo'", 'dual_clip=0'),
+      ),
+      ({'actor.warmup': 1.0, 'actor.final_lr': 0.1}, ('actor.final_lr=0.1', 'of 1005 updates')),
+      (
+          {'actor.warmup': 0.5, 'actor.final_lr': 0.1, 'train.critic_warmup': 600},
+          ('actor.final_lr=0.1', 'critic_warmup=600'),
+      ),
       ({'algorithm.variant': 'rloo'}, ("variant='rloo'", 'group_size=1')),
       ({'health.stop_on': ('entropy',)}, ("'entropy'", 'entropy_drop')),
       ({'algorithm.advantage': 'leave_one_out'}, ('group_size=1',)),

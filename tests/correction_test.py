@@ -1,6 +1,7 @@
 """Clipping-bias correction: g and C of Lemmas 4.1 and 4.2 as full gradients of a small policy."""
 
 import dataclasses
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -374,8 +375,26 @@ class CotangentsTest(chex.TestCase):
       np.testing.assert_array_equal(got, np.zeros_like(got))
 
 
+class AdvantagesInMinTest(absltest.TestCase):
+
+  def test_those_of_a_turn_are_their_mean(self):
+    batch = mock.Mock(
+        action_mask=jnp.array([[1.0, 1.0, 0.0, 1.0]]),
+        turn_ids=jnp.array([[1, 1, 0, 2]]),
+        advantages=jnp.array([[1.0, -3.0, 5.0, 2.0]]),
+    )
+    for level, unit, want in (('turn', 'turn', [-1, -1, 0, 2]), ('turn', 'token', [1, -3, 0, 2])):
+      got = correction.advantages_in_min(batch, _row(level, unit))
+      np.testing.assert_allclose(got, [want])
+
+
 class DivisorTest(chex.TestCase):
   """The number that g is divided by."""
+
+  def test_one_that_is_not_positive_is_none(self):
+    for value in (0.0, -1.0, np.nan):
+      got = correction.divisor(lambda g, c, any_clipped: value, 1.0, 1.0, True)
+      self.assertTrue(np.isnan(got), value)
 
   @chex.variants(with_jit=True, without_jit=True)
   @parameterized.parameters(

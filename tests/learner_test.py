@@ -170,6 +170,17 @@ class MakeVariantTest(parameterized.TestCase):
     for word in words:
       self.assertIn(word, logs.output[0])
 
+  def test_the_actor_s_rate_decays_over_its_own_steps(self):
+    config = schema.Config()
+    config.train.updates, config.train.critic_warmup = 100, 40  # of two steps each
+    config.actor = config.critic = schema.Optimizer(lr=1.0, warmup=0.0, final_lr=0.2)
+    variant = learner.make_variant(validation.validate(config))
+    spec = learner.make_spec(config, variant, layers.PRESETS['qwen2.5-7b'], None, jax.devices()[0])
+    for schedule, steps in ((spec.actor_lr, 120), (spec.critic_lr, 200)):
+      self.assertAlmostEqual(float(schedule(0)), 1.0)
+      self.assertGreater(float(schedule(steps - 2)), 0.2)
+      self.assertAlmostEqual(float(schedule(steps - 1)), 0.2, places=6)
+
   def test_a_changed_source_is_refused_on_resumption(self):
     micro_run.write_knowledge(str(self.folder))
     values = {'algorithm.variant': 'own_rl:PLAIN', 'train.updates': 1}

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax.algorithms import losses
+from stppo_jax.algorithms import variants
 from tests.support import oracle
 
 MODES = ('token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm')
@@ -219,6 +220,26 @@ class ValueLossTest(chex.TestCase):
     values, returns = jnp.array([[0.3, -1.0]]), jnp.array([[1.0, 1.0]])
     got = jax.grad(lambda v: jnp.sum(losses.value_loss(v, values, returns, 0.5)))(values)
     chex.assert_trees_all_close(got, values - returns)
+
+  def test_what_is_within_the_range_is_not_clipped_by_rounding(self):
+    rng = np.random.default_rng(0)
+    old, values, returns = rng.normal(0, 0.05, (3, 1, 1000)).astype(np.float32)
+    got = jax.jit(losses.value_loss, static_argnums=3)(values, old, returns, 0.5)
+    self.assertEqual(got.dtype, np.float32)
+    np.testing.assert_array_equal(got, losses.value_loss(values, old, returns))
+
+
+class DppoTest(parameterized.TestCase):
+
+  @parameterized.parameters(False, True)
+  def test_tokens_that_are_certain(self, jit):
+    """In nats: 2 from p_old = 1 to e^-2; 5.9e-5 from 1 - 1e-5 to 1."""
+    row = variants.Variant('token_gae', 'token', 'dppo_kl', clip_low=0.05, clip_high=0.05)
+    stopped_at = lambda *arrays: losses.surrogate(*arrays, row)[1]
+    logp, old_logp = jnp.array([-2.0, 0.0, 0.0]), jnp.array([0.0, -1e-5, 0.0])
+    arrays = jnp.exp(logp - old_logp), logp, jnp.array([-1.0, 1.0, 1.0])
+    stopped = (jax.jit(stopped_at) if jit else stopped_at)(*arrays)
+    np.testing.assert_array_equal(stopped, [True, False, False])
 
 
 class KlTest(chex.TestCase):

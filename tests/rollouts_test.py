@@ -18,6 +18,7 @@ from stppo_jax.envs import search
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_loop
+from stppo_jax.rollout import pipeline
 from stppo_jax.serving import rollouts
 from stppo_jax.training import loop
 from tests.support import tiny_run
@@ -76,6 +77,12 @@ def fail_on_even(task, base_url, model):
   if int(task['id'][-1]) % 2 == 0:
     raise RuntimeError('an even task')
   once(task, base_url, model)
+  return 1.0
+
+
+def ask_if_odd(task, base_url, model):
+  if int(task['id'][-1]) % 2:
+    once(task, base_url, model)
   return 1.0
 
 
@@ -188,9 +195,19 @@ class ProgramAgentTest(parameterized.TestCase):
       self.assertIn('2 of 4 programs raised, as RuntimeError: an even task', logs.output[0])
       self.assertEqual([e.metrics['crashed'] for e in episodes], [1, 0, 1, 0])
       self.assertEqual([e.failed for e in episodes], [True, False, True, False])  # no turn at all
+      self.assertEqual(pipeline.failed_share(episodes), 0)  # no retriever is to blame
       self.assertEqual([e.score for e in episodes], [0, 1, 0, 1])
     batch = batching.to_turn_batch(episodes, (512,))
     self.assertEqual(batch.action_mask.any(axis=1).tolist(), [False, True, False, True])
+
+  def test_programs_that_do_not_ask_the_policy(self):
+    with self.assertLogs(level='WARNING') as logs:
+      episodes, _ = play(make_config(THIS + ':ask_if_odd'), make_tasks(4))
+    self.assertIn('2 of 4 programs did not ask the policy', logs.output[0])
+    self.assertEqual([e.failed for e in episodes], [True, False, True, False])
+    self.assertEqual(pipeline.failed_share(episodes), 0)
+    with self.assertRaisesRegex(types.RunError, 'none of the 1 programs asked the policy'):
+      play(make_config(THIS + ':ask_if_odd'), make_tasks(1))
 
   def test_a_program_that_takes_too_long_ends_as_it_is(self):
     config = make_config(THIS + ':hang')

@@ -111,11 +111,11 @@ class ReplayTest(parameterized.TestCase):
     tokenizer = chat.load_tokenizer(config.model.folder)
     written = lines(path)
 
-    def refused(text, records=written, mini_batch=8, longest=192, needs_groups=False):
+    def refused(text, records=written, mini_batch=8, longest=192, **needs):
       with open(path, 'w', encoding='utf-8') as file:
         file.writelines(json.dumps(record) + '\n' for record in records)
       with self.assertRaisesRegex(UserError, f'^[^\n]*{text}[^\n]*$'):
-        saved.Replay(folder, tokenizer, mini_batch, longest, needs_groups)(1)
+        saved.Replay(folder, tokenizer, mini_batch, longest, **needs)(1)
 
     refused('16 episodes, which .*mini_batch=5 does not divide', mini_batch=5)
     refused('length_buckets end at 8: add', longest=8)
@@ -124,6 +124,7 @@ class ReplayTest(parameterized.TestCase):
     refused('does not hold the episodes', [{'step': 1}])
     refused('does not hold the episodes', [])
     refused('does not hold the episodes', [[1]])
+    refused('without the experts', with_routes=True)
     without = lambda r: [None] * len(r['behaviour_logp'])
     refused('turns without log-probs', [r | {'behaviour_logp': without(r)} for r in written])
 

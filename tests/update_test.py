@@ -517,6 +517,19 @@ class UpdateTest(parameterized.TestCase):
     self.assertEqual(int(metrics['actor/skipped']), 0)
     self.assertGreater(float(metrics['stppo/step_norm']), 0)
 
+  def test_a_step_that_would_be_divided_by_0_changes_nothing_and_is_counted(self):
+    """The rule of a user that forgets that nothing may be clipped."""
+    spec = make_spec('ppo', divisor=lambda g, c, any_clipped: c, divide='step')
+    mesh = one_device()
+    functions, state = functions_of(spec, mesh), make_state(spec, mesh)
+    before = jax.device_get(state)
+    batch = annotate(functions, spec, state, make_batch())
+    state, batch, _ = functions.with_advantages(state, batch)
+    state, metrics, _ = jax.device_get(step(functions, spec, state, batch))
+    self.assertEqual(metrics['stppo/bias_norm'], 0)
+    self.assertEqual(metrics['actor/skipped'], 1)
+    chex.assert_trees_all_equal(state.actor, before.actor)
+
   def test_a_loss_that_is_not_finite_is_skipped_though_its_gradient_is(self):
     """k1 = logp - ref_logp has the derivative 1 wherever the reference stands, at -inf too."""
     spec = make_spec('ppo', kl_in='loss', kl_estimator='k1', log_bias=False)
@@ -616,6 +629,41 @@ class UpdateTest(parameterized.TestCase):
     np.testing.assert_allclose(metrics['actor/reward_kl_penalty'], 0.35, rtol=1e-5)
     np.testing.assert_allclose(metrics['actor/reward_kl_penalty_coeff'], 0.1, rtol=1e-6)
     np.testing.assert_allclose(state.kl_coef, 0.1 * (1 + (0.35 / 0.32 - 1) * 0.02), rtol=1e-6)
+
+  def test_the_kl_coefficient_of_the_loss_is_that_of_the_steps(self):
+    spec = make_spec('ppo', kl_in='loss', kl_estimator='k3', kl_target=0.32, kl_horizon=100.0)
+    mesh = one_device()
+    batch = jax.tree.map(jnp.asarray, make_batch())
+    state, _, metrics = update.with_advantages(spec, mesh, make_state(spec, mesh), batch)
+    np.testing.assert_allclose(state.kl_coef, spec.variant.kl_coef * (1 - 0.2 * 7 / 100), rtol=1e-6)
+    self.assertEqual(metrics['actor/kl_coef'], state.kl_coef)
+
+  def test_the_explained_variance_is_verl_s(self):
+    spec = make_spec('ppo')
+    mesh, rng = one_device(), np.random.default_rng(0)
+    batch = jax.tree.map(jnp.asarray, make_batch())
+    values = 0.3 * rng.normal(size=batch.tokens.shape)
+    batch = batch.replace(old_values=jnp.asarray(values, jnp.float32) * batch.action_mask)
+    _, batch, metrics = update.with_advantages(spec, mesh, make_state(spec, mesh), batch)
+    mask = np.asarray(batch.action_mask) > 0
+    returns, values = np.asarray(batch.returns)[mask], np.asarray(batch.old_values)[mask]
+    want = 1 - (returns - values).var(ddof=1) / (returns.var(ddof=1) + 1e-5)
+    np.testing.assert_allclose(metrics['critic/vf_explained_var'], want, rtol=1e-4)
+    batch = batch.replace(rewards=0 * batch.rewards, old_values=0 * batch.old_values)
+    _, _, metrics = update.with_advantages(spec, mesh, make_state(spec, mesh), batch)
+    self.assertEqual(metrics['critic/vf_explained_var'], 1)
+
+  def test_clip_fractions_are_of_the_tokens_that_the_loss_counts(self):
+    spec = make_spec('ppo')
+    mesh = one_device()
+    functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
+    counted = np.asarray(batch.action_mask) * (np.arange(8) < 4)[:, None]
+    batch = batch.replace(loss_mask=jnp.asarray(counted, jnp.float32))
+    _, metrics, seen = step(functions, spec, make_state(spec, mesh), batch)
+    clipped = np.asarray(seen['clipped'])
+    self.assertGreater((clipped & (counted == 0)).sum(), 0)
+    want = (clipped * counted).sum() / counted.sum()
+    np.testing.assert_allclose(metrics['actor/pg_clipfrac'], want, rtol=1e-5)
 
   def test_a_mini_batch_of_which_all_is_filtered_out_moves_no_policy(self):
     """Moments of the step before and the decay would; the critic, which is not filtered, moves."""

@@ -63,22 +63,26 @@ def cotangents(
   if weights is None:
     weights = losses.aggregation_weights(batch.action_mask, 'seq-mean-token-mean')
   weights = weights.astype(logp.dtype)
-  advantages = jnp.where(batch.action_mask > 0, batch.advantages, 0)
-  level, _, product = ('token' if variant.ratio == 'none' else variant.ratio).partition('_')
-  ids, num_segments = segments.segment_ids(
-      level, batch.action_mask, batch.turn_ids, variant.chunk_length
-  )
+  ids, num_segments, product = _segments(batch, variant)
 
   def ratio_of(x):
     return segments.importance_ratio(
-        x, batch.old_logp, batch.action_mask, ids, num_segments, product == 'product'
+        x, batch.old_logp, batch.action_mask, ids, num_segments, product
     )
 
+  advantages = advantages_in_min(batch, variant)
   if variant.ratio == 'none':
     return _policy_gradient(logp, ratio_of(logp), weights, advantages)
-  if variant.min_advantage == 'turn':
-    advantages = segments.segment_mean(advantages, ids, batch.action_mask, num_segments)
   return _surrogate_gradients(logp, ratio_of, weights, advantages, variant)
+
+
+def advantages_in_min(batch: Any, variant: Any) -> jax.Array:
+  """Returns the advantages [B,T] that the surrogate is given, 0 outside the agent's tokens."""
+  advantages = jnp.where(batch.action_mask > 0, batch.advantages, 0)
+  if variant.ratio == 'none' or variant.min_advantage != 'turn':
+    return advantages
+  ids, num_segments, _ = _segments(batch, variant)
+  return segments.segment_mean(advantages, ids, batch.action_mask, num_segments)
 
 
 def divisor(
@@ -87,13 +91,14 @@ def divisor(
   """Returns the scalar that divides the gradient in S-PPO and ST-PPO; a constant when
   differentiated.
 
-  `rule` is a name of DIVISORS, or a function (g_norm, c_norm, any_clipped) -> number.
+  `rule` is a name of DIVISORS, or a function (g_norm, c_norm, any_clipped) -> number. Where that is
+  not positive, the divisor is NaN and the step is not taken.
   """
   if not callable(rule) and rule not in DIVISORS:
     raise ValueError(f'divisor rule {rule!r} is none of {", ".join(DIVISORS)}')
   rule = rule if callable(rule) else DIVISORS[rule]
   value = rule(jnp.asarray(g_norm), jnp.asarray(c_norm), jnp.asarray(any_clipped))
-  return jax.lax.stop_gradient(jnp.asarray(value))
+  return jax.lax.stop_gradient(jnp.where(value > 0, value, jnp.nan))
 
 
 def divide(
@@ -151,6 +156,15 @@ def cosine(a: Any, b: Any) -> jax.Array:
   # Not vdot: it flattens, which gathers every shard.
   dot = sum(jnp.sum(x * y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
   return dot / (norm(a) * norm(b))
+
+
+def _segments(batch, variant):
+  """Returns the segments whose tokens share a ratio: ids [B,T], their number, and whether the ratio
+  is a product.
+  """
+  level, _, product = ('token' if variant.ratio == 'none' else variant.ratio).partition('_')
+  ids = segments.segment_ids(level, batch.action_mask, batch.turn_ids, variant.chunk_length)
+  return *ids, product == 'product'
 
 
 def _sum(tree, rest):

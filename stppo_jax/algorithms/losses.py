@@ -82,7 +82,7 @@ def value_loss(
   chex.assert_equal_shape([values, old_values, returns])
   error = jnp.square(values - returns)
   if clip is not None:
-    near = old_values + jnp.clip(values - old_values, -clip, clip)
+    near = jnp.clip(values, old_values - clip, old_values + clip)
     error = jnp.maximum(error, jnp.square(near - returns))
   return 0.5 * error
 
@@ -204,9 +204,9 @@ def _dppo_tv(ratio, logp, advantages, variant):
 def _dppo_kl(ratio, logp, advantages, variant):
   """Returns DPPO's surrogate; the bounds are of the binary KL between p_old and p, in nats."""
   prob, old_prob = _probabilities(ratio, logp)
-  binary_kl = -old_prob * jnp.log(ratio) + (1 - old_prob) * jnp.log(
-      (1 - old_prob + 1e-8) / (1 - prob + 1e-8)
-  )
+  # Not 1 - p + 1e-8: compiled, that is (1 + 1e-8) - p, where 1e-8 is lost.
+  rest, old_rest = jnp.maximum(1 - prob, 1e-8), jnp.maximum(1 - old_prob, 1e-8)
+  binary_kl = -old_prob * jnp.log(ratio) + old_rest * jnp.log(old_rest / rest)
   up = (binary_kl > variant.clip_high) & (prob > old_prob)
   down = (binary_kl > variant.clip_low) & (prob < old_prob)
   return _dppo(ratio, logp, advantages, jnp.where(advantages > 0, up, down))
@@ -215,7 +215,7 @@ def _dppo_kl(ratio, logp, advantages, variant):
 def _probabilities(ratio, logp):
   """Returns (p, p_old) of the sampled tokens, as constants."""
   prob = jnp.exp(jax.lax.stop_gradient(logp))
-  return prob, prob / jax.lax.stop_gradient(ratio)
+  return prob, jnp.minimum(prob / jax.lax.stop_gradient(ratio), 1)
 
 
 def _dppo(ratio, logp, advantages, stopped):

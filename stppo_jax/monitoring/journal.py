@@ -220,5 +220,8 @@ def records(
     has_values: bool,
 ) -> episodes_lib.Records:
   """Returns the records of an update's episodes with per-token numbers of the last epoch."""
-  tokens = {tuple(step.rows): step.tokens for step in seen}
+  tokens: dict[tuple[int, ...], Any] = {}
+  for step in seen:
+    tokens.pop(tuple(step.rows), None)  # a later epoch may have the same rows: its place is last
+    tokens[tuple(step.rows)] = step.tokens
   return episodes_lib.with_tokens(sampled, tokenizer, batch, tokens, n, has_values)

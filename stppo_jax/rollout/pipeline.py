@@ -389,9 +389,8 @@ def pause(
 
 
 def failed_share(episodes: Sequence[types.Episode]) -> float:
-  """Returns the share of episodes in which a search failed; overlong prompts do not count."""
-  failed = [episode.failed and not episode.counts.get('prompt_too_long') for episode in episodes]
-  return sum(failed) / max(len(failed), 1)
+  """Returns the share of episodes in which a search failed."""
+  return sum(episode.search_failed for episode in episodes) / max(len(episodes), 1)
 
 
 def _whereabouts(retriever):

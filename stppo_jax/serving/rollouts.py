@@ -228,8 +228,15 @@ def make_agent(
 
 
 def _check_any_ran(kind: str, runs: Sequence[_Run]) -> None:
-  """Logs what programs raised; RunError: all of them did."""
-  errors = [run.error for run in runs if run.error and not run.timed_out]
+  """Logs what programs raised, and how many did nothing; RunError: all of them did."""
+  ended = [run for run in runs if not run.timed_out]
+  errors = [run.error for run in ended if run.error]
+  sessions = [run.session for run in ended if not run.error]
+  idle = sum(not (session.num_turns or session.counts['too_long']) for session in sessions)
+  if idle and idle == len(runs):
+    raise RunError(f'config.env.kind={kind!r}: none of the {idle} programs asked the policy')
+  if idle:
+    logging.warning('%d of %d programs did not ask the policy', idle, len(runs))
   if errors and len(errors) == len(runs):
     raise RunError(f'config.env.kind={kind!r}: all {len(runs)} programs raised, as {errors[0]}')
   if errors:

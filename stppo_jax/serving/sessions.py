@@ -272,7 +272,8 @@ class Session:
                 metrics=dict(self._metrics),
                 counts=_counts(turns)
                 | self.counts
-                | {'cut': float(segment.num_cut), 'segments': float(len(segments))},
+                | {'cut': float(segment.num_cut), 'segments': float(len(segments))}
+                | {'program_failed': float(failed or not turns)},
             )
         )
       return rows

@@ -167,6 +167,11 @@ class Checkpoints:
     except _SAVE_ERRORS as error:
       self._fail(error)
 
+  def note_score(self, updates: int, score: float) -> None:
+    """Notes the held-out score of a step that was saved before it was evaluated."""
+    if self.is_best(score) and updates in self._manager.all_steps():
+      self._keep.best = (score, updates)
+
   def best_before(self, updates: int) -> int:
     """Returns the step with the best score up to the whole step `updates`, or that without one."""
     self.progress(updates)

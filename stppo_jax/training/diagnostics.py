@@ -107,10 +107,11 @@ def batch_summary(batch: types.TurnBatch, mask: jax.Array, spec: Spec) -> dict[s
 
 
 def _explained(batch, mask):
-  """Returns the share of the returns' variance that the values explain; NaN where there is none."""
-  spread = _variance(batch.returns, mask)
-  error = _variance(batch.returns - batch.old_values, mask)
-  return 1 - error / jnp.where(spread > 1e-12, spread, jnp.nan)
+  """Returns the share of the returns' variance that the values explain, by verl's formula."""
+  unbiased = mask.sum() / jnp.maximum(mask.sum() - 1, 1)
+  spread = _variance(batch.returns, mask) * unbiased
+  error = _variance(batch.returns - batch.old_values, mask) * unbiased
+  return 1 - error / (spread + 1e-5)
 
 
 def _of_roles(spec, batch, mask):
@@ -128,21 +129,22 @@ def step_summary(
 ) -> dict[str, jax.Array]:
   """Returns losses, clip fractions and ratio spreads of one optimizer step, from per-token data.
 
-  The losses of the roles (role/<name>/pg_loss) add up to that of all.
+  The losses of the roles (role/<name>/pg_loss) add up to that of all. Clip fractions and `ppo_kl`
+  are over the tokens that the policy's loss counts, as in verl, the others over all.
   """
   mask = batch.action_mask.astype(jnp.float32)
+  counted = mask if batch.loss_mask is None else batch.loss_mask
   token_mean = functools.partial(_mean, over=mask)
+  counted_mean = functools.partial(_mean, over=counted)
   limit = segments.MAX_LOG_RATIO
   log_ratio = jnp.clip((seen['logp'] - batch.old_logp) * mask, -limit, limit)
   sampled = batch.old_logp if batch.behaviour_logp is None else batch.behaviour_logp
-  stopped_far = jnp.zeros_like(seen['clipped'])
-  if dual_clip := spec.variant.dual_clip:
-    stopped_far = seen['clipped'] & (batch.advantages < 0) & (seen['ratio'] > dual_clip)
+  stopped_far = _stopped_far(spec, batch, seen)
   metrics = {
       'actor/pg_loss': seen['pg_loss'],
-      'actor/pg_clipfrac': token_mean(seen['clipped'] & ~stopped_far),
-      'actor/pg_clipfrac_lower': token_mean(stopped_far),
-      'actor/ppo_kl': token_mean(-log_ratio),
+      'actor/pg_clipfrac': counted_mean(seen['clipped'] & ~stopped_far),
+      'actor/pg_clipfrac_lower': counted_mean(stopped_far),
+      'actor/ppo_kl': counted_mean(-log_ratio),
       'actor/entropy': token_mean(seen['entropy']),
       'stppo/ess_share': off_policy.effective_share(seen['logp'], sampled, mask),
   }
@@ -156,15 +158,15 @@ def step_summary(
     metrics[f'stppo/ratio_std_{level}'] = jnp.sqrt(_variance(ratio, mask))
   for turn in range(1, spec.num_logged_turns + 1):
     for sign, chosen in (('pos', batch.advantages >= 0), ('neg', batch.advantages < 0)):
-      tokens = (batch.turn_ids == turn) & chosen & (mask > 0)
+      tokens = (batch.turn_ids == turn) & chosen & (counted > 0)
       metrics[f'stppo/clipfrac_turn{turn}_{sign}'] = jnp.sum(
           seen['clipped'] & tokens
       ) / jnp.maximum(tokens.sum(), 1)
   for role, over in _of_roles(spec, batch, mask):
     metrics |= {
         f'role/{role}/pg_loss': _policy_loss(spec, batch, policy_weights * over, seen),
-        f'role/{role}/pg_clipfrac': _mean(seen['clipped'], over),
-        f'role/{role}/ppo_kl': _mean(-log_ratio, over),
+        f'role/{role}/pg_clipfrac': _mean(seen['clipped'], over * counted),
+        f'role/{role}/ppo_kl': _mean(-log_ratio, over * counted),
         f'role/{role}/entropy': _mean(seen['entropy'], over),
     }
   if spec.has_values:
@@ -178,6 +180,14 @@ def step_summary(
           loss > losses.value_loss(values, batch.old_values, batch.returns)
       )
   return metrics
+
+
+def _stopped_far(spec, batch, seen):
+  """Returns which tokens [B,T] the dual clip stopped."""
+  if not (dual_clip := spec.variant.dual_clip):
+    return jnp.zeros_like(seen['clipped'])
+  negative = correction.advantages_in_min(batch, spec.variant) < 0
+  return seen['clipped'] & negative & (seen['ratio'] > dual_clip)
 
 
 def _policy_loss(spec, batch, weights, seen):

@@ -258,7 +258,7 @@ def make_spec(
 
   _warn(config, variant)
 
-  def optimizer(options):
+  def optimizer(options, later=0):
     num_steps = (train.schedule_updates or train.updates) * steps_per_update
     return train_state.make_optimizer(
         options.lr,
@@ -267,10 +267,10 @@ def make_spec(
         options.eps,
         options.weight_decay,
         options.final_lr,
-        num_steps,
+        num_steps - later * steps_per_update,  # it counts its own steps
     )
 
-  actor_optimizer, actor_lr = optimizer(config.actor)
+  actor_optimizer, actor_lr = optimizer(config.actor, later=train.critic_warmup)
   critic_optimizer, critic_lr = optimizer(config.critic)
   return train_state.Spec(
       variant=variant,

@@ -280,6 +280,7 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
         journal.write(0, scores)
       elif unfinished is not None:  # the run was stopped during this evaluation
         scores = evaluate(journal, n)
+        saves.evaluated(n, journal.main_score(scores))
         journal.warn(n, journal.updated(n, unfinished | scores), episodes_lib.Records())
         unfinished = None
       while n < updates and not any(hosts.share(stop_requested())):
@@ -296,7 +297,7 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
           metrics, unfinished, score = metrics | scores, None, journal.main_score(scores)
         alarms = journal.updated(n, metrics)
         _check_finite(run, journal, n, n + position.passed_over, metrics, records)
-        with saves.kept_on_error(n, run.state):
+        with saves.kept_on_error(n, run.state, score=score):
           journal.warn(n, alarms, records)
         saves.after(n, run.state, pipeline, score)
     if n > first:
@@ -363,6 +364,7 @@ def _make_replay(config, variant, env):
       config.train.length_buckets[-1],
       variant.needs_groups,
       env.roles,
+      config.rollout.routing_replay == 'sampling',
   )
 
 

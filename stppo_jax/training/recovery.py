@@ -194,9 +194,13 @@ class Saves:
 
   @contextlib.contextmanager
   def kept_on_error(
-      self, updates: int, state: State, unfinished: Mapping[str, float] | None = None
+      self,
+      updates: int,
+      state: State,
+      unfinished: Mapping[str, float] | None = None,
+      score: float | None = None,
   ) -> Iterator[None]:
-    """Context manager that saves the state after `updates` if an error is raised.
+    """Context manager that saves the state after `updates` if an error is raised; see `last`.
 
     Choice: drops batches sampled ahead, which may hold what failed. They are sampled again.
     """
@@ -208,9 +212,13 @@ class Saves:
       # Of other errors, of a plug-in say: all processes have to save, and have the state.
       expected = isinstance(error, RunError)
       if updates and (expected or jax.process_count() == 1 and _is_whole(state)):
-        self._save(updates, state, [], unfinished)
+        self._save(updates, state, [], unfinished, score)
         logging.warning('%s: saved after %d updates', type(error).__name__, updates)
       raise
+
+  def evaluated(self, updates: int, score: float) -> None:
+    """Notes the held-out score of a checkpoint that was saved before its evaluation ended."""
+    self._checkpoints.note_score(updates, score)
 
   def after(
       self, updates: int, state: State, pipeline: pipelines.Pipeline, score: float | None = None

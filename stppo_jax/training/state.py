@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import variants
 from stppo_jax.models import attention
 from stppo_jax.models import decoder
@@ -179,6 +180,18 @@ def optimize(
   difference = lambda new, old: new.astype(jnp.float32) - old.astype(jnp.float32)
   step_norm = optax.tree.norm(jax.tree.map(difference, new_params, params))
   return new_params, jax.tree.map(keep, new_opt_state, opt_state), step_norm, factor
+
+
+def adapt_kl(
+    state: TrainState, variant: variants.Variant, measured_kl: jax.Array, episodes: jax.Array
+) -> TrainState:
+  """Returns the state with the next KL coefficient: see `losses.adaptive_kl`."""
+  kl_coef = losses.adaptive_kl(
+      state.kl_coef, measured_kl, variant.kl_target, variant.kl_horizon, episodes
+  )
+  # A coefficient that is not finite would spoil the rest of the run.
+  kl_coef = jnp.where(jnp.isfinite(measured_kl), kl_coef, state.kl_coef)
+  return dataclasses.replace(state, kl_coef=kl_coef)
 
 
 def steps_taken(opt_state: optax.OptState, step: jax.Array) -> jax.Array:

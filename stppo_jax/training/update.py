@@ -160,18 +160,13 @@ def with_advantages(
   if variant.kl_in != 'none':
     kl = losses.kl(batch.old_logp, batch.ref_logp, variant.kl_estimator) * mask
     mean_kl = losses.aggregate(kl, mask, 'seq-mean-token-mean')  # over sequences, as in verl
-    metrics |= {'actor/kl_coef': state.kl_coef}
     if variant.kl_in == 'reward':
       metrics = {'actor/reward_kl_penalty': mean_kl, 'actor/reward_kl_penalty_coeff': state.kl_coef}
       batch = dataclasses.replace(batch, rewards=batch.rewards - state.kl_coef * kl)
     if variant.kl_target:
-      episodes = mask.any(axis=1).sum()
-      kl_coef = losses.adaptive_kl(
-          state.kl_coef, mean_kl, variant.kl_target, variant.kl_horizon, episodes
-      )
-      # A coefficient that is not finite would spoil the rest of the run.
-      kl_coef = jnp.where(jnp.isfinite(mean_kl), kl_coef, state.kl_coef)
-      state = dataclasses.replace(state, kl_coef=kl_coef)
+      state = train_state.adapt_kl(state, variant, mean_kl, mask.any(axis=1).sum())
+    if variant.kl_in == 'loss':
+      metrics = {'actor/kl_coef': state.kl_coef}  # of the steps to come
   batch = filters.apply(advantages.estimate(batch, variant), variant)
   if batch.loss_mask is not None:
     metrics['stppo/dropped_tokens'] = 1 - batch.loss_mask.sum() / jnp.maximum(mask.sum(), 1)
@@ -355,7 +350,8 @@ def _divide(work, grads, bias, seen):
   g_norm = correction.norm(g)
   bias_norm = jnp.zeros(()) if bias is None else correction.norm(bias)
   c_norm = bias_norm if variant.norm_of == 'gradient' else jnp.abs(seen['clipped_objective'])
-  divisor = correction.divisor(variant.divisor, g_norm, c_norm, seen['clipped'].any())
+  any_clipped = (seen['clipped'] & (work.policy_weights != 0)).any()
+  divisor = correction.divisor(variant.divisor, g_norm, c_norm, any_clipped)
   rest = grads['value'] if spec.shared_trunk else None
   gradient, undivided, by_step, norms = correction.divide(
       variant.divide, g, rest, divisor, spec.actor_clip
@@ -375,7 +371,7 @@ def _divide(work, grads, bias, seen):
     cos = -correction.cosine(g, bias)  # g descends and C ascends
     metrics |= {'stppo/bias_norm': bias_norm, 'stppo/cos_g_c': cos}
   decisive = [value for name, value in summary.items() if name.endswith('_loss')]
-  decisive += [g_norm, c_norm, norms['factor']]
+  decisive += [g_norm, c_norm, divisor, norms['factor']]
   undivided = None if variant.divisor == 'none' else undivided
   return dict(grads=gradient, divisor=by_step, undivided=undivided), metrics, decisive
 

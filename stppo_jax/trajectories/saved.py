@@ -102,6 +102,7 @@ class Replay:
     longest: tokens of an episode at most.
     needs_groups: whether the objective compares the episodes of a group.
     roles: of the environment; the rows of an episode follow each other in their order.
+    with_routes: whether the update replays the sampler's experts; recorded ones are dropped if not.
   """
 
   def __init__(
@@ -112,8 +113,9 @@ class Replay:
       longest: int,
       needs_groups: bool = False,
       roles: Sequence[str] = (),
+      with_routes: bool = False,
   ):
-    self._roles = tuple(roles) or ('',)
+    self._roles, self._with_routes = tuple(roles) or ('',), with_routes
     self._folder, self._tokenizer = folder, tokenizer
     self._mini_batch, self._longest, self._needs_groups = mini_batch, longest, needs_groups
 
@@ -124,6 +126,9 @@ class Replay:
     ids = [zlib.crc32(batching.unroll(episode)[0].tobytes()) for episode in sampled.episodes]
     hosts.require_same(path, ids, 'give a folder that all processes share')
     self._check(path, sampled.episodes)
+    if not self._with_routes:
+      for turn in (turn for episode in sampled.episodes for turn in episode.turns):
+        turn.routes = None
     return sampled
 
   def _check(self, path: str, episodes: Sequence[types.Episode]) -> None:
@@ -150,6 +155,12 @@ class Replay:
           f'{path} has turns without log-probs: they were not sampled by a policy of this run, and '
           'a policy gradient on them would be of no objective. Imitate them first: '
           'python -m scripts.sft_episodes'
+      )
+    turns = [turn for episode in episodes for turn in episode.turns]
+    if self._with_routes and not all(turn.routes is not None for turn in turns):
+      raise types.UserError(
+          f'{path} has turns without the experts that the sampler chose, which '
+          "config.rollout.routing_replay='sampling' reuses: set it to 'old_policy' or 'none'"
       )
     if self._needs_groups and len({e.group for e in episodes}) == len(episodes) > 1:
       raise types.UserError(
