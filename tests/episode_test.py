@@ -1,8 +1,10 @@
 """Whole episodes of a random model in scripted environments: sampled ids are never re-encoded."""
 
+from concurrent import futures
 import functools
 import random
 import tempfile
+import threading
 import time
 from unittest import mock
 
@@ -370,6 +372,35 @@ class PlayTest(parameterized.TestCase):
         self.assertEqual(
             (a.score, a.failed, a.metrics, a.counts), (b.score, b.failed, b.metrics, b.counts)
         )
+
+  def test_environments_may_be_reset_at_once(self):
+    """Six that wait for each other: one by one they would wait for ever."""
+    barrier, scripts = threading.Barrier(6, timeout=60), [[SEARCH, ANSWER]] * 6
+    want, _ = play(PROMPTS, scripts)
+    reset = ScriptedEnv.reset
+
+    def waits(env, seed=None):
+      barrier.wait()
+      return reset(env, seed)
+
+    with futures.ThreadPoolExecutor(6) as pool:
+      with mock.patch.object(ScriptedEnv, 'reset', waits):
+        got, _ = play(PROMPTS, scripts, map_resets=pool.map)
+    for a, b in zip(want, got):
+      self.assert_same(a, b)
+
+  def test_the_first_environment_that_cannot_be_reset_ends_the_run(self):
+    def broken(env, seed=None):
+      del seed
+      if env.prompt in PROMPTS[:2]:
+        return env.prompt, {}
+      raise types.UserError(f'no room for {env.prompt}')
+
+    for workers in (1, 6):
+      with futures.ThreadPoolExecutor(workers) as pool:
+        with mock.patch.object(ScriptedEnv, 'reset', broken):
+          with self.assertRaisesRegex(types.UserError, 'no room for the river'):
+            play(PROMPTS, [[ANSWER]] * 6, map_resets=pool.map)
 
   @parameterized.parameters(0, 2)
   def test_an_environment_that_raises_ends_the_run(self, threads):

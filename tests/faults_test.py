@@ -228,18 +228,24 @@ class DiskTest(FaultCase):
 
   @parameterized.parameters(0, 1)
   def test_a_full_disk_loses_one_checkpoint_only(self, staleness):
-    config = make_config(**{'pipeline.staleness': staleness, 'train.keep_checkpoints': 1})
+    values = {'pipeline.staleness': staleness, 'train.keep_checkpoints': 1, 'train.updates': 6}
+    config = make_config(**values)
     with self.full_at(2, 3):
       told = self.warnings(micro_run.train, config, self.workdir)
     self.assertEqual(
         told,
         [
-            f'the checkpoint after {n} updates could not be saved (the disk is full); the newest '
-            'is that after 1; training continues'
-            for n in (2, 3)
+            'the checkpoint after 2 updates could not be saved (the disk is full); the newest is '
+            'that after 1; training continues',
+            'the checkpoint after 3 updates could not be saved (the disk is full); the newest is '
+            'that after 1; 2 saves in a row failed, 2 updates are unsaved: make room; '
+            'training continues',
         ],
     )
-    self.assertEqual(saved(self.workdir), [4])
+    self.assertEqual(saved(self.workdir), [4, 6])  # 4 has the best score
+    # A save is found to have failed when the next one begins, and is counted by the update after.
+    rows = metrics_lib.read_metrics(self.workdir)[1:]
+    self.assertEqual([row['perf/failed_saves'] for row in rows], [0, 0, 0, 1, 2, 0])
     straight = os.path.join(self.tmp, 'straight')
     micro_run.train(config, straight)
     self.assertEqual(

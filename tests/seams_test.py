@@ -5,6 +5,7 @@ import os
 import random
 import sys
 import tempfile
+import threading
 import time
 import types as python_types
 from unittest import mock
@@ -302,6 +303,52 @@ class SeedsTest(parameterized.TestCase):
     first, again, other, free, another = [tuple(env.drawn) for env in envs]
     self.assertEqual(first, again)
     self.assertLen({first, other, free, another}, 4)
+
+  @parameterized.product(num_processes=(1, 2), uses_global_random=(True, False))
+  def test_environments_are_called_at_once_unless_they_use_the_global_state(
+      self, num_processes, uses_global_random
+  ):
+    """On several processes too, where the engine has no threads: it must not depend on timing."""
+    engine_threads, in_main = [], []
+    barrier = threading.Barrier(1 if uses_global_random else 3, timeout=60)
+
+    def called():
+      barrier.wait()
+      in_main.append(threading.current_thread() is threading.main_thread())
+
+    class Waits:
+
+      def reset(self, seed=None):
+        called()
+        return 'x', {}
+
+      def step(self, action):
+        called()
+        return action, 0.0, True, False, {}
+
+    def play(sampler, params, tokenizer, rows, rules):
+      del sampler, params, tokenizer
+      engine_threads.append(rules.threads)
+      mine = rows.envs[::num_processes]
+      self.assertEqual(list(rules.map_resets(lambda env: env.reset(seed=1), mine)), [('x', {})] * 3)
+      steps = rules.step_envs(mine, list('abc'))
+      self.assertEqual([step[0] for step in steps], list('abc'))
+      return [], None
+
+    agent = mock.Mock(config=schema.Config())
+    agent.env = mock.Mock(side_effect=lambda *_: Waits())
+    agent.env.uses_global_random = uses_global_random
+    tasks = [Task(name) for name in 'abcdef'[: 3 * num_processes]]
+    keys = episode_lib.row_keys(jax.random.key(0), tasks)
+    share = lambda mine: [mine, []][:num_processes]
+    with (
+        mock.patch.object(jax, 'process_count', lambda: num_processes),
+        mock.patch.object(agent_lib.hosts, 'share', share),
+        mock.patch.object(episode_lib, 'play', play),
+    ):
+      agent_lib.Agent.play(agent, {}, tasks, keys)
+    self.assertEqual(in_main, [uses_global_random] * 6)
+    self.assertEqual(engine_threads, [agent.config.rollout.threads if num_processes == 1 else 0])
 
   def test_the_process_keeps_its_own_state(self):
     random.seed(1)

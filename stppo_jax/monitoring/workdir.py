@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import socket
+import tempfile
 import time
 from typing import Any
 
@@ -20,14 +21,16 @@ from stppo_jax.monitoring import metrics
 from stppo_jax.types import UserError
 
 _APPEARS_S = 30.0  # within this a new file is visible to all clients of a network file system
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_SUPPORTED = 'a folder on a local disk, NFS, Filestore or Lustre'
 
 
 def check_path(workdir: str) -> None:
   """Refuses the address of an object store."""
   if re.match(r'[A-Za-z][A-Za-z0-9+.-]*:/', workdir):
     raise UserError(
-        f'--workdir={workdir!r}: object stores are not supported, because they have no locks and '
-        'do not append: give a folder that all hosts share, or mount the bucket as one'
+        f'--workdir={workdir!r}: object stores are not supported, mounted or not, because they '
+        f'have no locks, do not append and do not rename folders: give {_SUPPORTED}'
     )
 
 
@@ -90,6 +93,29 @@ def lock(workdir):
     file.write(f'process {os.getpid()} on {socket.gethostname()}')
     file.flush()
     yield
+
+
+def check_renames(workdir: str) -> None:
+  """Refuses a `workdir` in which a folder cannot be renamed, as in a bucket mounted by gcsfuse.
+
+  Orbax renames each checkpoint when it is whole, so every save would fail.
+  """
+  try:
+    with tempfile.TemporaryDirectory(
+        prefix='probe_', dir=workdir, ignore_cleanup_errors=True
+    ) as probe:
+      written, renamed = os.path.join(probe, 'written'), os.path.join(probe, 'renamed')
+      os.mkdir(written)
+      with open(os.path.join(written, 'file'), 'w', encoding='utf-8') as file:
+        file.write('some')  # object stores have no empty folders
+      os.rename(written, renamed)
+  except OSError as error:
+    if error.errno in _FULL:
+      raise  # the command line says what to do
+    raise UserError(
+        f'--workdir={workdir!r} cannot rename a folder ({error.strerror}), which checkpoints need: '
+        f'give {_SUPPORTED}'
+    ) from error
 
 
 def claim(
@@ -217,7 +243,7 @@ def write_whole(path, text):
       file.write(text)
     os.replace(path + '.part', path)
   except OSError as error:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in _FULL:
       raise  # the command line says what to do
     raise UserError(
         f'{path} cannot be written ({error.strerror}): give another --workdir'

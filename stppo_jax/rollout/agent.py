@@ -5,6 +5,7 @@ come before weights are loaded.
 """
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Sequence
 from concurrent import futures
 import contextlib
@@ -67,8 +68,9 @@ class Agent:
     `params` are the policy's, or a `Sampler.copy` of them, which is made here otherwise. A list has
     those of each role.
     Raises Stopped after a turn at which `give_up()` is true, and at the end: a retriever that gives
-    up at that moment leaves failed episodes. Choice: no threads on many hosts,
-    whose schedules would differ with their timing.
+    up at that moment leaves failed episodes. Choice: on many hosts rows wait for the environments,
+    because all hosts must launch the same programs in the same order. The threads still step the
+    environments of a host together.
     """
     rollout = self.config.rollout
     groups = range(len(tasks)) if groups is None else groups
@@ -77,18 +79,19 @@ class Agent:
         self.env(task, seed if task.seed is None else task.seed) for task, seed in zip(tasks, seeds)
     ]
     step_all = hosts.split_steps(envs)
-    threads = rollout.threads if jax.process_count() == 1 else 0
 
     def step_envs(stepped, actions):
       if give_up is not None:
         hosts.end_if(give_up)
       return step_all(stepped, actions)
 
+    map_all: Callable[..., Iterable] = map
     with contextlib.ExitStack() as resources:
-      if threads and not self.env.uses_global_random:
-        pool = futures.ThreadPoolExecutor(threads, 'environments')
+      if rollout.threads and not self.env.uses_global_random:
+        pool = futures.ThreadPoolExecutor(rollout.threads, 'environments')
         resources.callback(pool.shutdown, wait=False, cancel_futures=True)
-        step_all = functools.partial(step_all, map_all=pool.map)
+        map_all = pool.map
+        step_all = functools.partial(step_all, map_all=map_all)
       episodes, self.report = episode_loop.play(
           self.greedy if greedy else self.sampler,
           self.sampler.copy(params),
@@ -100,7 +103,8 @@ class Agent:
               core_metrics=self.env.core_metrics,
               roles=self.env.roles,
               step_envs=step_envs,
-              threads=threads,
+              map_resets=map_all,
+              threads=rollout.threads if jax.process_count() == 1 else 0,
           ),
       )
     if give_up is not None:

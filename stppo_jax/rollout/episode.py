@@ -8,6 +8,7 @@ of its own, and reads only what the environment gives to it.
 
 import collections
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -75,6 +76,7 @@ class Rules:
   core_metrics: Sequence[str] = ()  # of the environments, see `protocol`
   roles: Sequence[str] = ()  # of the environments, see `protocol`
   step_envs: StepEnvs = protocol.step_all
+  map_resets: Callable[..., Iterable] = map  # one by one, or that of a pool of threads
   threads: int = 0  # calls of `step_envs` at once, for different environments
 
 
@@ -98,10 +100,14 @@ def play(
   num_roles = max(1, len(rules.roles))
   tables: list[Table] = []
   prompts: list[engine.Prompt] = []
-  seeds = rows.seeds or episode_seeds(rows.keys)
-  for i, (env, task, group, seed) in enumerate(zip(envs, rows.tasks, rows.groups, seeds)):
+  seeds = [
+      seed if task.seed is None else task.seed
+      for task, seed in zip(rows.tasks, rows.seeds or episode_seeds(rows.keys))
+  ]
+  openings = rules.map_resets(lambda env, seed: env.reset(seed=seed), envs, seeds)
+  for i, (task, group, opening) in enumerate(zip(rows.tasks, rows.groups, openings)):
     table = Table(seats(task, group, i, rules), framing, limits)
-    mover, prompt = table.give(*env.reset(seed=seed if task.seed is None else task.seed))
+    mover, prompt = table.give(*opening)
     tables.append(table)
     prompts += [prompt if r == mover else _OVER for r in range(num_roles)]
   episodes = [episode for table in tables for episode in table.episodes]

@@ -73,6 +73,7 @@ class Checkpoints:
     self._attempt = ''  # the name of that save, the same on all processes
     self._begun = self._committed = False  # how far Orbax is with it
     self._failed = None  # the error of that step, once it is known
+    self.num_failed = 0  # saves since the last good one
     self._keep = _Keep(keep)
     self._best_before = self._keep.best
     self._manager = ocp.CheckpointManager(
@@ -225,23 +226,29 @@ class Checkpoints:
       self._manager.wait_until_finished()
     except _SAVE_ERRORS as error:
       self._fail(error)
+    if self._failed is None:
+      self.num_failed = 0
 
   def _fail(self, error):
     """Records a failed save and removes its files; earlier steps stay."""
     self._failed, self._keep.best = error, self._best_before
+    self.num_failed += 1
     if not isinstance(error, _OthersFailed):
       self._post(error)
     if hosts.is_writer():  # the others may only have waited too long for it
       for path in self._unfinished():
         shutil.rmtree(path, ignore_errors=True)  # its space is needed
     self._manager.reload()
-    newest = self._manager.latest_step()
+    newest = self._manager.latest_step() or 0
     line = (
         f'the checkpoint after {self._saving} updates could not be saved ({_reason(error)}); the '
-        f'newest is that after {newest or 0}'
+        f'newest is that after {newest}'
     )
     if self._stop_on_error:
       raise RunError(f'{line}: make room, and the same command resumes there') from error
+    if self.num_failed > 1:
+      unsaved = (self._saving or 0) - newest
+      line += f'; {self.num_failed} saves in a row failed, {unsaved} updates are unsaved: make room'
     logging.error('%s; training continues', line)
 
   def _unfinished(self):

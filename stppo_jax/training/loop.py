@@ -288,6 +288,7 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
         with saves.kept_on_error(n, run.state):
           metrics, records = train_on(run, pipeline, n + 1 + position.passed_over, n + 1)
         n += 1
+        metrics['perf/failed_saves'] = saves.num_failed
         journal.record('train', n, records)
         score = None
         if n == updates or (config.eval.every and n % config.eval.every == 0):

@@ -55,9 +55,13 @@ class Position:
 
 @contextlib.contextmanager
 def claimed(config: schema.Config, variant: variants.Variant, workdir: str) -> Iterator[None]:
-  """Context manager that holds `workdir` for this run; refuses that of another run or config."""
+  """Context manager that holds `workdir` for this run.
+
+  Refuses that of another run or config, and one that cannot hold checkpoints.
+  """
   workdirs.check_path(workdir)
   with workdirs.lock(workdir) if hosts.is_writer() else contextlib.nullcontext():
+    hosts.by_writer(workdirs.check_renames, workdir)
     check_shared(workdir)
     claim(config, variant, workdir)
     yield
@@ -165,6 +169,11 @@ class Saves:
         workdir, settings.keep_checkpoints, settings.on_save_error, num_bytes
     )
     self.position = Position()
+
+  @property
+  def num_failed(self) -> int:
+    """Saves that have failed since the last good one."""
+    return self._checkpoints.num_failed
 
   def resume(self, run: Any, batches: pipelines.Batches, last_batch: int | None) -> None:
     """Sets `run.state` and `position` to the newest checkpoint, if there is one.
