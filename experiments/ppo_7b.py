@@ -1,7 +1,8 @@
 """Token PPO on Qwen2.5-7B with Wikipedia search: Search-R1 v0.2, which the paper says collapses.
 
   python run.py --config=experiments/ppo_7b.py --config.model.folder=FOLDER/Qwen2.5-7B \\
-    --config.data.source=FOLDER/nq_hotpotqa.parquet --config.retriever.url=http://HOST:8000/retrieve
+    --config.data.source=FOLDER/train.parquet,FOLDER/test.parquet \\
+    --config.retriever.url=http://HOST:8000/retrieve
 
 Not run yet. (Published for this recipe and base model: mean exact match .431 on seven data sets.)
 Does it fit?  python run.py --config=experiments/ppo_7b.py --mode=plan --topology=v5e:8x8
@@ -17,8 +18,8 @@ from stppo_jax.types import UserError
 def get_config(mode=''):
   config = schema.Config()
   config.name = 'ppo_7b'
-  # Ours: their train.parquet and test.parquet in one file. The retriever has the corpus.
-  config.data = schema.Data(source='data/nq_hotpotqa.parquet', eval_split='test')
+  # Search-R1's two files. The retriever has the corpus.
+  config.data = schema.Data(source='data/train.parquet,data/test.parquet', eval_split='test')
   config.env = schema.Env(prompt='search_r1', max_turns=4, reward='em')
   config.retriever = schema.Retriever(kind='http', dialect='search_r1', top_k=3)
   config.model = schema.Model(folder='models/Qwen2.5-7B')

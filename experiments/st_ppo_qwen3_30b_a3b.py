@@ -2,7 +2,8 @@
 
   python run.py --config=experiments/st_ppo_qwen3_30b_a3b.py \\
     --config.model.folder=FOLDER/Qwen3-30B-A3B \\
-    --config.data.source=FOLDER/nq_hotpotqa.parquet --config.retriever.url=http://HOST:8000/retrieve
+    --config.data.source=FOLDER/train.parquet,FOLDER/test.parquet \\
+    --config.retriever.url=http://HOST:8000/retrieve
 
 Not run yet.
 Does it fit?  python run.py --config=experiments/st_ppo_qwen3_30b_a3b.py --mode=plan \\
@@ -23,4 +24,5 @@ def get_config(mode=''):
   config.rollout.routing_replay = 'old_policy'
   if not mode:
     config.model.folder = 'models/Qwen3-30B-A3B'
+    config.model.chat_template_kwargs = {'enable_thinking': False}  # see st_ppo_qwen3_8b
   return config

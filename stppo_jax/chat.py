@@ -7,12 +7,14 @@ automaton over tokens (`stop_automaton`), which the sampler carries on the devic
 
 import collections
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
 import json
 import os
 import re
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -81,7 +83,7 @@ class Tokenizer:
     return self.token_bytes[token_id] if token_id < self.vocab_size else b''
 
 
-def load_tokenizer(folder: str) -> Tokenizer:
+def load_tokenizer(folder: str, template_kwargs: Mapping[str, Any] | None = None) -> Tokenizer:
   """Reads tokenizer.json and, if they exist, tokenizer_config.json and generation_config.json."""
   path = os.path.join(folder, 'tokenizer.json')
   if not os.path.isfile(path):
@@ -112,7 +114,7 @@ def load_tokenizer(folder: str) -> Tokenizer:
       eos_ids=eos_ids,
       pad_id=pad_id,
       token_bytes=token_bytes,
-      render=_chat_renderer(folder, settings),
+      render=_chat_renderer(folder, settings, template_kwargs or {}),
       text_library=text_library,
       control_library=control_library,
       passage_library=passage_library,
@@ -416,7 +418,7 @@ def _token_name(entry: str | dict | None) -> str:
   return name if isinstance(name, str) else ''
 
 
-def _chat_renderer(folder: str, settings: dict) -> Callable[..., str] | None:
+def _chat_renderer(folder: str, settings: dict, kwargs: Mapping) -> Callable[..., str] | None:
   has_file = os.path.isfile(os.path.join(folder, 'chat_template.jinja'))
   if not has_file and not settings.get('chat_template'):
     return None
@@ -429,7 +431,8 @@ def _chat_renderer(folder: str, settings: dict) -> Callable[..., str] | None:
         f'transformers cannot read the tokenizer of {folder!r}, whose chat template is needed '
         f'({type(error).__name__}: {" ".join(str(error).split())[:200]}): replace its files'
     ) from error
-  return functools.partial(library.apply_chat_template, tokenize=False, add_generation_prompt=True)
+  fixed = dict(tokenize=False, add_generation_prompt=True)
+  return functools.partial(library.apply_chat_template, **fixed, **kwargs)
 
 
 def _read_json(path: str) -> dict:

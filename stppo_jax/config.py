@@ -73,13 +73,16 @@ class Retriever(Section):
   embeddings: str = setting(
       '', "folder that keeps the passages' vectors between starts; empty: made at each start")
   top_k: int = setting(3, 'passages per search', at_least=1)
-  url: str = setting('http://127.0.0.1:8000/retrieve', 'address of an HTTP retriever')
-  dialect: str = setting(
-      'search_r1', 'JSON protocol of an HTTP retriever', allowed=('search_r1', 'ragen'))
-  timeout_s: float = setting(10.0, 'seconds before a request is given up', above=0)
-  retries: int = setting(3, 'further attempts per request', at_least=0)
-  backoff_s: float = setting(
-      0.5, 'seconds before the first further attempt; then doubled', at_least=0)
+  url: str = setting(
+      'http://127.0.0.1:8000/retrieve', 'address of an HTTP retriever', may_change=True)
+  dialect: str = setting('search_r1', 'its JSON protocol', allowed=('search_r1', 'ragen'))
+  concurrency: int = setting(
+      0, "HTTP requests in flight. 0: for 'search_r1' one, of up to 512 queries, as FAISS on GPUs "
+      "needs it; for 'ragen' eight, of one query", at_least=0, may_change=True)
+  timeout_s: float = setting(10.0, 'seconds that a request may take', above=0, may_change=True)
+  retries: int = setting(3, 'further attempts per request', at_least=0, may_change=True)
+  backoff_s: float = setting(0.5, 'seconds before the first of them; then doubled', at_least=0,
+                             may_change=True)
   max_failed_share: float = setting(
       0.5, "share of a batch's episodes; above it the run waits and plays the batch again",
       at_least=0, at_most=1, may_change=True)
@@ -94,6 +97,8 @@ class Model(Section):
 
   folder: str = setting(
       'embedded', "a Hugging Face folder; 'embedded' is the tiny warm-started model")
+  chat_template_kwargs: dict[str, Any] = setting(
+      {}, "of its chat template: --config.model.chat_template_kwargs.enable_thinking=False")
   critic: str = setting(
       'separate', "'separate': a trunk of its own; 'shared': a second head on the policy's trunk",
       allowed=('separate', 'shared'))
@@ -164,7 +169,8 @@ class Rollout(Section):
       '', 'folder of saved batches, such as runs/NAME/episodes: update n trains on its '
       'train_<n>.jsonl, and nothing is sampled but evaluations; empty: off')
   threads: int = setting(
-      4, 'environment calls in progress while other rows decode; 0: rows wait for each', at_least=0)
+      4, 'environments called at once; on one process other rows decode meanwhile. 0: one by one',
+      at_least=0, may_change=True)
 
 
 @dataclasses.dataclass
@@ -199,8 +205,7 @@ class Algorithm(Section):
   chunk_length: int | None = setting(
       None, "the agent's tokens that share a ratio 'chunk', whichever turn they are of",
       at_least=1)
-  min_advantage: str | None = setting(
-      None, 'the advantage inside the min', allowed=('token', 'turn'))
+  min_advantage: str | None = setting(None, 'that inside the min', allowed=('token', 'turn'))
   clip_low: float | None = setting(None, 'the ratio is clipped at 1 - clip_low', at_least=0)
   clip_high: float | None = setting(None, 'the ratio is clipped at 1 + clip_high', at_least=0)
   dual_clip: float | None = setting(
@@ -222,17 +227,13 @@ class Algorithm(Section):
   entropy_coef: float | None = setting(None, 'weight of the entropy bonus')
   kl_in: str | None = setting(
       None, 'where the KL penalty to the reference goes', allowed=('reward', 'loss', 'none'))
-  kl_estimator: str | None = setting(
-      None, 'of the KL to the reference', allowed=('k1', 'k2', 'k3'))
+  kl_estimator: str | None = setting(None, 'of this KL', allowed=('k1', 'k2', 'k3'))
   kl_coef: float | None = setting(None, 'weight of the KL penalty', at_least=0)
   kl_target: float | None = setting(
       None, 'above 0 the coefficient adapts towards this KL; 0.1 is usual', at_least=0)
-  kl_horizon: float | None = setting(
-      None, 'episodes over which the coefficient adapts', at_least=1)
-  value_clip: float | None = setting(
-      None, "range of a step's change of a value; 0: off", at_least=0)
-  value_coef: float | None = setting(
-      None, "weight of the critic's loss on a shared trunk", at_least=0)
+  kl_horizon: float | None = setting(None, 'episodes over which it adapts', at_least=1)
+  value_clip: float | None = setting(None, 'range of changes of a value; 0: off', at_least=0)
+  value_coef: float | None = setting(None, "of the critic's loss on a shared trunk", at_least=0)
   old_logp: str | None = setting(
       None, "'trainer' recomputes: the first ratio is exactly 1; 'sampler' takes what was reported",
       allowed=('trainer', 'sampler'))
@@ -267,13 +268,11 @@ class Optimizer(Section):
       0.285, 'share of all updates, or of train.schedule_updates', at_least=0, at_most=1)
   final_lr: float = setting(
       1.0, 'share of lr that is left at the last update; 1: constant', at_least=0, at_most=1)
-  betas: tuple[float, float] = setting(
-      (0.9, 0.999), 'decay of the two moments', at_least=0, below=1)
+  betas: tuple[float, float] = setting((0.9, 0.999), 'decay of the moments', at_least=0, below=1)
   eps: float = setting(1e-8, 'added to the root of the second moment', above=0)
   weight_decay: float = setting(0.01, 'decoupled weight decay', at_least=0)
   grad_clip: float = setting(
-      1.0, "bound of the gradient's global norm; its order with the divisor is algorithm.divide",
-      above=0)
+      1.0, "bound of the gradient's global norm; in the order of algorithm.divide", above=0)
 
 
 @dataclasses.dataclass
@@ -288,16 +287,17 @@ class Train(Section):
   mini_batch: int = setting(
       256, 'episodes per optimizer step: the reuse that makes the update off-policy', at_least=1)
   micro_batch: int = setting(
-      64, 'bins per forward and backward pass: changes memory and speed, never the result. '
-      'A CPU prefers 4 to 8', at_least=1)
+      64, 'bins per forward and backward pass: changes memory and speed, and the result only by '
+      'rounding. A CPU prefers 4 to 8', at_least=1, may_change=True)
   epochs: int = setting(1, 'passes over a rollout', at_least=1)
   length_buckets: tuple[int, ...] = setting(
       (1024, 2048, 4096), 'tokens per bin, rising; episodes are packed into bins, and the last '
       'size holds any episode. More sizes: less padding, more programs to compile', at_least=1)
   checkpoint_every: int = setting(100, 'updates; 0: only at the end', at_least=0, may_change=True)
   keep_checkpoints: int = setting(2, 'the newest ones', at_least=1, may_change=True)
-  on_save_error: str = setting('continue', 'when a checkpoint cannot be written',
-                               allowed=('continue', 'stop'), may_change=True)
+  on_save_error: str = setting(
+      'continue', "when a checkpoint cannot be written; 'continue' counts it in perf/failed_saves",
+      allowed=('continue', 'stop'), may_change=True)
   accept_changed_plugins: bool = setting(False, 'in a resumed run', may_change=True)
   max_nonfinite: int = setting(
       3, 'steps skipped in a row for non-finite gradients before `on_nonfinite` applies',

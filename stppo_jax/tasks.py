@@ -321,13 +321,13 @@ def _search_r1_task(row: _Row) -> types.Task:
   """Makes a Task of Search-R1's columns; the question is a column or the end of the prompt."""
   reward_model = row.get('reward_model', dict, 'an object with ground_truth', None)
   truth = reward_model.get('ground_truth')
-  target = truth.get('target') if isinstance(truth, dict) else None
+  target = truth.get('target') if isinstance(truth, dict) else truth
   if isinstance(target, str):
     target = [target]
   if not isinstance(target, list) or not target or not all(isinstance(t, str) for t in target):
     row.fail(
         'reward_model',
-        f'has ground_truth {_shown(truth)}; {{"target": [a list of at least one text]}} is needed',
+        f'has ground_truth {_shown(truth)}; a text or {{"target": [texts]}} is needed',
     )
   extra = row.get('extra_info', dict, 'an object', {})
   dataset, split = _dataset(row, 'data_source'), extra.get('split') or ''

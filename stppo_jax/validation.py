@@ -19,6 +19,8 @@ from stppo_jax.config import HEALTH_RULES
 from stppo_jax.types import Rules
 from stppo_jax.types import UserError
 
+FREE_DICTS = ('env.options', 'model.chat_template_kwargs')  # with names that others give
+
 
 def fields(config: Any, prefix: str = '') -> Iterator[tuple[str, Rules, Any]]:
   """Yields (dotted path, rules, value) of every setting."""
@@ -190,15 +192,17 @@ def _check_names(config: Config) -> None:
 
 def _check_environment(config: Config) -> None:
   """Checks settings of the environment and its retriever that need each other."""
-  options, retriever = config.env.options, config.retriever
-  try:
-    text = json.dumps(options)
-  except (TypeError, ValueError) as error:
-    raise UserError(
-        f'config.env.options={options!r}: numbers, texts, lists and dicts are allowed ({error})'
-    ) from error
-  if not isinstance(options, dict) or json.loads(text).keys() != options.keys():
-    raise UserError(f'config.env.options={options!r}: must be a dict with names as keys')
+  retriever = config.retriever
+  for path in FREE_DICTS:
+    options = get(config, path)
+    try:
+      text = json.dumps(options)
+    except (TypeError, ValueError) as error:
+      raise UserError(
+          f'config.{path}={options!r}: numbers, texts, lists and dicts are allowed ({error})'
+      ) from error
+    if not isinstance(options, dict) or json.loads(text).keys() != options.keys():
+      raise UserError(f'config.{path}={options!r}: must be a dict with names as keys')
   if retriever.kind in ('dense', 'hybrid') and not retriever.encoder:
     raise UserError(
         f'config.retriever.kind={retriever.kind!r} needs a text encoder: set '
@@ -336,14 +340,12 @@ def _check_kl(config: Config, variant: Any) -> None:
     )
   if variant.kl_target and not variant.kl_coef:
     raise UserError(
-        f'config.algorithm.kl_target={variant.kl_target} multiplies the coefficient, and '
-        'config.algorithm.kl_coef=0 stays 0: set --config.algorithm.kl_coef=0.001'
+        f'config.algorithm.kl_target={variant.kl_target} multiplies kl_coef, and 0 stays 0: set it'
     )
   if variant.kl_target and variant.kl_horizon < config.train.episodes:
     raise UserError(
-        f'config.algorithm.kl_horizon={variant.kl_horizon:g} is shorter than one update of '
-        f'config.train.episodes={config.train.episodes}, which could make the coefficient '
-        f'negative: set --config.algorithm.kl_horizon={10 * config.train.episodes}'
+        f'config.algorithm.kl_horizon={variant.kl_horizon:g}: must be at least train.episodes='
+        f'{config.train.episodes}, or the coefficient may become negative'
     )
 
 
@@ -354,10 +356,9 @@ def _check_decay(config: Config) -> None:
     options = getattr(config, name)
     if options.final_lr != 1 and updates and options.warmup * updates + waits >= updates:
       raise UserError(
-          f'config.{name}.final_lr={options.final_lr:g} is never reached: config.{name}.warmup='
-          f'{options.warmup:g} of {updates} updates'
-          + (f' and config.train.critic_warmup={waits}' if waits else '')
-          + f' leave none to decay in: lower them, or set --config.{name}.final_lr=1'
+          f'config.{name}.final_lr={options.final_lr:g} is never reached: warmup='
+          f'{options.warmup:g} after critic_warmup={waits} of {updates} updates leaves none to '
+          f'decay in: lower them, or set --config.{name}.final_lr=1'
       )
 
 
@@ -365,9 +366,8 @@ def _check_ratio(config: Config, variant: Any) -> None:
   """Checks what needs a ratio, or a surrogate, of its own kind."""
   if variant.dual_clip and variant.surrogate != 'clip':
     raise UserError(
-        f"config.algorithm.dual_clip={variant.dual_clip:g} bounds the surrogate 'clip', and "
-        f'config.algorithm.surrogate={variant.surrogate!r} has bounds of its own: set '
-        '--config.algorithm.dual_clip=0'
+        f'config.algorithm.dual_clip={variant.dual_clip:g} is of the surrogate clip, and not of '
+        f'{variant.surrogate!r}: set --config.algorithm.dual_clip=0'
     )
   if variant.min_advantage == 'turn' and variant.ratio in ('none', 'token'):
     raise UserError(

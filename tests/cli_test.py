@@ -374,7 +374,14 @@ class OptionsTest(parameterized.TestCase):
   )
   def test_an_environments_options_are_set_one_by_one_or_as_a_dict(self, arguments, want):
     others = ['--config=x.py', '--config.env.max_turns=3']
-    self.assertEqual(parsing._take_options([others[0], *arguments, others[1]]), (others, want))
+    rest, found = parsing._take_options([others[0], *arguments, others[1]])
+    self.assertEqual(rest, others)
+    self.assertEqual(found, {'env.options': want, 'model.chat_template_kwargs': {}})
+
+  def test_a_templates_arguments_are_set_in_the_same_way(self):
+    argument = '--config.model.chat_template_kwargs.enable_thinking=False'
+    found = parsing._take_options([argument])[1]
+    self.assertEqual(found['model.chat_template_kwargs'], {'enable_thinking': False})
 
   def test_options_must_be_a_dict(self):
     with self.assertRaisesRegex(UserError, 'options=3: give a dict'):

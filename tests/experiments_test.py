@@ -51,12 +51,14 @@ CHANGES = {
         'algorithm.variant',
         'algorithm.aggregation',
         'model.folder',
+        'model.chat_template_kwargs',
         'rollout.rows',
     },
     'st_ppo_qwen3_30b_a3b': {
         'algorithm.variant',
         'algorithm.aggregation',
         'model.folder',
+        'model.chat_template_kwargs',
         'rollout.routing_replay',
     },
     'st_ppo_med_7b': {

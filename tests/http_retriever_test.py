@@ -1,6 +1,7 @@
 """The HTTP retriever against local servers that fail in many ways."""
 
 import collections
+from concurrent import futures
 import contextlib
 from http import server as http_server
 import json
@@ -13,10 +14,12 @@ from unittest import mock
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.envs import protocol as envs
 from stppo_jax.envs import search
 from stppo_jax.retrieval import http
+from stppo_jax.retrieval import kinds
 from stppo_jax.retrieval import protocol
 
 TASK = types.Task(id='t', question='q?', answers=('x',))
@@ -161,7 +164,7 @@ class AnswersTest(parameterized.TestCase):
       return (400, b'') if 'q40' in question['queries'] else _search_r1(question)
 
     with _server(answer) as (url, questions):
-      retriever = http.HttpRetriever(url)
+      retriever = http.HttpRetriever(url, http.Requests(max_queries=32))
       found = retriever.search(queries, 1)
     self.assertEqual(sorted(len(q['queries']) for _, q in questions), [4, 32, 32, 32])
     for i, passages in enumerate(found):
@@ -170,6 +173,30 @@ class AnswersTest(parameterized.TestCase):
       else:
         self.assertEqual([p.id for p in passages], [f'q{i}-0'])
     self.assertEqual((retriever.failures, retriever.requests), (32, 4))
+
+  def test_searches_of_several_threads_share_the_requests_in_flight(self):
+    """As the settings say by default: one at a time, since FAISS on GPUs bears no more."""
+    going, most = [], []
+
+    def answer(question, unused_number):
+      going.append(1)
+      most.append(len(going))
+      time.sleep(0.02)
+      going.pop()
+      return _search_r1(question)
+
+    with _server(answer) as (url, questions):
+      for concurrency, allowed in ((0, 1), (2, 2)):
+        settings = schema.Retriever(kind='http', url=url, concurrency=concurrency)
+        retriever = kinds.make(kinds.RETRIEVERS['http'], settings, list)
+        most.clear()
+        with futures.ThreadPoolExecutor(4) as pool:
+          searches = [[f'{concurrency} {i} {j}' for j in range(300)] for i in range(8)]
+          found = list(pool.map(lambda queries: retriever.search(queries, 1), searches))
+        self.assertEqual([len(passages) for passages in found], [300] * 8)
+        self.assertEqual(max(most), allowed)
+        self.assertEqual(retriever.requests, 8)  # 512 queries fit
+    self.assertLen(questions, 16)
 
   def test_search_r1(self):
     with _server(lambda question, _: _search_r1(question)) as (url, questions):

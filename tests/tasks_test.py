@@ -173,6 +173,10 @@ class ParquetTest(_FileTest):
         ],
     )
 
+  def test_an_answer_that_is_a_plain_text_as_in_verl(self):
+    path = self.write_parquet(self.row(reward_model={'style': 'rule', 'ground_truth': 'Goethe'}))
+    self.assertEqual(tasks.load_tasks(path, 'train')[0].answers, ('Goethe',))
+
   def test_question_column_wins_over_the_prompt(self):
     path = self.write_parquet(self.row(question='Who was it?'))
     self.assertEqual(tasks.load_tasks(path, 'train')[0].question, 'Who was it?')

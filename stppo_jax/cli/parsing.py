@@ -65,7 +65,8 @@ def parse(argv: list[str], usage: str, own_flags: list[str]) -> list[str]:
           f'get_config() of the experiment file returned {config!r}: return a '
           'stppo_jax.config.Config'
       )
-    config.env.options.update(options)
+    for path, values in options.items():
+      validation.get(config, path).update(values)
     for path in unset:
       *parents, name = path.split('.')
       setattr(validation.get(config, '.'.join(parents)), name, None)
@@ -129,29 +130,32 @@ def _with_shipped_experiment(arguments: list[str]) -> list[str]:
   ]
 
 
-def _take_options(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
-  """Splits off --config.env.options.NAME=VALUE and --config.env.options={'NAME': VALUE, ..}.
+def _take_options(arguments: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+  """Splits off --config.PATH.NAME=VALUE and --config.PATH={'NAME': VALUE, ..} of dicts.
 
-  Returns (the other arguments, {NAME: VALUE}). The names belong to the environment and are unknown
-  to config_flags. Values are JSON or Python; any other value is a string.
+  Returns (the other arguments, {PATH: {NAME: VALUE}}). The names belong to an environment or a
+  template and are unknown to config_flags. Values are JSON or Python; any other value is a string.
   """
-  others, options = [], {}
+  others: list[str] = []
+  options: dict[str, dict[str, Any]] = {path: {} for path in validation.FREE_DICTS}
+  paths = '|'.join(map(re.escape, options))
   for argument in arguments:
-    match = re.fullmatch(r'--?config\.env\.options(?:\.(\w+))?=(.*)', argument, re.DOTALL)
+    match = re.fullmatch(rf'--?config\.({paths})(?:\.(\w+))?=(.*)', argument, re.DOTALL)
     if not match:
       others.append(argument)
       continue
-    value: Any = match[2]
+    path, name, text = match.groups()
+    value: Any = text
     for parse in (json.loads, ast.literal_eval):
       with contextlib.suppress(ValueError, SyntaxError):
-        value = parse(match[2])
+        value = parse(text)
         break
-    if match[1] is None and not isinstance(value, dict):
+    if name is None and not isinstance(value, dict):
       raise types.UserError(
-          f'{argument}: give a dict, as in --config.env.options=\'{{"low": 1}}\', or one option, '
-          'as in --config.env.options.low=1'
+          f'{argument}: give a dict, as in --config.{path}=\'{{"low": 1}}\', or one option, '
+          f'as in --config.{path}.low=1'
       )
-    options |= {match[1]: value} if match[1] else value
+    options[path] |= {name: value} if name else value
   return others, options
 
 

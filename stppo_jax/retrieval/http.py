@@ -27,7 +27,10 @@ import requests
 from stppo_jax import tasks
 from stppo_jax import types
 
-DIALECTS = ('search_r1', 'ragen')
+# Requests in flight at once. Search-R1's server searches in a thread per request, without a lock,
+# and an index of FAISS on GPUs does not bear that.
+CONCURRENCY = {'search_r1': 1, 'ragen': 8}
+DIALECTS = tuple(CONCURRENCY)
 
 _AGAIN = frozenset((408, 425, 429, 500, 502, 503, 504))  # HTTP statuses worth another attempt
 _CHUNK_BYTES = 1024  # small, because the deadline is checked between chunks
@@ -46,8 +49,8 @@ class Requests:
   cache_size: int = 10_000  # queries; 0 = no cache
   connect_timeout_s: float = 5.0
   max_response_bytes: int = 64 << 20
-  concurrency: int = 8  # requests of one search in flight at once
-  max_queries: int = 32  # per request
+  concurrency: int = 8  # requests in flight at once, of all threads
+  max_queries: int = 512  # per request: what Search-R1's server searches for at once
 
   def __post_init__(self):
     if self.dialect not in DIALECTS:
@@ -64,7 +67,7 @@ class Requests:
 class HttpRetriever:
   """Searches over HTTP; never raises for errors of a server or network.
 
-  At most `max_queries` go into one request, and several requests are in flight at once.
+  At most `max_queries` go into one request, and at most `concurrency` requests are in flight.
 
   A query without a usable answer within `timeout_s` per request and `retries` retries gives None.
   Network errors, time-outs and overload are retried after `backoff_s * 2**attempt` times a jitter
@@ -97,6 +100,7 @@ class HttpRetriever:
         collections.OrderedDict()
     )
     self._lock = threading.Lock()  # for counters, jitter and cache: callers use threads
+    self._in_flight = threading.BoundedSemaphore(how.concurrency)
     self._session = requests.Session()
     self._session.trust_env = False
     for scheme in ('http://', 'https://'):
@@ -184,7 +188,8 @@ class HttpRetriever:
         self.requests += 1
         self.retries += attempt > 0
         jitter = 0.5 + self._jitter.random()
-      answer, failure, again = self._post_within(question)
+      with self._in_flight:
+        answer, failure, again = self._post_within(question)
       if failure is None:
         return answer
       if self.give_up():

@@ -57,7 +57,13 @@ def _none(settings, load_corpus):
 
 def _http(settings, load_corpus):
   del load_corpus  # the server has it
-  how = http.Requests(settings.dialect, settings.timeout_s, settings.retries, settings.backoff_s)
+  how = http.Requests(
+      settings.dialect,
+      settings.timeout_s,
+      settings.retries,
+      settings.backoff_s,
+      concurrency=settings.concurrency or http.CONCURRENCY[settings.dialect],
+  )
   return http.HttpRetriever(settings.url, how)
 
 

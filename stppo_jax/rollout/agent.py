@@ -189,7 +189,7 @@ def prepare(config) -> Prepared:
           f'{critic.vocab_size}, the policy has {model.vocab_size}: the critic reads the same '
           'tokens, give a model of the same family'
       )
-  tokenizer = chat.load_tokenizer(model_folder(config))
+  tokenizer = load_tokenizer(config)
   chat.check_matches(tokenizer, model.vocab_size)
   if config.model.critic_folder:
     _check_tokens(tokenizer, config.model.critic_folder)
@@ -202,6 +202,18 @@ def prepare(config) -> Prepared:
   chat.make_framing(tokenizer, parts.env.frame, config.rollout.max_observation)  # or an error now
   retriever = make_retriever(config, parts)
   return Prepared(tokenizer, parts.bind(retriever), retriever)
+
+
+def load_tokenizer(config) -> chat.Tokenizer:
+  """Returns the policy's tokenizer, with what the config gives to its chat template."""
+  kwargs = config.model.chat_template_kwargs
+  tokenizer = chat.load_tokenizer(model_folder(config), kwargs)
+  if kwargs and tokenizer.render is None:
+    raise UserError(
+        f'config.model.chat_template_kwargs={dict(kwargs)}: the tokenizer in {tokenizer.folder!r} '
+        'has no chat template: leave them out'
+    )
+  return tokenizer
 
 
 def make_retriever(config, parts: seams.Seams) -> Any:

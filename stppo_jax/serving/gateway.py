@@ -115,7 +115,7 @@ def serve(
     stop_requested: Callable[[], bool],
 ) -> None:
   """Serves until it is asked to stop; logs the address when it accepts requests."""
-  tokenizer = chat.load_tokenizer(agent_lib.model_folder(config))
+  tokenizer = agent_lib.load_tokenizer(config)
   chat.check_matches(tokenizer, model.vocab_size)
   max_total = config.serve.max_total or min(model.max_positions, _MOST_TOKENS)
   if max_total > model.max_positions:

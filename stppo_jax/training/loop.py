@@ -11,14 +11,12 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 import time
 
 from absl import logging
 import jax
 import numpy as np
 
-from stppo_jax import chat
 from stppo_jax import config as schema
 from stppo_jax import evaluation
 from stppo_jax import tasks as task_files
@@ -271,9 +269,8 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
     core_metrics, unfinished = run.agent.env.core_metrics, position.unfinished
     as_dict = dataclasses.asdict(config)
     journal = enter(journals.Journal(workdir, as_dict, first, core_metrics, unfinished is not None))
-    traces = os.path.join(workdir, 'profile')
     pipeline = enter(_make_pipeline(run, batches, position.ready))
-    before_update = enter(timing_lib.of_updates(traces, profile, first, updates))
+    before_update = enter(timing_lib.of_updates(f'{workdir}/profile', profile, first, updates))
     with contextlib.suppress(types.Stopped):
       if not first:
         scores = evaluate(journal, 0)
@@ -360,7 +357,7 @@ def _make_replay(config, variant, env):
   """Makes the reader of the batches of config.rollout.replay."""
   return saved.Replay(
       config.rollout.replay,
-      chat.load_tokenizer(agent_lib.model_folder(config)),
+      agent_lib.load_tokenizer(config),
       config.train.mini_batch * env.num_roles,
       config.train.length_buckets[-1],
       variant.needs_groups,
