@@ -155,7 +155,8 @@ class LoopTest(parameterized.TestCase):
         self.assertEqual(json.load(file)['train']['episodes'], 16)
 
     with self.subTest('evaluate reads the newest checkpoint'):
-      evaluated = job.evaluate(config, self.workdir)
+      with tiny_run.reading_policies_alone():
+        evaluated = job.evaluate(config, self.workdir)
       again = evaluated.scores
       with open(os.path.join(evaluated.folder, 'config.json'), encoding='utf-8') as file:
         self.assertRegex(json.load(file)['player']['weights'], '^[0-9a-f]{8}$')
