@@ -1,9 +1,11 @@
 """Adapters: zero at first, then equal to merged weights; the base is frozen; whole runs."""
 
 import dataclasses
+import json
 import math
 import os
 import pathlib
+import shutil
 import tempfile
 
 from absl.testing import absltest
@@ -402,9 +404,10 @@ class RunTest(absltest.TestCase):
       self.assertTrue(os.path.isfile(os.path.join(folder, 'tokenizer.json')))
 
   def test_full_training_exports_its_policy_too(self):
-    config = loop_test.make_config(
-        **{'train.updates': 1, 'model.critic': 'shared', 'eval.every': 0}
-    )
+    source = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()), 'model')
+    shutil.copytree(loop_test.make_config().model.folder, source)
+    values = {'train.updates': 1, 'model.critic': 'shared', 'eval.every': 0}
+    config = loop_test.make_config(**values, **{'model.folder': str(source)})
     loop.train(config, self.workdir)
     with tiny_run.reading_policies_alone():
       folder = results.export(config, self.workdir)
@@ -413,6 +416,14 @@ class RunTest(absltest.TestCase):
     self.assertEqual(exported.head, 'tokens')
     del trained['value_head']
     chex.assert_trees_all_equal(params, trained)
+    raw = json.loads((source / 'config.json').read_text())
+    (source / 'config.json').write_text(json.dumps(raw | {'torch_dtype': 'bfloat16'}))
+    with self.assertLogs('absl', 'INFO') as logs:
+      _, params = convert.load_hf(results.export(config, self.workdir))
+    self.assertIn('as bfloat16', logs.output[-1])
+    round_off = lambda x: x.astype(jnp.bfloat16).astype(np.float32)
+    chex.assert_trees_all_equal(params, jax.tree.map(round_off, trained))
+    self.assertNotEqual(params['lm_head']['kernel'][0, 0], trained['lm_head']['kernel'][0, 0])
 
   def test_models_of_one_folder_share_one_base(self):
     shared = loop.setup(loop_test.make_config(**{'model.lora_rank': 2})).learner.frozen

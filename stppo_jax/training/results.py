@@ -18,6 +18,7 @@ from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.models import hf_config
 from stppo_jax.models import lora
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import episodes as episodes_lib
@@ -226,8 +227,9 @@ def _samples_name(config, workdir, updates):
 def export(config: schema.Config, workdir: str) -> str:
   """Writes the policy of a checkpoint of `workdir` as a Hugging Face folder; returns its path.
 
-  Adapters are merged into the weights, and a value head is left out. Roles with parameters of their
-  own have a folder each, in that path.
+  Adapters are merged into the weights, and a value head is left out. Where config.model.folder is
+  in bfloat16, the weights are rounded to it. Roles with parameters of their own have a folder each,
+  in that path.
   """
   validation.validate(config)
   if not os.path.isdir(os.path.join(workdir, 'checkpoints')):
@@ -237,13 +239,14 @@ def export(config: schema.Config, workdir: str) -> str:
     )
   _check_trained(config, workdir)
   parts, actors, updates = _read(config, workdir)
-  folder = os.path.join(workdir, 'export')
+  folder, source = os.path.join(workdir, 'export'), agent_lib.model_folder(config)
+  dtype = 'bfloat16' if hf_config.stored_dtype(source) == 'bfloat16' else config.model.param_dtype
   bare = dataclasses.replace(parts.model, head='tokens')
   for role, actor in actors.items():
     params = actor
     if config.model.lora_rank:
       merge = jax.jit(lora.merge, static_argnums=2, donate_argnums=0 if not role else ())
       params = merge(parts.frozen.actor, actor, bare.lora_scale)
-    convert.save_hf(os.path.join(folder, role), bare, params, agent_lib.model_folder(config))
-  logging.info('the policy after %d updates is in %s', updates, folder)
+    convert.save_hf(os.path.join(folder, role), bare, params, source, dtype=dtype)
+  logging.info('the policy after %d updates is in %s, as %s', updates, folder, dtype)
   return folder
