@@ -57,6 +57,7 @@ EVAL_NAMES = (
     'val-core/all/em_hops1',
     'val-core/fruit/em',
     'val-core/nature/em',
+    'val-core/macro/em',
     'val-aux/num_turns/mean',
     'val-aux/agent_turns/mean',
     'val-aux/truncated',
