@@ -26,6 +26,7 @@ from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import pipeline
 from stppo_jax.serving import rollouts
+from stppo_jax.training import learner
 from stppo_jax.training import loop
 from stppo_jax.training import recovery
 from stppo_jax.training import results
@@ -56,8 +57,8 @@ class PreflightCase(parameterized.TestCase):
     super().setUp()
     self.workdir = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), 'run')
     loaded = AssertionError('weights were loaded')
-    self.enterContext(mock.patch.object(agent_lib, 'load_policy', side_effect=loaded))
-    self.enterContext(mock.patch.object(recovery, 'saved', side_effect=loaded))
+    for owner, name in ((learner, 'build'), (agent_lib, 'load_policy'), (recovery, 'saved')):
+      self.enterContext(mock.patch.object(owner, name, side_effect=loaded))
 
   def refused(self, config, *words, run=loop.train):
     with self.assertRaises(UserError) as caught:

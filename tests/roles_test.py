@@ -543,11 +543,14 @@ class RunTest(parameterized.TestCase):
       path = results.export(config, self.workdir)
       policy = results.policy(config, self.workdir)
       evaluated = job.evaluate(config, self.workdir).scores
+      config.train.updates = 0
+      untrained = job.evaluate(config, self.workdir).scores
     self.assertEqual(sorted(os.listdir(path)), sorted(Duel.roles))
     for role, member in zip(Duel.roles, (first, second)):
       chex.assert_trees_all_equal(convert.load_hf(os.path.join(path, role))[1], member.actor)
     chex.assert_trees_all_equal(policy.params, second.actor)
     self.assertEqual({name: two[-1][name] for name in evaluated}, evaluated)
+    self.assertEqual({name: two[0][name] for name in untrained}, untrained)
     self.assertIn('role second', policy.said)
     self.assertLen(results.policy(config, self.workdir, of_all=True).params, 2)
     config.serve.role = 'third'
