@@ -17,6 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from stppo_jax.assessment import job
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import layers
@@ -388,6 +389,12 @@ class RunTest(absltest.TestCase):
         chex.assert_trees_all_equal(
             loop_test.state_after(config, self.workdir, 3), loop_test.state_after(config, whole, 3)
         )
+
+    with self.subTest('an evaluation has the scores of training'):
+      with tiny_run.reading_policies_alone():
+        scores = job.evaluate(config, self.workdir).scores
+      row = metrics_lib.read_metrics(self.workdir)[-1]
+      self.assertEqual({name: row[name] for name in scores}, scores)
 
     with self.subTest('the export computes what base and adapters do'):
       with tiny_run.reading_policies_alone():
