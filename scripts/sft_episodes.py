@@ -4,7 +4,8 @@ r"""Trains a model to imitate saved episodes: its own best ones, or another agen
   python -m scripts.sft_episodes --episodes=runs/imported/episodes --out=models/imitated
 
 Episodes with less than --min_score are left out, and those that fit in no bucket. The folder that
-it writes is one for config.model.folder.
+it writes is one for config.model.folder. The compute settings are the defaults of config.model:
+layers are recomputed in the backward pass, and attention is a kernel where there is one.
 """
 
 import functools
@@ -16,6 +17,7 @@ from absl import logging
 import jax
 
 from stppo_jax import chat
+from stppo_jax import config as schema
 from stppo_jax.models import convert
 from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
@@ -36,24 +38,26 @@ _SEED = flags.DEFINE_integer('seed', 0, 'of the order')
 
 
 def main(unused_argv):
-  folder = agent_lib.EMBEDDED_MODEL if _MODEL.value == 'embedded' else _MODEL.value
+  mesh = sft.make_mesh(_MICRO_BATCH.value)
+  dtype = 'float32' if jax.default_backend() == 'cpu' else 'bfloat16'
+  config = schema.Config()
+  config.model = schema.Model(folder=_MODEL.value, dtype=dtype)
+  folder = agent_lib.model_folder(config)
   tokenizer = chat.load_tokenizer(folder)
   buckets = tuple(map(int, _BUCKETS.value))
   pool = demonstrations(_EPISODES.value, tokenizer, _MIN_SCORE.value, buckets[-1])
-  mesh = sharding.make_mesh(1, -1, 1)
   place = functools.partial(sharding.tree_shardings, mesh=mesh)
-  dtype = 'float32' if jax.default_backend() == 'cpu' else 'bfloat16'
-  shape, params = convert.load_hf(folder, dtype=dtype, shardings=place)
+  shape, params = agent_lib.load_policy(config, shardings=place)
   chat.check_matches(tokenizer, shape.vocab_size)
   params = sft.train(
       params,
-      shape,
+      sft.with_kernel(shape, config.model.attention, mesh, buckets),
       sft.batches(pool, _ROWS.value, _MICRO_BATCH.value, buckets),
       steps=_STEPS.value,
       optimizer=sft.make_optimizer(_LR.value, _STEPS.value),
       seed=_SEED.value,
       mesh=mesh,
-      logp_chunk=512,
+      logp_chunk=config.model.logp_chunk,
       log_every=max(1, _STEPS.value // 10),
   )
   convert.save_hf(_OUT.value, shape, params, folder)

@@ -15,7 +15,6 @@ follows the protocol and answers badly.
 The demonstrations are made by search_trajectories.py.
 """
 
-import dataclasses
 import functools
 import json
 import math
@@ -65,10 +64,9 @@ _SEED = flags.DEFINE_integer('seed', 0, 'of the wordings and of the order')
 
 def main(unused_argv):
   config = run_config()
-  dtype = _DTYPE.value or ('float32' if jax.default_backend() == 'cpu' else 'bfloat16')
-  mesh = sharding.make_mesh(1, -1, 1)
-  if _MICRO_BATCH.value % mesh.size:
-    raise UserError(f'--micro_batch={_MICRO_BATCH.value}: give a multiple of {mesh.size} devices')
+  config.model.dtype = _DTYPE.value or ('float32' if jax.default_backend() == 'cpu' else 'bfloat16')
+  config.model.remat = _REMAT.value
+  mesh = sft.make_mesh(_MICRO_BATCH.value)
   folder = agent_lib.model_folder(config)
   tokenizer = chat.load_tokenizer(folder)
   passages = task_files.load_corpus(config.data.corpus or config.data.source)
@@ -78,14 +76,8 @@ def main(unused_argv):
     tasks = agent_lib.load_tasks(config, split)
     pools[split] = demonstrator.pool(tasks, copies, _SEED.value)
     describe(split, len(tasks) * copies, pools[split])
-  shape, params = convert.load_hf(
-      folder, dtype=dtype, shardings=functools.partial(sharding.tree_shardings, mesh=mesh)
-  )
-  shape = dataclasses.replace(
-      shape,
-      remat=_REMAT.value,
-      scan_layers=config.model.scan_layers,
-      attention_chunk=config.model.attention_chunk,
+  shape, params = agent_lib.load_policy(
+      config, shardings=functools.partial(sharding.tree_shardings, mesh=mesh)
   )
   chat.check_matches(tokenizer, shape.vocab_size)
   buckets, chunk = config.train.length_buckets, config.model.logp_chunk or None
@@ -95,7 +87,7 @@ def main(unused_argv):
   draw = sft.batches(pools[config.data.train_split], _ROWS.value, _MICRO_BATCH.value, buckets)
   params = sft.train(
       params,
-      shape,
+      sft.with_kernel(shape, config.model.attention, mesh, buckets),
       draw,
       steps=_STEPS.value,
       optimizer=sft.make_optimizer(_LR.value, _STEPS.value),

@@ -36,6 +36,7 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
 
   val-core/<dataset>/score   total reward
   val-core/<dataset>/<name>  an environment's core metrics; its other metrics go under val-aux
+  val-core/macro/..            the mean of the data sets' means of each, where there are several
   val-core/all/<name>_hops<n>  the main one of them, where tasks have a number of hops
   val-role/<role>/..           score and core metrics of the rows of each role, where there are some
 
@@ -44,7 +45,7 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
   moved are left out.
   """
   episodes = [episode for episode in episodes if not episode.absent]
-  found = collections.defaultdict(list)
+  found, of_sets = collections.defaultdict(list), collections.defaultdict(dict)
   reported = {name for episode in episodes for name in episode.metrics}
   for episode in episodes:
     core = {name: episode.metrics.get(name, 0.0) for name in episode.core_metrics}
@@ -52,6 +53,8 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
     for dataset in ('all', episode.task.dataset):
       for name, value in (core | {'score': episode.score}).items():
         found[f'val-core/{dataset}/{name}'].append(value)
+        if dataset != 'all':
+          of_sets[name].setdefault(dataset, []).append(value)
         if episode.role and dataset == 'all':
           found[f'val-role/{episode.role}/{name}'].append(value)
       for name, value in other.items():
@@ -65,4 +68,7 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
     too_long = bool(episode.counts.get('prompt_too_long'))
     found['val-aux/retrieval_failed'].append(float(episode.failed and not too_long))
     found['val-aux/prompt_too_long'].append(float(too_long))
+  for name, values in of_sets.items():
+    if len(values) > 1:
+      found[f'val-core/macro/{name}'] = [np.mean(of_set) for of_set in values.values()]
   return {name: float(np.mean(values)) for name, values in sorted(found.items())}

@@ -290,8 +290,8 @@ def _task(row: _Row) -> types.Task:
 
 def _dataset(row: _Row, field: str) -> str:
   name = row.text(field, 'unnamed')
-  if name == 'all':
-    row.fail(field, "is 'all', as the mean over all data sets is called; another name is needed")
+  if name in ('all', 'macro'):
+    row.fail(field, f'is {name!r}, as a mean over all data sets is called; another name is needed')
   return name
 
 

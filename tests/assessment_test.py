@@ -84,6 +84,23 @@ class EstimatesTest(parameterized.TestCase):
     self.assertAlmostEqual(em.low, 1 / 3)
     self.assertAlmostEqual(em.high, 2 / 3)
 
+  def test_the_mean_of_the_data_sets_by_hand(self):
+    tasks = [types.Task(name, dataset=dataset) for name, dataset in zip('abcd', 'xxxy')]
+    episodes = [make_episode(*of) for of in zip(tasks, (1.0, 0.0, 1.0, 0.25))]
+    scores = evaluation.scores(episodes)
+    self.assertAlmostEqual(scores['val-core/all/em'], 2.25 / 4)
+    self.assertAlmostEqual(scores['val-core/x/em'], 2 / 3)
+    for name in ('em', 'f1', 'score'):
+      self.assertAlmostEqual(scores[f'val-core/macro/{name}'], (2 / 3 + 1 / 4) / 2)
+    row = estimates.groups({task.id: [x] for task, x in zip(tasks, episodes)})[1]
+    self.assertEqual(row.name, 'mean of the data sets')
+    self.assertAlmostEqual(row.estimates['em'].value, scores['val-core/macro/em'])
+    # y is one question. The mean of x is 0, 1/3, 2/3 or 1: all three wrong once in 27 resamplings.
+    self.assertAlmostEqual(row.estimates['em'].low, (0 + 1 / 4) / 2)
+    self.assertAlmostEqual(row.estimates['em'].high, (1 + 1 / 4) / 2)
+    of_one = evaluation.scores(episodes[:3])
+    self.assertFalse([name for name in of_one if 'macro' in name])
+
   def test_a_sample_passes_with_a_main_score_of_1(self):
     scores = (0.99, 1.0, sum([0.1] * 10), 2.0)  # the third is 1 but for rounding
     samples = {'a': [make_episode(types.Task('a'), score) for score in scores]}

@@ -10,6 +10,7 @@ from unittest import mock
 from absl import logging
 from absl.testing import absltest
 from absl.testing import parameterized
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -228,8 +229,11 @@ class BestTest(CheckpointCase):
       self.assertEqual(steps(self.workdir), [6, 7])
       for which, updates in (('newest', 7), ('best', 6)):
         state = micro_run.setup(config).state
-        state, found = recovery.saved(self.workdir, state, which)
+        actor, found = recovery.saved(self.workdir, state.actor, which)
+        with checkpoint.Checkpoints(self.workdir) as checkpoints:
+          state = checkpoints.restore(updates, state)
         self.assertEqual((found, int(state.step)), (updates, 4 * updates))
+        chex.assert_trees_all_equal(actor, state.actor)
 
   def test_the_last_one_counts_too_although_it_is_not_due(self):
     with tempfile.TemporaryDirectory() as folder:

@@ -91,6 +91,27 @@ class ConvertTest(TreeTest):
     self.assertEqual(config_again, config)
     self.assert_trees_equal(params_again, params)
 
+  @parameterized.parameters(*reference_models.NAMES)
+  def test_parameters_are_rounded_to_the_given_dtype(self, name):
+    config, params = convert.load_hf(REFERENCES / name)
+    convert.save_hf(self.folder, config, params, dtype='bfloat16')
+    self.assertEqual(hf_config.stored_dtype(self.folder), 'bfloat16')
+    tensors = safetensors.numpy.load_file(self.folder / 'model.safetensors')
+    self.assertEqual({str(tensor.dtype) for tensor in tensors.values()}, {'bfloat16'})
+    rounded = jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32), params)
+    self.assert_trees_equal(convert.load_hf(self.folder)[1], rounded)
+
+  def test_the_dtype_that_a_folder_names(self):
+    path = self.folder / 'config.json'
+    for raw, named in (
+        ({'torch_dtype': 'bfloat16'}, 'bfloat16'),
+        ({'dtype': 'float16'}, 'float16'),
+    ):
+      path.write_text(json.dumps(raw))
+      self.assertEqual(hf_config.stored_dtype(self.folder), named)
+    path.write_text('{"torch_dtype": null}')
+    self.assertEqual(hf_config.stored_dtype(self.folder), '')
+
   @parameterized.product(name=('qwen2', 'qwen2_tied', 'qwen3', 'llama'), head=('value', 'both'))
   def test_round_trip_of_value_heads(self, name, head):
     config, params = convert.load_hf(REFERENCES / name, head=head)

@@ -18,9 +18,9 @@ from stppo_jax import validation
 from stppo_jax.algorithms import variants
 from stppo_jax.models import layers
 from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.runtime import hosts
 from stppo_jax.training import learner
-from stppo_jax.training import loop
 from stppo_jax.training import recovery
 from stppo_jax.training import results
 from stppo_jax.types import UserError
@@ -201,11 +201,10 @@ class MakeVariantTest(parameterized.TestCase):
         UserError, r"^[^\n]*algorithm.variant='own_rl:PLAIN' has changed[^\n]*$"
     ):
       micro_run.train(config, workdir)
-    run = mock.Mock(held_out=[])
-    self.enterContext(mock.patch.object(loop, 'setup', return_value=run))
-    self.enterContext(mock.patch.object(recovery, 'saved', return_value=(None, 2)))
+    self.enterContext(mock.patch.object(agent_lib, 'check_prompts'))
     with self.assertLogs('absl', 'WARNING') as logs:
-      self.assertEqual(results.load(config, workdir), (run, 2))
+      policy, *_ = results.load(config, workdir)
+    self.assertEqual(policy.updates, 2)
     self.assertIn('the source of config.algorithm.variant has changed', logs.output[0])
 
   def test_all_processes_need_the_same_sources(self):

@@ -58,6 +58,7 @@ EVAL_NAMES = (
     'val-core/all/em_hops1',
     'val-core/fruit/em',
     'val-core/nature/em',
+    'val-core/macro/em',
     'val-aux/num_turns/mean',
     'val-aux/agent_turns/mean',
     'val-aux/truncated',
@@ -156,7 +157,8 @@ class LoopTest(parameterized.TestCase):
         self.assertEqual(json.load(file)['train']['episodes'], 16)
 
     with self.subTest('evaluate reads the newest checkpoint'):
-      evaluated = job.evaluate(config, self.workdir)
+      with tiny_run.reading_policies_alone():
+        evaluated = job.evaluate(config, self.workdir)
       again = evaluated.scores
       with open(os.path.join(evaluated.folder, 'config.json'), encoding='utf-8') as file:
         self.assertRegex(json.load(file)['player']['weights'], '^[0-9a-f]{8}$')

@@ -1,9 +1,11 @@
 """Adapters: zero at first, then equal to merged weights; the base is frozen; whole runs."""
 
 import dataclasses
+import json
 import math
 import os
 import pathlib
+import shutil
 import tempfile
 
 from absl.testing import absltest
@@ -15,6 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from stppo_jax.assessment import job
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import layers
@@ -387,8 +390,15 @@ class RunTest(absltest.TestCase):
             loop_test.state_after(config, self.workdir, 3), loop_test.state_after(config, whole, 3)
         )
 
+    with self.subTest('an evaluation has the scores of training'):
+      with tiny_run.reading_policies_alone():
+        scores = job.evaluate(config, self.workdir).scores
+      row = metrics_lib.read_metrics(self.workdir)[-1]
+      self.assertEqual({name: row[name] for name in scores}, scores)
+
     with self.subTest('the export computes what base and adapters do'):
-      folder = results.export(config, self.workdir)
+      with tiny_run.reading_policies_alone():
+        folder = results.export(config, self.workdir)
       run = loop.setup(config)
       state = loop_test.state_after(config, self.workdir, 3)
       exported, params = convert.load_hf(folder)
@@ -401,15 +411,26 @@ class RunTest(absltest.TestCase):
       self.assertTrue(os.path.isfile(os.path.join(folder, 'tokenizer.json')))
 
   def test_full_training_exports_its_policy_too(self):
-    config = loop_test.make_config(
-        **{'train.updates': 1, 'model.critic': 'shared', 'eval.every': 0}
-    )
+    source = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()), 'model')
+    shutil.copytree(loop_test.make_config().model.folder, source)
+    values = {'train.updates': 1, 'model.critic': 'shared', 'eval.every': 0}
+    config = loop_test.make_config(**values, **{'model.folder': str(source)})
     loop.train(config, self.workdir)
-    exported, params = convert.load_hf(results.export(config, self.workdir))
+    with tiny_run.reading_policies_alone():
+      folder = results.export(config, self.workdir)
+    exported, params = convert.load_hf(folder)
     trained = loop_test.state_after(config, self.workdir, 1).actor
     self.assertEqual(exported.head, 'tokens')
     del trained['value_head']
     chex.assert_trees_all_equal(params, trained)
+    raw = json.loads((source / 'config.json').read_text())
+    (source / 'config.json').write_text(json.dumps(raw | {'torch_dtype': 'bfloat16'}))
+    with self.assertLogs('absl', 'INFO') as logs:
+      _, params = convert.load_hf(results.export(config, self.workdir))
+    self.assertIn('as bfloat16', logs.output[-1])
+    round_off = lambda x: x.astype(jnp.bfloat16).astype(np.float32)
+    chex.assert_trees_all_equal(params, jax.tree.map(round_off, trained))
+    self.assertNotEqual(params['lm_head']['kernel'][0, 0], trained['lm_head']['kernel'][0, 0])
 
   def test_models_of_one_folder_share_one_base(self):
     shared = loop.setup(loop_test.make_config(**{'model.lora_rank': 2})).learner.frozen

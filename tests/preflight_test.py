@@ -25,8 +25,11 @@ from stppo_jax.assessment import job
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import pipeline
+from stppo_jax.serving import rollouts
 from stppo_jax.training import learner
 from stppo_jax.training import loop
+from stppo_jax.training import recovery
+from stppo_jax.training import results
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 from tests.support import tiny_run
@@ -54,7 +57,8 @@ class PreflightCase(parameterized.TestCase):
     super().setUp()
     self.workdir = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), 'run')
     loaded = AssertionError('weights were loaded')
-    self.enterContext(mock.patch.object(learner, 'build', side_effect=loaded))
+    for owner, name in ((learner, 'build'), (agent_lib, 'load_policy'), (recovery, 'saved')):
+      self.enterContext(mock.patch.object(owner, name, side_effect=loaded))
 
   def refused(self, config, *words, run=loop.train):
     with self.assertRaises(UserError) as caught:
@@ -240,9 +244,11 @@ class EvaluateTest(PreflightCase):
 
   def test_a_retriever_that_dies_meanwhile(self):
     episode = types.Episode(types.Task('a'), 0, np.zeros(2, np.int32), [], failed=True)
-    run = mock.Mock(held_out=[types.Task('a')])
-    run.agent.play.return_value, run.agent.env.roles = [episode], ()
-    self.enterContext(mock.patch.object(loop, 'setup', return_value=run))
+    policy = mock.Mock(updates=0, said='untrained')
+    agent = mock.Mock(**{'play.return_value': [episode], 'env.roles': ()})
+    loaded = (policy, mock.Mock(), [types.Task('a')])
+    self.enterContext(mock.patch.object(results, 'load', return_value=loaded))
+    self.enterContext(mock.patch.object(rollouts, 'make_agent', return_value=agent))
     with self.assertRaisesRegex(RunError, 'retrieval failed in 100% of the held-out episodes'):
       job.evaluate(make_config(train__updates=0), self.workdir)
 

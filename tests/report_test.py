@@ -106,10 +106,11 @@ class ReportTest(parameterized.TestCase):
     self.assertLen(_page_json(page)['charts'][0]['series'], 1)
 
   def test_all_questions_come_before_the_data_sets(self):
-    row = {'val-core/all/em': 0.5, 'val-core/a/em': 0.25, 'val-core/nq/em': 0.75}
+    row = {'val-core/all/em': 0.6, 'val-core/a/em': 0.25, 'val-core/nq/em': 0.75}
+    row['val-core/macro/em'] = 0.5
     self._write_rows(row)
     labels = re.findall(r'<th scope="row">(.*?)</th>', self._page())
-    self.assertEqual(labels, ['all questions', 'a', 'nq'])
+    self.assertEqual(labels, ['all questions', 'mean of the data sets', 'a', 'nq'])
 
   def _write_rows(self, *rows):
     with metrics.MetricsWriter(self.workdir) as writer:

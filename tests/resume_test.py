@@ -20,6 +20,7 @@ from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
+from stppo_jax.training import recovery
 from stppo_jax.types import Stopped
 from stppo_jax.types import UserError
 from tests.support import micro_run
@@ -217,6 +218,8 @@ class ResumeTest(parameterized.TestCase):
     self.assertEqual(kernel.addressable_shards[0].data.shape, (1, 4, 2))
     self.assertEqual(one_state.actor['mlp']['up']['kernel'].sharding.num_devices, 1)
     chex.assert_trees_all_equal(jax.device_get(many_state), jax.device_get(one_state))
+    actor, _ = recovery.saved(self.workdir, one.state.actor)  # as evaluation and export read it
+    chex.assert_trees_all_equal(jax.device_get(actor), jax.device_get(one_state.actor))
     micro_run.train(make_config(**{'train.updates': 2}), self.workdir)  # and goes on there
     self.assertEqual(metrics_lib.read_metrics(self.workdir)[-1]['step'], 2)
 

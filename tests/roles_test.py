@@ -19,8 +19,10 @@ from stppo_jax import evaluation
 from stppo_jax import types
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import variants
+from stppo_jax.assessment import job
 from stppo_jax.assessment import talk
 from stppo_jax.envs import protocol
+from stppo_jax.models import convert
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import report
@@ -30,10 +32,10 @@ from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
+from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import loop
 from stppo_jax.training import packing
-from stppo_jax.training import recovery
 from stppo_jax.training import results
 from stppo_jax.trajectories import atif_reader
 from stppo_jax.trajectories import atif_writer
@@ -443,7 +445,8 @@ class RunTest(parameterized.TestCase):
     _, state = learner_lib.build(
         config, Duel.roles if config.model.role_parameters == 'own' else ()
     )
-    return recovery.saved(workdir, state)[0]
+    with checkpoint.Checkpoints(workdir) as checkpoints:
+      return checkpoints.restore(checkpoints.newest(), state)
 
   def test_losses_metrics_and_report_are_attributed_to_roles(self):
     scores, rows = self.train(self.workdir)
@@ -535,11 +538,19 @@ class RunTest(parameterized.TestCase):
     _, begun = learner_lib.build(config, Duel.roles)
     chex.assert_trees_all_equal(second.actor, begun.members[1].actor)
     chex.assert_trees_all_equal(second.critic, begun.members[1].critic)
-    path = results.export(config, self.workdir)
-    self.assertEqual(sorted(os.listdir(path)), sorted(Duel.roles))
     config.serve.role = 'second'
-    policy = results.policy(config, self.workdir)
+    with tiny_run.reading_policies_alone():
+      path = results.export(config, self.workdir)
+      policy = results.policy(config, self.workdir)
+      evaluated = job.evaluate(config, self.workdir).scores
+      config.train.updates = 0
+      untrained = job.evaluate(config, self.workdir).scores
+    self.assertEqual(sorted(os.listdir(path)), sorted(Duel.roles))
+    for role, member in zip(Duel.roles, (first, second)):
+      chex.assert_trees_all_equal(convert.load_hf(os.path.join(path, role))[1], member.actor)
     chex.assert_trees_all_equal(policy.params, second.actor)
+    self.assertEqual({name: two[-1][name] for name in evaluated}, evaluated)
+    self.assertEqual({name: two[0][name] for name in untrained}, untrained)
     self.assertIn('role second', policy.said)
     self.assertLen(results.policy(config, self.workdir, of_all=True).params, 2)
     config.serve.role = 'third'

@@ -1,10 +1,12 @@
 """The warm start: demonstrations are like episodes, and disguised names cannot be memorised."""
 
+import dataclasses
 import functools
 import json
 import pathlib
 import re
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest
 import jax
@@ -115,6 +117,22 @@ class TrainTest(absltest.TestCase):
         sizes.append(-float(updates['w'][0]))  # a constant gradient: Adam steps by the rate itself
       self.assertAlmostEqual(max(sizes), 1, places=3)
       self.assertGreater(min(sizes), 0)
+
+  def test_a_micro_batch_that_the_devices_do_not_divide_is_refused(self):
+    num = len(jax.devices())
+    self.assertEqual(sft.make_mesh(2 * num).size, num)
+    with self.assertRaisesRegex(UserError, f'^--micro_batch={num + 1}: [^\n]* {num} devices$'):
+      sft.make_mesh(num + 1)
+
+  def test_attention_is_that_of_a_run(self):
+    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    chosen = lambda wanted, mesh: sft.with_kernel(in_half, wanted, mesh, (128,)).attention
+    in_half = dataclasses.replace(CONFIG, dtype='bfloat16')
+    self.assertEqual(chosen('auto', mesh), 'plain')  # the kernels need an accelerator
+    gpu = mock.Mock(platform='gpu', compute_capability='9.0')
+    self.assertEqual(chosen('auto', mock.Mock(devices=np.array([gpu]))), 'cudnn')
+    with self.assertRaisesRegex(UserError, "attention='cudnn' needs an NVIDIA GPU"):
+      chosen('cudnn', mesh)
 
 
 class BatchesTest(absltest.TestCase):

@@ -240,6 +240,7 @@ class HostileRowTest(_FileTest):
       ({'hops': -1}, "field 'hops' is -1"),
       ({'id': 'q0'}, "field 'id' is 'q0' a second time"),
       ({'dataset': 'all'}, "field 'dataset' is 'all'"),
+      ({'dataset': 'macro'}, "field 'dataset' is 'macro'"),
   )
   def test_is_refused(self, change, complaint):
     path = self.write('qa.jsonl', self.row(id='q0'), self.row(**change))

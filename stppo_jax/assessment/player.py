@@ -17,13 +17,12 @@ import jax.numpy as jnp
 from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.assessment import records
-from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.models import sharding
 from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.rollout import pipeline
 from stppo_jax.runtime import hosts
 from stppo_jax.serving import rollouts
 from stppo_jax.training import checkpoint
-from stppo_jax.training import loop
 from stppo_jax.training import results as results_lib
 from stppo_jax.types import RunError
 
@@ -84,24 +83,23 @@ class Trained:
   """A checkpoint of a run, or the model before training: the run's own agent."""
 
   def __init__(self, config: schema.Config, workdir: str, stop_requested: Callable[[], bool]):
-    run, updates = results_lib.load(config, workdir)
-    hot = temperature(config)
-    self.tasks, self._is_greedy, self._stop_requested = run.held_out, hot == 0, stop_requested
+    policy, prepared, self.tasks = results_lib.load(config, workdir)
+    self._is_greedy, self._stop_requested = temperature(config) == 0, stop_requested
     self.batch = _ROUNDS * config.eval.rows
     self._max_failed_share = config.retriever.max_failed_share
-    self._agent = run.agent if hot == 0 else _sampling_agent(config, run, hot)
-    self._params = self._agent.sampler.copy(run.policy)
+    playing = config if self._is_greedy else _sampling(config)
+    mesh = sharding.mesh_of(config.mesh)
+    self._agent = rollouts.make_agent(playing, policy.model, mesh, prepared)
+    self._params = self._agent.sampler.copy(policy.params)
     self.roles = tuple(self._agent.env.roles) or ('',)
     if hasattr(self._agent.retriever, 'give_up'):
       self._agent.retriever.give_up = stop_requested
-    rows = rows_of(run.held_out, config.eval.samples)
+    rows = rows_of(self.tasks, config.eval.samples)
     keys = episode_loop.row_keys(jax.random.key(config.seed), [row.task for row in rows])
     self._keys = dict(zip((row.key for row in rows), keys))
-    if updates is None:
-      self.said, self.label = f'{config.model.folder}, untrained', 'untrained'
-    else:
-      self.said, self.label = f'{workdir} after {updates} updates', f'{updates:06d}'
-    saved = '' if updates is None else hosts.by_writer(checkpoint.fingerprint, workdir, updates)
+    self.said, updates = policy.said, policy.updates or None
+    self.label = f'{updates:06d}' if updates else 'untrained'
+    saved = hosts.by_writer(checkpoint.fingerprint, workdir, updates) if updates else ''
     self.identity = {'updates': updates, 'weights': saved}
 
   def play(self, rows: Sequence[records.Row]) -> Iterator[records.Played]:
@@ -127,9 +125,9 @@ class Trained:
     return [(decode(turn.tokens), decode(turn.observation)) for turn in episode.turns]
 
 
-def _sampling_agent(config, run: loop.Run, hot: float) -> agent_lib.Agent:
-  """Returns the run's agent, with the temperature and the rows of the evaluation."""
-  rollout = dataclasses.replace(config.rollout, temperature=hot, rows=config.eval.rows)
-  config = dataclasses.replace(config, rollout=rollout)
-  prepared = agent_lib.Prepared(run.agent.tokenizer, run.agent.env, run.agent.retriever)
-  return rollouts.make_agent(config, run.learner.spec.actor, run.learner.mesh, prepared)
+def _sampling(config: schema.Config) -> schema.Config:
+  """Returns the config with the temperature and the rows of the evaluation."""
+  rollout = dataclasses.replace(
+      config.rollout, temperature=temperature(config), rows=config.eval.rows
+  )
+  return dataclasses.replace(config, rollout=rollout)

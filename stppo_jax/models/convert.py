@@ -80,14 +80,16 @@ def save_hf(
     params: decoder.Params,
     tokenizer_folder: str | pathlib.Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    dtype: str | None = None,
 ) -> None:
   """Writes a folder for `load_hf` and transformers: config.json, safetensors and the tokenizer.
 
   A critic (head 'value') becomes a TokenClassification model with one label and its value head as
   `score`. Head 'both' is a causal model with an additional `score`. The parameters (NumPy or jax
-  arrays, sharded or not) keep their dtype and are gathered one tensor at a time; the host holds one
-  file of at most `max_shard_bytes`. Where several processes share the arrays, all of them call this
-  and process 0 writes. Existing weights in the folder are replaced.
+  arrays, sharded or not) are written in `dtype`, by default the embedding's. They are gathered one
+  tensor at a time; the host holds one file of at most `max_shard_bytes`. Where several processes
+  share the arrays, all of them call this and process 0 writes. Existing weights in the folder are
+  replaced.
   """
   folder = pathlib.Path(folder)
   token_ids = {}
@@ -98,8 +100,8 @@ def save_hf(
     if (tokenizer_folder / 'config.json').is_file():
       source = hf_config.read_json(tokenizer_folder / 'config.json')
       token_ids = {name: source[name] for name in TOKEN_IDS if name in source}
-  dtype = str(np.dtype(params['embed']['embedding'].dtype))
-  tensor_of = functools.partial(_copy_out, params)
+  dtype = dtype or str(np.dtype(params['embed']['embedding'].dtype))
+  tensor_of = functools.partial(_copy_out, params, hf_config.DTYPES[dtype])
   write_weights(folder, config, dtype, tensor_of, token_ids, max_shard_bytes)
   if tokenizer_folder is not None and jax.process_index() == 0:
     hf_config.copy_tokenizer(tokenizer_folder, folder, config)
@@ -363,17 +365,17 @@ def _whole(shape):
   return (slice(None),) * len(shape)
 
 
-def _copy_out(params, entry):
+def _copy_out(params, dtype, entry):
   """Returns the tensor of an entry in the folder's layout."""
   if entry.path == hf_config.NOT_OURS:
-    return np.zeros(entry.shape, params['embed']['embedding'].dtype)
+    return np.zeros(entry.shape, dtype)
   leaf = _leaf(params, entry.path)
   if entry.layer is not None:
     index = (entry.layer,) if entry.expert is None else (entry.layer, entry.expert)
     leaf = leaf[index] if isinstance(leaf, np.ndarray) else _slice_of(leaf, index)
   if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
     leaf = multihost_utils.process_allgather(leaf, tiled=True)
-  leaf = np.asarray(leaf)
+  leaf = np.asarray(leaf).astype(dtype, copy=False)
   if entry.transpose:
     leaf = leaf.reshape(entry.shape[::-1]).T
   return np.ascontiguousarray(leaf.reshape(entry.shape))  # save_file writes the raw buffer

@@ -88,6 +88,12 @@ def load(
   )
 
 
+def stored_dtype(folder: str | pathlib.Path) -> str:
+  """Returns the dtype that a folder's config.json names ('bfloat16'), or '' without one."""
+  raw = read_json(pathlib.Path(folder) / 'config.json')
+  return str(raw.get('dtype') or raw.get('torch_dtype') or '')  # transformers 5, and 4
+
+
 def to_json(config: decoder.ModelConfig, dtype: str, token_ids: dict[str, Any]) -> dict[str, Any]:
   """Returns config.json as transformers 4 and 5 read it, with `token_ids` added."""
   kind = 'ForTokenClassification' if config.head == 'value' else 'ForCausalLM'

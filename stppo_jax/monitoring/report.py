@@ -30,6 +30,7 @@ MAX_ALARMS = 4  # updates with a warning whose episodes are shown
 BYTES_PER_FILE = 2_000_000  # of those episodes as JSON
 _TEMPLATE = pathlib.Path(__file__).with_name('report_template.html')
 _CORE_NAME = re.compile(r'val-core/([^/]+)/(\w+?)(?:_hops(\d+))?')
+_OF_ALL = {'all': 'all questions', 'macro': 'mean of the data sets'}
 _ROLE_NAME = re.compile(r'val-role/(\w+)/(\w+)')
 _HIGHLIGHTS = (  # of the config, in the order in which the page shows them
     'algorithm.variant algorithm.advantage algorithm.ratio algorithm.divisor algorithm.norm_of '
@@ -271,14 +272,14 @@ def _results_html(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> s
   last_eval = next((group for group in groups if group['kind'] == 'eval'), None)
   several = any(len(series) > 1 for series in points.values())
   lines = []
-  place = lambda key: (key[0] != 'all', key[0].startswith('role '), key[0], key[1] or 0)
+  place = lambda key: (key[0] not in _OF_ALL, key[0].startswith('role '), key[0], key[1] or 0)
   for dataset, hops in sorted(points, key=place):
     series = points[dataset, hops]
     before, (last, after) = series[0][1], series[-1]
     best_step, best = max(series, key=lambda point: point[1])
     counted = last_eval if last_eval is not None and last_eval['step'] == last else None
     count = counted['counts'].get((dataset, hops), '') if counted else ''
-    name = 'all questions' if dataset == 'all' else html.escape(dataset)
+    name = _OF_ALL.get(dataset) or html.escape(dataset)
     label = name if hops is None else f'{hops} hop{"s" if hops > 1 else ""}'
     cells = [f'<th scope="row">{label}</th>', f'<td>{count}</td>', f'<td>{before:.3f}</td>']
     if len(series) > 1:

@@ -127,15 +127,17 @@ class Checkpoints:
   def restore_actor(self, updates: int, like: Any) -> Any:
     """Returns the trained parameters of the policy alone, with the shapes and shardings of `like`.
 
-    Nothing else of the state is read.
+    Of a list, those of each role. Nothing else of the state is read.
     """
-    item = {'actor': jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)}
+    several = isinstance(like, list)
+    shapes = {'members': [{'actor': one} for one in like]} if several else {'actor': like}
+    item = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
     how = ocp.checkpoint_utils.construct_restore_args(
-        item, {'actor': jax.tree.map(lambda x: x.sharding, like)}
+        item, jax.tree.map(lambda x: x.sharding, shapes)
     )
     restore = ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
-    args = ocp.args.Composite(state=restore)
-    return self._manager.restore(updates, args=args)['state']['actor']
+    found = self._manager.restore(updates, args=ocp.args.Composite(state=restore))['state']
+    return [member['actor'] for member in found['members']] if several else found['actor']
 
   def progress(self, updates: int) -> dict:
     """Returns the `progress` saved after `updates`; later saves remember the best one of then."""

@@ -116,14 +116,14 @@ def _check_staleness(config):
     )
 
 
-def setup(config: schema.Config, trains: bool = True) -> Run:
+def setup(config: schema.Config) -> Run:
   """Loads questions, tokenizer, retriever and models; lays the state out; compiles nothing.
 
   What a user may have got wrong comes before the weights.
   """
   named = seams.resolve(config)
   questions = held_out(config, named)
-  to_train_on = named.load_tasks(config.data.train_split) if trains else []
+  to_train_on = named.load_tasks(config.data.train_split)
   prepared = agent_lib.prepare(config)
   for tasks in (to_train_on, questions):
     agent_lib.check_prompts(config, prepared, tasks)

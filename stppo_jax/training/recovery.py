@@ -127,26 +127,23 @@ def with_rollbacks(train: Callable[[int | None], Any], workdir: str, on_nonfinit
       last_batch = stuck.batch_number
 
 
-def saved(
-    workdir: str, state: Any, which: str = 'newest', actor_only: bool = False
-) -> tuple[Any, int | None]:
-  """Returns the newest or best checkpoint's state and its updates, or (`state`, None) without one.
+def saved(workdir: str, like: Any, which: str = 'newest') -> tuple[Any, int | None]:
+  """Returns (trained parameters of the policy, updates) of the newest or best checkpoint.
 
-  Without an evaluation so far the newest one is the best. With `actor_only`, reads the policy's
-  trained parameters, whose shapes `state` then gives.
+  Without one, (`like`, None). Without an evaluation so far the newest one is the best. `like` has
+  their shapes and shardings, and is a list where roles have parameters of their own.
   """
   workdirs.check_path(workdir)
   folder = os.path.join(workdir, 'checkpoints')
   hosts.require_same(f'{folder}: whether it exists', os.path.isdir(folder), _SHARED)
   if not os.path.isdir(folder):
-    return state, None
+    return like, None
   with checkpoint.Checkpoints(workdir) as checkpoints:
     updates = checkpoints.newest()
     if updates is not None and which == 'best':
       updates = checkpoints.best_before(updates)
     hosts.require_same('checkpoint', updates, _SHARED)
-    restore = checkpoints.restore_actor if actor_only else checkpoints.restore
-    return (state if updates is None else restore(updates, state)), updates
+    return (like if updates is None else checkpoints.restore_actor(updates, like)), updates
 
 
 def _is_whole(state):

@@ -14,9 +14,11 @@ import jax
 
 from stppo_jax import config as schema
 from stppo_jax import plugins
+from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.models import hf_config
 from stppo_jax.models import lora
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import episodes as episodes_lib
@@ -29,36 +31,46 @@ from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import loop
 from stppo_jax.training import recovery
-from stppo_jax.training import state as train_state
 from stppo_jax.trajectories import saved
 from stppo_jax.types import Stopped
 from stppo_jax.types import UserError
 
 
-def load(config: schema.Config, workdir: str) -> tuple[loop.Run, int | None]:
-  """Returns (run, updates) of the checkpoint that config.eval.checkpoint names, to be evaluated.
+class Policy(typing.NamedTuple):
+  """A policy to sample from."""
 
-  The untrained model (None updates) is given only for config.train.updates=0, so that a mistyped
-  folder is an error. A config that the checkpoint does not fit is refused; other differences are
-  told.
+  model: decoder.ModelConfig
+  params: Any  # a list of them, where each role has its own
+  updates: int  # that trained it
+  said: str  # which it is, for the log
+
+
+def load(
+    config: schema.Config, workdir: str
+) -> tuple[Policy, agent_lib.Prepared, list[types.Task]]:
+  """Returns (policy, parts of its agent, held-out questions) of an evaluation.
+
+  The policy is that of the checkpoint that config.eval.checkpoint names. The untrained one is given
+  only for config.train.updates=0, so that a mistyped folder is an error. A config that the
+  checkpoint does not fit is refused; other differences are told. What a user may have got wrong
+  comes before the weights.
   """
   if config.train.updates:
     hosts.by_writer(_check_trained, config, workdir)
-  run = loop.setup(config, trains=False)
-  hosts.require_same('questions', [task.id for task in run.held_out])
+    digests = plugins.digests(plugins.named(config))
+    for field in hosts.by_writer(workdirs.changed_plugins, workdir, digests):
+      logging.warning(
+          'the source of config.%s has changed since %s was trained: the scores are by the new one',
+          field,
+          workdir,
+      )
+  questions = loop.held_out(config, seams.resolve(config))
+  hosts.require_same('questions', [task.id for task in questions])
+  prepared = agent_lib.prepare(config)
+  agent_lib.check_prompts(config, prepared, questions)
   if not config.train.updates:
-    return run, None
-  run.state, updates = recovery.saved(workdir, run.state, config.eval.checkpoint)
-  if updates is None:
-    raise UserError(_no_checkpoint(workdir))
-  digests = plugins.digests(plugins.named(config))
-  for field in hosts.by_writer(workdirs.changed_plugins, workdir, digests):
-    logging.warning(
-        'the source of config.%s has changed since %s was trained: the scores are by the new one',
-        field,
-        workdir,
-    )
-  return run, updates
+    return _untrained(config, of_all=True), prepared, questions
+  return _trained(config, workdir, of_all=True), prepared, questions
 
 
 # What a checkpoint's arrays depend on.
@@ -73,7 +85,10 @@ SCORED_BY = ('env', 'retriever', 'rollout', 'model', 'data')
 def _check_trained(config, workdir):
   """Raises a UserError unless `workdir` holds a checkpoint that fits; warns of other settings."""
   if not os.path.isdir(os.path.join(workdir, 'checkpoints')):
-    raise UserError(_no_checkpoint(workdir))
+    raise UserError(
+        f'--workdir={workdir!r} has no checkpoint to evaluate: give the folder of a run, or '
+        '--config.train.updates=0 for the scores of the untrained model'
+    )
   differences = workdirs.differences(workdir, dataclasses.asdict(config))
   if wrong := [text for name, text in differences.items() if name in _SHAPES]:
     raise UserError(
@@ -85,22 +100,6 @@ def _check_trained(config, workdir):
     logging.warning('the scores are by other settings than the run: %s', ', '.join(others))
 
 
-def _no_checkpoint(workdir):
-  return (
-      f'--workdir={workdir!r} has no checkpoint to evaluate: give the folder of a run, or '
-      '--config.train.updates=0 for the scores of the untrained model'
-  )
-
-
-class Policy(typing.NamedTuple):
-  """A policy to sample from."""
-
-  model: decoder.ModelConfig
-  params: Any  # a list of them, where each role has its own
-  updates: int  # that trained it
-  said: str  # which it is, for the log
-
-
 def policy(config: schema.Config, workdir: str, of_all: bool = False) -> Policy:
   """Loads the policy of the checkpoint that config.eval.checkpoint names, and nothing else of it.
 
@@ -108,14 +107,47 @@ def policy(config: schema.Config, workdir: str, of_all: bool = False) -> Policy:
   own, loads that of config.serve.role, or those `of_all`.
   """
   validation.validate(config)
-  mesh = sharding.mesh_of(config.mesh)
-  place = functools.partial(sharding.tree_shardings, mesh=mesh)
   if not os.path.isdir(os.path.join(workdir, 'checkpoints')):
-    model, params = agent_lib.load_policy(config, shardings=place)
-    return Policy(model, params, 0, f'{config.model.folder}, untrained')
+    return _untrained(config, of_all)
   _check_trained(config, workdir)
-  if config.model.role_parameters == 'own':
-    return _policy_of_role(config, workdir, of_all)
+  return _trained(config, workdir, of_all)
+
+
+def _untrained(config, of_all) -> Policy:
+  place = functools.partial(sharding.tree_shardings, mesh=sharding.mesh_of(config.mesh))
+  model, params = agent_lib.load_policy(config, shardings=place)
+  roles = _own_roles(config) if of_all else ()
+  return Policy(model, [params] * len(roles) or params, 0, f'{config.model.folder}, untrained')
+
+
+def _trained(config, workdir, of_all) -> Policy:
+  parts, actors, updates = _read(config, workdir)
+  said = f'{workdir} after {updates} updates'
+  combine = parts.frozen.policy
+  if '' in actors:
+    return Policy(parts.model, combine(actors['']), updates, said)
+  if of_all:
+    return Policy(parts.model, list(map(combine, actors.values())), updates, said)
+  role = config.serve.role or next(iter(actors))
+  if role not in actors:
+    raise UserError(
+        f'config.serve.role={role!r}: the policies of {workdir} are of {", ".join(actors)}'
+    )
+  return Policy(parts.model, combine(actors[role]), updates, f'{said}, role {role}')
+
+
+def _own_roles(config) -> tuple[str, ...]:
+  """Returns the roles that have parameters of their own."""
+  own = config.model.role_parameters == 'own'
+  return tuple(seams.resolve(config).env.roles) if own else ()
+
+
+def _read(config, workdir) -> tuple[learner_lib.Parts, dict[str, dict], int]:
+  """Returns (models, {role: trained parameters of its policy}, updates); '' is one that all share.
+
+  Only these are read of the checkpoint. The models hold what is frozen of the policy, and shapes.
+  """
+  place = functools.partial(sharding.tree_shardings, mesh=sharding.mesh_of(config.mesh))
 
   def load_model(head, folder=None, unused_memory_kind=None):
     if config.model.lora_rank and head != 'value':  # the base is in no checkpoint
@@ -123,44 +155,19 @@ def policy(config: schema.Config, workdir: str, of_all: bool = False) -> Policy:
     model = agent_lib.load_shape(config, head, folder)
     return model, jax.eval_shape(functools.partial(decoder.init, config=model), jax.random.key(0))
 
-  parts = learner_lib.load(
-      config, learner_lib.make_variant(config), load_model, make=jax.eval_shape
-  )
+  variant = learner_lib.make_variant(config)
+  parts = learner_lib.load(config, variant, load_model, make=jax.eval_shape)
   like = jax.tree.map(
       lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
       parts.actor,
       place(parts.actor),
   )
-  actor, updates = recovery.saved(workdir, like, config.eval.checkpoint, actor_only=True)
+  roles = _own_roles(config)
+  wanted = [like] * len(roles) if roles else like
+  found, updates = recovery.saved(workdir, wanted, config.eval.checkpoint)
   if updates is None:
     raise UserError(f'--workdir={workdir!r} has no whole checkpoint yet: let the run go on')
-  params = parts.frozen.policy(actor)
-  return Policy(parts.model, params, updates, f'{workdir} after {updates} updates')
-
-
-def _policy_of_role(config, workdir, of_all):
-  learner, states, updates = _trained(config, workdir)
-  model, said = learner.spec.actor, f'{workdir} after {updates} updates'
-  if of_all:
-    return Policy(model, [learner.policy(x.actor) for x in states.values()], updates, said)
-  role = config.serve.role or next(iter(states))
-  if role not in states:
-    raise UserError(
-        f'config.serve.role={role!r}: the policies of {workdir} are of {", ".join(states)}'
-    )
-  return Policy(model, learner.policy(states[role].actor), updates, f'{said}, role {role}')
-
-
-def _trained(config, workdir):
-  """Returns (Learner, {role: state}, updates) of the checkpoint; '' is one that all roles share."""
-  own = config.model.role_parameters == 'own'
-  roles = seams.resolve(config).env.roles if own else ()
-  learner, state = learner_lib.build(config, roles)
-  state, updates = recovery.saved(workdir, state, config.eval.checkpoint)
-  if updates is None:
-    raise UserError(f'--workdir={workdir!r} has no whole checkpoint yet: let the run go on')
-  members = state.members if isinstance(state, train_state.TeamState) else [state]
-  return learner, dict(zip(roles or ('',), members)), updates
+  return parts, dict(zip(roles, found)) if roles else {'': found}, updates
 
 
 def sample(
@@ -220,8 +227,9 @@ def _samples_name(config, workdir, updates):
 def export(config: schema.Config, workdir: str) -> str:
   """Writes the policy of a checkpoint of `workdir` as a Hugging Face folder; returns its path.
 
-  Adapters are merged into the weights, and a value head is left out. Roles with parameters of their
-  own have a folder each, in that path.
+  Adapters are merged into the weights, and a value head is left out. Where config.model.folder is
+  in bfloat16, the weights are rounded to it. Roles with parameters of their own have a folder each,
+  in that path.
   """
   validation.validate(config)
   if not os.path.isdir(os.path.join(workdir, 'checkpoints')):
@@ -230,14 +238,15 @@ def export(config: schema.Config, workdir: str) -> str:
         'the --config that it was trained by'
     )
   _check_trained(config, workdir)
-  learner, states, updates = _trained(config, workdir)
-  model, folder = learner.spec.actor, os.path.join(workdir, 'export')
-  bare = dataclasses.replace(model, head='tokens')
-  for role, state in states.items():
-    params = state.actor
+  parts, actors, updates = _read(config, workdir)
+  folder, source = os.path.join(workdir, 'export'), agent_lib.model_folder(config)
+  dtype = 'bfloat16' if hf_config.stored_dtype(source) == 'bfloat16' else config.model.param_dtype
+  bare = dataclasses.replace(parts.model, head='tokens')
+  for role, actor in actors.items():
+    params = actor
     if config.model.lora_rank:
       merge = jax.jit(lora.merge, static_argnums=2, donate_argnums=0 if not role else ())
-      params = merge(learner.frozen.actor, state.actor, model.lora_scale)
-    convert.save_hf(os.path.join(folder, role), bare, params, agent_lib.model_folder(config))
-  logging.info('the policy after %d updates is in %s', updates, folder)
+      params = merge(parts.frozen.actor, actor, bare.lora_scale)
+    convert.save_hf(os.path.join(folder, role), bare, params, source, dtype=dtype)
+  logging.info('the policy after %d updates is in %s, as %s', updates, folder, dtype)
   return folder

@@ -18,10 +18,28 @@ import optax
 
 from stppo_jax import chat
 from stppo_jax import types
+from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import batching
 from stppo_jax.types import UserError
+
+
+def make_mesh(micro_batch: int) -> jax.sharding.Mesh:
+  """Makes a mesh of all devices. UserError: rows of `--micro_batch` cannot be split over them."""
+  mesh = sharding.make_mesh(1, -1, 1)
+  if micro_batch % mesh.size:
+    raise UserError(f'--micro_batch={micro_batch}: give a multiple of the {mesh.size} devices')
+  return mesh
+
+
+def with_kernel(
+    config: decoder.ModelConfig, wanted: str, mesh: jax.sharding.Mesh, lengths: Sequence[int]
+) -> decoder.ModelConfig:
+  """Returns the model with the attention of a run: `wanted` is config.model.attention."""
+  device = mesh.devices.flat[0]
+  chosen = attention.choose(wanted, device, config.dtype, config.head_dim, lengths)
+  return dataclasses.replace(config, attention=chosen)
 
 
 def train(

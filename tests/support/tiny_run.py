@@ -4,6 +4,7 @@ The model is random, except that its output matrix favours a few whole actions, 
 its episodes search, answer (sometimes correctly), and make invalid turns.
 """
 
+from collections.abc import Iterator
 import contextlib
 import dataclasses
 import functools
@@ -20,6 +21,10 @@ from stppo_jax import config as schema
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
+from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.training import checkpoint
+from stppo_jax.training import learner as learner_lib
+from stppo_jax.training import state as train_state
 from tests.support import tiny_tokenizer
 
 ACTIONS = (
@@ -36,6 +41,27 @@ def on_one_device() -> contextlib.AbstractContextManager:
   """Runs have the first of the simulated devices, as most users do, whatever their config says."""
   mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
   return mock.patch.object(sharding, 'make_mesh', lambda *sizes: mesh)
+
+
+@contextlib.contextmanager
+def reading_policies_alone() -> Iterator[None]:
+  """Context manager in which a critic, optimizer state or whole checkpoint is an AssertionError."""
+  load_policy = agent_lib.load_policy
+
+  def load(config, head='tokens', *args, **kwargs):
+    assert head != 'value', 'a critic is loaded'
+    return load_policy(config, head, *args, **kwargs)
+
+  with contextlib.ExitStack() as resources:
+    for owner, name in (
+        (learner_lib, 'build'),
+        (train_state, 'create'),
+        (checkpoint.Checkpoints, 'restore'),
+    ):
+      error = AssertionError(f'{name} is called')
+      resources.enter_context(mock.patch.object(owner, name, side_effect=error))
+    resources.enter_context(mock.patch.object(agent_lib, 'load_policy', load))
+    yield
 
 
 def write(folder: str) -> None:
