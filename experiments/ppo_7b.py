@@ -4,7 +4,8 @@
     --config.data.source=FOLDER/train.parquet,FOLDER/test.parquet \\
     --config.retriever.url=http://HOST:8000/retrieve
 
-Not run yet. (Published for this recipe and base model: mean exact match .431 on seven data sets.)
+Not run yet. (Published for this recipe and base model: exact match .431, the mean of seven data
+sets with equal weights, so compare val-core/macro/em of --mode=eval --config.eval.episodes=0.)
 Does it fit?  python run.py --config=experiments/ppo_7b.py --mode=plan --topology=v5e:8x8
 
 The settings are those of Search-R1's v0.2 script; differences are marked as ours. The other 7B
