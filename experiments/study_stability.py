@@ -17,8 +17,12 @@ from stppo_jax.types import UserError
 RESULTS = study_mechanism.RESULTS
 # Regimes: how far a policy moves from the one that sampled, by the knobs that move it.
 REGIMES = {'calm': {'actor.lr': 2e-4}, 'harsh': {'actor.lr': 6e-4}}
-# A control: token PPO meant to have the mean step of a divided cell, .065; it came out as .075.
-MATCHED = {'calm': {}, 'harsh': {'ppo+step_of.relative.step': {'actor.lr': 2.4e-4}}}
+# A control: token PPO meant to have the mean step of a divided cell: .028 in calm; .065 in harsh,
+# where it came out as .075.
+MATCHED = {
+    'calm': {'ppo+step_of.relative.step': {'actor.lr': 1e-4}},
+    'harsh': {'ppo+step_of.relative.step': {'actor.lr': 2.4e-4}},
+}
 # A larger model, of 5.1 M parameters; scripts/sft_tiny.py says how it was made.
 # Its critic is the embedded model, as in the other grids. A run costs four times as much, hence
 # fewer updates, and ||C|| only where it divides.
