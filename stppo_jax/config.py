@@ -74,15 +74,15 @@ class Retriever(Section):
       '', "folder that keeps the passages' vectors between starts; empty: made at each start")
   top_k: int = setting(3, 'passages per search', at_least=1)
   url: str = setting(
-      'http://127.0.0.1:8000/retrieve', 'address of an HTTP retriever', may_change=True)
+      'http://127.0.0.1:8000/retrieve', 'address of an HTTP retriever', on_resume=True)
   dialect: str = setting('search_r1', 'its JSON protocol', allowed=('search_r1', 'ragen'))
   concurrency: int = setting(
       0, "HTTP requests in flight. 0: for 'search_r1' one, of up to 512 queries, as FAISS on GPUs "
       "needs it; for 'ragen' eight, of one query", at_least=0, may_change=True)
-  timeout_s: float = setting(10.0, 'seconds that a request may take', above=0, may_change=True)
-  retries: int = setting(3, 'further attempts per request', at_least=0, may_change=True)
+  timeout_s: float = setting(10.0, 'seconds that a request may take', above=0, on_resume=True)
+  retries: int = setting(3, 'further attempts per request', at_least=0, on_resume=True)
   backoff_s: float = setting(0.5, 'seconds before the first of them; then doubled', at_least=0,
-                             may_change=True)
+                             on_resume=True)
   max_failed_share: float = setting(
       0.5, "share of a batch's episodes; above it the run waits and plays the batch again",
       at_least=0, at_most=1, may_change=True)
@@ -170,7 +170,7 @@ class Rollout(Section):
       'train_<n>.jsonl, and nothing is sampled but evaluations; empty: off')
   threads: int = setting(
       4, 'environments called at once; on one process other rows decode meanwhile. 0: one by one',
-      at_least=0, may_change=True)
+      at_least=0, on_resume=True)
 
 
 @dataclasses.dataclass
@@ -288,7 +288,7 @@ class Train(Section):
       256, 'episodes per optimizer step: the reuse that makes the update off-policy', at_least=1)
   micro_batch: int = setting(
       64, 'bins per forward and backward pass: changes memory and speed, and the result only by '
-      'rounding. A CPU prefers 4 to 8', at_least=1, may_change=True)
+      'rounding. A CPU prefers 4 to 8', at_least=1, on_resume=True)
   epochs: int = setting(1, 'passes over a rollout', at_least=1)
   length_buckets: tuple[int, ...] = setting(
       (1024, 2048, 4096), 'tokens per bin, rising; episodes are packed into bins, and the last '

@@ -81,6 +81,12 @@ class Rules:
   plugin: bool = False  # also takes 'module:attribute', see plugins.py
   prefixes: tuple[str, ...] = ()  # before a ':', no module: 'gem:ID'
   may_change: bool = False  # a resumed run may differ: no number computed so far depends on it
+  on_resume: bool = False  # a resumed run may differ, although numbers depend on it
+
+  @property
+  def may_differ(self) -> bool:
+    """Whether a resumed run may have another value."""
+    return self.may_change or self.on_resume
 
 
 def setting(default: T, meaning: str, **rules: Any) -> T:

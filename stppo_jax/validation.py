@@ -60,7 +60,7 @@ def may_change(config: Config, with_critic: bool = True) -> tuple[str, ...]:
   """
   scheduled = _has_schedule(config.actor) or (with_critic and _has_schedule(config.critic))
   fixed = {'train.updates'} if scheduled and not config.train.schedule_updates else set()
-  return tuple(path for path, rules, _ in fields(config) if rules.may_change and path not in fixed)
+  return tuple(path for path, rules, _ in fields(config) if rules.may_differ and path not in fixed)
 
 
 def has_critic(config: Config, variant: Any) -> bool:
@@ -342,10 +342,10 @@ def _check_kl(config: Config, variant: Any) -> None:
     raise UserError(
         f'config.algorithm.kl_target={variant.kl_target} multiplies kl_coef, and 0 stays 0: set it'
     )
-  if variant.kl_target and variant.kl_horizon < config.train.episodes:
+  if variant.kl_target and (least := config.train.episodes / 5) > variant.kl_horizon:
     raise UserError(
-        f'config.algorithm.kl_horizon={variant.kl_horizon:g}: must be at least train.episodes='
-        f'{config.train.episodes}, or the coefficient may become negative'
+        f'config.algorithm.kl_horizon={variant.kl_horizon:g}: must be at least {least:g} with '
+        f'train.episodes={config.train.episodes}, or the coefficient may become 0'
     )
 
 

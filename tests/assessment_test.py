@@ -203,6 +203,9 @@ class JobTest(parameterized.TestCase):
     job.evaluate(self.config(eval__folder=folder), self.workdir())
     with self.assertRaisesRegex(UserError, r'settings\.env\.max_turns \(2 there, 1 here\)[^\n]*$'):
       job.evaluate(self.config(eval__folder=folder, env__max_turns=1), self.workdir())
+    url = 'http://another:8000/retrieve'  # a resumed run may have it, and an evaluation not
+    with self.assertRaisesRegex(UserError, r'settings\.retriever\.url \('):
+      job.evaluate(self.config(eval__folder=folder, retriever__url=url), self.workdir())
     with self.assertRaisesRegex(UserError, r'samples \(1 there, 2 here\)'):
       job.evaluate(self.config(eval__folder=folder, eval__samples=2), self.workdir())
 

@@ -198,6 +198,25 @@ class BestTest(CheckpointCase):
       self.assertEqual(checkpoints.best, (0.7, 2))
       self.assertEqual(steps(self.workdir), [2, 4])
 
+  def test_so_does_that_of_the_last_step(self):
+    for score, step in ((0.5, 1), (0.9, 2)):
+      with checkpoint.Checkpoints(self.workdir, keep=1) as checkpoints:
+        if step == 2:
+          checkpoints.progress(1)
+        checkpoints.save(step, STATE, {}, score if step == 1 else None)
+        checkpoints.note_score(step, score)  # nothing is saved after it
+    with checkpoint.Checkpoints(self.workdir) as checkpoints:
+      self.assertEqual(checkpoints.best_before(2), 2)
+      self.assertEqual(checkpoints.best, (0.9, 2))
+      self.assertEqual(checkpoints.best_before(1), 1)  # of which the later one is unknown
+    with checkpoint.Checkpoints(self.workdir, keep=1) as checkpoints:
+      checkpoints.drop_after(1)
+      checkpoints.progress(1)
+      checkpoints.save(2, STATE, {}, 0.1)  # another one of that number
+    with checkpoint.Checkpoints(self.workdir) as checkpoints:
+      checkpoints.progress(2)
+      self.assertEqual(checkpoints.best, (0.5, 1))
+
   def test_a_best_one_that_cannot_be_saved_leaves_the_one_before(self):
     sums = checkpoint._checksums
 

@@ -136,7 +136,7 @@ class ValidateTest(parameterized.TestCase):
       ({'algorithm.kl_target': 0.1, 'algorithm.kl_coef': 0.0}, ('kl_target=0.1', '0 stays 0')),
       (
           {'algorithm.kl_target': 0.1, 'algorithm.kl_horizon': 100.0},
-          ('kl_horizon=100', 'episodes=512'),
+          ('kl_horizon=100', 'at least 102.4', 'episodes=512'),
       ),
       (
           {'algorithm.variant': 'cispo', 'rollout.group_size': 4, 'algorithm.dual_clip': 3.0},

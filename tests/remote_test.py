@@ -107,12 +107,15 @@ class ClientTest(parameterized.TestCase):
     with serving(lambda body: completion('<answer> a', total_tokens=12)) as (address, asked):
       turn = self.client(address + '/').complete(messages, seed=3)
       self.client(address, temperature=0.5, top_p=0.9, api_key='k').complete(messages, seed=3)
+      self.client(address, template_kwargs={'enable_thinking': False}).complete(messages)
     self.assertEqual(turn, completions.Turn('<answer> a</answer>', 2, 12))
     greedy = {'model': 'm', 'messages': messages, 'max_tokens': 7, 'temperature': 0.0}
     greedy |= {'stop': list(STOPS), 'path': '/v1/chat/completions'}
     self.assertEqual(asked[0], greedy | {'key': None})
     sampled = {'temperature': 0.5, 'top_p': 0.9, 'seed': 3, 'key': 'Bearer k'}
     self.assertEqual(asked[1], greedy | sampled)
+    template = {'chat_template_kwargs': {'enable_thinking': False}}
+    self.assertEqual(asked[2], greedy | template | {'key': None})
 
   @parameterized.parameters(429, 500, 503)
   def test_overload_is_asked_again_after_a_wait(self, status):

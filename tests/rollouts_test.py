@@ -86,6 +86,11 @@ def ask_if_odd(task, base_url, model):
   return 1.0
 
 
+def sleep(task, base_url, model):
+  del task, base_url, model
+  time.sleep(1.0)
+
+
 def hang(task, base_url, model):
   """Takes too long after a turn; what it samples then is refused."""
   once(task, base_url, model)
@@ -203,11 +208,17 @@ class ProgramAgentTest(parameterized.TestCase):
   def test_programs_that_do_not_ask_the_policy(self):
     with self.assertLogs(level='WARNING') as logs:
       episodes, _ = play(make_config(THIS + ':ask_if_odd'), make_tasks(4))
-    self.assertIn('2 of 4 programs did not ask the policy', logs.output[0])
+    self.assertIn('2 of 4 programs had no answer of the policy', logs.output[0])
     self.assertEqual([e.failed for e in episodes], [True, False, True, False])
     self.assertEqual(pipeline.failed_share(episodes), 0)
-    with self.assertRaisesRegex(types.RunError, 'none of the 1 programs asked the policy'):
-      play(make_config(THIS + ':ask_if_odd'), make_tasks(1))
+    self.assertLen(play(make_config(THIS + ':ask_if_odd'), make_tasks(1))[0], 1)  # evaluation
+
+  def test_a_batch_without_any_answer_ends_the_run(self):
+    config = make_config(THIS + ':sleep')
+    config.serve.agent_timeout_s = 0.1
+    said = 'none of 2 programs had an answer of the policy; 2 took longer'
+    with self.assertRaisesRegex(types.RunError, said):
+      play(config, make_tasks(2), groups=[0, 0])
 
   def test_a_program_that_takes_too_long_ends_as_it_is(self):
     config = make_config(THIS + ':hang')

@@ -55,7 +55,10 @@ class TemplateTest(parameterized.TestCase):
     for kwargs, want in (({}, 'think'), ({'enable_thinking': False}, 'act')):
       config.model.chat_template_kwargs = kwargs
       self.assertEqual(agent_lib.load_tokenizer(config).render([USER]), want)
-    config.model.folder = agent_lib.EMBEDDED_MODEL
+    config.model.chat_template_kwargs = {'tools': [], 'tokenize': True}
+    with self.assertRaisesRegex(UserError, 'tokenize, tools is set by the run'):
+      agent_lib.load_tokenizer(config)
+    config.model.folder, config.model.chat_template_kwargs = agent_lib.EMBEDDED_MODEL, kwargs
     with self.assertRaisesRegex(UserError, "kwargs={'enable_thinking': False}.*leave"):
       agent_lib.load_tokenizer(config)
 

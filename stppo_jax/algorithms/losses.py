@@ -116,10 +116,10 @@ def adaptive_kl(
   """Returns the next KL coefficient, larger if the measured KL is above target (Ziegler et al.
   2019, 2.2).
 
-  coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon)
+  coefficient * max(0, 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon)
   """
   error = jnp.clip(measured_kl / target - 1, -0.2, 0.2)
-  return coefficient * (1 + error * episodes / horizon)
+  return coefficient * jnp.maximum(1 + error * episodes / horizon, 0)
 
 
 def aggregation_weights(

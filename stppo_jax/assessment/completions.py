@@ -52,6 +52,7 @@ class Settings:
   max_tokens: int  # per turn
   stop: tuple[str, ...]  # texts that end a turn
   api_key: str = ''
+  template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +88,8 @@ class Client:
       body['top_p'] = settings.top_p
     if settings.stop:
       body['stop'] = list(settings.stop[:_MOST_STOPS])
+    if settings.template_kwargs:
+      body['chat_template_kwargs'] = dict(settings.template_kwargs)  # vLLM's and SGLang's
     if settings.temperature > 0 and seed is not None:
       body['seed'] = seed
     for attempt in range(RETRIES + 1):

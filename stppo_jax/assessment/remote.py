@@ -71,6 +71,7 @@ class Remote:
             config.rollout.max_turn,
             self._env.stop_strings,
             os.environ.get('OPENAI_API_KEY', ''),
+            config.model.chat_template_kwargs,
         ),
         self._abandoned,
     )

@@ -212,7 +212,7 @@ def _train(cell, seed, world, actor):
 def make_spec(cell: cells.Cell) -> train_state.Spec:
   """Returns what `training.update` needs of a cell; the shapes of models in it are not read."""
 
-  def optimizer(rate):
+  def optimizer(rate, later=0):
     return train_state.make_adamw(
         rate.lr,
         rate.warmup_steps,
@@ -220,14 +220,13 @@ def make_spec(cell: cells.Cell) -> train_state.Spec:
         rate.eps,
         rate.weight_decay,
         rate.final_lr,
-        rate.num_steps,
+        rate.num_steps - later,  # it counts its own steps
     )
 
   hidden = cell.warm.hidden
   model = decoder.ModelConfig(cell.chain.vocabulary + 1, hidden, 1, 1, 1, hidden, hidden)
-  (actor_optimizer, actor_lr), (critic_optimizer, critic_lr) = map(
-      optimizer, (cell.actor, cell.critic)
-  )
+  actor_optimizer, actor_lr = optimizer(cell.actor, later=cell.critic_warmup * cell.steps)
+  critic_optimizer, critic_lr = optimizer(cell.critic)
   return train_state.Spec(
       variant=cell.variant,
       actor=model,

@@ -67,7 +67,8 @@ class Requests:
 class HttpRetriever:
   """Searches over HTTP; never raises for errors of a server or network.
 
-  At most `max_queries` go into one request, and at most `concurrency` requests are in flight.
+  At most `max_queries` go into one request, and at most `concurrency` requests are in flight from
+  this process. A server may go on with one that timed out here.
 
   A query without a usable answer within `timeout_s` per request and `retries` retries gives None.
   Network errors, time-outs and overload are retried after `backoff_s * 2**attempt` times a jitter
@@ -182,13 +183,13 @@ class HttpRetriever:
   def _ask(self, question: dict[str, Any]) -> Any:
     """Returns the server's JSON, or None after the last attempt."""
     for attempt in range(self._how.retries + 1):
-      if self.give_up():
-        break
-      with self._lock:
-        self.requests += 1
-        self.retries += attempt > 0
-        jitter = 0.5 + self._jitter.random()
       with self._in_flight:
+        if self.give_up():
+          break
+        with self._lock:
+          self.requests += 1
+          self.retries += attempt > 0
+          jitter = 0.5 + self._jitter.random()
         answer, failure, again = self._post_within(question)
       if failure is None:
         return answer

@@ -204,9 +204,32 @@ def prepare(config) -> Prepared:
   return Prepared(tokenizer, parts.bind(retriever), retriever)
 
 
+# Arguments of transformers' apply_chat_template that are no variables of a template.
+_OWN_ARGUMENTS = {
+    'add_generation_prompt',
+    'chat_template',
+    'continue_final_message',
+    'conversation',
+    'max_length',
+    'padding',
+    'return_assistant_tokens_mask',
+    'return_dict',
+    'return_tensors',
+    'tokenize',
+    'tokenizer_kwargs',
+    'tools',
+    'truncation',
+}
+
+
 def load_tokenizer(config) -> chat.Tokenizer:
   """Returns the policy's tokenizer, with what the config gives to its chat template."""
   kwargs = config.model.chat_template_kwargs
+  if wrong := _OWN_ARGUMENTS & kwargs.keys():
+    raise UserError(
+        f'config.model.chat_template_kwargs={dict(kwargs)}: {", ".join(sorted(wrong))} is set by '
+        'the run: leave it out'
+    )
   tokenizer = chat.load_tokenizer(model_folder(config), kwargs)
   if kwargs and tokenizer.render is None:
     raise UserError(

@@ -92,7 +92,7 @@ class ProgramAgent(agent_lib.Agent):
         counts.sampled_tokens,
         counts.decode_steps,
     )
-    _check_any_ran(self.config.env.kind, runs)
+    _check_any_ran(self.config.env.kind, runs, trains=groups is not None)
     group_of = range(len(tasks)) if groups is None else groups
     rows = [self._rows(*of_run, n) for n, of_run in enumerate(zip(runs, tasks, group_of))]
     if groups is None:
@@ -227,21 +227,23 @@ def make_agent(
   )
 
 
-def _check_any_ran(kind: str, runs: Sequence[_Run]) -> None:
-  """Logs what programs raised, and how many did nothing; RunError: all of them did."""
-  ended = [run for run in runs if not run.timed_out]
-  errors = [run.error for run in ended if run.error]
-  sessions = [run.session for run in ended if not run.error]
-  idle = sum(not (session.num_turns or session.counts['too_long']) for session in sessions)
-  if idle and idle == len(runs):
-    raise RunError(f'config.env.kind={kind!r}: none of the {idle} programs asked the policy')
-  if idle:
-    logging.warning('%d of %d programs did not ask the policy', idle, len(runs))
+def _check_any_ran(kind: str, runs: Sequence[_Run], trains: bool) -> None:
+  """Logs what programs raised, and how many did nothing. RunError: none has a row to train on."""
+  errors = [run.error for run in runs if run.error and not run.timed_out]
+  late = sum(run.timed_out for run in runs)
+  idle = sum(not (run.session.num_turns or run.session.counts['too_long']) for run in runs)
   if errors and len(errors) == len(runs):
     raise RunError(f'config.env.kind={kind!r}: all {len(runs)} programs raised, as {errors[0]}')
+  if trains and idle == len(runs):
+    raise RunError(
+        f'config.env.kind={kind!r}: none of {len(runs)} programs had an answer of the policy; '
+        f'{late} took longer than config.serve.agent_timeout_s, {len(errors)} raised'
+    )
   if errors:
     logging.warning('%d of %d programs raised, as %s', len(errors), len(runs), errors[0])
-  if late := sum(run.timed_out for run in runs):
+  if idle:
+    logging.warning('%d of %d programs had no answer of the policy', idle, len(runs))
+  if late:
     logging.warning('%d of %d programs took too long', late, len(runs))
 
 

@@ -281,8 +281,8 @@ def changed(config: schema.Config, overrides: Mapping[str, Any]) -> schema.Confi
       raise UserError(f'there is no setting {path!r}; {hint}')
     *parents, name = path.split('.')
     section: Any = validation.get(config, '.'.join(parents)) if parents else config
-    if path == 'env.options' and isinstance(value, dict):
-      value = section.options | value  # as the command line does
+    if path in validation.FREE_DICTS and isinstance(value, dict):
+      value = getattr(section, name) | value  # as the command line does
     setattr(section, name, copy.deepcopy(value))
   return config
 

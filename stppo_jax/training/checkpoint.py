@@ -31,6 +31,7 @@ from stppo_jax.types import UserError
 
 _ITEMS = ('state', 'progress')
 _CHECKSUMS = 'checksums.json'
+_NOTED = 'noted_score.json'  # of a step that was saved before its evaluation
 _WRITTEN = 'async_write_complete'  # in the name of Orbax's barrier after all processes' writes
 _COMMITTED = 'async_commit_complete'  # and of that after process 0 has renamed it
 _PROGRESS = 'set_value'  # and of those around the note whether a save is in progress
@@ -143,9 +144,19 @@ class Checkpoints:
     """Returns the `progress` saved after `updates`; later saves remember the best one of then."""
     args = ocp.args.Composite(progress=ocp.args.JsonRestore())
     progress = self._manager.restore(updates, args=args)['progress']
-    best = progress.get('best')
-    self._keep.best = tuple(best) if best and best[1] in self._manager.all_steps() else None
+    noted = self._noted()
+    known = [progress.get('best'), noted if noted and noted[1] <= updates else None]
+    whole = [tuple(best) for best in known if best and best[1] in self._manager.all_steps()]
+    self._keep.best = max(whole, default=None)
     return progress
+
+  def _noted(self):
+    """Returns [score, step] of `note_score`; None without one."""
+    try:
+      with open(os.path.join(self._folder, _NOTED), encoding='utf-8') as file:
+        return json.load(file)
+    except (FileNotFoundError, ValueError):
+      return None
 
   def save(self, updates: int, state: Any, progress: dict, score: float | None = None) -> None:
     """Saves in the background, `progress` as JSON. An existing step is kept.
@@ -171,9 +182,15 @@ class Checkpoints:
       self._fail(error)
 
   def note_score(self, updates: int, score: float) -> None:
-    """Notes the held-out score of a step that was saved before it was evaluated."""
+    """Notes the held-out score of a step that was saved before it was evaluated, in a file."""
+    self._settle()
     if self.is_best(score) and updates in self._manager.all_steps():
       self._keep.best = (score, updates)
+      if hosts.is_writer():
+        path = os.path.join(self._folder, _NOTED)
+        with open(path + '.part', 'w', encoding='utf-8') as file:
+          json.dump(self._keep.best, file)
+        os.replace(path + '.part', path)
 
   def best_before(self, updates: int) -> int:
     """Returns the step with the best score up to the whole step `updates`, or that without one."""
@@ -201,6 +218,8 @@ class Checkpoints:
     for step in self._manager.all_steps():
       if step > updates:
         self._manager.delete(step)
+    if (noted := self._noted()) and noted[1] > updates and hosts.is_writer():
+      os.remove(os.path.join(self._folder, _NOTED))
 
   def close(self) -> None:
     """Waits until everything is on disk; raises a RunError if the last checkpoint failed."""

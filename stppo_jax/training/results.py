@@ -95,7 +95,12 @@ def _check_trained(config, workdir):
         f'--workdir={workdir!r} was trained with another config, whose checkpoint does not fit: '
         f'{", ".join(wrong)}. Give the --config that it was trained by'
     )
-  others = [text for name, text in differences.items() if name.split('.')[0] in SCORED_BY]
+  free = {path for path, rules, _ in validation.fields(config) if rules.may_change}
+  others = [
+      text
+      for name, text in differences.items()
+      if name.split('.')[0] in SCORED_BY and name not in free
+  ]
   if others:
     logging.warning('the scores are by other settings than the run: %s', ', '.join(others))
 
