@@ -17,8 +17,8 @@ from stppo_jax.types import UserError
 RESULTS = study_mechanism.RESULTS
 # Regimes: how far a policy moves from the one that sampled, by the knobs that move it.
 REGIMES = {'calm': {'actor.lr': 2e-4}, 'harsh': {'actor.lr': 6e-4}}
-# A control: token PPO meant to have the mean step of a divided cell: .028 in calm; .065 in harsh,
-# where it came out as .075.
+# A control: token PPO meant to have the mean step of a divided cell. In calm that is .028, and came
+# out as .036; in harsh .065, and .075.
 MATCHED = {
     'calm': {'ppo+step_of.relative.step': {'actor.lr': 1e-4}},
     'harsh': {'ppo+step_of.relative.step': {'actor.lr': 2.4e-4}},
