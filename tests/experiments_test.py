@@ -68,6 +68,7 @@ CHANGES = {
         'data.corpus',
         'data.eval_split',
         'retriever.kind',
+        'retriever.timeout_s',
         'train.updates',
     },
 }
