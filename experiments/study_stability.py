@@ -33,6 +33,9 @@ LARGER = {
     'algorithm.log_bias': False,
 }
 OF_LARGER = ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'ppo+relative.step')
+# At one rate Adam's step grows as the root of the number of parameters. The second rate is calm's
+# times the root of .9/5.1, so that the step is as long as the embedded model's in calm.
+REGIMES_OF_LARGER = {'calm': REGIMES['calm'], 'calm_step': {'actor.lr': 8.4e-5}}
 
 
 def get_config(mode=''):
@@ -72,7 +75,7 @@ def get_study(mode=''):
     return grid.Study({'system_harsh': harsh} | of_mechanism, published=RESULTS)
   grids = {f'system_{name}': grid.Grid(cells | MATCHED[name], _regime(name)) for name in REGIMES}
   chosen = {name: cells[name] for name in OF_LARGER}
-  grids['system_5m'] = grid.Grid(chosen, REGIMES, LARGER)
+  grids['system_5m'] = grid.Grid(chosen, REGIMES_OF_LARGER, LARGER)
   return grid.Study(
       grids | of_mechanism, results=RESULTS, page='docs', claims='docs/study_claims.md'
   )
