@@ -242,7 +242,7 @@ class PageTest(parameterized.TestCase):
 
     Checker().feed(text)
     self.assertEmpty(open_tags)
-    self.assertIn('0 of 5 [.000, .522]', text)
+    self.assertIn('0 of 5 <span class="interval">[.000, .522]</span>', text)
     self.assertNotIn('{{', text)
     self.assertEqual(text.count('<svg '), sum(map(len, self.page_drawings().values())))
 
@@ -273,6 +273,8 @@ class MarkupTest(parameterized.TestCase):
       ('1. a\n2. b', '<ol><li>a</li><li>b</li></ol>'),
       ('a < b `<x>`', '<p>a &lt; b <code>&lt;x&gt;</code></p>'),
       ('[t](u.md) *e*', '<p><a href="u.md">t</a> <em>e</em></p>'),
+      ('.5 [<.001, 1.2e+03]', '<p>.5 <span class="interval">[&lt;.001, 1.2e+03]</span></p>'),
+      ('[seed, 3] [3, x]', '<p>[seed, 3] [3, x]</p>'),  # no intervals
       ('```\n<a>\n```', '<pre>&lt;a&gt;</pre>'),
       ('![c](p)', 'c at p'),
   )

@@ -1,6 +1,6 @@
 """Markdown to HTML, as far as the pages of a study need it: text in, text out.
 
-Headings, paragraphs, lists, tables, code, links, emphasis. Everything else is escaped.
+Headings, paragraphs, lists, tables, code, links, emphasis, intervals. Everything else is escaped.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import re
 _HEADING = re.compile(r'(#{1,6})\s+(.*)')
 _ITEM = re.compile(r'(?:[-*]|\d+\.)\s+(.*)')
 _IMAGE = re.compile(r'!\[(.*?)\]\((.*?)\)')
+_INTERVAL = re.compile(r'\[(?:(?:&lt;)?[-+.\de]+(?:, |\])){2}')  # [.58, 1.2], escaped
 _LONG = 30  # characters of a cell that may wrap
 
 
@@ -64,7 +65,7 @@ def _joined(lines):
 
 
 def inline(text: str) -> str:
-  """Returns a line with its code, links and emphasis as HTML; the rest is escaped."""
+  """Returns a line with its code, links, emphasis and intervals as HTML; the rest is escaped."""
   parts = re.split(r'(`[^`]*`)', text)
   return ''.join(
       f'<code>{html.escape(part[1:-1])}</code>' if i % 2 else _emphasised(html.escape(part))
@@ -74,6 +75,7 @@ def inline(text: str) -> str:
 
 def _emphasised(text):
   text = re.sub(r'\[([^\]]+)\]\(([^)\s]+)\)', r'<a href="\2">\1</a>', text)
+  text = _INTERVAL.sub(r'<span class="interval">\g<0></span>', text)
   text = re.sub(r'\*\*(.+?)\*\*', r'<strong>\1</strong>', text)
   return re.sub(r'(?<![\w*])\*([^*\s][^*]*)\*(?![\w*])', r'<em>\1</em>', text)
 

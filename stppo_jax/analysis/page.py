@@ -73,7 +73,8 @@ h1,h2,h3{line-height:1.2}.scroll{overflow-x:auto}table{border-collapse:collapse;
 th,td{padding:3px 9px;text-align:right;border-bottom:1px solid #ddd;white-space:nowrap}
 th:first-child,td:first-child{text-align:left;position:sticky;left:0;background:#fff}
 td:first-child{font-weight:600}
-td.long,th.long{white-space:normal;min-width:12em}
+.interval{color:#666;font-size:.82em;white-space:nowrap}td:not(.long) .interval{display:block}
+th,td.long{white-space:normal}td.long,th.long{min-width:12em}
 code{background:#f3f3f3;padding:0 3px}pre{overflow-x:auto}
 figure{margin:12px 0}figcaption{font-size:14px;color:#444}
 .panels{display:grid;grid-template-columns:repeat(auto-fill,minmax(175px,1fr));gap:6px}
