@@ -17,11 +17,17 @@ from stppo_jax.types import UserError
 RESULTS = study_mechanism.RESULTS
 # Regimes: how far a policy moves from the one that sampled, by the knobs that move it.
 REGIMES = {'calm': {'actor.lr': 2e-4}, 'harsh': {'actor.lr': 6e-4}}
-# A control: token PPO meant to have the mean step of a divided cell. In calm that is .028, and came
-# out as .036; in harsh .065, and .075.
-MATCHED = {
-    'calm': {'ppo+step_of.relative.step': {'actor.lr': 1e-4}},
-    'harsh': {'ppo+step_of.relative.step': {'actor.lr': 2.4e-4}},
+# Controls at a lower rate. Token PPO at the rate that should give it the mean step of a divided cell.
+TOKEN, ST_PPO = study_mechanism.TOKEN, {'algorithm.variant': 'st_ppo'}
+LOWER_RATE = {
+    'calm': {
+        'ppo+step_of.relative.step': TOKEN | {'actor.lr': 1e-4},
+        'st_ppo+lr.0.0001': ST_PPO | {'actor.lr': 1e-4},
+    },
+    'harsh': {
+        'ppo+step_of.relative.step': TOKEN | {'actor.lr': 2.4e-4},
+        'st_ppo+lr.0.00024': ST_PPO | {'actor.lr': 2.4e-4},
+    },
 }
 # A larger model, of 5.1 M parameters; scripts/sft_tiny.py says how it was made.
 # Its critic is the embedded model, as in the other grids. A run costs four times as much, hence
@@ -73,7 +79,7 @@ def get_study(mode=''):
     chosen = {name: cells[name] for name in ('ppo', 'turn_ppo', 'st_ppo', 'ppo+relative.step')}
     harsh = grid.Grid(chosen, _regime('harsh'), seeds=(0, 1, 2))
     return grid.Study({'system_harsh': harsh} | of_mechanism, published=RESULTS)
-  grids = {f'system_{name}': grid.Grid(cells | MATCHED[name], _regime(name)) for name in REGIMES}
+  grids = {f'system_{name}': grid.Grid(cells | LOWER_RATE[name], _regime(name)) for name in REGIMES}
   chosen = {name: cells[name] for name in OF_LARGER}
   grids['system_5m'] = grid.Grid(chosen, REGIMES_OF_LARGER, LARGER)
   return grid.Study(
