@@ -17,7 +17,7 @@ from stppo_jax.types import UserError
 RESULTS = study_mechanism.RESULTS
 # Regimes: how far a policy moves from the one that sampled, by the knobs that move it.
 REGIMES = {'calm': {'actor.lr': 2e-4}, 'harsh': {'actor.lr': 6e-4}}
-# Controls at a lower rate. Token PPO at the rate that should give it the mean step of a divided cell.
+# Controls at a lower rate: for token PPO the one that should give it a divided cell's mean step.
 TOKEN, ST_PPO = study_mechanism.TOKEN, {'algorithm.variant': 'st_ppo'}
 LOWER_RATE = {
     'calm': {

@@ -47,11 +47,6 @@ class MeasuresTest(parameterized.TestCase):
     # A slow rise is none, since the median runs along.
     self.assertEqual(measures.spikes(1.3 ** np.arange(40)), 0.0)
 
-  def test_effective_share_is_of_the_ratios(self):
-    ratios = np.random.default_rng(0).lognormal(-0.125, 0.5, 200_000)  # mean 1
-    expected = ratios.mean() ** 2 / np.mean(ratios**2)
-    self.assertAlmostEqual(float(measures.effective_share(ratios.std())), expected, places=2)
-
   def test_trend_is_least_squares_with_its_fit(self):
     x = np.arange(5.0)
     self.assertEqual(measures.trend(x, 2 + 3 * x), (2.0, 3.0, 1.0))

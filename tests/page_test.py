@@ -133,6 +133,13 @@ class PageTest(parameterized.TestCase):
     run = len({cell.name for cell in self.planned}) - 1  # besides the baseline
     self.assertAlmostEqual(p_of([*self.planned, *more]) / p_of(self.planned), (run + 2) / run)
 
+  def test_a_verdict_on_two_cells_counts_all_cells(self):
+    plain = self.page._compared('system/harsh/st_ppo', 'ppo')
+    corrected = self.page._corrected('system/harsh/st_ppo', 'ppo')
+    self.assertBetween(plain.p_final, 0.01, 0.5)
+    self.assertAlmostEqual(corrected.p_final, 2 * plain.p_final)
+    self.assertAlmostEqual(corrected.p_collapsed, 2 * plain.p_collapsed)
+
   def test_the_table_of_the_division(self):
     # On entry a half; of the step two of four updates at a quarter, the others at 1.
     self.assertEqual(

@@ -81,6 +81,7 @@ class WorkedTest(parameterized.TestCase):
     # All of five above all of five: 2 of 252 orders.
     high, low = np.arange(5.0) + 10, np.arange(5.0)
     self.assertAlmostEqual(statistics.scores_differ(high, low), 2 / 252, places=12)
+    self.assertAlmostEqual(statistics.scores_differ([9, 9, 9, 8, 7], low), 2 / 252)  # with ties
     self.assertEqual(statistics.scores_differ(np.ones(5), np.ones(5)), 1.0)
 
   def test_holm_by_hand(self):
@@ -95,6 +96,12 @@ class WorkedTest(parameterized.TestCase):
     # Of five planned, two have run: .01 x 5, .02 x 4.
     some = statistics.holm({'a': 0.01, 'b': 0.02}, 5)
     np.testing.assert_allclose((some['a'], some['b']), (0.05, 0.08))
+
+  def test_one_run_has_no_interval(self):
+    self.assertTrue(np.isnan(statistics.iqm_interval([0.3]).low))
+    one = statistics.improvement_interval([0.3], [0.1, 0.2])
+    self.assertEqual(one.value, 1.0)
+    self.assertTrue(np.isnan(one.high))
 
   def test_the_bootstrap_is_repeatable_and_covers(self):
     self.assertEqual(statistics.iqm_interval(X), statistics.iqm_interval(X))

@@ -136,6 +136,8 @@ class PlanTest(parameterized.TestCase):
     jobs = grid.plan(study.get_study(mode), config, check_mechanism=cell.make)
     self.assertLen({job.name for job in jobs}, len(jobs))
     self.assertLen({job.digest for job in jobs}, len(jobs))  # no two cells are the same run
+    for job in jobs:  # a cell is what its name says, whatever the file's own variant
+      self.assertIn('algorithm.variant', job.overrides, job.name)
 
   def test_the_short_form_repeats_published_runs(self):
     short = study_stability.get_study('quick')

@@ -51,7 +51,6 @@ def of_run(
   """
   get = lambda name: np.asarray(series.get(name, ()), float)
   factor = get('factor')
-  spread = get('ratio_token')
   return {
       'collapsed': float(collapsed(score, nonfinite)),
       'final': final(score, nonfinite),
@@ -71,10 +70,10 @@ def of_run(
       'step': _mean(get('step')),
       'path': float(np.nansum(get('step'))) if len(get('step')) else np.nan,
       'entropy': _last(get('entropy')),
-      'ratio_token': _mean(spread),
+      'ratio_token': _mean(get('ratio_token')),
       'ratio_turn': _mean(get('ratio_turn')),
       'ratio_sequence': _mean(get('ratio_sequence')),
-      'ess': _mean(get('ess') if len(get('ess')) else effective_share(spread)),
+      'ess': _mean(get('ess')),
       'explained': _mean(get('explained')),
       'advantage_range': _mean(get('advantage_max') - get('advantage_min')),
   }
@@ -122,15 +121,6 @@ def spikes(norms: np.ndarray) -> float:
     before = before[np.isfinite(before)]
     count += not np.isfinite(norms[i]) or (len(before) > 0 and norms[i] > SPIKE * np.median(before))
   return count / len(norms)
-
-
-def effective_share(ratio_std: np.ndarray) -> np.ndarray:
-  """Returns the effective sample size of importance ratios, as a share of the tokens.
-
-  (mean w)^2 / mean w^2 = 1 / (1 + var w) where mean w = 1. Choice: the mean ratio is taken as 1,
-  which it is in expectation, so that the logged spread is enough.
-  """
-  return 1 / (1 + np.square(np.asarray(ratio_std, float)))
 
 
 def trend(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:

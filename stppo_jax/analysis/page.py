@@ -10,13 +10,17 @@ template may hold any text around them:
   {{system core_hours}}  {{study core_hours}}   of a grid; of all
   {{progress}} {{outcome}} {{diagnostics}} {{division}} {{figures}} {{cost}}    on their own lines
 
-p-values against the baseline are corrected over the cells of the regime; others are not.
+p-values against the baseline are corrected over the planned cells of the grid and regime, and so is
+every verdict; p-values of other comparisons are not.
 """
 
+import collections
 from collections.abc import Mapping
 from collections.abc import Sequence
+import dataclasses
 import difflib
 import html
+import math
 import os
 import re
 from typing import Any
@@ -90,10 +94,10 @@ class Page:
     self._records = records
     self.cells = summary.make_cells(planned, records)
     self._regimes = summary.by_regime(self.cells)
+    self._num_planned = collections.Counter((x.grid, x.regime) for x in planned)
     self._against = {}
     for regime, cells in self._regimes.items():
-      same = [x for x in planned if (x.grid, x.regime) == regime]
-      self._against |= summary.compare_with_baseline(cells, len(same))
+      self._against |= summary.compare_with_baseline(cells, self._num_planned[regime])
     self._drawn: dict[str, list[str]] = {}  # path of a sheet -> its panels
 
   def markdown(self, template: str = TEMPLATE) -> str:
@@ -149,7 +153,22 @@ class Page:
       if not any(group.endswith('/' + cell) for group in self.cells):
         self._cell(f'{system}/{cell}')
     groups = (f'{regime}/{name}' for regime in (mechanism, system))
-    return summary.verdict(*(self._compared(g, other) if g in self.cells else None for g in groups))
+    return summary.verdict(
+        *(self._corrected(g, other) if g in self.cells else None for g in groups)
+    )
+
+  def _corrected(self, group: str, other: str) -> summary.Comparison | None:
+    """Returns a comparison with corrected p-values: of two other cells by Bonferroni."""
+    made = self._compared(group, other)
+    if made is None or not other:
+      return made
+    planned = self.cells[group].planned
+    number = self._num_planned[planned.grid, planned.regime] - 1
+    return dataclasses.replace(
+        made,
+        p_final=min(1.0, number * made.p_final),
+        p_collapsed=min(1.0, number * made.p_collapsed),
+    )
 
   def _compared(self, group: str, other: str) -> summary.Comparison | None:
     """Returns the comparison of a cell with another of its regime, or with the baseline."""
@@ -186,7 +205,8 @@ class Page:
         self._outcome_row,
         'Share of runs that collapsed (Clopper-Pearson), interquartile means of final and best '
         'success and of the area under the curve (bootstrap), probability that a run is better '
-        'than one of the baseline, all with 95% intervals; p-values by Holm over the regime.',
+        'than one of the baseline, all with 95% intervals; p-values (Mann-Whitney of final, Fisher '
+        'of collapse) by Holm over the planned cells of the grid and regime.',
     )
 
   def _outcome_row(self, cell: summary.Cell) -> list[str]:
@@ -202,7 +222,8 @@ class Page:
         ('cell', *_DIAGNOSTICS.values()),
         lambda cell: [_middle(cell, name) for name in _DIAGNOSTICS],
         'Interquartile means over runs, of means over updates. Step: norm of the parameter change '
-        'per optimizer step. Path: their sum over updates.',
+        'per optimizer step. Path: sum over updates of their means. ESS: effective share of the '
+        'episodes, by the ratio of the trained to the sampling policy; –: not measured.',
     )
 
   def _division(self) -> str:
@@ -353,7 +374,7 @@ def _estimate(cell: summary.Cell, measure: str) -> str:
   if made is None:
     return NOTHING if not cell.num_runs else '–'
   if measure == 'collapsed':
-    return f'{int(cell.values(measure).sum())} of {cell.num_runs} {_interval(made)}'
+    return f'{int(cell.values(measure).sum())} of {cell.num_runs}{_interval(made)}'
   return _shown(made)
 
 
@@ -364,12 +385,14 @@ def _middle(cell: summary.Cell, measure: str) -> str:
 
 def _shown(value: statistics.Estimate | float) -> str:
   if isinstance(value, statistics.Estimate):
-    return f'{_decimal(value.value)} {_interval(value)}'
+    return f'{_decimal(value.value)}{_interval(value)}'
   return '<.001' if value < 0.001 else _decimal(value)
 
 
 def _interval(estimate: statistics.Estimate) -> str:
-  return f'[{_decimal(estimate.low)}, {_decimal(estimate.high)}]'
+  return (
+      '' if math.isnan(estimate.low) else f' [{_decimal(estimate.low)}, {_decimal(estimate.high)}]'
+  )
 
 
 def _decimal(value: float) -> str:

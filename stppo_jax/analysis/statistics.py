@@ -10,12 +10,14 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import math
 
 import numpy as np
 from scipy import stats
 
 REPS, LEVEL = 5000, 0.95
 _AT_ONCE = 500  # resamplings, for memory
+_EXACT = 20_000  # permutations: two cells of eight runs have 12,870
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,8 @@ def bootstrap(
 ) -> Estimate:
   """Returns function(*pooled samples) with the percentile interval of a stratified bootstrap.
 
+  The interval is NaN where a sample has one run. Of few runs it is too narrow.
+
   Args:
     function: takes an array [.., runs] per sample and returns [..].
     samples: each a list of strata, arrays of runs that are resampled among themselves.
@@ -62,7 +66,10 @@ def bootstrap(
   """
   generator = np.random.default_rng(seed)
   strata = [[np.asarray(part, float) for part in sample] for sample in samples]
-  value = function(*(np.concatenate(parts) for parts in strata))
+  pooled = [np.concatenate(parts) for parts in strata]
+  value = float(function(*pooled))
+  if min(map(len, pooled)) < 2:
+    return Estimate(value, np.nan, np.nan)
 
   def resample(part, n):
     return part[generator.integers(len(part), size=(n, len(part)))]
@@ -73,7 +80,7 @@ def bootstrap(
     resampled = [np.concatenate([resample(x, n) for x in parts], axis=-1) for parts in strata]
     drawn.append(function(*resampled))
   low, high = np.quantile(np.concatenate(drawn), [(1 - level) / 2, (1 + level) / 2])
-  return Estimate(float(value), float(low), float(high))
+  return Estimate(value, float(low), float(high))
 
 
 def iqm_interval(scores: np.ndarray, **options) -> Estimate:
@@ -101,11 +108,13 @@ def shares_differ(hits: int, of: int, other_hits: int, other_of: int) -> float:
 
 
 def scores_differ(x: np.ndarray, y: np.ndarray) -> float:
-  """Returns the two-sided p of Mann-Whitney's test, exact where there are few runs and no ties."""
+  """Returns the two-sided p of Mann-Whitney's test, over all permutations where there are few."""
   x, y = np.asarray(x, float), np.asarray(y, float)
   if np.ptp(np.concatenate([x, y])) == 0:
     return 1.0
-  return float(stats.mannwhitneyu(x, y, alternative='two-sided').pvalue)
+  few = math.comb(len(x) + len(y), len(x)) <= _EXACT
+  method = stats.PermutationMethod(n_resamples=np.inf) if few else 'auto'
+  return float(stats.mannwhitneyu(x, y, method=method).pvalue)
 
 
 def holm(p_values: Mapping[str, float], number: int = 0) -> dict[str, float]:
