@@ -1,7 +1,7 @@
 """GRPO on Qwen2.5-7B with Wikipedia search: no critic, groups of five episodes.
 
-  python run.py --config=experiments/grpo_7b.py --config.model.folder=FOLDER/Qwen2.5-7B \
-    --config.data.source=FOLDER/train.parquet,FOLDER/test.parquet \
+  python run.py --config=experiments/grpo_7b.py --config.model.folder=FOLDER/Qwen2.5-7B \\
+    --config.data.source=FOLDER/train.parquet,FOLDER/test.parquet \\
     --config.retriever.url=http://HOST:8000/retrieve
 
 Not run yet.

@@ -1,7 +1,7 @@
 """SO-GRPO (GRPO with turn-level ratios and the correction) on Qwen2.5-7B with Wikipedia search.
 
-  python run.py --config=experiments/so_grpo_7b.py --config.model.folder=FOLDER/Qwen2.5-7B \
-    --config.data.source=FOLDER/train.parquet,FOLDER/test.parquet \
+  python run.py --config=experiments/so_grpo_7b.py --config.model.folder=FOLDER/Qwen2.5-7B \\
+    --config.data.source=FOLDER/train.parquet,FOLDER/test.parquet \\
     --config.retriever.url=http://HOST:8000/retrieve
 
 Not run yet.

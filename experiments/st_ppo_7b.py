@@ -1,7 +1,7 @@
 """ST-PPO (turn ratios, divided by the norm of the clipping bias) on Qwen2.5-7B, Wikipedia search.
 
-  python run.py --config=experiments/st_ppo_7b.py --config.model.folder=FOLDER/Qwen2.5-7B \
-    --config.data.source=FOLDER/train.parquet,FOLDER/test.parquet \
+  python run.py --config=experiments/st_ppo_7b.py --config.model.folder=FOLDER/Qwen2.5-7B \\
+    --config.data.source=FOLDER/train.parquet,FOLDER/test.parquet \\
     --config.retriever.url=http://HOST:8000/retrieve
 
 Not run yet.

@@ -1,6 +1,6 @@
 """ST-PPO on Qwen2.5-7B, medical multiple choice with search over medical passages.
 
-  python run.py --config=experiments/st_ppo_med_7b.py --config.model.folder=FOLDER/Qwen2.5-7B \
+  python run.py --config=experiments/st_ppo_med_7b.py --config.model.folder=FOLDER/Qwen2.5-7B \\
     --config.data.source=FOLDER/qa.jsonl --config.data.corpus=FOLDER/corpus.jsonl
 
 Not run yet.

@@ -1,7 +1,7 @@
 """ST-PPO on Qwen3-8B with Wikipedia search: another model family, as the paper's reviewers asked.
 
-  python run.py --config=experiments/st_ppo_qwen3_8b.py --config.model.folder=FOLDER/Qwen3-8B \
-    --config.data.source=FOLDER/train.parquet,FOLDER/test.parquet \
+  python run.py --config=experiments/st_ppo_qwen3_8b.py --config.model.folder=FOLDER/Qwen3-8B \\
+    --config.data.source=FOLDER/train.parquet,FOLDER/test.parquet \\
     --config.retriever.url=http://HOST:8000/retrieve
 
 Not run yet.

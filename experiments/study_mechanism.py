@@ -1,4 +1,4 @@
-"""The same question on the mechanism: many more cells and seeds, in the small task.
+"""Does it stabilise, in the small task? Many more cells and seeds than in study_stability.py.
 
   python run.py --mode=study --config=experiments/study_mechanism.py --workdir=runs/mechanism
   python run.py --mode=study --config=experiments/study_mechanism.py:quick --workdir=runs/quick
@@ -189,7 +189,7 @@ def rivals():
 
 
 def of_staleness():
-  """Returns what is the same as without where the batch is of the current policy."""
+  """Returns off-policy corrections, which change nothing on a fresh batch."""
   truncated = {'algorithm.rollout_is': 'sequence', 'algorithm.rollout_is_threshold': 8.0}
   masked = {'algorithm.rollout_is': 'sequence_geometric', 'algorithm.rollout_is_low': 0.5}
   rejected = {

@@ -283,7 +283,7 @@ class Train(Section):
   schedule_updates: int = setting(
       0, 'what warm-up and decay of the rates are shares of; 0: updates. A run that has it may be '
       'prolonged: updates may then change on resumption', at_least=0)
-  episodes: int = setting(512, 'per rollout', at_least=1)
+  episodes: int = setting(512, 'episodes per rollout', at_least=1)
   mini_batch: int = setting(
       256, 'episodes per optimizer step: the reuse that makes the update off-policy', at_least=1)
   micro_batch: int = setting(
@@ -294,11 +294,11 @@ class Train(Section):
       (1024, 2048, 4096), 'tokens per bin, rising; episodes are packed into bins, and the last '
       'size holds any episode. More sizes: less padding, more programs to compile', at_least=1)
   checkpoint_every: int = setting(100, 'updates; 0: only at the end', at_least=0, may_change=True)
-  keep_checkpoints: int = setting(2, 'the newest ones', at_least=1, may_change=True)
+  keep_checkpoints: int = setting(2, 'newest kept, beside the best', at_least=1, may_change=True)
   on_save_error: str = setting(
       'continue', "when a checkpoint cannot be written; 'continue' counts it in perf/failed_saves",
       allowed=('continue', 'stop'), may_change=True)
-  accept_changed_plugins: bool = setting(False, 'in a resumed run', may_change=True)
+  accept_changed_plugins: bool = setting(False, 'resume with changed plug-ins', may_change=True)
   max_nonfinite: int = setting(
       3, 'steps skipped in a row for non-finite gradients before `on_nonfinite` applies',
       at_least=1, may_change=True)
@@ -348,7 +348,7 @@ class Eval(Section):
   """Evaluation on held-out questions: greedy while a run trains, as asked for in --mode=eval."""
 
   every: int = setting(50, 'updates; 0: only before and after', at_least=0, may_change=True)
-  episodes: int = setting(0, '0: the whole split', at_least=0)
+  episodes: int = setting(0, 'held-out questions; 0: the whole split', at_least=0)
   rows: int = setting(128, 'questions in progress at once', at_least=1)
   checkpoint: str = setting(
       'newest', "of --mode=eval, export, ..; 'best': with the highest held-out score of those "
@@ -356,7 +356,7 @@ class Eval(Section):
       allowed=('newest', 'best'), may_change=True)
   samples: int = setting(1, '--mode=eval: times a question is played', at_least=1, may_change=True)
   temperature: float | None = setting(
-      None, '--mode=eval, chat; None: 0, of samples as in training', at_least=0, may_change=True)
+      None, '--mode=eval, chat; None: 0, of samples that of rollout', at_least=0, may_change=True)
   folder: str = setting('', 'for the files of --mode=eval; empty: in WORKDIR/eval', may_change=True)
   address: str = setting(
       '', '--mode=eval: of an OpenAI-compatible server that plays, http://HOST/v1', may_change=True)

@@ -15,18 +15,17 @@ def evaluate(
     agent,
     params,
     tasks: Sequence[types.Task],
-    greedy: bool = True,
     seed: int = 0,
     give_up: Callable[[], bool] | None = None,
     until_answered: Callable = lambda play: play(),
 ) -> tuple[dict[str, float], list[types.Episode]]:
-  """Plays each task once, by default greedily; returns (metrics, episodes).
+  """Plays each task once, greedily; returns (metrics, episodes).
 
   Raises Stopped once `give_up()` is true. `until_answered(play)` may play again: it returns the
   episodes of a `play` in which retrieval worked.
   """
   keys = episode_loop.row_keys(jax.random.key(seed), tasks)
-  play = lambda: agent.play(params, tasks, keys, greedy=greedy, give_up=give_up)
+  play = lambda: agent.play(params, tasks, keys, greedy=True, give_up=give_up)
   episodes = until_answered(play)
   return scores(episodes), episodes
 

@@ -156,9 +156,8 @@ class Episode:
   prompt: np.ndarray  # [p] int32
   turns: list[Turn]
   truncated: bool = False  # ended by a limit instead of an answer
-  failed: bool = (
-      False  # the environment failed (no retrieval): masked out of the update, and counted
-  )
+  # The environment failed (no retrieval): masked out of the update, and counted.
+  failed: bool = False
   metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # last `info['metrics']`
   counts: dict[str, float] = dataclasses.field(default_factory=dict)  # of turns: invalid, cut, ..
   core_metrics: tuple[str, ...] = ()  # those of `metrics` that are scores, the main one first
@@ -174,7 +173,7 @@ class Episode:
 
   @property
   def search_failed(self) -> bool:
-    """Whether it failed for want of an answer: not of a prompt that fits, nor of its program."""
+    """Whether the environment or its retriever failed, not a long prompt or an agent program."""
     return self.failed and not (
         self.counts.get('prompt_too_long') or self.counts.get('program_failed')
     )

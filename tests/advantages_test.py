@@ -247,6 +247,13 @@ class GroupTest(chex.TestCase):
         advantages.leave_one_out(scores, groups), oracle.leave_one_out(scores, groups), atol=1e-11
     )
 
+  @parameterized.parameters('group_zscore', 'leave_one_out', 'group_centred')
+  def test_equal_scores_give_exactly_nothing(self, name):
+    for score, number in ((0.1, 3), (0.7, 8), (0.3, 1)):  # means of these are off by rounding
+      scores = np.full(number, score, np.float32)
+      made = getattr(advantages, name)(scores, np.zeros(number, np.int32))
+      self.assertEqual(np.abs(made).max(), 0.0)
+
   def test_numbers_of_groups_are_only_names(self):
     """A batch cut from a larger one keeps its group numbers; they may exceed the number of rows."""
     scores = np.array([1.0, 0.0, 2.0, 5.0])

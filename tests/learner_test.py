@@ -155,6 +155,12 @@ class MakeVariantTest(parameterized.TestCase):
       ({'algorithm.divide': 'step'}, ("divide='step'", "divisor='paper'", 'floor')),
       ({'algorithm.divide': 'step', 'algorithm.divisor': 'relative'}, ()),
       ({'algorithm.variant': 'reinforce'}, ('reinforce has no importance ratio', 'mini_batch=512')),
+      ({'algorithm.chunk_length': 4}, ('chunk_length has no effect without ratio=chunk',)),
+      ({'algorithm.chunk_length': 4, 'algorithm.ratio': 'chunk'}, ()),
+      ({'algorithm.rollout_is_threshold': 3.0}, ('has no effect without rollout_is',)),
+      ({'algorithm.rollout_is_threshold': 3.0, 'algorithm.rollout_is': 'turn'}, ()),
+      ({'algorithm.variant': 'ppo', 'algorithm.norm_of': 'loss'}, ('without a divisor',)),
+      ({'algorithm.kl_in': 'none', 'algorithm.kl_coef': 0.1}, ('kl_coef has no effect',)),
       ({}, ()),
   )
   def test_what_is_allowed_and_seldom_meant_is_warned_of(self, values, words):

@@ -198,6 +198,11 @@ class OutageTest(parameterized.TestCase):
     self.assertEqual(retriever.now, 20)
     self.assertEqual(retriever.plays, 1)
 
+  def test_without_a_retriever_it_is_the_environment_that_failed(self):
+    play = lambda: episodes(8, 8)
+    with self.assertRaisesRegex(types.RunError, '^the environment failed in 100% [^\n]*$'):
+      pipeline.play_through(play, None, 0.5, 0.0, sleep=lambda s: None)
+
   def test_a_retriever_that_answers_only_probes_ends_the_run(self):
     retriever = FakeRetriever(up_at=1e9)
     retriever.search = lambda queries, top_k: [[]]

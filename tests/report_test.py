@@ -73,6 +73,8 @@ class ReportTest(parameterized.TestCase):
     for text in ('st_ppo_tiny', '0.182', '0.463', '+0.281', '3 hops', 'update 60', '.variant'):
       self.assertIn(text, page)
     titles = {chart['title'] for chart in data['charts']}
+    of_environment = [c for c in data['charts'] if c['title'] == 'Metrics of the environment']
+    self.assertNotIn('_length', json.dumps(of_environment))  # prompts and responses are no scores
     self.assertContainsSubset({chart.title for chart in report_charts.CHARTS}, titles)
     self.assertIn('last training update (60): 24 of 40', _shown(data))
     self.assertIn('first training update (1): 24 of 40', _shown(data))
@@ -369,6 +371,7 @@ def _fake_training_row(random_state, step):
       'rollout_corr/k3_kl': 1.2e-5 + abs(noise(3e-6)),
       'rollout_corr/logp_diff_max': 0.003 * math.exp(noise(0.5)),
       'response_length/mean': 210 + 80 * part + noise(6),
+      'format/mean': 0.5 + 0.4 * part,  # what an environment reports
       'response_length/max': 512,
       'response_length/min': 31,
       'stppo/agent_tokens/mean': 110 + 40 * part + noise(6),

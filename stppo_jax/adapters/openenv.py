@@ -82,7 +82,7 @@ class OpenEnvEnv:
     return self._instructions + self._text(data.get('observation')), {}
 
   def step(self, action: str) -> protocol.Step:
-    """Sends an action. One that the server does not accept is an invalid action, and is told."""
+    """Sends an action. One that the server does not accept is invalid; the agent reads why."""
     message = self._action(action)
     if message is None:
       return self._refused('a JSON object is needed')

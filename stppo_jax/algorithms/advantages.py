@@ -198,10 +198,7 @@ def group_zscore(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   mean = _over_group(jnp.sum, scores, same, 0) / count
   squares = jnp.sum(jnp.where(same, jnp.square(scores[None, :] - mean[:, None]), 0), axis=1)
   std = jnp.sqrt(squares / jnp.maximum(count - 1, 1))
-  # Rounding alone gives equal scores a little spread, and 1e-6 would blow it up.
-  highest = _over_group(jnp.max, scores, same, -jnp.inf)
-  spread = highest > _over_group(jnp.min, scores, same, jnp.inf)
-  return jnp.where(spread, (scores - mean) / (std + 1e-6), 0)
+  return jnp.where(_differ(scores, same), (scores - mean) / (std + 1e-6), 0)
 
 
 def leave_one_out(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
@@ -212,17 +209,15 @@ def leave_one_out(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   # A sum and not a matmul, which TPUs and GPUs would round to fewer bits.
   total = jnp.sum(jnp.where(same, scores[None, :], 0), axis=1)
   others = (total - scores) / jnp.maximum(count - 1, 1)
-  return jnp.where(count > 1, scores - others, 0)
+  return jnp.where(_differ(scores, same), scores - others, 0)
 
 
 def group_centred(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   """Returns score - mean of its group, [B] (Dr. GRPO, arXiv 2503.20783); 0 if alone."""
   chex.assert_rank([scores, group_ids], 1)
   same = group_ids[:, None] == group_ids[None, :]
-  # Rounding would leave equal scores a little advantage.
-  highest = _over_group(jnp.max, scores, same, -jnp.inf)
-  spread = highest > _over_group(jnp.min, scores, same, jnp.inf)
-  return jnp.where(spread, scores - _over_group(jnp.sum, scores, same, 0) / same.sum(axis=1), 0)
+  centred = scores - _over_group(jnp.sum, scores, same, 0) / same.sum(axis=1)
+  return jnp.where(_differ(scores, same), centred, 0)
 
 
 def whiten_tokens(advantages: jax.Array, action_mask: jax.Array) -> jax.Array:
@@ -273,6 +268,12 @@ def _gae(rewards, values, mask, gammas, lams):
 def _over_group(reduce, scores, same, outside):
   """Reduces the scores [B] of each episode's group; `same` [B,B] says who is in it."""
   return reduce(jnp.where(same, scores[None, :], outside), axis=1)
+
+
+def _differ(scores, same):
+  """Returns whether a group has unlike scores [B]; a mean of like ones is off by rounding."""
+  highest = _over_group(jnp.max, scores, same, -jnp.inf)
+  return highest > _over_group(jnp.min, scores, same, jnp.inf)
 
 
 def _without_rounding(scores, sizes, group_ids):

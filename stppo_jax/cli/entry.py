@@ -83,7 +83,7 @@ _JOBS = flags.DEFINE_integer(
     'jobs', 0, 'for --mode=study: runs at once; 0: one per core, or 1', lower_bound=0
 )
 _DEVICES = flags.DEFINE_enum(
-    'devices', 'cpu', ['cpu', 'gpu', 'tpu'], 'for --mode=study: what each run has one or a share of'
+    'devices', 'cpu', ['cpu', 'gpu', 'tpu'], 'for --mode=study: what its runs share out'
 )
 _ONLY = flags.DEFINE_list(
     'only', [], "for --mode=study: names of runs or cells, as in 'system/*/ppo,*/seed_0'"

@@ -164,7 +164,7 @@ def write_file(path: str, records: Records) -> None:
 class Recorder:
   """Writes records in a thread, and never ends or stops a run; a context manager.
 
-  A file that cannot be written is told once and left out. Where the disk is too slow, waits for
+  A file that cannot be written is logged once and left out. Where the disk is too slow, waits for
   `put_s`, and then leaves records out.
 
   Args:

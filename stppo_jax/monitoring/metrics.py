@@ -66,9 +66,8 @@ class MetricsWriter:
       line['nonfinite'] = [name for name in numbers if name not in finite]
     self._file.write(json.dumps(line, allow_nan=False) + '\n')
     self._file.flush()
-    os.fsync(
-        self._file.fileno()
-    )  # a later checkpoint must not survive a crash that loses this line
+    # A later checkpoint must not survive a crash that loses this line.
+    os.fsync(self._file.fileno())
     self._sinks.write(int(step), finite)
 
   def close(self) -> None:
@@ -126,13 +125,9 @@ def progress_line(
   return '  '.join(parts)
 
 
-def summarize(prefix: str, array: Any, mask: Any | None = None) -> dict[str, float]:
-  """Returns {prefix/mean, prefix/max, prefix/min} of the entries under `mask`; {} without any."""
+def summarize(prefix: str, array: Any) -> dict[str, float]:
+  """Returns {prefix/mean, prefix/max, prefix/min} of an array; {} of an empty one."""
   values = np.asarray(array, np.float64)
-  if mask is not None:
-    mask = np.asarray(mask)
-    assert mask.shape == values.shape, (mask.shape, values.shape)
-    values = values[mask.astype(bool)]
   if not values.size:
     return {}
   return {

@@ -47,8 +47,7 @@ def build(workdir: str) -> str:
   rows = metrics.read_metrics(workdir)  # a UserError where there is no such folder
   rows = _merge_only_data_set(rows)
   config = _read_config(os.path.join(workdir, 'config.json'))
-  name = config.get('run_name') or config.get('name')
-  name = str(name or os.path.basename(os.path.abspath(workdir)))
+  name = str(config.get('name') or os.path.basename(os.path.abspath(workdir)))
   groups = _episode_groups(os.path.join(workdir, 'episodes'), _first_alarms(rows))
   page_json = _script_json(
       {

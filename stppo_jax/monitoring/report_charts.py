@@ -68,7 +68,7 @@ CHARTS = (
         'mean over episodes',
         '',
         (
-            Line(r'(?!critic|num_turns|em/|f1/)(\w+)/mean', r'\1'),
+            Line(r'(?!critic|num_turns|prompt_length|response_length|em/|f1/)(\w+)/mean', r'\1'),
             Line(r'env/(?!searches/|invalid/)(.+)/mean', r'\1'),
             Line(r'val-core/all/(?!em|f1|score)(\w+)', r'held out: \1'),
             Line(r'val-aux/all/(?!searches)(\w+)', r'held out: \1'),
@@ -145,9 +145,7 @@ CHARTS = (
         '',
         (Line(r'actor/ppo_kl', 'to the old policy'), Line(r'actor/kl_loss', 'to the reference')),
     ),
-    Chart(
-        'Policy', 'Entropy', 'nats per token', '', (Line(r'actor/entropy(?:_loss)?', 'entropy'),)
-    ),
+    Chart('Policy', 'Entropy', 'nats per token', '', (Line(r'actor/entropy', 'entropy'),)),
     Chart(
         'Policy',
         'Sampler against trainer',
@@ -220,7 +218,7 @@ CHARTS = (
         (
             Line(r'env/truncated', 'cut by a limit'),
             Line(r'env/retrieval_failed', 'retrieval failed'),
-            Line(r'env/invalid(?:/mean)?', 'invalid actions'),
+            Line(r'env/invalid/mean', 'invalid actions'),
         ),
     ),
     Chart(

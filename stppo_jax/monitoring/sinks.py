@@ -21,7 +21,7 @@ FINISH_S = 60.0  # for W&B to upload the rest
 
 
 class Sinks:
-  """The sinks of a run; one that fails is told once and left out from then on."""
+  """The sinks of a run; one that fails is logged once and left out from then on."""
 
   def __init__(self) -> None:
     self._sinks: list[Any] = []

@@ -12,7 +12,7 @@ AXES = ('data', 'tensor')
 
 
 def ahead(plan: Any) -> int:
-  """Returns the bytes per device of the copies that wait to be sampled from, or are, meanwhile.
+  """Returns the bytes per device of the copies held for batches that are sampled ahead.
 
   With staleness s these are the copies of the last s updates: see `pipeline.Pipeline.take`.
   """

@@ -63,9 +63,8 @@ def embed(encoder: encoders.Encoder, texts: Sequence[str], folder: str) -> np.nd
   path = os.path.join(folder, f'embeddings_{_digest(encoder.folder, texts)}.npy')
   if not os.path.exists(path):
     os.makedirs(folder, exist_ok=True)
-    part = (
-        f'{path}.{os.getpid()}.part'  # renamed when complete, so an interrupted start leaves none
-    )
+    # Renamed when complete, so that an interrupted start leaves none.
+    part = f'{path}.{os.getpid()}.part'
     shape = (len(texts), encoder.width)
     vectors = np.lib.format.open_memmap(part, 'w+', np.float32, shape)
     for start in range(0, len(texts), 4096):

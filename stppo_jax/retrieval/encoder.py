@@ -68,9 +68,8 @@ class Encoder:
     clean = [text.encode('utf-8', 'replace').decode('utf-8') for text in texts]
     ids = [encoding.ids for encoding in self._tokenizer.encode_batch(clean)]
     vectors = np.zeros((len(texts), self.width), np.float32)
-    order = np.argsort(
-        [len(row) for row in ids], kind='stable'
-    )  # similar lengths together: little padding
+    # Similar lengths together: little padding.
+    order = np.argsort([len(row) for row in ids], kind='stable')
     for start in range(0, len(order), self._rows):
       chosen = order[start : start + self._rows]
       longest = max(len(ids[i]) for i in chosen)

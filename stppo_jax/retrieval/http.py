@@ -106,9 +106,8 @@ class HttpRetriever:
     self._session.trust_env = False
     for scheme in ('http://', 'https://'):
       self._session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=how.concurrency))
-    self._session.headers['Accept-Encoding'] = (
-        'identity'  # otherwise a small body could decompress to a huge one
-    )
+    # Otherwise a small body could decompress to a huge one.
+    self._session.headers['Accept-Encoding'] = 'identity'
 
   def search(self, queries: Sequence[str], top_k: int) -> list[list[types.Passage] | None]:
     """Searches as in `protocol.Retriever`. Equal queries are sent once, cached ones not at all."""

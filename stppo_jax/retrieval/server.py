@@ -262,7 +262,7 @@ class _Retrieve(_Handler):
 
   def prepare(self):
     self._started = time.perf_counter()
-    self._entered = self._searching = self._is_received = False
+    self._entered = self._is_received = False
     self._body = bytearray()
     limits = self.service.limits
     if self.request.method != 'POST':
@@ -299,7 +299,7 @@ class _Retrieve(_Handler):
       self._refuse_busy()
       return
     # Only a whole request counts: half-sent bodies must not keep others out.
-    self._entered = self._searching = True
+    self._entered = True
     self.service.in_flight += 1
     try:
       try:

@@ -355,18 +355,19 @@ def play_through(
   """
   episodes, replays = play(), 0
   started, wait_s = clock(), _FIRST_WAIT_S
+  failing = 'the environment' if retriever is None else 'retrieval'
   while (share := failed_share(episodes)) > max_failed_share:
     left_s = hosts.by_writer(lambda: max_outage_s - (clock() - started))
     if left_s <= 0:
       raise types.RunError(
-          f'retrieval failed in {share:.0%} of the episodes, and did so for {max_outage_s:g} s '
-          f'(config.retriever.max_outage_s){_whereabouts(retriever)}: see to the retriever; the '
-          'same command then resumes'
+          f'{failing} failed in {share:.0%} of the episodes, and did so for {max_outage_s:g} s '
+          f'(config.retriever.max_outage_s){_whereabouts(retriever)}: mend it; the same command '
+          'then resumes'
       )
     wait_s = min(wait_s, left_s)
     logging.warning(
-        'retrieval failed in %.0f%% of the episodes%s: none is trained on; the retriever is '
-        'queried again in %.0f s',
+        '%s failed in %.0f%% of the episodes%s: none is trained on; the next try is in %.0f s',
+        failing,
         100 * share,
         _whereabouts(retriever),
         wait_s,

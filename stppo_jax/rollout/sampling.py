@@ -108,7 +108,7 @@ def sample_sharded(
     row_sharding: jax.sharding.NamedSharding,
     size: int,
 ) -> tuple[jax.Array, jax.Array]:
-  """Is `sample_token` for logits [B,V] split over rows and 'tensor', of which `size` are real.
+  """Draws as `sample_token`, from logits [B,V] split over rows and 'tensor'; `size` are real.
 
   The shards exchange masses of blocks and the chosen block instead of logits. The draw is the same
   as on one device: the same blocks, uniform numbers and sums. Choice: top_k and top_p gather the

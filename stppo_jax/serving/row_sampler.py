@@ -31,7 +31,7 @@ class RowSampler(sampler_lib.Sampler):
       enough: int,
       settings: np.ndarray,
   ) -> tuple[sampler_lib.Context, sampler_lib.Sampled]:
-    """Is `Sampler.decode` with the settings of each row."""
+    """Samples as `Sampler.decode`, with each row's settings."""
     until = sampler_lib.Until(
         np.int32(min(steps, self.steps)), np.int32(enough), np.asarray(settings, np.float32)
     )

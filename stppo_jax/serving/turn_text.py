@@ -24,13 +24,11 @@ class TurnText:
     self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
     self.full = ''  # with the stop string
     self.shown = ''
-    self.is_empty = True  # whether there was no token, an eos token apart
 
   def feed(self, tokens: Sequence[int], finish: str | None) -> str:
     """Returns the text that is new to the client; `finish` is set with the last tokens."""
     if finish == 'stop' and tokens and tokens[-1] in self._eos_ids:
       tokens = tokens[:-1]
-    self.is_empty = self.is_empty and not tokens
     before = len(self.full)
     self.full += self._decoder.decode(b''.join(map(self._bytes, tokens)), finish is not None)
     end = self._visible(before, finish is not None)

@@ -141,7 +141,7 @@ class Checkpoints:
     return [member['actor'] for member in found['members']] if several else found['actor']
 
   def progress(self, updates: int) -> dict:
-    """Returns the `progress` saved after `updates`; later saves remember the best one of then."""
+    """Returns the `progress` saved after `updates`; restores the best score known then."""
     args = ocp.args.Composite(progress=ocp.args.JsonRestore())
     progress = self._manager.restore(updates, args=args)['progress']
     noted = self._noted()
@@ -393,7 +393,7 @@ def _own_checksums(folder, process):
 
 
 def fingerprint(workdir: str, updates: int) -> str:
-  """Returns a text that another state saved after as many `updates` would not have."""
+  """Returns the CRC of a checkpoint's list of checksums; '' without one."""
   path = os.path.join(workdir, 'checkpoints', str(updates), _CHECKSUMS)
   return f'{_crc(path):08x}' if os.path.exists(path) else ''
 

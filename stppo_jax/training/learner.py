@@ -292,9 +292,32 @@ def make_spec(
   )
 
 
+# Columns that change nothing without another: what that is, and whether a variant has it.
+_NEEDED = {
+    'chunk_length': ('ratio=chunk', lambda variant: variant.ratio == 'chunk'),
+    'divide': ('a divisor', lambda variant: variant.divisor != 'none'),
+    'norm_of': ('a divisor', lambda variant: variant.divisor != 'none'),
+    'whiten_over': ('whiten=True', lambda variant: variant.whiten),
+    'norm_length': (
+        'aggregation=seq-mean-token-sum-norm',
+        lambda variant: variant.aggregation == 'seq-mean-token-sum-norm',
+    ),
+    'kl_coef': ('kl_in=reward or loss', lambda variant: variant.kl_in != 'none'),
+    'kl_horizon': ('kl_target', lambda variant: variant.kl_target > 0),
+    'rollout_is_threshold': ('rollout_is', lambda variant: variant.rollout_is != 'none'),
+    'rollout_is_low': ('rollout_is', lambda variant: variant.rollout_is != 'none'),
+    'rollout_is_normalize': ('rollout_is', lambda variant: variant.rollout_is != 'none'),
+    'rollout_rs_low': ('rollout_rs', lambda variant: variant.rollout_rs != 'none'),
+    'rollout_rs_high': ('rollout_rs', lambda variant: variant.rollout_rs != 'none'),
+}
+
+
 def _warn(config, variant):
   """Logs what is allowed and seldom meant."""
   train, name = config.train, config.algorithm.variant
+  for column, (needed, has) in _NEEDED.items():
+    if getattr(config.algorithm, column) is not None and not has(variant):
+      logging.warning('config.algorithm.%s has no effect without %s', column, needed)
   steps_per_update = train.epochs * train.episodes // train.mini_batch
   if variant.ratio == 'none' and steps_per_update > 1:
     logging.warning(

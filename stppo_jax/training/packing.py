@@ -181,9 +181,8 @@ def pack(
   while left:
     fitting = [capacity for capacity in capacities if capacity >= lengths[left[0]]]
     tries = [_first_fit(lengths, left, num_bins, capacity, shared) for capacity in fitting]
-    placed = max(
-        tries, key=lambda placed: round(placed.fill, 2)
-    )  # the first, so smallest, of equals
+    # Of equals the first, which is the smallest.
+    placed = max(tries, key=lambda placed: round(placed.fill, 2))
     for row, (chosen, offset) in placed.where.items():
       bins[row], offsets[row] = first + chosen, offset
     first, left = first + num_bins, [row for row in left if row not in placed.where]

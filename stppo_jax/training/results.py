@@ -52,7 +52,7 @@ def load(
 
   The policy is that of the checkpoint that config.eval.checkpoint names. The untrained one is given
   only for config.train.updates=0, so that a mistyped folder is an error. A config that the
-  checkpoint does not fit is refused; other differences are told. What a user may have got wrong
+  checkpoint does not fit is refused; other differences are logged. What a user may have got wrong
   comes before the weights.
   """
   if config.train.updates:

@@ -58,7 +58,7 @@ def read_folder(source: str, folder: str, reader: 'Reader', rows_per_file: int) 
   """Writes the trajectories of `source`, a folder or a file, to `folder`; returns their number.
 
   Episodes of our runs go to the batches that they were in, others to batches of `rows_per_file`
-  rows, where those of one task are a group. Trajectories that cannot be read are told and left out.
+  rows, where those of one task are a group. One that cannot be read is logged and left out.
   """
   if os.path.isdir(folder) and os.listdir(folder):
     raise types.UserError(f'{folder!r} holds files already: give another --workdir')
