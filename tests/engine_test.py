@@ -191,6 +191,27 @@ class EngineTest(parameterized.TestCase):
     self.assertEqual(report.shared_tokens, 0 if in_place else 4 * prompts)
     self.assertEqual(report.prefill_tokens, observed + (5 * prompts if in_place else prompts))
 
+  def test_a_prefill_of_all_rows_waits_for_some_to_be_ready(self):
+    sampler, prefills, ready = make_sampler(groups=1, width=16, prefill_rows=16, rows=16), [], []
+    prefill, in_place = sampler._prefill, engine._Engine._prefill_in_place
+
+    def count(run, group):
+      ready.append((len(group.slots_in('ready')), len(group.slots_in('decoding'))))
+      before = len(prefills)
+      in_place(run, group)
+      waited = bool(ready[-1][0]) and len(prefills) == before
+      self.assertEqual(waited, 0 < ready[-1][0] < 4 and ready[-1][1] > 0)
+
+    note = lambda *args: prefills.append(1) or prefill(*args)
+    with (
+        mock.patch.object(sampler, '_prefill', side_effect=note),
+        mock.patch.object(engine._Engine, '_prefill_in_place', count),
+    ):
+      got, _, _ = play(self.sequences, self.keys, sampler)
+    tokens = lambda played: [[tokens for tokens, _ in turns] for turns in played]
+    self.assertEqual(tokens(got), tokens(self.want))
+    self.assertTrue(any(0 < few < 4 and decoding for few, decoding in ready))
+
   def test_rows_move_to_the_groups_that_are_left(self):
     """At the end the last rows share a group, which takes fewer steps than if they stayed."""
     sequences = [([1 + i % 20, 2], [[5, 6]] * (0 if i % 4 else 6)) for i in range(16)]

@@ -263,13 +263,13 @@ def _run() -> int | None:
           '--coordinator; --mode=train and --mode=eval take them'
       )
     return _MODES[mode](config, workdir)
-  _start_jax(processes)
+  _start_jax(processes, workdir)
   code = _MODES[mode](config, workdir)
   hosts.finish()
   return code
 
 
-def _start_jax(processes: dict[str, Any]) -> None:
+def _start_jax(processes: dict[str, Any], workdir: str) -> None:
   """Joins the other processes and sets the compilation cache."""
   import jax
 
@@ -279,7 +279,12 @@ def _start_jax(processes: dict[str, Any]) -> None:
   hosts.initialize(**processes)  # before any program runs
   if not hosts.is_writer():
     logging.set_verbosity(logging.WARNING)
-  cache = os.environ.get('JAX_COMPILATION_CACHE_DIR') or os.path.expanduser('~/.cache/stppo_jax')
+  # Process 0 alone writes the cache: with several it has to be in a folder that all of them read.
+  shared = jax.process_count() > 1
+  folder = (
+      os.path.join(workdir, '.jax_cache') if shared else os.path.expanduser('~/.cache/stppo_jax')
+  )
+  cache = os.environ.get('JAX_COMPILATION_CACHE_DIR') or folder
   jax.config.update('jax_compilation_cache_dir', cache)
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)  # many programs are small
 

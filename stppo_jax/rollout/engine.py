@@ -380,7 +380,9 @@ class _Engine:
   def _prefill_in_place(self, group: _Group) -> None:
     """Prefills the group's rows where they are; the others do not change."""
     ready = [group.rows[b] for b in group.slots_in('ready')]
-    if not ready:
+    width, decoding = self._sampler.width, len(group.slots_in('decoding'))
+    # A prefill computes all rows, also those that are not ready: a few wait while many decode.
+    if not ready or (4 * len(ready) < width and 16 * decoding >= width):
       return
     ids = [() if row is None else row.ids for row in group.rows]
     starts = [0 if row is None else row.length for row in group.rows]

@@ -73,14 +73,19 @@ def padded(model: decoder.ModelConfig, row_sharding: NamedSharding | None) -> de
   return dataclasses.replace(model, vocab_size=-(-model.vocab_size // whole) * whole)
 
 
-def padded_stop_table(stop_table: np.ndarray, vocab_size: int) -> jax.Array:
+def padded_stop_table(stop_table: np.ndarray, vocab_size: int) -> np.ndarray:
   """Returns the stop table with a column for each id of a padded vocabulary, [states, V] int32.
 
   Ids beyond the tokenizer's have no bytes, so the automaton keeps its state.
   """
   missing = vocab_size - stop_table.shape[1]
   still = np.repeat(np.arange(len(stop_table), dtype=np.int32)[:, None], missing, axis=1)
-  return jnp.asarray(np.concatenate([stop_table, still], axis=1), jnp.int32)
+  return np.concatenate([stop_table, still], axis=1).astype(np.int32)
+
+
+def everywhere(row_sharding: NamedSharding | None) -> NamedSharding | None:
+  """Returns the sharding of what every device holds and every host reads."""
+  return row_sharding and NamedSharding(row_sharding.mesh, P())
 
 
 def of_context(row_sharding: NamedSharding | None) -> NamedSharding | None:

@@ -24,6 +24,7 @@ from stppo_jax.models import decoder
 from stppo_jax.models import moe
 from stppo_jax.rollout import layout
 from stppo_jax.rollout import sampling
+from stppo_jax.runtime import hosts
 
 
 @flax.struct.dataclass
@@ -114,15 +115,13 @@ class Sampler:
     buckets, tile = (*(b for b in buckets if b < self.max_slots), self.max_slots), config.cache_tile
     self.slot_buckets = tuple(sorted({-(-b // (tile or 1)) * (tile or 1) for b in buckets}))
     self.chunk_buckets = tuple(sorted(sizes.chunk_buckets))
-    is_eos = jnp.zeros((config.vocab_size,), bool).at[np.array(eos_ids, int)].set(True)
-    self._ends = _Ends(layout.padded_stop_table(stop_table, config.vocab_size), is_eos)
+    is_eos = np.isin(np.arange(config.vocab_size), list(eos_ids))
+    self._ends_on_host = _Ends(layout.padded_stop_table(stop_table, config.vocab_size), is_eos)
     self._greedy = distribution.temperature == 0
-    self.row_sharding, everywhere = row_sharding, None
-    if row_sharding is not None:  # every host reads what was sampled
-      everywhere = jax.sharding.NamedSharding(row_sharding.mesh, jax.sharding.PartitionSpec())
+    self.row_sharding, self._everywhere = row_sharding, layout.everywhere(row_sharding)
     self._place = place = layout.of_context(row_sharding)
     jit = functools.partial(jax.jit, out_shardings=place)
-    jit_step = functools.partial(jax.jit, donate_argnums=1, out_shardings=(place, everywhere))
+    jit_step = functools.partial(jax.jit, donate_argnums=1, out_shardings=(place, self._everywhere))
     sample = self._sample_function(distribution)
     program = _Program(config, sample, self.steps, records_routes)
     self._copy = layout.copy_function(config, row_sharding)
@@ -132,6 +131,10 @@ class Sampler:
     self._grow = jit(functools.partial(_grow, config), static_argnums=1)
     self._take = jit(lambda context, rows: jax.tree.map(lambda a: a[rows], context))
     self._put = jit(_put, donate_argnums=0)
+
+  @functools.cached_property
+  def _ends(self) -> '_Ends':  # on all devices, or each call would send it to them
+    return hosts.put(self._ends_on_host, self._everywhere)
 
   def _sample_function(self, distribution):
     """Returns (logits, keys, greedy) -> (token, logp); both kinds are in one program."""
@@ -147,10 +150,7 @@ class Sampler:
     return lambda logits, keys, greedy: jax.lax.cond(greedy, likeliest, draw, logits, keys)
 
   def greedy(self, rows: int) -> 'Sampler':
-    """Returns the sampler that takes the likeliest token, for so many rows in whole groups.
-
-    It shares the compiled programs.
-    """
+    """Returns a sampler of likeliest tokens for so many rows, with the same compiled programs."""
     other = copy_lib.copy(self)
     other._greedy, other.num_groups = True, -(-rows // self.width)
     other.records_routes = False  # nobody trains on what it samples
@@ -271,7 +271,7 @@ class Sampler:
     rows, prefill_rows, chunk = self.width, self.prefill_rows, self.chunk_buckets[-1]
     fewer = max((b for b in self.slot_buckets if b < slots), default=slots)
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-    ends = jax.tree.map(lambda x: _shape(*x.shape, dtype=x.dtype), self._ends)
+    ends = jax.tree.map(lambda x: _shape(*x.shape, dtype=x.dtype), self._ends_on_host)
     keys = _shape(rows, *key.shape, dtype=key.dtype)
     copied = self.shapes_of_copy(params)
     return {
@@ -342,8 +342,8 @@ class Until:
 class _Ends:
   """What ends a turn."""
 
-  stop_table: jax.Array  # [states,V] int32, see chat.stop_automaton
-  is_eos: jax.Array  # [V] bool
+  stop_table: Any  # [states,V] int32, see chat.stop_automaton
+  is_eos: Any  # [V] bool
 
 
 @flax.struct.dataclass
