@@ -82,6 +82,7 @@ class WorkedTest(parameterized.TestCase):
     high, low = np.arange(5.0) + 10, np.arange(5.0)
     self.assertAlmostEqual(statistics.scores_differ(high, low), 2 / 252, places=12)
     self.assertAlmostEqual(statistics.scores_differ([9, 9, 9, 8, 7], low), 2 / 252)  # with ties
+    self.assertAlmostEqual(statistics.scores_differ([9], low), 2 / 6)  # first or last of six
     self.assertEqual(statistics.scores_differ(np.ones(5), np.ones(5)), 1.0)
 
   def test_holm_by_hand(self):

@@ -401,7 +401,7 @@ def _decimal(value: float) -> str:
     return '<.001'
   if abs(value) >= 1000:
     return f'{value:.1e}'
-  digits = 3 if abs(value) < 1 else 2 if abs(value) < 10 else 1
+  digits = 3 if abs(value) < 0.9995 else 2 if abs(value) < 9.995 else 1
   text = f'{value:.{digits}f}'
   return text.replace('0.', '.', 1) if text.lstrip('-').startswith('0.') else text
 

@@ -112,7 +112,7 @@ def scores_differ(x: np.ndarray, y: np.ndarray) -> float:
   x, y = np.asarray(x, float), np.asarray(y, float)
   if np.ptp(np.concatenate([x, y])) == 0:
     return 1.0
-  few = math.comb(len(x) + len(y), len(x)) <= _EXACT
+  few = min(len(x), len(y)) > 1 and math.comb(len(x) + len(y), len(x)) <= _EXACT
   method = stats.PermutationMethod(n_resamples=np.inf) if few else 'auto'
   return float(stats.mannwhitneyu(x, y, method=method).pvalue)
 
