@@ -291,7 +291,7 @@ class MarkupTest(parameterized.TestCase):
   def test_a_table(self):
     made = markup.to_html('| a | b |\n| --- | --: |\n| 1 | - |', lambda *_: '')
     self.assertEqual(made.count('<tr>'), 2)
-    self.assertIn('<td>1</td><td>-</td>', made)
+    self.assertIn('<td class="text">1</td><td>-</td>', made)  # a column of numbers has its mark
 
 
 if __name__ == '__main__':

@@ -92,12 +92,16 @@ def _run(lines, start, matches):
 
 def _table(rows):
   cells = [[cell.strip() for cell in row.strip('|').split('|')] for row in rows]
-  head, body = cells[0], [row for row in cells[1:] if not set(''.join(row)) <= set('-: ')]
+  head, marks, *body = cells
+
+  def kind(mark, text):
+    kinds = ['text'] * (not mark.endswith(':')) + ['long'] * (len(text) > _LONG)
+    return f' class="{" ".join(kinds)}"' if kinds else ''
 
   def line(row, tag):  # a name of several parts may wrap between them
     cells = [re.sub(r'(?<=\w)([+.])(?=[a-z])', r'\1<wbr>', inline(cell)) for cell in row]
-    long = (' class="long"' if len(text) > _LONG else '' for text in row)
-    return ''.join(f'<{tag}{kind}>{cell}</{tag}>' for cell, kind in zip(cells, long))
+    kinds = map(kind, marks, row)
+    return ''.join(f'<{tag}{kind}>{cell}</{tag}>' for cell, kind in zip(cells, kinds))
 
   return (
       f'<div class="scroll"><table><thead><tr>{line(head, "th")}</tr></thead><tbody>'

@@ -75,7 +75,8 @@ _STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;margin:0 auto;max-width:1160px;padding:12px;color:#111}
 h1,h2,h3{line-height:1.2}.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:13.5px}
 th,td{padding:3px 9px;text-align:right;border-bottom:1px solid #ddd;white-space:nowrap}
-th:first-child,td:first-child{text-align:left;position:sticky;left:0;background:#fff}
+th.text,td.text{text-align:left}
+th:first-child,td:first-child{position:sticky;left:0;background:#fff}
 td:first-child{font-weight:600}
 .interval{color:#666;font-size:.82em;white-space:nowrap}td:not(.long) .interval{display:block}
 th,td.long{white-space:normal}td.long,th.long{min-width:12em}
