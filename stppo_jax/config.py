@@ -48,13 +48,13 @@ class Env(Section):
       "sentences, see envs/search.py; 'short' is for tiny models",
       allowed=('search_r1', 'short'))
   max_turns: int = setting(
-      4, 'searches per episode, after which one more turn may only answer; an environment of your '
-      'own gets it if its constructor has that parameter', at_least=0)
+      4, 'searches per episode, after which one more turn may only answer', at_least=0)
   reward: str = setting(
       'em', 'score of an answer; or a function of your own (task, answer, transcript) -> float',
       allowed=('em', 'sub_em', 'f1', 'format'), plugin=True)
   tools: tuple[str, ...] = setting(
-      (), "of the environment 'tools': 'calculator', 'search', module:function, mcp:COMMAND")
+      (), "of the environment 'tools': 'calculator', 'search', module:function, mcp:COMMAND",
+      plugin=True, prefixes=('mcp',))
   tool_timeout_s: float = setting(10.0, 'seconds before a call is given up', above=0)
   tool_max_chars: int = setting(2000, 'a longer result is cut', at_least=1)
 

@@ -36,13 +36,20 @@ def load(field: str, name: str, built_in: Mapping[str, Any]) -> Any:
 
 
 def named(config: Any) -> dict[str, str]:
-  """Returns {field: name} of the fields of the config that hold a `module:attribute`."""
-  return {
-      path: value.removeprefix('gateway:')  # an agent program, see envs/program.py
-      for path, rules, value in validation.fields(config)
-      if rules.plugin and isinstance(value, str) and ':' in value and not os.path.exists(value)
-      if value.partition(':')[0] not in rules.prefixes
-  }
+  """Returns {field: name} of the fields of the config that hold a `module:attribute`.
+
+  Of a field with several, as env.tools, {'env.tools[0]': name, ..}.
+  """
+  found = {}
+  for path, rules, value in validation.fields(config):
+    if not rules.plugin:
+      continue
+    several = isinstance(value, tuple)
+    for i, name in enumerate(value if several else (value,)):
+      own = isinstance(name, str) and ':' in name and not os.path.exists(name)
+      if own and name.partition(':')[0] not in rules.prefixes:  # an agent program: envs/program.py
+        found[f'{path}[{i}]' if several else path] = name.removeprefix('gateway:')
+  return found
 
 
 def digests(names: Mapping[str, str]) -> dict[str, str]:

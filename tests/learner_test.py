@@ -51,6 +51,29 @@ NO_RATIO = Variant(constant, 'none', surrogate=surrogate)
 NEGATIVE = Variant(constant, 'token', clip_low=-1.0)
 LEVELLESS = Variant(constant, 'word')
 NUMBER = 7
+
+def reads_values(batch, variant):
+  return batch.rewards - batch.old_values, batch.rewards
+
+def one_array(batch, variant):
+  return batch.rewards
+
+def per_row(batch, variant):
+  return batch.rewards.sum(axis=1), batch.rewards
+
+def branches(g_norm, c_norm, any_clipped):
+  return c_norm if any_clipped else 1.0
+
+def vector(g_norm, c_norm, any_clipped):
+  return jnp.stack([g_norm, c_norm])
+
+def nothing(*args):
+  pass
+
+def two_arguments(ratio, advantages):
+  return ratio, ratio
+
+BAD = Variant(reads_values, 'token')
 """
 
 
@@ -148,6 +171,22 @@ class MakeVariantTest(parameterized.TestCase):
     self.refused(*words, **values)
 
   @parameterized.parameters(
+      ({'advantage': 'reads_values'}, ('old_values', 'advantages.from_values')),
+      ({'variant': 'BAD'}, ("variant='own_rl:BAD', its advantage", 'advantages.from_values')),
+      ({'advantage': 'one_array'}, ('(advantages, returns)', 'returned [2, 3]')),
+      ({'advantage': 'per_row'}, ('each [B,T]', '([2], [2, 3])')),
+      ({'advantage': 'nothing'}, ('returned NoneType',)),
+      ({'surrogate': 'constant'}, ('raised TypeError', 'takes 2 positional arguments')),
+      ({'surrogate': 'two_arguments'}, ('raised TypeError', 'own_rl:two_arguments')),
+      ({'divisor': 'branches'}, ('raised TracerBoolConversionError', 'own_rl.py:')),
+      ({'divisor': 'vector'}, ('one number', 'returned [2]')),
+      ({'divisor': 'nothing'}, ('one number', 'NoneType')),
+  )
+  def test_a_function_is_tried_on_shapes_before_the_weights(self, columns, words):
+    values = {f'algorithm.{column}': f'own_rl:{name}' for column, name in columns.items()}
+    self.refused(*words, **values)
+
+  @parameterized.parameters(
       ({'pipeline.staleness': 1}, ('staleness=1', 'older policy', 'rollout_is=turn')),
       ({'pipeline.staleness': 1, 'algorithm.rollout_is': 'token'}, ()),
       ({'pipeline.staleness': 1, 'algorithm.rollout_rs': 'sequence'}, ()),
@@ -161,6 +200,11 @@ class MakeVariantTest(parameterized.TestCase):
       ({'algorithm.rollout_is_threshold': 3.0, 'algorithm.rollout_is': 'turn'}, ()),
       ({'algorithm.variant': 'ppo', 'algorithm.norm_of': 'loss'}, ('without a divisor',)),
       ({'algorithm.kl_in': 'none', 'algorithm.kl_coef': 0.1}, ('kl_coef has no effect',)),
+      (
+          {'algorithm.variant': 'grpo', 'rollout.group_size': 4, 'algorithm.lam': 0.9},
+          ('lam has no effect without a critic',),
+      ),
+      ({'algorithm.gamma': 0.9, 'algorithm.lam': 0.9, 'algorithm.value_clip': 0.1}, ()),
       ({}, ()),
   )
   def test_what_is_allowed_and_seldom_meant_is_warned_of(self, values, words):

@@ -99,6 +99,14 @@ class PageTest(parameterized.TestCase):
     self.assertEqual(record['overrides'], {'algorithm.variant': 'ppo'})
     self.assertTrue(record['machine'] and 'jax' in record['versions'])
 
+  def test_a_grid_whose_score_no_run_has_is_told(self):
+    grids = {'own': grid.Grid(CELLS, {'harsh': {}}, seeds=(0,), score='val-core/all/won')}
+    config = schema.Config()
+    config.train.updates = 4
+    job = grid.plan(grid.Study(grids), config)[0]
+    with self.assertRaisesRegex(UserError, "no metric 'val-core/all/won'.*one of val-core/all/em$"):
+      results.of_run(job, rows('ppo', 0), {'core_s': 1.0})
+
   def test_a_torn_line_is_left_out(self):
     folder = self.tmp / 'torn'
     folder.mkdir()

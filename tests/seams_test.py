@@ -73,6 +73,8 @@ plugin.number = 3
 plugin.load = lambda split: [Task(f'{split}-{i}', 'q', dataset='ab'[i % 2]) for i in range(4)]
 plugin.load_nothing = lambda split: []
 plugin.load_texts = lambda split: ['q']
+plugin.load_letters = lambda split: [Task('t', 'q', answers='red')]
+plugin.load_numbers = lambda split: [Task(7, 'q', answers=('red',))]
 plugin.load_twice = lambda split: [Task('t', 'q')] * 2
 plugin.LetterStops = type('LetterStops', (Game,), {'stop_strings': 'ab'})
 plugin.Sideways = type('Sideways', (Game,), {'frame': 'sideways'})
@@ -214,6 +216,8 @@ class SeamsTest(parameterized.TestCase):
       ('load_nothing', 'no task'),
       ('load_texts', "'q'"),
       ('load_twice', "two tasks with the id 't'"),
+      ('load_letters', r"answers='red'.*answers a tuple of texts, as \('red',\)"),
+      ('load_numbers', 'id=7.*id and question are texts'),
   )
   def test_questions_that_cannot_be_used(self, name, message):
     with self.assertRaisesRegex(UserError, message):
@@ -223,6 +227,8 @@ class SeamsTest(parameterized.TestCase):
     config = schema.Config()
     config.env.kind, config.data.source = 'm:Game', 'embedded'
     self.assertEqual(plugins.named(config), {'env.kind': 'm:Game'})
+    config.env.tools = ('calculator', 'm:tool', 'mcp:server')
+    self.assertEqual(plugins.named(config), {'env.kind': 'm:Game', 'env.tools[1]': 'm:tool'})
 
 
 class GlobalRandomGame:

@@ -1,7 +1,9 @@
 """The grid of a study: what is planned, in which order, and how mistakes are told."""
 
 import pathlib
+import sys
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -72,6 +74,19 @@ class PlanTest(parameterized.TestCase):
     self.assertEqual(digest(**{'name': 'other', 'train.checkpoint_every': 3}), base)
     for path, value in {'train.updates': 3, 'actor.lr': 1e-3, 'eval.every': 2}.items():
       self.assertNotEqual(digest(**{path: value}), base, path)
+    other = grid.plan(study(score='val-core/all/won'), schema.Config())[0].digest
+    self.assertNotEqual(other, base)
+
+  def test_the_digest_changes_with_the_source_of_a_plugin(self):
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    source = pathlib.Path(folder, 'a_changing_module.py')
+    self.enterContext(mock.patch.object(sys, 'path', [folder, *sys.path]))
+    digests = []
+    for factor in (1, 100):
+      source.write_text(f'reward = lambda task, answer, transcript: {factor}.0\n', encoding='utf-8')
+      config = grid.changed(schema.Config(), {'env.reward': 'a_changing_module:reward'})
+      digests.append(grid.plan(study(), config)[0].digest)
+    self.assertNotEqual(*digests)
 
   def test_the_mechanism_has_one_job_per_cell_for_all_seeds(self):
     cells = {'ppo': CELLS['ppo'] | {'mechanism.turns': 4}}

@@ -39,6 +39,7 @@ class ProcessesTest(parameterized.TestCase):
   def test_values_come_back_and_the_process_is_used_again(self):
     run = processes(self)
     self.assertEqual(run.call(f'{HERE}:add', {'a': 2, 'b': 3}), tool_runners.Outcome('5'))
+    self.assertEqual(run.call(f'{HERE}:later', {'a': 2}), tool_runners.Outcome('3'))
     pids = {run.call(f'{HERE}:pid', {}).text for _ in range(3)}
     self.assertLen(pids, 1)
     self.assertNotIn(str(os.getpid()), pids)
@@ -49,6 +50,7 @@ class ProcessesTest(parameterized.TestCase):
       ('hoard', {}, 'MemoryError'),
       ('add', {'a': 1}, 'TypeError: .*b'),
       ('nothing', {}, 'AttributeError'),
+      ('no_json', {}, 'TypeError: .*not JSON serializable'),
   )
   def test_a_tool_that_fails_is_told(self, name, arguments, message):
     run = processes(self)

@@ -13,6 +13,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import json
 import operator
 import os
@@ -299,6 +300,10 @@ def _listen(requests):
   os._exit(0)  # also in the middle of a call: nobody waits for its result
 
 
+async def _awaited(found):
+  return await found
+
+
 def _answer(request):
   try:
     module, _, name = request['function'].partition(':')
@@ -306,7 +311,9 @@ def _answer(request):
     for part in name.split('.'):
       function = getattr(function, part)
     found = function(**request['arguments'])
-    text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+    if inspect.isawaitable(found):
+      found = asyncio.run(_awaited(found))
+    text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
     status = OK
   except (Exception, SystemExit) as error:  # a user's function, on arguments of a model
     text, status = f'{type(error).__name__}: {error}', FAILED

@@ -129,6 +129,13 @@ def _source(name):
           f'config.data.source={name!r} gave {"no task" if not tasks else repr(wrong)} for the '
           f'split {split!r}: return a list of at least one stppo_jax.types.Task'
       )
+    for task in tasks:
+      texts = task.id, task.question, *task.answers
+      if isinstance(task.answers, str) or not all(isinstance(text, str) for text in texts):
+        raise UserError(
+            f'config.data.source={name!r} gave {task!r}: id and question are texts, and answers a '
+            "tuple of texts, as ('red',)"
+        )
     blank = next((t for t in tasks if not all(answer.strip() for answer in t.answers)), None)
     if blank is not None:
       raise UserError(

@@ -33,6 +33,7 @@ import sys
 from typing import Any
 
 from stppo_jax import config as schema
+from stppo_jax import plugins
 from stppo_jax import validation
 from stppo_jax.rollout import seams
 from stppo_jax.training import learner
@@ -242,7 +243,7 @@ def _system_jobs(grid_name, grid, regime, cell, overrides, config, unchanged) ->
             instrument='system',
             score=grid.score,
             overrides=overrides,
-            digest=_digest(_numbers_depend_on(seeded)),
+            digest=_digest(_numbers_depend_on(seeded) | _score_of(grid)),
             arguments=tuple(_flags(seeded, unchanged)),
             updates=config.train.updates,
             max_nonfinite=config.train.max_nonfinite,
@@ -287,8 +288,13 @@ def changed(config: schema.Config, overrides: Mapping[str, Any]) -> schema.Confi
   return config
 
 
+def _score_of(grid: Grid) -> dict[str, str]:
+  """Returns the score of the grid where it is not the default."""
+  return {} if grid.score == Grid.score else {'score': grid.score}
+
+
 def _numbers_depend_on(config: schema.Config) -> dict[str, Any]:
-  """Returns the settings that are not the default and that change a run's numbers."""
+  """Returns what changes a run's numbers: settings that are not the default, plug-ins' sources."""
   default = {path: value for path, _, value in validation.fields(schema.Config())}
   free = {path for path, rules, _ in validation.fields(config) if rules.may_change}
   free = free - {'train.updates', 'eval.every'} | {'name'}
@@ -296,7 +302,7 @@ def _numbers_depend_on(config: schema.Config) -> dict[str, Any]:
       path: value
       for path, _, value in validation.fields(config)
       if path not in free and value != default[path]
-  }
+  } | plugins.digests(plugins.named(config))
 
 
 def _digest(values: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ import numpy as np
 from stppo_jax.analysis import measures
 from stppo_jax.analysis import statistics
 from stppo_jax.study import grid as grids
+from stppo_jax.types import UserError
 
 MAX_POINTS = 64  # per series of a run
 _SKIPPED, _MAX_SKIPPED = 'mechanism/nonfinite', 3  # steps of an update; the system ends at three
@@ -49,6 +50,12 @@ def of_run(
   """Returns the record of a finished run of the system, from the lines of its metrics.jsonl."""
   status = finished(job, rows)
   evaluated = [(row['step'], row[job.score]) for row in rows if row.get(job.score) is not None]
+  if not evaluated and status == 'done':
+    there = sorted({name for row in rows for name in row if name.startswith('val-core/all/')})
+    raise UserError(
+        f'{job.name} has no metric {job.score!r}: set score of the grid {job.grid!r} to one of '
+        f'{", ".join(there)}'
+    )
   updates = [row for row in rows if row['step'] > 0]
   steps = [row['step'] for row in updates]
   series = {

@@ -21,6 +21,7 @@ from stppo_jax import plugins
 from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.algorithms import advantages
+from stppo_jax.algorithms import checks
 from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import variants
@@ -158,8 +159,16 @@ def make_variant(config: schema.Config) -> variants.Variant:
           f'config.algorithm.{column}={getattr(variant, column)!r}: must name a function, see '
           'stppo_jax/algorithms/variants.py'
       )
+  named = variant
   variant = dataclasses.replace(variant, **functions)
   validation.check_variant(config, variant)
+  for column in ('advantage', 'surrogate', 'divisor'):
+    function = getattr(variant, column)
+    if callable(function) and (wrong := checks.check(column, function, variant)):
+      where = f'config.algorithm.{column}={getattr(named, column)!r}'
+      if column not in functions:
+        where = f'config.algorithm.variant={algorithm.variant!r}, its {column}'
+      raise types.UserError(f'{where}: {wrong}')
   return dataclasses.replace(variant, norm_length=variant.norm_length or config.rollout.max_total)
 
 
@@ -294,6 +303,13 @@ def make_spec(
 
 # Columns that change nothing without another: what that is, and whether a variant has it.
 _NEEDED = {
+    'gamma': ('an advantage that discounts', lambda variant: not variant.needs_groups),
+    'lam': ('a critic', lambda variant: variant.needs_critic or callable(variant.advantage)),
+    'lam_critic': ('a critic', lambda variant: variant.needs_critic),
+    'value_clip': ('a critic', lambda variant: variant.needs_critic),
+    'clip_low': ('a ratio', lambda variant: variant.ratio != 'none'),
+    'clip_high': ('a ratio', lambda variant: variant.ratio != 'none'),
+    'divisor': ('a ratio', lambda variant: variant.ratio != 'none' or variant.divisor == 'none'),
     'chunk_length': ('ratio=chunk', lambda variant: variant.ratio == 'chunk'),
     'divide': ('a divisor', lambda variant: variant.divisor != 'none'),
     'norm_of': ('a divisor', lambda variant: variant.divisor != 'none'),

@@ -17,6 +17,20 @@ def add(a: int, b: int) -> int:
   return a + b
 
 
+async def later(a: int) -> int:
+  """Adds one, as a coroutine.
+
+  Args:
+    a: the number
+  """
+  return a + 1
+
+
+def no_json() -> object:
+  """Returns what JSON cannot hold."""
+  return object()
+
+
 def sleep(seconds: float) -> str:
   """Waits.
 
