@@ -421,6 +421,8 @@ class RunTest(absltest.TestCase):
     exported, params = convert.load_hf(folder)
     trained = loop_test.state_after(config, self.workdir, 1).actor
     self.assertEqual(exported.head, 'tokens')
+    ends = json.loads(pathlib.Path(folder, 'config.json').read_text())['eos_token_id']
+    self.assertIn(ends, loop.setup(config).agent.tokenizer.eos_ids)  # the source names none
     del trained['value_head']
     chex.assert_trees_all_equal(params, trained)
     raw = json.loads((source / 'config.json').read_text())

@@ -1,8 +1,8 @@
 """Scores of an answer: exact match, substring match, F1, and the format of the agent's text.
 
 `config.env.reward` names one of REWARDS, or `module:attribute`. A reward is a function (task,
-answer, transcript) -> float. It is called once per episode, with the answer that ended it and the
-agent's text with the observations in between.
+answer, transcript) -> float. It is called once, with the answer that ended the episode and the
+agent's text with the observations in between. An episode without an answer has 0 and no call.
 """
 
 import collections

@@ -6,6 +6,7 @@ because a model that is slightly wrong would still train, badly.
 
 import collections
 from collections.abc import Callable
+from collections.abc import Sequence
 import contextlib
 import functools
 import math
@@ -81,6 +82,7 @@ def save_hf(
     tokenizer_folder: str | pathlib.Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     dtype: str | None = None,
+    eos_ids: Sequence[int] = (),
 ) -> None:
   """Writes a folder for `load_hf` and transformers: config.json, safetensors and the tokenizer.
 
@@ -89,7 +91,7 @@ def save_hf(
   arrays, sharded or not) are written in `dtype`, by default the embedding's. They are gathered one
   tensor at a time; the host holds one file of at most `max_shard_bytes`. Where several processes
   share the arrays, all of them call this and process 0 writes. Existing weights in the folder are
-  replaced.
+  replaced. `eos_ids` end a generation where the config.json beside the tokenizer names none.
   """
   folder = pathlib.Path(folder)
   token_ids = {}
@@ -100,6 +102,8 @@ def save_hf(
     if (tokenizer_folder / 'config.json').is_file():
       source = hf_config.read_json(tokenizer_folder / 'config.json')
       token_ids = {name: source[name] for name in TOKEN_IDS if name in source}
+  if eos_ids:  # transformers would take the family's default
+    token_ids.setdefault('eos_token_id', eos_ids[0] if len(eos_ids) == 1 else list(eos_ids))
   dtype = dtype or str(np.dtype(params['embed']['embedding'].dtype))
   tensor_of = functools.partial(_copy_out, params, hf_config.DTYPES[dtype])
   write_weights(folder, config, dtype, tensor_of, token_ids, max_shard_bytes)

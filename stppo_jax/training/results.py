@@ -247,11 +247,12 @@ def export(config: schema.Config, workdir: str) -> str:
   folder, source = os.path.join(workdir, 'export'), agent_lib.model_folder(config)
   dtype = 'bfloat16' if hf_config.stored_dtype(source) == 'bfloat16' else config.model.param_dtype
   bare = dataclasses.replace(parts.model, head='tokens')
+  ends = agent_lib.load_tokenizer(config).eos_ids
   for role, actor in actors.items():
     params = actor
     if config.model.lora_rank:
       merge = jax.jit(lora.merge, static_argnums=2, donate_argnums=0 if not role else ())
       params = merge(parts.frozen.actor, actor, bare.lora_scale)
-    convert.save_hf(os.path.join(folder, role), bare, params, source, dtype=dtype)
+    convert.save_hf(os.path.join(folder, role), bare, params, source, dtype=dtype, eos_ids=ends)
   logging.info('the policy after %d updates is in %s, as %s', updates, folder, dtype)
   return folder
