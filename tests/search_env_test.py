@@ -2,9 +2,11 @@
 
 from concurrent import futures
 import inspect
+import math
 import random
 import re
 import threading
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -423,6 +425,35 @@ class StepAllTest(absltest.TestCase):
     with futures.ThreadPoolExecutor(4) as pool:
       steps = protocol.step_all([Waits() for _ in range(4)], list('abcd'), pool.map)
     self.assertEqual([step[0] for step in steps], list('abcd'))
+
+  def test_what_an_environment_returns_is_checked(self):
+    env = ForeignEnv()
+    good = ('text', 1, np.bool_(True), 0, {})
+    with mock.patch.object(env, 'step', return_value=good):
+      self.assertEqual(protocol.step_all([env], ['a']), [good])
+    no_tuple = ('text', 1, True, {})
+    for found in (None, no_tuple, ('text', 1, 'False', False, {}), (None, 1, True, False, {})):
+      with mock.patch.object(env, 'step', return_value=found):
+        with self.assertRaisesRegex(types.UserError, '^step of ForeignEnv returned .*two booleans'):
+          protocol.step_all([env], ['a'])
+    for found in ('text', ('text',), (1, {})):
+      with mock.patch.object(env, 'reset', return_value=found):
+        with self.assertRaisesRegex(types.UserError, '^reset of ForeignEnv returned .*a dict$'):
+          protocol.reset(env, 0)
+
+  def test_what_a_retriever_returns_is_checked(self):
+    for found in (None, [], [['text']], ['text'], [[FOUND[0]], None, None]):
+      retriever = FakeRetriever()
+      retriever.search = lambda queries, top_k, found=found: found
+      env = _start(retriever=retriever)
+      with self.assertRaisesRegex(types.UserError, '^the retriever returned .* for 1 queries'):
+        protocol.step_all([env], ['<search>x</search>'])
+
+  def test_what_a_reward_gives_is_checked(self):
+    for given in (None, 'good', math.nan, {}):
+      env = _start(reward=lambda task, answer, transcript, given=given: given)
+      with self.assertRaisesRegex(types.UserError, "^the reward .* gave .* to the task 't"):
+        env.step('<answer>red</answer>')
 
   def test_empty_round(self):
     self.assertEqual(protocol.step_all([], []), [])

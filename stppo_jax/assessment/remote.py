@@ -150,7 +150,7 @@ class Remote:
   def _episode(self, row: records.Row) -> records.Played:
     seed = self._seeds[row.key]
     env = self._env(row.task, seed)
-    text, info = env.reset(seed=seed if row.task.seed is None else row.task.seed)
+    text, info = protocol.reset(env, seed if row.task.seed is None else row.task.seed)
     prompt = info.get('declaration', '') + protocol.full_text(text, info)
     messages = [{'role': 'user', 'content': prompt}]
     episode = types.Episode(
@@ -165,7 +165,7 @@ class Remote:
         if not texts:
           episode.failed, episode.counts['prompt_too_long'] = True, 1.0
         return records.Played(row, episode, texts)
-      observation, is_over = _record(episode, turn, env.step(turn.text))
+      observation, is_over = _record(episode, turn, protocol.step(env, turn.text))
       if turn.total_tokens >= self._max_total and not is_over:
         episode.truncated = is_over = True
       texts.append((turn.text, '' if is_over else observation))

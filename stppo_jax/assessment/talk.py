@@ -136,14 +136,14 @@ class Speaker:
     rules = episode_loop.Rules(self._limits, core_metrics=self._env.core_metrics)
     (episode,) = seats = episode_loop.seats(task, 0, 0, rules)
     table = episode_loop.Table(seats, self._framing, self._limits)
-    _, prompt = table.give(*env.reset(seed=seed))
+    _, prompt = table.give(*protocol.reset(env, seed))
     ids, found = [], None
     while prompt.budget > 0:
       ids += prompt.ids
       completion = self._sample(ids, prompt.budget, key, screen)
       ids += completion.tokens.tolist()
       text = episode_loop.action_text(self._tokenizer, completion.tokens)
-      outcome = env.step(text)
+      outcome = protocol.step(env, text)
       _, prompt = table.record(0, completion, outcome)
       found = _show(screen, text, outcome, self._tokenizer.decode(episode.turns[-1].observation))
     _show_end(screen, episode, found, self._limits)

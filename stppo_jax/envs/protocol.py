@@ -45,6 +45,7 @@ import inspect
 import logging
 import math
 import random
+import reprlib
 import threading
 from typing import Any
 from typing import Protocol
@@ -200,6 +201,33 @@ class Isolated:
         _set_global_random(outer)
 
 
+def reset(env: Any, seed: int) -> tuple[str, Any]:
+  """Resets an environment. UserError: it returned something else than (observation, info)."""
+  found = env.reset(seed=seed)
+  if isinstance(found, tuple) and len(found) == 2:
+    observation, info = found
+    if isinstance(observation, str) and isinstance(info, Mapping):
+      return found
+  raise types.UserError(
+      f'reset of {type(env).__qualname__} returned {reprlib.repr(found)}: needed are '
+      '(observation, info), a text and a dict'
+  )
+
+
+def step(env: Any, action: str, **passages: Any) -> Step:
+  """Steps an environment. UserError: it returned something else than GEM's five."""
+  found = env.step(action, **passages)
+  if isinstance(found, tuple) and len(found) == 5:
+    observation, _, terminated, truncated, info = found
+    over = terminated in (True, False) and truncated in (True, False)
+    if over and isinstance(observation, str) and isinstance(info, Mapping):
+      return found
+  raise types.UserError(
+      f'step of {type(env).__qualname__} returned {reprlib.repr(found)}: needed are (observation, '
+      'reward, terminated, truncated, info), a text, a number, two booleans and a dict'
+  )
+
+
 def step_all(
     envs: Sequence[Any], actions: Sequence[str], map_all: Callable[..., Iterable] = map
 ) -> list[Step]:
@@ -220,14 +248,23 @@ def step_all(
   for (_, top_k), wanted in rounds.items():
     rows, queries = zip(*wanted)
     found = envs[rows[0]].retriever.search(list(queries), top_k)
-    if len(found) != len(rows):
-      raise AssertionError(f'{len(rows)} queries but {len(found)} results')
+    _check_found(found, len(rows))
     fetched.update(zip(rows, found))
   alone = [row for row in range(len(envs)) if row not in fetched]
-  steps = dict(zip(alone, map_all(lambda row: envs[row].step(actions[row]), alone)))
+  steps = dict(zip(alone, map_all(lambda row: step(envs[row], actions[row]), alone)))
   for row, passages in fetched.items():
-    steps[row] = envs[row].step(actions[row], passages=passages)
+    steps[row] = step(envs[row], actions[row], passages=passages)
   return [steps[row] for row in range(len(envs))]
+
+
+def _check_found(found, number):
+  """Refuses results that are not a list of passages, or None, for each query."""
+  known = lambda of_query: of_query is None or all(isinstance(x, types.Passage) for x in of_query)
+  if not (isinstance(found, list | tuple) and len(found) == number and all(map(known, found))):
+    raise types.UserError(
+        f'the retriever returned {reprlib.repr(found)} for {number} queries: needed is for each a '
+        'list of stppo_jax.types.Passage, or None where its search failed'
+    )
 
 
 def _shares_search(env):

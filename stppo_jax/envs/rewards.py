@@ -8,6 +8,7 @@ agent's text with the observations in between. An episode without an answer has 
 import collections
 from collections.abc import Callable
 from collections.abc import Sequence
+import math
 import re
 import string
 
@@ -95,6 +96,22 @@ def well_formed(text: str) -> bool:
       inside = name
     end = tag.end()
   return previous == 'answer' and inside is None and not text[end:].strip()
+
+
+def of_answer(reward: Callable, task: types.Task, answer: str, transcript: str) -> float:
+  """Returns what a reward gives. UserError: no finite number."""
+  given = reward(task, answer, transcript)
+  try:
+    number = float(given)
+  except (TypeError, ValueError):
+    number = math.nan
+  if not math.isfinite(number):
+    name = getattr(reward, '__qualname__', type(reward).__qualname__)
+    raise types.UserError(
+        f'the reward {name!r} gave {given!r} for the answer {answer!r} to the task {task.id!r}: a '
+        'finite number is needed'
+    )
+  return number
 
 
 def format_reward(correct: bool, formed: bool, answered: bool = True) -> float:

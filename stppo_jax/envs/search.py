@@ -139,7 +139,8 @@ class SearchEnv:
     if kind == 'answer':
       self._over = True
       metrics |= rewards.scores(self.task, content)
-      return '', float(self._reward(self.task, content, self._transcript)), True, False, info
+      reward = rewards.of_answer(self._reward, self.task, content, self._transcript)
+      return '', reward, True, False, info
     if self._turns > self.max_turns:
       self._over = True
       return '', 0.0, True, True, info

@@ -190,7 +190,7 @@ class ToolEnv:
     self._turns += 1
     self._transcript += action
     if answer is not None:
-      reward = float(self._reward(self.task, answer, self._transcript))
+      reward = rewards.of_answer(self._reward, self.task, answer, self._transcript)
       return '', reward, True, False, self._info('answer', rewards.scores(self.task, answer))
     if self._turns > self._max_turns:
       return '', 0.0, True, True, self._info('tool' if calls else 'invalid')

@@ -296,7 +296,7 @@ def _prompt_lengths(config, prepared, tasks):
   for i in range(0, len(tasks), max(1, -(-len(tasks) // _MOST_PROMPTS))):
     task = tasks[i]
     seed = config.seed if task.seed is None else task.seed
-    prompt = prepared.env(task, seed).reset(seed=seed)
+    prompt = protocol.reset(prepared.env(task, seed), seed)
     lengths.append(len(episode_loop.first_prompt(prepared.tokenizer, *prompt)))
     if time.monotonic() > end:
       break

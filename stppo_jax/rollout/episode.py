@@ -104,7 +104,7 @@ def play(
       seed if task.seed is None else task.seed
       for task, seed in zip(rows.tasks, rows.seeds or episode_seeds(rows.keys))
   ]
-  openings = rules.map_resets(lambda env, seed: env.reset(seed=seed), envs, seeds)
+  openings = rules.map_resets(protocol.reset, envs, seeds)
   for i, (task, group, opening) in enumerate(zip(rows.tasks, rows.groups, openings)):
     table = Table(seats(task, group, i, rules), framing, limits)
     mover, prompt = table.give(*opening)
