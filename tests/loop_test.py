@@ -2,6 +2,7 @@
 
 import glob
 import json
+import math
 import os
 import socket
 import tempfile
@@ -25,6 +26,7 @@ from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
+from stppo_jax.training import recovery
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 from tests.support import tiny_run
@@ -507,6 +509,22 @@ class MeshTest(absltest.TestCase):
       if name.startswith('val-'):  # after the step
         continue
       np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-3, atol=2e-5, err_msg=name)
+
+
+class CheckFiniteTest(absltest.TestCase):
+
+  def test_it_names_what_was_not_finite(self):
+    variant = mock.Mock(described=lambda: {'divisor': 'mine'})
+    run = mock.Mock()
+    run.learner.spec.variant, run.config.train.max_nonfinite = variant, 3
+    journal = mock.Mock(dump=lambda n, records: 'FILE')
+    metrics = {'actor/skipped': 3, 'stppo/grad_norm': 0.9, 'stppo/divisor': math.nan}
+    with self.assertRaisesRegex(recovery.Stuck, "^the divisor 'mine' gave no positive number"):
+      loop._check_finite(run, journal, 1, 1, metrics, [])
+    metrics['stppo/grad_norm'] = math.nan
+    with self.assertRaisesRegex(recovery.Stuck, '^gradients or losses were not finite in 3'):
+      loop._check_finite(run, journal, 1, 1, metrics, [])
+    loop._check_finite(run, journal, 1, 1, metrics | {'actor/skipped': 2}, [])
 
 
 if __name__ == '__main__':

@@ -394,9 +394,13 @@ def _check_finite(run, journal, n, number, metrics, records):
     if not math.isfinite(metrics.get(name, 0.0)):
       raise recovery.Stuck(f'update {n} left parameters that are not finite ({name})', number)
   if skipped >= run.config.train.max_nonfinite:
-    path = journal.dump(n, records)
+    path, cause = journal.dump(n, records), 'gradients or losses were not finite'
+    divisor, norm = metrics.get('stppo/divisor', 1.0), metrics.get('stppo/grad_norm', math.nan)
+    if math.isfinite(norm) and not math.isfinite(divisor):
+      name = run.learner.spec.variant.described()['divisor']
+      cause = f'the divisor {name!r} gave no positive number, so nothing was applied'
     raise recovery.Stuck(
-        f'gradients or losses were not finite in {skipped} optimizer steps in a row, '
-        f'up to update {n}: their episodes are in {path}',
+        f'{cause} in {skipped} optimizer steps in a row, up to update {n}: their episodes are in '
+        f'{path}',
         number,
     )
