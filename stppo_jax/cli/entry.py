@@ -16,10 +16,10 @@
 
 The same command again resumes the run in its workdir. SIGTERM ends a run with exit code 0 and a
 checkpoint: after the current update, or immediately while models are loaded, while episodes of
-training or evaluation are played, or while the retriever is down. Ctrl-C ends it immediately with
-exit code 130, and what came after the last checkpoint is lost. On several hosts give the same
-command on each, with --distributed (TPU pod, SLURM), or with --coordinator=HOST:PORT
---num_processes=N --process_id=I.
+training or evaluation are played (a call of an environment ends first), or while the retriever is
+down. Ctrl-C ends it immediately with exit code 130, and what came after the last checkpoint is
+lost. On several hosts give the same command on each, with --distributed (TPU pod, SLURM), or with
+--coordinator=HOST:PORT --num_processes=N --process_id=I.
 """
 
 from collections.abc import Callable
