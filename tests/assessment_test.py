@@ -114,7 +114,9 @@ class EstimatesTest(parameterized.TestCase):
     again = [make_episode(task, 1.0), make_episode(task, 0.0)]
     sampled = table.text('T', estimates.groups({'a': again}), 'R')
     self.assertIn('pass^2', sampled)
-    self.assertIn('.500 [.500, .500]', sampled)
+    self.assertIn(' .500 |', sampled)  # of one question: no interval
+    two = {'a': again, 'b': [make_episode(types.Task('b'), 1.0)] * 2}
+    self.assertIn('.750 [.500, 1.000]', table.text('T', estimates.groups(two), 'R'))
     lines = [line for line in sampled.splitlines() if line.startswith('|')]
     self.assertLen({line.count('|') for line in lines[:3]}, 1)
 
@@ -124,7 +126,7 @@ class EstimatesTest(parameterized.TestCase):
     last = table.text('T', of_roles, 'R').split('\n\n')[-2].splitlines()
     names = ' '.join(f'pass{sign}{k}' for sign in '@^' for k in (1, 2, 3, 4))
     self.assertEqual(last[0].replace('|', '').split(), ['questions', 'episodes', *names.split()])
-    self.assertEqual([line.count('1.000 [') for line in last[2:]], [6, 6])
+    self.assertEqual([line.count('1.000') for line in last[2:]], [6, 6])
     self.assertLen({line.count('|') for line in last}, 1)
 
 

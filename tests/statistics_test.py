@@ -99,10 +99,11 @@ class WorkedTest(parameterized.TestCase):
     np.testing.assert_allclose((some['a'], some['b']), (0.05, 0.08))
 
   def test_one_run_has_no_interval(self):
-    self.assertTrue(np.isnan(statistics.iqm_interval([0.3]).low))
+    self.assertIsNone(statistics.iqm_interval([0.3]).low)
     one = statistics.improvement_interval([0.3], [0.1, 0.2])
     self.assertEqual(one.value, 1.0)
-    self.assertTrue(np.isnan(one.high))
+    self.assertIsNone(one.high)
+    self.assertFalse(one.covers(1.0) or one.is_within(0, 1))
 
   def test_the_bootstrap_is_repeatable_and_covers(self):
     self.assertEqual(statistics.iqm_interval(X), statistics.iqm_interval(X))

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 import dataclasses
 import difflib
 import html
-import math
 import os
 import re
 from typing import Any
@@ -349,7 +348,7 @@ def beside(
     ours, theirs = (one.estimate('final') for one in of_both)
     if ours is None or theirs is None:
       continue
-    agrees = theirs.low <= ours.value <= theirs.high or ours.low <= theirs.value <= ours.high
+    agrees = theirs.covers(ours.value) or ours.covers(theirs.value)
     number += agrees
     shown = [_estimate(one, name) for name in ('collapsed', 'final') for one in of_both]
     rows.append([group, *shown, 'yes' if agrees else 'no'])
@@ -391,9 +390,9 @@ def _shown(value: statistics.Estimate | float) -> str:
 
 
 def _interval(estimate: statistics.Estimate) -> str:
-  return (
-      '' if math.isnan(estimate.low) else f' [{_decimal(estimate.low)}, {_decimal(estimate.high)}]'
-  )
+  if estimate.low is None or estimate.high is None:
+    return ''
+  return f' [{_decimal(estimate.low)}, {_decimal(estimate.high)}]'
 
 
 def _decimal(value: float) -> str:

@@ -25,8 +25,16 @@ class Estimate:
   """A number and its interval."""
 
   value: float
-  low: float
-  high: float
+  low: float | None  # None: no interval
+  high: float | None
+
+  def covers(self, value: float) -> bool:
+    """Whether a value lies in the interval."""
+    return self.low is not None and self.high is not None and self.low <= value <= self.high
+
+  def is_within(self, low: float, high: float) -> bool:
+    """Whether the interval lies in another."""
+    return self.low is not None and self.high is not None and low <= self.low and self.high <= high
 
 
 def iqm(scores: np.ndarray) -> np.ndarray:
@@ -55,7 +63,7 @@ def bootstrap(
 ) -> Estimate:
   """Returns function(*pooled samples) with the percentile interval of a stratified bootstrap.
 
-  The interval is NaN where a sample has one run. Of few runs it is too narrow.
+  There is no interval where a sample has one run. Of few runs it is too narrow.
 
   Args:
     function: takes an array [.., runs] per sample and returns [..].
@@ -69,7 +77,7 @@ def bootstrap(
   pooled = [np.concatenate(parts) for parts in strata]
   value = float(function(*pooled))
   if min(map(len, pooled)) < 2:
-    return Estimate(value, np.nan, np.nan)
+    return Estimate(value, None, None)
 
   def resample(part, n):
     return part[generator.integers(len(part), size=(n, len(part)))]

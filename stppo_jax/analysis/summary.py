@@ -173,7 +173,7 @@ def verdict(on_mechanism: Comparison | None, on_system: Comparison | None) -> st
   effect, decided = on_mechanism.improvement, on_mechanism.p_final < SIGNIFICANT
   if decided and effect.value > 0.5:
     return 'held' if on_system.improvement.value > 0.5 else 'not decided'
-  inside = NO_EFFECT[0] <= effect.low and effect.high <= NO_EFFECT[1]
+  inside = effect.is_within(*NO_EFFECT)
   return 'did not hold' if decided or inside else 'not decided'
 
 

@@ -37,6 +37,8 @@ def _table(groups, names) -> str:
 def _cell(estimate: statistics.Estimate | None) -> str:
   if estimate is None:  # groups of fewer samples have another k
     return ''
+  if estimate.low is None or estimate.high is None:  # of one question
+    return _short(estimate.value)
   return f'{_short(estimate.value)} [{_short(estimate.low)}, {_short(estimate.high)}]'
 
 
