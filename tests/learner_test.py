@@ -74,6 +74,13 @@ def two_arguments(ratio, advantages):
   return ratio, ratio
 
 BAD = Variant(reads_values, 'token')
+
+@advantages.from_groups
+def of_four(scores, group_ids):
+  return (scores.reshape(-1, 4) - scores.reshape(-1, 4).mean(1, keepdims=True)).reshape(-1)
+
+def not_a_number(batch, variant):
+  return batch.rewards / 0 - batch.rewards / 0, batch.rewards
 """
 
 
@@ -170,11 +177,16 @@ class MakeVariantTest(parameterized.TestCase):
   def test_contradictions_are_refused_in_one_line(self, values, words):
     self.refused(*words, **values)
 
+  def test_a_function_that_counts_on_whole_groups_or_gives_nan_passes(self):
+    of_four = {'algorithm.advantage': 'own_rl:of_four', 'rollout.group_size': 4}
+    self.assertTrue(self.make(**of_four).needs_groups)
+    self.make(**{'algorithm.advantage': 'own_rl:not_a_number'})
+
   @parameterized.parameters(
       ({'advantage': 'reads_values'}, ('old_values', 'advantages.from_values')),
       ({'variant': 'BAD'}, ("variant='own_rl:BAD', its advantage", 'advantages.from_values')),
       ({'advantage': 'one_array'}, ('(advantages, returns)', 'returned [2, 3]')),
-      ({'advantage': 'per_row'}, ('each [B,T]', '([2], [2, 3])')),
+      ({'advantage': 'per_row'}, ('each [B,T]', '([2], [2, 3]) for [B,T] = [2, 3]')),
       ({'advantage': 'nothing'}, ('returned NoneType',)),
       ({'surrogate': 'constant'}, ('raised TypeError', 'takes 2 positional arguments')),
       ({'surrogate': 'two_arguments'}, ('raised TypeError', 'own_rl:two_arguments')),

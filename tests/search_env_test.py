@@ -436,13 +436,16 @@ class StepAllTest(absltest.TestCase):
       with mock.patch.object(env, 'step', return_value=found):
         with self.assertRaisesRegex(types.UserError, '^step of ForeignEnv returned .*two booleans'):
           protocol.step_all([env], ['a'])
+    with mock.patch.object(ForeignEnv, 'step', return_value=None):  # not the name of a wrapper
+      with self.assertRaisesRegex(types.UserError, '^step of ForeignEnv returned None'):
+        protocol.step_all([protocol.Isolated(ForeignEnv, 0)], ['a'])
     for found in ('text', ('text',), (1, {})):
       with mock.patch.object(env, 'reset', return_value=found):
         with self.assertRaisesRegex(types.UserError, '^reset of ForeignEnv returned .*a dict$'):
           protocol.reset(env, 0)
 
   def test_what_a_retriever_returns_is_checked(self):
-    for found in (None, [], [['text']], ['text'], [[FOUND[0]], None, None]):
+    for found in (None, [], [['text']], ['text'], [7], [[FOUND[0]], None, None]):
       retriever = FakeRetriever()
       retriever.search = lambda queries, top_k, found=found: found
       env = _start(retriever=retriever)

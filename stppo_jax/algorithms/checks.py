@@ -1,6 +1,7 @@
 """Checks a function of one's own for a column of a variant, before any weight is loaded."""
 
 from collections.abc import Callable
+import functools
 import os
 import traceback
 from typing import Any
@@ -12,17 +13,17 @@ import numpy as np
 from stppo_jax import types
 from stppo_jax.algorithms import advantages
 
-_SHAPE = 2, 3  # [B,T] of the arrays that it is tried on
+_GROUPS, _T = 2, 3  # of the arrays that it is tried on, [_GROUPS * group_size, _T]
 
 
-def check(column: str, function: Callable, variant: Any) -> str:
+def check(column: str, function: Callable, variant: Any, group_size: int = 1) -> str:
   """Returns what is wrong with a variant's 'advantage', 'surrogate' or 'divisor'; '' if nothing.
 
   Compiles as a run does, for shapes alone. An advantage is computed twice besides, on random
   numbers with other values, because one that reads them needs a critic.
   """
   try:
-    return _CHECKS[column](function, variant)
+    return _CHECKS[column](function, variant, group_size)
   except Exception as error:  # whatever a user's function may raise
     frames = traceback.extract_tb(error.__traceback__)
     others = ('site-packages', os.path.dirname(types.__file__))
@@ -32,62 +33,66 @@ def check(column: str, function: Callable, variant: Any) -> str:
     return f'it raised {type(error).__name__}: {line} ({frame.filename}:{frame.lineno})'
 
 
-def _advantage(function, variant):
+def _advantage(function, variant, group_size):
   estimator = advantages.estimator(function)
-  estimate = lambda batch: estimator(batch, variant)
-  wrong = _expect(jax.eval_shape(estimate, _batch(0)), ('advantages', 'returns'))
+  estimate = functools.partial(estimator, variant=variant)
+  batches = [_batch(group_size, seed) for seed in (0, 1)]
+  shape = batches[0].rewards.shape
+  wrong = _expect(jax.eval_shape(estimate, batches[0]), ('advantages', 'returns'), shape)
   if wrong or estimator.needs_critic:
     return wrong
-  first, second = (jax.tree.leaves(estimate(_batch(seed))) for seed in (0, 1))
-  if all(np.array_equal(x, y) for x, y in zip(first, second)):
+  first, second = (estimate(batch) for batch in batches)
+  if all(np.array_equal(x, y, equal_nan=True) for x, y in zip(first, second)):
     return ''
   return 'it reads old_values, and no critic is trained for it: wrap it in advantages.from_values'
 
 
-def _surrogate(function, variant):
-  x = jnp.zeros(_SHAPE)
+def _surrogate(function, variant, group_size):
+  x = jnp.zeros((_GROUPS * group_size, _T))
   made = jax.eval_shape(lambda *args: function(*args, variant), x, x, x)
-  return _expect(made, ('objective', 'clipped'))
+  return _expect(made, ('objective', 'clipped'), x.shape)
 
 
-def _divisor(function, variant):
-  del variant
+def _divisor(function, variant, group_size):
+  del variant, group_size
   made = jax.eval_shape(function, jnp.float32(1), jnp.float32(1), jnp.bool_(True))
   if getattr(made, 'shape', None) == ():
     return ''
   return f'it has to return one number, and returned {_described(made)}'
 
 
-def _expect(made, names):
-  """Returns '' if `made` is an array of _SHAPE for each name."""
+def _expect(made, names, shape):
+  """Returns '' if `made` is an array of the shape for each name."""
   whole = isinstance(made, tuple) and len(made) == len(names)
-  if whole and all(getattr(x, 'shape', None) == _SHAPE for x in made):
+  if whole and all(getattr(x, 'shape', None) == shape for x in made):
     return ''
-  return f'it has to return ({", ".join(names)}), each [B,T], and returned {_described(made)}'
+  return (
+      f'it has to return ({", ".join(names)}), each [B,T], and returned {_described(made)} for '
+      f'[B,T] = {list(shape)}'
+  )
 
 
 def _described(made):
-  shape = lambda x: str(list(x.shape)) if hasattr(x, 'shape') else type(x).__name__
   if isinstance(made, tuple):
-    return f'({", ".join(map(shape, made))}) for B, T = {_SHAPE}'
-  return f'{shape(made)} for B, T = {_SHAPE}'
+    return f'({", ".join(map(_described, made))})'
+  return str(list(made.shape)) if hasattr(made, 'shape') else type(made).__name__
 
 
-def _batch(seed):
+def _batch(group_size, seed):
   """Returns a batch of random numbers; of another seed only `old_values` differ."""
-  random = np.random.default_rng(7)
-  draw = lambda: jnp.asarray(random.normal(size=_SHAPE), jnp.float32)
+  rows = _GROUPS * group_size
+  drawn = np.random.default_rng(7).normal(size=(6, rows, _T)).astype(np.float32)
   columns = ('rewards', 'old_logp', 'ref_logp', 'advantages', 'returns', 'behaviour_logp')
-  turn_ids = jnp.asarray([[0, 1, 1], [1, 0, 2]], jnp.int32)
-  values = np.random.default_rng(seed).normal(size=_SHAPE)
+  values = np.random.default_rng(seed).normal(size=(rows, _T))
+  turn_ids = jnp.tile(jnp.asarray([[0, 1, 2], [1, 0, 2]], jnp.int32), (group_size, 1))
   return types.TurnBatch(
-      tokens=jnp.ones(_SHAPE, jnp.int32),
+      tokens=jnp.ones((rows, _T), jnp.int32),
       action_mask=(turn_ids > 0).astype(jnp.float32),
       turn_ids=turn_ids,
       old_values=jnp.asarray(values, jnp.float32),
-      group_ids=jnp.zeros(_SHAPE[0], jnp.int32),
-      truncated=jnp.zeros(_SHAPE[0]),
-      **{name: draw() for name in columns},
+      group_ids=jnp.repeat(jnp.arange(_GROUPS, dtype=jnp.int32), group_size),
+      truncated=jnp.zeros(rows),
+      **dict(zip(columns, map(jnp.asarray, drawn))),
   )
 
 

@@ -209,7 +209,7 @@ def reset(env: Any, seed: int) -> tuple[str, Any]:
     if isinstance(observation, str) and isinstance(info, Mapping):
       return found
   raise types.UserError(
-      f'reset of {type(env).__qualname__} returned {reprlib.repr(found)}: needed are '
+      f'reset of {_class_of(env)} returned {reprlib.repr(found)}: needed are '
       '(observation, info), a text and a dict'
   )
 
@@ -223,9 +223,13 @@ def step(env: Any, action: str, **passages: Any) -> Step:
     if over and isinstance(observation, str) and isinstance(info, Mapping):
       return found
   raise types.UserError(
-      f'step of {type(env).__qualname__} returned {reprlib.repr(found)}: needed are (observation, '
+      f'step of {_class_of(env)} returned {reprlib.repr(found)}: needed are (observation, '
       'reward, terminated, truncated, info), a text, a number, two booleans and a dict'
   )
+
+
+def _class_of(env):
+  return type(env._env if isinstance(env, Isolated) else env).__qualname__
 
 
 def step_all(
@@ -259,12 +263,16 @@ def step_all(
 
 def _check_found(found, number):
   """Refuses results that are not a list of passages, or None, for each query."""
-  known = lambda of_query: of_query is None or all(isinstance(x, types.Passage) for x in of_query)
-  if not (isinstance(found, list | tuple) and len(found) == number and all(map(known, found))):
+  whole = isinstance(found, list | tuple) and len(found) == number
+  if not whole or not all(_is_passages(of_query) for of_query in found if of_query is not None):
     raise types.UserError(
         f'the retriever returned {reprlib.repr(found)} for {number} queries: needed is for each a '
         'list of stppo_jax.types.Passage, or None where its search failed'
     )
+
+
+def _is_passages(found):
+  return isinstance(found, list | tuple) and all(isinstance(x, types.Passage) for x in found)
 
 
 def _shares_search(env):

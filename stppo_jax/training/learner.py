@@ -164,7 +164,9 @@ def make_variant(config: schema.Config) -> variants.Variant:
   validation.check_variant(config, variant)
   for column in ('advantage', 'surrogate', 'divisor'):
     function = getattr(variant, column)
-    if callable(function) and (wrong := checks.check(column, function, variant)):
+    if not callable(function):
+      continue
+    if wrong := checks.check(column, function, variant, config.rollout.group_size):
       where = f'config.algorithm.{column}={getattr(named, column)!r}'
       if column not in functions:
         where = f'config.algorithm.variant={algorithm.variant!r}, its {column}'
