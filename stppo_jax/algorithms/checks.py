@@ -28,9 +28,9 @@ def check(column: str, function: Callable, variant: Any, group_size: int = 1) ->
     frames = traceback.extract_tb(error.__traceback__)
     others = ('site-packages', os.path.dirname(types.__file__))
     own = [frame for frame in frames if not any(part in frame.filename for part in others)]
-    frame = (own or frames)[-1]
+    where = f' ({own[-1].filename}:{own[-1].lineno})' if own else ''  # else the call did not fit
     line = str(error).strip().partition('\n')[0]
-    return f'it raised {type(error).__name__}: {line} ({frame.filename}:{frame.lineno})'
+    return f'it raised {type(error).__name__}: {line}{where}'
 
 
 def _advantage(function, variant, group_size):
