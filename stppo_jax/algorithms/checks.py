@@ -19,7 +19,7 @@ _GROUPS, _T = 2, 3  # of the arrays that it is tried on, [_GROUPS * group_size, 
 def check(column: str, function: Callable, variant: Any, group_size: int = 1) -> str:
   """Returns what is wrong with a variant's 'advantage', 'surrogate' or 'divisor'; '' if nothing.
 
-  Compiles as a run does, for shapes alone. An advantage is computed twice besides, on random
+  Traces it as a run does, for shapes alone. An advantage is computed twice besides, on random
   numbers with other values, because one that reads them needs a critic.
   """
   try:
