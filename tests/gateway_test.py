@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import functools
+import http.client
 import json
 import os
 import pathlib
@@ -286,6 +287,27 @@ class LimitsTest(parameterized.TestCase):
       self.assertEqual(status('unknown'), 404)
       server.service.end_session(name)
       self.assertEqual(status(name), 404)
+
+  def test_a_connection_stays_open_or_is_said_to_close(self):
+    with running(key='secret', max_body_mb=1) as server:
+      connection = http.client.HTTPConnection(server.host, server.port, timeout=60)
+      key = {'Authorization': 'Bearer secret'}
+      with contextlib.closing(connection):
+        for method, path, body, headers, expected, closes in (
+            ('GET', '/v1/models', None, {}, 401, True),
+            ('POST', '/v1/completions', b' ' * (2 << 20), key, 413, True),
+            ('GET', '/nowhere', None, key, 404, True),
+            ('PUT', '/v1/models', b'', key, 405, False),
+            ('POST', '/v1/completions', b'{', key, 400, False),
+        ):
+          connection.request(method, path, body, headers)
+          response = connection.getresponse()
+          response.read()
+          self.assertEqual((response.status, response.will_close), (expected, closes), path)
+          connection.request('GET', '/v1/models', headers=key)  # a new connection where it was said
+          response = connection.getresponse()
+          self.assertEqual(response.status, 200)
+          response.read()
 
   def test_a_large_body_and_a_full_queue_are_refused(self):
     with running(max_body_mb=1, max_waiting=2) as server:

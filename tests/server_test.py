@@ -227,6 +227,23 @@ class RefusalsTest(parameterized.TestCase):
       self.assertEqual(ask(port, body={'queries': []})[0], 200)
       self.assertEqual(metric(port, 'retrieval_in_flight'), 0)
 
+  def test_a_connection_stays_open_or_is_said_to_close(self):
+    with running(max_body_bytes=1000) as (port, _, _):
+      connection = http.client.HTTPConnection('127.0.0.1', port, timeout=60)
+      with contextlib.closing(connection):
+        for method, path, body, expected, closes in (
+            ('POST', '/retrieve', b'{', 400, False),
+            ('POST', '/retrieve', b' ' * 1001, 413, True),
+            ('GET', '/retrieve', None, 405, False),
+            ('GET', '/', None, 404, False),
+        ):
+          connection.request(method, path, body)
+          response = connection.getresponse()
+          response.read()
+          self.assertEqual((response.status, response.will_close), (expected, closes), path)
+          connection.request('GET', '/health')  # on a new connection only where it was said
+          self.assertIn(b'ok', connection.getresponse().read())
+
   def test_a_body_in_chunks_is_bounded_too(self):
     with running(max_body_bytes=1000) as (port, _, _):
       with socket.create_connection(('127.0.0.1', port), timeout=60) as connection:

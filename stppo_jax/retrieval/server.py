@@ -267,25 +267,25 @@ class _Retrieve(_Handler):
     limits = self.service.limits
     if self.request.method != 'POST':
       return
+    length = self.request.headers.get('Content-Length', '0')
     if self._is_busy():
       self._refuse_busy()
-      return
-    length = self.request.headers.get('Content-Length', '0')
-    if length.isdecimal() and int(length) > limits.max_body_bytes:
-      self.set_header('Connection', 'close')
-      raise web.HTTPError(413, f'a body of {length} bytes: send at most {limits.max_body_bytes}')
+    elif length.isdecimal() and int(length) > limits.max_body_bytes:
+      self._refuse(413, f'a body of {length} bytes: send at most {limits.max_body_bytes}')
 
   def _is_busy(self):
     service = self.service
     return service.stopping or service.in_flight >= service.limits.max_in_flight
 
   def _refuse_busy(self):
-    self.set_header('Connection', 'close')
     self.set_header('Retry-After', '1')
-    self.set_status(503)
-    most = self.service.limits.max_in_flight
-    why = 'stopping' if self.service.stopping else f'{most} requests are running'
-    self.finish(json.dumps({'error': f'busy: {why}; try again'}) + '\n')
+    running = f'{self.service.limits.max_in_flight} requests are running'
+    self._refuse(503, f'busy: {"stopping" if self.service.stopping else running}; try again')
+
+  def _refuse(self, status: int, error: str):
+    self.set_header('Connection', 'close')
+    self.set_status(status)
+    self.finish(json.dumps({'error': error}) + '\n')
 
   def data_received(self, chunk):
     self._body += chunk  # the server limits it, with and without Content-Length

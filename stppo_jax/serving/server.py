@@ -156,6 +156,7 @@ class _Handler(web.RequestHandler):
   def initialize(self, service: service_lib.Service, measures: Measures):
     self.service, self.measures = service, measures
     self._answer: service_lib.Answer | None = None
+    self._is_accepted = False
 
   def set_default_headers(self):
     self.clear_header('Server')
@@ -166,10 +167,13 @@ class _Handler(web.RequestHandler):
 
   def prepare(self):
     self._started, self._body, self._counted = time.perf_counter(), bytearray(), 0
+    self._check_header()
+    self._is_accepted = True
+
+  def _check_header(self):
     limits, headers = self.service.limits, self.request.headers
     length = headers.get('Content-Length', '0')
     if length.isdecimal() and int(length) > limits.max_body_bytes:
-      self.set_header('Connection', 'close')
       raise api.ApiError(413, f'a body of {length} bytes: send at most {limits.max_body_bytes}')
     key = self.service.api_key
     is_open = isinstance(self, _Health) or (
@@ -198,6 +202,8 @@ class _Handler(web.RequestHandler):
     if not isinstance(error, api.ApiError):
       error = api.ApiError(status_code, getattr(error, 'log_message', None) or self._reason)
     self.set_status(error.status)
+    if not self._is_accepted:
+      self.set_header('Connection', 'close')  # the body is not read: Tornado closes
     if error.status in (429, 503):
       self.set_header('Retry-After', '1')
     self.finish(json.dumps(error.body()) + '\n')
@@ -387,8 +393,8 @@ class _Metrics(_Handler):
 
 class _Elsewhere(_Handler):
 
-  def prepare(self):
-    super().prepare()
+  def _check_header(self):
+    super()._check_header()
     raise api.ApiError(404, 'there are /v1/chat/completions, /v1/completions and /v1/models')
 
 
