@@ -9,17 +9,16 @@ Does it fit?  python run.py --config=experiments/grpo_7b.py --mode=plan --topolo
 """
 
 from experiments import ppo_7b
+from stppo_jax import config as schema
 
 
 def get_config(mode=''):
   config = ppo_7b.get_config(mode)
   config.name = config.name.replace('ppo_7b', 'grpo_7b')
-  config.algorithm.variant = 'grpo'
-  config.algorithm.aggregation = 'seq-mean-token-mean'  # GRPO's formula, and the paper's
-  # Search-R1's GRPO: five episodes per question, KL in the loss by k3. Ours: the number of
-  # episodes, a quarter of theirs (512 questions times five). As there, ten steps are taken on them.
-  config.algorithm.kl_in = 'loss'
-  config.algorithm.kl_estimator = 'k3'
+  # The row is Search-R1's GRPO: KL in the loss by k3, and no whitening on top of the z-scores.
+  config.algorithm = schema.Algorithm(variant='grpo')
+  # Theirs: five episodes per question. Ours: the number of episodes, a quarter of theirs (512
+  # questions times five). As there, ten steps are taken on them.
   config.rollout.group_size = 4 if mode else 5
   if not mode:
     config.train.episodes, config.train.mini_batch = 640, 64

@@ -9,10 +9,11 @@ Does it fit?  python run.py --config=experiments/so_grpo_7b.py --mode=plan --top
 """
 
 from experiments import grpo_7b
+from stppo_jax import config as schema
 
 
 def get_config(mode=''):
   config = grpo_7b.get_config(mode)
   config.name = config.name.replace('grpo_7b', 'so_grpo_7b')
-  config.algorithm.variant = 'so_grpo'
+  config.algorithm = schema.Algorithm(variant='so_grpo')
   return config

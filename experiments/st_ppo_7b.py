@@ -9,11 +9,11 @@ Does it fit?  python run.py --config=experiments/st_ppo_7b.py --mode=plan --topo
 """
 
 from experiments import ppo_7b
+from stppo_jax import config as schema
 
 
 def get_config(mode=''):
   config = ppo_7b.get_config(mode)
   config.name = config.name.replace('ppo_7b', 'st_ppo_7b')
-  config.algorithm.variant = 'st_ppo'
-  config.algorithm.aggregation = 'seq-mean-token-mean'  # the paper's 1/|y|
+  config.algorithm = schema.Algorithm(variant='st_ppo')  # a mean over episodes, the paper's 1/|y|
   return config

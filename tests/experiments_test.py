@@ -16,7 +16,9 @@ from absl.testing import parameterized
 import pytest
 
 from stppo_jax import validation
+from stppo_jax.algorithms import variants
 from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.training import learner
 from stppo_jax.training import loop
 from stppo_jax.types import UserError
 from tests.support import tiny_run
@@ -32,8 +34,6 @@ CHANGES = {
     'grpo_7b': {
         'algorithm.variant',
         'algorithm.aggregation',
-        'algorithm.kl_in',
-        'algorithm.kl_estimator',
         'rollout.group_size',
         'train.episodes',
         'train.mini_batch',
@@ -41,8 +41,6 @@ CHANGES = {
     'so_grpo_7b': {
         'algorithm.variant',
         'algorithm.aggregation',
-        'algorithm.kl_in',
-        'algorithm.kl_estimator',
         'rollout.group_size',
         'train.episodes',
         'train.mini_batch',
@@ -107,6 +105,14 @@ class ExperimentsTest(parameterized.TestCase):
     agent_lib.load_shape(config)  # of a model that a plan knows by its name
 
   @parameterized.parameters(*CHANGES)
+  def test_its_objective_is_the_row_that_it_names(self, name):
+    config = load(name)
+    row = variants.VARIANTS[config.algorithm.variant]
+    own = {'aggregation': 'token-mean'} if name == 'ppo_7b' else {}
+    expected = dataclasses.replace(row, norm_length=config.rollout.max_total, **own)
+    self.assertEqual(learner.make_variant(config), expected)
+
+  @parameterized.parameters(*CHANGES)
   def test_it_opens_with_its_command_and_its_result(self, name):
     text = importlib.import_module(f'experiments.{name}').__doc__
     self.assertIn(f'python run.py --config=experiments/{name}.py', text)
@@ -146,16 +152,6 @@ class ExperimentsTest(parameterized.TestCase):
         'critic.warmup': 0.015,
         'actor.grad_clip': 1.0,
         'critic.grad_clip': 1.0,
-        'algorithm.clip_low': 0.2,
-        'algorithm.clip_high': 0.2,
-        'algorithm.value_clip': 0.5,
-        'algorithm.entropy_coef': 0.001,
-        'algorithm.gamma': 1.0,
-        'algorithm.lam': 1.0,
-        'algorithm.whiten': True,
-        'algorithm.kl_in': 'reward',
-        'algorithm.kl_estimator': 'k1',
-        'algorithm.kl_coef': 0.001,
         'env.max_turns': 4,
         'env.reward': 'em',
         'retriever.top_k': 3,
@@ -163,6 +159,33 @@ class ExperimentsTest(parameterized.TestCase):
         'model.folder': 'models/Qwen2.5-7B',
     }
     self.assertEqual({path: validation.get(config, path) for path in expected}, expected)
+    columns = {
+        'advantage': 'token_gae',
+        'ratio': 'token',
+        'clip_low': 0.2,
+        'clip_high': 0.2,
+        'value_clip': 0.5,
+        'entropy_coef': 0.001,
+        'gamma': 1.0,
+        'lam': 1.0,
+        'whiten': True,
+        'kl_in': 'reward',
+        'kl_estimator': 'k1',
+        'kl_coef': 0.001,
+        'aggregation': 'token-mean',
+    }
+    self.assertContainsSubset(columns, learner.make_variant(config).described())
+
+  def test_its_grpo_is_that_of_search_r1(self):
+    columns = {
+        'advantage': 'group_zscore',
+        'ratio': 'token',
+        'whiten': False,
+        'kl_in': 'loss',
+        'kl_estimator': 'k3',
+        'kl_coef': 0.001,
+    }
+    self.assertContainsSubset(columns, learner.make_variant(load('grpo_7b')).described())
 
   @parameterized.parameters('', 'cpu', 'smoke')
   def test_smollm2_has_three_forms_of_one_algorithm(self, mode):

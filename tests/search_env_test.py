@@ -240,7 +240,10 @@ class ContractTest(parameterized.TestCase):
 
   def test_closed_book_needs_no_retriever(self):
     env = search.SearchEnv(TASK, None, max_turns=0)
-    env.reset()
+    text, _ = env.reset()
+    self.assertNotIn('search', text)
+    for part in ('<think>', '<answer> Beijing </answer>', 'Question: what is the capital of'):
+      self.assertIn(part, text)
     self.assertIsNone(env.query(SEARCH))
     self.assertEqual(env.step(SEARCH)[1:4], (0.0, True, True))
 

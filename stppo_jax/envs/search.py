@@ -31,8 +31,15 @@ _INSTRUCTIONS = (
     'information, by thinking it through between <think> and </think>. When a fact is missing, '
     'write <search> your query </search>: a search engine then shows you its best passages between '
     '<information> and </information>. There is no limit to how often you may ask it, and no need '
-    'to ask when you already know. To finish, put the bare answer between <answer> and </answer>, '
-    'with no explanation around it: for example, <answer> Beijing </answer>. '
+    'to ask when you already know. '
+)
+_CLOSED_BOOK = (
+    'Find the answer to the question at the end. First think it through between <think> and '
+    '</think>. '
+)
+_FINISH = (
+    'To finish, put the bare answer between <answer> and </answer>, with no explanation around it: '
+    'for example, <answer> Beijing </answer>. '
 )
 _BY_LETTER = 'Answer with the letter of the right option. '
 _INVALID = {
@@ -93,7 +100,9 @@ class SearchEnv:
     self.top_k = top_k
     self._prompt_style = prompt
     self._observation_style = observation
-    self._instructions = instructions
+    if instructions is None and prompt == 'search_r1':
+      instructions = (_INSTRUCTIONS if max_turns else _CLOSED_BOOK) + _FINISH
+    self._instructions = instructions or ''
     self._invalid = _INVALID[observation] if invalid_message is None else invalid_message
     self._reward = reward if callable(reward) else rewards.REWARDS[reward]
     self._over = True
@@ -174,7 +183,7 @@ def parse_action(text: str) -> tuple[str, str]:
   return min(found)[1:] if found else ('invalid', '')
 
 
-def prompt_text(task: types.Task, style: str, instructions: str | None = None) -> str:
+def prompt_text(task: types.Task, style: str, instructions: str = '') -> str:
   """Returns the user message. Its question is stripped and ends in a question mark.
 
   In question and options a space follows the `<` of whatever looks like a tag or a control token.
@@ -183,10 +192,9 @@ def prompt_text(task: types.Task, style: str, instructions: str | None = None) -
   question = question if question.endswith('?') else question + '?'
   options = [f'{letter}) {_unmarked(text)}' for letter, text in task.options]
   if style == 'short':
-    return (instructions or '') + ' '.join([f'Question: {question}', *options]) + '\n'
+    return instructions + ' '.join([f'Question: {question}', *options]) + '\n'
   by_letter = _BY_LETTER if options else ''
-  before = _INSTRUCTIONS if instructions is None else instructions
-  return before + by_letter + '\n'.join([f'Question: {question}', *options]) + '\n'
+  return instructions + by_letter + '\n'.join([f'Question: {question}', *options]) + '\n'
 
 
 def observation_text(passages: Sequence[types.Passage], style: str) -> str:
