@@ -75,7 +75,7 @@ class Retriever(Section):
   top_k: int = setting(3, 'passages per search', at_least=1)
   url: str = setting(
       'http://127.0.0.1:8000/retrieve', 'address of an HTTP retriever', on_resume=True)
-  dialect: str = setting('search_r1', 'its JSON protocol', allowed=('search_r1', 'ragen'))
+  dialect: str = setting('search_r1', 'JSON protocol over HTTP', allowed=('search_r1', 'ragen'))
   concurrency: int = setting(
       0, "HTTP requests in flight. 0: for 'search_r1' one, of up to 512 queries, as FAISS on GPUs "
       "needs it; for 'ragen' eight, of one query", at_least=0, may_change=True)
@@ -108,10 +108,10 @@ class Model(Section):
       "'own': each has a policy and a critic of its own, trained on its rows alone",
       allowed=('shared', 'own'))
   dtype: str = setting(
-      'bfloat16', 'of the computation; logits, log-probs and losses are always float32',
+      'bfloat16', 'dtype of the passes; logits, log-probs and losses are always float32',
       allowed=('float32', 'bfloat16'))
   param_dtype: str = setting(
-      'float32', "of the stored parameters; 'bfloat16' only for the frozen ones of LoRA",
+      'float32', "dtype of stored parameters; 'bfloat16' only for the frozen ones of LoRA",
       allowed=('float32', 'bfloat16'))
   remat: str = setting(
       'full', 'what the backward pass recomputes', allowed=('none', 'dots', 'full'))
@@ -180,19 +180,17 @@ class Algorithm(Section):
   None means the variant's own value. The defaults are in algorithms/variants.py alone.
   """
 
-  variant: str = setting(
-      'st_ppo', "a row of variants.VARIANTS, or a Variant of one's own", plugin=True)
-  advantage: str | None = setting(
-      None, 'how credit is assigned: one of advantages.ESTIMATORS', plugin=True)
+  variant: str = setting('st_ppo', "a row of the table, or a Variant of one's own", plugin=True)
+  options: dict[str, Any] = setting(
+      {}, "fields that a Variant of one's own adds; --config.algorithm.options.NAME=VALUE sets one")
+  advantage: str | None = setting(None, 'how credit is assigned', plugin=True)
   ratio: str | None = setting(
       None, 'which tokens share an importance ratio, the geometric mean of theirs or the product; '
-      "'none' is the plain policy gradient",
+      "'none' is the plain policy gradient", plugin=True,
       allowed=('none', 'token', 'turn', 'chunk', 'sequence', 'turn_product', 'sequence_product'))
   surrogate: str | None = setting(
-      None, 'what is maximised in place of ratio x advantage: one of losses.SURROGATES',
-      plugin=True)
-  divisor: str | None = setting(
-      None, 'what the gradient is divided by: one of correction.DIVISORS', plugin=True)
+      None, 'what is maximised, made of ratio and advantage', plugin=True)
+  divisor: str | None = setting(None, 'what the gradient is divided by', plugin=True)
   norm_of: str | None = setting(None, 'what ||C|| is the norm of', allowed=('gradient', 'loss'))
   divide: str | None = setting(
       None, "what the divisor divides: the gradient 'before_clip' or 'after_clip' of its norm, or "
@@ -205,7 +203,9 @@ class Algorithm(Section):
   chunk_length: int | None = setting(
       None, "the agent's tokens that share a ratio 'chunk', whichever turn they are of",
       at_least=1)
-  min_advantage: str | None = setting(None, 'that inside the min', allowed=('token', 'turn'))
+  min_advantage: str | None = setting(
+      None, "the advantage inside the min: the token's own, or its segment's mean",
+      allowed=('token', 'turn'))
   clip_low: float | None = setting(None, 'the ratio is clipped at 1 - clip_low', at_least=0)
   clip_high: float | None = setting(None, 'the ratio is clipped at 1 + clip_high', at_least=0)
   dual_clip: float | None = setting(
@@ -227,13 +227,13 @@ class Algorithm(Section):
   entropy_coef: float | None = setting(None, 'weight of the entropy bonus')
   kl_in: str | None = setting(
       None, 'where the KL penalty to the reference goes', allowed=('reward', 'loss', 'none'))
-  kl_estimator: str | None = setting(None, 'of this KL', allowed=('k1', 'k2', 'k3'))
+  kl_estimator: str | None = setting(None, 'estimator of that KL', allowed=('k1', 'k2', 'k3'))
   kl_coef: float | None = setting(None, 'weight of the KL penalty', at_least=0)
   kl_target: float | None = setting(
       None, 'above 0 the coefficient adapts towards this KL; 0.1 is usual', at_least=0)
   kl_horizon: float | None = setting(None, 'episodes over which it adapts', at_least=1)
   value_clip: float | None = setting(None, 'range of changes of a value; 0: off', at_least=0)
-  value_coef: float | None = setting(None, "of the critic's loss on a shared trunk", at_least=0)
+  value_coef: float | None = setting(None, 'weight of the loss of a shared critic', at_least=0)
   old_logp: str | None = setting(
       None, "'trainer' recomputes: the first ratio is exactly 1; 'sampler' takes what was reported",
       allowed=('trainer', 'sampler'))
@@ -412,11 +412,11 @@ class Serve(Section):
   max_total: int = setting(0, '--mode=serve: tokens of prompt and answer; 0: 4096', at_least=0)
   role: str = setting('', 'whose policy is served, where each role has its own; empty: the first',
                       may_change=True)
-  max_waiting: int = setting(256, 'requests; further ones get status 429', at_least=1)
-  max_body_mb: int = setting(4, 'of a request; larger ones get status 413', at_least=1)
-  tool_form: str = setting('hermes', 'of calls, see envs/tool_calls.py',
+  max_waiting: int = setting(256, 'requests in the queue; further ones get 429', at_least=1)
+  max_body_mb: int = setting(4, 'megabytes of a request; larger ones get 413', at_least=1)
+  tool_form: str = setting('hermes', 'how calls are written, see envs/tool_calls.py',
                            allowed=('hermes', 'llama3', 'tags'))
-  agent_timeout_s: float = setting(300.0, 'of an agent program, per episode', above=0)
+  agent_timeout_s: float = setting(300.0, 'time limit of an agent program, per episode', above=0)
   on_crash: str = setting('mask', 'an episode whose agent program raised is not trained on, or has '
                           'reward 0', allowed=('mask', 'zero'))
 

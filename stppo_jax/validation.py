@@ -19,7 +19,7 @@ from stppo_jax.config import HEALTH_RULES
 from stppo_jax.types import Rules
 from stppo_jax.types import UserError
 
-FREE_DICTS = ('env.options', 'model.chat_template_kwargs')  # with names that others give
+FREE_DICTS = ('env.options', 'algorithm.options', 'model.chat_template_kwargs')  # others' names
 
 
 def fields(config: Any, prefix: str = '') -> Iterator[tuple[str, Rules, Any]]:
@@ -288,7 +288,7 @@ def _check_sizes(config: Config) -> None:
 def check_variant(config: Config, variant: Any) -> None:
   """Checks the resolved objective: each column, then the rules that span columns and sections."""
   for path, rules, _ in fields(config.algorithm):
-    if path != 'variant' and not rules.plugin:
+    if hasattr(variant, path) and not rules.plugin:
       _check_field(
           f'config.algorithm.{path}={getattr(variant, path)!r}',
           rules,
@@ -378,7 +378,7 @@ def _check_ratio(config: Config, variant: Any) -> None:
   if variant.surrogate in ('dppo_tv', 'dppo_kl') and variant.ratio not in ('none', 'token'):
     raise UserError(
         f'config.algorithm.surrogate={variant.surrogate!r} bounds the change of a '
-        f"token's probability, and config.algorithm.ratio={variant.ratio!r} has none: set "
+        f"token's probability, and ratio={variant.described()['ratio']!r} has none: set "
         '--config.algorithm.ratio=token'
     )
   if variant.ratio == 'none' and variant.surrogate != 'clip':

@@ -2,8 +2,8 @@
 
 There are eight simulated devices, for the tests of sharding. Compiling is most of what the tests
 do, so
-- LLVM does not optimise, and XLA's older emitter, which is faster, writes the loops: a training
-  step compiles in a quarter of the time;
+- LLVM does not optimise, and gets a program in one piece; XLA's older emitter, which is faster,
+  writes the loops: a training step compiles in a quarter of the time;
 - compiled programs are kept in a folder that lasts as long as the tests, for all processes.
 
 A flag that XLA_FLAGS names already is left as it is. To test the programs that a run compiles, set
@@ -21,6 +21,7 @@ _FLAGS = {
     'xla_backend_optimization_level': '0',
     'xla_llvm_disable_expensive_passes': 'true',
     'xla_cpu_use_fusion_emitters': 'false',
+    'xla_cpu_parallel_codegen_split_count': '1',
     # Eight devices on two busy cores may wait long for each other; after 40 s XLA would abort.
     'xla_cpu_collective_call_warn_stuck_timeout_seconds': '60',
     'xla_cpu_collective_call_terminate_timeout_seconds': '240',

@@ -132,12 +132,38 @@ class HelpTest(parameterized.TestCase):
     self.assertIn('  stppo --mode=eval', self.help('--help', 'stppo'))
     self.assertIn('  python run.py --mode=eval', self.help('--help'))
 
-  def test_a_section_has_each_setting_with_default_and_meaning(self):
-    text = self.help('--help=retriever')
+  def test_a_section_has_each_setting_with_value_default_and_meaning(self):
+    config = schema.Config()
+    config.retriever.top_k = 7
+    text = parsing._section_help('retriever', config)
     for path, rules, value in validation.fields(schema.Config()):
-      if path.startswith('retriever.'):
+      if path == 'retriever.top_k':
+        self.assertIn(f'--config.{path}=7  (default 3)\n    {rules.meaning}', text)
+      elif path.startswith('retriever.'):
         self.assertIn(f'--config.{path}={value!r}\n    {rules.meaning}', text)
+    self.assertIn('[bm25 | http | dense | hybrid | none | module:attribute]', text)
     self.assertNotIn('--config.train.updates', text)
+
+  def test_columns_of_the_objective_are_shown_with_those_of_the_row(self):
+    config = schema.Config()
+    config.algorithm.variant, config.algorithm.clip_low = 'gspo', 0.1
+    text = parsing._section_help('algorithm', config)
+    for line in (
+        "--config.algorithm.variant='gspo'  (default 'st_ppo')",
+        "--config.algorithm.ratio=None  (gspo: 'sequence')",
+        '--config.algorithm.clip_low=0.1  (default None)',
+        '--config.algorithm.clip_high=None  (gspo: 0.0004)',
+        '    [none | paper | floor | relative | module:attribute]',
+    ):
+      self.assertIn(line, text.splitlines())
+
+  def test_it_is_of_the_run_that_the_line_names(self):
+    arguments = ['--config=experiments/grpo_7b.py', '--help=train', '--config.train.epochs=2']
+    result = subprocess.run(
+        [sys.executable, 'run.py', *arguments], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    self.assertIn('--config.train.mini_batch=64  (default 256)', result.stdout)
+    self.assertIn('--config.train.epochs=2  (default 1)', result.stdout)
 
 
 class ShippedExperimentTest(absltest.TestCase):
@@ -376,7 +402,13 @@ class OptionsTest(parameterized.TestCase):
     others = ['--config=x.py', '--config.env.max_turns=3']
     rest, found = parsing._take_options([others[0], *arguments, others[1]])
     self.assertEqual(rest, others)
-    self.assertEqual(found, {'env.options': want, 'model.chat_template_kwargs': {}})
+    self.assertEqual(
+        {path: values for path, values in found.items() if values}, {'env.options': want}
+    )
+
+  def test_a_variants_own_fields_are_set_in_the_same_way(self):
+    found = parsing._take_options(['--config.algorithm.options.tau=0.5'])[1]
+    self.assertEqual(found['algorithm.options'], {'tau': 0.5})
 
   def test_a_templates_arguments_are_set_in_the_same_way(self):
     argument = '--config.model.chat_template_kwargs.enable_thinking=False'

@@ -1,7 +1,12 @@
 """pytest imports this, and so tests/__init__.py, before it starts workers, which share a folder."""
 
 from absl import logging
+import hypothesis
 import jax
+
+# The same examples each time; `pytest --hypothesis-profile=default` searches for others.
+hypothesis.settings.register_profile('tests', derandomize=True, database=None)
+hypothesis.settings.load_profile('tests')
 
 # What takes longest starts first: a long file at the end would keep one worker alone.
 FIRST = (

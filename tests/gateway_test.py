@@ -298,9 +298,12 @@ class LimitsTest(parameterized.TestCase):
             ('POST', '/v1/completions', b' ' * (2 << 20), key, 413, True),
             ('GET', '/nowhere', None, key, 404, True),
             ('PUT', '/v1/models', b'', key, 405, False),
+            ('PROPFIND', '/v1/models', b'', key, 405, True),
+            ('GET', '/s/%ff/v1/models', None, key, 400, True),
             ('POST', '/v1/completions', b'{', key, 400, False),
         ):
-          connection.request(method, path, body, headers)
+          with contextlib.suppress(ConnectionError):  # closed before all was sent
+            connection.request(method, path, body, headers)
           response = connection.getresponse()
           response.read()
           self.assertEqual((response.status, response.will_close), (expected, closes), path)

@@ -294,7 +294,9 @@ class TwoProcessesTest(absltest.TestCase):
     return process.log.read()
 
   def wait_until(self, condition, processes):
+    deadline = time.monotonic() + 600
     while not condition():
+      self.assertLess(time.monotonic(), deadline)
       for process in processes:
         self.assertIsNone(process.poll(), self.said(process))
       time.sleep(0.1)
@@ -314,7 +316,7 @@ class TwoProcessesTest(absltest.TestCase):
   @pytest.mark.slow
   def test_story(self):
     one = self.start('one', 2, '--config.train.updates=2')
-    self.assertEqual(one.wait(), 0, self.said(one))
+    self.assertEqual(one.wait(600), 0, self.said(one))
     two = self.start_two()
     saved = pathlib.Path(self.tmp, 'two', 'checkpoints', '2')
     self.wait_until(saved.exists, two)
@@ -357,13 +359,13 @@ class TwoProcessesTest(absltest.TestCase):
       self.assert_ended_by_the_death_of(0, two[1])
     with self.subTest('evaluation ends well, and one prints'):
       two = self.start_two('--mode=eval')
-      self.assertEqual([process.wait() for process in two], [0, 0])
+      self.assertEqual([process.wait(600) for process in two], [0, 0])
       self.assertIn('| all ', self.said(two[0]))
       self.assertNotIn('| all ', self.said(two[1]))
     with self.subTest('one process on one device goes on where two were'):
       newest = max(int(path.name) for path in saved.parent.iterdir() if path.name.isdigit())
       alone = self.start('two', 1, f'--config.train.updates={newest + 1}')
-      self.assertEqual(alone.wait(), 0, self.said(alone))
+      self.assertEqual(alone.wait(600), 0, self.said(alone))
       self.assertIn(f'resumed after {newest} updates', self.said(alone))
       self.assertEqual(metrics_lib.read_metrics(f'{self.tmp}/two')[-1]['step'], newest + 1)
 

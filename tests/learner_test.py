@@ -27,6 +27,7 @@ from stppo_jax.types import UserError
 from tests.support import micro_run
 
 OWN = """
+import dataclasses
 import jax.numpy as jnp
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms.variants import Variant
@@ -81,6 +82,18 @@ def of_four(scores, group_ids):
 
 def not_a_number(batch, variant):
   return batch.rewards / 0 - batch.rewards / 0, batch.rewards
+
+@dataclasses.dataclass(frozen=True)
+class Pieces(Variant):
+  length: int = 3
+
+def pieces(batch, variant):
+  return jnp.cumsum(batch.turn_ids > 0, axis=1) // variant.length
+
+PIECES = Pieces('token_gae', pieces)
+
+def fractions(batch, variant):
+  return batch.turn_ids / 2
 """
 
 
@@ -162,6 +175,7 @@ class MakeVariantTest(parameterized.TestCase):
   @parameterized.parameters(
       ({'algorithm.variant': 'st_pro'}, ("variant='st_pro'", 'did you mean st_ppo?')),
       ({'algorithm.advantage': 'token_gea'}, ("advantage='token_gea'", 'did you mean token_gae?')),
+      ({'algorithm.ratio': 'trun'}, ("ratio='trun'", 'turn_product', 'module:attribute')),
       ({'algorithm.surrogate': 'clop'}, ("surrogate='clop'", 'did you mean clip?')),
       ({'algorithm.divisor': 'papers'}, ("divisor='papers'", 'did you mean paper?')),
       ({'algorithm.variant': 'own_rl:NUMBER'}, ('own_rl:NUMBER', 'is a int', 'Variant')),
@@ -177,6 +191,19 @@ class MakeVariantTest(parameterized.TestCase):
   def test_contradictions_are_refused_in_one_line(self, values, words):
     self.refused(*words, **values)
 
+  def test_segments_of_ones_own_and_their_settings(self):
+    own = {'algorithm.variant': 'own_rl:PIECES'}
+    made = self.make(**own)
+    self.assertEqual((made.ratio, made.length), (sys.modules['own_rl'].pieces, 3))
+    self.assertEqual((made.described()['ratio'], made.described()['length']), ('pieces', 3))
+    self.assertEqual(self.make(**own, **{'algorithm.options': {'length': 5}}).length, 5)
+    named = self.make(**own, **{'algorithm.ratio': 'turn'})
+    self.assertEqual(named.ratio, 'turn')
+    self.refused('options.size', 'length', **own, **{'algorithm.options': {'size': 5}})
+    self.refused('options.length=[1]', **own, **{'algorithm.options': {'length': [1]}})
+    self.refused('options.tau', 'none', **{'algorithm.options': {'tau': 1}})
+    self.refused('dppo_tv', "ratio='pieces'", **own, **{'algorithm.surrogate': 'dppo_tv'})
+
   def test_a_function_that_counts_on_whole_groups_or_gives_nan_passes(self):
     of_four = {'algorithm.advantage': 'own_rl:of_four', 'rollout.group_size': 4}
     self.assertTrue(self.make(**of_four).needs_groups)
@@ -188,6 +215,9 @@ class MakeVariantTest(parameterized.TestCase):
       ({'advantage': 'one_array'}, ('(advantages, returns)', 'returned [2, 3]')),
       ({'advantage': 'per_row'}, ('each [B,T]', '([2], [2, 3]) for [B,T] = [2, 3]')),
       ({'advantage': 'nothing'}, ('returned NoneType',)),
+      ({'ratio': 'fractions'}, ('integers [B,T]', 'float32 [2, 3]')),
+      ({'ratio': 'nothing'}, ('integers [B,T]', 'NoneType')),
+      ({'ratio': 'pieces'}, ("'Variant' object has no attribute 'length'", 'own_rl.py:')),
       ({'surrogate': 'constant'}, ('raised TypeError', 'takes 2 positional arguments')),
       ({'surrogate': 'two_arguments'}, ('raised TypeError', 'own_rl:two_arguments')),
       ({'divisor': 'branches'}, ('raised TracerBoolConversionError', 'own_rl.py:')),

@@ -298,9 +298,9 @@ class LoopTest(parameterized.TestCase):
   def test_a_retriever_that_is_down_is_counted_and_trains_nothing(self):
     folder = os.path.join(self.workdir, 'searcher')
     tiny_run.write_model(folder, favoured=SEARCHES, strength=5.0)
-    with socket.socket() as unused:  # a port without a listener
-      unused.bind(('127.0.0.1', 0))
-      port = unused.getsockname()[1]
+    unused = self.enterContext(socket.socket())  # bound, and nobody listens
+    unused.bind(('127.0.0.1', 0))
+    port = unused.getsockname()[1]
     config = make_config(
         **{
             'train.updates': 1,
@@ -338,7 +338,7 @@ class LoopTest(parameterized.TestCase):
             'retriever.max_failed_share': 0.0,
             'train.checkpoint_every': 0,
             'eval.every': 0,
-            'retriever.max_outage_s': 0.3,
+            'retriever.max_outage_s': 2.0,
             **in_order,
         }
     )

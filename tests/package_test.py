@@ -17,7 +17,7 @@ from absl.testing import parameterized
 import pytest
 
 import run
-from stppo_jax.cli import entry
+from stppo_jax import cli
 
 ROOT = pathlib.Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))
@@ -100,7 +100,7 @@ class PyprojectTest(parameterized.TestCase):
 
   def test_run_py_and_the_command_are_the_same_function(self):
     self.assertEqual(PROJECT['scripts'], {'stppo': 'stppo_jax.cli:main'})
-    self.assertIs(run.main, entry.main)
+    self.assertIs(run.main, cli.main)
 
   def test_the_licence_names_that_of_every_source_of_the_embedded_facts(self):
     terms = (ROOT / 'stppo_jax/assets/knowledge/LICENSES.md').read_text(encoding='utf-8')

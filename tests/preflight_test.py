@@ -146,9 +146,9 @@ class BeforeWeightsTest(PreflightCase):
         self.refused(config, url, reason, 'retriever.dialect', run=run)
 
   def test_a_retriever_that_is_not_there(self):
-    with socket.socket() as unused:
-      unused.bind(('127.0.0.1', 0))
-      url = f'http://127.0.0.1:{unused.getsockname()[1]}/retrieve'
+    unused = self.enterContext(socket.socket())
+    unused.bind(('127.0.0.1', 0))
+    url = f'http://127.0.0.1:{unused.getsockname()[1]}/retrieve'
     config = make_config(retriever__kind='http', retriever__url=url, retriever__retries=0)
     self.refused(config, url, 'ConnectionError')
 

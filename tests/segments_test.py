@@ -115,6 +115,14 @@ class SegmentsTest(chex.TestCase):
     np.testing.assert_array_equal(ids(3)[1], [1, 0, 0, 0, 0, 0, 0, 0])
     np.testing.assert_array_equal(ids(8), segments.segment_ids('sequence', mask, turn_ids)[0])
 
+  @chex.variants(with_jit=True, without_jit=True)
+  def test_equal_labels_of_a_row_are_a_segment(self):
+    labels = jnp.array([[7, -2, 7, 100, -2, 5], [3, 3, 3, 3, 3, 3]])
+    mask = jnp.array([[1.0, 1, 1, 0, 1, 1], [0, 1, 1, 0, 0, 1]])
+    ids = self.variant(lambda *args: segments.from_labels(*args)[0])(labels, mask)
+    np.testing.assert_array_equal(ids, [[3, 1, 3, 0, 1, 2], [0, 1, 1, 0, 0, 1]])
+    self.assertEqual(segments.from_labels(labels, mask)[1], 7)
+
   def test_a_product_is_the_ratio_of_the_segments_probabilities(self):
     """Turns (2, .5, 4) and (.5): products 4 and .5; the gradient of each token is the ratio."""
     turn_ids = jnp.array([[1, 0, 1, 1, 2]])

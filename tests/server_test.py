@@ -235,6 +235,7 @@ class RefusalsTest(parameterized.TestCase):
             ('POST', '/retrieve', b'{', 400, False),
             ('POST', '/retrieve', b' ' * 1001, 413, True),
             ('GET', '/retrieve', None, 405, False),
+            ('PROPFIND', '/retrieve', None, 405, True),
             ('GET', '/', None, 404, False),
         ):
           connection.request(method, path, body)
@@ -342,7 +343,7 @@ class LoadTest(parameterized.TestCase):
 
   def test_slow_clients_are_disconnected(self):
     header = b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n'
-    with running(idle_timeout_s=0.2, body_timeout_s=0.2) as (port, service, _):
+    with running(idle_timeout_s=1.0, body_timeout_s=1.0) as (port, service, _):
       for sent in (b'', b'POST /retr', header, header + b'{"quer'):
         with socket.create_connection(('127.0.0.1', port), timeout=60) as connection:
           connection.sendall(sent)
@@ -366,7 +367,8 @@ class LoadTest(parameterized.TestCase):
 
   def test_a_client_that_does_not_read_is_disconnected(self):
     long = [types.Passage('0', 'x', 'word ' * 20_000)]
-    retriever = mock.Mock(search=lambda queries, top_k: [long for _ in queries])
+    searched = threading.Event()
+    retriever = mock.Mock(search=lambda queries, top_k: searched.set() or [long] * len(queries))
     body = json.dumps({'queries': ['a'] * 200}).encode()  # 20 MB: more than the kernel's buffers
     with running(retriever, write_timeout_s=0.3) as (port, service, _):
       with socket.socket() as connection:
@@ -376,7 +378,7 @@ class LoadTest(parameterized.TestCase):
             b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b'
             % (len(body), body)
         )
-        wait_for(lambda: service.in_flight == 1)
+        self.assertTrue(searched.wait(60))
         wait_for(lambda: service.in_flight == 0)
 
   def test_running_requests_are_finished_at_shutdown(self):

@@ -209,12 +209,12 @@ class FuzzTest(parameterized.TestCase):
       '{"name": "now"};', '<|python_tag|>', '<|python_tag|>a.call(', '</think>', '\\"', '<', ' ',
   )  # fmt: skip
   def test_time_grows_with_the_text_and_no_faster(self, unit):
-    """Quadratic time would take minutes."""
+    """Quadratic time would take minutes; 15 s are twenty times what is usual."""
     for form in tool_calls.FORMS:
       text = '<|python_tag|>' * (form == 'llama3') + unit * (2 * 10**5 // len(unit))
-      started = time.process_time()
+      started = time.thread_time()
       parse(form, text)
-      self.assertLess(time.process_time() - started, 2, form)
+      self.assertLess(time.thread_time() - started, 15, form)
 
 
 if __name__ == '__main__':

@@ -171,12 +171,12 @@ class EnvTest(parameterized.TestCase):
     self.assertEqual(info['metrics']['tools/calls'], 0.0)
 
   def test_failures_and_time_outs_are_counted(self):
-    env = make(timeout_s=0.5)
+    env = make(timeout_s=2.0)
     call = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
     observation, *_, info = env.step(call % ('calculator', '{"expression": "1/0"}'))
     self.assertEqual(observation, 'Error: ZeroDivisionError: division by zero')
     observation, *_, info = env.step(call % ('sleep', '{"seconds": 30}'))
-    self.assertEqual(observation, 'Error: no result within 0.5 seconds')
+    self.assertEqual(observation, 'Error: no result within 2 seconds')
     self.assertEqual(info['metrics']['tools/failed'], 1.0)
     self.assertEqual(info['metrics']['tools/timed_out'], 1.0)
     self.assertEqual(info['metrics']['tools/calls'], 2.0)

@@ -17,7 +17,7 @@ _GROUPS, _T = 2, 3  # of the arrays that it is tried on, [_GROUPS * group_size, 
 
 
 def check(column: str, function: Callable, variant: Any, group_size: int = 1) -> str:
-  """Returns what is wrong with a variant's 'advantage', 'surrogate' or 'divisor'; '' if nothing.
+  """Returns what is wrong with the function of a column of variants.BUILT_IN; '' if nothing.
 
   Traces it as a run does, for shapes alone. An advantage is computed twice besides, on random
   numbers with other values, because one that reads them needs a critic.
@@ -45,6 +45,19 @@ def _advantage(function, variant, group_size):
   if all(np.array_equal(x, y, equal_nan=True) for x, y in zip(first, second)):
     return ''
   return 'it reads old_values, and no critic is trained for it: wrap it in advantages.from_values'
+
+
+def _ratio(function, variant, group_size):
+  batch = _batch(group_size, 0)
+  made = jax.eval_shape(lambda batch: function(batch, variant), batch)
+  shape = batch.rewards.shape
+  if getattr(made, 'shape', None) == shape and jnp.issubdtype(made.dtype, jnp.integer):
+    return ''
+  kind = f'{made.dtype} ' if hasattr(made, 'dtype') else ''
+  return (
+      f'it has to return integers [B,T], and returned {kind}{_described(made)} for '
+      f'[B,T] = {list(shape)}'
+  )
 
 
 def _surrogate(function, variant, group_size):
@@ -96,4 +109,4 @@ def _batch(group_size, seed):
   )
 
 
-_CHECKS = {'advantage': _advantage, 'surrogate': _surrogate, 'divisor': _divisor}
+_CHECKS = {'advantage': _advantage, 'ratio': _ratio, 'surrogate': _surrogate, 'divisor': _divisor}

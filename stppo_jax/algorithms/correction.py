@@ -162,6 +162,8 @@ def _segments(batch, variant):
   """Returns the segments whose tokens share a ratio: ids [B,T], their number, and whether the ratio
   is a product.
   """
+  if callable(variant.ratio):
+    return *segments.from_labels(variant.ratio(batch, variant), batch.action_mask), False
   level, _, product = ('token' if variant.ratio == 'none' else variant.ratio).partition('_')
   ids = segments.segment_ids(level, batch.action_mask, batch.turn_ids, variant.chunk_length)
   return *ids, product == 'product'

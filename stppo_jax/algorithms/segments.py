@@ -37,6 +37,16 @@ def segment_ids(
   raise ValueError(f'level {level!r} is none of {", ".join(LEVELS)}, chunk')
 
 
+def from_labels(labels: jax.Array, action_mask: jax.Array) -> tuple[jax.Array, int]:
+  """Returns `segment_ids` of labels [B,T], any integers: equal ones in a row are one segment."""
+  chex.assert_equal_shape([labels, action_mask])
+  order = jnp.argsort(labels, axis=1)
+  ordered = jnp.take_along_axis(labels, order, axis=1)
+  is_new = jnp.diff(ordered, axis=1, prepend=ordered[:, :1] - 1) != 0
+  ranks = jnp.take_along_axis(jnp.cumsum(is_new, axis=1), jnp.argsort(order, axis=1), axis=1)
+  return ranks * action_mask.astype(jnp.int32), labels.shape[1] + 1
+
+
 def segment_sum(x: jax.Array, ids: jax.Array, num_segments: int) -> jax.Array:
   """Sums x [B,T] over each row's segments -> [B,num_segments]."""
   return jax.vmap(lambda row, row_ids: jax.ops.segment_sum(row, row_ids, num_segments))(x, ids)

@@ -4,12 +4,15 @@ To add an algorithm, write a Variant: a row of VARIANTS, or a name in a file of 
 run picks by `--config.algorithm.variant=my_file:MY_VARIANT`. To change one for a run, override a
 column (`--config.algorithm.ratio=turn`).
 
-Three columns take the name of a built-in from the table on the right, or a function of your own:
+Four columns take the name of a built-in from the table on the right, or a function of your own:
 
   advantage  (batch, variant) -> (advantages, returns)                        advantages.ESTIMATORS
              Both [B,T]; `returns` are the critic's targets. `advantages.from_groups` makes one from
              a function (scores, group_ids) -> advantages, all [B]; `advantages.from_values` marks
              one that reads batch.old_values, so that the run makes a critic.
+  ratio      (batch, variant) -> labels                                       RATIOS
+             [B,T] integers: the agent's tokens of a row with the same label share an importance
+             ratio, the geometric mean of theirs. batch.tokens and batch.turn_ids tell them apart.
   surrogate  (ratio, logp, advantages, variant) -> (objective, clipped)       losses.SURROGATES
              All [B,T]; `clipped` is true where the clip changed the gradient. The trainer ascends
              the objective: its gradient is taken through `ratio` and `logp`, whichever the
@@ -17,6 +20,9 @@ Three columns take the name of a built-in from the table on the right, or a func
   divisor    (g_norm, c_norm, any_clipped) -> number                          correction.DIVISORS
              All scalars: ||g||, ||C||, and whether any token was clipped. The gradient g is divided
              by it.
+
+A function reads its own settings from a dataclass that inherits from Variant and adds fields; a run
+sets those by `--config.algorithm.options.NAME=VALUE`.
 """
 
 from collections.abc import Callable
@@ -24,9 +30,18 @@ import dataclasses
 from typing import Any
 
 from stppo_jax.algorithms import advantages
+from stppo_jax.algorithms import correction
+from stppo_jax.algorithms import losses
 
 RATIOS = ('none', 'token', 'turn', 'chunk', 'sequence', 'turn_product', 'sequence_product')
 NORMS = ('gradient', 'loss')
+# Column -> the names that it may have, where it may also be a function.
+BUILT_IN = {
+    'advantage': tuple(advantages.ESTIMATORS),
+    'ratio': RATIOS,
+    'surrogate': tuple(losses.SURROGATES),
+    'divisor': tuple(correction.DIVISORS),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +52,9 @@ class Variant:
   """
 
   advantage: str | Callable  # how credit is assigned
-  # One of RATIOS: the tokens that share an importance ratio, their geometric mean or their product;
-  # 'none' is the policy gradient.
-  ratio: str
+  # The tokens that share an importance ratio, their geometric mean or their product; 'none' is the
+  # policy gradient.
+  ratio: str | Callable
   surrogate: str | Callable = 'clip'  # what is maximised in place of ratio x advantage
   divisor: str | Callable = 'none'  # clipping-bias correction: what the gradient is divided by
   norm_of: str = 'gradient'  # one of NORMS: what ||C|| is the norm of

@@ -1,5 +1,11 @@
 """The command: `main` is what run.py and the installed `stppo` call."""
 
-from stppo_jax.cli.entry import main
+from stppo_jax.runtime import huge_pages
 
-__all__ = ['main']
+
+def main() -> None:
+  """Runs the command."""
+  huge_pages.restart()
+  from stppo_jax.cli import entry  # imports jax, which takes two seconds: not before the restart
+
+  entry.main()

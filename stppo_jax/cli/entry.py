@@ -45,7 +45,6 @@ from stppo_jax import types
 from stppo_jax.cli import parsing
 from stppo_jax.monitoring import report
 from stppo_jax.runtime import hosts
-from stppo_jax.runtime import huge_pages
 
 _LONGEST_LINE = 4000  # characters of an error
 
@@ -91,8 +90,7 @@ _ONLY = flags.DEFINE_list(
 
 
 def main() -> None:
-  """Runs the command `stppo`; run.py calls the same function."""
-  huge_pages.restart()
+  """Reads the command line and runs what it asks for."""
   # Plug-ins come from the current folder. Experiments import each other as `experiments.NAME`.
   if os.getcwd() not in sys.path:
     sys.path.insert(0, os.getcwd())
@@ -340,11 +338,13 @@ def _quiet_libraries() -> None:
 
 
 def _tell_unraisable(tell: Callable[[Any], Any], unraisable: Any) -> None:
-  """Calls `tell`, the previous sys.unraisablehook, except for one repeated error.
+  """Calls `tell`, the previous sys.unraisablehook, except for two errors.
 
-  After a failed save TensorStore's threads raise it hundreds of times.
+  After a failed save TensorStore's threads raise 'Event loop is closed' hundreds of times. A stop
+  signal that arrives in a callback of the garbage collector is raised again by `stop_requested`.
   """
-  if str(unraisable.exc_value) != 'Event loop is closed':
+  is_stop = isinstance(unraisable.exc_value, (KeyboardInterrupt, types.Stopped))
+  if not is_stop and str(unraisable.exc_value) != 'Event loop is closed':
     tell(unraisable)
 
 

@@ -38,10 +38,10 @@ def parse(argv: list[str], usage: str, own_flags: list[str]) -> list[str]:
   """
   program, arguments = os.path.basename(argv[0]), argv[1:]
   try:
-    for argument in arguments:
-      if match := re.fullmatch(r'-h|--?help(?:short|full)?(?:=(.*))?', argument):
-        print(_help(program, match[1] or '', usage, own_flags))
-        sys.exit(0)
+    section, arguments = _take_help(arguments)
+    if section == '':
+      print(_help(program, usage, own_flags))
+      sys.exit(0)
     arguments, options = _take_options(_with_shipped_experiment(arguments))
     arguments, unset = _take_nones(arguments)
     _check_arguments(arguments)
@@ -70,6 +70,9 @@ def parse(argv: list[str], usage: str, own_flags: list[str]) -> list[str]:
     for path in unset:
       *parents, name = path.split('.')
       setattr(validation.get(config, '.'.join(parents)), name, None)
+    if section:
+      print(_section_help(section, config))
+      sys.exit(0)
     return argv[:1]
   except (flags.Error, types.UserError) as error:
     lines = str(error).splitlines()  # the lines in between may be a traceback
@@ -92,25 +95,59 @@ def _place(error: Exception) -> str:
   return f' ({own[-1][0]}:{own[-1][1]})' if own else ''
 
 
-def _help(program: str, section: str, usage: str, own_flags: list[str]) -> str:
-  """Returns the text of --help, or of --help=SECTION: the settings of one section of the config."""
-  settings = {path: (rules, value) for path, rules, value in validation.fields(schema.Config())}
-  if section:
-    chosen = [path for path in settings if path == section or path.startswith(section + '.')]
-    if not chosen:
-      raise types.UserError(f'--help={section}: there is no such section; see --help')
-    return '\n'.join(
-        f'--config.{path}={settings[path][1]!r}\n    {settings[path][0].meaning}' for path in chosen
-    )
-  sections = dict.fromkeys(path.split('.')[0] for path in settings)
+def _take_help(arguments: list[str]) -> tuple[str | None, list[str]]:
+  """Splits off --help or --help=SECTION: (None, '' or the section; the other arguments)."""
+  pattern = r'-h|--?help(?:short|full)?(?:=(.*))?'
+  asked = [match[1] or '' for x in arguments if (match := re.fullmatch(pattern, x))]
+  others = [argument for argument in arguments if not re.fullmatch(pattern, argument)]
+  return asked[0] if asked else None, others
+
+
+def _help(program: str, usage: str, own_flags: list[str]) -> str:
+  """Returns the text of --help."""
+  sections = dict.fromkeys(path.split('.')[0] for path in validation.kinds())
   lines = [
       usage.replace('python run.py', 'stppo' if program == 'stppo' else 'python run.py'),
       '--config=FILE[:smoke]\n    experiment file, or its smallest form',
       *(f'--{name}\n    {flags.FLAGS[name].help}' for name in own_flags),
       '--config.FIELD=VALUE\n    overrides a setting, as in --config.train.updates=3',
-      f'--help=SECTION\n    lists settings, defaults and meanings of: {", ".join(sections)}',
+      '--help=SECTION\n    lists the settings, their values in this run and what they mean: '
+      + ', '.join(sections),
   ]
   return '\n'.join(lines)
+
+
+def _section_help(section: str, config: schema.Config) -> str:
+  """Returns the text of --help=SECTION: its settings as this command line sets them."""
+  defaults = {path: value for path, _, value in validation.fields(schema.Config())}
+  names, row = _names_and_row(config) if section.partition('.')[0] == 'algorithm' else ({}, {})
+  lines = []
+  for path, rules, value in validation.fields(config):
+    if path != section and not path.startswith(section + '.'):
+      continue
+    line = f'--config.{path}={value!r}'
+    if value is None and path in row:
+      line += f'  ({config.algorithm.variant}: {row[path]!r})'
+    elif value != defaults[path]:
+      line += f'  (default {defaults[path]!r})'
+    allowed = rules.allowed or rules.items or names.get(path, ())
+    either = [*map(str, allowed), *(['module:attribute'] if rules.plugin else [])]
+    line += f'\n    {rules.meaning}'
+    lines.append(line + (f'\n    [{" | ".join(either)}]' if either else ''))
+  if not lines:
+    raise types.UserError(f'--help={section}: there is no such section; see --help')
+  return '\n'.join(lines)
+
+
+def _names_and_row(config: schema.Config) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Returns the built-in names of the objective's columns, and the columns of the variant."""
+  from stppo_jax import plugins  # they import jax, which takes a second
+  from stppo_jax.algorithms import variants
+
+  variant = plugins.load('algorithm.variant', config.algorithm.variant, variants.VARIANTS)
+  names = variants.BUILT_IN | {'variant': tuple(variants.VARIANTS)}
+  row = variant.described() if isinstance(variant, variants.Variant) else {}
+  return tuple({f'algorithm.{k}': v for k, v in x.items()} for x in (names, row))  # type: ignore
 
 
 def _with_shipped_experiment(arguments: list[str]) -> list[str]:

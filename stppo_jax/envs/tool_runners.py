@@ -28,6 +28,7 @@ import time
 from typing import Any
 
 OK, FAILED, TIMED_OUT = 'ok', 'failed', 'timed_out'
+_START_S = 60.0  # for a process to start; an MCP server may have to be fetched first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,7 @@ class _Process:
 
   def __init__(self, limits: Limits):
     self._limits = limits
-    self.is_alive = True
+    self.is_alive, self._is_ready = True, False
     folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     paths = [os.getcwd(), folder, os.environ.get('PYTHONPATH', '')]
     self._process = subprocess.Popen(
@@ -97,7 +98,9 @@ class _Process:
   def call(self, function, arguments) -> Outcome | None:
     """Returns the outcome; None if the process was dead already."""
     request = {'function': function, 'arguments': arguments, 'max_chars': self._limits.max_chars}
-    started = self._process.poll() is None
+    if not self._is_ready:  # its start is no part of the call
+      self._is_ready = self._read_line(time.monotonic() + _START_S) == b'\n'
+    started = self._is_ready and self._process.poll() is None
     try:
       assert self._process.stdin is not None
       self._process.stdin.write(json.dumps(request).encode() + b'\n')
@@ -139,9 +142,6 @@ class _Process:
     for pipe in (self._process.stdin, self._process.stdout):
       with contextlib.suppress(OSError):
         pipe.close()  # type: ignore[union-attr]
-
-
-_START_S = 60.0  # a server may have to be fetched first
 
 
 class McpServer:
@@ -287,6 +287,8 @@ def _work(argv: Sequence[str]) -> None:
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+  answers.write(b'\n')  # ready
+  answers.flush()
   requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
   threading.Thread(target=_listen, args=(requests,), daemon=True).start()
   while True:

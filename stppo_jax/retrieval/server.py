@@ -36,6 +36,7 @@ from stppo_jax import types
 from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import kinds
 from stppo_jax.retrieval import protocol
+from stppo_jax.runtime import json_handler
 
 KINDS = ('bm25', 'dense', 'hybrid')
 _CHUNK = 32  # queries per search call, so that small requests run between parts of a large one
@@ -234,58 +235,40 @@ def make_application(service: Service) -> web.Application:
   )
 
 
-class _Handler(web.RequestHandler):
-  """Answers in JSON, errors included."""
+class _Handler(json_handler.JsonHandler):
 
   def initialize(self, service: Service):
     self.service = service
-
-  def set_default_headers(self):
-    self.clear_header('Server')
-    self.set_header('Content-Type', 'application/json')
-
-  def compute_etag(self):
-    return None  # answers are not cached; the hash would cost time
-
-  def write_error(self, status_code, **kwargs):
-    error = kwargs.get('exc_info', (None, None, None))[1]
-    reason = getattr(error, 'log_message', None) or self._reason
-    self.finish(json.dumps({'error': reason}) + '\n')
-
-  def log_exception(self, kind, value, traceback):
-    if not isinstance(value, web.HTTPError):  # a client's error is not logged
-      super().log_exception(kind, value, traceback)
 
 
 @web.stream_request_body  # so that `prepare` can reject a body before it is received
 class _Retrieve(_Handler):
 
+  def initialize(self, service: Service):
+    super().initialize(service)
+    self._started, self._body = time.perf_counter(), bytearray()
+    self._entered, self._is_received, self.is_unread = False, False, True
+
   def prepare(self):
-    self._started = time.perf_counter()
-    self._entered = self._is_received = False
-    self._body = bytearray()
-    limits = self.service.limits
-    if self.request.method != 'POST':
-      return
-    length = self.request.headers.get('Content-Length', '0')
-    if self._is_busy():
+    length = self.request.headers.get('Content-Length', '')
+    most = self.service.limits.max_body_bytes
+    if length.isdecimal() and int(length) > most:
+      raise web.HTTPError(413, f'a body of {length} bytes: send at most {most}')
+    self.is_unread = False
+    if self.request.method == 'POST' and self._is_busy():
       self._refuse_busy()
-    elif length.isdecimal() and int(length) > limits.max_body_bytes:
-      self._refuse(413, f'a body of {length} bytes: send at most {limits.max_body_bytes}')
 
   def _is_busy(self):
     service = self.service
     return service.stopping or service.in_flight >= service.limits.max_in_flight
 
   def _refuse_busy(self):
-    self.set_header('Retry-After', '1')
-    running = f'{self.service.limits.max_in_flight} requests are running'
-    self._refuse(503, f'busy: {"stopping" if self.service.stopping else running}; try again')
-
-  def _refuse(self, status: int, error: str):
     self.set_header('Connection', 'close')
-    self.set_status(status)
-    self.finish(json.dumps({'error': error}) + '\n')
+    self.set_header('Retry-After', '1')
+    self.set_status(503)
+    running = f'{self.service.limits.max_in_flight} requests are running'
+    why = 'stopping' if self.service.stopping else running
+    self.finish(json.dumps({'error': f'busy: {why}; try again'}) + '\n')
 
   def data_received(self, chunk):
     self._body += chunk  # the server limits it, with and without Content-Length

@@ -10,6 +10,7 @@ does not know: it calls `play`. Each episode is a session with an address of its
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import math
 import queue
@@ -120,13 +121,15 @@ class ProgramAgent(agent_lib.Agent):
           going.add(i)
           start = (runs[i], tasks[i], f'{url}/s/{name}/v1', lambda i=i: ended.put(i))
           threading.Thread(target=self._run_program, args=start, daemon=True).start()
-        try:
-          i = ended.get(timeout=0.1)
-        except queue.Empty:
-          i = -1
-        late = [j for j in going if time.monotonic() - runs[j].started > config.agent_timeout_s]
-        for j in {i, *late} & going:
-          runs[j].timed_out = j != i
+        now = time.monotonic()  # what has ended since is found below
+        late = {i for i in going if now - runs[i].started > config.agent_timeout_s}
+        over: set[int] = set()
+        with contextlib.suppress(queue.Empty):
+          over.add(ended.get(timeout=0.1))
+          while True:
+            over.add(ended.get_nowait())
+        for j in (over | late) & going:
+          runs[j].timed_out = j not in over
           service.end_session(runs[j].name)
           going.remove(j)
     finally:

@@ -28,6 +28,7 @@ from tornado import iostream
 from tornado import netutil
 from tornado import web
 
+from stppo_jax.runtime import json_handler
 from stppo_jax.serving import api
 from stppo_jax.serving import service as service_lib
 from stppo_jax.serving import sessions as sessions_lib
@@ -150,25 +151,18 @@ class Measures:
 
 
 @web.stream_request_body  # so that `prepare` can reject a body before it is received
-class _Handler(web.RequestHandler):
-  """Answers in JSON, errors included."""
+class _Handler(json_handler.JsonHandler):
+  quiet = (web.HTTPError, api.ApiError)
 
   def initialize(self, service: service_lib.Service, measures: Measures):
     self.service, self.measures = service, measures
     self._answer: service_lib.Answer | None = None
-    self._is_accepted = False
-
-  def set_default_headers(self):
-    self.clear_header('Server')
-    self.set_header('Content-Type', 'application/json')
-
-  def compute_etag(self):
-    return None
+    self._started, self._body, self._counted = time.perf_counter(), bytearray(), 0
+    self.is_unread = True
 
   def prepare(self):
-    self._started, self._body, self._counted = time.perf_counter(), bytearray(), 0
     self._check_header()
-    self._is_accepted = True
+    self.is_unread = False
 
   def _check_header(self):
     limits, headers = self.service.limits, self.request.headers
@@ -197,20 +191,13 @@ class _Handler(web.RequestHandler):
     self._received()
     return bytes(self._body)
 
-  def write_error(self, status_code, **kwargs):
-    error = kwargs.get('exc_info', (None, None, None))[1]
+  def error_body(self, status, error):
     if not isinstance(error, api.ApiError):
-      error = api.ApiError(status_code, getattr(error, 'log_message', None) or self._reason)
+      error = api.ApiError(status, getattr(error, 'log_message', None) or self._reason)
     self.set_status(error.status)
-    if not self._is_accepted:
-      self.set_header('Connection', 'close')  # the body is not read: Tornado closes
     if error.status in (429, 503):
       self.set_header('Retry-After', '1')
-    self.finish(json.dumps(error.body()) + '\n')
-
-  def log_exception(self, kind, value, traceback):
-    if not isinstance(value, (web.HTTPError, api.ApiError)):  # a client's error is not logged
-      super().log_exception(kind, value, traceback)
+    return error.body()
 
   def on_connection_close(self):
     super().on_connection_close()

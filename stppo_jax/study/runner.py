@@ -255,15 +255,16 @@ class Runner:
       self._stopping = True
       if self._running:
         logging.info('ending %d runs: each saves after its update', len(self._running))
-      for process in self._running:
-        os.kill(process.child.pid, signal.SIGTERM)  # Popen's own would lose the times it used
       try:
+        for process in self._running:
+          os.kill(process.child.pid, signal.SIGTERM)  # Popen's own would lose the times it used
         while self._running:
           self._settle_ended()
           time.sleep(_POLL_S)
       finally:
         for process in self._running:
-          os.killpg(process.child.pid, signal.SIGKILL)
+          with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.child.pid, signal.SIGKILL)
         for process in self._running:
           self._note(process.job, status='left')
         self._save()

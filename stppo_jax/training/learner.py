@@ -20,10 +20,7 @@ from stppo_jax import config as schema
 from stppo_jax import plugins
 from stppo_jax import types
 from stppo_jax import validation
-from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import checks
-from stppo_jax.algorithms import correction
-from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import variants
 from stppo_jax.models import attention
 from stppo_jax.models import decoder
@@ -143,17 +140,12 @@ def make_variant(config: schema.Config) -> variants.Variant:
         f'config.algorithm.variant={algorithm.variant!r} is a {type(variant).__name__}: '
         'give the name of a stppo_jax.algorithms.variants.Variant'
     )
-  columns = {field.name: getattr(algorithm, field.name) for field in dataclasses.fields(variant)}
-  variant = dataclasses.replace(variant, **{k: v for k, v in columns.items() if v is not None})
+  variant = dataclasses.replace(variant, **_overrides(algorithm, variant))
   functions = {}
-  for column, table in (
-      ('advantage', advantages.ESTIMATORS),
-      ('surrogate', losses.SURROGATES),
-      ('divisor', correction.DIVISORS),
-  ):
+  for column, names in variants.BUILT_IN.items():
     given = getattr(variant, column)
-    if isinstance(given, str) and given not in table:
-      given = functions[column] = plugins.load(f'algorithm.{column}', given, table)
+    if isinstance(given, str) and given not in names:
+      given = functions[column] = plugins.load(f'algorithm.{column}', given, dict.fromkeys(names))
     if not isinstance(given, str) and not callable(given):
       raise types.UserError(
           f'config.algorithm.{column}={getattr(variant, column)!r}: must name a function, see '
@@ -162,7 +154,7 @@ def make_variant(config: schema.Config) -> variants.Variant:
   named = variant
   variant = dataclasses.replace(variant, **functions)
   validation.check_variant(config, variant)
-  for column in ('advantage', 'surrogate', 'divisor'):
+  for column in variants.BUILT_IN:
     function = getattr(variant, column)
     if not callable(function):
       continue
@@ -172,6 +164,24 @@ def make_variant(config: schema.Config) -> variants.Variant:
         where = f'config.algorithm.variant={algorithm.variant!r}, its {column}'
       raise types.UserError(f'{where}: {wrong}')
   return dataclasses.replace(variant, norm_length=variant.norm_length or config.rollout.max_total)
+
+
+def _overrides(algorithm: schema.Algorithm, variant: variants.Variant) -> dict[str, Any]:
+  """Returns the columns of the variant that the config sets."""
+  own = {field.name for field in dataclasses.fields(variant)} - set(vars(algorithm))
+  for name, value in algorithm.options.items():
+    if name not in own:
+      raise types.UserError(
+          f'config.algorithm.options.{name}: the fields that {algorithm.variant!r} adds to a '
+          f'Variant are {", ".join(sorted(own)) or "none"}'
+      )
+    if not isinstance(value, (bool, int, float, str, type(None))):
+      raise types.UserError(
+          f'config.algorithm.options.{name}={value!r}: give a number, a text, true, false or null'
+      )
+  columns = [field.name for field in dataclasses.fields(variant)]
+  given = {name: getattr(algorithm, name, None) for name in columns}
+  return {k: v for k, v in given.items() if v is not None} | algorithm.options
 
 
 def load(
