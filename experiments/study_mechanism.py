@@ -1,9 +1,9 @@
-"""Does it stabilise, in the small task? Many more cells and seeds than in study_stability.py.
+"""Does it stabilise, in the small task? The grids of the mechanism, which study_stability.py takes.
 
   python run.py --mode=study --config=experiments/study_mechanism.py --workdir=runs/mechanism
   python run.py --mode=study --config=experiments/study_mechanism.py:quick --workdir=runs/quick
 
-study_stability.py holds both instruments. What is measured was fixed before the runs, in
+study_stability.py runs both instruments. What is measured was fixed before the runs, in
 docs/study_protocol.md.
 """
 

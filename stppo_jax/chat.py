@@ -88,7 +88,8 @@ def load_tokenizer(folder: str, template_kwargs: Mapping[str, Any] | None = None
   path = os.path.join(folder, 'tokenizer.json')
   if not os.path.isfile(path):
     raise types.UserError(
-        f'no tokenizer.json in {folder!r}: give a folder in Hugging Face format that has one'
+        f'no tokenizer.json in {folder!r}: give a folder in Hugging Face format that has one; '
+        '`hf download NAME --local-dir=FOLDER` makes it'
     )
   # tokenizers.Tokenizer and not AutoTokenizer: the latter replaces the pre-tokenizer of
   # tokenizer.json by that of the model family named in config.json.

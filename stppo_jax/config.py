@@ -389,7 +389,7 @@ class Health(Section):
   score_drop: float = setting(0.5, 'lost share of the best score', at_least=0)
   entropy_drop: float = setting(0.9, 'lost share of the first entropy', at_least=0)
   kl: float = setting(1.0, 'nats per token from the reference', at_least=0)
-  ppo_kl: float = setting(0.1, 'nats per token from the policy that sampled', at_least=0)
+  ppo_kl: float = setting(0.1, 'nats per token from old_logp', at_least=0)
   sampler_gap: float = setting(
       0.01, 'k3 nats per token between sampler and trainer; rounding gives 1e-4', at_least=0)
   invalid: float = setting(0.5, 'share of turns without a valid action', at_least=0)

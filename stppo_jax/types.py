@@ -7,10 +7,10 @@ Shape legend, used in every docstring and einsum:
   D model width          S cache slots          F feed-forward width
   E experts              A active experts per token
 
-Names that mean one thing everywhere: `logp` (of the current policy), `old_logp` (the policy that
-sampled, recomputed by the trainer), `behaviour_logp` (what the sampler itself reported), `ref_logp`
-(the frozen reference), `action_mask` (1 where the agent produced the token), `turn_ids` (0 where
-it did not, else the number of its turn, from 1).
+Names that mean one thing everywhere: `logp` (of the current policy), `old_logp` (of the trainer's
+policy before this update, which is the one that sampled where nothing is stale), `behaviour_logp`
+(what the sampler itself reported), `ref_logp` (the frozen reference), `action_mask` (1 where the
+agent produced the token), `turn_ids` (0 where it did not, else the number of its turn, from 1).
 """
 
 import dataclasses

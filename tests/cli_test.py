@@ -3,6 +3,7 @@
 from concurrent import futures
 import contextlib
 import dataclasses
+import importlib
 import io
 import json
 import os
@@ -23,6 +24,7 @@ import jax
 from stppo_jax import config as schema
 from stppo_jax import validation
 from stppo_jax.cli import entry
+from stppo_jax.cli import of_run
 from stppo_jax.cli import parsing
 from stppo_jax.training import loop
 from stppo_jax.types import RunError
@@ -382,6 +384,42 @@ class ExperimentFileTest(parameterized.TestCase):
         '  return schema.Config(data=schema.Data(datasets=("geo",)))\n'
     )
     self.assertEqual(self.parse(source, '--config.data.datasets=()').data.datasets, ())
+
+
+class OfRunTest(parameterized.TestCase):
+  """Modes that read a run take its config where none is given."""
+
+  def setUp(self):
+    super().setUp()
+    self.workdir = self.enterContext(tempfile.TemporaryDirectory())
+    self.path = pathlib.Path(self.workdir) / 'config.json'
+
+  def write(self, config):
+    values = dataclasses.asdict(config) | {'plugins': {}, 'objective': {'ratio': 'turn'}}
+    self.path.write_text(json.dumps(values), encoding='utf-8')
+
+  @parameterized.parameters('st_ppo_tiny', 'st_ppo_7b', 'st_ppo_qwen3_30b_a3b', 'st_ppo_smollm2')
+  def test_a_config_is_read_as_it_was(self, name):
+    config = importlib.import_module(f'experiments.{name}').get_config()
+    config.env.options = {'low': 1, 'sizes': [2, 3]}
+    config.algorithm.clip_low = 0.1
+    self.write(config)
+    self.assertEqual(of_run.get_config(self.workdir), config)
+
+  def test_which_command_lines_take_it(self):
+    workdir, eval_ = f'--workdir={self.workdir}', '--mode=eval'
+    self.assertEqual(of_run.named([eval_, workdir]), '')  # there is no config.json yet
+    self.write(schema.Config())
+    expected = f'{of_run.__file__}:{self.workdir}'
+    self.assertEqual(of_run.named([workdir, '--config.eval.samples=2', eval_]), expected)
+    self.assertEqual(of_run.named(['--mode', 'eval', '-workdir', self.workdir]), expected)
+    for others in ([workdir], [eval_], [eval_, workdir, '--config=a.py'], [eval_, '--workdir']):
+      self.assertEqual(of_run.named(others), '')
+
+  def test_one_of_another_version_is_refused(self):
+    self.path.write_text('{"train": {"updatez": 1, "epochs": 2}, "more": {}}', encoding='utf-8')
+    with self.assertRaisesRegex(UserError, 'has train.updatez, more, which .* give the --config'):
+      of_run.get_config(self.workdir)
 
 
 class OptionsTest(parameterized.TestCase):

@@ -14,6 +14,7 @@ from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -309,6 +310,14 @@ class TextTest(parameterized.TestCase):
     taken = np.ones(1 << 25)  # a quarter GiB
     self.assertAlmostEqual(metrics.host_memory_gb() - before, 0.25, delta=0.05)
     del taken
+
+  def test_the_peak_of_the_devices(self):
+    device = lambda stats: mock.Mock(**{'memory_stats.return_value': stats})
+    devices = [device({'peak_bytes_in_use': 3 << 30}), device({'peak_bytes_in_use': 5 << 29})]
+    with mock.patch.object(jax, 'local_devices', lambda: devices):
+      self.assertEqual(metrics.device_memory(), {'perf/max_memory_allocated_gb': 3.0})
+    with mock.patch.object(jax, 'local_devices', lambda: [device(None), device({})]):
+      self.assertEqual(metrics.device_memory(), {})
 
   def test_summarize(self):
     summary = metrics.summarize('a', [1, 2, 5])

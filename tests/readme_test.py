@@ -1,4 +1,4 @@
-"""README's examples are complete: each is written to a file and its command is run as printed."""
+"""README's examples are complete: each is written to a file, and its command trains one update."""
 
 import os
 import pathlib

@@ -42,6 +42,7 @@ from ml_collections import config_flags
 
 from stppo_jax import config as schema
 from stppo_jax import types
+from stppo_jax.cli import of_run
 from stppo_jax.cli import parsing
 from stppo_jax.monitoring import report
 from stppo_jax.runtime import hosts
@@ -244,7 +245,9 @@ def _run() -> int | None:
   """Runs the mode that the flags name; returns the exit code."""
   _quiet_libraries()
   file = config_flags.get_config_filename(flags.FLAGS['config'])
-  if file.startswith(parsing.HOME) and file != parsing.DEFAULT:
+  if file == of_run.__file__:
+    logging.info('the settings are those of %s/config.json', _WORKDIR.value)
+  elif file.startswith(parsing.HOME) and file != parsing.DEFAULT:
     logging.info('config file: %s', file)
   config, mode = flags.FLAGS.config, _MODE.value
   workdir = _WORKDIR.value or os.path.join('runs', config.name)

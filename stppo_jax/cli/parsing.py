@@ -17,6 +17,7 @@ from ml_collections import config_flags
 from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax import validation
+from stppo_jax.cli import of_run
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _SHIPPED = os.path.join(_PACKAGE, 'shipped')  # in a wheel; in a clone experiments/ is at the root
@@ -48,7 +49,7 @@ def parse(argv: list[str], usage: str, own_flags: list[str]) -> list[str]:
     # Defined here and not at import: the definition reads the overrides and may reject them.
     config_flags.DEFINE_config_file(
         'config',
-        DEFAULT,
+        of_run.named(arguments) or DEFAULT,
         'experiment file, or FILE:smoke for its smallest form',
         sys_argv=[argv[0], *arguments],
     )

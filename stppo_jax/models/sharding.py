@@ -80,7 +80,8 @@ def check_rows(mesh: jax.sharding.Mesh, **counts: int) -> None:
     if count % parts:
       raise UserError(
           f'config.train.{name}={count} rows cannot be split over data * fsdp = {parts} '
-          f'devices: choose a multiple of {parts}, or a smaller config.mesh'
+          f'devices: set --config.train.{name}={-(-count // parts) * parts}, or show JAX fewer '
+          'devices, as by CUDA_VISIBLE_DEVICES=0'
       )
 
 

@@ -178,7 +178,7 @@ def summarize(episodes: Sequence[types.Episode], seen: Sequence[Seen]) -> dict[s
     metrics |= {f'{_FACTOR}_step{i}': factor for i, factor in enumerate(factors[:8], 1)}
   metrics['actor/skipped'] = max(int(step.metrics['actor/skipped']) for step in seen)  # in a row
   memory = {'perf/host_memory_gb': metrics_lib.host_memory_gb()}
-  return metrics | episodes_lib.summarize(episodes) | memory
+  return metrics | episodes_lib.summarize(episodes) | memory | metrics_lib.device_memory()
 
 
 def means(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:

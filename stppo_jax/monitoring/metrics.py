@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 from absl import logging
+import jax
 import numpy as np
 
 from stppo_jax import types
@@ -144,6 +145,16 @@ def host_memory_gb() -> float:
       return int(file.read().split()[1]) * resource.getpagesize() / 2**30
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   return peak / (2**30 if sys.platform == 'darwin' else 2**20)
+
+
+def device_memory() -> dict[str, float]:
+  """Returns {'perf/max_memory_allocated_gb': GiB}, the largest peak of this process's devices.
+
+  As in verl since the start of the process. {} where devices do not report it, as CPUs do not.
+  """
+  stats = [device.memory_stats() for device in jax.local_devices()]
+  peaks = [x['peak_bytes_in_use'] for x in stats if x and 'peak_bytes_in_use' in x]
+  return {'perf/max_memory_allocated_gb': max(peaks) / 2**30} if peaks else {}
 
 
 def _host_scalar(value: Any) -> int | float:

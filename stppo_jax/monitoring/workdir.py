@@ -190,11 +190,11 @@ def differences(workdir: str, config: Mapping[str, Any]) -> dict[str, str]:
   }
 
 
-_BESIDE = ('plugins', 'objective')  # in config.json, and no settings
+BESIDE = ('plugins', 'objective')  # in config.json, and no settings
 
 
 def _settings(tree):
-  return flatten({name: value for name, value in tree.items() if name not in _BESIDE})
+  return flatten({name: value for name, value in tree.items() if name not in BESIDE})
 
 
 def _has_begun(workdir):

@@ -1,8 +1,7 @@
 """The update: TrainState and TurnBatch in, TrainState and metrics out; runs on the devices.
 
-Three pure functions, compiled by `compile_functions`: `annotate` (log-probs and values of the
-policy that sampled), `with_advantages`, and `update_step`, which is one optimizer step in four
-parts:
+Three pure functions, compiled by `compile_functions`: `annotate` (log-probs and values before the
+update), `with_advantages`, and `update_step`, which is one optimizer step in four parts:
 
   _accumulate       sums g, the gradient of the objective, and the critic's over micro-batches
   _accumulate_bias  sums C, the gradient that clipping removed, over the bins with a share in it
