@@ -13,7 +13,7 @@ _MODES = ('eval', 'export', 'sample', 'serve', 'chat')
 
 
 def named(arguments: list[str]) -> str:
-  """Returns FILE:WORKDIR, a value of --config, if the command line reads a run's folder; else ''."""
+  """Returns FILE:WORKDIR for --config, if the command line reads a run's folder; else ''."""
   parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
   for name in ('config', 'mode', 'workdir'):
     parser.add_argument(f'--{name}', f'-{name}', default='')
@@ -47,7 +47,6 @@ def _fill(section: Any, values: dict[str, Any], prefix: str) -> list[str]:
     elif dataclasses.is_dataclass(inner := getattr(section, name)):
       unknown += _fill(inner, value, f'{prefix}{name}.')
     else:
-      setattr(
-          section, name, tuple(value) if isinstance(value, list) else value
-      )  # JSON has no tuples
+      is_tuple = isinstance(value, list)  # JSON has no tuples
+      setattr(section, name, tuple(value) if is_tuple else value)
   return unknown
