@@ -196,15 +196,16 @@ def _surrogate_gradients(logp, ratio_of, weights, advantages, variant):
   )
   pressure = weights * advantages  # d(weight w A)/dw
   (loss_cotangent,) = pull(-weights)
-  (unclipped,) = pull_ratio(jnp.where(clipped, pressure, 0))
-  (kept,) = pull(-jnp.where(clipped, weights, 0))
+  # C over the clipped tokens: grad of weight w A, minus grad of weight s, which is 0 for 'clip'.
+  (of_ratio,) = pull_ratio(jnp.where(clipped, pressure, 0))
+  (minus_surrogate,) = pull(-jnp.where(clipped, weights, 0))
   aux = dict(
       ratio=ratio,
       clipped=clipped,
       pg_loss=-jnp.sum(weights * surrogate),
       clipped_objective=jnp.sum(jnp.where(clipped, pressure * ratio, 0)),
   )
-  return loss_cotangent, unclipped + kept, aux
+  return loss_cotangent, of_ratio + minus_surrogate, aux
 
 
 def _none(g_norm, c_norm, any_clipped):

@@ -335,7 +335,7 @@ def make_agent(
   stop_table = chat.stop_automaton(tokenizer.token_bytes, prepared.env.stop_strings)
   num_roles = prepared.env.num_roles
   sampler = make_sampler(config, model, stop_table, tokenizer.eos_ids, mesh, num_roles)
-  in_whole_groups = -(-config.eval.rows // sampler.width) * sampler.width
+  in_whole_groups = sampling.round_up(config.eval.rows, sampler.width)
   own = config.model.role_parameters == 'own'
   return Agent(
       config=config,
@@ -373,7 +373,7 @@ def make_sampler(
   width = rollout.width
   if config.model.role_parameters == 'own':
     width = min(width or num_rows, num_rows // num_roles)
-    num_rows = num_roles * -(-num_rows // num_roles // width) * width
+    num_rows = num_roles * sampling.round_up(-(-num_rows // num_roles), width)
   sizes = sampling.Sizes(
       rollout.max_total,
       rows=num_rows,

@@ -109,6 +109,16 @@ class _Group:
     return [b for b, row in enumerate(self.rows) if row is None]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+  """A prompt that is prefilled already, and whose other rows are next in the queue."""
+
+  prompt: tuple[int, ...]
+  context: sampler_lib.Context
+  prefilled: sampler_lib.Prefilled
+  source: int  # its row in them
+
+
 @dataclasses.dataclass
 class _Call:
   """A group that the device is decoding."""
@@ -142,8 +152,7 @@ class _Engine:
     self._slots: dict[int, tuple[_Group, int]] = {}  # sequence in progress -> its slot
     self._groups: list[_Group] = []
     self._calls: list[_Call] = []  # in progress on the device, or in its queue
-    # Per lane (prompt, context, Prefilled, row in them) of the next prompt in the queue.
-    self._kept: list[Any] = [None] * lanes
+    self._kept: list[_Kept | None] = [None] * lanes  # per lane
     self._last_prefill = None  # result of the last prefill of a launch: the new lengths
     self._clock = time.perf_counter()
 
@@ -324,12 +333,11 @@ class _Engine:
       by_prompt.setdefault(tuple(row.ids), []).append(row)
     if self._sampler.in_place or not by_prompt:
       return
-    if kept and (rows := by_prompt.pop(kept[0], None)):
-      prompt, context, prefilled, source = kept
-      self.report.shared_tokens += len(prompt) * len(rows)
-      self._put(group, context, prefilled, [(row, source) for row in rows])
+    if kept and (rows := by_prompt.pop(kept.prompt, None)):
+      self.report.shared_tokens += len(kept.prompt) * len(rows)
+      self._put(group, kept.context, kept.prefilled, [(row, kept.source) for row in rows])
     upcoming = tuple(queue[0].ids) if queue else None
-    if kept and kept[0] != upcoming:
+    if kept and kept.prompt != upcoming:
       self._kept[group.lane] = None
     prompts = sorted(by_prompt, key=len)  # similar lengths are cut into similar chunks
     for i in range(0, len(prompts), self._sampler.prefill_rows):
@@ -345,7 +353,7 @@ class _Engine:
           [(row, source) for source, prompt in enumerate(batch) for row in by_prompt[prompt]],
       )
       if upcoming in batch:
-        self._kept[group.lane] = upcoming, context, prefilled, batch.index(upcoming)
+        self._kept[group.lane] = _Kept(upcoming, context, prefilled, batch.index(upcoming))
 
   def _prefill(self, group, context, ids, starts):
     """Runs and counts `Sampler.prefill` of the first rows of `context`."""

@@ -70,7 +70,7 @@ def padded(model: decoder.ModelConfig, row_sharding: NamedSharding | None) -> de
   """Returns the model with a vocabulary of whole sampling blocks per tensor shard."""
   tensor = num_shards(row_sharding, 'tensor')
   whole = sampling.BLOCK * tensor if tensor > 1 else 1
-  return dataclasses.replace(model, vocab_size=-(-model.vocab_size // whole) * whole)
+  return dataclasses.replace(model, vocab_size=sampling.round_up(model.vocab_size, whole))
 
 
 def padded_stop_table(stop_table: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -107,13 +107,13 @@ class Sampler:
     self.config = config = layout.padded(config, row_sharding)
     self.max_slots, self.steps = sizes.max_slots, sizes.steps
     shards = layout.num_shards(row_sharding, 'data')
-    self.width = -(-min(sizes.width or sizes.rows, sizes.rows) // shards) * shards
+    self.width = sampling.round_up(min(sizes.width or sizes.rows, sizes.rows), shards)
     self.num_groups = -(-sizes.rows // self.width)
     # Rows spread over devices are prefilled in place: moving them would send whole caches around.
     self.prefill_rows = self.width if shards > 1 else min(sizes.prefill_rows, self.width)
     buckets = sizes.slot_buckets or sampling.default_slot_buckets(self.max_slots)
     buckets, tile = (*(b for b in buckets if b < self.max_slots), self.max_slots), config.cache_tile
-    self.slot_buckets = tuple(sorted({-(-b // (tile or 1)) * (tile or 1) for b in buckets}))
+    self.slot_buckets = tuple(sorted({sampling.round_up(b, tile or 1) for b in buckets}))
     self.chunk_buckets = tuple(sorted(sizes.chunk_buckets))
     is_eos = np.isin(np.arange(config.vocab_size), list(eos_ids))
     self._ends_on_host = _Ends(layout.padded_stop_table(stop_table, config.vocab_size), is_eos)

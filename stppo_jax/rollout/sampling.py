@@ -15,6 +15,11 @@ ACCELERATOR_BUCKETS = 4  # numbers of slots for which programs are compiled; a C
 BLOCK = 128  # indices per block of `_draw`; tensor shards of logits hold whole blocks
 
 
+def round_up(count: int, multiple: int) -> int:
+  """Returns the smallest multiple that is at least `count`."""
+  return -(-count // multiple) * multiple
+
+
 @dataclasses.dataclass(frozen=True)
 class Sizes:
   """The fixed sizes of a sampler's calls, for which its programs are compiled."""

@@ -298,18 +298,18 @@ def _policy_cotangents(work, layout, outputs):
   """
   variant = work.spec.variant
   seen = dict(zip(('logp', 'entropy', 'values'), map(layout.unpack, outputs)))
-  here = layout.mine.astype(jnp.float32)
-  micro, weight = dataclasses.replace(work.batch, action_mask=work.mask * here), work.weights * here
+  mine = layout.mine.astype(jnp.float32)  # 1 for the tokens of this micro-batch
+  micro, weight = dataclasses.replace(work.batch, action_mask=work.mask * mine), work.weights * mine
   d_logp, d_bias, aux = correction.cotangents(
-      seen['logp'], micro, variant, weights=work.policy_weights * here
+      seen['logp'], micro, variant, weights=work.policy_weights * mine
   )
   if variant.kl_in == 'loss':
     kl_of = lambda x: losses.kl(x, micro.ref_logp, variant.kl_estimator)
     kl_values, pull_kl = jax.vjp(kl_of, seen['logp'])
     d_logp += pull_kl(work.state.kl_coef * weight)[0]
-    seen['kl'] = kl_values * here
+    seen['kl'] = kl_values * mine
   d_logp, d_entropy = map(layout.pack, (d_logp, -variant.entropy_coef * weight))
-  seen |= {'bias': d_bias, 'ratio': aux['ratio'] * here, 'clipped': aux['clipped'] * here}
+  seen |= {'bias': d_bias, 'ratio': aux['ratio'] * mine, 'clipped': aux['clipped'] * mine}
   sums = {name: aux[name] for name in ('pg_loss', 'clipped_objective')}
   return d_logp, d_entropy, seen, sums
 
@@ -382,8 +382,9 @@ def _apply(work, grads, divided, decisive):
     value_norm = correction.norm(grads['value'])
     decisive = [*decisive, value_norm]
   finite = jnp.isfinite(jnp.stack(decisive)).all()
-  take = finite & work.mask.any()  # moments alone would move a role that is absent, or a policy
-  counts = take if spec.shared_trunk else take & (work.weights != 0).any()  # without tokens left
+  # Moments alone would move a role that is absent, and a policy without any token left.
+  take = finite & work.mask.any()
+  counts = take if spec.shared_trunk else take & (work.weights != 0).any()
   train_actor = counts & (state.step >= spec.critic_warmup)
   before = dict(params=state.actor, opt_state=state.actor_opt, take=train_actor)
   actor, *changed = train_state.optimize(spec.actor_optimizer, **before, **divided)
