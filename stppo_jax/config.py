@@ -188,8 +188,7 @@ class Algorithm(Section):
       None, 'which tokens share an importance ratio, the geometric mean of theirs or the product; '
       "'none' is the plain policy gradient", plugin=True,
       allowed=('none', 'token', 'turn', 'chunk', 'sequence', 'turn_product', 'sequence_product'))
-  surrogate: str | None = setting(
-      None, 'what is maximised, made of ratio and advantage', plugin=True)
+  surrogate: str | None = setting(None, 'objective of ratio and advantage', plugin=True)
   divisor: str | None = setting(None, 'what the gradient is divided by', plugin=True)
   norm_of: str | None = setting(None, 'what ||C|| is the norm of', allowed=('gradient', 'loss'))
   divide: str | None = setting(
@@ -298,7 +297,8 @@ class Train(Section):
   on_save_error: str = setting(
       'continue', "when a checkpoint cannot be written; 'continue' counts it in perf/failed_saves",
       allowed=('continue', 'stop'), may_change=True)
-  accept_changed_plugins: bool = setting(False, 'resume with changed plug-ins', may_change=True)
+  accept_changed_plugins: bool = setting(
+      False, 'resume with changed plug-ins or questions', may_change=True)
   max_nonfinite: int = setting(
       3, 'steps skipped in a row for non-finite gradients before `on_nonfinite` applies',
       at_least=1, may_change=True)

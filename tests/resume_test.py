@@ -223,7 +223,7 @@ class ResumeTest(parameterized.TestCase):
     micro_run.train(make_config(**{'train.updates': 2}), self.workdir)  # and goes on there
     self.assertEqual(metrics_lib.read_metrics(self.workdir)[-1]['step'], 2)
 
-  def test_other_questions_are_refused_if_batches_were_sampled_ahead(self):
+  def test_other_questions_are_refused_and_never_accepted_if_batches_were_sampled_ahead(self):
     config = make_config(**{'pipeline.staleness': 1, 'train.updates': 1})
     micro_run.train(config, self.workdir)
     path = os.path.join(FOLDER, 'knowledge', 'qa.jsonl')
@@ -233,6 +233,9 @@ class ResumeTest(parameterized.TestCase):
     with open(path, 'w', encoding='utf-8') as file:
       file.write(rows.replace('train-sky', 'train-cloud').replace('train-apple', 'train-pear'))
     config.train.updates = 2
+    with self.assertRaisesRegex(UserError, r'^[^\n]*questions [^\n]*accept_changed_plugins$'):
+      micro_run.train(config, self.workdir)
+    config.train.accept_changed_plugins = True
     with self.assertRaisesRegex(UserError, r'^[^\n]*(sky|apple)[^\n]*resume with the same[^\n]*$'):
       micro_run.train(config, self.workdir)
 

@@ -15,6 +15,7 @@ from absl.testing import parameterized
 import jax
 
 from stppo_jax import config as schema
+from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
 from stppo_jax.models import layers
@@ -76,6 +77,33 @@ class WorkdirTest(parameterized.TestCase):
     os.makedirs(os.path.join(self.workdir, 'config.json.part'))  # as root, modes are no hindrance
     with self.assertRaisesRegex(UserError, 'cannot be written .*another --workdir'):
       workdirs.claim(self.workdir, as_dict())
+
+  def test_other_questions_are_another_run(self):
+    config = schema.Config()
+    tasks = [types.Task('a', 'Who?', ('x',)), types.Task('b', 'What?', ('y',))]
+    claim = lambda tasks: recovery.claim_questions(config, tasks, [], self.workdir)
+    workdirs.claim(self.workdir, as_dict())
+    claim(tasks[:1])  # nothing has begun yet
+    claim(tasks)
+    self.write_a_number()
+    claim(tasks)
+    workdirs.claim(self.workdir, as_dict())  # keeps what is noted
+    others = [tasks[0], dataclasses.replace(tasks[1], answers=('z',))]
+    for changed in (tasks[::-1], tasks[:1], others):
+      with self.assertRaisesRegex(UserError, 'questions .* changed since .*accept_changed_plugins'):
+        claim(changed)
+    config.train.accept_changed_plugins = True
+    with self.assertLogs(level='WARNING') as logs:
+      claim(others)
+    self.assertIn('it goes on with them', logs.output[0])
+    config.train.accept_changed_plugins = False
+    claim(others)
+    self.assertEmpty(workdirs.differences(self.workdir, as_dict()))
+
+  def test_a_run_without_a_note_of_its_questions_goes_on(self):
+    workdirs.claim(self.workdir, as_dict())
+    self.write_a_number()
+    recovery.claim_questions(schema.Config(), [types.Task('a')], [], self.workdir)
 
   def test_fields_that_affect_no_number_may_change(self):
     may_change = validation.may_change(constant_rates())

@@ -246,7 +246,7 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
   """Trains from the newest checkpoint, after a rollback with the batches after `last_batch`."""
   config, updates = run.config, run.config.train.updates
   questions = run.seams.load_tasks(config.data.train_split)
-  hosts.require_same('questions', [task.id for task in questions + run.held_out])
+  recovery.claim_questions(config, questions, run.held_out, workdir)
   logging.info(
       '%s: %s, %d x %s as %s; %d questions to train on, %d held out',
       config.name,

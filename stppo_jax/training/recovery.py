@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import dataclasses
+import hashlib
 import os
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from stppo_jax import config as schema
 from stppo_jax import plugins
+from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
 from stppo_jax.monitoring import workdir as workdirs
@@ -97,6 +99,18 @@ def claim(config: schema.Config, variant: variants.Variant, workdir: str) -> Non
       objective,
       config.train.accept_changed_plugins,
   )
+
+
+def claim_questions(
+    config: schema.Config,
+    questions: Sequence[types.Task],
+    held_out: Sequence[types.Task],
+    workdir: str,
+) -> None:
+  """Checks that all processes have the same questions, and `workdir` those to train on."""
+  digest = hashlib.sha256('\n'.join(map(repr, questions)).encode()).hexdigest()[:16]
+  hosts.require_same('questions', [digest, *(task.id for task in held_out)])
+  hosts.by_writer(workdirs.claim_questions, workdir, digest, config.train.accept_changed_plugins)
 
 
 def with_rollbacks(train: Callable[[int | None], Any], workdir: str, on_nonfinite: str) -> Any:
