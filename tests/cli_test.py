@@ -28,6 +28,7 @@ from stppo_jax.cli import of_run
 from stppo_jax.cli import parsing
 from stppo_jax.training import loop
 from stppo_jax.types import RunError
+from stppo_jax.types import Stopped
 from stppo_jax.types import UserError
 from tests.support import tiny_run
 
@@ -267,7 +268,7 @@ class MainTest(parameterized.TestCase):
       ),
       (
           ['--config.train.micro_batch=4', '--config.mesh.data=8'],
-          ['micro_batch=4', 'multiple of 8'],
+          ['micro_batch=4', 'micro_batch=8, or show JAX fewer'],
       ),
       (['--config.mesh.data=3', '--config.mesh.fsdp=1'], ['data=3', '8']),
       (['--config.rollout.top_p=0.9'], ['top_p=0.9', 'old_logp=sampler']),
@@ -301,7 +302,8 @@ class MainTest(parameterized.TestCase):
 
   def test_a_full_disk_is_not_reported_by_every_thread(self):
     told, say = [], lambda error: types.SimpleNamespace(exc_value=error)
-    for error in (RuntimeError('Event loop is closed'), RuntimeError('of ours')):
+    closed, stops = RuntimeError('Event loop is closed'), (KeyboardInterrupt(), Stopped())
+    for error in (closed, *stops, RuntimeError('of ours')):
       entry._tell_unraisable(told.append, say(error))
     self.assertLen(told, 1)
 
