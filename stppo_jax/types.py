@@ -7,10 +7,11 @@ Shape legend, used in every docstring and einsum:
   D model width          S cache slots          F feed-forward width
   E experts              A active experts per token
 
-Names that mean one thing everywhere: `logp` (of the current policy), `old_logp` (of the trainer's
-policy before this update, which is the one that sampled where nothing is stale), `behaviour_logp`
-(what the sampler itself reported), `ref_logp` (the frozen reference), `action_mask` (1 where the
-agent produced the token), `turn_ids` (0 where it did not, else the number of its turn, from 1).
+Names that mean one thing everywhere: `logp` (of the current policy), `old_logp` (of the policy that
+ratios start from: the trainer's before this update, which is the one that sampled where nothing is
+stale, or with old_logp='sampler' what the sampler reported), `behaviour_logp` (what it reported),
+`ref_logp` (the frozen reference), `action_mask` (1 where the agent produced the token), `turn_ids`
+(0 where it did not, else the number of its turn, from 1).
 """
 
 import dataclasses
@@ -219,6 +220,7 @@ class TurnBatch:
   truncated: jax.Array | None = None  # [B] 1 where the episode ended by a limit
   loss_mask: jax.Array | None = None  # [B,T] 1 where the policy's loss counts a token; None: all
   is_weights: jax.Array | None = None  # [B,T] weights from the sampler to old_logp; None: 1
+  labels: jax.Array | None = None  # [B,T] int, of a ratio of one's own: equal ones share it
   routes: jax.Array | None = None  # [B,T,L,A] experts of each token, where they are replayed
   roles: jax.Array | None = None  # [B,R] 1 for the role of the row; None: there is one agent
   episode_ids: jax.Array | None = None  # [B] equal for rows of an episode; None: a row is one

@@ -210,6 +210,12 @@ class JobTest(parameterized.TestCase):
       job.evaluate(self.config(eval__folder=folder, retriever__url=url), self.workdir())
     with self.assertRaisesRegex(UserError, r'samples \(1 there, 2 here\)'):
       job.evaluate(self.config(eval__folder=folder, eval__samples=2), self.workdir())
+    knowledge = os.path.join(self.workdir(), 'knowledge')
+    shutil.copytree(os.path.join(self.tmp, 'knowledge'), knowledge)
+    path = pathlib.Path(knowledge, 'qa.jsonl')
+    path.write_text(path.read_text().replace('Which colour', 'What colour'))
+    with self.assertRaisesRegex(UserError, r"questions \('\w+' there, '\w+' here\)"):
+      job.evaluate(self.config(eval__folder=folder, data__source=knowledge), self.workdir())
 
   def test_a_question_that_was_changed_is_another_evaluation(self):
     knowledge = os.path.join(self.workdir(), 'knowledge')

@@ -268,7 +268,7 @@ class MainTest(parameterized.TestCase):
       ),
       (
           ['--config.train.micro_batch=4', '--config.mesh.data=8'],
-          ['micro_batch=4', 'micro_batch=8, or show JAX fewer'],
+          ['micro_batch=4', 'multiple of 8'],
       ),
       (['--config.mesh.data=3', '--config.mesh.fsdp=1'], ['data=3', '8']),
       (['--config.rollout.top_p=0.9'], ['top_p=0.9', 'old_logp=sampler']),
@@ -302,10 +302,19 @@ class MainTest(parameterized.TestCase):
 
   def test_a_full_disk_is_not_reported_by_every_thread(self):
     told, say = [], lambda error: types.SimpleNamespace(exc_value=error)
-    closed, stops = RuntimeError('Event loop is closed'), (KeyboardInterrupt(), Stopped())
-    for error in (closed, *stops, RuntimeError('of ours')):
+    for error in (RuntimeError('Event loop is closed'), RuntimeError('of ours')):
       entry._tell_unraisable(told.append, say(error))
     self.assertLen(told, 1)
+
+  def test_a_stop_in_a_callback_is_not_told_where_it_is_asked_for_again(self):
+    say = lambda error: types.SimpleNamespace(exc_value=error)
+    with mock.patch.object(sys, 'unraisablehook', mock.Mock()) as told:
+      with entry._stop_requested():
+        for error in (KeyboardInterrupt(), Stopped(), RuntimeError('of ours')):
+          sys.unraisablehook(say(error))
+      self.assertLen(told.mock_calls, 1)
+      sys.unraisablehook(say(KeyboardInterrupt()))
+      self.assertLen(told.mock_calls, 2)
 
   def test_exit_codes_of_a_run_that_fails_and_of_an_interrupt(self):
     for error, word, code in (
@@ -418,10 +427,30 @@ class OfRunTest(parameterized.TestCase):
     for others in ([workdir], [eval_], [eval_, workdir, '--config=a.py'], [eval_, '--workdir']):
       self.assertEqual(of_run.named(others), '')
 
-  def test_one_of_another_version_is_refused(self):
-    self.path.write_text('{"train": {"updatez": 1, "epochs": 2}, "more": {}}', encoding='utf-8')
-    with self.assertRaisesRegex(UserError, 'has train.updatez, more, which .* give the --config'):
-      of_run.get_config(self.workdir)
+  @parameterized.parameters(
+      ('{"train": {"updatez": 1, "epochs": 2}, "more": {}}', ' has train.updatez, more, which '),
+      ('{"train": null}', ' has train, which '),
+      ('{"train":', ' cannot be read '),
+  )
+  def test_one_of_another_version_is_refused(self, text, words):
+    self.path.write_text(text, encoding='utf-8')
+    with self.assertRaises(UserError) as caught:
+      parsing.parse(['run.py', '--mode=eval', f'--workdir={self.workdir}'], '', [])
+    self.assertStartsWith(str(caught.exception), f'{self.path}{words}')
+    self.assertNotIn('\n', str(caught.exception))
+
+  def test_the_log_says_where_the_settings_are_from(self):
+    self.write(importlib.import_module('experiments.st_ppo_tiny').get_config())
+    result = subprocess.run(
+        [sys.executable, 'run.py', '--mode=eval', f'--workdir={self.workdir}'],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
+    )
+    self.assertIn(f'the settings are those of {self.workdir}/config.json', result.stderr)
+    self.assertIn('has no checkpoint to evaluate', result.stderr)
 
 
 class OptionsTest(parameterized.TestCase):

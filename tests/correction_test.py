@@ -198,6 +198,14 @@ class CotangentsTest(chex.TestCase):
     _assert_close(_gradients(batch, _row('none'), moved, **CLIP)[0], g, atol=1e-12)
 
   @parameterized.product(min_advantage=('token', 'turn'))
+  def test_labels_that_are_turns_are_turn_ppo(self, min_advantage):
+    batch = oracle.random_batch(5)
+    labelled = _turn_batch(batch, labels=1000 - 7 * batch.turn_ids)
+    ours = _gradients(batch, _row(lambda batch, variant: 1 / 0, min_advantage), labelled, **CLIP)
+    turn = _gradients(batch, _row('turn', min_advantage), **CLIP)
+    chex.assert_trees_all_equal(ours, turn)
+
+  @parameterized.product(min_advantage=('token', 'turn'))
   def test_one_token_turns_are_token_ppo(self, min_advantage):
     batch = oracle.random_batch(5)
     turn_ids = np.cumsum(batch.action_mask, axis=1).astype(int) * (batch.turn_ids > 0)

@@ -92,6 +92,13 @@ def pieces(batch, variant):
 
 PIECES = Pieces('token_gae', pieces)
 
+@dataclasses.dataclass(frozen=True)
+class Tabled(Variant):
+  table: dict = dataclasses.field(default_factory=dict)
+  options: int = 3
+
+TABLED = Tabled('token_gae', 'token')
+
 def fractions(batch, variant):
   return batch.turn_ids / 2
 """
@@ -202,6 +209,7 @@ class MakeVariantTest(parameterized.TestCase):
     self.refused('options.size', 'length', **own, **{'algorithm.options': {'size': 5}})
     self.refused('options.length=[1]', **own, **{'algorithm.options': {'length': [1]}})
     self.refused('options.tau', 'none', **{'algorithm.options': {'tau': 1}})
+    self.refused('field table holds a dict', **{'algorithm.variant': 'own_rl:TABLED'})
     self.refused('dppo_tv', "ratio='pieces'", **own, **{'algorithm.surrogate': 'dppo_tv'})
 
   def test_a_function_that_counts_on_whole_groups_or_gives_nan_passes(self):

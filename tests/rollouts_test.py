@@ -231,6 +231,12 @@ class ProgramAgentTest(parameterized.TestCase):
     time.sleep(1.0)
     self.assertNotIn(200, late)
 
+  def test_programs_that_ended_before_their_time_are_not_late(self):
+    config = make_config(THIS + ':crash')
+    config.serve.agent_timeout_s = 0.3
+    with self.assertRaisesRegex(types.RunError, 'all 3 programs raised'):
+      play(config, make_tasks(3), give_up=lambda: time.sleep(0.4))  # a loop that is slow to look
+
   def test_if_all_raise_the_run_ends_with_one_line(self):
     with self.assertRaisesRegex(types.RunError, "all 3 programs raised, as KeyError: 'always'"):
       play(make_config(THIS + ':crash'), make_tasks(3))

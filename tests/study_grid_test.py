@@ -88,6 +88,17 @@ class PlanTest(parameterized.TestCase):
       digests.append(grid.plan(study(), config)[0].digest)
     self.assertNotEqual(*digests)
 
+  def test_so_does_that_of_the_mechanism(self):
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    source = pathlib.Path(folder, 'a_changing_ratio.py')
+    self.enterContext(mock.patch.object(sys, 'path', [folder, *sys.path]))
+    own = {'ppo': CELLS['ppo'] | {'algorithm.ratio': 'a_changing_ratio:labels'}}
+    made, digests = study(cells=own, seeds=(0, 1), instrument='mechanism'), []
+    for factor in (1, 100):
+      source.write_text(f'labels = lambda batch, variant: {factor} * batch.turn_ids\n')
+      digests.append(grid.plan(made, schema.Config())[0].digest)
+    self.assertNotEqual(*digests)
+
   def test_the_mechanism_has_one_job_per_cell_for_all_seeds(self):
     cells = {'ppo': CELLS['ppo'] | {'mechanism.turns': 4}}
     jobs = grid.plan(

@@ -6,6 +6,7 @@ import sys
 import tempfile
 import threading
 import time
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -43,6 +44,14 @@ class ProcessesTest(parameterized.TestCase):
     pids = {run.call(f'{HERE}:pid', {}).text for _ in range(3)}
     self.assertLen(pids, 1)
     self.assertNotIn(str(os.getpid()), pids)
+
+  def test_a_slow_start_is_no_part_of_a_call(self):
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    slow = pathlib.Path(folder, 'sitecustomize.py')  # which Python imports at its start
+    slow.write_text('import time\ntime.sleep(1.5)\n', encoding='utf-8')
+    with mock.patch.dict(os.environ, {'PYTHONPATH': folder}):
+      outcome = processes(self, timeout_s=1.0).call(f'{HERE}:add', {'a': 2, 'b': 3})
+    self.assertEqual(outcome, tool_runners.Outcome('5'))
 
   @parameterized.parameters(
       ('leave', {}, 'the process of the tool died'),

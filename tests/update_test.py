@@ -191,10 +191,17 @@ def run_step(spec, mesh):
   return jax.device_get(step(functions_of(spec, mesh), spec, make_state(spec, mesh), batch))
 
 
+def above_the_mean(batch, variant):
+  """Labels that depend on all rows."""
+  mask = batch.action_mask
+  mean = (batch.old_logp * mask).sum() / mask.sum()
+  return (batch.old_logp > mean).astype(jnp.int32)
+
+
 class UpdateTest(parameterized.TestCase):
 
   @parameterized.parameters(
-      ('st_ppo', dict(kl_in='loss', kl_estimator='k3', entropy_coef=0.01)),
+      ('st_ppo', dict(kl_in='loss', kl_estimator='k3', entropy_coef=0.01, ratio=above_the_mean)),
       ('so_grpo', dict(aggregation='seq-mean-token-sum-norm', norm_length=40)),
   )
   def test_micro_batches_do_not_change_the_update(self, variant, options):
@@ -778,6 +785,9 @@ class SharedProgramsTest(absltest.TestCase):
       functions = self.compile(spec, mesh, state)
       _, metrics, _ = step(functions, spec, jax.tree.map(jnp.copy, state), batch)
       losses_seen.append(float(metrics['actor/pg_loss']))
+    labels = functools.partial(above_the_mean)  # no plain function either
+    specs = [make_spec('ppo', ratio=labels) for _ in range(2)]
+    self.assertIsNot(*(self.compile(spec, mesh, state) for spec in specs))
     self.assertNotEqual(losses_seen[0], 0)
     np.testing.assert_allclose(losses_seen[1], 3 * losses_seen[0], rtol=1e-5)
 

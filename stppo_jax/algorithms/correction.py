@@ -38,7 +38,8 @@ def cotangents(
 
   Args:
     logp: [B,T] log-probs of the current policy.
-    batch: TurnBatch; old_logp, advantages, action_mask and turn_ids are read.
+    batch: TurnBatch; old_logp, advantages, action_mask and turn_ids are read, and labels where the
+      ratio is a function, which `update.with_advantages` has called.
     variant: its ratio and surrogate are used. With ratio 'none' J = sum weight_t A_t logp_t and
       nothing is clipped.
     clip_low, clip_high, dual_clip, min_advantage: in place of the variant's. With min_advantage
@@ -163,7 +164,7 @@ def _segments(batch, variant):
   is a product.
   """
   if callable(variant.ratio):
-    return *segments.from_labels(variant.ratio(batch, variant), batch.action_mask), False
+    return *segments.from_labels(batch.labels, batch.action_mask), False
   level, _, product = ('token' if variant.ratio == 'none' else variant.ratio).partition('_')
   ids = segments.segment_ids(level, batch.action_mask, batch.turn_ids, variant.chunk_length)
   return *ids, product == 'product'

@@ -38,7 +38,10 @@ def segment_ids(
 
 
 def from_labels(labels: jax.Array, action_mask: jax.Array) -> tuple[jax.Array, int]:
-  """Returns `segment_ids` of labels [B,T], any integers: equal ones in a row are one segment."""
+  """Returns `segment_ids` of labels [B,T], any integers.
+
+  Tokens of one row with equal labels are a segment, adjacent or not.
+  """
   chex.assert_equal_shape([labels, action_mask])
   order = jnp.argsort(labels, axis=1)
   ordered = jnp.take_along_axis(labels, order, axis=1)

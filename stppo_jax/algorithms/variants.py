@@ -11,8 +11,9 @@ Four columns take the name of a built-in from the table on the right, or a funct
              a function (scores, group_ids) -> advantages, all [B]; `advantages.from_values` marks
              one that reads batch.old_values, so that the run makes a critic.
   ratio      (batch, variant) -> labels                                       RATIOS
-             [B,T] integers: the agent's tokens of a row with the same label share an importance
-             ratio, the geometric mean of theirs. batch.tokens and batch.turn_ids tell them apart.
+             [B,T] integers, once per update: the agent's tokens of a row with the same label,
+             adjacent or not, share an importance ratio, the geometric mean of theirs. What tells
+             them apart is in batch.tokens, turn_ids, old_logp, ..
   surrogate  (ratio, logp, advantages, variant) -> (objective, clipped)       losses.SURROGATES
              All [B,T]; `clipped` is true where the clip changed the gradient. The trainer ascends
              the objective: its gradient is taken through `ratio` and `logp`, whichever the

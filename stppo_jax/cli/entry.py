@@ -245,7 +245,7 @@ def _run() -> int | None:
   """Runs the mode that the flags name; returns the exit code."""
   _quiet_libraries()
   file = config_flags.get_config_filename(flags.FLAGS['config'])
-  if file == of_run.__file__:
+  if file.partition(':')[0] == of_run.__file__:
     logging.info('the settings are those of %s/config.json', _WORKDIR.value)
   elif file.startswith(parsing.HOME) and file != parsing.DEFAULT:
     logging.info('config file: %s', file)
@@ -315,11 +315,17 @@ def _stop_requested() -> Iterator[Callable[[], bool]]:
       raise KeyboardInterrupt
     return asked.is_set()
 
+  def tell_unraisable(unraisable):
+    if not isinstance(unraisable.exc_value, (KeyboardInterrupt, types.Stopped)):  # asked for again
+      tell(unraisable)
+
+  tell, sys.unraisablehook = sys.unraisablehook, tell_unraisable
   handlers = {signal.SIGTERM: terminate, signal.SIGINT: interrupt}
   before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
   try:
     yield stop_requested
   finally:
+    sys.unraisablehook = tell
     for number, handler in before.items():
       signal.signal(number, handler)
 
@@ -341,13 +347,11 @@ def _quiet_libraries() -> None:
 
 
 def _tell_unraisable(tell: Callable[[Any], Any], unraisable: Any) -> None:
-  """Calls `tell`, the previous sys.unraisablehook, except for two errors.
+  """Calls `tell`, the previous sys.unraisablehook, except for one repeated error.
 
-  After a failed save TensorStore's threads raise 'Event loop is closed' hundreds of times. A stop
-  signal that arrives in a callback of the garbage collector is raised again by `stop_requested`.
+  After a failed save TensorStore's threads raise it hundreds of times.
   """
-  is_stop = isinstance(unraisable.exc_value, (KeyboardInterrupt, types.Stopped))
-  if not is_stop and str(unraisable.exc_value) != 'Event loop is closed':
+  if str(unraisable.exc_value) != 'Event loop is closed':
     tell(unraisable)
 
 

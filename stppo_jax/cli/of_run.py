@@ -23,7 +23,10 @@ def named(arguments: list[str]) -> str:
     return ''
   is_of_run = given.mode in _MODES and not given.config
   has_one = given.workdir and os.path.exists(os.path.join(given.workdir, 'config.json'))
-  return f'{__file__}:{given.workdir}' if is_of_run and has_one else ''
+  if not is_of_run or not has_one:
+    return ''
+  get_config(given.workdir)  # or an error, which config_flags would wrap in one of its own
+  return f'{__file__}:{given.workdir}'
 
 
 def get_config(workdir: str) -> schema.Config:
@@ -42,9 +45,11 @@ def _fill(section: Any, values: dict[str, Any], prefix: str) -> list[str]:
   """Sets the fields of a section; returns the paths that it does not have."""
   unknown = []
   for name, value in values.items():
-    if not hasattr(section, name):
+    inner = getattr(section, name, None)
+    is_section = dataclasses.is_dataclass(inner)
+    if not hasattr(section, name) or (is_section and not isinstance(value, dict)):
       unknown.append(prefix + name)
-    elif dataclasses.is_dataclass(inner := getattr(section, name)):
+    elif is_section:
       unknown += _fill(inner, value, f'{prefix}{name}.')
     else:
       is_tuple = isinstance(value, list)  # JSON has no tuples

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import difflib
 import json
 import os
@@ -15,8 +16,10 @@ from absl import flags
 from ml_collections import config_flags
 
 from stppo_jax import config as schema
+from stppo_jax import plugins
 from stppo_jax import types
 from stppo_jax import validation
+from stppo_jax.algorithms import variants
 from stppo_jax.cli import of_run
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -27,7 +30,7 @@ _ENTRY = os.path.abspath(sys.argv[0])  # run.py, or the command
 
 
 def parse(argv: list[str], usage: str, own_flags: list[str]) -> list[str]:
-  """Parses absl's flags; every mistake becomes a UserError.
+  """Parses absl's flags, or prints help and exits; every mistake becomes a UserError.
 
   Args:
     argv: the program and its arguments.
@@ -37,12 +40,20 @@ def parse(argv: list[str], usage: str, own_flags: list[str]) -> list[str]:
   Returns:
     What absl.app gets: the program alone.
   """
-  program, arguments = os.path.basename(argv[0]), argv[1:]
+  section, arguments = _take_help(argv[1:])
+  if section == '':
+    _print(_help(os.path.basename(argv[0]), usage, own_flags))
+    sys.exit(0)
+  config = _read(argv[0], arguments)
+  if section:
+    _print(_section_help(section, config))
+    sys.exit(0)
+  return argv[:1]
+
+
+def _read(program: str, arguments: list[str]) -> schema.Config:
+  """Parses the flags; returns the config that they name and change."""
   try:
-    section, arguments = _take_help(arguments)
-    if section == '':
-      print(_help(program, usage, own_flags))
-      sys.exit(0)
     arguments, options = _take_options(_with_shipped_experiment(arguments))
     arguments, unset = _take_nones(arguments)
     _check_arguments(arguments)
@@ -51,9 +62,9 @@ def parse(argv: list[str], usage: str, own_flags: list[str]) -> list[str]:
         'config',
         of_run.named(arguments) or DEFAULT,
         'experiment file, or FILE:smoke for its smallest form',
-        sys_argv=[argv[0], *arguments],
+        sys_argv=[program, *arguments],
     )
-    positional = flags.FLAGS([argv[0], *arguments])[1:]
+    positional = flags.FLAGS([program, *arguments])[1:]
     if positional:
       raise types.UserError(
           f'unexpected argument {positional[0]!r}: flags start with --, as in '
@@ -71,10 +82,7 @@ def parse(argv: list[str], usage: str, own_flags: list[str]) -> list[str]:
     for path in unset:
       *parents, name = path.split('.')
       setattr(validation.get(config, '.'.join(parents)), name, None)
-    if section:
-      print(_section_help(section, config))
-      sys.exit(0)
-    return argv[:1]
+    return config
   except (flags.Error, types.UserError) as error:
     lines = str(error).splitlines()  # the lines in between may be a traceback
     message = ' '.join(lines[:1] + lines[1:][-1:]) + _meaning(lines[0]) + _place(error)
@@ -94,6 +102,14 @@ def _place(error: Exception) -> str:
   own = [(file, line) for file, line in places if not file.startswith(libraries)]
   own = [(file, line) for file, line in own if 'site-packages' not in file and file != _ENTRY]
   return f' ({own[-1][0]}:{own[-1][1]})' if own else ''
+
+
+def _print(text: str) -> None:
+  """Prints a long text, of which `| head` may read a part."""
+  try:
+    print(text, flush=True)
+  except BrokenPipeError:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
 
 
 def _take_help(arguments: list[str]) -> tuple[str | None, list[str]]:
@@ -121,7 +137,8 @@ def _help(program: str, usage: str, own_flags: list[str]) -> str:
 def _section_help(section: str, config: schema.Config) -> str:
   """Returns the text of --help=SECTION: its settings as this command line sets them."""
   defaults = {path: value for path, _, value in validation.fields(schema.Config())}
-  names, row = _names_and_row(config) if section.partition('.')[0] == 'algorithm' else ({}, {})
+  of_objective = section.partition('.')[0] == 'algorithm'
+  names, row, own = _objective(config) if of_objective else ({}, {}, {})
   lines = []
   for path, rules, value in validation.fields(config):
     if path != section and not path.startswith(section + '.'):
@@ -137,18 +154,21 @@ def _section_help(section: str, config: schema.Config) -> str:
     lines.append(line + (f'\n    [{" | ".join(either)}]' if either else ''))
   if not lines:
     raise types.UserError(f'--help={section}: there is no such section; see --help')
+  lines += [f'--config.algorithm.options.{name}={value!r}' for name, value in own.items()]
   return '\n'.join(lines)
 
 
-def _names_and_row(config: schema.Config) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Returns the built-in names of the objective's columns, and the columns of the variant."""
-  from stppo_jax import plugins  # they import jax, which takes a second
-  from stppo_jax.algorithms import variants
-
+def _objective(config: schema.Config) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+  """Returns the names that columns may have; the variant's columns; and the fields it adds."""
   variant = plugins.load('algorithm.variant', config.algorithm.variant, variants.VARIANTS)
   names = variants.BUILT_IN | {'variant': tuple(variants.VARIANTS)}
-  row = variant.described() if isinstance(variant, variants.Variant) else {}
-  return tuple({f'algorithm.{k}': v for k, v in x.items()} for x in (names, row))  # type: ignore
+  found = variant.described() if isinstance(variant, variants.Variant) else {}
+  columns = {field.name for field in dataclasses.fields(variants.Variant)}
+  return (
+      {f'algorithm.{name}': allowed for name, allowed in names.items()},
+      {f'algorithm.{name}': value for name, value in found.items() if name in columns},
+      {name: value for name, value in found.items() if name not in columns},
+  )
 
 
 def _with_shipped_experiment(arguments: list[str]) -> list[str]:

@@ -80,8 +80,7 @@ def check_rows(mesh: jax.sharding.Mesh, **counts: int) -> None:
     if count % parts:
       raise UserError(
           f'config.train.{name}={count} rows cannot be split over data * fsdp = {parts} '
-          f'devices: set --config.train.{name}={-(-count // parts) * parts}, or show JAX fewer '
-          'devices, as by CUDA_VISIBLE_DEVICES=0'
+          f'devices: choose a multiple of {parts}, or fewer devices'
       )
 
 

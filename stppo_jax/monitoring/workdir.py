@@ -160,15 +160,15 @@ def claim(
       )
     logging.warning('%s: the run goes on with it', changed)
   _check_objective(workdir, read_config(workdir).get('objective', {}), mine.get('objective', {}))
-  if (questions := read_config(workdir).get('questions')) is not None:
-    mine['questions'] = questions
+  if (questions := read_config(workdir).get('train_questions')) is not None:
+    mine['train_questions'] = questions
   write_whole(path, json.dumps(mine, indent=2))
 
 
 def claim_questions(workdir: str, digest: str, accepts_changes: bool = False) -> None:
   """Checks that a run goes on with the questions that it began with, or notes them."""
   config = read_config(workdir)
-  if _has_begun(workdir) and config.get('questions', digest) != digest:
+  if _has_begun(workdir) and config.get('train_questions', digest) != digest:
     changed = f'--workdir={workdir!r}: the questions to train on have changed since the run began'
     if not accepts_changes:
       raise UserError(
@@ -176,7 +176,7 @@ def claim_questions(workdir: str, digest: str, accepts_changes: bool = False) ->
           '--config.train.accept_changed_plugins'
       )
     logging.warning('%s: it goes on with them', changed)
-  config['questions'] = digest
+  config['train_questions'] = digest
   write_whole(os.path.join(workdir, 'config.json'), json.dumps(config, indent=2))
 
 
@@ -207,7 +207,7 @@ def differences(workdir: str, config: Mapping[str, Any]) -> dict[str, str]:
   }
 
 
-BESIDE = ('plugins', 'objective', 'questions')  # in config.json, and no settings
+BESIDE = ('plugins', 'objective', 'train_questions')  # in config.json, and no settings
 
 
 def _settings(tree):

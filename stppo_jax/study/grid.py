@@ -255,7 +255,8 @@ def _system_jobs(grid_name, grid, regime, cell, overrides, config, unchanged) ->
 def _mechanism_jobs(grid_name, grid, regime, cell, overrides, config, unchanged) -> list[Job]:
   """Returns one job for all seeds. Its paths are those of the schema, or begin with `mechanism.`"""
   del unchanged
-  changed(config, {k: v for k, v in overrides.items() if not k.startswith('mechanism.')})
+  made = changed(config, {k: v for k, v in overrides.items() if not k.startswith('mechanism.')})
+  sources = plugins.digests(plugins.named(made))
   return [
       Job(
           grid=grid_name,
@@ -265,7 +266,7 @@ def _mechanism_jobs(grid_name, grid, regime, cell, overrides, config, unchanged)
           instrument='mechanism',
           score=grid.score,
           overrides=overrides,
-          digest=_digest(overrides | {'seeds': [grid.seeds[0], len(grid.seeds)]}),
+          digest=_digest(overrides | {'seeds': [grid.seeds[0], len(grid.seeds)]} | sources),
       )
   ]
 

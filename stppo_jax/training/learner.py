@@ -141,6 +141,14 @@ def make_variant(config: schema.Config) -> variants.Variant:
         'give the name of a stppo_jax.algorithms.variants.Variant'
     )
   variant = dataclasses.replace(variant, **_overrides(algorithm, variant))
+  for name, value in vars(variant).items():
+    try:
+      name in variants.BUILT_IN or hash(value)
+    except TypeError:
+      raise types.UserError(
+          f'config.algorithm.variant={algorithm.variant!r}: its field {name} holds a '
+          f'{type(value).__name__}, which cannot be hashed: make it a tuple, a number or a text'
+      ) from None
   functions = {}
   for column, names in variants.BUILT_IN.items():
     given = getattr(variant, column)
@@ -168,7 +176,8 @@ def make_variant(config: schema.Config) -> variants.Variant:
 
 def _overrides(algorithm: schema.Algorithm, variant: variants.Variant) -> dict[str, Any]:
   """Returns the columns of the variant that the config sets."""
-  own = {field.name for field in dataclasses.fields(variant)} - set(vars(algorithm))
+  columns = [field.name for field in dataclasses.fields(variants.Variant)]
+  own = {field.name for field in dataclasses.fields(variant)} - set(columns)
   for name, value in algorithm.options.items():
     if name not in own:
       raise types.UserError(
@@ -179,8 +188,7 @@ def _overrides(algorithm: schema.Algorithm, variant: variants.Variant) -> dict[s
       raise types.UserError(
           f'config.algorithm.options.{name}={value!r}: give a number, a text, true, false or null'
       )
-  columns = [field.name for field in dataclasses.fields(variant)]
-  given = {name: getattr(algorithm, name, None) for name in columns}
+  given = {name: getattr(algorithm, name) for name in columns}
   return {k: v for k, v in given.items() if v is not None} | algorithm.options
 
 
@@ -322,7 +330,10 @@ _NEEDED = {
     'clip_low': ('a ratio', lambda variant: variant.ratio != 'none'),
     'clip_high': ('a ratio', lambda variant: variant.ratio != 'none'),
     'divisor': ('a ratio', lambda variant: variant.ratio != 'none' or variant.divisor == 'none'),
-    'chunk_length': ('ratio=chunk', lambda variant: variant.ratio == 'chunk'),
+    'chunk_length': (
+        'ratio=chunk',
+        lambda variant: variant.ratio == 'chunk' or callable(variant.ratio),
+    ),
     'divide': ('a divisor', lambda variant: variant.divisor != 'none'),
     'norm_of': ('a divisor', lambda variant: variant.divisor != 'none'),
     'whiten_over': ('whiten=True', lambda variant: variant.whiten),

@@ -25,6 +25,7 @@ from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import off_policy
+from stppo_jax.algorithms import variants
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.training import diagnostics
@@ -60,7 +61,7 @@ def compile_functions(
   runs, and the programs hold what it was when they were traced.
   """
   places, tree = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, (state, frozen)))
-  own = (spec.variant.advantage, spec.variant.surrogate, spec.variant.divisor)
+  own = [getattr(spec.variant, column) for column in variants.BUILT_IN]
   fixed = all(isinstance(part, (str, types.FunctionType)) for part in own)
   make = _jitted if fixed else _jitted.__wrapped__
   return make(spec, mesh, tree, tuple(places))
@@ -166,6 +167,8 @@ def with_advantages(
       state = train_state.adapt_kl(state, variant, mean_kl, mask.any(axis=1).sum())
     if variant.kl_in == 'loss':
       metrics = {'actor/kl_coef': state.kl_coef}  # of the steps to come
+  if callable(variant.ratio):
+    batch = dataclasses.replace(batch, labels=variant.ratio(batch, variant))
   batch = filters.apply(advantages.estimate(batch, variant), variant)
   if batch.loss_mask is not None:
     metrics['stppo/dropped_tokens'] = 1 - batch.loss_mask.sum() / jnp.maximum(mask.sum(), 1)
