@@ -95,9 +95,14 @@ PIECES = Pieces('token_gae', pieces)
 @dataclasses.dataclass(frozen=True)
 class Tabled(Variant):
   table: dict = dataclasses.field(default_factory=dict)
-  options: int = 3
 
 TABLED = Tabled('token_gae', 'token')
+
+@dataclasses.dataclass(frozen=True)
+class Named(Variant):
+  options: int = 3
+
+NAMED = Named('token_gae', 'token')
 
 def fractions(batch, variant):
   return batch.turn_ids / 2
@@ -209,6 +214,7 @@ class MakeVariantTest(parameterized.TestCase):
     self.refused('options.size', 'length', **own, **{'algorithm.options': {'size': 5}})
     self.refused('options.length=[1]', **own, **{'algorithm.options': {'length': [1]}})
     self.refused('options.tau', 'none', **{'algorithm.options': {'tau': 1}})
+    self.assertEqual(self.make(**{'algorithm.variant': 'own_rl:NAMED'}).options, 3)
     self.refused('field table holds a dict', **{'algorithm.variant': 'own_rl:TABLED'})
     self.refused('dppo_tv', "ratio='pieces'", **own, **{'algorithm.surrogate': 'dppo_tv'})
 

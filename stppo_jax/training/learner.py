@@ -141,14 +141,7 @@ def make_variant(config: schema.Config) -> variants.Variant:
         'give the name of a stppo_jax.algorithms.variants.Variant'
     )
   variant = dataclasses.replace(variant, **_overrides(algorithm, variant))
-  for name, value in vars(variant).items():
-    try:
-      name in variants.BUILT_IN or hash(value)
-    except TypeError:
-      raise types.UserError(
-          f'config.algorithm.variant={algorithm.variant!r}: its field {name} holds a '
-          f'{type(value).__name__}, which cannot be hashed: make it a tuple, a number or a text'
-      ) from None
+  _check_hashable(algorithm.variant, variant)
   functions = {}
   for column, names in variants.BUILT_IN.items():
     given = getattr(variant, column)
@@ -172,6 +165,19 @@ def make_variant(config: schema.Config) -> variants.Variant:
         where = f'config.algorithm.variant={algorithm.variant!r}, its {column}'
       raise types.UserError(f'{where}: {wrong}')
   return dataclasses.replace(variant, norm_length=variant.norm_length or config.rollout.max_total)
+
+
+def _check_hashable(name: str, variant: variants.Variant) -> None:
+  """Refuses a field that cannot be a static part of a compiled function."""
+  for field in vars(variant).keys() - variants.BUILT_IN.keys():  # functions may be any objects
+    try:
+      hash(getattr(variant, field))
+    except TypeError:
+      kind = type(getattr(variant, field)).__name__
+      raise types.UserError(
+          f'config.algorithm.variant={name!r}: its field {field} holds a {kind}, which cannot be '
+          'hashed: make it a tuple, a number or a text'
+      ) from None
 
 
 def _overrides(algorithm: schema.Algorithm, variant: variants.Variant) -> dict[str, Any]:
