@@ -93,7 +93,7 @@ def _check_trained(config, workdir):
   if wrong := [text for name, text in differences.items() if name in _SHAPES]:
     raise UserError(
         f'--workdir={workdir!r} was trained with another config, whose checkpoint does not fit: '
-        f'{", ".join(wrong)}. Give the --config that it was trained by'
+        f'{", ".join(wrong)}. Give the --config that it was trained by, or none beside --workdir'
     )
   free = {path for path, rules, _ in validation.fields(config) if rules.may_change}
   others = [
