@@ -251,7 +251,7 @@ class FolderTest(parameterized.TestCase):
 
 
 MODEL = dataclasses.replace(
-    update_test.MODEL, num_experts=4, experts_per_token=2, qk_norm=True, family='qwen3_moe'
+    update_test.DEEP, num_experts=4, experts_per_token=2, qk_norm=True, family='qwen3_moe'
 )
 CRITIC = dataclasses.replace(MODEL, head='value')
 
