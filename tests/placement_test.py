@@ -47,7 +47,13 @@ class UpdateTest(parameterized.TestCase):
     mesh = sharding.make_mesh(*shape) if shape else update_test.one_device()
     optimizer, schedule = train_state.make_optimizer(1e-2, 0)
     spec = dataclasses.replace(
-        update_test.make_spec('st_ppo', kl_in='loss', micro_batch=4),
+        update_test.make_spec(
+            'st_ppo',
+            actor=update_test.DEEP,
+            critic=dataclasses.replace(update_test.DEEP, head='value'),
+            kl_in='loss',
+            micro_batch=4,
+        ),
         actor_optimizer=optimizer,
         critic_optimizer=optimizer,
         actor_lr=schedule,
