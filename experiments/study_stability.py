@@ -16,7 +16,11 @@ from stppo_jax.types import UserError
 
 RESULTS = study_mechanism.RESULTS
 # Regimes: how far a policy moves from the one that sampled, by the knobs that move it.
-REGIMES = {'calm': {'actor.lr': 2e-4}, 'harsh': {'actor.lr': 6e-4}}
+REGIMES = {
+    'calm': {'actor.lr': 2e-4},
+    'harsh': {'actor.lr': 6e-4},
+    'stale': {'actor.lr': 2e-4, 'pipeline.staleness': 8},  # calm, on batches of an older policy
+}
 # Controls at a lower rate: for token PPO the one that should give it a divided cell's mean step.
 TOKEN, ST_PPO = study_mechanism.TOKEN, {'algorithm.variant': 'st_ppo'}
 LOWER_RATE = {
@@ -29,6 +33,7 @@ LOWER_RATE = {
         'st_ppo+lr.0.00024': ST_PPO | {'actor.lr': 2.4e-4},
     },
 }
+OF_STALE = ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'ppo+relative.step')
 # A larger model, of 5.1 M parameters; scripts/sft_tiny.py says how it was made.
 # Its critic is the embedded model, as in the other grids. A run costs four times as much, hence
 # fewer updates, and ||C|| only where it divides.
@@ -79,11 +84,25 @@ def get_study(mode=''):
     chosen = {name: cells[name] for name in ('ppo', 'turn_ppo', 'st_ppo', 'ppo+relative.step')}
     harsh = grid.Grid(chosen, _regime('harsh'), seeds=(0, 1, 2))
     return grid.Study({'system_harsh': harsh} | of_mechanism, published=RESULTS)
-  grids = {f'system_{name}': grid.Grid(cells | LOWER_RATE[name], _regime(name)) for name in REGIMES}
+  grids = {
+      f'system_{name}': grid.Grid(cells | lower, _regime(name))
+      for name, lower in LOWER_RATE.items()
+  }
+  grids['system_stale'] = grid.Grid(_of_stale(cells), _regime('stale'))
   chosen = {name: cells[name] for name in OF_LARGER}
   grids['system_5m'] = grid.Grid(chosen, REGIMES_OF_LARGER, LARGER)
   return grid.Study(
       grids | of_mechanism, results=RESULTS, page='docs', claims='docs/study_claims.md'
+  )
+
+
+def _of_stale(cells):
+  """Returns the paper's rows, from either's log-probs, our step and the control of a lower rate."""
+  lower = 'ppo+step_of.relative.step'
+  corrections = study_mechanism.of_staleness()
+  from_sampler = {name: corrections[name] for name in corrections if name.endswith('+sampler')}
+  return (
+      {name: cells[name] for name in OF_STALE} | {lower: LOWER_RATE['calm'][lower]} | from_sampler
   )
 
 
