@@ -19,6 +19,7 @@ import jax
 from stppo_jax import chat
 from stppo_jax import config as schema
 from stppo_jax.models import convert
+from stppo_jax.models import hf_config
 from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.training import sft
@@ -60,7 +61,8 @@ def main(unused_argv):
       logp_chunk=config.model.logp_chunk,
       log_every=max(1, _STEPS.value // 10),
   )
-  convert.save_hf(_OUT.value, shape, params, folder)
+  dtype = hf_config.dtype_to_write(folder, shape.param_dtype)
+  convert.save_hf(_OUT.value, shape, params, folder, dtype=dtype, eos_ids=tokenizer.eos_ids)
   logging.info('wrote %s', _OUT.value)
 
 

@@ -32,6 +32,7 @@ from scripts import search_trajectories
 from stppo_jax import chat
 from stppo_jax import tasks as task_files
 from stppo_jax.models import convert
+from stppo_jax.models import hf_config
 from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.runtime import huge_pages
@@ -97,7 +98,8 @@ def main(unused_argv):
       log_every=max(1, _STEPS.value // 20),
   )
   measure('after', params, shape, held_out, chunk)
-  convert.save_hf(_OUT.value, shape, params, folder)
+  dtype = hf_config.dtype_to_write(folder, shape.param_dtype)
+  convert.save_hf(_OUT.value, shape, params, folder, dtype=dtype, eos_ids=tokenizer.eos_ids)
   logging.info(
       'wrote %s; the process took at most %.1f GiB of host memory',
       _OUT.value,

@@ -298,7 +298,7 @@ class Train(Section):
       'continue', "when a checkpoint cannot be written; 'continue' counts it in perf/failed_saves",
       allowed=('continue', 'stop'), may_change=True)
   accept_changed_plugins: bool = setting(
-      False, 'resume with changed plug-ins or questions', may_change=True)
+      False, 'resume with changed plug-ins, questions or weights of model.folder', may_change=True)
   max_nonfinite: int = setting(
       3, 'steps skipped in a row for non-finite gradients before `on_nonfinite` applies',
       at_least=1, may_change=True)

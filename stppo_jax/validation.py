@@ -296,12 +296,12 @@ def check_variant(config: Config, variant: Any) -> None:
           _KINDS[f'algorithm.{path}'],
       )
   rollout, name = config.rollout, config.algorithm.variant
-  if (rollout.top_p < 1 or rollout.top_k > 0) and variant.old_logp != 'sampler':
+  sees_sampler = variant.old_logp == 'sampler' and variant.ratio != 'none'
+  if (rollout.top_p < 1 or rollout.top_k > 0) and not sees_sampler:
     raise UserError(
-        f'config.rollout.top_p={rollout.top_p}, top_k={rollout.top_k} truncate the '
-        "distribution that is sampled from, and old_logp='trainer' recomputes log-probs that do "
-        'not reflect it: set '
-        '--config.rollout.top_p=1 --config.rollout.top_k=0, or --config.algorithm.old_logp=sampler'
+        f'config.rollout.top_p={rollout.top_p}, top_k={rollout.top_k} truncate the distribution '
+        "that is sampled from, which only a ratio to the sampler's log-probs reflects: set top_p=1 "
+        'and top_k=0, or --config.algorithm.old_logp=sampler and a ratio'
     )
   if variant.dual_clip and not variant.dual_clip > 1:
     raise UserError(

@@ -90,6 +90,15 @@ class ValidateTest(parameterized.TestCase):
       ({'rollout.top_p': 0.0}, ('rollout.top_p=0.0', 'above 0')),
       ({'rollout.top_p': 1.5}, ('rollout.top_p=1.5', 'at most 1')),
       ({'rollout.top_p': 0.9}, ('top_p=0.9', 'old_logp=sampler', 'top_p=1')),
+      (
+          {
+              'rollout.top_k': 5,
+              'rollout.group_size': 4,
+              'algorithm.variant': 'rloo',
+              'algorithm.old_logp': 'sampler',
+          },
+          ('top_k=5', 'a ratio'),
+      ),
       ({'rollout.top_k': 20}, ('top_k=20', 'old_logp=sampler', 'top_k=0')),
       ({'train.micro_batch': 48}, ('micro_batch=48', 'mini_batch=256', 'divisor')),
       ({'train.mini_batch': 192}, ('mini_batch=192', 'episodes=512', 'divisor')),

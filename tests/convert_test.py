@@ -160,6 +160,22 @@ class ConvertTest(TreeTest):
     (self.folder / 'config.json').write_text(json.dumps(raw))
     self.assertEqual(hf_config.load(self.folder), expected)
 
+  def test_a_fingerprint_sees_weights_and_tokenizer_and_not_the_rest(self):
+    folder = self.folder / 'copy'
+    self.assertEqual(hf_config.fingerprint(folder), '')
+    shutil.copytree(REFERENCES / 'qwen2', folder)
+    first = hf_config.fingerprint(folder)
+    self.assertEqual(hf_config.fingerprint(REFERENCES / 'qwen2'), first)
+    (folder / 'README.md').write_text('a text')
+    self.assertEqual(hf_config.fingerprint(folder), first)
+    config, params = convert.load_hf(folder)
+    moved = jax.tree.map(lambda w: w + 1e-3, params)
+    convert.save_hf(folder, config, moved)
+    trained = hf_config.fingerprint(folder)
+    self.assertNotEqual(trained, first)
+    (folder / 'chat_template.jinja').write_text('{{ messages }}')
+    self.assertNotEqual(hf_config.fingerprint(folder), trained)
+
   def test_tokenizer_files_and_token_ids_come_along(self):
     config, params = convert.load_hf(REFERENCES / 'qwen2')
     source = self.folder / 'source'
@@ -546,6 +562,7 @@ class RefusalTest(parameterized.TestCase):
       ({'quantization_config': {'bits': 4}}, "quantization_config = {'bits': 4} is not supported"),
       ({'rope_parameters': {'rope_type': 'yarn'}}, "rope type 'yarn' is not supported; allowed"),
       ({'rope_parameters': None, 'rope_scaling': {'type': 'linear'}}, "rope type 'linear'"),
+      ({'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0}}, 'remove the one that does not hold'),
       ({'rope_parameters': {'rope_type': 'llama3'}}, 'original_max_position_embeddings is missing'),
   )
   def test_config(self, changes, message):
@@ -571,6 +588,10 @@ class RefusalTest(parameterized.TestCase):
     config, params = convert.load_hf(self.folder, head='value')
     convert.save_hf(self.folder, config, params)
     self.refuses('holds a critic', "head='value'")
+
+  def test_a_reward_model_is_not_a_policy(self):
+    self.edit_config(architectures=['Qwen2ForSequenceClassification'])
+    self.refuses('Qwen2ForSequenceClassification', 'not a policy')
 
   def test_no_weights(self):
     (self.folder / 'model.safetensors').unlink()

@@ -1,5 +1,6 @@
 """Records of episodes are written in a thread, which never ends or stops a run."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -32,6 +33,24 @@ class SummaryTest(absltest.TestCase):
     expected = {'response_length': 9, 'num_turns': 4, 'prompt_length': 7}
     expected |= {'stppo/agent_tokens': 5, 'stppo/agent_turns': 2}
     self.assertEqual({name: found[name + '/mean'] for name in expected}, expected)
+
+  def test_segments_of_a_program_are_one_episode(self):
+    """A score of 0 in nine segments and one of 1 in one: .5, not .1. Roles stand for themselves."""
+
+    def row(number, reward, role=''):
+      turn = types.Turn(
+          np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(0, np.int32), 'a', reward
+      )
+      episode = types.Episode(types.Task('t', 'q', ('a',)), 0, np.zeros(1, np.int32), [turn])
+      return dataclasses.replace(
+          episode, number=number, role=role, metrics={'won': reward}, core_metrics=('won',)
+      )
+
+    found = episodes.summarize([*(row(0, 0.0) for _ in range(9)), row(1, 1.0)])
+    expected = {'critic/score/mean': 0.5, 'won/mean': 0.5, 'stppo/agent_turns/mean': 1}
+    self.assertEqual({name: found[name] for name in expected}, expected)
+    found = episodes.summarize([row(0, 0.0, 'a'), row(0, 0.5, 'b'), row(1, 1.0, 'a')])
+    self.assertEqual(found['critic/score/mean'], 0.5)
 
 
 class RecorderTest(absltest.TestCase):

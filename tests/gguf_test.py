@@ -427,6 +427,8 @@ class RefusalTest(GgufTest):
       ),
       ({'header': {'rope.dimension_count': 4}}, 'llama.rope.dimension_count = 4 of 8 channels'),
       ({'header': {'rope.scaling.type': 'yarn'}}, "rope scaling 'yarn' is not supported"),
+      ({'header': {'rope.scaling.factor': 4.0}}, "rope scaling 'linear' is not supported"),
+      ({'header': {'rope.scale_linear': 4.0}}, "rope scaling 'linear' is not supported"),
       ({'header': {'rope.freq_base': -1.0}}, 'rope.freq_base = -1.0 is not a positive number'),
       ({'tokenizer': {'model': 'llama'}}, "tokenizer 'llama' with pre-tokenizer 'smollm' is not"),
       ({'tokenizer': {'pre': None}}, "with pre-tokenizer '' is not supported; allowed: 'gpt2'"),

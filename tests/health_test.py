@@ -13,7 +13,7 @@ LIMITS = dataclasses.asdict(schema.Health())
 GOOD = {
     'critic/score/mean': 0.5,
     'actor/entropy': 0.6,
-    'actor/kl_loss': 0.05,
+    'stppo/ref_kl': 0.05,
     'actor/ppo_kl': 0.001,
     'rollout_corr/k3_kl': 1e-4,
     'env/invalid_share': 0.1,
@@ -52,7 +52,7 @@ class HealthTest(parameterized.TestCase):
     self.assertEmpty(alarms_along(rows))
 
   @parameterized.parameters(
-      ('kl', 'actor/kl_loss', 2.0),
+      ('kl', 'stppo/ref_kl', 2.0),
       ('ppo_kl', 'actor/ppo_kl', 0.4),
       ('sampler_gap', 'rollout_corr/k3_kl', 0.05),
       ('invalid', 'env/invalid_share', 1.0),

@@ -304,14 +304,14 @@ class MakeVariantTest(parameterized.TestCase):
     with open(self.folder / 'own_rl.py', 'a', encoding='utf-8') as file:
       file.write('# another\n')
     with self.assertRaisesRegex(
-        UserError, r"^[^\n]*algorithm.variant='own_rl:PLAIN' has changed[^\n]*$"
+        UserError, r"^[^\n]*algorithm.variant='own_rl:PLAIN' names has changed[^\n]*$"
     ):
       micro_run.train(config, workdir)
     self.enterContext(mock.patch.object(agent_lib, 'check_prompts'))
     with self.assertLogs('absl', 'WARNING') as logs:
       policy, *_ = results.load(config, workdir)
     self.assertEqual(policy.updates, 2)
-    self.assertIn('the source of config.algorithm.variant has changed', logs.output[0])
+    self.assertIn('what config.algorithm.variant names has changed', logs.output[0])
 
   def test_all_processes_need_the_same_sources(self):
     config = micro_run.make_config(str(self.folder), **{'algorithm.variant': 'own_rl:PLAIN'})
@@ -319,8 +319,8 @@ class MakeVariantTest(parameterized.TestCase):
     with mock.patch.object(hosts, 'require_same') as require_same:
       recovery.claim(config, variant, str(self.folder))
     ((what, (digests, objective)),) = [call.args for call in require_same.call_args_list]
-    self.assertEqual(what, 'plug-ins')
-    self.assertEqual(set(digests), {'algorithm.variant'})
+    self.assertEqual(what, 'plug-ins and models')
+    self.assertEqual(set(digests), {'algorithm.variant', 'model.folder'})
     self.assertEqual(objective, variant.described())
 
 

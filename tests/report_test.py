@@ -114,6 +114,13 @@ class ReportTest(parameterized.TestCase):
     labels = re.findall(r'<th scope="row">(.*?)</th>', self._page())
     self.assertEqual(labels, ['all questions', 'mean of the data sets', 'a', 'nq'])
 
+  def test_names_of_data_sets_and_scores_may_have_other_characters(self):
+    row = {'val-core/all/pass@1': 0.6, 'val-core/openai/gsm8k/pass@1': 0.25}
+    row['val-core/lighteval/MATH/pass@1'] = 0.75
+    self._write_rows(row)
+    labels = re.findall(r'<th scope="row">(.*?)</th>', self._page())
+    self.assertEqual(labels, ['all questions', 'lighteval/MATH', 'openai/gsm8k'])
+
   def _write_rows(self, *rows):
     with metrics.MetricsWriter(self.workdir) as writer:
       for step, row in enumerate(rows):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import tempfile
 import threading
 import types
@@ -17,10 +18,12 @@ import jax
 import numpy as np
 
 from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
 from stppo_jax.training import recovery
+from stppo_jax.training import results
 from stppo_jax.types import Stopped
 from stppo_jax.types import UserError
 from tests.support import micro_run
@@ -238,6 +241,25 @@ class ResumeTest(parameterized.TestCase):
     config.train.accept_changed_plugins = True
     with self.assertRaisesRegex(UserError, r'^[^\n]*(sky|apple)[^\n]*resume with the same[^\n]*$'):
       micro_run.train(config, self.workdir)
+
+  def test_other_weights_are_refused(self):
+    source, folder = agent_lib.EMBEDDED_MODEL, os.path.join(self.workdir, 'model')
+    shutil.copytree(source, folder)
+    workdir = os.path.join(self.workdir, 'run')
+    config = make_config(**{'model.folder': folder, 'train.updates': 1})
+    micro_run.train(config, workdir)
+    sampled = results._samples_name(config, workdir, 0)
+    path = os.path.join(folder, 'model.safetensors')
+    with open(path, 'r+b') as file:  # as training again in the same place does
+      file.seek(os.path.getsize(path) // 2)
+      file.write(bytes(os.path.getsize(path) // 4))
+    self.assertNotEqual(results._samples_name(config, workdir, 0), sampled)  # nor are its episodes
+    config.train.updates = 2
+    with self.assertRaisesRegex(UserError, r'^[^\n]*model\.folder=[^\n]* names has changed[^\n]*$'):
+      micro_run.train(config, workdir)
+    config.train.accept_changed_plugins = True
+    micro_run.train(config, workdir)
+    self.assertEqual(metrics_lib.read_metrics(workdir)[-1]['step'], 2)
 
 
 class StalenessTest(parameterized.TestCase):

@@ -102,6 +102,14 @@ def crash(task, base_url, model):
   raise KeyError('always')
 
 
+def post_then_crash(task, base_url, model):
+  once(task, base_url, model)
+  url = base_url.removesuffix('/v1') + '/reward'
+  requests.post(url, json={'reward': 1}, timeout=60).raise_for_status()
+  if int(task['id'][-1]) % 2 == 0:
+    raise KeyError('after its reward')
+
+
 late = []
 
 
@@ -204,6 +212,14 @@ class ProgramAgentTest(parameterized.TestCase):
       self.assertEqual([e.score for e in episodes], [0, 1, 0, 1])
     batch = batching.to_turn_batch(episodes, (512,))
     self.assertEqual(batch.action_mask.any(axis=1).tolist(), [False, True, False, True])
+
+  def test_a_reward_posted_before_a_crash_is_not_kept(self):
+    config = make_config(THIS + ':post_then_crash')
+    config.serve.on_crash = 'zero'
+    episodes, _ = play(config, make_tasks(2))
+    self.assertEqual(
+        [(len(e.turns), e.failed, e.score) for e in episodes], [(1, False, 0), (1, False, 1)]
+    )
 
   def test_programs_that_do_not_ask_the_policy(self):
     with self.assertLogs(level='WARNING') as logs:

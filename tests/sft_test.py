@@ -148,15 +148,16 @@ class BatchesTest(absltest.TestCase):
     np.testing.assert_array_equal(weights.sum(axis=2), tokens.max(axis=2))
 
   def test_rows_of_a_batch_have_like_lengths(self):
-    draw = sft.batches(self.pool(range(1, 101)), 2, 1, (100,))
-    for seed in range(20):
+    draw = sft.batches(self.pool(range(1, 1 + 4 * sft.WINDOW)), 4, 1, (4 * sft.WINDOW,))
+    for seed in range(20):  # the window is the whole pool
       tokens, _ = draw(np.random.default_rng(seed))
-      self.assertLess(np.ptp(tokens.max(axis=2)), 2 * sft.WINDOW)
+      self.assertEqual(np.ptp(tokens.max(axis=2)), 3)
 
-  def test_the_longest_row_is_drawn_too(self):
+  def test_every_row_is_as_likely_as_any_other(self):
     draw, rng = sft.batches(self.pool(range(1, 41)), 4, 4, (40,)), np.random.default_rng(0)
-    longest = [draw(rng)[0].max() for _ in range(200)]
-    self.assertIn(40, longest)
+    drawn = np.concatenate([draw(rng)[0].max(axis=2).ravel() for _ in range(4000)])
+    counts = np.bincount(drawn, minlength=41)[1:]  # 400 each
+    np.testing.assert_allclose(counts, 400, atol=5 * np.sqrt(400))
 
   def test_refusals(self):
     with self.assertRaisesRegex(UserError, '9 tokens'):

@@ -543,11 +543,20 @@ class UpdateTest(parameterized.TestCase):
 
   def test_a_loss_that_is_not_finite_is_skipped_though_its_gradient_is(self):
     """k1 = logp - ref_logp has the derivative 1 wherever the reference stands, at -inf too."""
-    spec = make_spec('ppo', kl_in='loss', kl_estimator='k1', log_bias=False)
+    spec = make_spec(
+        'ppo', kl_in='loss', kl_estimator='k1', log_bias=False, aggregation='seq-mean-token-sum'
+    )
     mesh = one_device()
     state = make_state(spec, mesh)
     functions, batch = functions_of(spec, mesh), off_policy_batch(spec, mesh)
     before = jax.device_get(state)
+    _, metrics, _ = step(functions, spec, make_state(spec, mesh), batch)
+    kl = np.asarray(log_probs(spec, before.actor, batch)[0] - batch.ref_logp) * batch.action_mask
+    num_rows = np.any(batch.action_mask, axis=1).sum()  # those with a token
+    np.testing.assert_allclose(metrics['actor/kl_loss'], kl.sum() / num_rows, rtol=1e-4)
+    np.testing.assert_allclose(
+        metrics['stppo/ref_kl'], kl.sum() / batch.action_mask.sum(), rtol=1e-4
+    )  # per token, as health watches it
     bad = batch.replace(ref_logp=jnp.where(batch.action_mask > 0, -jnp.inf, 0))
     state, metrics, _ = step(functions, spec, state, bad)
     self.assertTrue(np.isfinite(metrics['stppo/grad_norm']))

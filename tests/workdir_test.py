@@ -158,13 +158,13 @@ class WorkdirTest(parameterized.TestCase):
     self.write_a_number()
     workdirs.claim(self.workdir, as_dict(source='m:load'), digests={'data.source': 'a1'})
     with self.assertRaisesRegex(
-        UserError, r"^[^\n]*config.data.source='m:load' has changed since[^\n]*$"
+        UserError, r"^[^\n]*config.data.source='m:load' names has changed since[^\n]*$"
     ):
       workdirs.claim(self.workdir, as_dict(source='m:load'), digests={'data.source': 'b2'})
     changed = dict(digests={'data.source': 'b2'}, accepts_changes=True)
     with self.assertLogs(level='WARNING') as logged:
       workdirs.claim(self.workdir, as_dict(source='m:load'), **changed)
-    self.assertIn("config.data.source='m:load' has changed", logged.output[0])
+    self.assertIn("config.data.source='m:load' names has changed", logged.output[0])
     workdirs.claim(self.workdir, as_dict(source='m:load'), digests={'data.source': 'b2'})
 
   def test_the_objective_behind_a_name_is_part_of_the_numbers(self):

@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.assessment import records
+from stppo_jax.models import hf_config
 from stppo_jax.models import sharding
+from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.rollout import pipeline
 from stppo_jax.runtime import hosts
@@ -100,7 +102,8 @@ class Trained:
     self.said, updates = policy.said, policy.updates or None
     self.label = f'{updates:06d}' if updates else 'untrained'
     saved = hosts.by_writer(checkpoint.fingerprint, workdir, updates) if updates else ''
-    self.identity = {'updates': updates, 'weights': saved}
+    base = hosts.by_writer(hf_config.fingerprint, agent_lib.model_folder(config))
+    self.identity = {'updates': updates, 'weights': saved, 'folder': base}
 
   def play(self, rows: Sequence[records.Row]) -> Iterator[records.Played]:
     """Plays rows together. RunError: the retriever fails in too many of them."""

@@ -181,7 +181,10 @@ def model_config(header: Header) -> decoder.ModelConfig:
         f'{", ".join(ARCHITECTURES)}; choose a model of one of these'
     )
   key = lambda name: f'{family}.{name}'
-  scaling = header.value(key('rope.scaling.type'), str, 'none')
+  old_factor = header.value(key('rope.scale_linear'), float, 1.0)
+  factor = header.value(key('rope.scaling.factor'), float, old_factor)
+  default = 'none' if factor in (0, 1) else 'linear'  # as llama.cpp reads a file without a type
+  scaling = header.value(key('rope.scaling.type'), str, default)
   if scaling != 'none':
     raise UserError(
         f"{header.path}: rope scaling {scaling!r} is not supported; allowed: 'none', or "

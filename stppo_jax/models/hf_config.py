@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import hashlib
 import json
 import pathlib
 import shutil
@@ -26,6 +27,9 @@ TOKENIZER_FILES = (
     'chat_template.jinja',
     'generation_config.json',
 )
+# What a fingerprint takes whole, and how it samples weights: pieces of a file, bytes of a piece.
+_SMALL_FILES = ('config.json', *TOKENIZER_FILES)
+_PIECES, _PIECE = 64, 4096
 HEADS = ('tokens', 'value', 'both')
 DTYPES = {'float32': np.dtype(np.float32), 'bfloat16': np.dtype(ml_dtypes.bfloat16)}
 
@@ -54,10 +58,10 @@ def load(
         f'{", ".join(FAMILIES)}; choose a model of one of these'
     )
   _refuse_unsupported(path, raw)
-  if head == 'tokens' and 'TokenClassification' in str(raw.get('architectures')):
+  if head == 'tokens' and 'Classification' in str(raw.get('architectures')):
     raise UserError(
-        f'{folder} holds a critic (TokenClassification), not a policy; load it with '
-        "head='value' or give a policy's folder"
+        f'{folder} holds a critic or reward model ({raw["architectures"]}), not a policy; load it '
+        "with head='value' or give a policy's folder"
     )
   d_model = _number(path, raw, 'hidden_size')
   num_heads = _number(path, raw, 'num_attention_heads')
@@ -92,6 +96,31 @@ def stored_dtype(folder: str | pathlib.Path) -> str:
   """Returns the dtype that a folder's config.json names ('bfloat16'), or '' without one."""
   raw = read_json(pathlib.Path(folder) / 'config.json')
   return str(raw.get('dtype') or raw.get('torch_dtype') or '')  # transformers 5, and 4
+
+
+def dtype_to_write(source: str | pathlib.Path, param_dtype: str) -> str:
+  """Returns the dtype for weights that were trained from `source`: its own, if that is bfloat16."""
+  return 'bfloat16' if stored_dtype(source) == 'bfloat16' else param_dtype
+
+
+def fingerprint(folder: str | pathlib.Path) -> str:
+  """Returns a digest of a model's folder, tokenizer included; '' where there is none.
+
+  Of weights it takes every file's size, and pieces of it: training changes all of them, and to read
+  all of a large model takes minutes.
+  """
+  total = hashlib.sha256()
+  for path in sorted(pathlib.Path(folder).glob('*')):
+    if path.suffix == '.safetensors':
+      size = path.stat().st_size
+      total.update(f'{path.name} {size}'.encode())
+      with open(path, 'rb') as file:
+        for start in range(0, size, max(size // _PIECES, _PIECE)):
+          file.seek(start)
+          total.update(file.read(_PIECE))
+    elif path.name in _SMALL_FILES:
+      total.update(path.name.encode() + path.read_bytes())
+  return total.hexdigest()[:16] if (pathlib.Path(folder) / 'config.json').exists() else ''
 
 
 def to_json(config: decoder.ModelConfig, dtype: str, token_ids: dict[str, Any]) -> dict[str, Any]:
@@ -336,7 +365,13 @@ def _experts(path, raw):
 
 def _rope(path, raw):
   """Returns (rope_theta, rope_scaling), from `rope_parameters` (transformers 5) or two keys (4)."""
-  rope = raw.get('rope_parameters') or raw.get('rope_scaling') or {}
+  given = [raw[name] for name in ('rope_parameters', 'rope_scaling') if raw.get(name)]
+  if len(given) == 2 and given[0] != given[1]:
+    raise UserError(
+        f'{path}: rope_parameters = {given[0]!r} and rope_scaling = {given[1]!r} differ; remove '
+        'the one that does not hold'
+    )
+  rope = given[0] if given else {}
   if not isinstance(rope, dict):
     raise UserError(f'{path}: rope parameters {rope!r} are not an object; download it again')
   theta = {'rope_theta': rope.get('rope_theta', raw.get('rope_theta'))}

@@ -1,9 +1,11 @@
 """Metrics of a batch of episodes, and records of the episodes with per-token numbers."""
 
+import collections
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -27,26 +29,29 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
   """Returns scores, lengths, turns, failures, and the mean of each metric of the environment.
 
   Core metrics are <name>/mean, the others env/<name>/mean. An episode that never reported a metric
-  counts as 0. An environment with roles has a row per role: role/<name>/.. are of its rows. Those
-  of a role that never moved are counted, and are in no other number.
+  counts as 0. Scores and metrics are means over episodes, of which an agent program's segments are
+  parts; the rest is over rows. An environment with roles has a row per role: role/<name>/.. are of
+  its rows. Those of a role that never moved are counted, and are in no other number.
   """
   of_roles = _by_role(episodes)
   episodes = [episode for episode in episodes if not episode.absent]
   found = [episode.metrics for episode in episodes]
+  per_episode = functools.partial(_per_episode, episodes)
+  mean_of = lambda name: float(np.mean(per_episode(_values(found, name))))
   counts = [episode.counts for episode in episodes]
   core = dict.fromkeys(name for episode in episodes for name in episode.core_metrics)
   reported = dict.fromkeys(name for episode in episodes for name in episode.metrics)
   agent_tokens = [sum(len(turn.tokens) for turn in episode.turns) for episode in episodes]
   all_turns = max(sum(len(episode.turns) for episode in episodes), 1)
   return {
-      **metrics.summarize('critic/score', [episode.score for episode in episodes]),
+      **metrics.summarize('critic/score', per_episode([episode.score for episode in episodes])),
       **metrics.summarize('response_length', [episode.response_length for episode in episodes]),
       **metrics.summarize('prompt_length', [len(episode.prompt) for episode in episodes]),
       **metrics.summarize('num_turns', [episode.num_messages for episode in episodes]),
       **metrics.summarize('stppo/agent_tokens', agent_tokens),
       **metrics.summarize('stppo/agent_turns', [len(episode.turns) for episode in episodes]),
-      **{f'{name}/mean': _mean(found, name) for name in core},
-      **{f'env/{name}/mean': _mean(found, name) for name in reported if name not in core},
+      **{f'{name}/mean': mean_of(name) for name in core},
+      **{f'env/{name}/mean': mean_of(name) for name in reported if name not in core},
       'env/invalid/mean': _mean(counts, 'invalid'),
       **{f'env/{name}_share': sum(_values(counts, name)) / all_turns for name in _SHARES},
       'env/truncated': float(np.mean([episode.truncated for episode in episodes])),
@@ -74,6 +79,15 @@ def _by_role(episodes):
       means |= {name: _mean([row.metrics for row in rows], name) for name in rows[0].core_metrics}
       metrics |= {f'role/{role}/{name}/mean': float(x) for name, x in means.items()}
   return metrics
+
+
+def _per_episode(episodes, values):
+  """Returns the mean of `values` over the segments of each episode; a role's row stands alone."""
+  parts = collections.defaultdict(list)
+  for i, (episode, value) in enumerate(zip(episodes, values)):
+    alone = episode.role or episode.number is None
+    parts[('row', i) if alone else ('episode', episode.number)].append(value)
+  return [float(np.mean(part)) for part in parts.values()]
 
 
 def _num_tokens(episodes):

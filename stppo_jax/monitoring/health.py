@@ -147,7 +147,7 @@ RULES = {
     ),
     'entropy_drop': Rule(('actor/entropy',), 'first', 'the policy has lost its entropy', _surprise),
     'kl': Rule(
-        ('actor/kl_loss', 'actor/reward_kl_penalty'),
+        ('stppo/ref_kl', 'actor/reward_kl_penalty'),
         'above',
         'the policy is far from its reference',
         _surprise,

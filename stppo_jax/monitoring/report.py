@@ -29,7 +29,7 @@ EPISODES_PER_FILE = 24  # at most, of each of: first and last training update, l
 MAX_ALARMS = 4  # updates with a warning whose episodes are shown
 BYTES_PER_FILE = 2_000_000  # of those episodes as JSON
 _TEMPLATE = pathlib.Path(__file__).with_name('report_template.html')
-_CORE_NAME = re.compile(r'val-core/([^/]+)/(\w+?)(?:_hops(\d+))?')
+_CORE_NAME = re.compile(r'val-core/(.+)/([^/]+?)(?:_hops(\d+))?')
 _OF_ALL = {'all': 'all questions', 'macro': 'mean of the data sets'}
 _ROLE_NAME = re.compile(r'val-role/(\w+)/(\w+)')
 _HIGHLIGHTS = (  # of the config, in the order in which the page shows them
@@ -78,7 +78,8 @@ def build(workdir: str) -> str:
 
 def _merge_only_data_set(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
   """Where one data set is held out, renames 'all' to it, so that equal scores are shown once."""
-  found = {name.split('/')[1] for row in rows for name in row if _CORE_NAME.fullmatch(name)}
+  names = {name for row in rows for name in row}
+  found = {match.group(1) for match in map(_CORE_NAME.fullmatch, names) if match}
   if len(found - {'all'}) != 1:
     return rows
   only = f'val-core/{(found - {"all"}).pop()}/'

@@ -70,7 +70,7 @@ CHARTS = (
         (
             Line(r'(?!critic|num_turns|prompt_length|response_length|em/|f1/)(\w+)/mean', r'\1'),
             Line(r'env/(?!searches/|invalid/)(.+)/mean', r'\1'),
-            Line(r'val-core/all/(?!em|f1|score)(\w+)', r'held out: \1'),
+            Line(r'val-core/all/(?!em|f1|score)([^/]+)', r'held out: \1'),
             Line(r'val-aux/all/(?!searches)(\w+)', r'held out: \1'),
         ),
     ),

@@ -129,9 +129,9 @@ def claim(
   """Writes config.json into `workdir`, or checks that the existing one is the same.
 
   `config` is given as nested dicts; a resumed run may differ in the fields `may_change`. `digests`
-  of plug-ins' sources, by field, are kept under the key 'plugins', the resolved `objective` under
-  its own: its columns may come from a table of the package, which the config only names. A folder
-  without metrics (of a run that stopped at a wrong path, say) may be reused.
+  of plug-ins' sources and models' folders, by field, are kept under the key 'plugins', the resolved
+  `objective` under its own: its columns may come from a table of the package, which the config only
+  names. A folder without metrics (of a run that stopped at a wrong path, say) may be reused.
   """
   path = os.path.join(workdir, 'config.json')
   mine = json.loads(json.dumps(config))
@@ -152,11 +152,11 @@ def claim(
         f'{more}. Give another --workdir, or the same config'
     )
   for field in changed_plugins(workdir, digests or {}):
-    changed = f'the source of config.{field}={flatten(mine)[field]!r} has changed'
+    changed = f'what config.{field}={flatten(mine)[field]!r} names has changed'
     if not accepts_changes:
       raise UserError(
           f'--workdir={workdir!r}: {changed} since the run began: give another --workdir, the '
-          'source as it was, or --config.train.accept_changed_plugins'
+          'one as it was, or --config.train.accept_changed_plugins'
       )
     logging.warning('%s: the run goes on with it', changed)
   _check_objective(workdir, read_config(workdir).get('objective', {}), mine.get('objective', {}))

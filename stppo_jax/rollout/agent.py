@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from stppo_jax import chat
+from stppo_jax import plugins
 from stppo_jax import types
 from stppo_jax.envs import protocol
 from stppo_jax.models import convert
@@ -115,6 +116,15 @@ class Agent:
 def model_folder(config) -> str:
   """Returns the folder of the policy's weights."""
   return EMBEDDED_MODEL if config.model.folder == 'embedded' else config.model.folder
+
+
+def sources(config) -> dict[str, str]:
+  """Returns {setting: digest} of what settings name: plug-ins' files, and the models' folders."""
+  found = plugins.digests(plugins.named(config))
+  found['model.folder'] = hf_config.fingerprint(model_folder(config))
+  if config.model.critic_folder:
+    found['model.critic_folder'] = hf_config.fingerprint(config.model.critic_folder)
+  return {path: digest for path, digest in found.items() if digest}
 
 
 def load_policy(

@@ -167,6 +167,9 @@ class ProgramAgent(agent_lib.Agent):
     seen |= {'segments': float(len(episodes)), 'crashed': float(crashed)}
     seen['timed_out'] = float(run.timed_out)
     for episode in episodes:
+      if crashed and not is_masked:  # whatever was posted before
+        for turn in episode.turns:
+          turn.reward = 0.0
       episode.number = number
       episode.metrics = {**seen, **episode.metrics}
       episode.truncated |= run.timed_out

@@ -150,6 +150,7 @@ def step_summary(
   }
   if 'kl' in seen:
     metrics['actor/kl_loss'] = jnp.sum(seen['kl'] * weights)
+    metrics['stppo/ref_kl'] = token_mean(seen['kl'])
   for level in segments.LEVELS:
     ids, num_segments = segments.segment_ids(level, batch.action_mask, batch.turn_ids)
     ratio = segments.importance_ratio(
@@ -159,9 +160,8 @@ def step_summary(
   for turn in range(1, spec.num_logged_turns + 1):
     for sign, chosen in (('pos', batch.advantages >= 0), ('neg', batch.advantages < 0)):
       tokens = (batch.turn_ids == turn) & chosen & (counted > 0)
-      metrics[f'stppo/clipfrac_turn{turn}_{sign}'] = jnp.sum(
-          seen['clipped'] & tokens
-      ) / jnp.maximum(tokens.sum(), 1)
+      share = jnp.sum(seen['clipped'] & tokens) / jnp.maximum(tokens.sum(), 1)
+      metrics[f'stppo/clipfrac_turn{turn}_{sign}'] = share
   for role, over in _of_roles(spec, batch, mask):
     metrics |= {
         f'role/{role}/pg_loss': _policy_loss(spec, batch, policy_weights * over, seen),

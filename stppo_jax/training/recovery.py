@@ -20,11 +20,11 @@ import jax
 import numpy as np
 
 from stppo_jax import config as schema
-from stppo_jax import plugins
 from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
 from stppo_jax.monitoring import workdir as workdirs
+from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.runtime import hosts
 from stppo_jax.training import checkpoint
@@ -87,9 +87,9 @@ def check_shared(workdir: str) -> None:
 
 
 def claim(config: schema.Config, variant: variants.Variant, workdir: str) -> None:
-  """Checks that `workdir` belongs to this config and its plug-ins, or writes config.json there."""
-  digests, objective = plugins.digests(plugins.named(config)), variant.described()
-  hosts.require_same('plug-ins', [digests, objective])
+  """Checks that `workdir` belongs to this config and what it names, or writes config.json there."""
+  digests, objective = agent_lib.sources(config), variant.described()
+  hosts.require_same('plug-ins and models', [digests, objective])
   hosts.by_writer(
       workdirs.claim,
       workdir,

@@ -13,7 +13,6 @@ from absl import logging
 import jax
 
 from stppo_jax import config as schema
-from stppo_jax import plugins
 from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.models import convert
@@ -57,10 +56,10 @@ def load(
   """
   if config.train.updates:
     hosts.by_writer(_check_trained, config, workdir)
-    digests = plugins.digests(plugins.named(config))
-    for field in hosts.by_writer(workdirs.changed_plugins, workdir, digests):
+    sources = agent_lib.sources(config)
+    for field in hosts.by_writer(workdirs.changed_plugins, workdir, sources):
       logging.warning(
-          'the source of config.%s has changed since %s was trained: the scores are by the new one',
+          'what config.%s names has changed since %s was trained: the scores are by the new one',
           field,
           workdir,
       )
@@ -223,7 +222,7 @@ def _samples_name(config, workdir, updates):
   """Returns a folder's name: the split, the updates, and a digest of what episodes depend on."""
   values = dataclasses.asdict(config)
   depends = {name: values[name] for name in (*SCORED_BY, 'seed')}
-  depends |= {'episodes': config.train.episodes} | plugins.digests(plugins.named(config))
+  depends |= {'episodes': config.train.episodes} | agent_lib.sources(config)
   depends['weights'] = hosts.by_writer(checkpoint.fingerprint, workdir, updates)
   digest = zlib.crc32(json.dumps(depends, sort_keys=True).encode())
   return f'{config.data.train_split}_{updates:06d}_{digest:08x}'
@@ -245,7 +244,7 @@ def export(config: schema.Config, workdir: str) -> str:
   _check_trained(config, workdir)
   parts, actors, updates = _read(config, workdir)
   folder, source = os.path.join(workdir, 'export'), agent_lib.model_folder(config)
-  dtype = 'bfloat16' if hf_config.stored_dtype(source) == 'bfloat16' else config.model.param_dtype
+  dtype = hf_config.dtype_to_write(source, config.model.param_dtype)
   bare = dataclasses.replace(parts.model, head='tokens')
   ends = agent_lib.load_tokenizer(config).eos_ids
   for role, actor in actors.items():

@@ -133,7 +133,7 @@ def _sums(params, config, tokens, weights, logp_chunk):
   return -jnp.sum(logp * weights), -jnp.sum(logp * (weights == 1))
 
 
-WINDOW = 8  # a batch is drawn from this many batches of similar length
+WINDOW = 8  # batches that are sorted by length together
 
 
 class Demonstration(typing.NamedTuple):
@@ -178,8 +178,8 @@ def batches(
 ) -> Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]]:
   """Returns a function rng -> (tokens, weights), each [rows / micro_batch, micro_batch, T].
 
-  Rows of similar length come together, which means less padding: each batch is drawn from a window
-  that starts anywhere in the pool sorted by length.
+  Every row is as likely as any other. Rows of similar length come together, which means less
+  padding: of WINDOW batches, drawn at random and sorted by length, one is taken.
   """
   if rows % micro_batch:
     raise UserError(f'micro_batch={micro_batch} does not divide rows={rows}: choose a divisor')
@@ -187,12 +187,13 @@ def batches(
     raise UserError(
         f'rows={rows}, and there are {len(pool)} demonstrations: lower it, or make more'
     )
-  by_length = np.argsort([len(row.tokens) for row in pool], kind='stable')
-  window = min(rows * WINDOW, len(pool))
+  lengths = np.array([len(row.tokens) for row in pool])
+  num_batches = min(WINDOW, len(pool) // rows)
 
   def draw(rng):
-    start = rng.integers(len(pool) - window + 1)
-    chosen = rng.choice(by_length[start : start + window], rows, replace=False)
+    window = rng.choice(len(pool), num_batches * rows, replace=False)
+    by_length = window[np.argsort(lengths[window], kind='stable')]
+    chosen = by_length.reshape(num_batches, rows)[rng.integers(num_batches)]
     fold = lambda x: x.reshape(rows // micro_batch, micro_batch, -1)
     return tuple(map(fold, pad([pool[i] for i in chosen], buckets)))
 
