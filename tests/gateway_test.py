@@ -173,6 +173,15 @@ class AnswersTest(parameterized.TestCase):
     chunks = events(post(self.server, stream, '/v1/completions', stream=True))
     self.assertEqual(''.join(c['choices'][0]['text'] for c in chunks), choice['text'])
 
+  def test_control_tokens_of_a_prompt_are_tokens(self):
+    tokenizer, _, _ = embedded()
+    end = tokenizer.eos_ids[0]
+    prompt = QUESTION + tokenizer.decode([end]) + QUESTION
+    body = self.ask('/v1/completions', prompt=prompt, return_token_ids=True, max_tokens=1)
+    ids = body['choices'][0]['prompt_token_ids']
+    self.assertEqual(ids, tokenizer.encode(prompt, control=True))
+    self.assertEqual(ids.count(end), 1)
+
   def test_calls_of_tools_are_parsed_and_sent_back(self):
     body = self.ask(temperature=0, tools=[SEARCH])
     (choice,) = body['choices']

@@ -153,7 +153,9 @@ class Service:
   def _encode(self, ask: api.Ask) -> list[int]:
     if ask.messages is not None:
       return self.template.encode(ask.messages, ask.tools)
-    return self.tokenizer.encode(ask.prompt) if isinstance(ask.prompt, str) else list(ask.prompt)
+    if isinstance(ask.prompt, str):  # which may be a chat that the client's own template wrote
+      return self.tokenizer.encode(ask.prompt, control=True)
+    return list(ask.prompt)
 
   def _answer(self, ask, session, session_name, plans, ids, form) -> Answer:
     room = self.scheduler.max_total - len(ids)

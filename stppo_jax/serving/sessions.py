@@ -137,7 +137,10 @@ class Session:
       return self._begin(ids, best, rank[1], num_new, forms, written)
 
   def plan_prompt(self, prompt: str | Sequence[int]) -> Plan:
-    """Returns the ids for a prompt that is a text or ids: a recorded text stays the ids it was."""
+    """Returns the ids for a prompt that is a text or ids: a recorded text stays the ids it was.
+
+    Control tokens of a text are tokens.
+    """
     tokenizer = self._template.tokenizer
     with self._lock:
       if self._closed:
@@ -152,11 +155,12 @@ class Session:
           known, begins = segment.ids, list(prompt[: len(segment.ids)]) == segment.ids
         if begins:
           rest = prompt[len(known) :]
-          new = tokenizer.encode(rest) if isinstance(rest, str) else list(rest)
+          new = tokenizer.encode(rest, control=True) if isinstance(rest, str) else list(rest)
           is_free = not segment.is_extended
           return self._begin([*segment.ids, *new], segment, is_free, len(new), [], _PROMPT)
       self.counts['rewritten'] += bool(self._segments)
-      ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+      is_text = isinstance(prompt, str)
+      ids = tokenizer.encode(prompt, control=True) if is_text else list(prompt)
       return self._begin(ids, None, False, 0, [], _PROMPT)
 
   def _begin(self, ids, segment, is_free, num_new, forms, tools) -> Plan:
