@@ -252,11 +252,14 @@ class Session:
     with self._lock:
       self._closed = True
 
-  def episodes(self, task: types.Task, group: int, failed: bool = False) -> list[types.Episode]:
+  def episodes(
+      self, task: types.Task, group: int, failed: bool = False, first_is_whole: bool = False
+  ) -> list[types.Episode]:
     """Returns a row per segment, the longest one first; one without turns if there is none.
 
     Choice: the reward of the whole stands on the last turn of every segment, so that each row has
-    it once. The rewards of single turns stay on their turns.
+    it once. The rewards of single turns stay on their turns; with `first_is_whole` those of the
+    other segments are also on the first row's last turn, whose score is the session's.
     """
     with self._lock:
       segments = sorted(self._segments, key=lambda segment: -len(segment.turns))
@@ -280,6 +283,9 @@ class Session:
                 | {'program_failed': float(failed or not turns)},
             )
         )
+      if first_is_whole and segments:
+        others = [turn.reward for segment in segments[1:] for turn in segment.turns]
+        rows[0].turns[-1].reward += sum(others)
       return rows
 
 
