@@ -96,6 +96,14 @@ class TemplateTest(parameterized.TestCase):
         template.encode([{'role': 'user', 'content': asked}]), chat.encode_prompt(tokenizer, asked)
     )
 
+  def test_arguments_that_are_nested_too_deeply_are_refused(self):
+    deep: list = []
+    for _ in range(2000):
+      deep = [deep]
+    call = {'function': {'name': 'x', 'arguments': {'a': deep}}}
+    with self.assertRaisesRegex(ValueError, 'refuses the messages'):
+      self.template.encode([USER, {**SAID, 'tool_calls': [call]}])
+
   def test_a_template_sees_the_thoughts_of_turns(self):
     """Qwen3's drops earlier ones: it looks for </think> in the content."""
     folder = self.enterContext(tempfile.TemporaryDirectory())
