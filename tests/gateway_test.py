@@ -158,17 +158,17 @@ class AnswersTest(parameterized.TestCase):
     asked = dict(logprobs=True, max_tokens=20)
     logp = lambda body: [x['logprob'] for x in body['choices'][0]['logprobs']['content']]
     greedy = self.ask(temperature=0, **asked)
-    cold = self.ask(temperature=1e-5, seed=0, **asked)  # the same tokens
+    cold = self.ask(temperature=1e-4, seed=0, **asked)  # the same tokens
     cut = self.ask(temperature=2.0, top_p=1e-6, **asked)
     self.assertLess(min(logp(greedy)), -0.1)
     for body in (cold, cut):
       self.assertEqual(body['choices'][0]['message'], greedy['choices'][0]['message'])
       np.testing.assert_allclose(logp(body), logp(greedy), atol=1e-6)
-    name, _ = self.server.service.open_session(jax.random.key(0), sessions.Sampling(1e-5))
+    name, _ = self.server.service.open_session(jax.random.key(0), sessions.Sampling(1e-4))
     of_session = self.ask(f'/s/{name}/v1/chat/completions', **asked)
     self.server.service.end_session(name)
     self.assertEqual(of_session['choices'][0]['message'], greedy['choices'][0]['message'])
-    self.assertGreater(min(logp(of_session)), -0.01)
+    self.assertGreater(min(logp(of_session)), -0.05)  # but for rounding
 
   def test_bytes_of_logprobs_are_those_of_the_tokens(self):
     half = 'é'.encode()[:1]
