@@ -16,7 +16,7 @@ _UNSUPPORTED = (
     'continue_final_message structured_outputs reasoning_effort return_tokens_as_token_ids '
     'truncate_prompt_tokens'
 ).split()
-# The only value that changes nothing.
+# The only value that changes nothing: all special tokens but the eos that ends an answer are shown.
 _FIXED = {'repetition_penalty': 1, 'add_generation_prompt': True, 'skip_special_tokens': False}
 ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
 

@@ -6,6 +6,7 @@
   /s/SESSION/v1/..            the same within a session; or the header X-Session-Id
   POST /s/SESSION/reward      {"reward": 1.0, "turn": 2, "metrics": {..}}; no turn: of the whole
 
+Log-probs are the model's own; in a session they are those of the distribution that was drawn from.
 Errors are OpenAI's: {"error": {"message", "type", "param", "code"}}. Needs requirements-serve.txt.
 """
 
