@@ -38,8 +38,8 @@ from stppo_jax.types import UserError
 _LOOK_S = 0.2  # between two questions whether to stop
 _NONE = np.zeros(0, np.int32)
 _DECLARED = (
-    'the model at config.eval.address reads its tools as a text before the question; an agent whose '
-    'chat template shows tools reads them there: the prompts differ'
+    'the model at config.eval.address reads its tools as a text before the question; an agent '
+    'whose chat template shows tools reads them there: the prompts differ'
 )
 
 

@@ -159,8 +159,9 @@ class Session:
           is_free = not segment.is_extended
           return self._begin([*segment.ids, *new], segment, is_free, len(new), [], _PROMPT)
       self.counts['rewritten'] += bool(self._segments)
-      is_text = isinstance(prompt, str)
-      ids = tokenizer.encode(prompt, control=True) if is_text else list(prompt)
+      if isinstance(prompt, str):
+        prompt = tokenizer.encode(prompt, control=True)
+      ids = list(prompt)
       return self._begin(ids, None, False, 0, [], _PROMPT)
 
   def _begin(self, ids, segment, is_free, num_new, forms, tools) -> Plan:

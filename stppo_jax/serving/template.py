@@ -107,7 +107,7 @@ class Template:
     return value
 
   def _encode_rendered(self, text: str) -> list[int]:
-    """Encodes added tokens that are not marked as such, and each text between two of them as one."""
+    """Encodes unmarked added tokens as such, and each text between two of them as one."""
     library, ids, end = self.tokenizer.control_library, [], 0
     encoding = library.encode(chat.valid(text), add_special_tokens=False)
     for token, (start, stop) in zip(encoding.ids, encoding.offsets):
