@@ -24,6 +24,7 @@ from stppo_jax.trajectories import atif_reader
 from stppo_jax.trajectories import atif_writer
 from stppo_jax.trajectories import saved
 from stppo_jax.types import UserError
+from tests import chat_test
 from tests.support import tiny_run
 from tests.support import tiny_tokenizer
 
@@ -184,6 +185,49 @@ class RoundTripTest(parameterized.TestCase):
         np.concatenate(list(map(ids, ('which?', *texts[:2])))).tolist(),
     )
     self.assertEqual(document['final_metrics']['extra'], {'score': 0.1 - 1 / 3, 'em': 1 / 3})
+
+  @parameterized.parameters((None, 'inline'), (CHATML, 'user'), (CHATML, 'tool'))
+  def test_texts_of_our_own_are_encoded_again_without_a_template(self, chat_template, frame):
+    tokenizer = tiny(chat_template)
+    framing = chat.make_framing(tokenizer, frame, 100)
+    ids = lambda text: np.array(tokenizer.encode(text), np.int32)
+    end = tokenizer.eos_ids[0]
+    said = (ids('<search>a</search>'), np.array([*ids('<search>b</search>'), end], np.int32))
+    said += (ids('<answer>b</answer>'), np.array([*ids('<answer>b</answer>'), end], np.int32))
+    pages = '\n\n<information>Paris <think></information>\n\n', 'no search', ' and on', 'over'
+    turns = [
+        types.Turn(x, np.zeros(len(x), np.float32), np.array(framing.encode(page, x), np.int32))
+        for x, page in zip(said, pages)
+    ]
+    prompt = np.array(chat.encode_prompt(tokenizer, 'which?'), np.int32)
+    episode = types.Episode(types.Task('q', 'which?'), 0, prompt, turns)
+    (record,) = batching.to_records([episode], tokenizer, 7, 'train')
+    kept = {k: record[k] for k in atif_writer.KEPT if k in record} | {'row': 0}
+    document = atif_writer.document(episode, kept, tokenizer, 'm', 'n')
+    exact = atif_reader.Reader(tokenizer).rows(document, 'n')
+    again = atif_reader.Reader(tokenizer, retokenize=True).rows(document, 'n')
+    self.assertEqual(parts(again), parts(exact))
+    for step in document['steps'][1:]:
+      del step['extra']['end']  # as earlier versions wrote it
+    (row,) = atif_reader.Reader(tokenizer, retokenize=True).rows(document, 'n')
+    rest = lambda e: np.concatenate([np.append(t.tokens, t.observation) for t in e.turns[:2]])
+    if chat_template is not None:
+      np.testing.assert_array_equal(rest(row.episode), rest(episode))
+
+  def test_texts_with_control_tokens_of_another_tokenizer_are_left_out(self):
+    folder = tempfile.mkdtemp(dir=FOLDER)
+    tokenizer = chat.load_tokenizer(
+        chat_test.write_chat_tokenizer(folder, chat_test.QWEN25, '<|im_end|>')
+    )
+    prompt = np.array(chat.encode_prompt(tokenizer, 'which?'), np.int32)
+    episode = types.Episode(types.Task('q', 'which?'), 0, prompt, [])
+    (record,) = batching.to_records([episode], tokenizer, 7, 'train')
+    kept = {k: record[k] for k in atif_writer.KEPT if k in record} | {'row': 0}
+    document = atif_writer.document(episode, kept, tokenizer, 'm', 'n')
+    (row,) = atif_reader.Reader(tokenizer, retokenize=True).rows(document, 'n')
+    self.assertEqual(parts([row]), [(prompt.tolist(), [])])
+    with self.assertRaisesRegex(ValueError, r'^its prompt holds <\|im_start\|>, no token of .*$'):
+      atif_reader.Reader(tiny(), retokenize=True).rows(document, 'n')
 
   def test_tools_in_the_form_of_the_run_are_calls(self):
     said = 'Hm. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'

@@ -219,6 +219,22 @@ class DenseTest(parameterized.TestCase):
     self.assertEqual(retriever.search([], 3), [])
     self.assertLen(retriever.search(['lima'], 2)[0], 2)
 
+  def test_a_passage_is_embedded_as_it_is_shown(self):
+    """As an agent reads it and as a server sends it: without a title it is its text alone."""
+    passages = [PASSAGES[0], types.Passage('x', '', 'the lima .'), types.Passage('y', '', 'a\nb')]
+    with mock.patch.object(dense, 'embed', return_value=np.zeros((3, 16))) as embed:
+      dense.DenseRetriever(passages, self.folder, self.cache)
+    texts = ['"Paris"\nthe capital of france .', 'the lima .', '""\na\nb']
+    self.assertEqual(embed.call_args.args[1], [f'passage: {text}' for text in texts])
+
+  def test_hosts_with_one_process_id_write_files_of_their_own(self):
+    parts, replace = [], os.replace
+    with mock.patch.object(os, 'replace', lambda a, b: (parts.append(a), replace(a, b))):
+      for _ in range(2):
+        with mock.patch.object(os.path, 'exists', return_value=False):  # neither has ended
+          dense.embed(encoders.Encoder(self.folder), ['lima'], self.cache)
+    self.assertLen(set(parts), 2)
+
   def test_vectors_are_made_once_for_one_corpus_and_encoder(self):
     dense.DenseRetriever(PASSAGES, self.folder, self.cache)
     (first,) = os.listdir(self.cache)

@@ -19,14 +19,17 @@ from unittest import mock
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
+import numpy as np
 import requests
 
 from stppo_jax import chat
 from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.serving import api
 from stppo_jax.serving import gateway
 from stppo_jax.serving import sessions
+from stppo_jax.serving import turn_text
 
 ROOT = pathlib.Path(__file__).parent.parent
 QUESTION = 'Question: What is the capital of France?\n'
@@ -127,6 +130,11 @@ class AnswersTest(parameterized.TestCase):
     )
     kept = self.ask(temperature=0, stop='</search>', include_stop_str_in_output=True)
     self.assertEqual(kept['choices'][0]['message']['content'], text + '</search>')
+    cut = self.ask(temperature=0, stop='</search>', max_tokens=3)
+    self.assertEqual(
+        [x['choices'][0]['stop_reason'] for x in (body, kept, cut)],
+        ['</search>', '</search>', None],
+    )
 
   def test_a_stream_is_the_answer_in_pieces(self):
     asked = dict(temperature=1.3, seed=5, n=3, stop=['</search>', 'ymb'], logprobs=True)
@@ -145,6 +153,34 @@ class AnswersTest(parameterized.TestCase):
       logprobs = [entry for c in mine for entry in c['logprobs']['content']]
       self.assertEqual(logprobs, choice['logprobs']['content'])
     self.assertGreater(max(len(x['choices']) for x in chunks), 0)
+
+  def test_logprobs_are_the_model_s_own_and_a_session_s_those_of_the_draw(self):
+    asked = dict(logprobs=True, max_tokens=20)
+    logp = lambda body: [x['logprob'] for x in body['choices'][0]['logprobs']['content']]
+    greedy = self.ask(temperature=0, **asked)
+    cold = self.ask(temperature=1e-4, seed=0, **asked)  # the same tokens
+    cut = self.ask(temperature=2.0, top_p=1e-6, **asked)
+    self.assertLess(min(logp(greedy)), -0.1)
+    for body in (cold, cut):
+      self.assertEqual(body['choices'][0]['message'], greedy['choices'][0]['message'])
+      np.testing.assert_allclose(logp(body), logp(greedy), atol=1e-6)
+    name, _ = self.server.service.open_session(jax.random.key(0), sessions.Sampling(1e-4))
+    of_session = self.ask(f'/s/{name}/v1/chat/completions', **asked)
+    self.server.service.end_session(name)
+    self.assertEqual(of_session['choices'][0]['message'], greedy['choices'][0]['message'])
+    self.assertGreater(min(logp(of_session)), -0.05)  # but for rounding
+
+  def test_bytes_of_logprobs_are_those_of_the_tokens(self):
+    half = 'é'.encode()[:1]
+    (entry,) = api.chat_logprobs([half], [-1.0])['content']
+    self.assertEqual((entry['token'], entry['bytes']), ('\ufffd', list(half)))
+    text = turn_text.TurnText([b'a', half, 'é'.encode()[1:], b'bc', b'<eos>'], (4,))
+    text.feed([0, 1], None)
+    text.feed([2, 3, 4], 'stop')
+    self.assertEqual(text.full, 'aébc')
+    self.assertEqual(text.starts, [0, 1, 1, 2, 4])
+    logprobs = api.text_logprobs([b'a'] * 5, [-1.0] * 5, text.starts)
+    self.assertEqual(logprobs['text_offset'], [0, 1, 1, 2, 4])
 
   def test_a_seed_repeats_and_none_does_not(self):
     text = lambda **fields: self.ask(temperature=2.0, **fields)['choices'][0]['message']['content']
@@ -172,6 +208,21 @@ class AnswersTest(parameterized.TestCase):
     stream = {'prompt': QUESTION, **asked, 'stream': True}
     chunks = events(post(self.server, stream, '/v1/completions', stream=True))
     self.assertEqual(''.join(c['choices'][0]['text'] for c in chunks), choice['text'])
+    offsets = choice['logprobs']['text_offset']
+    streamed = [at for c in chunks for at in c['choices'][0]['logprobs']['text_offset']]
+    self.assertEqual(streamed, offsets)
+    for at, piece in zip(offsets, choice['logprobs']['tokens'], strict=True):
+      self.assertStartsWith(choice['text'][at:], piece)
+    self.assertGreater(len(chunks), 1)
+
+  def test_control_tokens_of_a_prompt_are_tokens(self):
+    tokenizer, _, _ = embedded()
+    end = tokenizer.eos_ids[0]
+    prompt = QUESTION + tokenizer.decode([end]) + QUESTION
+    body = self.ask('/v1/completions', prompt=prompt, return_token_ids=True, max_tokens=1)
+    ids = body['choices'][0]['prompt_token_ids']
+    self.assertEqual(ids, tokenizer.encode(prompt, control=True))
+    self.assertEqual(ids.count(end), 1)
 
   def test_calls_of_tools_are_parsed_and_sent_back(self):
     body = self.ask(temperature=0, tools=[SEARCH])
@@ -215,6 +266,9 @@ class AnswersTest(parameterized.TestCase):
     text = get('/metrics').text
     for name in ('gateway_requests_total{status="200"}', 'gateway_sampled_tokens_total'):
       self.assertIn(name, text)
+    names = re.findall('^# TYPE (.*?) ', text, re.MULTILINE)
+    self.assertLen(set(names), len(names))
+    self.assertIn('gateway_queued_choices_total', names)
 
   @parameterized.parameters(
       ({'messages': []}, 400, 'messages'),
@@ -236,6 +290,19 @@ class AnswersTest(parameterized.TestCase):
       ({'top_logprobs': 3}, 400, 'top_logprobs'),
       ({'logit_bias': {'5': 1}}, 400, 'logit_bias'),
       ({'response_format': {'type': 'json_object'}}, 400, 'response_format'),
+      ({'repetition_penalty': 1.1}, 400, 'repetition_penalty'),
+      ({'min_tokens': 3}, 400, 'min_tokens'),
+      ({'stop_token_ids': [5]}, 400, 'stop_token_ids'),
+      ({'bad_words': ['x']}, 400, 'bad_words'),
+      ({'chat_template_kwargs': {'enable_thinking': False}}, 400, 'chat_template_kwargs'),
+      ({'chat_template_kwargs': [1]}, 400, 'chat_template_kwargs'),
+      ({'continue_final_message': True}, 400, 'continue_final_message'),
+      ({'add_generation_prompt': False}, 400, 'add_generation_prompt'),
+      ({'guided_json': {}, 'guided_choice': ['a']}, 400, 'guided_choice'),
+      ({'structured_outputs': {'choice': ['a']}}, 400, 'structured_outputs'),
+      ({'prompt_logprobs': 0}, 400, 'prompt_logprobs'),
+      ({'skip_special_tokens': True}, 400, 'skip_special_tokens'),
+      ({'reasoning_effort': 'low'}, 400, 'reasoning_effort'),
       ({'model': 'gpt-5'}, 404, 'model'),
   )
   def test_a_wrong_field_is_named(self, fields, status, param):
@@ -246,8 +313,19 @@ class AnswersTest(parameterized.TestCase):
     self.assertEqual(error['param'], param)
     self.assertNotIn('\n', error['message'])
 
+  def test_fields_that_change_nothing_are_taken(self):
+    nothing = {'repetition_penalty': 1.0, 'min_tokens': 0, 'stop_token_ids': [], 'bad_words': None}
+    nothing |= {'add_generation_prompt': True, 'continue_final_message': False}
+    nothing |= {'prompt_logprobs': None, 'guided_json': None, 'chat_template_kwargs': {}}
+    self.assertEqual(
+        self.ask(temperature=0, **nothing)['choices'], self.ask(temperature=0)['choices']
+    )
+
   @parameterized.parameters(
       ('GET', '/v1/chat/completions', b'', 405),
+      ('POST', '/v1/completions', b'{"prompt": "x", "max_tokens": 1' + b'0' * 400 + b'}', 400),
+      ('POST', '/v1/completions', b'{"prompt": "x", "temperature": 1' + b'0' * 400 + b'}', 400),
+      ('POST', '/v1/completions', b'{"prompt": "x", "temperature": NaN}', 400),
       ('POST', '/v1/chat/completions', b'{', 400),
       ('POST', '/v1/chat/completions', b'[' * 100_000, 400),
       ('POST', '/v1/chat/completions', b'\xff\xfe', 400),
@@ -266,6 +344,34 @@ class AnswersTest(parameterized.TestCase):
 
 
 class LimitsTest(parameterized.TestCase):
+
+  def test_the_server_s_own_template_kwargs_are_taken(self):
+    own = {'enable_thinking': False}
+    with running() as server:
+      server.service.template_kwargs = own  # which `gateway.running` gives it, see below
+      for given, status in ((own, 200), (None, 200), ({'enable_thinking': True}, 400)):
+        answer = post(server, {**ASKED, 'chat_template_kwargs': given})
+        self.assertEqual(answer.status_code, status, answer.text)
+    config = schema.Config()
+    config.model.chat_template_kwargs = own
+    tokenizer, params, sampler = embedded()
+    with gateway.running(config, sampler, params, tokenizer, 'tiny') as server:
+      self.assertEqual(server.service.template_kwargs, own)
+
+  def test_arguments_that_are_nested_deeply_or_no_object_are_one_line_or_taken(self):
+    call = lambda arguments: {
+        'role': 'assistant',
+        'content': '',
+        'tool_calls': [{'function': {'name': 'search', 'arguments': arguments}}],
+    }
+    ask = lambda server, arguments: post(
+        server, {**ASKED, 'messages': [*ASKED['messages'], call(arguments)], 'tools': [SEARCH]}
+    )
+    with running(tool_form='tags') as server:
+      for arguments in ('cats', [1], 3):
+        self.assertEqual(ask(server, arguments).status_code, 200)
+      for depth in range(600, 1100, 20):
+        self.assertIn(ask(server, '[' * depth + ']' * depth).status_code, (200, 400), depth)
 
   def test_a_key_is_asked_for(self):
     with running(key='secret') as server:

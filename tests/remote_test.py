@@ -5,6 +5,7 @@ import http.server
 import itertools
 import json
 import pathlib
+import random
 import socket
 import tempfile
 import threading
@@ -14,9 +15,12 @@ from absl.testing import absltest
 from absl.testing import parameterized
 
 from stppo_jax import chat
+from stppo_jax import types
 from stppo_jax.assessment import completions
 from stppo_jax.assessment import job
+from stppo_jax.assessment import remote
 from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import seams
 from stppo_jax.serving import gateway
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
@@ -193,6 +197,25 @@ class ClientTest(parameterized.TestCase):
       self.client(address).complete([])
 
 
+class Lottery:
+  """Draws from the global random state, and ignores the seed that `reset` is given."""
+
+  def __init__(self, task):
+    del task
+
+  def reset(self, seed=None):
+    del seed
+    return f'{random.random()}', {}
+
+  def step(self, action):
+    del action
+    return '', 1.0, True, False, {}
+
+  @staticmethod
+  def load_tasks(split):
+    return [types.Task(f'{split}-{i}', 'Guess!', seed=i) for i in range(4)]
+
+
 class RemoteTest(parameterized.TestCase):
 
   @classmethod
@@ -254,6 +277,26 @@ class RemoteTest(parameterized.TestCase):
     self.assertLen(set(seeds[0]), 5 * 3 * 2)
     self.assertEqual(*seeds)
 
+  def test_samples_of_a_seeded_task_play_the_agent_s_instance(self):
+    """Also where a game draws from the global random state and ignores its seed."""
+    values = dict(env__kind=f'{__name__}:Lottery', data__source='embedded', eval__samples=3)
+    values |= {'retriever__kind': 'none'}
+    with serving(lambda body: completion('<answer> x')) as (address, asked):
+      self.evaluate(address, **values)
+    played = sorted(body['messages'][0]['content'] for body in asked)
+    agent = seams.resolve(tiny_run.make_config(self.tmp, **values)).bind(None)
+    local = [agent(task, task.seed).reset(task.seed)[0] for task in Lottery.load_tasks('dev')]
+    self.assertEqual(played, sorted(local * 3))
+
+  def test_tools_are_declared_in_the_prompt_and_that_is_said(self):
+    values = dict(env__kind='tools', env__tools=('calculator',), retriever__kind='none')
+    with serving(lambda body: completion('<answer> x')) as (address, asked):
+      with mock.patch.object(remote.logging, 'log_first_n') as told:
+        self.evaluate(address, **values)
+    self.assertIn('"calculator"', asked[0]['messages'][0]['content'])
+    self.assertNotIn('tools', asked[0])
+    self.assertIn('the prompts differ', told.call_args.args[1])
+
   def test_episodes_without_an_answer_are_left_to_the_same_command(self):
     down = lambda body: 'sea' in body['messages'][0]['content']
     respond = self.answer
@@ -309,12 +352,12 @@ class RemoteTest(parameterized.TestCase):
     )
     with gateway.running(config, sampler, params, tokenizer, 'tiny') as server:
       config.eval.address, config.eval.model = f'{server.url}/v1', 'tiny'
-      remote = job.evaluate(config, self.workdir())
-    self.assertEqual(remote.scores, local.scores)
+      at_address = job.evaluate(config, self.workdir())
+    self.assertEqual(at_address.scores, local.scores)
     said = lambda results: {
         key: [turn['agent'] for turn in line['turns']] for key, line in self.lines(results).items()
     }
-    self.assertEqual(said(remote), said(local))
+    self.assertEqual(said(at_address), said(local))
     self.assertBetween(local.scores['val-core/all/em'], 0.2, 0.6)
 
 

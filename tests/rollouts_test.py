@@ -196,7 +196,8 @@ class ProgramAgentTest(parameterized.TestCase):
     tokenizer = mock.Mock(pieces=lambda tokens: [''] * len(tokens))
     again = batching.from_records(batching.to_records(episodes, tokenizer, 1, 'train'))
     self.assertEqual([episode.number for episode in again], ids)
-    self.assertLen(play(make_config(THIS + ':post_rewards'), tasks)[0], 8)  # evaluation
+    whole = play(make_config(THIS + ':post_rewards'), tasks)[0]  # evaluation
+    self.assertEqual([episode.score for episode in whole], [2 + 0.5] * 8)  # each reward once
 
   def test_what_raises_is_masked_or_scored_zero_and_counted(self):
     tasks = make_tasks(4)

@@ -261,6 +261,24 @@ class SchedulerTest(parameterized.TestCase):
     with self.assertRaises(scheduler_lib.Busy):
       scheduler.submit(requests)
 
+  def test_whoever_has_left_takes_no_place_in_the_queue(self):
+    with make_scheduler(width=2, max_waiting=2) as scheduler:
+      is_free = threading.Event()
+      first = make_request([5, 6])
+      heard, first.emit = first.emit, lambda *given: (heard(*given), is_free.wait(60))
+      scheduler.submit([first])
+      self.assertTrue(heard.begun.wait(60))  # the scheduler's thread is held in `emit`
+      gone, live = [make_request([7]) for _ in range(2)], make_request([8])
+      scheduler.submit(gone)
+      with self.assertRaises(scheduler_lib.Busy):
+        scheduler.submit([live])
+      for request in gone:
+        scheduler.cancel(request)
+      scheduler.submit([live])
+      self.assertEqual([request.emit.finish for request in gone], ['cancelled'] * 2)
+      is_free.set()
+      self.assertIn(live.emit.wait().finish, ('stop', 'length'))
+
   def test_whoever_waits_hears_of_a_failure(self):
     scheduler = make_scheduler()
     scheduler._decode = lambda: 1 / 0
@@ -295,14 +313,17 @@ class RowSamplerTest(parameterized.TestCase):
     logits = jnp.array(3 * rng.normal(size=(64, 300)), jnp.float32)
     keys = jax.random.split(jax.random.key(1), 64)
     kinds = [(1.0, 1.0), (0.0, 1.0), (0.7, 0.5), (1.3, 0.9), (1.0, 0.1)]
-    settings = np.array([kinds[i % 5] for i in range(64)], np.float32)
+    settings = np.array([(*kinds[i % 5], i % 2) for i in range(64)], np.float32)
+    model_s = np.array(jax.nn.log_softmax(logits))
     for top_k in (0, 20):
       token, logp = row_sampler.sample_rows(logits, keys, jnp.array(settings), top_k)
       for i, (temperature, top_p) in enumerate(kinds):
         cut = 0 if temperature == 0 else top_k
         wanted = sampling.sample_token(logits, keys, temperature, cut, top_p)
         np.testing.assert_array_equal(token[i::5], wanted[0][i::5])
-        np.testing.assert_allclose(logp[i::5], wanted[1][i::5], rtol=1e-5, atol=1e-6)
+        plain = model_s[np.arange(64), token]
+        both = np.where(settings[:, 2] > 0, plain, wanted[1])
+        np.testing.assert_allclose(logp[i::5], both[i::5], rtol=1e-5, atol=1e-6)
 
 
 if __name__ == '__main__':

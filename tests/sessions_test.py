@@ -45,6 +45,18 @@ class SessionTest(absltest.TestCase):
     self.assertEqual([first.turns[0].reward, second.turns[0].reward], [1.25, 1.0])
     self.assertEqual(self.session.counts['rewritten'], 1)
 
+  def test_one_row_for_the_whole_has_each_reward_once(self):
+    self.turn([1, 2], [3])
+    self.turn([1, 2, 3, 9], [4])
+    self.turn([7], [5])
+    self.turn([8], [6])
+    for turn, value in enumerate((0.5, 2.0, 4.0, 8.0), start=1):
+      self.session.reward(value, turn=turn)
+    self.session.reward(1.0)
+    first, *_ = self.session.episodes(Task('a', 'b', ('c',)), 0, first_is_whole=True)
+    self.assertEqual([turn.reward for turn in first.turns], [0.5, 2.0 + 1.0 + 4.0 + 8.0])
+    self.assertEqual([row.score for row in self.episodes()], [0.5 + 2 + 1, 4 + 1, 8 + 1])
+
   def test_a_cut_turn_counts_in_its_own_row(self):
     plan = self.session.plan_prompt([1, 2])
     self.session.record(plan, [3, 4], [-0.5, -0.5], [], was_cut=True)

@@ -217,5 +217,19 @@ class FuzzTest(parameterized.TestCase):
       self.assertLess(time.thread_time() - started, 15, form)
 
 
+class WriteTest(absltest.TestCase):
+
+  def test_arguments_that_are_no_object_are_written_as_a_text(self):
+    """A client may send any JSON value, or a text that is no JSON, as a call's arguments."""
+    one = {'type': 'object', 'properties': {'query': {'type': 'string'}}}
+    two = {'type': 'object', 'properties': {'a': {}, 'b': {}}}
+    tools = [{'function': {'name': 'f', 'parameters': parameters}} for parameters in (one, two)]
+    for tool in tools:
+      form = tool_calls.make_form('tags', [tool])
+      write = lambda arguments, form=form: form.write(tool_calls.Call('f', arguments))
+      self.assertEqual(write('cats'), '<f>cats</f>')
+      self.assertEqual(write([1, 'x']), '<f>[1, "x"]</f>')
+
+
 if __name__ == '__main__':
   absltest.main()

@@ -1,9 +1,11 @@
 """Plays questions with a model behind an OpenAI-compatible address: a baseline for a trained agent.
 
-The same environments and prompts, as a chat: what `reset` gives is the first message of the user,
+The same environments and texts, as a chat: what `reset` gives is the first message of the user,
 and each observation the next one, whatever the environment's frame; a chat has no other place for
-it. Turns are texts, so that limits in tokens are the server's: `rollout.max_turn` is its
-max_tokens, an episode ends once it counts `rollout.max_total` tokens, and observations are not cut.
+it. Tools are declared by a text before the question, as locally where the chat template shows none:
+what a server does with a request's `tools` differs between servers. Turns are texts, so that limits
+in tokens are the server's: `rollout.max_turn` is its max_tokens, an episode ends once it counts
+`rollout.max_total` tokens, and observations are not cut.
 """
 
 from collections.abc import Callable
@@ -35,6 +37,10 @@ from stppo_jax.types import UserError
 
 _LOOK_S = 0.2  # between two questions whether to stop
 _NONE = np.zeros(0, np.int32)
+_DECLARED = (
+    'the model at config.eval.address reads its tools as a text before the question; an agent '
+    'whose chat template shows tools reads them there: the prompts differ'
+)
 
 
 class Remote:
@@ -149,9 +155,12 @@ class Remote:
 
   def _episode(self, row: records.Row) -> records.Played:
     seed = self._seeds[row.key]
-    env = self._env(row.task, seed)
-    text, info = protocol.reset(env, seed if row.task.seed is None else row.task.seed)
+    of_instance = seed if row.task.seed is None else row.task.seed
+    env = self._env(row.task, of_instance)
+    text, info = protocol.reset(env, of_instance)
     prompt = info.get('declaration', '') + protocol.full_text(text, info)
+    if info.get('tools'):
+      logging.log_first_n(logging.WARNING, _DECLARED, 1)
     messages = [{'role': 'user', 'content': prompt}]
     episode = types.Episode(
         row.task, row.sample, _NONE, [], counts={}, core_metrics=self._env.core_metrics

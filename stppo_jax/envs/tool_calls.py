@@ -19,6 +19,7 @@ import dataclasses
 import json
 import re
 from typing import Any
+from typing import cast
 from typing import Protocol
 
 Schema = Mapping[str, Any]
@@ -157,9 +158,10 @@ class Tags:
     return ''.join(content).strip(), tuple(calls)
 
   def write(self, call: Call) -> str:
-    """Returns the tags of a call."""
-    only = self._only_parameter(call.name)
-    value = call.arguments.get(only) if only else None
+    """Returns the tags of a call. Arguments that are a text, as a client may send, stay one."""
+    only, value = self._only_parameter(call.name), cast(Any, call.arguments)
+    if only and isinstance(value, dict):
+      value = value.get(only)
     body = value if isinstance(value, str) else json.dumps(call.arguments, ensure_ascii=False)
     return f'<{call.name}>{body}</{call.name}>'
 

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 import dataclasses
 import hashlib
 import os
+import secrets
 import tempfile
 
 from absl import logging
 import numpy as np
 
+from stppo_jax import tasks
 from stppo_jax import types
 from stppo_jax.retrieval import encoder as encoders
 from stppo_jax.retrieval import protocol
@@ -41,7 +43,7 @@ class DenseRetriever:
       raise types.UserError('retriever: got 0 passages; check that the corpus is not empty')
     self._encoder = encoders.Encoder(encoder_folder)
     self._query_prefix = query_prefix
-    texts = [f'{passage_prefix}"{p.title}"\n{p.text}' for p in self._passages]
+    texts = [passage_prefix + tasks.write_contents(p) for p in self._passages]
     if not cache_folder:
       self._temporary = tempfile.TemporaryDirectory()  # deleted with the retriever
       cache_folder = self._temporary.name
@@ -64,7 +66,7 @@ def embed(encoder: encoders.Encoder, texts: Sequence[str], folder: str) -> np.nd
   if not os.path.exists(path):
     os.makedirs(folder, exist_ok=True)
     # Renamed when complete, so that an interrupted start leaves none.
-    part = f'{path}.{os.getpid()}.part'
+    part = f'{path}.{os.getpid()}-{secrets.token_hex(8)}.part'  # ids of hosts may be equal
     shape = (len(texts), encoder.width)
     vectors = np.lib.format.open_memmap(part, 'w+', np.float32, shape)
     for start in range(0, len(texts), 4096):

@@ -6,11 +6,18 @@ What is not supported is refused in one line and never ignored where it would ch
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import itertools
 import json
-import math
 from typing import Any
 
+# Further fields, mostly vLLM's, that change an answer unless they are empty, and are not supported.
+_UNSUPPORTED = (
+    'echo suffix logit_bias presence_penalty frequency_penalty functions audio top_k min_p '
+    'use_beam_search min_tokens stop_token_ids bad_words allowed_token_ids chat_template documents '
+    'continue_final_message structured_outputs reasoning_effort return_tokens_as_token_ids '
+    'truncate_prompt_tokens'
+).split()
+# The only value that changes nothing: all special tokens but the eos that ends an answer are shown.
+_FIXED = {'repetition_penalty': 1, 'add_generation_prompt': True, 'skip_special_tokens': False}
 ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
 
 
@@ -69,8 +76,10 @@ class Ask:
   parallel_calls: bool = False  # else an answer ends with its first call
 
 
-def parse(body: bytes, is_chat: bool, limits: Limits) -> Ask:
-  """Parses a request's body. Raises ApiError."""
+def parse(
+    body: bytes, is_chat: bool, limits: Limits, template_kwargs: Mapping[str, Any] | None = None
+) -> Ask:
+  """Parses a request's body; `template_kwargs` are the server's own. Raises ApiError."""
   try:
     fields = json.loads(body)
   except (ValueError, RecursionError) as error:
@@ -78,8 +87,7 @@ def parse(body: bytes, is_chat: bool, limits: Limits) -> Ask:
   if not isinstance(fields, dict):
     raise ApiError(400, 'the body must be a JSON object')
   get = _Fields(fields)
-  get.refuse('echo', 'suffix', 'logit_bias', 'presence_penalty', 'frequency_penalty')
-  get.refuse('functions', 'audio', 'top_k', 'min_p', 'use_beam_search')
+  get.refuse_unsupported(dict(template_kwargs or {}))
   if (fields.get('response_format') or {'type': 'text'}) != {'type': 'text'}:
     raise ApiError(400, 'response_format must be {"type": "text"}', param='response_format')
   options = fields.get('stream_options') or {}
@@ -116,18 +124,27 @@ class _Fields:
   def __init__(self, fields: Mapping[str, Any]):
     self.fields = fields
 
-  def refuse(self, *names: str) -> None:
-    for name in names:
+  def refuse_unsupported(self, template_kwargs: dict[str, Any]) -> None:
+    guided = [name for name in self.fields if name.startswith('guided_')]
+    for name in (*_UNSUPPORTED, *guided):
       if self.fields.get(name):
         raise ApiError(400, f'{name} is not supported: leave it out', param=name)
+    for name, value in (_FIXED | {'prompt_logprobs': None}).items():
+      if self.fields.get(name) not in (None, value):
+        raise ApiError(400, f'{name} must be {json.dumps(value)}, or left out', param=name)
+    given = self.fields.get('chat_template_kwargs') or {}
+    if not isinstance(given, dict) or template_kwargs | given != template_kwargs:
+      own = json.dumps(template_kwargs)
+      message = f"chat_template_kwargs must be the server's, {own}, or left out"
+      raise ApiError(400, message, param='chat_template_kwargs')
 
   def number(self, name, default, least, most, whole=False, above=False) -> Any:
     value = self.fields.get(name)
     if value is None:
       return default
     kinds = int if whole else (int, float)
-    fits = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
-    if not fits or not least <= value <= most or (above and value == least):
+    fits = isinstance(value, kinds) and not isinstance(value, bool)
+    if not fits or not least <= value <= most or (above and value == least):  # NaN is no number
       kind = 'whole number' if whole else 'number'
       more = 'above' if above else 'from'
       raise ApiError(400, f'{name} must be a {kind} {more} {least} to {most}', param=name)
@@ -245,25 +262,30 @@ def _tools(get: _Fields, limits: Limits) -> tuple[dict[str, Any], ...]:
   return () if choice == 'none' else tuple(tools)
 
 
-def chat_logprobs(pieces: Sequence[str], logp: Sequence[float]) -> dict[str, Any]:
+def chat_logprobs(tokens: Sequence[bytes], logp: Sequence[float]) -> dict[str, Any]:
   """Returns the `logprobs` of a chat choice: those of the chosen tokens."""
   return {
       'content': [
-          {'token': t, 'logprob': x, 'bytes': list(t.encode('utf-8')), 'top_logprobs': []}
-          for t, x in zip(pieces, logp)
+          {'token': _piece(t), 'logprob': x, 'bytes': list(t), 'top_logprobs': []}
+          for t, x in zip(tokens, logp)
       ]
   }
 
 
-def text_logprobs(pieces: Sequence[str], logp: Sequence[float]) -> dict[str, Any]:
-  """Returns the `logprobs` of a choice of /v1/completions."""
-  offsets = list(itertools.accumulate(map(len, pieces), initial=0))[:-1]
+def text_logprobs(
+    tokens: Sequence[bytes], logp: Sequence[float], starts: Sequence[int]
+) -> dict[str, Any]:
+  """Returns the `logprobs` of a choice of /v1/completions; `starts` are places in its text."""
   return {
-      'tokens': list(pieces),
+      'tokens': list(map(_piece, tokens)),
       'token_logprobs': list(logp),
       'top_logprobs': None,
-      'text_offset': offsets,
+      'text_offset': list(starts),
   }
+
+
+def _piece(token: bytes) -> str:
+  return token.decode('utf-8', 'replace')
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

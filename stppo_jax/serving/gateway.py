@@ -95,7 +95,15 @@ def running(
             shares_prefixes,
         )
     )
-    service = service_lib.Service(scheduler, tokenizer, name, settings.tool_form, limits, api_key)
+    service = service_lib.Service(
+        scheduler,
+        tokenizer,
+        name,
+        settings.tool_form,
+        limits,
+        api_key,
+        config.model.chat_template_kwargs,
+    )
     try:
       server = resources.enter_context(server_lib.Server(service, settings.host, port))
     except (OSError, ValueError) as error:  # the port is taken; no name of a host

@@ -68,7 +68,7 @@ class ProgramAgent(agent_lib.Agent):
 
     With `groups`, which training gives, every segment of a session is a row. Choice: rows beyond a
     whole number of mini-batches are dropped at random, so that no kind of segment is preferred.
-    Without, the longest segment stands for the episode.
+    Without, the longest segment stands for the episode, with the rewards of all turns.
     """
     started = time.perf_counter()
     rollout = self.config.rollout
@@ -95,7 +95,10 @@ class ProgramAgent(agent_lib.Agent):
     )
     _check_any_ran(self.config.env.kind, runs, trains=groups is not None)
     group_of = range(len(tasks)) if groups is None else groups
-    rows = [self._rows(*of_run, n) for n, of_run in enumerate(zip(runs, tasks, group_of))]
+    rows = [
+        self._rows(*of_run, n, groups is None)
+        for n, of_run in enumerate(zip(runs, tasks, group_of))
+    ]
     if groups is None:
       return [first for first, *_ in rows]
     flat = [row for of_task in rows for row in of_task]
@@ -157,11 +160,13 @@ class ProgramAgent(agent_lib.Agent):
     answer = rewards.extract_answer(session.last_text)
     return 0.0 if answer is None else self.program.reward(task, answer, session.last_text)
 
-  def _rows(self, run: _Run, task: types.Task, group: int, number: int) -> list[types.Episode]:
+  def _rows(
+      self, run: _Run, task: types.Task, group: int, number: int, first_is_whole: bool
+  ) -> list[types.Episode]:
     """Returns the rows of an episode, with what happened to it as metrics."""
     crashed = bool(run.error) and not run.timed_out
     is_masked = crashed and self.config.serve.on_crash == 'mask'
-    episodes = run.session.episodes(task, group, failed=is_masked)
+    episodes = run.session.episodes(task, group, is_masked, first_is_whole)
     counts = run.session.counts
     seen = {name: counts[name] for name in ('rewritten', 'branched', 'too_long')}
     seen |= {'segments': float(len(episodes)), 'crashed': float(crashed)}

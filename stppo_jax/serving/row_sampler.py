@@ -17,7 +17,7 @@ from stppo_jax.rollout import sampling
 
 
 class RowSampler(sampler_lib.Sampler):
-  """`rollout.sampler.Sampler` for requests; `settings` [B,2] are temperature and top_p.
+  """`rollout.sampler.Sampler` for requests; `settings` [B,3] as in `sample_rows`.
 
   Stop strings differ between requests: the scheduler looks for them, and calls are short.
   """
@@ -53,13 +53,16 @@ class RowSampler(sampler_lib.Sampler):
 def sample_rows(
     logits: jax.Array, keys: jax.Array, settings: jax.Array, top_k: int = 0
 ) -> tuple[jax.Array, jax.Array]:
-  """Draws a token per row: logits [B,V], keys [B], settings [B,2] -> (token [B], logp [B]).
+  """Draws a token per row: logits [B,V], keys [B], settings [B,3] -> (token [B], logp [B]).
 
-  Each row as `sampling.sample_token` with its temperature and top_p, whatever the other rows ask
-  for. Cut rows cost a sort, and only a call that has one pays for it.
+  The settings are temperature, top_p, and 1 for the model's plain log-prob, which is neither
+  tempered nor cut, or 0 for that of the distribution that was drawn from. Each row is as
+  `sampling.sample_token` with its own, whatever the other rows ask for. Cut rows cost a sort, and
+  only a call that has one pays for it.
   """
-  chex.assert_shape(settings, (logits.shape[0], 2))
-  logits, temperature, top_p = logits.astype(jnp.float32), settings[:, 0], settings[:, 1]
+  chex.assert_shape(settings, (logits.shape[0], 3))
+  logits = logits.astype(jnp.float32)
+  temperature, top_p, wants_plain = settings.T
   scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
   whole = sampling.sample_token(scaled, keys, 1.0, top_k, 1.0)
   likeliest = sampling.sample_token(logits, keys, 0.0)
@@ -72,7 +75,10 @@ def sample_rows(
     return jnp.where(temperature > 0, jnp.where(is_cut, nucleus, drawn), greedy)
 
   chosen: Any = jax.tree.map(choose, whole, cut, likeliest)
-  return chosen
+  token, logp = chosen
+  # Greedy rows take theirs from the same table, so that this adds no pass over the logits.
+  plain = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=-1)[:, 0]
+  return token, jnp.where(wants_plain > 0, plain, logp)
 
 
 def _draw_nucleus(logits, keys, top_k, top_p):

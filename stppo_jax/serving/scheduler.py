@@ -31,7 +31,9 @@ class Busy(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Request:
-  """Tokens to continue. `emit` is called from the scheduler's thread and must not block.
+  """Tokens to continue. `emit` is called from the scheduler's or a caller's thread.
+
+  It must not block.
 
   emit(tokens [n], logp [n], finish): the next tokens; finish is None until the last call, which
   gives 'stop' (an eos token or stop string, which is among the tokens), 'length', 'cancelled' or
@@ -46,6 +48,7 @@ class Request:
   top_p: float = 1.0
   stop: tuple[bytes, ...] = ()
   ignore_eos: bool = False  # True: an eos token does not end it
+  plain_logp: bool = False  # True: the model's own log-probs, neither tempered nor cut
   owner: str = ''  # whose rows `release` frees
   cancelled: bool = False
 
@@ -61,7 +64,7 @@ class Counts:
   decode_calls: int = 0
   decode_steps: int = 0  # over all calls
   rows_decoded: int = 0  # over all calls
-  requests: int = 0
+  queued_choices: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -150,11 +153,18 @@ class Scheduler:
     with self._changed:
       if not self.is_alive:
         raise Busy('the server stops')
+      self._drop_waiting()
       if len(self._waiting) + len(requests) > self._max_waiting:
         raise Busy(f'{len(self._waiting)} requests are waiting')
       self._waiting.extend(requests)
-      self.counts.requests += len(requests)
+      self.counts.queued_choices += len(requests)
       self._changed.notify_all()
+
+  def _drop_waiting(self) -> None:
+    """Ends cancelled requests that have no row, so that they take no place in the queue."""
+    for request in [request for request in self._waiting if request.cancelled]:
+      self._waiting.remove(request)
+      request.emit((), (), 'cancelled')
 
   def cancel(self, request: Request) -> None:
     """Ends a request soon, if it has not ended; its last `emit` says 'cancelled'."""
@@ -390,9 +400,9 @@ def _inputs(rows: Sequence[_Row], width: int) -> sampler_lib.Rows:
 
 
 def _settings(rows: Sequence[_Row], width: int) -> np.ndarray:
-  """Returns temperature and top_p [width,2] of each row."""
-  settings = np.ones((width, 2), np.float32)
+  """Returns temperature, top_p and whether log-probs are plain [width,3] of each row."""
+  settings = np.ones((width, 3), np.float32)
   for i, row in enumerate(rows):
     if row.request is not None:
-      settings[i] = row.request.temperature, row.request.top_p
+      settings[i] = row.request.temperature, row.request.top_p, row.request.plain_logp
   return settings

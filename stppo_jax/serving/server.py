@@ -6,6 +6,7 @@
   /s/SESSION/v1/..            the same within a session; or the header X-Session-Id
   POST /s/SESSION/reward      {"reward": 1.0, "turn": 2, "metrics": {..}}; no turn: of the whole
 
+Log-probs are the model's own; in a session they are those of the distribution that was drawn from.
 Errors are OpenAI's: {"error": {"message", "type", "param", "code"}}. Needs requirements-serve.txt.
 """
 
@@ -225,7 +226,8 @@ class _Complete(_Handler):
     if self.service.stopping:
       raise api.ApiError(503, 'the server stops')
     session = session or self.request.headers.get('X-Session-Id', '')
-    ask = api.parse(self.body(), self.is_chat, self.service.limits)
+    service = self.service
+    ask = api.parse(self.body(), self.is_chat, service.limits, service.template_kwargs)
     self._answer = self.service.begin(ask, session)
     self._id = ('chatcmpl-' if self.is_chat else 'cmpl-') + uuid.uuid4().hex
     self._created = int(time.time())
@@ -275,19 +277,25 @@ class _Complete(_Handler):
   def _usage(self, answer):
     return api.usage(len(answer.prompt), sum(len(choice.tokens) for choice in answer.choices))
 
-  def _details(self, answer, pieces: Sequence[service_lib.Piece], format_logprobs):
+  def _details(self, answer, pieces: Sequence[service_lib.Piece]):
     """Returns the fields of a choice that both kinds have."""
     tokens = [token for piece in pieces for token in piece.tokens]
     logp = [x for piece in pieces for x in piece.logp]
     fields: dict[str, Any] = {'index': pieces[-1].index, 'finish_reason': pieces[-1].finish}
-    fields['logprobs'] = None
+    fields |= {'stop_reason': pieces[-1].stop, 'logprobs': None}  # the former is vLLM's
     if answer.ask.logprobs:
-      fields['logprobs'] = format_logprobs(self.service.tokenizer.pieces(tokens), logp)
+      known = self.service.tokenizer.token_bytes
+      spelled = [known[token] if token < len(known) else b'' for token in tokens]
+      starts = [start for piece in pieces for start in piece.starts]
+      fields['logprobs'] = self._logprobs(spelled, logp, starts)
     if answer.ask.token_ids:
       fields |= {'token_ids': tokens}
     if pieces[-1].turn is not None:
       fields['turn'] = pieces[-1].turn
     return fields
+
+  def _logprobs(self, spelled: list[bytes], logp: list[float], starts: list[int]) -> dict[str, Any]:
+    raise NotImplementedError
 
   def _choice(self, answer: service_lib.Answer, pieces: list[service_lib.Piece]) -> dict[str, Any]:
     raise NotImplementedError
@@ -299,13 +307,17 @@ class _Complete(_Handler):
 class _Chat(_Complete):
   kind, chunk_kind = 'chat.completion', 'chat.completion.chunk'
 
+  def _logprobs(self, spelled, logp, starts):
+    del starts
+    return api.chat_logprobs(spelled, logp)
+
   def _choice(self, answer, pieces):
     calls = [call for piece in pieces for call in piece.calls]
     text = ''.join(piece.text for piece in pieces)
     message: dict[str, Any] = {'role': 'assistant', 'content': text or None if calls else text}
     if calls:
       message['tool_calls'] = [_call(call) for call in calls]
-    return {'message': message} | self._details(answer, pieces, api.chat_logprobs)
+    return {'message': message} | self._details(answer, pieces)
 
   def _delta(self, answer, piece, begun):
     delta: dict[str, Any] = {} if piece.index in begun else {'role': 'assistant', 'content': ''}
@@ -314,22 +326,25 @@ class _Chat(_Complete):
       delta['content'] = piece.text
     if piece.calls:
       delta['tool_calls'] = [{'index': i} | _call(call) for i, call in enumerate(piece.calls)]
-    return {'delta': delta} | self._details(answer, [piece], api.chat_logprobs)
+    return {'delta': delta} | self._details(answer, [piece])
 
 
 class _Completions(_Complete):
   is_chat = False
   kind = chunk_kind = 'text_completion'
 
+  def _logprobs(self, spelled, logp, starts):
+    return api.text_logprobs(spelled, logp, starts)
+
   def _choice(self, answer, pieces):
     fields = {'text': ''.join(piece.text for piece in pieces)}
     if answer.ask.token_ids:
       fields['prompt_token_ids'] = answer.prompt
-    return fields | self._details(answer, pieces, api.text_logprobs)
+    return fields | self._details(answer, pieces)
 
   def _delta(self, answer, piece, begun):
     del begun
-    return {'text': piece.text} | self._details(answer, [piece], api.text_logprobs)
+    return {'text': piece.text} | self._details(answer, [piece])
 
 
 class _Models(_Handler):

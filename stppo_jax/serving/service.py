@@ -6,6 +6,8 @@ tokens come back through the event loop and become text, calls and log-probs.
 
 import asyncio
 from collections.abc import AsyncGenerator
+from collections.abc import Mapping
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import hashlib
@@ -38,7 +40,9 @@ class Piece:
   calls: tuple[tool_calls.Call, ...] = ()
   tokens: list[int] = dataclasses.field(default_factory=list)
   logp: list[float] = dataclasses.field(default_factory=list)
+  starts: list[int] = dataclasses.field(default_factory=list)  # of the tokens, in the text
   finish: str | None = None
+  stop: str | None = None  # the client's stop string that ended it
   turn: int | None = None  # its number in the session
 
 
@@ -82,10 +86,11 @@ class Service:
       tool_form: str = 'hermes',
       limits: api.Limits | None = None,
       api_key: str = '',  # empty: none is asked for
+      template_kwargs: Mapping[str, Any] | None = None,  # of the chat template
   ):
     self.scheduler, self.tokenizer, self.name = scheduler, tokenizer, name
     self.limits, self.api_key = limits or api.Limits(), api_key
-    self.tool_form = tool_form
+    self.tool_form, self.template_kwargs = tool_form, template_kwargs
     self.template = template_lib.Template(tokenizer, scheduler.max_total, tool_form)
     self.stopping = False
     self._sessions: dict[str, sessions_lib.Session] = {}
@@ -133,7 +138,7 @@ class Service:
     try:
       plans = _plans(session, ask) if session else []
       ids = plans[0].ids if plans else self._encode(ask)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter: arguments that are nested deeply
       raise api.ApiError(400, ' '.join(str(error).split())[:500]) from None
     except sessions_lib.Closed as error:
       raise api.ApiError(404, str(error), 'session_not_found') from None
@@ -153,7 +158,9 @@ class Service:
   def _encode(self, ask: api.Ask) -> list[int]:
     if ask.messages is not None:
       return self.template.encode(ask.messages, ask.tools)
-    return self.tokenizer.encode(ask.prompt) if isinstance(ask.prompt, str) else list(ask.prompt)
+    if isinstance(ask.prompt, str):  # which may be a chat that the client's own template wrote
+      return self.tokenizer.encode(ask.prompt, control=True)
+    return list(ask.prompt)
 
   def _answer(self, ask, session, session_name, plans, ids, form) -> Answer:
     room = self.scheduler.max_total - len(ids)
@@ -188,6 +195,7 @@ class Service:
           top_p=top_p,
           stop=tuple(stop.encode('utf-8', 'replace') for stop in stops),
           ignore_eos=ask.ignore_eos,
+          plain_logp=session is None,
           owner=session_name,
       )
       text = turn_text.TurnText(
@@ -215,7 +223,9 @@ class Service:
           raise api.ApiError(500, 'the engine has failed; see the log')
         choice.tokens += tokens
         choice.logp += logp
-        piece = Piece(index, choice.text.feed(tokens, finish), (), tokens, logp, finish)
+        new = choice.text.feed(tokens, finish)
+        starts = choice.text.starts[len(choice.tokens) - len(tokens) :]
+        piece = Piece(index, new, (), tokens, logp, starts, finish)
         if finish is not None:
           left, choice.is_over = left - 1, True
           self._finish(answer, choice, piece)
@@ -232,9 +242,12 @@ class Service:
   def _finish(self, answer: Answer, choice: _Choice, piece: Piece) -> None:
     """Parses the calls of a turn that has ended, and records it."""
     action, said = 'other', [_said(choice.text.shown), _said(choice.text.full)]
+    if piece.finish == 'stop':
+      piece.stop = _first_stop(choice.text.full, answer.ask.stop)
     if answer.form is not None:
       content, calls = answer.form.parse(choice.text.full)
       piece.text, piece.tokens, piece.logp = choice.text.shown, choice.tokens, choice.logp
+      piece.starts = choice.text.starts
       if any(call.error for call in calls):
         action = 'invalid'  # the client sees the text as it is
       elif calls:
@@ -257,6 +270,12 @@ def _plans(session: sessions_lib.Session, ask: api.Ask) -> list[sessions_lib.Pla
   else:
     first = session.plan(ask.messages, ask.tools)
   return [first, *(session.fork(first) for _ in range(1, ask.n))]
+
+
+def _first_stop(text: str, stops: Sequence[str]) -> str | None:
+  """Returns the stop string that a text has first; None: it ended by itself."""
+  found = [(at, len(stop), stop) for stop in stops if (at := text.find(stop)) >= 0]
+  return min(found)[-1] if found else None
 
 
 def _sender(events: asyncio.Queue, index: int):

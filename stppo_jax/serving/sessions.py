@@ -137,7 +137,10 @@ class Session:
       return self._begin(ids, best, rank[1], num_new, forms, written)
 
   def plan_prompt(self, prompt: str | Sequence[int]) -> Plan:
-    """Returns the ids for a prompt that is a text or ids: a recorded text stays the ids it was."""
+    """Returns the ids for a prompt that is a text or ids: a recorded text stays the ids it was.
+
+    Control tokens of a text are tokens.
+    """
     tokenizer = self._template.tokenizer
     with self._lock:
       if self._closed:
@@ -152,11 +155,13 @@ class Session:
           known, begins = segment.ids, list(prompt[: len(segment.ids)]) == segment.ids
         if begins:
           rest = prompt[len(known) :]
-          new = tokenizer.encode(rest) if isinstance(rest, str) else list(rest)
+          new = tokenizer.encode(rest, control=True) if isinstance(rest, str) else list(rest)
           is_free = not segment.is_extended
           return self._begin([*segment.ids, *new], segment, is_free, len(new), [], _PROMPT)
       self.counts['rewritten'] += bool(self._segments)
-      ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+      if isinstance(prompt, str):
+        prompt = tokenizer.encode(prompt, control=True)
+      ids = list(prompt)
       return self._begin(ids, None, False, 0, [], _PROMPT)
 
   def _begin(self, ids, segment, is_free, num_new, forms, tools) -> Plan:
@@ -248,11 +253,14 @@ class Session:
     with self._lock:
       self._closed = True
 
-  def episodes(self, task: types.Task, group: int, failed: bool = False) -> list[types.Episode]:
+  def episodes(
+      self, task: types.Task, group: int, failed: bool = False, first_is_whole: bool = False
+  ) -> list[types.Episode]:
     """Returns a row per segment, the longest one first; one without turns if there is none.
 
     Choice: the reward of the whole stands on the last turn of every segment, so that each row has
-    it once. The rewards of single turns stay on their turns.
+    it once. The rewards of single turns stay on their turns; with `first_is_whole` those of the
+    other segments are also on the first row's last turn, whose score is the session's.
     """
     with self._lock:
       segments = sorted(self._segments, key=lambda segment: -len(segment.turns))
@@ -276,6 +284,9 @@ class Session:
                 | {'program_failed': float(failed or not turns)},
             )
         )
+      if first_is_whole and segments:
+        others = [turn.reward for segment in segments[1:] for turn in segment.turns]
+        rows[0].turns[-1].reward += sum(others)
       return rows
 
 

@@ -1,12 +1,13 @@
 """Messages to token ids: whole conversations, and what follows a turn that was sampled.
 
 A sampled turn is never encoded again: `encode_after` gives the ids between its last token and the
-next turn. No text of a message becomes a control token, whatever it looks like.
+next turn. No text of a message becomes a control token, whatever it looks like. An added token that
+is not special, such as Qwen3's <think>, is one in an assistant's turn and in the prompt, as in
+`chat.encode_prompt`. What tools and users say after that is plain text, as in `chat.Framing`.
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence
-import functools
 import re
 from typing import Any
 
@@ -32,8 +33,8 @@ class Template:
     self._max_tokens = max_tokens
     added = tokenizer.control_library.get_added_tokens_decoder()
     self._controls = [token.content for token in added.values() if token.content]
-    names = sorted(self._controls, key=len, reverse=True)
-    self._control = re.compile('|'.join(map(re.escape, names)) or r'(?!)')
+    self._any = _pattern(self._controls)
+    self._special = _pattern([t.content for t in added.values() if t.content and t.special])
 
   def encode(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
     """Returns the ids of a conversation up to where the next turn begins.
@@ -78,29 +79,35 @@ class Template:
 
   def _render(self, messages, tools):
     assert self.tokenizer.render is not None
-    render = functools.partial(self.tokenizer.render)
-    safe = self._without_controls(list(messages))
-    try:
-      more = {'tools': self._without_controls(list(tools))} if tools else {}
-      return render(safe, **more)
+    try:  # marking too, for what is nested too deeply
+      more = {'tools': self._marked(list(tools), self._any)} if tools else {}
+      return self.tokenizer.render(self._safe(messages), **more)
     except Exception as error:  # a template may raise anything
       raise ValueError(f'the chat template refuses the messages ({error})') from error
 
-  def _without_controls(self, value: Any) -> Any:
-    """Marks the texts of control tokens in all strings of a JSON value."""
+  def _safe(self, messages) -> list[Any]:
+    """Marks what must not become a token. A template sees an agent's own </think>."""
+    safe, is_prompt = [], True
+    for message in messages:
+      is_turn = message['role'] == 'assistant'
+      is_prompt = is_prompt and not is_turn
+      may_hold = is_turn or (is_prompt and message['role'] != 'tool')
+      safe.append(self._marked(message, self._special if may_hold else self._any))
+    return safe
+
+  def _marked(self, value: Any, pattern: re.Pattern[str]) -> Any:
+    """Marks the texts of tokens in all strings of a JSON value."""
     if isinstance(value, str):
       text = value.replace(_OPEN, '?').replace(_CLOSE, '?')
-      return self._control.sub(
-          lambda found: f'{_OPEN}{self._controls.index(found[0])}{_CLOSE}', text
-      )
+      return pattern.sub(lambda found: f'{_OPEN}{self._controls.index(found[0])}{_CLOSE}', text)
     if isinstance(value, Mapping):
-      return {self._without_controls(k): self._without_controls(v) for k, v in value.items()}
+      return {self._marked(k, pattern): self._marked(v, pattern) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-      return [self._without_controls(item) for item in value]
+      return [self._marked(item, pattern) for item in value]
     return value
 
   def _encode_rendered(self, text: str) -> list[int]:
-    """Encodes the template's control tokens as such, and each text between two of them as one."""
+    """Encodes unmarked added tokens as such, and each text between two of them as one."""
     library, ids, end = self.tokenizer.control_library, [], 0
     encoding = library.encode(chat.valid(text), add_special_tokens=False)
     for token, (start, stop) in zip(encoding.ids, encoding.offsets):
@@ -111,7 +118,13 @@ class Template:
 
   def _encode_plain(self, text: str) -> list[int]:
     unmarked = _MARKED.sub(lambda found: self._controls[int(found[1])], text)
-    return self.tokenizer.encode(unmarked) if text else []
+    return self.tokenizer.encode_plain(unmarked) if text else []
+
+
+def _pattern(texts: Sequence[str]) -> re.Pattern[str]:
+  """Returns what finds any of the texts, the longest first."""
+  longest_first = sorted(texts, key=len, reverse=True)
+  return re.compile('|'.join(map(re.escape, longest_first)) or r'(?!)')
 
 
 def _runs(messages):

@@ -24,13 +24,19 @@ class TurnText:
     self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
     self.full = ''  # with the stop string
     self.shown = ''
+    self.starts: list[int] = []  # of the tokens, in `full`
 
   def feed(self, tokens: Sequence[int], finish: str | None) -> str:
     """Returns the text that is new to the client; `finish` is set with the last tokens."""
-    if finish == 'stop' and tokens and tokens[-1] in self._eos_ids:
-      tokens = tokens[:-1]
+    has_eos = finish == 'stop' and len(tokens) > 0 and tokens[-1] in self._eos_ids
     before = len(self.full)
-    self.full += self._decoder.decode(b''.join(map(self._bytes, tokens)), finish is not None)
+    for token in tokens[: len(tokens) - has_eos]:
+      self.starts.append(len(self.full))
+      self.full += self._decoder.decode(self._bytes(token))
+    if finish is not None:
+      self.full += self._decoder.decode(b'', True)
+    if has_eos:
+      self.starts.append(len(self.full))
     end = self._visible(before, finish is not None)
     new, self.shown = self.full[len(self.shown) : end], self.full[:end]
     return new

@@ -5,7 +5,8 @@ its episode back exactly. One of another agent becomes a prompt and turns:
 
   ids given          each turn is its completion_token_ids, as they are; a turn whose prompt does
                      not continue the one before starts another row
-  no ids             the texts are encoded by the chat template of the model that is to read them
+  no ids             the texts are encoded by the chat template of the model that is to read them;
+                     those of `atif_writer` hold their template, as the control tokens' texts
 
 Turns that no model wrote for this trajectory (`is_copied_context`, `llm_call_count` 0) are context.
 Without log-probs an episode can be imitated, and no policy gradient can be taken on it.
@@ -19,6 +20,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 from typing import Any
 
 from absl import logging
@@ -36,6 +38,7 @@ from stppo_jax.trajectories import saved
 
 _NO_IDS = np.zeros((0,), np.int32)
 _MOST = 2**31 - 1  # of a step or row
+_CONTROL = re.compile(r'<\|[^\s<>|]{1,40}\|>')  # how most families write control tokens
 _MISMATCH = (
     'token ids of another tokenizer than that of {folder!r}: {why}. Give the model that they were '
     'sampled from, or encode the texts instead: --retokenize'
@@ -108,6 +111,7 @@ class Reader:
       retokenize: bool = False,
   ):
     self.tokenizer, self._retokenize = tokenizer, retokenize
+    self._max_observation = max_observation
     self._form = tool_calls.make_form(tool_form)
     self._template = template_lib.Template(tokenizer, max_observation, tool_form)
     self._end = _NO_IDS  # of a turn, where the chat template has one
@@ -129,7 +133,7 @@ class Reader:
         parts = [(np.array((kept or {})['prompt_token_ids'], np.int32), [])]
       self._check_ids(parts, _asked(steps), name)
     else:
-      parts = [self._encoded(steps, writes_calls=not kept)]
+      parts = [self._encoded_again(steps, kept) if kept else self._encoded(steps)]
     if kept:
       _check_place(kept)
       task = types.Task(
@@ -156,7 +160,40 @@ class Reader:
     if ' '.join(asked.split()) not in read:
       raise mismatch(f'the first prompt would read {read[:40]!r}')
 
-  def _encoded(self, steps, writes_calls):
+  def _encoded_again(self, steps, kept):
+    """Returns (prompt, turns) of our own texts, which hold all that the policy read."""
+    asked, written = _asked(steps), [step for step in steps if _is_turn(step)]
+    recorded = _ids(written[0], 'prompt') if written else kept['prompt_token_ids']
+    is_token = lambda name: self.tokenizer.control_library.token_to_id(name) is not None
+    foreign = [name for name in _CONTROL.findall(asked) if not is_token(name)]
+    if foreign and self.tokenizer.decode(recorded) != asked:
+      raise _Unusable(f'its prompt holds {foreign[0]}, no token of {self.tokenizer.folder!r}')
+    turns: list[types.Turn] = []
+    for step in written:
+      results = (step.get('observation') or {}).get('results', ())
+      seen = ''.join(_content(result.get('content')) for result in results)
+      end = (step.get('extra') or {}).get('end')
+      if end is None:  # a document of an earlier version
+        end = self.tokenizer.decode(self._end)
+        end = '' if seen.startswith(end) else end
+      tokens = np.array(self.tokenizer.encode(_text(step) + end, control=True), np.int32)
+      turn = _turn(step, tokens, np.full(tokens.shape, np.nan, np.float32))
+      turn.observation, turn.routes = self._seen_again(seen), None
+      turns.append(turn)
+    prompt = np.array(self.tokenizer.encode(asked, control=True), np.int32)
+    if not len(prompt):
+      raise _Unusable('no text that an agent could have read')
+    return prompt, turns
+
+  def _seen_again(self, text):
+    """Encodes an observation: one inside its tags as the environment did, with no control token."""
+    if text.lstrip().startswith('<information>'):
+      ids = chat.encode_observation(self.tokenizer, text, self._max_observation)
+    else:
+      ids = self.tokenizer.encode(text, control=True)
+    return np.array(ids, np.int32)
+
+  def _encoded(self, steps):
     """Returns (prompt, turns) of texts."""
     prompt: Any = None
     turns: list[types.Turn] = []
@@ -164,11 +201,11 @@ class Reader:
     for step in steps:
       if not _is_turn(step):
         is_context = step['source'] == 'agent'
-        text = self._written(step, writes_calls) if is_context else _text(step)
+        text = self._written(step) if is_context else _text(step)
         is_first = step['source'] == 'system' and prompt is None and not messages
         role = 'assistant' if is_context else 'system' if is_first else 'user'
         messages += [{'role': role, 'content': text}] if text else []
-      elif written := self._written(step, writes_calls):
+      elif written := self._written(step):
         if prompt is None:
           prompt = self._ids_of(self._template.encode, messages)
         elif messages:
@@ -196,15 +233,14 @@ class Reader:
       except ValueError as error:
         raise _Unusable(str(error)) from error
 
-  def _written(self, step, writes_calls):
+  def _written(self, step):
     """Returns the text of an agent's step: its reasoning, its message and its calls."""
     text = _text(step)
     if thought := step.get('reasoning_content'):
       text = f'<think>\n{thought}\n</think>\n\n{text}'
-    if writes_calls:
-      for call in step.get('tool_calls') or ():
-        written = self._form.write(tool_calls.Call(call['function_name'], call['arguments']))
-        text += ('\n' if text else '') + written
+    for call in step.get('tool_calls') or ():
+      written = self._form.write(tool_calls.Call(call['function_name'], call['arguments']))
+      text += ('\n' if text else '') + written
     return text
 
 

@@ -131,6 +131,7 @@ def _step(turn, context, tokenizer, number, tool_form, is_last):
       'metrics': metrics,
       'extra': {'action': turn.action, 'reward': float(turn.reward)},
   }
+  step['extra']['end'] = tokenizer.decode(ids)[len(text) :]  # the eos token, where it was sampled
   if turn.routes is not None:
     step['extra']['routes'] = batching.packed(turn.routes)
   calls = [
