@@ -189,9 +189,11 @@ def measure_rollout(best):
   report(
       what='reading prompts',
       **known,
-      **speed(tokens * forward_flops(shape, length - new), tokens, read_s, best),
+      **speed(tokens * forward_flops(shape, length - new, has_head=False), tokens, read_s, best),
   )
-  weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+  looked_up = {} if shape.tie_embeddings else params['embed']
+  read = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+  weights = read(params) - read(looked_up)
   cache = 4 * rows * length * shape.num_layers * shape.num_kv_heads * shape.head_dim  # k and v
   least_s = (weights + cache) / best['copy_gb_per_s'] / 1e9
   report(
@@ -266,11 +268,16 @@ def _size():
   return sizes.QUICK if side_by_side.QUICK.value else sizes.SIZES[_SIZE.value]
 
 
-def forward_flops(config, length):
-  """Returns forward FLOPs per token of a row of that length: matmuls and causal attention."""
+def forward_flops(config, length, has_head=True):
+  """Returns forward FLOPs per token of a row of that length: matmuls and causal attention.
+
+  Without `has_head` those of the trunk: a prefill computes logits of a prompt's last token alone.
+  """
   matmul_params = decoder.num_params(config)
   if not config.tie_embeddings or config.head == 'value':
     matmul_params -= config.vocab_size * config.d_model  # looked up, not multiplied
+  if not has_head:
+    matmul_params -= config.vocab_size * config.d_model
   return 2 * matmul_params + 2 * config.num_layers * config.num_heads * config.head_dim * length
 
 

@@ -388,6 +388,9 @@ class ExperimentFileTest(parameterized.TestCase):
     )
     self.assertEqual(config.algorithm, schema.Algorithm())
     self.assertIn('updates', self.parse(source, '--config.train.updates=None'))
+    given = ('--config.algorithm.clip_low=None', '--config.algorithm.clip_low=0.1')  # the last wins
+    self.assertEqual(self.parse(source, *given).algorithm.clip_low, 0.1)
+    self.assertIsNone(self.parse(source, *given[::-1]).algorithm.clip_low)
 
   def test_all_data_sets_are_kept_as_the_readme_says(self):
     source = (

@@ -38,6 +38,9 @@ class MeasuresTest(parameterized.TestCase):
     # Trapezes of height .3, .5: their mean.
     self.assertAlmostEqual(measures.area(np.array([0.2, 0.4, 0.6])), 0.4)
     self.assertAlmostEqual(measures.area(np.array([0.0, 1.0, 0.0])), 0.5)
+    self.assertAlmostEqual(measures.area(np.array([0.0, 1.0, 1.0]), [0, 2, 8]), (1 + 6) / 8)
+    # Ended after two of eight updates.
+    self.assertAlmostEqual(measures.area(np.array([0.4, 0.6]), [0, 2], end=8), 1 / 8)
 
   def test_a_spike_is_five_times_the_median_of_what_came_before(self):
     norms = np.array([1.0, 1.0, 1.0, 4.9, 5.1, 1.0, NAN, 1.0])

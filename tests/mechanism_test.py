@@ -234,6 +234,11 @@ class RunTest(absltest.TestCase):
     np.testing.assert_allclose(gap[:, 0], 0, atol=1e-6)
     self.assertTrue((gap[:, 1:] > 1e-3).all())
 
+  def test_steps_that_are_skipped_in_a_row_are_counted_over_updates(self):
+    skipped = small_run(lr=1e39)['mechanism/nonfinite']
+    # All but the first, after which parameters are too large.
+    np.testing.assert_array_equal(skipped, np.tile(4 * np.arange(1, 7) - 1, (4, 1)))
+
   def test_numbers_share_a_program(self):
     settings = SMALL | {'actor.lr': 1e-4, 'algorithm.clip_high': 0.3, 'pipeline.staleness': 8}
     self.assertEqual(cells.split(cells.make(SMALL))[0], cells.split(cells.make(settings))[0])

@@ -148,6 +148,16 @@ class PageTest(parameterized.TestCase):
     self.assertAlmostEqual(corrected.p_final, 2 * plain.p_final)
     self.assertAlmostEqual(corrected.p_collapsed, 2 * plain.p_collapsed)
 
+  def test_a_cell_of_the_mechanism_ends_where_a_run_does(self):
+    """After three skipped steps in a row, however many updates they are in."""
+    job = grid.plan(
+        grid.Study({'m': grid.Grid(CELLS, seeds=(0, 1), instrument='mechanism')}), schema.Config()
+    )[0]
+    skipped = np.array([[0, 2, 2], [1, 2, 3]])
+    metrics = {job.score: np.full((2, 4), 0.5), 'mechanism/nonfinite': skipped}
+    made = results.of_cell(job, metrics, {})['measures']
+    self.assertEqual((made['collapsed'], made['final']), ([0, 1], [0.5, 0]))
+
   def test_the_table_of_the_division(self):
     # On entry a half; of the step two of four updates at a quarter, the others at 1.
     self.assertEqual(
@@ -179,6 +189,7 @@ class PageTest(parameterized.TestCase):
       ('{{verdict sppo on mechanism/harsh system/harsh}}', 'no such cell; did you mean'),
       ('{{verdict ppo on mechanism/harsh system/calm}}', 'no such cell'),
       ('{{system/harsh/ppo finale}}', "no measure 'finale'; did you mean final"),
+      ('{{sistem core_hours}}', 'no such grid; give one of mechanism, study, system'),
   )
   def test_a_placeholder_that_means_nothing_is_an_error(self, text, words):
     with self.assertRaisesRegex(UserError, words):

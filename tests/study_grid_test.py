@@ -66,7 +66,7 @@ class PlanTest(parameterized.TestCase):
     self.assertEqual(planned('*/calm/ppo'), [f'system/calm/ppo/seed_{s}' for s in (3, 5)])
     self.assertLen(planned('*/seed_5'), 4)
     with self.assertRaisesRegex(UserError, '--only=nix: no run'):
-      planned('nix')
+      planned('*/calm/ppo', 'nix')
 
   def test_the_digest_is_of_what_a_runs_numbers_depend_on(self):
     digest = lambda **values: grid.plan(study(), grid.changed(schema.Config(), values))[0].digest
@@ -98,6 +98,30 @@ class PlanTest(parameterized.TestCase):
       source.write_text(f'labels = lambda batch, variant: {factor} * batch.turn_ids\n')
       digests.append(grid.plan(made, schema.Config())[0].digest)
     self.assertNotEqual(*digests)
+
+  @parameterized.parameters('system', 'mechanism')
+  def test_the_digest_changes_with_the_function_and_with_the_score(self, instrument):
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    source = pathlib.Path(folder, f'two_ratios_{instrument}.py')
+    source.write_text('a = b = lambda batch, variant: batch.turn_ids\n')
+    self.enterContext(mock.patch.object(sys, 'path', [folder, *sys.path]))
+
+    def digest(name, score):
+      cells = {'ppo': CELLS['ppo'] | {'algorithm.ratio': f'{source.stem}:{name}'}}
+      made = study(cells=cells, seeds=(0, 1), instrument=instrument, score=score)
+      return grid.plan(made, schema.Config())[0].digest
+
+    cases = [('a', 'val-core/all/em'), ('b', 'val-core/all/em'), ('a', 'mechanism/success')]
+    self.assertLen({digest(*case) for case in cases}, 3)
+
+  def test_the_digest_changes_with_the_weights(self):
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    for name in ('config.json', 'model.safetensors'):
+      pathlib.Path(folder, name).write_bytes(b'{}')
+    config = grid.changed(schema.Config(), {'model.folder': folder})
+    before = grid.plan(study(), config)[0].digest
+    pathlib.Path(folder, 'model.safetensors').write_bytes(b'[]')
+    self.assertNotEqual(grid.plan(study(), config)[0].digest, before)
 
   def test_the_mechanism_has_one_job_per_cell_for_all_seeds(self):
     cells = {'ppo': CELLS['ppo'] | {'mechanism.turns': 4}}

@@ -5,6 +5,7 @@ per evaluation or per update, with NaN where the run wrote none.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -40,7 +41,11 @@ SERIES = {
 
 
 def of_run(
-    score: np.ndarray, series: Mapping[str, np.ndarray], nonfinite: bool = False
+    score: np.ndarray,
+    series: Mapping[str, np.ndarray],
+    nonfinite: bool = False,
+    steps: Sequence[int] | None = None,
+    end: int | None = None,
 ) -> dict[str, float]:
   """Returns the measures of one run; those whose series it lacks are NaN.
 
@@ -48,6 +53,8 @@ def of_run(
     score: [evaluations] held-out scores, that of the untrained policy first.
     series: {name of SERIES: [updates]}.
     nonfinite: whether the run ended because gradients or parameters were not finite.
+    steps: of the evaluations; None: at equal intervals.
+    end: the planned number of updates, of a run that ended before.
   """
   get = lambda name: np.asarray(series.get(name, ()), float)
   factor = get('factor')
@@ -55,7 +62,7 @@ def of_run(
       'collapsed': float(collapsed(score, nonfinite)),
       'final': final(score, nonfinite),
       'best': _reduce(np.nanmax, score),
-      'auc': area(score),
+      'auc': area(score, steps, end),
       'first': float(score[0]) if len(score) else np.nan,
       'clip': _mean(get('clip')),
       'spikes': spikes(get('grad_norm')),
@@ -97,13 +104,21 @@ def collapsed(score: np.ndarray, nonfinite: bool = False) -> bool:
   return bool(final(score) < COLLAPSED_BELOW * _reduce(np.nanmax, score))
 
 
-def area(score: np.ndarray) -> float:
-  """Returns the mean height of the curve of scores, by trapezes: its area over its length."""
+def area(score: np.ndarray, steps: Sequence[int] | None = None, end: int | None = None) -> float:
+  """Returns the mean height of the curve of scores, by trapezes: its area over its length.
+
+  Args:
+    score: [evaluations].
+    steps: of the evaluations; None: at equal intervals.
+    end: the planned length of a run that ended before, whose score is 0 from then on.
+  """
   score = np.asarray(score, float)
-  score = score[np.isfinite(score)]
-  if len(score) < 2:
-    return _last(score)
-  return float(np.mean((score[1:] + score[:-1]) / 2))
+  x = np.arange(len(score)) if steps is None else np.asarray(steps)
+  x, score = x[np.isfinite(score)], score[np.isfinite(score)]
+  if not len(score):
+    return np.nan
+  length = (x[-1] if end is None else end) - x[0]
+  return float(np.trapezoid(score, x) / length) if length else _last(score)
 
 
 def spikes(norms: np.ndarray) -> float:

@@ -7,7 +7,7 @@ template may hold any text around them:
   {{system/harsh/st_ppo vs turn_ppo p_final}}   a comparison: improvement, p_final, p_collapsed
   {{verdict st_ppo vs turn_ppo on mechanism_reuse/reuse system/harsh}}     by the protocol
   {{verdict st_ppo on mechanism_reuse/reuse system/harsh}}     against the baseline, corrected
-  {{system core_hours}}  {{study core_hours}}   of a grid; of all
+  {{system core_hours}}  {{study core_hours}}   of a grid; of the whole study
   {{progress}} {{outcome}} {{diagnostics}} {{division}} {{figures}} {{cost}}    on their own lines
 
 p-values against the baseline are corrected over the planned cells of the grid and regime, and so is
@@ -24,6 +24,7 @@ import os
 import re
 from typing import Any
 
+from stppo_jax.algorithms import variants
 from stppo_jax.analysis import figures
 from stppo_jax.analysis import markup
 from stppo_jax.analysis import statistics
@@ -125,6 +126,9 @@ class Page:
     """Returns what a placeholder stands for."""
     group, _, rest = words.partition(' ')
     if rest == 'core_hours':
+      names = {cell.planned.grid for cell in self.cells.values()} | {'study'}
+      if group not in names:
+        raise UserError(f'{{{{{words}}}}}: no such grid; give one of {", ".join(sorted(names))}')
       chosen = [r for r in self._records.values() if group in ('study', r['grid'])]
       return f'{summary.core_hours(chosen):.1f}'
     if match := re.fullmatch(r'verdict (\S+)(?: vs (\S+))? on (\S+) (\S+)', words):
@@ -227,11 +231,15 @@ class Page:
     )
 
   def _division(self) -> str:
-    def row(cell):
+    def column(cell, name):
       overrides = cell.records[0]['overrides']
+      row = variants.VARIANTS.get(overrides.get('algorithm.variant', ''))
+      return str(overrides.get(f'algorithm.{name}') or getattr(row, name, '?'))
+
+    def row(cell):
       return [
-          str(overrides.get('algorithm.divisor', 'none')),
-          str(overrides.get('algorithm.divide', 'before_clip')),
+          column(cell, 'divisor'),
+          column(cell, 'divide'),
           *(
               _middle(cell, name)
               for name in ('entering', 'factor', 'factor_changed', 'factor_twofold')
@@ -246,8 +254,7 @@ class Page:
         'optimizer state makes of the undivided gradient. Means over updates; share of updates in '
         'which the step changed by more than 1%; and by more than 2 times, up or down. –: not '
         'measured in that run.',
-        lambda cell: cell.records[0]['overrides'].get('algorithm.divisor', 'none') != 'none'
-        or cell.planned.name in ('s_ppo', 'st_ppo'),
+        lambda cell: column(cell, 'divisor') not in ('none', '?'),
     )
 
   def _figures(self) -> str:

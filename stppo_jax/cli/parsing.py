@@ -223,9 +223,13 @@ def _take_nones(arguments: list[str]) -> tuple[list[str], list[str]]:
   Returns (the other arguments, paths).
   """
   optional = {path for path, kind in validation.kinds().items() if type(None) in get_args(kind)}
-  nones = {f'{dashes}config.{path}=None': path for path in optional for dashes in ('-', '--')}
-  others = [argument for argument in arguments if argument not in nones]
-  return others, [nones[argument] for argument in arguments if argument in nones]
+  path_of = lambda argument: re.sub('^--?config[.]', '', argument.partition('=')[0])
+  last = {path_of(argument): argument for argument in arguments}
+  nones = [path for path in optional if last.get(path, '').endswith(f'{path}=None')]
+  is_left = lambda argument: path_of(argument) not in nones and not (
+      path_of(argument) in optional and argument.endswith('=None')
+  )
+  return list(filter(is_left, arguments)), nones
 
 
 def _check_arguments(arguments: list[str]) -> None:

@@ -81,8 +81,8 @@ def run(
   """Trains one run per seed; returns metrics [seeds, updates].
 
   Those of evaluation, `val-core/all/em` (greedy) and `mechanism/success` (sampled), are exact and
-  [seeds, updates + 1]: column n is after n updates. `mechanism/nonfinite` counts the steps of an
-  update that were skipped because something was not finite.
+  [seeds, updates + 1]: column n is after n updates. `mechanism/nonfinite` is the longest
+  row of steps, until in this update, that were skipped because something was not finite.
   """
   cell = settings if isinstance(settings, cells.Cell) else cells.make(settings)
   structure, numbers = cells.split(cell)
@@ -297,7 +297,7 @@ def _summary(of_steps):
     metrics['stppo/cos_g_c'] = jnp.nanmean(of_steps['stppo/cos_g_c'])
   factor = of_steps['stppo/applied_factor']
   metrics |= {'stppo/applied_factor_max': factor.max(), 'stppo/applied_factor_min': factor.min()}
-  return metrics | {'mechanism/nonfinite': (of_steps['actor/skipped'] > 0).sum()}
+  return metrics | {'mechanism/nonfinite': of_steps['actor/skipped'].max()}
 
 
 def annotate(

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from collections.abc import Sequence
 
+from absl import logging
+
 from stppo_jax import config as schema
 from stppo_jax.analysis import page
 from stppo_jax.analysis import summary
@@ -36,6 +38,11 @@ def run(
   """
   study, unchanged = grids.load(file)
   jobs = grids.plan(study, config, unchanged, tuple(only), cell.make)
+  given = [flag.removeprefix('--') for flag in grids.overridden(config, unchanged)]
+  if given and any(job.instrument == 'mechanism' for job in jobs):
+    logging.warning(
+        'cells of the mechanism have the settings of the grid alone, without %s', ' '.join(given)
+    )
   page.read_template(study.claims)  # or an error now
   runs = runner.Runner(workdir, study, jobs, command, runner.make_slots(num_jobs, devices))
   runs.run(stop_requested)

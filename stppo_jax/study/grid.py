@@ -35,12 +35,14 @@ from typing import Any
 from stppo_jax import config as schema
 from stppo_jax import plugins
 from stppo_jax import validation
+from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import seams
 from stppo_jax.training import learner
 from stppo_jax.types import Section
 from stppo_jax.types import UserError
 
-INSTRUMENTS = ('system', 'mechanism')
+USUAL_SCORES = {'system': 'val-core/all/em', 'mechanism': 'mechanism/success'}
+INSTRUMENTS = tuple(USUAL_SCORES)
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9_.+-]*')
 _LONGEST_SHOWN = 200  # characters of a refused value
 
@@ -154,9 +156,10 @@ def plan(
         jobs += make(grid_name, grid, regime, cell, overrides, config, unchanged)
       except UserError as error:
         raise UserError(f'{place}: {error}') from None
+  for pattern in only:
+    if not any(_chosen(job, (pattern,)) for job in jobs):
+      raise UserError(f'--only={pattern}: no run of the study has such a name')
   jobs = [job for job in jobs if _chosen(job, only)]
-  if not jobs:
-    raise UserError(f'--only={",".join(only)}: no run of the study has such a name')
   return sorted(jobs, key=lambda job: _rank(study, job))  # a stable sort
 
 
@@ -244,7 +247,7 @@ def _system_jobs(grid_name, grid, regime, cell, overrides, config, unchanged) ->
             score=grid.score,
             overrides=overrides,
             digest=_digest(_numbers_depend_on(seeded) | _score_of(grid)),
-            arguments=tuple(_flags(seeded, unchanged)),
+            arguments=tuple(overridden(seeded, unchanged)),
             updates=config.train.updates,
             max_nonfinite=config.train.max_nonfinite,
         )
@@ -256,7 +259,7 @@ def _mechanism_jobs(grid_name, grid, regime, cell, overrides, config, unchanged)
   """Returns one job for all seeds. Its paths are those of the schema, or begin with `mechanism.`"""
   del unchanged
   made = changed(config, {k: v for k, v in overrides.items() if not k.startswith('mechanism.')})
-  sources = plugins.digests(plugins.named(made))
+  depends = overrides | {'seeds': [grid.seeds[0], len(grid.seeds)]} | _score_of(grid)
   return [
       Job(
           grid=grid_name,
@@ -266,7 +269,8 @@ def _mechanism_jobs(grid_name, grid, regime, cell, overrides, config, unchanged)
           instrument='mechanism',
           score=grid.score,
           overrides=overrides,
-          digest=_digest(overrides | {'seeds': [grid.seeds[0], len(grid.seeds)]} | sources),
+          digest=_digest(depends | _named(plugins.digests(plugins.named(made)))),
+          max_nonfinite=made.train.max_nonfinite,
       )
   ]
 
@@ -290,12 +294,17 @@ def changed(config: schema.Config, overrides: Mapping[str, Any]) -> schema.Confi
 
 
 def _score_of(grid: Grid) -> dict[str, str]:
-  """Returns the score of the grid where it is not the default."""
-  return {} if grid.score == Grid.score else {'score': grid.score}
+  """Returns the score of the grid where it is not the usual one of its instrument."""
+  return {} if grid.score == USUAL_SCORES[grid.instrument] else {'score': grid.score}
+
+
+def _named(sources: Mapping[str, str]) -> dict[str, str]:
+  """Returns digests of sources under names that settings do not have."""
+  return {f'source of {path}': digest for path, digest in sources.items()}
 
 
 def _numbers_depend_on(config: schema.Config) -> dict[str, Any]:
-  """Returns what changes a run's numbers: settings that are not the default, plug-ins' sources."""
+  """Returns what changes a run's numbers: settings that are not the default, and their sources."""
   default = {path: value for path, _, value in validation.fields(schema.Config())}
   free = {path for path, rules, _ in validation.fields(config) if rules.may_change}
   free = free - {'train.updates', 'eval.every'} | {'name'}
@@ -303,14 +312,14 @@ def _numbers_depend_on(config: schema.Config) -> dict[str, Any]:
       path: value
       for path, _, value in validation.fields(config)
       if path not in free and value != default[path]
-  } | plugins.digests(plugins.named(config))
+  } | _named(agent_lib.sources(config))
 
 
 def _digest(values: Mapping[str, Any]) -> str:
   return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _flags(config: schema.Config, unchanged: schema.Config) -> Iterator[str]:
+def overridden(config: schema.Config, unchanged: schema.Config) -> Iterator[str]:
   """Yields --config.PATH=VALUE for each setting in which a run differs from its file's config."""
   before = {path: value for path, _, value in validation.fields(unchanged)}
   for path, _, value in validation.fields(config):

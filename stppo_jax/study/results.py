@@ -9,7 +9,6 @@ two lines of one run the later one counts.
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import functools
 import importlib.metadata
 import json
 import math
@@ -26,7 +25,7 @@ from stppo_jax.study import grid as grids
 from stppo_jax.types import UserError
 
 MAX_POINTS = 64  # per series of a run
-_SKIPPED, _MAX_SKIPPED = 'mechanism/nonfinite', 3  # steps of an update; the system ends at three
+_SKIPPED = 'mechanism/nonfinite'  # steps in a row
 MAX_POINTS_OF_MANY = 24  # per series of a cell of the mechanism, which has many seeds
 _LISTED = ('name', 'grid', 'regime', 'cell', 'instrument', 'seeds', 'digest', 'status')
 
@@ -65,9 +64,11 @@ def of_run(
   }
   scores = np.array([score for _, score in evaluated], float)
   chosen = _thinned(len(steps), MAX_POINTS)
+  has_died, when = status == 'nonfinite', [step for step, _ in evaluated]
+  end = job.updates if has_died else None
   return _heading(job, status, cost) | {
-      'measures': _tidy(measures.of_run(scores, series, status == 'nonfinite')),
-      'score': {'steps': [step for step, _ in evaluated], 'values': _tidy(scores.tolist())},
+      'measures': _tidy(measures.of_run(scores, series, has_died, when, end)),
+      'score': {'steps': when, 'values': _tidy(scores.tolist())},
       'steps': [steps[i] for i in chosen],
       'series': {name: _tidy([float(x[i]) for i in chosen]) for name, x in series.items()},
   }
@@ -88,7 +89,7 @@ def of_cell(
   }
   nonfinite = ~np.isfinite(score).all(axis=1)
   if _SKIPPED in metrics:
-    nonfinite |= (np.asarray(metrics[_SKIPPED]) >= _MAX_SKIPPED).any(axis=1)
+    nonfinite |= (np.asarray(metrics[_SKIPPED]) >= job.max_nonfinite).any(axis=1)
   per_seed = [
       measures.of_run(score[i], {name: x[i] for name, x in series.items()}, bool(nonfinite[i]))
       for i in range(len(score))
@@ -172,9 +173,8 @@ def _heading(job: grids.Job, status: str, cost: Mapping[str, float]) -> dict[str
   }
 
 
-@functools.cache
 def origin() -> dict[str, str]:
-  """Returns the machine, the versions and the commit that numbers come from."""
+  """Returns the machine, the versions and the commit that numbers come from, if made now."""
   versions = {'python': platform.python_version()}
   for package in ('jax', 'numpy'):
     versions[package] = importlib.metadata.version(package)

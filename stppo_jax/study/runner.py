@@ -285,6 +285,7 @@ class Runner:
       if not results.finished(job, rows):
         return False
       record = results.of_run(job, rows, entry)
+    record |= _read_job(folder).get('origin', {})  # where and by what it was started
     results.append(self.results, record)
     if not self._study.keep_checkpoints:
       shutil.rmtree(os.path.join(folder, 'checkpoints'), ignore_errors=True)
@@ -296,6 +297,7 @@ class Runner:
         'digest': job.digest,
         'overrides': dict(job.overrides),
         'seeds': list(job.seeds),
+        'origin': results.origin(),
     }
     before = _read_job(folder).get('digest', job.digest)
     if before != job.digest:
