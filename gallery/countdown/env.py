@@ -4,6 +4,7 @@ import ast
 import operator
 import random
 import re
+import zlib
 
 from stppo_jax.types import Task
 
@@ -17,13 +18,18 @@ def load(split: str) -> list[Task]:
 
 
 def make_task(split: str, seed: int) -> Task:
-  """Draws three numbers and two operators: '3 7 2=8' has the solution 3+7-2."""
+  """Draws three numbers and two operators: '3 7 2=8' has the solution 3+7-2.
+
+  There are few questions: an eighth of them is in `dev` alone.
+  """
   rng = random.Random(f'{split} {seed}')
-  numbers = [rng.randint(1, 9) for _ in range(3)]
-  signs = [1, rng.choice((1, -1)), rng.choice((1, -1))]
-  target = sum(sign * number for sign, number in zip(signs, numbers))
-  question = f'{" ".join(map(str, numbers))}={target}'
-  return Task(id=f'{split}-{seed}', question=question, dataset='countdown', split=split)
+  while True:
+    numbers = [rng.randint(1, 9) for _ in range(3)]
+    signs = [1, rng.choice((1, -1)), rng.choice((1, -1))]
+    target = sum(sign * number for sign, number in zip(signs, numbers))
+    question = f'{" ".join(map(str, numbers))}={target}'
+    if (zlib.crc32(question.encode()) % 8 == 0) == (split == 'dev'):
+      return Task(id=f'{split}-{seed}', question=question, dataset='countdown', split=split)
 
 
 class Countdown:
