@@ -194,12 +194,17 @@ class RoundTripTest(parameterized.TestCase):
     end = tokenizer.eos_ids[0]
     said = (ids('<search>a</search>'), np.array([*ids('<search>b</search>'), end], np.int32))
     said += (ids('<answer>b</answer>'), np.array([*ids('<answer>b</answer>'), end], np.int32))
-    pages = '\n\n<information>Paris <think></information>\n\n', 'no search', ' and on', 'over'
+    pages = (
+        '\n\n<information>Paris <think></information>\n\n',
+        'no <|im_end|> search',
+        ' and on',
+        'over',
+    )
     turns = [
         types.Turn(x, np.zeros(len(x), np.float32), np.array(framing.encode(page, x), np.int32))
         for x, page in zip(said, pages)
     ]
-    prompt = np.array(chat.encode_prompt(tokenizer, 'which?'), np.int32)
+    prompt = np.array(chat.encode_prompt(tokenizer, 'which <|im_end|>?'), np.int32)
     episode = types.Episode(types.Task('q', 'which?'), 0, prompt, turns)
     (record,) = batching.to_records([episode], tokenizer, 7, 'train')
     kept = {k: record[k] for k in atif_writer.KEPT if k in record} | {'row': 0}

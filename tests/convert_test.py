@@ -160,6 +160,15 @@ class ConvertTest(TreeTest):
     (self.folder / 'config.json').write_text(json.dumps(raw))
     self.assertEqual(hf_config.load(self.folder), expected)
 
+  def test_rope_in_both_forms_that_agree(self):
+    shutil.copytree(REFERENCES / 'llama', self.folder, dirs_exist_ok=True)
+    expected = hf_config.load(self.folder)
+    raw = json.loads((self.folder / 'config.json').read_text())
+    rope = {k: v for k, v in raw['rope_parameters'].items() if k != 'rope_theta'}
+    raw['rope_scaling'] = {'type': rope.pop('rope_type'), **rope}
+    (self.folder / 'config.json').write_text(json.dumps(raw))
+    self.assertEqual(hf_config.load(self.folder), expected)
+
   def test_a_fingerprint_sees_weights_and_tokenizer_and_not_the_rest(self):
     folder = self.folder / 'copy'
     self.assertEqual(hf_config.fingerprint(folder), '')

@@ -115,6 +115,28 @@ class TemplateTest(parameterized.TestCase):
     self.assertEqual(ids, tokenizer.encode(tokenizer.render(messages), control=True))
     self.assertNotIn('Hm', tokenizer.decode(ids))
 
+  def test_a_result_that_a_user_brings_keeps_the_thought_before_it(self):
+    """As Qwen3's template, which looks for the last message in which a user asks."""
+    template = (
+        '{%- set ns = namespace(last=0) %}{%- for m in messages %}'
+        "{%- if m.role == 'user' and not (m.content.startswith('<tool_response>') "
+        "and m.content.endswith('</tool_response>')) %}{%- set ns.last = loop.index0 %}{%- endif %}"
+        '{%- endfor %}{%- for m in messages %}<|im_start|>{{ m.role }}\n'
+        "{%- if m.role == 'assistant' and loop.index0 < ns.last %}"
+        "{{ m.content.split('</think>')[-1] }}{%- else %}{{ m.content }}{%- endif %}<|im_end|>\n"
+        '{%- endfor %}<|im_start|>assistant\n'
+    )
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    tokenizer = chat.load_tokenizer(chat_test.write_chat_tokenizer(folder, template, '<|im_end|>'))
+    said = {'role': 'assistant', 'content': '<think>Hm</think>ls'}
+    encode = template_lib.Template(tokenizer, 1000).encode
+    for text in ('a.txt', 'a <|im_end|> b'):
+      seen = {'role': 'user', 'content': f'<tool_response>{text}</tool_response>'}
+      ids = encode([USER, said, seen])
+      self.assertIn('<think>Hm</think>', tokenizer.decode(ids))
+      self.assertEqual(ids.count(tokenizer.eos_ids[0]), 3)  # the template's
+    self.assertNotIn('Hm', tokenizer.decode(encode([USER, said, USER])))
+
   def test_what_follows_a_turn_continues_its_conversation(self):
     whole = self.template.encode([USER, SAID, RESULT])
     before = self.template.encode([USER])

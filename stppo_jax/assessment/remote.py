@@ -87,6 +87,7 @@ class Remote:
     self.said = f'{config.eval.model} at {config.eval.address}'
     self.label = config.eval.model
     self.identity = {'address': config.eval.address, 'model': config.eval.model}
+    self.identity |= {'instances': 'of the task'}  # not those of 0.6
 
   def play(self, rows: Sequence[records.Row]) -> Iterator[records.Played]:
     """Plays rows, in the order in which they end.

@@ -224,12 +224,12 @@ def _take_nones(arguments: list[str]) -> tuple[list[str], list[str]]:
   """
   optional = {path for path, kind in validation.kinds().items() if type(None) in get_args(kind)}
   path_of = lambda argument: re.sub('^--?config[.]', '', argument.partition('=')[0])
-  last = {path_of(argument): argument for argument in arguments}
-  nones = [path for path in optional if last.get(path, '').endswith(f'{path}=None')]
-  is_left = lambda argument: path_of(argument) not in nones and not (
-      path_of(argument) in optional and argument.endswith('=None')
+  is_none = lambda argument: path_of(argument) in optional and argument.endswith(
+      f'config.{path_of(argument)}=None'
   )
-  return list(filter(is_left, arguments)), nones
+  last = {path_of(argument): argument for argument in arguments}
+  nones = [path for path, argument in last.items() if is_none(argument)]  # the last value counts
+  return [argument for argument in arguments if not is_none(argument)], nones
 
 
 def _check_arguments(arguments: list[str]) -> None:

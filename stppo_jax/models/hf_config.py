@@ -366,17 +366,22 @@ def _experts(path, raw):
 def _rope(path, raw):
   """Returns (rope_theta, rope_scaling), from `rope_parameters` (transformers 5) or two keys (4)."""
   given = [raw[name] for name in ('rope_parameters', 'rope_scaling') if raw.get(name)]
-  if len(given) == 2 and given[0] != given[1]:
+  for rope in given:
+    if not isinstance(rope, dict):
+      raise UserError(f'{path}: rope parameters {rope!r} are not an object; download it again')
+  forms = [{'rope_theta': raw.get('rope_theta'), 'rope_type': 'default'} for _ in given]
+  for form, rope in zip(forms, given):
+    form |= {{'type': 'rope_type'}.get(name, name): value for name, value in rope.items()}
+  if len(forms) == 2 and forms[1]['rope_theta'] is None:  # transformers 4 has it elsewhere
+    forms[1]['rope_theta'] = forms[0]['rope_theta']
+  if len(forms) == 2 and forms[0] != forms[1]:
     raise UserError(
         f'{path}: rope_parameters = {given[0]!r} and rope_scaling = {given[1]!r} differ; remove '
         'the one that does not hold'
     )
-  rope = given[0] if given else {}
-  if not isinstance(rope, dict):
-    raise UserError(f'{path}: rope parameters {rope!r} are not an object; download it again')
-  theta = {'rope_theta': rope.get('rope_theta', raw.get('rope_theta'))}
-  theta = _number(path, theta, 'rope_theta', 10_000.0, float)
-  kind = rope.get('rope_type', rope.get('type', 'default'))
+  rope = forms[0] if forms else {'rope_theta': raw.get('rope_theta')}
+  theta = _number(path, rope, 'rope_theta', 10_000.0, float)
+  kind = rope.get('rope_type', 'default')
   if kind == 'default':
     return theta, None
   if kind != 'llama3':

@@ -127,7 +127,7 @@ class _Fields:
   def refuse_unsupported(self, template_kwargs: dict[str, Any]) -> None:
     guided = [name for name in self.fields if name.startswith('guided_')]
     for name in (*_UNSUPPORTED, *guided):
-      if self.fields.get(name):
+      if self.fields.get(name) and self.fields[name] != -1:  # 'all', for numbers
         raise ApiError(400, f'{name} is not supported: leave it out', param=name)
     for name, value in (_FIXED | {'prompt_logprobs': None}).items():
       if self.fields.get(name) not in (None, value):

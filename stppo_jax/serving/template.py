@@ -18,6 +18,7 @@ Message = dict[str, Any]
 _ANSWER = 'The-agent-says-this'
 # Two code points that are no characters: text between them is the number of a control token.
 _OPEN, _CLOSE = '\ufdd0', '\ufdd1'
+_RESULT = re.compile('(<tool_response>)(.*)(</tool_response>)', re.DOTALL)
 _MARKED = re.compile(f'{_OPEN}(\\d+){_CLOSE}')
 
 
@@ -92,7 +93,13 @@ class Template:
       is_turn = message['role'] == 'assistant'
       is_prompt = is_prompt and not is_turn
       may_hold = is_turn or (is_prompt and message['role'] != 'tool')
-      safe.append(self._marked(message, self._special if may_hold else self._any))
+      marked = self._marked(message, self._special if may_hold else self._any)
+      if message['role'] == 'user' and isinstance(message['content'], str):
+        result = _RESULT.fullmatch(message['content'])
+        if result:  # Qwen3's template tells by its tags that no user asks
+          inner = self._marked(result[2], self._any)
+          marked = marked | {'content': result[1] + inner + result[3]}
+      safe.append(marked)
     return safe
 
   def _marked(self, value: Any, pattern: re.Pattern[str]) -> Any:

@@ -301,7 +301,9 @@ class Runner:
     }
     before = _read_job(folder).get('digest', job.digest)
     if before != job.digest:
-      logging.warning('the grid has changed: %s is kept as %s.%s', folder, folder, before)
+      logging.warning(
+          'the cell, or what it names, has changed: %s is kept as %s.%s', folder, folder, before
+      )
       os.replace(folder, f'{folder}.{before}')
     os.makedirs(folder, exist_ok=True)
     workdirs.write_whole(os.path.join(folder, worker.JOB), json.dumps(task))

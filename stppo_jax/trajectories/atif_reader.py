@@ -161,15 +161,22 @@ class Reader:
       raise mismatch(f'the first prompt would read {read[:40]!r}')
 
   def _encoded_again(self, steps, kept):
-    """Returns (prompt, turns) of our own texts, which hold all that the policy read."""
+    """Returns (prompt, turns) of our own texts, which hold all that the policy read.
+
+    What it read keeps its ids where they are this tokenizer's. Else names of control tokens in it
+    become tokens, as nothing tells those of the template from a page's.
+    """
     asked, written = _asked(steps), [step for step in steps if _is_turn(step)]
+    exact = _by_ids(written) if all(_ids(step, 'prompt') for step in written) else []
+    observed = [turn.observation for _, turns in exact for turn in turns]
+    observed += [_NO_IDS] * (len(written) - len(observed))
     recorded = _ids(written[0], 'prompt') if written else kept['prompt_token_ids']
     is_token = lambda name: self.tokenizer.control_library.token_to_id(name) is not None
     foreign = [name for name in _CONTROL.findall(asked) if not is_token(name)]
     if foreign and self.tokenizer.decode(recorded) != asked:
       raise _Unusable(f'its prompt holds {foreign[0]}, no token of {self.tokenizer.folder!r}')
     turns: list[types.Turn] = []
-    for step in written:
+    for step, read in zip(written, observed):
       results = (step.get('observation') or {}).get('results', ())
       seen = ''.join(_content(result.get('content')) for result in results)
       end = (step.get('extra') or {}).get('end')
@@ -178,15 +185,20 @@ class Reader:
         end = '' if seen.startswith(end) else end
       tokens = np.array(self.tokenizer.encode(_text(step) + end, control=True), np.int32)
       turn = _turn(step, tokens, np.full(tokens.shape, np.nan, np.float32))
-      turn.observation, turn.routes = self._seen_again(seen), None
+      turn.observation, turn.routes = self._seen_again(seen, read), None
       turns.append(turn)
-    prompt = np.array(self.tokenizer.encode(asked, control=True), np.int32)
+    if self.tokenizer.decode(recorded) == asked:
+      prompt = np.array(recorded, np.int32)
+    else:
+      prompt = np.array(self.tokenizer.encode(asked, control=True), np.int32)
     if not len(prompt):
       raise _Unusable('no text that an agent could have read')
     return prompt, turns
 
-  def _seen_again(self, text):
-    """Encodes an observation: one inside its tags as the environment did, with no control token."""
+  def _seen_again(self, text, recorded):
+    """Returns the ids of an observation; one inside its tags is encoded as the environment did."""
+    if self.tokenizer.decode(recorded) == text:
+      return recorded
     if text.lstrip().startswith('<information>'):
       ids = chat.encode_observation(self.tokenizer, text, self._max_observation)
     else:
