@@ -166,6 +166,33 @@ def controls():
   return cells | {'turn_product_ppo': TOKEN | {'algorithm.ratio': 'turn_product'}}
 
 
+def scaled(ratio):
+  """Returns the overrides {K: ..} of an objective that is K times as large, for a token or turn ratio.
+
+  The step is divided by max(1, K ||C||). Adam does not see the factor K itself, once `eps` and the
+  bound of the gradient's norm are in the same units.
+  """
+  floor = ratio | {'algorithm.divide': 'step'}
+  return {1: floor | {'algorithm.divisor': 'floor'}} | {
+      k: floor
+      | {
+          'algorithm.divisor': f'experiments.study_divisors:floor_{k}',
+          'actor.grad_clip': 1 / k,
+          'actor.eps': 1e-8 / k,
+      }
+      for k in (3, 10)
+  }
+
+
+def scaled_cells(ratios):
+  """Returns the cells of `scaled` for rows {name: ratio}. K = 1 is the cell `floor.step`."""
+  return {
+      cell_name(row, 'floor', 'step') + (f'.K{k}' if k > 1 else ''): overrides
+      for row, ratio in ratios.items()
+      for k, overrides in scaled(ratio).items()
+  }
+
+
 def group():
   """Returns the ratios with group advantages."""
   of_four, cells = {'algorithm.variant': 'grpo', 'rollout.group_size': 4}, {}

@@ -157,6 +157,8 @@ class PageTest(parameterized.TestCase):
     metrics = {job.score: np.full((2, 4), 0.5), 'mechanism/nonfinite': skipped}
     made = results.of_cell(job, metrics, {})['measures']
     self.assertEqual((made['collapsed'], made['final']), ([0, 1], [0.5, 0]))
+    # Trapezoids of .5 .5 .5 .5, and of .5 .5 .5 0: the rest of the dead run counts as 0.
+    np.testing.assert_allclose(made['auc'], [0.5, 1.25 / 3], rtol=1e-3)
 
   def test_the_table_of_the_division(self):
     # On entry a half; of the step two of four updates at a quarter, the others at 1.
@@ -180,6 +182,7 @@ class PageTest(parameterized.TestCase):
       ('{{system core_hours}} of {{study core_hours}}', r'^3\.0 of 4\.5$'),
       ('{{verdict st_ppo on mechanism/harsh system/harsh}}', '^held$'),
       ('{{verdict st_ppo vs st_ppo.step on mechanism/harsh system/harsh}}', '^not decided$'),
+      ('{{verdict st_ppo on mechanism/harsh}}', '^held on the toy task$'),
   )
   def test_a_placeholder_becomes_its_number(self, text, expected):
     self.assertRegex(self.page.markdown(text), expected)
@@ -288,6 +291,11 @@ class VerdictTest(parameterized.TestCase):
   def test_it_follows_the_protocol(self, mechanism, system, expected):
     made = summary.verdict(self.compared(*mechanism), self.compared(*system))
     self.assertEqual(made, expected)
+
+  def test_a_verdict_without_the_system_names_the_toy_task(self):
+    better, no_effect = (0.8, 0.7, 0.9, 0.01), (0.51, 0.45, 0.57, 0.8)
+    self.assertEqual(summary.toy_verdict(self.compared(*better)), 'held on the toy task')
+    self.assertEqual(summary.toy_verdict(self.compared(*no_effect)), 'did not hold on the toy task')
 
 
 class MarkupTest(parameterized.TestCase):

@@ -7,6 +7,7 @@ template may hold any text around them:
   {{system/harsh/st_ppo vs turn_ppo p_final}}   a comparison: improvement, p_final, p_collapsed
   {{verdict st_ppo vs turn_ppo on mechanism_reuse/reuse system/harsh}}     by the protocol
   {{verdict st_ppo on mechanism_reuse/reuse system/harsh}}     against the baseline, corrected
+  {{verdict st_ppo on mechanism_reuse/reuse}}   without runs of the system: 'held on the toy task'
   {{system core_hours}}  {{study core_hours}}   of a grid; of the whole study
   {{progress}} {{outcome}} {{diagnostics}} {{division}} {{figures}} {{cost}}    on their own lines
 
@@ -131,8 +132,8 @@ class Page:
         raise UserError(f'{{{{{words}}}}}: no such grid; give one of {", ".join(sorted(names))}')
       chosen = [r for r in self._records.values() if group in ('study', r['grid'])]
       return f'{summary.core_hours(chosen):.1f}'
-    if match := re.fullmatch(r'verdict (\S+)(?: vs (\S+))? on (\S+) (\S+)', words):
-      return self._verdict(match[1], match[2] or '', match[3], match[4])
+    if match := re.fullmatch(r'verdict (\S+)(?: vs (\S+))? on (\S+)(?: (\S+))?', words):
+      return self._verdict(match[1], match[2] or '', match[3], match[4] or '')
     other = ''
     if match := re.fullmatch(r'vs (\S+) (\S+)', rest):
       other, rest = match[1], match[2]
@@ -149,17 +150,20 @@ class Page:
     return _estimate(cell, rest)
 
   def _verdict(self, name: str, other: str, mechanism: str, system: str) -> str:
-    """Returns the verdict on a cell in two regimes; one that is not planned is not tested."""
-    for regime in (mechanism, system):
+    """Returns the verdict on a cell in two regimes; one that is not planned is not tested.
+
+    Without a regime of the system the verdict is on the toy task.
+    """
+    regimes = list(filter(None, (mechanism, system)))
+    for regime in regimes:
       if not any(group.startswith(regime + '/') for group in self.cells):
         self._cell(regime)  # which raises
     for cell in filter(None, (name, other)):
       if not any(group.endswith('/' + cell) for group in self.cells):
-        self._cell(f'{system}/{cell}')
-    groups = (f'{regime}/{name}' for regime in (mechanism, system))
-    return summary.verdict(
-        *(self._corrected(g, other) if g in self.cells else None for g in groups)
-    )
+        self._cell(f'{regimes[-1]}/{cell}')
+    groups = [f'{regime}/{name}' for regime in regimes]
+    compared = [self._corrected(g, other) if g in self.cells else None for g in groups]
+    return summary.verdict(*compared) if system else summary.toy_verdict(*compared)
 
   def _corrected(self, group: str, other: str) -> summary.Comparison | None:
     """Returns a comparison with corrected p-values: of two other cells by Bonferroni."""

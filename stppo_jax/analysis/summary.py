@@ -170,11 +170,21 @@ def verdict(on_mechanism: Comparison | None, on_system: Comparison | None) -> st
   """Returns what becomes of a claim that a cell is better, by the rule of the protocol."""
   if on_mechanism is None or on_system is None:
     return 'not tested here'
+  alone = toy_verdict(on_mechanism)
+  if alone == 'held on the toy task':
+    return 'held' if on_system.improvement.value > 0.5 else 'not decided'
+  return alone.removesuffix(' on the toy task')
+
+
+def toy_verdict(on_mechanism: Comparison | None) -> str:
+  """Returns what becomes of a claim that a cell is better where only the toy task was run."""
+  if on_mechanism is None:
+    return 'not tested here'
   effect, decided = on_mechanism.improvement, on_mechanism.p_final < SIGNIFICANT
   if decided and effect.value > 0.5:
-    return 'held' if on_system.improvement.value > 0.5 else 'not decided'
+    return 'held on the toy task'
   inside = effect.is_within(*NO_EFFECT)
-  return 'did not hold' if decided or inside else 'not decided'
+  return 'did not hold on the toy task' if decided or inside else 'not decided'
 
 
 def core_hours(records: Iterable[Mapping[str, Any]]) -> float:

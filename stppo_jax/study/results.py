@@ -87,11 +87,16 @@ def of_cell(
       for name, metric in measures.SERIES.items()
       if metric in metrics
   }
-  nonfinite = ~np.isfinite(score).all(axis=1)
+  dead = ~np.isfinite(score)
   if _SKIPPED in metrics:
-    nonfinite |= (np.asarray(metrics[_SKIPPED]) >= job.max_nonfinite).any(axis=1)
+    dead[:, 1:] |= np.asarray(metrics[_SKIPPED]) >= job.max_nonfinite
+  dead = np.logical_or.accumulate(dead, axis=1)
+  alive_score = np.where(dead, 0, score)  # the rest of a dead run counts as 0
+  nonfinite = dead[:, -1]
   per_seed = [
-      measures.of_run(score[i], {name: x[i] for name, x in series.items()}, bool(nonfinite[i]))
+      measures.of_run(
+          alive_score[i], {name: x[i] for name, x in series.items()}, bool(nonfinite[i])
+      )
       for i in range(len(score))
   ]
   of_scores = _thinned(score.shape[1], MAX_POINTS_OF_MANY)
