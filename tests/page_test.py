@@ -10,12 +10,14 @@ from xml.etree import ElementTree
 from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
+import pytest
 
 from stppo_jax import config as schema
 from stppo_jax.analysis import figures
 from stppo_jax.analysis import markup
 from stppo_jax.analysis import page
 from stppo_jax.analysis import summary
+from stppo_jax.study import command
 from stppo_jax.study import grid
 from stppo_jax.study import results
 from stppo_jax.types import UserError
@@ -274,6 +276,20 @@ class PageTest(parameterized.TestCase):
     self.assertIn('0 of 5 <span class="interval">[.000, .522]</span>', text)
     self.assertNotIn('{{', text)
     self.assertEqual(text.count('<svg '), sum(map(len, self.page_drawings().values())))
+
+
+class CommittedPageTest(absltest.TestCase):
+
+  @pytest.mark.slow
+  def test_the_committed_page_is_that_of_the_committed_results(self):
+    root = pathlib.Path(__file__).parent.parent
+    study, config = grid.load(str(root / 'experiments/study_stability.py'))
+    jobs = grid.plan(study, config)
+    records = results.of_jobs(jobs, results.read(str(root / study.results)))
+    made = page.Page(command.planned_cells(study, jobs), records)
+    text = made.markdown(page.read_template(str(root / study.claims)))
+    self.assertEqual((root / 'docs/study.md').read_text(encoding='utf-8'), text)
+    self.assertNotIn(page.NOTHING, text)
 
 
 class VerdictTest(parameterized.TestCase):

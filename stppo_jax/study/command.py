@@ -62,7 +62,7 @@ def write_page(config: schema.Config, file: str, workdir: str) -> str:
   jobs = grids.plan(study, config, unchanged, (), cell.make)
   records = results.read(results.folder(study.results, workdir))
   return page.build(
-      _planned(study, jobs), results.of_jobs(jobs, records), study.page or workdir, study.claims
+      planned_cells(study, jobs), results.of_jobs(jobs, records), study.page or workdir, study.claims
   )
 
 
@@ -72,10 +72,10 @@ def _beside(study, jobs, workdir) -> str:
       results.of_jobs(jobs, results.read(folder))
       for folder in (results.folder(study.results, workdir), study.published)
   )
-  return page.beside(_planned(study, jobs), made, published)
+  return page.beside(planned_cells(study, jobs), made, published)
 
 
-def _planned(study, jobs) -> list[summary.Planned]:
+def planned_cells(study, jobs) -> list[summary.Planned]:
   """Returns the cells of these jobs."""
   numbers: dict[tuple[str, str, str], int] = {}
   for job in jobs:
