@@ -80,7 +80,7 @@ PAIRS = {'': {}, '+paper.before_clip': PAPER, '+relative.step': RELATIVE}
 def get_config(mode=''):
   if mode not in ('', 'quick', 'smoke'):
     raise UserError(f'{mode!r} is not a form of this study: give :quick, :smoke, or nothing')
-  config = st_ppo_tiny.get_config(mode='smoke' if mode == 'smoke' else '')
+  config = st_ppo_tiny.base(mode='smoke' if mode == 'smoke' else '')
   config.name = f'study_mechanism_{mode}'.rstrip('_')
   return config
 

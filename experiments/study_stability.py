@@ -52,7 +52,7 @@ REGIMES_OF_LARGER = {'calm': REGIMES['calm'], 'calm_step': {'actor.lr': 8.4e-5}}
 def get_config(mode=''):
   if mode not in ('', 'quick', 'smoke'):
     raise UserError(f'{mode!r} is not a form of this study: give :quick, :smoke, or nothing')
-  config = st_ppo_tiny.get_config()
+  config = st_ppo_tiny.base()
   config.name = 'study_stability'
   config.actor.final_lr = 1.0  # a constant rate: no decay hides a collapse
   config.train.updates = 16

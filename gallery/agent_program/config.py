@@ -8,7 +8,7 @@ from stppo_jax import config as schema
 
 
 def get_config(mode=''):
-  config = st_ppo_tiny.get_config(mode)
+  config = st_ppo_tiny.base(mode)
   config.name = 'agent_program' + ('_smoke' if mode else '')
   config.env = schema.Env(kind='gateway:gallery.agent_program.agent:run')
   config.retriever.kind = 'none'  # the program has a tool of its own

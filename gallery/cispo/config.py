@@ -8,7 +8,7 @@ from stppo_jax import config as schema
 
 
 def get_config(mode=''):
-  config = st_ppo_tiny.get_config(mode)
+  config = st_ppo_tiny.base(mode)
   config.name = config.name.replace('st_ppo_tiny', 'cispo')
   config.algorithm = schema.Algorithm(variant='gallery.cispo.algorithm:CISPO')
   config.rollout.group_size = 8

@@ -8,7 +8,7 @@ from stppo_jax import config as schema
 
 
 def get_config(mode=''):
-  config = st_ppo_tiny.get_config(mode)
+  config = st_ppo_tiny.base(mode)
   config.name = config.name.replace('st_ppo_tiny', 'max_rl')
   config.algorithm = schema.Algorithm(variant='gallery.max_rl.algorithm:MAX_RL')
   config.rollout.group_size = 8
