@@ -14,6 +14,7 @@ from stppo_jax.types import UserError
 def get_config(mode=''):
   config = base(mode)
   config.pipeline.staleness = 8
+  config.mesh.fsdp = 1  # sampling ahead needs one device; the model is small
   config.algorithm.old_logp = 'sampler'
   config.health.sampler_gap = 0  # the sampler is an older policy, so its log-probs differ
   config.actor.lr = 1e-4

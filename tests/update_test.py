@@ -743,9 +743,12 @@ class ShardingTest(absltest.TestCase):
     with self.assertRaisesRegex(ValueError, "no sharding rule for 'adapter'"):
       sharding.tree_shardings({'adapter': jnp.zeros((4, 4))}, sharding.make_mesh(8, 1, 1))
 
+  def test_a_smaller_mesh_takes_the_first_devices(self):
+    self.assertEqual(list(sharding.make_mesh(1, 2, 1).devices.flat), jax.devices()[:2])
+
   def test_bad_meshes_are_refused_in_one_line(self):
     for sizes, message in (
-        ((3, 1, 1), 'needs 3 devices, and there are 8'),
+        ((3, 1, 3), 'needs 9 devices, and there are 8'),
         ((3, -1, 1), '3 does not divide the 8 devices'),
         ((-1, -1, 1), 'at most one of them is -1'),
     ):

@@ -52,7 +52,10 @@ def mesh_of(settings: Any, devices: Sequence[jax.Device] | None = None) -> jax.s
 def make_mesh(
     data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-  """Makes a mesh over the devices; one of the sizes may be -1 and takes the remaining devices."""
+  """Makes a mesh over the devices; one of the sizes may be -1 and takes the remaining devices.
+
+  Where all sizes are given, one process may use fewer devices than it sees: the first ones.
+  """
   devices = jax.devices() if devices is None else devices
   sizes = [data, fsdp, tensor]
   given = ', '.join(f'{axis}={size}' for axis, size in zip(AXES, sizes))
@@ -63,11 +66,12 @@ def make_mesh(
     if len(devices) % known:
       raise UserError(f'config.mesh ({given}): {known} does not divide the {len(devices)} devices')
     sizes[sizes.index(-1)] = len(devices) // known
-  elif known != len(devices):
+  elif known > len(devices) or known < len(devices) and jax.process_count() > 1:
     raise UserError(
         f'config.mesh ({given}) needs {known} devices, and there are {len(devices)}: '
         'set one axis to -1 to take what is left'
     )
+  devices = devices[: math.prod(sizes)]
   return jax.make_mesh(
       tuple(sizes), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3, devices=devices
   )
