@@ -167,7 +167,7 @@ def controls():
 
 
 def scaled(ratio):
-  """Returns the overrides {K: ..} of an objective that is K times as large, for a token or turn ratio.
+  """Returns the overrides {K: ..} of an objective that is K times as large.
 
   The step is divided by max(1, K ||C||). Adam does not see the factor K itself, once `eps` and the
   bound of the gradient's norm are in the same units.

@@ -11,6 +11,7 @@ docs/study_protocol.md; results are in docs/study/results, the page is docs/stud
 
 from experiments import st_ppo_tiny
 from experiments import study_mechanism
+from stppo_jax import validation
 from stppo_jax.study import grid
 from stppo_jax.types import UserError
 
@@ -47,6 +48,11 @@ OF_LARGER = ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'ppo+relative.step')
 # At one rate Adam's step grows as the root of the number of parameters. The second rate is calm's
 # times the root of .9/5.1, so that the step is as long as the embedded model's in calm.
 REGIMES_OF_LARGER = {'calm': REGIMES['calm'], 'calm_step': {'actor.lr': 8.4e-5}}
+
+# The default run: each rule at each rate on two seeds, then five other seeds at its best rate.
+RULES = ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'rs_ppo')
+RATES = (5e-5, 1e-4, 2e-4)
+SEARCH_SEEDS = (100, 101)
 
 
 def get_config(mode=''):
@@ -91,9 +97,28 @@ def get_study(mode=''):
   grids['system_stale'] = grid.Grid(_of_stale(cells), _regime('stale'))
   chosen = {name: cells[name] for name in OF_LARGER}
   grids['system_5m'] = grid.Grid(chosen, REGIMES_OF_LARGER, LARGER)
+  rates = {f'lr.{rate:g}': {'actor.lr': rate} for rate in RATES}
+  rules = {rule: default_cell(rule) for rule in RULES}
+  grids['default_search'] = grid.Grid(rules, rates, default_run(), seeds=SEARCH_SEEDS)
   return grid.Study(
       grids | of_mechanism, results=RESULTS, page='docs', claims='docs/study_claims.md'
   )
+
+
+def default_run():
+  """Returns the settings in which the default run differs from the other runs of this study."""
+  ours = {path: value for path, _, value in validation.fields(get_config())}
+  default = validation.fields(st_ppo_tiny.get_config())
+  return {
+      path: value
+      for path, _, value in default
+      if value != ours[path] and not path.startswith('log.')
+  }
+
+
+def default_cell(rule):
+  """Returns the overrides of a rule. ||C|| is measured only where the rule divides by it."""
+  return {'algorithm.variant': rule, 'algorithm.log_bias': rule not in ('ppo', 'turn_ppo')}
 
 
 def _of_stale(cells):
