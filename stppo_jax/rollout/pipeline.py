@@ -284,6 +284,7 @@ def to_json(batch: Sampled) -> dict:
               'core_metrics': list(episode.core_metrics),
               'role': episode.role,
               'of_episode': episode.number,
+              'whole_score': episode.whole_score,
           }
           for episode in batch.episodes
       ],
@@ -324,6 +325,7 @@ def from_json(record: dict, tasks: Sequence[types.Task]) -> Sampled:
             tuple(row['core_metrics']),
             row.get('role', ''),
             row.get('of_episode'),
+            row.get('whole_score'),
         )
     )
   return Sampled(record['number'], record['staleness'], episodes, record['measured'])

@@ -175,6 +175,7 @@ class ProgramAgent(agent_lib.Agent):
       if crashed and not is_masked:  # whatever was posted before
         for turn in episode.turns:
           turn.reward = 0.0
+        episode.whole_score = 0.0
       episode.number = number
       episode.metrics = {**seen, **episode.metrics}
       episode.truncated |= run.timed_out

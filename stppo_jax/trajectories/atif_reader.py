@@ -358,6 +358,7 @@ def _episode(task, prompt, turns, kept) -> types.Episode:
       tuple(kept.get('core_metrics', ())),
       kept.get('role', ''),
       kept.get('of_episode'),
+      kept.get('whole_score'),
   )
 
 
