@@ -30,8 +30,8 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
 
   Core metrics are <name>/mean, the others env/<name>/mean. An episode that never reported a metric
   counts as 0. Scores and metrics are means over episodes: an agent program's segments are rows of
-  one. The other numbers are over rows. An environment with roles has a row per role: role/<name>/.. are of
-  its rows. Those of a role that never moved are counted, and are in no other number.
+  one. The other numbers are over rows. An environment with roles has a row per role: role/<name>/..
+  are of its rows. Those of a role that never moved are counted, and are in no other number.
   """
   of_roles = _by_role(episodes)
   episodes = [episode for episode in episodes if not episode.absent]
