@@ -64,7 +64,7 @@ def weights(batch: Any, variant: Any) -> tuple[jax.Array, jax.Array, jax.Array, 
   mask = batch.action_mask.astype(jnp.float32)
   counted = mask if batch.loss_mask is None else batch.loss_mask
   of_tokens = losses.aggregation_weights(
-      counted, variant.aggregation, variant.norm_length or None, batch.turn_ids
+      counted, variant.aggregation, variant.norm_length or None, batch.turn_ids, batch.episode_ids
   )
   of_policy = of_tokens if batch.is_weights is None else of_tokens * batch.is_weights
   return mask, of_tokens, of_policy, losses.aggregation_weights(mask, 'token-mean')

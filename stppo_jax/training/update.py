@@ -159,12 +159,14 @@ def with_advantages(
   metrics = {}
   if variant.kl_in != 'none':
     kl = losses.kl(batch.old_logp, batch.ref_logp, variant.kl_estimator) * mask
-    mean_kl = losses.aggregate(kl, mask, 'seq-mean-token-mean')  # over sequences, as in verl
+    # Over sequences, as in verl.
+    mean_kl = losses.aggregate(kl, mask, 'seq-mean-token-mean', episode_ids=batch.episode_ids)
     if variant.kl_in == 'reward':
       metrics = {'actor/reward_kl_penalty': mean_kl, 'actor/reward_kl_penalty_coeff': state.kl_coef}
       batch = dataclasses.replace(batch, rewards=batch.rewards - state.kl_coef * kl)
     if variant.kl_target:
-      state = train_state.adapt_kl(state, variant, mean_kl, mask.any(axis=1).sum())
+      num_episodes = losses.count_episodes(mask, batch.episode_ids)
+      state = train_state.adapt_kl(state, variant, mean_kl, num_episodes)
     if variant.kl_in == 'loss':
       metrics = {'actor/kl_coef': state.kl_coef}  # of the steps to come
   if callable(variant.ratio):
