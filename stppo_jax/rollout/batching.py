@@ -124,6 +124,19 @@ def _score_offsets(episodes, rows):
   return offsets
 
 
+def rows_by_episode(episodes: Sequence[types.Episode], num_roles: int = 1) -> list[np.ndarray]:
+  """Returns the row numbers [rows] of each episode, in the order of their first rows.
+
+  The rows of an episode's roles follow each other. Those of a program's segments may be anywhere.
+  """
+  if num_roles > 1 or not _have_rows(episodes):
+    return list(np.arange(len(episodes), dtype=np.int32).reshape(-1, num_roles))
+  rows: dict[int | None, list[int]] = {}
+  for b, episode in enumerate(episodes):
+    rows.setdefault(episode.number, []).append(b)
+  return [np.array(of_one, np.int32) for of_one in rows.values()]
+
+
 def trained_length(episode: types.Episode) -> int:
   """Returns the tokens of the episode up to the last that is trained on; 0 for a failed one."""
   if episode.failed or not episode.turns:

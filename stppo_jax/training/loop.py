@@ -358,7 +358,7 @@ def _make_replay(config, variant, env):
   return saved.Replay(
       config.rollout.replay,
       agent_lib.load_tokenizer(config),
-      config.train.mini_batch * env.num_roles,
+      config.train.mini_batch,
       config.train.length_buckets[-1],
       variant.needs_groups,
       env.roles,
