@@ -253,7 +253,8 @@ class Algorithm(Section):
   mask_truncated: bool | None = setting(
       None, "drop episodes that ended at a limit from the policy's loss")
   mask_zero_advantage: bool | None = setting(
-      None, "drop episodes without any advantage from the policy's loss, where they only dilute")
+      None, "drop episodes without any advantage from the policy's loss. They add nothing to the "
+      'surrogate, and they carry the KL penalty and the entropy bonus, which are dropped with them')
   log_bias: bool | None = setting(
       None, 'measure ||C|| for every variant, not only those that divide by it')
 

@@ -329,7 +329,14 @@ def _bad_gae(batch, variant):
 
 
 def _token_returns(batch, variant):
-  """Returns each token's discounted return to go (REINFORCE++, arXiv 2501.03262)."""
+  """Returns each token's discounted return to go (REINFORCE++, arXiv 2501.03262).
+
+  G_t = r_t + gamma G_t',   t' the next AGENT token of the episode, in whichever turn.
+
+  Choice: the final reward reaches every turn, as the method means it. verl (b178a3cd) sets the
+  return to 0 at each token that is not the agent's, so that in an episode of several turns a reward
+  reaches the tokens of its own turn alone. With one turn both are the same.
+  """
   mask = batch.action_mask.astype(batch.rewards.dtype)
   zeros = jnp.zeros_like(batch.rewards)
   result, _ = token_gae(batch.rewards * mask, zeros, mask, variant.gamma, 1.0)
