@@ -234,7 +234,8 @@ class Algorithm(Section):
   value_clip: float | None = setting(None, 'range of changes of a value; 0: off', at_least=0)
   value_coef: float | None = setting(None, 'weight of the loss of a shared critic', at_least=0)
   old_logp: str | None = setting(
-      None, "'trainer' recomputes: the first ratio is exactly 1; 'sampler' takes what was reported",
+      None, "'trainer' recomputes: the first ratio is 1, exactly on CPUs, up to rounding on GPUs; "
+      "'sampler' takes what was reported",
       allowed=('trainer', 'sampler'))
   rollout_is: str | None = setting(
       None, "level of the weights from the sampler's log-probs to old_logp, see off_policy.py; "
@@ -307,6 +308,9 @@ class Train(Section):
       'stop', "'rollback' restores the newest checkpoint and continues with other questions",
       allowed=('stop', 'rollback'), may_change=True)
   critic_warmup: int = setting(0, 'updates that train the critic alone', at_least=0)
+  deterministic: bool = setting(
+      False, 'on GPUs: only operations that give the same bits in each run; slower. CPUs always do',
+      on_resume=True)
 
 
 @dataclasses.dataclass

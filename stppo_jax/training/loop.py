@@ -30,6 +30,7 @@ from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.rollout import seams
+from stppo_jax.runtime import determinism
 from stppo_jax.runtime import hosts
 from stppo_jax.serving import rollouts
 from stppo_jax.training import learner as learner_lib
@@ -73,6 +74,8 @@ def train(
   workdir/profile.
   """
   validation.validate(config)
+  if config.train.deterministic:
+    determinism.enable()
   variant = learner_lib.make_variant(config)  # names are resolved before anything is written
   env = seams.resolve(config).env
   _check_staleness(config)

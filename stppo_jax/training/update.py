@@ -101,7 +101,8 @@ def annotate(
   """Fills in old_logp, ref_logp and old_values [B,T]; measures the gap of sampler and trainer.
 
   `steps` are the first epoch's, stacked: in their bins no sum is rounded otherwise than in those
-  steps, so that the first ratio is exactly 1 (with old_logp 'trainer').
+  steps, so that the first ratio is exactly 1 on CPUs (with old_logp 'trainer'). On GPUs it is 1 up
+  to rounding: the products of two programs may be computed by different kernels.
   """
   del mesh
   variant = spec.variant
