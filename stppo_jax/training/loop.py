@@ -272,7 +272,7 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
     core_metrics, unfinished = run.agent.env.core_metrics, position.unfinished
     as_dict = dataclasses.asdict(config)
     journal = enter(journals.Journal(workdir, as_dict, first, core_metrics, unfinished is not None))
-    pipeline = enter(_make_pipeline(run, batches, position.ready))
+    pipeline = enter(_make_pipeline(run, batches, position.ahead))
     before_update = enter(timing_lib.of_updates(f'{workdir}/profile', profile, first, updates))
     with contextlib.suppress(types.Stopped):
       if not first:
@@ -320,10 +320,8 @@ def make_batches(
 ) -> pipelines.Batches:
   """Makes the batches of a run: its questions, and how they are played."""
   group_size = config.rollout.group_size
-  # Batches ahead are finished: the parameters that sample them are not kept.
-  give_up = None if config.pipeline.staleness else stop_requested
-  if give_up is not None and hasattr(agent.retriever, 'give_up'):
-    agent.retriever.give_up = give_up
+  if hasattr(agent.retriever, 'give_up'):
+    agent.retriever.give_up = stop_requested
   return pipelines.Batches(
       agent,
       policy,
@@ -333,17 +331,17 @@ def make_batches(
       config.retriever.max_failed_share,
       config.retriever.max_outage_s,
       functools.partial(pipelines.pause, stop_requested=stop_requested),
-      give_up=give_up,
+      give_up=stop_requested,
       max_num_gen_batches=config.rollout.max_num_gen_batches,
       num_roles=agent.env.num_roles,
   )
 
 
-def _make_pipeline(run, batches, ready):
+def _make_pipeline(run, batches, ahead):
   """Makes the pipeline that samples the batches, or that reads those of config.rollout.replay."""
   config = run.config
   if not config.rollout.replay:
-    return pipelines.Pipeline(batches.sample, config.pipeline.staleness, ready, batches.copy)
+    return pipelines.Pipeline(batches.sample, config.pipeline.staleness, ahead, batches.copy)
   logging.info('nothing is sampled to train on: batches are those of %s', config.rollout.replay)
   replay = _make_replay(config, run.learner.spec.variant, run.agent.env)
 
