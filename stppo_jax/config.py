@@ -168,6 +168,10 @@ class Rollout(Section):
   replay: str = setting(
       '', 'folder of saved batches, such as runs/NAME/episodes: update n trains on its '
       'train_<n>.jsonl, and nothing is sampled but evaluations; empty: off')
+  max_failed: float = setting(
+      0.5, "share of a batch's episodes in which the environment's code may raise: they are not "
+      'trained on, and counted. Above it the run ends. 0: the first exception ends it',
+      at_least=0, at_most=1, may_change=True)
   threads: int = setting(
       4, 'environments called at once; on one process other rows decode meanwhile. 0: one by one',
       at_least=0, on_resume=True)

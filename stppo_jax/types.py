@@ -170,6 +170,8 @@ class Episode:
   # in all of its rows. Every row has it. None: the episode has this row alone.
   whole_score: float | None = None
 
+  error: str = ''  # what the environment's code raised, where, and in which turn
+
   @property
   def absent(self) -> bool:
     """Whether it belongs to a role that never moved: a row without anything."""
@@ -177,10 +179,12 @@ class Episode:
 
   @property
   def search_failed(self) -> bool:
-    """Whether the environment or its retriever failed, not a long prompt or an agent program."""
-    return self.failed and not (
-        self.counts.get('prompt_too_long') or self.counts.get('program_failed')
-    )
+    """Whether a search failed, or a remote environment: waiting may help.
+
+    A long prompt, an agent program and an exception of the environment's code will fail again.
+    """
+    own_fault = self.counts.get('prompt_too_long') or self.counts.get('program_failed')
+    return self.failed and not (own_fault or self.error)
 
   @property
   def score(self) -> float:

@@ -57,6 +57,7 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
       **{f'env/{name}_share': sum(_values(counts, name)) / all_turns for name in _SHARES},
       'env/truncated': float(np.mean([episode.truncated for episode in episodes])),
       'env/retrieval_failed': pipeline.failed_share(episodes),
+      'env/environment_failed': pipeline.environment_failed_share(episodes),
       'env/prompt_too_long': _mean(counts, 'prompt_too_long'),
       **of_roles,
   }

@@ -220,6 +220,8 @@ def to_records(
       record['of_episode'] = episode.number
     if episode.whole_score is not None:
       record['whole_score'] = _exact(episode.whole_score)
+    if episode.error:
+      record['error'] = episode.error
     if any(turn.routes is not None for turn in episode.turns):
       record['routes'] = [packed(turn.routes) for turn in episode.turns]
     for name, array in (per_token or {}).items():
@@ -276,6 +278,7 @@ def from_records(records: Sequence[Mapping[str, Any]]) -> list[types.Episode]:
             record.get('role', ''),
             record.get('of_episode'),
             record.get('whole_score'),
+            record.get('error', ''),
         )
     )
   return episodes

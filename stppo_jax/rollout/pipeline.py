@@ -65,6 +65,7 @@ class Batches:
   sleep: Callable = time.sleep
   give_up: Callable | None = None  # () -> whether to abandon the batch and raise Stopped
   max_num_gen_batches: int = 1  # rounds of sampling, see `sample`
+  max_failed: float = 0.5  # share of a batch's episodes whose environment may raise
   num_roles: int = 1  # rows per episode
 
   def tasks(self, number: int) -> list[types.Task]:
@@ -99,6 +100,7 @@ class Batches:
       )
     if self.max_num_gen_batches > 1:
       episodes = self._refilled(params, key, number, rounds)
+    check_environment([row for one in rounds for row in one.episodes], self.max_failed)
     report = functools.reduce(operator.add, (played.report for played in rounds))
     measured = {'timing_s/gen': time.perf_counter() - started}
     measured |= {'env/replays': sum(played.replays for played in rounds)} | report.metrics()
@@ -304,6 +306,7 @@ def to_json(batch: Sampled) -> dict:
               'role': episode.role,
               'of_episode': episode.number,
               'whole_score': episode.whole_score,
+              'error': episode.error,
           }
           for episode in batch.episodes
       ],
@@ -345,6 +348,7 @@ def from_json(record: dict, tasks: Sequence[types.Task]) -> Sampled:
             row.get('role', ''),
             row.get('of_episode'),
             row.get('whole_score'),
+            row.get('error', ''),
         )
     )
   return Sampled(record['number'], record['staleness'], episodes, record['measured'])
@@ -407,6 +411,26 @@ def pause(
 def failed_share(episodes: Sequence[types.Episode]) -> float:
   """Returns the share of episodes in which a search failed."""
   return sum(episode.search_failed for episode in episodes) / max(len(episodes), 1)
+
+
+def environment_failed_share(episodes: Sequence[types.Episode]) -> float:
+  """Returns the share of episodes in which the code of the environment raised."""
+  return sum(bool(episode.error) for episode in episodes) / max(len(episodes), 1)
+
+
+def check_environment(episodes: Sequence[types.Episode], max_failed: float) -> None:
+  """Raises a UserError if the environment raised in more than a share of the episodes.
+
+  Nothing remote failed, so that waiting and playing again would not help.
+  """
+  share = environment_failed_share(episodes)
+  if share > max_failed:
+    first = next(episode.error for episode in episodes if episode.error)
+    raise types.UserError(
+        f'the environment raised in {share:.0%} of {len(episodes)} episodes, and '
+        f'config.rollout.max_failed={max_failed:g}: mend it; the same command then resumes. First, '
+        f'{first}'
+    )
 
 
 def _whereabouts(retriever):

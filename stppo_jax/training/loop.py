@@ -333,6 +333,7 @@ def make_batches(
       functools.partial(pipelines.pause, stop_requested=stop_requested),
       give_up=stop_requested,
       max_num_gen_batches=config.rollout.max_num_gen_batches,
+      max_failed=config.rollout.max_failed,
       num_roles=agent.env.num_roles,
   )
 
@@ -381,6 +382,7 @@ def _evaluate(run, batches, stop_requested, journal, n):
       give_up=stop_requested,
       until_answered=lambda play: batches.until_answered(play)[0],
   )
+  pipelines.check_environment(episodes, run.config.rollout.max_failed)
   journal.evaluated(n, scores, episodes, run.agent.tokenizer)
   return scores | {'timing_s/testing': time.perf_counter() - started}
 

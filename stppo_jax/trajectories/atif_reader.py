@@ -361,6 +361,7 @@ def _episode(task, prompt, turns, kept) -> types.Episode:
       kept.get('role', ''),
       kept.get('of_episode'),
       kept.get('whole_score'),
+      kept.get('error', ''),
   )
 
 
