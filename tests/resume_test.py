@@ -177,6 +177,19 @@ class ResumeTest(parameterized.TestCase):
     micro_run.train(make_config(**values), self.workdir)
     self.assert_as_straight(**values)
 
+  def test_last_update_ends_a_batch_that_nobody_needs(self):
+    asked, play = [], micro_run.Agent.play
+
+    def played(agent, *args, greedy=False, give_up=None, **kwargs):
+      if not greedy:
+        asked.append((give_up, give_up()))
+      return play(agent, *args, greedy=greedy, give_up=give_up, **kwargs)
+
+    with mock.patch.object(micro_run.Agent, 'play', played):
+      micro_run.train(make_config(**{'pipeline.staleness': 1}), self.workdir)
+    self.assertFalse(any(answer for _, answer in asked[:UPDATES]))
+    self.assertTrue(all(give_up() for give_up, _ in asked))
+
   @parameterized.product(staleness=(0, 1), at=(0, 2, UPDATES))
   def test_a_stop_during_an_evaluation_is_saved_and_resumed(self, staleness, at):
     """The evaluation is abandoned, and the resumed run begins with it."""

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import threading
 import time
 
 from absl import logging
@@ -260,7 +261,9 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
       len(questions),
       len(run.held_out),
   )
-  batches = make_batches(config, run.agent, run.learner.policy, questions, stop_requested)
+  over = threading.Event()  # ends a batch that is sampled ahead and that this run will not need
+  give_up = lambda: over.is_set() or stop_requested()
+  batches = make_batches(config, run.agent, run.learner.policy, questions, give_up)
   evaluate = functools.partial(_evaluate, run, batches, stop_requested)
   scores, score = {}, None  # score: the main one after n updates, if these were evaluated
   with contextlib.ExitStack() as resources:
@@ -273,6 +276,7 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
     as_dict = dataclasses.asdict(config)
     journal = enter(journals.Journal(workdir, as_dict, first, core_metrics, unfinished is not None))
     pipeline = enter(_make_pipeline(run, batches, position.ahead))
+    resources.callback(over.set)
     before_update = enter(timing_lib.of_updates(f'{workdir}/profile', profile, first, updates))
     with contextlib.suppress(types.Stopped):
       if not first:
