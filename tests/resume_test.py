@@ -177,6 +177,26 @@ class ResumeTest(parameterized.TestCase):
     micro_run.train(make_config(**values), self.workdir)
     self.assert_as_straight(**values)
 
+  def test_environment_that_raises_ends_the_run_with_its_state_saved(self):
+    values, play, batches = {'train.checkpoint_every': 0}, micro_run.Agent.play, []
+
+    def failing(agent, *args, greedy=False, **kwargs):
+      episodes = play(agent, *args, greedy=greedy, **kwargs)
+      if not greedy:
+        batches.append(episodes)
+      for episode in episodes if len(batches) == 3 else ():
+        episode.failed, episode.error = True, 'Env raised ValueError: x (mine.py:3), in turn 1'
+      return episodes
+
+    with mock.patch.object(micro_run.Agent, 'play', failing):
+      line = r'^[^\n]*100% of 10 episodes[^\n]*max_failed=0.5[^\n]*\(mine.py:3\), in turn 1$'
+      with self.assertRaisesRegex(UserError, line):
+        micro_run.train(make_config(**values), self.workdir)
+    with checkpoint.Checkpoints(self.workdir) as checkpoints:
+      self.assertEqual(checkpoints.newest(), 2)
+    micro_run.train(make_config(**values), self.workdir)
+    self.assert_as_straight(**values)
+
   def test_last_update_ends_a_batch_that_nobody_needs(self):
     asked, play = [], micro_run.Agent.play
 
