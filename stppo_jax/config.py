@@ -168,6 +168,10 @@ class Rollout(Section):
   replay: str = setting(
       '', 'folder of saved batches, such as runs/NAME/episodes: update n trains on its '
       'train_<n>.jsonl, and nothing is sampled but evaluations; empty: off')
+  max_failed: float = setting(
+      0.5, "share of a batch's episodes in which the environment's code may raise: they are not "
+      'trained on, and counted. Above it the run ends. 0: the first exception ends it',
+      at_least=0, at_most=1, may_change=True)
   threads: int = setting(
       4, 'environments called at once; on one process other rows decode meanwhile. 0: one by one',
       at_least=0, on_resume=True)
@@ -234,7 +238,8 @@ class Algorithm(Section):
   value_clip: float | None = setting(None, 'range of changes of a value; 0: off', at_least=0)
   value_coef: float | None = setting(None, 'weight of the loss of a shared critic', at_least=0)
   old_logp: str | None = setting(
-      None, "'trainer' recomputes: the first ratio is exactly 1; 'sampler' takes what was reported",
+      None, "'trainer' recomputes: the first ratio is 1, exactly on CPUs, up to rounding on GPUs; "
+      "'sampler' takes what was reported",
       allowed=('trainer', 'sampler'))
   rollout_is: str | None = setting(
       None, "level of the weights from the sampler's log-probs to old_logp, see off_policy.py; "
@@ -253,7 +258,8 @@ class Algorithm(Section):
   mask_truncated: bool | None = setting(
       None, "drop episodes that ended at a limit from the policy's loss")
   mask_zero_advantage: bool | None = setting(
-      None, "drop episodes without any advantage from the policy's loss, where they only dilute")
+      None, "drop episodes without any advantage from the policy's loss. They add nothing to the "
+      'surrogate, and they carry the KL penalty and the entropy bonus, which are dropped with them')
   log_bias: bool | None = setting(
       None, 'measure ||C|| for every variant, not only those that divide by it')
 
@@ -306,6 +312,9 @@ class Train(Section):
       'stop', "'rollback' restores the newest checkpoint and continues with other questions",
       allowed=('stop', 'rollback'), may_change=True)
   critic_warmup: int = setting(0, 'updates that train the critic alone', at_least=0)
+  deterministic: bool = setting(
+      False, 'on GPUs: only operations that give the same bits in each run; slower. CPUs always do',
+      on_resume=True)
 
 
 @dataclasses.dataclass

@@ -66,6 +66,7 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
     found['val-aux/truncated'].append(float(episode.truncated))
     too_long = bool(episode.counts.get('prompt_too_long'))
     found['val-aux/retrieval_failed'].append(float(episode.search_failed))
+    found['val-aux/environment_failed'].append(float(bool(episode.error)))
     found['val-aux/prompt_too_long'].append(float(too_long))
   for name, values in of_sets.items():
     if len(values) > 1:

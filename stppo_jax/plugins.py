@@ -7,11 +7,21 @@ import importlib
 import os
 import pathlib
 import sys
+import sysconfig
 import traceback
 from typing import Any
 
 from stppo_jax import validation
 from stppo_jax.types import UserError
+
+
+def raised_at(error: BaseException) -> str:
+  """Returns FILE:LINE of the user's code that raised an error; else of the last code that ran."""
+  frames = traceback.extract_tb(error.__traceback__)
+  others = ('site-packages', sysconfig.get_path('stdlib'), os.path.dirname(__file__))
+  own = [frame for frame in frames if not any(part in frame.filename for part in others)]
+  frame = (own or frames)[-1]
+  return f'{frame.filename}:{frame.lineno}'
 
 
 def load(field: str, name: str, built_in: Mapping[str, Any]) -> Any:

@@ -166,6 +166,11 @@ class Episode:
   # Of the environment in its round of sampling: its roles, or the segments of an agent program,
   # have the same. None: the episode is this row alone.
   number: int | None = None
+  # Total reward of an agent program's episode: the final reward once, and the rewards of the turns
+  # in all of its rows. Every row has it. None: the episode has this row alone.
+  whole_score: float | None = None
+
+  error: str = ''  # what the environment's code raised, where, and in which turn
 
   @property
   def absent(self) -> bool:
@@ -174,10 +179,12 @@ class Episode:
 
   @property
   def search_failed(self) -> bool:
-    """Whether the environment or its retriever failed, not a long prompt or an agent program."""
-    return self.failed and not (
-        self.counts.get('prompt_too_long') or self.counts.get('program_failed')
-    )
+    """Whether a search failed, or a remote environment: waiting may help.
+
+    A long prompt, an agent program and an exception of the environment's code will fail again.
+    """
+    own_fault = self.counts.get('prompt_too_long') or self.counts.get('program_failed')
+    return self.failed and not (own_fault or self.error)
 
   @property
   def score(self) -> float:
@@ -224,3 +231,6 @@ class TurnBatch:
   routes: jax.Array | None = None  # [B,T,L,A] experts of each token, where they are replayed
   roles: jax.Array | None = None  # [B,R] 1 for the role of the row; None: there is one agent
   episode_ids: jax.Array | None = None  # [B] equal for rows of an episode; None: a row is one
+  # [B] what has to be added to the rewards of an episode's rows to give the episode's score, since
+  # the final reward stands on each of its rows. Equal for rows of an episode; 0 for a single row.
+  score_offsets: jax.Array | None = None

@@ -543,16 +543,17 @@ class GroupScoresTest(parameterized.TestCase):
     """Scores 1, 0, 0, 0; the first episode has five rows, of which two stand among the others'."""
     episode_ids = np.array([0, 1, 0, 2, 0, 0, 3, 0])
     rewards = np.where(episode_ids == 0, 1.0, 0.0)[:, None]
-    got = self.estimate(name, rewards, [0] * 8, episode_ids=jnp.asarray(episode_ids))
+    offsets = jnp.where(episode_ids == 0, -4.0, 0.0)
+    ids = jnp.asarray(episode_ids)
+    got = self.estimate(name, rewards, [0] * 8, episode_ids=ids, score_offsets=offsets)
     np.testing.assert_allclose(got, np.array(expected)[episode_ids], rtol=1e-5)
 
-  def test_the_score_of_an_episode_is_the_mean_of_its_rows_with_agent_tokens(self):
+  def test_the_score_of_an_episode_is_of_its_rows_with_agent_tokens(self):
     rewards = np.array([[9.0], [1.0], [3.0], [1.0]])  # the first row has no agent tokens
     mask = jnp.array([[0.0], [1.0], [1.0], [1.0]])
-    got = self.estimate(
-        'leave_one_out', rewards, [0] * 4, episode_ids=jnp.array([0, 0, 0, 1])
-    )  # all rows: (9 + 1 + 3) / 3 - 1
-    np.testing.assert_allclose(got, [10 / 3] * 3 + [-10 / 3], rtol=1e-6)
+    several = dict(episode_ids=jnp.array([0, 0, 0, 1]), score_offsets=jnp.array([0.0, -2, -2, 0]))
+    got = self.estimate('leave_one_out', rewards, [0] * 4, **several)  # all rows: 9 + 1 + 3 - 0 - 1
+    np.testing.assert_allclose(got, [12.0] * 3 + [-12.0], rtol=1e-6)
     batch = types.TurnBatch(
         mask,
         mask,
@@ -560,11 +561,11 @@ class GroupScoresTest(parameterized.TestCase):
         jnp.asarray(rewards, jnp.float32),
         *[mask] * 5,
         jnp.zeros(4, int),
-        episode_ids=jnp.array([0, 0, 0, 1]),
+        **several,
     )
     row = dataclasses.replace(variants.VARIANTS['grpo'], advantage='leave_one_out')
     got = advantages.estimate(batch, row).advantages[:, 0]
-    np.testing.assert_allclose(got, [0, 1, 1, -1], rtol=1e-6)
+    np.testing.assert_allclose(got, [0, 1, 1, -1], rtol=1e-6)  # 1 + 3 - 2 and 1
 
 
 class OwnEstimatorTest(absltest.TestCase):

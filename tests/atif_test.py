@@ -1,5 +1,6 @@
 """ATIF out and in: the same episodes, the same update; and documents as other agents write them."""
 
+import dataclasses
 import datetime
 import json
 import os
@@ -16,6 +17,8 @@ import numpy as np
 
 from stppo_jax import chat
 from stppo_jax import types
+from stppo_jax.algorithms import advantages
+from stppo_jax.algorithms import variants
 from stppo_jax.rollout import batching
 from stppo_jax.serving import template as template_lib
 from stppo_jax.training import loop
@@ -252,11 +255,11 @@ class ReaderTest(parameterized.TestCase):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(value if isinstance(value, str) else json.dumps(value), encoding='utf-8')
 
-  def read(self, tokenizer, rows_per_file=8, **options):
+  def read(self, tokenizer, episodes_per_file=8, **options):
     into = tempfile.mkdtemp(dir=FOLDER) + '/episodes'
     reader = atif_reader.Reader(tokenizer, **options)
     with mock.patch.object(logging, 'warning') as told:
-      atif_reader.read_folder(str(self.folder), into, reader, rows_per_file)
+      atif_reader.read_folder(str(self.folder), into, reader, episodes_per_file)
     self.told = [call.args[0] % call.args[1:] for call in told.call_args_list]
     return [saved.read(saved.path_of(into, n), tokenizer) for n in saved.numbers(into)]
 
@@ -363,7 +366,7 @@ class ReaderTest(parameterized.TestCase):
     self.write('wrong.json', make({'source': 'agent'}))
     self.write('huge.json', make(step('user', 'go'), by_ids('hi', [2**40], [1])))
     tokenizer = tiny()
-    first, second = self.read(tokenizer, rows_per_file=3)
+    first, second = self.read(tokenizer, episodes_per_file=3)
     self.assertEqual([e.task.id for e in first.episodes], ['t1', 't2', 't1'])
     self.assertEqual([e.group for e in first.episodes], [0, 1, 0])
     self.assertEqual([e.score for e in first.episodes], [1, 0.5, 0])
@@ -371,6 +374,34 @@ class ReaderTest(parameterized.TestCase):
     self.assertEqual([e.task.question for e in second.episodes], ['d'])
     self.assertLen(self.told, 1)
     self.assertIn('5 trajectories are left out', self.told[0])
+
+  def test_a_trajectory_of_several_rows_is_one_episode(self):
+    """Its first row earns .25 on its turn, and the trial 1: 1.25 in all, against 0 and 0."""
+    asked = step('user', 'q')
+    rewritten = make(
+        asked,
+        by_ids('a', [70], [71], [-0.5], extra={'reward': 0.25}),
+        by_ids('b', [72], [73], [-0.5]),
+    )
+    single = make(asked, by_ids('c', [70], [71], [-0.5]))
+    for name, document, reward in (('a', rewritten, 1), ('b', single, 0), ('c', single, 0)):
+      self.write(f'{name}/agent/trajectory.json', document)
+      verdict = {'task_name': 't', 'verifier_result': {'rewards': {'reward': reward}}}
+      self.write(f'{name}/result.json', verdict)
+    reader = mock.patch.object(atif_reader.Reader, '_check_ids')  # ids above are arbitrary
+    with reader:
+      first, second = self.read(tiny(), episodes_per_file=2)
+      (whole,) = self.read(tiny())
+    self.assertEqual([e.number for e in first.episodes], [0, 0, 1])
+    self.assertEqual([e.number for e in second.episodes], [0])
+    self.assertEqual([e.number for e in whole.episodes], [0, 0, 1, 2])
+    self.assertEqual([e.score for e in whole.episodes], [1.25, 1, 0, 0])
+    self.assertEqual([e.whole_score for e in whole.episodes], [1.25, 1.25, 0, 0])
+    batch = batching.to_turn_batch(whole.episodes, (8,))
+    variant = dataclasses.replace(variants.VARIANTS['grpo'], advantage='group_centred')
+    found = np.asarray(advantages.estimate(batch, variant).advantages)[:, 1]
+    third = 1.25 / 3
+    np.testing.assert_allclose(found, [2 * third, 2 * third, -third, -third], rtol=1e-6)
 
   @parameterized.parameters(
       ({'kind': '../escaped'}, "kind is '../escaped'"),

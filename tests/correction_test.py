@@ -89,6 +89,67 @@ class OracleTest(chex.TestCase):
     self.assertGreater(np.linalg.norm(expected.c), 1e-2)  # the batch does exercise the clip
 
 
+class ClipAsKlTest(parameterized.TestCase):
+  """KLip-PPO (arXiv 2606.23932): a clip is a per-sample KL penalty on the clipped samples.
+
+  loss       = -mean min(w A, clip(w) A)              unclipped = -mean w A
+  grad loss  = grad unclipped + grad mean_{clipped} sg(-w A) (log pi_old - log pi)
+
+  The last term is C. Written out with jax.grad on a softmax policy, without the package's losses.
+  """
+
+  def setUp(self):
+    super().setUp()
+    self.enter_context(jax.enable_x64(True))
+
+  @parameterized.product(level=('token', 'turn'), seed=(2, 9))
+  def test_clipping_bias_is_the_gradient_of_the_kl(self, level, seed):
+    batch = oracle.random_batch(seed)
+    agent = batch.turn_ids > 0
+    lengths = agent.sum(axis=1, keepdims=True)
+    mean_weights = agent / np.maximum(lengths, 1) / (lengths > 0).sum()  # 1/|y|, then 1/B
+    low, high = 1 - CLIP['clip_low'], 1 + CLIP['clip_high']
+
+    def log_ratio(weights):
+      """Returns log(pi / pi_old) of each token, or the mean of its turn, [B,T]."""
+      gap = _logp(weights, batch) - batch.old_logp
+      if level == 'token':
+        return gap
+      means = jnp.zeros_like(gap)
+      for turn in range(1, batch.turn_ids.max() + 1):
+        chosen = batch.turn_ids == turn
+        length = np.maximum(chosen.sum(axis=1, keepdims=True), 1)
+        mean = jnp.sum(jnp.where(chosen, gap, 0), axis=1, keepdims=True) / length
+        means = jnp.where(chosen, mean, means)
+      return means
+
+    weights = jnp.asarray(batch.weights)
+    ratio = np.exp(log_ratio(weights))
+    positive = (batch.advantages > 0) & (ratio > high)
+    negative = (batch.advantages < 0) & (ratio < low)
+    clipped = agent & (positive | negative)
+    self.assertTrue(clipped.any() and not clipped[agent].all())
+
+    def loss(w):
+      terms = jnp.exp(log_ratio(w))
+      bounded = jnp.clip(terms, low, high) * batch.advantages
+      return -jnp.sum(mean_weights * jnp.minimum(terms * batch.advantages, bounded))
+
+    def unclipped(w):
+      return -jnp.sum(mean_weights * jnp.exp(log_ratio(w)) * batch.advantages)
+
+    def kl(w):
+      coefficients = np.where(clipped, -ratio * batch.advantages, 0)  # constants
+      return jnp.sum(mean_weights * coefficients * -log_ratio(w))
+
+    ours, bias, _ = _gradients(batch, _row(level), **CLIP)
+    expected = jax.grad(kl)(weights)
+    self.assertGreater(np.linalg.norm(expected), 1e-3)
+    _assert_close(bias, expected, atol=1e-12)
+    _assert_close(-ours, jax.grad(loss)(weights), atol=1e-12)
+    _assert_close(jax.grad(loss)(weights), jax.grad(unclipped)(weights) + bias, atol=1e-12)
+
+
 class CotangentsTest(chex.TestCase):
 
   def setUp(self):

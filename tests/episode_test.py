@@ -8,6 +8,7 @@ import threading
 import time
 from unittest import mock
 
+from absl import logging
 from absl.testing import absltest
 from absl.testing import parameterized
 import hypothesis
@@ -152,6 +153,21 @@ def renormalised(logits, token, temperature, top_k, top_p):
   kept = np.cumsum(probs) - probs < top_p
   probs = np.where(kept, probs, 0) / probs[kept].sum()
   return np.log(probs[order == token][0])
+
+
+class RaisingEnv(ScriptedEnv):
+  """Raises an outcome that is an exception, and in `reset` a prompt that is one."""
+
+  def reset(self, seed=None):
+    if isinstance(self.prompt, Exception):
+      raise self.prompt
+    return super().reset(seed)
+
+  def step(self, action):
+    outcome = super().step(action)
+    if isinstance(outcome, Exception):
+      raise outcome
+    return outcome
 
 
 scripts_strategy = st.lists(
@@ -448,6 +464,63 @@ def spied_run(run, sampled, fed, sampler, params, prompts, keys, respond, thread
   for ids, prompt in zip(fed, prompts):
     ids += prompt.ids
   return run(sampler, params, prompts, keys, spy, threads)
+
+
+class EnvironmentErrorTest(parameterized.TestCase):
+  """An environment whose code raises: in turn 2, in `reset`, or not at all."""
+
+  def play(self, **how):
+    boom = ValueError('no such\nmove')
+    prompts = ['where', KeyError('task'), 'Paris is']
+    scripts = [[SEARCH, boom], [], [SEARCH, ANSWER]]
+    envs = [RaisingEnv(prompt, script) for prompt, script in zip(prompts, scripts)]
+    tasks = [types.Task(f't{i}', 'q', ('a',)) for i in range(3)]
+    keys = episode_lib.row_keys(jax.random.key(0), tasks)
+    rows = episode_lib.Rows(envs, tasks, range(3), keys)
+    rules = episode_lib.Rules(LIMITS, **how)
+    return episode_lib.play(make_sampler(), make_params(), make_tokenizer(), rows, rules)[0]
+
+  @parameterized.parameters(0, 2)
+  def test_its_episode_is_masked_and_the_others_are_played(self, threads):
+    logging._log_counter_per_token.clear()  # of log_first_n
+    with self.assertLogs('absl', 'WARNING') as logs:
+      first, second, third = self.play(threads=threads)
+    self.assertEqual([e.failed for e in (first, second, third)], [True, True, False])
+    self.assertEqual([len(e.turns) for e in (first, second, third)], [2, 0, 2])
+    self.assertEqual(third.score, 1.0)
+    here = f'{__file__}:'
+    self.assertStartsWith(first.error, 'the environment RaisingEnv raised ValueError: no such move')
+    self.assertIn(here, first.error)
+    self.assertEndsWith(first.error, "on task 't0', in turn 2")
+    self.assertEndsWith(second.error, "on task 't1', before its first turn")
+    self.assertEqual(third.error, '')
+    self.assertLen(logs.output, 1)  # of the first one, with its traceback
+    self.assertIn('Traceback', logs.output[0])
+    self.assertIn(here, logs.output[0].splitlines()[0])
+    self.assertEqual([e.search_failed for e in (first, second)], [False, False])  # no waiting
+    batch = batching.to_turn_batch([first, second, third], (T,))
+    self.assertEqual(batch.action_mask.any(axis=1).tolist(), [False, False, True])
+
+  def test_strict_rules_end_the_run_with_one_line(self):
+    line = r"^[^\n]*RaisingEnv raised KeyError: 'task' [^\n]*episode_test.py:\d+[^\n]*'t1'[^\n]*$"
+    with self.assertRaisesRegex(types.UserError, line):
+      self.play(strict=True)
+
+  def test_a_constructor_that_raises_fails_in_reset(self):
+
+    def make(task):
+      raise OSError(f'no file for {task.id}')
+
+    kind = protocol.make_kind('m:make', make, {}, {})
+    observation, info = protocol.reset(kind(types.Task('t7', 'q'), 0), 0)
+    self.assertEqual(observation, '')
+    self.assertIn('make raised OSError: no file for t7', info['environment_error'])
+    self.assertIn(f'{__file__}:', info['environment_error'])
+
+  def test_an_error_for_the_user_ends_the_run_as_it_is(self):
+    env = RaisingEnv('a', [types.UserError('give another option')])
+    with self.assertRaisesRegex(types.UserError, '^give another option$'):
+      protocol.step(env, 'x')
 
 
 if __name__ == '__main__':

@@ -260,6 +260,23 @@ class MakeVariantTest(parameterized.TestCase):
           {'algorithm.variant': 'grpo', 'rollout.group_size': 4, 'algorithm.lam': 0.9},
           ('lam has no effect without a critic',),
       ),
+      (
+          {
+              'algorithm.variant': 'grpo',
+              'rollout.group_size': 4,
+              'algorithm.mask_zero_advantage': True,
+          },
+          ('mask_zero_advantage=True with kl_in=loss and 2 optimizer steps', '2604.06159'),
+      ),
+      (
+          {
+              'algorithm.variant': 'grpo',
+              'rollout.group_size': 4,
+              'algorithm.mask_zero_advantage': True,
+              'train.mini_batch': 512,
+          },
+          (),
+      ),
       ({'algorithm.gamma': 0.9, 'algorithm.lam': 0.9, 'algorithm.value_clip': 0.1}, ()),
       ({}, ()),
   )

@@ -52,8 +52,8 @@ NAMES = tuple("""
   stppo/applied_factor stppo/entering_factor
   stppo/ratio_std_turn stppo/ratio_std_sequence stppo/clipfrac_turn1_pos stppo/clipfrac_turn1_neg
   stppo/clipfrac_turn3_pos em/mean f1/mean env/searches/mean env/invalid/mean env/truncated
-  env/retrieval_failed env/replays env/invalid_share env/repeated_share env/empty_share
-  env/cut_share env/prompt_too_long health/invalid health/score_drop""".split())
+  env/retrieval_failed env/environment_failed env/replays env/invalid_share env/repeated_share
+  env/empty_share env/cut_share env/prompt_too_long health/invalid health/score_drop""".split())
 EVAL_NAMES = (
     'val-core/all/em',
     'val-core/all/f1',
@@ -64,6 +64,7 @@ EVAL_NAMES = (
     'val-aux/num_turns/mean',
     'val-aux/agent_turns/mean',
     'val-aux/truncated',
+    'val-aux/environment_failed',
     'timing_s/testing',
 )
 SEARCHES = [action for action in tiny_run.ACTIONS if 'search' in action]

@@ -1,5 +1,7 @@
 """Surrogate, value loss, KL and the four aggregations: worked by hand and against the oracle."""
 
+from unittest import mock
+
 from absl.testing import absltest
 from absl.testing import parameterized
 import chex
@@ -7,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import variants
 from tests.support import oracle
@@ -179,6 +182,36 @@ class AggregationTest(chex.TestCase):
     x, turn_ids = jnp.array([[1.0, 3.0, 70.0, 8.0]]), jnp.array([[1, 1, 0, 2]])
     got = losses.aggregate(x, jnp.array([[1.0, 1.0, 0, 0]]), 'seq-mean-turn-mean', None, turn_ids)
     chex.assert_trees_all_close(got, jnp.array(2.0), rtol=1e-12)
+
+  @parameterized.parameters(*losses.AGGREGATIONS)
+  def test_an_episode_weighs_the_same_in_one_row_and_in_three(self, mode):
+    """Turns (1, 3), (8) and (5) of one episode against (7) and (9) of the other."""
+    whole = jnp.array([[1.0, 3.0, 8.0, 5.0], [7.0, 0.0, 9.0, 0.0]])
+    whole_ids = jnp.array([[1, 1, 2, 3], [1, 0, 2, 0]])
+    parts = jnp.array([[1.0, 3, 0, 0], [7, 0, 9, 0], [0, 8, 0, 0], [5, 0, 0, 0], [0, 0, 0, 0]])
+    part_ids = jnp.array([[1, 1, 0, 0], [1, 0, 2, 0], [0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    episode_ids = jnp.array([4, 0, 4, 4, -1])  # and a row of padding
+    expected = losses.aggregate(whole, whole_ids > 0, mode, turn_ids=whole_ids)
+    mask = part_ids > 0
+    got = losses.aggregate(parts, mask, mode, turn_ids=part_ids, episode_ids=episode_ids)
+    chex.assert_trees_all_close(got, expected, rtol=1e-12)
+    batch = mock.Mock(
+        action_mask=mask,
+        loss_mask=None,
+        turn_ids=part_ids,
+        is_weights=None,
+        episode_ids=episode_ids,
+    )
+    variant = variants.Variant('token_gae', 'token', aggregation=mode)
+    _, weights, _, _ = filters.weights(batch, variant)  # what an optimizer step uses
+    chex.assert_trees_all_close(jnp.sum(weights * parts), expected, rtol=1e-6)
+    self.assertEqual(int(losses.count_episodes(mask, episode_ids)), 2)
+
+  @parameterized.parameters(*losses.AGGREGATIONS)
+  def test_episodes_of_one_row_weigh_as_rows_do(self, mode):
+    turn_ids = jnp.array([[1, 1, 0, 2], [0, 1, 0, 0], [0, 0, 0, 0], [1, 2, 3, 3]])
+    weights = lambda ids: losses.aggregation_weights(turn_ids > 0, mode, None, turn_ids, ids)
+    np.testing.assert_array_equal(weights(jnp.array([3, 1, 2, 0])), weights(None))
 
   def test_an_unknown_mode_is_refused(self):
     with self.assertRaises(ValueError):

@@ -1,11 +1,17 @@
 """Packing: no token lost or twice, little padding, and the mapping of tokens in both directions."""
 
+import dataclasses
+
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stppo_jax import types
+from stppo_jax.algorithms import advantages
+from stppo_jax.algorithms import filters
+from stppo_jax.algorithms import variants
 from stppo_jax.training import packing
 
 
@@ -93,6 +99,78 @@ class LayoutTest(absltest.TestCase):
     self.assertEqual(int(packing.num_micro_batches(kept, 2)), 1)
     none = packing.only(found, jnp.zeros(5, bool), 2)
     self.assertEqual(int(packing.num_micro_batches(none, 2)), 0)
+
+
+def make_rows(segments):
+  """Returns the rows of agent programs' episodes, each with so many segments and its own score."""
+  rows = []
+  for number, count in enumerate(segments):
+    for k in range(count):
+      turn = types.Turn(
+          np.full(1 + (number + k) % 3, 5, np.int32),
+          np.zeros(1 + (number + k) % 3, np.float32),
+          np.zeros(0, np.int32),
+          reward=float(number),
+      )
+      row = types.Episode(types.Task('t', 'q'), number // 4, np.ones(2, np.int32), [turn])
+      rows.append(dataclasses.replace(row, number=number, whole_score=float(number)))
+  return packing.by_length(rows)
+
+
+class DealTest(absltest.TestCase):
+
+  def deal(self, segments, epochs=2):
+    rows = make_rows(segments)
+    bins = packing.Bins(4, epochs, 2, (8,), 0, None)
+    return rows, *packing.to_device(rows, bins, jax.random.key(1))
+
+  def test_a_step_has_all_rows_of_its_episodes(self):
+    segments = [1, 5, 1, 2, 1, 1, 3, 1]
+    rows, batch, steps = self.deal(segments)
+    self.assertLen(steps, 2 * 2)  # 2 epochs of 8 episodes in steps of 4, however many the rows
+    for step in steps:
+      self.assertLen(step.rows, len(batch.tokens) // 2)
+      numbers = [rows[row].number for row in step.rows if row < len(rows)]
+      self.assertLen(set(numbers), 4)
+      self.assertLen(numbers, sum(segments[number] for number in set(numbers)))
+    for epoch in (steps[:2], steps[2:]):
+      together = np.concatenate([step.rows for step in epoch])
+      np.testing.assert_array_equal(np.sort(together), np.arange(len(batch.tokens)))
+    self.assertEqual(packing.first_epoch(steps), steps[:2])
+
+  def test_rows_of_padding_change_no_number(self):
+    rows, batch, steps = self.deal([1, 3, 1, 2, 1, 1, 3, 1])
+    variant = dataclasses.replace(variants.VARIANTS['grpo'], advantage='group_centred')
+    self.assertGreater(len(batch.tokens), len(rows))
+    whole = advantages.estimate(batch, variant)
+    real = jax.tree.map(lambda x: x[: len(rows)], batch)
+    alone = advantages.estimate(real, variant)
+    np.testing.assert_array_equal(whole.advantages[: len(rows)], alone.advantages)
+    np.testing.assert_array_equal(whole.advantages[len(rows) :], 0)
+    for step in steps:
+      weights = lambda rows: filters.weights(jax.tree.map(lambda x: x[rows], whole), variant)
+      own = step.rows[step.rows < len(rows)]
+      for padded, plain in zip(weights(step.rows), weights(own)):
+        np.testing.assert_array_equal(padded[: len(own)], plain)
+        np.testing.assert_array_equal(padded[len(own) :], 0)
+      self.assertEqual(step.packing.length[len(own) :].sum(), 0)  # no bin holds padding rows
+
+  def test_few_programs_for_any_number_of_segments(self):
+    compiled = jax.jit(lambda batch, step: batch.tokens[step.rows].sum())
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+      _, batch, steps = self.deal(rng.integers(1, 5, size=8), epochs=1)
+      for step in steps:
+        compiled(batch, step)
+    self.assertLessEqual(compiled._cache_size(), 3)  # 4, 8 or 16 rows per step
+
+  def test_episodes_of_one_row_are_dealt_out_without_padding(self):
+    rows, batch, steps = self.deal([1] * 8)
+    self.assertLen(batch.tokens, 8)
+    plain = [dataclasses.replace(row, number=None, whole_score=None) for row in rows]
+    _, expected = packing.to_device(plain, packing.Bins(4, 2, 2, (8,), 0, None), jax.random.key(1))
+    for ours, theirs in zip(steps, expected, strict=True):
+      jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 if __name__ == '__main__':

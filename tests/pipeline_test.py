@@ -134,6 +134,41 @@ class RefillTest(parameterized.TestCase):
     self.assertEqual(measured['rollout/groups_kept'], 1)
     self.assertEqual(measured['perf/rows_busy'], (16 + 8 + 4) / 6)
 
+  @parameterized.parameters((4, 0.5, False), (5, 0.5, True), (1, 0.0, True), (8, 1.0, False))
+  def test_an_environment_that_raises_ends_the_run_above_a_share(self, raised, allowed, ends):
+    agent = ScriptedAgent(lambda call, task, sample: float(sample))
+    play = agent.play
+
+    def played(*args, **kwargs):
+      rows = play(*args, **kwargs)
+      for row in rows[:raised]:
+        row.failed, row.error = True, f'the environment raised, on {row.task.id}'
+      return rows
+
+    agent.play = played
+    tasks = [types.Task(str(i), 'q', ('a',)) for i in range(8)]
+    slept = []
+    batches = pipeline.Batches(
+        agent,
+        lambda params: params,
+        task_files.TaskStream(tasks, 4, 0),
+        2,
+        0,
+        max_failed_share=0.0,
+        max_outage_s=3600.0,
+        sleep=slept.append,
+        max_failed=allowed,
+    )
+    if ends:
+      line = rf'^[^\n]*raised in {raised / 8:.0%} of 8 [^\n]*max_failed={allowed:g}[^\n]*, on \d$'
+      with self.assertRaisesRegex(types.UserError, line):
+        batches.sample({}, 1, 0)
+    else:
+      sampled = batches.sample({}, 1, 0)
+      self.assertEqual(pipeline.environment_failed_share(sampled.episodes), raised / 8)
+    self.assertLen(agent.calls, 1)  # played once
+    self.assertEmpty(slept)
+
   def test_after_the_last_round_the_batch_keeps_its_size(self):
     agent = ScriptedAgent(lambda call, task, sample: 0.5)
     _, sampled = self.sample(agent)

@@ -243,14 +243,33 @@ class PlanTest(parameterized.TestCase):
     decode = next(p for p in fresh.programs if p.name == 'decode')
     self.assertEqual(decode.resident, held['policy'] + held['critic'] + held['optimizers'])
 
+  def test_staleness_runs_training_and_sampling_at_once(self):
+    """The largest temporaries of one kind are held by others while one of the other kind runs."""
+    config = tiny_run.make_config(self.tmp)
+    temporaries = {'update': 7, 'annotate': 5, 'copy': 3, 'prefill': 20, 'decode': 10, 'grow': 30}
+
+    def compiled(program, *unused):
+      program.temporaries = temporaries[program.name]
+
+    residents = []
+    for given in (compiled, lambda *unused: None):
+      with mock.patch.object(plan, '_compile', given):
+        config.pipeline.staleness = 1
+        residents.append({program.name: program.resident for program in plan.make(config).programs})
+    more = {name: residents[0][name] - residents[1][name] for name in temporaries}
+    training, sampling = dict.fromkeys(('update', 'annotate', 'copy'), 30), ('prefill', 'decode')
+    self.assertEqual(more, training | dict.fromkeys((*sampling, 'grow'), 7))
+
   def test_the_caches_of_a_larger_evaluation_are_counted(self):
     config = tiny_run.make_config(self.tmp)
-    config.eval.rows = 80  # training has 16
+    held = lambda: plan.make(config).held_per_device['KV cache']
     with mock.patch.object(plan, '_compile'):
-      config.eval.every = 0
-      without = plan.make(config).held_per_device['KV cache']
-      config.eval.every = 1
-      self.assertEqual(plan.make(config).held_per_device['KV cache'], 5 * without)
+      config.eval.rows = 16  # as many as training has
+      as_in_training = held()
+      config.eval.rows = 80
+      for every in (0, 1):  # with 0 the loop evaluates before and after
+        config.eval.every = every
+        self.assertEqual(held(), 5 * as_in_training)
 
   def test_programs_are_counted(self):
     """192 slots on a CPU: buckets 128 and 192; chunks of 32 and 128."""

@@ -140,6 +140,76 @@ class ResumeTest(parameterized.TestCase):
     micro_run.train(make_config(**values), self.workdir)
     self.assert_as_straight(**values)
 
+  @parameterized.parameters(1, 2, 3)
+  def test_stop_saves_without_waiting_for_batches_ahead(self, staleness):
+    """The second update is done, and the batch after the next one is still being sampled."""
+    values = {'pipeline.staleness': staleness, 'train.checkpoint_every': 0}
+    stop, sample, saved = threading.Event(), pipelines.Batches.sample, []
+    unfinished = 2 + staleness
+
+    def stopped(batches, params, number, stale):
+      if number >= unfinished:
+        self.assertTrue(stop.wait(60))
+        raise Stopped  # as an agent does whose `give_up()` turns true
+      return sample(batches, params, number, stale)
+
+    def stop_requested():
+      updates = len(metrics_lib.read_metrics(self.workdir)) - 1
+      if updates == 2:
+        # The sampling thread waits for the stop, so that a save that waits for it never ends.
+        threading.Timer(1.0, stop.set).start()
+      return updates == 2
+
+    def save(checkpoints, updates, state, progress, *args):
+      saved.append((progress, stop.is_set()))
+      return save_checkpoint(checkpoints, updates, state, progress, *args)
+
+    save_checkpoint = checkpoint.Checkpoints.save
+    with mock.patch.object(pipelines.Batches, 'sample', stopped):
+      with mock.patch.object(checkpoint.Checkpoints, 'save', save):
+        micro_run.train(make_config(**values), self.workdir, stop_requested)
+    ((progress, was_stopped),) = saved
+    self.assertFalse(was_stopped)
+    sampled = [record['number'] for record in progress['sampled']]
+    unsampled = [record['number'] for record in progress['unsampled']]
+    self.assertEqual(unsampled, [unfinished])
+    self.assertEqual(sampled + unsampled, list(range(3, 3 + staleness)))
+    micro_run.train(make_config(**values), self.workdir)
+    self.assert_as_straight(**values)
+
+  def test_environment_that_raises_ends_the_run_with_its_state_saved(self):
+    values, play, batches = {'train.checkpoint_every': 0}, micro_run.Agent.play, []
+
+    def failing(agent, *args, greedy=False, **kwargs):
+      episodes = play(agent, *args, greedy=greedy, **kwargs)
+      if not greedy:
+        batches.append(episodes)
+      for episode in episodes if len(batches) == 3 else ():
+        episode.failed, episode.error = True, 'Env raised ValueError: x (mine.py:3), in turn 1'
+      return episodes
+
+    with mock.patch.object(micro_run.Agent, 'play', failing):
+      line = r'^[^\n]*100% of 10 episodes[^\n]*max_failed=0.5[^\n]*\(mine.py:3\), in turn 1$'
+      with self.assertRaisesRegex(UserError, line):
+        micro_run.train(make_config(**values), self.workdir)
+    with checkpoint.Checkpoints(self.workdir) as checkpoints:
+      self.assertEqual(checkpoints.newest(), 2)
+    micro_run.train(make_config(**values), self.workdir)
+    self.assert_as_straight(**values)
+
+  def test_last_update_ends_a_batch_that_nobody_needs(self):
+    asked, play = [], micro_run.Agent.play
+
+    def played(agent, *args, greedy=False, give_up=None, **kwargs):
+      if not greedy:
+        asked.append((give_up, give_up()))
+      return play(agent, *args, greedy=greedy, give_up=give_up, **kwargs)
+
+    with mock.patch.object(micro_run.Agent, 'play', played):
+      micro_run.train(make_config(**{'pipeline.staleness': 1}), self.workdir)
+    self.assertFalse(any(answer for _, answer in asked[:UPDATES]))
+    self.assertTrue(all(give_up() for give_up, _ in asked))
+
   @parameterized.product(staleness=(0, 1), at=(0, 2, UPDATES))
   def test_a_stop_during_an_evaluation_is_saved_and_resumed(self, staleness, at):
     """The evaluation is abandoned, and the resumed run begins with it."""
@@ -228,7 +298,15 @@ class ResumeTest(parameterized.TestCase):
 
   def test_other_questions_are_refused_and_never_accepted_if_batches_were_sampled_ahead(self):
     config = make_config(**{'pipeline.staleness': 1, 'train.updates': 1})
-    micro_run.train(config, self.workdir)
+    contents = pipelines.Pipeline.contents
+
+    def wait(pipeline):
+      for ahead in pipeline._ahead:
+        ahead.future.result()
+      return contents(pipeline)
+
+    with mock.patch.object(pipelines.Pipeline, 'contents', wait):
+      micro_run.train(config, self.workdir)
     path = os.path.join(FOLDER, 'knowledge', 'qa.jsonl')
     with open(path, encoding='utf-8') as file:
       rows = file.read()
@@ -330,11 +408,14 @@ class StalenessTest(parameterized.TestCase):
     with pipelines.Pipeline(sample, 1) as pipeline:
       self.assertEqual(pipeline.take({}, 1).staleness, 0)
       self.assertTrue(begun.wait(60))  # batch 2 is under way, and this thread goes on
+      self.assertEqual(pipeline.contents(), [pipelines.Unsampled(2, 1, {})])
       self.assertFalse(pipeline._sampling.acquire(blocking=False))
       go_on.set()
       with pipeline.idle():
         pass
-      self.assertEqual([batch.number for batch in pipeline.contents()], [2])
+      (batch,) = pipeline.contents()
+      self.assertIsInstance(batch, pipelines.Sampled)
+      self.assertEqual(batch.number, 2)
       self.assertEqual(pipeline.take({}, 2).staleness, 1)
 
   @parameterized.parameters(0, 2)

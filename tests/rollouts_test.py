@@ -15,6 +15,7 @@ import requests
 from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.envs import search
+from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_loop
@@ -191,6 +192,8 @@ class ProgramAgentTest(parameterized.TestCase):
     self.assertLen({tuple(e.group for e in episodes if e.task.id == 't7')}, 1)
     batch = batching.to_turn_batch(episodes, (512,))
     self.assertAlmostEqual(float(batch.rewards.sum()), 8 * (2 + 2.5 + 2))
+    self.assertEqual({episode.whole_score for episode in episodes}, {2 + 0.5})  # as evaluated below
+    self.assertEqual(episodes_lib.summarize(episodes)['critic/score/mean'], 2 + 0.5)
     ids = [int(episode.task.id[1]) for episode in episodes]  # one episode per task
     np.testing.assert_array_equal(batch.episode_ids, ids)
     tokenizer = mock.Mock(pieces=lambda tokens: [''] * len(tokens))

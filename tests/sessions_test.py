@@ -1,11 +1,18 @@
 """Sessions: recorded turns, segments and rewards, by hand. Messages are tried in template_test."""
 
+import dataclasses
 import types
+from unittest import mock
 
 from absl.testing import absltest
 import jax
 import numpy as np
 
+from stppo_jax.algorithms import advantages
+from stppo_jax.algorithms import variants
+from stppo_jax.monitoring import episodes as episodes_lib
+from stppo_jax.rollout import batching
+from stppo_jax.rollout import pipeline
 from stppo_jax.serving import sessions
 from stppo_jax.types import Task
 
@@ -98,6 +105,89 @@ class SessionTest(absltest.TestCase):
     for value, turn in ((float('nan'), None), ('1', None), (1.0, 2), (1.0, 0), (1.0, True)):
       with self.assertRaises(ValueError):
         self.session.reward(value, turn)
+
+
+class EpisodeScoreTest(absltest.TestCase):
+  """Two samples of a question earn 1 on each of three turns and .5 in the end.
+
+  The first has one segment, the second three, and a third sample earns nothing.
+  """
+
+  def setUp(self):
+    super().setUp()
+    self.rows = []
+    one_segment = ([1], [1, 2, 9], [1, 2, 9, 2, 9])
+    three_segments = ([3], [4], [5])
+    for number, (prompts, reward) in enumerate(
+        ((one_segment, 1.0), (three_segments, 1.0), (([6],), 0.0))
+    ):
+      session = sessions.Session(
+          types.SimpleNamespace(tokenizer=None), jax.random.key(0), sessions.Sampling()
+      )
+      for k, prompt in enumerate(prompts, start=1):
+        plan = session.plan_prompt(prompt)
+        session.record(plan, [2], [-0.5], [{'role': 'assistant', 'content': ''}])
+        session.reward(reward, turn=k)
+      session.reward(reward / 2)
+      for row in session.episodes(Task('a', 'b', ('c',)), 0):
+        self.rows.append(dataclasses.replace(row, number=number))
+
+  def advantages(self, rows, name='group_centred', kl=None):
+    batch = batching.to_turn_batch(rows, (8,), rows=len(rows) + 1)  # and a row of padding
+    if kl is not None:
+      batch = batch.replace(rewards=batch.rewards - kl * batch.action_mask)
+    variant = dataclasses.replace(variants.VARIANTS['grpo'], advantage=name)
+    mask = np.asarray(batch.action_mask)
+    found = np.asarray(advantages.estimate(batch, variant).advantages)
+    return [row[used > 0][0] for row, used in zip(found, mask) if used.any()]
+
+  def test_equal_episodes_have_equal_advantages(self):
+    third = 3.5 / 3
+    expected = {
+        'group_centred': [third] * 4 + [-2 * third],
+        'leave_one_out': [1.75] * 4 + [-3.5],
+        'group_zscore': [0.5774] * 4 + [-1.1547],
+    }
+    for name, wanted in expected.items():
+      np.testing.assert_allclose(self.advantages(self.rows, name), wanted, rtol=1e-4)
+
+  def test_a_row_that_is_missing_keeps_the_score(self):
+    rows = [row for row in self.rows if row.prompt.tolist() != [4]]
+    third = 3.5 / 3
+    np.testing.assert_allclose(self.advantages(rows), [third] * 3 + [-2 * third], rtol=1e-6)
+
+  def test_a_penalty_in_the_rewards_counts_once_per_token(self):
+    """Each turn has one token, so that the first two episodes pay .3 and the third one .1."""
+    found = self.advantages(self.rows, kl=0.1)
+    third = (3.2 - (-0.1)) / 3
+    np.testing.assert_allclose(found, [third] * 4 + [-2 * third], rtol=1e-5)
+
+  def test_files_and_checkpoints_keep_the_score(self):
+    tokenizer = mock.Mock(pieces=lambda tokens: [''] * len(tokens))
+    records = batching.to_records(self.rows, tokenizer, 1, 'train')
+    self.assertEqual(self.advantages(batching.from_records(records)), self.advantages(self.rows))
+    sampled = pipeline.to_json(pipeline.Sampled(1, 0, self.rows, {}))
+    restored = pipeline.from_json(sampled, [row.task for row in self.rows]).episodes
+    self.assertEqual(self.advantages(restored), self.advantages(self.rows))
+
+  def test_scores_saved_without_a_whole_are_means_of_rows(self):
+    rows = [dataclasses.replace(row, whole_score=None) for row in self.rows]
+    third = (3.5 + 1.5) / 3  # the second episode's rows have 1.5 each
+    expected = [3.5 - third] + [1.5 - third] * 3 + [-third]
+    np.testing.assert_allclose(self.advantages(rows), expected, rtol=1e-6)
+
+  def test_the_logged_score_is_that_of_evaluation(self):
+    scores = episodes_lib.summarize(self.rows)
+    self.assertAlmostEqual(scores['critic/score/mean'], (3.5 + 3.5 + 0.0) / 3)
+    self.assertEqual(scores['critic/score/min'], 0.0)
+
+  def test_single_rows_have_the_numbers_of_plain_episodes(self):
+    rows = [row for row in self.rows if row.number != 1]
+    plain = [dataclasses.replace(row, number=None, whole_score=None) for row in rows]
+    for name in ('group_centred', 'leave_one_out', 'group_zscore'):
+      for kl in (None, 0.07):
+        self.assertEqual(self.advantages(rows, name, kl), self.advantages(plain, name, kl))
+    self.assertEqual(batching.to_turn_batch(rows, (8,)).score_offsets.tolist(), [0.0, 0.0])
 
 
 if __name__ == '__main__':

@@ -67,10 +67,7 @@ class GemEnv:
 
   def step(self, action: str) -> protocol.Step:
     """Plays one turn. A reward below 0 is GEM's for a text without a move: an invalid action."""
-    try:
-      observation, reward, terminated, truncated, info = self._env.step(action)
-    except Exception as error:  # another package's, on a text of the model
-      return protocol.failed_step(error, {'success': 0.0})
+    observation, reward, terminated, truncated, info = self._env.step(action)
     reward, self._moves = float(reward), self._moves + 1
     self._earned += reward
     metrics = protocol.numbers(info) | {'moves': float(self._moves)}

@@ -82,10 +82,7 @@ class ReasoningGymEnv:
   def step(self, action: str) -> protocol.Step:
     """Scores the answer. One without tags, where they are asked for, is an invalid action."""
     answer = self._answer(action)
-    try:
-      score = float(self._dataset.score_answer(answer=answer, entry=self._entry))
-    except Exception as error:  # another package's, on a text of the model
-      return protocol.failed_step(error, {'solved': 0.0})
+    score = float(self._dataset.score_answer(answer=answer, entry=self._entry))
     solved = float(score > 1 - 1e-6)
     metrics = {'solved': solved, 'score': score, 'answered': float(answer is not None)}
     info = {'action': 'invalid' if answer is None else 'answer', 'metrics': metrics}

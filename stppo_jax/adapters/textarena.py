@@ -115,12 +115,9 @@ class TextArenaEnv:
     """Plays one turn of the policy, then the moves of a scripted opponent."""
     self._turns += 1
     mover, before = self._agent, self._invalid_moves()
-    try:
-      done, info = self._env.step(action)
-      invalid = self._invalid_moves() > before
-      done = done or self._let_others_move()
-    except Exception as error:  # another package's, on a text of the model
-      return protocol.failed_step(error, {'won': 0.0})
+    done, info = self._env.step(action)
+    invalid = self._invalid_moves() > before
+    done = done or self._let_others_move()
     metrics = protocol.numbers(info) | {'moves': float(self._turns)}
     kind: dict[str, Any] = {'action': 'invalid' if invalid else 'move'}
     if not done:

@@ -45,8 +45,8 @@ def from_groups(function: Callable) -> Estimator:
 
   An episode's score is the sum of its rewards, and equal where the scores of a group differ by
   rounding alone. An episode without agent tokens (padding, or a failed one) is a group of its own,
-  so that the others' baseline does not count it. An episode of several rows counts once, with their
-  mean score, and each of its rows has its advantage.
+  so that the others' baseline does not count it. An episode of several rows counts once, with the
+  rewards of all rows and its `score_offsets`, and each of its rows has its advantage.
   """
 
   @functools.wraps(function)
@@ -61,8 +61,10 @@ def from_groups(function: Callable) -> Estimator:
     if batch.episode_ids is not None:
       same = (batch.episode_ids[:, None] == batch.episode_ids[None, :]) & counts[None, :]
       first = jnp.where(counts, jnp.argmax(same, axis=1), rows)
-      scores = _over_group(jnp.sum, scores, same, 0) / jnp.maximum(same.sum(axis=1), 1)
-      sizes = _over_group(jnp.max, sizes, same, 0)
+      scores = _over_group(jnp.sum, scores, same, 0)
+      sizes = _over_group(jnp.sum, sizes, same, 0)
+      if batch.score_offsets is not None:
+        scores += batch.score_offsets
       counts = counts & (first == rows)
     group_ids = jnp.where(counts, batch.group_ids, -1 - rows)
     scores = _without_rounding(scores, sizes, group_ids)
@@ -327,7 +329,14 @@ def _bad_gae(batch, variant):
 
 
 def _token_returns(batch, variant):
-  """Returns each token's discounted return to go (REINFORCE++, arXiv 2501.03262)."""
+  """Returns each token's discounted return to go (REINFORCE++, arXiv 2501.03262).
+
+  G_t = r_t + gamma G_t',   t' the next AGENT token of the episode, in whichever turn.
+
+  Choice: the final reward reaches every turn, as the method means it. verl (b178a3cd) sets the
+  return to 0 at each token that is not the agent's, so that in an episode of several turns a reward
+  reaches the tokens of its own turn alone. With one turn both are the same.
+  """
   mask = batch.action_mask.astype(batch.rewards.dtype)
   zeros = jnp.zeros_like(batch.rewards)
   result, _ = token_gae(batch.rewards * mask, zeros, mask, variant.gamma, 1.0)

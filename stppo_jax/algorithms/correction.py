@@ -34,7 +34,8 @@ def cotangents(
   J   = sum_t weight_t s_t,   s_t the surrogate; for 'clip' min(w_t A_t, clip(w_t) A_t)
   J_c = sum_{t clipped} weight_t w_t A_t,   w_t the ratio of the segment that holds t
   C   = grad sum_{t clipped} weight_t (w_t A_t - s_t), what clipping removed. For 'clip' the clipped
-        s_t are constant, so that C = grad J_c (Lemma 4.2).
+        s_t are constant, so that C = grad J_c (Lemma 4.2). That is the gradient of a KL penalty
+        sum_{t clipped} sg(-weight_t w_t A_t) (log pi_old - log pi) (KLip-PPO, arXiv 2606.23932).
 
   Args:
     logp: [B,T] log-probs of the current policy.

@@ -33,8 +33,10 @@ def loss_mask(batch: Any, variant: Any) -> jax.Array | None:
   """Returns 1 for the tokens [B,T] that the policy's loss counts; None: all of the agent's.
 
   mask_truncated       drops episodes that ended at a limit: what they would have earned is unknown
-  mask_zero_advantage  drops episodes without any advantage, as of a group with equal scores: they
-                       would only dilute the others, and weigh in entropy and KL
+  mask_zero_advantage  drops episodes without any advantage, as of a group with equal scores. They
+                       add nothing to the surrogate's sum and count in its mean. They also carry
+                       the KL penalty and the entropy bonus: without them nothing holds the policy
+                       near its reference on these questions (arXiv 2604.06159)
   rollout_rs           drops what sampler and trainer disagree about, see `off_policy.accepted`
   """
   kept = []
@@ -64,7 +66,7 @@ def weights(batch: Any, variant: Any) -> tuple[jax.Array, jax.Array, jax.Array, 
   mask = batch.action_mask.astype(jnp.float32)
   counted = mask if batch.loss_mask is None else batch.loss_mask
   of_tokens = losses.aggregation_weights(
-      counted, variant.aggregation, variant.norm_length or None, batch.turn_ids
+      counted, variant.aggregation, variant.norm_length or None, batch.turn_ids, batch.episode_ids
   )
   of_policy = of_tokens if batch.is_weights is None else of_tokens * batch.is_weights
   return mask, of_tokens, of_policy, losses.aggregation_weights(mask, 'token-mean')

@@ -123,7 +123,11 @@ def adaptive_kl(
 
 
 def aggregation_weights(
-    mask: jax.Array, mode: str, norm_length: int | None = None, turn_ids: jax.Array | None = None
+    mask: jax.Array,
+    mode: str,
+    norm_length: int | None = None,
+    turn_ids: jax.Array | None = None,
+    episode_ids: jax.Array | None = None,
 ) -> jax.Array:
   """Returns weights [B,T] such that sum(weights * x) is x reduced by `mode`.
 
@@ -137,11 +141,13 @@ def aggregation_weights(
   seq-mean-turn-mean        mean over episodes of the mean over its turns of each one's mean
 
   Choice: an episode without any masked token is not counted among the episodes.
+  Choice: rows with the same `episode_ids` [B] are parts of one sequence, so an episode has the same
+  weight however many segments it was recorded in. verl (0.9.1) counts each of its rows.
   """
   chex.assert_rank(mask, 2)
   mask = mask.astype(jnp.result_type(float))
-  lengths = mask.sum(axis=1, keepdims=True)  # [B,1]
-  num_episodes = jnp.maximum((lengths > 0).sum(), 1)
+  lengths = _over_rows(mask.sum(axis=1, keepdims=True), episode_ids)  # [B,1]
+  num_episodes = jnp.maximum(count_episodes(mask, episode_ids), 1)
   if mode == 'token-mean':
     return mask / jnp.maximum(mask.sum(), 1)
   if mode == 'seq-mean-token-sum':
@@ -159,8 +165,27 @@ def aggregation_weights(
     num_turns = (counts > 0).sum(axis=1, keepdims=True)
     if mode == 'turn-mean-token-mean':
       return per_turn / jnp.maximum(num_turns.sum(), 1)
+    num_turns = _over_rows(num_turns, episode_ids)
     return per_turn / (jnp.maximum(num_turns, 1) * num_episodes)
   raise ValueError(f'aggregation {mode!r} is none of {", ".join(AGGREGATIONS)}')
+
+
+def count_episodes(mask: jax.Array, episode_ids: jax.Array | None = None) -> jax.Array:
+  """Returns the number of episodes with a masked token [B,T]; `episode_ids` as above."""
+  counts = mask.any(axis=1)
+  if episode_ids is None:
+    return counts.sum()
+  same = (episode_ids[:, None] == episode_ids[None, :]) & counts[None, :]
+  is_first = jnp.argmax(same, axis=1) == jnp.arange(len(counts))
+  return (counts & is_first).sum()
+
+
+def _over_rows(x: jax.Array, episode_ids: jax.Array | None) -> jax.Array:
+  """Sums x [B,1] over the rows of each episode."""
+  if episode_ids is None:
+    return x
+  same = episode_ids[:, None] == episode_ids[None, :]
+  return jnp.where(same, x[:, 0], 0).sum(axis=1, keepdims=True)
 
 
 def aggregate(
@@ -169,10 +194,11 @@ def aggregate(
     mode: str,
     norm_length: int | None = None,
     turn_ids: jax.Array | None = None,
+    episode_ids: jax.Array | None = None,
 ) -> jax.Array:
   """Reduces x [B,T] to a scalar over the masked tokens, by one of AGGREGATIONS."""
   chex.assert_equal_shape([x, mask])
-  weights = aggregation_weights(mask, mode, norm_length, turn_ids)
+  weights = aggregation_weights(mask, mode, norm_length, turn_ids, episode_ids)
   return jnp.sum(weights * jnp.where(mask.astype(bool), x, 0))
 
 

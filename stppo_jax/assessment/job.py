@@ -147,6 +147,7 @@ def _remarks(scores: Mapping[str, float]) -> str:
   shares = {
       'ended by a limit': 'truncated',
       'without retrieval': 'retrieval_failed',
+      'whose environment raised': 'environment_failed',
       'with a prompt that is too long': 'prompt_too_long',
   }
   seen = [f'{scores[f"val-aux/{name}"]:.1%} {said}' for said, name in shares.items()]

@@ -89,6 +89,7 @@ class Trained:
     self._is_greedy, self._stop_requested = temperature(config) == 0, stop_requested
     self.batch = _ROUNDS * config.eval.rows
     self._max_failed_share = config.retriever.max_failed_share
+    self._max_failed = config.rollout.max_failed
     playing = config if self._is_greedy else _sampling(config)
     mesh = sharding.mesh_of(config.mesh)
     self._agent = rollouts.make_agent(playing, policy.model, mesh, prepared)
@@ -119,6 +120,7 @@ class Trained:
           f'retrieval failed in {share:.0%} of the held-out episodes: see to the retriever, and '
           'give the same command again'
       )
+    pipeline.check_environment(episodes, self._max_failed)
     for i, episode in enumerate(episodes):  # a row's roles follow each other
       yield records.Played(rows[i // len(self.roles)], episode, self._texts(episode))
 

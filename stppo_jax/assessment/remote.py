@@ -159,6 +159,8 @@ class Remote:
     of_instance = seed if row.task.seed is None else row.task.seed
     env = self._env(row.task, of_instance)
     text, info = protocol.reset(env, of_instance)
+    if error := info.get('environment_error'):
+      raise types.UserError(f'the environment {error}, on task {row.task.id!r}')
     prompt = info.get('declaration', '') + protocol.full_text(text, info)
     if info.get('tools'):
       logging.log_first_n(logging.WARNING, _DECLARED, 1)
@@ -198,7 +200,8 @@ def _record(
   made.reward = episode_loop.finite('reward', reward)
   episode.turns.append(made)
   episode.counts['invalid'] = episode.counts.get('invalid', 0.0) + (action == 'invalid')
-  episode.failed |= bool(info.get('retrieval_failed', False))
+  episode.error = info.get('environment_error', '')
+  episode.failed |= bool(info.get('retrieval_failed', False)) or bool(episode.error)
   for name, value in (info.get('metrics') or {}).items():
     episode.metrics[name] = episode_loop.finite(f"info['metrics'][{name!r}]", value)
   episode.truncated = bool(truncated)

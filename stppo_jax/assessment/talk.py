@@ -135,7 +135,7 @@ class Speaker:
     env = self._env(task, seed)
     rules = episode_loop.Rules(self._limits, core_metrics=self._env.core_metrics)
     (episode,) = seats = episode_loop.seats(task, 0, 0, rules)
-    table = episode_loop.Table(seats, self._framing, self._limits)
+    table = episode_loop.Table(seats, self._framing, self._limits, strict=True)
     _, prompt = table.give(*protocol.reset(env, seed))
     ids, found = [], None
     while prompt.budget > 0:

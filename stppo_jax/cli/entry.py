@@ -264,6 +264,10 @@ def _run() -> int | None:
           '--coordinator; --mode=train and --mode=eval take them'
       )
     return _MODES[mode](config, workdir)
+  if config.train.deterministic:
+    from stppo_jax.runtime import determinism
+
+    determinism.enable()  # before JAX starts the devices
   _start_jax(processes, workdir)
   code = _MODES[mode](config, workdir)
   hosts.finish()

@@ -21,6 +21,9 @@ counts), `action` (the kind of action, 'invalid' where there was none), `prefix`
 around the observation), `retrieval_failed` (masks the episode out of the update). Rewards stay on
 their turn.
 
+An exception in the environment's code ends its episode, which is masked out of the update and
+counted. `config.rollout.max_failed` says in how many episodes of a batch that may happen.
+
 With `roles`, `info['role']` of `reset` and of each `step` names the role that moves next, and the
 observation is what that role reads: all that it may know of what happened since its last turn. Its
 first one is its prompt. No role reads what another one read. `step` returns the reward of the role
@@ -47,6 +50,7 @@ import math
 import random
 import reprlib
 import threading
+import traceback
 from typing import Any
 from typing import Protocol
 from typing import runtime_checkable
@@ -55,6 +59,7 @@ import zlib
 from absl import logging as absl_logging
 import numpy as np
 
+from stppo_jax import plugins
 from stppo_jax import types
 
 FRAMES = ('inline', 'user', 'tool')
@@ -97,7 +102,12 @@ class Kind:
 
   def __call__(self, task: types.Task, seed: int) -> Env:
     make = lambda: self.make(task, **self.settings)
-    env = Isolated(make, seed) if self.uses_global_random else make()
+    try:
+      env = Isolated(make, seed) if self.uses_global_random else make()
+    except _EXPECTED:
+      raise
+    except Exception as error:  # the environment's code may raise anything
+      return _Unmade(getattr(self.make, '__qualname__', type(self.make).__name__), error)
     for name in ('stop_strings', 'frame', 'core_metrics', 'roles'):  # read before there is one
       ours, theirs = getattr(self, name), getattr(env, name, None)
       if name == 'frame' and theirs not in FRAMES:  # of a video, say
@@ -201,9 +211,43 @@ class Isolated:
         _set_global_random(outer)
 
 
+_EXPECTED = (types.UserError, types.RunError, types.Stopped)  # end or stop a run as they are
+
+
+class _Unmade:
+  """Stands for an environment whose constructor raised an error, which `reset` raises again."""
+
+  def __init__(self, name: str, error: Exception):
+    self.name, self._error = name, error
+
+  def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+    del seed
+    raise self._error
+
+  def step(self, action: str) -> Step:
+    raise AssertionError(f'{self.name} was not made, and got {action!r}')
+
+
+def _raised(env: Any, error: Exception) -> dict[str, str]:
+  """Returns the `info` of an environment that raised an error: a line, and the traceback."""
+  line = ' '.join(f'{_class_of(env)} raised {type(error).__name__}: {error}'.split())
+  return {
+      'environment_error': f'{line[:500]} ({plugins.raised_at(error)})',
+      'traceback': ''.join(traceback.format_exception(error)),
+  }
+
+
 def reset(env: Any, seed: int) -> tuple[str, Any]:
-  """Resets an environment. UserError: it returned something else than (observation, info)."""
-  found = env.reset(seed=seed)
+  """Resets an environment. UserError: it returned something else than (observation, info).
+
+  If it raises, `info` has 'environment_error', a line, and 'traceback'.
+  """
+  try:
+    found = env.reset(seed=seed)
+  except _EXPECTED:
+    raise
+  except Exception as error:  # the environment's code may raise anything
+    return '', _raised(env, error)
   if isinstance(found, tuple) and len(found) == 2:
     observation, info = found
     if isinstance(observation, str) and isinstance(info, Mapping):
@@ -215,8 +259,16 @@ def reset(env: Any, seed: int) -> tuple[str, Any]:
 
 
 def step(env: Any, action: str, **passages: Any) -> Step:
-  """Steps an environment. UserError: it returned something else than GEM's five."""
-  found = env.step(action, **passages)
+  """Steps an environment. UserError: it returned something else than GEM's five.
+
+  If it raises, its episode ends, and `info` has 'environment_error', a line, and 'traceback'.
+  """
+  try:
+    found = env.step(action, **passages)
+  except _EXPECTED:
+    raise
+  except Exception as error:  # the environment's code may raise anything, on a model's text
+    return '', 0.0, True, False, {'action': 'error', **_raised(env, error)}
   if isinstance(found, tuple) and len(found) == 5:
     observation, _, terminated, truncated, info = found
     over = terminated in (True, False) and truncated in (True, False)
@@ -229,6 +281,8 @@ def step(env: Any, action: str, **passages: Any) -> Step:
 
 
 def _class_of(env):
+  if isinstance(env, _Unmade):
+    return env.name
   return type(env._env if isinstance(env, Isolated) else env).__qualname__
 
 
@@ -245,7 +299,7 @@ def step_all(
     raise AssertionError(f'{len(envs)} environments but {len(actions)} actions')
   rounds: dict[tuple[int, int], list[tuple[int, str]]] = {}
   for row, (env, action) in enumerate(zip(envs, actions)):
-    query = env.query(action) if _shares_search(env) else None
+    query = _query(env, action) if _shares_search(env) else None
     if query is not None:
       rounds.setdefault((id(env.retriever), env.top_k), []).append((row, query))
   fetched = {}
@@ -259,6 +313,16 @@ def step_all(
   for row, passages in fetched.items():
     steps[row] = step(envs[row], actions[row], passages=passages)
   return [steps[row] for row in range(len(envs))]
+
+
+def _query(env, action):
+  """Returns what the environment wants to search; None where it raises, as its `step` then may."""
+  try:
+    return env.query(action)
+  except _EXPECTED:
+    raise
+  except Exception:
+    return None
 
 
 def _check_found(found, number):
@@ -374,9 +438,9 @@ def numbers(info: Mapping[str, Any]) -> dict[str, float]:
 
 
 def failed_step(error: Exception, metrics: Mapping[str, float]) -> Step:
-  """Returns the end of an episode whose environment raised: not trained on, and counted.
+  """Returns the end of an episode whose remote environment failed: not trained on, and counted.
 
-  The code is another package's, and the text that it was given a model's.
+  As for a failed search, the batch is played again later if this happens in many episodes.
   """
   absl_logging.log_first_n(absl_logging.WARNING, 'an environment raised %r in a step', 3, error)
   info = {

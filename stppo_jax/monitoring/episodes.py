@@ -29,22 +29,23 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
   """Returns scores, lengths, turns, failures, and the mean of each metric of the environment.
 
   Core metrics are <name>/mean, the others env/<name>/mean. An episode that never reported a metric
-  counts as 0. Scores and metrics are means over episodes, of which an agent program's segments are
-  parts; the rest is over rows. An environment with roles has a row per role: role/<name>/.. are of
-  its rows. Those of a role that never moved are counted, and are in no other number.
+  counts as 0. Scores and metrics are means over episodes: an agent program's segments are rows of
+  one. The other numbers are over rows. An environment with roles has a row per role: role/<name>/..
+  are of its rows. Those of a role that never moved are counted, and are in no other number.
   """
   of_roles = _by_role(episodes)
   episodes = [episode for episode in episodes if not episode.absent]
   found = [episode.metrics for episode in episodes]
   per_episode = functools.partial(_per_episode, episodes)
   mean_of = lambda name: float(np.mean(per_episode(_values(found, name))))
+  scores = [row.score if row.whole_score is None else row.whole_score for row in episodes]
   counts = [episode.counts for episode in episodes]
   core = dict.fromkeys(name for episode in episodes for name in episode.core_metrics)
   reported = dict.fromkeys(name for episode in episodes for name in episode.metrics)
   agent_tokens = [sum(len(turn.tokens) for turn in episode.turns) for episode in episodes]
   all_turns = max(sum(len(episode.turns) for episode in episodes), 1)
   return {
-      **metrics.summarize('critic/score', per_episode([episode.score for episode in episodes])),
+      **metrics.summarize('critic/score', per_episode(scores)),
       **metrics.summarize('response_length', [episode.response_length for episode in episodes]),
       **metrics.summarize('prompt_length', [len(episode.prompt) for episode in episodes]),
       **metrics.summarize('num_turns', [episode.num_messages for episode in episodes]),
@@ -56,6 +57,7 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
       **{f'env/{name}_share': sum(_values(counts, name)) / all_turns for name in _SHARES},
       'env/truncated': float(np.mean([episode.truncated for episode in episodes])),
       'env/retrieval_failed': pipeline.failed_share(episodes),
+      'env/environment_failed': pipeline.environment_failed_share(episodes),
       'env/prompt_too_long': _mean(counts, 'prompt_too_long'),
       **of_roles,
   }

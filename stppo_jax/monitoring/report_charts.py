@@ -218,6 +218,7 @@ CHARTS = (
         (
             Line(r'env/truncated', 'cut by a limit'),
             Line(r'env/retrieval_failed', 'retrieval failed'),
+            Line(r'env/environment_failed', 'environment raised'),
             Line(r'env/invalid/mean', 'invalid actions'),
         ),
     ),

@@ -147,7 +147,7 @@ def make(config: schema.Config, topology: str = '') -> Plan:
   state = jax.tree.map(_shape, state, train_state.shardings(state, mesh, on_host))
   stop_table = np.zeros((NUM_STOP_STATES, model.vocab_size), np.int32)
   sampler = agent_lib.make_sampler(config, model, stop_table, (0,), mesh)
-  evaluated = sampler.greedy(config.eval.rows).num_groups if config.eval.every else 0
+  evaluated = sampler.greedy(config.eval.rows).num_groups  # before and after a run at least
   sampler.num_groups = max(sampler.num_groups, evaluated)  # each has a cache
   plan = Plan(
       config=config,
@@ -165,6 +165,8 @@ def make(config: schema.Config, topology: str = '') -> Plan:
     _compile(program, traced, plan)
     plan.programs.append(program)
     _estimate(program, plan)
+  if config.pipeline.staleness:
+    _add_concurrent(plan)
   plan.rollout = sampling.rollout(plan)
   _find_largest(plan, gradients)
   return plan
@@ -357,6 +359,22 @@ def _estimate(program, plan):
   program.seconds = max(
       program.flops / (plan.mesh.size * chip.flops), traffic / chip.bandwidth, sent / chip.link
   )
+
+
+def _add_concurrent(plan):
+  """Counts the temporaries of training while a batch is sampled, and the other way round.
+
+  With staleness a thread samples during the update, so that programs of both are in flight. The
+  copy is made by the thread that trains.
+  """
+  training = [p for p in plan.programs if p.name in ('update', 'annotate', 'copy')]
+  sampling_ahead = [p for p in plan.programs if p not in training]
+  largest = lambda programs: max(program.temporaries for program in programs)
+  in_training, in_sampling = largest(training), largest(sampling_ahead)
+  for program in training:
+    program.resident += in_sampling
+  for program in sampling_ahead:
+    program.resident += in_training
 
 
 def _find_largest(plan, gradients):

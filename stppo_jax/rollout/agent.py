@@ -106,6 +106,7 @@ class Agent:
               step_envs=step_envs,
               map_resets=map_all,
               threads=rollout.threads if jax.process_count() == 1 else 0,
+              strict=rollout.max_failed == 0,
           ),
       )
     if give_up is not None:
@@ -302,14 +303,21 @@ _MOST_PROMPTS, _MOST_SECONDS = 1000, 10.0
 def _prompt_lengths(config, prepared, tasks):
   """Returns (number of prompts that are too long, lengths) of tasks spread over the list."""
   longest = episode_loop.longest_prompt(limits(config))
-  end, lengths = time.monotonic() + _MOST_SECONDS, []
+  end, lengths, errors = time.monotonic() + _MOST_SECONDS, [], []
   for i in range(0, len(tasks), max(1, -(-len(tasks) // _MOST_PROMPTS))):
     task = tasks[i]
     seed = config.seed if task.seed is None else task.seed
-    prompt = protocol.reset(prepared.env(task, seed), seed)
-    lengths.append(len(episode_loop.first_prompt(prepared.tokenizer, *prompt)))
+    observation, info = protocol.reset(prepared.env(task, seed), seed)
+    if error := info.get('environment_error'):
+      errors.append(f'the environment {error}, on task {task.id!r}, before its first turn')
+    else:
+      lengths.append(len(episode_loop.first_prompt(prepared.tokenizer, observation, info)))
+    if errors and not config.rollout.max_failed:
+      raise UserError(errors[0])
     if time.monotonic() > end:
       break
+  if errors and not lengths:
+    raise UserError(errors[0])
   return sum(not 0 < length <= longest for length in lengths), lengths
 
 

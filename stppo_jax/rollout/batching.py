@@ -78,6 +78,7 @@ def to_turn_batch(
       routes=routes,
       roles=_of_roles(episodes, rows, roles) if roles else None,
       episode_ids=_episode_ids(episodes, rows),
+      score_offsets=_score_offsets(episodes, rows),
   )
   return hosts.put(types.TurnBatch(**columns), sharding)
 
@@ -92,10 +93,48 @@ def _of_roles(episodes, rows, roles):
 
 def _episode_ids(episodes, rows):
   """Returns the episode of each row [B] where programs played them, else None."""
-  if any(episode.number is None or episode.role for episode in episodes):
+  if not _have_rows(episodes):
     return None
   padding = range(-1, len(episodes) - rows - 1, -1)
   return np.array([*(episode.number for episode in episodes), *padding], np.int32)
+
+
+def _have_rows(episodes):
+  """Returns whether these are rows of episodes that may have several."""
+  return all(episode.number is not None and not episode.role for episode in episodes)
+
+
+def _score_offsets(episodes, rows):
+  """Returns each episode's score less the rewards of its rows [B]; None where a row is an episode.
+
+  Choice: the score of rows that were saved without one (version 0.7) is their mean, as it was then.
+  """
+  if not _have_rows(episodes):
+    return None
+  earned: dict[int | None, list[float]] = {}
+  for episode in episodes:
+    if trained_length(episode):
+      earned.setdefault(episode.number, []).append(episode.score)
+  offsets = np.zeros(rows, np.float32)
+  for b, episode in enumerate(episodes):
+    if trained_length(episode):
+      scores = earned[episode.number]
+      whole = episode.whole_score
+      offsets[b] = (sum(scores) / len(scores) if whole is None else whole) - sum(scores)
+  return offsets
+
+
+def rows_by_episode(episodes: Sequence[types.Episode], num_roles: int = 1) -> list[np.ndarray]:
+  """Returns the row numbers [rows] of each episode, in the order of their first rows.
+
+  The rows of an episode's roles follow each other. Those of a program's segments may be anywhere.
+  """
+  if num_roles > 1 or not _have_rows(episodes):
+    return list(np.arange(len(episodes), dtype=np.int32).reshape(-1, num_roles))
+  rows: dict[int | None, list[int]] = {}
+  for b, episode in enumerate(episodes):
+    rows.setdefault(episode.number, []).append(b)
+  return [np.array(of_one, np.int32) for of_one in rows.values()]
 
 
 def trained_length(episode: types.Episode) -> int:
@@ -179,6 +218,10 @@ def to_records(
       record['role'] = episode.role
     if episode.number is not None:
       record['of_episode'] = episode.number
+    if episode.whole_score is not None:
+      record['whole_score'] = _exact(episode.whole_score)
+    if episode.error:
+      record['error'] = episode.error
     if any(turn.routes is not None for turn in episode.turns):
       record['routes'] = [packed(turn.routes) for turn in episode.turns]
     for name, array in (per_token or {}).items():
@@ -234,6 +277,8 @@ def from_records(records: Sequence[Mapping[str, Any]]) -> list[types.Episode]:
             tuple(record['core_metrics']),
             record.get('role', ''),
             record.get('of_episode'),
+            record.get('whole_score'),
+            record.get('error', ''),
         )
     )
   return episodes

@@ -78,6 +78,7 @@ class Rules:
   step_envs: StepEnvs = protocol.step_all
   map_resets: Callable[..., Iterable] = map  # one by one, or that of a pool of threads
   threads: int = 0  # calls of `step_envs` at once, for different environments
+  strict: bool = False  # raise a UserError where the code of an environment raises
 
 
 def play(
@@ -106,7 +107,7 @@ def play(
   ]
   openings = rules.map_resets(protocol.reset, envs, seeds)
   for i, (task, group, opening) in enumerate(zip(rows.tasks, rows.groups, openings)):
-    table = Table(seats(task, group, i, rules), framing, limits)
+    table = Table(seats(task, group, i, rules), framing, limits, rules.strict)
     mover, prompt = table.give(*opening)
     tables.append(table)
     prompts += [prompt if r == mover else _OVER for r in range(num_roles)]
@@ -202,12 +203,16 @@ class Table:
   episodes: list[types.Episode]  # of each role
   framing: chat.Framing
   limits: Limits
+  strict: bool = False  # see `Rules`
 
   def give(self, observation: str, info: Mapping[str, Any]) -> tuple[int, engine.Prompt]:
     """Gives the observation to the role that moves next: (its number, what it has to read).
 
     One that does not fit ends the episode.
     """
+    if 'environment_error' in info:
+      self._fail(info, 'before its first turn')
+      return 0, self._end(truncated=False)
     mover = self._mover(info)
     prompt = self._read(self.episodes[mover], observation, info)
     return mover, self._end(truncated=True) if prompt is None else prompt
@@ -219,6 +224,8 @@ class Table:
     observation, reward, terminated, truncated, info = outcome
     self._add_turn(self.episodes[role], completion, reward, info)
     self._share_out(info)
+    if 'environment_error' in info:
+      self._fail(info, f'in turn {sum(len(episode.turns) for episode in self.episodes)}')
     if terminated or truncated:
       return role, self._end(bool(truncated))
     return self.give(observation, info)
@@ -255,6 +262,22 @@ class Table:
       return None
     episode.turns[-1].observation = np.array(ids, np.int32)
     return _prompt(ids, length, limits)
+
+  def _fail(self, info, when):
+    """Masks the episodes of an environment whose code raised, and logs the first traceback."""
+    task = self.episodes[0].task
+    line = f'the environment {info["environment_error"]}, on task {task.id!r}, {when}'
+    if self.strict:
+      raise types.UserError(line)
+    logging.log_first_n(
+        logging.WARNING,
+        '%s. Episodes like this one are not trained on, and env/environment_failed counts them\n%s',
+        1,
+        line,
+        info['traceback'],
+    )
+    for episode in self.episodes:
+      episode.failed, episode.error = True, line
 
   def _end(self, truncated):
     for episode in self.episodes:

@@ -5,7 +5,7 @@
 
 Which parameters sample a batch depends on its number alone, never on timing: the same staleness
 gives the same run twice. Batches that are sampled and not yet trained on are host data, which a
-checkpoint holds as JSON.
+checkpoint holds as JSON. Of batches that are still to be sampled it holds the parameters.
 """
 
 import collections
@@ -43,6 +43,15 @@ class Sampled:
 
 
 @dataclasses.dataclass(frozen=True)
+class Unsampled:
+  """A batch ahead that is still to be sampled."""
+
+  number: int  # of the batch
+  staleness: int
+  params: Any  # a `copy` of the parameters that are to sample it
+
+
+@dataclasses.dataclass(frozen=True)
 class Batches:
   """The batches of a run, numbered from 1: each depends on parameters, seed and number alone."""
 
@@ -56,6 +65,7 @@ class Batches:
   sleep: Callable = time.sleep
   give_up: Callable | None = None  # () -> whether to abandon the batch and raise Stopped
   max_num_gen_batches: int = 1  # rounds of sampling, see `sample`
+  max_failed: float = 0.5  # share of a batch's episodes whose environment may raise
   num_roles: int = 1  # rows per episode
 
   def tasks(self, number: int) -> list[types.Task]:
@@ -90,6 +100,7 @@ class Batches:
       )
     if self.max_num_gen_batches > 1:
       episodes = self._refilled(params, key, number, rounds)
+    check_environment([row for one in rounds for row in one.episodes], self.max_failed)
     report = functools.reduce(operator.add, (played.report for played in rounds))
     measured = {'timing_s/gen': time.perf_counter() - started}
     measured |= {'env/replays': sum(played.replays for played in rounds)} | report.metrics()
@@ -191,7 +202,8 @@ class Pipeline:
   Args:
     sample: (copy, number, staleness) -> Sampled, as `Batches.sample`.
     staleness: batches sampled ahead.
-    ready: batches that a checkpoint held, the next one first.
+    ahead: batches ahead that a checkpoint held, the next one first. Those that are still to be
+      sampled are begun by the first `take`.
     copy: trained parameters -> those that `sample` takes. With staleness they must be in buffers
       of their own, because training overwrites its own meanwhile.
   """
@@ -200,13 +212,13 @@ class Pipeline:
       self,
       sample: Callable,
       staleness: int,
-      ready: Sequence[Sampled] = (),
+      ahead: Sequence[Sampled | Unsampled] = (),
       copy: Callable = lambda params: params,
   ):
     self._sample, self._staleness, self._copy = sample, staleness, copy
     self._sampling = threading.Lock()
     self._thread = futures.ThreadPoolExecutor(1, 'sampling') if staleness else None
-    self._ahead = collections.deque(map(_done, ready))
+    self._ahead: collections.deque[_Ahead] = collections.deque(map(_Ahead, ahead))
 
   def take(self, params: Any, number: int) -> Sampled:
     """Returns batch `number`; starts sampling batch number + staleness with `params`.
@@ -219,22 +231,21 @@ class Pipeline:
       return self._sample(self._copy(params), number, 0)
     assert self._thread is not None
     own = self._copy(params)
-    for ahead in range(len(self._ahead), self._staleness + 1):
-      self._ahead.append(self._thread.submit(self._run, own, number + ahead, ahead))
-    batch = self._ahead[0].result()
+    for staleness in range(len(self._ahead), self._staleness + 1):
+      self._ahead.append(_Ahead(Unsampled(number + staleness, staleness, own)))
+    for ahead in self._ahead:
+      if isinstance(ahead.batch, Unsampled) and ahead.future is None:
+        ahead.future = self._thread.submit(self._run, ahead)
+    first = self._ahead[0]
+    if first.future is not None:
+      first.future.result()
+    assert isinstance(first.batch, Sampled)
     self._ahead.popleft()
-    return batch
+    return first.batch
 
-  def contents(self) -> list[Sampled]:
-    """Returns the batches sampled ahead, the next one first; waits for those in progress.
-
-    Leaves out those from a Stopped one on: they are sampled again when the run resumes.
-    """
-    batches = []
-    with contextlib.suppress(types.Stopped):
-      for future in self._ahead:
-        batches.append(future.result())
-    return batches
+  def contents(self) -> list[Sampled | Unsampled]:
+    """Returns the batches ahead, the next one first. Waits for none, finished or not."""
+    return [ahead.batch for ahead in self._ahead]
 
   @contextlib.contextmanager
   def idle(self) -> Iterator[None]:
@@ -250,9 +261,19 @@ class Pipeline:
     if self._thread is not None:
       self._thread.shutdown(wait=True, cancel_futures=True)
 
-  def _run(self, params, number, staleness):
+  def _run(self, ahead):
     with self._sampling:
-      return self._sample(params, number, staleness)
+      wanted = ahead.batch
+      # The copy is not needed any more once the batch is there.
+      ahead.batch = self._sample(wanted.params, wanted.number, wanted.staleness)
+
+
+@dataclasses.dataclass
+class _Ahead:
+  """A batch ahead; `future` samples it, where the checkpoint did not hold it."""
+
+  batch: Sampled | Unsampled
+  future: futures.Future | None = None
 
 
 def to_json(batch: Sampled) -> dict:
@@ -284,6 +305,8 @@ def to_json(batch: Sampled) -> dict:
               'core_metrics': list(episode.core_metrics),
               'role': episode.role,
               'of_episode': episode.number,
+              'whole_score': episode.whole_score,
+              'error': episode.error,
           }
           for episode in batch.episodes
       ],
@@ -324,15 +347,11 @@ def from_json(record: dict, tasks: Sequence[types.Task]) -> Sampled:
             tuple(row['core_metrics']),
             row.get('role', ''),
             row.get('of_episode'),
+            row.get('whole_score'),
+            row.get('error', ''),
         )
     )
   return Sampled(record['number'], record['staleness'], episodes, record['measured'])
-
-
-def _done(batch):
-  future = futures.Future()
-  future.set_result(batch)
-  return future
 
 
 _FIRST_WAIT_S = 1.0
@@ -392,6 +411,26 @@ def pause(
 def failed_share(episodes: Sequence[types.Episode]) -> float:
   """Returns the share of episodes in which a search failed."""
   return sum(episode.search_failed for episode in episodes) / max(len(episodes), 1)
+
+
+def environment_failed_share(episodes: Sequence[types.Episode]) -> float:
+  """Returns the share of episodes in which the code of the environment raised."""
+  return sum(bool(episode.error) for episode in episodes) / max(len(episodes), 1)
+
+
+def check_environment(episodes: Sequence[types.Episode], max_failed: float) -> None:
+  """Raises a UserError if the environment raised in more than a share of the episodes.
+
+  Nothing remote failed, so that waiting and playing again would not help.
+  """
+  share = environment_failed_share(episodes)
+  if share > max_failed:
+    first = next(episode.error for episode in episodes if episode.error)
+    raise types.UserError(
+        f'the environment raised in {share:.0%} of {len(episodes)} episodes, and '
+        f'config.rollout.max_failed={max_failed:g}: mend it; the same command then resumes. First, '
+        f'{first}'
+    )
 
 
 def _whereabouts(retriever):

@@ -19,7 +19,6 @@ import time
 
 from absl import logging
 import jax
-import numpy as np
 
 from stppo_jax import types
 from stppo_jax.envs import program as programs
@@ -33,8 +32,6 @@ from stppo_jax.serving import row_sampler as row_sampler_lib
 from stppo_jax.serving import sessions as sessions_lib
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
-
-_ROWS_STREAM = np.uint32(2**32 - 2)  # folded into the first key for the rows that are kept
 
 
 @dataclasses.dataclass
@@ -66,9 +63,8 @@ class ProgramAgent(agent_lib.Agent):
   ) -> list[types.Episode]:
     """Plays one episode per task, `config.serve.rows` programs at a time.
 
-    With `groups`, which training gives, every segment of a session is a row. Choice: rows beyond a
-    whole number of mini-batches are dropped at random, so that no kind of segment is preferred.
-    Without, the longest segment stands for the episode, with the rewards of all turns.
+    With `groups`, which training gives, every segment of a session is a row. Without, the longest
+    segment stands for the episode, with the rewards of all turns.
     """
     started = time.perf_counter()
     rollout = self.config.rollout
@@ -101,11 +97,7 @@ class ProgramAgent(agent_lib.Agent):
     ]
     if groups is None:
       return [first for first, *_ in rows]
-    flat = [row for of_task in rows for row in of_task]
-    kept = len(flat) // self.config.train.mini_batch * self.config.train.mini_batch
-    key = jax.random.fold_in(keys[0], _ROWS_STREAM)
-    order = np.sort(np.asarray(jax.random.permutation(key, len(flat)))[: kept or len(flat)])
-    return [flat[i] for i in order]
+    return [row for of_task in rows for row in of_task]
 
   def _run_programs(self, service, url, tasks, keys, sampling, give_up) -> list[_Run]:
     """Runs a program per task, each in a thread; returns how they ended, in their order."""
@@ -175,6 +167,7 @@ class ProgramAgent(agent_lib.Agent):
       if crashed and not is_masked:  # whatever was posted before
         for turn in episode.turns:
           turn.reward = 0.0
+        episode.whole_score = 0.0
       episode.number = number
       episode.metrics = {**seen, **episode.metrics}
       episode.truncated |= run.timed_out

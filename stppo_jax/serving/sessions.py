@@ -259,11 +259,13 @@ class Session:
     """Returns a row per segment, the longest one first; one without turns if there is none.
 
     Choice: the reward of the whole stands on the last turn of every segment, so that each row has
-    it once. The rewards of single turns stay on their turns; with `first_is_whole` those of the
-    other segments are also on the first row's last turn, whose score is the session's.
+    it once. The rewards of single turns stay on their turns. Every row's `whole_score` counts each
+    of these rewards once. With `first_is_whole` the rewards of the other segments are also on the
+    first row's last turn, whose score is the session's.
     """
     with self._lock:
       segments = sorted(self._segments, key=lambda segment: -len(segment.turns))
+      whole_score = sum((turn.reward for turn in self._turns), self._final_reward or 0.0)
       rows = []
       for segment in segments or [_Segment([], '')]:
         turns = [dataclasses.replace(turn) for turn in segment.turns]
@@ -282,11 +284,14 @@ class Session:
                 | self.counts
                 | {'cut': float(segment.num_cut), 'segments': float(len(segments))}
                 | {'program_failed': float(failed or not turns)},
+                whole_score=whole_score,
             )
         )
       if first_is_whole and segments:
         others = [turn.reward for segment in segments[1:] for turn in segment.turns]
         rows[0].turns[-1].reward += sum(others)
+      if len(rows) == 1:
+        rows[0].whole_score = rows[0].score  # exactly, however sums are rounded
       return rows
 
 

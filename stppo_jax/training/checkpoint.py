@@ -29,7 +29,7 @@ from stppo_jax.runtime import hosts
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
-_ITEMS = ('state', 'progress')
+_ITEMS = ('state', 'progress', 'copies')
 _CHECKSUMS = 'checksums.json'
 _NOTED = 'noted_score.json'  # of a step that was saved before its evaluation
 _WRITTEN = 'async_write_complete'  # in the name of Orbax's barrier after all processes' writes
@@ -140,6 +140,18 @@ class Checkpoints:
     found = self._manager.restore(updates, args=ocp.args.Composite(state=restore))['state']
     return [member['actor'] for member in found['members']] if several else found['actor']
 
+  def restore_copies(self, updates: int, like: Any, number: int) -> list[Any]:
+    """Returns the `copies` saved after `updates`, with the structure and shardings of `like`."""
+    leaves, tree = jax.tree.flatten(like)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves]
+    target = {str(i): dict(zip(map(str, range(len(shapes))), shapes)) for i in range(number)}
+    args = ocp.args.Composite(copies=ocp.args.StandardRestore(target))
+    found = self._manager.restore(updates, args=args)['copies']
+    return [
+        jax.tree.unflatten(tree, [found[str(i)][str(j)] for j in range(len(leaves))])
+        for i in range(number)
+    ]
+
   def progress(self, updates: int) -> dict:
     """Returns the `progress` saved after `updates`; restores the best score known then."""
     args = ocp.args.Composite(progress=ocp.args.JsonRestore())
@@ -158,9 +170,17 @@ class Checkpoints:
     except (FileNotFoundError, ValueError):
       return None
 
-  def save(self, updates: int, state: Any, progress: dict, score: float | None = None) -> None:
+  def save(
+      self,
+      updates: int,
+      state: Any,
+      progress: dict,
+      score: float | None = None,
+      copies: Sequence[Any] = (),
+  ) -> None:
     """Saves in the background, `progress` as JSON. An existing step is kept.
 
+    `copies` are trees of arrays, such as parameters that are still to sample a batch.
     A step with a higher held-out `score` than all before stays until there is a better one.
     """
     self._settle()
@@ -171,13 +191,16 @@ class Checkpoints:
     if score is not None and self.is_best(score):
       self._keep.best = (score, updates)
     progress = {**progress, 'best': self._keep.best}
-    try:
-      self._manager.save(
-          updates,
-          args=ocp.args.Composite(
-              state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(progress)
-          ),
+    items = {'state': ocp.args.StandardSave(state), 'progress': ocp.args.JsonSave(progress)}
+    if copies:
+      items['copies'] = ocp.args.StandardSave(
+          {
+              str(i): {str(j): leaf for j, leaf in enumerate(jax.tree.leaves(tree))}
+              for i, tree in enumerate(copies)
+          }
       )
+    try:
+      self._manager.save(updates, args=ocp.args.Composite(**items))
     except _SAVE_ERRORS as error:
       self._fail(error)
 

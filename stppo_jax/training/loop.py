@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import threading
 import time
 
 from absl import logging
@@ -30,6 +31,7 @@ from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.rollout import seams
+from stppo_jax.runtime import determinism
 from stppo_jax.runtime import hosts
 from stppo_jax.serving import rollouts
 from stppo_jax.training import learner as learner_lib
@@ -73,6 +75,8 @@ def train(
   workdir/profile.
   """
   validation.validate(config)
+  if config.train.deterministic:
+    determinism.enable()
   variant = learner_lib.make_variant(config)  # names are resolved before anything is written
   env = seams.resolve(config).env
   _check_staleness(config)
@@ -257,7 +261,9 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
       len(questions),
       len(run.held_out),
   )
-  batches = make_batches(config, run.agent, run.learner.policy, questions, stop_requested)
+  over = threading.Event()  # ends a batch that is sampled ahead and that this run will not need
+  give_up = lambda: over.is_set() or stop_requested()
+  batches = make_batches(config, run.agent, run.learner.policy, questions, give_up)
   evaluate = functools.partial(_evaluate, run, batches, stop_requested)
   scores, score = {}, None  # score: the main one after n updates, if these were evaluated
   with contextlib.ExitStack() as resources:
@@ -269,7 +275,8 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
     core_metrics, unfinished = run.agent.env.core_metrics, position.unfinished
     as_dict = dataclasses.asdict(config)
     journal = enter(journals.Journal(workdir, as_dict, first, core_metrics, unfinished is not None))
-    pipeline = enter(_make_pipeline(run, batches, position.ready))
+    pipeline = enter(_make_pipeline(run, batches, position.ahead))
+    resources.callback(over.set)
     before_update = enter(timing_lib.of_updates(f'{workdir}/profile', profile, first, updates))
     with contextlib.suppress(types.Stopped):
       if not first:
@@ -317,10 +324,8 @@ def make_batches(
 ) -> pipelines.Batches:
   """Makes the batches of a run: its questions, and how they are played."""
   group_size = config.rollout.group_size
-  # Batches ahead are finished: the parameters that sample them are not kept.
-  give_up = None if config.pipeline.staleness else stop_requested
-  if give_up is not None and hasattr(agent.retriever, 'give_up'):
-    agent.retriever.give_up = give_up
+  if hasattr(agent.retriever, 'give_up'):
+    agent.retriever.give_up = stop_requested
   return pipelines.Batches(
       agent,
       policy,
@@ -330,17 +335,18 @@ def make_batches(
       config.retriever.max_failed_share,
       config.retriever.max_outage_s,
       functools.partial(pipelines.pause, stop_requested=stop_requested),
-      give_up=give_up,
+      give_up=stop_requested,
       max_num_gen_batches=config.rollout.max_num_gen_batches,
+      max_failed=config.rollout.max_failed,
       num_roles=agent.env.num_roles,
   )
 
 
-def _make_pipeline(run, batches, ready):
+def _make_pipeline(run, batches, ahead):
   """Makes the pipeline that samples the batches, or that reads those of config.rollout.replay."""
   config = run.config
   if not config.rollout.replay:
-    return pipelines.Pipeline(batches.sample, config.pipeline.staleness, ready, batches.copy)
+    return pipelines.Pipeline(batches.sample, config.pipeline.staleness, ahead, batches.copy)
   logging.info('nothing is sampled to train on: batches are those of %s', config.rollout.replay)
   replay = _make_replay(config, run.learner.spec.variant, run.agent.env)
 
@@ -358,7 +364,7 @@ def _make_replay(config, variant, env):
   return saved.Replay(
       config.rollout.replay,
       agent_lib.load_tokenizer(config),
-      config.train.mini_batch * env.num_roles,
+      config.train.mini_batch,
       config.train.length_buckets[-1],
       variant.needs_groups,
       env.roles,
@@ -380,6 +386,7 @@ def _evaluate(run, batches, stop_requested, journal, n):
       give_up=stop_requested,
       until_answered=lambda play: batches.until_answered(play)[0],
   )
+  pipelines.check_environment(episodes, run.config.rollout.max_failed)
   journal.evaluated(n, scores, episodes, run.agent.tokenizer)
   return scores | {'timing_s/testing': time.perf_counter() - started}
 

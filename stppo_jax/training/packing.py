@@ -16,6 +16,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
+import itertools
 import typing
 from typing import Any
 
@@ -33,7 +34,7 @@ from stppo_jax.rollout import batching
 class Bins:
   """How a batch of episodes is dealt out to optimizer steps and packed."""
 
-  mini_batch: int  # episodes per optimizer step, with a row for each of their roles
+  mini_batch: int  # episodes per optimizer step, with all of their rows
   epochs: int  # passes over the batch
   micro_batch: int  # bins computed together
   lengths: tuple[int, ...]  # tokens per bin, rising; the last holds every row
@@ -129,18 +130,43 @@ def to_device(
 ) -> tuple[types.TurnBatch, list[Step]]:
   """Moves a batch of episodes to the devices; deals its rows out to optimizer steps by `key`.
 
-  The rows of an episode's roles go to the same step, so that each step has as many of each role.
+  All rows of an episode go to the same step: those of its roles, so that each step has as many of
+  each role, and those of an agent program's segments. Steps have the same number of rows. Where
+  segments make them differ, rows of padding fill them up.
   """
-  lengths = np.array([batching.trained_length(episode) for episode in episodes])
-  batch = batching.to_turn_batch(
-      episodes, bins.lengths[-1:], pad_id=bins.pad_id, sharding=bins.sharding, roles=bins.roles
-  )
-  of_one = np.arange(bins.num_roles, dtype=np.int32)
-  whole = minibatches(key, len(episodes) // bins.num_roles, bins.mini_batch, bins.epochs)
-  deals = [(bins.num_roles * numbers[:, None] + of_one).reshape(-1) for numbers in whole]
-  return batch, [
-      Step(rows, pack(lengths[rows], bins.micro_batch, bins.lengths, bins.shared)) for rows in deals
+  whole = batching.rows_by_episode(episodes, bins.num_roles)
+  deals = [
+      np.sort(np.concatenate([whole[number] for number in numbers]))
+      for numbers in minibatches(key, len(whole), bins.mini_batch, bins.epochs)
   ]
+  size = _rows_per_step(bins.mini_batch * bins.num_roles, max(map(len, deals)))
+  num_rows = size * (len(deals) // bins.epochs)
+  lengths = np.zeros(num_rows, np.int32)
+  lengths[: len(episodes)] = [batching.trained_length(episode) for episode in episodes]
+  batch = batching.to_turn_batch(
+      episodes, bins.lengths[-1:], num_rows, bins.pad_id, bins.sharding, bins.roles
+  )
+  steps = []
+  for i, rows in enumerate(deals):
+    if i % (len(deals) // bins.epochs) == 0:
+      padding = iter(range(len(episodes), num_rows))  # each of these rows once per epoch
+    filled = [*rows, *itertools.islice(padding, size - len(rows))]
+    rows = np.array(filled, np.int32)
+    packing = pack(lengths[rows], bins.micro_batch, bins.lengths, bins.shared)
+    steps.append(Step(rows, packing))
+  return batch, steps
+
+
+def _rows_per_step(least: int, needed: int) -> int:
+  """Returns the first of least, 2 least, 4 least, .. that is large enough.
+
+  A program is compiled for each number of rows, and agent programs record another number in each
+  update. The bins hold no padding rows, so they cost little.
+  """
+  size = least
+  while size < needed:
+    size *= 2
+  return size
 
 
 def minibatches(

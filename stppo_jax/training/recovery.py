@@ -51,7 +51,7 @@ class Position:
 
   updates: int = 0  # done
   passed_over: int = 0  # batches that rollbacks skipped
-  ready: Sequence[pipelines.Sampled] = ()  # batches sampled ahead, the next one first
+  ahead: Sequence[pipelines.Sampled | pipelines.Unsampled] = ()  # batches, the next one first
   unfinished: dict[str, float] | None = None  # metrics of an update whose evaluation is to be done
 
 
@@ -209,8 +209,16 @@ class Saves:
       self.position = Position(first, last_batch - first, unfinished=unfinished)
       return
     logging.info('resumed after %d updates', first)
-    ready = [batches.restored(record) for record in progress['sampled']]
-    self.position = Position(first, progress['passed_over'], ready, unfinished)
+    ahead: list[Any] = [batches.restored(record) for record in progress['sampled']]
+    unsampled = progress.get('unsampled', [])  # version 0.7 waited for all
+    if unsampled:
+      num_copies = 1 + max(record['copy'] for record in unsampled)
+      copies = self._checkpoints.restore_copies(first, batches.copy(run.state.actor), num_copies)
+    for record in unsampled:
+      params = copies[record['copy']]
+      ahead.append(pipelines.Unsampled(record['number'], record['staleness'], params))
+    ahead.sort(key=lambda batch: batch.number)
+    self.position = Position(first, progress['passed_over'], ahead, unfinished)
 
   @contextlib.contextmanager
   def kept_on_error(
@@ -260,22 +268,32 @@ class Saves:
       unfinished: Mapping[str, float] | None = None,
       score: float | None = None,
   ) -> None:
-    """Saves the state after `updates`, and the batches sampled ahead.
+    """Saves the state after `updates`, and the batches ahead.
 
     `unfinished` are the metrics of an update whose evaluation is left to the resumed run.
 
-    Choice: waits for the batches sampled ahead, at the end of a run, too. So a run whose `updates`
-    are raised later gives the same numbers as one that had them from the start. Where a learning
-    rate has a schedule, that needs config.train.schedule_updates.
+    Choice: does not wait for batches that are still to be sampled, at a stop or otherwise. Saves
+    the parameters that are to sample them, which the resumed run does. So it gives the same numbers
+    as an undisturbed one. This also holds at the end of a run, whose `updates` may be raised later.
+    Where a learning rate has a schedule, that needs config.train.schedule_updates.
     """
-    sampled = [pipelines.to_json(batch) for batch in pipeline.contents()]
-    self._save(updates, state, sampled, unfinished, score)
+    self._save(updates, state, pipeline.contents(), unfinished, score)
 
-  def _save(self, updates, state, sampled, unfinished=None, score=None):
+  def _save(self, updates, state, ahead, unfinished=None, score=None):
+    copies: dict[int, Any] = {}  # by identity: the first batches of a run share one
+    sampled, unsampled = [], []
+    for batch in ahead:
+      if isinstance(batch, pipelines.Sampled):
+        sampled.append(pipelines.to_json(batch))
+        continue
+      copies[id(batch.params)] = batch.params
+      number = list(copies).index(id(batch.params))
+      unsampled.append({'number': batch.number, 'staleness': batch.staleness, 'copy': number})
     progress = {'passed_over': self.position.passed_over, 'sampled': sampled}
+    progress['unsampled'] = unsampled
     if unfinished is not None:
       progress['unfinished'] = {name: np.asarray(x).item() for name, x in unfinished.items()}
-    self._checkpoints.save(updates, state, progress, score)
+    self._checkpoints.save(updates, state, progress, score, list(copies.values()))
 
   def __enter__(self) -> 'Saves':
     self._checkpoints.__enter__()

@@ -101,7 +101,8 @@ def annotate(
   """Fills in old_logp, ref_logp and old_values [B,T]; measures the gap of sampler and trainer.
 
   `steps` are the first epoch's, stacked: in their bins no sum is rounded otherwise than in those
-  steps, so that the first ratio is exactly 1 (with old_logp 'trainer').
+  steps, so that the first ratio is exactly 1 on CPUs (with old_logp 'trainer'). On GPUs it is 1 up
+  to rounding: the products of two programs may be computed by different kernels.
   """
   del mesh
   variant = spec.variant
@@ -159,12 +160,14 @@ def with_advantages(
   metrics = {}
   if variant.kl_in != 'none':
     kl = losses.kl(batch.old_logp, batch.ref_logp, variant.kl_estimator) * mask
-    mean_kl = losses.aggregate(kl, mask, 'seq-mean-token-mean')  # over sequences, as in verl
+    # Over sequences, as in verl.
+    mean_kl = losses.aggregate(kl, mask, 'seq-mean-token-mean', episode_ids=batch.episode_ids)
     if variant.kl_in == 'reward':
       metrics = {'actor/reward_kl_penalty': mean_kl, 'actor/reward_kl_penalty_coeff': state.kl_coef}
       batch = dataclasses.replace(batch, rewards=batch.rewards - state.kl_coef * kl)
     if variant.kl_target:
-      state = train_state.adapt_kl(state, variant, mean_kl, mask.any(axis=1).sum())
+      num_episodes = losses.count_episodes(mask, batch.episode_ids)
+      state = train_state.adapt_kl(state, variant, mean_kl, num_episodes)
     if variant.kl_in == 'loss':
       metrics = {'actor/kl_coef': state.kl_coef}  # of the steps to come
   if callable(variant.ratio):

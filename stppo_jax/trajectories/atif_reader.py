@@ -57,22 +57,23 @@ class _Row:
   kept: Mapping[str, Any] | None
 
 
-def read_folder(source: str, folder: str, reader: 'Reader', rows_per_file: int) -> int:
+def read_folder(source: str, folder: str, reader: 'Reader', episodes_per_file: int) -> int:
   """Writes the trajectories of `source`, a folder or a file, to `folder`; returns their number.
 
-  Episodes of our runs go to the batches that they were in, others to batches of `rows_per_file`
-  rows, where those of one task are a group. One that cannot be read is logged and left out.
+  Episodes of our runs go to the batches that they were in, others to batches of
+  `episodes_per_file`, where those of one task are a group. All rows of a document are one episode
+  of one batch. A document that cannot be read is logged and left out.
   """
   if os.path.isdir(folder) and os.listdir(folder):
     raise types.UserError(f'{folder!r} holds files already: give another --workdir')
-  rows, left_out, num_read = [], [], 0
+  documents: list[list[_Row]] = []
+  left_out: list[str] = []
   for path in _paths(source):
     try:
       document = _load(path)
       if document is None:
         continue
-      rows += [_with_reward(row, path) for row in reader.rows(document, path.stem)]
-      num_read += 1
+      documents.append(_with_reward(reader.rows(document, path.stem), path))
     except types.UserError:
       raise
     except (_Unusable, OSError) as error:
@@ -81,16 +82,17 @@ def read_folder(source: str, folder: str, reader: 'Reader', rows_per_file: int) 
       left_out.append(f'{path} (not ATIF: {type(error).__name__}: {error})')
   if left_out:
     logging.warning('%d trajectories are left out, as %s', len(left_out), left_out[0])
-  if not rows:
+  if not documents:
     raise types.UserError(
         f'--input={source!r} holds no trajectory that can be read'
         + (f', as {left_out[0]}' if left_out else ': give JSON files of ATIF, or a folder of them')
     )
-  for name, number, batch in _batches(rows, rows_per_file):
+  for name, number, batch in _batches(documents, episodes_per_file):
     made = functools.partial(_records, batch, reader.tokenizer, number)
     episodes_lib.write_file(os.path.join(folder, name), episodes_lib.Records(made))
-  logging.info('%d trajectories are %d episodes in %s', num_read, len(rows), folder)
-  return num_read
+  num_rows = sum(map(len, documents))
+  logging.info('%d trajectories are %d rows in %s', len(documents), num_rows, folder)
+  return len(documents)
 
 
 class Reader:
@@ -358,34 +360,55 @@ def _episode(task, prompt, turns, kept) -> types.Episode:
       tuple(kept.get('core_metrics', ())),
       kept.get('role', ''),
       kept.get('of_episode'),
+      kept.get('whole_score'),
+      kept.get('error', ''),
   )
 
 
-def _with_reward(row: _Row, path: pathlib.Path) -> _Row:
+def _with_reward(rows: list[_Row], path: pathlib.Path) -> list[_Row]:
   """Gives another agent's episode the name of its task and the rewards of Harbor's trial.
 
-  Choice: each row of a trajectory has the reward on its last turn, as those of a session have.
+  Choice: each row of a trajectory has the reward on its last turn, as those of a session have. The
+  episode's score counts it once.
   """
+  if rows[0].kept is not None or rows[0].episode.metrics:
+    return rows
+  verdict = _verdict(path)
+  reward = 0.0
+  if verdict is not None:
+    task_name, rewards = verdict
+    task = dataclasses.replace(rows[0].episode.task, id=task_name)
+    reward = rewards.get('reward', next(iter(rewards.values()), 0.0))
+    for row in rows:
+      row.episode.task, row.episode.metrics = task, dict(rewards)
+      if row.episode.turns:
+        row.episode.turns[-1].reward += reward
+  repeats = reward * (len(rows) - 1)
+  whole_score = sum(row.episode.score for row in rows) - repeats
+  for row in rows:
+    row.episode.whole_score = whole_score
+  return rows
+
+
+def _verdict(path: pathlib.Path) -> tuple[str, dict[str, float]] | None:
+  """Returns (task, rewards) of the trial that a trajectory is of; None without them."""
   result = path.parent.parent / 'result.json'
-  has_own = row.kept is not None or row.episode.metrics
-  if has_own or path.parent.name != 'agent' or not result.is_file():
-    return row
+  if path.parent.name != 'agent' or not result.is_file():
+    return None
   try:
     found = json.loads(result.read_text(encoding='utf-8'))
     rewards = {k: float(x) for k, x in found['verifier_result']['rewards'].items()}
-    task = dataclasses.replace(row.episode.task, id=str(found['task_name']))
+    return str(found['task_name']), rewards
   except (ValueError, LookupError, TypeError, AttributeError):
-    return row  # a trial without a verdict
-  episode = dataclasses.replace(row.episode, task=task, metrics=rewards)
-  if episode.turns and rewards:
-    episode.turns[-1].reward += rewards.get('reward', next(iter(rewards.values())))
-  return dataclasses.replace(row, episode=episode)
+    return None
 
 
-def _batches(rows: Sequence[_Row], size: int) -> Iterator[tuple[str, int, list[_Row]]]:
-  """Yields (file name, number, rows) of each batch."""
+def _batches(
+    documents: Sequence[Sequence[_Row]], size: int
+) -> Iterator[tuple[str, int, list[_Row]]]:
+  """Yields (file name, number, rows) of each batch; others' have `size` documents."""
   ours: dict[tuple[str, int], dict[int, _Row]] = {}
-  for row in rows:
+  for row in (row for document in documents for row in document):
     if row.kept is not None:
       place = ours.setdefault((row.kept['kind'], row.kept['step']), {})
       if row.kept['row'] in place:
@@ -397,11 +420,15 @@ def _batches(rows: Sequence[_Row], size: int) -> Iterator[tuple[str, int, list[_
   for (kind, step), found in sorted(ours.items()):
     yield f'{kind}_{step:06d}.jsonl', step, [found[i] for i in sorted(found)]
   first = max((step for kind, step in ours if kind == 'train'), default=0) + 1
-  others = [row for row in rows if row.kept is None]
+  others = [document for document in documents if document[0].kept is None]
   for number, start in enumerate(range(0, len(others), size), first):
-    batch, groups = others[start : start + size], {}
-    for row in batch:
-      row.episode.group = groups.setdefault(row.episode.task.id, len(groups))
+    groups: dict[str, int] = {}
+    batch = []
+    for index, document in enumerate(others[start : start + size]):
+      for row in document:
+        row.episode.group = groups.setdefault(row.episode.task.id, len(groups))
+        row.episode.number = index
+        batch.append(row)
     yield os.path.basename(saved.path_of('', number)), number, batch
 
 

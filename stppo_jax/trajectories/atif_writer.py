@@ -36,7 +36,7 @@ AGENT = 'stppo-jax'
 # What a record holds besides its tokens and turns.
 KEPT = (
     'step kind task dataset hops question answers group metrics core_metrics counts failed '
-    'truncated batch staleness role of_episode'
+    'truncated batch staleness role of_episode whole_score error'
 ).split()
 
 

@@ -132,16 +132,17 @@ class Replay:
     return sampled
 
   def _check(self, path: str, episodes: Sequence[types.Episode]) -> None:
-    if len(episodes) % self._mini_batch:
-      raise types.UserError(
-          f'{path} has {len(episodes)} episodes, which config.train.mini_batch={self._mini_batch} '
-          'does not divide: choose a divisor'
-      )
     roles = [episode.role for episode in episodes]
     if sorted(roles) != sorted(self._roles * (len(roles) // len(self._roles))):
       raise types.UserError(
           f'{path} has rows of the roles {sorted(set(roles))}, and the environment has '
           f'{list(self._roles)}: give batches that were sampled with this config.env.kind'
+      )
+    num_episodes = len(batching.rows_by_episode(episodes, len(self._roles)))
+    if num_episodes % self._mini_batch:
+      raise types.UserError(
+          f'{path} has {num_episodes} episodes, which config.train.mini_batch={self._mini_batch} '
+          'does not divide: choose a divisor'
       )
     lengths = [batching.trained_length(episode) for episode in episodes]
     if max(lengths) > self._longest:

@@ -1,0 +1,40 @@
+"""Deterministic operations on GPUs, which XLA has a flag for.
+
+On a CPU the programs of a run give the same bits each time. On a GPU, scatter-adds sum in the order
+in which threads arrive, and the fastest kernel of a matrix product is measured anew by each
+process. The flag forbids both. It costs speed, and TPUs and CPUs ignore it.
+"""
+
+import os
+
+import jax
+from jax._src import xla_bridge  # JAX has no public name for the question below
+
+from stppo_jax import types
+
+FLAG = '--xla_gpu_deterministic_ops'
+
+
+def enable() -> None:
+  """Adds the flag to XLA_FLAGS, which XLA reads when it starts.
+
+  A flag that XLA_FLAGS has already is left as it is. UserError: it is false, or a GPU runs without
+  it.
+  """
+  given = os.environ.get('XLA_FLAGS', '')
+  flag = next((word for word in given.split() if word.split('=')[0] == FLAG), '')
+  if flag and flag.partition('=')[2].lower() in ('false', '0'):
+    raise types.UserError(
+        f'config.train.deterministic=True, and XLA_FLAGS has {flag}: take it out of XLA_FLAGS, or '
+        'set --config.train.deterministic=False'
+    )
+  if flag:
+    return
+  if xla_bridge.backends_are_initialized():
+    if jax.default_backend() == 'gpu':
+      raise types.UserError(
+          'config.train.deterministic=True, and JAX has started the GPU without the flag: start '
+          f'this program with XLA_FLAGS={FLAG}=true in its environment'
+      )
+    return
+  os.environ['XLA_FLAGS'] = f'{given} {FLAG}=true'.strip()

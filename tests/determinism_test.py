@@ -1,0 +1,64 @@
+"""Deterministic operations: the flag is set before JAX starts, and refused when it is too late."""
+
+import os
+import subprocess
+import sys
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+
+from stppo_jax import config as schema
+from stppo_jax import types
+from stppo_jax.runtime import determinism
+from stppo_jax.training import loop
+
+PROGRAM = """
+import os
+from stppo_jax.runtime import determinism
+determinism.enable()
+determinism.enable()
+print(os.environ['XLA_FLAGS'])
+import jax
+print(jax.jit(lambda x: x + 1)(1))
+determinism.enable()
+"""
+
+
+class DeterminismTest(parameterized.TestCase):
+
+  @parameterized.parameters('', '--xla_cpu_multi_thread_eigen=false')
+  def test_flag_is_set_before_the_devices_start(self, given):
+    environment = os.environ | {'XLA_FLAGS': given, 'JAX_PLATFORMS': 'cpu'}
+    program = [sys.executable, '-c', PROGRAM]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
+    flag = f'{determinism.FLAG}=true'
+    self.assertEqual(done.stdout.splitlines(), [f'{given} {flag}'.strip(), '2'])
+
+  def test_running_gpu_without_the_flag_is_refused(self):
+    jax.devices()  # has started
+    with mock.patch.dict(os.environ, {'XLA_FLAGS': ''}):
+      determinism.enable()  # a CPU needs no flag
+      self.assertEqual(os.environ['XLA_FLAGS'], '')
+      with mock.patch.object(jax, 'default_backend', lambda: 'gpu'):
+        with self.assertRaisesRegex(types.UserError, f'^[^\n]*XLA_FLAGS={determinism.FLAG}=true'):
+          determinism.enable()
+        os.environ['XLA_FLAGS'] = f'{determinism.FLAG}=true'
+        determinism.enable()
+
+  def test_contradiction_is_refused(self):
+    with mock.patch.dict(os.environ, {'XLA_FLAGS': f'{determinism.FLAG}=false'}):
+      with self.assertRaisesRegex(types.UserError, 'take it out of XLA_FLAGS'):
+        determinism.enable()
+
+  def test_training_sets_it_first(self):
+    config = schema.Config()
+    config.train.deterministic = True
+    with mock.patch.object(determinism, 'enable', side_effect=types.UserError('asked')):
+      with self.assertRaisesRegex(types.UserError, 'asked'):
+        loop.train(config, 'nowhere')
+
+
+if __name__ == '__main__':
+  absltest.main()
