@@ -61,9 +61,8 @@ def write_page(config: schema.Config, file: str, workdir: str) -> str:
   study, unchanged = grids.load(file)
   jobs = grids.plan(study, config, unchanged, (), cell.make)
   records = results.read(results.folder(study.results, workdir))
-  return page.build(
-      planned_cells(study, jobs), results.of_jobs(jobs, records), study.page or workdir, study.claims
-  )
+  made = results.of_jobs(jobs, records)
+  return page.build(planned_cells(study, jobs), made, study.page or workdir, study.claims)
 
 
 def _beside(study, jobs, workdir) -> str:
