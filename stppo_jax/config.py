@@ -77,9 +77,13 @@ class Retriever(Section):
       'http://127.0.0.1:8000/retrieve', 'address of an HTTP retriever', on_resume=True)
   dialect: str = setting('search_r1', 'JSON protocol over HTTP', allowed=('search_r1', 'ragen'))
   concurrency: int = setting(
-      0, "HTTP requests in flight. 0: for 'search_r1' one, of up to 512 queries, as FAISS on GPUs "
-      "needs it; for 'ragen' eight, of one query", at_least=0, may_change=True)
-  timeout_s: float = setting(10.0, 'seconds that a request may take', above=0, on_resume=True)
+      0, "HTTP requests in flight at once. 0: one for 'search_r1', because FAISS on GPUs needs it; "
+      "eight for 'ragen'", at_least=0, may_change=True)
+  max_queries: int = setting(
+      32, "queries in one HTTP request of 'search_r1'; 'ragen' sends one query per request",
+      at_least=1, may_change=True)
+  timeout_s: float = setting(
+      10.0, 'seconds that one HTTP request may take', above=0, on_resume=True)
   retries: int = setting(3, 'further attempts per request', at_least=0, on_resume=True)
   backoff_s: float = setting(0.5, 'seconds before the first of them; then doubled', at_least=0,
                              on_resume=True)
