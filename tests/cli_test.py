@@ -442,16 +442,85 @@ class OfRunTest(parameterized.TestCase):
     self.assertStartsWith(str(caught.exception), f'{self.path}{words}')
     self.assertNotIn('\n', str(caught.exception))
 
-  def test_the_log_says_where_the_settings_are_from(self):
-    self.write(importlib.import_module('experiments.st_ppo_tiny').get_config())
-    result = subprocess.run(
-        [sys.executable, 'run.py', '--mode=eval', f'--workdir={self.workdir}'],
+  def parse(self, *arguments):
+    # A process of its own, since absl's flags are global.
+    return subprocess.run(
+        [sys.executable, 'run.py', '--mode=eval', f'--workdir={self.workdir}', *arguments],
         cwd=ROOT,
         check=False,
         capture_output=True,
         text=True,
         env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
     )
+
+  def test_commands_in_a_folder_need_trust(self):
+    mark = pathlib.Path(self.workdir) / 'executed'
+    config = schema.Config()
+    config.data.source, config.data.eval_split = 'os:system', f'id > {mark}'
+    self.write(config)
+    result = self.parse('--help=algorithm')
+    self.assertEqual(result.returncode, 2)
+    line = (
+        f"run.py: {self.path} names data.source='os:system': code, commands and addresses of a "
+        'folder are used with --trust_workdir only; add it if you trust the folder, or give your '
+        'own --config\n'
+    )
+    self.assertEqual(result.stderr, line)
+    self.assertFalse(mark.exists())
+    self.assertEqual(self.parse('--help=algorithm', '--trust_workdir').returncode, 0)
+    # A setting of the command line is the user's own.
+    self.assertEqual(self.parse('--help=data', '--config.data.source=embedded').returncode, 0)
+    self.assertIn('--trust_workdir', self.parse('--help').stdout)
+
+  @parameterized.parameters(
+      ('env.kind', 'm:Env'),
+      ('env.kind', 'gateway:m:f'),
+      ('env.kind', 'openenv:http://host'),
+      ('env.tools', ('calculator', 'mcp:rm -r x')),
+      ('env.tools', ('m:f',)),
+      ('algorithm.variant', 'm:V'),
+      ('retriever.kind', 'm:f'),
+      ('retriever.url', 'http://host/retrieve'),
+      ('eval.address', 'http://host/v1'),
+      ('serve.host', '0.0.0.0'),
+      ('env.options', {'opponent': 'm:f'}),
+      ('env.options', {'deep': [{'url': 'https://host'}]}),
+      ('algorithm.options', {'f': 'm.n:f'}),
+  )
+  def test_code_and_addresses_in_a_folder_are_found(self, path, value):
+    config = schema.Config()
+    self.write(config)
+    self.assertEqual(of_run.untrusted(of_run.get_config(self.workdir), {}), [])
+    section, name = path.split('.')
+    setattr(getattr(config, section), name, value)
+    self.write(config)
+    found = of_run.get_config(self.workdir)
+    (text,) = of_run.untrusted(found, {})
+    self.assertStartsWith(text, path)
+    if isinstance(value, dict):
+      self.assertEqual(of_run.untrusted(found, {path: value}), [])
+      return
+    setattr(getattr(found, section), name, value)  # as the command line does
+    self.assertEqual(of_run.untrusted(found, {}), [])
+
+  @parameterized.parameters(
+      ('env.kind', 'gem:game:GuessTheNumber-v0-easy'),
+      ('env.kind', 'textarena:GuessTheNumber-v0'),
+      ('env.tools', ('calculator', 'search')),
+      ('data.source', '/data/train.parquet'),
+      ('env.options', {'instructions': 'Question: what is 1:2?', 'low': 1}),
+      ('retriever.kind', 'http'),
+  )
+  def test_built_in_names_in_a_folder_need_no_trust(self, path, value):
+    config = schema.Config()
+    section, name = path.split('.')
+    setattr(getattr(config, section), name, value)
+    self.write(config)
+    self.assertEqual(of_run.untrusted(of_run.get_config(self.workdir), {}), [])
+
+  def test_the_log_says_where_the_settings_are_from(self):
+    self.write(importlib.import_module('experiments.st_ppo_tiny').get_config())
+    result = self.parse()
     self.assertIn(f'the settings are those of {self.workdir}/config.json', result.stderr)
     self.assertIn('has no checkpoint to evaluate', result.stderr)
 

@@ -358,6 +358,7 @@ def _tell_unraisable(tell: Callable[[Any], Any], unraisable: Any) -> None:
 def _parse(argv: list[str]) -> list[str]:
   """Parses the command line, or prints one line and exits."""
   own = [flag.name for flag in flags.FLAGS.get_flags_for_module(__name__)]
+  own.append(parsing.TRUST.name)
   try:
     return parsing.parse(argv, __doc__, own)
   except types.UserError as error:

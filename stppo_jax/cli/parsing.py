@@ -28,6 +28,12 @@ HOME = _SHIPPED if os.path.isdir(_SHIPPED) else os.path.dirname(_PACKAGE)
 DEFAULT = os.path.join(HOME, 'experiments', 'st_ppo_tiny.py')
 _ENTRY = os.path.abspath(sys.argv[0])  # run.py, or the command
 
+TRUST = flags.DEFINE_bool(
+    'trust_workdir',
+    False,
+    'without --config: use the code, commands and addresses that WORKDIR/config.json names',
+)
+
 
 def parse(argv: list[str], usage: str, own_flags: list[str]) -> list[str]:
   """Parses absl's flags, or prints help and exits; every mistake becomes a UserError.
@@ -82,6 +88,9 @@ def _read(program: str, arguments: list[str]) -> schema.Config:
     for path in unset:
       *parents, name = path.split('.')
       setattr(validation.get(config, '.'.join(parents)), name, None)
+    file, _, workdir = config_flags.get_config_filename(flags.FLAGS['config']).partition(':')
+    if file == of_run.__file__ and not TRUST.value:
+      of_run.check_trust(workdir, config, options)
     return config
   except (flags.Error, types.UserError) as error:
     lines = str(error).splitlines()  # the lines in between may be a traceback
