@@ -412,6 +412,9 @@ class Serve(Section):
   """The gateway: OpenAI's HTTP interface to a model, and to agent programs that are trained."""
 
   host: str = setting('127.0.0.1', "where it listens; '0.0.0.0': anybody may ask", may_change=True)
+  hosts: tuple[str, ...] = setting(
+      (), "further names that a server on loopback answers to, such as that of a proxy before it: "
+      "\"('chat.example.org',)\"", may_change=True)
   rows: int = setting(32, 'requests in progress at once; others wait for a row', at_least=1)
   max_total: int = setting(0, '--mode=serve: tokens of prompt and answer; 0: 4096', at_least=0)
   role: str = setting('', 'whose policy is served, where each role has its own; empty: the first',

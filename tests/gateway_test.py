@@ -34,6 +34,7 @@ from stppo_jax.serving import turn_text
 ROOT = pathlib.Path(__file__).parent.parent
 QUESTION = 'Question: What is the capital of France?\n'
 ASKED = {'model': 'tiny', 'messages': [{'role': 'user', 'content': QUESTION}], 'max_tokens': 40}
+JSON = {'Content-Type': 'application/json'}
 SEARCH = {
     'type': 'function',
     'function': {
@@ -338,7 +339,7 @@ class AnswersTest(parameterized.TestCase):
       ('POST', '/s/unknown/reward', b'{"reward": 1}', 404),
   )
   def test_a_wrong_request_gets_an_error_of_openai(self, method, path, body, status):
-    answer = requests.request(method, self.server.url + path, data=body, timeout=60)
+    answer = requests.request(method, self.server.url + path, data=body, headers=JSON, timeout=60)
     self.assertEqual(answer.status_code, status, answer.text)
     self.assertEqual(set(answer.json()['error']), {'message', 'type', 'param', 'code'})
 
@@ -394,15 +395,58 @@ class LimitsTest(parameterized.TestCase):
       server.service.end_session(name)
       self.assertEqual(status(name), 404)
 
+  def test_only_an_open_session_passes_without_the_key(self):
+    """The answer comes before the body is received."""
+    with running(key='secret') as server:
+      name, _ = server.service.open_session(jax.random.key(0), sessions.Sampling())
+      for path, body, status in (
+          ('/s/unknown/v1/chat/completions', b'{', 404),
+          ('/s/unknown/reward', b'{', 404),
+          ('/s/unknown/reward', b'[' * (3 << 20), 404),
+          (f'/s/{name}/reward', b'{', 400),
+          ('/v1/chat/completions', b'{', 401),
+      ):
+        answer = requests.post(server.url + path, data=body, headers=JSON, timeout=60)
+        self.assertEqual(answer.status_code, status, path)
+        self.assertEqual(answer.headers.get('Connection'), None if status == 400 else 'close')
+
+  @parameterized.parameters(
+      ({'Content-Type': 'text/plain'}, 415),
+      ({'Content-Type': 'application/x-www-form-urlencoded'}, 415),
+      ({'Content-Type': 'application/json; charset=utf-8'}, 200),
+      (JSON | {'Host': 'rebound.example'}, 403),
+      (JSON | {'Host': 'localhost.rebound.example:8080'}, 403),
+      (JSON | {'Host': 'LOCALHOST:1'}, 200),
+      (JSON | {'Host': '[::1]:8080'}, 200),
+      (JSON | {'Host': 'chat.example.org'}, 200),
+  )
+  def test_a_page_of_another_site_gets_no_answer(self, headers, status):
+    """It can send forms and texts, and have its own name resolved to 127.0.0.1."""
+    with running(hosts=('chat.example.org',)) as server:
+      body = json.dumps(ASKED | {'max_tokens': 1}).encode()
+      answer = requests.post(
+          server.url + '/v1/chat/completions', data=body, headers=headers, timeout=60
+      )
+      self.assertEqual(answer.status_code, status, answer.text)
+      if status != 200:
+        self.assertEqual(set(answer.json()['error']), {'message', 'type', 'param', 'code'})
+
+  def test_a_server_for_other_machines_has_any_name(self):
+    with running(host='0.0.0.0') as server:
+      answer = requests.get(server.url + '/health', headers={'Host': 'node7:8080'}, timeout=60)
+      self.assertEqual(answer.status_code, 200)
+
   def test_a_connection_stays_open_or_is_said_to_close(self):
     with running(key='secret', max_body_mb=1) as server:
       connection = http.client.HTTPConnection(server.host, server.port, timeout=60)
-      key = {'Authorization': 'Bearer secret'}
+      key = {'Authorization': 'Bearer secret', **JSON}
       with contextlib.closing(connection):
         for method, path, body, headers, expected, closes in (
             ('GET', '/v1/models', None, {}, 401, True),
             ('POST', '/v1/completions', b' ' * (2 << 20), key, 413, True),
             ('GET', '/nowhere', None, key, 404, True),
+            ('POST', '/v1/completions', None, key | {'Content-Length': '9' * 5000}, 400, True),
+            ('HEAD', '/v1/models', None, key, 405, False),
             ('PUT', '/v1/models', b'', key, 405, False),
             ('PROPFIND', '/v1/models', b'', key, 405, True),
             ('GET', '/s/%ff/v1/models', None, key, 400, True),
@@ -420,7 +464,8 @@ class LimitsTest(parameterized.TestCase):
 
   def test_a_large_body_and_a_full_queue_are_refused(self):
     with running(max_body_mb=1, max_waiting=2) as server:
-      answer = requests.post(server.url + '/v1/completions', data=b' ' * (2 << 20), timeout=60)
+      body = b' ' * (2 << 20)
+      answer = requests.post(server.url + '/v1/completions', data=body, headers=JSON, timeout=60)
       self.assertEqual(answer.status_code, 413)
       answer = post(server, {**ASKED, 'n': 3})
       self.assertEqual(answer.status_code, 429)
@@ -431,7 +476,8 @@ class LimitsTest(parameterized.TestCase):
   def test_a_client_that_leaves_frees_its_row(self):
     with running() as server:
       body = json.dumps({**ASKED, 'temperature': 0, 'n': 8, 'max_tokens': 200}).encode()
-      head = f'POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n'
+      head = 'POST /v1/chat/completions HTTP/1.1\r\nContent-Type: application/json\r\n'
+      head += f'Host: localhost\r\nContent-Length: {len(body)}\r\n\r\n'
       decoded, service = threading.Event(), server.service
       decode = service.scheduler._decode
 
