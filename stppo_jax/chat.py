@@ -26,7 +26,7 @@ CLOSING_TAG = '</information>'
 _OPENING = re.compile(r'\s*<information>')
 _TAG = re.compile(r'<(?=/?(?:think|search|information|answer)>)')
 # Characters, an upper bound for known vocabularies; text is cut by it before it is encoded.
-_LONGEST_TOKEN = 128
+LONGEST_TOKEN = 128
 # How templates change a message's content. The first form that matches a template is applied.
 _CONTENT_FORMS = {
     'as it is': lambda text: text,
@@ -212,7 +212,7 @@ class Framing:
           f'an observation limit of {self.limit} tokens cannot hold the {least} tokens of the chat '
           "template's turn: raise config.rollout.max_observation"
       )
-    head = head[: self.limit * _LONGEST_TOKEN]
+    head = head[: self.limit * LONGEST_TOKEN]
     while (size := len(self.frame.around(head + tail, encode))) > self.limit and head:
       head = head[: min(len(head) - 1, len(head) * self.limit // size)]
     return head + tail
@@ -279,7 +279,7 @@ def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]
   """
   start = text.rfind(CLOSING_TAG)
   if start < 0:
-    return tokenizer.encode(text[: limit * _LONGEST_TOKEN])[:limit]
+    return tokenizer.encode(text[: limit * LONGEST_TOKEN])[:limit]
   tail = tokenizer.encode(text[start:])
   if len(tail) > limit:
     raise types.UserError(
@@ -288,7 +288,7 @@ def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]
     )
   opening = _OPENING.match(text)
   inside = opening.end() if opening else 0
-  passages = text[inside:start][: limit * _LONGEST_TOKEN]
+  passages = text[inside:start][: limit * LONGEST_TOKEN]
   ids = tokenizer.encode(text[:inside]) + tokenizer.encode_passage(passages)
   return ids[: limit - len(tail)] + tail
 

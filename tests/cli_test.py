@@ -483,6 +483,7 @@ class OfRunTest(parameterized.TestCase):
       ('retriever.url', 'http://host/retrieve'),
       ('eval.address', 'http://host/v1'),
       ('serve.host', '0.0.0.0'),
+      ('serve.hosts', ('rebound.example',)),
       ('env.options', {'opponent': 'm:f'}),
       ('env.options', {'deep': [{'url': 'https://host'}]}),
       ('algorithm.options', {'f': 'm.n:f'}),

@@ -216,6 +216,79 @@ class AnswersTest(parameterized.TestCase):
       self.assertStartsWith(choice['text'][at:], piece)
     self.assertGreater(len(chunks), 1)
 
+  @parameterized.parameters(False, True)
+  def test_several_prompts_are_answered_in_order(self, as_ids):
+    """As OpenAI numbers them: index = number of the prompt * n + number of the sample."""
+    tokenizer, _, _ = embedded()
+    prompts = [QUESTION, 'Question: Who?\n', QUESTION]
+    asked = dict(max_tokens=6, seed=3, temperature=1.5, messages=None, return_token_ids=True)
+    single = [self.ask('/v1/completions', prompt=prompt, n=2, **asked) for prompt in prompts]
+    batch = list(map(tokenizer.encode, prompts)) if as_ids else prompts
+    body = self.ask('/v1/completions', prompt=batch, n=2, **asked)
+    self.assertEqual([choice['index'] for choice in body['choices']], [0, 1, 2, 3, 4, 5])
+    want = [choice for found in single for choice in found['choices']]
+    for name in ('text', 'token_ids', 'prompt_token_ids', 'finish_reason'):
+      self.assertEqual([c[name] for c in body['choices']], [c[name] for c in want])
+    for name, total in body['usage'].items():
+      self.assertEqual(total, sum(found['usage'][name] for found in single))
+    stream = {'prompt': batch, **asked, 'n': 2, 'stream': True}
+    chunks = events(post(self.server, stream, '/v1/completions', stream=True))
+    for choice in body['choices']:
+      mine = [c for x in chunks for c in x['choices'] if c['index'] == choice['index']]
+      self.assertEqual(''.join(c['text'] for c in mine), choice['text'])
+
+  @parameterized.parameters(
+      ({'prompt': ['x', '']}, 'a list of such prompts'),
+      ({'prompt': ['x', 3]}, 'a list of such prompts'),
+      ({'prompt': [[1], [[1]]]}, 'a list of such prompts'),
+      ({'prompt': ['x', 'y ' * 400]}, 'tokens, and with an answer'),
+      ({'prompt': ['x'] * 257}, 'at most 256'),
+  )
+  def test_a_wrong_list_of_prompts_is_refused(self, fields, words):
+    answer = post(self.server, fields, '/v1/completions')
+    self.assertEqual(answer.status_code, 400, answer.text)
+    self.assertEqual(answer.json()['error']['param'], 'prompt')
+    self.assertIn(words, answer.json()['error']['message'])
+
+  def test_a_session_takes_one_prompt(self):
+    name, _ = self.server.service.open_session(jax.random.key(0), sessions.Sampling())
+    answer = post(self.server, {'prompt': ['x', 'y']}, f'/s/{name}/v1/completions')
+    self.assertEqual(answer.json()['error']['message'], 'a request in a session has one prompt')
+
+  def test_a_prompt_that_cannot_fit_is_not_encoded(self):
+    service, text = self.server.service, 'x ' * 1_500_000
+    name, session = service.open_session(jax.random.key(0), sessions.Sampling())
+    messages = [{'role': 'user', 'content': text}]
+    with mock.patch.object(chat.Tokenizer, 'encode', side_effect=AssertionError):
+      for path, fields, param in (
+          ('/v1/completions', {'prompt': text}, 'prompt'),
+          ('/v1/chat/completions', {'messages': messages}, 'messages'),
+          (f'/s/{name}/v1/completions', {'prompt': text}, 'prompt'),
+          (f'/s/{name}/v1/chat/completions', {'messages': messages}, 'messages'),
+      ):
+        error = post(self.server, fields, path).json()['error']
+        self.assertEqual((error['code'], error['param']), ('context_length_exceeded', param))
+    self.assertEqual(session.counts['too_long'], 2)
+    service.end_session(name)
+
+  def test_the_server_answers_while_a_prompt_is_encoded(self):
+    service, goes_on, entered = self.server.service, threading.Event(), threading.Event()
+    encode = service.template.encode_prompt
+
+    def wait(prompt):
+      entered.set()
+      self.assertTrue(goes_on.wait(60))
+      return encode(prompt)
+
+    with mock.patch.object(service.template, 'encode_prompt', wait):
+      with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asked = {'prompt': QUESTION, 'max_tokens': 1}
+        answer = pool.submit(post, self.server, asked, '/v1/completions')
+        self.assertTrue(entered.wait(60))
+        self.assertEqual(requests.get(self.server.url + '/health', timeout=60).status_code, 200)
+        goes_on.set()
+        self.assertEqual(answer.result().status_code, 200)
+
   def test_control_tokens_of_a_prompt_are_tokens(self):
     tokenizer, _, _ = embedded()
     end = tokenizer.eos_ids[0]

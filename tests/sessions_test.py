@@ -14,7 +14,7 @@ class SessionTest(absltest.TestCase):
 
   def setUp(self):
     super().setUp()
-    ids_only = types.SimpleNamespace(tokenizer=None)  # prompts below are ids
+    ids_only = types.SimpleNamespace(tokenizer=None, encode_prompt=list)  # prompts are ids
     self.session = sessions.Session(ids_only, jax.random.key(0), sessions.Sampling())
 
   def turn(self, prompt, tokens):

@@ -17,7 +17,7 @@ from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.monitoring import workdir as workdirs
 
-_ADDRESSES = ('retriever.url', 'eval.address', 'serve.host')
+_ADDRESSES = ('retriever.url', 'eval.address', 'serve.host', 'serve.hosts')
 _REGISTRIES = ('gem:', 'textarena:', 'reasoning_gym:')  # such a name is looked up, not imported
 _CODE_OR_ADDRESS = re.compile(r'[\w.]+:[\w.]+|.*://.*', re.DOTALL)
 _MAX_SHOWN = 200  # characters of a setting in an error

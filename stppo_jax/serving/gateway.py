@@ -104,6 +104,7 @@ def running(
         api_key,
         config.model.chat_template_kwargs,
     )
+    resources.callback(service.close)
     try:
       server = resources.enter_context(
           server_lib.Server(service, settings.host, port, settings.hosts)

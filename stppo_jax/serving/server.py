@@ -168,6 +168,7 @@ class _Handler(json_handler.JsonHandler):
   def initialize(self, service: service_lib.Service, measures: Measures):
     self.service, self.measures = service, measures
     self._answer: service_lib.Answer | None = None
+    self._is_gone = False  # the client has disconnected
     self._started, self._body, self._counted = time.perf_counter(), bytearray(), 0
     self.is_unread = True
 
@@ -210,6 +211,7 @@ class _Handler(json_handler.JsonHandler):
 
   def on_connection_close(self):
     super().on_connection_close()
+    self._is_gone = True
     self._received()
     if self._answer is not None:
       self._answer.cancel()
@@ -236,7 +238,9 @@ class _Complete(_Handler):
     session = session or self.request.headers.get('X-Session-Id', '')
     service = self.service
     ask = api.parse(self.body(), self.is_chat, service.limits, service.template_kwargs)
-    self._answer = self.service.begin(ask, session)
+    self._answer = await self.service.begin(ask, session)
+    if self._is_gone:
+      self._answer.cancel()
     self._id = ('chatcmpl-' if self.is_chat else 'cmpl-') + uuid.uuid4().hex
     self._created = int(time.time())
     try:
@@ -254,7 +258,7 @@ class _Complete(_Handler):
     body = self._envelope(self.kind, [self._choice(answer, x) for x in choices])
     body['usage'] = self._usage(answer)
     if answer.ask.token_ids and self.is_chat:
-      body['prompt_token_ids'] = answer.prompt
+      body['prompt_token_ids'] = answer.prompts[0]
     write = self.finish(json.dumps(body) + '\n')
     await asyncio.wait_for(write, self.service.limits.write_timeout_s)
 
@@ -283,7 +287,8 @@ class _Complete(_Handler):
     return head | {'choices': choices}
 
   def _usage(self, answer):
-    return api.usage(len(answer.prompt), sum(len(choice.tokens) for choice in answer.choices))
+    read = sum(map(len, answer.prompts))
+    return api.usage(read, sum(len(choice.tokens) for choice in answer.choices))
 
   def _details(self, answer, pieces: Sequence[service_lib.Piece]):
     """Returns the fields of a choice that both kinds have."""
@@ -347,7 +352,7 @@ class _Completions(_Complete):
   def _choice(self, answer, pieces):
     fields = {'text': ''.join(piece.text for piece in pieces)}
     if answer.ask.token_ids:
-      fields['prompt_token_ids'] = answer.prompt
+      fields['prompt_token_ids'] = answer.prompt(pieces[-1].index)
     return fields | self._details(answer, pieces)
 
   def _delta(self, answer, piece, begun):
