@@ -350,7 +350,7 @@ def _without_added_tokens(path: str) -> str:
   of the vocabulary would be one token.
   """
   written = _read_json(path)
-  added = {token['content'] for token in written['added_tokens']}
+  added = {token['content'] for token in written.get('added_tokens') or ()}
   pairs = [
       merge.split(' ') if isinstance(merge, str) else merge
       for merge in written['model'].get('merges', ())
@@ -439,7 +439,7 @@ def _chat_renderer(folder: str, settings: dict, kwargs: Mapping) -> Callable[...
 def _read_json(path: str) -> dict:
   if not os.path.isfile(path):
     return {}
-  with open(path, encoding='utf-8') as file:
+  with open(path, encoding='utf-8-sig') as file:
     try:
       found = json.load(file)
     except (ValueError, RecursionError) as error:

@@ -219,7 +219,7 @@ def _json_rows(path):
       if not line.strip():
         continue
       try:
-        fields = json.loads(line.decode('utf-8'))
+        fields = json.loads(line.decode('utf-8-sig'))
       except UnicodeDecodeError:
         raise types.UserError(
             f'{path}:{number}: not UTF-8; convert the file, as by `iconv -f latin1 -t utf-8`.'

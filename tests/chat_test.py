@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import tempfile
 import time
 
@@ -199,6 +200,15 @@ class TokenizerTest(parameterized.TestCase):
     except types.UserError as error:
       self.assertNotEmpty(words)
       self.assertRegex(str(error), f'^[^\n]*({words})[^\n]*$')
+
+  def test_a_tokenizer_without_added_tokens_is_read(self):
+    folder = tiny_tokenizer.write(_folder(self))
+    path = pathlib.Path(folder) / 'tokenizer.json'
+    written = json.loads(path.read_text(encoding='utf-8'))
+    del written['added_tokens']
+    path.write_text(json.dumps(written), encoding='utf-8')
+    tokenizer = chat.load_tokenizer(folder)
+    self.assertEqual(tokenizer.decode(tokenizer.encode('who?')), 'who?')
 
   def test_sentencepiece_is_refused_by_name(self):
     folder = _folder(self)

@@ -18,6 +18,7 @@ from unittest import mock
 
 from absl import flags
 from absl.testing import absltest
+from absl.testing import flagsaver
 from absl.testing import parameterized
 import jax
 
@@ -258,6 +259,20 @@ class MainTest(parameterized.TestCase):
       self.assertIn('far enough', self.complaint()[0])
 
   @parameterized.parameters(
+      ('--topology=v5e:8x8', '--mode=plan'),
+      ('--port=1', '--mode=serve'),
+      ('--input=x', '--mode=export_atif and --mode=import_atif'),
+      ('--only=a,b', '--mode=study'),
+  )
+  def test_a_flag_of_another_mode_is_refused(self, flag, mode):
+    name = flag.partition('=')[0].removeprefix('--')
+    with flagsaver.flagsaver():
+      line, code = self.complaint(flag)
+    self.assertEqual(code, 2)
+    self.assertIn(f'--{name}=', line)
+    self.assertIn(f'is for {mode}, and this is --mode=train: leave it out', line)
+
+  @parameterized.parameters(
       (['--config.data.source={tmp}/nowhere'], ['nowhere', 'no such file']),
       (['--config.data.train_split=trian'], ["'trian'", 'train']),
       (['--config.data.datasets=nonsense'], ['nonsense', 'fruit', 'nature']),
@@ -392,6 +407,24 @@ class ExperimentFileTest(parameterized.TestCase):
     self.assertEqual(self.parse(source, *given).algorithm.clip_low, 0.1)
     self.assertIsNone(self.parse(source, *given[::-1]).algorithm.clip_low)
 
+  @parameterized.parameters(
+      ('  sys.exit(7)\n', 'exits with 7 '),
+      ('  sys.exit()\n', 'exits with None '),
+      ('  return schema.Config()\nsys.exit("bye")\n', "exits with 'bye' "),
+  )
+  def test_an_experiment_file_that_exits_is_named(self, end, words):
+    source = f'import sys\nfrom stppo_jax import config as schema\ndef get_config(mode=""):\n{end}'
+    error = self.parse(source)
+    self.assertIn(words, error)
+    self.assertIn('mine.py:', error)
+
+  def test_an_experiment_file_may_begin_with_a_byte_order_mark(self):
+    source = (
+        '\ufefffrom stppo_jax import config as schema\ndef get_config(mode=""):\n'
+        '  return schema.Config(seed=5)\n'
+    )
+    self.assertEqual(self.parse(source).seed, 5)
+
   def test_all_data_sets_are_kept_as_the_readme_says(self):
     source = (
         'from stppo_jax import config as schema\ndef get_config(mode=""):\n'
@@ -518,6 +551,11 @@ class OfRunTest(parameterized.TestCase):
     setattr(getattr(config, section), name, value)
     self.write(config)
     self.assertEqual(of_run.untrusted(of_run.get_config(self.workdir), {}), [])
+
+  def test_a_byte_order_mark_is_no_error(self):
+    self.write(schema.Config(seed=5))
+    self.path.write_bytes(b'\xef\xbb\xbf' + self.path.read_bytes())
+    self.assertEqual(of_run.get_config(self.workdir).seed, 5)
 
   def test_the_log_says_where_the_settings_are_from(self):
     self.write(importlib.import_module('experiments.st_ppo_tiny').get_config())

@@ -540,6 +540,16 @@ class RefusalTest(parameterized.TestCase):
     convert.save_hf(self.folder, config, params, max_shard_bytes=20_000)
     return sorted(self.folder.glob('model-*.safetensors'))
 
+  def test_a_number_of_layers_that_no_model_has(self):
+    self.edit_config(num_hidden_layers=10**9)
+    self.refuses('config.json: num_hidden_layers = 1000000000', 'at most 1000')
+
+  def test_a_byte_order_mark_is_no_error(self):
+    path = self.folder / 'config.json'
+    config = hf_config.load(self.folder)
+    path.write_bytes(b'\xef\xbb\xbf' + path.read_bytes())
+    self.assertEqual(hf_config.load(self.folder), config)
+
   def test_choices(self):
     self.refuses("head 'values' is unknown; allowed: tokens, value, both", head='values')
     self.refuses("param_dtype 'int8'", 'float32, bfloat16', param_dtype='int8')

@@ -247,6 +247,11 @@ class HostileRowTest(_FileTest):
     with self.assertRaisesRegex(types.UserError, 'qa.jsonl:2: ' + complaint):
       tasks.load_tasks(path, 'train')
 
+  def test_a_byte_order_mark_is_no_error(self):
+    path = self.folder / 'qa.jsonl'
+    path.write_bytes(b'\xef\xbb\xbf' + json.dumps(self.row(question='São?')).encode())
+    self.assertEqual(tasks.load_tasks(str(path), 'train')[0].question, 'São?')
+
   def test_another_encoding_is_refused(self):
     path = self.folder / 'qa.jsonl'
     path.write_bytes(json.dumps(self.row(question='São?'), ensure_ascii=False).encode('latin-1'))

@@ -95,6 +95,9 @@ def _read(program: str, arguments: list[str]) -> schema.Config:
   except (flags.Error, types.UserError) as error:
     lines = str(error).splitlines()  # the lines in between may be a traceback
     message = ' '.join(lines[:1] + lines[1:][-1:]) + _meaning(lines[0]) + _place(error)
+  except SystemExit as error:
+    message = f'cannot load the config: the experiment file exits with {error.code!r}'
+    message += f'{_place(error)}: let get_config() return a stppo_jax.config.Config'
   except Exception as error:  # whatever an experiment file may raise
     lines = str(error).splitlines()
     message = f'cannot load the config: {type(error).__name__}: {"".join(lines[-1:])}'
@@ -102,7 +105,7 @@ def _read(program: str, arguments: list[str]) -> schema.Config:
   raise types.UserError(message)
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
   """Returns ' (FILE:LINE)' of the last line of a user's own file in an error's traceback, or ''."""
   # config_flags puts the traceback of some errors into the text of another.
   text = ''.join(traceback.format_exception(error)) + str(error)
