@@ -95,7 +95,14 @@ class SessionTest(absltest.TestCase):
 
   def test_rewards_are_checked(self):
     self.turn([1], [2])
-    for value, turn in ((float('nan'), None), ('1', None), (1.0, 2), (1.0, 0), (1.0, True)):
+    for value, turn in (
+        (float('nan'), None),
+        (10**400, None),
+        ('1', None),
+        (1.0, 2),
+        (1.0, 0),
+        (1.0, True),
+    ):
       with self.assertRaises(ValueError):
         self.session.reward(value, turn)
 

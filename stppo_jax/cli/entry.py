@@ -15,10 +15,9 @@
   python run.py --config=experiments/study_stability.py --mode=study --jobs=2      # a grid of runs
 
 The same command again resumes the run in its workdir. SIGTERM ends a run with exit code 0 and a
-checkpoint: after the current update, or immediately while models are loaded, episodes are played
-(a call of an environment ends first) or the retriever is down. Ctrl-C ends it immediately with
-exit code 130 and without a checkpoint. On several hosts give the same command on each, with
---distributed (TPU pod, SLURM), or --coordinator=HOST:PORT --num_processes=N --process_id=I.
+checkpoint: after the current update, or immediately while it loads, plays episodes or waits for the
+retriever. Ctrl-C ends it immediately with exit code 130 and without a checkpoint. On several hosts
+add --distributed (TPU pod, SLURM) or --coordinator=HOST:PORT --num_processes=N --process_id=I.
 """
 
 from collections.abc import Callable

@@ -104,7 +104,7 @@ class Agent:
               core_metrics=self.env.core_metrics,
               roles=self.env.roles,
               step_envs=step_envs,
-              map_resets=map_all,
+              map_resets=hosts.split_resets(map_all),
               threads=rollout.threads if jax.process_count() == 1 else 0,
           ),
       )

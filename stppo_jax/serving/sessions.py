@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import json
-import math
+import sys
 import threading
 from typing import Any
 
@@ -234,7 +234,7 @@ class Session:
     for name, number in numbers.items():
       if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise ValueError(f'{name} must be a number')
-      if not math.isfinite(number):
+      if not abs(number) <= sys.float_info.max:  # NaN, or a whole number of hundreds of digits
         raise ValueError(f'{name} must be finite')
     with self._lock:
       if self._closed:
