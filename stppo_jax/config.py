@@ -29,7 +29,9 @@ class Data(Section):
   corpus: str = setting('', 'folder or .jsonl of passages; empty: the same as `source`')
   train_split: str = setting('train', 'the questions to train on')
   eval_split: str = setting('dev', 'the questions to evaluate on')
-  datasets: tuple[str, ...] = setting((), 'data sets to keep; empty: all')
+  datasets: tuple[str, ...] = setting(
+      (), "data sets to keep; empty: all. An experiment's choice does not apply to another "
+      '--config.data.source')
 
 
 @dataclasses.dataclass

@@ -425,12 +425,21 @@ class ExperimentFileTest(parameterized.TestCase):
     )
     self.assertEqual(self.parse(source).seed, 5)
 
-  def test_all_data_sets_are_kept_as_the_readme_says(self):
+  @parameterized.parameters(
+      ((), ('geo',)),
+      (('--config.data.source=mine',), ()),
+      (('--config.data.source', 'mine'), ()),
+      (('--config.data.corpus=mine',), ('geo',)),
+      (('--config.data.source=embedded',), ('geo',)),
+      (('--config.data.source=mine', "--config.data.datasets=('a',)"), ('a',)),
+      (('--config.data.datasets=()',), ()),
+  )
+  def test_an_experiments_data_sets_are_those_of_its_source(self, arguments, datasets):
     source = (
         'from stppo_jax import config as schema\ndef get_config(mode=""):\n'
         '  return schema.Config(data=schema.Data(datasets=("geo",)))\n'
     )
-    self.assertEqual(self.parse(source, '--config.data.datasets=()').data.datasets, ())
+    self.assertEqual(self.parse(source, *arguments).data.datasets, datasets)
 
 
 class OfRunTest(parameterized.TestCase):

@@ -573,7 +573,7 @@ class RefusalTest(parameterized.TestCase):
 
   def test_no_config(self):
     (self.folder / 'config.json').unlink()
-    self.refuses('config.json does not exist; give a folder')
+    self.refuses('config.json does not exist; give a folder', '`hf download NAME')
 
   @parameterized.parameters(('{', 'is not JSON'), ('[]', 'is not a JSON object'))
   def test_broken_config(self, text, message):

@@ -132,6 +132,8 @@ class LoadTasksTest(_FileTest):
   def test_missing_file_says_what_to_give(self):
     with self.assertRaisesRegex(types.UserError, 'no such file; give "embedded"'):
       tasks.load_tasks(str(self.folder), 'train')
+    with self.assertRaisesRegex(types.UserError, 'train.parquet: no such file;.* `hf download'):
+      tasks.load_tasks('nowhere/train.parquet', 'train')
     with self.assertRaisesRegex(types.UserError, '.jsonl or .parquet is needed'):
       tasks.load_tasks(self.write('qa.csv', 'a,b'), 'train')
 

@@ -88,6 +88,11 @@ def _read(program: str, arguments: list[str]) -> schema.Config:
     for path in unset:
       *parents, name = path.split('.')
       setattr(validation.get(config, '.'.join(parents)), name, None)
+    has_own_source = (
+        'config.data.source' in flags.FLAGS and config.data.source != schema.Data().source
+    )
+    if has_own_source and 'config.data.datasets' not in flags.FLAGS:
+      config.data.datasets = ()  # the experiment's are those of its own source
     file, _, workdir = config_flags.get_config_filename(flags.FLAGS['config']).partition(':')
     if file == of_run.__file__ and not TRUST.value:
       of_run.check_trust(workdir, config, options)

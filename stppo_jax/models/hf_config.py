@@ -271,8 +271,8 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
   """Reads a JSON object. UserError: no such file, or not an object."""
   if not path.is_file():
     raise UserError(
-        f'{path} does not exist; give a folder as transformers saves it, with '
-        'config.json and model.safetensors'
+        f'{path} does not exist; give a folder as transformers saves it, with config.json and '
+        'model.safetensors; `hf download NAME --local-dir=FOLDER` makes it'
     )
   try:
     raw = json.loads(path.read_text(encoding='utf-8-sig'))
