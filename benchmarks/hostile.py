@@ -102,7 +102,8 @@ def _body(rng, broken):
 def _raw(port, rng, path, data, kind):
   """Announces another length than it sends, or leaves before the answer."""
   length = len(data) + rng.choice((-3, 5, 10**12)) if kind == 'length' else len(data)
-  head = f'POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n'.encode()
+  head = f'POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'.encode()
+  head += f'Content-Length: {length}\r\n\r\n'.encode()
   with socket.create_connection(('127.0.0.1', port), timeout=5) as connection:
     try:
       connection.sendall(head + data)
@@ -119,7 +120,8 @@ def _greedy(port):
   """Returns a greedy answer."""
   body = {'prompt': 'The capital of', 'max_tokens': 8, 'temperature': 0}
   url = f'http://127.0.0.1:{port}/v1/completions'
-  request = urllib.request.Request(url, json.dumps(body).encode())
+  headers = {'Content-Type': 'application/json'}
+  request = urllib.request.Request(url, json.dumps(body).encode(), headers)
   with urllib.request.urlopen(request, timeout=120) as answer:
     return json.load(answer)['choices'][0]['text']
 

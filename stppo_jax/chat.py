@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import json
 import os
+import pathlib
 import re
 from typing import Any
 
@@ -26,7 +27,7 @@ CLOSING_TAG = '</information>'
 _OPENING = re.compile(r'\s*<information>')
 _TAG = re.compile(r'<(?=/?(?:think|search|information|answer)>)')
 # Characters, an upper bound for known vocabularies; text is cut by it before it is encoded.
-_LONGEST_TOKEN = 128
+LONGEST_TOKEN = 128
 # How templates change a message's content. The first form that matches a template is applied.
 _CONTENT_FORMS = {
     'as it is': lambda text: text,
@@ -83,8 +84,13 @@ class Tokenizer:
     return self.token_bytes[token_id] if token_id < self.vocab_size else b''
 
 
-def load_tokenizer(folder: str, template_kwargs: Mapping[str, Any] | None = None) -> Tokenizer:
-  """Reads tokenizer.json and, if they exist, tokenizer_config.json and generation_config.json."""
+def load_tokenizer(
+    folder: str, template_kwargs: Mapping[str, Any] | None = None, default_template: str = ''
+) -> Tokenizer:
+  """Reads tokenizer.json and, if they exist, tokenizer_config.json and generation_config.json.
+
+  `default_template` is the file of a chat template for a folder without one.
+  """
   path = os.path.join(folder, 'tokenizer.json')
   if not os.path.isfile(path):
     raise types.UserError(
@@ -115,7 +121,7 @@ def load_tokenizer(folder: str, template_kwargs: Mapping[str, Any] | None = None
       eos_ids=eos_ids,
       pad_id=pad_id,
       token_bytes=token_bytes,
-      render=_chat_renderer(folder, settings, template_kwargs or {}),
+      render=_chat_renderer(folder, settings, template_kwargs or {}, default_template),
       text_library=text_library,
       control_library=control_library,
       passage_library=passage_library,
@@ -197,7 +203,8 @@ class Framing:
     if self.frame is None:
       return encode_observation(self.tokenizer, text, self.limit)
     ids = self.frame.around(self._cut(text), self.tokenizer.encode_plain)
-    has_end = len(turn) > 0 and turn[-1] in self.tokenizer.eos_ids and turn[-1] == ids[0]
+    ends = len(turn) > 0 and turn[-1] in self.tokenizer.eos_ids
+    has_end = ends and ids[:1] == [turn[-1]]
     return ids[1:] if has_end else ids
 
   def _cut(self, text):
@@ -212,7 +219,7 @@ class Framing:
           f'an observation limit of {self.limit} tokens cannot hold the {least} tokens of the chat '
           "template's turn: raise config.rollout.max_observation"
       )
-    head = head[: self.limit * _LONGEST_TOKEN]
+    head = head[: self.limit * LONGEST_TOKEN]
     while (size := len(self.frame.around(head + tail, encode))) > self.limit and head:
       head = head[: min(len(head) - 1, len(head) * self.limit // size)]
     return head + tail
@@ -279,7 +286,7 @@ def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]
   """
   start = text.rfind(CLOSING_TAG)
   if start < 0:
-    return tokenizer.encode(text[: limit * _LONGEST_TOKEN])[:limit]
+    return tokenizer.encode(text[: limit * LONGEST_TOKEN])[:limit]
   tail = tokenizer.encode(text[start:])
   if len(tail) > limit:
     raise types.UserError(
@@ -288,7 +295,7 @@ def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]
     )
   opening = _OPENING.match(text)
   inside = opening.end() if opening else 0
-  passages = text[inside:start][: limit * _LONGEST_TOKEN]
+  passages = text[inside:start][: limit * LONGEST_TOKEN]
   ids = tokenizer.encode(text[:inside]) + tokenizer.encode_passage(passages)
   return ids[: limit - len(tail)] + tail
 
@@ -350,7 +357,7 @@ def _without_added_tokens(path: str) -> str:
   of the vocabulary would be one token.
   """
   written = _read_json(path)
-  added = {token['content'] for token in written['added_tokens']}
+  added = {token['content'] for token in written.get('added_tokens') or ()}
   pairs = [
       merge.split(' ') if isinstance(merge, str) else merge
       for merge in written['model'].get('merges', ())
@@ -419,9 +426,12 @@ def _token_name(entry: str | dict | None) -> str:
   return name if isinstance(name, str) else ''
 
 
-def _chat_renderer(folder: str, settings: dict, kwargs: Mapping) -> Callable[..., str] | None:
+def _chat_renderer(
+    folder: str, settings: dict, kwargs: Mapping, default_template: str
+) -> Callable[..., str] | None:
   has_file = os.path.isfile(os.path.join(folder, 'chat_template.jinja'))
-  if not has_file and not settings.get('chat_template'):
+  has_own = has_file or bool(settings.get('chat_template'))
+  if not has_own and not default_template:
     return None
   import transformers  # here, since it takes seconds and a folder without template needs none
 
@@ -432,6 +442,8 @@ def _chat_renderer(folder: str, settings: dict, kwargs: Mapping) -> Callable[...
         f'transformers cannot read the tokenizer of {folder!r}, whose chat template is needed '
         f'({type(error).__name__}: {" ".join(str(error).split())[:200]}): replace its files'
     ) from error
+  if not has_own:
+    library.chat_template = pathlib.Path(default_template).read_text(encoding='utf-8')
   fixed = dict(tokenize=False, add_generation_prompt=True)
   return functools.partial(library.apply_chat_template, **fixed, **kwargs)
 
@@ -439,7 +451,7 @@ def _chat_renderer(folder: str, settings: dict, kwargs: Mapping) -> Callable[...
 def _read_json(path: str) -> dict:
   if not os.path.isfile(path):
     return {}
-  with open(path, encoding='utf-8') as file:
+  with open(path, encoding='utf-8-sig') as file:
     try:
       found = json.load(file)
     except (ValueError, RecursionError) as error:

@@ -29,7 +29,9 @@ class Data(Section):
   corpus: str = setting('', 'folder or .jsonl of passages; empty: the same as `source`')
   train_split: str = setting('train', 'the questions to train on')
   eval_split: str = setting('dev', 'the questions to evaluate on')
-  datasets: tuple[str, ...] = setting((), 'data sets to keep; empty: all')
+  datasets: tuple[str, ...] = setting(
+      (), "data sets to keep; empty: all. An experiment's choice does not apply to another "
+      '--config.data.source')
 
 
 @dataclasses.dataclass
@@ -77,9 +79,13 @@ class Retriever(Section):
       'http://127.0.0.1:8000/retrieve', 'address of an HTTP retriever', on_resume=True)
   dialect: str = setting('search_r1', 'JSON protocol over HTTP', allowed=('search_r1', 'ragen'))
   concurrency: int = setting(
-      0, "HTTP requests in flight. 0: for 'search_r1' one, of up to 512 queries, as FAISS on GPUs "
-      "needs it; for 'ragen' eight, of one query", at_least=0, may_change=True)
-  timeout_s: float = setting(10.0, 'seconds that a request may take', above=0, on_resume=True)
+      0, "HTTP requests in flight at once. 0: one for 'search_r1', because FAISS on GPUs needs it; "
+      "eight for 'ragen'", at_least=0, may_change=True)
+  max_queries: int = setting(
+      32, "queries in one HTTP request of 'search_r1'; 'ragen' sends one query per request",
+      at_least=1, may_change=True)
+  timeout_s: float = setting(
+      10.0, 'seconds that one HTTP request may take', above=0, on_resume=True)
   retries: int = setting(3, 'further attempts per request', at_least=0, on_resume=True)
   backoff_s: float = setting(0.5, 'seconds before the first of them; then doubled', at_least=0,
                              on_resume=True)
@@ -417,6 +423,9 @@ class Serve(Section):
   """The gateway: OpenAI's HTTP interface to a model, and to agent programs that are trained."""
 
   host: str = setting('127.0.0.1', "where it listens; '0.0.0.0': anybody may ask", may_change=True)
+  hosts: tuple[str, ...] = setting(
+      (), "further names that a server on loopback answers to, such as that of a proxy before it: "
+      "\"('chat.example.org',)\"", may_change=True)
   rows: int = setting(32, 'requests in progress at once; others wait for a row', at_least=1)
   max_total: int = setting(0, '--mode=serve: tokens of prompt and answer; 0: 4096', at_least=0)
   role: str = setting('', 'whose policy is served, where each role has its own; empty: the first',

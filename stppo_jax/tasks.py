@@ -22,6 +22,10 @@ from stppo_jax import types
 
 EMBEDDED = pathlib.Path(__file__).parent / 'assets' / 'knowledge'
 
+_DOWNLOAD = (
+    ' `hf download --repo-type dataset PeterJinGo/nq_hotpotqa_train --local-dir=data` downloads '
+    "Search-R1's train.parquet and test.parquet."
+)
 _PARQUET_COLUMNS = ('data_source', 'prompt', 'question', 'reward_model', 'extra_info')
 
 
@@ -199,8 +203,9 @@ def _find(source: str, file_name: str) -> pathlib.Path:
   if path.is_dir():
     path = path / file_name
   if not path.is_file():
+    hint = _DOWNLOAD if path.suffix == '.parquet' else ''
     raise types.UserError(
-        f'{path}: no such file; give "embedded", a folder with {file_name}, or a file.'
+        f'{path}: no such file; give "embedded", a folder with {file_name}, or a file.{hint}'
     )
   allowed = ('.jsonl', '.parquet') if file_name == 'qa.jsonl' else ('.jsonl',)
   if path.suffix == '.parquet' and path.suffix not in allowed:
@@ -219,7 +224,7 @@ def _json_rows(path):
       if not line.strip():
         continue
       try:
-        fields = json.loads(line.decode('utf-8'))
+        fields = json.loads(line.decode('utf-8-sig'))
       except UnicodeDecodeError:
         raise types.UserError(
             f'{path}:{number}: not UTF-8; convert the file, as by `iconv -f latin1 -t utf-8`.'

@@ -173,6 +173,11 @@ class RoundTripTest(parameterized.TestCase):
         self.assertTrue(validator.validate(document), validator.get_errors())
       (row,) = atif_reader.Reader(tokenizer).rows(document, 'n')
       self.assertEqual(batching.to_records([row.episode], tokenizer, 7, 'train'), records)
+    for shape in ([9**9, 2, 2], [2, 9**9, 2], [2, 2]):
+      foreign = json.loads(json.dumps(atif_writer.document(episode, kept, tokenizer, 'm', 'n')))
+      foreign['steps'][1]['extra']['routes'][1] = shape
+      with self.assertRaisesRegex(ValueError, r'step 2 has routes of shape \['):
+        atif_reader.Reader(tokenizer).rows(foreign, 'n')
     document = atif_writer.document(episode, kept, tokenizer, 'm', 'n')
     user, search, answer = document['steps']
     self.assertEqual((user['source'], user['message']), ('user', 'which?'))

@@ -1,6 +1,7 @@
 """Batches and records: every token in its column, and every reward on its token."""
 
 import json
+import tracemalloc
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -97,6 +98,19 @@ class ToTurnBatchTest(parameterized.TestCase):
   def test_an_episode_that_was_never_played(self):
     batch = batching.to_turn_batch([make_episode(turns=(), failed=True)], (2,))
     self.assertFalse(np.asarray(batch.action_mask).any())
+
+  def test_routes_are_unpacked_to_their_shape_and_no_further(self):
+    routes = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    np.testing.assert_array_equal(batching.unpacked(batching.packed(routes)), routes)
+    bomb = batching.packed(np.zeros(1 << 24, np.uint8))
+    tracemalloc.start()
+    self.addCleanup(tracemalloc.stop)
+    for shape in ([3, 2, 2], [0], [-1, 2, 2]):
+      with self.assertRaises(ValueError):
+        batching.unpacked(['uint8', shape, bomb[2]])
+    self.assertLess(tracemalloc.get_traced_memory()[1], 1 << 22)
+    with self.assertRaises(ValueError):
+      batching.unpacked(['V16', [1 << 20], bomb[2]])
 
   @hypothesis.settings(deadline=None, max_examples=50)
   @hypothesis.given(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import tempfile
 import time
 
@@ -13,6 +14,7 @@ import numpy as np
 import tokenizers
 
 from stppo_jax import chat
+from stppo_jax import config as schema
 from stppo_jax import tasks
 from stppo_jax import types
 from stppo_jax.envs import search
@@ -199,6 +201,40 @@ class TokenizerTest(parameterized.TestCase):
     except types.UserError as error:
       self.assertNotEmpty(words)
       self.assertRegex(str(error), f'^[^\n]*({words})[^\n]*$')
+
+  def test_a_tokenizer_without_added_tokens_is_read(self):
+    folder = tiny_tokenizer.write(_folder(self))
+    path = pathlib.Path(folder) / 'tokenizer.json'
+    written = json.loads(path.read_text(encoding='utf-8'))
+    del written['added_tokens']
+    path.write_text(json.dumps(written), encoding='utf-8')
+    tokenizer = chat.load_tokenizer(folder)
+    self.assertEqual(tokenizer.decode(tokenizer.encode('who?')), 'who?')
+
+  def test_the_embedded_model_has_a_template_of_its_prompts(self):
+    config = schema.Config()
+    plain = agent_lib.load_tokenizer(config)
+    self.assertIsNone(plain.render)
+    tokenizer = agent_lib.load_tokenizer(config, 'user')
+    task = types.Task('t', 'Who wrote it?', ('x',))
+    env = search.SearchEnv(task, None, max_turns=0, prompt='short')
+    prompt, _ = env.reset()
+    user = lambda text: {'role': 'user', 'content': text}
+    said = {'role': 'assistant', 'content': '<search> it </search>'}
+    read = {'role': 'tool', 'content': '<information> A: b\n</information>\n'}
+    for messages, text in (
+        ([user('Who wrote it?')], prompt),
+        ([user('Question: Who wrote it?')], prompt),
+        ([user(prompt)], prompt),
+        ([user(prompt), said, read], prompt + said['content'] + read['content']),
+    ):
+      self.assertEqual(tokenizer.render(messages), text)
+    # A run's prompts and observations are the tokens that they are without the template.
+    self.assertEqual(chat.encode_prompt(tokenizer, prompt), chat.encode_prompt(plain, prompt))
+    framing = chat.make_framing(tokenizer, 'user', 100)
+    end = tokenizer.eos_ids[0]
+    self.assertEqual(framing.encode('too low', [5, end]), plain.encode('too low'))
+    self.assertEqual(framing.encode('', [5, end]), [])
 
   def test_sentencepiece_is_refused_by_name(self):
     folder = _folder(self)

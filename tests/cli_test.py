@@ -18,6 +18,7 @@ from unittest import mock
 
 from absl import flags
 from absl.testing import absltest
+from absl.testing import flagsaver
 from absl.testing import parameterized
 import jax
 
@@ -258,6 +259,20 @@ class MainTest(parameterized.TestCase):
       self.assertIn('far enough', self.complaint()[0])
 
   @parameterized.parameters(
+      ('--topology=v5e:8x8', '--mode=plan'),
+      ('--port=1', '--mode=serve'),
+      ('--input=x', '--mode=export_atif and --mode=import_atif'),
+      ('--only=a,b', '--mode=study'),
+  )
+  def test_a_flag_of_another_mode_is_refused(self, flag, mode):
+    name = flag.partition('=')[0].removeprefix('--')
+    with flagsaver.flagsaver():
+      line, code = self.complaint(flag)
+    self.assertEqual(code, 2)
+    self.assertIn(f'--{name}=', line)
+    self.assertIn(f'is for {mode}, and this is --mode=train: leave it out', line)
+
+  @parameterized.parameters(
       (['--config.data.source={tmp}/nowhere'], ['nowhere', 'no such file']),
       (['--config.data.train_split=trian'], ["'trian'", 'train']),
       (['--config.data.datasets=nonsense'], ['nonsense', 'fruit', 'nature']),
@@ -392,12 +407,39 @@ class ExperimentFileTest(parameterized.TestCase):
     self.assertEqual(self.parse(source, *given).algorithm.clip_low, 0.1)
     self.assertIsNone(self.parse(source, *given[::-1]).algorithm.clip_low)
 
-  def test_all_data_sets_are_kept_as_the_readme_says(self):
+  @parameterized.parameters(
+      ('  sys.exit(7)\n', 'exits with 7 '),
+      ('  sys.exit()\n', 'exits with None '),
+      ('  return schema.Config()\nsys.exit("bye")\n', "exits with 'bye' "),
+  )
+  def test_an_experiment_file_that_exits_is_named(self, end, words):
+    source = f'import sys\nfrom stppo_jax import config as schema\ndef get_config(mode=""):\n{end}'
+    error = self.parse(source)
+    self.assertIn(words, error)
+    self.assertIn('mine.py:', error)
+
+  def test_an_experiment_file_may_begin_with_a_byte_order_mark(self):
+    source = (
+        '\ufefffrom stppo_jax import config as schema\ndef get_config(mode=""):\n'
+        '  return schema.Config(seed=5)\n'
+    )
+    self.assertEqual(self.parse(source).seed, 5)
+
+  @parameterized.parameters(
+      ((), ('geo',)),
+      (('--config.data.source=mine',), ()),
+      (('--config.data.source', 'mine'), ()),
+      (('--config.data.corpus=mine',), ('geo',)),
+      (('--config.data.source=embedded',), ('geo',)),
+      (('--config.data.source=mine', "--config.data.datasets=('a',)"), ('a',)),
+      (('--config.data.datasets=()',), ()),
+  )
+  def test_an_experiments_data_sets_are_those_of_its_source(self, arguments, datasets):
     source = (
         'from stppo_jax import config as schema\ndef get_config(mode=""):\n'
         '  return schema.Config(data=schema.Data(datasets=("geo",)))\n'
     )
-    self.assertEqual(self.parse(source, '--config.data.datasets=()').data.datasets, ())
+    self.assertEqual(self.parse(source, *arguments).data.datasets, datasets)
 
 
 class OfRunTest(parameterized.TestCase):
@@ -442,16 +484,91 @@ class OfRunTest(parameterized.TestCase):
     self.assertStartsWith(str(caught.exception), f'{self.path}{words}')
     self.assertNotIn('\n', str(caught.exception))
 
-  def test_the_log_says_where_the_settings_are_from(self):
-    self.write(importlib.import_module('experiments.st_ppo_tiny').get_config())
-    result = subprocess.run(
-        [sys.executable, 'run.py', '--mode=eval', f'--workdir={self.workdir}'],
+  def parse(self, *arguments):
+    # A process of its own, since absl's flags are global.
+    return subprocess.run(
+        [sys.executable, 'run.py', '--mode=eval', f'--workdir={self.workdir}', *arguments],
         cwd=ROOT,
         check=False,
         capture_output=True,
         text=True,
         env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
     )
+
+  def test_commands_in_a_folder_need_trust(self):
+    mark = pathlib.Path(self.workdir) / 'executed'
+    config = schema.Config()
+    config.data.source, config.data.eval_split = 'os:system', f'id > {mark}'
+    self.write(config)
+    result = self.parse('--help=algorithm')
+    self.assertEqual(result.returncode, 2)
+    line = (
+        f"run.py: {self.path} names data.source='os:system': code, commands and addresses of a "
+        'folder are used with --trust_workdir only; add it if you trust the folder, or give your '
+        'own --config\n'
+    )
+    self.assertEqual(result.stderr, line)
+    self.assertFalse(mark.exists())
+    self.assertEqual(self.parse('--help=algorithm', '--trust_workdir').returncode, 0)
+    # A setting of the command line is the user's own.
+    self.assertEqual(self.parse('--help=data', '--config.data.source=embedded').returncode, 0)
+    self.assertIn('--trust_workdir', self.parse('--help').stdout)
+
+  @parameterized.parameters(
+      ('env.kind', 'm:Env'),
+      ('env.kind', 'gateway:m:f'),
+      ('env.kind', 'openenv:http://host'),
+      ('env.tools', ('calculator', 'mcp:rm -r x')),
+      ('env.tools', ('m:f',)),
+      ('algorithm.variant', 'm:V'),
+      ('retriever.kind', 'm:f'),
+      ('retriever.url', 'http://host/retrieve'),
+      ('eval.address', 'http://host/v1'),
+      ('serve.host', '0.0.0.0'),
+      ('serve.hosts', ('rebound.example',)),
+      ('env.options', {'opponent': 'm:f'}),
+      ('env.options', {'deep': [{'url': 'https://host'}]}),
+      ('algorithm.options', {'f': 'm.n:f'}),
+  )
+  def test_code_and_addresses_in_a_folder_are_found(self, path, value):
+    config = schema.Config()
+    self.write(config)
+    self.assertEqual(of_run.untrusted(of_run.get_config(self.workdir), {}), [])
+    section, name = path.split('.')
+    setattr(getattr(config, section), name, value)
+    self.write(config)
+    found = of_run.get_config(self.workdir)
+    (text,) = of_run.untrusted(found, {})
+    self.assertStartsWith(text, path)
+    if isinstance(value, dict):
+      self.assertEqual(of_run.untrusted(found, {path: value}), [])
+      return
+    setattr(getattr(found, section), name, value)  # as the command line does
+    self.assertEqual(of_run.untrusted(found, {}), [])
+
+  @parameterized.parameters(
+      ('env.kind', 'gem:game:GuessTheNumber-v0-easy'),
+      ('env.kind', 'textarena:GuessTheNumber-v0'),
+      ('env.tools', ('calculator', 'search')),
+      ('data.source', '/data/train.parquet'),
+      ('env.options', {'instructions': 'Question: what is 1:2?', 'low': 1}),
+      ('retriever.kind', 'http'),
+  )
+  def test_built_in_names_in_a_folder_need_no_trust(self, path, value):
+    config = schema.Config()
+    section, name = path.split('.')
+    setattr(getattr(config, section), name, value)
+    self.write(config)
+    self.assertEqual(of_run.untrusted(of_run.get_config(self.workdir), {}), [])
+
+  def test_a_byte_order_mark_is_no_error(self):
+    self.write(schema.Config(seed=5))
+    self.path.write_bytes(b'\xef\xbb\xbf' + self.path.read_bytes())
+    self.assertEqual(of_run.get_config(self.workdir).seed, 5)
+
+  def test_the_log_says_where_the_settings_are_from(self):
+    self.write(importlib.import_module('experiments.st_ppo_tiny').get_config())
+    result = self.parse()
     self.assertIn(f'the settings are those of {self.workdir}/config.json', result.stderr)
     self.assertIn('has no checkpoint to evaluate', result.stderr)
 

@@ -25,14 +25,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+import transformers
 
 from stppo_jax import chat
+from stppo_jax import config as schema
 from stppo_jax import tasks
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
 from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.training import results
 from stppo_jax.types import UserError
 from tests.support import reference_models
 
@@ -100,6 +103,19 @@ class ConvertTest(TreeTest):
     self.assertEqual({str(tensor.dtype) for tensor in tensors.values()}, {'bfloat16'})
     rounded = jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32), params)
     self.assert_trees_equal(convert.load_hf(self.folder)[1], rounded)
+
+  def test_an_export_of_the_embedded_model_can_chat(self):
+    source = agent_lib.EMBEDDED_MODEL
+    config, params = convert.load_hf(source)
+    convert.save_hf(self.folder, config, params, source, eos_ids=(0,))
+    results.add_chat_template(schema.Config(), str(self.folder))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder)
+    messages = [{'role': 'user', 'content': 'Who wrote it?'}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    self.assertEqual(text, 'Question: Who wrote it?\n')
+    ends = transformers.GenerationConfig.from_pretrained(self.folder).eos_token_id
+    self.assertEqual(ends, 0)
+    self.assertEqual(chat.load_tokenizer(str(self.folder)).eos_ids, (0,))
 
   def test_the_dtype_that_a_folder_names(self):
     path = self.folder / 'config.json'
@@ -540,6 +556,16 @@ class RefusalTest(parameterized.TestCase):
     convert.save_hf(self.folder, config, params, max_shard_bytes=20_000)
     return sorted(self.folder.glob('model-*.safetensors'))
 
+  def test_a_number_of_layers_that_no_model_has(self):
+    self.edit_config(num_hidden_layers=10**9)
+    self.refuses('config.json: num_hidden_layers = 1000000000', 'at most 1000')
+
+  def test_a_byte_order_mark_is_no_error(self):
+    path = self.folder / 'config.json'
+    config = hf_config.load(self.folder)
+    path.write_bytes(b'\xef\xbb\xbf' + path.read_bytes())
+    self.assertEqual(hf_config.load(self.folder), config)
+
   def test_choices(self):
     self.refuses("head 'values' is unknown; allowed: tokens, value, both", head='values')
     self.refuses("param_dtype 'int8'", 'float32, bfloat16', param_dtype='int8')
@@ -547,7 +573,7 @@ class RefusalTest(parameterized.TestCase):
 
   def test_no_config(self):
     (self.folder / 'config.json').unlink()
-    self.refuses('config.json does not exist; give a folder')
+    self.refuses('config.json does not exist; give a folder', '`hf download NAME')
 
   @parameterized.parameters(('{', 'is not JSON'), ('[]', 'is not a JSON object'))
   def test_broken_config(self, text, message):

@@ -34,6 +34,7 @@ from stppo_jax.serving import turn_text
 ROOT = pathlib.Path(__file__).parent.parent
 QUESTION = 'Question: What is the capital of France?\n'
 ASKED = {'model': 'tiny', 'messages': [{'role': 'user', 'content': QUESTION}], 'max_tokens': 40}
+JSON = {'Content-Type': 'application/json'}
 SEARCH = {
     'type': 'function',
     'function': {
@@ -215,6 +216,79 @@ class AnswersTest(parameterized.TestCase):
       self.assertStartsWith(choice['text'][at:], piece)
     self.assertGreater(len(chunks), 1)
 
+  @parameterized.parameters(False, True)
+  def test_several_prompts_are_answered_in_order(self, as_ids):
+    """As OpenAI numbers them: index = number of the prompt * n + number of the sample."""
+    tokenizer, _, _ = embedded()
+    prompts = [QUESTION, 'Question: Who?\n', QUESTION]
+    asked = dict(max_tokens=6, seed=3, temperature=1.5, messages=None, return_token_ids=True)
+    single = [self.ask('/v1/completions', prompt=prompt, n=2, **asked) for prompt in prompts]
+    batch = list(map(tokenizer.encode, prompts)) if as_ids else prompts
+    body = self.ask('/v1/completions', prompt=batch, n=2, **asked)
+    self.assertEqual([choice['index'] for choice in body['choices']], [0, 1, 2, 3, 4, 5])
+    want = [choice for found in single for choice in found['choices']]
+    for name in ('text', 'token_ids', 'prompt_token_ids', 'finish_reason'):
+      self.assertEqual([c[name] for c in body['choices']], [c[name] for c in want])
+    for name, total in body['usage'].items():
+      self.assertEqual(total, sum(found['usage'][name] for found in single))
+    stream = {'prompt': batch, **asked, 'n': 2, 'stream': True}
+    chunks = events(post(self.server, stream, '/v1/completions', stream=True))
+    for choice in body['choices']:
+      mine = [c for x in chunks for c in x['choices'] if c['index'] == choice['index']]
+      self.assertEqual(''.join(c['text'] for c in mine), choice['text'])
+
+  @parameterized.parameters(
+      ({'prompt': ['x', '']}, 'a list of such prompts'),
+      ({'prompt': ['x', 3]}, 'a list of such prompts'),
+      ({'prompt': [[1], [[1]]]}, 'a list of such prompts'),
+      ({'prompt': ['x', 'y ' * 400]}, 'tokens, and with an answer'),
+      ({'prompt': ['x'] * 257}, 'at most 256'),
+  )
+  def test_a_wrong_list_of_prompts_is_refused(self, fields, words):
+    answer = post(self.server, fields, '/v1/completions')
+    self.assertEqual(answer.status_code, 400, answer.text)
+    self.assertEqual(answer.json()['error']['param'], 'prompt')
+    self.assertIn(words, answer.json()['error']['message'])
+
+  def test_a_session_takes_one_prompt(self):
+    name, _ = self.server.service.open_session(jax.random.key(0), sessions.Sampling())
+    answer = post(self.server, {'prompt': ['x', 'y']}, f'/s/{name}/v1/completions')
+    self.assertEqual(answer.json()['error']['message'], 'a request in a session has one prompt')
+
+  def test_a_prompt_that_cannot_fit_is_not_encoded(self):
+    service, text = self.server.service, 'x ' * 1_500_000
+    name, session = service.open_session(jax.random.key(0), sessions.Sampling())
+    messages = [{'role': 'user', 'content': text}]
+    with mock.patch.object(chat.Tokenizer, 'encode', side_effect=AssertionError):
+      for path, fields, param in (
+          ('/v1/completions', {'prompt': text}, 'prompt'),
+          ('/v1/chat/completions', {'messages': messages}, 'messages'),
+          (f'/s/{name}/v1/completions', {'prompt': text}, 'prompt'),
+          (f'/s/{name}/v1/chat/completions', {'messages': messages}, 'messages'),
+      ):
+        error = post(self.server, fields, path).json()['error']
+        self.assertEqual((error['code'], error['param']), ('context_length_exceeded', param))
+    self.assertEqual(session.counts['too_long'], 2)
+    service.end_session(name)
+
+  def test_the_server_answers_while_a_prompt_is_encoded(self):
+    service, goes_on, entered = self.server.service, threading.Event(), threading.Event()
+    encode = service.template.encode_prompt
+
+    def wait(prompt):
+      entered.set()
+      self.assertTrue(goes_on.wait(60))
+      return encode(prompt)
+
+    with mock.patch.object(service.template, 'encode_prompt', wait):
+      with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asked = {'prompt': QUESTION, 'max_tokens': 1}
+        answer = pool.submit(post, self.server, asked, '/v1/completions')
+        self.assertTrue(entered.wait(60))
+        self.assertEqual(requests.get(self.server.url + '/health', timeout=60).status_code, 200)
+        goes_on.set()
+        self.assertEqual(answer.result().status_code, 200)
+
   def test_control_tokens_of_a_prompt_are_tokens(self):
     tokenizer, _, _ = embedded()
     end = tokenizer.eos_ids[0]
@@ -338,7 +412,7 @@ class AnswersTest(parameterized.TestCase):
       ('POST', '/s/unknown/reward', b'{"reward": 1}', 404),
   )
   def test_a_wrong_request_gets_an_error_of_openai(self, method, path, body, status):
-    answer = requests.request(method, self.server.url + path, data=body, timeout=60)
+    answer = requests.request(method, self.server.url + path, data=body, headers=JSON, timeout=60)
     self.assertEqual(answer.status_code, status, answer.text)
     self.assertEqual(set(answer.json()['error']), {'message', 'type', 'param', 'code'})
 
@@ -394,15 +468,58 @@ class LimitsTest(parameterized.TestCase):
       server.service.end_session(name)
       self.assertEqual(status(name), 404)
 
+  def test_only_an_open_session_passes_without_the_key(self):
+    """The answer comes before the body is received."""
+    with running(key='secret') as server:
+      name, _ = server.service.open_session(jax.random.key(0), sessions.Sampling())
+      for path, body, status in (
+          ('/s/unknown/v1/chat/completions', b'{', 404),
+          ('/s/unknown/reward', b'{', 404),
+          ('/s/unknown/reward', b'[' * (3 << 20), 404),
+          (f'/s/{name}/reward', b'{', 400),
+          ('/v1/chat/completions', b'{', 401),
+      ):
+        answer = requests.post(server.url + path, data=body, headers=JSON, timeout=60)
+        self.assertEqual(answer.status_code, status, path)
+        self.assertEqual(answer.headers.get('Connection'), None if status == 400 else 'close')
+
+  @parameterized.parameters(
+      ({'Content-Type': 'text/plain'}, 415),
+      ({'Content-Type': 'application/x-www-form-urlencoded'}, 415),
+      ({'Content-Type': 'application/json; charset=utf-8'}, 200),
+      (JSON | {'Host': 'rebound.example'}, 403),
+      (JSON | {'Host': 'localhost.rebound.example:8080'}, 403),
+      (JSON | {'Host': 'LOCALHOST:1'}, 200),
+      (JSON | {'Host': '[::1]:8080'}, 200),
+      (JSON | {'Host': 'chat.example.org'}, 200),
+  )
+  def test_a_page_of_another_site_gets_no_answer(self, headers, status):
+    """It can send forms and texts, and have its own name resolved to 127.0.0.1."""
+    with running(hosts=('chat.example.org',)) as server:
+      body = json.dumps(ASKED | {'max_tokens': 1}).encode()
+      answer = requests.post(
+          server.url + '/v1/chat/completions', data=body, headers=headers, timeout=60
+      )
+      self.assertEqual(answer.status_code, status, answer.text)
+      if status != 200:
+        self.assertEqual(set(answer.json()['error']), {'message', 'type', 'param', 'code'})
+
+  def test_a_server_for_other_machines_has_any_name(self):
+    with running(host='0.0.0.0') as server:
+      answer = requests.get(server.url + '/health', headers={'Host': 'node7:8080'}, timeout=60)
+      self.assertEqual(answer.status_code, 200)
+
   def test_a_connection_stays_open_or_is_said_to_close(self):
     with running(key='secret', max_body_mb=1) as server:
       connection = http.client.HTTPConnection(server.host, server.port, timeout=60)
-      key = {'Authorization': 'Bearer secret'}
+      key = {'Authorization': 'Bearer secret', **JSON}
       with contextlib.closing(connection):
         for method, path, body, headers, expected, closes in (
             ('GET', '/v1/models', None, {}, 401, True),
             ('POST', '/v1/completions', b' ' * (2 << 20), key, 413, True),
             ('GET', '/nowhere', None, key, 404, True),
+            ('POST', '/v1/completions', None, key | {'Content-Length': '9' * 5000}, 400, True),
+            ('HEAD', '/v1/models', None, key, 405, False),
             ('PUT', '/v1/models', b'', key, 405, False),
             ('PROPFIND', '/v1/models', b'', key, 405, True),
             ('GET', '/s/%ff/v1/models', None, key, 400, True),
@@ -420,7 +537,8 @@ class LimitsTest(parameterized.TestCase):
 
   def test_a_large_body_and_a_full_queue_are_refused(self):
     with running(max_body_mb=1, max_waiting=2) as server:
-      answer = requests.post(server.url + '/v1/completions', data=b' ' * (2 << 20), timeout=60)
+      body = b' ' * (2 << 20)
+      answer = requests.post(server.url + '/v1/completions', data=body, headers=JSON, timeout=60)
       self.assertEqual(answer.status_code, 413)
       answer = post(server, {**ASKED, 'n': 3})
       self.assertEqual(answer.status_code, 429)
@@ -431,7 +549,8 @@ class LimitsTest(parameterized.TestCase):
   def test_a_client_that_leaves_frees_its_row(self):
     with running() as server:
       body = json.dumps({**ASKED, 'temperature': 0, 'n': 8, 'max_tokens': 200}).encode()
-      head = f'POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n'
+      head = 'POST /v1/chat/completions HTTP/1.1\r\nContent-Type: application/json\r\n'
+      head += f'Host: localhost\r\nContent-Length: {len(body)}\r\n\r\n'
       decoded, service = threading.Event(), server.service
       decode = service.scheduler._decode
 

@@ -124,6 +124,21 @@ class OneProcessTest(parameterized.TestCase):
 
 class SplitStepsTest(parameterized.TestCase):
 
+  def test_each_process_resets_its_own_environments(self):
+    """An environment on a server has one session, however many processes there are."""
+    self.assertIs(hosts.split_resets(map), map)
+    envs, seeds = [Counter(name, 1) for name in 'abcde'], [5, 6, 7, 8, 9]
+    reset = lambda env, seed: (f'{env.name} {seed}', {'suffix': (), 'n': np.int32(seed)})
+    self.enterContext(mock.patch.object(jax, 'process_count', lambda: 2))
+    self.enterContext(mock.patch.object(jax, 'process_index', lambda: 1))
+    theirs = [['of process 0', {}]] * 3
+    plain = lambda value: json.loads(json.dumps(value, default=hosts._plain))
+    self.enterContext(mock.patch.object(hosts, 'share', lambda mine: [theirs, plain(mine)]))
+    openings = hosts.split_resets(map)(reset, envs, seeds)
+    self.assertEqual([text for text, _ in openings[::2]], ['of process 0'] * 3)
+    self.assertEqual(openings[1], ('b 6', {'suffix': [], 'n': 6}))
+    self.assertEqual(openings[3], ('d 8', {'suffix': [], 'n': 8}))
+
   def test_each_environment_is_on_one_process_and_all_get_every_outcome(self):
     """Two processes as threads; environments end at different times, so the live ones shift."""
     here, barrier, said = threading.local(), threading.Barrier(2), {}

@@ -191,12 +191,22 @@ class AnswersTest(parameterized.TestCase):
         retriever = kinds.make(kinds.RETRIEVERS['http'], settings, list)
         most.clear()
         with futures.ThreadPoolExecutor(4) as pool:
-          searches = [[f'{concurrency} {i} {j}' for j in range(300)] for i in range(8)]
+          searches = [[f'{concurrency} {i} {j}' for j in range(40)] for i in range(8)]
           found = list(pool.map(lambda queries: retriever.search(queries, 1), searches))
-        self.assertEqual([len(passages) for passages in found], [300] * 8)
+        self.assertEqual([len(passages) for passages in found], [40] * 8)
         self.assertEqual(max(most), allowed)
-        self.assertEqual(retriever.requests, 8)  # 512 queries fit
-    self.assertLen(questions, 16)
+        self.assertEqual(retriever.requests, 16)
+    self.assertLen(questions, 32)
+
+  def test_requests_have_at_most_max_queries(self):
+    """Each request has a time limit of its own, so a batch may take longer than one limit."""
+    queries = [f'q{i}' for i in range(100)]
+    for settings, sizes in (({}, [32, 32, 32, 4]), ({'max_queries': 60}, [60, 40])):
+      with _server(lambda question, _: _search_r1(question)) as (url, questions):
+        settings = schema.Retriever(kind='http', url=url, **settings)
+        found = kinds.make(kinds.RETRIEVERS['http'], settings, list).search(queries, 1)
+      self.assertEqual([passages[0].id for passages in found], [f'{q}-0' for q in queries])
+      self.assertEqual([len(question['queries']) for _, question in questions], sizes)
 
   def test_search_r1(self):
     with _server(lambda question, _: _search_r1(question)) as (url, questions):

@@ -336,7 +336,9 @@ class SeedsTest(parameterized.TestCase):
       del sampler, params, tokenizer
       engine_threads.append(rules.threads)
       mine = rows.envs[::num_processes]
-      self.assertEqual(list(rules.map_resets(lambda env: env.reset(seed=1), mine)), [('x', {})] * 3)
+      seeds = [1] * len(rows.envs)
+      openings = rules.map_resets(lambda env, seed: env.reset(seed), rows.envs, seeds)
+      self.assertEqual(list(openings), [('x', {})] * len(rows.envs))
       steps = rules.step_envs(mine, list('abc'))
       self.assertEqual([step[0] for step in steps], list('abc'))
       return [], None
@@ -346,7 +348,7 @@ class SeedsTest(parameterized.TestCase):
     agent.env.uses_global_random = uses_global_random
     tasks = [Task(name) for name in 'abcdef'[: 3 * num_processes]]
     keys = episode_lib.row_keys(jax.random.key(0), tasks)
-    share = lambda mine: [mine, []][:num_processes]
+    share = lambda mine: [mine, mine][:num_processes]
     with (
         mock.patch.object(jax, 'process_count', lambda: num_processes),
         mock.patch.object(agent_lib.hosts, 'share', share),

@@ -34,6 +34,8 @@ PASSAGES = (
     types.Passage('p1', 'Carbon "C"', 'An element.\nIts number is 6.'),
     types.Passage('p2', 'Lima', 'The capital of Peru.'),
 )
+JSON = {'Content-Type': 'application/json'}
+HEADER = b'POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -82,7 +84,7 @@ def ask(port, method='POST', path='/retrieve', body=None, headers=None):
   with contextlib.closing(connection):
     if not isinstance(body, (bytes, type(None))):
       body = json.dumps(body).encode()
-    connection.request(method, path, body, headers or {})
+    connection.request(method, path, body, JSON if headers is None else headers)
     response = connection.getresponse()
     text = response.read().decode()
     is_json = response.headers['Content-Type'] == 'application/json'
@@ -238,19 +240,31 @@ class RefusalsTest(parameterized.TestCase):
             ('PROPFIND', '/retrieve', None, 405, True),
             ('GET', '/', None, 404, False),
         ):
-          connection.request(method, path, body)
+          connection.request(method, path, body, JSON)
           response = connection.getresponse()
           response.read()
           self.assertEqual((response.status, response.will_close), (expected, closes), path)
           connection.request('GET', '/health')  # on a new connection only where it was said
           self.assertIn(b'ok', connection.getresponse().read())
 
+  @parameterized.parameters(
+      ({'Content-Type': 'text/plain'}, 415),
+      ({'Content-Type': 'application/x-www-form-urlencoded'}, 415),
+      ({}, 415),
+      ({'Content-Type': 'application/json; charset=utf-8'}, 200),
+      (JSON | {'Host': 'rebound.example:8000'}, 403),
+      (JSON | {'Host': '[::1]:8000'}, 200),
+      (JSON | {'Content-Length': '9' * 5000}, 400),
+  )
+  def test_a_page_of_another_site_gets_no_answer(self, headers, status):
+    with running() as (port, _, _):
+      found, answer, _ = ask(port, body={'queries': ['lima']}, headers=headers)
+    self.assertEqual(found, status, answer)
+
   def test_a_body_in_chunks_is_bounded_too(self):
     with running(max_body_bytes=1000) as (port, _, _):
       with socket.create_connection(('127.0.0.1', port), timeout=60) as connection:
-        connection.sendall(
-            b'POST /retrieve HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n'
-        )
+        connection.sendall(HEADER + b'Transfer-Encoding: chunked\r\n\r\n')
         with contextlib.suppress(OSError):  # it may hang up while we send
           for _ in range(3):
             connection.sendall(b'1f4\r\n' + b' ' * 500 + b'\r\n')
@@ -323,7 +337,7 @@ class LoadTest(parameterized.TestCase):
       self.assertEqual(metric(port, 'retrieval_requests_total{status="499"}'), 0)
 
   def test_half_sent_bodies_keep_nobody_out(self):
-    half = b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"quer'
+    half = HEADER + b'Content-Length: 100\r\n\r\n{"quer'
     with running(max_in_flight=2) as (port, service, _), contextlib.ExitStack() as connections:
       for _ in range(8):
         connect = socket.create_connection(('127.0.0.1', port), timeout=60)
@@ -334,7 +348,7 @@ class LoadTest(parameterized.TestCase):
       wait_for(lambda: service.receiving_bytes == 0)
 
   def test_the_bytes_of_bodies_in_progress_are_bounded(self):
-    half = b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"quer'
+    half = HEADER + b'Content-Length: 100\r\n\r\n{"quer'
     with running(max_receiving_bytes=4) as (port, service, _):
       with socket.create_connection(('127.0.0.1', port), timeout=60) as connection:
         connection.sendall(half)
@@ -342,7 +356,7 @@ class LoadTest(parameterized.TestCase):
       wait_for(lambda: service.receiving_bytes == 0)
 
   def test_slow_clients_are_disconnected(self):
-    header = b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n'
+    header = HEADER + b'Content-Length: 100\r\n\r\n'
     with running(idle_timeout_s=1.0, body_timeout_s=1.0) as (port, service, _):
       for sent in (b'', b'POST /retr', header, header + b'{"quer'):
         with socket.create_connection(('127.0.0.1', port), timeout=60) as connection:
@@ -356,9 +370,7 @@ class LoadTest(parameterized.TestCase):
     gate = Gate()
     with running(gate) as (port, service, _):
       with socket.create_connection(('127.0.0.1', port)) as connection:
-        connection.sendall(
-            b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 14\r\n\r\n' b'{"query": "a"}'
-        )
+        connection.sendall(HEADER + b'Content-Length: 14\r\n\r\n' b'{"query": "a"}')
         self.assertTrue(gate.entered.acquire(timeout=60))
       wait_for(lambda: metric(port, 'retrieval_requests_total{status="499"}') == 1)
       self.assertEqual(service.in_flight, 1)
@@ -374,10 +386,7 @@ class LoadTest(parameterized.TestCase):
       with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(('127.0.0.1', port))
-        connection.sendall(
-            b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b'
-            % (len(body), body)
-        )
+        connection.sendall(HEADER + b'Content-Length: %d\r\n\r\n%b' % (len(body), body))
         self.assertTrue(searched.wait(60))
         wait_for(lambda: service.in_flight == 0)
 
@@ -393,7 +402,7 @@ class LoadTest(parameterized.TestCase):
         kept.getresponse().read()
         stop()
         wait_for(lambda: service.stopping)
-        kept.request('POST', '/retrieve', b'{"query": "a"}')
+        kept.request('POST', '/retrieve', b'{"query": "a"}', JSON)
         response = kept.getresponse()
         self.assertIn('stopping', response.read().decode())
         self.assertEqual(response.status, 503)
@@ -426,7 +435,7 @@ class LoadTest(parameterized.TestCase):
 
       def requests(n):
         for i in range(n):
-          connection.request('POST', '/retrieve', bodies[i % len(bodies)])
+          connection.request('POST', '/retrieve', bodies[i % len(bodies)], JSON)
           connection.getresponse().read()
 
       requests(300)

@@ -21,7 +21,7 @@ class SessionTest(absltest.TestCase):
 
   def setUp(self):
     super().setUp()
-    ids_only = types.SimpleNamespace(tokenizer=None)  # prompts below are ids
+    ids_only = types.SimpleNamespace(tokenizer=None, encode_prompt=list)  # prompts are ids
     self.session = sessions.Session(ids_only, jax.random.key(0), sessions.Sampling())
 
   def turn(self, prompt, tokens):
@@ -102,7 +102,14 @@ class SessionTest(absltest.TestCase):
 
   def test_rewards_are_checked(self):
     self.turn([1], [2])
-    for value, turn in ((float('nan'), None), ('1', None), (1.0, 2), (1.0, 0), (1.0, True)):
+    for value, turn in (
+        (float('nan'), None),
+        (10**400, None),
+        ('1', None),
+        (1.0, 2),
+        (1.0, 0),
+        (1.0, True),
+    ):
       with self.assertRaises(ValueError):
         self.session.reward(value, turn)
 

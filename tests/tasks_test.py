@@ -132,6 +132,8 @@ class LoadTasksTest(_FileTest):
   def test_missing_file_says_what_to_give(self):
     with self.assertRaisesRegex(types.UserError, 'no such file; give "embedded"'):
       tasks.load_tasks(str(self.folder), 'train')
+    with self.assertRaisesRegex(types.UserError, 'train.parquet: no such file;.* `hf download'):
+      tasks.load_tasks('nowhere/train.parquet', 'train')
     with self.assertRaisesRegex(types.UserError, '.jsonl or .parquet is needed'):
       tasks.load_tasks(self.write('qa.csv', 'a,b'), 'train')
 
@@ -246,6 +248,11 @@ class HostileRowTest(_FileTest):
     path = self.write('qa.jsonl', self.row(id='q0'), self.row(**change))
     with self.assertRaisesRegex(types.UserError, 'qa.jsonl:2: ' + complaint):
       tasks.load_tasks(path, 'train')
+
+  def test_a_byte_order_mark_is_no_error(self):
+    path = self.folder / 'qa.jsonl'
+    path.write_bytes(b'\xef\xbb\xbf' + json.dumps(self.row(question='São?')).encode())
+    self.assertEqual(tasks.load_tasks(str(path), 'train')[0].question, 'São?')
 
   def test_another_encoding_is_refused(self):
     path = self.folder / 'qa.jsonl'

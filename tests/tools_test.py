@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import resource
 import sys
 import tempfile
 import threading
@@ -44,6 +45,17 @@ class ProcessesTest(parameterized.TestCase):
     pids = {run.call(f'{HERE}:pid', {}).text for _ in range(3)}
     self.assertLen(pids, 1)
     self.assertNotIn(str(os.getpid()), pids)
+
+  def test_a_process_has_more_files_than_select_takes(self):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2000:
+      self.skipTest('the system allows fewer files')
+    self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2000, hard))
+    for _ in range(1024):
+      self.enterContext(open(os.devnull, encoding='utf-8'))
+    run = processes(self, timeout_s=60.0)
+    self.assertEqual(run.call(f'{HERE}:add', {'a': 2, 'b': 3}), tool_runners.Outcome('5'))
 
   def test_a_slow_start_is_no_part_of_a_call(self):
     folder = self.enterContext(tempfile.TemporaryDirectory())

@@ -15,11 +15,9 @@
   python run.py --config=experiments/study_stability.py --mode=study --jobs=2      # a grid of runs
 
 The same command again resumes the run in its workdir. SIGTERM ends a run with exit code 0 and a
-checkpoint: after the current update, or immediately while models are loaded, while episodes of
-training or evaluation are played (a call of an environment ends first), or while the retriever is
-down. Ctrl-C ends it immediately with exit code 130, and what came after the last checkpoint is
-lost. On several hosts give the same command on each, with --distributed (TPU pod, SLURM), or with
---coordinator=HOST:PORT --num_processes=N --process_id=I.
+checkpoint: after the current update, or immediately while it loads, plays episodes or waits for the
+retriever. Ctrl-C ends it immediately with exit code 130 and without a checkpoint. On several hosts
+add --distributed (TPU pod, SLURM) or --coordinator=HOST:PORT --num_processes=N --process_id=I.
 """
 
 from collections.abc import Callable
@@ -238,6 +236,17 @@ _MODES: dict[str, Callable[[schema.Config, str], int | None]] = {
     'study_page': _study_page,
 }
 _ONE_PROCESS = ('export_atif', 'import_atif', 'plan', 'report', 'study', 'study_page')
+_MODES_OF_FLAGS = {
+    'topology': ('plan',),
+    'profile': ('train',),
+    'port': ('serve',),
+    'batches': ('sample',),
+    'input': ('export_atif', 'import_atif'),
+    'retokenize': ('import_atif',),
+    'jobs': ('study',),
+    'devices': ('study',),
+    'only': ('study',),
+}
 _MODE = flags.DEFINE_enum('mode', 'train', list(_MODES), 'what to do')
 
 
@@ -250,6 +259,7 @@ def _run() -> int | None:
   elif file.startswith(parsing.HOME) and file != parsing.DEFAULT:
     logging.info('config file: %s', file)
   config, mode = flags.FLAGS.config, _MODE.value
+  _check_flags(mode)
   workdir = _WORKDIR.value or os.path.join('runs', config.name)
   processes = dict(
       coordinator=_COORDINATOR.value,
@@ -272,6 +282,17 @@ def _run() -> int | None:
   code = _MODES[mode](config, workdir)
   hosts.finish()
   return code
+
+
+def _check_flags(mode: str) -> None:
+  """Raises a UserError for a flag that `mode` does not read."""
+  for name, modes in _MODES_OF_FLAGS.items():
+    flag = flags.FLAGS[name]
+    if mode not in modes and flag.value != flag.default:
+      raise types.UserError(
+          f'--{name}={flag.value} is for --mode={" and --mode=".join(modes)}, and this is '
+          f'--mode={mode}: leave it out'
+      )
 
 
 def _start_jax(processes: dict[str, Any], workdir: str) -> None:
@@ -362,6 +383,7 @@ def _tell_unraisable(tell: Callable[[Any], Any], unraisable: Any) -> None:
 def _parse(argv: list[str]) -> list[str]:
   """Parses the command line, or prints one line and exits."""
   own = [flag.name for flag in flags.FLAGS.get_flags_for_module(__name__)]
+  own.append(parsing.TRUST.name)
   try:
     return parsing.parse(argv, __doc__, own)
   except types.UserError as error:

@@ -1,13 +1,26 @@
-"""The config in a run's folder, which modes that read a run take where no --config is given."""
+"""The config in a run's folder, which modes that read a run take where no --config is given.
+
+A folder may come from a stranger. Code, commands and addresses that its config.json names are used
+with --trust_workdir only.
+"""
 
 import argparse
+from collections.abc import Iterator
+from collections.abc import Mapping
 import dataclasses
 import os
+import re
 from typing import Any
 
 from stppo_jax import config as schema
 from stppo_jax import types
+from stppo_jax import validation
 from stppo_jax.monitoring import workdir as workdirs
+
+_ADDRESSES = ('retriever.url', 'eval.address', 'serve.host', 'serve.hosts')
+_REGISTRIES = ('gem:', 'textarena:', 'reasoning_gym:')  # such a name is looked up, not imported
+_CODE_OR_ADDRESS = re.compile(r'[\w.]+:[\w.]+|.*://.*', re.DOTALL)
+_MAX_SHOWN = 200  # characters of a setting in an error
 
 _MODES = ('eval', 'export', 'sample', 'serve', 'chat')
 
@@ -39,6 +52,58 @@ def get_config(workdir: str) -> schema.Config:
         'the --config of the run'
     )
   return config
+
+
+def check_trust(
+    workdir: str, config: schema.Config, options: Mapping[str, Mapping[str, Any]]
+) -> None:
+  """Raises a UserError if the config.json of a folder names code, commands or addresses."""
+  if found := untrusted(config, options):
+    raise types.UserError(
+        f'{workdir}/config.json names {", ".join(found)}: code, commands and addresses of a folder '
+        'are used with --trust_workdir only; add it if you trust the folder, or give your own '
+        '--config'
+    )
+
+
+def untrusted(config: schema.Config, options: Mapping[str, Mapping[str, Any]]) -> list[str]:
+  """Returns 'PATH=VALUE' of each code, command or address that the folder's config.json names.
+
+  Args:
+    config: as `get_config` gives it, with the overrides of the command line.
+    options: {PATH: {NAME: VALUE}} that the command line sets in dicts. They are the user's own.
+  """
+  defaults = {path: value for path, _, value in validation.fields(schema.Config())}
+  found = []
+  for path, rules, value in validation.fields(config):
+    if path in validation.FREE_DICTS:
+      for name, option in value.items():
+        given_by_user = name in options.get(path, ())
+        if not given_by_user and any(map(_CODE_OR_ADDRESS.fullmatch, _texts(option))):
+          found.append(f'{path}.{name}={option!r}'[:_MAX_SHOWN])
+      continue
+    *parents, name = path.split('.')
+    section = validation.get(config, '.'.join(parents)) if parents else config
+    is_of_folder = section.place(name).rpartition(':')[0] == __file__
+    is_own_code = rules.plugin and any(
+        ':' in text and not text.startswith(_REGISTRIES) for text in _texts(value)
+    )
+    is_address = path in _ADDRESSES and value != defaults[path]
+    if is_of_folder and (is_own_code or is_address):
+      found.append(f'{path}={value!r}'[:_MAX_SHOWN])
+  return found
+
+
+def _texts(value: Any) -> Iterator[str]:
+  """Yields the texts in a value of JSON."""
+  if isinstance(value, str):
+    yield value
+  elif isinstance(value, dict):
+    for item in value.values():
+      yield from _texts(item)
+  elif isinstance(value, (list, tuple)):
+    for item in value:
+      yield from _texts(item)
 
 
 def _fill(section: Any, values: dict[str, Any], prefix: str) -> list[str]:

@@ -28,6 +28,12 @@ HOME = _SHIPPED if os.path.isdir(_SHIPPED) else os.path.dirname(_PACKAGE)
 DEFAULT = os.path.join(HOME, 'experiments', 'st_ppo_tiny.py')
 _ENTRY = os.path.abspath(sys.argv[0])  # run.py, or the command
 
+TRUST = flags.DEFINE_bool(
+    'trust_workdir',
+    False,
+    'without --config: use the code, commands and addresses that WORKDIR/config.json names',
+)
+
 
 def parse(argv: list[str], usage: str, own_flags: list[str]) -> list[str]:
   """Parses absl's flags, or prints help and exits; every mistake becomes a UserError.
@@ -82,10 +88,21 @@ def _read(program: str, arguments: list[str]) -> schema.Config:
     for path in unset:
       *parents, name = path.split('.')
       setattr(validation.get(config, '.'.join(parents)), name, None)
+    has_own_source = (
+        'config.data.source' in flags.FLAGS and config.data.source != schema.Data().source
+    )
+    if has_own_source and 'config.data.datasets' not in flags.FLAGS:
+      config.data.datasets = ()  # the experiment's are those of its own source
+    file, _, workdir = config_flags.get_config_filename(flags.FLAGS['config']).partition(':')
+    if file == of_run.__file__ and not TRUST.value:
+      of_run.check_trust(workdir, config, options)
     return config
   except (flags.Error, types.UserError) as error:
     lines = str(error).splitlines()  # the lines in between may be a traceback
     message = ' '.join(lines[:1] + lines[1:][-1:]) + _meaning(lines[0]) + _place(error)
+  except SystemExit as error:
+    message = f'cannot load the config: the experiment file exits with {error.code!r}'
+    message += f'{_place(error)}: let get_config() return a stppo_jax.config.Config'
   except Exception as error:  # whatever an experiment file may raise
     lines = str(error).splitlines()
     message = f'cannot load the config: {type(error).__name__}: {"".join(lines[-1:])}'
@@ -93,7 +110,7 @@ def _read(program: str, arguments: list[str]) -> schema.Config:
   raise types.UserError(message)
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
   """Returns ' (FILE:LINE)' of the last line of a user's own file in an error's traceback, or ''."""
   # config_flags puts the traceback of some errors into the text of another.
   text = ''.join(traceback.format_exception(error)) + str(error)

@@ -124,9 +124,11 @@ class _Process:
     """Returns a line, or what there was when the process died; None: it took too long."""
     assert self._process.stdout is not None
     pieces = []
+    poll = select.poll()  # select.select takes no file from the 1,024th on
+    poll.register(self._process.stdout, select.POLLIN)
     while True:
       left = end - time.monotonic()
-      if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
+      if left <= 0 or not poll.poll(1000 * left):
         return None
       piece = os.read(self._process.stdout.fileno(), 1 << 16)
       pieces.append(piece)

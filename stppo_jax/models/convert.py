@@ -109,6 +109,9 @@ def save_hf(
   write_weights(folder, config, dtype, tensor_of, token_ids, max_shard_bytes)
   if tokenizer_folder is not None and jax.process_index() == 0:
     hf_config.copy_tokenizer(tokenizer_folder, folder, config)
+    generation = folder / 'generation_config.json'
+    if 'eos_token_id' in token_ids and not generation.is_file():
+      hf_config.write_json(generation, {'eos_token_id': token_ids['eos_token_id']})
 
 
 def write_weights(

@@ -30,6 +30,7 @@ TOKENIZER_FILES = (
 # What a fingerprint takes whole, and how it samples weights: pieces of a file, bytes of a piece.
 _SMALL_FILES = ('config.json', *TOKENIZER_FILES)
 _PIECES, _PIECE = 64, 4096
+_MAX_LAYERS = 1000  # more would take minutes until the weights are found to have fewer
 HEADS = ('tokens', 'value', 'both')
 DTYPES = {'float32': np.dtype(np.float32), 'bfloat16': np.dtype(ml_dtypes.bfloat16)}
 
@@ -64,6 +65,12 @@ def load(
         "with head='value' or give a policy's folder"
     )
   d_model = _number(path, raw, 'hidden_size')
+  num_layers = _number(path, raw, 'num_hidden_layers')
+  if num_layers > _MAX_LAYERS:
+    raise UserError(
+        f'{path}: num_hidden_layers = {num_layers}, and models have at most {_MAX_LAYERS} layers; '
+        'use the config.json that belongs to the weights'
+    )
   num_heads = _number(path, raw, 'num_attention_heads')
   num_kv_heads = num_heads if family == 'llama' else None
   num_kv_heads = _number(path, raw, 'num_key_value_heads', num_kv_heads)
@@ -73,7 +80,7 @@ def load(
   return decoder.ModelConfig(
       vocab_size=_number(path, raw, 'vocab_size'),
       d_model=d_model,
-      num_layers=_number(path, raw, 'num_hidden_layers'),
+      num_layers=num_layers,
       num_heads=num_heads,
       num_kv_heads=num_kv_heads,
       head_dim=head_dim,
@@ -264,11 +271,11 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
   """Reads a JSON object. UserError: no such file, or not an object."""
   if not path.is_file():
     raise UserError(
-        f'{path} does not exist; give a folder as transformers saves it, with '
-        'config.json and model.safetensors'
+        f'{path} does not exist; give a folder as transformers saves it, with config.json and '
+        'model.safetensors; `hf download NAME --local-dir=FOLDER` makes it'
     )
   try:
-    raw = json.loads(path.read_text(encoding='utf-8'))
+    raw = json.loads(path.read_text(encoding='utf-8-sig'))
   except (ValueError, RecursionError) as error:
     raise UserError(f'{path} is not JSON ({error}); download it again') from error
   if not isinstance(raw, dict):

@@ -186,7 +186,7 @@ def read_config(workdir: str) -> dict[str, Any]:
   if not os.path.exists(path):
     return {}
   try:
-    with open(path, encoding='utf-8') as file:
+    with open(path, encoding='utf-8-sig') as file:
       config = json.load(file)
     if not isinstance(config, dict):
       raise ValueError(f'a {type(config).__name__}')

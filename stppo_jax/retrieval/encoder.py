@@ -150,7 +150,7 @@ def load(folder: str) -> tuple[Shape, dict]:
 
 def _read_config(path):
   try:
-    with open(path, encoding='utf-8') as file:
+    with open(path, encoding='utf-8-sig') as file:
       config = json.load(file)
   except (OSError, ValueError, RecursionError) as error:
     raise types.UserError(

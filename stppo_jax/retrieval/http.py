@@ -50,7 +50,7 @@ class Requests:
   connect_timeout_s: float = 5.0
   max_response_bytes: int = 64 << 20
   concurrency: int = 8  # requests in flight at once, of all threads
-  max_queries: int = 512  # per request: what Search-R1's server searches for at once
+  max_queries: int = 32  # per request, which has a time limit of its own
 
   def __post_init__(self):
     if self.dialect not in DIALECTS:

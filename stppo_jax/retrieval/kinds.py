@@ -63,6 +63,7 @@ def _http(settings, load_corpus):
       settings.retries,
       settings.backoff_s,
       concurrency=settings.concurrency or http.CONCURRENCY[settings.dialect],
+      max_queries=settings.max_queries,
   )
   return http.HttpRetriever(settings.url, how)
 

@@ -3,7 +3,7 @@
   python -m stppo_jax.retrieval.server --corpus=FOLDER                       # BM25, 127.0.0.1:8000
   python -m stppo_jax.retrieval.server --corpus=FOLDER --kind=hybrid --encoder=E5_FOLDER
 
-  POST /retrieve   either dialect of `http.py`, distinguished by `queries` or `query`
+  POST /retrieve   JSON in either dialect of `http.py`, distinguished by `queries` or `query`
   GET /health      {"status": "ok", "passages": 21015324}; 503 while it stops
   GET /metrics     Prometheus format: requests by status, queries, seconds, in flight, memory
 
@@ -187,28 +187,36 @@ class Service:
     self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-async def serve(service: Service, host: str, port: int, ready: Callable[[str, int], None]) -> None:
+async def serve(
+    service: Service,
+    host: str,
+    port: int,
+    ready: Callable[[str, int], None],
+    hosts: Sequence[str] = (),
+) -> None:
   """Serves until SIGTERM or SIGINT; calls `ready` with the address when it accepts connections."""
   stopping = asyncio.Event()
   for number in (signal.SIGTERM, signal.SIGINT):
     asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-  server, address = listen(service, host, port)
+  server, address = listen(service, host, port, hosts)
   ready(*address)
   await stopping.wait()
   await stop(server, service)
 
 
-def listen(service: Service, host: str, port: int) -> tuple[httpserver.HTTPServer, tuple[str, int]]:
+def listen(
+    service: Service, host: str, port: int, hosts: Sequence[str] = ()
+) -> tuple[httpserver.HTTPServer, tuple[str, int]]:
   """Returns a server that accepts connections, and its address; port 0 means any free port."""
   limits = service.limits
+  sockets = netutil.bind_sockets(port, host)
   server = httpserver.HTTPServer(
-      make_application(service),
+      make_application(service, json_handler.allowed_hosts(sockets, host, hosts)),
       max_body_size=limits.max_body_bytes,
       max_header_size=16 << 10,
       idle_connection_timeout=limits.idle_timeout_s,
       body_timeout=limits.body_timeout_s,
   )
-  sockets = netutil.bind_sockets(port, host)
   server.add_sockets(sockets)
   return server, sockets[0].getsockname()[:2]
 
@@ -224,7 +232,9 @@ async def stop(server: httpserver.HTTPServer, service: Service) -> None:
   service.close()
 
 
-def make_application(service: Service) -> web.Application:
+def make_application(
+    service: Service, allowed_hosts: frozenset[str] | None = None
+) -> web.Application:
   """Returns the application: each path with its handler."""
   given = {'service': service}
   return web.Application(
@@ -232,6 +242,8 @@ def make_application(service: Service) -> web.Application:
       default_handler_class=_Elsewhere,
       default_handler_args=given,
       log_function=lambda handler: None,
+      allowed_hosts=allowed_hosts,
+      how_to_allow='use localhost, or start the server with --hosts=NAME',
   )
 
 
@@ -239,6 +251,9 @@ class _Handler(json_handler.JsonHandler):
 
   def initialize(self, service: Service):
     self.service = service
+
+  def prepare(self):
+    self.check_source()
 
 
 @web.stream_request_body  # so that `prepare` can reject a body before it is received
@@ -250,9 +265,9 @@ class _Retrieve(_Handler):
     self._entered, self._is_received, self.is_unread = False, False, True
 
   def prepare(self):
-    length = self.request.headers.get('Content-Length', '')
-    most = self.service.limits.max_body_bytes
-    if length.isdecimal() and int(length) > most:
+    super().prepare()
+    length, most = self.content_length(), self.service.limits.max_body_bytes
+    if length > most:
       raise web.HTTPError(413, f'a body of {length} bytes: send at most {most}')
     self.is_unread = False
     if self.request.method == 'POST' and self._is_busy():
@@ -338,6 +353,7 @@ class _Metrics(_Handler):
 class _Elsewhere(_Handler):
 
   def prepare(self):
+    super().prepare()
     raise web.HTTPError(404, 'there are POST /retrieve, GET /health and GET /metrics')
 
 
@@ -378,7 +394,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   try:
     service = Service(retriever, len(passages), limits, flags.threads)
     ready = lambda host, port: print(f'ready: http://{host}:{port}/retrieve', flush=True)
-    asyncio.run(serve(service, flags.host, flags.port, ready))
+    asyncio.run(serve(service, flags.host, flags.port, ready, flags.hosts))
   except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
     print(
         f'server: cannot listen on {flags.host}:{flags.port} ({error}): give another --host or '
@@ -401,6 +417,9 @@ def _parse(arguments):
   parser.add_argument('--encoder', default='', help='dense, hybrid: Hugging Face folder of a BERT')
   parser.add_argument('--embeddings', default='', help='folder that keeps them between starts')
   parser.add_argument('--host', default='127.0.0.1', help='0.0.0.0 lets other machines in')
+  parser.add_argument(
+      '--hosts', nargs='+', default=(), help='names of a proxy before a server on 127.0.0.1'
+  )
   parser.add_argument('--port', type=_port, default=8000, help='0: any free one')
   parser.add_argument('--threads', type=_at_least(int, 1), default=1, help='searches at once')
   for field in dataclasses.fields(Limits):

@@ -37,7 +37,9 @@ from stppo_jax.rollout import seams
 from stppo_jax.runtime import hosts
 from stppo_jax.types import UserError
 
-EMBEDDED_MODEL = os.path.join(os.path.dirname(os.path.dirname(__file__)), 'assets', 'tiny')
+_ASSETS = os.path.join(os.path.dirname(os.path.dirname(__file__)), 'assets')
+EMBEDDED_MODEL = os.path.join(_ASSETS, 'tiny')
+EMBEDDED_TEMPLATE = os.path.join(_ASSETS, 'tiny_chat_template.jinja')
 
 
 @dataclasses.dataclass
@@ -104,7 +106,7 @@ class Agent:
               core_metrics=self.env.core_metrics,
               roles=self.env.roles,
               step_envs=step_envs,
-              map_resets=map_all,
+              map_resets=hosts.split_resets(map_all),
               threads=rollout.threads if jax.process_count() == 1 else 0,
               strict=rollout.max_failed == 0,
           ),
@@ -200,11 +202,11 @@ def prepare(config) -> Prepared:
           f'{critic.vocab_size}, the policy has {model.vocab_size}: the critic reads the same '
           'tokens, give a model of the same family'
       )
-  tokenizer = load_tokenizer(config)
+  parts = seams.resolve(config)
+  tokenizer = load_tokenizer(config, parts.env.frame)
   chat.check_matches(tokenizer, model.vocab_size)
   if config.model.critic_folder:
     _check_tokens(tokenizer, config.model.critic_folder)
-  parts = seams.resolve(config)
   if config.model.role_parameters == 'own' and not parts.env.roles:
     raise UserError(
         f"config.model.role_parameters='own': {config.env.kind} has one agent and no roles: set it "
@@ -233,15 +235,21 @@ _OWN_ARGUMENTS = {
 }
 
 
-def load_tokenizer(config) -> chat.Tokenizer:
-  """Returns the policy's tokenizer, with what the config gives to its chat template."""
+def load_tokenizer(config, frame: str = 'inline') -> chat.Tokenizer:
+  """Returns the policy's tokenizer, with what the config gives to its chat template.
+
+  The embedded model has its chat template only for an environment whose `frame` needs one: the
+  gateway and environments with frame 'inline' give it texts as they are.
+  """
   kwargs = config.model.chat_template_kwargs
   if wrong := _OWN_ARGUMENTS & kwargs.keys():
     raise UserError(
         f'config.model.chat_template_kwargs={dict(kwargs)}: {", ".join(sorted(wrong))} is set by '
         'the run: leave it out'
     )
-  tokenizer = chat.load_tokenizer(model_folder(config), kwargs)
+  needs_template = config.model.folder == 'embedded' and frame != 'inline'
+  template = EMBEDDED_TEMPLATE if needs_template else ''
+  tokenizer = chat.load_tokenizer(model_folder(config), kwargs, template)
   if kwargs and tokenizer.render is None:
     raise UserError(
         f'config.model.chat_template_kwargs={dict(kwargs)}: the tokenizer in {tokenizer.folder!r} '

@@ -293,11 +293,16 @@ def packed(array: np.ndarray | None) -> list | None:
 
 
 def unpacked(record: list | None) -> np.ndarray | None:
-  """Inverts `packed`."""
+  """Inverts `packed`. ValueError: the record is of another shape; no more than it is unpacked."""
   if record is None:
     return None
-  dtype, shape, text = record
-  return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).reshape(shape)
+  name, shape, text = record
+  dtype = np.dtype(name)
+  if dtype.kind not in 'iu':
+    raise ValueError(f'{name!r}: whole numbers are needed')
+  size = math.prod(shape) * dtype.itemsize
+  data = zlib.decompressobj().decompress(base64.b64decode(text), size + 1)
+  return np.frombuffer(data, dtype).reshape(shape)
 
 
 def _turn_ends(turn_ids: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ With one process all of this costs nothing.
 """
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Sequence
 import functools
 import glob
@@ -170,6 +171,24 @@ def split_steps(envs: Sequence[protocol.Env]) -> Callable[..., list]:
     return [tuple(next(outcomes[owner])) for owner in owned]
 
   return step_all
+
+
+def split_resets(map_all: Callable[..., Iterable]) -> Callable[..., Iterable]:
+  """Returns `map_all`(reset, envs, seeds) in which each process resets its own share.
+
+  The share is that of `split_steps`. The openings are sent to all processes as JSON. So an
+  environment on a server has one session, however many processes there are.
+  """
+  count = jax.process_count()
+  if count == 1:
+    return map_all
+
+  def map_resets(reset, envs, seeds):
+    mine = slice(jax.process_index(), None, count)
+    shares = share(list(map_all(reset, envs[mine], seeds[mine])))
+    return [tuple(shares[i % count][i // count]) for i in range(len(envs))]
+
+  return map_resets
 
 
 def device_kind() -> str:

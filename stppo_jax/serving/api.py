@@ -27,7 +27,8 @@ class Limits:
 
   max_body_bytes: int = 4 << 20
   max_receiving_bytes: int = 256 << 20  # of all bodies that are not whole yet
-  max_choices: int = 16
+  max_choices: int = 16  # per prompt
+  max_prompts: int = 256
   max_stops: int = 16
   max_stop_chars: int = 256
   max_messages: int = 4096
@@ -58,8 +59,8 @@ class Ask:
   """A valid request for completions."""
 
   model: str
-  messages: tuple[dict[str, Any], ...] | None  # of a chat; None: `prompt` is continued
-  prompt: str | tuple[int, ...]
+  messages: tuple[dict[str, Any], ...] | None  # of a chat; None: `prompts` are continued
+  prompts: tuple[str | tuple[int, ...], ...]  # texts or token ids
   max_tokens: int | None
   temperature: float
   top_p: float
@@ -100,7 +101,7 @@ def parse(
   return Ask(
       model=get.text('model', ''),
       messages=_messages(fields.get('messages'), limits) if is_chat else None,
-      prompt='' if is_chat else _prompt(fields.get('prompt')),
+      prompts=() if is_chat else _prompts(fields.get('prompt'), limits),
       max_tokens=get.number('max_completion_tokens', longest, 1, 2**31 - 1, whole=True),
       temperature=get.number('temperature', 1.0, 0, 100),
       top_p=get.number('top_p', 1.0, 0, 1, above=True),
@@ -187,14 +188,23 @@ def _stops(value: Any, limits: Limits) -> tuple[str, ...]:
   return tuple(stops)
 
 
+def _prompts(value: Any, limits: Limits) -> tuple[str | tuple[int, ...], ...]:
+  """Returns the prompts: one, or each of a list of them."""
+  is_list = isinstance(value, list) and bool(value) and isinstance(value[0], (str, list))
+  values = value if is_list else [value]
+  if len(values) > limits.max_prompts:
+    message = f'prompt has {len(values)} texts: send at most {limits.max_prompts} in a request'
+    raise ApiError(400, message, param='prompt')
+  return tuple(map(_prompt, values))
+
+
 def _prompt(value: Any) -> str | tuple[int, ...]:
-  if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
-    value = value[0]
   if isinstance(value, list) and value:
     if all(type(token) is int and 0 <= token < 2**31 for token in value):
       return tuple(value)
   if not isinstance(value, str) or not value:
-    raise ApiError(400, 'prompt must be one text, or one list of token ids', param='prompt')
+    message = 'prompt must be a text, a list of token ids, or a list of such prompts'
+    raise ApiError(400, message, param='prompt')
   return value
 
 

@@ -104,8 +104,11 @@ def running(
         api_key,
         config.model.chat_template_kwargs,
     )
+    resources.callback(service.close)
     try:
-      server = resources.enter_context(server_lib.Server(service, settings.host, port))
+      server = resources.enter_context(
+          server_lib.Server(service, settings.host, port, settings.hosts)
+      )
     except (OSError, ValueError) as error:  # the port is taken; no name of a host
       raise UserError(
           f'--port={port} at config.serve.host={settings.host!r} cannot be used '

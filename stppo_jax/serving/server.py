@@ -40,8 +40,14 @@ _SESSION = r'(?:/s/(?P<session>[^/]{1,128}))?'
 class Server:
   """A service that accepts connections, in a thread with an event loop. A context manager."""
 
-  def __init__(self, service: service_lib.Service, host: str = '127.0.0.1', port: int = 0):
-    self.service, self._host, self._port = service, host, port
+  def __init__(
+      self,
+      service: service_lib.Service,
+      host: str = '127.0.0.1',
+      port: int = 0,
+      hosts: Sequence[str] = (),
+  ):
+    self.service, self._host, self._port, self._hosts = service, host, port, hosts
     self._bound: concurrent.futures.Future = concurrent.futures.Future()
     self._loop = asyncio.new_event_loop()
     self._stopping = asyncio.Event()
@@ -75,7 +81,7 @@ class Server:
         self._bound.set_exception(error)
 
   async def _serve(self):
-    server, address = listen(self.service, self._host, self._port)
+    server, address = listen(self.service, self._host, self._port, self._hosts)
     self._bound.set_result(address)
     await self._stopping.wait()
     server.stop()
@@ -87,23 +93,25 @@ class Server:
 
 
 def listen(
-    service: service_lib.Service, host: str, port: int
+    service: service_lib.Service, host: str, port: int, hosts: Sequence[str] = ()
 ) -> tuple[httpserver.HTTPServer, tuple[str, int]]:
   """Returns a server that accepts connections, and its address; port 0 means any free port."""
   limits = service.limits
+  sockets = netutil.bind_sockets(port, host, backlog=1024)
   server = httpserver.HTTPServer(
-      make_application(service),
+      make_application(service, json_handler.allowed_hosts(sockets, host, hosts)),
       max_body_size=limits.max_body_bytes,
       max_header_size=16 << 10,
       idle_connection_timeout=limits.idle_timeout_s,
       body_timeout=limits.body_timeout_s,
   )
-  sockets = netutil.bind_sockets(port, host, backlog=1024)
   server.add_sockets(sockets)
   return server, sockets[0].getsockname()[:2]
 
 
-def make_application(service: service_lib.Service) -> web.Application:
+def make_application(
+    service: service_lib.Service, allowed_hosts: frozenset[str] | None = None
+) -> web.Application:
   """Returns the application: each path with its handler. No path names a file."""
   given = {'service': service, 'measures': Measures(service)}
   return web.Application(
@@ -118,6 +126,8 @@ def make_application(service: service_lib.Service) -> web.Application:
       default_handler_class=_Elsewhere,
       default_handler_args=given,
       log_function=lambda handler: None,
+      allowed_hosts=allowed_hosts,
+      how_to_allow='use localhost, or allow the name with --config.serve.hosts',
   )
 
 
@@ -158,6 +168,7 @@ class _Handler(json_handler.JsonHandler):
   def initialize(self, service: service_lib.Service, measures: Measures):
     self.service, self.measures = service, measures
     self._answer: service_lib.Answer | None = None
+    self._is_gone = False  # the client has disconnected
     self._started, self._body, self._counted = time.perf_counter(), bytearray(), 0
     self.is_unread = True
 
@@ -166,19 +177,17 @@ class _Handler(json_handler.JsonHandler):
     self.is_unread = False
 
   def _check_header(self):
-    limits, headers = self.service.limits, self.request.headers
-    length = headers.get('Content-Length', '0')
-    if length.isdecimal() and int(length) > limits.max_body_bytes:
-      raise api.ApiError(413, f'a body of {length} bytes: send at most {limits.max_body_bytes}')
-    key = self.service.api_key
-    is_open = isinstance(self, _Health) or (
-        isinstance(self, (_Chat, _Completions, _Models, _Reward))
-        and 'session' in self.path_kwargs
-        and self.path_kwargs['session']
-    )  # an id of a session is a secret of its own
-    given = headers.get('Authorization', '').removeprefix('Bearer ').strip()
-    if key and not is_open and not hmac.compare_digest(given.encode(), key.encode()):
-      raise api.ApiError(401, 'a wrong API key, or none', 'invalid_api_key')
+    self.check_source()
+    length, most = self.content_length(), self.service.limits.max_body_bytes
+    if length > most:
+      raise api.ApiError(413, f'a body of {length} bytes: send at most {most}')
+    session = self.path_kwargs.get('session')
+    if session:  # its id is a key of its own, as long as it is open
+      self.service.session(session)
+    elif self.service.api_key and not isinstance(self, _Health):
+      given = self.request.headers.get('Authorization', '').removeprefix('Bearer ').strip()
+      if not hmac.compare_digest(given.encode(), self.service.api_key.encode()):
+        raise api.ApiError(401, 'a wrong API key, or none', 'invalid_api_key')
 
   def data_received(self, chunk):
     self._body += chunk
@@ -202,6 +211,7 @@ class _Handler(json_handler.JsonHandler):
 
   def on_connection_close(self):
     super().on_connection_close()
+    self._is_gone = True
     self._received()
     if self._answer is not None:
       self._answer.cancel()
@@ -228,7 +238,9 @@ class _Complete(_Handler):
     session = session or self.request.headers.get('X-Session-Id', '')
     service = self.service
     ask = api.parse(self.body(), self.is_chat, service.limits, service.template_kwargs)
-    self._answer = self.service.begin(ask, session)
+    self._answer = await self.service.begin(ask, session)
+    if self._is_gone:
+      self._answer.cancel()
     self._id = ('chatcmpl-' if self.is_chat else 'cmpl-') + uuid.uuid4().hex
     self._created = int(time.time())
     try:
@@ -246,7 +258,7 @@ class _Complete(_Handler):
     body = self._envelope(self.kind, [self._choice(answer, x) for x in choices])
     body['usage'] = self._usage(answer)
     if answer.ask.token_ids and self.is_chat:
-      body['prompt_token_ids'] = answer.prompt
+      body['prompt_token_ids'] = answer.prompts[0]
     write = self.finish(json.dumps(body) + '\n')
     await asyncio.wait_for(write, self.service.limits.write_timeout_s)
 
@@ -275,7 +287,8 @@ class _Complete(_Handler):
     return head | {'choices': choices}
 
   def _usage(self, answer):
-    return api.usage(len(answer.prompt), sum(len(choice.tokens) for choice in answer.choices))
+    read = sum(map(len, answer.prompts))
+    return api.usage(read, sum(len(choice.tokens) for choice in answer.choices))
 
   def _details(self, answer, pieces: Sequence[service_lib.Piece]):
     """Returns the fields of a choice that both kinds have."""
@@ -339,7 +352,7 @@ class _Completions(_Complete):
   def _choice(self, answer, pieces):
     fields = {'text': ''.join(piece.text for piece in pieces)}
     if answer.ask.token_ids:
-      fields['prompt_token_ids'] = answer.prompt
+      fields['prompt_token_ids'] = answer.prompt(pieces[-1].index)
     return fields | self._details(answer, pieces)
 
   def _delta(self, answer, piece, begun):
@@ -350,8 +363,7 @@ class _Completions(_Complete):
 class _Models(_Handler):
 
   def get(self, session: str | None = None):
-    if session:
-      self.service.session(session)  # 404 without one: its id is the key
+    del session  # `prepare` has looked it up
     model = {'id': self.service.name, 'object': 'model', 'created': 0, 'owned_by': 'stppo-jax'}
     model['max_model_len'] = self.service.scheduler.max_total
     self.finish(json.dumps({'object': 'list', 'data': [model]}) + '\n')

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from concurrent import futures
 import contextlib
 import dataclasses
 import hashlib
@@ -63,11 +64,15 @@ class Answer:
   """An ask in progress."""
 
   ask: api.Ask
-  prompt: list[int]
+  prompts: list[list[int]]  # choice i is of prompt i // ask.n
   session: sessions_lib.Session | None
   form: tool_calls.Form | None  # None: the ask names no tools
   choices: list[_Choice]
   events: asyncio.Queue
+
+  def prompt(self, index: int) -> list[int]:
+    """Returns the prompt of a choice."""
+    return self.prompts[index // self.ask.n]
 
   def cancel(self) -> None:
     """Ends it soon; whoever waits for a piece gets Gone."""
@@ -91,11 +96,18 @@ class Service:
     self.scheduler, self.tokenizer, self.name = scheduler, tokenizer, name
     self.limits, self.api_key = limits or api.Limits(), api_key
     self.tool_form, self.template_kwargs = tool_form, template_kwargs
-    self.template = template_lib.Template(tokenizer, scheduler.max_total, tool_form)
+    max_chars = scheduler.max_total * chat.LONGEST_TOKEN
+    self.template = template_lib.Template(tokenizer, scheduler.max_total, tool_form, max_chars)
+    # Long texts take seconds. One thread encodes them in the order in which they came.
+    self._encoder = futures.ThreadPoolExecutor(1, 'encode')
     self.stopping = False
     self._sessions: dict[str, sessions_lib.Session] = {}
     self._lock = threading.Lock()
     self._key_shape = jax.random.key_data(jax.random.key(0)).shape
+
+  def close(self) -> None:
+    """Ends the service's thread."""
+    self._encoder.shutdown(wait=False, cancel_futures=True)
 
   def open_session(
       self, key: jax.Array, sampling: sessions_lib.Sampling
@@ -122,7 +134,7 @@ class Service:
       raise api.ApiError(404, 'there is no such session, or it has ended', 'session_not_found')
     return found
 
-  def begin(self, ask: api.Ask, session_name: str = '') -> Answer:
+  async def begin(self, ask: api.Ask, session_name: str = '') -> Answer:
     """Queues an ask. Raises ApiError. Within a session any model name will do."""
     session = self.session(session_name) if session_name else None
     if session is None and ask.model not in ('', self.name):
@@ -134,16 +146,22 @@ class Service:
       )
     if session is not None and ask.ignore_eos:
       raise api.ApiError(400, 'ignore_eos is not supported in a session', param='ignore_eos')
+    if session is not None and len(ask.prompts) > 1:
+      raise api.ApiError(400, 'a request in a session has one prompt', param='prompt')
     form = tool_calls.make_form(self.tool_form, ask.tools) if ask.tools else None
+    loop = asyncio.get_running_loop()
     try:
-      plans = _plans(session, ask) if session else []
-      ids = plans[0].ids if plans else self._encode(ask)
+      plans, prompts = await loop.run_in_executor(self._encoder, self._encode, ask, session)
+    except template_lib.TooLong as error:
+      if session is not None:
+        session.abandon(None, too_long=True)
+      raise _too_long(ask, str(error)) from None
     except (ValueError, RecursionError) as error:  # the latter: arguments that are nested deeply
       raise api.ApiError(400, ' '.join(str(error).split())[:500]) from None
     except sessions_lib.Closed as error:
       raise api.ApiError(404, str(error), 'session_not_found') from None
     try:
-      answer = self._answer(ask, session, session_name, plans, ids, form)
+      answer = self._answer(ask, session, session_name, plans, prompts, form)
       self.scheduler.submit([choice.request for choice in answer.choices])
     except (api.ApiError, scheduler_lib.Busy) as error:
       for plan in plans:
@@ -155,27 +173,33 @@ class Service:
       raise api.ApiError(503 if stopping else 429, f'busy: {error}; try again') from None
     return answer
 
-  def _encode(self, ask: api.Ask) -> list[int]:
+  def _encode(
+      self, ask: api.Ask, session: sessions_lib.Session | None
+  ) -> tuple[list[sessions_lib.Plan], list[list[int]]]:
+    """Returns the plans of a session's request, one per choice, and the ids of each prompt."""
+    if session is not None:
+      plans = _plans(session, ask)
+      return plans, [plans[0].ids]
     if ask.messages is not None:
-      return self.template.encode(ask.messages, ask.tools)
-    if isinstance(ask.prompt, str):  # which may be a chat that the client's own template wrote
-      return self.tokenizer.encode(ask.prompt, control=True)
-    return list(ask.prompt)
+      return [], [self.template.encode(ask.messages, ask.tools)]
+    # A text may be a chat that the client's own template wrote.
+    return [], [self.template.encode_prompt(prompt) for prompt in ask.prompts]
 
-  def _answer(self, ask, session, session_name, plans, ids, form) -> Answer:
-    room = self.scheduler.max_total - len(ids)
+  def _check_ids(self, ask: api.Ask, ids: Sequence[int]) -> None:
+    """Raises ApiError for a prompt that leaves no room, or that is no text."""
+    most = self.scheduler.max_total
+    if len(ids) >= most:
+      raise _too_long(
+          ask, f'the prompt has {len(ids)} tokens, and with an answer at most {most} fit'
+      )
     wrong = [i for i in ids if not 0 <= i < self.tokenizer.vocab_size]
     if wrong or not ids:
       raise api.ApiError(400, f'the prompt holds no token, or one of no text: {wrong[:1]}')
-    if room < 1:
-      raise api.ApiError(
-          400,
-          f'the prompt has {len(ids)} tokens, and with an answer at most '
-          f'{self.scheduler.max_total} fit',
-          'context_length_exceeded',
-          'messages',
-      )
-    limit, temperature, top_p = room, ask.temperature, ask.top_p
+
+  def _answer(self, ask, session, session_name, plans, prompts, form) -> Answer:
+    for ids in prompts:
+      self._check_ids(ask, ids)
+    limit, temperature, top_p = self.scheduler.max_total, ask.temperature, ask.top_p
     if session is not None:
       sampling = session.sampling
       limit, temperature, top_p = sampling.max_turn, sampling.temperature, sampling.top_p
@@ -184,12 +208,15 @@ class Service:
       stops += form.stop_strings
     events: asyncio.Queue = asyncio.Queue()
     choices = []
-    for index in range(ask.n):
+    for index in range(len(prompts) * ask.n):
+      prompt_index, sample = divmod(index, ask.n)
+      ids = prompts[prompt_index]
+      room = self.scheduler.max_total - len(ids)
       plan = plans[index] if plans else None
       request = scheduler_lib.Request(
           ids=ids,
           budget=min(ask.max_tokens or limit, limit, room),
-          key=plan.key if plan else self._key(ask.seed, index),
+          key=plan.key if plan else self._key(ask.seed, sample),
           emit=_sender(events, index),
           temperature=temperature,
           top_p=top_p,
@@ -202,10 +229,13 @@ class Service:
           self.tokenizer.token_bytes, self.tokenizer.eos_ids, ask.stop, ask.keeps_stop
       )
       choices.append(_Choice(request, text, plan))
-    return Answer(ask, ids, session, form, choices, events)
+    return Answer(ask, prompts, session, form, choices, events)
 
   def _key(self, seed: int | None, index: int) -> np.ndarray:
-    """Returns the random key of a choice: of its seed, or one that no other has."""
+    """Returns the random key of a choice: of its seed, or one that no other has.
+
+    `index` counts the choices of its prompt, whose answer does not depend on the other prompts.
+    """
     given = secrets.token_bytes(32) if seed is None else f'{seed} {index}'.encode()
     size = int(np.prod(self._key_shape))
     return np.frombuffer(hashlib.sha256(given).digest(), np.uint32)[:size].reshape(self._key_shape)
@@ -263,10 +293,15 @@ class Service:
       )
 
 
+def _too_long(ask: api.Ask, message: str) -> api.ApiError:
+  param = 'prompt' if ask.messages is None else 'messages'
+  return api.ApiError(400, message, 'context_length_exceeded', param)
+
+
 def _plans(session: sessions_lib.Session, ask: api.Ask) -> list[sessions_lib.Plan]:
   """Returns a plan per choice: all but the first are segments of their own."""
   if ask.messages is None:
-    first = session.plan_prompt(ask.prompt)
+    first = session.plan_prompt(ask.prompts[0])
   else:
     first = session.plan(ask.messages, ask.tools)
   return [first, *(session.fork(first) for _ in range(1, ask.n))]

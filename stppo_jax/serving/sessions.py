@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import json
-import math
+import sys
 import threading
 from typing import Any
 
@@ -139,7 +139,7 @@ class Session:
   def plan_prompt(self, prompt: str | Sequence[int]) -> Plan:
     """Returns the ids for a prompt that is a text or ids: a recorded text stays the ids it was.
 
-    Control tokens of a text are tokens.
+    Control tokens of a text are tokens. Raises Closed, and TooLong.
     """
     tokenizer = self._template.tokenizer
     with self._lock:
@@ -154,14 +154,11 @@ class Session:
         else:
           known, begins = segment.ids, list(prompt[: len(segment.ids)]) == segment.ids
         if begins:
-          rest = prompt[len(known) :]
-          new = tokenizer.encode(rest, control=True) if isinstance(rest, str) else list(rest)
+          new = self._template.encode_prompt(prompt[len(known) :])
           is_free = not segment.is_extended
           return self._begin([*segment.ids, *new], segment, is_free, len(new), [], _PROMPT)
+      ids = self._template.encode_prompt(prompt)
       self.counts['rewritten'] += bool(self._segments)
-      if isinstance(prompt, str):
-        prompt = tokenizer.encode(prompt, control=True)
-      ids = list(prompt)
       return self._begin(ids, None, False, 0, [], _PROMPT)
 
   def _begin(self, ids, segment, is_free, num_new, forms, tools) -> Plan:
@@ -184,11 +181,14 @@ class Session:
     with self._lock:
       return self._begin(plan.ids, plan.segment, False, plan.num_new, plan.forms, plan.tools)
 
-  def abandon(self, plan: Plan, too_long: bool = False) -> None:
-    """Ends a request that gave no turn; `too_long`: because its prompt does not fit."""
+  def abandon(self, plan: Plan | None, too_long: bool = False) -> None:
+    """Ends a request that gave no turn; `too_long`: because its prompt does not fit.
+
+    Without a plan the prompt was too long to make one.
+    """
     with self._lock:
       self.counts['too_long' if too_long else 'cancelled'] += 1
-      if plan.segment is not None:
+      if plan is not None and plan.segment is not None:
         plan.segment.is_extended = False
 
   def record(
@@ -234,7 +234,7 @@ class Session:
     for name, number in numbers.items():
       if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise ValueError(f'{name} must be a number')
-      if not math.isfinite(number):
+      if not abs(number) <= sys.float_info.max:  # NaN, or a whole number of hundreds of digits
         raise ValueError(f'{name} must be finite')
     with self._lock:
       if self._closed:

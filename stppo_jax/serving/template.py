@@ -8,6 +8,7 @@ is not special, such as Qwen3's <think>, is one in an assistant's turn and in th
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import math
 import re
 from typing import Any
 
@@ -22,6 +23,10 @@ _RESULT = re.compile('(<tool_response>)(.*)(</tool_response>)', re.DOTALL)
 _MARKED = re.compile(f'{_OPEN}(\\d+){_CLOSE}')
 
 
+class TooLong(ValueError):
+  """A text is longer than the tokens that fit could be; it was not encoded."""
+
+
 class Template:
   """A tokenizer's chat template; without one, messages are texts that follow each other.
 
@@ -29,9 +34,15 @@ class Template:
   of an environment with `frame = 'inline'` is: the form that the embedded model was trained in.
   """
 
-  def __init__(self, tokenizer: chat.Tokenizer, max_tokens: int, tool_form: str = 'hermes'):
+  def __init__(
+      self,
+      tokenizer: chat.Tokenizer,
+      max_tokens: int,
+      tool_form: str = 'hermes',
+      max_chars: float = math.inf,  # of a prompt; TooLong is raised for a longer one
+  ):
     self.tokenizer, self._tool_form = tokenizer, tool_form
-    self._max_tokens = max_tokens
+    self._max_tokens, self._max_chars = max_tokens, max_chars
     added = tokenizer.control_library.get_added_tokens_decoder()
     self._controls = [token.content for token in added.values() if token.content]
     self._any = _pattern(self._controls)
@@ -45,9 +56,16 @@ class Template:
     if self.tokenizer.render is not None:
       return self._encode_rendered(self._render(messages, tools))
     ids: list[int] = []
-    for after_turn, text in _runs([self._with_calls(message, tools) for message in messages]):
+    runs = list(_runs([self._with_calls(message, tools) for message in messages]))
+    self._check_length(sum(len(text) for _, text in runs))
+    for after_turn, text in runs:
       ids += self._encode_inline(text) if after_turn else self.tokenizer.encode(text)
     return ids
+
+  def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+    """Returns the ids of a prompt that is no chat. Control tokens of a text are tokens."""
+    self._check_length(len(prompt))
+    return self.tokenizer.encode(prompt, control=True) if isinstance(prompt, str) else list(prompt)
 
   def encode_after(
       self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Any] = ()
@@ -65,6 +83,10 @@ class Template:
     ids = self._encode_rendered(after)
     has_end = len(turn) > 0 and ids and turn[-1] in self.tokenizer.eos_ids and turn[-1] == ids[0]
     return ids[1:] if has_end else ids
+
+  def _check_length(self, num_chars: int) -> None:
+    if num_chars > self._max_chars:
+      raise TooLong(f'the prompt has {num_chars} characters, and {self._max_tokens} tokens fit')
 
   def _with_calls(self, message: Message, tools: Sequence[Any]) -> Message:
     """Returns a message whose content has its calls, as the agent would have written them."""
@@ -115,6 +137,7 @@ class Template:
 
   def _encode_rendered(self, text: str) -> list[int]:
     """Encodes unmarked added tokens as such, and each text between two of them as one."""
+    self._check_length(len(text))
     library, ids, end = self.tokenizer.control_library, [], 0
     encoding = library.encode(chat.valid(text), add_special_tokens=False)
     for token, (start, stop) in zip(encoding.ids, encoding.offsets):

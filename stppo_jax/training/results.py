@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import typing
 from typing import Any
 import zlib
@@ -253,5 +254,13 @@ def export(config: schema.Config, workdir: str) -> str:
       merge = jax.jit(lora.merge, static_argnums=2, donate_argnums=0 if not role else ())
       params = merge(parts.frozen.actor, actor, bare.lora_scale)
     convert.save_hf(os.path.join(folder, role), bare, params, source, dtype=dtype, eos_ids=ends)
+    if hosts.is_writer():
+      add_chat_template(config, os.path.join(folder, role))
   logging.info('the policy after %d updates is in %s, as %s', updates, folder, dtype)
   return folder
+
+
+def add_chat_template(config: schema.Config, folder: str) -> None:
+  """Adds the embedded model's chat template to a folder; other models have their own."""
+  if config.model.folder == 'embedded':
+    shutil.copyfile(agent_lib.EMBEDDED_TEMPLATE, os.path.join(folder, 'chat_template.jinja'))

@@ -38,6 +38,7 @@ from stppo_jax.trajectories import saved
 
 _NO_IDS = np.zeros((0,), np.int32)
 _MOST = 2**31 - 1  # of a step or row
+_MOST_EXPERTS = 1 << 14  # of a token, in all layers
 _CONTROL = re.compile(r'<\|[^\s<>|]{1,40}\|>')  # how most families write control tokens
 _MISMATCH = (
     'token ids of another tokenizer than that of {folder!r}: {why}. Give the model that they were '
@@ -342,8 +343,20 @@ def _turn(step, tokens, logp) -> types.Turn:
   extra = step.get('extra') or {}
   after = np.array(extra.get('observation_token_ids', ()), np.int32)
   action = extra.get('action', 'tool' if step.get('tool_calls') else 'other')
-  routes = batching.unpacked(extra.get('routes'))
+  routes = _routes(step, extra.get('routes'))
   return types.Turn(tokens, logp, after, str(action), float(extra.get('reward', 0.0)), routes)
+
+
+def _routes(step, record) -> np.ndarray | None:
+  """Returns the experts [p+n,L,A] of a turn. A few bytes may claim to hold any number of them."""
+  if record is None:
+    return None
+  shape = record[1]
+  num_ids = len(_ids(step, 'prompt') or ()) + len(_ids(step, 'completion') or ())
+  fits = len(shape) == 3 and 0 <= shape[0] <= num_ids and 0 <= shape[1] * shape[2] <= _MOST_EXPERTS
+  if not fits:
+    raise _Unusable(f'step {step["step_id"]} has routes of shape {shape!r:.60}, of {num_ids} ids')
+  return batching.unpacked(record)
 
 
 def _episode(task, prompt, turns, kept) -> types.Episode:
