@@ -176,7 +176,7 @@ def scaled(ratio):
   return {1: floor | {'algorithm.divisor': 'floor'}} | {
       k: floor
       | {
-          'algorithm.divisor': f'experiments.study_divisors:floor_{k}',
+          'algorithm.divisor': f'research.study_divisors:floor_{k}',
           'actor.grad_clip': 1 / k,
           'actor.eps': 1e-8 / k,
       }
