@@ -53,6 +53,7 @@ REGIMES_OF_LARGER = {'calm': REGIMES['calm'], 'calm_step': {'actor.lr': 8.4e-5}}
 RULES = ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'rs_ppo')
 RATES = (5e-5, 1e-4, 2e-4)
 SEARCH_SEEDS = (100, 101)
+BEST_RATES = {'ppo': 1e-4, 'turn_ppo': 1e-4, 's_ppo': 1e-4, 'st_ppo': 1e-4, 'rs_ppo': 2e-4}
 
 
 def get_config(mode=''):
@@ -104,6 +105,8 @@ def get_study(mode=''):
   clips = {'ppo': rules['ppo'], 'ppo+clip.0.4': rules['ppo'] | wide}
   middle = {'lr.0.0001': rates['lr.0.0001']}
   grids['default_clip'] = grid.Grid(clips, middle, default_run(), seeds=SEARCH_SEEDS)
+  at_best = {rule: rules[rule] | {'actor.lr': rate} for rule, rate in BEST_RATES.items()}
+  grids['default_run'] = grid.Grid(at_best, {'best_rate': {}}, default_run())
   return grid.Study(
       grids | of_mechanism, results=RESULTS, page='docs', claims='docs/study_claims.md'
   )
