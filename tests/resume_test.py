@@ -26,6 +26,7 @@ from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
 from stppo_jax.training import recovery
 from stppo_jax.training import results
+from stppo_jax.types import RunError
 from stppo_jax.types import Stopped
 from stppo_jax.types import UserError
 from tests.support import micro_run
@@ -213,7 +214,7 @@ class ResumeTest(parameterized.TestCase):
 
     with mock.patch.object(micro_run.Agent, 'play', failing):
       line = r'^[^\n]*100% of 10 episodes[^\n]*max_failed=0.5[^\n]*\(mine.py:3\), in turn 1$'
-      with self.assertRaisesRegex(UserError, line):
+      with self.assertRaisesRegex(RunError, line):
         micro_run.train(make_config(**values), self.workdir)
     with checkpoint.Checkpoints(self.workdir) as checkpoints:
       self.assertEqual(checkpoints.newest(), 2)

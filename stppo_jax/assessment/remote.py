@@ -128,7 +128,7 @@ class Remote:
       )
     if (share := len(failed) / len(rows)) > self._max_failed_share:
       raise RunError(
-          f'retrieval failed in {share:.0%} of the held-out episodes: see to the retriever, and '
+          f'retrieval failed in {share:.0%} of the held-out episodes: check the retriever, and '
           'give the same command again'
       )
     yield from failed
