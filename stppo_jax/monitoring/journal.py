@@ -88,8 +88,8 @@ class Journal(contextlib.ExitStack):
       )
     if errors := [episode.error for episode in episodes if episode.error]:
       logging.warning(
-          'the environment raised in %d of %d held-out episodes, whose rewards end there; the first '
-          'error: %s',
+          'the environment raised in %d of %d held-out episodes, whose rewards end there. The '
+          'first error: %s',
           len(errors),
           len(episodes),
           errors[0],

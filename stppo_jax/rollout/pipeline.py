@@ -429,8 +429,8 @@ def check_environment(episodes: Sequence[types.Episode], max_failed: float) -> N
     first = next(episode.error for episode in episodes if episode.error)
     raise types.RunError(
         f'the environment raised in {share:.0%} of {len(episodes)} episodes, and '
-        f'config.rollout.max_failed={max_failed:g}: fix it, and the same command resumes. The first '
-        f'error: {first}'
+        f'config.rollout.max_failed={max_failed:g}: fix it, and the same command resumes. The '
+        f'first error: {first}'
     )
 
 
