@@ -40,6 +40,7 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
   val-role/<role>/..           score and core metrics of the rows of each role, where there are some
 
   An episode whose retrieval failed, or whose prompt was too long, counts as wrong, and is counted.
+  One whose environment raised is counted, and has what it earned before.
   One that never reported a metric counts as 0. Means are over rows; those of a role that never
   moved are left out.
   """

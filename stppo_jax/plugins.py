@@ -18,7 +18,8 @@ from stppo_jax.types import UserError
 def raised_at(error: BaseException) -> str:
   """Returns FILE:LINE of the user's code that raised an error; else of the last code that ran."""
   frames = traceback.extract_tb(error.__traceback__)
-  others = ('site-packages', sysconfig.get_path('stdlib'), os.path.dirname(__file__))
+  folders = ('site-packages', sysconfig.get_path('stdlib'), os.path.dirname(__file__))
+  others = [folder + os.sep for folder in folders]
   own = [frame for frame in frames if not any(part in frame.filename for part in others)]
   frame = (own or frames)[-1]
   return f'{frame.filename}:{frame.lineno}'

@@ -266,6 +266,21 @@ class TextTest(parameterized.TestCase):
     self.assertIn('skipped 3 in a row (not finite)', line(3))
     self.assertNotIn('skipped', line(0))
 
+  def test_progress_line_tells_of_an_environment_that_raises(self):
+    line = lambda share: metrics.progress_line(1, 2, {'env/environment_failed': share}, 1.0)
+    self.assertIn('environment raised in 49%', line(0.49))
+    self.assertNotIn('raised', line(0.0))
+
+  def test_an_evaluation_whose_environment_raised_is_warned(self):
+    make = lambda error: types.Episode(types.Task('t'), 0, np.zeros(1, np.int32), [], error=error)
+    made = mock.Mock(_main='val-core/all/em')
+    for errors, expected in ((('', 'the environment E raised'), 1), (('', ''), 0)):
+      with mock.patch.object(journal.logging, 'warning') as warned:
+        episodes = [make(error) for error in errors]
+        journal.Journal.evaluated(made, 1, {'val-core/all/em': 0.5}, episodes, None)
+      lines = [call.args[0] % call.args[1:] for call in warned.call_args_list]
+      self.assertLen([line for line in lines if 'raised in 1 of 2' in line], expected)
+
   def test_progress_line_of_a_resumed_run_counts_its_own_updates(self):
     # 2 updates in 20 s: 10 s each, 48 to go.
     self.assertEqual(

@@ -161,7 +161,7 @@ class RefillTest(parameterized.TestCase):
     )
     if ends:
       line = rf'^[^\n]*raised in {raised / 8:.0%} of 8 [^\n]*max_failed={allowed:g}[^\n]*, on \d$'
-      with self.assertRaisesRegex(types.UserError, line):
+      with self.assertRaisesRegex(types.RunError, line):
         batches.sample({}, 1, 0)
     else:
       sampled = batches.sample({}, 1, 0)

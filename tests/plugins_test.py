@@ -11,6 +11,21 @@ from stppo_jax import plugins
 from stppo_jax.types import UserError
 
 
+class RaisedAtTest(absltest.TestCase):
+
+  def test_the_line_is_of_the_user_and_not_of_a_library(self):
+    """Their folder's name begins like that of the package."""
+    path = pathlib.Path(plugins.__file__).parent.with_name('stppo_jax_envs') / 'mine.py'
+    names = {}
+    exec(compile('import json\ndef step():\n  json.loads("{")', path, 'exec'), names)
+    try:
+      names['step']()
+    except ValueError as error:
+      self.assertEqual(plugins.raised_at(error), f'{path}:3')
+    else:
+      self.fail('nothing was raised')
+
+
 class PluginsTest(parameterized.TestCase):
 
   def setUp(self):

@@ -216,6 +216,23 @@ class Lottery:
     return [types.Task(f'{split}-{i}', 'Guess!', seed=i) for i in range(4)]
 
 
+class Raising(Lottery):
+  """Raises in `reset` of one task, and in `step` of another."""
+
+  def __init__(self, task):
+    self._task = task
+
+  def reset(self, seed=None):
+    if self._task.id == 'dev-0':
+      raise KeyError('no instance')
+    return super().reset(seed)
+
+  def step(self, action):
+    if self._task.id == 'dev-1':
+      raise ValueError('no move')
+    return super().step(action)
+
+
 class RemoteTest(parameterized.TestCase):
 
   @classmethod
@@ -287,6 +304,21 @@ class RemoteTest(parameterized.TestCase):
     agent = seams.resolve(tiny_run.make_config(self.tmp, **values)).bind(None)
     local = [agent(task, task.seed).reset(task.seed)[0] for task in Lottery.load_tasks('dev')]
     self.assertEqual(played, sorted(local * 3))
+
+  def test_an_environment_that_raises_is_counted_and_above_a_share_played_again(self):
+    values = dict(env__kind=f'{__name__}:Raising', data__source='embedded', retriever__kind='none')
+    with serving(lambda body: completion('<answer> x')) as (address, asked):
+      results = self.evaluate(address, **values)
+      self.assertEqual(results.scores['val-aux/environment_failed'], 0.5)
+      self.assertEqual(results.scores['val-core/all/score'], 0.5)
+      asked.clear()
+      workdir, line = self.workdir(), r"raised in 50% of 4 .*Raising raised .* on task 'dev-[01]'"
+      for number in (3, 1):  # the episode that raises in `reset` asks for nothing
+        with self.assertRaisesRegex(RunError, line):
+          self.evaluate(address, workdir, rollout__max_failed=0.4, **values)
+        self.assertLen(asked, number)
+        asked.clear()
+        line = "raised in 100% of 2 .*Raising raised .* on task 'dev-[01]'"
 
   def test_tools_are_declared_in_the_prompt_and_that_is_said(self):
     values = dict(env__kind='tools', env__tools=('calculator',), retriever__kind='none')

@@ -1,6 +1,7 @@
 """Staleness and resumption of the whole loop, bit for bit, with a policy of a few numbers."""
 
 import dataclasses
+import gc
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import threading
 import types
 import unittest
 from unittest import mock
+import weakref
 
 from absl import logging
 from absl.testing import absltest
@@ -24,6 +26,7 @@ from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
 from stppo_jax.training import recovery
 from stppo_jax.training import results
+from stppo_jax.types import RunError
 from stppo_jax.types import Stopped
 from stppo_jax.types import UserError
 from tests.support import micro_run
@@ -177,6 +180,27 @@ class ResumeTest(parameterized.TestCase):
     micro_run.train(make_config(**values), self.workdir)
     self.assert_as_straight(**values)
 
+  def test_copies_of_a_checkpoint_are_freed_once_used(self):
+    values = {'pipeline.staleness': 2, 'train.updates': 1, 'train.checkpoint_every': 0}
+    sample, copies, alive = pipelines.Batches.sample, [], []
+
+    def first_only(batches, params, number, stale):
+      if number > 1:
+        raise Stopped
+      return sample(batches, params, number, stale)
+
+    def watched(batches, params, number, stale):
+      gc.collect()
+      alive.append(sum(copy() is not None for copy in copies[:2]))
+      copies.append(weakref.ref(jax.tree.leaves(params)[0]))
+      return sample(batches, params, number, stale)
+
+    with mock.patch.object(pipelines.Batches, 'sample', first_only):
+      micro_run.train(make_config(**values), self.workdir)
+    with mock.patch.object(pipelines.Batches, 'sample', watched):
+      micro_run.train(make_config(**values | {'train.updates': 8}), self.workdir)
+    self.assertEqual(alive[-1], 0)  # of batches 2 and 3, which the checkpoint held unsampled
+
   def test_environment_that_raises_ends_the_run_with_its_state_saved(self):
     values, play, batches = {'train.checkpoint_every': 0}, micro_run.Agent.play, []
 
@@ -190,7 +214,7 @@ class ResumeTest(parameterized.TestCase):
 
     with mock.patch.object(micro_run.Agent, 'play', failing):
       line = r'^[^\n]*100% of 10 episodes[^\n]*max_failed=0.5[^\n]*\(mine.py:3\), in turn 1$'
-      with self.assertRaisesRegex(UserError, line):
+      with self.assertRaisesRegex(RunError, line):
         micro_run.train(make_config(**values), self.workdir)
     with checkpoint.Checkpoints(self.workdir) as checkpoints:
       self.assertEqual(checkpoints.newest(), 2)

@@ -746,6 +746,12 @@ class ShardingTest(absltest.TestCase):
   def test_a_smaller_mesh_takes_the_first_devices(self):
     self.assertEqual(list(sharding.make_mesh(1, 2, 1).devices.flat), jax.devices()[:2])
 
+  def test_a_smaller_mesh_over_several_processes_is_refused(self):
+    """Also where they are only planned for: this process is alone."""
+    devices = [mock.Mock(process_index=i // 4) for i in range(8)]
+    with self.assertRaisesRegex(ValueError, 'needs 4 devices, and there are 8'):
+      sharding.make_mesh(1, 4, 1, devices)
+
   def test_bad_meshes_are_refused_in_one_line(self):
     for sizes, message in (
         ((3, 1, 3), 'needs 9 devices, and there are 8'),

@@ -117,7 +117,7 @@ class Trained:
     )
     if (share := pipeline.failed_share(episodes)) > self._max_failed_share:
       raise RunError(
-          f'retrieval failed in {share:.0%} of the held-out episodes: see to the retriever, and '
+          f'retrieval failed in {share:.0%} of the held-out episodes: check the retriever, and '
           'give the same command again'
       )
     pipeline.check_environment(episodes, self._max_failed)

@@ -151,6 +151,7 @@ def _to_line(played: Played) -> dict[str, Any]:
       'counts': episode.counts,
       'truncated': episode.truncated,
       'failed': episode.failed,
+      'error': episode.error,
       'turns': turns,
   }
 
@@ -176,4 +177,5 @@ def _from_line(
       line['counts'],
       tuple(line['core_metrics']),
       line['role'],
+      error=line.get('error', ''),  # version 0.7 wrote none
   )

@@ -66,6 +66,7 @@ class Remote:
     self._env = parts.bind(agent_lib.make_retriever(config, parts))
     self._threads, self._max_total = config.eval.rows, config.rollout.max_total
     self._max_failed_share = config.retriever.max_failed_share
+    self._max_failed = config.rollout.max_failed
     self._stop_requested, self._abandoned = stop_requested, threading.Event()
     hot = player.temperature(config)
     self._client = completions.Client(
@@ -92,7 +93,8 @@ class Remote:
   def play(self, rows: Sequence[records.Row]) -> Iterator[records.Played]:
     """Plays rows, in the order in which they end.
 
-    RunError, once the others are played: some have got no answer, or no passages.
+    RunError, once the others are played: some have got no answer or no passages, or the environment
+    raised in too many.
     """
     ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
     waiting: queue.SimpleQueue[records.Row] = queue.SimpleQueue()
@@ -100,7 +102,7 @@ class Remote:
       waiting.put(row)
     for _ in range(min(self._threads, len(rows))):
       threading.Thread(target=self._work, args=(waiting, ended), daemon=True).start()
-    unanswered, failed, in_a_row = [], [], 0
+    unanswered, played, held_back, in_a_row = [], [], [], 0
     try:
       for _ in rows:
         outcome = self._next(ended)
@@ -109,10 +111,12 @@ class Remote:
           unanswered.append(outcome)
         elif isinstance(outcome, Exception):
           raise outcome
-        elif pipeline.failed_share([outcome.episode]):
-          failed.append(outcome)
         else:
-          yield outcome
+          played.append(outcome.episode)
+          if outcome.episode.search_failed or outcome.episode.error:
+            held_back.append(outcome)
+          else:
+            yield outcome
         if in_a_row >= self._threads:
           break
     finally:
@@ -126,12 +130,13 @@ class Remote:
           f'{self._client.url} gave no answer to {left} ({unanswered[-1]}): the same command plays '
           'them again'
       )
-    if (share := len(failed) / len(rows)) > self._max_failed_share:
+    if (share := pipeline.failed_share(played)) > self._max_failed_share:
       raise RunError(
-          f'retrieval failed in {share:.0%} of the held-out episodes: see to the retriever, and '
+          f'retrieval failed in {share:.0%} of the held-out episodes: check the retriever, and '
           'give the same command again'
       )
-    yield from failed
+    pipeline.check_environment(played, self._max_failed)
+    yield from held_back
 
   def _next(self, ended) -> Any:
     while True:
@@ -159,15 +164,16 @@ class Remote:
     of_instance = seed if row.task.seed is None else row.task.seed
     env = self._env(row.task, of_instance)
     text, info = protocol.reset(env, of_instance)
-    if error := info.get('environment_error'):
-      raise types.UserError(f'the environment {error}, on task {row.task.id!r}')
+    episode = types.Episode(
+        row.task, row.sample, _NONE, [], counts={}, core_metrics=self._env.core_metrics
+    )
+    if 'environment_error' in info:
+      _fail(episode, info)
+      return records.Played(row, episode, [])
     prompt = info.get('declaration', '') + protocol.full_text(text, info)
     if info.get('tools'):
       logging.log_first_n(logging.WARNING, _DECLARED, 1)
     messages = [{'role': 'user', 'content': prompt}]
-    episode = types.Episode(
-        row.task, row.sample, _NONE, [], counts={}, core_metrics=self._env.core_metrics
-    )
     texts: list[tuple[str, str]] = []
     while True:
       try:
@@ -200,9 +206,16 @@ def _record(
   made.reward = episode_loop.finite('reward', reward)
   episode.turns.append(made)
   episode.counts['invalid'] = episode.counts.get('invalid', 0.0) + (action == 'invalid')
-  episode.error = info.get('environment_error', '')
-  episode.failed |= bool(info.get('retrieval_failed', False)) or bool(episode.error)
+  episode.failed |= bool(info.get('retrieval_failed', False))
+  if 'environment_error' in info:
+    _fail(episode, info)
   for name, value in (info.get('metrics') or {}).items():
     episode.metrics[name] = episode_loop.finite(f"info['metrics'][{name!r}]", value)
   episode.truncated = bool(truncated)
   return protocol.full_text(observation, info), bool(terminated or truncated)
+
+
+def _fail(episode, info):
+  """Notes the exception of an environment's code, which ends the episode."""
+  error = f'{info["environment_error"]}, on task {episode.task.id!r}'
+  episode.failed, episode.error = True, error

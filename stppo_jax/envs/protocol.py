@@ -232,7 +232,7 @@ def _raised(env: Any, error: Exception) -> dict[str, str]:
   """Returns the `info` of an environment that raised an error: a line, and the traceback."""
   line = ' '.join(f'{_class_of(env)} raised {type(error).__name__}: {error}'.split())
   return {
-      'environment_error': f'{line[:500]} ({plugins.raised_at(error)})',
+      'environment_error': f'the environment {line[:500]} ({plugins.raised_at(error)})',
       'traceback': ''.join(traceback.format_exception(error)),
   }
 

@@ -54,9 +54,11 @@ def make_mesh(
 ) -> jax.sharding.Mesh:
   """Makes a mesh over the devices; one of the sizes may be -1 and takes the remaining devices.
 
-  Where all sizes are given, one process may use fewer devices than it sees: the first ones.
+  Where all sizes are given, one process may use fewer devices than it sees: the first ones. The
+  devices of several processes, which may be those of a plan, are all needed.
   """
   devices = jax.devices() if devices is None else devices
+  num_processes = len({device.process_index for device in devices})
   sizes = [data, fsdp, tensor]
   given = ', '.join(f'{axis}={size}' for axis, size in zip(AXES, sizes))
   if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
@@ -66,7 +68,7 @@ def make_mesh(
     if len(devices) % known:
       raise UserError(f'config.mesh ({given}): {known} does not divide the {len(devices)} devices')
     sizes[sizes.index(-1)] = len(devices) // known
-  elif known > len(devices) or known < len(devices) and jax.process_count() > 1:
+  elif known > len(devices) or known < len(devices) and num_processes > 1:
     raise UserError(
         f'config.mesh ({given}) needs {known} devices, and there are {len(devices)}: '
         'set one axis to -1 to take what is left'

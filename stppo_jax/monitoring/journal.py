@@ -86,6 +86,14 @@ class Journal(contextlib.ExitStack):
       logging.warning(
           'retrieval failed in %.0f%% of the held-out episodes: they count as wrong', 100 * failed
       )
+    if errors := [episode.error for episode in episodes if episode.error]:
+      logging.warning(
+          'the environment raised in %d of %d held-out episodes, whose rewards end there. The '
+          'first error: %s',
+          len(errors),
+          len(episodes),
+          errors[0],
+      )
     make = lambda: batching.to_records(episodes, tokenizer, n, 'eval')
     self.record('eval', n, episodes_lib.Records(make))
 

@@ -118,6 +118,8 @@ def progress_line(
       parts.append(f'{label} {_short(_host_scalar(scalars[name]), digits)}')
   if scalars.get('actor/skipped'):
     parts.append(f'skipped {_host_scalar(scalars["actor/skipped"]):.0f} in a row (not finite)')
+  if scalars.get('env/environment_failed'):
+    parts.append(f'environment raised in {_host_scalar(scalars["env/environment_failed"]):.0%}')
   if scalars.get('perf/throughput') is not None:
     parts.append(f'{_thousands(_host_scalar(scalars["perf/throughput"]))} tok/s')
   if step > first_step:

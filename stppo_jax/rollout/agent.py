@@ -317,7 +317,7 @@ def _prompt_lengths(config, prepared, tasks):
     seed = config.seed if task.seed is None else task.seed
     observation, info = protocol.reset(prepared.env(task, seed), seed)
     if error := info.get('environment_error'):
-      errors.append(f'the environment {error}, on task {task.id!r}, before its first turn')
+      errors.append(f'{error}, on task {task.id!r}, before its first turn')
     else:
       lengths.append(len(episode_loop.first_prompt(prepared.tokenizer, observation, info)))
     if errors and not config.rollout.max_failed:

@@ -266,7 +266,7 @@ class Table:
   def _fail(self, info, when):
     """Masks the episodes of an environment whose code raised, and logs the first traceback."""
     task = self.episodes[0].task
-    line = f'the environment {info["environment_error"]}, on task {task.id!r}, {when}'
+    line = f'{info["environment_error"]}, on task {task.id!r}, {when}'
     if self.strict:
       raise types.UserError(line)
     logging.log_first_n(

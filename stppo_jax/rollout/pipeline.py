@@ -380,8 +380,8 @@ def play_through(
     if left_s <= 0:
       raise types.RunError(
           f'{failing} failed in {share:.0%} of the episodes, and did so for {max_outage_s:g} s '
-          f'(config.retriever.max_outage_s){_whereabouts(retriever)}: mend it; the same command '
-          'then resumes'
+          f'(config.retriever.max_outage_s){_whereabouts(retriever)}: fix it, and the same command '
+          'resumes'
       )
     wait_s = min(wait_s, left_s)
     logging.warning(
@@ -419,17 +419,18 @@ def environment_failed_share(episodes: Sequence[types.Episode]) -> float:
 
 
 def check_environment(episodes: Sequence[types.Episode], max_failed: float) -> None:
-  """Raises a UserError if the environment raised in more than a share of the episodes.
+  """Raises a RunError if the environment raised in more than a share of the episodes.
 
-  Nothing remote failed, so that waiting and playing again would not help.
+  Nothing remote failed, so that waiting and playing again would not help. All processes have the
+  same episodes and raise it, so that they can save together.
   """
   share = environment_failed_share(episodes)
   if share > max_failed:
     first = next(episode.error for episode in episodes if episode.error)
-    raise types.UserError(
+    raise types.RunError(
         f'the environment raised in {share:.0%} of {len(episodes)} episodes, and '
-        f'config.rollout.max_failed={max_failed:g}: mend it; the same command then resumes. First, '
-        f'{first}'
+        f'config.rollout.max_failed={max_failed:g}: fix it, and the same command resumes. The '
+        f'first error: {first}'
     )
 
 

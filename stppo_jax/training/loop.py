@@ -276,6 +276,7 @@ def _train(run, workdir, stop_requested, profile=0, last_batch=None):
     as_dict = dataclasses.asdict(config)
     journal = enter(journals.Journal(workdir, as_dict, first, core_metrics, unfinished is not None))
     pipeline = enter(_make_pipeline(run, batches, position.ahead))
+    position.ahead = ()  # the pipeline frees the copies in it, once they have sampled
     resources.callback(over.set)
     before_update = enter(timing_lib.of_updates(f'{workdir}/profile', profile, first, updates))
     with contextlib.suppress(types.Stopped):
