@@ -1,6 +1,5 @@
 """The algorithm in one file: its gradient is the trainer's, and it learns."""
 
-
 from absl.testing import absltest
 import chex
 import jax
