@@ -16,13 +16,14 @@ from stppo_jax.rollout import pipeline
 from stppo_jax.serving import sessions
 from stppo_jax.types import Task
 
+IDS_ONLY = types.SimpleNamespace(tokenizer=None, encode_prompt=list)  # prompts are ids
+
 
 class SessionTest(absltest.TestCase):
 
   def setUp(self):
     super().setUp()
-    ids_only = types.SimpleNamespace(tokenizer=None, encode_prompt=list)  # prompts are ids
-    self.session = sessions.Session(ids_only, jax.random.key(0), sessions.Sampling())
+    self.session = sessions.Session(IDS_ONLY, jax.random.key(0), sessions.Sampling())
 
   def turn(self, prompt, tokens):
     plan = self.session.plan_prompt(prompt)
@@ -128,9 +129,7 @@ class EpisodeScoreTest(absltest.TestCase):
     for number, (prompts, reward) in enumerate(
         ((one_segment, 1.0), (three_segments, 1.0), (([6],), 0.0))
     ):
-      session = sessions.Session(
-          types.SimpleNamespace(tokenizer=None), jax.random.key(0), sessions.Sampling()
-      )
+      session = sessions.Session(IDS_ONLY, jax.random.key(0), sessions.Sampling())
       for k, prompt in enumerate(prompts, start=1):
         plan = session.plan_prompt(prompt)
         session.record(plan, [2], [-0.5], [{'role': 'assistant', 'content': ''}])
