@@ -181,7 +181,7 @@ def _plain(q, k, v, segments, chunk):
   """Computes `causal` by blocks of queries.
 
   There are a few blocks, each of which attends only to the keys up to its end (on CPU speed see
-  BUILD_NOTES.md). With a `chunk` the chunks of a block run one after the other and the backward
+  docs/dev/notes). With a `chunk` the chunks of a block run one after the other and the backward
   pass recomputes their scores, so [B,M,g,T,T] never exists.
   """
   length = q.shape[1]

@@ -49,7 +49,7 @@ class KVCache:
 
   Choice: a tuple of L arrays instead of one array with an L axis, because reading a layer of a
   stacked array copies it. Keys have their slots last and in tiles, which is faster for a single
-  query on a CPU (measured in BUILD_NOTES.md).
+  query on a CPU (measured in docs/dev/notes).
 
   Attributes:
     k: L arrays [B,M,C,H,c]: keys after rotation by their positions, in C tiles of c slots.

@@ -69,7 +69,7 @@ class Project(nn.Module):
   """Multiplies x [..,in..] by a kernel [in..,out..]; adds a bias and an adapter where they exist.
 
   Choice: one product of two matrices. For an einsum with more axes XLA transposes copies of x in
-  the kernel's gradient, which is slower on a CPU (measured in BUILD_NOTES.md).
+  the kernel's gradient, which is slower on a CPU (measured in docs/dev/notes).
   """
 
   config: ModelConfig

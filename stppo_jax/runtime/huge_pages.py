@@ -1,7 +1,7 @@
 """Memory in pages of 2 MB, which glibc requests if an environment variable says so at start.
 
 On a CPU XLA allocates hundreds of megabytes per call and frees them afterwards, with a page fault
-per 4 kB. Huge pages make an update faster (measured in BUILD_NOTES.md). Linux provides them where
+per 4 kB. Huge pages make an update faster (measured in docs/dev/notes). Linux provides them where
 `transparent_hugepage` is `madvise`, the usual setting, or `always`.
 """
 
