@@ -101,8 +101,11 @@ def get_study(mode=''):
   rates = {f'lr.{rate:g}': {'actor.lr': rate} for rate in RATES}
   rules = {rule: default_cell(rule) for rule in RULES}
   grids['default_search'] = grid.Grid(rules, rates, default_run(), seeds=SEARCH_SEEDS)
-  wide = {'algorithm.clip_low': 0.4, 'algorithm.clip_high': 0.4}
-  clips = {'ppo': rules['ppo'], 'ppo+clip.0.4': rules['ppo'] | wide}
+  clips = {'ppo': rules['ppo']} | {
+      f'ppo+clip.{bound}': rules['ppo']
+      | {'algorithm.clip_low': bound, 'algorithm.clip_high': bound}
+      for bound in (0.4, 0.8)
+  }
   middle = {'lr.0.0001': rates['lr.0.0001']}
   grids['default_clip'] = grid.Grid(clips, middle, default_run(), seeds=SEARCH_SEEDS)
   at_best = {rule: rules[rule] | {'actor.lr': rate} for rule, rate in BEST_RATES.items()}

@@ -59,8 +59,8 @@ PROCESSES = {
     'wrong mode': (['--mode=trian'], ['mode', 'train|eval']),
     'forgotten dashes': (['config.train.updates=3'], ['config.train.updates=3', '--']),
     'rule of validate': (
-        ['--config.rollout.top_p=0.5', '--workdir={tmp}/run'],
-        ['top_p=0.5', 'old_logp=sampler'],
+        ['--config.rollout.top_k=5', '--config.algorithm.old_logp=trainer', '--workdir={tmp}/run'],
+        ['top_k=5', 'old_logp=sampler'],
     ),
     'report of nothing': (['--mode=report', '--workdir={tmp}/nothing'], ['nothing']),
 }
@@ -285,8 +285,11 @@ class MainTest(parameterized.TestCase):
           ['--config.train.micro_batch=4', '--config.mesh.data=8'],
           ['micro_batch=4', 'multiple of 8'],
       ),
-      (['--config.mesh.data=3', '--config.mesh.fsdp=1'], ['data=3', '8']),
-      (['--config.rollout.top_p=0.9'], ['top_p=0.9', 'old_logp=sampler']),
+      (['--config.mesh.data=3', '--config.mesh.fsdp=3'], ['data=3', '8']),
+      (
+          ['--config.rollout.top_p=0.9', '--config.algorithm.old_logp=trainer'],
+          ['top_p=0.9', 'old_logp=sampler'],
+      ),
       (['--config.model.attention=splash'], ['splash', 'needs a TPU', 'cpu', 'plain']),
       (['--workdir={tmp}/experiment.py/run'], ['experiment.py/run']),
   )
