@@ -75,8 +75,8 @@ class HttpRetriever:
   in [0.5, 1.5); an unreadable answer is not.
 
   Once `give_up()` is true, a search in progress ends within seconds, without an answer. After one
-  of its requests has had no answer at all in any attempt (a refused connection or a time-out), those
-  that have not been sent fail at once. They would wait as long for a server that is gone.
+  of its requests has had no answer at all in any attempt (a refused connection or a time-out),
+  those that were not sent yet fail at once, because the server is most likely gone.
 
   Counters since construction: `requests` sent (with retries), `retries`, `failures` (queries that
   gave None), `cache_hits` (queries answered from the cache).

@@ -19,7 +19,6 @@ from stppo_jax import chat
 from stppo_jax import types
 from stppo_jax.runtime import hosts
 
-
 _MOST_EXPERTS = 1 << 14  # of a token, in all layers
 
 
