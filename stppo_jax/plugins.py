@@ -34,7 +34,7 @@ def load(field: str, name: str, built_in: Mapping[str, Any]) -> Any:
   if name in built_in:
     return built_in[name]
   module_name, colon, attribute = name.partition(':')
-  if not colon:
+  if not colon or module_name != ''.join(module_name.split()):
     near = difflib.get_close_matches(name, built_in, n=1)
     hint = f'; did you mean {near[0]}?' if near else ''
     raise UserError(f'{given}: allowed are {", ".join(built_in)}, or module:attribute{hint}')
@@ -57,9 +57,12 @@ def named(config: Any) -> dict[str, str]:
       continue
     several = isinstance(value, tuple)
     for i, name in enumerate(value if several else (value,)):
-      own = isinstance(name, str) and ':' in name and not os.path.exists(name)
-      if own and name.partition(':')[0] not in rules.prefixes:  # an agent program: envs/program.py
-        found[f'{path}[{i}]' if several else path] = name.removeprefix('gateway:')
+      if not isinstance(name, str) or ':' not in name:
+        continue
+      is_file = path == 'data.source' and os.path.exists(name)  # which is read, not imported
+      if not is_file and name.partition(':')[0] not in rules.prefixes:
+        field = f'{path}[{i}]' if several else path
+        found[field] = name.removeprefix('gateway:')  # an agent program: envs/program.py
   return found
 
 

@@ -112,6 +112,19 @@ class ToTurnBatchTest(parameterized.TestCase):
     with self.assertRaises(ValueError):
       batching.unpacked(['V16', [1 << 20], bomb[2]])
 
+  def test_a_record_that_claims_more_than_it_holds_is_refused(self):
+    episode = make_episode(turns=(((5, 6), ()),))
+    (record,) = batching.to_records([episode], Pieces(), 1, 'train')
+    num_tokens = len(record['tokens'])
+    bomb = batching.packed(np.zeros((1 << 20, 2, 2), np.uint8))
+    for changes in (
+        {'routes': [bomb]},
+        {'routes': [['uint8', [num_tokens, 9**9, 2], bomb[2]]]},
+        {'turn_ids': [0] * (num_tokens - 1) + [10**6]},
+    ):
+      with self.assertRaises(ValueError):
+        batching.from_records([record | changes])
+
   @hypothesis.settings(deadline=None, max_examples=50)
   @hypothesis.given(
       st.lists(

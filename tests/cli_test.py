@@ -506,9 +506,9 @@ class OfRunTest(parameterized.TestCase):
     result = self.parse('--help=algorithm')
     self.assertEqual(result.returncode, 2)
     line = (
-        f"run.py: {self.path} names data.source='os:system': code, commands and addresses of a "
-        'folder are used with --trust_workdir only; add it if you trust the folder, or give your '
-        'own --config\n'
+        f"run.py: {self.path} names data.source='os:system': code, commands, addresses and folders "
+        'to write to are taken from a folder with --trust_workdir only; add it if you trust the '
+        'folder, or give your own --config\n'
     )
     self.assertEqual(result.stderr, line)
     self.assertFalse(mark.exists())
@@ -529,25 +529,30 @@ class OfRunTest(parameterized.TestCase):
       ('eval.address', 'http://host/v1'),
       ('serve.host', '0.0.0.0'),
       ('serve.hosts', ('rebound.example',)),
+      ('eval.folder', '/elsewhere'),
+      ('eval.folder', '..'),
+      ('retriever.embeddings', 'elsewhere'),
       ('env.options', {'opponent': 'm:f'}),
+      ('env.options', {'opponent': 'my-module:f'}),
+      ('env.options', {'host': 'my-host.example:80/path'}),
       ('env.options', {'deep': [{'url': 'https://host'}]}),
       ('algorithm.options', {'f': 'm.n:f'}),
   )
   def test_code_and_addresses_in_a_folder_are_found(self, path, value):
     config = schema.Config()
     self.write(config)
-    self.assertEqual(of_run.untrusted(of_run.get_config(self.workdir), {}), [])
+    self.assertEqual(of_run.untrusted(self.workdir, of_run.get_config(self.workdir), {}), [])
     section, name = path.split('.')
     setattr(getattr(config, section), name, value)
     self.write(config)
     found = of_run.get_config(self.workdir)
-    (text,) = of_run.untrusted(found, {})
+    (text,) = of_run.untrusted(self.workdir, found, {})
     self.assertStartsWith(text, path)
     if isinstance(value, dict):
-      self.assertEqual(of_run.untrusted(found, {path: value}), [])
+      self.assertEqual(of_run.untrusted(self.workdir, found, {path: value}), [])
       return
     setattr(getattr(found, section), name, value)  # as the command line does
-    self.assertEqual(of_run.untrusted(found, {}), [])
+    self.assertEqual(of_run.untrusted(self.workdir, found, {}), [])
 
   @parameterized.parameters(
       ('env.kind', 'gem:game:GuessTheNumber-v0-easy'),
@@ -562,7 +567,17 @@ class OfRunTest(parameterized.TestCase):
     section, name = path.split('.')
     setattr(getattr(config, section), name, value)
     self.write(config)
-    self.assertEqual(of_run.untrusted(of_run.get_config(self.workdir), {}), [])
+    self.assertEqual(of_run.untrusted(self.workdir, of_run.get_config(self.workdir), {}), [])
+
+  def test_a_folder_to_write_to_within_the_run_needs_no_trust(self):
+    config = schema.Config()
+    link = os.path.join(self.workdir, 'link')
+    os.symlink('/', link)
+    for folder, is_found in ((os.path.join(self.workdir, 'scores'), False), (link, True)):
+      config.eval.folder = folder
+      self.write(config)
+      found = of_run.untrusted(self.workdir, of_run.get_config(self.workdir), {})
+      self.assertEqual(bool(found), is_found)
 
   def test_a_byte_order_mark_is_no_error(self):
     self.write(schema.Config(seed=5))

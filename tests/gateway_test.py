@@ -98,6 +98,24 @@ def events(response):
   return [json.loads(line.removeprefix('data: ')) for line in lines[:-1]]
 
 
+@contextlib.contextmanager
+def blocked_encoder(service):
+  """The thread that encodes prompts waits for the event that is yielded."""
+  goes_on = threading.Event()
+  service._encoder.submit(goes_on.wait, 60)
+  try:
+    yield goes_on
+  finally:
+    goes_on.set()
+
+
+def wait_for(condition):
+  end = time.monotonic() + 60
+  while not condition():
+    assert time.monotonic() < end
+    time.sleep(0.01)
+
+
 class AnswersTest(parameterized.TestCase):
 
   @classmethod
@@ -540,11 +558,46 @@ class LimitsTest(parameterized.TestCase):
       body = b' ' * (2 << 20)
       answer = requests.post(server.url + '/v1/completions', data=body, headers=JSON, timeout=60)
       self.assertEqual(answer.status_code, 413)
-      answer = post(server, {**ASKED, 'n': 3})
+      answer = post(server, {**ASKED, 'n': 3})  # which no later attempt could get
+      self.assertEqual(answer.status_code, 400)
+      self.assertIn('at most 2', answer.json()['error']['message'])
+      self.assertEqual(post(server, {**ASKED, 'n': 2}).status_code, 200)
+
+  def test_requests_that_wait_to_be_encoded_are_bounded(self):
+    with running(max_waiting=2) as server, blocked_encoder(server.service) as goes_on:
+      with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first = [pool.submit(post, server, ASKED) for _ in range(2)]
+        wait_for(lambda: server.service._num_encoding == 2)
+        answer = post(server, ASKED)
+        goes_on.set()
+        self.assertEqual([x.result().status_code for x in first], [200, 200])
       self.assertEqual(answer.status_code, 429)
       self.assertEqual(answer.json()['error']['type'], 'rate_limit_error')
       self.assertEqual(answer.headers['Retry-After'], '1')
-      self.assertEqual(post(server, {**ASKED, 'n': 2}).status_code, 200)
+      self.assertEqual(post(server, ASKED).status_code, 200)
+
+  def test_the_prompt_of_a_client_that_left_is_not_encoded(self):
+    with running() as server, blocked_encoder(server.service) as goes_on:
+      service, body = server.service, json.dumps(ASKED).encode()
+      head = 'POST /v1/chat/completions HTTP/1.1\r\nContent-Type: application/json\r\n'
+      head += f'Host: localhost\r\nContent-Length: {len(body)}\r\n\r\n'
+      with mock.patch.object(service.template, 'encode', side_effect=AssertionError) as encode:
+        with socket.create_connection((server.host, server.port)) as connection:
+          connection.sendall(head.encode() + body)
+          wait_for(lambda: service._num_encoding == 1)
+        time.sleep(0.2)  # until the server has seen the end of the connection
+        goes_on.set()
+        wait_for(lambda: service._num_encoding == 0)
+      encode.assert_not_called()
+      self.assertEqual(post(server, ASKED).status_code, 200)
+
+  def test_the_prompts_after_one_that_cannot_fit_are_not_encoded(self):
+    with running() as server:
+      template = server.service.template
+      with mock.patch.object(template, 'encode_prompt', wraps=template.encode_prompt) as encode:
+        answer = post(server, {'prompt': ['x ' * 1000] * 100}, '/v1/completions')
+      self.assertEqual(answer.json()['error']['code'], 'context_length_exceeded')
+      self.assertEqual(encode.call_count, 1)
 
   def test_a_client_that_leaves_frees_its_row(self):
     with running() as server:

@@ -362,6 +362,20 @@ class FailuresTest(parameterized.TestCase):
         self.assertEqual(retriever.search(['a'], 1), [None])
         self.assertEqual(_counters(retriever), (2, 1, 1, 0))
 
+  @parameterized.named_parameters(
+      ('hangs', lambda handler: time.sleep(60), 2),
+      ('hangs_up', _hang_up, 2),
+      ('is_overloaded', (503, b''), 8),
+  )
+  def test_after_a_request_without_an_answer_the_others_are_not_sent(self, reply, num_sent):
+    """A server that answers at all, be it with an error, may answer the next request."""
+    with _server(lambda *_: reply) as (url, _):
+      retriever = _retriever(url, timeout_s=0.5, retries=1, concurrency=1, max_queries=1)
+      for _ in range(2):  # each search asks anew
+        self.assertEqual(retriever.search(['a', 'b', 'c', 'd'], 1), [None] * 4)
+      self.assertEqual(retriever.requests, 2 * num_sent)
+      self.assertEqual(retriever.failures, 8)
+
   def test_unknown_host(self):
     with mock.patch.object(socket, 'getaddrinfo', side_effect=socket.gaierror('no such host')):
       self.assertEqual(_retriever('http://retriever.invalid').search(['a'], 1), [None])

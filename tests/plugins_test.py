@@ -1,5 +1,6 @@
 """Plug-ins: a short name or module:attribute, and one line of error for anything else."""
 
+import contextlib
 import pathlib
 import sys
 import tempfile
@@ -7,6 +8,7 @@ import tempfile
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from stppo_jax import config as schema
 from stppo_jax import plugins
 from stppo_jax.types import UserError
 
@@ -51,6 +53,7 @@ class PluginsTest(parameterized.TestCase):
       ('no_such_module:Env', ['no_such_module', 'ModuleNotFoundError', 'folder that holds it']),
       ('fails:Env', ['fails.py:2', 'ZeroDivisionError']),
       ('at_length:Env', ['at_length.py:1', 'one two']),
+      ('a name: of none', ['allowed are search', 'module:attribute']),
       ('json:no_such_name', ['no_such_name', 'json']),
   )
   def test_anything_else_is_refused_in_one_line(self, name, words):
@@ -73,6 +76,18 @@ class PluginsTest(parameterized.TestCase):
   def test_a_source_that_is_gone_is_one_line_as_well(self):
     with self.assertRaisesRegex(UserError, r'^config.env.kind=.no_such_module:x.: cannot import'):
       plugins.digests({'env.kind': 'no_such_module:x'})
+
+  def test_a_file_of_the_same_name_hides_no_plug_in(self):
+    """It hides a source of questions alone, which is read instead."""
+    self.module('plugged_in', 'x = 1\n')
+    with contextlib.chdir(self.folder):
+      (self.folder / 'plugged_in:x').write_text('', encoding='utf-8')
+      config = schema.Config()
+      config.env.kind = config.data.source = 'plugged_in:x'
+      config.env.tools = ('calculator', 'plugged_in:x')
+      self.assertEqual(
+          plugins.named(config), {'env.kind': 'plugged_in:x', 'env.tools[1]': 'plugged_in:x'}
+      )
 
 
 if __name__ == '__main__':

@@ -103,6 +103,18 @@ class ReplayTest(parameterized.TestCase):
       # The replay saved what it read: it can be replayed in turn.
       self.assertEqual(lines(os.path.join(again, 'episodes', os.path.basename(path))), lines(path))
 
+  def test_numbers_and_brackets_without_end_are_one_line(self):
+    path = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), 'train_000001.jsonl')
+    record = {'tokens': [2**40], 'turn_ids': [0], 'behaviour_logp': [], 'actions': []}
+    for text, words in (
+        (json.dumps(record), 'does not hold the episodes'),
+        ('[' * 100_000, 'is not JSON lines'),
+    ):
+      with open(path, 'w', encoding='utf-8') as file:
+        file.write(text)
+      with self.assertRaisesRegex(UserError, words):
+        saved.read(path, mock.Mock())
+
   def test_what_cannot_be_replayed_is_one_line(self):
     config, workdir = self.make('run', **{'train.updates': 1})
     loop.train(config, workdir)

@@ -355,6 +355,21 @@ class LoadTest(parameterized.TestCase):
         self.assertEqual(connection.recv(100), b'')
       wait_for(lambda: service.receiving_bytes == 0)
 
+  @parameterized.parameters(('/health', 405), ('/metrics', 405), ('/nowhere', 404))
+  def test_a_body_of_a_path_without_one_takes_no_memory(self, path, status):
+    half = HEADER.replace(b'/retrieve', path.encode()) + b'Content-Length: 8000000\r\n\r\n'
+    with running() as (port, service, _):
+      tracemalloc.start()
+      self.addCleanup(tracemalloc.stop)
+      with socket.create_connection(('127.0.0.1', port), timeout=60) as connection:
+        connection.sendall(half)
+        for _ in range(799):
+          connection.sendall(bytes(10_000))
+        self.assertEqual(ask(port, method='GET', path='/health')[0], 200)
+        connection.sendall(bytes(10_000))
+        self.assertIn(b' %d ' % status, connection.recv(100))
+      self.assertLess(tracemalloc.get_traced_memory()[1], 4_000_000)
+
   def test_slow_clients_are_disconnected(self):
     header = HEADER + b'Content-Length: 100\r\n\r\n'
     with running(idle_timeout_s=1.0, body_timeout_s=1.0) as (port, service, _):

@@ -1,7 +1,7 @@
 """The config in a run's folder, which modes that read a run take where no --config is given.
 
-A folder may come from a stranger. Code, commands and addresses that its config.json names are used
-with --trust_workdir only.
+A folder may come from a stranger. Code, commands, addresses and folders to write to that its
+config.json names are used with --trust_workdir only.
 """
 
 import argparse
@@ -18,8 +18,10 @@ from stppo_jax import validation
 from stppo_jax.monitoring import workdir as workdirs
 
 _ADDRESSES = ('retriever.url', 'eval.address', 'serve.host', 'serve.hosts')
+_WRITTEN = ('eval.folder', 'retriever.embeddings')  # folders; one within the run's is its own
 _REGISTRIES = ('gem:', 'textarena:', 'reasoning_gym:')  # such a name is looked up, not imported
-_CODE_OR_ADDRESS = re.compile(r'[\w.]+:[\w.]+|.*://.*', re.DOTALL)
+# The name of a module or host may have other characters than letters, such as a hyphen.
+_CODE_OR_ADDRESS = re.compile(r'\S+:\S+|.*://.*', re.DOTALL)
 _MAX_SHOWN = 200  # characters of a setting in an error
 
 _MODES = ('eval', 'export', 'sample', 'serve', 'chat')
@@ -57,19 +59,22 @@ def get_config(workdir: str) -> schema.Config:
 def check_trust(
     workdir: str, config: schema.Config, options: Mapping[str, Mapping[str, Any]]
 ) -> None:
-  """Raises a UserError if the config.json of a folder names code, commands or addresses."""
-  if found := untrusted(config, options):
+  """Raises a UserError if the config.json of a folder names what `untrusted` finds."""
+  if found := untrusted(workdir, config, options):
     raise types.UserError(
-        f'{workdir}/config.json names {", ".join(found)}: code, commands and addresses of a folder '
-        'are used with --trust_workdir only; add it if you trust the folder, or give your own '
-        '--config'
+        f'{workdir}/config.json names {", ".join(found)}: code, commands, addresses and folders to '
+        'write to are taken from a folder with --trust_workdir only; add it if you trust the '
+        'folder, or give your own --config'
     )
 
 
-def untrusted(config: schema.Config, options: Mapping[str, Mapping[str, Any]]) -> list[str]:
-  """Returns 'PATH=VALUE' of each code, command or address that the folder's config.json names.
+def untrusted(
+    workdir: str, config: schema.Config, options: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+  """Returns 'PATH=VALUE' of each setting of the folder's config.json that needs trust.
 
   Args:
+    workdir: the folder. To write within it needs no trust.
     config: as `get_config` gives it, with the overrides of the command line.
     options: {PATH: {NAME: VALUE}} that the command line sets in dicts. They are the user's own.
   """
@@ -89,9 +94,16 @@ def untrusted(config: schema.Config, options: Mapping[str, Mapping[str, Any]]) -
         ':' in text and not text.startswith(_REGISTRIES) for text in _texts(value)
     )
     is_address = path in _ADDRESSES and value != defaults[path]
-    if is_of_folder and (is_own_code or is_address):
+    is_written = path in _WRITTEN and not _is_within(workdir, value)
+    if is_of_folder and (is_own_code or is_address or is_written):
       found.append(f'{path}={value!r}'[:_MAX_SHOWN])
   return found
+
+
+def _is_within(folder: str, path: Any) -> bool:
+  """Returns whether a path is '' or in the folder, links followed."""
+  root = os.path.realpath(folder)
+  return not path or os.path.commonpath([root, os.path.realpath(path)]) == root
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -31,7 +31,8 @@ _ENTRY = os.path.abspath(sys.argv[0])  # run.py, or the command
 TRUST = flags.DEFINE_bool(
     'trust_workdir',
     False,
-    'without --config: use the code, commands and addresses that WORKDIR/config.json names',
+    'without --config: use the code, commands, addresses and folders to write to that '
+    'WORKDIR/config.json names',
 )
 
 

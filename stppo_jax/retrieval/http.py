@@ -74,7 +74,9 @@ class HttpRetriever:
   Network errors, time-outs and overload are retried after `backoff_s * 2**attempt` times a jitter
   in [0.5, 1.5); an unreadable answer is not.
 
-  Once `give_up()` is true, a search in progress ends within seconds, without an answer.
+  Once `give_up()` is true, a search in progress ends within seconds, without an answer. After one
+  of its requests has had no answer at all in any attempt (a refused connection or a time-out),
+  those that were not sent yet fail at once, because the server is most likely gone.
 
   Counters since construction: `requests` sent (with retries), `retries`, `failures` (queries that
   gave None), `cache_hits` (queries answered from the cache).
@@ -157,21 +159,23 @@ class HttpRetriever:
     """Sends requests of bounded size side by side; one that fails does not affect the others."""
     size = self._max_queries
     parts = [queries[i : i + size] for i in range(0, len(queries), size)]
-    fetch = functools.partial(self._fetch_part, top_k=top_k)
+    fetch = functools.partial(self._fetch_part, top_k=top_k, is_gone=threading.Event())
     if len(parts) == 1:
       return fetch(parts[0])
     with futures.ThreadPoolExecutor(min(self._how.concurrency, len(parts))) as pool:
       return [passages for part in pool.map(fetch, parts) for passages in part]
 
-  def _fetch_part(self, queries: list[str], top_k: int) -> list[list[types.Passage] | None]:
+  def _fetch_part(
+      self, queries: list[str], top_k: int, is_gone: threading.Event
+  ) -> list[list[types.Passage] | None]:
     """Sends one request: one query in RAGEN's dialect, up to `max_queries` in the other."""
     if self._how.dialect == 'ragen':
-      answer = self._ask({'query': queries[0], 'top_k': top_k})
+      answer = self._ask({'query': queries[0], 'top_k': top_k}, is_gone)
       if answer is None:
         return [None]
       rows = answer.get('results') if isinstance(answer, dict) else None
       return [self._passages(rows, _ragen_passage, top_k)]
-    answer = self._ask({'queries': queries, 'topk': top_k, 'return_scores': True})
+    answer = self._ask({'queries': queries, 'topk': top_k, 'return_scores': True}, is_gone)
     rows = answer.get('result') if isinstance(answer, dict) else None
     if not isinstance(rows, list) or len(rows) != len(queries):
       if answer is not None:
@@ -179,12 +183,16 @@ class HttpRetriever:
       return [None] * len(queries)
     return [self._passages(row, _search_r1_passage, top_k) for row in rows]
 
-  def _ask(self, question: dict[str, Any]) -> Any:
-    """Returns the server's JSON, or None after the last attempt."""
+  def _ask(self, question: dict[str, Any], is_gone: threading.Event) -> Any:
+    """Returns the server's JSON, or None after the last attempt, or if the server is gone.
+
+    Sets `is_gone` where no attempt had any answer.
+    """
+    was_silent = True
     for attempt in range(self._how.retries + 1):
       with self._in_flight:
-        if self.give_up():
-          break
+        if self.give_up() or is_gone.is_set():
+          return None
         with self._lock:
           self.requests += 1
           self.retries += attempt > 0
@@ -193,12 +201,15 @@ class HttpRetriever:
       if failure is None:
         return answer
       if self.give_up():
-        break
+        return None
       self._report(failure)
       if not again:
-        break
+        return None
+      was_silent &= not failure.startswith('HTTP status')
       if attempt < self._how.retries:
         self._sleep(min(self._how.backoff_s * 2**attempt * jitter, _MAX_BACKOFF_S))
+    if was_silent:
+      is_gone.set()
     return None
 
   def _passages(

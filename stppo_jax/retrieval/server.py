@@ -247,25 +247,29 @@ def make_application(
   )
 
 
+@web.stream_request_body  # so that `prepare` can reject a body before it is received
 class _Handler(json_handler.JsonHandler):
 
   def initialize(self, service: Service):
-    self.service = service
+    self.service, self.is_unread = service, True
 
   def prepare(self):
     self.check_source()
+    self.is_unread = False
+
+  def data_received(self, chunk):
+    pass  # a body that no answer depends on takes no memory
 
 
-@web.stream_request_body  # so that `prepare` can reject a body before it is received
 class _Retrieve(_Handler):
 
   def initialize(self, service: Service):
     super().initialize(service)
     self._started, self._body = time.perf_counter(), bytearray()
-    self._entered, self._is_received, self.is_unread = False, False, True
+    self._entered, self._is_received = False, False
 
   def prepare(self):
-    super().prepare()
+    self.check_source()
     length, most = self.content_length(), self.service.limits.max_body_bytes
     if length > most:
       raise web.HTTPError(413, f'a body of {length} bytes: send at most {most}')
@@ -352,9 +356,10 @@ class _Metrics(_Handler):
 
 class _Elsewhere(_Handler):
 
-  def prepare(self):
-    super().prepare()
+  def get(self):
     raise web.HTTPError(404, 'there are POST /retrieve, GET /health and GET /metrics')
+
+  head = post = put = patch = delete = options = get
 
 
 def make_retriever(

@@ -19,6 +19,8 @@ from stppo_jax import chat
 from stppo_jax import types
 from stppo_jax.runtime import hosts
 
+_MOST_EXPERTS = 1 << 14  # of a token, in all layers
+
 
 def to_turn_batch(
     episodes: Sequence[types.Episode],
@@ -242,7 +244,10 @@ def from_records(records: Sequence[Mapping[str, Any]]) -> list[types.Episode]:
     tokens, turn_ids = ids(record['tokens']), ids(record['turn_ids'])
     logp = np.full(tokens.shape, np.nan, np.float32)
     logp[turn_ids > 0] = np.array(record['behaviour_logp'], np.float32)
-    starts = [int(np.argmax(turn_ids == k)) for k in range(1, turn_ids.max(initial=0) + 1)]
+    num_turns = int(turn_ids.max(initial=0))
+    if num_turns > len(record['actions']):
+      raise ValueError(f'turn {num_turns} of {len(record["actions"])}')
+    starts = [int(np.argmax(turn_ids == k)) for k in range(1, num_turns + 1)]
     routes = record.get('routes', [None] * len(starts))
     turns = []
     for k, (start, end) in enumerate(zip(starts, [*starts[1:], len(tokens)]), start=1):
@@ -254,7 +259,7 @@ def from_records(records: Sequence[Mapping[str, Any]]) -> list[types.Episode]:
               tokens[stop:end],
               record['actions'][k - 1],
               record['rewards'][k - 1],
-              unpacked(routes[k - 1]),
+              unpacked(routes[k - 1], len(tokens)),
           )
       )
     task = types.Task(
@@ -292,12 +297,19 @@ def packed(array: np.ndarray | None) -> list | None:
   return [array.dtype.name, list(array.shape), text]
 
 
-def unpacked(record: list | None) -> np.ndarray | None:
-  """Inverts `packed`. ValueError: the record is of another shape; no more than it is unpacked."""
+def unpacked(record: list | None, most_tokens: float = math.inf) -> np.ndarray | None:
+  """Inverts `packed`, of the experts [n,L,A] of at most `most_tokens`.
+
+  ValueError: the record is of another shape. A few bytes may claim to hold any number of experts,
+  of which no more than the shape says are unpacked.
+  """
   if record is None:
     return None
   name, shape, text = record
   dtype = np.dtype(name)
+  fits = len(shape) == 3 and 0 <= shape[0] <= most_tokens
+  if not fits or not 0 <= shape[1] * shape[2] <= _MOST_EXPERTS:
+    raise ValueError(f'routes of shape {shape!r:.60}, of {most_tokens} tokens')
   if dtype.kind not in 'iu':
     raise ValueError(f'{name!r}: whole numbers are needed')
   size = math.prod(shape) * dtype.itemsize

@@ -106,7 +106,7 @@ class Scheduler:
     self.max_total = sampler.max_slots
     self._sampler, self._params = sampler, sampler.copy(params)
     self._token_bytes, self._eos_ids = token_bytes, frozenset(eos_ids)
-    self._max_waiting, self._shares_prefixes = max_waiting, shares_prefixes
+    self.max_waiting, self._shares_prefixes = max_waiting, shares_prefixes
     self._context = sampler.empty(sampler.width, sampler.slot_buckets[0])
     room = sampler.slot_buckets[-1]
     self._rows = [_Row(i, np.zeros(room, np.int32)) for i in range(sampler.width)]
@@ -154,7 +154,7 @@ class Scheduler:
       if not self.is_alive:
         raise Busy('the server stops')
       self._drop_waiting()
-      if len(self._waiting) + len(requests) > self._max_waiting:
+      if len(self._waiting) + len(requests) > self.max_waiting:
         raise Busy(f'{len(self._waiting)} requests are waiting')
       self._waiting.extend(requests)
       self.counts.queued_choices += len(requests)

@@ -238,12 +238,12 @@ class _Complete(_Handler):
     session = session or self.request.headers.get('X-Session-Id', '')
     service = self.service
     ask = api.parse(self.body(), self.is_chat, service.limits, service.template_kwargs)
-    self._answer = await self.service.begin(ask, session)
-    if self._is_gone:
-      self._answer.cancel()
     self._id = ('chatcmpl-' if self.is_chat else 'cmpl-') + uuid.uuid4().hex
     self._created = int(time.time())
     try:
+      self._answer = await self.service.begin(ask, session, lambda: self._is_gone)
+      if self._is_gone:
+        self._answer.cancel()
       await (self._stream if ask.stream else self._whole)(self._answer)
     except TimeoutError:
       self.request.connection.stream.close()  # type: ignore[union-attr]  # HTTP/1 has a stream

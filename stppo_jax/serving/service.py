@@ -6,11 +6,13 @@ tokens come back through the event loop and become text, calls and log-probs.
 
 import asyncio
 from collections.abc import AsyncGenerator
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import secrets
 import threading
@@ -100,6 +102,7 @@ class Service:
     self.template = template_lib.Template(tokenizer, scheduler.max_total, tool_form, max_chars)
     # Long texts take seconds. One thread encodes them in the order in which they came.
     self._encoder = futures.ThreadPoolExecutor(1, 'encode')
+    self._num_encoding = 0  # asks that wait for that thread, or that it encodes
     self.stopping = False
     self._sessions: dict[str, sessions_lib.Session] = {}
     self._lock = threading.Lock()
@@ -134,8 +137,13 @@ class Service:
       raise api.ApiError(404, 'there is no such session, or it has ended', 'session_not_found')
     return found
 
-  async def begin(self, ask: api.Ask, session_name: str = '') -> Answer:
-    """Queues an ask. Raises ApiError. Within a session any model name will do."""
+  async def begin(
+      self,
+      ask: api.Ask,
+      session_name: str = '',
+      is_gone: Callable[[], bool] = lambda: False,  # whether the client has disconnected
+  ) -> Answer:
+    """Queues an ask. Raises ApiError, and Gone. Within a session any model name will do."""
     session = self.session(session_name) if session_name else None
     if session is None and ask.model not in ('', self.name):
       raise api.ApiError(
@@ -148,10 +156,20 @@ class Service:
       raise api.ApiError(400, 'ignore_eos is not supported in a session', param='ignore_eos')
     if session is not None and len(ask.prompts) > 1:
       raise api.ApiError(400, 'a request in a session has one prompt', param='prompt')
+    most = self.scheduler.max_waiting
+    num_choices = ask.n * max(1, len(ask.prompts))
+    if num_choices > most:
+      raise api.ApiError(
+          400, f'{num_choices} answers: ask for at most {most} in a request, prompts times n'
+      )
+    if self._num_encoding >= most:
+      raise api.ApiError(429, f'busy: {self._num_encoding} requests are waiting; try again')
     form = tool_calls.make_form(self.tool_form, ask.tools) if ask.tools else None
     loop = asyncio.get_running_loop()
+    encode = functools.partial(self._encode, ask, session, is_gone)
+    self._num_encoding += 1
     try:
-      plans, prompts = await loop.run_in_executor(self._encoder, self._encode, ask, session)
+      plans, prompts = await loop.run_in_executor(self._encoder, encode)
     except template_lib.TooLong as error:
       if session is not None:
         session.abandon(None, too_long=True)
@@ -160,6 +178,8 @@ class Service:
       raise api.ApiError(400, ' '.join(str(error).split())[:500]) from None
     except sessions_lib.Closed as error:
       raise api.ApiError(404, str(error), 'session_not_found') from None
+    finally:
+      self._num_encoding -= 1
     try:
       answer = self._answer(ask, session, session_name, plans, prompts, form)
       self.scheduler.submit([choice.request for choice in answer.choices])
@@ -174,16 +194,22 @@ class Service:
     return answer
 
   def _encode(
-      self, ask: api.Ask, session: sessions_lib.Session | None
+      self, ask: api.Ask, session: sessions_lib.Session | None, is_gone: Callable[[], bool]
   ) -> tuple[list[sessions_lib.Plan], list[list[int]]]:
     """Returns the plans of a session's request, one per choice, and the ids of each prompt."""
+    if is_gone():
+      raise Gone
     if session is not None:
       plans = _plans(session, ask)
       return plans, [plans[0].ids]
     if ask.messages is not None:
       return [], [self.template.encode(ask.messages, ask.tools)]
     # A text may be a chat that the client's own template wrote.
-    return [], [self.template.encode_prompt(prompt) for prompt in ask.prompts]
+    prompts = []
+    for prompt in ask.prompts:
+      prompts.append(self.template.encode_prompt(prompt))
+      self._check_ids(ask, prompts[-1])  # before the others take their time
+    return [], prompts
 
   def _check_ids(self, ask: api.Ask, ids: Sequence[int]) -> None:
     """Raises ApiError for a prompt that leaves no room, or that is no text."""

@@ -38,7 +38,6 @@ from stppo_jax.trajectories import saved
 
 _NO_IDS = np.zeros((0,), np.int32)
 _MOST = 2**31 - 1  # of a step or row
-_MOST_EXPERTS = 1 << 14  # of a token, in all layers
 _CONTROL = re.compile(r'<\|[^\s<>|]{1,40}\|>')  # how most families write control tokens
 _MISMATCH = (
     'token ids of another tokenizer than that of {folder!r}: {why}. Give the model that they were '
@@ -348,15 +347,14 @@ def _turn(step, tokens, logp) -> types.Turn:
 
 
 def _routes(step, record) -> np.ndarray | None:
-  """Returns the experts [p+n,L,A] of a turn. A few bytes may claim to hold any number of them."""
+  """Returns the experts [p+n,L,A] of a turn."""
   if record is None:
     return None
-  shape = record[1]
-  num_ids = len(_ids(step, 'prompt') or ()) + len(_ids(step, 'completion') or ())
-  fits = len(shape) == 3 and 0 <= shape[0] <= num_ids and 0 <= shape[1] * shape[2] <= _MOST_EXPERTS
-  if not fits:
-    raise _Unusable(f'step {step["step_id"]} has routes of shape {shape!r:.60}, of {num_ids} ids')
-  return batching.unpacked(record)
+  num_ids = len(_ids(step, 'prompt')) + len(_ids(step, 'completion'))
+  try:
+    return batching.unpacked(record, num_ids)
+  except ValueError as error:
+    raise _Unusable(f'step {step["step_id"]} has {error}') from error
 
 
 def _episode(task, prompt, turns, kept) -> types.Episode:

@@ -73,7 +73,7 @@ def read(path: str, tokenizer: chat.Tokenizer) -> pipeline.Sampled:
         )
   except types.UserError:
     raise
-  except (ValueError, LookupError, TypeError, AttributeError) as error:
+  except (ArithmeticError, ValueError, LookupError, TypeError, AttributeError) as error:
     raise types.UserError(
         f'{path} does not hold the episodes of a batch ({type(error).__name__}: {error}): give the '
         'folder `episodes` of a run of this version'
@@ -88,7 +88,7 @@ def read_records(path: str) -> list[dict[str, Any]]:
       return [json.loads(line) for line in file]
   except OSError as error:
     raise types.UserError(f'{path} cannot be read ({error.strerror})') from error
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise types.UserError(f'{path} is not JSON lines ({error}): replace it') from error
 
 
