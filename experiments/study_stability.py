@@ -101,13 +101,15 @@ def get_study(mode=''):
   rates = {f'lr.{rate:g}': {'actor.lr': rate} for rate in RATES}
   rules = {rule: default_cell(rule) for rule in RULES}
   grids['default_search'] = grid.Grid(rules, rates, default_run(), seeds=SEARCH_SEEDS)
-  clips = {'ppo': rules['ppo']} | {
+  clips = {
       f'ppo+clip.{bound}': rules['ppo']
       | {'algorithm.clip_low': bound, 'algorithm.clip_high': bound}
       for bound in (0.4, 0.8)
   }
   middle = {'lr.0.0001': rates['lr.0.0001']}
-  grids['default_clip'] = grid.Grid(clips, middle, default_run(), seeds=SEARCH_SEEDS)
+  grids['default_clip'] = grid.Grid(
+      clips, middle, default_run(), seeds=SEARCH_SEEDS, baseline='ppo+clip.0.4'
+  )
   at_best = {rule: rules[rule] | {'actor.lr': rate} for rule, rate in BEST_RATES.items()}
   grids['default_run'] = grid.Grid(at_best, {'best_rate': {}}, default_run())
   return grid.Study(
