@@ -57,10 +57,8 @@ BEST_RATES = {'ppo': 1e-4, 'turn_ppo': 1e-4, 's_ppo': 1e-4, 'st_ppo': 1e-4, 'rs_
 
 
 def get_config(mode=''):
-  if mode not in ('', 'quick', 'smoke', 'stale'):
-    raise UserError(
-        f'{mode!r} is not a form of this study: give :quick, :stale, :smoke, or nothing'
-    )
+  if mode not in ('', 'quick', 'smoke', 'open'):
+    raise UserError(f'{mode!r} is not a form of this study: give :quick, :open, :smoke, or nothing')
   config = st_ppo_tiny.base()
   config.name = 'study_stability'
   config.actor.final_lr = 1.0  # a constant rate: no decay hides a collapse
@@ -93,28 +91,29 @@ def get_study(mode=''):
     chosen = {name: cells[name] for name in ('ppo', 'turn_ppo', 'st_ppo', 'ppo+relative.step')}
     harsh = grid.Grid(chosen, _regime('harsh'), seeds=(0, 1, 2))
     return grid.Study({'system_harsh': harsh} | of_mechanism, published=RESULTS)
-  if mode == 'stale':  # not in the page before all of its runs are made again
-    return grid.Study(
-        {'system_stale': grid.Grid(_of_stale(cells), _regime('stale'))}, results=RESULTS
-    )
+  rates = {f'lr.{rate:g}': {'actor.lr': rate} for rate in RATES}
+  rules = {rule: default_cell(rule) for rule in RULES}
+  if mode == 'open':  # not in the page before all of their runs are made
+    clips = {
+        f'ppo+clip.{bound}': rules['ppo']
+        | {'algorithm.clip_low': bound, 'algorithm.clip_high': bound}
+        for bound in (0.4, 0.8)
+    }
+    middle = {'lr.0.0001': rates['lr.0.0001']}
+    grids = {
+        'system_stale': grid.Grid(_of_stale(cells), _regime('stale')),
+        'default_clip': grid.Grid(
+            clips, middle, default_run(), seeds=SEARCH_SEEDS, baseline='ppo+clip.0.4'
+        ),
+    }
+    return grid.Study(grids, results=RESULTS)
   grids = {
       f'system_{name}': grid.Grid(cells | lower, _regime(name))
       for name, lower in LOWER_RATE.items()
   }
   chosen = {name: cells[name] for name in OF_LARGER}
   grids['system_5m'] = grid.Grid(chosen, REGIMES_OF_LARGER, LARGER)
-  rates = {f'lr.{rate:g}': {'actor.lr': rate} for rate in RATES}
-  rules = {rule: default_cell(rule) for rule in RULES}
   grids['default_search'] = grid.Grid(rules, rates, default_run(), seeds=SEARCH_SEEDS)
-  clips = {
-      f'ppo+clip.{bound}': rules['ppo']
-      | {'algorithm.clip_low': bound, 'algorithm.clip_high': bound}
-      for bound in (0.4, 0.8)
-  }
-  middle = {'lr.0.0001': rates['lr.0.0001']}
-  grids['default_clip'] = grid.Grid(
-      clips, middle, default_run(), seeds=SEARCH_SEEDS, baseline='ppo+clip.0.4'
-  )
   at_best = {rule: rules[rule] | {'actor.lr': rate} for rule, rate in BEST_RATES.items()}
   grids['default_run'] = grid.Grid(at_best, {'best_rate': {}}, default_run())
   return grid.Study(
