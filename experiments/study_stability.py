@@ -53,7 +53,7 @@ REGIMES_OF_LARGER = {'calm': REGIMES['calm'], 'calm_step': {'actor.lr': 8.4e-5}}
 RULES = ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'rs_ppo')
 RATES = (5e-5, 1e-4, 2e-4)
 SEARCH_SEEDS = (100, 101)
-BEST_RATES = {'ppo': 1e-4, 'turn_ppo': 1e-4, 's_ppo': 1e-4, 'st_ppo': 1e-4, 'rs_ppo': 2e-4}
+BEST_RATES = {'ppo': 1e-4, 'turn_ppo': 5e-5, 's_ppo': 1e-4, 'st_ppo': 5e-5, 'rs_ppo': 2e-4}
 
 
 def get_config(mode=''):
