@@ -13,6 +13,8 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 
+from experiments import study_stability
+
 RESULTS = pathlib.Path(__file__).parent.parent / 'docs/study/results/default_run.jsonl'
 SEEDS = 5
 RULES = {  # name -> (label, colour), by the palette of Okabe and Ito
@@ -25,10 +27,15 @@ RULES = {  # name -> (label, colour), by the palette of Okabe and Ito
 
 
 def read(rule: str) -> list[dict]:
-  """Returns the records of a rule, one per seed."""
+  """Returns the records of a rule at its best rate, one per seed."""
   with open(RESULTS, encoding='utf-8') as file:
     records = [json.loads(line) for line in file]
-  by_seed = {record['seeds'][0]: record for record in records if record['cell'] == rule}
+  rate = study_stability.BEST_RATES[rule]
+  by_seed = {
+      record['seeds'][0]: record
+      for record in records
+      if record['cell'] == rule and record['overrides']['actor.lr'] == rate
+  }
   return [by_seed[seed] for seed in sorted(by_seed)]
 
 
