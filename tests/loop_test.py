@@ -425,8 +425,7 @@ class LoopTest(parameterized.TestCase):
       self.assertLen(asked, 1)
     loop.train(config, stopped)
     self.assertEqual(
-        [row['pipeline/staleness'] for row in metrics_lib.read_metrics(stopped)[1:]],
-        [0, staleness],
+        [row['pipeline/staleness'] for row in metrics_lib.read_metrics(stopped)[1:]], [0, staleness]
     )
     loop.train(config, straight)
     self.assertEqual(
