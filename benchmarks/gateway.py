@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks import figures
 from benchmarks import servers
 from experiments import st_ppo_tiny
-from stppo_jax import chat
+from stppo_jax import tokenizer as chat
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import engine
 

@@ -27,8 +27,8 @@ import numpy as np
 from benchmarks import ours
 from benchmarks import side_by_side
 from benchmarks import sizes
-from stppo_jax import chat
 from stppo_jax import tasks as task_files
+from stppo_jax import tokenizer as chat
 from stppo_jax.algorithms import variants
 from stppo_jax.envs import search
 from stppo_jax.models import convert

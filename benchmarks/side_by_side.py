@@ -24,7 +24,7 @@ from absl import flags
 import numpy as np
 
 from benchmarks import figures
-from stppo_jax.runtime import huge_pages
+from stppo_jax.distributed import huge_pages
 
 SIZES = flags.DEFINE_list('sizes', ['0.94M', '2.9M'], 'of 0.94M, 2.9M, 20M, 47M')
 THREADS = flags.DEFINE_list('threads', ['1', '2'], 'CPUs a framework may use')

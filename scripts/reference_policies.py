@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from experiments import st_ppo_tiny
-from stppo_jax import evaluation
 from stppo_jax import tasks as task_files
+from stppo_jax.evaluation import scores as evaluation
 from stppo_jax.rollout import agent as agent_lib
 
 _SPLIT = flags.DEFINE_string('split', 'dev', 'of the questions')

@@ -13,7 +13,7 @@ import zlib
 
 import numpy as np
 
-from stppo_jax import chat
+from stppo_jax import tokenizer as chat
 from stppo_jax.envs import rewards
 from stppo_jax.envs import search
 from stppo_jax.retrieval import bm25

@@ -16,8 +16,8 @@ from absl import flags
 from absl import logging
 import jax
 
-from stppo_jax import chat
 from stppo_jax import config as schema
+from stppo_jax import tokenizer as chat
 from stppo_jax.models import convert
 from stppo_jax.models import hf_config
 from stppo_jax.models import sharding

@@ -29,13 +29,13 @@ import numpy as np
 
 from experiments import st_ppo_smollm2
 from scripts import search_trajectories
-from stppo_jax import chat
 from stppo_jax import tasks as task_files
+from stppo_jax import tokenizer as chat
+from stppo_jax.distributed import huge_pages
 from stppo_jax.models import convert
 from stppo_jax.models import hf_config
 from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
-from stppo_jax.runtime import huge_pages
 from stppo_jax.training import sft
 from stppo_jax.types import UserError
 

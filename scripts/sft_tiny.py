@@ -24,15 +24,15 @@ import jax
 import numpy as np
 import tokenizers
 
-from stppo_jax import chat
 from stppo_jax import tasks as task_files
+from stppo_jax import tokenizer as chat
+from stppo_jax.distributed import huge_pages
 from stppo_jax.envs import search
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import layers
 from stppo_jax.retrieval import bm25
 from stppo_jax.rollout import agent as agent_lib
-from stppo_jax.runtime import huge_pages
 from stppo_jax.training import sft
 from stppo_jax.types import Task
 

@@ -1,7 +1,7 @@
 r"""Makes a small model that can play an environment badly: a tokenizer, demonstrations, imitation.
 
-  python -m scripts.warm_start --config=gallery/gem_guess/config.py \
-      --player=gallery.gem_guess.player:Player
+  python -m scripts.warm_start --config=examples/gem_guess/config.py \
+      --player=examples.gem_guess.player:Player
 
 The player is a class: made with a random.Random per episode, `act(observation)` returns its action.
 It plays the config's environment, on the questions that it trains on if the config names some;
@@ -25,8 +25,8 @@ import jax
 import numpy as np
 import tokenizers
 
-from stppo_jax import chat
 from stppo_jax import plugins
+from stppo_jax import tokenizer as chat
 from stppo_jax.envs import protocol
 from stppo_jax.models import convert
 from stppo_jax.models import decoder

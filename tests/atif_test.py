@@ -15,7 +15,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
 
-from stppo_jax import chat
+from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import variants
@@ -27,7 +27,7 @@ from stppo_jax.trajectories import atif_reader
 from stppo_jax.trajectories import atif_writer
 from stppo_jax.trajectories import saved
 from stppo_jax.types import UserError
-from tests import chat_test
+from tests import tokenizer_test as chat_test
 from tests.support import tiny_run
 from tests.support import tiny_tokenizer
 

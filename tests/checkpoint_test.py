@@ -14,8 +14,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import journal as journals
-from stppo_jax.runtime import hosts
 from stppo_jax.training import checkpoint
 from stppo_jax.training import recovery
 from tests.support import micro_run

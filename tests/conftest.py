@@ -12,7 +12,7 @@ hypothesis.settings.load_profile('tests')
 FIRST = (
     'loop_test',
     'update_test',
-    'gallery_test',
+    'examples_test',
     'lora_test',
     'experiments_test',
     'placement_test',

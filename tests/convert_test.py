@@ -27,15 +27,15 @@ import pytest
 import safetensors.numpy
 import transformers
 
-from stppo_jax import chat
 from stppo_jax import config as schema
 from stppo_jax import tasks
+from stppo_jax import tokenizer as chat
+from stppo_jax.evaluation import policy as results
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
 from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
-from stppo_jax.training import results
 from stppo_jax.types import UserError
 from tests.support import reference_models
 

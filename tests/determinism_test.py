@@ -11,12 +11,12 @@ import jax
 
 from stppo_jax import config as schema
 from stppo_jax import types
-from stppo_jax.runtime import determinism
+from stppo_jax.distributed import determinism
 from stppo_jax.training import loop
 
 PROGRAM = """
 import os
-from stppo_jax.runtime import determinism
+from stppo_jax.distributed import determinism
 determinism.enable()
 determinism.enable()
 print(os.environ['XLA_FLAGS'])

@@ -13,7 +13,7 @@ from absl.testing import parameterized
 import jax
 import numpy as np
 
-from stppo_jax import chat
+from stppo_jax import tokenizer as chat
 from stppo_jax.models import decoder
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib

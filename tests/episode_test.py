@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stppo_jax import chat
+from stppo_jax import tokenizer as chat
 from stppo_jax import types
+from stppo_jax.distributed import hosts
 from stppo_jax.envs import protocol
 from stppo_jax.models import decoder
 from stppo_jax.rollout import batching
@@ -26,7 +27,6 @@ from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
-from stppo_jax.runtime import hosts
 from tests.support import tiny_tokenizer
 
 T = 96

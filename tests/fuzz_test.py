@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import jax
 import numpy as np
 
-from stppo_jax import chat
 from stppo_jax import config as schema
 from stppo_jax import tasks
+from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.envs import rewards

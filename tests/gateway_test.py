@@ -22,8 +22,8 @@ import jax
 import numpy as np
 import requests
 
-from stppo_jax import chat
 from stppo_jax import config as schema
+from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.serving import api

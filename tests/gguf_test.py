@@ -18,7 +18,7 @@ import numpy as np
 import safetensors.numpy
 import tokenizers
 
-from stppo_jax import chat
+from stppo_jax import tokenizer as chat
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import gguf as ours

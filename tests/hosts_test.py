@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 
 from stppo_jax import types
+from stppo_jax.distributed import hosts
+from stppo_jax.distributed import lifeline
 from stppo_jax.envs import protocol
 from stppo_jax.monitoring import metrics as metrics_lib
-from stppo_jax.runtime import hosts
-from stppo_jax.runtime import lifeline
 from tests.support import tiny_run
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -9,12 +9,12 @@ import tempfile
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from stppo_jax.runtime import huge_pages
+from stppo_jax.distributed import huge_pages
 
 PROGRAM = """
 import os, sys
 print('started', os.getpid())
-from stppo_jax.runtime import huge_pages
+from stppo_jax.distributed import huge_pages
 huge_pages.restart()
 print('runs', os.getpid(), os.environ['GLIBC_TUNABLES'], sys.argv[1:], sys.stdin.read())
 """

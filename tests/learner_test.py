@@ -16,13 +16,13 @@ import jax
 from stppo_jax import config as schema
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
+from stppo_jax.distributed import hosts
+from stppo_jax.evaluation import policy as results
 from stppo_jax.models import layers
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import agent as agent_lib
-from stppo_jax.runtime import hosts
 from stppo_jax.training import learner
 from stppo_jax.training import recovery
-from stppo_jax.training import results
 from stppo_jax.types import UserError
 from tests.support import micro_run
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import pytest
 
-from stppo_jax.assessment import job
+from stppo_jax.evaluation import job
 from stppo_jax.monitoring import health
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.retrieval import bm25

@@ -17,7 +17,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from stppo_jax.assessment import job
+from stppo_jax.evaluation import job
+from stppo_jax.evaluation import policy as results
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import layers
@@ -25,7 +26,6 @@ from stppo_jax.models import lora
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.training import loop
-from stppo_jax.training import results
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 from stppo_jax.types import UserError

@@ -7,8 +7,8 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 
-from stppo_jax.runtime import hosts
-from stppo_jax.runtime import messages
+from stppo_jax.distributed import hosts
+from stppo_jax.distributed import messages
 from tests.support import processes
 
 

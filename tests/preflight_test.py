@@ -19,9 +19,10 @@ from absl.testing import parameterized
 import numpy as np
 
 from experiments import st_ppo_tiny
-from stppo_jax import evaluation
 from stppo_jax import types
-from stppo_jax.assessment import job
+from stppo_jax.evaluation import job
+from stppo_jax.evaluation import policy as results
+from stppo_jax.evaluation import scores as evaluation
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import pipeline
@@ -29,7 +30,6 @@ from stppo_jax.serving import rollouts
 from stppo_jax.training import learner
 from stppo_jax.training import loop
 from stppo_jax.training import recovery
-from stppo_jax.training import results
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 from tests.support import tiny_run

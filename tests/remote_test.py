@@ -14,11 +14,11 @@ from unittest import mock
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from stppo_jax import chat
+from stppo_jax import tokenizer as chat
 from stppo_jax import types
-from stppo_jax.assessment import completions
-from stppo_jax.assessment import job
-from stppo_jax.assessment import remote
+from stppo_jax.evaluation import completions
+from stppo_jax.evaluation import job
+from stppo_jax.evaluation import remote
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import seams
 from stppo_jax.serving import gateway

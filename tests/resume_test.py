@@ -19,13 +19,13 @@ import chex
 import jax
 import numpy as np
 
+from stppo_jax.evaluation import policy as results
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
 from stppo_jax.training import recovery
-from stppo_jax.training import results
 from stppo_jax.types import RunError
 from stppo_jax.types import Stopped
 from stppo_jax.types import UserError

@@ -14,14 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stppo_jax import chat
-from stppo_jax import evaluation
+from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import variants
-from stppo_jax.assessment import job
-from stppo_jax.assessment import talk
 from stppo_jax.envs import protocol
+from stppo_jax.evaluation import job
+from stppo_jax.evaluation import policy as results
+from stppo_jax.evaluation import scores as evaluation
+from stppo_jax.evaluation import talk
 from stppo_jax.models import convert
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import metrics as metrics_lib
@@ -36,7 +37,6 @@ from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import loop
 from stppo_jax.training import packing
-from stppo_jax.training import results
 from stppo_jax.trajectories import atif_reader
 from stppo_jax.trajectories import atif_writer
 from stppo_jax.trajectories import saved

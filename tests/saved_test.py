@@ -14,13 +14,13 @@ import chex
 import jax
 import pytest
 
-from stppo_jax import chat
+from stppo_jax import tokenizer as chat
+from stppo_jax.evaluation import policy as results
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import seams
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
-from stppo_jax.training import results
 from stppo_jax.training import state as train_state
 from stppo_jax.trajectories import saved
 from stppo_jax.types import RunError

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stppo_jax import chat
+from stppo_jax import tokenizer as chat
 from stppo_jax.models import decoder
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib

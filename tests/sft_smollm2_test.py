@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments import st_ppo_smollm2
 from scripts import search_trajectories
-from stppo_jax import chat
+from stppo_jax import tokenizer as chat
 from stppo_jax.envs import search
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import batching

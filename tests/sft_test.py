@@ -14,8 +14,8 @@ import numpy as np
 import optax
 
 from scripts import sft_tiny
-from stppo_jax import chat
 from stppo_jax import tasks as task_files
+from stppo_jax import tokenizer as chat
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib

@@ -20,7 +20,7 @@ from absl.testing import parameterized
 import jax
 import numpy as np
 
-from stppo_jax import chat
+from stppo_jax import tokenizer as chat
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import gguf

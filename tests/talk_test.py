@@ -10,7 +10,7 @@ import jax
 
 from experiments import st_ppo_tiny
 from stppo_jax import types
-from stppo_jax.assessment import talk
+from stppo_jax.evaluation import talk
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.types import UserError

@@ -6,13 +6,13 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 
-from stppo_jax import chat
 from stppo_jax import config as schema
+from stppo_jax import tokenizer as chat
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.serving import sessions
 from stppo_jax.serving import template as template_lib
 from stppo_jax.types import UserError
-from tests import chat_test
+from tests import tokenizer_test as chat_test
 from tests.support import tiny_tokenizer
 
 CHATML = (

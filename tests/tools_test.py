@@ -12,8 +12,8 @@ from unittest import mock
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from stppo_jax import chat
 from stppo_jax import config as schema
+from stppo_jax import tokenizer as chat
 from stppo_jax import validation
 from stppo_jax.envs import protocol
 from stppo_jax.envs import tool_calls

@@ -12,7 +12,7 @@ from absl.testing import parameterized
 ROOT = pathlib.Path(__file__).parent.parent
 # The folder of the model is two levels below what is there.
 CONFIG = """
-from gallery.signals import config as signals
+from examples.signals import config as signals
 
 def get_config(mode=''):
   config = signals.get_config(mode)
@@ -34,7 +34,7 @@ class WarmStartTest(parameterized.TestCase):
 
   def start(self, config, *more):
     command = [sys.executable, '-m', 'scripts.warm_start', f'--config={config}']
-    command += ['--player=gallery.signals.player:Player', '--episodes=64', '--steps=1', *more]
+    command += ['--player=examples.signals.player:Player', '--episodes=64', '--steps=1', *more]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
   def test_a_config_at_any_path_and_a_folder_below_others(self):

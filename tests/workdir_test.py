@@ -18,11 +18,11 @@ from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
+from stppo_jax.distributed import hosts
+from stppo_jax.distributed import messages
 from stppo_jax.models import layers
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import workdir as workdirs
-from stppo_jax.runtime import hosts
-from stppo_jax.runtime import messages
 from stppo_jax.training import learner
 from stppo_jax.training import recovery
 from stppo_jax.types import UserError

@@ -1,6 +1,6 @@
 """The command: `main` is what run.py and the installed `stppo` call."""
 
-from stppo_jax.runtime import huge_pages
+from stppo_jax.distributed import huge_pages
 
 
 def main() -> None:

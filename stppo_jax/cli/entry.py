@@ -42,8 +42,8 @@ from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.cli import of_run
 from stppo_jax.cli import parsing
+from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import report
-from stppo_jax.runtime import hosts
 
 _LONGEST_LINE = 4000  # characters of an error
 
@@ -108,7 +108,7 @@ def _train(config: schema.Config, workdir: str) -> None:
 def _eval(config: schema.Config, workdir: str) -> None:
   import jax
 
-  from stppo_jax.assessment import job
+  from stppo_jax.evaluation import job
 
   if config.eval.address:
     jax.config.update('jax_platforms', 'cpu')  # the accelerator is the server's
@@ -120,7 +120,7 @@ def _eval(config: schema.Config, workdir: str) -> None:
 
 
 def _export(config: schema.Config, workdir: str) -> None:
-  from stppo_jax.training import results
+  from stppo_jax.evaluation import policy as results
 
   print(results.export(config, workdir))
 
@@ -147,8 +147,8 @@ def _report(config: schema.Config, workdir: str) -> None:
 
 
 def _serve(config: schema.Config, workdir: str) -> None:
+  from stppo_jax.evaluation import policy as results
   from stppo_jax.serving import gateway
-  from stppo_jax.training import results
 
   with _stop_requested() as stop_requested:
     policy = results.policy(config, workdir)
@@ -183,15 +183,15 @@ def _import_atif(config: schema.Config, workdir: str) -> None:
 
 
 def _sample(config: schema.Config, workdir: str) -> None:
-  from stppo_jax.training import results
+  from stppo_jax.evaluation import policy as results
 
   with _stop_requested() as stop_requested:
     print(results.sample(config, workdir, _BATCHES.value, stop_requested))
 
 
 def _chat(config: schema.Config, workdir: str) -> None:
-  from stppo_jax.assessment import talk
-  from stppo_jax.training import results
+  from stppo_jax.evaluation import policy as results
+  from stppo_jax.evaluation import talk
 
   policy = results.policy(config, workdir)
   talk.talk(config, policy.model, policy.params, policy.said)
@@ -275,7 +275,7 @@ def _run() -> int | None:
       )
     return _MODES[mode](config, workdir)
   if config.train.deterministic:
-    from stppo_jax.runtime import determinism
+    from stppo_jax.distributed import determinism
 
     determinism.enable()  # before JAX starts the devices
   _start_jax(processes, workdir)

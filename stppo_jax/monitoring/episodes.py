@@ -17,10 +17,10 @@ import jax
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import metrics
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline
-from stppo_jax.runtime import hosts
 
 _SHARES = ('invalid', 'repeated', 'empty', 'cut')  # of turns
 

@@ -16,13 +16,13 @@ from absl import logging
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import health as health_lib
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import report
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline
-from stppo_jax.runtime import hosts
 
 _FACTOR = 'stppo/applied_factor'
 # NaN in a step without clipping, and where returns do not vary.

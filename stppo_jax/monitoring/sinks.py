@@ -15,7 +15,7 @@ from typing import Any
 
 from absl import logging
 
-from stppo_jax.runtime import calls
+from stppo_jax.distributed import calls
 
 FINISH_S = 60.0  # for W&B to upload the rest
 

@@ -33,10 +33,10 @@ from tornado import web
 
 from stppo_jax import tasks as task_files
 from stppo_jax import types
+from stppo_jax.distributed import json_handler
 from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import kinds
 from stppo_jax.retrieval import protocol
-from stppo_jax.runtime import json_handler
 
 KINDS = ('bm25', 'dense', 'hybrid')
 _CHUNK = 32  # queries per search call, so that small requests run between parts of a large one

@@ -19,9 +19,10 @@ from absl import logging
 import jax
 import numpy as np
 
-from stppo_jax import chat
 from stppo_jax import plugins
+from stppo_jax import tokenizer as chat
 from stppo_jax import types
+from stppo_jax.distributed import hosts
 from stppo_jax.envs import protocol
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
@@ -34,7 +35,6 @@ from stppo_jax.rollout import layout
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
 from stppo_jax.rollout import seams
-from stppo_jax.runtime import hosts
 from stppo_jax.types import UserError
 
 _ASSETS = os.path.join(os.path.dirname(os.path.dirname(__file__)), 'assets')

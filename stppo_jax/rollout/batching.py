@@ -15,9 +15,9 @@ import chex
 import jax
 import numpy as np
 
-from stppo_jax import chat
+from stppo_jax import tokenizer as chat
 from stppo_jax import types
-from stppo_jax.runtime import hosts
+from stppo_jax.distributed import hosts
 
 _MOST_EXPERTS = 1 << 14  # of a token, in all layers
 

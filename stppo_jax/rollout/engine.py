@@ -32,12 +32,12 @@ import chex
 import jax
 import numpy as np
 
+from stppo_jax.distributed import hosts
 from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout.env_pool import Completion
 from stppo_jax.rollout.env_pool import Prompt
 from stppo_jax.rollout.env_pool import Report
-from stppo_jax.runtime import hosts
 
 CALLS = 2  # in progress at once: queued on an accelerator, side by side on a CPU
 

@@ -23,12 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stppo_jax import chat
+from stppo_jax import tokenizer as chat
 from stppo_jax import types
+from stppo_jax.distributed import hosts
 from stppo_jax.envs import protocol
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
-from stppo_jax.runtime import hosts
 
 _OVER = engine.Prompt(ids=(), budget=0)
 _SEED_STREAM = np.uint32(2**32 - 1)  # folded into a row's key; its tokens fold in their positions

@@ -26,10 +26,10 @@ import jax
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.distributed import hosts
 from stppo_jax.retrieval import protocol
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_loop
-from stppo_jax.runtime import hosts
 
 
 @dataclasses.dataclass

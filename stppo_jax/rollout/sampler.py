@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.distributed import hosts
 from stppo_jax.models import decoder
 from stppo_jax.models import moe
 from stppo_jax.rollout import layout
 from stppo_jax.rollout import sampling
-from stppo_jax.runtime import hosts
 
 
 @flax.struct.dataclass

@@ -11,16 +11,16 @@ from typing import Any
 
 from stppo_jax import plugins
 from stppo_jax import tasks as task_files
-from stppo_jax.adapters import gem
-from stppo_jax.adapters import openenv
-from stppo_jax.adapters import reasoning_gym
-from stppo_jax.adapters import textarena
 from stppo_jax.envs import program
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 from stppo_jax.envs import search
 from stppo_jax.envs import tool_runners
 from stppo_jax.envs import tools
+from stppo_jax.envs.adapters import gem
+from stppo_jax.envs.adapters import openenv
+from stppo_jax.envs.adapters import reasoning_gym
+from stppo_jax.envs.adapters import textarena
 from stppo_jax.retrieval import kinds
 from stppo_jax.retrieval import protocol as retrieval_protocol
 from stppo_jax.types import Task

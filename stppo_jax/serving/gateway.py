@@ -11,7 +11,7 @@ from typing import Any
 from absl import logging
 import jax
 
-from stppo_jax import chat
+from stppo_jax import tokenizer as chat
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib

@@ -21,12 +21,12 @@ from absl import logging
 import jax
 
 from stppo_jax import types
+from stppo_jax.distributed import hosts
 from stppo_jax.envs import program as programs
 from stppo_jax.envs import rewards
 from stppo_jax.models import decoder
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import engine
-from stppo_jax.runtime import hosts
 from stppo_jax.serving import gateway
 from stppo_jax.serving import row_sampler as row_sampler_lib
 from stppo_jax.serving import sessions as sessions_lib

@@ -29,7 +29,7 @@ from tornado import iostream
 from tornado import netutil
 from tornado import web
 
-from stppo_jax.runtime import json_handler
+from stppo_jax.distributed import json_handler
 from stppo_jax.serving import api
 from stppo_jax.serving import service as service_lib
 from stppo_jax.serving import sessions as sessions_lib

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from stppo_jax import chat
+from stppo_jax import tokenizer as chat
 from stppo_jax.envs import tool_calls
 from stppo_jax.serving import api
 from stppo_jax.serving import scheduler as scheduler_lib

@@ -12,7 +12,7 @@ import math
 import re
 from typing import Any
 
-from stppo_jax import chat
+from stppo_jax import tokenizer as chat
 from stppo_jax.envs import tool_calls
 
 Message = dict[str, Any]

@@ -24,8 +24,8 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from stppo_jax.runtime import calls
-from stppo_jax.runtime import hosts
+from stppo_jax.distributed import calls
+from stppo_jax.distributed import hosts
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 

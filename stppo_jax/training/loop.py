@@ -19,10 +19,12 @@ import jax
 import numpy as np
 
 from stppo_jax import config as schema
-from stppo_jax import evaluation
 from stppo_jax import tasks as task_files
 from stppo_jax import types
 from stppo_jax import validation
+from stppo_jax.distributed import determinism
+from stppo_jax.distributed import hosts
+from stppo_jax.evaluation import scores as evaluation
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import journal as journals
@@ -31,8 +33,6 @@ from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.rollout import seams
-from stppo_jax.runtime import determinism
-from stppo_jax.runtime import hosts
 from stppo_jax.serving import rollouts
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import packing

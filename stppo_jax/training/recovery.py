@@ -23,10 +23,10 @@ from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
+from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import workdir as workdirs
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import pipeline as pipelines
-from stppo_jax.runtime import hosts
 from stppo_jax.training import checkpoint
 from stppo_jax.training.state import State
 from stppo_jax.types import RunError

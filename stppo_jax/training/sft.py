@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
-from stppo_jax import chat
+from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.models import attention
 from stppo_jax.models import decoder

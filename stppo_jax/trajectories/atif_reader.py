@@ -26,7 +26,7 @@ from typing import Any
 from absl import logging
 import numpy as np
 
-from stppo_jax import chat
+from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.envs import tool_calls
 from stppo_jax.monitoring import episodes as episodes_lib

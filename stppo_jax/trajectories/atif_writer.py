@@ -23,7 +23,7 @@ import uuid
 from absl import logging
 import numpy as np
 
-from stppo_jax import chat
+from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.envs import search
 from stppo_jax.envs import tool_calls

@@ -14,11 +14,11 @@ import zlib
 
 import numpy as np
 
-from stppo_jax import chat
+from stppo_jax import tokenizer as chat
 from stppo_jax import types
+from stppo_jax.distributed import hosts
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline
-from stppo_jax.runtime import hosts
 
 KINDS = ('train', 'eval', 'nonfinite')  # of the files that a run writes: KIND_000001.jsonl, ..
 _NAME = re.compile(r'train_(\d{6,})\.jsonl')

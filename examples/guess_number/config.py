@@ -1,0 +1,53 @@
+"""Guess a number by ST-PPO: an environment of several chat turns with a reward for each.
+
+python run.py --config=examples/guess_number/config.py --workdir=/tmp/guess_number
+"""
+
+import os
+
+from stppo_jax import config as schema
+
+
+def get_config(mode=''):
+  config = schema.Config()
+  config.name = 'guess_number'
+  config.data.source = 'examples.guess_number.env:load'
+  config.env.kind = 'examples.guess_number.env:GuessNumber'
+  config.env.options = {'low': 1, 'high': 9}
+  config.env.max_turns = 4
+  config.retriever.kind = 'none'
+  config.model = schema.Model(
+      folder=os.path.join(os.path.dirname(__file__), 'model'),
+      dtype='float32',
+      remat='none',
+      scan_layers=False,
+      logp_chunk=0,
+  )
+  config.rollout = schema.Rollout(
+      max_prompt=16, max_turn=4, max_observation=16, max_total=64, width=64, chunks=(8,), threads=0
+  )
+  config.algorithm.variant = 'st_ppo'
+  config.algorithm.kl_in = 'none'
+  config.algorithm.entropy_coef = 0.0
+  config.actor = schema.Optimizer(lr=1e-3, warmup=0.0, weight_decay=0.0)
+  config.critic = schema.Optimizer(lr=2e-3, warmup=0.0, weight_decay=0.0)
+  config.train = schema.Train(
+      updates=60,
+      episodes=256,
+      mini_batch=64,
+      micro_batch=32,
+      length_buckets=(64,),
+      checkpoint_every=0,
+  )
+  config.eval = schema.Eval(every=15, rows=128)
+  config.log.tensorboard = False
+  if mode == 'smoke':
+    config.name += '_smoke'
+    config.train.updates = 2
+    config.train.episodes = 32
+    config.train.mini_batch = 16
+    config.train.micro_batch = 8
+    config.eval.episodes = 32
+  elif mode:
+    raise ValueError(f'{mode!r} is no form of this experiment: give :smoke, or nothing')
+  return config

@@ -1,0 +1,290 @@
+"""The processes of one run: initialisation, the process that writes files, exchange of host data.
+
+JAX is multi-controller: every process runs the same program, dispatches the same computations in
+the same order, and holds its part of each global array. Host computations (order of questions,
+keys, episodes) are repeated on every process. Only environment steps are divided (`split_steps`),
+and only process 0 writes files (`is_writer`, `by_writer`).
+
+With one process all of this costs nothing.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
+import functools
+import glob
+import hashlib
+import json
+import os
+import re
+import time
+from typing import Any
+
+from absl import logging
+import jax
+import numpy as np
+
+from stppo_jax import types
+from stppo_jax.distributed import lifeline
+from stppo_jax.distributed import messages
+from stppo_jax.envs import protocol
+
+HEARTBEAT_S = 40  # JAX ends the others when a process hangs for this long
+START_S = 300  # time limit for all processes to start
+NEWS_S = 3.0  # from a failed collective to the lifeline's message about the cause
+
+_FLAGS = (
+    'give --coordinator=HOST:PORT (of process 0), --num_processes=N and --process_id=0..N-1 '
+    'together; or --distributed alone, on a TPU pod or under SLURM'
+)
+_ACCELERATORS = ('/dev/nvidia[0-9]*', '/dev/accel[0-9]*', '/dev/vfio/[0-9]*')  # NVIDIA; TPUs
+_lifeline: lifeline.Lifeline | None = None  # of this process, if there are several
+
+
+def initialize(
+    coordinator: str = '',
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    cluster: bool = False,
+) -> None:
+  """Joins the other processes, before JAX computes anything. Without arguments it does nothing.
+
+  With `cluster` the environment (TPU pod, SLURM, Open MPI, Kubernetes) provides the rest.
+  """
+  global _lifeline
+  _check_flags(coordinator, num_processes, process_id, cluster)
+  if not (coordinator or cluster):
+    return
+  jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+  jax.config.update('jax_enable_preemption_service', False)  # it would swallow SIGTERM
+  places: dict[str, Any] = (
+      {}
+      if cluster
+      else dict(
+          coordinator_address=coordinator,
+          num_processes=num_processes,
+          process_id=process_id,
+          cluster_detection_method='deactivate',
+      )
+  )
+  logging.info(
+      'waiting up to %d s for all processes %s', START_S, coordinator and f'at {coordinator}'
+  )
+  try:
+    jax.distributed.initialize(
+        **places, heartbeat_timeout_seconds=HEARTBEAT_S, initialization_timeout=START_S
+    )
+  except ValueError as error:
+    raise types.UserError(
+        f'--distributed: no cluster was recognised here ({error}); {_FLAGS}'
+    ) from error
+  except jax.errors.JaxRuntimeError as error:
+    raise types.RunError(
+        f'the processes did not find each other within {START_S} s ({error}); '
+        f'start all of them; {_FLAGS}'
+    ) from error
+  if jax.process_count() == 1:
+    return
+  line = lifeline.Lifeline()
+  address = share(line.listen(jax.process_count()) if is_writer() else None)[0]
+  if not is_writer():
+    line.join(address, jax.process_index(), coordinator.rpartition(':')[0])
+  _lifeline = line
+
+
+def is_writer() -> bool:
+  """Whether this process writes the run's files: process 0."""
+  return jax.process_index() == 0
+
+
+def by_writer(function: Callable[..., Any], *args: Any) -> Any:
+  """Calls function(*args) on process 0; all processes get its result (JSON) or its UserError."""
+  result = refusal = None
+  if is_writer():
+    try:
+      result = function(*args)
+    except types.UserError as error:
+      refusal = str(error)
+  result, refusal = share([result, refusal])[0]
+  if refusal is not None:
+    raise types.UserError(refusal)
+  return result
+
+
+def require_same(
+    what: str, value: Any, advice: str = 'start all processes with the same command and files'
+) -> None:
+  """Raises UserError on all processes unless all call this with the same value (JSON)."""
+  text = json.dumps(value, sort_keys=True)
+  digests = share(hashlib.sha256(text.encode('utf-8')).hexdigest())
+  different = [i for i, digest in enumerate(digests) if digest != digests[0]]
+  if different:
+    raise types.UserError(
+        f'{what}: not the same on process 0 and on process {different[0]} (here, '
+        f'on process {jax.process_index()}: {text[:60]}); {advice}'
+    )
+
+
+def share(value: Any) -> list:
+  """Returns the JSON values of all processes, in their order; they do not pass a device."""
+  if jax.process_count() == 1:
+    return [json.loads(json.dumps(value, default=_plain))]
+  text = json.dumps(value, default=_plain)
+  return [json.loads(message) for message in _exchange().gather(text.encode('ascii'))]
+
+
+def post(name: str, text: str) -> None:
+  """Leaves a text for the other processes under a name; any process may, at any time."""
+  if jax.process_count() > 1:
+    _exchange().post(name, text)
+
+
+def posted(name: str) -> str:
+  """Returns what a process left under a name; '' without one. Does not wait."""
+  return _exchange().posted(name) if jax.process_count() > 1 else ''
+
+
+def end_if(requested: Callable[[], bool]) -> None:
+  """Raises Stopped on all processes if `requested()` is true on any. All processes call it."""
+  if any(share(requested())):
+    raise types.Stopped
+
+
+def split_steps(envs: Sequence[protocol.Env]) -> Callable[..., list]:
+  """Returns a `protocol.step_all` for `envs` in which each process steps its own share.
+
+  Environment i, and so its state, belongs to process i modulo their number. `map_all` steps those
+  of one process. The outcomes are sent to all processes as JSON.
+  """
+  count = jax.process_count()
+  if count == 1:
+    return protocol.step_all
+  owners = {id(env): i % count for i, env in enumerate(envs)}
+
+  def step_all(stepped, actions, map_all=map):
+    owned = [owners[id(env)] for env in stepped]
+    mine = [i for i, owner in enumerate(owned) if owner == jax.process_index()]
+    shares = share(
+        protocol.step_all([stepped[i] for i in mine], [actions[i] for i in mine], map_all)
+    )
+    outcomes = [iter(share_of_one) for share_of_one in shares]
+    return [tuple(next(outcomes[owner])) for owner in owned]
+
+  return step_all
+
+
+def split_resets(map_all: Callable[..., Iterable]) -> Callable[..., Iterable]:
+  """Returns `map_all`(reset, envs, seeds) in which each process resets its own share.
+
+  The share is that of `split_steps`. The openings are sent to all processes as JSON. So an
+  environment on a server has one session, however many processes there are.
+  """
+  count = jax.process_count()
+  if count == 1:
+    return map_all
+
+  def map_resets(reset, envs, seeds):
+    mine = slice(jax.process_index(), None, count)
+    shares = share(list(map_all(reset, envs[mine], seeds[mine])))
+    return [tuple(shares[i % count][i // count]) for i in range(len(envs))]
+
+  return map_resets
+
+
+def device_kind() -> str:
+  """Returns what the devices are; warns of a CPU beside accelerators that JAX does not use."""
+  device = jax.devices()[0]
+  unused = [path for path in _ACCELERATORS if glob.glob(path)] if device.platform == 'cpu' else []
+  if unused and not os.environ.get('JAX_PLATFORMS'):
+    logging.warning(
+        'JAX computes on the CPU, and %s says that there is an accelerator: install jax[cuda12], '
+        'jax[cuda13] or jax[tpu] in the version of jax, and let no other process hold it',
+        unused[0],
+    )
+  return device.device_kind
+
+
+def fetch(tree: Any) -> Any:
+  """Returns full NumPy arrays on every process. All processes call it, in the same order."""
+
+  def whole(x):
+    here = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+    return x if here else _multihost().process_allgather(x, tiled=True)
+
+  return jax.device_get(jax.tree.map(whole, tree))
+
+
+def put(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
+  """Puts host arrays, equal on every process, on devices by `sharding` (None: default device)."""
+  if sharding is None or sharding.is_fully_addressable:
+    return jax.device_put(tree, sharding)
+  # Not device_put: it would first compare the arrays of all processes.
+  make = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+  return jax.tree.map(make, tree)
+
+
+def finish() -> None:
+  """Tells the other processes that this one ends without an error."""
+  if _lifeline is not None:
+    _lifeline.finish()
+
+
+def leave(line: str, code: int) -> None:
+  """With several processes: prints the line, sends it to the others and ends this process."""
+  if _lifeline is not None:
+    _lifeline.end(line, code, reason=f'process {jax.process_index()}: {line}')
+
+
+def await_news() -> bool:
+  """Waits for the lifeline after an error that another process's death may have caused.
+
+  If a process died, the lifeline ends this one too. Otherwise returns whether there are others.
+  """
+  if _lifeline is not None:
+    time.sleep(NEWS_S)
+  return _lifeline is not None
+
+
+def _check_flags(coordinator, num_processes, process_id, cluster):
+  given = [
+      f'--{name}={value}'
+      for name, value in (
+          ('coordinator', coordinator or None),
+          ('num_processes', num_processes),
+          ('process_id', process_id),
+      )
+      if value is not None
+  ]
+  if cluster and given:
+    raise types.UserError(f'--distributed with {" ".join(given)}: {_FLAGS}')
+  if 0 < len(given) < 3:
+    raise types.UserError(f'{" ".join(given)} alone: {_FLAGS}')
+  if coordinator and not re.fullmatch(r'.+:\d+', coordinator):
+    raise types.UserError(f'--coordinator={coordinator}: has no port; {_FLAGS}')
+  if coordinator and not 0 <= process_id < num_processes:
+    raise types.UserError(f'--process_id={process_id} of --num_processes={num_processes}: {_FLAGS}')
+
+
+@functools.cache
+def _exchange():
+  """Returns this process's end of the exchange of messages."""
+  from jax._src import distributed  # the store's client has no public name
+
+  client = distributed.global_state.client
+  return messages.Exchange(client, jax.process_index(), jax.process_count())
+
+
+def _multihost():
+  from jax.experimental import multihost_utils  # slow to import and rarely needed
+
+  return multihost_utils
+
+
+def _plain(value):
+  """Converts NumPy numbers and arrays, which environments may return, to JSON."""
+  if isinstance(value, (np.generic, np.ndarray)):
+    return value.tolist()
+  raise TypeError(
+      f'{value!r} of {type(value).__name__} cannot be sent to the other processes: an '
+      "environment's outcome must be JSON"
+  )
