@@ -30,6 +30,7 @@ from experiments import st_ppo_tiny
 from stppo_jax import tokenizer as chat
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import engine
+from stppo_jax.rollout import prepare
 
 _PYTHON = flags.DEFINE_string('python', '', 'of an environment with requirements-gateway.txt')
 _CONNECTIONS = flags.DEFINE_list('connections', ['1', '16', '64'], 'clients at once')
@@ -46,7 +47,7 @@ OURS = (
 def main(argv):
   del argv
   config = st_ppo_tiny.get_config()
-  prompts = [f'Question: {task.question}\n' for task in agent_lib.load_tasks(config, 'dev')]
+  prompts = [f'Question: {task.question}\n' for task in prepare.load_tasks(config, 'dev')]
   figures.print_line({'load': os.getloadavg()[0], 'cores': os.cpu_count(), 'jax': jax.__version__})
   found: dict = {}
   with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -58,7 +59,7 @@ def main(argv):
     ask = {'temperature': 1.0}
     loads = {
         'gateway': (port, 'tiny', ask | {'ignore_eos': True}),
-        'transformers': (peer_port, agent_lib.EMBEDDED_MODEL, ask),  # its model has no eos there
+        'transformers': (peer_port, prepare.EMBEDDED_MODEL, ask),  # its model has no eos there
     }
     for connections in map(int, _CONNECTIONS.value):
       for repeat in range(_REPEATS.value + 1):  # the first compiles, and fills caches
@@ -80,7 +81,7 @@ def _transformers(batching):
     free.bind(('127.0.0.1', 0))
     port = free.getsockname()[1]
   tool = os.path.join(os.path.dirname(_PYTHON.value), 'transformers')
-  command = [tool, 'serve', agent_lib.EMBEDDED_MODEL, '--device=cpu', '--dtype=float32']
+  command = [tool, 'serve', prepare.EMBEDDED_MODEL, '--device=cpu', '--dtype=float32']
   command += [f'--port={port}', *(['--continuous-batching'] if batching else [])]
   process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
   with servers.ended(process):
@@ -110,7 +111,7 @@ def _load(folder, questions, port, model, body, connections, seconds):
   command += ['--profile', f'kind=concurrent,streams={connections}']
   command += ['--constraint', f'kind=max_duration,seconds={seconds}']
   command += ['--data', f'kind=json_file,path={questions}', '--output', f'kind=json,path={report}']
-  command += ['--tokenizer', f'kind=hf_auto,model={agent_lib.EMBEDDED_MODEL}']
+  command += ['--tokenizer', f'kind=hf_auto,model={prepare.EMBEDDED_MODEL}']
   subprocess.run(command, check=True, capture_output=True, env=os.environ | {'HF_HUB_OFFLINE': '1'})
   with open(report, encoding='utf-8') as file:
     (benchmark,) = json.load(file)['benchmarks']
@@ -129,8 +130,8 @@ def _play(config, prompts):
   """Samples one turn per prompt by `engine.run`; returns its figures."""
   config.rollout.max_total, config.rollout.slot_buckets = MAX_TOTAL, (MAX_TOTAL,)
   config.rollout.rows, config.rollout.width = ROWS, 32
-  model, params = agent_lib.load_policy(config)
-  tokenizer = chat.load_tokenizer(agent_lib.EMBEDDED_MODEL)
+  model, params = prepare.load_policy(config)
+  tokenizer = chat.load_tokenizer(prepare.EMBEDDED_MODEL)
   table = chat.stop_automaton(tokenizer.token_bytes, ())
   sampler = agent_lib.make_sampler(config, model, table, (model.vocab_size - 1,))  # nearly no eos
   turns = [engine.Prompt(tokenizer.encode(prompt), TOKENS) for prompt in prompts] * 4

@@ -19,6 +19,7 @@ from experiments import st_ppo_tiny
 from stppo_jax import tasks as task_files
 from stppo_jax.evaluation import scores as evaluation
 from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import prepare
 
 _SPLIT = flags.DEFINE_string('split', 'dev', 'of the questions')
 _SEED = flags.DEFINE_integer('seed', 0, 'of the random policy')
@@ -26,11 +27,11 @@ _SEED = flags.DEFINE_integer('seed', 0, 'of the random policy')
 
 def main(unused_argv):
   config = st_ppo_tiny.get_config()
-  tasks = agent_lib.load_tasks(config, _SPLIT.value)
-  model, params = agent_lib.load_policy(config)
+  tasks = prepare.load_tasks(config, _SPLIT.value)
+  model, params = prepare.load_policy(config)
   params = jax.device_put(params)
   agent = agent_lib.make_agent(config, model)
-  _show('random', tasks, _random(agent, tasks, agent_lib.load_tasks(config, 'train')))
+  _show('random', tasks, _random(agent, tasks, prepare.load_tasks(config, 'train')))
   closed_book = st_ppo_tiny.get_config()
   closed_book.env.max_turns = 0
   _show('no_search', tasks, _played(agent_lib.make_agent(closed_book, model), params, tasks))

@@ -21,7 +21,7 @@ from stppo_jax import tokenizer as chat
 from stppo_jax.models import convert
 from stppo_jax.models import hf_config
 from stppo_jax.models import sharding
-from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import prepare
 from stppo_jax.training import sft
 from stppo_jax.trajectories import saved
 from stppo_jax.types import UserError
@@ -43,12 +43,12 @@ def main(unused_argv):
   dtype = 'float32' if jax.default_backend() == 'cpu' else 'bfloat16'
   config = schema.Config()
   config.model = schema.Model(folder=_MODEL.value, dtype=dtype)
-  folder = agent_lib.model_folder(config)
+  folder = prepare.model_folder(config)
   tokenizer = chat.load_tokenizer(folder)
   buckets = tuple(map(int, _BUCKETS.value))
   pool = demonstrations(_EPISODES.value, tokenizer, _MIN_SCORE.value, buckets[-1])
   place = functools.partial(sharding.tree_shardings, mesh=mesh)
-  shape, params = agent_lib.load_policy(config, shardings=place)
+  shape, params = prepare.load_policy(config, shardings=place)
   chat.check_matches(tokenizer, shape.vocab_size)
   params = sft.train(
       params,

@@ -35,7 +35,7 @@ from stppo_jax.distributed import huge_pages
 from stppo_jax.models import convert
 from stppo_jax.models import hf_config
 from stppo_jax.models import sharding
-from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import prepare
 from stppo_jax.training import sft
 from stppo_jax.types import UserError
 
@@ -68,16 +68,16 @@ def main(unused_argv):
   config.model.dtype = _DTYPE.value or ('float32' if jax.default_backend() == 'cpu' else 'bfloat16')
   config.model.remat = _REMAT.value
   mesh = sft.make_mesh(_MICRO_BATCH.value)
-  folder = agent_lib.model_folder(config)
+  folder = prepare.model_folder(config)
   tokenizer = chat.load_tokenizer(folder)
   passages = task_files.load_corpus(config.data.corpus or config.data.source)
   demonstrator = search_trajectories.Demonstrator(passages, tokenizer, config)
   pools = {}
   for split, copies in ((config.data.train_split, _PER_TASK.value), (config.data.eval_split, 1)):
-    tasks = agent_lib.load_tasks(config, split)
+    tasks = prepare.load_tasks(config, split)
     pools[split] = demonstrator.pool(tasks, copies, _SEED.value)
     describe(split, len(tasks) * copies, pools[split])
-  shape, params = agent_lib.load_policy(
+  shape, params = prepare.load_policy(
       config, shardings=functools.partial(sharding.tree_shardings, mesh=mesh)
   )
   chat.check_matches(tokenizer, shape.vocab_size)

@@ -32,12 +32,12 @@ from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import layers
 from stppo_jax.retrieval import bm25
-from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import prepare
 from stppo_jax.training import sft
 from stppo_jax.types import Task
 
 _PRESET = flags.DEFINE_enum('preset', 'tiny', ['tiny', 'tiny-5m'], 'shape of the model')
-_OUT = flags.DEFINE_string('out', agent_lib.EMBEDDED_MODEL, 'folder of the model to write')
+_OUT = flags.DEFINE_string('out', prepare.EMBEDDED_MODEL, 'folder of the model to write')
 _DTYPE = flags.DEFINE_enum('dtype', 'float32', ['float32', 'bfloat16'], 'of the file')
 _STEPS = flags.DEFINE_integer('steps', 5000, 'optimizer steps')
 _LR = flags.DEFINE_float('lr', 3e-3, 'highest learning rate')

@@ -35,7 +35,7 @@ from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
 from stppo_jax.models import sharding
-from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import prepare
 from stppo_jax.types import UserError
 from tests.support import reference_models
 
@@ -105,7 +105,7 @@ class ConvertTest(TreeTest):
     self.assert_trees_equal(convert.load_hf(self.folder)[1], rounded)
 
   def test_an_export_of_the_embedded_model_can_chat(self):
-    source = agent_lib.EMBEDDED_MODEL
+    source = prepare.EMBEDDED_MODEL
     config, params = convert.load_hf(source)
     convert.save_hf(self.folder, config, params, source, eos_ids=(0,))
     results.add_chat_template(schema.Config(), str(self.folder))
@@ -245,11 +245,11 @@ class ConvertTest(TreeTest):
 
     from tests.support import make_reference_logits  # needs torch
 
-    config, params = convert.load_hf(agent_lib.EMBEDDED_MODEL, head=head)
-    convert.save_hf(self.folder, config, params, agent_lib.EMBEDDED_MODEL)
+    config, params = convert.load_hf(prepare.EMBEDDED_MODEL, head=head)
+    convert.save_hf(self.folder, config, params, prepare.EMBEDDED_MODEL)
     with mock.patch.dict(os.environ, {'HF_HUB_OFFLINE': '1'}):
       theirs = transformers.AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
-    ours = chat.load_tokenizer(agent_lib.EMBEDDED_MODEL)
+    ours = chat.load_tokenizer(prepare.EMBEDDED_MODEL)
     questions = [task.question for task in tasks.load_tasks('embedded', 'train')][:400]
     self.assertLen(questions, 400)
     for question in [*questions, '<search> a b </search>\n<answer> 1931 </answer>']:
@@ -262,7 +262,7 @@ class ConvertTest(TreeTest):
     auto = transformers.AutoModelForCausalLM
     if head == 'value':
       params, auto = with_value_head(params), transformers.AutoModelForTokenClassification
-      convert.save_hf(self.folder, config, params, agent_lib.EMBEDDED_MODEL)
+      convert.save_hf(self.folder, config, params, prepare.EMBEDDED_MODEL)
     logits = make_reference_logits.logits_of(auto.from_pretrained(self.folder).eval(), tokens)
     expected, _ = forward(params, config, tokens, None)
     np.testing.assert_allclose(logits.reshape(expected.shape), expected, atol=1e-4)

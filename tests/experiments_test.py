@@ -17,7 +17,7 @@ import pytest
 
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
-from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import prepare
 from stppo_jax.training import learner
 from stppo_jax.training import loop
 from stppo_jax.types import UserError
@@ -102,7 +102,7 @@ class ExperimentsTest(parameterized.TestCase):
     self.assertIn(
         config.algorithm.variant, ('ppo', name.split('_7b')[0].split('_qwen')[0].split('_med')[0])
     )
-    agent_lib.load_shape(config)  # of a model that a plan knows by its name
+    prepare.load_shape(config)  # of a model that a plan knows by its name
 
   @parameterized.parameters(*CHANGES)
   def test_its_objective_is_the_row_that_it_names(self, name):

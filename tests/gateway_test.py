@@ -25,7 +25,7 @@ import requests
 from stppo_jax import config as schema
 from stppo_jax import tokenizer as chat
 from stppo_jax import types
-from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import prepare
 from stppo_jax.serving import api
 from stppo_jax.serving import gateway
 from stppo_jax.serving import sessions
@@ -50,7 +50,7 @@ class LayoutTest(absltest.TestCase):
   def test_a_policy_is_served_in_the_layout_of_sampling(self):
     config = schema.Config()
     config.model = schema.Model(dtype='float32', remat='none', scan_layers=False)
-    model, params = agent_lib.load_policy(config)
+    model, params = prepare.load_policy(config)
     with mock.patch.object(gateway, 'running', side_effect=InterruptedError) as running_:
       with self.assertRaises(InterruptedError):
         gateway.serve(config, model, params, '', 0, lambda: True)
@@ -64,8 +64,8 @@ def embedded():
   """Returns (tokenizer, parameters, sampler) of the embedded model."""
   config = schema.Config()
   config.model = schema.Model(dtype='float32', remat='none', scan_layers=False)
-  model, params = agent_lib.load_policy(config)
-  tokenizer = chat.load_tokenizer(agent_lib.EMBEDDED_MODEL)
+  model, params = prepare.load_policy(config)
+  tokenizer = chat.load_tokenizer(prepare.EMBEDDED_MODEL)
   sampler = gateway.make_sampler(
       model, tokenizer, rows=8, max_total=256, chunks=(16, 64), slot_buckets=(256,)
   )

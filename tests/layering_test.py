@@ -55,6 +55,7 @@ READ_THE_CONFIG = {
     'training/learner.py',
     'evaluation/policy.py',
     'rollout/agent.py',
+    'rollout/prepare.py',
     'rollout/seams.py',
     'mechanism/cell.py',
     'evaluation/scores.py',

@@ -168,7 +168,7 @@ class PlanTest(parameterized.TestCase):
 
   def test_parameters_are_counted_exactly(self):
     """d 16, 1 layer, 2 heads of 8, 1 key head, f 32."""
-    vocabulary = plan.agent_lib.load_shape(self.config).vocab_size
+    vocabulary = plan.prepare.load_shape(self.config).vocab_size
     layer = (
         2 * 16
         + 2 * 16 * 8
@@ -184,7 +184,7 @@ class PlanTest(parameterized.TestCase):
 
   def test_bytes_of_a_device(self):
     """Over fsdp 8 every D of 16 is cut to 2; norms, biases and the value head are whole."""
-    vocabulary = plan.agent_lib.load_shape(self.config).vocab_size
+    vocabulary = plan.prepare.load_shape(self.config).vocab_size
     layer = 2 * 16 + 2 * 2 * 8 + 2 * 8 + 2 * (2 * 8 + 8) + 2 * 8 * 2 + 3 * 2 * 32
     policy = 4 * (2 * vocabulary * 2 + layer + 16)
     critic = 4 * (vocabulary * 2 + layer + 16 + 16 + 1)
@@ -223,7 +223,7 @@ class PlanTest(parameterized.TestCase):
   def test_the_work_of_a_decoded_token(self):
     """2 for each weight of the matrices, and for scores and values of 192 slots; not once per
     micro-batch."""
-    vocabulary = plan.agent_lib.load_shape(self.config).vocab_size
+    vocabulary = plan.prepare.load_shape(self.config).vocab_size
     weights = 16 * (2 * 2 * 8 + 2 * 8 + 3 * 32 + vocabulary)
     (decode,) = (p for p in self.plan.programs if p.name == 'decode')
     self.assertEqual(decode.flops, 16 * 2 * (weights + 2 * 2 * 8 * 192))
@@ -291,7 +291,7 @@ class PlanTest(parameterized.TestCase):
     planned.rollout = plan.sampling.rollout(planned)
     self.assertEqual(planned.rollout.tokens, 16 * 3 * 6)
     self.assertEqual(planned.rollout.other, 1 + (1 + 2) + 1)  # copy, prefills, growth
-    vocabulary = plan.agent_lib.load_shape(self.config).vocab_size
+    vocabulary = plan.prepare.load_shape(self.config).vocab_size
     read = 4 * (planned.num_params['policy'] - 16 * vocabulary)  # of the embedding only rows
     # Rows grow from 64 tokens by 128 / 18 per step: 128 slots hold the first 9.
     early, late = (read + n * 2 * 2 * 8 * 4 for n in (128, 192))
@@ -382,10 +382,10 @@ class PlanTest(parameterized.TestCase):
 
   def test_a_missing_model_is_known_by_its_name(self):
     self.config.model.folder, here = 'models/Qwen2.5-7B-Instruct', self.config.model.folder
-    self.assertEqual(plan.agent_lib.load_shape(self.config).d_model, 3584)
+    self.assertEqual(plan.prepare.load_shape(self.config).d_model, 3584)
     self.config.model.folder = 'models/Qwen9'
     with self.assertRaisesRegex(UserError, 'qwen2.5-7b'):
-      plan.agent_lib.load_shape(self.config)
+      plan.prepare.load_shape(self.config)
     self.config.model.folder = here
 
 

@@ -24,8 +24,8 @@ from stppo_jax.evaluation import job
 from stppo_jax.evaluation import policy as results
 from stppo_jax.evaluation import scores as evaluation
 from stppo_jax.monitoring import episodes as episodes_lib
-from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import pipeline
+from stppo_jax.rollout import prepare
 from stppo_jax.serving import rollouts
 from stppo_jax.training import learner
 from stppo_jax.training import loop
@@ -57,7 +57,7 @@ class PreflightCase(parameterized.TestCase):
     super().setUp()
     self.workdir = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), 'run')
     loaded = AssertionError('weights were loaded')
-    for owner, name in ((learner, 'build'), (agent_lib, 'load_policy'), (recovery, 'saved')):
+    for owner, name in ((learner, 'build'), (prepare, 'load_policy'), (recovery, 'saved')):
       self.enterContext(mock.patch.object(owner, name, side_effect=loaded))
 
   def refused(self, config, *words, run=loop.train):
@@ -159,7 +159,7 @@ class BeforeWeightsTest(PreflightCase):
     config = make_config()
     tasks = [types.Task('a', 'Who?', ('x',)), types.Task('b', 'Who is ' + 'he ' * 200, ('x',))]
     with self.assertLogs('absl', 'WARNING') as logs:
-      agent_lib.check_prompts(config, agent_lib.prepare(config), tasks)
+      prepare.check_prompts(config, prepare.prepare(config), tasks)
     self.assertIn('1 of 2 prompts', logs.output[0])
 
   def test_a_prompt_that_a_batch_cannot_play_is_counted_as_such(self):

@@ -19,7 +19,7 @@ from stppo_jax import types
 from stppo_jax.evaluation import completions
 from stppo_jax.evaluation import job
 from stppo_jax.evaluation import remote
-from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import prepare
 from stppo_jax.rollout import seams
 from stppo_jax.serving import gateway
 from stppo_jax.types import RunError
@@ -377,8 +377,8 @@ class RemoteTest(parameterized.TestCase):
         st_ppo_tiny.get_config(), {'train.updates': 0, 'eval.episodes': 24, 'eval.rows': 8}
     )
     local = job.evaluate(config, self.workdir())
-    model, params = agent_lib.load_policy(config)
-    tokenizer = chat.load_tokenizer(agent_lib.model_folder(config))
+    model, params = prepare.load_policy(config)
+    tokenizer = chat.load_tokenizer(prepare.model_folder(config))
     sampler = gateway.make_sampler(
         model, tokenizer, rows=8, max_total=384, chunks=(16, 64), slot_buckets=(384,)
     )

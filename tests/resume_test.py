@@ -21,8 +21,8 @@ import numpy as np
 
 from stppo_jax.evaluation import policy as results
 from stppo_jax.monitoring import metrics as metrics_lib
-from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import pipeline as pipelines
+from stppo_jax.rollout import prepare
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
 from stppo_jax.training import recovery
@@ -345,7 +345,7 @@ class ResumeTest(parameterized.TestCase):
       micro_run.train(config, self.workdir)
 
   def test_other_weights_are_refused(self):
-    source, folder = agent_lib.EMBEDDED_MODEL, os.path.join(self.workdir, 'model')
+    source, folder = prepare.EMBEDDED_MODEL, os.path.join(self.workdir, 'model')
     shutil.copytree(source, folder)
     workdir = os.path.join(self.workdir, 'run')
     config = make_config(**{'model.folder': folder, 'train.updates': 1})

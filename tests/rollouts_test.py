@@ -16,10 +16,10 @@ from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.envs import search
 from stppo_jax.monitoring import episodes as episodes_lib
-from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.rollout import pipeline
+from stppo_jax.rollout import prepare
 from stppo_jax.serving import rollouts
 from stppo_jax.training import loop
 from tests.support import tiny_run
@@ -51,7 +51,7 @@ def play_search(task, base_url, model, max_turns=4):
 
 @functools.cache
 def retriever():
-  return agent_lib.prepare(make_config('search')).retriever
+  return prepare.prepare(make_config('search')).retriever
 
 
 def once(task, base_url, model):
@@ -142,7 +142,7 @@ def make_config(kind, **options):
 
 @functools.cache
 def model_and_params():
-  return agent_lib.load_policy(make_config('search'))
+  return prepare.load_policy(make_config('search'))
 
 
 def play(config, tasks, **kwargs):
@@ -160,7 +160,7 @@ class ProgramAgentTest(parameterized.TestCase):
 
   @parameterized.parameters(False, True)
   def test_episodes_equal_those_of_the_environment_bit_for_bit(self, greedy):
-    tasks = agent_lib.load_tasks(make_config('search'), 'dev')[::40][:16]
+    tasks = prepare.load_tasks(make_config('search'), 'dev')[::40][:16]
     wanted, _ = play(make_config('search'), tasks, greedy=greedy)
     found, agent = play(make_config(THIS + ':play_search'), tasks, greedy=greedy)
     self.assertGreater(max(len(episode.turns) for episode in wanted), 1)
@@ -280,7 +280,7 @@ class ProgramAgentTest(parameterized.TestCase):
   @parameterized.parameters('gateway:no_such:f', THIS + ':nothing', THIS + ':THIS', 'gateway:x')
   def test_a_name_that_is_no_program_is_one_line(self, kind):
     with self.assertRaisesRegex(types.UserError, 'config.env.kind='):
-      agent_lib.prepare(make_config(kind))
+      prepare.prepare(make_config(kind))
 
 
 class TrainingTest(absltest.TestCase):

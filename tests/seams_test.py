@@ -23,6 +23,7 @@ from stppo_jax.envs import search
 from stppo_jax.retrieval import dense
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import episode as episode_lib
+from stppo_jax.rollout import prepare
 from stppo_jax.rollout import seams
 from stppo_jax.training import loop
 from stppo_jax.types import Task
@@ -351,7 +352,7 @@ class SeedsTest(parameterized.TestCase):
     share = lambda mine: [mine, mine][:num_processes]
     with (
         mock.patch.object(jax, 'process_count', lambda: num_processes),
-        mock.patch.object(agent_lib.hosts, 'share', share),
+        mock.patch.object(prepare.hosts, 'share', share),
         mock.patch.object(episode_lib, 'play', play),
     ):
       agent_lib.Agent.play(agent, {}, tasks, keys)

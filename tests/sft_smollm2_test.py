@@ -14,10 +14,10 @@ from experiments import st_ppo_smollm2
 from scripts import search_trajectories
 from stppo_jax import tokenizer as chat
 from stppo_jax.envs import search
-from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_loop
+from stppo_jax.rollout import prepare
 from stppo_jax.types import Passage
 from stppo_jax.types import Task
 
@@ -63,7 +63,7 @@ BOTH = Task(
 
 @functools.cache
 def make_tokenizer():
-  return chat.load_tokenizer(agent_lib.EMBEDDED_MODEL)
+  return chat.load_tokenizer(prepare.EMBEDDED_MODEL)
 
 
 def make_config():

@@ -18,7 +18,7 @@ from stppo_jax import tasks as task_files
 from stppo_jax import tokenizer as chat
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
-from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import prepare
 from stppo_jax.training import sft
 from stppo_jax.types import UserError
 
@@ -40,7 +40,7 @@ def parts():
   """(training questions, Demonstrator, Disguise, tokenizer) of the embedded model."""
   tasks = [t for t in task_files.load_tasks('embedded', 'train') if t.dataset != 'medical']
   passages = task_files.load_corpus('embedded')
-  tokenizer = chat.load_tokenizer(agent_lib.EMBEDDED_MODEL)
+  tokenizer = chat.load_tokenizer(prepare.EMBEDDED_MODEL)
   return (
       tasks,
       sft_tiny.Demonstrator(tasks, passages),
@@ -229,7 +229,7 @@ class StoredModelTest(absltest.TestCase):
     for name in 'tokenizer.json', 'tokenizer_config.json':
       made, stored = (
           pathlib.Path(where, name).read_text(encoding='utf-8')
-          for where in (folder, agent_lib.EMBEDDED_MODEL)
+          for where in (folder, prepare.EMBEDDED_MODEL)
       )
       self.assertEqual(json.loads(made), json.loads(stored))
 

@@ -13,6 +13,7 @@ from stppo_jax import types
 from stppo_jax.evaluation import talk
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import episode as episode_loop
+from stppo_jax.rollout import prepare
 from stppo_jax.types import UserError
 from tests.support import tiny_run
 
@@ -38,7 +39,7 @@ class TalkTest(parameterized.TestCase):
     cls.enterClassContext(tiny_run.on_one_device())
     cls.config = st_ppo_tiny.get_config()
     cls.config.env.reward = 'tests.talk_test:no_reward'
-    cls.model, cls.params = agent_lib.load_policy(cls.config)
+    cls.model, cls.params = prepare.load_policy(cls.config)
 
   def talk(self, *lines, out=None):
     out = out or io.StringIO()

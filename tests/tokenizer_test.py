@@ -18,7 +18,7 @@ from stppo_jax import tasks
 from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.envs import search
-from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import prepare
 from tests.support import tiny_tokenizer
 
 TEMPLATE = (
@@ -213,9 +213,9 @@ class TokenizerTest(parameterized.TestCase):
 
   def test_the_embedded_model_has_a_template_of_its_prompts(self):
     config = schema.Config()
-    plain = agent_lib.load_tokenizer(config)
+    plain = prepare.load_tokenizer(config)
     self.assertIsNone(plain.render)
-    tokenizer = agent_lib.load_tokenizer(config, 'user')
+    tokenizer = prepare.load_tokenizer(config, 'user')
     task = types.Task('t', 'Who wrote it?', ('x',))
     env = search.SearchEnv(task, None, max_turns=0, prompt='short')
     prompt, _ = env.reset()
@@ -373,7 +373,7 @@ class HostilePassageTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.tokenizers = [
-        chat.load_tokenizer(agent_lib.EMBEDDED_MODEL),
+        chat.load_tokenizer(prepare.EMBEDDED_MODEL),
         chat.load_tokenizer(tiny_tokenizer.write(_folder(self))),
         _added_tokens_tokenizer(self),
         _added_tokens_tokenizer(self, normalizer=tokenizers.normalizers.NFKC()),

@@ -156,23 +156,23 @@ def _serve(config: schema.Config, workdir: str) -> None:
 
 
 def _export_atif(config: schema.Config, workdir: str) -> None:
-  from stppo_jax.rollout import agent
+  from stppo_jax.rollout import prepare
   from stppo_jax.trajectories import atif_writer
 
   source = _INPUT.value or os.path.join(workdir, 'episodes')
   folder = os.path.join(workdir, 'atif')
-  tokenizer = agent.load_tokenizer(config)
+  tokenizer = prepare.load_tokenizer(config)
   form = config.serve.tool_form
   atif_writer.write_folder(source, folder, tokenizer, config.model.folder, form)
   print(folder)
 
 
 def _import_atif(config: schema.Config, workdir: str) -> None:
-  from stppo_jax.rollout import agent
+  from stppo_jax.rollout import prepare
   from stppo_jax.trajectories import atif_reader
 
   reader = atif_reader.Reader(
-      agent.load_tokenizer(config),
+      prepare.load_tokenizer(config),
       config.serve.tool_form,
       config.rollout.max_observation,
       _RETOKENIZE.value,

@@ -21,9 +21,9 @@ from stppo_jax.evaluation import policy as results_lib
 from stppo_jax.evaluation import records
 from stppo_jax.models import hf_config
 from stppo_jax.models import sharding
-from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.rollout import pipeline
+from stppo_jax.rollout import prepare
 from stppo_jax.serving import rollouts
 from stppo_jax.training import checkpoint
 from stppo_jax.types import RunError
@@ -103,7 +103,7 @@ class Trained:
     self.said, updates = policy.said, policy.updates or None
     self.label = f'{updates:06d}' if updates else 'untrained'
     saved = hosts.by_writer(checkpoint.fingerprint, workdir, updates) if updates else ''
-    base = hosts.by_writer(hf_config.fingerprint, agent_lib.model_folder(config))
+    base = hosts.by_writer(hf_config.fingerprint, prepare.model_folder(config))
     self.identity = {'updates': updates, 'weights': saved, 'folder': base}
 
   def play(self, rows: Sequence[records.Row]) -> Iterator[records.Played]:

@@ -24,7 +24,7 @@ from stppo_jax.models import lora
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import workdir as workdirs
-from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import prepare
 from stppo_jax.rollout import seams
 from stppo_jax.serving import rollouts
 from stppo_jax.training import checkpoint
@@ -45,9 +45,7 @@ class Policy(typing.NamedTuple):
   said: str  # which it is, for the log
 
 
-def load(
-    config: schema.Config, workdir: str
-) -> tuple[Policy, agent_lib.Prepared, list[types.Task]]:
+def load(config: schema.Config, workdir: str) -> tuple[Policy, prepare.Prepared, list[types.Task]]:
   """Returns (policy, parts of its agent, held-out questions) of an evaluation.
 
   The policy is that of the checkpoint that config.eval.checkpoint names. The untrained one is given
@@ -57,7 +55,7 @@ def load(
   """
   if config.train.updates:
     hosts.by_writer(_check_trained, config, workdir)
-    sources = agent_lib.sources(config)
+    sources = prepare.sources(config)
     for field in hosts.by_writer(workdirs.changed_plugins, workdir, sources):
       logging.warning(
           'what config.%s names has changed since %s was trained: the scores are by the new one',
@@ -66,8 +64,8 @@ def load(
       )
   questions = loop.held_out(config, seams.resolve(config))
   hosts.require_same('questions', [task.id for task in questions])
-  prepared = agent_lib.prepare(config)
-  agent_lib.check_prompts(config, prepared, questions)
+  prepared = prepare.prepare(config)
+  prepare.check_prompts(config, prepared, questions)
   if not config.train.updates:
     return _untrained(config, of_all=True), prepared, questions
   return _trained(config, workdir, of_all=True), prepared, questions
@@ -120,7 +118,7 @@ def policy(config: schema.Config, workdir: str, of_all: bool = False) -> Policy:
 
 def _untrained(config, of_all) -> Policy:
   place = functools.partial(sharding.tree_shardings, mesh=sharding.mesh_of(config.mesh))
-  model, params = agent_lib.load_policy(config, shardings=place)
+  model, params = prepare.load_policy(config, shardings=place)
   roles = _own_roles(config) if of_all else ()
   return Policy(model, [params] * len(roles) or params, 0, f'{config.model.folder}, untrained')
 
@@ -156,8 +154,8 @@ def _read(config, workdir) -> tuple[learner_lib.Parts, dict[str, dict], int]:
 
   def load_model(head, folder=None, unused_memory_kind=None):
     if config.model.lora_rank and head != 'value':  # the base is in no checkpoint
-      return agent_lib.load_policy(config, head, folder, place)
-    model = agent_lib.load_shape(config, head, folder)
+      return prepare.load_policy(config, head, folder, place)
+    model = prepare.load_shape(config, head, folder)
     return model, jax.eval_shape(functools.partial(decoder.init, config=model), jax.random.key(0))
 
   variant = learner_lib.make_variant(config)
@@ -188,8 +186,8 @@ def sample(
   hosts.require_same('config', dataclasses.asdict(config))
   questions = seams.resolve(config).load_tasks(config.data.train_split)
   hosts.require_same('questions', [task.id for task in questions])
-  prepared = agent_lib.prepare(config)
-  agent_lib.check_prompts(config, prepared, questions)
+  prepared = prepare.prepare(config)
+  prepare.check_prompts(config, prepared, questions)
   loaded = policy(config, workdir, of_all=True)
   folder = os.path.join(workdir, 'samples', _samples_name(config, workdir, loaded.updates))
   mesh = sharding.mesh_of(config.mesh)
@@ -223,7 +221,7 @@ def _samples_name(config, workdir, updates):
   """Returns a folder's name: the split, the updates, and a digest of what episodes depend on."""
   values = dataclasses.asdict(config)
   depends = {name: values[name] for name in (*SCORED_BY, 'seed')}
-  depends |= {'episodes': config.train.episodes} | agent_lib.sources(config)
+  depends |= {'episodes': config.train.episodes} | prepare.sources(config)
   depends['weights'] = hosts.by_writer(checkpoint.fingerprint, workdir, updates)
   digest = zlib.crc32(json.dumps(depends, sort_keys=True).encode())
   return f'{config.data.train_split}_{updates:06d}_{digest:08x}'
@@ -244,10 +242,10 @@ def export(config: schema.Config, workdir: str) -> str:
     )
   _check_trained(config, workdir)
   parts, actors, updates = _read(config, workdir)
-  folder, source = os.path.join(workdir, 'export'), agent_lib.model_folder(config)
+  folder, source = os.path.join(workdir, 'export'), prepare.model_folder(config)
   dtype = hf_config.dtype_to_write(source, config.model.param_dtype)
   bare = dataclasses.replace(parts.model, head='tokens')
-  ends = agent_lib.load_tokenizer(config).eos_ids
+  ends = prepare.load_tokenizer(config).eos_ids
   for role, actor in actors.items():
     params = actor
     if config.model.lora_rank:
@@ -263,4 +261,4 @@ def export(config: schema.Config, workdir: str) -> str:
 def add_chat_template(config: schema.Config, folder: str) -> None:
   """Adds the embedded model's chat template to a folder; other models have their own."""
   if config.model.folder == 'embedded':
-    shutil.copyfile(agent_lib.EMBEDDED_TEMPLATE, os.path.join(folder, 'chat_template.jinja'))
+    shutil.copyfile(prepare.EMBEDDED_TEMPLATE, os.path.join(folder, 'chat_template.jinja'))

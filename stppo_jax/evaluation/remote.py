@@ -27,9 +27,9 @@ from stppo_jax.envs import protocol
 from stppo_jax.evaluation import completions
 from stppo_jax.evaluation import player
 from stppo_jax.evaluation import records
-from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.rollout import pipeline
+from stppo_jax.rollout import prepare
 from stppo_jax.rollout import seams
 from stppo_jax.training import loop
 from stppo_jax.types import RunError
@@ -63,7 +63,7 @@ class Remote:
           'one model: evaluate a checkpoint'
       )
     self.tasks = loop.held_out(config, parts)
-    self._env = parts.bind(agent_lib.make_retriever(config, parts))
+    self._env = parts.bind(prepare.make_retriever(config, parts))
     self._threads, self._max_total = config.eval.rows, config.rollout.max_total
     self._max_failed_share = config.retriever.max_failed_share
     self._max_failed = config.rollout.max_failed

@@ -29,6 +29,7 @@ from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import episode as episode_loop
+from stppo_jax.rollout import prepare
 from stppo_jax.serving import gateway
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import turn_text
@@ -49,7 +50,7 @@ def talk(
 ) -> None:
   """Answers questions until there are no more. Ctrl-C leaves a question, Ctrl-D ends."""
   screen = Screen(out or sys.stdout)
-  prepared = agent_lib.prepare(config)
+  prepared = prepare.prepare(config)
   _check_environment(config, prepared.env)
   sampler = gateway.make_sampler(
       model,
@@ -113,9 +114,9 @@ class Speaker:
   """Plays the environment with one model, and shows what happens as it happens."""
 
   def __init__(
-      self, config: schema.Config, prepared: agent_lib.Prepared, scheduler: scheduler_lib.Scheduler
+      self, config: schema.Config, prepared: prepare.Prepared, scheduler: scheduler_lib.Scheduler
   ):
-    self._limits, self._seed = agent_lib.limits(config), config.seed
+    self._limits, self._seed = prepare.limits(config), config.seed
     self._tokenizer, self._scheduler = prepared.tokenizer, scheduler
     self._temperature = player.temperature(config)
     self._top_p = config.rollout.top_p if self._temperature else 1.0

@@ -29,6 +29,7 @@ from stppo_jax.planning import topologies
 from stppo_jax.planning.topologies import GIB
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import layout
+from stppo_jax.rollout import prepare
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import packing
@@ -128,7 +129,7 @@ def make(config: schema.Config, topology: str = '') -> Plan:
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention='plain'))
 
   def load(head, folder=None, memory_kind=None):
-    shape = agent_lib.load_shape(config, head, folder)
+    shape = prepare.load_shape(config, head, folder)
     return shape, _on(mesh, _params(shape), memory_kind)
 
   variant = learner_lib.make_variant(config)

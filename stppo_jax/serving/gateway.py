@@ -15,6 +15,7 @@ from stppo_jax import tokenizer as chat
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import prepare
 from stppo_jax.rollout import sampling
 from stppo_jax.serving import api
 from stppo_jax.serving import row_sampler
@@ -126,7 +127,7 @@ def serve(
     stop_requested: Callable[[], bool],
 ) -> None:
   """Serves until it is asked to stop; logs the address when it accepts requests."""
-  tokenizer = agent_lib.load_tokenizer(config)
+  tokenizer = prepare.load_tokenizer(config)
   chat.check_matches(tokenizer, model.vocab_size)
   max_total = config.serve.max_total or min(model.max_positions, _MOST_TOKENS)
   if max_total > model.max_positions:

@@ -27,6 +27,7 @@ from stppo_jax.envs import rewards
 from stppo_jax.models import decoder
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import engine
+from stppo_jax.rollout import prepare
 from stppo_jax.serving import gateway
 from stppo_jax.serving import row_sampler as row_sampler_lib
 from stppo_jax.serving import sessions as sessions_lib
@@ -179,10 +180,10 @@ def make_agent(
     config,
     model: decoder.ModelConfig,
     mesh: jax.sharding.Mesh | None = None,
-    prepared: agent_lib.Prepared | None = None,
+    prepared: prepare.Prepared | None = None,
 ) -> agent_lib.Agent:
   """Builds the agent of a config: of `rollout.agent`, or one whose episodes a program plays."""
-  prepared = prepared or agent_lib.prepare(config)
+  prepared = prepared or prepare.prepare(config)
   if not isinstance(prepared.env.make, programs.Program):
     return agent_lib.make_agent(config, model, mesh, prepared)
   if jax.process_count() > 1:

@@ -35,7 +35,7 @@ from typing import Any
 from stppo_jax import config as schema
 from stppo_jax import plugins
 from stppo_jax import validation
-from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import prepare
 from stppo_jax.rollout import seams
 from stppo_jax.training import learner
 from stppo_jax.types import Section
@@ -312,7 +312,7 @@ def _numbers_depend_on(config: schema.Config) -> dict[str, Any]:
       path: value
       for path, _, value in validation.fields(config)
       if path not in free and value != default[path]
-  } | _named(agent_lib.sources(config))
+  } | _named(prepare.sources(config))
 
 
 def _digest(values: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import lora
 from stppo_jax.models import sharding
-from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import prepare
 from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
@@ -103,7 +103,7 @@ def build(config: schema.Config, roles: Sequence[str] = ()) -> tuple[Learner, tr
   def load_model(head, folder=None, memory_kind=None):
     # Straight into their shards: no host ever holds a whole model.
     shardings = functools.partial(sharding.tree_shardings, mesh=mesh, memory_kind=memory_kind)
-    return agent_lib.load_policy(config, head, folder, shardings)
+    return prepare.load_policy(config, head, folder, shardings)
 
   def make(function):
     shardings = sharding.tree_shardings(jax.eval_shape(function), mesh)

@@ -32,6 +32,7 @@ from stppo_jax.monitoring import timing as timing_lib
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipelines
+from stppo_jax.rollout import prepare
 from stppo_jax.rollout import seams
 from stppo_jax.serving import rollouts
 from stppo_jax.training import learner as learner_lib
@@ -128,9 +129,9 @@ def setup(config: schema.Config) -> Run:
   named = seams.resolve(config)
   questions = held_out(config, named)
   to_train_on = named.load_tasks(config.data.train_split)
-  prepared = agent_lib.prepare(config)
+  prepared = prepare.prepare(config)
   for tasks in (to_train_on, questions):
-    agent_lib.check_prompts(config, prepared, tasks)
+    prepare.check_prompts(config, prepared, tasks)
   task_files.warn_of_overlap(to_train_on, questions)
   learner, state = learner_lib.build(config, prepared.env.roles)
   agent = rollouts.make_agent(config, learner.spec.actor, learner.mesh, prepared)
@@ -364,7 +365,7 @@ def _make_replay(config, variant, env):
   """Makes the reader of the batches of config.rollout.replay."""
   return saved.Replay(
       config.rollout.replay,
-      agent_lib.load_tokenizer(config),
+      prepare.load_tokenizer(config),
       config.train.mini_batch,
       config.train.length_buckets[-1],
       variant.needs_groups,

@@ -25,8 +25,8 @@ from stppo_jax import validation
 from stppo_jax.algorithms import variants
 from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import workdir as workdirs
-from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import pipeline as pipelines
+from stppo_jax.rollout import prepare
 from stppo_jax.training import checkpoint
 from stppo_jax.training.state import State
 from stppo_jax.types import RunError
@@ -88,7 +88,7 @@ def check_shared(workdir: str) -> None:
 
 def claim(config: schema.Config, variant: variants.Variant, workdir: str) -> None:
   """Checks that `workdir` belongs to this config and what it names, or writes config.json there."""
-  digests, objective = agent_lib.sources(config), variant.described()
+  digests, objective = prepare.sources(config), variant.described()
   hosts.require_same('plug-ins and models', [digests, objective])
   hosts.by_writer(
       workdirs.claim,

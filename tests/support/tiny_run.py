@@ -21,7 +21,7 @@ from stppo_jax import config as schema
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
-from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import prepare
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import state as train_state
@@ -46,7 +46,7 @@ def on_one_device() -> contextlib.AbstractContextManager:
 @contextlib.contextmanager
 def reading_policies_alone() -> Iterator[None]:
   """Context manager in which a critic, optimizer state or whole checkpoint is an AssertionError."""
-  load_policy = agent_lib.load_policy
+  load_policy = prepare.load_policy
 
   def load(config, head='tokens', *args, **kwargs):
     assert head != 'value', 'a critic is loaded'
@@ -60,7 +60,7 @@ def reading_policies_alone() -> Iterator[None]:
     ):
       error = AssertionError(f'{name} is called')
       resources.enter_context(mock.patch.object(owner, name, side_effect=error))
-    resources.enter_context(mock.patch.object(agent_lib, 'load_policy', load))
+    resources.enter_context(mock.patch.object(prepare, 'load_policy', load))
     yield
 
 

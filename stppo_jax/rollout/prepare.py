@@ -1,0 +1,268 @@
+"""Loads the parts of an agent that a config names, and checks that they fit together.
+
+`prepare` and `check_prompts` run before any weights are loaded, so that a mistake costs seconds.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import dataclasses
+import os
+import time
+from typing import Any
+
+from absl import logging
+
+from stppo_jax import plugins
+from stppo_jax import tokenizer as chat
+from stppo_jax import types
+from stppo_jax.distributed import hosts
+from stppo_jax.envs import protocol
+from stppo_jax.models import convert
+from stppo_jax.models import decoder
+from stppo_jax.models import hf_config
+from stppo_jax.models import layers
+from stppo_jax.rollout import episode as episode_loop
+from stppo_jax.rollout import seams
+from stppo_jax.types import UserError
+
+_ASSETS = os.path.join(os.path.dirname(os.path.dirname(__file__)), 'assets')
+EMBEDDED_MODEL = os.path.join(_ASSETS, 'tiny')
+EMBEDDED_TEMPLATE = os.path.join(_ASSETS, 'tiny_chat_template.jinja')
+
+# `check_prompts` looks at this many prompts, for at most this time.
+_MAX_PROMPTS = 1000
+_MAX_SECONDS = 10.0
+
+# The run passes these arguments of transformers' apply_chat_template itself.
+_RESERVED_ARGUMENTS = {
+    'add_generation_prompt',
+    'chat_template',
+    'continue_final_message',
+    'conversation',
+    'max_length',
+    'padding',
+    'return_assistant_tokens_mask',
+    'return_dict',
+    'return_tensors',
+    'tokenize',
+    'tokenizer_kwargs',
+    'tools',
+    'truncation',
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+  """The parts of an agent, except for its model."""
+
+  tokenizer: chat.Tokenizer
+  env: protocol.Kind  # with its retriever
+  retriever: Any
+
+
+def prepare(config) -> Prepared:
+  """Loads tokenizer, environment class and retriever; checks them against the model's config.json.
+
+  No weights are read. UserError: a part does not fit the model, or the retriever does not answer.
+  """
+  model = load_shape(config)
+  _check_positions(config, model, 'model.folder')
+  components = seams.resolve(config)
+  tokenizer = load_tokenizer(config, components.env.frame)
+  chat.check_matches(tokenizer, model.vocab_size)
+  if config.model.critic_folder:
+    _check_critic(config, model, tokenizer)
+  if config.model.role_parameters == 'own' and not components.env.roles:
+    raise UserError(
+        f"config.model.role_parameters='own': {config.env.kind} has one agent and no roles: set it "
+        "to 'shared'"
+    )
+  # A tokenizer that cannot frame observations is an error now.
+  chat.make_framing(tokenizer, components.env.frame, config.rollout.max_observation)
+  retriever = make_retriever(config, components)
+  return Prepared(tokenizer, components.bind(retriever), retriever)
+
+
+def model_folder(config) -> str:
+  """Returns the folder of the policy's weights."""
+  return EMBEDDED_MODEL if config.model.folder == 'embedded' else config.model.folder
+
+
+def sources(config) -> dict[str, str]:
+  """Returns {setting: digest} of the plug-in files and model folders that the settings name."""
+  digests = plugins.digests(plugins.named(config))
+  digests['model.folder'] = hf_config.fingerprint(model_folder(config))
+  if config.model.critic_folder:
+    digests['model.critic_folder'] = hf_config.fingerprint(config.model.critic_folder)
+  return {setting: digest for setting, digest in digests.items() if digest}
+
+
+def load_policy(
+    config, head: str = 'tokens', folder: str | None = None, shardings: Callable | None = None
+) -> tuple[decoder.ModelConfig, dict]:
+  """Loads (ModelConfig, parameters) from the config's folder, with the run's compute settings.
+
+  Parameters are on the host, or laid out by `shardings` (tree of shapes -> tree of NamedShardings).
+  """
+  folder = folder or model_folder(config)
+  dtype = config.model.param_dtype
+  shape, params = convert.load_hf(folder, head=head, param_dtype=dtype, shardings=shardings)
+  return _with_compute_settings(shape, config.model), params
+
+
+def load_shape(config, head: str = 'tokens', folder: str | None = None) -> decoder.ModelConfig:
+  """Returns the ModelConfig that `load_policy` would give, without weights.
+
+  A folder that does not exist may have the name of a preset: 'models/Qwen2.5-7B-Instruct' has the
+  shape of 'qwen2.5-7b'.
+  """
+  folder = folder or model_folder(config)
+  dtype = config.model.param_dtype
+  base_name = os.path.basename(folder.rstrip('/')).lower()
+  preset = base_name.removesuffix('-instruct').removesuffix('-base')
+  if os.path.isdir(folder):
+    shape = hf_config.load(folder, head=head, param_dtype=dtype)
+  elif preset in layers.PRESETS:
+    shape = dataclasses.replace(layers.PRESETS[preset], head=head, param_dtype=dtype)
+  else:
+    raise UserError(
+        f'{folder}: no such folder, and {preset!r} is no known shape: give a folder with a '
+        f'config.json, or a name that ends in one of {", ".join(layers.PRESETS)}'
+    )
+  return _with_compute_settings(shape, config.model)
+
+
+def _with_compute_settings(shape, model):
+  return dataclasses.replace(
+      shape,
+      dtype=model.dtype,
+      remat=model.remat,
+      scan_layers=model.scan_layers,
+      attention_chunk=model.attention_chunk,
+      lora_scale=model.lora_alpha / (model.lora_rank or 1),
+  )
+
+
+def load_tokenizer(config, frame: str = 'inline') -> chat.Tokenizer:
+  """Returns the policy's tokenizer, with the config's arguments for its chat template.
+
+  The embedded model has its chat template only for an environment whose `frame` needs one. The
+  gateway and environments with frame 'inline' give it plain texts.
+  """
+  kwargs = config.model.chat_template_kwargs
+  given = f'config.model.chat_template_kwargs={dict(kwargs)}'
+  if reserved := _RESERVED_ARGUMENTS & kwargs.keys():
+    raise UserError(f'{given}: {", ".join(sorted(reserved))} is set by the run: leave it out')
+  needs_template = config.model.folder == 'embedded' and frame != 'inline'
+  template = EMBEDDED_TEMPLATE if needs_template else ''
+  tokenizer = chat.load_tokenizer(model_folder(config), kwargs, template)
+  if kwargs and tokenizer.render is None:
+    raise UserError(
+        f'{given}: the tokenizer in {tokenizer.folder!r} has no chat template: leave them out'
+    )
+  return tokenizer
+
+
+def make_retriever(config, components: seams.Seams) -> Any:
+  """Returns the retriever, or None. UserError: it does not answer."""
+  retriever = components.make_retriever()
+  check = getattr(retriever, 'check', None)
+  if check is not None and config.retriever.max_failed_share < 1:  # with 1 no failure matters
+    hosts.by_writer(check)
+  return retriever
+
+
+def load_tasks(config, split: str) -> list[types.Task]:
+  """Returns the tasks of a split, from the data sets that the config names."""
+  return seams.resolve(config).load_tasks(split)
+
+
+def limits(config) -> episode_loop.Limits:
+  """Returns the limits of an episode."""
+  rollout = config.rollout
+  return episode_loop.Limits(
+      max_prompt_tokens=rollout.max_prompt,
+      max_turn_tokens=rollout.max_turn,
+      max_observation_tokens=rollout.max_observation,
+      max_total_tokens=rollout.max_total,
+  )
+
+
+def _check_positions(config, model, field):
+  if config.rollout.max_total > model.max_positions:
+    raise UserError(
+        f'config.rollout.max_total={config.rollout.max_total}: the model of config.{field} has '
+        f'{model.max_positions} positions (max_position_embeddings): set max_total and the last of '
+        'train.length_buckets to at most that'
+    )
+
+
+def _check_critic(config, policy, tokenizer):
+  """Checks that the critic can read the policy's tokens.
+
+  Ids for which only one of the two tokenizers has a token may differ.
+  """
+  folder = config.model.critic_folder
+  given = f'config.model.critic_folder={folder!r}'
+  critic = load_shape(config, 'value', folder)
+  _check_positions(config, critic, 'model.critic_folder')
+  if critic.vocab_size != policy.vocab_size:
+    raise UserError(
+        f'{given} has a vocabulary of {critic.vocab_size}, the policy has {policy.vocab_size}: the '
+        'critic reads the same tokens, give a model of the same family'
+    )
+  if not os.path.isfile(os.path.join(folder, 'tokenizer.json')):
+    return
+  critic_bytes = chat.load_tokenizer(folder).token_bytes
+  for i, (policy_token, critic_token) in enumerate(zip(tokenizer.token_bytes, critic_bytes)):
+    if policy_token and critic_token and policy_token != critic_token:
+      raise UserError(
+          f'{given} has another tokenizer than the policy (id {i} differs): give a model of the '
+          'same family'
+      )
+
+
+def check_prompts(config, prepared: Prepared, tasks: Sequence[types.Task]) -> None:
+  """Encodes the prompts of some tasks and logs how many are too long. UserError: all of them."""
+  num_long, lengths = hosts.by_writer(_prompt_lengths, config, prepared, tasks)
+  if not num_long:
+    return
+  setting = f'config.rollout.max_prompt={config.rollout.max_prompt}'
+  if num_long == len(lengths):
+    raise UserError(
+        f'{setting}: the prompts of all {num_long} questions looked at are longer, with '
+        f'{min(lengths)} to {max(lengths)} tokens, and none could be played: raise '
+        '--config.rollout.max_prompt and max_total'
+    )
+  logging.warning(
+      '%d of %d prompts looked at are longer than %s allows, the longest has %d tokens: they are '
+      'not played, and counted as env/prompt_too_long',
+      num_long,
+      len(lengths),
+      setting,
+      max(lengths),
+  )
+
+
+def _prompt_lengths(config, prepared, tasks):
+  """Returns (number of prompts that are too long, lengths) of tasks spread over the list."""
+  longest = episode_loop.longest_prompt(limits(config))
+  end = time.monotonic() + _MAX_SECONDS
+  stride = max(1, -(-len(tasks) // _MAX_PROMPTS))
+  lengths = []
+  first_error = ''
+  for task in tasks[::stride]:
+    seed = config.seed if task.seed is None else task.seed
+    observation, info = protocol.reset(prepared.env(task, seed), seed)
+    if error := info.get('environment_error'):
+      first_error = first_error or f'{error}, on task {task.id!r}, before its first turn'
+      if not config.rollout.max_failed:
+        raise UserError(first_error)
+    else:
+      lengths.append(len(episode_loop.first_prompt(prepared.tokenizer, observation, info)))
+    if time.monotonic() > end:
+      break
+  if first_error and not lengths:
+    raise UserError(first_error)
+  num_long = sum(not 0 < length <= longest for length in lengths)
+  return num_long, lengths
