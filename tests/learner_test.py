@@ -20,7 +20,7 @@ from stppo_jax.distributed import hosts
 from stppo_jax.evaluation import policy as results
 from stppo_jax.models import layers
 from stppo_jax.monitoring import metrics as metrics_lib
-from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import prepare
 from stppo_jax.training import learner
 from stppo_jax.training import recovery
 from stppo_jax.types import UserError
@@ -324,7 +324,7 @@ class MakeVariantTest(parameterized.TestCase):
         UserError, r"^[^\n]*algorithm.variant='own_rl:PLAIN' names has changed[^\n]*$"
     ):
       micro_run.train(config, workdir)
-    self.enterContext(mock.patch.object(agent_lib, 'check_prompts'))
+    self.enterContext(mock.patch.object(prepare, 'check_prompts'))
     with self.assertLogs('absl', 'WARNING') as logs:
       policy, *_ = results.load(config, workdir)
     self.assertEqual(policy.updates, 2)
