@@ -25,12 +25,12 @@ import jax
 import numpy as np
 import tokenizers
 
+from stppo_jax import components
 from stppo_jax import plugins
 from stppo_jax import tokenizer as chat
 from stppo_jax.envs import protocol
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.rollout import seams
 from stppo_jax.training import sft
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
@@ -66,7 +66,7 @@ def _make():
     folder.mkdir(parents=True, exist_ok=True)
   except OSError as error:
     raise UserError(f'config.model.folder={str(folder)!r} ({error}): give another one') from error
-  named = seams.resolve(config)
+  named = components.resolve(config)
   tasks = tasks_of(config, named, _EPISODES.value)
   make_player = plugins.load('player', _PLAYER.value, {})
   kind, seeds = named.env, itertools.count(FIRST_SEED)
@@ -118,7 +118,7 @@ def load_config(path: str):
     raise UserError(f'--config={path}: {type(error).__name__}: {message}: correct it') from error
 
 
-def tasks_of(config, named: seams.Seams, number: int) -> Iterable[Task]:
+def tasks_of(config, named: components.Components, number: int) -> Iterable[Task]:
   """Returns tasks to play: the questions of the config's data, else seeds above those of a run."""
   if config.data.source == 'embedded':
     return [Task(str(FIRST_SEED + i), seed=FIRST_SEED + i) for i in range(number)]

@@ -11,11 +11,10 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
 
+from stppo_jax import components
 from stppo_jax import config as schema
-from stppo_jax import plugins
 from stppo_jax import validation
 from stppo_jax.envs import protocol
-from stppo_jax.rollout import seams
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
 
@@ -31,7 +30,7 @@ def resolve(kind, source='embedded', **options):
   config = schema.Config()
   config.env.kind, config.env.options, config.retriever.kind = kind, options, 'none'
   config.data.source = source
-  return seams.resolve(validation.validate(config))
+  return components.resolve(validation.validate(config))
 
 
 def need(test, package):
@@ -336,7 +335,7 @@ class NamesTest(parameterized.TestCase):
   def test_an_id_is_no_plug_in_module(self):
     config = schema.Config()
     config.env.kind = 'gem:game:GuessTheNumber-v0-easy'
-    self.assertEmpty(plugins.named(config))
+    self.assertEmpty(components.plugin_names(config))
 
   @parameterized.parameters(
       ('gem', 'gem:game:Wordle-v0-easy'), ('reasoning_gym', 'reasoning_gym:maze')

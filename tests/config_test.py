@@ -10,6 +10,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
 
+from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import validation
 from stppo_jax.algorithms import correction
@@ -24,7 +25,6 @@ from stppo_jax.models import hf_config
 from stppo_jax.models import lora
 from stppo_jax.retrieval import http
 from stppo_jax.retrieval import kinds
-from stppo_jax.rollout import seams
 from stppo_jax.training import learner
 from stppo_jax.types import UserError
 
@@ -286,7 +286,7 @@ class TablesTest(absltest.TestCase):
     }
     tables = {f'algorithm.{name}': set(allowed) for name, allowed in overrides.items()} | {
         'env.prompt': set(search.STYLES),
-        'env.kind': set(seams.ENVIRONMENTS),
+        'env.kind': set(components.ENVIRONMENTS),
         'env.reward': set(rewards.REWARDS),
         'retriever.kind': set(kinds.RETRIEVERS),
         'retriever.dialect': set(http.DIALECTS),

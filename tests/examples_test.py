@@ -16,7 +16,7 @@ import pytest
 
 from examples.cispo import algorithm as cispo
 from examples.max_rl import algorithm as max_rl
-from stppo_jax import plugins
+from stppo_jax import components
 from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.algorithms import advantages
@@ -76,7 +76,7 @@ class FolderTest(parameterized.TestCase):
       config = validation.validate(load(folder, mode))
       learner.make_variant(config)
       self.assertEqual(config.name, '_'.join(filter(None, [folder, mode])))
-      self.assertContainsSubset(FOLDERS[folder], plugins.named(config))
+      self.assertContainsSubset(FOLDERS[folder], components.plugin_names(config))
 
   @parameterized.parameters(*FOLDERS)
   def test_its_texts_have_its_command_and_a_result(self, folder):

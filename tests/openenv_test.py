@@ -6,9 +6,9 @@ import random
 
 from absl.testing import absltest
 
+from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import validation
-from stppo_jax.rollout import seams
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
 from tests.support import env_server
@@ -21,7 +21,7 @@ def resolve(url, **options):
   config = schema.Config()
   config.env.kind, config.env.options = f'openenv:{url}', options
   config.retriever.kind = 'none'
-  return seams.resolve(validation.validate(config)).env
+  return components.resolve(validation.validate(config)).env
 
 
 class OpenEnvTest(absltest.TestCase):

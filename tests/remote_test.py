@@ -14,13 +14,13 @@ from unittest import mock
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from stppo_jax import components
 from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.evaluation import completions
 from stppo_jax.evaluation import job
 from stppo_jax.evaluation import remote
 from stppo_jax.rollout import prepare
-from stppo_jax.rollout import seams
 from stppo_jax.serving import gateway
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
@@ -301,7 +301,7 @@ class RemoteTest(parameterized.TestCase):
     with serving(lambda body: completion('<answer> x')) as (address, asked):
       self.evaluate(address, **values)
     played = sorted(body['messages'][0]['content'] for body in asked)
-    agent = seams.resolve(tiny_run.make_config(self.tmp, **values)).bind(None)
+    agent = components.resolve(tiny_run.make_config(self.tmp, **values)).bind(None)
     local = [agent(task, task.seed).reset(task.seed)[0] for task in Lottery.load_tasks('dev')]
     self.assertEqual(played, sorted(local * 3))
 

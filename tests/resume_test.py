@@ -483,7 +483,7 @@ class JsonTest(absltest.TestCase):
     batches = pipelines.Batches(
         run.agent,
         run.learner.policy,
-        loop.task_files.TaskStream(run.seams.load_tasks('train'), 5, 0),
+        loop.task_files.TaskStream(run.components.load_tasks('train'), 5, 0),
         2,
         0,
     )

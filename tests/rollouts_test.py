@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import requests
 
+from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.envs import search
@@ -147,7 +148,7 @@ def model_and_params():
 
 def play(config, tasks, **kwargs):
   model, params = model_and_params()
-  agent = rollouts.make_agent(config, model)
+  agent = components.make_agent(config, model)
   keys = episode_loop.row_keys(jax.random.key(3), tasks)
   return agent.play(params, tasks, keys, **kwargs), agent
 
@@ -271,7 +272,7 @@ class ProgramAgentTest(parameterized.TestCase):
     config = make_config(THIS + ':once')
     config.rollout.routing_replay = 'sampling'
     with self.assertRaisesRegex(types.UserError, 'routing_replay=sampling'):
-      rollouts.make_agent(config, model_and_params()[0])
+      components.make_agent(config, model_and_params()[0])
 
   def test_give_up_ends_the_programs(self):
     with self.assertRaises(types.Stopped):

@@ -14,11 +14,11 @@ import chex
 import jax
 import pytest
 
+from stppo_jax import components
 from stppo_jax import tokenizer as chat
 from stppo_jax.evaluation import policy as results
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import pipeline
-from stppo_jax.rollout import seams
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
 from stppo_jax.training import state as train_state
@@ -200,7 +200,7 @@ class ReplayTest(parameterized.TestCase):
     self.assertEqual(results.sample(config, workdir, 0, lambda: False), folder)
     self.assertEqual(os.stat(first).st_mtime_ns, before)
     played = {r['task'] for n in saved.numbers(folder) for r in lines(saved.path_of(folder, n))}
-    self.assertEqual(played, {task.id for task in seams.resolve(config).load_tasks('train')})
+    self.assertEqual(played, {task.id for task in components.resolve(config).load_tasks('train')})
     config.rollout.temperature = 0.5  # other episodes go elsewhere
     self.assertNotEqual(results.sample(config, workdir, 1, lambda: True), folder)
 

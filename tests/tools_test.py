@@ -12,6 +12,7 @@ from unittest import mock
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import tokenizer as chat
 from stppo_jax import validation
@@ -19,7 +20,6 @@ from stppo_jax.envs import protocol
 from stppo_jax.envs import tool_calls
 from stppo_jax.envs import tool_runners
 from stppo_jax.monitoring import metrics as metrics_lib
-from stppo_jax.rollout import seams
 from stppo_jax.training import loop
 from stppo_jax.types import Passage
 from stppo_jax.types import Task
@@ -147,7 +147,7 @@ def make(form='hermes', names=NAMES, timeout_s=10.0, retriever=None, **options):
   config.env = schema.Env(kind='tools', tools=names, tool_timeout_s=timeout_s, max_turns=3)
   config.env.options = {'form': form, **options}
   config.retriever.top_k = 1
-  kind = seams.resolve(validation.validate(config)).bind(retriever or Found())
+  kind = components.resolve(validation.validate(config)).bind(retriever or Found())
   env = kind(Task('t', 'How many?', ('14',)), 0)
   env.reset()
   return env
@@ -252,7 +252,7 @@ class EnvTest(parameterized.TestCase):
     config = schema.Config()
     config.env.tools = ('calculator',)
     with self.assertRaisesRegex(UserError, 'search uses none'):
-      seams.resolve(validation.validate(config))
+      components.resolve(validation.validate(config))
     config.env = schema.Env(kind='tools', tools=('search',))
     config.retriever.kind = 'none'
     with self.assertRaisesRegex(UserError, 'retriever.kind'):

@@ -1,6 +1,6 @@
 """The interface of an environment to the rollout: methods, random state and settings.
 
-An environment is named by `config.env.kind`: a short name or a prefix of rollout/seams.py (such as
+An environment is named by `config.env.kind`: a short name or a prefix of components.py (such as
 'search', 'gem:ID'), or `module:attribute`. Its interface is that of GEM: `reset` and `step`. It may
 also have these class attributes:
 

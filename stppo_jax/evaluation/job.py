@@ -21,8 +21,8 @@ from typing import Any
 
 from absl import logging
 
+from stppo_jax import components
 from stppo_jax import config as schema
-from stppo_jax import plugins
 from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.distributed import hosts
@@ -168,7 +168,7 @@ def _settings(config, player: player_lib.Player) -> dict[str, Any]:
       'temperature': player_lib.temperature(config),
       'player': dict(player.identity),
       'questions': hashlib.sha256(questions.encode()).hexdigest()[:16],
-      'sources': plugins.digests(plugins.named(config)),
+      'sources': components.plugin_digests(config),
       'settings': settings,
   }
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.distributed import hosts
@@ -24,7 +25,6 @@ from stppo_jax.models import sharding
 from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import prepare
-from stppo_jax.serving import rollouts
 from stppo_jax.training import checkpoint
 from stppo_jax.types import RunError
 
@@ -92,7 +92,7 @@ class Trained:
     self._max_failed = config.rollout.max_failed
     playing = config if self._is_greedy else _sampling(config)
     mesh = sharding.mesh_of(config.mesh)
-    self._agent = rollouts.make_agent(playing, policy.model, mesh, prepared)
+    self._agent = components.make_agent(playing, policy.model, mesh, prepared)
     self._params = self._agent.sampler.copy(policy.params)
     self.roles = tuple(self._agent.env.roles) or ('',)
     if hasattr(self._agent.retriever, 'give_up'):

@@ -13,6 +13,7 @@ import zlib
 from absl import logging
 import jax
 
+from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax import validation
@@ -25,8 +26,6 @@ from stppo_jax.models import sharding
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import workdir as workdirs
 from stppo_jax.rollout import prepare
-from stppo_jax.rollout import seams
-from stppo_jax.serving import rollouts
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import loop
@@ -62,7 +61,7 @@ def load(config: schema.Config, workdir: str) -> tuple[Policy, prepare.Prepared,
           field,
           workdir,
       )
-  questions = loop.held_out(config, seams.resolve(config))
+  questions = loop.held_out(config, components.resolve(config))
   hosts.require_same('questions', [task.id for task in questions])
   prepared = prepare.prepare(config)
   prepare.check_prompts(config, prepared, questions)
@@ -142,7 +141,7 @@ def _trained(config, workdir, of_all) -> Policy:
 def _own_roles(config) -> tuple[str, ...]:
   """Returns the roles that have parameters of their own."""
   own = config.model.role_parameters == 'own'
-  return tuple(seams.resolve(config).env.roles) if own else ()
+  return tuple(components.resolve(config).env.roles) if own else ()
 
 
 def _read(config, workdir) -> tuple[learner_lib.Parts, dict[str, dict], int]:
@@ -184,14 +183,14 @@ def sample(
   """
   validation.validate(config)
   hosts.require_same('config', dataclasses.asdict(config))
-  questions = seams.resolve(config).load_tasks(config.data.train_split)
+  questions = components.resolve(config).load_tasks(config.data.train_split)
   hosts.require_same('questions', [task.id for task in questions])
   prepared = prepare.prepare(config)
   prepare.check_prompts(config, prepared, questions)
   loaded = policy(config, workdir, of_all=True)
   folder = os.path.join(workdir, 'samples', _samples_name(config, workdir, loaded.updates))
   mesh = sharding.mesh_of(config.mesh)
-  agent = rollouts.make_agent(config, loaded.model, mesh, prepared)
+  agent = components.make_agent(config, loaded.model, mesh, prepared)
   batches = loop.make_batches(config, agent, lambda params: params, questions, stop_requested)
   per_batch = config.train.episodes // config.rollout.group_size
   num_batches = num_batches or -(-len(questions) // per_batch)

@@ -20,6 +20,7 @@ from absl import logging
 import jax
 import numpy as np
 
+from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.envs import program
@@ -30,7 +31,6 @@ from stppo_jax.evaluation import records
 from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import prepare
-from stppo_jax.rollout import seams
 from stppo_jax.training import loop
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
@@ -51,7 +51,7 @@ class Remote:
   def __init__(self, config: schema.Config, stop_requested: Callable[[], bool]):
     if jax.process_count() > 1:
       raise UserError('config.eval.address is asked by one process: leave out --distributed')
-    parts = seams.resolve(config)
+    parts = components.resolve(config)
     if isinstance(parts.env.make, program.Program):
       raise UserError(
           f'config.env.kind={config.env.kind!r} with config.eval.address: an agent program takes '

@@ -12,7 +12,7 @@ from typing import Any
 
 from absl import logging
 
-from stppo_jax import plugins
+from stppo_jax import components
 from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.distributed import hosts
@@ -22,7 +22,6 @@ from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
 from stppo_jax.models import layers
 from stppo_jax.rollout import episode as episode_loop
-from stppo_jax.rollout import seams
 from stppo_jax.types import UserError
 
 _ASSETS = os.path.join(os.path.dirname(os.path.dirname(__file__)), 'assets')
@@ -67,20 +66,20 @@ def prepare(config) -> Prepared:
   """
   model = load_shape(config)
   _check_positions(config, model, 'model.folder')
-  components = seams.resolve(config)
-  tokenizer = load_tokenizer(config, components.env.frame)
+  parts = components.resolve(config)
+  tokenizer = load_tokenizer(config, parts.env.frame)
   chat.check_matches(tokenizer, model.vocab_size)
   if config.model.critic_folder:
     _check_critic(config, model, tokenizer)
-  if config.model.role_parameters == 'own' and not components.env.roles:
+  if config.model.role_parameters == 'own' and not parts.env.roles:
     raise UserError(
         f"config.model.role_parameters='own': {config.env.kind} has one agent and no roles: set it "
         "to 'shared'"
     )
   # A tokenizer that cannot frame observations is an error now.
-  chat.make_framing(tokenizer, components.env.frame, config.rollout.max_observation)
-  retriever = make_retriever(config, components)
-  return Prepared(tokenizer, components.bind(retriever), retriever)
+  chat.make_framing(tokenizer, parts.env.frame, config.rollout.max_observation)
+  retriever = make_retriever(config, parts)
+  return Prepared(tokenizer, parts.bind(retriever), retriever)
 
 
 def model_folder(config) -> str:
@@ -90,7 +89,7 @@ def model_folder(config) -> str:
 
 def sources(config) -> dict[str, str]:
   """Returns {setting: digest} of the plug-in files and model folders that the settings name."""
-  digests = plugins.digests(plugins.named(config))
+  digests = components.plugin_digests(config)
   digests['model.folder'] = hf_config.fingerprint(model_folder(config))
   if config.model.critic_folder:
     digests['model.critic_folder'] = hf_config.fingerprint(config.model.critic_folder)
@@ -163,9 +162,9 @@ def load_tokenizer(config, frame: str = 'inline') -> chat.Tokenizer:
   return tokenizer
 
 
-def make_retriever(config, components: seams.Seams) -> Any:
+def make_retriever(config, parts: components.Components) -> Any:
   """Returns the retriever, or None. UserError: it does not answer."""
-  retriever = components.make_retriever()
+  retriever = parts.make_retriever()
   check = getattr(retriever, 'check', None)
   if check is not None and config.retriever.max_failed_share < 1:  # with 1 no failure matters
     hosts.by_writer(check)
@@ -174,7 +173,7 @@ def make_retriever(config, components: seams.Seams) -> Any:
 
 def load_tasks(config, split: str) -> list[types.Task]:
   """Returns the tasks of a split, from the data sets that the config names."""
-  return seams.resolve(config).load_tasks(split)
+  return components.resolve(config).load_tasks(split)
 
 
 def limits(config) -> episode_loop.Limits:

@@ -181,11 +181,11 @@ def make_agent(
     model: decoder.ModelConfig,
     mesh: jax.sharding.Mesh | None = None,
     prepared: prepare.Prepared | None = None,
-) -> agent_lib.Agent:
-  """Builds the agent of a config: of `rollout.agent`, or one whose episodes a program plays."""
+) -> ProgramAgent:
+  """Builds the agent of a config whose episodes an agent program plays."""
   prepared = prepared or prepare.prepare(config)
-  if not isinstance(prepared.env.make, programs.Program):
-    return agent_lib.make_agent(config, model, mesh, prepared)
+  program = prepared.env.make
+  assert isinstance(program, programs.Program)
   if jax.process_count() > 1:
     raise UserError(
         f'config.env.kind={config.env.kind!r} on {jax.process_count()} processes: agent programs '
@@ -227,7 +227,7 @@ def make_agent(
       retriever=prepared.retriever,
       sampler=sampler,
       greedy=sampler,
-      program=prepared.env.make,
+      program=program,
       row_sampler=sampler,
   )
 

@@ -32,11 +32,10 @@ import re
 import sys
 from typing import Any
 
+from stppo_jax import components
 from stppo_jax import config as schema
-from stppo_jax import plugins
 from stppo_jax import validation
 from stppo_jax.rollout import prepare
-from stppo_jax.rollout import seams
 from stppo_jax.training import learner
 from stppo_jax.types import Section
 from stppo_jax.types import UserError
@@ -233,7 +232,7 @@ def _system_jobs(grid_name, grid, regime, cell, overrides, config, unchanged) ->
   config = changed(config, overrides)
   config.name = f'{grid_name}_{regime}_{cell}'
   learner.make_variant(validation.validate(config))
-  seams.resolve(config)
+  components.resolve(config)
   jobs = []
   for seed in grid.seeds:
     seeded = changed(config, {'seed': seed})
@@ -269,7 +268,7 @@ def _mechanism_jobs(grid_name, grid, regime, cell, overrides, config, unchanged)
           instrument='mechanism',
           score=grid.score,
           overrides=overrides,
-          digest=_digest(depends | _named(plugins.digests(plugins.named(made)))),
+          digest=_digest(depends | _named(components.plugin_digests(made))),
           max_nonfinite=made.train.max_nonfinite,
       )
   ]

@@ -18,6 +18,7 @@ from absl import logging
 import jax
 import numpy as np
 
+from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import tasks as task_files
 from stppo_jax import types
@@ -33,8 +34,6 @@ from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.rollout import prepare
-from stppo_jax.rollout import seams
-from stppo_jax.serving import rollouts
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import packing
 from stppo_jax.training import recovery
@@ -51,7 +50,7 @@ class Run:
   learner: learner_lib.Learner
   state: train_state.State
   bins: packing.Bins
-  seams: seams.Seams
+  components: components.Components
   held_out: list[types.Task]
 
   own_roles: tuple[str, ...] = ()  # those that have a state of their own
@@ -79,7 +78,7 @@ def train(
   if config.train.deterministic:
     determinism.enable()
   variant = learner_lib.make_variant(config)  # names are resolved before anything is written
-  env = seams.resolve(config).env
+  env = components.resolve(config).env
   _check_staleness(config)
   if config.rollout.replay:
     hosts.by_writer(saved.check_has, config.rollout.replay, config.train.updates)
@@ -126,7 +125,7 @@ def setup(config: schema.Config) -> Run:
 
   What a user may have got wrong comes before the weights.
   """
-  named = seams.resolve(config)
+  named = components.resolve(config)
   questions = held_out(config, named)
   to_train_on = named.load_tasks(config.data.train_split)
   prepared = prepare.prepare(config)
@@ -134,13 +133,13 @@ def setup(config: schema.Config) -> Run:
     prepare.check_prompts(config, prepared, tasks)
   task_files.warn_of_overlap(to_train_on, questions)
   learner, state = learner_lib.build(config, prepared.env.roles)
-  agent = rollouts.make_agent(config, learner.spec.actor, learner.mesh, prepared)
+  agent = components.make_agent(config, learner.spec.actor, learner.mesh, prepared)
   bins = learner_lib.make_bins(config, learner, agent.tokenizer.pad_id)
   own = prepared.env.roles if config.model.role_parameters == 'own' else ()
   return Run(config, agent, learner, state, bins, named, questions, own)
 
 
-def held_out(config: schema.Config, named: seams.Seams) -> list[types.Task]:
+def held_out(config: schema.Config, named: components.Components) -> list[types.Task]:
   """Returns the questions to evaluate on: a fixed sample of the split, or all of it."""
   tasks = named.load_tasks(config.data.eval_split)
   wanted = config.eval.episodes or len(tasks)
@@ -250,7 +249,7 @@ def _records(run, sampled, learned, n, skipped):
 def _train(run, workdir, stop_requested, profile=0, last_batch=None):
   """Trains from the newest checkpoint, after a rollback with the batches after `last_batch`."""
   config, updates = run.config, run.config.train.updates
-  questions = run.seams.load_tasks(config.data.train_split)
+  questions = run.components.load_tasks(config.data.train_split)
   recovery.claim_questions(config, questions, run.held_out, workdir)
   logging.info(
       '%s: %s, %d x %s as %s; %d questions to train on, %d held out',

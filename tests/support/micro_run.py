@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax.cli import entry
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import report
 from stppo_jax.rollout import engine
-from stppo_jax.rollout import seams
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
 from stppo_jax.training import packing
@@ -96,7 +96,7 @@ def setup(config, mesh=(1, 1, 1), slow_s=0.0):
   bins = packing.Bins(
       settings.mini_batch, settings.epochs, settings.micro_batch, settings.length_buckets, 0, rows
   )
-  named = seams.resolve(config)
+  named = components.resolve(config)
   held_out = loop.held_out(config, named)
   return loop.Run(config, Agent(slow_s), Learner(optimizer, mesh), state, bins, named, held_out)
 

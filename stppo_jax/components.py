@@ -1,0 +1,243 @@
+"""The components that a config names: environment, retriever, reward, tools and tasks.
+
+A user replaces a component by naming one in the config, as in `env.kind='my_module:MyEnv'`.
+`resolve` runs right after validation and before weights are loaded, so that a wrong name costs
+nothing. `make_agent` decides what plays the episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import dataclasses
+import hashlib
+import os
+import pathlib
+from typing import Any
+from typing import TYPE_CHECKING
+
+from stppo_jax import plugins
+from stppo_jax import tasks as tasks_lib
+from stppo_jax import validation
+from stppo_jax.config import Config
+from stppo_jax.envs import program
+from stppo_jax.envs import protocol
+from stppo_jax.envs import rewards
+from stppo_jax.envs import search
+from stppo_jax.envs import tool_runners
+from stppo_jax.envs import tools
+from stppo_jax.envs.adapters import gem
+from stppo_jax.envs.adapters import openenv
+from stppo_jax.envs.adapters import reasoning_gym
+from stppo_jax.envs.adapters import textarena
+from stppo_jax.retrieval import kinds
+from stppo_jax.retrieval import protocol as retrieval_protocol
+from stppo_jax.types import Task
+from stppo_jax.types import UserError
+
+if TYPE_CHECKING:
+  import jax
+
+  from stppo_jax.models import decoder
+  from stppo_jax.rollout import agent as agent_lib
+  from stppo_jax.rollout import prepare
+
+# Prefix of `env.kind` before the first ':' -> function (the rest of the name) -> environment class.
+ADAPTERS: dict[str, Callable[[str], Any]] = {
+    'gem': gem.make,
+    'openenv': openenv.make,
+    'reasoning_gym': reasoning_gym.make,
+    'textarena': textarena.make,
+}
+ENVIRONMENTS = {**search.ENVIRONMENTS, 'tools': tools.ToolEnv}
+
+
+@dataclasses.dataclass(frozen=True)
+class Components:
+  """The checked components of a config. Nothing is loaded yet."""
+
+  config: Config
+  env: protocol.Kind  # without its retriever
+  retriever: Callable[..., Any]
+  source: Callable[[str], list[Task]]  # split -> tasks
+
+  def make_retriever(self) -> retrieval_protocol.Retriever | None:
+    """Returns the retriever with its corpus, or None if the environment does not search."""
+    if 'retriever' not in self.env.settings:
+      return None
+    data = self.config.data
+    corpus = data.corpus or data.source
+    load_corpus = lambda: tasks_lib.load_corpus(corpus)
+    return kinds.make(self.retriever, self.config.retriever, load_corpus)
+
+  def bind(self, retriever: retrieval_protocol.Retriever | None) -> protocol.Kind:
+    """Returns the environment class with its retriever, if it takes one."""
+    if 'retriever' not in self.env.settings:
+      return self.env
+    return dataclasses.replace(self.env, settings={**self.env.settings, 'retriever': retriever})
+
+  def load_tasks(self, split: str) -> list[Task]:
+    """Returns the tasks of a split that belong to `config.data.datasets`."""
+    data = self.config.data
+    source = self.source
+    if data.source == 'embedded' and self.env.load_tasks:
+      source = self.env.load_tasks
+    tasks = source(split)
+
+    known = sorted({task.dataset for task in tasks})
+    if missing := sorted(set(data.datasets) - set(known)):
+      raise UserError(
+          f'config.data.datasets names {", ".join(missing)}: the split {split!r} has '
+          f'{", ".join(known)}, to be given as "(\'{known[0]}\',)"; "()" keeps all of them'
+      )
+    return [task for task in tasks if not data.datasets or task.dataset in data.datasets]
+
+
+def resolve(config: Config) -> Components:
+  """Loads the classes and functions that the config names. UserError: a name does not exist."""
+  env = config.env
+  reward = _load_function('env.reward', env.reward, rewards.REWARDS)
+  available: dict[str, Any] = {
+      'retriever': None,
+      'top_k': config.retriever.top_k,
+      'max_turns': env.max_turns,
+      'prompt': env.prompt,
+      'reward': reward,
+  }
+  if env.tools:
+    limits = tool_runners.Limits(env.tool_timeout_s, env.tool_max_chars)
+    available['tools'] = tools.load(tuple(env.tools), limits)
+
+  kind = _resolve_environment(config, available)
+  if env.tools and 'tools' not in kind.settings:
+    raise UserError(
+        f'config.env.tools={env.tools!r}: {env.kind} uses none, set --config.env.kind=tools'
+    )
+  takes_reward = 'reward' in kind.settings or isinstance(kind.make, program.Program)
+  if ':' in env.reward and not takes_reward:
+    raise UserError(
+        f'config.env.reward={env.reward!r}: {env.kind} scores by itself, its constructor has no '
+        '`reward`: leave it out'
+    )
+  retriever = _load_function('retriever.kind', config.retriever.kind, kinds.RETRIEVERS)
+  return Components(config, kind, retriever, _task_source(config.data.source))
+
+
+def make_agent(
+    config: Config,
+    model: decoder.ModelConfig,
+    mesh: jax.sharding.Mesh | None = None,
+    prepared: prepare.Prepared | None = None,
+) -> agent_lib.Agent:
+  """Builds the agent that plays the episodes of a config.
+
+  The agent steps an environment, or it runs an agent program that talks to the gateway.
+  """
+  # Imported here: both packages use this module.
+  from stppo_jax.rollout import agent as agent_lib
+  from stppo_jax.rollout import prepare
+
+  prepared = prepared or prepare.prepare(config)
+  if isinstance(prepared.env.make, program.Program):
+    from stppo_jax.serving import rollouts
+
+    return rollouts.make_agent(config, model, mesh, prepared)
+  return agent_lib.make_agent(config, model, mesh, prepared)
+
+
+def plugin_names(config: Config) -> dict[str, str]:
+  """Returns {setting: name} of the settings that hold a `module:attribute`.
+
+  A setting with several names, such as env.tools, gives {'env.tools[0]': name, ..}.
+  """
+  names_by_setting = {}
+  for path, rules, value in validation.fields(config):
+    if not rules.plugin:
+      continue
+    is_tuple = isinstance(value, tuple)
+    for i, name in enumerate(value if is_tuple else (value,)):
+      if not isinstance(name, str) or ':' not in name:
+        continue
+      is_file = path == 'data.source' and os.path.exists(name)  # which is read, not imported
+      prefix = name.partition(':')[0]
+      if not is_file and prefix not in rules.prefixes:
+        setting = f'{path}[{i}]' if is_tuple else path
+        names_by_setting[setting] = name.removeprefix(f'{program.PREFIX}:')
+  return names_by_setting
+
+
+def plugin_digests(config: Config) -> dict[str, str]:
+  """Returns {setting: digest of the source file} of the plug-ins that a config names.
+
+  The work folder stores them, so that a run is not resumed with a changed plug-in unnoticed.
+  Choice: only the module's own file is read, and not the files that it imports.
+  """
+  digests = {}
+  for field, name in plugin_names(config).items():
+    module = plugins.import_module(f'config.{field}={name!r}', name.partition(':')[0])
+    source = getattr(module, '__file__', None)
+    if source:
+      digests[field] = hashlib.sha256(pathlib.Path(source).read_bytes()).hexdigest()[:16]
+  return digests
+
+
+def _resolve_environment(config: Config, available: dict[str, Any]) -> protocol.Kind:
+  env = config.env
+  prefix, _, rest = env.kind.partition(':')
+  if prefix == program.PREFIX:
+    function = plugins.load('env.kind', rest, {})
+    return program.make_kind(env.kind, function, env.options, available['reward'])
+  if rest and prefix in ADAPTERS:
+    make = ADAPTERS[prefix](rest)
+  else:
+    make = plugins.load('env.kind', env.kind, ENVIRONMENTS)
+  return protocol.make_kind(env.kind, make, available, env.options)
+
+
+def _load_function(field: str, name: str, built_in: Mapping[str, Any]) -> Callable[..., Any]:
+  function = plugins.load(field, name, built_in)
+  if not callable(function):
+    raise UserError(f'config.{field}={name!r}: a function is needed, not {function!r}')
+  return function
+
+
+def _task_source(name: str) -> Callable[[str], list[Task]]:
+  """Returns a function split -> tasks, which reads files or calls the user's function."""
+  if ':' not in name or os.path.exists(name):
+    return lambda split: tasks_lib.load_tasks(name, split)
+  load = _load_function('data.source', name, {})
+
+  def load_checked(split):
+    tasks = list(load(split))
+    _check_tasks(f'config.data.source={name!r} gave', tasks, split)
+    return tasks
+
+  return load_checked
+
+
+def _check_tasks(source: str, tasks: list[Any], split: str) -> None:
+  """Raises a UserError for tasks of a user's function that cannot be played."""
+  if not tasks:
+    raise UserError(f'{source} no task for the split {split!r}: return at least one')
+  ids = set()
+  for task in tasks:
+    if not isinstance(task, Task):
+      raise UserError(
+          f'{source} {task!r} for the split {split!r}: return a list of stppo_jax.types.Task'
+      )
+    texts = task.id, task.question, *task.answers
+    if isinstance(task.answers, str) or not all(isinstance(text, str) for text in texts):
+      raise UserError(
+          f'{source} {task!r}: id and question are texts, and answers a tuple of texts, as '
+          "('red',)"
+      )
+    if not all(answer.strip() for answer in task.answers):
+      raise UserError(
+          f'{source} the task {task.id!r} with an answer without a text, which an empty answer '
+          'would match: leave it out'
+      )
+    if task.id in ids:
+      raise UserError(
+          f'{source} two tasks with the id {task.id!r} for the split {split!r}: ids must be unique'
+      )
+    ids.add(task.id)
