@@ -13,9 +13,9 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments import study_stability
+from research import study_stability
 
-RESULTS = pathlib.Path(__file__).parent.parent / 'docs/study/results/default_run.jsonl'
+RESULTS = pathlib.Path(__file__).parent.parent / 'research/results/default_run.jsonl'
 SEEDS = 5
 RULES = {  # name -> (label, colour), by the palette of Okabe and Ito
     'st_ppo': ('ST-PPO', '#0072B2'),

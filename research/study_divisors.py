@@ -2,7 +2,7 @@
 
 The norm of C has the units of the objective. An objective that is K times as large has a norm that
 is K times as large, so a rule with a constant in it depends on K. The cells `scaled` of
-experiments/study_mechanism.py use these functions. A study identifies a custom function
+research/study_mechanism.py use these functions. A study identifies a custom function
 by its source file, so nothing else belongs into this file.
 """
 

@@ -2,7 +2,7 @@
 
   python -m scripts.sft_tiny      # writes stppo_jax/assets/tiny; 28 minutes on one core
   python -m scripts.sft_tiny --preset=tiny-5m --steps=2000 --lr=2e-3 --dtype=bfloat16 \\
-    --out=docs/study/model_5m     # the larger model of the study; 36 minutes on two cores
+    --out=research/model_5m     # the larger model of the study; 36 minutes on two cores
 
 The demonstrations come from the training split only, and about half are bad on purpose: an agent
 that imitates them follows the protocol, and guesses where a question needs several searches.

@@ -262,7 +262,7 @@ class MainTest(parameterized.TestCase):
       ('--topology=v5e:8x8', '--mode=plan'),
       ('--port=1', '--mode=serve'),
       ('--input=x', '--mode=export_atif and --mode=import_atif'),
-      ('--only=a,b', '--mode=study'),
+      ('--batches=2', '--mode=sample'),
   )
   def test_a_flag_of_another_mode_is_refused(self, flag, mode):
     name = flag.partition('=')[0].removeprefix('--')

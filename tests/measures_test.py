@@ -4,7 +4,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
 
-from stppo_jax.analysis import measures
+from research.study import measures
 
 NAN = float('nan')
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from research.toy import calibration
+from research.toy import cell as cells
+from research.toy import chain as chain_lib
+from research.toy import instrument
 from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import variants
-from stppo_jax.mechanism import calibration
-from stppo_jax.mechanism import cell as cells
-from stppo_jax.mechanism import chain as chain_lib
-from stppo_jax.mechanism import instrument
 from stppo_jax.models import decoder
 from stppo_jax.training import packing
 from stppo_jax.training import state as train_state

@@ -12,14 +12,14 @@ from absl.testing import parameterized
 import numpy as np
 import pytest
 
+from research.page import figures
+from research.page import markup
+from research.page import page
+from research.page import summary
+from research.study import command
+from research.study import grid
+from research.study import results
 from stppo_jax import config as schema
-from stppo_jax.analysis import figures
-from stppo_jax.analysis import markup
-from stppo_jax.analysis import page
-from stppo_jax.analysis import summary
-from stppo_jax.study import command
-from stppo_jax.study import grid
-from stppo_jax.study import results
 from stppo_jax.types import UserError
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -283,7 +283,7 @@ class CommittedPageTest(absltest.TestCase):
   @pytest.mark.slow
   def test_the_committed_page_is_that_of_the_committed_results(self):
     root = pathlib.Path(__file__).parent.parent
-    study, config = grid.load(str(root / 'experiments/study_stability.py'))
+    study, config = grid.load(str(root / 'research/study_stability.py'))
     jobs = grid.plan(study, config)
     records = results.of_jobs(jobs, results.read(str(root / study.results)))
     made = page.Page(command.planned_cells(study, jobs), records)

@@ -5,7 +5,7 @@ from absl.testing import parameterized
 import numpy as np
 from scipy import stats
 
-from stppo_jax.analysis import statistics
+from stppo_jax.evaluation import statistics
 
 # Scores of two algorithms, and what rliable 1.2.0 with arch 7.2.0 gives for them with 50,000
 # resamplings: the interquartile means, the probability that X improves on Y, and the intervals.

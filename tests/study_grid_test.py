@@ -8,13 +8,13 @@ from unittest import mock
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from experiments import study_mechanism
-from experiments import study_stability
+from research import study_mechanism
+from research import study_stability
+from research.study import grid
+from research.study import results
+from research.toy import cell
 from stppo_jax import config as schema
 from stppo_jax import validation
-from stppo_jax.mechanism import cell
-from stppo_jax.study import grid
-from stppo_jax.study import results
 from stppo_jax.types import UserError
 
 CELLS = {'ppo': {'algorithm.variant': 'ppo'}, 'st_ppo': {'algorithm.variant': 'st_ppo'}}
@@ -33,11 +33,11 @@ class PlanTest(parameterized.TestCase):
     self.assertEqual(names, [f'{cell}/seed_{seed}' for seed in (3, 5) for cell in cells])
 
   def test_a_run_is_given_its_differences_from_the_files_config(self):
-    file, config = schema.Config(), schema.Config()
-    config.train.updates = 7  # on the command line of the study
-    config.env.options = {'observation': 'x'}
-    cells = {'ppo': {'algorithm.variant': 'ppo', 'train.mini_batch': 128}}
-    jobs = grid.plan(study(cells=cells, regimes={'harsh': {'train.epochs': 4}}), config, file)
+    config = schema.Config()
+    config.train.updates = 7  # the file's own, which the run reads itself
+    cells = {'ppo': {'algorithm.variant': 'ppo', 'env.options': {'observation': 'x'}}}
+    cells['ppo'] |= {'train.mini_batch': 128}
+    jobs = grid.plan(study(cells=cells, regimes={'harsh': {'train.epochs': 4}}), config)
     self.assertEqual(
         jobs[0].arguments,
         (
@@ -45,7 +45,6 @@ class PlanTest(parameterized.TestCase):
             '--config.seed=3',
             '--config.env.options={"observation": "x"}',
             '--config.algorithm.variant=ppo',
-            '--config.train.updates=7',
             '--config.train.mini_batch=128',
             '--config.train.epochs=4',
         ),
@@ -192,7 +191,7 @@ class PlanTest(parameterized.TestCase):
   def test_the_short_form_repeats_published_runs(self):
     short = study_stability.get_study('quick')
     jobs = grid.plan(short, study_stability.get_config('quick'), check_mechanism=cell.make)
-    published = results.of_jobs(jobs, results.read(short.published))
+    published = results.unchanged(jobs, results.read(short.published))
     self.assertLen(published, len(jobs))
     whole = grid.plan(study_stability.get_study(), study_stability.get_config())
     share = sum(len(job.seeds) for job in jobs) / sum(len(job.seeds) for job in whole)

@@ -13,10 +13,9 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
 
+from research.study import grid
+from research.study import runner
 from stppo_jax import config as schema
-from stppo_jax.study import grid
-from stppo_jax.study import results
-from stppo_jax.study import runner
 from stppo_jax.types import UserError
 
 # A run: writes a line per update, with a score; SIGTERM ends it after its line, as the real one.
@@ -73,11 +72,14 @@ class RunnerTest(parameterized.TestCase):
     """A runner of cells given by their learning rates."""
     cells = {name: {'actor.lr': lr} for name, lr in cells.items()}
     study = grid.Study(
-        {'system': grid.Grid(cells, seeds=seeds, baseline=next(iter(cells)))}, **options
+        {
+            'system': grid.Grid(
+                cells, base={'train.updates': 4}, seeds=seeds, baseline=next(iter(cells))
+            )
+        },
+        **options,
     )
-    config = schema.Config()
-    config.train.updates = 4
-    jobs = grid.plan(study, config, schema.Config())
+    jobs = grid.plan(study, schema.Config())
     command = [sys.executable, str(self.tmp / 'fake.py')]
     return runner.Runner(str(self.workdir), study, jobs, command, runner.make_slots(num_jobs))
 
@@ -217,7 +219,7 @@ class RunnerTest(parameterized.TestCase):
     self.assertLen(list((self.workdir / 'runs/system/default/good').iterdir()), 2)
     lines = (self.workdir / 'results/system.jsonl').read_text().splitlines()
     self.assertLen(lines, 2)
-    self.assertLen(results.read(made.results), 1)  # the later line counts
+    self.assertLen(made.records(), 1)
 
   def test_one_study_per_folder(self):
     made = self.make({'good': 0.1}, seeds=(0,))

@@ -1,4 +1,4 @@
-"""The command line: trains, evaluates, serves, exports, plans, reports, or runs a study.
+"""The command line: trains, evaluates, serves, exports, plans and reports.
 
   python run.py                                                  # the default: st_ppo_tiny
   python run.py --config=experiments/st_ppo_tiny.py:smoke --workdir=/tmp/smoke
@@ -12,7 +12,6 @@
   python run.py --mode=import_atif --input=DIR --workdir=runs/b  # runs/b/episodes, to train on
   python run.py --mode=report                                    # writes report.html again
   python run.py --config=experiments/st_ppo_7b.py --mode=plan --topology=v5e:8x8   # does it fit?
-  python run.py --config=experiments/study_stability.py --mode=study --jobs=2      # a grid of runs
 
 The same command again resumes the run in its workdir. SIGTERM ends a run with exit code 0 and a
 checkpoint: after the current update, or immediately while it loads, plays episodes or waits for the
@@ -76,15 +75,6 @@ _INPUT = flags.DEFINE_string(
 )
 _RETOKENIZE = flags.DEFINE_bool(
     'retokenize', False, 'for --mode=import_atif: encode the texts, although there are token ids'
-)
-_JOBS = flags.DEFINE_integer(
-    'jobs', 0, 'for --mode=study: runs at once; 0: one per core, or 1', lower_bound=0
-)
-_DEVICES = flags.DEFINE_enum(
-    'devices', 'cpu', ['cpu', 'gpu', 'tpu'], 'for --mode=study: what its runs share out'
-)
-_ONLY = flags.DEFINE_list(
-    'only', [], "for --mode=study: names of runs or cells, as in 'system/*/ppo,*/seed_0'"
 )
 
 
@@ -197,29 +187,6 @@ def _chat(config: schema.Config, workdir: str) -> None:
   talk.talk(config, policy.model, policy.params, policy.said)
 
 
-def _study(config: schema.Config, workdir: str) -> int:
-  import jax
-
-  # Accelerators are the runs', which are processes of their own.
-  jax.config.update('jax_platforms', 'cpu')
-  from stppo_jax.study import command
-
-  file = config_flags.get_config_filename(flags.FLAGS['config'])
-  run_command = [sys.executable, sys.argv[0], f'--config={file}']
-  with _stop_requested() as stop_requested:
-    return command.run(
-        config, file, workdir, run_command, _JOBS.value, _DEVICES.value, _ONLY.value, stop_requested
-    )
-
-
-def _study_page(config: schema.Config, workdir: str) -> None:
-  from stppo_jax.study import command
-
-  print(
-      command.write_page(config, config_flags.get_config_filename(flags.FLAGS['config']), workdir)
-  )
-
-
 # Heavy modules are imported inside: a mistake on the command line is reported before JAX starts.
 _MODES: dict[str, Callable[[schema.Config, str], int | None]] = {
     'train': _train,
@@ -232,10 +199,8 @@ _MODES: dict[str, Callable[[schema.Config, str], int | None]] = {
     'sample': _sample,
     'serve': _serve,
     'chat': _chat,
-    'study': _study,
-    'study_page': _study_page,
 }
-_ONE_PROCESS = ('export_atif', 'import_atif', 'plan', 'report', 'study', 'study_page')
+_ONE_PROCESS = ('export_atif', 'import_atif', 'plan', 'report')
 _MODES_OF_FLAGS = {
     'topology': ('plan',),
     'profile': ('train',),
@@ -243,9 +208,6 @@ _MODES_OF_FLAGS = {
     'batches': ('sample',),
     'input': ('export_atif', 'import_atif'),
     'retokenize': ('import_atif',),
-    'jobs': ('study',),
-    'devices': ('study',),
-    'only': ('study',),
 }
 _MODE = flags.DEFINE_enum('mode', 'train', list(_MODES), 'what to do')
 

@@ -14,7 +14,7 @@ import math
 import numpy as np
 
 from stppo_jax import types
-from stppo_jax.analysis import statistics
+from stppo_jax.evaluation import statistics
 
 REPS = 2000  # resamplings
 PASSING = 1 - 1e-6  # a main score that passes; rewards of 1 may be sums of fractions

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from stppo_jax.analysis import statistics
 from stppo_jax.evaluation import estimates
+from stppo_jax.evaluation import statistics
 
 
 def text(title: str, groups: Sequence[estimates.Group], remarks: str) -> str:

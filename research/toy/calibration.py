@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from stppo_jax.mechanism import instrument
+from research.toy import instrument
 
 PILOT = 1000  # first seed of pilot runs; the study has those from 0 on
 

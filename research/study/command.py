@@ -1,21 +1,17 @@
-"""The command --mode=study: plans the grid, runs what is left of it, and writes its page."""
+"""Plans a grid, runs what is left of it, and writes its page."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
 
-from absl import logging
-
-from stppo_jax import config as schema
-from stppo_jax.analysis import page
-from stppo_jax.analysis import summary
-from stppo_jax.mechanism import cell
-from stppo_jax.study import grid as grids
-from stppo_jax.study import results
-from stppo_jax.study import runner
+from research.page import page
+from research.page import summary
+from research.study import grid as grids
+from research.study import results
+from research.study import runner
+from research.toy import cell
 
 
 def run(
-    config: schema.Config,
     file: str,
     workdir: str,
     command: Sequence[str],
@@ -27,39 +23,33 @@ def run(
   """Runs the study of an experiment file; returns the exit code: 0 unless a job failed.
 
   Args:
-    config: what the runs have in common: the file's config with the flags' overrides.
     file: FILE[:MODE] of the experiment.
     workdir: the folder of the study.
     command: starts an ordinary run of the file.
     num_jobs: at once; 0: one per core.
     devices: 'cpu', 'gpu' or 'tpu'.
     only: patterns of names of jobs; empty: all.
-    stop_requested: whether to end now; the same command goes on.
+    stop_requested: whether to end now; the same command continues.
   """
-  study, unchanged = grids.load(file)
-  jobs = grids.plan(study, config, unchanged, tuple(only), cell.make)
-  given = [flag.removeprefix('--') for flag in grids.overridden(config, unchanged)]
-  if given and any(job.instrument == 'mechanism' for job in jobs):
-    logging.warning(
-        'cells of the mechanism have the settings of the grid alone, without %s', ' '.join(given)
-    )
+  study, config = grids.load(file)
+  jobs = grids.plan(study, config, tuple(only), cell.make)
   page.read_template(study.claims)  # or an error now
   runs = runner.Runner(workdir, study, jobs, command, runner.make_slots(num_jobs, devices))
   runs.run(stop_requested)
   print(runs.table())
   if study.published:
     print(_beside(study, jobs, workdir))
-  print(write_page(config, file, workdir))
+  print(write_page(file, workdir))
   return 1 if runs.counts()['failed'] else 0
 
 
-def write_page(config: schema.Config, file: str, workdir: str) -> str:
+def write_page(file: str, workdir: str) -> str:
   """Writes the page of a study from its results alone; returns the path of study.html.
 
-  Results of a cell that has changed since, and of cells that are no more planned, are left out.
+  Results of settings that are no longer planned are left out.
   """
-  study, unchanged = grids.load(file)
-  jobs = grids.plan(study, config, unchanged, (), cell.make)
+  study, config = grids.load(file)
+  jobs = grids.plan(study, config, (), cell.make)
   records = results.read(results.folder(study.results, workdir))
   made = results.of_jobs(jobs, records)
   return page.build(planned_cells(study, jobs), made, study.page or workdir, study.claims)

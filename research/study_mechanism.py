@@ -1,7 +1,7 @@
 """Does it stabilise, in the small task? The grids of the mechanism, which study_stability.py takes.
 
-  python run.py --mode=study --config=experiments/study_mechanism.py --workdir=runs/mechanism
-  python run.py --mode=study --config=experiments/study_mechanism.py:quick --workdir=runs/quick
+  python -m research.study --config=research/study_mechanism.py --workdir=runs/mechanism
+  python -m research.study --config=research/study_mechanism.py:quick --workdir=runs/quick
 
 study_stability.py runs both instruments. What is measured was fixed before the runs, in
 docs/study_protocol.md.
@@ -10,10 +10,10 @@ docs/study_protocol.md.
 import dataclasses
 
 from experiments import st_ppo_tiny
-from stppo_jax.study import grid
+from research.study import grid
 from stppo_jax.types import UserError
 
-RESULTS = 'docs/study/results'
+RESULTS = 'research/results'
 # Chosen by the collapse share of token PPO alone, on seeds from 1000.
 REGIMES = {
     # 2 mini-batches, 4 epochs.

@@ -10,10 +10,10 @@ import dataclasses
 import difflib
 from typing import Any
 
+from research.toy import chain as chain_lib
 from stppo_jax import config as schema
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
-from stppo_jax.mechanism import chain as chain_lib
 from stppo_jax.training import learner
 from stppo_jax.types import Section
 from stppo_jax.types import setting

@@ -43,6 +43,10 @@ from stppo_jax.types import UserError
 USUAL_SCORES = {'system': 'val-core/all/em', 'mechanism': 'mechanism/success'}
 INSTRUMENTS = tuple(USUAL_SCORES)
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9_.+-]*')
+# Settings and folders were renamed after some records were written. The page finds those records by
+# their new names. Digests use the old names, so that a rename alone repeats no run.
+NEW_NAMES: dict[str, str] = {}  # old path -> new path
+NEW_FOLDERS = {'docs/study/model_5m': 'research/model_5m'}
 _LONGEST_SHOWN = 200  # characters of a refused value
 
 
@@ -110,7 +114,7 @@ def load(path: str) -> tuple[Study, schema.Config]:
   spec.loader.exec_module(module)
   if not hasattr(module, 'get_study'):
     raise UserError(
-        f'--config={file} has no get_study(mode): write one, as experiments/study_stability.py'
+        f'--config={file} has no get_study(mode): write one, as research/study_stability.py'
     )
   try:
     study = module.get_study(*[mode] * bool(colon))
@@ -126,7 +130,6 @@ def load(path: str) -> tuple[Study, schema.Config]:
 def plan(
     study: Study,
     config: schema.Config,
-    unchanged: schema.Config | None = None,
     only: tuple[str, ...] = (),
     check_mechanism: Callable[[Mapping[str, Any]], Any] = lambda overrides: None,
 ) -> list[Job]:
@@ -137,13 +140,12 @@ def plan(
 
   Args:
     study: the grids.
-    config: what the runs have in common, with the overrides of the command line.
-    unchanged: what the file's get_config returns; a run is given its differences from it as flags.
+    config: what the runs have in common, from the file's get_config. A run receives its
+      differences from it as flags.
     only: patterns as of a shell; a job is planned if one matches its name or its cell's name.
     check_mechanism: raises a UserError for the overrides of a cell of the mechanism.
   """
   _check_study(study)
-  unchanged = unchanged or config
   jobs = []
   for grid_name, grid in study.grids.items():
     make = _system_jobs if grid.instrument == 'system' else _mechanism_jobs
@@ -152,7 +154,7 @@ def plan(
       try:
         if grid.instrument == 'mechanism':
           check_mechanism(overrides)
-        jobs += make(grid_name, grid, regime, cell, overrides, config, unchanged)
+        jobs += make(grid_name, grid, regime, cell, overrides, config)
       except UserError as error:
         raise UserError(f'{place}: {error}') from None
   for pattern in only:
@@ -227,8 +229,9 @@ def _shown(value: Any) -> str:
   return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + '..'
 
 
-def _system_jobs(grid_name, grid, regime, cell, overrides, config, unchanged) -> list[Job]:
+def _system_jobs(grid_name, grid, regime, cell, overrides, config) -> list[Job]:
   """Returns a job per seed; raises a UserError where the run's config is not valid."""
+  unchanged = config
   config = changed(config, overrides)
   config.name = f'{grid_name}_{regime}_{cell}'
   learner.make_variant(validation.validate(config))
@@ -254,9 +257,8 @@ def _system_jobs(grid_name, grid, regime, cell, overrides, config, unchanged) ->
   return jobs
 
 
-def _mechanism_jobs(grid_name, grid, regime, cell, overrides, config, unchanged) -> list[Job]:
+def _mechanism_jobs(grid_name, grid, regime, cell, overrides, config) -> list[Job]:
   """Returns one job for all seeds. Its paths are those of the schema, or begin with `mechanism.`"""
-  del unchanged
   made = changed(config, {k: v for k, v in overrides.items() if not k.startswith('mechanism.')})
   depends = overrides | {'seeds': [grid.seeds[0], len(grid.seeds)]} | _score_of(grid)
   return [
@@ -315,6 +317,12 @@ def _numbers_depend_on(config: schema.Config) -> dict[str, Any]:
 
 
 def _digest(values: Mapping[str, Any]) -> str:
+  names = {new: old for old, new in NEW_NAMES.items()}
+  folders = {new: old for old, new in NEW_FOLDERS.items()}
+  values = {
+      names.get(path, path): folders.get(value, value) if isinstance(value, str) else value
+      for path, value in values.items()
+  }
   return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 

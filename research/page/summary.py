@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stppo_jax.analysis import statistics
+from stppo_jax.evaluation import statistics
 
 SIGNIFICANT = 0.05
 NO_EFFECT = (0.4, 0.6)  # an interval of the probability of improvement inside means: no difference

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -23,18 +24,18 @@ from typing import Any
 from absl import logging
 import numpy as np
 
+from research.study import grid as grids
+from research.study import results
+from research.study import worker
 from stppo_jax import types
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import workdir as workdirs
-from stppo_jax.study import grid as grids
-from stppo_jax.study import results
-from stppo_jax.study import worker
 
 LOG, STATE = 'log.txt', 'study.json'
 DEVICES = ('cpu', 'gpu', 'tpu')
 _POLL_S = 0.2
 _LONGEST_ERROR = 500  # characters
-_PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_PACKAGE_ROOT = str(pathlib.Path(__file__).parents[2])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Runner:
       jobs: Sequence[grids.Job],
       command: Sequence[str],
       slots: Sequence[Slot],
-      of_mechanism: Sequence[str] = (sys.executable, '-m', 'stppo_jax.study.worker'),
+      of_mechanism: Sequence[str] = (sys.executable, '-m', 'research.study.worker'),
   ):
     self._workdir, self._study, self._jobs = workdir, study, list(jobs)
     self._command, self._slots, self._of_mechanism = command, slots, of_mechanism
@@ -136,7 +137,7 @@ class Runner:
 
   def records(self) -> dict[str, dict[str, Any]]:
     """Returns the results of the jobs that are done, by name."""
-    return results.of_jobs(self._jobs, results.read(self.results))
+    return results.unchanged(self._jobs, results.read(self.results))
 
   def counts(self) -> dict[str, int]:
     """Returns how many jobs are done, running, left and failed."""

@@ -1,4 +1,4 @@
-"""Runs one cell of the mechanism, all seeds in one program: `python -m stppo_jax.study.worker DIR`.
+"""Runs one cell of the mechanism, all seeds in one program: `python -m research.study.worker DIR`.
 
 DIR/job.json in, DIR/metrics.npz out: arrays [seeds, updates] by the names of metrics.jsonl.
 """
@@ -15,7 +15,7 @@ JOB, METRICS = 'job.json', 'metrics.npz'
 def main(folder: str) -> None:
   """Runs the cell that DIR/job.json describes."""
   os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', os.path.expanduser('~/.cache/stppo_jax'))
-  from stppo_jax.mechanism import instrument  # here: JAX reads its environment on import
+  from research.toy import instrument  # here: JAX reads its environment on import
 
   with open(os.path.join(folder, JOB), encoding='utf-8') as file:
     job = json.load(file)

@@ -1,18 +1,18 @@
 """Does it stabilise? Token, turn and sequence ratios, divided or not, where training is off-policy.
 
-  python run.py --mode=study --config=experiments/study_stability.py --workdir=runs/study
-  python run.py --mode=study --config=experiments/study_stability.py:quick --workdir=runs/quick
+  python -m research.study --config=research/study_stability.py --workdir=runs/study
+  python -m research.study --config=research/study_stability.py:quick --workdir=runs/quick
 
 The first has two instruments: the ordinary run with the embedded model, and the mechanism of
 study_mechanism.py. The second repeats a quarter of it in about an hour on two cores, and prints its
 results beside the published ones. What is measured was fixed before the runs, in
-docs/study_protocol.md; results are in docs/study/results, the page is docs/study.md.
+docs/study_protocol.md; results are in research/results, the page is docs/study.md.
 """
 
 from experiments import st_ppo_tiny
-from experiments import study_mechanism
+from research import study_mechanism
+from research.study import grid
 from stppo_jax import validation
-from stppo_jax.study import grid
 from stppo_jax.types import UserError
 
 RESULTS = study_mechanism.RESULTS
@@ -39,7 +39,7 @@ OF_STALE = ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'ppo+relative.step')
 # Its critic is the embedded model, as in the other grids. A run costs four times as much, hence
 # fewer updates, and ||C|| only where it divides.
 LARGER = {
-    'model.folder': 'docs/study/model_5m',
+    'model.folder': 'research/model_5m',
     'model.critic_folder': 'stppo_jax/assets/tiny',
     'train.updates': 12,
     'algorithm.log_bias': False,
@@ -116,9 +116,7 @@ def get_study(mode=''):
   grids['default_search'] = grid.Grid(rules, rates, default_run(), seeds=SEARCH_SEEDS)
   at_best = {rule: rules[rule] | {'actor.lr': rate} for rule, rate in BEST_RATES.items()}
   grids['default_run'] = grid.Grid(at_best, {'best_rate': {}}, default_run())
-  return grid.Study(
-      grids | of_mechanism, results=RESULTS, page='docs', claims='docs/study_claims.md'
-  )
+  return grid.Study(grids | of_mechanism, results=RESULTS, page='docs', claims='research/claims.md')
 
 
 def default_run():

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from research.toy import cell as cells
+from research.toy import chain as chain_lib
 from stppo_jax.algorithms import filters
-from stppo_jax.mechanism import cell as cells
-from stppo_jax.mechanism import chain as chain_lib
 from stppo_jax.models import decoder
 from stppo_jax.training import diagnostics
 from stppo_jax.training import packing

@@ -2,8 +2,8 @@
 
 A finished run's metrics in; FOLDER/GRID.jsonl out, one line per run, or per cell of the mechanism.
 Numbers have four significant digits, and long series are thinned, so that a study takes some
-hundred kilobytes and its page can be built from them alone. Lines are appended as runs end; of
-two lines of one run the later one counts.
+hundred kilobytes and its page can be built from them alone. Lines are appended as runs end. If a
+run has several lines, the last one that agrees with the grid counts.
 """
 
 from collections.abc import Iterable
@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from stppo_jax.analysis import measures
-from stppo_jax.analysis import statistics
-from stppo_jax.study import grid as grids
+from research.study import grid as grids
+from research.study import measures
+from stppo_jax.evaluation import statistics
 from stppo_jax.types import UserError
 
 MAX_POINTS = 64  # per series of a run
@@ -136,30 +136,59 @@ def append(folder: str, record: Mapping[str, Any]) -> None:
     os.fsync(file.fileno())
 
 
-def read(folder: str) -> dict[str, dict[str, Any]]:
-  """Returns {name: record} of all files in `folder`; a torn line is left out."""
-  found = {}
+def read(folder: str) -> list[dict[str, Any]]:
+  """Returns the records of all files in `folder`, oldest first; a torn line is left out."""
+  found = []
   names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
   for name in (name for name in names if name.endswith('.jsonl')):
     with open(os.path.join(folder, name), encoding='utf-8') as file:
       for line in file:
         try:
           record = json.loads(line)
-          found[record['name']] = {key: record[key] for key in _LISTED} | record
+          found.append({key: record[key] for key in _LISTED} | record)
         except (ValueError, KeyError, TypeError):
           continue
   return found
 
 
 def of_jobs(
-    jobs: Iterable[grids.Job], records: Mapping[str, dict[str, Any]]
+    jobs: Iterable[grids.Job], records: Iterable[dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-  """Returns the records of these jobs by name, without those of a grid that has changed since."""
+  """Returns {name: newest record} of jobs, for the page.
+
+  A record belongs to a job if both have the same name and agree in every setting that both name.
+  So a rule that was run again at another rate has the runs of the rate that is planned now.
+  """
+  by_name = {job.name: job for job in jobs}
+  newest = {}
+  for record in records:
+    job = by_name.get(record['name'])
+    if job is not None and _agree(record['overrides'], job.overrides):
+      newest[job.name] = record
+  return {name: newest[name] for name in by_name if name in newest}
+
+
+def unchanged(
+    jobs: Iterable[grids.Job], records: Iterable[dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+  """Returns {name: newest record} of the jobs whose runs need not be repeated, for the runner."""
+  newest = {(record['name'], record['digest']): record for record in records}
   return {
-      job.name: records[job.name]
-      for job in jobs
-      if job.name in records and records[job.name]['digest'] == job.digest
+      job.name: newest[job.name, job.digest] for job in jobs if (job.name, job.digest) in newest
   }
+
+
+def _agree(recorded: Mapping[str, Any], planned: Mapping[str, Any]) -> bool:
+  """Whether two sets of overrides have the same values, as far as both have them."""
+  recorded = {grids.NEW_NAMES.get(path, path): value for path, value in recorded.items()}
+  common = recorded.keys() & planned.keys() - {'name'}
+  for path in common:
+    before = recorded[path]
+    if isinstance(before, str):
+      before = grids.NEW_FOLDERS.get(before, before)
+    if before != json.loads(json.dumps(planned[path])):
+      return False
+  return True
 
 
 def _heading(job: grids.Job, status: str, cost: Mapping[str, float]) -> dict[str, Any]:

@@ -25,11 +25,11 @@ import os
 import re
 from typing import Any
 
+from research.page import figures
+from research.page import markup
+from research.page import summary
 from stppo_jax.algorithms import variants
-from stppo_jax.analysis import figures
-from stppo_jax.analysis import markup
-from stppo_jax.analysis import statistics
-from stppo_jax.analysis import summary
+from stppo_jax.evaluation import statistics
 from stppo_jax.types import UserError
 
 NOTHING = '(no runs yet)'

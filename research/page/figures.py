@@ -12,8 +12,8 @@ import math
 
 import numpy as np
 
-from stppo_jax.analysis import measures
-from stppo_jax.analysis import summary
+from research.page import summary
+from research.study import measures
 
 WIDTH, HEIGHT = 200, 150
 _LEFT, _RIGHT, _TOP, _BOTTOM = 34, 8, 32, 24
