@@ -14,11 +14,15 @@ stale, or with old_logp='sampler' what the sampler reported), `behaviour_logp` (
 (0 where it did not, else the number of its turn, from 1).
 """
 
+import base64
+from collections.abc import Mapping
 import dataclasses
 import difflib
+import math
 import sys
 from typing import Any
 from typing import TypeVar
+import zlib
 
 import flax
 import jax
@@ -206,6 +210,159 @@ class Episode:
   def main_score(self) -> float:
     """The environment's main score, or the total reward where it names none."""
     return self.metrics.get(self.core_metrics[0], 0.0) if self.core_metrics else self.score
+
+  def unroll(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the episode as one row [T]: tokens int32, turn_ids int32, behaviour_logp float32."""
+    tokens = [self.prompt]
+    turn_ids = [np.zeros(len(self.prompt))]
+    logp = [np.zeros(len(self.prompt))]
+    for k, turn in enumerate(self.turns, start=1):
+      assert turn.tokens.shape == turn.logp.shape, f'turn {k} has {turn.logp.shape} log-probs'
+      tokens += [turn.tokens, turn.observation]
+      turn_ids += [np.full(len(turn.tokens), k), np.zeros(len(turn.observation))]
+      logp += [turn.logp, np.zeros(len(turn.observation))]
+    return (
+        np.concatenate(tokens).astype(np.int32),
+        np.concatenate(turn_ids).astype(np.int32),
+        np.concatenate(logp).astype(np.float32),
+    )
+
+  def to_dict(self) -> dict[str, Any]:
+    """Returns the episode as JSON values, from which `from_dict` restores it exactly.
+
+    Checkpoints, episodes/*.jsonl, evaluations and ATIF documents select their fields from it.
+    `tokens` and `turn_ids` cover the whole row, `behaviour_logp` the agent's tokens. A number that
+    is not finite is None. Fields that most episodes leave empty are only there if they are set.
+    """
+    tokens, turn_ids, logp = self.unroll()
+    record: dict[str, Any] = {
+        'task': self.task.id,
+        'dataset': self.task.dataset,
+        'hops': self.task.hops,
+        'question': self.task.question,
+        'answers': list(self.task.answers),
+        'group': int(self.group),
+        'score': finite_or_none(self.score),
+        'right': bool(self.main_score > 0),
+        'metrics': {name: finite_or_none(x) for name, x in self.metrics.items()},
+        'core_metrics': list(self.core_metrics),
+        'counts': {name: finite_or_none(x) for name, x in self.counts.items()},
+        'failed': bool(self.failed),
+        'truncated': bool(self.truncated),
+        'tokens': tokens.tolist(),
+        'turn_ids': turn_ids.tolist(),
+        'actions': [turn.action for turn in self.turns],
+        'rewards': [finite_or_none(turn.reward) for turn in self.turns],
+        # The text of a float32 has at most nine digits and holds it exactly.
+        'behaviour_logp': [finite_or_none(str(x)) for x in logp[turn_ids > 0]],
+    }
+    if self.role:
+      record['role'] = self.role
+    if self.number is not None:
+      record['of_episode'] = self.number
+    if self.whole_score is not None:
+      record['whole_score'] = finite_or_none(self.whole_score)
+    if self.error:
+      record['error'] = self.error
+    if any(turn.routes is not None for turn in self.turns):
+      record['routes'] = [pack_array(turn.routes) for turn in self.turns]
+    return record
+
+  @classmethod
+  def from_dict(cls, record: Mapping[str, Any], task: Task | None = None) -> 'Episode':
+    """Inverts `to_dict`. A record without tokens gives an episode without tokens.
+
+    A log-prob that is None becomes NaN. Raises ValueError, LookupError or TypeError if the record
+    is not an episode.
+
+    Args:
+      record: the fields, and any others.
+      task: None makes a task from the recorded question and answers.
+    """
+    if task is None:
+      task = Task(
+          id=record['task'],
+          question=record['question'],
+          answers=tuple(record['answers']),
+          dataset=record['dataset'],
+          hops=record['hops'],
+      )
+    tokens = np.array(record.get('tokens', ()), np.int32)
+    turn_ids = np.array(record.get('turn_ids', ()), np.int32)
+    actions = record.get('actions', ())
+    logp = np.full(tokens.shape, np.nan, np.float32)
+    logp[turn_ids > 0] = np.array(record.get('behaviour_logp', ()), np.float32)
+    if turn_ids.max(initial=0) > len(actions):
+      raise ValueError(f'turn {turn_ids.max()} of {len(actions)}')
+    routes = record.get('routes', [None] * len(actions))
+    turns: list[Turn] = []
+    end = len(tokens)
+    for k in range(len(actions), 0, -1):
+      columns = np.flatnonzero(turn_ids == k)
+      start = int(columns[0]) if len(columns) else end
+      stop = start + len(columns)
+      turn = Turn(
+          tokens=tokens[start:stop],
+          logp=logp[start:stop],
+          observation=tokens[stop:end],
+          action=actions[k - 1],
+          reward=record['rewards'][k - 1],
+          routes=unpack_array(routes[k - 1], len(tokens)),
+      )
+      turns.append(turn)
+      end = start
+    return cls(
+        task=task,
+        group=record['group'],
+        prompt=tokens[:end],
+        turns=turns[::-1],
+        truncated=record['truncated'],
+        failed=record['failed'],
+        metrics=dict(record['metrics']),
+        counts=dict(record['counts']),
+        core_metrics=tuple(record['core_metrics']),
+        role=record.get('role', ''),
+        number=record.get('of_episode'),
+        whole_score=record.get('whole_score'),
+        error=record.get('error', ''),
+    )
+
+
+MAX_EXPERTS = 1 << 14  # of a token, in all layers
+
+
+def finite_or_none(x: Any) -> float | None:
+  """Returns a number unchanged, and None for a number that JSON cannot hold."""
+  number = float(x)
+  return number if math.isfinite(number) else None
+
+
+def pack_array(array: np.ndarray | None) -> list | None:
+  """Returns an array of small integers as JSON values: [dtype, shape, compressed base64]."""
+  if array is None:
+    return None
+  data = zlib.compress(np.ascontiguousarray(array).tobytes(), 1)
+  return [array.dtype.name, list(array.shape), base64.b64encode(data).decode('ascii')]
+
+
+def unpack_array(record: list | None, max_tokens: float = math.inf) -> np.ndarray | None:
+  """Inverts `pack_array` for the experts [n,L,A] of at most `max_tokens` tokens.
+
+  Raises ValueError for another shape. A few bytes can expand to any size, so the function
+  decompresses no more than the shape needs.
+  """
+  if record is None:
+    return None
+  name, shape, text = record
+  dtype = np.dtype(name)
+  fits = len(shape) == 3 and 0 <= shape[0] <= max_tokens
+  if not fits or not 0 <= shape[1] * shape[2] <= MAX_EXPERTS:
+    raise ValueError(f'routes of shape {shape!r:.60}, of {max_tokens} tokens')
+  if dtype.kind not in 'iu':
+    raise ValueError(f'{name!r}: whole numbers are needed')
+  size = math.prod(shape) * dtype.itemsize
+  data = zlib.decompressobj().decompress(base64.b64decode(text), size + 1)
+  return np.frombuffer(data, dtype).reshape(shape)
 
 
 @flax.struct.dataclass

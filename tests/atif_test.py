@@ -19,6 +19,7 @@ from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import variants
+from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.rollout import batching
 from stppo_jax.serving import template as template_lib
 from stppo_jax.training import loop
@@ -164,7 +165,7 @@ class RoundTripTest(parameterized.TestCase):
     episode.core_metrics = ('em',)
     unplayed = types.Episode(task, 4, ids('which?'), [], True, True, {}, {'prompt_too_long': 1.0})
     for one in (episode, unplayed):
-      records = batching.to_records([one], tokenizer, 7, 'train')
+      records = episodes_lib.to_records([one], tokenizer, 7, 'train')
       kept = {k: records[0][k] for k in atif_writer.KEPT if k in records[0]} | {'row': 0}
       document = atif_writer.document(one, kept, tokenizer, 'm', 'n')
       document = json.loads(json.dumps(document, allow_nan=False))
@@ -172,7 +173,7 @@ class RoundTripTest(parameterized.TestCase):
         validator = trajectory_validator.TrajectoryValidator()
         self.assertTrue(validator.validate(document), validator.get_errors())
       (row,) = atif_reader.Reader(tokenizer).rows(document, 'n')
-      self.assertEqual(batching.to_records([row.episode], tokenizer, 7, 'train'), records)
+      self.assertEqual(episodes_lib.to_records([row.episode], tokenizer, 7, 'train'), records)
     for shape in ([9**9, 2, 2], [2, 9**9, 2], [2, 2]):
       foreign = json.loads(json.dumps(atif_writer.document(episode, kept, tokenizer, 'm', 'n')))
       foreign['steps'][1]['extra']['routes'][1] = shape
@@ -214,7 +215,7 @@ class RoundTripTest(parameterized.TestCase):
     ]
     prompt = np.array(chat.encode_prompt(tokenizer, 'which <|im_end|>?'), np.int32)
     episode = types.Episode(types.Task('q', 'which?'), 0, prompt, turns)
-    (record,) = batching.to_records([episode], tokenizer, 7, 'train')
+    (record,) = episodes_lib.to_records([episode], tokenizer, 7, 'train')
     kept = {k: record[k] for k in atif_writer.KEPT if k in record} | {'row': 0}
     document = atif_writer.document(episode, kept, tokenizer, 'm', 'n')
     exact = atif_reader.Reader(tokenizer).rows(document, 'n')
@@ -234,7 +235,7 @@ class RoundTripTest(parameterized.TestCase):
     )
     prompt = np.array(chat.encode_prompt(tokenizer, 'which?'), np.int32)
     episode = types.Episode(types.Task('q', 'which?'), 0, prompt, [])
-    (record,) = batching.to_records([episode], tokenizer, 7, 'train')
+    (record,) = episodes_lib.to_records([episode], tokenizer, 7, 'train')
     kept = {k: record[k] for k in atif_writer.KEPT if k in record} | {'row': 0}
     document = atif_writer.document(episode, kept, tokenizer, 'm', 'n')
     (row,) = atif_reader.Reader(tokenizer, retokenize=True).rows(document, 'n')
@@ -343,7 +344,7 @@ class ReaderTest(parameterized.TestCase):
         )
     ]
     template = template_lib.Template(tokenizer, 100)
-    tokens, turn_ids, logp = batching.unroll(row.episode)
+    tokens, turn_ids, logp = row.episode.unroll()
     if chat_template is not None:
       whole = [*template.encode(messages), *row.episode.turns[1].tokens]
       self.assertEqual(tokens.tolist(), whole)
@@ -424,7 +425,7 @@ class ReaderTest(parameterized.TestCase):
     tokenizer = tiny()
     turn = types.Turn(np.array([71], np.int32), np.zeros(1, np.float32), np.zeros(0, np.int32))
     episode = types.Episode(types.Task('q', ''), 0, np.array([70], np.int32), [turn])
-    (record,) = batching.to_records([episode], tokenizer, 7, 'train')
+    (record,) = episodes_lib.to_records([episode], tokenizer, 7, 'train')
     kept = {k: record[k] for k in atif_writer.KEPT if k in record} | {'row': 0}
     document = atif_writer.document(episode, kept | wrong, tokenizer, 'm', 'n')
     self.write('deep/in/a.json', document)

@@ -1,7 +1,4 @@
-"""Batches and records: every token in its column, and every reward on its token."""
-
-import json
-import tracemalloc
+"""Batches: every token in its column, and every reward on its token."""
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -14,15 +11,6 @@ from stppo_jax import types
 from stppo_jax.rollout import batching
 
 TASK = types.Task(id='q1', question='Who?', answers=('A', 'B'), dataset='toy', hops=2)
-
-
-class Pieces:
-  """The part of a tokenizer that records need."""
-
-  def pieces(self, ids):
-    return [f'<{i}>' for i in ids]
-
-
 TURNS = (((3, 4), (5,)), ((6,), ()))  # (tokens, observation)
 
 
@@ -99,32 +87,6 @@ class ToTurnBatchTest(parameterized.TestCase):
     batch = batching.to_turn_batch([make_episode(turns=(), failed=True)], (2,))
     self.assertFalse(np.asarray(batch.action_mask).any())
 
-  def test_routes_are_unpacked_to_their_shape_and_no_further(self):
-    routes = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
-    np.testing.assert_array_equal(batching.unpacked(batching.packed(routes)), routes)
-    bomb = batching.packed(np.zeros(1 << 24, np.uint8))
-    tracemalloc.start()
-    self.addCleanup(tracemalloc.stop)
-    for shape in ([3, 2, 2], [0], [-1, 2, 2]):
-      with self.assertRaises(ValueError):
-        batching.unpacked(['uint8', shape, bomb[2]])
-    self.assertLess(tracemalloc.get_traced_memory()[1], 1 << 22)
-    with self.assertRaises(ValueError):
-      batching.unpacked(['V16', [1 << 20], bomb[2]])
-
-  def test_a_record_that_claims_more_than_it_holds_is_refused(self):
-    episode = make_episode(turns=(((5, 6), ()),))
-    (record,) = batching.to_records([episode], Pieces(), 1, 'train')
-    num_tokens = len(record['tokens'])
-    bomb = batching.packed(np.zeros((1 << 20, 2, 2), np.uint8))
-    for changes in (
-        {'routes': [bomb]},
-        {'routes': [['uint8', [num_tokens, 9**9, 2], bomb[2]]]},
-        {'turn_ids': [0] * (num_tokens - 1) + [10**6]},
-    ):
-      with self.assertRaises(ValueError):
-        batching.from_records([record | changes])
-
   @hypothesis.settings(deadline=None, max_examples=50)
   @hypothesis.given(
       st.lists(
@@ -168,84 +130,6 @@ class ToTurnBatchTest(parameterized.TestCase):
       batching.to_turn_batch([make_episode()], (2, 4))
     with self.assertRaisesRegex(types.UserError, 'do not fit'):
       batching.to_turn_batch([make_episode()] * 3, (8,), rows=2)
-
-
-class ToRecordsTest(absltest.TestCase):
-
-  def test_by_hand(self):
-    episode = make_episode()
-    episode.metrics, episode.counts, episode.core_metrics = {'em': 1.0}, {'cut': 1.0}, ('em',)
-    ratio = np.arange(16, dtype=np.float32).reshape(2, 8)
-    ratio[1, 3] = np.nan
-    clipped = np.zeros((2, 8), bool)
-    clipped[1, 5] = True
-    records = batching.to_records(
-        [make_episode(), episode], Pieces(), 12, 'train', {'ratio': ratio, 'clipped': clipped}
-    )
-    want = {
-        'step': 12,
-        'kind': 'train',
-        'task': 'q1',
-        'dataset': 'toy',
-        'hops': 2,
-        'question': 'Who?',
-        'answers': ['A', 'B'],
-        'group': 0,
-        'score': 1.0,
-        'right': True,
-        'metrics': {'em': 1.0},
-        'core_metrics': ['em'],
-        'counts': {'cut': 1.0},
-        'failed': False,
-        'truncated': False,
-        'tokens': [1, 2, 3, 4, 5, 6],
-        'pieces': ['<1>', '<2>', '<3>', '<4>', '<5>', '<6>'],
-        'turn_ids': [0, 0, 1, 1, 0, 2],
-        'actions': ['search', 'answer'],
-        'rewards': [0.0, 1.0],
-        'behaviour_logp': [-0.3, -0.4, -0.6],
-        'ratio': [10.0, None, 13.0],
-        'clipped': [0, 0, 1],
-    }
-    self.assertEqual(records[1], want)
-    self.assertEqual(json.loads(json.dumps(records[1], allow_nan=False)), want)
-
-  @hypothesis.given(st.data())
-  @hypothesis.settings(deadline=None, max_examples=50)
-  def test_records_give_the_episodes_back_exactly(self, data):
-    ids = st.lists(st.integers(0, 2**31 - 1), max_size=4).map(lambda x: np.array(x, np.int32))
-    logp = st.floats(-1e30, -1e-30, allow_subnormal=False)
-    turns = []
-    for _ in range(data.draw(st.integers(0, 3))):
-      tokens = data.draw(ids.filter(len))
-      numbers = data.draw(st.lists(logp, min_size=len(tokens), max_size=len(tokens)))
-      routes = np.arange(len(tokens) * 4, dtype=np.uint8).reshape(-1, 2, 2)
-      reward = data.draw(st.floats(-1e9, 1e9, allow_subnormal=False))
-      turns.append(
-          types.Turn(tokens, np.array(numbers, np.float32), data.draw(ids), 'act', reward, routes)
-      )
-    episode = types.Episode(
-        TASK, 3, data.draw(ids), turns, True, data.draw(st.booleans()), {'em': 1 / 3}, {'cut': 2.0}
-    )
-    episode.core_metrics = ('em', 'f1')
-    records = batching.to_records([episode], Pieces(), 1, 'train')
-    (again,) = batching.from_records(json.loads(json.dumps(records, allow_nan=False)))
-    self.assertEqual(again.task, TASK)
-    for name in ('group', 'truncated', 'failed', 'metrics', 'counts', 'core_metrics', 'score'):
-      self.assertEqual(getattr(again, name), getattr(episode, name), name)
-    np.testing.assert_array_equal(again.prompt, episode.prompt)
-    for ours, theirs in zip(again.turns, turns, strict=True):
-      for name in ('tokens', 'logp', 'observation', 'routes'):
-        got, want = getattr(ours, name), getattr(theirs, name)
-        self.assertEqual(got.dtype, want.dtype)
-        np.testing.assert_array_equal(got, want, name)
-      self.assertEqual((ours.action, ours.reward), (theirs.action, theirs.reward))
-
-  def test_a_log_prob_that_is_not_there_becomes_nan(self):
-    records = batching.to_records([make_episode()], Pieces(), 1, 'train')
-    records[0]['behaviour_logp'][1] = None
-    (again,) = batching.from_records(records)
-    np.testing.assert_array_equal(np.isnan(again.turns[0].logp), [False, True])
 
 
 if __name__ == '__main__':

@@ -200,7 +200,7 @@ class PlayTest(parameterized.TestCase):
       to_model = fed[b]
       used = len(to_model) + sum(map(len, by_sampler))
       self.assertEqual(tokens[b][:used][turn_ids[b][:used] == 0].tolist(), to_model)
-      self.assertEqual(len(batching.unroll(episode)[0]), used)
+      self.assertEqual(len(episode.unroll()[0]), used)
       self.assertEqual(episode.prompt.tolist(), make_tokenizer().encode(prompts[b]))
       for turn, outcome in zip(episode.turns[:-1], scripts[b]):
         want = chat.encode_observation(make_tokenizer(), outcome[0], LIMITS.max_observation_tokens)
@@ -251,7 +251,7 @@ class PlayTest(parameterized.TestCase):
   def test_members_of_a_group_differ_and_can_be_played_again(self):
     prompts, scripts, groups = ['where'] * 4, [[SEARCH, ANSWER]] * 4, [0, 0, 0, 0]
     first, _ = play(prompts, scripts, groups=groups)
-    self.assertLen({tuple(batching.unroll(e)[0].tolist()) for e in first}, 4)
+    self.assertLen({tuple(e.unroll()[0].tolist()) for e in first}, 4)
     again, _ = play(prompts, scripts, groups=groups)
     for a, b in zip(first, again):
       self.assert_same(a, b)
@@ -279,7 +279,7 @@ class PlayTest(parameterized.TestCase):
     limits = episode_lib.Limits(24, 6, 20, max_total_tokens=40, min_turn_tokens=2)
     episodes, envs = play(['a'] * 4, [[SEARCH] * 9] * 4, limits=limits)
     for episode, env in zip(episodes, envs):
-      length = len(batching.unroll(episode)[0])
+      length = len(episode.unroll()[0])
       self.assertLessEqual(length, 40)
       self.assertGreater(length + 20 + 2, 40)  # one more observation would not have fitted
       self.assertTrue(episode.truncated)

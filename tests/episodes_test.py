@@ -1,4 +1,4 @@
-"""Records of episodes are written in a thread, which never ends or stops a run."""
+"""Episodes as records: exact both ways, and written in a thread that never stops a run."""
 
 import dataclasses
 import errno
@@ -6,15 +6,43 @@ import json
 import os
 import tempfile
 import threading
+import tracemalloc
 from unittest import mock
 
 from absl import logging
 from absl.testing import absltest
+import hypothesis
+from hypothesis import strategies as st
 import numpy as np
 
 from stppo_jax import types
 from stppo_jax.monitoring import episodes
 from tests.support import micro_run
+
+TASK = types.Task(id='q1', question='Who?', answers=('A', 'B'), dataset='toy', hops=2)
+TURNS = (((3, 4), (5,)), ((6,), ()))  # (tokens, observation)
+
+
+class Pieces:
+  """The part of a tokenizer that records need."""
+
+  def pieces(self, ids):
+    return [f'<{i}>' for i in ids]
+
+
+def make_episode(prompt=(1, 2), turns=TURNS, group=0, score=1.0, failed=False):
+  made = [
+      types.Turn(
+          tokens=np.array(tokens, np.int32),
+          logp=-np.array(tokens, np.float32) / 10,
+          observation=np.array(observation, np.int32),
+          action='search' if observation else 'answer',
+      )
+      for tokens, observation in turns
+  ]
+  if made:
+    made[-1].reward = score
+  return types.Episode(TASK, group, np.array(prompt, np.int32), made, failed=failed)
 
 
 def records(*rows):
@@ -51,6 +79,110 @@ class SummaryTest(absltest.TestCase):
     self.assertEqual({name: found[name] for name in expected}, expected)
     found = episodes.summarize([row(0, 0.0, 'a'), row(0, 0.5, 'b'), row(1, 1.0, 'a')])
     self.assertEqual(found['critic/score/mean'], 0.5)
+
+
+class RecordTest(absltest.TestCase):
+
+  def test_routes_are_unpacked_to_their_shape_and_no_further(self):
+    routes = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    np.testing.assert_array_equal(types.unpack_array(types.pack_array(routes)), routes)
+    bomb = types.pack_array(np.zeros(1 << 24, np.uint8))
+    tracemalloc.start()
+    self.addCleanup(tracemalloc.stop)
+    for shape in ([3, 2, 2], [0], [-1, 2, 2]):
+      with self.assertRaises(ValueError):
+        types.unpack_array(['uint8', shape, bomb[2]])
+    self.assertLess(tracemalloc.get_traced_memory()[1], 1 << 22)
+    with self.assertRaises(ValueError):
+      types.unpack_array(['V16', [1 << 20], bomb[2]])
+
+  def test_a_record_that_claims_more_than_it_holds_is_refused(self):
+    episode = make_episode(turns=(((5, 6), ()),))
+    (record,) = episodes.to_records([episode], Pieces(), 1, 'train')
+    num_tokens = len(record['tokens'])
+    bomb = types.pack_array(np.zeros((1 << 20, 2, 2), np.uint8))
+    for changes in (
+        {'routes': [bomb]},
+        {'routes': [['uint8', [num_tokens, 9**9, 2], bomb[2]]]},
+        {'turn_ids': [0] * (num_tokens - 1) + [10**6]},
+    ):
+      with self.assertRaises(ValueError):
+        types.Episode.from_dict(record | changes)
+
+  def test_by_hand(self):
+    episode = make_episode()
+    episode.metrics, episode.counts, episode.core_metrics = {'em': 1.0}, {'cut': 1.0}, ('em',)
+    ratio = np.arange(16, dtype=np.float32).reshape(2, 8)
+    ratio[1, 3] = np.nan
+    clipped = np.zeros((2, 8), bool)
+    clipped[1, 5] = True
+    records = episodes.to_records(
+        [make_episode(), episode], Pieces(), 12, 'train', {'ratio': ratio, 'clipped': clipped}
+    )
+    want = {
+        'step': 12,
+        'kind': 'train',
+        'task': 'q1',
+        'dataset': 'toy',
+        'hops': 2,
+        'question': 'Who?',
+        'answers': ['A', 'B'],
+        'group': 0,
+        'score': 1.0,
+        'right': True,
+        'metrics': {'em': 1.0},
+        'core_metrics': ['em'],
+        'counts': {'cut': 1.0},
+        'failed': False,
+        'truncated': False,
+        'tokens': [1, 2, 3, 4, 5, 6],
+        'pieces': ['<1>', '<2>', '<3>', '<4>', '<5>', '<6>'],
+        'turn_ids': [0, 0, 1, 1, 0, 2],
+        'actions': ['search', 'answer'],
+        'rewards': [0.0, 1.0],
+        'behaviour_logp': [-0.3, -0.4, -0.6],
+        'ratio': [10.0, None, 13.0],
+        'clipped': [0, 0, 1],
+    }
+    self.assertEqual(records[1], want)
+    self.assertEqual(json.loads(json.dumps(records[1], allow_nan=False)), want)
+
+  @hypothesis.given(st.data())
+  @hypothesis.settings(deadline=None, max_examples=50)
+  def test_records_give_the_episodes_back_exactly(self, data):
+    ids = st.lists(st.integers(0, 2**31 - 1), max_size=4).map(lambda x: np.array(x, np.int32))
+    logp = st.floats(-1e30, -1e-30, allow_subnormal=False)
+    turns = []
+    for _ in range(data.draw(st.integers(0, 3))):
+      tokens = data.draw(ids.filter(len))
+      numbers = data.draw(st.lists(logp, min_size=len(tokens), max_size=len(tokens)))
+      routes = np.arange(len(tokens) * 4, dtype=np.uint8).reshape(-1, 2, 2)
+      reward = data.draw(st.floats(-1e9, 1e9, allow_subnormal=False))
+      turns.append(
+          types.Turn(tokens, np.array(numbers, np.float32), data.draw(ids), 'act', reward, routes)
+      )
+    episode = types.Episode(
+        TASK, 3, data.draw(ids), turns, True, data.draw(st.booleans()), {'em': 1 / 3}, {'cut': 2.0}
+    )
+    episode.core_metrics = ('em', 'f1')
+    records = episodes.to_records([episode], Pieces(), 1, 'train')
+    again = types.Episode.from_dict(json.loads(json.dumps(records[0], allow_nan=False)))
+    self.assertEqual(again.task, TASK)
+    for name in ('group', 'truncated', 'failed', 'metrics', 'counts', 'core_metrics', 'score'):
+      self.assertEqual(getattr(again, name), getattr(episode, name), name)
+    np.testing.assert_array_equal(again.prompt, episode.prompt)
+    for ours, theirs in zip(again.turns, turns, strict=True):
+      for name in ('tokens', 'logp', 'observation', 'routes'):
+        got, want = getattr(ours, name), getattr(theirs, name)
+        self.assertEqual(got.dtype, want.dtype)
+        np.testing.assert_array_equal(got, want, name)
+      self.assertEqual((ours.action, ours.reward), (theirs.action, theirs.reward))
+
+  def test_a_log_prob_that_is_not_there_becomes_nan(self):
+    records = episodes.to_records([make_episode()], Pieces(), 1, 'train')
+    records[0]['behaviour_logp'][1] = None
+    again = types.Episode.from_dict(records[0])
+    np.testing.assert_array_equal(np.isnan(again.turns[0].logp), [False, True])
 
 
 class RecorderTest(absltest.TestCase):

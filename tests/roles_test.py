@@ -95,7 +95,7 @@ def play(scripts, roles=ROLES, first=FIRST, groups=None, threads=0, limits=episo
 
 def content(episode):
   """What an episode is, for comparisons bit for bit."""
-  rows = [row.tolist() for row in batching.unroll(episode)]
+  rows = [row.tolist() for row in episode.unroll()]
   return rows, [turn.reward for turn in episode.turns], episode.metrics, episode.truncated
 
 

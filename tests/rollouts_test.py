@@ -198,7 +198,8 @@ class ProgramAgentTest(parameterized.TestCase):
     ids = [int(episode.task.id[1]) for episode in episodes]  # one episode per task
     np.testing.assert_array_equal(batch.episode_ids, ids)
     tokenizer = mock.Mock(pieces=lambda tokens: [''] * len(tokens))
-    again = batching.from_records(batching.to_records(episodes, tokenizer, 1, 'train'))
+    records = episodes_lib.to_records(episodes, tokenizer, 1, 'train')
+    again = list(map(types.Episode.from_dict, records))
     self.assertEqual([episode.number for episode in again], ids)
     whole = play(make_config(THIS + ':post_rewards'), tasks)[0]  # evaluation
     self.assertEqual([episode.score for episode in whole], [2 + 0.5] * 8)  # each reward once

@@ -170,8 +170,9 @@ class EpisodeScoreTest(absltest.TestCase):
 
   def test_files_and_checkpoints_keep_the_score(self):
     tokenizer = mock.Mock(pieces=lambda tokens: [''] * len(tokens))
-    records = batching.to_records(self.rows, tokenizer, 1, 'train')
-    self.assertEqual(self.advantages(batching.from_records(records)), self.advantages(self.rows))
+    records = episodes_lib.to_records(self.rows, tokenizer, 1, 'train')
+    again = list(map(types.Episode.from_dict, records))
+    self.assertEqual(self.advantages(again), self.advantages(self.rows))
     sampled = pipeline.to_json(pipeline.Sampled(1, 0, self.rows, {}))
     restored = pipeline.from_json(sampled, [row.task for row in self.rows]).episodes
     self.assertEqual(self.advantages(restored), self.advantages(self.rows))

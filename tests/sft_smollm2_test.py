@@ -14,7 +14,6 @@ from experiments import st_ppo_smollm2
 from scripts import search_trajectories
 from stppo_jax import tokenizer as chat
 from stppo_jax.envs import search
-from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.rollout import prepare
@@ -202,7 +201,7 @@ class TokensTest(parameterized.TestCase):
           episode_loop.Rows([env], [task], [0], jax.random.split(jax.random.key(0), 1)),
           episode_loop.Rules(limits),
       )
-    tokens, turn_ids, _ = batching.unroll(episode)
+    tokens, turn_ids, _ = episode.unroll()
     np.testing.assert_array_equal(row.tokens, tokens)
     np.testing.assert_array_equal(row.weights, (turn_ids > 0).astype(np.float32))
     self.assertEqual(episode.metrics['em'], 1)

@@ -13,8 +13,6 @@ import json
 import os
 from typing import Any
 
-import numpy as np
-
 from stppo_jax import types
 from stppo_jax.monitoring import workdir as workdirs
 from stppo_jax.types import UserError
@@ -124,10 +122,17 @@ class Folder:
       file.truncate(file.read().rfind(b'\n') + 1)
 
 
+# Fields of `Episode.to_dict` that a line holds.
+_FIELDS = 'dataset hops question answers score metrics core_metrics counts truncated failed'.split()
+
+
 def _to_line(played: Played) -> dict[str, Any]:
-  """Returns the line of an episode: what scores depend on, and its text."""
-  row, episode = played.row, played.episode
-  turns = [
+  """Returns the line of an episode: the fields that scores depend on, and its texts."""
+  record = played.episode.to_dict()
+  line = {'id': played.row.task.id, 'sample': played.row.sample, 'role': played.episode.role}
+  line |= {name: record[name] for name in _FIELDS}
+  line['error'] = played.episode.error
+  line['turns'] = [
       {
           'agent': agent,
           'observation': observation,
@@ -135,47 +140,19 @@ def _to_line(played: Played) -> dict[str, Any]:
           'reward': turn.reward,
           'tokens': len(turn.tokens),
       }
-      for turn, (agent, observation) in zip(episode.turns, played.texts, strict=True)
+      for turn, (agent, observation) in zip(played.episode.turns, played.texts, strict=True)
   ]
-  return {
-      'id': row.task.id,
-      'sample': row.sample,
-      'role': episode.role,
-      'dataset': row.task.dataset,
-      'hops': row.task.hops,
-      'question': row.task.question,
-      'answers': row.task.answers,
-      'score': episode.score,
-      'metrics': episode.metrics,
-      'core_metrics': episode.core_metrics,
-      'counts': episode.counts,
-      'truncated': episode.truncated,
-      'failed': episode.failed,
-      'error': episode.error,
-      'turns': turns,
-  }
+  return line
 
 
 def _from_line(
     line: Mapping[str, Any], tasks: Mapping[str, types.Task]
 ) -> tuple[Row, types.Episode]:
-  """Inverts `_to_line`, without text and tokens."""
+  """Inverts `_to_line`, without texts and tokens."""
   row = Row(tasks[line['id']], line['sample'])
-  none = np.zeros(0, np.int32)
-  turns = [
-      types.Turn(none, np.zeros(0, np.float32), none, turn['action'], turn['reward'])
-      for turn in line['turns']
-  ]
-  return row, types.Episode(
-      row.task,
-      row.sample,
-      none,
-      turns,
-      line['truncated'],
-      line['failed'],
-      line['metrics'],
-      line['counts'],
-      tuple(line['core_metrics']),
-      line['role'],
-      error=line.get('error', ''),  # version 0.7 wrote none
-  )
+  fields = {
+      'group': row.sample,
+      'actions': [turn['action'] for turn in line['turns']],
+      'rewards': [turn['reward'] for turn in line['turns']],
+  }
+  return row, types.Episode.from_dict({**line, **fields}, row.task)

@@ -16,10 +16,10 @@ from absl import logging
 import jax
 import numpy as np
 
+from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import metrics
-from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline
 
 _SHARES = ('invalid', 'repeated', 'empty', 'cut')  # of turns
@@ -147,14 +147,48 @@ def with_tokens(
 
 def of_batch(
     sampled: pipeline.Sampled,
-    tokenizer: Any,
+    tokenizer: chat.Tokenizer,
     n: int,
     per_token: Mapping[str, np.ndarray] | None = None,
 ) -> list[dict]:
   """Returns the records of a batch, which trajectories/saved.py reads."""
   origin = {'batch': sampled.number, 'staleness': sampled.staleness}
-  records = batching.to_records(sampled.episodes, tokenizer, n, 'train', per_token)
+  records = to_records(sampled.episodes, tokenizer, n, 'train', per_token)
   return [record | origin for record in records]
+
+
+def to_records(
+    episodes: Sequence[types.Episode],
+    tokenizer: chat.Tokenizer,
+    step: int,
+    kind: str,
+    per_token: Mapping[str, np.ndarray] | None = None,
+) -> list[dict]:
+  """Returns the lines of episodes/*.jsonl: `Episode.to_dict`, texts, and numbers of the update.
+
+  Args:
+    episodes: a line each.
+    tokenizer: gives the texts of the tokens.
+    step: updates done.
+    kind: 'train' | 'eval' | 'nonfinite'.
+    per_token: arrays [B,T] of the episodes' batch: old_logp, values, advantages, ratio, clipped.
+      The lines hold the agent's tokens, with six digits.
+  """
+  records = []
+  for b, episode in enumerate(episodes):
+    record = {'step': step, 'kind': kind, **episode.to_dict()}
+    record['pieces'] = tokenizer.pieces(record['tokens'])
+    columns = np.flatnonzero(record['turn_ids'])
+    for name, array in (per_token or {}).items():
+      row = np.asarray(array[b])[columns]
+      record[name] = row.astype(int).tolist() if name == 'clipped' else [_rounded(x) for x in row]
+    records.append(record)
+  return records
+
+
+def _rounded(x: float) -> float | None:
+  """Returns a number with six digits; None if JSON cannot hold it."""
+  return types.finite_or_none(f'{float(x):.6g}')
 
 
 def write(workdir: str, kind: str, n: int, records: Records) -> str:

@@ -21,7 +21,6 @@ from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import health as health_lib
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import report
-from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline
 
 _FACTOR = 'stppo/applied_factor'
@@ -94,7 +93,7 @@ class Journal(contextlib.ExitStack):
           len(episodes),
           errors[0],
       )
-    make = lambda: batching.to_records(episodes, tokenizer, n, 'eval')
+    make = lambda: episodes_lib.to_records(episodes, tokenizer, n, 'eval')
     self.record('eval', n, episodes_lib.Records(make))
 
   def write(self, n: int, metrics: Mapping[str, float]) -> None:

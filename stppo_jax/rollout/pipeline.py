@@ -11,6 +11,7 @@ checkpoint holds as JSON. Of batches that are still to be sampled it holds the p
 import collections
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent import futures
 import contextlib
@@ -23,12 +24,10 @@ from typing import Any
 
 from absl import logging
 import jax
-import numpy as np
 
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.retrieval import protocol
-from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_loop
 
 
@@ -276,46 +275,18 @@ class _Ahead:
   future: futures.Future | None = None
 
 
-def to_json(batch: Sampled) -> dict:
-  """Returns the batch as JSON values, exactly: a double holds any float32."""
+def to_json(batch: Sampled) -> dict[str, Any]:
+  """Returns the batch as JSON values, without loss."""
   return {
       'number': batch.number,
       'staleness': batch.staleness,
       'measured': dict(batch.measured),
-      'episodes': [
-          {
-              'task': episode.task.id,
-              'group': int(episode.group),
-              'prompt': episode.prompt.tolist(),
-              'turns': [
-                  {
-                      'tokens': turn.tokens.tolist(),
-                      'logp': turn.logp.tolist(),
-                      'observation': turn.observation.tolist(),
-                      'action': turn.action,
-                      'reward': float(turn.reward),
-                      'routes': batching.packed(turn.routes),
-                  }
-                  for turn in episode.turns
-              ],
-              'truncated': bool(episode.truncated),
-              'failed': bool(episode.failed),
-              'metrics': {name: float(x) for name, x in episode.metrics.items()},
-              'counts': {name: float(x) for name, x in episode.counts.items()},
-              'core_metrics': list(episode.core_metrics),
-              'role': episode.role,
-              'of_episode': episode.number,
-              'whole_score': episode.whole_score,
-              'error': episode.error,
-          }
-          for episode in batch.episodes
-      ],
+      'episodes': [episode.to_dict() for episode in batch.episodes],
   }
 
 
-def from_json(record: dict, tasks: Sequence[types.Task]) -> Sampled:
+def from_json(record: Mapping[str, Any], tasks: Sequence[types.Task]) -> Sampled:
   """Inverts `to_json`; `tasks` are those of the batch's episodes, in their order."""
-  ids = lambda values: np.array(values, np.int32)
   episodes = []
   for task, row in zip(tasks, record['episodes'], strict=True):
     if task.id != row['task']:
@@ -323,34 +294,7 @@ def from_json(record: dict, tasks: Sequence[types.Task]) -> Sampled:
           f'the checkpoint holds an episode on question {row["task"]!r} where {task.id!r} is due '
           'now: resume with the same questions, or give another --workdir'
       )
-    turns = [
-        types.Turn(
-            ids(turn['tokens']),
-            np.array(turn['logp'], np.float32),
-            ids(turn['observation']),
-            turn['action'],
-            turn['reward'],
-            batching.unpacked(turn.get('routes')),
-        )
-        for turn in row['turns']
-    ]
-    episodes.append(
-        types.Episode(
-            task,
-            row['group'],
-            ids(row['prompt']),
-            turns,
-            row['truncated'],
-            row['failed'],
-            row['metrics'],
-            row['counts'],
-            tuple(row['core_metrics']),
-            row.get('role', ''),
-            row.get('of_episode'),
-            row.get('whole_score'),
-            row.get('error', ''),
-        )
-    )
+    episodes.append(types.Episode.from_dict(row, task))
   return Sampled(record['number'], record['staleness'], episodes, record['measured'])
 
 

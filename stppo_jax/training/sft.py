@@ -167,7 +167,7 @@ def encode(
 
 def of_episode(episode: types.Episode, read_weight: float = 0.0) -> Demonstration:
   """Returns the demonstration of an episode: its turns are imitated, as the ids that they are."""
-  tokens, turn_ids, _ = batching.unroll(episode)
+  tokens, turn_ids, _ = episode.unroll()
   length = batching.trained_length(episode)
   weights = np.where(turn_ids > 0, 1.0, read_weight).astype(np.float32)
   return Demonstration(tokens[:length], weights[:length])

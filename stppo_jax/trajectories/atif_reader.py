@@ -30,7 +30,6 @@ from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.envs import tool_calls
 from stppo_jax.monitoring import episodes as episodes_lib
-from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline
 from stppo_jax.serving import template as template_lib
 from stppo_jax.trajectories import atif_writer
@@ -352,28 +351,21 @@ def _routes(step, record) -> np.ndarray | None:
     return None
   num_ids = len(_ids(step, 'prompt')) + len(_ids(step, 'completion'))
   try:
-    return batching.unpacked(record, num_ids)
+    return types.unpack_array(record, num_ids)
   except ValueError as error:
     raise _Unusable(f'step {step["step_id"]} has {error}') from error
 
 
-def _episode(task, prompt, turns, kept) -> types.Episode:
-  kept = kept or {'counts': dict.fromkeys(('invalid', 'repeated', 'empty', 'cut'), 0.0)}
-  return types.Episode(
-      task,
-      kept.get('group', 0),
-      np.array(prompt, np.int32),
-      turns,
-      kept.get('truncated', False),
-      kept.get('failed', False),
-      dict(kept.get('metrics', {})),
-      dict(kept['counts']),
-      tuple(kept.get('core_metrics', ())),
-      kept.get('role', ''),
-      kept.get('of_episode'),
-      kept.get('whole_score'),
-      kept.get('error', ''),
-  )
+def _episode(
+    task: types.Task, prompt: np.ndarray, turns: list[types.Turn], kept: Mapping[str, Any] | None
+) -> types.Episode:
+  if kept is None:
+    counts = dict.fromkeys(('invalid', 'repeated', 'empty', 'cut'), 0.0)
+    return types.Episode(task, 0, prompt, turns, counts=counts)
+  episode = types.Episode.from_dict(kept, task)
+  episode.prompt = prompt
+  episode.turns = turns
+  return episode
 
 
 def _with_reward(rows: list[_Row], path: pathlib.Path) -> list[_Row]:

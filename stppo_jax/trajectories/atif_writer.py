@@ -27,7 +27,6 @@ from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.envs import search
 from stppo_jax.envs import tool_calls
-from stppo_jax.rollout import batching
 from stppo_jax.trajectories import saved
 
 VERSION = 'ATIF-v1.7'
@@ -133,7 +132,7 @@ def _step(turn, context, tokenizer, number, tool_form, is_last):
   }
   step['extra']['end'] = tokenizer.decode(ids)[len(text) :]  # the eos token, where it was sampled
   if turn.routes is not None:
-    step['extra']['routes'] = batching.packed(turn.routes)
+    step['extra']['routes'] = types.pack_array(turn.routes)
   calls = [
       {'tool_call_id': f'call_{number}_{i}', 'function_name': name, 'arguments': dict(arguments)}
       for i, (name, arguments) in enumerate(_calls(turn.action, text, tool_form), start=1)

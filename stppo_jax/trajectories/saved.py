@@ -63,7 +63,7 @@ def read(path: str, tokenizer: chat.Tokenizer) -> pipeline.Sampled:
   """Reads a batch. UserError: another format, or ids of another tokenizer."""
   records = read_records(path)
   try:
-    episodes = batching.from_records(records)
+    episodes = [types.Episode.from_dict(record) for record in records]
     origin = records[0].get('batch', records[0]['step']), records[0].get('staleness', 0)
     for record in records:
       if tokenizer.pieces(record['tokens']) != record['pieces']:
@@ -123,7 +123,7 @@ class Replay:
     """Returns batch `number`."""
     path = path_of(self._folder, number)
     sampled = read(path, self._tokenizer)
-    ids = [zlib.crc32(batching.unroll(episode)[0].tobytes()) for episode in sampled.episodes]
+    ids = [zlib.crc32(episode.unroll()[0].tobytes()) for episode in sampled.episodes]
     hosts.require_same(path, ids, 'give a folder that all processes share')
     self._check(path, sampled.episodes)
     if not self._with_routes:
