@@ -14,6 +14,7 @@ from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline
 from stppo_jax.serving import sessions
+from stppo_jax.types import Episode
 from stppo_jax.types import Task
 
 IDS_ONLY = types.SimpleNamespace(tokenizer=None, encode_prompt=list)  # prompts are ids
@@ -171,7 +172,7 @@ class EpisodeScoreTest(absltest.TestCase):
   def test_files_and_checkpoints_keep_the_score(self):
     tokenizer = mock.Mock(pieces=lambda tokens: [''] * len(tokens))
     records = episodes_lib.to_records(self.rows, tokenizer, 1, 'train')
-    again = list(map(types.Episode.from_dict, records))
+    again = list(map(Episode.from_dict, records))
     self.assertEqual(self.advantages(again), self.advantages(self.rows))
     sampled = pipeline.to_json(pipeline.Sampled(1, 0, self.rows, {}))
     restored = pipeline.from_json(sampled, [row.task for row in self.rows]).episodes
