@@ -4,7 +4,7 @@
 #
 #   benchmarks/gpu.sh MODEL DATA OUT [SECONDS]
 #
-# MODEL: SmolLM2-135M-Instruct as a GGUF file (needs requirements-gguf.txt) or as a Hugging Face folder.
+# MODEL: SmolLM2-135M-Instruct as a GGUF file (needs the extra `gguf`) or as a Hugging Face folder.
 # DATA: a folder with general_qa.jsonl and general_corpus.jsonl. OUT: where everything goes.
 # The job runs in the background, unless it is already running; this command waits SECONDS for it
 # (default 570). The same command again continues to wait, resumes a killed job and repeats failed steps.

@@ -4,7 +4,7 @@
 
 Words follow Zipf's law: 200,000 words of which the most frequent are stop words, 100 per passage
 and 6 per query, 20,000 different queries. Prints one JSON line per number of connections. Needs
-`wrk` (a Debian package) and requirements-retrieval.txt. Pin the server and wrk to separate cores if
+`wrk` (a Debian package) and the extra `retrieval`. Pin the server and wrk to separate cores if
 possible.
 """
 

@@ -28,7 +28,7 @@ from stppo_jax.types import UserError
 try:
   import gguf
 except ImportError as error:
-  raise unittest.SkipTest(f'needs requirements-gguf.txt: {error}') from error
+  raise unittest.SkipTest(f'needs the extra `gguf`: {error}') from error
 
 REFERENCES = pathlib.Path(__file__).parent / 'support' / 'reference_logits'
 # llama.cpp's names, by hand: the code takes them from the package.
@@ -465,7 +465,7 @@ class RefusalTest(GgufTest):
   def test_without_the_package(self):
     self.path.write_bytes(b'')
     with mock.patch.dict('sys.modules', {'gguf': None}):
-      self.refuses('the package gguf is missing', 'pip install -r requirements-gguf.txt')
+      self.refuses('the package gguf is missing', 'pip install ".[gguf]"')
 
 
 if __name__ == '__main__':

@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))
 PROJECT = PYPROJECT['project']
 EXTRAS = PROJECT['optional-dependencies']
-PLATFORMS = ('gpu', 'tpu')  # extras without a file: each is jax with one more option
+PLATFORMS = ('gpu', 'tpu')  # each is jax with one more option
 # What pip writes for the entry point.
 SCRIPT = (
     'import sys\nfrom stppo_jax.cli import main\nif __name__ == "__main__":\n  sys.exit(main())\n'
@@ -69,11 +69,8 @@ class PyprojectTest(parameterized.TestCase):
     self.assertLen(set(PROJECT['dependencies']), len(PROJECT['dependencies']))
     self.assertEqual(set(PROJECT['dependencies']), from_file('requirements.txt'))
 
-  def test_every_extra_has_a_requirements_file_that_says_the_same(self):
-    files = {path.stem.partition('-')[2] for path in ROOT.glob('requirements-*.txt')}
-    self.assertEqual(files, EXTRAS.keys() - set(PLATFORMS))
-    for extra in files:
-      self.assertEqual(from_extra(extra), from_file(f'requirements-{extra}.txt'), extra)
+  def test_the_extra_dev_is_requirements_dev_txt(self):
+    self.assertEqual(from_extra('dev'), from_file('requirements-dev.txt'))
 
   @parameterized.parameters(*PLATFORMS)
   def test_a_platform_is_jax_of_the_same_range_with_one_option(self, extra):

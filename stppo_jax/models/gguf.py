@@ -1,6 +1,6 @@
 """Converts a GGUF file to a Hugging Face folder for `convert.load_hf` and transformers.
 
-  python -m stppo_jax.models.gguf FILE FOLDER        needs requirements-gguf.txt
+  python -m stppo_jax.models.gguf FILE FOLDER        needs the extra `gguf`
 
 Quantised tensors are written dequantised. The tokenizer is rebuilt from the file's tokens and
 merges. The file is not trusted: it is read as numbers and text, and an inconsistent file is
@@ -107,9 +107,7 @@ class Header:
     try:
       import gguf  # here, because only this command needs it
     except ImportError as error:
-      raise UserError(
-          f'the package gguf is missing ({error}); pip install -r requirements-gguf.txt'
-      ) from error
+      raise UserError(f'the package gguf is missing ({error}); pip install ".[gguf]"') from error
 
     class Reader(gguf.GGUFReader):
       """Raises ValueError at the end of the file, where the base class returns empty values."""

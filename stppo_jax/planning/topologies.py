@@ -1,7 +1,7 @@
 """Topologies to compile for without the hardware: 'v5e:8x8' in, devices and chip figures out.
 
 TPU topologies need libtpu; GPU topologies need jax-cuda12-plugin and ptxas. See
-requirements-plan.txt.
+the extra `plan` in pyproject.toml.
 """
 
 import dataclasses
@@ -84,10 +84,7 @@ def devices_of(topology: str) -> tuple[list[jax.Device], Chip]:
     raise UserError(f'--topology={topology}: no such topology; give {FORMS}')
   package = 'jax_plugins.xla_cuda12' if name == 'h100' else 'libtpu'
   if not _installed(package):
-    raise UserError(
-        f'--topology={topology} needs the package {package}: '
-        'pip install -r requirements-plan.txt'
-    )
+    raise UserError(f'--topology={topology} needs the package {package}: ' 'pip install ".[plan]"')
   os.environ.update(TPU_ENVIRONMENT)
   from jax.experimental import topologies
 

@@ -8,7 +8,7 @@
   GET /metrics     Prometheus format: requests by status, queries, seconds, in flight, memory
 
 A rejected request gets one line of JSON, {"error": ".."}. On SIGTERM the server accepts no new
-request, finishes the running ones and exits with 0. Needs requirements-retrieval.txt.
+request, finishes the running ones and exits with 0. Needs the extra `retrieval`.
 """
 
 import argparse

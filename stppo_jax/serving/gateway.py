@@ -79,9 +79,7 @@ def running(
   try:
     from stppo_jax.serving import server as server_lib
   except ImportError as error:
-    raise UserError(
-        f'the gateway needs {error.name}: pip install -r requirements-serve.txt'
-    ) from error
+    raise UserError(f'the gateway needs {error.name}: pip install ".[serve]"') from error
   settings = config.serve
   api_key = os.environ.get('STPPO_API_KEY', '')
   limits = api.Limits(max_body_bytes=settings.max_body_mb << 20)

@@ -7,7 +7,7 @@
   POST /s/SESSION/reward      {"reward": 1.0, "turn": 2, "metrics": {..}}; no turn: of the whole
 
 Log-probs are the model's own; in a session they are those of the distribution that was drawn from.
-Errors are OpenAI's: {"error": {"message", "type", "param", "code"}}. Needs requirements-serve.txt.
+Errors are OpenAI's: {"error": {"message", "type", "param", "code"}}. Needs the extra `serve`.
 """
 
 import asyncio
