@@ -21,7 +21,7 @@ def get_config(mode=''):
   config.name = 'ppo_7b'
   # Search-R1's two files. The retriever has the corpus.
   config.data = schema.Data(source='data/train.parquet,data/test.parquet', eval_split='test')
-  config.env = schema.Env(prompt='search_r1', max_turns=4, reward='em')
+  config.env = schema.Env(prompt='search_r1', max_searches=4, reward='em')
   # Ours: a limit of 60 s; theirs waits for ever.
   config.retriever = schema.Retriever(kind='http', dialect='search_r1', top_k=3, timeout_s=60.0)
   config.model = schema.Model(folder='models/Qwen2.5-7B')

@@ -24,7 +24,7 @@ def get_config(mode=''):
   config.name = 'st_ppo_smollm2'
   config.data = schema.Data(source='data/general_qa.jsonl', corpus='data/general_corpus.jsonl')
   # Two hops take two searches, and a row has room for three.
-  config.env = schema.Env(prompt='search_r1', max_turns=3, reward='em')
+  config.env = schema.Env(prompt='search_r1', max_searches=3, reward='em')
   config.retriever = schema.Retriever(kind='bm25', top_k=3)
   config.model = schema.Model(folder='runs/sft_smollm2', critic='separate')
   # Prompts have 180 tokens, three passages 360. 320 + 3 (128 + 384) would be 1,856, but few turns
@@ -52,7 +52,7 @@ def get_config(mode=''):
   config.eval = schema.Eval(every=20, episodes=0, rows=128)
   if mode == 'cpu':
     config.name += '_cpu'
-    config.env.max_turns = 2
+    config.env.max_searches = 2
     config.retriever.top_k = 1
     config.model.dtype = 'float32'
     config.model.remat = 'none'

@@ -33,7 +33,7 @@ def main(unused_argv):
   agent = agent_lib.make_agent(config, model)
   _show('random', tasks, _random(agent, tasks, prepare.load_tasks(config, 'train')))
   closed_book = st_ppo_tiny.get_config()
-  closed_book.env.max_turns = 0
+  closed_book.env.max_searches = 0
   _show('no_search', tasks, _played(agent_lib.make_agent(closed_book, model), params, tasks))
   _show('warm_start', tasks, _played(agent, params, tasks))
   _show('template', tasks, _template(agent, tasks))

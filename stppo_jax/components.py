@@ -100,7 +100,8 @@ def resolve(config: Config) -> Components:
   available: dict[str, Any] = {
       'retriever': None,
       'top_k': config.retriever.top_k,
-      'max_turns': env.max_turns,
+      'max_searches': env.max_searches,
+      'max_turns': env.max_searches,  # the name in environments that count turns
       'prompt': env.prompt,
       'reward': reward,
   }

@@ -4,9 +4,14 @@ An experiment file builds one `Config` and states only what differs. Defaults ar
 v0.2, the likely base of the paper's runs, unless a meaning states more. See also validation.py.
 """
 
+from collections.abc import Mapping
 import dataclasses
 from typing import Any
+from typing import TYPE_CHECKING
 
+from absl import logging
+
+from stppo_jax.algorithms import variants
 from stppo_jax.types import Section
 from stppo_jax.types import setting
 
@@ -49,7 +54,7 @@ class Env(Section):
       'search_r1', "of the search environment: 'search_r1' is Search-R1's format in our own "
       "sentences, see envs/search.py; 'short' is for tiny models",
       allowed=('search_r1', 'short'))
-  max_turns: int = setting(
+  max_searches: int = setting(
       4, 'searches per episode, after which one more turn may only answer', at_least=0)
   reward: str = setting(
       'em', 'score of an answer; or a function of your own (task, answer, transcript) -> float',
@@ -76,25 +81,25 @@ class Retriever(Section):
       '', "folder that keeps the passages' vectors between starts; empty: made at each start")
   top_k: int = setting(3, 'passages per search', at_least=1)
   url: str = setting(
-      'http://127.0.0.1:8000/retrieve', 'address of an HTTP retriever', on_resume=True)
+      'http://127.0.0.1:8000/retrieve', 'address of an HTTP retriever', resume_allowed=True)
   dialect: str = setting('search_r1', 'JSON protocol over HTTP', allowed=('search_r1', 'ragen'))
   concurrency: int = setting(
       0, "HTTP requests in flight at once. 0: one for 'search_r1', because FAISS on GPUs needs it; "
-      "eight for 'ragen'", at_least=0, may_change=True)
+      "eight for 'ragen'", at_least=0, resume_safe=True)
   max_queries: int = setting(
       32, "queries in one HTTP request of 'search_r1'; 'ragen' sends one query per request",
-      at_least=1, may_change=True)
+      at_least=1, resume_safe=True)
   timeout_s: float = setting(
-      10.0, 'seconds that one HTTP request may take', above=0, on_resume=True)
-  retries: int = setting(3, 'further attempts per request', at_least=0, on_resume=True)
+      10.0, 'seconds that one HTTP request may take', above=0, resume_allowed=True)
+  retries: int = setting(3, 'further attempts per request', at_least=0, resume_allowed=True)
   backoff_s: float = setting(0.5, 'seconds before the first of them; then doubled', at_least=0,
-                             on_resume=True)
+                             resume_allowed=True)
   max_failed_share: float = setting(
       0.5, "share of a batch's episodes; above it the run waits and plays the batch again",
-      at_least=0, at_most=1, may_change=True)
+      at_least=0, at_most=1, resume_safe=True)
   max_outage_s: float = setting(
       3600.0, 'seconds of waiting for the retriever, after which the run saves and stops',
-      at_least=0, may_change=True)
+      at_least=0, resume_safe=True)
 
 
 @dataclasses.dataclass
@@ -159,7 +164,7 @@ class Rollout(Section):
   mesh: tuple[int, ...] = setting(
       (), '(data, tensor): devices over which the rows of a call, and the heads and vocabulary of '
       'the copy that is sampled from, are split; one may be -1; empty: chosen by the size of the '
-      'model', at_least=-1, may_change=True)
+      'model', at_least=-1, resume_safe=True)
   slot_buckets: tuple[int, ...] = setting(
       (), 'tokens that a row has room for, rising: programs are compiled for each; empty: at most '
       'four on accelerators, 128, 192, 256, 384, .. on a CPU', at_least=1)
@@ -177,97 +182,39 @@ class Rollout(Section):
   max_failed: float = setting(
       0.5, "share of a batch's episodes in which the environment's code may raise: they are not "
       'trained on, and counted. Above it the run ends. 0: the first exception ends it',
-      at_least=0, at_most=1, may_change=True)
+      at_least=0, at_most=1, resume_safe=True)
   threads: int = setting(
       4, 'environments called at once; on one process other rows decode meanwhile. 0: one by one',
-      at_least=0, on_resume=True)
+      at_least=0, resume_allowed=True)
+
+
+def _with_overrides(section: type) -> type:
+  """Adds the fields of a `Variant` to a section, each with None as its default."""
+  for field in dataclasses.fields(variants.Variant):
+    kind: Any = str if field.metadata['rules'].plugin else field.type
+    section.__annotations__[field.name] = kind | None
+    setattr(section, field.name, dataclasses.field(default=None, metadata=field.metadata))
+  return section
 
 
 @dataclasses.dataclass
+@_with_overrides
 class Algorithm(Section):
-  """The objective: a `variants.Variant`, and the columns of it to override.
+  """The objective: the name of a `Variant`, and values that override its fields.
 
-  None means the variant's own value. The defaults are in algorithms/variants.py alone.
+  The section has every field of a Variant, see algorithms/variants.py. None means the variant's
+  own value.
   """
 
-  variant: str = setting('st_ppo', "a row of the table, or a Variant of one's own", plugin=True)
+  variant: str = setting(
+      'st_ppo', 'a row of the table, or a custom Variant',
+      allowed=tuple(variants.VARIANTS), plugin=True)
   options: dict[str, Any] = setting(
-      {}, "fields that a Variant of one's own adds; --config.algorithm.options.NAME=VALUE sets one")
-  advantage: str | None = setting(None, 'how credit is assigned', plugin=True)
-  ratio: str | None = setting(
-      None, 'which tokens share an importance ratio, the geometric mean of theirs or the product; '
-      "'none' is the plain policy gradient", plugin=True,
-      allowed=('none', 'token', 'turn', 'chunk', 'sequence', 'turn_product', 'sequence_product'))
-  surrogate: str | None = setting(None, 'objective of ratio and advantage', plugin=True)
-  divisor: str | None = setting(None, 'what the gradient is divided by', plugin=True)
-  norm_of: str | None = setting(None, 'what ||C|| is the norm of', allowed=('gradient', 'loss'))
-  divide: str | None = setting(
-      None, "what the divisor divides: the gradient 'before_clip' or 'after_clip' of its norm, or "
-      "the optimizer's 'step', which Adam cannot cancel",
-      allowed=('before_clip', 'after_clip', 'step'))
-  step_scale: str | None = setting(
-      None, "what multiplies the optimizer's step: 'ess' is the root of the effective share of "
-      "episodes, by their weights from the sampler to the current policy (VCPO)",
-      allowed=('none', 'ess'))
-  chunk_length: int | None = setting(
-      None, "the agent's tokens that share a ratio 'chunk', whichever turn they are of",
-      at_least=1)
-  min_advantage: str | None = setting(
-      None, "the advantage inside the min: the token's own, or its segment's mean",
-      allowed=('token', 'turn'))
-  clip_low: float | None = setting(None, 'the ratio is clipped at 1 - clip_low', at_least=0)
-  clip_high: float | None = setting(None, 'the ratio is clipped at 1 + clip_high', at_least=0)
-  dual_clip: float | None = setting(
-      None, 'c > 1 bounds the ratio where the advantage is negative; 0: off')
-  whiten: bool | None = setting(None, 'standardise advantages over the batch')
-  whiten_over: str | None = setting(
-      None, 'what counts once in their mean and variance', allowed=('tokens', 'turns'))
-  gamma: float | None = setting(None, 'discount', at_least=0, at_most=1)
-  lam: float | None = setting(None, 'lambda of GAE', at_least=0, at_most=1)
-  lam_critic: float | None = setting(
-      None, "lambda of the critic's targets (decoupled GAE); 1 is usual", at_least=0, at_most=1)
-  aggregation: str | None = setting(
-      None, "verl's loss_agg_mode, and two means over turns: see losses.aggregation_weights",
-      allowed=(
-          'token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm',
-          'turn-mean-token-mean', 'seq-mean-turn-mean'))
-  norm_length: int | None = setting(
-      None, 'divisor of seq-mean-token-sum-norm; 0: rollout.max_total', at_least=0)
-  entropy_coef: float | None = setting(None, 'weight of the entropy bonus')
-  kl_in: str | None = setting(
-      None, 'where the KL penalty to the reference goes', allowed=('reward', 'loss', 'none'))
-  kl_estimator: str | None = setting(None, 'estimator of that KL', allowed=('k1', 'k2', 'k3'))
-  kl_coef: float | None = setting(None, 'weight of the KL penalty', at_least=0)
-  kl_target: float | None = setting(
-      None, 'above 0 the coefficient adapts towards this KL; 0.1 is usual', at_least=0)
-  kl_horizon: float | None = setting(None, 'episodes over which it adapts', at_least=1)
-  value_clip: float | None = setting(None, 'range of changes of a value; 0: off', at_least=0)
-  value_coef: float | None = setting(None, 'weight of the loss of a shared critic', at_least=0)
-  old_logp: str | None = setting(
-      None, "'trainer' recomputes: the first ratio is 1, exactly on CPUs, up to rounding on GPUs; "
-      "'sampler' takes what was reported",
-      allowed=('trainer', 'sampler'))
-  rollout_is: str | None = setting(
-      None, "level of the weights from the sampler's log-probs to old_logp, see off_policy.py; "
-      "for old_logp='trainer'",
-      allowed=('none', 'token', 'turn', 'sequence', 'sequence_geometric', 'sequence_mean'))
-  rollout_is_threshold: float | None = setting(None, 'upper bound of those weights', at_least=1)
-  rollout_is_low: float | None = setting(
-      None, 'above 0, weights below it or above the threshold become 0', at_least=0, at_most=1)
-  rollout_is_normalize: bool | None = setting(None, 'divide the weights by their mean')
-  rollout_rs: str | None = setting(
-      None, 'level at which tokens are dropped from the policy\'s loss where the ratio from the '
-      'sampler to old_logp is out of bounds; at those of sequences, whole episodes',
-      allowed=('none', 'token', 'turn', 'sequence', 'sequence_geometric', 'sequence_mean'))
-  rollout_rs_low: float | None = setting(None, 'lower bound of that ratio', above=0, at_most=1)
-  rollout_rs_high: float | None = setting(None, 'upper bound of that ratio', at_least=1)
-  mask_truncated: bool | None = setting(
-      None, "drop episodes that ended at a limit from the policy's loss")
-  mask_zero_advantage: bool | None = setting(
-      None, "drop episodes without any advantage from the policy's loss. They add nothing to the "
-      'surrogate, and they carry the KL penalty and the entropy bonus, which are dropped with them')
-  log_bias: bool | None = setting(
-      None, 'measure ||C|| for every variant, not only those that divide by it')
+      {}, 'fields that a custom Variant adds; --config.algorithm.options.NAME=VALUE sets one')
+
+  if TYPE_CHECKING:
+
+    def __getattr__(self, name: str) -> Any: ...
 
 
 @dataclasses.dataclass
@@ -290,7 +237,7 @@ class Optimizer(Section):
 class Train(Section):
   """The outer loop. An update is one rollout with its optimizer steps, each of which is a step."""
 
-  updates: int = setting(1005, 'rollouts in all', at_least=0, may_change=True)
+  updates: int = setting(1005, 'rollouts in all', at_least=0, resume_safe=True)
   schedule_updates: int = setting(
       0, 'what warm-up and decay of the rates are shares of; 0: updates. A run that has it may be '
       'prolonged: updates may then change on resumption', at_least=0)
@@ -299,28 +246,28 @@ class Train(Section):
       256, 'episodes per optimizer step: the reuse that makes the update off-policy', at_least=1)
   micro_batch: int = setting(
       64, 'bins per forward and backward pass: changes memory and speed, and the result only by '
-      'rounding. A CPU prefers 4 to 8', at_least=1, on_resume=True)
+      'rounding. A CPU prefers 4 to 8', at_least=1, resume_allowed=True)
   epochs: int = setting(1, 'passes over a rollout', at_least=1)
   length_buckets: tuple[int, ...] = setting(
       (1024, 2048, 4096), 'tokens per bin, rising; episodes are packed into bins, and the last '
       'size holds any episode. More sizes: less padding, more programs to compile', at_least=1)
-  checkpoint_every: int = setting(100, 'updates; 0: only at the end', at_least=0, may_change=True)
-  keep_checkpoints: int = setting(2, 'newest kept, beside the best', at_least=1, may_change=True)
+  checkpoint_every: int = setting(100, 'updates; 0: only at the end', at_least=0, resume_safe=True)
+  keep_checkpoints: int = setting(2, 'newest kept, beside the best', at_least=1, resume_safe=True)
   on_save_error: str = setting(
       'continue', "when a checkpoint cannot be written; 'continue' counts it in perf/failed_saves",
-      allowed=('continue', 'stop'), may_change=True)
+      allowed=('continue', 'stop'), resume_safe=True)
   accept_changed_plugins: bool = setting(
-      False, 'resume with changed plug-ins, questions or weights of model.folder', may_change=True)
+      False, 'resume with changed plug-ins, questions or weights of model.folder', resume_safe=True)
   max_nonfinite: int = setting(
       3, 'steps skipped in a row for non-finite gradients before `on_nonfinite` applies',
-      at_least=1, may_change=True)
+      at_least=1, resume_safe=True)
   on_nonfinite: str = setting(
       'stop', "'rollback' restores the newest checkpoint and continues with other questions",
-      allowed=('stop', 'rollback'), may_change=True)
+      allowed=('stop', 'rollback'), resume_safe=True)
   critic_warmup: int = setting(0, 'updates that train the critic alone', at_least=0)
   deterministic: bool = setting(
       False, 'on GPUs: only operations that give the same bits in each run; slower. CPUs always do',
-      on_resume=True)
+      resume_allowed=True)
 
 
 @dataclasses.dataclass
@@ -337,10 +284,10 @@ class Pipeline(Section):
 class Mesh(Section):
   """Devices: data * fsdp * tensor of them; one axis may be -1, meaning all that are left."""
 
-  data: int = setting(1, 'copies of the model', at_least=-1, may_change=True)
+  data: int = setting(1, 'copies of the model', at_least=-1, resume_safe=True)
   fsdp: int = setting(
-      -1, 'shards of parameters, gradients and optimizer state', at_least=-1, may_change=True)
-  tensor: int = setting(1, 'shards of each matrix product', at_least=-1, may_change=True)
+      -1, 'shards of parameters, gradients and optimizer state', at_least=-1, resume_safe=True)
+  tensor: int = setting(1, 'shards of each matrix product', at_least=-1, resume_safe=True)
 
 
 @dataclasses.dataclass
@@ -351,43 +298,43 @@ class Placement(Section):
   """
 
   optimizer: str = setting('device', 'moments of actor and critic; used at the end of a step',
-      allowed=('device', 'host'), may_change=True)
+      allowed=('device', 'host'), resume_safe=True)
   critic: str = setting('device', 'the separate critic; not used while sampling',
-      allowed=('device', 'host'), may_change=True)
+      allowed=('device', 'host'), resume_safe=True)
   reference: str = setting('device', 'used once per update, for its log-probs',
-      allowed=('device', 'host'), may_change=True)
+      allowed=('device', 'host'), resume_safe=True)
 
 
 @dataclasses.dataclass
 class Eval(Section):
   """Evaluation on held-out questions: greedy while a run trains, as asked for in --mode=eval."""
 
-  every: int = setting(50, 'updates; 0: only before and after', at_least=0, may_change=True)
+  every: int = setting(50, 'updates; 0: only before and after', at_least=0, resume_safe=True)
   episodes: int = setting(0, 'held-out questions; 0: the whole split', at_least=0)
   rows: int = setting(128, 'questions in progress at once', at_least=1)
   checkpoint: str = setting(
       'newest', "of --mode=eval, export, ..; 'best': with the highest held-out score of those "
       'saved right after an evaluation: let train.checkpoint_every divide `every`',
-      allowed=('newest', 'best'), may_change=True)
-  samples: int = setting(1, '--mode=eval: times a question is played', at_least=1, may_change=True)
+      allowed=('newest', 'best'), resume_safe=True)
+  samples: int = setting(1, '--mode=eval: times a question is played', at_least=1, resume_safe=True)
   temperature: float | None = setting(
-      None, '--mode=eval, chat; None: 0, of samples that of rollout', at_least=0, may_change=True)
-  folder: str = setting('', 'for the files of --mode=eval; empty: in WORKDIR/eval', may_change=True)
+      None, '--mode=eval, chat; None: 0, of samples that of rollout', at_least=0, resume_safe=True)
+  folder: str = setting('', 'for the files of --mode=eval; empty: in WORKDIR/eval', resume_safe=True)
   address: str = setting(
-      '', '--mode=eval: of an OpenAI-compatible server that plays, http://HOST/v1', may_change=True)
-  model: str = setting('', '--mode=eval: name of the model at that address', may_change=True)
+      '', '--mode=eval: of an OpenAI-compatible server that plays, http://HOST/v1', resume_safe=True)
+  model: str = setting('', '--mode=eval: name of the model at that address', resume_safe=True)
 
 
 @dataclasses.dataclass
 class Log(Section):
   """What is written in addition to metrics.jsonl."""
 
-  tensorboard: bool = setting(True, 'event files, where tensorboardX is installed', may_change=True)
-  wandb_project: str = setting('', 'empty: off', may_change=True)
+  tensorboard: bool = setting(True, 'event files, where tensorboardX is installed', resume_safe=True)
+  wandb_project: str = setting('', 'empty: off', resume_safe=True)
   episodes: bool = setting(
-      True, 'every sampled episode with its per-token numbers', may_change=True)
+      True, 'every sampled episode with its per-token numbers', resume_safe=True)
   episodes_every: int = setting(
-      1, 'updates: `episodes` of every k-th one only', at_least=1, may_change=True)
+      1, 'updates: `episodes` of every k-th one only', at_least=1, resume_safe=True)
 
 
 @dataclasses.dataclass
@@ -398,9 +345,9 @@ class Health(Section):
   learns.
   """
 
-  window: int = setting(5, 'updates', at_least=1, may_change=True)
+  window: int = setting(5, 'updates', at_least=1, resume_safe=True)
   stop_on: tuple[str, ...] = setting(
-      (), 'names of the limits below that end the run instead of only warning', may_change=True)
+      (), 'names of the limits below that end the run instead of only warning', resume_safe=True)
   score_drop: float = setting(0.5, 'lost share of the best score', at_least=0)
   entropy_drop: float = setting(0.9, 'lost share of the first entropy', at_least=0)
   kl: float = setting(1.0, 'nats per token from the reference', at_least=0)
@@ -422,14 +369,14 @@ class Health(Section):
 class Serve(Section):
   """The gateway: OpenAI's HTTP interface to a model, and to agent programs that are trained."""
 
-  host: str = setting('127.0.0.1', "where it listens; '0.0.0.0': anybody may ask", may_change=True)
+  host: str = setting('127.0.0.1', "where it listens; '0.0.0.0': anybody may ask", resume_safe=True)
   hosts: tuple[str, ...] = setting(
       (), "further names that a server on loopback answers to, such as that of a proxy before it: "
-      "\"('chat.example.org',)\"", may_change=True)
+      "\"('chat.example.org',)\"", resume_safe=True)
   rows: int = setting(32, 'requests in progress at once; others wait for a row', at_least=1)
   max_total: int = setting(0, '--mode=serve: tokens of prompt and answer; 0: 4096', at_least=0)
   role: str = setting('', 'whose policy is served, where each role has its own; empty: the first',
-                      may_change=True)
+                      resume_safe=True)
   max_waiting: int = setting(256, 'requests in the queue; further ones get 429', at_least=1)
   max_body_mb: int = setting(4, 'megabytes of a request; larger ones get 413', at_least=1)
   tool_form: str = setting('hermes', 'how calls are written, see envs/tool_calls.py',
@@ -466,3 +413,40 @@ class Config(Section):
   log: Log = dataclasses.field(default_factory=Log)
   health: Health = dataclasses.field(default_factory=Health)
   serve: Serve = dataclasses.field(default_factory=Serve)
+
+
+# fmt: on
+
+# Old name -> new name. An old name still works in this version, with a warning.
+RENAMED = {'env.max_turns': 'env.max_searches'}
+
+
+def current_name(path: str) -> str:
+  """Returns the present name of a setting, and logs a warning for an old name."""
+  if path in RENAMED:
+    logging.warning('config.%s is now called config.%s', path, RENAMED[path])
+  return RENAMED.get(path, path)
+
+
+def with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the nested dict of a config.json with old names replaced by the present ones."""
+  renamed = {name: dict(x) if isinstance(x, dict) else x for name, x in values.items()}
+  for old, new in RENAMED.items():
+    section, old_name = old.split('.')
+    _, new_name = new.split('.')
+    settings = renamed.get(section)
+    if isinstance(settings, dict) and old_name in settings:
+      settings[new_name] = settings.pop(old_name)
+  return renamed
+
+
+def _set_old_names() -> None:
+  """Lets sections accept old names where an experiment file assigns them."""
+  sections = {field.name: field.type for field in dataclasses.fields(Config)}
+  for old, new in RENAMED.items():
+    section, old_name = old.split('.')
+    kind: Any = sections[section]
+    kind.RENAMED = {**kind.RENAMED, old_name: new.partition('.')[2]}
+
+
+_set_old_names()

@@ -19,11 +19,12 @@ from collections.abc import Mapping
 import dataclasses
 import difflib
 import math
-import sys
 from typing import Any
+from typing import ClassVar
 from typing import TypeVar
 import zlib
 
+from absl import logging
 import flax
 import jax
 import numpy as np
@@ -48,58 +49,49 @@ class Stopped(Exception):
 
 
 class Section:
-  """A dataclass of settings. Refuses any other name; remembers the line that set a value."""
+  """A dataclass of settings that rejects unknown names."""
+
+  RENAMED: ClassVar[dict[str, str]] = {}  # old name -> new name, see config.RENAMED
 
   def __setattr__(self, name: str, value: Any) -> None:
     known = self.__dataclass_fields__  # type: ignore[attr-defined]
+    if name in self.RENAMED:
+      logging.warning('the setting %s is now called %s', name, self.RENAMED[name])
+      name = self.RENAMED[name]
     if name not in known:
       near = difflib.get_close_matches(name, known, n=1)
       hint = f'did you mean {near[0]}?' if near else f'there are {", ".join(known)}'
       raise UserError(f'{type(self).__name__} has no setting {name!r}: {hint}')
-    frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename == '<string>':  # a dataclass's constructor
-      frame = frame.f_back
-    places = self.__dict__.setdefault('_places', {})
-    places[name] = f'{frame.f_code.co_filename}:{frame.f_lineno}'
-    self.__dict__[name] = value
-
-  def place(self, name: str) -> str:
-    """Returns FILE:LINE of the code that set a value last."""
-    return self.__dict__['_places'][name]
+    super().__setattr__(name, value)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-  """The meaning and the bounds of a field, stored with its default.
+  """The meaning and the bounds of a setting. They are stored as metadata of its field.
 
-  Bounds hold for each item of a tuple.
+  The bounds of a tuple hold for each of its items.
   """
 
   meaning: str
-  allowed: tuple = ()  # the values it may have; empty: any
-  items: tuple[str, ...] = ()  # what the items of a tuple may be; empty: any
+  allowed: tuple = ()  # allowed values; empty: any
+  items: tuple[str, ...] = ()  # allowed items of a tuple; empty: any
   at_least: float | None = None
   at_most: float | None = None
   above: float | None = None
   below: float | None = None
   finite: bool = True  # neither NaN nor infinite
-  plugin: bool = False  # also takes 'module:attribute', see plugins.py
-  prefixes: tuple[str, ...] = ()  # before a ':', no module: 'gem:ID'
-  may_change: bool = False  # a resumed run may differ: no number computed so far depends on it
-  on_resume: bool = False  # a resumed run may differ, although numbers depend on it
-
-  @property
-  def may_differ(self) -> bool:
-    """Whether a resumed run may have another value."""
-    return self.may_change or self.on_resume
+  plugin: bool = False  # 'module:attribute' is allowed too, see plugins.py
+  prefixes: tuple[str, ...] = ()  # prefixes that are no module, as in 'gem:ID'
+  resume_safe: bool = False  # a resumed run may change it: no result depends on it
+  resume_allowed: bool = False  # a resumed run may change it, although results depend on it
 
 
 def setting(default: T, meaning: str, **rules: Any) -> T:
-  """Returns a dataclass field; `rules` are fields of `Rules`."""
+  """Returns a dataclass field with a default. `rules` are fields of `Rules`."""
   metadata = {'rules': Rules(meaning, **rules)}
   if isinstance(default, dict):
-    make: Any = default.copy
-    return dataclasses.field(default_factory=make, metadata=metadata)
+    factory: Any = default.copy
+    return dataclasses.field(default_factory=factory, metadata=metadata)
   return dataclasses.field(default=default, metadata=metadata)
 
 

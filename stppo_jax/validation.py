@@ -6,9 +6,9 @@ the objective are resolved. An error is one line: given, allowed, what to do.
 
 from collections.abc import Iterator
 import dataclasses
+import difflib
 import json
 import math
-import os
 import re
 import types
 import typing
@@ -53,14 +53,20 @@ def kinds(section: Any = Config, prefix: str = '') -> dict[str, Any]:
 _KINDS = kinds()
 
 
-def may_change(config: Config, with_critic: bool = True) -> tuple[str, ...]:
+def changeable_on_resume(config: Config, with_critic: bool = True) -> list[str]:
   """Returns the paths of the settings that a resumed run of `config` may change.
 
-  The number of updates is not among them where a learning rate's schedule depends on it.
+  The number of updates is not among them if the schedule of a learning rate depends on it.
   """
-  scheduled = _has_schedule(config.actor) or (with_critic and _has_schedule(config.critic))
-  fixed = {'train.updates'} if scheduled and not config.train.schedule_updates else set()
-  return tuple(path for path, rules, _ in fields(config) if rules.may_differ and path not in fixed)
+  has_schedule = _has_schedule(config.actor) or (with_critic and _has_schedule(config.critic))
+  updates_are_fixed = has_schedule and not config.train.schedule_updates
+  paths = []
+  for path, rules, _ in fields(config):
+    if path == 'train.updates' and updates_are_fixed:
+      continue
+    if rules.resume_safe or rules.resume_allowed:
+      paths.append(path)
+  return paths
 
 
 def has_critic(config: Config, variant: Any) -> bool:
@@ -78,10 +84,7 @@ _LONGEST_SHOWN = 500  # characters of a refused value
 def validate(config: Config) -> Config:
   """Returns `config` if it is valid, else raises a UserError that says what to change."""
   for path, rules, value in fields(config):
-    try:
-      _check_field(f'config.{path}={value!r}', rules, value, _KINDS[path])
-    except UserError as error:
-      raise UserError(f'{error}{_place(config, path)}') from None
+    _check_field(f'config.{path}={value!r}', rules, value, _KINDS[path])
   _check_names(config)
   _check_environment(config)
   _check_address(config)
@@ -97,15 +100,6 @@ def check_section(name: str, section: Any) -> None:
     _check_field(f'{name}.{path}={value!r}', rules, value, annotated[path])
 
 
-def _place(config: Config, path: str) -> str:
-  """Returns ' (FILE:LINE)' of the experiment file that set a value; '' for flags and defaults."""
-  *parents, name = path.split('.')
-  place = get(config, '.'.join(parents)).place(name) if parents else config.place(name)
-  file = os.path.realpath(place.rpartition(':')[0])
-  inside = os.path.realpath(os.path.dirname(__file__)) + os.sep
-  return '' if file.startswith(inside) or 'ml_collections' in file else f' ({place})'
-
-
 def _check_field(given: str, rules: Rules, value: Any, kind: Any = Any) -> None:
   """Checks a value; `given` is how the message shows it."""
   if len(given) > _LONGEST_SHOWN:
@@ -114,8 +108,11 @@ def _check_field(given: str, rules: Rules, value: Any, kind: Any = Any) -> None:
     return
   is_plugin = rules.plugin and isinstance(value, str) and ':' in value
   if rules.allowed and value not in rules.allowed and not is_plugin:
-    or_own = ', or module:attribute' if rules.plugin else ''
-    raise UserError(f'{given}: allowed are {", ".join(map(str, rules.allowed))}{or_own}')
+    or_plugin = ', or module:attribute' if rules.plugin else ''
+    near = difflib.get_close_matches(str(value), rules.allowed, n=1)
+    hint = f'; did you mean {near[0]}?' if near else ''
+    allowed = ', '.join(map(str, rules.allowed))
+    raise UserError(f'{given}: allowed are {allowed}{or_plugin}{hint}')
   is_tuple = isinstance(value, tuple)
   if rules.items and is_tuple and not (value and all(item in rules.items for item in value)):
     raise UserError(
@@ -219,10 +216,10 @@ def _check_environment(config: Config) -> None:
         "config.retriever.kind='none' leaves the tool 'search' nothing to search: take it out of "
         'config.env.tools, or give another retriever'
     )
-  if retriever.kind == 'none' and kind == 'search' and config.env.max_turns:
+  if retriever.kind == 'none' and kind == 'search' and config.env.max_searches:
     raise UserError(
         "config.retriever.kind='none' leaves the search environment nothing to search: set "
-        '--config.env.max_turns=0 (closed-book), or another retriever or environment'
+        '--config.env.max_searches=0 (closed-book), or another retriever or environment'
     )
 
 

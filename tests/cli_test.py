@@ -25,8 +25,8 @@ import jax
 from stppo_jax import config as schema
 from stppo_jax import validation
 from stppo_jax.cli import entry
-from stppo_jax.cli import of_run
 from stppo_jax.cli import parsing
+from stppo_jax.cli import saved_config
 from stppo_jax.training import loop
 from stppo_jax.types import RunError
 from stppo_jax.types import Stopped
@@ -463,17 +463,17 @@ class OfRunTest(parameterized.TestCase):
     config.env.options = {'low': 1, 'sizes': [2, 3]}
     config.algorithm.clip_low = 0.1
     self.write(config)
-    self.assertEqual(of_run.get_config(self.workdir), config)
+    self.assertEqual(saved_config.get_config(self.workdir), config)
 
   def test_which_command_lines_take_it(self):
     workdir, eval_ = f'--workdir={self.workdir}', '--mode=eval'
-    self.assertEqual(of_run.named([eval_, workdir]), '')  # there is no config.json yet
+    self.assertEqual(saved_config.find([eval_, workdir]), '')  # there is no config.json yet
     self.write(schema.Config())
-    expected = f'{of_run.__file__}:{self.workdir}'
-    self.assertEqual(of_run.named([workdir, '--config.eval.samples=2', eval_]), expected)
-    self.assertEqual(of_run.named(['--mode', 'eval', '-workdir', self.workdir]), expected)
+    expected = f'{saved_config.__file__}:{self.workdir}'
+    self.assertEqual(saved_config.find([workdir, '--config.eval.samples=2', eval_]), expected)
+    self.assertEqual(saved_config.find(['--mode', 'eval', '-workdir', self.workdir]), expected)
     for others in ([workdir], [eval_], [eval_, workdir, '--config=a.py'], [eval_, '--workdir']):
-      self.assertEqual(of_run.named(others), '')
+      self.assertEqual(saved_config.find(others), '')
 
   @parameterized.parameters(
       ('{"train": {"updatez": 1, "epochs": 2}, "more": {}}', ' has train.updatez, more, which '),
@@ -541,18 +541,19 @@ class OfRunTest(parameterized.TestCase):
   def test_code_and_addresses_in_a_folder_are_found(self, path, value):
     config = schema.Config()
     self.write(config)
-    self.assertEqual(of_run.untrusted(self.workdir, of_run.get_config(self.workdir), {}), [])
+    self.assertEqual(
+        saved_config.untrusted(self.workdir, saved_config.get_config(self.workdir), (), {}), []
+    )
     section, name = path.split('.')
     setattr(getattr(config, section), name, value)
     self.write(config)
-    found = of_run.get_config(self.workdir)
-    (text,) = of_run.untrusted(self.workdir, found, {})
+    found = saved_config.get_config(self.workdir)
+    (text,) = saved_config.untrusted(self.workdir, found, (), {})
     self.assertStartsWith(text, path)
     if isinstance(value, dict):
-      self.assertEqual(of_run.untrusted(self.workdir, found, {path: value}), [])
+      self.assertEqual(saved_config.untrusted(self.workdir, found, (), {path: value}), [])
       return
-    setattr(getattr(found, section), name, value)  # as the command line does
-    self.assertEqual(of_run.untrusted(self.workdir, found, {}), [])
+    self.assertEqual(saved_config.untrusted(self.workdir, found, {path}, {}), [])
 
   @parameterized.parameters(
       ('env.kind', 'gem:game:GuessTheNumber-v0-easy'),
@@ -567,7 +568,9 @@ class OfRunTest(parameterized.TestCase):
     section, name = path.split('.')
     setattr(getattr(config, section), name, value)
     self.write(config)
-    self.assertEqual(of_run.untrusted(self.workdir, of_run.get_config(self.workdir), {}), [])
+    self.assertEqual(
+        saved_config.untrusted(self.workdir, saved_config.get_config(self.workdir), (), {}), []
+    )
 
   def test_a_folder_to_write_to_within_the_run_needs_no_trust(self):
     config = schema.Config()
@@ -576,13 +579,13 @@ class OfRunTest(parameterized.TestCase):
     for folder, is_found in ((os.path.join(self.workdir, 'scores'), False), (link, True)):
       config.eval.folder = folder
       self.write(config)
-      found = of_run.untrusted(self.workdir, of_run.get_config(self.workdir), {})
+      found = saved_config.untrusted(self.workdir, saved_config.get_config(self.workdir), (), {})
       self.assertEqual(bool(found), is_found)
 
   def test_a_byte_order_mark_is_no_error(self):
     self.write(schema.Config(seed=5))
     self.path.write_bytes(b'\xef\xbb\xbf' + self.path.read_bytes())
-    self.assertEqual(of_run.get_config(self.workdir).seed, 5)
+    self.assertEqual(saved_config.get_config(self.workdir).seed, 5)
 
   def test_the_log_says_where_the_settings_are_from(self):
     self.write(importlib.import_module('experiments.st_ppo_tiny').get_config())
@@ -606,7 +609,7 @@ class OptionsTest(parameterized.TestCase):
       (["--config.env.options={'a': 1}", '--config.env.options.a=2'], {'a': 2}),
   )
   def test_an_environments_options_are_set_one_by_one_or_as_a_dict(self, arguments, want):
-    others = ['--config=x.py', '--config.env.max_turns=3']
+    others = ['--config=x.py', '--config.env.max_searches=3']
     rest, found = parsing._take_options([others[0], *arguments, others[1]])
     self.assertEqual(rest, others)
     self.assertEqual(

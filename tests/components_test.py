@@ -88,7 +88,9 @@ def resolve(**values):
 class ResolveTest(parameterized.TestCase):
 
   def test_environment_gets_the_settings_its_constructor_names(self):
-    kind = resolve(env__kind='a_users_module:Game', env__options={'high': 5}, env__max_turns=3).env
+    kind = resolve(
+        env__kind='a_users_module:Game', env__options={'high': 5}, env__max_searches=3
+    ).env
     task = Task('t', 'q')
     self.assertEqual(kind(task, 7).settings, (task, 1, 5, 3))
     self.assertEqual((kind.stop_strings, kind.frame), (('.',), 'user'))
@@ -168,7 +170,7 @@ class ResolveTest(parameterized.TestCase):
       (dict(env__reward='a_users_module:number'), 'a function is needed'),
       (dict(retriever__kind='a_users_module:number'), 'a function is needed'),
       (dict(retriever__kind='hybrid'), 'retriever.encoder=FOLDER'),
-      (dict(retriever__kind='none'), 'max_turns=0'),
+      (dict(retriever__kind='none'), 'max_searches=0'),
       (dict(data__source='a_users_module:laod'), 'has no .laod'),
   )
   def test_mistake_is_one_line_before_loading(self, values, message):
@@ -198,7 +200,7 @@ class ResolveTest(parameterized.TestCase):
     self.assertLen(os.listdir(os.path.join(folder, 'vectors')), 1)
 
   def test_retriever_none_loads_no_corpus(self):
-    parts = resolve(retriever__kind='none', env__max_turns=0, data__corpus='/no/such/file')
+    parts = resolve(retriever__kind='none', env__max_searches=0, data__corpus='/no/such/file')
     self.assertIsNone(parts.make_retriever())
 
   def test_custom_task_function(self):

@@ -203,8 +203,10 @@ class JobTest(parameterized.TestCase):
   def test_other_settings_are_refused(self):
     folder = os.path.join(self.workdir(), 'mine')
     job.evaluate(self.config(eval__folder=folder), self.workdir())
-    with self.assertRaisesRegex(UserError, r'settings\.env\.max_turns \(2 there, 1 here\)[^\n]*$'):
-      job.evaluate(self.config(eval__folder=folder, env__max_turns=1), self.workdir())
+    with self.assertRaisesRegex(
+        UserError, r'settings\.env\.max_searches \(2 there, 1 here\)[^\n]*$'
+    ):
+      job.evaluate(self.config(eval__folder=folder, env__max_searches=1), self.workdir())
     url = 'http://another:8000/retrieve'  # a resumed run may have it, and an evaluation not
     with self.assertRaisesRegex(UserError, r'settings\.retriever\.url \('):
       job.evaluate(self.config(eval__folder=folder, retriever__url=url), self.workdir())

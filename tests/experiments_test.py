@@ -152,7 +152,7 @@ class ExperimentsTest(parameterized.TestCase):
         'critic.warmup': 0.015,
         'actor.grad_clip': 1.0,
         'critic.grad_clip': 1.0,
-        'env.max_turns': 4,
+        'env.max_searches': 4,
         'env.reward': 'em',
         'retriever.top_k': 3,
         'retriever.dialect': 'search_r1',

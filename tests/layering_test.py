@@ -11,10 +11,10 @@ PACKAGE = ROOT / 'stppo_jax'
 # Rooms and modules from the bottom up: each may import those before it, and itself.
 ORDER = (
     'types',
-    'config',
-    'validation',
     'plugins',
     'algorithms',
+    'config',
+    'validation',
     'models',
     'tasks',
     'tokenizer',
@@ -34,7 +34,7 @@ ORDER = (
 )
 # Within the order, these rooms must not import each other: losses see no model, models no question.
 NOT_ALLOWED = {
-    'algorithms': 'config plugins',
+    'config': 'plugins',
     'models': 'config plugins algorithms',
     'tasks': 'config algorithms models',
     'tokenizer': 'config plugins algorithms models tasks',
@@ -63,6 +63,7 @@ READ_THE_CONFIG = {
     'evaluation/talk.py',
     'serving/rollouts.py',
     'validation.py',
+    'monitoring/workdir.py',
     'planning/plan.py',
     'planning/sampling.py',
     'cli/entry.py',

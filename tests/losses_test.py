@@ -203,7 +203,7 @@ class AggregationTest(chex.TestCase):
         episode_ids=episode_ids,
     )
     variant = variants.Variant('token_gae', 'token', aggregation=mode)
-    _, weights, _, _ = filters.weights(batch, variant)  # what an optimizer step uses
+    weights = filters.weights(batch, variant).token  # an optimizer step uses them
     chex.assert_trees_all_close(jnp.sum(weights * parts), expected, rtol=1e-6)
     self.assertEqual(int(losses.count_episodes(mask, episode_ids)), 2)
 

@@ -238,8 +238,8 @@ class EvaluateTest(PreflightCase):
     self.trained(make_config())
     with self.assertLogs('absl', 'WARNING') as logs:
       with self.assertRaisesRegex(AssertionError, 'weights were loaded'):
-        job.evaluate(make_config(env__max_turns=1, train__episodes=8), self.workdir)
-    self.assertIn('other settings than the run: env.max_turns (2 there, 1 here)', logs.output[0])
+        job.evaluate(make_config(env__max_searches=1, train__episodes=8), self.workdir)
+    self.assertIn('other settings than the run: env.max_searches (2 there, 1 here)', logs.output[0])
     self.assertNotIn('train.episodes', logs.output[0])
 
   def test_a_retriever_that_dies_meanwhile(self):

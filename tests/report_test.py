@@ -313,7 +313,7 @@ def _fake_config(hostile):
       'name': _HOSTILE[0] + _HOSTILE[1] if hostile else 'st_ppo_tiny',
       'seed': 0,
       'data': {'source': 'embedded'},
-      'env': {'prompt': 'short', 'max_turns': 4, 'reward': 'em'},
+      'env': {'prompt': 'short', 'max_searches': 4, 'reward': 'em'},
       'retriever': {'kind': 'bm25', 'top_k': 3, 'url': _HOSTILE[2] if hostile else ''},
       'model': {'folder': 'some/rather/long/folder/tiny', 'critic': 'separate'},
       'rollout': {'group_size': 1, 'temperature': 1.0, 'top_p': 1.0},

@@ -151,7 +151,7 @@ class StoryTest(parameterized.TestCase):
 
   def test_the_number_of_searches_is_limited(self):
     config = make_config()
-    config.env.max_turns = 1
+    config.env.max_searches = 1
     for task in (BIRTH, BOTH):
       self.assertIsNone(play(task, 0, config))
 
@@ -189,7 +189,7 @@ class TokensTest(parameterized.TestCase):
     row = demonstrator.row(task, np.random.default_rng(0))
     _, turns = demonstrator.play(task, np.random.default_rng(0))
     spoken = [tokenizer.encode(turn) for turn, _ in turns]
-    env = search.SearchEnv(task, demonstrator._retriever, config.env.max_turns, 1, 'search_r1')
+    env = search.SearchEnv(task, demonstrator._retriever, config.env.max_searches, 1, 'search_r1')
     limits = episode_loop.Limits(
         config.rollout.max_prompt, config.rollout.max_turn, whole - 10, config.rollout.max_total
     )

@@ -106,7 +106,7 @@ class WorkdirTest(parameterized.TestCase):
     recovery.claim_questions(schema.Config(), [types.Task('a')], [], self.workdir)
 
   def test_fields_that_affect_no_number_may_change(self):
-    may_change = validation.may_change(constant_rates())
+    may_change = validation.changeable_on_resume(constant_rates())
     workdirs.claim(self.workdir, as_dict())
     self.write_a_number()
     config = as_dict()
@@ -121,17 +121,17 @@ class WorkdirTest(parameterized.TestCase):
   @parameterized.parameters(('actor', 'warmup', 0.1), ('critic', 'final_lr', 0.5))
   def test_updates_may_not_change_where_the_rate_depends_on_them(self, model, name, value):
     config = constant_rates()
-    self.assertIn('train.updates', validation.may_change(config))
+    self.assertIn('train.updates', validation.changeable_on_resume(config))
     setattr(getattr(config, model), name, value)
-    self.assertNotIn('train.updates', validation.may_change(config))
+    self.assertNotIn('train.updates', validation.changeable_on_resume(config))
     getattr(config, model).lr = 0.0  # which has no schedule
-    self.assertIn('train.updates', validation.may_change(config))
+    self.assertIn('train.updates', validation.changeable_on_resume(config))
 
   def test_the_rate_of_a_critic_that_is_not_trained_does_not_count(self):
     config = constant_rates()
     config.critic.warmup = 0.1
-    self.assertNotIn('train.updates', validation.may_change(config))
-    self.assertIn('train.updates', validation.may_change(config, with_critic=False))
+    self.assertNotIn('train.updates', validation.changeable_on_resume(config))
+    self.assertIn('train.updates', validation.changeable_on_resume(config, with_critic=False))
     self.assertFalse(validation.has_critic(config, variants.VARIANTS['grpo']))
     self.assertTrue(validation.has_critic(config, variants.VARIANTS['ppo']))
     config.model.critic = 'shared'
@@ -140,8 +140,8 @@ class WorkdirTest(parameterized.TestCase):
   def test_a_run_with_schedule_updates_may_be_prolonged_at_the_same_rates(self):
     config = schema.Config()
     config.train.schedule_updates, rates = 10, []
-    self.assertIn('train.updates', validation.may_change(config))
-    self.assertNotIn('train.schedule_updates', validation.may_change(config))
+    self.assertIn('train.updates', validation.changeable_on_resume(config))
+    self.assertNotIn('train.schedule_updates', validation.changeable_on_resume(config))
     for updates in (10, 20):
       config.train.updates = updates
       spec = learner.make_spec(

@@ -21,7 +21,7 @@ def get_config(mode=''):
       'partial': False,
       'stop_strings': ['\n'],
   }
-  config.env.max_turns = 0
+  config.env.max_searches = 0
   config.retriever.kind = 'none'
   config.model = schema.Model(
       folder=os.path.join(os.path.dirname(__file__), 'model'),

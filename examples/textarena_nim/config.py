@@ -17,7 +17,7 @@ def get_config(mode=''):
       'opponent': 'examples.textarena_nim.player:opponent',
       'side': 'first',
   }
-  config.env.max_turns = 4
+  config.env.max_searches = 4
   config.retriever.kind = 'none'
   config.model = schema.Model(
       folder=os.path.join(os.path.dirname(__file__), 'model'),

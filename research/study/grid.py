@@ -307,7 +307,7 @@ def _named(sources: Mapping[str, str]) -> dict[str, str]:
 def _numbers_depend_on(config: schema.Config) -> dict[str, Any]:
   """Returns what changes a run's numbers: settings that are not the default, and their sources."""
   default = {path: value for path, _, value in validation.fields(schema.Config())}
-  free = {path for path, rules, _ in validation.fields(config) if rules.may_change}
+  free = {path for path, rules, _ in validation.fields(config) if rules.resume_safe}
   free = free - {'train.updates', 'eval.every'} | {'name'}
   return {
       path: value

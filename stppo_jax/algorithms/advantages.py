@@ -79,7 +79,9 @@ def estimator(advantage: str | Callable) -> Estimator:
   if isinstance(advantage, Estimator):
     return advantage
   if callable(advantage):
-    return Estimator(advantage)
+    needs_critic = getattr(advantage, 'needs_critic', False)
+    needs_groups = getattr(advantage, 'needs_groups', False)
+    return Estimator(advantage, needs_critic, needs_groups)
   if advantage not in ESTIMATORS:
     raise ValueError(f'unknown advantage {advantage!r}; ESTIMATORS has {", ".join(ESTIMATORS)}')
   return ESTIMATORS[advantage]

@@ -1,72 +1,93 @@
 """Filters: which of the agent's tokens the policy's loss counts, and with which weight.
 
-TurnBatch and Variant in; `loss_mask` and `is_weights` of the batch out. A token that is filtered
-out is in neither the sums nor the denominators of policy loss, entropy and KL. Choice: it stays in
-the ratio of its turn, in the group's baseline and in the critic's loss, since what it says of the
-environment is true.
+A batch and a variant come in, and `loss_mask` and `is_weights` of the batch come out. A dropped
+token is neither in the sums nor in the denominators of policy loss, entropy and KL. Choice: it stays
+in the ratio of its turn, in the group's baseline and in the critic's loss, because it is still a
+valid observation of the environment.
 """
 
 import dataclasses
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import off_policy
+from stppo_jax.algorithms.variants import Variant
+from stppo_jax.types import TurnBatch
 
 
-def apply(batch: Any, variant: Any) -> Any:
+def apply(batch: TurnBatch, variant: Variant) -> TurnBatch:
   """Returns the batch with `loss_mask` and `is_weights` [B,T]; None where nothing changes."""
-  gap = (batch.old_logp, batch.behaviour_logp, batch.action_mask, batch.turn_ids)
   weights = None
   if variant.rollout_is != 'none':
     weights = off_policy.truncated_weights(
-        *gap, variant.rollout_is, variant.rollout_is_threshold, variant.rollout_is_low
+        batch.old_logp,
+        batch.behaviour_logp,
+        batch.action_mask,
+        batch.turn_ids,
+        variant.rollout_is,
+        variant.rollout_is_threshold,
+        variant.rollout_is_low,
     )
     if variant.rollout_is_normalize:
       weights = off_policy.normalised(weights, batch.action_mask, variant.rollout_is)
   return dataclasses.replace(batch, loss_mask=loss_mask(batch, variant), is_weights=weights)
 
 
-def loss_mask(batch: Any, variant: Any) -> jax.Array | None:
-  """Returns 1 for the tokens [B,T] that the policy's loss counts; None: all of the agent's.
+def loss_mask(batch: TurnBatch, variant: Variant) -> jax.Array | None:
+  """Returns 1 for the tokens [B,T] that the policy's loss counts; None: all agent tokens.
 
-  mask_truncated       drops episodes that ended at a limit: what they would have earned is unknown
-  mask_zero_advantage  drops episodes without any advantage, as of a group with equal scores. They
-                       add nothing to the surrogate's sum and count in its mean. They also carry
-                       the KL penalty and the entropy bonus: without them nothing holds the policy
-                       near its reference on these questions (arXiv 2604.06159)
-  rollout_rs           drops what sampler and trainer disagree about, see `off_policy.accepted`
+  mask_truncated       drops episodes that ended at a limit, because their reward is unknown
+  mask_zero_advantage  drops episodes without any advantage, such as those of a group with equal
+                       scores. They add nothing to the surrogate, but they count in its mean. Their
+                       KL penalty and entropy bonus are dropped too, so that nothing holds the
+                       policy near its reference on these tasks (arXiv 2604.06159).
+  rollout_rs           drops tokens on which sampler and trainer disagree, see `off_policy.accepted`
   """
-  kept = []
+  conditions = []
   if variant.mask_truncated:
-    kept.append(batch.truncated[:, None] == 0)
+    conditions.append(batch.truncated[:, None] == 0)
   if variant.mask_zero_advantage:
-    has_any = (batch.advantages != 0) & (batch.action_mask > 0)
-    kept.append(has_any.any(axis=1, keepdims=True))
+    has_advantage = (batch.advantages != 0) & (batch.action_mask > 0)
+    conditions.append(has_advantage.any(axis=1, keepdims=True))
   if variant.rollout_rs != 'none':
-    gap = (batch.old_logp, batch.behaviour_logp, batch.action_mask, batch.turn_ids)
-    bounds = (variant.rollout_rs_low, variant.rollout_rs_high)
-    kept.append(off_policy.accepted(*gap, variant.rollout_rs, *bounds))
-  if not kept:
+    accepted = off_policy.accepted(
+        batch.old_logp,
+        batch.behaviour_logp,
+        batch.action_mask,
+        batch.turn_ids,
+        variant.rollout_rs,
+        variant.rollout_rs_low,
+        variant.rollout_rs_high,
+    )
+    conditions.append(accepted)
+  if not conditions:
     return None
-  result = batch.action_mask > 0
-  for condition in kept:
-    result &= condition
-  return result.astype(jnp.float32)
+  mask = batch.action_mask > 0
+  for condition in conditions:
+    mask &= condition
+  return mask.astype(jnp.float32)
 
 
-def weights(batch: Any, variant: Any) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-  """Returns a mini-batch's mask and the weights of its tokens in its sums, all [B,T].
+class LossWeights(NamedTuple):
+  """The agent tokens of a mini-batch, and the weights of its tokens in its sums. All are [B,T]."""
 
-  The weights are of entropy and KL, of the surrogate (the same times `is_weights`), and of the
-  critic's loss.
-  """
+  mask: jax.Array  # 1 for agent tokens
+  token: jax.Array  # weights of entropy and KL
+  policy: jax.Array  # weights of the surrogate: `token` times the importance weights
+  value: jax.Array  # weights of the critic's loss
+
+
+def weights(batch: TurnBatch, variant: Variant) -> LossWeights:
+  """Returns the weights of a mini-batch's tokens in its sums."""
   mask = batch.action_mask.astype(jnp.float32)
-  counted = mask if batch.loss_mask is None else batch.loss_mask
-  of_tokens = losses.aggregation_weights(
-      counted, variant.aggregation, variant.norm_length or None, batch.turn_ids, batch.episode_ids
+  loss_mask = mask if batch.loss_mask is None else batch.loss_mask
+  norm_length = variant.norm_length or None
+  token = losses.aggregation_weights(
+      loss_mask, variant.aggregation, norm_length, batch.turn_ids, batch.episode_ids
   )
-  of_policy = of_tokens if batch.is_weights is None else of_tokens * batch.is_weights
-  return mask, of_tokens, of_policy, losses.aggregation_weights(mask, 'token-mean')
+  policy = token if batch.is_weights is None else token * batch.is_weights
+  value = losses.aggregation_weights(mask, 'token-mean')
+  return LossWeights(mask, token, policy, value)

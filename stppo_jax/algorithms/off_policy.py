@@ -1,10 +1,10 @@
-"""Importance weights for episodes that were sampled by another policy than the trainer's.
+"""Importance weights for episodes that another policy than the trainer's has sampled.
 
-Two gaps add up: the sampler's arithmetic differs from the trainer's, and with a pipeline its
-parameters are older. PPO's ratio starts at old_logp, the trainer's own; these weights bridge
-behaviour_logp and old_logp. Levels 'token' and 'sequence' are verl's `rollout_is`, the threshold
-its `rollout_is_threshold`; 'sequence_geometric' is ROLL's granularity 'geometric'. Everything here
-is constant for differentiation.
+Two gaps add up. The sampler's arithmetic differs from the trainer's, and with a pipeline its
+parameters are older. PPO's ratio starts from old_logp, the trainer's own log-probs. The weights here
+bridge behaviour_logp, the sampler's log-probs, and old_logp. The levels 'token' and 'sequence' are
+verl's `rollout_is`, and 'sequence_geometric' is ROLL's granularity 'geometric'. All results are
+constants for differentiation.
 """
 
 import math
@@ -16,9 +16,12 @@ import jax.numpy as jnp
 from stppo_jax.algorithms import segments
 
 LEVELS = ('none', 'token', 'turn', 'sequence', 'sequence_geometric', 'sequence_mean')
-REJECTIONS = LEVELS
-# What multiplies the optimizer's step, given the share of effective rows: VCPO's rule for Adam.
+
+# Name -> factor of the optimizer's step, given the effective share of rows. 'ess' is VCPO's rule
+# for Adam.
 STEP_SCALES = {'none': jnp.ones_like, 'ess': jnp.sqrt}
+
+_ROUNDING = 1e-6  # of a logarithm
 
 
 def truncated_weights(
@@ -30,49 +33,51 @@ def truncated_weights(
     threshold: float,
     low: float = 0.0,
 ) -> jax.Array:
-  """Returns min(w, threshold) [B,T], 1 outside the agent's tokens; constant for differentiation.
+  """Returns min(w, threshold) [B,T]; 1 outside the agent's tokens.
 
   With d_t = old_logp_t - behaviour_logp_t, w_t is
 
   none                1
-  token               exp(d_t): low variance; ignores how likely the context was
-  turn                exp(mean of d over the turn): Turn-PPO's ratio (arXiv 2511.20718), for the
-                      same segments
-  sequence            exp(sum of d over the row): unbiased but for the truncation, of high variance;
-                      scales a whole batch down where most sums are negative
+  token               exp(d_t): low variance, but it ignores how likely the context was
+  turn                exp(mean of d over the turn): Turn-PPO's ratio (arXiv 2511.20718)
+  sequence            exp(sum of d over the row): unbiased but for the truncation, of high variance.
+                      It scales a whole batch down where most sums are negative.
   sequence_geometric  exp(mean of d over the row)
   sequence_mean       mean of exp(d) over the row
 
   With `low` above 0, weights outside [low, threshold] become 0 instead (IcePop).
 
-  Choice: 'sequence' is the product, as verl has it, 'turn' the geometric mean, as the paper's
-  ratio.
+  Choice: 'sequence' is the product, as in verl, and 'turn' is the geometric mean, as in the paper.
   """
   chex.assert_equal_shape([old_logp, behaviour_logp, action_mask, turn_ids])
   if level == 'none':
     return jnp.ones_like(old_logp)
   log_w = log_weights(old_logp, behaviour_logp, action_mask, turn_ids, level)
-  # Truncated before exp: the product over a long sequence overflows.
-  weights = jnp.exp(jnp.minimum(log_w, min(math.log(threshold), segments.MAX_LOG_RATIO)))
+  # Truncated before exp, because the product over a long sequence overflows.
+  max_log_w = min(math.log(threshold), segments.MAX_LOG_RATIO)
+  weights = jnp.exp(jnp.minimum(log_w, max_log_w))
   if low:
-    inside = _within(log_w, low, threshold) | (action_mask == 0)
-    weights = jnp.where(inside, weights, 0)
+    is_inside = _is_within(log_w, low, threshold) | (action_mask == 0)
+    weights = jnp.where(is_inside, weights, 0)
   return jax.lax.stop_gradient(weights)
 
 
 def normalised(weights: jax.Array, action_mask: jax.Array, level: str) -> jax.Array:
-  """Divides weights [B,T] by their mean over tokens, for a level of sequences over sequences.
+  """Returns the weights [B,T] divided by their mean over tokens; over rows for a sequence level.
 
-  Choice: the mean is the whole batch's; where it is 0, nothing is divided.
+  Choice: the mean is taken over the whole batch. If it is 0, nothing is divided.
   """
   chex.assert_equal_shape([weights, action_mask])
   mask = action_mask.astype(weights.dtype)
-  each = mask / jnp.maximum(mask.sum(), 1)
   if level.startswith('sequence'):
     lengths = mask.sum(axis=1, keepdims=True)
-    each = mask / (jnp.maximum(lengths, 1) * jnp.maximum((lengths > 0).sum(), 1))
-  mean = jnp.sum(weights * each)
-  return jnp.where((mask > 0) & (mean > 1e-8), weights / jnp.maximum(mean, 1e-8), weights)
+    num_rows = (lengths > 0).sum()
+    shares = mask / (jnp.maximum(lengths, 1) * jnp.maximum(num_rows, 1))
+  else:
+    shares = mask / jnp.maximum(mask.sum(), 1)
+  mean = jnp.sum(weights * shares)
+  has_mean = (mask > 0) & (mean > 1e-8)
+  return jnp.where(has_mean, weights / jnp.maximum(mean, 1e-8), weights)
 
 
 def accepted(
@@ -84,38 +89,39 @@ def accepted(
     low: float,
     high: float,
 ) -> jax.Array:
-  """Returns where w of `truncated_weights` is within [low, high], [B,T] bool.
+  """Returns where the weight w of `truncated_weights` is within [low, high], [B,T] bool.
 
-  verl's rejection 'token_k1', 'seq_sum_k1' and 'seq_mean_k1' are 'token', 'sequence' and
-  'sequence_geometric'. Its bounds are of 1 / w.
+  verl's rejections 'token_k1', 'seq_sum_k1' and 'seq_mean_k1' are 'token', 'sequence' and
+  'sequence_geometric' here. Its bounds are those of 1 / w.
   """
   if level == 'none':
     return jnp.ones(action_mask.shape, bool)
-  return _within(log_weights(old_logp, behaviour_logp, action_mask, turn_ids, level), low, high)
+  log_w = log_weights(old_logp, behaviour_logp, action_mask, turn_ids, level)
+  return _is_within(log_w, low, high)
 
 
 def effective_share(
     logp: jax.Array, behaviour_logp: jax.Array, action_mask: jax.Array
 ) -> jax.Array:
-  """Returns the effective sample size of the rows over their number, from 1/B to 1.
+  """Returns the effective sample size of the rows divided by their number, from 1/B to 1.
 
   ESS = (sum_i w_i)^2 / sum_i w_i^2,   w_i = exp(sum of logp - behaviour_logp over row i)
 
-  (VCPO, arXiv 2602.17616). Rows without agent tokens do not count. Choice: w is of the current
-  policy, so that it has both the age of the batch and the steps taken on it; log w is kept within
-  +-20 of the largest.
+  (VCPO, arXiv 2602.17616). Rows without agent tokens do not count.
+  Choice: w uses the current policy, so that it contains both the age of the batch and the steps
+  taken on it. log w is kept within 20 of the largest.
   """
   chex.assert_equal_shape([logp, behaviour_logp, action_mask])
   mask = action_mask.astype(logp.dtype)
-  rows = mask.any(axis=1)
+  has_tokens = mask.any(axis=1)
   log_ratio = jnp.where(mask > 0, logp - behaviour_logp, 0)
-  log_w = jnp.where(rows, log_ratio.sum(axis=1), -jnp.inf)
+  log_w = jnp.where(has_tokens, log_ratio.sum(axis=1), -jnp.inf)
   log_w = jax.lax.stop_gradient(log_w)
-  # Of the largest: a share does not depend on a common factor, and nothing overflows.
-  log_w -= jnp.where(rows.any(), log_w.max(), 0)
-  w = jnp.where(rows, jnp.exp(jnp.maximum(log_w, -segments.MAX_LOG_RATIO)), 0)
-  share = jnp.square(w.sum()) / jnp.maximum(jnp.square(w).sum() * rows.sum(), 1e-30)
-  return jnp.where(rows.any(), share, 1)
+  # Relative to the largest: a share does not depend on a common factor, and nothing overflows.
+  log_w -= jnp.where(has_tokens.any(), log_w.max(), 0)
+  w = jnp.where(has_tokens, jnp.exp(jnp.maximum(log_w, -segments.MAX_LOG_RATIO)), 0)
+  share = jnp.square(w.sum()) / jnp.maximum(jnp.square(w).sum() * has_tokens.sum(), 1e-30)
+  return jnp.where(has_tokens.any(), share, 1)
 
 
 def log_weights(
@@ -131,7 +137,8 @@ def log_weights(
   log_ratio = jnp.where(mask > 0, old_logp - behaviour_logp, 0)
   if level == 'token':
     return log_ratio
-  ids, num_segments = segments.segment_ids(level.partition('_')[0], action_mask, turn_ids)
+  segment_level = level.partition('_')[0]
+  ids, num_segments = segments.segment_ids(segment_level, action_mask, turn_ids)
   if level in ('turn', 'sequence_geometric'):
     return segments.segment_mean(log_ratio, ids, action_mask, num_segments)
   if level == 'sequence_mean':
@@ -145,6 +152,6 @@ def log_weights(
   return jnp.take_along_axis(totals, ids, axis=1) * mask
 
 
-def _within(log_w, low, high):
+def _is_within(log_w: jax.Array, low: float, high: float) -> jax.Array:
   """Returns low <= w <= high, with room for the rounding of a logarithm."""
-  return (log_w >= jnp.log(low) - 1e-6) & (log_w <= jnp.log(high) + 1e-6)
+  return (log_w >= jnp.log(low) - _ROUNDING) & (log_w <= jnp.log(high) + _ROUNDING)

@@ -1,7 +1,7 @@
 """Segments: which tokens share an importance ratio.
 
-With a segment id per token, token PPO, Turn-PPO and GSPO are the same function: the ratio is the
-exponential of a segment's mean log-ratio, and only the ids differ.
+One function computes token, turn and sequence ratios: the exponential of the mean log-ratio of a
+segment. Only the segment ids differ.
 """
 
 import chex
@@ -9,50 +9,58 @@ import jax
 import jax.numpy as jnp
 
 LEVELS = ('token', 'turn', 'sequence')
-MAX_LOG_RATIO = 20.0  # of a segment, as in verl: exp of more than 88 is infinite in float32
+MAX_LOG_RATIO = 20.0  # as in verl. In float32, exp of more than 88 is infinite.
 
 
 def segment_ids(
     level: str, action_mask: jax.Array, turn_ids: jax.Array, chunk_length: int = 0
 ) -> tuple[jax.Array, int]:
-  """Returns ids [B,T] of the tokens that share a ratio, 0 outside agent tokens; and their number.
+  """Returns the segment id of each token [B,T], and the number of ids.
 
-  `level` is 'token' (each its own), 'turn' (`turn_ids`) or 'sequence' (all of a row). A turn is a
-  maximal run of agent tokens between two observations, so these are ROLL's segments. The number
-  is static: a bound (T + 1), not a count. A row may use fewer.
-  Level 'chunk' is a control for turns, segments that know nothing of the environment: each
-  `chunk_length` agent tokens of a row. A chunk may end one turn and begin the next.
+  Tokens with the same id in a row share a ratio. The id is 0 outside the agent's tokens. The number
+  is a static upper bound, and a row may use fewer ids.
+
+  token     each token is a segment
+  turn      each turn is a segment. A turn is a maximal run of agent tokens between two
+            observations, so these are also ROLL's segments.
+  sequence  all agent tokens of a row are one segment
+  chunk     each `chunk_length` agent tokens of a row are a segment. It may end one turn and begin
+            the next. This level is a control for turns: it does not depend on the environment.
   """
   chex.assert_equal_shape([action_mask, turn_ids])
   mask = action_mask.astype(jnp.int32)
   num_tokens = mask.shape[1]
   if level == 'token':
-    return mask * jnp.arange(1, num_tokens + 1, dtype=jnp.int32)[None, :], num_tokens + 1
+    positions = jnp.arange(1, num_tokens + 1, dtype=jnp.int32)
+    return mask * positions[None, :], num_tokens + 1
   if level == 'turn':
     return mask * turn_ids.astype(jnp.int32), num_tokens + 1
   if level == 'chunk':
-    return mask * ((jnp.cumsum(mask, axis=1) - 1) // chunk_length + 1), num_tokens + 1
+    index = jnp.cumsum(mask, axis=1) - 1  # of the agent token in its row
+    return mask * (index // chunk_length + 1), num_tokens + 1
   if level == 'sequence':
     return mask, 2
   raise ValueError(f'level {level!r} is none of {", ".join(LEVELS)}, chunk')
 
 
 def from_labels(labels: jax.Array, action_mask: jax.Array) -> tuple[jax.Array, int]:
-  """Returns `segment_ids` of labels [B,T], any integers.
+  """Returns the segment ids of labels [B,T], which are any integers, and the number of ids.
 
-  Tokens of one row with equal labels are a segment, adjacent or not.
+  Tokens of one row with equal labels are a segment. They need not be adjacent.
   """
   chex.assert_equal_shape([labels, action_mask])
   order = jnp.argsort(labels, axis=1)
-  ordered = jnp.take_along_axis(labels, order, axis=1)
-  is_new = jnp.diff(ordered, axis=1, prepend=ordered[:, :1] - 1) != 0
-  ranks = jnp.take_along_axis(jnp.cumsum(is_new, axis=1), jnp.argsort(order, axis=1), axis=1)
+  sorted_labels = jnp.take_along_axis(labels, order, axis=1)
+  is_new = jnp.diff(sorted_labels, axis=1, prepend=sorted_labels[:, :1] - 1) != 0
+  sorted_ranks = jnp.cumsum(is_new, axis=1)
+  ranks = jnp.take_along_axis(sorted_ranks, jnp.argsort(order, axis=1), axis=1)
   return ranks * action_mask.astype(jnp.int32), labels.shape[1] + 1
 
 
-def segment_sum(x: jax.Array, ids: jax.Array, num_segments: int) -> jax.Array:
-  """Sums x [B,T] over each row's segments -> [B,num_segments]."""
-  return jax.vmap(lambda row, row_ids: jax.ops.segment_sum(row, row_ids, num_segments))(x, ids)
+def segment_sum(x: jax.Array, segment_ids: jax.Array, num_segments: int) -> jax.Array:
+  """Returns the sum of x [B,T] over each segment of each row [B,num_segments]."""
+  sum_row = lambda row, row_ids: jax.ops.segment_sum(row, row_ids, num_segments)
+  return jax.vmap(sum_row)(x, segment_ids)
 
 
 def segment_mean(
@@ -60,7 +68,8 @@ def segment_mean(
 ) -> jax.Array:
   """Returns the mean of x [B,T] over the masked tokens of each token's own segment [B,T].
 
-  0 where `mask` is 0. Differentiable in x: each token of a segment receives 1/|segment|.
+  The mean is 0 where `mask` is 0. It is differentiable in x: each token of a segment receives
+  1 / |segment|.
   """
   chex.assert_rank([x, segment_ids, mask], 2)
   chex.assert_equal_shape([x, segment_ids, mask])
@@ -79,14 +88,14 @@ def importance_ratio(
     num_segments: int,
     product: bool = False,
 ) -> jax.Array:
-  """Returns the geometric-mean ratio of each token's segment [B,T]; 1 outside agent tokens.
+  """Returns the geometric mean of the ratios in each token's segment [B,T]; 1 outside segments.
 
   w^k = exp( (1/|y^k|) sum_{t in k} (logp_t - old_logp_t) )      (arXiv 2511.20718, Turn-PPO)
 
-  The gradient runs through the mean: d w^k / d logp_t = w^k / |y^k| for every token t of k. This is
-  Lemma 4.1's estimator; GSPO's token form has the same value and another gradient.
-  With `product` the sum takes the mean's place: the ratio of the segments' probabilities.
-  Choice: as in verl, log w is kept within +-20; beyond, the ratio is constant.
+  The gradient runs through the mean: d w^k / d logp_t = w^k / |y^k| for every token t of k, as in
+  Lemma 4.1. GSPO's token form has the same value and another gradient.
+  With `product` the ratio is exp(sum) instead, the ratio of the segment's probabilities.
+  Choice: log w is kept within +-20, as in verl. Beyond, the ratio is constant.
   """
   chex.assert_equal_shape([logp, old_logp, action_mask, segment_ids])
   log_ratio = segment_mean(logp - old_logp, segment_ids, action_mask, num_segments)

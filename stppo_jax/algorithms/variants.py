@@ -1,29 +1,29 @@
-"""The table of algorithms: a `Variant` is a whole objective, described by the parts it is made of.
+"""The table of algorithms. A `Variant` describes a whole objective by the parts it is made of.
 
-To add an algorithm, write a Variant: a row of VARIANTS, or a name in a file of your own, which a
-run picks by `--config.algorithm.variant=my_file:MY_VARIANT`. To change one for a run, override a
-column (`--config.algorithm.ratio=turn`).
+To add an algorithm, write a Variant: either a row of VARIANTS, or an object in a file of your own
+that a run selects with `--config.algorithm.variant=my_file:MY_VARIANT`. To change an algorithm for
+one run, override a field (`--config.algorithm.ratio=turn`).
 
-Four columns take the name of a built-in from the table on the right, or a function of your own:
+Four fields take either the name of a built-in from the table on the right, or a function:
 
   advantage  (batch, variant) -> (advantages, returns)                        advantages.ESTIMATORS
-             Both [B,T]; `returns` are the critic's targets. `advantages.from_groups` makes one from
-             a function (scores, group_ids) -> advantages, all [B]; `advantages.from_values` marks
-             one that reads batch.old_values, so that the run makes a critic.
+             Both are [B,T], and `returns` are the critic's targets. `advantages.from_groups` makes
+             an estimator from a function (scores, group_ids) -> advantages, all [B]. A function
+             that reads batch.old_values declares it by `function.needs_critic = True`, or with the
+             decorator `advantages.from_values`, so that the run trains a critic.
   ratio      (batch, variant) -> labels                                       RATIOS
-             [B,T] integers, once per update: the agent's tokens of a row with the same label,
-             adjacent or not, share an importance ratio, the geometric mean of theirs. What tells
-             them apart is in batch.tokens, turn_ids, old_logp, ..
+             [B,T] integers, computed once per update. The agent's tokens of a row with the same
+             label share an importance ratio, the geometric mean of their ratios. They need not be
+             adjacent. The function may read batch.tokens, turn_ids, old_logp, ..
   surrogate  (ratio, logp, advantages, variant) -> (objective, clipped)       losses.SURROGATES
-             All [B,T]; `clipped` is true where the clip changed the gradient. The trainer ascends
-             the objective: its gradient is taken through `ratio` and `logp`, whichever the
-             surrogate uses.
+             All are [B,T], and `clipped` is true where the clip changed the gradient. The trainer
+             ascends the objective, through `ratio` and `logp`.
   divisor    (g_norm, c_norm, any_clipped) -> number                          correction.DIVISORS
-             All scalars: ||g||, ||C||, and whether any token was clipped. The gradient g is divided
-             by it.
+             All are scalars: ||g||, ||C||, and whether any token was clipped. The gradient g is
+             divided by the result.
 
-A function reads its own settings from a dataclass that inherits from Variant and adds fields; a run
-sets those by `--config.algorithm.options.NAME=VALUE`.
+A function reads its own settings from a dataclass that inherits from Variant and adds fields. A run
+sets them by `--config.algorithm.options.NAME=VALUE`.
 """
 
 from collections.abc import Callable
@@ -33,74 +33,114 @@ from typing import Any
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import losses
+from stppo_jax.algorithms import off_policy
+from stppo_jax.types import setting
 
 RATIOS = ('none', 'token', 'turn', 'chunk', 'sequence', 'turn_product', 'sequence_product')
-NORMS = ('gradient', 'loss')
-# Column -> the names that it may have, where it may also be a function.
-BUILT_IN = {
-    'advantage': tuple(advantages.ESTIMATORS),
-    'ratio': RATIOS,
-    'surrogate': tuple(losses.SURROGATES),
-    'divisor': tuple(correction.DIVISORS),
-}
+
+
+# A table, laid out by hand.
+# fmt: off
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
   """One objective, as choices of the few parts in which algorithms differ.
 
-  Defaults are those of Search-R1 v0.2, unless the comment says otherwise.
+  The defaults are those of Search-R1 v0.2, except for `aggregation`, which is the paper's. The
+  section `algorithm` of a config has the same fields. A value there overrides the variant's.
   """
 
-  advantage: str | Callable  # how credit is assigned
-  # The tokens that share an importance ratio, their geometric mean or their product; 'none' is the
-  # policy gradient.
-  ratio: str | Callable
-  surrogate: str | Callable = 'clip'  # what is maximised in place of ratio x advantage
-  divisor: str | Callable = 'none'  # clipping-bias correction: what the gradient is divided by
-  norm_of: str = 'gradient'  # one of NORMS: what ||C|| is the norm of
-  divide: str = 'before_clip'  # one of correction.ORDERS: what the divisor divides
-  step_scale: str = 'none'  # one of off_policy.STEP_SCALES: what multiplies the optimizer's step
-  chunk_length: int = 8  # agent tokens that share a ratio 'chunk', whichever turn they are of
-  min_advantage: str = 'token'  # 'token' | 'turn': the advantage inside the min, see `correction`
-  clip_low: float = 0.2
-  clip_high: float = 0.2
-  dual_clip: float = 0.0  # c > 1 bounds the ratio where the advantage is negative; 0: off
-  whiten: bool = False  # advantages to mean 0 and variance 1 over the batch
-  whiten_over: str = 'tokens'  # 'tokens' | 'turns': what counts once in that mean and variance
-  gamma: float = 1.0  # discount
-  lam: float = 1.0  # of GAE
-  lam_critic: float | None = None  # of the critic's targets (decoupled GAE); None: lam
-  aggregation: str = 'seq-mean-token-mean'  # the paper's 1/|y|; or another of losses.AGGREGATIONS
-  norm_length: int = 0  # of 'seq-mean-token-sum-norm'; 0: the longest episode allowed
-  entropy_coef: float = 0.001
-  kl_in: str = 'reward'  # 'reward' | 'loss' | 'none': where the KL to the reference goes
-  kl_estimator: str = 'k1'  # one of losses.KL_ESTIMATORS
-  kl_coef: float = 0.001
-  kl_target: float = 0.0  # above 0 the coefficient adapts towards this KL
-  kl_horizon: float = 10_000.0  # episodes over which it adapts
-  value_clip: float = 0.5  # range of a step's change of a value; 0: off
-  value_coef: float = 0.5  # of the critic's loss on a shared trunk
-  old_logp: str = 'trainer'  # 'trainer' | 'sampler': whose log-probs the ratio starts from
-  rollout_is: str = 'none'  # one of off_policy.LEVELS: weights from the sampler to old_logp
-  rollout_is_threshold: float = 2.0  # their upper bound
-  rollout_is_low: float = 0.0  # above 0, weights outside [low, threshold] become 0
-  rollout_is_normalize: bool = False  # divide them by their mean over the batch
-  rollout_rs: str = 'none'  # one of off_policy.REJECTIONS: level at which tokens are rejected
-  rollout_rs_low: float = 0.5  # whose ratio from the sampler to old_logp is below
-  rollout_rs_high: float = 2.0  # or above
-  mask_truncated: bool = False  # drop episodes that ended at a limit from the policy's loss
-  mask_zero_advantage: bool = False  # and episodes without any advantage
-  log_bias: bool = True  # measure ||C|| also where nothing is divided by it
+  advantage: str | Callable = setting(
+      'token_gae', 'how credit is assigned', allowed=tuple(advantages.ESTIMATORS), plugin=True)
+  ratio: str | Callable = setting(
+      'token', 'which tokens share an importance ratio: the geometric mean of their ratios, or the '
+      "product. 'none' is the plain policy gradient", allowed=RATIOS, plugin=True)
+  surrogate: str | Callable = setting(
+      'clip', 'objective as a function of ratio and advantage',
+      allowed=tuple(losses.SURROGATES), plugin=True)
+  divisor: str | Callable = setting(
+      'none', 'clipping-bias correction: what the gradient is divided by',
+      allowed=tuple(correction.DIVISORS), plugin=True)
+  norm_of: str = setting(
+      'gradient', "||C|| is the norm of the 'gradient' that clipping removed, or the size of the "
+      "clipped part of the 'loss'", allowed=('gradient', 'loss'))
+  divide: str = setting(
+      'before_clip', "what the divisor divides: the gradient 'before_clip' or 'after_clip' of its "
+      "norm, or the optimizer's 'step', which Adam cannot cancel", allowed=correction.ORDERS)
+  step_scale: str = setting(
+      'none', "factor of the optimizer's step: 'ess' is the root of the effective share of "
+      'episodes, by their weights from the sampler to the current policy (VCPO)',
+      allowed=tuple(off_policy.STEP_SCALES))
+  chunk_length: int = setting(
+      8, "number of agent tokens that share a ratio 'chunk', across turns", at_least=1)
+  min_advantage: str = setting(
+      'token', "the advantage inside the min: the token's own, or the mean of its segment",
+      allowed=('token', 'turn'))
+  clip_low: float = setting(0.2, 'the ratio is clipped at 1 - clip_low', at_least=0)
+  clip_high: float = setting(0.2, 'the ratio is clipped at 1 + clip_high', at_least=0)
+  dual_clip: float = setting(
+      0.0, 'c > 1 bounds the ratio where the advantage is negative; 0: off')
+  whiten: bool = setting(False, 'standardise advantages over the batch')
+  whiten_over: str = setting(
+      'tokens', 'the unit that counts once in their mean and variance',
+      allowed=('tokens', 'turns'))
+  gamma: float = setting(1.0, 'discount', at_least=0, at_most=1)
+  lam: float = setting(1.0, 'lambda of GAE', at_least=0, at_most=1)
+  lam_critic: float | None = setting(
+      None, "lambda of the critic's targets (decoupled GAE), usually 1; None: lam",
+      at_least=0, at_most=1)
+  aggregation: str = setting(
+      'seq-mean-token-mean', "mean over tokens and episodes: verl's loss_agg_mode and two means "
+      "over turns, see losses.aggregation_weights. The default is the paper's 1/|y|",
+      allowed=losses.AGGREGATIONS)
+  norm_length: int = setting(
+      0, 'divisor of seq-mean-token-sum-norm, in tokens; 0: rollout.max_total', at_least=0)
+  entropy_coef: float = setting(0.001, 'weight of the entropy bonus')
+  kl_in: str = setting(
+      'reward', 'where the KL penalty to the reference is added',
+      allowed=('reward', 'loss', 'none'))
+  kl_estimator: str = setting('k1', 'estimator of that KL', allowed=losses.KL_ESTIMATORS)
+  kl_coef: float = setting(0.001, 'weight of the KL penalty', at_least=0)
+  kl_target: float = setting(
+      0.0, 'above 0 the weight adapts towards this KL per token, usually 0.1', at_least=0)
+  kl_horizon: float = setting(10_000.0, 'episodes over which the weight adapts', at_least=1)
+  value_clip: float = setting(0.5, 'bound of the change of a value; 0: off', at_least=0)
+  value_coef: float = setting(
+      0.5, "weight of the critic's loss on a shared trunk", at_least=0)
+  old_logp: str = setting(
+      'trainer', "log-probs that the ratio starts from: 'trainer' recomputes them, and the first "
+      "ratio is 1 (exactly on CPUs, up to rounding on GPUs); 'sampler' takes the sampler's",
+      allowed=('trainer', 'sampler'))
+  rollout_is: str = setting(
+      'none', "level of the importance weights from the sampler's log-probs to old_logp, see "
+      "off_policy.py; needs old_logp='trainer'", allowed=off_policy.LEVELS)
+  rollout_is_threshold: float = setting(2.0, 'upper bound of those weights', at_least=1)
+  rollout_is_low: float = setting(
+      0.0, 'above 0, weights below it or above the threshold become 0', at_least=0, at_most=1)
+  rollout_is_normalize: bool = setting(False, 'divide the weights by their mean over the batch')
+  rollout_rs: str = setting(
+      'none', "level at which tokens are dropped from the policy's loss where the ratio from the "
+      'sampler to old_logp is out of bounds. A sequence level drops whole episodes',
+      allowed=off_policy.LEVELS)
+  rollout_rs_low: float = setting(0.5, 'lower bound of that ratio', above=0, at_most=1)
+  rollout_rs_high: float = setting(2.0, 'upper bound of that ratio', at_least=1)
+  mask_truncated: bool = setting(
+      False, "drop episodes that ended at a limit from the policy's loss")
+  mask_zero_advantage: bool = setting(
+      False, "drop episodes without any advantage from the policy's loss, and with them their KL "
+      'penalty and entropy bonus. Their surrogate is 0')
+  log_bias: bool = setting(
+      True, 'measure ||C|| for every variant, not only for those that divide by it')
 
   @property
   def needs_critic(self) -> bool:
-    """Whether its advantages are built on learnt values."""
+    """Whether the advantages are built on learnt values."""
     return advantages.estimator(self.advantage).needs_critic
 
   @property
   def needs_groups(self) -> bool:
-    """Whether its advantages compare several episodes of one question."""
+    """Whether the advantages compare several episodes of one task."""
     return advantages.estimator(self.advantage).needs_groups
 
   @property
@@ -110,38 +150,53 @@ class Variant:
     return self.ratio != 'none' and (self.log_bias or divides)
 
   def described(self) -> dict[str, Any]:
-    """Returns the columns as JSON values; functions by their names."""
-    columns = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-    return {k: _name(v) if callable(v) else v for k, v in columns.items()}
+    """Returns {field: value} as JSON. A function is described by its name."""
+    description = {}
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      description[field.name] = _name(value) if callable(value) else value
+    return description
 
 
-def _name(function):
-  """Returns its name, never an address: runs compare descriptions."""
+# fmt: on
+
+
+# Field -> the names of its built-ins, for the fields that may also hold a function.
+BUILT_IN: dict[str, tuple[str, ...]] = {
+    field.name: field.metadata['rules'].allowed
+    for field in dataclasses.fields(Variant)
+    if field.metadata['rules'].plugin
+}
+
+
+def _name(function: Callable) -> str:
+  """Returns the name of a function, never its address, because runs compare descriptions."""
   return getattr(function, '__name__', type(function).__name__)
 
 
-# With z-scores of a group the KL is in the loss: in the scores it would be all that is left of a
-# group whose episodes do equally well, divided by its own small spread.
+# A z-score divides by the spread of its group. If the KL penalty were in the scores, it would be
+# the only spread of a group whose episodes do equally well, so it is in the loss instead.
 KL_IN_LOSS: dict[str, Any] = {'kl_in': 'loss', 'kl_estimator': 'k3'}
+
 VARIANTS = {
     # Li et al., arXiv 2511.20718
     'ppo': Variant('token_gae', 'token', whiten=True),
     'turn_ppo': Variant('token_gae', 'turn', whiten=True),
     's_ppo': Variant('token_gae', 'token', divisor='paper', whiten=True),
     'st_ppo': Variant('token_gae', 'turn', divisor='paper', whiten=True),
-    # ours, docs/study.md: the applied step times ||g|| / (||g|| + ||C||)
+    # This project's, docs/study.md. The applied step is multiplied by ||g|| / (||g|| + ||C||).
     'rs_ppo': Variant('token_gae', 'token', divisor='relative', divide='step', whiten=True),
     # Shao et al., arXiv 2402.03300
     'grpo': Variant('group_zscore', 'token', **KL_IN_LOSS),
-    # arXiv 2511.20718v2
+    # Li et al., arXiv 2511.20718v2
     'so_grpo': Variant('group_zscore', 'turn', divisor='paper', **KL_IN_LOSS),
-    # Zheng et al., arXiv 2507.18071: ratios of whole sequences are near 1, hence the narrow clip
+    # Zheng et al., arXiv 2507.18071. Ratios of whole sequences are near 1, hence the narrow clip.
     'gspo': Variant('group_zscore', 'sequence', clip_low=3e-4, clip_high=4e-4, **KL_IN_LOSS),
     # Ahmadian et al., arXiv 2402.14740
     'rloo': Variant('leave_one_out', 'none'),
-    # Liu et al., arXiv 2503.20783: neither the group's spread nor an episode's length divides
+    # Liu et al., arXiv 2503.20783. Neither the group's spread nor an episode's length divides.
     'dr_grpo': Variant('group_centred', 'token', aggregation='seq-mean-token-sum-norm'),
-    # MiniMax, arXiv 2506.13585: bounds the weight from above and keeps every gradient
+    # MiniMax, arXiv 2506.13585. Bounds the weight from above and keeps every gradient.
     'cispo': Variant(
         'group_zscore',
         'token',
@@ -151,13 +206,14 @@ VARIANTS = {
         aggregation='token-mean',
         **KL_IN_LOSS,
     ),
-    # arXiv 2602.04879; bounds of the total variation as in verl's example
+    # arXiv 2602.04879. The bounds of the total variation are those of verl's example.
     'dppo': Variant(
         'group_zscore', 'token', 'dppo_tv', clip_low=0.15, clip_high=0.15, **KL_IN_LOSS
     ),
-    # Hu, arXiv 2501.03262: returns of tokens, whitened over the batch; and with a group's baseline
+    # Hu, arXiv 2501.03262. Returns of tokens, whitened over the batch, without and with a group's
+    # baseline.
     'reinforce_pp': Variant('token_returns', 'token', whiten=True),
     'reinforce_pp_baseline': Variant('group_centred', 'token', whiten=True),
-    # Liu et al. (GEM), arXiv 2510.01051: return to go per turn, normalised over the batch
+    # Liu et al. (GEM), arXiv 2510.01051. Return to go of each turn, normalised over the batch.
     'reinforce': Variant('turn_returns', 'none'),
 }

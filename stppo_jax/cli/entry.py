@@ -39,8 +39,8 @@ from ml_collections import config_flags
 
 from stppo_jax import config as schema
 from stppo_jax import types
-from stppo_jax.cli import of_run
 from stppo_jax.cli import parsing
+from stppo_jax.cli import saved_config
 from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import report
 
@@ -216,7 +216,7 @@ def _run() -> int | None:
   """Runs the mode that the flags name; returns the exit code."""
   _quiet_libraries()
   file = config_flags.get_config_filename(flags.FLAGS['config'])
-  if file.partition(':')[0] == of_run.__file__:
+  if file.partition(':')[0] == saved_config.__file__:
     logging.info('the settings are those of %s/config.json', _WORKDIR.value)
   elif file.startswith(parsing.HOME) and file != parsing.DEFAULT:
     logging.info('config file: %s', file)

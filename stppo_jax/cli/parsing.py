@@ -20,7 +20,7 @@ from stppo_jax import plugins
 from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
-from stppo_jax.cli import of_run
+from stppo_jax.cli import saved_config
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _SHIPPED = os.path.join(_PACKAGE, 'shipped')  # in a wheel; in a clone experiments/ is at the root
@@ -61,13 +61,14 @@ def parse(argv: list[str], usage: str, own_flags: list[str]) -> list[str]:
 def _read(program: str, arguments: list[str]) -> schema.Config:
   """Parses the flags; returns the config that they name and change."""
   try:
-    arguments, options = _take_options(_with_shipped_experiment(arguments))
+    arguments = _with_current_names(_with_shipped_experiment(arguments))
+    arguments, options = _take_options(arguments)
     arguments, unset = _take_nones(arguments)
     _check_arguments(arguments)
     # Defined here and not at import: the definition reads the overrides and may reject them.
     config_flags.DEFINE_config_file(
         'config',
-        of_run.named(arguments) or DEFAULT,
+        saved_config.find(arguments) or DEFAULT,
         'experiment file, or FILE:smoke for its smallest form',
         sys_argv=[program, *arguments],
     )
@@ -95,8 +96,11 @@ def _read(program: str, arguments: list[str]) -> schema.Config:
     if has_own_source and 'config.data.datasets' not in flags.FLAGS:
       config.data.datasets = ()  # the experiment's are those of its own source
     file, _, workdir = config_flags.get_config_filename(flags.FLAGS['config']).partition(':')
-    if file == of_run.__file__ and not TRUST.value:
-      of_run.check_trust(workdir, config, options)
+    if file == saved_config.__file__ and not TRUST.value:
+      overridden = {
+          name.removeprefix('config.') for name in flags.FLAGS if flags.FLAGS[name].present
+      }
+      saved_config.check_trust(workdir, config, overridden, options)
     return config
   except (flags.Error, types.UserError) as error:
     lines = str(error).splitlines()  # the lines in between may be a traceback
@@ -156,7 +160,7 @@ def _section_help(section: str, config: schema.Config) -> str:
   """Returns the text of --help=SECTION: its settings as this command line sets them."""
   defaults = {path: value for path, _, value in validation.fields(schema.Config())}
   of_objective = section.partition('.')[0] == 'algorithm'
-  names, row, own = _objective(config) if of_objective else ({}, {}, {})
+  row, own = _objective(config) if of_objective else ({}, {})
   lines = []
   for path, rules, value in validation.fields(config):
     if path != section and not path.startswith(section + '.'):
@@ -166,7 +170,7 @@ def _section_help(section: str, config: schema.Config) -> str:
       line += f'  ({config.algorithm.variant}: {row[path]!r})'
     elif value != defaults[path]:
       line += f'  (default {defaults[path]!r})'
-    allowed = rules.allowed or rules.items or names.get(path, ())
+    allowed = rules.allowed or rules.items
     either = [*map(str, allowed), *(['module:attribute'] if rules.plugin else [])]
     line += f'\n    {rules.meaning}'
     lines.append(line + (f'\n    [{" | ".join(either)}]' if either else ''))
@@ -176,17 +180,15 @@ def _section_help(section: str, config: schema.Config) -> str:
   return '\n'.join(lines)
 
 
-def _objective(config: schema.Config) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-  """Returns the names that columns may have; the variant's columns; and the fields it adds."""
+def _objective(config: schema.Config) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Returns the variant's values by their paths, and the fields that a custom variant adds."""
   variant = plugins.load('algorithm.variant', config.algorithm.variant, variants.VARIANTS)
-  names = variants.BUILT_IN | {'variant': tuple(variants.VARIANTS)}
-  found = variant.described() if isinstance(variant, variants.Variant) else {}
-  columns = {field.name for field in dataclasses.fields(variants.Variant)}
-  return (
-      {f'algorithm.{name}': allowed for name, allowed in names.items()},
-      {f'algorithm.{name}': value for name, value in found.items() if name in columns},
-      {name: value for name, value in found.items() if name not in columns},
-  )
+  if not isinstance(variant, variants.Variant):
+    return {}, {}
+  values = variant.described()
+  names = [field.name for field in dataclasses.fields(variants.Variant)]
+  row = {f'algorithm.{name}': values.pop(name) for name in names}
+  return row, values
 
 
 def _with_shipped_experiment(arguments: list[str]) -> list[str]:
@@ -204,6 +206,17 @@ def _with_shipped_experiment(arguments: list[str]) -> list[str]:
       else argument
       for before, argument in zip(['', *arguments], arguments)
   ]
+
+
+def _with_current_names(arguments: list[str]) -> list[str]:
+  """Replaces old names of settings in --config.PATH=VALUE."""
+  current = []
+  for argument in arguments:
+    if match := re.fullmatch(r'(--?config\.)([^=]+)(.*)', argument, re.DOTALL):
+      prefix, path, rest = match.groups()
+      argument = prefix + schema.current_name(path) + rest
+    current.append(argument)
+  return current
 
 
 def _take_options(arguments: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:

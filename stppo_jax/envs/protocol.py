@@ -33,7 +33,7 @@ names; a role that has not moved yet has none. `metrics` are those of every role
 episode of all.
 
 The constructor is called with the task, then by keyword with all of `config.env.options`, and with
-those of `retriever`, `top_k`, `max_turns`, `prompt`, `reward` and, where config.env.tools names
+those of `retriever`, `top_k`, `max_searches` (or `max_turns`), `prompt`, `reward` and, where config.env.tools names
 some, `tools` for which it has a parameter of that name. Options win over these.
 """
 

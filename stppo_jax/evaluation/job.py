@@ -159,7 +159,7 @@ def _settings(config, player: player_lib.Player) -> dict[str, Any]:
   settings = {
       path: value
       for path, rules, value in validation.fields(config)
-      if path.split('.')[0] in results_lib.SCORED_BY and not rules.may_change
+      if path.split('.')[0] in results_lib.SCORED_BY and not rules.resume_safe
   }
   questions = json.dumps([dataclasses.asdict(task) for task in player.tasks])
   return {

@@ -92,7 +92,7 @@ def _check_trained(config, workdir):
         f'--workdir={workdir!r} was trained with another config, whose checkpoint does not fit: '
         f'{", ".join(wrong)}. Give the --config that it was trained by, or none beside --workdir'
     )
-  free = {path for path, rules, _ in validation.fields(config) if rules.may_change}
+  free = {path for path, rules, _ in validation.fields(config) if rules.resume_safe}
   others = [
       text
       for name, text in differences.items()

@@ -37,7 +37,7 @@ _HIGHLIGHTS = (  # of the config, in the order in which the page shows them
     'algorithm.clip_low algorithm.clip_high algorithm.gamma algorithm.lam algorithm.kl_in '
     'algorithm.kl_coef algorithm.entropy_coef model.folder model.critic actor.lr critic.lr '
     'train.updates train.episodes train.mini_batch train.epochs rollout.group_size '
-    'rollout.temperature rollout.top_p data.source env.kind env.prompt env.max_turns env.reward '
+    'rollout.temperature rollout.top_p data.source env.kind env.prompt env.max_searches env.reward '
     'retriever.kind retriever.top_k seed'
 ).split()
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from absl import logging
 
+from stppo_jax import config as config_lib
 from stppo_jax.monitoring import metrics
 from stppo_jax.types import UserError
 
@@ -194,7 +195,7 @@ def read_config(workdir: str) -> dict[str, Any]:
     raise UserError(
         f'{path} cannot be read ({error}): restore it, or give another --workdir'
     ) from error
-  return config
+  return config_lib.with_current_names(config)
 
 
 def differences(workdir: str, config: Mapping[str, Any]) -> dict[str, str]:

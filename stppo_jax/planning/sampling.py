@@ -33,7 +33,7 @@ def programs(plan: Any, params: Any) -> tuple[tuple, ...]:
   other_groups = cache * (sampler.num_groups - 1) // sampler.num_groups
   others_and_policy = others + held['policy']
   observation_chunks = -(-lengths.max_observation // chunk)
-  chunks = -(-lengths.max_prompt // chunk) + config.env.max_turns * observation_chunks
+  chunks = -(-lengths.max_prompt // chunk) + config.env.max_searches * observation_chunks
   return (
       (
           'copy',
@@ -73,7 +73,7 @@ def programs(plan: Any, params: Any) -> tuple[tuple, ...]:
 def tokens_per_episode(config: schema.Config) -> int:
   """Returns the number of tokens that an episode samples, at most."""
   rollout = config.rollout
-  return min((config.env.max_turns + 1) * rollout.max_turn, rollout.max_total)
+  return min((config.env.max_searches + 1) * rollout.max_turn, rollout.max_total)
 
 
 def _sampling_mesh(plan):

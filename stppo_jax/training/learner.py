@@ -320,7 +320,7 @@ def make_spec(
       temperature=config.rollout.temperature,
       logp_chunk=config.model.logp_chunk or None,
       critic_warmup=train.critic_warmup * steps_per_update,
-      num_logged_turns=config.env.max_turns + 1,
+      num_logged_turns=config.env.max_searches + 1,
       actor_clip=config.actor.grad_clip,
       critic_clip=config.critic.grad_clip,
       routing_replay=config.rollout.routing_replay if model.num_experts else 'none',

@@ -94,7 +94,7 @@ def claim(config: schema.Config, variant: variants.Variant, workdir: str) -> Non
       workdirs.claim,
       workdir,
       dataclasses.asdict(config),
-      validation.may_change(config, validation.has_critic(config, variant)),
+      validation.changeable_on_resume(config, validation.has_critic(config, variant)),
       digests,
       objective,
       config.train.accept_changed_plugins,

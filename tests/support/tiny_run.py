@@ -83,7 +83,7 @@ def make_config(folder: str, **values: Any) -> schema.Config:
   config = schema.Config()
   config.name = 'tiny_run'
   config.data = schema.Data(source=os.path.join(folder, 'knowledge'))
-  config.env = schema.Env(prompt='short', max_turns=2)
+  config.env = schema.Env(prompt='short', max_searches=2)
   config.retriever.top_k = 1
   config.model = schema.Model(
       folder=os.path.join(folder, 'model'),
