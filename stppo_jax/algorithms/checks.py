@@ -41,7 +41,8 @@ def _check_advantage(function, variant, group_size):
   if wrong or estimator.needs_critic:
     return wrong
   try:
-    jax.eval_shape(estimate, dataclasses.replace(batch, old_values=None))
+    without_values = dataclasses.replace(batch, old_values=None)  # type: ignore[arg-type]
+    jax.eval_shape(estimate, without_values)
   except Exception:  # the function needs the values
     return (
         'it reads old_values, and no critic is trained for it: set its attribute '

@@ -1,9 +1,9 @@
 """Filters: which of the agent's tokens the policy's loss counts, and with which weight.
 
 A batch and a variant come in, and `loss_mask` and `is_weights` of the batch come out. A dropped
-token is neither in the sums nor in the denominators of policy loss, entropy and KL. Choice: it stays
-in the ratio of its turn, in the group's baseline and in the critic's loss, because it is still a
-valid observation of the environment.
+token is neither in the sums nor in the denominators of policy loss, entropy and KL. Choice: it
+stays in the ratio of its turn, in the group's baseline and in the critic's loss, because it is
+still a valid observation of the environment.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ def apply(batch: TurnBatch, variant: Variant) -> TurnBatch:
   """Returns the batch with `loss_mask` and `is_weights` [B,T]; None where nothing changes."""
   weights = None
   if variant.rollout_is != 'none':
+    assert batch.behaviour_logp is not None
     weights = off_policy.truncated_weights(
         batch.old_logp,
         batch.behaviour_logp,
@@ -48,11 +49,13 @@ def loss_mask(batch: TurnBatch, variant: Variant) -> jax.Array | None:
   """
   conditions = []
   if variant.mask_truncated:
+    assert batch.truncated is not None
     conditions.append(batch.truncated[:, None] == 0)
   if variant.mask_zero_advantage:
     has_advantage = (batch.advantages != 0) & (batch.action_mask > 0)
     conditions.append(has_advantage.any(axis=1, keepdims=True))
   if variant.rollout_rs != 'none':
+    assert batch.behaviour_logp is not None
     accepted = off_policy.accepted(
         batch.old_logp,
         batch.behaviour_logp,
