@@ -3,27 +3,28 @@
   python -m research.study --config=research/study_stability.py --workdir=runs/study
   python -m research.study --config=research/study_stability.py:quick --workdir=runs/quick
 
-The first has two instruments: the ordinary run with the embedded model, and the mechanism of
-study_mechanism.py. The second repeats a quarter of it in about an hour on two cores, and prints its
-results beside the published ones. What is measured was fixed before the runs, in
-docs/study_protocol.md; results are in research/results, the page is docs/study.md.
+The first command runs what has no committed result: ordinary runs with the embedded model, and the
+toy task of study_toy.py. The second one repeats a quarter of it in about an hour on two cores, and
+prints its results next to the published ones. What is measured was fixed before the runs, in
+docs/study_protocol.md. Results are in research/results. The page is docs/study.md, which
+`python -m research.page --config=research/study_stability.py` writes.
 """
 
 from experiments import st_ppo_tiny
-from research import study_mechanism
+from research import study_toy
 from research.study import grid
 from stppo_jax import validation
 from stppo_jax.types import UserError
 
-RESULTS = study_mechanism.RESULTS
-# Regimes: how far a policy moves from the one that sampled, by the knobs that move it.
-REGIMES = {
+RESULTS = study_toy.RESULTS
+# How far a policy moves from the policy that sampled.
+CONDITIONS = {
     'calm': {'actor.lr': 2e-4},
     'harsh': {'actor.lr': 6e-4},
     'stale': {'actor.lr': 2e-4, 'pipeline.staleness': 8},  # calm, on batches of an older policy
 }
-# Controls at a lower rate: for token PPO the one that should give it a divided cell's mean step.
-TOKEN, ST_PPO = study_mechanism.TOKEN, {'algorithm.variant': 'st_ppo'}
+# Controls at a lower rate: for token PPO the one that should give it a divided method's mean step.
+TOKEN, ST_PPO = study_toy.TOKEN, {'algorithm.variant': 'st_ppo'}
 LOWER_RATE = {
     'calm': {
         'ppo+step_of.relative.step': TOKEN | {'actor.lr': 1e-4},
@@ -34,7 +35,7 @@ LOWER_RATE = {
         'st_ppo+lr.0.00024': ST_PPO | {'actor.lr': 2.4e-4},
     },
 }
-OF_STALE = ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'ppo+relative.step')
+PAPER_AND_OURS = ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'ppo+relative.step')
 # A larger model, of 5.1 M parameters; scripts/sft_tiny.py says how it was made.
 # Its critic is the embedded model, as in the other grids. A run costs four times as much, hence
 # fewer updates, and ||C|| only where it divides.
@@ -44,10 +45,9 @@ LARGER = {
     'train.updates': 12,
     'algorithm.log_bias': False,
 }
-OF_LARGER = ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'ppo+relative.step')
 # At one rate Adam's step grows as the root of the number of parameters. The second rate is calm's
 # times the root of .9/5.1, so that the step is as long as the embedded model's in calm.
-REGIMES_OF_LARGER = {'calm': REGIMES['calm'], 'calm_step': {'actor.lr': 8.4e-5}}
+LARGER_CONDITIONS = {'calm': CONDITIONS['calm'], 'calm_step': {'actor.lr': 8.4e-5}}
 
 # The default run: each rule at each rate on two seeds, then five other seeds at its best rate.
 RULES = ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'rs_ppo')
@@ -57,8 +57,8 @@ BEST_RATES = {'ppo': 1e-4, 'turn_ppo': 5e-5, 's_ppo': 1e-4, 'st_ppo': 5e-5, 'rs_
 
 
 def get_config(mode=''):
-  if mode not in ('', 'quick', 'smoke', 'open'):
-    raise UserError(f'{mode!r} is not a form of this study: give :quick, :open, :smoke, or nothing')
+  if mode not in ('', 'quick', 'smoke'):
+    raise UserError(f'{mode!r} is not a form of this study: give :quick, :smoke, or nothing')
   config = st_ppo_tiny.base()
   config.name = 'study_stability'
   config.actor.final_lr = 1.0  # a constant rate: no decay hides a collapse
@@ -80,43 +80,46 @@ def get_config(mode=''):
 
 
 def get_study(mode=''):
-  of_mechanism = study_mechanism.get_study(mode).grids
-  cells = study_mechanism.divided_cells(
+  toy_grids = study_toy.get_study(mode).grids
+  methods = study_toy.divided_methods(
       divisors=('paper', 'relative'), orders=('before_clip', 'step')
   )
   if mode == 'smoke':
-    chosen = {name: cells[name] for name in ('ppo', 'st_ppo')}
-    return grid.Study({'system': grid.Grid(chosen, seeds=(0,))} | of_mechanism)
+    chosen = {name: methods[name] for name in ('ppo', 'st_ppo')}
+    return grid.Study({'system': grid.Grid(chosen, seeds=(0,))} | toy_grids)
   if mode == 'quick':
-    chosen = {name: cells[name] for name in ('ppo', 'turn_ppo', 'st_ppo', 'ppo+relative.step')}
-    harsh = grid.Grid(chosen, _regime('harsh'), seeds=(0, 1, 2))
-    return grid.Study({'system_harsh': harsh} | of_mechanism, published=RESULTS)
+    chosen = {name: methods[name] for name in ('ppo', 'turn_ppo', 'st_ppo', 'ppo+relative.step')}
+    harsh = grid.Grid(chosen, _condition('harsh'), seeds=(0, 1, 2))
+    return grid.Study({'system_harsh': harsh} | toy_grids, published=RESULTS)
   rates = {f'lr.{rate:g}': {'actor.lr': rate} for rate in RATES}
-  rules = {rule: default_cell(rule) for rule in RULES}
-  if mode == 'open':  # not in the page before all of their runs are made
-    clips = {
-        f'ppo+clip.{bound}': rules['ppo']
-        | {'algorithm.clip_low': bound, 'algorithm.clip_high': bound}
-        for bound in (0.4, 0.8)
-    }
-    middle = {'lr.0.0001': rates['lr.0.0001']}
-    grids = {
-        'system_stale': grid.Grid(_of_stale(cells), _regime('stale')),
-        'default_clip': grid.Grid(
-            clips, middle, default_run(), seeds=SEARCH_SEEDS, baseline='ppo+clip.0.4'
-        ),
-    }
-    return grid.Study(grids, results=RESULTS)
+  rules = {rule: default_method(rule) for rule in RULES}
   grids = {
-      f'system_{name}': grid.Grid(cells | lower, _regime(name))
+      f'system_{name}': grid.Grid(methods | lower, _condition(name), drawn=study_toy.DRAWN)
       for name, lower in LOWER_RATE.items()
   }
-  chosen = {name: cells[name] for name in OF_LARGER}
-  grids['system_5m'] = grid.Grid(chosen, REGIMES_OF_LARGER, LARGER)
-  grids['default_search'] = grid.Grid(rules, rates, default_run(), seeds=SEARCH_SEEDS)
+  chosen = {name: methods[name] for name in PAPER_AND_OURS}
+  grids['system_5m'] = grid.Grid(chosen, LARGER_CONDITIONS, LARGER)
+  grids['default_search'] = grid.Grid(rules, rates, default_run(), seeds=SEARCH_SEEDS, drawn=())
   at_best = {rule: rules[rule] | {'actor.lr': rate} for rule, rate in BEST_RATES.items()}
   grids['default_run'] = grid.Grid(at_best, {'best_rate': {}}, default_run())
-  return grid.Study(grids | of_mechanism, results=RESULTS, page='docs', claims='research/claims.md')
+  # These grids are not on the page before all of their runs are made.
+  grids['system_stale'] = grid.Grid(_stale_methods(methods), _condition('stale'), on_page=False)
+  clips = {
+      f'ppo+clip.{bound}': rules['ppo']
+      | {'algorithm.clip_low': bound, 'algorithm.clip_high': bound}
+      for bound in (0.4, 0.8)
+  }
+  grids['default_clip'] = grid.Grid(
+      clips,
+      {'lr.0.0001': rates['lr.0.0001']},
+      default_run(),
+      seeds=SEARCH_SEEDS,
+      baseline='ppo+clip.0.4',
+      on_page=False,
+  )
+  return grid.Study(
+      grids | toy_grids, results=RESULTS, page='docs', template='research/template.md'
+  )
 
 
 def default_run():
@@ -130,20 +133,22 @@ def default_run():
   }
 
 
-def default_cell(rule):
+def default_method(rule):
   """Returns the overrides of a rule. ||C|| is measured only where the rule divides by it."""
   return {'algorithm.variant': rule, 'algorithm.log_bias': rule not in ('ppo', 'turn_ppo')}
 
 
-def _of_stale(cells):
+def _stale_methods(methods):
   """Returns the paper's rows, from either's log-probs, our step and the control of a lower rate."""
   lower = 'ppo+step_of.relative.step'
-  corrections = study_mechanism.of_staleness()
+  corrections = study_toy.of_staleness()
   from_sampler = {name: corrections[name] for name in corrections if name.endswith('+sampler')}
   return (
-      {name: cells[name] for name in OF_STALE} | {lower: LOWER_RATE['calm'][lower]} | from_sampler
+      {name: methods[name] for name in PAPER_AND_OURS}
+      | {lower: LOWER_RATE['calm'][lower]}
+      | from_sampler
   )
 
 
-def _regime(name):
-  return {name: REGIMES[name]}
+def _condition(name):
+  return {name: CONDITIONS[name]}

@@ -1,4 +1,4 @@
-"""Writes the page of a study from its results alone.
+"""Writes the page of a study from its results.
 
 python -m research.page --config=research/study_stability.py
 """
@@ -6,18 +6,18 @@ python -m research.page --config=research/study_stability.py
 import argparse
 import sys
 
-from research.study import command
+from research.page import build
 from stppo_jax.types import UserError
 
 
 def main() -> int:
   """Reads the command line and writes the page."""
-  parser = argparse.ArgumentParser(prog='python -m research.page', description=__doc__)
+  parser = argparse.ArgumentParser(prog='python -m research.page')
   parser.add_argument('--config', required=True, help='FILE or FILE:MODE with a get_study function')
   parser.add_argument('--workdir', default='', help='folder of a study that names no other')
   args = parser.parse_args()
   try:
-    print(command.write_page(args.config, args.workdir))
+    print(build.write_page(args.config, args.workdir))
   except UserError as error:
     print(f'{parser.prog}: {error}', file=sys.stderr)
     return 2

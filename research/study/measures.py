@@ -138,20 +138,6 @@ def spikes(norms: np.ndarray) -> float:
   return count / len(norms)
 
 
-def trend(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
-  """Returns (intercept, slope, R^2) of the least-squares line through finite points."""
-  x, y = np.asarray(x, float), np.asarray(y, float)
-  kept = np.isfinite(x) & np.isfinite(y)
-  x, y = x[kept], y[kept]
-  if len(x) < 2 or np.ptp(x) == 0:
-    return _mean(y), 0.0, np.nan
-  slope = float(np.sum((x - x.mean()) * (y - y.mean())) / np.sum(np.square(x - x.mean())))
-  intercept = float(y.mean() - slope * x.mean())
-  total = np.sum(np.square(y - y.mean()))
-  left = np.sum(np.square(y - intercept - slope * x))
-  return intercept, slope, float(1 - left / total) if total > 0 else np.nan
-
-
 def _mean(x):
   return _reduce(np.nanmean, x)
 
@@ -175,3 +161,6 @@ def _positive(x):
 def _share(hits, of):
   finite = np.isfinite(of)
   return float(hits[finite].mean()) if finite.any() else np.nan
+
+
+NAMES = tuple(of_run(np.zeros(1), {}))

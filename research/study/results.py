@@ -1,9 +1,9 @@
-"""The results of a study: small records of finished runs, a JSON line each, to be committed.
+"""The results of a study: one JSON line per finished run, to be committed.
 
-A finished run's metrics in; FOLDER/GRID.jsonl out, one line per run, or per cell of the mechanism.
-Numbers have four significant digits, and long series are thinned, so that a study takes some
-hundred kilobytes and its page can be built from them alone. Lines are appended as runs end. If a
-run has several lines, the last one that agrees with the grid counts.
+FOLDER/GRID.jsonl has a line per run of the system, or per method of the toy task. Numbers have four
+significant digits, and long series are thinned, so that a study takes some hundred kilobytes and
+its page can be built from them alone. Lines are appended as runs end. If a run has several lines,
+the last one that agrees with the grid counts.
 """
 
 from collections.abc import Iterable
@@ -13,24 +13,26 @@ import importlib.metadata
 import json
 import math
 import os
+import pathlib
 import platform
 import subprocess
 from typing import Any
 
 import numpy as np
 
-from research.study import grid as grids
+from research.study import grid as grid_lib
 from research.study import measures
 from stppo_jax.evaluation import statistics
 from stppo_jax.types import UserError
 
-MAX_POINTS = 64  # per series of a run
-_SKIPPED = 'mechanism/nonfinite'  # steps in a row
-MAX_POINTS_OF_MANY = 24  # per series of a cell of the mechanism, which has many seeds
-_LISTED = ('name', 'grid', 'regime', 'cell', 'instrument', 'seeds', 'digest', 'status')
+MAX_POINTS = 64  # per series of a run of the system
+MAX_POINTS_TOY = 24  # per series of a method of the toy task, which has many seeds
+_SKIPPED = 'toy/nonfinite'  # skipped steps in a row
+_OLD_KEYS = {'regime': 'condition', 'cell': 'method', 'instrument': 'task'}
+_REQUIRED = ('name', 'grid', 'condition', 'method', 'task', 'seeds', 'digest', 'status')
 
 
-def finished(job: grids.Job, rows: Sequence[Mapping[str, Any]]) -> str:
+def finished(job: grid_lib.Job, rows: Sequence[Mapping[str, Any]]) -> str:
   """Returns 'done' or 'nonfinite' for the metrics of a run that has ended for good, else ''."""
   if not rows:
     return ''
@@ -39,45 +41,44 @@ def finished(job: grids.Job, rows: Sequence[Mapping[str, Any]]) -> str:
     return 'nonfinite'
   if {'stppo/step_norm', 'critic/step_norm'} & set(last.get('nonfinite', ())):
     return 'nonfinite'
-  scored = any(name.startswith('val-core/') for name in last)
-  return 'done' if last['step'] >= job.updates and scored else ''
+  is_scored = any(name.startswith('val-core/') for name in last)
+  return 'done' if last['step'] >= job.updates and is_scored else ''
 
 
-def of_run(
-    job: grids.Job, rows: Sequence[Mapping[str, Any]], cost: Mapping[str, float]
+def system_record(
+    job: grid_lib.Job, rows: Sequence[Mapping[str, Any]], cost: Mapping[str, float]
 ) -> dict[str, Any]:
   """Returns the record of a finished run of the system, from the lines of its metrics.jsonl."""
   status = finished(job, rows)
-  evaluated = [(row['step'], row[job.score]) for row in rows if row.get(job.score) is not None]
-  if not evaluated and status == 'done':
-    there = sorted({name for row in rows for name in row if name.startswith('val-core/all/')})
+  evaluations = [row for row in rows if row.get(job.score) is not None]
+  if not evaluations and status == 'done':
+    available = sorted({name for row in rows for name in row if name.startswith('val-core/all/')})
     raise UserError(
         f'{job.name} has no metric {job.score!r}: set score of the grid {job.grid!r} to one of '
-        f'{", ".join(there)}'
+        f'{", ".join(available)}'
     )
   updates = [row for row in rows if row['step'] > 0]
-  steps = [row['step'] for row in updates]
-  series = {
-      name: np.array([_number(row.get(metric)) for row in updates])
-      for name, metric in measures.SERIES.items()
-      if any(metric in row for row in updates)
-  }
-  scores = np.array([score for _, score in evaluated], float)
-  chosen = _thinned(len(steps), MAX_POINTS)
-  has_died, when = status == 'nonfinite', [step for step, _ in evaluated]
+  series = {}
+  for name, metric in measures.SERIES.items():
+    if any(metric in row for row in updates):
+      series[name] = np.array([row.get(metric) for row in updates], float)
+  scores = np.array([row[job.score] for row in evaluations], float)
+  score_steps = [row['step'] for row in evaluations]
+  has_died = status == 'nonfinite'
   end = job.updates if has_died else None
+  chosen = _thinned(len(updates), MAX_POINTS)
   return _heading(job, status, cost) | {
-      'measures': _tidy(measures.of_run(scores, series, has_died, when, end)),
-      'score': {'steps': when, 'values': _tidy(scores.tolist())},
-      'steps': [steps[i] for i in chosen],
-      'series': {name: _tidy([float(x[i]) for i in chosen]) for name, x in series.items()},
+      'measures': _rounded(measures.of_run(scores, series, has_died, score_steps, end)),
+      'score': {'steps': score_steps, 'values': _rounded(scores.tolist())},
+      'steps': [updates[i]['step'] for i in chosen],
+      'series': {name: _rounded(x[chosen].tolist()) for name, x in series.items()},
   }
 
 
-def of_cell(
-    job: grids.Job, metrics: Mapping[str, np.ndarray], cost: Mapping[str, float]
+def toy_record(
+    job: grid_lib.Job, metrics: Mapping[str, np.ndarray], cost: Mapping[str, float]
 ) -> dict[str, Any]:
-  """Returns the record of a cell of the mechanism, from arrays [seeds, updates].
+  """Returns the record of a method of the toy task, from arrays [seeds, updates].
 
   Scores are kept per seed, other series as their interquartile mean and 10% and 90% quantiles.
   """
@@ -87,42 +88,36 @@ def of_cell(
       for name, metric in measures.SERIES.items()
       if metric in metrics
   }
-  dead = ~np.isfinite(score)
+  is_dead = ~np.isfinite(score)
   if _SKIPPED in metrics:
-    dead[:, 1:] |= np.asarray(metrics[_SKIPPED]) >= job.max_nonfinite
-  dead = np.logical_or.accumulate(dead, axis=1)
-  alive_score = np.where(dead, 0, score)  # the rest of a dead run counts as 0
-  nonfinite = dead[:, -1]
-  per_seed = [
-      measures.of_run(
-          alive_score[i], {name: x[i] for name, x in series.items()}, bool(nonfinite[i])
-      )
-      for i in range(len(score))
-  ]
-  of_scores = _thinned(score.shape[1], MAX_POINTS_OF_MANY)
-  some = next(iter(series.values()), score)
-  chosen = _thinned(some.shape[1], MAX_POINTS_OF_MANY)
+    is_dead[:, 1:] |= np.asarray(metrics[_SKIPPED]) >= job.max_nonfinite
+  is_dead = np.logical_or.accumulate(is_dead, axis=1)
+  alive_score = np.where(is_dead, 0, score)  # The rest of a dead run counts as 0.
+  per_seed = []
+  for i, has_died in enumerate(is_dead[:, -1]):
+    seed_series = {name: x[i] for name, x in series.items()}
+    per_seed.append(measures.of_run(alive_score[i], seed_series, bool(has_died)))
+  score_columns = _thinned(score.shape[1], MAX_POINTS_TOY)
+  any_series = next(iter(series.values()), score)
+  chosen = _thinned(any_series.shape[1], MAX_POINTS_TOY)
   bands = {}
   for name, x in series.items():
     columns = [x[:, i][np.isfinite(x[:, i])] for i in chosen]
     bands[name] = {
-        'iqm': _tidy([float(statistics.iqm(column)) for column in columns]),
-        'low': _tidy([_quantile(column, 0.1) for column in columns]),
-        'high': _tidy([_quantile(column, 0.9) for column in columns]),
+        'iqm': _rounded([float(statistics.iqm(column)) for column in columns]),
+        'low': _rounded([_quantile(column, 0.1) for column in columns]),
+        'high': _rounded([_quantile(column, 0.9) for column in columns]),
     }
   return _heading(job, 'done', cost) | {
-      'measures': {name: _tidy([one[name] for one in per_seed]) for name in per_seed[0]},
-      'score': {
-          'steps': list(of_scores),
-          'values': [[_tidy(float(row[i]), 3) for i in of_scores] for row in score],
-      },
+      'measures': {name: _rounded([one[name] for one in per_seed]) for name in per_seed[0]},
+      'score': {'steps': score_columns, 'values': _rounded(score[:, score_columns].tolist(), 3)},
       'steps': [i + 1 for i in chosen],
       'series': bands,
   }
 
 
 def folder(results: str, workdir: str) -> str:
-  """Returns where the results of a study in `workdir` are kept."""
+  """Returns the folder of the results of a study in `workdir`."""
   return results or os.path.join(workdir, 'results')
 
 
@@ -137,27 +132,26 @@ def append(folder: str, record: Mapping[str, Any]) -> None:
 
 
 def read(folder: str) -> list[dict[str, Any]]:
-  """Returns the records of all files in `folder`, oldest first; a torn line is left out."""
-  found = []
-  names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-  for name in (name for name in names if name.endswith('.jsonl')):
-    with open(os.path.join(folder, name), encoding='utf-8') as file:
-      for line in file:
-        try:
-          record = json.loads(line)
-          found.append({key: record[key] for key in _LISTED} | record)
-        except (ValueError, KeyError, TypeError):
-          continue
-  return found
+  """Returns the records of all files in `folder`, oldest first, without torn lines."""
+  records = []
+  for path in sorted(pathlib.Path(folder).glob('*.jsonl')):
+    for line in path.read_text(encoding='utf-8').splitlines():
+      try:
+        record = _renamed(json.loads(line))
+      except ValueError:
+        continue
+      if all(key in record for key in _REQUIRED):
+        records.append(record)
+  return records
 
 
-def of_jobs(
-    jobs: Iterable[grids.Job], records: Iterable[dict[str, Any]]
+def planned(
+    jobs: Iterable[grid_lib.Job], records: Iterable[dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
   """Returns {name: newest record} of jobs, for the page.
 
-  A record belongs to a job if both have the same name and agree in every setting that both name.
-  So a rule that was run again at another rate has the runs of the rate that is planned now.
+  A record belongs to a job if both have the same name and agree in every setting that both name. So
+  if a method ran again at another rate, the page shows the runs of the rate that is planned now.
   """
   by_name = {job.name: job for job in jobs}
   newest = {}
@@ -169,46 +163,54 @@ def of_jobs(
 
 
 def unchanged(
-    jobs: Iterable[grids.Job], records: Iterable[dict[str, Any]]
+    jobs: Iterable[grid_lib.Job], records: Iterable[dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-  """Returns {name: newest record} of the jobs whose runs need not be repeated, for the runner."""
+  """Returns {name: newest record} of the jobs that the runner need not repeat."""
   newest = {(record['name'], record['digest']): record for record in records}
-  return {
-      job.name: newest[job.name, job.digest] for job in jobs if (job.name, job.digest) in newest
-  }
+  keys = [(job.name, job.digest) for job in jobs]
+  return {name: newest[name, digest] for name, digest in keys if (name, digest) in newest}
+
+
+def _renamed(record: dict[str, Any]) -> dict[str, Any]:
+  """Returns a record with the present names of its keys, grid and settings."""
+  record = {_OLD_KEYS.get(key, key): value for key, value in record.items()}
+  record['task'] = {'mechanism': 'toy'}.get(record['task'], record['task'])
+  for key in ('name', 'grid'):
+    record[key] = record[key].replace('mechanism_', 'toy_').replace('_knobs', '_sweep')
+  overrides = {}
+  for path, value in record['overrides'].items():
+    if isinstance(value, str):
+      value = grid_lib.NEW_FOLDERS.get(value, value)
+    overrides[grid_lib.NEW_NAMES.get(path, path)] = value
+  record['overrides'] = overrides
+  return record
 
 
 def _agree(recorded: Mapping[str, Any], planned: Mapping[str, Any]) -> bool:
-  """Whether two sets of overrides have the same values, as far as both have them."""
-  recorded = {grids.NEW_NAMES.get(path, path): value for path, value in recorded.items()}
+  """Whether two sets of overrides have the same values in the settings that both name."""
   common = recorded.keys() & planned.keys() - {'name'}
-  for path in common:
-    before = recorded[path]
-    if isinstance(before, str):
-      before = grids.NEW_FOLDERS.get(before, before)
-    if before != json.loads(json.dumps(planned[path])):
-      return False
-  return True
+  as_json = json.loads(json.dumps({path: planned[path] for path in common}))
+  return all(recorded[path] == as_json[path] for path in common)
 
 
-def _heading(job: grids.Job, status: str, cost: Mapping[str, float]) -> dict[str, Any]:
+def _heading(job: grid_lib.Job, status: str, cost: Mapping[str, float]) -> dict[str, Any]:
   return {
       'name': job.name,
       'grid': job.grid,
-      'regime': job.regime,
-      'cell': job.cell,
-      'instrument': job.instrument,
+      'condition': job.condition,
+      'method': job.method,
+      'task': job.task,
       'seeds': list(job.seeds),
       'digest': job.digest,
       'status': status,
       'overrides': dict(job.overrides),
-      'cost': _tidy({'core_s': cost.get('core_s', 0.0), 'wall_s': cost.get('wall_s', 0.0)}),
+      'cost': _rounded({'core_s': cost.get('core_s', 0.0), 'wall_s': cost.get('wall_s', 0.0)}),
       **origin(),
   }
 
 
 def origin() -> dict[str, str]:
-  """Returns the machine, the versions and the commit that numbers come from, if made now."""
+  """Returns the machine, the versions and the commit of this process."""
   versions = {'python': platform.python_version()}
   for package in ('jax', 'numpy'):
     versions[package] = importlib.metadata.version(package)
@@ -229,21 +231,22 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-  """Returns the commit of the package's clone, with + where files differ from it; '' without."""
-  folder = os.path.dirname(os.path.abspath(__file__))
+  """Returns the commit of the clone, with + if files differ from it; '' without git."""
+  root = str(pathlib.Path(__file__).parents[2])
 
   def git(*words):
-    command = ['git', '-C', folder, *words]
+    command = ['git', '-C', root, *words]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
   try:
     commit = git('rev-parse', '--short=10', 'HEAD')
     if commit.returncode:
       return ''
-    changed = git('status', '--porcelain', '--untracked-files=no', '--', '..')
+    changed = git('status', '--porcelain', '--untracked-files=no', 'stppo_jax', 'research/toy')
   except OSError:
     return ''
-  return commit.stdout.strip() + '+' * bool(changed.stdout.strip())
+  mark = '+' if changed.stdout.strip() else ''
+  return commit.stdout.strip() + mark
 
 
 def _thinned(length: int, most: int) -> list[int]:
@@ -253,18 +256,16 @@ def _thinned(length: int, most: int) -> list[int]:
   return sorted({round(i * (length - 1) / (most - 1)) for i in range(most)})
 
 
-def _number(value: Any) -> float:
-  return math.nan if value is None else float(value)
-
-
 def _quantile(x: np.ndarray, q: float) -> float:
   return float(np.quantile(x, q)) if len(x) else math.nan
 
 
-def _tidy(value: Any, digits: int = 4) -> Any:
-  """Rounds to significant digits; numbers that are not finite become null."""
+def _rounded(value: Any, digits: int = 4) -> Any:
+  """Rounds to significant digits. Numbers that are not finite become null."""
   if isinstance(value, float):
     return float(f'{value:.{digits}g}') if math.isfinite(value) else None
   if isinstance(value, dict):
-    return {key: _tidy(item, digits) for key, item in value.items()}
-  return [_tidy(item, digits) for item in value] if isinstance(value, (list, tuple)) else value
+    return {key: _rounded(item, digits) for key, item in value.items()}
+  if isinstance(value, (list, tuple)):
+    return [_rounded(item, digits) for item in value]
+  return value

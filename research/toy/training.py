@@ -1,13 +1,13 @@
-"""The mechanism: the algorithms on a small task, everything inside one compiled program.
+"""Trains a small policy on the toy task with the package's own update, in one compiled program.
 
 Overrides in, arrays [seeds, updates] out:
 
-  metrics = instrument.run({'algorithm.variant': 'st_ppo', 'train.epochs': 4}, num_seeds=64)
+  metrics = training.run({'algorithm.variant': 'st_ppo', 'train.epochs': 4}, num_seeds=64)
 
 An update does what `training.loop.train_on` does, in the same order and with the same functions:
 sample with an older policy, annotate, advantages and filters (`update.with_advantages`), optimizer
 steps (`update.take_step`). Only models, task and sampler are small: chain.py is the task, and the
-models are perceptrons over its window of features. Cells that differ only in numbers share a
+models are perceptrons over its window of features. Configs that differ only in numbers share a
 program.
 
 Choice: seeds are computed in blocks of a fixed size, so that a seed's numbers do not depend on how
@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from research.toy import cell as cells
-from research.toy import chain as chain_lib
+from research.toy import settings as toy_settings
+from research.toy import task
 from stppo_jax.algorithms import filters
 from stppo_jax.models import decoder
 from stppo_jax.training import diagnostics
@@ -36,8 +36,8 @@ from stppo_jax.training import update
 from stppo_jax.types import TurnBatch
 
 BLOCK = 16  # seeds computed at once
-# Metrics of a step that are kept, as means over the steps of an update; names as in metrics.jsonl.
-OF_STEPS = (
+# Metrics of a step that are kept, as means over the steps of an update, named as in metrics.jsonl.
+STEP_METRICS = (
     'actor/entropy',
     'actor/grad_norm',
     'actor/pg_clipfrac',
@@ -59,7 +59,7 @@ OF_STEPS = (
     'stppo/ratio_std_turn',
     'stppo/step_norm',
 )
-OF_UPDATES = (
+UPDATE_METRICS = (
     'critic/advantages/max',
     'critic/advantages/min',
     'critic/vf_explained_var',
@@ -70,42 +70,37 @@ OF_UPDATES = (
 )
 
 
-def check(settings: Mapping[str, Any]) -> None:
-  """Raises a UserError if the mechanism cannot run these overrides."""
-  cells.make(settings)
-
-
 def run(
-    settings: Mapping[str, Any] | cells.Cell, num_seeds: int = 64, first_seed: int = 0
+    settings: Mapping[str, Any] | toy_settings.ToyConfig, num_seeds: int = 64, first_seed: int = 0
 ) -> dict[str, np.ndarray]:
   """Trains one run per seed; returns metrics [seeds, updates].
 
-  Those of evaluation, `val-core/all/em` (greedy) and `mechanism/success` (sampled), are exact and
-  [seeds, updates + 1]: column n is after n updates. `mechanism/nonfinite` is the longest
+  Those of evaluation, `val-core/all/em` (greedy) and `toy/success` (sampled), are exact and
+  [seeds, updates + 1]: column n is after n updates. `toy/nonfinite` is the longest
   row of steps, until in this update, that were skipped because something was not finite.
   """
-  cell = settings if isinstance(settings, cells.Cell) else cells.make(settings)
-  structure, numbers = cells.split(cell)
+  config = settings if isinstance(settings, toy_settings.ToyConfig) else toy_settings.make(settings)
+  structure, numbers = toy_settings.split(config)
   blocks = []
   for block in range(-(-num_seeds // BLOCK)):
     first = first_seed + block * BLOCK
-    world, actor = warm_start(cell.warm, first)
+    world, actor = warm_start(config.warm, first)
     blocks.append(jax.device_get(_trained(structure, numbers, _seeds(first), world, actor)))
   return {name: np.concatenate([block[name] for block in blocks])[:num_seeds] for name in blocks[0]}
 
 
 @functools.lru_cache(maxsize=64)
-def warm_start(warm: cells.Warm, first_seed: int) -> tuple[chain_lib.World, Any]:
-  """Returns the tasks and first policies of a block of seeds; cells share them."""
+def warm_start(warm: toy_settings.WarmStart, first_seed: int) -> tuple[task.World, Any]:
+  """Returns the tasks and first policies of a block of seeds; configs share them."""
   seeds = _seeds(first_seed)
   drawn = [_drawn(warm, int(seed)) for seed in seeds]
-  world, params = jax.tree.map(lambda *of_seeds: np.stack(of_seeds), *drawn)
+  world, params = jax.tree.map(lambda *per_seed: np.stack(per_seed), *drawn)
   return world, _warmed(warm, seeds, world, params)
 
 
 def _drawn(warm, seed):
   """Returns the task of a seed and an untrained policy; on the host, as it compiles for long."""
-  world = chain_lib.make_world(warm.chain, seed, warm.reliability)
+  world = task.make_world(warm.chain, seed, warm.reliability)
   sizes = warm.chain.num_features, warm.hidden, warm.chain.vocabulary + 1
   return world, _untrained(np.random.default_rng((seed, 1)), *sizes)
 
@@ -121,7 +116,7 @@ def _warmed(warm, seeds, world, params):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _trained(structure, numbers, seeds, world, actor):
-  train = lambda *of_seed: _train(cells.join(structure, numbers), *of_seed)
+  train = lambda *per_seed: _train(toy_settings.join(structure, numbers), *per_seed)
   return jax.vmap(train)(seeds, world, actor)
 
 
@@ -159,14 +154,14 @@ def _warm(warm, seed, world, params):
   key = jax.random.fold_in(jax.random.key(seed), 0)
 
   def loss_of(params, chances):
-    questions = chain_lib.uniform_key(chain, chances[:num_rows])
-    shown = chain_lib.demonstrate(chain, world, chances[num_rows:], questions)
-    logp = _said(log_probs(params, chain_lib.features_of(chain, shown)), shown.said)
+    questions = task.uniform_key(chain, chances[:num_rows])
+    shown = task.demonstrate(chain, world, chances[num_rows:], questions)
+    logp = _token_logp(log_probs(params, task.features_of(chain, shown)), shown.tokens)
     return -jnp.sum(logp * shown.mask) / shown.mask.sum()
 
   def step(carry, n):
     params, state = carry
-    size = num_rows + chain_lib.num_chances(chain, num_rows)
+    size = num_rows + task.num_chances(chain, num_rows)
     chances = jax.random.uniform(jax.random.fold_in(key, n), (size,))
     updates, state = optimizer.update(jax.grad(loss_of)(params, chances), state, params)
     return (optax.apply_updates(params, updates), state), None
@@ -175,42 +170,42 @@ def _warm(warm, seed, world, params):
   return jax.lax.scan(step, first, jnp.arange(warm.steps))[0][0]
 
 
-def _said(scores, said):
-  """Returns the log-probs of what was said, of log-probs [..,V+1]."""
-  return jnp.take_along_axis(scores, said[..., None], axis=-1)[..., 0]
+def _token_logp(scores, tokens):
+  """Returns the log-probs of tokens, given those of the vocabulary [..,V+1]."""
+  return jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
 
 
-def _train(cell, seed, world, actor):
+def _train(config, seed, world, actor):
   """Trains a run; returns its metrics [updates]."""
-  spec = make_spec(cell)
+  spec = make_spec(config)
   # Choice: as in an ordinary run, the critic starts from the policy's layers, with a head of 0.
-  head = {'kernel': jnp.zeros((cell.warm.hidden, 1)), 'bias': jnp.zeros(1)}
+  head = {'kernel': jnp.zeros((config.warm.hidden, 1)), 'bias': jnp.zeros(1)}
   critic = dict(actor, last=head) if spec.critic is not None else None
   state = train_state.create(spec, actor, critic)
-  history = jax.tree.map(lambda x: jnp.broadcast_to(x, (cell.history, *x.shape)), actor)
+  history = jax.tree.map(lambda x: jnp.broadcast_to(x, (config.history, *x.shape)), actor)
   key = jax.random.fold_in(jax.random.key(seed), 1)
-  at_first = _evaluate(cell.chain, world, actor)
+  at_first = _evaluate(config.chain, world, actor)
 
   def one_update(carry, n):
     state, history = carry
-    version = jnp.maximum(n - cell.staleness, 0) % cell.history
+    version = jnp.maximum(n - config.staleness, 0) % config.history
     sampler = jax.tree.map(lambda x: x[version], history)
     state, metrics = run_update(
-        cell, spec, world, actor, state, sampler, jax.random.fold_in(key, n)
+        config, spec, world, actor, state, sampler, jax.random.fold_in(key, n)
     )
-    put = lambda x, new: x.at[(n + 1) % cell.history].set(new)
+    put = lambda x, new: x.at[(n + 1) % config.history].set(new)
     history = jax.tree.map(put, history, state.actor)
-    return (state, history), metrics | _evaluate(cell.chain, world, state.actor)
+    return (state, history), metrics | _evaluate(config.chain, world, state.actor)
 
-  _, metrics = jax.lax.scan(one_update, (state, history), jnp.arange(cell.updates))
+  _, metrics = jax.lax.scan(one_update, (state, history), jnp.arange(config.updates))
   return {
       name: jnp.concatenate((at_first[name][None], x)) if name in at_first else x
       for name, x in metrics.items()
   }
 
 
-def make_spec(cell: cells.Cell) -> train_state.Spec:
-  """Returns what `training.update` needs of a cell; the shapes of models in it are not read."""
+def make_spec(config: toy_settings.ToyConfig) -> train_state.Spec:
+  """Returns what `training.update` needs; it does not read the shapes of the models."""
 
   def optimizer(rate, later=0):
     return train_state.make_adamw(
@@ -223,99 +218,101 @@ def make_spec(cell: cells.Cell) -> train_state.Spec:
         rate.num_steps - later,  # it counts its own steps
     )
 
-  hidden = cell.warm.hidden
-  model = decoder.ModelConfig(cell.chain.vocabulary + 1, hidden, 1, 1, 1, hidden, hidden)
-  actor_optimizer, actor_lr = optimizer(cell.actor, later=cell.critic_warmup * cell.steps)
-  critic_optimizer, critic_lr = optimizer(cell.critic)
+  hidden = config.warm.hidden
+  model = decoder.ModelConfig(config.chain.vocabulary + 1, hidden, 1, 1, 1, hidden, hidden)
+  actor_optimizer, actor_lr = optimizer(config.actor, later=config.critic_warmup * config.steps)
+  critic_optimizer, critic_lr = optimizer(config.critic)
   return train_state.Spec(
-      variant=cell.variant,
+      variant=config.variant,
       actor=model,
-      critic=dataclasses.replace(model, head='value') if cell.variant.needs_critic else None,
+      critic=dataclasses.replace(model, head='value') if config.variant.needs_critic else None,
       actor_optimizer=actor_optimizer,
       critic_optimizer=critic_optimizer,
       actor_lr=actor_lr,
       critic_lr=critic_lr,
       micro_batch=1,
-      lengths=(cell.chain.columns,),
+      lengths=(config.chain.columns,),
       temperature=1.0,
       logp_chunk=None,
-      critic_warmup=cell.critic_warmup * cell.steps,
+      critic_warmup=config.critic_warmup * config.steps,
       num_logged_turns=0,
-      actor_clip=cell.actor.grad_clip,
-      critic_clip=cell.critic.grad_clip,
+      actor_clip=config.actor.grad_clip,
+      critic_clip=config.critic.grad_clip,
   )
 
 
 def run_update(
-    cell: cells.Cell,
+    config: toy_settings.ToyConfig,
     spec: train_state.Spec,
-    world: chain_lib.World,
+    world: task.World,
     reference: dict,
     state: train_state.TrainState,
     sampler: dict,
     key: jax.Array,
 ) -> tuple[train_state.TrainState, dict[str, jax.Array]]:
   """Runs one update on episodes that the policy `sampler` plays."""
-  chain, num_groups = cell.chain, cell.episodes // cell.group_size
-  num_play, num_deal = chain_lib.num_chances(chain, cell.episodes), cell.epochs * cell.episodes
-  # Drawn at once: each call of the generator compiles for long.
+  chain, num_groups = config.chain, config.episodes // config.group_size
+  num_play, num_deal = task.num_chances(chain, config.episodes), config.epochs * config.episodes
+  # All are drawn at once, because each call of the generator takes long to compile.
   chances = jax.random.uniform(key, (num_groups + num_play + num_deal,))
-  of_questions, of_play, of_deal = jnp.split(chances, (num_groups, num_groups + num_play))
-  group_ids = jnp.arange(cell.episodes) // cell.group_size
-  questions = chain_lib.uniform_key(chain, of_questions)[group_ids]
+  question_chances, play_chances, deal_chances = jnp.split(
+      chances, (num_groups, num_groups + num_play)
+  )
+  group_ids = jnp.arange(config.episodes) // config.group_size
+  questions = task.uniform_key(chain, question_chances)[group_ids]
   scores = functools.partial(log_probs, sampler)
-  played = chain_lib.play(chain, world, scores, of_play, questions)
-  batch = chain_lib.to_batch(chain, played, group_ids)
-  features = chain_lib.features_of(chain, played)
-  batch, metrics = annotate(cell, spec, state, reference, batch, played.said, features)
+  played = task.play(chain, world, scores, play_chances, questions)
+  batch = task.to_batch(chain, played, group_ids)
+  features = task.features_of(chain, played)
+  batch, metrics = annotate(config, spec, state, reference, batch, played.tokens, features)
   state, batch, credit = update.with_advantages(spec, None, state, batch)  # type: ignore[arg-type]
 
   def step(state, rows):
     state, metrics, _ = update.take_step(
         make_work(
-            chain, spec, state, *jax.tree.map(lambda x: x[rows], (batch, played.said, features))
+            chain, spec, state, *jax.tree.map(lambda x: x[rows], (batch, played.tokens, features))
         )
     )
     return state, metrics
 
-  state, of_steps = jax.lax.scan(step, state, deal(of_deal, cell))
-  metrics = {k: v for k, v in (metrics | credit).items() if k in OF_UPDATES}
+  state, step_metrics = jax.lax.scan(step, state, deal(deal_chances, config))
+  metrics = {k: v for k, v in (metrics | credit).items() if k in UPDATE_METRICS}
   metrics['critic/score/mean'] = played.right[:, -1].mean()
-  return state, metrics | _summary(of_steps)
+  return state, metrics | _summary(step_metrics)
 
 
-def deal(chances: jax.Array, cell: cells.Cell) -> jax.Array:
+def deal(chances: jax.Array, config: toy_settings.ToyConfig) -> jax.Array:
   """Returns the rows of each optimizer step [steps, b]; each epoch shuffles all rows again."""
-  order = jnp.argsort(chances.reshape(cell.epochs, cell.episodes), axis=1)
-  return jnp.sort(order.reshape(-1, cell.mini_batch), axis=1)
+  order = jnp.argsort(chances.reshape(config.epochs, config.episodes), axis=1)
+  return jnp.sort(order.reshape(-1, config.mini_batch), axis=1)
 
 
-def _summary(of_steps):
+def _summary(step_metrics):
   """Returns metrics of an update from those of its steps [steps]."""
-  metrics = {k: v.mean() for k, v in of_steps.items() if k in OF_STEPS}
+  metrics = {k: v.mean() for k, v in step_metrics.items() if k in STEP_METRICS}
   if 'stppo/cos_g_c' in metrics:  # NaN in a step without clipping
-    metrics['stppo/cos_g_c'] = jnp.nanmean(of_steps['stppo/cos_g_c'])
-  factor = of_steps['stppo/applied_factor']
+    metrics['stppo/cos_g_c'] = jnp.nanmean(step_metrics['stppo/cos_g_c'])
+  factor = step_metrics['stppo/applied_factor']
   metrics |= {'stppo/applied_factor_max': factor.max(), 'stppo/applied_factor_min': factor.min()}
-  return metrics | {'mechanism/nonfinite': of_steps['actor/skipped'].max()}
+  return metrics | {'toy/nonfinite': step_metrics['actor/skipped'].max()}
 
 
 def annotate(
-    cell: cells.Cell,
+    config: toy_settings.ToyConfig,
     spec: train_state.Spec,
     state: train_state.TrainState,
     reference: dict,
     batch: TurnBatch,
-    said: jax.Array,
+    tokens: jax.Array,
     features: jax.Array,
 ) -> tuple[TurnBatch, dict[str, jax.Array]]:
   """Fills in old_logp, ref_logp and old_values as `update.annotate` does."""
-  variant, mask, chain = cell.variant, batch.action_mask, cell.chain
-  row = lambda x: chain_lib.to_row(chain, x) * mask
-  logp = row(_said(log_probs(state.actor, features), said))
+  variant, mask, chain = config.variant, batch.action_mask, config.chain
+  row = lambda x: task.to_row(chain, x) * mask
+  logp = row(_token_logp(log_probs(state.actor, features), tokens))
   ref_logp = logp
   if variant.kl_in != 'none':
-    ref_logp = row(_said(log_probs(reference, features), said))
+    ref_logp = row(_token_logp(log_probs(reference, features), tokens))
   values = jnp.zeros_like(logp)
   if spec.critic is not None:
     values = row(_perceptron(state.critic, features)[..., 0])
@@ -330,14 +327,11 @@ def annotate(
 
 def _evaluate(chain, world, actor):
   """Returns the share of right episodes over all questions, greedy and sampled; exact."""
-  ways = chain_lib.right_ways(chain, world)
-  scores = log_probs(actor, chain_lib.features_of(chain, ways))
-  logp = jnp.sum(_said(scores, ways.said) * ways.mask, axis=(1, 2))
-  likeliest = (scores.argmax(axis=-1) == ways.said) | ~ways.mask
-  return {
-      'val-core/all/em': likeliest.all(axis=(1, 2)).mean(),
-      'mechanism/success': jnp.exp(logp).mean(),
-  }
+  ways = task.right_ways(chain, world)
+  scores = log_probs(actor, task.features_of(chain, ways))
+  logp = jnp.sum(_token_logp(scores, ways.tokens) * ways.mask, axis=(1, 2))
+  likeliest = (scores.argmax(axis=-1) == ways.tokens) | ~ways.mask
+  return {'val-core/all/em': likeliest.all(axis=(1, 2)).mean(), 'toy/success': jnp.exp(logp).mean()}
 
 
 class _Rows:
@@ -375,22 +369,22 @@ class Work(update.Work):
 
 
 def make_work(
-    chain: chain_lib.Chain,
+    chain: task.Chain,
     spec: train_state.Spec,
     state: train_state.TrainState,
     batch: TurnBatch,
-    said: jax.Array,
+    tokens: jax.Array,
     features: jax.Array,
 ) -> Work:
-  """Returns the work of an optimizer step on rows with these words [b,K,S], features [b,K,S,F]."""
+  """Returns the work of an optimizer step on tokens [b,K,S] with features [b,K,S,F]."""
 
-  def tokens(actor):
+  def logp_and_entropy(actor):
     scores = log_probs(actor, features)
     entropy = -jnp.sum(jnp.exp(scores) * scores, axis=-1)
-    return chain_lib.to_row(chain, _said(scores, said)), chain_lib.to_row(chain, entropy)
+    return task.to_row(chain, _token_logp(scores, tokens)), task.to_row(chain, entropy)
 
-  values = lambda critic: chain_lib.to_row(chain, _perceptron(critic, features)[..., 0])
-  no_bins = jnp.zeros(len(said), jnp.int32)
+  values = lambda critic: task.to_row(chain, _perceptron(critic, features)[..., 0])
+  no_bins = jnp.zeros(len(tokens), jnp.int32)
   return Work(
       spec,
       state,
@@ -399,6 +393,6 @@ def make_work(
       mesh=None,  # type: ignore[arg-type]
       frozen=train_state.Frozen(),
       packing=packing.Packing(no_bins, no_bins, no_bins),
-      log_probs=tokens,
+      log_probs=logp_and_entropy,
       state_values=values,
   )

@@ -1,4 +1,4 @@
-"""The mechanism: its update is the trainer's, its task is as described, seeds are independent."""
+"""The toy task: its update is that of training, its rules hold, and seeds are independent."""
 
 import dataclasses
 import functools
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from research.toy import calibration
-from research.toy import cell as cells
-from research.toy import chain as chain_lib
-from research.toy import instrument
+from research.toy import settings as toy_settings
+from research.toy import task
+from research.toy import training
 from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import variants
 from stppo_jax.models import decoder
@@ -24,19 +24,19 @@ from tests import update_test
 
 # Two turns of 1 or 2 tokens and END, 4 questions: some hundred parameters.
 SMALL = {
-    'mechanism.turns': 2,
-    'mechanism.tokens': 2,
-    'mechanism.vocabulary': 3,
-    'mechanism.keys': 4,
-    'mechanism.hidden': 8,
-    'mechanism.warm_steps': 200,
+    'toy.turns': 2,
+    'toy.tokens': 2,
+    'toy.vocabulary': 3,
+    'toy.keys': 4,
+    'toy.hidden': 8,
+    'toy.warm_steps': 200,
     'train.updates': 6,
     'train.episodes': 8,
     'train.mini_batch': 4,
     'train.epochs': 2,
     'algorithm.variant': 'ppo',
 }
-CHAIN = cells.make(SMALL).chain
+CHAIN = toy_settings.make(SMALL).chain
 
 
 @functools.cache
@@ -46,44 +46,45 @@ def small_run(seeds=4, first_seed=0, **overrides):
       'actor.lr': overrides.get('lr', 0.05),
       'pipeline.staleness': overrides.get('staleness', 0),
   }
-  return instrument.run(settings, seeds, first_seed)
+  return training.run(settings, seeds, first_seed)
 
 
 def one_step(variant, seed=0, **columns):
   """(state before, state after, metrics, batch) of the first step on 8 episodes of the policy."""
-  cell = cells.make(SMALL | {'train.mini_batch': 8, 'train.epochs': 1, 'rollout.group_size': 4})
+  config = toy_settings.make(
+      SMALL | {'train.mini_batch': 8, 'train.epochs': 1, 'rollout.group_size': 4}
+  )
   plain = dict(entropy_coef=0.0, kl_in='none', gamma=0.9)
   row = dataclasses.replace(variants.VARIANTS[variant], **(plain | columns))
   spec = dataclasses.replace(
-      instrument.make_spec(dataclasses.replace(cell, variant=row)),
+      training.make_spec(dataclasses.replace(config, variant=row)),
       actor_optimizer=update_test.DESCENT,
       critic_optimizer=update_test.DESCENT,
       actor_clip=np.inf,
   )
-  world, params = jax.tree.map(lambda x: jnp.asarray(x[seed]), instrument.warm_start(cell.warm, 0))
+  world, params = jax.tree.map(lambda x: jnp.asarray(x[seed]), training.warm_start(config.warm, 0))
   head = {'kernel': jnp.ones((8, 1)), 'bias': jnp.zeros(1)}
   critic = dict(params, last=head) if row.needs_critic else None
   state = train_state.create(spec, params, critic)
-  chances = jax.random.uniform(jax.random.key(3), (chain_lib.num_chances(CHAIN, 8),))
+  chances = jax.random.uniform(jax.random.key(3), (task.num_chances(CHAIN, 8),))
   group_ids = jnp.arange(8) // 4
-  scores = functools.partial(instrument.log_probs, params)
-  played = chain_lib.play(CHAIN, world, scores, chances, group_ids)
-  features = chain_lib.features_of(CHAIN, played)
-  batch = chain_lib.to_batch(CHAIN, played, group_ids)
-  cell = dataclasses.replace(cell, variant=row)
-  batch, _ = instrument.annotate(cell, spec, state, params, batch, played.said, features)
+  scores = functools.partial(training.log_probs, params)
+  played = task.play(CHAIN, world, scores, chances, group_ids)
+  features = task.features_of(CHAIN, played)
+  batch = task.to_batch(CHAIN, played, group_ids)
+  config = dataclasses.replace(config, variant=row)
+  batch, _ = training.annotate(config, spec, state, params, batch, played.tokens, features)
   state, batch, _ = update.with_advantages(spec, None, state, batch)
-  work = instrument.make_work(CHAIN, spec, state, batch, played.said, features)
+  work = training.make_work(CHAIN, spec, state, batch, played.tokens, features)
   after, metrics, _ = update.take_step(work)
   return work, after, metrics
 
 
 class UpdateTest(parameterized.TestCase):
 
-  @parameterized.parameters('st_ppo', 'so_grpo')
-  def test_a_step_is_that_of_the_ordinary_update(self, variant):
-    """The work of the mechanism with a decoder as its model, beside `update.update_step`."""
-    spec = update_test.make_spec(variant, clip_low=0.01, clip_high=0.01)
+  def test_step_equals_the_ordinary_update(self):
+    """The toy task's step with a decoder as its model is that of `update.update_step`."""
+    spec = update_test.make_spec('st_ppo', clip_low=0.01, clip_high=0.01)
     mesh, batch = update_test.one_device(), update_test.make_batch()
     state = update_test.make_state(spec, mesh)
     functions = update_test.functions_of(spec, mesh)
@@ -98,7 +99,7 @@ class UpdateTest(parameterized.TestCase):
       x, _ = decoder.trunk(actor, spec.actor, batch.tokens)
       return decoder.token_logp(actor, spec.actor, x, batch.tokens, 1.0, None)
 
-    work = instrument.Work(
+    work = training.Work(
         spec,
         state,
         batch,
@@ -119,15 +120,14 @@ class UpdateTest(parameterized.TestCase):
     for got, wanted in zip(jax.tree.leaves(after.actor), jax.tree.leaves(expected.actor)):
       np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6)
 
-  @parameterized.parameters('token', 'turn', 'sequence', 'chunk')
-  def test_on_policy_every_ratio_is_1_and_token_ratios_are_the_policy_gradient(self, ratio):
-    # One-token chunks, whose gradient is that of tokens.
-    work, after, metrics = one_step('ppo', ratio=ratio, chunk_length=1)
+  @parameterized.parameters('token', 'turn')
+  def test_on_policy_step_is_the_policy_gradient(self, ratio):
+    work, after, metrics = one_step('ppo', ratio=ratio)
     for name in ('stppo/ratio_std_token', 'stppo/ratio_std_turn', 'actor/ppo_kl'):
       self.assertEqual(metrics[name], 0, name)
     self.assertEqual(metrics['actor/pg_clipfrac'], 0)
     self.assertAlmostEqual(float(metrics['stppo/ess_share']), 1, places=6)
-    if ratio not in ('token', 'chunk'):
+    if ratio != 'token':  # Every ratio is 1, but the gradient of a turn is shared.
       return
     weights, advantages = work.weights, work.batch.advantages
     objective = lambda actor: jnp.sum(weights * advantages * work.log_probs(actor)[0])
@@ -144,62 +144,62 @@ class TaskTest(absltest.TestCase):
   def setUp(self):
     super().setUp()
     # Words of turn 1: key 0 'a b', key 1 'c'; of turn 2: key 0 'b', key 1 'a a'. END is 3.
-    self.chain = chain_lib.Chain(turns=2, tokens=2, vocabulary=3, keys=2, rewards='end')
+    self.chain = task.Chain(turns=2, tokens=2, vocabulary=3, keys=2, rewards='end')
     words = [[[0, 1, 3], [2, 3, 3]], [[1, 3, 3], [0, 0, 3]]]
-    self.world = chain_lib.World(
+    self.world = task.World(
         words=jnp.asarray(words),
         following=jnp.asarray([[1, 0], [0, 1]]),
         confused=jnp.asarray([[1, 0], [1, 0]]),
         reliability=jnp.asarray([[1.0, 0.0], [1.0, 1.0]]),
     )
 
-  def test_the_right_way_follows_the_keys(self):
-    ways = chain_lib.right_ways(self.chain, self.world)
+  def test_right_episode_follows_the_keys(self):
+    ways = task.right_ways(self.chain, self.world)
     np.testing.assert_array_equal(ways.keys, [[0, 1], [1, 0]])
     np.testing.assert_array_equal(ways.previous, [[-1, 0], [-1, 1]])
-    np.testing.assert_array_equal(ways.said, [[[0, 1, 3], [0, 0, 3]], [[2, 3, 3], [1, 3, 3]]])
+    np.testing.assert_array_equal(ways.tokens, [[[0, 1, 3], [0, 0, 3]], [[2, 3, 3], [1, 3, 3]]])
     np.testing.assert_array_equal(ways.mask.sum(axis=2), [[3, 3], [2, 2]])
     self.assertTrue(ways.right.all())
 
-  def test_rewards_stand_on_the_last_token_of_a_turn(self):
-    ways = chain_lib.right_ways(self.chain, self.world)
-    batch = chain_lib.to_batch(self.chain, ways, jnp.arange(2))
+  def test_rewards_are_on_the_last_token_of_a_turn(self):
+    ways = task.right_ways(self.chain, self.world)
+    batch = task.to_batch(self.chain, ways, jnp.arange(2))
     # key word         key word
     np.testing.assert_array_equal(batch.tokens[1], [1, 2, 3, 3, 0, 1, 3, 3])
     np.testing.assert_array_equal(batch.turn_ids[1], [0, 1, 1, 0, 0, 2, 2, 0])
     np.testing.assert_array_equal(batch.rewards[1], [0, 0, 0, 0, 0, 0, 1, 0])
     per_turn = dataclasses.replace(self.chain, rewards='turn')
-    batch = chain_lib.to_batch(per_turn, ways, jnp.arange(2))
+    batch = task.to_batch(per_turn, ways, jnp.arange(2))
     np.testing.assert_array_equal(batch.rewards[1], [0, 0, 0.5, 0, 0, 0, 0.5, 0])
 
-  def test_after_a_wrong_word_keys_are_noise_and_nothing_is_right(self):
+  def test_after_a_wrong_word_keys_are_noise(self):
     # Key 1 is never demonstrated rightly in turn 1: its word is that of key 0, 'a b'.
     questions = jnp.ones(200, jnp.int32)
-    size = chain_lib.num_chances(self.chain, 200)
+    size = task.num_chances(self.chain, 200)
     chances = jax.random.uniform(jax.random.key(0), (size,))
-    shown = chain_lib.demonstrate(self.chain, self.world, chances, questions)
-    np.testing.assert_array_equal(shown.said[:, 0], np.tile([0, 1, 3], (200, 1)))
+    shown = task.demonstrate(self.chain, self.world, chances, questions)
+    np.testing.assert_array_equal(shown.tokens[:, 0], np.tile([0, 1, 3], (200, 1)))
     self.assertFalse(shown.right.any())
     self.assertBetween(int(shown.keys[:, 1].sum()), 60, 140)  # 100 expected, deviation 7
 
-  def test_a_policy_is_sampled_as_often_as_it_says(self):
+  def test_sampling_follows_the_probabilities(self):
     probs = jnp.asarray([0.5, 0.2, 0.1, 0.2])
     questions = jnp.zeros(4000, jnp.int32)
-    size = chain_lib.num_chances(self.chain, 4000)
+    size = task.num_chances(self.chain, 4000)
     chances = jax.random.uniform(jax.random.key(0), (size,))
     scores = lambda x: jnp.broadcast_to(jnp.log(probs), (len(x), 4))
-    played = chain_lib.play(self.chain, self.world, scores, chances, questions)
-    first = np.bincount(played.said[:, 0, 0], minlength=4) / 4000
+    played = task.play(self.chain, self.world, scores, chances, questions)
+    first = np.bincount(played.tokens[:, 0, 0], minlength=4) / 4000
     np.testing.assert_allclose(first, probs, atol=0.03)
     # 'a b END' has .5 x .2 x .2 = .02; and what ended is not sampled further.
     self.assertAlmostEqual(float(played.right[:, 0].mean()), 0.02, delta=0.01)
-    np.testing.assert_array_equal(played.mask[:, 0, 1], played.said[:, 0, 0] != 3)
-    np.testing.assert_allclose(played.logp[:, 0, 0], jnp.log(probs)[played.said[:, 0, 0]])
+    np.testing.assert_array_equal(played.mask[:, 0, 1], played.tokens[:, 0, 0] != 3)
+    np.testing.assert_allclose(played.logp[:, 0, 0], jnp.log(probs)[played.tokens[:, 0, 0]])
 
-  def test_features_see_the_window_and_nothing_later(self):
-    said = jnp.asarray([[2, 1, 3]])
+  def test_features_see_the_window_only(self):
+    tokens = jnp.asarray([[2, 1, 3]])
     zero = jnp.zeros(1, jnp.int32)
-    seen = chain_lib.features(self.chain, zero, zero - 1, said, zero)[0]
+    seen = task.features(self.chain, zero, zero - 1, tokens, zero)[0]
     self.assertEqual(seen.shape, (3, self.chain.num_features))
     #          key   previous  1st token   2nd token   turn  place
     wanted = [[1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0],
@@ -210,13 +210,13 @@ class TaskTest(absltest.TestCase):
 
 class RunTest(absltest.TestCase):
 
-  def test_a_seed_does_not_depend_on_the_others(self):
+  def test_seeds_are_independent(self):
     four, one = small_run(), small_run(seeds=1, first_seed=2)
     for name, x in one.items():
       np.testing.assert_array_equal(x[0], four[name][2], name)
 
   def test_repeats_bit_for_bit(self):
-    again = instrument.run(SMALL | {'actor.lr': 0.05}, 4)
+    again = training.run(SMALL | {'actor.lr': 0.05}, 4)
     for name, x in small_run().items():
       np.testing.assert_array_equal(x, again[name], name)
 
@@ -234,44 +234,43 @@ class RunTest(absltest.TestCase):
     np.testing.assert_allclose(gap[:, 0], 0, atol=1e-6)
     self.assertTrue((gap[:, 1:] > 1e-3).all())
 
-  def test_steps_that_are_skipped_in_a_row_are_counted_over_updates(self):
-    skipped = small_run(lr=1e39)['mechanism/nonfinite']
+  def test_skipped_steps_are_counted_over_updates(self):
+    skipped = small_run(lr=1e39)['toy/nonfinite']
     # All but the first, after which parameters are too large.
     np.testing.assert_array_equal(skipped, np.tile(4 * np.arange(1, 7) - 1, (4, 1)))
 
   def test_numbers_share_a_program(self):
     settings = SMALL | {'actor.lr': 1e-4, 'algorithm.clip_high': 0.3, 'pipeline.staleness': 8}
-    self.assertEqual(cells.split(cells.make(SMALL))[0], cells.split(cells.make(settings))[0])
-    other = cells.make(SMALL | {'algorithm.ratio': 'turn'})
-    self.assertNotEqual(cells.split(cells.make(SMALL))[0], cells.split(other)[0])
-    self.assertEqual(cells.join(*cells.split(other)), other)
+    self.assertEqual(
+        toy_settings.split(toy_settings.make(SMALL))[0],
+        toy_settings.split(toy_settings.make(settings))[0],
+    )
+    other = toy_settings.make(SMALL | {'algorithm.ratio': 'turn'})
+    self.assertNotEqual(
+        toy_settings.split(toy_settings.make(SMALL))[0], toy_settings.split(other)[0]
+    )
+    self.assertEqual(toy_settings.join(*toy_settings.split(other)), other)
 
-  def test_evaluation_comes_before_and_after_each_update(self):
+  def test_evaluates_before_and_after_each_update(self):
     metrics = small_run()
-    self.assertEqual(metrics['mechanism/success'].shape, (4, 7))
+    self.assertEqual(metrics['toy/success'].shape, (4, 7))
     self.assertEqual(metrics['stppo/step_norm'].shape, (4, 6))
     np.testing.assert_array_equal(
-        metrics['mechanism/success'][:, 0], small_run(lr=0.0)['mechanism/success'][:, -1]
+        metrics['toy/success'][:, 0], small_run(lr=0.0)['toy/success'][:, -1]
     )
 
-  def test_success_is_that_of_many_episodes(self):
-    cell = cells.make(SMALL)
-    world, params = jax.tree.map(lambda x: jnp.asarray(x[1]), instrument.warm_start(cell.warm, 0))
-    chances = jax.random.uniform(jax.random.key(0), (chain_lib.num_chances(CHAIN, 8000),))
-    scores = functools.partial(instrument.log_probs, params)
-    played = chain_lib.play(CHAIN, world, scores, chances, jnp.arange(8000) % CHAIN.keys)
-    exact = small_run()['mechanism/success'][1, 0]
+  def test_success_equals_the_share_of_sampled_episodes(self):
+    config = toy_settings.make(SMALL)
+    world, params = jax.tree.map(lambda x: jnp.asarray(x[1]), training.warm_start(config.warm, 0))
+    chances = jax.random.uniform(jax.random.key(0), (task.num_chances(CHAIN, 8000),))
+    scores = functools.partial(training.log_probs, params)
+    played = task.play(CHAIN, world, scores, chances, jnp.arange(8000) % CHAIN.keys)
+    exact = small_run()['toy/success'][1, 0]
     self.assertAlmostEqual(float(played.right[:, -1].mean()), exact, delta=0.02)
 
-  def test_learns(self):
-    calm = SMALL | {'train.updates': 60, 'train.episodes': 32, 'train.mini_batch': 32}
-    calm |= {'actor.lr': 3e-3, 'train.epochs': 1}
-    success = instrument.run(calm, 8)['mechanism/success']
-    self.assertGreater(success[:, -1].mean(), success[:, 0].mean() + 0.1)
-
-  def test_matched_finds_the_number(self):
+  def test_matched_finds_the_value(self):
     run = lambda settings, seeds, first: {'x': np.full((1, 1), settings['actor.lr'] ** 2)}
-    with absltest.mock.patch.object(instrument, 'run', run):
+    with absltest.mock.patch.object(training, 'run', run):
       value, reached = calibration.matched({}, 'actor.lr', 'x', 0.25, 0.01, 10.0, rounds=16)
     self.assertAlmostEqual(value, 0.5, places=3)
     self.assertAlmostEqual(reached, 0.25, places=3)
@@ -280,17 +279,17 @@ class RunTest(absltest.TestCase):
 class SettingsTest(parameterized.TestCase):
 
   @parameterized.parameters(
-      ({'model.folder': 'x'}, 'the mechanism has'),
-      ({'mechanism.turn': 2}, 'did you mean turns'),
-      ({'mechanism.turns': 0}, 'must be at least 1'),
-      ({'mechanism.rewards': 'never'}, 'allowed are end, turn'),
+      ({'model.folder': 'x'}, 'the toy task has'),
+      ({'toy.turn': 2}, 'did you mean turns'),
+      ({'toy.turns': 0}, 'must be at least 1'),
+      ({'toy.rewards': 'never'}, 'allowed are end, turn'),
       ({'train.mini_batch': 7}, 'does not divide'),
       ({'algorithm.variant': 'grpo'}, 'group_size'),
       ({'train.epochz': 2}, 'did you mean train.epochs'),
   )
-  def test_a_mistake_is_one_line(self, settings, message):
+  def test_error_names_the_setting(self, settings, message):
     with self.assertRaisesRegex(UserError, message):
-      instrument.check(settings)
+      toy_settings.make(settings)
 
 
 if __name__ == '__main__':

@@ -1,10 +1,9 @@
-"""Does it stabilise, in the small task? The grids of the mechanism, which study_stability.py takes.
+"""Does it stabilise on the toy task? The grids of the toy task, which study_stability.py includes.
 
-  python -m research.study --config=research/study_mechanism.py --workdir=runs/mechanism
-  python -m research.study --config=research/study_mechanism.py:quick --workdir=runs/quick
+  python -m research.study --config=research/study_toy.py --workdir=runs/toy
+  python -m research.study --config=research/study_toy.py:quick --workdir=runs/quick
 
-study_stability.py runs both instruments. What is measured was fixed before the runs, in
-docs/study_protocol.md.
+What is measured was fixed before the runs, in docs/study_protocol.md.
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ from stppo_jax.types import UserError
 
 RESULTS = 'research/results'
 # Chosen by the collapse share of token PPO alone, on seeds from 1000.
-REGIMES = {
+CONDITIONS = {
     # 2 mini-batches, 4 epochs.
     'calm': {'train.mini_batch': 16, 'train.epochs': 4, 'actor.lr': 1e-3},
     # Many steps on each batch: 4 mini-batches, 8 epochs, a higher rate.
@@ -28,8 +27,8 @@ TURN = TOKEN | {'algorithm.ratio': 'turn'}
 SEQUENCE = TOKEN | {'algorithm.ratio': 'sequence'}
 PAPER = {'algorithm.divisor': 'paper'}
 RELATIVE = {'algorithm.divisor': 'relative', 'algorithm.divide': 'step'}
-# Controls, found by mechanism/calibration.py on seeds 1000 to 1015: plain clipping whose mean step
-# is that of a divided cell; bounds that clip as many tokens as token PPO's of .2.
+# Controls, found by toy/calibration.py on seeds 1000 to 1015: plain clipping whose mean step
+# is that of a divided method; bounds that clip as many tokens as token PPO's of .2.
 MATCHED = {
     'calm': {
         'turn_ppo+clip_of_ppo': TURN | {'algorithm.clip_low': 0.181, 'algorithm.clip_high': 0.181},
@@ -47,10 +46,16 @@ MATCHED = {
         'ppo+step_of.relative.step': TOKEN | {'actor.lr': 1.28e-3},
     },
 }
-# Around a regime, one knob at a time. The rates tell whether a rule is better at its own best rate,
-# or only shortens the step.
+# Rates at which plain PPO has the mean step of an objective that is K times as large, found in the
+# same way.
+SCALED_RATES = {
+    'reuse': {'ppo': {3: 3.01e-3, 10: 1.57e-3}, 'turn_ppo': {3: 3e-3, 10: 2e-3}},
+    'stale': {'ppo': {3: 2e-3, 10: 1e-3}, 'turn_ppo': {3: 2e-3, 10: 1e-3}},
+}
+# One setting at a time is changed. The rates show whether a rule is better at its own best rate, or
+# only shortens the step.
 RATES = {'actor.lr': (5e-4, 1e-3, 2e-3)}
-KNOBS = {
+SWEEPS = {
     'reuse': RATES | {'train.epochs': (1, 2, 4), 'train.mini_batch': (16, 32)},
     'stale': RATES | {'pipeline.staleness': (0, 2, 4)},
 }
@@ -72,7 +77,8 @@ MAIN = (
     'turn_ppo+relative.step',
     'ppo+step_of.relative.step',
 )
-# Which tokens share a ratio.
+DRAWN = ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'ppo+relative.step', 'ppo+step_of.relative.step')
+# The tokens that share a ratio.
 RATIOS = {'ppo': 'token', 'turn_ppo': 'turn', 'sequence_ppo': 'sequence'}
 PAIRS = {'': {}, '+paper.before_clip': PAPER, '+relative.step': RELATIVE}
 
@@ -81,74 +87,77 @@ def get_config(mode=''):
   if mode not in ('', 'quick', 'smoke'):
     raise UserError(f'{mode!r} is not a form of this study: give :quick, :smoke, or nothing')
   config = st_ppo_tiny.base(mode='smoke' if mode == 'smoke' else '')
-  config.name = f'study_mechanism_{mode}'.rstrip('_')
+  config.name = f'study_toy_{mode}'.rstrip('_')
   return config
 
 
 def get_study(mode=''):
   if mode == 'smoke':
-    small = {'train.updates': 4, 'mechanism.warm_steps': 20}
-    return grid.Study({'mechanism_calm': _grid('calm', {'ppo': TOKEN}, small, seeds=2)})
+    small = {'train.updates': 4, 'toy.warm_steps': 20}
+    return grid.Study({'toy_calm': _grid('calm', {'ppo': TOKEN}, small, seeds=2)})
   if mode == 'quick':
     return grid.Study(quick_grids(), published=RESULTS)
   return grid.Study(all_grids(), results=RESULTS)
 
 
 def all_grids():
-  """Returns the grids of every regime."""
+  """Returns the grids of every condition."""
   grids = {}
-  for name in REGIMES:
-    cells = divided() | controls() | MATCHED[name] | group() | rivals()
+  for name in CONDITIONS:
+    methods = divided() | controls() | MATCHED[name] | group() | rivals()
     if name == 'stale':
-      cells |= of_staleness()
-    grids[f'mechanism_{name}'] = _grid(name, cells)
-    per_turn = {'mechanism.rewards': 'turn'}
-    grids[f'mechanism_{name}_turn_rewards'] = _grid(name, rewarded_per_turn(), per_turn)
-    if name in KNOBS:
-      grids[f'mechanism_{name}_knobs'] = _grid(name, turned(KNOBS[name]), baseline='ppo+lr.0.001')
-      main = {cell: cells[cell] for cell in MAIN}
-      grids[f'mechanism_{name}_as_system'] = _grid(name, main, AS_SYSTEM)
+      methods |= of_staleness()
+    grids[f'toy_{name}'] = _grid(name, methods)
+    per_turn = {'toy.rewards': 'turn'}
+    grids[f'toy_{name}_turn_rewards'] = _grid(name, rewarded_per_turn(), per_turn)
+    if name in SWEEPS:
+      grids[f'toy_{name}_sweep'] = _grid(
+          name, swept(SWEEPS[name]), baseline='ppo+lr.0.001', drawn=()
+      )
+      main = {method: methods[method] for method in MAIN}
+      grids[f'toy_{name}_as_system'] = _grid(name, main, AS_SYSTEM, drawn=())
+      grids[f'toy_{name}_scaled'] = _grid(name, scaled_methods(name), drawn=())
   return grids
 
 
 def quick_grids():
-  """Returns the main cells of every grid, the rates, and where the ratio starts."""
+  """Returns the main methods of every grid, the rates, and where the ratio starts."""
   return {
       name: dataclasses.replace(
           whole,
-          cells={
-              cell: overrides
-              for cell, overrides in whole.cells.items()
-              if cell in MAIN or '+lr.' in cell or cell.endswith('+sampler')
+          methods={
+              method: overrides
+              for method, overrides in whole.methods.items()
+              if method in MAIN or '+lr.' in method or method.endswith('+sampler')
           },
       )
       for name, whole in all_grids().items()
-      if not name.endswith(('_as_system', 'calm_turn_rewards'))  # to save time
+      if not name.endswith(('_as_system', '_scaled', 'calm_turn_rewards'))  # to save time
   }
 
 
 def divided():
   """Returns three ratios without a divisor, and with each divisor in each order."""
-  return divided_cells(
+  return divided_methods(
       divisors=('paper', 'floor', 'relative'), orders=('before_clip', 'after_clip', 'step')
   )
 
 
-def divided_cells(divisors, orders):
+def divided_methods(divisors, orders):
   """Returns every ratio without a divisor, and with each divisor in each order."""
-  cells = {}
+  methods = {}
   for row, ratio in RATIOS.items():
     undivided = {'algorithm.variant': 'ppo', 'algorithm.ratio': ratio}
-    cells[row] = undivided
+    methods[row] = undivided
     for divisor in divisors:
       for order in orders:
         divided = undivided | {'algorithm.divisor': divisor, 'algorithm.divide': order}
-        cells[cell_name(row, divisor, order)] = divided
-  return cells
+        methods[method_name(row, divisor, order)] = divided
+  return methods
 
 
-def cell_name(row, divisor, order):
-  """Returns the paper's name of a cell where it has one, else as in 'turn_ppo+relative.step'."""
+def method_name(row, divisor, order):
+  """Returns the paper's name of a method where it has one, else as in 'turn_ppo+relative.step'."""
   own = {'ppo': 's_ppo', 'turn_ppo': 'st_ppo'}
   if divisor == 'paper' and order == 'before_clip' and row in own:
     return own[row]
@@ -160,54 +169,53 @@ def controls():
   loss = PAPER | {'algorithm.norm_of': 'loss'}
   unit = TURN | {'algorithm.min_advantage': 'turn'}
   chunk = TOKEN | {'algorithm.ratio': 'chunk', 'algorithm.chunk_length': 3}
-  cells = {'s_ppo.loss': TOKEN | loss, 'st_ppo.loss': TURN | loss}
-  cells |= {f'turn_unit_ppo{name}': unit | columns for name, columns in PAIRS.items()}
-  cells |= {f'chunk_ppo{name}': chunk | columns for name, columns in PAIRS.items()}
-  return cells | {'turn_product_ppo': TOKEN | {'algorithm.ratio': 'turn_product'}}
+  methods = {'s_ppo.loss': TOKEN | loss, 'st_ppo.loss': TURN | loss}
+  methods |= {f'turn_unit_ppo{name}': unit | columns for name, columns in PAIRS.items()}
+  methods |= {f'chunk_ppo{name}': chunk | columns for name, columns in PAIRS.items()}
+  return methods | {'turn_product_ppo': TOKEN | {'algorithm.ratio': 'turn_product'}}
 
 
-def scaled(ratio):
-  """Returns the overrides {K: ..} of an objective that is K times as large.
+def scaled(ratio, k):
+  """Returns the overrides of an objective that is K times as large.
 
   The step is divided by max(1, K ||C||). Adam does not see the factor K itself, once `eps` and the
-  bound of the gradient's norm are in the same units.
+  bound of the gradient's norm are in the same units. K = 1 is the divisor `floor`.
   """
-  floor = ratio | {'algorithm.divide': 'step'}
-  return {1: floor | {'algorithm.divisor': 'floor'}} | {
-      k: floor
-      | {
-          'algorithm.divisor': f'research.study_divisors:floor_{k}',
-          'actor.grad_clip': 1 / k,
-          'actor.eps': 1e-8 / k,
-      }
-      for k in (3, 10)
+  return ratio | {
+      'algorithm.divide': 'step',
+      'algorithm.divisor': f'research.toy.divisors:floor_{k}',
+      'actor.grad_clip': 1 / k,
+      'actor.eps': 1e-8 / k,
   }
 
 
-def scaled_cells(ratios):
-  """Returns the cells of `scaled` for rows {name: ratio}. K = 1 is the cell `floor.step`."""
-  return {
-      cell_name(row, 'floor', 'step') + (f'.K{k}' if k > 1 else ''): overrides
-      for row, ratio in ratios.items()
-      for k, overrides in scaled(ratio).items()
-  }
+def scaled_methods(condition):
+  """Returns token and turn PPO, each with scaled objectives and at the rates that match them."""
+  methods = {}
+  for row, ratio in {'ppo': TOKEN, 'turn_ppo': TURN}.items():
+    methods[row] = ratio
+    for k, rate in SCALED_RATES[condition][row].items():
+      name = f'floor.step.K{k}'
+      methods[f'{row}+{name}'] = scaled(ratio, k)
+      methods[f'{row}+step_of.{name}'] = ratio | {'actor.lr': rate}
+  return methods
 
 
 def group():
   """Returns the ratios with group advantages."""
-  of_four, cells = {'algorithm.variant': 'grpo', 'rollout.group_size': 4}, {}
+  of_four, methods = {'algorithm.variant': 'grpo', 'rollout.group_size': 4}, {}
   for name, ratio in (('grpo', 'token'), ('turn_grpo', 'turn'), ('sequence_grpo', 'sequence')):
     for end, columns in PAIRS.items():
-      cells[name + end] = of_four | {'algorithm.ratio': ratio} | columns
+      methods[name + end] = of_four | {'algorithm.ratio': ratio} | columns
   in_reward = {'algorithm.kl_in': 'reward', 'algorithm.kl_estimator': 'k1'}
-  return cells | {'grpo+kl_in.reward': of_four | in_reward}
+  return methods | {'grpo+kl_in.reward': of_four | in_reward}
 
 
 def rivals():
   """Returns others' rows."""
   names = ('gspo', 'cispo', 'dppo', 'rloo')
-  cells = {name: {'algorithm.variant': name, 'rollout.group_size': 4} for name in names}
-  return cells | {
+  methods = {name: {'algorithm.variant': name, 'rollout.group_size': 4} for name in names}
+  return methods | {
       'reinforce': {'algorithm.variant': 'reinforce'},
       'reinforce_gae': TOKEN | {'algorithm.ratio': 'none'},
       'ppo+ess': TOKEN | {'algorithm.step_scale': 'ess'},
@@ -243,27 +251,27 @@ def rewarded_per_turn():
   return rows | {'ppo+relative.step': TOKEN | RELATIVE, 'turn_ppo+relative.step': TURN | RELATIVE}
 
 
-def turned(knobs):
-  """Returns token PPO, the paper's turn rows and our step at each value of each knob."""
+def swept(sweeps):
+  """Returns token PPO, the paper's turn rows and our step at each value of each setting."""
   rows = {'ppo': TOKEN, 'turn_ppo': TURN, 'st_ppo': TURN | PAPER}
   rows['ppo+relative.step'] = TOKEN | RELATIVE
-  cells = {
-      f'{row}+{knob.partition(".")[2]}.{value}': columns | {knob: value}
-      for knob, values in knobs.items()
+  methods = {
+      f'{row}+{path.partition(".")[2]}.{value}': columns | {path: value}
+      for path, values in sweeps.items()
       for value in values
       for row, columns in rows.items()
   }
   long = TOKEN | RELATIVE | {'actor.lr': LONG_RATE}
-  return cells | {f'ppo+relative.step+lr.{LONG_RATE}': long}
+  return methods | {f'ppo+relative.step+lr.{LONG_RATE}': long}
 
 
-def _grid(regime, cells, base=None, seeds=64, baseline='ppo'):
+def _grid(condition, methods, base=None, seeds=64, baseline='ppo', drawn=DRAWN):
   return grid.Grid(
-      cells,
-      {regime: REGIMES[regime]},
+      methods,
+      {condition: CONDITIONS[condition]},
       base or {},
       seeds=tuple(range(seeds)),
-      instrument='mechanism',
-      score='mechanism/success',
+      task='toy',
       baseline=baseline,
+      drawn=tuple(method for method in drawn if method in methods),
   )

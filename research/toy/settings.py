@@ -1,8 +1,8 @@
-"""A cell of the mechanism: overrides in, one frozen description of its runs out.
+"""The settings of the toy task: overrides in, one frozen description of its runs out.
 
-Settings have the paths of the ordinary schema where the thing is the same (`algorithm.ratio`,
-`actor.lr`, `train.epochs`, `pipeline.staleness`), so that one grid serves both instruments. What
-only the mechanism has is under `mechanism`.
+A setting has the path of the ordinary schema if both have it (`algorithm.ratio`, `actor.lr`,
+`train.epochs`, `pipeline.staleness`), so that grids can share overrides. Settings that only the toy
+task has are under `toy`.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 from typing import Any
 
-from research.toy import chain as chain_lib
+from research.toy import task
 from stppo_jax import config as schema
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
@@ -19,8 +19,7 @@ from stppo_jax.types import Section
 from stppo_jax.types import setting
 from stppo_jax.types import UserError
 
-# Settings of the ordinary schema that the mechanism has, besides all of `algorithm`, `actor` and
-# `critic`.
+# Settings of the ordinary schema that the toy task reads besides `algorithm`, `actor`, `critic`.
 SHARED = (
     'train.updates',
     'train.schedule_updates',
@@ -31,7 +30,7 @@ SHARED = (
     'pipeline.staleness',
     'rollout.group_size',
 )
-# Columns of a Variant in which cells may differ and share a program; others change its structure.
+# Numbers of a Variant, in which configs may differ and share a program.
 NUMBERS = ('clip_low', 'clip_high', 'gamma', 'lam', 'entropy_coef', 'kl_coef')
 MAX_STALENESS = 8  # up to here, the staleness is a number too
 
@@ -41,7 +40,7 @@ MAX_STALENESS = 8  # up to here, the staleness is a number too
 
 
 @dataclasses.dataclass
-class Mechanism(Section):
+class ToyTask(Section):
   """The small task, its models, and their warm start."""
 
   turns: int = setting(3, 'turns per episode', at_least=1, at_most=20)
@@ -66,7 +65,7 @@ class Mechanism(Section):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rate:
+class ToyOptimizer:
   """An optimizer: numbers, but for its schedule."""
 
   lr: Any
@@ -80,10 +79,10 @@ class Rate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Warm:
-  """How the first policy is made; cells that agree in it start from the same policies."""
+class WarmStart:
+  """How the first policy is made. Configs that agree in it start from the same policies."""
 
-  chain: chain_lib.Chain
+  chain: task.Chain
   hidden: int
   steps: int
   lr: float
@@ -92,13 +91,13 @@ class Warm:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class ToyConfig:
   """What one seed's run is a function of."""
 
-  warm: Warm
+  warm: WarmStart
   variant: variants.Variant
-  actor: Rate
-  critic: Rate
+  actor: ToyOptimizer
+  critic: ToyOptimizer
   updates: int
   episodes: int
   mini_batch: int
@@ -109,7 +108,7 @@ class Cell:
   history: int  # policies kept for sampling
 
   @property
-  def chain(self) -> chain_lib.Chain:
+  def chain(self) -> task.Chain:
     """The task."""
     return self.warm.chain
 
@@ -119,51 +118,52 @@ class Cell:
     return self.epochs * self.episodes // self.mini_batch
 
 
-def make(settings: Mapping[str, Any]) -> Cell:
-  """Returns the Cell of overrides {path: value}; raises a UserError for what it cannot express."""
-  own, config = Mechanism(), _base()
+def make(settings: Mapping[str, Any]) -> ToyConfig:
+  """Returns the ToyConfig of overrides {path: value}; raises a UserError for other settings."""
+  toy = ToyTask()
+  config = _base()
   for path, value in settings.items():
     section, _, name = path.rpartition('.')
     value = tuple(value) if isinstance(value, list) else value  # as JSON has it
-    if section == 'mechanism':
-      setattr(own, name, value)
+    if section == 'toy':
+      setattr(toy, name, value)
     elif section in ('algorithm', 'actor', 'critic') or path in SHARED:
       setattr(getattr(config, section), name, value)
     else:
-      near = difflib.get_close_matches(path, [f'mechanism.{n}' for n in vars(own)] + [*SHARED], n=1)
+      near = difflib.get_close_matches(path, [f'toy.{n}' for n in vars(toy)] + [*SHARED], n=1)
       hint = f'; did you mean {near[0]}?' if near else ''
       raise UserError(
-          f'{path}={value!r}: the mechanism has algorithm.*, actor.*, critic.*, mechanism.*, '
+          f'{path}={value!r}: the toy task has algorithm.*, actor.*, critic.*, toy.*, '
           f'{", ".join(SHARED)}{hint}'
       )
   validation.validate(config)
-  validation.check_section('mechanism', own)
-  return _cell(own, config, learner.make_variant(config))
+  validation.check_section('toy', toy)
+  return _make_config(toy, config, learner.make_variant(config))
 
 
-def split(cell: Cell) -> tuple[Cell, dict[str, Any]]:
-  """Returns the structure of a cell, which a program is compiled for, and its numbers."""
+def split(config: ToyConfig) -> tuple[ToyConfig, dict[str, Any]]:
+  """Returns the structure of a config, which a program is compiled for, and its numbers."""
 
   def rate(options):
     names = ('lr', 'betas', 'eps', 'weight_decay', 'grad_clip')
     return {name: getattr(options, name) for name in names}
 
   numbers = {
-      'variant': {name: getattr(cell.variant, name) for name in NUMBERS},
-      'actor': rate(cell.actor),
-      'critic': rate(cell.critic),
-      'staleness': cell.staleness,
+      'variant': {name: getattr(config.variant, name) for name in NUMBERS},
+      'actor': rate(config.actor),
+      'critic': rate(config.critic),
+      'staleness': config.staleness,
   }
-  return join(cell, _emptied(numbers)), numbers
+  return join(config, _emptied(numbers)), numbers
 
 
-def join(cell: Cell, numbers: Mapping[str, Any]) -> Cell:
-  """Returns the cell with these numbers, which may be traced."""
+def join(config: ToyConfig, numbers: Mapping[str, Any]) -> ToyConfig:
+  """Returns the config with these numbers, which may be traced."""
   return dataclasses.replace(
-      cell,
-      variant=dataclasses.replace(cell.variant, **numbers['variant']),
-      actor=dataclasses.replace(cell.actor, **numbers['actor']),
-      critic=dataclasses.replace(cell.critic, **numbers['critic']),
+      config,
+      variant=dataclasses.replace(config.variant, **numbers['variant']),
+      actor=dataclasses.replace(config.actor, **numbers['actor']),
+      critic=dataclasses.replace(config.critic, **numbers['critic']),
       staleness=numbers['staleness'],
   )
 
@@ -173,7 +173,7 @@ def _emptied(numbers):
 
 
 def _base() -> schema.Config:
-  """Returns the schema with the mechanism's own defaults, of a size for a policy of its size."""
+  """Returns the schema with defaults for a policy of this size."""
   config = schema.Config()
   config.train.updates, config.train.episodes = 100, 32
   config.train.mini_batch, config.train.micro_batch = 16, 1
@@ -182,16 +182,16 @@ def _base() -> schema.Config:
   return config
 
 
-def _cell(own: Mechanism, config: schema.Config, variant: variants.Variant) -> Cell:
+def _make_config(toy: ToyTask, config: schema.Config, variant: variants.Variant) -> ToyConfig:
   train, staleness = config.train, config.pipeline.staleness
-  chain = chain_lib.Chain(own.turns, own.tokens, own.vocabulary, own.keys, own.rewards)
+  chain = task.Chain(toy.turns, toy.tokens, toy.vocabulary, toy.keys, toy.rewards)
   if not config.algorithm.norm_length:
     variant = dataclasses.replace(variant, norm_length=chain.turns * chain.places)
   num_steps = (train.schedule_updates or train.updates) * train.epochs
   num_steps *= train.episodes // train.mini_batch
 
-  def rate(options: schema.Optimizer) -> Rate:
-    return Rate(
+  def rate(options: schema.Optimizer) -> ToyOptimizer:
+    return ToyOptimizer(
         options.lr,
         options.betas,
         options.eps,
@@ -202,8 +202,10 @@ def _cell(own: Mechanism, config: schema.Config, variant: variants.Variant) -> C
         num_steps=num_steps,
     )
 
-  return Cell(
-      warm=Warm(chain, own.hidden, own.warm_steps, own.warm_lr, own.warm_episodes, own.reliability),
+  return ToyConfig(
+      warm=WarmStart(
+          chain, toy.hidden, toy.warm_steps, toy.warm_lr, toy.warm_episodes, toy.reliability
+      ),
       variant=variant,
       actor=rate(config.actor),
       critic=rate(config.critic),

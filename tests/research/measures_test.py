@@ -50,14 +50,6 @@ class MeasuresTest(parameterized.TestCase):
     # A slow rise is none, since the median runs along.
     self.assertEqual(measures.spikes(1.3 ** np.arange(40)), 0.0)
 
-  def test_trend_is_least_squares_with_its_fit(self):
-    x = np.arange(5.0)
-    self.assertEqual(measures.trend(x, 2 + 3 * x), (2.0, 3.0, 1.0))
-    y = np.array([0.0, 1.0, 0.0, 1.0, NAN])
-    # Of four points: slope .2, intercept .2, and the line explains .2 of the variance.
-    np.testing.assert_allclose(measures.trend(x, y), (0.2, 0.2, 0.2))
-    self.assertEqual(measures.trend(x, np.ones(5))[:2], (1.0, 0.0))
-
   def test_how_often_the_division_changed_a_step(self):
     made = measures.of_run(np.array([0.1, 0.2]), {'factor': np.array([1.0, 1.005, 1.5, 0.4])})
     self.assertEqual(made['factor_changed'], 0.5)  # 1.5 and .4, by more than 1%

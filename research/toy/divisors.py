@@ -1,9 +1,9 @@
 """The divisor max(1, K ||C||), which is the floor rule for an objective that is multiplied by K.
 
 The norm of C has the units of the objective. An objective that is K times as large has a norm that
-is K times as large, so a rule with a constant in it depends on K. The cells `scaled` of
-research/study_mechanism.py use these functions. A study identifies a custom function
-by its source file, so nothing else belongs into this file.
+is K times as large, so a rule with a constant in it depends on K. The grids
+`scaled` use these functions. A study identifies a custom function by its source file, so nothing
+else belongs into this file.
 """
 
 import jax.numpy as jnp

@@ -1,8 +1,8 @@
-"""The small task of the mechanism: a chain of look-ups; pure, one seed, `vmap` adds more.
+"""The toy task: a chain of look-ups. All functions are pure and for one seed; `vmap` adds seeds.
 
-A question is a key. The agent answers a key with its word, tokens that end with END. A right word
-is answered by the next key of the chain, as a right query finds the next fact. After a wrong one
-all further keys are noise. An episode is right if the words of all turns are:
+A question is a key. The agent answers a key with its word, which is some tokens and END. After the
+right word the environment shows the next key of the chain, as the right query finds the next fact.
+After a wrong word all further keys are noise. An episode is right if all its words are:
 
   key | word END | key' | word' END | key'' | word'' END
    o     a a  a     o      a     a      o      a a a   a      o observation, a agent
@@ -73,7 +73,7 @@ class Played:
 
   keys: jax.Array  # [B,K] int32, what was shown before each turn
   previous: jax.Array  # [B,K] int32, what was shown before the last turn; -1 in the first
-  said: jax.Array  # [B,K,S] int32, END from a word's end on
+  tokens: jax.Array  # [B,K,S] int32, END from a word's end on
   logp: jax.Array  # [B,K,S] of the sampled tokens, 0 in padding
   mask: jax.Array  # [B,K,S] bool
   right: jax.Array  # [B,K] bool, whether all words so far are right
@@ -95,26 +95,26 @@ def make_world(chain: Chain, seed: int, least_reliable: float) -> World:
 
 
 def features(
-    chain: Chain, keys: jax.Array, previous: jax.Array, said: jax.Array, turns: jax.Array
+    chain: Chain, keys: jax.Array, previous: jax.Array, tokens: jax.Array, turns: jax.Array
 ) -> jax.Array:
   """Returns what models see before each place [..,S,F]: a window, one-hot.
 
   The window holds the last two keys, the tokens of this turn so far, and the numbers of turn and
-  place. `keys`, `previous` and `turns` (from 0) are [..], `said` is [..,S].
+  place. `keys`, `previous` and `turns` (from 0) are [..], `tokens` is [..,S].
   """
-  shape = said.shape
+  shape = tokens.shape
 
   def spread(x, size):
     return jnp.broadcast_to(jax.nn.one_hot(x, size)[..., None, :], (*shape, size))
 
-  tokens = jax.nn.one_hot(said[..., : chain.tokens], chain.vocabulary + 1)  # [..,S-1,V+1]
+  window = jax.nn.one_hot(tokens[..., : chain.tokens], chain.vocabulary + 1)  # [..,S-1,V+1]
   earlier = jnp.arange(chain.tokens) < jnp.arange(chain.places)[:, None]  # [S,S-1]
-  tokens = jnp.where(earlier[..., None], tokens[..., None, :, :], 0)  # [..,S,S-1,V+1]
+  window = jnp.where(earlier[..., None], window[..., None, :, :], 0)  # [..,S,S-1,V+1]
   place = jnp.broadcast_to(jnp.eye(chain.places), (*shape, chain.places))
   parts = (
       spread(keys, chain.keys),
       spread(previous, chain.keys),  # all 0 for -1
-      tokens.reshape(*shape, -1),
+      window.reshape(*shape, -1),
       spread(turns, chain.turns),
       place,
   )
@@ -124,7 +124,7 @@ def features(
 def features_of(chain: Chain, played: Played) -> jax.Array:
   """Returns the features of played episodes [B,K,S,F]."""
   turns = jnp.broadcast_to(jnp.arange(chain.turns), played.keys.shape)
-  return features(chain, played.keys, played.previous, played.said, turns)
+  return features(chain, played.keys, played.previous, played.tokens, turns)
 
 
 def uniform_key(chain: Chain, chances: jax.Array) -> jax.Array:
@@ -148,19 +148,19 @@ def play(
   chances = chances.reshape(chain.turns, chain.places + 1, num_rows)
 
   def answer(k, shown, previous, chances):
-    said = jnp.full((num_rows, chain.places), chain.end)
-    logp, mask = jnp.zeros(said.shape), jnp.zeros(said.shape, bool)
+    tokens = jnp.full((num_rows, chain.places), chain.end)
+    logp, mask = jnp.zeros(tokens.shape), jnp.zeros(tokens.shape, bool)
     ended = jnp.zeros(num_rows, bool)
     for place in range(chain.places):
-      seen = features(chain, shown, previous, said, jnp.full(num_rows, k))[:, place]
+      seen = features(chain, shown, previous, tokens, jnp.full(num_rows, k))[:, place]
       scores = log_probs(seen)
       token = _draw(scores, chances[place])
       chosen = jnp.take_along_axis(scores, token[:, None], axis=1)[:, 0]
-      said = said.at[:, place].set(jnp.where(ended, chain.end, token))
+      tokens = tokens.at[:, place].set(jnp.where(ended, chain.end, token))
       logp = logp.at[:, place].set(jnp.where(ended, 0, chosen))
       mask = mask.at[:, place].set(~ended)
       ended |= token == chain.end
-    return said, logp, mask
+    return tokens, logp, mask
 
   return _chained(chain, world, answer, chances[:, 1:], chances[:, 0], questions)
 
@@ -172,8 +172,8 @@ def demonstrate(chain: Chain, world: World, chances: jax.Array, questions: jax.A
   def answer(k, shown, previous, chances):
     del previous
     is_right = chances < world.reliability[k, shown]
-    said = world.words[k, jnp.where(is_right, shown, world.confused[k, shown])]
-    return said, jnp.zeros(said.shape), _until_end(chain, said)
+    tokens = world.words[k, jnp.where(is_right, shown, world.confused[k, shown])]
+    return tokens, jnp.zeros(tokens.shape), _until_end(chain, tokens)
 
   return _chained(chain, world, answer, chances[:, 1], chances[:, 0], questions)
 
@@ -183,8 +183,8 @@ def right_ways(chain: Chain, world: World) -> Played:
 
   def answer(k, shown, previous, nothing):
     del previous, nothing
-    said = world.words[k, shown]
-    return said, jnp.zeros(said.shape), _until_end(chain, said)
+    tokens = world.words[k, shown]
+    return tokens, jnp.zeros(tokens.shape), _until_end(chain, tokens)
 
   questions, nothing = jnp.arange(chain.keys), jnp.zeros((chain.turns, chain.keys))
   return _chained(chain, world, answer, nothing, nothing, questions)
@@ -201,7 +201,7 @@ def to_batch(chain: Chain, played: Played, group_ids: jax.Array) -> types.TurnBa
   turn_ids = jnp.arange(1, chain.turns + 1)[:, None] * played.mask
   nothing = jnp.zeros((len(group_ids), chain.columns))
   return types.TurnBatch(
-      tokens=to_row(chain, played.said, played.keys),
+      tokens=to_row(chain, played.tokens, played.keys),
       action_mask=to_row(chain, mask),
       turn_ids=to_row(chain, turn_ids),
       rewards=to_row(chain, earned[..., None] * last),
@@ -222,8 +222,8 @@ def to_row(chain: Chain, x: jax.Array, before: jax.Array | None = None) -> jax.A
   return jnp.concatenate((before[..., None], x), axis=-1).reshape(-1, chain.columns)
 
 
-def _chained(chain, world, answer, of_turn, noise, questions):
-  """Runs the environment around answer(k, keys, previous, of_turn[k]) -> said, logp, mask.
+def _chained(chain, world, answer, turn_inputs, noise, questions):
+  """Runs the environment around answer(k, keys, previous, turn_inputs[k]) -> tokens, logp, mask.
 
   `noise` [K,B] is uniform in [0, 1): the keys shown after a wrong word.
   """
@@ -232,17 +232,17 @@ def _chained(chain, world, answer, of_turn, noise, questions):
   def step(carry, x):
     shown, previous, right = carry
     k, given, noise = x
-    said, logp, mask = answer(k, shown, previous, given)
-    right &= (said == world.words[k, shown]).all(axis=-1)
+    tokens, logp, mask = answer(k, shown, previous, given)
+    right &= (tokens == world.words[k, shown]).all(axis=-1)
     following = jnp.where(right, world.following[k, shown], noise)
-    seen = (shown, previous, said, logp, mask, right)
+    seen = (shown, previous, tokens, logp, mask, right)
     return (following, shown, right), seen
 
   first = (questions, jnp.full_like(questions, -1), jnp.ones(questions.shape, bool))
-  _, seen = jax.lax.scan(step, first, (jnp.arange(chain.turns), of_turn, noise))
-  shown, previous, said, logp, mask, right = (jnp.moveaxis(x, 0, 1) for x in seen)
-  cut = mask[:, -1, -1] & (said[:, -1, -1] != chain.end)
-  return Played(shown, previous, said, logp, mask, right, cut)
+  _, seen = jax.lax.scan(step, first, (jnp.arange(chain.turns), turn_inputs, noise))
+  shown, previous, tokens, logp, mask, right = (jnp.moveaxis(x, 0, 1) for x in seen)
+  cut = mask[:, -1, -1] & (tokens[:, -1, -1] != chain.end)
+  return Played(shown, previous, tokens, logp, mask, right, cut)
 
 
 def _draw(log_probs, chances):
@@ -251,7 +251,7 @@ def _draw(log_probs, chances):
   return below.sum(axis=-1).astype(jnp.int32)
 
 
-def _until_end(chain, said):
+def _until_end(chain, tokens):
   """Returns the mask [..,S] of a word and its END."""
-  before = jnp.cumsum(said == chain.end, axis=-1) - (said == chain.end)
+  before = jnp.cumsum(tokens == chain.end, axis=-1) - (tokens == chain.end)
   return before == 0
