@@ -6,16 +6,14 @@ The norm of the clipping bias is measured only where a rule divides by it.
 """
 
 import argparse
-import json
-import pathlib
 
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 
 from research import study_stability
+from research.study import results
 
-RESULTS = pathlib.Path(__file__).parent.parent / 'research/results/default_run.jsonl'
 SEEDS = 5
 RULES = {  # name -> (label, colour), by the palette of Okabe and Ito
     'st_ppo': ('ST-PPO', '#0072B2'),
@@ -28,14 +26,12 @@ RULES = {  # name -> (label, colour), by the palette of Okabe and Ito
 
 def read(rule: str) -> list[dict]:
   """Returns the records of a rule at its best rate, one per seed."""
-  with open(RESULTS, encoding='utf-8') as file:
-    records = [json.loads(line) for line in file]
   rate = study_stability.BEST_RATES[rule]
-  by_seed = {
-      record['seeds'][0]: record
-      for record in records
-      if record['cell'] == rule and record['overrides']['actor.lr'] == rate
-  }
+  by_seed = {}
+  for record in results.read(study_stability.RESULTS):
+    is_default_run = record['grid'] == 'default_run' and record['method'] == rule
+    if is_default_run and record['overrides']['actor.lr'] == rate:
+      by_seed[record['seeds'][0]] = record
   return [by_seed[seed] for seed in sorted(by_seed)]
 
 

@@ -299,8 +299,11 @@ class Page:
     """Returns a table per grid and condition after a note. An empty row is left out."""
     parts = [note]
     for (grid, condition), methods in self._conditions.items():
-      rows = [(one.method, row(one)) for one in methods if one.num_runs]
-      rows = [[method, *columns] for method, columns in rows if columns]
+      rows = []
+      for one in methods:
+        columns = row(one) if one.num_runs else []
+        if columns:
+          rows.append([one.method, *columns])
       if rows:
         parts += [f'### {grid}, {condition}', _table(['method', *titles], rows)]
     return '\n\n'.join(parts) if len(parts) > 1 else NO_RUNS

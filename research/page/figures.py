@@ -14,6 +14,7 @@ import numpy as np
 
 from research.page import summary
 
+MAX_LINES = 10  # single runs of a method that are drawn; of more runs there is a band
 DEFAULT_NUMBER = 6  # methods that are drawn if the grid does not name them
 # By the palette of Okabe and Ito, which the colour-blind can tell apart.
 COLORS = ('#D55E00', '#56B4E9', '#E69F00', '#0072B2', '#009E73', '#000000')
@@ -41,7 +42,7 @@ PANELS = (
 def draw(path: str, methods: Sequence[summary.MethodRuns]) -> None:
   """Draws the methods of one condition into a PNG file."""
   matplotlib.use('Agg')
-  with plt.rc_context(_STYLE):
+  with plt.rc_context(_STYLE):  # type: ignore[arg-type]
     figure, grid = plt.subplots(2, 3, figsize=(11, 5.6), layout='constrained', sharex=True)
     for panel, axes in zip(PANELS, grid.flat):
       for i, one in enumerate(methods):
@@ -62,8 +63,11 @@ def draw(path: str, methods: Sequence[summary.MethodRuns]) -> None:
 def _draw_curve(axes: axes_lib.Axes, curve: summary.Curve | None, label: str, color: str) -> None:
   if curve is None or not np.isfinite(curve.middle).any():
     return
-  if curve.low is not None and curve.high is not None:
-    axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.12, linewidth=0)
-  elif len(curve.runs) <= 10:
+  low, high = curve.low, curve.high
+  if len(curve.runs) > MAX_LINES:
+    low, high = np.nanquantile(curve.runs, [0.1, 0.9], axis=0)
+  if low is not None and high is not None:
+    axes.fill_between(curve.steps, low, high, color=color, alpha=0.12, linewidth=0)
+  else:
     axes.plot(curve.steps, curve.runs.T, color=color, linewidth=0.6, alpha=0.35)
   axes.plot(curve.steps, curve.middle, color=color, linewidth=1.8, label=label)

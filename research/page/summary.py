@@ -83,8 +83,12 @@ class MethodRuns:
 
   def curve(self, metric: str) -> Curve | None:
     """Returns a metric over updates. The metric 'score' is the held-out score."""
-    points = [_points(record, metric) for record in self.records]
-    points = [one for one in points if one is not None]
+    points = []
+    for record in self.records:
+      if metric == 'score':
+        points.append((record['score']['steps'], record['score']['values']))
+      elif metric in record['series']:
+        points.append((record['steps'], record['series'][metric]))
     if not points:
       return None
     steps = np.array(sorted({step for own_steps, _ in points for step in own_steps}))
@@ -196,12 +200,3 @@ def toy_verdict(toy: Comparison | None) -> str:
 def core_hours(records: Iterable[Mapping[str, Any]]) -> float:
   """Returns the processor time of runs."""
   return sum(record['cost']['core_s'] for record in records) / 3600
-
-
-def _points(record: Mapping[str, Any], metric: str) -> tuple[list[int], Any] | None:
-  """Returns (steps, values) of a metric in a record; in the toy task the values are a band."""
-  if metric == 'score':
-    return record['score']['steps'], record['score']['values']
-  if metric not in record['series']:
-    return None
-  return record['steps'], record['series'][metric]

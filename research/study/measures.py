@@ -114,7 +114,9 @@ def area(score: np.ndarray, steps: Sequence[int] | None = None, end: int | None 
   """
   score = np.asarray(score, float)
   x = np.arange(len(score)) if steps is None else np.asarray(steps)
-  x, score = x[np.isfinite(score)], score[np.isfinite(score)]
+  is_finite = np.isfinite(score)
+  x = x[is_finite]
+  score = score[is_finite]
   if not len(score):
     return np.nan
   length = (x[-1] if end is None else end) - x[0]

@@ -20,7 +20,7 @@ def main(folder: str) -> None:
   metrics = training.run(job['overrides'], len(job['seeds']), job['seeds'][0])
   path = os.path.join(folder, 'metrics.npz')
   with open(path + '.part', 'wb') as out:
-    np.savez_compressed(out, **metrics)
+    np.savez_compressed(out, **metrics)  # type: ignore[arg-type]
   os.replace(path + '.part', path)
 
 

@@ -175,15 +175,20 @@ def _emptied(numbers):
 def _base() -> schema.Config:
   """Returns the schema with defaults for a policy of this size."""
   config = schema.Config()
-  config.train.updates, config.train.episodes = 100, 32
-  config.train.mini_batch, config.train.micro_batch = 16, 1
-  config.actor.lr, config.actor.warmup = 1e-3, 0.0
-  config.critic.lr, config.critic.warmup = 3e-3, 0.0
+  config.train.updates = 100
+  config.train.episodes = 32
+  config.train.mini_batch = 16
+  config.train.micro_batch = 1
+  config.actor.lr = 1e-3
+  config.actor.warmup = 0.0
+  config.critic.lr = 3e-3
+  config.critic.warmup = 0.0
   return config
 
 
 def _make_config(toy: ToyTask, config: schema.Config, variant: variants.Variant) -> ToyConfig:
-  train, staleness = config.train, config.pipeline.staleness
+  train = config.train
+  staleness = config.pipeline.staleness
   chain = task.Chain(toy.turns, toy.tokens, toy.vocabulary, toy.keys, toy.rewards)
   if not config.algorithm.norm_length:
     variant = dataclasses.replace(variant, norm_length=chain.turns * chain.places)

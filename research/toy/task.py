@@ -82,7 +82,8 @@ class Played:
 
 def make_world(chain: Chain, seed: int, least_reliable: float) -> World:
   """Draws words, the order of keys, and how often each word is demonstrated rightly."""
-  rng, table = np.random.default_rng(seed), (chain.turns, chain.keys)
+  rng = np.random.default_rng(seed)
+  table = (chain.turns, chain.keys)
   words = rng.integers(0, chain.vocabulary, (*table, chain.places))
   lengths = rng.integers(1, chain.tokens + 1, table)
   away = rng.integers(1, chain.keys, table)
@@ -149,7 +150,8 @@ def play(
 
   def answer(k, shown, previous, chances):
     tokens = jnp.full((num_rows, chain.places), chain.end)
-    logp, mask = jnp.zeros(tokens.shape), jnp.zeros(tokens.shape, bool)
+    logp = jnp.zeros(tokens.shape)
+    mask = jnp.zeros(tokens.shape, bool)
     ended = jnp.zeros(num_rows, bool)
     for place in range(chain.places):
       seen = features(chain, shown, previous, tokens, jnp.full(num_rows, k))[:, place]
@@ -186,7 +188,8 @@ def right_ways(chain: Chain, world: World) -> Played:
     tokens = world.words[k, shown]
     return tokens, jnp.zeros(tokens.shape), _until_end(chain, tokens)
 
-  questions, nothing = jnp.arange(chain.keys), jnp.zeros((chain.turns, chain.keys))
+  questions = jnp.arange(chain.keys)
+  nothing = jnp.zeros((chain.turns, chain.keys))
   return _chained(chain, world, answer, nothing, nothing, questions)
 
 

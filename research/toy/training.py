@@ -71,42 +71,43 @@ UPDATE_METRICS = (
 
 
 def run(
-    settings: Mapping[str, Any] | toy_settings.ToyConfig, num_seeds: int = 64, first_seed: int = 0
+    settings: Mapping[str, Any], num_seeds: int = 64, first_seed: int = 0
 ) -> dict[str, np.ndarray]:
   """Trains one run per seed; returns metrics [seeds, updates].
 
-  Those of evaluation, `val-core/all/em` (greedy) and `toy/success` (sampled), are exact and
-  [seeds, updates + 1]: column n is after n updates. `toy/nonfinite` is the longest
-  row of steps, until in this update, that were skipped because something was not finite.
+  The evaluations `val-core/all/em` (greedy) and `toy/success` (sampled) are exact and have the
+  shape [seeds, updates + 1]. Column n is after n updates. `toy/nonfinite` is the largest number of
+  steps in a row that were skipped up to this update because gradients were not finite.
+
+  Args:
+    settings: overrides {path: value}.
+    num_seeds: runs.
+    first_seed: the seeds are consecutive.
   """
-  config = settings if isinstance(settings, toy_settings.ToyConfig) else toy_settings.make(settings)
+  config = toy_settings.make(settings)
   structure, numbers = toy_settings.split(config)
   blocks = []
-  for block in range(-(-num_seeds // BLOCK)):
-    first = first_seed + block * BLOCK
+  for first in range(first_seed, first_seed + num_seeds, BLOCK):
+    seeds = np.arange(first, first + BLOCK, dtype=np.uint32)
     world, actor = warm_start(config.warm, first)
-    blocks.append(jax.device_get(_trained(structure, numbers, _seeds(first), world, actor)))
-  return {name: np.concatenate([block[name] for block in blocks])[:num_seeds] for name in blocks[0]}
+    metrics = _trained(structure, numbers, seeds, world, actor)
+    blocks.append(jax.device_get(metrics))
+  joined = jax.tree.map(lambda *parts: np.concatenate(parts), *blocks)
+  return {name: x[:num_seeds] for name, x in joined.items()}
 
 
 @functools.lru_cache(maxsize=64)
 def warm_start(warm: toy_settings.WarmStart, first_seed: int) -> tuple[task.World, Any]:
   """Returns the tasks and first policies of a block of seeds; configs share them."""
-  seeds = _seeds(first_seed)
-  drawn = [_drawn(warm, int(seed)) for seed in seeds]
-  world, params = jax.tree.map(lambda *per_seed: np.stack(per_seed), *drawn)
+  seeds = np.arange(first_seed, first_seed + BLOCK, dtype=np.uint32)
+  # Drawn on the host, because it takes long to compile.
+  starts = [(_world(warm, int(seed)), _untrained(warm, int(seed))) for seed in seeds]
+  world, params = jax.tree.map(lambda *parts: np.stack(parts), *starts)
   return world, _warmed(warm, seeds, world, params)
 
 
-def _drawn(warm, seed):
-  """Returns the task of a seed and an untrained policy; on the host, as it compiles for long."""
-  world = task.make_world(warm.chain, seed, warm.reliability)
-  sizes = warm.chain.num_features, warm.hidden, warm.chain.vocabulary + 1
-  return world, _untrained(np.random.default_rng((seed, 1)), *sizes)
-
-
-def _seeds(first: int) -> np.ndarray:
-  return np.arange(first, first + BLOCK, dtype=np.uint32)
+def _world(warm, seed):
+  return task.make_world(warm.chain, seed, warm.reliability)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -116,8 +117,8 @@ def _warmed(warm, seeds, world, params):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _trained(structure, numbers, seeds, world, actor):
-  train = lambda *per_seed: _train(toy_settings.join(structure, numbers), *per_seed)
-  return jax.vmap(train)(seeds, world, actor)
+  config = toy_settings.join(structure, numbers)
+  return jax.vmap(functools.partial(_train, config))(seeds, world, actor)
 
 
 def log_probs(params: dict, features: jax.Array) -> jax.Array:
@@ -131,25 +132,25 @@ def _perceptron(params, x):
   return x @ params['last']['kernel'] + params['last']['bias']
 
 
-def _untrained(rng, num_in, hidden, num_out):
+def _untrained(warm, seed):
   """Returns a perceptron with two hidden layers and an output of 0."""
+  rng = np.random.default_rng((seed, 1))
+  params = {}
+  for layer, num_in in (('first', warm.chain.num_features), ('second', warm.hidden)):
+    kernel = rng.normal(size=(num_in, warm.hidden)) * (2 / num_in) ** 0.5
+    params[layer] = _layer(kernel)
+  params['last'] = _layer(np.zeros((warm.hidden, warm.chain.vocabulary + 1)))
+  return params
 
-  def zeros(*shape):
-    return np.zeros(shape, np.float32)
 
-  def kernel(n):
-    return (rng.normal(size=(n, hidden)) * (2 / n) ** 0.5).astype(np.float32)
-
-  return {
-      'first': {'kernel': kernel(num_in), 'bias': zeros(hidden)},
-      'second': {'kernel': kernel(hidden), 'bias': zeros(hidden)},
-      'last': {'kernel': zeros(hidden, num_out), 'bias': zeros(num_out)},
-  }
+def _layer(kernel):
+  return {'kernel': kernel.astype(np.float32), 'bias': np.zeros(kernel.shape[1], np.float32)}
 
 
 def _warm(warm, seed, world, params):
   """Trains a policy on demonstrations, fresh ones in each step."""
-  chain, num_rows = warm.chain, warm.episodes
+  chain = warm.chain
+  num_rows = warm.episodes
   optimizer = optax.adam(optax.linear_schedule(warm.lr, 0.0, warm.steps))
   key = jax.random.fold_in(jax.random.key(seed), 0)
 
@@ -251,8 +252,10 @@ def run_update(
     key: jax.Array,
 ) -> tuple[train_state.TrainState, dict[str, jax.Array]]:
   """Runs one update on episodes that the policy `sampler` plays."""
-  chain, num_groups = config.chain, config.episodes // config.group_size
-  num_play, num_deal = task.num_chances(chain, config.episodes), config.epochs * config.episodes
+  chain = config.chain
+  num_groups = config.episodes // config.group_size
+  num_play = task.num_chances(chain, config.episodes)
+  num_deal = config.epochs * config.episodes
   # All are drawn at once, because each call of the generator takes long to compile.
   chances = jax.random.uniform(key, (num_groups + num_play + num_deal,))
   question_chances, play_chances, deal_chances = jnp.split(
@@ -307,8 +310,9 @@ def annotate(
     features: jax.Array,
 ) -> tuple[TurnBatch, dict[str, jax.Array]]:
   """Fills in old_logp, ref_logp and old_values as `update.annotate` does."""
-  variant, mask, chain = config.variant, batch.action_mask, config.chain
-  row = lambda x: task.to_row(chain, x) * mask
+  variant = config.variant
+  mask = batch.action_mask
+  row = lambda x: task.to_row(config.chain, x) * mask
   logp = row(_token_logp(log_probs(state.actor, features), tokens))
   ref_logp = logp
   if variant.kl_in != 'none':
