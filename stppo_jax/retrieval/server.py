@@ -8,12 +8,11 @@
   GET /metrics     Prometheus format: requests by status, queries, seconds, in flight, memory
 
 A rejected request gets one line of JSON, {"error": ".."}. On SIGTERM the server accepts no new
-request, finishes the running ones and exits with 0. Needs the extra `retrieval`.
+request, finishes the running ones and exits with 0. It needs the extra `retrieval`.
 """
 
 import argparse
 import asyncio
-from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 from concurrent import futures
@@ -22,18 +21,18 @@ import json
 import logging
 import signal
 import sys
-import time
+import threading
 from typing import Any
 
 import prometheus_client
-from tornado import httpserver
-from tornado import iostream
-from tornado import netutil
-from tornado import web
+import pydantic
+from starlette import requests
+from starlette import responses
+from starlette import routing
 
 from stppo_jax import tasks as task_files
 from stppo_jax import types
-from stppo_jax.distributed import json_handler
+from stppo_jax.distributed import http_server
 from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import kinds
 from stppo_jax.retrieval import protocol
@@ -44,96 +43,86 @@ _DEFAULT_TOP_K = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class Limits(http_server.Limits):
   """Limits per client.
 
   Choice: a query that is too long is cut, not rejected. Rejection would fail the searches of all
   agents whose queries are in the same request.
   """
 
-  max_body_bytes: int = 8 << 20
   max_queries: int = 4096  # per request
   max_query_chars: int = 4096
   max_top_k: int = 100
   max_passages: int = 32_768  # per request: queries times topk
-  max_in_flight: int = 64  # whole requests; further ones get 503 and Retry-After
-  max_receiving_bytes: int = 512 << 20  # of all bodies that are not whole yet; then clients are cut
-  idle_timeout_s: float = 75.0  # for a complete header, and between requests of a connection
-  body_timeout_s: float = 10.0  # for a complete body
-  write_timeout_s: float = 30.0  # for the client to read the answer
-  grace_s: float = 30.0  # for running requests after SIGTERM
+  max_in_flight: int = 64  # complete requests; the server answers further ones with 503
 
 
-@dataclasses.dataclass(frozen=True)
-class Question:
-  """A valid request."""
+class SearchR1Body(http_server.Body):
+  """A request in the dialect of Search-R1."""
 
-  dialect: str  # 'search_r1' | 'ragen'
-  queries: tuple[str, ...]
-  top_k: int
-  with_scores: bool
+  queries: list[http_server.Text]
+  topk: int = pydantic.Field(_DEFAULT_TOP_K, ge=1)
+  return_scores: bool = False
 
-
-class BadRequest(ValueError):
-  """An invalid request; the message is one line for the client."""
-
-
-def parse_question(body: bytes, limits: Limits) -> Question:
-  """Parses the body of POST /retrieve in either dialect; ignores unknown fields."""
-  try:
-    fields = json.loads(body)
-  except (ValueError, RecursionError) as error:
-    raise BadRequest(f'the body is not JSON ({type(error).__name__})') from None
-  if not isinstance(fields, dict) or ('queries' in fields) == ('query' in fields):
-    raise BadRequest(
-        'send {"queries": [..], "topk": 3, "return_scores": true}, or '
-        '{"query": "..", "top_k": 3}'
-    )
-  if 'queries' in fields:
-    dialect, queries, name = 'search_r1', fields['queries'], 'topk'
-    if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-      raise BadRequest('"queries" must be a list of texts')
-    if len(queries) > limits.max_queries:
-      raise BadRequest(f'{len(queries)} queries: send at most {limits.max_queries} in a request')
-  else:
-    dialect, queries, name = 'ragen', [fields['query']], 'top_k'
-    if not isinstance(queries[0], str):
-      raise BadRequest('"query" must be a text')
-  top_k = _DEFAULT_TOP_K if fields.get(name) is None else fields[name]
-  if not isinstance(top_k, int) or isinstance(top_k, bool) or not 1 <= top_k <= limits.max_top_k:
-    raise BadRequest(f'"{name}" must be a whole number from 1 to {limits.max_top_k}')
-  if len(queries) * top_k > limits.max_passages:
-    raise BadRequest(
-        f'{len(queries)} queries with "{name}" {top_k} are {len(queries) * top_k} passages: ask '
-        f'for at most {limits.max_passages} in a request'
-    )
-  with_scores = fields.get('return_scores', False)
-  if not isinstance(with_scores, bool):
-    raise BadRequest('"return_scores" must be true or false')
-  cut = tuple(query[: limits.max_query_chars] for query in queries)
-  return Question(dialect, cut, top_k, with_scores)
-
-
-def write_answer(question: Question, results: Sequence[Sequence[types.Passage]]) -> bytes:
-  """Returns the answer's JSON: Search-R1's `result`, one list per query, or RAGEN's `results`."""
-  rows: Iterable[Any] = ([_document(p) for p in passages] for passages in results)
-  if question.dialect == 'ragen':
-    rows = (_document(p, 'content') | {'score': p.score} for p in results[0])
-  elif question.with_scores:
+  def write(self, results: Sequence[Sequence[types.Passage]]) -> bytes:
+    """Returns the answer's JSON: `result`, one list per query."""
+    if not self.return_scores:
+      return _write_rows('result', ([_document(p) for p in row] for row in results))
     scored = lambda p: {'document': _document(p), 'score': p.score}
-    rows = ([scored(p) for p in passages] for passages in results)
-  name = b'results' if question.dialect == 'ragen' else b'result'
-  # Row by row, because no other thread runs during one json.dumps. During a join others run.
+    return _write_rows('result', ([scored(p) for p in row] for row in results))
+
+
+class RagenBody(http_server.Body):
+  """A request in the dialect of RAGEN."""
+
+  query: http_server.Text
+  top_k: int = pydantic.Field(_DEFAULT_TOP_K, ge=1)
+
+  @property
+  def queries(self) -> list[str]:
+    return [self.query]
+
+  @property
+  def topk(self) -> int:
+    return self.top_k
+
+  def write(self, results: Sequence[Sequence[types.Passage]]) -> bytes:
+    """Returns the answer's JSON: `results`, the passages of the query."""
+    rows = (_document(p, 'content') | {'score': p.score} for p in results[0])
+    return _write_rows('results', rows)
+
+
+def parse_body(fields: dict[str, Any], limits: Limits) -> SearchR1Body | RagenBody:
+  """Returns the request in its dialect. Raises ValidationError and RequestError."""
+  kind = RagenBody if 'query' in fields else SearchR1Body
+  body = kind.model_validate({k: v for k, v in fields.items() if v is not None})
+  num_queries = len(body.queries)
+  num_passages = num_queries * body.topk
+  for count, most, unit in (
+      (body.topk, limits.max_top_k, 'passages per query'),
+      (num_queries, limits.max_queries, 'queries per request'),
+      (num_passages, limits.max_passages, 'passages per request'),
+  ):
+    if count > most:
+      raise http_server.RequestError(400, f'{count} {unit}: ask for at most {most}')
+  return body
+
+
+def _write_rows(name: str, rows: Iterable[Any]) -> bytes:
+  """Writes row by row, because no other thread runs during one json.dumps."""
   lines = [json.dumps(row).encode() for row in rows]
-  return b''.join([b'{"%b": [' % name, b', '.join(lines), b']}\n'])
+  return b''.join([b'{"%b": [' % name.encode(), b', '.join(lines), b']}\n'])
 
 
-def _document(passage, field='contents'):
+def _document(passage: types.Passage, field: str = 'contents') -> dict[str, Any]:
   return {'id': passage.id, field: task_files.write_contents(passage)}
 
 
-class Service:
-  """A retriever with its limits and counters."""
+class RetrievalApp(http_server.HttpApp):
+  """A retriever as an ASGI application."""
+
+  name = 'retrieval'
+  how_to_allow = 'use localhost, or start the server with --hosts=NAME'
 
   def __init__(
       self,
@@ -142,224 +131,73 @@ class Service:
       limits: Limits = Limits(),
       threads: int = 1,
   ):
-    self.limits = limits
-    self.num_passages = num_passages
+    super().__init__(limits, [routing.Route('/retrieve', self._retrieve, methods=['POST'])])
+    self.limits: Limits = limits
     self.in_flight = 0
-    self.receiving_bytes = 0
-    self.stopping = False
+    self._num_passages = num_passages
     self._retriever = retriever
     self._pool = futures.ThreadPoolExecutor(threads, 'search')
-    self.registry = prometheus_client.CollectorRegistry()
-    prometheus_client.ProcessCollector(registry=self.registry)
-    self.requests = prometheus_client.Counter(
-        'retrieval_requests',
-        'Requests to /retrieve by HTTP status; 499: the client disconnected.',
-        ['status'],
-        registry=self.registry,
-    )
-    self.queries = prometheus_client.Counter(
+    self._queries = prometheus_client.Counter(
         'retrieval_queries', 'Queries answered.', registry=self.registry
-    )
-    self.seconds = prometheus_client.Histogram(
-        'retrieval_request_seconds',
-        'From the header of a request to its answer.',
-        buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10),
-        registry=self.registry,
     )
     gauge = prometheus_client.Gauge(
         'retrieval_in_flight', 'Requests being answered.', registry=self.registry
     )
     gauge.set_function(lambda: self.in_flight)
 
-  async def answer(self, question: Question) -> bytes:
+  def check(self, request: requests.Request) -> None:
+    if request.method == 'POST':
+      self._check_load()
+
+  def _check_load(self) -> None:
+    if self.stopping:
+      raise http_server.RequestError(503, 'busy: stopping; try again')
+    if self.in_flight >= self.limits.max_in_flight:
+      raise http_server.RequestError(503, f'busy: {self.in_flight} requests are running; try again')
+
+  def health(self) -> dict[str, Any]:
+    return super().health() | {'passages': self._num_passages}
+
+  async def _retrieve(self, request: requests.Request) -> responses.Response:
+    fields = await self.read_json(request)
+    self._check_load()
+    body = parse_body(fields, self.limits)
+    self.in_flight += 1  # only complete requests count: half of a body must not keep others out
+    try:
+      answer = await self._search(body)
+    finally:
+      self.in_flight -= 1
+    if await request.is_disconnected():
+      raise requests.ClientDisconnect
+    return responses.Response(answer, media_type='application/json')
+
+  async def _search(self, body: SearchR1Body | RagenBody) -> bytes:
     """Returns the body of an answer, made in threads, while the server keeps listening."""
-    loop, queries = asyncio.get_running_loop(), question.queries
+    loop = asyncio.get_running_loop()
+    most = self.limits.max_query_chars
+    queries = [query[:most] for query in body.queries]
     results: list[list[types.Passage]] = []
     for start in range(0, len(queries), _CHUNK):
-      chunk = list(queries[start : start + _CHUNK])
-      found = await loop.run_in_executor(self._pool, self._retriever.search, chunk, question.top_k)
-      results += [passages or [] for passages in found]
-    self.queries.inc(len(queries))
-    return await loop.run_in_executor(self._pool, write_answer, question, results)
+      chunk = queries[start : start + _CHUNK]
+      search = loop.run_in_executor(self._pool, self._retriever.search, chunk, body.topk)
+      results += [passages or [] for passages in await search]
+    self._queries.inc(len(queries))
+    return await loop.run_in_executor(self._pool, body.write, results)
 
   def close(self) -> None:
     """Stops the search threads."""
     self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-async def serve(
-    service: Service,
-    host: str,
-    port: int,
-    ready: Callable[[str, int], None],
-    hosts: Sequence[str] = (),
-) -> None:
-  """Serves until SIGTERM or SIGINT; calls `ready` with the address when it accepts connections."""
-  stopping = asyncio.Event()
+def serve(app: RetrievalApp, host: str, port: int, hosts: Sequence[str] = ()) -> None:
+  """Serves until SIGTERM or SIGINT; prints the address when it accepts connections."""
+  stopping = threading.Event()
   for number in (signal.SIGTERM, signal.SIGINT):
-    asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-  server, address = listen(service, host, port, hosts)
-  ready(*address)
-  await stopping.wait()
-  await stop(server, service)
-
-
-def listen(
-    service: Service, host: str, port: int, hosts: Sequence[str] = ()
-) -> tuple[httpserver.HTTPServer, tuple[str, int]]:
-  """Returns a server that accepts connections, and its address; port 0 means any free port."""
-  limits = service.limits
-  sockets = netutil.bind_sockets(port, host)
-  server = httpserver.HTTPServer(
-      make_application(service, json_handler.allowed_hosts(sockets, host, hosts)),
-      max_body_size=limits.max_body_bytes,
-      max_header_size=16 << 10,
-      idle_connection_timeout=limits.idle_timeout_s,
-      body_timeout=limits.body_timeout_s,
-  )
-  server.add_sockets(sockets)
-  return server, sockets[0].getsockname()[:2]
-
-
-async def stop(server: httpserver.HTTPServer, service: Service) -> None:
-  """Rejects new requests, waits at most `grace_s` for running ones and closes all connections."""
-  server.stop()
-  service.stopping = True
-  deadline = time.monotonic() + service.limits.grace_s
-  while service.in_flight and time.monotonic() < deadline:
-    await asyncio.sleep(0.01)
-  await server.close_all_connections()
-  service.close()
-
-
-def make_application(
-    service: Service, allowed_hosts: frozenset[str] | None = None
-) -> web.Application:
-  """Returns the application: each path with its handler."""
-  given = {'service': service}
-  return web.Application(
-      [('/retrieve', _Retrieve, given), ('/health', _Health, given), ('/metrics', _Metrics, given)],
-      default_handler_class=_Elsewhere,
-      default_handler_args=given,
-      log_function=lambda handler: None,
-      allowed_hosts=allowed_hosts,
-      how_to_allow='use localhost, or start the server with --hosts=NAME',
-  )
-
-
-@web.stream_request_body  # so that `prepare` can reject a body before it is received
-class _Handler(json_handler.JsonHandler):
-
-  def initialize(self, service: Service):
-    self.service, self.is_unread = service, True
-
-  def prepare(self):
-    self.check_source()
-    self.is_unread = False
-
-  def data_received(self, chunk):
-    pass  # a body that no answer depends on takes no memory
-
-
-class _Retrieve(_Handler):
-
-  def initialize(self, service: Service):
-    super().initialize(service)
-    self._started, self._body = time.perf_counter(), bytearray()
-    self._entered, self._is_received = False, False
-
-  def prepare(self):
-    self.check_source()
-    length, most = self.content_length(), self.service.limits.max_body_bytes
-    if length > most:
-      raise web.HTTPError(413, f'a body of {length} bytes: send at most {most}')
-    self.is_unread = False
-    if self.request.method == 'POST' and self._is_busy():
-      self._refuse_busy()
-
-  def _is_busy(self):
-    service = self.service
-    return service.stopping or service.in_flight >= service.limits.max_in_flight
-
-  def _refuse_busy(self):
-    self.set_header('Connection', 'close')
-    self.set_header('Retry-After', '1')
-    self.set_status(503)
-    running = f'{self.service.limits.max_in_flight} requests are running'
-    why = 'stopping' if self.service.stopping else running
-    self.finish(json.dumps({'error': f'busy: {why}; try again'}) + '\n')
-
-  def data_received(self, chunk):
-    self._body += chunk  # the server limits it, with and without Content-Length
-    self.service.receiving_bytes += len(chunk)
-    if self.service.receiving_bytes > self.service.limits.max_receiving_bytes:
-      self.request.connection.stream.close()  # type: ignore[union-attr]  # HTTP/1 has a stream
-
-  async def post(self):
-    self._received()
-    if self._is_busy():
-      self._refuse_busy()
-      return
-    # Only a whole request counts: half-sent bodies must not keep others out.
-    self._entered = True
-    self.service.in_flight += 1
-    try:
-      try:
-        question = parse_question(bytes(self._body), self.service.limits)
-      except BadRequest as error:
-        raise web.HTTPError(400, str(error)) from None
-      answer = self.finish(await self.service.answer(question))
-      await asyncio.wait_for(answer, self.service.limits.write_timeout_s)
-    except TimeoutError:
-      self.request.connection.stream.close()  # type: ignore[union-attr]  # HTTP/1 has a stream
-    except iostream.StreamClosedError:
-      pass  # the client is gone, nobody reads an answer; `on_connection_close` has counted it
-    finally:
-      self._leave()
-
-  def on_connection_close(self):
-    super().on_connection_close()
-    if not self._finished:  # a rejected request without its body ends here as well
-      self.service.requests.labels('499').inc()
-    self._received()
-
-  def on_finish(self):
-    self._received()
-    self.service.requests.labels(str(self.get_status())).inc()
-    self.service.seconds.observe(time.perf_counter() - self._started)
-
-  def _received(self):
-    """Takes the body out of the bytes that are not whole yet."""
-    if not self._is_received:
-      self.service.receiving_bytes -= len(self._body)
-    self._is_received = True
-
-  def _leave(self):
-    self.service.in_flight -= self._entered
-    self._entered = False
-
-
-class _Health(_Handler):
-
-  def get(self):
-    status = 'stopping' if self.service.stopping else 'ok'
-    self.set_status(503 if self.service.stopping else 200)
-    self.finish(json.dumps({'status': status, 'passages': self.service.num_passages}) + '\n')
-
-
-class _Metrics(_Handler):
-
-  def get(self):
-    self.set_header('Content-Type', prometheus_client.CONTENT_TYPE_LATEST)
-    self.finish(prometheus_client.generate_latest(self.service.registry))
-
-
-class _Elsewhere(_Handler):
-
-  def get(self):
-    raise web.HTTPError(404, 'there are POST /retrieve, GET /health and GET /metrics')
-
-  head = post = put = patch = delete = options = get
+    signal.signal(number, lambda *unused: stopping.set())
+  with http_server.Server(app, host, port, hosts) as server:
+    print(f'ready: {server.url}/retrieve', flush=True)
+    stopping.wait()
+  app.close()
 
 
 def make_retriever(
@@ -396,10 +234,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = f'--embeddings={flags.embeddings}' if flags.embeddings else f'--corpus={flags.corpus}'
     print(f'server: {given}: {error}: give another folder', file=sys.stderr)
     return 1
+  app = RetrievalApp(retriever, len(passages), limits, flags.threads)
   try:
-    service = Service(retriever, len(passages), limits, flags.threads)
-    ready = lambda host, port: print(f'ready: http://{host}:{port}/retrieve', flush=True)
-    asyncio.run(serve(service, flags.host, flags.port, ready, flags.hosts))
+    serve(app, flags.host, flags.port, flags.hosts)
   except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
     print(
         f'server: cannot listen on {flags.host}:{flags.port} ({error}): give another --host or '

@@ -1,285 +1,247 @@
-"""OpenAI's HTTP interface as data: bodies in, checked asks out; answers out as JSON values.
+"""OpenAI's HTTP interface as data: bodies in, checked requests out; answers out as JSON values.
 
-What is not supported is refused in one line and never ignored where it would change an answer.
+A field that is not supported and would change an answer is an error, never ignored.
 """
 
-from collections.abc import Mapping
 from collections.abc import Sequence
-import dataclasses
 import json
+from typing import Annotated
 from typing import Any
+from typing import Literal
+from typing import NotRequired
 
-# Further fields, mostly vLLM's, that change an answer unless they are empty, and are not supported.
-_UNSUPPORTED = (
-    'echo suffix logit_bias presence_penalty frequency_penalty functions audio top_k min_p '
-    'use_beam_search min_tokens stop_token_ids bad_words allowed_token_ids chat_template documents '
-    'continue_final_message structured_outputs reasoning_effort return_tokens_as_token_ids '
-    'truncate_prompt_tokens'
-).split()
-# The only value that changes nothing: all special tokens but the eos that ends an answer are shown.
-_FIXED = {'repetition_penalty': 1, 'add_generation_prompt': True, 'skip_special_tokens': False}
-ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
+import pydantic
+from typing_extensions import TypedDict
 
+from stppo_jax.distributed import http_server
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-  """Limits per request."""
-
-  max_body_bytes: int = 4 << 20
-  max_receiving_bytes: int = 256 << 20  # of all bodies that are not whole yet
-  max_choices: int = 16  # per prompt
-  max_prompts: int = 256
-  max_stops: int = 16
-  max_stop_chars: int = 256
-  max_messages: int = 4096
-  max_tools: int = 128
-  body_timeout_s: float = 10.0
-  idle_timeout_s: float = 75.0
-  write_timeout_s: float = 30.0  # for a client that does not read
+MAX_CHOICES = 16  # per prompt
+MAX_PROMPTS = 256
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+_MAX_TOKEN = 2**31 - 1
+# Fields that change no answer.
+_IGNORED = frozenset(
+    'user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention '
+    'request_id priority cache_salt spaces_between_special_tokens'.split()
+)
+_NEUTRAL = (None, False, 0, -1, '', [], {})  # values of unknown fields that change no answer
+# Messages and tools have many more fields, which templates and clients add.
+_ignores_unknown = pydantic.with_config(pydantic.ConfigDict(extra='ignore', strict=True))
 
 
-class ApiError(Exception):
-  """A refused request: an HTTP status, and one line for the client."""
-
-  def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None):
-    super().__init__(message)
-    self.status, self.message, self.code, self.param = status, message, code, param
-
-  def body(self) -> dict[str, Any]:
-    """Returns the error as OpenAI's clients expect it."""
-    kinds = {401: 'authentication_error', 429: 'rate_limit_error'}
-    kind = kinds.get(self.status, 'invalid_request_error' if self.status < 500 else 'server_error')
-    return {
-        'error': {'message': self.message, 'type': kind, 'param': self.param, 'code': self.code}
-    }
+def _split_stops(value: Any) -> Any:
+  return [value] if isinstance(value, str) else value
 
 
-@dataclasses.dataclass(frozen=True)
-class Ask:
-  """A valid request for completions."""
-
-  model: str
-  messages: tuple[dict[str, Any], ...] | None  # of a chat; None: `prompts` are continued
-  prompts: tuple[str | tuple[int, ...], ...]  # texts or token ids
-  max_tokens: int | None
-  temperature: float
-  top_p: float
-  n: int
-  stop: tuple[str, ...]
-  seed: int | None
-  stream: bool
-  with_usage: bool  # at the end of a stream
-  logprobs: bool
-  tools: tuple[dict[str, Any], ...]
-  keeps_stop: bool  # vLLM's include_stop_str_in_output
-  token_ids: bool  # vLLM's return_token_ids
-  ignore_eos: bool = False  # vLLM's: only max_tokens and stop end the answer
-  parallel_calls: bool = False  # else an answer ends with its first call
-
-
-def parse(
-    body: bytes, is_chat: bool, limits: Limits, template_kwargs: Mapping[str, Any] | None = None
-) -> Ask:
-  """Parses a request's body; `template_kwargs` are the server's own. Raises ApiError."""
-  try:
-    fields = json.loads(body)
-  except (ValueError, RecursionError) as error:
-    raise ApiError(400, f'the body is not JSON ({type(error).__name__})') from None
-  if not isinstance(fields, dict):
-    raise ApiError(400, 'the body must be a JSON object')
-  get = _Fields(fields)
-  get.refuse_unsupported(dict(template_kwargs or {}))
-  if (fields.get('response_format') or {'type': 'text'}) != {'type': 'text'}:
-    raise ApiError(400, 'response_format must be {"type": "text"}', param='response_format')
-  options = fields.get('stream_options') or {}
-  if not isinstance(options, dict):
-    raise ApiError(400, 'stream_options must be an object', param='stream_options')
-  longest = get.number('max_tokens', None, 1, 2**31 - 1, whole=True)
-  n = get.number('n', 1, 1, limits.max_choices, whole=True)
-  if get.number('best_of', n, 1, limits.max_choices, whole=True) != n:
-    raise ApiError(400, 'best_of must equal n', param='best_of')
-  return Ask(
-      model=get.text('model', ''),
-      messages=_messages(fields.get('messages'), limits) if is_chat else None,
-      prompts=() if is_chat else _prompts(fields.get('prompt'), limits),
-      max_tokens=get.number('max_completion_tokens', longest, 1, 2**31 - 1, whole=True),
-      temperature=get.number('temperature', 1.0, 0, 100),
-      top_p=get.number('top_p', 1.0, 0, 1, above=True),
-      n=n,
-      stop=_stops(fields.get('stop'), limits),
-      seed=get.number('seed', None, -(2**63), 2**63 - 1, whole=True),
-      stream=get.flag('stream'),
-      with_usage=bool(options.get('include_usage')),
-      logprobs=_logprobs(get, is_chat),
-      tools=_tools(get, limits) if is_chat else (),
-      keeps_stop=get.flag('include_stop_str_in_output'),
-      token_ids=get.flag('return_token_ids'),
-      ignore_eos=get.flag('ignore_eos'),
-      parallel_calls=get.flag('parallel_tool_calls'),
-  )
-
-
-class _Fields:
-  """Checked access to the fields of a body; null counts as absent."""
-
-  def __init__(self, fields: Mapping[str, Any]):
-    self.fields = fields
-
-  def refuse_unsupported(self, template_kwargs: dict[str, Any]) -> None:
-    guided = [name for name in self.fields if name.startswith('guided_')]
-    for name in (*_UNSUPPORTED, *guided):
-      if self.fields.get(name) and self.fields[name] != -1:  # 'all', for numbers
-        raise ApiError(400, f'{name} is not supported: leave it out', param=name)
-    for name, value in (_FIXED | {'prompt_logprobs': None}).items():
-      if self.fields.get(name) not in (None, value):
-        raise ApiError(400, f'{name} must be {json.dumps(value)}, or left out', param=name)
-    given = self.fields.get('chat_template_kwargs') or {}
-    if not isinstance(given, dict) or template_kwargs | given != template_kwargs:
-      own = json.dumps(template_kwargs)
-      message = f"chat_template_kwargs must be the server's, {own}, or left out"
-      raise ApiError(400, message, param='chat_template_kwargs')
-
-  def number(self, name, default, least, most, whole=False, above=False) -> Any:
-    value = self.fields.get(name)
-    if value is None:
-      return default
-    kinds = int if whole else (int, float)
-    fits = isinstance(value, kinds) and not isinstance(value, bool)
-    if not fits or not least <= value <= most or (above and value == least):  # NaN is no number
-      kind = 'whole number' if whole else 'number'
-      more = 'above' if above else 'from'
-      raise ApiError(400, f'{name} must be a {kind} {more} {least} to {most}', param=name)
-    return value if whole else float(value)
-
-  def text(self, name: str, default: str) -> str:
-    value = self.fields.get(name)
-    if value is not None and not isinstance(value, str):
-      raise ApiError(400, f'{name} must be a text', param=name)
-    return default if value is None else value
-
-  def flag(self, name: str) -> bool:
-    value = self.fields.get(name)
-    if value is not None and not isinstance(value, bool):
-      raise ApiError(400, f'{name} must be true or false', param=name)
-    return bool(value)
-
-
-def _logprobs(get: _Fields, is_chat: bool) -> bool:
-  if is_chat:
-    if get.number('top_logprobs', 0, 0, 20, whole=True):
-      message = 'top_logprobs is not supported: ask for logprobs alone'
-      raise ApiError(400, message, param='top_logprobs')
-    return get.flag('logprobs')
-  if get.number('logprobs', 0, 0, 5, whole=True) > 1:
-    raise ApiError(400, 'logprobs must be 0 or 1: those of the chosen tokens', param='logprobs')
-  return get.fields.get('logprobs') is not None
-
-
-def _stops(value: Any, limits: Limits) -> tuple[str, ...]:
-  stops = [value] if isinstance(value, str) else value or []
-  fits = isinstance(stops, list) and len(stops) <= limits.max_stops
-  if not fits or not all(isinstance(s, str) and 0 < len(s) <= limits.max_stop_chars for s in stops):
-    raise ApiError(
-        400,
-        f'stop must be a text or up to {limits.max_stops} texts of 1 to {limits.max_stop_chars} '
-        'characters',
-        param='stop',
-    )
-  return tuple(stops)
-
-
-def _prompts(value: Any, limits: Limits) -> tuple[str | tuple[int, ...], ...]:
-  """Returns the prompts: one, or each of a list of them."""
-  is_list = isinstance(value, list) and bool(value) and isinstance(value[0], (str, list))
-  values = value if is_list else [value]
-  if len(values) > limits.max_prompts:
-    message = f'prompt has {len(values)} texts: send at most {limits.max_prompts} in a request'
-    raise ApiError(400, message, param='prompt')
-  return tuple(map(_prompt, values))
-
-
-def _prompt(value: Any) -> str | tuple[int, ...]:
-  if isinstance(value, list) and value:
-    if all(type(token) is int and 0 <= token < 2**31 for token in value):
-      return tuple(value)
-  if not isinstance(value, str) or not value:
-    message = 'prompt must be a text, a list of token ids, or a list of such prompts'
-    raise ApiError(400, message, param='prompt')
-  return value
-
-
-def _messages(value: Any, limits: Limits) -> tuple[dict[str, Any], ...]:
-  if not isinstance(value, list) or not 0 < len(value) <= limits.max_messages:
-    raise ApiError(400, f'messages must be a list of 1 to {limits.max_messages}', param='messages')
-  return tuple(_message(message, f'messages[{i}]') for i, message in enumerate(value))
-
-
-def _message(value: Any, where: str) -> dict[str, Any]:
-  """Returns a message with a text as its content, and calls with their arguments as objects."""
-  if not isinstance(value, dict) or value.get('role') not in ROLES:
-    raise ApiError(400, f'{where}.role must be one of {", ".join(ROLES)}', param=where)
-  role = 'system' if value['role'] == 'developer' else value['role']
-  message = {'role': role, 'content': _content(value.get('content'), where)}
-  calls = value.get('tool_calls')
-  if role == 'assistant' and calls:
-    if not isinstance(calls, list):
-      raise ApiError(400, f'{where}.tool_calls must be a list', param=where)
-    message['tool_calls'] = [_call(call, where) for call in calls]
-  for name in ('tool_call_id', 'name'):
-    if isinstance(value.get(name), str):
-      message[name] = value[name]
-  return message
-
-
-def _content(value: Any, where: str) -> str:
-  if value is None or isinstance(value, str):
-    return value or ''
-  parts = value if isinstance(value, list) else [None]
-  texts = [p.get('text') for p in parts if isinstance(p, dict) and p.get('type') == 'text']
-  if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-    raise ApiError(400, f'{where}.content must be a text, or a list of text parts', param=where)
+def _join_parts(value: Any) -> Any:
+  """Returns the text of a list of text parts."""
+  if not isinstance(value, list):
+    return value
+  texts = [part.get('text') for part in value if isinstance(part, dict)]
+  is_text = all(isinstance(part, dict) and part.get('type') == 'text' for part in value)
+  if not is_text or not all(isinstance(text, str) for text in texts):
+    raise ValueError('use a text, or a list of text parts')
   return ''.join(map(str, texts))
 
 
-def _call(value: Any, where: str) -> dict[str, Any]:
-  function = value.get('function') if isinstance(value, dict) else None
-  if not isinstance(function, dict) or not isinstance(function.get('name'), str):
-    raise ApiError(400, f'{where}.tool_calls must hold functions with a name', param=where)
-  arguments = function.get('arguments')
-  try:
-    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-  except (ValueError, RecursionError):
-    pass  # a text that is no JSON stays one
-  function = {'name': function['name'], 'arguments': {} if arguments is None else arguments}
-  return {'id': str(value.get('id', '')), 'type': 'function', 'function': function}
+def _parse_arguments(value: Any) -> Any:
+  """Returns the arguments of a call as an object. A text that is not JSON stays a text."""
+  if value is None:
+    return {}
+  if isinstance(value, str):
+    try:
+      return json.loads(value)
+    except (ValueError, RecursionError):
+      pass
+  return value
 
 
-def _tools(get: _Fields, limits: Limits) -> tuple[dict[str, Any], ...]:
-  tools, choice = get.fields.get('tools') or [], get.fields.get('tool_choice')
-  if choice not in (None, 'auto', 'none'):
-    raise ApiError(400, "tool_choice must be 'auto' or 'none'", param='tool_choice')
-  if not isinstance(tools, list) or len(tools) > limits.max_tools:
-    raise ApiError(400, f'tools must be a list of at most {limits.max_tools}', param='tools')
-  for tool in tools:
-    function: Any = tool.get('function') if isinstance(tool, dict) else None
-    named = isinstance(function, dict) and isinstance(function.get('name'), str)
-    if not named or tool.get('type') != 'function':
-      raise ApiError(
-          400, 'tools must hold {"type": "function", "function": {"name": ..}}', param='tools'
-      )
-    if not isinstance(function.get('parameters') or {}, dict):
-      raise ApiError(400, 'parameters of a tool must be a JSON schema', param='tools')
-  return () if choice == 'none' else tuple(tools)
+def _normalize_message(value: Any) -> Any:
+  if not isinstance(value, dict):
+    return value
+  message = {'content': ''} | {k: v for k, v in value.items() if v is not None}
+  if message.get('role') == 'developer':
+    message['role'] = 'system'
+  if message.get('role') != 'assistant' or not message.get('tool_calls'):
+    message.pop('tool_calls', None)
+  return message
+
+
+def _check_only(value: Any, check: pydantic.ValidatorFunctionWrapHandler) -> Any:
+  """Returns the value as it is: a chat template shows a tool's fields in the client's order."""
+  check(value)
+  return value
+
+
+def _parse_prompts(value: Any) -> list[str | list[int]]:
+  """Returns the prompts: one, or each of a list of them."""
+  is_list = isinstance(value, list) and bool(value) and isinstance(value[0], (str, list))
+  prompts = value if is_list else [value]
+  if len(prompts) > MAX_PROMPTS:
+    raise ValueError(f'send at most {MAX_PROMPTS} prompts in a request')
+  for prompt in prompts:
+    is_ids = isinstance(prompt, list) and all(
+        type(token) is int and 0 <= token <= _MAX_TOKEN for token in prompt
+    )
+    if not prompt or not (is_ids or isinstance(prompt, str)):
+      raise ValueError('use a text, a list of token ids, or a list of such prompts')
+  return prompts
+
+
+@_ignores_unknown
+class CalledFunction(TypedDict):
+  """The function of a call, with its arguments as an object."""
+
+  name: str
+  arguments: Annotated[Any, pydantic.BeforeValidator(_parse_arguments)]
+
+
+@_ignores_unknown
+class ToolCall(TypedDict):
+  """A call in a message of the assistant."""
+
+  id: NotRequired[str]
+  type: NotRequired[Literal['function']]
+  function: CalledFunction
+
+
+@_ignores_unknown
+class Message(TypedDict):
+  """A message, whose content is a text."""
+
+  role: Literal['system', 'user', 'assistant', 'tool']
+  content: Annotated[http_server.Text, pydantic.BeforeValidator(_join_parts)]
+  tool_calls: NotRequired[list[ToolCall]]
+  tool_call_id: NotRequired[str]
+  name: NotRequired[str]
+
+
+@_ignores_unknown
+class FunctionSchema(TypedDict):
+  """A function that the model may call."""
+
+  name: str
+  parameters: NotRequired[dict[str, Any] | None]
+
+
+@_ignores_unknown
+class Tool(TypedDict):
+  """A tool of a request."""
+
+  type: Literal['function']
+  function: FunctionSchema
+
+
+@_ignores_unknown
+class StreamOptions(TypedDict):
+  """Options of a stream."""
+
+  include_usage: NotRequired[bool]
+
+
+@_ignores_unknown
+class TextFormat(TypedDict):
+  """The only form of an answer."""
+
+  type: Literal['text']
+
+
+TokenCount = Annotated[int, pydantic.Field(ge=1, le=_MAX_TOKEN)]
+Stop = Annotated[http_server.Text, pydantic.Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+class CompletionBody(http_server.Body):
+  """Fields of both kinds of requests. Fields that are not OpenAI's are vLLM's."""
+
+  model: str = ''
+  max_tokens: TokenCount | None = None
+  max_completion_tokens: TokenCount | None = None
+  temperature: float = pydantic.Field(1.0, ge=0, le=100)
+  top_p: float = pydantic.Field(1.0, gt=0, le=1)
+  n: int = pydantic.Field(1, ge=1, le=MAX_CHOICES)
+  best_of: int | None = None
+  stop: Annotated[
+      list[Stop], pydantic.Field(max_length=MAX_STOPS), pydantic.BeforeValidator(_split_stops)
+  ] = []
+  seed: int | None = pydantic.Field(None, ge=-(2**63), lt=2**63)
+  stream: bool = False
+  stream_options: StreamOptions = {}
+  response_format: TextFormat = {'type': 'text'}
+  include_stop_str_in_output: bool = False
+  return_token_ids: bool = False
+  ignore_eos: bool = False  # only max_tokens and stop end the answer
+  chat_template_kwargs: dict[str, Any] = {}
+  # The values that change nothing.
+  prompt_logprobs: None = None
+  repetition_penalty: float = pydantic.Field(1.0, ge=1, le=1)
+  add_generation_prompt: Literal[True] = True
+
+  @pydantic.model_validator(mode='before')
+  @classmethod
+  def _drop_neutral(cls, fields: dict[str, Any]) -> dict[str, Any]:
+    """Drops null, and unknown fields that change no answer."""
+    return {
+        name: value
+        for name, value in fields.items()
+        if value is not None
+        and name not in _IGNORED
+        and (name in cls.model_fields or value not in _NEUTRAL)
+    }
+
+  @pydantic.model_validator(mode='after')
+  def _check_best_of(self) -> 'CompletionBody':
+    if self.best_of not in (None, self.n):
+      raise ValueError('best_of must equal n')
+    return self
+
+  @property
+  def most_tokens(self) -> int | None:
+    return self.max_completion_tokens or self.max_tokens
+
+
+class TextBody(CompletionBody):
+  """A request of /v1/completions."""
+
+  prompt: Annotated[list[str | list[int]], pydantic.PlainValidator(_parse_prompts)]
+  logprobs: int | None = pydantic.Field(None, ge=0, le=1)  # those of the chosen tokens
+
+  @property
+  def wants_logprobs(self) -> bool:
+    return self.logprobs is not None
+
+
+class ChatBody(CompletionBody):
+  """A request of /v1/chat/completions."""
+
+  messages: list[Annotated[Message, pydantic.BeforeValidator(_normalize_message)]] = pydantic.Field(
+      min_length=1, max_length=MAX_MESSAGES
+  )
+  tools: list[Annotated[Tool, pydantic.WrapValidator(_check_only)]] = pydantic.Field(
+      [], max_length=MAX_TOOLS
+  )
+  tool_choice: Literal['auto', 'none'] = 'auto'
+  parallel_tool_calls: bool = False  # False: an answer ends with its first call
+  logprobs: bool = False  # those of the chosen tokens
+
+  @property
+  def wants_logprobs(self) -> bool:
+    return self.logprobs
+
+  @property
+  def offered_tools(self) -> list[Tool]:
+    return [] if self.tool_choice == 'none' else self.tools
 
 
 def chat_logprobs(tokens: Sequence[bytes], logp: Sequence[float]) -> dict[str, Any]:
   """Returns the `logprobs` of a chat choice: those of the chosen tokens."""
-  return {
-      'content': [
-          {'token': _piece(t), 'logprob': x, 'bytes': list(t), 'top_logprobs': []}
-          for t, x in zip(tokens, logp)
-      ]
-  }
+  content = []
+  for token, value in zip(tokens, logp):
+    entry = {'token': _decode(token), 'logprob': value, 'bytes': list(token), 'top_logprobs': []}
+    content.append(entry)
+  return {'content': content}
 
 
 def text_logprobs(
@@ -287,21 +249,12 @@ def text_logprobs(
 ) -> dict[str, Any]:
   """Returns the `logprobs` of a choice of /v1/completions; `starts` are places in its text."""
   return {
-      'tokens': list(map(_piece, tokens)),
+      'tokens': list(map(_decode, tokens)),
       'token_logprobs': list(logp),
       'top_logprobs': None,
       'text_offset': list(starts),
   }
 
 
-def _piece(token: bytes) -> str:
+def _decode(token: bytes) -> str:
   return token.decode('utf-8', 'replace')
-
-
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-  """Returns the `usage` of an answer."""
-  return {
-      'prompt_tokens': prompt_tokens,
-      'completion_tokens': completion_tokens,
-      'total_tokens': prompt_tokens + completion_tokens,
-  }

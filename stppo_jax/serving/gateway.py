@@ -11,26 +11,25 @@ from typing import Any
 from absl import logging
 import jax
 
-from stppo_jax import tokenizer as chat
+from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.rollout import sampling
-from stppo_jax.serving import api
 from stppo_jax.serving import row_sampler
 from stppo_jax.serving import scheduler as scheduler_lib
-from stppo_jax.serving import service as service_lib
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
-_MOST_TOKENS = 4096  # by default
+_DEFAULT_MAX_TOTAL = 4096
+_MAX_RECEIVING_BYTES = 256 << 20
 STEPS = 8  # tokens of a row per decode call: what a stop string may waste, and a stream's beat
 
 
 def make_sampler(
     model: decoder.ModelConfig,
-    tokenizer: chat.Tokenizer,
+    tokenizer: tokenizer_lib.Tokenizer,
     rows: int,
     max_total: int,
     top_k: int = 0,
@@ -53,7 +52,7 @@ def make_sampler(
   )
   return row_sampler.RowSampler(
       model,
-      chat.stop_automaton(tokenizer.token_bytes, ()),
+      tokenizer_lib.stop_automaton(tokenizer.token_bytes, ()),
       tokenizer.eos_ids,
       sizes,
       sampling.Distribution(top_k=top_k),
@@ -66,54 +65,52 @@ def running(
     config,
     sampler: row_sampler.RowSampler,
     params: dict,
-    tokenizer: chat.Tokenizer,
+    tokenizer: tokenizer_lib.Tokenizer,
     name: str,
     port: int = 0,
     shares_prefixes: bool = True,
 ) -> Iterator[Any]:
-  """Context manager of a `server.Server` that accepts connections; port 0 is any free one.
+  """Context manager of an `http_server.Server` that accepts connections; port 0 is any free one.
 
-  The environment variable STPPO_API_KEY is the key of clients; empty: none is asked for.
-  UserError: the address cannot be used, or the HTTP library is not installed.
+  The environment variable STPPO_API_KEY is the key of clients. Without it any client is accepted.
+  UserError: the address cannot be used, or the HTTP libraries are not installed.
   """
   try:
+    from stppo_jax.distributed import http_server
     from stppo_jax.serving import server as server_lib
+    from stppo_jax.serving import service as service_lib
   except ImportError as error:
     raise UserError(f'the gateway needs {error.name}: pip install ".[serve]"') from error
   settings = config.serve
-  api_key = os.environ.get('STPPO_API_KEY', '')
-  limits = api.Limits(max_body_bytes=settings.max_body_mb << 20)
   with contextlib.ExitStack() as resources:
-    scheduler = resources.enter_context(
-        scheduler_lib.Scheduler(
-            sampler,
-            params,
-            tokenizer.token_bytes,
-            tokenizer.eos_ids,
-            settings.max_waiting,
-            shares_prefixes,
-        )
+    scheduler = scheduler_lib.Scheduler(
+        sampler,
+        params,
+        tokenizer.token_bytes,
+        tokenizer.eos_ids,
+        settings.max_waiting,
+        shares_prefixes,
     )
+    resources.enter_context(scheduler)
     service = service_lib.Service(
-        scheduler,
-        tokenizer,
-        name,
-        settings.tool_form,
-        limits,
-        api_key,
-        config.model.chat_template_kwargs,
+        scheduler, tokenizer, name, settings.tool_form, config.model.chat_template_kwargs
     )
     resources.callback(service.close)
+    limits = http_server.Limits(
+        max_body_bytes=settings.max_body_mb << 20,
+        max_receiving_bytes=_MAX_RECEIVING_BYTES,
+        grace_s=0.0,
+    )
+    app = server_lib.GatewayApp(service, limits, os.environ.get('STPPO_API_KEY', ''))
     try:
-      server = resources.enter_context(
-          server_lib.Server(service, settings.host, port, settings.hosts)
-      )
+      server = http_server.Server(app, settings.host, port, settings.hosts)
     except (OSError, ValueError) as error:  # the port is taken; no name of a host
+      reason = ' '.join(str(error).split())
       raise UserError(
-          f'--port={port} at config.serve.host={settings.host!r} cannot be used '
-          f'({" ".join(str(error).split())}): give another one'
+          f'--port={port} at config.serve.host={settings.host!r} cannot be used ({reason}): give '
+          'another one'
       ) from error
-    yield server
+    yield resources.enter_context(server)
 
 
 def serve(
@@ -126,8 +123,8 @@ def serve(
 ) -> None:
   """Serves until it is asked to stop; logs the address when it accepts requests."""
   tokenizer = prepare.load_tokenizer(config)
-  chat.check_matches(tokenizer, model.vocab_size)
-  max_total = config.serve.max_total or min(model.max_positions, _MOST_TOKENS)
+  tokenizer_lib.check_matches(tokenizer, model.vocab_size)
+  max_total = config.serve.max_total or min(model.max_positions, _DEFAULT_MAX_TOTAL)
   if max_total > model.max_positions:
     raise UserError(
         f'config.serve.max_total={max_total}: the model has {model.max_positions} positions: give '
@@ -144,6 +141,6 @@ def serve(
   with running(config, sampler, params, tokenizer, config.name, port) as server:
     logging.info('model %s (%s) at %s/v1', config.name, said, server.url)
     while not stop_requested():
-      if not server.service.scheduler.is_alive:
+      if not server.app.service.scheduler.is_alive:
         raise RunError('the engine has failed, see above: start again')
       time.sleep(0.2)

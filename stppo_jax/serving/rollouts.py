@@ -81,8 +81,8 @@ class ProgramAgent(agent_lib.Agent):
         shares_prefixes=False,
     ) as server:
       url = server.url
-      runs = self._run_programs(server.service, url, tasks, keys, sampling, give_up)
-      counts = server.service.scheduler.counts
+      runs = self._run_programs(server.app.service, url, tasks, keys, sampling, give_up)
+      counts = server.app.service.scheduler.counts
     self.report = engine.Report(
         {'prefill': 0.0, 'decode': time.perf_counter() - started, 'env': 0.0},
         counts.prefill_tokens,

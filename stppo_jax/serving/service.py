@@ -1,6 +1,6 @@
-"""The gateway without HTTP: asks in, answers out, piece by piece as they are sampled.
+"""The gateway without HTTP: requests in, answers out, chunk by chunk as they are sampled.
 
-An ask becomes ids (`template`, or its session), then one request per choice (`scheduler`), whose
+A request becomes ids (`template`, or its session), then one scheduler request per choice, whose
 tokens come back through the event loop and become text, calls and log-probs.
 """
 
@@ -21,41 +21,40 @@ from typing import Any
 import jax
 import numpy as np
 
-from stppo_jax import tokenizer as chat
+from stppo_jax import tokenizer as tokenizer_lib
+from stppo_jax.distributed import http_server
 from stppo_jax.envs import tool_calls
 from stppo_jax.serving import api
 from stppo_jax.serving import scheduler as scheduler_lib
-from stppo_jax.serving import sessions as sessions_lib
+from stppo_jax.serving import sessions
 from stppo_jax.serving import template as template_lib
 from stppo_jax.serving import turn_text
 
-
-class Gone(Exception):
-  """The client has disconnected."""
+Body = api.ChatBody | api.TextBody
 
 
 @dataclasses.dataclass
-class Piece:
-  """What is new of a choice. `finish` is set in its last piece."""
+class Chunk:
+  """New content of a choice. `finish` is set in its last chunk."""
 
   index: int
   text: str = ''
   calls: tuple[tool_calls.Call, ...] = ()
   tokens: list[int] = dataclasses.field(default_factory=list)
   logp: list[float] = dataclasses.field(default_factory=list)
-  starts: list[int] = dataclasses.field(default_factory=list)  # of the tokens, in the text
+  starts: list[int] = dataclasses.field(default_factory=list)  # place of each token in the text
   finish: str | None = None
-  stop: str | None = None  # the client's stop string that ended it
+  stop: str | None = None  # the client's stop string that ended the choice
   turn: int | None = None  # its number in the session
 
 
 @dataclasses.dataclass(eq=False)
 class _Choice:
-  """One sample of an answer, as far as it has come."""
+  """One sample of an answer, as far as it is sampled."""
 
   request: scheduler_lib.Request
   text: turn_text.TurnText
-  plan: sessions_lib.Plan | None
+  plan: sessions.Plan | None
   tokens: list[int] = dataclasses.field(default_factory=list)
   logp: list[float] = dataclasses.field(default_factory=list)
   is_over: bool = False
@@ -63,48 +62,59 @@ class _Choice:
 
 @dataclasses.dataclass(eq=False)
 class Answer:
-  """An ask in progress."""
+  """A request in progress. Call `close` once at its end."""
 
-  ask: api.Ask
-  prompts: list[list[int]]  # choice i is of prompt i // ask.n
-  session: sessions_lib.Session | None
-  form: tool_calls.Form | None  # None: the ask names no tools
+  body: Body
+  prompts: list[list[int]]  # choice i belongs to prompt i // body.n
+  session: sessions.Session | None
+  form: tool_calls.Form | None  # None: the request has no tools
   choices: list[_Choice]
   events: asyncio.Queue
 
   def prompt(self, index: int) -> list[int]:
     """Returns the prompt of a choice."""
-    return self.prompts[index // self.ask.n]
+    return self.prompts[index // self.body.n]
 
-  def cancel(self) -> None:
-    """Ends it soon; whoever waits for a piece gets Gone."""
+  def usage(self) -> dict[str, int]:
+    """Returns the `usage` of the answer."""
+    num_prompt = sum(map(len, self.prompts))
+    num_sampled = sum(len(choice.tokens) for choice in self.choices)
+    return {
+        'prompt_tokens': num_prompt,
+        'completion_tokens': num_sampled,
+        'total_tokens': num_prompt + num_sampled,
+    }
+
+  def close(self) -> None:
+    """Cancels the choices in progress."""
     for choice in self.choices:
       choice.request.cancelled = True
+      if self.session is not None and choice.plan is not None and not choice.is_over:
+        self.session.abandon(choice.plan)
 
 
 class Service:
-  """A model behind the gateway, with its sessions. Asks come from one event loop."""
+  """A model behind the gateway, with its sessions. Requests come from one event loop."""
 
   def __init__(
       self,
       scheduler: scheduler_lib.Scheduler,
-      tokenizer: chat.Tokenizer,
+      tokenizer: tokenizer_lib.Tokenizer,
       name: str,
       tool_form: str = 'hermes',
-      limits: api.Limits | None = None,
-      api_key: str = '',  # empty: none is asked for
-      template_kwargs: Mapping[str, Any] | None = None,  # of the chat template
+      template_kwargs: Mapping[str, Any] | None = None,  # arguments of the chat template
   ):
-    self.scheduler, self.tokenizer, self.name = scheduler, tokenizer, name
-    self.limits, self.api_key = limits or api.Limits(), api_key
-    self.tool_form, self.template_kwargs = tool_form, template_kwargs
-    max_chars = scheduler.max_total * chat.LONGEST_TOKEN
+    self.scheduler = scheduler
+    self.tokenizer = tokenizer
+    self.name = name
+    self.tool_form = tool_form
+    self.template_kwargs = dict(template_kwargs or {})
+    max_chars = scheduler.max_total * tokenizer_lib.LONGEST_TOKEN
     self.template = template_lib.Template(tokenizer, scheduler.max_total, tool_form, max_chars)
     # Long texts take seconds. One thread encodes them in the order in which they came.
     self._encoder = futures.ThreadPoolExecutor(1, 'encode')
-    self._num_encoding = 0  # asks that wait for that thread, or that it encodes
-    self.stopping = False
-    self._sessions: dict[str, sessions_lib.Session] = {}
+    self._num_encoding = 0  # requests in that thread or its queue
+    self._sessions: dict[str, sessions.Session] = {}
     self._lock = threading.Lock()
     self._key_shape = jax.random.key_data(jax.random.key(0)).shape
 
@@ -113,10 +123,11 @@ class Service:
     self._encoder.shutdown(wait=False, cancel_futures=True)
 
   def open_session(
-      self, key: jax.Array, sampling: sessions_lib.Sampling
-  ) -> tuple[str, sessions_lib.Session]:
+      self, key: jax.Array, sampling: sessions.Sampling
+  ) -> tuple[str, sessions.Session]:
     """Starts a session; returns its id, which nobody can guess, and the session."""
-    name, session = secrets.token_hex(16), sessions_lib.Session(self.template, key, sampling)
+    name = secrets.token_hex(16)
+    session = sessions.Session(self.template, key, sampling)
     with self._lock:
       self._sessions[name] = session
     return name, session
@@ -129,217 +140,245 @@ class Service:
       session.close()
       self.scheduler.release(name)
 
-  def session(self, name: str) -> sessions_lib.Session:
-    """Returns an open session, or raises ApiError."""
+  def session(self, name: str) -> sessions.Session:
+    """Returns an open session, or raises RequestError."""
     with self._lock:
-      found = self._sessions.get(name)
-    if found is None:
-      raise api.ApiError(404, 'there is no such session, or it has ended', 'session_not_found')
-    return found
+      session = self._sessions.get(name)
+    if session is None:
+      message = 'there is no such session, or it has ended'
+      raise http_server.RequestError(404, message, 'session_not_found')
+    return session
 
-  async def begin(
-      self,
-      ask: api.Ask,
-      session_name: str = '',
-      is_gone: Callable[[], bool] = lambda: False,  # whether the client has disconnected
-  ) -> Answer:
-    """Queues an ask. Raises ApiError, and Gone. Within a session any model name will do."""
+  async def begin(self, body: Body, session_name: str = '') -> Answer:
+    """Queues a request. Raises RequestError. In a session any model name is accepted."""
     session = self.session(session_name) if session_name else None
-    if session is None and ask.model not in ('', self.name):
-      raise api.ApiError(
-          404,
-          f'there is no model {ask.model[:80]!r}, but {self.name!r}',
-          'model_not_found',
-          'model',
-      )
-    if session is not None and ask.ignore_eos:
-      raise api.ApiError(400, 'ignore_eos is not supported in a session', param='ignore_eos')
-    if session is not None and len(ask.prompts) > 1:
-      raise api.ApiError(400, 'a request in a session has one prompt', param='prompt')
-    most = self.scheduler.max_waiting
-    num_choices = ask.n * max(1, len(ask.prompts))
-    if num_choices > most:
-      raise api.ApiError(
-          400, f'{num_choices} answers: ask for at most {most} in a request, prompts times n'
-      )
-    if self._num_encoding >= most:
-      raise api.ApiError(429, f'busy: {self._num_encoding} requests are waiting; try again')
-    form = tool_calls.make_form(self.tool_form, ask.tools) if ask.tools else None
-    loop = asyncio.get_running_loop()
-    encode = functools.partial(self._encode, ask, session, is_gone)
-    self._num_encoding += 1
+    self._check(body, session)
+    plans, prompts = await self._encode_in_thread(body, session)
     try:
-      plans, prompts = await loop.run_in_executor(self._encoder, encode)
+      answer = self._make_answer(body, session, session_name, plans, prompts)
+      self.scheduler.submit([choice.request for choice in answer.choices])
+    except (http_server.RequestError, scheduler_lib.Busy) as error:
+      is_too_long = isinstance(error, http_server.RequestError)
+      for plan in plans:
+        assert session is not None
+        session.abandon(plan, is_too_long)
+      if is_too_long:
+        raise
+      status = 429 if self.scheduler.is_alive else 503
+      raise http_server.RequestError(status, f'busy: {error}; try again') from None
+    return answer
+
+  def _check(self, body: Body, session: sessions.Session | None) -> None:
+    """Raises RequestError for a request that this model or session cannot answer."""
+    num_prompts = len(body.prompt) if isinstance(body, api.TextBody) else 1
+    if body.chat_template_kwargs and (
+        self.template_kwargs | body.chat_template_kwargs != self.template_kwargs
+    ):
+      message = f"must be the server's, {self.template_kwargs}, or left out"
+      raise _invalid('chat_template_kwargs', message)
+    if session is None and body.model not in ('', self.name):
+      message = f'there is no model {body.model[:80]!r}, but {self.name!r}'
+      raise http_server.RequestError(404, message, 'model_not_found', 'model')
+    if session is not None and body.ignore_eos:
+      raise _invalid('ignore_eos', 'is not supported in a session')
+    if session is not None and num_prompts > 1:
+      raise _invalid('prompt', 'send one in a session')
+    most = self.scheduler.max_waiting
+    num_choices = body.n * num_prompts
+    if num_choices > most:
+      raise _invalid('n', f'{num_choices} answers (prompts times n): ask for at most {most}')
+    if self._num_encoding >= most:
+      message = f'busy: {self._num_encoding} requests are waiting; try again'
+      raise http_server.RequestError(429, message)
+
+  async def _encode_in_thread(
+      self, body: Body, session: sessions.Session | None
+  ) -> tuple[list[sessions.Plan], list[list[int]]]:
+    """Returns the plans of a session's request, one per choice, and the ids of each prompt."""
+    self._num_encoding += 1
+    future = self._encoder.submit(self._encode, body, session)
+    try:
+      return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+      if session is not None:
+        future.add_done_callback(functools.partial(_abandon_plans, session))
+      raise
     except template_lib.TooLong as error:
       if session is not None:
         session.abandon(None, too_long=True)
-      raise _too_long(ask, str(error)) from None
+      raise _too_long(body, str(error)) from None
     except (ValueError, RecursionError) as error:  # the latter: arguments that are nested deeply
-      raise api.ApiError(400, ' '.join(str(error).split())[:500]) from None
-    except sessions_lib.Closed as error:
-      raise api.ApiError(404, str(error), 'session_not_found') from None
+      raise http_server.RequestError(400, ' '.join(str(error).split())[:500]) from None
+    except sessions.Closed as error:
+      raise http_server.RequestError(404, str(error), 'session_not_found') from None
     finally:
       self._num_encoding -= 1
-    try:
-      answer = self._answer(ask, session, session_name, plans, prompts, form)
-      self.scheduler.submit([choice.request for choice in answer.choices])
-    except (api.ApiError, scheduler_lib.Busy) as error:
-      for plan in plans:
-        assert session is not None
-        session.abandon(plan, too_long=isinstance(error, api.ApiError))
-      if isinstance(error, api.ApiError):
-        raise
-      stopping = self.stopping or not self.scheduler.is_alive
-      raise api.ApiError(503 if stopping else 429, f'busy: {error}; try again') from None
-    return answer
 
   def _encode(
-      self, ask: api.Ask, session: sessions_lib.Session | None, is_gone: Callable[[], bool]
-  ) -> tuple[list[sessions_lib.Plan], list[list[int]]]:
-    """Returns the plans of a session's request, one per choice, and the ids of each prompt."""
-    if is_gone():
-      raise Gone
-    if session is not None:
-      plans = _plans(session, ask)
-      return plans, [plans[0].ids]
-    if ask.messages is not None:
-      return [], [self.template.encode(ask.messages, ask.tools)]
-    # A text may be a chat that the client's own template wrote.
-    prompts = []
-    for prompt in ask.prompts:
-      prompts.append(self.template.encode_prompt(prompt))
-      self._check_ids(ask, prompts[-1])  # before the others take their time
-    return [], prompts
+      self, body: Body, session: sessions.Session | None
+  ) -> tuple[list[sessions.Plan], list[list[int]]]:
+    if isinstance(body, api.ChatBody):
+      if session is None:
+        return [], [self.template.encode(body.messages, body.offered_tools)]
+      first = session.plan(body.messages, body.offered_tools)
+    elif session is None:
+      prompts = []
+      for prompt in body.prompt:  # a text may be a chat that the client's own template wrote
+        prompts.append(self.template.encode_prompt(prompt))
+        self._check_ids(body, prompts[-1])  # before the other prompts take their time
+      return [], prompts
+    else:
+      first = session.plan_prompt(body.prompt[0])
+    more = [session.fork(first) for _ in range(1, body.n)]  # each is a segment of its own
+    return [first, *more], [first.ids]
 
-  def _check_ids(self, ask: api.Ask, ids: Sequence[int]) -> None:
-    """Raises ApiError for a prompt that leaves no room, or that is no text."""
+  def _check_ids(self, body: Body, ids: Sequence[int]) -> None:
+    """Raises RequestError for a prompt that leaves no room, or that is no text."""
     most = self.scheduler.max_total
     if len(ids) >= most:
-      raise _too_long(
-          ask, f'the prompt has {len(ids)} tokens, and with an answer at most {most} fit'
-      )
+      message = f'the prompt has {len(ids)} tokens, and with an answer at most {most} fit'
+      raise _too_long(body, message)
     wrong = [i for i in ids if not 0 <= i < self.tokenizer.vocab_size]
     if wrong or not ids:
-      raise api.ApiError(400, f'the prompt holds no token, or one of no text: {wrong[:1]}')
+      message = f'the prompt holds no token, or one of no text: {wrong[:1]}'
+      raise http_server.RequestError(400, message)
 
-  def _answer(self, ask, session, session_name, plans, prompts, form) -> Answer:
+  def _make_answer(
+      self,
+      body: Body,
+      session: sessions.Session | None,
+      session_name: str,
+      plans: list[sessions.Plan],
+      prompts: list[list[int]],
+  ) -> Answer:
     for ids in prompts:
-      self._check_ids(ask, ids)
-    limit, temperature, top_p = self.scheduler.max_total, ask.temperature, ask.top_p
+      self._check_ids(body, ids)
+    limit = self.scheduler.max_total
+    temperature = body.temperature
+    top_p = body.top_p
     if session is not None:
-      sampling = session.sampling
-      limit, temperature, top_p = sampling.max_turn, sampling.temperature, sampling.top_p
-    stops = ask.stop
-    if form and not ask.parallel_calls:
-      stops += form.stop_strings
+      limit = session.sampling.max_turn
+      temperature = session.sampling.temperature
+      top_p = session.sampling.top_p
+    form = None
+    stops = list(body.stop)
+    if isinstance(body, api.ChatBody) and body.offered_tools:
+      form = tool_calls.make_form(self.tool_form, body.offered_tools)
+      if not body.parallel_tool_calls:
+        stops += form.stop_strings
     events: asyncio.Queue = asyncio.Queue()
     choices = []
-    for index in range(len(prompts) * ask.n):
-      prompt_index, sample = divmod(index, ask.n)
+    for index in range(len(prompts) * body.n):
+      prompt_index, sample = divmod(index, body.n)
       ids = prompts[prompt_index]
       room = self.scheduler.max_total - len(ids)
       plan = plans[index] if plans else None
       request = scheduler_lib.Request(
           ids=ids,
-          budget=min(ask.max_tokens or limit, limit, room),
-          key=plan.key if plan else self._key(ask.seed, sample),
+          budget=min(body.most_tokens or limit, limit, room),
+          key=plan.key if plan else self._make_key(body.seed, sample),
           emit=_sender(events, index),
           temperature=temperature,
           top_p=top_p,
-          stop=tuple(stop.encode('utf-8', 'replace') for stop in stops),
-          ignore_eos=ask.ignore_eos,
+          stop=tuple(stop.encode() for stop in stops),
+          ignore_eos=body.ignore_eos,
           plain_logp=session is None,
           owner=session_name,
       )
       text = turn_text.TurnText(
-          self.tokenizer.token_bytes, self.tokenizer.eos_ids, ask.stop, ask.keeps_stop
+          self.tokenizer.token_bytes,
+          self.tokenizer.eos_ids,
+          body.stop,
+          body.include_stop_str_in_output,
       )
       choices.append(_Choice(request, text, plan))
-    return Answer(ask, prompts, session, form, choices, events)
+    return Answer(body, prompts, session, form, choices, events)
 
-  def _key(self, seed: int | None, index: int) -> np.ndarray:
-    """Returns the random key of a choice: of its seed, or one that no other has.
+  def _make_key(self, seed: int | None, sample: int) -> np.ndarray:
+    """Returns the random key of a choice: of its seed, or one that no other choice has.
 
-    `index` counts the choices of its prompt, whose answer does not depend on the other prompts.
+    `sample` counts the choices of its prompt, whose answer does not depend on the other prompts.
     """
-    given = secrets.token_bytes(32) if seed is None else f'{seed} {index}'.encode()
+    source = secrets.token_bytes(32) if seed is None else f'{seed} {sample}'.encode()
     size = int(np.prod(self._key_shape))
-    return np.frombuffer(hashlib.sha256(given).digest(), np.uint32)[:size].reshape(self._key_shape)
+    return np.frombuffer(hashlib.sha256(source).digest(), np.uint32)[:size].reshape(self._key_shape)
 
-  async def pieces(self, answer: Answer) -> AsyncGenerator[Piece, None]:
-    """Yields what is sampled, of all choices. Raises Gone, and ApiError if the engine failed."""
-    left = len(answer.choices)
-    try:
-      while left:
-        index, tokens, logp, finish = await answer.events.get()
-        choice = answer.choices[index]
-        if finish == 'cancelled':
-          raise Gone
-        if finish == 'error':
-          raise api.ApiError(500, 'the engine has failed; see the log')
-        choice.tokens += tokens
-        choice.logp += logp
-        new = choice.text.feed(tokens, finish)
-        starts = choice.text.starts[len(choice.tokens) - len(tokens) :]
-        piece = Piece(index, new, (), tokens, logp, starts, finish)
-        if finish is not None:
-          left, choice.is_over = left - 1, True
-          self._finish(answer, choice, piece)
-        elif answer.form is not None:
-          continue  # Choice: a turn that may be a call is shown when it is whole
-        yield piece
-    finally:
-      answer.cancel()
-      for choice in answer.choices:
-        if not choice.is_over and choice.plan is not None:
-          assert answer.session is not None
-          answer.session.abandon(choice.plan)
+  async def chunks(self, answer: Answer) -> AsyncGenerator[Chunk, None]:
+    """Yields what is sampled, of all choices. RequestError: the engine failed or stops."""
+    num_left = len(answer.choices)
+    while num_left:
+      index, tokens, logp, finish = await answer.events.get()
+      choice = answer.choices[index]
+      if finish == 'cancelled':
+        raise http_server.RequestError(503, 'the server stops, or the session has ended')
+      if finish == 'error':
+        raise http_server.RequestError(500, 'the engine has failed; see the log')
+      choice.tokens += tokens
+      choice.logp += logp
+      text = choice.text.feed(tokens, finish)
+      starts = choice.text.starts[len(choice.tokens) - len(tokens) :]
+      chunk = Chunk(index, text, (), tokens, logp, starts, finish)
+      if finish is not None:
+        num_left -= 1
+        choice.is_over = True
+        self._finish(answer, choice, chunk)
+      elif answer.form is not None:
+        continue  # Choice: a turn that may be a call is sent when it is complete
+      yield chunk
 
-  def _finish(self, answer: Answer, choice: _Choice, piece: Piece) -> None:
+  def _finish(self, answer: Answer, choice: _Choice, chunk: Chunk) -> None:
     """Parses the calls of a turn that has ended, and records it."""
-    action, said = 'other', [_said(choice.text.shown), _said(choice.text.full)]
-    if piece.finish == 'stop':
-      piece.stop = _first_stop(choice.text.full, answer.ask.stop)
+    action = 'other'
+    forms = [_message(choice.text.shown), _message(choice.text.full)]
+    if chunk.finish == 'stop':
+      chunk.stop = _first_stop(choice.text.full, answer.body.stop)
     if answer.form is not None:
       content, calls = answer.form.parse(choice.text.full)
-      piece.text, piece.tokens, piece.logp = choice.text.shown, choice.tokens, choice.logp
-      piece.starts = choice.text.starts
+      chunk.text = choice.text.shown
+      chunk.tokens = choice.tokens
+      chunk.logp = choice.logp
+      chunk.starts = choice.text.starts
       if any(call.error for call in calls):
-        action = 'invalid'  # the client sees the text as it is
+        action = 'invalid'  # the client gets the text as it is
       elif calls:
-        action, piece.text, piece.calls = 'tool', content, calls
-        said.append(_said(content, calls))
-        piece.finish = 'tool_calls'
+        action = 'tool'
+        chunk.text = content
+        chunk.calls = calls
+        chunk.finish = 'tool_calls'
+        forms.append(_message(content, calls))
     if choice.plan is None or answer.session is None:
       return
-    was_cut = piece.finish == 'length'
-    with contextlib.suppress(sessions_lib.Closed):  # its client learns it with the next request
-      piece.turn = answer.session.record(
-          choice.plan, choice.tokens, choice.logp, said, was_cut, action
+    was_cut = chunk.finish == 'length'
+    with contextlib.suppress(sessions.Closed):  # the client's next request gets 404
+      chunk.turn = answer.session.record(
+          choice.plan, choice.tokens, choice.logp, forms, was_cut, action
       )
 
 
-def _too_long(ask: api.Ask, message: str) -> api.ApiError:
-  param = 'prompt' if ask.messages is None else 'messages'
-  return api.ApiError(400, message, 'context_length_exceeded', param)
+def _invalid(param: str, message: str) -> http_server.RequestError:
+  return http_server.RequestError(400, f'{param}: {message}', param=param)
 
 
-def _plans(session: sessions_lib.Session, ask: api.Ask) -> list[sessions_lib.Plan]:
-  """Returns a plan per choice: all but the first are segments of their own."""
-  if ask.messages is None:
-    first = session.plan_prompt(ask.prompts[0])
-  else:
-    first = session.plan(ask.messages, ask.tools)
-  return [first, *(session.fork(first) for _ in range(1, ask.n))]
+def _too_long(body: Body, message: str) -> http_server.RequestError:
+  param = 'prompt' if isinstance(body, api.TextBody) else 'messages'
+  return http_server.RequestError(400, message, 'context_length_exceeded', param)
+
+
+def _abandon_plans(session: sessions.Session, future: futures.Future) -> None:
+  """Gives up the plans of a client that disconnected while its prompt was encoded."""
+  if not future.cancelled() and future.exception() is None:
+    plans, _ = future.result()
+    for plan in plans:
+      session.abandon(plan)
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> str | None:
-  """Returns the stop string that a text has first; None: it ended by itself."""
-  found = [(at, len(stop), stop) for stop in stops if (at := text.find(stop)) >= 0]
-  return min(found)[-1] if found else None
+  """Returns the stop string that comes first in a text; None: the text ended by itself."""
+  places = [(at, len(stop), stop) for stop in stops if (at := text.find(stop)) >= 0]
+  return min(places)[-1] if places else None
 
 
-def _sender(events: asyncio.Queue, index: int):
+def _sender(events: asyncio.Queue, index: int) -> Callable:
   """Returns a function that brings tokens from the scheduler's thread to the event loop."""
   loop = asyncio.get_running_loop()
 
@@ -350,11 +389,10 @@ def _sender(events: asyncio.Queue, index: int):
   return send
 
 
-def _said(content: str, calls: tuple[tool_calls.Call, ...] = ()) -> dict[str, Any]:
+def _message(content: str, calls: tuple[tool_calls.Call, ...] = ()) -> dict[str, Any]:
   """Returns the message with which a client sends a turn back."""
   message: dict[str, Any] = {'role': 'assistant', 'content': content}
   if calls:
-    message['tool_calls'] = [
-        {'function': {'name': c.name, 'arguments': c.arguments}} for c in calls
-    ]
+    functions = [{'name': call.name, 'arguments': call.arguments} for call in calls]
+    message['tool_calls'] = [{'function': function} for function in functions]
   return message

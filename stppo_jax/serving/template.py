@@ -15,7 +15,7 @@ from typing import Any
 from stppo_jax import tokenizer as chat
 from stppo_jax.envs import tool_calls
 
-Message = dict[str, Any]
+Message = Mapping[str, Any]
 _ANSWER = 'The-agent-says-this'
 # Two code points that are no characters: text between them is the number of a control token.
 _OPEN, _CLOSE = '\ufdd0', '\ufdd1'
@@ -120,7 +120,7 @@ class Template:
         result = _RESULT.fullmatch(message['content'])
         if result:  # Qwen3's template tells by its tags that no user asks
           inner = self._marked(result[2], self._any)
-          marked = marked | {'content': result[1] + inner + result[3]}
+          marked = {**marked, 'content': result[1] + inner + result[3]}
       safe.append(marked)
     return safe
 

@@ -1,0 +1,379 @@
+"""Shared parts of the HTTP servers: checks before a body is read, limits, metrics, a thread.
+
+uvicorn     parses HTTP
+_Protocol   ends connections of clients that send no request or do not read the answer
+HttpApp     checks each request, counts the answers, writes errors as JSON
+Starlette   finds the function that answers
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from collections.abc import Sequence
+import dataclasses
+import ipaddress
+import json
+import logging
+import re
+import socket
+import threading
+import time
+from typing import Annotated
+from typing import Any
+from typing import TypeVar
+
+import prometheus_client
+import pydantic
+from starlette import applications
+from starlette import datastructures
+from starlette import exceptions
+from starlette import requests
+from starlette import responses
+from starlette import routing
+import uvicorn
+from uvicorn.protocols.http import h11_impl
+
+_LOOPBACK = ('localhost', '127.0.0.1', '::1')
+_BODY_IS_READ = 'stppo_jax.body_is_read'  # key of an ASGI scope
+_MAX_HEADER_BYTES = 16 << 10
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+_UNCOUNTED = ('/health', '/metrics')  # probes, which the metrics leave out
+_SHOWN = 80  # characters of a wrong value in an error
+
+Result = TypeVar('Result')
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """Limits of a server."""
+
+  max_body_bytes: int = 8 << 20
+  max_receiving_bytes: int = 512 << 20  # sum over all bodies that are not complete yet
+  idle_timeout_s: float = 75.0  # for a complete header, and between requests of a connection
+  body_timeout_s: float = 10.0  # for a complete body
+  write_timeout_s: float = 30.0  # for the client to read the answer
+  grace_s: float = 30.0  # for running requests when the server stops
+
+
+class RequestError(exceptions.HTTPException):
+  """A rejected request: the HTTP status and one line for the client."""
+
+  def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None):
+    headers = {'Retry-After': '1'} if status in (429, 503) else None
+    super().__init__(status, message, headers)
+    self.code = code
+    self.param = param
+
+
+class Body(pydantic.BaseModel):
+  """A request's JSON object. Unknown fields are errors."""
+
+  model_config = pydantic.ConfigDict(extra='forbid', strict=True, allow_inf_nan=False)
+
+
+def _replace_surrogates(value: Any) -> Any:
+  return value.encode('utf-8', 'replace').decode() if isinstance(value, str) else value
+
+
+# JSON can hold half a character, which pydantic rejects.
+Text = Annotated[str, pydantic.BeforeValidator(_replace_surrogates)]
+
+
+class HttpApp:
+  """An ASGI application. Subclasses give the routes, more checks and the form of errors."""
+
+  name = ''  # first word of the metrics' names
+  how_to_allow = ''  # tells how to allow another name of the host
+
+  def __init__(self, limits: Limits, routes: Sequence[routing.Route]):
+    self.limits = limits
+    self.allowed_hosts: frozenset[str] | None = None  # None: any
+    self.stopping = False
+    self.receiving_bytes = 0
+    self.registry = prometheus_client.CollectorRegistry()
+    prometheus_client.ProcessCollector(registry=self.registry)
+    self._requests = prometheus_client.Counter(
+        f'{self.name}_requests',
+        'Requests by HTTP status; 499: the client disconnected.',
+        ['status'],
+        registry=self.registry,
+    )
+    self._seconds = prometheus_client.Histogram(
+        f'{self.name}_request_seconds',
+        'From the header of a request to the end of its answer.',
+        buckets=_SECONDS,
+        registry=self.registry,
+    )
+    health = routing.Route('/health', self._answer_health)
+    metrics = routing.Route('/metrics', self._answer_metrics)
+    routes = [*routes, health, metrics]
+    self._paths = [route.path for route in routes]
+    self._app = applications.Starlette(
+        routes=routes,
+        exception_handlers={
+            exceptions.HTTPException: self._on_http_error,
+            pydantic.ValidationError: self._on_invalid,
+            requests.ClientDisconnect: self._on_disconnect,
+            Exception: self._on_crash,
+        },
+    )
+
+  def check(self, request: requests.Request) -> None:
+    """Raises RequestError for a request whose body will not be read."""
+
+  def health(self) -> dict[str, Any]:
+    """Returns the fields of GET /health."""
+    return {'status': 'stopping' if self.stopping else 'ok'}
+
+  def error_body(self, error: exceptions.HTTPException) -> dict[str, Any]:
+    """Returns the JSON of an error."""
+    return {'error': error.detail}
+
+  async def __call__(self, scope, receive, send) -> None:
+    started = time.perf_counter()
+    request = requests.Request(scope)
+    is_counted = scope['path'] not in _UNCOUNTED
+
+    async def send_checked(message):
+      if message['type'] == 'http.response.start':
+        if is_counted:
+          self._requests.labels(message['status']).inc()
+        if _has_body(request) and _BODY_IS_READ not in scope:
+          datastructures.MutableHeaders(scope=message)['Connection'] = 'close'
+      await send(message)
+
+    app: Any = self._app
+    try:
+      self._check_header(request)
+    except RequestError as error:
+      app = self._error_response(error)
+    await app(scope, receive, send_checked)
+    if is_counted:
+      self._seconds.observe(time.perf_counter() - started)
+
+  def _check_header(self, request: requests.Request) -> None:
+    """Rejects, among others, a request that a page of another site may have sent.
+
+    Such a page can send a form or a text without asking the server, but no JSON.
+    """
+    host = re.sub(r':\d+$', '', request.headers.get('host', ''))
+    host = host.strip('[]').rstrip('.').lower()
+    if self.allowed_hosts is not None and host not in self.allowed_hosts:
+      raise RequestError(403, f'the host {host[:80]!r} is not allowed: {self.how_to_allow}')
+    kind = request.headers.get('content-type', '').partition(';')[0].strip().lower()
+    if request.method == 'POST' and kind != 'application/json':
+      raise RequestError(415, 'send the header Content-Type: application/json')
+    length = int(request.headers.get('content-length', 0))  # the parser has checked it
+    most = self.limits.max_body_bytes
+    if length > most:
+      raise RequestError(413, f'the body has {length} bytes: send at most {most}')
+    self.check(request)
+
+  async def read_json(self, request: requests.Request) -> dict[str, Any]:
+    """Returns the body. RequestError: it is too long, too slow or not a JSON object."""
+    body = bytearray()
+    limits = self.limits
+    try:
+      async with asyncio.timeout(limits.body_timeout_s):
+        async for chunk in request.stream():
+          body += chunk
+          self.receiving_bytes += len(chunk)
+          if len(body) > limits.max_body_bytes:
+            raise RequestError(413, f'send at most {limits.max_body_bytes} bytes')
+          if self.receiving_bytes > limits.max_receiving_bytes:
+            raise RequestError(503, 'busy: too many bodies are on their way; try again')
+    except TimeoutError:
+      raise RequestError(408, f'no complete body within {limits.body_timeout_s} s') from None
+    finally:
+      self.receiving_bytes -= len(body)
+    request.scope[_BODY_IS_READ] = True
+    try:
+      fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+      raise RequestError(400, f'the body is not JSON ({type(error).__name__})') from None
+    if not isinstance(fields, dict):
+      raise RequestError(400, 'the body must be a JSON object')
+    return fields
+
+  def _error_response(self, error: exceptions.HTTPException) -> responses.Response:
+    body = self.error_body(error)
+    return responses.JSONResponse(body, error.status_code, error.headers)
+
+  async def _on_http_error(self, request, error: Any) -> responses.Response:
+    if error.status_code == 404 and not isinstance(error, RequestError):
+      paths = ', '.join(self._paths)
+      error = RequestError(404, f'there is no such path; there are {paths}')
+    return self._error_response(error)
+
+  async def _on_invalid(self, request, error: Any) -> responses.Response:
+    first = error.errors(include_url=False, include_context=False)[0]
+    where = '.'.join(map(str, first['loc']))
+    if first['type'] == 'extra_forbidden':
+      message = f'{where} is not supported: leave it out'
+    else:
+      message = f'{where}: {first["msg"].removeprefix("Value error, ")}'
+      if isinstance(first['input'], (str, int, float)):
+        message += f', got {str(first["input"])[:_SHOWN]!r}'
+    param = str(first['loc'][0]) if first['loc'] else None
+    return self._error_response(RequestError(400, message, param=param))
+
+  async def _on_disconnect(self, request, error) -> responses.Response:
+    return responses.Response(status_code=499)  # for the metrics; there is no reader
+
+  async def _on_crash(self, request, error: Exception) -> responses.Response:
+    logging.error('%s failed', request.url.path, exc_info=error)
+    return self._error_response(RequestError(500, 'Internal Server Error'))
+
+  async def _answer_health(self, request) -> responses.Response:
+    body = self.health()
+    return responses.JSONResponse(body, 200 if body['status'] == 'ok' else 503)
+
+  async def _answer_metrics(self, request) -> responses.Response:
+    text = prometheus_client.generate_latest(self.registry)
+    return responses.Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+
+async def cancel_on_disconnect(
+    request: requests.Request, work: Coroutine[Any, Any, Result]
+) -> Result:
+  """Returns the result of `work`. Cancels it and raises ClientDisconnect if the client leaves."""
+  task = asyncio.ensure_future(work)
+  watcher = asyncio.ensure_future(_wait_for_disconnect(request))
+  try:
+    await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+    if not task.done():
+      raise requests.ClientDisconnect
+    return task.result()
+  finally:
+    task.cancel()
+    watcher.cancel()
+
+
+async def _wait_for_disconnect(request: requests.Request) -> None:
+  while (await request.receive())['type'] != 'http.disconnect':
+    pass
+
+
+class Server:
+  """Runs an application in a thread with an event loop. A context manager."""
+
+  def __init__(
+      self, app: HttpApp, host: str = '127.0.0.1', port: int = 0, hosts: Sequence[str] = ()
+  ):
+    """Binds the address; port 0 means any free port. OSError, UnicodeError: it cannot be used."""
+    self.app = app
+    self._socket = _bind(host, port)
+    self.host, self.port = self._socket.getsockname()[:2]
+    app.allowed_hosts = _allowed_hosts(self.host, (host, *hosts))
+    self._server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=_Protocol,
+            ws='none',
+            lifespan='off',
+            loop='asyncio',
+            log_config=None,
+            log_level='critical',  # `HttpApp` logs errors
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=1024,
+            timeout_keep_alive=int(app.limits.idle_timeout_s) + 1,
+            timeout_graceful_shutdown=int(app.limits.grace_s),
+            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        )
+    )
+    self._thread = threading.Thread(
+        target=self._server.run, args=([self._socket],), name='http', daemon=True
+    )
+
+  @property
+  def url(self) -> str:
+    """The address without a path, for clients on this machine."""
+    host = {'0.0.0.0': '127.0.0.1', '::': '::1'}.get(self.host, self.host)
+    host = f'[{host}]' if ':' in host else host
+    return f'http://{host}:{self.port}'
+
+  def __enter__(self) -> 'Server':
+    self._thread.start()
+    return self
+
+  def __exit__(self, *unused_error) -> None:
+    """Rejects new requests, waits at most `grace_s` for the running ones, then ends them."""
+    self.app.stopping = True
+    self._server.should_exit = True
+    self._thread.join()
+
+
+class _Protocol(h11_impl.H11Protocol):
+  """Ends connections of clients that send no request or do not read the answer."""
+
+  _silence: asyncio.TimerHandle | None = None
+  _unread: asyncio.TimerHandle | None = None
+
+  def connection_made(self, transport):
+    super().connection_made(transport)
+    app: Any = self.config.app
+    self._limits: Limits = app.limits
+    self._time_silence()
+
+  def data_received(self, data):
+    super().data_received(data)
+    self._time_silence()
+
+  def on_response_complete(self):
+    super().on_response_complete()
+    self._time_silence()
+
+  def pause_writing(self):
+    super().pause_writing()
+    self._unread = self.loop.call_later(self._limits.write_timeout_s, self.transport.abort)
+
+  def resume_writing(self):
+    super().resume_writing()
+    if self._unread is not None:
+      self._unread.cancel()
+
+  def connection_lost(self, exc):
+    super().connection_lost(exc)
+    for timer in (self._silence, self._unread):
+      if timer is not None:
+        timer.cancel()
+
+  def _time_silence(self):
+    """The time runs from the end of an answer until the next header is complete."""
+    is_answering = self.cycle is not None and not self.cycle.response_complete
+    if is_answering and self._silence is not None:
+      self._silence.cancel()
+      self._silence = None
+    elif not is_answering and self._silence is None:
+      self._silence = self.loop.call_later(self._limits.idle_timeout_s, self.transport.abort)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+  """Returns a socket that listens at an address of the host, IPv4 if it has one."""
+  infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+  family, _, _, _, address = min(infos, key=lambda info: info[0] != socket.AF_INET)
+  # asyncio turns off Nagle's delay only where the protocol is named.
+  listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+  listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+  listener.bind(address)
+  listener.listen(1024)
+  return listener
+
+
+def _allowed_hosts(address: str, names: Sequence[str]) -> frozenset[str] | None:
+  """Returns the hosts that a request may be addressed to; None: any.
+
+  A page of another site can have its name resolved to 127.0.0.1 and then read the answers of a
+  server on loopback (DNS rebinding). A server on loopback therefore answers to the names of
+  loopback, to the host that it was bound to, and to further names, for example of a proxy. A server
+  that other machines reach has names that it cannot know.
+  """
+  if not ipaddress.ip_address(address.partition('%')[0]).is_loopback:
+    return None
+  return frozenset(name.lower() for name in (*_LOOPBACK, address, *names))
+
+
+def _has_body(request: requests.Request) -> bool:
+  headers = request.headers
+  return headers.get('content-length', '0') != '0' or 'transfer-encoding' in headers
