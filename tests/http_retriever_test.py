@@ -16,6 +16,7 @@ from absl.testing import parameterized
 
 from stppo_jax import config as schema
 from stppo_jax import types
+from stppo_jax.distributed import http_client
 from stppo_jax.envs import protocol as envs
 from stppo_jax.envs import search
 from stppo_jax.retrieval import http
@@ -88,7 +89,7 @@ def _server(answer):
 
 def _retriever(url, **settings):
   own = {name: settings.pop(name) for name in ('sleep', 'jitter_seed') if name in settings}
-  how = http.Requests(**{'timeout_s': 5.0, 'retries': 0, **settings})
+  how = http.HttpSettings(**{'timeout_s': 5.0, 'retries': 0, **settings})
   return http.HttpRetriever(url, how, **{'sleep': lambda _: None, **own})
 
 
@@ -142,9 +143,9 @@ class AnswersTest(parameterized.TestCase):
       return _trickle_body
 
     with _server(never) as (url, questions):
-      retriever = http.HttpRetriever(url, http.Requests(timeout_s=600.0))
+      retriever = http.HttpRetriever(url, http.HttpSettings(timeout_s=600.0))
       retriever.give_up = asked.is_set
-      with mock.patch.object(http, '_LOOK_S', 0.01):
+      with mock.patch.object(http_client, '_POLL_S', 0.01):
         search = lambda: found.append(retriever.search(['a'], 1))
         thread = threading.Thread(target=search, daemon=True)
         thread.start()
@@ -164,7 +165,7 @@ class AnswersTest(parameterized.TestCase):
       return (400, b'') if 'q40' in question['queries'] else _search_r1(question)
 
     with _server(answer) as (url, questions):
-      retriever = http.HttpRetriever(url, http.Requests(max_queries=32))
+      retriever = http.HttpRetriever(url, http.HttpSettings(max_queries=32))
       found = retriever.search(queries, 1)
     self.assertEqual(sorted(len(q['queries']) for _, q in questions), [4, 32, 32, 32])
     for i, passages in enumerate(found):
@@ -508,18 +509,6 @@ class UserErrorsTest(parameterized.TestCase):
   def test_url(self, url):
     with self.assertRaisesRegex(types.UserError, 'http://host:port'):
       http.HttpRetriever(url)
-
-  @parameterized.parameters(
-      ({'dialect': 'verl'}, 'search_r1'),
-      ({'retries': -1}, 'retries=-1'),
-      ({'timeout_s': 0}, 'timeout_s=0'),
-      ({'backoff_s': -1}, 'backoff_s=-1'),
-      ({'cache_size': -1}, 'cache_size=-1'),
-      ({'concurrency': 0}, 'concurrency=0'),
-  )
-  def test_settings(self, settings, message):
-    with self.assertRaisesRegex(types.UserError, message):
-      http.HttpRetriever('http://127.0.0.1:8000', http.Requests(**settings))
 
 
 if __name__ == '__main__':

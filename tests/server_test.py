@@ -105,7 +105,7 @@ class DialectsTest(parameterized.TestCase):
     queries = ['capital', 'number 6', 'xylophone', '', 'São \ud800 \x00 "x"\n']
     with running() as (port, _, _):
       retriever = client.HttpRetriever(
-          f'http://127.0.0.1:{port}', client.Requests(dialect=dialect, retries=0)
+          f'http://127.0.0.1:{port}', client.HttpSettings(dialect=dialect, retries=0)
       )
       self.assertEqual(retriever.search(queries, 2), local.search(queries, 2))
     self.assertEqual(retriever.failures, 0)
@@ -453,7 +453,7 @@ class CommandTest(parameterized.TestCase):
         ready = process.stdout.readline()
         match = re.fullmatch(r'ready: (http://127\.0\.0\.1:(\d+)/retrieve)\n', ready)
         self.assertIsNotNone(match, ready or process.stderr)
-        found = client.HttpRetriever(match[1], client.Requests(retries=0)).search(
+        found = client.HttpRetriever(match[1], client.HttpSettings(retries=0)).search(
             ['capital of Peru'], 3
         )
         self.assertLen(found[0], 3)

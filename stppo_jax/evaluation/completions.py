@@ -1,26 +1,27 @@
 """Client of an OpenAI-compatible server: messages in, the text of a turn out.
 
-Overload and network errors are retried after waits that double; what the server refuses for good is
-one line of error.
+Overload and network errors are retried after waits that double. A request that the server rejects
+is one line of error.
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import dataclasses
-import random
+import functools
+import json
 import re
 import threading
 from typing import Any
 
 import requests
 
+from stppo_jax.distributed import http_client
 from stppo_jax.types import UserError
 
 RETRIES = 6  # further attempts per request
-_LIMITS_S = (10.0, 300.0)  # until there is a connection, and between two bytes of an answer
-_AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 529))  # statuses worth another attempt
-_MAX_WAIT_S = 60.0
+_BACKOFF_S = 1.0
+_LIMITS = http_client.ClientLimits(connect_s=10.0, total_s=300.0)
 _MOST_STOPS = 4  # that OpenAI's own server takes
 _SHOWN = 300  # characters of a server's message
 # How servers say that messages do not fit: OpenAI, vLLM, SGLang and llama.cpp, by code or in words.
@@ -73,6 +74,8 @@ class Client:
     self.retries = 0  # so far, of all requests
     self._abandoned = abandoned or threading.Event()
     self._has_answered = False
+    self._session = requests.Session()
+    self._session.auth = self._authorize
     self._lock = threading.Lock()
 
   def complete(self, messages: Sequence[Mapping[str, str]], seed: int | None = None) -> Turn:
@@ -92,48 +95,38 @@ class Client:
       body['chat_template_kwargs'] = dict(settings.template_kwargs)  # vLLM's and SGLang's
     if settings.temperature > 0 and seed is not None:
       body['seed'] = seed
-    for attempt in range(RETRIES + 1):
-      if self._abandoned.is_set():
-        raise Unanswered('the job has ended')
-      failure, wait_s, answer = self._post(body)
-      if answer is not None:
-        self._has_answered = True
-        return _turn(answer, settings)
-      wait_s = wait_s or min(2.0**attempt, _MAX_WAIT_S) * random.uniform(0.5, 1.0)
-      if attempt < RETRIES:
-        with self._lock:
-          self.retries += 1
-        self._abandoned.wait(min(wait_s, _MAX_WAIT_S))
-    raise Unanswered(failure)
-
-  def _post(self, body) -> tuple[str, float, dict[str, Any] | None]:
-    """Asks once; returns (why there is no answer, seconds to wait as the server says, answer)."""
+    attempt = functools.partial(self._attempt, body)
     try:
-      response = requests.post(
-          self.url, json=body, auth=self._authorize, timeout=_LIMITS_S, allow_redirects=False
-      )
-    except requests.RequestException as error:
-      failure = type(error).__name__
-      if isinstance(error, requests.ConnectionError) and not self._has_answered:
-        raise self._refused(
-            f'gave no answer ({failure}): start it, or correct the address'
-        ) from None
-      return failure, 0.0, None
-    status = response.status_code
-    if status == 200:
-      try:
-        return '', 0.0, _checked(response.json())
-      except (ValueError, TypeError, LookupError, AttributeError) as error:
-        return f'an answer that is no completion ({type(error).__name__})', 0.0, None
-    if status in _AGAIN:
-      return f'status {status}', _seconds(response.headers.get('Retry-After')), None
-    told = _error(response)
-    said = ' '.join(str(told.get('message') or response.text).split())[:_SHOWN]
-    if status in (400, 413, 422) and _says_too_long(told):
-      raise TooLong(said)
-    raise self._refused(f'refused a request with status {status}: {said}')
+      return http_client.with_retries(attempt, RETRIES, _BACKOFF_S, self._abandoned.wait)
+    except http_client.Temporary as error:
+      raise Unanswered(str(error)) from error
 
-  def _refused(self, why) -> UserError:
+  def _attempt(self, body: dict[str, Any], number: int) -> Turn:
+    """Asks once. Raises http_client.Temporary where another attempt may have an answer."""
+    if self._abandoned.is_set():
+      raise Unanswered('the job has ended')
+    with self._lock:
+      self.retries += number > 0
+    try:
+      answer = http_client.post(self._session, self.url, body, _LIMITS)
+      turn = _turn(json.loads(answer), self.settings)
+    except http_client.Rejected as error:
+      fields = _error_fields(error.text)
+      message = ' '.join(str(fields.get('message') or error.text).split())[:_SHOWN]
+      if error.status in (400, 413, 422) and _says_too_long(fields):
+        raise TooLong(message) from None
+      raise self._refused(f'refused a request with status {error.status}: {message}') from None
+    except http_client.Temporary as error:
+      if isinstance(error.__cause__, requests.ConnectionError) and not self._has_answered:
+        raise self._refused(f'gave no answer ({error}): start it, or correct the address') from None
+      raise
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+      message = f'an answer that is no completion ({type(error).__name__})'
+      raise http_client.Temporary(message) from None
+    self._has_answered = True
+    return turn
+
+  def _refused(self, why: str) -> UserError:
     return UserError(
         f'config.eval.address={self.settings.address!r} with config.eval.model='
         f'{self.settings.model!r} {why}'
@@ -166,19 +159,11 @@ def whole_turn(
   return text + opened[last] if last >= 0 else text
 
 
-def _checked(answer: Any) -> dict[str, Any]:
-  """Returns the answer if it has a choice with a text; raises an ordinary error otherwise."""
-  content = answer['choices'][0]['message'].get('content')
-  if not isinstance(content, str | None):
-    raise TypeError
-  return answer
-
-
-def _error(response: requests.Response) -> dict[str, Any]:
+def _error_fields(text: str) -> dict[str, Any]:
   """Returns the fields of an error; none where the body is of another form."""
   body = None
-  with contextlib.suppress(ValueError):
-    body = response.json()
+  with contextlib.suppress(ValueError, RecursionError):
+    body = json.loads(text)
   error = body.get('error', body) if isinstance(body, dict) else None  # SGLang: without `error`
   if isinstance(error, str):
     return {'message': error}
@@ -193,19 +178,12 @@ def _says_too_long(error: Mapping[str, Any]) -> bool:
 
 
 def _turn(answer: dict[str, Any], settings: Settings) -> Turn:
-  choice, usage = answer['choices'][0], answer.get('usage') or {}
+  choice = answer['choices'][0]
+  usage = answer.get('usage') or {}
+  content = choice['message'].get('content')
+  if not isinstance(content, str | None):
+    raise TypeError
   text = whole_turn(
-      choice['message'].get('content') or '',
-      choice.get('finish_reason'),
-      settings.stop,
-      choice.get('stop_reason', Ellipsis),
+      content or '', choice.get('finish_reason'), settings.stop, choice.get('stop_reason', Ellipsis)
   )
   return Turn(text, int(usage.get('completion_tokens') or 0), int(usage.get('total_tokens') or 0))
-
-
-def _seconds(header: str | None) -> float:
-  """Returns the seconds of a Retry-After header; 0 without one, or for a date."""
-  try:
-    return max(0.0, float(header or 0))
-  except ValueError:
-    return 0.0

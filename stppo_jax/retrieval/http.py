@@ -26,21 +26,17 @@ import requests
 
 from stppo_jax import tasks
 from stppo_jax import types
+from stppo_jax.distributed import http_client
 
 # Requests in flight at once. Search-R1's server searches in a thread per request, without a lock,
-# and an index of FAISS on GPUs does not bear that.
+# and an index of FAISS on GPUs does not support that.
 CONCURRENCY = {'search_r1': 1, 'ragen': 8}
 DIALECTS = tuple(CONCURRENCY)
 
-_AGAIN = frozenset((408, 425, 429, 500, 502, 503, 504))  # HTTP statuses worth another attempt
-_CHUNK_BYTES = 1024  # small, because the deadline is checked between chunks
-_MAX_BACKOFF_S = 30.0
-_LOOK_S = 1.0  # between two questions whether to give up
-
 
 @dataclasses.dataclass(frozen=True)
-class Requests:
-  """How a retriever asks: the form of its requests, time limits and retries."""
+class HttpSettings:
+  """The form of a retriever's requests, time limits and retries."""
 
   dialect: str = 'search_r1'
   timeout_s: float = 30.0  # per request, up to the last byte of the answer
@@ -50,33 +46,22 @@ class Requests:
   connect_timeout_s: float = 5.0
   max_response_bytes: int = 64 << 20
   concurrency: int = 8  # requests in flight at once, of all threads
-  max_queries: int = 32  # per request, which has a time limit of its own
-
-  def __post_init__(self):
-    if self.dialect not in DIALECTS:
-      raise types.UserError(f'retriever: got dialect={self.dialect!r}; use one of {DIALECTS}')
-    for name in ('retries', 'backoff_s', 'cache_size', 'concurrency', 'max_queries'):
-      lowest = int(name in ('concurrency', 'max_queries'))
-      if (value := getattr(self, name)) < lowest:
-        raise types.UserError(f'retriever: got {name}={value}; it needs {lowest} or more')
-    for name in ('timeout_s', 'connect_timeout_s', 'max_response_bytes'):
-      if not (value := getattr(self, name)) > 0:
-        raise types.UserError(f'retriever: got {name}={value}; it needs more than 0')
+  max_queries: int = 32  # per request
 
 
 class HttpRetriever:
-  """Searches over HTTP; never raises for errors of a server or network.
+  """Searches over HTTP. Failures of a server or network are part of the result.
 
   At most `max_queries` go into one request, and at most `concurrency` requests are in flight from
-  this process. A server may go on with one that timed out here.
+  this process. A server may continue a request that timed out here.
 
   A query without a usable answer within `timeout_s` per request and `retries` retries gives None.
-  Network errors, time-outs and overload are retried after `backoff_s * 2**attempt` times a jitter
-  in [0.5, 1.5); an unreadable answer is not.
+  Network errors, time-outs and overload are retried as in `http_client.with_retries`. An unreadable
+  answer is not.
 
-  Once `give_up()` is true, a search in progress ends within seconds, without an answer. After one
-  of its requests has had no answer at all in any attempt (a refused connection or a time-out),
-  those that were not sent yet fail at once, because the server is most likely gone.
+  Once `give_up()` is true, a search in progress ends within seconds, without an answer. After a
+  request has had no answer at all in any attempt (a refused connection or a time-out), requests
+  that were not sent yet fail at once, because the server is most likely gone.
 
   Counters since construction: `requests` sent (with retries), `retries`, `failures` (queries that
   gave None), `cache_hits` (queries answered from the cache).
@@ -88,131 +73,136 @@ class HttpRetriever:
   def __init__(
       self,
       url: str,  # http://host:port, or with the path of the end point
-      how: Requests = Requests(),
+      settings: HttpSettings = HttpSettings(),
       jitter_seed: int | None = None,
       sleep: Callable[[float], None] = time.sleep,
   ):
-    self._endpoint, self._how = _endpoint(url), how
-    self.requests = self.retries = self.failures = self.cache_hits = 0
-    self.give_up: Callable[[], bool] = lambda: False  # a run that stops sets another one
+    self.address = _endpoint(url)
+    self.requests = 0
+    self.retries = 0
+    self.failures = 0
+    self.cache_hits = 0
+    self.give_up: Callable[[], bool] = lambda: False  # a run that stops sets another function
     self.last_failure = ''
-    self._max_queries = how.max_queries if how.dialect == 'search_r1' else 1
+    self._settings = settings
+    self._limits = http_client.ClientLimits(
+        settings.connect_timeout_s, settings.timeout_s, settings.max_response_bytes
+    )
+    self._max_queries = settings.max_queries if settings.dialect == 'search_r1' else 1
     self._jitter = random.Random(jitter_seed)
     self._sleep = sleep
     self._cache: collections.OrderedDict[tuple[str, int], list[types.Passage]] = (
         collections.OrderedDict()
     )
-    self._lock = threading.Lock()  # for counters, jitter and cache: callers use threads
-    self._in_flight = threading.BoundedSemaphore(how.concurrency)
+    self._lock = threading.Lock()  # for counters and cache: callers use threads
+    self._in_flight = threading.BoundedSemaphore(settings.concurrency)
     self._session = requests.Session()
     self._session.trust_env = False
-    for scheme in ('http://', 'https://'):
-      self._session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=how.concurrency))
+    adapter = requests.adapters.HTTPAdapter(pool_maxsize=settings.concurrency)
+    self._session.mount('http://', adapter)
+    self._session.mount('https://', adapter)
     # Otherwise a small body could decompress to a huge one.
     self._session.headers['Accept-Encoding'] = 'identity'
 
   def search(self, queries: Sequence[str], top_k: int) -> list[list[types.Passage] | None]:
     """Searches as in `protocol.Retriever`. Equal queries are sent once, cached ones not at all."""
-    found: dict[str, list[types.Passage] | None] = {}
+    results: dict[str, list[types.Passage] | None] = {}
     with self._lock:
       for query in queries:
         cached = self._cache.get((query, top_k))
         if cached is not None:
           self._cache.move_to_end((query, top_k))
           self.cache_hits += 1
-          found[query] = cached
-    missing = [query for query in dict.fromkeys(queries) if query not in found]
+          results[query] = cached
+    missing = [query for query in dict.fromkeys(queries) if query not in results]
     if missing:
-      fetched = dict(zip(missing, self._fetch(missing, top_k)))
-      with self._lock:
-        for query, passages in fetched.items():
-          if passages is not None:
-            self._remember((query, top_k), passages)
-      found.update(fetched)
-    results = [found[query] for query in queries]
+      results.update(zip(missing, self._fetch(missing, top_k)))
     with self._lock:
-      self.failures += sum(passages is None for passages in results)
-    return [None if passages is None else list(passages) for passages in results]
-
-  @property
-  def address(self) -> str:
-    """The URL that is queried."""
-    return self._endpoint
+      for query in missing:
+        passages = results[query]
+        if passages is not None:
+          self._cache[query, top_k] = passages
+      while len(self._cache) > self._settings.cache_size:
+        self._cache.popitem(last=False)
+      answers = [results[query] for query in queries]
+      self.failures += answers.count(None)
+    return [None if passages is None else list(passages) for passages in answers]
 
   def check(self) -> None:
     """Sends one query; raises a UserError with address and reason if it has no usable answer."""
     self.last_failure = ''
     if self.search([f'probe {time.time_ns()}'], 1)[0] is None:
       raise types.UserError(
-          f'config.retriever.url={self._endpoint!r} gave no usable answer to a first query in the '
-          f'dialect {self._how.dialect!r} ({self.last_failure}): start the retriever, or correct '
-          '--config.retriever.url or --config.retriever.dialect'
+          f'config.retriever.url={self.address!r} gave no usable answer to a first query in the '
+          f'dialect {self._settings.dialect!r} ({self.last_failure}): start the retriever, or '
+          'correct --config.retriever.url or --config.retriever.dialect'
       )
 
-  def _remember(self, key: tuple[str, int], passages: list[types.Passage]) -> None:
-    if self._how.cache_size:
-      self._cache[key] = passages
-      while len(self._cache) > self._how.cache_size:
-        self._cache.popitem(last=False)
-
   def _fetch(self, queries: list[str], top_k: int) -> list[list[types.Passage] | None]:
-    """Sends requests of bounded size side by side; one that fails does not affect the others."""
+    """Sends requests of bounded size side by side. A failed one does not affect the others."""
     size = self._max_queries
     parts = [queries[i : i + size] for i in range(0, len(queries), size)]
     fetch = functools.partial(self._fetch_part, top_k=top_k, is_gone=threading.Event())
-    if len(parts) == 1:
-      return fetch(parts[0])
-    with futures.ThreadPoolExecutor(min(self._how.concurrency, len(parts))) as pool:
+    with futures.ThreadPoolExecutor(min(self._settings.concurrency, len(parts))) as pool:
       return [passages for part in pool.map(fetch, parts) for passages in part]
 
   def _fetch_part(
       self, queries: list[str], top_k: int, is_gone: threading.Event
   ) -> list[list[types.Passage] | None]:
-    """Sends one request: one query in RAGEN's dialect, up to `max_queries` in the other."""
-    if self._how.dialect == 'ragen':
-      answer = self._ask({'query': queries[0], 'top_k': top_k}, is_gone)
-      if answer is None:
-        return [None]
-      rows = answer.get('results') if isinstance(answer, dict) else None
-      return [self._passages(rows, _ragen_passage, top_k)]
-    answer = self._ask({'queries': queries, 'topk': top_k, 'return_scores': True}, is_gone)
-    rows = answer.get('result') if isinstance(answer, dict) else None
-    if not isinstance(rows, list) or len(rows) != len(queries):
-      if answer is not None:
-        self._report(f'no list of {len(queries)} results in the answer')
+    """Sends one request: one query in RAGEN's dialect, up to `max_queries` in Search-R1's."""
+    is_ragen = self._settings.dialect == 'ragen'
+    question: dict[str, Any] = {'queries': queries, 'topk': top_k, 'return_scores': True}
+    if is_ragen:
+      question = {'query': queries[0], 'top_k': top_k}
+    try:
+      answer = json.loads(self._ask(question, is_gone))
+      rows = [answer['results']] if is_ragen else answer['result']
+      if not isinstance(rows, list) or len(rows) != len(queries):
+        raise ValueError(f'no list of {len(queries)} results')
+    except (http_client.GivenUp, http_client.Temporary):
       return [None] * len(queries)
-    return [self._passages(row, _search_r1_passage, top_k) for row in rows]
+    except http_client.Rejected as error:
+      self._report(str(error))
+      return [None] * len(queries)
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+      self._report(f'an unreadable answer ({type(error).__name__}: {error})')
+      return [None] * len(queries)
+    read = _ragen_passage if is_ragen else _search_r1_passage
+    return [self._read_passages(row, read, top_k) for row in rows]
 
-  def _ask(self, question: dict[str, Any], is_gone: threading.Event) -> Any:
-    """Returns the server's JSON, or None after the last attempt, or if the server is gone.
+  def _ask(self, question: dict[str, Any], is_gone: threading.Event) -> bytes:
+    """Returns the server's answer. Sets `is_gone` where no attempt had any answer."""
+    is_silent = True
 
-    Sets `is_gone` where no attempt had any answer.
-    """
-    was_silent = True
-    for attempt in range(self._how.retries + 1):
+    def attempt(number: int) -> bytes:
+      nonlocal is_silent
       with self._in_flight:
         if self.give_up() or is_gone.is_set():
-          return None
+          raise http_client.GivenUp
         with self._lock:
           self.requests += 1
-          self.retries += attempt > 0
-          jitter = 0.5 + self._jitter.random()
-        answer, failure, again = self._post_within(question)
-      if failure is None:
-        return answer
-      if self.give_up():
-        return None
-      self._report(failure)
-      if not again:
-        return None
-      was_silent &= not failure.startswith('HTTP status')
-      if attempt < self._how.retries:
-        self._sleep(min(self._how.backoff_s * 2**attempt * jitter, _MAX_BACKOFF_S))
-    if was_silent:
-      is_gone.set()
-    return None
+          self.retries += number > 0
+        post = functools.partial(
+            http_client.post, self._session, self.address, question, self._limits
+        )
+        try:
+          return http_client.call_within(post, self._settings.timeout_s, lambda: self.give_up())
+        except http_client.Temporary as error:
+          is_silent &= error.is_silent
+          self._report(str(error))
+          raise
 
-  def _passages(
+    settings = self._settings
+    try:
+      return http_client.with_retries(
+          attempt, settings.retries, settings.backoff_s, self._sleep, self._jitter
+      )
+    except http_client.Temporary:
+      if is_silent:
+        is_gone.set()
+      raise
+
+  def _read_passages(
       self, rows: Any, read: Callable[[Any], types.Passage], top_k: int
   ) -> list[types.Passage] | None:
     if not isinstance(rows, list):
@@ -226,52 +216,7 @@ class HttpRetriever:
 
   def _report(self, failure: str) -> None:
     self.last_failure = failure
-    logging.log_every_n_seconds(logging.WARNING, 'retriever %s: %s', 60, self._endpoint, failure)
-
-  def _post_within(self, question: dict[str, Any]) -> tuple[Any, str | None, bool]:
-    """Calls `_post` with a limit on its total time.
-
-    The socket's time-out restarts with every byte, so a slow server could hold a plain call
-    forever.
-    """
-    timed_out = (None, f'no complete answer within {self._how.timeout_s} s', True)
-    outcome: list[tuple[Any, str | None, bool]] = [timed_out]
-
-    def post():
-      outcome[0] = self._post(question)
-
-    worker = threading.Thread(target=post, daemon=True)
-    worker.start()
-    deadline = time.monotonic() + self._how.timeout_s
-    while worker.is_alive() and (left_s := deadline - time.monotonic()) > 0 and not self.give_up():
-      worker.join(min(left_s, _LOOK_S))
-    return outcome[0]
-
-  def _post(self, question: dict[str, Any]) -> tuple[Any, str | None, bool]:
-    """Sends one request; returns (JSON, error or None, whether to retry)."""
-    deadline = time.monotonic() + self._how.timeout_s
-    try:
-      with self._session.post(
-          self._endpoint,
-          json=question,
-          stream=True,
-          allow_redirects=False,
-          timeout=(min(self._how.connect_timeout_s, self._how.timeout_s), self._how.timeout_s),
-      ) as response:
-        if response.status_code != 200:
-          return None, f'HTTP status {response.status_code}', response.status_code in _AGAIN
-        body = bytearray()
-        for chunk in response.iter_content(_CHUNK_BYTES):
-          body += chunk
-          if len(body) > self._how.max_response_bytes:
-            return None, f'an answer of over {self._how.max_response_bytes} bytes', False
-          if time.monotonic() > deadline:
-            return None, f'no complete answer within {self._how.timeout_s} s', True
-      return json.loads(body), None, False
-    except (requests.RequestException, OSError) as error:
-      return None, type(error).__name__, True
-    except (ValueError, RecursionError) as error:
-      return None, f'no JSON in the answer ({type(error).__name__})', False
+    logging.log_every_n_seconds(logging.WARNING, 'retriever %s: %s', 60, self.address, failure)
 
 
 def _endpoint(url: str) -> str:

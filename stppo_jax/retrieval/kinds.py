@@ -57,7 +57,7 @@ def _none(settings, load_corpus):
 
 def _http(settings, load_corpus):
   del load_corpus  # the server has it
-  how = http.Requests(
+  http_settings = http.HttpSettings(
       settings.dialect,
       settings.timeout_s,
       settings.retries,
@@ -65,7 +65,7 @@ def _http(settings, load_corpus):
       concurrency=settings.concurrency or http.CONCURRENCY[settings.dialect],
       max_queries=settings.max_queries,
   )
-  return http.HttpRetriever(settings.url, how)
+  return http.HttpRetriever(settings.url, http_settings)
 
 
 def _bm25(settings, load_corpus):

@@ -1,0 +1,131 @@
+"""An HTTP client with retries: a JSON body in, the bytes of the answer out."""
+
+from collections.abc import Callable
+from concurrent import futures
+import dataclasses
+import random
+import threading
+import time
+from typing import Any
+from typing import TypeVar
+
+import requests
+
+Result = TypeVar('Result')
+# Statuses worth another attempt.
+_AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 529))
+_MAX_WAIT_S = 60.0
+_CHUNK_BYTES = 1024  # small, because the deadline is checked between chunks
+_POLL_S = 1.0  # between two questions whether to give up
+
+
+class Temporary(Exception):
+  """A failure that another attempt may not have. `wait_s` is the wait that the server asks for."""
+
+  def __init__(self, message: str, wait_s: float = 0.0, is_silent: bool = False):
+    super().__init__(message)
+    self.wait_s = wait_s
+    self.is_silent = is_silent  # there was no answer at all
+
+
+class Rejected(Exception):
+  """An answer with a status that another attempt would have too."""
+
+  def __init__(self, status: int, text: str):
+    super().__init__(f'HTTP status {status}')
+    self.status = status
+    self.text = text
+
+
+class GivenUp(Exception):
+  """The caller has given up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ClientLimits:
+  """Limits of one attempt."""
+
+  connect_s: float
+  total_s: float  # up to the last byte of the answer
+  max_bytes: int = 64 << 20  # of an answer
+
+
+def post(session: requests.Session, url: str, body: Any, limits: ClientLimits) -> bytes:
+  """Sends one request; returns the answer. Raises Temporary and Rejected."""
+  deadline = time.monotonic() + limits.total_s
+  timeout = (min(limits.connect_s, limits.total_s), limits.total_s)
+  try:
+    with session.post(
+        url, json=body, stream=True, allow_redirects=False, timeout=timeout
+    ) as response:
+      if response.status_code in _AGAIN:
+        wait_s = _parse_seconds(response.headers.get('Retry-After'))
+        raise Temporary(f'HTTP status {response.status_code}', wait_s)
+      answer = bytearray()
+      for chunk in response.iter_content(_CHUNK_BYTES):
+        answer += chunk
+        if len(answer) > limits.max_bytes:
+          raise Rejected(response.status_code, f'over {limits.max_bytes} bytes')
+        if time.monotonic() > deadline:
+          raise Temporary(f'no complete answer within {limits.total_s} s', is_silent=True)
+      if response.status_code != 200:
+        raise Rejected(response.status_code, answer.decode('utf-8', 'replace'))
+      return bytes(answer)
+  except (requests.RequestException, OSError) as error:
+    raise Temporary(type(error).__name__, is_silent=True) from error
+
+
+def call_within(call: Callable[[], Result], total_s: float, gives_up: Callable[[], bool]) -> Result:
+  """Returns the result of `call`. Raises Temporary after `total_s`, and GivenUp.
+
+  A socket's time-out restarts with every byte, so a slow server could hold a plain call forever.
+  """
+  outcome: futures.Future[Result] = futures.Future()
+
+  def run():
+    try:
+      outcome.set_result(call())
+    except Exception as error:
+      outcome.set_exception(error)
+
+  threading.Thread(target=run, daemon=True).start()
+  deadline = time.monotonic() + total_s
+  while not outcome.done() and (left_s := deadline - time.monotonic()) > 0:
+    if gives_up():
+      raise GivenUp
+    futures.wait([outcome], min(left_s, _POLL_S))
+  if not outcome.done():
+    raise Temporary(f'no complete answer within {total_s} s', is_silent=True)
+  return outcome.result()
+
+
+def with_retries(
+    attempt: Callable[[int], Result],
+    retries: int,
+    backoff_s: float,
+    sleep: Callable[[float], Any] = time.sleep,
+    jitter: random.Random | None = None,
+) -> Result:
+  """Calls attempt(number), number = 0, 1, .., until it does not raise Temporary.
+
+  The wait before the next attempt is backoff_s * 2**number * jitter, jitter in [0.5, 1.5), or what
+  the server asks for. Raises the last Temporary.
+  """
+  jitter = jitter or random.Random()
+  for number in range(retries + 1):
+    try:
+      return attempt(number)
+    except Temporary as error:
+      if number == retries:
+        raise
+      wait_s = error.wait_s or backoff_s * 2**number * jitter.uniform(0.5, 1.5)
+      sleep(min(wait_s, _MAX_WAIT_S))
+  raise AssertionError('unreachable')
+
+
+def _parse_seconds(header: str | None) -> float:
+  """Returns the seconds of a Retry-After header; 0 without one, or for a date."""
+  try:
+    return max(0.0, float(header or 0))
+  except ValueError:
+    return 0.0
