@@ -28,6 +28,7 @@ import tokenizers
 from stppo_jax import components
 from stppo_jax import plugins
 from stppo_jax import tokenizer as chat
+from stppo_jax.envs import factory
 from stppo_jax.envs import protocol
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
@@ -126,7 +127,7 @@ def tasks_of(config, named: components.Components, number: int) -> Iterable[Task
   return itertools.islice(itertools.cycle(questions), number)
 
 
-def play(kind: protocol.Kind, make_player, task: Task, seed: int) -> list[Played]:
+def play(kind: factory.EnvFactory, make_player, task: Task, seed: int) -> list[Played]:
   """Plays one episode; returns what each role read and did."""
   env, rng = kind(task, seed), random.Random(seed)
   text, info = env.reset(seed=seed)

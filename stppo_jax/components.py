@@ -20,8 +20,8 @@ from stppo_jax import plugins
 from stppo_jax import tasks as tasks_lib
 from stppo_jax import validation
 from stppo_jax.config import Config
+from stppo_jax.envs import factory
 from stppo_jax.envs import program
-from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 from stppo_jax.envs import search
 from stppo_jax.envs import tool_runners
@@ -57,7 +57,7 @@ class Components:
   """The checked components of a config. Nothing is loaded yet."""
 
   config: Config
-  env: protocol.Kind  # without its retriever
+  env: factory.EnvFactory  # without its retriever
   retriever: Callable[..., Any]
   source: Callable[[str], list[Task]]  # split -> tasks
 
@@ -70,7 +70,7 @@ class Components:
     load_corpus = lambda: tasks_lib.load_corpus(corpus)
     return kinds.make(self.retriever, self.config.retriever, load_corpus)
 
-  def bind(self, retriever: retrieval_protocol.Retriever | None) -> protocol.Kind:
+  def bind(self, retriever: retrieval_protocol.Retriever | None) -> factory.EnvFactory:
     """Returns the environment class with its retriever, if it takes one."""
     if 'retriever' not in self.env.settings:
       return self.env
@@ -182,17 +182,17 @@ def plugin_digests(config: Config) -> dict[str, str]:
   return digests
 
 
-def _resolve_environment(config: Config, available: dict[str, Any]) -> protocol.Kind:
+def _resolve_environment(config: Config, available: dict[str, Any]) -> factory.EnvFactory:
   env = config.env
   prefix, _, rest = env.kind.partition(':')
   if prefix == program.PREFIX:
     function = plugins.load('env.kind', rest, {})
-    return program.make_kind(env.kind, function, env.options, available['reward'])
+    return program.make_factory(env.kind, function, env.options, available['reward'])
   if rest and prefix in ADAPTERS:
     make = ADAPTERS[prefix](rest)
   else:
     make = plugins.load('env.kind', env.kind, ENVIRONMENTS)
-  return protocol.make_kind(env.kind, make, available, env.options)
+  return factory.make_factory(env.kind, make, available, env.options)
 
 
 def _load_function(field: str, name: str, built_in: Mapping[str, Any]) -> Callable[..., Any]:

@@ -14,6 +14,8 @@ import numpy as np
 from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import validation
+from stppo_jax.envs import factory
+from stppo_jax.envs import packages
 from stppo_jax.envs import protocol
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
@@ -191,7 +193,7 @@ class GemTest(absltest.TestCase):
       for name in [name for name in sys.modules if name.partition('.')[0] == 'gem']:
         del sys.modules[name]
       before = list(logging.root.handlers)
-      protocol.import_peer('gem:x', 'gem', 'gem')
+      packages.import_package('gem:x', 'gem', 'gem')
       self.assertEqual(logging.root.handlers, before)
 
 
@@ -329,7 +331,7 @@ class NamesTest(parameterized.TestCase):
   @parameterized.parameters('gem', 'textarena', 'reasoning_gym')
   def test_a_package_that_is_missing_is_one_line(self, package):
     with mock.patch.dict(sys.modules, {package: None, f'{package}.factory': None}):
-      with self.assertRaisesRegex(UserError, rf'pip install -r requirements-{package}.txt'):
+      with self.assertRaisesRegex(UserError, rf'pip install "\.\[{package}\]"'):
         resolve(f'{package}:x')
 
   def test_an_id_is_no_plug_in_module(self):
@@ -369,20 +371,14 @@ class HelpersTest(absltest.TestCase):
         'stop_strings': tuple(settings.get('letters', '')),
         'frame': settings.get('frame', 'inline'),
     }
-    kind = protocol.make_kind('m:make', make, {}, {'letters': 'xy', 'frame': 'tool'})
+    kind = factory.make_factory('m:make', make, {}, {'letters': 'xy', 'frame': 'tool'})
     self.assertEqual((kind.stop_strings, kind.frame), (('x', 'y'), 'tool'))
     with self.assertRaisesRegex(UserError, 'its frame is .side.'):
-      protocol.make_kind('m:make', make, {}, {'frame': 'side'})
+      factory.make_factory('m:make', make, {}, {'frame': 'side'})
 
   def test_numbers_of_an_info(self):
     info = {'a': 1, 'b': True, 'c': np.float32(0.5), 'd': 'x', 'e': float('nan'), 'f': [1], 3: 2}
-    self.assertEqual(protocol.numbers(info), {'a': 1.0, 'b': 1.0, 'c': 0.5, '3': 2.0})
-
-  def test_a_step_that_raises_is_masked_and_counted(self):
-    outcome = protocol.failed_step(ValueError('x'), {'won': 0.0})
-    self.assertEqual(outcome[1:4], (0.0, True, True))
-    self.assertTrue(outcome[4]['retrieval_failed'])
-    self.assertEqual(outcome[4]['metrics'], {'won': 0.0, 'environment_failed': 1.0})
+    self.assertEqual(packages.numbers(info), {'a': 1.0, 'b': 1.0, 'c': 0.5, '3': 2.0})
 
 
 if __name__ == '__main__':

@@ -14,7 +14,7 @@ from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import plugins
 from stppo_jax import validation
-from stppo_jax.envs import protocol
+from stppo_jax.envs import factory
 from stppo_jax.envs import search
 from stppo_jax.retrieval import dense
 from stppo_jax.training import loop
@@ -109,10 +109,10 @@ class ResolveTest(parameterized.TestCase):
         make = lambda task, game=game: game(task, 5)
         make.stop_strings, make.frame, make.core_metrics = ('.',), 'user', ('won',)
         with self.assertRaisesRegex(UserError, f'^the environment has {name}=.*set {name} on'):
-          protocol.make_kind('m:make', make, {}, {})(Task('t'), 0)
+          factory.make_factory('m:make', make, {}, {})(Task('t'), 0)
     make = lambda task: type('Video', (Game,), {'frame': 0})(task, 5)
     make.stop_strings, make.frame, make.core_metrics = ['.'], 'user', ['won']
-    protocol.make_kind('m:make', make, {}, {})(Task('t'), 0)
+    factory.make_factory('m:make', make, {}, {})(Task('t'), 0)
 
   def test_core_metrics_of_a_factory_are_scored(self):
     folder = self.enterContext(tempfile.TemporaryDirectory())
@@ -145,13 +145,19 @@ class ResolveTest(parameterized.TestCase):
       (dict(env__kind='a_users_module:Gaem'), 'has no .Gaem'),
       (dict(env__kind='no_such_module:Game'), 'cannot import no_such_module'),
       (dict(env__kind='a_users_module:number'), 'a class is needed'),
-      (dict(env__kind='a_users_module:Taskless'), 'takes no task'),
-      (dict(env__kind='a_users_module:Game'), 'needs high.*env.options.high='),
+      (
+          dict(env__kind='a_users_module:Taskless'),
+          'first parameter is the task',
+      ),
+      (
+          dict(env__kind='a_users_module:Game'),
+          "missing a required argument: 'high'",
+      ),
       (
           dict(env__kind='a_users_module:Game', env__options={'hihg': 1}),
-          'options names hihg.*high, low, max_turns',
+          r"unexpected keyword argument 'hihg'.*\(task, high, low, max_turns\)",
       ),
-      (dict(env__options={'x': 1}), 'options names x'),
+      (dict(env__options={'x': 1}), "unexpected keyword argument 'x'"),
       (dict(env__options={'x': object()}), 'numbers, texts, lists and dicts'),
       (dict(env__options={3: 4}), 'names as keys'),
       (

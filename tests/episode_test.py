@@ -20,7 +20,8 @@ import numpy as np
 from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.distributed import hosts
-from stppo_jax.envs import protocol
+from stppo_jax.envs import factory
+from stppo_jax.envs import stepping
 from stppo_jax.models import decoder
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import engine
@@ -132,9 +133,9 @@ def play(prompts, scripts, keys=None, limits=LIMITS, sampler=None, groups=None, 
 
 
 def slowly(envs, actions):
-  """Runs `protocol.step_all` after a random delay."""
+  """Runs `stepping.step_all` after a random delay."""
   time.sleep(random.uniform(0, 0.02))
-  return protocol.step_all(envs, actions)
+  return stepping.step_all(envs, actions)
 
 
 @jax.jit
@@ -511,8 +512,8 @@ class EnvironmentErrorTest(parameterized.TestCase):
     def make(task):
       raise OSError(f'no file for {task.id}')
 
-    kind = protocol.make_kind('m:make', make, {}, {})
-    observation, info = protocol.reset(kind(types.Task('t7', 'q'), 0), 0)
+    kind = factory.make_factory('m:make', make, {}, {})
+    observation, info = stepping.reset(kind(types.Task('t7', 'q'), 0), 0)
     self.assertEqual(observation, '')
     self.assertIn('make raised OSError: no file for t7', info['environment_error'])
     self.assertIn(f'{__file__}:', info['environment_error'])
@@ -520,7 +521,7 @@ class EnvironmentErrorTest(parameterized.TestCase):
   def test_an_error_for_the_user_ends_the_run_as_it_is(self):
     env = RaisingEnv('a', [types.UserError('give another option')])
     with self.assertRaisesRegex(types.UserError, '^give another option$'):
-      protocol.step(env, 'x')
+      stepping.step(env, 'x')
 
 
 if __name__ == '__main__':

@@ -22,7 +22,7 @@ import pytest
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.distributed import lifeline
-from stppo_jax.envs import protocol
+from stppo_jax.envs import stepping
 from stppo_jax.monitoring import metrics as metrics_lib
 from tests.support import tiny_run
 
@@ -81,7 +81,7 @@ class OneProcessTest(parameterized.TestCase):
     self.assertEqual(
         hosts.share({'a': np.float32(0.5), 'b': np.arange(2)}), [{'a': 0.5, 'b': [0, 1]}]
     )
-    self.assertIs(hosts.split_steps([Counter('a', 1)]), protocol.step_all)
+    self.assertIs(hosts.split_steps([Counter('a', 1)]), stepping.step_all)
     hosts.require_same('anything', [1])
     self.assertEqual(hosts.by_writer(max, 1, 2), 2)
     with self.assertRaisesRegex(types.UserError, 'no'):

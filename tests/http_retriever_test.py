@@ -17,8 +17,8 @@ from absl.testing import parameterized
 from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.distributed import http_client
-from stppo_jax.envs import protocol as envs
 from stppo_jax.envs import search
+from stppo_jax.envs import stepping
 from stppo_jax.retrieval import http
 from stppo_jax.retrieval import kinds
 from stppo_jax.retrieval import protocol
@@ -257,7 +257,7 @@ class AnswersTest(parameterized.TestCase):
       rows = [search.SearchEnv(TASK, retriever) for _ in range(6)]
       for env in rows:
         env.reset()
-      steps = envs.step_all(rows, [f'<search>{i % 4}</search>' for i in range(6)])
+      steps = stepping.step_all(rows, [f'<search>{i % 4}</search>' for i in range(6)])
     self.assertLen(questions, 1)
     self.assertEqual(questions[0][1]['queries'], ['0', '1', '2', '3'])  # equal ones go once
     self.assertEqual(

@@ -18,7 +18,7 @@ from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import variants
-from stppo_jax.envs import protocol
+from stppo_jax.envs import factory
 from stppo_jax.evaluation import job
 from stppo_jax.evaluation import policy as results
 from stppo_jax.evaluation import scores as evaluation
@@ -264,11 +264,11 @@ class KindTest(parameterized.TestCase):
   def test_roles_that_metrics_cannot_name_are_refused(self, *roles):
     env = type('Env', (ScriptedEnv,), {'roles': roles, '__init__': lambda self, task: None})
     with self.assertRaisesRegex(types.UserError, 'two or more different names'):
-      protocol.make_kind('m:Env', env, {}, {})
+      factory.make_factory('m:Env', env, {}, {})
 
   def test_another_package_s_attribute_is_no_role(self):
     env = type('Env', (), {'__init__': lambda self, task: setattr(self, 'roles', {'user': 1})})
-    kind = protocol.make_kind('m:Env', env, {}, {})
+    kind = factory.make_factory('m:Env', env, {}, {})
     kind(types.Task(id='a'), 0)
     self.assertEqual((kind.roles, kind.num_roles), ((), 1))
 

@@ -16,8 +16,10 @@ import numpy as np
 
 from stppo_jax import tasks
 from stppo_jax import types
+from stppo_jax.envs import factory
 from stppo_jax.envs import protocol
 from stppo_jax.envs import search
+from stppo_jax.envs import stepping
 
 TASK = types.Task(id='t0', question=' what is the capital of France ', answers=('Paris', 'Lutetia'))
 CHOICE = types.Task(
@@ -392,7 +394,7 @@ class StepAllTest(absltest.TestCase):
         _start(retriever=shared, top_k=1),
     ]
     actions = [SEARCH, ANSWER, 'hm', '<search>x</search>', 'up', SEARCH, SEARCH]
-    steps = protocol.step_all(envs, actions)
+    steps = stepping.step_all(envs, actions)
     self.assertEqual(shared.calls, [(['capital of France', 'x'], 3), (['capital of France'], 1)])
     self.assertLen(other.calls, 1)
     alone = [
@@ -408,9 +410,9 @@ class StepAllTest(absltest.TestCase):
   def test_no_search_in_the_last_generation(self):
     retriever = FakeRetriever()
     envs = [_start(retriever=retriever, max_turns=1) for _ in range(2)]
-    protocol.step_all(envs, [SEARCH, SEARCH])
+    stepping.step_all(envs, [SEARCH, SEARCH])
     self.assertEqual(
-        [step[1:4] for step in protocol.step_all(envs, [SEARCH, ANSWER])],
+        [step[1:4] for step in stepping.step_all(envs, [SEARCH, ANSWER])],
         [(0.0, True, True), (1.0, True, False)],
     )
     self.assertLen(retriever.calls, 1)
@@ -426,26 +428,26 @@ class StepAllTest(absltest.TestCase):
         return action, 0.0, True, False, {}
 
     with futures.ThreadPoolExecutor(4) as pool:
-      steps = protocol.step_all([Waits() for _ in range(4)], list('abcd'), pool.map)
+      steps = stepping.step_all([Waits() for _ in range(4)], list('abcd'), pool.map)
     self.assertEqual([step[0] for step in steps], list('abcd'))
 
   def test_what_an_environment_returns_is_checked(self):
     env = ForeignEnv()
     good = ('text', 1, np.bool_(True), 0, {})
     with mock.patch.object(env, 'step', return_value=good):
-      self.assertEqual(protocol.step_all([env], ['a']), [good])
+      self.assertEqual(stepping.step_all([env], ['a']), [good])
     no_tuple = ('text', 1, True, {})
     for found in (None, no_tuple, ('text', 1, 'False', False, {}), (None, 1, True, False, {})):
       with mock.patch.object(env, 'step', return_value=found):
         with self.assertRaisesRegex(types.UserError, '^step of ForeignEnv returned .*two booleans'):
-          protocol.step_all([env], ['a'])
+          stepping.step_all([env], ['a'])
     with mock.patch.object(ForeignEnv, 'step', return_value=None):  # not the name of a wrapper
       with self.assertRaisesRegex(types.UserError, '^step of ForeignEnv returned None'):
-        protocol.step_all([protocol.Isolated(ForeignEnv, 0)], ['a'])
+        stepping.step_all([factory.IsolatedEnv(ForeignEnv, 0)], ['a'])
     for found in ('text', ('text',), (1, {})):
       with mock.patch.object(env, 'reset', return_value=found):
         with self.assertRaisesRegex(types.UserError, '^reset of ForeignEnv returned .*a dict$'):
-          protocol.reset(env, 0)
+          stepping.reset(env, 0)
 
   def test_what_a_retriever_returns_is_checked(self):
     for found in (None, [], [['text']], ['text'], [7], [[FOUND[0]], None, None]):
@@ -453,7 +455,7 @@ class StepAllTest(absltest.TestCase):
       retriever.search = lambda queries, top_k, found=found: found
       env = _start(retriever=retriever)
       with self.assertRaisesRegex(types.UserError, '^the retriever returned .* for 1 queries'):
-        protocol.step_all([env], ['<search>x</search>'])
+        stepping.step_all([env], ['<search>x</search>'])
 
   def test_what_a_reward_gives_is_checked(self):
     for given in (None, 'good', math.nan, {}):
@@ -462,7 +464,7 @@ class StepAllTest(absltest.TestCase):
         env.step('<answer>red</answer>')
 
   def test_empty_round(self):
-    self.assertEqual(protocol.step_all([], []), [])
+    self.assertEqual(stepping.step_all([], []), [])
 
   def test_an_isolated_environment_leaves_the_process_its_random_state(self):
     random.seed(1)
@@ -470,7 +472,7 @@ class StepAllTest(absltest.TestCase):
     expected = random.random(), np.random.rand()
     random.seed(1)
     np.random.seed(1)
-    env = protocol.Isolated(ForeignEnv, 5)
+    env = factory.IsolatedEnv(ForeignEnv, 5)
     first, info = env.reset(seed=7)
     self.assertEqual((random.random(), np.random.rand()), expected)
     self.assertEqual(env.reset(seed=7)[0], first)

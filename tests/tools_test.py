@@ -16,7 +16,8 @@ from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import tokenizer as chat
 from stppo_jax import validation
-from stppo_jax.envs import protocol
+from stppo_jax.envs import calculator
+from stppo_jax.envs import stepping
 from stppo_jax.envs import tool_calls
 from stppo_jax.envs import tool_runners
 from stppo_jax.monitoring import metrics as metrics_lib
@@ -31,7 +32,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 def processes(test, **limits):
-  made = tool_runners.Processes(tool_runners.Limits(**limits))
+  made = tool_runners.Workers(tool_runners.Limits(**limits))
   test.addCleanup(made.close)
   return made
 
@@ -116,7 +117,7 @@ class CalculatorTest(parameterized.TestCase):
       ('2**100', str(2**100)), ('1/3', '0.333333333333'),
   )  # fmt: skip
   def test_values(self, expression, value):
-    self.assertEqual(tool_runners.calculator(expression), value)
+    self.assertEqual(calculator.calculator(expression), value)
 
   @parameterized.parameters(
       '__import__("os")', '2 ** 10 ** 9', '"a" * 9', 'x', '1 < 2', '[1]', 'True', '9' * 501, '',
@@ -124,7 +125,7 @@ class CalculatorTest(parameterized.TestCase):
   )  # fmt: skip
   def test_all_else_is_refused(self, expression):
     with self.assertRaises((ValueError, SyntaxError, ArithmeticError, MemoryError, RecursionError)):
-      tool_runners.calculator(expression)
+      calculator.calculator(expression)
 
 
 class Found:
@@ -223,7 +224,7 @@ class EnvTest(parameterized.TestCase):
     envs = [make(retriever=retriever) for _ in range(3)]
     search = '<tool_call>{"name": "search", "arguments": {"query": "%s"}}</tool_call>'
     both = search % 'c' + '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-    outcomes = protocol.step_all(envs, [search % 'a', search % 'down', both])
+    outcomes = stepping.step_all(envs, [search % 'a', search % 'down', both])
     self.assertEqual(retriever.batches, [['a', 'down'], ['c']])
     self.assertEqual(outcomes[0][0], '1. Title: a')
     self.assertEqual([outcome[4]['retrieval_failed'] for outcome in outcomes], [False, True, False])
@@ -236,7 +237,7 @@ class EnvTest(parameterized.TestCase):
     self.assertNotIn('<answer>', observation)
 
   @parameterized.parameters(
-      (dict(names=()), "env.kind='tools' needs tools"),
+      (dict(names=()), "env.kind='tools' without tools"),
       (dict(names=(f'{HERE}:undocumented',)), 'annotate its arguments'),
       (dict(names=('calculater',)), 'did you mean calculator'),
       (dict(names=('no_such:f',)), 'cannot import no_such'),

@@ -2,7 +2,7 @@
 
 import random
 
-from stppo_jax.envs import tool_runners
+from stppo_jax.envs import calculator
 from stppo_jax.types import Task
 
 NUM_TASKS = {'train': 4000, 'dev': 256}
@@ -30,7 +30,7 @@ def make_task(split: str, seed: int) -> Task:
   rng = random.Random(f'{split} {seed}')
   text, expression = rng.choice(KINDS)
   numbers = _numbers(rng, split)
-  answer = tool_runners.calculator(expression.format(**numbers))
+  answer = calculator.calculator(expression.format(**numbers))
   return Task(f'{split}-{seed}', text.format(**numbers), (answer,), dataset='sums', split=split)
 
 

@@ -28,6 +28,7 @@ from stppo_jax import types
 from stppo_jax.distributed import lifeline
 from stppo_jax.distributed import messages
 from stppo_jax.envs import protocol
+from stppo_jax.envs import stepping
 
 HEARTBEAT_S = 40  # JAX ends the others when a process hangs for this long
 START_S = 300  # time limit for all processes to start
@@ -151,21 +152,21 @@ def end_if(requested: Callable[[], bool]) -> None:
 
 
 def split_steps(envs: Sequence[protocol.Env]) -> Callable[..., list]:
-  """Returns a `protocol.step_all` for `envs` in which each process steps its own share.
+  """Returns a `stepping.step_all` for `envs` in which each process steps its own share.
 
   Environment i, and so its state, belongs to process i modulo their number. `map_all` steps those
   of one process. The outcomes are sent to all processes as JSON.
   """
   count = jax.process_count()
   if count == 1:
-    return protocol.step_all
+    return stepping.step_all
   owners = {id(env): i % count for i, env in enumerate(envs)}
 
   def step_all(stepped, actions, map_all=map):
     owned = [owners[id(env)] for env in stepped]
     mine = [i for i, owner in enumerate(owned) if owner == jax.process_index()]
     shares = share(
-        protocol.step_all([stepped[i] for i in mine], [actions[i] for i in mine], map_all)
+        stepping.step_all([stepped[i] for i in mine], [actions[i] for i in mine], map_all)
     )
     outcomes = [iter(share_of_one) for share_of_one in shares]
     return [tuple(next(outcomes[owner])) for owner in owned]

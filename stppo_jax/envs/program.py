@@ -1,11 +1,11 @@
-"""An agent program in place of an environment: a function that talks to the model by itself.
+"""An agent program in place of an environment: a function that calls the model itself.
 
 `env.kind='gateway:module:attribute'` names a function
 
   program(task: dict, base_url: str, model: str, **options) -> reward, or None
 
-`task` has the fields of types.Task, `base_url` is that of an OpenAI client, and `model` its model.
-What the client does at this address is the episode, see serving/rollouts.py.
+`task` has the fields of types.Task. `base_url` and `model` are for an OpenAI client. The client's
+requests to this address are the episode, see serving/rollouts.py.
 """
 
 from collections.abc import Callable
@@ -14,34 +14,36 @@ import dataclasses
 from typing import Any
 
 from stppo_jax import types
+from stppo_jax.envs import factory
 from stppo_jax.envs import protocol
+from stppo_jax.envs import rewards
 
 PREFIX = 'gateway'  # of `env.kind`
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """Makes the environments of an agent program; they stand for it until it is started."""
+  """An agent program. Called with a task, it makes a stand-in for the environment."""
 
   function: Callable[..., float | None]
   options: Mapping[str, Any]
-  reward: Callable[..., float]  # (task, answer, transcript), where the program gives none
+  reward: rewards.Reward  # scores the answer if the program returns None
 
-  def __call__(self, task: types.Task) -> '_Started':
-    return _Started(task)
+  def __call__(self, task: types.Task) -> 'ProgramEnv':
+    return ProgramEnv(task)
 
   def run(self, task: types.Task, base_url: str, model: str) -> float | None:
-    """Runs one episode; raises whatever the program raises."""
+    """Runs one episode. Raises the program's errors."""
     return self.function(dataclasses.asdict(task), base_url, model, **self.options)
 
 
-class _Started:
-  """What the checks before a run see of an episode: the question as its first observation."""
+class ProgramEnv:
+  """Shows the question to the checks before a run. The program plays the episode."""
 
   def __init__(self, task: types.Task):
     self._task = task
 
-  def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+  def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
     """Returns the question, or the id of a task without one."""
     del seed
     return self._task.question or self._task.id, {}
@@ -51,11 +53,11 @@ class _Started:
     raise AssertionError('an agent program takes its steps itself')
 
 
-def make_kind(
-    name: str, function: Any, options: Mapping[str, Any], reward: Callable
-) -> protocol.Kind:
-  """Returns the Kind of a program called `name`. UserError: it is not a function."""
+def make_factory(
+    name: str, function: Any, options: Mapping[str, Any], reward: rewards.Reward
+) -> factory.EnvFactory:
+  """Returns the factory of a program called `name`. UserError: it is not a function."""
   if not callable(function):
     raise types.UserError(f'config.env.kind={name!r}: a function is needed, not {function!r}')
   program = Program(function, dict(options), reward)
-  return protocol.Kind(program, {}, (), 'inline', (), uses_global_random=False)
+  return factory.EnvFactory(program, {}, uses_global_random=False)

@@ -1,8 +1,8 @@
 """Scores of an answer: exact match, substring match, F1, and the format of the agent's text.
 
 `config.env.reward` names one of REWARDS, or `module:attribute`. A reward is a function (task,
-answer, transcript) -> float. It is called once, with the answer that ended the episode and the
-agent's text with the observations in between. An episode without an answer has 0 and no call.
+answer, transcript) -> float. The environment calls it once, with the answer that ended the episode
+and the agent's text with the observations in between. An episode without an answer has reward 0.
 """
 
 import collections
@@ -40,8 +40,8 @@ def normalize_answer(text: str) -> str:
 def exact_match(prediction: str | None, golds: Sequence[str]) -> float:
   """Returns 1.0 if the normalised prediction equals any normalised gold, else 0.0.
 
-  Choice: golds of which normalisation leaves nothing (`A`, `The`, `+`) are compared as they
-  stand, letter case aside; else an empty prediction would be right for each of them.
+  Choice: if normalisation leaves nothing of a gold (`A`, `The`, `+`), the texts are compared in
+  lower case. Otherwise an empty prediction would be right for each of these golds.
   """
   if prediction is None:
     return 0.0
@@ -69,10 +69,10 @@ def f1(prediction: str | None, golds: Sequence[str]) -> float:
 def extract_answer(text: str) -> str | None:
   """Returns the stripped content of the agent's first `<answer>..</answer>`, or None.
 
-  What is said in a thought does not count: a model may quote its instructions there.
+  Thoughts do not count, because a model may quote its instructions there.
   """
-  spoken = text.rpartition('</think>')[2]
-  content, closing, _ = spoken.partition('<answer>')[2].partition('</answer>')
+  after_thoughts = text.rpartition('</think>')[2]
+  content, closing, _ = after_thoughts.partition('<answer>')[2].partition('</answer>')
   return content.strip() if closing else None
 
 
@@ -82,13 +82,16 @@ def well_formed(text: str) -> bool:
   No tag is inside another, and only white space is between the blocks. `text` is the agent's text
   with the observations in between, without the prompt.
   """
-  previous, inside, end = 'start', None, 0
+  previous = 'start'
+  inside = None
+  end = 0
   for tag in _TAG.finditer(text):
     closing, name = tag.groups()
     if closing:
       if name != inside:
         return False
-      previous, inside = name, None
+      previous = name
+      inside = None
     else:
       between = text[end : tag.start()]
       if inside or between.strip() or name not in _MAY_FOLLOW[previous]:
@@ -96,22 +99,6 @@ def well_formed(text: str) -> bool:
       inside = name
     end = tag.end()
   return previous == 'answer' and inside is None and not text[end:].strip()
-
-
-def of_answer(reward: Callable, task: types.Task, answer: str, transcript: str) -> float:
-  """Returns what a reward gives. UserError: no finite number."""
-  given = reward(task, answer, transcript)
-  try:
-    number = float(given)
-  except (TypeError, ValueError):
-    number = math.nan
-  if not math.isfinite(number):
-    name = getattr(reward, '__qualname__', type(reward).__qualname__)
-    raise types.UserError(
-        f'the reward {name!r} gave {given!r} for the answer {answer!r} to the task {task.id!r}: a '
-        'finite number is needed'
-    )
-  return number
 
 
 def format_reward(correct: bool, formed: bool, answered: bool = True) -> float:
@@ -129,22 +116,22 @@ def format_reward(correct: bool, formed: bool, answered: bool = True) -> float:
   return 0.2 if formed else 0.1
 
 
-def spelled_out(answer: str, task: types.Task) -> tuple[str, tuple[str, ...]]:
-  """Returns (answer, golds), with a letter replaced by its option's text in multiple choice.
+def resolve_choice(answer: str, task: types.Task) -> tuple[str, tuple[str, ...]]:
+  """Returns (answer, golds). In multiple choice, a letter is replaced by its option's text.
 
-  `B`, `b`, `(B)`, `B.` and `B) Paris` all mean option B, the last only if B is Paris; a marked
-  letter with another option's text answers nothing. Letters are looked at first since answer
-  normalisation, made for words, would drop `A` as an article.
+  `B`, `b`, `(B)`, `B.` and `B) Paris` all mean option B, the last only if B is Paris. A marked
+  letter with another option's text is no answer. Letters come first because the normalisation of
+  answers, made for words, would drop `A` as an article.
   """
   if not task.options:
     return answer, task.answers
   golds = (dict(task.options)[task.letter],)
   texts = [text for _, text in task.options]
   for letter, text in task.options:
-    named = re.fullmatch(rf'\(?{re.escape(letter)}([).:]|\b)\s*(.*)', answer, re.I | re.S)
-    if not named:
+    match = re.fullmatch(rf'\(?{re.escape(letter)}([).:]|\b)\s*(.*)', answer, re.I | re.S)
+    if not match:
       continue
-    mark, rest = named.groups()
+    mark, rest = match.groups()
     if not rest or exact_match(rest, [text]):
       return text, golds
     if mark and exact_match(rest, texts):
@@ -154,18 +141,17 @@ def spelled_out(answer: str, task: types.Task) -> tuple[str, tuple[str, ...]]:
 
 def _em(task, answer, transcript):
   del transcript
-  return exact_match(*spelled_out(answer, task))
+  return exact_match(*resolve_choice(answer, task))
 
 
 def _sub_em(task, answer, transcript):
   del transcript
-  prediction, golds = spelled_out(answer, task)
-  return max(exact_match(prediction, golds), sub_exact_match(prediction, golds))
+  return sub_exact_match(*resolve_choice(answer, task))
 
 
 def _f1(task, answer, transcript):
   del transcript
-  return f1(*spelled_out(answer, task))
+  return f1(*resolve_choice(answer, task))
 
 
 def _format(task, answer, transcript):
@@ -173,9 +159,18 @@ def _format(task, answer, transcript):
 
 
 REWARDS: dict[str, Reward] = {'em': _em, 'sub_em': _sub_em, 'f1': _f1, 'format': _format}
+SCORES = ('em', 'f1', 'sub_em')  # need the answer alone
 
 
-SCORES = ('em', 'f1', 'sub_em')  # those of REWARDS that need the answer alone
+def get(reward: str | Reward) -> Reward:
+  """Returns a reward function, given itself or its short name. UserError: an unknown name."""
+  if callable(reward):
+    return reward
+  if reward not in REWARDS:
+    raise types.UserError(
+        f'reward={reward!r}: allowed are {", ".join(REWARDS)}, or a function; set one of these'
+    )
+  return REWARDS[reward]
 
 
 def scores(task: types.Task, answer: str) -> dict[str, float]:
@@ -183,18 +178,35 @@ def scores(task: types.Task, answer: str) -> dict[str, float]:
   return {name: REWARDS[name](task, answer, '') for name in SCORES}
 
 
-def _as_list(golds: Sequence[str]) -> Sequence[str]:
+def score_answer(reward: Reward, task: types.Task, answer: str, transcript: str) -> float:
+  """Returns the reward of an answer. UserError: the function returned no finite number."""
+  value = reward(task, answer, transcript)
+  try:
+    number = float(value)
+  except (TypeError, ValueError):
+    number = math.nan
+  if not math.isfinite(number):
+    name = getattr(reward, '__qualname__', type(reward).__qualname__)
+    raise types.UserError(
+        f'the reward {name!r} gave {value!r} for the answer {answer!r} to the task {task.id!r}: a '
+        'finite number is needed'
+    )
+  return number
+
+
+def _as_list(golds):
   return [golds] if isinstance(golds, str) else golds
 
 
-def _comparable(text: str) -> tuple[bool, str]:
+def _comparable(text):
   normalized = normalize_answer(text)
   return (True, normalized) if normalized else (False, text.strip().lower())
 
 
-def _word_f1(prediction: str, gold: str) -> float:
-  ours, theirs = normalize_answer(prediction).split(), normalize_answer(gold).split()
-  if not ours or not theirs:
+def _word_f1(prediction, gold):
+  words = normalize_answer(prediction).split()
+  gold_words = normalize_answer(gold).split()
+  if not words or not gold_words:
     return exact_match(prediction, [gold])
-  common = sum((collections.Counter(ours) & collections.Counter(theirs)).values())
-  return 2 * common / (len(ours) + len(theirs))
+  common = collections.Counter(words) & collections.Counter(gold_words)
+  return 2 * common.total() / (len(words) + len(gold_words))

@@ -1,12 +1,12 @@
-"""The search environment: a question, a retriever, and a limited number of turns.
+"""The search environment: a question, a retriever, and a limited number of searches.
 
 The style 'search_r1' has Search-R1's format: its tags, the order of its blocks, its white space,
-the quotes around titles, and a message on an invalid action in the agent's own voice, on a line of
-its own. Its sentences are ours. For a checkpoint that was trained on others, set the options
-`instructions` (all before 'Question:') and `invalid_message`.
+the quotes around titles, and a message after an invalid action that is a line in the agent's own
+voice. The wording is ours. For a checkpoint that was trained on another wording, set the options
+`instructions` (all text before 'Question:') and `invalid_message`.
 
-`reset` gives the prompt, each `step` one observation, until an answer. Everything here is text;
-tokens and chat templates are the rollout's part. ENVIRONMENTS lists the short names of `env.kind`.
+`reset` gives the prompt, and each `step` one observation, until an answer. Everything here is text.
+Tokens and chat templates belong to the rollout. ENVIRONMENTS lists the short names of `env.kind`.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,17 @@ from typing import Any
 
 from stppo_jax import tasks as task_files
 from stppo_jax import types
+from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 
 STYLES = ('search_r1', 'short')
+NOT_SEARCHED = object()  # default of `passages`, where None means that the retriever failed
 
 _OPENING = re.compile(r'([<\uff1c\ufe64])(?=\S|\Z)')
 _BRACKET_MARKER = re.compile(
     r'\[(?=/?(?:INST|SYS|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\])'
 )
 _MARKUP = re.compile(r'([<\uff1c\ufe64])(?=/?[A-Za-z_][^<>\s]*>|\|)')
-_OWN_SEARCH = object()  # `passages` was not given, while None means that the retriever failed
 
 _INSTRUCTIONS = (
     'Find the answer to the question at the end. Begin each step, and react to every piece of new '
@@ -55,9 +56,9 @@ _INVALID = {
 class SearchEnv:
   """One question with GEM's `reset` and `step`.
 
-  Actions 1..max_turns may search, be invalid, or answer; one more generation may only answer, and
-  anything else there ends the episode with reward 0. So an episode has at most `max_turns`
-  searches and `max_turns + 1` generations; `max_turns=0` is closed-book.
+  Actions 1..max_turns may search, be invalid, or answer. One more turn may only answer, and any
+  other action there ends the episode with reward 0. So an episode has at most `max_turns` searches
+  and `max_turns + 1` turns. `max_turns=0` is closed-book.
   """
 
   stop_strings = ('</search>', '</answer>')
@@ -75,13 +76,12 @@ class SearchEnv:
       reward: str | rewards.Reward = 'em',
       observation: str | None = None,  # None: the style of the prompt
       instructions: str | None = None,  # before 'Question:'; None: those of the style
-      invalid_message: str | None = None,  # the observation after an invalid action; None: as above
+      invalid_message: str | None = None,  # observation after an invalid action; None: as above
   ):
-    observation = prompt if observation is None else observation
+    if observation is None:
+      observation = prompt
     _require(prompt in STYLES, f'prompt={prompt!r}', f'one of {STYLES}')
     _require(observation in STYLES, f'observation={observation!r}', f'one of {STYLES}')
-    known = callable(reward) or reward in rewards.REWARDS
-    _require(known, f'reward={reward!r}', f'one of {tuple(rewards.REWARDS)}, or a function')
     _require(max_turns >= 0, f'max_turns={max_turns}', '0 (closed-book) or more')
     _require(top_k >= 1, f'top_k={top_k}', '1 or more')
     _require(
@@ -94,41 +94,43 @@ class SearchEnv:
         f'task {task.id!r} with letter={task.letter!r}',
         f'one of its options {tuple(dict(task.options))}',
     )
+    if instructions is None and prompt == 'search_r1':
+      instructions = (_INSTRUCTIONS if max_turns else _CLOSED_BOOK) + _FINISH
     self.task = task
     self.retriever = retriever
     self.max_turns = max_turns
     self.top_k = top_k
     self._prompt_style = prompt
     self._observation_style = observation
-    if instructions is None and prompt == 'search_r1':
-      instructions = (_INSTRUCTIONS if max_turns else _CLOSED_BOOK) + _FINISH
     self._instructions = instructions or ''
     self._invalid = _INVALID[observation] if invalid_message is None else invalid_message
-    self._reward = reward if callable(reward) else rewards.REWARDS[reward]
-    self._over = True
-    self._turns = self._searches = 0
+    self._reward = rewards.get(reward)
+    self._is_over = True
+    self._turns = 0
+    self._searches = 0
     self._transcript = ''
 
-  def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-    """Starts the episode: (the text of the user message, info). Nothing here is random."""
+  def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
+    """Starts the episode and returns (the text of the user message, info). Nothing is random."""
     del seed
-    self._over, self._turns, self._searches, self._transcript = False, 0, 0, ''
-    return prompt_text(self.task, self._prompt_style, self._instructions), {'suffix': ''}
+    self._is_over = False
+    self._turns = 0
+    self._searches = 0
+    self._transcript = ''
+    return prompt_text(self.task, self._prompt_style, self._instructions), {}
 
   def query(self, action: str) -> str | None:
     """Returns the query that `step(action)` would send to the retriever, or None."""
     kind, content = parse_action(action)
     return content if kind == 'search' and self._turns < self.max_turns else None
 
-  def step(
-      self, action: str, passages: Any = _OWN_SEARCH
-  ) -> tuple[str, float, bool, bool, dict[str, Any]]:
-    """Carries out one turn of the agent: (observation, reward, terminated, truncated, info).
+  def step(self, action: str, passages: Any = NOT_SEARCHED) -> protocol.Step:
+    """Plays one turn of the agent: (observation, reward, terminated, truncated, info).
 
-    `passages` are the results for `query(action)` where the caller has fetched them. None says that
-    the retriever failed; the agent then sees an empty block.
+    `passages` are the results for `query(action)` if the caller has fetched them. None says that
+    the retriever failed. The agent then sees an empty block.
     """
-    if self._over:
+    if self._is_over:
       raise RuntimeError('step() needs reset() first: no episode is running')
     kind, content = parse_action(action)
     query = self.query(action)
@@ -136,30 +138,27 @@ class SearchEnv:
     self._searches += kind == 'search'
     self._transcript += action
     metrics = dict.fromkeys(rewards.SCORES, 0.0) | {'searches': float(self._searches)}
-    info = {
+    info: protocol.StepInfo = {
         'action': kind,
         'query': content if kind == 'search' else None,
         'answer': content if kind == 'answer' else None,
         'retrieval_failed': False,
         'metrics': metrics,
-        'passage_ids': [],
-        'suffix': '',
     }
     if kind == 'answer':
-      self._over = True
+      self._is_over = True
       metrics |= rewards.scores(self.task, content)
-      reward = rewards.of_answer(self._reward, self.task, content, self._transcript)
+      reward = rewards.score_answer(self._reward, self.task, content, self._transcript)
       return '', reward, True, False, info
     if self._turns > self.max_turns:
-      self._over = True
+      self._is_over = True
       return '', 0.0, True, True, info
     if query is None:
       observation = self._invalid
     else:
-      if passages is _OWN_SEARCH:
+      if passages is NOT_SEARCHED:
         passages = self.retriever.search([query], self.top_k)[0]
       info['retrieval_failed'] = passages is None
-      info['passage_ids'] = [passage.id for passage in passages or ()]
       observation = observation_text(passages or (), self._observation_style)
     self._transcript += observation
     return observation, 0.0, False, False, info
@@ -171,61 +170,65 @@ ENVIRONMENTS = {'search': SearchEnv}
 def parse_action(text: str) -> tuple[str, str]:
   """Returns the first complete action of a turn: ('search' | 'answer', its stripped content).
 
-  ('invalid', '') where there is none. A regular expression would take quadratic time here: it would
-  search for the end again from each opening tag.
+  Returns ('invalid', '') if there is none. A regular expression would take quadratic time, because
+  it would search for the closing tag again from each opening tag.
   """
-  found = []
+  actions = []
   for kind in ('search', 'answer'):
     before, _, rest = text.partition(f'<{kind}>')
     content, closing, _ = rest.partition(f'</{kind}>')
     if closing:
-      found.append((len(before), kind, content.strip()))
-  return min(found)[1:] if found else ('invalid', '')
+      actions.append((len(before), kind, content.strip()))
+  _, kind, content = min(actions, default=(0, 'invalid', ''))
+  return kind, content
 
 
 def prompt_text(task: types.Task, style: str, instructions: str = '') -> str:
   """Returns the user message. Its question is stripped and ends in a question mark.
 
-  In question and options a space follows the `<` of whatever looks like a tag or a control token.
+  In question and options, a space separates `<` from text that looks like a tag or a control token.
   """
-  question = _unmarked(task.question.strip())
-  question = question if question.endswith('?') else question + '?'
-  options = [f'{letter}) {_unmarked(text)}' for letter, text in task.options]
+  question = _neutralize_markup(task.question.strip())
+  if not question.endswith('?'):
+    question += '?'
+  options = [f'{letter}) {_neutralize_markup(text)}' for letter, text in task.options]
+  lines = [f'Question: {question}', *options]
   if style == 'short':
-    return instructions + ' '.join([f'Question: {question}', *options]) + '\n'
-  by_letter = _BY_LETTER if options else ''
-  return instructions + by_letter + '\n'.join([f'Question: {question}', *options]) + '\n'
+    return instructions + ' '.join(lines) + '\n'
+  if options:
+    instructions += _BY_LETTER
+  return instructions + '\n'.join(lines) + '\n'
 
 
 def observation_text(passages: Sequence[types.Passage], style: str) -> str:
   """Returns the `<information>` block that answers a search. No passage can close or imitate it."""
+  text = ''
   if style == 'short':
-    shown = [(neutralize(passage.title), neutralize(passage.text)) for passage in passages]
-    lines = ''.join(f' {title}: {text}\n' for title, text in shown)
-    return f'<information>{lines}</information>\n'
-  lines = ''
+    for passage in passages:
+      text += f' {neutralize(passage.title)}: {neutralize(passage.text)}\n'
+    return f'<information>{text}</information>\n'
   for i, passage in enumerate(passages, start=1):
-    # The first line of `contents`, with the quotes that a title has there.
-    title, _, text = task_files.write_contents(passage).partition('\n')
-    lines += f'Doc {i}(Title: {title}) {text}\n'
-  return f'\n\n<information>{neutralize(lines.strip())}</information>\n\n'
+    # The title is the first line of `contents`, with its quotes.
+    title, _, body = task_files.write_contents(passage).partition('\n')
+    text += f'Doc {i}(Title: {title}) {body}\n'
+  return f'\n\n<information>{neutralize(text.strip())}</information>\n\n'
 
 
 def neutralize(text: str) -> str:
   """Returns passage text in which nothing reads as a tag or as a marker of a chat template.
 
-  Inserts a space after every `<` that is followed by text (`<answer>`, `</s>`, `<|im_start|>`),
-  also after the two wide forms of `<` that Unicode normalisation maps to it, and into the bracketed
-  markers (`[INST]`). chat.py independently ensures that an observation encodes to no special token.
+  Inserts a space after every `<` before text (`<answer>`, `</s>`, `<|im_start|>`), after the two
+  wide forms of `<` that Unicode normalisation maps to it, and into bracketed markers (`[INST]`).
+  tokenizer.py independently ensures that an observation encodes to no special token.
   """
   return _BRACKET_MARKER.sub('[ ', _OPENING.sub(r'\1 ', text))
 
 
-def _unmarked(text: str) -> str:
-  """Returns a question in which nothing is a tag; other uses of `<` stay as they are."""
+def _neutralize_markup(text):
+  """Returns a question in which nothing is a tag. Other uses of `<` stay as they are."""
   return _BRACKET_MARKER.sub('[ ', _MARKUP.sub(r'\1 ', text))
 
 
-def _require(holds: bool, given: str, allowed: str) -> None:
+def _require(holds, given, allowed):
   if not holds:
     raise types.UserError(f'search environment: got {given}; it needs {allowed}')

@@ -25,6 +25,7 @@ from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.envs import program
 from stppo_jax.envs import protocol
+from stppo_jax.envs import stepping
 from stppo_jax.evaluation import completions
 from stppo_jax.evaluation import player
 from stppo_jax.evaluation import records
@@ -163,7 +164,7 @@ class Remote:
     seed = self._seeds[row.key]
     of_instance = seed if row.task.seed is None else row.task.seed
     env = self._env(row.task, of_instance)
-    text, info = protocol.reset(env, of_instance)
+    text, info = stepping.reset(env, of_instance)
     episode = types.Episode(
         row.task, row.sample, _NONE, [], counts={}, core_metrics=self._env.core_metrics
     )
@@ -183,7 +184,7 @@ class Remote:
         if not texts:
           episode.failed, episode.counts['prompt_too_long'] = True, 1.0
         return records.Played(row, episode, texts)
-      observation, is_over = _record(episode, turn, protocol.step(env, turn.text))
+      observation, is_over = _record(episode, turn, stepping.step(env, turn.text))
       if turn.total_tokens >= self._max_total and not is_over:
         episode.truncated = is_over = True
       texts.append((turn.text, '' if is_over else observation))

@@ -20,9 +20,10 @@ import numpy as np
 from stppo_jax import config as schema
 from stppo_jax import tokenizer as chat
 from stppo_jax import types
+from stppo_jax.envs import factory
 from stppo_jax.envs import program
-from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
+from stppo_jax.envs import stepping
 from stppo_jax.evaluation import player
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
@@ -81,7 +82,7 @@ def talk(
         screen.mark('note', 'left')
 
 
-def _check_environment(config, env: protocol.Kind) -> None:
+def _check_environment(config, env: factory.EnvFactory) -> None:
   """Refuses environments that ask no question."""
   if isinstance(env.make, program.Program):
     raise UserError(
@@ -137,14 +138,14 @@ class Speaker:
     rules = episode_loop.Rules(self._limits, core_metrics=self._env.core_metrics)
     (episode,) = seats = episode_loop.seats(task, 0, 0, rules)
     table = episode_loop.Table(seats, self._framing, self._limits, strict=True)
-    _, prompt = table.give(*protocol.reset(env, seed))
+    _, prompt = table.give(*stepping.reset(env, seed))
     ids, found = [], None
     while prompt.budget > 0:
       ids += prompt.ids
       completion = self._sample(ids, prompt.budget, key, screen)
       ids += completion.tokens.tolist()
       text = episode_loop.action_text(self._tokenizer, completion.tokens)
-      outcome = protocol.step(env, text)
+      outcome = stepping.step(env, text)
       _, prompt = table.record(0, completion, outcome)
       found = _show(screen, text, outcome, self._tokenizer.decode(episode.turns[-1].observation))
     _show_end(screen, episode, found, self._limits)

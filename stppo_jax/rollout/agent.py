@@ -15,7 +15,7 @@ import numpy as np
 from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.distributed import hosts
-from stppo_jax.envs import protocol
+from stppo_jax.envs import factory
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import engine
@@ -33,7 +33,7 @@ class Agent:
   config: Any  # the run's Config
   tokenizer: chat.Tokenizer
   model: decoder.ModelConfig  # of the policy
-  env: protocol.Kind  # makes an environment per episode
+  env: factory.EnvFactory  # makes an environment per episode
   retriever: Any  # retrieval.protocol.Retriever, or None
   sampler: sampler_lib.Sampler  # at the training temperature
   greedy: sampler_lib.Sampler  # of evaluation, with the same compiled programs

@@ -27,13 +27,13 @@ from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import protocol
+from stppo_jax.envs import stepping
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
 
 _OVER = engine.Prompt(ids=(), budget=0)
 _SEED_STREAM = np.uint32(2**32 - 1)  # folded into a row's key; its tokens fold in their positions
 _ROLE_STREAM = np.uint32(2**31)  # and the number of a role: into the keys of all but the first
-StepEnvs = Callable[[Sequence[protocol.Env], Sequence[str]], Sequence[protocol.Step]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Rules:
   frame: str = 'inline'  # of observations, see `protocol`
   core_metrics: Sequence[str] = ()  # of the environments, see `protocol`
   roles: Sequence[str] = ()  # of the environments, see `protocol`
-  step_envs: StepEnvs = protocol.step_all
+  step_envs: stepping.StepEnvs = stepping.step_all
   map_resets: Callable[..., Iterable] = map  # one by one, or that of a pool of threads
   threads: int = 0  # calls of `step_envs` at once, for different environments
   strict: bool = False  # raise a UserError where the code of an environment raises
@@ -105,7 +105,7 @@ def play(
       seed if task.seed is None else task.seed
       for task, seed in zip(rows.tasks, rows.seeds or episode_seeds(rows.keys))
   ]
-  openings = rules.map_resets(protocol.reset, envs, seeds)
+  openings = rules.map_resets(stepping.reset, envs, seeds)
   for i, (task, group, opening) in enumerate(zip(rows.tasks, rows.groups, openings)):
     table = Table(seats(task, group, i, rules), framing, limits, rules.strict)
     mover, prompt = table.give(*opening)

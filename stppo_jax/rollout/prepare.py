@@ -16,7 +16,8 @@ from stppo_jax import components
 from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.distributed import hosts
-from stppo_jax.envs import protocol
+from stppo_jax.envs import factory
+from stppo_jax.envs import stepping
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
@@ -55,7 +56,7 @@ class Prepared:
   """The parts of an agent, except for its model."""
 
   tokenizer: chat.Tokenizer
-  env: protocol.Kind  # with its retriever
+  env: factory.EnvFactory  # with its retriever
   retriever: Any
 
 
@@ -252,7 +253,7 @@ def _prompt_lengths(config, prepared, tasks):
   first_error = ''
   for task in tasks[::stride]:
     seed = config.seed if task.seed is None else task.seed
-    observation, info = protocol.reset(prepared.env(task, seed), seed)
+    observation, info = stepping.reset(prepared.env(task, seed), seed)
     if error := info.get('environment_error'):
       first_error = first_error or f'{error}, on task {task.id!r}, before its first turn'
       if not config.rollout.max_failed:

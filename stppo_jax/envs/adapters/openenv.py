@@ -1,121 +1,128 @@
 """OpenEnv's environments: `env.kind='openenv:http://HOST:PORT'`, a server that plays the game.
 
-A client of the server's WebSocket /ws, one session per episode: {"type": "reset" | "step", "data":
-..} is answered by {"type": "observation", "data": {"observation", "reward", "done"}} or "error".
-Actions and observations are JSON objects there and texts here, see `OpenEnvEnv`. The server must
-allow as many sessions as there are episodes in a batch (its max_concurrent_envs).
+This is a client of the server's WebSocket /ws, with one session per episode. The server answers
+{"type": "reset" | "step", "data": ..} by {"type": "observation", "data": {"observation", "reward",
+"done"}} or {"type": "error", ..}. Actions and observations are JSON objects there and texts here,
+see `OpenEnvEnv`. The server must allow as many sessions as a batch has episodes
+(max_concurrent_envs).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
 import contextlib
 import functools
 import json
 from typing import Any
 import urllib.parse
 
+from absl import logging
+
 from stppo_jax import types
+from stppo_jax.envs import packages
 from stppo_jax.envs import protocol
 
+_SCHEMES = {'http': 'ws', 'https': 'wss', 'ws': 'ws', 'wss': 'wss'}
+_MAX_MESSAGE_BYTES = 1 << 24
 
-def make(url: str) -> Any:
-  """Returns what makes an environment on the server at `url`. UserError: it is no address."""
+
+def make(url: str) -> Callable[..., Any]:
+  """Returns a function that makes environments on a server. UserError: `url` is no address."""
   kind = f'openenv:{url}'
   parts = urllib.parse.urlsplit(url)
-  schemes = {'http': 'ws', 'https': 'wss', 'ws': 'ws', 'wss': 'wss'}
-  if parts.scheme not in schemes or not parts.netloc:
+  if parts.scheme not in _SCHEMES or not parts.netloc:
     raise types.UserError(
         f'config.env.kind={kind!r}: an address is needed, as in openenv:http://127.0.0.1:8000'
     )
-  client = protocol.import_peer(kind, 'websockets.sync.client', 'openenv')
-  address = parts._replace(scheme=schemes[parts.scheme], path=parts.path.rstrip('/') + '/ws')
-  connect = functools.partial(client.connect, address.geturl(), max_size=1 << 24, proxy=None)
-  made: Any = functools.partial(OpenEnvEnv, connect, kind)
-  made.uses_global_random = False
-  made.attributes = attributes
-  made.load_tasks = functools.partial(protocol.seed_tasks, 'openenv')
-  return made
-
-
-def attributes(settings: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the frame and stop strings of these settings: by default turns of the chat template."""
-  return {
-      'frame': settings.get('frame', 'user'),
-      'stop_strings': tuple(settings.get('stop_strings', ())),
-  }
+  client = packages.import_package(kind, 'websockets.sync.client', 'openenv')
+  path = parts.path.rstrip('/') + '/ws'
+  address = parts._replace(scheme=_SCHEMES[parts.scheme], path=path).geturl()
+  connect = functools.partial(client.connect, address, max_size=_MAX_MESSAGE_BYTES, proxy=None)
+  return packages.adapt(OpenEnvEnv, connect, kind, 'openenv')
 
 
 class OpenEnvEnv:
-  """One session. Numbers of an observation are metrics too."""
+  """One session. Metrics: the numbers of an observation."""
+
+  attributes = staticmethod(packages.turn_attributes)
+  uses_global_random = False
 
   def __init__(
       self,
-      connect: Any,
+      connect: Callable[..., Any],
       kind: str,
       task: types.Task,
-      action_field: str = '',  # of the action, takes the agent's text; '': the text is the action
-      observation_field: str = '',  # is what the agent reads; '': the only text, else all as JSON
+      action_field: str = '',  # takes the agent's text; '': the text is the whole action as JSON
+      observation_field: str = '',  # the agent reads it; '': the only string, else all as JSON
       instructions: str = '',  # before the first observation
-      timeout_s: float = 60.0,  # of an answer of the server
+      timeout_s: float = 60.0,  # for an answer of the server
       frame: str = 'user',
       stop_strings: tuple[str, ...] = (),
   ):
-    del task
-    self.frame, self.stop_strings = frame, tuple(stop_strings)
-    self._connect, self._kind, self._timeout_s = connect, kind, timeout_s
-    self._action_field, self._observation_field = action_field, observation_field
+    del task  # `reset` gets its seed
+    self.frame = frame
+    self.stop_strings = tuple(stop_strings)
+    self._connect = connect
+    self._kind = kind
+    self._timeout_s = timeout_s
+    self._action_field = action_field
+    self._observation_field = observation_field
     self._instructions = instructions
     self._session: Any = None
 
-  def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-    """Starts a session and its episode. UserError: the server is not there, or has no room."""
+  def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
+    """Starts a session and its episode. UserError: the server is missing, or has no room."""
     self._close()
-    try:
+    with packages.explain_errors(
+        f'config.env.kind={self._kind!r} starts no episode',
+        'start the server, with max_concurrent_envs of at least the episodes of a batch',
+    ):
       self._session = self._connect(open_timeout=self._timeout_s)
-      data = self._ask('reset', {} if seed is None else {'seed': seed})
-    except Exception as error:  # of the network, the client or the server
-      self._close()
-      raise types.UserError(
-          f'config.env.kind={self._kind!r} starts no episode ({type(error).__name__}: '
-          f'{" ".join(str(error).split())[:200]}): start the server, with max_concurrent_envs '
-          'of at least the episodes of a batch'
-      ) from error
+      data = self._request('reset', {} if seed is None else {'seed': seed})
     return self._instructions + self._text(data.get('observation')), {}
 
   def step(self, action: str) -> protocol.Step:
-    """Sends an action. One that the server does not accept is invalid; the agent reads why."""
-    message = self._action(action)
+    """Sends an action. If the server rejects it, it is invalid, and the agent reads the reason.
+
+    If the server fails, the episode counts as one with a failed search: it is masked, and the batch
+    is played again later if there are many.
+    """
+    message = self._message(action)
     if message is None:
-      return self._refused('a JSON object is needed')
+      return _rejected('a JSON object is needed')
     try:
-      data = self._ask('step', message)
-    except _RefusedError as error:
-      return self._refused(str(error))
-    except Exception as error:  # of the network, the client or the server
+      data = self._request('step', message)
+    except RejectedActionError as error:
+      return _rejected(str(error))
+    except Exception as error:  # the network, the client or the server may raise anything
       self._close()
-      return protocol.failed_step(error, {})
-    observation, done = data.get('observation'), bool(data.get('done'))
-    metrics = protocol.numbers(observation) if isinstance(observation, dict) else {}
-    if done:
+      logging.log_first_n(logging.WARNING, '%s raised %r in a step', 3, self._kind, error)
+      info: protocol.StepInfo = {
+          'action': 'error',
+          'retrieval_failed': True,
+          'metrics': {'environment_failed': 1.0},
+      }
+      return '', 0.0, True, True, info
+    observation = data.get('observation')
+    is_over = bool(data.get('done'))
+    metrics = packages.numbers(observation) if isinstance(observation, dict) else {}
+    if is_over:
       self._close()
+    reward = float(data.get('reward') or 0.0)
     info = {'action': 'move', 'metrics': metrics}
-    return self._text(observation), float(data.get('reward') or 0.0), done, False, info
+    return self._text(observation), reward, is_over, False, info
 
-  def _refused(self, reason):
-    text = f'Error: the action is not accepted, {reason[:300]}.'
-    return text, 0.0, False, False, {'action': 'invalid', 'metrics': {}}
-
-  def _action(self, text):
+  def _message(self, action):
+    """Returns the action as a JSON object, or None if its text is none."""
     if self._action_field:
-      for end in self.stop_strings:
-        text = text.removesuffix(end)
-      return {self._action_field: text}
+      for stop_string in self.stop_strings:
+        action = action.removesuffix(stop_string)
+      return {self._action_field: action}
     try:
-      found = json.loads(text)
+      message = json.loads(action)
     except (ValueError, RecursionError):
       return None
-    return found if isinstance(found, dict) else None
+    return message if isinstance(message, dict) else None
 
-  def _ask(self, kind, data) -> dict[str, Any]:
+  def _request(self, kind, data) -> dict[str, Any]:
     self._session.send(json.dumps({'type': kind, 'data': data}))
     answer = json.loads(self._session.recv(timeout=self._timeout_s))
     data = answer.get('data') or {}
@@ -123,7 +130,7 @@ class OpenEnvEnv:
       return data
     reason = f'{data.get("code")}: {data.get("message")}'
     if data.get('code') == 'VALIDATION_ERROR':
-      raise _RefusedError(f'{reason} {json.dumps(data.get("errors"), default=str)}')
+      raise RejectedActionError(f'{reason} {json.dumps(data.get("errors"), default=str)}')
     raise RuntimeError(reason)
 
   def _text(self, observation):
@@ -135,16 +142,22 @@ class OpenEnvEnv:
     return texts[0] if len(texts) == 1 else json.dumps(observation, ensure_ascii=False)
 
   def _close(self):
-    session, self._session = self._session, None
+    session = self._session
+    self._session = None
     if session is not None:
-      with contextlib.suppress(Exception):  # it is over in any case
+      with contextlib.suppress(Exception):  # the session is over in any case
         session.send(json.dumps({'type': 'close'}))
         session.close()
 
   def __del__(self):
-    if getattr(self, '_session', None) is not None:  # an episode that a limit ended
+    if getattr(self, '_session', None) is not None:  # a limit has ended the episode
       self._close()
 
 
-class _RefusedError(Exception):
+class RejectedActionError(Exception):
   """The server did not accept an action."""
+
+
+def _rejected(reason) -> protocol.Step:
+  text = f'Error: the action is not accepted, {reason[:300]}.'
+  return text, 0.0, False, False, {'action': 'invalid', 'metrics': {}}

@@ -1,13 +1,13 @@
 """TextArena's games: `env.kind='textarena:GuessTheNumber-v0'`, of one player or of two.
 
-In a game of two the option `opponent` says who plays the other side: a function
-(observation, rng) -> action, as `module:attribute`, or 'self'. Then the policy plays both sides, as
-the roles player_0 and player_1. `eval_opponent` is a function against which the held-out games of
-such a policy are played, so that their scores can be compared. `env.options` goes to the game's
-constructor, except for the parameters of TextArenaEnv. A game pays at its end: each role its own
-reward.
+In a game of two, the option `opponent` names the other player: a function (observation, rng) ->
+action, as `module:attribute`, or 'self'. With 'self' the policy plays both sides, as the roles
+player_0 and player_1. `eval_opponent` names a function that plays against such a policy in held-out
+games, so that their scores can be compared. `env.options` goes to the game's constructor, except
+for the parameters of TextArenaEnv. A game pays each player at its end.
 
-Choice: a player reads what is new since its last turn, and not the package's repeated history.
+Choice: a player reads only the text that is new since its last turn. The package repeats the whole
+history.
 """
 
 from collections.abc import Callable
@@ -18,50 +18,45 @@ from typing import Any
 
 from stppo_jax import plugins
 from stppo_jax import types
+from stppo_jax.envs import packages
 from stppo_jax.envs import protocol
 
 SIDES = ('first', 'second', 'random')
-SELF = 'self'  # in place of an opponent
+SELF = 'self'  # as the opponent
 ROLES = ('player_0', 'player_1')  # of a policy that plays itself
-_MOST_MOVES = 100  # of the opponent between two turns of the agent
+
+_MAX_OPPONENT_MOVES = 100  # between two turns of the agent
 
 
-def make(env_id: str) -> Any:
-  """Returns what makes the game `env_id` of a task. UserError: TextArena has no such ID."""
+def make(env_id: str) -> Callable[..., Any]:
+  """Returns a function that makes the game `env_id`. UserError: TextArena has no such ID."""
   kind = f'textarena:{env_id}'
-  package = protocol.import_peer(kind, 'textarena', 'textarena')
-  registry = protocol.import_peer(kind, 'textarena.envs.registration', 'textarena').ENV_REGISTRY
-  if env_id not in registry:
-    raise protocol.unknown_name(kind, env_id, registry)
-  made: Any = functools.partial(TextArenaEnv, functools.partial(package.make, env_id), kind)
-  made.core_metrics = TextArenaEnv.core_metrics
-  made.attributes = attributes
-  made.load_tasks = functools.partial(protocol.seed_tasks, env_id)
-  return made
-
-
-def attributes(settings: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns what depends on these settings; by default observations are turns of the template."""
-  return {
-      'frame': settings.get('frame', 'user'),
-      'stop_strings': tuple(settings.get('stop_strings', ())),
-      'roles': ROLES if settings.get('opponent') == SELF else (),
-  }
+  package = packages.import_package(kind, 'textarena', 'textarena')
+  registration = packages.import_package(kind, 'textarena.envs.registration', 'textarena')
+  packages.check_name(kind, env_id, registration.ENV_REGISTRY)
+  construct = functools.partial(package.make, env_id)
+  return packages.adapt(TextArenaEnv, construct, kind, env_id)
 
 
 class TextArenaEnv:
-  """One game from the agent's side, or from both."""
+  """One game, played from one side or from both."""
 
-  core_metrics = ('won',)  # the player's reward is 1, or above all others'
+  core_metrics = ('won',)  # 1 if the player's reward is 1, or above all others'
+
+  @staticmethod
+  def attributes(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the attributes that depend on the settings. There are roles in self-play only."""
+    roles = ROLES if settings.get('opponent') == SELF else ()
+    return {**packages.turn_attributes(settings), 'roles': roles}
 
   def __init__(
       self,
-      construct: Any,
+      construct: Callable[..., Any],
       kind: str,
       task: types.Task,
       opponent: str = '',  # '': a game of one player; 'self': the policy
-      eval_opponent: str = '',  # of games that are not of the split 'train'; '': the same
-      side: str = 'first',  # of the agent in a game of two; 'random': drawn from the seed
+      eval_opponent: str = '',  # in games of other splits than 'train'; '': the same opponent
+      side: str = 'first',  # the agent's side in a game of two; 'random': drawn from the seed
       frame: str = 'user',
       stop_strings: tuple[str, ...] = (),
       **options: Any,
@@ -70,106 +65,104 @@ class TextArenaEnv:
       raise types.UserError(
           "config.env.options.eval_opponent='self' needs two roles: set opponent='self', too"
       )
-    opponent = eval_opponent if eval_opponent and task.split != 'train' else opponent
     if side not in SIDES:
       raise types.UserError(f'config.env.options.side={side!r}: allowed are {", ".join(SIDES)}')
-    self.frame, self.stop_strings = frame, tuple(stop_strings)
-    self._kind, self._side, self._plays_itself = kind, side, opponent == SELF
+    if eval_opponent and task.split != 'train':
+      opponent = eval_opponent
+    self.frame = frame
+    self.stop_strings = tuple(stop_strings)
+    self._kind = kind
+    self._side = side
+    self._plays_itself = opponent == SELF
     self._opponent: Callable[[str, random.Random], str] | None = None
     if opponent and not self._plays_itself:
       self._opponent = plugins.load('env.options.opponent', opponent, {})
-    try:
+    with packages.explain_errors(
+        f'config.env.kind={kind!r} with options {options!r} cannot be made', 'change the options'
+    ):
       self._env = construct(**options)
-    except Exception as error:  # another package's
-      raise types.UserError(
-          f'config.env.kind={kind!r} with options {options!r} cannot be made '
-          f'({type(error).__name__}: {" ".join(str(error).split())[:200]}): change the options'
-      ) from error
-    self._game = self._env  # under the wrappers, of which only those of actions have an effect
+    # The game without its wrappers. Only wrappers of actions have an effect here.
+    self._game = self._env
     while hasattr(self._game, 'env'):
       self._game = self._game.env
     self._rng = random.Random(0)
-    self._agent = self._turns = 0  # the number of the player that the policy is now
-    self._unread: list[str] = []
+    self._player = 0  # the player that the policy is now
+    self._turns = 0
 
-  def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-    """Starts the game of a seed; a scripted opponent may move first."""
+  def reset(self, seed: int | None = None) -> tuple[str, protocol.RoleResetInfo]:
+    """Starts the game of a seed. A scripted opponent may move first."""
     self._rng = random.Random(seed)
-    second = self._rng.random() < 0.5 if self._side == 'random' else self._side == 'second'
-    self._agent, self._turns = int(second and self._opponent is not None), 0
-    players = 1 if self._opponent is None and not self._plays_itself else 2
-    try:
-      self._env.reset(num_players=players, seed=seed)
-    except Exception as error:  # another package's
-      raise types.UserError(
-          f'config.env.kind={self._kind!r} cannot be played by {players} '
-          f'({type(error).__name__}: {" ".join(str(error).split())[:200]}): a game of two needs '
-          '--config.env.options.opponent=module:function or self, a game of one none; games of '
-          'more are not supported'
-      ) from error
-    self._unread = []
-    self._let_others_move()
-    return self._take_unread(), self._next_role()
+    is_second = self._rng.random() < 0.5 if self._side == 'random' else self._side == 'second'
+    self._player = int(is_second and self._opponent is not None)
+    self._turns = 0
+    num_players = 2 if self._opponent or self._plays_itself else 1
+    with packages.explain_errors(
+        f'config.env.kind={self._kind!r} cannot be played by {num_players}',
+        'a game of two needs --config.env.options.opponent=module:function or self, a game of one '
+        'none; games of more are not supported',
+    ):
+      self._env.reset(num_players=num_players, seed=seed)
+    return self._play_opponent() or '', {'role': ROLES[self._player]}
 
   def step(self, action: str) -> protocol.Step:
     """Plays one turn of the policy, then the moves of a scripted opponent."""
     self._turns += 1
-    mover, before = self._agent, self._invalid_moves()
-    done, info = self._env.step(action)
-    invalid = self._invalid_moves() > before
-    done = done or self._let_others_move()
-    metrics = protocol.numbers(info) | {'moves': float(self._turns)}
-    kind: dict[str, Any] = {'action': 'invalid' if invalid else 'move'}
-    if not done:
-      kind |= self._next_role() | {'metrics': metrics | {'won': 0.0}}
-      return self._take_unread(), 0.0, False, False, kind
-    rewards, game_info = self._env.close()
-    rewards = {player: float(x) for player, x in (rewards or {}).items()}
-    own = dict(game_info.get(mover) or {})
-    kind['action'] = 'invalid' if own.get('invalid_move') else kind['action']
-    kind['metrics'] = metrics | protocol.numbers(own) | {'won': _won(rewards, mover)}
+    player = self._player
+    errors = self._num_errors()
+    is_over, info = self._env.step(action)
+    is_invalid = self._num_errors() > errors
+    observation = None if is_over else self._play_opponent()
+    metrics = packages.numbers(info) | {'moves': float(self._turns)}
+    if observation is not None:
+      step_info: protocol.RoleStepInfo = {
+          'role': ROLES[self._player],
+          'action': 'invalid' if is_invalid else 'move',
+          'metrics': {**metrics, 'won': 0.0},
+      }
+      return observation, 0.0, False, False, step_info
+    rewards, infos = self._env.close()
+    rewards = {number: float(reward) for number, reward in (rewards or {}).items()}
+    is_invalid |= bool((infos.get(player) or {}).get('invalid_move'))
+    step_info = {
+        'action': 'invalid' if is_invalid else 'move',
+        'metrics': {**metrics, **_final_metrics(rewards, infos, player)},
+    }
     if self._plays_itself:
-      other = 1 - mover
-      of_other = protocol.numbers(dict(game_info.get(other) or {})) | {'won': _won(rewards, other)}
-      kind['rewards'] = {ROLES[other]: rewards.get(other, 0.0)}
-      kind['role_metrics'] = {ROLES[other]: of_other}
-    return '', rewards.get(mover, 0.0), True, False, kind
+      other = 1 - player
+      step_info['rewards'] = {ROLES[other]: rewards.get(other, 0.0)}
+      step_info['role_metrics'] = {ROLES[other]: _final_metrics(rewards, infos, other)}
+    return '', rewards.get(player, 0.0), True, False, step_info
 
-  def _let_others_move(self):
-    """Plays a scripted opponent until it is the policy's turn. True: the game is over."""
-    for _ in range(_MOST_MOVES):
-      player, new = self._game.get_observation()
-      text = _as_text(new, player)
-      if player == self._agent or self._opponent is None:
-        self._agent = player
-        self._unread.append(text)
-        return False
-      done, _ = self._env.step(self._opponent(text, self._rng))
-      if done:
-        return True
-    raise RuntimeError(f'{_MOST_MOVES} moves of the opponent, and none of the agent')
+  def _play_opponent(self):
+    """Plays a scripted opponent until it is the policy's turn.
 
-  def _next_role(self):
-    """Returns the role that moves next for `info`, of which there are some in self-play."""
-    return {'role': ROLES[self._agent]} if self._agent < len(ROLES) else {}
+    Returns what the policy's player has not read yet, or None if the game is over.
+    """
+    for _ in range(_MAX_OPPONENT_MOVES):
+      player, messages = self._game.get_observation()
+      text = _as_text(messages, player)
+      if player == self._player or self._opponent is None:
+        self._player = player
+        return text.strip()
+      is_over, _ = self._env.step(self._opponent(text, self._rng))
+      if is_over:
+        return None
+    raise RuntimeError(f'{_MAX_OPPONENT_MOVES} moves of the opponent, and none of the agent')
 
-  def _take_unread(self):
-    text, self._unread = '\n'.join(self._unread).strip(), []
-    return text
-
-  def _invalid_moves(self):
+  def _num_errors(self):
     return getattr(self._game.state, 'error_count', 0)
 
 
-def _won(rewards, player):
-  """Returns 1 where the player's reward is 1, or above all others'."""
+def _final_metrics(rewards, infos, player):
+  """Returns the metrics of a player at the end of a game."""
   reward = rewards.get(player, 0.0)
   others = [other for number, other in rewards.items() if number != player]
-  return float(reward >= 1 or bool(others) and reward > max(others))
+  has_won = reward >= 1 or bool(others) and reward > max(others)
+  return packages.numbers(infos.get(player) or {}) | {'won': float(has_won)}
 
 
-def _as_text(messages, player) -> str:
-  """Returns new messages as text, without what the player said itself."""
+def _as_text(messages, player):
+  """Returns new messages as text, without the player's own."""
   if isinstance(messages, str):
     return messages
   return '\n'.join(str(text).strip() for sender, text, _ in messages if sender != player)

@@ -12,8 +12,9 @@ import jax
 import numpy as np
 
 from stppo_jax import config as schema
-from stppo_jax.envs import protocol
+from stppo_jax.envs import factory
 from stppo_jax.envs import search
+from stppo_jax.envs import stepping
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import prepare
@@ -52,7 +53,7 @@ class StepAllTest(absltest.TestCase):
     env.retriever, env.top_k, env.query = object(), 3, 'the question'
     closed = search.SearchEnv(Task('t', 'q', ('a',)), None, max_turns=0)
     closed.reset()
-    outcomes = protocol.step_all([env, closed], ['a', '<answer>a</answer>'])
+    outcomes = stepping.step_all([env, closed], ['a', '<answer>a</answer>'])
     self.assertEqual([outcome[1] for outcome in outcomes], [0.0, 1.0])
 
 
@@ -64,7 +65,7 @@ class SeedsTest(parameterized.TestCase):
         jax.random.key(run_seed), [Task(str(i // 4), 'q') for i in range(16)]
     )
     seeds = episode_lib.episode_seeds(keys)
-    envs = [protocol.Isolated(make, seed) for seed in seeds]
+    envs = [factory.IsolatedEnv(make, seed) for seed in seeds]
     for env, seed in zip(envs, seeds):
       env.reset(seed=seed)
     for _ in range(2):
@@ -85,7 +86,7 @@ class SeedsTest(parameterized.TestCase):
 
   def test_samples_of_a_seeded_task_play_the_same_instance(self):
     """Also where a game draws from the global random state and ignores its seed."""
-    kind = mock.Mock(side_effect=lambda task, seed: protocol.Isolated(UnseededGame, seed))
+    kind = mock.Mock(side_effect=lambda task, seed: factory.IsolatedEnv(UnseededGame, seed))
     agent = mock.Mock(env=kind)
     agent.config = schema.Config()
     tasks = [Task('a', 'q', seed=7)] * 2 + [Task('b', 'q', seed=8), Task('c', 'q'), Task('c', 'q')]
@@ -153,7 +154,7 @@ class SeedsTest(parameterized.TestCase):
     expected = random.random(), np.random.rand()
     random.seed(1)
     np.random.seed(1)
-    env = protocol.Isolated(GlobalRandomGame, 5)
+    env = factory.IsolatedEnv(GlobalRandomGame, 5)
     env.reset(seed=3)
     env.step('')
     self.assertEqual((random.random(), np.random.rand()), expected)
@@ -168,7 +169,7 @@ class SeedsTest(parameterized.TestCase):
         return outcome
 
     def play(threads):
-      envs = [protocol.Isolated(Slow, seed) for seed in range(8)]
+      envs = [factory.IsolatedEnv(Slow, seed) for seed in range(8)]
       with futures.ThreadPoolExecutor(threads) as pool:
         for _ in range(3):
           list(pool.map(lambda env: env.step(''), envs))
@@ -194,7 +195,7 @@ class SeedsTest(parameterized.TestCase):
       keys = jax.random.split(jax.random.key(run_seed), 16)
       numbers = []
       for seed in episode_lib.episode_seeds(keys):
-        env = protocol.Isolated(make, seed)
+        env = factory.IsolatedEnv(make, seed)
         env.reset(seed=seed)
         numbers.append(env.game_number)
       return numbers

@@ -1,0 +1,47 @@
+"""The tool `calculator`: arithmetic without the evaluation of Python code."""
+
+import ast
+import operator
+from typing import Any
+
+_OPERATORS: dict[type, Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+_MAX_CHARS = 500
+_MAX_BITS = 4096  # of a power
+
+
+def calculator(expression: str) -> str:
+  """Computes an arithmetic expression of numbers, + - * / // % ** and brackets.
+
+  Args:
+    expression: for example (3 + 4) * 2
+  """
+  if len(expression) > _MAX_CHARS:
+    raise ValueError(f'at most {_MAX_CHARS} characters are allowed')
+  value = _value(ast.parse(expression.strip().replace('^', '**'), mode='eval').body)
+  return f'{value:.12g}' if isinstance(value, float) else str(value)
+
+
+def _value(node):
+  """Returns the value of a node of the syntax tree."""
+  if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    return node.value
+  if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+    return _OPERATORS[type(node.op)](_value(node.operand))
+  if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+    left = _value(node.left)
+    right = _value(node.right)
+    if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
+      if abs(left).bit_length() * abs(right) > _MAX_BITS:
+        raise ValueError('the power is too large')
+    return _OPERATORS[type(node.op)](left, right)
+  raise ValueError('numbers, + - * / // % ** and brackets are allowed')

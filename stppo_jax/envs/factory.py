@@ -1,0 +1,195 @@
+"""Makes environments: checks the class and its settings once, then makes one per episode."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import dataclasses
+import inspect
+import random
+import threading
+from typing import Any
+
+import numpy as np
+
+from stppo_jax import types
+from stppo_jax.envs import protocol
+
+ENDS_RUN = (types.UserError, types.RunError, types.Stopped)  # other errors end one episode
+
+_GLOBAL_RANDOM = threading.RLock()  # held while the global random state is an environment's
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvFactory:
+  """An environment class with its settings. `factory(task, seed)` makes one environment."""
+
+  make: Callable[..., protocol.Env]
+  settings: Mapping[str, Any]  # keyword arguments of `make`
+  stop_strings: tuple[str, ...] = ()
+  frame: str = 'inline'
+  core_metrics: tuple[str, ...] = ()
+  roles: tuple[str, ...] = ()
+  uses_global_random: bool = True
+  load_tasks: Callable[[str], list[types.Task]] | None = None
+
+  @property
+  def num_roles(self) -> int:
+    """Rows per episode."""
+    return max(1, len(self.roles))
+
+  def __call__(self, task: types.Task, seed: int) -> protocol.Env:
+    """Makes the environment of one episode. If its constructor raises, its `reset` does."""
+    make = lambda: self.make(task, **self.settings)
+    try:
+      env = IsolatedEnv(make, seed) if self.uses_global_random else make()
+    except ENDS_RUN:
+      raise
+    except Exception as error:  # the environment's code may raise anything
+      return FailedEnv(getattr(self.make, '__qualname__', type(self.make).__name__), error)
+    for name in ('stop_strings', 'frame', 'core_metrics', 'roles'):
+      self._check_attribute(name, getattr(env, name, None))
+    return env
+
+  def _check_attribute(self, name, value):
+    """Checks that an instance has the attributes of its class, from which sampling was set up."""
+    declared = getattr(self, name)
+    if isinstance(value, list):
+      value = tuple(value)
+    if value is None or value == declared:
+      return
+    # Another package's environments may use these names for something else.
+    if name == 'frame' and value not in protocol.FRAMES:
+      return
+    if name == 'roles' and not declared and not isinstance(value, tuple):
+      return
+    raise types.UserError(
+        f'the environment has {name}={value!r}, but the class that config.env.kind names has '
+        f'{declared!r}: set {name} on the class, or on the function that makes it'
+    )
+
+
+def make_factory(
+    name: str, make: Any, offered: Mapping[str, Any], options: Mapping[str, Any]
+) -> EnvFactory:
+  """Returns the factory of the class `make`, which `config.env.kind` calls `name`.
+
+  The settings are those of `offered` that the constructor names, and all of `options`. UserError:
+  the constructor does not accept them, or an attribute of the class is wrong.
+  """
+  given = f'config.env.kind={name!r}'
+  if not callable(make):
+    raise types.UserError(f'{given}: a class is needed, not {make!r}')
+  signature = inspect.signature(make)
+  settings = {key: value for key, value in offered.items() if key in signature.parameters}
+  settings |= options
+  try:
+    signature.bind(None, **settings)
+  except TypeError as error:
+    raise types.UserError(
+        f'{given} with config.env.options={dict(options)!r}: {error}. The constructor takes '
+        f'({", ".join(signature.parameters)}): the first parameter is the task, and '
+        '--config.env.options.NAME=VALUE sets the others'
+    ) from error
+  attributes = {
+      field.name: getattr(make, field.name)
+      for field in dataclasses.fields(EnvFactory)[2:]
+      if hasattr(make, field.name)
+  }
+  if hasattr(make, 'attributes'):
+    attributes |= make.attributes(settings)
+  for key in ('stop_strings', 'core_metrics', 'roles'):
+    attributes[key] = _check_strings(f'{given}: its {key}', attributes.get(key, ()))
+  factory = EnvFactory(make, settings, **attributes)
+  if factory.frame not in protocol.FRAMES:
+    raise types.UserError(
+        f'{given}: its frame is {factory.frame!r}; allowed are {", ".join(protocol.FRAMES)}'
+    )
+  _check_roles(given, factory.roles)
+  return factory
+
+
+def _check_strings(given, values):
+  """Returns the values as a tuple. UserError: they are one string, or not all strings."""
+  if isinstance(values, str) or not all(isinstance(text, str) and text for text in values):
+    raise types.UserError(f'{given} is {values!r}; a tuple of strings is needed')
+  return tuple(values)
+
+
+def _check_roles(given, roles):
+  """UserError: there is one role, or a name that cannot be part of a metric's name."""
+  are_different = len(set(roles)) == len(roles) > 1
+  if roles and not (are_different and all(role.isidentifier() for role in roles)):
+    raise types.UserError(
+        f'{given}: its roles are {roles!r}; two or more different names of letters, digits and _ '
+        'are needed, or () for one agent'
+    )
+
+
+class IsolatedEnv:
+  """An environment with its own state of Python's and NumPy's global random generators.
+
+  The state starts from the episode's seed and is kept between calls. So an environment that draws
+  from the global generators without seeding them plays a different game in each episode, and the
+  same games in a repeated run. A lock keeps calls in different threads apart.
+  """
+
+  def __init__(self, make: Callable[[], protocol.Env], seed: int):
+    self._state = (random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state())
+    self.env = self._run(make)
+
+  def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
+    """Calls the environment's `reset` in its own random state."""
+    return self._run(self.env.reset, seed=seed)
+
+  def step(self, action: str, **kwargs: Any) -> protocol.Step:
+    """Calls the environment's `step` in its own random state."""
+    return self._run(self.env.step, action, **kwargs)
+
+  def __getattr__(self, name: str) -> Any:
+    if name == 'env':  # its constructor is still running
+      raise AttributeError(name)
+    return getattr(self.env, name)
+
+  def _run(self, function, *args, **kwargs):
+    with _GLOBAL_RANDOM:
+      outer = _global_random()
+      try:
+        _set_global_random(self._state)
+        return function(*args, **kwargs)
+      finally:
+        self._state = _global_random()
+        _set_global_random(outer)
+
+
+class FailedEnv:
+  """Stands for an environment whose constructor raised an error. `reset` raises it again."""
+
+  def __init__(self, name: str, error: Exception):
+    self.name = name
+    self._error = error
+
+  def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
+    """Raises the constructor's error."""
+    del seed
+    raise self._error
+
+  def step(self, action: str) -> protocol.Step:
+    """Is never called."""
+    raise AssertionError(f'{self.name} has no episode for {action!r}')
+
+
+def class_name(env: Any) -> str:
+  """Returns the name of an environment's class for messages."""
+  if isinstance(env, FailedEnv):
+    return env.name
+  inner = env.env if isinstance(env, IsolatedEnv) else env
+  return type(inner).__qualname__
+
+
+def _global_random():
+  return random.getstate(), np.random.get_state()
+
+
+def _set_global_random(state):
+  python_state, numpy_state = state
+  random.setstate(python_state)
+  np.random.set_state(numpy_state)

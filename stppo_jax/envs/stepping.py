@@ -1,0 +1,131 @@
+"""Calls environments: checks what they return, and turns their errors into ended episodes."""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import reprlib
+import traceback
+from typing import Any
+
+from stppo_jax import plugins
+from stppo_jax import types
+from stppo_jax.envs import factory
+from stppo_jax.envs import protocol
+
+StepEnvs = Callable[[Sequence[protocol.Env], Sequence[str]], Sequence[protocol.Step]]
+
+
+def reset(env: Any, seed: int) -> tuple[str, Any]:
+  """Resets an environment and returns (observation, info).
+
+  If it raises an error, `info` has 'environment_error', one line, and 'traceback'. UserError: it
+  returned something else.
+  """
+  try:
+    outcome = env.reset(seed=seed)
+  except factory.ENDS_RUN:
+    raise
+  except Exception as error:  # the environment's code may raise anything
+    return '', _error_info(env, error)
+  if isinstance(outcome, tuple) and len(outcome) == 2:
+    observation, info = outcome
+    if isinstance(observation, str) and isinstance(info, Mapping):
+      return outcome
+  raise types.UserError(
+      f'reset of {factory.class_name(env)} returned {reprlib.repr(outcome)}: needed are '
+      '(observation, info), a string and a dict'
+  )
+
+
+def step(env: Any, action: str, **passages: Any) -> tuple[str, float, bool, bool, Any]:
+  """Steps an environment and returns (observation, reward, terminated, truncated, info).
+
+  If it raises an error, its episode ends, and `info` is as in `reset`. UserError: it returned
+  something else.
+  """
+  try:
+    outcome = env.step(action, **passages)
+  except factory.ENDS_RUN:
+    raise
+  except Exception as error:  # the environment's code may raise anything on a model's text
+    return '', 0.0, True, False, {'action': 'error', **_error_info(env, error)}
+  if isinstance(outcome, tuple) and len(outcome) == 5:
+    observation, _, terminated, truncated, info = outcome
+    are_booleans = terminated in (True, False) and truncated in (True, False)
+    if are_booleans and isinstance(observation, str) and isinstance(info, Mapping):
+      return outcome
+  raise types.UserError(
+      f'step of {factory.class_name(env)} returned {reprlib.repr(outcome)}: needed are '
+      '(observation, reward, terminated, truncated, info), a string, a number, two booleans and a '
+      'dict'
+  )
+
+
+def _error_info(env, error):
+  message = f'{factory.class_name(env)} raised {type(error).__name__}: {error}'
+  line = ' '.join(message.split())[:500]
+  return {
+      'environment_error': f'the environment {line} ({plugins.raised_at(error)})',
+      'traceback': ''.join(traceback.format_exception(error)),
+  }
+
+
+def step_all(
+    envs: Sequence[Any], actions: Sequence[str], map_all: Callable[..., Iterable] = map
+) -> list[protocol.Step]:
+  """Steps every environment once, with one search per (retriever, top_k) for all of them.
+
+  An environment takes part in the shared search if it has `query(action) -> str | None`,
+  `retriever`, `top_k`, and a `step` that accepts `passages`. `map_all` steps the others: the
+  built-in map, or the one of a pool of threads.
+  """
+  if len(envs) != len(actions):
+    raise AssertionError(f'{len(envs)} environments but {len(actions)} actions')
+  searches: dict[tuple[int, int], list[tuple[int, str]]] = {}
+  for row, (env, action) in enumerate(zip(envs, actions)):
+    query = _query(env, action)
+    if query is not None:
+      searches.setdefault((id(env.retriever), env.top_k), []).append((row, query))
+  passages: dict[int, Any] = {}
+  for (_, top_k), members in searches.items():
+    rows = [row for row, _ in members]
+    queries = [query for _, query in members]
+    results = envs[rows[0]].retriever.search(queries, top_k)
+    _check_results(results, len(queries))
+    passages |= zip(rows, results)
+  others = [row for row in range(len(envs)) if row not in passages]
+  steps = dict(zip(others, map_all(lambda row: step(envs[row], actions[row]), others)))
+  for row, result in passages.items():
+    steps[row] = step(envs[row], actions[row], passages=result)
+  return [steps[row] for row in range(len(envs))]
+
+
+def _query(env, action):
+  """Returns the query for the shared search, or None if the environment takes no part in it."""
+  if getattr(env, 'retriever', None) is None or not hasattr(env, 'top_k'):
+    return None
+  if not callable(getattr(env, 'query', None)):
+    return None
+  try:
+    return env.query(action)
+  except factory.ENDS_RUN:
+    raise
+  except Exception:  # `step` may raise it again, and then ends the episode
+    return None
+
+
+def _check_results(results, num_queries):
+  """UserError: the results are not one list of passages, or None, per query."""
+  is_complete = isinstance(results, list | tuple) and len(results) == num_queries
+  if not is_complete or not all(result is None or _is_passages(result) for result in results):
+    raise types.UserError(
+        f'the retriever returned {reprlib.repr(results)} for {num_queries} queries: a list of '
+        'stppo_jax.types.Passage is needed for each query, or None if its search failed'
+    )
+
+
+def _is_passages(result):
+  if not isinstance(result, list | tuple):
+    return False
+  return all(isinstance(passage, types.Passage) for passage in result)
