@@ -145,14 +145,8 @@ class ResolveTest(parameterized.TestCase):
       (dict(env__kind='a_users_module:Gaem'), 'has no .Gaem'),
       (dict(env__kind='no_such_module:Game'), 'cannot import no_such_module'),
       (dict(env__kind='a_users_module:number'), 'a class is needed'),
-      (
-          dict(env__kind='a_users_module:Taskless'),
-          'first parameter is the task',
-      ),
-      (
-          dict(env__kind='a_users_module:Game'),
-          "missing a required argument: 'high'",
-      ),
+      (dict(env__kind='a_users_module:Taskless'), 'first parameter is the task'),
+      (dict(env__kind='a_users_module:Game'), "missing a required argument: 'high'"),
       (
           dict(env__kind='a_users_module:Game', env__options={'hihg': 1}),
           r"unexpected keyword argument 'hihg'.*\(task, high, low, max_turns\)",

@@ -1,4 +1,4 @@
-"""Steps and random states of environments."""
+"""Environments of a run: their seeds and random states."""
 
 from concurrent import futures
 import random
@@ -13,8 +13,6 @@ import numpy as np
 
 from stppo_jax import config as schema
 from stppo_jax.envs import factory
-from stppo_jax.envs import search
-from stppo_jax.envs import stepping
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import prepare
@@ -46,17 +44,6 @@ class UnseededGame(GlobalRandomGame):
     return super().reset(None)
 
 
-class StepAllTest(absltest.TestCase):
-
-  def test_names_that_mean_something_else_are_no_shared_search(self):
-    env = GlobalRandomGame()
-    env.retriever, env.top_k, env.query = object(), 3, 'the question'
-    closed = search.SearchEnv(Task('t', 'q', ('a',)), None, max_turns=0)
-    closed.reset()
-    outcomes = stepping.step_all([env, closed], ['a', '<answer>a</answer>'])
-    self.assertEqual([outcome[1] for outcome in outcomes], [0.0, 1.0])
-
-
 class SeedsTest(parameterized.TestCase):
 
   def play(self, make, run_seed, order=range(16)):
@@ -75,7 +62,7 @@ class SeedsTest(parameterized.TestCase):
     return [tuple(env.drawn) for env in envs]
 
   @parameterized.parameters(GlobalRandomGame, UnseededGame)
-  def test_each_episode_plays_another_game_and_a_run_repeats_them(self, make):
+  def test_episodes_differ_and_runs_repeat(self, make):
     games = self.play(make, 0)
     self.assertLen({game[1] for game in games}, 16)
     self.assertLen({game[2:] for game in games}, 16)
@@ -84,7 +71,7 @@ class SeedsTest(parameterized.TestCase):
     self.assertEqual(self.play(make, 0, order=range(15, -1, -1)), games)
     self.assertEmpty(set(self.play(make, 1)) & set(games))
 
-  def test_samples_of_a_seeded_task_play_the_same_instance(self):
+  def test_samples_of_a_seeded_task_share_an_instance(self):
     """Also where a game draws from the global random state and ignores its seed."""
     kind = mock.Mock(side_effect=lambda task, seed: factory.IsolatedEnv(UnseededGame, seed))
     agent = mock.Mock(env=kind)
@@ -101,9 +88,7 @@ class SeedsTest(parameterized.TestCase):
     self.assertLen({first, other, free, another}, 4)
 
   @parameterized.product(num_processes=(1, 2), uses_global_random=(True, False))
-  def test_environments_are_called_at_once_unless_they_use_the_global_state(
-      self, num_processes, uses_global_random
-  ):
+  def test_isolated_environments_do_not_overlap(self, num_processes, uses_global_random):
     """On several processes too, where the engine has no threads: it must not depend on timing."""
     engine_threads, in_main = [], []
     barrier = threading.Barrier(1 if uses_global_random else 3, timeout=60)
@@ -148,7 +133,7 @@ class SeedsTest(parameterized.TestCase):
     self.assertEqual(in_main, [uses_global_random] * 6)
     self.assertEqual(engine_threads, [agent.config.rollout.threads if num_processes == 1 else 0])
 
-  def test_the_process_keeps_its_own_state(self):
+  def test_process_keeps_its_random_state(self):
     random.seed(1)
     np.random.seed(1)
     expected = random.random(), np.random.rand()
@@ -159,7 +144,7 @@ class SeedsTest(parameterized.TestCase):
     env.step('')
     self.assertEqual((random.random(), np.random.rand()), expected)
 
-  def test_calls_in_threads_do_not_mix_their_states(self):
+  def test_threads_do_not_mix_random_states(self):
     class Slow(GlobalRandomGame):
 
       def step(self, action):
@@ -177,32 +162,12 @@ class SeedsTest(parameterized.TestCase):
 
     self.assertEqual(play(8), play(1))
 
-  def test_seeds_have_31_bits_and_sampling_keeps_its_keys(self):
+  def test_seeds_have_31_bits(self):
     keys = jax.random.split(jax.random.key(0), 1000)
     seeds = episode_lib.episode_seeds(keys)
     self.assertLen(set(seeds), 1000)
     self.assertBetween(min(seeds), 0, 2**31 - 1)
     self.assertBetween(max(seeds), 2**30, 2**31 - 1)
-
-  def test_real_gem_games_differ_within_a_batch(self):
-    try:
-      from gem.envs.game_env import guess_the_number
-    except ImportError:
-      self.skipTest('gem-llm is not installed')
-    make = lambda: guess_the_number.GuessTheNumberEnv(min_number=1, max_number=10**6)
-
-    def games(run_seed):
-      keys = jax.random.split(jax.random.key(run_seed), 16)
-      numbers = []
-      for seed in episode_lib.episode_seeds(keys):
-        env = factory.IsolatedEnv(make, seed)
-        env.reset(seed=seed)
-        numbers.append(env.game_number)
-      return numbers
-
-    self.assertLen(set(games(0)), 16)
-    self.assertEqual(games(0), games(0))
-    self.assertNotEqual(games(0), games(1))
 
 
 if __name__ == '__main__':

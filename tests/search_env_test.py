@@ -1,25 +1,17 @@
 """Tests of the search environment: the contract of prompts, actions, turns and observations."""
 
-from concurrent import futures
-import inspect
 import math
-import random
 import re
-import threading
-from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import hypothesis
 from hypothesis import strategies
-import numpy as np
 
 from stppo_jax import tasks
 from stppo_jax import types
-from stppo_jax.envs import factory
 from stppo_jax.envs import protocol
 from stppo_jax.envs import search
-from stppo_jax.envs import stepping
 
 TASK = types.Task(id='t0', question=' what is the capital of France ', answers=('Paris', 'Lutetia'))
 CHOICE = types.Task(
@@ -49,19 +41,7 @@ class FakeRetriever:
     return [None if self.results is None else list(self.results)[:top_k] for _ in queries]
 
 
-class ForeignEnv:
-  """Like the games of GEM: seeds the process; no `query`, no `passages`."""
-
-  def reset(self, seed=None):
-    random.seed(seed)
-    np.random.seed(seed)
-    return f'guess {random.random()} {np.random.rand()}', {'suffix': ' Enter a number: '}
-
-  def step(self, action):
-    return action.upper(), 0.5, False, False, {}
-
-
-def _start(task=TASK, retriever=None, **settings):
+def start(task=TASK, retriever=None, **settings):
   env = search.SearchEnv(task, retriever or FakeRetriever(), **settings)
   env.reset()
   return env
@@ -69,34 +49,27 @@ def _start(task=TASK, retriever=None, **settings):
 
 class ContractTest(parameterized.TestCase):
 
-  def test_signature_is_gems(self):
+  def test_types_are_gems(self):
     env = search.SearchEnv(TASK, FakeRetriever())
     self.assertIsInstance(env, protocol.Env)
-    self.assertIsInstance(ForeignEnv(), protocol.Env)
-    self.assertIsNone(inspect.signature(env.reset).parameters['seed'].default)
     self.assertEqual([type(part) for part in env.reset(seed=3)], [str, dict])
     for action in (SEARCH, 'nothing', ANSWER):
       self.assertEqual([type(part) for part in env.step(action)], [str, float, bool, bool, dict])
 
-  def test_prompt(self):
+  def test_prompts(self):
     text, _ = search.SearchEnv(TASK, FakeRetriever()).reset()
     self.assertEndsWith(text, 'Question: what is the capital of France?\n')
     for part in ('<think>', '<search>', '<information>', '<answer> Beijing </answer>'):
       self.assertIn(part, text)
-
-  def test_prompt_short(self):
-    text, _ = search.SearchEnv(TASK, FakeRetriever(), prompt='short').reset()
-    self.assertEqual(text, 'Question: what is the capital of France?\n')
-
-  def test_prompt_of_multiple_choice(self):
-    text, _ = search.SearchEnv(CHOICE, FakeRetriever(), prompt='short').reset()
-    self.assertEqual(text, 'Question: Which is a city? A) Carbon B) Paris C) A vitamin\n')
     text, _ = search.SearchEnv(CHOICE, FakeRetriever()).reset()
     self.assertEndsWith(text, 'Question: Which is a city?\nA) Carbon\nB) Paris\nC) A vitamin\n')
-
-  def test_question_with_braces(self):
-    task = types.Task(id='t', question='What is {0} {x}?', answers=('y',))
-    self.assertEndsWith(search.prompt_text(task, 'search_r1'), 'Question: What is {0} {x}?\n')
+    braces = types.Task(id='t', question='What is {0} {x}?', answers=('y',))
+    for task, expected in (
+        (TASK, 'Question: what is the capital of France?\n'),
+        (CHOICE, 'Question: Which is a city? A) Carbon B) Paris C) A vitamin\n'),
+        (braces, 'Question: What is {0} {x}?\n'),
+    ):
+      self.assertEqual(search.prompt_text(task, 'short'), expected)
 
   @parameterized.parameters(
       ('<search> a b </search>', 'search', 'a b'),
@@ -114,13 +87,13 @@ class ContractTest(parameterized.TestCase):
 
   def test_observation(self):
     self.assertEqual(
-        _start().step(SEARCH)[0],
+        start().step(SEARCH)[0],
         '\n\n<information>Doc 1(Title: "Paris") Capital of France.\n'
         'Doc 2(Title: "Seine") A river.</information>\n\n',
     )
     short = '<information> Paris: Capital of France.\n Seine: A river.\n</information>\n'
-    self.assertEqual(_start(prompt='short').step(SEARCH)[0], short)
-    self.assertEqual(_start(observation='short').step(SEARCH)[0], short)
+    self.assertEqual(start(prompt='short').step(SEARCH)[0], short)
+    self.assertEqual(start(observation='short').step(SEARCH)[0], short)
 
   @hypothesis.given(
       strategies.lists(
@@ -130,7 +103,7 @@ class ContractTest(parameterized.TestCase):
           max_size=3,
       )
   )
-  def test_passages_are_shown_as_search_r1_shows_their_contents(self, pairs):
+  def test_passages_are_formatted_as_in_search_r1(self, pairs):
     """`contents` in; per passage its first line as the title, and the rest; stripped as a whole."""
     contents = [f'"{title}"\n{text}' if title else text.strip() for title, text in pairs]
     passages = [types.Passage('', *tasks.read_contents(text)) for text in contents]
@@ -143,53 +116,41 @@ class ContractTest(parameterized.TestCase):
         '\n\n<information>' + docs.strip() + '</information>\n\n',
     )
 
-  def test_the_message_on_an_invalid_action_is_a_line_of_its_own(self):
-    message = _start().step('Paris!')[0]
-    self.assertRegex(message, r'^\n[^\n]+\bI\b[^\n]+\n$')
-    self.assertLess(
-        message.index('<search> and </search>'), message.index('<answer> and </answer>')
-    )
-
-  def test_a_checkpoint_of_other_sentences_gets_them(self):
-    env = _start(instructions='Find it. ', invalid_message='\nNo.\n')
+  def test_custom_wording(self):
+    env = start(instructions='Find it. ', invalid_message='\nNo.\n')
     self.assertEqual(env.reset()[0], 'Find it. Question: what is the capital of France?\n')
     self.assertEqual(env.step('Paris!')[0], '\nNo.\n')
 
   def test_search_info(self):
     retriever = FakeRetriever()
-    observation, reward, terminated, truncated, info = _start(retriever=retriever, top_k=1).step(
-        SEARCH
-    )
-    self.assertEqual((reward, terminated, truncated), (0.0, False, False))
+    *outcome, info = start(retriever=retriever, top_k=1).step(SEARCH)
+    self.assertEqual(outcome[1:], [0.0, False, False])
     self.assertEqual(retriever.calls, [(['capital of France'], 1)])
-    self.assertEqual(
-        info,
-        {
-            'action': 'search',
-            'query': 'capital of France',
-            'answer': None,
-            'retrieval_failed': False,
-            'metrics': {'em': 0.0, 'f1': 0.0, 'sub_em': 0.0, 'searches': 1.0},
-            'passage_ids': ['p1'],
-            'suffix': '',
-        },
-    )
-    self.assertEqual(protocol.full_text(observation, info), observation)
+    expected = {
+        'action': 'search',
+        'query': 'capital of France',
+        'answer': None,
+        'retrieval_failed': False,
+        'metrics': {'em': 0.0, 'f1': 0.0, 'sub_em': 0.0, 'searches': 1.0},
+    }
+    self.assertEqual(info, expected)
 
   @parameterized.parameters('search_r1', 'short')
   def test_invalid_action_names_both_forms(self, style):
-    observation, reward, terminated, truncated, info = _start(prompt=style).step('Paris!')
+    observation, reward, terminated, truncated, info = start(prompt=style).step('Paris!')
     for part in ('<search>', '</search>', '<answer>', '</answer>'):
       self.assertIn(part, observation)
     self.assertEqual((reward, terminated, truncated), (0.0, False, False))
     self.assertEqual(info['action'], 'invalid')
+    if style == 'search_r1':  # one line in the agent's own voice
+      self.assertRegex(observation, r'^\n[^\n]+\bI\b[^\n]+\n$')
 
   @parameterized.parameters(
       ('search_r1', '\n\n<information></information>\n\n'),
       ('short', '<information></information>\n'),
   )
-  def test_failed_retrieval_is_an_empty_block(self, style, expected):
-    env = _start(retriever=FakeRetriever(None), prompt=style)
+  def test_failed_search_is_an_empty_block(self, style, expected):
+    env = start(retriever=FakeRetriever(None), prompt=style)
     observation, _, terminated, _, info = env.step(SEARCH)
     self.assertEqual(observation, expected)
     self.assertTrue(info['retrieval_failed'])
@@ -198,7 +159,7 @@ class ContractTest(parameterized.TestCase):
     self.assertEqual(env.step(ANSWER)[1], 1.0)
 
   def test_nothing_found_is_not_a_failure(self):
-    observation, *_, info = _start(retriever=FakeRetriever(())).step(SEARCH)
+    observation, *_, info = start(retriever=FakeRetriever(())).step(SEARCH)
     self.assertEqual(observation, '\n\n<information></information>\n\n')
     self.assertFalse(info['retrieval_failed'])
 
@@ -274,17 +235,15 @@ class ContractTest(parameterized.TestCase):
       ('A vitamin', 0.0),
   )
   def test_multiple_choice(self, answer, expected):
-    _, reward, *_, info = _start(CHOICE).step(f'<answer>{answer}</answer>')
+    _, reward, *_, info = start(CHOICE).step(f'<answer>{answer}</answer>')
     self.assertEqual((reward, info['metrics']['em']), (expected, expected))
-
-  def test_multiple_choice_letter_has_full_f1(self):
-    *_, info = _start(CHOICE).step('<answer>B</answer>')
-    self.assertEqual(info['metrics']['f1'], 1.0)
+    if expected:
+      self.assertEqual(info['metrics']['f1'], 1.0)
 
   def test_letter_a_is_not_an_article(self):
     task = types.Task('t', 'q', ('x',), options=(('A', 'x'), ('B', 'y')), letter='A')
     for answer, expected in (('A', 1.0), ('', 0.0), ('the', 0.0), ('B', 0.0)):
-      self.assertEqual(_start(task).step(f'<answer>{answer}</answer>')[1], expected)
+      self.assertEqual(start(task).step(f'<answer>{answer}</answer>')[1], expected)
 
   @parameterized.parameters(
       ('em', '<answer>It is Paris</answer>', 0.0),
@@ -297,12 +256,12 @@ class ContractTest(parameterized.TestCase):
       ('format', 'Rome', 0.0),
   )
   def test_rewards(self, reward, action, expected):
-    env = _start(reward=reward, max_turns=1)
+    env = start(reward=reward, max_turns=1)
     env.step(SEARCH)
     self.assertAlmostEqual(env.step(action)[1], expected)
 
-  def test_an_invalid_turn_spoils_the_form(self):
-    env = _start(reward='format')
+  def test_invalid_turn_spoils_the_form(self):
+    env = start(reward='format')
     env.step('Paris')
     self.assertEqual(env.step(ANSWER)[1], 0.8)
 
@@ -318,6 +277,12 @@ class ContractTest(parameterized.TestCase):
   def test_user_errors(self, settings, message):
     with self.assertRaisesRegex(types.UserError, re.escape(message)):
       search.SearchEnv(**{'task': TASK, 'retriever': FakeRetriever(), **settings})
+
+  def test_reward_must_be_finite(self):
+    for given in (None, 'good', math.nan, {}):
+      env = start(reward=lambda task, answer, transcript, given=given: given)
+      with self.assertRaisesRegex(types.UserError, "^the reward .* gave .* to the task 't"):
+        env.step('<answer>red</answer>')
 
 
 MARKERS = (
@@ -382,107 +347,6 @@ class ForgeryTest(parameterized.TestCase):
   def test_plain_text_stays(self):
     for text in ('2 < 3 > 1, [NASA]', 'a\nb'):
       self.assertEqual(search.neutralize(text), text)
-
-
-class StepAllTest(absltest.TestCase):
-
-  def test_one_search_per_round(self):
-    shared, other = FakeRetriever(), FakeRetriever(None)
-    envs = [_start(retriever=shared) for _ in range(4)] + [
-        ForeignEnv(),
-        _start(retriever=other),
-        _start(retriever=shared, top_k=1),
-    ]
-    actions = [SEARCH, ANSWER, 'hm', '<search>x</search>', 'up', SEARCH, SEARCH]
-    steps = stepping.step_all(envs, actions)
-    self.assertEqual(shared.calls, [(['capital of France', 'x'], 3), (['capital of France'], 1)])
-    self.assertLen(other.calls, 1)
-    alone = [
-        env.step(action)
-        for env, action in zip(
-            [_start() for _ in range(4)]
-            + [ForeignEnv(), _start(retriever=FakeRetriever(None)), _start(top_k=1)],
-            actions,
-        )
-    ]
-    self.assertEqual(steps, alone)
-
-  def test_no_search_in_the_last_generation(self):
-    retriever = FakeRetriever()
-    envs = [_start(retriever=retriever, max_turns=1) for _ in range(2)]
-    stepping.step_all(envs, [SEARCH, SEARCH])
-    self.assertEqual(
-        [step[1:4] for step in stepping.step_all(envs, [SEARCH, ANSWER])],
-        [(0.0, True, True), (1.0, True, False)],
-    )
-    self.assertLen(retriever.calls, 1)
-
-  def test_environments_may_be_stepped_at_once(self):
-    """Four that wait for each other: one by one they would wait for ever."""
-    barrier = threading.Barrier(4, timeout=60)
-
-    class Waits:
-
-      def step(self, action):
-        barrier.wait()
-        return action, 0.0, True, False, {}
-
-    with futures.ThreadPoolExecutor(4) as pool:
-      steps = stepping.step_all([Waits() for _ in range(4)], list('abcd'), pool.map)
-    self.assertEqual([step[0] for step in steps], list('abcd'))
-
-  def test_what_an_environment_returns_is_checked(self):
-    env = ForeignEnv()
-    good = ('text', 1, np.bool_(True), 0, {})
-    with mock.patch.object(env, 'step', return_value=good):
-      self.assertEqual(stepping.step_all([env], ['a']), [good])
-    no_tuple = ('text', 1, True, {})
-    for found in (None, no_tuple, ('text', 1, 'False', False, {}), (None, 1, True, False, {})):
-      with mock.patch.object(env, 'step', return_value=found):
-        with self.assertRaisesRegex(types.UserError, '^step of ForeignEnv returned .*two booleans'):
-          stepping.step_all([env], ['a'])
-    with mock.patch.object(ForeignEnv, 'step', return_value=None):  # not the name of a wrapper
-      with self.assertRaisesRegex(types.UserError, '^step of ForeignEnv returned None'):
-        stepping.step_all([factory.IsolatedEnv(ForeignEnv, 0)], ['a'])
-    for found in ('text', ('text',), (1, {})):
-      with mock.patch.object(env, 'reset', return_value=found):
-        with self.assertRaisesRegex(types.UserError, '^reset of ForeignEnv returned .*a dict$'):
-          stepping.reset(env, 0)
-
-  def test_what_a_retriever_returns_is_checked(self):
-    for found in (None, [], [['text']], ['text'], [7], [[FOUND[0]], None, None]):
-      retriever = FakeRetriever()
-      retriever.search = lambda queries, top_k, found=found: found
-      env = _start(retriever=retriever)
-      with self.assertRaisesRegex(types.UserError, '^the retriever returned .* for 1 queries'):
-        stepping.step_all([env], ['<search>x</search>'])
-
-  def test_what_a_reward_gives_is_checked(self):
-    for given in (None, 'good', math.nan, {}):
-      env = _start(reward=lambda task, answer, transcript, given=given: given)
-      with self.assertRaisesRegex(types.UserError, "^the reward .* gave .* to the task 't"):
-        env.step('<answer>red</answer>')
-
-  def test_empty_round(self):
-    self.assertEqual(stepping.step_all([], []), [])
-
-  def test_an_isolated_environment_leaves_the_process_its_random_state(self):
-    random.seed(1)
-    np.random.seed(1)
-    expected = random.random(), np.random.rand()
-    random.seed(1)
-    np.random.seed(1)
-    env = factory.IsolatedEnv(ForeignEnv, 5)
-    first, info = env.reset(seed=7)
-    self.assertEqual((random.random(), np.random.rand()), expected)
-    self.assertEqual(env.reset(seed=7)[0], first)
-    self.assertEndsWith(protocol.full_text(first, info), ' Enter a number: ')
-
-  def test_search_env_leaves_the_random_state_alone(self):
-    state, numpy_state = random.getstate(), np.random.get_state()[1].copy()
-    _start().reset(seed=3)
-    self.assertEqual(random.getstate(), state)
-    np.testing.assert_array_equal(np.random.get_state()[1], numpy_state)
 
 
 if __name__ == '__main__':

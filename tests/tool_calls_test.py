@@ -100,7 +100,7 @@ class ParseTest(parameterized.TestCase):
       ('tags', '<search>a <add> b</search>', '', (Call('search', {'query': 'a <add> b'}),)),
       ('tags', '</search> <other>x</other>', '</search> <other>x</other>', ()),
   )
-  def test_what_the_families_write(self, form, text, content, calls):
+  def test_forms_of_model_families(self, form, text, content, calls):
     self.assertEqual(parse(form, text), (content, calls))
 
   @parameterized.parameters(
@@ -128,19 +128,19 @@ class ParseTest(parameterized.TestCase):
       ('tags', '<add>1 + 2</add>', 'not JSON'),
       ('tags', '<add>[1, 2]</add>', 'no JSON object'),
   )
-  def test_a_malformed_call_says_what_is_wrong(self, form, text, message):
+  def test_malformed_call_has_reason(self, form, text, message):
     _, (call,) = parse(form, text)
     self.assertRegex(call.error, message)
     self.assertLess(len(call.error), 300)
     self.assertNotIn('\n', call.error)
 
-  def test_a_broken_call_does_not_hide_the_next(self):
+  def test_broken_call_does_not_hide_next(self):
     call = '<tool_call>{"name": "now"}</tool_call>'
     content, (first, second) = parse('hermes', f'a<tool_call>{{</tool_call>b{call}c')
     self.assertEqual((content, second), ('abc', Call('now', {})))
     self.assertNotEmpty(first.error)
 
-  def test_declarations_name_every_tool_and_the_form(self):
+  def test_declarations_name_every_tool(self):
     for form in tool_calls.FORMS:
       text = tool_calls.make_form(form, TOOLS).declare()
       for tool in TOOLS:
@@ -167,7 +167,7 @@ PIECES = st.sampled_from([
 
 class FuzzTest(parameterized.TestCase):
 
-  @hypothesis.settings(max_examples=150, deadline=None)
+  @hypothesis.settings(max_examples=80, deadline=None)
   @hypothesis.given(st.lists(PIECES | st.text(), max_size=30))
   def test_no_text_raises(self, pieces):
     text = ''.join(pieces)
@@ -179,7 +179,7 @@ class FuzzTest(parameterized.TestCase):
         self.assertIsInstance(call.name, str)
         self.assertTrue(call.name or call.error)
 
-  @hypothesis.settings(max_examples=100, deadline=None)
+  @hypothesis.settings(max_examples=50, deadline=None)
   @hypothesis.given(st.dictionaries(st.text(), VALUES, max_size=4), st.text())
   def test_parse_inverts_write(self, arguments, query):
     call = Call('add', arguments)
@@ -193,9 +193,9 @@ class FuzzTest(parameterized.TestCase):
     written = tags.write(Call('search', {'query': query}))
     self.assertEqual(tags.parse(written), ('', (Call('search', {'query': query.strip()}),)))
 
-  @hypothesis.settings(max_examples=100, deadline=None)
+  @hypothesis.settings(max_examples=50, deadline=None)
   @hypothesis.given(st.integers(0, 200))
-  def test_a_cut_turn_is_one_malformed_call_or_none(self, cut):
+  def test_cut_turn_is_at_most_one_call(self, cut):
     for form in tool_calls.FORMS:
       made = tool_calls.make_form(form, TOOLS)
       text = made.write(Call('add', {'a': 1, 'b': 'x' * 50}))
@@ -208,8 +208,8 @@ class FuzzTest(parameterized.TestCase):
       '<tool_call>{"name": "now"}</tool_call>', '<add>{', '<tool_call>[[[[[', '{"name":',
       '{"name": "now"};', '<|python_tag|>', '<|python_tag|>a.call(', '</think>', '\\"', '<', ' ',
   )  # fmt: skip
-  def test_time_grows_with_the_text_and_no_faster(self, unit):
-    """Quadratic time would take minutes; 15 s are twenty times what is usual."""
+  def test_parse_takes_linear_time(self, unit):
+    """Quadratic time would take minutes. The limit is twenty times the usual CPU time."""
     for form in tool_calls.FORMS:
       text = '<|python_tag|>' * (form == 'llama3') + unit * (2 * 10**5 // len(unit))
       started = time.thread_time()
@@ -219,7 +219,7 @@ class FuzzTest(parameterized.TestCase):
 
 class WriteTest(absltest.TestCase):
 
-  def test_arguments_that_are_no_object_are_written_as_a_text(self):
+  def test_arguments_that_are_no_object(self):
     """A client may send any JSON value, or a text that is no JSON, as a call's arguments."""
     one = {'type': 'object', 'properties': {'query': {'type': 'string'}}}
     two = {'type': 'object', 'properties': {'a': {}, 'b': {}}}

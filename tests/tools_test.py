@@ -1,8 +1,8 @@
-"""The environment with tools: what runs, what is refused, limits, and a run of the real loop."""
+"""The environment `tools`: workers, limits, rejected calls, and a run of the training loop."""
 
 import os
 import pathlib
-import resource
+import signal
 import sys
 import tempfile
 import threading
@@ -31,83 +31,78 @@ HERE = 'tests.support.tool_functions'
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def processes(test, **limits):
+def workers(test, **limits):
   made = tool_runners.Workers(tool_runners.Limits(**limits))
   test.addCleanup(made.close)
   return made
 
 
-class ProcessesTest(parameterized.TestCase):
+class WorkersTest(absltest.TestCase):
 
-  def test_values_come_back_and_the_process_is_used_again(self):
-    run = processes(self)
+  def test_worker_is_reused(self):
+    run = workers(self)
     self.assertEqual(run.call(f'{HERE}:add', {'a': 2, 'b': 3}), tool_runners.Outcome('5'))
     self.assertEqual(run.call(f'{HERE}:later', {'a': 2}), tool_runners.Outcome('3'))
     pids = {run.call(f'{HERE}:pid', {}).text for _ in range(3)}
     self.assertLen(pids, 1)
     self.assertNotIn(str(os.getpid()), pids)
 
-  def test_a_process_has_more_files_than_select_takes(self):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < 2000:
-      self.skipTest('the system allows fewer files')
-    self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (2000, hard))
-    for _ in range(1024):
-      self.enterContext(open(os.devnull, encoding='utf-8'))
-    run = processes(self, timeout_s=60.0)
+  def test_dead_idle_worker_is_replaced(self):
+    run = workers(self)
+    pid = int(run.call(f'{HERE}:pid', {}).text)
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(0.1)
     self.assertEqual(run.call(f'{HERE}:add', {'a': 2, 'b': 3}), tool_runners.Outcome('5'))
 
-  def test_a_slow_start_is_no_part_of_a_call(self):
+  def test_start_does_not_count_as_call_time(self):
     folder = self.enterContext(tempfile.TemporaryDirectory())
-    slow = pathlib.Path(folder, 'sitecustomize.py')  # which Python imports at its start
-    slow.write_text('import time\ntime.sleep(1.5)\n', encoding='utf-8')
+    slow = pathlib.Path(folder, 'sitecustomize.py')  # Python imports it at its start
+    slow.write_text('import time\ntime.sleep(1.2)\n', encoding='utf-8')
     with mock.patch.dict(os.environ, {'PYTHONPATH': folder}):
-      outcome = processes(self, timeout_s=1.0).call(f'{HERE}:add', {'a': 2, 'b': 3})
+      outcome = workers(self, timeout_s=1.0).call(f'{HERE}:add', {'a': 2, 'b': 3})
     self.assertEqual(outcome, tool_runners.Outcome('5'))
 
-  @parameterized.parameters(
-      ('leave', {}, 'the process of the tool died'),
-      ('stop', {}, 'SystemExit: no'),
-      ('hoard', {}, 'MemoryError'),
-      ('add', {'a': 1}, 'TypeError: .*b'),
-      ('nothing', {}, 'AttributeError'),
-      ('no_json', {}, 'TypeError: .*not JSON serializable'),
-  )
-  def test_a_tool_that_fails_is_told(self, name, arguments, message):
-    run = processes(self)
-    outcome = run.call(f'{HERE}:{name}', arguments)
-    self.assertEqual(outcome.status, tool_runners.FAILED)
-    self.assertRegex(outcome.text, message)
+  def test_failures_are_reported(self):
+    run = workers(self)
+    for name, arguments, message in (
+        ('leave', {}, 'the process of the tool died'),
+        ('stop', {}, 'SystemExit: no'),
+        ('hoard', {}, 'MemoryError'),
+        ('add', {'a': 1}, 'TypeError: .*b'),
+        ('nothing', {}, 'AttributeError'),
+        ('no_json', {}, 'TypeError: .*not JSON serializable'),
+    ):
+      outcome = run.call(f'{HERE}:{name}', arguments)
+      self.assertEqual(outcome.status, tool_runners.FAILED)
+      self.assertRegex(outcome.text, message)
     self.assertEqual(run.call(f'{HERE}:add', {'a': 1, 'b': 1}).text, '2')
 
-  def test_one_that_takes_too_long_is_killed_with_its_children(self):
-    run = processes(self, timeout_s=0.7)
+  def test_timeout_kills_worker_and_children(self):
+    run = workers(self, timeout_s=0.7)
     path = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), 'written')
     for name, arguments in (('spin', {}), ('with_child', {'path': path})):
       outcome = run.call(f'{HERE}:{name}', arguments)
       self.assertEqual(outcome, tool_runners.Outcome('no result within 0.7 seconds', 'timed_out'))
-    run = processes(self)
-    self.assertEqual(run.call(f'{HERE}:add', {'a': 1, 'b': 1}).text, '2')
-    time.sleep(1.0)
+    time.sleep(0.6)
     self.assertFalse(os.path.exists(path))
 
-  def test_a_long_result_is_cut(self):
-    run = processes(self, max_chars=100)
+  def test_long_result_is_cut(self):
+    run = workers(self, max_chars=100)
     for times in (100, 101, 10**6):
       text = run.call(f'{HERE}:shout', {'times': times}).text
       self.assertLen(text, 100)
       self.assertEqual(text.endswith('..'), times > 100)
 
-  def test_threads_have_processes_of_their_own(self):
-    run, found = processes(self), []
-    call = lambda: found.append(run.call(f'{HERE}:sleep', {'seconds': 0.5}).text)
-    threads = [threading.Thread(target=call) for _ in range(3)]
+  def test_threads_use_separate_workers(self):
+    run, found = workers(self), []
+    call = lambda: found.append(run.call(f'{HERE}:pid', {}).text)
+    sleep = lambda: (run.call(f'{HERE}:sleep', {'seconds': 0.3}), call())
+    threads = [threading.Thread(target=sleep) for _ in range(2)]
     for thread in threads:
       thread.start()
     for thread in threads:
       thread.join()
-    self.assertEqual(found, ['awake'] * 3)
+    self.assertLen(found, 2)
 
 
 class CalculatorTest(parameterized.TestCase):
@@ -123,7 +118,7 @@ class CalculatorTest(parameterized.TestCase):
       '__import__("os")', '2 ** 10 ** 9', '"a" * 9', 'x', '1 < 2', '[1]', 'True', '9' * 501, '',
       '1/0', '(' * 300, '2**-9999', '1j', 'abs(1)', '10**400*1.0',
   )  # fmt: skip
-  def test_all_else_is_refused(self, expression):
+  def test_other_expressions_are_rejected(self, expression):
     with self.assertRaises((ValueError, SyntaxError, ArithmeticError, MemoryError, RecursionError)):
       calculator.calculator(expression)
 
@@ -157,7 +152,7 @@ def make(form='hermes', names=NAMES, timeout_s=10.0, retriever=None, **options):
 class EnvTest(parameterized.TestCase):
 
   @parameterized.parameters(*tool_calls.FORMS)
-  def test_an_episode(self, form):
+  def test_episode(self, form):
     env = make(form)
     write = tool_calls.make_form(form, [tool.schema for tool in env._tools.values()]).write
     call = write(tool_calls.Call('calculator', {'expression': '(3+4)*2'}))
@@ -185,25 +180,25 @@ class EnvTest(parameterized.TestCase):
       ('{"name": "add", "arguments": {"a": 1, "b": true}}', "needs a JSON integer as 'b'"),
       ('{"name": "add", "arguments": {"a": 1, "b": 2, "c": 3}}', "no argument 'c'; it has a, b"),
   )
-  def test_a_malformed_call_is_told_and_counted(self, body, message):
+  def test_malformed_call_is_reported_and_counted(self, body, message):
     observation, reward, terminated, _, info = make().step(f'<tool_call>{body}</tool_call>')
     self.assertRegex(observation, message)
     self.assertEqual((reward, terminated, info['action']), (0.0, False, 'invalid'))
     self.assertEqual(info['metrics']['tools/malformed'], 1.0)
     self.assertEqual(info['metrics']['tools/calls'], 0.0)
 
-  def test_failures_and_time_outs_are_counted(self):
-    env = make(timeout_s=2.0)
+  def test_failures_and_timeouts_are_counted(self):
+    env = make(timeout_s=1.0)
     call = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
     observation, *_, info = env.step(call % ('calculator', '{"expression": "1/0"}'))
     self.assertEqual(observation, 'Error: ZeroDivisionError: division by zero')
     observation, *_, info = env.step(call % ('sleep', '{"seconds": 30}'))
-    self.assertEqual(observation, 'Error: no result within 2 seconds')
+    self.assertEqual(observation, 'Error: no result within 1 seconds')
     self.assertEqual(info['metrics']['tools/failed'], 1.0)
     self.assertEqual(info['metrics']['tools/timed_out'], 1.0)
     self.assertEqual(info['metrics']['tools/calls'], 2.0)
 
-  def test_several_calls_of_a_turn(self):
+  def test_several_calls_per_turn(self):
     call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
     observation, *_, info = make(max_calls=2).step(call * 2 + '<tool_call>{</tool_call>')
     self.assertRegex(observation, '^add: 3\nadd: 3\n: Error: the call is malformed')
@@ -211,7 +206,7 @@ class EnvTest(parameterized.TestCase):
     observation, *_, info = make(max_calls=2).step(call * 3)
     self.assertEndsWith(observation, 'Error: at most 2 calls per turn are run')
 
-  def test_neither_call_nor_answer(self):
+  def test_turn_without_call_or_answer(self):
     env = make()
     for turn in range(4):
       observation, reward, terminated, truncated, info = env.step('14')
@@ -219,7 +214,7 @@ class EnvTest(parameterized.TestCase):
       self.assertEqual((terminated, truncated), (turn == 3, turn == 3))
     self.assertEmpty(observation)
 
-  def test_searches_of_several_episodes_are_one(self):
+  def test_episodes_share_a_search(self):
     retriever = Found()
     envs = [make(retriever=retriever) for _ in range(3)]
     search = '<tool_call>{"name": "search", "arguments": {"query": "%s"}}</tool_call>'
@@ -230,7 +225,7 @@ class EnvTest(parameterized.TestCase):
     self.assertEqual([outcome[4]['retrieval_failed'] for outcome in outcomes], [False, True, False])
     self.assertEqual(outcomes[2][0], 'search: 1. Title: c\nadd: 3')
 
-  def test_nothing_in_a_result_closes_its_block(self):
+  def test_result_cannot_close_its_block(self):
     env = make('tags', ('search',))
     observation, *_ = env.step('<search></information><answer>14</answer></search>')
     self.assertEqual(observation.count('</information>'), 1)
@@ -244,12 +239,12 @@ class EnvTest(parameterized.TestCase):
       (dict(names=(f'{HERE}:add',) * 2), "two tools are called 'add'"),
       (dict(form='xml'), 'allowed are hermes, llama3, tags'),
   )
-  def test_a_mistake_is_one_line(self, arguments, message):
+  def test_mistake_is_one_line(self, arguments, message):
     with self.assertRaisesRegex(UserError, message) as caught:
       make(**arguments)
     self.assertNotIn('\n', str(caught.exception))
 
-  def test_tools_without_their_environment_and_search_without_a_retriever(self):
+  def test_tools_need_their_environment(self):
     config = schema.Config()
     config.env.tools = ('calculator',)
     with self.assertRaisesRegex(UserError, 'search uses none'):
@@ -270,7 +265,7 @@ class PromptTest(absltest.TestCase):
       pathlib.Path(folder, 'chat_template.jinja').write_text(template, encoding='utf-8')
     return chat.load_tokenizer(folder)
 
-  def test_the_template_shows_the_tools_where_it_can(self):
+  def test_template_shows_tools(self):
     env = make(names=('calculator',))
     question, info = env.reset()
     encode = lambda tokenizer: tokenizer.decode(
@@ -287,7 +282,7 @@ class PromptTest(absltest.TestCase):
 
 class RunTest(absltest.TestCase):
 
-  def test_a_run_with_tools(self):
+  def test_run_with_tools(self):
     """The tiny model's searches are calls of the search tool in the form of tags."""
     self.enterContext(tiny_run.on_one_device())
     folder = self.enterContext(tempfile.TemporaryDirectory())
@@ -295,8 +290,9 @@ class RunTest(absltest.TestCase):
     config = tiny_run.make_config(folder)
     config.env = schema.Env(kind='tools', tools=('calculator', 'search'), max_searches=2)
     config.env.options = {'form': 'tags', 'instructions': ''}
-    config.rollout.max_prompt, config.rollout.max_total = 256, 512
-    config.train.length_buckets = (512,)
+    config.rollout.max_prompt, config.rollout.max_total = 256, 384
+    config.train.length_buckets = (384,)
+    config.train.updates = 1
     loop.train(config, os.path.join(folder, 'run'))
     rows = metrics_lib.read_metrics(os.path.join(folder, 'run'))
     names = ('calls', 'malformed', 'failed', 'timed_out')
@@ -316,7 +312,7 @@ class McpTest(absltest.TestCase):
     except ImportError:
       self.skipTest('mcp is not installed')
 
-  def test_a_server_over_stdio(self):
+  def test_server_over_stdio(self):
     names = (f'mcp:{sys.executable} {ROOT}/tests/support/mcp_server.py', 'calculator')
     env = make(names=names, timeout_s=1.5)
     self.assertEqual(list(env._tools), ['mix', 'wait', 'fail', 'calculator'])
@@ -333,7 +329,7 @@ class McpTest(absltest.TestCase):
     env.reset()
     self.assertEqual(env.step(mix)[0], 'red and blue')  # started again, under a limit of its own
 
-  def test_a_command_that_is_no_server(self):
+  def test_command_without_server(self):
     for command in ('/no/such/program', f'{sys.executable} -c pass'):
       with self.assertRaisesRegex(UserError, 'lists no tools') as caught:
         make(names=(f'mcp:{command}',))

@@ -48,7 +48,7 @@ def spin() -> None:
 
 
 def with_child(path: str) -> None:
-  """Starts a child that writes a file after a second, and never ends itself.
+  """Starts a child that writes a file after a second, and does not return.
 
   Args:
     path: of the file
