@@ -65,7 +65,7 @@ class Demonstrator:
     env = search.SearchEnv(
         task,
         self._retriever,
-        max_turns=self._env.max_turns,
+        max_searches=self._env.max_searches,
         top_k=self._top_k,
         prompt=self._env.prompt,
     )
@@ -149,7 +149,7 @@ class Story:
 
   def look_up(self, news, query):
     """Adds a turn that states the news and searches; returns False if no search is left."""
-    if len(self.turns) == self._env.max_turns:
+    if len(self.turns) == self._env.max_searches:
       return False
     wording = _pick(self._rng, BEGINNINGS if not self.turns else CONTINUATIONS)
     info = self.act([*news, wording.format(query)], f'<search> {query} </search>')

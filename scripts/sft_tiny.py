@@ -159,7 +159,7 @@ class Demonstrator:
     """
     habits = HABITS[task.hops]
     habit = habit or rng.choice(list(habits), p=list(habits.values()))
-    env = search.SearchEnv(task, self._look_up, max_turns=4, top_k=TOP_K, prompt='short')
+    env = search.SearchEnv(task, self._look_up, max_searches=4, top_k=TOP_K, prompt='short')
     prompt, _ = env.reset()
     steps = self._steps(task)
     asked = steps[0].question

@@ -136,7 +136,7 @@ class ResolveTest(parameterized.TestCase):
     env = kind(Task('t', 'q', ('a',)), 0)
     self.assertIsInstance(env, search.SearchEnv)
     self.assertIs(env.retriever, retriever)
-    self.assertEqual((env.top_k, env.max_turns), (2, 4))
+    self.assertEqual((env.top_k, env.max_searches), (2, 4))
     env.reset()
     self.assertEqual(env.step('<answer>a</answer>')[1], 0.5)
 

@@ -39,7 +39,7 @@ def play_search(task, base_url, model, max_turns=4):
   """The search environment, played by a client: text in, text out."""
   del model
   task = types.Task(**{**task, 'answers': tuple(task['answers'])})
-  env = search.SearchEnv(task, retriever(), max_turns=max_turns, top_k=1, prompt='short')
+  env = search.SearchEnv(task, retriever(), max_searches=max_turns, top_k=1, prompt='short')
   messages = [{'role': 'user', 'content': env.reset()[0]}]
   while True:
     stops = ['</search>', '</answer>']

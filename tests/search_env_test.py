@@ -163,7 +163,7 @@ class ContractTest(parameterized.TestCase):
     self.assertEqual(observation, '\n\n<information></information>\n\n')
     self.assertFalse(info['retrieval_failed'])
 
-  # s search, i invalid, a right answer, w wrong answer. After max_turns actions one generation is
+  # s search, i invalid, a right answer, w wrong answer. After max_searches actions one generation is
   # left, and only an answer counts there.
   @parameterized.parameters(
       # turns, played, searches, reward, truncated
@@ -183,10 +183,10 @@ class ContractTest(parameterized.TestCase):
       (4, 'ssssa', 4, 1.0, False),
       (4, 'sssss', 4, 0.0, True),
   )
-  def test_turn_limit(self, max_turns, played, searches, reward, truncated):
+  def test_turn_limit(self, max_searches, played, searches, reward, truncated):
     texts = {'s': SEARCH, 'i': 'hm', 'a': ANSWER, 'w': '<answer>Rome</answer>'}
     retriever = FakeRetriever()
-    env = search.SearchEnv(TASK, retriever, max_turns=max_turns)
+    env = search.SearchEnv(TASK, retriever, max_searches=max_searches)
     for _ in range(2):  # reset() starts again
       retriever.calls.clear()
       env.reset()
@@ -202,7 +202,7 @@ class ContractTest(parameterized.TestCase):
         env.step(ANSWER)
 
   def test_closed_book_needs_no_retriever(self):
-    env = search.SearchEnv(TASK, None, max_turns=0)
+    env = search.SearchEnv(TASK, None, max_searches=0)
     text, _ = env.reset()
     self.assertNotIn('search', text)
     for part in ('<think>', '<answer> Beijing </answer>', 'Question: what is the capital of'):
@@ -256,7 +256,7 @@ class ContractTest(parameterized.TestCase):
       ('format', 'Rome', 0.0),
   )
   def test_rewards(self, reward, action, expected):
-    env = start(reward=reward, max_turns=1)
+    env = start(reward=reward, max_searches=1)
     env.step(SEARCH)
     self.assertAlmostEqual(env.step(action)[1], expected)
 
@@ -266,7 +266,7 @@ class ContractTest(parameterized.TestCase):
     self.assertEqual(env.step(ANSWER)[1], 0.8)
 
   @parameterized.parameters(
-      ({'max_turns': -1}, 'max_turns=-1'),
+      ({'max_searches': -1}, 'max_searches=-1'),
       ({'top_k': 0}, 'top_k=0'),
       ({'prompt': 'long'}, "prompt='long'"),
       ({'observation': 'x'}, "observation='x'"),

@@ -53,7 +53,7 @@ class StepAllTest(absltest.TestCase):
 
   def test_no_search_in_the_last_generation(self):
     retriever = FakeRetriever()
-    envs = [start(retriever=retriever, max_turns=1) for _ in range(2)]
+    envs = [start(retriever=retriever, max_searches=1) for _ in range(2)]
     stepping.step_all(envs, [SEARCH, SEARCH])
     self.assertEqual(
         [step[1:4] for step in stepping.step_all(envs, [SEARCH, ANSWER])],
@@ -107,7 +107,7 @@ class StepAllTest(absltest.TestCase):
   def test_other_attributes_are_no_shared_search(self):
     env = ForeignEnv()
     env.retriever, env.top_k, env.query = object(), 3, 'the question'
-    closed = search.SearchEnv(types.Task('t', 'q', ('a',)), None, max_turns=0)
+    closed = search.SearchEnv(types.Task('t', 'q', ('a',)), None, max_searches=0)
     closed.reset()
     outcomes = stepping.step_all([env, closed], ['a', '<answer>a</answer>'])
     self.assertEqual([outcome[1] for outcome in outcomes], [0.0, 1.0])

@@ -217,7 +217,7 @@ class TokenizerTest(parameterized.TestCase):
     self.assertIsNone(plain.render)
     tokenizer = prepare.load_tokenizer(config, 'user')
     task = types.Task('t', 'Who wrote it?', ('x',))
-    env = search.SearchEnv(task, None, max_turns=0, prompt='short')
+    env = search.SearchEnv(task, None, max_searches=0, prompt='short')
     prompt, _ = env.reset()
     user = lambda text: {'role': 'user', 'content': text}
     said = {'role': 'assistant', 'content': '<search> it </search>'}

@@ -56,9 +56,9 @@ _INVALID = {
 class SearchEnv:
   """One question with GEM's `reset` and `step`.
 
-  Actions 1..max_turns may search, be invalid, or answer. One more turn may only answer, and any
-  other action there ends the episode with reward 0. So an episode has at most `max_turns` searches
-  and `max_turns + 1` turns. `max_turns=0` is closed-book.
+  Actions 1..max_searches may search, be invalid, or answer. One more turn may only answer, and any
+  other action there ends the episode with reward 0. So an episode has at most `max_searches` searches
+  and `max_searches + 1` turns. `max_searches=0` is closed-book.
   """
 
   stop_strings = ('</search>', '</answer>')
@@ -70,7 +70,7 @@ class SearchEnv:
       self,
       task: types.Task,
       retriever: Any,  # a retrieval.protocol.Retriever; None for closed-book
-      max_turns: int = 4,
+      max_searches: int = 4,
       top_k: int = 3,
       prompt: str = 'search_r1',
       reward: str | rewards.Reward = 'em',
@@ -82,12 +82,12 @@ class SearchEnv:
       observation = prompt
     _require(prompt in STYLES, f'prompt={prompt!r}', f'one of {STYLES}')
     _require(observation in STYLES, f'observation={observation!r}', f'one of {STYLES}')
-    _require(max_turns >= 0, f'max_turns={max_turns}', '0 (closed-book) or more')
+    _require(max_searches >= 0, f'max_searches={max_searches}', '0 (closed-book) or more')
     _require(top_k >= 1, f'top_k={top_k}', '1 or more')
     _require(
-        retriever is not None or max_turns == 0,
-        f'max_turns={max_turns} without a retriever',
-        'a retriever, or max_turns=0',
+        retriever is not None or max_searches == 0,
+        f'max_searches={max_searches} without a retriever',
+        'a retriever, or max_searches=0',
     )
     _require(
         not task.options or task.letter in dict(task.options),
@@ -95,10 +95,10 @@ class SearchEnv:
         f'one of its options {tuple(dict(task.options))}',
     )
     if instructions is None and prompt == 'search_r1':
-      instructions = (_INSTRUCTIONS if max_turns else _CLOSED_BOOK) + _FINISH
+      instructions = (_INSTRUCTIONS if max_searches else _CLOSED_BOOK) + _FINISH
     self.task = task
     self.retriever = retriever
-    self.max_turns = max_turns
+    self.max_searches = max_searches
     self.top_k = top_k
     self._prompt_style = prompt
     self._observation_style = observation
@@ -122,7 +122,7 @@ class SearchEnv:
   def query(self, action: str) -> str | None:
     """Returns the query that `step(action)` would send to the retriever, or None."""
     kind, content = parse_action(action)
-    return content if kind == 'search' and self._turns < self.max_turns else None
+    return content if kind == 'search' and self._turns < self.max_searches else None
 
   def step(self, action: str, passages: Any = NOT_SEARCHED) -> protocol.Step:
     """Plays one turn of the agent: (observation, reward, terminated, truncated, info).
@@ -150,7 +150,7 @@ class SearchEnv:
       metrics |= rewards.scores(self.task, content)
       reward = rewards.score_answer(self._reward, self.task, content, self._transcript)
       return '', reward, True, False, info
-    if self._turns > self.max_turns:
+    if self._turns > self.max_searches:
       self._is_over = True
       return '', 0.0, True, True, info
     if query is None:
