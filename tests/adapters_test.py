@@ -119,13 +119,14 @@ def alone(kind, seed, moves):
 class IsolationTest(parameterized.TestCase):
 
   @parameterized.parameters(*GAMES)
-  def test_interleaved_episodes_are_what_each_is_alone(self, package, name, options, form, moves):
+  def test_interleaved_episodes_are_independent(self, package, name, options, form, moves):
     need(self, package)
     moves = [form.format(*move) for move in moves]
     kind = resolve(name, **options).env
     seeds = range(6)
     expected = [alone(kind, seed, moves).told for seed in seeds]
-    self.assertGreater(len({json.dumps(told) for told in expected}), 1, 'one game for all seeds')
+    if options.get('opponent') != 'self':  # Nim itself has no random part
+      self.assertGreater(len({json.dumps(told) for told in expected}), 1)
     random.seed(7)
     np.random.seed(7)
     episodes = [Episode(kind, seed, moves) for seed in reversed(seeds)]
@@ -138,7 +139,7 @@ class IsolationTest(parameterized.TestCase):
     self.assertEqual([episode.told for episode in reversed(episodes)], expected)
 
   @parameterized.parameters(*GAMES)
-  def test_a_text_without_sense_ends_no_run(self, package, name, options, form, moves):
+  def test_hostile_texts_do_not_raise(self, package, name, options, form, moves):
     need(self, package)
     moves = [form.format(*move) for move in moves]
     kind = resolve(name, **options).env
@@ -151,7 +152,7 @@ class IsolationTest(parameterized.TestCase):
 
 class GemTest(absltest.TestCase):
 
-  def test_observations_and_rewards_are_those_of_the_package(self):
+  def test_outcomes_are_those_of_the_package(self):
     gem = need(self, 'gem')
     game = gem.make('game:Sudoku-v0-easy')
     observation, info = game.reset(seed=5)
@@ -168,7 +169,7 @@ class GemTest(absltest.TestCase):
     self.assertEqual(got, expected)
     self.assertGreater(max(episode.rewards), 0)
 
-  def test_success_is_a_whole_reward(self):
+  def test_success_is_a_full_reward(self):
     need(self, 'gem')
     kind = resolve('gem:game:GuessTheNumber-v0-easy').env
     last = [alone(kind, 0, [f'\\boxed{{{guess}}}'] * 4).told[-1] for guess in range(1, 11)]
@@ -185,7 +186,7 @@ class GemTest(absltest.TestCase):
     self.assertEqual((kind.frame, kind.stop_strings), ('inline', ('}',)))
     kind(Task('t'), 0)
 
-  def test_the_process_keeps_its_logging(self):
+  def test_process_keeps_its_logging(self):
     need(self, 'gem')
     import logging
 
@@ -235,7 +236,7 @@ class TextArenaTest(absltest.TestCase):
     self.assertEqual(info['metrics']['won'], 1.0)
     self.assertEqual(info['role_metrics']['player_0']['won'], 0.0)
 
-  def test_held_out_games_of_a_policy_that_plays_itself_are_against_a_script(self):
+  def test_held_out_games_are_against_a_script(self):
     need(self, 'textarena')
     kind = resolve('textarena:Nim-v0', opponent='self', eval_opponent=ME, side='second').env
     env = kind(Task('t', split='dev'), 0)
@@ -259,7 +260,7 @@ class TextArenaTest(absltest.TestCase):
     self.assertEqual((reward, terminated, info['action']), (-1.0, True, 'invalid'))
     self.assertEqual(info['metrics']['invalid_move'], 1.0)
 
-  def test_the_wrong_number_of_players_is_one_line(self):
+  def test_wrong_number_of_players(self):
     need(self, 'textarena')
     for name, options in (('Nim-v0', {}), ('GuessTheNumber-v0', {'opponent': ME})):
       env = resolve(f'textarena:{name}', **options).env(Task('t'), 0)
@@ -295,7 +296,7 @@ class ReasoningGymTest(parameterized.TestCase):
     terms = question.partition(': ')[2].removesuffix('=').strip()
     self.assertEqual(env.step(f'{eval(terms)}\n')[1], 1.0)
 
-  def test_part_of_a_score_is_paid_or_not(self):
+  def test_partial_scores(self):
     """A text with all digits contains the answer; the package pays for that."""
     need(self, 'reasoning_gym')
     for partial in (True, False):
@@ -306,7 +307,7 @@ class ReasoningGymTest(parameterized.TestCase):
       self.assertBetween(info['metrics']['score'], 0.01, 0.99)
       self.assertEqual(reward, info['metrics']['score'] if partial else 0.0)
 
-  def test_options_that_the_data_set_refuses(self):
+  def test_rejected_options(self):
     need(self, 'reasoning_gym')
     for options in ({'min_terms': 0}, {'no_such': 1}):
       env = resolve('reasoning_gym:chain_sum', **options).env(Task('t'), 1)
@@ -322,19 +323,19 @@ class NamesTest(parameterized.TestCase):
       ('textarena', 'textarena:guessthenumber-v0', 'GuessTheNumber-v0'),
       ('reasoning_gym', 'reasoning_gym:chainsum', 'chain_sum'),
   )
-  def test_a_wrong_name_gives_those_close_to_it(self, package, kind, close):
+  def test_wrong_name_lists_similar_names(self, package, kind, close):
     need(self, package)
     with self.assertRaisesRegex(UserError, f'close to it are .*{close}') as caught:
       resolve(kind)
     self.assertNotIn('\n', str(caught.exception))
 
   @parameterized.parameters('gem', 'textarena', 'reasoning_gym')
-  def test_a_package_that_is_missing_is_one_line(self, package):
+  def test_missing_package_is_one_line(self, package):
     with mock.patch.dict(sys.modules, {package: None, f'{package}.factory': None}):
       with self.assertRaisesRegex(UserError, rf'pip install "\.\[{package}\]"'):
         resolve(f'{package}:x')
 
-  def test_an_id_is_no_plug_in_module(self):
+  def test_id_is_no_plugin(self):
     config = schema.Config()
     config.env.kind = 'gem:game:GuessTheNumber-v0-easy'
     self.assertEmpty(components.plugin_names(config))
@@ -363,7 +364,7 @@ def two_tasks(split):
 
 class HelpersTest(absltest.TestCase):
 
-  def test_attributes_that_depend_on_the_settings(self):
+  def test_attributes_depend_on_settings(self):
     def make(task, letters='ab', frame='inline'):
       del task, letters, frame
 

@@ -38,7 +38,7 @@ class OpenEnvTest(absltest.TestCase):
     self.addCleanup(env._close)
     return env, env.reset(seed=seed)
 
-  def test_two_episodes_at_once_have_sessions_and_seeds_of_their_own(self):
+  def test_episodes_have_separate_sessions_and_seeds(self):
     (one, first), (two, second) = self.start(1), self.start(2)
     self.assertEqual((first, second), (('seed 1: guess', {}), ('seed 2: guess', {})))
     numbers = [random.Random(seed).randint(0, 9) for seed in (1, 2)]
@@ -53,7 +53,7 @@ class OpenEnvTest(absltest.TestCase):
       self.assertEqual((text, reward, terminated), ('', 1.0, True))
       self.assertEqual(info['metrics'], {'tries': 2.0})
 
-  def test_an_action_that_is_not_accepted_is_told(self):
+  def test_rejected_action_is_reported(self):
     env, _ = self.start(3)
     for text in ('5', 'five', '{"guess": "five"}', '{"gess": 5}', '[', '{"guess": 5, "x": 1}'):
       observation, reward, terminated, _, info = env.step(text)
@@ -61,19 +61,19 @@ class OpenEnvTest(absltest.TestCase):
       self.assertEqual((reward, terminated, info['action']), (0.0, False, 'invalid'))
     self.assertEqual(env.step('{"guess": 99}')[4]['action'], 'move')
 
-  def test_a_game_that_breaks_is_masked_and_counted(self):
+  def test_server_error_masks_the_episode(self):
     env, _ = self.start(4)
     _, reward, terminated, truncated, info = env.step('{"guess": 13}')
     self.assertEqual((reward, terminated, truncated), (0.0, True, True))
     self.assertTrue(info['retrieval_failed'])
 
-  def test_the_text_is_one_field_of_the_action(self):
+  def test_text_is_one_field_of_the_action(self):
     options = dict(action_field='guess', stop_strings=['.'], observation_field='tries')
     env, (text, _) = self.start(5, **options, instructions='Go. ')
     self.assertEqual(text, 'Go. 0')
     self.assertEqual(env.step('99.')[0], '1')
 
-  def test_a_server_without_room_is_one_line(self):
+  def test_server_without_room_is_one_line(self):
     sessions = [self.start(seed)[0] for seed in range(SESSIONS)]
     with self.assertRaisesRegex(UserError, 'starts no episode .*max_concurrent_envs') as caught:
       self.start(9)

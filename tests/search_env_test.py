@@ -131,6 +131,7 @@ class ContractTest(parameterized.TestCase):
         'query': 'capital of France',
         'answer': None,
         'retrieval_failed': False,
+        'passage_ids': ['p1'],
         'metrics': {'em': 0.0, 'f1': 0.0, 'sub_em': 0.0, 'searches': 1.0},
     }
     self.assertEqual(info, expected)
@@ -154,7 +155,6 @@ class ContractTest(parameterized.TestCase):
     observation, _, terminated, _, info = env.step(SEARCH)
     self.assertEqual(observation, expected)
     self.assertTrue(info['retrieval_failed'])
-    self.assertEqual(info['passage_ids'], [])
     self.assertFalse(terminated)
     self.assertEqual(env.step(ANSWER)[1], 1.0)
 
@@ -163,8 +163,8 @@ class ContractTest(parameterized.TestCase):
     self.assertEqual(observation, '\n\n<information></information>\n\n')
     self.assertFalse(info['retrieval_failed'])
 
-  # s search, i invalid, a right answer, w wrong answer. After max_searches actions one generation is
-  # left, and only an answer counts there.
+  # s search, i invalid, a right answer, w wrong answer. After max_searches turns one turn is left,
+  # and only an answer counts there.
   @parameterized.parameters(
       # turns, played, searches, reward, truncated
       (0, 'a', 0, 1.0, False),

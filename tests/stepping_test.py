@@ -110,7 +110,7 @@ class StepAllTest(absltest.TestCase):
     closed = search.SearchEnv(types.Task('t', 'q', ('a',)), None, max_searches=0)
     closed.reset()
     outcomes = stepping.step_all([env, closed], ['a', '<answer>a</answer>'])
-    self.assertEqual([outcome[1] for outcome in outcomes], [0.0, 1.0])
+    self.assertEqual([outcome[1] for outcome in outcomes], [0.5, 1.0])
 
 
 if __name__ == '__main__':

@@ -314,7 +314,7 @@ class McpTest(absltest.TestCase):
 
   def test_server_over_stdio(self):
     names = (f'mcp:{sys.executable} {ROOT}/tests/support/mcp_server.py', 'calculator')
-    env = make(names=names, timeout_s=1.5)
+    env = make(names=names, timeout_s=3.0)
     self.assertEqual(list(env._tools), ['mix', 'wait', 'fail', 'calculator'])
     call = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
     mix = call % ('mix', '{"first": "red", "second": "blue"}')
@@ -323,7 +323,7 @@ class McpTest(absltest.TestCase):
     self.assertRegex(observation, '^Error: .*')
     self.assertEqual(info['metrics']['tools/failed'], 1.0)
     observation, *_, info = env.step(call % ('wait', '{"seconds": 30}'))
-    self.assertEqual(observation, 'Error: no result within 1.5 seconds')
+    self.assertEqual(observation, 'Error: no result within 3 seconds')
     env.reset()
     self.assertIn('mix needs the argument', env.step(call % ('mix', '{"first": "red"}'))[0])
     env.reset()

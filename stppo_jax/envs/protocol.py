@@ -68,6 +68,7 @@ class StepInfo(TypedDict, total=False):
   metrics: dict[str, float]  # the last value of an episode counts
   retrieval_failed: bool  # masks the episode out of the update
   query: str | None  # of a search; --mode=chat shows it
+  passage_ids: list[str]  # of the passages that the search found
   answer: str | None  # the final answer; --mode=chat shows it
 
 

@@ -56,9 +56,9 @@ _INVALID = {
 class SearchEnv:
   """One question with GEM's `reset` and `step`.
 
-  Actions 1..max_searches may search, be invalid, or answer. One more turn may only answer, and any
-  other action there ends the episode with reward 0. So an episode has at most `max_searches` searches
-  and `max_searches + 1` turns. `max_searches=0` is closed-book.
+  Turns 1..max_searches may search, be invalid, or answer. One more turn may only answer, and any
+  other action there ends the episode with reward 0. So an episode has at most `max_searches`
+  searches and `max_searches + 1` turns. `max_searches=0` is closed-book.
   """
 
   stop_strings = ('</search>', '</answer>')
@@ -143,6 +143,7 @@ class SearchEnv:
         'query': content if kind == 'search' else None,
         'answer': content if kind == 'answer' else None,
         'retrieval_failed': False,
+        'passage_ids': [],
         'metrics': metrics,
     }
     if kind == 'answer':
@@ -159,6 +160,7 @@ class SearchEnv:
       if passages is NOT_SEARCHED:
         passages = self.retriever.search([query], self.top_k)[0]
       info['retrieval_failed'] = passages is None
+      info['passage_ids'] = [passage.id for passage in passages or ()]
       observation = observation_text(passages or (), self._observation_style)
     self._transcript += observation
     return observation, 0.0, False, False, info

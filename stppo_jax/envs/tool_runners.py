@@ -4,6 +4,7 @@ Arguments and results are passed by value. Each call has a time limit, and its r
 length. A process that does not answer in time is killed with its children, and replaced.
 """
 
+import atexit
 from collections.abc import Mapping
 import contextlib
 import dataclasses
@@ -140,6 +141,7 @@ class McpServer:
     self._connection = contextlib.ExitStack()
     self._portal: Any = None  # runs the client's coroutines in a thread
     self._client: Any = None  # None: the server does not run
+    atexit.register(self._end)  # the portal's thread is gone when objects are finalized
 
   def list_tools(self) -> list[Any]:
     """Returns the server's tools: objects with name, description and input_schema."""
