@@ -149,7 +149,7 @@ class ResolveTest(parameterized.TestCase):
       (dict(env__kind='a_users_module:Game'), "missing a required argument: 'high'"),
       (
           dict(env__kind='a_users_module:Game', env__options={'hihg': 1}),
-          r"unexpected keyword argument 'hihg'.*\(task, high, low, max_turns\)",
+          r"'hihg'.*missing a required argument: 'high'.*\(task, high, low, max_turns\)",
       ),
       (dict(env__options={'x': 1}), "unexpected keyword argument 'x'"),
       (dict(env__options={'x': object()}), 'numbers, texts, lists and dicts'),

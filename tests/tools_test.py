@@ -232,7 +232,7 @@ class EnvTest(parameterized.TestCase):
     self.assertNotIn('<answer>', observation)
 
   @parameterized.parameters(
-      (dict(names=()), "env.kind='tools' without tools"),
+      (dict(names=()), "env.kind='tools' needs tools"),
       (dict(names=(f'{HERE}:undocumented',)), 'annotate its arguments'),
       (dict(names=('calculater',)), 'did you mean calculator'),
       (dict(names=('no_such:f',)), 'cannot import no_such'),

@@ -134,10 +134,6 @@ class ToolEnv:
   @staticmethod
   def attributes(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns frame and stop strings. By default, calls as tags are inline, and end their turn."""
-    if not settings.get('tools'):
-      raise types.UserError(
-          f"config.env.kind='tools' without tools: name some, as in --config.env.tools={BUILT_IN}"
-      )
     form_name = settings.get('form', 'hermes')
     frame = settings.get('frame') or ('inline' if form_name == 'tags' else 'tool')
     form = tool_calls.make_form(form_name, _schemas(settings['tools']))
@@ -148,7 +144,7 @@ class ToolEnv:
       self,
       task: types.Task,
       retriever: Any,
-      tools: Sequence[Tool] = (),
+      tools: Sequence[Tool],
       max_turns: int = 4,
       top_k: int = 3,
       reward: str | rewards.Reward = 'em',
