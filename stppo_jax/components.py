@@ -16,6 +16,8 @@ import pathlib
 from typing import Any
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from stppo_jax import plugins
 from stppo_jax import tasks as tasks_lib
 from stppo_jax import validation
@@ -91,6 +93,13 @@ class Components:
           f'{", ".join(known)}, to be given as "(\'{known[0]}\',)"; "()" keeps all of them'
       )
     return [task for task in tasks if not data.datasets or task.dataset in data.datasets]
+
+  def held_out_tasks(self) -> list[Task]:
+    """Returns the questions to evaluate on: a fixed sample of the split, or all of it."""
+    tasks = self.load_tasks(self.config.data.eval_split)
+    number = self.config.eval.episodes or len(tasks)
+    order = np.random.default_rng(0).permutation(len(tasks))[:number]
+    return [tasks[i] for i in sorted(order)]
 
 
 def resolve(config: Config) -> Components:

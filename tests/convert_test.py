@@ -30,7 +30,7 @@ import transformers
 from stppo_jax import config as schema
 from stppo_jax import tasks
 from stppo_jax import tokenizer as chat
-from stppo_jax.evaluation import policy as results
+from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
@@ -108,7 +108,7 @@ class ConvertTest(TreeTest):
     source = prepare.EMBEDDED_MODEL
     config, params = convert.load_hf(source)
     convert.save_hf(self.folder, config, params, source, eos_ids=(0,))
-    results.add_chat_template(schema.Config(), str(self.folder))
+    policy_lib.add_chat_template(schema.Config(), str(self.folder))
     tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder)
     messages = [{'role': 'user', 'content': 'Who wrote it?'}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -16,7 +16,7 @@ from stppo_jax import types
 from stppo_jax.evaluation import estimates
 from stppo_jax.evaluation import job
 from stppo_jax.evaluation import records
-from stppo_jax.evaluation import scores as evaluation
+from stppo_jax.evaluation import scores as scores_lib
 from stppo_jax.evaluation import table
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.types import UserError
@@ -87,7 +87,7 @@ class EstimatesTest(parameterized.TestCase):
   def test_the_mean_of_the_data_sets_by_hand(self):
     tasks = [types.Task(name, dataset=dataset) for name, dataset in zip('abcd', 'xxxy')]
     episodes = [make_episode(*of) for of in zip(tasks, (1.0, 0.0, 1.0, 0.25))]
-    scores = evaluation.scores(episodes)
+    scores = scores_lib.scores(episodes)
     self.assertAlmostEqual(scores['val-core/all/em'], 2.25 / 4)
     self.assertAlmostEqual(scores['val-core/x/em'], 2 / 3)
     for name in ('em', 'f1', 'score'):
@@ -98,7 +98,7 @@ class EstimatesTest(parameterized.TestCase):
     # y is one question. The mean of x is 0, 1/3, 2/3 or 1: all three wrong once in 27 resamplings.
     self.assertAlmostEqual(row.estimates['em'].low, (0 + 1 / 4) / 2)
     self.assertAlmostEqual(row.estimates['em'].high, (1 + 1 / 4) / 2)
-    of_one = evaluation.scores(episodes[:3])
+    of_one = scores_lib.scores(episodes[:3])
     self.assertFalse([name for name in of_one if 'macro' in name])
 
   def test_a_sample_passes_with_a_main_score_of_1(self):
@@ -179,7 +179,7 @@ class JobTest(parameterized.TestCase):
     record = lambda *args, **kwargs: played.extend(play(*args, **kwargs)) or played[-len(args[2]) :]
     with mock.patch.object(agent_lib.Agent, 'play', record):
       results = job.evaluate(self.config(), self.workdir())
-    self.assertEqual(results.scores, evaluation.scores(played))
+    self.assertEqual(results.scores, scores_lib.scores(played))
     self.assertEqual(results.groups[0].estimates['em'].value, results.scores['val-core/all/em'])
     lines = [json.loads(line) for line in self.lines(results.folder).splitlines()]
     self.assertEqual([line['id'] for line in lines], [episode.task.id for episode in played])
@@ -231,7 +231,7 @@ class JobTest(parameterized.TestCase):
 
   def test_questions_of_one_id_are_refused(self):
     tasks = [types.Task('a', seed=0), types.Task('b'), types.Task('a', seed=1)]
-    with mock.patch.object(job.player_lib, 'Trained', lambda *unused: mock.Mock(tasks=tasks)):
+    with mock.patch.object(job.players, 'LocalPlayer', lambda *unused: mock.Mock(tasks=tasks)):
       with self.assertRaisesRegex(UserError, "2 of the held-out questions have the id 'a'"):
         job.evaluate(self.config(), self.workdir())
 
@@ -246,7 +246,7 @@ class JobTest(parameterized.TestCase):
     tasks = [types.Task(name, hops=0) for name in 'ab']
 
     class Team:
-      said, label, identity, batch, roles = 'a team', 'team', {}, 0, ('first', 'second')
+      description, label, identity, batch, roles = 'a team', 'team', {}, 0, ('first', 'second')
       played = 0
 
       def __init__(self, *unused):
@@ -258,10 +258,10 @@ class JobTest(parameterized.TestCase):
             Team.played += 1
             episode = make_episode(row.task, float(role == 'first'), turns=1)
             episode.role = role
-            yield records.Played(row, episode, [('said', '')])
+            yield records.PlayedRow(row, episode, [('said', '')])
 
     workdir = self.workdir()
-    with mock.patch.object(job.player_lib, 'Trained', Team):
+    with mock.patch.object(job.players, 'LocalPlayer', Team):
       results = job.evaluate(self.config(), workdir)
       path = pathlib.Path(results.folder, 'episodes.jsonl')
       *kept, _ = path.read_text().splitlines(keepends=True)
@@ -277,7 +277,7 @@ class JobTest(parameterized.TestCase):
 
   def test_one_process_at_a_time(self):
     folder = os.path.join(self.workdir(), 'mine')
-    with records.Folder(folder, {}, []):
+    with records.EvaluationFolder(folder, {}, []):
       with self.assertRaisesRegex(UserError, 'is in use'):
         job.evaluate(self.config(eval__folder=folder), self.workdir())
 

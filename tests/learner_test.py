@@ -17,7 +17,7 @@ from stppo_jax import config as schema
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
 from stppo_jax.distributed import hosts
-from stppo_jax.evaluation import policy as results
+from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.models import layers
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import prepare
@@ -326,7 +326,7 @@ class MakeVariantTest(parameterized.TestCase):
       micro_run.train(config, workdir)
     self.enterContext(mock.patch.object(prepare, 'check_prompts'))
     with self.assertLogs('absl', 'WARNING') as logs:
-      policy, *_ = results.load(config, workdir)
+      policy, *_ = policy_lib.load(config, workdir)
     self.assertEqual(policy.updates, 2)
     self.assertIn('what config.algorithm.variant names has changed', logs.output[0])
 

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from stppo_jax.evaluation import job
-from stppo_jax.evaluation import policy as results
+from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import layers
@@ -358,7 +358,7 @@ class RunTest(absltest.TestCase):
     }
     config = loop_test.make_config(**values)
     with self.assertRaisesRegex(UserError, r'^[^\n]*no checkpoint to export[^\n]*--config[^\n]*$'):
-      results.export(config, self.workdir)
+      policy_lib.export(config, self.workdir)
     loop.train(config, self.workdir)
     rows = metrics_lib.read_metrics(self.workdir)
 
@@ -379,7 +379,7 @@ class RunTest(absltest.TestCase):
 
     with self.subTest('another alpha is another run'):
       with self.assertRaisesRegex(UserError, 'lora_alpha'):
-        results.export(loop_test.make_config(**values | {'model.lora_alpha': 8.0}), self.workdir)
+        policy_lib.export(loop_test.make_config(**values | {'model.lora_alpha': 8.0}), self.workdir)
 
     with self.subTest('three at once equal two and one more'):
       config = loop_test.make_config(**values | {'train.updates': 3})
@@ -398,7 +398,7 @@ class RunTest(absltest.TestCase):
 
     with self.subTest('the export computes what base and adapters do'):
       with tiny_run.reading_policies_alone():
-        folder = results.export(config, self.workdir)
+        folder = policy_lib.export(config, self.workdir)
       run = loop.setup(config)
       state = loop_test.state_after(config, self.workdir, 3)
       exported, params = convert.load_hf(folder)
@@ -417,7 +417,7 @@ class RunTest(absltest.TestCase):
     config = loop_test.make_config(**values, **{'model.folder': str(source)})
     loop.train(config, self.workdir)
     with tiny_run.reading_policies_alone():
-      folder = results.export(config, self.workdir)
+      folder = policy_lib.export(config, self.workdir)
     exported, params = convert.load_hf(folder)
     trained = loop_test.state_after(config, self.workdir, 1).actor
     self.assertEqual(exported.head, 'tokens')
@@ -428,7 +428,7 @@ class RunTest(absltest.TestCase):
     raw = json.loads((source / 'config.json').read_text())
     (source / 'config.json').write_text(json.dumps(raw | {'torch_dtype': 'bfloat16'}))
     with self.assertLogs('absl', 'INFO') as logs:
-      _, params = convert.load_hf(results.export(config, self.workdir))
+      _, params = convert.load_hf(policy_lib.export(config, self.workdir))
     self.assertIn('as bfloat16', logs.output[-1])
     round_off = lambda x: x.astype(jnp.bfloat16).astype(np.float32)
     chex.assert_trees_all_equal(params, jax.tree.map(round_off, trained))

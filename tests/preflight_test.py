@@ -21,7 +21,7 @@ import numpy as np
 from experiments import st_ppo_tiny
 from stppo_jax import types
 from stppo_jax.evaluation import job
-from stppo_jax.evaluation import policy as results
+from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.evaluation import scores as evaluation
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.rollout import pipeline
@@ -247,7 +247,7 @@ class EvaluateTest(PreflightCase):
     policy = mock.Mock(updates=0, said='untrained')
     agent = mock.Mock(**{'play.return_value': [episode], 'env.roles': ()})
     loaded = (policy, mock.Mock(), [types.Task('a')])
-    self.enterContext(mock.patch.object(results, 'load', return_value=loaded))
+    self.enterContext(mock.patch.object(policy_lib, 'load', return_value=loaded))
     self.enterContext(mock.patch.object(rollouts, 'make_agent', return_value=agent))
     with self.assertRaisesRegex(RunError, 'retrieval failed in 100% of the held-out episodes'):
       job.evaluate(make_config(train__updates=0), self.workdir)

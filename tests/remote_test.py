@@ -17,7 +17,7 @@ from absl.testing import parameterized
 from stppo_jax import components
 from stppo_jax import tokenizer as chat
 from stppo_jax import types
-from stppo_jax.evaluation import completions
+from stppo_jax.evaluation import client as client_lib
 from stppo_jax.evaluation import job
 from stppo_jax.evaluation import remote
 from stppo_jax.rollout import prepare
@@ -87,10 +87,10 @@ class TurnTest(parameterized.TestCase):
       ('', None, ''),
   )
   def test_a_turn_has_the_stop_string_that_ended_it(self, text, finish, expected):
-    self.assertEqual(completions.whole_turn(text, finish, STOPS), expected)
+    self.assertEqual(client_lib.whole_turn(text, finish, STOPS), expected)
 
   def test_a_server_that_names_the_stop_string_is_believed(self):
-    turn = lambda text, reason: completions.whole_turn(text, 'stop', STOPS, reason)
+    turn = lambda text, reason: client_lib.whole_turn(text, 'stop', STOPS, reason)
     self.assertEqual(turn('an <answer> tag', None), 'an <answer> tag')
     self.assertEqual(turn('<answer> a', '</answer>'), '<answer> a</answer>')
     self.assertEqual(turn('<answer> a', 151643), '<answer> a')
@@ -100,11 +100,13 @@ class ClientTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.enterContext(mock.patch.object(completions, 'RETRIES', 2))
+    self.enterContext(mock.patch.object(client_lib, 'RETRIES', 2))
 
   def client(self, address, abandoned=None, **settings):
     fixed = dict(temperature=0.0, top_p=1.0, max_tokens=7, stop=STOPS)
-    return completions.Client(completions.Settings(address, 'm', **(fixed | settings)), abandoned)
+    return client_lib.ChatClient(
+        client_lib.ClientSettings(address, 'm', **(fixed | settings)), abandoned
+    )
 
   def test_what_is_asked(self):
     messages = [{'role': 'user', 'content': 'Q'}]
@@ -112,7 +114,7 @@ class ClientTest(parameterized.TestCase):
       turn = self.client(address + '/').complete(messages, seed=3)
       self.client(address, temperature=0.5, top_p=0.9, api_key='k').complete(messages, seed=3)
       self.client(address, template_kwargs={'enable_thinking': False}).complete(messages)
-    self.assertEqual(turn, completions.Turn('<answer> a</answer>', 2, 12))
+    self.assertEqual(turn, client_lib.Completion('<answer> a</answer>', 2, 12))
     greedy = {'model': 'm', 'messages': messages, 'max_tokens': 7, 'temperature': 0.0}
     greedy |= {'stop': list(STOPS), 'path': '/v1/chat/completions'}
     self.assertEqual(asked[0], greedy | {'key': None})
@@ -137,13 +139,13 @@ class ClientTest(parameterized.TestCase):
   def test_after_the_last_attempt_there_is_no_answer(self):
     with serving(lambda body: failure(503)) as (address, asked):
       client = self.client(address, mock.Mock(**{'is_set.return_value': False}))
-      with self.assertRaisesRegex(completions.Unanswered, 'status 503'):
+      with self.assertRaisesRegex(client_lib.UnansweredError, 'status 503'):
         client.complete([])
     self.assertLen(asked, 3)
 
   @parameterized.parameters(
       (401, 'Incorrect API key', 'status 401: .*Incorrect API key'),
-      (404, 'no such model', "config.eval.model='m' refused a request .* 404: no such model$"),
+      (404, 'no such model', "config.eval.model='m' rejected a request .* 404: no such model$"),
       (400, 'stop is not supported', 'stop is not supported'),
   )
   def test_what_is_refused_for_good_is_one_line_at_once(self, status, message, words):
@@ -166,7 +168,7 @@ class ClientTest(parameterized.TestCase):
   def test_messages_that_are_too_long(self, **error):
     for fields in ({'error': error}, {'object': 'error'} | error):  # the latter is SGLang's
       with serving(lambda body, fields=fields: (400, fields, {})) as (address, _):
-        with self.assertRaises(completions.TooLong):
+        with self.assertRaises(client_lib.TooLongError):
           self.client(address).complete([])
 
   @parameterized.parameters(
@@ -186,7 +188,7 @@ class ClientTest(parameterized.TestCase):
   def test_an_answer_that_is_none(self, **fields):
     with serving(lambda body: (200, fields, {})) as (address, _):
       client = self.client(address, mock.Mock(**{'is_set.return_value': False}))
-      with self.assertRaisesRegex(completions.Unanswered, 'no completion'):
+      with self.assertRaisesRegex(client_lib.UnansweredError, 'no completion'):
         client.complete([])
 
   def test_a_server_that_is_not_there(self):
@@ -241,7 +243,7 @@ class RemoteTest(parameterized.TestCase):
     cls.tmp = cls.enterClassContext(tempfile.TemporaryDirectory())
     tiny_run.write(cls.tmp)
     cls.enterClassContext(tiny_run.on_one_device())
-    cls.enterClassContext(mock.patch.object(completions, 'RETRIES', 0))
+    cls.enterClassContext(mock.patch.object(client_lib, 'RETRIES', 0))
 
   def evaluate(self, address, workdir=None, **values):
     fixed = {'eval__address': address, 'eval__model': 'm', 'eval__rows': 2}

@@ -19,15 +19,15 @@ from stppo_jax import types
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import variants
 from stppo_jax.envs import factory
+from stppo_jax.evaluation import chat as chat_lib
 from stppo_jax.evaluation import job
-from stppo_jax.evaluation import policy as results
+from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.evaluation import scores as evaluation
-from stppo_jax.evaluation import talk
 from stppo_jax.models import convert
+from stppo_jax.monitoring import charts
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import report
-from stppo_jax.monitoring import report_charts
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import pipeline
@@ -143,8 +143,8 @@ class PlayTest(parameterized.TestCase):
     )
     path = lambda *names: os.path.join(folder, *names)
     sampled = pipeline.Sampled(1, 0, episodes, {})
-    records = episodes_lib.Records(lambda: episodes_lib.of_batch(sampled, tokenizer, 1))
-    episodes_lib.write_file(saved.path_of(path('episodes'), 1), records)
+    records = episodes_lib.batch_records(sampled, tokenizer, 1)
+    episodes_lib.write_lines(saved.path_of(path('episodes'), 1), records)
     atif_writer.write_folder(path('episodes'), path('atif'), tokenizer, 'tiny', 'hermes')
     atif_reader.read_folder(path('atif'), path('in'), atif_reader.Reader(tokenizer), 2)
     for source in ('episodes', 'in'):  # as a run writes them, and by way of ATIF
@@ -482,8 +482,9 @@ class RunTest(parameterized.TestCase):
     with open(report.build(self.workdir), encoding='utf-8') as file:
       page = file.read()
     self.assertIn('role first', page)
-    for chart in report_charts.ROLE_CHARTS:
-      self.assertIn(chart.title, page)
+    for chart in charts.CHARTS:
+      if chart['section'] == 'Roles':
+        self.assertIn(chart['title'], page)
 
   @parameterized.parameters((1, 'own'), (0, 'refilled'))
   def test_killed_and_resumed_equals_straight(self, staleness, how):
@@ -540,8 +541,8 @@ class RunTest(parameterized.TestCase):
     chex.assert_trees_all_equal(second.critic, begun.members[1].critic)
     config.serve.role = 'second'
     with tiny_run.reading_policies_alone():
-      path = results.export(config, self.workdir)
-      policy = results.policy(config, self.workdir)
+      path = policy_lib.export(config, self.workdir)
+      policy = policy_lib.policy(config, self.workdir)
       evaluated = job.evaluate(config, self.workdir).scores
       config.train.updates = 0
       untrained = job.evaluate(config, self.workdir).scores
@@ -551,11 +552,11 @@ class RunTest(parameterized.TestCase):
     chex.assert_trees_all_equal(policy.params, second.actor)
     self.assertEqual({name: two[-1][name] for name in evaluated}, evaluated)
     self.assertEqual({name: two[0][name] for name in untrained}, untrained)
-    self.assertIn('role second', policy.said)
-    self.assertLen(results.policy(config, self.workdir, of_all=True).params, 2)
+    self.assertIn('role second', policy.description)
+    self.assertLen(policy_lib.policy(config, self.workdir, all_roles=True).params, 2)
     config.serve.role = 'third'
     with self.assertRaisesRegex(types.UserError, 'first, second'):
-      results.policy(config, self.workdir)
+      policy_lib.policy(config, self.workdir)
 
   def test_own_parameters_need_roles(self):
     with self.assertRaisesRegex(types.UserError, "has one agent and no roles: set it to 'shared'"):
@@ -565,7 +566,7 @@ class RunTest(parameterized.TestCase):
 
   def test_chat_is_with_one_agent(self):
     with self.assertRaisesRegex(types.UserError, '^[^\n]*has tasks or roles of its own'):
-      talk.talk(self.config(), None, {}, '', [])
+      chat_lib.chat(self.config(), None, {}, '', [])
 
   def test_an_absent_role_changes_nothing_in_training(self):
     """One optimizer step per update: sums over further rows of zeros, up to rounding."""

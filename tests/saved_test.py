@@ -16,7 +16,7 @@ import pytest
 
 from stppo_jax import components
 from stppo_jax import tokenizer as chat
-from stppo_jax.evaluation import policy as results
+from stppo_jax.evaluation import sample as sample_lib
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import pipeline
 from stppo_jax.training import checkpoint
@@ -172,7 +172,7 @@ class ReplayTest(parameterized.TestCase):
     never = lambda: False
     no_optimizer = mock.patch.object(train_state, 'create', side_effect=AssertionError('state'))
     with no_optimizer:
-      untrained = results.sample(config, workdir, 1, never)
+      untrained = sample_lib.sample(config, workdir, 1, never)
     loop.train(config, workdir)
     trained_on = lines(os.path.join(workdir, 'episodes', 'train_000001.jsonl'))
     names = ('task', 'group', 'tokens', 'turn_ids', 'behaviour_logp', 'rewards')
@@ -180,11 +180,11 @@ class ReplayTest(parameterized.TestCase):
     self.assertEqual(chosen(lines(saved.path_of(untrained, 1))), chosen(trained_on))
 
     with no_optimizer:
-      folder = results.sample(config, workdir, 2, never)
+      folder = sample_lib.sample(config, workdir, 2, never)
     self.assertNotEqual(folder, untrained)
     self.assertEqual(saved.numbers(folder), [1, 2])
     with mock.patch.object(checkpoint, 'fingerprint', return_value='of other weights'):
-      self.assertNotEqual(results.sample(config, workdir, 1, lambda: True), folder)
+      self.assertNotEqual(sample_lib.sample(config, workdir, 1, lambda: True), folder)
     config.train.updates = 2  # the batch of update 2 is that of the policy after update 1
     loop.train(config, workdir)
     trained_on = lines(os.path.join(workdir, 'episodes', 'train_000002.jsonl'))
@@ -192,17 +192,17 @@ class ReplayTest(parameterized.TestCase):
 
   def test_sampling_goes_on_where_it_was_stopped(self):
     config, workdir = self.make('run')
-    folder = results.sample(config, workdir, 1, lambda: False)
+    folder = sample_lib.sample(config, workdir, 1, lambda: False)
     first = saved.path_of(folder, 1)
     before = os.stat(first).st_mtime_ns
-    self.assertEqual(results.sample(config, workdir, 3, lambda: True), folder)
+    self.assertEqual(sample_lib.sample(config, workdir, 3, lambda: True), folder)
     self.assertEqual(saved.numbers(folder), [1])
-    self.assertEqual(results.sample(config, workdir, 0, lambda: False), folder)
+    self.assertEqual(sample_lib.sample(config, workdir, 0, lambda: False), folder)
     self.assertEqual(os.stat(first).st_mtime_ns, before)
     played = {r['task'] for n in saved.numbers(folder) for r in lines(saved.path_of(folder, n))}
     self.assertEqual(played, {task.id for task in components.resolve(config).load_tasks('train')})
     config.rollout.temperature = 0.5  # other episodes go elsewhere
-    self.assertNotEqual(results.sample(config, workdir, 1, lambda: True), folder)
+    self.assertNotEqual(sample_lib.sample(config, workdir, 1, lambda: True), folder)
 
 
 if __name__ == '__main__':

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import errno
 import functools
 import json
 import os
@@ -95,7 +94,7 @@ class WorkdirTest(parameterized.TestCase):
     config.train.accept_changed_plugins = True
     with self.assertLogs(level='WARNING') as logs:
       claim(others)
-    self.assertIn('it goes on with them', logs.output[0])
+    self.assertIn('it continues with them', logs.output[0])
     config.train.accept_changed_plugins = False
     claim(others)
     self.assertEmpty(workdirs.differences(self.workdir, as_dict()))
@@ -192,24 +191,6 @@ class WorkdirTest(parameterized.TestCase):
     with self.assertRaisesRegex(UserError, 'cannot be made'):
       with workdirs.lock(os.path.join(path, 'run')):
         pass
-
-  def test_a_folder_that_renames_no_folders_is_refused(self):
-    """Of a bucket that gcsfuse mounts, which says it so; every save would fail."""
-    refusal = OSError(errno.EMFILE, 'Too many open files')
-    with mock.patch.object(os, 'rename', side_effect=refusal) as rename:
-      with self.assertRaisesRegex(
-          UserError,
-          r"^--workdir='[^\n]*' cannot rename a folder .Too many open files., [^\n]*NFS[^\n]*$",
-      ):
-        with recovery.claimed(schema.Config(), variants.VARIANTS['ppo'], self.workdir):
-          pass
-    self.assertStartsWith(rename.call_args.args[0], self.workdir)
-    self.assertEqual(os.listdir(self.workdir), ['lock'])
-    rename.side_effect = OSError(errno.ENOSPC, 'No space left on device')
-    with mock.patch.object(os, 'rename', rename), self.assertRaisesRegex(OSError, 'No space'):
-      workdirs.check_renames(self.workdir)
-    workdirs.check_renames(self.workdir)
-    self.assertEqual(os.listdir(self.workdir), ['lock'])
 
   def test_a_lock_has_one_holder_at_a_time(self):
     for _ in range(2):  # and is free again

@@ -110,9 +110,9 @@ def _eval(config: schema.Config, workdir: str) -> None:
 
 
 def _export(config: schema.Config, workdir: str) -> None:
-  from stppo_jax.evaluation import policy as results
+  from stppo_jax.evaluation import policy
 
-  print(results.export(config, workdir))
+  print(policy.export(config, workdir))
 
 
 def _plan(config: schema.Config, workdir: str) -> int:
@@ -137,12 +137,14 @@ def _report(config: schema.Config, workdir: str) -> None:
 
 
 def _serve(config: schema.Config, workdir: str) -> None:
-  from stppo_jax.evaluation import policy as results
+  from stppo_jax.evaluation import policy
   from stppo_jax.serving import gateway
 
   with _stop_requested() as stop_requested:
-    policy = results.policy(config, workdir)
-    gateway.serve(config, policy.model, policy.params, policy.said, _PORT.value, stop_requested)
+    served = policy.policy(config, workdir)
+    gateway.serve(
+        config, served.model, served.params, served.description, _PORT.value, stop_requested
+    )
 
 
 def _export_atif(config: schema.Config, workdir: str) -> None:
@@ -173,18 +175,18 @@ def _import_atif(config: schema.Config, workdir: str) -> None:
 
 
 def _sample(config: schema.Config, workdir: str) -> None:
-  from stppo_jax.evaluation import policy as results
+  from stppo_jax.evaluation import sample
 
   with _stop_requested() as stop_requested:
-    print(results.sample(config, workdir, _BATCHES.value, stop_requested))
+    print(sample.sample(config, workdir, _BATCHES.value, stop_requested))
 
 
 def _chat(config: schema.Config, workdir: str) -> None:
-  from stppo_jax.evaluation import policy as results
-  from stppo_jax.evaluation import talk
+  from stppo_jax.evaluation import chat
+  from stppo_jax.evaluation import policy
 
-  policy = results.policy(config, workdir)
-  talk.talk(config, policy.model, policy.params, policy.said)
+  loaded = policy.policy(config, workdir)
+  chat.chat(config, loaded.model, loaded.params, loaded.description)
 
 
 # Heavy modules are imported inside: a mistake on the command line is reported before JAX starts.

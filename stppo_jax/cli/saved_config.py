@@ -50,7 +50,7 @@ def get_config(workdir: str) -> Config:
   """Returns the config in WORKDIR/config.json. UserError: another version has written it."""
   config = Config()
   values = config_lib.with_current_names(workdir_lib.read_config(workdir))
-  settings = {name: value for name, value in values.items() if name not in workdir_lib.BESIDE}
+  settings = {name: value for name, value in values.items() if name not in workdir_lib.RECORDED}
   if unknown := _set_values(config, settings, ''):
     raise types.UserError(
         f'{workdir}/config.json has {", ".join(unknown)}, which this version does not have: give '

@@ -1,7 +1,7 @@
 """Estimates of an evaluation: episodes in, scores with intervals out, in groups and over all.
 
-A question is the unit: its samples are averaged first, and intervals are those of a bootstrap that
-resamples questions within each data set.
+A question is the unit. Its samples are averaged first, and the intervals are those of a bootstrap
+that resamples questions within each data set.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ Samples = Mapping[str, Sequence[types.Episode]]  # id of a question -> its sampl
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """Some of the questions, and their estimates by name."""
+  """A subset of the questions, and their estimates by name."""
 
   name: str
   questions: int
@@ -52,89 +52,79 @@ def pass_hat_k(n: int, passed: int, k: int) -> float:
 
 def ks(n: int) -> list[int]:
   """Returns the k of pass@k for n samples: powers of two below n, and n."""
-  return sorted({2**i for i in range(n.bit_length()) if 2**i < n} | {n})
+  powers = {2**i for i in range(n.bit_length())}
+  return sorted(k for k in powers | {n} if k <= n)
 
 
 def groups(samples: Samples) -> list[Group]:
   """Returns estimates over all questions, by data set, by hops, and by number of turns.
 
   Choice: a sample passes if its main score is 1 or more. By turns, a group holds the episodes with
-  that many turns, and has no pass@k: turns are no property of a question. The mean of the data sets
-  gives each the same weight.
+  that many turns, and has no pass@k, because turns are no property of a question. The mean of the
+  data sets gives each the same weight.
   """
   questions = list(samples.values())
-  datasets = [episodes[0].task.dataset for episodes in questions]
-  hops = [episodes[0].task.hops for episodes in questions]
-  of = functools.partial(_of_questions, questions, datasets)
-  found = [of('all', range(len(questions)))]
-  if len(names := sorted(set(datasets))) > 1:
-    found.append(of('mean of the data sets', range(len(questions)), weighs_sets=True))
-    found += [of(f'data set {name}', _where(datasets, name)) for name in names]
-  if any(hops):
-    named = {0: 'hops unknown', 1: '1 hop'}
-    found += [of(named.get(n, f'{n} hops'), _where(hops, n)) for n in sorted(set(hops))]
-  return found + _by_turns(questions, datasets)
-
-
-def _of_questions(questions, datasets, name, chosen, weighs_sets=False) -> Group:
-  """Returns the estimates of the questions with the numbers `chosen`."""
-  part, labels = [questions[i] for i in chosen], [datasets[i] for i in chosen]
-  measured = {
-      metric: np.array([np.mean([value(episode) for episode in episodes]) for episodes in part])
-      for metric, value in _scores(part).items()
-  }
-  num = min(map(len, part))
-  counts = [(len(x), sum(episode.main_score >= PASSING for episode in x)) for x in part]
-  if num > 1:
-    for label, estimate in (('pass@', pass_at_k), ('pass^', pass_hat_k)):
-      measured |= {f'{label}{k}': np.array([estimate(*x, k) for x in counts]) for k in ks(num)}
-  strata = [_where(labels, label) for label in sorted(set(labels))]
-  mean = functools.partial(_mean_of_means, ends=np.cumsum(list(map(len, strata)))[:-1])
-  estimates = {
-      metric: _estimate(
-          functools.partial(mean, values) if weighs_sets else lambda at: values[at].mean(axis=-1),
-          strata,
-      )
-      for metric, values in measured.items()
-  }
-  return Group(name, len(part), sum(map(len, part)), estimates)
-
-
-def _by_turns(questions, datasets) -> list[Group]:
-  """Returns the estimates of the episodes of each number of turns."""
-  found = []
-  for turns in sorted({len(episode.turns) for episodes in questions for episode in episodes}):
+  by_dataset = _split(questions, lambda task: task.dataset)
+  by_hops = _split(questions, lambda task: task.hops)
+  result = [_group('all', questions)]
+  if len(by_dataset) > 1:
+    result.append(_group('mean of the data sets', questions, weigh_datasets=True))
+    result += [_group(f'data set {name}', part) for name, part in by_dataset.items()]
+  if any(by_hops):
+    names = {0: 'hops unknown', 1: '1 hop'}
+    for hops, part in by_hops.items():
+      result.append(_group(names.get(hops, f'{hops} hops'), part))
+  for turns in sorted({len(episode.turns) for part in questions for episode in part}):
     part = [[x for x in episodes if len(x.turns) == turns] for episodes in questions]
-    labels = [label for label, episodes in zip(datasets, part) if episodes]
     part = [episodes for episodes in part if episodes]
-    count = np.array(list(map(len, part)), float)
-    strata = [_where(labels, label) for label in sorted(set(labels))]
-    estimates = {}
-    for metric, value in _scores(part).items():
-      total = np.array([sum(value(episode) for episode in episodes) for episodes in part], float)
-      ratio = lambda at: total[at].sum(axis=-1) / count[at].sum(axis=-1)
-      estimates[metric] = _estimate(ratio, strata)
-    name = f'{turns} turn{"s" * (turns != 1)}'
-    found.append(Group(name, len(part), int(count.sum()), estimates))
-  return found
+    plural = 's' * (turns != 1)
+    result.append(_group(f'{turns} turn{plural}', part, with_passes=False))
+  return result
 
 
-def _scores(questions) -> dict[str, Callable[[types.Episode], float]]:
-  """Returns {metric: function of an episode}: the core metrics, then the total reward."""
-  core = dict.fromkeys(name for x in questions for episode in x for name in episode.core_metrics)
-  metric = lambda name, episode: episode.metrics.get(name, 0.0)
-  found: dict[str, Callable] = {name: functools.partial(metric, name) for name in core}
-  return found | {'score': lambda episode: episode.score}
+Questions = Sequence[Sequence[types.Episode]]  # the samples of each question
 
 
-def _estimate(function, strata) -> statistics.Estimate:
-  """Returns the estimate of a function of question numbers [.., questions] -> [..]."""
-  return statistics.bootstrap(lambda at: function(at.astype(int)), [strata], reps=REPS)
+def _split(questions: Questions, key: Callable[[types.Task], object]) -> dict:
+  """Returns the questions by a property of their tasks, in its order."""
+  parts: dict = {}
+  for episodes in questions:
+    parts.setdefault(key(episodes[0].task), []).append(episodes)
+  return dict(sorted(parts.items()))
 
 
-def _mean_of_means(values, at, ends):
-  return np.mean([values[part].mean(axis=-1) for part in np.split(at, ends, axis=-1)], axis=0)
+def _group(
+    name: str, questions: Questions, weigh_datasets: bool = False, with_passes: bool = True
+) -> Group:
+  """Returns the estimates of some questions: core metrics, total reward, pass@k and pass^k."""
+  counts = np.array([len(episodes) for episodes in questions], float)
+  core = dict.fromkeys(name for part in questions for x in part for name in x.core_metrics)
+  totals = {
+      metric: np.array([sum(x.metrics.get(metric, 0.0) for x in part) for part in questions])
+      for metric in core
+  }
+  totals['score'] = np.array([sum(x.score for x in part) for part in questions])
+  fewest = int(counts.min())
+  if with_passes and fewest > 1:
+    passes = [sum(x.main_score >= PASSING for x in episodes) for episodes in questions]
+    for label, function in (('pass@', pass_at_k), ('pass^', pass_hat_k)):
+      for k in ks(fewest):
+        shares = [function(len(x), passed, k) for x, passed in zip(questions, passes)]
+        totals[f'{label}{k}'] = counts * shares  # a share counts once, as a mean of samples does
 
+  labels = np.array([episodes[0].task.dataset for episodes in questions])
+  strata = [np.flatnonzero(labels == label) for label in sorted(set(labels))]
+  ends = np.cumsum([len(part) for part in strata])[:-1]
 
-def _where(labels, label) -> np.ndarray:
-  return np.array([i for i, other in enumerate(labels) if other == label], int)
+  def mean(total, at):
+    """Returns the mean [..] over the questions with the numbers `at` [.., questions]."""
+    at = at.astype(int)
+    parts = np.split(at, ends, axis=-1) if weigh_datasets else [at]
+    means = [total[part].sum(axis=-1) / counts[part].sum(axis=-1) for part in parts]
+    return np.mean(means, axis=0)
+
+  estimates = {
+      metric: statistics.bootstrap(functools.partial(mean, total), [strata], reps=REPS)
+      for metric, total in totals.items()
+  }
+  return Group(name, len(questions), int(counts.sum()), estimates)

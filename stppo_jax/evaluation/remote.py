@@ -1,15 +1,16 @@
 """Plays questions with a model behind an OpenAI-compatible address: a baseline for a trained agent.
 
-The same environments and texts, as a chat: what `reset` gives is the first message of the user,
-and each observation the next one, whatever the environment's frame; a chat has no other place for
-it. Tools are declared by a text before the question, as locally where the chat template shows none:
-what a server does with a request's `tools` differs between servers. Turns are texts, so that limits
-in tokens are the server's: `rollout.max_turn` is its max_tokens, an episode ends once it counts
-`rollout.max_total` tokens, and observations are not cut.
+The environments and texts are those of the agent, as a chat. The observation of `reset` is the
+first message of the user, and each later observation the next one, whatever the environment's
+frame. Tools are declared in a text before the question, because servers treat a request's `tools`
+differently. Turns are texts, so the server applies the limits in tokens: `rollout.max_turn` is its
+max_tokens, an episode ends once the server counts `rollout.max_total` tokens, and observations are
+not cut.
 """
 
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 import os
 import queue
@@ -23,132 +24,125 @@ import numpy as np
 from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import types
+from stppo_jax.envs import factory
 from stppo_jax.envs import program
 from stppo_jax.envs import protocol
 from stppo_jax.envs import stepping
-from stppo_jax.evaluation import completions
-from stppo_jax.evaluation import player
+from stppo_jax.evaluation import client as client_lib
+from stppo_jax.evaluation import players
 from stppo_jax.evaluation import records
 from stppo_jax.rollout import episode as episode_loop
-from stppo_jax.rollout import pipeline
-from stppo_jax.rollout import prepare
-from stppo_jax.training import loop
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
-_LOOK_S = 0.2  # between two questions whether to stop
-_NONE = np.zeros(0, np.int32)
+_POLL_S = 0.2  # between two calls of stop_requested
+_NO_TOKENS = np.zeros(0, np.int32)
 _DECLARED = (
     'the model at config.eval.address reads its tools as a text before the question; an agent '
     'whose chat template shows tools reads them there: the prompts differ'
 )
 
 
-class Remote:
-  """A model at an address; each episode is a thread's."""
+class RemotePlayer:
+  """A model at an address. A thread plays each episode."""
 
-  batch, roles = 0, ('',)
+  tasks: Sequence[types.Task]
+  roles: Sequence[str] = ('',)
+  batch = 0
+  identity: Mapping[str, Any]
 
   def __init__(self, config: schema.Config, stop_requested: Callable[[], bool]):
     if jax.process_count() > 1:
-      raise UserError('config.eval.address is asked by one process: leave out --distributed')
+      raise UserError('config.eval.address works with one process: leave out --distributed')
     parts = components.resolve(config)
-    if isinstance(parts.env.make, program.Program):
-      raise UserError(
-          f'config.env.kind={config.env.kind!r} with config.eval.address: an agent program takes '
-          'an address itself: call it with yours'
-      )
-    if parts.env.roles:
-      raise UserError(
-          f'config.env.kind={config.env.kind!r} has several roles, and config.eval.address names '
-          'one model: evaluate a checkpoint'
-      )
-    self.tasks = loop.held_out(config, parts)
-    self._env = parts.bind(prepare.make_retriever(config, parts))
-    self._threads, self._max_total = config.eval.rows, config.rollout.max_total
-    self._max_failed_share = config.retriever.max_failed_share
-    self._max_failed = config.rollout.max_failed
-    self._stop_requested, self._abandoned = stop_requested, threading.Event()
-    hot = player.temperature(config)
-    self._client = completions.Client(
-        completions.Settings(
-            config.eval.address,
-            config.eval.model,
-            hot,
-            config.rollout.top_p if hot else 1.0,
-            config.rollout.max_turn,
-            self._env.stop_strings,
-            os.environ.get('OPENAI_API_KEY', ''),
-            config.model.chat_template_kwargs,
-        ),
-        self._abandoned,
-    )
-    rows = player.rows_of(self.tasks, config.eval.samples)
-    keys = episode_loop.row_keys(jax.random.key(config.seed), [row.task for row in rows])
-    self._seeds = dict(zip((row.key for row in rows), episode_loop.episode_seeds(keys)))
-    self.said = f'{config.eval.model} at {config.eval.address}'
+    _check_environment(config.env.kind, parts.env)
+    self.tasks = parts.held_out_tasks()
+    self.description = f'{config.eval.model} at {config.eval.address}'
     self.label = config.eval.model
-    self.identity = {'address': config.eval.address, 'model': config.eval.model}
-    self.identity |= {'instances': 'of the task'}  # not those of 0.6
+    self.identity = {
+        'address': config.eval.address,
+        'model': config.eval.model,
+        'instances': 'of the task',  # version 0.6 had none, and other instances
+    }
+    self._config = config
+    self._env = parts.bind(parts.make_retriever())
+    self._stop_requested = stop_requested
+    self._abandoned = threading.Event()
+    temperature = players.temperature(config)
+    settings = client_lib.ClientSettings(
+        address=config.eval.address,
+        model=config.eval.model,
+        temperature=temperature,
+        top_p=config.rollout.top_p if temperature else 1.0,
+        max_tokens=config.rollout.max_turn,
+        stop=self._env.stop_strings,
+        api_key=os.environ.get('OPENAI_API_KEY', ''),
+        template_kwargs=config.model.chat_template_kwargs,
+    )
+    self._client = client_lib.ChatClient(settings, self._abandoned)
+    keys = players.row_keys(config, self.tasks)
+    self._seeds = dict(zip(keys, episode_loop.episode_seeds(jax.numpy.stack(list(keys.values())))))
 
-  def play(self, rows: Sequence[records.Row]) -> Iterator[records.Played]:
-    """Plays rows, in the order in which they end.
+  def play(self, rows: Sequence[records.Row]) -> Iterator[records.PlayedRow]:
+    """Plays rows, and yields them in the order in which they end.
 
-    RunError, once the others are played: some have got no answer or no passages, or the environment
-    raised in too many.
+    RunError, after the other rows: the server did not answer in some episodes, or retrieval or the
+    environment failed in too many of them.
     """
-    ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[records.PlayedRow | Exception] = queue.SimpleQueue()
     waiting: queue.SimpleQueue[records.Row] = queue.SimpleQueue()
     for row in rows:
       waiting.put(row)
-    for _ in range(min(self._threads, len(rows))):
+    num_threads = min(self._config.eval.rows, len(rows))
+    for _ in range(num_threads):
       threading.Thread(target=self._work, args=(waiting, ended), daemon=True).start()
-    unanswered, played, held_back, in_a_row = [], [], [], 0
+
+    episodes: list[types.Episode] = []
+    failed: list[records.PlayedRow] = []
+    unanswered: list[Exception] = []
+    in_a_row = 0  # episodes without an answer
     try:
       for _ in rows:
         outcome = self._next(ended)
-        in_a_row = in_a_row + 1 if isinstance(outcome, completions.Unanswered) else 0
-        if isinstance(outcome, completions.Unanswered):
+        if isinstance(outcome, client_lib.UnansweredError):
           unanswered.append(outcome)
-        elif isinstance(outcome, Exception):
+          in_a_row += 1
+          if in_a_row >= self._config.eval.rows:
+            break
+          continue
+        if isinstance(outcome, Exception):
           raise outcome
+        in_a_row = 0
+        episodes.append(outcome.episode)
+        if outcome.episode.search_failed or outcome.episode.error:
+          failed.append(outcome)
         else:
-          played.append(outcome.episode)
-          if outcome.episode.search_failed or outcome.episode.error:
-            held_back.append(outcome)
-          else:
-            yield outcome
-        if in_a_row >= self._threads:
-          break
+          yield outcome
     finally:
       self._abandoned.set()
-    if retries := self._client.retries:
-      logging.info('%d requests were repeated', retries)
+    if self._client.retries:
+      logging.info('%d requests were repeated', self._client.retries)
     if unanswered:
-      gave_up = in_a_row >= self._threads
-      left = f'the last {in_a_row}' if gave_up else f'{len(unanswered)} of {len(rows)} episodes'
+      which = f'{len(unanswered)} of {len(rows)} episodes'
+      if in_a_row >= self._config.eval.rows:
+        which = f'the last {in_a_row}'
       raise RunError(
-          f'{self._client.url} gave no answer to {left} ({unanswered[-1]}): the same command plays '
-          'them again'
+          f'{self._client.url} gave no answer to {which} ({unanswered[-1]}): the same command '
+          'plays them again'
       )
-    if (share := pipeline.failed_share(played)) > self._max_failed_share:
-      raise RunError(
-          f'retrieval failed in {share:.0%} of the held-out episodes: check the retriever, and '
-          'give the same command again'
-      )
-    pipeline.check_environment(played, self._max_failed)
-    yield from held_back
+    players.check_failures(self._config, episodes)
+    yield from failed
 
-  def _next(self, ended) -> Any:
+  def _next(self, ended: queue.SimpleQueue) -> Any:
     while True:
       if self._stop_requested():
         raise types.Stopped
       try:
-        return ended.get(timeout=_LOOK_S)
+        return ended.get(timeout=_POLL_S)
       except queue.Empty:
         continue
 
-  def _work(self, waiting, ended):
+  def _work(self, waiting: queue.SimpleQueue, ended: queue.SimpleQueue) -> None:
     """Plays rows until none is left; hands over episodes and errors."""
     while not self._abandoned.is_set():
       try:
@@ -156,56 +150,72 @@ class Remote:
       except queue.Empty:
         return
       try:
-        ended.put(self._episode(row))
+        ended.put(self._play_row(row))
       except Exception as error:  # raised again in the thread that waits for it
         ended.put(error)
 
-  def _episode(self, row: records.Row) -> records.Played:
+  def _play_row(self, row: records.Row) -> records.PlayedRow:
     seed = self._seeds[row.key]
-    of_instance = seed if row.task.seed is None else row.task.seed
-    env = self._env(row.task, of_instance)
-    text, info = stepping.reset(env, of_instance)
+    instance_seed = seed if row.task.seed is None else row.task.seed
+    env = self._env(row.task, instance_seed)
+    text, info = stepping.reset(env, instance_seed)
     episode = types.Episode(
-        row.task, row.sample, _NONE, [], counts={}, core_metrics=self._env.core_metrics
+        row.task, row.sample, _NO_TOKENS, [], core_metrics=self._env.core_metrics
     )
+    texts: list[tuple[str, str]] = []
+    played = records.PlayedRow(row, episode, texts)
     if 'environment_error' in info:
       _fail(episode, info)
-      return records.Played(row, episode, [])
-    prompt = info.get('declaration', '') + protocol.full_text(text, info)
+      return played
     if info.get('tools'):
       logging.log_first_n(logging.WARNING, _DECLARED, 1)
+    prompt = info.get('declaration', '') + protocol.full_text(text, info)
     messages = [{'role': 'user', 'content': prompt}]
-    texts: list[tuple[str, str]] = []
-    while True:
+    is_over = False
+    while not is_over:
       try:
         turn = self._client.complete(messages, (seed + len(texts)) % 2**31)
-      except completions.TooLong:
+      except client_lib.TooLongError:
         episode.truncated = True
         if not texts:
-          episode.failed, episode.counts['prompt_too_long'] = True, 1.0
-        return records.Played(row, episode, texts)
-      observation, is_over = _record(episode, turn, stepping.step(env, turn.text))
-      if turn.total_tokens >= self._max_total and not is_over:
+          episode.failed = True
+          episode.counts['prompt_too_long'] = 1.0
+        break
+      observation, is_over = _add_turn(episode, turn, stepping.step(env, turn.text))
+      if turn.total_tokens >= self._config.rollout.max_total and not is_over:
         episode.truncated = is_over = True
       texts.append((turn.text, '' if is_over else observation))
-      if is_over:
-        return records.Played(row, episode, texts)
       messages += [
           {'role': 'assistant', 'content': turn.text},
           {'role': 'user', 'content': observation},
       ]
+    return played
 
 
-def _record(
-    episode: types.Episode, turn: completions.Turn, outcome: protocol.Step
+def _check_environment(name: str, env: factory.EnvFactory) -> None:
+  """Raises a UserError for an environment that one model at an address cannot play."""
+  if isinstance(env.make, program.Program):
+    raise UserError(
+        f'config.env.kind={name!r} with config.eval.address: an agent program takes an address '
+        'itself: call it with yours'
+    )
+  if env.roles:
+    raise UserError(
+        f'config.env.kind={name!r} has several roles, and config.eval.address names one model: '
+        'evaluate a checkpoint'
+    )
+
+
+def _add_turn(
+    episode: types.Episode, turn: client_lib.Completion, outcome: protocol.Step
 ) -> tuple[str, bool]:
   """Adds a turn and its outcome to the episode; returns (observation, whether it is over)."""
   observation, reward, terminated, truncated, info = outcome
   action = str(info.get('action') or 'other')
-  tokens = np.zeros(turn.num_tokens, np.int32)  # their number is known, and they are not
-  made = types.Turn(tokens, tokens.astype(np.float32), _NONE, action)
-  made.reward = episode_loop.finite('reward', reward)
-  episode.turns.append(made)
+  tokens = np.zeros(turn.num_tokens, np.int32)  # the server gives only their number
+  reward = episode_loop.finite('reward', reward)
+  logp = tokens.astype(np.float32)
+  episode.turns.append(types.Turn(tokens, logp, _NO_TOKENS, action, reward))
   episode.counts['invalid'] = episode.counts.get('invalid', 0.0) + (action == 'invalid')
   episode.failed |= bool(info.get('retrieval_failed', False))
   if 'environment_error' in info:
@@ -216,7 +226,7 @@ def _record(
   return protocol.full_text(observation, info), bool(terminated or truncated)
 
 
-def _fail(episode, info):
-  """Notes the exception of an environment's code, which ends the episode."""
-  error = f'{info["environment_error"]}, on task {episode.task.id!r}'
-  episode.failed, episode.error = True, error
+def _fail(episode: types.Episode, info: Mapping[str, Any]) -> None:
+  """Stores the exception of an environment's code, which ends the episode."""
+  episode.failed = True
+  episode.error = f'{info["environment_error"]}, on task {episode.task.id!r}'

@@ -15,7 +15,8 @@ import math
 import numpy as np
 from scipy import stats
 
-REPS, LEVEL = 5000, 0.95
+REPS = 5000
+LEVEL = 0.95
 _AT_ONCE = 500  # resamplings, for memory
 _EXACT = 20_000  # permutations: two cells of eight runs have 12,870
 

@@ -1,11 +1,10 @@
 """Metrics of a batch of episodes, and records of the episodes with per-token numbers."""
 
-import collections
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
-import functools
+import dataclasses
 import json
 import os
 import queue
@@ -16,138 +15,128 @@ from absl import logging
 import jax
 import numpy as np
 
-from stppo_jax import tokenizer as chat
+from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
-from stppo_jax.monitoring import metrics
+from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.monitoring import roles
 from stppo_jax.rollout import pipeline
 
-_SHARES = ('invalid', 'repeated', 'empty', 'cut')  # of turns
+_TURN_SHARES = ('invalid', 'repeated', 'empty', 'cut')
 
 
 def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
   """Returns scores, lengths, turns, failures, and the mean of each metric of the environment.
 
   Core metrics are <name>/mean, the others env/<name>/mean. An episode that never reported a metric
-  counts as 0. Scores and metrics are means over episodes: an agent program's segments are rows of
-  one. The other numbers are over rows. An environment with roles has a row per role: role/<name>/..
-  are of its rows. Those of a role that never moved are counted, and are in no other number.
+  counts as 0. Scores and metrics are means over episodes, of which an agent program's may have
+  several rows. The other numbers are means over rows.
   """
-  of_roles = _by_role(episodes)
-  episodes = [episode for episode in episodes if not episode.absent]
-  found = [episode.metrics for episode in episodes]
-  per_episode = functools.partial(_per_episode, episodes)
-  mean_of = lambda name: float(np.mean(per_episode(_values(found, name))))
-  scores = [row.score if row.whole_score is None else row.whole_score for row in episodes]
-  counts = [episode.counts for episode in episodes]
-  core = dict.fromkeys(name for episode in episodes for name in episode.core_metrics)
-  reported = dict.fromkeys(name for episode in episodes for name in episode.metrics)
-  agent_tokens = [sum(len(turn.tokens) for turn in episode.turns) for episode in episodes]
-  all_turns = max(sum(len(episode.turns) for episode in episodes), 1)
-  return {
-      **metrics.summarize('critic/score', per_episode(scores)),
-      **metrics.summarize('response_length', [episode.response_length for episode in episodes]),
-      **metrics.summarize('prompt_length', [len(episode.prompt) for episode in episodes]),
-      **metrics.summarize('num_turns', [episode.num_messages for episode in episodes]),
-      **metrics.summarize('stppo/agent_tokens', agent_tokens),
-      **metrics.summarize('stppo/agent_turns', [len(episode.turns) for episode in episodes]),
-      **{f'{name}/mean': mean_of(name) for name in core},
-      **{f'env/{name}/mean': mean_of(name) for name in reported if name not in core},
-      'env/invalid/mean': _mean(counts, 'invalid'),
-      **{f'env/{name}_share': sum(_values(counts, name)) / all_turns for name in _SHARES},
-      'env/truncated': float(np.mean([episode.truncated for episode in episodes])),
-      'env/retrieval_failed': pipeline.failed_share(episodes),
-      'env/environment_failed': pipeline.environment_failed_share(episodes),
-      'env/prompt_too_long': _mean(counts, 'prompt_too_long'),
-      **of_roles,
+  rows = [episode for episode in episodes if not episode.absent]
+
+  def mean_over_episodes(name):
+    return float(np.mean(_per_episode(rows, [row.metrics.get(name, 0.0) for row in rows])))
+
+  def mean_count(name):
+    return float(np.mean([row.counts.get(name, 0.0) for row in rows]))
+
+  scores = [row.score if row.whole_score is None else row.whole_score for row in rows]
+  lengths = {
+      'response_length': [row.response_length for row in rows],
+      'prompt_length': [len(row.prompt) for row in rows],
+      'num_turns': [row.num_messages for row in rows],
+      'stppo/agent_tokens': [sum(len(turn.tokens) for turn in row.turns) for row in rows],
+      'stppo/agent_turns': [len(row.turns) for row in rows],
   }
+  core = dict.fromkeys(name for row in rows for name in row.core_metrics)
+  others = dict.fromkeys(name for row in rows for name in row.metrics if name not in core)
+  num_turns = max(sum(len(row.turns) for row in rows), 1)
+
+  metrics = metrics_lib.summarize('critic/score', _per_episode(rows, scores))
+  for name, values in lengths.items():
+    metrics |= metrics_lib.summarize(name, values)
+  metrics |= {f'{name}/mean': mean_over_episodes(name) for name in core}
+  metrics |= {f'env/{name}/mean': mean_over_episodes(name) for name in others}
+  metrics['env/invalid/mean'] = mean_count('invalid')
+  for name in _TURN_SHARES:
+    metrics[f'env/{name}_share'] = sum(row.counts.get(name, 0.0) for row in rows) / num_turns
+  metrics['env/truncated'] = float(np.mean([row.truncated for row in rows]))
+  metrics['env/retrieval_failed'] = pipeline.failed_share(rows)
+  metrics['env/environment_failed'] = pipeline.environment_failed_share(rows)
+  metrics['env/prompt_too_long'] = mean_count('prompt_too_long')
+  return metrics | roles.episode_metrics(episodes)
 
 
-def _by_role(episodes):
-  """Returns score, turns, length and core metrics of each role; {} where there is one agent."""
-  roles = dict.fromkeys(episode.role for episode in episodes if episode.role)
-  metrics, all_tokens = {}, max(_num_tokens(episodes), 1)
-  for role in roles:
-    seats = [episode for episode in episodes if episode.role == role]
-    rows = [episode for episode in seats if not episode.absent]
-    metrics[f'role/{role}/absent'] = 1 - len(rows) / len(seats)
-    metrics[f'role/{role}/token_share'] = _num_tokens(rows) / all_tokens
-    if rows:
-      means = {
-          'score': np.mean([row.score for row in rows]),
-          'agent_turns': np.mean([len(row.turns) for row in rows]),
-          'agent_tokens': _num_tokens(rows) / len(rows),
-      }
-      means |= {name: _mean([row.metrics for row in rows], name) for name in rows[0].core_metrics}
-      metrics |= {f'role/{role}/{name}/mean': float(x) for name, x in means.items()}
-  return metrics
-
-
-def _per_episode(episodes, values):
-  """Returns the mean of `values` over the segments of each episode; a role's row stands alone."""
-  parts = collections.defaultdict(list)
-  for i, (episode, value) in enumerate(zip(episodes, values)):
-    alone = episode.role or episode.number is None
-    parts[('row', i) if alone else ('episode', episode.number)].append(value)
+def _per_episode(rows: Sequence[types.Episode], values: Sequence[float]) -> list[float]:
+  """Returns the mean of `values` over the rows of each episode. A role's row stands alone."""
+  parts: dict[Any, list[float]] = {}
+  for i, (row, value) in enumerate(zip(rows, values)):
+    is_alone = row.role or row.number is None
+    key = ('row', i) if is_alone else ('episode', row.number)
+    parts.setdefault(key, []).append(value)
   return [float(np.mean(part)) for part in parts.values()]
 
 
-def _num_tokens(episodes):
-  return sum(len(turn.tokens) for episode in episodes for turn in episode.turns)
-
-
-def _values(dicts, name):
-  return [values.get(name, 0.0) for values in dicts]
-
-
-def _mean(dicts, name):
-  return float(np.mean(_values(dicts, name)))
-
-
 class Records:
-  """The records of a batch of episodes, made when they are first needed, by any thread."""
+  """The records of a batch of episodes, made at the first `get`, by any thread."""
 
   def __init__(self, make: Callable[[], list[dict]] = list):
-    self._make, self._lock = make, threading.Lock()
-    self._made: list[dict] | None = None
+    self._make = make
+    self._lock = threading.Lock()
+    self._records: list[dict] | None = None
 
   def get(self) -> list[dict]:
     """Returns one record per episode."""
     with self._lock:
-      if self._made is None:
-        self._made, self._make = self._make(), list
-      return self._made
+      if self._records is None:
+        self._records = self._make()
+        self._make = list  # frees the arrays
+      return self._records
 
 
 def joined(parts: Sequence[Records]) -> Records:
   """Returns the records of several policies, one after the other."""
-  return parts[0] if len(parts) == 1 else Records(lambda: sum((part.get() for part in parts), []))
+  if len(parts) == 1:
+    return parts[0]
+  return Records(lambda: [record for part in parts for record in part.get()])
 
 
-def with_tokens(
-    sampled: pipeline.Sampled, tokenizer, batch, seen, n: int, has_values: bool
+@dataclasses.dataclass(frozen=True)
+class StepMetrics:
+  """The metrics and per-token numbers of one optimizer step."""
+
+  rows: Any  # [b] numbers of the batch's rows, NumPy or jax
+  metrics: Mapping[str, Any]
+  tokens: Mapping[str, Any]  # ratio, clipped [b,T]
+
+
+def update_records(
+    sampled: pipeline.Sampled,
+    tokenizer: tokenizer_lib.Tokenizer,
+    batch: types.TurnBatch,
+    steps: Sequence[StepMetrics],
+    n: int,
+    has_values: bool,
 ) -> Records:
   """Returns the records of update n, with per-token numbers; ratios are those of the last epoch.
 
-  All processes call it: the numbers are gathered now.
+  All processes call it, because it gathers the numbers from the devices now.
   """
   arrays = {'old_logp': batch.old_logp, 'advantages': batch.advantages}
   if has_values:
     arrays['values'] = batch.old_values
-  arrays = hosts.fetch(arrays)
-  arrays |= {
-      'ratio': np.ones_like(arrays['old_logp']),
-      'clipped': np.zeros_like(arrays['old_logp']),
-  }
-  for rows, step_seen in jax.device_get(seen).items():
-    for name, x in step_seen.items():
-      arrays[name][list(rows)] = x
-  return Records(lambda: of_batch(sampled, tokenizer, n, arrays))
+  per_token = dict(hosts.fetch(arrays))
+  per_token['ratio'] = np.ones_like(per_token['old_logp'])
+  per_token['clipped'] = np.zeros_like(per_token['old_logp'])
+  for step in steps:  # a later epoch replaces an earlier one
+    for name, x in jax.device_get(dict(step.tokens)).items():
+      per_token[name][np.asarray(step.rows)] = x
+  return Records(lambda: batch_records(sampled, tokenizer, n, per_token))
 
 
-def of_batch(
+def batch_records(
     sampled: pipeline.Sampled,
-    tokenizer: chat.Tokenizer,
+    tokenizer: tokenizer_lib.Tokenizer,
     n: int,
     per_token: Mapping[str, np.ndarray] | None = None,
 ) -> list[dict]:
@@ -159,7 +148,7 @@ def of_batch(
 
 def to_records(
     episodes: Sequence[types.Episode],
-    tokenizer: chat.Tokenizer,
+    tokenizer: tokenizer_lib.Tokenizer,
     step: int,
     kind: str,
     per_token: Mapping[str, np.ndarray] | None = None,
@@ -181,63 +170,65 @@ def to_records(
     columns = np.flatnonzero(record['turn_ids'])
     for name, array in (per_token or {}).items():
       row = np.asarray(array[b])[columns]
-      record[name] = row.astype(int).tolist() if name == 'clipped' else [_rounded(x) for x in row]
+      if name == 'clipped':
+        record[name] = row.astype(int).tolist()
+      else:
+        record[name] = [types.finite_or_none(f'{x:.6g}') for x in row.astype(float)]
     records.append(record)
   return records
 
 
-def _rounded(x: float) -> float | None:
-  """Returns a number with six digits; None if JSON cannot hold it."""
-  return types.finite_or_none(f'{float(x):.6g}')
+def record_path(workdir: str, kind: str, n: int) -> str:
+  """Returns the path of episodes/<kind>_<n>.jsonl."""
+  return os.path.join(workdir, 'episodes', f'{kind}_{n:06d}.jsonl')
 
 
-def write(workdir: str, kind: str, n: int, records: Records) -> str:
-  """Writes episodes/<kind>_<n>.jsonl, whole or not at all; returns its path."""
-  path = os.path.join(workdir, 'episodes', f'{kind}_{n:06d}.jsonl')
-  write_file(path, records)
-  return path
-
-
-def write_file(path: str, records: Records) -> None:
-  """Writes a line per record, whole or not at all."""
+def write_lines(path: str, records: Sequence[dict]) -> None:
+  """Writes one line per record. A reader sees the whole file or none."""
   os.makedirs(os.path.dirname(path), exist_ok=True)
+  part = path + '.part'
   try:
-    with open(path + '.part', 'w', encoding='utf-8') as file:
-      file.writelines(json.dumps(record) + '\n' for record in records.get())
-    os.replace(path + '.part', path)
+    with open(part, 'w', encoding='utf-8') as file:
+      file.writelines(json.dumps(record) + '\n' for record in records)
+    os.replace(part, path)
   except OSError:
     with contextlib.suppress(OSError):
-      os.remove(path + '.part')  # its space is needed
+      os.remove(part)  # the disk may be full
     raise
 
 
 class Recorder:
-  """Writes records in a thread, and never ends or stops a run; a context manager.
+  """Writes records in a thread, and never stops a run. A context manager.
 
-  A file that cannot be written is logged once and left out. Where the disk is too slow, waits for
-  `put_s`, and then leaves records out.
+  If a file cannot be written, the recorder logs it once and leaves the file out. If the disk is too
+  slow, the recorder waits for `put_s`, and then leaves files out.
 
   Args:
     workdir: the folder of the run.
     behind: batches that may wait to be written.
     put_s: time limit of waiting for a place in the queue.
-    close_s: time limit of waiting for what is still to be written at the end.
+    close_s: time limit of waiting for the remaining files at the end.
   """
 
   def __init__(self, workdir: str, behind: int = 2, put_s: float = 5.0, close_s: float = 30.0):
-    self._workdir, self._put_s, self._close_s = workdir, put_s, close_s
-    self._queue: queue.Queue = queue.Queue(behind)
-    self._told = self._is_slow = False
+    self._workdir = workdir
+    self._put_s = put_s
+    self._close_s = close_s
+    self._queue: queue.Queue[tuple[str, Records] | None] = queue.Queue(behind)
+    self._has_warned = False
+    self._is_slow = False
     self._thread = threading.Thread(target=self._run, daemon=True, name='episodes')
     self._thread.start()
 
   def put(self, kind: str, n: int, records: Records) -> None:
-    """Hands over the records of episodes/<kind>_<n>.jsonl."""
-    self._hand_over((kind, n, records), f'{kind}_{n:06d}.jsonl', self._put_s)
+    """Queues the records of episodes/<kind>_<n>.jsonl."""
+    path = record_path(self._workdir, kind, n)
+    limit_s = 0.0 if self._is_slow else self._put_s  # so that not every update waits
+    self._is_slow = not self._enqueue((path, records), os.path.basename(path), limit_s)
 
   def close(self) -> None:
-    """Waits until all is written, or until the limit."""
-    if self._hand_over(None, 'the last one', self._close_s):
+    """Waits until all files are written, or until the time limit."""
+    if self._enqueue(None, 'the last one', self._close_s):
       self._thread.join(self._close_s)
 
   def __enter__(self) -> 'Recorder':
@@ -246,25 +237,23 @@ class Recorder:
   def __exit__(self, *unused_error: Any) -> None:
     self.close()
 
-  def _hand_over(self, work, name, limit_s):
+  def _enqueue(self, work: tuple[str, Records] | None, name: str, limit_s: float) -> bool:
     try:
-      # The end is waited for in any case: the last files are written before it.
-      self._queue.put(work, timeout=0 if self._is_slow and work is not None else limit_s)
-      self._is_slow = False
+      self._queue.put(work, timeout=limit_s)
       return True
     except queue.Full:
-      self._is_slow = True  # so that not every update waits
-      self._tell(f'the disk is too slow: {name} waited for {limit_s:g} s')
+      self._warn(f'the disk is too slow: {name} waited for {limit_s:g} s')
       return False
 
-  def _run(self):
+  def _run(self) -> None:
     while work := self._queue.get():
+      path, records = work
       try:
-        write(self._workdir, *work)
-      except Exception as error:  # any: this thread must not end
-        self._tell(f'{type(error).__name__}: {error}')
+        write_lines(path, records.get())
+      except Exception as error:  # the thread must not end
+        self._warn(f'{type(error).__name__}: {error}')
 
-  def _tell(self, reason):
-    if not self._told:
+  def _warn(self, reason: str) -> None:
+    if not self._has_warned:
       logging.warning('records of episodes are left out (%s); training continues', reason)
-    self._told = True
+    self._has_warned = True

@@ -1,13 +1,12 @@
-"""The journal of a run: everything that it writes about itself, and where.
+"""The journal of a run: everything that the run writes about itself, and where.
 
 Metrics, episodes and alarms in; metrics.jsonl, episodes/*.jsonl, the log, and at the end
-report.html out. Process 0 writes; the others only count.
+report.html out. Only process 0 writes.
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
-import dataclasses
 import json
 import time
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from absl import logging
 import numpy as np
 
+from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import episodes as episodes_lib
@@ -24,17 +24,19 @@ from stppo_jax.monitoring import report
 from stppo_jax.rollout import pipeline
 
 _FACTOR = 'stppo/applied_factor'
-# NaN in a step without clipping, and where returns do not vary.
+_MAX_STEPS = 8  # whose factor is a metric of its own
+# NaN in a step without clipping, and if returns do not vary.
 _MAY_BE_UNDEFINED = {'stppo/cos_g_c', 'critic/vf_explained_var'}
 
 
 class Journal(contextlib.ExitStack):
-  """What the run in `workdir` writes, from update `first` on; a context manager.
+  """The writer of a run's records in `workdir`, from update `first` on. A context manager.
 
   Args:
     workdir: the folder of the run.
-    config: the run's Config as nested dicts; `name`, `log`, `health` and `train.updates` are read.
-    first: updates done before; lines of later ones are dropped.
+    config: the run's Config as nested dicts; the journal reads `name`, `log`, `health` and
+      `train.updates`.
+    first: updates done before; the journal drops the lines of later ones.
     core_metrics: of the environment, the main one first.
     unfinished: whether the line of update `first` is still to be written.
   """
@@ -48,39 +50,48 @@ class Journal(contextlib.ExitStack):
       unfinished: bool = False,
   ):
     super().__init__()
+    self._workdir = workdir
+    self._first = first
+    self._updates = config['train']['updates']
+    self._log = config['log']
+    self._health = config['health']
     self._core_metrics = core_metrics
-    self._main = f'val-core/all/{[*core_metrics, "score"][0]}'
-    self._workdir, self._first, self._updates = workdir, first, config['train']['updates']
-    self._log, self._health = config['log'], config['health']
-    self._writer = self._recorder = None
+    main = core_metrics[0] if core_metrics else 'score'
+    self._main = f'val-core/all/{main}'
+    self._writer: metrics_lib.MetricsWriter | None = None
+    self._recorder: episodes_lib.Recorder | None = None
     if hosts.is_writer():
       self._recorder = self.enter_context(episodes_lib.Recorder(workdir))
-      self._writer = self.enter_context(
-          metrics_lib.MetricsWriter(
-              workdir,
-              tensorboard=self._log['tensorboard'],
-              wandb_project=self._log['wandb_project'] or None,
-              run_name=config['name'],
-              config_json=json.dumps(config),
-              resume_step=first - unfinished if first else -1,
-          )
+      writer = metrics_lib.MetricsWriter(
+          workdir,
+          tensorboard=self._log['tensorboard'],
+          wandb_project=self._log['wandb_project'] or None,
+          run_name=config['name'],
+          config_json=json.dumps(config),
+          resume_step=first - unfinished if first else -1,
       )
+      self._writer = self.enter_context(writer)
     rows = hosts.by_writer(metrics_lib.read_metrics, workdir)
     self._history = [health_lib.watched(row) for row in rows]
     self._started = time.perf_counter()
 
   def main_score(self, scores: Mapping[str, float]) -> float:
-    """Returns the main one of an evaluation's scores."""
+    """Returns the main score of an evaluation."""
     return scores[self._main]
 
   def evaluated(
-      self, n: int, scores: Mapping[str, float], episodes: Sequence[types.Episode], tokenizer: Any
+      self,
+      n: int,
+      scores: Mapping[str, float],
+      episodes: Sequence[types.Episode],
+      tokenizer: tokenizer_lib.Tokenizer,
   ) -> None:
     """Logs the held-out scores after n updates, and writes the episodes."""
-    main = self._main
-    hops = '  '.join(f'{name[-5:]} {scores[name]:.3f}' for name in scores if f'{main}_hops' in name)
-    label, hops = main.split('/')[-1], f'  ({hops})' if hops else ''
-    logging.info('held out after %d updates: %s %.3f%s', n, label, scores[main], hops)
+    line = f'{self._main.split("/")[-1]} {scores[self._main]:.3f}'
+    by_hops = [name for name in scores if f'{self._main}_hops' in name]
+    if by_hops:
+      line += f'  ({"  ".join(f"{name[-5:]} {scores[name]:.3f}" for name in by_hops)})'
+    logging.info('held out after %d updates: %s', n, line)
     if failed := pipeline.failed_share(episodes):
       logging.warning(
           'retrieval failed in %.0f%% of the held-out episodes: they count as wrong', 100 * failed
@@ -98,16 +109,16 @@ class Journal(contextlib.ExitStack):
 
   def write(self, n: int, metrics: Mapping[str, float]) -> None:
     """Writes a line of metrics; with held-out scores, also the report so far."""
-    if self._writer is not None:
-      self._writer.write(n, metrics)
-      if any(name.startswith('val-core/') for name in metrics):
-        self._report()
+    if self._writer is None:
+      return
+    self._writer.write(n, metrics)
+    if any(name.startswith('val-core/') for name in metrics):
+      self._report()
 
   def record(self, kind: str, n: int, records: episodes_lib.Records) -> None:
     """Writes episodes in the background: kind 'eval', or 'train' of each `episodes_every`-th."""
-    log = self._log
-    wanted = log['episodes'] and (kind == 'eval' or n % log['episodes_every'] == 0)
-    if wanted and self._recorder is not None:
+    is_due = kind == 'eval' or n % self._log['episodes_every'] == 0
+    if self._recorder is not None and self._log['episodes'] and is_due:
       self._recorder.put(kind, n, records)
 
   def updated(self, n: int, metrics: Mapping[str, float]) -> list[health_lib.Alarm]:
@@ -127,9 +138,10 @@ class Journal(contextlib.ExitStack):
     for alarm in alarms:
       if not alarm.is_new:
         continue
-      worst = health_lib.worst_lines(alarm.name, records.get()) if hosts.is_writer() else []
-      lines = ', '.join(map(str, worst))
-      place = f'line {lines} of episodes/train_{n:06d}.jsonl' if lines else "the run's charts"
+      place = "the run's charts"
+      lines = health_lib.worst_lines(alarm.name, records.get()) if hosts.is_writer() else []
+      if lines:
+        place = f'line {", ".join(map(str, lines))} of episodes/train_{n:06d}.jsonl'
       message = alarm.line(self._health['window'], place)
       if alarm.name in self._health['stop_on']:
         raise types.RunError(f'update {n}: {message}; config.health.stop_on says to stop')
@@ -137,9 +149,10 @@ class Journal(contextlib.ExitStack):
 
   def dump(self, n: int, records: episodes_lib.Records) -> str:
     """Writes the episodes of an update whose steps were skipped; returns their path."""
+    path = episodes_lib.record_path(self._workdir, 'nonfinite', n)
     if hosts.is_writer():
-      episodes_lib.write(self._workdir, 'nonfinite', n, records)
-    return f'{self._workdir}/episodes/nonfinite_{n:06d}.jsonl'
+      episodes_lib.write_lines(path, records.get())
+    return path
 
   def finished(self, n: int) -> None:
     """Logs how the run ended after update n; builds the report."""
@@ -163,72 +176,35 @@ class Journal(contextlib.ExitStack):
       return ''
 
 
-@dataclasses.dataclass(frozen=True)
-class Seen:
-  """The metrics and per-token numbers of one optimizer step."""
-
-  rows: Any  # [b], of the batch: NumPy or jax
-  metrics: Mapping[str, Any]
-  tokens: Mapping[str, Any]  # ratio, clipped [b,T]
-
-
-def summarize(episodes: Sequence[types.Episode], seen: Sequence[Seen]) -> dict[str, float]:
+def summarize(
+    episodes: Sequence[types.Episode], steps: Sequence[episodes_lib.StepMetrics]
+) -> dict[str, float]:
   """Summarises an update: means over its optimizer steps, and statistics of its episodes.
 
-  The factor by which the division changed a step is also given as largest, smallest and per step
-  (at most the first 8), since its mean hides a step that was lost.
+  The factor by which the division changed a step is also given as largest, smallest and per step,
+  because its mean hides a step that was lost.
   """
-  metrics = means([step.metrics for step in seen])
+  metrics = means([step.metrics for step in steps])
   if _FACTOR in metrics:
-    factors = [float(step.metrics[_FACTOR]) for step in seen]
-    metrics |= {f'{_FACTOR}_max': max(factors), f'{_FACTOR}_min': min(factors)}
-    metrics |= {f'{_FACTOR}_step{i}': factor for i, factor in enumerate(factors[:8], 1)}
-  metrics['actor/skipped'] = max(int(step.metrics['actor/skipped']) for step in seen)  # in a row
-  memory = {'perf/host_memory_gb': metrics_lib.host_memory_gb()}
-  return metrics | episodes_lib.summarize(episodes) | memory | metrics_lib.device_memory()
+    factors = [float(step.metrics[_FACTOR]) for step in steps]
+    metrics[f'{_FACTOR}_max'] = max(factors)
+    metrics[f'{_FACTOR}_min'] = min(factors)
+    for i, factor in enumerate(factors[:_MAX_STEPS], start=1):
+      metrics[f'{_FACTOR}_step{i}'] = factor
+  # The number of steps skipped in a row.
+  metrics['actor/skipped'] = max(int(step.metrics['actor/skipped']) for step in steps)
+  metrics |= episodes_lib.summarize(episodes)
+  metrics['perf/host_memory_gb'] = metrics_lib.host_memory_gb()
+  return metrics | metrics_lib.device_memory()
 
 
 def means(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-  """Returns the mean of each metric; one that no part defines is left out."""
-  found = {name: np.array([part[name] for part in parts], float) for name in parts[0]}
-  for name in _MAY_BE_UNDEFINED & found.keys():
-    found[name] = found[name][~np.isnan(found[name])]
-  return {name: float(values.mean()) for name, values in found.items() if len(values)}
-
-
-# Metrics of an update -> their names below role/<name>/, where one policy plays several roles, too.
-_OF_ROLE = {
-    'actor/pg_loss': 'pg_loss',
-    'actor/pg_clipfrac': 'pg_clipfrac',
-    'actor/ppo_kl': 'ppo_kl',
-    'actor/entropy': 'entropy',
-    'critic/vf_loss': 'vf_loss',
-    'critic/vf_explained_var': 'vf_explained_var',
-    'critic/advantages/mean': 'advantages/mean',
-    'critic/returns/mean': 'returns/mean',
-    'critic/values/mean': 'values/mean',
-    'stppo/step_norm': 'step_norm',
-    'stppo/grad_norm': 'grad_norm',
-}
-
-
-def of_role(role: str, metrics: Mapping[str, Any], seen: Sequence[Seen]) -> dict[str, float]:
-  """Returns the metrics of an update of one role's own policy, under its name."""
-  found = means([metrics]) | means([step.metrics for step in seen])
-  return {f'role/{role}/{of}': float(found[name]) for name, of in _OF_ROLE.items() if name in found}
-
-
-def records(
-    sampled: pipeline.Sampled,
-    tokenizer: Any,
-    batch: types.TurnBatch,
-    seen: Sequence[Seen],
-    n: int,
-    has_values: bool,
-) -> episodes_lib.Records:
-  """Returns the records of an update's episodes with per-token numbers of the last epoch."""
-  tokens: dict[tuple[int, ...], Any] = {}
-  for step in seen:
-    tokens.pop(tuple(step.rows), None)  # a later epoch may have the same rows: its place is last
-    tokens[tuple(step.rows)] = step.tokens
-  return episodes_lib.with_tokens(sampled, tokenizer, batch, tokens, n, has_values)
+  """Returns the mean of each metric. A metric that no part defines is left out."""
+  result = {}
+  for name in parts[0]:
+    values = np.array([part[name] for part in parts], float)
+    if name in _MAY_BE_UNDEFINED:
+      values = values[~np.isnan(values)]
+    if len(values):
+      result[name] = float(values.mean())
+  return result

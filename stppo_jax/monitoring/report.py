@@ -1,15 +1,14 @@
 """The report of a run: metrics.jsonl, config.json and episodes/*.jsonl in, report.html out.
 
-The page is self-contained: it opens from disk, without a network, also while the run goes on.
-Episode text comes from a model and a corpus and is not trusted: the data are JSON without `<`, the
-page sets them with textContent, and its content security policy allows no script but its own.
+`page_data` collects everything that the page shows as JSON values. The files of page/ draw it.
+`build` puts both into one file, which opens from disk, without a network, also during the run.
+Episode text comes from a model and a corpus and is not trusted. The data are JSON without `<`, the
+page sets them with textContent, and its content security policy allows no other script.
 """
 
 import base64
 from collections.abc import Sequence
 import hashlib
-import html
-import itertools
 import json
 import math
 import os
@@ -20,19 +19,19 @@ from typing import TypeVar
 
 from absl import logging
 
-from stppo_jax import types
+from stppo_jax.monitoring import charts
 from stppo_jax.monitoring import metrics
-from stppo_jax.monitoring import report_charts
+from stppo_jax.monitoring import workdir as workdirs
 
-T = TypeVar('T', int, list[int])
+T = TypeVar('T')
 EPISODES_PER_FILE = 24  # at most, of each of: first and last training update, last evaluation
-MAX_ALARMS = 4  # updates with a warning whose episodes are shown
 BYTES_PER_FILE = 2_000_000  # of those episodes as JSON
-_TEMPLATE = pathlib.Path(__file__).with_name('report_template.html')
+MAX_ALARMS = 4  # updates with a warning whose episodes are shown
+_PAGE = pathlib.Path(__file__).parent / 'page'
 _CORE_NAME = re.compile(r'val-core/(.+)/([^/]+?)(?:_hops(\d+))?')
-_OF_ALL = {'all': 'all questions', 'macro': 'mean of the data sets'}
 _ROLE_NAME = re.compile(r'val-role/(\w+)/(\w+)')
-_HIGHLIGHTS = (  # of the config, in the order in which the page shows them
+_LABELS = {'all': 'all questions', 'macro': 'mean of the data sets'}
+_HIGHLIGHTS = (  # settings, in the order in which the page shows them
     'algorithm.variant algorithm.advantage algorithm.ratio algorithm.divisor algorithm.norm_of '
     'algorithm.clip_low algorithm.clip_high algorithm.gamma algorithm.lam algorithm.kl_in '
     'algorithm.kl_coef algorithm.entropy_coef model.folder model.critic actor.lr critic.lr '
@@ -43,62 +42,56 @@ _HIGHLIGHTS = (  # of the config, in the order in which the page shows them
 
 
 def build(workdir: str) -> str:
-  """Writes `workdir`/report.html and returns its path. Whatever does not exist yet is left out."""
-  rows = metrics.read_metrics(workdir)  # a UserError where there is no such folder
-  rows = _merge_only_data_set(rows)
-  config = _read_config(os.path.join(workdir, 'config.json'))
-  name = str(config.get('name') or os.path.basename(os.path.abspath(workdir)))
-  groups = _episode_groups(os.path.join(workdir, 'episodes'), _first_alarms(rows))
-  page_json = _script_json(
-      {
-          'charts': report_charts.charts(rows),
-          'groups': [{key: group[key] for key in ('label', 'shown', 'total')} for group in groups],
-          'episodes': [episode for group in groups for episode in group['episodes']],
-      }
-  )
-  template = _TEMPLATE.read_text(encoding='utf-8')
-  (script,) = re.findall(r'<script>(.*?)</script>', template, re.DOTALL)
-  digest = base64.b64encode(hashlib.sha256(script.encode('utf-8')).digest()).decode('ascii')
-  parts = {
-      'script_hash': digest,
-      'title': html.escape(name),
-      'status': _status_html(rows),
-      'results': _results_html(rows, groups),
-      'highlights': _highlights_html(config),
-      'config': html.escape(json.dumps(config, indent=2, ensure_ascii=False)) if config else '',
-      'page_json': page_json,
+  """Writes `workdir`/report.html and returns its path."""
+  read = lambda name: (_PAGE / name).read_text(encoding='utf-8')
+  scripts = {
+      'uplot': f'/*\nuPlot\n\n{read("uPlot.LICENSE")}*/\n{read("uPlot.iife.min.js")}',
+      'script': read('page.js'),
   }
-  page = re.sub(r'\{\{(\w+)\}\}', lambda match: parts[match.group(1)], template)
+  parts = {
+      **scripts,
+      'style': read('uPlot.min.css') + read('page.css'),
+      'hashes': ' '.join(map(_content_hash, scripts.values())),
+      'page_json': _script_json(page_data(workdir)),
+  }
+  page = re.sub(r'\{\{(\w+)\}\}', lambda match: parts[match.group(1)], read('page.html'))
   path = os.path.join(workdir, 'report.html')
-  with open(path + '.tmp', 'w', encoding='utf-8') as file:
-    file.write(page)
-  os.replace(path + '.tmp', path)
+  workdirs.write_whole(path, page)
   return path
 
 
-def _merge_only_data_set(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-  """Where one data set is held out, renames 'all' to it, so that equal scores are shown once."""
-  names = {name for row in rows for name in row}
-  found = {match.group(1) for match in map(_CORE_NAME.fullmatch, names) if match}
-  if len(found - {'all'}) != 1:
-    return rows
-  only = f'val-core/{(found - {"all"}).pop()}/'
-  return [{name.replace('val-core/all/', only): row[name] for name in row} for row in rows]
+def page_data(workdir: str) -> dict[str, Any]:
+  """Returns what the page shows, as JSON values. Whatever does not exist yet is left out."""
+  rows = _merge_only_dataset(metrics.read_metrics(workdir))
+  config = workdirs.read_config(workdir)
+  groups = _episode_groups(os.path.join(workdir, 'episodes'), _first_alarms(rows))
+  settings = workdirs.flatten(config)
+  settings |= {f'algorithm.{name}': x for name, x in config.get('objective', {}).items()}
+  return {
+      'title': str(config.get('name') or os.path.basename(os.path.abspath(workdir))),
+      'updates': max((row['step'] for row in rows), default=None),
+      'seconds': sum(row.get('timing_s/step') or 0.0 for row in rows),
+      'warnings': _warnings(rows),
+      'results': _results(rows, groups),
+      'highlights': [
+          [name, str(settings[name])]
+          for name in _HIGHLIGHTS
+          if settings.get(name) not in (None, '') and not isinstance(settings[name], list)
+      ],
+      'config': json.dumps(config, indent=2, ensure_ascii=False) if config else '',
+      'charts': charts.charts(rows),
+      'groups': [{key: group[key] for key in ('label', 'shown', 'total')} for group in groups],
+      'episodes': [episode for group in groups for episode in group['episodes']],
+  }
 
 
-def _read_config(path: str) -> dict[str, Any]:
-  if not os.path.exists(path):
-    return {}
-  try:
-    with open(path, encoding='utf-8') as file:
-      config = json.load(file)
-  except ValueError as error:
-    raise types.UserError(f'{path} is not JSON ({error}); restore it or delete it.') from error
-  return config if isinstance(config, dict) else {'config': config}
+def _content_hash(script: str) -> str:
+  digest = hashlib.sha256(script.encode('utf-8')).digest()
+  return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
 
 
 def _script_json(value: Any) -> str:
-  """Returns JSON that no HTML parser can mistake for markup; non-finite numbers become null."""
+  """Returns JSON that no HTML parser can mistake for markup."""
   text = json.dumps(_tidy(value), ensure_ascii=False, allow_nan=False, separators=(',', ':'))
   for character in '<>&\u2028\u2029':
     text = text.replace(character, f'\\u{ord(character):04x}')
@@ -106,7 +99,7 @@ def _script_json(value: Any) -> str:
 
 
 def _tidy(value: Any) -> Any:
-  """Rounds to four significant digits; replaces non-finite numbers, unknown to JSON, by null."""
+  """Rounds numbers to four significant digits. Non-finite numbers become null."""
   if isinstance(value, float):
     return float(f'{value:.4g}') if math.isfinite(value) else None
   if isinstance(value, dict):
@@ -116,20 +109,101 @@ def _tidy(value: Any) -> Any:
   return value
 
 
-# Episodes.
+def _merge_only_dataset(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+  """Renames 'all' to the only held-out data set, if there is one, so that scores appear once."""
+  names = {name for row in rows for name in row}
+  datasets = {match.group(1) for match in map(_CORE_NAME.fullmatch, names) if match} - {'all'}
+  if len(datasets) != 1:
+    return rows
+  prefix = f'val-core/{datasets.pop()}/'
+  return [{name.replace('val-core/all/', prefix): row[name] for name in row} for row in rows]
 
 
-def _first_alarms(rows: list[dict[str, Any]]) -> list[int]:
-  """Returns the updates at which a rule of health.py was first broken, at most MAX_ALARMS."""
-  first = {}
+# Warnings.
+
+
+def _broken_rules(rows: list[dict[str, Any]]) -> dict[str, list[int]]:
+  """Returns {rule of health.py: updates at which it was broken}."""
+  broken: dict[str, list[int]] = {}
   for row in rows:
     for name, value in row.items():
       if name.startswith('health/') and value:
-        first.setdefault(name, row['step'])
-  return sorted(set(first.values()))[:MAX_ALARMS]
+        broken.setdefault(name.removeprefix('health/'), []).append(row['step'])
+  return dict(sorted(broken.items()))
 
 
-def _episode_groups(folder: str, alarms: Sequence[int] = ()) -> list[dict[str, Any]]:
+def _first_alarms(rows: list[dict[str, Any]]) -> list[int]:
+  """Returns the updates at which a rule was first broken, at most MAX_ALARMS."""
+  return sorted({steps[0] for steps in _broken_rules(rows).values()})[:MAX_ALARMS]
+
+
+def _warnings(rows: list[dict[str, Any]]) -> list[str]:
+  warnings = []
+  bad = [(row['step'], name) for row in rows for name in row.get('nonfinite', ())]
+  if bad:
+    step, name = bad[0]
+    more = f', and {len(bad) - 1} more' if len(bad) > 1 else ''
+    warnings.append(f'Non-finite: {name} at update {step}{more}.')
+  for name, steps in _broken_rules(rows).items():
+    more = f', and at {len(steps) - 1} more' if len(steps) > 1 else ''
+    warnings.append(f'Health: {name} beyond its limit at update {steps[0]}{more}.')
+  return warnings
+
+
+# Held-out scores.
+
+
+def _results(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> dict[str, Any]:
+  """Returns the table of the main held-out score: {score, rows: [{label, is_hops, points, n}]}.
+
+  A row is a data set, a number of hops in it, or a role. `points` are (update, score).
+  """
+  main = _main_score(rows)
+  points: dict[tuple[str, int], list[tuple[int, float]]] = {}  # by (data set or role, hops or 0)
+  for row in rows:
+    for name, score in row.items():
+      core = _CORE_NAME.fullmatch(name)
+      role = _ROLE_NAME.fullmatch(name)
+      if core and core.group(2) == main:
+        key = (core.group(1), int(core.group(3) or 0))
+      elif role and role.group(2) == main:
+        key = (f'role {role.group(1)}', 0)
+      else:
+        continue
+      if score is not None:
+        points.setdefault(key, []).append((row['step'], score))
+
+  last = next((group for group in groups if group['kind'] == 'eval'), None)
+  order = lambda key: (key[0] not in _LABELS, key[0].startswith('role '), *key)
+  table = []
+  for part, hops in sorted(points, key=order):
+    series = points[part, hops]
+    is_counted = last is not None and last['step'] == series[-1][0]
+    table.append(
+        {
+            'label': f'{hops} hop{"s" * (hops > 1)}' if hops else _LABELS.get(part, part),
+            'is_hops': bool(hops),
+            'points': series,
+            'n': last['counts'].get((part, hops)) if last is not None and is_counted else None,
+        }
+    )
+  return {'score': main, 'rows': table}
+
+
+def _main_score(rows: list[dict[str, Any]]) -> str:
+  """Returns the score that is given by hops; else exact match, any core metric, or the reward."""
+  names = {name for row in rows for name in row}
+  matches = [match for match in map(_CORE_NAME.fullmatch, names) if match]
+  by_hops = sorted(match.group(2) for match in matches if match.group(3))
+  order = lambda name: (name == 'score', name != 'em', name)
+  scores = sorted({match.group(2) for match in matches}, key=order)
+  return (by_hops or scores or ['score'])[0]
+
+
+# Episodes.
+
+
+def _episode_groups(folder: str, alarms: Sequence[int]) -> list[dict[str, Any]]:
   """Returns chosen episodes of the last and first training update, of the last evaluation, and of
   the updates of the warnings that the page shows.
   """
@@ -142,209 +216,80 @@ def _episode_groups(folder: str, alarms: Sequence[int] = ()) -> list[dict[str, A
     chosen.append((evaluations[-1], 'last evaluation'))
   if len(train) > 1:
     chosen.append((train[0], 'first training update'))
-  taken = {number for (number, _), label in chosen if 'training' in label}
+  shown = {train[0], train[-1]} if train else set()
   chosen += [
-      (found, 'update of a health warning')
-      for found in train
-      if found[0] in alarms and found[0] not in taken
+      (file, 'update of a health warning')
+      for file in train
+      if file[0] in alarms and file not in shown
   ]
   return [_episode_group(path, step, label) for (step, path), label in chosen]
 
 
 def _numbered(folder: str, kind: str) -> list[tuple[int, str]]:
-  names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-  found = [(name, re.fullmatch(kind + r'_(\d+)\.jsonl', name)) for name in names]
-  return sorted((int(match.group(1)), os.path.join(folder, name)) for name, match in found if match)
+  """Returns (number, path) of the files <kind>_<number>.jsonl."""
+  names = os.listdir(folder) if os.path.isdir(folder) else []
+  matches = [re.fullmatch(kind + r'_(\d+)\.jsonl', name) for name in names]
+  return sorted(
+      (int(match.group(1)), os.path.join(folder, match.group())) for match in matches if match
+  )
 
 
 def _episode_group(path: str, step: int, label: str) -> dict[str, Any]:
   """Reads one file twice: an index of where each episode starts, then only the chosen ones."""
-  right: list[list[int]] = []  # where the lines of an episode start: one per role
+  right: list[list[int]] = []  # where the lines of each episode start
   wrong: list[list[int]] = []
-  counts: dict[Any, int] = {}
-  unreadable = 0
-  of_roles: dict[Any, list[int]] = {}
+  counts: dict[tuple[str, int], int] = {}
+  lines_by_episode: dict[Any, list[int]] = {}
+  num_unreadable = 0
   with open(path, 'rb') as file:
     offset = 0
     for raw in file:
+      start = offset
+      offset += len(raw)
       try:
         episode = json.loads(raw)
-        if episode.get('role') and not episode['tokens']:  # it never moved
+        if not episode['tokens']:  # a role that never moved
           continue
         if {len(episode['pieces']), len(episode['turn_ids'])} != {len(episode['tokens'])}:
           raise ValueError('tokens, pieces and turn_ids differ in length')
-        number = episode.get('task'), episode.get('of_episode')
-        whole = of_roles.setdefault(number, []) if episode.get('role') else []
-        if not whole:
-          (right if episode.get('right') else wrong).append(whole)
-        whole.append(offset)
-        for dataset in ('all', episode.get('dataset'), _role_label(episode.get('role'))):
-          for key in ((dataset, None), (dataset, episode.get('hops'))):
-            counts[key] = counts.get(key, 0) + 1
+        key = (episode.get('task'), episode.get('of_episode', f'line {start}'))
+        if key not in lines_by_episode:
+          lines_by_episode[key] = []
+          (right if episode.get('right') else wrong).append(lines_by_episode[key])
+        lines_by_episode[key].append(start)
+        parts = ['all', episode.get('dataset'), f'role {episode.get("role")}']
+        for part in parts:
+          for hops in {0, episode.get('hops') or 0}:
+            counts[part, hops] = counts.get((part, hops), 0) + 1
       except (ValueError, KeyError, TypeError):
-        unreadable += 1  # incomplete: the run is still writing, or was killed here
-      finally:
-        offset += len(raw)
-    if unreadable:
-      logging.warning('%s: %d unreadable lines left out of the report', path, unreadable)
-    episodes, size = [], 0
-    for offset in itertools.chain(*_choose(right, wrong, EPISODES_PER_FILE)):
-      file.seek(offset)
-      episode = json.loads(file.readline())
-      episode_size = len(_script_json(episode))
-      if size + episode_size <= BYTES_PER_FILE:
-        size += episode_size
-        episodes.append(episode)
+        num_unreadable += 1  # incomplete: the run is still writing, or was killed here
+    if num_unreadable:
+      logging.warning('%s: %d unreadable lines left out of the report', path, num_unreadable)
+    episodes = []
+    size = 0
+    for lines in _choose(right, wrong, EPISODES_PER_FILE):
+      for start in lines:
+        file.seek(start)
+        episode = json.loads(file.readline())
+        episode_size = len(_script_json(episode))
+        if size + episode_size <= BYTES_PER_FILE:
+          size += episode_size
+          episodes.append(episode)
   return {
       'label': f'{label} ({step})',
       'step': step,
       'kind': os.path.basename(path).split('_')[0],
       'shown': len(episodes),
-      'total': sum(map(len, right + wrong)),
+      'total': len(right) + len(wrong),
       'counts': counts,
       'episodes': episodes,
   }
 
 
 def _choose(right: list[T], wrong: list[T], limit: int) -> list[T]:
-  """Chooses at most `limit`, half right and half wrong where both exist, evenly, in file order."""
+  """Chooses at most `limit`, half right and half wrong if both exist, evenly, in file order."""
   num_right = min(len(right), max(limit // 2, limit - len(wrong)))
   num_wrong = min(len(wrong), limit - num_right)
-  return sorted(
-      offsets[index * len(offsets) // number]
-      for offsets, number in ((right, num_right), (wrong, num_wrong))
-      for index in range(number)
-  )
-
-
-# The header. Everything is escaped here; the template inserts it as it stands.
-
-
-def _status_html(rows: list[dict[str, Any]]) -> str:
-  if not rows:
-    return '<p class="muted">No metrics yet.</p>'
-  step_times = [row['timing_s/step'] for row in rows if row.get('timing_s/step')]
-  last = max(row['step'] for row in rows)
-  status = f'{last} update' + 's' * (last != 1)
-  if step_times:
-    minutes, seconds = divmod(round(sum(step_times)), 60)
-    hours, minutes = divmod(minutes, 60)
-    status += f' in {hours} h {minutes} min' if hours else f' in {minutes} min {seconds} s'
-  bad = [(row['step'], name) for row in rows for name in row.get('nonfinite', ())]
-  text = f'<p class="muted">{status}</p>'
-  if bad:
-    step, name = bad[0]
-    more = f', and {len(bad) - 1} more' if len(bad) > 1 else ''
-    text += f'<p class="warning">Non-finite: {html.escape(str(name))} at update {step}{more}.</p>'
-  return text + _health_html(rows)
-
-
-def _health_html(rows: list[dict[str, Any]]) -> str:
-  """Returns the broken rules of monitoring/health.py as HTML: how often and since when."""
-  broken = {}
-  for row in rows:
-    for name, value in row.items():
-      if name.startswith('health/') and value:
-        broken.setdefault(name.removeprefix('health/'), []).append(row['step'])
-  return ''.join(
-      f'<p class="warning">Health: {html.escape(name)} beyond its limit at update {steps[0]}'
-      + (f', and at {len(steps) - 1} more' if len(steps) > 1 else '')
-      + '.</p>'
-      for name, steps in sorted(broken.items())
-  )
-
-
-def _results_html(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> str:
-  """Returns the table of the main held-out score, before and after, over all and by hops."""
-  points = {}  # (dataset, hops or None) -> [(step, score)]
-  main = _main_score(rows)
-  for row in rows:
-    for name, score in row.items():
-      match = _CORE_NAME.fullmatch(name)
-      if match and match.group(2) == main and score is not None:
-        key = (match.group(1), int(match.group(3)) if match.group(3) else None)
-        points.setdefault(key, []).append((row['step'], score))
-      match = _ROLE_NAME.fullmatch(name)
-      if match and match.group(2) == main and score is not None:
-        points.setdefault((_role_label(match.group(1)), None), []).append((row['step'], score))
-  if not points:
-    return '<p class="muted">No evaluation yet.</p>'
-  last_eval = next((group for group in groups if group['kind'] == 'eval'), None)
-  several = any(len(series) > 1 for series in points.values())
-  lines = []
-  place = lambda key: (key[0] not in _OF_ALL, key[0].startswith('role '), key[0], key[1] or 0)
-  for dataset, hops in sorted(points, key=place):
-    series = points[dataset, hops]
-    before, (last, after) = series[0][1], series[-1]
-    best_step, best = max(series, key=lambda point: point[1])
-    counted = last_eval if last_eval is not None and last_eval['step'] == last else None
-    count = counted['counts'].get((dataset, hops), '') if counted else ''
-    name = _OF_ALL.get(dataset) or html.escape(dataset)
-    label = name if hops is None else f'{hops} hop{"s" if hops > 1 else ""}'
-    cells = [f'<th scope="row">{label}</th>', f'<td>{count}</td>', f'<td>{before:.3f}</td>']
-    if len(series) > 1:
-      cells += [
-          f'<td>{after:.3f}</td>',
-          f'<td>{_signed(after - before)}</td>',
-          f'<td>{best:.3f}<small>at {best_step}</small></td>',
-      ]
-    elif several:
-      cells += ['<td>–</td>'] * 3
-    lines.append(f'<tr class="{"all" if hops is None else "hops"}">{"".join(cells)}</tr>')
-  firsts, lasts = ({series[end][0] for series in points.values()} for end in (0, -1))
-  titles = (
-      'Held-out exact match' if main == 'em' else f'Held-out {html.escape(main)}',
-      'n',
-      f'update {firsts.pop()}' if len(firsts) == 1 else 'first',
-      f'update {lasts.pop()}' if len(lasts) == 1 else 'last',
-      'change',
-      'best<small>at</small>',
-  )
-  head = ''.join(f'<th scope="col">{title}</th>' for title in titles[: 6 if several else 3])
-  return (
-      '<div class="scroll"><table class="results">'
-      f'<thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
-  )
-
-
-def _role_label(role: str | None) -> str:
-  return f'role {role}' if role else ''
-
-
-def _main_score(rows: list[dict[str, Any]]) -> str:
-  """Returns the name that is scored by hops; else exact match, any core metric, or the reward."""
-  found = [match for row in rows for name in row if (match := _CORE_NAME.fullmatch(name))]
-  by_hops = [match.group(2) for match in found if match.group(3)]
-  names = sorted({match.group(2) for match in found}, key=lambda n: (n == 'score', n != 'em', n))
-  return (by_hops or names or ['score'])[0]
-
-
-def _signed(change: float) -> str:
-  text = f'{change:+.3f}'
-  return '0.000' if float(text) == 0 else text.replace('-', '−')
-
-
-def _highlights_html(config: dict[str, Any]) -> str:
-  flat = _flatten(config)
-  flat |= {f'algorithm.{name}': x for name, x in config.get('objective', {}).items()}
-  return ''.join(
-      f'<div><dt>{html.escape(name)}</dt><dd>{_breakable(flat[name])}</dd></div>'
-      for name in _HIGHLIGHTS
-      if name in flat
-  )
-
-
-def _breakable(value: Any) -> str:
-  """Escapes a text; a long path may wrap after a slash."""
-  return html.escape(str(value)).replace('/', '/<wbr>')
-
-
-def _flatten(config: dict[str, Any], prefix: str = '') -> dict[str, Any]:
-  """Flattens {'a': {'b': 1}} to {'a.b': 1}; lists, nulls and empty strings are left out."""
-  flat = {}
-  for name, value in config.items():
-    if isinstance(value, dict):
-      flat.update(_flatten(value, f'{prefix}{name}.'))
-    elif isinstance(value, (bool, int, float)) or (isinstance(value, str) and value):
-      flat[prefix + name] = value
-  return flat
+  chosen = [right[i * len(right) // num_right] for i in range(num_right)]
+  chosen += [wrong[i * len(wrong) // num_wrong] for i in range(num_wrong)]
+  return sorted(chosen)  # type: ignore[type-var]

@@ -16,7 +16,6 @@ import time
 
 from absl import logging
 import jax
-import numpy as np
 
 from stppo_jax import components
 from stppo_jax import config as schema
@@ -29,6 +28,7 @@ from stppo_jax.evaluation import scores as evaluation
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import journal as journals
+from stppo_jax.monitoring import roles as roles_lib
 from stppo_jax.monitoring import timing as timing_lib
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import batching
@@ -126,7 +126,7 @@ def setup(config: schema.Config) -> Run:
   What a user may have got wrong comes before the weights.
   """
   named = components.resolve(config)
-  questions = held_out(config, named)
+  questions = named.held_out_tasks()
   to_train_on = named.load_tasks(config.data.train_split)
   prepared = prepare.prepare(config)
   for tasks in (to_train_on, questions):
@@ -137,14 +137,6 @@ def setup(config: schema.Config) -> Run:
   bins = learner_lib.make_bins(config, learner, agent.tokenizer.pad_id)
   own = prepared.env.roles if config.model.role_parameters == 'own' else ()
   return Run(config, agent, learner, state, bins, named, questions, own)
-
-
-def held_out(config: schema.Config, named: components.Components) -> list[types.Task]:
-  """Returns the questions to evaluate on: a fixed sample of the split, or all of it."""
-  tasks = named.load_tasks(config.data.eval_split)
-  wanted = config.eval.episodes or len(tasks)
-  order = np.random.default_rng(0).permutation(len(tasks))[:wanted]
-  return [tasks[i] for i in sorted(order)]
 
 
 def train_on(
@@ -182,7 +174,7 @@ class _Learned:
   batch: types.TurnBatch
   steps: list[packing.Step]
   metrics: dict[str, float]  # of the batch
-  seen: list[journals.Seen]  # of each optimizer step
+  seen: list[episodes_lib.StepMetrics]  # of each optimizer step
 
 
 def _learn_all(run, sampled, timing) -> list[_Learned]:
@@ -213,7 +205,7 @@ def _learn(run, state, episodes, key, timing) -> tuple[train_state.TrainState, _
     seen = []
     for step in steps:
       state, measured, tokens = learner.update_step(state, batch, step)
-      seen.append(journals.Seen(step.rows, measured, tokens))
+      seen.append(episodes_lib.StepMetrics(step.rows, measured, tokens))
     seen = [dataclasses.replace(x, metrics=jax.device_get(x.metrics)) for x in seen]
   return state, _Learned(episodes, batch, steps, metrics, seen)
 
@@ -227,7 +219,9 @@ def _summarize(run, learned):
   counted = [part for part, one in zip(learned, moved) if one] or learned
   metrics = journals.means([part.metrics for part in counted])
   for role, part, one in zip(run.own_roles, learned, moved):
-    metrics |= journals.of_role(role, part.metrics, part.seen) if one else {}
+    if one:
+      steps = journals.means([step.metrics for step in part.seen])
+      metrics |= roles_lib.update_metrics(role, journals.means([part.metrics]) | steps)
   episodes = [episode for part in learned for episode in part.episodes]
   return metrics | journals.summarize(episodes, [seen for part in counted for seen in part.seen])
 
@@ -242,7 +236,7 @@ def _records(run, sampled, learned, n, skipped):
   parts = []
   for part in learned:
     rows = dataclasses.replace(sampled, episodes=part.episodes)
-    parts.append(journals.records(rows, tokenizer, part.batch, part.seen, n, has_values))
+    parts.append(episodes_lib.update_records(rows, tokenizer, part.batch, part.seen, n, has_values))
   return episodes_lib.joined(parts)
 
 

@@ -63,7 +63,6 @@ def claimed(config: schema.Config, variant: variants.Variant, workdir: str) -> I
   """
   workdirs.check_path(workdir)
   with workdirs.lock(workdir) if hosts.is_writer() else contextlib.nullcontext():
-    hosts.by_writer(workdirs.check_renames, workdir)
     check_shared(workdir)
     claim(config, variant, workdir)
     yield

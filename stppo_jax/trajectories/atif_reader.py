@@ -87,8 +87,8 @@ def read_folder(source: str, folder: str, reader: 'Reader', episodes_per_file: i
         + (f', as {left_out[0]}' if left_out else ': give JSON files of ATIF, or a folder of them')
     )
   for name, number, batch in _batches(documents, episodes_per_file):
-    made = functools.partial(_records, batch, reader.tokenizer, number)
-    episodes_lib.write_file(os.path.join(folder, name), episodes_lib.Records(made))
+    records = _records(batch, reader.tokenizer, number)
+    episodes_lib.write_lines(os.path.join(folder, name), records)
   num_rows = sum(map(len, documents))
   logging.info('%d trajectories are %d rows in %s', len(documents), num_rows, folder)
   return len(documents)
@@ -441,5 +441,5 @@ def _records(rows: Sequence[_Row], tokenizer, number) -> list[dict]:
   batch = pipeline.Sampled(
       kept.get('batch', number), kept.get('staleness', 0), [row.episode for row in rows], {}
   )
-  records = episodes_lib.of_batch(batch, tokenizer, number)
+  records = episodes_lib.batch_records(batch, tokenizer, number)
   return [record | {'kind': (row.kept or record)['kind']} for record, row in zip(records, rows)]

@@ -10,7 +10,7 @@ import jax
 
 from experiments import st_ppo_tiny
 from stppo_jax import types
-from stppo_jax.evaluation import talk
+from stppo_jax.evaluation import chat
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.rollout import prepare
@@ -31,26 +31,26 @@ class Terminal(io.StringIO):
     return True
 
 
-class TalkTest(parameterized.TestCase):
+class ChatTest(parameterized.TestCase):
 
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
     cls.enterClassContext(tiny_run.on_one_device())
     cls.config = st_ppo_tiny.get_config()
-    cls.config.env.reward = 'tests.talk_test:no_reward'
+    cls.config.env.reward = 'tests.chat_test:no_reward'
     cls.model, cls.params = prepare.load_policy(cls.config)
 
-  def talk(self, *lines, out=None):
+  def chat(self, *lines, out=None):
     out = out or io.StringIO()
-    talk.talk(self.config, self.model, self.params, 'embedded', lines, out)
+    chat.chat(self.config, self.model, self.params, 'embedded', lines, out)
     return out.getvalue()
 
   def test_a_question_is_played_and_shown(self):
-    seen, answer = [], talk.Speaker.answer
+    seen, answer = [], chat.ChatPlayer.answer
     keep = lambda *args: seen.append(answer(*args)) or seen[-1]
-    with mock.patch.object(talk.Speaker, 'answer', keep):
-      shown = self.talk(CAPITAL + '\n', '  \n', NEIGHBOUR)
+    with mock.patch.object(chat.ChatPlayer, 'answer', keep):
+      shown = self.chat(CAPITAL + '\n', '  \n', NEIGHBOUR)
     lines = shown.splitlines()
     self.assertEqual(lines[0], f'? {CAPITAL}')
     self.assertRegex(lines[1], '^<think>.*<search>.*</search>$')
@@ -71,7 +71,7 @@ class TalkTest(parameterized.TestCase):
       self.assertEqual([*map(tokens, seen)], [*map(tokens, played)])
 
   def test_ctrl_c_leaves_a_question_and_not_the_program(self):
-    sample, calls = talk.Speaker._sample, []
+    sample, calls = chat.ChatPlayer._sample, []
 
     def interrupted(*args):
       calls.append(args)
@@ -79,37 +79,37 @@ class TalkTest(parameterized.TestCase):
         raise KeyboardInterrupt
       return sample(*args)
 
-    with mock.patch.object(talk.Speaker, '_sample', interrupted):
-      shown = self.talk(NEIGHBOUR, CAPITAL)
+    with mock.patch.object(chat.ChatPlayer, '_sample', interrupted):
+      shown = self.chat(NEIGHBOUR, CAPITAL)
     self.assertIn('note | left\n', shown)
     self.assertIn('answer | Paris\n', shown)
 
   def test_a_question_that_is_too_long_is_told(self):
-    self.assertIn('the question is too long', self.talk('why ' * 300))
+    self.assertIn('the question is too long', self.chat('why ' * 300))
 
   def test_a_terminal_gets_colours(self):
-    shown = self.talk(CAPITAL, out=Terminal())
+    shown = self.chat(CAPITAL, out=Terminal())
     self.assertIn('\033[1;32m  answer | Paris\033[0m\n', shown)
     with mock.patch.dict('os.environ', NO_COLOR='1'):
-      self.assertNotIn('\033', self.talk(CAPITAL, out=Terminal()))
+      self.assertNotIn('\033', self.chat(CAPITAL, out=Terminal()))
 
   def test_no_text_controls_the_terminal(self):
     out = Terminal()
-    screen = talk.Screen(out)
-    screen.say('a\033[2J\rb\n')
+    screen = chat.Screen(out)
+    screen.write('a\033[2J\rb\n')
     screen.mark('read', 'c\x07')
     self.assertEqual(out.getvalue(), 'a\ufffd[2J\ufffdb\n\033[36m    read | c\ufffd\033[0m\n')
 
   @parameterized.parameters(
-      ('gateway:tests.talk_test:no_reward', '--mode=serve'),
-      ('tests.talk_test:Procedural', 'tasks or roles of its own'),
+      ('gateway:tests.chat_test:no_reward', '--mode=serve'),
+      ('tests.chat_test:Procedural', 'its own tasks or roles'),
   )
   def test_an_environment_without_questions_is_refused(self, kind, words):
     folder = self.enterContext(tempfile.TemporaryDirectory())
     tiny_run.write(folder)
     config = tiny_run.make_config(folder, env__kind=kind)
     with self.assertRaisesRegex(UserError, words):
-      talk.talk(config, None, None, '', [])
+      chat.chat(config, None, None, '', [])
 
 
 class Procedural:

@@ -1,7 +1,8 @@
 """A conversation with an agent in the terminal: questions in, its turns, searches and answers out.
 
-The agent plays the run's environment, token by token as it was trained; there is no right answer,
-and so no score. A terminal asks for a question and gets colours. From a pipe each line is one.
+The agent plays the run's environment, token by token as it was trained. There is no right answer,
+and so no score. A terminal asks for a question and gets colours. From a pipe each line is a
+question.
 """
 
 from collections.abc import Iterable
@@ -18,13 +19,14 @@ import jax
 import numpy as np
 
 from stppo_jax import config as schema
-from stppo_jax import tokenizer as chat
+from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.envs import factory
 from stppo_jax.envs import program
+from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 from stppo_jax.envs import stepping
-from stppo_jax.evaluation import player
+from stppo_jax.evaluation import players
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
@@ -41,21 +43,31 @@ _COLOURS = {'search': '33', 'read': '36', 'answer': '1;32', 'note': '2'}  # of a
 _PROMPT = '? '
 
 
-def talk(
+def chat(
     config: schema.Config,
     model: decoder.ModelConfig,
     params: dict,
-    said: str,  # which model it is
-    lines: Iterable[str] | None = None,  # questions; None: standard input
-    out: TextIO | None = None,  # None: standard output
+    description: str,
+    lines: Iterable[str] | None = None,
+    out: TextIO | None = None,
 ) -> None:
-  """Answers questions until there are no more. Ctrl-C leaves a question, Ctrl-D ends."""
+  """Answers questions until there are no more. Ctrl-C leaves a question, Ctrl-D ends.
+
+  Args:
+    config: of the run.
+    model: of the policy.
+    params: of the policy.
+    description: of the policy, for the log.
+    lines: questions; None: standard input.
+    out: None: standard output.
+  """
   screen = Screen(out or sys.stdout)
   prepared = prepare.prepare(config)
-  _check_environment(config, prepared.env)
+  _check_environment(config.env.kind, prepared.env)
+  tokenizer = prepared.tokenizer
   sampler = gateway.make_sampler(
       model,
-      prepared.tokenizer,
+      tokenizer,
       rows=1,
       max_total=config.rollout.max_total,
       top_k=config.rollout.top_k,
@@ -64,38 +76,40 @@ def talk(
       platform=jax.devices()[0].platform,
       row_sharding=agent_lib.row_sharding(config, model, sharding.mesh_of(config.mesh)),
   )
-  tokenizer = prepared.tokenizer
+  is_typed = lines is None and sys.stdin.isatty()
+  if is_typed:
+    lines = _typed_lines()
   with scheduler_lib.Scheduler(
       sampler, params, tokenizer.token_bytes, tokenizer.eos_ids
   ) as scheduler:
-    speaker = Speaker(config, prepared, scheduler)
-    logging.info('%s; one question per line, Ctrl-C leaves a question, Ctrl-D ends', said)
-    types_it = lines is None and sys.stdin.isatty()
-    for number, line in enumerate(_typed() if types_it else lines or sys.stdin):
-      if not (question := line.strip()):
+    player = ChatPlayer(config, prepared, scheduler)
+    logging.info('%s; one question per line, Ctrl-C leaves a question, Ctrl-D ends', description)
+    for number, line in enumerate(lines or sys.stdin):
+      question = line.strip()
+      if not question:
         continue
-      if not types_it:
-        screen.line(_PROMPT + question)
+      if not is_typed:
+        screen.write_line(_PROMPT + question)
       try:
-        speaker.answer(question, number, screen)
+        player.answer(question, number, screen)
       except KeyboardInterrupt:
         screen.mark('note', 'left')
 
 
-def _check_environment(config, env: factory.EnvFactory) -> None:
-  """Refuses environments that ask no question."""
+def _check_environment(name: str, env: factory.EnvFactory) -> None:
+  """Raises a UserError for an environment that asks no question."""
   if isinstance(env.make, program.Program):
     raise UserError(
-        f'config.env.kind={config.env.kind!r}: an agent program talks by itself: use --mode=serve'
+        f'config.env.kind={name!r}: an agent program calls the model itself: use --mode=serve'
     )
   if env.load_tasks is not None or env.roles:
     raise UserError(
-        f'config.env.kind={config.env.kind!r} has tasks or roles of its own and asks no question: '
+        f'config.env.kind={name!r} has its own tasks or roles and asks no question: '
         "--mode=chat needs an environment of questions, such as 'search' or 'tools'"
     )
 
 
-def _typed() -> Iterator[str]:
+def _typed_lines() -> Iterator[str]:
   """Yields the lines that a user types."""
   try:
     import readline  # noqa: F401  input() then has a history
@@ -111,21 +125,23 @@ def _typed() -> Iterator[str]:
       print()
 
 
-class Speaker:
+class ChatPlayer:
   """Plays the environment with one model, and shows what happens as it happens."""
 
   def __init__(
       self, config: schema.Config, prepared: prepare.Prepared, scheduler: scheduler_lib.Scheduler
   ):
-    self._limits, self._seed = prepare.limits(config), config.seed
-    self._tokenizer, self._scheduler = prepared.tokenizer, scheduler
-    self._temperature = player.temperature(config)
+    self._limits = prepare.limits(config)
+    self._seed = config.seed
+    self._tokenizer = prepared.tokenizer
+    self._scheduler = scheduler
+    self._temperature = players.temperature(config)
     self._top_p = config.rollout.top_p if self._temperature else 1.0
     settings = dict(prepared.env.settings)
     if 'reward' in settings:
       settings['reward'] = lambda task, answer, transcript: 0.0  # there is no right answer
     self._env = dataclasses.replace(prepared.env, settings=settings)
-    self._framing = chat.make_framing(
+    self._framing = tokenizer_lib.make_framing(
         prepared.tokenizer, prepared.env.frame, config.rollout.max_observation
     )
 
@@ -133,13 +149,16 @@ class Speaker:
     """Plays an episode about the question."""
     task = types.Task(f'chat-{number}', question, dataset='chat')
     keys = episode_loop.row_keys(jax.random.key(self._seed), [task])
-    (seed,), key = episode_loop.episode_seeds(keys), np.asarray(jax.random.key_data(keys))[0]
+    (seed,) = episode_loop.episode_seeds(keys)
+    key = np.asarray(jax.random.key_data(keys))[0]
     env = self._env(task, seed)
     rules = episode_loop.Rules(self._limits, core_metrics=self._env.core_metrics)
-    (episode,) = seats = episode_loop.seats(task, 0, 0, rules)
-    table = episode_loop.Table(seats, self._framing, self._limits, strict=True)
+    episodes = episode_loop.seats(task, 0, 0, rules)
+    table = episode_loop.Table(episodes, self._framing, self._limits, strict=True)
     _, prompt = table.give(*stepping.reset(env, seed))
-    ids, found = [], None
+    (episode,) = episodes
+    ids: list[int] = []
+    answer = None
     while prompt.budget > 0:
       ids += prompt.ids
       completion = self._sample(ids, prompt.budget, key, screen)
@@ -147,18 +166,21 @@ class Speaker:
       text = episode_loop.action_text(self._tokenizer, completion.tokens)
       outcome = stepping.step(env, text)
       _, prompt = table.record(0, completion, outcome)
-      found = _show(screen, text, outcome, self._tokenizer.decode(episode.turns[-1].observation))
-    _show_end(screen, episode, found, self._limits)
+      observation = self._tokenizer.decode(episode.turns[-1].observation)
+      answer = _show(screen, text, outcome, observation)
+    _show_end(screen, episode, answer, self._limits)
     return episode
 
-  def _sample(self, ids, budget, key, screen) -> env_pool.Completion:
+  def _sample(
+      self, ids: list[int], budget: int, key: np.ndarray, screen: 'Screen'
+  ) -> env_pool.Completion:
     """Samples a turn, and shows it as it comes."""
-    pieces: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    chunks: queue.SimpleQueue[Any] = queue.SimpleQueue()
     request = scheduler_lib.Request(
         ids=list(ids),
         budget=budget,
         key=key,
-        emit=lambda *piece: pieces.put(piece),
+        emit=lambda *chunk: chunks.put(chunk),
         temperature=self._temperature,
         top_p=self._top_p,
         stop=tuple(stop.encode() for stop in self._env.stop_strings),
@@ -166,14 +188,14 @@ class Speaker:
     text = turn_text.TurnText(self._tokenizer.token_bytes, self._tokenizer.eos_ids)
     tokens: list[int] = []
     logp: list[float] = []
-    self._scheduler.submit([request])
     finish = None
+    self._scheduler.submit([request])
     try:
       while finish is None:
-        new, new_logp, finish = pieces.get()
-        tokens += new
+        new_tokens, new_logp, finish = chunks.get()
+        tokens += new_tokens
         logp += new_logp
-        screen.say(text.feed(new, finish))
+        screen.write(text.feed(new_tokens, finish))
     finally:
       request.cancelled = True
       screen.end_line()
@@ -182,23 +204,25 @@ class Speaker:
     return env_pool.Completion(0, np.array(tokens, np.int32), np.array(logp, np.float32))
 
 
-def _show(screen, text, outcome, read) -> str | None:
-  """Shows what the environment made of a turn; returns the answer, if the turn was one."""
+def _show(screen: 'Screen', text: str, outcome: protocol.Step, observation: str) -> str | None:
+  """Shows the environment's reply to a turn; returns the answer, if the turn was one."""
   *_, terminated, truncated, info = outcome
   if info.get('query'):
     screen.mark('search', str(info['query']))
   if info.get('retrieval_failed'):
     screen.mark('note', 'the search failed')
-  for line in read.strip().splitlines():
+  for line in observation.strip().splitlines():
     screen.mark('read', line)
   if not terminated or truncated:
     return None
   return info['answer'] if info.get('answer') is not None else rewards.extract_answer(text)
 
 
-def _show_end(screen, episode, found, limits) -> None:
-  if found is not None:
-    screen.mark('answer', found)
+def _show_end(
+    screen: 'Screen', episode: types.Episode, answer: str | None, limits: episode_loop.Limits
+) -> None:
+  if answer is not None:
+    screen.mark('answer', answer)
   elif not episode.turns:
     longest = episode_loop.longest_prompt(limits)
     screen.mark('note', f'the question is too long: its prompt has more than {longest} tokens')
@@ -209,39 +233,41 @@ def _show_end(screen, episode, found, limits) -> None:
 
 
 class Screen:
-  """Writes to a terminal or a pipe; no text of a model or a passage controls the terminal."""
+  """Writes to a terminal or a pipe. No text of a model or a passage controls the terminal."""
 
   def __init__(self, out: TextIO):
     self._out = out
-    self._colours = out.isatty() and 'NO_COLOR' not in os.environ
-    self._at_start = True
+    self._has_colours = out.isatty() and 'NO_COLOR' not in os.environ
+    self._is_at_start = True
 
-  def say(self, text: str) -> None:
-    """Writes a piece of the agent's text."""
-    if text:
-      self._write(_harmless(text))
+  def write(self, text: str) -> None:
+    """Writes a part of the agent's text."""
+    self._put(_printable(text))
 
-  def end_line(self) -> None:
-    """Begins a new line, unless there is one."""
-    if not self._at_start:
-      self._write('\n')
-
-  def line(self, text: str) -> None:
+  def write_line(self, text: str) -> None:
     """Writes a line."""
     self.end_line()
-    self._write(_harmless(text) + '\n')
+    self._put(_printable(text) + '\n')
+
+  def end_line(self) -> None:
+    """Begins a new line, unless the cursor is at the start of one."""
+    if not self._is_at_start:
+      self._put('\n')
 
   def mark(self, kind: str, text: str) -> None:
     """Writes a line that is set apart from the agent's text: 'search', 'read', 'answer', 'note'."""
     self.end_line()
-    text = f'{kind:>8} | {" ".join(_harmless(text).splitlines())}'
-    self._write(f'\033[{_COLOURS[kind]}m{text}\033[0m\n' if self._colours else f'{text}\n')
+    line = f'{kind:>8} | {" ".join(_printable(text).splitlines())}'
+    if self._has_colours:
+      line = f'\033[{_COLOURS[kind]}m{line}\033[0m'
+    self._put(line + '\n')
 
-  def _write(self, text):
-    self._out.write(text)
-    self._out.flush()
-    self._at_start = text.endswith('\n')
+  def _put(self, text: str) -> None:
+    if text:
+      self._out.write(text)
+      self._out.flush()
+      self._is_at_start = text.endswith('\n')
 
 
-def _harmless(text: str) -> str:
+def _printable(text: str) -> str:
   return ''.join(c if c.isprintable() or c in '\n\t' else '\ufffd' for c in text)

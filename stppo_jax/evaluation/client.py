@@ -1,7 +1,7 @@
 """Client of an OpenAI-compatible server: messages in, the text of a turn out.
 
-Overload and network errors are retried after waits that double. A request that the server rejects
-is one line of error.
+The client retries overload and network errors after waits that double. If the server rejects a
+request for good, the error is one line.
 """
 
 from collections.abc import Mapping
@@ -22,29 +22,29 @@ from stppo_jax.types import UserError
 RETRIES = 6  # further attempts per request
 _BACKOFF_S = 1.0
 _LIMITS = http_client.ClientLimits(connect_s=10.0, total_s=300.0)
-_MOST_STOPS = 4  # that OpenAI's own server takes
-_SHOWN = 300  # characters of a server's message
-# How servers say that messages do not fit: OpenAI, vLLM, SGLang and llama.cpp, by code or in words.
-_CODES = ('context_length_exceeded', 'exceed_context_size_error')
-_WORDS = re.compile(
+_MAX_STOPS = 4  # OpenAI's own server takes no more
+_MAX_MESSAGE = 300  # characters of a server's message in an error
+# Codes and words of OpenAI, vLLM, SGLang and llama.cpp for messages that do not fit.
+_TOO_LONG_CODES = ('context_length_exceeded', 'exceed_context_size_error')
+_TOO_LONG_WORDS = re.compile(
     r'context (length|window|size)|maximum (context|model length|allowed length)|max_model_len|'
     r'(prompt|input|messages)\b[^.]* too long',
     re.IGNORECASE,
 )
-_ECHO = re.compile('[\'"]input[\'"]:')  # after it pydantic's errors repeat the request
+_ECHO = re.compile('[\'"]input[\'"]:')  # pydantic's errors repeat the request after it
 
 
-class Unanswered(Exception):
+class UnansweredError(Exception):
   """There was no answer after the last attempt, or another thread has ended the job."""
 
 
-class TooLong(Exception):
+class TooLongError(Exception):
   """The messages and an answer do not fit into the model's context."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-  """What is asked of the server."""
+class ClientSettings:
+  """The address, and the settings of each request."""
 
   address: str  # up to /v1
   model: str
@@ -57,18 +57,18 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
+class Completion:
   """An answer."""
 
   text: str  # with the stop string that ended it
   num_tokens: int  # sampled
-  total_tokens: int  # with those of the messages
+  total_tokens: int  # including those of the messages
 
 
-class Client:
+class ChatClient:
   """Asks for completions. Threads may share it, and `abandoned` ends their waits."""
 
-  def __init__(self, settings: Settings, abandoned: threading.Event | None = None):
+  def __init__(self, settings: ClientSettings, abandoned: threading.Event | None = None):
     self.settings = settings
     self.url = settings.address.rstrip('/') + '/chat/completions'
     self.retries = 0  # so far, of all requests
@@ -78,8 +78,15 @@ class Client:
     self._session.auth = self._authorize
     self._lock = threading.Lock()
 
-  def complete(self, messages: Sequence[Mapping[str, str]], seed: int | None = None) -> Turn:
-    """Returns the turn that follows. Raises TooLong, Unanswered, or UserError for good."""
+  def complete(self, messages: Sequence[Mapping[str, str]], seed: int | None = None) -> Completion:
+    """Returns the next turn. Raises TooLongError, UnansweredError, or a UserError for good."""
+    attempt = functools.partial(self._attempt, self._body(messages, seed))
+    try:
+      return http_client.with_retries(attempt, RETRIES, _BACKOFF_S, self._abandoned.wait)
+    except http_client.Temporary as error:
+      raise UnansweredError(str(error)) from error
+
+  def _body(self, messages: Sequence[Mapping[str, str]], seed: int | None) -> dict[str, Any]:
     settings = self.settings
     body: dict[str, Any] = {
         'model': settings.model,
@@ -90,50 +97,46 @@ class Client:
     if settings.top_p < 1:
       body['top_p'] = settings.top_p
     if settings.stop:
-      body['stop'] = list(settings.stop[:_MOST_STOPS])
-    if settings.template_kwargs:
-      body['chat_template_kwargs'] = dict(settings.template_kwargs)  # vLLM's and SGLang's
+      body['stop'] = list(settings.stop[:_MAX_STOPS])
+    if settings.template_kwargs:  # vLLM and SGLang take it
+      body['chat_template_kwargs'] = dict(settings.template_kwargs)
     if settings.temperature > 0 and seed is not None:
       body['seed'] = seed
-    attempt = functools.partial(self._attempt, body)
-    try:
-      return http_client.with_retries(attempt, RETRIES, _BACKOFF_S, self._abandoned.wait)
-    except http_client.Temporary as error:
-      raise Unanswered(str(error)) from error
+    return body
 
-  def _attempt(self, body: dict[str, Any], number: int) -> Turn:
-    """Asks once. Raises http_client.Temporary where another attempt may have an answer."""
+  def _attempt(self, body: dict[str, Any], number: int) -> Completion:
+    """Sends the request once. Raises http_client.Temporary if another attempt may help."""
     if self._abandoned.is_set():
-      raise Unanswered('the job has ended')
+      raise UnansweredError('the job has ended')
     with self._lock:
       self.retries += number > 0
     try:
       answer = http_client.post(self._session, self.url, body, _LIMITS)
-      turn = _turn(json.loads(answer), self.settings)
+      completion = _parse(json.loads(answer), self.settings)
     except http_client.Rejected as error:
       fields = _error_fields(error.text)
-      message = ' '.join(str(fields.get('message') or error.text).split())[:_SHOWN]
-      if error.status in (400, 413, 422) and _says_too_long(fields):
-        raise TooLong(message) from None
-      raise self._refused(f'refused a request with status {error.status}: {message}') from None
+      message = ' '.join(str(fields.get('message') or error.text).split())[:_MAX_MESSAGE]
+      if error.status in (400, 413, 422) and _is_too_long(fields):
+        raise TooLongError(message) from None
+      raise self._error(f'rejected a request with status {error.status}: {message}') from None
     except http_client.Temporary as error:
       if isinstance(error.__cause__, requests.ConnectionError) and not self._has_answered:
-        raise self._refused(f'gave no answer ({error}): start it, or correct the address') from None
+        raise self._error(f'gave no answer ({error}): start it, or correct the address') from None
       raise
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
       message = f'an answer that is no completion ({type(error).__name__})'
       raise http_client.Temporary(message) from None
     self._has_answered = True
-    return turn
+    return completion
 
-  def _refused(self, why: str) -> UserError:
+  def _error(self, reason: str) -> UserError:
     return UserError(
         f'config.eval.address={self.settings.address!r} with config.eval.model='
-        f'{self.settings.model!r} {why}'
+        f'{self.settings.model!r} {reason}'
     )
 
-  def _authorize(self, request):
-    """Sets the key; as a function, so that no entry of ~/.netrc takes its place."""
+  def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+    """Sets the key. As a function, because requests replaces a header by an entry of ~/.netrc."""
     if self.settings.api_key:
       request.headers['Authorization'] = f'Bearer {self.settings.api_key}'
     return request
@@ -147,7 +150,7 @@ def whole_turn(
   `stop_reason` is vLLM's: the stop string, or None. Choice: without it, a turn that ended by itself
   gets the closing tag among `stops` of the tag that it opened last.
   """
-  ends = [at + len(stop) for stop in stops if (at := text.find(stop)) >= 0]
+  ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
   if ends:
     return text[: min(ends)]
   if finish != 'stop':
@@ -159,8 +162,23 @@ def whole_turn(
   return text + opened[last] if last >= 0 else text
 
 
+def _parse(answer: Any, settings: ClientSettings) -> Completion:
+  """Returns the completion of an answer; raises an ordinary error if there is none."""
+  choice = answer['choices'][0]
+  content = choice['message'].get('content')
+  if not isinstance(content, str | None):
+    raise TypeError
+  usage = answer.get('usage') or {}
+  text = whole_turn(
+      content or '', choice.get('finish_reason'), settings.stop, choice.get('stop_reason', Ellipsis)
+  )
+  return Completion(
+      text, int(usage.get('completion_tokens') or 0), int(usage.get('total_tokens') or 0)
+  )
+
+
 def _error_fields(text: str) -> dict[str, Any]:
-  """Returns the fields of an error; none where the body is of another form."""
+  """Returns the fields of an error; {} if the body has another form."""
   body = None
   with contextlib.suppress(ValueError, RecursionError):
     body = json.loads(text)
@@ -170,20 +188,9 @@ def _error_fields(text: str) -> dict[str, Any]:
   return error if isinstance(error, dict) else {}
 
 
-def _says_too_long(error: Mapping[str, Any]) -> bool:
-  """Whether the messages do not fit, by the error's code or its own words, not those it repeats."""
-  if error.get('code') in _CODES or error.get('type') in _CODES:
+def _is_too_long(fields: Mapping[str, Any]) -> bool:
+  """Returns whether the messages do not fit, by the error's code or its own words."""
+  if fields.get('code') in _TOO_LONG_CODES or fields.get('type') in _TOO_LONG_CODES:
     return True
-  return _WORDS.search(_ECHO.split(str(error.get('message')))[0]) is not None
-
-
-def _turn(answer: dict[str, Any], settings: Settings) -> Turn:
-  choice = answer['choices'][0]
-  usage = answer.get('usage') or {}
-  content = choice['message'].get('content')
-  if not isinstance(content, str | None):
-    raise TypeError
-  text = whole_turn(
-      content or '', choice.get('finish_reason'), settings.stop, choice.get('stop_reason', Ellipsis)
-  )
-  return Turn(text, int(usage.get('completion_tokens') or 0), int(usage.get('total_tokens') or 0))
+  own_words = _ECHO.split(str(fields.get('message')))[0]
+  return _TOO_LONG_WORDS.search(own_words) is not None

@@ -1,0 +1,128 @@
+"""Players of an evaluation: rows in, episodes with their texts out.
+
+`LocalPlayer` plays a checkpoint with the run's own agent. `remote.RemotePlayer` asks a server.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from stppo_jax import components
+from stppo_jax import config as schema
+from stppo_jax import types
+from stppo_jax.distributed import hosts
+from stppo_jax.evaluation import policy as policy_lib
+from stppo_jax.evaluation import records
+from stppo_jax.models import hf_config
+from stppo_jax.models import sharding
+from stppo_jax.rollout import episode as episode_loop
+from stppo_jax.rollout import pipeline
+from stppo_jax.rollout import prepare
+from stppo_jax.training import checkpoint
+from stppo_jax.types import RunError
+
+_ROUNDS = 4  # a batch holds this many times the episodes in progress at once
+
+
+class Player(Protocol):
+  """Plays the questions of an evaluation."""
+
+  tasks: Sequence[types.Task]
+  roles: Sequence[str]  # each has an episode per row; ('',): one agent
+  batch: int  # rows that are played together, and again as a whole; 0: rows are independent
+  description: str  # for a reader: 'runs/x after 56 updates'
+  label: str  # in the name of the folder: '000056'
+  identity: Mapping[str, Any]  # distinguishes the player from others
+
+  def play(self, rows: Sequence[records.Row]) -> Iterator[records.PlayedRow]:
+    """Plays rows, in any order."""
+    ...
+
+
+def temperature(config: schema.Config) -> float:
+  """Returns the temperature of an evaluation; 0 is greedy."""
+  if config.eval.temperature is not None:
+    return config.eval.temperature
+  return 0.0 if config.eval.samples == 1 else config.rollout.temperature
+
+
+def rows_of(tasks: Sequence[types.Task], samples: int) -> list[records.Row]:
+  """Returns the rows of an evaluation; the samples of a question follow each other."""
+  return [records.Row(task, i) for task in tasks for i in range(samples)]
+
+
+def row_keys(config: schema.Config, tasks: Sequence[types.Task]) -> dict[tuple, jax.Array]:
+  """Returns the random key of each row, by the row's key."""
+  rows = rows_of(tasks, config.eval.samples)
+  keys = episode_loop.row_keys(jax.random.key(config.seed), [row.task for row in rows])
+  return dict(zip((row.key for row in rows), keys))
+
+
+def check_failures(config: schema.Config, episodes: Sequence[types.Episode]) -> None:
+  """Raises a RunError if retrieval or the environment failed in too many episodes."""
+  share = pipeline.failed_share(episodes)
+  if share > config.retriever.max_failed_share:
+    raise RunError(
+        f'retrieval failed in {share:.0%} of the held-out episodes: check the retriever, and '
+        'give the same command again'
+    )
+  pipeline.check_environment(episodes, config.rollout.max_failed)
+
+
+class LocalPlayer:
+  """A checkpoint of a run, or the model before training, played by the run's own agent."""
+
+  tasks: Sequence[types.Task]
+  roles: Sequence[str]
+  identity: Mapping[str, Any]
+
+  def __init__(self, config: schema.Config, workdir: str, stop_requested: Callable[[], bool]):
+    policy, prepared, self.tasks = policy_lib.load(config, workdir)
+    self.batch = _ROUNDS * config.eval.rows
+    self.description = policy.description
+    self.label = f'{policy.updates:06d}' if policy.updates else 'untrained'
+    weights = ''
+    if policy.updates:
+      weights = hosts.by_writer(checkpoint.fingerprint, workdir, policy.updates)
+    base = hosts.by_writer(hf_config.fingerprint, prepare.model_folder(config))
+    self.identity = {'updates': policy.updates or None, 'weights': weights, 'folder': base}
+
+    self._config = config
+    self._is_greedy = temperature(config) == 0
+    self._stop_requested = stop_requested
+    playing = config
+    if not self._is_greedy:
+      rollout = dataclasses.replace(
+          config.rollout, temperature=temperature(config), rows=config.eval.rows
+      )
+      playing = dataclasses.replace(config, rollout=rollout)
+    mesh = sharding.mesh_of(config.mesh)
+    self._agent = components.make_agent(playing, policy.model, mesh, prepared)
+    if hasattr(self._agent.retriever, 'give_up'):
+      self._agent.retriever.give_up = stop_requested
+    self._params = self._agent.sampler.copy(policy.params)
+    self._keys = row_keys(config, self.tasks)
+    self.roles = tuple(self._agent.env.roles) or ('',)
+
+  def play(self, rows: Sequence[records.Row]) -> Iterator[records.PlayedRow]:
+    """Plays rows together. RunError: see `check_failures`."""
+    episodes = self._agent.play(
+        self._params,
+        [row.task for row in rows],
+        jnp.stack([self._keys[row.key] for row in rows]),
+        greedy=self._is_greedy,
+        give_up=self._stop_requested,
+    )
+    check_failures(self._config, episodes)
+    decode = self._agent.tokenizer.decode
+    for i, episode in enumerate(episodes):
+      row = rows[i // len(self.roles)]  # the roles of a row follow each other
+      texts = [(decode(turn.tokens), decode(turn.observation)) for turn in episode.turns]
+      yield records.PlayedRow(row, episode, texts)

@@ -1,0 +1,73 @@
+"""Plays batches of a run with a fixed policy, and saves them for training on them later."""
+
+from collections.abc import Callable
+import dataclasses
+import json
+import os
+import zlib
+
+from absl import logging
+
+from stppo_jax import components
+from stppo_jax import config as schema
+from stppo_jax import validation
+from stppo_jax.distributed import hosts
+from stppo_jax.evaluation import policy
+from stppo_jax.models import sharding
+from stppo_jax.monitoring import episodes as episodes_lib
+from stppo_jax.rollout import prepare
+from stppo_jax.training import checkpoint
+from stppo_jax.training import loop
+from stppo_jax.trajectories import saved
+from stppo_jax.types import Stopped
+
+
+def sample(
+    config: schema.Config, workdir: str, num_batches: int, stop_requested: Callable[[], bool]
+) -> str:
+  """Plays batches 1 to `num_batches` of a run without training; returns their folder.
+
+  Samples at the temperature of training, with the policy that `policy.policy` loads. 0 batches: as
+  many as it takes to play each question of config.data.train_split. An existing file is kept, so
+  that the same command continues after a stop. Other settings have another folder.
+  """
+  validation.validate(config)
+  hosts.require_same('config', dataclasses.asdict(config))
+  questions = components.resolve(config).load_tasks(config.data.train_split)
+  hosts.require_same('questions', [task.id for task in questions])
+  prepared = prepare.prepare(config)
+  prepare.check_prompts(config, prepared, questions)
+  loaded = policy.policy(config, workdir, all_roles=True)
+  folder = os.path.join(workdir, 'samples', folder_name(config, workdir, loaded.updates))
+  mesh = sharding.mesh_of(config.mesh)
+  agent = components.make_agent(config, loaded.model, mesh, prepared)
+  batches = loop.make_batches(config, agent, lambda params: params, questions, stop_requested)
+  per_batch = config.train.episodes // config.rollout.group_size
+  num_batches = num_batches or -(-len(questions) // per_batch)
+  logging.info('%s plays %d batches of %d questions', loaded.description, num_batches, per_batch)
+  params = batches.copy(loaded.params)
+  for number in range(1, num_batches + 1):
+    path = saved.path_of(folder, number)
+    if hosts.by_writer(os.path.exists, path):
+      continue
+    try:
+      hosts.end_if(stop_requested)
+      batch = batches.sample(params, number, 0)
+    except Stopped:
+      logging.info('stopped before %s: the same command continues there', path)
+      break
+    if hosts.is_writer():
+      episodes_lib.write_lines(path, episodes_lib.batch_records(batch, agent.tokenizer, number))
+    scores = [episode.main_score for episode in batch.episodes]
+    logging.info('%s: %d episodes, mean score %.3f', path, len(scores), sum(scores) / len(scores))
+  return folder
+
+
+def folder_name(config: schema.Config, workdir: str, updates: int) -> str:
+  """Returns a folder's name: the split, the updates, and a digest of what episodes depend on."""
+  values = dataclasses.asdict(config)
+  depends = {name: values[name] for name in (*policy.SCORED_BY, 'seed')}
+  depends |= {'episodes': config.train.episodes} | prepare.sources(config)
+  depends['weights'] = hosts.by_writer(checkpoint.fingerprint, workdir, updates)
+  digest = zlib.crc32(json.dumps(depends, sort_keys=True).encode())
+  return f'{config.data.train_split}_{updates:06d}_{digest:08x}'
