@@ -110,10 +110,6 @@ def _sortable(value: float | None) -> float:
   return -math.inf if value is None else value
 
 
-def _sortable(value: float | None) -> float:
-  return -math.inf if value is None else value
-
-
 def _strided(column: Column) -> list[int]:
   """Returns every n-th step. The step alone decides, so that the layers of a stack agree."""
   stride = max(column) // MAX_POINTS + 1
