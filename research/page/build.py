@@ -29,6 +29,7 @@ from typing import Any
 
 import jinja2
 
+from research import comparisons
 from research.page import figures
 from research.page import summary
 from research.study import grid as grid_lib
@@ -392,7 +393,7 @@ def _estimate(one: summary.MethodRuns, measure: str) -> str:
 
 def _middle(one: summary.MethodRuns, measure: str) -> str:
   values = one.values(measure)
-  return decimal(float(statistics.iqm(values))) if len(values) else '–'
+  return decimal(float(comparisons.iqm(values))) if len(values) else '–'
 
 
 def _shown(value: statistics.Estimate | float) -> str:

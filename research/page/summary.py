@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from research import comparisons
 from research.study import grid as grid_lib
 from stppo_jax.evaluation import statistics
 
@@ -78,8 +79,8 @@ class MethodRuns:
     if not len(values):
       return None
     if measure == 'collapsed':
-      return statistics.share_interval(int(values.sum()), len(values))
-    return statistics.iqm_interval(values)
+      return comparisons.share_interval(int(values.sum()), len(values))
+    return comparisons.iqm_interval(values)
 
   def curve(self, metric: str) -> Curve | None:
     """Returns a metric over updates. The metric 'score' is the held-out score."""
@@ -101,7 +102,7 @@ class MethodRuns:
         rows.append(np.full(len(steps), np.nan))
         rows[-1][np.searchsorted(steps, own_steps)] = row
     runs = np.array(rows)
-    middle = [statistics.iqm(column[np.isfinite(column)]) for column in runs.T]
+    middle = [comparisons.iqm(column[np.isfinite(column)]) for column in runs.T]
     return Curve(steps, np.array(middle, float), runs)
 
 
@@ -149,9 +150,9 @@ def compare(one: MethodRuns, other: MethodRuns) -> Comparison | None:
   hits = one.values('collapsed')
   other_hits = other.values('collapsed')
   return Comparison(
-      statistics.improvement_interval(x, y),
-      statistics.scores_differ(x, y),
-      statistics.shares_differ(int(hits.sum()), len(hits), int(other_hits.sum()), len(other_hits)),
+      comparisons.improvement_interval(x, y),
+      comparisons.scores_differ(x, y),
+      comparisons.shares_differ(int(hits.sum()), len(hits), int(other_hits.sum()), len(other_hits)),
   )
 
 
@@ -165,8 +166,8 @@ def compare_with_baseline(methods: Sequence[MethodRuns]) -> dict[str, Comparison
   made = {one.group: compare(one, baseline) for one in methods if one is not baseline}
   comparisons = {group: one for group, one in made.items() if one is not None}
   number = len(methods) - 1
-  final = statistics.holm({group: one.p_final for group, one in comparisons.items()}, number)
-  collapsed = statistics.holm(
+  final = comparisons.holm({group: one.p_final for group, one in comparisons.items()}, number)
+  collapsed = comparisons.holm(
       {group: one.p_collapsed for group, one in comparisons.items()}, number
   )
   return {

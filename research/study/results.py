@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from research import comparisons
 from research.study import grid as grid_lib
 from research.study import measures
-from stppo_jax.evaluation import statistics
 from stppo_jax.types import UserError
 
 MAX_POINTS = 64  # per series of a run of the system
@@ -104,7 +104,7 @@ def toy_record(
   for name, x in series.items():
     columns = [x[:, i][np.isfinite(x[:, i])] for i in chosen]
     bands[name] = {
-        'iqm': _rounded([float(statistics.iqm(column)) for column in columns]),
+        'iqm': _rounded([float(comparisons.iqm(column)) for column in columns]),
         'low': _rounded([_quantile(column, 0.1) for column in columns]),
         'high': _rounded([_quantile(column, 0.9) for column in columns]),
     }

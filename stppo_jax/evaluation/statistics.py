@@ -1,24 +1,14 @@
-"""Statistics of a study: estimates with intervals, and comparisons that are corrected for number.
-
-The method is that of Agarwal et al., arXiv 2108.13264 (package rliable): interquartile means and
-probabilities of improvement, with percentile intervals of a bootstrap that resamples runs within
-each stratum. A stratum is a regime where several are pooled; here mostly one. Choice: written on
-NumPy and SciPy; rliable's numbers are kept in a test.
-"""
+"""An estimate with its interval, by a bootstrap that resamples items within each stratum."""
 
 from collections.abc import Callable
-from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import math
 
 import numpy as np
-from scipy import stats
 
 REPS = 5000
 LEVEL = 0.95
 _AT_ONCE = 500  # resamplings, for memory
-_EXACT = 20_000  # permutations: two cells of eight runs have 12,870
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,29 +20,12 @@ class Estimate:
   high: float | None
 
   def covers(self, value: float) -> bool:
-    """Whether a value lies in the interval."""
+    """Returns whether a value lies in the interval."""
     return self.low is not None and self.high is not None and self.low <= value <= self.high
 
   def is_within(self, low: float, high: float) -> bool:
-    """Whether the interval lies in another."""
+    """Returns whether the interval lies in another."""
     return self.low is not None and self.high is not None and low <= self.low and self.high <= high
-
-
-def iqm(scores: np.ndarray) -> np.ndarray:
-  """Returns the mean of the middle half of scores [.., runs], as [..]; NaN without any."""
-  scores = np.sort(np.asarray(scores, float), axis=-1)
-  cut = scores.shape[-1] // 4
-  middle = scores[..., cut : scores.shape[-1] - cut]
-  return middle.mean(axis=-1) if middle.shape[-1] else np.full(middle.shape[:-1], np.nan)
-
-
-def probability_of_improvement(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-  """Returns P(a run of x > a run of y) + P(equal) / 2 over all pairs: Mann-Whitney's U over mn.
-
-  x [.., m] and y [.., n] give [..].
-  """
-  x, y = np.asarray(x, float)[..., :, None], np.asarray(y, float)[..., None, :]
-  return (x > y).mean(axis=(-2, -1)) + (x == y).mean(axis=(-2, -1)) / 2
 
 
 def bootstrap(
@@ -64,11 +37,11 @@ def bootstrap(
 ) -> Estimate:
   """Returns function(*pooled samples) with the percentile interval of a stratified bootstrap.
 
-  There is no interval where a sample has one run. Of few runs it is too narrow.
+  There is no interval if a sample has one item. With few items the interval is too narrow.
 
   Args:
-    function: takes an array [.., runs] per sample and returns [..].
-    samples: each a list of strata, arrays of runs that are resampled among themselves.
+    function: takes an array [.., items] per sample and returns [..].
+    samples: each a list of strata, arrays of items that are resampled among themselves.
     reps: resamplings.
     level: of the interval.
     seed: of the resampling.
@@ -90,51 +63,3 @@ def bootstrap(
     drawn.append(function(*resampled))
   low, high = np.quantile(np.concatenate(drawn), [(1 - level) / 2, (1 + level) / 2])
   return Estimate(value, float(low), float(high))
-
-
-def iqm_interval(scores: np.ndarray, **options) -> Estimate:
-  """Returns the interquartile mean of runs with its interval."""
-  return bootstrap(iqm, [[scores]], **options)
-
-
-def improvement_interval(x: np.ndarray, y: np.ndarray, **options) -> Estimate:
-  """Returns the probability of improvement of x over y with its interval."""
-  return bootstrap(probability_of_improvement, [[x], [y]], **options)
-
-
-def share_interval(hits: int, of: int, level: float = LEVEL) -> Estimate:
-  """Returns a share with its Clopper-Pearson interval, which covers at least `level`."""
-  tail = (1 - level) / 2
-  low = 0.0 if hits == 0 else float(stats.beta.ppf(tail, hits, of - hits + 1))
-  high = 1.0 if hits == of else float(stats.beta.ppf(1 - tail, hits + 1, of - hits))
-  return Estimate(hits / of, low, high)
-
-
-def shares_differ(hits: int, of: int, other_hits: int, other_of: int) -> float:
-  """Returns the two-sided p of Fisher's exact test that two shares are equal."""
-  table = [[hits, of - hits], [other_hits, other_of - other_hits]]
-  return float(stats.fisher_exact(table).pvalue)
-
-
-def scores_differ(x: np.ndarray, y: np.ndarray) -> float:
-  """Returns the two-sided p of Mann-Whitney's test, over all permutations where there are few."""
-  x, y = np.asarray(x, float), np.asarray(y, float)
-  if np.ptp(np.concatenate([x, y])) == 0:
-    return 1.0
-  few = min(len(x), len(y)) > 1 and math.comb(len(x) + len(y), len(x)) <= _EXACT
-  method = stats.PermutationMethod(n_resamples=np.inf) if few else 'auto'
-  return float(stats.mannwhitneyu(x, y, method=method).pvalue)
-
-
-def holm(p_values: Mapping[str, float], number: int = 0) -> dict[str, float]:
-  """Returns p-values corrected for their number, by Holm's step-down method.
-
-  The k-th smallest of m is multiplied by m - k + 1 and is at least the one before; at most 1.
-  `number` is m, where more tests are planned than made; 0: those that are given.
-  """
-  number = number or len(p_values)
-  corrected, largest = {}, 0.0
-  for rank, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
-    largest = max(largest, min(1.0, (number - rank) * p_values[name]))
-    corrected[name] = largest
-  return {name: corrected[name] for name in p_values}
