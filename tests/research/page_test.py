@@ -17,7 +17,6 @@ from research.study import grid
 from research.study import results
 from stppo_jax import config as schema
 from stppo_jax.evaluation import statistics
-from research import comparisons
 from stppo_jax.types import UserError
 
 SEEDS = (0, 1, 2, 3, 4)
