@@ -23,7 +23,6 @@ from typing import TypeVar
 
 import prometheus_client
 import pydantic
-from starlette import applications
 from starlette import datastructures
 from starlette import exceptions
 from starlette import requests
@@ -103,18 +102,12 @@ class HttpApp:
         buckets=_SECONDS,
         registry=self.registry,
     )
-    health = routing.Route('/health', self._answer_health)
-    metrics = routing.Route('/metrics', self._answer_metrics)
-    routes = [*routes, health, metrics]
-    self._paths = [route.path for route in routes]
-    self._app = applications.Starlette(
-        routes=routes,
-        exception_handlers={
-            exceptions.HTTPException: self._on_http_error,
-            pydantic.ValidationError: self._on_invalid,
-            requests.ClientDisconnect: self._on_disconnect,
-            Exception: self._on_crash,
-        },
+    self._router = routing.Router(
+        [
+            *routes,
+            routing.Route('/health', self._answer_health),
+            routing.Route('/metrics', self._answer_metrics),
+        ]
     )
 
   def check(self, request: requests.Request) -> None:
@@ -131,22 +124,30 @@ class HttpApp:
   async def __call__(self, scope, receive, send) -> None:
     started = time.perf_counter()
     request = requests.Request(scope)
+    scope['app'] = self  # the router then raises its errors
     is_counted = scope['path'] not in _UNCOUNTED
+    has_started = False
 
     async def send_checked(message):
+      nonlocal has_started
       if message['type'] == 'http.response.start':
+        has_started = True
         if is_counted:
           self._requests.labels(message['status']).inc()
         if _has_body(request) and _BODY_IS_READ not in scope:
           datastructures.MutableHeaders(scope=message)['Connection'] = 'close'
       await send(message)
 
-    app: Any = self._app
     try:
       self._check_header(request)
-    except RequestError as error:
-      app = self._error_response(error)
-    await app(scope, receive, send_checked)
+      await self._router(scope, receive, send_checked)
+    except Exception as error:
+      rejection = self._to_http_error(error, scope['path'])
+      if has_started:
+        raise
+      body = self.error_body(rejection)
+      response = responses.JSONResponse(body, rejection.status_code, rejection.headers)
+      await response(scope, receive, send_checked)
     if is_counted:
       self._seconds.observe(time.perf_counter() - started)
 
@@ -194,34 +195,23 @@ class HttpApp:
       raise RequestError(400, 'the body must be a JSON object')
     return fields
 
-  def _error_response(self, error: exceptions.HTTPException) -> responses.Response:
-    body = self.error_body(error)
-    return responses.JSONResponse(body, error.status_code, error.headers)
-
-  async def _on_http_error(self, request, error: Any) -> responses.Response:
-    if error.status_code == 404 and not isinstance(error, RequestError):
-      paths = ', '.join(self._paths)
-      error = RequestError(404, f'there is no such path; there are {paths}')
-    return self._error_response(error)
-
-  async def _on_invalid(self, request, error: Any) -> responses.Response:
+  def _to_http_error(self, error: Exception, path: str) -> exceptions.HTTPException:
+    """Returns the answer to a failed request."""
+    if isinstance(error, exceptions.HTTPException):
+      return error
+    if isinstance(error, requests.ClientDisconnect):
+      return RequestError(499, 'the client disconnected')  # for the metrics; there is no reader
+    if not isinstance(error, pydantic.ValidationError):
+      logging.error('%s failed', path, exc_info=error)
+      return RequestError(500, 'Internal Server Error')
     first = error.errors(include_url=False, include_context=False)[0]
     where = '.'.join(map(str, first['loc']))
+    message = f'{where}: {first["msg"].removeprefix("Value error, ")}'
     if first['type'] == 'extra_forbidden':
       message = f'{where} is not supported: leave it out'
-    else:
-      message = f'{where}: {first["msg"].removeprefix("Value error, ")}'
-      if isinstance(first['input'], (str, int, float)):
-        message += f', got {str(first["input"])[:_SHOWN]!r}'
-    param = str(first['loc'][0]) if first['loc'] else None
-    return self._error_response(RequestError(400, message, param=param))
-
-  async def _on_disconnect(self, request, error) -> responses.Response:
-    return responses.Response(status_code=499)  # for the metrics; there is no reader
-
-  async def _on_crash(self, request, error: Exception) -> responses.Response:
-    logging.error('%s failed', request.url.path, exc_info=error)
-    return self._error_response(RequestError(500, 'Internal Server Error'))
+    elif isinstance(first['input'], (str, int, float)):
+      message += f', got {str(first["input"])[:_SHOWN]!r}'
+    return RequestError(400, message, param=where.partition('.')[0])
 
   async def _answer_health(self, request) -> responses.Response:
     body = self.health()

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,26 +20,31 @@ import tokenizers
 
 from stppo_jax import types
 
+Params = dict[str, jax.Array]
+
+_ACTIVATION = {'hidden_act': 'gelu', 'position_embedding_type': 'absolute'}
+_SUPPORTED = {'model_type': 'bert', **_ACTIVATION}
+_DEFAULTS = {'layer_norm_eps': 1e-12, **_ACTIVATION}
 _UNUSED = ('pooler.', 'cls.', 'embeddings.position_ids')  # weights for other tasks
-_LAYER = {  # our name -> Hugging Face's, below encoder.layer.N.
-    'query': 'attention.self.query',
-    'key': 'attention.self.key',
-    'value': 'attention.self.value',
-    'attended': 'attention.output.dense',
-    'attended_norm': 'attention.output.LayerNorm',
-    'up': 'intermediate.dense',
-    'down': 'output.dense',
-    'norm': 'output.LayerNorm',
-}
+_EMBEDDINGS = ('word_embeddings', 'position_embeddings', 'token_type_embeddings')
+_LAYER = (  # modules with a weight and a bias
+    'attention.self.query',
+    'attention.self.key',
+    'attention.self.value',
+    'attention.output.dense',
+    'attention.output.LayerNorm',
+    'intermediate.dense',
+    'output.dense',
+    'output.LayerNorm',
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class EncoderShape:
   """The settings of config.json that the computation needs."""
 
   num_layers: int
   num_heads: int
-  max_positions: int
   norm_eps: float
 
 
@@ -53,7 +59,7 @@ class Encoder:
     self._shape, self._params = load(folder)
     self._rows = rows
     self._tokenizer = _load_tokenizer(folder)
-    max_tokens = min(max_tokens, self._shape.max_positions)
+    max_tokens = min(max_tokens, len(self._params['embeddings.position_embeddings.weight']))
     self._tokenizer.enable_truncation(max_tokens)
     self._tokenizer.no_padding()
     self._lengths = [*(n for n in (16, 32, 64, 128, 256) if n < max_tokens), max_tokens]
@@ -61,7 +67,7 @@ class Encoder:
   @property
   def width(self) -> int:
     """The length D of a vector."""
-    return self._params['words'].shape[1]
+    return self._params['embeddings.word_embeddings.weight'].shape[1]
 
   def encode(self, texts: Sequence[str]) -> np.ndarray:
     """Returns vectors [len(texts), D] float32. Texts are cut at `max_tokens`."""
@@ -76,33 +82,47 @@ class Encoder:
       length = next(n for n in self._lengths if n >= longest)
       tokens, mask = np.zeros((2, self._rows, length), np.int32)
       for row, i in enumerate(chosen):
-        tokens[row, : len(ids[i])], mask[row, : len(ids[i])] = ids[i], 1
+        tokens[row, : len(ids[i])] = ids[i]
+        mask[row, : len(ids[i])] = 1
       vectors[chosen] = forward(self._params, self._shape, tokens, mask)[: len(chosen)]
     return vectors
 
 
 @functools.partial(jax.jit, static_argnames='shape')
-def forward(params, shape: Shape, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+def forward(params: Params, shape: EncoderShape, tokens: jax.Array, mask: jax.Array) -> jax.Array:
   """Runs post-norm BERT, mean pooling over `mask` and L2 norm: tokens, mask [B,T] -> [B,D]."""
-  x = params['words'][tokens] + params['positions'][: tokens.shape[1]] + params['types'][0]
-  x = _norm(x, params['norm'], shape.norm_eps)
-  split = lambda y: y.reshape(*y.shape[:2], shape.num_heads, -1)  # [B,T,D] -> [B,T,N,H]
-  for layer in params['layers']:
-    query, key, value = (split(_dense(x, layer[name])) for name in ('query', 'key', 'value'))
+
+  def dense(x, name):
+    return x @ params[f'{name}.weight'].T + params[f'{name}.bias']  # weight [out, in]
+
+  def norm(x, name):
+    centred = x - x.mean(axis=-1, keepdims=True)
+    variance = jnp.square(centred).mean(axis=-1, keepdims=True)
+    normed = centred * jax.lax.rsqrt(variance + shape.norm_eps)
+    return normed * params[f'{name}.weight'] + params[f'{name}.bias']
+
+  def split_heads(x):
+    return x.reshape(*x.shape[:2], shape.num_heads, -1)  # [B,T,D] -> [B,T,N,H]
+
+  words, positions, kinds = (params[f'embeddings.{name}.weight'] for name in _EMBEDDINGS)
+  x = norm(words[tokens] + positions[: tokens.shape[1]] + kinds[0], 'embeddings.LayerNorm')
+  for n in range(shape.num_layers):
+    layer = f'encoder.layer.{n}'
+    query, key, value = (split_heads(dense(x, f'{layer}.{name}')) for name in _LAYER[:3])
     scores = jnp.einsum('BTNH,BSNH->BNTS', query, key) / jnp.sqrt(query.shape[-1])
     weights = jax.nn.softmax(jnp.where(mask[:, None, None] > 0, scores, -1e9))
     attended = jnp.einsum('BNTS,BSNH->BTNH', weights, value).reshape(x.shape)
-    x = _norm(x + _dense(attended, layer['attended']), layer['attended_norm'], shape.norm_eps)
-    hidden = jax.nn.gelu(_dense(x, layer['up']), approximate=False)
-    x = _norm(x + _dense(hidden, layer['down']), layer['norm'], shape.norm_eps)
-  mean = jnp.einsum('BTD,BT->BD', x, mask.astype(x.dtype)) / jnp.maximum(
-      mask.sum(axis=1, keepdims=True), 1
-  )
+    attended = dense(attended, f'{layer}.attention.output.dense')
+    x = norm(x + attended, f'{layer}.attention.output.LayerNorm')
+    hidden = jax.nn.gelu(dense(x, f'{layer}.intermediate.dense'), approximate=False)
+    x = norm(x + dense(hidden, f'{layer}.output.dense'), f'{layer}.output.LayerNorm')
+  num_tokens = jnp.maximum(mask.sum(axis=1, keepdims=True), 1)
+  mean = jnp.einsum('BTD,BT->BD', x, mask.astype(x.dtype)) / num_tokens
   return mean / jnp.maximum(jnp.linalg.norm(mean, axis=1, keepdims=True), 1e-12)
 
 
-def load(folder: str) -> tuple[Shape, dict]:
-  """Loads (Shape, parameters) from a folder. UserError: it does not contain a plain BERT."""
+def load(folder: str) -> tuple[EncoderShape, Params]:
+  """Loads (shape, parameters by their names in the file). UserError: it is not a plain BERT."""
   config = _read_config(os.path.join(folder, 'config.json'))
   path = os.path.join(folder, 'model.safetensors')
   try:
@@ -113,60 +133,42 @@ def load(folder: str) -> tuple[Shape, dict]:
         'model.safetensors, config.json and tokenizer.json'
     ) from None
   tensors = {name.removeprefix('bert.'): tensor for name, tensor in tensors.items()}
-  tensors = {
-      name: np.asarray(tensor, np.float32)
+  params = {
+      name: jnp.asarray(tensor, jnp.float32)
       for name, tensor in tensors.items()
       if not name.startswith(_UNUSED)
   }
-
-  def take(name):
-    if name not in tensors:
-      raise types.UserError(f'encoder: {path!r} has no tensor {name!r}: a plain BERT is needed')
-    return tensors.pop(name)
-
-  pair = lambda name: (take(name + '.weight'), take(name + '.bias'))
-  params = {
-      'words': take('embeddings.word_embeddings.weight'),
-      'positions': take('embeddings.position_embeddings.weight'),
-      'types': take('embeddings.token_type_embeddings.weight'),
-      'norm': pair('embeddings.LayerNorm'),
-      'layers': [
-          {ours: pair(f'encoder.layer.{n}.{theirs}') for ours, theirs in _LAYER.items()}
-          for n in range(config['num_hidden_layers'])
-      ],
-  }
-  if tensors:
-    raise types.UserError(
-        f'encoder: {path!r} has the unknown tensor {min(tensors)!r}: a plain BERT is needed'
-    )
-  shape = Shape(
-      config['num_hidden_layers'],
-      config['num_attention_heads'],
-      len(params['positions']),
-      config['layer_norm_eps'],
+  shape = EncoderShape(
+      config['num_hidden_layers'], config['num_attention_heads'], config['layer_norm_eps']
   )
-  return shape, jax.tree.map(jnp.asarray, params)
+  layers = [f'encoder.layer.{n}.{name}' for n in range(shape.num_layers) for name in _LAYER]
+  modules = ['embeddings.LayerNorm', *layers]
+  names = {f'embeddings.{name}.weight' for name in _EMBEDDINGS}
+  names |= {f'{module}.{part}' for module in modules for part in ('weight', 'bias')}
+  if wrong := names ^ params.keys():
+    what = 'no tensor' if min(wrong) in names else 'the unknown tensor'
+    raise types.UserError(f'encoder: {path!r} has {what} {min(wrong)!r}: a plain BERT is needed')
+  return shape, params
 
 
-def _read_config(path):
+def _read_config(path: str) -> dict[str, Any]:
   try:
     with open(path, encoding='utf-8-sig') as file:
-      config = json.load(file)
-  except (OSError, ValueError, RecursionError) as error:
+      config = _DEFAULTS | json.load(file)
+  except (OSError, ValueError, RecursionError, TypeError) as error:
     raise types.UserError(
         f'encoder: {path!r} cannot be read ({error}): give a Hugging Face folder '
         'of a BERT-class encoder'
     ) from None
-  wanted = {'model_type': 'bert', 'hidden_act': 'gelu', 'position_embedding_type': 'absolute'}
-  for name, value in wanted.items():
-    if config.get(name, value if name != 'model_type' else None) != value:
+  for name, value in _SUPPORTED.items():
+    if config.get(name) != value:
       raise types.UserError(
-          f'encoder: {path!r} says {name}={config.get(name)!r}; supported is {value!r}'
+          f'encoder: {path!r} has {name}={config.get(name)!r}; supported is {value!r}'
       )
-  return {'layer_norm_eps': 1e-12, **config}
+  return config
 
 
-def _load_tokenizer(folder):
+def _load_tokenizer(folder: str) -> tokenizers.Tokenizer:
   path = os.path.join(folder, 'tokenizer.json')
   try:
     return tokenizers.Tokenizer.from_file(path)
@@ -174,15 +176,3 @@ def _load_tokenizer(folder):
     raise types.UserError(
         f'encoder: {path!r} cannot be read ({error}): a fast tokenizer is needed'
     ) from None
-
-
-def _dense(x, weight_and_bias):
-  weight, bias = weight_and_bias  # [out, in], as in torch
-  return x @ weight.T + bias
-
-
-def _norm(x, scale_and_bias, eps):
-  scale, bias = scale_and_bias
-  centred = x - x.mean(axis=-1, keepdims=True)
-  variance = jnp.square(centred).mean(axis=-1, keepdims=True)
-  return centred * jax.lax.rsqrt(variance + eps) * scale + bias

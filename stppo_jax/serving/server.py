@@ -11,6 +11,7 @@ Errors are OpenAI's: {"error": {"message", "type", "param", "code"}}. It needs t
 """
 
 from collections.abc import AsyncGenerator
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
@@ -101,20 +102,19 @@ class GatewayApp(http_server.HttpApp):
 
   async def _chat(self, request: requests.Request) -> responses.Response:
     body = api.ChatBody.model_validate(await self.read_json(request))
-    return await self._respond(request, body, _ChatWriter(self.service))
+    return await self._respond(request, body)
 
   async def _complete(self, request: requests.Request) -> responses.Response:
     body = api.TextBody.model_validate(await self.read_json(request))
-    return await self._respond(request, body, _TextWriter(self.service))
+    return await self._respond(request, body)
 
-  async def _respond(
-      self, request: requests.Request, body: service_lib.Body, writer: '_Writer'
-  ) -> responses.Response:
+  async def _respond(self, request: requests.Request, body: service_lib.Body) -> responses.Response:
     if self.stopping:
       raise http_server.RequestError(503, 'the server stops')
     session = request.path_params.get('session') or request.headers.get('x-session-id', '')
     begin = self.service.begin(body, session)
     answer = await http_server.cancel_on_disconnect(request, begin)
+    writer = _Writer(self.service, answer)
     if body.stream:
       return _EventStream(answer, self._events(answer, writer))
     try:
@@ -128,9 +128,8 @@ class GatewayApp(http_server.HttpApp):
     choices: list[list[service_lib.Chunk]] = [[] for _ in answer.choices]
     async for chunk in self.service.chunks(answer):
       choices[chunk.index].append(chunk)
-    fields = writer.envelope([writer.choice(answer, chunks) for chunks in choices])
-    fields['usage'] = answer.usage()
-    if answer.body.return_token_ids and isinstance(answer.body, api.ChatBody):
+    fields = writer.envelope(map(writer.choice, choices)) | {'usage': answer.usage()}
+    if answer.body.return_token_ids and writer.is_chat:
       fields['prompt_token_ids'] = answer.prompts[0]
     return fields
 
@@ -140,9 +139,9 @@ class GatewayApp(http_server.HttpApp):
     """Yields the answer's server-sent events."""
     try:
       async for chunk in self.service.chunks(answer):
-        yield _event(writer.chunk_envelope([writer.delta(answer, chunk)]))
+        yield _event(writer.envelope([writer.delta(chunk)], is_chunk=True))
       if answer.body.stream_options.get('include_usage'):
-        yield _event(writer.chunk_envelope([]) | {'usage': answer.usage()})
+        yield _event(writer.envelope([], is_chunk=True) | {'usage': answer.usage()})
       yield 'data: [DONE]\n\n'
     except http_server.RequestError as error:  # the status is sent already
       yield _event(self.error_body(error))
@@ -181,48 +180,57 @@ class _EventStream(responses.StreamingResponse):
 
 
 class _Writer:
-  """The form of an answer's JSON."""
+  """Writes the parts of an answer as OpenAI's JSON."""
 
-  id_prefix = kind = chunk_kind = ''
-
-  def __init__(self, service: service_lib.Service):
-    self._service = service
-    self._id = self.id_prefix + uuid.uuid4().hex
-    self._created = int(time.time())
+  def __init__(self, service: service_lib.Service, answer: service_lib.Answer):
+    self.is_chat = isinstance(answer.body, api.ChatBody)
+    self._token_bytes = service.tokenizer.token_bytes
+    self._answer = answer
     self._begun: set[int] = set()  # choices that have sent a chunk
-
-  def envelope(self, choices: list, kind: str = '') -> dict[str, Any]:
-    """Returns the fields around the choices."""
-    return {
-        'id': self._id,
-        'object': kind or self.kind,
-        'created': self._created,
-        'model': self._service.name,
-        'choices': choices,
+    prefix = 'chatcmpl' if self.is_chat else 'cmpl'
+    self._head = {
+        'id': f'{prefix}-{uuid.uuid4().hex}',
+        'object': 'chat.completion' if self.is_chat else 'text_completion',
+        'created': int(time.time()),
+        'model': service.name,
     }
 
-  def chunk_envelope(self, choices: list) -> dict[str, Any]:
-    """Returns the fields around the choices of a chunk."""
-    return self.envelope(choices, self.chunk_kind)
+  def envelope(self, choices: Iterable[dict], is_chunk: bool = False) -> dict[str, Any]:
+    """Returns the fields around the choices."""
+    fields = self._head | {'choices': list(choices)}
+    if is_chunk and self.is_chat:
+      fields['object'] = 'chat.completion.chunk'
+    return fields
 
-  def choice(
-      self, answer: service_lib.Answer, chunks: Sequence[service_lib.Chunk]
-  ) -> dict[str, Any]:
+  def choice(self, chunks: Sequence[service_lib.Chunk]) -> dict[str, Any]:
     """Returns a choice of a whole answer."""
-    raise NotImplementedError
+    fields = self._details(chunks)
+    text = ''.join(chunk.text for chunk in chunks)
+    if not self.is_chat:
+      if self._answer.body.return_token_ids:
+        fields['prompt_token_ids'] = self._answer.prompt(chunks[-1].index)
+      return fields | {'text': text}
+    message: dict[str, Any] = {'role': 'assistant', 'content': text}
+    calls = [_call(call) for chunk in chunks for call in chunk.calls]
+    if calls:
+      message |= {'content': text or None, 'tool_calls': calls}
+    return fields | {'message': message}
 
-  def delta(self, answer: service_lib.Answer, chunk: service_lib.Chunk) -> dict[str, Any]:
+  def delta(self, chunk: service_lib.Chunk) -> dict[str, Any]:
     """Returns a choice of a chunk."""
-    raise NotImplementedError
+    fields = self._details([chunk])
+    if not self.is_chat:
+      return fields | {'text': chunk.text}
+    delta: dict[str, Any] = {'content': chunk.text} if chunk.text else {}
+    if chunk.index not in self._begun:
+      delta = {'role': 'assistant', 'content': chunk.text}
+      self._begun.add(chunk.index)
+    if chunk.calls:
+      delta['tool_calls'] = [{'index': i} | _call(call) for i, call in enumerate(chunk.calls)]
+    return fields | {'delta': delta}
 
-  def logprobs(self, tokens: list[bytes], logp: list[float], starts: list[int]) -> dict[str, Any]:
-    """Returns the log-probs of a choice."""
-    raise NotImplementedError
-
-  def details(
-      self, answer: service_lib.Answer, chunks: Sequence[service_lib.Chunk]
-  ) -> dict[str, Any]:
-    """Returns the fields of a choice that both kinds have."""
+  def _details(self, chunks: Sequence[service_lib.Chunk]) -> dict[str, Any]:
+    """Returns the fields of a choice that chats and texts share."""
     last = chunks[-1]
     tokens = [token for chunk in chunks for token in chunk.tokens]
     fields: dict[str, Any] = {
@@ -231,63 +239,20 @@ class _Writer:
         'stop_reason': last.stop,  # vLLM's
         'logprobs': None,
     }
-    if answer.body.wants_logprobs:
-      known = self._service.tokenizer.token_bytes
-      spelled = [known[token] if token < len(known) else b'' for token in tokens]
+    if self._answer.body.wants_logprobs:
+      known = len(self._token_bytes)
+      spelled = [self._token_bytes[token] if token < known else b'' for token in tokens]
       logp = [value for chunk in chunks for value in chunk.logp]
       starts = [start for chunk in chunks for start in chunk.starts]
-      fields['logprobs'] = self.logprobs(spelled, logp, starts)
-    if answer.body.return_token_ids:
+      if self.is_chat:
+        fields['logprobs'] = api.chat_logprobs(spelled, logp)
+      else:
+        fields['logprobs'] = api.text_logprobs(spelled, logp, starts)
+    if self._answer.body.return_token_ids:
       fields['token_ids'] = tokens
     if last.turn is not None:
       fields['turn'] = last.turn
     return fields
-
-
-class _ChatWriter(_Writer):
-  id_prefix = 'chatcmpl-'
-  kind = 'chat.completion'
-  chunk_kind = 'chat.completion.chunk'
-
-  def logprobs(self, tokens, logp, starts):
-    return api.chat_logprobs(tokens, logp)
-
-  def choice(self, answer, chunks):
-    calls = [call for chunk in chunks for call in chunk.calls]
-    text = ''.join(chunk.text for chunk in chunks)
-    message: dict[str, Any] = {'role': 'assistant', 'content': text}
-    if calls:
-      message['content'] = text or None
-      message['tool_calls'] = [_call(call) for call in calls]
-    return {'message': message} | self.details(answer, chunks)
-
-  def delta(self, answer, chunk):
-    delta: dict[str, Any] = {}
-    if chunk.index not in self._begun:
-      delta = {'role': 'assistant', 'content': ''}
-      self._begun.add(chunk.index)
-    if chunk.text:
-      delta['content'] = chunk.text
-    if chunk.calls:
-      delta['tool_calls'] = [{'index': i} | _call(call) for i, call in enumerate(chunk.calls)]
-    return {'delta': delta} | self.details(answer, [chunk])
-
-
-class _TextWriter(_Writer):
-  id_prefix = 'cmpl-'
-  kind = chunk_kind = 'text_completion'
-
-  def logprobs(self, tokens, logp, starts):
-    return api.text_logprobs(tokens, logp, starts)
-
-  def choice(self, answer, chunks):
-    fields = {'text': ''.join(chunk.text for chunk in chunks)}
-    if answer.body.return_token_ids:
-      fields['prompt_token_ids'] = answer.prompt(chunks[-1].index)
-    return fields | self.details(answer, chunks)
-
-  def delta(self, answer, chunk):
-    return {'text': chunk.text} | self.details(answer, [chunk])
 
 
 def _event(fields: dict[str, Any]) -> str:
