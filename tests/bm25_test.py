@@ -6,14 +6,12 @@ import math
 import os
 import subprocess
 import sys
-import time
 
 from absl.testing import absltest
 from absl.testing import parameterized
 
 from stppo_jax import types
 from stppo_jax.retrieval import bm25
-from stppo_jax.retrieval import protocol
 
 PASSAGES = (
     types.Passage('p0', 'France', 'A country in Europe. Its capital is Paris.'),
@@ -29,19 +27,11 @@ def _ids(results):
 
 class ImportTest(absltest.TestCase):
 
-  def test_no_accelerator_is_taken(self):
-    """bm25s runs a program on import where it finds JAX; here any program would be an error."""
+  def test_import_takes_no_accelerator(self):
+    """bm25s runs a JAX program on import; here any program would be an error."""
     code = 'import stppo_jax.retrieval.server, stppo_jax.rollout.agent, jax; jax.jit'
     environment = os.environ | {'JAX_PLATFORMS': 'none_such'}
     subprocess.run([sys.executable, '-c', code], env=environment, check=True, timeout=300)
-    with self.assertRaises(subprocess.CalledProcessError):
-      subprocess.run(
-          [sys.executable, '-c', 'import bm25s'],
-          env=environment,
-          check=True,
-          timeout=300,
-          stderr=subprocess.DEVNULL,
-      )
 
 
 class Bm25Test(parameterized.TestCase):
@@ -49,9 +39,6 @@ class Bm25Test(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.retriever = bm25.Bm25Retriever(PASSAGES)
-
-  def test_is_a_retriever(self):
-    self.assertIsInstance(self.retriever, protocol.Retriever)
 
   @parameterized.parameters(
       ('seine', ['p1']),  # text
@@ -69,7 +56,7 @@ class Bm25Test(parameterized.TestCase):
   def test_finds(self, query, expected):
     self.assertEqual(_ids(self.retriever.search([query], 3)), [expected])
 
-  def test_finds_the_passage_with_that_title(self):
+  def test_title_counts_twice(self):
     """Although the passage about the city is shorter and mentions the word as densely."""
     passages = (
         types.Passage('city', 'Mexico City', 'Mexico City is the capital of Mexico.'),
@@ -85,11 +72,7 @@ class Bm25Test(parameterized.TestCase):
     self.assertEqual(_ids(retriever.search(['Mexico'], 3)), [['country', 'city', 'river']])
     self.assertEqual(_ids(retriever.search(['Mexico City'], 1)), [['city']])
 
-  def test_titles_may_be_absent(self):
-    retriever = bm25.Bm25Retriever([types.Passage('a', '', 'x'), types.Passage('b', '', 'y')])
-    self.assertEqual(_ids(retriever.search(['y', 'x'], 2)), [['b'], ['a']])
-
-  def test_scores_are_those_of_both_fields(self):
+  def test_scores_equal_formula_of_both_fields(self):
     """Of a word in one of three titles and in two of three texts: Lucene's formula by hand."""
 
     def score(documents, with_word, times, length, mean):
@@ -115,9 +98,6 @@ class Bm25Test(parameterized.TestCase):
     self.assertEqual([p.score for p in found], sorted((p.score for p in found), reverse=True))
     self.assertEqual(PASSAGES[0].score, 0.0)
 
-  def test_top_k_beyond_the_corpus(self):
-    self.assertLen(self.retriever.search(['capital'], 1000)[0], 3)
-
   @parameterized.parameters(1, 2, 3, 40)
   def test_ties_in_corpus_order(self, top_k):
     same = [types.Passage(str(i), 'x', 'y') for i in range(50)]
@@ -125,7 +105,7 @@ class Bm25Test(parameterized.TestCase):
     self.assertEqual(_ids(found), [[str(i) for i in range(top_k)]])
 
   @parameterized.parameters(([],), ([types.Passage('0', '', '')],))
-  def test_refuses_a_corpus_without_words(self, passages):
+  def test_corpus_without_words_is_rejected(self, passages):
     with self.assertRaisesRegex(types.UserError, f'{len(passages)} passages'):
       bm25.Bm25Retriever(passages)
 
@@ -138,18 +118,6 @@ class Bm25Test(parameterized.TestCase):
       with contextlib.redirect_stdout(io.StringIO()) as out:
         bm25.Bm25Retriever(PASSAGES).search(['seine'], 2)
     self.assertEqual((out.getvalue(), err.getvalue()), ('', ''))
-
-  def test_a_round_of_queries_is_fast(self):
-    words = [f'w{i}' for i in range(997)]
-    passages = [
-        types.Passage(str(i), words[i % 997], ' '.join(words[(i * j) % 997] for j in range(40)))
-        for i in range(5000)
-    ]
-    retriever = bm25.Bm25Retriever(passages)
-    queries = [f'w{i} w{3 * i} w{5 * i} what w7' for i in range(64)]
-    started = time.thread_time()  # other processes do not count
-    retriever.search(queries, 3)
-    self.assertLess(time.thread_time() - started, 0.5)  # takes about 0.005 s
 
 
 if __name__ == '__main__':

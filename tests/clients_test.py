@@ -44,7 +44,7 @@ class OpenAiTest(absltest.TestCase):
     self.assertEqual(chunks[-1].usage, whole.usage)
     self.assertEqual(self.client.models.list().data[0].id, 'tiny')
 
-  def test_the_helpers_for_streams_of_tools(self):
+  def test_stream_helper_reads_tools(self):
     tools = [gateway_test.SEARCH]
     with self.client.chat.completions.stream(
         model='tiny', messages=[{'role': 'user', 'content': QUESTION}], temperature=0, tools=tools
@@ -65,7 +65,7 @@ class OpenAiTest(absltest.TestCase):
     self.assertEqual(answer.choices[0].text, answer.choices[1].text)
     self.assertLen(answer.choices[0].logprobs.tokens, 5)
 
-  def test_errors_have_their_types(self):
+  def test_errors_have_openai_types(self):
     import openai
 
     with self.assertRaises(openai.BadRequestError) as caught:
@@ -79,7 +79,7 @@ class OpenAiTest(absltest.TestCase):
       self.create(messages=[{'role': 'user', 'content': 'x ' * 1000}])
     self.assertEqual(caught.exception.code, 'context_length_exceeded')
 
-  def test_a_stream_that_is_closed_early_is_cancelled(self):
+  def test_closed_stream_is_cancelled(self):
     with self.create(stream=True, temperature=2.0, n=8, max_completion_tokens=200) as stream:
       next(iter(stream))
     self.assertIsNotNone(self.create().choices[0].message)
@@ -89,7 +89,7 @@ class OpenAiTest(absltest.TestCase):
 class PydanticAiTest(absltest.TestCase):
   """An agent framework: its tool loop, in the model's plain-tag form."""
 
-  def test_an_agent_calls_its_tool_and_reads_the_result(self):
+  def test_agent_calls_tool_and_reads_result(self):
     import pydantic_ai
     from pydantic_ai.models import openai as models
     from pydantic_ai.providers import openai as providers
@@ -116,7 +116,7 @@ class PydanticAiTest(absltest.TestCase):
 class InspectTest(absltest.TestCase):
   """An evaluation harness: a task of two questions."""
 
-  def test_a_task_is_run_and_scored(self):
+  def test_task_is_run_and_scored(self):
     import inspect_ai
     from inspect_ai import dataset
     from inspect_ai import model as models

@@ -9,6 +9,7 @@ from unittest import mock
 from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
+import pytest
 from safetensors import numpy as safetensors
 import tokenizers
 
@@ -139,6 +140,7 @@ class EncoderTest(parameterized.TestCase):
     for text, vector in zip(self.texts, vectors, strict=True):
       np.testing.assert_allclose(vector, reference(tensors, library.encode(text).ids), atol=2e-6)
 
+  @pytest.mark.slow
   def test_equals_transformers(self):
     try:
       import torch
@@ -219,7 +221,7 @@ class DenseTest(parameterized.TestCase):
     self.assertEqual(retriever.search([], 3), [])
     self.assertLen(retriever.search(['lima'], 2)[0], 2)
 
-  def test_a_passage_is_embedded_as_it_is_shown(self):
+  def test_passage_is_embedded_as_shown(self):
     """As an agent reads it and as a server sends it: without a title it is its text alone."""
     passages = [PASSAGES[0], types.Passage('x', '', 'the lima .'), types.Passage('y', '', 'a\nb')]
     with mock.patch.object(dense, 'embed', return_value=np.zeros((3, 16))) as embed:
@@ -227,7 +229,7 @@ class DenseTest(parameterized.TestCase):
     texts = ['"Paris"\nthe capital of france .', 'the lima .', '""\na\nb']
     self.assertEqual(embed.call_args.args[1], [f'passage: {text}' for text in texts])
 
-  def test_hosts_with_one_process_id_write_files_of_their_own(self):
+  def test_hosts_write_different_files(self):
     parts, replace = [], os.replace
     with mock.patch.object(os, 'replace', lambda a, b: (parts.append(a), replace(a, b))):
       for _ in range(2):
@@ -235,7 +237,7 @@ class DenseTest(parameterized.TestCase):
           dense.embed(encoders.Encoder(self.folder), ['lima'], self.cache)
     self.assertLen(set(parts), 2)
 
-  def test_vectors_are_made_once_for_one_corpus_and_encoder(self):
+  def test_vectors_are_made_once(self):
     dense.DenseRetriever(PASSAGES, self.folder, self.cache)
     (first,) = os.listdir(self.cache)
     with open(os.path.join(self.cache, first), 'rb') as file:
@@ -297,13 +299,13 @@ class HybridTest(absltest.TestCase):
     ]
     self.assertEqual(ids, [['a', 'b'], ['x'], None, []])
 
-  def test_one_ranking_stays_as_it_is(self):
+  def test_single_ranking_is_unchanged(self):
     self.assertEqual(
         [p.id for p in dense.HybridRetriever([_Fixed('world')]).search(['q'], 9)[0]],
         ['w', 'o', 'r', 'l', 'd'],
     )
 
-  def test_refuses_nothing_to_fuse(self):
+  def test_fusing_nothing_is_rejected(self):
     with self.assertRaises(types.UserError):
       dense.HybridRetriever([])
 

@@ -47,7 +47,7 @@ SEARCH = {
 
 class LayoutTest(absltest.TestCase):
 
-  def test_a_policy_is_served_in_the_layout_of_sampling(self):
+  def test_policy_is_served_in_layout_of_sampling(self):
     config = schema.Config()
     config.model = schema.Model(dtype='float32', remat='none', scan_layers=False)
     model, params = prepare.load_policy(config)
@@ -128,7 +128,7 @@ class AnswersTest(parameterized.TestCase):
     self.assertEqual(answer.status_code, 200, answer.text)
     return answer.json()
 
-  def test_an_answer_has_text_usage_and_logprobs(self):
+  def test_answer_has_text_usage_and_logprobs(self):
     tokenizer, _, _ = embedded()
     body = self.ask(temperature=0, logprobs=True, return_token_ids=True, stop=['</search>'])
     (choice,) = body['choices']
@@ -155,7 +155,7 @@ class AnswersTest(parameterized.TestCase):
         ['</search>', '</search>', None],
     )
 
-  def test_a_stream_is_the_answer_in_pieces(self):
+  def test_stream_is_the_answer_in_chunks(self):
     asked = dict(temperature=1.3, seed=5, n=3, stop=['</search>', 'ymb'], logprobs=True)
     whole = self.ask(**asked)
     stream = {**ASKED, **asked, 'stream': True, 'stream_options': {'include_usage': True}}
@@ -173,7 +173,7 @@ class AnswersTest(parameterized.TestCase):
       self.assertEqual(logprobs, choice['logprobs']['content'])
     self.assertGreater(max(len(x['choices']) for x in chunks), 0)
 
-  def test_logprobs_are_the_model_s_own_and_a_session_s_those_of_the_draw(self):
+  def test_logprobs_of_session_follow_its_sampling(self):
     asked = dict(logprobs=True, max_tokens=20)
     logp = lambda body: [x['logprob'] for x in body['choices'][0]['logprobs']['content']]
     greedy = self.ask(temperature=0, **asked)
@@ -189,7 +189,7 @@ class AnswersTest(parameterized.TestCase):
     self.assertEqual(of_session['choices'][0]['message'], greedy['choices'][0]['message'])
     self.assertGreater(min(logp(of_session)), -0.05)  # but for rounding
 
-  def test_bytes_of_logprobs_are_those_of_the_tokens(self):
+  def test_logprobs_have_bytes_of_tokens(self):
     half = 'é'.encode()[:1]
     (entry,) = api.chat_logprobs([half], [-1.0])['content']
     self.assertEqual((entry['token'], entry['bytes']), ('\ufffd', list(half)))
@@ -201,7 +201,7 @@ class AnswersTest(parameterized.TestCase):
     logprobs = api.text_logprobs([b'a'] * 5, [-1.0] * 5, text.starts)
     self.assertEqual(logprobs['text_offset'], [0, 1, 1, 2, 4])
 
-  def test_a_seed_repeats_and_none_does_not(self):
+  def test_seed_repeats_answer(self):
     text = lambda **fields: self.ask(temperature=2.0, **fields)['choices'][0]['message']['content']
     self.assertEqual(text(seed=3), text(seed=3))
     self.assertLen({text(seed=3), text(seed=4), text(), text()}, 4)
@@ -214,7 +214,7 @@ class AnswersTest(parameterized.TestCase):
   def greedy(self):
     return self.ask(temperature=0)['choices'][0]['message']['content']
 
-  def test_completions_take_a_text_or_ids(self):
+  def test_completions_accept_text_or_ids(self):
     tokenizer, _, _ = embedded()
     asked = dict(temperature=0, max_tokens=12, logprobs=1, messages=None)
     by_text = self.ask('/v1/completions', prompt=QUESTION, **asked)
@@ -262,18 +262,13 @@ class AnswersTest(parameterized.TestCase):
       ({'prompt': ['x', 'y ' * 400]}, 'tokens, and with an answer'),
       ({'prompt': ['x'] * 257}, 'at most 256'),
   )
-  def test_a_wrong_list_of_prompts_is_refused(self, fields, words):
+  def test_wrong_list_of_prompts_is_rejected(self, fields, words):
     answer = post(self.server, fields, '/v1/completions')
     self.assertEqual(answer.status_code, 400, answer.text)
     self.assertEqual(answer.json()['error']['param'], 'prompt')
     self.assertIn(words, answer.json()['error']['message'])
 
-  def test_a_session_takes_one_prompt(self):
-    name, _ = self.server.app.service.open_session(jax.random.key(0), sessions.Sampling())
-    answer = post(self.server, {'prompt': ['x', 'y']}, f'/s/{name}/v1/completions')
-    self.assertIn('send one in a session', answer.json()['error']['message'])
-
-  def test_a_prompt_that_cannot_fit_is_not_encoded(self):
+  def test_prompt_that_cannot_fit_is_not_encoded(self):
     service, text = self.server.app.service, 'x ' * 1_500_000
     name, session = service.open_session(jax.random.key(0), sessions.Sampling())
     messages = [{'role': 'user', 'content': text}]
@@ -289,7 +284,7 @@ class AnswersTest(parameterized.TestCase):
     self.assertEqual(session.counts['too_long'], 2)
     service.end_session(name)
 
-  def test_the_server_answers_while_a_prompt_is_encoded(self):
+  def test_server_answers_while_prompt_is_encoded(self):
     service, goes_on, entered = self.server.app.service, threading.Event(), threading.Event()
     encode = service.template.encode_prompt
 
@@ -307,18 +302,7 @@ class AnswersTest(parameterized.TestCase):
         goes_on.set()
         self.assertEqual(answer.result().status_code, 200)
 
-  def test_control_tokens_of_a_prompt_are_tokens(self):
-    tokenizer, _, _ = embedded()
-    end = tokenizer.eos_ids[0]
-    prompt = QUESTION + tokenizer.decode([end]) + QUESTION
-    body = self.ask(
-        '/v1/completions', prompt=prompt, return_token_ids=True, max_tokens=1, messages=None
-    )
-    ids = body['choices'][0]['prompt_token_ids']
-    self.assertEqual(ids, tokenizer.encode(prompt, control=True))
-    self.assertEqual(ids.count(end), 1)
-
-  def test_calls_of_tools_are_parsed_and_sent_back(self):
+  def test_tool_calls_are_parsed_and_accepted_back(self):
     body = self.ask(temperature=0, tools=[SEARCH])
     (choice,) = body['choices']
     self.assertEqual(choice['finish_reason'], 'tool_calls')
@@ -339,16 +323,16 @@ class AnswersTest(parameterized.TestCase):
     again = self.ask(messages=[*ASKED['messages'], choice['message'], result], tools=[SEARCH])
     self.assertGreater(again['usage']['prompt_tokens'], body['usage']['total_tokens'])
 
-  def test_hundreds_of_streams_at_once_are_those_one_after_the_other(self):
+  def test_concurrent_streams_equal_repeated_streams(self):
     asked = lambda seed: {**ASKED, 'seed': seed % 20, 'temperature': 1.5, 'stream': True}
 
     def text(seed):
       chunks = events(post(self.server, asked(seed), stream=True))
       return ''.join(c['choices'][0]['delta'].get('content', '') for c in chunks)
 
-    with concurrent.futures.ThreadPoolExecutor(200) as pool:
-      found = list(pool.map(text, range(200)))
-    self.assertEqual(found[:20] * 10, found)
+    with concurrent.futures.ThreadPoolExecutor(60) as pool:
+      found = list(pool.map(text, range(60)))
+    self.assertEqual(found[:20] * 3, found)
     self.assertLen(set(found), 20)
 
   def test_models_health_and_metrics(self):
@@ -399,7 +383,7 @@ class AnswersTest(parameterized.TestCase):
       ({'reasoning_effort': 'low'}, 400, 'reasoning_effort'),
       ({'model': 'gpt-5'}, 404, 'model'),
   )
-  def test_a_wrong_field_is_named(self, fields, status, param):
+  def test_wrong_field_is_named(self, fields, status, param):
     answer = post(self.server, {**ASKED, **fields})
     self.assertEqual(answer.status_code, status, answer.text)
     error = answer.json()['error']
@@ -407,7 +391,7 @@ class AnswersTest(parameterized.TestCase):
     self.assertEqual(error['param'], param)
     self.assertNotIn('\n', error['message'])
 
-  def test_fields_that_change_nothing_are_taken(self):
+  def test_neutral_fields_are_accepted(self):
     nothing = {'repetition_penalty': 1.0, 'min_tokens': 0, 'stop_token_ids': [], 'bad_words': None}
     nothing |= {'add_generation_prompt': True, 'continue_final_message': False}
     nothing |= {'prompt_logprobs': None, 'guided_json': None, 'chat_template_kwargs': {}}
@@ -431,7 +415,7 @@ class AnswersTest(parameterized.TestCase):
       ('POST', '/s/unknown/v1/chat/completions', json.dumps(ASKED).encode(), 404),
       ('POST', '/s/unknown/reward', b'{"reward": 1}', 404),
   )
-  def test_a_wrong_request_gets_an_error_of_openai(self, method, path, body, status):
+  def test_wrong_request_gets_error_of_openai(self, method, path, body, status):
     answer = requests.request(method, self.server.url + path, data=body, headers=JSON, timeout=60)
     self.assertEqual(answer.status_code, status, answer.text)
     self.assertEqual(set(answer.json()['error']), {'message', 'type', 'param', 'code'})
@@ -439,7 +423,7 @@ class AnswersTest(parameterized.TestCase):
 
 class LimitsTest(parameterized.TestCase):
 
-  def test_the_server_s_own_template_kwargs_are_taken(self):
+  def test_template_kwargs_must_be_those_of_server(self):
     own = {'enable_thinking': False}
     with running() as server:
       server.app.service.template_kwargs = own  # which `gateway.running` gives it, see below
@@ -452,7 +436,7 @@ class LimitsTest(parameterized.TestCase):
     with gateway.running(config, sampler, params, tokenizer, 'tiny') as server:
       self.assertEqual(server.app.service.template_kwargs, own)
 
-  def test_arguments_that_are_nested_deeply_or_no_object_are_one_line_or_taken(self):
+  def test_odd_arguments_of_calls_are_no_crash(self):
     call = lambda arguments: {
         'role': 'assistant',
         'content': '',
@@ -464,10 +448,10 @@ class LimitsTest(parameterized.TestCase):
     with running(tool_form='tags') as server:
       for arguments in ('cats', [1], 3):
         self.assertEqual(ask(server, arguments).status_code, 200)
-      for depth in range(600, 1100, 20):
+      for depth in range(600, 1100, 100):
         self.assertIn(ask(server, '[' * depth + ']' * depth).status_code, (200, 400), depth)
 
-  def test_a_key_is_asked_for(self):
+  def test_key_is_required(self):
     with running(key='secret') as server:
       for headers, status in (
           ({}, 401),
@@ -479,17 +463,8 @@ class LimitsTest(parameterized.TestCase):
         self.assertEqual(found.status_code, status)
       self.assertEqual(requests.get(server.url + '/health', timeout=60).status_code, 200)
 
-  def test_a_session_is_a_key_of_its_own_while_it_is_open(self):
-    with running(key='secret') as server:
-      status = lambda name: requests.get(f'{server.url}/s/{name}/v1/models', timeout=60).status_code
-      name, _ = server.app.service.open_session(jax.random.key(0), sessions.Sampling())
-      self.assertEqual(status(name), 200)
-      self.assertEqual(status('unknown'), 404)
-      server.app.service.end_session(name)
-      self.assertEqual(status(name), 404)
-
-  def test_only_an_open_session_passes_without_the_key(self):
-    """The answer comes before the body is received."""
+  def test_session_and_key_are_checked_before_body(self):
+    """The id of an open session is a key."""
     with running(key='secret') as server:
       name, _ = server.app.service.open_session(jax.random.key(0), sessions.Sampling())
       for path, body, status in (
@@ -497,11 +472,19 @@ class LimitsTest(parameterized.TestCase):
           ('/s/unknown/reward', b'{', 404),
           ('/s/unknown/reward', b'[' * (3 << 20), 404),
           (f'/s/{name}/reward', b'{', 400),
+          (f'/s/{name}/reward', b'{"reward": NaN}', 400),
+          (f'/s/{name}/reward', b'{"reward": "1"}', 400),
+          (f'/s/{name}/reward', b'{"reward": 1, "turn": true}', 400),
+          (f'/s/{name}/reward', b'{"reward": 1, "turn": 1}', 400),
+          (f'/s/{name}/reward', b'{"reward": 1, "metrics": {"a b": 1}}', 400),
+          (f'/s/{name}/reward', b'{"reward": 1, "metrics": {"a": 1}}', 200),
           ('/v1/chat/completions', b'{', 401),
       ):
         answer = requests.post(server.url + path, data=body, headers=JSON, timeout=60)
         self.assertEqual(answer.status_code, status, path)
-        self.assertEqual(answer.headers.get('Connection'), None if status == 400 else 'close')
+        self.assertEqual(
+            answer.headers.get('Connection'), 'close' if status in (401, 404) else None
+        )
 
   @parameterized.parameters(
       ({'Content-Type': 'text/plain'}, 415),
@@ -513,7 +496,7 @@ class LimitsTest(parameterized.TestCase):
       (JSON | {'Host': '[::1]:8080'}, 200),
       (JSON | {'Host': 'chat.example.org'}, 200),
   )
-  def test_a_page_of_another_site_gets_no_answer(self, headers, status):
+  def test_page_of_another_site_gets_no_answer(self, headers, status):
     """It can send forms and texts, and have its own name resolved to 127.0.0.1."""
     with running(hosts=('chat.example.org',)) as server:
       body = json.dumps(ASKED | {'max_tokens': 1}).encode()
@@ -524,12 +507,12 @@ class LimitsTest(parameterized.TestCase):
       if status != 200:
         self.assertEqual(set(answer.json()['error']), {'message', 'type', 'param', 'code'})
 
-  def test_a_server_for_other_machines_has_any_name(self):
+  def test_server_for_other_machines_has_any_name(self):
     with running(host='0.0.0.0') as server:
       answer = requests.get(server.url + '/health', headers={'Host': 'node7:8080'}, timeout=60)
       self.assertEqual(answer.status_code, 200)
 
-  def test_a_connection_stays_open_or_is_said_to_close(self):
+  def test_connection_closes_only_with_unread_body(self):
     with running(key='secret', max_body_mb=1) as server:
       connection = http.client.HTTPConnection(server.host, server.port, timeout=60)
       key = {'Authorization': 'Bearer secret', **JSON}
@@ -555,7 +538,7 @@ class LimitsTest(parameterized.TestCase):
           self.assertEqual(response.status, 200)
           response.read()
 
-  def test_a_large_body_and_a_full_queue_are_refused(self):
+  def test_large_body_and_full_queue_are_rejected(self):
     with running(max_body_mb=1, max_waiting=2) as server:
       body = b' ' * (2 << 20)
       answer = requests.post(server.url + '/v1/completions', data=body, headers=JSON, timeout=60)
@@ -565,7 +548,7 @@ class LimitsTest(parameterized.TestCase):
       self.assertIn('at most 2', answer.json()['error']['message'])
       self.assertEqual(post(server, {**ASKED, 'n': 2}).status_code, 200)
 
-  def test_requests_that_wait_to_be_encoded_are_bounded(self):
+  def test_waiting_prompts_are_bounded(self):
     with running(max_waiting=2) as server, blocked_encoder(server.app.service) as goes_on:
       with concurrent.futures.ThreadPoolExecutor(2) as pool:
         first = [pool.submit(post, server, ASKED) for _ in range(2)]
@@ -578,7 +561,7 @@ class LimitsTest(parameterized.TestCase):
       self.assertEqual(answer.headers['Retry-After'], '1')
       self.assertEqual(post(server, ASKED).status_code, 200)
 
-  def test_the_prompt_of_a_client_that_left_is_not_encoded(self):
+  def test_prompt_of_disconnected_client_is_not_encoded(self):
     with running() as server, blocked_encoder(server.app.service) as goes_on:
       service, body = server.app.service, json.dumps(ASKED).encode()
       head = 'POST /v1/chat/completions HTTP/1.1\r\nContent-Type: application/json\r\n'
@@ -593,7 +576,7 @@ class LimitsTest(parameterized.TestCase):
       encode.assert_not_called()
       self.assertEqual(post(server, ASKED).status_code, 200)
 
-  def test_the_prompts_after_one_that_cannot_fit_are_not_encoded(self):
+  def test_prompts_after_one_too_long_are_not_encoded(self):
     with running() as server:
       template = server.app.service.template
       with mock.patch.object(template, 'encode_prompt', wraps=template.encode_prompt) as encode:
@@ -601,7 +584,7 @@ class LimitsTest(parameterized.TestCase):
       self.assertEqual(answer.json()['error']['code'], 'context_length_exceeded')
       self.assertEqual(encode.call_count, 1)
 
-  def test_a_client_that_leaves_frees_its_row(self):
+  def test_disconnected_client_frees_its_row(self):
     with running() as server:
       body = json.dumps({**ASKED, 'temperature': 0, 'n': 8, 'max_tokens': 200}).encode()
       head = 'POST /v1/chat/completions HTTP/1.1\r\nContent-Type: application/json\r\n'
@@ -626,20 +609,20 @@ class LimitsTest(parameterized.TestCase):
       service.scheduler._decode = decode
       self.assertEqual(post(server, ASKED).status_code, 200)
 
-  def test_a_failed_engine_is_told_and_health_says_so(self):
+  def test_failed_engine_is_an_error_and_unhealthy(self):
     with self.assertLogs(level='ERROR'), running() as server:
       server.app.service.scheduler._decode = lambda: 1 / 0
       self.assertEqual(post(server, ASKED).status_code, 500)
       self.assertEqual(requests.get(server.url + '/health', timeout=60).status_code, 503)
       self.assertEqual(post(server, ASKED).status_code, 503)
 
-  def test_a_port_that_is_taken_is_one_line(self):
+  def test_taken_port_is_one_line(self):
     with running() as server, self.assertRaisesRegex(types.UserError, f'--port={server.port}'):
       with running(port=server.port):
         pass
 
   @parameterized.parameters('h' * 80, 'a..b')
-  def test_a_host_that_is_none_is_one_line(self, host):
+  def test_wrong_host_is_one_line(self, host):
     with self.assertRaisesRegex(types.UserError, '^[^\n]*config.serve.host=[^\n]* another one$'):
       with running(host=host):
         pass

@@ -135,7 +135,7 @@ def _redirect(handler):
 
 class AnswersTest(parameterized.TestCase):
 
-  def test_a_search_that_is_given_up_ends_within_seconds(self):
+  def test_given_up_search_ends_within_seconds(self):
     asked, found = threading.Event(), []
 
     def never(question, number):
@@ -155,7 +155,7 @@ class AnswersTest(parameterized.TestCase):
       self.assertEqual(retriever.search(['b'], 1), [None])
       self.assertLen(questions, 1)
 
-  def test_many_queries_go_out_in_bounded_requests_side_by_side(self):
+  def test_bounded_requests_run_side_by_side(self):
     """Four requests wait for each other; one of them fails, and its queries alone."""
     together, queries = threading.Barrier(4), [f'q{i}' for i in range(100)]
 
@@ -175,7 +175,7 @@ class AnswersTest(parameterized.TestCase):
         self.assertEqual([p.id for p in passages], [f'q{i}-0'])
     self.assertEqual((retriever.failures, retriever.requests), (32, 4))
 
-  def test_searches_of_several_threads_share_the_requests_in_flight(self):
+  def test_threads_share_requests_in_flight(self):
     """As the settings say by default: one at a time, since FAISS on GPUs bears no more."""
     going, most = [], []
 
@@ -237,7 +237,7 @@ class AnswersTest(parameterized.TestCase):
     self.assertEqual(questions[0][1].keys(), {'query', 'top_k'})
     self.assertEqual(_counters(retriever), (10, 0, 0, 0))
 
-  def test_ragen_failures_are_single(self):
+  def test_ragen_failures_are_independent(self):
     with _server(
         lambda question, _: (500, b'') if question['query'] == 'bad' else _ragen(question)
     ) as (url, _):
@@ -246,12 +246,7 @@ class AnswersTest(parameterized.TestCase):
     self.assertEqual([passages is None for passages in found], [False, True, False])
     self.assertEqual(retriever.failures, 1)
 
-  def test_no_queries_no_request(self):
-    with _server(lambda question, _: _search_r1(question)) as (url, questions):
-      self.assertEqual(_retriever(url).search([], 3), [])
-    self.assertEmpty(questions)
-
-  def test_a_round_of_environments_is_one_request(self):
+  def test_environments_share_one_request(self):
     with _server(lambda question, _: _search_r1(question)) as (url, questions):
       retriever = _retriever(url)
       rows = [search.SearchEnv(TASK, retriever) for _ in range(6)]
@@ -278,7 +273,7 @@ class AnswersTest(parameterized.TestCase):
     ):
       self.assertEqual(_retriever(url).search(['q'], 3), [[types.Passage('7', title, text)]])
 
-  def test_bare_documents_and_a_cut_at_top_k(self):
+  def test_bare_documents_are_cut_at_top_k(self):
     with _server(lambda *_: {'result': [[_document('q', i) for i in range(5)]]}) as (url, _):
       self.assertLen(_retriever(url).search(['q'], 2)[0], 2)
 
@@ -368,18 +363,14 @@ class FailuresTest(parameterized.TestCase):
       ('hangs_up', _hang_up, 2),
       ('is_overloaded', (503, b''), 8),
   )
-  def test_after_a_request_without_an_answer_the_others_are_not_sent(self, reply, num_sent):
+  def test_dead_server_is_asked_once_per_search(self, reply, num_sent):
     """A server that answers at all, be it with an error, may answer the next request."""
     with _server(lambda *_: reply) as (url, _):
-      retriever = _retriever(url, timeout_s=0.5, retries=1, concurrency=1, max_queries=1)
+      retriever = _retriever(url, timeout_s=0.2, retries=1, concurrency=1, max_queries=1)
       for _ in range(2):  # each search asks anew
         self.assertEqual(retriever.search(['a', 'b', 'c', 'd'], 1), [None] * 4)
       self.assertEqual(retriever.requests, 2 * num_sent)
       self.assertEqual(retriever.failures, 8)
-
-  def test_unknown_host(self):
-    with mock.patch.object(socket, 'getaddrinfo', side_effect=socket.gaierror('no such host')):
-      self.assertEqual(_retriever('http://retriever.invalid').search(['a'], 1), [None])
 
   @parameterized.named_parameters(
       ('silence', lambda handler: time.sleep(60)),
@@ -397,7 +388,7 @@ class FailuresTest(parameterized.TestCase):
         self.assertEqual(_counters(retriever), (2, 1, 1, 0))
       self.assertLess(min(took), 0.9)
 
-  def test_backoff_doubles_with_a_reproducible_jitter(self):
+  def test_backoff_doubles_with_jitter(self):
     waits = collections.defaultdict(list)
     with _server(lambda *_: (500, b'')) as (url, _):
       for run in range(2):
@@ -421,7 +412,7 @@ class FailuresTest(parameterized.TestCase):
       ('score_nan', {'document': {'id': '1', 'contents': 'x'}, 'score': float('nan')}),
       ('score_huge', {'document': {'id': '1', 'contents': 'x'}, 'score': 10**400}),
   )
-  def test_a_malformed_document_costs_its_own_query_alone(self, document):
+  def test_malformed_document_fails_only_its_query(self, document):
     good = {'document': _document('b', 0), 'score': 1.0}
     with _server(lambda *_: {'result': [[good, document], [good]]}) as (url, _):
       retriever = _retriever(url)
@@ -443,7 +434,7 @@ class FailuresTest(parameterized.TestCase):
     with _server(lambda *_: reply) as (url, _):
       self.assertEqual(_retriever(url, dialect='ragen').search(['a', 'b'], 1), [None, None])
 
-  def test_the_agent_never_reads_the_error(self):
+  def test_agent_never_reads_the_error(self):
     with _server(lambda *_: (500, b'Traceback: secret')) as (url, _):
       env = search.SearchEnv(TASK, _retriever(url))
       env.reset()
@@ -484,13 +475,6 @@ class CacheTest(absltest.TestCase):
       retriever = _retriever(url)
       self.assertEqual(retriever.search(['a'], 1), [None])
       self.assertNotIn(None, retriever.search(['a'], 1))
-
-  def test_no_cache(self):
-    with _server(lambda question, _: _search_r1(question)) as (url, questions):
-      retriever = _retriever(url, cache_size=0)
-      retriever.search(['a'], 1)
-      retriever.search(['a'], 1)
-    self.assertLen(questions, 2)
 
 
 class UserErrorsTest(parameterized.TestCase):

@@ -160,7 +160,7 @@ def make_tasks(count):
 class ProgramAgentTest(parameterized.TestCase):
 
   @parameterized.parameters(False, True)
-  def test_episodes_equal_those_of_the_environment_bit_for_bit(self, greedy):
+  def test_episodes_equal_environment_bit_for_bit(self, greedy):
     tasks = prepare.load_tasks(make_config('search'), 'dev')[::40][:16]
     wanted, _ = play(make_config('search'), tasks, greedy=greedy)
     found, agent = play(make_config(THIS + ':play_search'), tasks, greedy=greedy)
@@ -176,7 +176,7 @@ class ProgramAgentTest(parameterized.TestCase):
     self.assertGreater(sum(episode.score for episode in found), 0)
     self.assertGreater(agent.report.shared_tokens, 0)  # prefixes were not computed again
 
-  def test_segments_are_rows_with_the_reward_of_the_whole(self):
+  def test_segments_are_rows_with_shared_reward(self):
     tasks = make_tasks(8)
     episodes, _ = play(make_config(THIS + ':post_rewards'), tasks, groups=[0] * 4 + [1] * 4)
     self.assertLen(episodes, 24)  # of three segments each
@@ -204,7 +204,7 @@ class ProgramAgentTest(parameterized.TestCase):
     whole = play(make_config(THIS + ':post_rewards'), tasks)[0]  # evaluation
     self.assertEqual([episode.score for episode in whole], [2 + 0.5] * 8)  # each reward once
 
-  def test_what_raises_is_masked_or_scored_zero_and_counted(self):
+  def test_crash_is_masked_or_scored_zero(self):
     tasks = make_tasks(4)
     for on_crash in ('mask', 'zero'):
       config = make_config(THIS + ':fail_on_even')
@@ -219,7 +219,7 @@ class ProgramAgentTest(parameterized.TestCase):
     batch = batching.to_turn_batch(episodes, (512,))
     self.assertEqual(batch.action_mask.any(axis=1).tolist(), [False, True, False, True])
 
-  def test_a_reward_posted_before_a_crash_is_not_kept(self):
+  def test_reward_before_crash_is_dropped(self):
     config = make_config(THIS + ':post_then_crash')
     config.serve.on_crash = 'zero'
     episodes, _ = play(config, make_tasks(2))
@@ -235,14 +235,14 @@ class ProgramAgentTest(parameterized.TestCase):
     self.assertEqual(pipeline.failed_share(episodes), 0)
     self.assertLen(play(make_config(THIS + ':ask_if_odd'), make_tasks(1))[0], 1)  # evaluation
 
-  def test_a_batch_without_any_answer_ends_the_run(self):
+  def test_batch_without_answers_ends_run(self):
     config = make_config(THIS + ':sleep')
     config.serve.agent_timeout_s = 0.1
     said = 'none of 2 programs had an answer of the policy; 2 took longer'
     with self.assertRaisesRegex(types.RunError, said):
       play(config, make_tasks(2), groups=[0, 0])
 
-  def test_a_program_that_takes_too_long_ends_as_it_is(self):
+  def test_slow_program_is_truncated(self):
     config = make_config(THIS + ':hang')
     config.serve.agent_timeout_s = 0.9
     late.clear()
@@ -253,23 +253,23 @@ class ProgramAgentTest(parameterized.TestCase):
     time.sleep(1.0)
     self.assertNotIn(200, late)
 
-  def test_programs_that_ended_before_their_time_are_not_late(self):
+  def test_punctual_programs_are_not_late(self):
     config = make_config(THIS + ':crash')
     config.serve.agent_timeout_s = 0.3
     with self.assertRaisesRegex(types.RunError, 'all 3 programs raised'):
       play(config, make_tasks(3), give_up=lambda: time.sleep(0.4))  # a loop that is slow to look
 
-  def test_if_all_raise_the_run_ends_with_one_line(self):
+  def test_run_ends_if_all_programs_raise(self):
     with self.assertRaisesRegex(types.RunError, "all 3 programs raised, as KeyError: 'always'"):
       play(make_config(THIS + ':crash'), make_tasks(3))
 
-  def test_the_config_scores_what_the_program_does_not(self):
+  def test_config_scores_program_without_reward(self):
     config = make_config(THIS + ':once')
     with mock.patch.object(rollouts.rewards, 'extract_answer', lambda text: 'x'):
       episodes, _ = play(config, make_tasks(2))
     self.assertEqual([episode.score for episode in episodes], [1, 1])
 
-  def test_routes_that_nobody_records_are_refused(self):
+  def test_routing_replay_is_rejected(self):
     config = make_config(THIS + ':once')
     config.rollout.routing_replay = 'sampling'
     with self.assertRaisesRegex(types.UserError, 'routing_replay=sampling'):
@@ -280,14 +280,14 @@ class ProgramAgentTest(parameterized.TestCase):
       play(make_config(THIS + ':hang'), make_tasks(2), give_up=lambda: True)
 
   @parameterized.parameters('gateway:no_such:f', THIS + ':nothing', THIS + ':THIS', 'gateway:x')
-  def test_a_name_that_is_no_program_is_one_line(self, kind):
+  def test_unknown_program_is_one_line(self, kind):
     with self.assertRaisesRegex(types.UserError, 'config.env.kind='):
       prepare.prepare(make_config(kind))
 
 
 class TrainingTest(absltest.TestCase):
 
-  def test_the_loop_trains_and_evaluates_a_program(self):
+  def test_loop_trains_and_evaluates_program(self):
     config = make_config(THIS + ':play_search')
     config.eval = schema.Eval(every=1, episodes=8, rows=8)
     folder = self.enterContext(tempfile.TemporaryDirectory())

@@ -40,14 +40,14 @@ class TemplateTest(parameterized.TestCase):
     return sessions.Session(template or self.template, jax.random.key(0), sessions.Sampling())
 
   @parameterized.parameters(([USER],), ([USER, SAID, RESULT],), ([RESULT, USER, USER],))
-  def test_ids_are_those_of_the_rendered_text(self, messages):
+  def test_ids_equal_rendered_text(self, messages):
     for tools in ((), ({'type': 'function', 'function': {'name': 'search'}},)):
       text = self.tokenizer.render(messages, **({'tools': list(tools)} if tools else {}))
       self.assertEqual(
           self.template.encode(messages, tools), self.tokenizer.encode(text, control=True)
       )
 
-  def test_the_config_s_arguments_reach_the_template(self):
+  def test_config_arguments_reach_template(self):
     source = '{% if enable_thinking | default(true) %}think{% else %}act{% endif %}'
     folder = self.enterContext(tempfile.TemporaryDirectory())
     tiny_tokenizer.write(folder, chat_template=source)
@@ -70,7 +70,7 @@ class TemplateTest(parameterized.TestCase):
     self.assertNotIn(self.tokenizer.pad_id, ids)
     self.assertIn('a<|im_end|>\n<|im_start|>system', self.tokenizer.decode(ids))
 
-  def test_a_page_has_no_added_token_and_is_what_an_environment_gives(self):
+  def test_page_has_no_added_token(self):
     """Qwen's <think> and <tool_response> are added tokens that are not special."""
     folder = self.enterContext(tempfile.TemporaryDirectory())
     tokenizer = chat.load_tokenizer(
@@ -96,7 +96,7 @@ class TemplateTest(parameterized.TestCase):
         template.encode([{'role': 'user', 'content': asked}]), chat.encode_prompt(tokenizer, asked)
     )
 
-  def test_arguments_that_are_nested_too_deeply_are_refused(self):
+  def test_deeply_nested_arguments_are_rejected(self):
     deep: list = []
     for _ in range(2000):
       deep = [deep]
@@ -104,7 +104,7 @@ class TemplateTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'refuses the messages'):
       self.template.encode([USER, {**SAID, 'tool_calls': [call]}])
 
-  def test_a_template_sees_the_thoughts_of_turns(self):
+  def test_template_sees_thoughts_of_turns(self):
     """Qwen3's drops earlier ones: it looks for </think> in the content."""
     folder = self.enterContext(tempfile.TemporaryDirectory())
     tokenizer = chat.load_tokenizer(
@@ -115,7 +115,7 @@ class TemplateTest(parameterized.TestCase):
     self.assertEqual(ids, tokenizer.encode(tokenizer.render(messages), control=True))
     self.assertNotIn('Hm', tokenizer.decode(ids))
 
-  def test_a_result_that_a_user_brings_keeps_the_thought_before_it(self):
+  def test_result_from_user_keeps_thought_before_it(self):
     """As Qwen3's template, which looks for the last message in which a user asks."""
     template = (
         '{%- set ns = namespace(last=0) %}{%- for m in messages %}'
@@ -137,7 +137,7 @@ class TemplateTest(parameterized.TestCase):
       self.assertEqual(ids.count(tokenizer.eos_ids[0]), 3)  # the template's
     self.assertNotIn('Hm', tokenizer.decode(encode([USER, said, USER])))
 
-  def test_what_follows_a_turn_continues_its_conversation(self):
+  def test_encode_after_continues_conversation(self):
     whole = self.template.encode([USER, SAID, RESULT])
     before = self.template.encode([USER])
     turn = self.tokenizer.encode(SAID['content'])
@@ -145,7 +145,7 @@ class TemplateTest(parameterized.TestCase):
       after = self.template.encode_after(sampled, [RESULT])
       self.assertEqual([*before, *sampled, *after], whole)
 
-  def test_a_session_reuses_sampled_ids_that_no_tokenizer_would_write(self):
+  def test_session_reuses_sampled_ids(self):
     session = self.session()
     plan = session.plan([USER])
     odd = [i for c in SAID['content'] for i in self.tokenizer.encode(c)]  # one token per character
@@ -162,7 +162,7 @@ class TemplateTest(parameterized.TestCase):
     self.assertEqual(row, plan.ids)
     self.assertEqual(session.counts['rewritten'], 0)
 
-  def test_a_changed_history_or_other_tools_start_a_segment(self):
+  def test_changed_history_or_tools_start_segment(self):
     session = self.session()
     session.record(session.plan([USER]), [5], [-1.0], [SAID])
     for messages, tools in (
@@ -180,7 +180,7 @@ class TemplateTest(parameterized.TestCase):
     self.assertNotEqual(first.key.tolist(), second.key.tolist())
     self.assertEqual(session.counts['branched'], 1)
 
-  def test_prompts_without_a_chat_continue_by_their_text_or_ids(self):
+  def test_plain_prompts_continue_by_text_or_ids(self):
     session = self.session()
     plan = session.plan_prompt('capital of')
     odd = [i for c in ' France' for i in self.tokenizer.encode(c)]
@@ -207,7 +207,7 @@ class TemplateTest(parameterized.TestCase):
     self.assertEqual(again.ids, [*ids, 70, self.end, *more])
     self.assertEqual(again.num_new, len(more))
 
-  def test_without_a_template_messages_are_as_an_environment_writes_them(self):
+  def test_messages_without_template_equal_environment(self):
     tokenizer = chat.load_tokenizer(prepare.EMBEDDED_MODEL)
     template = template_lib.Template(tokenizer, 1000)
     shown = '<information> Paris: <answer> x </information>\n'

@@ -3,30 +3,17 @@
 from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
+import functools
 import logging
 import re
-import sys
+from typing import Any
 import unicodedata
 
 import numpy as np
 
 from stppo_jax import types
 
-# Where bm25s finds JAX it runs a program on import, which takes the accelerator.
-_jax = sys.modules.get('jax')
-sys.modules['jax'] = None  # type: ignore[assignment]  # importing it fails
-try:
-  import bm25s
-  from bm25s import stopwords
-finally:
-  del sys.modules['jax']
-  if _jax is not None:
-    sys.modules['jax'] = _jax
-
-logging.getLogger('bm25s').setLevel(logging.WARNING)  # the library sets it to DEBUG
-
 _WORD = re.compile(r'\w+')
-_STOP_WORDS = frozenset(stopwords.STOPWORDS_EN)
 
 
 class Bm25Retriever:
@@ -66,8 +53,9 @@ class Bm25Retriever:
     ]
 
 
-def _index(texts: Iterable[str]) -> bm25s.BM25 | None:
+def _index(texts: Iterable[str]) -> Any:
   """Returns the index of texts; None where they hold no word."""
+  bm25s = _library()
   # Numbers instead of words halve the memory: each word is stored once, not a million times.
   numbers: dict[str, int] = {}
   rows = [[numbers.setdefault(word, len(numbers)) for word in _words(text)] for text in texts]
@@ -78,13 +66,23 @@ def _index(texts: Iterable[str]) -> bm25s.BM25 | None:
   return index
 
 
+@functools.cache
+def _library() -> Any:
+  """Imports bm25s, which runs a JAX program on import: it must not run before JAX is set up."""
+  import bm25s
+
+  logging.getLogger('bm25s').setLevel(logging.WARNING)  # the library sets it to DEBUG
+  return bm25s
+
+
 def _words(text: str) -> list[str]:
   """Splits into lower-case words without accents and stop words, keeping letters and digits."""
   text = text.lower()
   if not text.isascii():  # the loop over characters takes most of the time of indexing
     text = unicodedata.normalize('NFKD', text)
     text = ''.join(char for char in text if not unicodedata.combining(char))
-  return [word for word in _WORD.findall(text) if word not in _STOP_WORDS]
+  stop_words = _library().stopwords.STOPWORDS_EN
+  return [word for word in _WORD.findall(text) if word not in stop_words]
 
 
 def _best(scores: np.ndarray, top_k: int) -> np.ndarray:

@@ -24,6 +24,7 @@ import sys
 import threading
 from typing import Any
 
+import jax
 import prometheus_client
 import pydantic
 from starlette import requests
@@ -207,6 +208,7 @@ def make_retriever(
   if kind not in KINDS:
     raise types.UserError(f'--kind={kind}: use one of {", ".join(KINDS)}')
   if kind == 'bm25':
+    jax.config.update('jax_platforms', 'cpu')  # bm25s would take an accelerator
     return bm25.Bm25Retriever(passages)
   if not encoder_folder:
     raise types.UserError(

@@ -38,12 +38,12 @@ class Chunk:
   """New content of a choice. `finish` is set in its last chunk."""
 
   index: int
-  text: str = ''
+  text: str
+  tokens: list[int]
+  logp: list[float]
+  starts: list[int]  # place of each token in the text
+  finish: str | None
   calls: tuple[tool_calls.Call, ...] = ()
-  tokens: list[int] = dataclasses.field(default_factory=list)
-  logp: list[float] = dataclasses.field(default_factory=list)
-  starts: list[int] = dataclasses.field(default_factory=list)  # place of each token in the text
-  finish: str | None = None
   stop: str | None = None  # the client's stop string that ended the choice
   turn: int | None = None  # its number in the session
 
@@ -57,6 +57,8 @@ class _Choice:
   plan: sessions.Plan | None
   tokens: list[int] = dataclasses.field(default_factory=list)
   logp: list[float] = dataclasses.field(default_factory=list)
+  num_sent: int = 0  # tokens
+  unsent: str = ''  # text
   is_over: bool = False
 
 
@@ -315,15 +317,18 @@ class Service:
         raise http_server.RequestError(500, 'the engine has failed; see the log')
       choice.tokens += tokens
       choice.logp += logp
-      text = choice.text.feed(tokens, finish)
-      starts = choice.text.starts[len(choice.tokens) - len(tokens) :]
-      chunk = Chunk(index, text, (), tokens, logp, starts, finish)
+      choice.unsent += choice.text.feed(tokens, finish)
+      if finish is None and answer.form is not None:
+        continue  # Choice: a turn that may be a call is sent when it is complete
+      new = slice(choice.num_sent, None)
+      starts = choice.text.starts[new]
+      chunk = Chunk(index, choice.unsent, choice.tokens[new], choice.logp[new], starts, finish)
+      choice.num_sent = len(choice.tokens)
+      choice.unsent = ''
       if finish is not None:
         num_left -= 1
         choice.is_over = True
         self._finish(answer, choice, chunk)
-      elif answer.form is not None:
-        continue  # Choice: a turn that may be a call is sent when it is complete
       yield chunk
 
   def _finish(self, answer: Answer, choice: _Choice, chunk: Chunk) -> None:
@@ -331,13 +336,9 @@ class Service:
     action = 'other'
     forms = [_message(choice.text.shown), _message(choice.text.full)]
     if chunk.finish == 'stop':
-      chunk.stop = _first_stop(choice.text.full, answer.body.stop)
+      chunk.stop = choice.text.stop
     if answer.form is not None:
       content, calls = answer.form.parse(choice.text.full)
-      chunk.text = choice.text.shown
-      chunk.tokens = choice.tokens
-      chunk.logp = choice.logp
-      chunk.starts = choice.text.starts
       if any(call.error for call in calls):
         action = 'invalid'  # the client gets the text as it is
       elif calls:
@@ -346,13 +347,12 @@ class Service:
         chunk.calls = calls
         chunk.finish = 'tool_calls'
         forms.append(_message(content, calls))
-    if choice.plan is None or answer.session is None:
-      return
-    was_cut = chunk.finish == 'length'
-    with contextlib.suppress(sessions.Closed):  # the client's next request gets 404
-      chunk.turn = answer.session.record(
-          choice.plan, choice.tokens, choice.logp, forms, was_cut, action
-      )
+    if choice.plan is not None and answer.session is not None:
+      was_cut = chunk.finish == 'length'
+      with contextlib.suppress(sessions.Closed):  # the client's next request gets 404
+        chunk.turn = answer.session.record(
+            choice.plan, choice.tokens, choice.logp, forms, was_cut, action
+        )
 
 
 def _invalid(param: str, message: str) -> http_server.RequestError:
@@ -370,12 +370,6 @@ def _abandon_plans(session: sessions.Session, future: futures.Future) -> None:
     plans, _ = future.result()
     for plan in plans:
       session.abandon(plan)
-
-
-def _first_stop(text: str, stops: Sequence[str]) -> str | None:
-  """Returns the stop string that comes first in a text; None: the text ended by itself."""
-  places = [(at, len(stop), stop) for stop in stops if (at := text.find(stop)) >= 0]
-  return min(places)[-1] if places else None
 
 
 def _sender(events: asyncio.Queue, index: int) -> Callable:

@@ -10,11 +10,12 @@ segment, or that rewrites the history, starts a new segment, which is counted.
   segment 3   another prompt | turn 5                                        (rewritten)
 """
 
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import json
-import sys
 import threading
 from typing import Any
 
@@ -82,14 +83,15 @@ class Session:
 
   def __init__(self, template: template_lib.Template, key: jax.Array, sampling: Sampling):
     self.sampling = sampling
-    self._template, self._key = template, key
+    self._template = template
+    self._key = key
     self._lock = threading.Lock()
     self._segments: list[_Segment] = []
     self._turns: list[types.Turn] = []  # of all segments, as they ended
     self._num_begun = 0  # segments, of which some may never end a turn
     self._closed = False
     self._final_reward: float | None = None
-    self._is_rewarded = False  # by the client, if only a turn, or by 0
+    self.has_reward = False  # the client has posted a reward, of whatever value
     self._metrics: dict[str, float] = {}
     self.counts = dict.fromkeys(('branched', 'rewritten', 'too_long', 'cancelled'), 0.0)
 
@@ -103,10 +105,13 @@ class Session:
     """The last turn as text."""
     return self._template.tokenizer.decode(self._turns[-1].tokens) if self._turns else ''
 
-  @property
-  def has_reward(self) -> bool:
-    """Whether the client has posted any reward."""
-    return self._is_rewarded
+  @contextlib.contextmanager
+  def _open(self) -> Iterator[None]:
+    """Holds the lock of an open session, or raises Closed."""
+    with self._lock:
+      if self._closed:
+        raise Closed('the session has ended')
+      yield
 
   def plan(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Plan:
     """Returns the ids for a request. Raises Closed, and ValueError as the template does.
@@ -114,27 +119,24 @@ class Session:
     The longest recorded beginning counts. Of the segments that have it, one that ends there and is
     not being continued is preferred.
     """
-    forms, written = [form(message) for message in messages], _json(tools)
-    with self._lock:
-      if self._closed:
-        raise Closed('the session has ended')
+    forms = [form(message) for message in messages]
+    written = _json(tools)
+    with self._open():
       best: _Segment | None = None
       rank = (0, False)
       for segment in self._segments:
         turns = segment.known(forms) if segment.tools == written else 0
         is_free = turns == len(segment.turns) and not segment.is_extended
         if turns and (turns, is_free) > rank:
-          best, rank = segment, (turns, is_free)
+          best = segment
+          rank = (turns, is_free)
       if best is None:
-        ids, num_new = self._template.encode(messages, tools), 0
-        self.counts['rewritten'] += bool(self._segments)
-      else:
-        num_messages, num_ids = best.ends[rank[0] - 1]
-        new = self._template.encode_after(
-            best.turns[rank[0] - 1].tokens.tolist(), messages[num_messages:], tools
-        )
-        ids, num_new = best.ids[:num_ids] + new, len(new)
-      return self._begin(ids, best, rank[1], num_new, forms, written)
+        return self._begin_segment(self._template.encode(messages, tools), forms, written)
+      last = rank[0] - 1
+      num_messages, num_ids = best.ends[last]
+      sampled = best.turns[last].tokens.tolist()
+      new = self._template.encode_after(sampled, messages[num_messages:], tools)
+      return self._begin([*best.ids[:num_ids], *new], best, rank[1], len(new), forms, written)
 
   def plan_prompt(self, prompt: str | Sequence[int]) -> Plan:
     """Returns the ids for a prompt that is a text or ids: a recorded text stays the ids it was.
@@ -142,9 +144,7 @@ class Session:
     Control tokens of a text are tokens. Raises Closed, and TooLong.
     """
     tokenizer = self._template.tokenizer
-    with self._lock:
-      if self._closed:
-        raise Closed('the session has ended')
+    with self._open():
       for segment in reversed(self._segments):
         if segment.tools != _PROMPT:
           continue
@@ -157,11 +157,21 @@ class Session:
           new = self._template.encode_prompt(prompt[len(known) :])
           is_free = not segment.is_extended
           return self._begin([*segment.ids, *new], segment, is_free, len(new), [], _PROMPT)
-      ids = self._template.encode_prompt(prompt)
-      self.counts['rewritten'] += bool(self._segments)
-      return self._begin(ids, None, False, 0, [], _PROMPT)
+      return self._begin_segment(self._template.encode_prompt(prompt), [], _PROMPT)
 
-  def _begin(self, ids, segment, is_free, num_new, forms, tools) -> Plan:
+  def _begin_segment(self, ids: list[int], forms: list, tools: str) -> Plan:
+    self.counts['rewritten'] += bool(self._segments)
+    return self._begin(ids, None, False, 0, forms, tools)
+
+  def _begin(
+      self,
+      ids: list[int],
+      segment: _Segment | None,
+      is_free: bool,
+      num_new: int,
+      forms: list,
+      tools: str,
+  ) -> Plan:
     """Claims the end of a segment, or counts a new one."""
     key = self._key
     if segment is not None and is_free:
@@ -169,7 +179,8 @@ class Session:
       number = segment.number
     else:
       self.counts['branched'] += segment is not None
-      segment, number = None, self._num_begun
+      segment = None
+      number = self._num_begun
       self._num_begun += 1
     if number:  # the first has the key of the episode, as one that the engine plays
       key = jax.random.fold_in(key, number)
@@ -204,9 +215,7 @@ class Session:
     turn = types.Turn(
         np.array(tokens, np.int32), np.array(logp, np.float32), np.zeros((0,), np.int32), action
     )
-    with self._lock:
-      if self._closed:
-        raise Closed('the session has ended')
+    with self._open():
       segment = plan.segment
       if segment is None:
         segment = _Segment(list(plan.ids), plan.tools, plan.number, ids=list(plan.ids))
@@ -230,23 +239,15 @@ class Session:
       self, value: float, turn: int | None = None, metrics: Mapping[str, float] | None = None
   ) -> None:
     """Sets the reward of a turn (from 1), or of the whole; ValueError: there is no such turn."""
-    numbers = {'reward': value} | dict(metrics or {})
-    for name, number in numbers.items():
-      if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise ValueError(f'{name} must be a number')
-      if not abs(number) <= sys.float_info.max:  # NaN, or a whole number of hundreds of digits
-        raise ValueError(f'{name} must be finite')
-    with self._lock:
-      if self._closed:
-        raise Closed('the session has ended')
+    with self._open():
       if turn is None:
-        self._final_reward = float(value)
-      elif isinstance(turn, bool) or not isinstance(turn, int) or not 1 <= turn <= self.num_turns:
-        raise ValueError(f'turn must be a whole number from 1 to {self.num_turns}')
+        self._final_reward = value
+      elif 1 <= turn <= self.num_turns:
+        self._turns[turn - 1].reward = value
       else:
-        self._turns[turn - 1].reward = float(value)
-      self._is_rewarded = True
-      self._metrics |= {name: float(number) for name, number in (metrics or {}).items()}
+        raise ValueError(f'turn={turn}: use a number from 1 to {self.num_turns}')
+      self.has_reward = True
+      self._metrics |= metrics or {}
 
   def close(self) -> None:
     """Ends the session: nothing is recorded any more."""

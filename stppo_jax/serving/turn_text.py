@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class TurnText:
-  """Decodes a turn piece by piece, without its eos token and, by default, without its stop string.
+  """Decodes a turn token by token, without its eos token and, by default, without its stop string.
 
   Bytes of an unfinished character, and text that may become a stop string, are held back.
   """
@@ -18,13 +18,16 @@ class TurnText:
       stops: Sequence[str] = (),
       keeps_stop: bool = False,
   ):
-    self._token_bytes, self._eos_ids = token_bytes, eos_ids
-    self._stops = () if keeps_stop else tuple(stops)
-    self._longest = max(map(len, self._stops), default=0)
+    self._token_bytes = token_bytes
+    self._eos_ids = eos_ids
+    self._stops = stops
+    self._keeps_stop = keeps_stop
+    self._longest = max(map(len, stops), default=0)
     self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
     self.full = ''  # with the stop string
     self.shown = ''
-    self.starts: list[int] = []  # of the tokens, in `full`
+    self.stop: str | None = None  # the stop string that comes first
+    self.starts: list[int] = []  # place of each token in `full`
 
   def feed(self, tokens: Sequence[int], finish: str | None) -> str:
     """Returns the text that is new to the client; `finish` is set with the last tokens."""
@@ -32,27 +35,29 @@ class TurnText:
     before = len(self.full)
     for token in tokens[: len(tokens) - has_eos]:
       self.starts.append(len(self.full))
-      self.full += self._decoder.decode(self._bytes(token))
+      data = self._token_bytes[token] if token < len(self._token_bytes) else b''
+      self.full += self._decoder.decode(data)
     if finish is not None:
       self.full += self._decoder.decode(b'', True)
     if has_eos:
       self.starts.append(len(self.full))
-    end = self._visible(before, finish is not None)
-    new, self.shown = self.full[len(self.shown) : end], self.full[:end]
+    shown = self._visible(max(0, before - self._longest), finish is not None)
+    new = shown[len(self.shown) :]
+    self.shown = shown
     return new
 
-  def _bytes(self, token: int) -> bytes:
-    return self._token_bytes[token] if token < len(self._token_bytes) else b''
-
-  def _visible(self, before: int, is_over: bool) -> int:
-    """Returns the length of the text before a stop string, or what may become one."""
-    start = max(0, before - self._longest)
-    found = [at for stop in self._stops if (at := self.full.find(stop, start)) >= 0]
-    if found:
-      return min(found)
+  def _visible(self, start: int, is_over: bool) -> str:
+    """Returns the text before a stop string, or before a text that may become one."""
+    places = [(at, stop) for stop in self._stops if (at := self.full.find(stop, start)) >= 0]
+    if places:
+      end, self.stop = min(places)
+    if self._keeps_stop:
+      return self.full
+    if places:
+      return self.full[:end]
     held = 0
     if not is_over:
       for size in range(1, min(self._longest, len(self.full) + 1)):
         if any(stop.startswith(self.full[-size:]) for stop in self._stops):
           held = size
-    return max(len(self.shown), len(self.full) - held)
+    return self.full[: max(len(self.shown), len(self.full) - held)]
