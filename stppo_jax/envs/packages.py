@@ -54,6 +54,26 @@ def check_name(kind: str, name: str, names: Iterable[str]) -> None:
   )
 
 
+def registered(package: str, env_id: str) -> Callable[..., Any]:
+  """Returns the constructor of an environment in a package's registry. UserError: it has none.
+
+  The constructor turns the package's errors into a UserError.
+  """
+  kind = f'{package}:{env_id}'
+  make = import_package(kind, package, package).make
+  registration = import_package(kind, f'{package}.envs.registration', package)
+  check_name(kind, env_id, registration.ENV_REGISTRY)
+
+  def construct(**options: Any) -> Any:
+    with explain_errors(
+        f'config.env.kind={kind!r} with options {options!r} cannot be made',
+        'change the options; environments over a data set need it on this machine',
+    ):
+      return make(env_id, **options)
+
+  return construct
+
+
 def adapt(
     env_class: Any, construct: Callable[..., Any], kind: str, dataset: str
 ) -> Callable[..., Any]:

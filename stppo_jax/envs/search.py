@@ -106,9 +106,6 @@ class SearchEnv:
     self._invalid = _INVALID[observation] if invalid_message is None else invalid_message
     self._reward = rewards.get(reward)
     self._is_over = True
-    self._turns = 0
-    self._searches = 0
-    self._transcript = ''
 
   def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
     """Starts the episode and returns (the text of the user message, info). Nothing is random."""

@@ -22,16 +22,11 @@ def reset(env: Any, seed: int) -> tuple[str, Any]:
   If it raises an error, `info` has 'environment_error', one line, and 'traceback'. UserError: it
   returned something else.
   """
-  try:
-    outcome = env.reset(seed=seed)
-  except factory.ENDS_RUN:
-    raise
-  except Exception as error:  # the environment's code may raise anything
-    return '', _error_info(env, error)
-  if isinstance(outcome, tuple) and len(outcome) == 2:
-    observation, info = outcome
-    if isinstance(observation, str) and isinstance(info, Mapping):
-      return outcome
+  outcome, error_info = _call(env, 'reset', seed=seed)
+  if error_info:
+    return '', error_info
+  if isinstance(outcome, tuple) and len(outcome) == 2 and _are_text_and_info(*outcome):
+    return outcome
   raise types.UserError(
       f'reset of {factory.class_name(env)} returned {reprlib.repr(outcome)}: needed are '
       '(observation, info), a string and a dict'
@@ -44,16 +39,13 @@ def step(env: Any, action: str, **passages: Any) -> tuple[str, float, bool, bool
   If it raises an error, its episode ends, and `info` is as in `reset`. UserError: it returned
   something else.
   """
-  try:
-    outcome = env.step(action, **passages)
-  except factory.ENDS_RUN:
-    raise
-  except Exception as error:  # the environment's code may raise anything on a model's text
-    return '', 0.0, True, False, {'action': 'error', **_error_info(env, error)}
+  outcome, error_info = _call(env, 'step', action, **passages)
+  if error_info:
+    return '', 0.0, True, False, {'action': 'error', **error_info}
   if isinstance(outcome, tuple) and len(outcome) == 5:
     observation, _, terminated, truncated, info = outcome
     are_booleans = terminated in (True, False) and truncated in (True, False)
-    if are_booleans and isinstance(observation, str) and isinstance(info, Mapping):
+    if are_booleans and _are_text_and_info(observation, info):
       return outcome
   raise types.UserError(
       f'step of {factory.class_name(env)} returned {reprlib.repr(outcome)}: needed are '
@@ -62,13 +54,23 @@ def step(env: Any, action: str, **passages: Any) -> tuple[str, float, bool, bool
   )
 
 
-def _error_info(env, error):
-  message = f'{factory.class_name(env)} raised {type(error).__name__}: {error}'
-  line = ' '.join(message.split())[:500]
-  return {
-      'environment_error': f'the environment {line} ({plugins.raised_at(error)})',
-      'traceback': ''.join(traceback.format_exception(error)),
-  }
+def _call(env, method, *args, **kwargs):
+  """Calls a method. Returns (its result, None), or (None, info about the error that it raised)."""
+  try:
+    return getattr(env, method)(*args, **kwargs), None
+  except factory.ENDS_RUN:
+    raise
+  except Exception as error:  # the environment's code may raise anything on a model's text
+    message = f'{factory.class_name(env)} raised {type(error).__name__}: {error}'
+    line = ' '.join(message.split())[:500]
+    return None, {
+        'environment_error': f'the environment {line} ({plugins.raised_at(error)})',
+        'traceback': ''.join(traceback.format_exception(error)),
+    }
+
+
+def _are_text_and_info(observation, info):
+  return isinstance(observation, str) and isinstance(info, Mapping)
 
 
 def step_all(
@@ -107,12 +109,8 @@ def _query(env, action):
     return None
   if not callable(getattr(env, 'query', None)):
     return None
-  try:
-    return env.query(action)
-  except factory.ENDS_RUN:
-    raise
-  except Exception:  # `step` may raise it again, and then ends the episode
-    return None
+  query, _ = _call(env, 'query', action)  # `step` may raise its error again
+  return query
 
 
 def _check_results(results, num_queries):

@@ -28,6 +28,7 @@ Schema = Mapping[str, Any]
 _MAX_ENDS = 3  # tags at which a JSON text may end: the first ones may be inside its strings
 _MAX_BUILT_IN_CHARS = 10_000  # Python's parser is not made for hostile texts
 _SHOWN_CHARS = 80  # of a malformed call in its error
+_DECLARATION = 'You may call these tools:'
 _PYTHON_TAG = '<|python_tag|>'
 _BARE_CALL = re.compile(r'\{\s*"(?:name|type|function)"\s*:')
 _BUILT_IN = re.compile(r'\s*([A-Za-z_]\w*)\.call\(')
@@ -70,10 +71,31 @@ def make_form(name: str, tools: Sequence[Schema] = ()) -> Form:
   return FORMS[name](tools)
 
 
-class Hermes(Form):
+class JsonForm(Form):
+  """A form in which calls are JSON objects with a name and arguments."""
+
+  keys: tuple[str, ...]  # names of the arguments in a call, the one to write first
+  template: str  # '%s' stands for the JSON object
+  advice: str
+
+  def write(self, call: Call) -> str:
+    """Returns the JSON object of a call within the form's tags."""
+    value = {'name': call.name, self.keys[0]: call.arguments}
+    return self.template % json.dumps(value, ensure_ascii=False)
+
+  def declare(self) -> str:
+    """Returns the schemas, one per line, and an example."""
+    lines = [json.dumps(tool, ensure_ascii=False) for tool in self._tools]
+    return '\n'.join([_DECLARATION, *lines, self.advice]) + '\n'
+
+
+class Hermes(JsonForm):
   """The form of Qwen and Hermes: JSON objects between <tool_call> tags, among other text."""
 
   stop_strings = ('</tool_call>',)
+  keys = ('arguments', 'parameters')
+  template = '<tool_call>\n%s\n</tool_call>'
+  advice = 'To call one, write <tool_call>{"name": .., "arguments": {..}}</tool_call>.'
 
   def parse(self, text: str) -> tuple[str, tuple[Call, ...]]:
     """Returns (content, calls). The last block may lack its closing tag if its JSON is complete."""
@@ -82,23 +104,18 @@ class Hermes(Form):
     read = lambda unused_name, body: _load(body)
     for name, body, value in _blocks(text, ('tool_call',), read, may_be_open=True):
       if name:
-        calls.append(_make_call(value, body, ('arguments', 'parameters')))
+        calls.append(_make_call(value, body, self.keys))
       else:
         content.append(body)
     return ''.join(content).strip(), tuple(calls)
 
-  def write(self, call: Call) -> str:
-    """Returns the block of a call."""
-    return f'<tool_call>\n{_write(call, "arguments")}\n</tool_call>'
 
-  def declare(self) -> str:
-    """Returns the schemas, one per line, and an example."""
-    example = '<tool_call>{"name": .., "arguments": {..}}</tool_call>'
-    return _declare(self._tools, f'To call one, write {example}.')
-
-
-class Llama3(Form):
+class Llama3(JsonForm):
   """The form of Llama 3: the whole turn is a call, or the text after <|python_tag|>."""
+
+  keys = ('parameters', 'arguments')
+  template = '%s'
+  advice = 'To call one, write {"name": .., "parameters": {..}} and nothing else.'
 
   def parse(self, text: str) -> tuple[str, tuple[Call, ...]]:
     """Returns (content, calls). A turn of JSON that does not begin like a call is content."""
@@ -121,21 +138,12 @@ class Llama3(Form):
       try:
         value, end = decoder.raw_decode(body, end)
       except (ValueError, RecursionError) as error:
-        calls.append(_make_call(_Broken(_reason(error)), body[end:], ()))
+        calls.append(_make_call(_Broken(_reason(error)), body[end:], self.keys))
         break
-      calls.append(_make_call(value, body, ('parameters', 'arguments')))
+      calls.append(_make_call(value, body, self.keys))
       while end < len(body) and (body[end].isspace() or body[end] in ';,'):
         end += 1
     return content, tuple(calls)
-
-  def write(self, call: Call) -> str:
-    """Returns the turn of a call."""
-    return _write(call, 'parameters')
-
-  def declare(self) -> str:
-    """Returns the schemas, one per line, and an example."""
-    example = '{"name": .., "parameters": {..}}'
-    return _declare(self._tools, f'To call one, write {example} and nothing else.')
 
 
 class Tags(Form):
@@ -170,7 +178,7 @@ class Tags(Form):
 
   def declare(self) -> str:
     """Returns one line per tool."""
-    lines = ['You may call these tools:']
+    lines = [_DECLARATION]
     for name, function in self._functions.items():
       fields = ', '.join(f'"{parameter}": ..' for parameter in properties(function))
       body = self._only_parameter(name) or f'{{{fields}}}'
@@ -302,15 +310,6 @@ def _make_built_in_call(name, body):
   except Exception:  # Python's parser raises many kinds of errors on a model's text
     return Call(name, {}, f'{name}.call(key="value") is needed: {_show(body)}')
   return Call(name, arguments)
-
-
-def _write(call, key):
-  return json.dumps({'name': call.name, key: call.arguments}, ensure_ascii=False)
-
-
-def _declare(tools, advice):
-  lines = [json.dumps(tool, ensure_ascii=False) for tool in tools]
-  return '\n'.join(['You may call these tools:', *lines, advice]) + '\n'
 
 
 def _show(text):

@@ -165,9 +165,6 @@ class ToolEnv:
     self._max_turns = max_turns
     self._max_calls = max_calls
     self._instructions = instructions
-    self._turns = 0
-    self._transcript = ''
-    self._counts = dict.fromkeys(_COUNTS, 0)
 
   def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
     """Returns the question, with the tools for the chat template and as a text."""

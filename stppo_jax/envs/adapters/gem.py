@@ -5,7 +5,6 @@ Choice: no wrapper that repeats the history, because the agent's context contain
 """
 
 from collections.abc import Callable
-import functools
 from typing import Any
 
 from stppo_jax import types
@@ -15,12 +14,8 @@ from stppo_jax.envs import protocol
 
 def make(env_id: str) -> Callable[..., Any]:
   """Returns a function that makes the environment `env_id`. UserError: GEM has no such ID."""
-  kind = f'gem:{env_id}'
-  gem = packages.import_package(kind, 'gem', 'gem')
-  registration = packages.import_package(kind, 'gem.envs.registration', 'gem')
-  packages.check_name(kind, env_id, registration.ENV_REGISTRY)
-  construct = functools.partial(gem.make, env_id)
-  return packages.adapt(GemEnv, construct, kind, env_id.replace('/', '_'))
+  construct = packages.registered('gem', env_id)
+  return packages.adapt(GemEnv, construct, f'gem:{env_id}', env_id.replace('/', '_'))
 
 
 class GemEnv:
@@ -38,16 +33,10 @@ class GemEnv:
       stop_strings: tuple[str, ...] = (),
       **options: Any,
   ):
-    del task  # `reset` gets its seed
+    del kind, task  # `reset` gets the task's seed
     self.frame = frame
     self.stop_strings = tuple(stop_strings)
-    with packages.explain_errors(
-        f'config.env.kind={kind!r} with options {options!r} cannot be made',
-        'change the options; environments over a data set need it on this machine',
-    ):
-      self._env = construct(**options)
-    self._total_reward = 0.0
-    self._moves = 0
+    self._env = construct(**options)
 
   def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
     """Starts the game of a seed."""

@@ -8,7 +8,9 @@ see `OpenEnvEnv`. The server must allow as many sessions as a batch has episodes
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence
 import contextlib
+import dataclasses
 import functools
 import json
 from typing import Any
@@ -39,45 +41,38 @@ def make(url: str) -> Callable[..., Any]:
   return packages.adapt(OpenEnvEnv, connect, kind, 'openenv')
 
 
+@dataclasses.dataclass(eq=False)
 class OpenEnvEnv:
   """One session. Metrics: the numbers of an observation."""
 
   attributes = staticmethod(packages.turn_attributes)
   uses_global_random = False
 
-  def __init__(
-      self,
-      connect: Callable[..., Any],
-      kind: str,
-      task: types.Task,
-      action_field: str = '',  # takes the agent's text; '': the text is the whole action as JSON
-      observation_field: str = '',  # the agent reads it; '': the only string, else all as JSON
-      instructions: str = '',  # before the first observation
-      timeout_s: float = 60.0,  # for an answer of the server
-      frame: str = 'user',
-      stop_strings: tuple[str, ...] = (),
-  ):
-    del task  # `reset` gets its seed
-    self.frame = frame
-    self.stop_strings = tuple(stop_strings)
-    self._connect = connect
-    self._kind = kind
-    self._timeout_s = timeout_s
-    self._action_field = action_field
-    self._observation_field = observation_field
-    self._instructions = instructions
-    self._session: Any = None
+  connect: Callable[..., Any]
+  kind: str
+  task: types.Task  # `reset` gets its seed
+  action_field: str = ''  # takes the agent's text; '': the text is the whole action as JSON
+  observation_field: str = ''  # the agent reads it; '': the only string, else all as JSON
+  instructions: str = ''  # before the first observation
+  timeout_s: float = 60.0  # for an answer of the server
+  frame: str = 'user'
+  stop_strings: Sequence[str] = ()
+  _session: Any = dataclasses.field(default=None, init=False)
+  _connection: contextlib.ExitStack = dataclasses.field(
+      default_factory=contextlib.ExitStack, init=False
+  )
 
   def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
     """Starts a session and its episode. UserError: the server is missing, or has no room."""
     self._close()
     with packages.explain_errors(
-        f'config.env.kind={self._kind!r} starts no episode',
+        f'config.env.kind={self.kind!r} starts no episode',
         'start the server, with max_concurrent_envs of at least the episodes of a batch',
     ):
-      self._session = self._connect(open_timeout=self._timeout_s)
+      connected = self.connect(open_timeout=self.timeout_s)
+      self._session = self._connection.enter_context(connected)
       data = self._request('reset', {} if seed is None else {'seed': seed})
-    return self._instructions + self._text(data.get('observation')), {}
+    return self.instructions + self._text(data.get('observation')), {}
 
   def step(self, action: str) -> protocol.Step:
     """Sends an action. If the server rejects it, it is invalid, and the agent reads the reason.
@@ -94,7 +89,7 @@ class OpenEnvEnv:
       return _rejected(str(error))
     except Exception as error:  # the network, the client or the server may raise anything
       self._close()
-      logging.log_first_n(logging.WARNING, '%s raised %r in a step', 3, self._kind, error)
+      logging.log_first_n(logging.WARNING, '%s raised %r in a step', 3, self.kind, error)
       info: protocol.StepInfo = {
           'action': 'error',
           'retrieval_failed': True,
@@ -112,10 +107,10 @@ class OpenEnvEnv:
 
   def _message(self, action):
     """Returns the action as a JSON object, or None if its text is none."""
-    if self._action_field:
+    if self.action_field:
       for stop_string in self.stop_strings:
         action = action.removesuffix(stop_string)
-      return {self._action_field: action}
+      return {self.action_field: action}
     try:
       message = json.loads(action)
     except (ValueError, RecursionError):
@@ -124,7 +119,7 @@ class OpenEnvEnv:
 
   def _request(self, kind, data) -> dict[str, Any]:
     self._session.send(json.dumps({'type': kind, 'data': data}))
-    answer = json.loads(self._session.recv(timeout=self._timeout_s))
+    answer = json.loads(self._session.recv(timeout=self.timeout_s))
     data = answer.get('data') or {}
     if answer.get('type') == 'observation':
       return data
@@ -136,22 +131,20 @@ class OpenEnvEnv:
   def _text(self, observation):
     if not isinstance(observation, dict):
       return '' if observation is None else str(observation)
-    if self._observation_field:
-      return str(observation.get(self._observation_field, ''))
+    if self.observation_field:
+      return str(observation.get(self.observation_field, ''))
     texts = [value for value in observation.values() if isinstance(value, str)]
     return texts[0] if len(texts) == 1 else json.dumps(observation, ensure_ascii=False)
 
   def _close(self):
-    session = self._session
+    """Ends the session, if there is one."""
+    if self._session is not None:
+      with contextlib.suppress(Exception), self._connection:  # the session is over in any case
+        self._session.send(json.dumps({'type': 'close'}))
     self._session = None
-    if session is not None:
-      with contextlib.suppress(Exception):  # the session is over in any case
-        session.send(json.dumps({'type': 'close'}))
-        session.close()
 
   def __del__(self):
-    if getattr(self, '_session', None) is not None:  # a limit has ended the episode
-      self._close()
+    self._close()  # a limit may have ended the episode
 
 
 class RejectedActionError(Exception):

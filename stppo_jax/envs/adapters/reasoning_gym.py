@@ -64,8 +64,6 @@ class ReasoningGymEnv:
     self._tagged = tagged
     self._partial = partial
     self._instructions = instructions
-    self._dataset: Any = None
-    self._entry: dict[str, Any] = {}
 
   def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
     """Generates the question of a seed."""

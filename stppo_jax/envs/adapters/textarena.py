@@ -12,7 +12,6 @@ history.
 
 from collections.abc import Callable
 from collections.abc import Mapping
-import functools
 import random
 from typing import Any
 
@@ -30,12 +29,8 @@ _MAX_OPPONENT_MOVES = 100  # between two turns of the agent
 
 def make(env_id: str) -> Callable[..., Any]:
   """Returns a function that makes the game `env_id`. UserError: TextArena has no such ID."""
-  kind = f'textarena:{env_id}'
-  package = packages.import_package(kind, 'textarena', 'textarena')
-  registration = packages.import_package(kind, 'textarena.envs.registration', 'textarena')
-  packages.check_name(kind, env_id, registration.ENV_REGISTRY)
-  construct = functools.partial(package.make, env_id)
-  return packages.adapt(TextArenaEnv, construct, kind, env_id)
+  construct = packages.registered('textarena', env_id)
+  return packages.adapt(TextArenaEnv, construct, f'textarena:{env_id}', env_id)
 
 
 class TextArenaEnv:
@@ -77,23 +72,17 @@ class TextArenaEnv:
     self._opponent: Callable[[str, random.Random], str] | None = None
     if opponent and not self._plays_itself:
       self._opponent = plugins.load('env.options.opponent', opponent, {})
-    with packages.explain_errors(
-        f'config.env.kind={kind!r} with options {options!r} cannot be made', 'change the options'
-    ):
-      self._env = construct(**options)
+    self._env = construct(**options)
     # The game without its wrappers. Only wrappers of actions have an effect here.
     self._game = self._env
     while hasattr(self._game, 'env'):
       self._game = self._game.env
-    self._rng = random.Random(0)
-    self._player = 0  # the player that the policy is now
-    self._turns = 0
 
   def reset(self, seed: int | None = None) -> tuple[str, protocol.RoleResetInfo]:
     """Starts the game of a seed. A scripted opponent may move first."""
     self._rng = random.Random(seed)
     is_second = self._rng.random() < 0.5 if self._side == 'random' else self._side == 'second'
-    self._player = int(is_second and self._opponent is not None)
+    self._player = int(is_second and self._opponent is not None)  # the policy's number
     self._turns = 0
     num_players = 2 if self._opponent or self._plays_itself else 1
     with packages.explain_errors(
