@@ -102,8 +102,9 @@ def get_study(mode=''):
   grids['default_search'] = grid.Grid(rules, rates, default_run(), seeds=SEARCH_SEEDS, drawn=())
   at_best = {rule: rules[rule] | {'actor.lr': rate} for rule, rate in BEST_RATES.items()}
   grids['default_run'] = grid.Grid(at_best, {'best_rate': {}}, default_run())
-  # These grids are not on the page before all of their runs are made.
-  grids['system_stale'] = grid.Grid(_stale_methods(methods), _condition('stale'), on_page=False)
+  grids['system_stale'] = grid.Grid(
+      _stale_methods(methods), _condition('stale'), only_complete=True
+  )
   clips = {
       f'ppo+clip.{bound}': rules['ppo']
       | {'algorithm.clip_low': bound, 'algorithm.clip_high': bound}
@@ -115,7 +116,7 @@ def get_study(mode=''):
       default_run(),
       seeds=SEARCH_SEEDS,
       baseline='ppo+clip.0.4',
-      on_page=False,
+      only_complete=True,
   )
   return grid.Study(
       grids | toy_grids, results=RESULTS, page='docs', template='research/template.md'

@@ -111,12 +111,15 @@ def make_methods(
 ) -> dict[str, MethodRuns]:
   """Returns {GRID/CONDITION/METHOD: MethodRuns} of the grids that are on the page.
 
-  A grid is on the page if it has a record. Its methods without runs are included.
+  A grid without records is left out. Of the other grids, methods without runs are included.
   """
+  jobs = list(jobs)
   has_records = {record['grid'] for record in records.values()}
+  is_incomplete = {job.grid for job in jobs if job.name not in records}
   groups: dict[str, list[grid_lib.Job]] = {}
   for job in jobs:
-    if job.grid in has_records and study.grids[job.grid].on_page:
+    waits = study.grids[job.grid].only_complete and job.grid in is_incomplete
+    if job.grid in has_records and not waits:
       groups.setdefault(job.group, []).append(job)
   methods = {}
   for group, own_jobs in groups.items():

@@ -66,7 +66,7 @@ class Grid:
   score: str = ''  # the metric that final, best and collapsed are measured on; '': the usual one
   baseline: str = 'ppo'  # the method that the others of a condition are compared with
   drawn: tuple[str, ...] | None = None  # the methods in the figures; None: the first six
-  on_page: bool = True
+  only_complete: bool = False  # the page leaves the grid out until all of its runs are done
 
 
 @dataclasses.dataclass(frozen=True)
