@@ -233,7 +233,8 @@ class Page:
       if names is None:
         chosen = available[: figures.DEFAULT_NUMBER]
       else:
-        chosen = [one for one in available if one.method in names]
+        by_name = {one.method: one for one in available}
+        chosen = [by_name[name] for name in names if name in by_name]
       if chosen:
         figure_methods[grid, condition] = chosen
     return figure_methods

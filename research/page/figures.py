@@ -10,6 +10,7 @@ from typing import NamedTuple
 import matplotlib
 from matplotlib import axes as axes_lib
 from matplotlib import pyplot as plt
+from matplotlib import ticker
 import numpy as np
 
 from research.page import summary
@@ -54,9 +55,10 @@ def draw(path: str, methods: Sequence[summary.MethodRuns]) -> None:
         axes.set_ylim(bottom=0)
     for axes in grid[-1]:
       axes.set_xlabel('update')
+      axes.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc='outside lower center', ncols=len(labels), frameon=False)
-    figure.savefig(path, dpi=100, metadata={'Software': None})
+    figure.savefig(path, dpi=80, metadata={'Software': None})
     plt.close(figure)
 
 
