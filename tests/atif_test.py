@@ -103,7 +103,7 @@ class RoundTripTest(parameterized.TestCase):
     path = lambda *names: os.path.join(folder, *names)
     values = {'algorithm.variant': 'grpo', 'rollout.group_size': 4, 'algorithm.rollout_is': 'token'}
     values |= {'train.updates': 1, 'eval.every': 0, 'eval.episodes': 2}
-    loop.train(tiny_run.make_config(FOLDER, **values), path('run'))
+    loop.start(tiny_run.make_config(FOLDER, **values), path('run'))
     tokenizer = chat.load_tokenizer(os.path.join(FOLDER, 'model'))
     written = atif_writer.write_folder(
         path('run', 'episodes'), path('run', 'atif'), tokenizer, 'tiny', 'hermes'
@@ -124,7 +124,7 @@ class RoundTripTest(parameterized.TestCase):
     for run in ('run', 'in'):
       config = tiny_run.make_config(FOLDER, **values)
       config.rollout.replay = path(run, 'episodes')
-      loop.train(config, path(f'again_{run}'))
+      loop.start(config, path(f'again_{run}'))
       replayed[run] = saved.read_records(path(f'again_{run}', 'episodes', 'eval_000001.jsonl'))
       replayed[run] += saved.read_records(saved.path_of(path(f'again_{run}', 'episodes'), 1))
     self.assertEqual(replayed['in'], replayed['run'])

@@ -23,6 +23,7 @@ from absl.testing import parameterized
 import jax
 
 from stppo_jax import config as schema
+from stppo_jax import tasks as tasks_lib
 from stppo_jax import validation
 from stppo_jax.cli import entry
 from stppo_jax.cli import parsing
@@ -255,7 +256,7 @@ class MainTest(parameterized.TestCase):
         'nowhere',
         arguments=['--config.data.source=nowhere', f'--config.data.corpus={self.tmp}/knowledge'],
     )
-    with mock.patch.object(loop.task_files, 'TaskStream', side_effect=RunError('far enough')):
+    with mock.patch.object(tasks_lib, 'TaskStream', side_effect=RunError('far enough')):
       self.assertIn('far enough', self.complaint()[0])
 
   @parameterized.parameters(

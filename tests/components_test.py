@@ -121,7 +121,7 @@ class ResolveTest(parameterized.TestCase):
     config.env.kind, config.retriever.kind = 'a_users_module:make_bare', 'none'
     config.train.updates = 0
     with tiny_run.on_one_device():
-      scores = loop.train(config, os.path.join(folder, 'run'))
+      scores = loop.start(config, os.path.join(folder, 'run'))
     self.assertEqual(scores['val-core/all/won'], 0.5)
     self.assertEqual(scores['val-core/all/score'], 0.25)
 

@@ -57,7 +57,7 @@ class DeterminismTest(parameterized.TestCase):
     config.train.deterministic = True
     with mock.patch.object(determinism, 'enable', side_effect=types.UserError('asked')):
       with self.assertRaisesRegex(types.UserError, 'asked'):
-        loop.train(config, 'nowhere')
+        loop.start(config, 'nowhere')
 
 
 if __name__ == '__main__':

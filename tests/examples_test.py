@@ -111,7 +111,7 @@ class FolderTest(parameterized.TestCase):
     config.eval.episodes = config.eval.rows = 8
     self.enterContext(tiny_run.on_one_device())
     with tempfile.TemporaryDirectory() as workdir:
-      loop.train(config, workdir)
+      loop.start(config, workdir)
       rows = metrics_lib.read_metrics(workdir)
       self.assertEqual([row['step'] for row in rows], [0, 1])
       self.assertGreater(rows[1]['stppo/step_norm'], 0)

@@ -212,7 +212,7 @@ class ExperimentsTest(parameterized.TestCase):
   def check_smallest_form(self, name):
     with tempfile.TemporaryDirectory() as tmp, tiny_run.on_one_device():
       config = load(name, 'smoke')
-      scores = loop.train(config, tmp)
+      scores = loop.start(config, tmp)
       self.assertIn('val-core/all/em', scores)
       self.assertTrue(os.path.exists(os.path.join(tmp, 'report.html')))
 

@@ -431,8 +431,8 @@ class NonfiniteTest(FaultCase):
     """The gradient was finite, so no step was skipped, and there is no later update to notice."""
     update_step = micro_run.update_step
 
-    def too_far(optimizer, state, batch, step):
-      state, metrics, tokens = update_step(optimizer, state, batch, step)
+    def too_far(optimizer, state, frozen, batch, step):
+      state, metrics, tokens = update_step(optimizer, state, frozen, batch, step)
       return state, metrics | {name: np.inf}, tokens
 
     with mock.patch.object(micro_run, 'update_step', too_far):

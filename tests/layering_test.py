@@ -50,6 +50,7 @@ NOT_ALLOWED = {
 READ_THE_CONFIG = {
     'training/loop.py',
     'training/recovery.py',
+    'training/run.py',
     'training/learner.py',
     'evaluation/policy.py',
     'rollout/agent.py',

@@ -27,6 +27,7 @@ from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
 from stppo_jax.training import recovery
+from stppo_jax.training import run as run_lib
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 from tests.support import tiny_run
@@ -89,9 +90,9 @@ def make_config(**values):
 
 def state_after(config, workdir, updates):
   """The checkpointed state, on the host."""
-  run = loop.setup(config)
+  state = run_lib.setup(config).learners.state
   with checkpoint.Checkpoints(workdir) as checkpoints:
-    return jax.device_get(checkpoints.restore(updates, run.state))
+    return jax.device_get(checkpoints.restore(updates, state))
 
 
 def comparable(row):
@@ -117,7 +118,7 @@ class LoopTest(parameterized.TestCase):
 
   def test_a_run_its_files_and_its_resumption(self):
     config = make_config()
-    scores = loop.train(config, self.workdir, profile=1)
+    scores = loop.start(config, self.workdir, profile=1)
     rows = metrics_lib.read_metrics(self.workdir)
 
     with self.subTest('a trace of the second update, with its phases'):
@@ -135,7 +136,7 @@ class LoopTest(parameterized.TestCase):
       ]
       self.assertCountEqual(named, phases)
       seconds = {name: rows[2][f'timing_s/{name}'] for name in phases}
-      self.assertBetween(sum(seconds.values()) / seconds['step'] - 1, 0.9, 1)
+      self.assertAlmostEqual(sum(seconds.values()), 2 * seconds['step'])
 
     with self.subTest('metrics'):
       self.assertEqual([row['step'] for row in rows], [0, 1, 2])
@@ -170,19 +171,19 @@ class LoopTest(parameterized.TestCase):
         self.assertEqual(again[name], rows[2][name], name)
 
     with self.subTest('the same command again changes nothing'):
-      loop.train(config, self.workdir)
+      loop.start(config, self.workdir)
       self.assertEqual(metrics_lib.read_metrics(self.workdir), rows)
 
     with self.subTest('another config is refused'):
       with self.assertRaisesRegex(UserError, r'^[^\n]*seed \(0 there, 1 here\)[^\n]*$'):
-        loop.train(make_config(seed=1), self.workdir)
+        loop.start(make_config(seed=1), self.workdir)
       self.assertEqual(metrics_lib.read_metrics(self.workdir), rows)
 
     with self.subTest('three at once equal two and one more'):
       config = make_config(**{'train.updates': 3})
-      loop.train(config, self.workdir)
+      loop.start(config, self.workdir)
       with tempfile.TemporaryDirectory() as whole:
-        loop.train(config, whole)
+        loop.start(config, whole)
         for ours, theirs in zip(
             metrics_lib.read_metrics(self.workdir), metrics_lib.read_metrics(whole), strict=True
         ):
@@ -248,7 +249,7 @@ class LoopTest(parameterized.TestCase):
 
   def check_one_update(self, values, present, absent):
     config = make_config(**{'train.updates': 1, 'algorithm.log_bias': False, **values})
-    loop.train(config, self.workdir)
+    loop.start(config, self.workdir)
     row = metrics_lib.read_metrics(self.workdir)[-1]
     self.assertContainsSubset(present, row)
     self.assertNoCommonElements(absent, row)
@@ -271,7 +272,7 @@ class LoopTest(parameterized.TestCase):
         }
     )
     straight = os.path.join(self.workdir, 'straight')
-    loop.train(config, straight)
+    loop.start(config, straight)
     rows = metrics_lib.read_metrics(straight)
     self.assertEqual([row['pipeline/staleness'] for row in rows[1:]], [0, 1, 1])
     self.assertLess(rows[1]['rollout_corr/logp_diff_max'], 1e-4)  # on-policy but for rounding
@@ -289,8 +290,8 @@ class LoopTest(parameterized.TestCase):
       return False
 
     with self.assertRaises(KeyboardInterrupt):
-      loop.train(config, killed, stop_requested)
-    loop.train(config, killed)
+      loop.start(config, killed, stop_requested)
+    loop.start(config, killed)
     self.assertEqual(
         list(map(comparable, metrics_lib.read_metrics(killed))), list(map(comparable, rows))
     )
@@ -315,10 +316,10 @@ class LoopTest(parameterized.TestCase):
             'critic.weight_decay': 0.0,
         }
     )
-    before = jax.device_get(loop.setup(config).state)
+    before = jax.device_get(run_lib.setup(config).learners.state)
     run = os.path.join(self.workdir, 'run')
     with self.assertLogs('absl', 'WARNING') as caught:
-      loop.train(config, run)
+      loop.start(config, run)
     self.assertLen(
         [line for line in caught.output if 'in 100% of the held-out episodes' in line], 2
     )
@@ -344,7 +345,7 @@ class LoopTest(parameterized.TestCase):
         }
     )
     undisturbed = os.path.join(self.workdir, 'undisturbed')
-    loop.train(config, undisturbed)
+    loop.start(config, undisturbed)
     expected = metrics_lib.read_metrics(undisturbed)
     search, calls = bm25.Bm25Retriever.search, []
 
@@ -360,11 +361,11 @@ class LoopTest(parameterized.TestCase):
 
     with (
         mock.patch.object(pipelines, '_FIRST_WAIT_S', 0.01),
-        mock.patch.object(loop, '_evaluate', return_value={'val-core/all/em': 0.0}),
+        mock.patch.object(run_lib.Run, 'evaluate', lambda run, n, metrics: metrics),
     ):
       with self.subTest('short'), fails_from(2, 5):
         short = os.path.join(self.workdir, 'short')
-        loop.train(config, short)
+        loop.start(config, short)
         rows = metrics_lib.read_metrics(short)
         self.assertEqual(rows[1]['env/replays'], 1)
         self.assertEqual(comparable(rows[1]) | {'env/replays': 0}, comparable(expected[1]))
@@ -373,17 +374,17 @@ class LoopTest(parameterized.TestCase):
       with self.subTest('long'):
         long = os.path.join(self.workdir, 'long')
         with fails_from(0, 0):
-          loop.train(
+          loop.start(
               make_config(**{'train.updates': 1, **in_order}), os.path.join(self.workdir, 'count')
           )
           in_first = len(calls)
         with fails_from(in_first + 1, 10**9), self.assertRaises(RunError) as caught:
-          loop.train(config, long)
+          loop.start(config, long)
         self.assertRegex(str(caught.exception), r'^retrieval failed in \d+% of the episodes[^\n]*$')
         self.assertEqual([row['step'] for row in metrics_lib.read_metrics(long)], [0, 1])
 
     with self.subTest('resumed'):
-      loop.train(config, long)
+      loop.start(config, long)
       rows = metrics_lib.read_metrics(long)
       self.assertEqual(comparable(rows[2]), comparable(expected[2]))
 
@@ -418,16 +419,16 @@ class LoopTest(parameterized.TestCase):
         mock.patch.object(bm25.Bm25Retriever, 'search', stopped_in_the_second_batch),
         mock.patch.object(pipelines, '_FIRST_WAIT_S', 0.01),
     ):
-      loop.train(config, stopped, stop.is_set)
+      loop.start(config, stopped, stop.is_set)
     self.assertEqual([row['step'] for row in metrics_lib.read_metrics(stopped)], [0, 1])
     state_after(config, stopped, 1)  # was saved
     if when == 'playing':
       self.assertLen(asked, 1)
-    loop.train(config, stopped)
+    loop.start(config, stopped)
     self.assertEqual(
         [row['pipeline/staleness'] for row in metrics_lib.read_metrics(stopped)[1:]], [0, staleness]
     )
-    loop.train(config, straight)
+    loop.start(config, straight)
     self.assertEqual(
         list(map(comparable, metrics_lib.read_metrics(stopped))),
         list(map(comparable, metrics_lib.read_metrics(straight))),
@@ -444,7 +445,7 @@ class LoopTest(parameterized.TestCase):
         }
     )
     with self.assertRaises(RunError) as caught:
-      loop.train(config, self.workdir)
+      loop.start(config, self.workdir)
     self.assertRegex(
         str(caught.exception),
         r'^update 1: health: many turns hold no valid action: '
@@ -458,7 +459,7 @@ class LoopTest(parameterized.TestCase):
     for number in health.worst_lines('invalid', records):
       self.assertIn('invalid', records[number - 1]['actions'])
     # The same command resumes: the alarm is not new any more.
-    loop.train(config, self.workdir)
+    loop.start(config, self.workdir)
     self.assertEqual(metrics_lib.read_metrics(self.workdir)[-1]['step'], 2)
 
   def test_gradients_that_stay_non_finite_end_the_run_with_a_dump_and_one_line(self):
@@ -470,7 +471,7 @@ class LoopTest(parameterized.TestCase):
     config = make_config(**{'train.max_nonfinite': 3})  # two steps an update: in the second
     with mock.patch.object(batching, 'to_turn_batch', poisoned):
       with self.assertRaises(RunError) as caught:
-        loop.train(config, self.workdir)
+        loop.start(config, self.workdir)
     message = str(caught.exception)
     self.assertNotIn('\n', message)
     self.assertIn('in 4 optimizer steps in a row, up to update 2', message)
@@ -481,7 +482,9 @@ class LoopTest(parameterized.TestCase):
     self.assertIn('actor/pg_loss', row['nonfinite'])
     # What was checkpointed after update 1 is what the run began with, and still finite.
     after = state_after(config, self.workdir, 1)
-    chex.assert_trees_all_equal(after.actor, jax.device_get(loop.setup(config).state.actor))
+    chex.assert_trees_all_equal(
+        after.actor, jax.device_get(run_lib.setup(config).learners.state.actor)
+    )
 
 
 class MeshTest(absltest.TestCase):
@@ -500,9 +503,9 @@ class MeshTest(absltest.TestCase):
         }
     )
     with tempfile.TemporaryDirectory() as many, tempfile.TemporaryDirectory() as one:
-      loop.train(config, many)
+      loop.start(config, many)
       with tiny_run.on_one_device():
-        loop.train(config, one)
+        loop.start(config, one)
       ours, theirs = (metrics_lib.read_metrics(workdir)[1] for workdir in (many, one))
     self.assertNotIn('nonfinite', ours)
     for name in comparable(theirs):
@@ -513,18 +516,17 @@ class MeshTest(absltest.TestCase):
 
 class CheckFiniteTest(absltest.TestCase):
 
-  def test_it_names_what_was_not_finite(self):
-    variant = mock.Mock(described=lambda: {'divisor': 'mine'})
+  def test_error_names_what_was_not_finite(self):
     run = mock.Mock()
-    run.learner.spec.variant, run.config.train.max_nonfinite = variant, 3
-    journal = mock.Mock(dump=lambda n, records: 'FILE')
+    run.learners.learner.spec.variant.described = lambda: {'divisor': 'mine'}
+    run.config.train.max_nonfinite, run._progress.passed_over = 3, 0
     metrics = {'actor/skipped': 3, 'stppo/grad_norm': 0.9, 'stppo/divisor': math.nan}
     with self.assertRaisesRegex(recovery.Stuck, "^the divisor 'mine' gave no positive number"):
-      loop._check_finite(run, journal, 1, 1, metrics, [])
+      run_lib.Run._check_finite(run, 1, metrics)
     metrics['stppo/grad_norm'] = math.nan
     with self.assertRaisesRegex(recovery.Stuck, '^gradients or losses were not finite in 3'):
-      loop._check_finite(run, journal, 1, 1, metrics, [])
-    loop._check_finite(run, journal, 1, 1, metrics | {'actor/skipped': 2}, [])
+      run_lib.Run._check_finite(run, 1, metrics)
+    run_lib.Run._check_finite(run, 1, metrics | {'actor/skipped': 2})
 
 
 if __name__ == '__main__':

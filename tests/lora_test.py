@@ -26,6 +26,7 @@ from stppo_jax.models import lora
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.training import loop
+from stppo_jax.training import run as run_lib
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 from stppo_jax.types import UserError
@@ -358,8 +359,13 @@ class RunTest(absltest.TestCase):
     }
     config = loop_test.make_config(**values)
     with self.assertRaisesRegex(UserError, r'^[^\n]*no checkpoint to export[^\n]*--config[^\n]*$'):
+<<<<<<< HEAD
       policy_lib.export(config, self.workdir)
     loop.train(config, self.workdir)
+=======
+      results.export(config, self.workdir)
+    loop.start(config, self.workdir)
+>>>>>>> 5349de4 (Training: the loop in one function, a run behind it, a learner per role; checkpoints without names of Orbax's barriers)
     rows = metrics_lib.read_metrics(self.workdir)
 
     with self.subTest('the reference is the policy before training'):
@@ -383,9 +389,9 @@ class RunTest(absltest.TestCase):
 
     with self.subTest('three at once equal two and one more'):
       config = loop_test.make_config(**values | {'train.updates': 3})
-      loop.train(config, self.workdir)
+      loop.start(config, self.workdir)
       with tempfile.TemporaryDirectory() as whole:
-        loop.train(config, whole)
+        loop.start(config, whole)
         chex.assert_trees_all_equal(
             loop_test.state_after(config, self.workdir, 3), loop_test.state_after(config, whole, 3)
         )
@@ -398,15 +404,20 @@ class RunTest(absltest.TestCase):
 
     with self.subTest('the export computes what base and adapters do'):
       with tiny_run.reading_policies_alone():
+<<<<<<< HEAD
         folder = policy_lib.export(config, self.workdir)
       run = loop.setup(config)
+=======
+        folder = results.export(config, self.workdir)
+      learner = run_lib.setup(config).learners.learner
+>>>>>>> 5349de4 (Training: the loop in one function, a run behind it, a learner per role; checkpoints without names of Orbax's barriers)
       state = loop_test.state_after(config, self.workdir, 3)
       exported, params = convert.load_hf(folder)
       tokens = jax.random.randint(jax.random.key(0), (2, 20), 0, exported.vocab_size)
       logits = lambda params, model: decoder.forward(params, model, tokens, None)[0]
-      wanted = logits(run.learner.frozen.policy(state.actor), run.learner.spec.actor)
+      wanted = logits(learner.frozen.policy(state.actor), learner.spec.actor)
       np.testing.assert_allclose(logits(params, exported), wanted, atol=1e-5)
-      untrained = logits(run.learner.frozen.actor, run.learner.spec.actor)
+      untrained = logits(learner.frozen.actor, learner.spec.actor)
       self.assertGreater(float(jnp.abs(wanted - untrained).max()), 1e-3)  # 100 tolerances
       self.assertTrue(os.path.isfile(os.path.join(folder, 'tokenizer.json')))
 
@@ -415,14 +426,14 @@ class RunTest(absltest.TestCase):
     shutil.copytree(loop_test.make_config().model.folder, source)
     values = {'train.updates': 1, 'model.critic': 'shared', 'eval.every': 0}
     config = loop_test.make_config(**values, **{'model.folder': str(source)})
-    loop.train(config, self.workdir)
+    loop.start(config, self.workdir)
     with tiny_run.reading_policies_alone():
       folder = policy_lib.export(config, self.workdir)
     exported, params = convert.load_hf(folder)
     trained = loop_test.state_after(config, self.workdir, 1).actor
     self.assertEqual(exported.head, 'tokens')
     ends = json.loads(pathlib.Path(folder, 'config.json').read_text())['eos_token_id']
-    self.assertIn(ends, loop.setup(config).agent.tokenizer.eos_ids)  # the source names none
+    self.assertIn(ends, run_lib.setup(config).agent.tokenizer.eos_ids)  # the source names none
     del trained['value_head']
     chex.assert_trees_all_equal(params, trained)
     raw = json.loads((source / 'config.json').read_text())
@@ -435,11 +446,11 @@ class RunTest(absltest.TestCase):
     self.assertNotEqual(params['lm_head']['kernel'][0, 0], trained['lm_head']['kernel'][0, 0])
 
   def test_models_of_one_folder_share_one_base(self):
-    shared = loop.setup(loop_test.make_config(**{'model.lora_rank': 2})).learner.frozen
+    shared = run_lib.setup(loop_test.make_config(**{'model.lora_rank': 2})).learners.learner.frozen
     self.assertIsNone(shared.critic)
     self.assertIsNone(shared.reference)
     folder = loop_test.make_config().model.folder
-    apart = loop.setup(
+    apart = run_lib.setup(
         loop_test.make_config(
             **{
                 'model.lora_rank': 2,
@@ -447,11 +458,11 @@ class RunTest(absltest.TestCase):
                 'model.lora_targets': ('q_proj',),
             }
         )
-    )
+    ).learners
     self.assertNotIn('lm_head', apart.learner.frozen.critic)
     self.assertEqual(apart.state.actor['layers'].keys(), {'attention'})
     in_loss = {'algorithm.kl_in': 'loss', 'algorithm.kl_estimator': 'k3'}
-    full = loop.setup(loop_test.make_config(**in_loss)).learner.frozen
+    full = run_lib.setup(loop_test.make_config(**in_loss)).learners.learner.frozen
     self.assertEmpty(full.actor)
     self.assertContainsSubset(('embed', 'layers', 'lm_head'), full.reference)
 

@@ -453,7 +453,7 @@ class RunTest(absltest.TestCase):
       config.rollout.group_size, config.algorithm.variant = 2, 'grpo'
       config.pipeline.staleness, config.algorithm.rollout_is = 1, 'token'
       with tiny_run.on_one_device():
-        loop.train(config, f'{folder}/{workdir}')
+        loop.start(config, f'{folder}/{workdir}')
       return metrics_lib.read_metrics(f'{folder}/{workdir}')
 
     straight = train('straight', 3)

@@ -12,6 +12,7 @@ from stppo_jax import types
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import variants
+from stppo_jax.rollout import batching
 from stppo_jax.training import packing
 
 
@@ -114,7 +115,7 @@ def make_rows(segments):
       )
       row = types.Episode(types.Task('t', 'q'), number // 4, np.ones(2, np.int32), [turn])
       rows.append(dataclasses.replace(row, number=number, whole_score=float(number)))
-  return packing.by_length(rows)
+  return batching.by_length(rows)
 
 
 class DealTest(absltest.TestCase):

@@ -16,6 +16,7 @@ from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.planning import plan
 from stppo_jax.training import loop
+from stppo_jax.training import run as run_lib
 from stppo_jax.training import state as train_state
 from stppo_jax.training import update
 from stppo_jax.types import UserError
@@ -105,23 +106,17 @@ class RunTest(absltest.TestCase):
     self.enterContext(tiny_run.on_one_device())
     here, moved = (self.enterContext(tempfile.TemporaryDirectory()) for _ in range(2))
     values = {'algorithm.kl_in': 'reward', 'eval.every': 0, 'train.mini_batch': 16}
-    loop.train(loop_test.make_config(**values), here)
-    loop.train(loop_test.make_config(**values, **{'train.updates': 1}), moved)
+    loop.start(loop_test.make_config(**values), here)
+    loop.start(loop_test.make_config(**values, **{'train.updates': 1}), moved)
     config = loop_test.make_config(**values, **ON_HOST)
-    run = loop.setup(config)
+    learners = run_lib.setup(config).learners
+    state = learners.state
     self.assertEqual(
-        kinds(
-            (
-                run.state.actor_opt,
-                run.state.critic_opt,
-                run.state.critic,
-                run.learner.frozen.reference,
-            )
-        ),
+        kinds((state.actor_opt, state.critic_opt, state.critic, learners.learner.frozen.reference)),
         {sharding.HOST},
     )
-    self.assertEqual(kinds(run.state.actor), {'device'})
-    loop.train(config, moved)
+    self.assertEqual(kinds(state.actor), {'device'})
+    loop.start(config, moved)
     for ours, theirs in zip(
         metrics_lib.read_metrics(moved), metrics_lib.read_metrics(here), strict=True
     ):

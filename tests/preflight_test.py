@@ -60,7 +60,7 @@ class PreflightCase(parameterized.TestCase):
     for owner, name in ((learner, 'build'), (prepare, 'load_policy'), (recovery, 'saved')):
       self.enterContext(mock.patch.object(owner, name, side_effect=loaded))
 
-  def refused(self, config, *words, run=loop.train):
+  def refused(self, config, *words, run=loop.start):
     with self.assertRaises(UserError) as caught:
       run(config, self.workdir)
     message = str(caught.exception)
@@ -98,7 +98,7 @@ class OwnDataTest(PreflightCase):
     for name, value in {'datasets': (), **data}.items():
       setattr(config.data, name, value)
     with self.assertRaisesRegex(AssertionError, 'weights were loaded'):
-      loop.train(config, self.workdir)
+      loop.start(config, self.workdir)
 
   def test_a_folder(self):
     self.start(source=os.path.join(FOLDER, 'knowledge'))
@@ -140,7 +140,7 @@ class BeforeWeightsTest(PreflightCase):
   def test_a_wrong_retriever(self, status, body, reason):
     with serving(status, body) as url:
       config = make_config(retriever__kind='http', retriever__url=url)
-      for run in (loop.train, job.evaluate):
+      for run in (loop.start, job.evaluate):
         if run is job.evaluate:
           config.train.updates = 0
         self.refused(config, url, reason, 'retriever.dialect', run=run)

@@ -19,13 +19,20 @@ import chex
 import jax
 import numpy as np
 
+<<<<<<< HEAD
 from stppo_jax.evaluation import sample
+=======
+from stppo_jax.evaluation import policy as results
+from stppo_jax.models import sharding
+>>>>>>> 5349de4 (Training: the loop in one function, a run behind it, a learner per role; checkpoints without names of Orbax's barriers)
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.rollout import prepare
 from stppo_jax.training import checkpoint
+from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import loop
 from stppo_jax.training import recovery
+from stppo_jax.training import run as run_lib
 from stppo_jax.types import RunError
 from stppo_jax.types import Stopped
 from stppo_jax.types import UserError
@@ -279,7 +286,8 @@ class ResumeTest(parameterized.TestCase):
     with failing_at_batch(3, ZeroDivisionError('a reward')):
       with self.assertRaisesRegex(ZeroDivisionError, 'a reward'):
         micro_run.train(make_config(**values), self.workdir)
-    self.assertEqual(os.listdir(os.path.join(self.workdir, 'checkpoints')), ['2'])
+    with checkpoint.Checkpoints(self.workdir) as checkpoints:
+      self.assertEqual(checkpoints.newest(), 2)
     micro_run.train(make_config(**values), self.workdir)
     self.assert_as_straight(**values)
 
@@ -308,15 +316,16 @@ class ResumeTest(parameterized.TestCase):
     micro_run.train(config, self.workdir, mesh=(1, 2, 4))
     many = micro_run.setup(config, mesh=(1, 2, 4))
     with checkpoint.Checkpoints(self.workdir) as checkpoints:
-      many_state = checkpoints.restore(1, many.state)
+      many_state = checkpoints.restore(1, many.learners.state)
       one = micro_run.setup(config)
-      one_state = checkpoints.restore(1, one.state)
+      one_state = checkpoints.restore(1, one.learners.state)
     kernel = many_state.actor['mlp']['up']['kernel']
     self.assertEqual(kernel.addressable_shards[0].data.shape, (1, 4, 2))
     self.assertEqual(one_state.actor['mlp']['up']['kernel'].sharding.num_devices, 1)
     chex.assert_trees_all_equal(jax.device_get(many_state), jax.device_get(one_state))
-    actor, _ = recovery.saved(self.workdir, one.state.actor)  # as evaluation and export read it
-    chex.assert_trees_all_equal(jax.device_get(actor), jax.device_get(one_state.actor))
+    like = {'actor': one.learners.state.actor}  # as evaluation and export read it
+    part, _ = recovery.restore_part(self.workdir, like)
+    chex.assert_trees_all_equal(jax.device_get(part['actor']), jax.device_get(one_state.actor))
     micro_run.train(make_config(**{'train.updates': 2}), self.workdir)  # and goes on there
     self.assertEqual(metrics_lib.read_metrics(self.workdir)[-1]['step'], 2)
 
@@ -374,21 +383,21 @@ class StalenessTest(parameterized.TestCase):
   def test_batch_n_is_sampled_with_the_parameters_of_update_n_1_s(self, staleness):
     """Against a list of the parameters after each update, kept by hand."""
     updates, after, sampled_with = 5, {}, {}
-    sample, train_on = pipelines.Batches.sample, loop.train_on
+    sample, update = pipelines.Batches.sample, learner_lib.Learners.update
 
     def watched_sample(batches, params, number, stale):
       sampled_with[number] = jax.device_get(params)
       return sample(batches, params, number, stale)
 
-    def watched_train_on(run, pipeline, number, n):
-      results = train_on(run, pipeline, number, n)
-      after[n] = jax.device_get(run.state.actor)
-      return results
+    def watched_update(learners, batch, timing):
+      learned = update(learners, batch, timing)
+      after[batch.number] = jax.device_get(learners.state.actor)
+      return learned
 
     config = make_config(**{'pipeline.staleness': staleness, 'train.updates': updates})
-    after[0] = jax.device_get(micro_run.setup(config).state.actor)
+    after[0] = jax.device_get(micro_run.setup(config).learners.state.actor)
     with mock.patch.object(pipelines.Batches, 'sample', watched_sample):
-      with mock.patch.object(loop, 'train_on', watched_train_on):
+      with mock.patch.object(learner_lib.Learners, 'update', watched_update):
         micro_run.train(config, self.workdir)
     rows = metrics_lib.read_metrics(self.workdir)
     for n in range(1, updates + 1):
@@ -454,9 +463,9 @@ class StalenessTest(parameterized.TestCase):
     mesh = types.SimpleNamespace(
         size=4, devices=np.array([types.SimpleNamespace(platform='gpu')], object)
     )
-    with mock.patch.object(loop.sharding, 'make_mesh', lambda *sizes: mesh):
+    with mock.patch.object(sharding, 'make_mesh', lambda *sizes: mesh):
       with self.assertRaisesRegex(UserError, r'^[^\n]*staleness=1 [^\n]*4 devices \(gpu\)[^\n]*$'):
-        loop.train(make_config(**{'pipeline.staleness': 1}), self.workdir)
+        loop.start(make_config(**{'pipeline.staleness': 1}), self.workdir)
     self.assertEmpty(os.listdir(self.workdir))
 
   @parameterized.parameters(
@@ -467,7 +476,7 @@ class StalenessTest(parameterized.TestCase):
     for name, value in algorithm.items():
       setattr(config.algorithm, name, value)
     with mock.patch.object(logging, 'warning') as warning:
-      loop.learner_lib._warn(config, loop.learner_lib.make_variant(config))
+      learner_lib._warn(config, learner_lib.make_variant(config))
     self.assertEqual(warning.called, warned)
 
   def test_several_processes_are_refused(self):
@@ -479,15 +488,11 @@ class StalenessTest(parameterized.TestCase):
 class JsonTest(absltest.TestCase):
 
   def test_batches_survive_bit_exactly(self):
-    run = micro_run.setup(make_config())
-    batches = pipelines.Batches(
-        run.agent,
-        run.learner.policy,
-        loop.task_files.TaskStream(run.components.load_tasks('train'), 5, 0),
-        2,
-        0,
-    )
-    batch = batches.sample(run.state.actor, 3, 1)
+    config = make_config(**{'rollout.group_size': 2})
+    parts = micro_run.setup(config)
+    policy = parts.learners.policy
+    batches = run_lib.make_batches(config, parts.agent, policy, parts.tasks, lambda: False)
+    batch = batches.sample(parts.learners.actor, 3, 1)
     turn = batch.episodes[0].turns[0]
     turn.logp = np.array([-1e-30, -np.float32(1) / 3, -np.inf], np.float32)
     turn.tokens, turn.observation = np.arange(3, dtype=np.int32), np.array([7], np.int32)

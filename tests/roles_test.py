@@ -126,7 +126,7 @@ class PlayTest(parameterized.TestCase):
 
   def test_a_batch_has_a_row_per_role_with_its_rewards_and_masks(self):
     (asker, answerer), _ = play([SCRIPT])
-    batch = batching.to_turn_batch([asker, answerer], (96,), rows=3, roles=ROLES)
+    batch = batching.to_turn_batch([asker, answerer], (96,), rows=3)
     np.testing.assert_array_equal(batch.roles, [[1, 0], [0, 1], [0, 0]])
     np.testing.assert_allclose(batch.rewards.sum(axis=1), [13.5, -0.75, 0])
     self.assertEqual(np.asarray(batch.turn_ids).max(axis=1).tolist(), [2, 1, 0])
@@ -157,7 +157,7 @@ class PlayTest(parameterized.TestCase):
   def test_no_role_reads_what_another_read(self):
     """The sampler's log-probs are those of a model that sees the role's own row alone."""
     episodes, _ = play([SCRIPT] * 5)
-    batch = batching.to_turn_batch(episodes, (96,), roles=ROLES)
+    batch = batching.to_turn_batch(episodes, (96,))
     logp, _ = episode_test.plain_forward(episode_test.make_params(), batch.tokens, 1.0)
     mask = np.asarray(batch.action_mask)
     np.testing.assert_allclose(logp * mask, batch.behaviour_logp, atol=1e-5)
@@ -296,7 +296,7 @@ class BaselineTest(absltest.TestCase):
     super().setUp()
     scores = [('asker', 1.0), ('answerer', 10.0), ('asker', 0.0), ('answerer', 30.0)]
     self.episodes = [make_episode(role, x, ROLES.index(role)) for role, x in scores]
-    self.batch = batching.to_turn_batch(self.episodes, (4,), roles=ROLES)
+    self.batch = batching.to_turn_batch(self.episodes, (4,))
 
   def test_groups_are_of_a_question_and_a_role(self):
     got = advantages.estimate(self.batch, variants.VARIANTS['rloo']).advantages
@@ -344,10 +344,10 @@ class DealTest(absltest.TestCase):
         for i, pair in enumerate(lengths)
         for r, (role, n) in enumerate(zip(ROLES, pair))
     ]
-    ordered = packing.by_length(episodes[::2] + episodes[1::2], 2)
+    ordered = batching.by_length(episodes[::2] + episodes[1::2])
     self.assertEqual([episode.number for episode in ordered], [1, 1, 0, 0, 3, 3, 2, 2])
     self.assertEqual([episode.role for episode in ordered], list(ROLES) * 4)
-    bins = packing.Bins(2, 1, 2, (8,), 0, None, roles=ROLES)
+    bins = packing.Bins(2, 1, 2, (8,), 0, None)
     batch, steps = packing.to_device(ordered, bins, jax.random.key(0))
     self.assertLen(steps, 2)
     for step in steps:
@@ -438,13 +438,12 @@ class RunTest(parameterized.TestCase):
     return config
 
   def train(self, workdir, **values):
-    scores = loop.train(self.config(**values), workdir)
+    scores = loop.start(self.config(**values), workdir)
     return scores, metrics_lib.read_metrics(workdir)
 
   def restored(self, config, workdir):
-    _, state = learner_lib.build(
-        config, Duel.roles if config.model.role_parameters == 'own' else ()
-    )
+    roles = Duel.roles if config.model.role_parameters == 'own' else ()
+    state = learner_lib.build(config, roles).state
     with checkpoint.Checkpoints(workdir) as checkpoints:
       return checkpoints.restore(checkpoints.newest(), state)
 
@@ -532,13 +531,13 @@ class RunTest(parameterized.TestCase):
     self.assertNotIn('role/second/entropy', two[-1])
     self.assertEqual(two[-1]['role/second/absent'], 1.0)
     config = self.config(**own, **values)
-    first, second = self.restored(config, self.workdir).members
+    first, second = self.restored(config, self.workdir).values()
     alone = self.restored(self.config(kind='Single', **values), one_workdir)
     chex.assert_trees_all_equal(first.actor, alone.actor)
     chex.assert_trees_all_equal(first.critic, alone.critic)
-    _, begun = learner_lib.build(config, Duel.roles)
-    chex.assert_trees_all_equal(second.actor, begun.members[1].actor)
-    chex.assert_trees_all_equal(second.critic, begun.members[1].critic)
+    begun = learner_lib.build(config, Duel.roles).state['second']
+    chex.assert_trees_all_equal(second.actor, begun.actor)
+    chex.assert_trees_all_equal(second.critic, begun.critic)
     config.serve.role = 'second'
     with tiny_run.reading_policies_alone():
       path = policy_lib.export(config, self.workdir)

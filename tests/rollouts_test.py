@@ -292,7 +292,7 @@ class TrainingTest(absltest.TestCase):
     config.eval = schema.Eval(every=1, episodes=8, rows=8)
     folder = self.enterContext(tempfile.TemporaryDirectory())
     with tiny_run.on_one_device():
-      scores = loop.train(config, folder)
+      scores = loop.start(config, folder)
     self.assertIn('val-core/all/score', scores)
     lines = [json.loads(line) for line in open(folder + '/metrics.jsonl', encoding='utf-8')]
     self.assertEqual(lines[-1]['env/segments/mean'], 1)

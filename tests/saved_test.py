@@ -21,6 +21,7 @@ from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import pipeline
 from stppo_jax.training import checkpoint
 from stppo_jax.training import loop
+from stppo_jax.training import run as run_lib
 from stppo_jax.training import state as train_state
 from stppo_jax.trajectories import saved
 from stppo_jax.types import RunError
@@ -48,9 +49,9 @@ def tearDownModule():
 
 def state_after(config, workdir, updates):
   """The checkpointed state, on the host."""
-  run = loop.setup(config)
+  state = run_lib.setup(config).learners.state
   with checkpoint.Checkpoints(workdir) as checkpoints:
-    return jax.device_get(checkpoints.restore(updates, run.state))
+    return jax.device_get(checkpoints.restore(updates, state))
 
 
 def comparable(row):
@@ -89,11 +90,11 @@ class ReplayTest(parameterized.TestCase):
   def check_replay(self, values):
     config, workdir = self.make('run', **values)
     updates = config.train.updates
-    loop.train(config, workdir)
+    loop.start(config, workdir)
     replay, again = self.make('again', **values)
     replay.rollout.replay = os.path.join(workdir, 'episodes')
     with mock.patch.object(pipeline.Batches, 'sample', side_effect=AssertionError('sampled')):
-      loop.train(replay, again)
+      loop.start(replay, again)
     theirs, ours = map(metrics_lib.read_metrics, (workdir, again))
     self.assertEqual(list(map(comparable, ours)), list(map(comparable, theirs)))
     chex.assert_trees_all_equal(
@@ -117,7 +118,7 @@ class ReplayTest(parameterized.TestCase):
 
   def test_what_cannot_be_replayed_is_one_line(self):
     config, workdir = self.make('run', **{'train.updates': 1})
-    loop.train(config, workdir)
+    loop.start(config, workdir)
     folder = os.path.join(workdir, 'episodes')
     path = saved.path_of(folder, 1)
     tokenizer = chat.load_tokenizer(config.model.folder)
@@ -143,27 +144,27 @@ class ReplayTest(parameterized.TestCase):
     # All of it before the folder of the run is made.
     config, again = self.make('again', **{'train.updates': 1, 'rollout.replay': folder})
     with self.assertRaisesRegex(UserError, 'turns without log-probs'):
-      loop.train(config, again)
+      loop.start(config, again)
     config.train.updates = 3
     with self.assertRaisesRegex(UserError, 'no train_000002.jsonl.*--config.train.updates=1'):
-      loop.train(config, again)
+      loop.start(config, again)
     config.rollout.replay = FOLDER
     with self.assertRaisesRegex(UserError, 'holds no saved batches'):
-      loop.train(config, again)
+      loop.start(config, again)
     config.rollout.replay = os.path.join(self.folder, 'nowhere')
     with self.assertRaisesRegex(UserError, 'cannot be read'):
-      loop.train(config, again)
+      loop.start(config, again)
     self.assertFalse(os.path.exists(again))
 
   def test_a_later_batch_that_cannot_be_read_keeps_the_updates_before_it(self):
     config, workdir = self.make('run', **{'train.updates': 1})
-    loop.train(config, workdir)
+    loop.start(config, workdir)
     folder = os.path.join(workdir, 'episodes')
     with open(saved.path_of(folder, 2), 'w', encoding='utf-8') as file:
       file.write('{')
     config, again = self.make('again', **{'train.updates': 2, 'rollout.replay': folder})
     with self.assertRaisesRegex(RunError, 'train_000002.jsonl is not JSON lines'):
-      loop.train(config, again)
+      loop.start(config, again)
     with checkpoint.Checkpoints(again) as checkpoints:
       self.assertEqual(checkpoints.newest(), 1)
 
@@ -172,8 +173,13 @@ class ReplayTest(parameterized.TestCase):
     never = lambda: False
     no_optimizer = mock.patch.object(train_state, 'create', side_effect=AssertionError('state'))
     with no_optimizer:
+<<<<<<< HEAD
       untrained = sample_lib.sample(config, workdir, 1, never)
     loop.train(config, workdir)
+=======
+      untrained = results.sample(config, workdir, 1, never)
+    loop.start(config, workdir)
+>>>>>>> 5349de4 (Training: the loop in one function, a run behind it, a learner per role; checkpoints without names of Orbax's barriers)
     trained_on = lines(os.path.join(workdir, 'episodes', 'train_000001.jsonl'))
     names = ('task', 'group', 'tokens', 'turn_ids', 'behaviour_logp', 'rewards')
     chosen = lambda records: sorted([record[name] for name in names] for record in records)
@@ -186,7 +192,7 @@ class ReplayTest(parameterized.TestCase):
     with mock.patch.object(checkpoint, 'fingerprint', return_value='of other weights'):
       self.assertNotEqual(sample_lib.sample(config, workdir, 1, lambda: True), folder)
     config.train.updates = 2  # the batch of update 2 is that of the policy after update 1
-    loop.train(config, workdir)
+    loop.start(config, workdir)
     trained_on = lines(os.path.join(workdir, 'episodes', 'train_000002.jsonl'))
     self.assertEqual(chosen(lines(saved.path_of(folder, 2))), chosen(trained_on))
 

@@ -80,7 +80,7 @@ class WorkdirTest(parameterized.TestCase):
   def test_other_questions_are_another_run(self):
     config = schema.Config()
     tasks = [types.Task('a', 'Who?', ('x',)), types.Task('b', 'What?', ('y',))]
-    claim = lambda tasks: recovery.claim_questions(config, tasks, [], self.workdir)
+    claim = lambda tasks: recovery.claim_tasks(config, tasks, [], self.workdir)
     workdirs.claim(self.workdir, as_dict())
     claim(tasks[:1])  # nothing has begun yet
     claim(tasks)
@@ -102,7 +102,7 @@ class WorkdirTest(parameterized.TestCase):
   def test_a_run_without_a_note_of_its_questions_goes_on(self):
     workdirs.claim(self.workdir, as_dict())
     self.write_a_number()
-    recovery.claim_questions(schema.Config(), [types.Task('a')], [], self.workdir)
+    recovery.claim_tasks(schema.Config(), [types.Task('a')], [], self.workdir)
 
   def test_fields_that_affect_no_number_may_change(self):
     may_change = validation.changeable_on_resume(constant_rates())

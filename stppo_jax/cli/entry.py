@@ -92,7 +92,7 @@ def _train(config: schema.Config, workdir: str) -> None:
   from stppo_jax.training import loop
 
   with _stop_requested() as stop_requested:
-    loop.train(config, workdir, stop_requested, _PROFILE.value)
+    loop.start(config, workdir, stop_requested, _PROFILE.value)
 
 
 def _eval(config: schema.Config, workdir: str) -> None:

@@ -141,7 +141,7 @@ def _own_roles(config) -> tuple[str, ...]:
   return tuple(components.resolve(config).env.roles)
 
 
-def _read(config: schema.Config, workdir: str) -> tuple[learner_lib.Parts, dict[str, dict], int]:
+def _read(config: schema.Config, workdir: str) -> tuple[learner_lib.Models, dict[str, dict], int]:
   """Returns (models, {role: trained parameters of its policy}, updates); '' if all roles share it.
 
   Nothing else of the checkpoint is read. The models hold the frozen parameters, and shapes.
@@ -162,11 +162,13 @@ def _read(config: schema.Config, workdir: str) -> tuple[learner_lib.Parts, dict[
       place(parts.actor),
   )
   roles = _own_roles(config)
-  wanted = [like] * len(roles) if roles else like
-  actors, updates = recovery.saved(workdir, wanted, config.eval.checkpoint)
+  wanted = {role: {'actor': like} for role in roles} or {'actor': like}
+  restored, updates = recovery.restore_part(workdir, wanted, config.eval.checkpoint)
   if updates is None:
     raise UserError(f'--workdir={workdir!r} has no whole checkpoint yet: let the run continue')
-  return parts, dict(zip(roles, actors)) if roles else {'': actors}, updates
+  if not roles:
+    return parts, {'': restored['actor']}, updates
+  return parts, {role: restored[role]['actor'] for role in roles}, updates
 
 
 def export(config: schema.Config, workdir: str) -> str:

@@ -17,7 +17,7 @@ from stppo_jax.models import sharding
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.training import checkpoint
-from stppo_jax.training import loop
+from stppo_jax.training import run as run_lib
 from stppo_jax.trajectories import saved
 from stppo_jax.types import Stopped
 
@@ -41,7 +41,7 @@ def sample(
   folder = os.path.join(workdir, 'samples', folder_name(config, workdir, loaded.updates))
   mesh = sharding.mesh_of(config.mesh)
   agent = components.make_agent(config, loaded.model, mesh, prepared)
-  batches = loop.make_batches(config, agent, lambda params: params, questions, stop_requested)
+  batches = run_lib.make_batches(config, agent, lambda params: params, questions, stop_requested)
   per_batch = config.train.episodes // config.rollout.group_size
   num_batches = num_batches or -(-len(questions) // per_batch)
   logging.info('%s plays %d batches of %d questions', loaded.description, num_batches, per_batch)

@@ -4,6 +4,7 @@ A row is   prompt | turn 1 | observation 1 | turn 2 | .. | turn K | padding
 turn_ids   0 .. 0 | 1 .. 1 | 0 ..        0 | 2 .. 2 | .. | K .. K | 0 .. 0
 """
 
+import collections
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,6 @@ def to_turn_batch(
     rows: int | None = None,  # B; None = len(episodes)
     pad_id: int = 0,
     sharding: jax.sharding.Sharding | None = None,  # of the row axis; None = the default device
-    roles: Sequence[str] = (),  # of the episodes, in the order of their columns
 ) -> types.TurnBatch:
   """Pads the episodes to one length and moves them to the device.
 
@@ -70,15 +70,21 @@ def to_turn_batch(
       behaviour_logp=behaviour_logp,
       truncated=truncated,
       routes=routes,
-      roles=_of_roles(episodes, rows, roles) if roles else None,
+      roles=_role_columns(episodes, rows),
       episode_ids=_episode_ids(episodes, rows),
       score_offsets=_score_offsets(episodes, rows),
   )
   return hosts.put(types.TurnBatch(**columns), sharding)
 
 
-def _of_roles(episodes, rows, roles):
-  """Returns 1 for the role of each row [B,R]; 0 for padding rows."""
+def _role_columns(episodes, rows):
+  """Returns 1 for the role of each row [B,R], 0 for padding rows; None if all have the same role.
+
+  Roles are in the order of their first rows, which is that of the environment.
+  """
+  roles = list(dict.fromkeys(episode.role for episode in episodes))
+  if len(roles) < 2:
+    return None
   columns = np.zeros((rows, len(roles)), np.float32)
   for b, episode in enumerate(episodes):
     columns[b, roles.index(episode.role)] = 1
@@ -118,17 +124,35 @@ def _score_offsets(episodes, rows):
   return offsets
 
 
-def rows_by_episode(episodes: Sequence[types.Episode], num_roles: int = 1) -> list[np.ndarray]:
+def rows_by_episode(episodes: Sequence[types.Episode]) -> list[np.ndarray]:
   """Returns the row numbers [rows] of each episode, in the order of their first rows.
 
-  The rows of an episode's roles follow each other. Those of a program's segments may be anywhere.
+  An episode has a row for each of its roles, or for each segment that an agent program made of it.
+  Rounds of sampling use a number again. Then a role's second row of that number is of another
+  episode.
   """
-  if num_roles > 1 or not _have_rows(episodes):
-    return list(np.arange(len(episodes), dtype=np.int32).reshape(-1, num_roles))
-  rows: dict[int | None, list[int]] = {}
+  rows: dict[Any, list[int]] = collections.defaultdict(list)
+  seen: collections.Counter[tuple[int, str]] = collections.Counter()
   for b, episode in enumerate(episodes):
-    rows.setdefault(episode.number, []).append(b)
+    if episode.number is None:
+      rows['row', b].append(b)
+      continue
+    label = episode.number, episode.role
+    rows[episode.number, seen[label]].append(b)
+    seen[label] += bool(episode.role)
   return [np.array(of_one, np.int32) for of_one in rows.values()]
+
+
+def by_length(episodes: Sequence[types.Episode]) -> list[types.Episode]:
+  """Sorts rows by length, so that rows of similar length may share a bin.
+
+  The rows of an episode's roles stay together, in the order of the roles. The longest one counts.
+  """
+  if not any(episode.role for episode in episodes):
+    return sorted(episodes, key=trained_length)
+  whole = [[episodes[b] for b in rows] for rows in rows_by_episode(episodes)]
+  whole.sort(key=lambda rows: max(map(trained_length, rows)))
+  return [row for rows in whole for row in rows]
 
 
 def trained_length(episode: types.Episode) -> int:

@@ -1,8 +1,7 @@
-"""The learner of a run: models, objective and compiled functions, built from the config.
+"""The learners of a run: models, objective and compiled functions, built from the config.
 
-Config in; Learner and TrainState out. The Learner is what the loop calls: `annotate`,
-`with_advantages` and `update_step`. With LoRA, actor and critic that start from the same folder
-share one base, loaded once.
+`Learners.update` trains the policy of a run on a batch of episodes, or the policy of each role on
+its rows. With LoRA, actor and critic that start from the same folder share one base, loaded once.
 """
 
 from collections.abc import Callable
@@ -26,13 +25,22 @@ from stppo_jax.models import attention
 from stppo_jax.models import decoder
 from stppo_jax.models import lora
 from stppo_jax.models import sharding
+from stppo_jax.monitoring import episodes as episodes_lib
+from stppo_jax.monitoring import journal as journal_lib
+from stppo_jax.monitoring import roles as roles_lib
+from stppo_jax.monitoring import timing as timing_lib
+from stppo_jax.rollout import batching
+from stppo_jax.rollout import pipeline as pipeline_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
-from stppo_jax.training import update
+from stppo_jax.training import update as update_lib
+from stppo_jax.training.state import TrainState
+
+State = TrainState | dict[str, TrainState]  # of one policy, or of the policy of each role
 
 
-class Parts(typing.NamedTuple):
+class Models(typing.NamedTuple):
   """The models of a run: their shapes, the trained parameters of each, and the frozen ones."""
 
   model: decoder.ModelConfig
@@ -42,58 +50,149 @@ class Parts(typing.NamedTuple):
   frozen: train_state.Frozen
 
 
+class PolicyUpdate(typing.NamedTuple):
+  """What an update of one policy was computed from, and what it measured."""
+
+  role: str  # that has this policy for itself; '': all rows share the policy
+  episodes: list[types.Episode]  # in the order of the batch's rows
+  batch: types.TurnBatch
+  steps: list[packing.Step]
+  metrics: dict[str, float]  # of the batch
+  seen: list[episodes_lib.StepMetrics]  # of each optimizer step
+
+  @property
+  def has_tokens(self) -> bool:
+    """Whether anything was trained on: a role may never have moved."""
+    return any(map(batching.trained_length, self.episodes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned:
+  """What an update did, policy by policy."""
+
+  parts: list[PolicyUpdate]
+
+  @property
+  def steps(self) -> list[packing.Step]:
+    """The optimizer steps of all policies."""
+    return [step for part in self.parts for step in part.steps]
+
+  @property
+  def num_tokens(self) -> int:
+    """Tokens of the batch."""
+    return sum(packing.num_tokens(packing.first_epoch(part.steps)) for part in self.parts)
+
+  def summarize(self) -> dict[str, float]:
+    """Returns the metrics of the update: means over the policies, and those of each role."""
+    counted = [part for part in self.parts if part.has_tokens] or self.parts
+    metrics = journal_lib.means([part.metrics for part in counted])
+    for part in counted:
+      if part.role and part.has_tokens:
+        steps = journal_lib.means([step.metrics for step in part.seen])
+        metrics |= roles_lib.update_metrics(part.role, journal_lib.means([part.metrics]) | steps)
+    episodes = [episode for part in self.parts for episode in part.episodes]
+    seen = [step for part in counted for step in part.seen]
+    return metrics | journal_lib.summarize(episodes, seen)
+
+
 @dataclasses.dataclass(frozen=True)
 class Learner:
-  """The compiled functions of a run, and the frozen parameters that they read."""
+  """The compiled functions of a policy's update, and what they read besides its state."""
 
   spec: train_state.Spec
   frozen: train_state.Frozen
   mesh: jax.sharding.Mesh
-  functions: update.Functions
+  functions: update_lib.Functions
+  bins: packing.Bins
+
+  def update(
+      self,
+      state: TrainState,
+      episodes: Sequence[types.Episode],
+      key: jax.Array,
+      timing: timing_lib.Timing,
+      role: str = '',
+  ) -> tuple[TrainState, PolicyUpdate]:
+    """Trains on a batch of episodes, whose rows `key` deals out to optimizer steps."""
+    functions, frozen = self.functions, self.frozen
+    with timing('old_log_prob'):
+      rows = batching.by_length(episodes)
+      batch, steps = packing.to_device(rows, self.bins, key)
+      first_epoch = packing.stack(packing.first_epoch(steps))
+      batch, gap = functions.annotate(state, frozen, batch, first_epoch)
+      state, batch, credit = functions.with_advantages(state, batch)
+      metrics = jax.device_get(gap | credit)
+    with timing('update_actor'):
+      seen = []
+      for step in steps:
+        state, measured, tokens = functions.update_step(state, frozen, batch, step)
+        seen.append(episodes_lib.StepMetrics(step.rows, measured, tokens))
+      seen = [dataclasses.replace(x, metrics=jax.device_get(x.metrics)) for x in seen]
+    return state, PolicyUpdate(role, rows, batch, steps, metrics, seen)
+
+
+@dataclasses.dataclass
+class Learners:
+  """The policies that a run trains: one for all rows, or one for the rows of each role.
+
+  They have the same shapes, and share the compiled functions and what is frozen.
+
+  Attributes:
+    learner: of each policy.
+    state: a TrainState, or that of each role by its name.
+    seed: of the run.
+  """
+
+  learner: Learner
+  state: State
+  seed: int
 
   @property
-  def rows(self) -> jax.sharding.NamedSharding:
-    """The sharding of a batch's rows."""
-    return sharding.rows(self.mesh)
+  def num_bytes(self) -> int:
+    """The size of the state."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.state))
+
+  @property
+  def actor(self) -> Any:
+    """What is trained of the policy; a list with that of each role, where they have their own."""
+    if isinstance(self.state, dict):
+      return [state.actor for state in self.state.values()]
+    return self.state.actor
 
   def policy(self, actor: Any) -> Any:
-    """Returns the policy's parameters: the trained ones combined with the frozen ones.
+    """Returns the policies' parameters: trained ones, as in `actor`, combined with frozen ones."""
+    combine = self.learner.frozen.policy
+    return list(map(combine, actor)) if isinstance(actor, list) else combine(actor)
 
-    Of a list, those of each role.
+  def forget_skipped_steps(self) -> None:
+    """Sets the count of skipped steps in a row to 0, as after a rollback."""
+    if isinstance(self.state, dict):
+      self.state = {role: state.unskipped() for role, state in self.state.items()}
+    else:
+      self.state = self.state.unskipped()
+
+  def update(self, sampled: pipeline_lib.Sampled, timing: timing_lib.Timing) -> Learned:
+    """Trains each policy on its rows of the batch.
+
+    A function of the states, the batch and the seed, so a resumed run repeats it.
     """
-    if isinstance(actor, list):
-      return [self.frozen.policy(one) for one in actor]
-    return self.frozen.policy(actor)
-
-  def annotate(
-      self, state: train_state.TrainState, batch: types.TurnBatch, steps: Sequence[packing.Step]
-  ) -> tuple[types.TurnBatch, update.Metrics]:
-    """Fills in old_logp, ref_logp and old_values, in the bins of the first epoch's steps."""
-    stacked = packing.stack(packing.first_epoch(steps))
-    return self.functions.annotate(state, self.frozen, batch, stacked)
-
-  def with_advantages(
-      self, state: train_state.TrainState, batch: types.TurnBatch
-  ) -> tuple[train_state.TrainState, types.TurnBatch, update.Metrics]:
-    """Fills in advantages and returns; adapts the KL coefficient. Donates the state."""
-    return self.functions.with_advantages(state, batch)
-
-  def update_step(
-      self, state: train_state.TrainState, batch: types.TurnBatch, step: packing.Step
-  ) -> tuple[train_state.TrainState, update.Metrics, dict[str, jax.Array]]:
-    """Takes one optimizer step: (state, metrics, ratio and clipped [b,T]). Donates the state."""
-    return self.functions.update_step(state, self.frozen, batch, step)
-
-  def num_compilations(self) -> int:
-    """Programs compiled so far."""
-    return self.functions.num_compilations()
+    _, key = pipeline_lib.batch_keys(self.seed, sampled.number)
+    if not isinstance(self.state, dict):
+      self.state, part = self.learner.update(self.state, sampled.episodes, key, timing)
+      return Learned([part])
+    states, parts = {}, []
+    for role, state in self.state.items():
+      rows = [episode for episode in sampled.episodes if episode.role == role]
+      states[role], part = self.learner.update(state, rows, key, timing, role)
+      parts.append(part)
+    self.state = states
+    return Learned(parts)
 
 
-def build(config: schema.Config, roles: Sequence[str] = ()) -> tuple[Learner, train_state.State]:
-  """Loads the weights; returns the Learner and its first state. Compiles nothing.
+def build(config: schema.Config, roles: Sequence[str] = (), pad_id: int = 0) -> Learners:
+  """Loads the weights; returns the learners of an environment with these roles. Compiles nothing.
 
-  `roles` are those of the environment, whose rows are told apart, or have a state each. All states
-  start from the same weights, and share the compiled functions and what is frozen.
+  All states start from the same weights.
   """
   variant = make_variant(config)
   mesh = sharding.mesh_of(config.mesh)
@@ -120,15 +219,16 @@ def build(config: schema.Config, roles: Sequence[str] = ()) -> tuple[Learner, tr
         ),
     )
   spec = make_spec(config, variant, model, critic_model, mesh.devices.flat[0])
-  own = config.model.role_parameters == 'own'
-  spec = dataclasses.replace(spec, roles=() if own else tuple(roles))
+  are_apart = config.model.role_parameters == 'own'
+  if not are_apart:
+    spec = dataclasses.replace(spec, roles=tuple(roles))
   state = train_state.create_sharded(spec, actor, critic, mesh, offloaded)
-  functions = update.compile_functions(spec, state, frozen, mesh)
-  learner = Learner(spec, frozen, mesh, functions)
-  if not own:
-    return learner, state
-  copies = [jax.tree.map(jnp.copy, state) for _ in roles[1:]]
-  return learner, train_state.TeamState([state, *copies])
+  functions = update_lib.compile_functions(spec, state, frozen, mesh)
+  learner = Learner(spec, frozen, mesh, functions, make_bins(config, spec, mesh, pad_id))
+  if not are_apart:
+    return Learners(learner, state, config.seed)
+  copies = [state, *(jax.tree.map(jnp.copy, state) for _ in roles[1:])]
+  return Learners(learner, dict(zip(roles, copies)), config.seed)
 
 
 def make_variant(config: schema.Config) -> variants.Variant:
@@ -200,7 +300,7 @@ def _overrides(algorithm: schema.Algorithm, variant: variants.Variant) -> dict[s
 
 def load(
     config: schema.Config, variant: variants.Variant, load_model: Callable, make: Callable
-) -> Parts:
+) -> Models:
   """Loads the models of a run. `needs_reference` says whether one of them is a separate reference.
 
   `load_model(head, folder, memory_kind)` returns a ModelConfig and parameters, `make(function)` the
@@ -215,7 +315,7 @@ def load(
     critic_model, critic = (
         load_model(critic_head, folder, memory_kind) if critic_head else (None, None)
     )
-    return Parts(model, critic_model, actor, critic, train_state.Frozen())
+    return Models(model, critic_model, actor, critic, train_state.Frozen())
 
   one_base = critic_head and not folder
   model, params = load_model('both' if one_base else head)
@@ -239,7 +339,7 @@ def load(
     )
   else:
     actor |= value_head  # of a shared trunk
-  return Parts(model, critic_model, actor, critic, frozen)
+  return Models(model, critic_model, actor, critic, frozen)
 
 
 def needs_reference(config: schema.Config, variant: variants.Variant) -> bool:
@@ -262,18 +362,19 @@ def model_heads(config: schema.Config, variant: variants.Variant) -> tuple[str, 
   return ('both', None) if config.model.critic == 'shared' else ('tokens', 'value')
 
 
-def make_bins(config: schema.Config, learner: Learner, pad_id: int) -> packing.Bins:
+def make_bins(
+    config: schema.Config, spec: train_state.Spec, mesh: jax.sharding.Mesh, pad_id: int
+) -> packing.Bins:
   """Makes the Bins: how a batch is dealt out to optimizer steps."""
-  train, spec = config.train, learner.spec
+  train = config.train
   return packing.Bins(
       train.mini_batch,
       train.epochs,
       train.micro_batch,
       spec.lengths,
       pad_id,
-      learner.rows,
+      sharding.rows(mesh),
       spec.shared_bins,
-      spec.roles,
   )
 
 

@@ -41,12 +41,6 @@ class Bins:
   pad_id: int
   sharding: jax.sharding.Sharding  # of the batch's rows
   shared: bool = True  # whether a bin may hold several rows
-  roles: tuple[str, ...] = ()  # of the environment, where it has several
-
-  @property
-  def num_roles(self) -> int:
-    """Rows per episode."""
-    return max(1, len(self.roles))
 
   def padding(self, steps: Sequence['Step']) -> float:
     """The share of padding among the tokens that a model computes in these steps."""
@@ -110,42 +104,25 @@ class Layout:
     )
 
 
-def by_length(episodes: Sequence[types.Episode], num_roles: int = 1) -> list[types.Episode]:
-  """Sorts episodes by length, so that rows of similar length may share a bin.
-
-  The rows of an episode's roles are put together, in the order of the roles; their longest one
-  counts.
-  """
-  if num_roles == 1:
-    return sorted(episodes, key=batching.trained_length)
-  whole: dict[Any, list[types.Episode]] = {}
-  for row in sorted(episodes, key=lambda row: row.group % num_roles):
-    whole.setdefault((row.group // num_roles, row.number), []).append(row)
-  order = sorted(whole.values(), key=lambda rows: max(map(batching.trained_length, rows)))
-  return [row for rows in order for row in rows]
-
-
 def to_device(
     episodes: Sequence[types.Episode], bins: Bins, key: jax.Array
 ) -> tuple[types.TurnBatch, list[Step]]:
-  """Moves a batch of episodes to the devices; deals its rows out to optimizer steps by `key`.
+  """Moves a batch of rows to the devices; deals them out to optimizer steps by `key`.
 
-  All rows of an episode go to the same step: those of its roles, so that each step has as many of
-  each role, and those of an agent program's segments. Steps have the same number of rows. Where
-  segments make them differ, rows of padding fill them up.
+  All rows of an episode go to the same step: those of its roles, or of an agent program's segments.
+  All steps have the same number of rows. Rows of padding fill up the shorter ones.
   """
-  whole = batching.rows_by_episode(episodes, bins.num_roles)
+  whole = batching.rows_by_episode(episodes)
   deals = [
       np.sort(np.concatenate([whole[number] for number in numbers]))
       for numbers in minibatches(key, len(whole), bins.mini_batch, bins.epochs)
   ]
-  size = _rows_per_step(bins.mini_batch * bins.num_roles, max(map(len, deals)))
+  fewest = min(len(rows) for rows in whole)
+  size = _rows_per_step(bins.mini_batch * fewest, max(map(len, deals)))
   num_rows = size * (len(deals) // bins.epochs)
   lengths = np.zeros(num_rows, np.int32)
   lengths[: len(episodes)] = [batching.trained_length(episode) for episode in episodes]
-  batch = batching.to_turn_batch(
-      episodes, bins.lengths[-1:], num_rows, bins.pad_id, bins.sharding, bins.roles
-  )
+  batch = batching.to_turn_batch(episodes, bins.lengths[-1:], num_rows, bins.pad_id, bins.sharding)
   steps = []
   for i, rows in enumerate(deals):
     if i % (len(deals) // bins.epochs) == 0:

@@ -7,7 +7,6 @@ run whose gradients stay non-finite ends, or rolls back to it and continues with
 import collections
 from collections.abc import Callable
 from collections.abc import Iterator
-from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import dataclasses
@@ -28,12 +27,12 @@ from stppo_jax.monitoring import workdir as workdirs
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.rollout import prepare
 from stppo_jax.training import checkpoint
-from stppo_jax.training.state import State
+from stppo_jax.training import learner as learner_lib
 from stppo_jax.types import RunError
-from stppo_jax.types import Stopped
 from stppo_jax.types import UserError
 
 MAX_ROLLBACKS = 3  # to one checkpoint
+Ahead = pipelines.Sampled | pipelines.Unsampled
 _SHARED = 'give a --workdir that all processes share'
 
 
@@ -46,13 +45,14 @@ class Stuck(Exception):
 
 
 @dataclasses.dataclass
-class Position:
+class Progress:
   """How far a run is."""
 
-  updates: int = 0  # done
+  updates: int = 0  # that the state holds
+  logged: int = 0  # updates whose metrics are written
   passed_over: int = 0  # batches that rollbacks skipped
-  ahead: Sequence[pipelines.Sampled | pipelines.Unsampled] = ()  # batches, the next one first
   unfinished: dict[str, float] | None = None  # metrics of an update whose evaluation is to be done
+  score: float | None = None  # held-out score of the state
 
 
 @contextlib.contextmanager
@@ -100,24 +100,25 @@ def claim(config: schema.Config, variant: variants.Variant, workdir: str) -> Non
   )
 
 
-def claim_questions(
-    config: schema.Config,
-    questions: Sequence[types.Task],
-    held_out: Sequence[types.Task],
-    workdir: str,
+def claim_tasks(
+    config: schema.Config, tasks: Sequence[types.Task], held_out: Sequence[types.Task], workdir: str
 ) -> None:
-  """Checks that all processes have the same questions, and `workdir` those to train on."""
-  digest = hashlib.sha256('\n'.join(map(repr, questions)).encode()).hexdigest()[:16]
+  """Checks that all processes have the same tasks, and `workdir` those to train on."""
+  digest = hashlib.sha256('\n'.join(map(repr, tasks)).encode()).hexdigest()[:16]
   hosts.require_same('questions', [digest, *(task.id for task in held_out)])
   hosts.by_writer(workdirs.claim_questions, workdir, digest, config.train.accept_changed_plugins)
 
 
-def with_rollbacks(train: Callable[[int | None], Any], workdir: str, on_nonfinite: str) -> Any:
-  """Returns train(None); where it is Stuck, calls train(last batch) again or raises a RunError."""
-  last_batch, rollbacks = None, collections.Counter()
+def with_rollbacks(attempt: Callable[[int | None], Any], workdir: str, on_nonfinite: str) -> Any:
+  """Returns attempt(None). If it is Stuck, attempts again after its last batch.
+
+  Raises a RunError without a checkpoint to go back to, or if config.train.on_nonfinite is 'stop'.
+  """
+  last_batch: int | None = None
+  rollbacks: collections.Counter[int | None] = collections.Counter()
   while True:
     try:
-      return train(last_batch)
+      return attempt(last_batch)
     except Stuck as stuck:
       with checkpoint.Checkpoints(workdir) as checkpoints:
         newest = checkpoints.newest()
@@ -140,11 +141,11 @@ def with_rollbacks(train: Callable[[int | None], Any], workdir: str, on_nonfinit
       last_batch = stuck.batch_number
 
 
-def saved(workdir: str, like: Any, which: str = 'newest') -> tuple[Any, int | None]:
-  """Returns (trained parameters of the policy, updates) of the newest or best checkpoint.
+def restore_part(workdir: str, like: Any, which: str = 'newest') -> tuple[Any, int | None]:
+  """Returns the part `like` of the state in the newest or best checkpoint, and its updates.
 
-  Without one, (`like`, None). Without an evaluation so far the newest one is the best. `like` has
-  their shapes and shardings, and is a list where roles have parameters of their own.
+  `like` is a tree of shapes with shardings, a subtree of the state. Without a checkpoint, returns
+  (`like`, None). Before the first evaluation, 'best' means the newest checkpoint.
   """
   workdirs.check_path(workdir)
   folder = os.path.join(workdir, 'checkpoints')
@@ -154,131 +155,78 @@ def saved(workdir: str, like: Any, which: str = 'newest') -> tuple[Any, int | No
   with checkpoint.Checkpoints(workdir) as checkpoints:
     updates = checkpoints.newest()
     if updates is not None and which == 'best':
-      updates = checkpoints.best_before(updates)
+      updates = checkpoints.best(updates)
     hosts.require_same('checkpoint', updates, _SHARED)
-    return (like if updates is None else checkpoints.restore_actor(updates, like)), updates
-
-
-def _is_whole(state):
-  """Whether no array of the state has been donated to an update that failed."""
-  return not any(x.is_deleted() for x in jax.tree.leaves(state))
+    part = like if updates is None else checkpoints.restore_part(updates, like)
+    return part, updates
 
 
 class Saves:
-  """The checkpoints of a run that trains: resumption, and saves in the background.
+  """The checkpoints of a run as it goes on; a context manager.
 
   Args:
     workdir: the folder of the run.
     settings: config.train.
-    num_bytes: of the state.
+    num_bytes: size of the state.
   """
 
-  def __init__(self, workdir: str, settings: schema.Train, num_bytes: int = 0):
-    self._every = settings.checkpoint_every
+  def __init__(self, workdir: str, settings: schema.Train, num_bytes: int):
     self._checkpoints = checkpoint.Checkpoints(
         workdir, settings.keep_checkpoints, settings.on_save_error, num_bytes
     )
-    self.position = Position()
 
   @property
   def num_failed(self) -> int:
     """Saves that have failed since the last good one."""
     return self._checkpoints.num_failed
 
-  def resume(self, run: Any, batches: pipelines.Batches, last_batch: int | None) -> None:
-    """Sets `run.state` and `position` to the newest checkpoint, if there is one.
+  def resume(
+      self, learners: learner_lib.Learners, batches: pipelines.Batches, last_batch: int | None
+  ) -> tuple[Progress, list[Ahead]]:
+    """Restores the newest checkpoint, if there is one: (progress, batches ahead, the next first).
 
-    After a rollback, batches continue after `last_batch`: the same ones would fail again. What was
-    sampled ahead is dropped, since it may hold what failed.
+    After a rollback, batches continue after `last_batch`: the same ones would fail again. Batches
+    that were sampled ahead are dropped, since they may hold what failed.
     """
-    first = self._checkpoints.newest()
-    hosts.require_same('checkpoint', first, _SHARED)
-    if first is None:
-      return
-    self._checkpoints.drop_after(first)
+    newest = self._checkpoints.newest()
+    hosts.require_same('checkpoint', newest, _SHARED)
+    if newest is None:
+      return Progress(), []
+    self._checkpoints.drop_after(newest)
     shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), run.state
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), learners.state
     )
-    run.state = None  # makes room
-    run.state = self._checkpoints.restore(first, shapes)
-    progress = self._checkpoints.progress(first)
-    unfinished = progress.get('unfinished')
+    del learners.state  # makes room
+    learners.state = self._checkpoints.restore(newest, shapes)
+    saved = self._checkpoints.progress(newest)
+    progress = Progress(newest, newest, saved['passed_over'], saved.get('unfinished'))
+    if progress.unfinished is not None:
+      progress.logged -= 1
     if last_batch is not None:
-      run.state = run.state.unskipped()
-      self.position = Position(first, last_batch - first, unfinished=unfinished)
-      return
-    logging.info('resumed after %d updates', first)
-    ahead: list[Any] = [batches.restored(record) for record in progress['sampled']]
-    unsampled = progress.get('unsampled', [])  # version 0.7 waited for all
+      learners.forget_skipped_steps()
+      progress.passed_over = last_batch - newest
+      return progress, []
+    logging.info('resumed after %d updates', newest)
+    ahead: list[Ahead] = [batches.restored(record) for record in saved['sampled']]
+    unsampled = saved.get('unsampled', [])  # version 0.7 waited for all
     if unsampled:
       num_copies = 1 + max(record['copy'] for record in unsampled)
-      copies = self._checkpoints.restore_copies(first, batches.copy(run.state.actor), num_copies)
+      like = batches.copy(learners.actor)
+      copies = self._checkpoints.restore_copies(newest, like, num_copies)
     for record in unsampled:
       params = copies[record['copy']]
       ahead.append(pipelines.Unsampled(record['number'], record['staleness'], params))
     ahead.sort(key=lambda batch: batch.number)
-    self.position = Position(first, progress['passed_over'], ahead, unfinished)
+    return progress, ahead
 
-  @contextlib.contextmanager
-  def kept_on_error(
-      self,
-      updates: int,
-      state: State,
-      unfinished: Mapping[str, float] | None = None,
-      score: float | None = None,
-  ) -> Iterator[None]:
-    """Context manager that saves the state after `updates` if an error is raised; see `last`.
+  def save(self, progress: Progress, state: Any, ahead: Sequence[Ahead]) -> None:
+    """Begins to save the state, how far the run is, and the batches ahead.
 
-    Choice: drops batches sampled ahead, which may hold what failed. They are sampled again.
+    Choice: does not wait for batches that are still to be sampled. Saves the parameters that are
+    to sample them, and the resumed run samples. So it gives the same numbers as an uninterrupted
+    one. This also holds at the end of a run, whose `updates` may be raised later. If a learning
+    rate has a schedule, that needs config.train.schedule_updates.
     """
-    try:
-      yield
-    except Stopped:
-      raise
-    except Exception as error:
-      # Of other errors, of a plug-in say: all processes have to save, and have the state.
-      expected = isinstance(error, RunError)
-      if updates and (expected or jax.process_count() == 1 and _is_whole(state)):
-        self._save(updates, state, [], unfinished, score)
-        logging.warning('%s: saved after %d updates', type(error).__name__, updates)
-      raise
-
-  def evaluated(self, updates: int, score: float) -> None:
-    """Notes the held-out score of a checkpoint that was saved before its evaluation ended."""
-    self._checkpoints.note_score(updates, score)
-
-  def after(
-      self, updates: int, state: State, pipeline: pipelines.Pipeline, score: float | None = None
-  ) -> None:
-    """Reports a save that failed; begins the next one where it is due.
-
-    Choice: a held-out `score` makes no checkpoint due, because a large state takes long to write.
-    The best checkpoint is chosen among those that are due and have a score.
-    """
-    self._checkpoints.check()
-    if self._every and updates % self._every == 0:
-      self.last(updates, state, pipeline, score=score)
-
-  def last(
-      self,
-      updates: int,
-      state: State,
-      pipeline: pipelines.Pipeline,
-      unfinished: Mapping[str, float] | None = None,
-      score: float | None = None,
-  ) -> None:
-    """Saves the state after `updates`, and the batches ahead.
-
-    `unfinished` are the metrics of an update whose evaluation is left to the resumed run.
-
-    Choice: does not wait for batches that are still to be sampled, at a stop or otherwise. Saves
-    the parameters that are to sample them, which the resumed run does. So it gives the same numbers
-    as an undisturbed one. This also holds at the end of a run, whose `updates` may be raised later.
-    Where a learning rate has a schedule, that needs config.train.schedule_updates.
-    """
-    self._save(updates, state, pipeline.contents(), unfinished, score)
-
-  def _save(self, updates, state, ahead, unfinished=None, score=None):
     copies: dict[int, Any] = {}  # by identity: the first batches of a run share one
     sampled, unsampled = [], []
     for batch in ahead:
@@ -288,11 +236,36 @@ class Saves:
       copies[id(batch.params)] = batch.params
       number = list(copies).index(id(batch.params))
       unsampled.append({'number': batch.number, 'staleness': batch.staleness, 'copy': number})
-    progress = {'passed_over': self.position.passed_over, 'sampled': sampled}
-    progress['unsampled'] = unsampled
-    if unfinished is not None:
-      progress['unfinished'] = {name: np.asarray(x).item() for name, x in unfinished.items()}
-    self._checkpoints.save(updates, state, progress, score, list(copies.values()))
+    record: dict[str, Any] = {
+        'passed_over': progress.passed_over,
+        'sampled': sampled,
+        'unsampled': unsampled,
+    }
+    if progress.unfinished is not None:
+      record['unfinished'] = {name: np.asarray(x).item() for name, x in progress.unfinished.items()}
+    self._checkpoints.save(progress.updates, state, record, progress.score, list(copies.values()))
+
+  def save_on_error(self, error: Exception, progress: Progress, state: Any) -> None:
+    """Saves the state after an error, if it is whole and a resumed run can write its metrics.
+
+    Choice: drops batches that were sampled ahead, which may hold what failed. They are sampled
+    again. All processes have to save together. They all raise a RunError, but not all of them any
+    other error, for example of a plug-in.
+    """
+    is_resumable = progress.logged == progress.updates or progress.unfinished is not None
+    is_shared = isinstance(error, RunError) or jax.process_count() == 1
+    is_whole = not any(x.is_deleted() for x in jax.tree.leaves(state))  # else: donated
+    if progress.updates and is_resumable and is_shared and is_whole:
+      self.save(progress, state, ())
+      logging.warning('%s: saved after %d updates', type(error).__name__, progress.updates)
+
+  def note_score(self, updates: int, score: float | None) -> None:
+    """Notes the held-out score of a checkpoint that was saved before its evaluation ended."""
+    self._checkpoints.note_score(updates, score)
+
+  def check(self) -> None:
+    """Reports a save that has failed."""
+    self._checkpoints.check()
 
   def __enter__(self) -> 'Saves':
     self._checkpoints.__enter__()

@@ -36,25 +36,6 @@ class TrainState:
 
 
 @flax.struct.dataclass
-class TeamState:
-  """The states of roles that have parameters of their own."""
-
-  members: list[TrainState]  # in the order of the roles
-
-  @property
-  def actor(self) -> list[dict]:
-    """What is trained of each role's policy."""
-    return [state.actor for state in self.members]
-
-  def unskipped(self) -> 'TeamState':
-    """Returns the states as if no step before had been skipped."""
-    return TeamState([state.unskipped() for state in self.members])
-
-
-State = TrainState | TeamState  # of a run
-
-
-@flax.struct.dataclass
 class Frozen:
   """Parameters that no step changes, kept separately from the state.
 

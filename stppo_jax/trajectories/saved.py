@@ -138,7 +138,7 @@ class Replay:
           f'{path} has rows of the roles {sorted(set(roles))}, and the environment has '
           f'{list(self._roles)}: give batches that were sampled with this config.env.kind'
       )
-    num_episodes = len(batching.rows_by_episode(episodes, len(self._roles)))
+    num_episodes = len(batching.rows_by_episode(episodes))
     if num_episodes % self._mini_batch:
       raise types.UserError(
           f'{path} has {num_episodes} episodes, which config.train.mini_batch={self._mini_batch} '

@@ -24,9 +24,12 @@ from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import report
 from stppo_jax.rollout import engine
 from stppo_jax.training import checkpoint
+from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import loop
 from stppo_jax.training import packing
+from stppo_jax.training import run as run_lib
 from stppo_jax.training import state as train_state
+from stppo_jax.training import update as update_lib
 from stppo_jax.types import Episode
 from stppo_jax.types import Turn
 from tests.support import tiny_run
@@ -60,35 +63,31 @@ def write_knowledge(folder):
 
 
 def train(config, workdir, stop_requested=lambda: False, **options):
-  """`loop.train` with the policy of a few numbers; no report."""
-  with mock.patch.object(loop, 'setup', functools.partial(setup, **options)):
+  """`loop.start` with the policy of a few numbers; no report."""
+  with mock.patch.object(run_lib, 'setup', functools.partial(setup, **options)):
     with mock.patch.object(report, 'build', lambda workdir: workdir):
-      return loop.train(config, workdir, stop_requested)
+      return loop.start(config, workdir, stop_requested)
 
 
-class Learner:
-  """The loop's learner: the functions below, jitted, and a policy of a few numbers."""
-
-  def __init__(self, optimizer, mesh):
-    jit = lambda function, donate=(): jax.jit(function, donate_argnums=donate)
-    self.spec, self.mesh = types.SimpleNamespace(has_values=False), mesh
-    self.annotate = jit(annotate)
-    self.with_advantages = jit(with_advantages, 0)
-    self.update_step = jit(functools.partial(update_step, optimizer), 0)
-
-  def policy(self, actor):
-    return actor
-
-  def num_compilations(self):
-    return sum(f._cache_size() for f in (self.annotate, self.with_advantages, self.update_step))
+def compile_functions(optimizer):
+  """The functions below, jitted, in place of those of a real policy."""
+  jit = lambda function, donate=(): jax.jit(function, donate_argnums=donate)
+  return update_lib.Functions(
+      annotate=jit(annotate),
+      with_advantages=jit(with_advantages, 0),
+      update_step=jit(functools.partial(update_step, optimizer), 0),
+  )
 
 
 def setup(config, mesh=(1, 1, 1), slow_s=0.0):
-  """A loop.Run whose episodes take `slow_s` longer."""
+  """The parts of a run, whose episodes take `slow_s` longer."""
   mesh = sharding.make_mesh(*mesh, jax.devices()[: int(np.prod(mesh))])
   optimizer = optax.adam(1e-2)
   spec = types.SimpleNamespace(
-      variant=types.SimpleNamespace(kl_coef=0.1), actor_optimizer=optimizer, critic_optimizer=None
+      variant=types.SimpleNamespace(kl_coef=0.1),
+      actor_optimizer=optimizer,
+      critic_optimizer=None,
+      has_values=False,
   )
   actor = {'mlp': {'up': {'kernel': jnp.linspace(0, 1, 64).reshape(1, 8, 8)}}}
   state = train_state.create_sharded(spec, actor, None, mesh)
@@ -96,9 +95,13 @@ def setup(config, mesh=(1, 1, 1), slow_s=0.0):
   bins = packing.Bins(
       settings.mini_batch, settings.epochs, settings.micro_batch, settings.length_buckets, 0, rows
   )
-  named = components.resolve(config)
-  held_out = loop.held_out(config, named)
-  return loop.Run(config, Agent(slow_s), Learner(optimizer, mesh), state, bins, named, held_out)
+  functions = compile_functions(optimizer)
+  learner = learner_lib.Learner(spec, train_state.Frozen(), mesh, functions, bins)
+  learners = learner_lib.Learners(learner, state, config.seed)
+  resolved = components.resolve(config)
+  held_out = resolved.held_out_tasks()
+  tasks = resolved.load_tasks(config.data.train_split)
+  return run_lib.Parts(config, Agent(slow_s), learners, tasks, held_out)
 
 
 class Agent:
@@ -132,8 +135,8 @@ class Agent:
     return episodes
 
 
-def annotate(state, batch, steps):
-  del steps
+def annotate(state, frozen, batch, steps):
+  del frozen, steps
   old_logp = (batch.behaviour_logp + jnp.sin(_total(state)) * 0.1) * batch.action_mask
   return batch.replace(old_logp=old_logp), {
       'rollout_corr/kl': jnp.mean(batch.behaviour_logp - old_logp)
@@ -145,7 +148,8 @@ def with_advantages(state, batch):
   return state, batch.replace(advantages=batch.rewards - 0.3), {'actor/kl_coef': state.kl_coef}
 
 
-def update_step(optimizer, state, batch, step):
+def update_step(optimizer, state, frozen, batch, step):
+  del frozen
   batch = jax.tree.map(lambda x: x[step.rows], batch)
 
   def loss(actor):
@@ -174,7 +178,7 @@ def state_after(config, workdir, updates, **options):
   """The checkpointed state, on the host."""
   started = setup(config, **options)
   with checkpoint.Checkpoints(workdir) as checkpoints:
-    return jax.device_get(checkpoints.restore(updates, started.state))
+    return jax.device_get(checkpoints.restore(updates, started.learners.state))
 
 
 def comparable_metrics(workdir):
@@ -229,7 +233,7 @@ def command(folder, workdir, stderr, overrides, slow_s=0.01):
     return checksums(path)
 
   with mock.patch.object(checkpoint, '_checksums', slow_checksums):
-    with mock.patch.object(loop, 'setup', functools.partial(setup, slow_s=slow_s)):
+    with mock.patch.object(run_lib, 'setup', functools.partial(setup, slow_s=slow_s)):
       sys.exit(
           entry._main(
               entry._parse(['run.py', f'--config={experiment}', f'--workdir={workdir}', *overrides])

@@ -1,0 +1,422 @@
+"""A run: its parts, assembled from the config, and what happens around each update.
+
+`check` and `setup` find a user's mistakes before anything is computed. A `Run` samples, measures,
+evaluates, logs and saves for `loop.train`.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+import contextlib
+import dataclasses
+import functools
+import math
+import threading
+import time
+
+from absl import logging
+import jax
+
+from stppo_jax import components
+from stppo_jax import config as schema
+from stppo_jax import tasks as tasks_lib
+from stppo_jax import types
+from stppo_jax import validation
+from stppo_jax.algorithms import variants
+from stppo_jax.distributed import determinism
+from stppo_jax.distributed import hosts
+from stppo_jax.envs import protocol
+from stppo_jax.evaluation import scores as scores_lib
+from stppo_jax.models import sharding
+from stppo_jax.monitoring import episodes as episodes_lib
+from stppo_jax.monitoring import journal as journal_lib
+from stppo_jax.monitoring import timing as timing_lib
+from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import pipeline as pipeline_lib
+from stppo_jax.rollout import prepare
+from stppo_jax.training import checkpoint
+from stppo_jax.training import learner as learner_lib
+from stppo_jax.training import recovery
+from stppo_jax.trajectories import saved
+
+
+@dataclasses.dataclass
+class Parts:
+  """The parts of a run, made from its config by `setup`."""
+
+  config: schema.Config
+  agent: agent_lib.Agent
+  learners: learner_lib.Learners
+  tasks: list[types.Task]  # to train on
+  held_out: list[types.Task]
+
+
+def check(config: schema.Config) -> variants.Variant:
+  """Checks what can be checked before the work folder is claimed; returns the objective."""
+  validation.validate(config)
+  if config.train.deterministic:
+    determinism.enable()
+  variant = learner_lib.make_variant(config)
+  env = components.resolve(config).env
+  _check_staleness(config)
+  if config.rollout.replay:
+    hosts.by_writer(saved.check_has, config.rollout.replay, config.train.updates)
+    if config.train.updates:
+      read_batch = _make_replay(config, variant, env)
+      read_batch(1)
+  hosts.require_same('config', dataclasses.asdict(config))
+  return variant
+
+
+def _check_staleness(config):
+  """Refuses to sample in a thread where programs of two threads may block each other.
+
+  Choice: several simulated devices on a CPU are allowed. XLA matches a collective's devices by its
+  program run, in any order, if it has enough threads. Each device that waits in a collective keeps
+  one, so the command and the tests set NPROC=64. A program that calls `loop.start` on simulated
+  devices must do so too. An accelerator has one queue per device. Two threads may fill two queues
+  in different orders, and then each device waits for the other one forever.
+  """
+  staleness = config.pipeline.staleness
+  if not staleness or config.rollout.replay:
+    return
+  to_zero = 'set --config.pipeline.staleness=0'
+  if jax.process_count() > 1:
+    raise types.UserError(
+        f'config.pipeline.staleness={staleness} samples in a thread, and several '
+        f'processes would not start their programs in one order: {to_zero}'
+    )
+  mesh = sharding.mesh_of(config.mesh)
+  platform = mesh.devices.flat[0].platform
+  if mesh.size > 1 and platform != 'cpu':
+    raise types.UserError(
+        f'config.pipeline.staleness={staleness} samples in a thread, and on {mesh.size} devices '
+        f'({platform}) its collectives and those of training may wait for each other forever: '
+        f'{to_zero}, or let the process see one device'
+    )
+
+
+def setup(config: schema.Config) -> Parts:
+  """Loads tasks, tokenizer, retriever and models, and lays out the state. Compiles nothing.
+
+  What a user may have got wrong is checked before the weights are loaded.
+  """
+  resolved = components.resolve(config)
+  held_out = resolved.held_out_tasks()
+  tasks = resolved.load_tasks(config.data.train_split)
+  prepared = prepare.prepare(config)
+  prepare.check_prompts(config, prepared, tasks)
+  prepare.check_prompts(config, prepared, held_out)
+  tasks_lib.warn_of_overlap(tasks, held_out)
+  learners = learner_lib.build(config, prepared.env.roles, prepared.tokenizer.pad_id)
+  learner = learners.learner
+  agent = components.make_agent(config, learner.spec.actor, learner.mesh, prepared)
+  return Parts(config, agent, learners, tasks, held_out)
+
+
+def make_batches(
+    config: schema.Config,
+    agent: agent_lib.Agent,
+    policy: Callable,
+    tasks: list[types.Task],
+    stop_requested: Callable[[], bool],
+) -> pipeline_lib.Batches:
+  """Makes the batches of a run: its tasks, and how they are played."""
+  group_size = config.rollout.group_size
+  if hasattr(agent.retriever, 'give_up'):
+    agent.retriever.give_up = stop_requested
+  return pipeline_lib.Batches(
+      agent,
+      policy,
+      tasks_lib.TaskStream(tasks, config.train.episodes // group_size, config.seed),
+      group_size,
+      config.seed,
+      config.retriever.max_failed_share,
+      config.retriever.max_outage_s,
+      functools.partial(pipeline_lib.pause, stop_requested=stop_requested),
+      give_up=stop_requested,
+      max_num_gen_batches=config.rollout.max_num_gen_batches,
+      max_failed=config.rollout.max_failed,
+      num_roles=agent.env.num_roles,
+  )
+
+
+def _make_replay(
+    config: schema.Config, variant: variants.Variant, env: protocol.Kind
+) -> saved.Replay:
+  """Makes the reader of the batches of config.rollout.replay."""
+  return saved.Replay(
+      config.rollout.replay,
+      prepare.load_tokenizer(config),
+      config.train.mini_batch,
+      config.train.length_buckets[-1],
+      variant.needs_groups,
+      env.roles,
+      config.rollout.routing_replay == 'sampling',
+  )
+
+
+@contextlib.contextmanager
+def opened(
+    parts: Parts,
+    workdir: str,
+    stop_requested: Callable[[], bool] = lambda: False,
+    profile: int = 0,
+    last_batch: int | None = None,
+) -> Iterator['Run']:
+  """Context manager; yields the run in `workdir`, from its newest checkpoint on.
+
+  After a rollback the batches up to `last_batch` are skipped.
+  """
+  config, learners = parts.config, parts.learners
+  _log_start(parts)
+  over = threading.Event()  # ends a batch that is sampled ahead and that this run will not need
+  give_up = lambda: over.is_set() or stop_requested()
+  batches = make_batches(config, parts.agent, learners.policy, parts.tasks, give_up)
+  with contextlib.ExitStack() as resources:
+    saves = resources.enter_context(recovery.Saves(workdir, config.train, learners.num_bytes))
+    progress, ahead = saves.resume(learners, batches, last_batch)
+    first = progress.updates
+    journal = resources.enter_context(
+        journal_lib.Journal(
+            workdir,
+            dataclasses.asdict(config),
+            first,
+            parts.agent.env.core_metrics,
+            progress.unfinished is not None,
+        )
+    )
+    pipeline = resources.enter_context(_make_pipeline(parts, batches, ahead))
+    del ahead  # the pipeline frees the parameters in it, once they have sampled
+    resources.callback(over.set)
+    before_update = resources.enter_context(
+        timing_lib.of_updates(f'{workdir}/profile', profile, first, config.train.updates)
+    )
+    yield Run(parts, batches, pipeline, saves, journal, progress, stop_requested, before_update)
+
+
+def _log_start(parts):
+  config, mesh = parts.config, parts.learners.learner.mesh
+  logging.info(
+      '%s: %s, %d x %s as %s; %d tasks to train on, %d held out',
+      config.name,
+      config.algorithm.variant,
+      mesh.size,
+      hosts.device_kind(),
+      dict(mesh.shape),
+      len(parts.tasks),
+      len(parts.held_out),
+  )
+
+
+def _make_pipeline(parts, batches, ahead):
+  """Makes the pipeline that samples the batches, or that reads those of config.rollout.replay."""
+  config = parts.config
+  if not config.rollout.replay:
+    return pipeline_lib.Pipeline(batches.sample, config.pipeline.staleness, ahead, batches.copy)
+  logging.info('nothing is sampled to train on: batches are those of %s', config.rollout.replay)
+  replay = _make_replay(config, parts.learners.learner.spec.variant, parts.agent.env)
+
+  def read(unused_params, number, unused_staleness):
+    try:
+      return replay(number)
+    except types.UserError as error:  # the updates before are kept
+      raise types.RunError(str(error)) from error
+
+  return pipeline_lib.Pipeline(read, 0)
+
+
+class Run:
+  """What happens around each update of `loop.train`.
+
+  Attributes:
+    config: the settings.
+    learners: the policies that are trained, with their states.
+    timing: seconds of each phase of the update in progress.
+  """
+
+  def __init__(
+      self,
+      parts: Parts,
+      batches: pipeline_lib.Batches,
+      pipeline: pipeline_lib.Pipeline,
+      saves: recovery.Saves,
+      journal: journal_lib.Journal,
+      progress: recovery.Progress,
+      stop_requested: Callable[[], bool],
+      before_update: Callable[[int], None],
+  ):
+    self.config = parts.config
+    self.learners = parts.learners
+    self.timing = timing_lib.Timing()
+    self._agent = parts.agent
+    self._held_out = parts.held_out
+    self._batches = batches
+    self._pipeline = pipeline
+    self._saves = saves
+    self._journal = journal
+    self._progress = progress
+    self._stop_requested = stop_requested
+    self._before_update = before_update
+    self._first = progress.updates
+    self._is_stopped = False
+    self._records = episodes_lib.Records()  # of the newest update
+    self._scores: dict[str, float] = {}  # of the last evaluation
+
+  def remaining_updates(self) -> Iterator[int]:
+    """Yields the numbers of the updates to come, until a process is asked to stop."""
+    progress = self._progress
+    while not self._is_stopped and progress.updates < self.config.train.updates:
+      if any(hosts.share(self._stop_requested())):
+        return
+      self._before_update(progress.updates)
+      yield progress.updates + 1
+
+  @contextlib.contextmanager
+  def guard(self) -> Iterator[None]:
+    """Context manager of an update: a stop ends the loop; at an error the state is saved first."""
+    self.timing = timing_lib.Timing()
+    try:
+      with jax.profiler.TraceAnnotation('step'):
+        yield
+    except types.Stopped:
+      self._is_stopped = True
+    except (recovery.Stuck, checkpoint.SaveError):
+      raise
+    except Exception as error:
+      self._saves.save_on_error(error, self._progress, self.learners.state)
+      raise
+
+  def begin(self) -> None:
+    """Evaluates the untrained policy, or repeats the evaluation that a stop has interrupted."""
+    n, unfinished = self._progress.updates, self._progress.unfinished
+    if n == 0:
+      self._journal.write(0, self.evaluate(0, {}))
+    elif unfinished is not None:
+      metrics = self.evaluate(n, unfinished)
+      self._saves.note_score(n, self._progress.score)
+      self._records = episodes_lib.Records()
+      self.log(n, metrics)
+
+  def sample(self, n: int) -> pipeline_lib.Sampled:
+    """Returns the batch of update n: tasks, and the episodes that the agent played on them.
+
+    Choice: a rollback passes over batches, so the number of a batch is not always n.
+    """
+    with self.timing('wait'):
+      return self._pipeline.take(self.learners.actor, n + self._progress.passed_over)
+
+  def measure(
+      self, n: int, sampled: pipeline_lib.Sampled, learned: learner_lib.Learned
+  ) -> dict[str, float]:
+    """Returns the metrics of update n, which the state holds from now on; writes its episodes."""
+    self._progress.updates, self._progress.score = n, None
+    with self.timing('records'):
+      metrics = learned.summarize()
+      self._records = self._make_records(n, sampled, learned, metrics['actor/skipped'])
+    self._journal.record('train', n, self._records)
+    step_s = sum(self.timing.values())
+    learner = self.learners.learner
+    tokens_per_s = learned.num_tokens / step_s
+    compiled = self._agent.sampler.compiled_variants().values()
+    return (
+        metrics
+        | sampled.measured
+        | self.timing.metrics()
+        | {
+            'timing_s/step': step_s,
+            'pipeline/staleness': sampled.staleness,
+            'perf/throughput': tokens_per_s / learner.mesh.size,  # per device, as verl
+            'perf/padding': learner.bins.padding(learned.steps),
+            'perf/compilations': learner.functions.num_compilations() + sum(compiled),
+            'perf/failed_saves': self._saves.num_failed,
+        }
+    )
+
+  def _make_records(self, n, sampled, learned, skipped):
+    """Returns the records of the episodes, token by token, if they are to be written."""
+    log = self.config.log
+    is_wanted = log.episodes and n % log.episodes_every == 0
+    if not is_wanted and skipped < self.config.train.max_nonfinite:
+      return episodes_lib.Records()
+    has_values, tokenizer = self.learners.learner.spec.has_values, self._agent.tokenizer
+    parts = []
+    for part in learned.parts:
+      rows = dataclasses.replace(sampled, episodes=part.episodes)
+      parts.append(episodes_lib.update_records(rows, tokenizer, part.batch, part.seen, n, has_values))
+    return episodes_lib.joined(parts)
+
+  def evaluation_is_due(self, n: int) -> bool:
+    """Whether the policy is evaluated after update n."""
+    every = self.config.eval.every
+    return n == self.config.train.updates or bool(every and n % every == 0)
+
+  def evaluate(self, n: int, metrics: dict[str, float]) -> dict[str, float]:
+    """Returns the metrics of update n with the greedy scores after it, and writes the episodes.
+
+    Raises Stopped when a stop is requested. Waits for a retriever that fails, as sampling does.
+    """
+    self._progress.unfinished = metrics
+    started = time.perf_counter()
+    with self._pipeline.idle():
+      scores, episodes = scores_lib.evaluate(
+          self._agent,
+          self.learners.policy(self.learners.actor),
+          self._held_out,
+          seed=self.config.seed,
+          give_up=self._stop_requested,
+          until_answered=lambda play: self._batches.until_answered(play)[0],
+      )
+    pipeline_lib.check_environment(episodes, self.config.rollout.max_failed)
+    self._journal.evaluated(n, scores, episodes, self._agent.tokenizer)
+    self._scores = scores | {'timing_s/testing': time.perf_counter() - started}
+    self._progress.unfinished = None
+    self._progress.score = self._journal.main_score(scores)
+    return metrics | self._scores
+
+  def log(self, n: int, metrics: dict[str, float]) -> None:
+    """Writes the metrics of update n. Raises an error if it was not finite or is unhealthy."""
+    alarms = self._journal.updated(n, metrics)
+    self._progress.logged = n
+    self._check_finite(n, metrics)
+    self._journal.warn(n, alarms, self._records)
+
+  def _check_finite(self, n, metrics):
+    """Raises Stuck if parameters are not finite, or if too many steps in a row were skipped."""
+    number = n + self._progress.passed_over
+    for name in ('stppo/step_norm', 'critic/step_norm'):
+      if not math.isfinite(metrics.get(name, 0.0)):
+        raise recovery.Stuck(f'update {n} left parameters that are not finite ({name})', number)
+    skipped = metrics['actor/skipped']
+    if skipped < self.config.train.max_nonfinite:
+      return
+    path, cause = self._journal.dump(n, self._records), 'gradients or losses were not finite'
+    divisor, norm = metrics.get('stppo/divisor', 1.0), metrics.get('stppo/grad_norm', math.nan)
+    if math.isfinite(norm) and not math.isfinite(divisor):
+      name = self.learners.learner.spec.variant.described()['divisor']
+      cause = f'the divisor {name!r} gave no positive number, so nothing was applied'
+    raise recovery.Stuck(
+        f'{cause} in {skipped} optimizer steps in a row, up to update {n}: their episodes are in '
+        f'{path}',
+        number,
+    )
+
+  def save(self, n: int) -> None:
+    """Reports a save that failed, and begins the next one if it is due after update n.
+
+    Choice: an evaluation makes no checkpoint due, because a large state takes long to write. The
+    best checkpoint is chosen among those that are due and have a score.
+    """
+    self._saves.check()
+    every = self.config.train.checkpoint_every
+    if every and n % every == 0:
+      self._save()
+
+  def finish(self) -> dict[str, float]:
+    """Saves the state of the last update, and returns the scores of the last evaluation."""
+    if self._progress.updates > self._first:
+      self._save()
+    self._journal.finished(self._progress.updates)
+    return self._scores
+
+  def _save(self):
+    self._saves.save(self._progress, self.learners.state, self._pipeline.contents())
