@@ -359,13 +359,8 @@ class RunTest(absltest.TestCase):
     }
     config = loop_test.make_config(**values)
     with self.assertRaisesRegex(UserError, r'^[^\n]*no checkpoint to export[^\n]*--config[^\n]*$'):
-<<<<<<< HEAD
       policy_lib.export(config, self.workdir)
-    loop.train(config, self.workdir)
-=======
-      results.export(config, self.workdir)
     loop.start(config, self.workdir)
->>>>>>> 5349de4 (Training: the loop in one function, a run behind it, a learner per role; checkpoints without names of Orbax's barriers)
     rows = metrics_lib.read_metrics(self.workdir)
 
     with self.subTest('the reference is the policy before training'):
@@ -404,13 +399,8 @@ class RunTest(absltest.TestCase):
 
     with self.subTest('the export computes what base and adapters do'):
       with tiny_run.reading_policies_alone():
-<<<<<<< HEAD
         folder = policy_lib.export(config, self.workdir)
-      run = loop.setup(config)
-=======
-        folder = results.export(config, self.workdir)
       learner = run_lib.setup(config).learners.learner
->>>>>>> 5349de4 (Training: the loop in one function, a run behind it, a learner per role; checkpoints without names of Orbax's barriers)
       state = loop_test.state_after(config, self.workdir, 3)
       exported, params = convert.load_hf(folder)
       tokens = jax.random.randint(jax.random.key(0), (2, 20), 0, exported.vocab_size)

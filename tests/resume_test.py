@@ -19,12 +19,8 @@ import chex
 import jax
 import numpy as np
 
-<<<<<<< HEAD
 from stppo_jax.evaluation import sample
-=======
-from stppo_jax.evaluation import policy as results
 from stppo_jax.models import sharding
->>>>>>> 5349de4 (Training: the loop in one function, a run behind it, a learner per role; checkpoints without names of Orbax's barriers)
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import pipeline as pipelines
 from stppo_jax.rollout import prepare

@@ -173,13 +173,8 @@ class ReplayTest(parameterized.TestCase):
     never = lambda: False
     no_optimizer = mock.patch.object(train_state, 'create', side_effect=AssertionError('state'))
     with no_optimizer:
-<<<<<<< HEAD
       untrained = sample_lib.sample(config, workdir, 1, never)
-    loop.train(config, workdir)
-=======
-      untrained = results.sample(config, workdir, 1, never)
     loop.start(config, workdir)
->>>>>>> 5349de4 (Training: the loop in one function, a run behind it, a learner per role; checkpoints without names of Orbax's barriers)
     trained_on = lines(os.path.join(workdir, 'episodes', 'train_000001.jsonl'))
     names = ('task', 'group', 'tokens', 'turn_ids', 'behaviour_logp', 'rewards')
     chosen = lambda records: sorted([record[name] for name in names] for record in records)

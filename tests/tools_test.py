@@ -290,16 +290,10 @@ class RunTest(absltest.TestCase):
     config = tiny_run.make_config(folder)
     config.env = schema.Env(kind='tools', tools=('calculator', 'search'), max_searches=2)
     config.env.options = {'form': 'tags', 'instructions': ''}
-<<<<<<< HEAD
     config.rollout.max_prompt, config.rollout.max_total = 256, 384
     config.train.length_buckets = (384,)
     config.train.updates = 1
-    loop.train(config, os.path.join(folder, 'run'))
-=======
-    config.rollout.max_prompt, config.rollout.max_total = 256, 512
-    config.train.length_buckets = (512,)
     loop.start(config, os.path.join(folder, 'run'))
->>>>>>> 5349de4 (Training: the loop in one function, a run behind it, a learner per role; checkpoints without names of Orbax's barriers)
     rows = metrics_lib.read_metrics(os.path.join(folder, 'run'))
     names = ('calls', 'malformed', 'failed', 'timed_out')
     wanted = {f'env/tools/{name}/mean' for name in names}

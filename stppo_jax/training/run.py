@@ -24,7 +24,7 @@ from stppo_jax import validation
 from stppo_jax.algorithms import variants
 from stppo_jax.distributed import determinism
 from stppo_jax.distributed import hosts
-from stppo_jax.envs import protocol
+from stppo_jax.envs import factory
 from stppo_jax.evaluation import scores as scores_lib
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import episodes as episodes_lib
@@ -141,7 +141,7 @@ def make_batches(
 
 
 def _make_replay(
-    config: schema.Config, variant: variants.Variant, env: protocol.Kind
+    config: schema.Config, variant: variants.Variant, env: factory.EnvFactory
 ) -> saved.Replay:
   """Makes the reader of the batches of config.rollout.replay."""
   return saved.Replay(
@@ -342,7 +342,9 @@ class Run:
     parts = []
     for part in learned.parts:
       rows = dataclasses.replace(sampled, episodes=part.episodes)
-      parts.append(episodes_lib.update_records(rows, tokenizer, part.batch, part.seen, n, has_values))
+      parts.append(
+          episodes_lib.update_records(rows, tokenizer, part.batch, part.seen, n, has_values)
+      )
     return episodes_lib.joined(parts)
 
   def evaluation_is_due(self, n: int) -> bool:
