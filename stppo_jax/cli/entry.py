@@ -163,7 +163,7 @@ def _import_atif(config: schema.Config, workdir: str) -> None:
   from stppo_jax.rollout import prepare
   from stppo_jax.trajectories import atif_reader
 
-  reader = atif_reader.Reader(
+  reader = atif_reader.AtifReader(
       prepare.load_tokenizer(config),
       config.serve.tool_form,
       config.rollout.max_observation,
