@@ -55,7 +55,7 @@ def measure(rows: int) -> dict[str, float]:
   def decode():
     context = jax.block_until_ready(sampler.empty(rows, SLOTS))
     started = time.perf_counter()
-    call = sampler_lib.Rows(zeros + 1, keys, zeros, zeros + STEPS)
+    call = sampler_lib.DecodeRows(zeros + 1, keys, zeros, zeros + STEPS)
     jax.block_until_ready(sampler.decode(params, context, call, STEPS, rows + 1))
     return (time.perf_counter() - started) / STEPS
 

@@ -87,7 +87,7 @@ class ToTurnBatchTest(parameterized.TestCase):
     batch = batching.to_turn_batch([make_episode(turns=(), failed=True)], (2,))
     self.assertFalse(np.asarray(batch.action_mask).any())
 
-  @hypothesis.settings(deadline=None, max_examples=50)
+  @hypothesis.settings(deadline=None, max_examples=20)
   @hypothesis.given(
       st.lists(
           st.tuples(
@@ -105,7 +105,7 @@ class ToTurnBatchTest(parameterized.TestCase):
           max_size=4,
       )
   )
-  def test_what_was_sampled_is_what_is_trained_on(self, rows):
+  def test_sampled_tokens_are_trained_tokens(self, rows):
     episodes = [make_episode(prompt, turns, group=i) for i, (prompt, turns) in enumerate(rows)]
     batch = batching.to_turn_batch(episodes, (16, 64), rows=4)
     for b, (prompt, turns) in enumerate(rows):

@@ -117,35 +117,31 @@ class EngineTest(parameterized.TestCase):
     np.testing.assert_allclose(found, np.where(found != 0, want, 0), atol=2e-5)
     self.assertGreater((found != 0).sum(), 200)
 
-  @parameterized.product(threads=(0, 1, 4), seed=(0, 1))
-  def test_shuffled_arrivals_and_slow_retrievers(self, threads, seed):
+  @parameterized.parameters(0, 4)
+  def test_order_and_delays_change_no_bit(self, threads):
     """The same bits, log-probs too: with one slot bucket every call has the same shapes."""
-    rng = random.Random(seed)
-    order = np.random.default_rng(seed).permutation(23)
+    rng = random.Random(0)
+    order = np.random.default_rng(0).permutation(23)
     delay = (lambda: time.sleep(rng.uniform(0, 0.02))) if threads else (lambda: None)
     got, _, _ = play([self.sequences[i] for i in order], self.keys[order], None, threads, delay)
     self.assertEqual(got, [self.want[i] for i in order])
 
-  @parameterized.parameters(dict(groups=1), dict(groups=3), dict(groups=8))
-  def test_the_number_of_rows_changes_nothing(self, **settings):
+  @parameterized.parameters(dict(groups=1), dict(groups=8))
+  def test_number_of_groups_changes_no_bit(self, **settings):
     got, _, _ = play(self.sequences, self.keys, make_sampler(**settings))
     self.assertEqual(got, self.want)
 
   @parameterized.parameters(
-      dict(width=3),
-      dict(prefill_rows=4),
-      dict(prefill_rows=4, groups=1),
-      dict(chunk_buckets=(5,)),
-      dict(slot_buckets=(48, SLOTS)),
+      dict(prefill_rows=4, groups=1), dict(width=3, chunk_buckets=(5,), slot_buckets=(48, SLOTS))
   )
-  def test_other_shapes_change_the_last_digits_only(self, **settings):
+  def test_shapes_change_last_digits_only(self, **settings):
     got, _, _ = play(self.sequences, self.keys, make_sampler(**settings))
     for mine, others in zip(self.want, got):
       self.assertEqual([tokens for tokens, _ in mine], [tokens for tokens, _ in others])
       for (_, a), (_, b) in zip(mine, others):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
-  def test_a_reused_row_is_as_a_fresh_one(self):
+  def test_reused_row_equals_fresh_row(self):
     """Plays all sequences in one row, short ones after long ones, and each alone."""
     order = sorted(range(23), key=lambda i: -sum(map(len, self.sequences[i][1])))
     got, _, _ = play(
@@ -156,7 +152,7 @@ class EngineTest(parameterized.TestCase):
       alone, _, _ = play([self.sequences[i]], self.keys[i : i + 1])
       self.assertEqual(alone[0], self.want[i])
 
-  def test_without_threads_the_schedule_does_not_depend_on_timing(self):
+  def test_schedule_without_threads_ignores_timing(self):
     """The calls to the device are the same, one by one, as many hosts require."""
 
     def calls_of(delay):
@@ -174,7 +170,7 @@ class EngineTest(parameterized.TestCase):
     self.assertGreater(len(first[0]), 20)
     self.assertEqual(first, second)
 
-  @parameterized.parameters(dict(groups=2), dict(groups=1), dict(groups=1, prefill_rows=4))
+  @parameterized.parameters(dict(groups=2), dict(groups=1, prefill_rows=4))
   def test_equal_prompts_are_prefilled_once(self, **settings):
     groups = make_sequences(4, seed=5)
     groups = [([*prompt, i], rest) for i, (prompt, rest) in enumerate(groups)]  # none alike
@@ -191,7 +187,7 @@ class EngineTest(parameterized.TestCase):
     self.assertEqual(report.shared_tokens, 0 if in_place else 4 * prompts)
     self.assertEqual(report.prefill_tokens, observed + (5 * prompts if in_place else prompts))
 
-  def test_a_prefill_of_all_rows_waits_for_some_to_be_ready(self):
+  def test_prefill_in_place_waits_for_ready_rows(self):
     sampler, prefills, ready = make_sampler(groups=1, width=16, prefill_rows=16, rows=16), [], []
     prefill, in_place = sampler._prefill, engine._Engine._prefill_in_place
 
@@ -212,7 +208,7 @@ class EngineTest(parameterized.TestCase):
     self.assertEqual(tokens(got), tokens(self.want))
     self.assertTrue(any(0 < few < 4 and decoding for few, decoding in ready))
 
-  def test_rows_move_to_the_groups_that_are_left(self):
+  def test_last_rows_move_into_one_group(self):
     """At the end the last rows share a group, which takes fewer steps than if they stayed."""
     sequences = [([1 + i % 20, 2], [[5, 6]] * (0 if i % 4 else 6)) for i in range(16)]
     keys = jax.random.split(jax.random.key(3), 16)
@@ -224,7 +220,7 @@ class EngineTest(parameterized.TestCase):
     self.assertEqual(got, apart)
     self.assertLess(report.decode_steps, report_apart.decode_steps)
 
-  def test_other_rows_go_on_while_some_wait(self):
+  def test_other_rows_continue_while_some_wait(self):
     """The first response waits for the end of all others; without threads it would wait forever."""
     others, done = threading.Event(), collections.Counter()
     sequences = [([1, 2], [[3]])] + make_sequences(7, seed=8)
@@ -254,12 +250,12 @@ class EngineTest(parameterized.TestCase):
     )
     self.assertTrue(others.is_set())
 
-  def test_with_threads_the_group_that_is_done_first_goes_on(self):
+  def test_first_finished_group_continues_with_threads(self):
     """The first call is done only after a turn of the other group was answered."""
     answered, calls, block = threading.Event(), [], jax.block_until_ready
 
     def block_until_ready(result):
-      if isinstance(result, sampler_lib.Sampled):
+      if isinstance(result, sampler_lib.DecodeResult):
         calls.append(result)
         if len(calls) == 1:
           self.assertTrue(answered.wait(60))
@@ -269,7 +265,7 @@ class EngineTest(parameterized.TestCase):
       got, _, _ = play(self.sequences, self.keys, threads=1, delay=answered.set)
     self.assertEqual(got, self.want)
 
-  def test_turns_that_end_together_are_handed_over_together(self):
+  def test_turns_that_end_together_step_together(self):
     calls = []
     respond = lambda said: calls.append(len(said)) or [engine.Prompt((), 0)] * len(said)
     prompts = [engine.Prompt([1 + i], 1) for i in range(8)]
@@ -294,12 +290,7 @@ class EngineTest(parameterized.TestCase):
     self.assertEmpty(alive())
 
   def test_report(self):
-    shares = []
-    while len(shares) < 10 and max(shares, default=0) < 0.9:  # other processes may take their time
-      started = time.perf_counter()
-      _, report, _ = play(self.sequences, self.keys, delay=lambda: time.sleep(0.002))
-      shares.append(sum(report.seconds.values()) / (time.perf_counter() - started))
-    self.assertBetween(max(shares), 0.9, 1)
+    _, report, _ = play(self.sequences, self.keys, delay=lambda: time.sleep(0.002))
     self.assertGreater(report.seconds['env'], 0.02)
     self.assertEqual(report.sampled_tokens, sum(len(t) for turns in self.want for t, _ in turns))
     self.assertEqual(

@@ -88,7 +88,7 @@ def play(scripts, roles=ROLES, first=FIRST, groups=None, threads=0, limits=episo
       episode_test.make_params(),
       episode_test.make_tokenizer(),
       episode_lib.Rows(envs, tasks, groups, keys),
-      episode_lib.Rules(limits, roles=roles, threads=threads, core_metrics=('won',)),
+      episode_lib.EpisodeRules(limits, roles=roles, threads=threads, core_metrics=('won',)),
   )
   return episodes, envs
 
@@ -183,7 +183,7 @@ class PlayTest(parameterized.TestCase):
           episode_test.make_params(),
           episode_test.make_tokenizer(),
           episode_lib.Rows(envs, [types.Task(id=str(i))], [i], keys),
-          episode_lib.Rules(episode_test.LIMITS, roles=ROLES),
+          episode_lib.EpisodeRules(episode_test.LIMITS, roles=ROLES),
       )
       for one, other in zip(alone, together[2 * i : 2 * i + 2]):
         self.assertEqual(content(one)[:2], content(other)[:2])
@@ -213,7 +213,7 @@ class PlayTest(parameterized.TestCase):
       tasks = [types.Task(id=str(i)) for i in range(7)]
       keys = episode_lib.row_keys(jax.random.key(0), tasks)
       rows = episode_lib.Rows([ScriptedEnv(FIRST, SCRIPT) for _ in tasks], tasks, range(7), keys)
-      rules = episode_lib.Rules(episode_test.LIMITS, roles=ROLES)
+      rules = episode_lib.EpisodeRules(episode_test.LIMITS, roles=ROLES)
       return episode_lib.play(sampler, params, tokenizer, rows, rules)[0]
 
     episodes = play_with(params)

@@ -190,7 +190,7 @@ class TokensTest(parameterized.TestCase):
     _, turns = demonstrator.play(task, np.random.default_rng(0))
     spoken = [tokenizer.encode(turn) for turn, _ in turns]
     env = search.SearchEnv(task, demonstrator._retriever, config.env.max_searches, 1, 'search_r1')
-    limits = episode_loop.Limits(
+    limits = episode_loop.EpisodeLimits(
         config.rollout.max_prompt, config.rollout.max_turn, whole - 10, config.rollout.max_total
     )
     with mock.patch.object(engine, 'run', scripted(spoken)):
@@ -199,7 +199,7 @@ class TokensTest(parameterized.TestCase):
           None,
           tokenizer,
           episode_loop.Rows([env], [task], [0], jax.random.split(jax.random.key(0), 1)),
-          episode_loop.Rules(limits),
+          episode_loop.EpisodeRules(limits),
       )
     tokens, turn_ids, _ = episode.unroll()
     np.testing.assert_array_equal(row.tokens, tokens)

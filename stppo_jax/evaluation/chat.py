@@ -152,11 +152,11 @@ class ChatPlayer:
     (seed,) = episode_loop.episode_seeds(keys)
     key = np.asarray(jax.random.key_data(keys))[0]
     env = self._env(task, seed)
-    rules = episode_loop.Rules(self._limits, core_metrics=self._env.core_metrics)
-    episodes = episode_loop.seats(task, 0, 0, rules)
-    table = episode_loop.Table(episodes, self._framing, self._limits, strict=True)
-    _, prompt = table.give(*stepping.reset(env, seed))
-    (episode,) = episodes
+    core_metrics = self._env.core_metrics
+    rules = episode_loop.EpisodeRules(self._limits, core_metrics=core_metrics, strict=True)
+    state = episode_loop.EpisodeState(task, self._framing, rules)
+    _, prompt = state.observe(*stepping.reset(env, seed))
+    (episode,) = state.episodes
     ids: list[int] = []
     answer = None
     while prompt.budget > 0:
@@ -165,7 +165,7 @@ class ChatPlayer:
       ids += completion.tokens.tolist()
       text = episode_loop.action_text(self._tokenizer, completion.tokens)
       outcome = stepping.step(env, text)
-      _, prompt = table.record(0, completion, outcome)
+      _, prompt = state.record(0, completion, outcome)
       observation = self._tokenizer.decode(episode.turns[-1].observation)
       answer = _show(screen, text, outcome, observation)
     _show_end(screen, episode, answer, self._limits)

@@ -1,0 +1,11 @@
+"""The rollout: from tasks to episodes, and from episodes to a TurnBatch.
+
+pipeline.py   picks the tasks of a batch and samples batches ahead of training
+agent.py      makes an environment per task and plays them (prepare.py loads what it needs)
+episode.py    task -> prompt; turn and environment step -> next prompt; keeps each Episode
+engine.py     decides which sequences are prefilled and decoded together
+env_pool.py   steps environments while the device samples
+sampler.py    compiled prefill and decode; sampling.py draws one token per row
+layout.py     where the sampled copy of the policy lies on the devices
+batching.py   Episodes -> TurnBatch
+"""

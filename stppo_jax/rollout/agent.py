@@ -32,12 +32,12 @@ class Agent:
 
   config: Any  # the run's Config
   tokenizer: chat.Tokenizer
-  model: decoder.ModelConfig  # of the policy
+  model: decoder.ModelConfig  # the policy's shape
   env: factory.EnvFactory  # makes an environment per episode
   retriever: Any  # retrieval.protocol.Retriever, or None
   sampler: sampler_lib.Sampler  # at the training temperature
-  greedy: sampler_lib.Sampler  # of evaluation, with the same compiled programs
-  report: engine.Report | None = None  # of the newest `play`
+  greedy: sampler_lib.Sampler  # evaluation's; shares the compiled programs
+  report: engine.Report | None = None  # about the newest `play`
 
   def play(
       self,
@@ -50,27 +50,24 @@ class Agent:
   ) -> list[types.Episode]:
     """Plays one episode per task, `rows` at a time; keys [B] fix each episode's randomness.
 
-    Returns a row per task, or one per task and role, in their order.
+    Returns a row per task, or one per task and role, in their order. `params` are the policy's, or
+    a `Sampler.copy` of them, or a list with the parameters of each role. Raises Stopped after a
+    turn at which `give_up()` is true, and at the end, because a retriever that gives up at that
+    moment leaves failed episodes.
 
-    `params` are the policy's, or a `Sampler.copy` of them, which is made here otherwise. A list has
-    those of each role.
-    Raises Stopped after a turn at which `give_up()` is true, and at the end: a retriever that gives
-    up at that moment leaves failed episodes. Choice: on many hosts rows wait for the environments,
-    because all hosts must launch the same programs in the same order. The threads still step the
-    environments of a host together.
+    Choice: on many hosts rows wait for the environments, because all hosts must launch the same
+    programs in the same order. The threads still step the environments of a host together.
     """
     rollout = self.config.rollout
     groups = range(len(tasks)) if groups is None else groups
-    seeds = episode_loop.episode_seeds(keys)
-    envs = [  # samples of a seeded task play the same instance
-        self.env(task, seed if task.seed is None else task.seed) for task, seed in zip(tasks, seeds)
-    ]
+    seeds = episode_loop.reset_seeds(keys, tasks)
+    envs = [self.env(task, seed) for task, seed in zip(tasks, seeds)]
     step_all = hosts.split_steps(envs)
 
-    def step_envs(stepped, actions):
+    def step_envs(stepped, texts):
       if give_up is not None:
         hosts.end_if(give_up)
-      return step_all(stepped, actions)
+      return step_all(stepped, texts)
 
     map_all: Callable[..., Iterable] = map
     with contextlib.ExitStack() as resources:
@@ -79,22 +76,20 @@ class Agent:
         resources.callback(pool.shutdown, wait=False, cancel_futures=True)
         map_all = pool.map
         step_all = functools.partial(step_all, map_all=map_all)
-      episodes, self.report = episode_loop.play(
-          self.greedy if greedy else self.sampler,
-          self.sampler.copy(params),
-          self.tokenizer,
-          episode_loop.Rows(envs, tasks, groups, keys, seeds),
-          episode_loop.Rules(
-              prepare.limits(self.config),
-              frame=self.env.frame,
-              core_metrics=self.env.core_metrics,
-              roles=self.env.roles,
-              step_envs=step_envs,
-              map_resets=hosts.split_resets(map_all),
-              threads=rollout.threads if jax.process_count() == 1 else 0,
-              strict=rollout.max_failed == 0,
-          ),
+      rules = episode_loop.EpisodeRules(
+          prepare.limits(self.config),
+          frame=self.env.frame,
+          core_metrics=self.env.core_metrics,
+          roles=self.env.roles,
+          step_envs=step_envs,
+          map_resets=hosts.split_resets(map_all),
+          threads=rollout.threads if jax.process_count() == 1 else 0,
+          strict=rollout.max_failed == 0,
       )
+      sampler = self.greedy if greedy else self.sampler
+      rows = episode_loop.Rows(envs, tasks, groups, keys)
+      copy = self.sampler.copy(params)
+      episodes, self.report = episode_loop.play(sampler, copy, self.tokenizer, rows, rules)
     if give_up is not None:
       hosts.end_if(give_up)
     return episodes
@@ -112,8 +107,7 @@ def make_agent(
   stop_table = chat.stop_automaton(tokenizer.token_bytes, prepared.env.stop_strings)
   num_roles = prepared.env.num_roles
   sampler = make_sampler(config, model, stop_table, tokenizer.eos_ids, mesh, num_roles)
-  in_whole_groups = sampling.round_up(config.eval.rows, sampler.width)
-  own = config.model.role_parameters == 'own'
+  eval_rows = sampling.round_up(config.eval.rows, sampler.width) * num_roles
   return Agent(
       config=config,
       tokenizer=tokenizer,
@@ -121,7 +115,7 @@ def make_agent(
       env=prepared.env,
       retriever=prepared.retriever,
       sampler=sampler,
-      greedy=sampler.greedy((in_whole_groups if own else config.eval.rows) * num_roles),
+      greedy=sampler.greedy(eval_rows),
   )
 
 
@@ -139,28 +133,35 @@ def make_sampler(
   split can be moved: only those with something to prefill are computed. On a CPU
   their keys lie in tiles; keys of split rows do not, because reading from tiles goes row by row.
   """
-  rollout, rows = config.rollout, row_sharding(config, model, mesh)
-  platform = (jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform
-  tiled = platform == 'cpu' and rows is None
-  model = dataclasses.replace(
-      model, row_sharding=rows, cache_tile=decoder.CPU_CACHE_TILE if tiled else 0
-  )
-  buckets = rollout.slot_buckets or sampling.default_slot_buckets(rollout.max_total, platform)
+  rollout = config.rollout
+  rows = row_sharding(config, model, mesh)
+  device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+  is_tiled = device.platform == 'cpu' and rows is None
+  cache_tile = decoder.CPU_CACHE_TILE if is_tiled else 0
+  buckets = rollout.slot_buckets
+  if not buckets:
+    buckets = sampling.default_slot_buckets(rollout.max_total, device.platform)
   num_rows = num_roles * (rollout.rows or config.train.episodes)
   width = rollout.width
   if config.model.role_parameters == 'own':
-    width = min(width or num_rows, num_rows // num_roles)
-    num_rows = num_roles * sampling.round_up(-(-num_rows // num_roles), width)
-  sizes = sampling.Sizes(
-      rollout.max_total,
-      rows=num_rows,
-      width=width,
-      slot_buckets=buckets,
-      chunk_buckets=rollout.chunks,
+    rows_per_role = num_rows // num_roles
+    width = min(width or num_rows, rows_per_role)
+    num_rows = num_roles * sampling.round_up(rows_per_role, width)
+  return sampler_lib.Sampler(
+      dataclasses.replace(model, row_sharding=rows, cache_tile=cache_tile),
+      stop_table,
+      eos_ids,
+      sampling.Sizes(
+          rollout.max_total,
+          rows=num_rows,
+          width=width,
+          slot_buckets=buckets,
+          chunk_buckets=rollout.chunks,
+      ),
+      sampling.Distribution(rollout.temperature, rollout.top_k, rollout.top_p),
+      rows,
+      records_routes=rollout.routing_replay == 'sampling' and model.num_experts > 0,
   )
-  distribution = sampling.Distribution(rollout.temperature, rollout.top_k, rollout.top_p)
-  records_routes = rollout.routing_replay == 'sampling' and model.num_experts > 0
-  return sampler_lib.Sampler(model, stop_table, eos_ids, sizes, distribution, rows, records_routes)
 
 
 def row_sharding(

@@ -20,7 +20,7 @@ def to_turn_batch(
     length_buckets: Sequence[int],  # T is the smallest that holds the longest episode
     rows: int | None = None,  # B; None = len(episodes)
     pad_id: int = 0,
-    sharding: jax.sharding.Sharding | None = None,  # of the row axis; None = the default device
+    sharding: jax.sharding.Sharding | None = None,  # row axis; None: the default device
 ) -> types.TurnBatch:
   """Pads the episodes to one length and moves them to the device.
 
@@ -41,20 +41,26 @@ def to_turn_batch(
     )
   tokens = np.full((rows, length), pad_id, np.int32)
   turn_ids = np.zeros((rows, length), np.int32)
-  rewards, behaviour_logp = np.zeros((2, rows, length), np.float32)
-  fresh = max((episode.group for episode in episodes), default=-1) + 1
-  group_ids = np.arange(fresh, fresh + rows, dtype=np.int32)
+  rewards = np.zeros((rows, length), np.float32)
+  behaviour_logp = np.zeros((rows, length), np.float32)
+  first_unused = max((episode.group for episode in episodes), default=-1) + 1
+  group_ids = np.arange(first_unused, first_unused + rows, dtype=np.int32)
   truncated = np.zeros(rows, np.float32)
-  for b, (episode, (row_tokens, row_turn_ids, row_logp)) in enumerate(zip(episodes, unrolled)):
-    tokens[b, : len(row_tokens)] = row_tokens
-    if episode.failed or not row_turn_ids.any():
+  for b, (episode, unrolled_row) in enumerate(zip(episodes, unrolled)):
+    row_tokens, row_turn_ids, row_logp = unrolled_row
+    place = b, slice(len(row_tokens))
+    tokens[place] = row_tokens
+    if not trained_length(episode):
       continue
-    turn_ids[b, : len(row_tokens)] = row_turn_ids
-    behaviour_logp[b, : len(row_tokens)] = row_logp
-    for turn, end in zip(episode.turns, _turn_ends(row_turn_ids), strict=True):
-      rewards[b, end] = turn.reward
-    group_ids[b], truncated[b] = episode.group, episode.truncated
-  routes = _routes(episodes, (rows, length))
+    turn_ids[place] = row_turn_ids
+    behaviour_logp[place] = row_logp
+    group_ids[b] = episode.group
+    truncated[b] = episode.truncated
+    end = len(episode.prompt)
+    for turn in episode.turns:
+      end += len(turn.tokens)
+      rewards[b, end - 1] = turn.reward
+      end += len(turn.observation)
   empty = lambda: np.zeros((rows, length), np.float32)  # each its own: batches may be donated
   columns: dict[str, Any] = dict(  # NumPy arrays, until `put`
       tokens=tokens,
@@ -69,11 +75,14 @@ def to_turn_batch(
       group_ids=group_ids,
       behaviour_logp=behaviour_logp,
       truncated=truncated,
-      routes=routes,
+      routes=_routes(episodes, (rows, length)),
       roles=_role_columns(episodes, rows),
-      episode_ids=_episode_ids(episodes, rows),
-      score_offsets=_score_offsets(episodes, rows),
   )
+  if _have_segments(episodes):
+    padding = np.arange(-1, len(episodes) - rows - 1, -1)
+    numbers = [episode.number for episode in episodes]
+    columns['episode_ids'] = np.concatenate([numbers, padding]).astype(np.int32)
+    columns['score_offsets'] = _score_offsets(episodes, rows)
   return hosts.put(types.TurnBatch(**columns), sharding)
 
 
@@ -91,36 +100,27 @@ def _role_columns(episodes, rows):
   return columns
 
 
-def _episode_ids(episodes, rows):
-  """Returns the episode of each row [B] where programs played them, else None."""
-  if not _have_rows(episodes):
-    return None
-  padding = range(-1, len(episodes) - rows - 1, -1)
-  return np.array([*(episode.number for episode in episodes), *padding], np.int32)
-
-
-def _have_rows(episodes):
-  """Returns whether these are rows of episodes that may have several."""
+def _have_segments(episodes):
+  """Returns whether agent programs played the episodes, so that each may have several rows."""
   return all(episode.number is not None and not episode.role for episode in episodes)
 
 
 def _score_offsets(episodes, rows):
-  """Returns each episode's score less the rewards of its rows [B]; None where a row is an episode.
+  """Returns each episode's score less the rewards of its rows [B].
 
   Choice: the score of rows that were saved without one (version 0.7) is their mean, as it was then.
   """
-  if not _have_rows(episodes):
-    return None
-  earned: dict[int | None, list[float]] = {}
-  for episode in episodes:
-    if trained_length(episode):
-      earned.setdefault(episode.number, []).append(episode.score)
+  row_scores: dict[int | None, list[float]] = {}
+  trained = [(b, episode) for b, episode in enumerate(episodes) if trained_length(episode)]
+  for _, episode in trained:
+    row_scores.setdefault(episode.number, []).append(episode.score)
   offsets = np.zeros(rows, np.float32)
-  for b, episode in enumerate(episodes):
-    if trained_length(episode):
-      scores = earned[episode.number]
-      whole = episode.whole_score
-      offsets[b] = (sum(scores) / len(scores) if whole is None else whole) - sum(scores)
+  for b, episode in trained:
+    scores = row_scores[episode.number]
+    score = episode.whole_score
+    if score is None:
+      score = sum(scores) / len(scores)
+    offsets[b] = score - sum(scores)
   return offsets
 
 
@@ -131,16 +131,16 @@ def rows_by_episode(episodes: Sequence[types.Episode]) -> list[np.ndarray]:
   Rounds of sampling use a number again. Then a role's second row of that number is of another
   episode.
   """
-  rows: dict[Any, list[int]] = collections.defaultdict(list)
-  seen: collections.Counter[tuple[int, str]] = collections.Counter()
+  by_episode: dict[Any, list[int]] = collections.defaultdict(list)
+  repeats: collections.Counter[tuple[int, str]] = collections.Counter()
   for b, episode in enumerate(episodes):
     if episode.number is None:
-      rows['row', b].append(b)
+      by_episode['row', b].append(b)
       continue
     label = episode.number, episode.role
-    rows[episode.number, seen[label]].append(b)
-    seen[label] += bool(episode.role)
-  return [np.array(of_one, np.int32) for of_one in rows.values()]
+    by_episode[episode.number, repeats[label]].append(b)
+    repeats[label] += bool(episode.role)
+  return [np.array(rows, np.int32) for rows in by_episode.values()]
 
 
 def by_length(episodes: Sequence[types.Episode]) -> list[types.Episode]:
@@ -165,18 +165,13 @@ def trained_length(episode: types.Episode) -> int:
 
 def _routes(episodes, shape):
   """Returns the sampler's experts of each token [B,T,L,A], None where they were not recorded."""
-  recorded = [[turn.routes for turn in episode.turns] for episode in episodes]
-  first = next((routes for turns in recorded for routes in turns), None)
+  rows = [[turn.routes for turn in episode.turns] for episode in episodes]
+  first = next((routes for turns in rows for routes in turns), None)
   if first is None:
     return None
-  whole = np.zeros((*shape, *first.shape[1:]), first.dtype)
-  for b, turns in enumerate(recorded):
+  routes = np.zeros((*shape, *first.shape[1:]), first.dtype)
+  for b, turns in enumerate(rows):
     if turns:
       row = np.concatenate(turns)  # the observation after the last turn was never read
-      whole[b, : len(row)] = row
-  return whole
-
-
-def _turn_ends(turn_ids: np.ndarray) -> np.ndarray:
-  """Returns the columns of the last token of each turn."""
-  return np.flatnonzero((turn_ids > 0) & (turn_ids != np.append(turn_ids[1:], 0)))
+      routes[b, : len(row)] = row
+  return routes

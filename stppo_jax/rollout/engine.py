@@ -8,14 +8,15 @@ earlier calls to the environments, and the next call waits in the device's queue
   group 1                          | prefill, decode |                 | prefill, decode | ..
   environments   | of group 0      | of group 1      | ..    (in threads: late, in any order)
 
-Of an environment with several roles one sequence goes on, and the others wait in their slots.
+An environment with several roles has one sequence per role. One of them continues at a time, and
+the others wait in their slots.
 
-What is sampled for a sequence depends on its key and its ids alone. With `threads=0` the schedule
-is a function of the completions and prompts, so that many hosts take the same steps. With threads
-it depends on timing: the group that is done first goes on. That changes only which sequences share
-a group, and the number of cache slots of a group. Neighbours do not change a row's numbers. The
-number of cache slots may change their last digit (matmuls sum in another order), so that only with
-one slot bucket two runs with threads are bitwise equal.
+The tokens of a sequence depend only on its key and its ids. With `threads=0` the schedule is a
+function of the completions and prompts, so that many hosts take the same steps. With threads it
+depends on timing, because the group that is done first continues. That changes only which sequences
+share a group, and the number of cache slots of a group. Neighbours do not change a row's numbers.
+The number of cache slots may change their last digit (matmuls sum in another order), so that only
+with one slot bucket two runs with threads are bitwise equal.
 """
 
 import collections
@@ -27,6 +28,7 @@ import contextlib
 import dataclasses
 import time
 from typing import Any
+from typing import NamedTuple
 
 import chex
 import jax
@@ -35,22 +37,57 @@ import numpy as np
 from stppo_jax.distributed import hosts
 from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.rollout import sampling
 from stppo_jax.rollout.env_pool import Completion
 from stppo_jax.rollout.env_pool import Prompt
-from stppo_jax.rollout.env_pool import Report
 
 CALLS = 2  # in progress at once: queued on an accelerator, side by side on a CPU
 
 
+@dataclasses.dataclass
+class Report:
+  """The work of a run. The seconds are the host's, and add up to the whole."""
+
+  seconds: dict[str, float] = dataclasses.field(
+      default_factory=lambda: {'prefill': 0.0, 'decode': 0.0, 'env': 0.0}
+  )
+  prefill_tokens: int = 0
+  shared_tokens: int = 0  # prompt tokens copied from the context of an equal prompt instead
+  sampled_tokens: int = 0
+  decode_steps: int = 0  # each of one group
+
+  @property
+  def rows_busy(self) -> float:
+    """Mean number of rows of a group that sampled, over all decode steps."""
+    return self.sampled_tokens / max(self.decode_steps, 1)
+
+  def __add__(self, other: 'Report') -> 'Report':
+    """Returns the report of both runs, one after the other."""
+    return Report(
+        {phase: self.seconds[phase] + other.seconds[phase] for phase in self.seconds},
+        self.prefill_tokens + other.prefill_tokens,
+        self.shared_tokens + other.shared_tokens,
+        self.sampled_tokens + other.sampled_tokens,
+        self.decode_steps + other.decode_steps,
+    )
+
+  def metrics(self) -> dict[str, float]:
+    """Returns the report under the names of metrics.jsonl."""
+    metrics = {f'timing_s/gen_{phase}': seconds for phase, seconds in self.seconds.items()}
+    for name in ('rows_busy', 'decode_steps', 'prefill_tokens', 'shared_tokens'):
+      metrics[f'perf/{name}'] = getattr(self, name)
+    return metrics
+
+
 def run(
     sampler: sampler_lib.Sampler,
-    params: Any,  # or a list of them, for each of R roles its own
+    params: Any,  # or a list: role r of an environment is sampled with params[r]
     prompts: Sequence[Prompt],
     keys: jax.Array,  # [sequences], or [environments,R] of sequences that take turns
     respond: Callable[[list[Completion]], list[Prompt]],  # called from threads, if there are any
     threads: int = 0,  # calls of `respond` in progress at once; 0: none, the engine waits for each
 ) -> Report:
-  """Plays every sequence to its end; those with budget 0 wait for a prompt, or are over.
+  """Plays every sequence to its end. A sequence with budget 0 waits until it is given a prompt.
 
   Sequences start in their order. An exception of `respond` ends the run, and is raised here.
   """
@@ -62,61 +99,87 @@ def run(
 
 
 @dataclasses.dataclass(eq=False)
-class _Row:
+class _Sequence:
   """A sequence in progress, and its state."""
 
   index: int
   ids: Sequence[int]  # to prefill
-  left: int  # tokens that its turn may still have
-  length: int = 0  # of its context
-  phase: str = 'ready'  # for prefill; then 'decoding'; then 'waiting' for its environment
-  stop_state: int = 0  # of the stop automaton
-  tokens: list[np.ndarray] = dataclasses.field(default_factory=list)  # of the turn so far
+  budget: int  # tokens that its turn may still have
+  length: int = 0  # tokens in its context
+  phase: str = 'ready'  # 'ready' to prefill, 'decoding', or 'waiting' for its environment
+  stop_state: int = 0  # state of the stop automaton
+  tokens: list[np.ndarray] = dataclasses.field(default_factory=list)  # the turn so far
   logp: list[np.ndarray] = dataclasses.field(default_factory=list)
-  # Experts since the turn before: those of a prefill call and the row in it, then arrays [n,L,A].
-  routes: list[Any] = dataclasses.field(default_factory=list)
+  # Experts since the turn before: functions that fetch [n,L,A].
+  routes: list[Callable[[], np.ndarray]] = dataclasses.field(default_factory=list)
 
   def length_with_ids(self) -> int:
     """Length of the context after prefill."""
     return self.length + len(self.ids)
 
-  def take_routes(self) -> np.ndarray:
-    """Returns the experts [n,L,A] of what was prefilled and sampled since the turn before."""
-    parts = [x if isinstance(x, np.ndarray) else x[0].routes(x[1]) for x in self.routes]
-    self.routes = []
-    return np.concatenate(parts)
+  def add(self, sampled: Any, b: int) -> None:
+    """Adds the tokens of row b of `DecodeResult` NumPy arrays."""
+    count = int(sampled.counts[b])
+    self.tokens.append(sampled.tokens[b, :count])
+    self.logp.append(sampled.logp[b, :count])
+    self.length += count
+    self.budget -= count
+    self.stop_state = int(sampled.stop_state[b])
+    if sampled.routes is not None:
+      routes = sampled.routes[b, :count]
+      self.routes.append(lambda: routes)
 
-  def finish_prefill(self) -> None:
-    """Moves on to decoding."""
-    self.length, self.ids, self.phase = self.length_with_ids(), (), 'decoding'
+  def end_turn(self) -> Completion:
+    """Returns the turn, and waits for the environment."""
+    routes = [fetch() for fetch in self.routes]
+    completion = Completion(
+        self.index,
+        np.concatenate(self.tokens),
+        np.concatenate(self.logp),
+        np.concatenate(routes) if routes else None,
+    )
+    self.phase = 'waiting'
+    self.stop_state = 0
+    self.tokens = []
+    self.logp = []
+    self.routes = []
+    return completion
 
 
 @dataclasses.dataclass(eq=False)
 class _Group:
-  """Slots that are decoded together; None is a free one."""
+  """Slots that are decoded together, with the same parameters."""
 
+  queue: '_Queue'
   context: sampler_lib.Context
-  lane: int  # whose parameters its rows have, see `_Engine`
-  rows: list[Any]  # a _Row per slot, None where it is free
+  rows: list[Any]  # a _Sequence per slot, None where it is free
   thread: futures.Executor  # one thread, which waits for the device
 
   def slots_in(self, phase: str) -> list[int]:
-    """Slots of the rows in a phase."""
+    """Slots of the sequences in a phase."""
     return [b for b, row in enumerate(self.rows) if row is not None and row.phase == phase]
 
   def free(self) -> list[int]:
-    """Slots without a row."""
+    """Slots without a sequence."""
     return [b for b, row in enumerate(self.rows) if row is None]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kept:
-  """A prompt that is prefilled already, and whose other rows are next in the queue."""
+class _SharedPrompt(NamedTuple):
+  """A prefilled prompt that the next sequence in the queue has too."""
 
-  prompt: tuple[int, ...]
+  ids: tuple[int, ...]
   context: sampler_lib.Context
-  prefilled: sampler_lib.Prefilled
+  prefilled: sampler_lib.PrefillResult
   source: int  # its row in them
+
+
+@dataclasses.dataclass(eq=False)
+class _Queue:
+  """Sequences that wait for a slot, and the parameters that sample them."""
+
+  params: Any
+  waiting: collections.deque[_Sequence] = dataclasses.field(default_factory=collections.deque)
+  shared: _SharedPrompt | None = None
 
 
 @dataclasses.dataclass
@@ -124,133 +187,163 @@ class _Call:
   """A group that the device is decoding."""
 
   group: _Group
-  sampled: sampler_lib.Sampled
+  sampled: sampler_lib.DecodeResult
   prefilled: futures.Future  # done once all prefill before it is
   done: futures.Future  # once all is sampled
 
 
 class _Engine:
-  """The state of one run. Where roles have parameters of their own, each is a lane; else all are 0.
-
-  A group is decoded with one lane's parameters, and has the rows of that lane alone.
-  """
+  """The state of one run. Each set of parameters has a queue and groups of its own."""
 
   def __init__(self, sampler, params, prompts, keys, pool, threads, resources):
     self.report = Report()
-    self._resources, self._clock_decides = resources, threads > 0
-    self._sampler, self._pool = sampler, pool
-    self._params = params if isinstance(params, list) else [params]
+    self._sampler = sampler
+    if not isinstance(params, list):
+      params = [params]
+    self._queues = [_Queue(one) for one in params]
     self._keys = np.asarray(jax.random.key_data(keys.reshape(-1)))
-    rows = [
-        _Row(i, prompt.ids, prompt.budget) for i, prompt in enumerate(prompts) if prompt.budget > 0
-    ]
-    num_roles, lanes = 1 if keys.ndim == 1 else keys.shape[1], len(self._params)
-    num_slots = sampler.num_groups // lanes * lanes * sampler.width
-    self._line = env_pool.Line(rows, num_roles, num_slots)
-    self._queues: list[collections.deque[_Row]] = [collections.deque() for _ in self._params]
-    self._enqueue(self._line.begin())
-    self._slots: dict[int, tuple[_Group, int]] = {}  # sequence in progress -> its slot
+    self._pool = pool
+    self._is_threaded = threads > 0
+    self._resources = resources
     self._groups: list[_Group] = []
+    self._max_groups = sampler.num_groups // len(params)  # per queue
+    self._slots: dict[int, tuple[_Group, int]] = {}  # sequence in progress -> its slot
     self._calls: list[_Call] = []  # in progress on the device, or in its queue
-    self._kept: list[_Kept | None] = [None] * lanes  # per lane
     self._last_prefill = None  # result of the last prefill of a launch: the new lengths
     self._clock = time.perf_counter()
 
+    self._unstarted: collections.deque[_Sequence] = collections.deque()
+    for i, prompt in enumerate(prompts):
+      if prompt.budget > 0:
+        self._unstarted.append(_Sequence(i, prompt.ids, prompt.budget))
+    num_starts = len(self._unstarted)
+    self._num_roles = 1
+    if keys.ndim == 2:
+      # A role needs a slot when it is given a prompt, while no other sequence may end. So no more
+      # environments start than have slots for all their roles.
+      self._num_roles = keys.shape[1]
+      num_slots = self._max_groups * len(params) * sampler.width
+      num_starts = num_slots // self._num_roles
+      if not num_starts:
+        raise ValueError(f'{self._num_roles} roles do not fit in {num_slots} slots')
+    self._start(num_starts)
+
   def run(self) -> None:
     """Runs until no sequence is left."""
-    while any(self._queues) or self._slots:
+    while self._has_waiting() or self._slots:
       while len(self._calls) < CALLS and (group := self._next_group()):
         self._calls.append(self._launch(group))
       self._wait()
       for call in self._awaited():
         if call.done.done():
           self._calls.remove(call)
-          self._pool.hand_over(self._finish(call))
-      self._take_responses()
+          self._pool.step(self._finish(call))
+      self._take_prompts()
 
   def _awaited(self) -> list[_Call]:
     """Calls that may be finished next: with threads any, else the oldest."""
-    return list(self._calls) if self._clock_decides else self._calls[:1]
+    return list(self._calls) if self._is_threaded else self._calls[:1]
 
   def _wait(self):
     """Waits until a call is prefilled or done, or a response came that could start one."""
     calls = self._awaited()
     events = [call.done if call.prefilled.done() else call.prefilled for call in calls]
-    name = 'decode' if all(call.prefilled.done() for call in calls) else 'prefill'
+    is_decoding = all(call.prefilled.done() for call in calls)
     if len(self._calls) < CALLS:
       events += self._pool.in_progress
     if events:
       futures.wait(events, return_when=futures.FIRST_COMPLETED)
-    self._lap(name if calls else 'env')
+    if not calls:
+      self._lap('env')
+    else:
+      self._lap('decode' if is_decoding else 'prefill')
 
-  def _lap(self, name):
-    """Adds the time since the last lap to `name`."""
+  def _lap(self, phase):
+    """Adds the time since the last lap to a phase."""
     now = time.perf_counter()
-    self.report.seconds[name] += now - self._clock
+    self.report.seconds[phase] += now - self._clock
     self._clock = now
+
+  def _start(self, count: int) -> None:
+    """Queues the next `count` sequences that have not started."""
+    for _ in range(min(count, len(self._unstarted))):
+      self._enqueue(self._unstarted.popleft())
+
+  def _enqueue(self, sequence: _Sequence) -> None:
+    queue = self._queues[sequence.index % len(self._queues)]
+    queue.waiting.append(sequence)
+
+  def _has_waiting(self) -> bool:
+    return any(queue.waiting for queue in self._queues)
 
   def _next_group(self) -> _Group | None:
     """Returns the group, of those not in a call, in which most rows can be decoded."""
 
     def decodable(group):
-      return (
-          len(group.slots_in('decoding'))
-          + len(group.slots_in('ready'))
-          + min(len(group.free()), len(self._queues[group.lane]))
-      )
+      num_new = min(len(group.free()), len(group.queue.waiting))
+      num_ready = len(group.slots_in('ready'))
+      return len(group.slots_in('decoding')) + num_ready + num_new
 
     width = self._sampler.width
-    if self._calls and not any(self._queues) and len(self._slots) <= width:
+    if self._calls and not self._has_waiting() and len(self._slots) <= width:
       return None  # the last rows are to share a group, and those in a call cannot move
     groups = [group for group in self._groups if self._can_move(group)]
-    for lane, queue in enumerate(self._queues):
-      most = max((decodable(group) for group in groups if group.lane == lane), default=0)
-      number = sum(group.lane == lane for group in self._groups)
-      most_groups = self._sampler.num_groups // len(self._queues)
-      if number < most_groups and most < min(width, len(queue)):
-        context = self._sampler.empty(width, self._sampler.slot_buckets[0])
-        thread = self._resources.enter_context(futures.ThreadPoolExecutor(1, 'group'))
-        self._groups.append(_Group(context, lane, [None] * width, thread))
-        return self._groups[-1]
+    for queue in self._queues:
+      counts = [decodable(group) for group in groups if group.queue is queue]
+      num_groups = sum(group.queue is queue for group in self._groups)
+      wanted = min(width, len(queue.waiting))
+      if num_groups < self._max_groups and max(counts, default=0) < wanted:
+        return self._add_group(queue)
     group = max(groups, key=decodable, default=None)  # the first of several
     return group if group is not None and decodable(group) else None
 
-  def _enqueue(self, rows: Sequence[_Row]) -> None:
-    for row in rows:
-      self._queues[row.index % len(self._queues)].append(row)
+  def _add_group(self, queue: _Queue) -> _Group:
+    width = self._sampler.width
+    context = self._sampler.empty(width, self._sampler.slot_buckets[0])
+    thread = self._resources.enter_context(futures.ThreadPoolExecutor(1, 'group'))
+    group = _Group(queue, context, [None] * width, thread)
+    self._groups.append(group)
+    return group
 
   def _launch(self, group: _Group) -> _Call:
     """Fills free slots, prefills, and starts to decode; returns before the device is done."""
     self._last_prefill = None
-    self._admit(group)
-    self._prefill_in_place(group) if self._sampler.in_place else self._prefill_apart(group)
+    admitted = self._admit(group)
+    if self._sampler.in_place:
+      self._prefill_in_place(group)
+    else:
+      self._prefill_prompts(group, admitted)
+      self._prefill_observations(group)
     self._lap('prefill')
+    sampled = self._decode(group)
+    self._lap('decode')
+    prefilled = group.thread.submit(jax.block_until_ready, self._last_prefill)
+    done = group.thread.submit(jax.block_until_ready, sampled)
+    return _Call(group, sampled, prefilled, done)
+
+  def _decode(self, group: _Group) -> sampler_lib.DecodeResult:
     slots = group.slots_in('decoding')
-    rows, width = [group.rows[b] for b in slots], self._sampler.width
-    longest = max(row.length for row in rows)
+    longest = max(group.rows[b].length for b in slots)
     group.context = self._sampler.with_room(group.context, longest + 1)
-    lengths, stop_state, budgets = np.zeros((3, width), np.int32)
-    keys = np.zeros((width, *self._keys.shape[1:]), self._keys.dtype)
+    inputs = self._sampler.idle_rows(self._sampler.width)
     for b, row in enumerate(group.rows):
       if row is not None:  # rows that are not decoded are also written to, behind their end
-        lengths[b] = row.length
-      if row is not None and row.phase == 'decoding':
-        stop_state[b], budgets[b], keys[b] = row.stop_state, row.left, self._keys[row.index]
+        inputs.lengths[b] = row.length
+    for b in slots:
+      row = group.rows[b]
+      inputs.stop_state[b] = row.stop_state
+      inputs.budgets[b] = row.budget
+      inputs.keys[b] = self._keys[row.index]
     group.context, sampled = self._dispatch(
         group,
         self._sampler.decode,
-        self._params[group.lane],
+        group.queue.params,
         group.context,
-        sampler_lib.Rows(lengths, keys, stop_state, budgets),
+        inputs,
         steps=group.context.slots - longest,
-        enough=-(-len(rows) // 4),
+        enough=-(-len(slots) // 4),
     )
-    self._lap('decode')
-    prefilled, done = (
-        group.thread.submit(jax.block_until_ready, result)
-        for result in (self._last_prefill, sampled)
-    )
-    return _Call(group, sampled, prefilled, done)
+    return sampled
 
   def _dispatch(self, group: _Group, function, *args, **kwargs):
     """Calls function(*args), which starts work on the device, without waiting for the result.
@@ -259,7 +352,7 @@ class _Engine:
     take two thirds of the time. So there each group has its thread. Programs of several devices
     stay in order, since each could wait for the other.
     """
-    devices = jax.tree.leaves(self._params)[0].devices()
+    devices = jax.tree.leaves(group.queue.params)[0].devices()
     if len(devices) > 1 or next(iter(devices)).platform != 'cpu':
       return function(*args, **kwargs)
     return group.thread.submit(function, *args, **kwargs).result()
@@ -267,178 +360,184 @@ class _Engine:
   def _finish(self, call: _Call) -> list[Completion]:
     """Returns the turns that ended with a call that is done."""
     call.done.result()
-    sampled = hosts.fetch(call.sampled)
+    if not self._sampler.records_routes:
+      call.sampled = dataclasses.replace(call.sampled, routes=None)
+    sampled: Any = hosts.fetch(call.sampled)
     completions = []
     for b in call.group.slots_in('decoding'):
-      row, count = call.group.rows[b], int(sampled.counts[b])
-      row.tokens.append(sampled.tokens[b, :count])
-      row.logp.append(sampled.logp[b, :count])
-      if self._sampler.records_routes:
-        row.routes.append(sampled.routes[b, :count])
-      row.length += count
-      row.left -= count
-      row.stop_state = int(sampled.stop_state[b])
+      sequence = call.group.rows[b]
+      sequence.add(sampled, b)
       if not sampled.alive[b]:
-        tokens, logp = np.concatenate(row.tokens), np.concatenate(row.logp)
-        routes = row.take_routes() if self._sampler.records_routes else None
-        completions.append(Completion(row.index, tokens, logp, routes))
-        row.phase, row.stop_state, row.tokens, row.logp = 'waiting', 0, [], []
+        completions.append(sequence.end_turn())
     self.report.decode_steps += int(sampled.counts.max())
     self.report.sampled_tokens += int(sampled.counts.sum())
     self._lap('decode')
     return completions
 
-  def _take_responses(self) -> None:
+  def _take_prompts(self) -> None:
     """Takes the prompts that the environments have given."""
-    for index, prompt in self._pool.responses():
-      index = index if prompt.sequence is None else prompt.sequence
+    for index, prompt in self._pool.take_prompts():
       if prompt.budget <= 0:
-        over, following = self._line.end(index)
-        for group, b in [self._slots.pop(i) for i in over if i in self._slots]:
-          group.rows[b] = None
-        self._enqueue(following)
+        self._end_environment(index)
       elif index not in self._slots:
-        self._enqueue([_Row(index, prompt.ids, prompt.budget)])
+        self._enqueue(_Sequence(index, prompt.ids, prompt.budget))
       else:
         group, b = self._slots[index]
-        row = group.rows[b]
-        row.ids, row.left, row.phase = prompt.ids, prompt.budget, 'ready'
-        self._check_room(row)
+        sequence = group.rows[b]
+        sequence.ids = prompt.ids
+        sequence.budget = prompt.budget
+        sequence.phase = 'ready'
+        self._check_room(sequence)
     self._lap('env')
 
-  def _check_room(self, row):
-    if row.length_with_ids() == 0:
+  def _end_environment(self, index: int) -> None:
+    """Frees the slots of the environment of a sequence, and starts the next environment."""
+    first = index - index % self._num_roles
+    for i in range(first, first + self._num_roles):
+      if i in self._slots:
+        group, b = self._slots.pop(i)
+        group.rows[b] = None
+    self._start(1)
+
+  def _check_room(self, sequence):
+    if sequence.length_with_ids() == 0:
       raise ValueError('a sequence without any context cannot be sampled: give it a prompt')
-    if row.length_with_ids() + row.left > self._sampler.max_slots:
+    if sequence.length_with_ids() + sequence.budget > self._sampler.max_slots:
       raise ValueError(
-          f'{row.length} tokens, {len(row.ids)} to prefill and a turn of {row.left} do not fit in '
-          f'max_slots={self._sampler.max_slots}: lower the budget'
+          f'{sequence.length} tokens, {len(sequence.ids)} to prefill and a turn of '
+          f'{sequence.budget} do not fit in max_slots={self._sampler.max_slots}: lower the budget'
       )
 
-  def _occupy(self, row: _Row, group: _Group, b: int) -> None:
-    group.rows[b] = row
-    self._slots[row.index] = (group, b)
+  def _occupy(self, sequence: _Sequence, group: _Group, b: int) -> None:
+    group.rows[b] = sequence
+    self._slots[sequence.index] = (group, b)
 
-  def _admit(self, group: _Group) -> None:
-    """Gives the free slots to the next sequences, and prefills their prompts unless `in_place`.
+  def _admit(self, group: _Group) -> list[_Sequence]:
+    """Gives the free slots to the next sequences; returns them."""
+    waiting = group.queue.waiting
+    admitted = []
+    for b in group.free()[: len(waiting)]:
+      sequence = waiting.popleft()
+      self._check_room(sequence)
+      self._occupy(sequence, group, b)
+      admitted.append(sequence)
+    return admitted
 
-    Each prompt is prefilled once; its other rows, now or later, are copies of the first.
-    """
-    by_prompt: dict[tuple[int, ...], list[_Row]] = {}
-    queue, kept = self._queues[group.lane], self._kept[group.lane]
-    for b in group.free()[: len(queue)]:
-      row = queue.popleft()
-      self._check_room(row)
-      self._occupy(row, group, b)
-      by_prompt.setdefault(tuple(row.ids), []).append(row)
-    if self._sampler.in_place or not by_prompt:
+  def _prefill_prompts(self, group: _Group, admitted: list[_Sequence]) -> None:
+    """Prefills each prompt once; other sequences with it, now or later, get copies of the row."""
+    if not admitted:
       return
-    if kept and (rows := by_prompt.pop(kept.prompt, None)):
-      self.report.shared_tokens += len(kept.prompt) * len(rows)
-      self._put(group, kept.context, kept.prefilled, [(row, kept.source) for row in rows])
-    upcoming = tuple(queue[0].ids) if queue else None
-    if kept and kept.prompt != upcoming:
-      self._kept[group.lane] = None
+    by_prompt: dict[tuple[int, ...], list[_Sequence]] = {}
+    for sequence in admitted:
+      by_prompt.setdefault(tuple(sequence.ids), []).append(sequence)
+    queue = group.queue
+    shared = queue.shared
+    if shared and (copies := by_prompt.pop(shared.ids, None)):
+      self.report.shared_tokens += len(shared.ids) * len(copies)
+      pairs = [(sequence, shared.source) for sequence in copies]
+      self._put(group, shared.context, shared.prefilled, pairs)
+    next_prompt = tuple(queue.waiting[0].ids) if queue.waiting else ()
+    if shared and shared.ids != next_prompt:
+      queue.shared = None
     prompts = sorted(by_prompt, key=len)  # similar lengths are cut into similar chunks
-    for i in range(0, len(prompts), self._sampler.prefill_rows):
-      batch = prompts[i : i + self._sampler.prefill_rows]
+    for batch in sampling.batched(prompts, self._sampler.prefill_rows):
       group.context = self._sampler.with_room(group.context, len(batch[-1]))
       context = self._sampler.empty(self._sampler.prefill_rows, group.context.slots)
-      context, prefilled = self._prefill(group, context, batch, [0] * len(batch))
-      self.report.shared_tokens += sum(len(p) * (len(by_prompt[p]) - 1) for p in batch)
-      self._put(
-          group,
-          context,
-          prefilled,
-          [(row, source) for source, prompt in enumerate(batch) for row in by_prompt[prompt]],
-      )
-      if upcoming in batch:
-        self._kept[group.lane] = _Kept(upcoming, context, prefilled, batch.index(upcoming))
+      starts = [0] * len(batch)
+      context, prefilled = self._prefill(group, context, batch, starts)
+      pairs = []
+      for source, prompt in enumerate(batch):
+        sequences = by_prompt[prompt]
+        pairs += [(sequence, source) for sequence in sequences]
+        self.report.shared_tokens += len(prompt) * (len(sequences) - 1)
+      self._put(group, context, prefilled, pairs)
+      if next_prompt in batch:
+        source = batch.index(next_prompt)
+        queue.shared = _SharedPrompt(next_prompt, context, prefilled, source)
 
   def _prefill(self, group, context, ids, starts):
     """Runs and counts `Sampler.prefill` of the first rows of `context`."""
     self.report.prefill_tokens += sum(map(len, ids))
-    none = self._sampler.prefill_rows - len(ids)
-    context, prefilled = self._sampler.prefill(
-        self._params[group.lane], context, [*ids, *[()] * none], [*starts, *[0] * none]
-    )
+    params = group.queue.params
+    context, prefilled = self._sampler.prefill(params, context, ids, starts)
     if prefilled.lengths is not None:
       self._last_prefill = prefilled.lengths
     return context, prefilled
 
-  def _put(self, group: _Group, context, prefilled, rows: list[tuple[_Row, int]]) -> None:
-    """Copies rows of `context` to the group: pairs (row, number of the row that it copies)."""
-    size = self._sampler.prefill_rows
+  def _put(self, group: _Group, context, prefilled, pairs: list[tuple[_Sequence, int]]) -> None:
+    """Copies rows of `context` to the group: pairs (sequence, number of the row that it copies)."""
     group.context = self._sampler.with_room(group.context, context.slots)
-    for i in range(0, len(rows), size):
-      part = rows[i : i + size]
-      targets = [self._slots[row.index][1] for row, _ in part]
-      group.context = self._sampler.put(
-          group.context, context, targets, [source for _, source in part]
-      )
-    for row, source in rows:
-      self._note_routes(row, prefilled, source)
-      row.finish_prefill()
+    for batch in sampling.batched(pairs, self._sampler.prefill_rows):
+      targets = [self._slots[sequence.index][1] for sequence, _ in batch]
+      sources = [source for _, source in batch]
+      group.context = self._sampler.put(group.context, context, targets, sources)
+    for sequence, source in pairs:
+      self._begin_decoding(sequence, prefilled, source)
 
-  def _note_routes(self, row, prefilled, source):
-    """Remembers where the experts of the row's ids are, to be fetched when its turn has ended."""
-    if self._sampler.records_routes and len(row.ids):
-      row.routes.append((prefilled, source))
+  def _begin_decoding(self, sequence, prefilled, source):
+    """Moves on from prefill to decoding. Experts are fetched when the turn has ended."""
+    if self._sampler.records_routes and len(sequence.ids):
+      sequence.routes.append(lambda: prefilled.routes(source))
+    sequence.length = sequence.length_with_ids()
+    sequence.ids = ()
+    sequence.phase = 'decoding'
 
   def _prefill_in_place(self, group: _Group) -> None:
     """Prefills the group's rows where they are; the others do not change."""
-    ready = [group.rows[b] for b in group.slots_in('ready')]
-    width, decoding = self._sampler.width, len(group.slots_in('decoding'))
+    slots = group.slots_in('ready')
+    width = self._sampler.width
+    num_decoding = len(group.slots_in('decoding'))
     # A prefill computes all rows, also those that are not ready: a few wait while many decode.
-    if not ready or (4 * len(ready) < width and 16 * decoding >= width):
+    if not slots or (4 * len(slots) < width and 16 * num_decoding >= width):
       return
     ids = [() if row is None else row.ids for row in group.rows]
     starts = [0 if row is None else row.length for row in group.rows]
-    group.context = self._sampler.with_room(group.context, max(map(_Row.length_with_ids, ready)))
+    needed = max(group.rows[b].length_with_ids() for b in slots)
+    group.context = self._sampler.with_room(group.context, needed)
     group.context, prefilled = self._prefill(group, group.context, ids, starts)
-    for b in group.slots_in('ready'):
-      self._note_routes(group.rows[b], prefilled, b)
-      group.rows[b].finish_prefill()
+    for b in slots:
+      self._begin_decoding(group.rows[b], prefilled, b)
 
-  def _prefill_apart(self, group: _Group) -> None:
+  def _prefill_observations(self, group: _Group) -> None:
     """Prefills rows that are taken out of their group, and puts them back.
 
     When the queue is empty, rows of emptier groups move here, so that fewer groups have to be
     decoded.
     """
     for home, slots in self._to_prefill(group):
-      for i in range(0, len(slots), self._sampler.prefill_rows):
-        batch = slots[i : i + self._sampler.prefill_rows]
-        rows, others = [home.rows[b] for b in batch], self._sampler.prefill_rows - len(batch)
-        needed = max(map(_Row.length_with_ids, rows))
+      for batch in sampling.batched(slots, self._sampler.prefill_rows):
+        sequences = [home.rows[b] for b in batch]
+        needed = max(sequence.length_with_ids() for sequence in sequences)
         group.context = self._sampler.with_room(group.context, max(needed, home.context.slots))
-        taken = self._sampler.take(home.context, np.array(batch + [0] * others, np.int32))
-        taken = self._sampler.with_room(taken, group.context.slots)
-        taken, prefilled = self._prefill(
-            group, taken, [row.ids for row in rows], [row.length for row in rows]
-        )
+        context = self._sampler.take(home.context, batch)
+        context = self._sampler.with_room(context, group.context.slots)
+        ids = [sequence.ids for sequence in sequences]
+        starts = [sequence.length for sequence in sequences]
+        context, prefilled = self._prefill(group, context, ids, starts)
         if home is not group:
-          for row, b, target in zip(rows, batch, group.free()):
+          for sequence, b, target in zip(sequences, batch, group.free()):
             home.rows[b] = None
-            self._occupy(row, group, target)
-        self._put(group, taken, prefilled, [(row, source) for source, row in enumerate(rows)])
+            self._occupy(sequence, group, target)
+        pairs = [(sequence, source) for source, sequence in enumerate(sequences)]
+        self._put(group, context, prefilled, pairs)
 
   def _to_prefill(self, group: _Group) -> Iterator[tuple[_Group, list[int]]]:
     """Yields (their group, slots) of the rows to be put into `group`, shortest first."""
     yield group, self._by_length(group, group.slots_in('ready'))
     for other in self._groups:
       if (
-          not self._queues[group.lane]
-          and other.lane == group.lane
+          not group.queue.waiting
+          and other.queue is group.queue
           and group.free()
           and self._can_move(other)
           and self._emptiness(other) > self._emptiness(group)
       ):
+        num_free = len(group.free())
         slots = other.slots_in('decoding') + other.slots_in('ready')
-        yield other, self._by_length(other, slots[: len(group.free())])
+        yield other, self._by_length(other, slots[:num_free])
 
   def _emptiness(self, group):
-    return len(group.free()), self._groups.index(group)  # of equally empty ones the later
+    return len(group.free()), self._groups.index(group)  # among equally empty groups the later
 
   def _can_move(self, group: _Group) -> bool:
     """Returns whether the group is in no call."""

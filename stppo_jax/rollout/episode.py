@@ -2,8 +2,8 @@
 
 The engine schedules prefill and decode. Turns that end together step their environments together,
 so that one retriever call serves all of them. An agent's turn is decoded for the environment, but
-the episode and the model's context keep the sampled ids. Each role of an environment has a context
-of its own, and reads only what the environment gives to it.
+the episode and the model's context keep the sampled ids. Each role of an environment has an episode
+and a context of its own, and reads only what the environment gives to it.
 """
 
 import collections
@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import functools
 import math
 import time
 from typing import Any
@@ -32,12 +33,14 @@ from stppo_jax.rollout import engine
 from stppo_jax.rollout import sampler as sampler_lib
 
 _OVER = engine.Prompt(ids=(), budget=0)
-_SEED_STREAM = np.uint32(2**32 - 1)  # folded into a row's key; its tokens fold in their positions
-_ROLE_STREAM = np.uint32(2**31)  # and the number of a role: into the keys of all but the first
+# Random streams that are folded into a sequence's key. Its tokens fold in their positions.
+_SEED_STREAM = np.uint32(2**32 - 1)
+_ROLE_STREAM = np.uint32(2**31)  # plus the number of a role, for all roles but the first
+_COUNTS = ('invalid', 'repeated', 'empty', 'cut', 'prompt_too_long')
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
   """Limits of an episode, in tokens. The defaults are Search-R1's."""
 
   max_prompt_tokens: int = 2048  # a longer prompt is not played: truncated, failed, counted
@@ -46,21 +49,15 @@ class Limits:
   max_total_tokens: int = 4096  # prompt, turns and observations
   min_turn_tokens: int = 8  # an observation that leaves less room than this ends the episode
 
-  def __post_init__(self):
-    for field in dataclasses.fields(self):
-      if getattr(self, field.name) < 1:
-        raise types.UserError(f'{field.name}={getattr(self, field.name)}: give 1 or more')
-
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
   """What is played: an entry per episode, in their order."""
 
-  envs: Sequence[protocol.Env]  # each made for its task
+  envs: Sequence[protocol.Env]  # one per task
   tasks: Sequence[types.Task]
   groups: Sequence[int]
   keys: jax.Array  # [episodes] random keys, see `row_keys`
-  seeds: Sequence[int] | None = None  # given to `reset`; None: `episode_seeds(keys)`
 
   def __post_init__(self):
     chex.assert_equal(len(self.envs), len(self.tasks))
@@ -68,13 +65,13 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
+class EpisodeRules:
   """How episodes are played."""
 
-  limits: Limits
-  frame: str = 'inline'  # of observations, see `protocol`
-  core_metrics: Sequence[str] = ()  # of the environments, see `protocol`
-  roles: Sequence[str] = ()  # of the environments, see `protocol`
+  limits: EpisodeLimits
+  frame: str = 'inline'  # frame of observations, see `protocol`
+  core_metrics: Sequence[str] = ()  # see `protocol`
+  roles: Sequence[str] = ()  # see `protocol`
   step_envs: stepping.StepEnvs = stepping.step_all
   map_resets: Callable[..., Iterable] = map  # one by one, or that of a pool of threads
   threads: int = 0  # calls of `step_envs` at once, for different environments
@@ -82,15 +79,14 @@ class Rules:
 
 
 def play(
-    sampler: sampler_lib.Sampler, params, tokenizer: chat.Tokenizer, rows: Rows, rules: Rules
+    sampler: sampler_lib.Sampler, params, tokenizer: chat.Tokenizer, rows: Rows, rules: EpisodeRules
 ) -> tuple[list[types.Episode], engine.Report]:
   """Returns one episode per environment and role, in their order, and a report of the work.
 
-  An episode depends on its environment, key and prompt alone, and not on the other episodes or the
-  speed of any environment. With threads, environments have to lock what they share. A task's own
-  seed takes precedence over `seeds`.
+  An episode depends on its environment, key and prompt, and not on the other episodes or the
+  speed of any environment. With threads, environments have to lock what they share.
   """
-  envs, limits = rows.envs, rules.limits
+  limits = rules.limits
   if limits.max_total_tokens > sampler.max_slots:
     raise types.UserError(
         f'max_total_tokens={limits.max_total_tokens} but the sampler was built for '
@@ -99,19 +95,17 @@ def play(
   started = time.perf_counter()
   framing = chat.make_framing(tokenizer, rules.frame, limits.max_observation_tokens)
   num_roles = max(1, len(rules.roles))
-  tables: list[Table] = []
-  prompts: list[engine.Prompt] = []
-  seeds = [
-      seed if task.seed is None else task.seed
-      for task, seed in zip(rows.tasks, rows.seeds or episode_seeds(rows.keys))
-  ]
-  openings = rules.map_resets(stepping.reset, envs, seeds)
-  for i, (task, group, opening) in enumerate(zip(rows.tasks, rows.groups, openings)):
-    table = Table(seats(task, group, i, rules), framing, limits, rules.strict)
-    mover, prompt = table.give(*opening)
-    tables.append(table)
-    prompts += [prompt if r == mover else _OVER for r in range(num_roles)]
-  episodes = [episode for table in tables for episode in table.episodes]
+  states: list[EpisodeState] = []
+  episodes: list[types.Episode] = []
+  prompts: list[engine.Prompt] = []  # one per environment and role
+  resets = rules.map_resets(stepping.reset, rows.envs, reset_seeds(rows.keys, rows.tasks))
+  for i, (task, group, reset) in enumerate(zip(rows.tasks, rows.groups, resets)):
+    state = EpisodeState(task, framing, rules, group, i)
+    active_role, prompt = state.observe(*reset)
+    states.append(state)
+    episodes += state.episodes
+    prompts += [_OVER] * num_roles
+    prompts[i * num_roles + active_role] = prompt
   hosts.require_same(
       'prompts of the environments',
       [zlib.crc32(episode.prompt.tobytes()) for episode in episodes],
@@ -120,14 +114,14 @@ def play(
   reset_s = time.perf_counter() - started
 
   def respond(turns: list[engine.Completion]) -> list[engine.Prompt]:
-    actions = [action_text(tokenizer, turn.tokens) for turn in turns]
-    places = [divmod(turn.index, num_roles) for turn in turns]
-    outcomes = rules.step_envs([envs[i] for i, _ in places], actions)
-    following = []
-    for (i, role), turn, outcome in zip(places, turns, outcomes):
-      mover, prompt = tables[i].record(role, turn, outcome)
-      following.append(dataclasses.replace(prompt, sequence=i * num_roles + mover))
-    return following
+    texts = [action_text(tokenizer, turn.tokens) for turn in turns]
+    envs = [rows.envs[turn.index // num_roles] for turn in turns]
+    prompts = []
+    for turn, outcome in zip(turns, rules.step_envs(envs, texts)):
+      i, role = divmod(turn.index, num_roles)
+      active_role, prompt = states[i].record(role, turn, outcome)
+      prompts.append(dataclasses.replace(prompt, sequence=i * num_roles + active_role))
+    return prompts
 
   keys = rows.keys if num_roles == 1 else role_keys(rows.keys, num_roles)
   report = engine.run(sampler, params, prompts, keys, respond, rules.threads)
@@ -137,11 +131,11 @@ def play(
 
 def row_keys(key: jax.Array, tasks: Sequence[types.Task]) -> jax.Array:
   """Returns a key per row that depends on `key`, its task's id and how often that came before."""
-  seen: collections.Counter[str] = collections.Counter()
+  num_samples: collections.Counter[str] = collections.Counter()
   samples = np.zeros((len(tasks),), np.uint32)
   for i, task in enumerate(tasks):
-    samples[i] = seen[task.id]
-    seen[task.id] += 1
+    samples[i] = num_samples[task.id]
+    num_samples[task.id] += 1
   ids = np.array([zlib.crc32(task.id.encode('utf-8')) for task in tasks], np.uint32)
 
   def fold(task_id, sample):
@@ -152,9 +146,11 @@ def row_keys(key: jax.Array, tasks: Sequence[types.Task]) -> jax.Array:
 
 def role_keys(keys: jax.Array, num_roles: int) -> jax.Array:
   """Returns a key per environment and role [B,R] from keys [B], which are the first role's."""
-  streams = _ROLE_STREAM + np.arange(1, num_roles, dtype=np.uint32)
-  of_others = [jax.vmap(lambda key, s=s: jax.random.fold_in(key, s))(keys) for s in streams]
-  return jnp.stack([keys, *of_others], axis=1)
+  columns = [keys]
+  for role in range(1, num_roles):
+    fold = functools.partial(jax.random.fold_in, data=_ROLE_STREAM + np.uint32(role))
+    columns.append(jax.vmap(fold)(keys))
+  return jnp.stack(columns, axis=1)
 
 
 def episode_seeds(keys: jax.Array) -> list[int]:
@@ -163,59 +159,66 @@ def episode_seeds(keys: jax.Array) -> list[int]:
   return (np.asarray(bits) >> 1).tolist()
 
 
+def reset_seeds(keys: jax.Array, tasks: Sequence[types.Task]) -> list[int]:
+  """Returns the seed of each environment. Samples of a task with a seed play the same instance."""
+  seeds = episode_seeds(keys)
+  return [seed if task.seed is None else task.seed for task, seed in zip(tasks, seeds)]
+
+
 def first_prompt(tokenizer: chat.Tokenizer, observation: str, info: dict) -> list[int]:
   """Returns the prompt of what `Env.reset` gave, with its tools if it has some."""
   message = protocol.full_text(observation, info)
   return chat.encode_prompt(tokenizer, message, info.get('tools', ()), info.get('declaration', ''))
 
 
-def longest_prompt(limits: Limits) -> int:
+def longest_prompt(limits: EpisodeLimits) -> int:
   """Returns the tokens of the longest prompt that is played."""
   return min(limits.max_prompt_tokens, limits.max_total_tokens - _least_turn(limits))
 
 
-def seats(task: types.Task, group: int, number: int, rules: Rules) -> list[types.Episode]:
-  """Returns the episode of each role, in which nothing has happened yet.
+class EpisodeState:
+  """An environment in progress: the episodes of its roles so far."""
 
-  The samples of a question are compared per role: each role of a group is a group of its own.
-  """
-  counts = ('invalid', 'repeated', 'empty', 'cut', 'prompt_too_long')
-  roles = tuple(rules.roles) or ('',)
-  return [
-      types.Episode(
-          task=task,
-          group=group * len(roles) + r,
-          prompt=np.zeros((0,), np.int32),
-          turns=[],
-          counts=dict.fromkeys(counts, 0.0),
-          core_metrics=tuple(rules.core_metrics),
-          role=role,
-          number=number if role else None,
-      )
-      for r, role in enumerate(roles)
-  ]
+  def __init__(
+      self,
+      task: types.Task,
+      framing: chat.Framing,
+      rules: EpisodeRules,
+      group: int = 0,
+      number: int = 0,  # position of the environment in its batch
+  ):
+    self._framing = framing
+    self._limits = rules.limits
+    self._strict = rules.strict
+    self._roles = tuple(rules.roles) or ('',)
+    # The samples of a question are compared per role: each role of a group is a group of its own.
+    self.episodes = [
+        types.Episode(
+            task=task,
+            group=group * len(self._roles) + r,
+            prompt=np.zeros((0,), np.int32),
+            turns=[],
+            counts=dict.fromkeys(_COUNTS, 0.0),
+            core_metrics=tuple(rules.core_metrics),
+            role=role,
+            number=number if role else None,
+        )
+        for r, role in enumerate(self._roles)
+    ]
 
+  def observe(self, observation: str, info: Mapping[str, Any]) -> tuple[int, engine.Prompt]:
+    """Gives an observation to the role that moves next: returns (its number, its prompt).
 
-@dataclasses.dataclass(frozen=True)
-class Table:
-  """An environment in progress: what each of its roles has read and said."""
-
-  episodes: list[types.Episode]  # of each role
-  framing: chat.Framing
-  limits: Limits
-  strict: bool = False  # see `Rules`
-
-  def give(self, observation: str, info: Mapping[str, Any]) -> tuple[int, engine.Prompt]:
-    """Gives the observation to the role that moves next: (its number, what it has to read).
-
-    One that does not fit ends the episode.
+    An observation that does not fit ends the episode.
     """
     if 'environment_error' in info:
       self._fail(info, 'before its first turn')
       return 0, self._end(truncated=False)
-    mover = self._mover(info)
-    prompt = self._read(self.episodes[mover], observation, info)
-    return mover, self._end(truncated=True) if prompt is None else prompt
+    active_role = self._active_role(info)
+    prompt = self._read(self.episodes[active_role], observation, info)
+    if prompt is None:
+      prompt = self._end(truncated=True)
+    return active_role, prompt
 
   def record(
       self, role: int, completion: engine.Completion, outcome: protocol.Step
@@ -223,41 +226,41 @@ class Table:
     """Adds a turn of a role and its outcome; returns (number of the next role, its prompt)."""
     observation, reward, terminated, truncated, info = outcome
     self._add_turn(self.episodes[role], completion, reward, info)
-    self._share_out(info)
+    for episode in self.episodes:
+      self._add_outcome(episode, info)
     if 'environment_error' in info:
       self._fail(info, f'in turn {sum(len(episode.turns) for episode in self.episodes)}')
     if terminated or truncated:
       return role, self._end(bool(truncated))
-    return self.give(observation, info)
+    return self.observe(observation, info)
 
-  def _mover(self, info):
+  def _active_role(self, info):
     """Returns the number of the role that `info` names. UserError: it names none of them."""
-    roles = [episode.role for episode in self.episodes]
-    if roles == ['']:
+    if self._roles == ('',):
       return 0
-    if info.get('role') not in roles:
+    role = info.get('role')
+    if role not in self._roles:
       raise types.UserError(
-          f"the environment gave info['role'] = {info.get('role')!r} for the one that moves next: "
-          f'its roles are {", ".join(roles)}'
+          f"the environment gave info['role'] = {role!r} for the one that moves next: its roles "
+          f'are {", ".join(self._roles)}'
       )
-    return roles.index(info['role'])
+    return self._roles.index(role)
 
   def _read(self, episode, observation, info):
     """Adds the prompt, or the observation after the last turn; None where it is too long."""
-    limits = self.limits
+    limits = self._limits
     if not episode.turns:
-      ids, longest = first_prompt(self.framing.tokenizer, observation, info), longest_prompt(limits)
+      ids = first_prompt(self._framing.tokenizer, observation, info)
+      longest = longest_prompt(limits)
       fits = 0 < len(ids) <= longest
       episode.prompt = np.array(ids[: max(longest, 0)], np.int32)
       episode.failed = not fits
       episode.counts['prompt_too_long'] = float(not fits)
       return _prompt(ids, len(ids), limits) if fits else None
-    ids = self.framing.encode(protocol.full_text(observation, info), episode.turns[-1].tokens)
-    length = (
-        len(episode.prompt)
-        + len(ids)
-        + sum(len(turn.tokens) + len(turn.observation) for turn in episode.turns)
-    )
+    ids = self._framing.encode(protocol.full_text(observation, info), episode.turns[-1].tokens)
+    length = len(episode.prompt) + len(ids)
+    for turn in episode.turns:
+      length += len(turn.tokens) + len(turn.observation)
     if length + _least_turn(limits) > limits.max_total_tokens:
       return None
     episode.turns[-1].observation = np.array(ids, np.int32)
@@ -266,18 +269,19 @@ class Table:
   def _fail(self, info, when):
     """Masks the episodes of an environment whose code raised, and logs the first traceback."""
     task = self.episodes[0].task
-    line = f'{info["environment_error"]}, on task {task.id!r}, {when}'
-    if self.strict:
-      raise types.UserError(line)
+    error = f'{info["environment_error"]}, on task {task.id!r}, {when}'
+    if self._strict:
+      raise types.UserError(error)
     logging.log_first_n(
         logging.WARNING,
         '%s. Episodes like this one are not trained on, and env/environment_failed counts them\n%s',
         1,
-        line,
+        error,
         info['traceback'],
     )
     for episode in self.episodes:
-      episode.failed, episode.error = True, line
+      episode.failed = True
+      episode.error = error
 
   def _end(self, truncated):
     for episode in self.episodes:
@@ -287,6 +291,11 @@ class Table:
   def _add_turn(self, episode, completion, reward, info):
     tokens = completion.tokens
     action = str(info.get('action') or 'other')  # a GEM environment names none
+    counts = episode.counts
+    counts['invalid'] += action == 'invalid'
+    counts['repeated'] += any(np.array_equal(tokens, turn.tokens) for turn in episode.turns)
+    counts['empty'] += not action_text(self._framing.tokenizer, tokens).strip()
+    counts['cut'] += action == 'invalid' and len(tokens) >= self._limits.max_turn_tokens
     turn = types.Turn(
         tokens,
         completion.logp,
@@ -295,60 +304,63 @@ class Table:
         reward=finite('reward', reward),
         routes=completion.routes,
     )
-    counts = episode.counts
-    counts['invalid'] += action == 'invalid'
-    counts['repeated'] += any(np.array_equal(tokens, earlier.tokens) for earlier in episode.turns)
-    counts['empty'] += not action_text(self.framing.tokenizer, tokens).strip()
-    counts['cut'] += action == 'invalid' and len(tokens) >= self.limits.max_turn_tokens
     episode.turns.append(turn)
 
-  def _share_out(self, info):
-    """Gives failure, metrics and further rewards of a step to the roles that they concern."""
-    of_all = info.get('metrics') or {}
-    several = len(self.episodes) > 1
-    rewards, own = (several and info.get(key) or {} for key in ('rewards', 'role_metrics'))
-    for episode in self.episodes:
-      episode.failed |= bool(info.get('retrieval_failed', False))
-      for name, value in {**of_all, **own.get(episode.role, {})}.items():
-        episode.metrics[name] = finite(f"info['metrics'][{name!r}]", value)
-      if episode.turns:
-        more = finite(f"info['rewards'][{episode.role!r}]", rewards.get(episode.role, 0.0))
-        episode.turns[-1].reward += more
-      elif rewards.get(episode.role):
-        logging.log_first_n(
-            logging.WARNING,
-            'a reward of the role %s before its first turn counts nowhere',
-            1,
-            episode.role,
+  def _add_outcome(self, episode, info):
+    """Adds failure, metrics and further rewards of a step to the episode of a role."""
+    episode.failed |= bool(info.get('retrieval_failed', False))
+    metrics = dict(info.get('metrics') or {})
+    if len(self._roles) > 1:
+      metrics.update(self._of_role(info, 'role_metrics', episode.role, {}))
+      self._add_reward(episode, self._of_role(info, 'rewards', episode.role, 0.0))
+    for name, value in metrics.items():
+      episode.metrics[name] = finite(f"info['metrics'][{name!r}]", value)
+
+  def _of_role(self, info, key, role, default):
+    """Returns the entry of a role in info[key]. UserError: info[key] has another role."""
+    by_role = info.get(key) or {}
+    for name in by_role:
+      if name not in self._roles:
+        raise types.UserError(
+            f'the environment gave rewards or metrics of {name!r}: its roles are '
+            f'{", ".join(self._roles)}'
         )
-    roles = [episode.role for episode in self.episodes]
-    if unknown := [role for role in [*rewards, *own] if role not in roles]:
-      raise types.UserError(
-          f'the environment gave rewards or metrics of {unknown[0]!r}: its roles are '
-          f'{", ".join(roles)}'
+    return by_role.get(role, default)
+
+  def _add_reward(self, episode, reward):
+    if episode.turns:
+      episode.turns[-1].reward += finite(f"info['rewards'][{episode.role!r}]", reward)
+    elif reward:
+      logging.log_first_n(
+          logging.WARNING,
+          'a reward of the role %s before its first turn counts nowhere',
+          1,
+          episode.role,
       )
 
 
-def _prompt(ids: list[int], length: int, limits: Limits) -> engine.Prompt:
+def _prompt(ids: list[int], length: int, limits: EpisodeLimits) -> engine.Prompt:
   """Returns `ids` to prefill, with the next turn's budget in a context of `length` with them."""
   return engine.Prompt(ids, min(limits.max_turn_tokens, limits.max_total_tokens - length))
 
 
-def _least_turn(limits: Limits) -> int:
+def _least_turn(limits: EpisodeLimits) -> int:
   return min(limits.min_turn_tokens, limits.max_turn_tokens)
 
 
 def action_text(tokenizer: chat.Tokenizer, tokens: np.ndarray) -> str:
   """Returns the turn's text for the environment, without the eos token that may end it."""
-  return tokenizer.decode(tokens[:-1] if tokens[-1] in tokenizer.eos_ids else tokens)
+  if tokens[-1] in tokenizer.eos_ids:
+    tokens = tokens[:-1]
+  return tokenizer.decode(tokens)
 
 
-def finite(what: str, value) -> float:
+def finite(name: str, value) -> float:
   """Returns a number of the environment as a float. UserError: it is not finite."""
   try:
     number = float(value)
   except (TypeError, ValueError):
     number = math.nan
   if not math.isfinite(number):
-    raise types.UserError(f'the environment gave {what} = {value!r}: a finite number is needed')
+    raise types.UserError(f'the environment gave {name} = {value!r}: a finite number is needed')
   return number

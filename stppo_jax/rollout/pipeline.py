@@ -3,7 +3,7 @@
   main    |  train 1  |  train 2  |  train 3  |    staleness 1: while batch 2 is trained on, batch 3
   thread  | 1 |  2    |     3     |     4     |    is sampled with the parameters after update 1
 
-Which parameters sample a batch depends on its number alone, never on timing: the same staleness
+Which parameters sample a batch depends only on its number, never on timing: the same staleness
 gives the same run twice. Batches that are sampled and not yet trained on are host data, which a
 checkpoint holds as JSON. Of batches that are still to be sampled it holds the parameters.
 """
@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
-import functools
-import operator
 import threading
 import time
 from typing import Any
@@ -28,14 +26,16 @@ import jax
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.retrieval import protocol
+from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_loop
+from stppo_jax.rollout import sampling
 
 
 @dataclasses.dataclass
 class Sampled:
   """A batch of episodes that has not been trained on yet."""
 
-  number: int  # of the batch; determines its questions and its random key
+  number: int  # counts from 1; determines the questions and the random key
   staleness: int  # updates between the parameters that sampled it and those that it trains
   episodes: list[types.Episode]
   measured: dict[str, float]  # metrics of its sampling: timing_s/gen.., perf/..
@@ -45,31 +45,31 @@ class Sampled:
 class Unsampled:
   """A batch ahead that is still to be sampled."""
 
-  number: int  # of the batch
+  number: int
   staleness: int
   params: Any  # a `copy` of the parameters that are to sample it
 
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-  """The batches of a run, numbered from 1: each depends on parameters, seed and number alone."""
+  """The batches of a run, numbered from 1: each depends only on parameters, seed and number."""
 
   agent: Any  # agent.Agent
   policy: Callable  # trained parameters -> the policy's, see `state.Frozen.policy`
   stream: Any  # tasks.TaskStream
   group_size: int  # episodes per question
   seed: int
-  max_failed_share: float = 1.0  # of a batch's episodes; above it the retriever is waited for
-  max_outage_s: float = 0.0  # of this waiting
+  max_failed_share: float = 1.0  # share of episodes; above it the run waits for the retriever
+  max_outage_s: float = 0.0  # longest wait
   sleep: Callable = time.sleep
   give_up: Callable | None = None  # () -> whether to abandon the batch and raise Stopped
   max_num_gen_batches: int = 1  # rounds of sampling, see `sample`
   max_failed: float = 0.5  # share of a batch's episodes whose environment may raise
-  num_roles: int = 1  # rows per episode
+  rows_per_episode: int = 1
 
   def tasks(self, number: int) -> list[types.Task]:
-    """Returns the question of each episode, whatever its roles."""
-    return [task for task in self.stream.take(number - 1) for _ in range(self.group_size)]
+    """Returns the task of each episode."""
+    return _repeat(self.stream.take(number - 1), self.group_size)
 
   def copy(self, params: Any) -> Any:
     """Returns the policy of trained parameters as it is sampled from, in buffers of its own."""
@@ -81,35 +81,35 @@ class Batches:
     With `max_num_gen_batches` above 1, groups whose scores are all equal give no advantage and are
     replaced by groups of further questions (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2).
     Questions and keys of a round depend on the batch's number and the round, and which groups are
-    replaced depends on `params` besides. So a resumed run repeats all of it.
+    replaced also depends on `params`. So a resumed run repeats all of it.
 
     Choice: a round plays as many questions as are missing. Groups that stay without a spread after
-    the last round are kept, so that the batch has its size. verl raises an error there.
+    the last round stay, so that the batch has its size. verl raises an error there.
     """
+    started = time.perf_counter()
     tasks = self.tasks(number)
     key, _ = batch_keys(self.seed, number)
-    started = time.perf_counter()
     rounds = [self._play(params, key, tasks, range(len(tasks) // self.group_size))]
     episodes = rounds[0].episodes
-    begun = [episode for episode in episodes if not episode.absent]
-    if all(episode.counts.get('prompt_too_long') for episode in begun):
+    if all(row.counts.get('prompt_too_long') for row in episodes if not row.absent):
       raise types.RunError(
           f'the prompts of all {len(episodes)} episodes of batch {number} are longer than '
           'config.rollout.max_prompt, and nothing can be trained on: raise it and max_total'
       )
+    measured = {}
     if self.max_num_gen_batches > 1:
       episodes = self._refilled(params, key, number, rounds)
-    check_environment([row for one in rounds for row in one.episodes], self.max_failed)
-    report = functools.reduce(operator.add, (played.report for played in rounds))
-    measured = {'timing_s/gen': time.perf_counter() - started}
-    measured |= {'env/replays': sum(played.replays for played in rounds)} | report.metrics()
-    if self.max_num_gen_batches > 1:
-      measured |= _refill_metrics(rounds, episodes, self.group_size * self.num_roles)
+      measured = _refill_metrics(rounds, episodes, self.group_size * self.rows_per_episode)
+    check_environment([row for played in rounds for row in played.episodes], self.max_failed)
+    report = sum((played.report for played in rounds), engine.Report())
+    measured |= report.metrics()
+    measured['env/replays'] = sum(played.replays for played in rounds)
+    measured['timing_s/gen'] = time.perf_counter() - started
     return Sampled(number, staleness, episodes, measured)
 
   def restored(self, record: dict) -> Sampled:
     """Returns a batch that a checkpoint holds as JSON, with its questions."""
-    tasks = [task for task in self.tasks(record['number']) for _ in range(self.num_roles)]
+    tasks = _repeat(self.tasks(record['number']), self.rows_per_episode)
     if self.max_num_gen_batches > 1:  # some may have been replaced
       known = self.stream.by_id()
       rows = zip(record['episodes'], tasks, strict=True)
@@ -118,7 +118,7 @@ class Batches:
 
   def _play(self, params, key, tasks, groups):
     """Plays `group_size` episodes per group; `tasks` has the question of each episode."""
-    numbers = [group for group in groups for _ in range(self.group_size)]
+    numbers = _repeat(groups, self.group_size)
     keys = episode_loop.row_keys(key, tasks)
     episodes, replays = self.until_answered(
         lambda: self.agent.play(params, tasks, keys, numbers, give_up=self.give_up)
@@ -127,8 +127,8 @@ class Batches:
 
   def _refilled(self, params, key, number, rounds):
     """Returns the episodes of a batch after further rounds, which are added to `rounds`."""
-    size = self.group_size * self.num_roles
-    groups = _groups(rounds[0].episodes, size)
+    size = self.group_size * self.rows_per_episode
+    groups = sampling.batched(rounds[0].episodes, size)
     used = {group[0].task.id for group in groups}
     while len(rounds) < self.max_num_gen_batches:
       wanted = [i for i, group in enumerate(groups) if not has_spread(group)]
@@ -136,9 +136,9 @@ class Batches:
         break
       questions = self.stream.further(number - 1, len(rounds), len(wanted), used)
       used |= {task.id for task in questions}
-      tasks = [task for task in questions for _ in range(self.group_size)]
+      tasks = _repeat(questions, self.group_size)
       rounds.append(self._play(params, jax.random.fold_in(key, len(rounds)), tasks, wanted))
-      for i, group in zip(wanted, _groups(rounds[-1].episodes, size), strict=True):
+      for i, group in zip(wanted, sampling.batched(rounds[-1].episodes, size), strict=True):
         groups[i] = group if has_spread(group) else groups[i]
     return [episode for group in groups for episode in group]
 
@@ -159,13 +159,15 @@ class _Round:
 
 
 def has_spread(group: Sequence[types.Episode]) -> bool:
-  """Returns whether the scores of any role of a group's episodes differ by more than rounding.
+  """Returns whether scores of a question's rows differ by more than rounding.
 
-  Failed episodes, and roles that never moved, do not count.
+  Only rows with the same group number are compared. Failed and absent rows do not count.
   """
-  counted = [episode for episode in group if not (episode.failed or episode.absent)]
-  for role in {episode.role for episode in counted}:
-    rows = [episode for episode in counted if episode.role == role]
+  by_number: dict[int, list[types.Episode]] = {}
+  for row in group:
+    if not (row.failed or row.absent):
+      by_number.setdefault(row.group, []).append(row)
+  for rows in by_number.values():
     scores = [row.score for row in rows]
     largest = max(sum(abs(turn.reward) for turn in row.turns) for row in rows)
     if max(scores) - min(scores) > types.ROUNDING * largest:
@@ -173,26 +175,29 @@ def has_spread(group: Sequence[types.Episode]) -> bool:
   return False
 
 
-def _groups(episodes, size):
-  return [list(episodes[i : i + size]) for i in range(0, len(episodes), size)]
+def _repeat(items, times):
+  return [item for item in items for _ in range(times)]
 
 
 def _refill_metrics(rounds, episodes, size):
   """Returns the number of rounds and questions, and the shares of groups with a spread."""
-  played = [group for one in rounds for group in _groups(one.episodes, size)]
+  played = []
+  for one_round in rounds:
+    played += sampling.batched(one_round.episodes, size)
   share = lambda groups: sum(map(has_spread, groups)) / len(groups)
   return {
       'train/num_gen_batches': len(rounds),
       'rollout/questions': len(played),
       'rollout/groups_with_spread': share(played),
-      'rollout/groups_kept': share(_groups(episodes, size)),
+      'rollout/groups_kept': share(sampling.batched(episodes, size)),
   }
 
 
 def batch_keys(seed: int, number: int) -> tuple[jax.Array, jax.Array]:
   """Returns the random keys of a batch: (for sampling, for its mini-batches)."""
-  sampling, mini_batches = jax.random.split(jax.random.fold_in(jax.random.key(seed), number))
-  return sampling, mini_batches
+  key = jax.random.fold_in(jax.random.key(seed), number)
+  sampling_key, mini_batch_key = jax.random.split(key)
+  return sampling_key, mini_batch_key
 
 
 class Pipeline:
@@ -214,8 +219,10 @@ class Pipeline:
       ahead: Sequence[Sampled | Unsampled] = (),
       copy: Callable = lambda params: params,
   ):
-    self._sample, self._staleness, self._copy = sample, staleness, copy
-    self._sampling = threading.Lock()
+    self._sample = sample
+    self._staleness = staleness
+    self._copy = copy
+    self._sampling = threading.Lock()  # held while a batch is sampled
     self._thread = futures.ThreadPoolExecutor(1, 'sampling') if staleness else None
     self._ahead: collections.deque[_Ahead] = collections.deque(map(_Ahead, ahead))
 
@@ -229,9 +236,9 @@ class Pipeline:
     if not self._staleness:
       return self._sample(self._copy(params), number, 0)
     assert self._thread is not None
-    own = self._copy(params)
+    copy = self._copy(params)
     for staleness in range(len(self._ahead), self._staleness + 1):
-      self._ahead.append(_Ahead(Unsampled(number + staleness, staleness, own)))
+      self._ahead.append(_Ahead(Unsampled(number + staleness, staleness, copy)))
     for ahead in self._ahead:
       if isinstance(ahead.batch, Unsampled) and ahead.future is None:
         ahead.future = self._thread.submit(self._run, ahead)
@@ -316,8 +323,10 @@ def play_through(
   retriever answers a probe, calls `play()` again. Waits double from 1 s to 60 s. Raises a RunError
   after `max_outage_s`. A lower share of failures is left to the update, which masks them.
   """
-  episodes, replays = play(), 0
-  started, wait_s = clock(), _FIRST_WAIT_S
+  episodes = play()
+  replays = 0
+  started = clock()
+  wait_s = _FIRST_WAIT_S
   failing = 'the environment' if retriever is None else 'retrieval'
   while (share := failed_share(episodes)) > max_failed_share:
     left_s = hosts.by_writer(lambda: max_outage_s - (clock() - started))
@@ -338,7 +347,8 @@ def play_through(
     sleep(wait_s)
     wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
     if hosts.by_writer(answers, retriever):
-      episodes, replays = play(), replays + 1
+      episodes = play()
+      replays += 1
   return episodes, replays
 
 

@@ -150,15 +150,15 @@ def load_tokenizer(config, frame: str = 'inline') -> chat.Tokenizer:
   gateway and environments with frame 'inline' give it plain texts.
   """
   kwargs = config.model.chat_template_kwargs
-  given = f'config.model.chat_template_kwargs={dict(kwargs)}'
+  setting = f'config.model.chat_template_kwargs={dict(kwargs)}'
   if reserved := _RESERVED_ARGUMENTS & kwargs.keys():
-    raise UserError(f'{given}: {", ".join(sorted(reserved))} is set by the run: leave it out')
+    raise UserError(f'{setting}: {", ".join(sorted(reserved))} is set by the run: leave it out')
   needs_template = config.model.folder == 'embedded' and frame != 'inline'
   template = EMBEDDED_TEMPLATE if needs_template else ''
   tokenizer = chat.load_tokenizer(model_folder(config), kwargs, template)
   if kwargs and tokenizer.render is None:
     raise UserError(
-        f'{given}: the tokenizer in {tokenizer.folder!r} has no chat template: leave them out'
+        f'{setting}: the tokenizer in {tokenizer.folder!r} has no chat template: leave them out'
     )
   return tokenizer
 
@@ -177,10 +177,10 @@ def load_tasks(config, split: str) -> list[types.Task]:
   return components.resolve(config).load_tasks(split)
 
 
-def limits(config) -> episode_loop.Limits:
+def limits(config) -> episode_loop.EpisodeLimits:
   """Returns the limits of an episode."""
   rollout = config.rollout
-  return episode_loop.Limits(
+  return episode_loop.EpisodeLimits(
       max_prompt_tokens=rollout.max_prompt,
       max_turn_tokens=rollout.max_turn,
       max_observation_tokens=rollout.max_observation,
@@ -203,13 +203,13 @@ def _check_critic(config, policy, tokenizer):
   Ids for which only one of the two tokenizers has a token may differ.
   """
   folder = config.model.critic_folder
-  given = f'config.model.critic_folder={folder!r}'
+  setting = f'config.model.critic_folder={folder!r}'
   critic = load_shape(config, 'value', folder)
   _check_positions(config, critic, 'model.critic_folder')
   if critic.vocab_size != policy.vocab_size:
     raise UserError(
-        f'{given} has a vocabulary of {critic.vocab_size}, the policy has {policy.vocab_size}: the '
-        'critic reads the same tokens, give a model of the same family'
+        f'{setting} has a vocabulary of {critic.vocab_size}, the policy has {policy.vocab_size}: '
+        'the critic reads the same tokens, give a model of the same family'
     )
   if not os.path.isfile(os.path.join(folder, 'tokenizer.json')):
     return
@@ -217,7 +217,7 @@ def _check_critic(config, policy, tokenizer):
   for i, (policy_token, critic_token) in enumerate(zip(tokenizer.token_bytes, critic_bytes)):
     if policy_token and critic_token and policy_token != critic_token:
       raise UserError(
-          f'{given} has another tokenizer than the policy (id {i} differs): give a model of the '
+          f'{setting} has another tokenizer than the policy (id {i} differs): give a model of the '
           'same family'
       )
 

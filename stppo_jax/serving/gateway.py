@@ -16,8 +16,8 @@ from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import prepare
+from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
-from stppo_jax.serving import row_sampler
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
@@ -37,7 +37,7 @@ def make_sampler(
     slot_buckets: tuple[int, ...] = (),
     platform: str = 'cpu',
     row_sharding=None,
-) -> row_sampler.RowSampler:
+) -> sampler_lib.Sampler:
   """Returns the sampler of requests, for `rows` of them at once."""
   tiled = platform == 'cpu' and row_sharding is None
   model = dataclasses.replace(
@@ -50,7 +50,7 @@ def make_sampler(
       slot_buckets=slot_buckets or sampling.default_slot_buckets(max_total, platform),
       chunk_buckets=chunks,
   )
-  return row_sampler.RowSampler(
+  return sampler_lib.Sampler(
       model,
       tokenizer_lib.stop_automaton(tokenizer.token_bytes, ()),
       tokenizer.eos_ids,
@@ -63,7 +63,7 @@ def make_sampler(
 @contextlib.contextmanager
 def running(
     config,
-    sampler: row_sampler.RowSampler,
+    sampler: sampler_lib.Sampler,
     params: dict,
     tokenizer: tokenizer_lib.Tokenizer,
     name: str,

@@ -29,7 +29,6 @@ from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import gateway
-from stppo_jax.serving import row_sampler as row_sampler_lib
 from stppo_jax.serving import sessions as sessions_lib
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
@@ -51,7 +50,6 @@ class ProgramAgent(agent_lib.Agent):
   """Turns parameters and questions into episodes, which an agent program plays."""
 
   program: programs.Program = dataclasses.field(kw_only=True)
-  row_sampler: row_sampler_lib.RowSampler = dataclasses.field(kw_only=True)  # is `sampler`
 
   def play(
       self,
@@ -73,12 +71,7 @@ class ProgramAgent(agent_lib.Agent):
         0.0 if greedy else rollout.temperature, 1.0 if greedy else rollout.top_p, rollout.max_turn
     )
     with gateway.running(
-        self.config,
-        self.row_sampler,
-        params,
-        self.tokenizer,
-        self.config.name,
-        shares_prefixes=False,
+        self.config, self.sampler, params, self.tokenizer, self.config.name, shares_prefixes=False
     ) as server:
       url = server.url
       runs = self._run_programs(server.app.service, url, tasks, keys, sampling, give_up)
@@ -228,7 +221,6 @@ def make_agent(
       sampler=sampler,
       greedy=sampler,
       program=program,
-      row_sampler=sampler,
   )
 
 

@@ -4,13 +4,12 @@ One thread owns the sampler. Between two short decode calls it gives free rows t
 so that a request joins those in progress. A row keeps its tokens after its request: one that begins
 with them prefills only the rest.
 
-  row 0   | prompt A | decode .. done | (kept) | rest of A's next turn | decode ..
+  row 0   | prompt A | decode .. done | (idle) | rest of A's next turn | decode ..
   row 1   | prompt B           | decode ..                      done | (kept)
 """
 
 import collections
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
 import dataclasses
@@ -22,7 +21,6 @@ import jax
 import numpy as np
 
 from stppo_jax.rollout import sampler as sampler_lib
-from stppo_jax.serving import row_sampler
 
 
 class Busy(Exception):
@@ -49,7 +47,7 @@ class Request:
   stop: tuple[bytes, ...] = ()
   ignore_eos: bool = False  # True: an eos token does not end it
   plain_logp: bool = False  # True: the model's own log-probs, neither tempered nor cut
-  owner: str = ''  # whose rows `release` frees
+  owner: str = ''  # `release` frees the rows of an owner
   cancelled: bool = False
 
 
@@ -58,7 +56,7 @@ class Counts:
   """What the scheduler has done since it started."""
 
   prefill_tokens: int = 0
-  reused_tokens: int = 0  # of prompts, found in a row's context
+  reused_tokens: int = 0  # prompt tokens that a row already had
   sampled_tokens: int = 0
   dropped_tokens: int = 0  # decoded past a stop string
   decode_calls: int = 0
@@ -68,7 +66,7 @@ class Counts:
 
 
 @dataclasses.dataclass(eq=False)
-class _Row:
+class _CacheRow:
   """A row of the context: its live tokens, and its request while there is one."""
 
   number: int
@@ -76,8 +74,8 @@ class _Row:
   live: int = 0
   request: Request | None = None
   owner: str = ''
-  left: int = 0  # tokens that the request may still have
-  text: bytearray = dataclasses.field(default_factory=bytearray)  # of the turn
+  budget: int = 0  # tokens that the request may still have
+  text: bytearray = dataclasses.field(default_factory=bytearray)  # the turn so far
   used: int = 0  # when; the least recent idle row is overwritten first
 
 
@@ -85,17 +83,17 @@ class _Row:
 class _Admitted:
   """A row that has got a request, and the row that begins with its first `common` tokens."""
 
-  row: _Row
-  source: _Row
+  row: _CacheRow
+  source: _CacheRow
   common: int
 
 
 class Scheduler:
-  """Runs requests on a RowSampler in a thread of its own. A context manager."""
+  """Runs requests on a sampler in a thread of its own. A context manager."""
 
   def __init__(
       self,
-      sampler: row_sampler.RowSampler,
+      sampler: sampler_lib.Sampler,
       params: dict,
       token_bytes: Sequence[bytes],
       eos_ids: Sequence[int],
@@ -104,15 +102,19 @@ class Scheduler:
   ):
     self.counts = Counts()
     self.max_total = sampler.max_slots
-    self._sampler, self._params = sampler, sampler.copy(params)
-    self._token_bytes, self._eos_ids = token_bytes, frozenset(eos_ids)
-    self.max_waiting, self._shares_prefixes = max_waiting, shares_prefixes
+    self.max_waiting = max_waiting
+    self._sampler = sampler
+    self._params = sampler.copy(params)
+    self._token_bytes = token_bytes
+    self._eos_ids = frozenset(eos_ids)
+    self._shares_prefixes = shares_prefixes
     self._context = sampler.empty(sampler.width, sampler.slot_buckets[0])
-    room = sampler.slot_buckets[-1]
-    self._rows = [_Row(i, np.zeros(room, np.int32)) for i in range(sampler.width)]
+    slots = sampler.slot_buckets[-1]
+    self._rows = [_CacheRow(i, np.zeros(slots, np.int32)) for i in range(sampler.width)]
     self._waiting: collections.deque[Request] = collections.deque()
     self._changed = threading.Condition()
-    self._closed, self._clock = False, 0
+    self._closed = False
+    self._clock = 0
     self._thread = threading.Thread(target=self._run, name='scheduler', daemon=True)
 
   def __enter__(self) -> 'Scheduler':
@@ -135,7 +137,7 @@ class Scheduler:
   @property
   def running(self) -> int:
     """Requests with a row."""
-    return sum(row.request is not None for row in self._rows)
+    return len(self._running_rows())
 
   @property
   def is_alive(self) -> bool:
@@ -145,7 +147,8 @@ class Scheduler:
   def submit(self, requests: Sequence[Request]) -> None:
     """Queues requests, all of them or none. Raises Busy."""
     for request in requests:
-      if not 0 < len(request.ids) <= self.max_total - request.budget or request.budget < 1:
+      fits = len(request.ids) + request.budget <= self.max_total
+      if not fits or not len(request.ids) or request.budget < 1:
         raise ValueError(
             f'{len(request.ids)} tokens and a turn of {request.budget} do not fit in '
             f'{self.max_total}'
@@ -153,18 +156,15 @@ class Scheduler:
     with self._changed:
       if not self.is_alive:
         raise Busy('the server stops')
-      self._drop_waiting()
+      for request in list(self._waiting):
+        if request.cancelled:  # it takes no place in the queue
+          self._waiting.remove(request)
+          request.emit((), (), 'cancelled')
       if len(self._waiting) + len(requests) > self.max_waiting:
         raise Busy(f'{len(self._waiting)} requests are waiting')
       self._waiting.extend(requests)
       self.counts.queued_choices += len(requests)
       self._changed.notify_all()
-
-  def _drop_waiting(self) -> None:
-    """Ends cancelled requests that have no row, so that they take no place in the queue."""
-    for request in [request for request in self._waiting if request.cancelled]:
-      self._waiting.remove(request)
-      request.emit((), (), 'cancelled')
 
   def cancel(self, request: Request) -> None:
     """Ends a request soon, if it has not ended; its last `emit` says 'cancelled'."""
@@ -177,15 +177,6 @@ class Scheduler:
         if row.owner == owner and row.request is None:
           row.used = 0
 
-  def set_params(self, params: dict) -> None:
-    """Takes other parameters and forgets all rows. No request may be in progress."""
-    with self._changed:
-      if self._waiting or self.running:
-        raise RuntimeError('requests are in progress: their parameters cannot change')
-      self._params = self._sampler.copy(params)
-      for row in self._rows:
-        row.live, row.used, row.owner = 0, 0, ''
-
   def _run(self):
     try:
       while True:
@@ -197,10 +188,12 @@ class Scheduler:
           admitted = self._take_waiting()
         for batch in admitted:
           self._prefill(batch)
-        self._drop_cancelled()
+        for row in self._running_rows():
+          if row.request.cancelled:
+            self._finish(row, (), (), 'cancelled')
         if self.running:
           self._decode()
-    except Exception:  # of the device or of `emit`: every request must get an end
+    except Exception:  # the device or `emit` may raise: every request must get an end
       logging.exception('the scheduler has failed')
       self._closed = True
     finally:
@@ -209,11 +202,12 @@ class Scheduler:
   def _end_all(self):
     with self._changed:
       self._closed = True
-      left = [*self._waiting, *(row.request for row in self._rows if row.request)]
+      requests = list(self._waiting)
       self._waiting.clear()
-      for row in self._rows:
+      for row in self._running_rows():
+        requests.append(row.request)
         row.request = None
-    for request in left:
+    for request in requests:
       with contextlib.suppress(Exception):  # the listener may be gone
         request.emit((), (), 'error')
 
@@ -223,7 +217,7 @@ class Scheduler:
     Of equal prompts the first is prefilled in an earlier batch than the others, which copy it.
     """
     batches: list[list[_Admitted]] = []
-    prompts: set[bytes] = set()  # of the last batch
+    prompts: set[bytes] = set()  # prompts of the last batch
     while self._waiting and self.running < len(self._rows):
       request = self._waiting.popleft()
       if request.cancelled:
@@ -241,20 +235,24 @@ class Scheduler:
       self._occupy(row, ids, request)
     return batches
 
-  def _occupy(self, row: _Row, ids: np.ndarray, request: Request) -> None:
+  def _occupy(self, row: _CacheRow, ids: np.ndarray, request: Request) -> None:
     self._clock += 1
-    row.request, row.owner, row.left = request, request.owner, request.budget
-    row.used, row.text = self._clock, bytearray()
+    row.request = request
+    row.owner = request.owner
+    row.budget = request.budget
+    row.text = bytearray()
+    row.used = self._clock
     row.ids[: len(ids)] = ids
     row.live = len(ids)
 
-  def _source(self, ids: np.ndarray, unread: Sequence[_Row]) -> tuple[_Row, int]:
+  def _source(self, ids: np.ndarray, unread: Sequence[_CacheRow]) -> tuple[_CacheRow, int]:
     """Returns the row that begins with most of `ids`, and how many; the last id is always left.
 
     Rows in progress serve as well, because their first tokens do not change; those of `unread` are
     not prefilled yet.
     """
-    best, most = self._rows[0], 0
+    source = self._rows[0]
+    longest = 0
     for row in self._rows:
       if row in unread:
         continue
@@ -263,11 +261,12 @@ class Scheduler:
       common = size if same.all() else int(np.argmin(same))
       if not self._shares_prefixes and (common < row.live or row.request is not None):
         continue
-      if common > most:
-        best, most = row, common
-    return best, most
+      if common > longest:
+        source = row
+        longest = common
+    return source, longest
 
-  def _target(self, source: _Row, common: int) -> _Row:
+  def _target(self, source: _CacheRow, common: int) -> _CacheRow:
     """Returns the source if the request continues it as a whole, else the least recent row."""
     if source.request is None and common and common == source.live:
       return source
@@ -275,97 +274,101 @@ class Scheduler:
     return min(idle, key=lambda row: (row.live > 0 and row.used > 0, row.used, row.number))
 
   def _prefill(self, batch: list[_Admitted]) -> None:
-    """Copies what is there, prefills the rest, and puts the rows in place."""
-    sampler, missing = self._sampler, self._sampler.prefill_rows - len(batch)
+    """Copies the common prefixes, prefills the rest, and puts the rows in place."""
     rows = [admitted.row for admitted in batch]
-    self._context = sampler.with_room(self._context, max(row.live for row in rows) + 1)
     starts = [admitted.common for admitted in batch]
     rest = [row.ids[start : row.live].tolist() for row, start in zip(rows, starts)]
-    taken = self._copied([admitted.source for admitted in batch])
-    taken, _ = sampler.prefill(
-        self._params, taken, [*rest, *[()] * missing], [*starts, *[0] * missing]
-    )
+    longest = max(row.live for row in rows)
+    self._context = self._sampler.with_room(self._context, longest + 1)
+    taken = self._take_rows([admitted.source for admitted in batch])
+    taken, _ = self._sampler.prefill(self._params, taken, rest, starts)
     self._put_back(taken, rows)
     self.counts.prefill_tokens += sum(map(len, rest))
     self.counts.reused_tokens += sum(starts)
 
-  def _running_rows(self) -> Iterator[tuple[_Row, Request]]:
-    for row in self._rows:
-      if row.request is not None:
-        yield row, row.request
+  def _running_rows(self) -> list[Any]:
+    return [row for row in self._rows if row.request is not None]
 
-  def _drop_cancelled(self):
-    for row, request in self._running_rows():
-      if request.cancelled:
-        self._finish(row, (), (), 'cancelled')
+  def _take_rows(self, rows: Sequence[_CacheRow]) -> sampler_lib.Context:
+    return self._sampler.take(self._context, [row.number for row in rows])
 
-  def _copied(self, rows: Sequence[_Row]) -> sampler_lib.Context:
-    """Returns a context of copies of some rows, at most `prefill_rows`."""
-    missing = self._sampler.prefill_rows - len(rows)
-    numbers = [row.number for row in rows] + [0] * missing
-    return self._sampler.take(self._context, np.array(numbers, np.int32))
-
-  def _put_back(self, taken: sampler_lib.Context, rows: Sequence[_Row]) -> None:
+  def _put_back(self, taken: sampler_lib.Context, rows: Sequence[_CacheRow]) -> None:
     numbers = [row.number for row in rows]
     self._context = self._sampler.put(self._context, taken, numbers, range(len(rows)))
 
   def _decode(self):
-    """Samples some tokens of each row in progress, and hands them out.
+    """Samples some tokens of each row in progress, and emits them.
 
-    A few rows are decoded in a small context of their own: a call computes all rows it is given.
+    A few rows are decoded in a small context of their own, because a call computes all its rows.
     """
-    sampler, running = self._sampler, list(self._running_rows())
-    longest = max(row.live for row, _ in running)
+    sampler = self._sampler
+    rows = self._running_rows()
+    longest = max(row.live for row in rows)
     self._context = sampler.with_room(self._context, longest + 1)
-    if is_few := len(running) <= sampler.prefill_rows < sampler.width:
-      rows, width = [row for row, _ in running], sampler.prefill_rows
-      context = self._copied(rows)
+    is_small = len(rows) <= sampler.prefill_rows < sampler.width
+    places: Sequence[int]
+    if is_small:
+      context = self._take_rows(rows)
+      places = range(len(rows))
     else:
-      rows, width, context = self._rows, sampler.width, self._context
-    context, result = sampler.decode(
-        self._params,
-        context,
-        _inputs(rows, width),
-        steps=self._context.slots - longest,
-        enough=width,
-        settings=_settings(rows, width),
-    )
-    if is_few:
+      context = self._context
+      places = [row.number for row in rows]
+    inputs = self._decode_inputs(rows, places, context.logits.shape[0])
+    steps = self._context.slots - longest
+    context, result = sampler.decode(self._params, context, inputs, steps, enough=sampler.width)
+    if is_small:
       self._put_back(context, rows)
     else:
       self._context = context
     sampled = jax.device_get(result)
     self.counts.decode_calls += 1
     self.counts.decode_steps += int(sampled.counts.max())
-    for i, row in enumerate(rows):
-      if row.request is not None:
-        count = int(sampled.counts[i])
-        self.counts.rows_decoded += 1
-        tokens, logp = sampled.tokens[i, :count], sampled.logp[i, :count]
-        self._take(row, tokens, logp, bool(sampled.alive[i]))
+    self.counts.rows_decoded += len(rows)
+    for row, b in zip(rows, places):
+      count = sampled.counts[b]
+      tokens = sampled.tokens[b, :count]
+      logp = sampled.logp[b, :count]
+      self._record(row, tokens, logp, bool(sampled.alive[b]))
 
-  def _take(self, row: _Row, tokens: np.ndarray, logp: np.ndarray, alive: bool) -> None:
+  def _decode_inputs(self, rows, places, num_rows) -> sampler_lib.DecodeRows:
+    """Returns the inputs of a decode call: row i of `rows` is row places[i] of the context."""
+    inputs = self._sampler.idle_rows(num_rows)
+    if num_rows == len(self._rows):  # idle rows are also written to, behind their end
+      inputs.lengths[:] = [row.live for row in self._rows]
+    for row, b in zip(rows, places):
+      request = row.request
+      inputs.lengths[b] = row.live
+      inputs.keys[b] = request.key
+      inputs.budgets[b] = row.budget
+      inputs.settings[b] = request.temperature, request.top_p, request.plain_logp
+    return inputs
+
+  def _record(self, row: _CacheRow, tokens: np.ndarray, logp: np.ndarray, alive: bool) -> None:
     """Adds sampled tokens to a row, up to the end of its turn."""
     assert row.request is not None
-    kept = self._before_stop(row, tokens)
-    stopped = kept is not None
-    count = len(tokens) if kept is None else kept
+    count = self._count_to_stop(row, tokens)
+    has_stop_string = count is not None
+    if count is None:
+      count = len(tokens)
     self.counts.dropped_tokens += len(tokens) - count
     self.counts.sampled_tokens += count
-    tokens, logp = tokens[:count], logp[:count]
+    tokens = tokens[:count]
+    logp = logp[:count]
     row.ids[row.live : row.live + count] = tokens
     row.live += count
-    row.left -= count
-    if row.request.ignore_eos:
-      alive = row.left > 0
-    if stopped or (not alive and int(tokens[-1]) in self._eos_ids and not row.request.ignore_eos):
+    row.budget -= count
+    ignores_eos = row.request.ignore_eos
+    if ignores_eos:
+      alive = row.budget > 0
+    has_eos = not alive and int(tokens[-1]) in self._eos_ids and not ignores_eos
+    if has_stop_string or has_eos:
       self._finish(row, tokens, logp, 'stop')
     elif not alive:
       self._finish(row, tokens, logp, 'length')
     else:
       row.request.emit(tokens.tolist(), logp.tolist(), None)
 
-  def _before_stop(self, row: _Row, tokens: np.ndarray) -> int | None:
+  def _count_to_stop(self, row: _CacheRow, tokens: np.ndarray) -> int | None:
     """Returns how many tokens there are up to the one that completes a stop string, or None."""
     stops = row.request.stop if row.request else ()
     if not stops:
@@ -378,31 +381,10 @@ class Scheduler:
         return count
     return None
 
-  def _finish(self, row: _Row, tokens, logp, reason: str) -> None:
-    request, row.request = row.request, None
+  def _finish(self, row: _CacheRow, tokens, logp, reason: str) -> None:
+    request = row.request
+    assert request is not None
+    row.request = None
     self._clock += 1
     row.used = self._clock
-    assert request is not None
     request.emit(list(map(int, tokens)), list(map(float, logp)), reason)
-
-
-def _inputs(rows: Sequence[_Row], width: int) -> sampler_lib.Rows:
-  """Returns what a decode call is told of each row; rows without a request do not change."""
-  lengths, stop_state, budgets = np.zeros((3, width), np.int32)
-  keys: Any = None
-  for i, row in enumerate(rows):
-    lengths[i] = row.live
-    if row.request is not None:
-      key = row.request.key
-      keys = np.zeros((width, *key.shape), key.dtype) if keys is None else keys
-      keys[i], budgets[i] = key, row.left
-  return sampler_lib.Rows(lengths, keys, stop_state, budgets)
-
-
-def _settings(rows: Sequence[_Row], width: int) -> np.ndarray:
-  """Returns temperature, top_p and whether log-probs are plain [width,3] of each row."""
-  settings = np.ones((width, 3), np.float32)
-  for i, row in enumerate(rows):
-    if row.request is not None:
-      settings[i] = row.request.temperature, row.request.top_p, row.request.plain_logp
-  return settings

@@ -136,7 +136,7 @@ def make_batches(
       give_up=stop_requested,
       max_num_gen_batches=config.rollout.max_num_gen_batches,
       max_failed=config.rollout.max_failed,
-      num_roles=agent.env.num_roles,
+      rows_per_episode=agent.env.num_roles,
   )
 
 
