@@ -219,7 +219,7 @@ def _show(screen: 'Screen', text: str, outcome: protocol.Step, observation: str)
 
 
 def _show_end(
-    screen: 'Screen', episode: types.Episode, answer: str | None, limits: episode_loop.Limits
+    screen: 'Screen', episode: types.Episode, answer: str | None, limits: episode_loop.EpisodeLimits
 ) -> None:
   if answer is not None:
     screen.mark('answer', answer)

@@ -161,6 +161,7 @@ class Sampler:
     cache_sharding: Any = layout.of_context(row_sharding)
     logits_sharding: Any = row_sharding
     self._context_sharding = Context(cache_sharding, cache_sharding, logits_sharding)
+    self._split_logits_sharding = cache_sharding
     is_eos = np.isin(np.arange(config.vocab_size), list(eos_ids))
     self._host_stop_rules = _StopRules(_all_ids(stop_table, config.vocab_size), is_eos)
 
@@ -445,7 +446,7 @@ class Sampler:
     """
     logits = decoder.token_logits(params, self.config, x)
     if self.config.vocab_size % layout.num_shards(self.row_sharding, 'tensor') == 0:
-      logits = sharding.spread(logits, self._context_sharding.k)  # as the product leaves them
+      logits = sharding.spread(logits, self._split_logits_sharding)
     return sharding.spread(logits, self.row_sharding)
 
   def _routes(self, routing):
