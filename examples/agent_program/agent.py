@@ -1,6 +1,6 @@
-"""An agent for any OpenAI-compatible server: answers a question after searches of its own.
+"""An agent for any OpenAI-compatible server, which answers a question after searches of its own.
 
-It knows nothing of what trains it: `openai` is its only library, and `tool.search` its only tool.
+It does not import the trainer. `openai` is its only library, and `tool.search` its only tool.
 """
 
 import re
@@ -13,7 +13,7 @@ MAX_TURNS = 5
 
 
 def run(task, base_url, model):
-  """Plays one question; returns 1.0 if the answer is right, else 0.0."""
+  """Plays one question. Returns 1.0 if the answer is right, else 0.0."""
   client = openai.OpenAI(base_url=base_url, api_key='none', max_retries=0)
   messages = [{'role': 'user', 'content': f'Question: {task["question"]}\n'}]
   for _ in range(MAX_TURNS):

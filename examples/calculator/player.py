@@ -24,7 +24,7 @@ class Player:
     return f'<tool_call>{call}</tool_call>'
 
   def _expression(self, observation):
-    """Returns the sum of one of the kinds, of the right one more often than of any other."""
+    """Returns the expression of any kind of sum, more often the right one."""
     _, question = observation.split('Question: ')
     numbers = dict(zip('abc', re.findall(r'\d+', question)))
     right = next(sum_ for text, sum_ in questions.KINDS if text.format(**numbers) in question)

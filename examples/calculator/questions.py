@@ -35,7 +35,7 @@ def make_task(split: str, seed: int) -> Task:
 
 
 def _numbers(rng, split):
-  """Draws three numbers; those whose sum eight divides are held out."""
+  """Draws three numbers. Those with a sum that eight divides are held out."""
   while True:
     numbers = {name: rng.randint(10, 99) for name in 'abc'}
     if (sum(numbers.values()) % 8 == 0) == (split == 'dev'):

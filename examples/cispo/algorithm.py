@@ -1,7 +1,7 @@
 """CISPO (MiniMax-M1, arXiv 2506.13585): clips the importance weight, keeps every gradient.
 
 PPO's clip stops the gradient of a token whose ratio is out of range. CISPO bounds the weight of its
-log-prob instead, so rare but decisive tokens stay in the update.
+log-prob instead, so that rare but decisive tokens stay in the update.
 """
 
 import jax

@@ -20,7 +20,7 @@ def load(split: str) -> list[Task]:
 def make_task(split: str, seed: int) -> Task:
   """Draws three numbers and two operators: '3 7 2=8' has the solution 3+7-2.
 
-  There are few questions: an eighth of them is in `dev` alone.
+  There are few questions. An eighth of them is in `dev` only.
   """
   rng = random.Random(f'{split} {seed}')
   while True:
@@ -40,18 +40,20 @@ class Countdown:
   uses_global_random = False
 
   def __init__(self, task, reward):
-    self._task, self._reward = task, reward
+    self._task = task
+    self._reward = reward
 
   def reset(self, seed=None):
     """Returns the question."""
-    del seed  # the task holds all that is random
+    del seed  # the question does not depend on it
     return f'{self._task.question}:', {}
 
   def step(self, action):
     """Ends the episode with the reward of the expression."""
     answer = action.removesuffix(';')
     score = self._reward(self._task, answer, action)
-    metrics = {'right': score, 'legal': float(value(answer, numbers(self._task)) is not None)}
+    is_legal = value(answer, numbers(self._task)) is not None
+    metrics = {'right': score, 'legal': float(is_legal)}
     return '', score, True, False, {'action': 'answer', 'metrics': metrics}
 
 
@@ -67,9 +69,9 @@ def numbers(task: Task) -> list[int]:
 
 
 def value(text: str, given: list[int]) -> int | None:
-  """Returns the value of a sum or difference of exactly the given numbers in order, else None.
+  """Returns the value of a sum of exactly the given numbers in their order, or None.
 
-  The text is a model's: it is parsed and walked over, never evaluated.
+  The text comes from a model, so Python never evaluates it.
   """
   if len(text) > 40 or not re.fullmatch(r'[0-9]+(?:[+-][0-9]+)*', text):
     return None

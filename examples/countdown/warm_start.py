@@ -2,7 +2,7 @@
 
   python -m examples.countdown.warm_start       # writes examples/countdown/model in 2 minutes
 
-Half of the demonstrations add all numbers, whatever the target, so that there is something to
+Half of the demonstrations add all numbers, whatever the target. So the policy has something to
 learn.
 """
 
@@ -57,10 +57,11 @@ def main(unused_argv):
 
 
 def demonstrate(task, rng) -> str:
-  """Returns what an agent with one of the HABITS writes."""
-  given, target = env.numbers(task), task.question.partition('=')[2]
-  sums = [f'{given[0]}{a}{given[1]}{b}{given[2]}' for a in '+-' for b in '+-']
-  right = [text for text in sums if env.value(text, given) == int(target)]
+  """Returns the text of an agent with one of the HABITS."""
+  numbers = env.numbers(task)
+  target = int(task.question.partition('=')[2])
+  sums = [f'{numbers[0]}{a}{numbers[1]}{b}{numbers[2]}' for a in '+-' for b in '+-']
+  right = [text for text in sums if env.value(text, numbers) == target]
   habit = rng.choice(list(HABITS), p=list(HABITS.values()))
   if habit == 'right':
     return f'{rng.choice(right)};'
@@ -68,7 +69,7 @@ def demonstrate(task, rng) -> str:
     return f'{sums[0]};'
   if habit == 'guesses':
     return f'{rng.choice(sums)};'
-  return f'{given[0]}+{given[1]};'
+  return f'{numbers[0]}+{numbers[1]};'
 
 
 def write_tokenizer():

@@ -55,5 +55,5 @@ def get_config(mode=''):
     config.train.micro_batch = 8
     config.eval.episodes = 32
   elif mode:
-    raise ValueError(f'{mode!r} is no form of this experiment: give :smoke, or nothing')
+    raise ValueError(f'mode {mode!r} does not exist: give :smoke, or no mode')
   return config

@@ -18,10 +18,10 @@ def load(split: str) -> list[Task]:
 
 
 class GuessNumber:
-  """A number from `low` to `high`; each guess is answered 'higher' or 'lower'.
+  """A hidden number from `low` to `high`. The answer to a guess is 'higher' or 'lower'.
 
-  The reward of a turn is the information that it gained, as a share of all there is, and 0.5 more
-  for the hidden number. A guess that earlier answers rule out costs 0.1.
+  The reward of a turn is the share of the information that it gained, plus 0.5 for the hidden
+  number. A guess that earlier answers rule out has reward -0.1.
   """
 
   frame = 'user'
@@ -29,7 +29,10 @@ class GuessNumber:
   uses_global_random = False
 
   def __init__(self, task, max_turns, low=1, high=9):
-    self._task, self._max_turns, self._low, self._high = task, max_turns, low, high
+    del task  # `reset` gets its seed
+    self._max_turns = max_turns
+    self._low = low
+    self._high = high
 
   def reset(self, seed=None):
     """Draws the hidden number from the task's seed."""
@@ -42,20 +45,24 @@ class GuessNumber:
     """Answers a guess."""
     self._turns += 1
     guess = int(action) if action.isascii() and action.isdigit() and len(action) < 9 else None
-    found, over = guess == self._hidden, self._turns >= self._max_turns
+    is_found = guess == self._hidden
+    is_last = self._turns >= self._max_turns
     info = {
         'action': 'invalid' if guess is None else 'guess',
-        'metrics': {'found': float(found), 'guesses': float(self._turns)},
+        'metrics': {'found': float(is_found), 'guesses': float(self._turns)},
     }
     if guess is None:
-      return '?', -0.1, over, over, info
+      return '?', -0.1, is_last, is_last, info
     if guess not in self._left:
       reward = -0.1
     else:
-      before, self._left = self._left, self._still_possible(guess)
-      reward = math.log(len(before) / len(self._left)) / math.log(self._high - self._low + 1)
-    answer = '' if found else 'higher' if guess < self._hidden else 'lower'
-    return answer, reward + 0.5 * found, found or over, over and not found, info
+      num_before = len(self._left)
+      self._left = self._still_possible(guess)
+      num_numbers = self._high - self._low + 1
+      reward = math.log(num_before / len(self._left)) / math.log(num_numbers)
+    if is_found:
+      return '', reward + 0.5, True, False, info
+    return 'higher' if guess < self._hidden else 'lower', reward, is_last, is_last, info
 
   def _still_possible(self, guess):
     if guess == self._hidden:

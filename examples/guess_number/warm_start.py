@@ -27,7 +27,7 @@ TEMPLATE = (
     '<|end|>{% endfor %}{% if add_generation_prompt %}<|agent|>{% endif %}'
 )
 _STEPS = flags.DEFINE_integer('steps', 600, 'optimizer steps')
-CONSISTENT = 0.5  # share of the demonstrations that only guess what the answers leave
+CONSISTENT = 0.5  # share of the demonstrations that use the answers
 MAX_TURNS = 5
 
 
@@ -61,20 +61,26 @@ def main(unused_argv):
 
 
 def demonstrate(tokenizer, rng) -> sft.Demonstration:
-  """Plays the real environment, well or badly; returns the tokens and which of them to imitate."""
+  """Plays the environment, well or badly, and returns the tokens with the weights of the loss."""
   framing = chat.make_framing(tokenizer, env.GuessNumber.frame, limit=32)
   game = env.GuessNumber(Task('', ''), MAX_TURNS)
   ids = chat.encode_prompt(tokenizer, game.reset(seed=int(rng.integers(2**31)))[0])
-  weights, low, high, over = [0.0] * len(ids), 1, 9, False
-  heeds = rng.random() < CONSISTENT
-  while not over:
-    guess = int(rng.integers(low, high + 1) if heeds else rng.integers(1, 10))
+  weights = [0.0] * len(ids)
+  low = 1
+  high = 9
+  is_over = False
+  uses_answers = rng.random() < CONSISTENT
+  while not is_over:
+    guess = int(rng.integers(low, high + 1) if uses_answers else rng.integers(1, 10))
     turn = [*tokenizer.encode(str(guess)), tokenizer.eos_ids[0]]
-    observation, _, over, _, _ = game.step(str(guess))
-    low, high = (max(low, guess + 1), high) if observation == 'higher' else (low, high)
-    low, high = (low, min(high, guess - 1)) if observation == 'lower' else (low, high)
-    read = [] if over else framing.encode(observation, turn)
-    ids, weights = [*ids, *turn, *read], [*weights, *[1.0] * len(turn), *[0.0] * len(read)]
+    observation, _, is_over, _, _ = game.step(str(guess))
+    if observation == 'higher':
+      low = max(low, guess + 1)
+    elif observation == 'lower':
+      high = min(high, guess - 1)
+    answer = [] if is_over else framing.encode(observation, turn)
+    ids += [*turn, *answer]
+    weights += [1.0] * len(turn) + [0.0] * len(answer)
   return sft.Demonstration(np.array(ids, np.int32), np.array(weights, np.float32))
 
 

@@ -21,7 +21,7 @@ class Guess(types.Action):
 
 
 class Answer(types.Observation):
-  """What the player reads."""
+  """The text that the player reads."""
 
   text: str
   found: float = 0.0
@@ -34,20 +34,23 @@ class Game(interfaces.Environment):
 
   def reset(self, seed=None, episode_id=None, **unused):
     """Draws the number from the seed."""
-    self._number, self._left = random.Random(seed).randint(1, NUMBERS), TRIES
+    self._number = random.Random(seed).randint(1, NUMBERS)
+    self._left = TRIES
     return Answer(text=f'A number from 1 to {NUMBERS}, {TRIES} tries, each as {{"guess": 7}}.')
 
   def step(self, action, timeout_s=None, **unused):
     """Answers a guess."""
     self._left -= 1
     right = action.guess == self._number
-    text = 'right' if right else 'higher' if action.guess < self._number else 'lower'
-    over = right or not self._left
-    return Answer(text=text, found=float(right), done=over, reward=float(right))
+    text = 'higher' if action.guess < self._number else 'lower'
+    if right:
+      text = 'right'
+    is_over = right or not self._left
+    return Answer(text=text, found=float(right), done=is_over, reward=float(right))
 
   @property
   def state(self):
-    """Nothing is kept beside the game."""
+    """Returns no state."""
     return types.State()
 
 

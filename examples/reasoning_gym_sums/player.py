@@ -4,7 +4,7 @@ import re
 
 
 class Player:
-  """Adds the numbers, mostly as if each sign were a plus, and is sometimes off by some."""
+  """Adds the numbers, mostly as if each sign were a plus. It is sometimes off by one or two."""
 
   def __init__(self, rng):
     self._rng = rng
@@ -12,8 +12,10 @@ class Player:
   def act(self, observation: str) -> str:
     """Returns a sum and the line break that ends an answer."""
     terms = re.findall(r'([+-]?) ?(\d+)', observation)
-    heeds = self._rng.random() < 0.35
-    total = sum(-int(number) if heeds and sign == '-' else int(number) for sign, number in terms)
+    sees_signs = self._rng.random() < 0.35
+    total = 0
+    for sign, number in terms:
+      total += -int(number) if sees_signs and sign == '-' else int(number)
     if self._rng.random() < 0.1:
       total += self._rng.choice((-2, -1, 1, 2))
     return f'{total}\n'

@@ -18,9 +18,9 @@ def load(split: str) -> list[Task]:
 class Signals:
   """Lewis's signalling game in two rounds, between the roles 'first' and 'second'.
 
-  The sender of a round reads a target from 1 to 4, and says one letter from a to d. The receiver
-  reads the letter alone, and names a target. Both are paid 1 if it is the sender's. 'first' sends
-  in round one, 'second' in round two. No letter has a meaning until they agree on one.
+  The sender of a round reads a target from 1 to 4, and sends one letter from a to d. The receiver
+  reads only the letter, and names a target. Both have reward 1 if it is the sender's target.
+  'first' sends in round one, 'second' in round two. The roles have to agree on a code.
   """
 
   frame = 'user'
@@ -32,39 +32,38 @@ class Signals:
     del task
 
   def reset(self, seed=None):
-    """Draws the target of both rounds from the seed; 'first' is told its own."""
+    """Draws the targets of both rounds from the seed. 'first' reads its own."""
     rng = random.Random(seed)
     self._targets = [rng.choice(TARGETS) for _ in self.roles]
-    self._round, self._is_sent = 0, False
-    self._right = [False, False]
+    self._round = 0
+    self._is_sent = False
+    self._is_right = [False, False]
     return f'send {self._targets[0]}', {'role': 'first'}
 
   def step(self, action):
     """Takes a letter of the sender, or a target of the receiver."""
-    sender, receiver = self.roles[self._round], self.roles[1 - self._round]
-    known = SIGNALS if not self._is_sent else TARGETS
-    legal = len(action) == 1 and action in known
-    info = {'action': ('name' if self._is_sent else 'send') if legal else 'invalid'}
-    self._is_sent = not self._is_sent
-    if self._is_sent:
-      return (
-          f'got {action if legal else "?"}',
-          -0.1 * (not legal),
-          False,
-          False,
-          info | {'role': receiver},
-      )
-    right = self._right[self._round] = action == self._targets[self._round]
-    info['rewards'] = {sender: float(right)}
+    sender = self.roles[self._round]
+    receiver = self.roles[1 - self._round]
+    if not self._is_sent:
+      self._is_sent = True
+      is_legal = len(action) == 1 and action in SIGNALS
+      info = {'action': 'send' if is_legal else 'invalid', 'role': receiver}
+      letter = action if is_legal else '?'
+      return f'got {letter}', -0.1 * (not is_legal), False, False, info
+    self._is_sent = False
+    is_legal = len(action) == 1 and action in TARGETS
+    is_right = action == self._targets[self._round]
+    self._is_right[self._round] = is_right
+    reward = float(is_right) - 0.1 * (not is_legal)
+    info = {'action': 'name' if is_legal else 'invalid', 'rewards': {sender: float(is_right)}}
     self._round += 1
-    over = self._round == len(self.roles)
-    if over:
-      first, second = map(float, self._right)  # by the round in which it sent
+    if self._round == len(self.roles):
+      first, second = map(float, self._is_right)  # by the round in which the role sent
       info['metrics'] = {'understood': (first + second) / 2}
       info['role_metrics'] = {
           'first': {'as_sender': first, 'as_receiver': second},
           'second': {'as_sender': second, 'as_receiver': first},
       }
-      return '', float(right) - 0.1 * (not legal), True, False, info
-    observation = f'send {self._targets[self._round]}'
-    return observation, float(right) - 0.1 * (not legal), False, False, info | {'role': receiver}
+      return '', reward, True, False, info
+    info['role'] = receiver  # sends in the next round
+    return f'send {self._targets[self._round]}', reward, False, False, info

@@ -63,5 +63,5 @@ def get_config(mode=''):
     config.train.micro_batch = 8
     config.eval.episodes = 32
   elif mode:
-    raise ValueError(f'{mode!r} is no form of this experiment: give :self, :smoke, or nothing')
+    raise ValueError(f'mode {mode!r} does not exist: give :self, :smoke, or no mode')
   return config
