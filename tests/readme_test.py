@@ -1,4 +1,4 @@
-"""README's examples are complete: each is written to a file, and its command trains one update."""
+"""Examples of README and docs are complete: each is written to a file, and its command trains one update."""
 
 import os
 import pathlib
@@ -18,8 +18,8 @@ from stppo_jax.cli import entry
 from stppo_jax.monitoring import metrics as metrics_lib
 from tests.support import tiny_run
 
-README = (pathlib.Path(__file__).parent.parent / 'README.md').read_text(encoding='utf-8')
-HOW_TO_ADD = README.partition('\n## How to add\n')[2].partition('\n## ')[0]
+ROOT = pathlib.Path(__file__).parent.parent
+TEXTS = ''.join((ROOT / name).read_text(encoding='utf-8') for name in ('README.md', 'docs/data.md'))
 EXAMPLE = re.compile(r'```python\n# (\w+\.py)\n(.*?)```\n\n```sh\n(.*?)```', re.DOTALL)
 MAX_LINES = 15
 
@@ -27,9 +27,9 @@ MAX_LINES = 15
 class HowToAddTest(parameterized.TestCase):
 
   def test_there_are_three_examples(self):
-    self.assertLen(EXAMPLE.findall(HOW_TO_ADD), 3)
+    self.assertLen(EXAMPLE.findall(TEXTS), 3)
 
-  @parameterized.parameters(*EXAMPLE.findall(HOW_TO_ADD))
+  @parameterized.parameters(*EXAMPLE.findall(TEXTS))
   def test_an_example_runs_as_it_stands(self, name, code, command):
     self.assertLessEqual(len(code.strip().splitlines()) + 1, MAX_LINES)
     folder = self.enterContext(tempfile.TemporaryDirectory())
