@@ -103,9 +103,9 @@ class HealthTest(parameterized.TestCase):
   def test_watched_metrics_suffice(self):
     rows = curve('env/empty_share', [1.0] * 4)
     self.assertEqual(
-        alarms_along([health.watched({**row, 'other': 1.0}) for row in rows]), alarms_along(rows)
+        alarms_along([health.watched_metrics({**row, 'other': 1.0}) for row in rows]), alarms_along(rows)
     )
-    self.assertEqual(health.watched({'other': 1.0, 'actor/entropy': 0.5}), {'actor/entropy': 0.5})
+    self.assertEqual(health.watched_metrics({'other': 1.0, 'actor/entropy': 0.5}), {'actor/entropy': 0.5})
 
   def test_flags(self):
     found = health.check(curve('env/empty_share', [1.0] * 3), LIMITS, 3)

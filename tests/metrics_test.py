@@ -277,7 +277,7 @@ class TextTest(parameterized.TestCase):
     for errors, expected in ((('', 'the environment E raised'), 1), (('', ''), 0)):
       with mock.patch.object(journal.logging, 'warning') as warned:
         episodes = [make(error) for error in errors]
-        journal.Journal.evaluated(made, 1, {'val-core/all/em': 0.5}, episodes, None)
+        journal.Journal.log_evaluation(made, 1, {'val-core/all/em': 0.5}, episodes, None)
       lines = [call.args[0] % call.args[1:] for call in warned.call_args_list]
       self.assertLen([line for line in lines if 'raised in 1 of 2' in line], expected)
 
@@ -313,7 +313,7 @@ class TextTest(parameterized.TestCase):
         yield
         on.clear()
 
-      with profiler, timing.of_updates(tempfile.gettempdir(), count, 0, last) as before:
+      with profiler, timing.trace_updates(tempfile.gettempdir(), count, 0, last) as before:
         for n in range(last):
           before(n)
           if on:

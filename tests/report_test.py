@@ -45,11 +45,11 @@ class WhenTest(absltest.TestCase):
       os.remove(path)
       journal.write(1, {'critic/score/mean': 0.5})
       self.assertFalse(os.path.exists(path))
-    journal.finished(1)
+    journal.log_end(1)
     self.assertTrue(os.path.exists(path))
     with mock.patch.object(report, 'build', side_effect=OSError('no space')):
       with self.assertLogs('absl', 'WARNING') as logs:
-        journal.finished(1)
+        journal.log_end(1)
     self.assertIn('no report (no space)', logs.output[0])
 
 

@@ -94,7 +94,7 @@ class Records:
       return self._records
 
 
-def joined(parts: Sequence[Records]) -> Records:
+def join_records(parts: Sequence[Records]) -> Records:
   """Returns the records of several policies, one after the other."""
   if len(parts) == 1:
     return parts[0]

@@ -72,14 +72,14 @@ class Journal(contextlib.ExitStack):
       )
       self._writer = self.enter_context(writer)
     rows = hosts.by_writer(metrics_lib.read_metrics, workdir)
-    self._history = [health_lib.watched(row) for row in rows]
+    self._history = [health_lib.watched_metrics(row) for row in rows]
     self._started = time.perf_counter()
 
   def main_score(self, scores: Mapping[str, float]) -> float:
     """Returns the main score of an evaluation."""
     return scores[self._main]
 
-  def evaluated(
+  def log_evaluation(
       self,
       n: int,
       scores: Mapping[str, float],
@@ -121,9 +121,9 @@ class Journal(contextlib.ExitStack):
     if self._recorder is not None and self._log['episodes'] and is_due:
       self._recorder.put(kind, n, records)
 
-  def updated(self, n: int, metrics: Mapping[str, float]) -> list[health_lib.Alarm]:
+  def log_update(self, n: int, metrics: Mapping[str, float]) -> list[health_lib.Alarm]:
     """Writes the numbers and a line of progress of update n; returns the health alarms."""
-    self._history.append(health_lib.watched(metrics))
+    self._history.append(health_lib.watched_metrics(metrics))
     alarms = health_lib.check(self._history, self._health, self._health['window'])
     self.write(n, {**metrics, **health_lib.flags(alarms)})
     elapsed_s = time.perf_counter() - self._started
@@ -154,7 +154,7 @@ class Journal(contextlib.ExitStack):
       episodes_lib.write_lines(path, records.get())
     return path
 
-  def finished(self, n: int) -> None:
+  def log_end(self, n: int) -> None:
     """Logs how the run ended after update n; builds the report."""
     if n < self._updates:
       logging.info(

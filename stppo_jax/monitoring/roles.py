@@ -50,6 +50,17 @@ def episode_metrics(episodes: Sequence[types.Episode]) -> dict[str, float]:
   return metrics
 
 
+def held_out_scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
+  """Returns val-role/<role>/<name>, means of score and core metrics over the rows of each role."""
+  values: dict[str, list[float]] = {}
+  for episode in episodes:
+    if episode.role:
+      core = {name: episode.metrics.get(name, 0.0) for name in episode.core_metrics}
+      for name, value in {**core, 'score': episode.score}.items():
+        values.setdefault(f'val-role/{episode.role}/{name}', []).append(value)
+  return {name: float(np.mean(x)) for name, x in values.items()}
+
+
 def update_metrics(role: str, metrics: Mapping[str, Any]) -> dict[str, float]:
   """Returns the metrics of an update of one role's own policy, under the role's name."""
   return {

@@ -33,14 +33,14 @@ class Timing(collections.defaultdict):
 
 
 @contextlib.contextmanager
-def of_updates(
+def trace_updates(
     folder: str, count: int, first: int, last: int | None = None
 ) -> Iterator[Callable[[int], None]]:
   """Context manager; yields a function to call before each update with the number of updates done.
 
-  It starts the trace after update first + 1, which compiles, and ends it `count` updates later or
-  with the run. If the run ends with update `last` before, it starts as much earlier. Nothing is
-  traced with `count` 0.
+  The trace starts after update first + 1, which compiles, and ends `count` updates later or with
+  the run. If the run would end with update `last` before, the trace starts earlier. `count` 0
+  traces nothing.
   """
   begin = first + 1
   if last is not None:

@@ -189,7 +189,7 @@ def opened(
     del ahead  # the pipeline frees the parameters in it, once they have sampled
     resources.callback(over.set)
     before_update = resources.enter_context(
-        timing_lib.of_updates(f'{workdir}/profile', profile, first, config.train.updates)
+        timing_lib.trace_updates(f'{workdir}/profile', profile, first, config.train.updates)
     )
     yield Run(parts, batches, pipeline, saves, journal, progress, stop_requested, before_update)
 
@@ -345,7 +345,7 @@ class Run:
       parts.append(
           episodes_lib.update_records(rows, tokenizer, part.batch, part.seen, n, has_values)
       )
-    return episodes_lib.joined(parts)
+    return episodes_lib.join_records(parts)
 
   def evaluation_is_due(self, n: int) -> bool:
     """Whether the policy is evaluated after update n."""
@@ -369,7 +369,7 @@ class Run:
           until_answered=lambda play: self._batches.until_answered(play)[0],
       )
     pipeline_lib.check_environment(episodes, self.config.rollout.max_failed)
-    self._journal.evaluated(n, scores, episodes, self._agent.tokenizer)
+    self._journal.log_evaluation(n, scores, episodes, self._agent.tokenizer)
     self._scores = scores | {'timing_s/testing': time.perf_counter() - started}
     self._progress.unfinished = None
     self._progress.score = self._journal.main_score(scores)
@@ -377,7 +377,7 @@ class Run:
 
   def log(self, n: int, metrics: dict[str, float]) -> None:
     """Writes the metrics of update n. Raises an error if it was not finite or is unhealthy."""
-    alarms = self._journal.updated(n, metrics)
+    alarms = self._journal.log_update(n, metrics)
     self._progress.logged = n
     self._check_finite(n, metrics)
     self._journal.warn(n, alarms, self._records)
@@ -417,7 +417,7 @@ class Run:
     """Saves the state of the last update, and returns the scores of the last evaluation."""
     if self._progress.updates > self._first:
       self._save()
-    self._journal.finished(self._progress.updates)
+    self._journal.log_end(self._progress.updates)
     return self._scores
 
   def _save(self):
