@@ -93,11 +93,11 @@ def validate(config: Config) -> Config:
   return config
 
 
-def check_section(name: str, section: Any) -> None:
-  """Raises a UserError for the first field of a section, named `name`, that breaks its rules."""
+def check_section(prefix: str, section: Any) -> None:
+  """Raises a UserError for the first field of a section that breaks its rules."""
   annotated = kinds(type(section))
   for path, rules, value in fields(section):
-    _check_field(f'{name}.{path}={value!r}', rules, value, annotated[path])
+    _check_field(f'{prefix}{path}={value!r}', rules, value, annotated[path])
 
 
 def _check_field(given: str, rules: Rules, value: Any, kind: Any = Any) -> None:
@@ -125,7 +125,7 @@ def _check_field(given: str, rules: Rules, value: Any, kind: Any = Any) -> None:
       _check_bounds(given, rules, number)
   if not _is_of(value, kind):
     not_this = '' if is_tuple else f', not {type(value).__name__}'
-    raise UserError(f'{given}: must be {_described(kind)}{not_this}')
+    raise UserError(f'{given}: must be {described(kind)}{not_this}')
   if rules.finite and not all(math.isfinite(x) for x in items if isinstance(x, float)):
     raise UserError(f'{given}: must be finite')
 
@@ -160,11 +160,11 @@ def _is_of(value: Any, kind: Any) -> bool:
   return type(value) is int if kind is int else isinstance(value, origin or kind)
 
 
-def _described(kind: Any) -> str:
+def described(kind: Any) -> str:
   """Returns words for an annotated type: 'a tuple of 2 float'."""
   origin, args = typing.get_origin(kind), typing.get_args(kind)
   if origin is types.UnionType:
-    return ' or '.join(map(_described, args))
+    return ' or '.join(map(described, args))
   if origin is tuple and args[1:] == (Ellipsis,):
     return f'a tuple of {args[0].__name__}'
   if origin is tuple:

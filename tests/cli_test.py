@@ -1,6 +1,5 @@
 """The command line: every mistake is one line on stderr and a non-zero exit code."""
 
-from concurrent import futures
 import contextlib
 import dataclasses
 import importlib
@@ -16,18 +15,20 @@ import tempfile
 import types
 from unittest import mock
 
-from absl import flags
 from absl.testing import absltest
-from absl.testing import flagsaver
 from absl.testing import parameterized
 import jax
 
 from stppo_jax import config as schema
 from stppo_jax import tasks as tasks_lib
 from stppo_jax import validation
+from stppo_jax.cli import config_file
 from stppo_jax.cli import entry
-from stppo_jax.cli import parsing
+from stppo_jax.cli import flags
+from stppo_jax.cli import help as help_lib
+from stppo_jax.cli import modes
 from stppo_jax.cli import saved_config
+from stppo_jax.cli import signals
 from stppo_jax.training import loop
 from stppo_jax.types import RunError
 from stppo_jax.types import Stopped
@@ -39,8 +40,22 @@ BROKEN = 'def get_config(mode=""):\n  return undefined_name\n'
 
 RULES = {path: rules for path, rules, _ in validation.fields(schema.Config())}
 
-# Arguments ({tmp}: a folder), and the text of the one line. Each runs in a process of its own.
-PROCESSES = {
+
+def run(*arguments, program='/somewhere/run.py'):
+  """Runs a command; returns (exit code, stdout, stderr)."""
+  stdout, stderr = io.StringIO(), io.StringIO()
+  with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+    code = entry.run([program, *arguments])
+  return code, stdout.getvalue(), stderr.getvalue()
+
+
+def load(*arguments, reads_run=False):
+  """Returns the config of a command line."""
+  return config_file.load(flags.parse(arguments), reads_run)
+
+
+# Name: arguments ({tmp}: a folder), and words of the one line.
+MISTAKES = {
     'unknown field': (['--config.train.updatez=3'], ['train.updatez', 'mean train.updates']),
     'field of a section that is not there': (['--config.lrr=3'], ['lrr']),
     'a whole section': (['--config.train=5'], ['config.train:', 'train.updates']),
@@ -57,7 +72,9 @@ PROCESSES = {
     'missing config file, other spelling': (['--config', 'nowhere.py'], ['nowhere.py']),
     'config file with an error': (['--config={tmp}/broken.py'], ['undefined_name']),
     'misspelt flag': (['--wrokdir=x'], ['wrokdir', 'workdir']),
-    'wrong mode': (['--mode=trian'], ['mode', 'train|eval']),
+    'wrong mode': (['--mode=trian'], ['--mode=trian', 'train, eval']),
+    'a port that is none': (['--mode=serve', '--port=70000'], ['--port=70000', 'at most 65535']),
+    'no value': (['--config.seed'], ['--config.seed', 'give a value']),
     'forgotten dashes': (['config.train.updates=3'], ['config.train.updates=3', '--']),
     'rule of validate': (
         ['--config.rollout.top_k=5', '--config.algorithm.old_logp=trainer', '--workdir={tmp}/run'],
@@ -67,53 +84,41 @@ PROCESSES = {
 }
 
 
-class ProcessTest(parameterized.TestCase):
+class MistakesTest(parameterized.TestCase):
 
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    cls.tmp = cls.enterClassContext(tempfile.TemporaryDirectory())
-    (pathlib.Path(cls.tmp) / 'broken.py').write_text(BROKEN, encoding='utf-8')
-    with futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-      cls.results = dict(zip(PROCESSES, pool.map(cls.start, PROCESSES)))
+  @parameterized.parameters(*MISTAKES)
+  def test_mistake_is_one_line(self, name):
+    arguments, words = MISTAKES[name]
+    tmp = self.enterContext(tempfile.TemporaryDirectory())
+    (pathlib.Path(tmp) / 'broken.py').write_text(BROKEN, encoding='utf-8')
+    self.enterContext(contextlib.chdir(tmp))
+    code, stdout, stderr = run(*[argument.format(tmp=tmp) for argument in arguments])
+    self.assertEqual(stderr.count('\n'), 1, stderr)
+    self.assertStartsWith(stderr, 'run.py: ')
+    self.assertEqual(code, 2)
+    self.assertEmpty(stdout)
+    for word in words:
+      self.assertIn(word, stderr)
 
-  @classmethod
-  def start(cls, name):
-    arguments = [argument.format(tmp=cls.tmp) for argument in PROCESSES[name][0]]
-    return subprocess.run(
-        [sys.executable, str(ROOT / 'run.py'), *arguments],
-        cwd=cls.tmp,
-        timeout=900,
+  def test_process_exits_with_one_line_and_code_2(self):
+    result = subprocess.run(
+        [sys.executable, str(ROOT / 'run.py'), '--config.train.updatez=3'],
         check=False,
         capture_output=True,
         text=True,
         env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
     )
-
-  @parameterized.parameters(*PROCESSES)
-  def test_one_line_and_exit_code_2(self, name):
-    result, words = self.results[name], PROCESSES[name][1]
-    self.assertEqual(result.stderr.count('\n'), 1, result.stderr)
-    self.assertStartsWith(result.stderr, 'run.py: ')
     self.assertEqual(result.returncode, 2)
-    self.assertEmpty(result.stdout)
-    for word in words:
-      self.assertIn(word, result.stderr)
+    self.assertEqual(result.stderr.count('\n'), 1, result.stderr)
+    self.assertIn('did you mean train.updates', result.stderr)
 
 
 class HelpTest(parameterized.TestCase):
 
-  def help(self, argument, program='run.py'):
-    """Returns what the command prints; its exit code must be 0."""
-    stdout = io.StringIO()
-    with contextlib.redirect_stdout(stdout), self.assertRaises(SystemExit) as caught:
-      entry._parse([f'/somewhere/{program}', argument])
-    self.assertEqual(caught.exception.code, 0)
-    return stdout.getvalue()
-
   @parameterized.parameters('--help', '-help', '-h', '--helpfull')
-  def test_it_fits_a_screen_and_names_every_flag_mode_and_section(self, argument):
-    text = self.help(argument)
+  def test_help_names_every_flag_mode_and_section(self, argument):
+    code, text, _ = run(argument)
+    self.assertEqual(code, 0)
     self.assertLess(text.count('\n'), 60)
     for name in (
         '--workdir',
@@ -121,26 +126,25 @@ class HelpTest(parameterized.TestCase):
         '--coordinator',
         '--profile',
         '--config.FIELD',
-        *entry._MODES,
+        *modes.MODES,
     ):
       self.assertIn(name, text)
     for path in RULES:
       self.assertIn(path.split('.')[0], text)
 
-  def test_the_files_of_its_examples_exist(self):
-    files = re.findall(r'--config=(experiments/[\w.]+)', entry.__doc__)
+  def test_help_shows_the_command_and_files_that_exist(self):
+    text = run('--help')[1]
+    self.assertIn('  python run.py --mode=eval', text)
+    self.assertIn('  stppo --mode=eval', run('--help', program='/bin/stppo')[1])
+    files = re.findall(r'--config=(experiments/[\w.]+)', text)
     self.assertNotEmpty(files)
     for file in files:
       self.assertTrue((ROOT / file).is_file(), file)
 
-  def test_it_shows_the_command_as_it_was_called(self):
-    self.assertIn('  stppo --mode=eval', self.help('--help', 'stppo'))
-    self.assertIn('  python run.py --mode=eval', self.help('--help'))
-
-  def test_a_section_has_each_setting_with_value_default_and_meaning(self):
+  def test_section_help_lists_its_settings(self):
     config = schema.Config()
     config.retriever.top_k = 7
-    text = parsing._section_help('retriever', config)
+    text = help_lib.section('retriever', config)
     for path, rules, value in validation.fields(schema.Config()):
       if path == 'retriever.top_k':
         self.assertIn(f'--config.{path}=7  (default 3)\n    {rules.meaning}', text)
@@ -149,10 +153,10 @@ class HelpTest(parameterized.TestCase):
     self.assertIn('[bm25 | http | dense | hybrid | none | module:attribute]', text)
     self.assertNotIn('--config.train.updates', text)
 
-  def test_columns_of_the_objective_are_shown_with_those_of_the_row(self):
+  def test_algorithm_help_shows_the_values_of_the_variant(self):
     config = schema.Config()
     config.algorithm.variant, config.algorithm.clip_low = 'gspo', 0.1
-    text = parsing._section_help('algorithm', config)
+    text = help_lib.section('algorithm', config)
     for line in (
         "--config.algorithm.variant='gspo'  (default 'st_ppo')",
         "--config.algorithm.ratio=None  (gspo: 'sequence')",
@@ -162,37 +166,25 @@ class HelpTest(parameterized.TestCase):
     ):
       self.assertIn(line, text.splitlines())
 
-  def test_it_is_of_the_run_that_the_line_names(self):
-    arguments = ['--config=experiments/grpo_7b.py', '--help=train', '--config.train.epochs=2']
-    result = subprocess.run(
-        [sys.executable, 'run.py', *arguments], cwd=ROOT, check=True, capture_output=True, text=True
+  def test_section_help_shows_the_values_of_the_command(self):
+    _, text, _ = run(
+        f'--config={ROOT}/experiments/grpo_7b.py', '--help=train', '--config.train.epochs=2'
     )
-    self.assertIn('--config.train.mini_batch=64  (default 256)', result.stdout)
-    self.assertIn('--config.train.epochs=2  (default 1)', result.stdout)
+    self.assertIn('--config.train.mini_batch=64  (default 256)', text)
+    self.assertIn('--config.train.epochs=2  (default 1)', text)
 
 
 class ShippedExperimentTest(absltest.TestCase):
 
-  def resolved(self, *arguments):
-    return parsing._with_shipped_experiment(list(arguments))
-
-  def test_it_is_taken_where_the_folder_has_no_such_file(self):
-    shipped = str(ROOT / 'experiments' / 'st_ppo_7b.py')
-    self.enterContext(contextlib.chdir(self.enterContext(tempfile.TemporaryDirectory())))
+  def test_file_of_the_folder_comes_before_the_shipped_one(self):
     name = 'experiments/st_ppo_7b.py'
-    self.assertEqual(self.resolved(f'--config={name}:smoke'), [f'--config={shipped}:smoke'])
-    self.assertEqual(self.resolved('--config', name), ['--config', shipped])
-    self.assertEqual(self.resolved('--workdir', name), ['--workdir', name])
-    self.assertEqual(
-        self.resolved('--config=experiments/mine.py'), ['--config=experiments/mine.py']
-    )
-
-  def test_a_file_of_the_folder_comes_first(self):
     self.enterContext(contextlib.chdir(self.enterContext(tempfile.TemporaryDirectory())))
+    self.assertEqual(config_file.find(name), str(ROOT / name))
     os.mkdir('experiments')
-    pathlib.Path('experiments/st_ppo_7b.py').touch()
-    given = '--config=experiments/st_ppo_7b.py'
-    self.assertEqual(self.resolved(given), [given])
+    pathlib.Path(name).touch()
+    self.assertEqual(config_file.find(name), name)
+    with self.assertRaisesRegex(UserError, 'no such file'):
+      config_file.find('experiments/mine.py')
 
 
 class MainTest(parameterized.TestCase):
@@ -201,7 +193,6 @@ class MainTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     # What a command sets for its process, it must not set for the other tests.
-    self.enterContext(mock.patch.object(entry, '_quiet_libraries'))
     self.enterContext(mock.patch.object(type(jax.config), 'update'))
     self.tmp = self.enterContext(tempfile.TemporaryDirectory())
     tiny_run.write(self.tmp)
@@ -214,21 +205,10 @@ class MainTest(parameterized.TestCase):
 
   def complaint(self, *arguments):
     """Returns (the one line, exit code) of a command."""
-    argv = [
-        'run.py',
-        f'--config={self.experiment}',
-        f'--workdir={self.tmp}/run',
-        '--mode=train',
-        *arguments,
-    ]
-    for name in [name for name in flags.FLAGS if name.split('.')[0] == 'config']:
-      delattr(flags.FLAGS, name)  # a process defines them once; the tests share one
-    stderr = io.StringIO()
-    with contextlib.redirect_stderr(stderr):
-      code = entry._main(entry._parse(argv))
-    self.assertEqual(stderr.getvalue().count('\n'), 1, stderr.getvalue())
-    self.assertStartsWith(stderr.getvalue(), 'run.py: ')
-    return stderr.getvalue(), code
+    code, _, stderr = run(f'--config={self.experiment}', f'--workdir={self.tmp}/run', *arguments)
+    self.assertEqual(stderr.count('\n'), 1, stderr)
+    self.assertStartsWith(stderr, 'run.py: ')
+    return stderr, code
 
   def refused(self, *words, arguments=()):
     line, code = self.complaint(*arguments)
@@ -251,7 +231,7 @@ class MainTest(parameterized.TestCase):
     self.edit('corpus.jsonl', 2, '{"id": "x", "title"')
     self.refused('corpus.jsonl:2', 'JSON')
 
-  def test_a_corrected_config_may_use_the_same_folder(self):
+  def test_corrected_config_may_use_the_same_folder(self):
     self.refused(
         'nowhere',
         arguments=['--config.data.source=nowhere', f'--config.data.corpus={self.tmp}/knowledge'],
@@ -265,10 +245,9 @@ class MainTest(parameterized.TestCase):
       ('--input=x', '--mode=export_atif and --mode=import_atif'),
       ('--batches=2', '--mode=sample'),
   )
-  def test_a_flag_of_another_mode_is_refused(self, flag, mode):
+  def test_flag_of_another_mode_is_rejected(self, flag, mode):
     name = flag.partition('=')[0].removeprefix('--')
-    with flagsaver.flagsaver():
-      line, code = self.complaint(flag)
+    line, code = self.complaint(flag)
     self.assertEqual(code, 2)
     self.assertIn(f'--{name}=', line)
     self.assertIn(f'is for {mode}, and this is --mode=train: leave it out', line)
@@ -320,15 +299,16 @@ class MainTest(parameterized.TestCase):
     self.refused('--workdir', 'no checkpoint to export', '--config', arguments=['--mode=export'])
 
   def test_a_full_disk_is_not_reported_by_every_thread(self):
-    told, say = [], lambda error: types.SimpleNamespace(exc_value=error)
-    for error in (RuntimeError('Event loop is closed'), RuntimeError('of ours')):
-      entry._tell_unraisable(told.append, say(error))
-    self.assertLen(told, 1)
+    reported = []
+    for text in ('Event loop is closed', 'another error'):
+      unraisable = types.SimpleNamespace(exc_value=RuntimeError(text))
+      entry._report_unraisable(reported.append, unraisable)
+    self.assertLen(reported, 1)
 
-  def test_a_stop_in_a_callback_is_not_told_where_it_is_asked_for_again(self):
+  def test_sigterm_in_callback_is_reported_once(self):
     say = lambda error: types.SimpleNamespace(exc_value=error)
     with mock.patch.object(sys, 'unraisablehook', mock.Mock()) as told:
-      with entry._stop_requested():
+      with signals.handled():
         for error in (KeyboardInterrupt(), Stopped(), RuntimeError('of ours')):
           sys.unraisablehook(say(error))
       self.assertLen(told.mock_calls, 1)
@@ -345,7 +325,7 @@ class MainTest(parameterized.TestCase):
       self.assertIn(word, line)
       self.assertEqual(exit_code, code)
 
-  def test_an_interrupt_that_a_library_swallows_is_not_lost(self):
+  def test_swallowed_interrupt_is_not_lost(self):
     """Python ignores exceptions in a finalizer, for example."""
     before = signal.getsignal(signal.SIGINT)
 
@@ -366,20 +346,14 @@ class MainTest(parameterized.TestCase):
 class ExperimentFileTest(parameterized.TestCase):
 
   def parse(self, source, *arguments):
-    """Returns the config of an experiment file with flags; 'error' is the one line if it fails."""
-    for name in [name for name in flags.FLAGS if name.split('.')[0] == 'config']:
-      delattr(flags.FLAGS, name)
+    """Returns the config of an experiment file with flags, or the error."""
     self.enterContext(contextlib.chdir(self.enterContext(tempfile.TemporaryDirectory())))
     pathlib.Path('mine.py').write_text(source, encoding='utf-8')
-    stderr = io.StringIO()
-    with contextlib.redirect_stderr(stderr):
-      try:
-        entry._parse(['run.py', '--config=mine.py', *arguments])
-        return flags.FLAGS.config
-      except SystemExit as exit_:
-        self.assertEqual(exit_.code, 2)
-    self.assertEqual(stderr.getvalue().count('\n'), 1, stderr.getvalue())
-    return stderr.getvalue()
+    try:
+      return load('--config=mine.py', *arguments)
+    except UserError as error:
+      self.assertNotIn('\n', str(error))
+      return str(error)
 
   @parameterized.parameters(
       ('config.train.updaets = 3', "no setting 'updaets': did you mean updates?"),
@@ -388,7 +362,7 @@ class ExperimentFileTest(parameterized.TestCase):
       ('1 / 0', 'division by zero'),
       ('config.train.updates = = 3', 'invalid syntax'),
   )
-  def test_an_error_has_file_and_line(self, line, words):
+  def test_error_names_file_and_line(self, line, words):
     source = 'from stppo_jax import config as schema\ndef get_config(mode=""):\n'
     error = self.parse(source + f'  config = schema.Config()\n  {line}\n  return config\n')
     self.assertIn(words, error)
@@ -397,7 +371,7 @@ class ExperimentFileTest(parameterized.TestCase):
   def test_a_file_that_returns_no_config(self):
     self.assertIn('return a stppo_jax.config.Config', self.parse('get_config = lambda: 7\n'))
 
-  def test_none_is_typed_where_it_is_documented(self):
+  def test_none_is_a_value(self):
     source = (
         'from stppo_jax import config as schema\ndef get_config(mode=""):\n'
         '  return schema.Config(algorithm=schema.Algorithm(clip_low=0.3, whiten=True))\n'
@@ -416,13 +390,13 @@ class ExperimentFileTest(parameterized.TestCase):
       ('  sys.exit()\n', 'exits with None '),
       ('  return schema.Config()\nsys.exit("bye")\n', "exits with 'bye' "),
   )
-  def test_an_experiment_file_that_exits_is_named(self, end, words):
+  def test_experiment_file_that_exits_is_named(self, end, words):
     source = f'import sys\nfrom stppo_jax import config as schema\ndef get_config(mode=""):\n{end}'
     error = self.parse(source)
     self.assertIn(words, error)
     self.assertIn('mine.py:', error)
 
-  def test_an_experiment_file_may_begin_with_a_byte_order_mark(self):
+  def test_byte_order_mark_is_accepted(self):
     source = (
         '\ufefffrom stppo_jax import config as schema\ndef get_config(mode=""):\n'
         '  return schema.Config(seed=5)\n'
@@ -438,7 +412,7 @@ class ExperimentFileTest(parameterized.TestCase):
       (('--config.data.source=mine', "--config.data.datasets=('a',)"), ('a',)),
       (('--config.data.datasets=()',), ()),
   )
-  def test_an_experiments_data_sets_are_those_of_its_source(self, arguments, datasets):
+  def test_datasets_belong_to_their_source(self, arguments, datasets):
     source = (
         'from stppo_jax import config as schema\ndef get_config(mode=""):\n'
         '  return schema.Config(data=schema.Data(datasets=("geo",)))\n'
@@ -446,7 +420,7 @@ class ExperimentFileTest(parameterized.TestCase):
     self.assertEqual(self.parse(source, *arguments).data.datasets, datasets)
 
 
-class OfRunTest(parameterized.TestCase):
+class SavedConfigTest(parameterized.TestCase):
   """Modes that read a run take its config where none is given."""
 
   def setUp(self):
@@ -459,64 +433,53 @@ class OfRunTest(parameterized.TestCase):
     self.path.write_text(json.dumps(values), encoding='utf-8')
 
   @parameterized.parameters('st_ppo_tiny', 'st_ppo_7b', 'st_ppo_qwen3_30b_a3b', 'st_ppo_smollm2')
-  def test_a_config_is_read_as_it_was(self, name):
+  def test_saved_config_is_read_as_written(self, name):
     config = importlib.import_module(f'experiments.{name}').get_config()
     config.env.options = {'low': 1, 'sizes': [2, 3]}
     config.algorithm.clip_low = 0.1
     self.write(config)
     self.assertEqual(saved_config.get_config(self.workdir), config)
 
-  def test_which_command_lines_take_it(self):
-    workdir, eval_ = f'--workdir={self.workdir}', '--mode=eval'
-    self.assertEqual(saved_config.find([eval_, workdir]), '')  # there is no config.json yet
-    self.write(schema.Config())
-    expected = f'{saved_config.__file__}:{self.workdir}'
-    self.assertEqual(saved_config.find([workdir, '--config.eval.samples=2', eval_]), expected)
-    self.assertEqual(saved_config.find(['--mode', 'eval', '-workdir', self.workdir]), expected)
-    for others in ([workdir], [eval_], [eval_, workdir, '--config=a.py'], [eval_, '--workdir']):
-      self.assertEqual(saved_config.find(others), '')
+  def test_config_of_the_folder_is_used_without_a_config_flag(self):
+    workdir = f'--workdir={self.workdir}'
+    default = load(workdir, reads_run=True)
+    self.assertEqual(default.name, 'st_ppo_tiny')  # there is no config.json yet
+    self.write(schema.Config(name='saved'))
+    self.assertEqual(load(workdir, '--config.seed=3', reads_run=True).name, 'saved')
+    self.assertEqual(load(workdir, reads_run=False).name, 'st_ppo_tiny')
+    tiny = f'--config={config_file.DEFAULT}'
+    self.assertEqual(load(workdir, tiny, reads_run=True).name, 'st_ppo_tiny')
 
   @parameterized.parameters(
       ('{"train": {"updatez": 1, "epochs": 2}, "more": {}}', ' has train.updatez, more, which '),
       ('{"train": null}', ' has train, which '),
       ('{"train":', ' cannot be read '),
   )
-  def test_one_of_another_version_is_refused(self, text, words):
+  def test_config_of_another_version_is_rejected(self, text, words):
     self.path.write_text(text, encoding='utf-8')
     with self.assertRaises(UserError) as caught:
-      parsing.parse(['run.py', '--mode=eval', f'--workdir={self.workdir}'], '', [])
+      load(f'--workdir={self.workdir}', reads_run=True)
     self.assertStartsWith(str(caught.exception), f'{self.path}{words}')
     self.assertNotIn('\n', str(caught.exception))
-
-  def parse(self, *arguments):
-    # A process of its own, since absl's flags are global.
-    return subprocess.run(
-        [sys.executable, 'run.py', '--mode=eval', f'--workdir={self.workdir}', *arguments],
-        cwd=ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
-    )
 
   def test_commands_in_a_folder_need_trust(self):
     mark = pathlib.Path(self.workdir) / 'executed'
     config = schema.Config()
     config.data.source, config.data.eval_split = 'os:system', f'id > {mark}'
     self.write(config)
-    result = self.parse('--help=algorithm')
-    self.assertEqual(result.returncode, 2)
+    command = ('--mode=eval', f'--workdir={self.workdir}')
+    code, _, stderr = run(*command)
+    self.assertEqual(code, 2)
     line = (
         f"run.py: {self.path} names data.source='os:system': code, commands, addresses and folders "
         'to write to are taken from a folder with --trust_workdir only; add it if you trust the '
         'folder, or give your own --config\n'
     )
-    self.assertEqual(result.stderr, line)
+    self.assertEqual(stderr, line)
     self.assertFalse(mark.exists())
-    self.assertEqual(self.parse('--help=algorithm', '--trust_workdir').returncode, 0)
+    self.assertEqual(run(*command, '--help=algorithm', '--trust_workdir')[0], 0)
     # A setting of the command line is the user's own.
-    self.assertEqual(self.parse('--help=data', '--config.data.source=embedded').returncode, 0)
-    self.assertIn('--trust_workdir', self.parse('--help').stdout)
+    self.assertEqual(run(*command, '--help=data', '--config.data.source=embedded')[0], 0)
 
   @parameterized.parameters(
       ('env.kind', 'm:Env'),
@@ -539,7 +502,7 @@ class OfRunTest(parameterized.TestCase):
       ('env.options', {'deep': [{'url': 'https://host'}]}),
       ('algorithm.options', {'f': 'm.n:f'}),
   )
-  def test_code_and_addresses_in_a_folder_are_found(self, path, value):
+  def test_code_and_addresses_need_trust(self, path, value):
     config = schema.Config()
     self.write(config)
     self.assertEqual(
@@ -564,7 +527,7 @@ class OfRunTest(parameterized.TestCase):
       ('env.options', {'instructions': 'Question: what is 1:2?', 'low': 1}),
       ('retriever.kind', 'http'),
   )
-  def test_built_in_names_in_a_folder_need_no_trust(self, path, value):
+  def test_built_in_names_need_no_trust(self, path, value):
     config = schema.Config()
     section, name = path.split('.')
     setattr(getattr(config, section), name, value)
@@ -573,7 +536,7 @@ class OfRunTest(parameterized.TestCase):
         saved_config.untrusted(self.workdir, saved_config.get_config(self.workdir), (), {}), []
     )
 
-  def test_a_folder_to_write_to_within_the_run_needs_no_trust(self):
+  def test_folder_within_the_run_needs_no_trust(self):
     config = schema.Config()
     link = os.path.join(self.workdir, 'link')
     os.symlink('/', link)
@@ -588,14 +551,8 @@ class OfRunTest(parameterized.TestCase):
     self.path.write_bytes(b'\xef\xbb\xbf' + self.path.read_bytes())
     self.assertEqual(saved_config.get_config(self.workdir).seed, 5)
 
-  def test_the_log_says_where_the_settings_are_from(self):
-    self.write(importlib.import_module('experiments.st_ppo_tiny').get_config())
-    result = self.parse()
-    self.assertIn(f'the settings are those of {self.workdir}/config.json', result.stderr)
-    self.assertIn('has no checkpoint to evaluate', result.stderr)
 
-
-class OptionsTest(parameterized.TestCase):
+class FlagsTest(parameterized.TestCase):
 
   @parameterized.parameters(
       (['--config.env.options.low=1'], {'low': 1}),
@@ -609,26 +566,38 @@ class OptionsTest(parameterized.TestCase):
       (['--config.env.options={"a": [1, null]}'], {'a': [1, None]}),
       (["--config.env.options={'a': 1}", '--config.env.options.a=2'], {'a': 2}),
   )
-  def test_an_environments_options_are_set_one_by_one_or_as_a_dict(self, arguments, want):
-    others = ['--config=x.py', '--config.env.max_searches=3']
-    rest, found = parsing._take_options([others[0], *arguments, others[1]])
-    self.assertEqual(rest, others)
-    self.assertEqual(
-        {path: values for path, values in found.items() if values}, {'env.options': want}
+  def test_options_are_set_one_by_one_or_as_a_dict(self, arguments, expected):
+    options = flags.parse(['--config=x.py', *arguments]).options
+    self.assertEqual(options['env.options'], expected)
+
+  def test_options_of_variants_and_templates(self):
+    parsed = flags.parse(
+        [
+            '--config.algorithm.options.tau=0.5',
+            '--config.model.chat_template_kwargs.enable_thinking=False',
+        ]
     )
-
-  def test_a_variants_own_fields_are_set_in_the_same_way(self):
-    found = parsing._take_options(['--config.algorithm.options.tau=0.5'])[1]
-    self.assertEqual(found['algorithm.options'], {'tau': 0.5})
-
-  def test_a_templates_arguments_are_set_in_the_same_way(self):
-    argument = '--config.model.chat_template_kwargs.enable_thinking=False'
-    found = parsing._take_options([argument])[1]
-    self.assertEqual(found['model.chat_template_kwargs'], {'enable_thinking': False})
+    self.assertEqual(parsed.options['algorithm.options'], {'tau': 0.5})
+    self.assertEqual(parsed.options['model.chat_template_kwargs'], {'enable_thinking': False})
 
   def test_options_must_be_a_dict(self):
     with self.assertRaisesRegex(UserError, 'options=3: give a dict'):
-      parsing._take_options(['--config.env.options=3'])
+      flags.parse(['--config.env.options=3'])
+
+  @parameterized.parameters(
+      (['--config.train.updates', '3'], 'train.updates', 3),
+      (['--config.actor.lr=1e-5'], 'actor.lr', 1e-5),
+      (['--config.train.deterministic'], 'train.deterministic', True),
+      (['--noconfig.log.tensorboard'], 'log.tensorboard', False),
+      (['-config.algorithm.whiten=False'], 'algorithm.whiten', False),
+      (['--config.rollout.mesh=(-1, 4)'], 'rollout.mesh', (-1, 4)),
+      (['--config.rollout.chunks=64'], 'rollout.chunks', (64,)),
+      (['--config.data.datasets=geo'], 'data.datasets', ('geo',)),
+      (['--config.name=a=b'], 'name', 'a=b'),
+      (['--config.env.max_turns=2'], 'env.max_searches', 2),
+  )
+  def test_value_has_the_type_of_its_setting(self, arguments, path, expected):
+    self.assertEqual(flags.parse(arguments).overrides, {path: expected})
 
 
 if __name__ == '__main__':

@@ -15,7 +15,6 @@ from stppo_jax import config as schema
 from stppo_jax import validation
 from stppo_jax.algorithms import segments
 from stppo_jax.algorithms import variants
-from stppo_jax.cli import parsing
 from stppo_jax.envs import rewards
 from stppo_jax.envs import search
 from stppo_jax.envs import tool_calls
@@ -242,9 +241,6 @@ class ValidateTest(parameterized.TestCase):
       self.assertEqual(validation.get(config, new), 3)
       stored = schema.with_current_names({section: {old_name: 3}})
       self.assertEqual(stored, {section: {new.split('.')[1]: 3}})
-    arguments = ['--config.env.max_turns=2', '--mode=eval', '--config.env.max_turns', '2']
-    expected = ['--config.env.max_searches=2', '--mode=eval', '--config.env.max_searches', '2']
-    self.assertEqual(parsing._with_current_names(arguments), expected)
 
   @parameterized.parameters(
       {'rollout.top_p': 0.9, 'rollout.top_k': 20, 'algorithm.old_logp': 'sampler'},

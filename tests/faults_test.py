@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 
 from stppo_jax.cli import entry
+from stppo_jax.cli import signals
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import workdir as workdirs
 from stppo_jax.rollout import pipeline as pipelines
@@ -200,17 +201,17 @@ class StopTest(FaultCase):
 
   def test_sigterm_ends_at_once_what_has_nothing_to_save(self):
     """While weights are loaded, say; from the first question of the loop on the loop decides."""
-    with entry._stop_requested() as stop_requested:
+    with signals.handled() as stop_requested:
       with self.assertRaises(Stopped):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
       self.assertTrue(stop_requested())
-    with entry._stop_requested() as stop_requested:
+    with signals.handled() as stop_requested:
       self.assertFalse(stop_requested())
       os.kill(os.getpid(), signal.SIGTERM)
       self.assertTrue(stop_requested())
     with mock.patch.object(entry, '_run', side_effect=Stopped):
-      self.assertEqual(entry._main(['run.py']), 0)
+      self.assertEqual(entry.run(['run.py']), 0)
 
 
 class DiskTest(FaultCase):

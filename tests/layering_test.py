@@ -69,7 +69,10 @@ READ_THE_CONFIG = {
     'planning/plan.py',
     'planning/sampling.py',
     'cli/entry.py',
-    'cli/parsing.py',
+    'cli/config_file.py',
+    'cli/help.py',
+    'cli/modes.py',
+    'cli/saved_config.py',
 }
 
 

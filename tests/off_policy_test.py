@@ -110,9 +110,7 @@ class OffPolicyTest(parameterized.TestCase):
     )
     plain = losses.aggregation_weights(jnp.asarray(MASK), 'token-mean')
     w = off_policy.truncated_weights(old, old - LOG_RATIO, MASK, TURN_IDS, level, 2.0)
-    got, _, aux = correction.cotangents(
-        jnp.asarray(logp), batch, row, row.clip_low, row.clip_high, plain * w
-    )
+    got, _, aux = correction.cotangents(jnp.asarray(logp), batch, row, plain * w)
 
     def objective(logp):
       if row.ratio == 'none':

@@ -6,7 +6,6 @@ import os
 import tempfile
 from unittest import mock
 
-from absl import flags
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
@@ -333,17 +332,12 @@ class PlanTest(parameterized.TestCase):
           f'def get_config(mode=""):\n  return tiny_run.make_config({self.tmp!r})\n'
       )
     small = topologies.Chip('small', 2**20, 1e12, 1e12, 1e12)
-    for name in [name for name in flags.FLAGS if name.split('.')[0] == 'config']:
-      delattr(flags.FLAGS, name)  # a process defines them once
     stdout = io.StringIO()
     with (
-        mock.patch.object(entry, '_quiet_libraries'),
         contextlib.redirect_stdout(stdout),
         mock.patch.object(topologies, '_local_devices', return_value=(jax.devices(), small)),
     ):
-      code = entry._main(
-          entry._parse(['run.py', f'--config={experiment}', '--mode=plan', '--topology='])
-      )
+      code = entry.run(['run.py', f'--config={experiment}', '--mode=plan', '--topology='])
     self.assertEqual(code, 1)
     last = stdout.getvalue().splitlines()[-1]
     for words in ('DOES NOT FIT', 'GiB per device', '--config.'):

@@ -8,9 +8,7 @@ import sys
 import tempfile
 from unittest import mock
 
-from absl import flags
 from absl.testing import absltest
-from absl.testing import flagsaver
 from absl.testing import parameterized
 import jax
 
@@ -44,18 +42,14 @@ class HowToAddTest(parameterized.TestCase):
     self.assertEqual(arguments[:2], ['python', 'run.py'])
     self.enterContext(tiny_run.on_one_device())
     # What a command sets for its process, it must not set for the other tests.
-    self.enterContext(flagsaver.flagsaver())
-    self.enterContext(mock.patch.object(entry, '_quiet_libraries'))
     self.enterContext(mock.patch.object(type(jax.config), 'update'))
-    for flag in [flag for flag in flags.FLAGS if flag.split('.')[0] == 'config']:
-      delattr(flags.FLAGS, flag)
     sys.path.insert(0, folder)
     self.addCleanup(sys.path.remove, folder)
     self.addCleanup(os.chdir, os.getcwd())
     os.chdir(folder)
     # The smallest run in place of the default one: the same flags, seconds instead of minutes.
     small = ['--config=small.py', '--config.train.updates=1', '--mode=train']
-    self.assertFalse(entry._main(entry._parse(['run.py', *small, *arguments[2:]])))
+    self.assertFalse(entry.run(['run.py', *small, *arguments[2:]]))
     (workdir,) = [argument.partition('=')[2] for argument in arguments if 'workdir' in argument]
     last = metrics_lib.read_metrics(workdir)[-1]
     self.assertEqual(last['step'], 1)

@@ -137,7 +137,7 @@ def make(settings: Mapping[str, Any]) -> ToyConfig:
           f'{", ".join(SHARED)}{hint}'
       )
   validation.validate(config)
-  validation.check_section('toy', toy)
+  validation.check_section('toy.', toy)
   return _make_config(toy, config, learner.make_variant(config))
 
 

@@ -1,14 +1,16 @@
-"""Advantages: from rewards and values (or scores alone) to one number per agent token.
+"""Advantages: one number per agent token, from rewards and values, or from scores alone.
 
-TurnBatch and Variant in, TurnBatch with advantages and returns out. Every estimator sees agent
-tokens only. Observation tokens are skipped, since they are no actions and get no reward. So gamma
-and lambda count decisions, not retrieved words.
+A batch and a variant come in, and the batch with advantages and returns comes out. Every estimator
+uses agent tokens only and skips observation tokens, which are no actions and get no reward. So
+gamma and lambda count decisions, not retrieved words.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import chex
 import jax
@@ -16,105 +18,13 @@ import jax.numpy as jnp
 
 from stppo_jax import types
 from stppo_jax.algorithms import segments
+from stppo_jax.types import TurnBatch
+
+if TYPE_CHECKING:
+  from stppo_jax.algorithms.variants import Variant
 
 
-@dataclasses.dataclass(frozen=True)
-class Estimator:
-  """A credit assignment, and what it needs from a run."""
-
-  function: Callable  # (batch, variant) -> (advantages [B,T], returns [B,T])
-  needs_critic: bool = False
-  needs_groups: bool = False  # several episodes per question
-
-  @property
-  def __name__(self) -> str:
-    """The function's name, for config.json."""
-    return getattr(self.function, '__name__', type(self.function).__name__)
-
-  def __call__(self, batch: Any, variant: Any) -> tuple[jax.Array, jax.Array]:
-    return self.function(batch, variant)
-
-
-def from_values(function: Callable) -> Estimator:
-  """Estimator from a function (batch, variant) -> (advantages, returns) that reads old_values."""
-  return Estimator(function, needs_critic=True)
-
-
-def from_groups(function: Callable) -> Estimator:
-  """Estimator from a function (scores [B], group_ids [B]) -> advantages [B], one per episode.
-
-  An episode's score is the sum of its rewards, and equal where the scores of a group differ by
-  rounding alone. An episode without agent tokens (padding, or a failed one) is a group of its own,
-  so that the others' baseline does not count it. An episode of several rows counts once, with the
-  rewards of all rows and its `score_offsets`, and each of its rows has its advantage.
-  """
-
-  @functools.wraps(function)
-  def estimate_rows(batch, variant):
-    del variant
-    mask = batch.action_mask.astype(batch.rewards.dtype)
-    rewards = batch.rewards * mask
-    scores, sizes = rewards.sum(axis=1), jnp.abs(rewards).sum(axis=1)
-    rows = jnp.arange(scores.shape[0])
-    counts = mask.any(axis=1)
-    first = rows
-    if batch.episode_ids is not None:
-      same = (batch.episode_ids[:, None] == batch.episode_ids[None, :]) & counts[None, :]
-      first = jnp.where(counts, jnp.argmax(same, axis=1), rows)
-      scores = _over_group(jnp.sum, scores, same, 0)
-      sizes = _over_group(jnp.sum, sizes, same, 0)
-      if batch.score_offsets is not None:
-        scores += batch.score_offsets
-      counts = counts & (first == rows)
-    group_ids = jnp.where(counts, batch.group_ids, -1 - rows)
-    scores = _without_rounding(scores, sizes, group_ids)
-    result = function(scores, group_ids)[first][:, None] * mask
-    return result, result
-
-  return Estimator(estimate_rows, needs_groups=True)
-
-
-def estimator(advantage: str | Callable) -> Estimator:
-  """The Estimator of a variant's column `advantage`: a name of ESTIMATORS, or a function."""
-  if isinstance(advantage, Estimator):
-    return advantage
-  if callable(advantage):
-    needs_critic = getattr(advantage, 'needs_critic', False)
-    needs_groups = getattr(advantage, 'needs_groups', False)
-    return Estimator(advantage, needs_critic, needs_groups)
-  if advantage not in ESTIMATORS:
-    raise ValueError(f'unknown advantage {advantage!r}; ESTIMATORS has {", ".join(ESTIMATORS)}')
-  return ESTIMATORS[advantage]
-
-
-def estimate(batch: Any, variant: Any) -> Any:
-  """Fills in `advantages` and `returns` by the variant's estimator; whitens if `variant.whiten`.
-
-  `returns` are the critic's targets; without a critic they are the advantages and nothing reads
-  them.
-  """
-  advantages, returns = estimator(variant.advantage)(batch, variant)
-  if variant.whiten and variant.whiten_over == 'turns':
-    advantages = over_roles(
-        batch, lambda _, turn_ids: whiten_turns(advantages, turn_ids, turn_ids.shape[1])
-    )
-  elif variant.whiten:
-    advantages = over_roles(batch, lambda mask, _: whiten_tokens(advantages, mask))
-  return batch.replace(advantages=advantages, returns=returns)
-
-
-def over_roles(batch: Any, function: Callable) -> jax.Array:
-  """Returns function(action_mask, turn_ids) [B,T] of the rows of each role, put together.
-
-  `function` gives 0 where the mask is 0. Choice: what is subtracted from or divides advantages is
-  each role's own, as in SPIRAL (arXiv 2506.24119) and Dr. MAS (arXiv 2602.08847): roles earn
-  different rewards, and a common mean would push one role up and the other down.
-  """
-  mask = batch.action_mask.astype(batch.rewards.dtype)
-  if batch.roles is None:
-    return function(mask, batch.turn_ids)
-  columns = [batch.roles[:, r, None] for r in range(batch.roles.shape[1])]
-  return sum(function(mask * of, jnp.where(of > 0, batch.turn_ids, 0)) for of in columns)
+# --- Generalised advantage estimation -------------------------------------------------------------
 
 
 def token_gae(
@@ -123,12 +33,14 @@ def token_gae(
   """Returns generalised advantages over agent tokens [B,T], and the returns A + V.
 
   delta_t = r_t + gamma V_t' - V_t,   A_t = delta_t + gamma lam A_t',   t' the next AGENT token
-  (Schulman et al. 2016, eq. 16). V_t' = A_t' = 0 after the last one; both results are 0 elsewhere.
+
+  (Schulman et al. 2016, eq. 16). V_t' = A_t' = 0 after the last agent token. Both results are 0
+  outside the agent's tokens.
   """
   chex.assert_equal_shape([rewards, values, action_mask])
   mask = action_mask.astype(values.dtype)
-  steps = jnp.ones_like(mask)
-  return _gae(rewards, values, mask, gamma * steps, lam * steps)
+  ones = jnp.ones_like(mask)
+  return _gae(rewards, values, mask, gamma * ones, lam * ones)
 
 
 def bad_gae(
@@ -139,17 +51,16 @@ def bad_gae(
     gamma: float,
     lam: float,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns token GAE that discounts at the ends of turns only (BAD, arXiv 2405.15821).
+  """Returns token GAE that discounts only at the ends of turns (BAD, arXiv 2405.15821).
 
-  gamma and lambda apply at the last token of a turn; inside a turn both are 1, so credit does not
-  depend on how many tokens an action is written with.
+  gamma and lambda apply at the last token of a turn. Inside a turn both are 1, so that credit does
+  not depend on the number of tokens of an action.
   """
   chex.assert_equal_shape([rewards, values, turn_ids, action_mask])
   mask = action_mask.astype(values.dtype)
-  ends = jnp.concatenate(
-      [turn_ids[:, :-1] != turn_ids[:, 1:], jnp.ones_like(turn_ids[:, :1], bool)], axis=1
-  )
-  return _gae(rewards, values, mask, jnp.where(ends, gamma, 1.0), jnp.where(ends, lam, 1.0))
+  last_column = jnp.ones_like(turn_ids[:, :1], bool)
+  is_end = jnp.concatenate([turn_ids[:, :-1] != turn_ids[:, 1:], last_column], axis=1)
+  return _gae(rewards, values, mask, jnp.where(is_end, gamma, 1.0), jnp.where(is_end, lam, 1.0))
 
 
 def turn_gae(
@@ -167,18 +78,18 @@ def turn_gae(
   """
   chex.assert_equal_shape([rewards, values, turn_ids])
   mask = (turn_ids > 0).astype(values.dtype)
-  first = jnp.concatenate(
-      [turn_ids[:, :1] > 0, (turn_ids[:, 1:] != turn_ids[:, :-1]) & (turn_ids[:, 1:] > 0)], axis=1
-  )
+  is_new = turn_ids[:, 1:] != turn_ids[:, :-1]
+  starts = (turn_ids[:, 1:] > 0) & is_new
+  is_first = jnp.concatenate([turn_ids[:, :1] > 0, starts], axis=1)
 
-  def per_turn(x):  # [B,T] -> [B,K]
+  def sum_turns(x):  # [B,T] -> [B,K]
     return segments.segment_sum(x, turn_ids, num_turns + 1)[:, 1:]
 
-  present = (per_turn(mask) > 0).astype(values.dtype)
-  steps = jnp.ones_like(present)
-  advantages, returns = _gae(
-      per_turn(rewards * mask), per_turn(values * first), present, gamma * steps, lam * steps
-  )
+  turn_mask = (sum_turns(mask) > 0).astype(values.dtype)
+  turn_rewards = sum_turns(rewards * mask)
+  turn_values = sum_turns(values * is_first)
+  ones = jnp.ones_like(turn_mask)
+  advantages, returns = _gae(turn_rewards, turn_values, turn_mask, gamma * ones, lam * ones)
   return _to_tokens(advantages, turn_ids), _to_tokens(returns, turn_ids)
 
 
@@ -190,77 +101,16 @@ def turn_returns(
   return returns
 
 
-def group_zscore(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
-  """Returns (score - mean of its group) / std of its group, [B] (GRPO, arXiv 2402.03300).
-
-  Choice: the sample standard deviation (n - 1) plus 1e-6, as in verl; a group of one, or one whose
-  scores are all equal, gets 0.
-  """
-  chex.assert_rank([scores, group_ids], 1)
-  same = group_ids[:, None] == group_ids[None, :]  # [B,B]
-  count = same.sum(axis=1)
-  mean = _over_group(jnp.sum, scores, same, 0) / count
-  squares = jnp.sum(jnp.where(same, jnp.square(scores[None, :] - mean[:, None]), 0), axis=1)
-  std = jnp.sqrt(squares / jnp.maximum(count - 1, 1))
-  return jnp.where(_differ(scores, same), (scores - mean) / (std + 1e-6), 0)
-
-
-def leave_one_out(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
-  """Returns score - mean of the OTHERS of its group, [B] (RLOO, arXiv 2402.14740); 0 if alone."""
-  chex.assert_rank([scores, group_ids], 1)
-  same = group_ids[:, None] == group_ids[None, :]
-  count = same.sum(axis=1)
-  # A sum and not a matmul, which TPUs and GPUs would round to fewer bits.
-  total = jnp.sum(jnp.where(same, scores[None, :], 0), axis=1)
-  others = (total - scores) / jnp.maximum(count - 1, 1)
-  return jnp.where(_differ(scores, same), scores - others, 0)
-
-
-def group_centred(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
-  """Returns score - mean of its group, [B] (Dr. GRPO, arXiv 2503.20783); 0 if alone."""
-  chex.assert_rank([scores, group_ids], 1)
-  same = group_ids[:, None] == group_ids[None, :]
-  centred = scores - _over_group(jnp.sum, scores, same, 0) / same.sum(axis=1)
-  return jnp.where(_differ(scores, same), centred, 0)
-
-
-def whiten_tokens(advantages: jax.Array, action_mask: jax.Array) -> jax.Array:
-  """Scales advantages [B,T] to mean 0 and variance 1 over agent tokens; 0 elsewhere."""
-  mask = action_mask.astype(advantages.dtype)
-  return _standardise(advantages, mask)
-
-
-def whiten_turns(advantages: jax.Array, turn_ids: jax.Array, num_turns: int) -> jax.Array:
-  """Standardises advantages by statistics in which each turn counts once (GEM's ReBN).
-
-  Of advantages that differ within a turn, each token has 1/|turn| of its turn's weight.
-  """
-  mask = (turn_ids > 0).astype(advantages.dtype)
-  lengths = segments.segment_sum(mask, turn_ids, num_turns + 1)
-  weights = mask / jnp.maximum(jnp.take_along_axis(lengths, turn_ids, axis=1), 1)
-  return _standardise(advantages, weights)
-
-
-def _standardise(x, weights):
-  """Returns (x - mean) / std where weights are not 0, with unbiased variance as in verl."""
-  total = jnp.maximum(weights.sum(), 1)
-  mean = jnp.sum(x * weights) / total
-  variance = jnp.sum(jnp.square(x - mean) * weights) / jnp.maximum(total - 1, 1)
-  return jnp.where(weights > 0, (x - mean) * jax.lax.rsqrt(variance + 1e-8), 0)
-
-
 def _gae(rewards, values, mask, gammas, lams):
-  """Runs the recursion over columns where mask is 1; gammas and lams [B,T] are per step."""
+  """Runs the recursion over the columns where the mask is 1. All arguments are [B,T]."""
 
   def step(carry, column):
     next_value, next_advantage = carry
     reward, value, active, gamma, lam = column
     advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
-    carry = (
-        jnp.where(active > 0, value, next_value),
-        jnp.where(active > 0, advantage, next_advantage),
-    )
-    return carry, jnp.where(active > 0, advantage, 0)
+    next_value = jnp.where(active > 0, value, next_value)
+    next_advantage = jnp.where(active > 0, advantage, next_advantage)
+    return (next_value, next_advantage), jnp.where(active > 0, advantage, 0)
 
   zeros = jnp.zeros_like(values[:, 0])
   columns = tuple(x.T for x in (rewards, values, mask, gammas, lams))
@@ -269,38 +119,228 @@ def _gae(rewards, values, mask, gammas, lams):
   return advantages, jnp.where(mask > 0, advantages + values, 0)
 
 
-def _over_group(reduce, scores, same, outside):
-  """Reduces the scores [B] of each episode's group; `same` [B,B] says who is in it."""
-  return reduce(jnp.where(same, scores[None, :], outside), axis=1)
-
-
-def _differ(scores, same):
-  """Returns whether a group has unlike scores [B]; a mean of like ones is off by rounding."""
-  highest = _over_group(jnp.max, scores, same, -jnp.inf)
-  return highest > _over_group(jnp.min, scores, same, jnp.inf)
-
-
-def _without_rounding(scores, sizes, group_ids):
-  """Makes scores [B] of a group equal where they differ by less than their sums may be rounded.
-
-  `sizes` [B] are the sums of absolute rewards. A standard deviation of rounding errors would
-  otherwise divide them, and give episodes that did equally well strong advantages.
-  """
-  same = group_ids[:, None] == group_ids[None, :]
-  highest = _over_group(jnp.max, scores, same, -jnp.inf)
-  spread = highest - _over_group(jnp.min, scores, same, jnp.inf)
-  rounding = types.ROUNDING * _over_group(jnp.max, sizes, same, 0)
-  return jnp.where(spread <= rounding, highest, scores)
-
-
-def _to_tokens(per_turn, turn_ids):
-  """Spreads [B,K] of turns 1..K over their tokens [B,T]; 0 outside turns."""
-  padded = jnp.pad(per_turn, ((0, 0), (1, 0)))
+def _to_tokens(x: jax.Array, turn_ids: jax.Array) -> jax.Array:
+  """Returns x [B,K] of turns 1..K on their tokens [B,T]; 0 outside turns."""
+  padded = jnp.pad(x, ((0, 0), (1, 0)))
   return jnp.take_along_axis(padded, turn_ids, axis=1)
 
 
-def _decoupled(gae, variant):
-  """Returns (advantages, returns) of gae(lam); with `lam_critic` the returns have that lambda.
+# --- Scores compared within a group: (scores [B], group_ids [B]) -> advantages [B] ----------------
+
+
+def group_zscore(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
+  """Returns (score - mean of its group) / std of its group, [B] (GRPO, arXiv 2402.03300).
+
+  Choice: the sample standard deviation (n - 1) plus 1e-6, as in verl. A group of one episode, or
+  with equal scores, gets 0.
+  """
+  chex.assert_rank([scores, group_ids], 1)
+  same = _same(group_ids)
+  count = same.sum(axis=1)
+  mean = _over_group(jnp.sum, scores, same, 0) / count
+  squares = jnp.sum(jnp.where(same, jnp.square(scores[None, :] - mean[:, None]), 0), axis=1)
+  std = jnp.sqrt(squares / jnp.maximum(count - 1, 1))
+  return jnp.where(_has_spread(scores, same), (scores - mean) / (std + 1e-6), 0)
+
+
+def leave_one_out(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
+  """Returns score - mean of the other scores of its group, [B] (RLOO, arXiv 2402.14740).
+
+  A group of one episode gets 0.
+  """
+  chex.assert_rank([scores, group_ids], 1)
+  same = _same(group_ids)
+  count = same.sum(axis=1)
+  # A sum and not a matmul, which TPUs and GPUs would round to fewer bits.
+  total = _over_group(jnp.sum, scores, same, 0)
+  mean_of_others = (total - scores) / jnp.maximum(count - 1, 1)
+  return jnp.where(_has_spread(scores, same), scores - mean_of_others, 0)
+
+
+def group_centred(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
+  """Returns score - mean of its group, [B] (Dr. GRPO, arXiv 2503.20783); 0 in a group of one."""
+  chex.assert_rank([scores, group_ids], 1)
+  same = _same(group_ids)
+  mean = _over_group(jnp.sum, scores, same, 0) / same.sum(axis=1)
+  return jnp.where(_has_spread(scores, same), scores - mean, 0)
+
+
+def _same(ids: jax.Array) -> jax.Array:
+  """Returns whether two rows have the same id, [B,B]."""
+  return ids[:, None] == ids[None, :]
+
+
+def _over_group(reduce: Callable, scores: jax.Array, same: jax.Array, outside: float) -> jax.Array:
+  """Returns the scores reduced over each row's group [B]. `same` [B,B] marks its members."""
+  return reduce(jnp.where(same, scores[None, :], outside), axis=1)
+
+
+def _spread(scores: jax.Array, same: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns the lowest and the highest score of each row's group [B]."""
+  lowest = _over_group(jnp.min, scores, same, jnp.inf)
+  highest = _over_group(jnp.max, scores, same, -jnp.inf)
+  return lowest, highest
+
+
+def _has_spread(scores: jax.Array, same: jax.Array) -> jax.Array:
+  """Returns whether a group has unequal scores [B]. The mean of equal ones is off by rounding."""
+  lowest, highest = _spread(scores, same)
+  return highest > lowest
+
+
+def _without_rounding(scores: jax.Array, sizes: jax.Array, group_ids: jax.Array) -> jax.Array:
+  """Returns the scores [B], equal in a group where they differ by less than their sums may round.
+
+  `sizes` [B] are the sums of absolute rewards. A standard deviation of rounding errors would
+  otherwise divide them, and give strong advantages to episodes that did equally well.
+  """
+  same = _same(group_ids)
+  lowest, highest = _spread(scores, same)
+  rounding = types.ROUNDING * _over_group(jnp.max, sizes, same, 0)
+  return jnp.where(highest - lowest <= rounding, highest, scores)
+
+
+# --- Whitening ------------------------------------------------------------------------------------
+
+
+def whiten_tokens(advantages: jax.Array, action_mask: jax.Array) -> jax.Array:
+  """Returns advantages [B,T] scaled to mean 0 and variance 1 over agent tokens; 0 elsewhere."""
+  mask = action_mask.astype(advantages.dtype)
+  return _standardise(advantages, mask)
+
+
+def whiten_turns(advantages: jax.Array, turn_ids: jax.Array, num_turns: int) -> jax.Array:
+  """Returns advantages standardised by statistics in which each turn counts once (GEM's ReBN).
+
+  Each token has the weight 1 / |turn| in these statistics.
+  """
+  mask = (turn_ids > 0).astype(advantages.dtype)
+  lengths = segments.segment_sum(mask, turn_ids, num_turns + 1)
+  weights = mask / jnp.maximum(jnp.take_along_axis(lengths, turn_ids, axis=1), 1)
+  return _standardise(advantages, weights)
+
+
+def over_roles(
+    batch: TurnBatch, function: Callable[[jax.Array, jax.Array], jax.Array]
+) -> jax.Array:
+  """Returns function(action_mask, turn_ids) [B,T], computed for the rows of each role separately.
+
+  The function returns 0 where the mask is 0.
+  Choice: each role has its own mean and spread, as in SPIRAL (arXiv 2506.24119) and Dr. MAS (arXiv
+  2602.08847). Roles earn different rewards, and a common mean would push one role up and another
+  one down.
+  """
+  mask = batch.action_mask.astype(batch.rewards.dtype)
+  if batch.roles is None:
+    return function(mask, batch.turn_ids)
+  parts = []
+  for role in range(batch.roles.shape[1]):
+    is_role = batch.roles[:, role, None]
+    parts.append(function(mask * is_role, jnp.where(is_role > 0, batch.turn_ids, 0)))
+  return sum(parts, start=jnp.zeros_like(mask))
+
+
+def _standardise(x: jax.Array, weights: jax.Array) -> jax.Array:
+  """Returns (x - mean) / std where weights are not 0, with unbiased variance as in verl."""
+  total = jnp.maximum(weights.sum(), 1)
+  mean = jnp.sum(x * weights) / total
+  variance = jnp.sum(jnp.square(x - mean) * weights) / jnp.maximum(total - 1, 1)
+  return jnp.where(weights > 0, (x - mean) * jax.lax.rsqrt(variance + 1e-8), 0)
+
+
+# --- The estimators of a variant: (batch, variant) -> (advantages, returns) -----------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimator:
+  """A credit assignment, and what it needs from a run."""
+
+  function: Callable  # (batch, variant) -> (advantages [B,T], returns [B,T])
+  needs_critic: bool = False
+  needs_groups: bool = False  # several episodes per task
+
+  @property
+  def __name__(self) -> str:
+    """The function's name, for config.json."""
+    return getattr(self.function, '__name__', type(self.function).__name__)
+
+  def __call__(self, batch: TurnBatch, variant: Variant) -> tuple[jax.Array, jax.Array]:
+    return self.function(batch, variant)
+
+
+def from_values(function: Callable) -> Estimator:
+  """Returns an estimator from a function (batch, variant) that reads batch.old_values."""
+  return Estimator(function, needs_critic=True)
+
+
+def from_groups(function: Callable[[jax.Array, jax.Array], jax.Array]) -> Estimator:
+  """Returns an estimator from a function (scores [B], group_ids [B]) -> advantages [B].
+
+  The score of an episode is the sum of its rewards. Scores of a group that differ by rounding alone
+  are made equal. An episode without agent tokens (padding, or a failed one) is a group of its own,
+  so that no baseline counts it. An episode of several rows counts once, with the rewards of all
+  rows and its `score_offsets`, and each of its rows gets its advantage.
+  """
+
+  @functools.wraps(function)
+  def estimate_rows(batch, variant):
+    del variant
+    mask = batch.action_mask.astype(batch.rewards.dtype)
+    rewards = batch.rewards * mask
+    scores = rewards.sum(axis=1)
+    sizes = jnp.abs(rewards).sum(axis=1)
+    rows = jnp.arange(scores.shape[0])
+    counts = mask.any(axis=1)
+    first_rows = rows
+    if batch.episode_ids is not None:
+      same = _same(batch.episode_ids) & counts[None, :]
+      first_rows = jnp.where(counts, jnp.argmax(same, axis=1), rows)
+      scores = _over_group(jnp.sum, scores, same, 0)
+      sizes = _over_group(jnp.sum, sizes, same, 0)
+      if batch.score_offsets is not None:
+        scores += batch.score_offsets
+      counts = counts & (first_rows == rows)
+    group_ids = jnp.where(counts, batch.group_ids, -1 - rows)
+    scores = _without_rounding(scores, sizes, group_ids)
+    advantages = function(scores, group_ids)[first_rows][:, None] * mask
+    return advantages, advantages
+
+  return Estimator(estimate_rows, needs_groups=True)
+
+
+def estimator(advantage: str | Callable) -> Estimator:
+  """Returns the Estimator of `variant.advantage`: a name of ESTIMATORS, or a function.
+
+  A function may have the attributes `needs_critic` and `needs_groups`.
+  """
+  if isinstance(advantage, Estimator):
+    return advantage
+  if callable(advantage):
+    needs_critic = getattr(advantage, 'needs_critic', False)
+    needs_groups = getattr(advantage, 'needs_groups', False)
+    return Estimator(advantage, needs_critic, needs_groups)
+  if advantage not in ESTIMATORS:
+    raise ValueError(f'unknown advantage {advantage!r}; ESTIMATORS has {", ".join(ESTIMATORS)}')
+  return ESTIMATORS[advantage]
+
+
+def estimate(batch: TurnBatch, variant: Variant) -> TurnBatch:
+  """Returns the batch with `advantages` and `returns` by the variant's estimator.
+
+  The advantages are standardised if `variant.whiten` is set. `returns` are the critic's targets.
+  Without a critic they are the advantages, and nothing reads them.
+  """
+  advantages, returns = estimator(variant.advantage)(batch, variant)
+  if variant.whiten and variant.whiten_over == 'turns':
+    whiten = lambda _, turn_ids: whiten_turns(advantages, turn_ids, turn_ids.shape[1])
+    advantages = over_roles(batch, whiten)
+  elif variant.whiten:
+    advantages = over_roles(batch, lambda mask, _: whiten_tokens(advantages, mask))
+  return dataclasses.replace(batch, advantages=advantages, returns=returns)
+
+
+def _decoupled(gae: Callable, variant: Variant) -> tuple[jax.Array, jax.Array]:
+  """Returns the results of gae(lam). If `lam_critic` is set, the returns have that lambda.
 
   A critic learns from unbiased targets (1), while the policy's lambda is free (arXiv 2503.01491).
   """
@@ -319,37 +359,43 @@ def _token_gae(batch, variant):
 
 @from_values
 def _turn_gae(batch, variant):
-  fixed = (batch.rewards, batch.old_values, batch.turn_ids, batch.turn_ids.shape[1], variant.gamma)
-  return _decoupled(lambda lam: turn_gae(*fixed, lam), variant)
+  num_turns = batch.turn_ids.shape[1]
+  gae = lambda lam: turn_gae(
+      batch.rewards, batch.old_values, batch.turn_ids, num_turns, variant.gamma, lam
+  )
+  return _decoupled(gae, variant)
 
 
 @from_values
 def _bad_gae(batch, variant):
   mask = batch.action_mask.astype(batch.rewards.dtype)
-  fixed = (batch.rewards, batch.old_values, batch.turn_ids, mask, variant.gamma)
-  return _decoupled(lambda lam: bad_gae(*fixed, lam), variant)
+  gae = lambda lam: bad_gae(
+      batch.rewards, batch.old_values, batch.turn_ids, mask, variant.gamma, lam
+  )
+  return _decoupled(gae, variant)
 
 
 def _token_returns(batch, variant):
   """Returns each token's discounted return to go (REINFORCE++, arXiv 2501.03262).
 
-  G_t = r_t + gamma G_t',   t' the next AGENT token of the episode, in whichever turn.
+  G_t = r_t + gamma G_t',   t' the next AGENT token of the episode, in any turn.
 
-  Choice: the final reward reaches every turn, as the method means it. verl (b178a3cd) sets the
-  return to 0 at each token that is not the agent's, so that in an episode of several turns a reward
-  reaches the tokens of its own turn alone. With one turn both are the same.
+  Choice: the final reward reaches every turn, as in the paper. verl (b178a3cd) sets the return to 0
+  at each token that is not the agent's, so that a reward reaches only the tokens of its own turn.
+  With one turn both are the same.
   """
   mask = batch.action_mask.astype(batch.rewards.dtype)
   zeros = jnp.zeros_like(batch.rewards)
-  result, _ = token_gae(batch.rewards * mask, zeros, mask, variant.gamma, 1.0)
-  return result, result
+  returns, _ = token_gae(batch.rewards * mask, zeros, mask, variant.gamma, 1.0)
+  return returns, returns
 
 
 def _turn_returns(batch, variant):
   num_turns = batch.turn_ids.shape[1]
-  result = turn_returns(batch.rewards, batch.turn_ids, num_turns, variant.gamma)
-  result = over_roles(batch, lambda _, turn_ids: whiten_turns(result, turn_ids, num_turns))
-  return result, result
+  returns = turn_returns(batch.rewards, batch.turn_ids, num_turns, variant.gamma)
+  whiten = lambda _, turn_ids: whiten_turns(returns, turn_ids, num_turns)
+  advantages = over_roles(batch, whiten)
+  return advantages, advantages
 
 
 ESTIMATORS = {

@@ -1,17 +1,22 @@
-"""Losses as pure functions of log-probs and values: nothing here sees a model or parameters.
+"""Losses as pure functions of log-probs and values. They see no model and no parameters.
 
-Each returns numbers per token [B,T]; only `aggregate` reduces them. Every aggregation is linear, so
-it is an array of weights. Computed once over a mini-batch, the weights make any split into
-micro-batches exact.
+Each function returns a number per token [B,T], and only `aggregate` reduces them. Every aggregation
+is linear, so it is an array of weights. The weights are computed once over a mini-batch, which
+makes any split into micro-batches exact.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import chex
 import jax
 import jax.numpy as jnp
 
 from stppo_jax.algorithms import segments
+
+if TYPE_CHECKING:
+  from stppo_jax.algorithms.variants import Variant
 
 AGGREGATIONS = (
     'token-mean',
@@ -21,26 +26,9 @@ AGGREGATIONS = (
     'turn-mean-token-mean',
     'seq-mean-turn-mean',
 )
-DPPO_MAX_RATIO = 20.0  # as in verl
 KL_ESTIMATORS = ('k1', 'k2', 'k3')
-MAX_LOG_RATIO = segments.MAX_LOG_RATIO
 MAX_K3 = 10.0  # per token, as in verl
-
-
-def surrogate(
-    ratio: jax.Array, logp: jax.Array, advantages: jax.Array, variant: Any
-) -> tuple[jax.Array, jax.Array]:
-  """Returns what the variant maximises per token, and where clipping changed its gradient, [B,T].
-
-  The variant names one of SURROGATES, or holds a function of the same signature as this one.
-  """
-  chosen = variant.surrogate
-  if not callable(chosen) and chosen not in SURROGATES:
-    raise ValueError(f'surrogate {chosen!r} is none of {", ".join(SURROGATES)}')
-  function = chosen if callable(chosen) else SURROGATES[chosen]
-  objective, clipped = function(ratio, logp, advantages, variant)
-  chex.assert_equal_shape([ratio, objective, clipped])
-  return objective, clipped
+DPPO_MAX_RATIO = 20.0  # as in verl
 
 
 def clipped_surrogate(
@@ -56,19 +44,19 @@ def clipped_surrogate(
 
   `clipped` is the complement of the paper's set B: A > 0 and w > 1 + clip_high, or A < 0 and
   w < 1 - clip_low. With `dual_clip` = c > 1, tokens with A < 0 and w > c are clipped to c A as well
-  (Ye et al. 2020). Choice: exactly on a bound a token is not clipped and keeps its whole gradient.
-  Choice: a token without an advantage has no gradient to remove and is not clipped, as in verl.
+  (Ye et al. 2020).
+  Choice: a token exactly on a bound is not clipped and keeps its whole gradient.
+  Choice: a token with advantage 0 has no gradient to remove and is not clipped, as in verl.
   """
   chex.assert_equal_shape([ratio, advantages])
-  positive, negative = advantages > 0, advantages < 0
-  too_high = positive & (ratio > 1 + clip_high)
-  too_low = negative & (ratio < 1 - clip_low)
-  bound = jnp.where(too_high, 1 + clip_high, jnp.where(too_low, 1 - clip_low, ratio))
+  too_high = (advantages > 0) & (ratio > 1 + clip_high)
+  too_low = (advantages < 0) & (ratio < 1 - clip_low)
   clipped = too_high | too_low
+  bound = jnp.where(too_high, 1 + clip_high, jnp.where(too_low, 1 - clip_low, ratio))
   if dual_clip is not None:
-    far = negative & (ratio > dual_clip)
-    bound = jnp.where(far, dual_clip, bound)
-    clipped = clipped | far
+    too_far = (advantages < 0) & (ratio > dual_clip)
+    clipped = clipped | too_far
+    bound = jnp.where(too_far, dual_clip, bound)
   return bound * advantages, clipped
 
 
@@ -82,27 +70,28 @@ def value_loss(
   chex.assert_equal_shape([values, old_values, returns])
   error = jnp.square(values - returns)
   if clip is not None:
-    near = jnp.clip(values, old_values - clip, old_values + clip)
-    error = jnp.maximum(error, jnp.square(near - returns))
+    clipped_values = jnp.clip(values, old_values - clip, old_values + clip)
+    error = jnp.maximum(error, jnp.square(clipped_values - returns))
   return 0.5 * error
 
 
 def kl(logp: jax.Array, ref_logp: jax.Array, estimator: str) -> jax.Array:
-  """Returns an estimate of KL(policy || reference) per token of the policy's samples [B,T].
+  """Returns an estimate of KL(policy || reference) for each token that the policy sampled [B,T].
 
   k1 = logp - ref_logp,  k2 = k1^2 / 2,  k3 = exp(-k1) - 1 + k1      (Schulman 2020)
 
-  Choice: as in verl, k3 takes k1 within +-20 and is at most 10; beyond it has no gradient.
+  Choice: in k3, k1 is kept within +-20 and the result is at most 10, as in verl. Beyond these
+  bounds k3 has no gradient.
   """
   chex.assert_equal_shape([logp, ref_logp])
-  difference = logp - ref_logp
+  k1 = logp - ref_logp
   if estimator == 'k1':
-    return difference
+    return k1
   if estimator == 'k2':
-    return 0.5 * jnp.square(difference)
+    return 0.5 * jnp.square(k1)
   if estimator == 'k3':
-    difference = jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return jnp.minimum(jnp.expm1(-difference) + difference, MAX_K3)
+    k1 = jnp.clip(k1, -segments.MAX_LOG_RATIO, segments.MAX_LOG_RATIO)
+    return jnp.minimum(jnp.expm1(-k1) + k1, MAX_K3)
   raise ValueError(f'KL estimator {estimator!r} is none of {", ".join(KL_ESTIMATORS)}')
 
 
@@ -113,13 +102,28 @@ def adaptive_kl(
     horizon: float,
     episodes: jax.Array,
 ) -> jax.Array:
-  """Returns the next KL coefficient, larger if the measured KL is above target (Ziegler et al.
-  2019, 2.2).
+  """Returns the next KL coefficient. It rises if the measured KL is above the target.
 
   coefficient * max(0, 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon)
+
+  (Ziegler et al. 2019, section 2.2).
   """
   error = jnp.clip(measured_kl / target - 1, -0.2, 0.2)
   return coefficient * jnp.maximum(1 + error * episodes / horizon, 0)
+
+
+def aggregate(
+    x: jax.Array,
+    mask: jax.Array,
+    mode: str,
+    norm_length: int | None = None,
+    turn_ids: jax.Array | None = None,
+    episode_ids: jax.Array | None = None,
+) -> jax.Array:
+  """Returns x [B,T] reduced over the masked tokens to a scalar, by one of AGGREGATIONS."""
+  chex.assert_equal_shape([x, mask])
+  weights = aggregation_weights(mask, mode, norm_length, turn_ids, episode_ids)
+  return jnp.sum(weights * jnp.where(mask.astype(bool), x, 0))
 
 
 def aggregation_weights(
@@ -134,79 +138,86 @@ def aggregation_weights(
   The first four are verl's `loss_agg_mode` (0.9.1):
 
   token-mean                sum over all masked tokens / their number
-  seq-mean-token-sum        mean over episodes of each one's sum
-  seq-mean-token-mean       mean over episodes of each one's mean (the paper's 1/|y|)
-  seq-mean-token-sum-norm   mean over episodes of each one's sum / norm_length (default T)
-  turn-mean-token-mean      mean over all turns of each one's mean; needs `turn_ids`
-  seq-mean-turn-mean        mean over episodes of the mean over its turns of each one's mean
+  seq-mean-token-sum        mean over episodes of the sum over tokens
+  seq-mean-token-mean       mean over episodes of the mean over tokens (the paper's 1/|y|)
+  seq-mean-token-sum-norm   mean over episodes of the sum over tokens / norm_length (default T)
+  turn-mean-token-mean      mean over all turns of the mean over tokens, needs `turn_ids`
+  seq-mean-turn-mean        mean over episodes of the mean over turns of the mean over tokens
 
-  Choice: an episode without any masked token is not counted among the episodes.
-  Choice: rows with the same `episode_ids` [B] are parts of one sequence, so an episode has the same
-  weight however many segments it was recorded in. verl (0.9.1) counts each of its rows.
+  Choice: an episode without any masked token is not counted.
+  Choice: rows with the same `episode_ids` [B] are parts of one sequence, so that an episode has the
+  same weight however many rows it was recorded in. verl (0.9.1) counts each of its rows.
   """
   chex.assert_rank(mask, 2)
   mask = mask.astype(jnp.result_type(float))
-  lengths = _over_rows(mask.sum(axis=1, keepdims=True), episode_ids)  # [B,1]
   num_episodes = jnp.maximum(count_episodes(mask, episode_ids), 1)
   if mode == 'token-mean':
     return mask / jnp.maximum(mask.sum(), 1)
   if mode == 'seq-mean-token-sum':
     return mask / num_episodes
   if mode == 'seq-mean-token-mean':
+    lengths = _sum_over_rows(mask.sum(axis=1, keepdims=True), episode_ids)  # [B,1]
     return mask / (jnp.maximum(lengths, 1) * num_episodes)
   if mode == 'seq-mean-token-sum-norm':
-    return mask / (num_episodes * (mask.shape[1] if norm_length is None else norm_length))
-  if mode in ('turn-mean-token-mean', 'seq-mean-turn-mean'):
-    if turn_ids is None:
-      raise ValueError(f'aggregation {mode!r} needs turn_ids')
-    chex.assert_equal_shape([mask, turn_ids])
-    counts = segments.segment_sum(mask, turn_ids, mask.shape[1] + 1)  # [B,T+1] of tokens per turn
-    per_turn = mask / jnp.maximum(jnp.take_along_axis(counts, turn_ids, axis=1), 1)
-    num_turns = (counts > 0).sum(axis=1, keepdims=True)
-    if mode == 'turn-mean-token-mean':
-      return per_turn / jnp.maximum(num_turns.sum(), 1)
-    num_turns = _over_rows(num_turns, episode_ids)
-    return per_turn / (jnp.maximum(num_turns, 1) * num_episodes)
-  raise ValueError(f'aggregation {mode!r} is none of {", ".join(AGGREGATIONS)}')
+    length = mask.shape[1] if norm_length is None else norm_length
+    return mask / (num_episodes * length)
+  if mode not in ('turn-mean-token-mean', 'seq-mean-turn-mean'):
+    raise ValueError(f'aggregation {mode!r} is none of {", ".join(AGGREGATIONS)}')
+
+  if turn_ids is None:
+    raise ValueError(f'aggregation {mode!r} needs turn_ids')
+  chex.assert_equal_shape([mask, turn_ids])
+  turn_lengths = segments.segment_sum(mask, turn_ids, mask.shape[1] + 1)  # [B,T+1]
+  token_weights = mask / jnp.maximum(jnp.take_along_axis(turn_lengths, turn_ids, axis=1), 1)
+  num_turns = (turn_lengths > 0).sum(axis=1, keepdims=True)
+  if mode == 'turn-mean-token-mean':
+    return token_weights / jnp.maximum(num_turns.sum(), 1)
+  num_turns = _sum_over_rows(num_turns, episode_ids)
+  return token_weights / (jnp.maximum(num_turns, 1) * num_episodes)
 
 
 def count_episodes(mask: jax.Array, episode_ids: jax.Array | None = None) -> jax.Array:
-  """Returns the number of episodes with a masked token [B,T]; `episode_ids` as above."""
-  counts = mask.any(axis=1)
+  """Returns the number of episodes with a masked token [B,T]. Rows of an episode count once."""
+  has_tokens = mask.any(axis=1)
   if episode_ids is None:
-    return counts.sum()
-  same = (episode_ids[:, None] == episode_ids[None, :]) & counts[None, :]
-  is_first = jnp.argmax(same, axis=1) == jnp.arange(len(counts))
-  return (counts & is_first).sum()
+    return has_tokens.sum()
+  same = (episode_ids[:, None] == episode_ids[None, :]) & has_tokens[None, :]
+  is_first = jnp.argmax(same, axis=1) == jnp.arange(len(has_tokens))
+  return (has_tokens & is_first).sum()
 
 
-def _over_rows(x: jax.Array, episode_ids: jax.Array | None) -> jax.Array:
-  """Sums x [B,1] over the rows of each episode."""
+def _sum_over_rows(x: jax.Array, episode_ids: jax.Array | None) -> jax.Array:
+  """Returns x [B,1] summed over the rows of each row's episode."""
   if episode_ids is None:
     return x
   same = episode_ids[:, None] == episode_ids[None, :]
   return jnp.where(same, x[:, 0], 0).sum(axis=1, keepdims=True)
 
 
-def aggregate(
-    x: jax.Array,
-    mask: jax.Array,
-    mode: str,
-    norm_length: int | None = None,
-    turn_ids: jax.Array | None = None,
-    episode_ids: jax.Array | None = None,
-) -> jax.Array:
-  """Reduces x [B,T] to a scalar over the masked tokens, by one of AGGREGATIONS."""
-  chex.assert_equal_shape([x, mask])
-  weights = aggregation_weights(mask, mode, norm_length, turn_ids, episode_ids)
-  return jnp.sum(weights * jnp.where(mask.astype(bool), x, 0))
+# --- The surrogates of a variant: (ratio, logp, advantages, variant) -> (objective, clipped) ------
+
+
+def surrogate(
+    ratio: jax.Array, logp: jax.Array, advantages: jax.Array, variant: Variant
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the variant's objective of each token, and where clipping changed its gradient [B,T].
+
+  `variant.surrogate` is a name of SURROGATES, or a function with this function's signature.
+  """
+  function = variant.surrogate
+  if not callable(function):
+    if function not in SURROGATES:
+      raise ValueError(f'surrogate {function!r} is none of {", ".join(SURROGATES)}')
+    function = SURROGATES[function]
+  objective, clipped = function(ratio, logp, advantages, variant)
+  chex.assert_equal_shape([ratio, objective, clipped])
+  return objective, clipped
 
 
 def _clip(ratio, logp, advantages, variant):
   del logp
-  return clipped_surrogate(
-      ratio, advantages, variant.clip_low, variant.clip_high, variant.dual_clip or None
-  )
+  dual_clip = variant.dual_clip or None
+  return clipped_surrogate(ratio, advantages, variant.clip_low, variant.clip_high, dual_clip)
 
 
 def _cispo(ratio, logp, advantages, variant):
@@ -216,35 +227,39 @@ def _cispo(ratio, logp, advantages, variant):
 
 
 def _dppo_tv(ratio, logp, advantages, variant):
-  """Returns DPPO's surrogate; the token's probability may move by clip_low or clip_high.
+  """Returns DPPO's surrogate with bounds on the change of a token's probability.
 
   sg(min(w, 20)) A logp where the change p - p_old is within its bound in the direction of A, else 0
-  (arXiv 2602.04879, binary total variation). Ratios must be of tokens: p_old = p / w.
+  (arXiv 2602.04879, binary total variation). The ratio must be that of tokens: p_old = p / w.
   """
   prob, old_prob = _probabilities(ratio, logp)
-  up = prob - old_prob > variant.clip_high
-  down = old_prob - prob > variant.clip_low
-  return _dppo(ratio, logp, advantages, jnp.where(advantages > 0, up, down))
+  is_up = prob - old_prob > variant.clip_high
+  is_down = old_prob - prob > variant.clip_low
+  return _dppo(ratio, logp, advantages, is_up, is_down)
 
 
 def _dppo_kl(ratio, logp, advantages, variant):
-  """Returns DPPO's surrogate; the bounds are of the binary KL between p_old and p, in nats."""
+  """Returns DPPO's surrogate with bounds on the binary KL between p_old and p, in nats."""
   prob, old_prob = _probabilities(ratio, logp)
   # Not 1 - p + 1e-8: compiled, that is (1 + 1e-8) - p, where 1e-8 is lost.
-  rest, old_rest = jnp.maximum(1 - prob, 1e-8), jnp.maximum(1 - old_prob, 1e-8)
+  rest = jnp.maximum(1 - prob, 1e-8)
+  old_rest = jnp.maximum(1 - old_prob, 1e-8)
   binary_kl = -old_prob * jnp.log(ratio) + old_rest * jnp.log(old_rest / rest)
-  up = (binary_kl > variant.clip_high) & (prob > old_prob)
-  down = (binary_kl > variant.clip_low) & (prob < old_prob)
-  return _dppo(ratio, logp, advantages, jnp.where(advantages > 0, up, down))
+  is_up = (binary_kl > variant.clip_high) & (prob > old_prob)
+  is_down = (binary_kl > variant.clip_low) & (prob < old_prob)
+  return _dppo(ratio, logp, advantages, is_up, is_down)
 
 
 def _probabilities(ratio, logp):
   """Returns (p, p_old) of the sampled tokens, as constants."""
   prob = jnp.exp(jax.lax.stop_gradient(logp))
-  return prob, jnp.minimum(prob / jax.lax.stop_gradient(ratio), 1)
+  old_prob = jnp.minimum(prob / jax.lax.stop_gradient(ratio), 1)
+  return prob, old_prob
 
 
-def _dppo(ratio, logp, advantages, stopped):
+def _dppo(ratio, logp, advantages, is_up, is_down):
+  """Returns sg(min(w, 20)) A logp; 0 where the probability went too far in the direction of A."""
+  stopped = jnp.where(advantages > 0, is_up, is_down)
   weight = jax.lax.stop_gradient(jnp.minimum(ratio, DPPO_MAX_RATIO))
   return jnp.where(stopped, 0, weight * advantages * logp), stopped
 

@@ -1,7 +1,7 @@
 """Importance weights for episodes that another policy than the trainer's has sampled.
 
 Two gaps add up. The sampler's arithmetic differs from the trainer's, and with a pipeline its
-parameters are older. PPO's ratio starts from old_logp, the trainer's own log-probs. The weights here
+parameters are older. PPO's ratio starts from old_logp, the trainer's log-probs. The weights here
 bridge behaviour_logp, the sampler's log-probs, and old_logp. The levels 'token' and 'sequence' are
 verl's `rollout_is`, and 'sequence_geometric' is ROLL's granularity 'geometric'. All results are
 constants for differentiation.

@@ -39,7 +39,7 @@ from stppo_jax.types import setting
 RATIOS = ('none', 'token', 'turn', 'chunk', 'sequence', 'turn_product', 'sequence_product')
 
 
-# A table, laid out by hand.
+# The formatter is off, so that each setting takes few lines.
 # fmt: off
 
 

@@ -4,7 +4,6 @@ A folder may come from a stranger. Code, commands, addresses and folders to writ
 config.json names are used with --trust_workdir only.
 """
 
-import argparse
 from collections.abc import Collection
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -19,8 +18,6 @@ from stppo_jax import validation
 from stppo_jax.config import Config
 from stppo_jax.monitoring import workdir as workdir_lib
 
-_MODES = ('eval', 'export', 'sample', 'serve', 'chat')
-
 _ADDRESSES = ('retriever.url', 'eval.address', 'serve.host', 'serve.hosts')
 _WRITTEN_FOLDERS = ('eval.folder', 'retriever.embeddings')
 _REGISTRIES = ('gem:', 'textarena:', 'reasoning_gym:')  # a name there is looked up, not imported
@@ -29,21 +26,9 @@ _CODE_OR_ADDRESS = re.compile(r'\S+:\S+|.*://.*', re.DOTALL)
 _MAX_SHOWN = 200  # characters of a setting in an error
 
 
-def find(arguments: list[str]) -> str:
-  """Returns FILE:WORKDIR as a value of --config if the command reads a run's folder; else ''."""
-  parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-  for name in ('config', 'mode', 'workdir'):
-    parser.add_argument(f'--{name}', f'-{name}', default='')
-  try:
-    flags = parser.parse_known_args(arguments)[0]
-  except argparse.ArgumentError:  # absl reports the mistake
-    return ''
-  if flags.config or flags.mode not in _MODES or not flags.workdir:
-    return ''
-  if not os.path.exists(os.path.join(flags.workdir, 'config.json')):
-    return ''
-  get_config(flags.workdir)  # raises its own error, which config_flags would wrap
-  return f'{__file__}:{flags.workdir}'
+def exists(workdir: str) -> bool:
+  """Returns whether a folder has a config.json."""
+  return bool(workdir) and os.path.exists(os.path.join(workdir, 'config.json'))
 
 
 def get_config(workdir: str) -> Config:

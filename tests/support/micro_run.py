@@ -234,8 +234,5 @@ def command(folder, workdir, stderr, overrides, slow_s=0.01):
 
   with mock.patch.object(checkpoint, '_checksums', slow_checksums):
     with mock.patch.object(run_lib, 'setup', functools.partial(setup, slow_s=slow_s)):
-      sys.exit(
-          entry._main(
-              entry._parse(['run.py', f'--config={experiment}', f'--workdir={workdir}', *overrides])
-          )
-      )
+      argv = ['run.py', f'--config={experiment}', f'--workdir={workdir}', *overrides]
+      sys.exit(entry.run(argv))

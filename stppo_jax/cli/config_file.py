@@ -1,0 +1,106 @@
+"""The config of a command: an experiment file or a run's folder, and overrides."""
+
+from collections.abc import Mapping
+import importlib.util
+import os
+import traceback
+from typing import Any
+
+from absl import logging
+
+from stppo_jax import plugins
+from stppo_jax import validation
+from stppo_jax.cli import saved_config
+from stppo_jax.cli.flags import Arguments
+from stppo_jax.config import Config
+from stppo_jax.config import Data
+from stppo_jax.types import UserError
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_SHIPPED = os.path.join(_PACKAGE, 'shipped')  # in a wheel; in a clone experiments/ is at the root
+HOME = _SHIPPED if os.path.isdir(_SHIPPED) else os.path.dirname(_PACKAGE)
+DEFAULT = os.path.join(HOME, 'experiments', 'st_ppo_tiny.py')
+
+
+def load(arguments: Arguments, reads_run: bool) -> Config:
+  """Returns the config of a command. UserError: it cannot be loaded.
+
+  A mode that reads a run uses the config.json of its folder if no --config is given.
+  """
+  flags = arguments.flags
+  is_saved = reads_run and not flags.config and saved_config.exists(flags.workdir)
+  if is_saved:
+    logging.info('the settings are those of %s/config.json', flags.workdir)
+    config = saved_config.get_config(flags.workdir)
+  else:
+    file, _, mode = flags.config.partition(':')
+    path = find(file)
+    if path.startswith(HOME) and path != DEFAULT and path != os.path.abspath(file):
+      logging.info('config file: %s', path)
+    config = _run_file(path, mode)
+
+  apply(config, arguments.overrides, arguments.options)
+  if is_saved and not flags.trust_workdir:
+    saved_config.check_trust(flags.workdir, config, arguments.overrides, arguments.options)
+  return config
+
+
+def find(file: str) -> str:
+  """Returns the path of an experiment file; of the package's if this folder has no such file."""
+  if not file:
+    return DEFAULT
+  shipped = os.path.join(HOME, file)
+  if not os.path.isfile(file) and file.startswith('experiments/') and os.path.isfile(shipped):
+    return shipped
+  if not os.path.isfile(file):
+    raise UserError(f'--config={file}: no such file; give one such as experiments/st_ppo_tiny.py')
+  return file
+
+
+def apply(
+    config: Config, overrides: Mapping[str, Any], options: Mapping[str, Mapping[str, Any]]
+) -> None:
+  """Sets the values of the command line."""
+  for path, value in overrides.items():
+    *parents, name = path.split('.')
+    section = validation.get(config, '.'.join(parents)) if parents else config
+    setattr(section, name, value)
+  for path, values in options.items():
+    validation.get(config, path).update(values)
+  has_own_source = overrides.get('data.source', Data().source) != Data().source
+  if has_own_source and 'data.datasets' not in overrides:
+    config.data.datasets = ()  # the experiment's choice belongs to its own source
+
+
+def _run_file(path: str, mode: str) -> Config:
+  """Runs an experiment file; returns the result of its get_config."""
+  spec = importlib.util.spec_from_file_location('experiment_file', path)
+  if spec is None or spec.loader is None:
+    raise UserError(f'--config={path}: a Python file is needed, such as experiments/st_ppo_tiny.py')
+  module = importlib.util.module_from_spec(spec)
+  try:
+    spec.loader.exec_module(module)
+    config = module.get_config(mode) if mode else module.get_config()
+  except SystemExit as error:
+    raise UserError(
+        f'cannot load the config: the experiment file exits with {error.code!r}{_place(error)}: '
+        'let get_config() return a stppo_jax.config.Config'
+    ) from error
+  except UserError as error:
+    raise UserError(f'{error}{_place(error)}') from error
+  except Exception as error:  # an experiment file may raise anything
+    message = ' '.join(str(error).split())
+    raise UserError(
+        f'cannot load the config: {type(error).__name__}: {message}{_place(error)}'
+    ) from error
+  if not isinstance(config, Config):
+    raise UserError(f'get_config() of {path} returned {config!r}: return a stppo_jax.config.Config')
+  return config
+
+
+def _place(error: BaseException) -> str:
+  """Returns ' (FILE:LINE)' of the user's code that raised an error, or ''."""
+  if isinstance(error, SyntaxError):
+    return f' ({error.filename}:{error.lineno})'
+  line = plugins.user_line(traceback.extract_tb(error.__traceback__))
+  return f' ({line})' if line else ''

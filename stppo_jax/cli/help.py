@@ -1,0 +1,85 @@
+"""The texts of --help and --help=SECTION."""
+
+import dataclasses
+from typing import Any
+
+from stppo_jax import plugins
+from stppo_jax import validation
+from stppo_jax.algorithms import variants
+from stppo_jax.cli.flags import Flags
+from stppo_jax.cli.modes import MODES
+from stppo_jax.config import Config
+from stppo_jax.types import UserError
+
+_EXAMPLES = """The command trains, evaluates, serves, exports, plans and reports.
+
+  python run.py                                                  # the default: st_ppo_tiny
+  python run.py --config=experiments/st_ppo_tiny.py:smoke --workdir=/tmp/smoke
+  python run.py --config.algorithm.variant=ppo --config.seed=1 --workdir=runs/ppo_1
+  python run.py --mode=eval --config.eval.samples=8              # scores, pass@k and pass^k
+  python run.py --mode=export                                    # WORKDIR/export, for transformers
+  python run.py --mode=serve --port=8080                         # an OpenAI-compatible server
+  python run.py --mode=chat                                      # ask it, and see its searches
+  python run.py --mode=sample --batches=8                        # plays episodes, trains on none
+  python run.py --mode=export_atif                               # trajectories for Harbor's viewer
+  python run.py --mode=import_atif --input=DIR --workdir=runs/b  # runs/b/episodes, to train on
+  python run.py --mode=report                                    # writes report.html again
+  python run.py --config=experiments/st_ppo_7b.py --mode=plan --topology=v5e:8x8   # does it fit?
+
+The same command again resumes the run in its workdir. SIGTERM ends a run with exit code 0 and a
+checkpoint: after the current update, or immediately while it loads, plays episodes or waits for the
+retriever. Ctrl-C ends it immediately with exit code 130 and without a checkpoint. On several hosts
+add --distributed (TPU pod, SLURM) or --coordinator=HOST:PORT --num_processes=N --process_id=I.
+"""
+
+
+def overview(program: str) -> str:
+  """Returns the text of --help."""
+  command = 'stppo' if program == 'stppo' else 'python run.py'
+  lines = [_EXAMPLES.replace('python run.py', command)]
+  for path, rules, _ in validation.fields(Flags()):
+    allowed = f' [{" | ".join(MODES)}]' if path == 'mode' else ''
+    lines.append(f'--{path}\n    {rules.meaning}{allowed}')
+  sections = dict.fromkeys(path.split('.')[0] for path in validation.kinds())
+  lines.append('--config.FIELD=VALUE\n    overrides a setting, as in --config.train.updates=3')
+  lines.append(
+      '--help=SECTION\n    lists the settings, their values in this run and what they mean: '
+      + ', '.join(sections)
+  )
+  return '\n'.join(lines)
+
+
+def section(name: str, config: Config) -> str:
+  """Returns the text of --help=SECTION: its settings, as this command line sets them."""
+  defaults = {path: value for path, _, value in validation.fields(Config())}
+  is_algorithm = name.partition('.')[0] == 'algorithm'
+  variant_values, added = _variant_values(config) if is_algorithm else ({}, {})
+  lines = []
+  for path, rules, value in validation.fields(config):
+    if path != name and not path.startswith(name + '.'):
+      continue
+    line = f'--config.{path}={value!r}'
+    if value is None and path in variant_values:
+      line += f'  ({config.algorithm.variant}: {variant_values[path]!r})'
+    elif value != defaults[path]:
+      line += f'  (default {defaults[path]!r})'
+    lines.append(f'{line}\n    {rules.meaning}')
+    choices = [*map(str, rules.allowed or rules.items)]
+    if rules.plugin:
+      choices.append('module:attribute')
+    if choices:
+      lines.append(f'    [{" | ".join(choices)}]')
+  if not lines:
+    raise UserError(f'--help={name}: there is no such section; see --help')
+  lines += [f'--config.algorithm.options.{field}={value!r}' for field, value in added.items()]
+  return '\n'.join(lines)
+
+
+def _variant_values(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Returns the variant's values by their paths, and the fields that a custom variant adds."""
+  variant = plugins.load('algorithm.variant', config.algorithm.variant, variants.VARIANTS)
+  if not isinstance(variant, variants.Variant):
+    return {}, {}
+  values = variant.described()
+  names = [field.name for field in dataclasses.fields(variants.Variant)]
+  return {f'algorithm.{name}': values.pop(name) for name in names}, values

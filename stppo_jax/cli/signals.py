@@ -1,0 +1,55 @@
+"""What SIGTERM and Ctrl-C do to a running command."""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+import contextlib
+import signal
+import sys
+import threading
+
+from stppo_jax import types
+
+
+@contextlib.contextmanager
+def handled() -> Iterator[Callable[[], bool]]:
+  """Yields a function `stop_requested`, which returns whether SIGTERM was received.
+
+  The function raises KeyboardInterrupt after a Ctrl-C, because Python raises it in any code that is
+  running, such as a library's callback that ignores exceptions. Until the function is called for
+  the first time there is nothing to save, and SIGTERM raises Stopped in the same way.
+  """
+  terminated = threading.Event()
+  interrupted = threading.Event()
+  polled = threading.Event()
+
+  def on_sigterm(*unused):
+    terminated.set()
+    if not polled.is_set():
+      raise types.Stopped
+
+  def on_sigint(*unused):
+    interrupted.set()
+    raise KeyboardInterrupt
+
+  def stop_requested():
+    polled.set()
+    if interrupted.is_set():
+      raise KeyboardInterrupt
+    return terminated.is_set()
+
+  previous_hook = sys.unraisablehook
+
+  def report_unraisable(unraisable):
+    # `stop_requested` reports these two again.
+    if not isinstance(unraisable.exc_value, (KeyboardInterrupt, types.Stopped)):
+      previous_hook(unraisable)
+
+  handlers = {signal.SIGTERM: on_sigterm, signal.SIGINT: on_sigint}
+  sys.unraisablehook = report_unraisable
+  previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+  try:
+    yield stop_requested
+  finally:
+    sys.unraisablehook = previous_hook
+    for number, handler in previous.items():
+      signal.signal(number, handler)
