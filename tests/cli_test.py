@@ -320,7 +320,7 @@ class MainTest(parameterized.TestCase):
         (RunError('several\nlines'), 'several lines', 1),
         (KeyboardInterrupt(), 'interrupted', 130),
     ):
-      with mock.patch.object(loop, 'train', side_effect=error):
+      with mock.patch.object(loop, 'start', side_effect=error):
         line, exit_code = self.complaint()
       self.assertIn(word, line)
       self.assertEqual(exit_code, code)
@@ -336,7 +336,7 @@ class MainTest(parameterized.TestCase):
         signal.raise_signal(signal.SIGINT)
       stop_requested()
 
-    with mock.patch.object(loop, 'train', train):
+    with mock.patch.object(loop, 'start', train):
       line, exit_code = self.complaint()
     self.assertIn('interrupted', line)
     self.assertEqual(exit_code, 130)
