@@ -26,6 +26,7 @@ from stppo_jax.types import Passage
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
 from tests.support import tiny_run
+from tests.support import tiny_tokenizer
 
 HERE = 'tests.support.tool_functions'
 ROOT = pathlib.Path(__file__).parent.parent
@@ -259,8 +260,7 @@ class PromptTest(absltest.TestCase):
 
   def tokenizer(self, template):
     folder = self.enterContext(tempfile.TemporaryDirectory())
-    tiny_run.write(folder)
-    folder = os.path.join(folder, 'model')
+    tiny_tokenizer.write(folder)
     if template:
       pathlib.Path(folder, 'chat_template.jinja').write_text(template, encoding='utf-8')
     return chat.load_tokenizer(folder)
