@@ -1,5 +1,6 @@
 """Calls environments: checks what they return, and turns their errors into ended episodes."""
 
+import collections
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -84,17 +85,15 @@ def step_all(
   """
   if len(envs) != len(actions):
     raise AssertionError(f'{len(envs)} environments but {len(actions)} actions')
-  searches: dict[tuple[int, int], list[tuple[int, str]]] = {}
-  for row, (env, action) in enumerate(zip(envs, actions)):
-    query = _query(env, action)
+  queries = [_query(env, action) for env, action in zip(envs, actions)]
+  rows_per_search = collections.defaultdict(list)
+  for row, (env, query) in enumerate(zip(envs, queries)):
     if query is not None:
-      searches.setdefault((id(env.retriever), env.top_k), []).append((row, query))
+      rows_per_search[id(env.retriever), env.top_k].append(row)
   passages: dict[int, Any] = {}
-  for (_, top_k), members in searches.items():
-    rows = [row for row, _ in members]
-    queries = [query for _, query in members]
-    results = envs[rows[0]].retriever.search(queries, top_k)
-    _check_results(results, len(queries))
+  for (_, top_k), rows in rows_per_search.items():
+    results = envs[rows[0]].retriever.search([queries[row] for row in rows], top_k)
+    _check_results(results, len(rows))
     passages |= zip(rows, results)
   others = [row for row in range(len(envs)) if row not in passages]
   steps = dict(zip(others, map_all(lambda row: step(envs[row], actions[row]), others)))

@@ -43,6 +43,9 @@ class Call:
   error: str = ''  # says to the agent what is wrong
 
 
+Parsed = tuple[str, tuple[Call, ...]]  # content of a turn, and its calls
+
+
 class Form(abc.ABC):
   """How a model family writes its calls."""
 
@@ -52,7 +55,7 @@ class Form(abc.ABC):
     self._tools = tuple(tools)
 
   @abc.abstractmethod
-  def parse(self, text: str) -> tuple[str, tuple[Call, ...]]:
+  def parse(self, text: str) -> Parsed:
     """Returns (content, calls) of an agent's turn: the text without its calls, stripped."""
 
   @abc.abstractmethod
@@ -97,7 +100,7 @@ class Hermes(JsonForm):
   template = '<tool_call>\n%s\n</tool_call>'
   advice = 'To call one, write <tool_call>{"name": .., "arguments": {..}}</tool_call>.'
 
-  def parse(self, text: str) -> tuple[str, tuple[Call, ...]]:
+  def parse(self, text: str) -> Parsed:
     """Returns (content, calls). The last block may lack its closing tag if its JSON is complete."""
     content = []
     calls = []
@@ -117,7 +120,7 @@ class Llama3(JsonForm):
   template = '%s'
   advice = 'To call one, write {"name": .., "parameters": {..}} and nothing else.'
 
-  def parse(self, text: str) -> tuple[str, tuple[Call, ...]]:
+  def parse(self, text: str) -> Parsed:
     """Returns (content, calls). A turn of JSON that does not begin like a call is content."""
     thought, text = _split_thought(text)
     before, tag, body = text.partition(_PYTHON_TAG)
@@ -138,7 +141,8 @@ class Llama3(JsonForm):
       try:
         value, end = decoder.raw_decode(body, end)
       except (ValueError, RecursionError) as error:
-        calls.append(_make_call(_Broken(_reason(error)), body[end:], self.keys))
+        broken = _Broken(_reason(error))
+        calls.append(_make_call(broken, body[end:], self.keys))
         break
       calls.append(_make_call(value, body, self.keys))
       while end < len(body) and (body[end].isspace() or body[end] in ';,'):
@@ -154,7 +158,7 @@ class Tags(Form):
     self._functions = {tool['function']['name']: tool['function'] for tool in tools}
     self.stop_strings = tuple(f'</{name}>' for name in self._functions)
 
-  def parse(self, text: str) -> tuple[str, tuple[Call, ...]]:
+  def parse(self, text: str) -> Parsed:
     """Returns (content, calls). A tag that is not closed is a malformed call."""
     content = []
     calls = []
