@@ -14,6 +14,21 @@ SPIKE = 5.0  # times the running median of the gradient's norm
 WINDOW = 11  # updates of that running median
 COLLAPSED_BELOW = 0.5  # share of the best score
 
+# Series whose measure is the mean over updates.
+MEANS = (
+    'clip',
+    'grad_norm',
+    'bias_norm',
+    'cos',
+    'entering',
+    'factor',
+    'step',
+    'ratio_token',
+    'ratio_turn',
+    'ratio_sequence',
+    'ess',
+    'explained',
+)
 # Name in the results -> name in metrics.jsonl, of the series that are kept.
 SERIES = {
     'train_score': 'critic/score/mean',
@@ -57,32 +72,23 @@ def of_run(
     end: the planned number of updates, of a run that ended before.
   """
   get = lambda name: np.asarray(series.get(name, ()), float)
+  step_norms = get('step')
   factor = get('factor')
+  log_factor = np.abs(np.log(np.where(factor > 0, factor, np.nan)))
   return {
       'collapsed': float(collapsed(score, nonfinite)),
       'final': final(score, nonfinite),
       'best': _reduce(np.nanmax, score),
       'auc': area(score, steps, end),
       'first': float(score[0]) if len(score) else np.nan,
-      'clip': _mean(get('clip')),
       'spikes': spikes(get('grad_norm')),
-      'grad_norm': _mean(get('grad_norm')),
-      'bias_norm': _mean(get('bias_norm')),
-      'cos': _mean(get('cos')),
-      'entering': _mean(get('entering')),
-      'factor': _mean(factor),
       # Shares of updates in which the division changed the mean step, by more than 1% and by 2.
-      'factor_changed': _share(np.abs(np.log(_positive(factor))) > 0.01, factor),
-      'factor_twofold': _share(np.abs(np.log(_positive(factor))) > np.log(2), factor),
-      'step': _mean(get('step')),
-      'path': float(np.nansum(get('step'))) if len(get('step')) else np.nan,
+      'factor_changed': _share(log_factor > 0.01, factor),
+      'factor_twofold': _share(log_factor > np.log(2), factor),
+      'path': float(np.nansum(step_norms)) if len(step_norms) else np.nan,
       'entropy': _last(get('entropy')),
-      'ratio_token': _mean(get('ratio_token')),
-      'ratio_turn': _mean(get('ratio_turn')),
-      'ratio_sequence': _mean(get('ratio_sequence')),
-      'ess': _mean(get('ess')),
-      'explained': _mean(get('explained')),
       'advantage_range': _mean(get('advantage_max') - get('advantage_min')),
+      **{name: _mean(get(name)) for name in MEANS},
   }
 
 
@@ -154,10 +160,6 @@ def _last(x):
   x = np.asarray(x, float)
   x = x[np.isfinite(x)]
   return float(x[-1]) if len(x) else np.nan
-
-
-def _positive(x):
-  return np.where(x > 0, x, np.nan)
 
 
 def _share(hits, of):

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from research.study import measures
 from research.toy import settings as toy_settings
 from research.toy import task
 from stppo_jax.algorithms import filters
@@ -36,38 +37,8 @@ from stppo_jax.training import update
 from stppo_jax.types import TurnBatch
 
 BLOCK = 16  # seeds computed at once
-# Metrics of a step that are kept, as means over the steps of an update, named as in metrics.jsonl.
-STEP_METRICS = (
-    'actor/entropy',
-    'actor/grad_norm',
-    'actor/pg_clipfrac',
-    'actor/pg_clipfrac_lower',
-    'actor/pg_loss',
-    'actor/ppo_kl',
-    'critic/grad_norm',
-    'critic/vf_loss',
-    'stppo/applied_factor',
-    'stppo/bias_norm',
-    'stppo/cos_g_c',
-    'stppo/divisor',
-    'stppo/entering_factor',
-    'stppo/entering_norm',
-    'stppo/ess_share',
-    'stppo/grad_norm',
-    'stppo/ratio_std_sequence',
-    'stppo/ratio_std_token',
-    'stppo/ratio_std_turn',
-    'stppo/step_norm',
-)
-UPDATE_METRICS = (
-    'critic/advantages/max',
-    'critic/advantages/min',
-    'critic/vf_explained_var',
-    'actor/reward_kl_penalty',
-    'rollout_corr/kl',
-    'rollout_corr/rollout_is_eff_sample_size',
-    'stppo/dropped_tokens',
-)
+# Metrics of an update that are kept, named as in metrics.jsonl.
+KEPT = {*measures.SERIES.values(), 'rollout_corr/kl'}
 
 
 def run(
@@ -279,7 +250,7 @@ def run_update(
     return state, metrics
 
   state, step_metrics = jax.lax.scan(step, state, deal(deal_chances, config))
-  metrics = {k: v for k, v in (metrics | credit).items() if k in UPDATE_METRICS}
+  metrics = {k: v for k, v in (metrics | credit).items() if k in KEPT}
   metrics['critic/score/mean'] = played.right[:, -1].mean()
   return state, metrics | _summary(step_metrics)
 
@@ -292,7 +263,7 @@ def deal(chances: jax.Array, config: toy_settings.ToyConfig) -> jax.Array:
 
 def _summary(step_metrics):
   """Returns metrics of an update from those of its steps [steps]."""
-  metrics = {k: v.mean() for k, v in step_metrics.items() if k in STEP_METRICS}
+  metrics = {k: v.mean() for k, v in step_metrics.items() if k in KEPT}
   if 'stppo/cos_g_c' in metrics:  # NaN in a step without clipping
     metrics['stppo/cos_g_c'] = jnp.nanmean(step_metrics['stppo/cos_g_c'])
   factor = step_metrics['stppo/applied_factor']
