@@ -49,7 +49,7 @@ MATCHED = {
 }
 # Rates at which plain PPO has the mean step of an objective that is K times as large, found in the
 # same way.
-SCALED_RATES = {
+SCALED_RATES: dict[str, dict[str, dict[int, float]]] = {
     'reuse': {'ppo': {3: 3.01e-3, 10: 1.57e-3}, 'turn_ppo': {}},
     'stale': {'ppo': {}, 'turn_ppo': {}},
 }

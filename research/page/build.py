@@ -11,6 +11,7 @@ named GRID/METHOD, or GRID/CONDITION/METHOD if the grid has several conditions. 
   {{ core_hours() }}  {{ progress() }}  {{ outcome() }}  {{ diagnostics() }}  {{ division() }}
   {{ figures() }}  {{ cost() }}
   {% if grid_is_complete('toy_reuse') %} .. {% endif %}  a section that needs a run of each method
+  {% if has_runs('toy_reuse/ppo') %} .. {% endif %}
 
 Measures are those of study/measures.py, and `runs`. Comparisons are `improvement`, `p_final` and
 `p_collapsed`. p-values against the baseline are corrected over the planned methods of the grid and
@@ -131,7 +132,10 @@ class Page:
     parts = (self.progress, self.outcome, self.diagnostics, self.division, self.figures, self.cost)
     environment.globals.update({part.__name__: part for part in parts})
     environment.globals.update(
-        verdict=self.verdict, core_hours=self.core_hours, grid_is_complete=self.grid_is_complete
+        verdict=self.verdict,
+        core_hours=self.core_hours,
+        grid_is_complete=self.grid_is_complete,
+        has_runs=self.has_runs,
     )
     try:
       return environment.from_string(template).render()
@@ -140,14 +144,24 @@ class Page:
 
   def find(self, name: str) -> summary.MethodRuns:
     """Returns the runs of GRID/CONDITION/METHOD; the condition is optional if there is one only."""
-    if name in self.methods:
-      return self.methods[name]
-    grid, _, method = name.partition('/')
-    conditions = [condition for own_grid, condition in self._conditions if own_grid == grid]
-    if len(conditions) == 1 and f'{grid}/{conditions[0]}/{method}' in self.methods:
-      return self.methods[f'{grid}/{conditions[0]}/{method}']
+    group = self._full_name(name)
+    if group in self.methods:
+      return self.methods[group]
     near = difflib.get_close_matches(name, self.methods, n=3)
     raise UserError(f'{name!r} on the page: the study has no such method; near are {near}')
+
+  def has_runs(self, name: str) -> bool:
+    """Whether a method is on the page and has a run."""
+    group = self._full_name(name)
+    return group in self.methods and self.methods[group].num_runs > 0
+
+  def _full_name(self, name: str) -> str:
+    """Adds the condition to GRID/METHOD if the grid has one condition."""
+    grid, _, method = name.partition('/')
+    conditions = [condition for own_grid, condition in self._conditions if own_grid == grid]
+    if name not in self.methods and len(conditions) == 1:
+      return f'{grid}/{conditions[0]}/{method}'
+    return name
 
   def verdict(self, method: str, toy: str, system: str = '', than: str = '') -> str:
     """Returns the verdict on the claim that a method is better than the baseline, or `than`.

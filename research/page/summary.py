@@ -166,16 +166,17 @@ def compare_with_baseline(methods: Sequence[MethodRuns]) -> dict[str, Comparison
   count as tests, so that more runs cannot raise a p-value.
   """
   baseline = next(one for one in methods if one.method == one.baseline)
-  made = {one.group: compare(one, baseline) for one in methods if one is not baseline}
-  comparisons = {group: one for group, one in made.items() if one is not None}
+  uncorrected = {}
+  for one in methods:
+    comparison = compare(one, baseline)
+    if one is not baseline and comparison is not None:
+      uncorrected[one.group] = comparison
   number = len(methods) - 1
-  final = comparisons.holm({group: one.p_final for group, one in comparisons.items()}, number)
-  collapsed = comparisons.holm(
-      {group: one.p_collapsed for group, one in comparisons.items()}, number
-  )
+  final = comparisons.holm({group: x.p_final for group, x in uncorrected.items()}, number)
+  collapsed = comparisons.holm({group: x.p_collapsed for group, x in uncorrected.items()}, number)
   return {
-      group: one._replace(p_final=final[group], p_collapsed=collapsed[group])
-      for group, one in comparisons.items()
+      group: x._replace(p_final=final[group], p_collapsed=collapsed[group])
+      for group, x in uncorrected.items()
   }
 
 
