@@ -90,12 +90,12 @@ GAMES = (
 
 
 class Episode:
-  """One episode of an environment with moves that are fixed; what it was told."""
+  """One episode of an environment with moves that are fixed and its observations."""
 
   def __init__(self, kind, seed, moves):
     self._moves, self.over, self.rewards = iter(moves), False, []
     self._env = kind(Task(str(seed), seed=seed), seed)
-    self.told = [protocol.full_text(*self._env.reset(seed=seed))]
+    self.observed = [protocol.full_text(*self._env.reset(seed=seed))]
 
   def move(self):
     """Makes the next move."""
@@ -105,7 +105,7 @@ class Episode:
       return
     observation, reward, terminated, truncated, info = self._env.step(action)
     self.over = terminated or truncated
-    self.told.append((protocol.full_text(observation, info), reward, info['metrics']))
+    self.observed.append((protocol.full_text(observation, info), reward, info['metrics']))
     self.rewards.append(reward)
 
 
@@ -124,9 +124,9 @@ class IsolationTest(parameterized.TestCase):
     moves = [form.format(*move) for move in moves]
     kind = resolve(name, **options).env
     seeds = range(6)
-    expected = [alone(kind, seed, moves).told for seed in seeds]
+    expected = [alone(kind, seed, moves).observed for seed in seeds]
     if options.get('opponent') != 'self':  # Nim itself has no random part
-      self.assertGreater(len({json.dumps(told) for told in expected}), 1)
+      self.assertGreater(len({json.dumps(observed) for observed in expected}), 1)
     random.seed(7)
     np.random.seed(7)
     episodes = [Episode(kind, seed, moves) for seed in reversed(seeds)]
@@ -136,7 +136,7 @@ class IsolationTest(parameterized.TestCase):
         np.random.rand()
         if not episode.over:
           episode.move()
-    self.assertEqual([episode.told for episode in reversed(episodes)], expected)
+    self.assertEqual([episode.observed for episode in reversed(episodes)], expected)
 
   @parameterized.parameters(*GAMES)
   def test_hostile_texts_do_not_raise(self, package, name, options, form, moves):
@@ -165,16 +165,16 @@ class GemTest(absltest.TestCase):
       over = terminated or truncated
       expected.append((f'{observation}\n{info["suffix"]}', reward))
     episode = alone(resolve('gem:game:Sudoku-v0-easy').env, 5, moves)
-    got = [(episode.told[0], None), *(told[:2] for told in episode.told[1:])]
+    got = [(episode.observed[0], None), *(observed[:2] for observed in episode.observed[1:])]
     self.assertEqual(got, expected)
     self.assertGreater(max(episode.rewards), 0)
 
   def test_success_is_a_full_reward(self):
     need(self, 'gem')
     kind = resolve('gem:game:GuessTheNumber-v0-easy').env
-    last = [alone(kind, 0, [f'\\boxed{{{guess}}}'] * 4).told[-1] for guess in range(1, 11)]
+    last = [alone(kind, 0, [f'\\boxed{{{guess}}}'] * 4).observed[-1] for guess in range(1, 11)]
     self.assertEqual(sum(metrics['success'] for _, _, metrics in last), 1)
-    (won,) = [told for told in last if told[2]['success']]
+    (won,) = [observed for observed in last if observed[2]['success']]
     self.assertEqual((won[1], won[2]['moves']), (1.0, 1.0))
     self.assertEqual(sorted(reward == 1 for _, reward, _ in last), [False] * 9 + [True])
 
@@ -206,13 +206,13 @@ class TextArenaTest(absltest.TestCase):
     kind = resolve('textarena:Nim-v0', opponent=ME).env
     episode = alone(kind, 0, ['[2 5]', '[1 4]'])  # opponent between: [0 3]
     self.assertEqual(episode.rewards, [0.0, 1.0])
-    self.assertEqual(episode.told[-1][2]['won'], 1.0)
-    self.assertIn('Player 1 removes 3 from pile 0', episode.told[1][0])
-    self.assertNotIn('[2 5]', episode.told[1][0])  # its own words are in its context
+    self.assertEqual(episode.observed[-1][2]['won'], 1.0)
+    self.assertIn('Player 1 removes 3 from pile 0', episode.observed[1][0])
+    self.assertNotIn('[2 5]', episode.observed[1][0])  # its own words are in its context
     episode = alone(kind, 0, ['[2 4]', '[1 4]'])  # the opponent takes the last one
-    self.assertEqual((episode.rewards, episode.told[-1][2]['won']), ([0.0, -1.0], 0.0))
+    self.assertEqual((episode.rewards, episode.observed[-1][2]['won']), ([0.0, -1.0], 0.0))
     second = resolve('textarena:Nim-v0', opponent=ME, side='second').env
-    self.assertIn('Player 0 removes 3 from pile 0', alone(second, 0, []).told[0])
+    self.assertIn('Player 0 removes 3 from pile 0', alone(second, 0, []).observed[0])
 
   def test_a_policy_plays_both_sides(self):
     """Piles 2 and 3. Player 1 takes the last one, and both have what they earned."""
@@ -223,10 +223,10 @@ class TextArenaTest(absltest.TestCase):
     prompt, info = env.reset(seed=0)
     self.assertEqual(info['role'], 'player_0')
     self.assertIn('Player 0!', prompt)
-    told, reward, over, _, info = env.step('[0 2]')
+    observed, reward, over, _, info = env.step('[0 2]')
     self.assertEqual((reward, over, info['role']), (0.0, False, 'player_1'))
-    self.assertIn('Player 1!', told)  # its prompt, and what has happened
-    self.assertIn('Player 0 removes 2 from pile 0', told)
+    self.assertIn('Player 1!', observed)  # its prompt, and what has happened
+    self.assertIn('Player 0 removes 2 from pile 0', observed)
     _, reward, over, _, info = env.step('[9 9]')  # illegal: it is still its turn
     self.assertEqual(
         (reward, over, info['role'], info['action']), (0.0, False, 'player_1', 'invalid')
@@ -240,9 +240,9 @@ class TextArenaTest(absltest.TestCase):
     need(self, 'textarena')
     kind = resolve('textarena:Nim-v0', opponent='self', eval_opponent=ME, side='second').env
     env = kind(Task('t', split='dev'), 0)
-    told, info = env.reset(seed=0)
+    observed, info = env.reset(seed=0)
     self.assertEqual(info['role'], 'player_1')
-    self.assertIn('Player 0 removes 3 from pile 0', told)
+    self.assertIn('Player 0 removes 3 from pile 0', observed)
     _, reward, over, _, info = env.step('[1 4]')  # the script takes the last pile
     self.assertEqual((reward, over, info['metrics']['won']), (-1.0, True, 0.0))
     self.assertNotIn('rewards', info)

@@ -1,4 +1,4 @@
-"""The environments of examples: their scores worked out by hand."""
+"""The environments of examples/: scores worked out by hand."""
 
 import math
 
@@ -27,7 +27,7 @@ class CountdownTest(parameterized.TestCase):
       ('٣+7-2', None),
       ('3+7-2' + ' ' * 50, None),
   )
-  def test_an_expression_is_parsed_and_never_evaluated(self, text, want):
+  def test_expressions_are_parsed(self, text, want):
     self.assertEqual(countdown.value(text, [3, 7, 2]), want)
 
   def test_reward_and_metrics(self):
@@ -40,7 +40,7 @@ class CountdownTest(parameterized.TestCase):
     self.assertEqual(env.step('3-7+2;')[1], 0.0)
     self.assertEqual(env.step('3+7;')[4]['metrics'], {'right': 0.0, 'legal': 0.0})
 
-  def test_every_task_has_a_solution(self):
+  def test_tasks_have_solutions(self):
     for task in countdown.load('dev'):
       a, b, c = countdown.numbers(task)
       sums = [f'{a}{x}{b}{y}{c}' for x in '+-' for y in '+-']
@@ -49,7 +49,7 @@ class CountdownTest(parameterized.TestCase):
 
 class GuessNumberTest(absltest.TestCase):
 
-  def test_rewards_of_each_turn(self):
+  def test_rewards_per_turn(self):
     env = guess_number.GuessNumber(Task('t', ''), max_turns=4)
     env.reset(seed=0)
     env._hidden = 7
@@ -62,12 +62,12 @@ class GuessNumberTest(absltest.TestCase):
     self.assertEqual([outcome[0] for outcome in outcomes], ['higher', 'higher', '?', ''])
     self.assertEqual(outcomes[-1][2:4], (True, False))
 
-  def test_one_that_does_not_find_it_is_truncated(self):
+  def test_last_turn_truncates(self):
     env = guess_number.GuessNumber(Task('t', ''), max_turns=1)
     env.reset(seed=0)
     self.assertEqual(env.step('0')[2:4], (True, True))
 
-  def test_a_seed_is_a_game(self):
+  def test_seed_fixes_the_game(self):
     env = guess_number.GuessNumber(Task('t', ''), max_turns=4)
     hidden = [env.reset(seed=task.seed) and env._hidden for task in guess_number.load('dev')]
     self.assertEqual(set(hidden), set(range(1, 10)))
@@ -77,7 +77,7 @@ class GuessNumberTest(absltest.TestCase):
 
 class SignalsTest(absltest.TestCase):
 
-  def test_two_rounds_with_the_jobs_exchanged(self):
+  def test_two_rounds(self):
     """Round one is understood and pays both 1; in round two an illegal letter costs its sender."""
     env = signals.Signals(Task('t'))
     prompt, info = env.reset(seed=3)

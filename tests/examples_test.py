@@ -142,7 +142,7 @@ class MaxRlTest(absltest.TestCase):
     groups = jnp.array([0, 0, 0, 0, 1, 1, 2, 2])
     np.testing.assert_allclose(max_rl.over_mean(scores, groups), [3, -1, -1, -1, 0, 0, 0, 0])
 
-  def test_every_token_of_an_episode_has_its_number(self):
+  def test_tokens_share_their_episodes_advantage(self):
     turn_ids = jnp.array([[0, 1, 0, 2], [0, 1, 1, 0]])
     zeros = jnp.zeros(turn_ids.shape)
     batch = make_batch(turn_ids, rewards=zeros.at[0, 3].set(1.0))
@@ -166,7 +166,7 @@ class CispoTest(absltest.TestCase):
     np.testing.assert_allclose(to_bias, [[0.6, 0.0, 0.0]], atol=1e-6)
     np.testing.assert_array_equal(aux['clipped'], [[True, False, False]])
 
-  def test_on_policy_it_is_the_policy_gradient(self):
+  def test_on_policy_gradient(self):
     batch = make_batch(jnp.ones((1, 2), jnp.int32), advantages=jnp.array([[2.0, -1.0]]))
     weights = jnp.ones((1, 2))
     got = correction.cotangents(jnp.zeros((1, 2)), batch, cispo.CISPO, weights=weights)

@@ -21,7 +21,7 @@ try:
   import nbclient
   import nbformat
 except ImportError as error:
-  raise unittest.SkipTest(f'needs requirements-dev.txt: {error}') from error
+  raise unittest.SkipTest(f'needs the extra dev: {error}') from error
 
 
 class NotebookTest(absltest.TestCase):
@@ -43,7 +43,7 @@ class NotebookTest(absltest.TestCase):
     self.assertIn('</think>', text)
     self.assertTrue(os.path.exists(os.path.join(workdir, 'report.html')))
 
-  def test_whatever_is_missing_is_installed(self):
+  def test_missing_packages_are_installed(self):
     names = re.findall(r'^[\w-]+', (REPO / 'requirements.txt').read_text(), re.MULTILINE)
     modules = {'absl-py': 'absl', 'orbax-checkpoint': 'orbax'}
     cells = nbformat.read(PATH, as_version=4).cells

@@ -76,7 +76,7 @@ class RewardsTest(parameterized.TestCase):
     self.assertAlmostEqual(rewards.f1(prediction, golds), expected)
 
   @hypothesis.given(strategies.text(), strategies.lists(strategies.text(), max_size=2))
-  def test_a_gold_answers_itself(self, gold, others):
+  def test_gold_answers_itself(self, gold, others):
     self.assertEqual(rewards.exact_match(gold, [*others, gold]), 1.0)
     self.assertEqual(rewards.sub_exact_match(gold, [*others, gold]), 1.0)
     self.assertAlmostEqual(rewards.f1(gold, [*others, gold]), 1.0)
