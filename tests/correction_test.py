@@ -15,6 +15,7 @@ from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import variants
 from stppo_jax.training import state as train_state
+from stppo_jax.training import update
 from tests.support import oracle
 
 LEVELS = ('token', 'turn', 'sequence')
@@ -666,7 +667,7 @@ class DivideTest(parameterized.TestCase):
           order, {'w': jnp.ones(())}, None, jnp.asarray(divisor), 1.0
       )
       before = params['w']
-      params, opt_state, step_norm, factor = train_state.optimize(
+      params, opt_state, step_norm, factor = update.optimize(
           optimizer, got, params, opt_state, jnp.asarray(True), by_step, undivided
       )
       steps.append(before - params['w'])
@@ -685,7 +686,7 @@ class DivideTest(parameterized.TestCase):
     """At a gradient of 0: step = rate * decay * w / D = .1 * .5 * 2 / 4."""
     optimizer, _ = train_state.make_optimizer(0.1, 0, weight_decay=0.5)
     params = {'w': jnp.asarray(2.0)}
-    after, *_ = train_state.optimize(
+    after, *_ = update.optimize(
         optimizer, {'w': jnp.zeros(())}, params, optimizer.init(params), jnp.asarray(True), 4.0
     )
     np.testing.assert_allclose(after['w'], 2 - 0.025, rtol=1e-6)
@@ -695,7 +696,7 @@ class DivideTest(parameterized.TestCase):
     optimizer, _ = train_state.make_optimizer(1e-6, 0)
     for dtype, expected in (('bfloat16', 0.0), ('float32', 1e-6)):
       params = {'w': jnp.ones((), dtype)}
-      _, _, step_norm, _ = train_state.optimize(
+      _, _, step_norm, _ = update.optimize(
           optimizer, params, params, optimizer.init(params), jnp.asarray(True)
       )
       np.testing.assert_allclose(step_norm, expected, rtol=0.1)

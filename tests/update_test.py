@@ -415,7 +415,7 @@ class UpdateTest(parameterized.TestCase):
     for _ in range(2):
       g, rest, c_norm = self.gradients(options, mesh, params, batch)
       expected, undivided, by_step, norms = correction.divide(order, g, rest, c_norm, 0.5)
-      params, moments, step_norm, factor = train_state.optimize(
+      params, moments, step_norm, factor = update.optimize(
           adam, expected, params, moments, jnp.asarray(True), by_step, undivided
       )
       state, metrics, _ = step(functions, spec, state, batch)

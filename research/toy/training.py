@@ -323,7 +323,7 @@ class _Rows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work(update.Work):
+class Work(update.StepInputs):
   """An optimizer step of the small models."""
 
   log_probs: Callable  # params -> (log-probs of the tokens, entropies), each [b,T]

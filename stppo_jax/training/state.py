@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import variants
 from stppo_jax.models import attention
 from stppo_jax.models import decoder
@@ -130,55 +129,6 @@ def make_adamw(
 
 # Equal settings, one optimizer: see update.compile_functions.
 make_optimizer = functools.lru_cache(maxsize=32)(make_adamw)
-
-
-def optimize(
-    optimizer: optax.GradientTransformation,
-    grads: dict,
-    params: dict,
-    opt_state: optax.OptState,
-    take: jax.Array,  # [] bool
-    divisor: jax.Array | None = None,
-    undivided: dict | None = None,
-) -> tuple[dict, optax.OptState, jax.Array, jax.Array]:
-  """Returns params and optimizer state after one step, or unchanged; the norm of the change; and
-  the factor by which a division changed the step.
-
-  The step is divided by `divisor`. The change is what the parameters' dtype leaves of it. The
-  factor is the step's norm over that of the step that the same optimizer state makes of the
-  gradient `undivided` (None: `grads`): 1 where nothing is divided, or that step is 0.
-  """
-  opt_state = sharding.to_device(opt_state)
-  updates, new_opt_state = optimizer.update(grads, opt_state, params)
-  without = updates if undivided is None else optimizer.update(undivided, opt_state, params)[0]
-  if divisor is not None:
-    updates = jax.tree.map(lambda x: x / divisor, updates)
-  norm_without = optax.tree.norm(without)
-  positive = norm_without > 0
-  factor = jnp.where(positive, optax.tree.norm(updates) / jnp.where(positive, norm_without, 1), 1)
-  keep = lambda new, old: jnp.where(take, new, old)
-  new_params = jax.tree.map(keep, optax.apply_updates(params, updates), params)
-  difference = lambda new, old: new.astype(jnp.float32) - old.astype(jnp.float32)
-  step_norm = optax.tree.norm(jax.tree.map(difference, new_params, params))
-  return new_params, jax.tree.map(keep, new_opt_state, opt_state), step_norm, factor
-
-
-def adapt_kl(
-    state: TrainState, variant: variants.Variant, measured_kl: jax.Array, episodes: jax.Array
-) -> TrainState:
-  """Returns the state with the next KL coefficient: see `losses.adaptive_kl`."""
-  kl_coef = losses.adaptive_kl(
-      state.kl_coef, measured_kl, variant.kl_target, variant.kl_horizon, episodes
-  )
-  # A coefficient that is not finite would spoil the rest of the run.
-  kl_coef = jnp.where(jnp.isfinite(measured_kl), kl_coef, state.kl_coef)
-  return dataclasses.replace(state, kl_coef=kl_coef)
-
-
-def steps_taken(opt_state: optax.OptState, step: jax.Array) -> jax.Array:
-  """Returns the steps that an optimizer has taken, as its schedule counts; else `step`."""
-  counts = [count for _, count in optax.tree.get_all_with_path(opt_state, 'count')]
-  return sharding.to_device(counts[0]) if counts else step
 
 
 def create(spec: Spec, actor: dict, critic: dict | None) -> TrainState:

@@ -1,20 +1,23 @@
-"""The update: TrainState and TurnBatch in, TrainState and metrics out; runs on the devices.
+"""The update: TrainState and TurnBatch in, TrainState and metrics out. Runs on the devices.
 
-Three pure functions, compiled by `compile_functions`: `annotate` (log-probs and values before the
-update), `with_advantages`, and `update_step`, which is one optimizer step in four parts:
+`compile_functions` compiles three pure functions: `annotate` (log-probs and values before the
+update), `with_advantages`, and `update_step`. An optimizer step has four parts:
 
-  _accumulate       sums g, the gradient of the objective, and the critic's over micro-batches
-  _accumulate_bias  sums C, the gradient that clipping removed, over the bins with a share in it
-  _divide           divides g by a function of ||C||, before or after the clip of the norm
-  _apply            runs the optimizer; where something is not finite, only counts the step
+  _sum_gradients  sums g, the gradient of the objective, and the critic's over micro-batches
+  _sum_bias       sums C, the gradient that clipping removed, over the bins that have clipped tokens
+  _divide         divides g by a function of ||C||, before or after the clip of its norm
+  _apply          runs the optimizer; if something is not finite, only counts the step
 
-Models compute bins of several rows each (see `packing`); everything else works on rows.
+Models compute bins of several rows each, in layout [R,P] (see `packing`). Everything else works on
+rows [B,T], of which a step has b.
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
 import types
-import typing
+from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +33,6 @@ from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.training import diagnostics
 from stppo_jax.training import packing as packing_lib
-from stppo_jax.training import state as train_state
 from stppo_jax.training.state import Frozen
 from stppo_jax.training.state import Spec
 from stppo_jax.training.state import TrainState
@@ -39,12 +41,12 @@ from stppo_jax.types import TurnBatch
 Metrics = dict[str, jax.Array]
 
 
-class Functions(typing.NamedTuple):
-  """The compiled functions of a run."""
+class Functions(NamedTuple):
+  """The compiled functions of a run. Each is the function below without `spec` and `mesh`."""
 
-  annotate: typing.Any  # (state, frozen, batch, steps) -> (batch, metrics)
-  with_advantages: typing.Any  # (state, batch) -> (state, batch, metrics)
-  update_step: typing.Any  # (state, frozen, batch, step) -> (state, metrics, seen)
+  annotate: Any  # (state, frozen, batch, steps) -> (batch, metrics)
+  with_advantages: Any  # (state, batch) -> (state, batch, metrics)
+  update_step: Any  # (state, frozen, batch, step) -> (state, metrics, tokens)
 
   def num_compilations(self) -> int:
     """Programs compiled so far in this process: one per function and shape of batch."""
@@ -167,7 +169,12 @@ def with_advantages(
       batch = dataclasses.replace(batch, rewards=batch.rewards - state.kl_coef * kl)
     if variant.kl_target:
       num_episodes = losses.count_episodes(mask, batch.episode_ids)
-      state = train_state.adapt_kl(state, variant, mean_kl, num_episodes)
+      kl_coef = losses.adaptive_kl(
+          state.kl_coef, mean_kl, variant.kl_target, variant.kl_horizon, num_episodes
+      )
+      # A coefficient that is not finite would spoil the rest of the run.
+      kl_coef = jnp.where(jnp.isfinite(mean_kl), kl_coef, state.kl_coef)
+      state = dataclasses.replace(state, kl_coef=kl_coef)
     if variant.kl_in == 'loss':
       metrics = {'actor/kl_coef': state.kl_coef}  # of the steps to come
   if callable(variant.ratio):
@@ -188,34 +195,25 @@ def update_step(
 ) -> tuple[TrainState, Metrics, dict[str, jax.Array]]:
   """Takes one optimizer step of actor and critic on the step's rows of the batch.
 
-  g = grad of the objective (surrogate, entropy, KL) and C = the gradient that clipping removed
-  (arXiv 2511.20718, Lemma 4.2) are summed over micro-batches with weights of the whole mini-batch,
-  so the split does not change the result. Then g / divisor is clipped and goes into the optimizer,
-  or in another order: see `correction.divide`.
+  g is the gradient of the objective (surrogate, entropy, KL). C is the gradient that clipping
+  removed. Both are summed over micro-batches with weights of the whole mini-batch, so the split
+  does not change the result. Then g / divisor is clipped and goes into the optimizer, or in another
+  order: see `correction.divide`.
 
-  Returns the state, metrics (scalars), and per token what this step saw: ratio, clipped [b,T].
+  Returns the state, metrics (scalars), and the tokens' `ratio` and `clipped` [b,T] in this step.
   """
   frozen = dataclasses.replace(frozen, critic=sharding.to_device(frozen.critic))
   state = dataclasses.replace(state, critic=sharding.to_device(state.critic))
   batch = jax.tree.map(lambda x: x[step.rows], batch)
   weights = filters.weights(batch, spec.variant)
-  return take_step(Work(spec, state, batch, *weights, mesh, frozen, step.packing))
-
-
-def take_step(work: 'Work') -> tuple[TrainState, Metrics, dict[str, jax.Array]]:
-  """Takes the optimizer step of `update_step`, whatever models `work` has."""
-  grads, seen = _accumulate(work)
-  bias = _accumulate_bias(work, seen) if work.spec.variant.measures_bias else None
-  divided, metrics, decisive = _divide(work, grads, bias, seen)
-  state, applied = _apply(work, grads, divided, decisive)
-  return state, metrics | applied, {'ratio': seen['ratio'], 'clipped': seen['clipped']}
+  return take_step(StepInputs(spec, state, batch, *weights, mesh, frozen, step.packing))
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class StepInputs:
   """What one optimizer step is computed from: models, rows [b,T] in their bins, their weights.
 
-  A subclass may have other models: `mechanism/instrument.py` has small ones, without bins.
+  A subclass may have other models. The toy task has small ones, without bins.
   """
 
   spec: Spec
@@ -223,39 +221,38 @@ class Work:
   batch: TurnBatch  # the rows of this step
   mask: jax.Array  # [b,T] of the agent's tokens
   weights: jax.Array  # [b,T] of the aggregation over the mini-batch
-  policy_weights: jax.Array  # [b,T] the same times the off-policy weights: of g and C alone
+  policy_weights: jax.Array  # [b,T] the same times the off-policy weights: only of g and C
   value_weights: jax.Array  # [b,T] of the critic's loss
   mesh: jax.sharding.Mesh
   frozen: Frozen
   packing: packing_lib.Packing
 
-  def policy(self, layout):
-    """Returns (log-probs, entropies, values), and the function that pulls their cotangents back."""
-    return jax.vjp(
-        lambda actor: _policy(
-            self.spec, self.frozen.policy(actor), self.batch.tokens, layout, self.batch.routes
-        )[0],
-        self.state.actor,
-    )
+  def policy(self, layout: packing_lib.Layout) -> tuple[tuple, Callable]:
+    """Returns (log-probs, entropies, values) [R,P], and the function that pulls cotangents back."""
+    tokens, routes = self.batch.tokens, self.batch.routes
 
-  def values(self, layout):
-    """Returns the separate critic's values, and the function that pulls their cotangents back."""
-    return jax.vjp(
-        lambda critic: _critic(
-            self.spec, self.frozen.value_model(critic), self.batch.tokens, layout
-        ),
-        self.state.critic,
-    )
+    def outputs(actor):
+      return _policy(self.spec, self.frozen.policy(actor), tokens, layout, routes)[0]
 
-  def placed(self, tree):
-    """Keeps gradients where their parameters are; left alone, XLA replicates the larger ones."""
+    return jax.vjp(outputs, self.state.actor)
+
+  def values(self, layout: packing_lib.Layout) -> tuple[jax.Array, Callable]:
+    """Returns the separate critic's values [R,P], and the function that pulls cotangents back."""
+
+    def outputs(critic):
+      return _critic(self.spec, self.frozen.value_model(critic), self.batch.tokens, layout)
+
+    return jax.vjp(outputs, self.state.critic)
+
+  def placed(self, tree: dict) -> dict:
+    """Keeps gradients where their parameters are. Otherwise XLA replicates the larger ones."""
     return jax.lax.with_sharding_constraint(tree, sharding.tree_shardings(tree, self.mesh))
 
-  def zeros(self, params):
+  def zeros(self, params: dict) -> dict:
     """Returns zero gradients to add to."""
     return self.placed(jax.tree.map(jnp.zeros_like, params))
 
-  def sum(self, function, packing, total):
+  def sum(self, function: Callable, packing: packing_lib.Packing, total: Any) -> Any:
     """Returns `total` plus function(layout) of every micro-batch."""
     spec, num_tokens = self.spec, self.mask.shape[1]
     return packing_lib.sum_over(
@@ -263,109 +260,155 @@ class Work:
     )
 
 
-def _accumulate(work):
-  """Sums gradients over micro-batches; returns ({'actor', 'value'}, per-token numbers)."""
-  spec, mask = work.spec, work.mask
+def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Array]]:
+  """Takes the optimizer step of `update_step`, whatever models the inputs have.
+
+  The step needs the gradient g of the loss and the clipping bias C (arXiv 2511.20718, Lemma 4.2):
+
+    g = sum_t dlogp_t d(-J)/dlogp_t      C = sum_t dlogp_t dJ_c/dlogp_t
+    step = optimizer(clip(g / D)),       D = divisor(||g||, ||C||)
+
+  Both are sums over tokens of the model's gradient dlogp_t times a cotangent, which
+  `correction.cotangents` gives.
+
+  Where is C computed, and why twice? Its *cotangent* [b,T] comes with that of g, from the same
+  log-probs, and costs almost nothing. C itself is a gradient. A pull-back gives one gradient, and g
+  takes it, so C takes a second pull-back, in `_sum_bias`. That one repeats the forward pass of the
+  bins in which a token was clipped, because the activations of all bins would not fit in memory.
+  """
+  grads, tokens = _sum_gradients(inputs)
+  bias = _sum_bias(inputs, tokens['bias']) if inputs.spec.variant.measures_bias else None
+  division, metrics, decisive = _divide(inputs, grads, bias, tokens)
+  state, applied = _apply(inputs, grads, division, decisive)
+  return state, metrics | applied, {'ratio': tokens['ratio'], 'clipped': tokens['clipped']}
+
+
+def _sum_gradients(inputs):
+  """Sums the gradients of the losses over micro-batches.
+
+  Returns g as 'actor' and the critic's gradient as 'value'; and per-token numbers [b,T] with the
+  sums pg_loss and clipped_objective.
+  """
+  spec, mask = inputs.spec, inputs.mask
 
   def one_micro_batch(layout):
-    outputs, pull = work.policy(layout)
-    d_logp, d_entropy, seen, sums = _policy_cotangents(work, layout, outputs)
+    outputs, pull = inputs.policy(layout)
+    d_logp, d_entropy, tokens, sums = _policy_cotangents(inputs, layout, outputs)
     zero = jnp.zeros_like(outputs[0])
     added = {'actor': pull((d_logp, d_entropy, zero))[0]}
+    if spec.critic is not None:
+      values, pull_values = inputs.values(layout)
+      tokens['values'] = layout.unpack(values)
     if spec.has_values:
-      if not spec.shared_trunk:
-        values, pull_values = work.values(layout)
-        seen['values'] = layout.unpack(values)
-      d_values = _value_cotangent(work, layout, seen['values'])
+      d_values = _value_cotangent(inputs, layout, tokens['values'])
       if spec.shared_trunk:
         added['value'] = pull((zero, zero, spec.variant.value_coef * d_values))[0]
       else:
         added['value'] = pull_values(d_values)[0]
-    return work.placed(dict(added, sums=sums)), seen
+    return inputs.placed(dict(added, sums=sums)), tokens
 
   total = {
-      'actor': work.zeros(work.state.actor),
+      'actor': inputs.zeros(inputs.state.actor),
       'sums': {'pg_loss': jnp.zeros(()), 'clipped_objective': jnp.zeros(())},
   }
   if spec.has_values:
-    total['value'] = work.zeros(work.state.actor if spec.shared_trunk else work.state.critic)
+    value_params = inputs.state.actor if spec.shared_trunk else inputs.state.critic
+    total['value'] = inputs.zeros(value_params)
   names = ['logp', 'entropy', 'values', 'bias', 'ratio', 'clipped']
-  names += ['kl'] if spec.variant.kl_in == 'loss' else []
-  nothing = {name: jnp.zeros_like(mask) for name in names}
-  grads, seen = work.sum(one_micro_batch, work.packing, (total, nothing))
-  seen |= grads.pop('sums')
-  seen |= {'ratio': jnp.where(mask > 0, seen['ratio'], 1), 'clipped': seen['clipped'] > 0}
-  return grads, seen
+  if spec.variant.kl_in == 'loss':
+    names.append('kl')
+  no_tokens = {name: jnp.zeros_like(mask) for name in names}
+  grads, tokens = inputs.sum(one_micro_batch, inputs.packing, (total, no_tokens))
+  tokens |= grads.pop('sums')
+  tokens['ratio'] = jnp.where(mask > 0, tokens['ratio'], 1)
+  tokens['clipped'] = tokens['clipped'] > 0
+  return grads, tokens
 
 
-def _policy_cotangents(work, layout, outputs):
-  """Returns cotangents [R,P] of log-probs and entropies, per-token numbers [b,T], and sums of
-  losses.
+def _policy_cotangents(inputs, layout, outputs):
+  """Returns the policy loss's cotangents of log-probs and entropies [R,P].
+
+  Also returns per-token numbers [b,T], among them C's cotangent 'bias', and sums of losses.
   """
-  variant = work.spec.variant
-  seen = dict(zip(('logp', 'entropy', 'values'), map(layout.unpack, outputs)))
-  mine = layout.mine.astype(jnp.float32)  # 1 for the tokens of this micro-batch
-  micro, weight = dataclasses.replace(work.batch, action_mask=work.mask * mine), work.weights * mine
-  d_logp, d_bias, aux = correction.cotangents(
-      seen['logp'], micro, variant, weights=work.policy_weights * mine
+  variant = inputs.spec.variant
+  tokens = dict(zip(('logp', 'entropy', 'values'), map(layout.unpack, outputs)))
+  is_here = layout.mine.astype(jnp.float32)  # 1 for the tokens of this micro-batch
+  batch = dataclasses.replace(inputs.batch, action_mask=inputs.mask * is_here)
+  weights = inputs.weights * is_here
+  d_logp, d_bias, parts = correction.cotangents(
+      tokens['logp'], batch, variant, weights=inputs.policy_weights * is_here
   )
   if variant.kl_in == 'loss':
-    kl_of = lambda x: losses.kl(x, micro.ref_logp, variant.kl_estimator)
-    kl_values, pull_kl = jax.vjp(kl_of, seen['logp'])
-    d_logp += pull_kl(work.state.kl_coef * weight)[0]
-    seen['kl'] = kl_values * mine
-  d_logp, d_entropy = map(layout.pack, (d_logp, -variant.entropy_coef * weight))
-  seen |= {'bias': d_bias, 'ratio': aux['ratio'] * mine, 'clipped': aux['clipped'] * mine}
-  sums = {name: aux[name] for name in ('pg_loss', 'clipped_objective')}
-  return d_logp, d_entropy, seen, sums
+    kl_of = lambda logp: losses.kl(logp, batch.ref_logp, variant.kl_estimator)
+    kl, pull_kl = jax.vjp(kl_of, tokens['logp'])
+    d_logp += pull_kl(inputs.state.kl_coef * weights)[0]
+    tokens['kl'] = kl * is_here
+  d_logp, d_entropy = map(layout.pack, (d_logp, -variant.entropy_coef * weights))
+  tokens['bias'] = d_bias
+  tokens['ratio'] = parts['ratio'] * is_here
+  tokens['clipped'] = parts['clipped'] * is_here
+  sums = {name: parts[name] for name in ('pg_loss', 'clipped_objective')}
+  return d_logp, d_entropy, tokens, sums
 
 
-def _value_cotangent(work, layout, values):
-  """Returns the cotangent [R,P] of the values for the critic's loss."""
-  batch, clip = work.batch, work.spec.variant.value_clip or None
-  _, pull = jax.vjp(lambda v: losses.value_loss(v, batch.old_values, batch.returns, clip), values)
-  return layout.pack(pull(work.value_weights * layout.mine.astype(jnp.float32))[0])
+def _value_cotangent(inputs, layout, values):
+  """Returns the cotangent [R,P] of the values [b,T] for the critic's loss."""
+  batch = inputs.batch
+  clip = inputs.spec.variant.value_clip or None
+  loss = lambda values: losses.value_loss(values, batch.old_values, batch.returns, clip)
+  _, pull = jax.vjp(loss, values)
+  return layout.pack(pull(inputs.value_weights * layout.mine.astype(jnp.float32))[0])
 
 
-def _accumulate_bias(work, seen):
-  """Sums C over the bins in which its cotangent is not 0 everywhere.
-
-  These bins run forward a second time, so that nothing of the first pass has to be kept for them.
-  """
+def _sum_bias(inputs, cotangent):
+  """Sums C over the bins in which its cotangent [b,T] is not 0 everywhere; see `take_step`."""
 
   def one_micro_batch(layout):
-    (logp, _, _), pull = work.policy(layout)
+    (logp, _, _), pull = inputs.policy(layout)
     zero = jnp.zeros_like(logp)
-    return work.placed(pull((layout.pack(seen['bias']), zero, zero))[0])
+    return inputs.placed(pull((layout.pack(cotangent), zero, zero))[0])
 
-  rows = (seen['bias'] != 0).any(axis=1)
-  removed = packing_lib.only(work.packing, rows, work.spec.micro_batch)
-  return work.sum(one_micro_batch, removed, work.zeros(work.state.actor))
+  is_clipped = (cotangent != 0).any(axis=1)
+  packing = packing_lib.only(inputs.packing, is_clipped, inputs.spec.micro_batch)
+  return inputs.sum(one_micro_batch, packing, inputs.zeros(inputs.state.actor))
 
 
-def _divide(work, grads, bias, seen):
-  """Divides the actor's gradient, see `correction.divide`.
+class Division(NamedTuple):
+  """How the actor's step is divided: see `correction.divide`."""
 
-  Returns what `state.optimize` is given, metrics, and the numbers that must be finite.
+  gradient: dict  # that the optimizer gets
+  undivided: dict | None  # that it would get without the division; None: the same
+  step_divisor: jax.Array | None  # divides the optimizer's step; None: nothing does
+
+
+def _divide(inputs, grads, bias, tokens):
+  """Divides the actor's gradient g by a function of ||C||.
+
+  Returns the Division, metrics, and the numbers that must be finite.
 
   Choice: the divisor divides the actor's whole gradient, entropy and KL terms included, so their
   proportions stay.
   """
-  spec, variant, g = work.spec, work.spec.variant, grads['actor']
+  spec, variant = inputs.spec, inputs.spec.variant
+  g = grads['actor']
   g_norm = correction.norm(g)
   bias_norm = jnp.zeros(()) if bias is None else correction.norm(bias)
-  c_norm = bias_norm if variant.norm_of == 'gradient' else jnp.abs(seen['clipped_objective'])
-  any_clipped = (seen['clipped'] & (work.policy_weights != 0)).any()
+  c_norm = bias_norm if variant.norm_of == 'gradient' else jnp.abs(tokens['clipped_objective'])
+  any_clipped = (tokens['clipped'] & (inputs.policy_weights != 0)).any()
   divisor = correction.divisor(variant.divisor, g_norm, c_norm, any_clipped)
-  rest = grads['value'] if spec.shared_trunk else None
-  gradient, undivided, by_step, norms = correction.divide(
-      variant.divide, g, rest, divisor, spec.actor_clip
+  value_gradient = grads['value'] if spec.shared_trunk else None
+  gradient, undivided, step_divisor, norms = correction.divide(
+      variant.divide, g, value_gradient, divisor, spec.actor_clip
   )
-  summary = diagnostics.step_summary(spec, work.batch, work.weights, work.policy_weights, seen)
-  scale = off_policy.STEP_SCALES[variant.step_scale](summary['stppo/ess_share'])
+  metrics = diagnostics.step_summary(
+      spec, inputs.batch, inputs.weights, inputs.policy_weights, tokens
+  )
+  decisive = [value for name, value in metrics.items() if name.endswith('_loss')]
+  decisive += [g_norm, c_norm, divisor, norms['factor']]
+  scale = off_policy.STEP_SCALES[variant.step_scale](metrics['stppo/ess_share'])
   if variant.step_scale != 'none':
-    by_step = (1 if by_step is None else by_step) / scale
-  metrics = summary | {
+    step_divisor = (1 if step_divisor is None else step_divisor) / scale
+  metrics |= {
       'actor/grad_norm': norms['clip'],
       'stppo/grad_norm': g_norm,
       'stppo/divisor': divisor,
@@ -373,53 +416,102 @@ def _divide(work, grads, bias, seen):
       'stppo/entering_factor': norms['factor'],
   }
   if bias is not None:
-    cos = -correction.cosine(g, bias)  # g descends and C ascends
-    metrics |= {'stppo/bias_norm': bias_norm, 'stppo/cos_g_c': cos}
-  decisive = [value for name, value in summary.items() if name.endswith('_loss')]
-  decisive += [g_norm, c_norm, divisor, norms['factor']]
-  undivided = None if variant.divisor == 'none' else undivided
-  return dict(grads=gradient, divisor=by_step, undivided=undivided), metrics, decisive
+    metrics['stppo/bias_norm'] = bias_norm
+    metrics['stppo/cos_g_c'] = -correction.cosine(g, bias)  # g descends and C ascends
+  if variant.divisor == 'none':
+    undivided = None
+  return Division(gradient, undivided, step_divisor), metrics, decisive
 
 
-def _apply(work, grads, divided, decisive):
-  """Runs the optimizers; where a gradient norm or a loss is not finite, only counts the step."""
-  spec, state = work.spec, work.state
+def _apply(inputs, grads, division, decisive):
+  """Runs the optimizers. If a gradient norm or a loss is not finite, only counts the step."""
+  spec, state = inputs.spec, inputs.state
   if spec.has_values:
     value_norm = correction.norm(grads['value'])
     decisive = [*decisive, value_norm]
-  finite = jnp.isfinite(jnp.stack(decisive)).all()
-  # Moments alone would move a role that is absent, and a policy without any token left.
-  take = finite & work.mask.any()
-  counts = take if spec.shared_trunk else take & (work.weights != 0).any()
-  train_actor = counts & (state.step >= spec.critic_warmup)
-  before = dict(params=state.actor, opt_state=state.actor_opt, take=train_actor)
-  actor, *changed = train_state.optimize(spec.actor_optimizer, **before, **divided)
-  actor_opt, step_norm, factor = changed
+  is_finite = jnp.isfinite(jnp.stack(decisive)).all()
+  # Without tokens, moments alone would move an absent role, or a policy that has none left.
+  has_tokens = is_finite & inputs.mask.any()
+  is_trained = has_tokens if spec.shared_trunk else has_tokens & (inputs.weights != 0).any()
+  train_actor = is_trained & (state.step >= spec.critic_warmup)
+  actor = optimize(
+      spec.actor_optimizer,
+      division.gradient,
+      state.actor,
+      state.actor_opt,
+      train_actor,
+      division.step_divisor,
+      division.undivided,
+  )
   after = dataclasses.replace(
       state,
       step=state.step + 1,
-      actor=actor,
-      actor_opt=actor_opt,
-      skipped=jnp.where(finite, 0, state.skipped + 1),
+      actor=actor.params,
+      actor_opt=actor.opt_state,
+      skipped=jnp.where(is_finite, 0, state.skipped + 1),
   )
-  applied = {
-      'actor/lr': spec.actor_lr(train_state.steps_taken(state.actor_opt, state.step)),
+  metrics = {
+      'actor/lr': spec.actor_lr(_steps_taken(state.actor_opt, state.step)),
       'actor/skipped': after.skipped,
-      'stppo/step_norm': step_norm,
-      'stppo/applied_factor': factor,
+      'stppo/step_norm': actor.step_norm,
+      'stppo/applied_factor': actor.factor,
   }
   if spec.has_values:
-    applied['critic/grad_norm'] = value_norm
+    metrics['critic/grad_norm'] = value_norm
   if spec.critic is not None:
-    applied['critic/lr'] = spec.critic_lr(train_state.steps_taken(state.critic_opt, state.step))
+    metrics['critic/lr'] = spec.critic_lr(_steps_taken(state.critic_opt, state.step))
     clip = optax.clip_by_global_norm(spec.critic_clip)
-    value_gradient = clip.update(grads['value'], optax.EmptyState())[0]
-    critic, critic_opt, critic_norm, _ = train_state.optimize(
-        spec.critic_optimizer, value_gradient, state.critic, state.critic_opt, take
-    )
-    after = dataclasses.replace(after, critic=critic, critic_opt=critic_opt)
-    applied['critic/step_norm'] = critic_norm
-  return after, applied
+    gradient = clip.update(grads['value'], optax.EmptyState())[0]
+    critic = optimize(spec.critic_optimizer, gradient, state.critic, state.critic_opt, has_tokens)
+    after = dataclasses.replace(after, critic=critic.params, critic_opt=critic.opt_state)
+    metrics['critic/step_norm'] = critic.step_norm
+  return after, metrics
+
+
+class Applied(NamedTuple):
+  """What one step of an optimizer made."""
+
+  params: dict
+  opt_state: optax.OptState
+  step_norm: jax.Array  # [] norm of the change that the parameters' dtype leaves
+  factor: jax.Array  # [] by which the division changed the step
+
+
+def optimize(
+    optimizer: optax.GradientTransformation,
+    gradient: dict,
+    params: dict,
+    opt_state: optax.OptState,
+    take: jax.Array,
+    step_divisor: jax.Array | None = None,
+    undivided: dict | None = None,
+) -> Applied:
+  """Returns parameters and optimizer state after one step, or unchanged if `take` [] is false.
+
+  `step_divisor` divides the step. `factor` is the norm of the step over that of the step that the
+  same optimizer state makes of the gradient `undivided` (None: `gradient`). It is 1 if nothing is
+  divided, or that step is 0.
+  """
+  opt_state = sharding.to_device(opt_state)
+  step, new_opt_state = optimizer.update(gradient, opt_state, params)
+  without = step if undivided is None else optimizer.update(undivided, opt_state, params)[0]
+  if step_divisor is not None:
+    step = jax.tree.map(lambda x: x / step_divisor, step)
+  norm_without = optax.tree.norm(without)
+  is_positive = norm_without > 0
+  share = optax.tree.norm(step) / jnp.where(is_positive, norm_without, 1)
+  factor = jnp.where(is_positive, share, 1)
+  choose = lambda new, old: jnp.where(take, new, old)
+  new_params = jax.tree.map(choose, optax.apply_updates(params, step), params)
+  difference = lambda new, old: new.astype(jnp.float32) - old.astype(jnp.float32)
+  step_norm = optax.tree.norm(jax.tree.map(difference, new_params, params))
+  return Applied(new_params, jax.tree.map(choose, new_opt_state, opt_state), step_norm, factor)
+
+
+def _steps_taken(opt_state, step):
+  """Returns the steps that an optimizer has taken, as its schedule counts; else `step`."""
+  counts = [count for _, count in optax.tree.get_all_with_path(opt_state, 'count')]
+  return sharding.to_device(counts[0]) if counts else step
 
 
 def _policy(spec, params, tokens, layout, routes=None):
