@@ -4,7 +4,7 @@
 #
 #   benchmarks/gpu.sh MODEL DATA OUT [SECONDS]
 #
-# MODEL: SmolLM2-135M-Instruct as a GGUF file (needs the extra `gguf`) or as a Hugging Face folder.
+# MODEL: SmolLM2-135M-Instruct as a Hugging Face folder (docs/gguf.md converts a GGUF file).
 # DATA: a folder with general_qa.jsonl and general_corpus.jsonl. OUT: where everything goes.
 # The job runs in the background, unless it is already running; this command waits SECONDS for it
 # (default 570). The same command again continues to wait, resumes a killed job and repeats failed steps.
@@ -13,7 +13,7 @@
 #
 #   UPDATES=120     per reinforcement learning run
 #   QUICK=1         minutes on a CPU, to try the script: embedded model and questions, 2 updates;
-#                   MODEL is then only converted and compared, and may be stppo_jax/assets/tiny
+#                   MODEL is then only compared, and may be stppo_jax/assets/tiny
 #
 # Not run on a GPU yet.
 set -euo pipefail
@@ -54,14 +54,9 @@ job() {
     passages=$DATA/general_corpus.jsonl
   fi
   rm -f "$OUT/progress"
-  local model=$MODEL
-  if [ -f "$MODEL" ]; then
-    model=$OUT/model
-    step convert "$PYTHON" -m stppo_jax.models.gguf "$MODEL" "$model"
-  fi
   step ceilings figure --part=ceilings
-  step numerics figure --part=numerics --model="$model" --passages="$passages"
-  step sft "$PYTHON" -m scripts.sft_smollm2 --form="$form" --model="$model" --out="$OUT/sft" "${sft[@]}"
+  step numerics figure --part=numerics --model="$MODEL" --passages="$passages"
+  step sft "$PYTHON" -m scripts.sft_smollm2 --form="$form" --model="$MODEL" --out="$OUT/sft" "${sft[@]}"
   if [ -e "$OUT/done/sft" ]; then
     for variant in st_ppo ppo; do
       step $variant "$PYTHON" run.py --config=experiments/st_ppo_smollm2.py$run --workdir="$OUT/$variant" \

@@ -24,7 +24,6 @@ from absl import flags
 import numpy as np
 
 from benchmarks import figures
-from stppo_jax.distributed import huge_pages
 
 SIZES = flags.DEFINE_list('sizes', ['0.94M', '2.9M'], 'of 0.94M, 2.9M, 20M, 47M')
 THREADS = flags.DEFINE_list('threads', ['1', '2'], 'CPUs a framework may use')
@@ -212,9 +211,8 @@ def _limited_to(threads):
   before = dict(os.environ)
   os.environ |= {name: str(threads) for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS')}
   os.environ |= {'JAX_PLATFORMS': 'cpu', 'HF_HUB_OFFLINE': '1', 'TRANSFORMERS_VERBOSITY': 'error'}
-  os.environ.setdefault(
-      huge_pages.VARIABLE, huge_pages.VALUE
-  )  # the peers' pools too, although they do not document it
+  # Huge pages for all peers, as docs/performance.md recommends on a CPU.
+  os.environ.setdefault('GLIBC_TUNABLES', 'glibc.malloc.hugetlb=1')
   os.environ.pop('JAX_COMPILATION_CACHE_DIR', None)  # so that the first call compiles
   if threads == 1:
     os.environ['XLA_FLAGS'] = (

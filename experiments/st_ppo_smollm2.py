@@ -1,6 +1,6 @@
 """ST-PPO on SmolLM2-135M-Instruct: real questions, BM25 over real passages, one GPU.
 
-  python -m stppo_jax.models.gguf SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2
+  hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir=models/smollm2
   python -m scripts.sft_smollm2 --model=models/smollm2 --source=DATA/general_qa.jsonl \\
     --corpus=DATA/general_corpus.jsonl --out=runs/sft_smollm2
   python run.py --config=experiments/st_ppo_smollm2.py --config.model.folder=runs/sft_smollm2 \\

@@ -73,7 +73,7 @@ def demonstrations(
   paths = [saved.path_of(folder, number) for number in saved.numbers(folder)]
   episodes = [episode for path in paths for episode in saved.read(path, tokenizer).episodes]
   good = [e for e in episodes if e.turns and not e.failed and e.score >= min_score]
-  rows = [sft.of_episode(episode) for episode in good]
+  rows = [sft.from_episode(episode) for episode in good]
   pool = [row for row in rows if len(row.tokens) <= longest]
   logging.info(
       '%d episodes, %d of them with a score of %g or more; %d of these have at most %d tokens',

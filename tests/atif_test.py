@@ -339,7 +339,7 @@ class ReaderTest(parameterized.TestCase):
     )
     self.assertTrue(np.isnan(logp[turn_ids > 0]).all())
     self.assertEqual([turn.action for turn in row.episode.turns], ['tool', 'other'])
-    imitated = sft.of_episode(row.episode)
+    imitated = sft.from_episode(row.episode)
     self.assertEqual(imitated.tokens[imitated.weights == 1].tolist(), tokens[turn_ids > 0].tolist())
 
   def test_a_folder_of_trials(self):

@@ -81,11 +81,10 @@ class TreeTest(parameterized.TestCase):
 class ConvertTest(TreeTest):
 
   @parameterized.product(
-      name=reference_models.NAMES,
-      param_dtype=('float32', 'bfloat16'),
-      max_shard_bytes=(4 * 2**30, 20_000),
+      name=reference_models.NAMES, form=(('float32', 4 * 2**30), ('bfloat16', 20_000))
   )
-  def test_round_trip(self, name, param_dtype, max_shard_bytes):
+  def test_round_trip(self, name, form):
+    param_dtype, max_shard_bytes = form
     config, params = convert.load_hf(REFERENCES / name, param_dtype=param_dtype)
     convert.save_hf(self.folder, config, params, max_shard_bytes=max_shard_bytes)
     sharded = (self.folder / 'model.safetensors.index.json').exists()
@@ -94,9 +93,8 @@ class ConvertTest(TreeTest):
     self.assertEqual(config_again, config)
     self.assert_trees_equal(params_again, params)
 
-  @parameterized.parameters(*reference_models.NAMES)
-  def test_parameters_are_rounded_to_the_given_dtype(self, name):
-    config, params = convert.load_hf(REFERENCES / name)
+  def test_parameters_are_rounded_to_the_given_dtype(self):
+    config, params = convert.load_hf(REFERENCES / 'qwen2')
     convert.save_hf(self.folder, config, params, dtype='bfloat16')
     self.assertEqual(hf_config.stored_dtype(self.folder), 'bfloat16')
     tensors = safetensors.numpy.load_file(self.folder / 'model.safetensors')
@@ -128,7 +126,7 @@ class ConvertTest(TreeTest):
     path.write_text('{"torch_dtype": null}')
     self.assertEqual(hf_config.stored_dtype(self.folder), '')
 
-  @parameterized.product(name=('qwen2', 'qwen2_tied', 'qwen3', 'llama'), head=('value', 'both'))
+  @parameterized.parameters(('qwen2_tied', 'value'), ('llama', 'both'))
   def test_round_trip_of_value_heads(self, name, head):
     config, params = convert.load_hf(REFERENCES / name, head=head)
     params = with_value_head(params)
@@ -219,15 +217,15 @@ class ConvertTest(TreeTest):
     files = sorted(path.name for path in self.folder.iterdir())
     self.assertEqual(files, ['config.json', 'model.safetensors'])
 
-  @parameterized.product(name=reference_models.NAMES, max_shard_bytes=(4 * 2**30, 20_000))
+  @parameterized.parameters(*reference_models.NAMES)
   @absltest.skipUnless(HAS_TORCH, 'torch is not installed')
-  def test_transformers_reads_what_we_save(self, name, max_shard_bytes):
+  def test_transformers_reads_what_we_save(self, name):
     import transformers
 
     from tests.support import make_reference_logits  # needs torch
 
     config, params = convert.load_hf(REFERENCES / name)
-    convert.save_hf(self.folder, config, params, max_shard_bytes=max_shard_bytes)
+    convert.save_hf(self.folder, config, params, max_shard_bytes=20_000)
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
         self.folder, output_loading_info=True
     )
@@ -298,14 +296,13 @@ class ConvertTest(TreeTest):
     with self.assertRaisesRegex(UserError, 'layers.1.self_attn.o_proj.bias is not 0'):
       convert.load_hf(self.folder)
 
-  @parameterized.parameters('qwen2', 'qwen3_tied', 'llama')
   @absltest.skipUnless(HAS_TORCH, 'torch is not installed')
-  def test_transformers_reads_our_critic(self, name):
+  def test_transformers_reads_our_critic(self):
     import transformers
 
     from tests.support import make_reference_logits  # needs torch
 
-    config, params = convert.load_hf(REFERENCES / name, head='value')
+    config, params = convert.load_hf(REFERENCES / 'llama', head='value')
     params = with_value_head(params)
     convert.save_hf(self.folder, config, params)
     model, loading = transformers.AutoModelForTokenClassification.from_pretrained(
@@ -318,16 +315,15 @@ class ConvertTest(TreeTest):
     ours, _ = forward(params, config, tokens, None)
     np.testing.assert_allclose(theirs[..., 0], ours, atol=1e-4)
 
-  @parameterized.parameters(*(name for name in reference_models.NAMES if 'moe' not in name))
+  @parameterized.parameters('qwen2', 'qwen3_tied')
   @absltest.skipUnless(HAS_TORCH, 'torch is not installed')
   def test_greedy_text_is_that_of_transformers(self, name):
     self.check_greedy_text(name)
 
-  @parameterized.parameters(*(name for name in reference_models.NAMES if 'moe' in name))
   @absltest.skipUnless(HAS_TORCH, 'torch is not installed')
   @pytest.mark.slow
-  def test_greedy_text_of_experts_is_that_of_transformers(self, name):
-    self.check_greedy_text(name)
+  def test_greedy_text_of_experts_is_that_of_transformers(self):
+    self.check_greedy_text(next(name for name in reference_models.NAMES if 'moe' in name))
 
   def check_greedy_text(self, name):
     """A model of transformers, loaded here and saved again: one text and one set of logits."""
@@ -344,14 +340,14 @@ class ConvertTest(TreeTest):
 
     prompt = np.random.default_rng(1).integers(0, 48, (3, 9)).astype(np.int32)
     ours, _ = forward(params, config, prompt, None)
-    text = greedy(params, config, prompt, 64)
+    text = greedy(params, config, prompt, 16)
     for model in (theirs, again.eval()):
       logits = make_reference_logits.logits_of(model, prompt)
       np.testing.assert_allclose(ours, logits, atol=1e-4)
       with torch.no_grad():
         generated = model.generate(
             torch.from_numpy(prompt.astype(np.int64)),
-            max_new_tokens=64,
+            max_new_tokens=16,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
@@ -371,11 +367,10 @@ class ShardedTest(TreeTest):
     mesh = sharding.make_mesh(data, fsdp, tensor, jax.devices()[:8])
     return functools.partial(sharding.tree_shardings, mesh=mesh)
 
-  @parameterized.product(
-      name=('qwen2', 'qwen3_tied', 'llama'),
-      head=('both', 'value'),
-      param_dtype=('float32', 'bfloat16'),
-      mesh=((2, 2, 2), (1, 2, 4)),
+  @parameterized.parameters(
+      ('qwen2', 'both', 'float32', (2, 2, 2)),
+      ('qwen3_tied', 'value', 'bfloat16', (1, 2, 4)),
+      ('llama', 'both', 'bfloat16', (2, 2, 2)),
   )
   def test_load_is_that_on_the_host(self, name, head, param_dtype, mesh):
     config, expected = convert.load_hf(REFERENCES / name, head, param_dtype)
@@ -419,7 +414,7 @@ class ShardedTest(TreeTest):
       )
 
   def test_every_number_is_read_once(self):
-    """However many devices hold a copy; and no read is larger than a device's part of a layer."""
+    """Replicas share a read, and no read is larger than a device's part of a layer."""
     read = []
     open_tensors = convert._open_tensors
 
@@ -431,14 +426,8 @@ class ShardedTest(TreeTest):
     self.assertEqual(sum(read), sum(leaf.size for leaf in jax.tree.leaves(params)))
     self.assertEqual(max(read), 48 * 32 // 4)  # embed and lm_head [48,32] over fsdp = 4
 
-  @parameterized.parameters('host', 'sharded')
-  def test_memory_of_the_host(self, where):
-    """tracemalloc sees NumPy's and Python's memory, and not the devices'.
-
-    16 layers and five matrices [512,512] in each: 90 MB, of which the largest tensor is 1 MB and a
-    stack of layers 16 MB. (The devices of a CPU may keep a NumPy buffer as theirs: only those of
-    the leaves without an L axis, here 2 MB in all.)
-    """
+  def test_loading_takes_the_memory_of_the_parameters(self):
+    """A load holds the parameters and one more tensor of 1 MB."""
     config = decoder.ModelConfig(
         vocab_size=512,
         d_model=512,
@@ -455,18 +444,13 @@ class ShardedTest(TreeTest):
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     convert.save_hf(self.folder, config, params)
     del params
-    shardings = None if where == 'host' else self.shardings(1, 8, 1)
-    convert.load_hf(self.folder, shardings=shardings)  # compiles, which takes memory too
+    convert.load_hf(self.folder)  # traces the model, which takes memory too
     self.addCleanup(tracemalloc.stop)
     tracemalloc.start()
-    _, params = convert.load_hf(self.folder, shardings=shardings)
+    _, params = convert.load_hf(self.folder)
     peak = tracemalloc.get_traced_memory()[1]
     del params
-    mb = 2**20
-    if where == 'host':
-      self.assertBetween(peak, total, total + 2 * mb)
-    else:
-      self.assertLess(peak, 2 * mb + 2 * mb)
+    self.assertBetween(peak, total, total + 2 * 2**20)
 
   def test_two_processes(self):
     """Each loads its devices' part; both gather and the first one writes."""

@@ -82,7 +82,7 @@ class TransformersTest(parameterized.TestCase):
     self.assertGreater(np.std(reference['logits']), 0.5)  # the comparison means something
     np.testing.assert_allclose(logits, reference['logits'], atol=1e-4)
 
-  @parameterized.parameters(*reference_models.NAMES)
+  @parameterized.parameters('qwen2', 'qwen3moe', 'llama_tied')
   @absltest.skipUnless(HAS_TORCH, 'torch is not installed')
   def test_logits_equal_those_of_a_live_model(self, name):
     from tests.support import make_reference_logits  # needs torch
@@ -110,10 +110,7 @@ class TrunkTest(parameterized.TestCase):
     np.testing.assert_array_equal(moves, [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]])
 
   @parameterized.parameters(
-      {'scan_layers': False},
-      {'remat': 'full'},
       {'scan_layers': False, 'remat': 'dots'},
-      {'attention_chunk': 2},
       {'attention_chunk': 7, 'remat': 'full'},
       {'attention_chunk': 5},
   )
@@ -150,7 +147,7 @@ class TrunkTest(parameterized.TestCase):
     ).compile()
     chex.assert_trees_all_close(compiled(params), expected, atol=1e-5)
     # Regression: the head's gradient [D,V] was summed over the chunks of logits on every device.
-    whole = re.compile(r' f32\[32,40\]\S* add\(')
+    whole = re.compile(r' f32\[(32,40|40,32)\]\S* add\(')
     self.assertIsNone(whole.search(compiled.as_text()))
 
   def test_chunks_of_queries_never_hold_all_scores(self):
@@ -162,9 +159,7 @@ class TrunkTest(parameterized.TestCase):
     self.assertIn(scores, program(CONFIG))
     self.assertNotIn(scores, program(dataclasses.replace(CONFIG, attention_chunk=7)))
 
-  @parameterized.parameters(
-      {}, {'attention_chunk': 7, 'remat': 'full'}, {'attention_chunk': 2, 'scan_layers': False}
-  )
+  @parameterized.parameters({'attention_chunk': 7, 'remat': 'full'}, {'scan_layers': False})
   def test_a_packed_row_equals_its_parts(self, **changes):
     """Rows of 4, 7 and 3 tokens, and of 5 and 2 with 7 of padding; positions start at 0 in each."""
     config = dataclasses.replace(CONFIG, **changes)
@@ -343,7 +338,7 @@ class CacheTest(parameterized.TestCase):
 
 class LogpTest(parameterized.TestCase):
 
-  @parameterized.product(chunk=(None, 1, 4, 99), tie_embeddings=(True, False))
+  @parameterized.product(chunk=(None, 4), tie_embeddings=(True, False))
   def test_equals_log_softmax_with_gradients(self, chunk, tie_embeddings):
     config = dataclasses.replace(CONFIG, tie_embeddings=tie_embeddings)
     params = {k: w for k, w in make_params(config).items() if k in ('embed', 'lm_head')}
@@ -369,7 +364,7 @@ class LogpTest(parameterized.TestCase):
     actual, expected = (jax.jit(lambda f=f: outputs_and_gradients(f))() for f in (ours, oracle))
     chex.assert_trees_all_close(actual, expected, atol=2e-5)
 
-  @parameterized.product(tie_embeddings=(True, False), mesh=((1, 8, 1), (2, 2, 2)))
+  @parameterized.parameters((True, (1, 8, 1)), (False, (2, 2, 2)))
   def test_the_head_is_gathered_and_its_gradient_reduced_once(self, tie_embeddings, mesh):
     """Both loops gather one of 4 parts of [D,V] per step; only copies over data move more, once."""
     config = dataclasses.replace(CONFIG, vocab_size=1024, tie_embeddings=tie_embeddings)

@@ -6,7 +6,6 @@ import sys
 from unittest import mock
 
 from absl.testing import absltest
-from absl.testing import parameterized
 import jax
 
 from stppo_jax import config as schema
@@ -26,10 +25,10 @@ determinism.enable()
 """
 
 
-class DeterminismTest(parameterized.TestCase):
+class DeterminismTest(absltest.TestCase):
 
-  @parameterized.parameters('', '--xla_cpu_multi_thread_eigen=false')
-  def test_flag_is_set_before_the_devices_start(self, given):
+  def test_flag_is_set_before_the_devices_start(self):
+    given = '--xla_cpu_multi_thread_eigen=false'
     environment = os.environ | {'XLA_FLAGS': given, 'JAX_PLATFORMS': 'cpu'}
     program = [sys.executable, '-c', PROGRAM]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)

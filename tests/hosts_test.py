@@ -1,6 +1,7 @@
 """Several processes of one run: the same numbers as one process, one line each when one dies."""
 
 from concurrent import futures
+import functools
 import json
 import os
 import pathlib
@@ -20,8 +21,8 @@ import numpy as np
 import pytest
 
 from stppo_jax import types
+from stppo_jax.distributed import heartbeat
 from stppo_jax.distributed import hosts
-from stppo_jax.distributed import lifeline
 from stppo_jax.envs import stepping
 from stppo_jax.monitoring import metrics as metrics_lib
 from tests.support import tiny_run
@@ -202,46 +203,46 @@ class SplitStepsTest(parameterized.TestCase):
     )
 
 
-class LifelineTest(absltest.TestCase):
+class HeartbeatTest(absltest.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.enterContext(mock.patch.object(lifeline, 'GRACE_S', 0))
-    self.first, self.others = lifeline.Lifeline(), [lifeline.Lifeline(), lifeline.Lifeline()]
+    self.enterContext(mock.patch.object(heartbeat, 'GRACE_S', 0))
+    self.first = heartbeat.Heartbeat()
+    self.others = [heartbeat.Heartbeat(), heartbeat.Heartbeat()]
     self.ended = {}
-    for i, line in enumerate((self.first, *self.others)):
-      ending = threading.Event()
-
-      def end(line, code, reason, i=i, ending=ending):
-        self.ended[i] = reason
-        ending.set()
-
-      line.end, line.ending = end, ending
-    address = self.first.listen(3) | {'hosts': ['localhost']}
+    for i, end in enumerate((self.first, *self.others)):
+      end.ending = threading.Event()
+      end.end = functools.partial(self.record, i, end.ending)
+    address = self.first.listen(3)
     with socket.create_connection(('localhost', address['port'])) as stranger:
       stranger.sendall(b'GET / HTTP/1.1\r\n')
-    for i, line in enumerate(self.others, start=1):
-      line.join(address, i)
+    for i, end in enumerate(self.others, start=1):
+      end.join('localhost', address['port'], address['token'], i)
 
-  def test_a_connection_that_closes_without_a_word(self):
+  def record(self, process, ending, line, code, reason):
+    self.ended[process] = reason
+    ending.set()
+
+  def test_closed_connection_ends_all(self):
     self.others[1]._connections[0].shutdown(socket.SHUT_RDWR)
     self.assertTrue(self.first.ending.wait(60))
     self.assertEqual(self.ended[0], 'process 2 died')
-    self.first._tell('process 2 died')  # as `end` does
+    self.first._send_to_all('process 2 died')  # as `end` does
     self.assertTrue(self.others[0].ending.wait(60))
     self.assertEqual(self.ended[1], 'process 2 died')
 
-  def test_a_process_that_sends_its_reason(self):
-    self.others[0]._tell('process 1: no disk')
+  def test_reason_reaches_process_0(self):
+    self.others[0]._send_to_all('process 1: no disk')
     self.assertTrue(self.first.ending.wait(60))
-    self.assertEqual(self.ended[0], 'process 1: no disk')  # which may already have ended the third
+    self.assertEqual(self.ended[0], 'process 1: no disk')
 
-  def test_a_process_that_ends_well(self):
+  def test_finished_processes_end_nobody(self):
     self.first.finish()
-    for line in self.others:
-      line.finish()
+    for end in self.others:
+      end.finish()
     for thread in threading.enumerate():
-      if thread.name == 'lifeline':
+      if thread.name == 'heartbeat':
         thread.join(60)
     self.assertEmpty(self.ended)
 

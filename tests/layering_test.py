@@ -67,7 +67,7 @@ READ_THE_CONFIG = {
     'validation.py',
     'monitoring/workdir.py',
     'planning/plan.py',
-    'planning/sampling.py',
+    'planning/programs.py',
     'cli/entry.py',
     'cli/config_file.py',
     'cli/help.py',

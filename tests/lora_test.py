@@ -141,7 +141,7 @@ class AdapterTest(parameterized.TestCase):
       gradient = lambda f: jax.grad(lambda a: jnp.sum(y_weights * jnp.sin(f(a))))(adapter)
       chex.assert_trees_all_close(gradient(beside), gradient(whole), rtol=1e-10, atol=1e-10)
 
-  @parameterized.parameters(*[(name,) for name in lora.TARGETS], tuple(lora.TARGETS))
+  @parameterized.parameters(('k_proj',), ('o_proj',), tuple(lora.TARGETS))
   def test_merged_weights_compute_the_same(self, *targets):
     params = decoder.init(jax.random.key(0), MODEL)
     adapters = make_adapters(params, targets=targets)
@@ -186,7 +186,7 @@ class AdapterTest(parameterized.TestCase):
     second, _ = decoder.forward(unstacked, MODEL, tokens[:, 6:], None, cache)
     np.testing.assert_allclose(jnp.concatenate([first, second], 1), logits_of(params), atol=1e-5)
 
-  @parameterized.product(remat=('none', 'full', 'dots'), scan_layers=(True, False))
+  @parameterized.parameters(('none', False), ('full', True), ('dots', True))
   def test_no_gradient_has_a_kernels_shape(self, remat, scan_layers):
     config = dataclasses.replace(MODEL, remat=remat, scan_layers=scan_layers)
     params = decoder.init(jax.random.key(0), config)

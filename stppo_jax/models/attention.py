@@ -28,8 +28,8 @@ from stppo_jax.types import UserError
 
 SPLASH_BLOCKS = (512, 256, 128)  # queries and keys held at once: the first that divides T
 NEVER = -1e30  # the score of a masked position
-NUM_BLOCKS = 4  # of the plain backend: at most this many blocks of queries
-MIN_BLOCK = 64  # of the plain backend: at least this many queries per block
+NUM_BLOCKS = 4  # the plain backend has at most this many blocks of queries
+MIN_BLOCK = 64  # and at least this many queries per block
 
 
 def causal(
@@ -69,37 +69,45 @@ def takes_segments(backend: str) -> bool:
 
 
 def choose(
-    wanted: str, device: jax.Device, dtype: str, head_dim: int, lengths: Sequence[int]
+    backend: str, device: jax.Device, dtype: str, head_dim: int, lengths: Sequence[int]
 ) -> str:
   """Returns the backend of `causal` for rows of these lengths.
 
-  This is `wanted`, or for 'auto' the fastest that can run. UserError: it cannot run on this device.
+  The result is `backend`, or for 'auto' the fastest backend that can run. UserError: the backend
+  cannot run on this device.
   """
-  if wanted == 'auto':
-    for backend in ('splash', 'cudnn'):
-      if not _refusal(backend, device, dtype, head_dim, lengths):
-        return backend
+  if backend == 'auto':
+    for candidate in ('splash', 'cudnn'):
+      if not _obstacle(candidate, device, dtype, head_dim, lengths):
+        return candidate
     return 'plain'
-  if refusal := _refusal(wanted, device, dtype, head_dim, lengths):
+  if obstacle := _obstacle(backend, device, dtype, head_dim, lengths):
     raise UserError(
-        f'config.model.attention={wanted!r} {refusal}: set --config.model.attention=auto, '
+        f'config.model.attention={backend!r} {obstacle}: set --config.model.attention=auto, '
         'or plain, which runs anywhere'
     )
-  return wanted
+  return backend
 
 
 def cached(q: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> jax.Array:
   """Attends queries at `slots` [B,T] of a KV cache to all slots up to their own.
 
-  q [B,T,N,H], k [B,M,C,H,c], v [B,M,S,H] -> [B,T,N,H]. Where the keys are in several tiles, which
-  is the layout for CPUs, a single query goes tile by tile. Several queries go row by row, so that
-  the scores of a row stay in a core's cache.
+  q [B,T,N,H], k [B,M,C,H,c], v [B,M,S,H] -> [B,T,N,H]. With keys in several tiles, which is the
+  layout for CPUs, a single query goes tile by tile. Several queries go row by row, so that the
+  scores of a row stay in a core's cache.
   """
-  if k.shape[2] == 1:
+  num_tiles = k.shape[2]
+  num_queries = q.shape[1]
+  if num_tiles == 1:
     return _read_cache(q, k, v, slots)
-  if q.shape[1] == 1:
+  if num_queries == 1:
     return _read_tiles(q, k, v, slots)
-  return jax.lax.map(lambda row: _read_cache(*(a[None] for a in row))[0], (q, k, v, slots))
+
+  def read_row(row):
+    row = [x[None] for x in row]
+    return _read_cache(*row)[0]
+
+  return jax.lax.map(read_row, (q, k, v, slots))
 
 
 def write_cache(
@@ -113,22 +121,24 @@ def write_cache(
   tile = cached_k.shape[-1]
 
   def write_row(cached_k, cached_v, k, v, slots):
-    how = dict(mode='drop', unique_indices=True)
-    # [T,M,H]: the axes of advanced indices that are not adjacent come first.
-    cached_k = cached_k.at[:, slots // tile, :, slots % tile].set(k.astype(cached_k.dtype), **how)
-    cached_v = cached_v.at[:, slots].set(jnp.swapaxes(v, 0, 1).astype(cached_v.dtype), **how)
+    k = k.astype(cached_k.dtype)  # [T,M,H]
+    v = jnp.swapaxes(v, 0, 1).astype(cached_v.dtype)  # [M,T,H]
+    options = {'mode': 'drop', 'unique_indices': True}
+    # The index [:, a, :, b] puts the axis of a and b first: [T,M,H].
+    cached_k = cached_k.at[:, slots // tile, :, slots % tile].set(k, **options)
+    cached_v = cached_v.at[:, slots].set(v, **options)
     return cached_k, cached_v
 
   return jax.vmap(write_row)(cached_k, cached_v, k, v, slots)
 
 
 def causal_mask(
-    length: int,
+    num_keys: int,
     segments: jax.Array | None = None,
     first: int | jax.Array = 0,
-    count: int | None = None,
+    num_queries: int | None = None,
 ) -> jax.Array:
-  """Returns [1 or B,1,1,T or count,T], true where the query (row) may attend to the key (column).
+  """Returns [1 or B,1,1,T,S], true where the query (row) may attend to the key (column).
 
   For a row with segments 5 5 7, and for the same row without segments:
 
@@ -136,14 +146,16 @@ def causal_mask(
     1 1 0    1 1 0
     0 0 1    1 1 1
 
-  `first` and `count` select the queries.
+  `segments` [B,S] are those of the keys. The queries are at `first` and the following columns, by
+  default at all columns.
   """
-  count = length if count is None else count
-  queries = first + jnp.arange(count)
-  mask = (jnp.arange(length) <= queries[:, None])[None]
+  if num_queries is None:
+    num_queries = num_keys
+  queries = first + jnp.arange(num_queries)
+  mask = (jnp.arange(num_keys) <= queries[:, None])[None]
   if segments is not None:
-    of_queries = jax.lax.dynamic_slice_in_dim(segments, first, count, axis=1)
-    mask &= of_queries[:, :, None] == segments[:, None]
+    query_segments = jax.lax.dynamic_slice_in_dim(segments, first, num_queries, axis=1)
+    mask &= query_segments[:, :, None] == segments[:, None]
   return mask[:, None, None]
 
 
@@ -156,19 +168,20 @@ def cache_mask(slots: jax.Array, num_slots: int) -> jax.Array:
   return (jnp.arange(num_slots) <= slots[..., None])[:, None, None]
 
 
-def _refusal(backend, device, dtype, head_dim, lengths):
+def _obstacle(backend, device, dtype, head_dim, lengths):
   """Returns why a backend cannot run; empty where it can."""
   if backend == 'splash':
     if device.platform != 'tpu':
       return f'needs a TPU, and this is {device.device_kind}'
     if head_dim % 64:
       return f'needs heads of a multiple of 64 channels, and the model has {head_dim}'
-    if odd := [length for length in lengths if length % SPLASH_BLOCKS[-1]]:
-      return f'needs rows of a multiple of {SPLASH_BLOCKS[-1]} tokens, and some have {odd[0]}'
+    for length in lengths:
+      if length % SPLASH_BLOCKS[-1]:
+        return f'needs rows of a multiple of {SPLASH_BLOCKS[-1]} tokens, and some have {length}'
   if backend == 'cudnn':
-    # '8.0' and so on; ROCm's are not numbers.
-    found = device.platform == 'gpu' and re.match(r'(\d+)\.\d', device.compute_capability)
-    if not found or int(found[1]) < 8:
+    # NVIDIA's capability is '8.0' and so on; ROCm's is not a number.
+    is_nvidia = device.platform == 'gpu' and re.match(r'(\d+)\.\d', device.compute_capability)
+    if not is_nvidia or int(is_nvidia[1]) < 8:
       return f'needs an NVIDIA GPU of capability 8.0 or more, and this is {device.device_kind}'
     if dtype not in ('bfloat16', 'float16'):
       return f'computes in bfloat16 or float16, and config.model.dtype is {dtype}'
@@ -185,24 +198,42 @@ def _plain(q, k, v, segments, chunk):
   pass recomputes their scores, so [B,M,g,T,T] never exists.
   """
   length = q.shape[1]
+  q = _grouped(q, k.shape[2])
+  k = jnp.swapaxes(k, 1, 2)
+  v = jnp.swapaxes(v, 1, 2)
   chunk = _divisor(length, chunk)
-  q, k, v = _grouped(q, k.shape[2]), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-  if not chunk or length <= chunk:
+  if 0 < chunk < length:
+    num_chunks = length // chunk
+    block = length // max(n for n in range(1, NUM_BLOCKS + 1) if num_chunks % n == 0)
+  else:
+    chunk = 0
     block = max(MIN_BLOCK, -(-length // NUM_BLOCKS))
-    blocks = []
-    for first in range(0, length, block):
-      end = min(first + block, length)
-      mask = causal_mask(length, segments, first, end - first)[..., :end]
-      blocks.append(_attend(q[..., first:end, :], k[:, :, :end], v[:, :, :end], mask))
-    return _ungrouped(jnp.concatenate(blocks, axis=3))
-  count = length // chunk
-  num_blocks = max(n for n in range(1, NUM_BLOCKS + 1) if count % n == 0)
-  size = length // num_blocks
-  blocks = [
-      _in_chunks(q[..., first : first + size, :], k, v, segments, chunk, first)
-      for first in range(0, length, size)
-  ]
+  blocks = []
+  for first in range(0, length, block):
+    end = min(first + block, length)
+    visible_segments = None if segments is None else segments[:, :end]
+    blocks.append(
+        _attend_block(
+            q[..., first:end, :], k[:, :, :end], v[:, :, :end], visible_segments, first, chunk
+        )
+    )
   return _ungrouped(jnp.concatenate(blocks, axis=3))
+
+
+def _attend_block(q, k, v, segments, first, chunk):
+  """Attends a block of queries, which begins at column `first`, to all keys, in chunks."""
+  num_keys = k.shape[2]
+  if not chunk:
+    return _attend(q, k, v, causal_mask(num_keys, segments, first, q.shape[3]))
+  firsts = jnp.arange(first, num_keys, chunk)
+  chunks = jnp.moveaxis(q.reshape(*q.shape[:3], len(firsts), chunk, q.shape[-1]), 3, 0)
+
+  def attend(queries_and_first):
+    queries, first = queries_and_first  # [B,M,g,chunk,H]
+    return _attend(queries, k, v, causal_mask(num_keys, segments, first, chunk))
+
+  y = jax.lax.map(jax.checkpoint(attend, prevent_cse=False), (chunks, firsts))
+  return jnp.moveaxis(y, 0, 3).reshape(q.shape)
 
 
 def _divisor(length, chunk):
@@ -221,38 +252,18 @@ def _divisor(length, chunk):
   return 0
 
 
-def _in_chunks(q, k, v, segments, chunk, first):
-  """Attends a block of queries, from position `first` on, to the keys up to its end."""
-  length, end = k.shape[2], first + q.shape[3]
-  firsts = jnp.arange(first, end, chunk)
-  parts = jnp.moveaxis(q.reshape(*q.shape[:3], len(firsts), chunk, q.shape[-1]), 3, 0)
-
-  def attend(part_and_first):
-    part, first = part_and_first  # [B,M,g,chunk,H]
-    mask = causal_mask(length, segments, first, chunk)[..., :end]
-    return _attend(part, k[:, :, :end], v[:, :, :end], mask)
-
-  y = jax.lax.map(jax.checkpoint(attend, prevent_cse=False), (parts, firsts))
-  return jnp.moveaxis(y, 0, 3).reshape(q.shape)
-
-
 def _splash(q, k, v, segments, platform):
   """Runs the TPU kernel on one device's part; other platforms interpret it, slowly, for tests."""
   from jax.experimental.pallas.ops.tpu import splash_attention as splash  # for TPUs alone
 
   length, heads, width = q.shape[1:]
-  assert length % SPLASH_BLOCKS[-1] == 0, f'{length} tokens: `choose` was given other lengths'
+  assert length % SPLASH_BLOCKS[-1] == 0, f'`choose` was not given the length {length}'
   block = next(block for block in SPLASH_BLOCKS if length % block == 0)
+  names = ('block_q', 'block_kv', 'block_q_dkv', 'block_kv_dkv', 'block_q_dq', 'block_kv_dq')
+  sizes: dict[str, Any] = dict.fromkeys(names, block)
   kernel = splash.make_splash_mha_single_device(
       splash.MultiHeadMask([splash.CausalMask((length, length))] * heads),
-      block_sizes=splash.BlockSizes(
-          block_q=block,
-          block_kv=block,
-          block_q_dkv=block,
-          block_kv_dkv=block,
-          block_q_dq=block,
-          block_kv_dq=block,
-      ),
+      block_sizes=splash.BlockSizes(**sizes),
       interpret=platform != 'tpu',
   )
 
@@ -260,7 +271,7 @@ def _splash(q, k, v, segments, platform):
     ids = None if segments is None else splash.SegmentIds(segments, segments)
     return kernel(q, k, v, ids)
 
-  q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q * width**-0.5, k, v))
+  q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * width**-0.5, k, v))
   return jnp.swapaxes(jax.vmap(attend)(q, k, v, segments), 1, 2)
 
 
@@ -273,10 +284,11 @@ def _cudnn(q, k, v, segments, platform):
 
 def _on_each_device(attend, row_sharding, num_kv_heads):
   """Maps `attend` over each device's rows, and over its heads where the key heads divide evenly."""
-  mesh, rows = row_sharding.mesh, row_sharding.spec[0]
-  others = tuple(axis for axis in mesh.axis_names if axis not in rows)
-  divides = num_kv_heads % math.prod(mesh.shape[axis] for axis in others) == 0
-  part = P(rows, None, others if divides else None)
+  mesh = row_sharding.mesh
+  rows = row_sharding.spec[0]
+  head_axes = tuple(axis for axis in mesh.axis_names if axis not in rows)
+  divides = num_kv_heads % math.prod(mesh.shape[axis] for axis in head_axes) == 0
+  part = P(rows, None, head_axes if divides else None)
   # No check: Pallas does not declare how its results vary over the devices.
   return jax.shard_map(
       attend, mesh=mesh, in_specs=(part, part, part, P(rows)), out_specs=part, check_vma=False
@@ -298,26 +310,22 @@ def _attend(q, k, v, mask):
 def _attend_forward(q, k, v, mask):
   scores = _per_key_head('bmth,bmsh->bmts', q * q.shape[-1] ** -0.5, k)
   scores = jnp.where(mask, scores, NEVER)
-  weights, scale = _softmax_parts(scores, q.dtype)
-  y = (_per_key_head('bmts,bmsh->bmth', weights, v) * scale).astype(q.dtype)
-  return y, (q, k, v, weights, scale, y)
+  weights, inverse_sum = _softmax_parts(scores, q.dtype)
+  y = (_per_key_head('bmts,bmsh->bmth', weights, v) * inverse_sum).astype(q.dtype)
+  return y, (q, k, v, weights, inverse_sum, y)
 
 
 def _attend_backward(residuals, d):
-  q, k, v, weights, scale, y = residuals
-  d = d.astype(jnp.float32) * scale
+  q, k, v, weights, inverse_sum, y = residuals
+  d = d.astype(jnp.float32) * inverse_sum
   d_sum = jnp.sum(d * y, axis=-1, keepdims=True)
   d = d.astype(q.dtype)
   d_scores = weights * (_per_key_head('bmth,bmsh->bmts', d, v) - d_sum)
   d_scores = d_scores.astype(q.dtype)
-  root = q.shape[-1] ** -0.5
-  d_q = _per_key_head('bmts,bmsh->bmth', d_scores, k) * root
-
-  def sums(a, b):
-    a, b = _merged(a), _merged(b)
-    return jnp.einsum('bmts,bmth->bmsh', a, b, preferred_element_type=jnp.float32)
-
-  d_k, d_v = sums(d_scores, q * root), sums(weights, d)
+  scale = q.shape[-1] ** -0.5
+  d_q = _per_key_head('bmts,bmsh->bmth', d_scores, k) * scale
+  d_k = _over_queries(d_scores, q * scale)
+  d_v = _over_queries(weights, d)
   return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
@@ -326,11 +334,12 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 def _read_cache(q, k, v, slots):
   """Computes `cached` with the tiles of keys joined."""
-  q, keys = _grouped(q, v.shape[1]), jnp.swapaxes(k, 2, 3)  # [B,M,g,T,H], [B,M,H,C,c]
-  keys = keys.reshape(*keys.shape[:3], -1)
-  scores = _per_key_head('bmth,bmhs->bmts', q * q.shape[-1] ** -0.5, keys)
-  weights, scale = _softmax_parts(scores + _cache_bias(slots, v.shape[2]), q.dtype)
-  y = _per_key_head('bmts,bmsh->bmth', weights, v) * scale
+  q = _grouped(q, v.shape[1])  # [B,M,g,T,H]
+  k = jnp.swapaxes(k, 2, 3)  # [B,M,H,C,c]
+  k = k.reshape(*k.shape[:3], -1)
+  scores = _per_key_head('bmth,bmhs->bmts', q * q.shape[-1] ** -0.5, k)
+  weights, inverse_sum = _softmax_parts(scores + _cache_bias(slots, v.shape[2]), q.dtype)
+  y = _per_key_head('bmts,bmsh->bmth', weights, v) * inverse_sum
   return _ungrouped(y.astype(q.dtype))
 
 
@@ -339,13 +348,13 @@ def _read_tiles(q, k, v, slots):
   rows, heads, tiles, width, tile = k.shape
   q = _grouped(q, heads)[:, :, :, 0]  # [B,M,g,H]
   # A copy per tile: without c in the equation XLA multiplies one element at a time.
-  queries = jnp.broadcast_to((q * width**-0.5)[:, :, None], (rows, heads, tiles, *q.shape[2:]))
+  q = jnp.broadcast_to((q * width**-0.5)[:, :, None], (rows, heads, tiles, *q.shape[2:]))
   product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-  scores = product('bmcgh,bmchs->bmcgs', queries, k)
+  scores = product('bmcgh,bmchs->bmcgs', q, k)
   scores += _cache_bias(slots, tiles * tile).reshape(rows, 1, tiles, 1, tile)
-  weights, scale = _softmax_parts(scores, q.dtype, axes=(2, 4))
+  weights, inverse_sum = _softmax_parts(scores, q.dtype, axes=(2, 4))
   y = product('bmcgs,bmcsh->bmcgh', weights, v.reshape(rows, heads, tiles, tile, width))
-  y = jnp.sum(y, axis=2) * scale[:, :, 0]
+  y = jnp.sum(y, axis=2) * inverse_sum[:, :, 0]
   return _ungrouped(y[:, :, :, None].astype(q.dtype))
 
 
@@ -364,6 +373,11 @@ def _per_key_head(equation, q, k):
   """Einsum of [B,M,g,T,..] and [B,M,..] in float32; the g heads are more rows of one product."""
   y = jnp.einsum(equation, _merged(q), k, preferred_element_type=jnp.float32)
   return y.reshape(*q.shape[:-1], -1)
+
+
+def _over_queries(a, b):
+  """Returns the sum over queries and the g heads of a [B,M,g,T,S] times b [B,M,g,T,H]."""
+  return jnp.einsum('bmts,bmth->bmsh', _merged(a), _merged(b), preferred_element_type=jnp.float32)
 
 
 def _merged(q):

@@ -1,12 +1,11 @@
 """Log-prob and entropy of a categorical distribution, with one pass for both derivatives.
 
-`logp_and_entropy` takes logits. `of_head` takes what the output matrix is multiplied with, and
-computes the logits of some columns of V at a time, so that [..,V] never exists.
+`logp_and_entropy` takes logits. `head_logp_and_entropy` takes the input and the matrix of the
+output head, and computes the logits of some columns of V at a time, so that [..,V] never exists.
 """
 
 import dataclasses
 import functools
-from typing import Any
 
 import chex
 import jax
@@ -18,11 +17,10 @@ NEVER = -1e30  # the logit of a column of padding
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-  """How `of_head` cuts the output matrix; hashable."""
+  """How `head_logp_and_entropy` cuts the output matrix; hashable."""
 
   count: int
-  tied: bool  # the matrix is an embedding [V,D] instead of [D,V]
-  row_sharding: jax.sharding.NamedSharding | None = None  # of x; None: XLA's choice
+  row_sharding: jax.sharding.NamedSharding | None = None  # placement of x; None: XLA's choice
 
 
 @jax.custom_vjp
@@ -59,7 +57,7 @@ def _d_logits(logits, is_token, peak, log_sum, entropy, cotangents):
 
 
 def _log_probs(logits, peak, log_sum):
-  # In this order, since subtracting the log-sum-exp of large logits at once would lose digits.
+  # In this order, because subtracting the log-sum-exp of large logits at once would lose digits.
   return (logits - peak[..., None]) - log_sum[..., None]
 
 
@@ -71,16 +69,17 @@ logp_and_entropy.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def of_head(
+def head_logp_and_entropy(
     x: jax.Array, kernel: jax.Array, tokens: jax.Array, temperature: jax.Array, chunks: Chunks
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns `logp_and_entropy` of the logits x @ kernel / temperature, both [X], of x [X,D].
+  """Returns `logp_and_entropy` of the logits x @ kernel^T / temperature, both [X].
 
-  The columns of the kernel go by in `chunks.count` parts, once forward and once backward, with a
-  running maximum and sums (online softmax, Milakov and Gimelshein, arXiv 1805.02867). So in each
-  direction a sharded kernel is gathered once, and its gradient reduced once, a part at a time. A
-  loop over rows of x would do both once per part of the rows. Products in the backward pass are in
-  x's dtype with sums in float32; temperature gets no gradient.
+  x [X,D], kernel [V,D], tokens [X]. The columns of the logits are computed in `chunks.count` parts,
+  once forward and once backward, with a running maximum and sums (online softmax, Milakov and
+  Gimelshein, arXiv 1805.02867). So in each direction a sharded kernel is gathered once, and its
+  gradient reduced once, a part at a time. A loop over rows of x would do both once per part of the
+  rows. Products in the backward pass are in x's dtype with sums in float32. The temperature gets no
+  gradient.
   """
   return _head_forward(x, kernel, tokens, temperature, chunks)[0]
 
@@ -88,11 +87,12 @@ def of_head(
 def _head_forward(x, kernel, tokens, temperature, chunks):
   chex.assert_rank([x, kernel, tokens], [2, 2, 1])
 
-  def add(carry, part):
+  def add(carry, numbered_part):
     peak, total, moment, picked = carry
-    logits, is_token, _ = _logits_of_part(x, part, tokens, temperature, kernel, chunks)
+    _, logits, is_token = _part_logits(numbered_part, x, kernel, tokens, temperature, chunks)
     new_peak = jnp.maximum(peak, logits.max(axis=-1))
-    shrink, below = jnp.exp(peak - new_peak), logits - new_peak[:, None]
+    shrink = jnp.exp(peak - new_peak)
+    below = logits - new_peak[:, None]
     weights = jnp.exp(below)
     moment = shrink * (moment + total * (peak - new_peak)) + jnp.sum(weights * below, axis=-1)
     total = shrink * total + jnp.sum(weights, axis=-1)
@@ -101,92 +101,79 @@ def _head_forward(x, kernel, tokens, temperature, chunks):
 
   zero = jnp.zeros(len(x))
   start = (jnp.full(len(x), NEVER), zero, zero, zero)
-  (peak, total, moment, picked), _ = jax.lax.scan(add, start, _parts(x, kernel, chunks))
+  (peak, total, moment, picked), _ = jax.lax.scan(add, start, _numbered_parts(x, kernel, chunks))
   log_sum = jnp.log(total)
-  logp, entropy = (picked - peak) - log_sum, log_sum - moment / total
+  logp = (picked - peak) - log_sum
+  entropy = log_sum - moment / total
   return (logp, entropy), (x, kernel, tokens, temperature, peak, log_sum, entropy)
 
 
 def _head_backward(chunks, residuals, cotangents):
   x, kernel, tokens, temperature, peak, log_sum, entropy = residuals
+  product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-  def add(d_x, part):
-    logits, is_token, part = _logits_of_part(x, part, tokens, temperature, kernel, chunks)
+  def add(d_x, numbered_part):
+    part, logits, is_token = _part_logits(numbered_part, x, kernel, tokens, temperature, chunks)
     d = _d_logits(logits, is_token, peak, log_sum, entropy, cotangents) / temperature
     d = d.astype(x.dtype)
-    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    d_x += product('xv,vd->xd' if chunks.tied else 'xv,dv->xd', d, part)
-    d_part = product('xv,xd->vd', d, x) if chunks.tied else product('xd,xv->dv', x, d)
-    return d_x, _placed(d_part, kernel, chunks, rows=True)
+    d_x += product('xv,vd->xd', d, part)
+    d_part = product('xv,xd->vd', d, x)
+    return d_x, _place(d_part, kernel, chunks, split_width=True)
 
   start = jnp.zeros(x.shape, jnp.float32)
-  d_x, d_parts = jax.lax.scan(add, start, _parts(x, kernel, chunks))
-  d_kernel = _joined(d_parts, kernel.shape, chunks).astype(kernel.dtype)
-  return d_x.astype(x.dtype), d_kernel, None, jnp.zeros_like(temperature)
+  d_x, d_parts = jax.lax.scan(add, start, _numbered_parts(x, kernel, chunks))
+  shards, size, width = _cut(kernel.shape, chunks)
+  d_kernel = d_parts.reshape(chunks.count, shards, width, -1).swapaxes(0, 1)
+  d_kernel = d_kernel.reshape(shards, chunks.count * width, -1)[:, :size].reshape(kernel.shape)
+  return d_x.astype(x.dtype), d_kernel.astype(kernel.dtype), None, jnp.zeros_like(temperature)
 
 
-of_head.defvjp(_head_forward, _head_backward)
+head_logp_and_entropy.defvjp(_head_forward, _head_backward)
 
 
-def _logits_of_part(x, part, tokens, temperature, kernel, chunks):
-  """Returns logits [X,v] of a part of the columns, where they are the tokens', and the part."""
-  number, part = part
-  part = _placed(part, kernel, chunks)
-  equation = 'xd,vd->xv' if chunks.tied else 'xd,dv->xv'
-  logits = jnp.einsum(equation, x, part, preferred_element_type=jnp.float32) / temperature
+def _part_logits(numbered_part, x, kernel, tokens, temperature, chunks):
+  """Returns (part [v,D], its logits [X,v], is_token [X,v]: the column is the row's token)."""
+  number, part = numbered_part
+  part = _place(part, kernel, chunks)
+  logits = jnp.einsum('xd,vd->xv', x, part, preferred_element_type=jnp.float32) / temperature
   shards, size, width = _cut(kernel.shape, chunks)
   column = number * width + jnp.arange(width)  # within a shard
   ids = jnp.arange(shards)[:, None] * size + column
-  live = jnp.broadcast_to(column < size, ids.shape).reshape(-1)
+  is_real = jnp.broadcast_to(column < size, ids.shape).reshape(-1)
   if chunks.count * width > size:
-    logits = jnp.where(live, logits, NEVER)
-  return logits, live & (ids.reshape(-1) == tokens[:, None]), part
+    logits = jnp.where(is_real, logits, NEVER)
+  return part, logits, is_real & (ids.reshape(-1) == tokens[:, None])
 
 
 def _cut(shape, chunks):
   """Returns (shards of V, columns of V per shard, columns per shard and part, rounded up)."""
-  vocab = shape[0] if chunks.tied else shape[1]
   shards = 1
   if chunks.row_sharding is not None:
     shards = chunks.row_sharding.mesh.shape['tensor']
-    shards = 1 if vocab % shards else shards
-  size = vocab // shards
+  if shape[0] % shards:
+    shards = 1
+  size = shape[0] // shards
   return shards, size, -(-size // chunks.count)
 
 
-def _parts(x, kernel, chunks):
-  """Returns (0, 1, .., parts [count,D,v] or [count,v,D]) in x's dtype; each spreads over tensor."""
+def _numbered_parts(x, kernel, chunks):
+  """Returns (0, 1, .., parts [count,v,D]) in x's dtype; each part spreads over tensor."""
   shards, size, width = _cut(kernel.shape, chunks)
-  kernel, padding = kernel.astype(x.dtype), (0, chunks.count * width - size)
-  if chunks.tied:
-    kernel = jnp.pad(kernel.reshape(shards, size, -1), ((0, 0), padding, (0, 0)))
-    kernel = kernel.reshape(shards, chunks.count, width, -1).swapaxes(0, 1)
-    parts = kernel.reshape(chunks.count, shards * width, -1)
-  else:
-    kernel = jnp.pad(kernel.reshape(-1, shards, size), ((0, 0), (0, 0), padding))
-    kernel = jnp.moveaxis(kernel.reshape(-1, shards, chunks.count, width), 2, 0)
-    parts = kernel.reshape(chunks.count, -1, shards * width)
-  return jnp.arange(chunks.count), parts
+  padding = (0, chunks.count * width - size)
+  parts = kernel.astype(x.dtype).reshape(shards, size, -1)
+  parts = jnp.pad(parts, ((0, 0), padding, (0, 0)))
+  parts = parts.reshape(shards, chunks.count, width, -1).swapaxes(0, 1)
+  return jnp.arange(chunks.count), parts.reshape(chunks.count, shards * width, -1)
 
 
-def _joined(parts, shape, chunks):
-  """Puts parts together again to a matrix of this shape."""
-  shards, size, width = _cut(shape, chunks)
-  if chunks.tied:
-    whole = parts.reshape(chunks.count, shards, width, -1).swapaxes(0, 1)
-    return whole.reshape(shards, chunks.count * width, -1)[:, :size].reshape(shape)
-  whole = jnp.moveaxis(parts.reshape(chunks.count, -1, shards, width), 0, 2)
-  return whole.reshape(-1, shards, chunks.count * width)[:, :, :size].reshape(shape)
-
-
-def _placed(part, kernel, chunks, rows=False):
-  """Gathers a part over the devices that hold other rows, or, with `rows`, splits D over them."""
-  if chunks.row_sharding is None:
+def _place(part, kernel, chunks, split_width=False):
+  """Gathers a part over the devices that hold other rows, or splits its D over them."""
+  rows = chunks.row_sharding
+  if rows is None:
     return part
-  mesh: Any = chunks.row_sharding.mesh
   columns = 'tensor' if _cut(kernel.shape, chunks)[0] > 1 else None
-  over = chunks.row_sharding.spec[0] if rows else None
-  if rows and part.shape[1 if chunks.tied else 0] % chunks.row_sharding.num_devices:
-    over = jax.P.UNCONSTRAINED
-  spec = P(columns, over) if chunks.tied else P(over, columns)
-  return jax.lax.with_sharding_constraint(part, jax.sharding.NamedSharding(mesh, spec))
+  width_axes = None
+  if split_width:
+    width_axes = jax.P.UNCONSTRAINED if part.shape[1] % rows.num_devices else rows.spec[0]
+  placed = jax.sharding.NamedSharding(rows.mesh, P(columns, width_axes))
+  return jax.lax.with_sharding_constraint(part, placed)

@@ -16,9 +16,6 @@ from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
-import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import safetensors
 import safetensors.numpy
@@ -27,7 +24,7 @@ from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
 from stppo_jax.types import UserError
 
-STORED = ('F32', 'BF16', 'F16')  # as safetensors calls what a folder may hold
+STORED = ('F32', 'BF16', 'F16')  # dtypes that a folder may hold, by safetensors' names
 TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 MAX_SHARD_BYTES = 2 * 2**30
 
@@ -46,7 +43,7 @@ def load_hf(
   whatever the folder has, and `dtype` that of the computation.
 
   `shardings` maps the tree of ShapeDtypeStructs to a tree of NamedShardings. The parameters are
-  then created in their shards, and the host holds at most one tensor of the folder at a time.
+  then created in their shards, and the host holds one parameter at a time.
   Without it they are NumPy arrays.
 
   UserError: an unsupported config or weights, or keys other than the table's.
@@ -58,20 +55,31 @@ def load_hf(
   _check_keys(folder, config, files, entries)
   shapes = jax.eval_shape(functools.partial(decoder.init, config=config), jax.random.key(0))
   places = () if shardings is None else (shardings(shapes),)
-  rows = collections.defaultdict(list)  # path -> its tensors, layer by layer
+  entries_by_path = collections.defaultdict(list)  # layer by layer, expert by expert
   for entry in entries:
-    rows[entry.path].append(entry)
+    entries_by_path[entry.path].append(entry)
   with contextlib.ExitStack() as stack:
     tensors = _open_tensors(stack, files)
     _check_tensors(files, tensors, entries)
     if config.tie_embeddings and 'lm_head.weight' in files and config.head != 'value':
       _check_tied(folder, tensors, entries[0])
 
-    def make(path, leaf, place=None):
+    def load(path, leaf, place=None):
       name = jax.tree_util.keystr(path, simple=True, separator='/')
-      return _make_leaf(leaf, place, rows[name], functools.partial(_read, folder, tensors))
+      rows = entries_by_path[name]
+      if place is None:
+        return _read_part(folder, tensors, rows, leaf, (slice(None),) * len(leaf.shape))
+      parts = {}
 
-    params = jax.tree_util.tree_map_with_path(make, shapes, *places)
+      def part(index):
+        key = str(index)
+        if key not in parts:  # replicas have the same index, and it is read once
+          parts[key] = _read_part(folder, tensors, rows, leaf, index)
+        return parts[key]
+
+      return jax.make_array_from_callback(leaf.shape, place, part)
+
+    params = jax.tree_util.tree_map_with_path(load, shapes, *places)
   return config, params
 
 
@@ -89,9 +97,10 @@ def save_hf(
   A critic (head 'value') becomes a TokenClassification model with one label and its value head as
   `score`. Head 'both' is a causal model with an additional `score`. The parameters (NumPy or jax
   arrays, sharded or not) are written in `dtype`, by default the embedding's. They are gathered one
-  tensor at a time; the host holds one file of at most `max_shard_bytes`. Where several processes
-  share the arrays, all of them call this and process 0 writes. Existing weights in the folder are
-  replaced. `eos_ids` end a generation where the config.json beside the tokenizer names none.
+  tensor at a time, and the host holds one file of at most `max_shard_bytes`. If several processes
+  share the arrays, all of them call this function and process 0 writes. Existing weights in the
+  folder are replaced. `eos_ids` end a generation if the config.json of the tokenizer's folder names
+  none.
   """
   folder = pathlib.Path(folder)
   token_ids = {}
@@ -105,80 +114,71 @@ def save_hf(
   if eos_ids:  # transformers would take the family's default
     token_ids.setdefault('eos_token_id', eos_ids[0] if len(eos_ids) == 1 else list(eos_ids))
   dtype = dtype or str(np.dtype(params['embed']['embedding'].dtype))
-  tensor_of = functools.partial(_copy_out, params, hf_config.DTYPES[dtype])
-  write_weights(folder, config, dtype, tensor_of, token_ids, max_shard_bytes)
-  if tokenizer_folder is not None and jax.process_index() == 0:
+  _write_weights(folder, config, params, dtype, max_shard_bytes)
+  if jax.process_index() != 0:
+    return
+  hf_config.write_json(folder / 'config.json', hf_config.to_json(config, dtype, token_ids))
+  if tokenizer_folder is not None:
     hf_config.copy_tokenizer(tokenizer_folder, folder, config)
     generation = folder / 'generation_config.json'
     if 'eos_token_id' in token_ids and not generation.is_file():
       hf_config.write_json(generation, {'eos_token_id': token_ids['eos_token_id']})
 
 
-def write_weights(
-    folder: str | pathlib.Path,
-    config: decoder.ModelConfig,
-    dtype: str,
-    tensor_of: Callable[[hf_config.Entry], np.ndarray],
-    token_ids: dict[str, Any] | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
-  """Writes config.json and safetensors; `tensor_of(entry)` returns each NumPy array of the table.
-
-  `dtype` ('float32' | 'bfloat16') is that of the arrays; `token_ids` go into config.json.
-  """
-  folder = pathlib.Path(folder)
-  writes = jax.process_index() == 0
-  shards = _shards(hf_config.table(config), hf_config.DTYPES[dtype].itemsize, max_shard_bytes)
-  names = ['model.safetensors']
-  if len(shards) > 1:
-    count = len(shards)
-    names = [f'model-{i + 1:05d}-of-{count:05d}.safetensors' for i in range(count)]
-  if writes:
+def _write_weights(folder, config, params, dtype, max_shard_bytes):
+  """Writes the safetensors, in place of those in the folder, and their index."""
+  is_writer = jax.process_index() == 0
+  if is_writer:
     folder.mkdir(parents=True, exist_ok=True)
-  for name, shard in zip(names, shards, strict=True):
+  numpy_dtype = hf_config.DTYPES[dtype]
+  entries = hf_config.table(config)
+  shards = _shards(entries, numpy_dtype.itemsize, max_shard_bytes)
+  weight_map = {}
+  for i, shard in enumerate(shards, start=1):
+    name = 'model.safetensors'
+    if len(shards) > 1:
+      name = f'model-{i:05d}-of-{len(shards):05d}.safetensors'
     tensors = {}
     for entry in shard:
-      tensor = tensor_of(entry)  # on every process, because gathering is a collective
-      if writes:
+      tensor = _copy_out(params, numpy_dtype, entry)  # on all processes: gathering is a collective
+      weight_map[entry.name] = name
+      if is_writer:
         tensors[entry.name] = tensor
-    if writes:
-      safetensors.numpy.save_file(tensors, folder / (name + '.partial'), {'format': 'pt'})
-  if not writes:
+    if is_writer:
+      safetensors.numpy.save_file(tensors, folder / f'{name}.partial', {'format': 'pt'})
+  if not is_writer:
     return
   for old in [*folder.glob('model*.safetensors'), folder / 'model.safetensors.index.json']:
     old.unlink(missing_ok=True)
   umask = os.umask(0)
   os.umask(umask)
-  for name in names:
-    (folder / (name + '.partial')).chmod(0o666 & ~umask)  # safetensors' own files are private
-    os.replace(folder / (name + '.partial'), folder / name)
+  for name in sorted(set(weight_map.values())):
+    partial = folder / f'{name}.partial'
+    partial.chmod(0o666 & ~umask)  # safetensors makes private files
+    partial.rename(folder / name)
   if len(shards) > 1:
-    weight_map = {e.name: name for name, shard in zip(names, shards, strict=True) for e in shard}
-    total = hf_config.DTYPES[dtype].itemsize * sum(
-        math.prod(e.shape) for shard in shards for e in shard
-    )
+    total = numpy_dtype.itemsize * sum(math.prod(entry.shape) for entry in entries)
     index = {'metadata': {'total_size': total}, 'weight_map': weight_map}
     hf_config.write_json(folder / 'model.safetensors.index.json', index)
-  hf_config.write_json(folder / 'config.json', hf_config.to_json(config, dtype, token_ids or {}))
 
 
 def _files_of_keys(folder):
   """Returns {key: file} for all keys of the folder's safetensors."""
-  single, index = folder / 'model.safetensors', folder / 'model.safetensors.index.json'
+  single = folder / 'model.safetensors'
+  index = folder / 'model.safetensors.index.json'
   listed: dict[str, str] = {}
-  if single.is_file():
-    paths = [single]
-  elif index.is_file():
+  paths = [single]
+  if not single.is_file():
+    if not index.is_file():
+      raise UserError(
+          f'{folder} has no weights: neither model.safetensors nor '
+          'model.safetensors.index.json; download them, or convert another format with '
+          "transformers' save_pretrained"
+      )
     listed = hf_config.read_json(index).get('weight_map', {})
     if not isinstance(listed, dict) or not listed:
       raise UserError(f'{index}: no weight_map; download the folder again')
     paths = [folder / name for name in sorted(set(listed.values()))]
-  else:
-    raise UserError(
-        f'{folder} has no weights: neither model.safetensors nor '
-        'model.safetensors.index.json; download them, or convert another format with '
-        "transformers' save_pretrained"
-    )
   files: dict[str, pathlib.Path] = {}
   for path in paths:
     if not path.is_file():
@@ -206,24 +206,21 @@ def _files_of_keys(folder):
 
 def _check_keys(folder, config, files, entries):
   """Raises UserError unless the folder's keys are the table's; unused heads may be there too."""
-  wanted = {entry.name for entry in entries}
+  if 'score.bias' in files and 'score.weight' not in files:
+    raise UserError(f'{folder}: score.bias without score.weight; save the value head again')
   optional = {'lm_head.weight', 'score.weight', 'score.bias'}
-  if 'score.weight' not in files:
-    if 'score.bias' in files:
-      raise UserError(f'{folder}: score.bias without score.weight; save the value head again')
-    wanted -= {'score.weight'}
-  wanted -= {'score.bias'}
-  missing = [e.name for e in entries if e.name in wanted and e.name not in files]
+  required = {entry.name for entry in entries} - {'score.weight', 'score.bias'}
+  missing = [entry.name for entry in entries if entry.name in required - files.keys()]
   if missing:
     raise UserError(
         f'{folder}: missing {_some(missing)}, needed by {config.family} with head '
         f'{config.head!r}; download the folder again or check config.json'
     )
   rotary = '.rotary_emb.inv_freq'  # a constant in old checkpoints
-  unknown = [n for n in files if n not in wanted | optional and not n.endswith(rotary)]
+  unknown = [name for name in files.keys() - required - optional if not name.endswith(rotary)]
   if unknown:
     raise UserError(
-        f'{folder}: unknown {_some(unknown)}, not part of {config.family}; '
+        f'{folder}: unknown {_some(sorted(unknown))}, not part of {config.family}; '
         'check model_type in config.json'
     )
 
@@ -247,18 +244,21 @@ def _check_tensors(files, tensors, entries):
   for entry in entries:
     if entry.name not in tensors:
       continue
-    path, shape = files[entry.name], list(tensors[entry.name].get_shape())
+    path = files[entry.name]
+    tensor = tensors[entry.name]
+    shape = list(tensor.get_shape())
+    dtype = tensor.get_dtype()
     if shape != list(entry.shape):
       raise UserError(
           f'{path}: {entry.name} has shape {shape}, config.json implies '
           f'{list(entry.shape)}; use the config.json that belongs to the weights'
       )
-    if (stored := tensors[entry.name].get_dtype()) not in STORED:
+    if dtype not in STORED:
       raise UserError(
-          f'{path}: {entry.name} is stored as {stored}; allowed: {", ".join(STORED)}; '
+          f'{path}: {entry.name} is stored as {dtype}; allowed: {", ".join(STORED)}; '
           'use a checkpoint that is not quantized'
       )
-    if entry.path == hf_config.NOT_OURS and tensors[entry.name][:].any():
+    if entry.path == hf_config.ABSENT and tensor[:].any():
       raise UserError(
           f'{path}: {entry.name} is not 0, which is not supported; choose another model'
       )
@@ -266,7 +266,8 @@ def _check_tensors(files, tensors, entries):
 
 def _check_tied(folder, tensors, embed):
   """Raises UserError if a tied folder contains an output matrix that differs from the embedding."""
-  lm_head, embedding = tensors['lm_head.weight'], tensors[embed.name]
+  lm_head = tensors['lm_head.weight']
+  embedding = tensors[embed.name]
   same = list(lm_head.get_shape()) == list(embed.shape)
   for start in range(0, embed.shape[0], 4096):  # by parts: these are the largest tensors
     rows = slice(start, min(start + 4096, embed.shape[0]))
@@ -278,108 +279,70 @@ def _check_tied(folder, tensors, embed):
     )
 
 
-def _make_leaf(leaf, place, rows, read):
-  """Returns the parameter of shape and dtype `leaf` from its `rows` of the table.
+def _read_part(folder, tensors, entries, leaf, index):
+  """Returns the part `index` (one slice per axis) of a parameter of shape and dtype `leaf`.
 
-  It is on the host without a `place`, and in its shards with one. `read(entry, shape, dtype,
-  index)` returns a part of one layer.
+  The parameter is one entry of the table, or a stack of one per layer, or of one per layer and
+  expert.
   """
-  if rows[0].layer is None:
-    part = functools.partial(read, rows[0], leaf.shape, leaf.dtype)
-    return part(_whole(leaf.shape)) if place is None else _in_shards(leaf.shape, place, part)
-  layers = collections.defaultdict(list)
-  for entry in rows:
-    layers[entry.layer].append(entry)
-  parts = [
-      functools.partial(_read_layer, read, entries, leaf.shape[1:], leaf.dtype)
-      for _, entries in sorted(layers.items())
-  ]
-  if place is None:
-    stack = np.empty(leaf.shape, leaf.dtype)
-    for l, part in enumerate(parts):
-      stack[l] = part(_whole(leaf.shape[1:]))
-    return stack
-  # Layer by layer into a stack on the devices, which is written in place: a stack, or a device's
-  # part of it, may be a third of the model.
-  zeros, put = _stack_functions(leaf.shape, leaf.dtype, place)
-  stack = zeros()
-  layer_place = NamedSharding(place.mesh, P(*place.spec[1:]))
-  for l, part in enumerate(parts):
-    stack = put(stack, _in_shards(leaf.shape[1:], layer_place, part), np.int32(l))
-    stack.block_until_ready()  # otherwise the layers would pile up on the host
-  return stack
+  num_stacked = (entries[0].layer is not None) + (entries[0].expert is not None)
+  stacked, shape = leaf.shape[:num_stacked], leaf.shape[num_stacked:]
+  numbers = np.arange(len(entries)).reshape(stacked)[index[:num_stacked]]
+  part = np.empty((*numbers.shape, *_lengths(index[num_stacked:], shape)), leaf.dtype)
+  for place, number in np.ndenumerate(numbers):
+    part[place] = _read(folder, tensors, entries[number], shape, index[num_stacked:])
+  return part
 
 
-def _read_layer(read, entries, shape, dtype, index):
-  """Returns the part `index` of a layer, which is one tensor of the folder or one per expert."""
-  if entries[0].expert is None:
-    return read(entries[0], shape, dtype, index)
-  experts = [read(entry, shape[1:], dtype, index[1:]) for entry in entries[index[0]]]
-  return np.stack(experts)
+def _lengths(index, shape):
+  """Returns the shape of the part `index` of an array."""
+  return [len(range(*part.indices(size))) for part, size in zip(index, shape)]
 
 
-@functools.cache  # gate and up, and actor and critic, share their compilations
-def _stack_functions(shape, dtype, place):
-  """Returns two compiled functions: zeros [L,..], and an in-place write of one layer."""
-  zeros = lambda: jnp.zeros(shape, dtype)
-  put = lambda stack, layer, l: stack.at[l].set(layer)
-  return (jax.jit(zeros, out_shardings=place), jax.jit(put, out_shardings=place, donate_argnums=0))
-
-
-def _in_shards(shape, place, part):
-  """Returns an array whose shard on each device is `part(index)`; replicas are read once."""
-  seen = {}
-
-  def shard(index):
-    key = str(index)
-    if key not in seen:
-      seen[key] = part(index)
-    return seen[key]
-
-  return jax.make_array_from_callback(shape, place, shard)
-
-
-def _read(folder, tensors, entry, shape, dtype, index):
-  """Returns the part `index` (one slice per axis) of an entry whose array here has `shape`.
+def _read(folder, tensors, entry, shape, index):
+  """Returns the part `index` of an entry whose array here has `shape`.
 
   Only that part is read. Several of our axes may be one axis of the folder, as [D,N,H] and [N * H,
   D]: the first of them is sliced in the file, the others here.
   """
   if entry.name not in tensors:  # a value head that the folder lacks
-    return np.zeros([len(range(*s.indices(n))) for s, n in zip(index, shape)], dtype)
-  theirs, ours, rest, axis = [], [], [], 0
-  for size in entry.shape[::-1] if entry.transpose else entry.shape:
+    return np.zeros(_lengths(index, shape), np.float32)
+  file_slices, sizes, slices = [], [], []
+  axis = 0
+  for file_size in entry.shape[::-1] if entry.transpose else entry.shape:
     end = axis + 1
-    while math.prod(shape[axis:end]) < size:
+    while math.prod(shape[axis:end]) < file_size:
       end += 1
     inner = math.prod(shape[axis + 1 : end])
     start, stop, _ = index[axis].indices(shape[axis])
-    theirs.append(slice(start * inner, stop * inner))
-    ours += [stop - start, *shape[axis + 1 : end]]
-    rest += [slice(None), *index[axis + 1 : end]]
+    file_slices.append(slice(start * inner, stop * inner))
+    sizes += [stop - start, *shape[axis + 1 : end]]
+    slices += [slice(None), *index[axis + 1 : end]]
     axis = end
-  tensor = tensors[entry.name][tuple(theirs[::-1] if entry.transpose else theirs)]
+  if entry.transpose:
+    tensor = tensors[entry.name][tuple(file_slices[::-1])].T
+  else:
+    tensor = tensors[entry.name][tuple(file_slices)]
   if not hf_config.is_finite(tensor):
     raise UserError(
         f'{folder}: {entry.name} holds numbers that are not finite, and every step would be '
         'skipped; use another copy or an earlier checkpoint'
     )
-  tensor = (tensor.T if entry.transpose else tensor).reshape(ours)[tuple(rest)]
-  return np.ascontiguousarray(tensor, dtype)
-
-
-def _whole(shape):
-  return (slice(None),) * len(shape)
+  return tensor.reshape(sizes)[tuple(slices)]
 
 
 def _copy_out(params, dtype, entry):
   """Returns the tensor of an entry in the folder's layout."""
-  if entry.path == hf_config.NOT_OURS:
+  if entry.path == hf_config.ABSENT:
     return np.zeros(entry.shape, dtype)
-  leaf = _leaf(params, entry.path)
-  if entry.layer is not None:
-    index = (entry.layer,) if entry.expert is None else (entry.layer, entry.expert)
-    leaf = leaf[index] if isinstance(leaf, np.ndarray) else _slice_of(leaf, index)
+  leaf = params
+  for name in entry.path.split('/'):
+    leaf = leaf[name]
+  index = tuple(i for i in (entry.layer, entry.expert) if i is not None)
+  if isinstance(leaf, np.ndarray):
+    leaf = leaf[index]
+  elif index:
+    leaf = _slice_of(leaf, index)
   if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
     leaf = multihost_utils.process_allgather(leaf, tiled=True)
   leaf = np.asarray(leaf).astype(dtype, copy=False)
@@ -388,17 +351,11 @@ def _copy_out(params, dtype, entry):
   return np.ascontiguousarray(leaf.reshape(entry.shape))  # save_file writes the raw buffer
 
 
-@jax.jit  # with the index as an argument: one compilation per parameter, not per layer or expert
+@jax.jit  # the index is an argument: one compilation per parameter, not per layer or expert
 def _slice_of(stack, index):
   starts = (*index, *(0,) * (stack.ndim - len(index)))
   shape = stack.shape[len(index) :]
   return jax.lax.dynamic_slice(stack, starts, (1,) * len(index) + shape).reshape(shape)
-
-
-def _leaf(params, path):
-  for name in path.split('/'):
-    params = params[name]
-  return params
 
 
 def _shards(entries, itemsize, max_shard_bytes):
@@ -406,10 +363,10 @@ def _shards(entries, itemsize, max_shard_bytes):
   shards: list[list[hf_config.Entry]] = [[]]
   size = 0
   for entry in entries:
-    num_bytes = math.prod(entry.shape) * itemsize
-    if shards[-1] and size + num_bytes > max_shard_bytes:
+    entry_bytes = math.prod(entry.shape) * itemsize
+    if shards[-1] and size + entry_bytes > max_shard_bytes:
       shards.append([])
       size = 0
     shards[-1].append(entry)
-    size += num_bytes
+    size += entry_bytes
   return shards

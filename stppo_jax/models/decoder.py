@@ -11,17 +11,16 @@ Parameter tree, every leaf under `layers` stacked on a leading L axis:
   layers/attention/{query,key,value}/kernel [L,D,N or M,H], with qkv_bias also bias [L,N or M,H]
   layers/attention/out/kernel [L,N,H,D], with qk_norm also {query,key}_norm/scale [L,H]
   layers/mlp/{gate,up}/kernel [L,D,F]    layers/mlp/down/kernel [L,F,D]
-  layers/moe/router/kernel [L,D,E], layers/moe/{gate,up} [L,E,D,F], layers/moe/down [L,E,F,D]: of
-    a mixture of experts, in place of mlp
-  lm_head/kernel [D,V]           for token logits that are not tied to `embed`
-  value_head/{kernel [D,1], bias [1]}    for values
+  layers/moe/router/kernel [L,D,E], layers/moe/{gate,up} [L,E,D,F], layers/moe/down [L,E,F,D]
+                                 a mixture of experts has these in place of mlp
+  lm_head/kernel [D,V]           only if token logits are not tied to `embed`
+  value_head/{kernel [D,1], bias [1]}    only if the model has values
   lora_a, lora_b next to any kernel of `layers`: an adapter, see lora.py
 
 Einsum letters are those of `types.py`.
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -52,9 +51,9 @@ class KVCache:
   query on a CPU (measured in docs/dev/notes).
 
   Attributes:
-    k: L arrays [B,M,C,H,c]: keys after rotation by their positions, in C tiles of c slots.
-    v: L arrays [B,M,S,H]: values.
-    length: [B] int32: number of live slots per row, and so the slot of the next token. The caller
+    k: L arrays [B,M,C,H,c], keys after rotation by their positions, in C tiles of c slots.
+    v: L arrays [B,M,S,H], values.
+    length: [B] int32, number of live slots per row, and so the slot of the next token. The caller
       keeps it within S: writes past the last slot are lost.
   """
 
@@ -69,9 +68,9 @@ def init(key: jax.Array, config: ModelConfig) -> Params:
   dtype = jnp.dtype(config.param_dtype)
   d, v = config.d_model, config.vocab_size
   x = jnp.zeros((1, 1, d), config.dtype)
-  rope = _rope(config, None, 1, None, None)
-  plain = dataclasses.replace(config, attention='plain', row_sharding=None)  # for one token
-  init_layer = lambda k: Block(plain).init(k, x, rope)['params']
+  rope = _rope(config, None, 1)
+  block = Block(dataclasses.replace(config, attention='plain', row_sharding=None))  # for one token
+  init_layer = lambda layer_key: block.init(layer_key, x, rope)['params']
   params = {
       'embed': {'embedding': 0.02 * jax.random.normal(embed_key, (v, d), dtype)},
       'layers': jax.vmap(init_layer)(jax.random.split(layers_key, config.num_layers)),
@@ -92,7 +91,7 @@ def hidden(
     cache: KVCache | None = None,
     lengths: jax.Array | None = None,
     segments: jax.Array | None = None,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, KVCache | None]:
   """Runs the trunk: tokens [B,T] -> (x [B,T,D] after the final norm, cache).
 
   Without a cache each token attends to itself and to the earlier tokens of its row with the same
@@ -125,13 +124,14 @@ def cached_trunk(
     lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache, moe.Routing | None]:
   """Runs `hidden` with a cache; also returns the Routing of all layers, None without experts."""
-  chunk = tokens.shape[1]
-  slots = cache.length[:, None] + jnp.arange(chunk)
-  x = _embedded(params, config, tokens)
-  rope = _rope(config, positions, chunk, slots, cache)
-  x, cache, routing = _cached_layers(params['layers'], config, x, rope, slots, cache)
-  cache = dataclasses.replace(cache, length=cache.length + (chunk if lengths is None else lengths))
-  return _normed(params, config, x), cache, routing
+  slots = cache.length[:, None] + jnp.arange(tokens.shape[1])
+  if lengths is None:
+    lengths = jnp.full_like(cache.length, tokens.shape[1])
+  num_slots = cache.v[0].shape[2]
+  x = _embed(params, config, tokens)
+  rope = _rope(config, positions, num_slots, slots)
+  x, k, v, routing = _cached_layers(params['layers'], config, x, rope, slots, cache)
+  return _final_norm(params, config, x), KVCache(k, v, cache.length + lengths), routing
 
 
 def trunk(
@@ -146,11 +146,12 @@ def trunk(
 
   `routes` [B,T,L,A] replays the experts that an earlier pass chose.
   """
-  rope = _rope(config, positions, tokens.shape[1], None, None)
-  x = _embedded(params, config, tokens)
-  routes = None if routes is None else jnp.moveaxis(routes, 2, 0)
+  rope = _rope(config, positions, tokens.shape[1])
+  x = _embed(params, config, tokens)
+  if routes is not None:
+    routes = jnp.moveaxis(routes, 2, 0)  # a layer's experts per step of the scan
   x, routing = _training_layers(params['layers'], config, x, rope, segments, routes)
-  return _normed(params, config, x), routing
+  return _final_norm(params, config, x), routing
 
 
 def forward(
@@ -160,12 +161,11 @@ def forward(
     positions: jax.Array | None,
     cache: KVCache | None = None,
     lengths: jax.Array | None = None,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, KVCache | None]:
   """Returns (logits [B,T,V], cache) of tokens [B,T], or (values [B,T], cache) for head 'value'.
 
-  Both are float32. Column t is the prediction AFTER token t, unlike everywhere else in the project:
-  `token_logp` and
-  `state_values` shift to "column t belongs to token t". Head 'both' gives logits.
+  Both are float32. Column t is the prediction AFTER token t, unlike everywhere else in the project.
+  `token_logp` and `state_values` shift to "column t belongs to token t". Head 'both' gives logits.
   """
   x, cache = hidden(params, config, tokens, positions, cache, lengths)
   if config.head == 'value':
@@ -177,21 +177,24 @@ def token_logits(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array
   """Returns float32 logits [...,V] of x [...,D], as one matrix product like in `Project`."""
   x = sharding.spread(x, config.row_sharding)
   if config.tie_embeddings:
-    kernel, equation = params['embed']['embedding'], 'xd,vd->xv'
+    kernel = params['embed']['embedding']
+    equation = 'xd,vd->xv'
   else:
-    kernel, equation = params['lm_head']['kernel'], 'xd,dv->xv'
+    kernel = params['lm_head']['kernel']
+    equation = 'xd,dv->xv'
   rows = x.reshape(-1, x.shape[-1])
-  logits = jnp.einsum(
-      equation, rows, kernel.astype(config.dtype), preferred_element_type=jnp.float32
-  )
+  kernel = kernel.astype(config.dtype)
+  logits = jnp.einsum(equation, rows, kernel, preferred_element_type=jnp.float32)
   return logits.reshape(*x.shape[:-1], -1)
 
 
 def value_of(params: Params, x: jax.Array) -> jax.Array:
   """Returns float32 values [...] of x [...,D], each of the state after its token."""
-  head = jax.tree.map(lambda w: w.astype(jnp.float32), params['value_head'])
-  kernel = head['kernel'][:, 0]  # not rounded on its way into the product, as TPUs would
-  return jnp.matmul(x.astype(jnp.float32), kernel, precision='highest') + head['bias'][0]
+  head = params['value_head']
+  kernel = head['kernel'][:, 0].astype(jnp.float32)
+  bias = head['bias'][0].astype(jnp.float32)
+  # 'highest': float32 is not rounded on its way into the product, as TPUs would.
+  return jnp.matmul(x.astype(jnp.float32), kernel, precision='highest') + bias
 
 
 def state_values(params: Params, x: jax.Array) -> jax.Array:
@@ -212,40 +215,47 @@ def token_logp(
 
   logp[t] = log softmax(logits[t-1] / temperature)[tokens[t]]; column 0 is 0 in both.
 
-  With a `chunk` below T as many logits are live at once as `chunk` tokens of each row have: columns
-  of V go by in T / chunk parts, and the backward pass computes them again (`categorical.of_head`).
-  With None, or chunk >= T, all logits are computed at once and kept.
+  With a `chunk` below T the logits are computed in T / chunk parts of their columns, and again in
+  the backward pass (`categorical.head_logp_and_entropy`). So as many logits are live at once as
+  `chunk` tokens of each row have. With None, or chunk >= T, all logits are computed once and kept.
   """
   chex.assert_rank([x, tokens], [3, 2])
   chex.assert_equal_shape_prefix([x, tokens], 2)
   length = tokens.shape[1]
   x = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))  # column t: the state before token t
   if chunk is None or chunk >= length:
-    logp, entropy = _logp_and_entropy(params, config, x, tokens, temperature)
+    name = 'embed' if config.tie_embeddings else 'lm_head'
+    head = sharding.gradient_over_rows({name: params[name]}, config.row_sharding, config.d_model)
+    logits = token_logits(head, config, x) / temperature
+    logp, entropy = categorical.logp_and_entropy(logits, tokens)
   else:
-    chunks = categorical.Chunks(-(-length // chunk), config.tie_embeddings, config.row_sharding)
-    kernel = params['embed']['embedding'] if chunks.tied else params['lm_head']['kernel']
+    chunks = categorical.Chunks(-(-length // chunk), config.row_sharding)
+    if config.tie_embeddings:
+      kernel = params['embed']['embedding']
+    else:
+      kernel = params['lm_head']['kernel'].T
     rows = sharding.spread(x, config.row_sharding).reshape(-1, config.d_model)
-    found = categorical.of_head(
-        rows, kernel, tokens.reshape(-1), jnp.asarray(temperature, jnp.float32), chunks
+    temperature = jnp.asarray(temperature, jnp.float32)
+    columns = categorical.head_logp_and_entropy(
+        rows, kernel, tokens.reshape(-1), temperature, chunks
     )
-    logp, entropy = (column.reshape(tokens.shape) for column in found)
-  first = jnp.arange(length) == 0
-  return jnp.where(first, 0.0, logp), jnp.where(first, 0.0, entropy)
+    logp, entropy = (column.reshape(tokens.shape) for column in columns)
+  is_first = jnp.arange(length) == 0
+  return jnp.where(is_first, 0.0, logp), jnp.where(is_first, 0.0, entropy)
 
 
 def init_cache(config: ModelConfig, rows: int, slots: int, dtype: Any = None) -> KVCache:
   """Returns an empty cache for `rows` rows of `slots` slots, rounded up to whole tiles."""
   tile = config.cache_tile or slots
   tiles = -(-slots // tile)
+  heads, width = config.num_kv_heads, config.head_dim
 
-  def empty(*axes):
-    shape = (rows, config.num_kv_heads, *axes)
+  def empty(*shape):
     return tuple(jnp.zeros(shape, dtype or config.dtype) for _ in range(config.num_layers))
 
   return KVCache(
-      k=empty(tiles, config.head_dim, tile),
-      v=empty(tiles * tile, config.head_dim),
+      k=empty(rows, heads, tiles, width, tile),
+      v=empty(rows, heads, tiles * tile, width),
       length=jnp.zeros((rows,), jnp.int32),
   )
 
@@ -254,8 +264,9 @@ def in_compute_dtype(params: Params, config: ModelConfig) -> Params:
   """Casts the weights once as the layers would; norm scales and routers are used in float32."""
 
   def cast(path, weight):
-    exact = path[-1].key == 'scale' or 'router' in (key.key for key in path if hasattr(key, 'key'))
-    return weight if exact else weight.astype(config.dtype)
+    name = jax.tree_util.keystr(path, simple=True, separator='/')
+    is_float32 = name.endswith('/scale') or '/router/' in name
+    return weight if is_float32 else weight.astype(config.dtype)
 
   return jax.tree_util.tree_map_with_path(cast, params)
 
@@ -265,10 +276,7 @@ def unstack_layers(params: Params, config: ModelConfig) -> Params:
 
   Do this once before a decode loop: slicing the stack inside it would copy all weights per token.
   """
-  if isinstance(params['layers'], tuple):
-    return params
-  take = lambda l: jax.tree.map(lambda w: w[l], params['layers'])
-  return {**params, 'layers': tuple(take(l) for l in range(config.num_layers))}
+  return params | {'layers': _unstack(params['layers'], config)}
 
 
 def num_params(config: ModelConfig) -> int:
@@ -277,24 +285,22 @@ def num_params(config: ModelConfig) -> int:
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
 
-def _embedded(params, config, tokens):
+def _embed(params, config, tokens):
   x = params['embed']['embedding'][tokens].astype(config.dtype)
   return sharding.spread(x, config.row_sharding)
 
 
-def _normed(params, config, x):
+def _final_norm(params, config, x):
   return RMSNorm(config).apply({'params': params['final_norm']}, x)
 
 
 def _training_layers(layers, config, x, rope, segments, routes):
   """Maps x [B,T,D] through all layers, scanned or unrolled, with rematerialisation."""
 
-  def apply_layer(x, layer_and_chosen):
-    layer, chosen = layer_and_chosen
-    variables = {'params': layer}
-    out: Any = Block(config).apply(variables, x, rope, segments, chosen=chosen)
-    x, _, routing = out
-    return sharding.spread(x, config.row_sharding), routing
+  def apply_layer(x, layer_and_routes):
+    layer, layer_routes = layer_and_routes
+    x, _, routing = _apply(config, layer, x, rope, segments, chosen=layer_routes)
+    return x, routing
 
   scanned = config.scan_layers and not isinstance(layers, tuple)
   if config.remat != 'none':
@@ -307,56 +313,54 @@ def _training_layers(layers, config, x, rope, segments, routes):
   if scanned:
     return jax.lax.scan(apply_layer, x, (layers, routes))
   routings = []
-  for l, layer in enumerate(_each_layer(layers, config)):
+  for l, layer in enumerate(_unstack(layers, config)):
     x, routing = apply_layer(x, (layer, None if routes is None else routes[l]))
     routings.append(routing)
-  return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings)
+  return x, _stack(routings)
 
 
 def _cached_layers(layers, config, x, rope, slots, cache):
-  """Maps x [B,T,D] through all layers and writes the cache; unrolled, as a scan would copy it."""
+  """Returns (x [B,T,D] after all layers, new keys, new values, Routing).
+
+  The layers are unrolled, because a scan would copy the cache.
+  """
   chex.assert_shape(cache.k[0], (x.shape[0], config.num_kv_heads, None, config.head_dim, None))
-  k, v, routings = [], [], []
-  layers = _each_layer(layers, config)
-  for l in range(config.num_layers):
-    layer = layers[l]
-    layer_cache: Any = (cache.k[l], cache.v[l])
-    variables = {'params': layer}
-    out: Any = Block(config).apply(variables, x, rope, None, layer_cache, slots)
-    x, layer_cache, routing = out
+  keys, values, routings = [], [], []
+  for layer, k, v in zip(_unstack(layers, config), cache.k, cache.v, strict=True):
+    x, (k, v), routing = _apply(config, layer, x, rope, layer_cache=(k, v), slots=slots)
+    keys.append(k)
+    values.append(v)
     routings.append(routing)
-    x = sharding.spread(x, config.row_sharding)
-    k.append(layer_cache[0])
-    v.append(layer_cache[1])
-  routing = jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings)
-  return x, dataclasses.replace(cache, k=tuple(k), v=tuple(v)), routing
+  return x, tuple(keys), tuple(values), _stack(routings)
 
 
-def _each_layer(layers, config):
+def _apply(config, layer, x, *args, **kwargs):
+  """Applies one layer."""
+  outputs: Any = Block(config).apply({'params': layer}, x, *args, **kwargs)
+  x, layer_cache, routing = outputs
+  return sharding.spread(x, config.row_sharding), layer_cache, routing
+
+
+def _unstack(layers, config):
   if isinstance(layers, tuple):
     return layers
-  return [jax.tree.map(lambda w: w[l], layers) for l in range(config.num_layers)]
+  return tuple(jax.tree.map(lambda w: w[l], layers) for l in range(config.num_layers))
 
 
-def _rope(config, positions, chunk, slots, cache):
-  """Returns (cos, sin) [B or 1,T,1,H/2] of the positions, the cache's slots, or 0 to T - 1.
+def _stack(trees):
+  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def _rope(config, positions, num_slots, slots=None):
+  """Returns (cos, sin) [B or 1,T,1,H/2] of the positions, the slots, or 0 to num_slots - 1.
 
   Choice: slots are looked up in a constant table. XLA would duplicate computed angles into every
   use on a CPU and take a cosine per layer, head and row: 8% of an update.
   """
-  angles = functools.partial(
-      attention.angles,
-      radians=attention.frequencies(config.head_dim, config.rope_theta, config.rope_scaling),
-  )
+  radians = attention.frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
   if positions is not None:
-    return angles(positions)
-  if cache is None:
-    return angles(np.arange(chunk)[None])
-  table = angles(np.arange(cache.v[0].shape[2]))
-  return tuple(jnp.asarray(column)[slots] for column in table)
-
-
-def _logp_and_entropy(params, config, x, tokens, temperature):
-  name = 'embed' if config.tie_embeddings else 'lm_head'
-  head = sharding.gradient_over_rows({name: params[name]}, config.row_sharding, config.d_model)
-  return categorical.logp_and_entropy(token_logits(head, config, x) / temperature, tokens)
+    return attention.angles(positions, radians)
+  table = attention.angles(np.arange(num_slots)[None], radians)
+  if slots is None:
+    return table
+  return tuple(jnp.asarray(column[0])[slots] for column in table)

@@ -1,12 +1,13 @@
-"""A Hugging Face folder: config.json to and from ModelConfig, its tensors' names, its tokenizer."""
+"""Hugging Face folders: config.json to and from ModelConfig, names of tensors, tokenizer files."""
 
-import collections
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
 import shutil
 from typing import Any
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -27,17 +28,26 @@ TOKENIZER_FILES = (
     'chat_template.jinja',
     'generation_config.json',
 )
-# What a fingerprint takes whole, and how it samples weights: pieces of a file, bytes of a piece.
-_SMALL_FILES = ('config.json', *TOKENIZER_FILES)
-_PIECES, _PIECE = 64, 4096
-_MAX_LAYERS = 1000  # more would take minutes until the weights are found to have fewer
+_SMALL_FILES = ('config.json', *TOKENIZER_FILES)  # a fingerprint reads these in full
+_PIECES, _PIECE_BYTES = 64, 4096  # and this much of a weights file
+_MAX_LAYERS = 1000  # more would take minutes until the weights turn out to have fewer
 HEADS = ('tokens', 'value', 'both')
 DTYPES = {'float32': np.dtype(np.float32), 'bfloat16': np.dtype(ml_dtypes.bfloat16)}
+ABSENT = ''  # the path of a tensor that our model lacks, and that must be 0
+# A part of the pre-tokenizer of Qwen2 and Qwen2.5 as JSON: a digit is a word, as is a punctuation
+# mark.
+_QWEN2_WORDS = r'|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|'
 
-# One tensor of a folder, with the folder's shape. Ours is reshaped, after a transpose if so marked.
-# It is all of the parameter at `path`, or one layer of it, or one expert of a layer.
-Entry = collections.namedtuple('Entry', 'name path layer shape transpose expert', defaults=(None,))
-NOT_OURS = ''  # the path of a tensor that must be 0: our model is without it
+
+class Entry(NamedTuple):
+  """One tensor of a folder: all of a parameter of our tree, or one layer or expert of it."""
+
+  name: str
+  path: str  # of the parameter
+  layer: int | None
+  shape: tuple[int, ...]  # in the folder; ours is a reshape, after a transpose if `transpose`
+  transpose: bool
+  expert: int | None = None
 
 
 def load(
@@ -50,6 +60,7 @@ def load(
   _check_choice('head', head, HEADS)
   _check_choice('param_dtype', param_dtype, DTYPES)
   _check_choice('dtype', dtype, DTYPES)
+  check_is_no_gguf(folder)
   path = pathlib.Path(folder) / 'config.json'
   raw = read_json(path)
   family = raw.get('model_type')
@@ -58,36 +69,37 @@ def load(
         f'{path}: model_type {family!r} is not supported; allowed: '
         f'{", ".join(FAMILIES)}; choose a model of one of these'
     )
-  _refuse_unsupported(path, raw)
+  _check_supported(path, raw)
   if head == 'tokens' and 'Classification' in str(raw.get('architectures')):
     raise UserError(
         f'{folder} holds a critic or reward model ({raw["architectures"]}), not a policy; load it '
         "with head='value' or give a policy's folder"
     )
-  d_model = _number(path, raw, 'hidden_size')
-  num_layers = _number(path, raw, 'num_hidden_layers')
+  number = functools.partial(_number, path, raw)
+  d_model = number('hidden_size')
+  num_layers = number('num_hidden_layers')
   if num_layers > _MAX_LAYERS:
     raise UserError(
         f'{path}: num_hidden_layers = {num_layers}, and models have at most {_MAX_LAYERS} layers; '
         'use the config.json that belongs to the weights'
     )
-  num_heads = _number(path, raw, 'num_attention_heads')
-  num_kv_heads = num_heads if family == 'llama' else None
-  num_kv_heads = _number(path, raw, 'num_key_value_heads', num_kv_heads)
-  head_dim = _number(path, raw, 'head_dim', 128 if family == 'qwen3' else d_model // num_heads)
-  _check_heads(path, d_model, num_heads, num_kv_heads, head_dim, 'head_dim' in raw)
+  num_heads = number('num_attention_heads')
+  num_kv_heads = number('num_key_value_heads', num_heads if family == 'llama' else None)
+  head_dim = number('head_dim', 128 if family == 'qwen3' else d_model // num_heads)
+  _check_heads(path, raw, num_heads, num_kv_heads, head_dim)
   rope_theta, rope_scaling = _rope(path, raw)
+  experts = _experts(path, raw) if family == 'qwen3_moe' else {'d_ff': number('intermediate_size')}
   return decoder.ModelConfig(
-      vocab_size=_number(path, raw, 'vocab_size'),
+      vocab_size=number('vocab_size'),
       d_model=d_model,
       num_layers=num_layers,
       num_heads=num_heads,
       num_kv_heads=num_kv_heads,
       head_dim=head_dim,
-      **(_experts(path, raw) if family == 'qwen3_moe' else _dense(path, raw)),
+      **experts,
       rope_theta=rope_theta,
       rope_scaling=rope_scaling,
-      rms_norm_eps=_number(path, raw, 'rms_norm_eps', 1e-6, float),
+      rms_norm_eps=number('rms_norm_eps', 1e-6, float),
       tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
       qkv_bias=family == 'qwen2' or bool(raw.get('attention_bias')),
       qk_norm=family in ('qwen3', 'qwen3_moe'),
@@ -95,8 +107,17 @@ def load(
       head=head,
       dtype=dtype,
       param_dtype=param_dtype,
-      max_positions=_number(path, raw, 'max_position_embeddings', 32_768),
+      max_positions=number('max_position_embeddings', 32_768),
   )
+
+
+def check_is_no_gguf(folder: str | pathlib.Path) -> None:
+  """Raises a UserError for a GGUF file in place of a folder."""
+  if pathlib.Path(folder).suffix == '.gguf':
+    raise UserError(
+        f'{folder} is a GGUF file; give a folder as transformers saves it; docs/gguf.md shows the '
+        'four lines that convert the file'
+    )
 
 
 def stored_dtype(folder: str | pathlib.Path) -> str:
@@ -111,23 +132,26 @@ def dtype_to_write(source: str | pathlib.Path, param_dtype: str) -> str:
 
 
 def fingerprint(folder: str | pathlib.Path) -> str:
-  """Returns a digest of a model's folder, tokenizer included; '' where there is none.
+  """Returns a digest of a model's folder, tokenizer included; '' without a config.json.
 
-  Of weights it takes every file's size, and pieces of it: training changes all of them, and to read
-  all of a large model takes minutes.
+  The digest covers the size of each file of weights and pieces of it. Training changes all pieces,
+  and reading all of a large model takes minutes.
   """
-  total = hashlib.sha256()
-  for path in sorted(pathlib.Path(folder).glob('*')):
+  folder = pathlib.Path(folder)
+  if not (folder / 'config.json').exists():
+    return ''
+  digest = hashlib.sha256()
+  for path in sorted(folder.iterdir()):
     if path.suffix == '.safetensors':
       size = path.stat().st_size
-      total.update(f'{path.name} {size}'.encode())
+      digest.update(f'{path.name} {size}'.encode())
       with open(path, 'rb') as file:
-        for start in range(0, size, max(size // _PIECES, _PIECE)):
+        for start in range(0, size, max(size // _PIECES, _PIECE_BYTES)):
           file.seek(start)
-          total.update(file.read(_PIECE))
+          digest.update(file.read(_PIECE_BYTES))
     elif path.name in _SMALL_FILES:
-      total.update(path.name.encode() + path.read_bytes())
-  return total.hexdigest()[:16] if (pathlib.Path(folder) / 'config.json').exists() else ''
+      digest.update(path.name.encode() + path.read_bytes())
+  return digest.hexdigest()[:16]
 
 
 def to_json(config: decoder.ModelConfig, dtype: str, token_ids: dict[str, Any]) -> dict[str, Any]:
@@ -166,7 +190,7 @@ def to_json(config: decoder.ModelConfig, dtype: str, token_ids: dict[str, Any]) 
     raw['attention_bias'] = config.qkv_bias
   if config.num_experts:
     raw |= {
-        'intermediate_size': config.d_ff * config.experts_per_token,  # of dense layers: none here
+        'intermediate_size': config.d_ff * config.experts_per_token,  # dense layers, unused
         'moe_intermediate_size': config.d_ff,
         'num_experts': config.num_experts,
         'num_experts_per_tok': config.experts_per_token,
@@ -182,41 +206,47 @@ def to_json(config: decoder.ModelConfig, dtype: str, token_ids: dict[str, Any]) 
 def table(config: decoder.ModelConfig) -> list[Entry]:
   """Returns every tensor of a folder of this family and head, with its path in our tree."""
   d, f, v, h = config.d_model, config.d_ff, config.vocab_size, config.head_dim
-  query, key = config.num_heads * h, config.num_kv_heads * h
-  entries = [Entry('model.embed_tokens.weight', 'embed/embedding', None, (v, d), False)]
-  layer_rows = [
-      ('input_layernorm.weight', 'attention_norm/scale', (d,), False),
-      ('self_attn.q_proj.weight', 'attention/query/kernel', (query, d), True),
-      ('self_attn.k_proj.weight', 'attention/key/kernel', (key, d), True),
-      ('self_attn.v_proj.weight', 'attention/value/kernel', (key, d), True),
-      ('self_attn.o_proj.weight', 'attention/out/kernel', (d, query), True),
-      ('post_attention_layernorm.weight', 'mlp_norm/scale', (d,), False),
+  query = config.num_heads * h
+  key = config.num_kv_heads * h
+  attention = 'layers/attention'
+  layer_rows: list[tuple[str, str, tuple[int, ...], bool]] = [
+      ('input_layernorm.weight', 'layers/attention_norm/scale', (d,), False),
+      ('self_attn.q_proj.weight', f'{attention}/query/kernel', (query, d), True),
+      ('self_attn.k_proj.weight', f'{attention}/key/kernel', (key, d), True),
+      ('self_attn.v_proj.weight', f'{attention}/value/kernel', (key, d), True),
+      ('self_attn.o_proj.weight', f'{attention}/out/kernel', (d, query), True),
+      ('post_attention_layernorm.weight', 'layers/mlp_norm/scale', (d,), False),
   ]
-  feed_forward = [('gate', (f, d)), ('up', (f, d)), ('down', (d, f))]
+  feed_forward: dict[str, tuple[int, ...]] = {'gate': (f, d), 'up': (f, d), 'down': (d, f)}
   if not config.num_experts:
-    layer_rows += [
-        (f'mlp.{name}_proj.weight', f'mlp/{name}/kernel', shape, True)
-        for name, shape in feed_forward
-    ]
-  if config.qkv_bias and config.family == 'llama':  # where it comes with one of the output
-    layer_rows.append(('self_attn.o_proj.bias', '', (d,), False))
+    for name, shape in feed_forward.items():
+      layer_rows.append((f'mlp.{name}_proj.weight', f'layers/mlp/{name}/kernel', shape, True))
+  if config.qkv_bias and config.family == 'llama':  # Llama also has a bias of the output
+    layer_rows.append(('self_attn.o_proj.bias', ABSENT, (d,), False))
   if config.qkv_bias:
     layer_rows += [
-        ('self_attn.q_proj.bias', 'attention/query/bias', (query,), False),
-        ('self_attn.k_proj.bias', 'attention/key/bias', (key,), False),
-        ('self_attn.v_proj.bias', 'attention/value/bias', (key,), False),
+        ('self_attn.q_proj.bias', f'{attention}/query/bias', (query,), False),
+        ('self_attn.k_proj.bias', f'{attention}/key/bias', (key,), False),
+        ('self_attn.v_proj.bias', f'{attention}/value/bias', (key,), False),
     ]
   if config.qk_norm:
     layer_rows += [
-        ('self_attn.q_norm.weight', 'attention/query_norm/scale', (h,), False),
-        ('self_attn.k_norm.weight', 'attention/key_norm/scale', (h,), False),
+        ('self_attn.q_norm.weight', f'{attention}/query_norm/scale', (h,), False),
+        ('self_attn.k_norm.weight', f'{attention}/key_norm/scale', (h,), False),
     ]
+  entries = [Entry('model.embed_tokens.weight', 'embed/embedding', None, (v, d), False)]
   for l in range(config.num_layers):
+    prefix = f'model.layers.{l}'
     for name, path, shape, transpose in layer_rows:
-      ours = f'layers/{path}' if path else NOT_OURS
-      entries.append(Entry(f'model.layers.{l}.{name}', ours, l, shape, transpose))
+      entries.append(Entry(f'{prefix}.{name}', path, l, shape, transpose))
     if config.num_experts:
-      entries += _expert_entries(l, config.num_experts, d, feed_forward)
+      router_shape = (config.num_experts, d)
+      router = 'layers/moe/router/kernel'
+      entries.append(Entry(f'{prefix}.mlp.gate.weight', router, l, router_shape, True))
+    for expert in range(config.num_experts):
+      for part, shape in feed_forward.items():
+        name = f'{prefix}.mlp.experts.{expert}.{part}_proj.weight'
+        entries.append(Entry(name, f'layers/moe/{part}', l, shape, True, expert))
   entries.append(Entry('model.norm.weight', 'final_norm/scale', None, (d,), False))
   if config.head in ('tokens', 'both') and not config.tie_embeddings:
     entries.append(Entry('lm_head.weight', 'lm_head/kernel', None, (v, d), True))
@@ -231,22 +261,18 @@ def readable_by_auto_tokenizer(
 ) -> decoder.ModelConfig:
   """Returns the config under which AutoTokenizer gives the ids of `folder`'s tokenizer.json.
 
-  Choice: for the model type qwen2, transformers 5 replaces its pre-tokenizer by Qwen2's, whatever
-  the folder says. A model with another tokenizer is written as a Llama with biases: its output's
-  bias is 0, so that it computes the same.
+  Choice: transformers 5 replaces the pre-tokenizer of model type qwen2 by Qwen2's, whatever the
+  folder says. A model with another tokenizer is written as a Llama with biases. The bias of its
+  output is 0, so it computes the same.
   """
   path = folder / 'tokenizer.json'
   if config.family != 'qwen2' or not path.is_file():
     return config
-  found = read_json(path)
-  is_qwens = _QWEN2_WORDS in json.dumps(found.get('pre_tokenizer'), ensure_ascii=False)
-  if is_qwens or 'model' not in found:
+  tokenizer = read_json(path)
+  pre_tokenizer = json.dumps(tokenizer.get('pre_tokenizer'), ensure_ascii=False)
+  if _QWEN2_WORDS in pre_tokenizer or 'model' not in tokenizer:
     return config
   return dataclasses.replace(config, family='llama')
-
-
-# Of the pre-tokenizer of Qwen2 and Qwen2.5 as JSON: a digit is a word, and a punctuation mark too.
-_QWEN2_WORDS = r'|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|'
 
 
 def check_has_tokenizer(folder: pathlib.Path) -> None:
@@ -262,7 +288,7 @@ def copy_tokenizer(source: pathlib.Path, folder: pathlib.Path, config: decoder.M
       if (source / name).is_file():
         shutil.copyfile(source / name, folder / name)
   path = folder / 'tokenizer_config.json'
-  if config.family == 'llama' and config.qkv_bias:  # the class that takes tokenizer.json as it is
+  if config.family == 'llama' and config.qkv_bias:  # this class takes tokenizer.json as it is
     raw = read_json(path) if path.is_file() else {}
     write_json(path, raw | {'tokenizer_class': 'PreTrainedTokenizerFast'})
 
@@ -288,35 +314,24 @@ def write_json(path: pathlib.Path, raw: dict[str, Any]) -> None:
   path.write_text(json.dumps(raw, indent=2) + '\n', encoding='utf-8')
 
 
-def _expert_entries(layer, num_experts, d_model, feed_forward):
-  """Returns the tensors of a layer's router and experts."""
-  mlp, router = f'model.layers.{layer}.mlp', 'layers/moe/router/kernel'
-  entries = [Entry(f'{mlp}.gate.weight', router, layer, (num_experts, d_model), True)]
-  for expert in range(num_experts):
-    for name, shape in feed_forward:
-      theirs, ours = f'{mlp}.experts.{expert}.{name}_proj.weight', f'layers/moe/{name}'
-      entries.append(Entry(theirs, ours, layer, shape, True, expert))
-  return entries
-
-
 def is_finite(tensor: np.ndarray) -> bool:
-  """Whether all numbers are finite; of bfloat16 by their exponents, which is much faster."""
+  """Whether all numbers are finite; of bfloat16 it reads the exponents, which is much faster."""
   if tensor.dtype != DTYPES['bfloat16']:
     return bool(np.isfinite(tensor).all())
   return not ((tensor.view(np.uint16) & 0x7F80) == 0x7F80).any()
 
 
-def _refuse_unsupported(path, raw):
+def _check_supported(path, raw):
   """Raises UserError for settings that the decoder does not implement."""
-  refused = {
+  unsupported = {
       'use_sliding_window': bool(raw.get('use_sliding_window')),
       'attention_bias': bool(raw.get('attention_bias')) and raw.get('model_type') != 'llama',
       'mlp_bias': bool(raw.get('mlp_bias')),
       'quantization_config': raw.get('quantization_config') is not None,
       'hidden_act': raw.get('hidden_act', 'silu') != 'silu',
   }
-  for name, is_refused in refused.items():
-    if is_refused:
+  for name, is_unsupported in unsupported.items():
+    if is_unsupported:
       allowed = "'silu'" if name == 'hidden_act' else 'none'
       raise UserError(
           f'{path}: {name} = {raw[name]!r} is not supported; allowed: {allowed}; '
@@ -324,71 +339,72 @@ def _refuse_unsupported(path, raw):
       )
 
 
-def _check_heads(path, d_model, num_heads, num_kv_heads, head_dim, is_given):
+def _check_heads(path, raw, num_heads, num_kv_heads, head_dim):
   """Raises UserError for numbers of heads that do not divide."""
+  problem = ''
   if num_heads % num_kv_heads:
-    raise UserError(
-        f'{path}: num_key_value_heads = {num_kv_heads} does not divide num_attention_heads = '
-        f'{num_heads}; download config.json again'
+    problem = (
+        f'num_key_value_heads = {num_kv_heads} does not divide num_attention_heads = {num_heads}'
     )
-  if not is_given and d_model % num_heads:
-    raise UserError(
-        f'{path}: num_attention_heads = {num_heads} does not divide hidden_size = {d_model}; '
-        'download config.json again'
+  elif 'head_dim' not in raw and raw['hidden_size'] % num_heads:
+    problem = (
+        f'num_attention_heads = {num_heads} does not divide hidden_size = {raw["hidden_size"]}'
     )
-  if head_dim % 2:
-    raise UserError(
-        f'{path}: a head is {head_dim} wide, and rotary positions need an even number; download '
-        'config.json again'
-    )
-
-
-def _dense(path, raw):
-  return {'d_ff': _number(path, raw, 'intermediate_size')}
+  elif head_dim % 2:
+    problem = f'a head is {head_dim} wide, and rotary positions need an even number'
+  if problem:
+    raise UserError(f'{path}: {problem}; download config.json again')
 
 
 def _experts(path, raw):
   """Returns the fields of a mixture of experts. UserError: some of its layers are dense."""
-  if raw.get('decoder_sparse_step', 1) != 1 or raw.get('mlp_only_layers'):
+  step = raw.get('decoder_sparse_step', 1)
+  dense_layers = raw.get('mlp_only_layers')
+  if step != 1 or dense_layers:
     raise UserError(
-        f'{path}: decoder_sparse_step = {raw.get("decoder_sparse_step", 1)!r} and mlp_only_layers '
-        f'= {raw.get("mlp_only_layers")!r} make some layers dense; allowed: 1 and []; choose a '
-        'model whose layers all have experts'
+        f'{path}: decoder_sparse_step = {step!r} and mlp_only_layers = {dense_layers!r} make some '
+        'layers dense; allowed: 1 and []; choose a model whose layers all have experts'
     )
-  # transformers names the same number twice.
+  # transformers has two names for the same number.
   counts = {'num_experts': raw.get('num_experts', raw.get('num_local_experts'))}
-  experts, active = _number(path, counts, 'num_experts'), _number(path, raw, 'num_experts_per_tok')
-  if active > experts:
+  num_experts = _number(path, counts, 'num_experts')
+  active = _number(path, raw, 'num_experts_per_tok')
+  if active > num_experts:
     raise UserError(
-        f'{path}: num_experts_per_tok = {active} of num_experts = {experts}; download it again'
+        f'{path}: num_experts_per_tok = {active} of num_experts = {num_experts}; download it again'
     )
   return {
       'd_ff': _number(path, raw, 'moe_intermediate_size'),
-      'num_experts': experts,
+      'num_experts': num_experts,
       'experts_per_token': active,
       'norm_topk_prob': bool(raw.get('norm_topk_prob', False)),
   }
 
 
 def _rope(path, raw):
-  """Returns (rope_theta, rope_scaling), from `rope_parameters` (transformers 5) or two keys (4)."""
-  given = [raw[name] for name in ('rope_parameters', 'rope_scaling') if raw.get(name)]
-  for rope in given:
+  """Returns (rope_theta, rope_scaling).
+
+  transformers 5 writes `rope_parameters`. transformers 4 writes `rope_theta` and `rope_scaling`.
+  """
+  defaults = {'rope_theta': raw.get('rope_theta'), 'rope_type': 'default'}
+  forms = []
+  for name in ('rope_parameters', 'rope_scaling'):
+    rope = raw.get(name) or {}
     if not isinstance(rope, dict):
       raise UserError(f'{path}: rope parameters {rope!r} are not an object; download it again')
-  forms = [{'rope_theta': raw.get('rope_theta'), 'rope_type': 'default'} for _ in given]
-  for form, rope in zip(forms, given):
-    form |= {{'type': 'rope_type'}.get(name, name): value for name, value in rope.items()}
-  if len(forms) == 2 and forms[1]['rope_theta'] is None:  # transformers 4 has it elsewhere
-    forms[1]['rope_theta'] = forms[0]['rope_theta']
-  if len(forms) == 2 and forms[0] != forms[1]:
-    raise UserError(
-        f'{path}: rope_parameters = {given[0]!r} and rope_scaling = {given[1]!r} differ; remove '
-        'the one that does not hold'
-    )
-  rope = forms[0] if forms else {'rope_theta': raw.get('rope_theta')}
+    if rope:
+      renamed = {'rope_type' if key == 'type' else key: value for key, value in rope.items()}
+      forms.append(defaults | renamed)
+  if len(forms) == 2:
+    forms[1]['rope_theta'] = forms[1]['rope_theta'] or forms[0]['rope_theta']
+    if forms[0] != forms[1]:
+      raise UserError(
+          f'{path}: rope_parameters = {raw["rope_parameters"]!r} and rope_scaling = '
+          f'{raw["rope_scaling"]!r} differ; remove the one that does not hold'
+      )
+  rope = forms[0] if forms else defaults
   theta = _number(path, rope, 'rope_theta', 10_000.0, float)
-  kind = rope.get('rope_type', 'default')
+  kind = rope['rope_type']
   if kind == 'default':
     return theta, None
   if kind != 'llama3':
@@ -397,14 +413,15 @@ def _rope(path, raw):
         'choose another model or remove the scaling'
     )
   names = ('factor', 'low_freq_factor', 'high_freq_factor')
-  original = _number(path, rope, 'original_max_position_embeddings')
-  return theta, (*(_number(path, rope, name, None, float) for name in names), original)
+  factors = [_number(path, rope, name, None, float) for name in names]
+  return theta, (*factors, _number(path, rope, 'original_max_position_embeddings'))
 
 
 def _number(path, raw, name, default=None, kind=int):
   """Returns the positive number `raw[name]`, or the default. UserError: neither."""
   value = raw.get(name)
-  value = default if value is None else value
+  if value is None:
+    value = default
   if value is None:
     raise UserError(f'{path}: {name} is missing; download config.json again')
   if isinstance(value, bool) or not isinstance(value, (int, kind)) or not (0 < value < 2**53):

@@ -4,7 +4,8 @@ Einsum letters are those of `types.py`; the parameter tree is drawn in decoder.p
 """
 
 import dataclasses
-import functools
+import importlib.resources
+import json
 import math
 
 import flax.linen as nn
@@ -18,7 +19,32 @@ from stppo_jax.models import moe
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """The shape of a model; hashable, so it can be a static argument of jax.jit."""
+  """The shape of a model; hashable, so it can be a static argument of jax.jit.
+
+  Attributes:
+    d_ff: width of the feed-forward network, or of each expert.
+    num_experts: experts per layer. 0: one dense feed-forward network.
+    experts_per_token: experts that each token goes through.
+    norm_topk_prob: whether the weights of the chosen experts sum to 1.
+    rope_theta: base of the rotary frequencies.
+    rope_scaling: Llama 3's (factor, low_freq_factor, high_freq_factor,
+      original_max_position_embeddings).
+    tie_embeddings: whether the output matrix is the embedding.
+    qkv_bias: whether query, key and value have a bias, as in Qwen2.
+    qk_norm: whether query and key are normalised, as in Qwen3.
+    family: key names that convert.py reads and writes: 'qwen2' | 'qwen3' | 'qwen3_moe' | 'llama'.
+    head: 'tokens' | 'value' | 'both' (two heads on one trunk).
+    dtype: dtype of the computation, 'float32' | 'bfloat16'.
+    param_dtype: dtype of the stored parameters.
+    remat: what the backward pass recomputes: 'none' | 'full' (all) | 'dots' (all but matmuls).
+    scan_layers: False unrolls the layers, which is slower to compile and faster on a CPU.
+    attention: backend in training, 'plain' | 'splash' (TPU) | 'cudnn' (NVIDIA).
+    attention_chunk: queries whose scores are live at once in plain attention. 0: all.
+    max_positions: the longest row that the published weights were trained for.
+    lora_scale: factor of the adapters.
+    cache_tile: slots per tile of keys in a KVCache. 0: one tile.
+    row_sharding: placement of the rows of activations. None: XLA's choice.
+  """
 
   vocab_size: int
   d_model: int
@@ -26,30 +52,28 @@ class ModelConfig:
   num_heads: int
   num_kv_heads: int
   head_dim: int
-  d_ff: int  # of an expert, where there are experts
-  num_experts: int = 0  # per layer; 0: one dense feed-forward network
+  d_ff: int
+  num_experts: int = 0
   experts_per_token: int = 0
-  norm_topk_prob: bool = False  # the weights of the chosen experts sum to 1
+  norm_topk_prob: bool = False
   rope_theta: float = 10_000.0
-  # Llama 3's: (factor, low_freq_factor, high_freq_factor, original_max_position_embeddings).
   rope_scaling: tuple[float, float, float, int] | None = None
   rms_norm_eps: float = 1e-6
   tie_embeddings: bool = False
-  qkv_bias: bool = False  # Qwen2
-  qk_norm: bool = False  # Qwen3
-  # Key names that convert.py reads and writes: 'qwen2' | 'qwen3' | 'qwen3_moe' | 'llama'.
+  qkv_bias: bool = False
+  qk_norm: bool = False
   family: str = 'qwen2'
-  head: str = 'tokens'  # 'tokens' | 'value' | 'both' (two heads on one trunk)
-  dtype: str = 'float32'  # of the computation: 'float32' | 'bfloat16'
-  param_dtype: str = 'float32'  # of the stored parameters
-  remat: str = 'none'  # what backward recomputes: 'none' | 'full' (all) | 'dots' (all but matmuls)
-  scan_layers: bool = True  # False unrolls the layers: slower to compile, faster on a CPU
-  attention: str = 'plain'  # in training: 'plain' | 'splash' (TPU) | 'cudnn' (NVIDIA)
-  attention_chunk: int = 0  # queries whose scores are live at once in plain attention; 0: all
-  max_positions: int = 32_768  # the longest row the published weights were trained for
-  lora_scale: float = 1.0  # of what adapters add, if there are any
-  cache_tile: int = 0  # slots per tile of keys in a KVCache; 0: one tile
-  row_sharding: jax.sharding.NamedSharding | None = None  # of activations' rows; None: XLA's choice
+  head: str = 'tokens'
+  dtype: str = 'float32'
+  param_dtype: str = 'float32'
+  remat: str = 'none'
+  scan_layers: bool = True
+  attention: str = 'plain'
+  attention_chunk: int = 0
+  max_positions: int = 32_768
+  lora_scale: float = 1.0
+  cache_tile: int = 0
+  row_sharding: jax.sharding.NamedSharding | None = None
 
 
 class RMSNorm(nn.Module):
@@ -70,17 +94,25 @@ class Project(nn.Module):
 
   Choice: one product of two matrices. For an einsum with more axes XLA transposes copies of x in
   the kernel's gradient, which is slower on a CPU (measured in docs/dev/notes).
+
+  Attributes:
+    config: the model.
+    shape: shape of the kernel.
+    contracted: number of leading axes of the kernel that are contracted with the last ones of x.
+    bias: whether the other axes of the kernel have a bias.
+    stddev: standard deviation of the initial kernel.
+    precision: 'highest' does not round float32 on its way into the product.
   """
 
   config: ModelConfig
-  shape: tuple[int, ...]  # of the kernel
-  contracted: int = 1  # how many leading axes of the kernel are contracted with the last of x
-  bias: bool = False  # on all other axes of the kernel
+  shape: tuple[int, ...]
+  contracted: int = 1
+  bias: bool = False
   stddev: float = 0.02
-  precision: str | None = None  # 'highest': float32 is not rounded on its way into the product
+  precision: str | None = None
 
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x: jax.Array) -> jax.Array:
     config = self.config
     inputs, outputs = self.shape[: self.contracted], self.shape[self.contracted :]
     rows = x.shape[: x.ndim - self.contracted]
@@ -90,8 +122,9 @@ class Project(nn.Module):
     matrix = kernel.astype(config.dtype).reshape(x.shape[1], -1)
     y = jnp.matmul(x, matrix, precision=self.precision)
     if self.has_variable('params', 'lora_a'):
-      a, b = self.get_variable('params', 'lora_a'), self.get_variable('params', 'lora_b')
-      y = y + config.lora_scale * lora.product(x, a.astype(config.dtype), b.astype(config.dtype))
+      a = self.get_variable('params', 'lora_a').astype(config.dtype)
+      b = self.get_variable('params', 'lora_b').astype(config.dtype)
+      y = y + config.lora_scale * lora.product(x, a, b)
     y = y.reshape(*rows, *outputs)
     if self.bias:
       bias = self.param('bias', nn.initializers.zeros, outputs, config.param_dtype)
@@ -115,7 +148,8 @@ class Attention(nn.Module):
     if config.qk_norm:
       q = RMSNorm(config, name='query_norm')(q)
       k = RMSNorm(config, name='key_norm')(k)
-    q, k = attention.rotate(q, rope), attention.rotate(k, rope)
+    q = attention.rotate(q, rope)
+    k = attention.rotate(k, rope)
     if layer_cache is None:
       y = attention.causal(
           q, k, v, segments, config.attention, config.attention_chunk, config.row_sharding
@@ -162,14 +196,14 @@ class Experts(nn.Module):
     exact = dataclasses.replace(config, dtype='float32')
     router = Project(exact, (d, e), precision='highest', name='router')
     logits = router(x.astype(jnp.float32))
-    normal = nn.initializers.normal
     stddevs = (0.02, 0.02, 0.02 / math.sqrt(2 * config.num_layers))
+    shapes = ((e, d, f), (e, d, f), (e, f, d))
     kernels = tuple(
-        self.param(name, normal(stddev), shape, config.param_dtype)
-        for name, stddev, shape in zip(moe.KERNELS, stddevs, ((e, d, f), (e, d, f), (e, f, d)))
+        self.param(name, nn.initializers.normal(stddev), shape, config.param_dtype)
+        for name, stddev, shape in zip(moe.KERNELS, stddevs, shapes)
     )
     weights, routing = moe.route(logits, config.experts_per_token, config.norm_topk_prob, chosen)
-    if self.is_initializing():  # under vmap, which a sharded sort does not need to know
+    if self.is_initializing():  # under vmap, which a sharded sort does not support
       return x, routing
     gate, up, down = (kernel.astype(config.dtype) for kernel in kernels)
     y = moe.experts(x, weights, routing.chosen, (gate, up, down), config.row_sharding)
@@ -196,119 +230,14 @@ class Block(nn.Module):
     return x + y, layer_cache, routing
 
 
-# The shapes of published models, by name; the numbers are those of each model's config.json.
-# The columns that the models of a family share.
-_qwen2 = functools.partial(ModelConfig, rope_theta=1e6, qkv_bias=True, head_dim=128, family='qwen2')
-_tiny = functools.partial(
-    ModelConfig,
-    vocab_size=2697,
-    head_dim=32,
-    rope_theta=10_000.0,
-    tie_embeddings=True,
-    qkv_bias=True,
-    family='qwen2',
-    max_positions=4096,
-)
-_qwen3 = functools.partial(
-    ModelConfig,
-    vocab_size=151_936,
-    head_dim=128,
-    rope_theta=1e6,
-    qk_norm=True,
-    max_positions=40_960,
-)
-_llama3 = functools.partial(
-    ModelConfig,
-    vocab_size=128_256,
-    num_kv_heads=8,
-    head_dim=128,
-    rope_theta=500_000.0,
-    rms_norm_eps=1e-5,
-    family='llama',
-    max_positions=131_072,
-)
-PRESETS = {
-    # The embedded model.
-    'tiny': _tiny(d_model=128, num_layers=3, num_heads=4, num_kv_heads=2, d_ff=384),
-    # Of the study: does what holds for the embedded model hold for one of five times its size?
-    'tiny-5m': _tiny(d_model=256, num_layers=5, num_heads=8, num_kv_heads=4, d_ff=896),
-    'qwen2.5-0.5b': _qwen2(
-        vocab_size=151_936,
-        d_model=896,
-        num_layers=24,
-        num_heads=14,
-        num_kv_heads=2,
-        head_dim=64,
-        d_ff=4864,
-        tie_embeddings=True,
-    ),
-    'qwen2.5-1.5b': _qwen2(
-        vocab_size=151_936,
-        d_model=1536,
-        num_layers=28,
-        num_heads=12,
-        num_kv_heads=2,
-        d_ff=8960,
-        tie_embeddings=True,
-    ),
-    'qwen2.5-3b': _qwen2(
-        vocab_size=151_936,
-        d_model=2048,
-        num_layers=36,
-        num_heads=16,
-        num_kv_heads=2,
-        d_ff=11_008,
-        tie_embeddings=True,
-    ),
-    'qwen2.5-7b': _qwen2(
-        vocab_size=152_064, d_model=3584, num_layers=28, num_heads=28, num_kv_heads=4, d_ff=18_944
-    ),
-    'qwen3-8b': _qwen3(
-        d_model=4096, num_layers=36, num_heads=32, num_kv_heads=8, d_ff=12_288, family='qwen3'
-    ),
-    'qwen3-30b-a3b': _qwen3(
-        d_model=2048,
-        num_layers=48,
-        num_heads=32,
-        num_kv_heads=4,
-        d_ff=768,
-        num_experts=128,
-        experts_per_token=8,
-        norm_topk_prob=True,
-        family='qwen3_moe',
-    ),
-    'llama3.2-1b': _llama3(
-        d_model=2048,
-        num_layers=16,
-        num_heads=32,
-        head_dim=64,
-        d_ff=8192,
-        rope_scaling=(32.0, 1.0, 4.0, 8192),
-        tie_embeddings=True,
-    ),
-    'llama3.2-3b': _llama3(
-        d_model=3072,
-        num_layers=28,
-        num_heads=24,
-        d_ff=8192,
-        rope_scaling=(32.0, 1.0, 4.0, 8192),
-        tie_embeddings=True,
-    ),
-    'llama3.1-8b': _llama3(
-        d_model=4096, num_layers=32, num_heads=32, d_ff=14_336, rope_scaling=(8.0, 1.0, 4.0, 8192)
-    ),
-    'smollm2-135m': ModelConfig(
-        vocab_size=49_152,
-        d_model=576,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        d_ff=1536,
-        rope_theta=100_000.0,
-        rms_norm_eps=1e-5,
-        tie_embeddings=True,
-        family='llama',
-        max_positions=8192,
-    ),
-}
+def _presets() -> dict[str, ModelConfig]:
+  """Returns the shapes of published models, as in each model's config.json, and of the own ones."""
+  path = importlib.resources.files('stppo_jax.assets') / 'presets.json'
+  presets = {}
+  for name, fields in json.loads(path.read_text(encoding='utf-8')).items():
+    scaling = fields.pop('rope_scaling', None)
+    presets[name] = ModelConfig(**fields, rope_scaling=scaling and tuple(scaling))
+  return presets
+
+
+PRESETS = _presets()

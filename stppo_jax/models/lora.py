@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from stppo_jax.types import UserError
 
 Params = dict[str, Any]  # a tree of arrays or of their shapes
-# PEFT's name -> (path of the kernel within `layers`, how many of its axes are contracted with x).
+# PEFT's name -> (path of the kernel within `layers`, number of its axes that x is contracted with).
 TARGETS = {
     'q_proj': ('attention/query', 1),
     'k_proj': ('attention/key', 1),
@@ -47,13 +47,14 @@ def init(key: jax.Array, params: Params, rank: int, targets: Collection[str]) ->
           f'config.model.lora_targets names {name!r}, and experts take no adapters: leave out '
           'gate_proj, up_proj and down_proj; the experts stay as they are'
       )
-    layers, *axes = params['layers'][part][module]['kernel'].shape
+    num_layers, *axes = params['layers'][part][module]['kernel'].shape
     inputs, outputs = axes[:contracted], axes[contracted:]
     bound = 1 / math.sqrt(math.prod(inputs))
-    a_key, shape = jax.random.fold_in(key, index), (layers, *inputs, rank)
+    a_key = jax.random.fold_in(key, index)
+    a_shape = (num_layers, *inputs, rank)
     adapters.setdefault(part, {})[module] = {
-        'lora_a': jax.random.uniform(a_key, shape, jnp.float32, -bound, bound),
-        'lora_b': jnp.zeros((layers, rank, *outputs), jnp.float32),
+        'lora_a': jax.random.uniform(a_key, a_shape, jnp.float32, -bound, bound),
+        'lora_b': jnp.zeros((num_layers, rank, *outputs), jnp.float32),
     }
   return {'layers': adapters}
 
@@ -66,19 +67,22 @@ def product(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
 
 def combine(base: Params, trained: Params) -> Params:
   """Returns one tree with the leaves of both, without copies. combine({}, params) is params."""
-  base, trained = traverse_util.flatten_dict(base), traverse_util.flatten_dict(trained)
-  if both := base.keys() & trained.keys():
+  base = traverse_util.flatten_dict(base)
+  trained = traverse_util.flatten_dict(trained)
+  both = base.keys() & trained.keys()
+  if both:
     raise ValueError(f'{sorted(map("/".join, both))} are both frozen and trained')
   return traverse_util.unflatten_dict(base | trained)
 
 
 def split(params: Params) -> tuple[Params, Params]:
-  """Returns (frozen base of the adapters, parts trained in full: the value head, if any).
+  """Returns (frozen base of the adapters, parts that are trained in full).
 
-  What is trained is in float32: most steps are too small to change a bfloat16.
+  The value head is trained in full. Trained parameters are in float32, because most steps are too
+  small to change a bfloat16.
   """
-  base = {name: branch for name, branch in params.items() if name != 'value_head'}
-  trained = {name: branch for name, branch in params.items() if name == 'value_head'}
+  base = dict(params)
+  trained = {'value_head': base.pop('value_head')} if 'value_head' in base else {}
   return base, jax.tree.map(_float32, trained)
 
 
@@ -86,18 +90,16 @@ def merge(base: Params, trained: Params, scale: float) -> Params:
   """Returns parameters without adapters: W + scale A B, in W's dtype, for each adapted kernel W."""
   flat = traverse_util.flatten_dict(combine(base, trained))
   merged = {path: leaf for path, leaf in flat.items() if path[-1] not in ('lora_a', 'lora_b')}
-  for path in flat:
+  for path, a in flat.items():
     if path[-1] != 'lora_a':
       continue
-    module, kernel = path[:-1], flat[*path[:-1], 'kernel']
-    a, b = flat[path], flat[*module, 'lora_b']
-    layers, rank = b.shape[:2]
-    change = scale * jnp.einsum(
-        'lir,lro->lio',
-        a.reshape(layers, -1, rank),
-        b.reshape(layers, rank, -1),
-        precision='highest',
-    )
+    module = path[:-1]
+    kernel = flat[*module, 'kernel']
+    b = flat[*module, 'lora_b']
+    num_layers, rank = b.shape[:2]
+    a = a.reshape(num_layers, -1, rank)
+    b = b.reshape(num_layers, rank, -1)
+    change = scale * jnp.einsum('lir,lro->lio', a, b, precision='highest')
     merged[*module, 'kernel'] = (kernel + change.reshape(kernel.shape)).astype(kernel.dtype)
   return traverse_util.unflatten_dict(merged)
 

@@ -1,9 +1,12 @@
 """Mixture of experts: a router sends each token through the best few of E feed-forward networks.
 
 Router logits in, a weighted sum of experts out. Tokens are sorted by expert, so that each expert
-multiplies the rows that chose it and no others (`jax.lax.ragged_dot`); no token is ever dropped.
-That holds on a TPU. On a GPU it needs JAX_RAGGED_DOT_USE_GPU_PALLAS_TRITON_LOWERING=1 in JAX 0.10:
-otherwise, as on a CPU, all experts multiply all rows, masked.
+multiplies only the rows that chose it (`jax.lax.ragged_dot`). No token is ever dropped. This holds
+on a TPU. On a GPU it needs JAX_RAGGED_DOT_USE_GPU_PALLAS_TRITON_LOWERING=1 in JAX 0.10. Otherwise,
+as on a CPU, all experts multiply all rows, masked.
+
+Routing replay (Zheng et al., arXiv 2507.18071, section 5.3) repeats the choices of an earlier pass:
+`routes` stores them, `route` takes them, `replaced` counts what they changed.
 
 Einsum letters are those of `types.py`: E experts, A of them active per token.
 """
@@ -20,16 +23,22 @@ from jax.sharding import PartitionSpec as P
 
 from stppo_jax.models import sharding
 
-KERNELS = ('gate', 'up', 'down')  # of the experts, in this order
+KERNELS = ('gate', 'up', 'down')  # names of the experts' kernels, in this order
 
 
 @flax.struct.dataclass
 class Routing:
-  """What the router decided: of one layer, or of all with a leading L axis."""
+  """The decisions of the router in one layer, or in all layers with a leading L axis.
 
-  chosen: jax.Array  # [B,T,A] int32, the experts of each token, the likeliest first
-  entropy: jax.Array  # [B,T] nats, of the distribution over all experts
-  replaced: jax.Array  # [B,T] share of `chosen` that the router itself would not have chosen
+  Attributes:
+    chosen: [B,T,A] int32, the experts of each token, the likeliest first.
+    entropy: [B,T] nats, entropy of the distribution over all experts.
+    replaced: [B,T] share of `chosen` that the router itself would not have chosen.
+  """
+
+  chosen: jax.Array
+  entropy: jax.Array
+  replaced: jax.Array
 
 
 def route(
@@ -37,25 +46,27 @@ def route(
 ) -> tuple[jax.Array, Routing]:
   """Returns (weights [B,T,A] float32, Routing) for router logits [B,T,E].
 
-  A weight is the softmax over all E experts, at the chosen ones. With `renormalise` the weights of
-  a token sum to 1. `chosen` [B,T,A] replays an earlier choice (routing replay, Zheng et al.,
-  arXiv 2507.18071, section 5.3): the experts are those, and their weights, with their gradient,
-  are those of the logits given here.
+  A weight is the softmax over all E experts, at the chosen experts. With `renormalise` the weights
+  of a token sum to 1. `chosen` [B,T,A] replays an earlier choice: it gives the experts, and the
+  logits give their weights with the gradient.
   """
   chex.assert_rank(logits, 3)
   log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
   probs = jnp.exp(log_probs)
-  own = jax.lax.top_k(probs, active)[1]
-  chosen = own if chosen is None else chosen.astype(jnp.int32)
+  likeliest = jax.lax.top_k(probs, active)[1]
+  if chosen is None:
+    chosen = likeliest
+  chosen = chosen.astype(jnp.int32)
   chex.assert_shape(chosen, (*logits.shape[:2], active))
   # A sum over E with one term: its derivative needs no scatter.
-  here = jnp.arange(logits.shape[-1]) == chosen[..., None]
-  weights = jnp.sum(jnp.where(here, probs[..., None, :], 0), axis=-1)
+  is_chosen = jnp.arange(logits.shape[-1]) == chosen[..., None]
+  weights = jnp.sum(jnp.where(is_chosen, probs[..., None, :], 0), axis=-1)
   if renormalise:
     weights /= jnp.sum(weights, axis=-1, keepdims=True)
-  kept = (chosen[..., None] == own[..., None, :]).any(axis=-1)  # [B,T,A]
-  replaced = 1 - jnp.mean(kept, axis=-1, dtype=jnp.float32)
-  return weights, Routing(chosen, -jnp.sum(probs * log_probs, axis=-1), replaced)
+  is_likeliest = (chosen[..., None] == likeliest[..., None, :]).any(axis=-1)  # [B,T,A]
+  replaced = 1 - jnp.mean(is_likeliest, axis=-1, dtype=jnp.float32)
+  entropy = -jnp.sum(probs * log_probs, axis=-1)
+  return weights, Routing(chosen, entropy, replaced)
 
 
 def experts(
@@ -81,14 +92,16 @@ def experts(
       sharding.layer_spec(f'moe/{name}', kernel.shape, mesh)
       for name, kernel in zip(KERNELS, kernels)
   )
+  part_axis = places[2][1]  # down is [E,F,D]
 
   def on_each_device(x, weights, chosen, kernels):
-    whole = [
-        k if place[0] is None else jax.lax.all_gather(k, place[0], axis=0, tiled=True)
-        for k, place in zip(kernels, places)
-    ]
-    y = _experts(x, weights, chosen, whole)
-    return y if places[2][1] is None else jax.lax.psum(y, places[2][1])
+    gathered = []
+    for kernel, place in zip(kernels, places):
+      if place[0] is not None:
+        kernel = jax.lax.all_gather(kernel, place[0], axis=0, tiled=True)
+      gathered.append(kernel)
+    y = _experts(x, weights, chosen, gathered)
+    return y if part_axis is None else jax.lax.psum(y, part_axis)
 
   return jax.shard_map(
       on_each_device, mesh=mesh, in_specs=(rows, rows, rows, places), out_specs=rows
@@ -100,47 +113,48 @@ def load(routing: Routing, live: jax.Array, num_experts: int) -> dict[str, jax.A
 
   'tokens' [L,E] counts the tokens of each expert, 'entropy' [L] sums the router's entropies.
   """
-  here = jnp.arange(num_experts) == routing.chosen[..., None]  # [L,B,T,A,E]
+  is_chosen = jnp.arange(num_experts) == routing.chosen[..., None]  # [L,B,T,A,E]
+  is_counted = is_chosen & live[..., None, None]
   return {
-      'tokens': jnp.sum(here & live[..., None, None], axis=(1, 2, 3), dtype=jnp.float32),
+      'tokens': jnp.sum(is_counted, axis=(1, 2, 3), dtype=jnp.float32),
       'entropy': jnp.sum(routing.entropy * live, axis=(1, 2)),
   }
 
 
 def route_dtype(num_experts: int) -> Any:
-  """Returns the smallest type of an expert's number, in which choices are kept."""
+  """Returns the smallest type of an expert's number, in which routes are stored."""
   return jnp.uint8 if num_experts <= 256 else jnp.uint16
 
 
-def in_order(routing: Routing, num_experts: int) -> jax.Array:
-  """Returns the experts of each token [B,T,L,A] of a Routing of all layers, as they are kept."""
+def routes(routing: Routing, num_experts: int) -> jax.Array:
+  """Returns the experts of each token [B,T,L,A] of a Routing of all layers, for a later replay."""
   return jnp.moveaxis(routing.chosen, 0, 2).astype(route_dtype(num_experts))
 
 
 def replaced(routing: Routing, live: jax.Array) -> dict[str, jax.Array]:
   """Returns sums over the live tokens [B,T] of what a replay changed; they add over batches.
 
-  'experts' sums the share of a token's experts that the router would have chosen otherwise, over
-  all layers; 'any' counts the tokens with such an expert in any layer; 'live' counts tokens.
+  'experts' sums the share of a token's experts that the router itself would not have chosen, as a
+  mean over layers. 'any' counts the tokens with such an expert in any layer. 'live' counts tokens.
   """
-  moved = routing.replaced * live  # [L,B,T]
+  share = routing.replaced * live  # [L,B,T]
   return {
-      'experts': jnp.sum(moved) / len(moved),
-      'any': jnp.sum((moved > 0).any(axis=0), dtype=jnp.float32),
+      'experts': jnp.sum(share) / len(share),
+      'any': jnp.sum((share > 0).any(axis=0), dtype=jnp.float32),
       'live': jnp.sum(live, dtype=jnp.float32),
   }
 
 
 def no_load(num_layers: int, num_experts: int) -> dict[str, jax.Array]:
-  """Returns the zeros that `load` is added to."""
+  """Returns the zeros to which sums of `load` are added."""
   return {'tokens': jnp.zeros((num_layers, num_experts)), 'entropy': jnp.zeros(num_layers)}
 
 
 def load_metrics(sums: dict[str, jax.Array], active: int) -> dict[str, jax.Array]:
   """Returns metrics of how evenly the experts are used, from the sums of `load`.
 
-  An expert's load is its share of the tokens times E / A: 1 where all experts are used evenly, at
-  most E / A. The largest, the smallest and the spread are over all experts of all layers.
+  An expert's load is its share of the tokens times E / A. It is 1 if all experts are used evenly,
+  and at most E / A. The largest, the smallest and the spread are over all experts of all layers.
   """
   tokens = sums['tokens']
   live = jnp.maximum(tokens.sum(axis=1, keepdims=True) / active, 1)  # [L,1]
@@ -155,18 +169,19 @@ def load_metrics(sums: dict[str, jax.Array], active: int) -> dict[str, jax.Array
 
 
 def _experts(x, weights, chosen, kernels):
-  """Computes `experts` of the tokens of one device."""
+  """Computes `experts` for the tokens of one device."""
   gate, up, down = kernels
-  active, width = chosen.shape[-1], x.shape[-1]
-  expert = chosen.reshape(-1)  # of each of the A copies of each token
+  active = chosen.shape[-1]
+  width = x.shape[-1]
+  expert = chosen.reshape(-1)  # [XA], an entry per copy of a token
   order = jnp.argsort(expert)
-  place = jnp.argsort(order)
+  inverse = jnp.argsort(order)
   sizes = jnp.sum(expert[:, None] == jnp.arange(len(gate)), axis=0, dtype=jnp.int32)
   product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
   copies = jnp.repeat(x.reshape(-1, 1, width), active, axis=1).reshape(-1, width)
-  rows = _permute(copies, order, place)
+  rows = _permute(copies, order, inverse)
   hidden = jax.nn.silu(product(rows, gate)) * product(rows, up)
-  y = _permute(product(hidden, down), place, order).reshape(*chosen.shape, width)
+  y = _permute(product(hidden, down), inverse, order).reshape(*chosen.shape, width)
   return jnp.sum(y * weights[..., None], axis=-2).astype(x.dtype)
 
 

@@ -45,7 +45,7 @@ RULES = (
 
 
 def mesh_of(settings: Any, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-  """Makes the mesh of config.mesh."""
+  """Makes the mesh that config.mesh describes."""
   return make_mesh(settings.data, settings.fsdp, settings.tensor, devices)
 
 
@@ -54,23 +54,24 @@ def make_mesh(
 ) -> jax.sharding.Mesh:
   """Makes a mesh over the devices; one of the sizes may be -1 and takes the remaining devices.
 
-  Where all sizes are given, one process may use fewer devices than it sees: the first ones. The
+  If all sizes are given, one process may use fewer devices than it sees: the first ones. The
   devices of several processes, which may be those of a plan, are all needed.
   """
-  devices = jax.devices() if devices is None else devices
+  if devices is None:
+    devices = jax.devices()
   num_processes = len({device.process_index for device in devices})
   sizes = [data, fsdp, tensor]
-  given = ', '.join(f'{axis}={size}' for axis, size in zip(AXES, sizes))
+  setting = f'config.mesh (data={data}, fsdp={fsdp}, tensor={tensor})'
   if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-    raise UserError(f'config.mesh ({given}): sizes are at least 1, and at most one of them is -1')
+    raise UserError(f'{setting}: sizes are at least 1, and at most one of them is -1')
   known = math.prod(size for size in sizes if size != -1)
   if -1 in sizes:
     if len(devices) % known:
-      raise UserError(f'config.mesh ({given}): {known} does not divide the {len(devices)} devices')
+      raise UserError(f'{setting}: {known} does not divide the {len(devices)} devices')
     sizes[sizes.index(-1)] = len(devices) // known
   elif known > len(devices) or known < len(devices) and num_processes > 1:
     raise UserError(
-        f'config.mesh ({given}) needs {known} devices, and there are {len(devices)}: '
+        f'{setting} needs {known} devices, and there are {len(devices)}: '
         'set one axis to -1 to take what is left'
     )
   devices = devices[: math.prod(sizes)]
@@ -117,11 +118,14 @@ def check_host_memory(mesh: jax.sharding.Mesh) -> None:
 
 
 def to_device(tree: Any) -> Any:
-  """Copies host-offloaded leaves to the device; for use inside jit."""
-  fetch = lambda x: jax.device_put(x, jax.memory.Space.Device)
-  return jax.tree.map(
-      lambda x: fetch(x) if jax.typeof(x).memory_space == jax.memory.Space.Host else x, tree
-  )
+  """Copies host-offloaded leaves to the device. Call it inside jit."""
+
+  def fetch(x):
+    if jax.typeof(x).memory_space != jax.memory.Space.Host:
+      return x
+    return jax.device_put(x, jax.memory.Space.Device)
+
+  return jax.tree.map(fetch, tree)
 
 
 def tree_shardings(tree: Any, mesh: jax.sharding.Mesh, memory_kind: str | None = None) -> Any:
@@ -136,7 +140,7 @@ def tree_shardings(tree: Any, mesh: jax.sharding.Mesh, memory_kind: str | None =
   def place(path, leaf):
     if not leaf.shape:
       return replicated(mesh)
-    name = '/'.join(str(getattr(key, 'key', getattr(key, 'name', key))) for key in path)
+    name = jax.tree_util.keystr(path, simple=True, separator='/')
     return NamedSharding(mesh, _spec(name, leaf.shape, mesh), memory_kind=memory_kind)
 
   return jax.tree_util.tree_map_with_path(place, tree)
@@ -148,19 +152,16 @@ def layer_spec(name: str, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> P:
 
 
 def _spec(name, shape, mesh):
+  """Returns the axes of the first matching rule, without those that do not divide the dimension."""
   for pattern, spec in RULES:
     if re.search(pattern, name):
-      return _fit(spec, shape, mesh)
+      return P(*(_fit(axis, size, mesh) for axis, size in zip(spec, shape)))
   raise ValueError(f'no sharding rule for {name!r} of shape {shape}; add one to RULES')
 
 
-def _fit(spec, shape, mesh):
-  """Returns `spec` without the axes that do not divide their dimension."""
-  axes = [
-      axis if axis is None or size % mesh.shape[axis] == 0 else None
-      for axis, size in zip(spec, shape)
-  ]
-  return P(*axes)
+def _fit(axis, size, mesh):
+  divides = axis is not None and size % mesh.shape[axis] == 0
+  return axis if divides else None
 
 
 def spread(x: jax.Array, row_sharding: jax.sharding.Sharding | None) -> jax.Array:
@@ -171,9 +172,9 @@ def spread(x: jax.Array, row_sharding: jax.sharding.Sharding | None) -> jax.Arra
 def gradient_over_rows(params: Any, row_sharding: NamedSharding | None, width: int) -> Any:
   """Returns the same parameters; their gradients are sharded on the axis of `width` D.
 
-  The shards are those of the rows. This is for a gradient that is summed over the steps of a loop:
-  otherwise XLA replicates the sum, which for the head [D,V] of a 7B model in float32 is 2 GiB.
-  Where D does not divide evenly nothing changes.
+  The shards are those of the rows. The function serves a gradient that is summed over the steps of
+  a loop: otherwise XLA replicates the sum, which for the head [D,V] of a 7B model in float32 is
+  2 GiB. Where D does not divide evenly nothing changes.
   """
   if row_sharding is None or width % row_sharding.num_devices:
     return params

@@ -11,26 +11,6 @@ import re
 from typing import Any
 
 KINDS = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute')
-_BYTES: dict[str, float] = {
-    'pred': 1,
-    's4': 0.5,
-    'u4': 0.5,
-    's8': 1,
-    'u8': 1,
-    's16': 2,
-    'u16': 2,
-    'bf16': 2,
-    'f16': 2,
-    's32': 4,
-    'u32': 4,
-    'f32': 4,
-    's64': 8,
-    'u64': 8,
-    'f64': 8,
-    'c64': 8,
-    'c128': 16,
-}
-
 _COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+) .*\{$')
 _INSTRUCTION = re.compile(r'^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(')
 _SHAPE = re.compile(r'\b([a-z]+\d*|pred)\[([\d,]*)\]')
@@ -46,7 +26,7 @@ class Collective:
 
   kind: str  # one of KINDS
   count: int  # executions
-  bytes: int  # of all results; for a reduce-scatter, of all operands
+  bytes: int  # of all results, or of all operands of a reduce-scatter
 
 
 def collectives(hlo_text: str, open_trips: int = 1) -> tuple[Collective, ...]:
@@ -60,14 +40,14 @@ def collectives(hlo_text: str, open_trips: int = 1) -> tuple[Collective, ...]:
   count: collections.Counter[str] = collections.Counter()
   size: collections.Counter[str] = collections.Counter()
 
-  def walk(name, times, seen):
+  def walk(name, times, channels):
     for result, opcode, line in computations.get(name, ()):
       kind = opcode.removesuffix('-start')
       if kind in KINDS:
         channel = re.search(r'channel_id=(\d+)', line)
-        if channel and channel[1] in seen:
+        if channel and channel[1] in channels:
           continue
-        seen.add(channel and channel[1])
+        channels.add(channel and channel[1])
         count[kind] += times
         size[kind] += times * _moved(kind, opcode != kind, result, line)
       elif not opcode.endswith(('-done', '-update')):
@@ -75,13 +55,14 @@ def collectives(hlo_text: str, open_trips: int = 1) -> tuple[Collective, ...]:
         for branches in _BRANCHES.findall(line):
           called += [branch.strip(' %') for branch in branches.split(',')]
         trips = _trips(line, computations, open_trips) if opcode == 'while' else 1
+        # TPU programs split one collective into many fusions that share its channel.
+        shares_channels = opcode in ('fusion', 'async-start')
         for inner in called:
-          # TPU programs split one collective into many fusions that share its channel.
-          walk(inner, times * trips, seen if opcode in ('fusion', 'async-start') else set())
+          walk(inner, times * trips, channels if shares_channels else set())
 
   walk(entry, 1, set())
-  found = [Collective(kind, count[kind], int(size[kind])) for kind in count]
-  return tuple(sorted(found, key=lambda collective: -collective.bytes))
+  totals = [Collective(kind, count[kind], int(size[kind])) for kind in count]
+  return tuple(sorted(totals, key=lambda collective: -collective.bytes))
 
 
 def matmul_flops(jaxpr: Any, open_trips: int = 1) -> float:
@@ -95,7 +76,8 @@ def matmul_flops(jaxpr: Any, open_trips: int = 1) -> float:
     if eqn.primitive.name == 'dot_general':
       (contracted, _), _ = eqn.params['dimension_numbers']
       left = eqn.invars[0].aval.shape
-      total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[i] for i in contracted)
+      outputs = math.prod(eqn.outvars[0].aval.shape)
+      total += 2 * outputs * math.prod(left[i] for i in contracted)
       continue
     if eqn.primitive.name == 'ragged_dot_general':
       total += _ragged_flops(eqn)
@@ -134,17 +116,17 @@ def _trips(line, computations, open_trips):
   """Returns a while loop's trip count: the compiler's, or that of `i < constant`, or open_trips."""
   if match := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line):
     return int(match[1])
-  called = re.search(r'condition=%?([\w.\-]+)', line)
-  condition = computations.get(called[1], ()) if called else ()
+  condition = re.search(r'condition=%?([\w.\-]+)', line)
+  instructions = computations.get(condition[1], ()) if condition else ()
   constants = {}
-  for _, opcode, text in condition:
-    if match := re.search(r'%?([\w.\-]+) = .* constant\((\d+)\)', text):
-      if opcode == 'constant':
-        constants[match[1]] = match[2]
-  for _, opcode, text in condition:
+  for _, opcode, text in instructions:
+    constant = re.search(r'%?([\w.\-]+) = .* constant\((\d+)\)', text)
+    if constant and opcode == 'constant':
+      constants[constant[1]] = int(constant[2])
+  for _, opcode, text in instructions:
     if opcode == 'compare' and 'ROOT' in text and 'direction=LT' in text:
       limit = re.search(r'compare\([^,]*, (?:[^%]* )?%?([\w.\-]+)\)', text)
-      return int(constants.get(limit[1] if limit else '', open_trips))
+      return constants.get(limit[1] if limit else '', open_trips)
   return open_trips
 
 
@@ -157,28 +139,35 @@ def _jaxprs(params):
 
 def _computations(text):
   """Returns (name of the entry, {computation: [(result type, opcode, line)]})."""
-  entry, current = '', []
-  found: dict[str, list[tuple[str, str, str]]] = {}
+  entry = ''
+  computations: dict[str, list[tuple[str, str, str]]] = {}
+  current: list[tuple[str, str, str]] = []
   for line in text.splitlines():
     if match := _COMPUTATION.match(line):
-      current = found.setdefault(match[2], [])
-      entry = match[2] if match[1] else entry
+      current = computations.setdefault(match[2], [])
+      if match[1]:
+        entry = match[2]
     elif match := _INSTRUCTION.match(line):
       current.append((match[1], match[2], line))
-  return entry, found
+  return entry, computations
 
 
 def _moved(kind, is_async, result, line):
   """Returns the bytes of a collective's results, or of its operands for a reduce-scatter."""
-  sizes = [
-      math.prod(map(int, filter(None, dims.split(',')))) * _BYTES.get(dtype, 0)
-      for dtype, dims in _SHAPE.findall(result)
-      if dims or not is_async
-  ]
+  sizes = []
+  for dtype, dims in _SHAPE.findall(result):
+    if dims or not is_async:
+      sizes.append(math.prod(map(int, filter(None, dims.split(',')))) * _item_bytes(dtype))
   if is_async and kind != 'all-reduce':  # (operands, results)
     half = len(sizes) // 2
     return max(sum(sizes[:half]), sum(sizes[half:]))
   return sum(sizes) * (_group_size(line) if kind == 'reduce-scatter' else 1)
+
+
+def _item_bytes(dtype):
+  """Returns the bytes of a number: 2 for 'bf16', 0.5 for 's4', 1 for 'pred'."""
+  bits = re.search(r'\d+', dtype)
+  return int(bits[0]) / 8 if bits else 1
 
 
 def _group_size(line):

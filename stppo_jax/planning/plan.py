@@ -20,21 +20,19 @@ from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.models import decoder
-from stppo_jax.models import moe
 from stppo_jax.models import sharding
 from stppo_jax.planning import hlo
+from stppo_jax.planning import programs
 from stppo_jax.planning import roofline
-from stppo_jax.planning import sampling
 from stppo_jax.planning import topologies
+from stppo_jax.planning.programs import Program
 from stppo_jax.planning.topologies import GIB
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import layout
 from stppo_jax.rollout import prepare
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.training import learner as learner_lib
-from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
-from stppo_jax.training import update
 
 HEADROOM = 0.1  # share of a chip's memory that a plan leaves free
 LIMIT_FLAG = '--xla_tpu_max_hbm_size_mib'
@@ -42,44 +40,37 @@ NUM_STOP_STATES = 32  # assumed size of the stop automaton, which depends on the
 
 
 @dataclasses.dataclass
-class Program:
-  """One compiled function, with figures per call and device unless stated otherwise."""
-
-  name: str
-  unit: str  # what one call does
-  runs: int  # calls per update, at most
-  flops: float  # on all devices together
-  resident: int  # bytes that other parts of the run hold meanwhile
-  trips: int  # of its loops without a known trip count
-  arguments: int = 0
-  temporaries: int = 0  # with results that do not reuse an argument's memory, and code
-  collectives: tuple[hlo.Collective, ...] = ()
-  compile_s: float = 0.0
-  seconds: float | None = None  # a lower bound
-  note: str = ''
-
-  @property
-  def peak(self) -> int:
-    """Bytes per device while it runs."""
-    return self.resident + self.arguments + self.temporaries
-
-
-@dataclasses.dataclass
 class Plan:
-  """The result of `make`."""
+  """The result of `make`.
+
+  Attributes:
+    config: the run.
+    topology: name of the topology.
+    chip: figures of one device.
+    mesh: the devices.
+    attention: backend of attention in training.
+    num_params: number of parameters of each model.
+    held: (bytes in total, bytes per device) by the name of what a run holds.
+    sampler: the sampler of the run.
+    token: work of a decoded token.
+    rollout: time of a rollout. None without the chip's figures.
+    programs: the compiled programs.
+    largest_micro_batch: the largest that fits. 0: none does.
+    largest_rows: the largest number of rows per decode call that fits. 0: none does.
+  """
 
   config: schema.Config
   topology: str
   chip: topologies.Chip
   mesh: jax.sharding.Mesh
-  attention: str  # the backend in training
-  num_params: dict[str, int]  # per model
-  held: dict[str, tuple[int, int]]  # bytes (in total, per device) by what is held
+  attention: str
+  num_params: dict[str, int]
+  held: dict[str, tuple[int, int]]
   sampler: sampler_lib.Sampler
-  token: roofline.Token | None = None  # a decoded one
-  rollout: roofline.Rollout | None = None  # None without the chip's figures
+  token: roofline.Token | None = None
+  rollout: roofline.Rollout | None = None
   programs: list[Program] = dataclasses.field(default_factory=list)
-  largest_micro_batch: int = 0  # that fits; 0: none does
+  largest_micro_batch: int = 0
   largest_rows: int = 0
 
   @property
@@ -114,7 +105,7 @@ def make(config: schema.Config, topology: str = '') -> Plan:
   """Compiles a run's programs for `topology` ('' means the attached devices), as the loop would.
 
   Choice: every episode fills a bin of the longest bucket, and every step clips something in each
-  bin. Shorter bins are branches of the same program that need less; fewer bins take fewer
+  bin. Shorter bins are branches of the same program that need less. Fewer bins take fewer
   iterations.
 
   UserError: an impossible topology, mesh or model. RunError: a compiler failed.
@@ -162,13 +153,13 @@ def make(config: schema.Config, topology: str = '') -> Plan:
   )
   # Sums over micro-batches: g and C of the actor, and the critic's.
   gradients = 2 * _sizes(state.actor)[1] + _sizes(state.critic)[1]
-  for program, traced in _programs(plan, spec, state, frozen):
-    _compile(program, traced, plan)
+  for program in _programs(plan, spec, state, frozen):
+    _compile(program, plan)
     plan.programs.append(program)
     _estimate(program, plan)
   if config.pipeline.staleness:
     _add_concurrent(plan)
-  plan.rollout = sampling.rollout(plan)
+  plan.rollout = estimate_rollout(plan)
   _find_largest(plan, gradients)
   return plan
 
@@ -180,34 +171,6 @@ def _check(config):
         "config.model.role_parameters='own': a plan is of one policy. Plan with 'shared', and "
         'count parameters and optimizers once per role'
     )
-
-
-def turn_batch(
-    rows: int, columns: int, experts_of: decoder.ModelConfig | None = None
-) -> types.TurnBatch:
-  """Returns the batch that `batching.to_turn_batch` makes, as ShapeDtypeStructs.
-
-  With a mixture of experts in `experts_of` it has the experts of each token, to be replayed.
-  """
-  routes = None
-  if experts_of is not None:
-    axes = (rows, columns, experts_of.num_layers, experts_of.experts_per_token)
-    routes = _shape_of(*axes, dtype=moe.route_dtype(experts_of.num_experts))
-  real, whole = _shape_of(rows, columns), _shape_of(rows, columns, dtype=jnp.int32)
-  return types.TurnBatch(
-      tokens=whole,
-      action_mask=real,
-      turn_ids=whole,
-      rewards=real,
-      old_logp=real,
-      ref_logp=real,
-      old_values=real,
-      advantages=real,
-      returns=real,
-      group_ids=_shape_of(rows, dtype=jnp.int32),
-      behaviour_logp=real,
-      routes=routes,
-  )
 
 
 def _params(model):
@@ -223,18 +186,14 @@ def _shape(x, placed):
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
 
 
-def _shape_of(*axes, dtype=jnp.float32):
-  return jax.ShapeDtypeStruct(axes, dtype)
-
-
 def _sizes(tree):
   """Returns (bytes in total, bytes per device) of ShapeDtypeStructs; without a sharding: on one."""
-  leaves = jax.tree.leaves(tree)
-  parts = [x.shape if x.sharding is None else x.sharding.shard_shape(x.shape) for x in leaves]
-  return (
-      sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves),
-      sum(math.prod(part) * x.dtype.itemsize for part, x in zip(parts, leaves)),
-  )
+  total = per_device = 0
+  for leaf in jax.tree.leaves(tree):
+    part = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+    total += math.prod(leaf.shape) * leaf.dtype.itemsize
+    per_device += math.prod(part) * leaf.dtype.itemsize
+  return total, per_device
 
 
 def _num_params(config, model, critic_model, state):
@@ -247,7 +206,7 @@ def _num_params(config, model, critic_model, state):
 
 
 def _held(sampler, state, frozen):
-  """Returns {what: (bytes in total, bytes per device)} that a run holds, with its KV cache."""
+  """Returns {name: (bytes in total, bytes per device)} that a run holds, with its KV cache."""
   trees = {
       'policy': frozen.policy(state.actor),
       'critic': (frozen.critic, state.critic),
@@ -255,88 +214,46 @@ def _held(sampler, state, frozen):
       'reference policy': frozen.reference,
   }
 
-  def keep(tree, on_host):
+  def sizes(tree, on_host):
     leaves = jax.tree.leaves(tree)
-    return [x for x in leaves if (x.sharding.memory_kind == sharding.HOST) == on_host]
+    return _sizes([x for x in leaves if (x.sharding.memory_kind == sharding.HOST) == on_host])
 
-  held = {name: _sizes(keep(tree, False)) for name, tree in trees.items()}
-  held['sampling copy'] = _sizes(sampler.shapes_of_copy(trees['policy']))
   rows = sampler.width * sampler.num_groups
   context = sampler.shapes_of_context(rows, sampler.slot_buckets[-1])
+  held = {name: sizes(tree, on_host=False) for name, tree in trees.items()}
+  held['sampling copy'] = _sizes(sampler.shapes_of_copy(trees['policy']))
   held['KV cache'] = _sizes((context.k, context.v))
-  return held | {f'{name}, on the host': _sizes(keep(tree, True)) for name, tree in trees.items()}
+  for name, tree in trees.items():
+    held[f'{name}, on the host'] = sizes(tree, on_host=True)
+  return held
 
 
 def _programs(plan, spec, state, frozen):
-  """Yields (Program, jax.stages.Traced) for each function that an update runs."""
-  params = frozen.policy(state.actor)
-  for name, unit, runs, trips, resident, traced in (
-      *_training_programs(plan, spec, state, frozen),
-      *sampling.programs(plan, params),
-  ):
-    yield Program(name, unit, runs, hlo.matmul_flops(traced.jaxpr, trips), resident, trips), traced
+  """Yields each program that an update runs."""
+  yield from programs.training(plan, spec, state, frozen)
+  yield from programs.sampling(plan, frozen.policy(state.actor))
 
 
-def _training_programs(plan, spec, state, frozen):
-  """Returns (name, unit, runs per update, loop trips, bytes held by others, traced) of each."""
-  train, held = plan.config.train, plan.held_per_device
-  sampler = sampling.ahead(plan) + held['KV cache'] * bool(plan.config.pipeline.staleness)
-  functions = update.compile_functions(spec, state, frozen, plan.mesh)
-  size, replay = (train.episodes, train.length_buckets[-1]), spec.routing_replay
-  sampled = turn_batch(*size, spec.actor if replay == 'sampling' else None)
-  annotated = turn_batch(*size, None if replay == 'none' else spec.actor)
-  micro_batches = train.mini_batch // train.micro_batch
-  micro = f'in micro-batches of {train.micro_batch}, {train.length_buckets[-1]} tokens each'
-  whole = functools.partial(_shape_of, dtype=jnp.int32)
-  deal, first_deals = (train.mini_batch,), (train.episodes // train.mini_batch, train.mini_batch)
-
-  def dealt(axes):
-    return packing.Step(whole(*axes), packing.Packing(*(whole(*axes) for _ in range(3))))
-
-  return (
-      (
-          'update',
-          f'an optimizer step on {train.mini_batch} episodes {micro}',
-          train.epochs * train.episodes // train.mini_batch,
-          micro_batches,
-          held['reference policy'] + sampler,
-          functions.update_step.trace(state, frozen, annotated, dealt(deal)),
-      ),
-      (
-          'annotate',
-          f'log-probs and values of {train.episodes} episodes {micro}',
-          1,
-          micro_batches,
-          held['optimizers'] + sampler,
-          functions.annotate.trace(state, frozen, sampled, dealt(first_deals)),
-      ),
-  )
-
-
-def _compile(program, traced, plan):
+def _compile(program, plan):
   """Compiles the program and fills in its memory and collectives."""
   started = time.perf_counter()
   logging.info('compiling %s for %s', program.name, plan.topology)
+  options = {LIMIT_FLAG.lstrip('-'): plan.tpu_limit_mib} if plan.tpu_limit_mib else None
   try:
-    compiled = traced.lower().compile(
-        {LIMIT_FLAG.lstrip('-'): plan.tpu_limit_mib} if plan.tpu_limit_mib else None
-    )
+    compiled = program.traced.lower().compile(options)
   except jax.errors.JaxRuntimeError as error:
     used = re.search(r'Used ([\d.]+)([MG]) of', str(error))
     if not used:
       raise topologies.explained(error, plan.topology) from error
-    # The compiler rejects a program that does not fit; its figure includes the arguments.
+    # The compiler rejects a program that does not fit. Its figure includes the arguments.
     program.temporaries = int(float(used[1]) * {'M': 2**20, 'G': GIB}[used[2]])
     program.note = ', rejected by the compiler for its size'
   else:
     memory = compiled.memory_analysis()
+    new_results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    code = memory.generated_code_size_in_bytes
     program.arguments = memory.argument_size_in_bytes
-    program.temporaries = (
-        memory.temp_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-        + memory.generated_code_size_in_bytes
-    )
+    program.temporaries = memory.temp_size_in_bytes + new_results + code
     program.collectives = hlo.collectives(compiled.as_text(), program.trips)
   program.compile_s = time.perf_counter() - started
 
@@ -344,22 +261,60 @@ def _compile(program, traced, plan):
 def _estimate(program, plan):
   """Fills in the roofline's time: the slowest of compute, memory and links, if they overlapped.
 
-  Memory traffic is everything that the program holds, once; for a decoded token see `roofline`. An
-  all-reduce sends its bytes twice.
+  Memory traffic is everything that the program holds, once. A decoded token has its own formula in
+  roofline.py. An all-reduce sends its bytes twice.
   """
   chip = plan.chip
   if program.name == 'decode':
-    plan.token = sampling.token(program, plan)
+    plan.token = _decoded_token(program, plan)
   if not chip.flops or program.note:
     return
   if program.name == 'decode':
     program.seconds = plan.token.seconds(plan.sampler.slot_buckets[-1], chip)
     return
-  traffic = program.arguments + program.temporaries
+  compute_s = program.flops / (plan.mesh.size * chip.flops)
+  memory_s = (program.arguments + program.temporaries) / chip.bandwidth
   sent = sum(c.bytes * (2 if c.kind == 'all-reduce' else 1) for c in program.collectives)
-  program.seconds = max(
-      program.flops / (plan.mesh.size * chip.flops), traffic / chip.bandwidth, sent / chip.link
+  program.seconds = max(compute_s, memory_s, sent / chip.link)
+
+
+def _decoded_token(program, plan):
+  """Returns what a decoded token reads and sends. It reads a few rows of an untied embedding."""
+  sampler, model = plan.sampler, plan.sampler.config
+  weights = plan.held['sampling copy'][1]
+  if not model.tie_embeddings:
+    parts = layout.num_shards(sampler.row_sharding, 'tensor')
+    weights -= model.vocab_size * model.d_model // parts * jnp.dtype(model.dtype).itemsize
+  rows_and_slots = sampler.num_groups * sampler.slot_buckets[-1]
+  return roofline.Token(
+      weights=weights,
+      cache=plan.held['KV cache'][1] // rows_and_slots,
+      flops=program.flops / plan.mesh.size,
+      sent=sum(c.bytes for c in program.collectives),
+      collectives=sum(c.count for c in program.collectives),
   )
+
+
+def estimate_rollout(plan: Plan) -> roofline.Rollout | None:
+  """Returns the time of a rollout from its programs' times; None without the chip's figures."""
+  seconds = {program.name: program.seconds or 0.0 for program in plan.programs}
+  runs = {program.name: program.runs for program in plan.programs}
+  is_known = all(seconds.get(name) for name in ('copy', 'prefill', 'decode'))
+  if plan.token is None or not plan.chip.flops or not is_known:
+    return None
+  config, lengths = plan.config, plan.config.rollout
+  steps = programs.tokens_per_episode(config)
+  decode_s = roofline.decode_seconds(
+      plan.token,
+      steps,
+      max(min(lengths.max_prompt, lengths.max_total - steps), 0),
+      lengths.max_total,
+      plan.sampler.slot_buckets,
+      plan.chip,
+  )
+  other_s = sum(runs[name] * seconds[name] for name in ('copy', 'prefill', 'grow'))
+  calls = runs['decode'] // steps
+  return roofline.Rollout(decode_s * calls, other_s, config.train.episodes * steps)
 
 
 def _add_concurrent(plan):
@@ -369,30 +324,26 @@ def _add_concurrent(plan):
   copy is made by the thread that trains.
   """
   training = [p for p in plan.programs if p.name in ('update', 'annotate', 'copy')]
-  sampling_ahead = [p for p in plan.programs if p not in training]
-  largest = lambda programs: max(program.temporaries for program in programs)
-  in_training, in_sampling = largest(training), largest(sampling_ahead)
+  sampling = [p for p in plan.programs if p not in training]
+  largest_in_training = max(program.temporaries for program in training)
+  largest_in_sampling = max(program.temporaries for program in sampling)
   for program in training:
-    program.resident += in_sampling
-  for program in sampling_ahead:
-    program.resident += in_training
+    program.resident += largest_in_sampling
+  for program in sampling:
+    program.resident += largest_in_training
 
 
 def _find_largest(plan, gradients):
   """Fills in the largest micro-batch that divides the mini-batch, and the largest slot group."""
-  train, step = plan.config.train, sharding.num_row_shards(plan.mesh)
+  train = plan.config.train
+  step = sharding.num_row_shards(plan.mesh)
   row_step = layout.num_shards(plan.sampler.row_sharding, 'data')
   divisors = [n for n in range(step, train.mini_batch + 1, step) if train.mini_batch % n == 0]
-  plan.largest_micro_batch = _largest(
-      plan.limit, plan.programs[:2], train.micro_batch, gradients, divisors
-  )
-  plan.largest_rows = _largest(
-      plan.limit,
-      [program for program in plan.programs[2:] if program.name != 'copy'],
-      plan.sampler.width,
-      0,
-      range(row_step, train.episodes + 1, row_step),
-  )
+  training = [p for p in plan.programs if p.name in ('update', 'annotate')]
+  sampling = [p for p in plan.programs if p.name in ('prefill', 'decode', 'grow')]
+  plan.largest_micro_batch = _largest(plan.limit, training, train.micro_batch, gradients, divisors)
+  row_counts = range(row_step, train.episodes + 1, row_step)
+  plan.largest_rows = _largest(plan.limit, sampling, plan.sampler.width, 0, row_counts)
 
 
 def _largest(limit, programs, rows, fixed, allowed):
@@ -403,9 +354,9 @@ def _largest(limit, programs, rows, fixed, allowed):
   """
 
   def peak(program, count):
-    least = min(fixed, program.temporaries)
-    return (
-        program.resident + program.arguments + least + (program.temporaries - least) * count / rows
-    )
+    constant = min(fixed, program.temporaries)
+    scaled = (program.temporaries - constant) * count / rows
+    return program.resident + program.arguments + constant + scaled
 
-  return max((n for n in allowed if all(peak(p, n) <= limit for p in programs)), default=0)
+  fitting = [n for n in allowed if all(peak(program, n) <= limit for program in programs)]
+  return max(fitting, default=0)

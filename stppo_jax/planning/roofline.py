@@ -1,4 +1,4 @@
-"""How long does sampling take? Bytes and collectives of a decoded token in, seconds out.
+"""Time of sampling: bytes and collectives of a decoded token in, seconds out.
 
 An estimate from below: memory and links at their full public rates, nothing else. A decoded token
 waits for its reads, and each all-reduce waits for what it sums, so their times add up.
@@ -21,14 +21,17 @@ class Token:
   collectives: int = 0
 
   def seconds(self, slots: float, chip: topologies.Chip) -> float:
-    """Returns the time of the step while the rows have so many slots.
+    """Returns the time of the step while the rows have `slots` slots.
 
     max((weights + slots cache) / bandwidth, flops / peak) + 2 sent / link + collectives latency.
     An all-reduce sends its bytes twice.
     """
-    read = (self.weights + slots * self.cache) / chip.bandwidth
-    links = 2 * self.sent / chip.link + self.collectives * chip.latency if self.collectives else 0
-    return max(read, self.flops / chip.flops) + links
+    read_s = (self.weights + slots * self.cache) / chip.bandwidth
+    compute_s = self.flops / chip.flops
+    link_s = 0.0
+    if self.collectives:
+      link_s = 2 * self.sent / chip.link + self.collectives * chip.latency
+    return max(read_s, compute_s) + link_s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +39,8 @@ class Rollout:
   """The sampling of one update, if every episode has its full length."""
 
   decode: float  # seconds
-  other: float  # seconds of copy, prefill and growth of caches
-  tokens: int  # sampled, of all episodes
+  other: float  # seconds of the copy, of prefills and of growing caches
+  tokens: int  # sampled in all episodes
 
   @property
   def seconds(self) -> float:
@@ -53,7 +56,7 @@ class Rollout:
 def decode_seconds(
     token: Token, steps: int, first: int, last: int, buckets: Sequence[int], chip: topologies.Chip
 ) -> float:
-  """Returns the time of so many steps of a group, whose rows grow from `first` to `last` tokens.
+  """Returns the time of the steps of a group, in which the rows grow from `first` to `last` tokens.
 
   Each step reads all slots of the smallest bucket that holds the rows. Prompts and observations
   make rows grow by more than a token per step.
@@ -61,5 +64,6 @@ def decode_seconds(
   total = 0.0
   for step in range(steps):
     length = first + (last - first) * (step + 1) / steps
-    total += token.seconds(next(b for b in buckets if b >= length), chip)
+    slots = next(bucket for bucket in buckets if bucket >= length)
+    total += token.seconds(slots, chip)
   return total

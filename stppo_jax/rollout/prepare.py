@@ -105,6 +105,7 @@ def load_policy(
   Parameters are on the host, or laid out by `shardings` (tree of shapes -> tree of NamedShardings).
   """
   folder = folder or model_folder(config)
+  hf_config.check_is_no_gguf(folder)
   dtype = config.model.param_dtype
   shape, params = convert.load_hf(folder, head=head, param_dtype=dtype, shardings=shardings)
   return _with_compute_settings(shape, config.model), params
@@ -117,6 +118,7 @@ def load_shape(config, head: str = 'tokens', folder: str | None = None) -> decod
   shape of 'qwen2.5-7b'.
   """
   folder = folder or model_folder(config)
+  hf_config.check_is_no_gguf(folder)
   dtype = config.model.param_dtype
   base_name = os.path.basename(folder.rstrip('/')).lower()
   preset = base_name.removesuffix('-instruct').removesuffix('-base')

@@ -451,7 +451,7 @@ class Sampler:
 
   def _routes(self, routing):
     """Returns the experts of each token [B,T,L,A]; None where they are not recorded."""
-    return moe.in_order(routing, self.config.num_experts) if self.records_routes else None
+    return moe.routes(routing, self.config.num_experts) if self.records_routes else None
 
   def _no_routes(self, rows):
     """Returns the array of experts that decode fills."""

@@ -202,7 +202,7 @@ def routing(spec: Spec, layout: packing.Layout, chosen: moe.Routing | None) -> t
   routes = None
   sums: dict[str, Any] = {**moe.load(chosen, layout.live, spec.actor.num_experts)}
   if spec.routing_replay == 'old_policy':
-    routes = layout.unpack_routes(moe.in_order(chosen, spec.actor.num_experts))
+    routes = layout.unpack_routes(moe.routes(chosen, spec.actor.num_experts))
   if spec.routing_replay == 'sampling':
     sums['replaced'] = moe.replaced(chosen, layout.live)
   return routes, sums

@@ -24,6 +24,17 @@ from stppo_jax.models import sharding
 from stppo_jax.rollout import batching
 from stppo_jax.types import UserError
 
+WINDOW = 8  # batches that are sorted by length together
+
+Batch = tuple[np.ndarray, np.ndarray]  # (tokens int32, weights float32), both [..,B,T]
+
+
+class Demonstration(typing.NamedTuple):
+  """One row: `weights` is 1 on the tokens to imitate (the agent's), less on the others."""
+
+  tokens: np.ndarray  # [T] int32
+  weights: np.ndarray  # [T] float32
+
 
 def make_mesh(micro_batch: int) -> jax.sharding.Mesh:
   """Makes a mesh of all devices. UserError: rows of `--micro_batch` cannot be split over them."""
@@ -34,18 +45,18 @@ def make_mesh(micro_batch: int) -> jax.sharding.Mesh:
 
 
 def with_kernel(
-    config: decoder.ModelConfig, wanted: str, mesh: jax.sharding.Mesh, lengths: Sequence[int]
+    config: decoder.ModelConfig, backend: str, mesh: jax.sharding.Mesh, lengths: Sequence[int]
 ) -> decoder.ModelConfig:
-  """Returns the model with the attention of a run: `wanted` is config.model.attention."""
+  """Returns the model with the attention of a run: `backend` is config.model.attention."""
   device = mesh.devices.flat[0]
-  chosen = attention.choose(wanted, device, config.dtype, config.head_dim, lengths)
+  chosen = attention.choose(backend, device, config.dtype, config.head_dim, lengths)
   return dataclasses.replace(config, attention=chosen)
 
 
 def train(
     params: dict,
     config: decoder.ModelConfig,
-    draw: Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]],
+    draw: Callable[[np.random.Generator], Batch],
     *,
     steps: int,
     optimizer: optax.GradientTransformation,
@@ -56,23 +67,24 @@ def train(
 ) -> dict:
   """Minimises the weighted mean of the tokens' negative log-probs; returns the parameters.
 
-  `draw(rng)` returns (tokens, weights), each [micro-batches,b,T], as `batches` makes them: their
+  `draw(rng)` returns (tokens, weights), each [micro-batches,b,T], as `batches` makes them. Their
   gradients are summed, so the split changes memory and never the result. Deterministic for a seed.
   The mesh is by default the first device. Donates `params`.
   """
-  mesh = mesh or sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+  if mesh is None:
+    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
   config = dataclasses.replace(config, row_sharding=sharding.rows(mesh))
-  place = lambda tree: sharding.tree_shardings(tree, mesh)
-  on_rows = NamedSharding(mesh, P(None, *sharding.ROWS))
+  place = functools.partial(sharding.tree_shardings, mesh=mesh)
+  row_sharding = NamedSharding(mesh, P(None, *sharding.ROWS))
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(params, opt_state, tokens, weights):
-    def accumulate(sums, micro):
-      tokens, weights = micro
+    def accumulate(sums, micro_batch):
+      tokens, weights = micro_batch
       grad = jax.value_and_grad(_sums, has_aux=True)
       (_, imitated), grads = grad(params, config, tokens, weights, logp_chunk)
-      total = jax.tree.map(jnp.add, sums, (imitated, grads))
-      return jax.lax.with_sharding_constraint(total, place(total)), None
+      sums = jax.tree.map(jnp.add, sums, (imitated, grads))
+      return jax.lax.with_sharding_constraint(sums, place(sums)), None
 
     zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
     (imitated, grads), _ = jax.lax.scan(accumulate, zeros, (tokens, weights))
@@ -83,47 +95,52 @@ def train(
 
   rng = np.random.default_rng(seed)
   params = jax.device_put(params, place(params))
-  opt_state = jax.jit(optimizer.init, out_shardings=place(jax.eval_shape(optimizer.init, params)))(
-      params
-  )
-  losses, started = [], time.perf_counter()
+  opt_places = place(jax.eval_shape(optimizer.init, params))
+  opt_state = jax.jit(optimizer.init, out_shardings=opt_places)(params)
+  losses = []
+  started = time.perf_counter()
   for n in range(1, steps + 1):
-    params, opt_state, value = step(params, opt_state, *jax.device_put(draw(rng), on_rows))
+    tokens, weights = jax.device_put(draw(rng), row_sharding)
+    params, opt_state, value = step(params, opt_state, tokens, weights)
     losses.append(value)
     if n % log_every == 0:
       mean = np.mean(jax.device_get(losses))
+      step_s = (time.perf_counter() - started) / len(losses)
       logging.info(
           'warm start %d/%d: loss on tokens to imitate %.3f, %.2f s per step',
           n,
           steps,
           mean,
-          (time.perf_counter() - started) / len(losses),
+          step_s,
       )
-      losses, started = [], time.perf_counter()
+      losses = []
+      started = time.perf_counter()
   return params
 
 
 def loss(
     params: dict,
     config: decoder.ModelConfig,
-    batches: Sequence[tuple[np.ndarray, np.ndarray]],
+    batches: Sequence[Batch],
     logp_chunk: int | None = None,
 ) -> float:
   """Returns the mean negative log-prob of the imitated tokens of (tokens, weights) [B,T] each."""
-  sums = jax.jit(lambda params, tokens, weights: _sums(params, config, tokens, weights, logp_chunk))
-  imitated = [float(sums(params, tokens, weights)[1]) for tokens, weights in batches]
-  return sum(imitated) / sum(int((weights == 1).sum()) for _, weights in batches)
+  sums = jax.jit(functools.partial(_sums, config=config, logp_chunk=logp_chunk))
+  total = count = 0.0
+  for tokens, weights in batches:
+    _, imitated = sums(params, tokens=tokens, weights=weights)
+    total += float(imitated)
+    count += int((weights == 1).sum())
+  return total / count
 
 
 def make_optimizer(lr: float, steps: int) -> optax.GradientTransformation:
   """Returns AdamW with a warm-up of 1/20 of the steps, at least 3, then a cosine to lr / 30."""
   warmup = max(math.ceil(steps / 20), min(3, steps // 2))
   schedule = optax.warmup_cosine_decay_schedule(0, lr, warmup, max(steps, warmup + 1), lr / 30)
-  return optax.chain(
-      optax.clip_by_global_norm(1.0),
-      # From count + 1: at rate 0 the first step would change nothing.
-      optax.adamw(lambda count: schedule(count + 1), b2=0.98, weight_decay=0.01),
-  )
+  from_first_step = lambda count: schedule(count + 1)  # at rate 0 the step would change nothing
+  adamw = optax.adamw(from_first_step, b2=0.98, weight_decay=0.01)
+  return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
 def _sums(params, config, tokens, weights, logp_chunk):
@@ -131,16 +148,6 @@ def _sums(params, config, tokens, weights, logp_chunk):
   x, _ = decoder.hidden(params, config, tokens, None)
   logp, _ = decoder.token_logp(params, config, x, tokens, chunk=logp_chunk)
   return -jnp.sum(logp * weights), -jnp.sum(logp * (weights == 1))
-
-
-WINDOW = 8  # batches that are sorted by length together
-
-
-class Demonstration(typing.NamedTuple):
-  """One row: `weights` is 1 on the tokens to imitate (the agent's), less on the others."""
-
-  tokens: np.ndarray  # [T] int32
-  weights: np.ndarray  # [T] float32
 
 
 def encode(
@@ -152,21 +159,23 @@ def encode(
 ) -> Demonstration:
   """Encodes a prompt and (turn, observation) texts; the last observation is empty.
 
-  Prompt, turns and observations are each encoded alone, as in an episode, and an observation is cut
-  as the rollout cuts it.
+  Prompt, turns and observations are each encoded separately, as in an episode, and an observation
+  is cut as the rollout cuts it.
   """
   ids = chat.encode_prompt(tokenizer, prompt)
   weights = [read_weight] * len(ids)
   for turn, observation in turns:
-    spoken = tokenizer.encode(turn)
-    read = chat.encode_observation(tokenizer, observation, max_observation) if observation else []
-    ids = ids + spoken + read
-    weights += [1.0] * len(spoken) + [read_weight] * len(read)
+    turn_ids = tokenizer.encode(turn)
+    observation_ids = []
+    if observation:
+      observation_ids = chat.encode_observation(tokenizer, observation, max_observation)
+    ids = ids + turn_ids + observation_ids
+    weights += [1.0] * len(turn_ids) + [read_weight] * len(observation_ids)
   return Demonstration(np.array(ids, np.int32), np.array(weights, np.float32))
 
 
-def of_episode(episode: types.Episode, read_weight: float = 0.0) -> Demonstration:
-  """Returns the demonstration of an episode: its turns are imitated, as the ids that they are."""
+def from_episode(episode: types.Episode, read_weight: float = 0.0) -> Demonstration:
+  """Returns the demonstration of an episode, whose turns are imitated token by token."""
   tokens, turn_ids, _ = episode.unroll()
   length = batching.trained_length(episode)
   weights = np.where(turn_ids > 0, 1.0, read_weight).astype(np.float32)
@@ -175,11 +184,11 @@ def of_episode(episode: types.Episode, read_weight: float = 0.0) -> Demonstratio
 
 def batches(
     pool: Sequence[Demonstration], rows: int, micro_batch: int, buckets: Sequence[int]
-) -> Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]]:
+) -> Callable[[np.random.Generator], Batch]:
   """Returns a function rng -> (tokens, weights), each [rows / micro_batch, micro_batch, T].
 
-  Every row is as likely as any other. Rows of similar length come together, which means less
-  padding: of WINDOW batches, drawn at random and sorted by length, one is taken.
+  Every row is equally likely. Rows of similar length come together, which means less padding: of
+  WINDOW batches, drawn at random and sorted by length, one is taken.
   """
   if rows % micro_batch:
     raise UserError(f'micro_batch={micro_batch} does not divide rows={rows}: choose a divisor')
@@ -194,18 +203,14 @@ def batches(
     window = rng.choice(len(pool), num_batches * rows, replace=False)
     by_length = window[np.argsort(lengths[window], kind='stable')]
     chosen = by_length.reshape(num_batches, rows)[rng.integers(num_batches)]
-    fold = lambda x: x.reshape(rows // micro_batch, micro_batch, -1)
-    return tuple(map(fold, pad([pool[i] for i in chosen], buckets)))
+    columns = pad([pool[i] for i in chosen], buckets)
+    return tuple(column.reshape(rows // micro_batch, micro_batch, -1) for column in columns)
 
   return draw
 
 
-def pad(
-    demonstrations: Sequence[Demonstration], buckets: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray]:
-  """Returns (tokens [B,T] int32, weights [B,T] float32), right-padded to the smallest bucket that
-  fits.
-  """
+def pad(demonstrations: Sequence[Demonstration], buckets: Sequence[int]) -> Batch:
+  """Returns (tokens, weights), both [B,T], padded on the right to the smallest bucket that fits."""
   longest = max(len(row.tokens) for row in demonstrations)
   length = next((bucket for bucket in buckets if bucket >= longest), None)
   if length is None:

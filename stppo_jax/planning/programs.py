@@ -1,0 +1,200 @@
+"""The programs of a run, traced from shapes and shardings: what an update runs, and how often."""
+
+from collections.abc import Iterator
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stppo_jax import config as schema
+from stppo_jax import types
+from stppo_jax.models import decoder
+from stppo_jax.models import moe
+from stppo_jax.planning import hlo
+from stppo_jax.rollout import layout
+from stppo_jax.training import packing
+from stppo_jax.training import update
+
+
+@dataclasses.dataclass
+class Program:
+  """One compiled function, with figures per call and device unless stated otherwise.
+
+  Attributes:
+    name: name of the function.
+    unit: description of one call.
+    runs: calls per update, at most.
+    resident: bytes that other parts of the run hold meanwhile.
+    traced: jax.stages.Traced of the function.
+    trips: iterations of its loops without a known trip count.
+    flops: floating-point operations of the matrix products, on all devices together.
+    arguments: bytes of the arguments.
+    temporaries: bytes of temporaries, of results that reuse no argument's memory, and of code.
+    collectives: collectives of one call.
+    compile_s: seconds of compilation.
+    seconds: time of one call, a lower bound. None: unknown.
+    note: remark of the compiler.
+  """
+
+  name: str
+  unit: str
+  runs: int
+  resident: int
+  traced: Any = None
+  trips: int = 1
+  flops: float = 0.0
+  arguments: int = 0
+  temporaries: int = 0
+  collectives: tuple[hlo.Collective, ...] = ()
+  compile_s: float = 0.0
+  seconds: float | None = None
+  note: str = ''
+
+  def __post_init__(self) -> None:
+    if self.traced is not None:
+      self.flops = hlo.matmul_flops(self.traced.jaxpr, self.trips)
+
+  @property
+  def peak(self) -> int:
+    """Bytes per device while it runs."""
+    return self.resident + self.arguments + self.temporaries
+
+
+def training(plan: Any, spec: Any, state: Any, frozen: Any) -> Iterator[Program]:
+  """Yields the programs of an optimizer step and of the annotation of a batch."""
+  train, held = plan.config.train, plan.held_per_device
+  longest = train.length_buckets[-1]
+  of_sampling = ahead(plan)
+  if plan.config.pipeline.staleness:
+    of_sampling += held['KV cache']
+  functions = update.compile_functions(spec, state, frozen, plan.mesh)
+  model = spec.actor
+  sampled_routes = model if spec.routing_replay == 'sampling' else None
+  update_routes = model if spec.routing_replay != 'none' else None
+  micro = f'in micro-batches of {train.micro_batch}, {longest} tokens each'
+  num_steps = train.episodes // train.mini_batch
+  yield Program(
+      name='update',
+      unit=f'an optimizer step on {train.mini_batch} episodes {micro}',
+      runs=train.epochs * num_steps,
+      resident=held['reference policy'] + of_sampling,
+      traced=functions.update_step.trace(
+          state,
+          frozen,
+          turn_batch(train.episodes, longest, update_routes),
+          _packed_step(train.mini_batch),
+      ),
+      trips=train.mini_batch // train.micro_batch,
+  )
+  yield Program(
+      name='annotate',
+      unit=f'log-probs and values of {train.episodes} episodes {micro}',
+      runs=1,
+      resident=held['optimizers'] + of_sampling,
+      traced=functions.annotate.trace(
+          state,
+          frozen,
+          turn_batch(train.episodes, longest, sampled_routes),
+          _packed_step(num_steps, train.mini_batch),
+      ),
+      trips=train.mini_batch // train.micro_batch,
+  )
+
+
+def sampling(plan: Any, params: Any) -> Iterator[Program]:
+  """Yields the programs of a rollout, in which all slot groups are full."""
+  config, held, sampler = plan.config, plan.held_per_device, plan.sampler
+  lengths = config.rollout
+  traced = sampler.trace(params, lengths.max_total)
+  decodes = -(-config.train.episodes // sampler.width)
+  prefills = -(-config.train.episodes // sampler.prefill_rows)
+  chunk = sampler.chunk_buckets[-1]
+  observation_chunks = -(-lengths.max_observation // chunk)
+  chunks = -(-lengths.max_prompt // chunk) + config.env.max_searches * observation_chunks
+  cache = held['KV cache']  # of all slot groups; one of them is an argument of the program
+  other_groups = cache * (sampler.num_groups - 1) // sampler.num_groups
+  training_state = held['critic'] + held['optimizers'] + held['reference policy'] + ahead(plan)
+  others = training_state + held['policy']
+  axes = (f'{axis} {layout.num_shards(sampler.row_sharding, axis)}' for axis in ('data', 'tensor'))
+  yield Program(
+      name='copy',
+      unit=f'the policy in {sampler.config.dtype}, over {" x ".join(axes)}',
+      runs=1,
+      resident=training_state + cache * bool(config.pipeline.staleness),
+      traced=traced['copy'],
+  )
+  yield Program(
+      name='prefill',
+      unit=f'{chunk} tokens of {sampler.prefill_rows} rows',
+      runs=prefills * chunks,
+      resident=others + (other_groups if sampler.in_place else cache),
+      traced=traced['prefill'],
+  )
+  yield Program(
+      name='decode',
+      unit=f'1 token of {sampler.width} rows of {lengths.max_total} slots',
+      runs=decodes * tokens_per_episode(config),
+      resident=others + other_groups,
+      traced=traced['decode'],
+  )
+  yield Program(
+      name='grow',
+      unit='the last growth of a KV cache, which copies it',
+      runs=decodes * (len(sampler.slot_buckets) - 1),
+      resident=others + held['sampling copy'] + other_groups,
+      traced=traced['grow'],
+  )
+
+
+def ahead(plan: Any) -> int:
+  """Returns the bytes per device of the copies held for batches that are sampled ahead.
+
+  With staleness s these are the copies of the last s updates: see `pipeline.Pipeline.take`.
+  """
+  return plan.held_per_device['sampling copy'] * plan.config.pipeline.staleness
+
+
+def tokens_per_episode(config: schema.Config) -> int:
+  """Returns the number of tokens that an episode samples, at most."""
+  rollout = config.rollout
+  return min((config.env.max_searches + 1) * rollout.max_turn, rollout.max_total)
+
+
+def turn_batch(
+    rows: int, columns: int, routed_model: decoder.ModelConfig | None = None
+) -> types.TurnBatch:
+  """Returns the batch that `batching.to_turn_batch` makes, as ShapeDtypeStructs.
+
+  For a mixture of experts `routed_model` the batch has the experts of each token, to be replayed.
+  """
+  routes = None
+  if routed_model is not None:
+    axes = (rows, columns, routed_model.num_layers, routed_model.experts_per_token)
+    routes = _shape(*axes, dtype=moe.route_dtype(routed_model.num_experts))
+  real = _shape(rows, columns)
+  whole = _shape(rows, columns, dtype=jnp.int32)
+  return types.TurnBatch(
+      tokens=whole,
+      action_mask=real,
+      turn_ids=whole,
+      rewards=real,
+      old_logp=real,
+      ref_logp=real,
+      old_values=real,
+      advantages=real,
+      returns=real,
+      group_ids=_shape(rows, dtype=jnp.int32),
+      behaviour_logp=real,
+      routes=routes,
+  )
+
+
+def _packed_step(*axes):
+  whole = functools.partial(_shape, *axes, dtype=jnp.int32)
+  return packing.Step(whole(), packing.Packing(whole(), whole(), whole()))
+
+
+def _shape(*axes, dtype=jnp.float32):
+  return jax.ShapeDtypeStruct(axes, dtype)
