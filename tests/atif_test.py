@@ -97,7 +97,7 @@ def parts(rows):
 
 class RoundTripTest(parameterized.TestCase):
 
-  def test_a_run_out_and_in_is_the_same_run(self):
+  def test_exported_run_imports_exactly(self):
     self.enterContext(tiny_run.on_one_device())
     folder = self.enterContext(tempfile.TemporaryDirectory())
     path = lambda *names: os.path.join(folder, *names)
@@ -188,7 +188,7 @@ class RoundTripTest(parameterized.TestCase):
     self.assertEqual(document['final_metrics']['extra'], {'score': 0.1 - 1 / 3, 'em': 1 / 3})
 
   @parameterized.parameters((None, 'inline'), (CHATML, 'user'), (CHATML, 'tool'))
-  def test_texts_of_our_own_are_encoded_again_without_a_template(self, chat_template, frame):
+  def test_own_texts_encode_to_the_same_ids(self, chat_template, frame):
     tokenizer = tiny(chat_template)
     framing = chat.make_framing(tokenizer, frame, 100)
     ids = lambda text: np.array(tokenizer.encode(text), np.int32)
@@ -214,7 +214,7 @@ class RoundTripTest(parameterized.TestCase):
     again = atif_reader.AtifReader(tokenizer, retokenize=True).rows(document, 'n')
     self.assertEqual(parts(again), parts(exact))
 
-  def test_texts_with_control_tokens_of_another_tokenizer_are_left_out(self):
+  def test_foreign_control_tokens_are_rejected(self):
     folder = tempfile.mkdtemp(dir=FOLDER)
     tokenizer = chat.load_tokenizer(
         chat_test.write_chat_tokenizer(folder, chat_test.QWEN25, '<|im_end|>')
@@ -229,7 +229,7 @@ class RoundTripTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r'^its prompt holds <\|im_start\|>, no token of .*$'):
       atif_reader.AtifReader(tiny(), retokenize=True).rows(document, 'n')
 
-  def test_tools_in_the_form_of_the_run_are_calls(self):
+  def test_tools_of_the_run_are_calls(self):
     said = 'Hm. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     self.assertEqual(atif_writer._calls('tool', said, 'hermes'), [('add', {'a': 1})])
     self.assertEqual(atif_writer._calls('answer', said, 'hermes'), [])
@@ -277,12 +277,12 @@ class ReaderTest(parameterized.TestCase):
     self.assertTrue(np.isnan(second.logp).all())
     self.assertEqual(rows[0].episode.task, types.Task('s', 'go', dataset='other-agent'))
 
-  def test_a_prompt_that_no_user_wrote_is_a_prompt(self):
+  def test_prompt_without_a_user_is_read(self):
     (row,) = atif_reader.AtifReader(tiny()).rows(make(by_ids('hi', [70], [71])), 'n')
     self.assertEqual(parts([row]), [([70], [([71], [])])])
     self.assertEqual(row.episode.task.question, '')
 
-  def test_ids_of_another_tokenizer_are_refused_and_can_be_encoded_again(self):
+  def test_ids_of_another_tokenizer_need_retokenize(self):
     tokenizer = tiny()
     for ids, said in (([5, 6, 7], 'would read'), ([10**6], 'has no id 1000000')):
       document = make(step('user', 'go on'), by_ids('hi', ids, [5]))

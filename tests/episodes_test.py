@@ -15,9 +15,10 @@ import hypothesis
 from hypothesis import strategies as st
 import numpy as np
 
+from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.monitoring import episodes
-from tests.support import micro_run
+from stppo_jax.monitoring import journal as journals
 
 TASK = types.Task(id='q1', question='Who?', answers=('A', 'B'), dataset='toy', hops=2)
 TURNS = (((3, 4), (5,)), ((6,), ()))  # (tokens, observation)
@@ -51,7 +52,7 @@ def records(*rows):
 
 class SummaryTest(absltest.TestCase):
 
-  def test_lengths_and_turns_are_counted_as_in_verl_and_as_ours(self):
+  def test_lengths_and_turns_count_as_in_verl(self):
     """Three tokens, four read, two tokens, five that were never read."""
     turn = lambda agent, read: types.Turn(
         np.zeros(agent, np.int32), np.zeros(agent, np.float32), np.zeros(read, np.int32), 'a', 0.0
@@ -83,7 +84,7 @@ class SummaryTest(absltest.TestCase):
 
 class RecordTest(absltest.TestCase):
 
-  def test_routes_are_unpacked_to_their_shape_and_no_further(self):
+  def test_routes_expand_to_their_shape_only(self):
     routes = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
     np.testing.assert_array_equal(types.unpack_array(types.pack_array(routes)), routes)
     bomb = types.pack_array(np.zeros(1 << 24, np.uint8))
@@ -96,7 +97,7 @@ class RecordTest(absltest.TestCase):
     with self.assertRaises(ValueError):
       types.unpack_array(['V16', [1 << 20], bomb[2]])
 
-  def test_a_record_that_claims_more_than_it_holds_is_refused(self):
+  def test_record_with_too_large_claims_is_rejected(self):
     episode = make_episode(turns=(((5, 6), ()),))
     (record,) = episodes.to_records([episode], Pieces(), 1, 'train')
     num_tokens = len(record['tokens'])
@@ -178,7 +179,7 @@ class RecordTest(absltest.TestCase):
         np.testing.assert_array_equal(got, want, name)
       self.assertEqual((ours.action, ours.reward), (theirs.action, theirs.reward))
 
-  def test_a_log_prob_that_is_not_there_becomes_nan(self):
+  def test_missing_log_prob_becomes_nan(self):
     records = episodes.to_records([make_episode()], Pieces(), 1, 'train')
     records[0]['behaviour_logp'][1] = None
     again = types.Episode.from_dict(records[0])
@@ -197,7 +198,7 @@ class RecorderTest(absltest.TestCase):
   def names(self):
     return sorted(os.listdir(os.path.join(self.workdir, 'episodes')))
 
-  def test_records_are_made_and_written_by_another_thread_once(self):
+  def test_another_thread_makes_records_once(self):
     makers = []
 
     def make():
@@ -214,7 +215,7 @@ class RecorderTest(absltest.TestCase):
       self.assertEqual([json.loads(line) for line in f], [{'a': 1}, {'a': 2}])
     self.assertEmpty(self.told)
 
-  def test_a_full_disk_is_told_once_and_leaves_no_part(self):
+  def test_full_disk_warns_once_and_leaves_no_part(self):
     replace, full = os.replace, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def failing(source, target):
@@ -230,7 +231,7 @@ class RecorderTest(absltest.TestCase):
     self.assertRegex(self.told[0], r'left out \(OSError: .*No space left.*training continues$')
     self.assertEqual(self.names(), ['train_000004.jsonl'])  # there is room again
 
-  def test_a_disk_that_was_slow_once_loses_no_last_file(self):
+  def test_slow_disk_loses_no_last_file(self):
     go_on, begun = threading.Event(), threading.Event()
 
     def slow():
@@ -275,11 +276,14 @@ class RecorderTest(absltest.TestCase):
         ],
     )
 
-  def test_every_kth_update_of_a_run(self):
-    with tempfile.TemporaryDirectory() as folder:
-      micro_run.write_knowledge(folder)
-      config = micro_run.make_config(folder, **{'log.episodes': True, 'log.episodes_every': 3})
-      micro_run.train(config, self.workdir)
+  def test_every_kth_update_is_recorded(self):
+    log = schema.Log(episodes=True, episodes_every=3, tensorboard=False)
+    config = dataclasses.asdict(schema.Config(log=log))
+    with journals.Journal(self.workdir, config, 0) as journal:
+      for n in range(5):
+        journal.record('train', n + 1, records())
+        if n % 2 == 0:
+          journal.record('eval', n, records())
     self.assertEqual(
         self.names(),
         ['eval_000000.jsonl', 'eval_000002.jsonl', 'eval_000004.jsonl', 'train_000003.jsonl'],

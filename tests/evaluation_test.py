@@ -41,16 +41,16 @@ def make_episode(task, em, turns=1, f1=None):
 class EstimatesTest(parameterized.TestCase):
 
   @parameterized.parameters(*((n, c) for n in (1, 2, 5) for c in range(n + 1)))
-  def test_pass_at_k_and_pass_hat_k_are_shares_of_all_subsets(self, n, passed):
+  def test_pass_estimates_are_shares_of_all_subsets(self, n, passed):
     samples = [i < passed for i in range(n)]
     for k in range(1, n + 1):
       subsets = list(itertools.combinations(samples, k))
       self.assertAlmostEqual(estimates.pass_at_k(n, passed, k), np.mean([*map(any, subsets)]))
       self.assertAlmostEqual(estimates.pass_hat_k(n, passed, k), np.mean([*map(all, subsets)]))
 
-  @parameterized.parameters((1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8]))
-  def test_k_doubles_up_to_n(self, n, expected):
-    self.assertEqual(estimates.ks(n), expected)
+  def test_k_doubles_up_to_n(self):
+    for n, expected in ((1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])):
+      self.assertEqual(estimates.ks(n), expected)
 
   def test_groups_by_hand(self):
     a = types.Task('a', dataset='x', hops=1)
@@ -101,12 +101,12 @@ class EstimatesTest(parameterized.TestCase):
     of_one = scores_lib.scores(episodes[:3])
     self.assertFalse([name for name in of_one if 'macro' in name])
 
-  def test_a_sample_passes_with_a_main_score_of_1(self):
+  def test_sample_passes_with_score_1(self):
     scores = (0.99, 1.0, sum([0.1] * 10), 2.0)  # the third is 1 but for rounding
     samples = {'a': [make_episode(types.Task('a'), score) for score in scores]}
     self.assertEqual(estimates.groups(samples)[0].estimates['pass@1'].value, 0.75)
 
-  def test_the_table_has_a_line_per_group_and_a_second_part_for_pass_at_k(self):
+  def test_table_has_a_second_part_for_passes(self):
     task = types.Task('a')
     greedy = table.text('T', estimates.groups({'a': [make_episode(task, 1.0)]}), 'R')
     self.assertIn('| all', greedy)
@@ -120,7 +120,7 @@ class EstimatesTest(parameterized.TestCase):
     lines = [line for line in sampled.splitlines() if line.startswith('|')]
     self.assertLen({line.count('|') for line in lines[:3]}, 1)
 
-  def test_a_table_of_groups_with_different_numbers_of_samples(self):
+  def test_table_of_groups_with_different_samples(self):
     samples = lambda n: {'a': [make_episode(types.Task('a'), 1.0) for _ in range(n)]}
     of_roles = [*estimates.groups(samples(3)), *estimates.groups(samples(4))]
     last = table.text('T', of_roles, 'R').split('\n\n')[-2].splitlines()
@@ -150,7 +150,7 @@ class JobTest(parameterized.TestCase):
   def lines(self, folder):
     return pathlib.Path(folder, 'episodes.jsonl').read_bytes()
 
-  def test_a_job_that_was_stopped_goes_on_with_the_same_episodes(self):
+  def test_stopped_job_continues_with_the_same_episodes(self):
     config = self.config(eval__samples=3)
     whole = job.evaluate(config, self.workdir())
     expected = self.lines(whole.folder)
@@ -174,7 +174,7 @@ class JobTest(parameterized.TestCase):
     self.assertEqual(saved['scores'], dict(whole.scores))
     self.assertEqual(saved['groups'][0]['name'], 'all')
 
-  def test_scores_of_the_lines_are_those_of_the_episodes(self):
+  def test_lines_give_the_scores_of_the_episodes(self):
     played, play = [], agent_lib.Agent.play
     record = lambda *args, **kwargs: played.extend(play(*args, **kwargs)) or played[-len(args[2]) :]
     with mock.patch.object(agent_lib.Agent, 'play', record):
@@ -188,7 +188,7 @@ class JobTest(parameterized.TestCase):
       for turn in line['turns'][:-1]:
         self.assertRegex(turn['observation'], '^(<information>|Invalid)')
 
-  def test_samples_and_temperature(self):
+  def test_greedy_samples_are_equal(self):
     greedy = job.evaluate(self.config(eval__samples=2, eval__temperature=0.0), self.workdir())
     by_question = {}
     for line in map(json.loads, self.lines(greedy.folder).splitlines()):
@@ -196,9 +196,6 @@ class JobTest(parameterized.TestCase):
     for first, second in by_question.values():
       self.assertEqual(first, second)
     self.assertIn('2 samples greedy', greedy.table)
-    sampled = job.evaluate(self.config(eval__temperature=0.7), self.workdir())
-    self.assertIn('at temperature 0.7', sampled.table)
-    self.assertIn('_t0.7_', sampled.folder)
 
   def test_other_settings_are_refused(self):
     folder = os.path.join(self.workdir(), 'mine')
@@ -207,9 +204,6 @@ class JobTest(parameterized.TestCase):
         UserError, r'settings\.env\.max_searches \(2 there, 1 here\)[^\n]*$'
     ):
       job.evaluate(self.config(eval__folder=folder, env__max_searches=1), self.workdir())
-    url = 'http://another:8000/retrieve'  # a resumed run may have it, and an evaluation not
-    with self.assertRaisesRegex(UserError, r'settings\.retriever\.url \('):
-      job.evaluate(self.config(eval__folder=folder, retriever__url=url), self.workdir())
     with self.assertRaisesRegex(UserError, r'samples \(1 there, 2 here\)'):
       job.evaluate(self.config(eval__folder=folder, eval__samples=2), self.workdir())
     knowledge = os.path.join(self.workdir(), 'knowledge')
@@ -219,30 +213,19 @@ class JobTest(parameterized.TestCase):
     with self.assertRaisesRegex(UserError, r"questions \('\w+' there, '\w+' here\)"):
       job.evaluate(self.config(eval__folder=folder, data__source=knowledge), self.workdir())
 
-  def test_a_question_that_was_changed_is_another_evaluation(self):
-    knowledge = os.path.join(self.workdir(), 'knowledge')
-    shutil.copytree(os.path.join(self.tmp, 'knowledge'), knowledge)
-    config = self.config(data__source=knowledge)
-    workdir = self.workdir()
-    first = job.evaluate(config, workdir)
-    path = pathlib.Path(knowledge, 'qa.jsonl')
-    path.write_text(path.read_text().replace('Which colour', 'What colour'))
-    self.assertNotEqual(job.evaluate(config, workdir).folder, first.folder)
-
   def test_questions_of_one_id_are_refused(self):
     tasks = [types.Task('a', seed=0), types.Task('b'), types.Task('a', seed=1)]
     with mock.patch.object(job.players, 'LocalPlayer', lambda *unused: mock.Mock(tasks=tasks)):
       with self.assertRaisesRegex(UserError, "2 of the held-out questions have the id 'a'"):
         job.evaluate(self.config(), self.workdir())
 
-  def test_a_broken_line_is_named(self):
-    results = job.evaluate(self.config(), workdir := self.workdir())
-    path = pathlib.Path(results.folder, 'episodes.jsonl')
-    path.write_text('{"id": 3}\n' + path.read_text())
-    with self.assertRaisesRegex(UserError, r'episodes\.jsonl:1: not a line of this evaluation'):
-      job.evaluate(self.config(), workdir)
+  def test_broken_line_is_named(self):
+    with records.EvaluationFolder(self.workdir(), {}, []) as folder:
+      pathlib.Path(folder.path, 'episodes.jsonl').write_text('{"id": 3}\n')
+      with self.assertRaisesRegex(UserError, r'episodes\.jsonl:1: not a line of this evaluation'):
+        folder.episodes()
 
-  def test_each_role_has_a_line_and_groups_of_its_own(self):
+  def test_each_role_has_lines_and_groups(self):
     tasks = [types.Task(name, hops=0) for name in 'ab']
 
     class Team:
@@ -274,12 +257,6 @@ class JobTest(parameterized.TestCase):
     expected = {'first: all': 1.0, 'first: 1 turn': 1.0, 'second: all': 0.0, 'second: 1 turn': 0.0}
     self.assertEqual(found, expected)
     self.assertEqual(again.scores['val-role/first/em'], 1.0)
-
-  def test_one_process_at_a_time(self):
-    folder = os.path.join(self.workdir(), 'mine')
-    with records.EvaluationFolder(folder, {}, []):
-      with self.assertRaisesRegex(UserError, 'is in use'):
-        job.evaluate(self.config(eval__folder=folder), self.workdir())
 
 
 if __name__ == '__main__':

@@ -65,7 +65,7 @@ class HealthTest(parameterized.TestCase):
       ('score_drop', 'critic/score/mean', 0.0),
       ('entropy_drop', 'actor/entropy', 0.0),
   )
-  def test_a_rule_is_broken_by_its_own_metric_and_new_once(self, name, metric, bad):
+  def test_rule_is_broken_by_its_metric(self, name, metric, bad):
     rows = curve(metric, [GOOD[metric]] * 5 + [bad] * 5 + [GOOD[metric]] * 5 + [bad] * 3)
     found = alarms_along(rows)
     self.assertEqual({alarm[1] for alarm in found}, {name})
@@ -82,17 +82,17 @@ class HealthTest(parameterized.TestCase):
     self.assertAlmostEqual(alarm.value, 2.2 / 3)
     self.assertEqual((alarm.metric, alarm.bound), ('env/invalid_share', 0.5))
 
-  def test_a_score_is_compared_with_its_best_and_an_entropy_with_its_first(self):
+  def test_score_uses_best_and_entropy_first_window(self):
     score = curve('critic/score/mean', [0.1, 0.1, 0.1, 0.8, 0.8, 0.8, 0.39, 0.39, 0.39])
     self.assertEqual(alarms_along(score), [(9, 'score_drop', True)])  # .39 < .5 * .8
     entropy = curve('actor/entropy', [1.0, 1.0, 1.0, 5.0, 5.0, 0.2, 0.2, 0.2, 0.05, 0.05, 0.05])
     self.assertEqual(alarms_along(entropy), [(11, 'entropy_drop', True)])  # .05 < .1 * 1
 
-  def test_a_run_that_never_scored_breaks_no_score_rule(self):
+  def test_run_without_scores_breaks_no_rule(self):
     self.assertEmpty(alarms_along(curve('critic/score/mean', [0.0] * 6)))
     self.assertEmpty(alarms_along(curve('critic/score/mean', [-1.0] * 6 + [-2.0] * 6)))
 
-  def test_gaps_and_metrics_that_a_run_does_not_have(self):
+  def test_gaps_and_missing_metrics(self):
     rows = curve('env/invalid_share', [1.0, None, float('nan'), 1.0])
     rows = [{'step': 0, 'val-core/all/em': 0.1}] + rows
     self.assertEmpty(alarms_along(rows))  # two values are no window of three
@@ -102,10 +102,10 @@ class HealthTest(parameterized.TestCase):
 
   def test_watched_metrics_suffice(self):
     rows = curve('env/empty_share', [1.0] * 4)
-    self.assertEqual(
-        alarms_along([health.watched_metrics({**row, 'other': 1.0}) for row in rows]), alarms_along(rows)
-    )
-    self.assertEqual(health.watched_metrics({'other': 1.0, 'actor/entropy': 0.5}), {'actor/entropy': 0.5})
+    watched = [health.watched_metrics({**row, 'other': 1.0}) for row in rows]
+    self.assertEqual(alarms_along(watched), alarms_along(rows))
+    row = {'other': 1.0, 'actor/entropy': 0.5}
+    self.assertEqual(health.watched_metrics(row), {'actor/entropy': 0.5})
 
   def test_flags(self):
     found = health.check(curve('env/empty_share', [1.0] * 3), LIMITS, 3)

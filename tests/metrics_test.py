@@ -75,7 +75,7 @@ class MetricsWriterTest(parameterized.TestCase):
         },
     )
 
-  def test_lines_can_be_read_while_the_writer_is_open(self):
+  def test_lines_are_readable_while_writing(self):
     with metrics.MetricsWriter(self.workdir) as writer:
       writer.write(1, {'a': 1.0})
       self.assertLen(metrics.read_metrics(self.workdir), 1)
@@ -112,7 +112,7 @@ class MetricsWriterTest(parameterized.TestCase):
     self._write_steps([2])
     self.assertEqual([line['step'] for line in _strict_lines(self.workdir)], [1, 2])
 
-  def test_lines_of_a_run_without_a_checkpoint_are_kept_beside(self):
+  def test_restart_keeps_old_lines_in_another_file(self):
     self._write_steps([0, 1, 2])
     with self.assertLogs('absl', 'WARNING') as logs:
       self._write_steps([0], resume_step=-1)
@@ -157,7 +157,7 @@ class MetricsWriterTest(parameterized.TestCase):
       data = data[size + 4 :]
     return events
 
-  def test_a_full_disk_under_tensorboard_costs_one_warning_and_never_waits(self):
+  def test_full_disk_under_tensorboard_never_waits(self):
     """With the package's own writer its thread ended, and the next writes waited for it."""
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -212,7 +212,7 @@ class MetricsWriterTest(parameterized.TestCase):
     self.assertLen(logs.output, 1)
     self.assertLen(_strict_lines(self.workdir), 3)
 
-  def test_wandb_that_does_not_finish_is_left_after_a_time_limit(self):
+  def test_wandb_has_a_time_limit(self):
     self.enterContext(mock.patch.object(sinks, 'FINISH_S', 0.1))
     waits = threading.Event()
     self.addCleanup(waits.set)
@@ -238,7 +238,7 @@ class MetricsWriterTest(parameterized.TestCase):
 
 class MeansTest(absltest.TestCase):
 
-  def test_a_step_that_defines_no_cosine_does_not_count(self):
+  def test_undefined_cosine_does_not_count(self):
     nan, cos = math.nan, 'stppo/cos_g_c'
     made = journal.means([{cos: nan, 'loss': 1.0}, {cos: -0.8, 'loss': 2.0}])
     self.assertEqual(made, {cos: -0.8, 'loss': 1.5})
@@ -281,7 +281,7 @@ class TextTest(parameterized.TestCase):
       lines = [call.args[0] % call.args[1:] for call in warned.call_args_list]
       self.assertLen([line for line in lines if 'raised in 1 of 2' in line], expected)
 
-  def test_progress_line_of_a_resumed_run_counts_its_own_updates(self):
+  def test_progress_of_resumed_run_counts_its_updates(self):
     # 2 updates in 20 s: 10 s each, 48 to go.
     self.assertEqual(
         metrics.progress_line(12, 60, {}, 20.0, first_step=10), 'update 12/60  8:00 left'
@@ -297,12 +297,12 @@ class TextTest(parameterized.TestCase):
   def test_progress_line_numbers(self, scalars, line):
     self.assertEqual(metrics.progress_line(1, 2, scalars, 5.0), line)
 
-  def test_progress_line_before_the_first_update_and_for_days(self):
+  def test_progress_line_before_update_1_and_for_days(self):
     self.assertEqual(metrics.progress_line(0, 60, {}, 0.0), 'update 0/60')
     # 3600 s per update, 25 to go.
     self.assertEqual(metrics.progress_line(1, 26, {}, 3600.0), 'update 1/26  25:00:00 left')
 
-  def test_a_trace_of_all_updates_of_a_short_run_begins_earlier(self):
+  def test_trace_of_short_run_begins_earlier(self):
     for count, last, traced in ((2, 2, [0, 1]), (2, 3, [1, 2]), (1, 9, [1]), (5, 3, [0, 1, 2])):
       started, on = [], []
       profiler = mock.patch.object(timing.jax.profiler, 'trace', lambda folder: trace(on))

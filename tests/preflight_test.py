@@ -132,8 +132,7 @@ class BeforeWeightsTest(PreflightCase):
     self.refused(make_config(data__train_split='trian'), "'trian'")
 
   @parameterized.parameters(
-      (404, b'not here', '404'),
-      (200, b'{"result": [[{"document": 3}]]}', 'malformed document'),
+      (404, b'not here', '404'), (200, b'{"result": [[{"document": 3}]]}', 'malformed document')
   )
   def test_a_wrong_retriever(self, status, body, reason):
     with serving(status, body) as url:

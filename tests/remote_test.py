@@ -86,10 +86,10 @@ class TurnTest(parameterized.TestCase):
       ('<search> a', 'length', '<search> a'),
       ('', None, ''),
   )
-  def test_a_turn_has_the_stop_string_that_ended_it(self, text, finish, expected):
+  def test_turn_ends_with_its_stop_string(self, text, finish, expected):
     self.assertEqual(client_lib.whole_turn(text, finish, STOPS), expected)
 
-  def test_a_server_that_names_the_stop_string_is_believed(self):
+  def test_stop_reason_of_the_server_wins(self):
     turn = lambda text, reason: client_lib.whole_turn(text, 'stop', STOPS, reason)
     self.assertEqual(turn('an <answer> tag', None), 'an <answer> tag')
     self.assertEqual(turn('<answer> a', '</answer>'), '<answer> a</answer>')
@@ -148,7 +148,7 @@ class ClientTest(parameterized.TestCase):
       (404, 'no such model', "config.eval.model='m' rejected a request .* 404: no such model$"),
       (400, 'stop is not supported', 'stop is not supported'),
   )
-  def test_what_is_refused_for_good_is_one_line_at_once(self, status, message, words):
+  def test_rejected_request_is_one_line(self, status, message, words):
     with serving(lambda body: failure(status, message)) as (address, asked):
       with self.assertRaisesRegex(UserError, f'^[^\n]*{words}[^\n]*$'):
         self.client(address).complete([])
@@ -178,7 +178,7 @@ class ClientTest(parameterized.TestCase):
       lambda body: {'detail': [{'msg': 'no stop', 'input': body}]},  # FastAPI's
       lambda body: ['no stop', body],
   )
-  def test_a_server_that_repeats_the_request_does_not_say_that_it_is_too_long(self, answer):
+  def test_repeated_request_is_not_too_long(self, answer):
     asked = 'Why is the maximum context length of this prompt too long for its context window?'
     with serving(lambda body: (400, answer(body), {})) as (address, _):
       with self.assertRaisesRegex(UserError, '^[^\n]*status 400: [^\n]*no stop[^\n]*$'):
@@ -296,7 +296,7 @@ class RemoteTest(parameterized.TestCase):
     self.assertLen(set(seeds[0]), 5 * 3 * 2)
     self.assertEqual(*seeds)
 
-  def test_samples_of_a_seeded_task_play_the_agent_s_instance(self):
+  def test_seeded_task_plays_the_agents_instance(self):
     """Also where a game draws from the global random state and ignores its seed."""
     values = dict(env__kind=f'{__name__}:Lottery', data__source='embedded', eval__samples=3)
     values |= {'retriever__kind': 'none'}
@@ -307,7 +307,7 @@ class RemoteTest(parameterized.TestCase):
     local = [agent(task, task.seed).reset(task.seed)[0] for task in Lottery.load_tasks('dev')]
     self.assertEqual(played, sorted(local * 3))
 
-  def test_an_environment_that_raises_is_counted_and_above_a_share_played_again(self):
+  def test_raising_environment_is_counted_and_limited(self):
     values = dict(env__kind=f'{__name__}:Raising', data__source='embedded', retriever__kind='none')
     with serving(lambda body: completion('<answer> x')) as (address, asked):
       results = self.evaluate(address, **values)
@@ -322,7 +322,7 @@ class RemoteTest(parameterized.TestCase):
         asked.clear()
         line = "raised in 100% of 2 .*Raising raised .* on task 'dev-[01]'"
 
-  def test_tools_are_declared_in_the_prompt_and_that_is_said(self):
+  def test_tools_are_declared_in_the_prompt(self):
     values = dict(env__kind='tools', env__tools=('calculator',), retriever__kind='none')
     with serving(lambda body: completion('<answer> x')) as (address, asked):
       with mock.patch.object(remote.logging, 'log_first_n') as told:
@@ -331,7 +331,7 @@ class RemoteTest(parameterized.TestCase):
     self.assertNotIn('tools', asked[0])
     self.assertIn('the prompts differ', told.call_args.args[1])
 
-  def test_episodes_without_an_answer_are_left_to_the_same_command(self):
+  def test_same_command_plays_unanswered_episodes(self):
     down = lambda body: 'sea' in body['messages'][0]['content']
     respond = self.answer
     with serving(lambda body: respond(body)) as (address, asked):
@@ -345,7 +345,7 @@ class RemoteTest(parameterized.TestCase):
     self.assertLen(asked, 2)
     self.assertLen(self.lines(results), 5)
 
-  def test_a_server_that_goes_down_ends_the_job_soon(self):
+  def test_dead_server_ends_the_job_soon(self):
     count = itertools.count()
     answer = lambda body: self.answer(body) if next(count) < 2 else failure(503)
     with serving(answer) as (address, asked):
@@ -372,7 +372,7 @@ class RemoteTest(parameterized.TestCase):
     with self.assertRaisesRegex(UserError, f'^[^\n]*{words}[^\n]*$'):
       job.evaluate(tiny_run.make_config(self.tmp, **values), self.workdir())
 
-  def test_our_own_gateway_gives_the_scores_of_the_local_evaluation(self):
+  def test_own_gateway_gives_the_local_scores(self):
     from experiments import st_ppo_tiny
 
     config = tiny_run.replace(

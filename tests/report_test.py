@@ -35,7 +35,7 @@ _HOSTILE = (
 class WhenTest(absltest.TestCase):
   """A report is there after each evaluation and after a stop, not only at the end."""
 
-  def test_it_is_written_while_the_run_goes_on_and_when_it_stops(self):
+  def test_report_is_written_during_and_after_the_run(self):
     workdir = self.enterContext(tempfile.TemporaryDirectory())
     config = dataclasses.asdict(schema.Config(log=schema.Log(tensorboard=False)))
     path = os.path.join(workdir, 'report.html')
@@ -243,14 +243,14 @@ class ChartsTest(absltest.TestCase):
     rows = [{'step': 1, 'actor/entropy': 1.0}, {'step': 1, 'actor/entropy': 2.0}]
     self.assertEqual(charts.charts(rows)[0]['series'][0]['y'], [2.0])
 
-  def test_a_turn_has_one_colour_and_turns_sort_by_number(self):
+  def test_turns_sort_by_number_with_one_colour(self):
     names = [f'stppo/clipfrac_turn{turn}_{sign}' for turn in (10, 2) for sign in ('pos', 'neg')]
     for chart in charts.charts([{'step': 1} | dict.fromkeys(names, 0.5)]):
       self.assertEqual(
           [(one['label'], one['hue']) for one in chart['series']], [('turn 2', 0), ('turn 10', 1)]
       )
 
-  def test_the_name_of_an_only_data_set_is_left_out(self):
+  def test_name_of_only_data_set_is_omitted(self):
     row = {'step': 1, 'val-core/nq/em_hops1': 0.5, 'val-core/nq/em_hops2': 0.5}
     labels = lambda row: [one['label'] for one in charts.charts(row)[0]['series']]
     self.assertEqual(labels([row]), ['1-hop', '2-hop'])

@@ -80,11 +80,11 @@ class ReplayTest(parameterized.TestCase):
       ('with_groups_that_were_sampled_ahead', GROUPS | STALE),
       ('with_the_samplers_log_probs', {'algorithm.old_logp': 'sampler', 'train.updates': 1}),
   )
-  def test_a_replay_is_bitwise_the_run(self, values):
+  def test_replay_is_bit_exact(self, values):
     self.check_replay(values)
 
   @pytest.mark.slow
-  def test_a_replay_of_the_defaults_is_bitwise_the_run(self):
+  def test_replay_of_the_defaults_is_bit_exact(self):
     self.check_replay({})
 
   def check_replay(self, values):
@@ -104,7 +104,7 @@ class ReplayTest(parameterized.TestCase):
       # The replay saved what it read: it can be replayed in turn.
       self.assertEqual(lines(os.path.join(again, 'episodes', os.path.basename(path))), lines(path))
 
-  def test_numbers_and_brackets_without_end_are_one_line(self):
+  def test_malformed_records_are_one_line(self):
     path = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), 'train_000001.jsonl')
     record = {'tokens': [2**40], 'turn_ids': [0], 'behaviour_logp': [], 'actions': []}
     for text, words in (
@@ -116,7 +116,7 @@ class ReplayTest(parameterized.TestCase):
       with self.assertRaisesRegex(UserError, words):
         saved.read(path, mock.Mock())
 
-  def test_what_cannot_be_replayed_is_one_line(self):
+  def test_unusable_replays_are_one_line(self):
     config, workdir = self.make('run', **{'train.updates': 1})
     loop.start(config, workdir)
     folder = os.path.join(workdir, 'episodes')
@@ -129,6 +129,16 @@ class ReplayTest(parameterized.TestCase):
         file.writelines(json.dumps(record) + '\n' for record in records)
       with self.assertRaisesRegex(UserError, f'^[^\n]*{text}[^\n]*$'):
         saved.Replay(folder, tokenizer, mini_batch, longest, **needs)(1)
+
+    with self.subTest('a later batch that cannot be read keeps the updates before it'):
+      with open(saved.path_of(folder, 2), 'w', encoding='utf-8') as file:
+        file.write('{')
+      two, again = self.make('two', **{'train.updates': 2, 'rollout.replay': folder})
+      with self.assertRaisesRegex(RunError, 'train_000002.jsonl is not JSON lines'):
+        loop.start(two, again)
+      with checkpoint.Checkpoints(again) as checkpoints:
+        self.assertEqual(checkpoints.newest(), 1)
+      os.remove(saved.path_of(folder, 2))
 
     refused('16 episodes, which .*mini_batch=5 does not divide', mini_batch=5)
     refused('length_buckets end at 8: add', longest=8)
@@ -156,19 +166,7 @@ class ReplayTest(parameterized.TestCase):
       loop.start(config, again)
     self.assertFalse(os.path.exists(again))
 
-  def test_a_later_batch_that_cannot_be_read_keeps_the_updates_before_it(self):
-    config, workdir = self.make('run', **{'train.updates': 1})
-    loop.start(config, workdir)
-    folder = os.path.join(workdir, 'episodes')
-    with open(saved.path_of(folder, 2), 'w', encoding='utf-8') as file:
-      file.write('{')
-    config, again = self.make('again', **{'train.updates': 2, 'rollout.replay': folder})
-    with self.assertRaisesRegex(RunError, 'train_000002.jsonl is not JSON lines'):
-      loop.start(config, again)
-    with checkpoint.Checkpoints(again) as checkpoints:
-      self.assertEqual(checkpoints.newest(), 1)
-
-  def test_samples_are_the_batches_of_a_run_that_does_not_train(self):
+  def test_samples_are_the_batches_of_the_run(self):
     config, workdir = self.make('run', **GROUPS, **{'train.updates': 1})
     never = lambda: False
     no_optimizer = mock.patch.object(train_state, 'create', side_effect=AssertionError('state'))
@@ -191,7 +189,7 @@ class ReplayTest(parameterized.TestCase):
     trained_on = lines(os.path.join(workdir, 'episodes', 'train_000002.jsonl'))
     self.assertEqual(chosen(lines(saved.path_of(folder, 2))), chosen(trained_on))
 
-  def test_sampling_goes_on_where_it_was_stopped(self):
+  def test_sampling_continues_after_a_stop(self):
     config, workdir = self.make('run')
     folder = sample_lib.sample(config, workdir, 1, lambda: False)
     first = saved.path_of(folder, 1)

@@ -99,7 +99,7 @@ class WorkdirTest(parameterized.TestCase):
     claim(others)
     self.assertEmpty(workdirs.differences(self.workdir, as_dict()))
 
-  def test_a_run_without_a_note_of_its_questions_goes_on(self):
+  def test_missing_digest_of_questions_is_accepted(self):
     workdirs.claim(self.workdir, as_dict())
     self.write_a_number()
     recovery.claim_tasks(schema.Config(), [types.Task('a')], [], self.workdir)
@@ -118,7 +118,7 @@ class WorkdirTest(parameterized.TestCase):
       self.assertEqual(json.load(file)['train']['on_nonfinite'], 'other')
 
   @parameterized.parameters(('actor', 'warmup', 0.1), ('critic', 'final_lr', 0.5))
-  def test_updates_may_not_change_where_the_rate_depends_on_them(self, model, name, value):
+  def test_updates_are_fixed_under_a_schedule(self, model, name, value):
     config = constant_rates()
     self.assertIn('train.updates', validation.changeable_on_resume(config))
     setattr(getattr(config, model), name, value)
@@ -126,7 +126,7 @@ class WorkdirTest(parameterized.TestCase):
     getattr(config, model).lr = 0.0  # which has no schedule
     self.assertIn('train.updates', validation.changeable_on_resume(config))
 
-  def test_the_rate_of_a_critic_that_is_not_trained_does_not_count(self):
+  def test_rate_of_untrained_critic_is_ignored(self):
     config = constant_rates()
     config.critic.warmup = 0.1
     self.assertNotIn('train.updates', validation.changeable_on_resume(config))
@@ -136,7 +136,7 @@ class WorkdirTest(parameterized.TestCase):
     config.model.critic = 'shared'
     self.assertFalse(validation.has_critic(config, variants.VARIANTS['ppo']))
 
-  def test_a_run_with_schedule_updates_may_be_prolonged_at_the_same_rates(self):
+  def test_schedule_updates_allow_more_updates(self):
     config = schema.Config()
     config.train.schedule_updates, rates = 10, []
     self.assertIn('train.updates', validation.changeable_on_resume(config))
@@ -166,7 +166,7 @@ class WorkdirTest(parameterized.TestCase):
     self.assertIn("config.data.source='m:load' names has changed", logged.output[0])
     workdirs.claim(self.workdir, as_dict(source='m:load'), digests={'data.source': 'b2'})
 
-  def test_the_objective_behind_a_name_is_part_of_the_numbers(self):
+  def test_changed_objective_is_rejected(self):
     first = {'clip_low': 0.2, 'betas': (1, 2), 'dropped_since': 1}
     workdirs.claim(self.workdir, as_dict(), objective=first)
     self.write_a_number()
@@ -227,7 +227,7 @@ class SharedFolderTest(parameterized.TestCase):
     ):
       return processes.in_threads(2, run)
 
-  def test_a_folder_that_all_share_is_taken_and_left_as_it_was(self):
+  def test_shared_folder_is_accepted_unchanged(self):
     self.assertEqual(self.check([self.folders[0]] * 2), ['', ''])
     self.assertEmpty(os.listdir(self.folders[0]))
 

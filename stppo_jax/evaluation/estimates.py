@@ -98,23 +98,23 @@ def _group(
 ) -> Group:
   """Returns the estimates of some questions: core metrics, total reward, pass@k and pass^k."""
   counts = np.array([len(episodes) for episodes in questions], float)
-  core = dict.fromkeys(name for part in questions for x in part for name in x.core_metrics)
-  totals = {
-      metric: np.array([sum(x.metrics.get(metric, 0.0) for x in part) for part in questions])
-      for metric in core
-  }
+  totals: dict[str, np.ndarray] = {}  # of the samples of each question
+  core = dict.fromkeys(metric for part in questions for x in part for metric in x.core_metrics)
+  for metric in core:
+    sums = [sum(x.metrics.get(metric, 0.0) for x in part) for part in questions]
+    totals[metric] = np.array(sums)
   totals['score'] = np.array([sum(x.score for x in part) for part in questions])
   fewest = int(counts.min())
   if with_passes and fewest > 1:
-    passes = [sum(x.main_score >= PASSING for x in episodes) for episodes in questions]
+    passed = [sum(x.main_score >= PASSING for x in episodes) for episodes in questions]
     for label, function in (('pass@', pass_at_k), ('pass^', pass_hat_k)):
       for k in ks(fewest):
-        shares = [function(len(x), passed, k) for x, passed in zip(questions, passes)]
-        totals[f'{label}{k}'] = counts * shares  # a share counts once, as a mean of samples does
+        shares = [function(len(part), c, k) for part, c in zip(questions, passed)]
+        totals[f'{label}{k}'] = counts * shares  # so that their mean is that of the questions
 
   labels = np.array([episodes[0].task.dataset for episodes in questions])
   strata = [np.flatnonzero(labels == label) for label in sorted(set(labels))]
-  ends = np.cumsum([len(part) for part in strata])[:-1]
+  ends = np.cumsum([len(stratum) for stratum in strata])[:-1]
 
   def mean(total, at):
     """Returns the mean [..] over the questions with the numbers `at` [.., questions]."""
@@ -123,8 +123,8 @@ def _group(
     means = [total[part].sum(axis=-1) / counts[part].sum(axis=-1) for part in parts]
     return np.mean(means, axis=0)
 
-  estimates = {
-      metric: statistics.bootstrap(functools.partial(mean, total), [strata], reps=REPS)
-      for metric, total in totals.items()
-  }
-  return Group(name, len(questions), int(counts.sum()), estimates)
+  results = {}
+  for metric, total in totals.items():
+    function = functools.partial(mean, total)
+    results[metric] = statistics.bootstrap(function, [strata], reps=REPS)
+  return Group(name, len(questions), int(counts.sum()), results)

@@ -1,8 +1,8 @@
 """Saved batches: a folder of train_000001.jsonl, .. in; the episodes, exactly as sampled, out.
 
-A run writes such a folder (WORKDIR/episodes), --mode=sample and --mode=import_atif others. With
-config.rollout.replay a run trains on one of them: its update depends on nothing else, so a run that
-replays its own batches from the same start repeats every number.
+A run writes such a folder (WORKDIR/episodes), and so do --mode=sample and --mode=import_atif. With
+config.rollout.replay a run trains on a folder. A run that replays its own batches from the same
+start repeats every number.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import zlib
 
 import numpy as np
 
-from stppo_jax import tokenizer as chat
+from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.rollout import batching
@@ -38,33 +38,37 @@ def numbers(folder: str) -> list[int]:
         f'{folder!r} cannot be read ({error.strerror}): give a folder of saved batches, such as '
         '`episodes` of a run'
     ) from error
-  found = sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
-  if not found:
+  matches = [_NAME.fullmatch(name) for name in names]
+  batches = sorted(int(match[1]) for match in matches if match)
+  if not batches:
     raise types.UserError(
         f'{folder!r} holds no saved batches (train_000001.jsonl, ..): give the folder `episodes` '
         'of a run, or one that --mode=sample or --mode=import_atif wrote'
     )
-  return found
+  return batches
 
 
 def check_has(folder: str, updates: int) -> None:
   """Raises a UserError unless the folder has batches 1 to `updates`."""
   missing = sorted(set(range(1, updates + 1)) - set(numbers(folder)))
   if missing:
-    most = missing[0] - 1
+    name = os.path.basename(path_of('', missing[0]))
+    advice = 'give a folder with batch 1'
+    if missing[0] > 1:
+      advice = f'set --config.train.updates={missing[0] - 1}'
     raise types.UserError(
-        f'config.rollout.replay={folder!r} has no {os.path.basename(path_of("", missing[0]))}, and '
-        f'config.train.updates={updates}: '
-        + (f'set --config.train.updates={most}' if most else 'give a folder with batch 1')
+        f'config.rollout.replay={folder!r} has no {name}, and config.train.updates={updates}: '
+        f'{advice}'
     )
 
 
-def read(path: str, tokenizer: chat.Tokenizer) -> pipeline.Sampled:
+def read(path: str, tokenizer: tokenizer_lib.Tokenizer) -> pipeline.Sampled:
   """Reads a batch. UserError: another format, or ids of another tokenizer."""
   records = read_records(path)
   try:
     episodes = [types.Episode.from_dict(record) for record in records]
-    origin = records[0].get('batch', records[0]['step']), records[0].get('staleness', 0)
+    first = records[0]
+    number = first.get('batch', first['step'])
     for record in records:
       if tokenizer.pieces(record['tokens']) != record['pieces']:
         raise types.UserError(
@@ -78,7 +82,7 @@ def read(path: str, tokenizer: chat.Tokenizer) -> pipeline.Sampled:
         f'{path} does not hold the episodes of a batch ({type(error).__name__}: {error}): give the '
         'folder `episodes` of a run of this version'
     ) from error
-  return pipeline.Sampled(*origin, episodes, {})
+  return pipeline.Sampled(number, first.get('staleness', 0), episodes, measured={})
 
 
 def read_records(path: str) -> list[dict[str, Any]]:
@@ -98,26 +102,30 @@ class Replay:
   Args:
     folder: of the batches.
     tokenizer: of the policy.
-    mini_batch: divides the number of episodes.
-    longest: tokens of an episode at most.
+    mini_batch: has to divide the number of episodes.
+    longest: the largest number of tokens of an episode.
     needs_groups: whether the objective compares the episodes of a group.
-    roles: of the environment; the rows of an episode follow each other in their order.
-    with_routes: whether the update replays the sampler's experts; recorded ones are dropped if not.
+    roles: of the environment; the rows of an episode follow each other in this order.
+    with_routes: whether the update replays the sampler's experts. If not, they are dropped.
   """
 
   def __init__(
       self,
       folder: str,
-      tokenizer: chat.Tokenizer,
+      tokenizer: tokenizer_lib.Tokenizer,
       mini_batch: int,
       longest: int,
       needs_groups: bool = False,
       roles: Sequence[str] = (),
       with_routes: bool = False,
   ):
-    self._roles, self._with_routes = tuple(roles) or ('',), with_routes
-    self._folder, self._tokenizer = folder, tokenizer
-    self._mini_batch, self._longest, self._needs_groups = mini_batch, longest, needs_groups
+    self._folder = folder
+    self._tokenizer = tokenizer
+    self._mini_batch = mini_batch
+    self._longest = longest
+    self._needs_groups = needs_groups
+    self._roles = tuple(roles) or ('',)
+    self._with_routes = with_routes
 
   def __call__(self, number: int) -> pipeline.Sampled:
     """Returns batch `number`."""
@@ -127,8 +135,9 @@ class Replay:
     hosts.require_same(path, ids, 'give a folder that all processes share')
     self._check(path, sampled.episodes)
     if not self._with_routes:
-      for turn in (turn for episode in sampled.episodes for turn in episode.turns):
-        turn.routes = None
+      for episode in sampled.episodes:
+        for turn in episode.turns:
+          turn.routes = None
     return sampled
 
   def _check(self, path: str, episodes: Sequence[types.Episode]) -> None:
@@ -150,11 +159,12 @@ class Replay:
           f'{path} has an episode of {max(lengths)} tokens, and config.train.length_buckets end at '
           f'{self._longest}: add a bucket'
       )
-    trained = [turn for episode in episodes if not episode.failed for turn in episode.turns]
-    if not all(np.isfinite(turn.logp).all() for turn in trained):
+    trained = [episode for episode in episodes if not episode.failed]
+    turns = [turn for episode in trained for turn in episode.turns]
+    if not all(np.isfinite(turn.logp).all() for turn in turns):
       raise types.UserError(
-          f'{path} has turns without log-probs: they were not sampled by a policy of this run, and '
-          'a policy gradient on them would be of no objective. Imitate them first: '
+          f'{path} has turns without log-probs, so that no policy of this run sampled them, and '
+          'a policy gradient on them would have no objective. Imitate them first: '
           'python -m scripts.sft_episodes'
       )
     turns = [turn for episode in episodes for turn in episode.turns]
