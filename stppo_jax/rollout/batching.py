@@ -110,17 +110,15 @@ def _score_offsets(episodes, rows):
 
   Choice: the score of rows that were saved without one (version 0.7) is their mean, as it was then.
   """
-  row_scores: dict[int | None, list[float]] = {}
-  trained = [(b, episode) for b, episode in enumerate(episodes) if trained_length(episode)]
-  for _, episode in trained:
-    row_scores.setdefault(episode.number, []).append(episode.score)
   offsets = np.zeros(rows, np.float32)
-  for b, episode in trained:
-    scores = row_scores[episode.number]
-    score = episode.whole_score
-    if score is None:
-      score = sum(scores) / len(scores)
-    offsets[b] = score - sum(scores)
+  for numbers in rows_by_episode(episodes):
+    trained = [b for b in numbers if trained_length(episodes[b])]
+    scores = [episodes[b].score for b in trained]
+    for b in trained:
+      score = episodes[b].whole_score
+      if score is None:
+        score = sum(scores) / len(scores)
+      offsets[b] = score - sum(scores)
   return offsets
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import zlib
 
 from absl import logging
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,10 +58,6 @@ class Rows:
   groups: Sequence[int]
   keys: jax.Array  # [episodes] random keys, see `row_keys`
 
-  def __post_init__(self):
-    chex.assert_equal(len(self.envs), len(self.tasks))
-    chex.assert_equal(len(self.envs), len(self.groups))
-
 
 @dataclasses.dataclass(frozen=True)
 class EpisodeRules:
@@ -99,7 +94,7 @@ def play(
   episodes: list[types.Episode] = []
   prompts: list[engine.Prompt] = []  # one per environment and role
   resets = rules.map_resets(stepping.reset, rows.envs, reset_seeds(rows.keys, rows.tasks))
-  for i, (task, group, reset) in enumerate(zip(rows.tasks, rows.groups, resets)):
+  for i, (task, group, reset) in enumerate(zip(rows.tasks, rows.groups, resets, strict=True)):
     state = EpisodeState(task, framing, rules, group, i)
     active_role, prompt = state.observe(*reset)
     states.append(state)

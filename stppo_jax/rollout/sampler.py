@@ -253,7 +253,6 @@ class Sampler:
     context. The chunks of a row depend only on its number of ids: as many as fit of the largest, of
     the next, the rest in the smallest.
     """
-    chex.assert_equal(len(ids), len(starts))
     rows = context.logits.shape[0]
     lengths = np.zeros(rows, np.int32)
     lengths[: len(ids)] = [len(row_ids) for row_ids in ids]
@@ -298,9 +297,10 @@ class Sampler:
 
   def compiled_variants(self) -> dict[str, int]:
     """Returns the number of compiled programs of each function, for logging."""
-    prefill: Any = self._prefill
-    decode: Any = self._decode
-    return {'prefill': prefill._cache_size(), 'decode': decode._cache_size()}
+    return {
+        'prefill': self._prefill._cache_size(),  # type: ignore[attr-defined]
+        'decode': self._decode._cache_size(),  # type: ignore[attr-defined]
+    }
 
   def shapes_of_copy(self, params) -> dict:
     """Returns the ShapeDtypeStructs, with shardings, of a `copy` of such parameters."""
