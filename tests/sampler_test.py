@@ -315,11 +315,8 @@ class SamplerTest(parameterized.TestCase):
     decode(context, [7, 0, 14, 18], [9, 0, 9, 9], steps=3)
     self.assertEqual(calls[-1].counts.tolist(), [3, 0, 3, 3])
 
-  @parameterized.parameters(1, 4)
-  def test_slots_run_out(self, prefill_rows):
-    sampler = make_sampler(
-        stops=(), eos=(), max_slots=10, slot_buckets=(8,), prefill_rows=prefill_rows
-    )
+  def test_slots_run_out(self):
+    sampler = make_sampler(stops=(), eos=(), max_slots=10, slot_buckets=(8,), prefill_rows=4)
     rows, at, logp = self.play(sampler, [[[1, 2, 3, 4]]], budgets=[6], keys=self.keys[:1])
     self.assertLen(rows[0], 10)  # to the very last slot
     np.testing.assert_allclose(logp[0], teacher_forced(self.params, rows)[0][at[0]], atol=1e-5)

@@ -188,7 +188,7 @@ class SchedulerTest(parameterized.TestCase):
     """As of a sampler to which the token means nothing."""
     sizes = sampling.Sizes(SLOTS, 6, 6, 2, 3, (SLOTS,), (4, 8))
     without = sampler_lib.Sampler(CONFIG, NO_STOPS, (VOCAB - 1,), sizes)
-    requests = lambda **settings: [make_request([5, 6], s, 30, **settings) for s in range(12)]
+    requests = lambda **settings: [make_request([5, 6], s, 30, **settings) for s in range(8)]
     with scheduler_lib.Scheduler(without, make_params(), TOKEN_BYTES, ()) as scheduler:
       wanted = serve(scheduler, *requests(ignore_eos=True))
     with make_scheduler() as scheduler:
@@ -215,8 +215,8 @@ class SchedulerTest(parameterized.TestCase):
 
   def test_request_joins_running_requests(self):
     with make_scheduler() as scheduler:
-      sampled = serve(scheduler, *(make_request([5, 6], s, SLOTS - 2) for s in range(40)))
-      seed = max(range(40), key=lambda s: len(sampled[s].tokens))
+      sampled = serve(scheduler, *(make_request([5, 6], s, SLOTS - 2) for s in range(24)))
+      seed = max(range(24), key=lambda s: len(sampled[s].tokens))
       self.assertGreater(len(sampled[seed].tokens), 12)  # of which a call samples 3
       long, short, over = make_request([5, 6], seed, SLOTS - 2), make_request([7], budget=1), []
       has_joined = threading.Event()
@@ -237,7 +237,7 @@ class SchedulerTest(parameterized.TestCase):
 
   def test_cancelled_request_frees_its_row(self):
     with make_scheduler(width=2) as scheduler:
-      requests = [make_request([5, 6], s, SLOTS - 2) for s in range(20)]
+      requests = [make_request([5, 6], s, SLOTS - 2) for s in range(6)]
       for request in requests:
         heard = request.emit
         request.emit = lambda *given, r=request, h=heard: (scheduler.cancel(r), h(*given))
