@@ -16,7 +16,7 @@ _OPERATORS: dict[type, Any] = {
     ast.UAdd: operator.pos,
 }
 _MAX_CHARS = 500
-_MAX_BITS = 4096  # of a power
+_MAX_BITS = 4096  # size of a power
 
 
 def calculator(expression: str) -> str:

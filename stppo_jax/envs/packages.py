@@ -21,8 +21,8 @@ NUM_TRAIN_SEEDS = 10_000
 NUM_SEEDS = 256  # in any split other than 'train'
 
 
-def import_package(kind: str, module: str, extra: str) -> Any:
-  """Imports a module of another package, which `extra` installs. UserError: it is not installed.
+def import_package(given: str, module: str, extra: str) -> Any:
+  """Imports a module that the setting `given` needs. UserError: the extra is not installed.
 
   Handlers that the package adds to the root logger are removed.
   """
@@ -32,8 +32,7 @@ def import_package(kind: str, module: str, extra: str) -> Any:
     return importlib.import_module(module)
   except ImportError as error:
     raise types.UserError(
-        f'config.env.kind={kind!r} needs the package {module} ({error}): '
-        f'pip install ".[{extra}]"'
+        f'{given} needs the package {module} ({error}): ' f'pip install ".[{extra}]"'
     ) from error
   finally:
     logging.root.handlers[:] = handlers
@@ -54,19 +53,20 @@ def check_name(kind: str, name: str, names: Iterable[str]) -> None:
   )
 
 
-def registered(package: str, env_id: str) -> Callable[..., Any]:
+def registry_constructor(package: str, env_id: str) -> Callable[..., Any]:
   """Returns the constructor of an environment in a package's registry. UserError: it has none.
 
   The constructor turns the package's errors into a UserError.
   """
   kind = f'{package}:{env_id}'
-  make = import_package(kind, package, package).make
-  registration = import_package(kind, f'{package}.envs.registration', package)
+  given = f'config.env.kind={kind!r}'
+  make = import_package(given, package, package).make
+  registration = import_package(given, f'{package}.envs.registration', package)
   check_name(kind, env_id, registration.ENV_REGISTRY)
 
   def construct(**options: Any) -> Any:
     with explain_errors(
-        f'config.env.kind={kind!r} with options {options!r} cannot be made',
+        f'{given} with options {options!r} cannot be made',
         'change the options; environments over a data set need it on this machine',
     ):
       return make(env_id, **options)

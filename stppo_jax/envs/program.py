@@ -18,7 +18,7 @@ from stppo_jax.envs import factory
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 
-PREFIX = 'gateway'  # of `env.kind`
+PREFIX = 'gateway'  # `env.kind` starts with it
 
 
 @dataclasses.dataclass(frozen=True)

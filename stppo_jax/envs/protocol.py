@@ -67,8 +67,8 @@ class StepInfo(TypedDict, total=False):
   action: str  # kind of the agent's action; 'invalid' if its text contains none
   metrics: dict[str, float]  # the last value of an episode counts
   retrieval_failed: bool  # masks the episode out of the update
-  query: str | None  # of a search; --mode=chat shows it
-  passage_ids: list[str]  # of the passages that the search found
+  query: str | None  # the agent's search; --mode=chat shows it
+  passage_ids: list[str]  # what the search found
   answer: str | None  # the final answer; --mode=chat shows it
 
 

@@ -27,7 +27,7 @@ Schema = Mapping[str, Any]
 
 _MAX_ENDS = 3  # tags at which a JSON text may end: the first ones may be inside its strings
 _MAX_BUILT_IN_CHARS = 10_000  # Python's parser is not made for hostile texts
-_SHOWN_CHARS = 80  # of a malformed call in its error
+_SHOWN_CHARS = 80  # length of a malformed call in its error
 _DECLARATION = 'You may call these tools:'
 _PYTHON_TAG = '<|python_tag|>'
 _BARE_CALL = re.compile(r'\{\s*"(?:name|type|function)"\s*:')

@@ -25,7 +25,7 @@ OK = tool_worker.OK
 FAILED = tool_worker.FAILED
 TIMED_OUT = 'timed_out'
 
-_START_S = 60.0  # for a process to start; an MCP server may have to be downloaded first
+_START_S = 60.0  # limit of a process's start; an MCP server may have to be downloaded first
 _PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
@@ -42,7 +42,7 @@ class Limits:
   """Limits of one call."""
 
   timeout_s: float = 10.0
-  max_chars: int = 2000  # of the result; a longer one is cut
+  max_chars: int = 2000  # a longer result is cut
   memory_mb: int = 4096  # address space of a process; 0: no limit
 
 

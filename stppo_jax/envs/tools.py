@@ -102,7 +102,7 @@ def _schema(name, function):
 
 
 def _mcp_tools(name, limits):
-  packages.import_package(name, 'mcp', 'mcp')
+  packages.import_package(f'config.env.tools={name!r}', 'mcp', 'mcp')
   server = tool_runners.McpServer(name.removeprefix('mcp:'), limits)
   with packages.explain_errors(
       f'config.env.tools names {name!r}, which lists no tools',

@@ -14,7 +14,7 @@ from stppo_jax.envs import protocol
 
 def make(env_id: str) -> Callable[..., Any]:
   """Returns a function that makes the environment `env_id`. UserError: GEM has no such ID."""
-  construct = packages.registered('gem', env_id)
+  construct = packages.registry_constructor('gem', env_id)
   return packages.adapt(GemEnv, construct, f'gem:{env_id}', env_id.replace('/', '_'))
 
 

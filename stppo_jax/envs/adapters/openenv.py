@@ -34,7 +34,7 @@ def make(url: str) -> Callable[..., Any]:
     raise types.UserError(
         f'config.env.kind={kind!r}: an address is needed, as in openenv:http://127.0.0.1:8000'
     )
-  client = packages.import_package(kind, 'websockets.sync.client', 'openenv')
+  client = packages.import_package(f'config.env.kind={kind!r}', 'websockets.sync.client', 'openenv')
   path = parts.path.rstrip('/') + '/ws'
   address = parts._replace(scheme=_SCHEMES[parts.scheme], path=path).geturl()
   connect = functools.partial(client.connect, address, max_size=_MAX_MESSAGE_BYTES, proxy=None)
@@ -54,7 +54,7 @@ class OpenEnvEnv:
   action_field: str = ''  # takes the agent's text; '': the text is the whole action as JSON
   observation_field: str = ''  # the agent reads it; '': the only string, else all as JSON
   instructions: str = ''  # before the first observation
-  timeout_s: float = 60.0  # for an answer of the server
+  timeout_s: float = 60.0  # the server's time for an answer
   frame: str = 'user'
   stop_strings: Sequence[str] = ()
   _session: Any = dataclasses.field(default=None, init=False)

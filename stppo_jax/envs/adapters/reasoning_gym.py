@@ -22,8 +22,9 @@ INSTRUCTIONS = '\nWrite the final answer between <answer> and </answer>.\n'
 def make(name: str) -> Callable[..., Any]:
   """Returns a function that makes environments of a data set. UserError: there is no such name."""
   kind = f'reasoning_gym:{name}'
-  factory = packages.import_package(kind, 'reasoning_gym.factory', 'reasoning_gym')
-  packages.import_package(kind, 'reasoning_gym', 'reasoning_gym')  # registers the data sets
+  given = f'config.env.kind={kind!r}'
+  factory = packages.import_package(given, 'reasoning_gym.factory', 'reasoning_gym')
+  packages.import_package(given, 'reasoning_gym', 'reasoning_gym')  # registers the data sets
   packages.check_name(kind, name, factory.DATASETS)
   create = functools.partial(factory.create_dataset, name)
   return packages.adapt(ReasoningGymEnv, create, kind, name)

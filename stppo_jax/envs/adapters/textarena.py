@@ -22,14 +22,14 @@ from stppo_jax.envs import protocol
 
 SIDES = ('first', 'second', 'random')
 SELF = 'self'  # as the opponent
-ROLES = ('player_0', 'player_1')  # of a policy that plays itself
+ROLES = ('player_0', 'player_1')  # a policy that plays itself has these
 
 _MAX_OPPONENT_MOVES = 100  # between two turns of the agent
 
 
 def make(env_id: str) -> Callable[..., Any]:
   """Returns a function that makes the game `env_id`. UserError: TextArena has no such ID."""
-  construct = packages.registered('textarena', env_id)
+  construct = packages.registry_constructor('textarena', env_id)
   return packages.adapt(TextArenaEnv, construct, f'textarena:{env_id}', env_id)
 
 
