@@ -146,9 +146,17 @@ def model_and_params():
   return prepare.load_policy(make_config('search'))
 
 
+@functools.cache
+def shared_sampler():
+  """One compiled sampler for all tests."""
+  return components.make_agent(make_config(THIS + ':once'), model_and_params()[0]).sampler
+
+
 def play(config, tasks, **kwargs):
   model, params = model_and_params()
   agent = components.make_agent(config, model)
+  if isinstance(agent, rollouts.ProgramAgent):
+    agent.sampler = agent.greedy = shared_sampler()
   keys = episode_loop.row_keys(jax.random.key(3), tasks)
   return agent.play(params, tasks, keys, **kwargs), agent
 
@@ -290,6 +298,10 @@ class TrainingTest(absltest.TestCase):
   def test_loop_trains_and_evaluates_program(self):
     config = make_config(THIS + ':play_search')
     config.eval = schema.Eval(every=1, episodes=8, rows=8)
+    config.rollout.max_total = 256
+    config.rollout.max_observation = 128
+    config.rollout.slot_buckets = (256,)
+    config.train.length_buckets = (256,)
     folder = self.enterContext(tempfile.TemporaryDirectory())
     with tiny_run.on_one_device():
       scores = loop.start(config, folder)

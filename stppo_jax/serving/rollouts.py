@@ -1,7 +1,7 @@
 """Episodes of agent programs: parameters and tasks in, recorded episodes out.
 
 An `agent.Agent` whose episodes are played by a program of the user through the gateway. The loop
-does not know: it calls `play`. Each episode is a session with an address of its own.
+calls only `play`. Each episode is a session with an address of its own.
 
   thread per episode   program(task, base_url, model) -> reward
   gateway              records what the program's client samples, under the episode's session
@@ -10,12 +10,11 @@ does not know: it calls `play`. Each episode is a session with an address of its
 
 from collections.abc import Callable
 from collections.abc import Sequence
-import contextlib
 import dataclasses
 import math
-import queue
 import threading
 import time
+from typing import Any
 
 from absl import logging
 import jax
@@ -29,20 +28,26 @@ from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import gateway
-from stppo_jax.serving import sessions as sessions_lib
+from stppo_jax.serving import sessions
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
 
-@dataclasses.dataclass
-class _Run:
-  """An episode in progress, and how it ended."""
+@dataclasses.dataclass(eq=False)
+class _ProgramRun:
+  """A program that plays an episode."""
 
-  name: str  # of its session
-  session: sessions_lib.Session
+  session_name: str
+  session: sessions.Session
+  task: types.Task
   started: float
-  error: str = ''  # what the program raised
+  is_over: bool = False
   timed_out: bool = False
+  error: str = ''  # what the program raised
+
+  @property
+  def crashed(self) -> bool:
+    return bool(self.error) and not self.timed_out
 
 
 @dataclasses.dataclass
@@ -67,14 +72,18 @@ class ProgramAgent(agent_lib.Agent):
     """
     started = time.perf_counter()
     rollout = self.config.rollout
-    sampling = sessions_lib.Sampling(
-        0.0 if greedy else rollout.temperature, 1.0 if greedy else rollout.top_p, rollout.max_turn
-    )
+    sampling = sessions.Sampling(rollout.temperature, rollout.top_p, rollout.max_turn)
+    if greedy:
+      sampling = dataclasses.replace(sampling, temperature=0.0, top_p=1.0)
     with gateway.running(
-        self.config, self.sampler, params, self.tokenizer, self.config.name, shares_prefixes=False
+        self.config,
+        self.sampler,
+        params,
+        self.tokenizer,
+        self.config.name,
+        shares_prefixes=False,
     ) as server:
-      url = server.url
-      runs = self._run_programs(server.app.service, url, tasks, keys, sampling, give_up)
+      runs = self._run_programs(server, tasks, keys, sampling, give_up)
       counts = server.app.service.scheduler.counts
     self.report = engine.Report(
         {'prefill': 0.0, 'decode': time.perf_counter() - started, 'env': 0.0},
@@ -84,86 +93,92 @@ class ProgramAgent(agent_lib.Agent):
         counts.decode_steps,
     )
     _check_any_ran(self.config.env.kind, runs, trains=groups is not None)
-    group_of = range(len(tasks)) if groups is None else groups
-    rows = [
-        self._rows(*of_run, n, groups is None)
-        for n, of_run in enumerate(zip(runs, tasks, group_of))
-    ]
-    if groups is None:
-      return [first for first, *_ in rows]
-    return [row for of_task in rows for row in of_task]
+    rows: list[types.Episode] = []
+    for number, run in enumerate(runs):
+      if groups is None:
+        rows.append(self._rows(run, number, number, first_is_whole=True)[0])
+      else:
+        rows += self._rows(run, groups[number], number, first_is_whole=False)
+    return rows
 
-  def _run_programs(self, service, url, tasks, keys, sampling, give_up) -> list[_Run]:
-    """Runs a program per task, each in a thread; returns how they ended, in their order."""
-    config, waiting = self.config.serve, list(range(len(tasks)))[::-1]
-    runs: dict[int, _Run] = {}
-    going: set[int] = set()
-    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+  def _run_programs(
+      self,
+      server: Any,  # http_server.Server, whose libraries may not be installed
+      tasks: Sequence[types.Task],
+      keys: jax.Array,
+      sampling: sessions.Sampling,
+      give_up: Callable[[], bool] | None,
+  ) -> list[_ProgramRun]:
+    """Runs a program per task, each in a thread, `config.serve.rows` at a time."""
+    settings = self.config.serve
+    service = server.app.service
+    runs: list[_ProgramRun] = []
+    active: list[_ProgramRun] = []
+    changed = threading.Event()
     try:
-      while waiting or going:
+      while active or len(runs) < len(tasks):
         if give_up is not None:
           hosts.end_if(give_up)
-        while waiting and len(going) < config.rows:
-          i = waiting.pop()
-          name, session = service.open_session(keys[i], sampling)
-          runs[i] = _Run(name, session, time.monotonic())
-          going.add(i)
-          start = (runs[i], tasks[i], f'{url}/s/{name}/v1', lambda i=i: ended.put(i))
-          threading.Thread(target=self._run_program, args=start, daemon=True).start()
-        now = time.monotonic()  # what has ended since is found below
-        late = {i for i in going if now - runs[i].started > config.agent_timeout_s}
-        over: set[int] = set()
-        with contextlib.suppress(queue.Empty):
-          over.add(ended.get(timeout=0.1))
-          while True:
-            over.add(ended.get_nowait())
-        for j in (over | late) & going:
-          runs[j].timed_out = j not in over
-          service.end_session(runs[j].name)
-          going.remove(j)
+        while len(runs) < len(tasks) and len(active) < settings.rows:
+          name, session = service.open_session(keys[len(runs)], sampling)
+          run = _ProgramRun(name, session, tasks[len(runs)], time.monotonic())
+          runs.append(run)
+          active.append(run)
+          arguments = (run, f'{server.url}/s/{name}/v1', changed)
+          threading.Thread(target=self._run_program, args=arguments, daemon=True).start()
+        now = time.monotonic()
+        changed.wait(0.1)
+        changed.clear()
+        for run in list(active):
+          run.timed_out = not run.is_over and now - run.started > settings.agent_timeout_s
+          if run.is_over or run.timed_out:
+            service.end_session(run.session_name)
+            active.remove(run)
     finally:
-      for run in runs.values():  # programs that go on get an error
-        service.end_session(run.name)
-    return [runs[i] for i in range(len(tasks))]
+      for run in runs:  # programs that continue get an error
+        service.end_session(run.session_name)
+    return runs
 
-  def _run_program(self, run: _Run, task: types.Task, url: str, end: Callable[[], None]) -> None:
+  def _run_program(self, run: _ProgramRun, url: str, changed: threading.Event) -> None:
     """Runs one program, and sets its reward."""
     try:
-      given = self.program.run(task, url, self.config.name)
-      if given is None and not run.session.has_reward:
-        given = self._reward(task, run.session)
-      if given is not None:
-        run.session.reward(_finite(self.config.env.kind, given))
-    except sessions_lib.Closed:
+      reward = self.program.run(run.task, url, self.config.name)
+      if reward is None and not run.session.has_reward:
+        reward = self._reward(run)
+      if reward is not None:
+        run.session.reward(_finite(self.config.env.kind, reward))
+    except sessions.Closed:
       pass  # it took too long
     except Exception as error:  # whatever a user's program may raise is data
       run.error = f'{type(error).__name__}: {" ".join(str(error).split())[:300]}'
     finally:
-      end()
+      run.is_over = True
+      changed.set()
 
-  def _reward(self, task, session) -> float:
-    """Returns the score of the answer in the last turn; 0 without one."""
-    answer = rewards.extract_answer(session.last_text)
-    return 0.0 if answer is None else self.program.reward(task, answer, session.last_text)
+  def _reward(self, run: _ProgramRun) -> float:
+    """Returns the score of the answer in the last turn; 0 without an answer."""
+    text = run.session.last_text
+    answer = rewards.extract_answer(text)
+    return 0.0 if answer is None else self.program.reward(run.task, answer, text)
 
   def _rows(
-      self, run: _Run, task: types.Task, group: int, number: int, first_is_whole: bool
+      self, run: _ProgramRun, group: int, number: int, first_is_whole: bool
   ) -> list[types.Episode]:
     """Returns the rows of an episode, with what happened to it as metrics."""
-    crashed = bool(run.error) and not run.timed_out
-    is_masked = crashed and self.config.serve.on_crash == 'mask'
-    episodes = run.session.episodes(task, group, is_masked, first_is_whole)
+    is_masked = run.crashed and self.config.serve.on_crash == 'mask'
+    episodes = run.session.episodes(run.task, group, is_masked, first_is_whole)
     counts = run.session.counts
-    seen = {name: counts[name] for name in ('rewritten', 'branched', 'too_long')}
-    seen |= {'segments': float(len(episodes)), 'crashed': float(crashed)}
-    seen['timed_out'] = float(run.timed_out)
+    metrics = {name: counts[name] for name in ('rewritten', 'branched', 'too_long')}
+    metrics['segments'] = float(len(episodes))
+    metrics['crashed'] = float(run.crashed)
+    metrics['timed_out'] = float(run.timed_out)
     for episode in episodes:
-      if crashed and not is_masked:  # whatever was posted before
+      if run.crashed and not is_masked:  # rewards that were posted before do not count
         for turn in episode.turns:
           turn.reward = 0.0
         episode.whole_score = 0.0
       episode.number = number
-      episode.metrics = {**seen, **episode.metrics}
+      episode.metrics = {**metrics, **episode.metrics}
       episode.truncated |= run.timed_out
       episode.core_metrics = self.env.core_metrics
     return episodes
@@ -179,42 +194,46 @@ def make_agent(
   prepared = prepared or prepare.prepare(config)
   program = prepared.env.make
   assert isinstance(program, programs.Program)
-  if jax.process_count() > 1:
-    raise UserError(
-        f'config.env.kind={config.env.kind!r} on {jax.process_count()} processes: agent programs '
-        'run on one, whose devices may be many'
-    )
-  if config.pipeline.staleness:
-    raise UserError(
-        f'config.env.kind={config.env.kind!r} with config.pipeline.staleness='
-        f'{config.pipeline.staleness}: agent programs are sampled for while nothing trains: set '
-        '--config.pipeline.staleness=0'
-    )
-  if config.rollout.routing_replay == 'sampling':
-    raise UserError(
-        f'config.env.kind={config.env.kind!r} with config.rollout.routing_replay=sampling: the '
-        "gateway records no experts: set it to 'none' or 'old_policy'"
-    )
-  if config.rollout.max_num_gen_batches > 1:
-    raise UserError(
-        f'config.env.kind={config.env.kind!r} with config.rollout.max_num_gen_batches='
-        f'{config.rollout.max_num_gen_batches}: an episode may have several rows: set it to 1'
-    )
-  rollout, tokenizer = config.rollout, prepared.tokenizer
+  pipeline = config.pipeline
+  rollout = config.rollout
+  for is_wrong, conflict in (
+      (
+          jax.process_count() > 1,
+          f'{jax.process_count()} processes: agent programs need one, with any number of devices',
+      ),
+      (
+          pipeline.staleness > 0,
+          f'config.pipeline.staleness={pipeline.staleness}: agent programs are sampled for while '
+          'nothing trains: set --config.pipeline.staleness=0',
+      ),
+      (
+          rollout.routing_replay == 'sampling',
+          'config.rollout.routing_replay=sampling: the gateway records no experts: set it to '
+          "'none' or 'old_policy'",
+      ),
+      (
+          rollout.max_num_gen_batches > 1,
+          f'config.rollout.max_num_gen_batches={rollout.max_num_gen_batches}: an episode may have '
+          'several rows: set it to 1',
+      ),
+  ):
+    if is_wrong:
+      raise UserError(f'config.env.kind={config.env.kind!r} with {conflict}')
+  device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
   sampler = gateway.make_sampler(
       model,
-      tokenizer,
+      prepared.tokenizer,
       config.serve.rows,
       rollout.max_total,
       top_k=rollout.top_k,
       chunks=rollout.chunks,
       slot_buckets=rollout.slot_buckets,
-      platform=(jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform,
+      platform=device.platform,
       row_sharding=agent_lib.row_sharding(config, model, mesh),
   )
   return ProgramAgent(
       config=config,
-      tokenizer=tokenizer,
+      tokenizer=prepared.tokenizer,
       model=model,
       env=prepared.env,
       retriever=prepared.retriever,
@@ -224,29 +243,30 @@ def make_agent(
   )
 
 
-def _check_any_ran(kind: str, runs: Sequence[_Run], trains: bool) -> None:
+def _check_any_ran(kind: str, runs: Sequence[_ProgramRun], trains: bool) -> None:
   """Logs what programs raised, and how many did nothing. RunError: none has a row to train on."""
-  errors = [run.error for run in runs if run.error and not run.timed_out]
-  late = sum(run.timed_out for run in runs)
-  idle = sum(not (run.session.num_turns or run.session.counts['too_long']) for run in runs)
+  errors = [run.error for run in runs if run.crashed]
+  num_late = sum(run.timed_out for run in runs)
+  num_idle = sum(not (run.session.num_turns or run.session.counts['too_long']) for run in runs)
   if errors and len(errors) == len(runs):
     raise RunError(f'config.env.kind={kind!r}: all {len(runs)} programs raised, as {errors[0]}')
-  if trains and idle == len(runs):
+  if trains and num_idle == len(runs):
     raise RunError(
         f'config.env.kind={kind!r}: none of {len(runs)} programs had an answer of the policy; '
-        f'{late} took longer than config.serve.agent_timeout_s, {len(errors)} raised'
+        f'{num_late} took longer than config.serve.agent_timeout_s, {len(errors)} raised'
     )
-  if errors:
-    logging.warning('%d of %d programs raised, as %s', len(errors), len(runs), errors[0])
-  if idle:
-    logging.warning('%d of %d programs had no answer of the policy', idle, len(runs))
-  if late:
-    logging.warning('%d of %d programs took too long', late, len(runs))
+  for count, problem in (
+      (len(errors), f'raised, as {"".join(errors[:1])}'),
+      (num_idle, 'had no answer of the policy'),
+      (num_late, 'took too long'),
+  ):
+    if count:
+      logging.warning('%d of %d programs %s', count, len(runs), problem)
 
 
-def _finite(kind: str, given) -> float:
+def _finite(kind: str, reward: Any) -> float:
   """Returns a program's reward as a float, or raises ValueError."""
-  number = float(given)
+  number = float(reward)
   if not math.isfinite(number):
-    raise ValueError(f'{kind} returned the reward {given!r}: a finite number is needed')
+    raise ValueError(f'{kind} returned the reward {reward!r}: a finite number is needed')
   return number
