@@ -305,10 +305,6 @@ class HybridTest(absltest.TestCase):
         ['w', 'o', 'r', 'l', 'd'],
     )
 
-  def test_fusing_nothing_is_rejected(self):
-    with self.assertRaises(types.UserError):
-      dense.HybridRetriever([])
-
 
 if __name__ == '__main__':
   absltest.main()

@@ -1,5 +1,6 @@
 """The retrieval server: both dialects, refusals, slow clients, and shutdown."""
 
+import argparse
 import concurrent.futures
 import contextlib
 import gc
@@ -476,7 +477,8 @@ class CommandTest(parameterized.TestCase):
   def test_every_kind_finds(self):
     folder = dense_test.write_encoder(self.enterContext(tempfile.TemporaryDirectory()))
     for kind in server.KINDS:
-      retriever = server.make_retriever(kind, PASSAGES, folder, folder)
+      flags = argparse.Namespace(kind=kind, encoder=folder, embeddings=folder)
+      retriever = server.make_retriever(flags, PASSAGES)
       with running(retriever) as (port, _, _):
         _, answer, _ = ask(port, body={'queries': ['seine', 'lima'], 'topk': 1})
       self.assertLen(answer['result'], 2)

@@ -12,6 +12,7 @@ import unicodedata
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.retrieval import protocol
 
 _WORD = re.compile(r'\w+')
 
@@ -44,13 +45,13 @@ class Bm25Retriever:
 
   def _search_one(self, query: str, top_k: int) -> list[types.Passage]:
     words = _words(query)
-    found = [(index, index.get_tokens_ids(words)) for index in self._indexes]
-    if not found[0][1] or top_k < 1:
+    words_of_index = [(index, index.get_tokens_ids(words)) for index in self._indexes]
+    if not words_of_index[0][1] or top_k < 1:
       return []
-    scores = sum(index.get_scores_from_ids(ids) for index, ids in found if ids)
-    return [
-        dataclasses.replace(self._passages[i], score=float(scores[i])) for i in _best(scores, top_k)
-    ]
+    scores = sum(index.get_scores_from_ids(ids) for index, ids in words_of_index if ids)
+    positive = np.flatnonzero(scores > 0)
+    rows = positive[protocol.best_rows(scores[positive], top_k)]
+    return [dataclasses.replace(self._passages[i], score=float(scores[i])) for i in rows]
 
 
 def _index(texts: Iterable[str]) -> Any:
@@ -83,12 +84,3 @@ def _words(text: str) -> list[str]:
     text = ''.join(char for char in text if not unicodedata.combining(char))
   stop_words = _library().stopwords.STOPWORDS_EN
   return [word for word in _WORD.findall(text) if word not in stop_words]
-
-
-def _best(scores: np.ndarray, top_k: int) -> np.ndarray:
-  """Returns the rows of the `top_k` highest positive scores, ties in corpus order."""
-  rows = np.flatnonzero(scores > 0)
-  if len(rows) > top_k:
-    threshold = np.partition(scores[rows], -top_k)[-top_k]
-    rows = rows[scores[rows] >= threshold]  # more than top_k with ties
-  return rows[np.argsort(-scores[rows], kind='stable')][:top_k]

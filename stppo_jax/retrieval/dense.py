@@ -21,6 +21,10 @@ from stppo_jax.retrieval import encoder as encoders
 from stppo_jax.retrieval import protocol
 
 _BLOCK = 16_384  # passages compared at a time
+_QUERY_PREFIX = 'query: '  # as E5 expects them
+_PASSAGE_PREFIX = 'passage: '
+_DEPTH = 50  # passages per ranking to fuse
+_RANK_CONSTANT = 60
 
 
 class DenseRetriever:
@@ -31,19 +35,13 @@ class DenseRetriever:
   """
 
   def __init__(
-      self,
-      passages: Sequence[types.Passage],
-      encoder_folder: str,
-      cache_folder: str = '',
-      query_prefix: str = 'query: ',
-      passage_prefix: str = 'passage: ',
+      self, passages: Sequence[types.Passage], encoder_folder: str, cache_folder: str = ''
   ):
     self._passages = list(passages)
     if not self._passages:
       raise types.UserError('retriever: got 0 passages; check that the corpus is not empty')
     self._encoder = encoders.Encoder(encoder_folder)
-    self._query_prefix = query_prefix
-    texts = [passage_prefix + tasks.write_contents(p) for p in self._passages]
+    texts = [_PASSAGE_PREFIX + tasks.write_contents(p) for p in self._passages]
     if not cache_folder:
       self._temporary = tempfile.TemporaryDirectory()  # deleted with the retriever
       cache_folder = self._temporary.name
@@ -52,12 +50,12 @@ class DenseRetriever:
   def search(self, queries: Sequence[str], top_k: int) -> list[list[types.Passage] | None]:
     if not queries or top_k < 1:
       return [[] for _ in queries]
-    asked = self._encoder.encode([self._query_prefix + query for query in queries])
-    rows, scores = nearest(asked, self._vectors, top_k)
-    return [
-        [dataclasses.replace(self._passages[i], score=float(score)) for i, score in zip(*found)]
-        for found in zip(rows, scores)
-    ]
+    vectors = self._encoder.encode([_QUERY_PREFIX + query for query in queries])
+    results: list[list[types.Passage] | None] = []
+    for rows, scores in zip(*nearest(vectors, self._vectors, top_k)):
+      ranked = zip(rows, scores)
+      results.append([dataclasses.replace(self._passages[i], score=float(x)) for i, x in ranked])
+    return results
 
 
 def embed(encoder: encoders.Encoder, texts: Sequence[str], folder: str) -> np.ndarray:
@@ -89,19 +87,10 @@ def nearest(queries: np.ndarray, vectors: np.ndarray, top_k: int) -> tuple[np.nd
     rows = np.broadcast_to(np.arange(start, start + scores.shape[1]), scores.shape)
     scores = np.concatenate([best_scores, scores], axis=1)
     rows = np.concatenate([best_rows, rows], axis=1)
-    order = np.array([_largest(row, top_k) for row in scores])
+    order = np.array([protocol.best_rows(row, top_k) for row in scores])
     best_scores = np.take_along_axis(scores, order, axis=1)
     best_rows = np.take_along_axis(rows, order, axis=1)
   return best_rows, best_scores
-
-
-def _largest(scores: np.ndarray, top_k: int) -> np.ndarray:
-  """Returns the columns of the `top_k` largest, largest first; the first columns win ties."""
-  columns = np.arange(len(scores))
-  if len(scores) > top_k:
-    threshold = np.partition(scores, -top_k)[-top_k]
-    columns = np.flatnonzero(scores >= threshold)  # more than top_k of them if they tie
-  return columns[np.argsort(-scores[columns], kind='stable')][:top_k]
 
 
 def _digest(encoder_folder: str, texts: Sequence[str]) -> str:
@@ -121,30 +110,23 @@ class HybridRetriever:
   has failed when all of them have. Ties go to what the earlier retriever found.
   """
 
-  def __init__(
-      self, retrievers: Sequence[protocol.Retriever], depth: int = 50, constant: float = 60.0
-  ):
-    if not retrievers or depth < 1:
-      raise types.UserError(
-          f'retriever: got {len(retrievers)} rankings to fuse, depth={depth}; '
-          'both need 1 or more'
-      )
-    self._retrievers = list(retrievers)
-    self._depth = depth
-    self._constant = constant
+  def __init__(self, retrievers: Sequence[protocol.Retriever]):
+    self._retrievers = retrievers
 
   def search(self, queries: Sequence[str], top_k: int) -> list[list[types.Passage] | None]:
-    depth = max(self._depth, top_k)
+    depth = max(_DEPTH, top_k)
     rankings = [retriever.search(queries, depth) for retriever in self._retrievers]
-    return [self._fuse(found, top_k) for found in zip(*rankings)]
+    return [_fuse(row, top_k) for row in zip(*rankings)]
 
-  def _fuse(self, rankings, top_k):
-    if all(ranking is None for ranking in rankings):
-      return None
-    scores, passages = collections.defaultdict(float), {}
-    for ranking in rankings:
-      for rank, passage in enumerate(ranking or (), start=1):
-        scores[passage.id] += 1 / (self._constant + rank)
-        passages.setdefault(passage.id, passage)
-    best = sorted(scores, key=lambda key: -scores[key])[:top_k]  # stable
-    return [dataclasses.replace(passages[key], score=scores[key]) for key in best]
+
+def _fuse(rankings: Sequence[list[types.Passage] | None], top_k: int) -> list[types.Passage] | None:
+  if all(ranking is None for ranking in rankings):
+    return None
+  scores: dict[str, float] = collections.defaultdict(float)
+  passages: dict[str, types.Passage] = {}
+  for ranking in rankings:
+    for rank, passage in enumerate(ranking or (), start=1):
+      scores[passage.id] += 1 / (_RANK_CONSTANT + rank)
+      passages.setdefault(passage.id, passage)
+  best = sorted(scores, key=lambda key: -scores[key])[:top_k]  # stable
+  return [dataclasses.replace(passages[key], score=scores[key]) for key in best]

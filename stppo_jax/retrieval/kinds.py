@@ -7,6 +7,7 @@ make(settings, load_corpus) that returns search(queries, top_k), or an object wi
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import types as types_lib
 from typing import Any
 
 from absl import logging
@@ -29,7 +30,7 @@ def make(maker: Callable, settings: Any, load_corpus: LoadCorpus) -> protocol.Re
         f'config.retriever.kind={settings.kind!r} made {made!r}: return search(queries, top_k), '
         'or an object with that method'
     )
-  return _Function(made)
+  return types_lib.SimpleNamespace(search=made)
 
 
 def make_dense(
@@ -42,13 +43,6 @@ def make_dense(
   if not with_words:
     return by_meaning
   return dense.HybridRetriever([bm25.Bm25Retriever(passages), by_meaning])
-
-
-class _Function:
-  """A search function as a retriever."""
-
-  def __init__(self, search):
-    self.search = search
 
 
 def _none(settings, load_corpus):

@@ -1,8 +1,10 @@
-"""The interface of a retriever."""
+"""The interface of a retriever, and the order of what it finds."""
 
 from collections.abc import Sequence
 from typing import Protocol
 from typing import runtime_checkable
+
+import numpy as np
 
 from stppo_jax import types
 
@@ -17,3 +19,12 @@ class Retriever(Protocol):
     None means that the retriever failed for that query; an empty list, that nothing was found.
     """
     ...
+
+
+def best_rows(scores: np.ndarray, top_k: int) -> np.ndarray:
+  """Returns the rows of the `top_k` highest scores [N], highest first. The first rows win ties."""
+  rows = np.arange(len(scores))
+  if len(rows) > top_k:
+    threshold = np.partition(scores, -top_k)[-top_k]
+    rows = np.flatnonzero(scores >= threshold)  # more than top_k with ties
+  return rows[np.argsort(-scores[rows], kind='stable')][:top_k]

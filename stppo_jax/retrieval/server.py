@@ -34,7 +34,6 @@ from starlette import routing
 from stppo_jax import tasks as task_files
 from stppo_jax import types
 from stppo_jax.distributed import http_server
-from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import kinds
 from stppo_jax.retrieval import protocol
 
@@ -201,21 +200,16 @@ def serve(app: RetrievalApp, host: str, port: int, hosts: Sequence[str] = ()) ->
   app.close()
 
 
-def make_retriever(
-    kind: str, passages: Sequence[types.Passage], encoder_folder: str = '', cache_folder: str = ''
-) -> protocol.Retriever:
-  """Makes the retriever for --kind, --encoder and --embeddings."""
-  if kind not in KINDS:
-    raise types.UserError(f'--kind={kind}: use one of {", ".join(KINDS)}')
-  if kind == 'bm25':
+def make_retriever(flags: argparse.Namespace, passages: Sequence[types.Passage]) -> Any:
+  """Makes the retriever of --kind, --encoder and --embeddings."""
+  if flags.kind == 'bm25':
     jax.config.update('jax_platforms', 'cpu')  # bm25s would take an accelerator
-    return bm25.Bm25Retriever(passages)
-  if not encoder_folder:
+  elif not flags.encoder:
     raise types.UserError(
-        f'--kind={kind} needs --encoder=FOLDER, a BERT-class encoder such as '
-        'e5-base-v2 in Hugging Face format'
+        f'--kind={flags.kind} needs --encoder=FOLDER, a BERT-class encoder such as e5-base-v2 in '
+        'Hugging Face format'
     )
-  return kinds.make_dense(passages, encoder_folder, cache_folder, with_words=kind == 'hybrid')
+  return kinds.make(kinds.RETRIEVERS[flags.kind], flags, lambda: passages)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -228,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   try:
     passages = task_files.load_corpus(flags.corpus)
     logging.info('%s over %d passages', flags.kind, len(passages))
-    retriever = make_retriever(flags.kind, passages, flags.encoder, flags.embeddings)
+    retriever = make_retriever(flags, passages)
   except types.UserError as error:
     print('server:', *str(error).split(), file=sys.stderr)
     return 2
