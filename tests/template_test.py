@@ -101,7 +101,7 @@ class TemplateTest(parameterized.TestCase):
     for _ in range(2000):
       deep = [deep]
     call = {'function': {'name': 'x', 'arguments': {'a': deep}}}
-    with self.assertRaisesRegex(ValueError, 'refuses the messages'):
+    with self.assertRaisesRegex(ValueError, 'rejects the messages'):
       self.template.encode([USER, {**SAID, 'tool_calls': [call]}])
 
   def test_template_sees_thoughts_of_turns(self):

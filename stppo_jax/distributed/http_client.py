@@ -47,7 +47,7 @@ class ClientLimits:
 
   connect_s: float
   total_s: float  # up to the last byte of the answer
-  max_bytes: int = 64 << 20  # of an answer
+  max_bytes: int = 64 << 20  # size of an answer
 
 
 def post(session: requests.Session, url: str, body: Any, limits: ClientLimits) -> bytes:

@@ -47,10 +47,10 @@ class Limits:
 
   max_body_bytes: int = 8 << 20
   max_receiving_bytes: int = 512 << 20  # sum over all bodies that are not complete yet
-  idle_timeout_s: float = 75.0  # for a complete header, and between requests of a connection
-  body_timeout_s: float = 10.0  # for a complete body
-  write_timeout_s: float = 30.0  # for the client to read the answer
-  grace_s: float = 30.0  # for running requests when the server stops
+  idle_timeout_s: float = 75.0  # until a complete header, and between requests of a connection
+  body_timeout_s: float = 10.0  # until a complete body
+  write_timeout_s: float = 30.0  # until the client has read the answer
+  grace_s: float = 30.0  # time that running requests have when the server stops
 
 
 class RequestError(exceptions.HTTPException):
@@ -200,7 +200,7 @@ class HttpApp:
     if isinstance(error, exceptions.HTTPException):
       return error
     if isinstance(error, requests.ClientDisconnect):
-      return RequestError(499, 'the client disconnected')  # for the metrics; there is no reader
+      return RequestError(499, 'the client disconnected')  # counted, not read
     if not isinstance(error, pydantic.ValidationError):
       logging.error('%s failed', path, exc_info=error)
       return RequestError(500, 'Internal Server Error')

@@ -94,7 +94,7 @@ class HttpRetriever:
     self._cache: collections.OrderedDict[tuple[str, int], list[types.Passage]] = (
         collections.OrderedDict()
     )
-    self._lock = threading.Lock()  # for counters and cache: callers use threads
+    self._lock = threading.Lock()  # guards counters and cache: callers use threads
     self._in_flight = threading.BoundedSemaphore(settings.concurrency)
     self._session = requests.Session()
     self._session.trust_env = False

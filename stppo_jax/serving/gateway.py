@@ -24,7 +24,7 @@ from stppo_jax.types import UserError
 
 _DEFAULT_MAX_TOTAL = 4096
 _MAX_RECEIVING_BYTES = 256 << 20
-STEPS = 8  # tokens of a row per decode call: what a stop string may waste, and a stream's beat
+STEPS = 8  # tokens of a row per decode call, of which a stop string may waste most
 
 
 def make_sampler(
@@ -117,7 +117,7 @@ def serve(
     config,
     model: decoder.ModelConfig,
     params: dict,
-    said: str,  # which model it is
+    description: str,  # where the model comes from
     port: int,
     stop_requested: Callable[[], bool],
 ) -> None:
@@ -139,7 +139,7 @@ def serve(
       row_sharding=agent_lib.row_sharding(config, model, sharding.mesh_of(config.mesh)),
   )
   with running(config, sampler, params, tokenizer, config.name, port) as server:
-    logging.info('model %s (%s) at %s/v1', config.name, said, server.url)
+    logging.info('model %s (%s) at %s/v1', config.name, description, server.url)
     while not stop_requested():
       if not server.app.service.scheduler.is_alive:
         raise RunError('the engine has failed, see above: start again')

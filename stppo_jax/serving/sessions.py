@@ -26,7 +26,8 @@ from stppo_jax import types
 from stppo_jax.serving import template as template_lib
 
 Message = template_lib.Message
-_PROMPT = 'no chat'  # in place of the tools of a segment whose prompt was given as it is
+Identity = tuple[Any, ...]  # two messages with equal identities are the same
+_PLAIN = 'no chat'  # replaces the tools of a segment whose prompt is not a chat
 
 
 class Closed(Exception):
@@ -35,7 +36,7 @@ class Closed(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-  """How a session samples, whatever its client asks for: as the trainer assumes."""
+  """The sampling of a session, as the trainer assumes it, whatever the client sends."""
 
   temperature: float = 1.0
   top_p: float = 1.0
@@ -43,39 +44,42 @@ class Sampling:
 
 
 @dataclasses.dataclass
-class _Segment:
+class Segment:
   """A row of training data, and the messages that it stands for."""
 
   prompt: list[int]
   tools: str  # JSON of the tools that the prompt describes
-  number: int = 0  # in the order in which segments were begun
+  number: int = 0  # position among the segments that were begun
   turns: list[types.Turn] = dataclasses.field(default_factory=list)
-  ids: list[int] = dataclasses.field(default_factory=list)  # of the prompt and all that followed
-  # For each message the forms in which a client may send it back.
-  accepted: list[frozenset] = dataclasses.field(default_factory=list)
-  ends: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (messages, ids) by turn
+  ids: list[int] = dataclasses.field(default_factory=list)  # prompt, turns and observations
+  # Per message: each identity with which a client may send it back.
+  accepted: list[frozenset[Identity]] = dataclasses.field(default_factory=list)
+  # Per turn: the number of messages and the number of ids at its end.
+  ends: list[tuple[int, int]] = dataclasses.field(default_factory=list)
   is_extended: bool = False  # a request that continues it is in progress
   num_cut: int = 0  # turns that ended at a limit
 
-  def known(self, forms: Sequence[Any]) -> int:
-    """Returns the number of turns with which a conversation begins."""
-    same = 0
-    while same < min(len(forms), len(self.accepted)) and forms[same] in self.accepted[same]:
-      same += 1
-    return sum(messages <= same for messages, _ in self.ends)
+  def num_known_turns(self, identities: Sequence[Identity]) -> int:
+    """Returns the number of this segment's turns with which a conversation begins."""
+    num_equal = 0
+    for identity, accepted in zip(identities, self.accepted):
+      if identity not in accepted:
+        break
+      num_equal += 1
+    return sum(num_messages <= num_equal for num_messages, _ in self.ends)
 
 
 @dataclasses.dataclass
 class Plan:
-  """A request's place in its session."""
+  """The place of a request in its session."""
 
-  ids: list[int]  # of the prompt
+  ids: list[int]  # the whole prompt
   key: np.ndarray
-  segment: _Segment | None  # that it continues; None: a new one
+  segment: Segment | None  # the segment that the request continues; None: a new one
   num_new: int  # ids after the segment's
-  forms: list  # of its messages
+  identities: list[Identity]  # one per message
   tools: str
-  number: int = 0  # of the segment
+  number: int = 0  # position of the segment
 
 
 class Session:
@@ -86,8 +90,8 @@ class Session:
     self._template = template
     self._key = key
     self._lock = threading.Lock()
-    self._segments: list[_Segment] = []
-    self._turns: list[types.Turn] = []  # of all segments, as they ended
+    self._segments: list[Segment] = []
+    self._turns: list[types.Turn] = []  # in all segments, in the order of their ends
     self._num_begun = 0  # segments, of which some may never end a turn
     self._closed = False
     self._final_reward: float | None = None
@@ -119,24 +123,24 @@ class Session:
     The longest recorded beginning counts. Of the segments that have it, one that ends there and is
     not being continued is preferred.
     """
-    forms = [form(message) for message in messages]
+    identities = [identify(message) for message in messages]
     written = _json(tools)
     with self._open():
-      best: _Segment | None = None
+      best: Segment | None = None
       rank = (0, False)
       for segment in self._segments:
-        turns = segment.known(forms) if segment.tools == written else 0
+        turns = segment.num_known_turns(identities) if segment.tools == written else 0
         is_free = turns == len(segment.turns) and not segment.is_extended
         if turns and (turns, is_free) > rank:
           best = segment
           rank = (turns, is_free)
       if best is None:
-        return self._begin_segment(self._template.encode(messages, tools), forms, written)
+        return self._begin_segment(self._template.encode(messages, tools), identities, written)
       last = rank[0] - 1
       num_messages, num_ids = best.ends[last]
       sampled = best.turns[last].tokens.tolist()
       new = self._template.encode_after(sampled, messages[num_messages:], tools)
-      return self._begin([*best.ids[:num_ids], *new], best, rank[1], len(new), forms, written)
+      return self._begin([*best.ids[:num_ids], *new], best, rank[1], len(new), identities, written)
 
   def plan_prompt(self, prompt: str | Sequence[int]) -> Plan:
     """Returns the ids for a prompt that is a text or ids: a recorded text stays the ids it was.
@@ -146,7 +150,7 @@ class Session:
     tokenizer = self._template.tokenizer
     with self._open():
       for segment in reversed(self._segments):
-        if segment.tools != _PROMPT:
+        if segment.tools != _PLAIN:
           continue
         if isinstance(prompt, str):
           known: Any = tokenizer.decode(segment.ids)
@@ -156,20 +160,20 @@ class Session:
         if begins:
           new = self._template.encode_prompt(prompt[len(known) :])
           is_free = not segment.is_extended
-          return self._begin([*segment.ids, *new], segment, is_free, len(new), [], _PROMPT)
-      return self._begin_segment(self._template.encode_prompt(prompt), [], _PROMPT)
+          return self._begin([*segment.ids, *new], segment, is_free, len(new), [], _PLAIN)
+      return self._begin_segment(self._template.encode_prompt(prompt), [], _PLAIN)
 
-  def _begin_segment(self, ids: list[int], forms: list, tools: str) -> Plan:
+  def _begin_segment(self, ids: list[int], identities: list[Identity], tools: str) -> Plan:
     self.counts['rewritten'] += bool(self._segments)
-    return self._begin(ids, None, False, 0, forms, tools)
+    return self._begin(ids, None, False, 0, identities, tools)
 
   def _begin(
       self,
       ids: list[int],
-      segment: _Segment | None,
+      segment: Segment | None,
       is_free: bool,
       num_new: int,
-      forms: list,
+      identities: list[Identity],
       tools: str,
   ) -> Plan:
     """Claims the end of a segment, or counts a new one."""
@@ -185,12 +189,12 @@ class Session:
     if number:  # the first has the key of the episode, as one that the engine plays
       key = jax.random.fold_in(key, number)
     data = np.asarray(jax.random.key_data(key))
-    return Plan(ids, data, segment, num_new, forms, tools, number)
+    return Plan(ids, data, segment, num_new, identities, tools, number)
 
   def fork(self, plan: Plan) -> Plan:
     """Returns a plan for another sample of the same prompt, in a segment of its own."""
     with self._lock:
-      return self._begin(plan.ids, plan.segment, False, plan.num_new, plan.forms, plan.tools)
+      return self._begin(plan.ids, plan.segment, False, plan.num_new, plan.identities, plan.tools)
 
   def abandon(self, plan: Plan | None, too_long: bool = False) -> None:
     """Ends a request that gave no turn; `too_long`: because its prompt does not fit.
@@ -207,7 +211,7 @@ class Session:
       plan: Plan,
       tokens: Sequence[int],
       logp: Sequence[float],
-      answers: Sequence[Message],  # forms in which the client may send the turn back
+      answers: Sequence[Message],  # messages with which the client may send the turn back
       was_cut: bool = False,
       action: str = 'other',
   ) -> int:
@@ -218,18 +222,18 @@ class Session:
     with self._open():
       segment = plan.segment
       if segment is None:
-        segment = _Segment(list(plan.ids), plan.tools, plan.number, ids=list(plan.ids))
+        segment = Segment(list(plan.ids), plan.tools, plan.number, ids=list(plan.ids))
         self._segments.append(segment)
-        segment.accepted = [frozenset([x]) for x in plan.forms]
+        segment.accepted = [frozenset([x]) for x in plan.identities]
       else:
         segment.is_extended = False
         new = plan.ids[len(plan.ids) - plan.num_new :]
         segment.turns[-1].observation = np.array(new, np.int32)
         segment.ids += new
-        segment.accepted += [frozenset([x]) for x in plan.forms[len(segment.accepted) :]]
+        segment.accepted += [frozenset([x]) for x in plan.identities[len(segment.accepted) :]]
       segment.turns.append(turn)
       segment.ids += turn.tokens.tolist()
-      segment.accepted.append(frozenset(map(form, answers)))
+      segment.accepted.append(frozenset(map(identify, answers)))
       segment.ends.append((len(segment.accepted), len(segment.ids)))
       self._turns.append(turn)
       segment.num_cut += was_cut
@@ -268,10 +272,14 @@ class Session:
       segments = sorted(self._segments, key=lambda segment: -len(segment.turns))
       whole_score = sum((turn.reward for turn in self._turns), self._final_reward or 0.0)
       rows = []
-      for segment in segments or [_Segment([], '')]:
+      for segment in segments or [Segment([], '')]:
         turns = [dataclasses.replace(turn) for turn in segment.turns]
         if turns and self._final_reward is not None:
           turns[-1].reward += self._final_reward
+        counts = _count_turns(turns) | self.counts
+        counts['cut'] = float(segment.num_cut)
+        counts['segments'] = float(len(segments))
+        counts['program_failed'] = float(failed or not turns)
         rows.append(
             types.Episode(
                 task=task,
@@ -281,10 +289,7 @@ class Session:
                 truncated=self.counts['too_long'] > 0,
                 failed=failed or not turns,
                 metrics=dict(self._metrics),
-                counts=_counts(turns)
-                | self.counts
-                | {'cut': float(segment.num_cut), 'segments': float(len(segments))}
-                | {'program_failed': float(failed or not turns)},
+                counts=counts,
                 whole_score=whole_score,
             )
         )
@@ -296,20 +301,21 @@ class Session:
       return rows
 
 
-def form(message: Message) -> tuple:
-  """Returns what makes two messages the same. White space around an agent's turn does not count."""
+def identify(message: Message) -> Identity:
+  """Returns a message's identity. White space around an agent's turn does not count."""
   content = message['content']
   if message['role'] == 'assistant':
     content = content.strip()
-  calls = [call['function'] for call in message.get('tool_calls') or ()]
-  return message['role'], content, tuple((call['name'], _json(call['arguments'])) for call in calls)
+  functions = [call['function'] for call in message.get('tool_calls') or ()]
+  calls = tuple((function['name'], _json(function['arguments'])) for function in functions)
+  return message['role'], content, calls
 
 
 def _json(value: Any) -> str:
   return json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 
-def _counts(turns: Sequence[types.Turn]) -> dict[str, float]:
+def _count_turns(turns: Sequence[types.Turn]) -> dict[str, float]:
   """Returns the counts that every episode has, see `rollout.episode`."""
   texts = [turn.tokens.tobytes() for turn in turns]
   return {

@@ -1,22 +1,24 @@
-"""Messages to token ids: whole conversations, and what follows a turn that was sampled.
+"""Messages to token ids: whole conversations, and the ids that follow a sampled turn.
 
 A sampled turn is never encoded again: `encode_after` gives the ids between its last token and the
-next turn. No text of a message becomes a control token, whatever it looks like. An added token that
-is not special, such as Qwen3's <think>, is one in an assistant's turn and in the prompt, as in
-`chat.encode_prompt`. What tools and users say after that is plain text, as in `chat.Framing`.
+next turn. No text of a message becomes a control token. An added token that is not special, such as
+Qwen3's <think>, stays a token in a turn of the assistant and in the prompt, as in
+`tokenizer.encode_prompt`. Texts of tools and users after that are plain text, as in
+`tokenizer.Framing`.
 """
 
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import math
 import re
 from typing import Any
 
-from stppo_jax import tokenizer as chat
+from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax.envs import tool_calls
 
 Message = Mapping[str, Any]
-_ANSWER = 'The-agent-says-this'
+_PROBE = 'The-agent-writes-this'
 # Two code points that are no characters: text between them is the number of a control token.
 _OPEN, _CLOSE = '\ufdd0', '\ufdd1'
 _RESULT = re.compile('(<tool_response>)(.*)(</tool_response>)', re.DOTALL)
@@ -28,25 +30,28 @@ class TooLong(ValueError):
 
 
 class Template:
-  """A tokenizer's chat template; without one, messages are texts that follow each other.
+  """A tokenizer's chat template. Without a template, messages are texts that follow each other.
 
-  Then the first message is the prompt, and those after a turn are appended to it as the observation
-  of an environment with `frame = 'inline'` is: the form that the embedded model was trained in.
+  Then the first message is the prompt, and messages after a turn are appended to it like the
+  observation of an environment with `frame = 'inline'`. The embedded model was trained like that.
   """
 
   def __init__(
       self,
-      tokenizer: chat.Tokenizer,
+      tokenizer: tokenizer_lib.Tokenizer,
       max_tokens: int,
       tool_form: str = 'hermes',
-      max_chars: float = math.inf,  # of a prompt; TooLong is raised for a longer one
+      max_chars: float = math.inf,  # limit of a prompt; TooLong is raised above it
   ):
-    self.tokenizer, self._tool_form = tokenizer, tool_form
-    self._max_tokens, self._max_chars = max_tokens, max_chars
-    added = tokenizer.control_library.get_added_tokens_decoder()
-    self._controls = [token.content for token in added.values() if token.content]
-    self._any = _pattern(self._controls)
-    self._special = _pattern([t.content for t in added.values() if t.content and t.special])
+    self.tokenizer = tokenizer
+    self._tool_form = tool_form
+    self._max_tokens = max_tokens
+    self._max_chars = max_chars
+    added = tokenizer.control_library.get_added_tokens_decoder().values()
+    self._controls = [token.content for token in added if token.content]
+    special = [token.content for token in added if token.content and token.special]
+    self._any_control = _pattern(self._controls)
+    self._special_control = _pattern(special)
 
   def encode(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
     """Returns the ids of a conversation up to where the next turn begins.
@@ -55,15 +60,15 @@ class Template:
     """
     if self.tokenizer.render is not None:
       return self._encode_rendered(self._render(messages, tools))
-    ids: list[int] = []
     runs = list(_runs([self._with_calls(message, tools) for message in messages]))
     self._check_length(sum(len(text) for _, text in runs))
-    for after_turn, text in runs:
-      ids += self._encode_inline(text) if after_turn else self.tokenizer.encode(text)
+    ids: list[int] = []
+    for follows_turn, text in runs:
+      ids += self._encode_inline(text) if follows_turn else self.tokenizer.encode(text)
     return ids
 
   def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
-    """Returns the ids of a prompt that is no chat. Control tokens of a text are tokens."""
+    """Returns the ids of a prompt that is no tokenizer_lib. Control tokens of a text are tokens."""
     self._check_length(len(prompt))
     return self.tokenizer.encode(prompt, control=True) if isinstance(prompt, str) else list(prompt)
 
@@ -76,13 +81,14 @@ class Template:
     """
     if self.tokenizer.render is None:
       return self._encode_inline(''.join(message['content'] for message in messages))
-    asked = [{'role': 'user', 'content': 'Q'}, {'role': 'assistant', 'content': _ANSWER}]
-    before, found, after = self._render([*asked, *messages], tools).rpartition(_ANSWER)
-    if not found or _ANSWER in before:
+    probe = [{'role': 'user', 'content': 'Q'}, {'role': 'assistant', 'content': _PROBE}]
+    before, separator, after = self._render([*probe, *messages], tools).rpartition(_PROBE)
+    if not separator or _PROBE in before:
       raise ValueError('the chat template does not show an assistant turn as it is')
     ids = self._encode_rendered(after)
-    has_end = len(turn) > 0 and ids and turn[-1] in self.tokenizer.eos_ids and turn[-1] == ids[0]
-    return ids[1:] if has_end else ids
+    eos_ids = self.tokenizer.eos_ids
+    turn_has_end = len(turn) > 0 and turn[-1] in eos_ids and ids[:1] == [turn[-1]]
+    return ids[1:] if turn_has_end else ids
 
   def _check_length(self, num_chars: int) -> None:
     if num_chars > self._max_chars:
@@ -93,61 +99,69 @@ class Template:
     if not message.get('tool_calls'):
       return message
     form = tool_calls.make_form(self._tool_form, tools)
-    calls = [call['function'] for call in message['tool_calls']]
-    written = [form.write(tool_calls.Call(call['name'], call['arguments'])) for call in calls]
-    return {'role': message['role'], 'content': ''.join([message['content'], *written])}
+    content = message['content']
+    for call in message['tool_calls']:
+      function = call['function']
+      content += form.write(tool_calls.Call(function['name'], function['arguments']))
+    return {'role': message['role'], 'content': content}
 
   def _encode_inline(self, text: str) -> list[int]:
-    return chat.encode_observation(self.tokenizer, text, self._max_tokens) if text else []
+    if not text:
+      return []
+    return tokenizer_lib.encode_observation(self.tokenizer, text, self._max_tokens)
 
-  def _render(self, messages, tools):
-    assert self.tokenizer.render is not None
-    try:  # marking too, for what is nested too deeply
-      more = {'tools': self._marked(list(tools), self._any)} if tools else {}
-      return self.tokenizer.render(self._safe(messages), **more)
+  def _render(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
+    render = self.tokenizer.render
+    assert render is not None
+    try:  # marking raises too, for values that are nested too deeply
+      options = {'tools': self._mark(list(tools), self._any_control)} if tools else {}
+      return render(self._mark_messages(messages), **options)
     except Exception as error:  # a template may raise anything
-      raise ValueError(f'the chat template refuses the messages ({error})') from error
+      raise ValueError(f'the chat template rejects the messages ({error})') from error
 
-  def _safe(self, messages) -> list[Any]:
-    """Marks what must not become a token. A template sees an agent's own </think>."""
-    safe, is_prompt = [], True
+  def _mark_messages(self, messages: Sequence[Message]) -> list[Message]:
+    """Marks texts that must not become a token. A template sees an agent's own </think>."""
+    marked_messages = []
+    is_prompt = True
     for message in messages:
       is_turn = message['role'] == 'assistant'
       is_prompt = is_prompt and not is_turn
-      may_hold = is_turn or (is_prompt and message['role'] != 'tool')
-      marked = self._marked(message, self._special if may_hold else self._any)
-      if message['role'] == 'user' and isinstance(message['content'], str):
-        result = _RESULT.fullmatch(message['content'])
-        if result:  # Qwen3's template tells by its tags that no user asks
-          inner = self._marked(result[2], self._any)
-          marked = {**marked, 'content': result[1] + inner + result[3]}
-      safe.append(marked)
-    return safe
+      may_hold_added = is_turn or (is_prompt and message['role'] != 'tool')
+      pattern = self._special_control if may_hold_added else self._any_control
+      marked = self._mark(message, pattern)
+      result = _RESULT.fullmatch(message['content'])
+      if result and message['role'] == 'user':  # Qwen3's template looks for these tags
+        marked['content'] = result[1] + self._mark(result[2], self._any_control) + result[3]
+      marked_messages.append(marked)
+    return marked_messages
 
-  def _marked(self, value: Any, pattern: re.Pattern[str]) -> Any:
+  def _mark(self, value: Any, pattern: re.Pattern[str]) -> Any:
     """Marks the texts of tokens in all strings of a JSON value."""
     if isinstance(value, str):
       text = value.replace(_OPEN, '?').replace(_CLOSE, '?')
-      return pattern.sub(lambda found: f'{_OPEN}{self._controls.index(found[0])}{_CLOSE}', text)
+      return pattern.sub(lambda match: f'{_OPEN}{self._controls.index(match[0])}{_CLOSE}', text)
     if isinstance(value, Mapping):
-      return {self._marked(k, pattern): self._marked(v, pattern) for k, v in value.items()}
+      return {self._mark(key, pattern): self._mark(item, pattern) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-      return [self._marked(item, pattern) for item in value]
+      return [self._mark(item, pattern) for item in value]
     return value
 
   def _encode_rendered(self, text: str) -> list[int]:
     """Encodes unmarked added tokens as such, and each text between two of them as one."""
     self._check_length(len(text))
-    library, ids, end = self.tokenizer.control_library, [], 0
-    encoding = library.encode(chat.valid(text), add_special_tokens=False)
+    library = self.tokenizer.control_library
+    encoding = library.encode(tokenizer_lib.valid(text), add_special_tokens=False)
+    ids: list[int] = []
+    end = 0
     for token, (start, stop) in zip(encoding.ids, encoding.offsets):
       if token in self.tokenizer.added_ids:
-        ids += [*self._encode_plain(text[end:start]), token]
+        ids += self._encode_plain(text[end:start])
+        ids.append(token)
         end = stop
     return ids + self._encode_plain(text[end:])
 
   def _encode_plain(self, text: str) -> list[int]:
-    unmarked = _MARKED.sub(lambda found: self._controls[int(found[1])], text)
+    unmarked = _MARKED.sub(lambda match: self._controls[int(match[1])], text)
     return self.tokenizer.encode_plain(unmarked) if text else []
 
 
@@ -157,16 +171,18 @@ def _pattern(texts: Sequence[str]) -> re.Pattern[str]:
   return re.compile('|'.join(map(re.escape, longest_first)) or r'(?!)')
 
 
-def _runs(messages):
+def _runs(messages: Sequence[Message]) -> Iterator[tuple[bool, str]]:
   """Yields (whether it follows a turn, text) of the messages, joined between turns."""
-  text, after_turn = '', False
+  text = ''
+  follows_turn = False
   for message in messages:
     if message['role'] == 'assistant':
       if text:
-        yield after_turn, text
+        yield follows_turn, text
       yield False, message['content']
-      text, after_turn = '', True
+      text = ''
+      follows_turn = True
     else:
       text += message['content']
   if text:
-    yield after_turn, text
+    yield follows_turn, text
