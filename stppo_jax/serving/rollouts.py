@@ -76,12 +76,7 @@ class ProgramAgent(agent_lib.Agent):
     if greedy:
       sampling = dataclasses.replace(sampling, temperature=0.0, top_p=1.0)
     with gateway.running(
-        self.config,
-        self.sampler,
-        params,
-        self.tokenizer,
-        self.config.name,
-        shares_prefixes=False,
+        self.config, self.sampler, params, self.tokenizer, self.config.name, shares_prefixes=False
     ) as server:
       runs = self._run_programs(server, tasks, keys, sampling, give_up)
       counts = server.app.service.scheduler.counts
