@@ -1,7 +1,6 @@
 """A conversation in the terminal: the episodes of the agent, what is shown, and ways to leave."""
 
 import io
-import tempfile
 from unittest import mock
 
 from absl.testing import absltest
@@ -9,6 +8,8 @@ from absl.testing import parameterized
 import jax
 
 from experiments import st_ppo_tiny
+from stppo_jax import components
+from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.evaluation import chat
 from stppo_jax.rollout import agent as agent_lib
@@ -102,12 +103,10 @@ class ChatTest(parameterized.TestCase):
       ('gateway:tests.chat_test:no_reward', '--mode=serve'),
       ('tests.chat_test:Procedural', 'its own tasks or roles'),
   )
-  def test_an_environment_without_questions_is_refused(self, kind, words):
-    folder = self.enterContext(tempfile.TemporaryDirectory())
-    tiny_run.write(folder)
-    config = tiny_run.make_config(folder, env__kind=kind)
+  def test_environment_without_questions_is_rejected(self, kind, words):
+    config = schema.Config(env=schema.Env(kind=kind))
     with self.assertRaisesRegex(UserError, words):
-      chat.chat(config, None, None, '', [])
+      chat._check_environment(kind, components.resolve(config).env)
 
 
 class Procedural:

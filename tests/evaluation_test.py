@@ -101,6 +101,13 @@ class EstimatesTest(parameterized.TestCase):
     of_one = scores_lib.scores(episodes[:3])
     self.assertFalse([name for name in of_one if 'macro' in name])
 
+  def test_questions_have_equal_weight_whatever_their_samples(self):
+    tasks = [types.Task(name) for name in 'ab']
+    samples = {'a': [make_episode(tasks[0], 1.0)] * 3, 'b': [make_episode(tasks[1], 0.0)]}
+    whole, by_turns = estimates.groups(samples)
+    self.assertEqual(whole.estimates['em'].value, 0.5)
+    self.assertEqual(by_turns.estimates['em'].value, 0.75)  # each episode
+
   def test_sample_passes_with_score_1(self):
     scores = (0.99, 1.0, sum([0.1] * 10), 2.0)  # the third is 1 but for rounding
     samples = {'a': [make_episode(types.Task('a'), score) for score in scores]}
@@ -187,15 +194,6 @@ class JobTest(parameterized.TestCase):
       self.assertLen(line['turns'], len(episode.turns))
       for turn in line['turns'][:-1]:
         self.assertRegex(turn['observation'], '^(<information>|Invalid)')
-
-  def test_greedy_samples_are_equal(self):
-    greedy = job.evaluate(self.config(eval__samples=2, eval__temperature=0.0), self.workdir())
-    by_question = {}
-    for line in map(json.loads, self.lines(greedy.folder).splitlines()):
-      by_question.setdefault(line['id'], []).append(line['turns'])
-    for first, second in by_question.values():
-      self.assertEqual(first, second)
-    self.assertIn('2 samples greedy', greedy.table)
 
   def test_other_settings_are_refused(self):
     folder = os.path.join(self.workdir(), 'mine')

@@ -78,7 +78,7 @@ def groups(samples: Samples) -> list[Group]:
     part = [[x for x in episodes if len(x.turns) == turns] for episodes in questions]
     part = [episodes for episodes in part if episodes]
     plural = 's' * (turns != 1)
-    result.append(_group(f'{turns} turn{plural}', part, with_passes=False))
+    result.append(_group(f'{turns} turn{plural}', part, is_pooled=True))
   return result
 
 
@@ -94,37 +94,41 @@ def _split(questions: Questions, key: Callable[[types.Task], object]) -> dict:
 
 
 def _group(
-    name: str, questions: Questions, weigh_datasets: bool = False, with_passes: bool = True
+    name: str, questions: Questions, weigh_datasets: bool = False, is_pooled: bool = False
 ) -> Group:
-  """Returns the estimates of some questions: core metrics, total reward, pass@k and pass^k."""
-  counts = np.array([len(episodes) for episodes in questions], float)
-  totals: dict[str, np.ndarray] = {}  # of the samples of each question
+  """Returns the estimates of some questions: core metrics, total reward, pass@k and pass^k.
+
+  Each question has the same weight. If `is_pooled`, each episode has, and there is no pass@k.
+  """
+  counts = np.array([len(episodes) for episodes in questions])
+  weights = counts if is_pooled else np.ones(len(questions))
+  values: dict[str, np.ndarray] = {}  # of each question
   core = dict.fromkeys(metric for part in questions for x in part for metric in x.core_metrics)
   for metric in core:
-    sums = [sum(x.metrics.get(metric, 0.0) for x in part) for part in questions]
-    totals[metric] = np.array(sums)
-  totals['score'] = np.array([sum(x.score for x in part) for part in questions])
+    means = [np.mean([x.metrics.get(metric, 0.0) for x in part]) for part in questions]
+    values[metric] = np.array(means)
+  values['score'] = np.array([np.mean([x.score for x in part]) for part in questions])
   fewest = int(counts.min())
-  if with_passes and fewest > 1:
-    passed = [sum(x.main_score >= PASSING for x in episodes) for episodes in questions]
+  if fewest > 1 and not is_pooled:
+    passed = [sum(x.main_score >= PASSING for x in part) for part in questions]
     for label, function in (('pass@', pass_at_k), ('pass^', pass_hat_k)):
       for k in ks(fewest):
         shares = [function(len(part), c, k) for part, c in zip(questions, passed)]
-        totals[f'{label}{k}'] = counts * shares  # so that their mean is that of the questions
+        values[f'{label}{k}'] = np.array(shares)
 
   labels = np.array([episodes[0].task.dataset for episodes in questions])
   strata = [np.flatnonzero(labels == label) for label in sorted(set(labels))]
   ends = np.cumsum([len(stratum) for stratum in strata])[:-1]
 
-  def mean(total, at):
+  def mean(column, at):
     """Returns the mean [..] over the questions with the numbers `at` [.., questions]."""
     at = at.astype(int)
     parts = np.split(at, ends, axis=-1) if weigh_datasets else [at]
-    means = [total[part].sum(axis=-1) / counts[part].sum(axis=-1) for part in parts]
+    means = [(weights * column)[part].sum(axis=-1) / weights[part].sum(axis=-1) for part in parts]
     return np.mean(means, axis=0)
 
   results = {}
-  for metric, total in totals.items():
-    function = functools.partial(mean, total)
-    results[metric] = statistics.bootstrap(function, [strata], reps=REPS)
+  for metric, column in values.items():
+    estimate = functools.partial(mean, column)
+    results[metric] = statistics.bootstrap(estimate, [strata], reps=REPS)
   return Group(name, len(questions), int(counts.sum()), results)
