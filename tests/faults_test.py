@@ -227,9 +227,8 @@ class DiskTest(FaultCase):
 
     return mock.patch.object(checkpoint, '_checksums', failing)
 
-  @parameterized.parameters(0, 1)
-  def test_a_full_disk_loses_one_checkpoint_only(self, staleness):
-    values = {'pipeline.staleness': staleness, 'train.keep_checkpoints': 1, 'train.updates': 6}
+  def test_a_full_disk_loses_one_checkpoint_only(self):
+    values = {'pipeline.staleness': 1, 'train.keep_checkpoints': 1, 'train.updates': 6}
     config = make_config(**values)
     with self.full_at(2, 3):
       told = self.warnings(micro_run.train, config, self.workdir)
@@ -283,10 +282,16 @@ class DiskTest(FaultCase):
 
 class DamageTest(FaultCase):
 
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.config = make_config(**{'pipeline.staleness': 1})
+    cls.whole = os.path.join(cls.enterClassContext(tempfile.TemporaryDirectory()), 'whole')
+    micro_run.train(cls.config, cls.whole)
+
   def setUp(self):
     super().setUp()
-    self.config = make_config(**{'pipeline.staleness': 1})
-    micro_run.train(self.config, self.workdir)
+    shutil.copytree(self.whole, self.workdir)
 
   def files(self, step):
     folder = os.path.join(self.workdir, 'checkpoints', str(step))
@@ -294,8 +299,7 @@ class DamageTest(FaultCase):
 
   def test_any_flipped_bit_is_noticed_or_harmless(self):
     expected = micro_run.state_after(self.config, self.workdir, 4)
-    whole, passed_over, logged = os.path.join(self.tmp, 'whole'), 0, []
-    shutil.copytree(self.workdir, whole)
+    passed_over, logged = 0, []
     for path in self.files(4):
       size = os.path.getsize(path)
       if not size:
@@ -308,18 +312,16 @@ class DamageTest(FaultCase):
       passed_over += newest == 3
       if newest == 4:
         chex.assert_trees_all_equal(micro_run.state_after(self.config, self.workdir, 4), expected)
-      shutil.copyfile(path.replace(self.workdir, whole), path)
+      shutil.copyfile(path.replace(self.workdir, self.whole), path)
     self.assertGreater(passed_over, 5)
     self.assertLen(logged, passed_over)
 
-  @parameterized.parameters('flipped', 'cut', 'missing', 'unreadable sums')
+  @parameterized.parameters('cut', 'missing', 'unreadable sums')
   def test_the_run_resumes_from_the_previous_checkpoint(self, damage):
     metrics = micro_run.comparable_metrics(self.workdir)
     state = micro_run.state_after(self.config, self.workdir, 4)
     path = max(self.files(4), key=os.path.getsize)
-    if damage == 'flipped':
-      flip(path, os.path.getsize(path) // 2)
-    elif damage == 'cut':
+    if damage == 'cut':
       os.truncate(path, os.path.getsize(path) // 2)
     elif damage == 'missing':
       os.remove(path)
@@ -393,8 +395,8 @@ class NonfiniteTest(FaultCase):
       with self.assertRaisesRegex(RunError, r'not finite in \d [^\n]*up to update 1: '):
         micro_run.train(config, self.workdir)
 
-  @parameterized.parameters(0, 1)
-  def test_a_rollback_continues_with_other_questions(self, staleness):
+  def test_a_rollback_continues_with_other_questions(self):
+    staleness = 1
     config = make_config(**{'train.on_nonfinite': 'rollback', 'pipeline.staleness': staleness})
     with self.poisoned(3):
       told = self.warnings(micro_run.train, config, self.workdir)

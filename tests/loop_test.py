@@ -388,7 +388,7 @@ class LoopTest(parameterized.TestCase):
       rows = metrics_lib.read_metrics(long)
       self.assertEqual(comparable(rows[2]), comparable(expected[2]))
 
-  @parameterized.parameters(('playing', 0), ('waiting', 0), ('waiting', 1))
+  @parameterized.parameters(('playing', 0), ('waiting', 1))
   def test_a_stop_waits_neither_for_episodes_nor_for_a_failed_retriever(self, when, staleness):
     config = make_config(
         **{
