@@ -41,7 +41,8 @@ def sampler_gap(
   token_mean = functools.partial(_mean, over=mask)
   row_mean = functools.partial(_mean, over=rows)
   limit = segments.MAX_LOG_RATIO
-  trainer, sampler = -_per_row(logp, mask), -_per_row(behaviour_logp, mask)  # log perplexities
+  trainer = -_per_row(logp, mask)  # log perplexity, as the next
+  sampler = -_per_row(behaviour_logp, mask)
   metrics = {
       'kl': token_mean(-log_ratio),
       'k3_kl': token_mean(jnp.exp(log_ratio) - 1 - log_ratio),
@@ -52,22 +53,24 @@ def sampler_gap(
       'chi2_token': token_mean(jnp.exp(2 * jnp.clip(log_ratio, -limit, limit))) - 1,
       'chi2_seq': row_mean(jnp.exp(2 * jnp.clip(log_ratio.sum(axis=1), -limit, limit))) - 1,
   }
-  level, cut = ('token', jnp.inf) if level == 'none' else (level, threshold)
+  if level == 'none':
+    level, threshold = 'token', jnp.inf
   log_w = off_policy.log_weights(logp, behaviour_logp, mask, turn_ids, level)
-  used = off_policy.truncated_weights(logp, behaviour_logp, mask, turn_ids, level, cut, low)
-  metrics |= {
-      f'rollout_is_{name}': x for name, x in _weights_summary(log_w, used, mask, level, cut, low)
-  }
+  used = off_policy.truncated_weights(logp, behaviour_logp, mask, turn_ids, level, threshold, low)
+  for name, x in _weights_summary(log_w, used, mask, level, threshold, low):
+    metrics[f'rollout_is_{name}'] = x
   return {f'rollout_corr/{name}': x for name, x in metrics.items()}
 
 
 def _weights_summary(log_w, used, mask, level, threshold, low):
   """Yields (name, value) of verl's summary of the weights `used`, whose logarithms were log_w."""
-  extremes, over = used, mask
+  extremes = used
+  over = mask
   if level.startswith('sequence'):
     extremes = jnp.exp(jnp.minimum(log_w, segments.MAX_LOG_RATIO))
     over = mask / jnp.maximum(mask.sum(axis=1, keepdims=True), 1)  # each sequence counts once
-  used_mean, used_square = _mean(used, mask), _mean(jnp.square(used), mask)
+  used_mean = _mean(used, mask)
+  used_square = _mean(jnp.square(used), mask)
   yield 'mean', used_mean
   yield 'std', jnp.sqrt(_mean(jnp.square(used - used_mean), mask))
   yield 'eff_sample_size', jnp.square(used_mean) / jnp.maximum(used_square, 1e-30)
@@ -89,9 +92,8 @@ def batch_summary(batch: types.TurnBatch, mask: jax.Array, spec: Spec) -> dict[s
         f'critic/{name}/max': jnp.where(mask > 0, x, -jnp.inf).max(),
         f'critic/{name}/min': jnp.where(mask > 0, x, jnp.inf).min(),
     }
-    metrics |= {
-        f'role/{role}/{name}/mean': _mean(x, over) for role, over in _of_roles(spec, batch, mask)
-    }
+    for role, over in _role_masks(spec, batch, mask):
+      metrics[f'role/{role}/{name}/mean'] = _mean(x, over)
   rows = mask.any(axis=1)
   rewards = (batch.rewards * mask).sum(axis=1)
   metrics |= {
@@ -100,13 +102,13 @@ def batch_summary(batch: types.TurnBatch, mask: jax.Array, spec: Spec) -> dict[s
       'critic/rewards/min': jnp.where(rows, rewards, jnp.inf).min(),
   }
   if spec.has_values:
-    metrics['critic/vf_explained_var'] = _explained(batch, mask)
-    for role, over in _of_roles(spec, batch, mask):
-      metrics[f'role/{role}/vf_explained_var'] = _explained(batch, over)
+    metrics['critic/vf_explained_var'] = _explained_variance(batch, mask)
+    for role, over in _role_masks(spec, batch, mask):
+      metrics[f'role/{role}/vf_explained_var'] = _explained_variance(batch, over)
   return metrics
 
 
-def _explained(batch, mask):
+def _explained_variance(batch, mask):
   """Returns the share of the returns' variance that the values explain, by verl's formula."""
   unbiased = mask.sum() / jnp.maximum(mask.sum() - 1, 1)
   spread = _variance(batch.returns, mask) * unbiased
@@ -114,7 +116,7 @@ def _explained(batch, mask):
   return 1 - error / (spread + 1e-5)
 
 
-def _of_roles(spec, batch, mask):
+def _role_masks(spec, batch, mask):
   """Yields (role, mask [B,T] of its tokens); nothing where there is one agent."""
   for r, role in enumerate(spec.roles):
     yield role, mask * batch.roles[:, r, None]
@@ -125,7 +127,7 @@ def step_summary(
     batch: types.TurnBatch,
     weights: jax.Array,
     policy_weights: jax.Array,
-    seen: dict[str, jax.Array],
+    tokens: dict[str, jax.Array],
 ) -> dict[str, jax.Array]:
   """Returns losses, clip fractions and ratio spreads of one optimizer step, from per-token data.
 
@@ -137,62 +139,64 @@ def step_summary(
   token_mean = functools.partial(_mean, over=mask)
   counted_mean = functools.partial(_mean, over=counted)
   limit = segments.MAX_LOG_RATIO
-  log_ratio = jnp.clip((seen['logp'] - batch.old_logp) * mask, -limit, limit)
+  log_ratio = jnp.clip((tokens['logp'] - batch.old_logp) * mask, -limit, limit)
   sampled = batch.old_logp if batch.behaviour_logp is None else batch.behaviour_logp
-  stopped_far = _stopped_far(spec, batch, seen)
+  stopped_far = _stopped_far(spec, batch, tokens)
   metrics = {
-      'actor/pg_loss': seen['pg_loss'],
-      'actor/pg_clipfrac': counted_mean(seen['clipped'] & ~stopped_far),
+      'actor/pg_loss': tokens['pg_loss'],
+      'actor/pg_clipfrac': counted_mean(tokens['clipped'] & ~stopped_far),
       'actor/pg_clipfrac_lower': counted_mean(stopped_far),
       'actor/ppo_kl': counted_mean(-log_ratio),
-      'actor/entropy': token_mean(seen['entropy']),
-      'stppo/ess_share': off_policy.effective_share(seen['logp'], sampled, mask),
+      'actor/entropy': token_mean(tokens['entropy']),
+      'stppo/ess_share': off_policy.effective_share(tokens['logp'], sampled, mask),
   }
-  if 'kl' in seen:
-    metrics['actor/kl_loss'] = jnp.sum(seen['kl'] * weights)
-    metrics['stppo/ref_kl'] = token_mean(seen['kl'])
+  if 'kl' in tokens:
+    metrics['actor/kl_loss'] = jnp.sum(tokens['kl'] * weights)
+    metrics['stppo/ref_kl'] = token_mean(tokens['kl'])
   for level in segments.LEVELS:
     ids, num_segments = segments.segment_ids(level, batch.action_mask, batch.turn_ids)
     ratio = segments.importance_ratio(
-        seen['logp'], batch.old_logp, batch.action_mask, ids, num_segments
+        tokens['logp'], batch.old_logp, batch.action_mask, ids, num_segments
     )
     metrics[f'stppo/ratio_std_{level}'] = jnp.sqrt(_variance(ratio, mask))
   for turn in range(1, spec.num_logged_turns + 1):
     for sign, chosen in (('pos', batch.advantages >= 0), ('neg', batch.advantages < 0)):
-      tokens = (batch.turn_ids == turn) & chosen & (counted > 0)
-      share = jnp.sum(seen['clipped'] & tokens) / jnp.maximum(tokens.sum(), 1)
+      of_turn = (batch.turn_ids == turn) & chosen & (counted > 0)
+      share = jnp.sum(tokens['clipped'] & of_turn) / jnp.maximum(of_turn.sum(), 1)
       metrics[f'stppo/clipfrac_turn{turn}_{sign}'] = share
-  for role, over in _of_roles(spec, batch, mask):
+  for role, over in _role_masks(spec, batch, mask):
     metrics |= {
-        f'role/{role}/pg_loss': _policy_loss(spec, batch, policy_weights * over, seen),
-        f'role/{role}/pg_clipfrac': _mean(seen['clipped'], over * counted),
+        f'role/{role}/pg_loss': _policy_loss(spec, batch, policy_weights * over, tokens),
+        f'role/{role}/pg_clipfrac': _mean(tokens['clipped'], over * counted),
         f'role/{role}/ppo_kl': _mean(-log_ratio, over * counted),
-        f'role/{role}/entropy': _mean(seen['entropy'], over),
+        f'role/{role}/entropy': _mean(tokens['entropy'], over),
     }
   if spec.has_values:
-    values, value_clip = seen['values'], spec.variant.value_clip or None
+    values = tokens['values']
+    value_clip = spec.variant.value_clip or None
     loss = losses.value_loss(values, batch.old_values, batch.returns, value_clip)
-    metrics |= {'critic/vf_loss': token_mean(loss), 'critic/vpred_mean': token_mean(values)}
-    for role, over in _of_roles(spec, batch, mask):
+    metrics['critic/vf_loss'] = token_mean(loss)
+    metrics['critic/vpred_mean'] = token_mean(values)
+    for role, over in _role_masks(spec, batch, mask):
       metrics[f'role/{role}/vf_loss'] = _mean(loss, over)
     if value_clip is not None:
-      metrics['critic/vf_clipfrac'] = token_mean(
-          loss > losses.value_loss(values, batch.old_values, batch.returns)
-      )
+      unclipped_loss = losses.value_loss(values, batch.old_values, batch.returns)
+      metrics['critic/vf_clipfrac'] = token_mean(loss > unclipped_loss)
   return metrics
 
 
-def _stopped_far(spec, batch, seen):
+def _stopped_far(spec, batch, tokens):
   """Returns which tokens [B,T] the dual clip stopped."""
   if not (dual_clip := spec.variant.dual_clip):
-    return jnp.zeros_like(seen['clipped'])
+    return jnp.zeros_like(tokens['clipped'])
   negative = correction.advantages_in_min(batch, spec.variant) < 0
-  return seen['clipped'] & negative & (seen['ratio'] > dual_clip)
+  return tokens['clipped'] & negative & (tokens['ratio'] > dual_clip)
 
 
-def _policy_loss(spec, batch, weights, seen):
+def _policy_loss(spec, batch, weights, tokens):
   """Returns the policy's loss with these weights [b,T]."""
-  return correction.cotangents(seen['logp'], batch, spec.variant, weights=weights)[2]['pg_loss']
+  _, _, parts = correction.cotangents(tokens['logp'], batch, spec.variant, weights=weights)
+  return parts['pg_loss']
 
 
 def routing(spec: Spec, layout: packing.Layout, chosen: moe.Routing | None) -> tuple[Any, Any]:

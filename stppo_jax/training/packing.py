@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 import itertools
-import typing
 from typing import Any
+from typing import NamedTuple
 
 import chex
 import flax
@@ -99,9 +99,8 @@ class Layout:
 
   def unpack_routes(self, routes: jax.Array) -> jax.Array:
     """Moves [R,P,L,A] to [B,T,L,A], first tokens too; 0 for those of other micro-batches."""
-    return jnp.where(
-        self.here[..., None, None], routes.reshape(-1, *routes.shape[2:])[self.slot], 0
-    )
+    by_slot = routes.reshape(-1, *routes.shape[2:])
+    return jnp.where(self.here[..., None, None], by_slot[self.slot], 0)
 
 
 def to_device(
@@ -113,19 +112,20 @@ def to_device(
   All steps have the same number of rows. Rows of padding fill up the shorter ones.
   """
   whole = batching.rows_by_episode(episodes)
-  deals = [
-      np.sort(np.concatenate([whole[number] for number in numbers]))
-      for numbers in minibatches(key, len(whole), bins.mini_batch, bins.epochs)
-  ]
+  deals = []  # the rows of each step
+  for numbers in minibatches(key, len(whole), bins.mini_batch, bins.epochs):
+    rows = np.concatenate([whole[number] for number in numbers])
+    deals.append(np.sort(rows))
+  steps_per_epoch = len(deals) // bins.epochs
   fewest = min(len(rows) for rows in whole)
   size = _rows_per_step(bins.mini_batch * fewest, max(map(len, deals)))
-  num_rows = size * (len(deals) // bins.epochs)
+  num_rows = size * steps_per_epoch
   lengths = np.zeros(num_rows, np.int32)
   lengths[: len(episodes)] = [batching.trained_length(episode) for episode in episodes]
   batch = batching.to_turn_batch(episodes, bins.lengths[-1:], num_rows, bins.pad_id, bins.sharding)
   steps = []
   for i, rows in enumerate(deals):
-    if i % (len(deals) // bins.epochs) == 0:
+    if i % steps_per_epoch == 0:
       padding = iter(range(len(episodes), num_rows))  # each of these rows once per epoch
     filled = [*rows, *itertools.islice(padding, size - len(rows))]
     rows = np.array(filled, np.int32)
@@ -178,17 +178,20 @@ def pack(
   """
   lengths = np.asarray(lengths, np.int32)
   chex.assert_rank(lengths, 1)
-  bins, offsets = np.zeros_like(lengths), np.zeros_like(lengths)
+  bins = np.zeros_like(lengths)
+  offsets = np.zeros_like(lengths)
   left = [row for row in np.argsort(-lengths, kind='stable') if lengths[row]]
-  first = 0
+  first_bin = 0  # of the micro-batch
   while left:
-    fitting = [capacity for capacity in capacities if capacity >= lengths[left[0]]]
+    longest = lengths[left[0]]
+    fitting = [capacity for capacity in capacities if capacity >= longest]
     tries = [_first_fit(lengths, left, num_bins, capacity, shared) for capacity in fitting]
-    # Of equals the first, which is the smallest.
-    placed = max(tries, key=lambda placed: round(placed.fill, 2))
-    for row, (chosen, offset) in placed.where.items():
-      bins[row], offsets[row] = first + chosen, offset
-    first, left = first + num_bins, [row for row in left if row not in placed.where]
+    fullest = max(tries, key=lambda placed: round(placed.fill, 2))  # of equal ones the smallest
+    for row, (chosen, offset) in fullest.places.items():
+      bins[row] = first_bin + chosen
+      offsets[row] = offset
+    left = [row for row in left if row not in fullest.places]
+    first_bin += num_bins
   return Packing(bins, offsets, lengths)
 
 
@@ -245,15 +248,13 @@ def which_capacity(
 
 def only(packing: Packing, rows: jax.Array, num_bins: int) -> Packing:
   """Keeps the bins that hold any of `rows` [B] bool, moved to the front, and drops the others."""
-  wanted = (
-      jnp.zeros(_most_bins(packing, num_bins), bool)
-      .at[packing.bin]
-      .max(rows & (packing.length > 0))
-  )
-  place = jnp.cumsum(wanted) - 1
-  return dataclasses.replace(
-      packing, bin=place[packing.bin], length=jnp.where(wanted[packing.bin], packing.length, 0)
-  )
+  num_rows = packing.bin.shape[0]
+  max_bins = -(-num_rows // num_bins) * num_bins
+  is_kept = jnp.zeros(max_bins, bool).at[packing.bin].max(rows & (packing.length > 0))
+  place = jnp.cumsum(is_kept) - 1
+  new_bin = place[packing.bin]
+  length = jnp.where(is_kept[packing.bin], packing.length, 0)
+  return dataclasses.replace(packing, bin=new_bin, length=length)
 
 
 def layout(packing: Packing, j: jax.Array, num_bins: int, capacity: int, num_tokens: int) -> Layout:
@@ -280,23 +281,21 @@ def layout(packing: Packing, j: jax.Array, num_bins: int, capacity: int, num_tok
   )
 
 
-class _Placed(typing.NamedTuple):
-  where: dict[int, tuple[int, int]]  # row: (bin, offset)
-  fill: float  # share of the bins
+class _Placed(NamedTuple):
+  """The rows of one micro-batch."""
+
+  places: dict[int, tuple[int, int]]  # row: (bin, offset)
+  fill: float  # share of the bins that they fill
 
 
 def _first_fit(lengths, rows, num_bins, capacity, shared):
   """Places as many of `rows`, in this order, as fit, each into the first bin that has room."""
-  filled, where = np.zeros(num_bins, np.int32), {}
+  filled = np.zeros(num_bins, np.int32)
+  places = {}
   for row in rows:
     fits = (filled + lengths[row] <= capacity) & (shared | (filled == 0))
     if fits.any():
       chosen = int(fits.argmax())
-      where[row] = chosen, int(filled[chosen])
+      places[row] = chosen, int(filled[chosen])
       filled[chosen] += lengths[row]
-  return _Placed(where, filled.sum() / (num_bins * capacity))
-
-
-def _most_bins(packing, num_bins):
-  """Returns the largest number of bins that a packing of this many rows uses."""
-  return -(-packing.bin.shape[0] // num_bins) * num_bins
+  return _Placed(places, filled.sum() / (num_bins * capacity))

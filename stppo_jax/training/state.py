@@ -116,11 +116,10 @@ def make_adamw(
   The rate rises to `lr` in the first `warmup_steps` and decays linearly to `final_lr` times `lr` at
   the last of `num_steps`. With final_lr 1 it is constant.
   """
-  schedule = (
-      optax.linear_schedule(lr / warmup_steps, lr, warmup_steps - 1)
-      if warmup_steps > 1
-      else optax.constant_schedule(lr)
-  )
+  if warmup_steps > 1:
+    schedule = optax.linear_schedule(lr / warmup_steps, lr, warmup_steps - 1)
+  else:
+    schedule = optax.constant_schedule(lr)
   if final_lr != 1:
     decay = optax.linear_schedule(lr, lr * final_lr, max(num_steps - 1 - warmup_steps, 1))
     schedule = optax.join_schedules((schedule, decay), (warmup_steps,))
