@@ -17,7 +17,7 @@ def get_config(mode=''):
   config.name = config.name.replace('ppo_7b', 'grpo_7b')
   # The row is Search-R1's GRPO (KL in the loss by k3), but for the mean: over episodes here, as in
   # GRPO's formula, over tokens there.
-  config.algorithm = schema.Algorithm(variant='grpo')
+  config.algorithm = schema.AlgorithmSettings(variant='grpo')
   # Theirs: five episodes per question. Ours: the number of episodes, a quarter of theirs (512
   # questions times five). As there, ten steps are taken on them.
   config.rollout.group_size = 4 if mode else 5

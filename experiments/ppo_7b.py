@@ -20,12 +20,16 @@ def get_config(mode=''):
   config = schema.Config()
   config.name = 'ppo_7b'
   # Search-R1's two files. The retriever has the corpus.
-  config.data = schema.Data(source='data/train.parquet,data/test.parquet', eval_split='test')
-  config.env = schema.Env(prompt='search_r1', max_searches=4, reward='em')
+  config.data = schema.DataSettings(
+      source='data/train.parquet,data/test.parquet', eval_split='test'
+  )
+  config.env = schema.EnvSettings(prompt='search_r1', max_searches=4, reward='em')
   # Ours: a limit of 60 s; theirs waits for ever.
-  config.retriever = schema.Retriever(kind='http', dialect='search_r1', top_k=3, timeout_s=60.0)
-  config.model = schema.Model(folder='models/Qwen2.5-7B')
-  config.rollout = schema.Rollout(
+  config.retriever = schema.RetrieverSettings(
+      kind='http', dialect='search_r1', top_k=3, timeout_s=60.0
+  )
+  config.model = schema.ModelSettings(folder='models/Qwen2.5-7B')
+  config.rollout = schema.RolloutSettings(
       group_size=1,
       temperature=1.0,
       top_k=0,
@@ -37,10 +41,10 @@ def get_config(mode=''):
   )
   # The row has Search-R1's other columns: clip .2, whitened advantages, gamma = lam = 1, KL .001 in
   # the reward, entropy .001. Its mean is over episodes, as in the paper; theirs is over tokens.
-  config.algorithm = schema.Algorithm(variant='ppo', aggregation='token-mean')
-  config.actor = schema.Optimizer(lr=1e-6, warmup=0.285, grad_clip=1.0)
-  config.critic = schema.Optimizer(lr=1e-5, warmup=0.015, grad_clip=1.0)
-  config.train = schema.Train(
+  config.algorithm = schema.AlgorithmSettings(variant='ppo', aggregation='token-mean')
+  config.actor = schema.OptimizerSettings(lr=1e-6, warmup=0.285, grad_clip=1.0)
+  config.critic = schema.OptimizerSettings(lr=1e-5, warmup=0.015, grad_clip=1.0)
+  config.train = schema.TrainSettings(
       updates=1005,
       episodes=512,
       mini_batch=256,
@@ -51,7 +55,9 @@ def get_config(mode=''):
       checkpoint_every=10,  # ours: hours of work are lost otherwise
   )
   config.log.episodes_every = 10  # ours: 52 MB per update
-  config.eval = schema.Eval(every=50, episodes=1024, rows=512)  # ours; theirs: the whole test set
+  config.eval = schema.EvalSettings(
+      every=50, episodes=1024, rows=512
+  )  # ours; theirs: the whole test set
   if mode == 'smoke':
     shrink(config)
   elif mode:
@@ -62,14 +68,18 @@ def get_config(mode=''):
 def shrink(config):
   """Keeps the algorithm, but on the embedded model and questions: 2 updates, about a minute."""
   config.name += '_smoke'
-  config.data = schema.Data()
+  config.data = schema.DataSettings()
   config.env.prompt = 'short'
-  config.retriever = schema.Retriever(top_k=1)
-  config.model = schema.Model(dtype='float32', remat='none', scan_layers=False, logp_chunk=0)
-  config.rollout = schema.Rollout(max_prompt=128, max_turn=40, max_observation=128, max_total=384)
-  config.train = schema.Train(
+  config.retriever = schema.RetrieverSettings(top_k=1)
+  config.model = schema.ModelSettings(
+      dtype='float32', remat='none', scan_layers=False, logp_chunk=0
+  )
+  config.rollout = schema.RolloutSettings(
+      max_prompt=128, max_turn=40, max_observation=128, max_total=384
+  )
+  config.train = schema.TrainSettings(
       updates=2, episodes=16, mini_batch=8, micro_batch=8, length_buckets=(384,), checkpoint_every=2
   )
-  config.eval = schema.Eval(every=0, episodes=8, rows=8)
+  config.eval = schema.EvalSettings(every=0, episodes=8, rows=8)
   config.log.episodes_every = 1
   return config

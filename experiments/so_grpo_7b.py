@@ -15,5 +15,5 @@ from stppo_jax import config as schema
 def get_config(mode=''):
   config = grpo_7b.get_config(mode)
   config.name = config.name.replace('grpo_7b', 'so_grpo_7b')
-  config.algorithm = schema.Algorithm(variant='so_grpo')
+  config.algorithm = schema.AlgorithmSettings(variant='so_grpo')
   return config

@@ -15,5 +15,7 @@ from stppo_jax import config as schema
 def get_config(mode=''):
   config = ppo_7b.get_config(mode)
   config.name = config.name.replace('ppo_7b', 'st_ppo_7b')
-  config.algorithm = schema.Algorithm(variant='st_ppo')  # a mean over episodes, the paper's 1/|y|
+  config.algorithm = schema.AlgorithmSettings(
+      variant='st_ppo'
+  )  # a mean over episodes, the paper's 1/|y|
   return config

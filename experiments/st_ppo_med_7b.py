@@ -21,7 +21,9 @@ def get_config(mode=''):
   if mode:  # the embedded medical questions
     config.data.datasets = ('medical',)
     return config
-  config.data = schema.Data(source='data/medical/qa.jsonl', corpus='data/medical/corpus.jsonl')
-  config.retriever = schema.Retriever(kind='bm25', top_k=3)
+  config.data = schema.DataSettings(
+      source='data/medical/qa.jsonl', corpus='data/medical/corpus.jsonl'
+  )
+  config.retriever = schema.RetrieverSettings(kind='bm25', top_k=3)
   config.train.updates = 200
   return config

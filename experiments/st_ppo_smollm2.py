@@ -22,22 +22,26 @@ from stppo_jax.types import UserError
 def get_config(mode=''):
   config = schema.Config()
   config.name = 'st_ppo_smollm2'
-  config.data = schema.Data(source='data/general_qa.jsonl', corpus='data/general_corpus.jsonl')
+  config.data = schema.DataSettings(
+      source='data/general_qa.jsonl', corpus='data/general_corpus.jsonl'
+  )
   # Two hops take two searches, and a row has room for three.
-  config.env = schema.Env(prompt='search_r1', max_searches=3, reward='em')
-  config.retriever = schema.Retriever(kind='bm25', top_k=3)
-  config.model = schema.Model(folder='runs/sft_smollm2', critic='separate')
+  config.env = schema.EnvSettings(prompt='search_r1', max_searches=3, reward='em')
+  config.retriever = schema.RetrieverSettings(kind='bm25', top_k=3)
+  config.model = schema.ModelSettings(folder='runs/sft_smollm2', critic='separate')
   # Prompts have 180 tokens, three passages 360. 320 + 3 (128 + 384) would be 1,856, but few turns
   # reach half of 128 tokens.
-  config.rollout = schema.Rollout(max_prompt=320, max_turn=128, max_observation=384, max_total=1536)
+  config.rollout = schema.RolloutSettings(
+      max_prompt=320, max_turn=128, max_observation=384, max_total=1536
+  )
   config.algorithm.variant = 'st_ppo'
   # Adam scales the bonus up where the policy's gradient is noise; it broke the smaller default run.
   config.algorithm.entropy_coef = 0.0
   # Search-R1's 1e-6 is for models 50 times larger, the default run's 2e-4 for one 140 times
   # smaller.
-  config.actor = schema.Optimizer(lr=1e-5, warmup=0.05)
-  config.critic = schema.Optimizer(lr=5e-5, warmup=0.05)
-  config.train = schema.Train(
+  config.actor = schema.OptimizerSettings(lr=1e-5, warmup=0.05)
+  config.critic = schema.OptimizerSettings(lr=5e-5, warmup=0.05)
+  config.train = schema.TrainSettings(
       # 128 episodes are about 100k tokens, seconds for such a model. Four optimizer steps per
       # update make it off-policy: otherwise nothing is clipped, and all variants are the same.
       updates=120,
@@ -49,15 +53,17 @@ def get_config(mode=''):
       checkpoint_every=20,
       keep_checkpoints=1,
   )
-  config.eval = schema.Eval(every=20, episodes=0, rows=128)
+  config.eval = schema.EvalSettings(every=20, episodes=0, rows=128)
   if mode == 'cpu':
     config.name += '_cpu'
     config.env.max_searches = 2
     config.retriever.top_k = 1
     config.model.dtype = 'float32'
     config.model.remat = 'none'
-    config.rollout = schema.Rollout(max_prompt=256, max_turn=80, max_observation=160, max_total=640)
-    config.train = schema.Train(  # about 10 minutes on one core; resumable after any update
+    config.rollout = schema.RolloutSettings(
+        max_prompt=256, max_turn=80, max_observation=160, max_total=640
+    )
+    config.train = schema.TrainSettings(  # about 10 minutes on one core; resumable after any update
         updates=3,
         episodes=2,
         mini_batch=1,
@@ -66,7 +72,7 @@ def get_config(mode=''):
         checkpoint_every=1,
         keep_checkpoints=1,
     )
-    config.eval = schema.Eval(every=0, episodes=4, rows=4)
+    config.eval = schema.EvalSettings(every=0, episodes=4, rows=4)
   elif mode == 'smoke':
     ppo_7b.shrink(config)
   elif mode:

@@ -42,7 +42,7 @@ def base(mode=''):
   config.model.remat = 'none'
   config.model.scan_layers = False
   config.model.logp_chunk = 0
-  config.rollout = schema.Rollout(
+  config.rollout = schema.RolloutSettings(
       max_prompt=64,
       max_turn=40,
       max_observation=128,
@@ -54,9 +54,9 @@ def base(mode=''):
   config.algorithm.variant = 'st_ppo'
   config.algorithm.kl_in = 'none'
   config.algorithm.entropy_coef = 0.0  # .001 drove the entropy from .2 to 1.2 in 15 updates
-  config.actor = schema.Optimizer(lr=2e-4, warmup=0.0, final_lr=0.1, weight_decay=0.0)
-  config.critic = schema.Optimizer(lr=1e-3, warmup=0.0, weight_decay=0.0)
-  config.train = schema.Train(
+  config.actor = schema.OptimizerSettings(lr=2e-4, warmup=0.0, final_lr=0.1, weight_decay=0.0)
+  config.critic = schema.OptimizerSettings(lr=1e-3, warmup=0.0, weight_decay=0.0)
+  config.train = schema.TrainSettings(
       updates=56,
       episodes=128,
       mini_batch=32,
@@ -65,7 +65,7 @@ def base(mode=''):
       length_buckets=(96, 192, 384),
       checkpoint_every=28,
   )
-  config.eval = schema.Eval(every=14, episodes=0, rows=96)
+  config.eval = schema.EvalSettings(every=14, episodes=0, rows=96)
   if mode == 'smoke':
     config.name += '_smoke'
     config.train.updates = 2

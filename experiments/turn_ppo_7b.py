@@ -15,5 +15,7 @@ from stppo_jax import config as schema
 def get_config(mode=''):
   config = ppo_7b.get_config(mode)
   config.name = config.name.replace('ppo_7b', 'turn_ppo_7b')
-  config.algorithm = schema.Algorithm(variant='turn_ppo')  # a mean over episodes, the paper's 1/|y|
+  config.algorithm = schema.AlgorithmSettings(
+      variant='turn_ppo'
+  )  # a mean over episodes, the paper's 1/|y|
   return config

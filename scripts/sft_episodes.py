@@ -42,7 +42,7 @@ def main(unused_argv):
   mesh = sft.make_mesh(_MICRO_BATCH.value)
   dtype = 'float32' if jax.default_backend() == 'cpu' else 'bfloat16'
   config = schema.Config()
-  config.model = schema.Model(folder=_MODEL.value, dtype=dtype)
+  config.model = schema.ModelSettings(folder=_MODEL.value, dtype=dtype)
   folder = prepare.model_folder(config)
   tokenizer = chat.load_tokenizer(folder)
   buckets = tuple(map(int, _BUCKETS.value))

@@ -24,7 +24,7 @@ LORA_TARGETS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 
 
 
 @dataclasses.dataclass
-class Data(Section):
+class DataSettings(Section):
   """Questions and passages."""
 
   source: str = setting(
@@ -40,7 +40,7 @@ class Data(Section):
 
 
 @dataclasses.dataclass
-class Env(Section):
+class EnvSettings(Section):
   """The environment: observations, tools and rewards."""
 
   kind: str = setting(
@@ -66,7 +66,7 @@ class Env(Section):
 
 
 @dataclasses.dataclass
-class Retriever(Section):
+class RetrieverSettings(Section):
   """The search for passages."""
 
   kind: str = setting(
@@ -102,7 +102,7 @@ class Retriever(Section):
 
 
 @dataclasses.dataclass
-class Model(Section):
+class ModelSettings(Section):
   """The policy, and the trunk that its critic starts from."""
 
   folder: str = setting(
@@ -145,7 +145,7 @@ class Model(Section):
 
 
 @dataclasses.dataclass
-class Rollout(Section):
+class RolloutSettings(Section):
   """Sampling. Lengths in tokens."""
 
   group_size: int = setting(1, 'episodes per question', at_least=1)
@@ -201,7 +201,7 @@ def _with_overrides(section: type) -> type:
 
 @dataclasses.dataclass
 @_with_overrides
-class Algorithm(Section):
+class AlgorithmSettings(Section):
   """The objective: the name of a `Variant`, and values that override its fields.
 
   The section has every field of a Variant, see algorithms/variants.py. None means the variant's
@@ -220,7 +220,7 @@ class Algorithm(Section):
 
 
 @dataclasses.dataclass
-class Optimizer(Section):
+class OptimizerSettings(Section):
   """AdamW with a linear warm-up, then a constant or linearly decaying rate."""
 
   lr: float = setting(1e-6, 'learning rate', at_least=0)
@@ -238,7 +238,7 @@ class Optimizer(Section):
 
 
 @dataclasses.dataclass
-class Train(Section):
+class TrainSettings(Section):
   """The training loop. An update is one rollout followed by several optimizer steps."""
 
   updates: int = setting(1005, 'number of updates', at_least=0, resume_safe=True)
@@ -280,7 +280,7 @@ class Train(Section):
 
 
 @dataclasses.dataclass
-class Pipeline(Section):
+class PipelineSettings(Section):
   """The number of updates that sampling runs ahead of training."""
 
   staleness: int = setting(
@@ -290,7 +290,7 @@ class Pipeline(Section):
 
 
 @dataclasses.dataclass
-class Mesh(Section):
+class MeshSettings(Section):
   """The devices: data * fsdp * tensor. One axis may be -1, which means all remaining devices."""
 
   data: int = setting(1, 'copies of the model', at_least=-1, resume_safe=True)
@@ -300,7 +300,7 @@ class Mesh(Section):
 
 
 @dataclasses.dataclass
-class Placement(Section):
+class PlacementSettings(Section):
   """Where parts are stored while they are not used: on the device or in the host's pinned memory.
 
   Copies between host and device cost time and save device memory.
@@ -318,7 +318,7 @@ class Placement(Section):
 
 
 @dataclasses.dataclass
-class Eval(Section):
+class EvalSettings(Section):
   """Evaluation on held-out questions. It is greedy during training."""
 
   every: int = setting(
@@ -343,7 +343,7 @@ class Eval(Section):
 
 
 @dataclasses.dataclass
-class Log(Section):
+class LogSettings(Section):
   """Output in addition to metrics.jsonl."""
 
   tensorboard: bool = setting(
@@ -356,7 +356,7 @@ class Log(Section):
 
 
 @dataclasses.dataclass
-class Health(Section):
+class HealthSettings(Section):
   """Limits of monitoring/health.py on means over `window` updates. 0 turns a limit off.
 
   The limits were chosen by hand, so that a run that learns stays within them.
@@ -383,7 +383,7 @@ class Health(Section):
 
 
 @dataclasses.dataclass
-class Serve(Section):
+class ServeSettings(Section):
   """The gateway: an OpenAI-compatible server for a model, and for agent programs in training."""
 
   host: str = setting(
@@ -408,7 +408,9 @@ class Serve(Section):
 
 
 HEALTH_RULES = tuple(
-    field.name for field in dataclasses.fields(Health) if field.name not in ('window', 'stop_on'))
+    field.name
+    for field in dataclasses.fields(HealthSettings)
+    if field.name not in ('window', 'stop_on'))
 
 
 @dataclasses.dataclass
@@ -417,23 +419,23 @@ class Config(Section):
 
   name: str = setting('run', 'name of the run; the default workdir is runs/<name>')
   seed: int = setting(0, 'seed of all random numbers', at_least=0, at_most=2**32 - 1)
-  data: Data = dataclasses.field(default_factory=Data)
-  env: Env = dataclasses.field(default_factory=Env)
-  retriever: Retriever = dataclasses.field(default_factory=Retriever)
-  model: Model = dataclasses.field(default_factory=Model)
-  rollout: Rollout = dataclasses.field(default_factory=Rollout)
-  algorithm: Algorithm = dataclasses.field(default_factory=Algorithm)
-  actor: Optimizer = dataclasses.field(default_factory=Optimizer)
-  critic: Optimizer = dataclasses.field(
-      default_factory=lambda: Optimizer(lr=1e-5, warmup=0.015))
-  train: Train = dataclasses.field(default_factory=Train)
-  pipeline: Pipeline = dataclasses.field(default_factory=Pipeline)
-  mesh: Mesh = dataclasses.field(default_factory=Mesh)
-  placement: Placement = dataclasses.field(default_factory=Placement)
-  eval: Eval = dataclasses.field(default_factory=Eval)
-  log: Log = dataclasses.field(default_factory=Log)
-  health: Health = dataclasses.field(default_factory=Health)
-  serve: Serve = dataclasses.field(default_factory=Serve)
+  data: DataSettings = dataclasses.field(default_factory=DataSettings)
+  env: EnvSettings = dataclasses.field(default_factory=EnvSettings)
+  retriever: RetrieverSettings = dataclasses.field(default_factory=RetrieverSettings)
+  model: ModelSettings = dataclasses.field(default_factory=ModelSettings)
+  rollout: RolloutSettings = dataclasses.field(default_factory=RolloutSettings)
+  algorithm: AlgorithmSettings = dataclasses.field(default_factory=AlgorithmSettings)
+  actor: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
+  critic: OptimizerSettings = dataclasses.field(
+      default_factory=lambda: OptimizerSettings(lr=1e-5, warmup=0.015))
+  train: TrainSettings = dataclasses.field(default_factory=TrainSettings)
+  pipeline: PipelineSettings = dataclasses.field(default_factory=PipelineSettings)
+  mesh: MeshSettings = dataclasses.field(default_factory=MeshSettings)
+  placement: PlacementSettings = dataclasses.field(default_factory=PlacementSettings)
+  eval: EvalSettings = dataclasses.field(default_factory=EvalSettings)
+  log: LogSettings = dataclasses.field(default_factory=LogSettings)
+  health: HealthSettings = dataclasses.field(default_factory=HealthSettings)
+  serve: ServeSettings = dataclasses.field(default_factory=ServeSettings)
 
 
 # fmt: on
@@ -471,3 +473,11 @@ def _set_old_names() -> None:
 
 
 _set_old_names()
+
+
+def __getattr__(name: str) -> Any:
+  """Returns a section by its old name, such as Train, with a warning."""
+  if f'{name}Settings' not in globals():
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  logging.warning('stppo_jax.config.%s is now called %sSettings', name, name)
+  return globals()[f'{name}Settings']

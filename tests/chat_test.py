@@ -104,7 +104,7 @@ class ChatTest(parameterized.TestCase):
       ('tests.chat_test:Procedural', 'its own tasks or roles'),
   )
   def test_environment_without_questions_is_rejected(self, kind, words):
-    config = schema.Config(env=schema.Env(kind=kind))
+    config = schema.Config(env=schema.EnvSettings(kind=kind))
     with self.assertRaisesRegex(UserError, words):
       chat._check_environment(kind, components.resolve(config).env)
 

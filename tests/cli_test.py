@@ -357,7 +357,7 @@ class ExperimentFileTest(parameterized.TestCase):
 
   @parameterized.parameters(
       ('config.train.updaets = 3', "no setting 'updaets': did you mean updates?"),
-      ('config.train = schema.Train(updaets=3)', 'updaets'),
+      ('config.train = schema.TrainSettings(updaets=3)', 'updaets'),
       ('config.train.updates = undefined', 'undefined'),
       ('1 / 0', 'division by zero'),
       ('config.train.updates = = 3', 'invalid syntax'),
@@ -374,12 +374,12 @@ class ExperimentFileTest(parameterized.TestCase):
   def test_none_is_a_value(self):
     source = (
         'from stppo_jax import config as schema\ndef get_config(mode=""):\n'
-        '  return schema.Config(algorithm=schema.Algorithm(clip_low=0.3, whiten=True))\n'
+        '  return schema.Config(algorithm=schema.AlgorithmSettings(clip_low=0.3, whiten=True))\n'
     )
     config = self.parse(
         source, '--config.algorithm.clip_low=None', '--config.algorithm.whiten=None'
     )
-    self.assertEqual(config.algorithm, schema.Algorithm())
+    self.assertEqual(config.algorithm, schema.AlgorithmSettings())
     self.assertIn('updates', self.parse(source, '--config.train.updates=None'))
     given = ('--config.algorithm.clip_low=None', '--config.algorithm.clip_low=0.1')  # the last wins
     self.assertEqual(self.parse(source, *given).algorithm.clip_low, 0.1)
@@ -415,7 +415,7 @@ class ExperimentFileTest(parameterized.TestCase):
   def test_datasets_belong_to_their_source(self, arguments, datasets):
     source = (
         'from stppo_jax import config as schema\ndef get_config(mode=""):\n'
-        '  return schema.Config(data=schema.Data(datasets=("geo",)))\n'
+        '  return schema.Config(data=schema.DataSettings(datasets=("geo",)))\n'
     )
     self.assertEqual(self.parse(source, *arguments).data.datasets, datasets)
 

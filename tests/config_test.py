@@ -223,14 +223,14 @@ class ValidateTest(parameterized.TestCase):
 
   def test_a_name_that_is_no_setting_is_refused_where_it_is_set(self):
     config = schema.Config()
-    with self.assertRaisesRegex(UserError, "Train has no setting 'updaets': did you mean updates?"):
+    with self.assertRaisesRegex(UserError, "no setting 'updaets': did you mean updates?"):
       config.train.updaets = 3
     with self.assertRaisesRegex(UserError, "Config has no setting 'trian': did you mean train?"):
-      config.trian = schema.Train()
+      config.trian = schema.TrainSettings()
 
   def test_a_section_must_be_one(self):
-    for value in ({'updates': 3}, schema.Eval(), None):
-      self.refused('config.train=', 'must be a Train', train=value)
+    for value in ({'updates': 3}, schema.EvalSettings(), None):
+      self.refused('config.train=', 'must be a TrainSettings', train=value)
 
   def test_old_names_still_work(self):
     for old, new in schema.RENAMED.items():
@@ -308,7 +308,7 @@ class TablesTest(absltest.TestCase):
       self.assertNotEmpty(rules.meaning, path)
 
   def test_a_variant_has_an_override_for_each_column(self):
-    fields = {field.name for field in dataclasses.fields(schema.Algorithm)}
+    fields = {field.name for field in dataclasses.fields(schema.AlgorithmSettings)}
     columns = {field.name for field in dataclasses.fields(variants.Variant)}
     self.assertContainsSubset(columns, fields)
     for name in columns:

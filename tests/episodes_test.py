@@ -277,7 +277,7 @@ class RecorderTest(absltest.TestCase):
     )
 
   def test_every_kth_update_is_recorded(self):
-    log = schema.Log(episodes=True, episodes_every=3, tensorboard=False)
+    log = schema.LogSettings(episodes=True, episodes_every=3, tensorboard=False)
     config = dataclasses.asdict(schema.Config(log=log))
     with journals.Journal(self.workdir, config, 0) as journal:
       for n in range(5):

@@ -49,7 +49,7 @@ class LayoutTest(absltest.TestCase):
 
   def test_policy_is_served_in_layout_of_sampling(self):
     config = schema.Config()
-    config.model = schema.Model(dtype='float32', remat='none', scan_layers=False)
+    config.model = schema.ModelSettings(dtype='float32', remat='none', scan_layers=False)
     model, params = prepare.load_policy(config)
     with mock.patch.object(gateway, 'running', side_effect=InterruptedError) as running_:
       with self.assertRaises(InterruptedError):
@@ -63,7 +63,7 @@ class LayoutTest(absltest.TestCase):
 def embedded():
   """Returns (tokenizer, parameters, sampler) of the embedded model."""
   config = schema.Config()
-  config.model = schema.Model(dtype='float32', remat='none', scan_layers=False)
+  config.model = schema.ModelSettings(dtype='float32', remat='none', scan_layers=False)
   model, params = prepare.load_policy(config)
   tokenizer = chat.load_tokenizer(prepare.EMBEDDED_MODEL)
   sampler = gateway.make_sampler(
@@ -76,7 +76,7 @@ def embedded():
 def running(shares_prefixes=True, port=0, key='', **settings):
   """A gateway on the embedded model: yields its server."""
   config = schema.Config()
-  config.serve = schema.Serve(**settings)
+  config.serve = schema.ServeSettings(**settings)
   tokenizer, params, sampler = embedded()
   with (
       mock.patch.dict(os.environ, {'STPPO_API_KEY': key}),

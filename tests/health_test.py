@@ -9,7 +9,7 @@ import numpy as np
 from stppo_jax import config as schema
 from stppo_jax.monitoring import health
 
-LIMITS = dataclasses.asdict(schema.Health())
+LIMITS = dataclasses.asdict(schema.HealthSettings())
 GOOD = {
     'critic/score/mean': 0.5,
     'actor/entropy': 0.6,

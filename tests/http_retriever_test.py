@@ -188,7 +188,7 @@ class AnswersTest(parameterized.TestCase):
 
     with _server(answer) as (url, questions):
       for concurrency, allowed in ((0, 1), (2, 2)):
-        settings = schema.Retriever(kind='http', url=url, concurrency=concurrency)
+        settings = schema.RetrieverSettings(kind='http', url=url, concurrency=concurrency)
         retriever = kinds.make(kinds.RETRIEVERS['http'], settings, list)
         most.clear()
         with futures.ThreadPoolExecutor(4) as pool:
@@ -204,7 +204,7 @@ class AnswersTest(parameterized.TestCase):
     queries = [f'q{i}' for i in range(100)]
     for settings, sizes in (({}, [32, 32, 32, 4]), ({'max_queries': 60}, [60, 40])):
       with _server(lambda question, _: _search_r1(question)) as (url, questions):
-        settings = schema.Retriever(kind='http', url=url, **settings)
+        settings = schema.RetrieverSettings(kind='http', url=url, **settings)
         found = kinds.make(kinds.RETRIEVERS['http'], settings, list).search(queries, 1)
       self.assertEqual([passages[0].id for passages in found], [f'{q}-0' for q in queries])
       self.assertEqual([len(question['queries']) for _, question in questions], sizes)

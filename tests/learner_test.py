@@ -296,7 +296,7 @@ class MakeVariantTest(parameterized.TestCase):
   def test_the_actor_s_rate_decays_over_its_own_steps(self):
     config = schema.Config()
     config.train.updates, config.train.critic_warmup = 100, 40  # of two steps each
-    config.actor = config.critic = schema.Optimizer(lr=1.0, warmup=0.0, final_lr=0.2)
+    config.actor = config.critic = schema.OptimizerSettings(lr=1.0, warmup=0.0, final_lr=0.2)
     variant = learner.make_variant(validation.validate(config))
     spec = learner.make_spec(config, variant, layers.PRESETS['qwen2.5-7b'], None, jax.devices()[0])
     for schedule, steps in ((spec.actor_lr, 120), (spec.critic_lr, 200)):

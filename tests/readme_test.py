@@ -1,4 +1,4 @@
-"""Examples of README and docs are complete: each is written to a file, and its command trains one update."""
+"""Examples of README and docs are complete: each command trains one update."""
 
 import os
 import pathlib

@@ -37,7 +37,7 @@ class WhenTest(absltest.TestCase):
 
   def test_report_is_written_during_and_after_the_run(self):
     workdir = self.enterContext(tempfile.TemporaryDirectory())
-    config = dataclasses.asdict(schema.Config(log=schema.Log(tensorboard=False)))
+    config = dataclasses.asdict(schema.Config(log=schema.LogSettings(tensorboard=False)))
     path = os.path.join(workdir, 'report.html')
     with journals.Journal(workdir, config, 0, ('em',)) as journal:
       journal.write(0, {'val-core/all/em': 0.25})

@@ -117,10 +117,10 @@ late = []
 
 def make_config(kind, **options):
   config = schema.Config()
-  config.env = schema.Env(kind=kind, prompt='short', options=options)
-  config.retriever = schema.Retriever(top_k=1, kind='bm25' if kind == 'search' else 'none')
-  config.model = schema.Model(dtype='float32', remat='none', scan_layers=False, logp_chunk=0)
-  config.rollout = schema.Rollout(
+  config.env = schema.EnvSettings(kind=kind, prompt='short', options=options)
+  config.retriever = schema.RetrieverSettings(top_k=1, kind='bm25' if kind == 'search' else 'none')
+  config.model = schema.ModelSettings(dtype='float32', remat='none', scan_layers=False, logp_chunk=0)
+  config.rollout = schema.RolloutSettings(
       max_prompt=128,
       max_turn=40,
       max_observation=512,
@@ -131,9 +131,9 @@ def make_config(kind, **options):
       slot_buckets=(512,),
       threads=0,
   )
-  config.serve = schema.Serve(rows=8, tool_form='tags')
+  config.serve = schema.ServeSettings(rows=8, tool_form='tags')
   config.eval.rows = 8
-  config.train = schema.Train(
+  config.train = schema.TrainSettings(
       updates=1, episodes=8, mini_batch=4, micro_batch=2, length_buckets=(512,)
   )
   config.algorithm.kl_in = 'none'
@@ -297,7 +297,7 @@ class TrainingTest(absltest.TestCase):
 
   def test_loop_trains_and_evaluates_program(self):
     config = make_config(THIS + ':play_search')
-    config.eval = schema.Eval(every=1, episodes=8, rows=8)
+    config.eval = schema.EvalSettings(every=1, episodes=8, rows=8)
     config.rollout.max_total = 256
     config.rollout.max_observation = 128
     config.rollout.slot_buckets = (256,)

@@ -141,7 +141,9 @@ NAMES = ('calculator', 'search', f'{HERE}:add', f'{HERE}:sleep')
 
 def make(form='hermes', names=NAMES, timeout_s=10.0, retriever=None, **options):
   config = schema.Config()
-  config.env = schema.Env(kind='tools', tools=names, tool_timeout_s=timeout_s, max_searches=3)
+  config.env = schema.EnvSettings(
+      kind='tools', tools=names, tool_timeout_s=timeout_s, max_searches=3
+  )
   config.env.options = {'form': form, **options}
   config.retriever.top_k = 1
   kind = components.resolve(validation.validate(config)).bind(retriever or Found())
@@ -250,7 +252,7 @@ class EnvTest(parameterized.TestCase):
     config.env.tools = ('calculator',)
     with self.assertRaisesRegex(UserError, 'search uses none'):
       components.resolve(validation.validate(config))
-    config.env = schema.Env(kind='tools', tools=('search',))
+    config.env = schema.EnvSettings(kind='tools', tools=('search',))
     config.retriever.kind = 'none'
     with self.assertRaisesRegex(UserError, 'retriever.kind'):
       validation.validate(config)
@@ -288,7 +290,7 @@ class RunTest(absltest.TestCase):
     folder = self.enterContext(tempfile.TemporaryDirectory())
     tiny_run.write(folder)
     config = tiny_run.make_config(folder)
-    config.env = schema.Env(kind='tools', tools=('calculator', 'search'), max_searches=2)
+    config.env = schema.EnvSettings(kind='tools', tools=('calculator', 'search'), max_searches=2)
     config.env.options = {'form': 'tags', 'instructions': ''}
     config.rollout.max_prompt, config.rollout.max_total = 256, 384
     config.train.length_buckets = (384,)

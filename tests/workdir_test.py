@@ -29,12 +29,14 @@ from tests.support import processes
 
 
 def as_dict(**data):
-  return dataclasses.asdict(schema.Config(data=schema.Data(**data)))
+  return dataclasses.asdict(schema.Config(data=schema.DataSettings(**data)))
 
 
 def constant_rates():
   constant = dict(lr=1e-6, warmup=0.0)
-  return schema.Config(actor=schema.Optimizer(**constant), critic=schema.Optimizer(**constant))
+  return schema.Config(
+      actor=schema.OptimizerSettings(**constant), critic=schema.OptimizerSettings(**constant)
+  )
 
 
 class WorkdirTest(parameterized.TestCase):
@@ -180,7 +182,7 @@ class WorkdirTest(parameterized.TestCase):
   def test_another_staleness_is_refused(self):
     workdirs.claim(self.workdir, as_dict())
     self.write_a_number()
-    config = dataclasses.asdict(schema.Config(pipeline=schema.Pipeline(staleness=1)))
+    config = dataclasses.asdict(schema.Config(pipeline=schema.PipelineSettings(staleness=1)))
     with self.assertRaisesRegex(UserError, r'pipeline.staleness \(0 there, 1 here\)'):
       workdirs.claim(self.workdir, config)
 

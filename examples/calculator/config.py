@@ -17,14 +17,14 @@ def get_config(mode=''):
   config.env.options = {'form': 'hermes', 'frame': 'inline'}
   config.env.max_searches = 2
   config.retriever.kind = 'none'
-  config.model = schema.Model(
+  config.model = schema.ModelSettings(
       folder=os.path.join(os.path.dirname(__file__), 'model'),
       dtype='float32',
       remat='none',
       scan_layers=False,
       logp_chunk=0,
   )
-  config.rollout = schema.Rollout(
+  config.rollout = schema.RolloutSettings(
       max_prompt=96,
       max_turn=24,
       max_observation=24,
@@ -36,9 +36,9 @@ def get_config(mode=''):
   config.algorithm.variant = 'st_ppo'
   config.algorithm.kl_in = 'none'
   config.algorithm.entropy_coef = 0.0
-  config.actor = schema.Optimizer(lr=1e-3, warmup=0.0, weight_decay=0.0)
-  config.critic = schema.Optimizer(lr=2e-3, warmup=0.0, weight_decay=0.0)
-  config.train = schema.Train(
+  config.actor = schema.OptimizerSettings(lr=1e-3, warmup=0.0, weight_decay=0.0)
+  config.critic = schema.OptimizerSettings(lr=2e-3, warmup=0.0, weight_decay=0.0)
+  config.train = schema.TrainSettings(
       updates=40,
       episodes=256,
       mini_batch=64,
@@ -46,7 +46,7 @@ def get_config(mode=''):
       length_buckets=(96, 192),
       checkpoint_every=0,
   )
-  config.eval = schema.Eval(every=10, rows=128)
+  config.eval = schema.EvalSettings(every=10, rows=128)
   config.log.tensorboard = False
   if mode == 'smoke':
     config.name += '_smoke'

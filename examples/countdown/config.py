@@ -16,14 +16,14 @@ def get_config(mode=''):
   config.env.reward = 'examples.countdown.env:check'
   config.env.max_searches = 0
   config.retriever.kind = 'none'
-  config.model = schema.Model(
+  config.model = schema.ModelSettings(
       folder=os.path.join(os.path.dirname(__file__), 'model'),
       dtype='float32',
       remat='none',
       scan_layers=False,
       logp_chunk=0,
   )
-  config.rollout = schema.Rollout(
+  config.rollout = schema.RolloutSettings(
       group_size=8,
       max_prompt=16,
       max_turn=8,
@@ -36,8 +36,8 @@ def get_config(mode=''):
   config.algorithm.variant = 'grpo'
   config.algorithm.kl_in = 'none'
   config.algorithm.entropy_coef = 0.0
-  config.actor = schema.Optimizer(lr=1e-3, warmup=0.0, weight_decay=0.0)
-  config.train = schema.Train(
+  config.actor = schema.OptimizerSettings(lr=1e-3, warmup=0.0, weight_decay=0.0)
+  config.train = schema.TrainSettings(
       updates=40,
       episodes=256,
       mini_batch=128,
@@ -45,7 +45,7 @@ def get_config(mode=''):
       length_buckets=(32,),
       checkpoint_every=0,
   )
-  config.eval = schema.Eval(every=10, rows=128)
+  config.eval = schema.EvalSettings(every=10, rows=128)
   config.log.tensorboard = False
   if mode == 'smoke':
     config.name += '_smoke'

@@ -15,14 +15,14 @@ def get_config(mode=''):
   config.env.max_searches = 6
   config.env.options = {'clues': 4, 'max_turns': 6}
   config.retriever.kind = 'none'
-  config.model = schema.Model(
+  config.model = schema.ModelSettings(
       folder=os.path.join(os.path.dirname(__file__), 'model'),
       dtype='float32',
       remat='none',
       scan_layers=False,
       logp_chunk=0,
   )
-  config.rollout = schema.Rollout(
+  config.rollout = schema.RolloutSettings(
       max_prompt=128,
       max_turn=12,
       max_observation=96,
@@ -35,9 +35,9 @@ def get_config(mode=''):
   config.algorithm.kl_in = 'none'
   config.algorithm.entropy_coef = 0.003
   config.algorithm.gamma = 0.9  # a move is paid at once
-  config.actor = schema.Optimizer(lr=3e-4, warmup=0.0, weight_decay=0.0)
-  config.critic = schema.Optimizer(lr=2e-3, warmup=0.0, weight_decay=0.0)
-  config.train = schema.Train(
+  config.actor = schema.OptimizerSettings(lr=3e-4, warmup=0.0, weight_decay=0.0)
+  config.critic = schema.OptimizerSettings(lr=2e-3, warmup=0.0, weight_decay=0.0)
+  config.train = schema.TrainSettings(
       updates=30,
       episodes=128,
       mini_batch=32,
@@ -45,7 +45,7 @@ def get_config(mode=''):
       length_buckets=(256, 512),
       checkpoint_every=0,
   )
-  config.eval = schema.Eval(every=10, rows=128, episodes=128)
+  config.eval = schema.EvalSettings(every=10, rows=128, episodes=128)
   config.log.tensorboard = False
   if mode == 'smoke':
     config.name += '_smoke'

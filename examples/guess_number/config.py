@@ -16,22 +16,22 @@ def get_config(mode=''):
   config.env.options = {'low': 1, 'high': 9}
   config.env.max_searches = 4
   config.retriever.kind = 'none'
-  config.model = schema.Model(
+  config.model = schema.ModelSettings(
       folder=os.path.join(os.path.dirname(__file__), 'model'),
       dtype='float32',
       remat='none',
       scan_layers=False,
       logp_chunk=0,
   )
-  config.rollout = schema.Rollout(
+  config.rollout = schema.RolloutSettings(
       max_prompt=16, max_turn=4, max_observation=16, max_total=64, width=64, chunks=(8,), threads=0
   )
   config.algorithm.variant = 'st_ppo'
   config.algorithm.kl_in = 'none'
   config.algorithm.entropy_coef = 0.0
-  config.actor = schema.Optimizer(lr=1e-3, warmup=0.0, weight_decay=0.0)
-  config.critic = schema.Optimizer(lr=2e-3, warmup=0.0, weight_decay=0.0)
-  config.train = schema.Train(
+  config.actor = schema.OptimizerSettings(lr=1e-3, warmup=0.0, weight_decay=0.0)
+  config.critic = schema.OptimizerSettings(lr=2e-3, warmup=0.0, weight_decay=0.0)
+  config.train = schema.TrainSettings(
       updates=60,
       episodes=256,
       mini_batch=64,
@@ -39,7 +39,7 @@ def get_config(mode=''):
       length_buckets=(64,),
       checkpoint_every=0,
   )
-  config.eval = schema.Eval(every=15, rows=128)
+  config.eval = schema.EvalSettings(every=15, rows=128)
   config.log.tensorboard = False
   if mode == 'smoke':
     config.name += '_smoke'

@@ -10,6 +10,6 @@ from stppo_jax import config as schema
 def get_config(mode=''):
   config = st_ppo_tiny.base(mode)
   config.name = config.name.replace('st_ppo_tiny', 'max_rl')
-  config.algorithm = schema.Algorithm(variant='examples.max_rl.algorithm:MAX_RL')
+  config.algorithm = schema.AlgorithmSettings(variant='examples.max_rl.algorithm:MAX_RL')
   config.rollout.group_size = 8
   return config

@@ -14,14 +14,14 @@ def get_config(mode=''):
   config.env.kind = 'openenv:http://127.0.0.1:8000'
   config.env.max_searches = 4
   config.retriever.kind = 'none'
-  config.model = schema.Model(
+  config.model = schema.ModelSettings(
       folder=os.path.join(os.path.dirname(__file__), 'model'),
       dtype='float32',
       remat='none',
       scan_layers=False,
       logp_chunk=0,
   )
-  config.rollout = schema.Rollout(
+  config.rollout = schema.RolloutSettings(
       max_prompt=64,
       max_turn=8,
       max_observation=32,
@@ -33,9 +33,9 @@ def get_config(mode=''):
   config.algorithm.variant = 'st_ppo'
   config.algorithm.kl_in = 'none'
   config.algorithm.entropy_coef = 0.0
-  config.actor = schema.Optimizer(lr=1e-3, warmup=0.0, weight_decay=0.0)
-  config.critic = schema.Optimizer(lr=2e-3, warmup=0.0, weight_decay=0.0)
-  config.train = schema.Train(
+  config.actor = schema.OptimizerSettings(lr=1e-3, warmup=0.0, weight_decay=0.0)
+  config.critic = schema.OptimizerSettings(lr=2e-3, warmup=0.0, weight_decay=0.0)
+  config.train = schema.TrainSettings(
       updates=60,
       episodes=256,
       mini_batch=64,
@@ -43,7 +43,7 @@ def get_config(mode=''):
       length_buckets=(64, 96),
       checkpoint_every=0,
   )
-  config.eval = schema.Eval(every=15, rows=128)
+  config.eval = schema.EvalSettings(every=15, rows=128)
   config.log.tensorboard = False
   if mode == 'smoke':
     config.name += '_smoke'

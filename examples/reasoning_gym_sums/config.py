@@ -23,14 +23,14 @@ def get_config(mode=''):
   }
   config.env.max_searches = 0
   config.retriever.kind = 'none'
-  config.model = schema.Model(
+  config.model = schema.ModelSettings(
       folder=os.path.join(os.path.dirname(__file__), 'model'),
       dtype='float32',
       remat='none',
       scan_layers=False,
       logp_chunk=0,
   )
-  config.rollout = schema.Rollout(
+  config.rollout = schema.RolloutSettings(
       group_size=8,
       max_prompt=32,
       max_turn=8,
@@ -43,9 +43,9 @@ def get_config(mode=''):
   config.algorithm.variant = 'grpo'
   config.algorithm.kl_in = 'none'
   config.algorithm.entropy_coef = 0.0
-  config.actor = schema.Optimizer(lr=5e-4, warmup=0.0, weight_decay=0.0)
+  config.actor = schema.OptimizerSettings(lr=5e-4, warmup=0.0, weight_decay=0.0)
 
-  config.train = schema.Train(
+  config.train = schema.TrainSettings(
       updates=60,
       episodes=256,
       mini_batch=128,
@@ -53,7 +53,7 @@ def get_config(mode=''):
       length_buckets=(64,),
       checkpoint_every=0,
   )
-  config.eval = schema.Eval(every=15, rows=128)
+  config.eval = schema.EvalSettings(every=15, rows=128)
   config.log.tensorboard = False
   if mode == 'smoke':
     config.name += '_smoke'

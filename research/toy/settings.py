@@ -195,7 +195,7 @@ def _make_config(toy: ToyTask, config: schema.Config, variant: variants.Variant)
   num_steps = (train.schedule_updates or train.updates) * train.epochs
   num_steps *= train.episodes // train.mini_batch
 
-  def rate(options: schema.Optimizer) -> ToyOptimizer:
+  def rate(options: schema.OptimizerSettings) -> ToyOptimizer:
     return ToyOptimizer(
         options.lr,
         options.betas,

@@ -13,7 +13,7 @@ from stppo_jax import validation
 from stppo_jax.cli import saved_config
 from stppo_jax.cli.flags import Arguments
 from stppo_jax.config import Config
-from stppo_jax.config import Data
+from stppo_jax.config import DataSettings
 from stppo_jax.types import UserError
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -67,7 +67,7 @@ def apply(
     setattr(section, name, value)
   for path, values in options.items():
     validation.get(config, path).update(values)
-  has_own_source = overrides.get('data.source', Data().source) != Data().source
+  has_own_source = overrides.get('data.source', DataSettings().source) != DataSettings().source
   if has_own_source and 'data.datasets' not in overrides:
     config.data.datasets = ()  # the experiment's choice belongs to its own source
 

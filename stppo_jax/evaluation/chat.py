@@ -18,9 +18,9 @@ from absl import logging
 import jax
 import numpy as np
 
-from stppo_jax import config as schema
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
+from stppo_jax.config import Config
 from stppo_jax.envs import factory
 from stppo_jax.envs import program
 from stppo_jax.envs import protocol
@@ -44,7 +44,7 @@ _PROMPT = '? '
 
 
 def chat(
-    config: schema.Config,
+    config: Config,
     model: decoder.ModelConfig,
     params: dict,
     description: str,
@@ -129,7 +129,7 @@ class ChatPlayer:
   """Plays the environment with one model, and shows what happens as it happens."""
 
   def __init__(
-      self, config: schema.Config, prepared: prepare.Prepared, scheduler: scheduler_lib.Scheduler
+      self, config: Config, prepared: prepare.Prepared, scheduler: scheduler_lib.Scheduler
   ):
     self._limits = prepare.limits(config)
     self._seed = config.seed

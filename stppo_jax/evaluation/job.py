@@ -22,9 +22,9 @@ from typing import Any
 from absl import logging
 
 from stppo_jax import components
-from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax import validation
+from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.evaluation import estimates
 from stppo_jax.evaluation import players
@@ -48,7 +48,7 @@ class EvaluationResults:
 
 
 def evaluate(
-    config: schema.Config, workdir: str, stop_requested: Callable[[], bool] = lambda: False
+    config: Config, workdir: str, stop_requested: Callable[[], bool] = lambda: False
 ) -> EvaluationResults | None:
   """Plays the remaining episodes, and returns the results on the process that writes.
 
@@ -119,7 +119,7 @@ def _play(
 
 
 def _results(
-    config: schema.Config, player: players.Player, folder: records.EvaluationFolder
+    config: Config, player: players.Player, folder: records.EvaluationFolder
 ) -> EvaluationResults:
   """Computes and writes the results of all lines."""
   episodes = folder.episodes()
@@ -158,7 +158,7 @@ def _remarks(scores: Mapping[str, float]) -> str:
   )
 
 
-def _settings(config: schema.Config, player: players.Player) -> dict[str, Any]:
+def _settings(config: Config, player: players.Player) -> dict[str, Any]:
   """Returns what the episodes depend on. Choice: not the corpus, which a server may have."""
   settings = {
       path: value
@@ -177,7 +177,7 @@ def _settings(config: schema.Config, player: players.Player) -> dict[str, Any]:
   }
 
 
-def _folder_name(config: schema.Config, player: players.Player, settings: Mapping[str, Any]) -> str:
+def _folder_name(config: Config, player: players.Player, settings: Mapping[str, Any]) -> str:
   """Returns the name of the folder of an evaluation with these settings."""
   digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
   temperature = players.temperature(config)
@@ -188,7 +188,7 @@ def _folder_name(config: schema.Config, player: players.Player, settings: Mappin
   return re.sub(r'[^\w.-]+', '-', name)
 
 
-def _sampling_text(config: schema.Config) -> str:
+def _sampling_text(config: Config) -> str:
   temperature = players.temperature(config)
   text = f'at temperature {temperature:g}' if temperature else 'greedy'
   return f'{config.eval.samples} samples {text}' if config.eval.samples > 1 else text

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax import components
-from stppo_jax import config as schema
 from stppo_jax import types
+from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.evaluation import records
@@ -46,7 +46,7 @@ class Player(Protocol):
     ...
 
 
-def temperature(config: schema.Config) -> float:
+def temperature(config: Config) -> float:
   """Returns the temperature of an evaluation; 0 is greedy."""
   if config.eval.temperature is not None:
     return config.eval.temperature
@@ -58,14 +58,14 @@ def rows_of(tasks: Sequence[types.Task], samples: int) -> list[records.Row]:
   return [records.Row(task, i) for task in tasks for i in range(samples)]
 
 
-def row_keys(config: schema.Config, tasks: Sequence[types.Task]) -> dict[tuple, jax.Array]:
+def row_keys(config: Config, tasks: Sequence[types.Task]) -> dict[tuple, jax.Array]:
   """Returns the random key of each row, by the row's key."""
   rows = rows_of(tasks, config.eval.samples)
   keys = episode_loop.row_keys(jax.random.key(config.seed), [row.task for row in rows])
   return dict(zip((row.key for row in rows), keys))
 
 
-def check_failures(config: schema.Config, episodes: Sequence[types.Episode]) -> None:
+def check_failures(config: Config, episodes: Sequence[types.Episode]) -> None:
   """Raises a RunError if retrieval or the environment failed in too many episodes."""
   share = pipeline.failed_share(episodes)
   if share > config.retriever.max_failed_share:
@@ -83,7 +83,7 @@ class LocalPlayer:
   roles: Sequence[str]
   identity: Mapping[str, Any]
 
-  def __init__(self, config: schema.Config, workdir: str, stop_requested: Callable[[], bool]):
+  def __init__(self, config: Config, workdir: str, stop_requested: Callable[[], bool]):
     policy, prepared, self.tasks = policy_lib.load(config, workdir)
     self.batch = _ROUNDS * config.eval.rows
     self.description = policy.description

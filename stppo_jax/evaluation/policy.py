@@ -11,9 +11,9 @@ from absl import logging
 import jax
 
 from stppo_jax import components
-from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax import validation
+from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
@@ -36,7 +36,7 @@ class Policy(NamedTuple):
   description: str  # for the log: 'runs/x after 56 updates'
 
 
-def load(config: schema.Config, workdir: str) -> tuple[Policy, prepare.Prepared, list[types.Task]]:
+def load(config: Config, workdir: str) -> tuple[Policy, prepare.Prepared, list[types.Task]]:
   """Returns (policy, parts of its agent, held-out questions) of an evaluation.
 
   config.eval.checkpoint names the checkpoint. The untrained policy needs config.train.updates=0, so
@@ -93,7 +93,7 @@ def _check_trained(config, workdir):
     logging.warning('the scores use other settings than the run: %s', ', '.join(others))
 
 
-def policy(config: schema.Config, workdir: str, all_roles: bool = False) -> Policy:
+def policy(config: Config, workdir: str, all_roles: bool = False) -> Policy:
   """Loads the policy of the checkpoint that config.eval.checkpoint names.
 
   Without checkpoints in `workdir`, loads the model of config.model.folder. If each role has its own
@@ -106,7 +106,7 @@ def policy(config: schema.Config, workdir: str, all_roles: bool = False) -> Poli
   return _trained(config, workdir, all_roles)
 
 
-def _untrained(config: schema.Config, all_roles: bool) -> Policy:
+def _untrained(config: Config, all_roles: bool) -> Policy:
   place = functools.partial(sharding.tree_shardings, mesh=sharding.mesh_of(config.mesh))
   model, params = prepare.load_policy(config, shardings=place)
   roles = _own_roles(config) if all_roles else ()
@@ -114,7 +114,7 @@ def _untrained(config: schema.Config, all_roles: bool) -> Policy:
   return Policy(model, [params] * len(roles) or params, 0, description)
 
 
-def _trained(config: schema.Config, workdir: str, all_roles: bool) -> Policy:
+def _trained(config: Config, workdir: str, all_roles: bool) -> Policy:
   parts, actors, updates = _read(config, workdir)
   description = f'{workdir} after {updates} updates'
   params: Any
@@ -141,7 +141,7 @@ def _own_roles(config) -> tuple[str, ...]:
   return tuple(components.resolve(config).env.roles)
 
 
-def _read(config: schema.Config, workdir: str) -> tuple[learner_lib.Models, dict[str, dict], int]:
+def _read(config: Config, workdir: str) -> tuple[learner_lib.Models, dict[str, dict], int]:
   """Returns (models, {role: trained parameters of its policy}, updates); '' if all roles share it.
 
   Nothing else of the checkpoint is read. The models hold the frozen parameters, and shapes.
@@ -171,7 +171,7 @@ def _read(config: schema.Config, workdir: str) -> tuple[learner_lib.Models, dict
   return parts, {role: restored[role]['actor'] for role in roles}, updates
 
 
-def export(config: schema.Config, workdir: str) -> str:
+def export(config: Config, workdir: str) -> str:
   """Writes the policy of a checkpoint of `workdir` as a Hugging Face folder; returns its path.
 
   Adapters are merged into the weights, and a value head is left out. If config.model.folder is in
@@ -203,7 +203,7 @@ def export(config: schema.Config, workdir: str) -> str:
   return folder
 
 
-def add_chat_template(config: schema.Config, folder: str) -> None:
+def add_chat_template(config: Config, folder: str) -> None:
   """Adds the embedded model's chat template to a folder. Other models have a template."""
   if config.model.folder == 'embedded':
     shutil.copyfile(prepare.EMBEDDED_TEMPLATE, os.path.join(folder, 'chat_template.jinja'))

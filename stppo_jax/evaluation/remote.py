@@ -22,8 +22,8 @@ import jax
 import numpy as np
 
 from stppo_jax import components
-from stppo_jax import config as schema
 from stppo_jax import types
+from stppo_jax.config import Config
 from stppo_jax.envs import factory
 from stppo_jax.envs import program
 from stppo_jax.envs import protocol
@@ -51,7 +51,7 @@ class RemotePlayer:
   batch = 0
   identity: Mapping[str, Any]
 
-  def __init__(self, config: schema.Config, stop_requested: Callable[[], bool]):
+  def __init__(self, config: Config, stop_requested: Callable[[], bool]):
     if jax.process_count() > 1:
       raise UserError('config.eval.address works with one process: leave out --distributed')
     parts = components.resolve(config)

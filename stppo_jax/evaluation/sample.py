@@ -9,8 +9,8 @@ import zlib
 from absl import logging
 
 from stppo_jax import components
-from stppo_jax import config as schema
 from stppo_jax import validation
+from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.evaluation import policy
 from stppo_jax.models import sharding
@@ -23,7 +23,7 @@ from stppo_jax.types import Stopped
 
 
 def sample(
-    config: schema.Config, workdir: str, num_batches: int, stop_requested: Callable[[], bool]
+    config: Config, workdir: str, num_batches: int, stop_requested: Callable[[], bool]
 ) -> str:
   """Plays batches 1 to `num_batches` of a run without training; returns their folder.
 
@@ -63,7 +63,7 @@ def sample(
   return folder
 
 
-def folder_name(config: schema.Config, workdir: str, updates: int) -> str:
+def folder_name(config: Config, workdir: str, updates: int) -> str:
   """Returns a folder's name: the split, the updates, and a digest of what episodes depend on."""
   values = dataclasses.asdict(config)
   depends = {name: values[name] for name in (*policy.SCORED_BY, 'seed')}

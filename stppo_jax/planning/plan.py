@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax import validation
+from stppo_jax.config import Config
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.planning import hlo
@@ -59,7 +59,7 @@ class Plan:
     largest_rows: the largest number of rows per decode call that fits. 0: none does.
   """
 
-  config: schema.Config
+  config: Config
   topology: str
   chip: topologies.Chip
   mesh: jax.sharding.Mesh
@@ -101,7 +101,7 @@ class Plan:
     return all(program.peak <= self.limit for program in self.programs)
 
 
-def make(config: schema.Config, topology: str = '') -> Plan:
+def make(config: Config, topology: str = '') -> Plan:
   """Compiles a run's programs for `topology` ('' means the attached devices), as the loop would.
 
   Choice: every episode fills a bin of the longest bucket, and every step clips something in each

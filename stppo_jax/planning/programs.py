@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stppo_jax import config as schema
 from stppo_jax import types
+from stppo_jax.config import Config
 from stppo_jax.models import decoder
 from stppo_jax.models import moe
 from stppo_jax.planning import hlo
@@ -156,7 +156,7 @@ def ahead(plan: Any) -> int:
   return plan.held_per_device['sampling copy'] * plan.config.pipeline.staleness
 
 
-def tokens_per_episode(config: schema.Config) -> int:
+def tokens_per_episode(config: Config) -> int:
   """Returns the number of tokens that an episode samples, at most."""
   rollout = config.rollout
   return min((config.env.max_searches + 1) * rollout.max_turn, rollout.max_total)

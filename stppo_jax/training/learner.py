@@ -15,7 +15,7 @@ from absl import logging
 import jax
 import jax.numpy as jnp
 
-from stppo_jax import config as schema
+from stppo_jax import config as config_lib
 from stppo_jax import plugins
 from stppo_jax import types
 from stppo_jax import validation
@@ -189,7 +189,7 @@ class Learners:
     return Learned(parts)
 
 
-def build(config: schema.Config, roles: Sequence[str] = (), pad_id: int = 0) -> Learners:
+def build(config: config_lib.Config, roles: Sequence[str] = (), pad_id: int = 0) -> Learners:
   """Loads the weights; returns the learners of an environment with these roles. Compiles nothing.
 
   All states start from the same weights.
@@ -231,7 +231,7 @@ def build(config: schema.Config, roles: Sequence[str] = (), pad_id: int = 0) -> 
   return Learners(learner, dict(zip(roles, copies)), config.seed)
 
 
-def make_variant(config: schema.Config) -> variants.Variant:
+def make_variant(config: config_lib.Config) -> variants.Variant:
   """Resolves and checks the objective that the config names, with the columns it overrides."""
   algorithm = config.algorithm
   variant = plugins.load('algorithm.variant', algorithm.variant, variants.VARIANTS)
@@ -280,7 +280,9 @@ def _check_hashable(name: str, variant: variants.Variant) -> None:
       ) from None
 
 
-def _overrides(algorithm: schema.Algorithm, variant: variants.Variant) -> dict[str, Any]:
+def _overrides(
+    algorithm: config_lib.AlgorithmSettings, variant: variants.Variant
+) -> dict[str, Any]:
   """Returns the columns of the variant that the config sets."""
   columns = [field.name for field in dataclasses.fields(variants.Variant)]
   own = {field.name for field in dataclasses.fields(variant)} - set(columns)
@@ -299,7 +301,7 @@ def _overrides(algorithm: schema.Algorithm, variant: variants.Variant) -> dict[s
 
 
 def load(
-    config: schema.Config, variant: variants.Variant, load_model: Callable, make: Callable
+    config: config_lib.Config, variant: variants.Variant, load_model: Callable, make: Callable
 ) -> Models:
   """Loads the models of a run. `needs_reference` says whether one of them is a separate reference.
 
@@ -342,12 +344,12 @@ def load(
   return Models(model, critic_model, actor, critic, frozen)
 
 
-def needs_reference(config: schema.Config, variant: variants.Variant) -> bool:
+def needs_reference(config: config_lib.Config, variant: variants.Variant) -> bool:
   """Returns whether the initial policy has to be kept; adapters leave it unchanged."""
   return variant.kl_in != 'none' and not config.model.lora_rank
 
 
-def on_host(config: schema.Config, mesh: jax.sharding.Mesh) -> list[str]:
+def on_host(config: config_lib.Config, mesh: jax.sharding.Mesh) -> list[str]:
   """Returns the names of what is offloaded to the host. UserError: the devices cannot do it."""
   names = [name for name, place in dataclasses.asdict(config.placement).items() if place == 'host']
   if names:
@@ -355,7 +357,7 @@ def on_host(config: schema.Config, mesh: jax.sharding.Mesh) -> list[str]:
   return names
 
 
-def model_heads(config: schema.Config, variant: variants.Variant) -> tuple[str, str | None]:
+def model_heads(config: config_lib.Config, variant: variants.Variant) -> tuple[str, str | None]:
   """Returns (head of the policy, head of the separate critic or None): see ModelConfig.head."""
   if not variant.needs_critic:
     return 'tokens', None
@@ -363,7 +365,7 @@ def model_heads(config: schema.Config, variant: variants.Variant) -> tuple[str, 
 
 
 def make_bins(
-    config: schema.Config, spec: train_state.Spec, mesh: jax.sharding.Mesh, pad_id: int
+    config: config_lib.Config, spec: train_state.Spec, mesh: jax.sharding.Mesh, pad_id: int
 ) -> packing.Bins:
   """Makes the Bins: how a batch is dealt out to optimizer steps."""
   train = config.train
@@ -379,7 +381,7 @@ def make_bins(
 
 
 def make_spec(
-    config: schema.Config,
+    config: config_lib.Config,
     variant: variants.Variant,
     model: decoder.ModelConfig,
     critic_model: decoder.ModelConfig | None,

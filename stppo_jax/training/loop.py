@@ -5,7 +5,7 @@ An *update* is one batch of episodes with its optimizer steps. A *step* is one o
 
 from collections.abc import Callable
 
-from stppo_jax import config as schema
+from stppo_jax.config import Config
 from stppo_jax.training import recovery
 from stppo_jax.training import run as run_lib
 
@@ -31,7 +31,7 @@ def train(run: run_lib.Run) -> dict[str, float]:
 
 
 def start(
-    config: schema.Config,
+    config: Config,
     workdir: str,
     stop_requested: Callable[[], bool] = lambda: False,
     profile: int = 0,

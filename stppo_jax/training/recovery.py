@@ -18,7 +18,7 @@ from absl import logging
 import jax
 import numpy as np
 
-from stppo_jax import config as schema
+from stppo_jax import config as config_lib
 from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
@@ -56,7 +56,7 @@ class Progress:
 
 
 @contextlib.contextmanager
-def claimed(config: schema.Config, variant: variants.Variant, workdir: str) -> Iterator[None]:
+def claimed(config: config_lib.Config, variant: variants.Variant, workdir: str) -> Iterator[None]:
   """Context manager that holds `workdir` for this run.
 
   Refuses that of another run or config, and one that cannot hold checkpoints.
@@ -85,7 +85,7 @@ def check_shared(workdir: str) -> None:
     )
 
 
-def claim(config: schema.Config, variant: variants.Variant, workdir: str) -> None:
+def claim(config: config_lib.Config, variant: variants.Variant, workdir: str) -> None:
   """Checks that `workdir` belongs to this config and what it names, or writes config.json there."""
   digests, objective = prepare.sources(config), variant.described()
   hosts.require_same('plug-ins and models', [digests, objective])
@@ -101,7 +101,10 @@ def claim(config: schema.Config, variant: variants.Variant, workdir: str) -> Non
 
 
 def claim_tasks(
-    config: schema.Config, tasks: Sequence[types.Task], held_out: Sequence[types.Task], workdir: str
+    config: config_lib.Config,
+    tasks: Sequence[types.Task],
+    held_out: Sequence[types.Task],
+    workdir: str,
 ) -> None:
   """Checks that all processes have the same tasks, and `workdir` those to train on."""
   digest = hashlib.sha256('\n'.join(map(repr, tasks)).encode()).hexdigest()[:16]
@@ -170,7 +173,7 @@ class Saves:
     num_bytes: size of the state.
   """
 
-  def __init__(self, workdir: str, settings: schema.Train, num_bytes: int):
+  def __init__(self, workdir: str, settings: config_lib.TrainSettings, num_bytes: int):
     self._checkpoints = checkpoint.Checkpoints(
         workdir, settings.keep_checkpoints, settings.on_save_error, num_bytes
     )

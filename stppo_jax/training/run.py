@@ -17,11 +17,11 @@ from absl import logging
 import jax
 
 from stppo_jax import components
-from stppo_jax import config as schema
 from stppo_jax import tasks as tasks_lib
 from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
+from stppo_jax.config import Config
 from stppo_jax.distributed import determinism
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
@@ -43,14 +43,14 @@ from stppo_jax.trajectories import saved
 class Parts:
   """The parts of a run, made from its config by `setup`."""
 
-  config: schema.Config
+  config: Config
   agent: agent_lib.Agent
   learners: learner_lib.Learners
   tasks: list[types.Task]  # to train on
   held_out: list[types.Task]
 
 
-def check(config: schema.Config) -> variants.Variant:
+def check(config: Config) -> variants.Variant:
   """Checks what can be checked before the work folder is claimed; returns the objective."""
   validation.validate(config)
   if config.train.deterministic:
@@ -95,7 +95,7 @@ def _check_staleness(config):
     )
 
 
-def setup(config: schema.Config) -> Parts:
+def setup(config: Config) -> Parts:
   """Loads tasks, tokenizer, retriever and models, and lays out the state. Compiles nothing.
 
   What a user may have got wrong is checked before the weights are loaded.
@@ -114,7 +114,7 @@ def setup(config: schema.Config) -> Parts:
 
 
 def make_batches(
-    config: schema.Config,
+    config: Config,
     agent: agent_lib.Agent,
     policy: Callable,
     tasks: list[types.Task],
@@ -141,7 +141,7 @@ def make_batches(
 
 
 def _make_replay(
-    config: schema.Config, variant: variants.Variant, env: factory.EnvFactory
+    config: Config, variant: variants.Variant, env: factory.EnvFactory
 ) -> saved.Replay:
   """Makes the reader of the batches of config.rollout.replay."""
   return saved.Replay(

@@ -39,8 +39,10 @@ LENGTH = 8
 
 def make_config(folder, **values):
   """A run of 4 updates on `folder`/knowledge; each ends where an epoch of the 5 questions does."""
-  config = schema.Config(name='micro', data=schema.Data(source=os.path.join(folder, 'knowledge')))
-  config.train = schema.Train(
+  config = schema.Config(
+      name='micro', data=schema.DataSettings(source=os.path.join(folder, 'knowledge'))
+  )
+  config.train = schema.TrainSettings(
       updates=4,
       episodes=10,
       mini_batch=5,
@@ -50,11 +52,11 @@ def make_config(folder, **values):
       checkpoint_every=1,
       keep_checkpoints=3,
   )
-  config.rollout = schema.Rollout(max_prompt=1, max_turn=1, max_total=LENGTH)
+  config.rollout = schema.RolloutSettings(max_prompt=1, max_turn=1, max_total=LENGTH)
   config.algorithm.rollout_is = 'token'  # or a stale run is warned
   config.actor.warmup = config.critic.warmup = 0.0  # so that a resumed run may train longer
-  config.eval = schema.Eval(every=2, rows=4)
-  config.log = schema.Log(tensorboard=False, episodes=False)
+  config.eval = schema.EvalSettings(every=2, rows=4)
+  config.log = schema.LogSettings(tensorboard=False, episodes=False)
   return tiny_run.replace(config, values)
 
 

@@ -82,21 +82,23 @@ def make_config(folder: str, **values: Any) -> schema.Config:
   """A run on what `write` wrote, with fields replaced: make_config(folder, train__updates=3)."""
   config = schema.Config()
   config.name = 'tiny_run'
-  config.data = schema.Data(source=os.path.join(folder, 'knowledge'))
-  config.env = schema.Env(prompt='short', max_searches=2)
+  config.data = schema.DataSettings(source=os.path.join(folder, 'knowledge'))
+  config.env = schema.EnvSettings(prompt='short', max_searches=2)
   config.retriever.top_k = 1
-  config.model = schema.Model(
+  config.model = schema.ModelSettings(
       folder=os.path.join(folder, 'model'),
       dtype='float32',
       remat='none',
       scan_layers=False,
       logp_chunk=0,
   )
-  config.rollout = schema.Rollout(max_prompt=64, max_turn=6, max_observation=48, max_total=192)
+  config.rollout = schema.RolloutSettings(
+      max_prompt=64, max_turn=6, max_observation=48, max_total=192
+  )
   config.algorithm.kl_in = 'none'
-  config.actor = schema.Optimizer(lr=1e-2, warmup=0.0)
-  config.critic = schema.Optimizer(lr=1e-2, warmup=0.0)
-  config.train = schema.Train(
+  config.actor = schema.OptimizerSettings(lr=1e-2, warmup=0.0)
+  config.critic = schema.OptimizerSettings(lr=1e-2, warmup=0.0)
+  config.train = schema.TrainSettings(
       updates=2,
       episodes=16,
       mini_batch=8,
@@ -105,7 +107,7 @@ def make_config(folder: str, **values: Any) -> schema.Config:
       checkpoint_every=1,
       keep_checkpoints=3,
   )
-  config.eval = schema.Eval(every=1, rows=4)
+  config.eval = schema.EvalSettings(every=1, rows=4)
   config.log.tensorboard = False
   return replace(config, values)
 
