@@ -19,6 +19,7 @@ from absl.testing import parameterized
 import numpy as np
 
 from experiments import st_ppo_tiny
+from stppo_jax import components
 from stppo_jax import types
 from stppo_jax.evaluation import job
 from stppo_jax.evaluation import policy as policy_lib
@@ -26,7 +27,6 @@ from stppo_jax.evaluation import scores as evaluation
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import prepare
-from stppo_jax.serving import rollouts
 from stppo_jax.training import learner
 from stppo_jax.training import loop
 from stppo_jax.training import recovery
@@ -57,7 +57,7 @@ class PreflightCase(parameterized.TestCase):
     super().setUp()
     self.workdir = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), 'run')
     loaded = AssertionError('weights were loaded')
-    for owner, name in ((learner, 'build'), (prepare, 'load_policy'), (recovery, 'saved')):
+    for owner, name in ((learner, 'build'), (prepare, 'load_policy'), (recovery, 'restore_part')):
       self.enterContext(mock.patch.object(owner, name, side_effect=loaded))
 
   def refused(self, config, *words, run=loop.start):
@@ -225,7 +225,7 @@ class EvaluateTest(PreflightCase):
   @parameterized.parameters(
       ({'model__lora_rank': 4}, 'model.lora_rank (0 there, 4 here)'),
       ({'model__critic': 'shared'}, "model.critic ('separate' there, 'shared' here)"),
-      ({'algorithm__advantage': 'return_to_go'}, 'algorithm.advantage'),
+      ({'algorithm__advantage': 'turn_gae'}, 'algorithm.advantage'),
   )
   def test_a_checkpoint_of_another_shape(self, values, words):
     self.trained(make_config())
@@ -241,11 +241,11 @@ class EvaluateTest(PreflightCase):
 
   def test_a_retriever_that_dies_meanwhile(self):
     episode = types.Episode(types.Task('a'), 0, np.zeros(2, np.int32), [], failed=True)
-    policy = mock.Mock(updates=0, said='untrained')
+    policy = mock.Mock(updates=0, description='untrained')
     agent = mock.Mock(**{'play.return_value': [episode], 'env.roles': ()})
     loaded = (policy, mock.Mock(), [types.Task('a')])
     self.enterContext(mock.patch.object(policy_lib, 'load', return_value=loaded))
-    self.enterContext(mock.patch.object(rollouts, 'make_agent', return_value=agent))
+    self.enterContext(mock.patch.object(components, 'make_agent', return_value=agent))
     with self.assertRaisesRegex(RunError, 'retrieval failed in 100% of the held-out episodes'):
       job.evaluate(make_config(train__updates=0), self.workdir)
 
