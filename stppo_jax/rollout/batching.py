@@ -148,28 +148,29 @@ def by_length(episodes: Sequence[types.Episode]) -> list[types.Episode]:
   """
   if not any(episode.role for episode in episodes):
     return sorted(episodes, key=trained_length)
-  whole = [[episodes[b] for b in rows] for rows in rows_by_episode(episodes)]
-  whole.sort(key=lambda rows: max(map(trained_length, rows)))
-  return [row for rows in whole for row in rows]
+  longest = lambda rows: max(trained_length(episodes[b]) for b in rows)
+  order = sorted(rows_by_episode(episodes), key=longest)
+  return [episodes[b] for b in np.concatenate(order)]
 
 
 def trained_length(episode: types.Episode) -> int:
   """Returns the tokens of the episode up to the last that is trained on; 0 for a failed one."""
   if episode.failed or not episode.turns:
     return 0
-  turns = sum(len(turn.tokens) + len(turn.observation) for turn in episode.turns)
-  return len(episode.prompt) + turns - len(episode.turns[-1].observation)
+  length = len(episode.prompt) - len(episode.turns[-1].observation)
+  for turn in episode.turns:
+    length += len(turn.tokens) + len(turn.observation)
+  return length
 
 
 def _routes(episodes, shape):
   """Returns the sampler's experts of each token [B,T,L,A], None where they were not recorded."""
-  rows = [[turn.routes for turn in episode.turns] for episode in episodes]
-  first = next((routes for turns in rows for routes in turns), None)
-  if first is None:
-    return None
-  routes = np.zeros((*shape, *first.shape[1:]), first.dtype)
-  for b, turns in enumerate(rows):
-    if turns:
-      row = np.concatenate(turns)  # the observation after the last turn was never read
+  routes = None
+  for b, episode in enumerate(episodes):
+    parts = [turn.routes for turn in episode.turns]
+    if parts and parts[0] is not None:
+      row = np.concatenate(parts)  # the observation after the last turn was never read
+      if routes is None:
+        routes = np.zeros((*shape, *row.shape[1:]), row.dtype)
       routes[b, : len(row)] = row
   return routes

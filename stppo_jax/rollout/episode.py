@@ -93,7 +93,8 @@ def play(
   states: list[EpisodeState] = []
   episodes: list[types.Episode] = []
   prompts: list[engine.Prompt] = []  # one per environment and role
-  resets = rules.map_resets(stepping.reset, rows.envs, reset_seeds(rows.keys, rows.tasks))
+  seeds = reset_seeds(rows.keys, rows.tasks)
+  resets = rules.map_resets(stepping.reset, rows.envs, seeds)
   for i, (task, group, reset) in enumerate(zip(rows.tasks, rows.groups, resets, strict=True)):
     state = EpisodeState(task, framing, rules, group, i)
     active_role, prompt = state.observe(*reset)
@@ -150,7 +151,8 @@ def role_keys(keys: jax.Array, num_roles: int) -> jax.Array:
 
 def episode_seeds(keys: jax.Array) -> list[int]:
   """Returns 31 bits per episode for `Env.reset`, from keys [B]; sampling uses none of them."""
-  bits = jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, _SEED_STREAM)))(keys)
+  draw = lambda key: jax.random.bits(jax.random.fold_in(key, _SEED_STREAM))
+  bits = jax.vmap(draw)(keys)
   return (np.asarray(bits) >> 1).tolist()
 
 
@@ -163,7 +165,8 @@ def reset_seeds(keys: jax.Array, tasks: Sequence[types.Task]) -> list[int]:
 def first_prompt(tokenizer: chat.Tokenizer, observation: str, info: dict) -> list[int]:
   """Returns the prompt of what `Env.reset` gave, with its tools if it has some."""
   message = protocol.full_text(observation, info)
-  return chat.encode_prompt(tokenizer, message, info.get('tools', ()), info.get('declaration', ''))
+  tools = info.get('tools', ())
+  return chat.encode_prompt(tokenizer, message, tools, info.get('declaration', ''))
 
 
 def longest_prompt(limits: EpisodeLimits) -> int:
@@ -252,7 +255,8 @@ class EpisodeState:
       episode.failed = not fits
       episode.counts['prompt_too_long'] = float(not fits)
       return _prompt(ids, len(ids), limits) if fits else None
-    ids = self._framing.encode(protocol.full_text(observation, info), episode.turns[-1].tokens)
+    text = protocol.full_text(observation, info)
+    ids = self._framing.encode(text, episode.turns[-1].tokens)
     length = len(episode.prompt) + len(ids)
     for turn in episode.turns:
       length += len(turn.tokens) + len(turn.observation)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
+import itertools
 import threading
 import time
 from typing import Any
@@ -89,7 +90,8 @@ class Batches:
     started = time.perf_counter()
     tasks = self.tasks(number)
     key, _ = batch_keys(self.seed, number)
-    rounds = [self._play(params, key, tasks, range(len(tasks) // self.group_size))]
+    num_groups = len(tasks) // self.group_size
+    rounds = [self._play(params, key, tasks, range(num_groups))]
     episodes = rounds[0].episodes
     if all(row.counts.get('prompt_too_long') for row in episodes if not row.absent):
       raise types.RunError(
@@ -100,10 +102,14 @@ class Batches:
     if self.max_num_gen_batches > 1:
       episodes = self._refilled(params, key, number, rounds)
       measured = _refill_metrics(rounds, episodes, self.group_size * self.rows_per_episode)
-    check_environment([row for played in rounds for row in played.episodes], self.max_failed)
-    report = sum((played.report for played in rounds), engine.Report())
+    report = engine.Report()
+    played = []
+    for one_round in rounds:
+      report += one_round.report
+      played += one_round.episodes
+    check_environment(played, self.max_failed)
     measured |= report.metrics()
-    measured['env/replays'] = sum(played.replays for played in rounds)
+    measured['env/replays'] = sum(one_round.replays for one_round in rounds)
     measured['timing_s/gen'] = time.perf_counter() - started
     return Sampled(number, staleness, episodes, measured)
 
@@ -137,10 +143,13 @@ class Batches:
       questions = self.stream.further(number - 1, len(rounds), len(wanted), used)
       used |= {task.id for task in questions}
       tasks = _repeat(questions, self.group_size)
-      rounds.append(self._play(params, jax.random.fold_in(key, len(rounds)), tasks, wanted))
-      for i, group in zip(wanted, sampling.batched(rounds[-1].episodes, size), strict=True):
-        groups[i] = group if has_spread(group) else groups[i]
-    return [episode for group in groups for episode in group]
+      round_key = jax.random.fold_in(key, len(rounds))
+      rounds.append(self._play(params, round_key, tasks, wanted))
+      new_groups = sampling.batched(rounds[-1].episodes, size)
+      for i, group in zip(wanted, new_groups, strict=True):
+        if has_spread(group):
+          groups[i] = group
+    return list(itertools.chain(*groups))
 
   def until_answered(self, play: Callable) -> tuple[list[types.Episode], int]:
     """Calls `play_through` with the limits of this run."""
@@ -169,14 +178,18 @@ def has_spread(group: Sequence[types.Episode]) -> bool:
       by_number.setdefault(row.group, []).append(row)
   for rows in by_number.values():
     scores = [row.score for row in rows]
-    largest = max(sum(abs(turn.reward) for turn in row.turns) for row in rows)
+    sums = [sum(abs(turn.reward) for turn in row.turns) for row in rows]
+    largest = max(sums)
     if max(scores) - min(scores) > types.ROUNDING * largest:
       return True
   return False
 
 
 def _repeat(items, times):
-  return [item for item in items for _ in range(times)]
+  repeated = []
+  for item in items:
+    repeated += [item] * times
+  return repeated
 
 
 def _refill_metrics(rounds, episodes, size):
