@@ -211,7 +211,7 @@ def _limited_to(threads):
   before = dict(os.environ)
   os.environ |= {name: str(threads) for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS')}
   os.environ |= {'JAX_PLATFORMS': 'cpu', 'HF_HUB_OFFLINE': '1', 'TRANSFORMERS_VERBOSITY': 'error'}
-  # Huge pages for all peers, as docs/performance.md recommends on a CPU.
+  # Huge pages for all peers, as docs/scaling.md recommends on a CPU.
   os.environ.setdefault('GLIBC_TUNABLES', 'glibc.malloc.hugetlb=1')
   os.environ.pop('JAX_COMPILATION_CACHE_DIR', None)  # so that the first call compiles
   if threads == 1:

@@ -540,6 +540,10 @@ class RefusalTest(parameterized.TestCase):
     convert.save_hf(self.folder, config, params, max_shard_bytes=20_000)
     return sorted(self.folder.glob('model-*.safetensors'))
 
+  def test_gguf_file_is_no_folder(self):
+    with self.assertRaisesRegex(UserError, r'^[^\n]*x\.gguf is a GGUF file; [^\n]*docs/gguf\.md'):
+      convert.load_hf('x.gguf')
+
   def test_a_number_of_layers_that_no_model_has(self):
     self.edit_config(num_hidden_layers=10**9)
     self.refuses('config.json: num_hidden_layers = 1000000000', 'at most 1000')

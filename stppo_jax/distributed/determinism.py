@@ -1,14 +1,14 @@
-"""Deterministic operations on GPUs, which XLA has a flag for.
+"""Deterministic operations on GPUs, by a flag of XLA.
 
 On a CPU the programs of a run give the same bits each time. On a GPU, scatter-adds sum in the order
-in which threads arrive, and the fastest kernel of a matrix product is measured anew by each
-process. The flag forbids both. It costs speed, and TPUs and CPUs ignore it.
+in which threads arrive, and each process measures anew which kernel of a matrix product is the
+fastest. The flag forbids both. It costs speed, and TPUs and CPUs ignore it.
 """
 
 import os
 
 import jax
-from jax._src import xla_bridge  # JAX has no public name for the question below
+from jax._src import xla_bridge  # `backends_are_initialized` has no public name
 
 from stppo_jax import types
 
@@ -18,11 +18,11 @@ FLAG = '--xla_gpu_deterministic_ops'
 def enable() -> None:
   """Adds the flag to XLA_FLAGS, which XLA reads when it starts.
 
-  A flag that XLA_FLAGS has already is left as it is. UserError: it is false, or a GPU runs without
-  it.
+  A flag that XLA_FLAGS already has stays as it is. UserError: the flag is false, or JAX has started
+  a GPU without it.
   """
-  given = os.environ.get('XLA_FLAGS', '')
-  flag = next((word for word in given.split() if word.split('=')[0] == FLAG), '')
+  xla_flags = os.environ.get('XLA_FLAGS', '')
+  flag = next((word for word in xla_flags.split() if word.split('=')[0] == FLAG), '')
   if flag and flag.partition('=')[2].lower() in ('false', '0'):
     raise types.UserError(
         f'config.train.deterministic=True, and XLA_FLAGS has {flag}: take it out of XLA_FLAGS, or '
@@ -37,4 +37,4 @@ def enable() -> None:
           f'this program with XLA_FLAGS={FLAG}=true in its environment'
       )
     return
-  os.environ['XLA_FLAGS'] = f'{given} {FLAG}=true'.strip()
+  os.environ['XLA_FLAGS'] = f'{xla_flags} {FLAG}=true'.strip()

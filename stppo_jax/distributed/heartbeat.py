@@ -20,7 +20,7 @@ from absl import logging
 CONNECT_S = 10.0  # time limit for a connection to process 0
 SILENCE_S = 20  # an unreachable machine counts as dead after this time
 KEEPALIVE_S = 5  # between two signs of life on an idle connection
-GRACE_S = 2.0  # for this process to report its own error after another one failed
+GRACE_S = 2.0  # this process may report its own error after another one failed
 CLOSING_S = 5.0  # process 0 exits last, because JAX aborts the others when it exits
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-CHUNK_BYTES = 1 << 20  # of one value
+CHUNK_BYTES = 1 << 20  # limit of one value
 WAIT_MS = 1000  # time limit of one call; between calls Python handles signals
 
 

@@ -146,7 +146,7 @@ def causal_mask(
     1 1 0    1 1 0
     0 0 1    1 1 1
 
-  `segments` [B,S] are those of the keys. The queries are at `first` and the following columns, by
+  `segments` [B,S] belong to the keys. The queries are at `first` and the following columns, by
   default at all columns.
   """
   if num_queries is None:
@@ -254,7 +254,7 @@ def _divisor(length, chunk):
 
 def _splash(q, k, v, segments, platform):
   """Runs the TPU kernel on one device's part; other platforms interpret it, slowly, for tests."""
-  from jax.experimental.pallas.ops.tpu import splash_attention as splash  # for TPUs alone
+  from jax.experimental.pallas.ops.tpu import splash_attention as splash  # only on TPUs
 
   length, heads, width = q.shape[1:]
   assert length % SPLASH_BLOCKS[-1] == 0, f'`choose` was not given the length {length}'

@@ -286,7 +286,8 @@ def _read_part(folder, tensors, entries, leaf, index):
   expert.
   """
   num_stacked = (entries[0].layer is not None) + (entries[0].expert is not None)
-  stacked, shape = leaf.shape[:num_stacked], leaf.shape[num_stacked:]
+  stacked = leaf.shape[:num_stacked]
+  shape = leaf.shape[num_stacked:]
   numbers = np.arange(len(entries)).reshape(stacked)[index[:num_stacked]]
   part = np.empty((*numbers.shape, *_lengths(index[num_stacked:], shape)), leaf.dtype)
   for place, number in np.ndenumerate(numbers):

@@ -69,7 +69,8 @@ def init(key: jax.Array, config: ModelConfig) -> Params:
   d, v = config.d_model, config.vocab_size
   x = jnp.zeros((1, 1, d), config.dtype)
   rope = _rope(config, None, 1)
-  block = Block(dataclasses.replace(config, attention='plain', row_sharding=None))  # for one token
+  one_token = dataclasses.replace(config, attention='plain', row_sharding=None)
+  block = Block(one_token)
   init_layer = lambda layer_key: block.init(layer_key, x, rope)['params']
   params = {
       'embed': {'embedding': 0.02 * jax.random.normal(embed_key, (v, d), dtype)},

@@ -43,7 +43,7 @@ class Entry(NamedTuple):
   """One tensor of a folder: all of a parameter of our tree, or one layer or expert of it."""
 
   name: str
-  path: str  # of the parameter
+  path: str  # path of the parameter in our tree
   layer: int | None
   shape: tuple[int, ...]  # in the folder; ours is a reshape, after a transpose if `transpose`
   transpose: bool

@@ -114,7 +114,8 @@ class Project(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     config = self.config
-    inputs, outputs = self.shape[: self.contracted], self.shape[self.contracted :]
+    inputs = self.shape[: self.contracted]
+    outputs = self.shape[self.contracted :]
     rows = x.shape[: x.ndim - self.contracted]
     x = x.reshape(-1, math.prod(inputs))
     normal = nn.initializers.normal(self.stddev)

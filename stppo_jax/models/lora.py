@@ -48,7 +48,8 @@ def init(key: jax.Array, params: Params, rank: int, targets: Collection[str]) ->
           'gate_proj, up_proj and down_proj; the experts stay as they are'
       )
     num_layers, *axes = params['layers'][part][module]['kernel'].shape
-    inputs, outputs = axes[:contracted], axes[contracted:]
+    inputs = axes[:contracted]
+    outputs = axes[contracted:]
     bound = 1 / math.sqrt(math.prod(inputs))
     a_key = jax.random.fold_in(key, index)
     a_shape = (num_layers, *inputs, rank)

@@ -81,7 +81,7 @@ def experts(
   x [B,T,D], weights and chosen [B,T,A], kernels (gate and up [E,D,F], down [E,F,D]) -> [B,T,D].
 
   Choice: on several devices each sorts the tokens of its own rows. A sort over all of them would
-  move every token. The kernels are gathered over fsdp for that, as those of dense layers are, and
+  move every token. The kernels are gathered over fsdp, as in dense layers, and
   each part of `tensor` computes its part of F.
   """
   if row_sharding is None:

@@ -55,7 +55,7 @@ def make_mesh(
   """Makes a mesh over the devices; one of the sizes may be -1 and takes the remaining devices.
 
   If all sizes are given, one process may use fewer devices than it sees: the first ones. The
-  devices of several processes, which may be those of a plan, are all needed.
+  devices of several processes, as in a plan, are all needed.
   """
   if devices is None:
     devices = jax.devices()

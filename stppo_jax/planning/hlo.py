@@ -26,7 +26,7 @@ class Collective:
 
   kind: str  # one of KINDS
   count: int  # executions
-  bytes: int  # of all results, or of all operands of a reduce-scatter
+  bytes: int  # sum over all results, or over all operands of a reduce-scatter
 
 
 def collectives(hlo_text: str, open_trips: int = 1) -> tuple[Collective, ...]:
@@ -105,7 +105,7 @@ def _times(eqn):
   """Returns how often an equation runs the jaxpr inside it."""
   if eqn.primitive.name == 'shard_map':  # written for one device
     return eqn.params['mesh'].size
-  if eqn.primitive.name == 'pallas_call':  # for one block
+  if eqn.primitive.name == 'pallas_call':  # written for one block
     grid = eqn.params['grid_mapping'].grid
     # The causal kernel skips the blocks above the diagonal.
     return math.prod(grid[:-1]) * (grid[-1] + 1) / 2

@@ -113,7 +113,7 @@ def sampling(plan: Any, params: Any) -> Iterator[Program]:
   chunk = sampler.chunk_buckets[-1]
   observation_chunks = -(-lengths.max_observation // chunk)
   chunks = -(-lengths.max_prompt // chunk) + config.env.max_searches * observation_chunks
-  cache = held['KV cache']  # of all slot groups; one of them is an argument of the program
+  cache = held['KV cache']  # all slot groups; one of them is an argument of the program
   other_groups = cache * (sampler.num_groups - 1) // sampler.num_groups
   training_state = held['critic'] + held['optimizers'] + held['reference policy'] + ahead(plan)
   others = training_state + held['policy']

@@ -60,11 +60,14 @@ def _work(plan):
   yield _row('one run of the program', *(program.name for program in plan.programs))
   yield _row('PFLOP, all devices', *(f'{program.flops / 1e15:.3g}' for program in plan.programs))
   for kind in hlo.KINDS:
-    found = [
-        next((c for c in program.collectives if c.kind == kind), None) for program in plan.programs
-    ]
-    if any(found):
-      cells = (f'{c.count} x, {c.bytes / 1e9:.3g}' if c else '-' for c in found)
+    cells = []
+    for program in plan.programs:
+      cell = '-'
+      for collective in program.collectives:
+        if collective.kind == kind:
+          cell = f'{collective.count} x, {collective.bytes / 1e9:.3g}'
+      cells.append(cell)
+    if set(cells) != {'-'}:
       yield _row(f'{kind}, GB per device', *cells)
 
 

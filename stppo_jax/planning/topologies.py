@@ -24,9 +24,9 @@ class Chip:
   name: str
   memory: int  # bytes that programs can use
   flops: float = 0.0  # bf16, dense, per second
-  bandwidth: float = 0.0  # of the memory, bytes per second
-  link: float = 0.0  # to other chips, all links in one direction, bytes per second
-  latency: float = 0.0  # of a small all-reduce between a few neighbours, seconds; assumed
+  bandwidth: float = 0.0  # bytes of memory per second
+  link: float = 0.0  # bytes per second to other chips, all links in one direction
+  latency: float = 0.0  # seconds of a small all-reduce between a few neighbours, assumed
 
 
 # Google's system pages and NVIDIA's data sheet; memory as the compilers and drivers report it.
@@ -90,20 +90,20 @@ def devices_of(topology: str) -> tuple[list[jax.Device], Chip]:
 
   try:
     if name == 'h100':
-      found = topologies.get_topology_desc('h100', 'cuda', target_config=H100, topology=shape)
+      description = topologies.get_topology_desc('h100', 'cuda', target_config=H100, topology=shape)
     else:
-      found = topologies.get_topology_desc(platform='tpu', topology_name=topology)
+      description = topologies.get_topology_desc(platform='tpu', topology_name=topology)
   except jax.errors.JaxRuntimeError as error:
     raise explained(error, topology) from error
-  return found.devices, usable(CHIPS[name]) if name == 'h100' else CHIPS[name]
+  chip = CHIPS[name]
+  return description.devices, usable(chip) if name == 'h100' else chip
 
 
 def usable(gpu: Chip) -> Chip:
   """Returns the chip with the share of its memory that JAX takes on a GPU."""
-  for variable in FRACTIONS:
-    if given := os.environ.get(variable):
-      return dataclasses.replace(gpu, memory=int(gpu.memory * float(given)))
-  return dataclasses.replace(gpu, memory=int(gpu.memory * DEFAULT_FRACTION))
+  settings = [os.environ[name] for name in FRACTIONS if os.environ.get(name)]
+  fraction = float(settings[0]) if settings else DEFAULT_FRACTION
+  return dataclasses.replace(gpu, memory=int(gpu.memory * fraction))
 
 
 def explained(error: Exception, topology: str) -> UserError | RunError:
@@ -125,14 +125,12 @@ def _local_devices():
   kind = devices[0].device_kind
   if kind in KINDS:
     return devices, CHIPS[KINDS[kind]]
-  if 'H100' in kind:
-    memory = devices[0].memory_stats()['bytes_limit']
-    return devices, dataclasses.replace(CHIPS['h100'], memory=memory)
   if devices[0].platform == 'cpu':
     memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') // len(devices)
   else:
     memory = devices[0].memory_stats()['bytes_limit']
-  return devices, Chip(kind, memory)
+  chip = CHIPS['h100'] if 'H100' in kind else Chip(kind, memory)
+  return devices, dataclasses.replace(chip, memory=memory)
 
 
 def _installed(package):
