@@ -39,7 +39,7 @@ from stppo_jax.serving import turn_text
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
-_COLOURS = {'search': '33', 'read': '36', 'answer': '1;32', 'note': '2'}  # of a terminal
+_COLOURS = {'search': '33', 'read': '36', 'answer': '1;32', 'note': '2'}  # codes of a terminal
 _PROMPT = '? '
 
 

@@ -102,7 +102,7 @@ def _group(
   """
   counts = np.array([len(episodes) for episodes in questions])
   weights = counts if is_pooled else np.ones(len(questions))
-  values: dict[str, np.ndarray] = {}  # of each question
+  values: dict[str, np.ndarray] = {}  # one value per question
   core = dict.fromkeys(metric for part in questions for x in part for metric in x.core_metrics)
   for metric in core:
     means = [np.mean([x.metrics.get(metric, 0.0) for x in part]) for part in questions]

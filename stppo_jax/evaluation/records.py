@@ -18,7 +18,7 @@ from stppo_jax import types
 from stppo_jax.monitoring import workdir as workdirs
 from stppo_jax.types import UserError
 
-Key = tuple[str, int, str]  # of a line: id of the question, number of the sample, role
+Key = tuple[str, int, str]  # id of the question, number of the sample, role
 
 # Fields of `Episode.to_dict` that a line holds.
 _FIELDS = 'dataset hops question answers score metrics core_metrics counts truncated failed'.split()

@@ -32,7 +32,7 @@ class HealthRule:
 class Alarm:
   """A rule that is broken after the last update."""
 
-  name: str  # of the rule
+  name: str  # the rule
   metric: str
   value: float
   bound: float  # the value is beyond it

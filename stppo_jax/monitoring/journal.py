@@ -24,7 +24,7 @@ from stppo_jax.monitoring import report
 from stppo_jax.rollout import pipeline
 
 _FACTOR = 'stppo/applied_factor'
-_MAX_STEPS = 8  # whose factor is a metric of its own
+_MAX_STEPS = 8  # the first steps of an update have a metric for the factor
 # NaN in a step without clipping, and if returns do not vary.
 _MAY_BE_UNDEFINED = {'stppo/cos_g_c', 'critic/vf_explained_var'}
 

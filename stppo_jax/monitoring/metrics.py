@@ -1,7 +1,7 @@
-"""The one writer of metrics: scalars of an update in, a line of metrics.jsonl out.
+"""The writer of metrics: scalars of an update in, a line of metrics.jsonl out.
 
-TensorBoard and Weights & Biases get the same numbers if they are installed and asked for; neither
-can stop a run. The report and the tests read only metrics.jsonl.
+TensorBoard and Weights & Biases get the same numbers if the config asks for them. Neither can stop
+a run. The report and the tests read only metrics.jsonl.
 """
 
 from collections.abc import Mapping
@@ -57,8 +57,8 @@ class MetricsWriter:
 
   def write(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Writes one line; values are anything `float` takes, device scalars included."""
-    taken = {'step', 'time', 'nonfinite'} & set(scalars)
-    assert not taken, f'reserved metric names: {sorted(taken)}'
+    reserved = {'step', 'time', 'nonfinite'} & set(scalars)
+    assert not reserved, f'reserved metric names: {sorted(reserved)}'
     numbers = {name: _host_scalar(value) for name, value in scalars.items()}
     finite = {name: number for name, number in numbers.items() if math.isfinite(number)}
     line: dict[str, Any] = {'step': int(step), 'time': round(time.time(), 3)}
@@ -102,26 +102,27 @@ def progress_line(
     scalars: Mapping[str, Any],
     elapsed_s: float,
     first_step: int = 0,
-    core_metrics: Sequence[str] = ('em',),  # of the environment; the first is shown if it is there
+    core_metrics: Sequence[str] = ('em',),
 ) -> str:
   """Returns a line: `update 12/60  reward .42  em .44  clip .031  1.9k tok/s  3:21 left`.
 
-  `elapsed_s` is the time of updates `first_step`+1 .. `step`: a resumed run counts its own.
+  `elapsed_s` is the time of updates `first_step`+1 .. `step`, because a resumed run counts its own.
+  The line shows the first of the environment's `core_metrics`.
   """
   parts = [f'update {step}/{total}']
-  for label, name, digits in (
-      ('reward', 'critic/score/mean', 2),
-      *((core, f'{core}/mean', 2) for core in core_metrics[:1]),
-      ('clip', 'actor/pg_clipfrac', 3),
-  ):
-    if scalars.get(name) is not None:
-      parts.append(f'{label} {_short(_host_scalar(scalars[name]), digits)}')
-  if scalars.get('actor/skipped'):
-    parts.append(f'skipped {_host_scalar(scalars["actor/skipped"]):.0f} in a row (not finite)')
-  if scalars.get('env/environment_failed'):
-    parts.append(f'environment raised in {_host_scalar(scalars["env/environment_failed"]):.0%}')
-  if scalars.get('perf/throughput') is not None:
-    parts.append(f'{_thousands(_host_scalar(scalars["perf/throughput"]))} tok/s')
+  values = {name: _host_scalar(x) for name, x in scalars.items() if x is not None}
+  shown = [('reward', 'critic/score/mean', 2)]
+  shown += [(name, f'{name}/mean', 2) for name in core_metrics[:1]]
+  shown.append(('clip', 'actor/pg_clipfrac', 3))
+  for label, name, digits in shown:
+    if name in values:
+      parts.append(f'{label} {_short(values[name], digits)}')
+  if values.get('actor/skipped'):
+    parts.append(f'skipped {values["actor/skipped"]:.0f} in a row (not finite)')
+  if values.get('env/environment_failed'):
+    parts.append(f'environment raised in {values["env/environment_failed"]:.0%}')
+  if 'perf/throughput' in values:
+    parts.append(f'{_thousands(values["perf/throughput"])} tok/s')
   if step > first_step:
     left_s = elapsed_s / (step - first_step) * max(total - step, 0)
     parts.append(f'{_clock(left_s)} left')
@@ -196,9 +197,10 @@ def _truncate(path: str, resume_step: int | None) -> None:
         path,
     )
     return
-  kept = [raw for line, raw in lines if resume_step is None or line['step'] <= resume_step]
   with open(path + '.tmp', 'wb') as file:
-    file.writelines(kept)
+    for line, raw in lines:
+      if resume_step is None or line['step'] <= resume_step:
+        file.write(raw)
   os.replace(path + '.tmp', path)
 
 

@@ -25,7 +25,7 @@ from stppo_jax.monitoring import workdir as workdirs
 
 T = TypeVar('T')
 EPISODES_PER_FILE = 24  # at most, of each of: first and last training update, last evaluation
-BYTES_PER_FILE = 2_000_000  # of those episodes as JSON
+BYTES_PER_FILE = 2_000_000  # limit on the JSON of these episodes
 MAX_ALARMS = 4  # updates with a warning whose episodes are shown
 _PAGE = pathlib.Path(__file__).parent / 'page'
 _CORE_NAME = re.compile(r'val-core/(.+)/([^/]+?)(?:_hops(\d+))?')

@@ -17,7 +17,7 @@ from absl import logging
 
 from stppo_jax.distributed import calls
 
-FINISH_S = 60.0  # for W&B to upload the rest
+FINISH_S = 60.0  # time limit of the last upload to W&B
 
 
 class Sinks:
@@ -71,7 +71,8 @@ class TensorBoard:
     from tensorboardX import proto  # pylint: disable=import-outside-toplevel
     from tensorboardX import summary  # pylint: disable=import-outside-toplevel
 
-    self._event, self._scalar = proto.event_pb2, summary.scalar
+    self._event = proto.event_pb2
+    self._scalar = summary.scalar
     folder = os.path.join(workdir, 'tensorboard')
     os.makedirs(folder, exist_ok=True)
     name = f'events.out.tfevents.{time.time_ns() // 10**9}.{socket.gethostname()}.{os.getpid()}'
@@ -98,9 +99,9 @@ class TensorBoard:
 
 
 class Wandb:
-  """A run of Weights & Biases; without a login, one kept offline in `workdir`.
+  """A run of Weights & Biases. Without a login, the run stays offline in `workdir`.
 
-  A resumed run goes on under the id that `workdir`/wandb_id holds. Steps that were logged already
+  A resumed run continues under the id that `workdir`/wandb_id holds. Steps that were logged already
   are ignored there, and a resumed run repeats them exactly.
   """
 
@@ -135,8 +136,9 @@ def _run_id(path, is_resumed):
   """Returns the id that the file holds; writes a new one there for a run that begins."""
   if is_resumed and os.path.exists(path):
     with open(path, encoding='utf-8') as file:
-      if found := file.read().strip():
-        return found
+      saved = file.read().strip()
+      if saved:
+        return saved
   new = secrets.token_hex(4)
   with open(path, 'w', encoding='utf-8') as file:
     file.write(new)

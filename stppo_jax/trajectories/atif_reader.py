@@ -37,7 +37,7 @@ from stppo_jax.trajectories import atif_writer
 from stppo_jax.trajectories import saved
 
 _NO_IDS = np.zeros((0,), np.int32)
-_MAX_PLACE = 2**31 - 1  # of a step or row
+_MAX_PLACE = 2**31 - 1  # limit on the number of a step or row
 _CONTROL = re.compile(r'<\|[^\s<>|]{1,40}\|>')  # how most families write control tokens
 
 AtifStep = Mapping[str, Any]  # a step of a document

@@ -20,7 +20,7 @@ from stppo_jax.distributed import hosts
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline
 
-KINDS = ('train', 'eval', 'nonfinite')  # of the files that a run writes: KIND_000001.jsonl, ..
+KINDS = ('train', 'eval', 'nonfinite')  # a run writes KIND_000001.jsonl, ..
 _NAME = re.compile(r'train_(\d{6,})\.jsonl')
 
 
