@@ -11,9 +11,7 @@ Errors are OpenAI's: {"error": {"message", "type", "param", "code"}}. It needs t
 """
 
 from collections.abc import AsyncGenerator
-from collections.abc import Iterable
 from collections.abc import Iterator
-from collections.abc import Sequence
 import contextlib
 import hmac
 import json
@@ -125,10 +123,10 @@ class GatewayApp(http_server.HttpApp):
 
   async def _whole(self, answer: service_lib.Answer, writer: '_Writer') -> dict[str, Any]:
     """Returns the answer's JSON."""
-    choices: list[list[service_lib.Chunk]] = [[] for _ in answer.choices]
-    async for chunk in self.service.chunks(answer):
-      choices[chunk.index].append(chunk)
-    fields = writer.envelope(map(writer.choice, choices)) | {'usage': answer.usage()}
+    chunks = [chunk async for chunk in self.service.chunks(answer)]
+    chunks.sort(key=lambda chunk: chunk.index)
+    fields = writer.envelope([writer.choice(chunk) for chunk in chunks])
+    fields['usage'] = answer.usage()
     if answer.body.return_token_ids and writer.is_chat:
       fields['prompt_token_ids'] = answer.prompts[0]
     return fields
@@ -195,30 +193,30 @@ class _Writer:
         'model': service.name,
     }
 
-  def envelope(self, choices: Iterable[dict], is_chunk: bool = False) -> dict[str, Any]:
+  def envelope(self, choices: list[dict], is_chunk: bool = False) -> dict[str, Any]:
     """Returns the fields around the choices."""
-    fields = self._head | {'choices': list(choices)}
+    fields = self._head | {'choices': choices}
     if is_chunk and self.is_chat:
       fields['object'] = 'chat.completion.chunk'
     return fields
 
-  def choice(self, chunks: Sequence[service_lib.Chunk]) -> dict[str, Any]:
+  def choice(self, chunk: service_lib.Chunk) -> dict[str, Any]:
     """Returns a choice of a whole answer."""
-    fields = self._details(chunks)
-    text = ''.join(chunk.text for chunk in chunks)
+    fields = self._details(chunk)
     if not self.is_chat:
+      fields['text'] = chunk.text
       if self._answer.body.return_token_ids:
-        fields['prompt_token_ids'] = self._answer.prompt(chunks[-1].index)
-      return fields | {'text': text}
-    message: dict[str, Any] = {'role': 'assistant', 'content': text}
-    calls = [_call(call) for chunk in chunks for call in chunk.calls]
-    if calls:
-      message |= {'content': text or None, 'tool_calls': calls}
+        fields['prompt_token_ids'] = self._answer.prompt(chunk.index)
+      return fields
+    message: dict[str, Any] = {'role': 'assistant', 'content': chunk.text}
+    if chunk.calls:
+      message['content'] = chunk.text or None
+      message['tool_calls'] = [_call(call) for call in chunk.calls]
     return fields | {'message': message}
 
   def delta(self, chunk: service_lib.Chunk) -> dict[str, Any]:
     """Returns a choice of a chunk."""
-    fields = self._details([chunk])
+    fields = self._details(chunk)
     if not self.is_chat:
       return fields | {'text': chunk.text}
     delta: dict[str, Any] = {'content': chunk.text} if chunk.text else {}
@@ -229,29 +227,25 @@ class _Writer:
       delta['tool_calls'] = [{'index': i} | _call(call) for i, call in enumerate(chunk.calls)]
     return fields | {'delta': delta}
 
-  def _details(self, chunks: Sequence[service_lib.Chunk]) -> dict[str, Any]:
+  def _details(self, chunk: service_lib.Chunk) -> dict[str, Any]:
     """Returns the fields of a choice that chats and texts share."""
-    last = chunks[-1]
-    tokens = [token for chunk in chunks for token in chunk.tokens]
     fields: dict[str, Any] = {
-        'index': last.index,
-        'finish_reason': last.finish,
-        'stop_reason': last.stop,  # vLLM's
+        'index': chunk.index,
+        'finish_reason': chunk.finish,
+        'stop_reason': chunk.stop,  # vLLM's
         'logprobs': None,
     }
     if self._answer.body.wants_logprobs:
       known = len(self._token_bytes)
-      spelled = [self._token_bytes[token] if token < known else b'' for token in tokens]
-      logp = [value for chunk in chunks for value in chunk.logp]
-      starts = [start for chunk in chunks for start in chunk.starts]
+      spelled = [self._token_bytes[token] if token < known else b'' for token in chunk.tokens]
       if self.is_chat:
-        fields['logprobs'] = api.chat_logprobs(spelled, logp)
+        fields['logprobs'] = api.chat_logprobs(spelled, chunk.logp)
       else:
-        fields['logprobs'] = api.text_logprobs(spelled, logp, starts)
+        fields['logprobs'] = api.text_logprobs(spelled, chunk.logp, chunk.starts)
     if self._answer.body.return_token_ids:
-      fields['token_ids'] = tokens
-    if last.turn is not None:
-      fields['turn'] = last.turn
+      fields['token_ids'] = chunk.tokens
+    if chunk.turn is not None:
+      fields['turn'] = chunk.turn
     return fields
 
 

@@ -306,7 +306,10 @@ class Service:
     return np.frombuffer(hashlib.sha256(source).digest(), np.uint32)[:size].reshape(self._key_shape)
 
   async def chunks(self, answer: Answer) -> AsyncGenerator[Chunk, None]:
-    """Yields what is sampled, of all choices. RequestError: the engine failed or stops."""
+    """Yields the chunks of all choices: one per choice unless the body asks for a stream.
+
+    RequestError: the engine failed or stops.
+    """
     num_left = len(answer.choices)
     while num_left:
       index, tokens, logp, finish = await answer.events.get()
@@ -318,7 +321,8 @@ class Service:
       choice.tokens += tokens
       choice.logp += logp
       choice.unsent += choice.text.feed(tokens, finish)
-      if finish is None and answer.form is not None:
+      is_streamed = answer.body.stream and answer.form is None
+      if finish is None and not is_streamed:
         continue  # Choice: a turn that may be a call is sent when it is complete
       new = slice(choice.num_sent, None)
       starts = choice.text.starts[new]
