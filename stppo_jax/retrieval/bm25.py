@@ -39,7 +39,7 @@ class Bm25Retriever:
     titles = _index(passage.title for passage in self._passages)
     self._indexes = [whole] if titles is None else [whole, titles]
 
-  def search(self, queries: Sequence[str], top_k: int) -> list[list[types.Passage] | None]:
+  def search(self, queries: Sequence[str], top_k: int) -> protocol.Results:
     """Returns at most `top_k` passages per query, best first."""
     return [self._search_one(query, top_k) for query in queries]
 
@@ -59,7 +59,9 @@ def _index(texts: Iterable[str]) -> Any:
   bm25s = _library()
   # Numbers instead of words halve the memory: each word is stored once, not a million times.
   numbers: dict[str, int] = {}
-  rows = [[numbers.setdefault(word, len(numbers)) for word in _words(text)] for text in texts]
+  rows = []
+  for text in texts:
+    rows.append([numbers.setdefault(word, len(numbers)) for word in _words(text)])
   if not numbers:
     return None
   index = bm25s.BM25()

@@ -47,14 +47,16 @@ class DenseRetriever:
       cache_folder = self._temporary.name
     self._vectors = embed(self._encoder, texts, cache_folder)
 
-  def search(self, queries: Sequence[str], top_k: int) -> list[list[types.Passage] | None]:
+  def search(self, queries: Sequence[str], top_k: int) -> protocol.Results:
     if not queries or top_k < 1:
       return [[] for _ in queries]
     vectors = self._encoder.encode([_QUERY_PREFIX + query for query in queries])
-    results: list[list[types.Passage] | None] = []
+    results: protocol.Results = []
     for rows, scores in zip(*nearest(vectors, self._vectors, top_k)):
-      ranked = zip(rows, scores)
-      results.append([dataclasses.replace(self._passages[i], score=float(x)) for i, x in ranked])
+      passages = []
+      for row, score in zip(rows, scores):
+        passages.append(dataclasses.replace(self._passages[row], score=float(score)))
+      results.append(passages)
     return results
 
 
@@ -83,8 +85,9 @@ def nearest(queries: np.ndarray, vectors: np.ndarray, top_k: int) -> tuple[np.nd
   best_rows = np.zeros((len(queries), 0), np.int64)
   best_scores = np.zeros((len(queries), 0), np.float32)
   for start in range(0, len(vectors), _BLOCK):
-    scores = queries @ vectors[start : start + _BLOCK].T  # [Q, block]
-    rows = np.broadcast_to(np.arange(start, start + scores.shape[1]), scores.shape)
+    block = vectors[start : start + _BLOCK]
+    scores = queries @ block.T  # [Q, block]
+    rows = np.broadcast_to(start + np.arange(len(block)), scores.shape)
     scores = np.concatenate([best_scores, scores], axis=1)
     rows = np.concatenate([best_rows, rows], axis=1)
     order = np.array([protocol.best_rows(row, top_k) for row in scores])
@@ -113,7 +116,7 @@ class HybridRetriever:
   def __init__(self, retrievers: Sequence[protocol.Retriever]):
     self._retrievers = retrievers
 
-  def search(self, queries: Sequence[str], top_k: int) -> list[list[types.Passage] | None]:
+  def search(self, queries: Sequence[str], top_k: int) -> protocol.Results:
     depth = max(_DEPTH, top_k)
     rankings = [retriever.search(queries, depth) for retriever in self._retrievers]
     return [_fuse(row, top_k) for row in zip(*rankings)]

@@ -62,7 +62,8 @@ class Encoder:
     max_tokens = min(max_tokens, len(self._params['embeddings.position_embeddings.weight']))
     self._tokenizer.enable_truncation(max_tokens)
     self._tokenizer.no_padding()
-    self._lengths = [*(n for n in (16, 32, 64, 128, 256) if n < max_tokens), max_tokens]
+    shorter = [n for n in (16, 32, 64, 128, 256) if n < max_tokens]
+    self._lengths = [*shorter, max_tokens]
 
   @property
   def width(self) -> int:
@@ -80,11 +81,13 @@ class Encoder:
       chosen = order[start : start + self._rows]
       longest = max(len(ids[i]) for i in chosen)
       length = next(n for n in self._lengths if n >= longest)
-      tokens, mask = np.zeros((2, self._rows, length), np.int32)
+      tokens = np.zeros((self._rows, length), np.int32)
+      mask = np.zeros_like(tokens)
       for row, i in enumerate(chosen):
         tokens[row, : len(ids[i])] = ids[i]
         mask[row, : len(ids[i])] = 1
-      vectors[chosen] = forward(self._params, self._shape, tokens, mask)[: len(chosen)]
+      encoded = forward(self._params, self._shape, tokens, mask)
+      vectors[chosen] = encoded[: len(chosen)]
     return vectors
 
 
@@ -105,12 +108,16 @@ def forward(params: Params, shape: EncoderShape, tokens: jax.Array, mask: jax.Ar
     return x.reshape(*x.shape[:2], shape.num_heads, -1)  # [B,T,D] -> [B,T,N,H]
 
   words, positions, kinds = (params[f'embeddings.{name}.weight'] for name in _EMBEDDINGS)
-  x = norm(words[tokens] + positions[: tokens.shape[1]] + kinds[0], 'embeddings.LayerNorm')
+  x = words[tokens] + positions[: tokens.shape[1]] + kinds[0]
+  x = norm(x, 'embeddings.LayerNorm')
   for n in range(shape.num_layers):
     layer = f'encoder.layer.{n}'
-    query, key, value = (split_heads(dense(x, f'{layer}.{name}')) for name in _LAYER[:3])
+    query = split_heads(dense(x, f'{layer}.attention.self.query'))
+    key = split_heads(dense(x, f'{layer}.attention.self.key'))
+    value = split_heads(dense(x, f'{layer}.attention.self.value'))
     scores = jnp.einsum('BTNH,BSNH->BNTS', query, key) / jnp.sqrt(query.shape[-1])
-    weights = jax.nn.softmax(jnp.where(mask[:, None, None] > 0, scores, -1e9))
+    scores = jnp.where(mask[:, None, None] > 0, scores, -1e9)
+    weights = jax.nn.softmax(scores)
     attended = jnp.einsum('BNTS,BSNH->BTNH', weights, value).reshape(x.shape)
     attended = dense(attended, f'{layer}.attention.output.dense')
     x = norm(x + attended, f'{layer}.attention.output.LayerNorm')
@@ -118,7 +125,8 @@ def forward(params: Params, shape: EncoderShape, tokens: jax.Array, mask: jax.Ar
     x = norm(x + dense(hidden, f'{layer}.output.dense'), f'{layer}.output.LayerNorm')
   num_tokens = jnp.maximum(mask.sum(axis=1, keepdims=True), 1)
   mean = jnp.einsum('BTD,BT->BD', x, mask.astype(x.dtype)) / num_tokens
-  return mean / jnp.maximum(jnp.linalg.norm(mean, axis=1, keepdims=True), 1e-12)
+  length = jnp.linalg.norm(mean, axis=1, keepdims=True)
+  return mean / jnp.maximum(length, 1e-12)
 
 
 def load(folder: str) -> tuple[EncoderShape, Params]:

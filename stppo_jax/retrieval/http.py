@@ -27,6 +27,7 @@ import requests
 from stppo_jax import tasks
 from stppo_jax import types
 from stppo_jax.distributed import http_client
+from stppo_jax.retrieval import protocol
 
 # Requests in flight at once. Search-R1's server searches in a thread per request, without a lock,
 # and an index of FAISS on GPUs does not support that.
@@ -104,7 +105,7 @@ class HttpRetriever:
     # Otherwise a small body could decompress to a huge one.
     self._session.headers['Accept-Encoding'] = 'identity'
 
-  def search(self, queries: Sequence[str], top_k: int) -> list[list[types.Passage] | None]:
+  def search(self, queries: Sequence[str], top_k: int) -> protocol.Results:
     """Searches as in `protocol.Retriever`. Equal queries are sent once, cached ones not at all."""
     results: dict[str, list[types.Passage] | None] = {}
     with self._lock:
@@ -138,17 +139,18 @@ class HttpRetriever:
           'correct --config.retriever.url or --config.retriever.dialect'
       )
 
-  def _fetch(self, queries: list[str], top_k: int) -> list[list[types.Passage] | None]:
+  def _fetch(self, queries: list[str], top_k: int) -> protocol.Results:
     """Sends requests of bounded size side by side. A failed one does not affect the others."""
     size = self._max_queries
-    parts = [queries[i : i + size] for i in range(0, len(queries), size)]
+    starts = range(0, len(queries), size)
+    parts = [queries[i : i + size] for i in starts]
     fetch = functools.partial(self._fetch_part, top_k=top_k, is_gone=threading.Event())
     with futures.ThreadPoolExecutor(min(self._settings.concurrency, len(parts))) as pool:
       return [passages for part in pool.map(fetch, parts) for passages in part]
 
   def _fetch_part(
       self, queries: list[str], top_k: int, is_gone: threading.Event
-  ) -> list[list[types.Passage] | None]:
+  ) -> protocol.Results:
     """Sends one request: one query in RAGEN's dialect, up to `max_queries` in Search-R1's."""
     is_ragen = self._settings.dialect == 'ragen'
     question: dict[str, Any] = {'queries': queries, 'topk': top_k, 'return_scores': True}
@@ -226,7 +228,8 @@ def _endpoint(url: str) -> str:
     _ = parts.port  # raises for a port that is not a number
   except (ValueError, AttributeError, TypeError):
     raise types.UserError(f'retriever: got url={url!r}, which cannot be read; {wanted}') from None
-  if parts.scheme not in ('http', 'https') or not parts.hostname or any(map(str.isspace, url)):
+  has_space = any(map(str.isspace, str(url)))
+  if parts.scheme not in ('http', 'https') or not parts.hostname or has_space:
     raise types.UserError(f'retriever: got url={url!r}; {wanted}')
   path = parts.path if parts.path.strip('/') else '/retrieve'
   return parse.urlunsplit((parts.scheme, parts.netloc, path, parts.query, ''))
@@ -234,11 +237,13 @@ def _endpoint(url: str) -> str:
 
 def _search_r1_passage(row: dict[str, Any]) -> types.Passage:
   document = row.get('document', row)  # without scores servers send the bare document
-  return _passage(document.get('id', ''), document['contents'], row.get('score') or 0.0)
+  score = row.get('score') or 0.0
+  return _passage(document.get('id', ''), document['contents'], score)
 
 
 def _ragen_passage(row: dict[str, Any]) -> types.Passage:
-  return _passage(row.get('id', ''), row['content'], row.get('score') or 0.0)
+  score = row.get('score') or 0.0
+  return _passage(row.get('id', ''), row['content'], score)
 
 
 def _passage(passage_id: Any, contents: Any, score: Any) -> types.Passage:
@@ -246,4 +251,5 @@ def _passage(passage_id: Any, contents: Any, score: Any) -> types.Passage:
     raise TypeError('contents are not a string')
   if not math.isfinite(score):
     raise ValueError('the score is not finite')
-  return types.Passage(str(passage_id), *tasks.read_contents(contents), float(score))
+  title, text = tasks.read_contents(contents)
+  return types.Passage(str(passage_id), title, text, float(score))

@@ -8,12 +8,15 @@ import numpy as np
 
 from stppo_jax import types
 
+# One entry per query: its passages, best first. None: the retriever failed for that query.
+Results = list[list[types.Passage] | None]
+
 
 @runtime_checkable
 class Retriever(Protocol):
   """Finds passages. A failed server or network is part of the result, not an exception."""
 
-  def search(self, queries: Sequence[str], top_k: int) -> list[list[types.Passage] | None]:
+  def search(self, queries: Sequence[str], top_k: int) -> Results:
     """Returns a list of at most `top_k` passages per query, best first.
 
     None means that the retriever failed for that query; an empty list, that nothing was found.

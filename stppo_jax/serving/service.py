@@ -210,7 +210,8 @@ class Service:
         session.abandon(None, too_long=True)
       raise _too_long(body, str(error)) from None
     except (ValueError, RecursionError) as error:  # the latter: arguments that are nested deeply
-      raise http_server.RequestError(400, ' '.join(str(error).split())[:500]) from None
+      message = ' '.join(str(error).split())[:500]
+      raise http_server.RequestError(400, message) from None
     except sessions.Closed as error:
       raise http_server.RequestError(404, str(error), 'session_not_found') from None
     finally:
@@ -303,7 +304,8 @@ class Service:
     """
     source = secrets.token_bytes(32) if seed is None else f'{seed} {sample}'.encode()
     size = int(np.prod(self._key_shape))
-    return np.frombuffer(hashlib.sha256(source).digest(), np.uint32)[:size].reshape(self._key_shape)
+    words = np.frombuffer(hashlib.sha256(source).digest(), np.uint32)
+    return words[:size].reshape(self._key_shape)
 
   async def chunks(self, answer: Answer) -> AsyncGenerator[Chunk, None]:
     """Yields the chunks of all choices: one per choice unless the body asks for a stream.

@@ -107,7 +107,9 @@ class Session:
   @property
   def last_text(self) -> str:
     """The last turn as text."""
-    return self._template.tokenizer.decode(self._turns[-1].tokens) if self._turns else ''
+    if not self._turns:
+      return ''
+    return self._template.tokenizer.decode(self._turns[-1].tokens)
 
   @contextlib.contextmanager
   def _open(self) -> Iterator[None]:
@@ -140,7 +142,8 @@ class Session:
       num_messages, num_ids = best.ends[last]
       sampled = best.turns[last].tokens.tolist()
       new = self._template.encode_after(sampled, messages[num_messages:], tools)
-      return self._begin([*best.ids[:num_ids], *new], best, rank[1], len(new), identities, written)
+      ids = best.ids[:num_ids] + new
+      return self._begin(ids, best, rank[1], len(new), identities, written)
 
   def plan_prompt(self, prompt: str | Sequence[int]) -> Plan:
     """Returns the ids for a prompt that is a text or ids: a recorded text stays the ids it was.
@@ -156,11 +159,13 @@ class Session:
           known: Any = tokenizer.decode(segment.ids)
           begins = prompt.startswith(known)
         else:
-          known, begins = segment.ids, list(prompt[: len(segment.ids)]) == segment.ids
+          known = segment.ids
+          begins = list(prompt[: len(known)]) == known
         if begins:
           new = self._template.encode_prompt(prompt[len(known) :])
           is_free = not segment.is_extended
-          return self._begin([*segment.ids, *new], segment, is_free, len(new), [], _PLAIN)
+          ids = segment.ids + new
+          return self._begin(ids, segment, is_free, len(new), [], _PLAIN)
       return self._begin_segment(self._template.encode_prompt(prompt), [], _PLAIN)
 
   def _begin_segment(self, ids: list[int], identities: list[Identity], tools: str) -> Plan:
@@ -217,7 +222,10 @@ class Session:
   ) -> int:
     """Adds a turn; returns its number in the session, from 1."""
     turn = types.Turn(
-        np.array(tokens, np.int32), np.array(logp, np.float32), np.zeros((0,), np.int32), action
+        tokens=np.array(tokens, np.int32),
+        logp=np.array(logp, np.float32),
+        observation=np.zeros(0, np.int32),
+        action=action,
     )
     with self._open():
       segment = plan.segment
@@ -230,7 +238,8 @@ class Session:
         new = plan.ids[len(plan.ids) - plan.num_new :]
         segment.turns[-1].observation = np.array(new, np.int32)
         segment.ids += new
-        segment.accepted += [frozenset([x]) for x in plan.identities[len(segment.accepted) :]]
+        more = plan.identities[len(segment.accepted) :]
+        segment.accepted += [frozenset([x]) for x in more]
       segment.turns.append(turn)
       segment.ids += turn.tokens.tolist()
       segment.accepted.append(frozenset(map(identify, answers)))

@@ -70,7 +70,9 @@ class Template:
   def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
     """Returns the ids of a prompt that is no tokenizer_lib. Control tokens of a text are tokens."""
     self._check_length(len(prompt))
-    return self.tokenizer.encode(prompt, control=True) if isinstance(prompt, str) else list(prompt)
+    if isinstance(prompt, str):
+      return self.tokenizer.encode(prompt, control=True)
+    return list(prompt)
 
   def encode_after(
       self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Any] = ()
@@ -114,7 +116,9 @@ class Template:
     render = self.tokenizer.render
     assert render is not None
     try:  # marking raises too, for values that are nested too deeply
-      options = {'tools': self._mark(list(tools), self._any_control)} if tools else {}
+      options = {}
+      if tools:
+        options['tools'] = self._mark(list(tools), self._any_control)
       return render(self._mark_messages(messages), **options)
     except Exception as error:  # a template may raise anything
       raise ValueError(f'the chat template rejects the messages ({error})') from error
@@ -131,7 +135,8 @@ class Template:
       marked = self._mark(message, pattern)
       result = _RESULT.fullmatch(message['content'])
       if result and message['role'] == 'user':  # Qwen3's template looks for these tags
-        marked['content'] = result[1] + self._mark(result[2], self._any_control) + result[3]
+        inner = self._mark(result[2], self._any_control)
+        marked['content'] = result[1] + inner + result[3]
       marked_messages.append(marked)
     return marked_messages
 
@@ -161,8 +166,10 @@ class Template:
     return ids + self._encode_plain(text[end:])
 
   def _encode_plain(self, text: str) -> list[int]:
+    if not text:
+      return []
     unmarked = _MARKED.sub(lambda match: self._controls[int(match[1])], text)
-    return self.tokenizer.encode_plain(unmarked) if text else []
+    return self.tokenizer.encode_plain(unmarked)
 
 
 def _pattern(texts: Sequence[str]) -> re.Pattern[str]:

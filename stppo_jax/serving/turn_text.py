@@ -60,4 +60,5 @@ class TurnText:
       for size in range(1, min(self._longest, len(self.full) + 1)):
         if any(stop.startswith(self.full[-size:]) for stop in self._stops):
           held = size
-    return self.full[: max(len(self.shown), len(self.full) - held)]
+    end = max(len(self.shown), len(self.full) - held)
+    return self.full[:end]
