@@ -33,7 +33,7 @@ from stppo_jax.envs.adapters import openenv
 from stppo_jax.envs.adapters import reasoning_gym
 from stppo_jax.envs.adapters import textarena
 from stppo_jax.retrieval import kinds
-from stppo_jax.retrieval import protocol as retrieval_protocol
+from stppo_jax.retrieval import protocol as retrieval_lib
 from stppo_jax.types import Task
 from stppo_jax.types import UserError
 
@@ -63,7 +63,7 @@ class Components:
   retriever: Callable[..., Any]
   source: Callable[[str], list[Task]]  # split -> tasks
 
-  def make_retriever(self) -> retrieval_protocol.Retriever | None:
+  def make_retriever(self) -> retrieval_lib.Retriever | None:
     """Returns the retriever with its corpus, or None if the environment does not search."""
     if 'retriever' not in self.env.settings:
       return None
@@ -72,7 +72,7 @@ class Components:
     load_corpus = lambda: tasks_lib.load_corpus(corpus)
     return kinds.make(self.retriever, self.config.retriever, load_corpus)
 
-  def bind(self, retriever: retrieval_protocol.Retriever | None) -> factory.EnvFactory:
+  def bind(self, retriever: retrieval_lib.Retriever | None) -> factory.EnvFactory:
     """Returns the environment class with its retriever, if it takes one."""
     if 'retriever' not in self.env.settings:
       return self.env

@@ -119,7 +119,9 @@ def make_config(kind, **options):
   config = schema.Config()
   config.env = schema.EnvSettings(kind=kind, prompt='short', options=options)
   config.retriever = schema.RetrieverSettings(top_k=1, kind='bm25' if kind == 'search' else 'none')
-  config.model = schema.ModelSettings(dtype='float32', remat='none', scan_layers=False, logp_chunk=0)
+  config.model = schema.ModelSettings(
+      dtype='float32', remat='none', scan_layers=False, logp_chunk=0
+  )
   config.rollout = schema.RolloutSettings(
       max_prompt=128,
       max_turn=40,

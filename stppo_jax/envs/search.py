@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import re
 from typing import Any
 
-from stppo_jax import tasks as task_files
+from stppo_jax import tasks as tasks_lib
 from stppo_jax import types
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
@@ -208,7 +208,7 @@ def observation_text(passages: Sequence[types.Passage], style: str) -> str:
     return f'<information>{text}</information>\n'
   for i, passage in enumerate(passages, start=1):
     # The title is the first line of `contents`, with its quotes.
-    title, _, body = task_files.write_contents(passage).partition('\n')
+    title, _, body = tasks_lib.write_contents(passage).partition('\n')
     text += f'Doc {i}(Title: {title}) {body}\n'
   return f'\n\n<information>{neutralize(text.strip())}</information>\n\n'
 

@@ -31,7 +31,7 @@ from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import env_pool
-from stppo_jax.rollout import episode as episode_loop
+from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import gateway
 from stppo_jax.serving import scheduler as scheduler_lib
@@ -148,13 +148,13 @@ class ChatPlayer:
   def answer(self, question: str, number: int, screen: 'Screen') -> types.Episode:
     """Plays an episode about the question."""
     task = types.Task(f'chat-{number}', question, dataset='chat')
-    keys = episode_loop.row_keys(jax.random.key(self._seed), [task])
-    (seed,) = episode_loop.episode_seeds(keys)
+    keys = episode_lib.row_keys(jax.random.key(self._seed), [task])
+    (seed,) = episode_lib.episode_seeds(keys)
     key = np.asarray(jax.random.key_data(keys))[0]
     env = self._env(task, seed)
     core_metrics = self._env.core_metrics
-    rules = episode_loop.EpisodeRules(self._limits, core_metrics=core_metrics, strict=True)
-    state = episode_loop.EpisodeState(task, self._framing, rules)
+    rules = episode_lib.EpisodeRules(self._limits, core_metrics=core_metrics, strict=True)
+    state = episode_lib.EpisodeState(task, self._framing, rules)
     _, prompt = state.observe(*stepping.reset(env, seed))
     (episode,) = state.episodes
     ids: list[int] = []
@@ -163,7 +163,7 @@ class ChatPlayer:
       ids += prompt.ids
       completion = self._sample(ids, prompt.budget, key, screen)
       ids += completion.tokens.tolist()
-      text = episode_loop.action_text(self._tokenizer, completion.tokens)
+      text = episode_lib.action_text(self._tokenizer, completion.tokens)
       outcome = stepping.step(env, text)
       _, prompt = state.record(0, completion, outcome)
       observation = self._tokenizer.decode(episode.turns[-1].observation)
@@ -219,12 +219,12 @@ def _show(screen: 'Screen', text: str, outcome: protocol.Step, observation: str)
 
 
 def _show_end(
-    screen: 'Screen', episode: types.Episode, answer: str | None, limits: episode_loop.EpisodeLimits
+    screen: 'Screen', episode: types.Episode, answer: str | None, limits: episode_lib.EpisodeLimits
 ) -> None:
   if answer is not None:
     screen.mark('answer', answer)
   elif not episode.turns:
-    longest = episode_loop.longest_prompt(limits)
+    longest = episode_lib.longest_prompt(limits)
     screen.mark('note', f'the question is too long: its prompt has more than {longest} tokens')
   elif episode.truncated:
     screen.mark('note', 'no answer: a limit ended the episode')

@@ -22,7 +22,7 @@ from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.evaluation import records
 from stppo_jax.models import hf_config
 from stppo_jax.models import sharding
-from stppo_jax.rollout import episode as episode_loop
+from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import prepare
 from stppo_jax.training import checkpoint
@@ -61,7 +61,7 @@ def rows_of(tasks: Sequence[types.Task], samples: int) -> list[records.Row]:
 def row_keys(config: Config, tasks: Sequence[types.Task]) -> dict[tuple, jax.Array]:
   """Returns the random key of each row, by the row's key."""
   rows = rows_of(tasks, config.eval.samples)
-  keys = episode_loop.row_keys(jax.random.key(config.seed), [row.task for row in rows])
+  keys = episode_lib.row_keys(jax.random.key(config.seed), [row.task for row in rows])
   return dict(zip((row.key for row in rows), keys))
 
 

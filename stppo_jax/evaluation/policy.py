@@ -20,7 +20,7 @@ from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
 from stppo_jax.models import lora
 from stppo_jax.models import sharding
-from stppo_jax.monitoring import workdir as workdirs
+from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import recovery
@@ -46,7 +46,7 @@ def load(config: Config, workdir: str) -> tuple[Policy, prepare.Prepared, list[t
   if config.train.updates:
     hosts.by_writer(_check_trained, config, workdir)
     sources = prepare.sources(config)
-    for field in hosts.by_writer(workdirs.changed_plugins, workdir, sources):
+    for field in hosts.by_writer(workdir_lib.changed_plugins, workdir, sources):
       logging.warning(
           'what config.%s names has changed since %s was trained: the scores are by the new one',
           field,
@@ -77,7 +77,7 @@ def _check_trained(config, workdir):
         f'--workdir={workdir!r} has no checkpoint to evaluate: give the folder of a run, or '
         '--config.train.updates=0 for the scores of the untrained model'
     )
-  differences = workdirs.differences(workdir, dataclasses.asdict(config))
+  differences = workdir_lib.differences(workdir, dataclasses.asdict(config))
   if wrong := [text for name, text in differences.items() if name in _SHAPES]:
     raise UserError(
         f'--workdir={workdir!r} was trained with another config, and its checkpoint does not fit: '

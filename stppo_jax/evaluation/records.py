@@ -15,7 +15,7 @@ from typing import Any
 from typing import NamedTuple
 
 from stppo_jax import types
-from stppo_jax.monitoring import workdir as workdirs
+from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.types import UserError
 
 Key = tuple[str, int, str]  # id of the question, number of the sample, role
@@ -68,10 +68,10 @@ class EvaluationFolder:
 
   def __enter__(self) -> 'EvaluationFolder':
     with contextlib.ExitStack() as resources:
-      resources.enter_context(workdirs.lock(self.path))
+      resources.enter_context(workdir_lib.lock(self.path))
       self._check_settings()
       config = json.dumps(self._settings, indent=2)
-      workdirs.write_whole(os.path.join(self.path, 'config.json'), config)
+      workdir_lib.write_whole(os.path.join(self.path, 'config.json'), config)
       self._file = resources.enter_context(open(self._lines, 'ab+'))
       self._file.seek(0)
       self._file.truncate(self._file.read().rfind(b'\n') + 1)  # a killed job leaves half a line
@@ -103,16 +103,16 @@ class EvaluationFolder:
 
   def write_results(self, results: Mapping[str, Any], table: str) -> None:
     """Writes results.json and results.md."""
-    workdirs.write_whole(os.path.join(self.path, 'results.json'), json.dumps(results, indent=2))
-    workdirs.write_whole(os.path.join(self.path, 'results.md'), table)
+    workdir_lib.write_whole(os.path.join(self.path, 'results.json'), json.dumps(results, indent=2))
+    workdir_lib.write_whole(os.path.join(self.path, 'results.md'), table)
 
   def _check_settings(self):
     if not os.path.exists(self._lines) or not os.path.getsize(self._lines):
       return
-    if different := workdirs.differences(self.path, self._settings):
+    if different := workdir_lib.differences(self.path, self._settings):
       raise UserError(
           f'{self.path} holds an evaluation with other settings: '
-          f'{workdirs.enumerate_first(different.values())}. Give the same settings, or another '
+          f'{workdir_lib.enumerate_first(different.values())}. Give the same settings, or another '
           '--config.eval.folder'
       )
 

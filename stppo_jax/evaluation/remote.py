@@ -31,7 +31,7 @@ from stppo_jax.envs import stepping
 from stppo_jax.evaluation import client as client_lib
 from stppo_jax.evaluation import players
 from stppo_jax.evaluation import records
-from stppo_jax.rollout import episode as episode_loop
+from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
@@ -81,7 +81,7 @@ class RemotePlayer:
     )
     self._client = client_lib.ChatClient(settings, self._abandoned)
     keys = players.row_keys(config, self.tasks)
-    self._seeds = dict(zip(keys, episode_loop.episode_seeds(jax.numpy.stack(list(keys.values())))))
+    self._seeds = dict(zip(keys, episode_lib.episode_seeds(jax.numpy.stack(list(keys.values())))))
 
   def play(self, rows: Sequence[records.Row]) -> Iterator[records.PlayedRow]:
     """Plays rows, and yields them in the order in which they end.
@@ -213,7 +213,7 @@ def _add_turn(
   observation, reward, terminated, truncated, info = outcome
   action = str(info.get('action') or 'other')
   tokens = np.zeros(turn.num_tokens, np.int32)  # the server gives only their number
-  reward = episode_loop.finite('reward', reward)
+  reward = episode_lib.finite('reward', reward)
   logp = tokens.astype(np.float32)
   episode.turns.append(types.Turn(tokens, logp, _NO_TOKENS, action, reward))
   episode.counts['invalid'] = episode.counts.get('invalid', 0.0) + (action == 'invalid')
@@ -221,7 +221,7 @@ def _add_turn(
   if 'environment_error' in info:
     _fail(episode, info)
   for name, value in (info.get('metrics') or {}).items():
-    episode.metrics[name] = episode_loop.finite(f"info['metrics'][{name!r}]", value)
+    episode.metrics[name] = episode_lib.finite(f"info['metrics'][{name!r}]", value)
   episode.truncated = bool(truncated)
   return protocol.full_text(observation, info), bool(terminated or truncated)
 

@@ -11,7 +11,7 @@ import numpy as np
 from stppo_jax import types
 from stppo_jax.monitoring import roles
 from stppo_jax.rollout import agent as agent_lib
-from stppo_jax.rollout import episode as episode_loop
+from stppo_jax.rollout import episode as episode_lib
 
 Play = Callable[[], list[types.Episode]]
 
@@ -29,7 +29,7 @@ def evaluate(
   Raises Stopped after `give_up()` returns true. `until_answered(play)` may play again. It returns
   the episodes of a `play` in which retrieval worked.
   """
-  keys = episode_loop.row_keys(jax.random.key(seed), tasks)
+  keys = episode_lib.row_keys(jax.random.key(seed), tasks)
   play = lambda: agent.play(params, tasks, keys, greedy=True, give_up=give_up)
   episodes = until_answered(play)
   return scores(episodes), episodes

@@ -21,7 +21,7 @@ from absl import logging
 
 from stppo_jax.monitoring import charts
 from stppo_jax.monitoring import metrics
-from stppo_jax.monitoring import workdir as workdirs
+from stppo_jax.monitoring import workdir as workdir_lib
 
 T = TypeVar('T')
 EPISODES_PER_FILE = 24  # at most, of each of: first and last training update, last evaluation
@@ -56,16 +56,16 @@ def build(workdir: str) -> str:
   }
   page = re.sub(r'\{\{(\w+)\}\}', lambda match: parts[match.group(1)], read('page.html'))
   path = os.path.join(workdir, 'report.html')
-  workdirs.write_whole(path, page)
+  workdir_lib.write_whole(path, page)
   return path
 
 
 def page_data(workdir: str) -> dict[str, Any]:
   """Returns what the page shows, as JSON values. Whatever does not exist yet is left out."""
   rows = _merge_only_dataset(metrics.read_metrics(workdir))
-  config = workdirs.read_config(workdir)
+  config = workdir_lib.read_config(workdir)
   groups = _episode_groups(os.path.join(workdir, 'episodes'), _first_alarms(rows))
-  settings = workdirs.flatten(config)
+  settings = workdir_lib.flatten(config)
   settings |= {f'algorithm.{name}': x for name, x in config.get('objective', {}).items()}
   return {
       'title': str(config.get('name') or os.path.basename(os.path.abspath(workdir))),

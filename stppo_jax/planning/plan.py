@@ -32,7 +32,7 @@ from stppo_jax.rollout import layout
 from stppo_jax.rollout import prepare
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.training import learner as learner_lib
-from stppo_jax.training import state as train_state
+from stppo_jax.training import state as state_lib
 
 HEADROOM = 0.1  # share of a chip's memory that a plan leaves free
 LIMIT_FLAG = '--xla_tpu_max_hbm_size_mib'
@@ -135,8 +135,8 @@ def make(config: Config, topology: str = '') -> Plan:
       learner_lib.make_spec(config, variant, model, critic_model, devices[0]),
       lengths=config.train.length_buckets[-1:],
   )
-  state = jax.eval_shape(functools.partial(train_state.create, spec), actor, critic)
-  state = jax.tree.map(_shape, state, train_state.shardings(state, mesh, on_host))
+  state = jax.eval_shape(functools.partial(state_lib.create, spec), actor, critic)
+  state = jax.tree.map(_shape, state, state_lib.shardings(state, mesh, on_host))
   stop_table = np.zeros((NUM_STOP_STATES, model.vocab_size), np.int32)
   sampler = agent_lib.make_sampler(config, model, stop_table, (0,), mesh)
   evaluated = sampler.greedy(config.eval.rows).num_groups  # before and after a run at least

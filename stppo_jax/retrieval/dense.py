@@ -17,7 +17,7 @@ import numpy as np
 
 from stppo_jax import tasks
 from stppo_jax import types
-from stppo_jax.retrieval import encoder as encoders
+from stppo_jax.retrieval import encoder as encoder_lib
 from stppo_jax.retrieval import protocol
 
 _BLOCK = 16_384  # passages compared at a time
@@ -40,7 +40,7 @@ class DenseRetriever:
     self._passages = list(passages)
     if not self._passages:
       raise types.UserError('retriever: got 0 passages; check that the corpus is not empty')
-    self._encoder = encoders.Encoder(encoder_folder)
+    self._encoder = encoder_lib.Encoder(encoder_folder)
     texts = [_PASSAGE_PREFIX + tasks.write_contents(p) for p in self._passages]
     if not cache_folder:
       self._temporary = tempfile.TemporaryDirectory()  # deleted with the retriever
@@ -60,7 +60,7 @@ class DenseRetriever:
     return results
 
 
-def embed(encoder: encoders.Encoder, texts: Sequence[str], folder: str) -> np.ndarray:
+def embed(encoder: encoder_lib.Encoder, texts: Sequence[str], folder: str) -> np.ndarray:
   """Returns [len(texts), D] float32, mapped from a file in `folder`; makes a missing file."""
   path = os.path.join(folder, f'embeddings_{_digest(encoder.folder, texts)}.npy')
   if not os.path.exists(path):

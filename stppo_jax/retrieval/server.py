@@ -31,7 +31,7 @@ from starlette import requests
 from starlette import responses
 from starlette import routing
 
-from stppo_jax import tasks as task_files
+from stppo_jax import tasks as tasks_lib
 from stppo_jax import types
 from stppo_jax.distributed import http_server
 from stppo_jax.retrieval import kinds
@@ -115,7 +115,7 @@ def _write_rows(name: str, rows: Iterable[Any]) -> bytes:
 
 
 def _document(passage: types.Passage, field: str = 'contents') -> dict[str, Any]:
-  return {'id': passage.id, field: task_files.write_contents(passage)}
+  return {'id': passage.id, field: tasks_lib.write_contents(passage)}
 
 
 class RetrievalApp(http_server.HttpApp):
@@ -220,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       **{field.name: getattr(flags, field.name) for field in dataclasses.fields(Limits)}
   )
   try:
-    passages = task_files.load_corpus(flags.corpus)
+    passages = tasks_lib.load_corpus(flags.corpus)
     logging.info('%s over %d passages', flags.kind, len(passages))
     retriever = make_retriever(flags, passages)
   except types.UserError as error:

@@ -12,14 +12,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from stppo_jax import tokenizer as chat
+from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import engine
-from stppo_jax.rollout import episode as episode_loop
+from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import layout
 from stppo_jax.rollout import prepare
 from stppo_jax.rollout import sampler as sampler_lib
@@ -31,7 +31,7 @@ class Agent:
   """Turns parameters and questions into episodes."""
 
   config: Any  # the run's Config
-  tokenizer: chat.Tokenizer
+  tokenizer: tokenizer_lib.Tokenizer
   model: decoder.ModelConfig  # the policy's shape
   env: factory.EnvFactory  # makes an environment per episode
   retriever: Any  # retrieval.protocol.Retriever, or None
@@ -60,7 +60,7 @@ class Agent:
     """
     rollout = self.config.rollout
     groups = range(len(tasks)) if groups is None else groups
-    seeds = episode_loop.reset_seeds(keys, tasks)
+    seeds = episode_lib.reset_seeds(keys, tasks)
     envs = [self.env(task, seed) for task, seed in zip(tasks, seeds)]
     step_all = hosts.split_steps(envs)
 
@@ -76,7 +76,7 @@ class Agent:
         resources.callback(pool.shutdown, wait=False, cancel_futures=True)
         map_all = pool.map
         step_all = functools.partial(step_all, map_all=map_all)
-      rules = episode_loop.EpisodeRules(
+      rules = episode_lib.EpisodeRules(
           prepare.limits(self.config),
           frame=self.env.frame,
           core_metrics=self.env.core_metrics,
@@ -87,9 +87,9 @@ class Agent:
           strict=rollout.max_failed == 0,
       )
       sampler = self.greedy if greedy else self.sampler
-      rows = episode_loop.Rows(envs, tasks, groups, keys)
+      rows = episode_lib.Rows(envs, tasks, groups, keys)
       copy = self.sampler.copy(params)
-      episodes, self.report = episode_loop.play(sampler, copy, self.tokenizer, rows, rules)
+      episodes, self.report = episode_lib.play(sampler, copy, self.tokenizer, rows, rules)
     if give_up is not None:
       hosts.end_if(give_up)
     return episodes
@@ -104,7 +104,7 @@ def make_agent(
   """Builds the agent of a policy of shape `model`, on the devices of `mesh`; None: on the first."""
   prepared = prepared or prepare.prepare(config)
   tokenizer = prepared.tokenizer
-  stop_table = chat.stop_automaton(tokenizer.token_bytes, prepared.env.stop_strings)
+  stop_table = tokenizer_lib.stop_automaton(tokenizer.token_bytes, prepared.env.stop_strings)
   num_roles = prepared.env.num_roles
   sampler = make_sampler(config, model, stop_table, tokenizer.eos_ids, mesh, num_roles)
   eval_rows = sampling.round_up(config.eval.rows, sampler.width) * num_roles

@@ -28,7 +28,7 @@ from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.retrieval import protocol
 from stppo_jax.rollout import engine
-from stppo_jax.rollout import episode as episode_loop
+from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import sampling
 
 
@@ -125,7 +125,7 @@ class Batches:
   def _play(self, params, key, tasks, groups):
     """Plays `group_size` episodes per group; `tasks` has the question of each episode."""
     numbers = _repeat(groups, self.group_size)
-    keys = episode_loop.row_keys(key, tasks)
+    keys = episode_lib.row_keys(key, tasks)
     episodes, replays = self.until_answered(
         lambda: self.agent.play(params, tasks, keys, numbers, give_up=self.give_up)
     )

@@ -13,7 +13,7 @@ from typing import Any
 from absl import logging
 
 from stppo_jax import components
-from stppo_jax import tokenizer as chat
+from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
@@ -22,7 +22,7 @@ from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
 from stppo_jax.models import layers
-from stppo_jax.rollout import episode as episode_loop
+from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.types import UserError
 
 _ASSETS = os.path.join(os.path.dirname(os.path.dirname(__file__)), 'assets')
@@ -55,7 +55,7 @@ _RESERVED_ARGUMENTS = {
 class Prepared:
   """The parts of an agent, except for its model."""
 
-  tokenizer: chat.Tokenizer
+  tokenizer: tokenizer_lib.Tokenizer
   env: factory.EnvFactory  # with its retriever
   retriever: Any
 
@@ -69,7 +69,7 @@ def prepare(config) -> Prepared:
   _check_positions(config, model, 'model.folder')
   parts = components.resolve(config)
   tokenizer = load_tokenizer(config, parts.env.frame)
-  chat.check_matches(tokenizer, model.vocab_size)
+  tokenizer_lib.check_matches(tokenizer, model.vocab_size)
   if config.model.critic_folder:
     _check_critic(config, model, tokenizer)
   if config.model.role_parameters == 'own' and not parts.env.roles:
@@ -78,7 +78,7 @@ def prepare(config) -> Prepared:
         "to 'shared'"
     )
   # A tokenizer that cannot frame observations is an error now.
-  chat.make_framing(tokenizer, parts.env.frame, config.rollout.max_observation)
+  tokenizer_lib.make_framing(tokenizer, parts.env.frame, config.rollout.max_observation)
   retriever = make_retriever(config, parts)
   return Prepared(tokenizer, parts.bind(retriever), retriever)
 
@@ -145,7 +145,7 @@ def _with_compute_settings(shape, model):
   )
 
 
-def load_tokenizer(config, frame: str = 'inline') -> chat.Tokenizer:
+def load_tokenizer(config, frame: str = 'inline') -> tokenizer_lib.Tokenizer:
   """Returns the policy's tokenizer, with the config's arguments for its chat template.
 
   The embedded model has its chat template only for an environment whose `frame` needs one. The
@@ -157,7 +157,7 @@ def load_tokenizer(config, frame: str = 'inline') -> chat.Tokenizer:
     raise UserError(f'{setting}: {", ".join(sorted(reserved))} is set by the run: leave it out')
   needs_template = config.model.folder == 'embedded' and frame != 'inline'
   template = EMBEDDED_TEMPLATE if needs_template else ''
-  tokenizer = chat.load_tokenizer(model_folder(config), kwargs, template)
+  tokenizer = tokenizer_lib.load_tokenizer(model_folder(config), kwargs, template)
   if kwargs and tokenizer.render is None:
     raise UserError(
         f'{setting}: the tokenizer in {tokenizer.folder!r} has no chat template: leave them out'
@@ -179,10 +179,10 @@ def load_tasks(config, split: str) -> list[types.Task]:
   return components.resolve(config).load_tasks(split)
 
 
-def limits(config) -> episode_loop.EpisodeLimits:
+def limits(config) -> episode_lib.EpisodeLimits:
   """Returns the limits of an episode."""
   rollout = config.rollout
-  return episode_loop.EpisodeLimits(
+  return episode_lib.EpisodeLimits(
       max_prompt_tokens=rollout.max_prompt,
       max_turn_tokens=rollout.max_turn,
       max_observation_tokens=rollout.max_observation,
@@ -215,7 +215,7 @@ def _check_critic(config, policy, tokenizer):
     )
   if not os.path.isfile(os.path.join(folder, 'tokenizer.json')):
     return
-  critic_bytes = chat.load_tokenizer(folder).token_bytes
+  critic_bytes = tokenizer_lib.load_tokenizer(folder).token_bytes
   for i, (policy_token, critic_token) in enumerate(zip(tokenizer.token_bytes, critic_bytes)):
     if policy_token and critic_token and policy_token != critic_token:
       raise UserError(
@@ -248,7 +248,7 @@ def check_prompts(config, prepared: Prepared, tasks: Sequence[types.Task]) -> No
 
 def _prompt_lengths(config, prepared, tasks):
   """Returns (number of prompts that are too long, lengths) of tasks spread over the list."""
-  longest = episode_loop.longest_prompt(limits(config))
+  longest = episode_lib.longest_prompt(limits(config))
   end = time.monotonic() + _MAX_SECONDS
   stride = max(1, -(-len(tasks) // _MAX_PROMPTS))
   lengths = []
@@ -261,7 +261,7 @@ def _prompt_lengths(config, prepared, tasks):
       if not config.rollout.max_failed:
         raise UserError(first_error)
     else:
-      lengths.append(len(episode_loop.first_prompt(prepared.tokenizer, observation, info)))
+      lengths.append(len(episode_lib.first_prompt(prepared.tokenizer, observation, info)))
     if time.monotonic() > end:
       break
   if first_error and not lengths:

@@ -21,7 +21,7 @@ import jax
 
 from stppo_jax import types
 from stppo_jax.distributed import hosts
-from stppo_jax.envs import program as programs
+from stppo_jax.envs import program as program_lib
 from stppo_jax.envs import rewards
 from stppo_jax.models import decoder
 from stppo_jax.rollout import agent as agent_lib
@@ -54,7 +54,7 @@ class _ProgramRun:
 class ProgramAgent(agent_lib.Agent):
   """Turns parameters and questions into episodes, which an agent program plays."""
 
-  program: programs.Program = dataclasses.field(kw_only=True)
+  program: program_lib.Program = dataclasses.field(kw_only=True)
 
   def play(
       self,
@@ -188,7 +188,7 @@ def make_agent(
   """Builds the agent of a config whose episodes an agent program plays."""
   prepared = prepared or prepare.prepare(config)
   program = prepared.env.make
-  assert isinstance(program, programs.Program)
+  assert isinstance(program, program_lib.Program)
   pipeline = config.pipeline
   rollout = config.rollout
   for is_wrong, conflict in (

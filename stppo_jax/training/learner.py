@@ -33,7 +33,7 @@ from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipeline_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.training import packing
-from stppo_jax.training import state as train_state
+from stppo_jax.training import state as state_lib
 from stppo_jax.training import update as update_lib
 from stppo_jax.training.state import TrainState
 
@@ -47,7 +47,7 @@ class Models(typing.NamedTuple):
   critic_model: decoder.ModelConfig | None  # None without a separate critic, as is `critic`
   actor: dict
   critic: dict | None
-  frozen: train_state.Frozen
+  frozen: state_lib.Frozen
 
 
 class PolicyUpdate(typing.NamedTuple):
@@ -99,8 +99,8 @@ class Learned:
 class Learner:
   """The compiled functions of a policy's update, and what they read besides its state."""
 
-  spec: train_state.Spec
-  frozen: train_state.Frozen
+  spec: state_lib.Spec
+  frozen: state_lib.Frozen
   mesh: jax.sharding.Mesh
   functions: update_lib.Functions
   bins: packing.Bins
@@ -222,7 +222,7 @@ def build(config: config_lib.Config, roles: Sequence[str] = (), pad_id: int = 0)
   are_apart = config.model.role_parameters == 'own'
   if not are_apart:
     spec = dataclasses.replace(spec, roles=tuple(roles))
-  state = train_state.create_sharded(spec, actor, critic, mesh, offloaded)
+  state = state_lib.create_sharded(spec, actor, critic, mesh, offloaded)
   functions = update_lib.compile_functions(spec, state, frozen, mesh)
   learner = Learner(spec, frozen, mesh, functions, make_bins(config, spec, mesh, pad_id))
   if not are_apart:
@@ -317,12 +317,12 @@ def load(
     critic_model, critic = (
         load_model(critic_head, folder, memory_kind) if critic_head else (None, None)
     )
-    return Models(model, critic_model, actor, critic, train_state.Frozen())
+    return Models(model, critic_model, actor, critic, state_lib.Frozen())
 
   one_base = critic_head and not folder
   model, params = load_model('both' if one_base else head)
   base, value_head = lora.split(params)
-  frozen, critic_model, critic = train_state.Frozen(actor=base), None, None
+  frozen, critic_model, critic = state_lib.Frozen(actor=base), None, None
   actor_key, critic_key = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), 0))
 
   def adapters(key, base):
@@ -365,7 +365,7 @@ def model_heads(config: config_lib.Config, variant: variants.Variant) -> tuple[s
 
 
 def make_bins(
-    config: config_lib.Config, spec: train_state.Spec, mesh: jax.sharding.Mesh, pad_id: int
+    config: config_lib.Config, spec: state_lib.Spec, mesh: jax.sharding.Mesh, pad_id: int
 ) -> packing.Bins:
   """Makes the Bins: how a batch is dealt out to optimizer steps."""
   train = config.train
@@ -386,7 +386,7 @@ def make_spec(
     model: decoder.ModelConfig,
     critic_model: decoder.ModelConfig | None,
     device: jax.Device,
-) -> train_state.Spec:
+) -> state_lib.Spec:
   """Builds the static part of the compiled functions, for the kind of device that they run on."""
   train = config.train
   backend = attention.choose(
@@ -398,7 +398,7 @@ def make_spec(
 
   def optimizer(options, later=0):
     num_steps = (train.schedule_updates or train.updates) * steps_per_update
-    return train_state.make_optimizer(
+    return state_lib.make_optimizer(
         options.lr,
         round(options.warmup * num_steps),
         options.betas,
@@ -410,7 +410,7 @@ def make_spec(
 
   actor_optimizer, actor_lr = optimizer(config.actor, later=train.critic_warmup)
   critic_optimizer, critic_lr = optimizer(config.critic)
-  return train_state.Spec(
+  return state_lib.Spec(
       variant=variant,
       actor=dataclasses.replace(model, attention=backend),
       critic=critic_model and dataclasses.replace(critic_model, attention=backend),

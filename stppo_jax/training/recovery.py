@@ -23,8 +23,8 @@ from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
 from stppo_jax.distributed import hosts
-from stppo_jax.monitoring import workdir as workdirs
-from stppo_jax.rollout import pipeline as pipelines
+from stppo_jax.monitoring import workdir as workdir_lib
+from stppo_jax.rollout import pipeline as pipeline_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
@@ -32,7 +32,7 @@ from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
 MAX_ROLLBACKS = 3  # to one checkpoint
-Ahead = pipelines.Sampled | pipelines.Unsampled
+Ahead = pipeline_lib.Sampled | pipeline_lib.Unsampled
 _SHARED = 'give a --workdir that all processes share'
 
 
@@ -61,8 +61,8 @@ def claimed(config: config_lib.Config, variant: variants.Variant, workdir: str) 
 
   Refuses that of another run or config, and one that cannot hold checkpoints.
   """
-  workdirs.check_path(workdir)
-  with workdirs.lock(workdir) if hosts.is_writer() else contextlib.nullcontext():
+  workdir_lib.check_path(workdir)
+  with workdir_lib.lock(workdir) if hosts.is_writer() else contextlib.nullcontext():
     check_shared(workdir)
     claim(config, variant, workdir)
     yield
@@ -75,9 +75,9 @@ def check_shared(workdir: str) -> None:
   """
   if jax.process_count() == 1:
     return
-  nonce = hosts.by_writer(workdirs.write_nonce, workdir)
-  seen = hosts.share(hosts.is_writer() or workdirs.sees_nonce(workdir, nonce))
-  hosts.by_writer(workdirs.remove_nonce, workdir)
+  nonce = hosts.by_writer(workdir_lib.write_nonce, workdir)
+  seen = hosts.share(hosts.is_writer() or workdir_lib.sees_nonce(workdir, nonce))
+  hosts.by_writer(workdir_lib.remove_nonce, workdir)
   if not all(seen):
     raise UserError(
         f'--workdir={workdir!r}: process {seen.index(False)} does not see what process 0 writes '
@@ -90,7 +90,7 @@ def claim(config: config_lib.Config, variant: variants.Variant, workdir: str) ->
   digests, objective = prepare.sources(config), variant.described()
   hosts.require_same('plug-ins and models', [digests, objective])
   hosts.by_writer(
-      workdirs.claim,
+      workdir_lib.claim,
       workdir,
       dataclasses.asdict(config),
       validation.changeable_on_resume(config, validation.has_critic(config, variant)),
@@ -109,7 +109,7 @@ def claim_tasks(
   """Checks that all processes have the same tasks, and `workdir` those to train on."""
   digest = hashlib.sha256('\n'.join(map(repr, tasks)).encode()).hexdigest()[:16]
   hosts.require_same('questions', [digest, *(task.id for task in held_out)])
-  hosts.by_writer(workdirs.claim_questions, workdir, digest, config.train.accept_changed_plugins)
+  hosts.by_writer(workdir_lib.claim_questions, workdir, digest, config.train.accept_changed_plugins)
 
 
 def with_rollbacks(attempt: Callable[[int | None], Any], workdir: str, on_nonfinite: str) -> Any:
@@ -150,7 +150,7 @@ def restore_part(workdir: str, like: Any, which: str = 'newest') -> tuple[Any, i
   `like` is a tree of shapes with shardings, a subtree of the state. Without a checkpoint, returns
   (`like`, None). Before the first evaluation, 'best' means the newest checkpoint.
   """
-  workdirs.check_path(workdir)
+  workdir_lib.check_path(workdir)
   folder = os.path.join(workdir, 'checkpoints')
   hosts.require_same(f'{folder}: whether it exists', os.path.isdir(folder), _SHARED)
   if not os.path.isdir(folder):
@@ -184,7 +184,7 @@ class Saves:
     return self._checkpoints.num_failed
 
   def resume(
-      self, learners: learner_lib.Learners, batches: pipelines.Batches, last_batch: int | None
+      self, learners: learner_lib.Learners, batches: pipeline_lib.Batches, last_batch: int | None
   ) -> tuple[Progress, list[Ahead]]:
     """Restores the newest checkpoint, if there is one: (progress, batches ahead, the next first).
 
@@ -218,7 +218,7 @@ class Saves:
       copies = self._checkpoints.restore_copies(newest, like, num_copies)
     for record in unsampled:
       params = copies[record['copy']]
-      ahead.append(pipelines.Unsampled(record['number'], record['staleness'], params))
+      ahead.append(pipeline_lib.Unsampled(record['number'], record['staleness'], params))
     ahead.sort(key=lambda batch: batch.number)
     return progress, ahead
 
@@ -233,8 +233,8 @@ class Saves:
     copies: dict[int, Any] = {}  # by identity: the first batches of a run share one
     sampled, unsampled = [], []
     for batch in ahead:
-      if isinstance(batch, pipelines.Sampled):
-        sampled.append(pipelines.to_json(batch))
+      if isinstance(batch, pipeline_lib.Sampled):
+        sampled.append(pipeline_lib.to_json(batch))
         continue
       copies[id(batch.params)] = batch.params
       number = list(copies).index(id(batch.params))

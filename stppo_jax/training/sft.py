@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
-from stppo_jax import tokenizer as chat
+from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.models import attention
 from stppo_jax.models import decoder
@@ -151,7 +151,7 @@ def _sums(params, config, tokens, weights, logp_chunk):
 
 
 def encode(
-    tokenizer: chat.Tokenizer,
+    tokenizer: tokenizer_lib.Tokenizer,
     prompt: str,
     turns: Sequence[tuple[str, str]],
     max_observation: int,
@@ -162,13 +162,13 @@ def encode(
   Prompt, turns and observations are each encoded separately, as in an episode, and an observation
   is cut as the rollout cuts it.
   """
-  ids = chat.encode_prompt(tokenizer, prompt)
+  ids = tokenizer_lib.encode_prompt(tokenizer, prompt)
   weights = [read_weight] * len(ids)
   for turn, observation in turns:
     turn_ids = tokenizer.encode(turn)
     observation_ids = []
     if observation:
-      observation_ids = chat.encode_observation(tokenizer, observation, max_observation)
+      observation_ids = tokenizer_lib.encode_observation(tokenizer, observation, max_observation)
     ids = ids + turn_ids + observation_ids
     weights += [1.0] * len(turn_ids) + [read_weight] * len(observation_ids)
   return Demonstration(np.array(ids, np.int32), np.array(weights, np.float32))
