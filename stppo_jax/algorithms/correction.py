@@ -100,7 +100,7 @@ def divisor(
   return jax.lax.stop_gradient(jnp.where(value > 0, value, jnp.nan))
 
 
-class Division(NamedTuple):
+class DividedGradient(NamedTuple):
   """The results of `divide`."""
 
   gradient: Any  # the gradient for the optimizer
@@ -111,7 +111,7 @@ class Division(NamedTuple):
   norms: dict[str, jax.Array]
 
 
-def divide(order: str, g: Any, rest: Any, divisor: jax.Array, max_norm: float) -> Division:
+def divide(order: str, g: Any, rest: Any, divisor: jax.Array, max_norm: float) -> DividedGradient:
   """Divides the policy's gradient g by the divisor D, at the place that `order` names.
 
   before_clip  the optimizer gets clip(g / D + rest). If ||g / D|| is above the clip, D is lost.
@@ -157,7 +157,7 @@ def divide(order: str, g: Any, rest: Any, divisor: jax.Array, max_norm: float) -
   change = entering_norm / jnp.where(undivided_norm > 0, undivided_norm, 1)
   factor = jnp.where(undivided_norm > 0, change, 1)
   norms = {'clip': clip_norm, 'entering': entering_norm, 'factor': factor}
-  return Division(gradient, undivided, step_divisor, norms)
+  return DividedGradient(gradient, undivided, step_divisor, norms)
 
 
 def norm(tree: Any) -> jax.Array:

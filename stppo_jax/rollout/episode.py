@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stppo_jax import tokenizer as chat
+from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import protocol
@@ -74,7 +74,11 @@ class EpisodeRules:
 
 
 def play(
-    sampler: sampler_lib.Sampler, params, tokenizer: chat.Tokenizer, rows: Rows, rules: EpisodeRules
+    sampler: sampler_lib.Sampler,
+    params,
+    tokenizer: tokenizer_lib.Tokenizer,
+    rows: Rows,
+    rules: EpisodeRules,
 ) -> tuple[list[types.Episode], engine.Report]:
   """Returns one episode per environment and role, in their order, and a report of the work.
 
@@ -88,7 +92,7 @@ def play(
         f'max_slots={sampler.max_slots}: build it for at least as many'
     )
   started = time.perf_counter()
-  framing = chat.make_framing(tokenizer, rules.frame, limits.max_observation_tokens)
+  framing = tokenizer_lib.make_framing(tokenizer, rules.frame, limits.max_observation_tokens)
   num_roles = max(1, len(rules.roles))
   states: list[EpisodeState] = []
   episodes: list[types.Episode] = []
@@ -162,11 +166,11 @@ def reset_seeds(keys: jax.Array, tasks: Sequence[types.Task]) -> list[int]:
   return [seed if task.seed is None else task.seed for task, seed in zip(tasks, seeds)]
 
 
-def first_prompt(tokenizer: chat.Tokenizer, observation: str, info: dict) -> list[int]:
+def first_prompt(tokenizer: tokenizer_lib.Tokenizer, observation: str, info: dict) -> list[int]:
   """Returns the prompt of what `Env.reset` gave, with its tools if it has some."""
   message = protocol.full_text(observation, info)
   tools = info.get('tools', ())
-  return chat.encode_prompt(tokenizer, message, tools, info.get('declaration', ''))
+  return tokenizer_lib.encode_prompt(tokenizer, message, tools, info.get('declaration', ''))
 
 
 def longest_prompt(limits: EpisodeLimits) -> int:
@@ -180,7 +184,7 @@ class EpisodeState:
   def __init__(
       self,
       task: types.Task,
-      framing: chat.Framing,
+      framing: tokenizer_lib.Framing,
       rules: EpisodeRules,
       group: int = 0,
       number: int = 0,  # position of the environment in its batch
@@ -347,7 +351,7 @@ def _least_turn(limits: EpisodeLimits) -> int:
   return min(limits.min_turn_tokens, limits.max_turn_tokens)
 
 
-def action_text(tokenizer: chat.Tokenizer, tokens: np.ndarray) -> str:
+def action_text(tokenizer: tokenizer_lib.Tokenizer, tokens: np.ndarray) -> str:
   """Returns the turn's text for the environment, without the eos token that may end it."""
   if tokens[-1] in tokenizer.eos_ids:
     tokens = tokens[:-1]
