@@ -114,7 +114,7 @@ class ClientTest(parameterized.TestCase):
       turn = self.client(address + '/').complete(messages, seed=3)
       self.client(address, temperature=0.5, top_p=0.9, api_key='k').complete(messages, seed=3)
       self.client(address, template_kwargs={'enable_thinking': False}).complete(messages)
-    self.assertEqual(turn, client_lib.Completion('<answer> a</answer>', 2, 12))
+    self.assertEqual(turn, client_lib.ChatCompletion('<answer> a</answer>', 2, 12))
     greedy = {'model': 'm', 'messages': messages, 'max_tokens': 7, 'temperature': 0.0}
     greedy |= {'stop': list(STOPS), 'path': '/v1/chat/completions'}
     self.assertEqual(asked[0], greedy | {'key': None})

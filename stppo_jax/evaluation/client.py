@@ -57,7 +57,7 @@ class ClientSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Completion:
+class ChatCompletion:
   """An answer."""
 
   text: str  # with the stop string that ended it
@@ -78,7 +78,9 @@ class ChatClient:
     self._session.auth = self._authorize
     self._lock = threading.Lock()
 
-  def complete(self, messages: Sequence[Mapping[str, str]], seed: int | None = None) -> Completion:
+  def complete(
+      self, messages: Sequence[Mapping[str, str]], seed: int | None = None
+  ) -> ChatCompletion:
     """Returns the next turn. Raises TooLongError, UnansweredError, or a UserError for good."""
     attempt = functools.partial(self._attempt, self._body(messages, seed))
     try:
@@ -104,7 +106,7 @@ class ChatClient:
       body['seed'] = seed
     return body
 
-  def _attempt(self, body: dict[str, Any], number: int) -> Completion:
+  def _attempt(self, body: dict[str, Any], number: int) -> ChatCompletion:
     """Sends the request once. Raises http_client.Temporary if another attempt may help."""
     if self._abandoned.is_set():
       raise UnansweredError('the job has ended')
@@ -162,7 +164,7 @@ def whole_turn(
   return text + opened[last] if last >= 0 else text
 
 
-def _parse(answer: Any, settings: ClientSettings) -> Completion:
+def _parse(answer: Any, settings: ClientSettings) -> ChatCompletion:
   """Returns the completion of an answer; raises an ordinary error if there is none."""
   choice = answer['choices'][0]
   content = choice['message'].get('content')
@@ -172,7 +174,7 @@ def _parse(answer: Any, settings: ClientSettings) -> Completion:
   text = whole_turn(
       content or '', choice.get('finish_reason'), settings.stop, choice.get('stop_reason', Ellipsis)
   )
-  return Completion(
+  return ChatCompletion(
       text, int(usage.get('completion_tokens') or 0), int(usage.get('total_tokens') or 0)
   )
 

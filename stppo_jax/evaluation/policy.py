@@ -70,7 +70,7 @@ _SHAPES = (
 SCORED_BY = ('env', 'retriever', 'rollout', 'model', 'data')
 
 
-def _check_trained(config, workdir):
+def _check_trained(config: Config, workdir: str) -> None:
   """Raises a UserError unless `workdir` holds a checkpoint that fits; warns of other settings."""
   if not os.path.isdir(os.path.join(workdir, 'checkpoints')):
     raise UserError(
@@ -134,7 +134,7 @@ def _trained(config: Config, workdir: str, all_roles: bool) -> Policy:
   return Policy(parts.model, params, updates, description)
 
 
-def _own_roles(config) -> tuple[str, ...]:
+def _own_roles(config: Config) -> tuple[str, ...]:
   """Returns the roles, if each has its own parameters."""
   if config.model.role_parameters != 'own':
     return ()

@@ -207,7 +207,7 @@ def _check_environment(name: str, env: factory.EnvFactory) -> None:
 
 
 def _add_turn(
-    episode: types.Episode, turn: client_lib.Completion, outcome: protocol.Step
+    episode: types.Episode, turn: client_lib.ChatCompletion, outcome: protocol.Step
 ) -> tuple[str, bool]:
   """Adds a turn and its outcome to the episode; returns (observation, whether it is over)."""
   observation, reward, terminated, truncated, info = outcome
