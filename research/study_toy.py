@@ -117,7 +117,8 @@ def all_grids():
       )
       main = {method: methods[method] for method in MAIN}
       grids[f'toy_{name}_as_system'] = _grid(name, main, AS_SYSTEM, drawn=())
-      grids[f'toy_{name}_scaled'] = _grid(name, scaled_methods(name), drawn=())
+      scaled_grid = _grid(name, scaled_methods(name), drawn=())
+      grids[f'toy_{name}_scaled'] = dataclasses.replace(scaled_grid, only_complete=True)
   return grids
 
 
