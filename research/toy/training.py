@@ -6,7 +6,7 @@ Overrides in, arrays [seeds, updates] out:
 
 An update does what `training.learner.Learner.update` does, in the same order, with the same code:
 sample with an older policy, annotate, advantages and filters (`update.with_advantages`), optimizer
-steps (`update.take_step`). Only models, task and sampler are small: chain.py is the task, and the
+steps (`update.take_step`). Only models, task and sampler are small: task.py is the task, and the
 models are perceptrons over its window of features. Configs that differ only in numbers share a
 program.
 
