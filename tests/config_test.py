@@ -22,7 +22,7 @@ from stppo_jax.models import hf_config
 from stppo_jax.models import lora
 from stppo_jax.retrieval import http
 from stppo_jax.retrieval import kinds
-from stppo_jax.training import learner
+from stppo_jax.training import objective
 from stppo_jax.types import UserError
 
 EXPERIMENTS = pathlib.Path(__file__).parent.parent / 'experiments'
@@ -39,7 +39,7 @@ def changed(**values):
 
 def resolve(config):
   """Validates the config, and the objective that it names."""
-  return learner.make_variant(validation.validate(config))
+  return objective.make_variant(validation.validate(config))
 
 
 RULES = {path: rules for path, rules, _ in validation.fields(schema.Config())}
@@ -58,7 +58,7 @@ class ValidateTest(parameterized.TestCase):
 
   def test_the_defaults_are_valid_and_are_returned(self):
     config = schema.Config()
-    learner.make_variant(config)
+    objective.make_variant(config)
     self.assertIs(validation.validate(config), config)
 
   @parameterized.parameters(*(path for path, rules in RULES.items() if rules.allowed))

@@ -22,8 +22,8 @@ from stppo_jax import validation
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import correction
 from stppo_jax.monitoring import metrics as metrics_lib
-from stppo_jax.training import learner
 from stppo_jax.training import loop
+from stppo_jax.training import objective
 from tests.support import env_server
 from tests.support import tiny_run
 
@@ -74,7 +74,7 @@ class FolderTest(parameterized.TestCase):
   def test_both_forms_are_valid(self, folder):
     for mode in ('', 'smoke'):
       config = validation.validate(load(folder, mode))
-      learner.make_variant(config)
+      objective.make_variant(config)
       self.assertEqual(config.name, '_'.join(filter(None, [folder, mode])))
       self.assertContainsSubset(FOLDERS[folder], components.plugin_names(config))
 

@@ -18,8 +18,8 @@ import pytest
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
 from stppo_jax.rollout import prepare
-from stppo_jax.training import learner
 from stppo_jax.training import loop
+from stppo_jax.training import objective
 from stppo_jax.types import UserError
 from tests.support import tiny_run
 
@@ -110,7 +110,7 @@ class ExperimentsTest(parameterized.TestCase):
     row = variants.VARIANTS[config.algorithm.variant]
     own = {'aggregation': 'token-mean'} if name == 'ppo_7b' else {}
     expected = dataclasses.replace(row, norm_length=config.rollout.max_total, **own)
-    self.assertEqual(learner.make_variant(config), expected)
+    self.assertEqual(objective.make_variant(config), expected)
 
   @parameterized.parameters(*CHANGES)
   def test_it_opens_with_its_command_and_its_result(self, name):
@@ -174,7 +174,7 @@ class ExperimentsTest(parameterized.TestCase):
         'kl_coef': 0.001,
         'aggregation': 'token-mean',
     }
-    self.assertContainsSubset(columns, learner.make_variant(config).described())
+    self.assertContainsSubset(columns, objective.make_variant(config).described())
 
   def test_its_grpo_is_that_of_search_r1(self):
     columns = {
@@ -185,7 +185,7 @@ class ExperimentsTest(parameterized.TestCase):
         'kl_estimator': 'k3',
         'kl_coef': 0.001,
     }
-    self.assertContainsSubset(columns, learner.make_variant(load('grpo_7b')).described())
+    self.assertContainsSubset(columns, objective.make_variant(load('grpo_7b')).described())
 
   @parameterized.parameters('', 'cpu', 'smoke')
   def test_smollm2_has_three_forms_of_one_algorithm(self, mode):

@@ -49,6 +49,7 @@ NOT_ALLOWED = {
 # Only these take the whole config; all others take the values that they need.
 READ_THE_CONFIG = {
     'training/loop.py',
+    'training/objective.py',
     'training/recovery.py',
     'training/run.py',
     'training/learner.py',

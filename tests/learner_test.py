@@ -22,6 +22,7 @@ from stppo_jax.models import layers
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.training import learner
+from stppo_jax.training import objective
 from stppo_jax.training import recovery
 from stppo_jax.types import UserError
 from tests.support import micro_run
@@ -124,7 +125,7 @@ class MakeVariantTest(parameterized.TestCase):
     for path, value in values.items():
       *parents, name = path.split('.')
       setattr(functools.reduce(getattr, parents, config), name, value)
-    return learner.make_variant(validation.validate(config))
+    return objective.make_variant(validation.validate(config))
 
   def refused(self, *words, **values):
     with self.assertRaises(UserError) as caught:
@@ -285,7 +286,7 @@ class MakeVariantTest(parameterized.TestCase):
     for path, value in values.items():
       *parents, name = path.split('.')
       setattr(functools.reduce(getattr, parents, config), name, value)
-    variant = learner.make_variant(validation.validate(config))
+    variant = objective.make_variant(validation.validate(config))
     arguments = config, variant, layers.PRESETS['qwen2.5-7b'], None, jax.devices()[0]
     context = self.assertLogs if words else self.assertNoLogs
     with context('absl', 'WARNING') as logs:
@@ -297,7 +298,7 @@ class MakeVariantTest(parameterized.TestCase):
     config = schema.Config()
     config.train.updates, config.train.critic_warmup = 100, 40  # of two steps each
     config.actor = config.critic = schema.OptimizerSettings(lr=1.0, warmup=0.0, final_lr=0.2)
-    variant = learner.make_variant(validation.validate(config))
+    variant = objective.make_variant(validation.validate(config))
     spec = learner.make_spec(config, variant, layers.PRESETS['qwen2.5-7b'], None, jax.devices()[0])
     for schedule, steps in ((spec.actor_lr, 120), (spec.critic_lr, 200)):
       self.assertAlmostEqual(float(schedule(0)), 1.0)
@@ -332,13 +333,13 @@ class MakeVariantTest(parameterized.TestCase):
 
   def test_all_processes_need_the_same_sources(self):
     config = micro_run.make_config(str(self.folder), **{'algorithm.variant': 'own_rl:PLAIN'})
-    variant = learner.make_variant(config)
+    variant = objective.make_variant(config)
     with mock.patch.object(hosts, 'require_same') as require_same:
       recovery.claim(config, variant, str(self.folder))
-    ((what, (digests, objective)),) = [call.args for call in require_same.call_args_list]
+    ((what, (digests, described)),) = [call.args for call in require_same.call_args_list]
     self.assertEqual(what, 'plug-ins and models')
     self.assertEqual(set(digests), {'algorithm.variant', 'model.folder'})
-    self.assertEqual(objective, variant.described())
+    self.assertEqual(described, variant.described())
 
 
 if __name__ == '__main__':

@@ -27,6 +27,7 @@ from stppo_jax.rollout import prepare
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import loop
+from stppo_jax.training import objective
 from stppo_jax.training import recovery
 from stppo_jax.training import run as run_lib
 from stppo_jax.types import RunError
@@ -470,7 +471,7 @@ class StalenessTest(parameterized.TestCase):
     for name, value in algorithm.items():
       setattr(config.algorithm, name, value)
     with mock.patch.object(logging, 'warning') as warning:
-      learner_lib._warn(config, learner_lib.make_variant(config))
+      objective.warn_of_settings(config, objective.make_variant(config))
     self.assertEqual(warning.called, warned)
 
   def test_several_processes_are_refused(self):

@@ -35,7 +35,7 @@ from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import validation
 from stppo_jax.rollout import prepare
-from stppo_jax.training import learner
+from stppo_jax.training import objective
 from stppo_jax.types import UserError
 
 USUAL_SCORES = {'system': 'val-core/all/em', 'toy': 'toy/success'}
@@ -211,7 +211,7 @@ def _system_jobs(grid_name, grid, condition, method, overrides, config) -> list[
   """Returns a job per seed; raises a UserError if the run's config is not valid."""
   run_config = changed(config, overrides)
   run_config.name = f'{grid_name}_{condition}_{method}'
-  learner.make_variant(validation.validate(run_config))
+  objective.make_variant(validation.validate(run_config))
   components.resolve(run_config)
   jobs = []
   for seed in grid.seeds:

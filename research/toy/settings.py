@@ -14,7 +14,7 @@ from research.toy import task
 from stppo_jax import config as schema
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
-from stppo_jax.training import learner
+from stppo_jax.training import objective
 from stppo_jax.types import Section
 from stppo_jax.types import setting
 from stppo_jax.types import UserError
@@ -138,7 +138,7 @@ def make(settings: Mapping[str, Any]) -> ToyConfig:
       )
   validation.validate(config)
   validation.check_section('toy.', toy)
-  return _make_config(toy, config, learner.make_variant(config))
+  return _make_config(toy, config, objective.make_variant(config))
 
 
 def split(config: ToyConfig) -> tuple[ToyConfig, dict[str, Any]]:

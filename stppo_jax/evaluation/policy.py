@@ -23,6 +23,7 @@ from stppo_jax.models import sharding
 from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.training import learner as learner_lib
+from stppo_jax.training import objective
 from stppo_jax.training import recovery
 from stppo_jax.types import UserError
 
@@ -154,7 +155,7 @@ def _read(config: Config, workdir: str) -> tuple[learner_lib.Models, dict[str, d
     model = prepare.load_shape(config, head, folder)
     return model, jax.eval_shape(functools.partial(decoder.init, config=model), jax.random.key(0))
 
-  variant = learner_lib.make_variant(config)
+  variant = objective.make_variant(config)
   parts = learner_lib.load(config, variant, load_model, make=jax.eval_shape)
   like = jax.tree.map(
       lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),

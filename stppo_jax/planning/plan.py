@@ -32,6 +32,7 @@ from stppo_jax.rollout import layout
 from stppo_jax.rollout import prepare
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.training import learner as learner_lib
+from stppo_jax.training import objective
 from stppo_jax.training import state as state_lib
 
 HEADROOM = 0.1  # share of a chip's memory that a plan leaves free
@@ -123,7 +124,7 @@ def make(config: Config, topology: str = '') -> Plan:
     shape = prepare.load_shape(config, head, folder)
     return shape, _on(mesh, _params(shape), memory_kind)
 
-  variant = learner_lib.make_variant(config)
+  variant = objective.make_variant(config)
   model, critic_model, actor, critic, frozen = learner_lib.load(
       config, variant, load, lambda function: _on(mesh, jax.eval_shape(function))
   )

@@ -11,15 +11,11 @@ import functools
 import typing
 from typing import Any
 
-from absl import logging
 import jax
 import jax.numpy as jnp
 
 from stppo_jax import config as config_lib
-from stppo_jax import plugins
 from stppo_jax import types
-from stppo_jax import validation
-from stppo_jax.algorithms import checks
 from stppo_jax.algorithms import variants
 from stppo_jax.models import attention
 from stppo_jax.models import decoder
@@ -32,6 +28,7 @@ from stppo_jax.monitoring import timing as timing_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipeline_lib
 from stppo_jax.rollout import prepare
+from stppo_jax.training import objective
 from stppo_jax.training import packing
 from stppo_jax.training import state as state_lib
 from stppo_jax.training import update as update_lib
@@ -194,7 +191,7 @@ def build(config: config_lib.Config, roles: Sequence[str] = (), pad_id: int = 0)
 
   All states start from the same weights.
   """
-  variant = make_variant(config)
+  variant = objective.make_variant(config)
   mesh = sharding.mesh_of(config.mesh)
   sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
   offloaded = on_host(config, mesh)
@@ -210,14 +207,12 @@ def build(config: config_lib.Config, roles: Sequence[str] = (), pad_id: int = 0)
 
   model, critic_model, actor, critic, frozen = load(config, variant, load_model, make)
   if needs_reference(config, variant):  # a copy: the state takes the actor's own buffers
-    frozen = dataclasses.replace(
-        frozen,
-        reference=(
-            jax.device_put(actor, sharding.tree_shardings(actor, mesh, sharding.HOST))
-            if 'reference' in offloaded
-            else jax.tree.map(jnp.copy, actor)
-        ),
-    )
+    if 'reference' in offloaded:
+      host = sharding.tree_shardings(actor, mesh, sharding.HOST)
+      reference = jax.device_put(actor, host)
+    else:
+      reference = jax.tree.map(jnp.copy, actor)
+    frozen = dataclasses.replace(frozen, reference=reference)
   spec = make_spec(config, variant, model, critic_model, mesh.devices.flat[0])
   are_apart = config.model.role_parameters == 'own'
   if not are_apart:
@@ -229,75 +224,6 @@ def build(config: config_lib.Config, roles: Sequence[str] = (), pad_id: int = 0)
     return Learners(learner, state, config.seed)
   copies = [state, *(jax.tree.map(jnp.copy, state) for _ in roles[1:])]
   return Learners(learner, dict(zip(roles, copies)), config.seed)
-
-
-def make_variant(config: config_lib.Config) -> variants.Variant:
-  """Resolves and checks the objective that the config names, with the columns it overrides."""
-  algorithm = config.algorithm
-  variant = plugins.load('algorithm.variant', algorithm.variant, variants.VARIANTS)
-  if not isinstance(variant, variants.Variant):
-    raise types.UserError(
-        f'config.algorithm.variant={algorithm.variant!r} is a {type(variant).__name__}: '
-        'give the name of a stppo_jax.algorithms.variants.Variant'
-    )
-  variant = dataclasses.replace(variant, **_overrides(algorithm, variant))
-  _check_hashable(algorithm.variant, variant)
-  functions = {}
-  for column, names in variants.BUILT_IN.items():
-    given = getattr(variant, column)
-    if isinstance(given, str) and given not in names:
-      given = functions[column] = plugins.load(f'algorithm.{column}', given, dict.fromkeys(names))
-    if not isinstance(given, str) and not callable(given):
-      raise types.UserError(
-          f'config.algorithm.{column}={getattr(variant, column)!r}: must name a function, see '
-          'stppo_jax/algorithms/variants.py'
-      )
-  named = variant
-  variant = dataclasses.replace(variant, **functions)
-  validation.check_variant(config, variant)
-  for column in variants.BUILT_IN:
-    function = getattr(variant, column)
-    if not callable(function):
-      continue
-    if wrong := checks.check(column, function, variant, config.rollout.group_size):
-      where = f'config.algorithm.{column}={getattr(named, column)!r}'
-      if column not in functions:
-        where = f'config.algorithm.variant={algorithm.variant!r}, its {column}'
-      raise types.UserError(f'{where}: {wrong}')
-  return dataclasses.replace(variant, norm_length=variant.norm_length or config.rollout.max_total)
-
-
-def _check_hashable(name: str, variant: variants.Variant) -> None:
-  """Refuses a field that cannot be a static part of a compiled function."""
-  for field in vars(variant).keys() - variants.BUILT_IN.keys():  # functions may be any objects
-    try:
-      hash(getattr(variant, field))
-    except TypeError:
-      kind = type(getattr(variant, field)).__name__
-      raise types.UserError(
-          f'config.algorithm.variant={name!r}: its field {field} holds a {kind}, which cannot be '
-          'hashed: make it a tuple, a number or a text'
-      ) from None
-
-
-def _overrides(
-    algorithm: config_lib.AlgorithmSettings, variant: variants.Variant
-) -> dict[str, Any]:
-  """Returns the columns of the variant that the config sets."""
-  columns = [field.name for field in dataclasses.fields(variants.Variant)]
-  own = {field.name for field in dataclasses.fields(variant)} - set(columns)
-  for name, value in algorithm.options.items():
-    if name not in own:
-      raise types.UserError(
-          f'config.algorithm.options.{name}: the fields that {algorithm.variant!r} adds to a '
-          f'Variant are {", ".join(sorted(own)) or "none"}'
-      )
-    if not isinstance(value, (bool, int, float, str, type(None))):
-      raise types.UserError(
-          f'config.algorithm.options.{name}={value!r}: give a number, a text, true, false or null'
-      )
-  given = {name: getattr(algorithm, name) for name in columns}
-  return {k: v for k, v in given.items() if v is not None} | algorithm.options
 
 
 def load(
@@ -312,17 +238,17 @@ def load(
   head, critic_head = model_heads(config, variant)
   folder = options.critic_folder or None
   memory_kind = sharding.HOST if config.placement.critic == 'host' else None
+  critic_model = critic = None
   if not options.lora_rank:
     model, actor = load_model(head)
-    critic_model, critic = (
-        load_model(critic_head, folder, memory_kind) if critic_head else (None, None)
-    )
+    if critic_head:
+      critic_model, critic = load_model(critic_head, folder, memory_kind)
     return Models(model, critic_model, actor, critic, state_lib.Frozen())
 
   one_base = critic_head and not folder
   model, params = load_model('both' if one_base else head)
   base, value_head = lora.split(params)
-  frozen, critic_model, critic = state_lib.Frozen(actor=base), None, None
+  frozen = state_lib.Frozen(actor=base)
   actor_key, critic_key = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), 0))
 
   def adapters(key, base):
@@ -330,15 +256,14 @@ def load(
 
   actor = adapters(actor_key, base)
   if one_base:
-    model, critic_model = (dataclasses.replace(model, head=h) for h in (head, critic_head))
+    critic_model = dataclasses.replace(model, head=critic_head)
+    model = dataclasses.replace(model, head=head)
     critic = adapters(critic_key, base) | value_head
   elif critic_head:
     critic_model, params = load_model(critic_head, folder, memory_kind)
     base, value_head = lora.split(params)
-    frozen, critic = (
-        dataclasses.replace(frozen, critic=base),
-        adapters(critic_key, base) | value_head,
-    )
+    frozen = dataclasses.replace(frozen, critic=base)
+    critic = adapters(critic_key, base) | value_head
   else:
     actor |= value_head  # of a shared trunk
   return Models(model, critic_model, actor, critic, frozen)
@@ -394,7 +319,7 @@ def make_spec(
   )
   steps_per_update = train.epochs * train.episodes // train.mini_batch
 
-  _warn(config, variant)
+  objective.warn_of_settings(config, variant)
 
   def optimizer(options, later=0):
     num_steps = (train.schedule_updates or train.updates) * steps_per_update
@@ -428,86 +353,3 @@ def make_spec(
       critic_clip=config.critic.grad_clip,
       routing_replay=config.rollout.routing_replay if model.num_experts else 'none',
   )
-
-
-# Columns that change nothing without another: what that is, and whether a variant has it.
-_NEEDED = {
-    'gamma': ('an advantage that discounts', lambda variant: not variant.needs_groups),
-    'lam': ('a critic', lambda variant: variant.needs_critic or callable(variant.advantage)),
-    'lam_critic': ('a critic', lambda variant: variant.needs_critic),
-    'value_clip': ('a critic', lambda variant: variant.needs_critic),
-    'clip_low': ('a ratio', lambda variant: variant.ratio != 'none'),
-    'clip_high': ('a ratio', lambda variant: variant.ratio != 'none'),
-    'divisor': ('a ratio', lambda variant: variant.ratio != 'none' or variant.divisor == 'none'),
-    'chunk_length': (
-        'ratio=chunk',
-        lambda variant: variant.ratio == 'chunk' or callable(variant.ratio),
-    ),
-    'divide': ('a divisor', lambda variant: variant.divisor != 'none'),
-    'norm_of': ('a divisor', lambda variant: variant.divisor != 'none'),
-    'whiten_over': ('whiten=True', lambda variant: variant.whiten),
-    'norm_length': (
-        'aggregation=seq-mean-token-sum-norm',
-        lambda variant: variant.aggregation == 'seq-mean-token-sum-norm',
-    ),
-    'kl_coef': ('kl_in=reward or loss', lambda variant: variant.kl_in != 'none'),
-    'kl_horizon': ('kl_target', lambda variant: variant.kl_target > 0),
-    'rollout_is_threshold': ('rollout_is', lambda variant: variant.rollout_is != 'none'),
-    'rollout_is_low': ('rollout_is', lambda variant: variant.rollout_is != 'none'),
-    'rollout_is_normalize': ('rollout_is', lambda variant: variant.rollout_is != 'none'),
-    'rollout_rs_low': ('rollout_rs', lambda variant: variant.rollout_rs != 'none'),
-    'rollout_rs_high': ('rollout_rs', lambda variant: variant.rollout_rs != 'none'),
-}
-
-
-def _warn(config, variant):
-  """Logs what is allowed and seldom meant."""
-  train, name = config.train, config.algorithm.variant
-  for column, (needed, has) in _NEEDED.items():
-    if getattr(config.algorithm, column) is not None and not has(variant):
-      logging.warning('config.algorithm.%s has no effect without %s', column, needed)
-  steps_per_update = train.epochs * train.episodes // train.mini_batch
-  if variant.ratio == 'none' and steps_per_update > 1:
-    logging.warning(
-        '%s has no importance ratio, and only the first of its %d optimizer steps per update is '
-        'on-policy: set --config.train.mini_batch=%d --config.train.epochs=1',
-        name,
-        steps_per_update,
-        train.episodes,
-    )
-  is_corrected = variant.rollout_is != 'none' or variant.rollout_rs != 'none'
-  starts_at_sampler = variant.old_logp == 'sampler' and variant.ratio != 'none'
-  if config.pipeline.staleness and not (is_corrected or starts_at_sampler):
-    logging.warning(
-        'config.pipeline.staleness=%d trains on episodes of an older policy, and %s treats them as '
-        "the current one's: set --config.algorithm.old_logp=sampler (docs/study.md has what it "
-        'prevents), or --config.algorithm.rollout_is=turn',
-        config.pipeline.staleness,
-        name,
-    )
-  if variant.needs_critic and config.model.critic == 'shared':
-    logging.warning(
-        'config.model.critic=shared: one optimizer, that of config.actor, trains policy and value '
-        'head; config.critic has no effect'
-    )
-  if variant.advantage == 'group_zscore' and variant.kl_in == 'reward':
-    logging.warning(
-        'config.algorithm.kl_in=reward puts the KL into the scores that %s divides by their spread '
-        'in a group: a group whose episodes all do equally well trains on the KL alone, at full '
-        'strength. Set --config.algorithm.kl_in=loss --config.algorithm.kl_estimator=k3',
-        name,
-    )
-  if variant.mask_zero_advantage and variant.kl_in == 'loss' and steps_per_update > 1:
-    logging.warning(
-        'config.algorithm.mask_zero_advantage=True with kl_in=loss and %d optimizer steps per '
-        'update: episodes of equal scores have no surrogate, and their KL is what holds the policy '
-        'where the other steps move it (arXiv 2604.06159 reports an error of .297 without them, '
-        '.063 with them). Set --config.algorithm.mask_zero_advantage=False, or kl_in=none',
-        steps_per_update,
-    )
-  if variant.divide == 'step' and variant.divisor == 'paper':
-    logging.warning(
-        "config.algorithm.divide='step' with divisor='paper' multiplies the learning rate by "
-        '1 / ||C||, without a bound where little is clipped: --config.algorithm.divisor=floor or '
-        'relative never exceeds the rate'
-    )

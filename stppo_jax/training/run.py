@@ -35,6 +35,7 @@ from stppo_jax.rollout import pipeline as pipeline_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
+from stppo_jax.training import objective
 from stppo_jax.training import recovery
 from stppo_jax.trajectories import saved
 
@@ -55,7 +56,7 @@ def check(config: Config) -> variants.Variant:
   validation.validate(config)
   if config.train.deterministic:
     determinism.enable()
-  variant = learner_lib.make_variant(config)
+  variant = objective.make_variant(config)
   env = components.resolve(config).env
   _check_staleness(config)
   if config.rollout.replay:

@@ -1,0 +1,160 @@
+"""The objective of a run: the `Variant` that the config names, resolved and checked."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+from absl import logging
+
+from stppo_jax import config as config_lib
+from stppo_jax import plugins
+from stppo_jax import types
+from stppo_jax import validation
+from stppo_jax.algorithms import checks
+from stppo_jax.algorithms import variants
+
+# Columns that change nothing without another setting, and whether a variant has that one.
+_NEEDED: tuple[tuple[str, str, Callable[[variants.Variant], bool]], ...] = (
+    ('gamma', 'an advantage that discounts', lambda v: not v.needs_groups),
+    ('lam', 'a critic', lambda v: v.needs_critic or callable(v.advantage)),
+    ('lam_critic value_clip', 'a critic', lambda v: v.needs_critic),
+    ('clip_low clip_high', 'a ratio', lambda v: v.ratio != 'none'),
+    ('divisor', 'a ratio', lambda v: v.ratio != 'none' or v.divisor == 'none'),
+    ('chunk_length', 'ratio=chunk', lambda v: v.ratio == 'chunk' or callable(v.ratio)),
+    ('divide norm_of', 'a divisor', lambda v: v.divisor != 'none'),
+    ('whiten_over', 'whiten=True', lambda v: v.whiten),
+    (
+        'norm_length',
+        'aggregation=seq-mean-token-sum-norm',
+        lambda v: v.aggregation == 'seq-mean-token-sum-norm',
+    ),
+    ('kl_coef', 'kl_in=reward or loss', lambda v: v.kl_in != 'none'),
+    ('kl_horizon', 'kl_target', lambda v: v.kl_target > 0),
+    (
+        'rollout_is_threshold rollout_is_low rollout_is_normalize',
+        'rollout_is',
+        lambda v: v.rollout_is != 'none',
+    ),
+    ('rollout_rs_low rollout_rs_high', 'rollout_rs', lambda v: v.rollout_rs != 'none'),
+)
+
+
+def make_variant(config: config_lib.Config) -> variants.Variant:
+  """Resolves and checks the objective that the config names, with the columns it overrides."""
+  algorithm = config.algorithm
+  variant = plugins.load('algorithm.variant', algorithm.variant, variants.VARIANTS)
+  if not isinstance(variant, variants.Variant):
+    raise types.UserError(
+        f'config.algorithm.variant={algorithm.variant!r} is a {type(variant).__name__}: '
+        'give the name of a stppo_jax.algorithms.variants.Variant'
+    )
+  variant = dataclasses.replace(variant, **_overrides(algorithm, variant))
+  _check_hashable(algorithm.variant, variant)
+  functions = {}
+  for column, names in variants.BUILT_IN.items():
+    given = getattr(variant, column)
+    if isinstance(given, str) and given not in names:
+      given = functions[column] = plugins.load(f'algorithm.{column}', given, dict.fromkeys(names))
+    if not isinstance(given, str) and not callable(given):
+      raise types.UserError(
+          f'config.algorithm.{column}={getattr(variant, column)!r}: must name a function, see '
+          'stppo_jax/algorithms/variants.py'
+      )
+  named = variant
+  variant = dataclasses.replace(variant, **functions)
+  validation.check_variant(config, variant)
+  for column in variants.BUILT_IN:
+    function = getattr(variant, column)
+    if not callable(function):
+      continue
+    if wrong := checks.check(column, function, variant, config.rollout.group_size):
+      where = f'config.algorithm.{column}={getattr(named, column)!r}'
+      if column not in functions:
+        where = f'config.algorithm.variant={algorithm.variant!r}, its {column}'
+      raise types.UserError(f'{where}: {wrong}')
+  return dataclasses.replace(variant, norm_length=variant.norm_length or config.rollout.max_total)
+
+
+def _check_hashable(name: str, variant: variants.Variant) -> None:
+  """Refuses a field that cannot be a static part of a compiled function."""
+  for field in vars(variant).keys() - variants.BUILT_IN.keys():  # functions may be any objects
+    try:
+      hash(getattr(variant, field))
+    except TypeError:
+      kind = type(getattr(variant, field)).__name__
+      raise types.UserError(
+          f'config.algorithm.variant={name!r}: its field {field} holds a {kind}, which cannot be '
+          'hashed: make it a tuple, a number or a text'
+      ) from None
+
+
+def _overrides(algorithm: config_lib.AlgorithmSettings, variant: variants.Variant) -> dict[str, Any]:
+  """Returns the columns of the variant that the config sets."""
+  columns = [field.name for field in dataclasses.fields(variants.Variant)]
+  own = {field.name for field in dataclasses.fields(variant)} - set(columns)
+  for name, value in algorithm.options.items():
+    if name not in own:
+      raise types.UserError(
+          f'config.algorithm.options.{name}: the fields that {algorithm.variant!r} adds to a '
+          f'Variant are {", ".join(sorted(own)) or "none"}'
+      )
+    if not isinstance(value, (bool, int, float, str, type(None))):
+      raise types.UserError(
+          f'config.algorithm.options.{name}={value!r}: give a number, a text, true, false or null'
+      )
+  given = {name: getattr(algorithm, name) for name in columns}
+  return {k: v for k, v in given.items() if v is not None} | algorithm.options
+
+
+def warn_of_settings(config: config_lib.Config, variant: variants.Variant) -> None:
+  """Logs settings that are allowed and seldom meant."""
+  train, name = config.train, config.algorithm.variant
+  for columns, needed, has_needed in _NEEDED:
+    for column in columns.split():
+      if getattr(config.algorithm, column) is not None and not has_needed(variant):
+        logging.warning('config.algorithm.%s has no effect without %s', column, needed)
+  steps_per_update = train.epochs * train.episodes // train.mini_batch
+  if variant.ratio == 'none' and steps_per_update > 1:
+    logging.warning(
+        '%s has no importance ratio, and only the first of its %d optimizer steps per update is '
+        'on-policy: set --config.train.mini_batch=%d --config.train.epochs=1',
+        name,
+        steps_per_update,
+        train.episodes,
+    )
+  is_corrected = variant.rollout_is != 'none' or variant.rollout_rs != 'none'
+  starts_at_sampler = variant.old_logp == 'sampler' and variant.ratio != 'none'
+  if config.pipeline.staleness and not (is_corrected or starts_at_sampler):
+    logging.warning(
+        'config.pipeline.staleness=%d trains on episodes of an older policy, and %s treats them as '
+        "the current one's: set --config.algorithm.old_logp=sampler (docs/study.md has what it "
+        'prevents), or --config.algorithm.rollout_is=turn',
+        config.pipeline.staleness,
+        name,
+    )
+  if variant.needs_critic and config.model.critic == 'shared':
+    logging.warning(
+        'config.model.critic=shared: one optimizer, that of config.actor, trains policy and value '
+        'head; config.critic has no effect'
+    )
+  if variant.advantage == 'group_zscore' and variant.kl_in == 'reward':
+    logging.warning(
+        'config.algorithm.kl_in=reward puts the KL into the scores that %s divides by their spread '
+        'in a group: a group whose episodes all do equally well trains on the KL alone, at full '
+        'strength. Set --config.algorithm.kl_in=loss --config.algorithm.kl_estimator=k3',
+        name,
+    )
+  if variant.mask_zero_advantage and variant.kl_in == 'loss' and steps_per_update > 1:
+    logging.warning(
+        'config.algorithm.mask_zero_advantage=True with kl_in=loss and %d optimizer steps per '
+        'update: episodes of equal scores have no surrogate, and their KL is what holds the policy '
+        'where the other steps move it (arXiv 2604.06159 reports an error of .297 without them, '
+        '.063 with them). Set --config.algorithm.mask_zero_advantage=False, or kl_in=none',
+        steps_per_update,
+    )
+  if variant.divide == 'step' and variant.divisor == 'paper':
+    logging.warning(
+        "config.algorithm.divide='step' with divisor='paper' multiplies the learning rate by "
+        '1 / ||C||, without a bound where little is clipped: --config.algorithm.divisor=floor or '
+        'relative never exceeds the rate'
+    )
