@@ -88,7 +88,9 @@ def _check_hashable(name: str, variant: variants.Variant) -> None:
       ) from None
 
 
-def _overrides(algorithm: config_lib.AlgorithmSettings, variant: variants.Variant) -> dict[str, Any]:
+def _overrides(
+    algorithm: config_lib.AlgorithmSettings, variant: variants.Variant
+) -> dict[str, Any]:
   """Returns the columns of the variant that the config sets."""
   columns = [field.name for field in dataclasses.fields(variants.Variant)]
   own = {field.name for field in dataclasses.fields(variant)} - set(columns)
