@@ -22,34 +22,34 @@ LoadCorpus = Callable[[], Sequence[types.Passage]]
 
 def make(maker: Callable, settings: Any, load_corpus: LoadCorpus) -> protocol.Retriever | None:
   """Calls one of RETRIEVERS or a function of the user's; None for 'none'."""
-  made = maker(settings, load_corpus)
-  if made is None or hasattr(made, 'search'):
-    return made
-  if not callable(made):
+  retriever = maker(settings, load_corpus)
+  if retriever is None or hasattr(retriever, 'search'):
+    return retriever
+  if not callable(retriever):
     raise types.UserError(
-        f'config.retriever.kind={settings.kind!r} made {made!r}: return search(queries, top_k), '
-        'or an object with that method'
+        f'config.retriever.kind={settings.kind!r} made {retriever!r}: return '
+        'search(queries, top_k), or an object with that method'
     )
-  return types_lib.SimpleNamespace(search=made)
+  return types_lib.SimpleNamespace(search=retriever)
 
 
 def make_dense(
     passages: Sequence[types.Passage], encoder: str, cache: str, with_words: bool = False
 ) -> protocol.Retriever:
-  """Returns search by the vectors of a BERT-class model; fused with BM25 for `with_words`."""
+  """Returns a search by the vectors of a BERT-class model, with BM25 if `with_words`."""
   from stppo_jax.retrieval import dense  # imported only if needed: it compiles a model
 
-  by_meaning = dense.DenseRetriever(passages, encoder, cache)
+  dense_retriever = dense.DenseRetriever(passages, encoder, cache)
   if not with_words:
-    return by_meaning
-  return dense.HybridRetriever([bm25.Bm25Retriever(passages), by_meaning])
+    return dense_retriever
+  return dense.HybridRetriever([bm25.Bm25Retriever(passages), dense_retriever])
 
 
-def _none(settings, load_corpus):
+def _none(settings: Any, load_corpus: LoadCorpus) -> None:
   del settings, load_corpus
 
 
-def _http(settings, load_corpus):
+def _http(settings: Any, load_corpus: LoadCorpus) -> protocol.Retriever:
   del load_corpus  # the server has it
   http_settings = http.HttpSettings(
       settings.dialect,
@@ -62,19 +62,25 @@ def _http(settings, load_corpus):
   return http.HttpRetriever(settings.url, http_settings)
 
 
-def _bm25(settings, load_corpus):
+def _bm25(settings: Any, load_corpus: LoadCorpus) -> protocol.Retriever:
   del settings
   passages = load_corpus()
   logging.info('BM25 over %d passages', len(passages))
   return bm25.Bm25Retriever(passages)
 
 
-def _dense(settings, load_corpus):
+def _dense(settings: Any, load_corpus: LoadCorpus) -> protocol.Retriever:
   return make_dense(load_corpus(), settings.encoder, settings.embeddings)
 
 
-def _hybrid(settings, load_corpus):
+def _hybrid(settings: Any, load_corpus: LoadCorpus) -> protocol.Retriever:
   return make_dense(load_corpus(), settings.encoder, settings.embeddings, with_words=True)
 
 
-RETRIEVERS = {'bm25': _bm25, 'http': _http, 'dense': _dense, 'hybrid': _hybrid, 'none': _none}
+RETRIEVERS: dict[str, Callable] = {
+    'bm25': _bm25,
+    'http': _http,
+    'dense': _dense,
+    'hybrid': _hybrid,
+    'none': _none,
+}

@@ -12,6 +12,7 @@ from absl import logging
 import jax
 
 from stppo_jax import tokenizer as tokenizer_lib
+from stppo_jax.config import Config
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
@@ -36,13 +37,12 @@ def make_sampler(
     chunks: tuple[int, ...] = (32, 128),
     slot_buckets: tuple[int, ...] = (),
     platform: str = 'cpu',
-    row_sharding=None,
+    row_sharding: jax.sharding.NamedSharding | None = None,
 ) -> sampler_lib.Sampler:
   """Returns the sampler of requests, for `rows` of them at once."""
-  tiled = platform == 'cpu' and row_sharding is None
-  model = dataclasses.replace(
-      model, row_sharding=row_sharding, cache_tile=decoder.CPU_CACHE_TILE if tiled else 0
-  )
+  is_tiled = platform == 'cpu' and row_sharding is None
+  cache_tile = decoder.CPU_CACHE_TILE if is_tiled else 0
+  model = dataclasses.replace(model, row_sharding=row_sharding, cache_tile=cache_tile)
   sizes = sampling.Sizes(
       max_total,
       rows=rows,
@@ -62,7 +62,7 @@ def make_sampler(
 
 @contextlib.contextmanager
 def running(
-    config,
+    config: Config,
     sampler: sampler_lib.Sampler,
     params: dict,
     tokenizer: tokenizer_lib.Tokenizer,
@@ -114,7 +114,7 @@ def running(
 
 
 def serve(
-    config,
+    config: Config,
     model: decoder.ModelConfig,
     params: dict,
     description: str,  # where the model comes from

@@ -20,6 +20,7 @@ from absl import logging
 import jax
 
 from stppo_jax import types
+from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import program as program_lib
 from stppo_jax.envs import rewards
@@ -180,7 +181,7 @@ class ProgramAgent(agent_lib.Agent):
 
 
 def make_agent(
-    config,
+    config: Config,
     model: decoder.ModelConfig,
     mesh: jax.sharding.Mesh | None = None,
     prepared: prepare.Prepared | None = None,

@@ -23,6 +23,7 @@ import uuid
 
 from prometheus_client import core
 import pydantic
+from starlette import exceptions
 from starlette import requests
 from starlette import responses
 from starlette import routing
@@ -88,7 +89,7 @@ class GatewayApp(http_server.HttpApp):
   def health(self) -> dict[str, Any]:
     return super().health() if self.service.scheduler.is_alive else {'status': 'failed'}
 
-  def error_body(self, error) -> dict[str, Any]:
+  def error_body(self, error: exceptions.HTTPException) -> dict[str, Any]:
     other = 'invalid_request_error' if error.status_code < 500 else 'server_error'
     fields = {
         'message': error.detail,
