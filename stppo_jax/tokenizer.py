@@ -50,7 +50,7 @@ class Tokenizer:
   text_library: tokenizers.Tokenizer  # control tokens inside a text stay text
   control_library: tokenizers.Tokenizer  # control tokens inside a text become control tokens
   passage_library: tokenizers.Tokenizer  # without control tokens and other added tokens
-  added_ids: frozenset[int]  # of the tokens that `passage_library` lacks
+  added_ids: frozenset[int]  # ids that `passage_library` lacks
 
   def encode(self, text: str, control: bool = False) -> list[int]:
     """Returns the ids of `text` alone. With `control`, '<|im_end|>' and similar are one token."""
@@ -166,7 +166,7 @@ class _Frame:
   before_text: str
   after_text: str
   after_ids: tuple[int, ...]
-  form: str  # of _CONTENT_FORMS
+  form: str  # a name in _CONTENT_FORMS
 
   @classmethod
   def split(cls, tokenizer: Tokenizer, before: str, after: str, form: str) -> '_Frame':

@@ -7,11 +7,15 @@ Shape legend, used in every docstring and einsum:
   D model width          S cache slots          F feed-forward width
   E experts              A active experts per token
 
-Names that mean one thing everywhere: `logp` (of the current policy), `old_logp` (of the policy that
-ratios start from: the trainer's before this update, which is the one that sampled where nothing is
-stale, or with old_logp='sampler' what the sampler reported), `behaviour_logp` (what it reported),
-`ref_logp` (the frozen reference), `action_mask` (1 where the agent produced the token), `turn_ids`
-(0 where it did not, else the number of its turn, from 1).
+A quantity has one name in every file:
+
+  logp            log-probs of the current policy
+  old_logp        log-probs that ratios start from: those of the trainer's policy before this
+                  update, or with old_logp='sampler' those that the sampler reported
+  behaviour_logp  log-probs that the sampler reported
+  ref_logp        log-probs of the frozen reference
+  action_mask     1 where the agent produced the token
+  turn_ids        number of the agent's turn, from 1; 0 for the environment's tokens
 """
 
 import base64
@@ -33,15 +37,19 @@ T = TypeVar('T')
 
 
 class UserError(ValueError):
-  """A mistake of the user or in their files: one line with what was given, what is allowed and what
-  to do. The command line prints it without a traceback and exits with code 2."""
+  """A mistake of the user or in their files.
+
+  The message is one line that says what was given, what is allowed and what to do. The command
+  prints it without a traceback and exits with code 2.
+  """
 
 
 class RunError(RuntimeError):
-  """The run cannot continue, for example for non-finite gradients: one line, exit code 1."""
+  """The run cannot continue, for example because of non-finite gradients (exit code 1)."""
 
 
-ROUNDING = 1e-6  # of a score, relative to the sum of its absolute rewards, which are float32
+# The rounding error of a score, relative to the sum of its absolute rewards, which are float32.
+ROUNDING = 1e-6
 
 
 class Stopped(Exception):
@@ -135,7 +143,7 @@ class Turn:
   logp: np.ndarray  # [n] float32, log-prob under the distribution that was sampled from
   observation: np.ndarray  # [m] int32, tokens of the environment's reply; empty after the last turn
   action: str = 'invalid'  # kind of action, as the environment calls it in `info['action']`
-  reward: float = 0.0  # of this turn
+  reward: float = 0.0  # the reward of this turn
   # [p+n,L,A] experts that the sampler chose for the p tokens since the turn before (the prompt or
   # an observation) and for the turn's own, where they are recorded.
   routes: np.ndarray | None = None
@@ -145,7 +153,8 @@ class Turn:
 class Episode:
   """A prompt and the turns that followed. Host data: `batching.to_turn_batch` makes the tensors.
 
-  An environment with several roles gives one of these per role: what that role read and said.
+  An environment with several roles gives one row per role, with the tokens that this role read and
+  wrote.
   """
 
   task: Task
@@ -156,11 +165,13 @@ class Episode:
   # The environment failed (no retrieval): masked out of the update, and counted.
   failed: bool = False
   metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # last `info['metrics']`
-  counts: dict[str, float] = dataclasses.field(default_factory=dict)  # of turns: invalid, cut, ..
+  counts: dict[str, float] = dataclasses.field(
+      default_factory=dict
+  )  # turns by kind: invalid, cut, ..
   core_metrics: tuple[str, ...] = ()  # those of `metrics` that are scores, the main one first
-  role: str = ''  # whose row it is; '': there is one agent
-  # Of the environment in its round of sampling: its roles, or the segments of an agent program,
-  # have the same. None: the episode is this row alone.
+  role: str = ''  # the role that played the row; '': there is one agent
+  # Number of the episode in its round of sampling, if it has several rows: one per role, or one per
+  # segment of an agent program. None: the episode is this row alone.
   number: int | None = None
   # Total reward of an agent program's episode: the final reward once, and the rewards of the turns
   # in all of its rows. Every row has it. None: the episode has this row alone.
@@ -170,12 +181,12 @@ class Episode:
 
   @property
   def absent(self) -> bool:
-    """Whether it belongs to a role that never moved: a row without anything."""
+    """Whether the row belongs to a role that never moved, and is empty."""
     return bool(self.role) and not self.failed and not self.turns
 
   @property
   def search_failed(self) -> bool:
-    """Whether a search failed, or a remote environment: waiting may help.
+    """Whether a search or a remote environment failed, so that a later attempt may succeed.
 
     A long prompt, an agent program and an exception of the environment's code will fail again.
     """
@@ -320,7 +331,7 @@ class Episode:
     )
 
 
-MAX_EXPERTS = 1 << 14  # of a token, in all layers
+MAX_EXPERTS = 1 << 14  # per token, in all layers
 
 
 def finite_or_none(x: Any) -> float | None:
@@ -376,10 +387,10 @@ class TurnBatch:
   truncated: jax.Array | None = None  # [B] 1 where the episode ended by a limit
   loss_mask: jax.Array | None = None  # [B,T] 1 where the policy's loss counts a token; None: all
   is_weights: jax.Array | None = None  # [B,T] weights from the sampler to old_logp; None: 1
-  labels: jax.Array | None = None  # [B,T] int, of a ratio of one's own: equal ones share it
+  labels: jax.Array | None = None  # [B,T] int labels of a custom ratio; equal labels share it
   routes: jax.Array | None = None  # [B,T,L,A] experts of each token, where they are replayed
   roles: jax.Array | None = None  # [B,R] 1 for the role of the row; None: there is one agent
   episode_ids: jax.Array | None = None  # [B] equal for rows of an episode; None: a row is one
-  # [B] what has to be added to the rewards of an episode's rows to give the episode's score, since
-  # the final reward stands on each of its rows. Equal for rows of an episode; 0 for a single row.
+  # [B] correction of the sum of rewards over an episode's rows, because each row has the final
+  # reward. It is equal for all rows of an episode, and 0 for a single row.
   score_offsets: jax.Array | None = None

@@ -1,7 +1,9 @@
 """Imports run one way; read from the source alone."""
 
 import ast
+import collections
 import pathlib
+import tokenize
 
 from absl.testing import absltest
 
@@ -159,6 +161,31 @@ class LayeringTest(absltest.TestCase):
               len(node.args) == 3 and 'config' in ast.unparse(node.args[0]),
               f'{path}:{node.lineno}: {ast.unparse(node)}',
           )
+
+  def test_class_names_are_unique(self):
+    paths = collections.defaultdict(list)
+    for path in PACKAGE.rglob('*.py'):
+      for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ClassDef):
+          paths[node.name].append(path.relative_to(PACKAGE).as_posix())
+    duplicates = {name: found for name, found in paths.items() if len(found) > 1}
+    self.assertEmpty(duplicates)
+
+  def test_import_aliases_end_in_lib(self):
+    for path in PACKAGE.rglob('*.py'):
+      for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith('stppo_jax'):
+          for alias in node.names:
+            if alias.asname:
+              self.assertEndsWith(alias.asname, '_lib', path)
+
+  def test_comments_are_sentences(self):
+    for path in PACKAGE.rglob('*.py'):
+      with open(path, 'rb') as file:
+        for token in tokenize.tokenize(file.readline):
+          if token.type == tokenize.COMMENT:
+            first_word = token.string.removeprefix('#').split()[:1]
+            self.assertNotIn('of', [word.lower() for word in first_word], f'{path}: {token.line}')
 
 
 def parse(path):

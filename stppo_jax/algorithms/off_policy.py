@@ -21,7 +21,7 @@ LEVELS = ('none', 'token', 'turn', 'sequence', 'sequence_geometric', 'sequence_m
 # for Adam.
 STEP_SCALES = {'none': jnp.ones_like, 'ess': jnp.sqrt}
 
-_ROUNDING = 1e-6  # of a logarithm
+_ROUNDING = 1e-6  # rounding error of a logarithm
 
 
 def truncated_weights(

@@ -36,7 +36,7 @@ def segment_ids(
   if level == 'turn':
     return mask * turn_ids.astype(jnp.int32), num_tokens + 1
   if level == 'chunk':
-    index = jnp.cumsum(mask, axis=1) - 1  # of the agent token in its row
+    index = jnp.cumsum(mask, axis=1) - 1  # position among the agent tokens of the row
     return mask * (index // chunk_length + 1), num_tokens + 1
   if level == 'sequence':
     return mask, 2

@@ -77,7 +77,7 @@ class Checkpoints:
     self._stop_on_error = on_save_error == 'stop'
     self._saving: int | None = None  # the step that was begun last
     self._attempt = ''  # the name of that save, the same on all processes
-    self._error: Exception | None = None  # of that save, once it is known
+    self._error: Exception | None = None  # the error of that save, once it is known
     self._policy = _KeepNewestAndBest(keep)
     self._manager = ocp.CheckpointManager(
         self._folder,
@@ -85,7 +85,7 @@ class Checkpoints:
         options=ocp.CheckpointManagerOptions(
             preservation_policy=self._policy if keep else None,
             create=keep is not None,
-            cleanup_tmp_directories=keep is not None,  # of runs that were killed while saving
+            cleanup_tmp_directories=keep is not None,  # left by runs that were killed while saving
             async_options=ocp.AsyncOptions(
                 timeout_secs=deadline_s(num_bytes),
                 barrier_sync_fn=self._wait_for_processes,
@@ -160,7 +160,7 @@ class Checkpoints:
     """Returns the `progress` saved after `updates`."""
     args = ocp.args.Composite(progress=ocp.args.JsonRestore())
     progress = self._manager.restore(updates, args=args)['progress']
-    if best := progress.get('best'):  # of version 0.8, which had no scores.json
+    if best := progress.get('best'):  # written by version 0.8, which had no scores.json
       score, step = best
       self._policy.scores.setdefault(step, score)
     return progress

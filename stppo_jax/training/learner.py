@@ -34,7 +34,7 @@ from stppo_jax.training import state as state_lib
 from stppo_jax.training import update as update_lib
 from stppo_jax.training.state import TrainState
 
-State = TrainState | dict[str, TrainState]  # of one policy, or of the policy of each role
+State = TrainState | dict[str, TrainState]  # one policy's, or one per role
 
 
 class Models(typing.NamedTuple):
@@ -54,8 +54,8 @@ class PolicyUpdate(typing.NamedTuple):
   episodes: list[types.Episode]  # in the order of the batch's rows
   batch: types.TurnBatch
   steps: list[packing.Step]
-  metrics: dict[str, float]  # of the batch
-  seen: list[episodes_lib.StepMetrics]  # of each optimizer step
+  metrics: dict[str, float]  # the batch's numbers
+  seen: list[episodes_lib.StepMetrics]  # one per optimizer step
 
   @property
   def has_tokens(self) -> bool:
@@ -265,7 +265,7 @@ def load(
     frozen = dataclasses.replace(frozen, critic=base)
     critic = adapters(critic_key, base) | value_head
   else:
-    actor |= value_head  # of a shared trunk
+    actor |= value_head  # on a shared trunk
   return Models(model, critic_model, actor, critic, frozen)
 
 

@@ -39,7 +39,7 @@ class Bins:
   micro_batch: int  # bins computed together
   lengths: tuple[int, ...]  # tokens per bin, rising; the last holds every row
   pad_id: int
-  sharding: jax.sharding.Sharding  # of the batch's rows
+  sharding: jax.sharding.Sharding  # the layout of the batch's rows
   shared: bool = True  # whether a bin may hold several rows
 
   def padding(self, steps: Sequence['Step']) -> float:
@@ -62,7 +62,7 @@ class Step:
   """One optimizer step: its rows of the batch, and their place in the bins."""
 
   rows: jax.Array | np.ndarray  # [b] int32, rising
-  packing: Packing  # of these rows
+  packing: Packing  # the bins of these rows
 
 
 @flax.struct.dataclass
@@ -181,12 +181,12 @@ def pack(
   bins = np.zeros_like(lengths)
   offsets = np.zeros_like(lengths)
   left = [row for row in np.argsort(-lengths, kind='stable') if lengths[row]]
-  first_bin = 0  # of the micro-batch
+  first_bin = 0  # the first one in the micro-batch
   while left:
     longest = lengths[left[0]]
     fitting = [capacity for capacity in capacities if capacity >= longest]
     tries = [_first_fit(lengths, left, num_bins, capacity, shared) for capacity in fitting]
-    fullest = max(tries, key=lambda placed: round(placed.fill, 2))  # of equal ones the smallest
+    fullest = max(tries, key=lambda placed: round(placed.fill, 2))  # the smallest among equals
     for row, (chosen, offset) in fullest.places.items():
       bins[row] = first_bin + chosen
       offsets[row] = offset
@@ -197,7 +197,7 @@ def pack(
 
 def num_computed(packing: Packing, num_bins: int, capacities: Sequence[int]) -> int:
   """Counts the tokens that a model computes for a Packing on the host, padding included."""
-  ends = np.zeros(len(packing.bin), np.int64)  # of each micro-batch
+  ends = np.zeros(len(packing.bin), np.int64)  # one per micro-batch
   np.maximum.at(ends, packing.bin // num_bins, packing.offset + packing.length)
   chosen = np.searchsorted(capacities, ends[ends > 0])
   return num_bins * int(np.asarray(capacities)[chosen].sum())

@@ -260,8 +260,8 @@ class Run:
     self._before_update = before_update
     self._first = progress.updates
     self._is_stopped = False
-    self._records = episodes_lib.Records()  # of the newest update
-    self._scores: dict[str, float] = {}  # of the last evaluation
+    self._records = episodes_lib.Records()  # from the newest update
+    self._scores: dict[str, float] = {}  # from the last evaluation
 
   def remaining_updates(self) -> Iterator[int]:
     """Yields the numbers of the updates to come, until a process is asked to stop."""

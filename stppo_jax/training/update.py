@@ -176,7 +176,7 @@ def with_advantages(
       kl_coef = jnp.where(jnp.isfinite(mean_kl), kl_coef, state.kl_coef)
       state = dataclasses.replace(state, kl_coef=kl_coef)
     if variant.kl_in == 'loss':
-      metrics = {'actor/kl_coef': state.kl_coef}  # of the steps to come
+      metrics = {'actor/kl_coef': state.kl_coef}  # used by the next steps
   if callable(variant.ratio):
     batch = dataclasses.replace(batch, labels=variant.ratio(batch, variant))
   batch = filters.apply(advantages.estimate(batch, variant), variant)
