@@ -115,7 +115,7 @@ def resolve(config: Config) -> Components:
       'reward': reward,
   }
   if env.tools:
-    limits = tool_runners.Limits(env.tool_timeout_s, env.tool_max_chars)
+    limits = tool_runners.ToolLimits(env.tool_timeout_s, env.tool_max_chars)
     available['tools'] = tools.load(tuple(env.tools), limits)
 
   kind = _resolve_environment(config, available)

@@ -59,7 +59,10 @@ def running(retriever=None, threads=1, **limits):
   """A server in a thread of its own: yields (port, application, function that stops it)."""
   limits = {'grace_s': 5.0} | limits
   app = server.RetrievalApp(
-      retriever or bm25.Bm25Retriever(PASSAGES), len(PASSAGES), server.Limits(**limits), threads
+      retriever or bm25.Bm25Retriever(PASSAGES),
+      len(PASSAGES),
+      server.SearchServerLimits(**limits),
+      threads,
   )
   with http_server.Server(app) as running_server:
     stop = lambda: threading.Thread(target=running_server.__exit__).start()
@@ -275,7 +278,7 @@ class RejectionsTest(parameterized.TestCase):
   )
   def test_any_object_is_answered_or_rejected(self, fields):
     try:
-      body = server.parse_body(fields, server.Limits())
+      body = server.parse_body(fields, server.SearchServerLimits())
     except (pydantic.ValidationError, http_server.RequestError):
       return
     self.assertBetween(body.topk, 1, 100)

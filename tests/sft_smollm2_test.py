@@ -171,7 +171,7 @@ def scripted(turns):
     while prompt.budget:
       turn = np.array(left.pop(0), np.int32)
       assert len(turn) <= prompt.budget
-      [prompt] = respond([engine.Completion(0, turn, np.zeros(len(turn), np.float32))])
+      [prompt] = respond([engine.TurnCompletion(0, turn, np.zeros(len(turn), np.float32))])
     return engine.Report()
 
   return run

@@ -33,7 +33,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 def workers(test, **limits):
-  made = tool_runners.Workers(tool_runners.Limits(**limits))
+  made = tool_runners.Workers(tool_runners.ToolLimits(**limits))
   test.addCleanup(made.close)
   return made
 

@@ -5,7 +5,7 @@ import threading
 from typing import Any
 
 
-class Call(threading.Thread):
+class ThreadedCall(threading.Thread):
   """Calls a function in a thread that ends with the process."""
 
   def __init__(self, function: Callable[[], Any]):

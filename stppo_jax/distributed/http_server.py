@@ -42,7 +42,7 @@ Result = TypeVar('Result')
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class ServerLimits:
   """Limits of a server."""
 
   max_body_bytes: int = 8 << 20
@@ -83,7 +83,7 @@ class HttpApp:
   name = ''  # first word of the metrics' names
   how_to_allow = ''  # tells how to allow another name of the host
 
-  def __init__(self, limits: Limits, routes: Sequence[routing.Route]):
+  def __init__(self, limits: ServerLimits, routes: Sequence[routing.Route]):
     self.limits = limits
     self.allowed_hosts: frozenset[str] | None = None  # None: any
     self.stopping = False
@@ -303,7 +303,7 @@ class _Protocol(h11_impl.H11Protocol):
   def connection_made(self, transport):
     super().connection_made(transport)
     app: Any = self.config.app
-    self._limits: Limits = app.limits
+    self._limits: ServerLimits = app.limits
     self._time_silence()
 
   def data_received(self, data):

@@ -38,7 +38,7 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class ToolLimits:
   """Limits of one call."""
 
   timeout_s: float = 10.0
@@ -49,7 +49,7 @@ class Limits:
 class Workers:
   """Processes that call Python functions by name, started when needed. Any thread may call."""
 
-  def __init__(self, limits: Limits):
+  def __init__(self, limits: ToolLimits):
     self._limits = limits
     self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
 
@@ -134,7 +134,7 @@ class McpServer:
   A server that fails, or does not answer in time, is ended. The next call starts it again.
   """
 
-  def __init__(self, command: str, limits: Limits):
+  def __init__(self, command: str, limits: ToolLimits):
     self._command = shlex.split(command)
     self._limits = limits
     self._lock = threading.Lock()

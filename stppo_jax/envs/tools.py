@@ -71,7 +71,7 @@ class Tool:
 
 
 @functools.lru_cache
-def load(names: tuple[str, ...], limits: tool_runners.Limits) -> tuple[Tool, ...]:
+def load(names: tuple[str, ...], limits: tool_runners.ToolLimits) -> tuple[Tool, ...]:
   """Returns the tools of `config.env.tools`. UserError: one does not load, or two share a name."""
   workers = tool_runners.Workers(limits)
   tools: list[Tool] = []

@@ -173,7 +173,7 @@ class ChatPlayer:
 
   def _sample(
       self, ids: list[int], budget: int, key: np.ndarray, screen: 'Screen'
-  ) -> env_pool.Completion:
+  ) -> env_pool.TurnCompletion:
     """Samples a turn, and shows it as it comes."""
     chunks: queue.SimpleQueue[Any] = queue.SimpleQueue()
     request = scheduler_lib.Request(
@@ -201,7 +201,7 @@ class ChatPlayer:
       screen.end_line()
     if finish == 'error':
       raise RunError('the engine has failed, see above: start again')
-    return env_pool.Completion(0, np.array(tokens, np.int32), np.array(logp, np.float32))
+    return env_pool.TurnCompletion(0, np.array(tokens, np.int32), np.array(logp, np.float32))
 
 
 def _show(screen: 'Screen', text: str, outcome: protocol.Step, observation: str) -> str | None:

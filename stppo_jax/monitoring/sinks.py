@@ -128,7 +128,7 @@ class Wandb:
 
   def close(self) -> None:
     """Finishes the upload, within a time limit: without network it may wait for ever."""
-    if not calls.Call(self._run.finish).has_ended(FINISH_S):
+    if not calls.ThreadedCall(self._run.finish).has_ended(FINISH_S):
       raise TimeoutError(f'the upload did not end within {FINISH_S:g} s: see `wandb sync`')
 
 

@@ -25,7 +25,7 @@ from stppo_jax.planning import hlo
 from stppo_jax.planning import programs
 from stppo_jax.planning import roofline
 from stppo_jax.planning import topologies
-from stppo_jax.planning.programs import Program
+from stppo_jax.planning.programs import CompiledProgram
 from stppo_jax.planning.topologies import GIB
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import layout
@@ -70,7 +70,7 @@ class Plan:
   sampler: sampler_lib.Sampler
   token: roofline.Token | None = None
   rollout: roofline.Rollout | None = None
-  programs: list[Program] = dataclasses.field(default_factory=list)
+  programs: list[CompiledProgram] = dataclasses.field(default_factory=list)
   largest_micro_batch: int = 0
   largest_rows: int = 0
 

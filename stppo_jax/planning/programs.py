@@ -19,7 +19,7 @@ from stppo_jax.training import update
 
 
 @dataclasses.dataclass
-class Program:
+class CompiledProgram:
   """One compiled function, with figures per call and device unless stated otherwise.
 
   Attributes:
@@ -62,7 +62,7 @@ class Program:
     return self.resident + self.arguments + self.temporaries
 
 
-def training(plan: Any, spec: Any, state: Any, frozen: Any) -> Iterator[Program]:
+def training(plan: Any, spec: Any, state: Any, frozen: Any) -> Iterator[CompiledProgram]:
   """Yields the programs of an optimizer step and of the annotation of a batch."""
   train, held = plan.config.train, plan.held_per_device
   longest = train.length_buckets[-1]
@@ -75,7 +75,7 @@ def training(plan: Any, spec: Any, state: Any, frozen: Any) -> Iterator[Program]
   update_routes = model if spec.routing_replay != 'none' else None
   micro = f'in micro-batches of {train.micro_batch}, {longest} tokens each'
   num_steps = train.episodes // train.mini_batch
-  yield Program(
+  yield CompiledProgram(
       name='update',
       unit=f'an optimizer step on {train.mini_batch} episodes {micro}',
       runs=train.epochs * num_steps,
@@ -88,7 +88,7 @@ def training(plan: Any, spec: Any, state: Any, frozen: Any) -> Iterator[Program]
       ),
       trips=train.mini_batch // train.micro_batch,
   )
-  yield Program(
+  yield CompiledProgram(
       name='annotate',
       unit=f'log-probs and values of {train.episodes} episodes {micro}',
       runs=1,
@@ -103,7 +103,7 @@ def training(plan: Any, spec: Any, state: Any, frozen: Any) -> Iterator[Program]
   )
 
 
-def sampling(plan: Any, params: Any) -> Iterator[Program]:
+def sampling(plan: Any, params: Any) -> Iterator[CompiledProgram]:
   """Yields the programs of a rollout, in which all slot groups are full."""
   config, held, sampler = plan.config, plan.held_per_device, plan.sampler
   lengths = config.rollout
@@ -118,28 +118,28 @@ def sampling(plan: Any, params: Any) -> Iterator[Program]:
   training_state = held['critic'] + held['optimizers'] + held['reference policy'] + ahead(plan)
   others = training_state + held['policy']
   axes = (f'{axis} {layout.num_shards(sampler.row_sharding, axis)}' for axis in ('data', 'tensor'))
-  yield Program(
+  yield CompiledProgram(
       name='copy',
       unit=f'the policy in {sampler.config.dtype}, over {" x ".join(axes)}',
       runs=1,
       resident=training_state + cache * bool(config.pipeline.staleness),
       traced=traced['copy'],
   )
-  yield Program(
+  yield CompiledProgram(
       name='prefill',
       unit=f'{chunk} tokens of {sampler.prefill_rows} rows',
       runs=prefills * chunks,
       resident=others + (other_groups if sampler.in_place else cache),
       traced=traced['prefill'],
   )
-  yield Program(
+  yield CompiledProgram(
       name='decode',
       unit=f'1 token of {sampler.width} rows of {lengths.max_total} slots',
       runs=decodes * tokens_per_episode(config),
       resident=others + other_groups,
       traced=traced['decode'],
   )
-  yield Program(
+  yield CompiledProgram(
       name='grow',
       unit='the last growth of a KV cache, which copies it',
       runs=decodes * (len(sampler.slot_buckets) - 1),

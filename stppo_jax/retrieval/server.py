@@ -43,7 +43,7 @@ _DEFAULT_TOP_K = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits(http_server.Limits):
+class SearchServerLimits(http_server.ServerLimits):
   """Limits per client.
 
   Choice: a query that is too long is cut, not rejected. Rejection would fail the searches of all
@@ -92,7 +92,7 @@ class RagenBody(http_server.Body):
     return _write_rows('results', rows)
 
 
-def parse_body(fields: dict[str, Any], limits: Limits) -> SearchR1Body | RagenBody:
+def parse_body(fields: dict[str, Any], limits: SearchServerLimits) -> SearchR1Body | RagenBody:
   """Returns the request in its dialect. Raises ValidationError and RequestError."""
   kind = RagenBody if 'query' in fields else SearchR1Body
   body = kind.model_validate({k: v for k, v in fields.items() if v is not None})
@@ -128,11 +128,11 @@ class RetrievalApp(http_server.HttpApp):
       self,
       retriever: protocol.Retriever,
       num_passages: int,
-      limits: Limits = Limits(),
+      limits: SearchServerLimits = SearchServerLimits(),
       threads: int = 1,
   ):
     super().__init__(limits, [routing.Route('/retrieve', self._retrieve, methods=['POST'])])
-    self.limits: Limits = limits
+    self.limits: SearchServerLimits = limits
     self.in_flight = 0
     self._num_passages = num_passages
     self._retriever = retriever
@@ -216,8 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command line; returns the exit status."""
   flags = _parse(arguments)
   logging.basicConfig(level=logging.INFO, format='%(asctime)s  %(message)s', datefmt='%H:%M:%S')
-  limits = Limits(
-      **{field.name: getattr(flags, field.name) for field in dataclasses.fields(Limits)}
+  limits = SearchServerLimits(
+      **{field.name: getattr(flags, field.name) for field in dataclasses.fields(SearchServerLimits)}
   )
   try:
     passages = tasks_lib.load_corpus(flags.corpus)
@@ -260,7 +260,7 @@ def _parse(arguments):
   )
   parser.add_argument('--port', type=_port, default=8000, help='0: any free one')
   parser.add_argument('--threads', type=_at_least(int, 1), default=1, help='searches at once')
-  for field in dataclasses.fields(Limits):
+  for field in dataclasses.fields(SearchServerLimits):
     parser.add_argument(
         '--' + field.name.replace('_', '-'),
         default=field.default,

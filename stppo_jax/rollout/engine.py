@@ -38,8 +38,8 @@ from stppo_jax.distributed import hosts
 from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
-from stppo_jax.rollout.env_pool import Completion
 from stppo_jax.rollout.env_pool import Prompt
+from stppo_jax.rollout.env_pool import TurnCompletion
 
 CALLS = 2  # in progress at once: queued on an accelerator, side by side on a CPU
 
@@ -84,7 +84,9 @@ def run(
     params: Any,  # or a list: role r of an environment is sampled with params[r]
     prompts: Sequence[Prompt],
     keys: jax.Array,  # [sequences], or [environments,R] of sequences that take turns
-    respond: Callable[[list[Completion]], list[Prompt]],  # called from threads, if there are any
+    respond: Callable[
+        [list[TurnCompletion]], list[Prompt]
+    ],  # called from threads, if there are any
     threads: int = 0,  # calls of `respond` in progress at once; 0: none, the engine waits for each
 ) -> Report:
   """Plays every sequence to its end. A sequence with budget 0 waits until it is given a prompt.
@@ -129,10 +131,10 @@ class _Sequence:
       routes = sampled.routes[b, :count]
       self.routes.append(lambda: routes)
 
-  def end_turn(self) -> Completion:
+  def end_turn(self) -> TurnCompletion:
     """Returns the turn, and waits for the environment."""
     routes = [fetch() for fetch in self.routes]
-    completion = Completion(
+    completion = TurnCompletion(
         self.index,
         np.concatenate(self.tokens),
         np.concatenate(self.logp),
@@ -357,7 +359,7 @@ class _Engine:
       return function(*args, **kwargs)
     return group.thread.submit(function, *args, **kwargs).result()
 
-  def _finish(self, call: _Call) -> list[Completion]:
+  def _finish(self, call: _Call) -> list[TurnCompletion]:
     """Returns the turns that ended with a call that is done."""
     call.done.result()
     if not self._sampler.records_routes:

@@ -19,7 +19,7 @@ class Prompt:
 
 
 @dataclasses.dataclass(frozen=True)
-class Completion:
+class TurnCompletion:
   """A turn of the agent that ended."""
 
   index: int  # number of its sequence
@@ -31,10 +31,10 @@ class Completion:
 class EnvPool:
   """Calls `respond`, which steps environments, in threads or at once. A context manager."""
 
-  def __init__(self, respond: Callable[[list[Completion]], list[Prompt]], threads: int):
+  def __init__(self, respond: Callable[[list[TurnCompletion]], list[Prompt]], threads: int):
     self._respond = respond
     self._pool = futures.ThreadPoolExecutor(threads, 'rollout') if threads else None
-    self._calls: dict[futures.Future, list[Completion]] = {}
+    self._calls: dict[futures.Future, list[TurnCompletion]] = {}
 
   def __enter__(self) -> 'EnvPool':
     return self
@@ -43,7 +43,7 @@ class EnvPool:
     if self._pool is not None:  # after an error, does not wait for the other responses
       self._pool.shutdown(wait=kind is None, cancel_futures=True)
 
-  def step(self, completions: list[Completion]) -> None:
+  def step(self, completions: list[TurnCompletion]) -> None:
     """Calls `respond` once with turns that ended together."""
     if not completions:
       return

@@ -113,7 +113,7 @@ def play(
   )
   reset_s = time.perf_counter() - started
 
-  def respond(turns: list[engine.Completion]) -> list[engine.Prompt]:
+  def respond(turns: list[engine.TurnCompletion]) -> list[engine.Prompt]:
     texts = [action_text(tokenizer, turn.tokens) for turn in turns]
     envs = [rows.envs[turn.index // num_roles] for turn in turns]
     prompts = []
@@ -223,7 +223,7 @@ class EpisodeState:
     return active_role, prompt
 
   def record(
-      self, role: int, completion: engine.Completion, outcome: protocol.Step
+      self, role: int, completion: engine.TurnCompletion, outcome: protocol.Step
   ) -> tuple[int, engine.Prompt]:
     """Adds a turn of a role and its outcome; returns (number of the next role, its prompt)."""
     observation, reward, terminated, truncated, info = outcome

@@ -128,7 +128,7 @@ class FunctionSchema(TypedDict):
 
 
 @_ignores_unknown
-class Tool(TypedDict):
+class ToolSchema(TypedDict):
   """A tool of a request."""
 
   type: Literal['function']
@@ -219,7 +219,7 @@ class ChatBody(CompletionBody):
   messages: list[Annotated[Message, pydantic.BeforeValidator(_normalize_message)]] = pydantic.Field(
       min_length=1, max_length=MAX_MESSAGES
   )
-  tools: list[Annotated[Tool, pydantic.WrapValidator(_check_only)]] = pydantic.Field(
+  tools: list[Annotated[ToolSchema, pydantic.WrapValidator(_check_only)]] = pydantic.Field(
       [], max_length=MAX_TOOLS
   )
   tool_choice: Literal['auto', 'none'] = 'auto'
@@ -231,7 +231,7 @@ class ChatBody(CompletionBody):
     return self.logprobs
 
   @property
-  def offered_tools(self) -> list[Tool]:
+  def offered_tools(self) -> list[ToolSchema]:
     return [] if self.tool_choice == 'none' else self.tools
 
 

@@ -96,7 +96,7 @@ def running(
         scheduler, tokenizer, name, settings.tool_form, config.model.chat_template_kwargs
     )
     resources.callback(service.close)
-    limits = http_server.Limits(
+    limits = http_server.ServerLimits(
         max_body_bytes=settings.max_body_mb << 20,
         max_receiving_bytes=_MAX_RECEIVING_BYTES,
         grace_s=0.0,

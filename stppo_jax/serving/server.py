@@ -52,7 +52,9 @@ class GatewayApp(http_server.HttpApp):
   name = 'gateway'
   how_to_allow = 'use localhost, or allow the name with --config.serve.hosts'
 
-  def __init__(self, service: service_lib.Service, limits: http_server.Limits, api_key: str = ''):
+  def __init__(
+      self, service: service_lib.Service, limits: http_server.ServerLimits, api_key: str = ''
+  ):
     """Without an `api_key` the server accepts any client."""
     routes = [routing.Route('/s/{session}/reward', self._reward, methods=['POST'])]
     for prefix in ('', '/s/{session}'):

@@ -54,7 +54,7 @@ class _Choice:
 
   request: scheduler_lib.Request
   text: turn_text.TurnText
-  plan: sessions.Plan | None
+  plan: sessions.RequestPlan | None
   tokens: list[int] = dataclasses.field(default_factory=list)
   logp: list[float] = dataclasses.field(default_factory=list)
   num_sent: int = 0  # tokens
@@ -195,7 +195,7 @@ class Service:
 
   async def _encode_in_thread(
       self, body: Body, session: sessions.Session | None
-  ) -> tuple[list[sessions.Plan], list[list[int]]]:
+  ) -> tuple[list[sessions.RequestPlan], list[list[int]]]:
     """Returns the plans of a session's request, one per choice, and the ids of each prompt."""
     self._num_encoding += 1
     future = self._encoder.submit(self._encode, body, session)
@@ -219,7 +219,7 @@ class Service:
 
   def _encode(
       self, body: Body, session: sessions.Session | None
-  ) -> tuple[list[sessions.Plan], list[list[int]]]:
+  ) -> tuple[list[sessions.RequestPlan], list[list[int]]]:
     if isinstance(body, api.ChatBody):
       if session is None:
         return [], [self.template.encode(body.messages, body.offered_tools)]
@@ -251,7 +251,7 @@ class Service:
       body: Body,
       session: sessions.Session | None,
       session_name: str,
-      plans: list[sessions.Plan],
+      plans: list[sessions.RequestPlan],
       prompts: list[list[int]],
   ) -> Answer:
     for ids in prompts:

@@ -70,7 +70,7 @@ class Segment:
 
 
 @dataclasses.dataclass
-class Plan:
+class RequestPlan:
   """The place of a request in its session."""
 
   ids: list[int]  # the whole prompt
@@ -119,7 +119,7 @@ class Session:
         raise Closed('the session has ended')
       yield
 
-  def plan(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Plan:
+  def plan(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> RequestPlan:
     """Returns the ids for a request. Raises Closed, and ValueError as the template does.
 
     The longest recorded beginning counts. Of the segments that have it, one that ends there and is
@@ -145,7 +145,7 @@ class Session:
       ids = best.ids[:num_ids] + new
       return self._begin(ids, best, rank[1], len(new), identities, written)
 
-  def plan_prompt(self, prompt: str | Sequence[int]) -> Plan:
+  def plan_prompt(self, prompt: str | Sequence[int]) -> RequestPlan:
     """Returns the ids for a prompt that is a text or ids: a recorded text stays the ids it was.
 
     Control tokens of a text are tokens. Raises Closed, and TooLong.
@@ -168,7 +168,7 @@ class Session:
           return self._begin(ids, segment, is_free, len(new), [], _PLAIN)
       return self._begin_segment(self._template.encode_prompt(prompt), [], _PLAIN)
 
-  def _begin_segment(self, ids: list[int], identities: list[Identity], tools: str) -> Plan:
+  def _begin_segment(self, ids: list[int], identities: list[Identity], tools: str) -> RequestPlan:
     self.counts['rewritten'] += bool(self._segments)
     return self._begin(ids, None, False, 0, identities, tools)
 
@@ -180,7 +180,7 @@ class Session:
       num_new: int,
       identities: list[Identity],
       tools: str,
-  ) -> Plan:
+  ) -> RequestPlan:
     """Claims the end of a segment, or counts a new one."""
     key = self._key
     if segment is not None and is_free:
@@ -194,14 +194,14 @@ class Session:
     if number:  # the first has the key of the episode, as one that the engine plays
       key = jax.random.fold_in(key, number)
     data = np.asarray(jax.random.key_data(key))
-    return Plan(ids, data, segment, num_new, identities, tools, number)
+    return RequestPlan(ids, data, segment, num_new, identities, tools, number)
 
-  def fork(self, plan: Plan) -> Plan:
+  def fork(self, plan: RequestPlan) -> RequestPlan:
     """Returns a plan for another sample of the same prompt, in a segment of its own."""
     with self._lock:
       return self._begin(plan.ids, plan.segment, False, plan.num_new, plan.identities, plan.tools)
 
-  def abandon(self, plan: Plan | None, too_long: bool = False) -> None:
+  def abandon(self, plan: RequestPlan | None, too_long: bool = False) -> None:
     """Ends a request that gave no turn; `too_long`: because its prompt does not fit.
 
     Without a plan the prompt was too long to make one.
@@ -213,7 +213,7 @@ class Session:
 
   def record(
       self,
-      plan: Plan,
+      plan: RequestPlan,
       tokens: Sequence[int],
       logp: Sequence[float],
       answers: Sequence[Message],  # messages with which the client may send the turn back

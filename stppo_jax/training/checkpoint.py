@@ -287,7 +287,7 @@ class Checkpoints:
       self._report(error)  # Orbax's thread leaves a failed save, and no process waits for it
       return
     barrier = ocp.multihost.get_barrier_sync_fn()
-    waiting = calls.Call(functools.partial(barrier, key=key, timeout_ms=timeout_ms))
+    waiting = calls.ThreadedCall(functools.partial(barrier, key=key, timeout_ms=timeout_ms))
     while not waiting.has_ended(_POLL_S):
       if reason := hosts.posted(self._attempt):
         raise _OtherProcessFailed(reason)
