@@ -107,7 +107,8 @@ class HttpApp:
             *routes,
             routing.Route('/health', self._answer_health),
             routing.Route('/metrics', self._answer_metrics),
-        ]
+        ],
+        redirect_slashes=False,
     )
 
   def check(self, request: requests.Request) -> None:
