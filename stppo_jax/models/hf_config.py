@@ -413,8 +413,9 @@ def _rope(path, raw):
         'choose another model or remove the scaling'
     )
   names = ('factor', 'low_freq_factor', 'high_freq_factor')
+  original = _number(path, rope, 'original_max_position_embeddings')
   factors = [_number(path, rope, name, None, float) for name in names]
-  return theta, (*factors, _number(path, rope, 'original_max_position_embeddings'))
+  return theta, (*factors, original)
 
 
 def _number(path, raw, name, default=None, kind=int):
