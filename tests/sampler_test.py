@@ -155,11 +155,15 @@ class SampleTokenTest(parameterized.TestCase):
     kinds = [(1.0, 1.0), (0.0, 1.0), (0.7, 0.5), (1.3, 0.9), (1.0, 0.1)]
     settings = np.array([(*kinds[i % 5], i % 2) for i in range(64)], np.float32)
     model_s = np.array(jax.nn.log_softmax(logits))
+    draw_all = jax.jit(sample_token, static_argnums=3)
     for top_k in (0, 20):
-      token, logp = sampling.make_draw(jnp.array(settings), top_k)(logits, keys)
+      draw = jax.jit(
+          lambda logits, keys, k=top_k: sampling.make_draw(jnp.array(settings), k)(logits, keys)
+      )
+      token, logp = draw(logits, keys)
       for i, (temperature, top_p) in enumerate(kinds):
         cut = 0 if temperature == 0 else top_k
-        wanted = sample_token(logits, keys, temperature, cut, top_p)
+        wanted = draw_all(logits, keys, temperature, cut, top_p)
         np.testing.assert_array_equal(token[i::5], wanted[0][i::5])
         plain = model_s[np.arange(64), token]
         both = np.where(settings[:, 2] > 0, plain, wanted[1])
@@ -232,10 +236,12 @@ class SamplerTest(parameterized.TestCase):
 
   def test_token_key_is_row_key_folded_with_position(self):
     rows, columns, _ = self.play(make_sampler(), self.FORCED)
-    for row, at, key, logits in zip(rows, columns, self.keys, plain_logits(self.params, rows)):
-      keys = jax.vmap(jax.random.fold_in, (None, 0))(key, np.array(at))
-      token, _ = sample_token(jnp.asarray(logits[np.array(at) - 1]), keys)
-      np.testing.assert_array_equal(token, np.array(row)[at])
+    logits = plain_logits(self.params, rows)
+    places = [(b, t) for b, at in enumerate(columns) for t in at]
+    b, t = np.array(places).T
+    keys = jax.vmap(jax.random.fold_in)(self.keys[b], t)
+    token, _ = jax.jit(sample_token)(logits[b, t - 1], keys)
+    np.testing.assert_array_equal(token, [rows[b][t] for b, t in places])
 
   def test_row_depends_on_key_and_context_only(self):
     """Rows with one prompt differ by key (in Tunix all were equal), and by nothing else."""
@@ -253,8 +259,6 @@ class SamplerTest(parameterized.TestCase):
     rows, _, _ = self.play(make_sampler(), self.FORCED)
     other = make_sampler(slot_buckets=(8, 24), chunk_buckets=(3, 9))
     self.assertEqual(rows, self.play(other, self.FORCED)[0])
-    in_place = make_sampler(prefill_rows=4)
-    self.assertEqual(rows, self.play(in_place, self.FORCED)[0])
     tiled = make_sampler(cache_tile=7, slot_buckets=(5, 20), chunk_buckets=(3, 9))
     self.assertEqual(tiled.slot_buckets, (7, 21, 70))
     self.assertEqual(rows, self.play(tiled, self.FORCED)[0])
