@@ -14,6 +14,7 @@ import types
 import typing
 from typing import Any
 
+from stppo_jax.algorithms.variants import Variant
 from stppo_jax.config import Config
 from stppo_jax.config import HEALTH_RULES
 from stppo_jax.types import Rules
@@ -69,7 +70,7 @@ def changeable_on_resume(config: Config, with_critic: bool = True) -> list[str]:
   return paths
 
 
-def has_critic(config: Config, variant: Any) -> bool:
+def has_critic(config: Config, variant: Variant) -> bool:
   """Returns whether a critic with an optimizer of its own is trained."""
   return variant.needs_critic and config.model.critic == 'separate'
 
@@ -78,7 +79,7 @@ def _has_schedule(optimizer: Any) -> bool:
   return bool(optimizer.lr) and (optimizer.warmup > 0 or optimizer.final_lr < 1)
 
 
-_LONGEST_SHOWN = 500  # characters of a refused value
+_LONGEST_SHOWN = 500  # characters of a rejected value
 
 
 def validate(config: Config) -> Config:
@@ -131,7 +132,7 @@ def _check_field(given: str, rules: Rules, value: Any, kind: Any = Any) -> None:
 
 
 def _check_bounds(given: str, rules: Rules, number: Any) -> None:
-  # Written so that NaN is refused too.
+  # `not x >= bound` also rejects NaN.
   if rules.at_least is not None and not number >= rules.at_least:
     raise UserError(f'{given}: must be at least {rules.at_least}')
   if rules.at_most is not None and not number <= rules.at_most:
@@ -143,7 +144,7 @@ def _check_bounds(given: str, rules: Rules, number: Any) -> None:
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-  """Whether a value has the annotated type. A whole number is a float, a bool is no number."""
+  """Returns whether a value has the annotated type. An int is a float, a bool is no number."""
   origin, args = typing.get_origin(kind), typing.get_args(kind)
   if kind is Any:
     return True
@@ -161,7 +162,7 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def described(kind: Any) -> str:
-  """Returns words for an annotated type: 'a tuple of 2 float'."""
+  """Returns an annotated type in words: 'a tuple of 2 float'."""
   origin, args = typing.get_origin(kind), typing.get_args(kind)
   if origin is types.UnionType:
     return ' or '.join(map(described, args))
@@ -288,8 +289,8 @@ def _check_sizes(config: Config) -> None:
     )
 
 
-def check_variant(config: Config, variant: Any) -> None:
-  """Checks the resolved objective: each column, then the rules that span columns and sections."""
+def check_variant(config: Config, variant: Variant) -> None:
+  """Checks the fields of the resolved objective, then the rules that span fields and sections."""
   for path, rules, _ in fields(config.algorithm):
     if path != 'options' and not rules.plugin:
       _check_field(
@@ -323,8 +324,8 @@ def check_variant(config: Config, variant: Any) -> None:
   _check_decay(config)
   if config.model.critic == 'shared' and config.model.critic_folder:
     raise UserError(
-        f'config.model.critic_folder={config.model.critic_folder!r} is of a separate critic, and '
-        'config.model.critic=shared has none: leave it out, or set --config.model.critic=separate'
+        f'config.model.critic_folder={config.model.critic_folder!r} needs a separate critic: leave '
+        'it out, or set --config.model.critic=separate'
     )
   if config.train.critic_warmup and not has_critic(config, variant):
     without = 'has no critic' if not variant.needs_critic else "shares its critic's trunk"
@@ -334,8 +335,8 @@ def check_variant(config: Config, variant: Any) -> None:
     )
 
 
-def _check_kl(config: Config, variant: Any) -> None:
-  """Checks the KL penalty and what adapts its coefficient."""
+def _check_kl(config: Config, variant: Variant) -> None:
+  """Checks the KL penalty and its adaptive weight."""
   if variant.kl_in == 'loss' and variant.kl_estimator == 'k1':
     raise UserError(
         "config.algorithm.kl_estimator='k1' in the loss has a gradient that does not depend on the "
@@ -343,7 +344,8 @@ def _check_kl(config: Config, variant: Any) -> None:
     )
   if variant.kl_target and not variant.kl_coef:
     raise UserError(
-        f'config.algorithm.kl_target={variant.kl_target} multiplies kl_coef, and 0 stays 0: set it'
+        f'config.algorithm.kl_target={variant.kl_target} multiplies kl_coef, and 0 stays 0: set '
+        '--config.algorithm.kl_coef'
     )
   if variant.kl_target and (least := config.train.episodes / 5) > variant.kl_horizon:
     raise UserError(
@@ -365,12 +367,12 @@ def _check_decay(config: Config) -> None:
       )
 
 
-def _check_ratio(config: Config, variant: Any) -> None:
-  """Checks what needs a ratio, or a surrogate, of its own kind."""
+def _check_ratio(config: Config, variant: Variant) -> None:
+  """Checks settings that need a certain ratio or surrogate."""
   if variant.dual_clip and variant.surrogate != 'clip':
     raise UserError(
-        f'config.algorithm.dual_clip={variant.dual_clip:g} is of the surrogate clip, and not of '
-        f'{variant.surrogate!r}: set --config.algorithm.dual_clip=0'
+        f'config.algorithm.dual_clip={variant.dual_clip:g} needs the surrogate clip, and this '
+        f'surrogate is {variant.surrogate!r}: set --config.algorithm.dual_clip=0'
     )
   if variant.min_advantage == 'turn' and variant.ratio in ('none', 'token'):
     raise UserError(
@@ -386,14 +388,14 @@ def _check_ratio(config: Config, variant: Any) -> None:
     )
   if variant.ratio == 'none' and variant.surrogate != 'clip':
     raise UserError(
-        f'config.algorithm.variant={config.algorithm.variant!r} has a surrogate of its own and no '
-        'ratio to give it: set --config.algorithm.ratio=token, turn or sequence, or '
+        f'config.algorithm.variant={config.algorithm.variant!r} has a surrogate that needs a '
+        'ratio, and ratio=none: set --config.algorithm.ratio=token, turn or sequence, or '
         '--config.algorithm.surrogate=clip'
     )
 
 
-def _check_groups(config: Config, variant: Any) -> None:
-  """Checks settings that need groups of episodes, or that groups need."""
+def _check_groups(config: Config, variant: Variant) -> None:
+  """Checks settings that need groups of episodes."""
   rollout, name = config.rollout, config.algorithm.variant
   if variant.needs_groups and rollout.group_size == 1:
     raise UserError(
@@ -409,8 +411,9 @@ def _check_groups(config: Config, variant: Any) -> None:
     )
   if variant.mask_zero_advantage and not variant.needs_groups:
     raise UserError(
-        f'config.algorithm.variant={name!r} compares no groups, of which mask_zero_advantage=True '
-        'drops those of equal scores: set --config.algorithm.mask_zero_advantage=False'
+        'config.algorithm.mask_zero_advantage=True only works with group advantages, and '
+        f'config.algorithm.variant={name!r} compares no groups: set '
+        '--config.algorithm.mask_zero_advantage=False'
     )
   if rollout.max_num_gen_batches > 1 and not variant.needs_groups:
     raise UserError(
@@ -421,7 +424,7 @@ def _check_groups(config: Config, variant: Any) -> None:
 
 
 def _check_adapters(config: Config) -> None:
-  """Checks what is trained, and what can be placed on the host, given LoRA and the critic."""
+  """Checks precision and placement against LoRA and the critic."""
   model, placement = config.model, config.placement
   if model.param_dtype == 'bfloat16' and not model.lora_rank:
     raise UserError(

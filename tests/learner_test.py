@@ -196,7 +196,7 @@ class MakeVariantTest(parameterized.TestCase):
       ({'algorithm.variant': 'own_rl:NONE'}, ("no 'NONE'",)),
       ({'algorithm.variant': 'own_rl:NEGATIVE'}, ('clip_low=-1.0', 'at least 0')),
       ({'algorithm.variant': 'own_rl:LEVELLESS'}, ("ratio='word'", 'sequence')),
-      ({'algorithm.variant': 'own_rl:NO_RATIO'}, ('surrogate of its own', 'ratio=token')),
+      ({'algorithm.variant': 'own_rl:NO_RATIO'}, ('surrogate that needs a ratio', 'ratio=token')),
       ({'algorithm.variant': 'rloo', 'rollout.group_size': 4, 'train.critic_warmup': 1}, ('rloo',)),
       ({'model.critic': 'shared', 'train.critic_warmup': 2}, ('critic_warmup=2', 'trunk')),
       ({'model.critic': 'shared', 'model.critic_folder': 'a'}, ("critic_folder='a'", 'separate')),
