@@ -430,7 +430,7 @@ def _apply(inputs, grads, division, decisive):
     value_norm = correction.norm(grads['value'])
     decisive = [*decisive, value_norm]
   is_finite = jnp.isfinite(jnp.stack(decisive)).all()
-  # Without tokens, moments alone would move an absent role, or a policy that has none left.
+  # Without tokens to train on, the optimizer's moments alone would move the parameters.
   has_tokens = is_finite & inputs.mask.any()
   is_trained = has_tokens if spec.shared_trunk else has_tokens & (inputs.weights != 0).any()
   train_actor = is_trained & (state.step >= spec.critic_warmup)
