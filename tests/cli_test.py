@@ -223,11 +223,11 @@ class MainTest(parameterized.TestCase):
     lines[number - 1] = line
     path.write_text('\n'.join(lines), encoding='utf-8')
 
-  def test_a_question_without_answers(self):
+  def test_question_without_answers(self):
     self.edit('qa.jsonl', 3, json.dumps({'id': 'x', 'question': 'Which?', 'split': 'train'}))
     self.refused('qa.jsonl:3', "'answers'", 'missing')
 
-  def test_a_passage_that_is_no_json(self):
+  def test_passage_that_is_no_json(self):
     self.edit('corpus.jsonl', 2, '{"id": "x", "title"')
     self.refused('corpus.jsonl:2', 'JSON')
 
@@ -276,29 +276,29 @@ class MainTest(parameterized.TestCase):
   def test_impossible_settings(self, arguments, words):
     self.refused(*words, arguments=[argument.format(tmp=self.tmp) for argument in arguments])
 
-  def test_a_model_folder_without_weights(self):
+  def test_model_folder_without_weights(self):
     os.remove(os.path.join(self.tmp, 'model', 'model.safetensors'))
     self.refused('no weights', os.path.join(self.tmp, 'model'))
 
-  def test_a_model_folder_without_a_tokenizer(self):
+  def test_model_folder_without_tokenizer(self):
     os.remove(os.path.join(self.tmp, 'model', 'tokenizer.json'))
     self.refused('tokenizer.json', os.path.join(self.tmp, 'model'))
 
-  def test_the_tokenizer_of_another_model(self):
+  def test_tokenizer_of_another_model(self):
     tiny_run.write_model(os.path.join(self.tmp, 'small'), vocab_size=300)
     self.refused('ids', '300', arguments=[f'--config.model.folder={self.tmp}/small'])
 
-  def test_a_folder_of_another_run(self):
+  def test_folder_of_another_run(self):
     os.makedirs(os.path.join(self.tmp, 'run'))
     other = dataclasses.asdict(tiny_run.make_config(self.tmp)) | {'seed': 7}
     for name, text in (('config.json', json.dumps(other)), ('metrics.jsonl', '')):
       pathlib.Path(self.tmp, 'run', name).write_text(text, encoding='utf-8')
     self.refused('seed (7 there, 0 here)', '--workdir')
 
-  def test_an_export_of_a_folder_without_a_run(self):
+  def test_export_of_a_folder_without_run(self):
     self.refused('--workdir', 'no checkpoint to export', '--config', arguments=['--mode=export'])
 
-  def test_a_full_disk_is_not_reported_by_every_thread(self):
+  def test_repeated_thread_error_is_hidden(self):
     reported = []
     for text in ('Event loop is closed', 'another error'):
       unraisable = types.SimpleNamespace(exc_value=RuntimeError(text))
@@ -315,7 +315,7 @@ class MainTest(parameterized.TestCase):
       sys.unraisablehook(say(KeyboardInterrupt()))
       self.assertLen(told.mock_calls, 2)
 
-  def test_exit_codes_of_a_run_that_fails_and_of_an_interrupt(self):
+  def test_exit_codes_of_failure_and_interrupt(self):
     for error, word, code in (
         (RunError('several\nlines'), 'several lines', 1),
         (KeyboardInterrupt(), 'interrupted', 130),
@@ -368,7 +368,7 @@ class ExperimentFileTest(parameterized.TestCase):
     self.assertIn(words, error)
     self.assertIn('mine.py:4', error)
 
-  def test_a_file_that_returns_no_config(self):
+  def test_file_that_returns_no_config(self):
     self.assertIn('return a stppo_jax.config.Config', self.parse('get_config = lambda: 7\n'))
 
   def test_none_is_a_value(self):

@@ -56,30 +56,30 @@ class ValidateTest(parameterized.TestCase):
     for word in words:
       self.assertIn(word, message)
 
-  def test_the_defaults_are_valid_and_are_returned(self):
+  def test_defaults_are_valid(self):
     config = schema.Config()
     objective.make_variant(config)
     self.assertIs(validation.validate(config), config)
 
   @parameterized.parameters(*(path for path, rules in RULES.items() if rules.allowed))
-  def test_a_refused_choice_shows_field_value_and_allowed_values(self, path):
+  def test_rejected_choice_shows_allowed_values(self, path):
     for wrong in ('nonsense', 7):
       self.refused(f'config.{path}={wrong!r}', *map(str, RULES[path].allowed), **{path: wrong})
 
   @parameterized.parameters(*(path for path, rules in RULES.items() if rules.at_least is not None))
-  def test_a_refused_small_number_shows_field_value_and_bound(self, path):
+  def test_rejected_number_shows_lower_bound(self, path):
     least = RULES[path].at_least
     self.refused(f'config.{path}={least - 1}', f'at least {least}', **{path: least - 1})
     self.refused(f'config.{path}=nan', f'at least {least}', **{path: float('nan')})
 
   @parameterized.parameters(*(path for path, rules in RULES.items() if rules.above is not None))
-  def test_an_open_lower_bound(self, path):
+  def test_open_lower_bound(self, path):
     bound = RULES[path].above
     self.refused(f'config.{path}={bound}', f'above {bound}', **{path: bound})
     self.refused(f'config.{path}=nan', **{path: float('nan')})
 
   @parameterized.parameters(*(path for path, rules in RULES.items() if rules.at_most is not None))
-  def test_an_upper_bound(self, path):
+  def test_upper_bound(self, path):
     most = RULES[path].at_most
     self.refused(f'config.{path}={most + 1}', f'at most {most}', **{path: most + 1})
 
@@ -179,7 +179,7 @@ class ValidateTest(parameterized.TestCase):
           ("on_nonfinite='rollback'", 'checkpoint_every=1'),
       ),
   )
-  def test_rules_that_span_fields(self, values, words):
+  def test_rules_that_span_settings(self, values, words):
     self.refused(*words, **values)
 
   @parameterized.parameters(
@@ -213,22 +213,22 @@ class ValidateTest(parameterized.TestCase):
       ('seed', 2**63, 'at most 4294967295'),
       ('health.kl', math.inf, 'finite'),
   )
-  def test_a_value_of_the_wrong_kind_or_size(self, path, value, words):
+  def test_wrong_type_or_size_is_rejected(self, path, value, words):
     self.refused(f'config.{path}={value!r}', words, **{path: value})
 
-  def test_a_long_value_is_shown_in_part(self):
+  def test_long_value_is_truncated(self):
     with self.assertRaises(UserError) as caught:
       validation.validate(changed(**{'env.prompt': 'x' * 10_000_000}))
     self.assertLess(len(str(caught.exception)), 1000)
 
-  def test_a_name_that_is_no_setting_is_refused_where_it_is_set(self):
+  def test_unknown_setting_is_rejected(self):
     config = schema.Config()
     with self.assertRaisesRegex(UserError, "no setting 'updaets': did you mean updates?"):
       config.train.updaets = 3
     with self.assertRaisesRegex(UserError, "Config has no setting 'trian': did you mean train?"):
       config.trian = schema.TrainSettings()
 
-  def test_a_section_must_be_one(self):
+  def test_section_has_its_type(self):
     for value in ({'updates': 3}, schema.EvalSettings(), None):
       self.refused('config.train=', 'must be a TrainSettings', train=value)
 
@@ -255,10 +255,10 @@ class ValidateTest(parameterized.TestCase):
       {'train.length_buckets': (4096,)},
       {'train.updates': 0},
   )
-  def test_what_is_allowed(self, **values):
+  def test_valid_combinations(self, **values):
     resolve(changed(**values))
 
-  def test_every_row_that_compares_a_group_needs_one(self):
+  def test_group_variants_need_groups(self):
     for name, row in variants.VARIANTS.items():
       if row.advantage in ('group_zscore', 'group_centred', 'leave_one_out'):
         self.refused('group_size=1', **{'algorithm.variant': name})
@@ -268,7 +268,7 @@ class ValidateTest(parameterized.TestCase):
 
 class TablesTest(absltest.TestCase):
 
-  def test_the_choices_are_those_of_the_tables(self):
+  def test_choices_match_the_tables(self):
     tables = {
         'env.prompt': set(search.STYLES),
         'env.kind': set(components.ENVIRONMENTS),
@@ -303,11 +303,11 @@ class TablesTest(absltest.TestCase):
         {'none', *segments.LEVELS, 'chunk', 'turn_product', 'sequence_product'},
     )
 
-  def test_every_field_says_what_it_means(self):
+  def test_every_setting_has_a_meaning(self):
     for path, rules in RULES.items():
       self.assertNotEmpty(rules.meaning, path)
 
-  def test_a_variant_has_an_override_for_each_column(self):
+  def test_algorithm_overrides_every_field_of_a_variant(self):
     fields = {field.name for field in dataclasses.fields(schema.AlgorithmSettings)}
     columns = {field.name for field in dataclasses.fields(variants.Variant)}
     self.assertContainsSubset(columns, fields)
@@ -317,7 +317,7 @@ class TablesTest(absltest.TestCase):
 
 class ExperimentsTest(absltest.TestCase):
 
-  def test_every_experiment_loads_and_is_valid(self):
+  def test_every_experiment_is_valid(self):
     paths = [path for path in EXPERIMENTS.glob('*.py') if has_get_config(path)]
     self.assertNotEmpty(paths)
     for path in paths:

@@ -13,7 +13,7 @@ from tests import update_test
 
 class MinimalTest(absltest.TestCase):
 
-  def test_its_gradients_are_those_of_the_trainer(self):
+  def test_gradients_equal_the_trainers(self):
     """The trainer descends by SGD at a rate of 1, so its step is the gradient."""
     mesh = update_test.one_device()
     policy = decoder.init(jax.random.key(1), minimal.POLICY)
@@ -40,7 +40,7 @@ class MinimalTest(absltest.TestCase):
     np.testing.assert_allclose(measured['stppo/bias_norm'], metrics['|C|'], rtol=1e-4)
     np.testing.assert_allclose(measured['stppo/divisor'], metrics['divisor'], rtol=1e-4)
 
-  def test_the_reward_rises(self):
+  def test_reward_rises(self):
     rewards = minimal.train(updates=12, report=lambda line: None)
     self.assertGreater(rewards[-1], rewards[0] + 0.15)
 

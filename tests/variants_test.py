@@ -34,7 +34,7 @@ EXPECTED = {
 
 class VariantsTest(parameterized.TestCase):
 
-  def test_the_names_are_those_of_the_papers(self):
+  def test_names_of_the_papers(self):
     self.assertContainsSubset(EXPECTED, variants.VARIANTS)
 
   @parameterized.parameters(*EXPECTED)
@@ -53,7 +53,7 @@ class VariantsTest(parameterized.TestCase):
     self.assertFalse(row.advantage == 'group_zscore' and row.kl_in == 'reward')
     self.assertFalse(row.kl_in == 'loss' and row.kl_estimator == 'k1')
 
-  def test_a_description_is_the_same_in_each_process(self):
+  def test_description_does_not_depend_on_the_process(self):
     made = lambda: functools.partial(max, 0)  # its repr holds an address
     row = variants.Variant(made(), 'token', surrogate=made())
     again = variants.Variant(made(), 'token', surrogate=made())
@@ -69,7 +69,7 @@ class VariantsTest(parameterized.TestCase):
     self.assertEqual(hash(row), hash(dataclasses.replace(row)))
 
   @parameterized.parameters(*EXPECTED)
-  def test_clip_ranges_are_the_papers(self, name):
+  def test_clip_ranges(self, name):
     """0.2 but for GSPO, whose geometric mean over an episode is near 1: 3e-4 and 4e-4.
 
     CISPO has no lower bound (1 - 1), and DPPO's are of probabilities.
@@ -80,14 +80,14 @@ class VariantsTest(parameterized.TestCase):
     np.testing.assert_allclose((row.clip_low, row.clip_high), expected)
 
   @parameterized.parameters(('ppo', 's_ppo'), ('turn_ppo', 'st_ppo'))
-  def test_the_correction_is_the_only_difference(self, plain, corrected):
+  def test_correction_is_the_only_difference(self, plain, corrected):
     plain, corrected = variants.VARIANTS[plain], variants.VARIANTS[corrected]
     self.assertEqual(
         dataclasses.replace(plain, divisor=corrected.divisor, norm_of=corrected.norm_of), corrected
     )
 
   @parameterized.parameters(('ppo', 'turn_ppo'), ('s_ppo', 'st_ppo'))
-  def test_the_ratio_is_the_only_difference(self, token, turn):
+  def test_ratio_is_the_only_difference(self, token, turn):
     token, turn = variants.VARIANTS[token], variants.VARIANTS[turn]
     self.assertEqual(dataclasses.replace(token, ratio='turn'), turn)
 
