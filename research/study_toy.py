@@ -51,7 +51,7 @@ MATCHED = {
 # same way.
 SCALED_RATES: dict[str, dict[str, dict[int, float]]] = {
     'reuse': {'ppo': {3: 3.01e-3, 10: 1.57e-3}, 'turn_ppo': {}},
-    'stale': {'ppo': {}, 'turn_ppo': {}},
+    'stale': {'ppo': {3: 1.942e-3, 10: 9.37e-4}, 'turn_ppo': {3: 1.92e-3, 10: 1.071e-3}},
 }
 # One setting at a time is changed. The rates show whether a rule is better at its own best rate, or
 # only shortens the step.
