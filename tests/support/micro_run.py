@@ -10,7 +10,6 @@ import time
 import types
 from unittest import mock
 
-from absl import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -220,7 +219,7 @@ def command(folder, workdir, stderr, overrides, slow_s=0.01):
   them.
   """
   os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-  logging.use_absl_handler()  # as app.run does
+  entry.configure_logging()
   experiment = os.path.join(folder, 'experiment.py')
   with open(f'{experiment}.{os.getpid()}', 'w', encoding='utf-8') as file:
     file.write(
