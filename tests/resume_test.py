@@ -148,7 +148,7 @@ class ResumeTest(parameterized.TestCase):
   @parameterized.parameters(1, 3)
   def test_stop_saves_without_waiting_for_batches_ahead(self, staleness):
     """The second update is done, and the batch after the next one is still being sampled."""
-    values = {'pipeline.staleness': staleness, 'train.checkpoint_every': 0}
+    values = {'pipeline.staleness': staleness, 'train.checkpoint_every': 0, 'eval.every': 0}
     stop, sample, saved = threading.Event(), pipelines.Batches.sample, []
     unfinished = 2 + staleness
 
