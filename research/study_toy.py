@@ -50,7 +50,7 @@ MATCHED = {
 # Rates at which plain PPO has the mean step of an objective that is K times as large, found in the
 # same way.
 SCALED_RATES: dict[str, dict[str, dict[int, float]]] = {
-    'reuse': {'ppo': {3: 3.01e-3, 10: 1.57e-3}, 'turn_ppo': {}},
+    'reuse': {'ppo': {3: 3.01e-3, 10: 1.57e-3}, 'turn_ppo': {3: 3.001e-3, 10: 1.664e-3}},
     'stale': {'ppo': {3: 1.942e-3, 10: 9.37e-4}, 'turn_ppo': {3: 1.92e-3, 10: 1.071e-3}},
 }
 # One setting at a time is changed. The rates show whether a rule is better at its own best rate, or

@@ -108,7 +108,8 @@ def to_device(
 ) -> tuple[types.TurnBatch, list[Step]]:
   """Moves a batch of rows to the devices; deals them out to optimizer steps by `key`.
 
-  All rows of an episode go to the same step. All steps have the same number of rows. Rows of padding fill up the shorter ones.
+  All rows of an episode go to the same step. All steps have the same number of rows. Rows of
+  padding fill up the shorter ones.
   """
   whole = batching.rows_by_episode(episodes)
   deals = []  # the rows of each step
