@@ -235,7 +235,7 @@ class Episode:
 
     Checkpoints, episodes/*.jsonl, evaluations and ATIF documents select their fields from it.
     `tokens` and `turn_ids` cover the whole row, `behaviour_logp` the agent's tokens. A number that
-    is not finite is None. Fields that most episodes leave empty are only there if they are set.
+    is not finite is None, but an infinite log-prob is the text 'inf' or '-inf'. Fields that most episodes leave empty are only there if they are set.
     """
     tokens, turn_ids, logp = self.unroll()
     record: dict[str, Any] = {
@@ -256,8 +256,7 @@ class Episode:
         'turn_ids': turn_ids.tolist(),
         'actions': [turn.action for turn in self.turns],
         'rewards': [finite_or_none(turn.reward) for turn in self.turns],
-        # The text of a float32 has at most nine digits and holds it exactly.
-        'behaviour_logp': [finite_or_none(str(x)) for x in logp[turn_ids > 0]],
+        'behaviour_logp': [_exact_number(x) for x in logp[turn_ids > 0]],
     }
     if self.role:
       record['role'] = self.role
@@ -338,6 +337,14 @@ def finite_or_none(x: Any) -> float | None:
   """Returns a number unchanged, and None for a number that JSON cannot hold."""
   number = float(x)
   return number if math.isfinite(number) else None
+
+
+def _exact_number(x: np.float32) -> float | str | None:
+  """Returns a log-prob as a JSON value that holds it exactly; None stands for NaN."""
+  text = str(x)  # at most nine digits
+  if np.isinf(x):
+    return text
+  return finite_or_none(text)
 
 
 def pack_array(array: np.ndarray | None) -> list | None:

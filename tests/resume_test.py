@@ -489,8 +489,8 @@ class JsonTest(absltest.TestCase):
     batches = run_lib.make_batches(config, parts.agent, policy, parts.tasks, lambda: False)
     batch = batches.sample(parts.learners.actor, 3, 1)
     turn = batch.episodes[0].turns[0]
-    turn.logp = np.array([-1e-30, -np.float32(1) / 3, np.nan], np.float32)
-    turn.tokens, turn.observation = np.arange(3, dtype=np.int32), np.array([7], np.int32)
+    turn.logp = np.array([-1e-30, -np.float32(1) / 3, -np.inf, np.nan], np.float32)
+    turn.tokens, turn.observation = np.arange(4, dtype=np.int32), np.array([7], np.int32)
     batch.episodes[1].truncated = batch.episodes[1].failed = True
     text = json.dumps(pipelines.to_json(batch))
     back = pipelines.from_json(json.loads(text), batches.tasks(3))
