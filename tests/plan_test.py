@@ -17,6 +17,7 @@ from stppo_jax.models import attention
 from stppo_jax.models import sharding
 from stppo_jax.planning import hlo
 from stppo_jax.planning import plan
+from stppo_jax.planning import programs
 from stppo_jax.planning import table
 from stppo_jax.planning import topologies
 from stppo_jax.types import RunError
@@ -348,7 +349,7 @@ class PlanTest(parameterized.TestCase):
 
   def test_the_micro_batch_to_try(self):
     """fixed 10 + others 20 + 80 for 8 rows, so 10 per row: 4 rows need 70, 2 need 50."""
-    program = plan.Program('update', '', 1, resident=15, arguments=5, temporaries=90)
+    program = programs.CompiledProgram('update', '', 1, resident=15, arguments=5, temporaries=90)
     largest = lambda limit: plan._largest(limit, [program], 8, 10, (2, 4, 8, 16))
     self.assertEqual([largest(n) for n in (49, 50, 69, 70, 110, 190)], [0, 2, 2, 4, 8, 16])
 
