@@ -235,7 +235,8 @@ class Episode:
 
     Checkpoints, episodes/*.jsonl, evaluations and ATIF documents select their fields from it.
     `tokens` and `turn_ids` cover the whole row, `behaviour_logp` the agent's tokens. A number that
-    is not finite is None, but an infinite log-prob is the text 'inf' or '-inf'. Fields that most episodes leave empty are only there if they are set.
+    is not finite is None, but an infinite log-prob is the text 'inf' or '-inf'. Fields that most
+    episodes leave empty are only there if they are set.
     """
     tokens, turn_ids, logp = self.unroll()
     record: dict[str, Any] = {
