@@ -6,6 +6,7 @@ Shape legend, used in every docstring and einsum:
   L layers               N query heads          M key/value heads    H head width
   D model width          S cache slots          F feed-forward width
   E experts              A active experts per token
+  b rows of a step       R bins, or roles       P tokens of a bin
 
 A quantity has one name in every file:
 

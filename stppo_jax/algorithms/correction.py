@@ -1,9 +1,10 @@
 """Clipping-bias correction: the two cotangents of a policy objective, and the divisor made of them.
 
-The trainer runs `logp, pull = jax.vjp(model_logp, params)` once. `cotangents` returns two arrays
-[B,T] to pull back: one for the gradient g of the loss, and one for the clipping bias C, the
-gradient that the clip removed. S-PPO and ST-PPO divide g by a function of ||C|| (arXiv 2511.20718,
-section 4). `divide` does that before the gradient clip, after it, or outside the optimizer.
+The trainer runs `logp, pull = jax.vjp(model_logp, params)`. `cotangents` returns two arrays [B,T]
+to pull back: one for the gradient g of the loss, and one for the clipping bias C, the gradient that
+the clip removed. Each takes a pull-back of its own, see `update.take_step`. S-PPO and ST-PPO divide
+g by a function of ||C|| (arXiv 2511.20718, section 4). `divide` does that before the gradient clip,
+after it, or outside the optimizer.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def divide(order: str, g: Any, rest: Any, divisor: jax.Array, max_norm: float) -
     divisor: D.
     max_norm: bound of the clip of the global norm.
 
-  `state.optimize` measures how an optimizer with moments changes the factor.
+  `update.optimize` measures how an optimizer with moments changes the factor.
   """
   whole = _add(g, rest)
   whole_norm = norm(whole)

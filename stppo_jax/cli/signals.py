@@ -14,9 +14,10 @@ from stppo_jax import types
 def handled() -> Iterator[Callable[[], bool]]:
   """Yields a function `stop_requested`, which returns whether SIGTERM was received.
 
-  The function raises KeyboardInterrupt after a Ctrl-C, because Python raises it in any code that is
-  running, such as a library's callback that ignores exceptions. Until the function is called for
-  the first time there is nothing to save, and SIGTERM raises Stopped in the same way.
+  After a Ctrl-C, Python raises KeyboardInterrupt in whatever code is running. A library's callback
+  may ignore it there, so the function raises it again. Until the function is called for the first
+  time there is nothing to save, so SIGTERM raises Stopped at once. If a callback ignores that, the
+  function returns true.
   """
   terminated = threading.Event()
   interrupted = threading.Event()

@@ -1,7 +1,8 @@
 """Thresholds on the metrics of a run: lines of metrics in, alarms out.
 
 Each rule watches one metric, averaged over the last `window` updates that have it. The rule is
-broken if the mean is beyond the limit. config.Health holds the limits, which were set by hand.
+broken if the mean is beyond the limit. config.HealthSettings holds the limits, which were set by
+hand.
 """
 
 from collections.abc import Callable

@@ -199,7 +199,11 @@ def summarize(
 
 
 def means(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-  """Returns the mean of each metric. A metric that no part defines is left out."""
+  """Returns the mean of each metric over the parts, which all have the same metrics.
+
+  NaN does not count in the metrics of `_MAY_BE_UNDEFINED`. If one of them is NaN in all parts, it
+  is left out.
+  """
   result = {}
   for name in parts[0]:
     values = np.array([part[name] for part in parts], float)

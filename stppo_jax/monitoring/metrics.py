@@ -2,6 +2,15 @@
 
 TensorBoard and Weights & Biases get the same numbers if the config asks for them. Neither can stop
 a run. The report and the tests read only metrics.jsonl.
+
+The metrics come from these files:
+
+  training/diagnostics.py  batches and optimizer steps, from token arrays
+  training/update.py       gradients, divisor and applied step
+  monitoring/episodes.py   episodes, with what the environment gives in `info['metrics']`
+  rollout/pipeline.py      sampling
+  training/run.py          time and throughput of an update
+  evaluation/scores.py     held-out episodes
 """
 
 from collections.abc import Mapping

@@ -77,7 +77,7 @@ class Batches:
     return self.agent.sampler.copy(self.policy(params))
 
   def sample(self, params: dict, number: int, staleness: int) -> Sampled:
-    """Plays the batch; `params` are a `copy`.
+    """Plays the batch with `params`, which `copy` has returned.
 
     With `max_num_gen_batches` above 1, groups whose scores are all equal give no advantage and are
     replaced by groups of further questions (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2).

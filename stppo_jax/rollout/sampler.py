@@ -89,7 +89,7 @@ class Until:
 class _StopRules:
   """What ends a turn."""
 
-  stop_table: Any  # [states,V] int32, see chat.stop_automaton
+  stop_table: Any  # [states,V] int32, see tokenizer.stop_automaton
   is_eos: Any  # [V] bool
 
 
@@ -118,7 +118,7 @@ class Sampler:
   def __init__(
       self,
       config: decoder.ModelConfig,
-      stop_table: np.ndarray,  # chat.stop_automaton's
+      stop_table: np.ndarray,  # see tokenizer.stop_automaton
       eos_ids: Sequence[int],  # each of them ends a turn
       sizes: sampling.Sizes,
       distribution: sampling.Distribution = sampling.AS_IS,  # used for rows without settings

@@ -133,6 +133,7 @@ def step_summary(
 
   The losses of the roles (role/<name>/pg_loss) add up to that of all. Clip fractions and `ppo_kl`
   are over the tokens that the policy's loss counts, as in verl, the others over all.
+  The trainer skips a step in which a metric whose name ends in `_loss` is not finite.
   """
   mask = batch.action_mask.astype(jnp.float32)
   counted = mask if batch.loss_mask is None else batch.loss_mask

@@ -116,9 +116,9 @@ class Learner:
       rows = batching.by_length(episodes)
       batch, steps = packing.to_device(rows, self.bins, key)
       first_epoch = packing.stack(packing.first_epoch(steps))
-      batch, gap = functions.annotate(state, frozen, batch, first_epoch)
-      state, batch, credit = functions.with_advantages(state, batch)
-      metrics = jax.device_get(gap | credit)
+      batch, gap_metrics = functions.annotate(state, frozen, batch, first_epoch)
+      state, batch, advantage_metrics = functions.with_advantages(state, batch)
+      metrics = jax.device_get(gap_metrics | advantage_metrics)
     with timing('update_actor'):
       seen = []
       for step in steps:
@@ -135,9 +135,9 @@ class Learners:
   They have the same shapes, and share the compiled functions and what is frozen.
 
   Attributes:
-    learner: of each policy.
-    state: a TrainState, or that of each role by its name.
-    seed: of the run.
+    learner: the functions and frozen parameters, which all policies share.
+    state: the TrainState, or a dict from the name of each role to its TrainState.
+    seed: the seed of the run.
   """
 
   learner: Learner

@@ -38,9 +38,10 @@ def start(
 ) -> dict[str, float]:
   """Starts, or resumes, the run of a config in `workdir`; returns what `train` returns.
 
-  When `stop_requested()` turns true, the run finishes its update and saves. Episodes in progress
-  are abandoned, and the next call does the rest. A run whose gradients stay non-finite ends, or
-  rolls back to its newest checkpoint. A trace of `profile` updates goes to workdir/profile.
+  When `stop_requested()` turns true, the run finishes an update that is already training, and
+  abandons episodes that are still being played. Then it saves, and the next call does the rest. A
+  run whose gradients stay non-finite ends, or rolls back to its newest checkpoint. A trace of
+  `profile` updates goes to workdir/profile.
   """
   variant = run_lib.check(config)
   with recovery.claimed(config, variant, workdir):

@@ -188,6 +188,7 @@ def opened(
     )
     pipeline = resources.enter_context(_make_pipeline(parts, batches, ahead))
     del ahead  # the pipeline frees the parameters in it, once they have sampled
+    # Called before the exit of the pipeline, which waits for the batch in progress.
     resources.callback(over.set)
     before_update = resources.enter_context(
         timing_lib.trace_updates(f'{workdir}/profile', profile, first, config.train.updates)
@@ -309,7 +310,10 @@ class Run:
   def measure(
       self, n: int, sampled: pipeline_lib.Sampled, learned: learner_lib.Learned
   ) -> dict[str, float]:
-    """Returns the metrics of update n, which the state holds from now on; writes its episodes."""
+    """Returns the metrics of update n and writes its episodes.
+
+    From now on `Progress` counts update n as done.
+    """
     self._progress.updates, self._progress.score = n, None
     with self.timing('records'):
       metrics = learned.summarize()

@@ -3,7 +3,7 @@
 `compile_functions` compiles three pure functions: `annotate` (log-probs and values before the
 update), `with_advantages`, and `update_step`. An optimizer step has four parts:
 
-  _sum_gradients  sums g, the gradient of the objective, and the critic's over micro-batches
+  _sum_gradients  sums g, the gradient of the policy's loss, and the critic's over micro-batches
   _sum_bias       sums C, the gradient that clipping removed, over the bins that have clipped tokens
   _divide         divides g by a function of ||C||, before or after the clip of its norm
   _apply          runs the optimizer; if something is not finite, only counts the step
@@ -56,11 +56,13 @@ class Functions(NamedTuple):
 def compile_functions(
     spec: Spec, state: TrainState, frozen: Frozen, mesh: jax.sharding.Mesh
 ) -> Functions:
-  """Jits the three functions over the mesh, with arrays or shapes where they are; donates states.
+  """Jits the three functions over the mesh. `with_advantages` and `update_step` donate the state.
 
-  Runs of one process whose settings and places are equal share their programs. Choice: not where
-  the objective has a callable that is no plain function. Such an object may change between two
-  runs, and the programs hold what it was when they were traced.
+  Only the structure and the shardings of `state` and `frozen` are read. Their leaves may be arrays
+  or shapes.
+  Runs of one process share their programs if their settings and shardings are equal. Choice: they
+  share none if the objective has a callable that is not a plain function. Such an object may change
+  between two runs, and the programs hold what it was when they were traced.
   """
   places, tree = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, (state, frozen)))
   own = [getattr(spec.variant, column) for column in variants.BUILT_IN]
@@ -102,9 +104,10 @@ def annotate(
 ) -> tuple[TurnBatch, Metrics]:
   """Fills in old_logp, ref_logp and old_values [B,T]; measures the gap of sampler and trainer.
 
-  `steps` are the first epoch's, stacked: in their bins no sum is rounded otherwise than in those
-  steps, so that the first ratio is exactly 1 on CPUs (with old_logp 'trainer'). On GPUs it is 1 up
-  to rounding: the products of two programs may be computed by different kernels.
+  `steps` are the steps of the first epoch, stacked. Rows are computed in the bins of these steps,
+  so that every sum is rounded as in the steps themselves. The first ratio is then exactly 1 on CPUs
+  (with old_logp 'trainer'). On GPUs it is 1 up to rounding: the products of two programs may be
+  computed by different kernels.
   """
   del mesh
   variant = spec.variant
@@ -195,10 +198,10 @@ def update_step(
 ) -> tuple[TrainState, Metrics, dict[str, jax.Array]]:
   """Takes one optimizer step of actor and critic on the step's rows of the batch.
 
-  g is the gradient of the objective (surrogate, entropy, KL). C is the gradient that clipping
-  removed. Both are summed over micro-batches with weights of the whole mini-batch, so the split
-  does not change the result. Then g / divisor is clipped and goes into the optimizer, or in another
-  order: see `correction.divide`.
+  g is the gradient of the policy's loss (surrogate, entropy, KL). C is the gradient of the
+  objective that clipping removed. Both are summed over micro-batches with weights of the whole
+  mini-batch, so the split does not change the result. Then g / divisor is clipped and goes into the
+  optimizer, or in another order: see `correction.divide`.
 
   Returns the state, metrics (scalars), and the tokens' `ratio` and `clipped` [b,T] in this step.
   """
@@ -271,10 +274,11 @@ def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Ar
   Both are sums over tokens of the model's gradient dlogp_t times a cotangent, which
   `correction.cotangents` gives.
 
-  Where is C computed, and why twice? Its *cotangent* [b,T] comes with that of g, from the same
-  log-probs, and costs almost nothing. C itself is a gradient. A pull-back gives one gradient, and g
-  takes it, so C takes a second pull-back, in `_sum_bias`. That one repeats the forward pass of the
-  bins in which a token was clipped, because the activations of all bins would not fit in memory.
+  C is computed in two stages. In `_sum_gradients` its *cotangent* [b,T] comes with that of g, from
+  the same log-probs, and costs almost nothing. C itself is a gradient. A pull-back gives one
+  gradient, and the first one gives g. So `_sum_bias` pulls back a second time, through the bins in
+  which a token was clipped. They are known only after the loop over all bins. The activations of
+  all bins would not fit in memory until then, so the forward pass of these bins is repeated.
   """
   grads, tokens = _sum_gradients(inputs)
   bias = _sum_bias(inputs, tokens['bias']) if inputs.spec.variant.measures_bias else None
