@@ -5,6 +5,7 @@ import json
 import os
 import tempfile
 import threading
+import types
 from unittest import mock
 
 from absl import logging
@@ -14,6 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from stppo_jax import config as config_lib
 from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import journal as journals
 from stppo_jax.training import checkpoint
@@ -135,6 +137,21 @@ class OtherProcessTest(CheckpointCase):
       checkpoints._error = None
       released.set()
       checkpoints._wait_for_processes(key='any', timeout_ms=60_000)  # all have come
+
+
+class RolesTest(CheckpointCase):
+
+  def test_a_resumed_run_has_the_roles_in_their_order(self):
+    """The policies of roles are a list by position, and trees have their keys sorted."""
+    settings = config_lib.TrainSettings()
+    state = {'solver': {'actor': jnp.zeros(2)}, 'critic': {'actor': jnp.ones(2)}}
+    with recovery.Saves(self.workdir, settings, 0) as saves:
+      saves.save(recovery.Progress(updates=1), state, ())
+    learners = types.SimpleNamespace(state=state)
+    with recovery.Saves(self.workdir, settings, 0) as saves:
+      saves.resume(learners, None, None)
+    self.assertEqual(list(learners.state), ['solver', 'critic'])
+    chex.assert_trees_all_equal(learners.state, state)
 
 
 class BestTest(CheckpointCase):

@@ -199,8 +199,11 @@ class Saves:
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), learners.state
     )
+    roles = list(learners.state) if isinstance(learners.state, dict) else []
     del learners.state  # makes room
-    learners.state = self._checkpoints.restore(newest, shapes)
+    state = self._checkpoints.restore(newest, shapes)
+    # JAX and Orbax sort the keys of a dict. The roles have the order of the environment.
+    learners.state = {role: state[role] for role in roles} if roles else state
     saved = self._checkpoints.progress(newest)
     progress = Progress(newest, newest, saved['passed_over'], saved.get('unfinished'))
     if progress.unfinished is not None:
