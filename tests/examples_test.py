@@ -104,12 +104,11 @@ class FolderTest(parameterized.TestCase):
       url = env_server.start(self.addCleanup, EXAMPLES / folder / 'server.py')
       config.env.kind = f'openenv:{url}'
     config.log.tensorboard = False
-    # One update, few episodes and one compiled shape: the folder's parts are the same.
+    # One update and one compiled shape: the folder's parts are the same. There are enough episodes
+    # for rewards that differ, without which the step is 0.
     config.train.updates = 1
-    config.train.critic_warmup = 0
-    # With several groups the scores of one of them differ, so the step is not 0.
-    episodes = 16 if config.rollout.group_size == 1 else 32
-    config.train.episodes = config.train.mini_batch = config.train.micro_batch = episodes
+    config.train.episodes = config.train.mini_batch = 64
+    config.train.micro_batch = 16
     config.train.length_buckets = config.train.length_buckets[-1:]
     config.eval.episodes = config.eval.rows = 8
     self.enterContext(tiny_run.on_one_device())
