@@ -117,6 +117,7 @@ class Checkpoints:
 
   def best(self, updates: int) -> int:
     """Returns the best checkpoint up to `updates`; without a score so far, `updates`."""
+    self.progress(updates)  # has the best score of an older version
     steps = [step for step in self._manager.all_steps() if step <= updates]
     step = self._policy.best(steps)
     if step is None or step == updates:
