@@ -492,7 +492,7 @@ def _grow(config, context, slots):
 
 
 def _put(context, taken, targets, sources, count):
-  """DecodeRows may have fewer slots in `taken`: what lies past them is garbage anyway.
+  """Rows may have fewer slots in `taken`: what lies past them is garbage anyway.
 
   Row after row: a scatter of gathered rows takes twice as long on a CPU.
   """
