@@ -13,6 +13,7 @@ import random
 import shutil
 import signal
 import tempfile
+import threading
 import time
 import unittest
 from unittest import mock
@@ -444,6 +445,22 @@ class NonfiniteTest(FaultCase):
       ):
         micro_run.train(make_config(**{'train.updates': 1}), self.workdir)
     self.assertEqual(saved(self.workdir), [])
+
+  def test_a_stop_in_the_evaluation_of_a_skipped_update_can_be_resumed(self):
+    config = make_config(**{'eval.every': 3, 'train.on_nonfinite': 'rollback'})
+    stop, play = threading.Event(), micro_run.Agent.play
+
+    def stopped(agent, *args, greedy=False, **kwargs):
+      if greedy and self.played[-1:] == [3] and not stop.is_set():
+        stop.set()
+        raise Stopped
+      return play(agent, *args, greedy=greedy, **kwargs)
+
+    with self.poisoned(3), mock.patch.object(micro_run.Agent, 'play', stopped):
+      micro_run.train(config, self.workdir, stop.is_set)
+      self.assertEqual(saved(self.workdir)[-1], 3)
+      micro_run.train(config, self.workdir)
+    self.assertEqual(steps(self.workdir), [0, 1, 2, 3, 4])
 
   def test_without_a_checkpoint_there_is_nothing_to_go_back_to(self):
     with self.poisoned(1):

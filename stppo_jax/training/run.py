@@ -296,8 +296,10 @@ class Run:
     elif unfinished is not None:
       metrics = self.evaluate(n, unfinished)
       self._saves.note_score(n, self._progress.score)
-      self._records = episodes_lib.Records()
-      self.log(n, metrics)
+      # Choice: does not check that update n was finite. A rollback would come back here, to n.
+      alarms = self._journal.log_update(n, metrics)
+      self._progress.logged = n
+      self._journal.warn(n, alarms, episodes_lib.Records())
 
   def sample(self, n: int) -> pipeline_lib.Sampled:
     """Returns the batch of update n: tasks, and the episodes that the agent played on them.
@@ -363,8 +365,8 @@ class Run:
     Raises Stopped when a stop is requested. Waits for a retriever that fails, as sampling does.
     """
     self._progress.unfinished = metrics
-    started = time.perf_counter()
     with self._pipeline.idle():
+      started = time.perf_counter()  # without the wait for a batch that is being sampled
       scores, episodes = scores_lib.evaluate(
           self._agent,
           self.learners.policy(self.learners.actor),
