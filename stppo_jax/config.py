@@ -5,8 +5,11 @@ of Search-R1 v0.2, the likely base of the paper's runs. validation.py has the ru
 settings.
 """
 
+from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
+import functools
+import operator
 from typing import Any
 from typing import TYPE_CHECKING
 
@@ -464,12 +467,26 @@ def with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set_old_names() -> None:
-  """Lets sections accept old names where an experiment file assigns them."""
+  """Lets experiment files read, assign and give to a constructor what has an old name."""
   sections = {field.name: field.type for field in dataclasses.fields(Config)}
   for old, new in RENAMED.items():
     section, old_name = old.split('.')
+    _, new_name = new.split('.')
     kind: Any = sections[section]
-    kind.RENAMED = {**kind.RENAMED, old_name: new.partition('.')[2]}
+    kind.RENAMED = {**kind.RENAMED, old_name: new_name}
+    kind.__init__ = _with_old_name(kind.__init__, old_name, new_name)
+    setattr(kind, old_name, property(operator.attrgetter(new_name)))
+
+
+def _with_old_name(init: Callable, old_name: str, new_name: str) -> Callable:
+  @functools.wraps(init)
+  def renamed(self, *args, **kwargs):
+    if old_name in kwargs:
+      logging.warning('the setting %s is now called %s', old_name, new_name)
+      kwargs[new_name] = kwargs.pop(old_name)
+    init(self, *args, **kwargs)
+
+  return renamed
 
 
 _set_old_names()

@@ -239,6 +239,8 @@ class ValidateTest(parameterized.TestCase):
       with self.assertLogs('absl', 'WARNING'):
         setattr(getattr(config, section), old_name, 3)
       self.assertEqual(validation.get(config, new), 3)
+      kind = type(getattr(config, section))
+      self.assertEqual(getattr(kind(**{old_name: 4}), old_name), 4)
       stored = schema.with_current_names({section: {old_name: 3}})
       self.assertEqual(stored, {section: {new.split('.')[1]: 3}})
 
