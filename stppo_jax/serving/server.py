@@ -120,7 +120,9 @@ class GatewayApp(http_server.HttpApp):
       return _EventStream(answer, self._events(answer, writer))
     try:
       whole = self._whole(answer, writer)
-      return responses.JSONResponse(await http_server.cancel_on_disconnect(request, whole))
+      fields = await http_server.cancel_on_disconnect(request, whole)
+      # JSONResponse would fail on half a character, which arguments of a call may hold.
+      return responses.Response(json.dumps(fields), media_type='application/json')
     finally:
       answer.close()
 
