@@ -22,6 +22,7 @@ from stppo_jax.types import UserError
 RETRIES = 6  # further attempts per request
 _BACKOFF_S = 1.0
 _LIMITS = http_client.ClientLimits(connect_s=10.0, total_s=300.0)
+_MAX_CONNECTIONS = 1024  # kept open, of all threads
 _MAX_STOPS = 4  # OpenAI's own server takes no more
 _MAX_MESSAGE = 300  # characters of a server's message in an error
 # Codes and words of OpenAI, vLLM, SGLang and llama.cpp for messages that do not fit.
@@ -76,6 +77,9 @@ class ChatClient:
     self._has_answered = False
     self._session = requests.Session()
     self._session.auth = self._authorize
+    adapter = requests.adapters.HTTPAdapter(pool_maxsize=_MAX_CONNECTIONS)
+    self._session.mount('http://', adapter)
+    self._session.mount('https://', adapter)
     self._lock = threading.Lock()
 
   def complete(
