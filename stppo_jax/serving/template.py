@@ -68,7 +68,7 @@ class Template:
     return ids
 
   def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
-    """Returns the ids of a prompt that is no tokenizer_lib. Control tokens of a text are tokens."""
+    """Returns the ids of a prompt that is not a chat. Control tokens of a text are tokens."""
     self._check_length(len(prompt))
     if isinstance(prompt, str):
       return self.tokenizer.encode(prompt, control=True)
