@@ -25,6 +25,7 @@ import requests
 from stppo_jax import config as schema
 from stppo_jax import tokenizer as chat
 from stppo_jax import types
+from stppo_jax.envs import tool_calls
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import api
 from stppo_jax.serving import gateway
@@ -322,6 +323,18 @@ class AnswersTest(parameterized.TestCase):
     result = {'role': 'tool', 'tool_call_id': call['id'], 'content': '<information></information>'}
     again = self.ask(messages=[*ASKED['messages'], choice['message'], result], tools=[SEARCH])
     self.assertGreater(again['usage']['prompt_tokens'], body['usage']['total_tokens'])
+
+  def test_half_a_character_in_arguments_is_no_error(self):
+    call = tool_calls.Call('search', {'query': '\ud83d'})
+    with mock.patch.object(tool_calls.Tags, 'parse', return_value=('', (call,))):
+      body = self.ask(tools=[SEARCH])
+    (answered,) = body['choices'][0]['message']['tool_calls']
+    self.assertEqual(json.loads(answered['function']['arguments']), call.arguments)
+
+  def test_call_without_id_or_arguments_is_accepted(self):
+    call = {'id': None, 'function': {'name': 'search'}}
+    turn = {'role': 'assistant', 'content': None, 'tool_calls': [call]}
+    self.ask(messages=[*ASKED['messages'], turn], tools=[SEARCH])
 
   def test_concurrent_streams_equal_repeated_streams(self):
     asked = lambda seed: {**ASKED, 'seed': seed % 20, 'temperature': 1.5, 'stream': True}

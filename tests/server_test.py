@@ -176,6 +176,7 @@ class RejectionsTest(parameterized.TestCase):
       (b'[]', 'must be a JSON object'),
       (b'{}', 'queries: Field required'),
       (b'{"query": "a", "queries": []}', 'queries is not supported'),
+      (json.dumps(dict.fromkeys(map(str, range(300)), 1)).encode(), 'has 300 fields'),
       (b'{"queries": "a"}', 'queries: Input should be a valid list'),
       (b'{"queries": ["a", null]}', 'queries.1: Input should be a valid string'),
       (b'{"queries": ["a", "b", "c", "d", "e"]}', '5 queries per request: ask for at most 4'),
@@ -191,6 +192,11 @@ class RejectionsTest(parameterized.TestCase):
     self.assertEqual(status, 400)
     self.assertIn(message, answer['error'])
     self.assertNotIn('\n', answer['error'])
+
+  def test_only_the_first_wrong_query_is_an_error(self):
+    with self.assertRaises(pydantic.ValidationError) as context:
+      server.parse_body({'queries': [1] * 100}, server.SearchServerLimits())
+    self.assertEqual(context.exception.error_count(), 1)
 
   def test_error_is_one_line_of_json(self):
     with running(max_body_bytes=1000) as (port, _, _):

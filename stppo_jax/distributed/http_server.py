@@ -36,6 +36,7 @@ _BODY_IS_READ = 'stppo_jax.body_is_read'  # key of an ASGI scope
 _MAX_HEADER_BYTES = 16 << 10
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 _UNCOUNTED = ('/health', '/metrics')  # probes, which the metrics leave out
+_MAX_FIELDS = 256  # of a body
 _SHOWN = 80  # characters of a wrong value in an error
 
 Result = TypeVar('Result')
@@ -194,6 +195,8 @@ class HttpApp:
       raise RequestError(400, f'the body is not JSON ({type(error).__name__})') from None
     if not isinstance(fields, dict):
       raise RequestError(400, 'the body must be a JSON object')
+    if len(fields) > _MAX_FIELDS:  # each unknown one would cost an error
+      raise RequestError(400, f'the body has {len(fields)} fields: send at most {_MAX_FIELDS}')
     return fields
 
   def _to_http_error(self, error: Exception, path: str) -> exceptions.HTTPException:

@@ -22,6 +22,7 @@ import logging
 import signal
 import sys
 import threading
+from typing import Annotated
 from typing import Any
 
 import jax
@@ -60,7 +61,7 @@ class SearchServerLimits(http_server.ServerLimits):
 class SearchR1Body(http_server.Body):
   """A request in the dialect of Search-R1."""
 
-  queries: list[http_server.Text]
+  queries: Annotated[list[http_server.Text], pydantic.FailFast()]
   topk: int = pydantic.Field(_DEFAULT_TOP_K, ge=1)
   return_scores: bool = False
 

@@ -59,6 +59,16 @@ def _parse_arguments(value: Any) -> Any:
   return value
 
 
+def _normalize_call(value: Any) -> Any:
+  """Fills in the fields that clients leave out or set to null."""
+  if not isinstance(value, dict):
+    return value
+  call = {'id': '', 'type': 'function'} | {k: v for k, v in value.items() if v is not None}
+  if isinstance(call.get('function'), dict):
+    call['function'] = {'arguments': None, **call['function']}
+  return call
+
+
 def _normalize_message(value: Any) -> Any:
   if not isinstance(value, dict):
     return value
@@ -114,7 +124,11 @@ class Message(TypedDict):
 
   role: Literal['system', 'user', 'assistant', 'tool']
   content: Annotated[http_server.Text, pydantic.BeforeValidator(_join_parts)]
-  tool_calls: NotRequired[list[ToolCall]]
+  tool_calls: NotRequired[
+      Annotated[
+          list[Annotated[ToolCall, pydantic.BeforeValidator(_normalize_call)]], pydantic.FailFast()
+      ]
+  ]
   tool_call_id: NotRequired[str]
   name: NotRequired[str]
 
@@ -164,7 +178,10 @@ class CompletionBody(http_server.Body):
   n: int = pydantic.Field(1, ge=1, le=MAX_CHOICES)
   best_of: int | None = None
   stop: Annotated[
-      list[Stop], pydantic.Field(max_length=MAX_STOPS), pydantic.BeforeValidator(_split_stops)
+      list[Stop],
+      pydantic.Field(max_length=MAX_STOPS),
+      pydantic.FailFast(),
+      pydantic.BeforeValidator(_split_stops),
   ] = []
   seed: int | None = pydantic.Field(None, ge=-(2**63), lt=2**63)
   stream: bool = False
@@ -216,12 +233,16 @@ class TextBody(CompletionBody):
 class ChatBody(CompletionBody):
   """A request of /v1/chat/completions."""
 
-  messages: list[Annotated[Message, pydantic.BeforeValidator(_normalize_message)]] = pydantic.Field(
-      min_length=1, max_length=MAX_MESSAGES
-  )
-  tools: list[Annotated[ToolSchema, pydantic.WrapValidator(_check_only)]] = pydantic.Field(
-      [], max_length=MAX_TOOLS
-  )
+  messages: Annotated[
+      list[Annotated[Message, pydantic.BeforeValidator(_normalize_message)]],
+      pydantic.Field(min_length=1, max_length=MAX_MESSAGES),
+      pydantic.FailFast(),
+  ]
+  tools: Annotated[
+      list[Annotated[ToolSchema, pydantic.WrapValidator(_check_only)]],
+      pydantic.Field(max_length=MAX_TOOLS),
+      pydantic.FailFast(),
+  ] = []
   tool_choice: Literal['auto', 'none'] = 'auto'
   parallel_tool_calls: bool = False  # False: an answer ends with its first call
   logprobs: bool = False  # those of the chosen tokens
