@@ -170,6 +170,10 @@ class WorstLinesTest(parameterized.TestCase):
     self.assertIn(3, health.worst_lines('cut', self.RECORDS))
     self.assertIn(5, health.worst_lines('entropy_drop', self.RECORDS))
     self.assertLen(health.worst_lines('cut', self.RECORDS), 3)
+    infinite = self.RECORDS[0] | {'behaviour_logp': ['-inf'], 'old_logp': [-1.0]}
+    for name in health.RULES:
+      health.worst_lines(name, [infinite])
+    self.assertEqual(health.worst_lines('sampler_gap', [infinite]), [1])
 
 
 if __name__ == '__main__':

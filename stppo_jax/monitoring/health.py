@@ -127,13 +127,14 @@ def _longest_turn(record: EpisodeRecord) -> int:
 
 def _sampler_gap(record: EpisodeRecord) -> float:
   pairs = zip(record.get('old_logp', ()), record['behaviour_logp'])
-  gaps = [abs(old - new) for old, new in pairs if old is not None and new is not None]
+  # An infinite log-prob is a text, see `Episode.to_dict`.
+  gaps = [abs(old - float(new)) for old, new in pairs if old is not None and new is not None]
   return max(gaps, default=0.0)
 
 
 def _certainty(record: EpisodeRecord) -> float:
   """Returns the geometric mean of the sampled tokens' probabilities: 1 if all were certain."""
-  logp = [x for x in record['behaviour_logp'] if x is not None]
+  logp = [float(x) for x in record['behaviour_logp'] if x is not None]
   return float(np.exp(np.mean(logp))) if logp else 0.0
 
 

@@ -15,6 +15,7 @@ function make(tag, attributes = {}, ...children) {
 
 function number(x) {
   if (x === null || x === undefined) return 'NaN';
+  if (typeof x === 'string') return x;  // an infinite log-prob
   const size = Math.abs(x);
   let text = x === 0 ? '0' : size >= 1e5 || size < 1e-3 ? x.toExponential(1)
     : size >= 100 ? x.toFixed(0) : size >= 10 ? x.toFixed(1) : size >= 1 ? x.toFixed(2) : x.toFixed(3);
