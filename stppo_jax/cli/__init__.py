@@ -1,8 +1,11 @@
 """The command: `main` is what run.py and the installed `stppo` call."""
 
+from stppo_jax.distributed import huge_pages
+
 
 def main() -> None:
   """Runs the command."""
-  from stppo_jax.cli import entry  # not above: modules of this package import each other
+  huge_pages.restart()
+  from stppo_jax.cli import entry  # imports JAX, which takes two seconds: not before the restart
 
   entry.main()

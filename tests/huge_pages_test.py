@@ -1,0 +1,53 @@
+"""A program that restarts itself: once, as the same process, with the same arguments."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from stppo_jax.distributed import huge_pages
+
+PROGRAM = """
+import os, sys
+print('started', os.getpid())
+from stppo_jax.distributed import huge_pages
+huge_pages.restart()
+print('runs', os.getpid(), os.environ['GLIBC_TUNABLES'], sys.argv[1:], sys.stdin.read())
+"""
+
+
+class HugePagesTest(parameterized.TestCase):
+
+  @parameterized.parameters(None, 'glibc.malloc.arena_max=2')
+  def test_a_program_restarts_itself_once(self, value):
+    given = {} if value is None else {huge_pages.VARIABLE: value}
+    environment = {name: x for name, x in os.environ.items() if name != huge_pages.VARIABLE}
+    folder = tempfile.mkdtemp()
+    self.addCleanup(shutil.rmtree, folder)
+    path = os.path.join(folder, 'program.py')
+    with open(path, 'w', encoding='utf-8') as file:
+      file.write(PROGRAM)
+    process = subprocess.Popen(
+        [sys.executable, path, '--a=b c', ''],
+        env=environment | given | {'PYTHONPATH': os.getcwd()},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    said, _ = process.communicate('what it reads')
+    self.assertEqual(process.returncode, 0)
+    restarted = value is None and sys.platform == 'linux'
+    expected = value or (huge_pages.VALUE if restarted else '')
+    self.assertEqual(
+        said.splitlines(),
+        [f'started {process.pid}'] * (2 if restarted else 1)
+        + [f"runs {process.pid} {expected} ['--a=b c', ''] what it reads"],
+    )
+
+
+if __name__ == '__main__':
+  absltest.main()
