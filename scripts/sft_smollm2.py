@@ -31,6 +31,7 @@ from experiments import st_ppo_smollm2
 from scripts import search_trajectories
 from stppo_jax import tasks as task_files
 from stppo_jax import tokenizer as chat
+from stppo_jax.distributed import huge_pages
 from stppo_jax.models import convert
 from stppo_jax.models import hf_config
 from stppo_jax.models import sharding
@@ -159,4 +160,5 @@ def _main(argv):
 
 
 if __name__ == '__main__':
+  huge_pages.restart()
   app.run(_main)

@@ -26,6 +26,7 @@ import tokenizers
 
 from stppo_jax import tasks as task_files
 from stppo_jax import tokenizer as chat
+from stppo_jax.distributed import huge_pages
 from stppo_jax.envs import search
 from stppo_jax.models import convert
 from stppo_jax.models import decoder
@@ -385,4 +386,5 @@ def _recurs(tokens):
 
 
 if __name__ == '__main__':
+  huge_pages.restart()
   app.run(main)
