@@ -35,6 +35,7 @@ LOWER_RATE = {
         'st_ppo+lr.0.00024': ST_PPO | {'actor.lr': 2.4e-4},
     },
 }
+SCALED_RATE = 3e-4  # token PPO's, in harsh, with the mean step of its floor rule
 PAPER_AND_OURS = ('ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'ppo+relative.step')
 # A larger model, of 5.1 M parameters; scripts/sft_tiny.py says how it was made.
 # Its critic is the embedded model, as in the other grids. A run costs four times as much, hence
@@ -105,6 +106,14 @@ def get_study(mode=''):
   grids['system_stale'] = grid.Grid(
       _stale_methods(methods), _condition('stale'), only_complete=True
   )
+  scaled = grid.Grid(
+      _scaled_methods(),
+      _condition('harsh'),
+      baseline='ppo+step_of.floor.step',
+      drawn=(),
+      only_complete=True,
+  )
+  grids['system_harsh_scaled'] = scaled
   clips = {
       f'ppo+clip.{bound}': rules['ppo']
       | {'algorithm.clip_low': bound, 'algorithm.clip_high': bound}
@@ -149,6 +158,16 @@ def _stale_methods(methods):
       | {lower: LOWER_RATE['calm'][lower]}
       | from_sampler
   )
+
+
+def _scaled_methods():
+  """Returns objectives that are K times as large, and the rate with the mean step of K = 1."""
+  methods = {'ppo+floor.step': TOKEN | {'algorithm.divisor': 'floor', 'algorithm.divide': 'step'}}
+  for k in (3, 10):
+    methods[f'ppo+floor.step.K{k}'] = study_toy.scaled(TOKEN, k)
+  methods['turn_ppo+floor.step.K10'] = study_toy.scaled(study_toy.TURN, 10)
+  methods['ppo+step_of.floor.step'] = TOKEN | {'actor.lr': SCALED_RATE}
+  return methods
 
 
 def _condition(name):
