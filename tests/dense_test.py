@@ -1,5 +1,6 @@
-"""The text encoder against transformers and against loops in NumPy; exact search; rank fusion."""
+"""The text encoder against loops in NumPy; exact search; rank fusion."""
 
+import importlib.util
 import json
 import math
 import os
@@ -9,7 +10,6 @@ from unittest import mock
 from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
-import pytest
 from safetensors import numpy as safetensors
 import tokenizers
 
@@ -18,6 +18,7 @@ from stppo_jax.retrieval import dense
 from stppo_jax.retrieval import encoder as encoders
 from stppo_jax.retrieval import protocol
 
+HAS_TORCH = importlib.util.find_spec('torch') is not None
 WORDS = 'query passage capital of france paris the is lima peru element carbon : " . ,'.split()
 SIZES = dict(
     vocab_size=5 + len(WORDS),
@@ -119,6 +120,7 @@ def reference(tensors, ids):
   return mean / np.linalg.norm(mean)
 
 
+@absltest.skipUnless(HAS_TORCH, 'torch is not installed')
 class EncoderTest(parameterized.TestCase):
 
   def setUp(self):
@@ -133,33 +135,13 @@ class EncoderTest(parameterized.TestCase):
     ]
 
   def test_equals_loops_in_float64(self):
-    encoder = encoders.Encoder(self.folder, rows=2)
+    self.enterContext(mock.patch.object(encoders, 'ROWS', 2))
+    encoder = encoders.Encoder(self.folder)
     tensors = safetensors.load_file(os.path.join(self.folder, 'model.safetensors'))
     library = tokenizers.Tokenizer.from_file(os.path.join(self.folder, 'tokenizer.json'))
     vectors = encoder.encode(self.texts)
     for text, vector in zip(self.texts, vectors, strict=True):
       np.testing.assert_allclose(vector, reference(tensors, library.encode(text).ids), atol=2e-6)
-
-  @pytest.mark.slow
-  def test_equals_transformers(self):
-    try:
-      import torch
-      import transformers
-    except ImportError:
-      self.skipTest('needs torch')
-    model = transformers.BertModel.from_pretrained(self.folder).eval()
-    library = tokenizers.Tokenizer.from_file(os.path.join(self.folder, 'tokenizer.json'))
-    library.enable_padding(pad_id=0)
-    batch = library.encode_batch(self.texts)
-    ids = torch.tensor([row.ids for row in batch])
-    mask = torch.tensor([row.attention_mask for row in batch])
-    with torch.no_grad():
-      x = model(input_ids=ids, attention_mask=mask).last_hidden_state
-    mean = (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-    expected = torch.nn.functional.normalize(mean, dim=1).numpy()
-    np.testing.assert_allclose(
-        encoders.Encoder(self.folder).encode(self.texts), expected, atol=2e-6
-    )
 
   def test_long_and_odd_texts(self):
     encoder = encoders.Encoder(self.folder)  # 40 positions
@@ -169,36 +151,30 @@ class EncoderTest(parameterized.TestCase):
     self.assertEqual(encoder.encode([]).shape, (0, 16))
 
   @parameterized.parameters(
-      ('config.json', lambda t: t.replace('"bert"', '"roberta"'), 'model_type='),
-      ('config.json', lambda t: t.replace('"gelu"', '"relu"'), 'hidden_act='),
       ('config.json', lambda t: '{', 'cannot be read'),
       (
           'config.json',
           lambda t: t.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'),
           "no tensor 'encoder.layer.2",
       ),
-      (
-          'config.json',
-          lambda t: t.replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'),
-          "unknown tensor 'encoder.layer.1",
-      ),
-      ('tokenizer.json', lambda t: '{}', 'fast tokenizer'),
+      ('tokenizer.json', lambda t: '{}', 'cannot be read'),
   )
-  def test_unsupported_folders(self, name, change, message):
+  def test_unreadable_folders(self, name, change, message):
     path = os.path.join(self.folder, name)
     with open(path, encoding='utf-8') as file:
       text = file.read()
     with open(path, 'w', encoding='utf-8') as file:
       file.write(change(text))
-    with self.assertRaisesRegex(types.UserError, message):
+    with self.assertRaisesRegex(types.UserError, f'^[^\n]*{message}'):
       encoders.Encoder(self.folder)
 
   def test_no_weights(self):
     os.remove(os.path.join(self.folder, 'model.safetensors'))
-    with self.assertRaisesRegex(types.UserError, 'model.safetensors'):
+    with self.assertRaisesRegex(types.UserError, 'cannot be read'):
       encoders.Encoder(self.folder)
 
 
+@absltest.skipUnless(HAS_TORCH, 'torch is not installed')
 class DenseTest(parameterized.TestCase):
 
   def setUp(self):

@@ -37,7 +37,7 @@ def make_dense(
     passages: Sequence[types.Passage], encoder: str, cache: str, with_words: bool = False
 ) -> protocol.Retriever:
   """Returns a search by the vectors of a BERT-class model, with BM25 if `with_words`."""
-  from stppo_jax.retrieval import dense  # imported only if needed: it compiles a model
+  from stppo_jax.retrieval import dense  # imported only if needed: it loads torch
 
   dense_retriever = dense.DenseRetriever(passages, encoder, cache)
   if not with_words:
