@@ -63,6 +63,18 @@ class Components:
   retriever: Callable[..., Any]
   source: Callable[[str], list[Task]]  # split -> tasks
 
+  @property
+  def policies(self) -> tuple[str, ...]:
+    """Names of the policies that are trained: one for each role, or '' for one that plays all."""
+    if self.config.model.role_parameters == 'shared':
+      return ('',)
+    if not self.env.roles:
+      raise UserError(
+          f"config.model.role_parameters='own': {self.config.env.kind} has one agent and no roles: "
+          "set it to 'shared'"
+      )
+    return self.env.roles
+
   def make_retriever(self) -> retrieval_lib.Retriever | None:
     """Returns the retriever with its corpus, or None if the environment does not search."""
     if 'retriever' not in self.env.settings:

@@ -6,7 +6,7 @@ Shape legend, used in every docstring and einsum:
   L layers               N query heads          M key/value heads    H head width
   D model width          S cache slots          F feed-forward width
   E experts              A active experts per token
-  b rows of a step       R bins, or roles       P tokens of a bin
+  b rows of a step       R bins                 P tokens of a bin
 
 A quantity has one name in every file:
 
@@ -179,6 +179,11 @@ class Episode:
   whole_score: float | None = None
 
   error: str = ''  # what the environment's code raised, where, and in which turn
+
+  @property
+  def is_segment(self) -> bool:
+    """Whether an agent program played the row, so that its episode may have further rows."""
+    return self.number is not None and not self.role
 
   @property
   def absent(self) -> bool:
@@ -398,7 +403,8 @@ class TurnBatch:
   is_weights: jax.Array | None = None  # [B,T] weights from the sampler to old_logp; None: 1
   labels: jax.Array | None = None  # [B,T] int labels of a custom ratio; equal labels share it
   routes: jax.Array | None = None  # [B,T,L,A] experts of each token, where they are replayed
-  roles: jax.Array | None = None  # [B,R] 1 for the role of the row; None: there is one agent
+  # {role: [B] 1 for its rows}; None: all rows have the same role.
+  roles: dict[str, jax.Array] | None = None
   episode_ids: jax.Array | None = None  # [B] equal for rows of an episode; None: a row is one
   # [B] correction of the sum of rewards over an episode's rows, because each row has the final
   # reward. It is equal for all rows of an episode, and 0 for a single row.

@@ -101,7 +101,7 @@ class ChatTest(parameterized.TestCase):
 
   @parameterized.parameters(
       ('gateway:tests.chat_test:no_reward', '--mode=serve'),
-      ('tests.chat_test:Procedural', 'its own tasks or roles'),
+      ('tests.chat_test:Procedural', 'its own tasks or several agents'),
   )
   def test_environment_without_questions_is_rejected(self, kind, words):
     config = schema.Config(env=schema.EnvSettings(kind=kind))

@@ -227,7 +227,7 @@ class JobTest(parameterized.TestCase):
     tasks = [types.Task(name, hops=0) for name in 'ab']
 
     class Team:
-      description, label, identity, batch, roles = 'a team', 'team', {}, 0, ('first', 'second')
+      description, label, identity, batch, rows_per_episode = 'a team', 'team', {}, 0, 2
       played = 0
 
       def __init__(self, *unused):
@@ -235,7 +235,7 @@ class JobTest(parameterized.TestCase):
 
       def play(self, rows):
         for row in rows:
-          for role in self.roles:
+          for role in ('first', 'second'):
             Team.played += 1
             episode = make_episode(row.task, float(role == 'first'), turns=1)
             episode.role = role

@@ -242,7 +242,7 @@ class EvaluateTest(PreflightCase):
   def test_a_retriever_that_dies_meanwhile(self):
     episode = types.Episode(types.Task('a'), 0, np.zeros(2, np.int32), [], failed=True)
     policy = mock.Mock(updates=0, description='untrained')
-    agent = mock.Mock(**{'play.return_value': [episode], 'env.roles': ()})
+    agent = mock.Mock(**{'play.return_value': [episode], 'env.rows_per_episode': 1})
     loaded = (policy, mock.Mock(), [types.Task('a')])
     self.enterContext(mock.patch.object(policy_lib, 'load', return_value=loaded))
     self.enterContext(mock.patch.object(components, 'make_agent', return_value=agent))

@@ -127,7 +127,8 @@ class PlayTest(parameterized.TestCase):
   def test_a_batch_has_a_row_per_role_with_its_rewards_and_masks(self):
     (asker, answerer), _ = play([SCRIPT])
     batch = batching.to_turn_batch([asker, answerer], (96,), rows=3)
-    np.testing.assert_array_equal(batch.roles, [[1, 0], [0, 1], [0, 0]])
+    np.testing.assert_array_equal(batch.roles['asker'], [1, 0, 0])
+    np.testing.assert_array_equal(batch.roles['answerer'], [0, 1, 0])
     np.testing.assert_allclose(batch.rewards.sum(axis=1), [13.5, -0.75, 0])
     self.assertEqual(np.asarray(batch.turn_ids).max(axis=1).tolist(), [2, 1, 0])
     self.assertLen(set(np.asarray(batch.group_ids).tolist()), 3)
@@ -270,7 +271,7 @@ class KindTest(parameterized.TestCase):
     env = type('Env', (), {'__init__': lambda self, task: setattr(self, 'roles', {'user': 1})})
     kind = factory.make_factory('m:Env', env, {}, {})
     kind(types.Task(id='a'), 0)
-    self.assertEqual((kind.roles, kind.num_roles), ((), 1))
+    self.assertEqual((kind.roles, kind.rows_per_episode), ((), 1))
 
 
 def make_episode(role, score, group, length=2, number=0, **fields):
@@ -311,7 +312,7 @@ class BaselineTest(absltest.TestCase):
     np.testing.assert_allclose(got[:, 0], [want, -want, -want, want], rtol=1e-5)
 
   def test_one_agent_is_as_before(self):
-    rows = dataclasses.replace(self.batch, roles=jnp.eye(2)[jnp.zeros(4, int)])
+    rows = dataclasses.replace(self.batch, roles={'asker': jnp.ones(4), 'answerer': jnp.zeros(4)})
     none = dataclasses.replace(self.batch, roles=None)
     for whiten_over in ('tokens', 'turns'):
       variant = dataclasses.replace(
@@ -353,7 +354,8 @@ class DealTest(absltest.TestCase):
     for step in steps:
       numbers = [ordered[row].number for row in step.rows]
       self.assertEqual(numbers[::2], numbers[1::2])
-      np.testing.assert_array_equal(batch.roles[step.rows].sum(axis=0), [2, 2])
+      for rows in batch.roles.values():
+        self.assertEqual(rows[step.rows].sum(), 2)
     (absent,) = [row for row, episode in enumerate(ordered) if episode.absent]
     self.assertEqual(batch.action_mask[absent].sum(), 0)
 
@@ -442,8 +444,8 @@ class RunTest(parameterized.TestCase):
     return scores, metrics_lib.read_metrics(workdir)
 
   def restored(self, config, workdir):
-    roles = Duel.roles if config.model.role_parameters == 'own' else ()
-    state = learner_lib.build(config, roles).state
+    policies = Duel.roles if config.model.role_parameters == 'own' else ('',)
+    state = learner_lib.build(config, policies).state
     with checkpoint.Checkpoints(workdir) as checkpoints:
       return checkpoints.restore(checkpoints.newest(), state)
 
@@ -564,7 +566,7 @@ class RunTest(parameterized.TestCase):
       self.train(self.workdir, serve__role='first')
 
   def test_chat_is_with_one_agent(self):
-    with self.assertRaisesRegex(types.UserError, '^[^\n]*has its own tasks or roles'):
+    with self.assertRaisesRegex(types.UserError, '^[^\n]*has its own tasks or several agents'):
       chat_lib.chat(self.config(), None, {}, '', [])
 
   def test_an_absent_role_changes_nothing_in_training(self):

@@ -123,12 +123,13 @@ class ReplayTest(parameterized.TestCase):
     path = saved.path_of(folder, 1)
     tokenizer = chat.load_tokenizer(config.model.folder)
     written = lines(path)
+    env = components.resolve(config).env
 
     def refused(text, records=written, mini_batch=8, longest=192, **needs):
       with open(path, 'w', encoding='utf-8') as file:
         file.writelines(json.dumps(record) + '\n' for record in records)
       with self.assertRaisesRegex(UserError, f'^[^\n]*{text}[^\n]*$'):
-        saved.Replay(folder, tokenizer, mini_batch, longest, **needs)(1)
+        saved.Replay(folder, tokenizer, mini_batch, longest, env, **needs)(1)
 
     with self.subTest('a later batch that cannot be read keeps the updates before it'):
       with open(saved.path_of(folder, 2), 'w', encoding='utf-8') as file:

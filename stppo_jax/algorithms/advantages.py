@@ -233,11 +233,12 @@ def over_roles(
   mask = batch.action_mask.astype(batch.rewards.dtype)
   if batch.roles is None:
     return function(mask, batch.turn_ids)
-  parts = []
-  for role in range(batch.roles.shape[1]):
-    is_role = batch.roles[:, role, None]
-    parts.append(function(mask * is_role, jnp.where(is_role > 0, batch.turn_ids, 0)))
-  return sum(parts, start=jnp.zeros_like(mask))
+  total = jnp.zeros_like(mask)
+  for rows in batch.roles.values():
+    is_role = rows[:, None]
+    turn_ids = jnp.where(is_role > 0, batch.turn_ids, 0)
+    total += function(mask * is_role, turn_ids)
+  return total
 
 
 def _standardise(x: jax.Array, weights: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import inspect
 import random
@@ -32,9 +33,15 @@ class EnvFactory:
   load_tasks: Callable[[str], list[types.Task]] | None = None
 
   @property
-  def num_roles(self) -> int:
-    """Rows per episode."""
+  def rows_per_episode(self) -> int:
+    """One row for each agent. A program's episode may have more."""
     return max(1, len(self.roles))
+
+  def has_rows_of(self, episodes: Sequence[types.Episode]) -> bool:
+    """Returns whether each of these episodes has the rows that this environment gives."""
+    names = self.roles or ('',)
+    num_episodes = len(episodes) // len(names)
+    return sorted(episode.role for episode in episodes) == sorted(names * num_episodes)
 
   def __call__(self, task: types.Task, seed: int) -> protocol.Env:
     """Makes the environment of one episode. If its constructor raises, its `reset` does."""

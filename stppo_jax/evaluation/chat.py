@@ -102,9 +102,9 @@ def _check_environment(name: str, env: factory.EnvFactory) -> None:
     raise UserError(
         f'config.env.kind={name!r}: an agent program calls the model itself: use --mode=serve'
     )
-  if env.load_tasks is not None or env.roles:
+  if env.load_tasks is not None or env.rows_per_episode > 1:
     raise UserError(
-        f'config.env.kind={name!r} has its own tasks or roles and asks no question: '
+        f'config.env.kind={name!r} has its own tasks or several agents and asks no question: '
         "--mode=chat needs an environment of questions, such as 'search' or 'tools'"
     )
 

@@ -94,12 +94,13 @@ def _play(
   those of a job that was not stopped.
   """
   done = {tuple(key) for key in hosts.by_writer(lambda: list(folder.episodes()))}
-  total = len(rows) * len(player.roles)
+  counts = collections.Counter(key[:2] for key in done)  # by the row's key
+  total = len(rows) * player.rows_per_episode
   if done:
     logging.info('%d of %d episodes were played before, in %s', len(done), total, folder.path)
 
   def is_done(row):
-    return all((*row.key, role) in done for role in player.roles)
+    return counts[row.key] == player.rows_per_episode
 
   if player.batch:
     batches = [rows[i : i + player.batch] for i in range(0, len(rows), player.batch)]
@@ -122,19 +123,13 @@ def _results(
     config: Config, player: players.Player, folder: records.EvaluationFolder
 ) -> EvaluationResults:
   """Computes and writes the results of all lines."""
-  episodes = folder.episodes()
   rows = players.rows_of(player.tasks, config.eval.samples)
+  episodes = folder.episodes_of(rows)
   groups = []
-  for role in player.roles:
-    samples: dict[str, list[types.Episode]] = {}
-    for row in rows:
-      episode = episodes[*row.key, role]
-      if not episode.absent:
-        samples.setdefault(row.task.id, []).append(episode)
-    prefix = f'{role}: ' if role else ''
-    for group in estimates.groups(samples) if samples else ():
+  for prefix, samples in records.samples_by_agent(episodes).items():
+    for group in estimates.groups(samples):
       groups.append(dataclasses.replace(group, name=prefix + group.name))
-  scores = scores_lib.scores([episodes[*row.key, role] for row in rows for role in player.roles])
+  scores = scores_lib.scores(episodes)
   title = f'{config.data.eval_split}, {_sampling_text(config)}: {player.description}'
   text = table.text(title, groups, _remarks(scores))
   results = {

@@ -35,7 +35,7 @@ class Player(Protocol):
   """Plays the questions of an evaluation."""
 
   tasks: Sequence[types.Task]
-  roles: Sequence[str]  # each has an episode per row; ('',): one agent
+  rows_per_episode: int  # episodes that a row gives, one for each agent
   batch: int  # rows that are played together, and again as a whole; 0: rows are independent
   description: str  # for a reader: 'runs/x after 56 updates'
   label: str  # in the name of the folder: '000056'
@@ -80,7 +80,7 @@ class LocalPlayer:
   """A checkpoint of a run, or the model before training, played by the run's own agent."""
 
   tasks: Sequence[types.Task]
-  roles: Sequence[str]
+  rows_per_episode: int
   identity: Mapping[str, Any]
 
   def __init__(self, config: Config, workdir: str, stop_requested: Callable[[], bool]):
@@ -109,7 +109,7 @@ class LocalPlayer:
       self._agent.retriever.give_up = stop_requested
     self._params = self._agent.sampler.copy(policy.params)
     self._keys = row_keys(config, self.tasks)
-    self.roles = tuple(self._agent.env.roles) or ('',)
+    self.rows_per_episode = self._agent.env.rows_per_episode
 
   def play(self, rows: Sequence[records.Row]) -> Iterator[records.PlayedRow]:
     """Plays rows together. RunError: see `check_failures`."""
@@ -123,6 +123,6 @@ class LocalPlayer:
     check_failures(self._config, episodes)
     decode = self._agent.tokenizer.decode
     for i, episode in enumerate(episodes):
-      row = rows[i // len(self.roles)]  # the roles of a row follow each other
+      row = rows[i // self.rows_per_episode]
       texts = [(decode(turn.tokens), decode(turn.observation)) for turn in episode.turns]
       yield records.PlayedRow(row, episode, texts)

@@ -110,9 +110,11 @@ def policy(config: Config, workdir: str, all_roles: bool = False) -> Policy:
 def _untrained(config: Config, all_roles: bool) -> Policy:
   place = functools.partial(sharding.tree_shardings, mesh=sharding.mesh_of(config.mesh))
   model, params = prepare.load_policy(config, shardings=place)
-  roles = _own_roles(config) if all_roles else ()
+  policies = components.resolve(config).policies
   description = f'{config.model.folder}, untrained'
-  return Policy(model, [params] * len(roles) or params, 0, description)
+  if all_roles and len(policies) > 1:
+    return Policy(model, [params] * len(policies), 0, description)
+  return Policy(model, params, 0, description)
 
 
 def _trained(config: Config, workdir: str, all_roles: bool) -> Policy:
@@ -135,15 +137,8 @@ def _trained(config: Config, workdir: str, all_roles: bool) -> Policy:
   return Policy(parts.model, params, updates, description)
 
 
-def _own_roles(config: Config) -> tuple[str, ...]:
-  """Returns the roles, if each has its own parameters."""
-  if config.model.role_parameters != 'own':
-    return ()
-  return tuple(components.resolve(config).env.roles)
-
-
 def _read(config: Config, workdir: str) -> tuple[learner_lib.Models, dict[str, dict], int]:
-  """Returns (models, {role: trained parameters of its policy}, updates); '' if all roles share it.
+  """Returns (models, {policy: its trained parameters}, updates): see `Components.policies`.
 
   Nothing else of the checkpoint is read. The models hold the frozen parameters, and shapes.
   """
@@ -162,14 +157,16 @@ def _read(config: Config, workdir: str) -> tuple[learner_lib.Models, dict[str, d
       parts.actor,
       place(parts.actor),
   )
-  roles = _own_roles(config)
-  wanted = {role: {'actor': like} for role in roles} or {'actor': like}
+  policies = components.resolve(config).policies
+  wanted = {'actor': like}
+  if len(policies) > 1:
+    wanted = {name: {'actor': like} for name in policies}
   restored, updates = recovery.restore_part(workdir, wanted, config.eval.checkpoint)
   if updates is None:
     raise UserError(f'--workdir={workdir!r} has no whole checkpoint yet: let the run continue')
-  if not roles:
+  if len(policies) == 1:
     return parts, {'': restored['actor']}, updates
-  return parts, {role: restored[role]['actor'] for role in roles}, updates
+  return parts, {name: restored[name]['actor'] for name in policies}, updates
 
 
 def export(config: Config, workdir: str) -> str:

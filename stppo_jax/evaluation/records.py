@@ -101,6 +101,13 @@ class EvaluationFolder:
         episodes[*row.key, episode.role] = episode
     return episodes
 
+  def episodes_of(self, rows: Sequence[Row]) -> list[types.Episode]:
+    """Returns the episodes of these rows, in their order."""
+    by_row: dict[tuple[str, int], list[types.Episode]] = {}
+    for (task_id, sample, _), episode in self.episodes().items():
+      by_row.setdefault((task_id, sample), []).append(episode)
+    return [episode for row in rows for episode in by_row[row.key]]
+
   def write_results(self, results: Mapping[str, Any], table: str) -> None:
     """Writes results.json and results.md."""
     workdir_lib.write_whole(os.path.join(self.path, 'results.json'), json.dumps(results, indent=2))
@@ -115,6 +122,22 @@ class EvaluationFolder:
           f'{workdir_lib.enumerate_first(different.values())}. Give the same settings, or another '
           '--config.eval.folder'
       )
+
+
+def samples_by_agent(
+    episodes: Sequence[types.Episode],
+) -> dict[str, dict[str, list[types.Episode]]]:
+  """Returns {prefix of names in tables: {id of a question: its samples}}, by the role of the rows.
+
+  Rows of a role that never moved are left out.
+  """
+  samples: dict[str, dict[str, list[types.Episode]]] = {}
+  for episode in episodes:
+    prefix = f'{episode.role}: ' if episode.role else ''
+    by_question = samples.setdefault(prefix, {})
+    if not episode.absent:
+      by_question.setdefault(episode.task.id, []).append(episode)
+  return {prefix: by_question for prefix, by_question in samples.items() if by_question}
 
 
 def _to_line(played: PlayedRow) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class RemotePlayer:
   """A model at an address. A thread plays each episode."""
 
   tasks: Sequence[types.Task]
-  roles: Sequence[str] = ('',)
+  rows_per_episode = 1
   batch = 0
   identity: Mapping[str, Any]
 
@@ -199,9 +199,9 @@ def _check_environment(name: str, env: factory.EnvFactory) -> None:
         f'config.env.kind={name!r} with config.eval.address: an agent program takes an address '
         'itself: call it with yours'
     )
-  if env.roles:
+  if env.rows_per_episode > 1:
     raise UserError(
-        f'config.env.kind={name!r} has several roles, and config.eval.address names one model: '
+        f'config.env.kind={name!r} has several agents, and config.eval.address names one model: '
         'evaluate a checkpoint'
     )
 

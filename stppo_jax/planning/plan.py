@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.config import Config
 from stppo_jax.models import decoder
@@ -111,7 +110,7 @@ def make(config: Config, topology: str = '') -> Plan:
 
   UserError: an impossible topology, mesh or model. RunError: a compiler failed.
   """
-  _check(config)
+  validation.check_plan(config)
   devices, chip = topologies.devices_of(topology)
   mesh = sharding.mesh_of(config.mesh, devices)
   sharding.check_rows(mesh, micro_batch=config.train.micro_batch)
@@ -163,15 +162,6 @@ def make(config: Config, topology: str = '') -> Plan:
   plan.rollout = estimate_rollout(plan)
   _find_largest(plan, gradients)
   return plan
-
-
-def _check(config):
-  validation.validate(config)
-  if config.model.role_parameters == 'own':
-    raise types.UserError(
-        "config.model.role_parameters='own': a plan is of one policy. Plan with 'shared', and "
-        'count parameters and optimizers once per role'
-    )
 
 
 def _params(model):

@@ -50,10 +50,10 @@ class Agent:
   ) -> list[types.Episode]:
     """Plays one episode per task, `rows` at a time; keys [B] fix each episode's randomness.
 
-    Returns a row per task, or one per task and role, in their order. `params` are the policy's, or
-    a `Sampler.copy` of them, or a list with the parameters of each role. Raises Stopped after a
-    turn at which `give_up()` is true, and at the end, because a retriever that gives up at that
-    moment leaves failed episodes.
+    Returns the rows of each task, in the order of the tasks. `params` are those of the policy, or
+    a `Sampler.copy` of them, or a list of those of several policies. Raises Stopped after a turn at
+    which `give_up()` is true, and at the end, because a retriever that gives up at that moment
+    leaves failed episodes.
 
     Choice: on many hosts rows wait for the environments, because all hosts must launch the same
     programs in the same order. The threads still step the environments of a host together.
@@ -105,9 +105,12 @@ def make_agent(
   prepared = prepared or prepare.prepare(config)
   tokenizer = prepared.tokenizer
   stop_table = tokenizer_lib.stop_automaton(tokenizer.token_bytes, prepared.env.stop_strings)
-  num_roles = prepared.env.num_roles
-  sampler = make_sampler(config, model, stop_table, tokenizer.eos_ids, mesh, num_roles)
-  eval_rows = sampling.round_up(config.eval.rows, sampler.width) * num_roles
+  rows_per_episode = prepared.env.rows_per_episode
+  num_policies = len(prepared.policies)
+  sampler = make_sampler(
+      config, model, stop_table, tokenizer.eos_ids, mesh, rows_per_episode, num_policies
+  )
+  eval_rows = sampling.round_up(config.eval.rows, sampler.width) * rows_per_episode
   return Agent(
       config=config,
       tokenizer=tokenizer,
@@ -125,13 +128,14 @@ def make_sampler(
     stop_table: np.ndarray,
     eos_ids: Sequence[int],
     mesh: jax.sharding.Mesh | None = None,
-    num_roles: int = 1,  # rows per episode
+    rows_per_episode: int = 1,
+    num_policies: int = 1,
 ) -> sampler_lib.Sampler:
   """Returns the sampler of training, in the sampling layout over the devices of `mesh`.
 
-  Roles with parameters of their own have groups of their own, as many each. Rows that are not
-  split can be moved: only those with something to prefill are computed. On a CPU
-  their keys lie in tiles; keys of split rows do not, because reading from tiles goes row by row.
+  Each of several policies has groups of its own, all as many. Rows that are not split can be moved:
+  only rows with something to prefill are computed. On a CPU their keys lie in tiles. Keys of split
+  rows do not, because reading from tiles goes row by row.
   """
   rollout = config.rollout
   rows = row_sharding(config, model, mesh)
@@ -141,12 +145,12 @@ def make_sampler(
   buckets = rollout.slot_buckets
   if not buckets:
     buckets = sampling.default_slot_buckets(rollout.max_total, device.platform)
-  num_rows = num_roles * (rollout.rows or config.train.episodes)
+  num_rows = rows_per_episode * (rollout.rows or config.train.episodes)
   width = rollout.width
-  if config.model.role_parameters == 'own':
-    rows_per_role = num_rows // num_roles
-    width = min(width or num_rows, rows_per_role)
-    num_rows = num_roles * sampling.round_up(rows_per_role, width)
+  if num_policies > 1:
+    rows_per_policy = num_rows // num_policies
+    width = min(width or num_rows, rows_per_policy)
+    num_rows = num_policies * sampling.round_up(rows_per_policy, width)
   return sampler_lib.Sampler(
       dataclasses.replace(model, row_sharding=rows, cache_tile=cache_tile),
       stop_table,

@@ -76,9 +76,9 @@ def to_turn_batch(
       behaviour_logp=behaviour_logp,
       truncated=truncated,
       routes=_routes(episodes, (rows, length)),
-      roles=_role_columns(episodes, rows),
+      roles=_role_masks(episodes, rows),
   )
-  if _have_segments(episodes):
+  if all(episode.is_segment for episode in episodes):
     padding = np.arange(-1, len(episodes) - rows - 1, -1)
     numbers = [episode.number for episode in episodes]
     columns['episode_ids'] = np.concatenate([numbers, padding]).astype(np.int32)
@@ -86,23 +86,13 @@ def to_turn_batch(
   return hosts.put(types.TurnBatch(**columns), sharding)
 
 
-def _role_columns(episodes, rows):
-  """Returns 1 for the role of each row [B,R], 0 for padding rows; None if all have the same role.
-
-  Roles are in the order of their first rows, which is that of the environment.
-  """
-  roles = list(dict.fromkeys(episode.role for episode in episodes))
-  if len(roles) < 2:
-    return None
-  columns = np.zeros((rows, len(roles)), np.float32)
+def _role_masks(episodes, rows):
+  """Returns {role: [B] 1 for its rows}; None if all rows have the same role."""
+  masks: dict[str, np.ndarray] = {}
   for b, episode in enumerate(episodes):
-    columns[b, roles.index(episode.role)] = 1
-  return columns
-
-
-def _have_segments(episodes):
-  """Returns whether agent programs played the episodes, so that each may have several rows."""
-  return all(episode.number is not None and not episode.role for episode in episodes)
+    mask = masks.setdefault(episode.role, np.zeros(rows, np.float32))
+    mask[b] = 1
+  return masks if len(masks) > 1 else None
 
 
 def _score_offsets(episodes, rows):
@@ -125,8 +115,8 @@ def _score_offsets(episodes, rows):
 def rows_by_episode(episodes: Sequence[types.Episode]) -> list[np.ndarray]:
   """Returns the row numbers [rows] of each episode, in the order of their first rows.
 
-  An episode has a row for each of its roles, or for each segment that an agent program made of it.
-  Rounds of sampling use a number again. Then a role's second row of that number is of another
+  An episode has a row for each role, or for each segment that an agent program made of it. Rounds
+  of sampling use a number again. So the second row of a role with that number belongs to another
   episode.
   """
   by_episode: dict[Any, list[int]] = collections.defaultdict(list)
@@ -137,14 +127,14 @@ def rows_by_episode(episodes: Sequence[types.Episode]) -> list[np.ndarray]:
       continue
     label = episode.number, episode.role
     by_episode[episode.number, repeats[label]].append(b)
-    repeats[label] += bool(episode.role)
+    repeats[label] += not episode.is_segment
   return [np.array(rows, np.int32) for rows in by_episode.values()]
 
 
 def by_length(episodes: Sequence[types.Episode]) -> list[types.Episode]:
   """Sorts rows by length, so that rows of similar length may share a bin.
 
-  The rows of an episode's roles stay together, in the order of the roles. The longest one counts.
+  The rows of an episode with several roles stay together, in their order. The longest one counts.
   """
   if not any(episode.role for episode in episodes):
     return sorted(episodes, key=trained_length)

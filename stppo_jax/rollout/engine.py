@@ -8,7 +8,7 @@ earlier calls to the environments, and the next call waits in the device's queue
   group 1                          | prefill, decode |                 | prefill, decode | ..
   environments   | of group 0      | of group 1      | ..    (in threads: late, in any order)
 
-An environment with several roles has one sequence per role. One of them continues at a time, and
+An environment with several agents has one sequence for each. One of them continues at a time, and
 the others wait in their slots.
 
 The tokens of a sequence depend only on its key and its ids. With `threads=0` the schedule is a
@@ -81,7 +81,7 @@ class Report:
 
 def run(
     sampler: sampler_lib.Sampler,
-    params: Any,  # or a list: role r of an environment is sampled with params[r]
+    params: Any,  # or a list: sequence r of an environment is sampled with params[r]
     prompts: Sequence[Prompt],
     keys: jax.Array,  # [sequences], or [environments,R] of sequences that take turns
     respond: Callable[
@@ -219,15 +219,17 @@ class _Engine:
       if prompt.budget > 0:
         self._unstarted.append(_Sequence(i, prompt.ids, prompt.budget))
     num_starts = len(self._unstarted)
-    self._num_roles = 1
+    self._rows_per_env = 1
     if keys.ndim == 2:
-      # A role needs a slot when it is given a prompt, while no other sequence may end. So no more
-      # environments start than have slots for all their roles.
-      self._num_roles = keys.shape[1]
+      # A sequence needs a slot when it is given a prompt, while no other may end. So no more
+      # environments start than have slots for all their sequences.
+      self._rows_per_env = keys.shape[1]
       num_slots = self._max_groups * len(params) * sampler.width
-      num_starts = num_slots // self._num_roles
+      num_starts = num_slots // self._rows_per_env
       if not num_starts:
-        raise ValueError(f'{self._num_roles} roles do not fit in {num_slots} slots')
+        raise ValueError(
+            f'{self._rows_per_env} sequences of an environment do not fit in {num_slots} slots'
+        )
     self._start(num_starts)
 
   def run(self) -> None:
@@ -394,8 +396,8 @@ class _Engine:
 
   def _end_environment(self, index: int) -> None:
     """Frees the slots of the environment of a sequence, and starts the next environment."""
-    first = index - index % self._num_roles
-    for i in range(first, first + self._num_roles):
+    first = index - index % self._rows_per_env
+    for i in range(first, first + self._rows_per_env):
       if i in self._slots:
         group, b = self._slots.pop(i)
         group.rows[b] = None

@@ -2,8 +2,8 @@
 
 The engine schedules prefill and decode. Turns that end together step their environments together,
 so that one retriever call serves all of them. An agent's turn is decoded for the environment, but
-the episode and the model's context keep the sampled ids. Each role of an environment has an episode
-and a context of its own, and reads only what the environment gives to it.
+the episode and the model's context keep the sampled ids. Each role of an environment has a row and
+a context of its own, and reads only what the environment gives to it.
 """
 
 import collections

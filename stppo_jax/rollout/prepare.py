@@ -53,11 +53,12 @@ _RESERVED_ARGUMENTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-  """The parts of an agent, except for its model."""
+  """The parts of an agent, except for its models."""
 
   tokenizer: tokenizer_lib.Tokenizer
   env: factory.EnvFactory  # with its retriever
   retriever: Any
+  policies: tuple[str, ...]  # see `Components.policies`
 
 
 def prepare(config) -> Prepared:
@@ -68,19 +69,15 @@ def prepare(config) -> Prepared:
   model = load_shape(config)
   _check_positions(config, model, 'model.folder')
   parts = components.resolve(config)
+  policies = parts.policies
   tokenizer = load_tokenizer(config, parts.env.frame)
   tokenizer_lib.check_matches(tokenizer, model.vocab_size)
   if config.model.critic_folder:
     _check_critic(config, model, tokenizer)
-  if config.model.role_parameters == 'own' and not parts.env.roles:
-    raise UserError(
-        f"config.model.role_parameters='own': {config.env.kind} has one agent and no roles: set it "
-        "to 'shared'"
-    )
   # A tokenizer that cannot frame observations is an error now.
   tokenizer_lib.make_framing(tokenizer, parts.env.frame, config.rollout.max_observation)
   retriever = make_retriever(config, parts)
-  return Prepared(tokenizer, parts.bind(retriever), retriever)
+  return Prepared(tokenizer, parts.bind(retriever), retriever, policies)
 
 
 def model_folder(config) -> str:

@@ -92,7 +92,7 @@ def batch_summary(batch: types.TurnBatch, mask: jax.Array, spec: Spec) -> dict[s
         f'critic/{name}/max': jnp.where(mask > 0, x, -jnp.inf).max(),
         f'critic/{name}/min': jnp.where(mask > 0, x, jnp.inf).min(),
     }
-    for role, over in _role_masks(spec, batch, mask):
+    for role, over in _role_masks(batch, mask):
       metrics[f'role/{role}/{name}/mean'] = _mean(x, over)
   rows = mask.any(axis=1)
   rewards = (batch.rewards * mask).sum(axis=1)
@@ -103,7 +103,7 @@ def batch_summary(batch: types.TurnBatch, mask: jax.Array, spec: Spec) -> dict[s
   }
   if spec.has_values:
     metrics['critic/vf_explained_var'] = _explained_variance(batch, mask)
-    for role, over in _role_masks(spec, batch, mask):
+    for role, over in _role_masks(batch, mask):
       metrics[f'role/{role}/vf_explained_var'] = _explained_variance(batch, over)
   return metrics
 
@@ -116,10 +116,10 @@ def _explained_variance(batch, mask):
   return 1 - error / (spread + 1e-5)
 
 
-def _role_masks(spec, batch, mask):
+def _role_masks(batch, mask):
   """Yields (role, mask [B,T] of its tokens); nothing where there is one agent."""
-  for r, role in enumerate(spec.roles):
-    yield role, mask * batch.roles[:, r, None]
+  for role, rows in (batch.roles or {}).items():
+    yield role, mask * rows[:, None]
 
 
 def step_summary(
@@ -165,7 +165,7 @@ def step_summary(
       of_turn = (batch.turn_ids == turn) & chosen & (counted > 0)
       share = jnp.sum(tokens['clipped'] & of_turn) / jnp.maximum(of_turn.sum(), 1)
       metrics[f'stppo/clipfrac_turn{turn}_{sign}'] = share
-  for role, over in _role_masks(spec, batch, mask):
+  for role, over in _role_masks(batch, mask):
     metrics |= {
         f'role/{role}/pg_loss': _policy_loss(spec, batch, policy_weights * over, tokens),
         f'role/{role}/pg_clipfrac': _mean(tokens['clipped'], over * counted),
@@ -178,7 +178,7 @@ def step_summary(
     loss = losses.value_loss(values, batch.old_values, batch.returns, value_clip)
     metrics['critic/vf_loss'] = token_mean(loss)
     metrics['critic/vpred_mean'] = token_mean(values)
-    for role, over in _role_masks(spec, batch, mask):
+    for role, over in _role_masks(batch, mask):
       metrics[f'role/{role}/vf_loss'] = _mean(loss, over)
     if value_clip is not None:
       unclipped_loss = losses.value_loss(values, batch.old_values, batch.returns)

@@ -186,8 +186,8 @@ class Learners:
     return Learned(parts)
 
 
-def build(config: config_lib.Config, roles: Sequence[str] = (), pad_id: int = 0) -> Learners:
-  """Loads the weights; returns the learners of an environment with these roles. Compiles nothing.
+def build(config: config_lib.Config, policies: Sequence[str] = ('',), pad_id: int = 0) -> Learners:
+  """Loads the weights; returns the learners of these policies. Compiles nothing.
 
   All states start from the same weights.
   """
@@ -214,16 +214,13 @@ def build(config: config_lib.Config, roles: Sequence[str] = (), pad_id: int = 0)
       reference = jax.tree.map(jnp.copy, actor)
     frozen = dataclasses.replace(frozen, reference=reference)
   spec = make_spec(config, variant, model, critic_model, mesh.devices.flat[0])
-  are_apart = config.model.role_parameters == 'own'
-  if not are_apart:
-    spec = dataclasses.replace(spec, roles=tuple(roles))
   state = state_lib.create_sharded(spec, actor, critic, mesh, offloaded)
   functions = update_lib.compile_functions(spec, state, frozen, mesh)
   learner = Learner(spec, frozen, mesh, functions, make_bins(config, spec, mesh, pad_id))
-  if not are_apart:
+  if policies == ('',):
     return Learners(learner, state, config.seed)
-  copies = [state, *(jax.tree.map(jnp.copy, state) for _ in roles[1:])]
-  return Learners(learner, dict(zip(roles, copies)), config.seed)
+  copies = [state, *(jax.tree.map(jnp.copy, state) for _ in policies[1:])]
+  return Learners(learner, dict(zip(policies, copies)), config.seed)
 
 
 def load(

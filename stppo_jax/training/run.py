@@ -108,7 +108,7 @@ def setup(config: Config) -> Parts:
   prepare.check_prompts(config, prepared, tasks)
   prepare.check_prompts(config, prepared, held_out)
   tasks_lib.warn_of_overlap(tasks, held_out)
-  learners = learner_lib.build(config, prepared.env.roles, prepared.tokenizer.pad_id)
+  learners = learner_lib.build(config, prepared.policies, prepared.tokenizer.pad_id)
   learner = learners.learner
   agent = components.make_agent(config, learner.spec.actor, learner.mesh, prepared)
   return Parts(config, agent, learners, tasks, held_out)
@@ -137,7 +137,7 @@ def make_batches(
       give_up=stop_requested,
       max_num_gen_batches=config.rollout.max_num_gen_batches,
       max_failed=config.rollout.max_failed,
-      rows_per_episode=agent.env.num_roles,
+      rows_per_episode=agent.env.rows_per_episode,
   )
 
 
@@ -150,8 +150,8 @@ def _make_replay(
       prepare.load_tokenizer(config),
       config.train.mini_batch,
       config.train.length_buckets[-1],
+      env,
       variant.needs_groups,
-      env.roles,
       config.rollout.routing_replay == 'sampling',
   )
 

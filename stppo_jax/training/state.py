@@ -84,7 +84,6 @@ class Spec:
   actor_clip: float = math.inf  # bound of the global norm of the actor's gradient
   critic_clip: float = math.inf  # and of the separate critic's
   routing_replay: str = 'none'  # whose experts the policy reuses: config.rollout.routing_replay
-  roles: tuple[str, ...] = ()  # the environment's roles, if it has several
 
   @property
   def shared_bins(self) -> bool:

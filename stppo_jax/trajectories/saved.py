@@ -17,6 +17,7 @@ import numpy as np
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
+from stppo_jax.envs import factory
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline
 
@@ -104,8 +105,8 @@ class Replay:
     tokenizer: of the policy.
     mini_batch: has to divide the number of episodes.
     longest: the largest number of tokens of an episode.
+    env: the environment of the run.
     needs_groups: whether the objective compares the episodes of a group.
-    roles: of the environment; the rows of an episode follow each other in this order.
     with_routes: whether the update replays the sampler's experts. If not, they are dropped.
   """
 
@@ -115,8 +116,8 @@ class Replay:
       tokenizer: tokenizer_lib.Tokenizer,
       mini_batch: int,
       longest: int,
+      env: factory.EnvFactory,
       needs_groups: bool = False,
-      roles: Sequence[str] = (),
       with_routes: bool = False,
   ):
     self._folder = folder
@@ -124,7 +125,7 @@ class Replay:
     self._mini_batch = mini_batch
     self._longest = longest
     self._needs_groups = needs_groups
-    self._roles = tuple(roles) or ('',)
+    self._env = env
     self._with_routes = with_routes
 
   def __call__(self, number: int) -> pipeline.Sampled:
@@ -141,11 +142,10 @@ class Replay:
     return sampled
 
   def _check(self, path: str, episodes: Sequence[types.Episode]) -> None:
-    roles = [episode.role for episode in episodes]
-    if sorted(roles) != sorted(self._roles * (len(roles) // len(self._roles))):
+    if not self._env.has_rows_of(episodes):
       raise types.UserError(
-          f'{path} has rows of the roles {sorted(set(roles))}, and the environment has '
-          f'{list(self._roles)}: give batches that were sampled with this config.env.kind'
+          f'{path} has episodes with other agents than the environment: give batches that were '
+          'sampled with this config.env.kind'
       )
     num_episodes = len(batching.rows_by_episode(episodes))
     if num_episodes % self._mini_batch:

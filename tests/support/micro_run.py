@@ -110,7 +110,7 @@ class Agent:
 
   def __init__(self, slow_s):
     self.report, self.retriever = engine.Report(), None
-    self.env = types.SimpleNamespace(core_metrics=('em',), roles=(), num_roles=1)
+    self.env = types.SimpleNamespace(core_metrics=('em',), rows_per_episode=1)
     self.tokenizer = types.SimpleNamespace(pad_id=0, pieces=lambda ids: [str(i) for i in ids])
     self.sampler = types.SimpleNamespace(
         compiled_variants=dict, copy=functools.partial(jax.tree.map, jnp.copy)
