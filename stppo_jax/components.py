@@ -96,7 +96,15 @@ class Components:
     source = self.source
     if data.source == 'embedded' and self.env.load_tasks:
       source = self.env.load_tasks
-    tasks = source(split)
+    tasks = list(source(split))
+    if not tasks:
+      raise UserError(f'config.data.source={data.source!r}: no task of the split {split!r}')
+    seen: set[tuple[str, str]] = set()
+    for task in tasks:
+      try:
+        tasks_lib.check_task(task, seen)
+      except ValueError as error:
+        raise UserError(f'the tasks of {split!r} hold {task!r:.200}: {error}') from error
 
     known = sorted({task.dataset for task in tasks})
     if missing := sorted(set(data.datasets) - set(known)):
@@ -227,39 +235,4 @@ def _task_source(name: str) -> Callable[[str], list[Task]]:
   """Returns a function split -> tasks, which reads files or calls the user's function."""
   if ':' not in name or os.path.exists(name):
     return lambda split: tasks_lib.load_tasks(name, split)
-  load = _load_function('data.source', name, {})
-
-  def load_checked(split):
-    tasks = list(load(split))
-    _check_tasks(f'config.data.source={name!r} gave', tasks, split)
-    return tasks
-
-  return load_checked
-
-
-def _check_tasks(source: str, tasks: list[Any], split: str) -> None:
-  """Raises a UserError for tasks of a user's function that cannot be played."""
-  if not tasks:
-    raise UserError(f'{source} no task for the split {split!r}: return at least one')
-  ids = set()
-  for task in tasks:
-    if not isinstance(task, Task):
-      raise UserError(
-          f'{source} {task!r} for the split {split!r}: return a list of stppo_jax.types.Task'
-      )
-    texts = task.id, task.question, *task.answers
-    if isinstance(task.answers, str) or not all(isinstance(text, str) for text in texts):
-      raise UserError(
-          f'{source} {task!r}: id and question are texts, and answers a tuple of texts, as '
-          "('red',)"
-      )
-    if not all(answer.strip() for answer in task.answers):
-      raise UserError(
-          f'{source} the task {task.id!r} with an answer without a text, which an empty answer '
-          'would match: leave it out'
-      )
-    if task.id in ids:
-      raise UserError(
-          f'{source} two tasks with the id {task.id!r} for the split {split!r}: ids must be unique'
-      )
-    ids.add(task.id)
+  return _load_function('data.source', name, {})

@@ -6,14 +6,18 @@ line and field.
 """
 
 from collections.abc import Collection
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import pathlib
 import re
-from typing import NoReturn
+from typing import Any
 
 from absl import logging
 import numpy as np
@@ -34,22 +38,50 @@ def load_tasks(source: str, split: str) -> list[types.Task]:
 
   Parquet files have Search-R1's columns. A row without a split of its own belongs to every split.
   """
-  tasks, seen = [], set()
+  tasks: list[types.Task] = []
+  seen: set[tuple[str, str]] = set()
   for path in [_find(part, 'qa.jsonl') for part in _parts(source)]:
     is_parquet = path.suffix == '.parquet'
-    for row in _parquet_rows(path) if is_parquet else _json_rows(path):
-      task = _search_r1_task(row) if is_parquet else _task(row)
-      if is_parquet and (task.id, task.split) in seen:  # such rows have no id of their own
-        task = dataclasses.replace(task, id=f'{task.id}-{path.stem}-{row.number}')
-      if (task.id, task.split) in seen:
-        row.fail('id', f'is {_shown(task.id)} a second time; ids must be unique in a split')
-      seen.add((task.id, task.split))
+    rows = _parquet_rows(path) if is_parquet else _json_rows(path)
+    for number, fields in rows:
+      with _explain(path, number):
+        task = _search_r1_task(fields, number) if is_parquet else _task(fields)
+        if is_parquet and (task.id, task.split) in seen:  # such rows have no id of their own
+          task = dataclasses.replace(task, id=f'{task.id}-{path.stem}-{number}')
+        check_task(task, seen)
       tasks.append(task)
   chosen = [task for task in tasks if task.split in (split, '')]
   if not chosen:
     known = ', '.join(sorted({task.split for task in tasks})) or 'none, the file is empty'
     raise types.UserError(f'{source}: no question of split {split!r}; splits there: {known}.')
   return chosen
+
+
+def check_task(task: types.Task, seen: set[tuple[str, str]]) -> None:
+  """Raises ValueError for a task that cannot be played; adds its id and split to `seen`."""
+  if not isinstance(task, types.Task):
+    raise ValueError('a stppo_jax.types.Task is needed')
+  for field in dataclasses.fields(task):
+    value = getattr(task, field.name)
+    if not types.is_of(value, field.type):
+      raise ValueError(
+          f'field {field.name!r} is {_shown(value)}: must be {types.described(field.type)}'
+      )
+  if not all(answer.strip() for answer in task.answers):
+    raise ValueError(
+        f"field 'answers' is {task.answers!r}: an answer without a text, which an empty answer "
+        'would match: leave it out'
+    )
+  if task.dataset in ('all', 'macro'):
+    raise ValueError(
+        f"field 'dataset' is {task.dataset!r}, as a mean over all data sets is called: give "
+        'another name'
+    )
+  if task.hops < 0:
+    raise ValueError(f"field 'hops' is {task.hops}: 0 (unknown) or more is needed")
+  if (task.id, task.split) in seen:
+    raise ValueError(f"field 'id' is {task.id!r} a second time: ids must be unique in a split")
+  seen.add((task.id, task.split))
 
 
 def warn_of_overlap(to_train_on: Sequence[types.Task], held_out: Sequence[types.Task]) -> None:
@@ -72,17 +104,17 @@ def load_corpus(source: str) -> list[types.Passage]:
   """
   parts = _parts(source)
   folders = [part for part in parts if part == 'embedded' or os.path.isdir(part)]
-  passages, seen = [], set()
+  passages: dict[str, types.Passage] = {}
   for path in [_find(part, 'corpus.jsonl') for part in (folders or parts)]:
-    for row in _json_rows(path):
-      passage = _passage(row)
-      if passage.id in seen:
-        row.fail('id', f'is {_shown(passage.id)} a second time; ids must be unique')
-      seen.add(passage.id)
-      passages.append(passage)
+    for number, fields in _json_rows(path):
+      with _explain(path, number):
+        passage = _passage(fields)
+        if passage.id in passages:
+          raise ValueError(f"field 'id' is {passage.id!r} a second time: ids must be unique")
+      passages[passage.id] = passage
   if not passages:
     raise types.UserError(f'{source}: no passages; one JSON object per line is needed.')
-  return passages
+  return list(passages.values())
 
 
 def read_contents(contents: str) -> tuple[str, str]:
@@ -118,12 +150,15 @@ class TaskStream:
       raise types.UserError(
           f'A batch of {batch} out of {len(tasks)} questions: both must be at least 1.'
       )
-    self._tasks, self._batch, self._seed = list(tasks), batch, seed
+    self._tasks = list(tasks)
+    self._batch = batch
+    self._seed = seed
 
   def take(self, step: int) -> list[types.Task]:
     """Returns the questions of update `step`, counted from 0."""
     size = len(self._tasks)
-    orders, taken = {}, []
+    orders: dict[int, np.ndarray] = {}
+    taken = []
     for position in range(step * self._batch, (step + 1) * self._batch):
       epoch, offset = divmod(position, size)
       if epoch not in orders:
@@ -153,43 +188,33 @@ def _shown(value) -> str:
   return text if len(text) <= 200 else f'{text[:200]}..'
 
 
-class _Row:
-  """One row of a file, with errors that name its place."""
+@contextlib.contextmanager
+def _explain(path: pathlib.Path, number: int) -> Iterator[None]:
+  """Gives an error about a row its place."""
+  try:
+    yield
+  except (ValueError, TypeError) as error:
+    raise types.UserError(f'{path}:{number}: {error}') from error
 
-  def __init__(self, path, number, fields):
-    self.path, self.number, self.fields = path, number, fields
 
-  def fail(self, field, complaint) -> NoReturn:
-    raise types.UserError(f'{self.path}:{self.number}: field {field!r} {complaint}.')
+def _get(fields: Mapping[str, Any], name: str, kind: Any, default: Any = None) -> Any:
+  """Returns a field of a row, of this type. ValueError: it has another, or is missing."""
+  value = fields.get(name)
+  if value is None:
+    value = default
+  if value is None:
+    raise ValueError(f'field {name!r} is missing: must be {types.described(kind)}')
+  if not types.is_of(value, kind):
+    raise ValueError(f'field {name!r} is {_shown(value)}: must be {types.described(kind)}')
+  return value
 
-  def get(self, field, kind, needed, default=None):
-    """Returns the field, of that type; without a default it is required."""
-    value = self.fields.get(field)
-    if value is None:
-      if default is None:
-        self.fail(field, f'is missing; {needed} is needed')
-      return default
-    if not isinstance(value, kind) or isinstance(value, bool):
-      self.fail(field, f'is {_shown(value)}; {needed} is needed')
-    return value
 
-  def text(self, field, default=None):
-    value = self.get(field, str, 'a text', default)
-    if default is None and not value.strip():
-      self.fail(field, 'is empty; a text is needed')
-    return value
-
-  def texts(self, field, default=None):
-    value = self.get(field, (list, tuple), 'a list of texts', default)
-    if not all(isinstance(item, str) for item in value) or (default is None and not value):
-      self.fail(field, f'is {_shown(value)}; a list of at least one text is needed')
-    return tuple(value)
-
-  def golds(self, field, value):
-    """Returns right answers. One without a character would pay for an empty answer."""
-    if not all(text.strip() for text in value):
-      self.fail(field, f'is {_shown(value)}; each right answer needs a text')
-    return tuple(value)
+def _text(fields: Mapping[str, Any], name: str) -> str:
+  """Returns a field with a text."""
+  text = _get(fields, name, str)
+  if not text.strip():
+    raise ValueError(f'field {name!r} is empty: a text is needed')
+  return text
 
 
 def _parts(source: str) -> list[str]:
@@ -207,47 +232,37 @@ def _find(source: str, file_name: str) -> pathlib.Path:
     raise types.UserError(
         f'{path}: no such file; give "embedded", a folder with {file_name}, or a file.{hint}'
     )
-  allowed = ('.jsonl', '.parquet') if file_name == 'qa.jsonl' else ('.jsonl',)
-  if path.suffix == '.parquet' and path.suffix not in allowed:
+  if file_name == 'qa.jsonl' and path.suffix not in ('.jsonl', '.parquet'):
+    raise types.UserError(f'{path}: a file of type .jsonl or .parquet is needed.')
+  if file_name == 'corpus.jsonl' and path.suffix != '.jsonl':
     raise types.UserError(
-        f'{path}: a .parquet holds questions, and passages are needed: set '
+        f'{path}: a .jsonl file of passages is needed (a .parquet holds questions): set '
         '--config.data.corpus=FOLDER or a .jsonl file, or --config.retriever.kind=http'
     )
-  if path.suffix not in allowed:
-    raise types.UserError(f'{path}: a file of type {" or ".join(allowed)} is needed.')
   return path
 
 
-def _json_rows(path):
+def _json_rows(path: pathlib.Path) -> Iterator[tuple[int, dict]]:
+  """Yields the number and the fields of each row."""
   with open(path, 'rb') as lines:
     for number, line in enumerate(lines, start=1):
       if not line.strip():
         continue
-      try:
-        fields = json.loads(line.decode('utf-8-sig'))
-      except UnicodeDecodeError:
-        raise types.UserError(
-            f'{path}:{number}: not UTF-8; convert the file, as by `iconv -f latin1 -t utf-8`.'
-        ) from None
-      except (ValueError, RecursionError) as error:
-        raise types.UserError(
-            f'{path}:{number}: not JSON ({error}); one JSON object per line is needed.'
-        ) from None
-      if not isinstance(fields, dict):
-        raise types.UserError(
-            f'{path}:{number}: a {type(fields).__name__}; one JSON object per line is needed.'
-        )
-      yield _Row(path, number, fields)
+      with _explain(path, number):
+        try:
+          fields = json.loads(line.decode('utf-8-sig'))
+        except (ValueError, RecursionError) as error:
+          raise ValueError(f'not JSON in UTF-8 ({error})') from error
+        if not isinstance(fields, dict):
+          raise ValueError('one JSON object per line is needed')
+      yield number, fields
 
 
-def _parquet_rows(path):
-  try:
-    import pyarrow
-    from pyarrow import parquet
-  except ImportError:
-    raise types.UserError(
-        f'{path}: reading parquet needs pyarrow; run `pip install pyarrow`.'
-    ) from None
+def _parquet_rows(path: pathlib.Path) -> Iterable[tuple[int, dict]]:
+  """Returns the number and the fields of each row."""
+  import pyarrow
+  from pyarrow import parquet
+
   try:
     file = parquet.ParquetFile(path)
     present = [name for name in _PARQUET_COLUMNS if name in file.schema_arrow.names]
@@ -255,108 +270,90 @@ def _parquet_rows(path):
   except (pyarrow.ArrowException, OSError) as error:
     reason = str(error).splitlines()[0]
     raise types.UserError(f'{path}: not a parquet file ({reason}).') from None
-  for number, fields in enumerate(rows, start=1):
-    yield _Row(path, number, fields)
+  return enumerate(rows, start=1)
 
 
-def _passage(row: _Row) -> types.Passage:
-  passage_id = str(row.get('id', (str, int), 'a text or a number'))
-  if 'contents' in row.fields and 'text' not in row.fields:
-    return types.Passage(passage_id, *read_contents(row.text('contents')))
-  return types.Passage(passage_id, row.text('title'), row.text('text'))
+def _passage(fields: Mapping[str, Any]) -> types.Passage:
+  passage_id = str(_get(fields, 'id', str | int))
+  if 'contents' in fields and 'text' not in fields:
+    return types.Passage(passage_id, *read_contents(_text(fields, 'contents')))
+  return types.Passage(passage_id, _text(fields, 'title'), _text(fields, 'text'))
 
 
-def _task(row: _Row) -> types.Task:
-  options = row.get('options', dict, 'an object of letters and texts', {})
+def _task(fields: Mapping[str, Any]) -> types.Task:
+  options = _get(fields, 'options', dict[str, str], {})
   letter = ''
+  answers = None
   if options:
-    if not all(isinstance(text, str) for text in options.values()):
-      row.fail('options', f'is {_shown(options)}; an object of letters and texts is needed')
-    letter = row.text('answer')
+    letter = _text(fields, 'answer')
     if letter not in options:
-      row.fail('answer', f'is {letter!r}; one of {", ".join(options)} is needed')
-  answers = row.golds('answers', row.texts('answers', (options[letter],) if options else None))
-  hops = row.get('hops', int, 'a whole number', 0)
-  if hops < 0:
-    row.fail('hops', f'is {hops}; 0 (unknown) or more is needed')
+      raise ValueError(f"field 'answer' is {letter!r}: one of {', '.join(options)} is needed")
+    answers = [options[letter]]
+  answers = _get(fields, 'answers', list[str], answers)
+  if not answers:
+    raise ValueError("field 'answers' is empty: at least one text is needed")
+  steps = [(step['q'], step['a']) for step in _get(fields, 'steps', list[dict[str, str]], [])]
+  if not steps:
+    for triple in _get(fields, 'evidence', list[list[str]], []):
+      subject, relation, value = triple
+      steps.append((f'{subject} {relation}', value))
   return types.Task(
-      id=str(row.get('id', (str, int), 'a text or a number')),
-      question=row.text('question'),
-      answers=answers,
-      dataset=_dataset(row, 'dataset'),
-      split=row.text('split', ''),
-      hops=hops,
-      gold=row.texts('gold', ()),
+      id=str(_get(fields, 'id', str | int)),
+      question=_text(fields, 'question'),
+      answers=tuple(answers),
+      dataset=_get(fields, 'dataset', str, 'unnamed'),
+      split=_get(fields, 'split', str, ''),
+      hops=_get(fields, 'hops', int, 0),
+      gold=tuple(_get(fields, 'gold', list[str], [])),
       options=tuple(sorted(options.items())),
       letter=letter,
-      steps=_steps(row),
+      steps=tuple(steps),
   )
 
 
-def _dataset(row: _Row, field: str) -> str:
-  name = row.text(field, 'unnamed')
-  if name in ('all', 'macro'):
-    row.fail(field, f'is {name!r}, as a mean over all data sets is called; another name is needed')
-  return name
-
-
-def _steps(row: _Row) -> tuple[tuple[str, str], ...]:
-  """Returns (sub-question, answer) pairs from `steps`, or from `evidence` triples."""
-  steps = []
-  for step in row.get('steps', list, 'a list of {"q", "a"}', []):
-    if not (
-        isinstance(step, dict) and isinstance(step.get('q'), str) and isinstance(step.get('a'), str)
-    ):
-      row.fail('steps', f'holds {step!r}; objects with the texts "q" and "a" are needed')
-    steps.append((step['q'], step['a']))
-  if steps:
-    return tuple(steps)
-  for triple in row.get('evidence', list, 'a list of [subject, relation, object]', []):
-    if not (
-        isinstance(triple, list)
-        and len(triple) == 3
-        and all(isinstance(part, str) for part in triple)
-    ):
-      row.fail('evidence', f'holds {triple!r}; [subject, relation, object] is needed')
-    steps.append((f'{triple[0]} {triple[1]}', triple[2]))
-  return tuple(steps)
-
-
-def _search_r1_task(row: _Row) -> types.Task:
+def _search_r1_task(fields: Mapping[str, Any], number: int) -> types.Task:
   """Makes a Task of Search-R1's columns; the question is a column or the end of the prompt."""
-  reward_model = row.get('reward_model', dict, 'an object with ground_truth', None)
-  truth = reward_model.get('ground_truth')
-  target = truth.get('target') if isinstance(truth, dict) else truth
+  target = _get(fields, 'reward_model', dict).get('ground_truth')
+  if isinstance(target, dict):
+    target = target.get('target')
   if isinstance(target, str):
     target = [target]
-  if not isinstance(target, list) or not target or not all(isinstance(t, str) for t in target):
-    row.fail(
-        'reward_model',
-        f'has ground_truth {_shown(truth)}; a text or {{"target": [texts]}} is needed',
+  if not target or not types.is_of(target, list[str]):
+    raise ValueError(
+        f"field 'reward_model' has ground_truth {_shown(target)}: a text or "
+        '{"target": [texts]} is needed'
     )
-  extra = row.get('extra_info', dict, 'an object', {})
-  dataset, split = _dataset(row, 'data_source'), extra.get('split') or ''
+  extra = _get(fields, 'extra_info', dict, {})
+  dataset = _get(fields, 'data_source', str, 'unnamed')
+  split = extra.get('split') or ''
   index = extra.get('index')
+  if index is None:
+    index = number - 1
   return types.Task(
-      id=f'{dataset}-{split}-{row.number - 1 if index is None else index}',
-      question=_search_r1_question(row),
-      answers=row.golds('reward_model', target),
+      id=f'{dataset}-{split}-{index}',
+      question=_search_r1_question(fields),
+      answers=tuple(target),
       dataset=dataset,
       split=split,
   )
 
 
-def _search_r1_question(row: _Row) -> str:
-  if row.fields.get('question') is not None:
-    return row.text('question').strip()
-  prompt = row.get('prompt', list, 'a list of {"role", "content"}')
-  contents = [m.get('content') for m in prompt if isinstance(m, dict) and m.get('role') == 'user']
-  if not contents or not isinstance(contents[-1], str):
-    row.fail('prompt', f'is {prompt!r}; a message of role "user" with a text is needed')
-  # The last one that begins a line; else the first, since a question may hold the word itself.
-  starts = [match.end() for match in re.finditer(r'^Question:', contents[-1], re.MULTILINE)]
-  start = starts[-1] if starts else contents[-1].find('Question:') + len('Question:')
-  question = contents[-1][start:].strip() if 'Question:' in contents[-1] else contents[-1].strip()
-  if not question:
-    row.fail('prompt', 'ends without a question; text after its last "Question:" is needed')
-  return question
+def _search_r1_question(fields: Mapping[str, Any]) -> str:
+  """Returns the question: a column, or the text after the prompt's last line 'Question:'.
+
+  Without such a line it is the text after the first 'Question:', because a question may hold the
+  word itself, or else the whole prompt.
+  """
+  if fields.get('question') is not None:
+    return _text(fields, 'question').strip()
+  messages = _get(fields, 'prompt', list[dict[str, str]])
+  contents = [message['content'] for message in messages if message['role'] == 'user']
+  question = contents[-1] if contents else ''
+  starts = [match.end() for match in re.finditer(r'^Question:', question, re.MULTILINE)]
+  if starts:
+    question = question[starts[-1] :]
+  elif 'Question:' in question:
+    question = question.partition('Question:')[2]
+  if not question.strip():
+    raise ValueError('field \'prompt\' has no question: a message of role "user" is needed')
+  return question.strip()

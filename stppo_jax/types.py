@@ -24,6 +24,8 @@ from collections.abc import Mapping
 import dataclasses
 import difflib
 import math
+import types
+import typing
 from typing import Any
 from typing import ClassVar
 from typing import TypeVar
@@ -102,6 +104,41 @@ def setting(default: T, meaning: str, **rules: Any) -> T:
     factory: Any = default.copy
     return dataclasses.field(default_factory=factory, metadata=metadata)
   return dataclasses.field(default=default, metadata=metadata)
+
+
+def is_of(value: Any, kind: Any) -> bool:
+  """Returns whether a value has the annotated type. An int is a float, a bool is no number."""
+  origin = typing.get_origin(kind)
+  args = typing.get_args(kind)
+  if kind is Any:
+    return True
+  if origin is types.UnionType:
+    return any(is_of(value, arg) for arg in args)
+  if kind is float:
+    return type(value) in (int, float)  # others, such as NumPy's, cannot be written as JSON
+  if kind is int:
+    return type(value) is int
+  if not isinstance(value, origin or kind):
+    return False
+  if origin is dict:
+    return all(is_of(item, args[1]) for item in value.values())
+  if origin is tuple and args[1:] != (Ellipsis,):
+    return len(value) == len(args) and all(map(is_of, value, args))
+  return not args or all(is_of(item, args[0]) for item in value)
+
+
+def described(kind: Any) -> str:
+  """Returns an annotated type in words: 'a tuple of 2 float'."""
+  origin = typing.get_origin(kind)
+  args = typing.get_args(kind)
+  if origin is types.UnionType:
+    return ' or '.join(map(described, args))
+  if origin in (tuple, list):
+    number = ''
+    if origin is tuple and args[1:] != (Ellipsis,):
+      number = f'{len(args)} '
+    return f'a {origin.__name__} of {number}{args[0].__name__}'
+  return 'None' if kind is type(None) else f'of type {(origin or kind).__name__}'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,13 +10,14 @@ import difflib
 import json
 import math
 import re
-import types
 import typing
 from typing import Any
 
 from stppo_jax.algorithms.variants import Variant
 from stppo_jax.config import Config
 from stppo_jax.config import HEALTH_RULES
+from stppo_jax.types import described
+from stppo_jax.types import is_of
 from stppo_jax.types import Rules
 from stppo_jax.types import UserError
 
@@ -124,7 +125,7 @@ def _check_field(given: str, rules: Rules, value: Any, kind: Any = Any) -> None:
   for number in items:
     if type(number) in (int, float):
       _check_bounds(given, rules, number)
-  if not _is_of(value, kind):
+  if not is_of(value, kind):
     not_this = '' if is_tuple else f', not {type(value).__name__}'
     raise UserError(f'{given}: must be {described(kind)}{not_this}')
   if rules.finite and not all(math.isfinite(x) for x in items if isinstance(x, float)):
@@ -141,36 +142,6 @@ def _check_bounds(given: str, rules: Rules, number: Any) -> None:
     raise UserError(f'{given}: must be above {rules.above}')
   if rules.below is not None and not number < rules.below:
     raise UserError(f'{given}: must be below {rules.below}')
-
-
-def _is_of(value: Any, kind: Any) -> bool:
-  """Returns whether a value has the annotated type. An int is a float, a bool is no number."""
-  origin, args = typing.get_origin(kind), typing.get_args(kind)
-  if kind is Any:
-    return True
-  if origin is types.UnionType:
-    return any(_is_of(value, arg) for arg in args)
-  if origin is tuple:
-    if not isinstance(value, tuple):
-      return False
-    if args[1:] == (Ellipsis,):
-      return all(_is_of(item, args[0]) for item in value)
-    return len(value) == len(args) and all(map(_is_of, value, args))
-  if kind is float:
-    return type(value) in (int, float)  # others, such as NumPy's, cannot be written as JSON
-  return type(value) is int if kind is int else isinstance(value, origin or kind)
-
-
-def described(kind: Any) -> str:
-  """Returns an annotated type in words: 'a tuple of 2 float'."""
-  origin, args = typing.get_origin(kind), typing.get_args(kind)
-  if origin is types.UnionType:
-    return ' or '.join(map(described, args))
-  if origin is tuple and args[1:] == (Ellipsis,):
-    return f'a tuple of {args[0].__name__}'
-  if origin is tuple:
-    return f'a tuple of {len(args)} {args[0].__name__}'
-  return 'None' if kind is type(None) else f'of type {(origin or kind).__name__}'
 
 
 def _check_names(config: Config) -> None:

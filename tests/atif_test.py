@@ -84,6 +84,11 @@ def make(*steps, **fields):
   }
 
 
+def place(record):
+  """The place of a record in its run, as the first line of its file."""
+  return {'step': record['step'], 'kind': record['kind'], 'row': 0}
+
+
 def parts(rows):
   """(prompt, [(tokens, observation)]) of each row."""
   return [
@@ -158,7 +163,7 @@ class RoundTripTest(parameterized.TestCase):
     unplayed = types.Episode(task, 4, ids('which?'), [], True, True, {}, {'prompt_too_long': 1.0})
     for one in (episode, unplayed):
       records = episodes_lib.to_records([one], tokenizer, 7, 'train')
-      kept = atif_writer.own_fields(records[0], 0)
+      kept = place(records[0])
       document = atif_writer.document(one, kept, tokenizer, 'm', 'n')
       document = json.loads(json.dumps(document, allow_nan=False))
       if trajectory_validator is not None:
@@ -168,8 +173,8 @@ class RoundTripTest(parameterized.TestCase):
       self.assertEqual(episodes_lib.to_records([row.episode], tokenizer, 7, 'train'), records)
     for shape in ([9**9, 2, 2], [2, 9**9, 2], [2, 2]):
       foreign = json.loads(json.dumps(atif_writer.document(episode, kept, tokenizer, 'm', 'n')))
-      foreign['steps'][1]['extra']['routes'][1] = shape
-      with self.assertRaisesRegex(ValueError, r'step 2 has routes of shape \['):
+      foreign['extra']['stppo_jax']['routes'][0][1] = shape
+      with self.assertRaisesRegex(ValueError, r'routes of shape \['):
         atif_reader.AtifReader(tokenizer).rows(foreign, 'n')
     document = atif_writer.document(episode, kept, tokenizer, 'm', 'n')
     user, search, answer = document['steps']
@@ -187,45 +192,20 @@ class RoundTripTest(parameterized.TestCase):
     )
     self.assertEqual(document['final_metrics']['extra'], {'score': 0.1 - 1 / 3, 'em': 1 / 3})
 
-  @parameterized.parameters((None, 'inline'), (CHATML, 'user'), (CHATML, 'tool'))
-  def test_own_texts_encode_to_the_same_ids(self, chat_template, frame):
-    tokenizer = tiny(chat_template)
-    framing = chat.make_framing(tokenizer, frame, 100)
-    ids = lambda text: np.array(tokenizer.encode(text), np.int32)
-    end = tokenizer.eos_ids[0]
-    said = (ids('<search>a</search>'), np.array([*ids('<search>b</search>'), end], np.int32))
-    said += (ids('<answer>b</answer>'), np.array([*ids('<answer>b</answer>'), end], np.int32))
-    pages = (
-        '\n\n<information>Paris <think></information>\n\n',
-        'no <|im_end|> search',
-        ' and on',
-        'over',
-    )
-    turns = [
-        types.Turn(x, np.zeros(len(x), np.float32), np.array(framing.encode(page, x), np.int32))
-        for x, page in zip(said, pages)
-    ]
-    prompt = np.array(chat.encode_prompt(tokenizer, 'which <|im_end|>?'), np.int32)
-    episode = types.Episode(types.Task('q', 'which?'), 0, prompt, turns)
-    (record,) = episodes_lib.to_records([episode], tokenizer, 7, 'train')
-    kept = atif_writer.own_fields(record, 0)
-    document = atif_writer.document(episode, kept, tokenizer, 'm', 'n')
-    exact = atif_reader.AtifReader(tokenizer).rows(document, 'n')
-    again = atif_reader.AtifReader(tokenizer, retokenize=True).rows(document, 'n')
-    self.assertEqual(parts(again), parts(exact))
-
-  def test_foreign_control_tokens_are_rejected(self):
+  def test_own_texts_are_encoded_again(self):
     folder = tempfile.mkdtemp(dir=FOLDER)
     tokenizer = chat.load_tokenizer(
         chat_test.write_chat_tokenizer(folder, chat_test.QWEN25, '<|im_end|>')
     )
     prompt = np.array(chat.encode_prompt(tokenizer, 'which?'), np.int32)
-    episode = types.Episode(types.Task('q', 'which?'), 0, prompt, [])
+    ids = lambda text: np.array(tokenizer.encode(text, control=True), np.int32)
+    written, page = ids('<search>a</search><|im_end|>'), ids('Paris<|im_end|>')
+    turn = types.Turn(written, np.zeros(len(written), np.float32), page)
+    episode = types.Episode(types.Task('q', 'which?'), 0, prompt, [turn])
     (record,) = episodes_lib.to_records([episode], tokenizer, 7, 'train')
-    kept = atif_writer.own_fields(record, 0)
-    document = atif_writer.document(episode, kept, tokenizer, 'm', 'n')
+    document = atif_writer.document(episode, place(record), tokenizer, 'm', 'n')
     (row,) = atif_reader.AtifReader(tokenizer, retokenize=True).rows(document, 'n')
-    self.assertEqual(parts([row]), [(prompt.tolist(), [])])
+    self.assertEqual(parts([row]), [(prompt.tolist(), [(written.tolist(), page.tolist())])])
     with self.assertRaisesRegex(ValueError, r'^its prompt holds <\|im_start\|>, no token of .*$'):
       atif_reader.AtifReader(tiny(), retokenize=True).rows(document, 'n')
 
@@ -412,8 +392,9 @@ class ReaderTest(parameterized.TestCase):
     turn = types.Turn(np.array([71], np.int32), np.zeros(1, np.float32), np.zeros(0, np.int32))
     episode = types.Episode(types.Task('q', ''), 0, np.array([70], np.int32), [turn])
     (record,) = episodes_lib.to_records([episode], tokenizer, 7, 'train')
-    kept = atif_writer.own_fields(record, 0)
-    document = atif_writer.document(episode, kept | wrong, tokenizer, 'm', 'n')
+    kept = place(record)
+    document = atif_writer.document(episode, kept, tokenizer, 'm', 'n')
+    document['extra']['stppo_jax'] |= wrong
     self.write('deep/in/a.json', document)
     with self.assertRaisesRegex(UserError, f'^[^\n]*extra.stppo_jax.{re.escape(said)}[^\n]*$'):
       self.read(tokenizer)
@@ -423,7 +404,7 @@ class ReaderTest(parameterized.TestCase):
     self.assertIn('1 trajectories are left out', self.told[0])
     self.assertEmpty(list(pathlib.Path(FOLDER).rglob('escaped*')))
     for kind in saved.KINDS:
-      document = atif_writer.document(episode, kept | {'kind': kind}, tokenizer, 'm', 'n')
+      document['extra']['stppo_jax'] |= kept | {'kind': kind}
       self.assertLen(atif_reader.AtifReader(tokenizer).rows(document, 'n'), 1)
 
   def test_nothing_to_read_is_one_line(self):

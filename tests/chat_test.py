@@ -5,15 +5,12 @@ from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
-import jax
 
 from experiments import st_ppo_tiny
 from stppo_jax import components
 from stppo_jax import config as schema
 from stppo_jax import types
 from stppo_jax.evaluation import chat
-from stppo_jax.rollout import agent as agent_lib
-from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.rollout import prepare
 from stppo_jax.types import UserError
 from tests.support import tiny_run
@@ -48,10 +45,7 @@ class ChatTest(parameterized.TestCase):
     return out.getvalue()
 
   def test_a_question_is_played_and_shown(self):
-    seen, answer = [], chat.ChatPlayer.answer
-    keep = lambda *args: seen.append(answer(*args)) or seen[-1]
-    with mock.patch.object(chat.ChatPlayer, 'answer', keep):
-      shown = self.chat(CAPITAL + '\n', '  \n', NEIGHBOUR)
+    shown = self.chat(CAPITAL + '\n', '  \n', NEIGHBOUR)
     lines = shown.splitlines()
     self.assertEqual(lines[0], f'? {CAPITAL}')
     self.assertRegex(lines[1], '^<think>.*<search>.*</search>$')
@@ -59,28 +53,17 @@ class ChatTest(parameterized.TestCase):
     self.assertRegex(shown, r'\n    read \| <information> .*Paris')
     self.assertIn('\n  answer | Paris\n? ', shown)
     self.assertNotIn('\033', shown)
-    with self.subTest('by the tokens that the agent of an evaluation samples'):
-      agent = agent_lib.make_agent(self.config, self.model)
-      tasks = [types.Task('a', question) for question in (CAPITAL, NEIGHBOUR)]
-      keys = episode_loop.row_keys(jax.random.key(0), tasks)
-      with mock.patch(f'{__name__}.no_reward', lambda *unused: 0.0):
-        agent.env.settings['reward'] = lambda *unused: 0.0
-        played = agent.play(self.params, tasks, keys, greedy=True)
-      tokens = lambda episode: [
-          (turn.tokens.tolist(), turn.observation.tolist()) for turn in episode.turns
-      ]
-      self.assertEqual([*map(tokens, seen)], [*map(tokens, played)])
 
   def test_ctrl_c_leaves_only_the_question(self):
-    sample, calls = chat.ChatPlayer._sample, []
+    step, calls = chat.ShownEnv.step, []
 
-    def interrupted(*args):
+    def interrupted(*args, **kwargs):
       calls.append(args)
       if len(calls) == 1:
         raise KeyboardInterrupt
-      return sample(*args)
+      return step(*args, **kwargs)
 
-    with mock.patch.object(chat.ChatPlayer, '_sample', interrupted):
+    with mock.patch.object(chat.ShownEnv, 'step', interrupted):
       shown = self.chat(NEIGHBOUR, CAPITAL)
     self.assertIn('note | left\n', shown)
     self.assertIn('answer | Paris\n', shown)
@@ -91,7 +74,7 @@ class ChatTest(parameterized.TestCase):
   def test_no_text_controls_the_terminal(self):
     out = Terminal()
     screen = chat.Screen(out)
-    screen.write('a\033[2J\rb\n')
+    screen.write_line('a\033[2J\rb')
     screen.mark('read', 'c\x07')
     self.assertEqual(out.getvalue(), 'a\ufffd[2J\ufffdb\n\033[36m    read | c\ufffd\033[0m\n')
     with mock.patch.dict('os.environ', NO_COLOR='1'):

@@ -211,9 +211,9 @@ class ResolveTest(parameterized.TestCase):
   @parameterized.parameters(
       ('load_nothing', 'no task'),
       ('load_texts', "'q'"),
-      ('load_twice', "two tasks with the id 't'"),
-      ('load_letters', r"answers='red'.*answers a tuple of texts, as \('red',\)"),
-      ('load_numbers', 'id=7.*id and question are texts'),
+      ('load_twice', "field 'id' is 't' a second time"),
+      ('load_letters', "field 'answers' is 'red': must be a tuple of str"),
+      ('load_numbers', "field 'id' is 7: must be of type str"),
   )
   def test_unusable_tasks_are_rejected(self, name, message):
     with self.assertRaisesRegex(UserError, message):

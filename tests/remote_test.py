@@ -100,13 +100,11 @@ class ClientTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.enterContext(mock.patch.object(client_lib, 'RETRIES', 2))
+    self.enterContext(mock.patch.object(client_lib, 'RETRIES', 1))
 
-  def client(self, address, abandoned=None, **settings):
+  def client(self, address, **settings):
     fixed = dict(temperature=0.0, top_p=1.0, max_tokens=7, stop=STOPS)
-    return client_lib.ChatClient(
-        client_lib.ClientSettings(address, 'm', **(fixed | settings)), abandoned
-    )
+    return client_lib.ChatClient(client_lib.ClientSettings(address, 'm', **(fixed | settings)))
 
   def test_what_is_asked(self):
     messages = [{'role': 'user', 'content': 'Q'}]
@@ -117,31 +115,24 @@ class ClientTest(parameterized.TestCase):
     self.assertEqual(turn, client_lib.ChatCompletion('<answer> a</answer>', 2, 12))
     greedy = {'model': 'm', 'messages': messages, 'max_tokens': 7, 'temperature': 0.0}
     greedy |= {'stop': list(STOPS), 'path': '/v1/chat/completions'}
-    self.assertEqual(asked[0], greedy | {'key': None})
+    self.assertEqual(asked[0], greedy | {'key': 'Bearer none'})
     sampled = {'temperature': 0.5, 'top_p': 0.9, 'seed': 3, 'key': 'Bearer k'}
     self.assertEqual(asked[1], greedy | sampled)
     template = {'chat_template_kwargs': {'enable_thinking': False}}
-    self.assertEqual(asked[2], greedy | template | {'key': None})
+    self.assertEqual(asked[2], greedy | template | {'key': 'Bearer none'})
 
   @parameterized.parameters(429, 500, 503)
-  def test_overload_is_asked_again_after_a_wait(self, status):
-    answers = iter([failure(status, Retry_After='7'), failure(status), completion('x')])
-    abandoned = mock.Mock(**{'is_set.return_value': False})
+  def test_overload_is_asked_again(self, status):
+    answers = iter([failure(status), completion('x')])
     with serving(lambda body: next(answers)) as (address, asked):
-      client = self.client(address, abandoned)
-      self.assertEqual(client.complete([]).text, 'x')
-    self.assertLen(asked, 3)
-    self.assertEqual(client.retries, 2)
-    (first,), (second,) = (call.args for call in abandoned.wait.call_args_list)
-    self.assertEqual(first, 7.0)  # as the server says
-    self.assertBetween(second, 1.0, 3.0)  # 2 s, with jitter
+      self.assertEqual(self.client(address).complete([]).text, 'x')
+    self.assertLen(asked, 2)
 
   def test_after_the_last_attempt_there_is_no_answer(self):
     with serving(lambda body: failure(503)) as (address, asked):
-      client = self.client(address, mock.Mock(**{'is_set.return_value': False}))
       with self.assertRaisesRegex(client_lib.UnansweredError, 'status 503'):
-        client.complete([])
-    self.assertLen(asked, 3)
+        self.client(address).complete([])
+    self.assertLen(asked, 2)
 
   @parameterized.parameters(
       (401, 'Incorrect API key', 'status 401: .*Incorrect API key'),
@@ -187,9 +178,8 @@ class ClientTest(parameterized.TestCase):
   @parameterized.parameters({}, {'choices': []}, {'choices': [{'message': {'content': 3}}]})
   def test_an_answer_that_is_none(self, **fields):
     with serving(lambda body: (200, fields, {})) as (address, _):
-      client = self.client(address, mock.Mock(**{'is_set.return_value': False}))
       with self.assertRaisesRegex(client_lib.UnansweredError, 'no completion'):
-        client.complete([])
+        self.client(address).complete([])
 
   def test_a_server_that_is_not_there(self):
     unused = self.enterContext(socket.socket())
@@ -349,7 +339,7 @@ class RemoteTest(parameterized.TestCase):
     count = itertools.count()
     answer = lambda body: self.answer(body) if next(count) < 2 else failure(503)
     with serving(answer) as (address, asked):
-      with self.assertRaisesRegex(RunError, 'no answer to the last 2 .*503'):
+      with self.assertRaisesRegex(RunError, 'no answer to [0-9]+ of 100 episodes .*503'):
         self.evaluate(address, eval__samples=20)
     self.assertLess(len(asked), 20)
 

@@ -91,7 +91,6 @@ class ParseTest(parameterized.TestCase):
           '',
           (CAT, SUM),
       ),
-      ('llama3', 'I search.<|python_tag|>search.call(query="cats")', 'I search.', (CAT,)),
       ('llama3', '{"answer": 3}', '{"answer": 3}', ()),
       ('llama3', 'It is {"name": 3}', 'It is {"name": 3}', ()),
       ('tags', '<think>x</think> <search> cats </search>', '<think>x</think>', (CAT,)),
@@ -104,11 +103,7 @@ class ParseTest(parameterized.TestCase):
     self.assertEqual(parse(form, text), (content, calls))
 
   @parameterized.parameters(
-      (
-          'hermes',
-          '<tool_call>{"name": "add", "arguments": {"a": 1,',
-          r'not JSON .* at character \d+',
-      ),
+      ('hermes', '<tool_call>{"name": "add", "arguments": {"a": 1,', r'not JSON .*\(char \d+'),
       ('hermes', '<tool_call>add(1, 2)</tool_call> done', 'not JSON .*: add'),
       ('hermes', '<tool_call></tool_call>', 'not JSON'),
       ('hermes', '<tool_call>{"arguments": {}}</tool_call>', 'a "name" is needed'),
@@ -116,14 +111,11 @@ class ParseTest(parameterized.TestCase):
       ('hermes', '<tool_call>["now"]</tool_call>', 'a "name" is needed'),
       ('hermes', '<tool_call>{"name": "now", "arguments": [1]}</tool_call>', '"arguments" must be'),
       ('hermes', '<tool_call>{"name": "wait", "arguments": {"seconds": NaN}}', 'NaN is no JSON'),
-      ('hermes', '<tool_call>' + '[' * 10**5, 'nested too deeply'),
+      ('hermes', '<tool_call>' + '[' * 10**5, 'not JSON .*recursion'),
       ('hermes', '<tool_call>' + '1' * 10**5, 'not JSON'),
       ('llama3', '{"name": "add", "parameters": {"a": 1', 'not JSON'),
       ('llama3', '<|python_tag|>print(1)', 'not JSON'),
       ('llama3', '<|python_tag|>', 'nothing follows'),
-      ('llama3', '<|python_tag|>search.call(query=open("x"))', r'search.call\(key="value"\)'),
-      ('llama3', '<|python_tag|>search.call("cats")', r'search.call\(key="value"\)'),
-      ('llama3', '<|python_tag|>search.call(q=' + '(' * 10**4, r'search.call\(key="value"\)'),
       ('tags', '<search>cats', '</search> is missing: cats'),
       ('tags', '<add>1 + 2</add>', 'not JSON'),
       ('tags', '<add>[1, 2]</add>', 'no JSON object'),

@@ -178,10 +178,10 @@ class EnvTest(parameterized.TestCase):
   @parameterized.parameters(
       ('{"name": "calculator"', 'the call is malformed, not JSON .*Write it like <tool_call>'),
       ('{"name": "abacus"}', "Error: there is no tool 'abacus'; there are calculator, search, add"),
-      ('{"name": "add", "arguments": {"a": 1}}', "add needs the argument 'b'"),
-      ('{"name": "add", "arguments": {"a": 1, "b": "2"}}', "needs a JSON integer as 'b'"),
-      ('{"name": "add", "arguments": {"a": 1, "b": true}}', "needs a JSON integer as 'b'"),
-      ('{"name": "add", "arguments": {"a": 1, "b": 2, "c": 3}}', "no argument 'c'; it has a, b"),
+      ('{"name": "add", "arguments": {"a": 1}}', "add do not fit, 'b' is a required"),
+      ('{"name": "add", "arguments": {"a": 1, "b": "2"}}', "'2' is not of type 'integer'"),
+      ('{"name": "add", "arguments": {"a": 1, "b": true}}', "True is not of type 'integer'"),
+      ('{"name": "add", "arguments": {"a": 1, "b": 2, "c": 3}}', "'c' was unexpected"),
   )
   def test_malformed_call_is_reported_and_counted(self, body, message):
     observation, reward, terminated, _, info = make().step(f'<tool_call>{body}</tool_call>')
@@ -327,7 +327,7 @@ class McpTest(absltest.TestCase):
     observation, *_, info = env.step(call % ('wait', '{"seconds": 30}'))
     self.assertEqual(observation, 'Error: no result within 3 seconds')
     env.reset()
-    self.assertIn('mix needs the argument', env.step(call % ('mix', '{"first": "red"}'))[0])
+    self.assertIn('is a required property', env.step(call % ('mix', '{"first": "red"}'))[0])
     env.reset()
     self.assertEqual(env.step(mix)[0], 'red and blue')  # started again, under a limit of its own
 

@@ -11,6 +11,7 @@ from typing import get_args
 from typing import NamedTuple
 
 from stppo_jax import config as config_lib
+from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.config import Config
 from stppo_jax.types import Section
@@ -161,7 +162,7 @@ def _parse_value(shown: str, text: str, kind: Any, meaning: str) -> Any:
     value = _literal(text)
     return value if isinstance(value, tuple) else (value,)
   except (ValueError, KeyError):
-    raise UserError(f'{shown}: must be {validation.described(kind)}{meaning}') from None
+    raise UserError(f'{shown}: must be {types.described(kind)}{meaning}') from None
 
 
 def _parse_dict(shown: str, path: str, text: str) -> dict[str, Any]:

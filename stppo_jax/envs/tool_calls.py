@@ -2,7 +2,7 @@
 
   hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>           Qwen, Hermes
   llama3   {"name": "add", "parameters": {"a": 1}}, after <|python_tag|> or as the whole turn,
-           several with ';' between; <|python_tag|>search.call(query="cats") of the built-in tools
+           several with ';' between
   tags     <search>cats</search>: the tool's name as a tag, around the text of its only parameter or
            a JSON object                                                           Search-R1
 
@@ -11,8 +11,7 @@ content. Tools are described by JSON schemas as chat templates take them: {"type
 "function": {"name", "description", "parameters": {"properties", "required", ..}}}.
 """
 
-import abc
-import ast
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -26,12 +25,10 @@ from stppo_jax import types
 Schema = Mapping[str, Any]
 
 _MAX_ENDS = 3  # tags at which a JSON text may end: the first ones may be inside its strings
-_MAX_BUILT_IN_CHARS = 10_000  # Python's parser is not made for hostile texts
 _SHOWN_CHARS = 80  # length of a malformed call in its error
 _DECLARATION = 'You may call these tools:'
 _PYTHON_TAG = '<|python_tag|>'
 _BARE_CALL = re.compile(r'\{\s*"(?:name|type|function)"\s*:')
-_BUILT_IN = re.compile(r'\s*([A-Za-z_]\w*)\.call\(')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,25 +43,30 @@ class Call:
 Parsed = tuple[str, tuple[Call, ...]]  # content of a turn, and its calls
 
 
-class Form(abc.ABC):
-  """How a model family writes its calls."""
+class Form:
+  """How a model family writes its calls. Here they are JSON objects."""
 
   stop_strings: tuple[str, ...] = ()  # end a turn if the agent has no other end
+  keys: tuple[str, ...]  # names of the arguments in a call, the one to write first
+  template: str  # '%s' stands for the JSON object
+  advice: str
 
   def __init__(self, tools: Sequence[Schema] = ()):
     self._tools = tuple(tools)
 
-  @abc.abstractmethod
   def parse(self, text: str) -> Parsed:
     """Returns (content, calls) of an agent's turn: the text without its calls, stripped."""
+    raise NotImplementedError
 
-  @abc.abstractmethod
   def write(self, call: Call) -> str:
     """Returns a call as `parse` reads it."""
+    value = {'name': call.name, self.keys[0]: call.arguments}
+    return self.template % json.dumps(value, ensure_ascii=False)
 
-  @abc.abstractmethod
   def declare(self) -> str:
     """Returns a text that tells the agent the tools and the form, for models without a template."""
+    lines = [json.dumps(tool, ensure_ascii=False) for tool in self._tools]
+    return '\n'.join([_DECLARATION, *lines, self.advice]) + '\n'
 
 
 def make_form(name: str, tools: Sequence[Schema] = ()) -> Form:
@@ -74,25 +76,7 @@ def make_form(name: str, tools: Sequence[Schema] = ()) -> Form:
   return FORMS[name](tools)
 
 
-class JsonForm(Form):
-  """A form in which calls are JSON objects with a name and arguments."""
-
-  keys: tuple[str, ...]  # names of the arguments in a call, the one to write first
-  template: str  # '%s' stands for the JSON object
-  advice: str
-
-  def write(self, call: Call) -> str:
-    """Returns the JSON object of a call within the form's tags."""
-    value = {'name': call.name, self.keys[0]: call.arguments}
-    return self.template % json.dumps(value, ensure_ascii=False)
-
-  def declare(self) -> str:
-    """Returns the schemas, one per line, and an example."""
-    lines = [json.dumps(tool, ensure_ascii=False) for tool in self._tools]
-    return '\n'.join([_DECLARATION, *lines, self.advice]) + '\n'
-
-
-class Hermes(JsonForm):
+class Hermes(Form):
   """The form of Qwen and Hermes: JSON objects between <tool_call> tags, among other text."""
 
   stop_strings = ('</tool_call>',)
@@ -102,18 +86,16 @@ class Hermes(JsonForm):
 
   def parse(self, text: str) -> Parsed:
     """Returns (content, calls). The last block may lack its closing tag if its JSON is complete."""
-    content = []
-    calls = []
-    read = lambda unused_name, body: _load(body)
-    for name, body, value in _blocks(text, ('tool_call',), read, may_be_open=True):
-      if name:
-        calls.append(_make_call(value, body, self.keys))
-      else:
-        content.append(body)
-    return ''.join(content).strip(), tuple(calls)
+    return _parse_blocks(text, ['tool_call'], self._read, may_be_open=True)
+
+  def _read(self, unused_tag: str, body: str) -> Call:
+    try:
+      return _make_call(_load(body), body, self.keys)
+    except ValueError as error:
+      return Call('', {}, f'{error}: {_show(body)}')
 
 
-class Llama3(JsonForm):
+class Llama3(Form):
   """The form of Llama 3: the whole turn is a call, or the text after <|python_tag|>."""
 
   keys = ('parameters', 'arguments')
@@ -125,24 +107,21 @@ class Llama3(JsonForm):
     thought, text = _split_thought(text)
     before, tag, body = text.partition(_PYTHON_TAG)
     if _BARE_CALL.match(text.lstrip()):
-      before, tag, body = '', '', text
+      before = ''
+      body = text
     elif not tag:
       return (thought + text).strip(), ()
     content = (thought + before).strip()
-    if built_in := _BUILT_IN.match(body):
-      return content, (_make_built_in_call(built_in[1], body),)
     body = body.strip()
     if not body:
       return content, (Call('', {}, 'nothing follows the tag: '),)
     calls = []
-    decoder = json.JSONDecoder(parse_constant=_reject_constant)
     end = 0
     while end < len(body):
       try:
-        value, end = decoder.raw_decode(body, end)
+        value, end = _DECODER.raw_decode(body, end)
       except (ValueError, RecursionError) as error:
-        broken = _Broken(_reason(error))
-        calls.append(_make_call(broken, body[end:], self.keys))
+        calls.append(Call('', {}, f'not JSON ({error}): {_show(body[end:])}'))
         break
       calls.append(_make_call(value, body, self.keys))
       while end < len(body) and (body[end].isspace() or body[end] in ';,'):
@@ -160,16 +139,7 @@ class Tags(Form):
 
   def parse(self, text: str) -> Parsed:
     """Returns (content, calls). A tag that is not closed is a malformed call."""
-    content = []
-    calls = []
-    for name, body, value in _blocks(text, tuple(self._functions), self._read):
-      if not name:
-        content.append(body)
-      elif isinstance(value, _Broken):
-        calls.append(Call(name, {}, f'{value.reason}: {_show(body)}'))
-      else:
-        calls.append(Call(name, value))
-    return ''.join(content).strip(), tuple(calls)
+    return _parse_blocks(text, list(self._functions), self._read)
 
   def write(self, call: Call) -> str:
     """Returns the tags of a call. Arguments that are a text, as a client may send, stay a text."""
@@ -190,25 +160,28 @@ class Tags(Form):
       lines.append(f'<{name}>{body}</{name}>: {description}')
     return '\n'.join(lines) + '\n'
 
-  def _only_parameter(self, name):
-    """Returns the name of the parameter that takes the text between the tags, or None."""
+  def _only_parameter(self, name: str) -> str:
+    """Returns the name of the parameter that takes the text between the tags; '': there is none."""
     parameters = properties(self._functions.get(name, {}))
     if len(parameters) != 1:
-      return None
+      return ''
     ((parameter, schema),) = parameters.items()
-    return parameter if schema.get('type') in ('string', None) else None
+    return parameter if schema.get('type') in ('string', None) else ''
 
-  def _read(self, name, body):
-    """Returns the arguments between the tags, or a _Broken."""
+  def _read(self, name: str, body: str) -> Call:
+    """Returns the call between the tags of a tool."""
     if parameter := self._only_parameter(name):
-      return {parameter: body.strip()}
-    value = _load(body) if body.strip() else {}
-    if isinstance(value, dict | _Broken):
-      return value
+      return Call(name, {parameter: body.strip()})
+    try:
+      value = _load(body) if body.strip() else {}
+    except ValueError as error:
+      return Call(name, {}, f'{error}: {_show(body)}')
     parameters = list(properties(self._functions[name]))
-    if len(parameters) == 1:  # a number, for example
-      return {parameters[0]: value}
-    return _Broken('the arguments are no JSON object')
+    if len(parameters) == 1 and not isinstance(value, dict):  # a number, for example
+      value = {parameters[0]: value}
+    if not isinstance(value, dict):
+      return Call(name, {}, f'the arguments are no JSON object: {_show(body)}')
+    return Call(name, value)
 
 
 FORMS: dict[str, type[Form]] = {'hermes': Hermes, 'llama3': Llama3, 'tags': Tags}
@@ -219,43 +192,45 @@ def properties(function: Mapping[str, Any]) -> dict[str, Any]:
   return (function.get('parameters') or {}).get('properties') or {}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Broken:
-  reason: str
-
-
-def _blocks(text, names, read, may_be_open=False):
-  """Yields (name, body, `read(name, body)`) per block, and ('', text, None) for text between them.
+def _parse_blocks(
+    text: str, names: Sequence[str], read: Callable[[str, str], Call], may_be_open: bool = False
+) -> Parsed:
+  """Returns the text between blocks, and the call `read(name, body)` of each block.
 
   A body ends at the first of the next _MAX_ENDS tags at which it can be read. Tags before that one
   are inside its strings. With `may_be_open` it also ends at another block's tag or the text's end.
   """
   thought, text = _split_thought(text)
-  yield '', thought, None
   pattern = '|'.join(re.escape(name) for name in names)
   tags = list(re.finditer(rf'<(/?)({pattern})>', text)) if names else []
+  content = [thought]
+  calls = []
   end = 0
   for i, opening in enumerate(tags):
     is_closing, name = opening.groups()
     if is_closing or opening.start() < end:  # it closes nothing, or is inside the last block
       continue
-    yield '', text[end : opening.start()], None
-    value = None
+    content.append(text[end : opening.start()])
+    call: Call | None = None
     for tag in [*tags[i + 1 : i + 1 + _MAX_ENDS], None][:_MAX_ENDS]:
       stop = tag.start() if tag else len(text)
       closes = tag is not None and tag[0] == f'</{name}>'
       body = text[opening.end() : stop]
-      attempt = read(name, body) if closes or may_be_open else _Broken(f'</{name}> is missing')
-      if value is None or not isinstance(attempt, _Broken):
-        value, block = attempt, body
+      attempt = Call(name, {}, f'</{name}> is missing: {_show(body)}')
+      if closes or may_be_open:
+        attempt = read(name, body)
+      if call is None or not attempt.error:
+        call = attempt
         end = tag.end() if tag and closes else stop
-      if not isinstance(value, _Broken):
+      if not call.error:
         break
-    yield name, block, value
-  yield '', text[end:], None
+    assert call is not None
+    calls.append(call)
+  content.append(text[end:])
+  return ''.join(content).strip(), tuple(calls)
 
 
-def _split_thought(text):
+def _split_thought(text: str) -> tuple[str, str]:
   """Returns (text up to the first </think>, the rest). A turn that begins with a call has none."""
   before, tag, after = text.partition('</think>')
   start = text.lstrip()[:8]
@@ -265,57 +240,37 @@ def _split_thought(text):
   return before + tag, after
 
 
-def _load(text):
-  """Returns the value of a JSON text, or a _Broken."""
-  try:
-    return json.loads(text, parse_constant=_reject_constant)
-  except (ValueError, RecursionError) as error:
-    return _Broken(_reason(error))
-
-
-def _reject_constant(name):
+def _reject_constant(name: str) -> None:
   raise ValueError(f'{name} is no JSON')
 
 
-def _reason(error):
-  reason = str(error)
-  if isinstance(error, json.JSONDecodeError):
-    reason = f'{error.msg} at character {error.pos}'
-  elif isinstance(error, RecursionError):
-    reason = 'nested too deeply'
-  return f'not JSON ({reason})'
+_DECODER = json.JSONDecoder(parse_constant=_reject_constant)
 
 
-def _make_call(value, text, keys):
+def _load(text: str) -> Any:
+  """Returns the value of a JSON text. Raises ValueError."""
+  try:
+    return _DECODER.decode(text)
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f'not JSON ({error})') from error
+
+
+def _make_call(value: Any, text: str, keys: Sequence[str]) -> Call:
   """Returns the call in a JSON value. Its arguments are under one of `keys`, also as JSON text."""
-  if isinstance(value, _Broken):
-    return Call('', {}, f'{value.reason}: {_show(text)}')
   name = value.get('name') if isinstance(value, dict) else None
   if not isinstance(name, str) or not name:
     return Call('', {}, f'a JSON object with a "name" is needed: {_show(text)}')
-  arguments = next((value[key] for key in keys if key in value), {})
-  if isinstance(arguments, str):
-    arguments = _load(arguments)
-  if arguments is None:
-    arguments = {}
+  arguments = next((value[key] for key in keys if key in value), None) or {}
+  try:
+    if isinstance(arguments, str):
+      arguments = _load(arguments)
+  except ValueError as error:
+    return Call(name, {}, f'"{keys[0]}" is {error}: {_show(text)}')
   if not isinstance(arguments, dict):
     return Call(name, {}, f'"{keys[0]}" must be a JSON object: {_show(text)}')
   return Call(name, arguments)
 
 
-def _make_built_in_call(name, body):
-  """Reads `name.call(key="value", ..)`, the call of Llama 3's built-in tools."""
-  try:
-    assert len(body) <= _MAX_BUILT_IN_CHARS
-    node = ast.parse(body.strip(), mode='eval').body
-    assert isinstance(node, ast.Call) and not node.args
-    arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
-    json.dumps(arguments, allow_nan=False)
-  except Exception:  # Python's parser raises many kinds of errors on a model's text
-    return Call(name, {}, f'{name}.call(key="value") is needed: {_show(body)}')
-  return Call(name, arguments)
-
-
-def _show(text):
+def _show(text: str) -> str:
   text = ' '.join(text[: 4 * _SHOWN_CHARS].split())
   return text if len(text) <= _SHOWN_CHARS else f'{text[:_SHOWN_CHARS]}..'

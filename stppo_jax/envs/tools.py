@@ -16,6 +16,8 @@ import functools
 import json
 from typing import Any
 
+import jsonschema
+
 from stppo_jax import plugins
 from stppo_jax import types
 from stppo_jax.envs import packages
@@ -44,14 +46,7 @@ _SEARCH = {
         },
     },
 }
-_JSON_TYPES: dict[str, tuple[type, ...]] = {
-    'string': (str,),
-    'integer': (int,),
-    'number': (int, float),
-    'boolean': (bool,),
-    'array': (list,),
-    'object': (dict,),
-}
+_MAX_REASON = 200  # characters
 _MALFORMED = 'malformed'
 _RETRIEVAL_FAILED = 'retrieval_failed'
 _COUNTS = ('calls', _MALFORMED, tool_runners.FAILED, tool_runners.TIMED_OUT)
@@ -121,6 +116,7 @@ def _mcp_tools(name, limits):
   return tools
 
 
+@dataclasses.dataclass(eq=False)
 class ToolEnv:
   """One question. In each turn the agent calls tools or answers. Otherwise it reads an error.
 
@@ -131,40 +127,33 @@ class ToolEnv:
   core_metrics = rewards.SCORES
   uses_global_random = False
 
+  task: types.Task
+  retriever: Any
+  tools: Sequence[Tool]
+  max_turns: int = 4
+  top_k: int = 3
+  reward: str | rewards.Reward = 'em'
+  form: str = 'hermes'
+  frame: str | None = None  # None: 'inline' for tags, else 'tool'
+  instructions: str = INSTRUCTIONS
+  max_calls: int = 8  # per turn; more are rejected
+
   @staticmethod
   def attributes(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns frame and stop strings. By default, calls as tags are inline, and end their turn."""
     form_name = settings.get('form', 'hermes')
-    frame = settings.get('frame') or ('inline' if form_name == 'tags' else 'tool')
     form = tool_calls.make_form(form_name, _schemas(settings['tools']))
-    is_inline = frame == 'inline'
-    return {'frame': frame, 'stop_strings': (*form.stop_strings, '</answer>') if is_inline else ()}
+    frame = settings.get('frame') or ('inline' if form_name == 'tags' else 'tool')
+    stop_strings = (*form.stop_strings, '</answer>') if frame == 'inline' else ()
+    return {'frame': frame, 'stop_strings': stop_strings}
 
-  def __init__(
-      self,
-      task: types.Task,
-      retriever: Any,
-      tools: Sequence[Tool],
-      max_turns: int = 4,
-      top_k: int = 3,
-      reward: str | rewards.Reward = 'em',
-      form: str = 'hermes',
-      frame: str | None = None,  # None: 'inline' for tags, else 'tool'
-      instructions: str = INSTRUCTIONS,
-      max_calls: int = 8,  # per turn; more are rejected
-  ):
-    attributes = self.attributes({'form': form, 'tools': tools, 'frame': frame})
+  def __post_init__(self):
+    attributes = self.attributes({'form': self.form, 'tools': self.tools, 'frame': self.frame})
     self.frame = attributes['frame']
     self.stop_strings = attributes['stop_strings']
-    self.task = task
-    self.retriever = retriever
-    self.top_k = top_k
-    self._tools = {tool.name: tool for tool in tools}
-    self._form = tool_calls.make_form(form, _schemas(tools))
-    self._reward = rewards.get(reward)
-    self._max_turns = max_turns
-    self._max_calls = max_calls
-    self._instructions = instructions
+    self._tools = {tool.name: tool for tool in self.tools}
+    self._form = tool_calls.make_form(self.form, _schemas(self.tools))
+    self._reward = rewards.get(self.reward)
 
   def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
     """Returns the question, with the tools for the chat template and as a text."""
@@ -176,12 +165,12 @@ class ToolEnv:
         'tools': _schemas(self._tools.values()),
         'declaration': self._form.declare(),
     }
-    return search.prompt_text(self.task, 'short', self._instructions), info
+    return search.prompt_text(self.task, 'short', self.instructions), info
 
   def query(self, action: str) -> str | None:
     """Returns the query of a turn whose only call is a search, which several episodes share."""
     _, calls = self._form.parse(action)
-    if self._turns >= self._max_turns or len(calls) != 1 or self._complaint(calls[0]):
+    if self._turns >= self.max_turns or len(calls) != 1 or self._complaint(calls[0]):
       return None
     if self._tools[calls[0].name].call is not None:
       return None
@@ -197,7 +186,7 @@ class ToolEnv:
       reward = rewards.score_answer(self._reward, self.task, answer, self._transcript)
       scores = rewards.scores(self.task, answer)
       return '', reward, True, False, self._info('answer', scores)
-    if self._turns > self._max_turns:
+    if self._turns > self.max_turns:
       return '', 0.0, True, True, self._info('tool' if calls else 'invalid')
     if not calls:
       text = 'Error: call a tool, or give the answer between <answer> and </answer>.'
@@ -214,8 +203,8 @@ class ToolEnv:
   def _run(self, i, call, passages):
     """Runs the call number `i` of a turn, and counts it."""
     complaint = self._complaint(call)
-    if complaint is None and i >= self._max_calls:
-      complaint = f'at most {self._max_calls} calls per turn are run'
+    if complaint is None and i >= self.max_calls:
+      complaint = f'at most {self.max_calls} calls per turn are run'
     if complaint is not None:
       self._counts[_MALFORMED] += 1
       return tool_runners.Outcome(f'Error: {complaint}', _MALFORMED)
@@ -243,19 +232,13 @@ class ToolEnv:
       return f'the call is malformed, {call.error}. Write it like {self._example()}'
     if call.name not in self._tools:
       return f'there is no tool {call.name[:40]!r}; there are {", ".join(self._tools)}'
-    function = self._tools[call.name].schema['function']
-    properties = tool_calls.properties(function)
-    for name in (function.get('parameters') or {}).get('required') or ():
-      if name not in call.arguments:
-        return f'{call.name} needs the argument {name!r}'
-    for name, value in call.arguments.items():
-      if name not in properties:
-        names = ', '.join(properties) or 'none'
-        return f'{call.name} has no argument {name[:40]!r}; it has {names}'
-      json_type = properties[name].get('type')
-      if isinstance(json_type, str) and not _is_of_type(value, json_type):
-        return f'{call.name} needs a JSON {json_type} as {name!r}'
-    return None
+    parameters = self._tools[call.name].schema['function'].get('parameters') or {}
+    schema = {'additionalProperties': False, **parameters}
+    errors = jsonschema.Draft202012Validator(schema).iter_errors(call.arguments)
+    error = jsonschema.exceptions.best_match(errors)
+    if error is None:
+      return None
+    return f'the arguments of {call.name} do not fit, {error.message[:_MAX_REASON]}'
 
   def _example(self):
     tool = next(iter(self._tools.values()))
@@ -277,9 +260,3 @@ class ToolEnv:
 
 def _schemas(tools: Iterable[Tool]) -> list[dict[str, Any]]:
   return [json.loads(json.dumps(tool.schema)) for tool in tools]
-
-
-def _is_of_type(value, json_type):
-  if isinstance(value, bool):
-    return json_type not in _JSON_TYPES or json_type == 'boolean'
-  return isinstance(value, _JSON_TYPES.get(json_type, object))

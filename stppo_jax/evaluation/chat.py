@@ -1,24 +1,21 @@
 """A conversation with an agent in the terminal: questions in, its turns, searches and answers out.
 
-The agent plays the run's environment, token by token as it was trained. There is no right answer,
-and so no score. A terminal asks for a question and gets colours. From a pipe each line is a
-question.
+The agent plays the run's environment as in an evaluation, and each turn is shown when it ends.
+There is no right answer, and so no score. A terminal asks for a question and gets colours. From a
+pipe each line is a question.
 """
 
 from collections.abc import Iterable
 from collections.abc import Iterator
 import dataclasses
 import os
-import queue
 import sys
 from typing import Any
 from typing import TextIO
 
 from absl import logging
 import jax
-import numpy as np
 
-from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.config import Config
 from stppo_jax.envs import factory
@@ -28,15 +25,9 @@ from stppo_jax.envs import rewards
 from stppo_jax.envs import stepping
 from stppo_jax.evaluation import players
 from stppo_jax.models import decoder
-from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
-from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import prepare
-from stppo_jax.serving import gateway
-from stppo_jax.serving import scheduler as scheduler_lib
-from stppo_jax.serving import turn_text
-from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
 _COLOURS = {'search': '33', 'read': '36', 'answer': '1;32', 'note': '2'}  # codes of a terminal
@@ -62,38 +53,40 @@ def chat(
     out: None: standard output.
   """
   screen = Screen(out or sys.stdout)
-  prepared = prepare.prepare(config)
-  _check_environment(config.env.kind, prepared.env)
-  tokenizer = prepared.tokenizer
-  sampler = gateway.make_sampler(
-      model,
-      tokenizer,
-      rows=1,
-      max_total=config.rollout.max_total,
-      top_k=config.rollout.top_k,
-      chunks=config.rollout.chunks,
-      slot_buckets=config.rollout.slot_buckets,
-      platform=jax.devices()[0].platform,
-      row_sharding=agent_lib.row_sharding(config, model, sharding.mesh_of(config.mesh)),
-  )
+  agent = make_agent(config, model, screen)
+  params = agent.sampler.copy(params)
   is_typed = lines is None and sys.stdin.isatty()
   if is_typed:
     lines = _typed_lines()
-  with scheduler_lib.Scheduler(
-      sampler, params, tokenizer.token_bytes, tokenizer.eos_ids
-  ) as scheduler:
-    player = ChatPlayer(config, prepared, scheduler)
-    logging.info('%s; one question per line, Ctrl-C leaves a question, Ctrl-D ends', description)
-    for number, line in enumerate(lines or sys.stdin):
-      question = line.strip()
-      if not question:
-        continue
-      if not is_typed:
-        screen.write_line(_PROMPT + question)
-      try:
-        player.answer(question, number, screen)
-      except KeyboardInterrupt:
-        screen.mark('note', 'left')
+  logging.info('%s; one question per line, Ctrl-C leaves a question, Ctrl-D ends', description)
+  for number, line in enumerate(lines or sys.stdin):
+    question = line.strip()
+    if not question:
+      continue
+    if not is_typed:
+      screen.write_line(_PROMPT + question)
+    task = types.Task(f'chat-{number}', question, dataset='chat')
+    try:
+      play(agent, params, task, screen)
+    except KeyboardInterrupt:
+      screen.mark('note', 'left')
+
+
+def make_agent(config: Config, model: decoder.ModelConfig, screen: 'Screen') -> agent_lib.Agent:
+  """Returns the agent of an evaluation with one row, whose environment shows its turns."""
+  prepared = prepare.prepare(config)
+  env = prepared.env
+  _check_environment(config.env.kind, env)
+  settings = dict(env.settings)
+  if 'reward' in settings:
+    settings['reward'] = lambda task, answer, transcript: 0.0  # there is no right answer
+  make_shown = lambda task, **kwargs: ShownEnv(env.make(task, **kwargs), screen)
+  shown = dataclasses.replace(env, make=make_shown, settings=settings)
+  prepared = dataclasses.replace(prepared, env=shown)
+  rollout = dataclasses.replace(config.rollout, max_failed=0.0, threads=0)
+  one_row = dataclasses.replace(config.eval, rows=1)
+  config = dataclasses.replace(config, rollout=rollout, eval=one_row)
+  return players.make_agent(config, model, prepared)
 
 
 def _check_environment(name: str, env: factory.EnvFactory) -> None:
@@ -125,111 +118,45 @@ def _typed_lines() -> Iterator[str]:
       print()
 
 
-class ChatPlayer:
-  """Plays the environment with one model, and shows what happens as it happens."""
-
-  def __init__(
-      self, config: Config, prepared: prepare.Prepared, scheduler: scheduler_lib.Scheduler
-  ):
-    self._limits = prepare.limits(config)
-    self._seed = config.seed
-    self._tokenizer = prepared.tokenizer
-    self._scheduler = scheduler
-    self._temperature = players.temperature(config)
-    self._top_p = config.rollout.top_p if self._temperature else 1.0
-    settings = dict(prepared.env.settings)
-    if 'reward' in settings:
-      settings['reward'] = lambda task, answer, transcript: 0.0  # there is no right answer
-    self._env = dataclasses.replace(prepared.env, settings=settings)
-    self._framing = tokenizer_lib.make_framing(
-        prepared.tokenizer, prepared.env.frame, config.rollout.max_observation
-    )
-
-  def answer(self, question: str, number: int, screen: 'Screen') -> types.Episode:
-    """Plays an episode about the question."""
-    task = types.Task(f'chat-{number}', question, dataset='chat')
-    keys = episode_lib.row_keys(jax.random.key(self._seed), [task])
-    (seed,) = episode_lib.episode_seeds(keys)
-    key = np.asarray(jax.random.key_data(keys))[0]
-    env = self._env(task, seed)
-    core_metrics = self._env.core_metrics
-    rules = episode_lib.EpisodeRules(self._limits, core_metrics=core_metrics, strict=True)
-    state = episode_lib.EpisodeState(task, self._framing, rules)
-    _, prompt = state.observe(*stepping.reset(env, seed))
-    (episode,) = state.episodes
-    ids: list[int] = []
-    answer = None
-    while prompt.budget > 0:
-      ids += prompt.ids
-      completion = self._sample(ids, prompt.budget, key, screen)
-      ids += completion.tokens.tolist()
-      text = episode_lib.action_text(self._tokenizer, completion.tokens)
-      outcome = stepping.step(env, text)
-      _, prompt = state.record(0, completion, outcome)
-      observation = self._tokenizer.decode(episode.turns[-1].observation)
-      answer = _show(screen, text, outcome, observation)
-    _show_end(screen, episode, answer, self._limits)
-    return episode
-
-  def _sample(
-      self, ids: list[int], budget: int, key: np.ndarray, screen: 'Screen'
-  ) -> env_pool.TurnCompletion:
-    """Samples a turn, and shows it as it comes."""
-    chunks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    request = scheduler_lib.Request(
-        ids=list(ids),
-        budget=budget,
-        key=key,
-        emit=lambda *chunk: chunks.put(chunk),
-        temperature=self._temperature,
-        top_p=self._top_p,
-        stop=tuple(stop.encode() for stop in self._env.stop_strings),
-    )
-    text = turn_text.TurnText(self._tokenizer.token_bytes, self._tokenizer.eos_ids)
-    tokens: list[int] = []
-    logp: list[float] = []
-    finish = None
-    self._scheduler.submit([request])
-    try:
-      while finish is None:
-        new_tokens, new_logp, finish = chunks.get()
-        tokens += new_tokens
-        logp += new_logp
-        screen.write(text.feed(new_tokens, finish))
-    finally:
-      request.cancelled = True
-      screen.end_line()
-    if finish == 'error':
-      raise RunError('the engine has failed, see above: start again')
-    return env_pool.TurnCompletion(0, np.array(tokens, np.int32), np.array(logp, np.float32))
-
-
-def _show(screen: 'Screen', text: str, outcome: protocol.Step, observation: str) -> str | None:
-  """Shows the environment's reply to a turn; returns the answer, if the turn was one."""
-  *_, terminated, truncated, info = outcome
-  if info.get('query'):
-    screen.mark('search', str(info['query']))
-  if info.get('retrieval_failed'):
-    screen.mark('note', 'the search failed')
-  for line in observation.strip().splitlines():
-    screen.mark('read', line)
-  if not terminated or truncated:
-    return None
-  return info['answer'] if info.get('answer') is not None else rewards.extract_answer(text)
-
-
-def _show_end(
-    screen: 'Screen', episode: types.Episode, answer: str | None, limits: episode_lib.EpisodeLimits
-) -> None:
-  if answer is not None:
-    screen.mark('answer', answer)
-  elif not episode.turns:
-    longest = episode_lib.longest_prompt(limits)
+def play(agent: agent_lib.Agent, params: Any, task: types.Task, screen: 'Screen') -> types.Episode:
+  """Plays an episode about a question, and shows how it ended without an answer."""
+  keys = episode_lib.row_keys(jax.random.key(agent.config.seed), [task])
+  is_greedy = players.temperature(agent.config) == 0
+  (episode,) = agent.play(params, [task], keys, greedy=is_greedy)
+  if not episode.turns:
+    longest = episode_lib.longest_prompt(prepare.limits(agent.config))
     screen.mark('note', f'the question is too long: its prompt has more than {longest} tokens')
   elif episode.truncated:
     screen.mark('note', 'no answer: a limit ended the episode')
-  else:
-    screen.mark('note', 'the episode is over')
+  return episode
+
+
+class ShownEnv:
+  """An environment that shows its turns: the agent's text, its search, and what it reads."""
+
+  def __init__(self, env: protocol.Env, screen: 'Screen'):
+    self._env = env
+    self._screen = screen
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._env, name)
+
+  def step(self, action: str, **passages: Any) -> protocol.Step:
+    """Takes a step of the environment, and shows it."""
+    screen = self._screen
+    screen.write_line(action)
+    outcome = stepping.step(self._env, action, **passages)
+    observation, _, terminated, truncated, info = outcome
+    if info.get('query'):
+      screen.mark('search', str(info['query']))
+    if info.get('retrieval_failed'):
+      screen.mark('note', 'the search failed')
+    for line in protocol.full_text(observation, info).strip().splitlines():
+      screen.mark('read', line)
+    if terminated and not truncated:
+      answer = info.get('answer') or rewards.extract_answer(action)
+      screen.mark('answer', answer or 'none: the episode is over')
+    return outcome
 
 
 class Screen:
@@ -238,35 +165,19 @@ class Screen:
   def __init__(self, out: TextIO):
     self._out = out
     self._has_colours = out.isatty() and 'NO_COLOR' not in os.environ
-    self._is_at_start = True
-
-  def write(self, text: str) -> None:
-    """Writes a part of the agent's text."""
-    self._put(_printable(text))
 
   def write_line(self, text: str) -> None:
-    """Writes a line."""
-    self.end_line()
-    self._put(_printable(text) + '\n')
-
-  def end_line(self) -> None:
-    """Begins a new line, unless the cursor is at the start of one."""
-    if not self._is_at_start:
-      self._put('\n')
+    """Writes a text, and ends its last line."""
+    self._out.write(_printable(text).rstrip('\n') + '\n')
+    self._out.flush()
 
   def mark(self, kind: str, text: str) -> None:
     """Writes a line that is set apart from the agent's text: 'search', 'read', 'answer', 'note'."""
-    self.end_line()
     line = f'{kind:>8} | {" ".join(_printable(text).splitlines())}'
     if self._has_colours:
       line = f'\033[{_COLOURS[kind]}m{line}\033[0m'
-    self._put(line + '\n')
-
-  def _put(self, text: str) -> None:
-    if text:
-      self._out.write(text)
-      self._out.flush()
-      self._is_at_start = text.endswith('\n')
+    self._out.write(line + '\n')
+    self._out.flush()
 
 
 def _printable(text: str) -> str:

@@ -1,28 +1,20 @@
 """Client of an OpenAI-compatible server: messages in, the text of a turn out.
 
-The client retries overload and network errors after waits that double. If the server rejects a
-request for good, the error is one line.
+OpenAI's own client retries overload and network errors. If the server rejects a request for good,
+the error is one line.
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence
-import contextlib
 import dataclasses
-import functools
-import json
 import re
-import threading
 from typing import Any
 
-import requests
-
-from stppo_jax.distributed import http_client
+from stppo_jax.envs import packages
 from stppo_jax.types import UserError
 
 RETRIES = 6  # further attempts per request
-_BACKOFF_S = 1.0
-_LIMITS = http_client.ClientLimits(connect_s=10.0, total_s=300.0)
-_MAX_CONNECTIONS = 1024  # kept open, of all threads
+_TIMEOUT_S = 300.0
 _MAX_STOPS = 4  # OpenAI's own server takes no more
 _MAX_MESSAGE = 300  # characters of a server's message in an error
 # Codes and words of OpenAI, vLLM, SGLang and llama.cpp for messages that do not fit.
@@ -36,7 +28,7 @@ _ECHO = re.compile('[\'"]input[\'"]:')  # pydantic's errors repeat the request a
 
 
 class UnansweredError(Exception):
-  """There was no answer after the last attempt, or another thread has ended the job."""
+  """There was no answer after the last attempt, or the job has ended."""
 
 
 class TooLongError(Exception):
@@ -67,33 +59,41 @@ class ChatCompletion:
 
 
 class ChatClient:
-  """Asks for completions. Threads may share it, and `abandoned` ends their waits."""
+  """Asks for completions. Threads may share it."""
 
-  def __init__(self, settings: ClientSettings, abandoned: threading.Event | None = None):
-    self.settings = settings
-    self.url = settings.address.rstrip('/') + '/chat/completions'
-    self.retries = 0  # so far, of all requests
-    self._abandoned = abandoned or threading.Event()
+  def __init__(self, settings: ClientSettings):
+    given = f'config.eval.address={settings.address!r}'
+    self._openai = packages.import_package(given, 'openai', 'remote')
+    self._settings = settings
     self._has_answered = False
-    self._session = requests.Session()
-    self._session.auth = self._authorize
-    adapter = requests.adapters.HTTPAdapter(pool_maxsize=_MAX_CONNECTIONS)
-    self._session.mount('http://', adapter)
-    self._session.mount('https://', adapter)
-    self._lock = threading.Lock()
+    self._client = self._openai.OpenAI(
+        base_url=settings.address,
+        api_key=settings.api_key or 'none',
+        max_retries=RETRIES,
+        timeout=_TIMEOUT_S,
+    )
 
   def complete(
       self, messages: Sequence[Mapping[str, str]], seed: int | None = None
   ) -> ChatCompletion:
     """Returns the next turn. Raises TooLongError, UnansweredError, or a UserError for good."""
-    attempt = functools.partial(self._attempt, self._body(messages, seed))
     try:
-      return http_client.with_retries(attempt, RETRIES, _BACKOFF_S, self._abandoned.wait)
-    except http_client.Temporary as error:
+      answer = self._client.chat.completions.create(**self._body(messages, seed))
+      completion = _parse(answer, self._settings)
+    except self._openai.APIStatusError as error:
+      raise self._explain(error) from None
+    except self._openai.APIConnectionError as error:
+      if not self._has_answered:
+        raise self._error(f'gave no answer ({error}): start it, or correct the address') from None
       raise UnansweredError(str(error)) from error
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+      message = f'an answer that is no completion ({type(error).__name__})'
+      raise UnansweredError(message) from error
+    self._has_answered = True
+    return completion
 
   def _body(self, messages: Sequence[Mapping[str, str]], seed: int | None) -> dict[str, Any]:
-    settings = self.settings
+    settings = self._settings
     body: dict[str, Any] = {
         'model': settings.model,
         'messages': list(messages),
@@ -105,47 +105,27 @@ class ChatClient:
     if settings.stop:
       body['stop'] = list(settings.stop[:_MAX_STOPS])
     if settings.template_kwargs:  # vLLM and SGLang take it
-      body['chat_template_kwargs'] = dict(settings.template_kwargs)
+      body['extra_body'] = {'chat_template_kwargs': dict(settings.template_kwargs)}
     if settings.temperature > 0 and seed is not None:
       body['seed'] = seed
     return body
 
-  def _attempt(self, body: dict[str, Any], number: int) -> ChatCompletion:
-    """Sends the request once. Raises http_client.Temporary if another attempt may help."""
-    if self._abandoned.is_set():
-      raise UnansweredError('the job has ended')
-    with self._lock:
-      self.retries += number > 0
-    try:
-      answer = http_client.post(self._session, self.url, body, _LIMITS)
-      completion = _parse(json.loads(answer), self.settings)
-    except http_client.Rejected as error:
-      fields = _error_fields(error.text)
-      message = ' '.join(str(fields.get('message') or error.text).split())[:_MAX_MESSAGE]
-      if error.status in (400, 413, 422) and _is_too_long(fields):
-        raise TooLongError(message) from None
-      raise self._error(f'rejected a request with status {error.status}: {message}') from None
-    except http_client.Temporary as error:
-      if isinstance(error.__cause__, requests.ConnectionError) and not self._has_answered:
-        raise self._error(f'gave no answer ({error}): start it, or correct the address') from None
-      raise
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-      message = f'an answer that is no completion ({type(error).__name__})'
-      raise http_client.Temporary(message) from None
-    self._has_answered = True
-    return completion
+  def _explain(self, error: Any) -> Exception:
+    """Returns the error for an answer with a status other than 200."""
+    status = error.status_code
+    if status in (408, 409, 429) or status >= 500:
+      return UnansweredError(f'HTTP status {status}')
+    fields = error.body if isinstance(error.body, dict) else {}
+    message = ' '.join(str(fields.get('message') or error.body).split())[:_MAX_MESSAGE]
+    if status in (400, 413, 422) and _is_too_long(fields):
+      return TooLongError(message)
+    return self._error(f'rejected a request with status {status}: {message}')
 
   def _error(self, reason: str) -> UserError:
     return UserError(
-        f'config.eval.address={self.settings.address!r} with config.eval.model='
-        f'{self.settings.model!r} {reason}'
+        f'config.eval.address={self._settings.address!r} with config.eval.model='
+        f'{self._settings.model!r} {reason}'
     )
-
-  def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-    """Sets the key. As a function, because requests replaces a header by an entry of ~/.netrc."""
-    if self.settings.api_key:
-      request.headers['Authorization'] = f'Bearer {self.settings.api_key}'
-    return request
 
 
 def whole_turn(
@@ -170,28 +150,15 @@ def whole_turn(
 
 def _parse(answer: Any, settings: ClientSettings) -> ChatCompletion:
   """Returns the completion of an answer; raises an ordinary error if there is none."""
-  choice = answer['choices'][0]
-  content = choice['message'].get('content')
-  if not isinstance(content, str | None):
+  choice = answer.choices[0]
+  content = choice.message.content or ''
+  if not isinstance(content, str):
     raise TypeError
-  usage = answer.get('usage') or {}
-  text = whole_turn(
-      content or '', choice.get('finish_reason'), settings.stop, choice.get('stop_reason', Ellipsis)
-  )
-  return ChatCompletion(
-      text, int(usage.get('completion_tokens') or 0), int(usage.get('total_tokens') or 0)
-  )
-
-
-def _error_fields(text: str) -> dict[str, Any]:
-  """Returns the fields of an error; {} if the body has another form."""
-  body = None
-  with contextlib.suppress(ValueError, RecursionError):
-    body = json.loads(text)
-  error = body.get('error', body) if isinstance(body, dict) else None  # SGLang: without `error`
-  if isinstance(error, str):
-    return {'message': error}
-  return error if isinstance(error, dict) else {}
+  reason = getattr(choice, 'stop_reason', Ellipsis)  # vLLM's
+  text = whole_turn(content, choice.finish_reason, settings.stop, reason)
+  if answer.usage is None:
+    return ChatCompletion(text, 0, 0)
+  return ChatCompletion(text, answer.usage.completion_tokens, answer.usage.total_tokens)
 
 
 def _is_too_long(fields: Mapping[str, Any]) -> bool:

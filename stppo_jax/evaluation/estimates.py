@@ -4,12 +4,13 @@ A question is the unit. Its samples are averaged first, and the intervals are th
 that resamples questions within each data set.
 """
 
+import collections
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import functools
 import math
+from typing import Any
 
 import numpy as np
 
@@ -76,59 +77,55 @@ def groups(samples: Samples) -> list[Group]:
       result.append(_group(names.get(hops, f'{hops} hops'), part))
   for turns in sorted({len(episode.turns) for part in questions for episode in part}):
     part = [[x for x in episodes if len(x.turns) == turns] for episodes in questions]
-    part = [episodes for episodes in part if episodes]
-    plural = 's' * (turns != 1)
-    result.append(_group(f'{turns} turn{plural}', part, is_pooled=True))
+    name = '1 turn' if turns == 1 else f'{turns} turns'
+    result.append(_group(name, [episodes for episodes in part if episodes], has_passes=False))
   return result
 
 
 Questions = Sequence[Sequence[types.Episode]]  # the samples of each question
 
 
-def _split(questions: Questions, key: Callable[[types.Task], object]) -> dict:
+def _split(questions: Questions, key: Callable[[types.Task], Any]) -> dict[Any, Questions]:
   """Returns the questions by a property of their tasks, in its order."""
-  parts: dict = {}
+  parts = collections.defaultdict(list)
   for episodes in questions:
-    parts.setdefault(key(episodes[0].task), []).append(episodes)
+    parts[key(episodes[0].task)].append(episodes)
   return dict(sorted(parts.items()))
 
 
 def _group(
-    name: str, questions: Questions, weigh_datasets: bool = False, is_pooled: bool = False
+    name: str, questions: Questions, weigh_datasets: bool = False, has_passes: bool = True
 ) -> Group:
-  """Returns the estimates of some questions: core metrics, total reward, pass@k and pass^k.
+  """Returns the estimates of some questions: core metrics, total reward, pass@k and pass^k."""
+  by_dataset = list(_split(questions, lambda task: task.dataset).values())
+  questions = [episodes for part in by_dataset for episodes in part]
+  ends = np.cumsum([len(part) for part in by_dataset])
 
-  Each question has the same weight. If `is_pooled`, each episode has, and there is no pass@k.
-  """
-  counts = np.array([len(episodes) for episodes in questions])
-  weights = counts if is_pooled else np.ones(len(questions))
-  values: dict[str, np.ndarray] = {}  # one value per question
-  core = dict.fromkeys(metric for part in questions for x in part for metric in x.core_metrics)
-  for metric in core:
-    means = [np.mean([x.metrics.get(metric, 0.0) for x in part]) for part in questions]
-    values[metric] = np.array(means)
+  def mean(values):
+    """Returns the mean of values [.., questions], or of the data sets' means."""
+    parts = np.split(values, ends[:-1], axis=-1) if weigh_datasets else [values]
+    return np.mean([part.mean(axis=-1) for part in parts], axis=0)
+
+  estimates = {}
+  for metric, column in _values(questions, has_passes).items():
+    strata = np.split(column, ends[:-1])
+    estimates[metric] = statistics.bootstrap(mean, [strata], reps=REPS)
+  return Group(name, len(questions), sum(map(len, questions)), estimates)
+
+
+def _values(questions: Questions, has_passes: bool) -> dict[str, np.ndarray]:
+  """Returns one value per question of each metric: the mean over its samples, or pass@k."""
+  core = dict.fromkeys(name for part in questions for x in part for name in x.core_metrics)
+  values = {}
+  for name in core:
+    means = [np.mean([x.metrics.get(name, 0.0) for x in part]) for part in questions]
+    values[name] = np.array(means)
   values['score'] = np.array([np.mean([x.score for x in part]) for part in questions])
-  fewest = int(counts.min())
-  if fewest > 1 and not is_pooled:
+  fewest = min(map(len, questions))
+  if has_passes and fewest > 1:
     passed = [sum(x.main_score >= PASSING for x in part) for part in questions]
     for label, function in (('pass@', pass_at_k), ('pass^', pass_hat_k)):
       for k in ks(fewest):
         shares = [function(len(part), c, k) for part, c in zip(questions, passed)]
         values[f'{label}{k}'] = np.array(shares)
-
-  labels = np.array([episodes[0].task.dataset for episodes in questions])
-  strata = [np.flatnonzero(labels == label) for label in sorted(set(labels))]
-  ends = np.cumsum([len(stratum) for stratum in strata])[:-1]
-
-  def mean(column, at):
-    """Returns the mean [..] over the questions with the numbers `at` [.., questions]."""
-    at = at.astype(int)
-    parts = np.split(at, ends, axis=-1) if weigh_datasets else [at]
-    means = [(weights * column)[part].sum(axis=-1) / weights[part].sum(axis=-1) for part in parts]
-    return np.mean(means, axis=0)
-
-  results = {}
-  for metric, column in values.items():
-    estimate = functools.partial(mean, column)
-    results[metric] = statistics.bootstrap(estimate, [strata], reps=REPS)
-  return Group(name, len(questions), int(counts.sum()), results)
+  return values

@@ -20,8 +20,10 @@ from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.evaluation import records
+from stppo_jax.models import decoder
 from stppo_jax.models import hf_config
 from stppo_jax.models import sharding
+from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import prepare
@@ -51,6 +53,18 @@ def temperature(config: Config) -> float:
   if config.eval.temperature is not None:
     return config.eval.temperature
   return 0.0 if config.eval.samples == 1 else config.rollout.temperature
+
+
+def make_agent(
+    config: Config, model: decoder.ModelConfig, prepared: prepare.Prepared
+) -> agent_lib.Agent:
+  """Returns the agent of a config with the temperature of its evaluation."""
+  if temperature(config):
+    rollout = dataclasses.replace(
+        config.rollout, temperature=temperature(config), rows=config.eval.rows
+    )
+    config = dataclasses.replace(config, rollout=rollout)
+  return components.make_agent(config, model, sharding.mesh_of(config.mesh), prepared)
 
 
 def rows_of(tasks: Sequence[types.Task], samples: int) -> list[records.Row]:
@@ -97,14 +111,7 @@ class LocalPlayer:
     self._config = config
     self._is_greedy = temperature(config) == 0
     self._stop_requested = stop_requested
-    playing = config
-    if not self._is_greedy:
-      rollout = dataclasses.replace(
-          config.rollout, temperature=temperature(config), rows=config.eval.rows
-      )
-      playing = dataclasses.replace(config, rollout=rollout)
-    mesh = sharding.mesh_of(config.mesh)
-    self._agent = components.make_agent(playing, policy.model, mesh, prepared)
+    self._agent = make_agent(config, policy.model, prepared)
     if hasattr(self._agent.retriever, 'give_up'):
       self._agent.retriever.give_up = stop_requested
     self._params = self._agent.sampler.copy(policy.params)

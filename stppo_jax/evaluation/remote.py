@@ -12,8 +12,8 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from concurrent import futures
 import os
-import queue
 import threading
 from typing import Any
 
@@ -79,7 +79,7 @@ class RemotePlayer:
         api_key=os.environ.get('OPENAI_API_KEY', ''),
         template_kwargs=config.model.chat_template_kwargs,
     )
-    self._client = client_lib.ChatClient(settings, self._abandoned)
+    self._client = client_lib.ChatClient(settings)
     keys = players.row_keys(config, self.tasks)
     self._seeds = dict(zip(keys, episode_lib.episode_seeds(jax.numpy.stack(list(keys.values())))))
 
@@ -89,70 +89,43 @@ class RemotePlayer:
     RunError, after the other rows: the server did not answer in some episodes, or retrieval or the
     environment failed in too many of them.
     """
-    ended: queue.SimpleQueue[records.PlayedRow | Exception] = queue.SimpleQueue()
-    waiting: queue.SimpleQueue[records.Row] = queue.SimpleQueue()
-    for row in rows:
-      waiting.put(row)
-    num_threads = min(self._config.eval.rows, len(rows))
-    for _ in range(num_threads):
-      threading.Thread(target=self._work, args=(waiting, ended), daemon=True).start()
-
+    eval_rows = self._config.eval.rows
     episodes: list[types.Episode] = []
     failed: list[records.PlayedRow] = []
-    unanswered: list[Exception] = []
+    unanswered = 0
+    reason: Exception | None = None
     in_a_row = 0  # episodes without an answer
+    pool = futures.ThreadPoolExecutor(eval_rows, 'episodes')
+    pending = {pool.submit(self._play_row, row) for row in rows}
     try:
-      for _ in rows:
-        outcome = self._next(ended)
-        if isinstance(outcome, client_lib.UnansweredError):
-          unanswered.append(outcome)
-          in_a_row += 1
-          if in_a_row >= self._config.eval.rows:
-            break
-          continue
-        if isinstance(outcome, Exception):
-          raise outcome
-        in_a_row = 0
-        episodes.append(outcome.episode)
-        if outcome.episode.search_failed or outcome.episode.error:
-          failed.append(outcome)
-        else:
-          yield outcome
+      while pending and in_a_row < eval_rows:
+        if self._stop_requested():
+          raise types.Stopped
+        done, pending = futures.wait(pending, _POLL_S, futures.FIRST_COMPLETED)
+        for future in done:
+          try:
+            played = future.result()
+          except client_lib.UnansweredError as error:
+            reason = error
+            unanswered += 1
+            in_a_row += 1
+            continue
+          in_a_row = 0
+          episodes.append(played.episode)
+          if played.episode.search_failed or played.episode.error:
+            failed.append(played)
+          else:
+            yield played
     finally:
       self._abandoned.set()
-    if self._client.retries:
-      logging.info('%d requests were repeated', self._client.retries)
+      pool.shutdown(wait=False, cancel_futures=True)
     if unanswered:
-      which = f'{len(unanswered)} of {len(rows)} episodes'
-      if in_a_row >= self._config.eval.rows:
-        which = f'the last {in_a_row}'
       raise RunError(
-          f'{self._client.url} gave no answer to {which} ({unanswered[-1]}): the same command '
-          'plays them again'
+          f'{self._config.eval.address} gave no answer to {unanswered} of {len(rows)} episodes '
+          f'({reason}): the same command plays them again'
       )
     players.check_failures(self._config, episodes)
     yield from failed
-
-  def _next(self, ended: queue.SimpleQueue) -> Any:
-    while True:
-      if self._stop_requested():
-        raise types.Stopped
-      try:
-        return ended.get(timeout=_POLL_S)
-      except queue.Empty:
-        continue
-
-  def _work(self, waiting: queue.SimpleQueue, ended: queue.SimpleQueue) -> None:
-    """Plays rows until none is left; hands over episodes and errors."""
-    while not self._abandoned.is_set():
-      try:
-        row = waiting.get_nowait()
-      except queue.Empty:
-        return
-      try:
-        ended.put(self._play_row(row))
-      except Exception as error:  # raised again in the thread that waits for it
-        ended.put(error)
 
   def _play_row(self, row: records.Row) -> records.PlayedRow:
     seed = self._seeds[row.key]
@@ -173,6 +146,8 @@ class RemotePlayer:
     messages = [{'role': 'user', 'content': prompt}]
     is_over = False
     while not is_over:
+      if self._abandoned.is_set():
+        raise client_lib.UnansweredError('the job has ended')
       try:
         turn = self._client.complete(messages, (seed + len(texts)) % 2**31)
       except client_lib.TooLongError:

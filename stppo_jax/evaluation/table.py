@@ -29,14 +29,11 @@ def _table(groups: Sequence[estimates.Group], names: Sequence[str]) -> str:
     cells = [_cell(group.estimates.get(name)) for name in names]
     rows.append([group.name, str(group.questions), str(group.episodes), *cells])
   widths = [max(map(len, column)) for column in zip(*rows)]
-  rule = [':' + '-' * (widths[0] + 1)]
-  rule += ['-' * (width + 1) + ':' for width in widths[1:]]
+  rows.insert(1, ['-' * width for width in widths])
   lines = []
   for row in rows:
-    cells = [row[0].ljust(widths[0])]
-    cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]
+    cells = [cell.ljust(width) for cell, width in zip(row, widths)]
     lines.append(f'| {" | ".join(cells)} |')
-  lines.insert(1, f'|{"|".join(rule)}|')
   return '\n'.join(lines)
 
 

@@ -7,8 +7,8 @@ Lines of episodes/*.jsonl in; documents of version 1.7 out, one per episode:
   atif/<file>/result.json                        their means, by data set
 
 In Harbor's viewer a file of episodes is a job, and an episode a trial. Step 1 is the prompt as the
-policy reads it. Each further step is a turn with the observation that followed. Ids, log-probs and
-rewards are exact, and `atif_reader` gives the same episode back.
+policy reads it. Each further step is a turn with the observation that followed. The root's `extra`
+holds the episode itself, which `atif_reader` gives back exactly.
 """
 
 from collections.abc import Mapping
@@ -32,11 +32,8 @@ from stppo_jax.trajectories import saved
 VERSION = 'ATIF-v1.7'
 EXTRA = 'stppo_jax'  # the key of our own fields in the root's `extra`
 AGENT = 'stppo-jax'
-# Fields of a record that are not in the steps.
-OWN_FIELDS = (
-    'step kind task dataset hops question answers group metrics core_metrics counts failed '
-    'truncated batch staleness role of_episode whole_score error'
-).split()
+# Fields of a record that say where in a run the episode belongs.
+_ORIGIN = ('step', 'kind', 'batch', 'staleness')
 
 
 def write_folder(
@@ -70,8 +67,9 @@ def write_folder(
       task_name = re.sub('[^A-Za-z0-9-]+', '-', episode.task.id)[:60]
       trial = f'{row:04d}_{task_name}'
       trial_folder = os.path.join(folder, file_name, trial)
-      own = own_fields(record, row)
-      trajectory = document(episode, own, tokenizer, model, f'{file_name}/{trial}', tool_form)
+      place = {key: record[key] for key in _ORIGIN if key in record} | {'row': row}
+      name = f'{file_name}/{trial}'
+      trajectory = document(episode, place, tokenizer, model, name, tool_form)
       _write(os.path.join(trial_folder, 'agent', 'trajectory.json'), trajectory)
       result = _trial_result(episode, trial, model, trial_folder)
       _write(os.path.join(trial_folder, 'result.json'), result | time)
@@ -82,20 +80,15 @@ def write_folder(
   return num_written
 
 
-def own_fields(record: Mapping[str, Any], row: int) -> dict[str, Any]:
-  """Returns the fields of a record that are not in the steps, and its line number."""
-  return {key: record[key] for key in OWN_FIELDS if key in record} | {'row': row}
-
-
 def document(
     episode: types.Episode,
-    own: Mapping[str, Any],
+    place: Mapping[str, Any],
     tokenizer: tokenizer_lib.Tokenizer,
     model: str,
     name: str,
     tool_form: str = 'hermes',
 ) -> dict[str, Any]:
-  """Returns the trajectory of an episode; `own` are the `own_fields` of its record."""
+  """Returns the trajectory of an episode; `place` is its step, kind, batch and row in a run."""
   context = episode.prompt.tolist()
   steps: list[dict[str, Any]] = [
       {'step_id': 1, 'source': 'user', 'message': tokenizer.decode(context)}
@@ -107,12 +100,6 @@ def document(
     num_read += len(context)
     num_written += len(turn.tokens)
     context = [*context, *turn.tokens.tolist(), *turn.observation.tolist()]
-  own = dict(own)
-  if not episode.turns:
-    own['prompt_token_ids'] = context
-  elif len(episode.turns[-1].observation):  # earlier observations are in the next prompt
-    ids = episode.turns[-1].observation.tolist()
-    steps[-1]['extra']['observation_token_ids'] = ids
   return {
       'schema_version': VERSION,
       'session_id': name,
@@ -125,7 +112,7 @@ def document(
           'total_steps': len(steps),
           'extra': {'score': episode.score, **episode.metrics},
       },
-      'extra': {EXTRA: own},
+      'extra': {EXTRA: {**place, **episode.to_dict()}},
   }
 
 
@@ -148,13 +135,11 @@ def _step(
   if np.isfinite(turn.logp).all():
     # The text of a float32 has at most nine digits and holds it exactly.
     metrics['logprobs'] = [float(str(x)) for x in turn.logp]
-  extra: dict[str, Any] = {
+  extra = {
       'action': turn.action,
       'reward': float(turn.reward),
       'end': tokenizer.decode(ids)[len(text) :],  # the eos token, if it was sampled
   }
-  if turn.routes is not None:
-    extra['routes'] = types.pack_array(turn.routes)
   step = {
       'step_id': number,
       'source': 'agent',
