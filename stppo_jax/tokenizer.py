@@ -57,6 +57,11 @@ class Tokenizer:
     library = self.control_library if control else self.text_library
     return library.encode(valid(text), add_special_tokens=False).ids
 
+  def find_controls(self, text: str) -> tuple[tokenizers.Encoding, list[int]]:
+    """Returns the encoding of a text, and the places of its control tokens."""
+    encoding = self.control_library.encode(text, add_special_tokens=False)
+    return encoding, [i for i, token in enumerate(encoding.ids) if token in self.added_ids]
+
   def encode_passage(self, text: str) -> list[int]:
     """Returns ids of an untrusted text: no added tokens, and none of our tags.
 
@@ -97,6 +102,7 @@ def load_tokenizer(
         f'no tokenizer.json in {folder!r}: give a folder in Hugging Face format that has one; '
         '`hf download NAME --local-dir=FOLDER` makes it'
     )
+  definition = _read_json(path)
   # tokenizers.Tokenizer and not AutoTokenizer: the latter replaces the pre-tokenizer of
   # tokenizer.json by that of the model family named in config.json.
   try:
@@ -104,13 +110,13 @@ def load_tokenizer(
     text_library = tokenizers.Tokenizer.from_file(path)
   except Exception as error:  # the library raises bare Exception on a malformed file
     raise types.UserError(f'{path!r} is not a tokenizer file ({error}): replace it') from error
-  passage_library = tokenizers.Tokenizer.from_str(_without_added_tokens(path))
+  passage_library = tokenizers.Tokenizer.from_str(_without_added_tokens(definition))
   for library in (control_library, text_library, passage_library):
     library.no_truncation()
     library.no_padding()
   text_library.encode_special_tokens = True
   settings = _read_json(os.path.join(folder, 'tokenizer_config.json'))
-  token_bytes = _token_bytes(path, control_library)
+  token_bytes = _token_bytes(path, definition, control_library)
   eos_ids = _eos_ids(folder, settings, control_library)
   pad_id = control_library.token_to_id(_token_name(settings.get('pad_token')))
   if pad_id is None:
@@ -171,15 +177,19 @@ class _Frame:
   @classmethod
   def split(cls, tokenizer: Tokenizer, before: str, after: str, form: str) -> '_Frame':
     """Splits the template's text before and after a message."""
-    encoding = tokenizer.control_library.encode(before, add_special_tokens=False)
-    controls = [i for i, token in enumerate(encoding.ids) if token in tokenizer.added_ids]
-    start = encoding.offsets[controls[-1]][1] if controls else 0
-    before_ids = encoding.ids[: controls[-1] + 1] if controls else []
-    encoding = tokenizer.control_library.encode(after, add_special_tokens=False)
-    controls = [i for i, token in enumerate(encoding.ids) if token in tokenizer.added_ids]
-    end = encoding.offsets[controls[0]][0] if controls else len(after)
-    after_ids = encoding.ids[controls[0] :] if controls else []
-    return cls(tuple(before_ids), before[start:], after[:end], tuple(after_ids), form)
+    before_ids: list[int] = []
+    after_ids: list[int] = []
+    encoding, controls = tokenizer.find_controls(before)
+    if controls:
+      last = controls[-1]
+      before_ids = encoding.ids[: last + 1]
+      before = before[encoding.offsets[last][1] :]
+    encoding, controls = tokenizer.find_controls(after)
+    if controls:
+      first = controls[0]
+      after_ids = encoding.ids[first:]
+      after = after[: encoding.offsets[first][0]]
+    return cls(tuple(before_ids), before, after, tuple(after_ids), form)
 
   def around(self, content: str, encode: Callable[[str], list[int]]) -> list[int]:
     """Returns the message with the template's tokens before and after it."""
@@ -212,7 +222,10 @@ class Framing:
     assert self.frame is not None
     encode = self.tokenizer.encode_plain
     start = text.rfind(CLOSING_TAG)
-    head, tail = (text, '') if start < 0 else (text[:start], text[start:])
+    if start < 0:
+      start = len(text)
+    head = text[:start]
+    tail = text[start:]
     least = len(self.frame.around('', encode)) + len(encode(tail))
     if least > self.limit:
       raise types.UserError(
@@ -350,23 +363,23 @@ def _byte_automaton(patterns: list[bytes]) -> np.ndarray:
   return np.concatenate([renumber[steps[alive]], stopped])
 
 
-def _without_added_tokens(path: str) -> str:
+def _without_added_tokens(definition: dict) -> str:
   """Returns the tokenizer file as text, without its added tokens.
 
   They are also removed from the vocabulary, unless merges make them: with `ignore_merges` any word
   of the vocabulary would be one token.
   """
-  written = _read_json(path)
-  added = {token['content'] for token in written.get('added_tokens') or ()}
-  pairs = [
-      merge.split(' ') if isinstance(merge, str) else merge
-      for merge in written['model'].get('merges', ())
-  ]
-  removed = added - {''.join(pair) for pair in pairs}
-  vocab = written['model']['vocab']
-  if isinstance(vocab, dict):  # others are refused by name, further on
-    written['model']['vocab'] = {name: i for name, i in vocab.items() if name not in removed}
-  return json.dumps(written | {'added_tokens': [], 'post_processor': None})
+  model = dict(definition['model'])
+  added = {token['content'] for token in definition.get('added_tokens') or ()}
+  merged = set()
+  for merge in model.get('merges', ()):
+    pair = merge.split(' ') if isinstance(merge, str) else merge
+    merged.add(''.join(pair))
+  if isinstance(model['vocab'], dict):  # others are refused by name, further on
+    removed = added - merged
+    model['vocab'] = {name: i for name, i in model['vocab'].items() if name not in removed}
+  changes = {'model': model, 'added_tokens': [], 'post_processor': None}
+  return json.dumps(definition | changes)
 
 
 def valid(text: str) -> str:
@@ -374,18 +387,18 @@ def valid(text: str) -> str:
   return text.encode('utf-8', 'replace').decode('utf-8')
 
 
-def _token_bytes(path: str, library: tokenizers.Tokenizer) -> tuple[bytes, ...]:
+def _token_bytes(path: str, definition: dict, library: tokenizers.Tokenizer) -> tuple[bytes, ...]:
   """Returns the bytes of every id. Byte-level vocabularies write each byte as a printable
   character.
   """
-  written = _read_json(path)
   added = library.get_added_tokens_decoder()
   byte_of = {character: byte for byte, character in enumerate(_byte_alphabet())}
   names = {i: name for name, i in library.get_vocab(with_added_tokens=True).items()}
   if not names:
     raise types.UserError(f'{path!r} has an empty vocabulary: replace it')
   ordinary = [name for i, name in names.items() if i not in added]
-  byte_level = '"ByteLevel"' in json.dumps([written.get('pre_tokenizer'), written.get('decoder')])
+  parts = [definition.get('pre_tokenizer'), definition.get('decoder')]
+  byte_level = '"ByteLevel"' in json.dumps(parts)
   if not byte_level or not byte_of.keys() >= set().union(*ordinary):
     raise types.UserError(
         f'{path!r} is not a byte-level BPE vocabulary (but sentencepiece or word pieces?): '
@@ -412,10 +425,9 @@ def _eos_ids(folder: str, settings: dict, library: tokenizers.Tokenizer) -> tupl
   listed = _read_json(os.path.join(folder, 'generation_config.json')).get('eos_token_id')
   named = library.token_to_id(_token_name(settings.get('eos_token')))
   ids = [named, *(listed if isinstance(listed, list) else [listed])]
-  wrong = [i for i in ids if i is not None and not isinstance(i, int)]
-  if wrong:
+  if not all(isinstance(i, int | None) for i in ids):
     raise types.UserError(
-        f'generation_config.json in {folder!r} has eos_token_id {wrong[0]!r}: ids are needed'
+        f'generation_config.json in {folder!r} has eos_token_id {listed!r}: ids are needed'
     )
   return tuple(dict.fromkeys(i for i in ids if i is not None))
 

@@ -212,7 +212,8 @@ class JobTest(parameterized.TestCase):
       job.evaluate(self.config(eval__folder=folder, data__source=knowledge), self.workdir())
 
   def test_broken_line_is_named(self):
-    with records.EvaluationFolder(self.workdir(), {}, []) as folder:
+    folder = records.EvaluationFolder(self.workdir(), {}, [])
+    with folder.opened():
       pathlib.Path(folder.path, 'episodes.jsonl').write_text('{"id": 3}\n')
       with self.assertRaisesRegex(UserError, r'episodes\.jsonl:1: not a line of this evaluation'):
         folder.episodes()

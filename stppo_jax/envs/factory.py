@@ -51,7 +51,7 @@ class EnvFactory:
     except ENDS_RUN:
       raise
     except Exception as error:  # the environment's code may raise anything
-      return FailedEnv(getattr(self.make, '__qualname__', type(self.make).__name__), error)
+      return FailedEnv(error)
     for name in ('stop_strings', 'frame', 'core_metrics', 'roles'):
       self._check_attribute(name, getattr(env, name, None))
     return env
@@ -104,31 +104,23 @@ def make_factory(
   if hasattr(make, 'attributes'):
     attributes |= make.attributes(settings)
   for key in ('stop_strings', 'core_metrics', 'roles'):
-    attributes[key] = _check_strings(f'{given}: its {key}', attributes.get(key, ()))
+    values = attributes.get(key, ())
+    if isinstance(values, str) or not all(isinstance(text, str) and text for text in values):
+      raise types.UserError(f'{given}: its {key} is {values!r}; a tuple of strings is needed')
+    attributes[key] = tuple(values)
   factory = EnvFactory(make, settings, **attributes)
   if factory.frame not in protocol.FRAMES:
     raise types.UserError(
         f'{given}: its frame is {factory.frame!r}; allowed are {", ".join(protocol.FRAMES)}'
     )
-  _check_roles(given, factory.roles)
-  return factory
-
-
-def _check_strings(given, values):
-  """Returns the values as a tuple. UserError: they are one string, or not all strings."""
-  if isinstance(values, str) or not all(isinstance(text, str) and text for text in values):
-    raise types.UserError(f'{given} is {values!r}; a tuple of strings is needed')
-  return tuple(values)
-
-
-def _check_roles(given, roles):
-  """UserError: there is one role, or a name that cannot be part of a metric's name."""
-  are_different = len(set(roles)) == len(roles) > 1
-  if roles and not (are_different and all(role.isidentifier() for role in roles)):
+  roles = factory.roles
+  are_names = all(role.isidentifier() for role in roles)  # parts of the names of metrics
+  if roles and not (are_names and len(set(roles)) == len(roles) > 1):
     raise types.UserError(
         f'{given}: its roles are {roles!r}; two or more different names of letters, digits and _ '
         'are needed, or () for one agent'
     )
+  return factory
 
 
 class IsolatedEnv:
@@ -170,8 +162,7 @@ class IsolatedEnv:
 class FailedEnv:
   """Stands for an environment whose constructor raised an error. `reset` raises it again."""
 
-  def __init__(self, name: str, error: Exception):
-    self.name = name
+  def __init__(self, error: Exception):
     self._error = error
 
   def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
@@ -181,13 +172,11 @@ class FailedEnv:
 
   def step(self, action: str) -> protocol.Step:
     """Is never called."""
-    raise AssertionError(f'{self.name} has no episode for {action!r}')
+    raise AssertionError(f'no episode for {action!r}')
 
 
 def class_name(env: Any) -> str:
   """Returns the name of an environment's class for messages."""
-  if isinstance(env, FailedEnv):
-    return env.name
   inner = env.env if isinstance(env, IsolatedEnv) else env
   return type(inner).__qualname__
 

@@ -10,6 +10,7 @@ Tokens and chat templates belong to the rollout. ENVIRONMENTS lists the short na
 """
 
 from collections.abc import Sequence
+import dataclasses
 import re
 from typing import Any
 
@@ -53,6 +54,7 @@ _INVALID = {
 }
 
 
+@dataclasses.dataclass(eq=False)
 class SearchEnv:
   """One question with GEM's `reset` and `step`.
 
@@ -66,45 +68,35 @@ class SearchEnv:
   core_metrics = rewards.SCORES
   uses_global_random = False
 
-  def __init__(
-      self,
-      task: types.Task,
-      retriever: Any,  # a retrieval.protocol.Retriever; None for closed-book
-      max_searches: int = 4,
-      top_k: int = 3,
-      prompt: str = 'search_r1',
-      reward: str | rewards.Reward = 'em',
-      observation: str | None = None,  # None: the style of the prompt
-      instructions: str | None = None,  # before 'Question:'; None: those of the style
-      invalid_message: str | None = None,  # observation after an invalid action; None: as above
-  ):
-    if observation is None:
-      observation = prompt
-    _require(prompt in STYLES, f'prompt={prompt!r}', f'one of {STYLES}')
-    _require(observation in STYLES, f'observation={observation!r}', f'one of {STYLES}')
-    _require(max_searches >= 0, f'max_searches={max_searches}', '0 (closed-book) or more')
-    _require(top_k >= 1, f'top_k={top_k}', '1 or more')
-    _require(
-        retriever is not None or max_searches == 0,
-        f'max_searches={max_searches} without a retriever',
-        'a retriever, or max_searches=0',
-    )
-    _require(
-        not task.options or task.letter in dict(task.options),
-        f'task {task.id!r} with letter={task.letter!r}',
-        f'one of its options {tuple(dict(task.options))}',
-    )
-    if instructions is None and prompt == 'search_r1':
-      instructions = (_INSTRUCTIONS if max_searches else _CLOSED_BOOK) + _FINISH
-    self.task = task
-    self.retriever = retriever
-    self.max_searches = max_searches
-    self.top_k = top_k
-    self._prompt_style = prompt
-    self._observation_style = observation
-    self._instructions = instructions or ''
-    self._invalid = _INVALID[observation] if invalid_message is None else invalid_message
-    self._reward = rewards.get(reward)
+  task: types.Task
+  retriever: Any  # a retrieval.protocol.Retriever; None for closed-book
+  max_searches: int = 4
+  top_k: int = 3
+  prompt: str = 'search_r1'
+  reward: str | rewards.Reward = 'em'
+  observation: str | None = None  # None: the style of the prompt
+  instructions: str | None = None  # before 'Question:'; None: those of the style
+  invalid_message: str | None = None  # observation after an invalid action; None: of the style
+
+  def __post_init__(self):
+    if self.observation is None:
+      self.observation = self.prompt
+    if self.prompt not in STYLES or self.observation not in STYLES:
+      raise types.UserError(
+          f'search environment: prompt={self.prompt!r} and observation={self.observation!r}: '
+          f'allowed are {", ".join(STYLES)}'
+      )
+    if self.retriever is None and self.max_searches:
+      raise types.UserError(
+          f'search environment: max_searches={self.max_searches} needs a retriever: set '
+          'max_searches=0'
+      )
+    if self.instructions is None:
+      task_text = _INSTRUCTIONS if self.max_searches else _CLOSED_BOOK
+      self.instructions = task_text + _FINISH if self.prompt == 'search_r1' else ''
+    if self.invalid_message is None:
+      self.invalid_message = _INVALID[self.observation]
+    self._reward = rewards.get(self.reward)
     self._is_over = True
 
   def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
@@ -114,7 +106,7 @@ class SearchEnv:
     self._turns = 0
     self._searches = 0
     self._transcript = ''
-    return prompt_text(self.task, self._prompt_style, self._instructions), {}
+    return prompt_text(self.task, self.prompt, self.instructions or ''), {}
 
   def query(self, action: str) -> str | None:
     """Returns the query that `step(action)` would send to the retriever, or None."""
@@ -152,13 +144,13 @@ class SearchEnv:
       self._is_over = True
       return '', 0.0, True, True, info
     if query is None:
-      observation = self._invalid
+      observation = self.invalid_message
     else:
       if passages is NOT_SEARCHED:
         passages = self.retriever.search([query], self.top_k)[0]
       info['retrieval_failed'] = passages is None
       info['passage_ids'] = [passage.id for passage in passages or ()]
-      observation = observation_text(passages or (), self._observation_style)
+      observation = observation_text(passages or (), self.observation)
     self._transcript += observation
     return observation, 0.0, False, False, info
 
@@ -226,8 +218,3 @@ def neutralize(text: str) -> str:
 def _neutralize_markup(text):
   """Returns a question in which nothing is a tag. Other uses of `<` stay as they are."""
   return _BRACKET_MARKER.sub('[ ', _MARKUP.sub(r'\1 ', text))
-
-
-def _require(holds, given, allowed):
-  if not holds:
-    raise types.UserError(f'search environment: got {given}; it needs {allowed}')

@@ -14,6 +14,7 @@ from stppo_jax import types
 from stppo_jax.envs import factory
 from stppo_jax.envs import protocol
 
+_Passages = list[types.Passage] | tuple[types.Passage, ...] | None  # None: the search failed
 StepEnvs = Callable[[Sequence[protocol.Env], Sequence[str]], Sequence[protocol.Step]]
 
 
@@ -26,7 +27,7 @@ def reset(env: Any, seed: int) -> tuple[str, Any]:
   outcome, error_info = _call(env, 'reset', seed=seed)
   if error_info:
     return '', error_info
-  if isinstance(outcome, tuple) and len(outcome) == 2 and _are_text_and_info(*outcome):
+  if types.is_of(outcome, tuple[str, Mapping]):
     return outcome
   raise types.UserError(
       f'reset of {factory.class_name(env)} returned {reprlib.repr(outcome)}: needed are '
@@ -43,10 +44,9 @@ def step(env: Any, action: str, **passages: Any) -> tuple[str, float, bool, bool
   outcome, error_info = _call(env, 'step', action, **passages)
   if error_info:
     return '', 0.0, True, False, {'action': 'error', **error_info}
-  if isinstance(outcome, tuple) and len(outcome) == 5:
-    observation, _, terminated, truncated, info = outcome
-    are_booleans = terminated in (True, False) and truncated in (True, False)
-    if are_booleans and _are_text_and_info(observation, info):
+  if types.is_of(outcome, tuple[str, Any, Any, Any, Mapping]):
+    _, _, terminated, truncated, _ = outcome
+    if terminated in (True, False) and truncated in (True, False):
       return outcome
   raise types.UserError(
       f'step of {factory.class_name(env)} returned {reprlib.repr(outcome)}: needed are '
@@ -70,10 +70,6 @@ def _call(env, method, *args, **kwargs):
     }
 
 
-def _are_text_and_info(observation, info):
-  return isinstance(observation, str) and isinstance(info, Mapping)
-
-
 def step_all(
     envs: Sequence[Any], actions: Sequence[str], map_all: Callable[..., Iterable] = map
 ) -> list[protocol.Step]:
@@ -93,7 +89,11 @@ def step_all(
   passages: dict[int, Any] = {}
   for (_, top_k), rows in rows_per_search.items():
     results = envs[rows[0]].retriever.search([queries[row] for row in rows], top_k)
-    _check_results(results, len(rows))
+    if not types.is_of(results, list[_Passages]) or len(results) != len(rows):
+      raise types.UserError(
+          f'the retriever returned {reprlib.repr(results)} for {len(rows)} queries: a list of '
+          'stppo_jax.types.Passage is needed for each query, or None if its search failed'
+      )
     passages |= zip(rows, results)
   others = [row for row in range(len(envs)) if row not in passages]
   steps = dict(zip(others, map_all(lambda row: step(envs[row], actions[row]), others)))
@@ -110,19 +110,3 @@ def _query(env, action):
     return None
   query, _ = _call(env, 'query', action)  # `step` may raise its error again
   return query
-
-
-def _check_results(results, num_queries):
-  """UserError: the results are not one list of passages, or None, per query."""
-  is_complete = isinstance(results, list | tuple) and len(results) == num_queries
-  if not is_complete or not all(result is None or _is_passages(result) for result in results):
-    raise types.UserError(
-        f'the retriever returned {reprlib.repr(results)} for {num_queries} queries: a list of '
-        'stppo_jax.types.Passage is needed for each query, or None if its search failed'
-    )
-
-
-def _is_passages(result):
-  if not isinstance(result, list | tuple):
-    return False
-  return all(isinstance(passage, types.Passage) for passage in result)

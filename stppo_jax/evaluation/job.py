@@ -65,7 +65,7 @@ def evaluate(
   path = config.eval.folder or os.path.join(workdir, 'eval', _folder_name(config, player, settings))
   folder = records.EvaluationFolder(path, settings, player.tasks)
   with contextlib.ExitStack() as resources:
-    hosts.by_writer(lambda: resources.enter_context(folder).path)
+    hosts.by_writer(lambda: resources.enter_context(folder.opened()))
     try:
       _play(player, players.rows_of(player.tasks, config.eval.samples), folder)
     except types.Stopped:

@@ -5,6 +5,7 @@ episodes.jsonl   one line per question, sample and role; an interrupted job play
 results.json  results.md    of all lines
 """
 
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
@@ -51,7 +52,7 @@ class PlayedRow:
 
 
 class EvaluationFolder:
-  """The folder of an evaluation, locked by this process. A context manager.
+  """The folder of an evaluation.
 
   Args:
     path: of the folder.
@@ -64,22 +65,19 @@ class EvaluationFolder:
     self._settings = settings
     self._tasks = {task.id: task for task in tasks}
     self._lines = os.path.join(path, 'episodes.jsonl')
-    self._resources = contextlib.ExitStack()
 
-  def __enter__(self) -> 'EvaluationFolder':
-    with contextlib.ExitStack() as resources:
-      resources.enter_context(workdir_lib.lock(self.path))
-      self._check_settings()
+  @contextlib.contextmanager
+  def opened(self) -> Iterator[None]:
+    """Locks the folder, checks its settings, and opens the file of lines."""
+    with workdir_lib.lock(self.path):
+      if os.path.exists(self._lines) and os.path.getsize(self._lines):
+        self._check_settings()
       config = json.dumps(self._settings, indent=2)
       workdir_lib.write_whole(os.path.join(self.path, 'config.json'), config)
-      self._file = resources.enter_context(open(self._lines, 'ab+'))
-      self._file.seek(0)
-      self._file.truncate(self._file.read().rfind(b'\n') + 1)  # a killed job leaves half a line
-      self._resources = resources.pop_all()
-    return self
-
-  def __exit__(self, *unused_error: Any) -> None:
-    self._resources.close()
+      with open(self._lines, 'ab+') as self._file:
+        self._file.seek(0)
+        self._file.truncate(self._file.read().rfind(b'\n') + 1)  # a killed job leaves half a line
+        yield
 
   def add(self, played: PlayedRow) -> None:
     """Appends the line of an episode."""
@@ -114,8 +112,6 @@ class EvaluationFolder:
     workdir_lib.write_whole(os.path.join(self.path, 'results.md'), table)
 
   def _check_settings(self):
-    if not os.path.exists(self._lines) or not os.path.getsize(self._lines):
-      return
     if different := workdir_lib.differences(self.path, self._settings):
       raise UserError(
           f'{self.path} holds an evaluation with other settings: '

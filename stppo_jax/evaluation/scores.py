@@ -50,34 +50,30 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
   """
   episodes = [episode for episode in episodes if not episode.absent]
   values: dict[str, list[float]] = collections.defaultdict(list)
-  by_dataset: dict[str, dict[str, list[float]]] = collections.defaultdict(dict)
+  datasets = dict.fromkeys(episode.task.dataset for episode in episodes)
+  core_names = dict.fromkeys(name for episode in episodes for name in episode.core_metrics)
   reported = {name for episode in episodes for name in episode.metrics}
   for episode in episodes:
-    dataset = episode.task.dataset
     core = {name: episode.metrics.get(name, 0.0) for name in episode.core_metrics}
     core['score'] = episode.score
-    for name, value in core.items():
-      by_dataset[name].setdefault(dataset, []).append(value)
-      for part in ('all', dataset):
+    others = {name: episode.metrics.get(name, 0.0) for name in reported - core_names.keys()}
+    for part in ('all', episode.task.dataset):
+      for name, value in core.items():
         values[f'val-core/{part}/{name}'].append(value)
-    for name in reported - set(episode.core_metrics):
-      for part in ('all', dataset):
-        values[f'val-aux/{part}/{name}'].append(episode.metrics.get(name, 0.0))
+      for name, value in others.items():
+        values[f'val-aux/{part}/{name}'].append(value)
     if episode.task.hops:
-      main = episode.core_metrics[0] if episode.core_metrics else 'score'
+      main = next(iter(core))
       values[f'val-core/all/{main}_hops{episode.task.hops}'].append(episode.main_score)
-    course = {
-        'num_turns/mean': episode.num_messages,
-        'agent_turns/mean': len(episode.turns),
-        'truncated': float(episode.truncated),
-        'retrieval_failed': float(episode.search_failed),
-        'environment_failed': float(bool(episode.error)),
-        'prompt_too_long': float(bool(episode.counts.get('prompt_too_long'))),
-    }
-    for name, value in course.items():
-      values[f'val-aux/{name}'].append(value)
-  for name, parts in by_dataset.items():
-    if len(parts) > 1:
-      values[f'val-core/macro/{name}'] = [float(np.mean(part)) for part in parts.values()]
+    values['val-aux/num_turns/mean'].append(episode.num_messages)
+    values['val-aux/agent_turns/mean'].append(len(episode.turns))
+    values['val-aux/truncated'].append(episode.truncated)
+    values['val-aux/retrieval_failed'].append(episode.search_failed)
+    values['val-aux/environment_failed'].append(bool(episode.error))
+    values['val-aux/prompt_too_long'].append(bool(episode.counts.get('prompt_too_long')))
   means = {name: float(np.mean(x)) for name, x in values.items()}
+  if len(datasets) > 1:
+    for name in (*core_names, 'score'):
+      parts = [means[f'val-core/{dataset}/{name}'] for dataset in datasets]
+      means[f'val-core/macro/{name}'] = float(np.mean(parts))
   return dict(sorted((means | roles.held_out_scores(episodes)).items()))

@@ -6,6 +6,7 @@ start repeats every number.
 """
 
 from collections.abc import Sequence
+import dataclasses
 import json
 import os
 import re
@@ -97,67 +98,48 @@ def read_records(path: str) -> list[dict[str, Any]]:
     raise types.UserError(f'{path} is not JSON lines ({error}): replace it') from error
 
 
+@dataclasses.dataclass(frozen=True)
 class Replay:
-  """Batch n of a run, read from a folder instead of sampled; checks that it can be trained on.
+  """Batch n of a run, read from a folder instead of sampled; checks that it can be trained on."""
 
-  Args:
-    folder: of the batches.
-    tokenizer: of the policy.
-    mini_batch: has to divide the number of episodes.
-    longest: the largest number of tokens of an episode.
-    env: the environment of the run.
-    needs_groups: whether the objective compares the episodes of a group.
-    with_routes: whether the update replays the sampler's experts. If not, they are dropped.
-  """
-
-  def __init__(
-      self,
-      folder: str,
-      tokenizer: tokenizer_lib.Tokenizer,
-      mini_batch: int,
-      longest: int,
-      env: factory.EnvFactory,
-      needs_groups: bool = False,
-      with_routes: bool = False,
-  ):
-    self._folder = folder
-    self._tokenizer = tokenizer
-    self._mini_batch = mini_batch
-    self._longest = longest
-    self._needs_groups = needs_groups
-    self._env = env
-    self._with_routes = with_routes
+  folder: str
+  tokenizer: tokenizer_lib.Tokenizer
+  mini_batch: int  # has to divide the number of episodes
+  longest: int  # the largest number of tokens of an episode
+  env: factory.EnvFactory
+  needs_groups: bool = False  # the objective compares the episodes of a group
+  with_routes: bool = False  # the update replays the sampler's experts; if not, they are dropped
 
   def __call__(self, number: int) -> pipeline.Sampled:
     """Returns batch `number`."""
-    path = path_of(self._folder, number)
-    sampled = read(path, self._tokenizer)
+    path = path_of(self.folder, number)
+    sampled = read(path, self.tokenizer)
     ids = [zlib.crc32(episode.unroll()[0].tobytes()) for episode in sampled.episodes]
     hosts.require_same(path, ids, 'give a folder that all processes share')
     self._check(path, sampled.episodes)
-    if not self._with_routes:
+    if not self.with_routes:
       for episode in sampled.episodes:
         for turn in episode.turns:
           turn.routes = None
     return sampled
 
   def _check(self, path: str, episodes: Sequence[types.Episode]) -> None:
-    if not self._env.has_rows_of(episodes):
+    if not self.env.has_rows_of(episodes):
       raise types.UserError(
           f'{path} has episodes with other agents than the environment: give batches that were '
           'sampled with this config.env.kind'
       )
     num_episodes = len(batching.rows_by_episode(episodes))
-    if num_episodes % self._mini_batch:
+    if num_episodes % self.mini_batch:
       raise types.UserError(
-          f'{path} has {num_episodes} episodes, which config.train.mini_batch={self._mini_batch} '
+          f'{path} has {num_episodes} episodes, which config.train.mini_batch={self.mini_batch} '
           'does not divide: choose a divisor'
       )
     lengths = [batching.trained_length(episode) for episode in episodes]
-    if max(lengths) > self._longest:
+    if max(lengths) > self.longest:
       raise types.UserError(
           f'{path} has an episode of {max(lengths)} tokens, and config.train.length_buckets end at '
-          f'{self._longest}: add a bucket'
+          f'{self.longest}: add a bucket'
       )
     trained = [episode for episode in episodes if not episode.failed]
     turns = [turn for episode in trained for turn in episode.turns]
@@ -168,12 +150,12 @@ class Replay:
           'python -m scripts.sft_episodes'
       )
     turns = [turn for episode in episodes for turn in episode.turns]
-    if self._with_routes and not all(turn.routes is not None for turn in turns):
+    if self.with_routes and not all(turn.routes is not None for turn in turns):
       raise types.UserError(
           f'{path} has turns without the experts that the sampler chose, which '
           "config.rollout.routing_replay='sampling' reuses: set it to 'old_policy' or 'none'"
       )
-    if self._needs_groups and len({e.group for e in episodes}) == len(episodes) > 1:
+    if self.needs_groups and len({e.group for e in episodes}) == len(episodes) > 1:
       raise types.UserError(
           f'{path}: no two episodes are of one group, and config.algorithm.variant compares the '
           'episodes of a group: give batches with groups, or another variant'
