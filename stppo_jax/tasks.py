@@ -67,6 +67,9 @@ def check_task(task: types.Task, seen: set[tuple[str, str]]) -> None:
       raise ValueError(
           f'field {field.name!r} is {_shown(value)}: must be {types.described(field.type)}'
       )
+  letters = dict(task.options)
+  if letters and task.letter not in letters:
+    raise ValueError(f'the right option is {task.letter!r}: one of {", ".join(letters)} is needed')
   if not all(answer.strip() for answer in task.answers):
     raise ValueError(
         f"field 'answers' is {task.answers!r}: an answer without a text, which an empty answer "
@@ -286,9 +289,7 @@ def _task(fields: Mapping[str, Any]) -> types.Task:
   answers = None
   if options:
     letter = _text(fields, 'answer')
-    if letter not in options:
-      raise ValueError(f"field 'answer' is {letter!r}: one of {', '.join(options)} is needed")
-    answers = [options[letter]]
+    answers = [options.get(letter, '')]
   answers = _get(fields, 'answers', list[str], answers)
   if not answers:
     raise ValueError("field 'answers' is empty: at least one text is needed")

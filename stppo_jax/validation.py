@@ -7,8 +7,10 @@ the objective are resolved. An error is one line: given, allowed, what to do.
 from collections.abc import Iterator
 import dataclasses
 import difflib
+import functools
 import json
 import math
+import operator
 import re
 import typing
 from typing import Any
@@ -27,32 +29,26 @@ FREE_DICTS = ('env.options', 'algorithm.options', 'model.chat_template_kwargs') 
 def fields(config: Any, prefix: str = '') -> Iterator[tuple[str, Rules, Any]]:
   """Yields (dotted path, rules, value) of every setting."""
   for field in dataclasses.fields(config):
-    value, path, section = getattr(config, field.name), prefix + field.name, _section(field)
-    if section is None:
+    path = prefix + field.name
+    value = getattr(config, field.name)
+    if 'rules' in field.metadata:
       yield path, field.metadata['rules'], value
-    elif isinstance(value, section):
+    elif isinstance(value, field.type):
       yield from fields(value, path + '.')
     else:
-      raise UserError(f'config.{path}={value!r}: must be a {section.__name__} of config.py')
-
-
-def _section(field: dataclasses.Field) -> type | None:
-  """Returns the class of a field that is a section of settings."""
-  kind: Any = field.type
-  return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
+      raise UserError(f'config.{path}={value!r}: must be a {field.type.__name__} of config.py')
 
 
 def kinds(section: Any = Config, prefix: str = '') -> dict[str, Any]:
   """Returns {dotted path: annotated type} of every setting."""
-  found = {}
+  kind_by_path: dict[str, Any] = {}
   for field in dataclasses.fields(section):
-    is_section = dataclasses.is_dataclass(field.type)
     path = prefix + field.name
-    found |= kinds(field.type, path + '.') if is_section else {path: field.type}
-  return found
-
-
-_KINDS = kinds()
+    if 'rules' in field.metadata:
+      kind_by_path[path] = field.type
+    else:
+      kind_by_path |= kinds(field.type, path + '.')
+  return kind_by_path
 
 
 def changeable_on_resume(config: Config, with_critic: bool = True) -> list[str]:
@@ -85,8 +81,7 @@ _LONGEST_SHOWN = 500  # characters of a rejected value
 
 def validate(config: Config) -> Config:
   """Returns `config` if it is valid, else raises a UserError that says what to change."""
-  for path, rules, value in fields(config):
-    _check_field(f'config.{path}={value!r}', rules, value, _KINDS[path])
+  check_section('config.', config)
   _check_names(config)
   _check_environment(config)
   _check_address(config)
@@ -132,16 +127,16 @@ def _check_field(given: str, rules: Rules, value: Any, kind: Any = Any) -> None:
     raise UserError(f'{given}: must be finite')
 
 
-def _check_bounds(given: str, rules: Rules, number: Any) -> None:
-  # `not x >= bound` also rejects NaN.
-  if rules.at_least is not None and not number >= rules.at_least:
-    raise UserError(f'{given}: must be at least {rules.at_least}')
-  if rules.at_most is not None and not number <= rules.at_most:
-    raise UserError(f'{given}: must be at most {rules.at_most}')
-  if rules.above is not None and not number > rules.above:
-    raise UserError(f'{given}: must be above {rules.above}')
-  if rules.below is not None and not number < rules.below:
-    raise UserError(f'{given}: must be below {rules.below}')
+def _check_bounds(given: str, rules: Rules, number: float) -> None:
+  bounds = (
+      ('at least', operator.ge, rules.at_least),
+      ('at most', operator.le, rules.at_most),
+      ('above', operator.gt, rules.above),
+      ('below', operator.lt, rules.below),
+  )
+  for words, holds, bound in bounds:
+    if bound is not None and not holds(number, bound):  # never holds for NaN
+      raise UserError(f'{given}: must be {words} {bound}')
 
 
 def _check_names(config: Config) -> None:
@@ -177,7 +172,8 @@ def _check_environment(config: Config) -> None:
         f'config.retriever.kind={retriever.kind!r} needs a text encoder: set '
         '--config.retriever.encoder=FOLDER, a BERT-class model in Hugging Face format'
     )
-  kind, tools = config.env.kind, config.env.tools
+  kind = config.env.kind
+  tools = config.env.tools
   if kind == 'tools' and not tools:
     raise UserError(
         "config.env.kind='tools' needs tools: name some, as in "
@@ -197,20 +193,21 @@ def _check_environment(config: Config) -> None:
 
 def _check_address(config: Config) -> None:
   """Checks the address of a server that is evaluated."""
-  address, model = config.eval.address, config.eval.model
+  address = config.eval.address
+  model = config.eval.model
   if address and not re.fullmatch(r'https?://[^\s/]+(/\S*)?', address):
     raise UserError(f'config.eval.address={address!r}: give http://HOST:PORT/v1 or https://HOST/v1')
   if bool(address) != bool(model):
-    missing, given = ('model', 'address') if address else ('address', 'model')
     raise UserError(
-        f'config.eval.{given}={address or model!r} needs --config.eval.{missing} too: a baseline '
-        'is a model at an address'
+        f'config.eval.address={address!r} and config.eval.model={model!r} need each other: a '
+        'baseline is a model at an address'
     )
 
 
 def _check_sizes(config: Config) -> None:
   """Checks numbers that have to divide or to bound each other."""
-  rollout, train = config.rollout, config.train
+  rollout = config.rollout
+  train = config.train
   for small, large in (('micro_batch', 'mini_batch'), ('mini_batch', 'episodes')):
     if getattr(train, large) % getattr(train, small):
       raise UserError(
@@ -272,15 +269,13 @@ def check_plan(config: Config) -> None:
 
 def check_variant(config: Config, variant: Variant) -> None:
   """Checks the fields of the resolved objective, then the rules that span fields and sections."""
-  for path, rules, _ in fields(config.algorithm):
-    if path != 'options' and not rules.plugin:
-      _check_field(
-          f'config.algorithm.{path}={getattr(variant, path)!r}',
-          rules,
-          getattr(variant, path),
-          _KINDS[f'algorithm.{path}'],
-      )
-  rollout, name = config.rollout, config.algorithm.variant
+  kind_by_name = kinds(type(config.algorithm))
+  for field, rules, _ in fields(config.algorithm):
+    if field != 'options' and not rules.plugin:
+      value = getattr(variant, field)
+      _check_field(f'config.algorithm.{field}={value!r}', rules, value, kind_by_name[field])
+  rollout = config.rollout
+  name = config.algorithm.variant
   sees_sampler = variant.old_logp == 'sampler' and variant.ratio != 'none'
   if (rollout.top_p < 1 or rollout.top_k > 0) and not sees_sampler:
     raise UserError(
@@ -377,7 +372,8 @@ def _check_ratio(config: Config, variant: Variant) -> None:
 
 def _check_groups(config: Config, variant: Variant) -> None:
   """Checks settings that need groups of episodes."""
-  rollout, name = config.rollout, config.algorithm.variant
+  rollout = config.rollout
+  name = config.algorithm.variant
   if variant.needs_groups and rollout.group_size == 1:
     raise UserError(
         f'config.algorithm.variant={name!r} compares the episodes of a group, and '
@@ -406,7 +402,8 @@ def _check_groups(config: Config, variant: Variant) -> None:
 
 def _check_adapters(config: Config) -> None:
   """Checks precision and placement against LoRA and the critic."""
-  model, placement = config.model, config.placement
+  model = config.model
+  placement = config.placement
   if model.param_dtype == 'bfloat16' and not model.lora_rank:
     raise UserError(
         "config.model.param_dtype='bfloat16' trains almost nothing: most steps are smaller than "
@@ -432,6 +429,4 @@ def _check_adapters(config: Config) -> None:
 
 def get(config: Config, path: str):
   """Returns the field at a dotted path: get(config, 'train.updates')."""
-  for name in path.split('.'):
-    config = getattr(config, name)
-  return config
+  return functools.reduce(getattr, path.split('.'), config)

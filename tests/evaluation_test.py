@@ -189,7 +189,7 @@ class JobTest(parameterized.TestCase):
     self.assertEqual(results.scores, scores_lib.scores(played))
     self.assertEqual(results.groups[0].estimates['em'].value, results.scores['val-core/all/em'])
     lines = [json.loads(line) for line in self.lines(results.folder).splitlines()]
-    self.assertEqual([line['id'] for line in lines], [episode.task.id for episode in played])
+    self.assertEqual([line['task'] for line in lines], [episode.task.id for episode in played])
     for line, episode in zip(lines, played):
       self.assertLen(line['turns'], len(episode.turns))
       for turn in line['turns'][:-1]:
@@ -214,7 +214,7 @@ class JobTest(parameterized.TestCase):
   def test_broken_line_is_named(self):
     folder = records.EvaluationFolder(self.workdir(), {}, [])
     with folder.opened():
-      pathlib.Path(folder.path, 'episodes.jsonl').write_text('{"id": 3}\n')
+      pathlib.Path(folder.path, 'episodes.jsonl').write_text('{"task": 3}\n')
       with self.assertRaisesRegex(UserError, r'episodes\.jsonl:1: not a line of this evaluation'):
         folder.episodes()
 

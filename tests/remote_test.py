@@ -245,7 +245,7 @@ class RemoteTest(parameterized.TestCase):
 
   def lines(self, results):
     path = pathlib.Path(results.folder, 'episodes.jsonl')
-    return {(x['id'], x['sample']): x for x in map(json.loads, path.read_text().splitlines())}
+    return {(x['task'], x['sample']): x for x in map(json.loads, path.read_text().splitlines())}
 
   def answer(self, body):
     """Searches for the thing that is asked for, reads its colour, and answers."""

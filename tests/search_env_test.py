@@ -266,13 +266,10 @@ class ContractTest(parameterized.TestCase):
     self.assertEqual(env.step(ANSWER)[1], 0.8)
 
   @parameterized.parameters(
-      ({'max_searches': -1}, 'max_searches=-1'),
-      ({'top_k': 0}, 'top_k=0'),
-      ({'prompt': 'long'}, "prompt='long'"),
-      ({'observation': 'x'}, "observation='x'"),
+      ({'prompt': 'long'}, "'long': allowed are search_r1, short"),
+      ({'observation': 'x'}, "'x': allowed are"),
       ({'reward': 'bleu'}, "reward='bleu'"),
-      ({'retriever': None}, 'without a retriever'),
-      ({'task': types.Task('t', 'q', ('a',), options=(('A', 'x'),), letter='B')}, "letter='B'"),
+      ({'retriever': None}, 'needs a retriever'),
   )
   def test_user_errors(self, settings, message):
     with self.assertRaisesRegex(types.UserError, re.escape(message)):

@@ -113,7 +113,7 @@ class LoadTasksTest(_FileTest):
       ({'steps': [['q', 'a']]}, "field 'steps' is"),
       ({'steps': None, 'evidence': [['a', 'b']]}, 'not enough values'),
       ({'options': {'A': 'yes'}}, "field 'answer' is missing"),
-      ({'options': {'A': 'yes'}, 'answer': 'C'}, "field 'answer' is 'C': one of A is needed"),
+      ({'options': {'A': 'yes'}, 'answer': 'C'}, "the right option is 'C': one of A is needed"),
       ({'options': ['yes']}, "field 'options' is"),
       ({'options': {'A': 1}, 'answer': 'A'}, "field 'options' is"),
   )

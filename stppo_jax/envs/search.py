@@ -79,23 +79,21 @@ class SearchEnv:
   invalid_message: str | None = None  # observation after an invalid action; None: of the style
 
   def __post_init__(self):
-    if self.observation is None:
-      self.observation = self.prompt
-    if self.prompt not in STYLES or self.observation not in STYLES:
-      raise types.UserError(
-          f'search environment: prompt={self.prompt!r} and observation={self.observation!r}: '
-          f'allowed are {", ".join(STYLES)}'
-      )
+    self._style = self.observation or self.prompt  # of observations
+    for style in (self.prompt, self._style):
+      if style not in STYLES:
+        raise types.UserError(f'search environment: {style!r}: allowed are {", ".join(STYLES)}')
     if self.retriever is None and self.max_searches:
       raise types.UserError(
           f'search environment: max_searches={self.max_searches} needs a retriever: set '
           'max_searches=0'
       )
-    if self.instructions is None:
-      task_text = _INSTRUCTIONS if self.max_searches else _CLOSED_BOOK
-      self.instructions = task_text + _FINISH if self.prompt == 'search_r1' else ''
-    if self.invalid_message is None:
-      self.invalid_message = _INVALID[self.observation]
+    self._instructions = self.instructions or ''
+    if self.instructions is None and self.prompt == 'search_r1':
+      self._instructions = (_INSTRUCTIONS if self.max_searches else _CLOSED_BOOK) + _FINISH
+    self._invalid = _INVALID[self._style]
+    if self.invalid_message is not None:
+      self._invalid = self.invalid_message
     self._reward = rewards.get(self.reward)
     self._is_over = True
 
@@ -106,7 +104,7 @@ class SearchEnv:
     self._turns = 0
     self._searches = 0
     self._transcript = ''
-    return prompt_text(self.task, self.prompt, self.instructions or ''), {}
+    return prompt_text(self.task, self.prompt, self._instructions), {}
 
   def query(self, action: str) -> str | None:
     """Returns the query that `step(action)` would send to the retriever, or None."""
@@ -144,13 +142,13 @@ class SearchEnv:
       self._is_over = True
       return '', 0.0, True, True, info
     if query is None:
-      observation = self.invalid_message
+      observation = self._invalid
     else:
       if passages is NOT_SEARCHED:
         passages = self.retriever.search([query], self.top_k)[0]
       info['retrieval_failed'] = passages is None
       info['passage_ids'] = [passage.id for passage in passages or ()]
-      observation = observation_text(passages or (), self.observation)
+      observation = observation_text(passages or (), self._style)
     self._transcript += observation
     return observation, 0.0, False, False, info
 

@@ -21,9 +21,6 @@ from stppo_jax.types import UserError
 
 Key = tuple[str, int, str]  # id of the question, number of the sample, role
 
-# Fields of `Episode.to_dict` that a line holds.
-_FIELDS = 'dataset hops question answers score metrics core_metrics counts truncated failed'.split()
-
 
 class Row(NamedTuple):
   """A sample of a question."""
@@ -80,23 +77,26 @@ class EvaluationFolder:
         yield
 
   def add(self, played: PlayedRow) -> None:
-    """Appends the line of an episode."""
-    self._file.write(json.dumps(_to_line(played)).encode() + b'\n')
+    """Appends the line of an episode: `Episode.to_dict`, the sample, and the texts of the turns."""
+    turns = [{'agent': text, 'observation': observation} for text, observation in played.texts]
+    line = {**played.episode.to_dict(), 'sample': played.row.sample, 'turns': turns}
+    self._file.write(json.dumps(line).encode() + b'\n')
     self._file.flush()
 
   def episodes(self) -> dict[Key, types.Episode]:
-    """Returns the episodes of all lines, without their tokens."""
+    """Returns the episodes of all lines."""
     episodes = {}
     with open(self._lines, encoding='utf-8') as lines:
       for number, line in enumerate(lines, start=1):
         try:
-          row, episode = _from_line(json.loads(line), self._tasks)
+          record = json.loads(line)
+          episode = types.Episode.from_dict(record, self._tasks[record['task']])
+          episodes[episode.task.id, record['sample'], episode.role] = episode
         except (ValueError, KeyError, TypeError, AttributeError) as error:
           raise UserError(
               f'{self._lines}:{number}: not a line of this evaluation '
               f'({type(error).__name__}): delete the line, and give the same command again'
           ) from error
-        episodes[*row.key, episode.role] = episode
     return episodes
 
   def episodes_of(self, rows: Sequence[Row]) -> list[types.Episode]:
@@ -134,36 +134,3 @@ def samples_by_agent(
     if not episode.absent:
       by_question.setdefault(episode.task.id, []).append(episode)
   return {prefix: by_question for prefix, by_question in samples.items() if by_question}
-
-
-def _to_line(played: PlayedRow) -> dict[str, Any]:
-  """Returns the line of an episode: the fields that scores depend on, and its texts."""
-  episode = played.episode
-  record = episode.to_dict()
-  line = {'id': episode.task.id, 'sample': played.row.sample, 'role': episode.role}
-  line |= {name: record[name] for name in _FIELDS}
-  line['error'] = episode.error
-  line['turns'] = [
-      {
-          'agent': text,
-          'observation': observation,
-          'action': turn.action,
-          'reward': turn.reward,
-          'tokens': len(turn.tokens),
-      }
-      for turn, (text, observation) in zip(episode.turns, played.texts, strict=True)
-  ]
-  return line
-
-
-def _from_line(
-    line: Mapping[str, Any], tasks: Mapping[str, types.Task]
-) -> tuple[Row, types.Episode]:
-  """Inverts `_to_line`, without texts and tokens."""
-  row = Row(tasks[line['id']], line['sample'])
-  fields = {
-      'group': row.sample,
-      'actions': [turn['action'] for turn in line['turns']],
-      'rewards': [turn['reward'] for turn in line['turns']],
-  }
-  return row, types.Episode.from_dict({**line, **fields}, row.task)

@@ -1,38 +1,12 @@
 """Scores of held-out episodes: episodes in, means under the names of metrics.jsonl out."""
 
 import collections
-from collections.abc import Callable
 from collections.abc import Sequence
-from typing import Any
 
-import jax
 import numpy as np
 
 from stppo_jax import types
 from stppo_jax.monitoring import roles
-from stppo_jax.rollout import agent as agent_lib
-from stppo_jax.rollout import episode as episode_lib
-
-Play = Callable[[], list[types.Episode]]
-
-
-def evaluate(
-    agent: agent_lib.Agent,
-    params: Any,
-    tasks: Sequence[types.Task],
-    seed: int = 0,
-    give_up: Callable[[], bool] | None = None,
-    until_answered: Callable[[Play], list[types.Episode]] = lambda play: play(),
-) -> tuple[dict[str, float], list[types.Episode]]:
-  """Plays each task once, greedily; returns (metrics, episodes).
-
-  Raises Stopped after `give_up()` returns true. `until_answered(play)` may play again. It returns
-  the episodes of a `play` in which retrieval worked.
-  """
-  keys = episode_lib.row_keys(jax.random.key(seed), tasks)
-  play = lambda: agent.play(params, tasks, keys, greedy=True, give_up=give_up)
-  episodes = until_answered(play)
-  return scores(episodes), episodes
 
 
 def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:

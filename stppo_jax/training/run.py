@@ -31,6 +31,7 @@ from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import journal as journal_lib
 from stppo_jax.monitoring import timing as timing_lib
 from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import pipeline as pipeline_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.training import checkpoint
@@ -367,14 +368,13 @@ class Run:
     self._progress.unfinished = metrics
     with self._pipeline.idle():
       started = time.perf_counter()  # without the wait for a batch that is being sampled
-      scores, episodes = scores_lib.evaluate(
-          self._agent,
-          self.learners.policy(self.learners.actor),
-          self._held_out,
-          seed=self.config.seed,
-          give_up=self._stop_requested,
-          until_answered=lambda play: self._batches.until_answered(play)[0],
+      policy = self.learners.policy(self.learners.actor)
+      keys = episode_lib.row_keys(jax.random.key(self.config.seed), self._held_out)
+      play = lambda: self._agent.play(
+          policy, self._held_out, keys, greedy=True, give_up=self._stop_requested
       )
+      episodes, _ = self._batches.until_answered(play)
+      scores = scores_lib.scores(episodes)
     pipeline_lib.check_environment(episodes, self.config.rollout.max_failed)
     self._journal.log_evaluation(n, scores, episodes, self._agent.tokenizer)
     self._scores = scores | {'timing_s/testing': time.perf_counter() - started}

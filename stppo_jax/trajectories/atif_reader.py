@@ -368,17 +368,16 @@ def _batches(
 ) -> dict[tuple[str, int], list[AtifRow]]:
   """Returns the rows of each file, by kind and step; other agents' have `size` documents."""
   files: dict[tuple[str, int], list[AtifRow]] = collections.defaultdict(list)
-  for document in documents:
-    for row in document:
-      if row.own is not None:
-        files[row.own['kind'], row.own['step']].append(row)
-  for (kind, step), rows in files.items():
-    rows.sort(key=lambda row: row.own['row'])
-    if len({row.own['row'] for row in rows}) < len(rows):
+  own_rows = [(row.own, row) for document in documents for row in document if row.own is not None]
+  own_rows.sort(key=lambda pair: pair[0]['row'])
+  places = collections.Counter((own['kind'], own['step'], own['row']) for own, _ in own_rows)
+  for own, row in own_rows:
+    if places[own['kind'], own['step'], own['row']] > 1:
       raise types.UserError(
-          f'two trajectories are the same line of {kind}_{step:06d}.jsonl: import those of one run '
-          'at a time'
+          f'two trajectories are line {own["row"]} of the same file: import those of one run at a '
+          'time'
       )
+    files[own['kind'], own['step']].append(row)
   first = max((step for kind, step in files if kind == 'train'), default=0) + 1
   others = [document for document in documents if document[0].own is None]
   for number, start in enumerate(range(0, len(others), size), first):
