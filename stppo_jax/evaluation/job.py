@@ -6,6 +6,7 @@ folder, so that the same command continues a job that was stopped:
   rows (question, sample) -> episodes, in batches -> lines of a file -> estimates -> tables
 """
 
+import collections
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
