@@ -8,6 +8,7 @@ nothing. `make_agent` decides what plays the episodes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
 import dataclasses
 import hashlib
@@ -95,17 +96,8 @@ class Components:
     data = self.config.data
     source = self.source
     if data.source == 'embedded' and self.env.load_tasks:
-      source = self.env.load_tasks
-    tasks = list(source(split))
-    if not tasks:
-      raise UserError(f'config.data.source={data.source!r}: no task of the split {split!r}')
-    seen: set[tuple[str, str]] = set()
-    for task in tasks:
-      try:
-        tasks_lib.check_task(task, seen)
-      except ValueError as error:
-        raise UserError(f'the tasks of {split!r} hold {task!r:.200}: {error}') from error
-
+      source = _checked(self.env.load_tasks)
+    tasks = source(split)
     known = sorted({task.dataset for task in tasks})
     if missing := sorted(set(data.datasets) - set(known)):
       raise UserError(
@@ -235,4 +227,23 @@ def _task_source(name: str) -> Callable[[str], list[Task]]:
   """Returns a function split -> tasks, which reads files or calls the user's function."""
   if ':' not in name or os.path.exists(name):
     return lambda split: tasks_lib.load_tasks(name, split)
-  return _load_function('data.source', name, {})
+  return _checked(_load_function('data.source', name, {}))
+
+
+def _checked(load: Callable[[str], Iterable[Task]]) -> Callable[[str], list[Task]]:
+  """Returns a user's function of tasks with checks of what it returns."""
+
+  def load_checked(split: str) -> list[Task]:
+    tasks = list(load(split))
+    if not tasks:
+      raise UserError(f'config.data.source gives no task of the split {split!r}')
+    seen: set[tuple[str, str]] = set()
+    for task in tasks:
+      try:
+        tasks_lib.check_types(task)
+        tasks_lib.check_task(task, seen)
+      except ValueError as error:
+        raise UserError(f'the tasks of {split!r} hold {task!r:.200}: {error}') from error
+    return tasks
+
+  return load_checked

@@ -57,8 +57,8 @@ def load_tasks(source: str, split: str) -> list[types.Task]:
   return chosen
 
 
-def check_task(task: types.Task, seen: set[tuple[str, str]]) -> None:
-  """Raises ValueError for a task that cannot be played; adds its id and split to `seen`."""
+def check_types(task: types.Task) -> None:
+  """Raises ValueError for a task of a user's function whose fields have other types."""
   if not isinstance(task, types.Task):
     raise ValueError('a stppo_jax.types.Task is needed')
   for field in dataclasses.fields(task):
@@ -67,6 +67,10 @@ def check_task(task: types.Task, seen: set[tuple[str, str]]) -> None:
       raise ValueError(
           f'field {field.name!r} is {_shown(value)}: must be {types.described(field.type)}'
       )
+
+
+def check_task(task: types.Task, seen: set[tuple[str, str]]) -> None:
+  """Raises ValueError for a task that cannot be played; adds its id and split to `seen`."""
   letters = dict(task.options)
   if letters and task.letter not in letters:
     raise ValueError(f'the right option is {task.letter!r}: one of {", ".join(letters)} is needed')
