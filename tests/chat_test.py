@@ -84,12 +84,14 @@ class ChatTest(parameterized.TestCase):
 
   @parameterized.parameters(
       ('gateway:tests.chat_test:no_reward', '--mode=serve'),
-      ('tests.chat_test:Procedural', 'its own tasks or several agents'),
+      ('tests.chat_test:Procedural', 'its own tasks'),
   )
   def test_environment_without_questions_is_rejected(self, kind, words):
     config = schema.Config(env=schema.EnvSettings(kind=kind))
-    with self.assertRaisesRegex(UserError, words):
-      chat._check_environment(kind, components.resolve(config).env)
+    prepared = mock.Mock(env=components.resolve(config).env)
+    with mock.patch.object(chat.prepare, 'prepare', return_value=prepared):
+      with self.assertRaisesRegex(UserError, words):
+        chat.make_agent(config, self.model, None)
 
 
 class Procedural:

@@ -102,23 +102,23 @@ class ClientTest(parameterized.TestCase):
     super().setUp()
     self.enterContext(mock.patch.object(client_lib, 'RETRIES', 1))
 
-  def client(self, address, **settings):
-    fixed = dict(temperature=0.0, top_p=1.0, max_tokens=7, stop=STOPS)
-    return client_lib.ChatClient(client_lib.ClientSettings(address, 'm', **(fixed | settings)))
+  def client(self, address, api_key='', **fields):
+    fixed = dict(model='m', temperature=0.0, max_tokens=7)
+    return client_lib.ChatClient(address, api_key, fixed | fields, STOPS)
 
   def test_what_is_asked(self):
     messages = [{'role': 'user', 'content': 'Q'}]
+    template = {'chat_template_kwargs': {'enable_thinking': False}}
     with serving(lambda body: completion('<answer> a', total_tokens=12)) as (address, asked):
-      turn = self.client(address + '/').complete(messages, seed=3)
+      turn = self.client(address + '/').complete(messages)
       self.client(address, temperature=0.5, top_p=0.9, api_key='k').complete(messages, seed=3)
-      self.client(address, template_kwargs={'enable_thinking': False}).complete(messages)
+      self.client(address, extra_body=template).complete(messages)
     self.assertEqual(turn, client_lib.ChatCompletion('<answer> a</answer>', 2, 12))
     greedy = {'model': 'm', 'messages': messages, 'max_tokens': 7, 'temperature': 0.0}
     greedy |= {'stop': list(STOPS), 'path': '/v1/chat/completions'}
     self.assertEqual(asked[0], greedy | {'key': 'Bearer none'})
     sampled = {'temperature': 0.5, 'top_p': 0.9, 'seed': 3, 'key': 'Bearer k'}
     self.assertEqual(asked[1], greedy | sampled)
-    template = {'chat_template_kwargs': {'enable_thinking': False}}
     self.assertEqual(asked[2], greedy | template | {'key': 'Bearer none'})
 
   @parameterized.parameters(429, 500, 503)

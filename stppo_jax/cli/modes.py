@@ -110,7 +110,7 @@ def export_atif(config: Config, workdir: str, flags: Flags) -> None:
   source = flags.input or os.path.join(workdir, 'episodes')
   folder = os.path.join(workdir, 'atif')
   tokenizer = prepare.load_tokenizer(config)
-  atif_writer.write_folder(source, folder, tokenizer, config.model.folder, config.serve.tool_form)
+  atif_writer.write_folder(source, folder, tokenizer, config.model.folder)
   print(folder)
 
 

@@ -18,8 +18,6 @@ import jax
 
 from stppo_jax import types
 from stppo_jax.config import Config
-from stppo_jax.envs import factory
-from stppo_jax.envs import program
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 from stppo_jax.envs import stepping
@@ -76,7 +74,12 @@ def make_agent(config: Config, model: decoder.ModelConfig, screen: 'Screen') -> 
   """Returns the agent of an evaluation with one row, whose environment shows its turns."""
   prepared = prepare.prepare(config)
   env = prepared.env
-  _check_environment(config.env.kind, env)
+  players.check_environment(config.env.kind, env)
+  if env.load_tasks is not None:
+    raise UserError(
+        f'config.env.kind={config.env.kind!r} has its own tasks and asks no question: --mode=chat '
+        "needs an environment of questions, such as 'search' or 'tools'"
+    )
   settings = dict(env.settings)
   if 'reward' in settings:
     settings['reward'] = lambda task, answer, transcript: 0.0  # there is no right answer
@@ -87,19 +90,6 @@ def make_agent(config: Config, model: decoder.ModelConfig, screen: 'Screen') -> 
   one_row = dataclasses.replace(config.eval, rows=1)
   config = dataclasses.replace(config, rollout=rollout, eval=one_row)
   return players.make_agent(config, model, prepared)
-
-
-def _check_environment(name: str, env: factory.EnvFactory) -> None:
-  """Raises a UserError for an environment that asks no question."""
-  if isinstance(env.make, program.Program):
-    raise UserError(
-        f'config.env.kind={name!r}: an agent program calls the model itself: use --mode=serve'
-    )
-  if env.load_tasks is not None or env.rows_per_episode > 1:
-    raise UserError(
-        f'config.env.kind={name!r} has its own tasks or several agents and asks no question: '
-        "--mode=chat needs an environment of questions, such as 'search' or 'tools'"
-    )
 
 
 def _typed_lines() -> Iterator[str]:

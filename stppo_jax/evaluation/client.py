@@ -36,20 +36,6 @@ class TooLongError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class ClientSettings:
-  """The address, and the settings of each request."""
-
-  address: str  # up to /v1
-  model: str
-  temperature: float
-  top_p: float
-  max_tokens: int  # per turn
-  stop: tuple[str, ...]  # texts that end a turn
-  api_key: str = ''
-  template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
 class ChatCompletion:
   """An answer."""
 
@@ -59,18 +45,27 @@ class ChatCompletion:
 
 
 class ChatClient:
-  """Asks for completions. Threads may share it."""
+  """Asks for completions. Threads may share it.
 
-  def __init__(self, settings: ClientSettings):
-    given = f'config.eval.address={settings.address!r}'
-    self._openai = packages.import_package(given, 'openai', 'remote')
-    self._settings = settings
+  Args:
+    address: up to /v1.
+    api_key: empty: the server needs none.
+    fields: of each request, such as `model`.
+    stop: texts that end a turn.
+  """
+
+  def __init__(
+      self, address: str, api_key: str, fields: Mapping[str, Any], stop: Sequence[str] = ()
+  ):
+    self._given = f'config.eval.address={address!r}'
+    self._openai = packages.import_package(self._given, 'openai', 'remote')
+    self._fields = dict(fields)
+    if stop:
+      self._fields['stop'] = list(stop[:_MAX_STOPS])
+    self._stop = tuple(stop)
     self._has_answered = False
     self._client = self._openai.OpenAI(
-        base_url=settings.address,
-        api_key=settings.api_key or 'none',
-        max_retries=RETRIES,
-        timeout=_TIMEOUT_S,
+        base_url=address, api_key=api_key or 'none', max_retries=RETRIES, timeout=_TIMEOUT_S
     )
 
   def complete(
@@ -78,8 +73,10 @@ class ChatClient:
   ) -> ChatCompletion:
     """Returns the next turn. Raises TooLongError, UnansweredError, or a UserError for good."""
     try:
-      answer = self._client.chat.completions.create(**self._body(messages, seed))
-      completion = _parse(answer, self._settings)
+      answer = self._client.chat.completions.create(
+          messages=messages, seed=self._openai.omit if seed is None else seed, **self._fields
+      )
+      completion = _parse(answer, self._stop)
     except self._openai.APIStatusError as error:
       raise self._explain(error) from None
     except self._openai.APIConnectionError as error:
@@ -91,24 +88,6 @@ class ChatClient:
       raise UnansweredError(message) from error
     self._has_answered = True
     return completion
-
-  def _body(self, messages: Sequence[Mapping[str, str]], seed: int | None) -> dict[str, Any]:
-    settings = self._settings
-    body: dict[str, Any] = {
-        'model': settings.model,
-        'messages': list(messages),
-        'max_tokens': settings.max_tokens,
-        'temperature': settings.temperature,
-    }
-    if settings.top_p < 1:
-      body['top_p'] = settings.top_p
-    if settings.stop:
-      body['stop'] = list(settings.stop[:_MAX_STOPS])
-    if settings.template_kwargs:  # vLLM and SGLang take it
-      body['extra_body'] = {'chat_template_kwargs': dict(settings.template_kwargs)}
-    if settings.temperature > 0 and seed is not None:
-      body['seed'] = seed
-    return body
 
   def _explain(self, error: Any) -> Exception:
     """Returns the error for an answer with a status other than 200."""
@@ -122,10 +101,7 @@ class ChatClient:
     return self._error(f'rejected a request with status {status}: {message}')
 
   def _error(self, reason: str) -> UserError:
-    return UserError(
-        f'config.eval.address={self._settings.address!r} with config.eval.model='
-        f'{self._settings.model!r} {reason}'
-    )
+    return UserError(f'{self._given} with config.eval.model={self._fields["model"]!r} {reason}')
 
 
 def whole_turn(
@@ -148,14 +124,14 @@ def whole_turn(
   return text + opened[last] if last >= 0 else text
 
 
-def _parse(answer: Any, settings: ClientSettings) -> ChatCompletion:
+def _parse(answer: Any, stop: Sequence[str]) -> ChatCompletion:
   """Returns the completion of an answer; raises an ordinary error if there is none."""
   choice = answer.choices[0]
   content = choice.message.content or ''
   if not isinstance(content, str):
     raise TypeError
   reason = getattr(choice, 'stop_reason', Ellipsis)  # vLLM's
-  text = whole_turn(content, choice.finish_reason, settings.stop, reason)
+  text = whole_turn(content, choice.finish_reason, stop, reason)
   if answer.usage is None:
     return ChatCompletion(text, 0, 0)
   return ChatCompletion(text, answer.usage.completion_tokens, answer.usage.total_tokens)

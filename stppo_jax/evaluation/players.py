@@ -18,6 +18,8 @@ from stppo_jax import components
 from stppo_jax import types
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
+from stppo_jax.envs import factory
+from stppo_jax.envs import program
 from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.evaluation import records
 from stppo_jax.models import decoder
@@ -29,6 +31,7 @@ from stppo_jax.rollout import pipeline
 from stppo_jax.rollout import prepare
 from stppo_jax.training import checkpoint
 from stppo_jax.types import RunError
+from stppo_jax.types import UserError
 
 _ROUNDS = 4  # a batch holds this many times the episodes in progress at once
 
@@ -53,6 +56,20 @@ def temperature(config: Config) -> float:
   if config.eval.temperature is not None:
     return config.eval.temperature
   return 0.0 if config.eval.samples == 1 else config.rollout.temperature
+
+
+def check_environment(name: str, env: factory.EnvFactory) -> None:
+  """Raises a UserError for an environment that a chat with one model cannot play."""
+  if isinstance(env.make, program.Program):
+    raise UserError(
+        f'config.env.kind={name!r}: an agent program calls the model itself: use --mode=serve, or '
+        'call the program with your address'
+    )
+  if env.rows_per_episode > 1:
+    raise UserError(
+        f'config.env.kind={name!r} has several roles, and here one model plays: use --mode=eval '
+        'without config.eval.address'
+    )
 
 
 def make_agent(

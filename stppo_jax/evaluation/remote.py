@@ -24,8 +24,6 @@ import numpy as np
 from stppo_jax import components
 from stppo_jax import types
 from stppo_jax.config import Config
-from stppo_jax.envs import factory
-from stppo_jax.envs import program
 from stppo_jax.envs import protocol
 from stppo_jax.envs import stepping
 from stppo_jax.evaluation import client as client_lib
@@ -55,7 +53,7 @@ class RemotePlayer:
     if jax.process_count() > 1:
       raise UserError('config.eval.address works with one process: leave out --distributed')
     parts = components.resolve(config)
-    _check_environment(config.env.kind, parts.env)
+    players.check_environment(config.env.kind, parts.env)
     self.tasks = parts.held_out_tasks()
     self.description = f'{config.eval.model} at {config.eval.address}'
     self.label = config.eval.model
@@ -69,17 +67,19 @@ class RemotePlayer:
     self._stop_requested = stop_requested
     self._abandoned = threading.Event()
     temperature = players.temperature(config)
-    settings = client_lib.ClientSettings(
-        address=config.eval.address,
-        model=config.eval.model,
-        temperature=temperature,
-        top_p=config.rollout.top_p if temperature else 1.0,
-        max_tokens=config.rollout.max_turn,
-        stop=self._env.stop_strings,
-        api_key=os.environ.get('OPENAI_API_KEY', ''),
-        template_kwargs=config.model.chat_template_kwargs,
+    fields: dict[str, Any] = {
+        'model': config.eval.model,
+        'max_tokens': config.rollout.max_turn,
+        'temperature': temperature,
+    }
+    if temperature and config.rollout.top_p < 1:
+      fields['top_p'] = config.rollout.top_p
+    if config.model.chat_template_kwargs:  # vLLM and SGLang take it
+      fields['extra_body'] = {'chat_template_kwargs': config.model.chat_template_kwargs}
+    self._is_greedy = not temperature
+    self._client = client_lib.ChatClient(
+        config.eval.address, os.environ.get('OPENAI_API_KEY', ''), fields, self._env.stop_strings
     )
-    self._client = client_lib.ChatClient(settings)
     keys = players.row_keys(config, self.tasks)
     self._seeds = dict(zip(keys, episode_lib.episode_seeds(jax.numpy.stack(list(keys.values())))))
 
@@ -149,7 +149,8 @@ class RemotePlayer:
       if self._abandoned.is_set():
         raise client_lib.UnansweredError('the job has ended')
       try:
-        turn = self._client.complete(messages, (seed + len(texts)) % 2**31)
+        turn_seed = None if self._is_greedy else (seed + len(texts)) % 2**31
+        turn = self._client.complete(messages, turn_seed)
       except client_lib.TooLongError:
         episode.truncated = True
         if not texts:
@@ -165,20 +166,6 @@ class RemotePlayer:
           {'role': 'user', 'content': observation},
       ]
     return played
-
-
-def _check_environment(name: str, env: factory.EnvFactory) -> None:
-  """Raises a UserError for an environment that one model at an address cannot play."""
-  if isinstance(env.make, program.Program):
-    raise UserError(
-        f'config.env.kind={name!r} with config.eval.address: an agent program takes an address '
-        'itself: call it with yours'
-    )
-  if env.rows_per_episode > 1:
-    raise UserError(
-        f'config.env.kind={name!r} has several agents, and config.eval.address names one model: '
-        'evaluate a checkpoint'
-    )
 
 
 def _add_turn(

@@ -34,15 +34,21 @@ from stppo_jax.serving import template as template_lib
 from stppo_jax.trajectories import atif_writer
 from stppo_jax.trajectories import saved
 
+# The errors of a file that is no trajectory, or cannot be used.
+_UNUSABLE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 _NO_IDS = np.zeros((0,), np.int32)
 _MAX_PLACE = 2**31 - 1  # limit on the number of a step or row
 _CONTROL = re.compile(r'<\|[^\s<>|]{1,40}\|>')  # how most families write control tokens
 
 AtifStep = Mapping[str, Any]  # a step of a document
-
-
-class UnusableTrajectoryError(ValueError):
-  """The reason why a trajectory cannot be read."""
 
 
 class AtifRow(NamedTuple):
@@ -73,10 +79,8 @@ def read_folder(source: str, folder: str, reader: 'AtifReader', episodes_per_fil
         documents.append(_with_reward(reader.rows(document, file.stem), file))
     except types.UserError:
       raise
-    except (UnusableTrajectoryError, OSError) as error:
-      unreadable.append(f'{file} ({error})')
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-      unreadable.append(f'{file} (not ATIF: {type(error).__name__}: {error})')
+    except _UNUSABLE as error:
+      unreadable.append(f'{file} ({type(error).__name__}: {error})')
   if unreadable:
     logging.warning('%d trajectories are left out, as %s', len(unreadable), unreadable[0])
   if not documents:
@@ -127,7 +131,7 @@ class AtifReader:
       _check_own(own)
       episodes = [types.Episode.from_dict(own)]
     elif not turns:
-      raise UnusableTrajectoryError('no turn of an agent')
+      raise ValueError('no turn of an agent')
     else:
       task_id = document.get('session_id') or name
       task = types.Task(task_id, _question(steps), dataset=document['agent']['name'])
@@ -171,9 +175,7 @@ class AtifReader:
     question = _question(steps)
     for name in _CONTROL.findall(question):
       if self.tokenizer.control_library.token_to_id(name) is None:
-        raise UnusableTrajectoryError(
-            f'its prompt holds {name}, no token of {self.tokenizer.folder!r}'
-        )
+        raise ValueError(f'its prompt holds {name}, no token of {self.tokenizer.folder!r}')
     episode.prompt = encode(question)
     for turn, step in zip(episode.turns, filter(_is_turn, steps), strict=True):
       turn.tokens = encode(_content(step['message']) + step['extra']['end'])
@@ -208,7 +210,7 @@ class AtifReader:
       role = 'tool' if step.get('tool_calls') else 'user'
       messages += [{'role': role, 'content': result} for result in _results(step)]
     if not len(prompt):
-      raise UnusableTrajectoryError('no text that an agent could have read')
+      raise ValueError('no text that an agent could have read')
     return _episode(task, prompt, turns)
 
   def _encode_messages(
@@ -225,7 +227,7 @@ class AtifReader:
       try:
         ids = encode(as_user)
       except ValueError as error:
-        raise UnusableTrajectoryError(str(error)) from error
+        raise ValueError(str(error)) from error
     return np.array(ids, np.int32)
 
   def _agent_text(self, step: AtifStep) -> str:
@@ -241,10 +243,7 @@ class AtifReader:
 
 def _load(path: pathlib.Path) -> dict[str, Any] | None:
   """Returns the document of a file; None: the file is something else."""
-  try:
-    document = json.loads(path.read_text(encoding='utf-8'))
-  except (ValueError, RecursionError) as error:
-    raise UnusableTrajectoryError(f'not JSON: {error}') from error
+  document = json.loads(path.read_text(encoding='utf-8'))
   version = document.get('schema_version') if isinstance(document, dict) else None
   is_atif = isinstance(version, str) and version.startswith('ATIF-v1.')
   return document if is_atif else None
@@ -254,17 +253,12 @@ def _check_own(own: Mapping[str, Any]) -> None:
   """Checks the place in a run, because its kind and step become the name of a file."""
   name = f'extra.{atif_writer.EXTRA}'
   if 'tokens' not in own:
-    raise UnusableTrajectoryError(f'{name} is of an earlier version: export the episodes again')
-  if own['kind'] not in saved.KINDS:
-    raise UnusableTrajectoryError(
-        f'{name}.kind is {own["kind"]!r:.60}: one of {", ".join(saved.KINDS)} can be'
-    )
-  for field in ('step', 'row'):
-    value = own[field]
-    if type(value) is not int or not 0 <= value <= _MAX_PLACE:
-      raise UnusableTrajectoryError(
-          f'{name}.{field} is {value!r:.60}: a whole number from 0 to {_MAX_PLACE} can be'
-      )
+    raise ValueError(f'{name} is of an earlier version: export the episodes again')
+  numbers = (own['step'], own['row'])
+  are_valid = all(type(number) is int and 0 <= number <= _MAX_PLACE for number in numbers)
+  if own['kind'] not in saved.KINDS or not are_valid:
+    place = ', '.join(f'{field} {own[field]!r:.60}' for field in ('kind', 'step', 'row'))
+    raise ValueError(f'{name} has {place}: no place in a run')
 
 
 def _is_turn(step: AtifStep) -> bool:
@@ -295,7 +289,7 @@ def _content(content: Any) -> str:
     return content or ''
   for part in content:
     if part['type'] != 'text':
-      raise UnusableTrajectoryError(f'it holds {part["type"]}s, and only text is supported')
+      raise ValueError(f'it holds {part["type"]}s, and only text is supported')
   return ''.join(part['text'] for part in content)
 
 
@@ -308,9 +302,7 @@ def _episodes_of_ids(task: types.Task, steps: Sequence[AtifStep]) -> list[types.
     ids = _ids(step, 'completion')
     logp = step['metrics'].get('logprobs')
     if logp is not None and len(logp) != len(ids):
-      raise UnusableTrajectoryError(
-          f'step {step["step_id"]} has {len(logp)} log-probs of {len(ids)} tokens'
-      )
+      raise ValueError(f'step {step["step_id"]} has {len(logp)} log-probs of {len(ids)} tokens')
     if episodes and prompt[: len(context)] == context:
       episodes[-1].turns[-1].observation = np.array(prompt[len(context) :], np.int32)
     else:

@@ -25,8 +25,7 @@ import numpy as np
 
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
-from stppo_jax.envs import search
-from stppo_jax.envs import tool_calls
+from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.trajectories import saved
 
 VERSION = 'ATIF-v1.7'
@@ -36,9 +35,7 @@ AGENT = 'stppo-jax'
 _ORIGIN = ('step', 'kind', 'batch', 'staleness')
 
 
-def write_folder(
-    source: str, folder: str, tokenizer: tokenizer_lib.Tokenizer, model: str, tool_form: str
-) -> int:
+def write_folder(source: str, folder: str, tokenizer: tokenizer_lib.Tokenizer, model: str) -> int:
   """Writes the episodes of a file, or of all files of a folder; returns their number.
 
   Args:
@@ -46,7 +43,6 @@ def write_folder(
     folder: where the documents go.
     tokenizer: of the ids.
     model: its name, for the viewer.
-    tool_form: one of tool_calls.FORMS, in which turns call tools.
   """
   paths = [source]
   if os.path.isdir(source):
@@ -69,7 +65,7 @@ def write_folder(
       trial_folder = os.path.join(folder, file_name, trial)
       place = {key: record[key] for key in _ORIGIN if key in record} | {'row': row}
       name = f'{file_name}/{trial}'
-      trajectory = document(episode, place, tokenizer, model, name, tool_form)
+      trajectory = document(episode, place, tokenizer, model, name)
       _write(os.path.join(trial_folder, 'agent', 'trajectory.json'), trajectory)
       result = _trial_result(episode, trial, model, trial_folder)
       _write(os.path.join(trial_folder, 'result.json'), result | time)
@@ -86,7 +82,6 @@ def document(
     tokenizer: tokenizer_lib.Tokenizer,
     model: str,
     name: str,
-    tool_form: str = 'hermes',
 ) -> dict[str, Any]:
   """Returns the trajectory of an episode; `place` is its step, kind, batch and row in a run."""
   context = episode.prompt.tolist()
@@ -96,7 +91,7 @@ def document(
   num_read = 0
   num_written = 0
   for turn in episode.turns:
-    steps.append(_step(turn, context, tokenizer, len(steps) + 1, tool_form))
+    steps.append(_step(turn, context, tokenizer, len(steps) + 1))
     num_read += len(context)
     num_written += len(turn.tokens)
     context = [*context, *turn.tokens.tolist(), *turn.observation.tolist()]
@@ -117,15 +112,11 @@ def document(
 
 
 def _step(
-    turn: types.Turn,
-    context: list[int],
-    tokenizer: tokenizer_lib.Tokenizer,
-    number: int,
-    tool_form: str,
+    turn: types.Turn, context: list[int], tokenizer: tokenizer_lib.Tokenizer, number: int
 ) -> dict[str, Any]:
   """Returns the step of a turn that was sampled after the ids `context`."""
   ids = turn.tokens.tolist()
-  text = turn_text(tokenizer, turn.tokens)
+  text = episode_lib.action_text(tokenizer, turn.tokens)
   metrics = {
       'prompt_tokens': len(context),
       'completion_tokens': len(ids),
@@ -135,47 +126,22 @@ def _step(
   if np.isfinite(turn.logp).all():
     # The text of a float32 has at most nine digits and holds it exactly.
     metrics['logprobs'] = [float(str(x)) for x in turn.logp]
-  extra = {
-      'action': turn.action,
-      'reward': float(turn.reward),
-      'end': tokenizer.decode(ids)[len(text) :],  # the eos token, if it was sampled
-  }
-  step = {
+  step: dict[str, Any] = {
       'step_id': number,
       'source': 'agent',
       'message': text,
       'llm_call_count': 1,
       'metrics': metrics,
-      'extra': extra,
+      'extra': {
+          'action': turn.action,
+          'reward': float(turn.reward),
+          'end': tokenizer.decode(ids)[len(text) :],  # the eos token, if it was sampled
+      },
   }
-  calls = [
-      {'tool_call_id': f'call_{number}_{i}', 'function_name': name, 'arguments': dict(arguments)}
-      for i, (name, arguments) in enumerate(_calls(turn.action, text, tool_form), start=1)
-  ]
-  if calls:
-    step['tool_calls'] = calls
   if len(turn.observation):
-    result: dict[str, Any] = {'content': tokenizer.decode(turn.observation)}
-    if len(calls) == 1:
-      result['source_call_id'] = calls[0]['tool_call_id']
+    result = {'content': tokenizer.decode(turn.observation)}
     step['observation'] = {'results': [result]}
   return step
-
-
-def turn_text(tokenizer: tokenizer_lib.Tokenizer, tokens: np.ndarray) -> str:
-  """Returns the text of a turn without the eos token that may end it."""
-  has_end = len(tokens) > 0 and tokens[-1] in tokenizer.eos_ids
-  return tokenizer.decode(tokens[:-1] if has_end else tokens)
-
-
-def _calls(action: str, text: str, tool_form: str) -> Sequence[tuple[str, Mapping[str, Any]]]:
-  """Returns (name, arguments) of the calls of a turn: a search, or tools in this form."""
-  if action == 'search':
-    return [('search', {'query': search.parse_action(text)[1]})]
-  if action in ('answer', 'invalid'):
-    return []
-  calls = tool_calls.make_form(tool_form).parse(text)[1]
-  return [(call.name, call.arguments) for call in calls if not call.error]
 
 
 def _trial_result(episode: types.Episode, trial: str, model: str, folder: str) -> dict[str, Any]:
