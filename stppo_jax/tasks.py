@@ -243,7 +243,7 @@ def _find(source: str, file_name: str) -> pathlib.Path:
     raise types.UserError(f'{path}: a file of type .jsonl or .parquet is needed.')
   if file_name == 'corpus.jsonl' and path.suffix != '.jsonl':
     raise types.UserError(
-        f'{path}: a .jsonl file of passages is needed (a .parquet holds questions): set '
+        f'{path}: a .parquet holds questions, and passages are needed: set '
         '--config.data.corpus=FOLDER or a .jsonl file, or --config.retriever.kind=http'
     )
   return path

@@ -79,7 +79,7 @@ class SearchEnv:
   invalid_message: str | None = None  # observation after an invalid action; None: of the style
 
   def __post_init__(self):
-    self._style = self.observation or self.prompt  # of observations
+    self._style = self.observation or self.prompt  # the style of observations
     for style in (self.prompt, self._style):
       if style not in STYLES:
         raise types.UserError(f'search environment: {style!r}: allowed are {", ".join(STYLES)}')
