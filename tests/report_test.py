@@ -271,7 +271,7 @@ class ChartsTest(absltest.TestCase):
 
 def _page_json(page):
   text = re.search(r'id="page_json">(.*?)</script>', page, re.DOTALL).group(1)
-  return json.loads(text)
+  return json.loads(text)['runs'][0]
 
 
 def _labels(data):

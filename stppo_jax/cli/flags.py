@@ -42,7 +42,9 @@ class Flags(Section):
   profile: int = setting(
       0, 'updates to trace, from the second on, into WORKDIR/profile', at_least=0
   )
-  port: int = setting(8080, 'for --mode=serve; 0: any free port', at_least=0, at_most=65535)
+  port: int = setting(
+      8080, 'for --mode=serve and --mode=watch; 0: any free port', at_least=0, at_most=65535
+  )
   batches: int = setting(1, 'for --mode=sample; 0: each question once', at_least=0)
   input: str = setting(
       '',

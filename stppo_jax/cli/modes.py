@@ -102,6 +102,15 @@ def report(config: Config, workdir: str, flags: Flags) -> None:
   print(report_lib.build(workdir))
 
 
+def watch(config: Config, workdir: str, flags: Flags) -> None:
+  """Shows a run, or a folder of runs, in a browser while they train."""
+  del config
+  from stppo_jax.monitoring import viewer
+
+  with signals.handled() as stop_requested:
+    viewer.serve(workdir, flags.port, stop_requested)
+
+
 def export_atif(config: Config, workdir: str, flags: Flags) -> None:
   """Converts saved episodes to trajectories of Harbor's format."""
   from stppo_jax.rollout import prepare
@@ -149,6 +158,7 @@ MODES = {
     'chat': Mode(chat, reads_run=True),
     'plan': Mode(plan, flags=('topology',), one_process=True),
     'report': Mode(report, one_process=True),
+    'watch': Mode(watch, flags=('port',), one_process=True),
     'export_atif': Mode(export_atif, flags=('input',), one_process=True),
     'import_atif': Mode(import_atif, flags=('input', 'retokenize'), one_process=True),
 }

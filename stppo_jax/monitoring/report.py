@@ -2,6 +2,7 @@
 
 `page_data` collects everything that the page shows as JSON values. The files of page/ draw it.
 `build` puts both into one file, which opens from disk, without a network, also during the run.
+viewer.py serves the same page without data, and the page then asks the server for them.
 Episode text comes from a model and a corpus and is not trusted. The data are JSON without `<`, the
 page sets them with textContent, and its content security policy allows no other script.
 """
@@ -43,43 +44,58 @@ _HIGHLIGHTS = (  # settings, in the order in which the page shows them
 
 def build(workdir: str) -> str:
   """Writes `workdir`/report.html and returns its path."""
-  read = lambda name: (_PAGE / name).read_text(encoding='utf-8')
+  path = os.path.join(workdir, 'report.html')
+  workdir_lib.write_whole(path, _page({'live': False, 'runs': [page_data(workdir)]}))
+  return path
+
+
+def live_page() -> str:
+  """Returns the page of the viewer, which asks the server for its data."""
+  return _page({'live': True, 'runs': []})
+
+
+def _page(data: dict[str, Any]) -> str:
   scripts = {
-      'uplot': f'/*\nuPlot\n\n{read("uPlot.LICENSE")}*/\n{read("uPlot.iife.min.js")}',
-      'script': read('page.js'),
+      'uplot': f'/*\nuPlot\n\n{_read("uPlot.LICENSE")}*/\n{_read("uPlot.iife.min.js")}',
+      'script': ''.join(map(_read, ('page.js', 'curves.js', 'episodes.js', 'start.js'))),
   }
   parts = {
       **scripts,
-      'style': read('uPlot.min.css') + read('page.css'),
+      'style': _read('uPlot.min.css') + _read('page.css'),
       'hashes': ' '.join(map(_content_hash, scripts.values())),
-      'page_json': _script_json(page_data(workdir)),
+      'page_json': to_json(data),
   }
-  page = re.sub(r'\{\{(\w+)\}\}', lambda match: parts[match.group(1)], read('page.html'))
-  path = os.path.join(workdir, 'report.html')
-  workdir_lib.write_whole(path, page)
-  return path
+  return re.sub(r'\{\{(\w+)\}\}', lambda match: parts[match.group(1)], _read('page.html'))
+
+
+def _read(name: str) -> str:
+  return (_PAGE / name).read_text(encoding='utf-8')
 
 
 def page_data(workdir: str) -> dict[str, Any]:
   """Returns what the page shows, as JSON values. Whatever does not exist yet is left out."""
   rows = _merge_only_dataset(metrics.read_metrics(workdir))
   config = workdir_lib.read_config(workdir)
-  groups = _episode_groups(os.path.join(workdir, 'episodes'), _first_alarms(rows))
+  groups = _episode_groups(workdir, _first_alarms(rows))
   settings = workdir_lib.flatten(config)
   settings |= {f'algorithm.{name}': x for name, x in config.get('objective', {}).items()}
+  title = str(config.get('name') or os.path.basename(os.path.abspath(workdir)))
   return {
-      'title': str(config.get('name') or os.path.basename(os.path.abspath(workdir))),
+      'name': title,
+      'title': title,
       'updates': max((row['step'] for row in rows), default=None),
       'seconds': sum(row.get('timing_s/step') or 0.0 for row in rows),
-      'warnings': _warnings(rows),
+      'warnings': warnings(rows),
       'results': _results(rows, groups),
       'highlights': [
           [name, str(settings[name])]
           for name in _HIGHLIGHTS
           if settings.get(name) not in (None, '') and not isinstance(settings[name], list)
       ],
+      'settings': {name: json.dumps(value) for name, value in settings.items()},
       'config': json.dumps(config, indent=2, ensure_ascii=False) if config else '',
       'charts': charts.charts(rows),
+      'files': episode_files(workdir),
       'groups': [{key: group[key] for key in ('label', 'shown', 'total')} for group in groups],
       'episodes': [episode for group in groups for episode in group['episodes']],
   }
@@ -90,7 +106,7 @@ def _content_hash(script: str) -> str:
   return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
 
 
-def _script_json(value: Any) -> str:
+def to_json(value: Any) -> str:
   """Returns JSON that no HTML parser can mistake for markup."""
   text = json.dumps(_tidy(value), ensure_ascii=False, allow_nan=False, separators=(',', ':'))
   for character in '<>&\u2028\u2029':
@@ -137,17 +153,18 @@ def _first_alarms(rows: list[dict[str, Any]]) -> list[int]:
   return sorted({steps[0] for steps in _broken_rules(rows).values()})[:MAX_ALARMS]
 
 
-def _warnings(rows: list[dict[str, Any]]) -> list[str]:
-  warnings = []
+def warnings(rows: list[dict[str, Any]]) -> list[str]:
+  """Returns a line per kind of warning."""
+  lines = []
   bad = [(row['step'], name) for row in rows for name in row.get('nonfinite', ())]
   if bad:
     step, name = bad[0]
     more = f', and {len(bad) - 1} more' if len(bad) > 1 else ''
-    warnings.append(f'Non-finite: {name} at update {step}{more}.')
+    lines.append(f'Non-finite: {name} at update {step}{more}.')
   for name, steps in _broken_rules(rows).items():
     more = f', and at {len(steps) - 1} more' if len(steps) > 1 else ''
-    warnings.append(f'Health: {name} beyond its limit at update {steps[0]}{more}.')
-  return warnings
+    lines.append(f'Health: {name} beyond its limit at update {steps[0]}{more}.')
+  return lines
 
 
 # Held-out scores.
@@ -190,6 +207,11 @@ def _results(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> dict[s
   return {'score': main, 'rows': table}
 
 
+def main_score(rows: list[dict[str, Any]]) -> str:
+  """Returns the name of the metric by which a run is judged."""
+  return f'val-core/all/{_main_score(rows)}'
+
+
 def _main_score(rows: list[dict[str, Any]]) -> str:
   """Returns the score that is given by hops; else exact match, any core metric, or the reward."""
   names = {name for row in rows for name in row}
@@ -203,39 +225,53 @@ def _main_score(rows: list[dict[str, Any]]) -> str:
 # Episodes.
 
 
-def _episode_groups(folder: str, alarms: Sequence[int]) -> list[dict[str, Any]]:
+def episode_files(workdir: str) -> list[tuple[str, int]]:
+  """Returns (kind, update) of the files of episodes, by update."""
+  folder = os.path.join(workdir, 'episodes')
+  names = os.listdir(folder) if os.path.isdir(folder) else []
+  matches = [re.fullmatch(r'(train|eval)_(\d+)\.jsonl', name) for name in names]
+  files = [(match.group(1), int(match.group(2))) for match in matches if match]
+  return sorted(files, key=lambda file: (file[1], file[0]))
+
+
+def episode_path(workdir: str, kind: str, step: int) -> str:
+  """Returns the path of one of these files."""
+  return os.path.join(workdir, 'episodes', f'{kind}_{step:06d}.jsonl')
+
+
+def _episode_groups(workdir: str, alarms: Sequence[int]) -> list[dict[str, Any]]:
   """Returns chosen episodes of the last and first training update, of the last evaluation, and of
   the updates of the warnings that the page shows.
   """
-  train = _numbered(folder, 'train')
-  evaluations = _numbered(folder, 'eval')
+  files = episode_files(workdir)
+  train = [step for kind, step in files if kind == 'train']
+  evaluations = [step for kind, step in files if kind == 'eval']
   chosen = []
   if train:
-    chosen.append((train[-1], 'last training update'))
+    chosen.append(('train', train[-1], 'last training update'))
   if evaluations:
-    chosen.append((evaluations[-1], 'last evaluation'))
+    chosen.append(('eval', evaluations[-1], 'last evaluation'))
   if len(train) > 1:
-    chosen.append((train[0], 'first training update'))
-  shown = {train[0], train[-1]} if train else set()
-  chosen += [
-      (file, 'update of a health warning')
-      for file in train
-      if file[0] in alarms and file not in shown
-  ]
-  return [_episode_group(path, step, label) for (step, path), label in chosen]
+    chosen.append(('train', train[0], 'first training update'))
+  for step in train[1:-1]:
+    if step in alarms:
+      chosen.append(('train', step, 'update of a health warning'))
+  return [episode_group(workdir, kind, step, label) for kind, step, label in chosen]
 
 
-def _numbered(folder: str, kind: str) -> list[tuple[int, str]]:
-  """Returns (number, path) of the files <kind>_<number>.jsonl."""
-  names = os.listdir(folder) if os.path.isdir(folder) else []
-  matches = [re.fullmatch(kind + r'_(\d+)\.jsonl', name) for name in names]
-  return sorted(
-      (int(match.group(1)), os.path.join(folder, match.group())) for match in matches if match
-  )
+def episode_group(
+    workdir: str,
+    kind: str,
+    step: int,
+    label: str = '',
+    limit: int = EPISODES_PER_FILE,
+    max_bytes: int = BYTES_PER_FILE,
+) -> dict[str, Any]:
+  """Returns chosen episodes of one file, and numbers of all.
 
-
-def _episode_group(path: str, step: int, label: str) -> dict[str, Any]:
-  """Reads one file twice: an index of where each episode starts, then only the chosen ones."""
+  The file is read twice: for an index of where each episode starts, and for the chosen ones.
+  """
+  path = episode_path(workdir, kind, step)
   right: list[list[int]] = []  # where the lines of each episode start
   wrong: list[list[int]] = []
   counts: dict[tuple[str, int], int] = {}
@@ -267,18 +303,18 @@ def _episode_group(path: str, step: int, label: str) -> dict[str, Any]:
       logging.warning('%s: %d unreadable lines left out of the report', path, num_unreadable)
     episodes = []
     size = 0
-    for lines in _choose(right, wrong, EPISODES_PER_FILE):
+    for lines in _choose(right, wrong, limit):
       for start in lines:
         file.seek(start)
         episode = json.loads(file.readline())
-        episode_size = len(_script_json(episode))
-        if size + episode_size <= BYTES_PER_FILE:
+        episode_size = len(to_json(episode))
+        if size + episode_size <= max_bytes:
           size += episode_size
           episodes.append(episode)
   return {
       'label': f'{label} ({step})',
       'step': step,
-      'kind': os.path.basename(path).split('_')[0],
+      'kind': kind,
       'shown': len(episodes),
       'total': len(right) + len(wrong),
       'counts': counts,

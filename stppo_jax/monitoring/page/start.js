@@ -1,0 +1,72 @@
+// Start, and news of the viewer's server.
+
+const POLL_MS = 3000;
+const FIRST_RUNS = 16;  // drawn at the start
+const versions = new Map();  // run -> version of the files that were loaded
+
+async function getJson(path) {
+  const answer = await fetch(path);
+  if (!answer.ok) throw new Error(await answer.text());
+  return answer.json();
+}
+
+function refresh() {
+  showRuns();
+  showHeader();
+  showCurves();
+  showDifferences();
+  showEpisodes();
+}
+
+// Loads the chosen runs whose files have changed. Returns whether there were any.
+async function loadChosen() {
+  const stale = state.listed.filter(({name, version}) => state.chosen.includes(name) && versions.get(name) !== version);
+  for (const {name, version} of stale) {
+    state.runs.set(name, await getJson(`/api/run?name=${encodeURIComponent(name)}`));
+    versions.set(name, version);
+  }
+  return stale.length > 0;
+}
+
+async function poll() {
+  try {
+    const runs = await getJson('/api/runs');
+    const isFirst = !state.listed.length;
+    state.listed = runs;
+    if (isFirst) {
+      const newest = [...runs].sort((a, b) => (a.age_s ?? Infinity) - (b.age_s ?? Infinity)).slice(0, FIRST_RUNS).map((run) => run.name);
+      const named = new URLSearchParams(location.hash.slice(1)).getAll('run');
+      state.chosen = runs.map((run) => run.name).filter((name) => (named.length ? named : newest).includes(name));
+    }
+    if (await loadChosen() || isFirst) refresh();
+    else showRuns();
+    $('#server').hidden = true;
+  } catch (error) {
+    $('#server').textContent = `The viewer's server does not answer (${plain(error.message)}). The page tries again.`;
+    $('#server').hidden = false;
+  }
+  setTimeout(poll, POLL_MS);
+}
+
+async function chooseRuns() {
+  await loadChosen();
+  refresh();
+}
+
+function start() {
+  const wanted = new URLSearchParams(location.hash.slice(1));
+  if (wanted.get('colour') in MODES) browser.mode = wanted.get('colour');
+  listenToEpisodes();
+  $('#smoothing').addEventListener('input', showCurves);
+  $('#bands').addEventListener('change', refresh);
+  $('#zoom_out').addEventListener('click', () => setZoom(null));
+  addEventListener('resize', () => plots.forEach(({made, plot}) => made.setSize({width: plot.clientWidth, height: HEIGHT})));
+  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => plots.forEach(({made}) => made.redraw(false)));
+  if (state.live) poll();
+  else {
+    refresh();
+    if (wanted.get('episode')) fillList(Number(wanted.get('episode')));
+  }
+}
+
+start();

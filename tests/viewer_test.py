@@ -1,0 +1,134 @@
+"""The viewer's server: right answers, nothing outside of its folder, no other origin."""
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from urllib import error
+from urllib import request
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from stppo_jax import types
+from stppo_jax.monitoring import metrics
+from stppo_jax.monitoring import report
+from stppo_jax.monitoring import viewer
+from tests import report_test
+
+
+class ViewerTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = self.enterContext(tempfile.TemporaryDirectory())
+    for name, seed in (('a/seed_0', 0), ('a/seed_1', 1), ('b', 0)):
+      path = os.path.join(self.folder, name)
+      os.makedirs(path)
+      report_test.write_fake_run(path, updates=3)
+      _change_config(path, seed=seed, train={'updates': 3 if name == 'b' else 9})
+    server = viewer.make_server(self.folder, 0)
+    self.enterContext(server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    self.addCleanup(server.shutdown)
+    self.url = f'http://127.0.0.1:{server.server_port}'
+
+  def _get(self, path, **headers):
+    with request.urlopen(request.Request(self.url + path, headers=headers), timeout=20) as answer:
+      return answer.read().decode()
+
+  def _status(self, path, method='GET', **headers):
+    wanted = request.Request(self.url + path, headers=headers, method=method)
+    with self.assertRaises(error.HTTPError) as caught:
+      request.urlopen(wanted, timeout=20)
+    return caught.exception.code
+
+  def test_runs_are_found_below_the_folder(self):
+    rows = json.loads(self._get('/api/runs'))
+    self.assertEqual([row['name'] for row in rows], ['a/seed_0', 'a/seed_1', 'b'])
+    self.assertEqual([row['updates'] for row in rows], [3, 3, 3])
+    self.assertEqual(rows[0]['last'], 0.182)
+
+  def test_run_is_what_the_report_shows(self):
+    data = json.loads(self._get('/api/run?name=a/seed_1'))
+    expected = json.loads(report.to_json(report.page_data(os.path.join(self.folder, 'a/seed_1'))))
+    self.assertEqual(data, expected | {'name': 'a/seed_1'})
+
+  def test_new_metrics_change_the_version(self):
+    before = json.loads(self._get('/api/runs'))
+    with metrics.MetricsWriter(os.path.join(self.folder, 'b')) as writer:
+      writer.write(4, {'val-core/all/em': 0.9})
+    after = json.loads(self._get('/api/runs'))
+    changed = [x['name'] for x, y in zip(after, before) if x['version'] != y['version']]
+    self.assertEqual(changed, ['b'])
+    self.assertEqual([after[2]['updates'], after[2]['last']], [4, 0.9])
+    self.assertEqual(json.loads(self._get('/api/run?name=b'))['updates'], 4)
+
+  def test_episodes_of_a_file_and_of_a_question(self):
+    group = json.loads(self._get('/api/episodes?name=b&kind=train&update=3'))
+    self.assertEqual([group['shown'], group['total']], [40, 40])
+    task = group['episodes'][0]['task']
+    episodes = json.loads(self._get(f'/api/question?name=b&task="{task}"'))
+    self.assertEqual({episode['task'] for episode in episodes}, {task})
+    self.assertGreater(len({(e['kind'], e['step']) for e in episodes}), 1)
+
+  @parameterized.parameters(
+      '/api/run?name=../b',
+      '/api/run?name=/etc',
+      '/api/run',
+      '/api/episodes?name=b&kind=../../b/episodes/train&update=3',
+      '/api/episodes?name=b&kind=train&update=77',
+      '/api/episodes?name=b&kind=train&update=x',
+      '/api/question?name=b&task={',
+      '/config.json',
+      '/../../etc/passwd',
+  )
+  def test_nothing_else_is_served(self, path):
+    self.assertEqual(self._status(path), 404)
+
+  def test_other_hosts_and_methods_are_rejected(self):
+    self.assertEqual(self._status('/api/runs', Host='attacker.example'), 403)
+    self.assertEqual(self._status('/', Host='127.0.0.1.attacker.example:80'), 403)
+    self.assertEqual(self._status('/', method='POST'), 501)
+
+  def test_folder_and_port_are_checked(self):
+    with self.assertRaisesRegex(types.UserError, 'is not a folder'):
+      viewer.serve(os.path.join(self.folder, 'nowhere'), 0, lambda: True)
+    port = int(self.url.rsplit(':', 1)[1])
+    with self.assertRaisesRegex(types.UserError, f'--port={port} is not available'):
+      viewer.serve(self.folder, port, lambda: True)
+
+  def test_browser_draws_runs_seeds_and_episodes(self):
+    browser = shutil.which('chromium') or shutil.which('google-chrome')
+    if not browser:
+      self.skipTest('no Chromium')
+    page = _drawn(browser, self.url)
+    self.assertIn('a (2 seeds)', page)
+    self.assertIn('train.updates', page)  # a difference of the configs
+    self.assertGreater(page.count('class="chart'), 20)
+    page = _drawn(browser, self.url + '/#run=b')
+    self.assertIn('This question through training', page)
+    self.assertIn('class="piece agent"', page)
+    path = report.build(os.path.join(self.folder, 'b'))
+    self.assertIn('class="piece agent"', _drawn(browser, f'file://{path}'))
+
+
+def _drawn(browser, url):
+  """Returns the page after its scripts have run."""
+  command = [browser, '--headless=new', '--no-sandbox', '--disable-gpu', '--dump-dom']
+  command += ['--virtual-time-budget=5000', url]
+  return subprocess.run(command, capture_output=True, timeout=90, text=True, check=True).stdout
+
+
+def _change_config(path, **changes):
+  file_name = os.path.join(path, 'config.json')
+  with open(file_name, encoding='utf-8') as file:
+    config = json.load(file)
+  with open(file_name, 'w', encoding='utf-8') as file:
+    json.dump(config | changes, file)
+
+
+if __name__ == '__main__':
+  absltest.main()
