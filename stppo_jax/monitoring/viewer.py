@@ -34,7 +34,7 @@ _LOOPBACK = ('localhost', '127.0.0.1')
 _MAX_DEPTH = 4  # levels of folders below FOLDER in which runs are looked for
 _MAX_RUNS = 200
 _MAX_FILES_OF_QUESTION = 40
-_MAX_EPISODES = 256  # of one file
+_MAX_EPISODES = 256  # per file
 _MAX_BYTES = 16_000_000  # limit on the JSON of these episodes
 
 
