@@ -114,66 +114,13 @@ class HealthTest(parameterized.TestCase):
     self.assertEqual(flags['health/empty'], 1)
     self.assertEqual(sum(flags.values()), 1)
 
-  def test_the_line_names_metric_values_limit_and_place(self):
+  def test_the_line_names_metric_values_and_limit(self):
     alarm = health.check(curve('env/empty_share', [0.25] * 3), LIMITS, 3)[0]
     self.assertEqual(
-        alarm.line(3, 'line 2 of X'),
+        alarm.line(3),
         'health: turns are empty: env/empty_share is 0.25 over the last '
-        '3 updates, beyond 0.1 (config.health.empty); look at line 2 of X',
+        '3 updates, beyond 0.1 (config.health.empty); look at the episodes with --mode=watch',
     )
-
-
-def record(turns, actions=None, score=0.0, **fields):
-  """A line of episodes/*.jsonl: one prompt token, then the turns' pieces."""
-  pieces = ['Q'] + sum(turns, [])
-  return {
-      'actions': actions or ['search'] * len(turns),
-      'score': score,
-      'truncated': False,
-      'failed': False,
-      'pieces': pieces,
-      'tokens': [hash(piece) % 1000 for piece in pieces],
-      'turn_ids': [0] + [k for k, turn in enumerate(turns, 1) for _ in turn],
-      'behaviour_logp': [-0.5] * (len(pieces) - 1),
-      **fields,
-  }
-
-
-class WorstLinesTest(parameterized.TestCase):
-
-  RECORDS = [
-      record([['a'], ['b']], score=1.0),
-      record([['a'], ['a'], ['a']]),
-      record([[' ', '\n'], ['b', 'c', 'd', 'e']], ['invalid', 'answer'], score=1.0),
-      record([['a'], ['a']], score=None, old_logp=[-0.5, -3.0], ratio=[1.0, 1.4]),
-      record([['x']], truncated=True, score=1.0, behaviour_logp=[0.0]),
-      record([['x']], failed=True, score=1.0, old_logp=[-0.6], ratio=[None]),
-  ]
-
-  @parameterized.parameters(
-      ('repeated', [2, 4]),
-      ('empty', [3]),
-      ('invalid', [3]),
-      ('truncated', [5]),
-      ('retrieval_failed', [6]),
-      ('score_drop', [2, 4]),
-      ('sampler_gap', [4, 6]),
-      ('ppo_kl', [4]),
-  )
-  def test_lines(self, name, expected):
-    self.assertEqual(health.worst_lines(name, self.RECORDS), expected)
-
-  def test_every_rule_reads_any_record(self):
-    for name in health.RULES:
-      self.assertEmpty(health.worst_lines(name, []))
-      health.worst_lines(name, [record([])])
-    self.assertIn(3, health.worst_lines('cut', self.RECORDS))
-    self.assertIn(5, health.worst_lines('entropy_drop', self.RECORDS))
-    self.assertLen(health.worst_lines('cut', self.RECORDS), 3)
-    infinite = self.RECORDS[0] | {'behaviour_logp': ['-inf'], 'old_logp': [-1.0]}
-    for name in health.RULES:
-      health.worst_lines(name, [infinite])
-    self.assertEqual(health.worst_lines('sampler_gap', [infinite]), [1])
 
 
 if __name__ == '__main__':

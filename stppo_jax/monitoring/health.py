@@ -5,7 +5,6 @@ broken if the mean is beyond the limit. config.HealthSettings holds the limits, 
 hand.
 """
 
-from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -14,16 +13,13 @@ from typing import Any
 
 import numpy as np
 
-EpisodeRecord = Mapping[str, Any]  # a line of episodes/*.jsonl
-
 
 @dataclasses.dataclass(frozen=True)
 class HealthRule:
-  """A watched metric, and how far the record of an episode breaks the rule (0: not at all)."""
+  """A watched metric."""
 
   metrics: tuple[str, ...]  # the first one that the run has
   meaning: str
-  badness: Callable[[EpisodeRecord], float]
   # 'above': the mean is above the limit. 'best', 'first': below (1 - limit) times the mean of the
   # best or first window.
   kind: str = 'above'
@@ -39,11 +35,12 @@ class Alarm:
   bound: float  # the value is beyond it
   is_new: bool  # the rule was not broken an update before
 
-  def line(self, window: int, place: str) -> str:
+  def line(self, window: int) -> str:
     """Returns one line for the log."""
     return (
         f'health: {RULES[self.name].meaning}: {self.metric} is {self.value:.4g} over the last '
-        f'{window} updates, beyond {self.bound:.4g} (config.health.{self.name}); look at {place}'
+        f'{window} updates, beyond {self.bound:.4g} (config.health.{self.name}); look at the '
+        'episodes with --mode=watch'
     )
 
 
@@ -90,98 +87,28 @@ def flags(alarms: Sequence[Alarm]) -> dict[str, float]:
   return {f'health/{name}': float(name in broken) for name in RULES}
 
 
-def worst_lines(name: str, records: Sequence[EpisodeRecord], number: int = 3) -> list[int]:
-  """Returns the line numbers, from 1, of the episodes in a file that break the rule most."""
-  badness = [RULES[name].badness(record) for record in records]
-  order = sorted(range(len(records)), key=lambda i: -badness[i])
-  return sorted(i + 1 for i in order[:number] if badness[i] > 0)
-
-
 def _has(row: Mapping[str, Any], metric: str) -> bool:
   value = row.get(metric)
   return value is not None and math.isfinite(value)
 
 
-def _turns(record: EpisodeRecord, field: str) -> list[list]:
-  """Returns the values of a field of each turn of the agent: `tokens` or their texts, `pieces`."""
-  turns: list[list] = [[] for _ in record['actions']]
-  for value, turn in zip(record[field], record['turn_ids']):
-    if turn:
-      turns[turn - 1].append(value)
-  return turns
-
-
-def _repeats(record: EpisodeRecord) -> int:
-  turns = [tuple(turn) for turn in _turns(record, 'tokens')]
-  return len(turns) - len(set(turns))
-
-
-def _blank_turns(record: EpisodeRecord) -> int:
-  texts = [''.join(turn) for turn in _turns(record, 'pieces')]
-  return sum(not text.strip() or (text.startswith('<|') and text.endswith('|>')) for text in texts)
-
-
-def _longest_turn(record: EpisodeRecord) -> int:
-  return max(map(len, _turns(record, 'tokens')), default=0)
-
-
-def _sampler_gap(record: EpisodeRecord) -> float:
-  pairs = zip(record.get('old_logp', ()), record['behaviour_logp'])
-  # An infinite log-prob is a text, see `Episode.to_dict`.
-  gaps = [abs(old - float(new)) for old, new in pairs if old is not None and new is not None]
-  return max(gaps, default=0.0)
-
-
-def _certainty(record: EpisodeRecord) -> float:
-  """Returns the geometric mean of the sampled tokens' probabilities: 1 if all were certain."""
-  logp = [float(x) for x in record['behaviour_logp'] if x is not None]
-  return float(np.exp(np.mean(logp))) if logp else 0.0
-
-
-def _failed_search(record: EpisodeRecord) -> float:
-  return float(record['failed'] and bool(record['actions']))  # without turns its prompt is too long
-
-
-def _ratio_change(record: EpisodeRecord) -> float:
-  return max((abs(x - 1) for x in record.get('ratio', ()) if x is not None), default=0.0)
-
-
 RULES = {
-    'score_drop': HealthRule(
-        ('critic/score/mean',),
-        'the score has collapsed',
-        lambda record: 1.0 - (record['score'] or 0.0),
-        kind='best',
-    ),
-    'entropy_drop': HealthRule(
-        ('actor/entropy',), 'the policy has lost its entropy', _certainty, kind='first'
-    ),
+    'score_drop': HealthRule(('critic/score/mean',), 'the score has collapsed', kind='best'),
+    'entropy_drop': HealthRule(('actor/entropy',), 'the policy has lost its entropy', kind='first'),
     'kl': HealthRule(
-        ('stppo/ref_kl', 'actor/reward_kl_penalty'),
-        'the policy is far from its reference',
-        _certainty,
+        ('stppo/ref_kl', 'actor/reward_kl_penalty'), 'the policy is far from its reference'
     ),
-    'ppo_kl': HealthRule(('actor/ppo_kl',), 'updates move the policy too far', _ratio_change),
+    'ppo_kl': HealthRule(('actor/ppo_kl',), 'updates move the policy too far'),
     'sampler_gap': HealthRule(
-        ('rollout_corr/k3_kl',), 'sampler and trainer disagree about log-probs', _sampler_gap
+        ('rollout_corr/k3_kl',), 'sampler and trainer disagree about log-probs'
     ),
-    'invalid': HealthRule(
-        ('env/invalid_share',),
-        'many turns hold no valid action',
-        lambda record: record['actions'].count('invalid'),
-    ),
-    'repeated': HealthRule(('env/repeated_share',), 'turns repeat earlier ones', _repeats),
-    'empty': HealthRule(('env/empty_share',), 'turns are empty', _blank_turns),
-    'cut': HealthRule(('env/cut_share',), 'turns run into rollout.max_turn', _longest_turn),
-    'truncated': HealthRule(
-        ('env/truncated',),
-        'episodes end at a limit, without an answer',
-        lambda record: float(record['truncated']),
-    ),
-    'retrieval_failed': HealthRule(('env/retrieval_failed',), 'searches fail', _failed_search),
+    'invalid': HealthRule(('env/invalid_share',), 'many turns hold no valid action'),
+    'repeated': HealthRule(('env/repeated_share',), 'turns repeat earlier ones'),
+    'empty': HealthRule(('env/empty_share',), 'turns are empty'),
+    'cut': HealthRule(('env/cut_share',), 'turns run into rollout.max_turn'),
+    'truncated': HealthRule(('env/truncated',), 'episodes end at a limit, without an answer'),
+    'retrieval_failed': HealthRule(('env/retrieval_failed',), 'searches fail'),
     'prompt_too_long': HealthRule(
-        ('env/prompt_too_long',),
-        'prompts are longer than rollout.max_prompt and are not played',
-        lambda record: float(not record['actions']),
+        ('env/prompt_too_long',), 'prompts are longer than rollout.max_prompt and are not played'
     ),
 }

@@ -133,16 +133,12 @@ class Journal(contextlib.ExitStack):
     logging.info(line)
     return alarms
 
-  def warn(self, n: int, alarms: Sequence[health_lib.Alarm], records: episodes_lib.Records) -> None:
+  def warn(self, n: int, alarms: Sequence[health_lib.Alarm]) -> None:
     """Logs new alarms; raises a RunError for a rule of config.health.stop_on."""
     for alarm in alarms:
       if not alarm.is_new:
         continue
-      place = "the run's charts"
-      lines = health_lib.worst_lines(alarm.name, records.get()) if hosts.is_writer() else []
-      if lines:
-        place = f'line {", ".join(map(str, lines))} of episodes/train_{n:06d}.jsonl'
-      message = alarm.line(self._health['window'], place)
+      message = alarm.line(self._health['window'])
       if alarm.name in self._health['stop_on']:
         raise types.RunError(f'update {n}: {message}; config.health.stop_on says to stop')
       logging.warning(message)

@@ -300,7 +300,7 @@ class Run:
       # Choice: does not check that update n was finite. A rollback would come back here, to n.
       alarms = self._journal.log_update(n, metrics)
       self._progress.logged = n
-      self._journal.warn(n, alarms, episodes_lib.Records())
+      self._journal.warn(n, alarms)
 
   def sample(self, n: int) -> pipeline_lib.Sampled:
     """Returns the batch of update n: tasks, and the episodes that the agent played on them.
@@ -387,7 +387,7 @@ class Run:
     alarms = self._journal.log_update(n, metrics)
     self._progress.logged = n
     self._check_finite(n, metrics)
-    self._journal.warn(n, alarms, self._records)
+    self._journal.warn(n, alarms)
 
   def _check_finite(self, n, metrics):
     """Raises Stuck if parameters are not finite, or if too many steps in a row were skipped."""
