@@ -1,0 +1,204 @@
+"""The meaning of every metric that a run writes.
+
+The metrics reference of the documentation is made from this table. A test compares the table with
+the metrics of real runs. In a name, `<..>` stands for any text without a slash, and `{a,b}` for a
+or b. Lengths are in tokens, times in seconds, KL in nats per token.
+"""
+
+import re
+
+# Title -> {name: meaning}.
+GROUPS: dict[str, dict[str, str]] = {
+    'Episodes of the update': {
+        'critic/score/{mean,max,min}': 'Total reward of an episode, before any KL penalty.',
+        'critic/rewards/{mean,max,min}': (
+            'Total reward of an episode after the KL penalty (`kl_in=reward`).'
+        ),
+        '<name>/mean': (
+            'A score of the environment (its `core_metrics`), such as `em/mean`: exact match.'
+        ),
+        'env/<name>/mean': "Another metric of the environment, from `info['metrics']`.",
+        'env/invalid/mean': 'Turns per episode without a valid action.',
+        'env/invalid_share': 'Share of turns without a valid action.',
+        'env/repeated_share': 'Share of turns that equal an earlier turn of the episode.',
+        'env/empty_share': 'Share of turns without a visible character.',
+        'env/cut_share': 'Share of turns that reached `rollout.max_turn` without an action.',
+        'env/truncated': 'Share of episodes that ended at a limit instead of with an answer.',
+        'env/retrieval_failed': (
+            'Share of episodes in which a search failed. They are not trained on.'
+        ),
+        'env/environment_failed': (
+            "Share of episodes in which the environment's code raised an exception. They are not "
+            'trained on.'
+        ),
+        'env/prompt_too_long': (
+            'Share of episodes whose prompt exceeds `rollout.max_prompt`. They are not played.'
+        ),
+        'env/replays': 'Number of times that the batch was played again, because searches failed.',
+        'response_length/{mean,max,min}': 'Tokens after the prompt, observations included.',
+        'prompt_length/{mean,max,min}': 'Tokens of the prompt.',
+        'num_turns/{mean,max,min}': (
+            'Messages of an episode: prompt, turns of the agent and observations that it read.'
+        ),
+        'stppo/agent_tokens/{mean,max,min}': 'Tokens that the agent wrote in an episode.',
+        'stppo/agent_turns/{mean,max,min}': 'Turns of the agent in an episode.',
+    },
+    'Policy': {
+        'actor/pg_loss': 'Loss of the policy: minus the clipped objective.',
+        'actor/pg_clipfrac': 'Share of tokens whose gradient the clip removed.',
+        'actor/pg_clipfrac_lower': (
+            'Share of tokens that the dual clip stopped (`algorithm.dual_clip`).'
+        ),
+        'actor/ppo_kl': 'Mean of old_logp - logp: how far the steps moved the policy.',
+        'actor/entropy': 'Entropy of the policy at the tokens of the agent, in nats.',
+        'actor/grad_norm': "Norm that the optimizer's gradient clip measured.",
+        'actor/lr': 'Learning rate of the actor.',
+        'actor/skipped': 'Steps skipped in a row, because a loss or gradient was not finite.',
+        'actor/kl_loss': 'KL penalty in the loss, before its coefficient (`kl_in=loss`).',
+        'actor/kl_coef': 'Coefficient of the KL penalty in the loss.',
+        'actor/reward_kl_penalty': 'KL to the reference, per token (`kl_in=reward`).',
+        'actor/reward_kl_penalty_coeff': 'Coefficient of the KL penalty in the reward.',
+        'stppo/ref_kl': 'KL to the reference, per token (`kl_in=loss`).',
+    },
+    'Clipping bias and step': {
+        'stppo/grad_norm': "||g||: norm of the actor's gradient, before division and clip.",
+        'stppo/bias_norm': '||C||: norm of the gradient that the clip removed.',
+        'stppo/cos_g_c': 'Cosine of the angle between g and C. Absent where nothing is clipped.',
+        'stppo/divisor': 'The number that `algorithm.divisor` divides by. 1: no division.',
+        'stppo/entering_norm': 'Norm of the gradient that enters the optimizer.',
+        'stppo/entering_factor': (
+            'The norm that enters the optimizer, relative to the norm without the division.'
+        ),
+        'stppo/applied_factor': (
+            'Length of the applied step relative to the step without the division, as a mean over '
+            'the steps of the update.'
+        ),
+        'stppo/applied_factor_{max,min}': 'The largest and the smallest of these factors.',
+        'stppo/applied_factor_step<n>': 'This factor in optimizer step n of the update.',
+        'stppo/step_norm': 'Norm of the change of the parameters by one optimizer step.',
+    },
+    'Ratios': {
+        'stppo/ratio_std_{token,turn,sequence}': (
+            'Standard deviation of the importance ratio over tokens, turns or sequences, whatever '
+            'the algorithm uses.'
+        ),
+        'stppo/clipfrac_turn<n>_{pos,neg}': (
+            'Share of clipped tokens in turn n, where the advantage is positive or negative.'
+        ),
+        'stppo/ess_share': (
+            'Effective sample size of the episodes as a share of their number, by their weights '
+            'from the sampler to the current policy. Near 0: few episodes decide.'
+        ),
+        'stppo/dropped_tokens': 'Share of tokens that filters dropped from the loss.',
+    },
+    'Critic and advantages': {
+        'critic/advantages/{mean,max,min}': 'Advantages, after whitening.',
+        'critic/returns/{mean,max,min}': "Targets of the critic's loss.",
+        'critic/values/{mean,max,min}': 'Values at the start of the update.',
+        'critic/vf_loss': 'Loss of the critic.',
+        'critic/vf_clipfrac': 'Share of tokens whose value the clip of the critic held back.',
+        'critic/vpred_mean': 'Mean value during the steps.',
+        'critic/vf_explained_var': (
+            'Share of the variance of the returns that the values explain. 1: all. Below 0: worse '
+            'than a constant.'
+        ),
+        'critic/grad_norm': "Norm of the critic's gradient, before its clip.",
+        'critic/lr': 'Learning rate of the critic.',
+        'critic/step_norm': "Norm of the change of the critic's parameters by one step.",
+    },
+    'Sampler against trainer': {
+        'rollout_corr/kl': "Mean of the sampler's log-prob minus old_logp or the trainer's.",
+        'rollout_corr/k3_kl': 'Estimate k3 of the KL from sampler to trainer.',
+        'rollout_corr/logp_diff_max': 'Largest difference of two log-probs.',
+        'rollout_corr/training_ppl': 'Perplexity of the episodes under the trainer.',
+        'rollout_corr/rollout_ppl': 'Perplexity of the episodes under the sampler.',
+        'rollout_corr/ppl_ratio': 'Mean ratio of the two perplexities.',
+        'rollout_corr/chi2_{token,seq}': 'Chi-square divergence by tokens and by sequences.',
+        'rollout_corr/rollout_is_{mean,std,max,min}': (
+            'Importance weights from the sampler to old_logp (`algorithm.rollout_is`). Without '
+            'weights: those of tokens, not truncated.'
+        ),
+        'rollout_corr/rollout_is_eff_sample_size': (
+            'Effective sample size of these weights, as a share of the tokens.'
+        ),
+        'rollout_corr/rollout_is_ratio_fraction_{high,low}': (
+            'Share of weights above the threshold, and below the lower bound.'
+        ),
+    },
+    'Held-out scores': {
+        'val-core/all/<name>': 'Mean of a score over all held-out questions.',
+        'val-core/macro/<name>': 'Mean over the data sets, each with the same weight.',
+        'val-core/<dataset>/<name>': 'Mean of a score over the questions of one data set.',
+        'val-core/all/<name>_hops<n>': 'The main score of questions that combine n facts.',
+        'val-aux/{all,<dataset>}/<name>': 'Another metric of the environment.',
+        'val-aux/{num_turns,agent_turns}/mean': 'Messages and turns of the held-out episodes.',
+        'val-aux/{truncated,retrieval_failed,environment_failed,prompt_too_long}': (
+            'Share of held-out episodes, as in env/.'
+        ),
+        'val-role/<role>/<name>': 'A score of one role.',
+    },
+    'Roles': {
+        'role/<role>/{score,agent_turns,agent_tokens}/mean': 'Episodes of one role.',
+        'role/<role>/<name>/mean': (
+            'A score, or the mean of advantages, returns or values, of one role.'
+        ),
+        'role/<role>/absent': 'Share of episodes in which the role never moved.',
+        'role/<role>/token_share': 'Share of all tokens of agents that this role wrote.',
+        'role/<role>/<metric>': 'The metric of the same name, over the rows of one role.',
+    },
+    'Mixture of experts': {
+        'moe/load_{max,min,std}': (
+            'Load of an expert relative to an even load, over all experts of all layers. 1: even.'
+        ),
+        'moe/unused_experts': 'Share of experts that no token used.',
+        'moe/router_entropy': 'Entropy of the router, in nats.',
+        'moe/replaced_experts': 'Share of experts that the replay of routes replaced.',
+        'moe/tokens_routed_otherwise': 'Share of tokens with a replaced expert in any layer.',
+    },
+    'Sampling': {
+        'pipeline/staleness': 'Updates between the sampling of the batch and its training.',
+        'train/num_gen_batches': 'Rounds of sampling (`rollout.max_num_gen_batches`).',
+        'rollout/questions': 'Questions that were played for the batch.',
+        'rollout/groups_with_spread': 'Share of played groups whose scores differ.',
+        'rollout/groups_kept': 'Share of groups of the batch whose scores differ.',
+        'perf/rows_busy': 'Rows that sampled in a decode step, on average.',
+        'perf/decode_steps': 'Decode steps, each of one group of rows.',
+        'perf/prefill_tokens': 'Tokens of prompts and observations that were read.',
+        'perf/shared_tokens': 'Prompt tokens that were copied from an equal prompt instead.',
+    },
+    'Time and machine': {
+        'timing_s/step': 'Seconds of the update.',
+        'timing_s/gen': 'Seconds of sampling. With staleness it overlaps training.',
+        'timing_s/gen_{prefill,decode,env}': 'Parts of the time of sampling.',
+        'timing_s/wait': 'Seconds of waiting for the batch.',
+        'timing_s/old_log_prob': 'Seconds of log-probs, values and advantages.',
+        'timing_s/update_actor': 'Seconds of the optimizer steps of actor and critic.',
+        'timing_s/records': 'Seconds of summaries and episode records.',
+        'timing_s/testing': 'Seconds of the evaluation.',
+        'perf/throughput': 'Tokens of the update per second and device.',
+        'perf/padding': 'Share of padding in the packed bins.',
+        'perf/compilations': 'Programs compiled since the start. It should stop growing.',
+        'perf/failed_saves': 'Checkpoints that could not be written.',
+        'perf/host_memory_gb': 'Resident memory of the process, in GiB.',
+        'perf/max_memory_allocated_gb': 'Largest peak of device memory since the start, in GiB.',
+    },
+    'Health': {'health/<rule>': '1 if the limit `config.health.<rule>` is exceeded, else 0.'},
+}
+
+
+def meaning(name: str) -> str:
+  """Returns the meaning of a metric; '' if the table does not have it.
+
+  Of several names with placeholders, the one with the longest fixed text counts.
+  """
+  table = {pattern: text for metrics in GROUPS.values() for pattern, text in metrics.items()}
+  matches = [pattern for pattern in table if re.fullmatch(_regex(pattern), name)]
+  if not matches:
+    return ''
+  return table[max(matches, key=lambda pattern: len(re.sub(r'<\w+>', '', pattern)))]
+
+
+def _regex(pattern: str) -> str:
+  """Returns the regular expression of a name with placeholders."""
+  expression = re.sub(r'<\w+>', '[^/]+', pattern)
+  return re.sub(r'\{(.*?)\}', lambda match: f'(?:{match[1].replace(",", "|")})', expression)

@@ -1,0 +1,35 @@
+"""The table of metrics describes the names that the code gives. Real runs: readme_test."""
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from stppo_jax.models import moe
+from stppo_jax.monitoring import health
+from stppo_jax.monitoring import metric_names
+from stppo_jax.monitoring import roles
+
+
+class MetricNamesTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ('val-core/all/em', 'Mean of a score over all held-out questions.'),
+      ('val-core/macro/em', 'Mean over the data sets, each with the same weight.'),
+      ('val-core/nq/em', 'Mean of a score over the questions of one data set.'),
+      ('val-core/all/em_hops2', 'The main score of questions that combine n facts.'),
+      ('role/first/absent', 'Share of episodes in which the role never moved.'),
+      ('actor/unknown', ''),
+  )
+  def test_the_most_specific_name_counts(self, name, meaning):
+    self.assertEqual(metric_names.meaning(name), meaning)
+
+  def test_metrics_of_roles_rules_and_experts_are_described(self):
+    names = [*roles.UPDATE_METRICS, *moe.load_metrics(moe.no_load(1, 2), 1)]
+    names += [f'role/a/{name}' for name in roles.UPDATE_METRICS.values()]
+    names += [f'health/{name}' for name in health.RULES]
+    names += [name for rule in health.RULES.values() for name in rule.metrics]
+    for name in names:
+      self.assertTrue(metric_names.meaning(name), name)
+
+
+if __name__ == '__main__':
+  absltest.main()
