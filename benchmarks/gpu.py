@@ -246,7 +246,7 @@ def compare_dtypes(folder, passages):
           jax.random.split(jax.random.key(0), 1),
           lambda turns: said.extend(turns) or _ends(turns),
       )
-      answer = tokenizer.decode(said[0].tokens)
+      answer = tokenizer.decode(said[0].turn.tokens)
     report(
         what='perplexity',
         dtype=dtype,

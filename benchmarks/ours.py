@@ -116,7 +116,7 @@ class Sampling:
         time.sleep(wait_s)
       cues = []
       for turn in said:
-        last[turn.index], k = turn.tokens, turns[turn.index]
+        last[turn.index], k = turn.turn.tokens, turns[turn.index]
         turns[turn.index] += 1
         over = k == len(observations)
         cues.append(
@@ -329,7 +329,7 @@ class PpoStep:
 
     def respond(said):
       for turn in said:
-        turns[turn.index].append(types.Turn(turn.tokens, turn.logp, _NOTHING))
+        turns[turn.index].append(turn.turn)
       return [engine.Prompt((), 0) for _ in said]
 
     self._key, key = jax.random.split(self._key)

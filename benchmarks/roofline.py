@@ -49,13 +49,14 @@ def measure(rows: int) -> dict[str, float]:
       MODEL, stops, (), sampling.Sizes(SLOTS, rows=rows, slot_buckets=(SLOTS,), steps=STEPS)
   )
   params = sampler.copy(params)
-  zeros = np.zeros((rows,), np.int32)
-  keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), rows)))
+  call = sampler.idle_rows(rows)
+  call.lengths[:] = 1
+  call.budgets[:] = STEPS
+  call.keys[:] = jax.random.key_data(jax.random.split(jax.random.key(1), rows))
 
   def decode():
     context = jax.block_until_ready(sampler.empty(rows, SLOTS))
     started = time.perf_counter()
-    call = sampler_lib.DecodeRows(zeros + 1, keys, zeros, zeros + STEPS)
     jax.block_until_ready(sampler.decode(params, context, call, STEPS, rows + 1))
     return (time.perf_counter() - started) / STEPS
 

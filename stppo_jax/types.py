@@ -179,7 +179,8 @@ class Turn:
 
   tokens: np.ndarray  # [n] int32, as sampled, with the stop string or eos token that ended it
   logp: np.ndarray  # [n] float32, log-prob under the distribution that was sampled from
-  observation: np.ndarray  # [m] int32, tokens of the environment's reply; empty after the last turn
+  # [m] int32, tokens of the environment's reply; empty after the last turn.
+  observation: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
   action: str = 'invalid'  # kind of action, as the environment calls it in `info['action']`
   reward: float = 0.0  # the reward of this turn
   # [p+n,L,A] experts that the sampler chose for the p tokens since the turn before (the prompt or

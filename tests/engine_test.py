@@ -78,7 +78,7 @@ def play(sequences, keys, sampler=None, threads=0, delay=lambda: None):
     following = []
     for turn in said:
       order.append(turn.index)
-      turns[turn.index].append((turn.tokens.tolist(), turn.logp.tolist()))
+      turns[turn.index].append((turn.turn.tokens.tolist(), turn.turn.logp.tolist()))
       observations = sequences[turn.index][1]
       k = len(turns[turn.index])
       over = k > len(observations)
@@ -188,25 +188,22 @@ class EngineTest(parameterized.TestCase):
     self.assertEqual(report.prefill_tokens, observed + (5 * prompts if in_place else prompts))
 
   def test_prefill_in_place_waits_for_ready_rows(self):
-    sampler, prefills, ready = make_sampler(groups=1, width=8, prefill_rows=8), [], []
-    prefill, in_place = sampler._prefill, engine._Engine._prefill_in_place
+    sampler, waited = make_sampler(groups=1, width=8, prefill_rows=8), []
+    should_prefill = engine._Engine._should_prefill
 
-    def count(run, group):
-      ready.append((len(group.slots_in('ready')), len(group.slots_in('decoding'))))
-      before = len(prefills)
-      in_place(run, group)
-      waited = bool(ready[-1][0]) and len(prefills) == before
-      self.assertEqual(waited, ready[-1][0] == 1 and ready[-1][1] > 0)
+    def check(run, group):
+      num_ready = len(group.rows_in('ready'))
+      num_decoding = len(group.rows_in('decoding'))
+      waits = num_ready > 0 and not should_prefill(run, group)
+      self.assertEqual(waits, num_ready == 1 and num_decoding > 0)
+      waited.append(waits)
+      return should_prefill(run, group)
 
-    note = lambda *args: prefills.append(1) or prefill(*args)
-    with (
-        mock.patch.object(sampler, '_prefill', side_effect=note),
-        mock.patch.object(engine._Engine, '_prefill_in_place', count),
-    ):
+    with mock.patch.object(engine._Engine, '_should_prefill', check):
       got, _, _ = play(self.sequences, self.keys, sampler)
     tokens = lambda played: [[tokens for tokens, _ in turns] for turns in played]
     self.assertEqual(tokens(got), tokens(self.want))
-    self.assertTrue(any(few == 1 and decoding for few, decoding in ready))
+    self.assertTrue(any(waited))
 
   def test_last_rows_move_into_one_group(self):
     """At the end the last rows share a group, which takes fewer steps than if they stayed."""
@@ -214,8 +211,7 @@ class EngineTest(parameterized.TestCase):
     keys = jax.random.split(jax.random.key(3), 16)
     sampler = make_sampler(groups=4)
     got, report, _ = play(sequences, keys, sampler)
-    stay = lambda self, group: [(group, group.slots_in('ready'))]
-    with mock.patch.object(engine._Engine, '_to_prefill', stay):
+    with mock.patch.object(engine._Engine, '_emptier_groups', return_value=()):
       apart, report_apart, _ = play(sequences, keys, sampler)
     self.assertEqual(got, apart)
     self.assertLess(report.decode_steps, report_apart.decode_steps)

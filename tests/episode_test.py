@@ -410,7 +410,7 @@ def spied_run(run, sampled, fed, sampler, params, prompts, keys, respond, thread
   def spy(turns):
     next_prompts = respond(turns)
     for turn, prompt in zip(turns, next_prompts):
-      sampled[turn.index].append(turn.tokens.copy())
+      sampled[turn.index].append(turn.turn.tokens.copy())
       fed[turn.index] += prompt.ids
     return next_prompts
 

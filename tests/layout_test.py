@@ -70,8 +70,8 @@ def play(sampler, params):
     for completion in completions:
       tokens, logp = said[completion.index]
       again = not tokens
-      tokens.extend(completion.tokens.tolist())
-      logp.extend(completion.logp.tolist())
+      tokens.extend(completion.turn.tokens.tolist())
+      logp.extend(completion.turn.logp.tolist())
       prompts.append(engine.Prompt([9, 2], 6) if again else engine.Prompt((), 0))
     return prompts
 

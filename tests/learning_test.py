@@ -173,10 +173,12 @@ def play(params, group_size, rng, key):
 
   def respond(said):
     cues = []
-    for turn in said:
-      over = len(turns[turn.index]) == 1
-      ids = [] if over else [symbols[turn.index], ASK]
-      turns[turn.index].append(types.Turn(turn.tokens, turn.logp, np.array(ids, np.int32)))
+    for completion in said:
+      b = completion.index
+      over = len(turns[b]) == 1
+      ids = [] if over else [symbols[b], ASK]
+      completion.turn.observation = np.array(ids, np.int32)
+      turns[b].append(completion.turn)
       cues.append(engine.Prompt(ids, 0 if over else 2))
     return cues
 

@@ -120,8 +120,10 @@ class RouterTest(absltest.TestCase):
     _, routing = moe.route(logits, 2, renormalise=False, chosen=chosen)
     np.testing.assert_allclose(routing.replaced, [[0.5, 0, 1]])
     layers = jax.tree.map(lambda x: jnp.stack([x, 0 * x]), routing)
-    sums = moe.replaced(layers, jnp.array([[True, True, False]]))
-    self.assertEqual(jax.tree.map(float, sums), {'experts': 0.25, 'any': 1, 'live': 2})
+    sums = moe.load(layers, jnp.array([[True, True, False]]), 3)
+    metrics = moe.load_metrics(sums, 2)
+    self.assertEqual(metrics['moe/replaced_experts'], 0.25 / 2)
+    self.assertEqual(metrics['moe/tokens_routed_otherwise'], 1 / 2)
 
   def test_load_worked_by_hand(self):
     """One layer, three live tokens with two of four experts each; the last token is padding."""
@@ -313,7 +315,7 @@ class ReplayTest(absltest.TestCase):
     ends = ((np.asarray(batch.action_mask) > 0) * np.arange(1, 25)).max(axis=1)
     live = jnp.arange(24) < ends[:, None]
     expected = moe.load_metrics(moe.load(routing, live, 4), 2)
-    self.assertLen(expected, 5)
+    self.assertLen(expected, 7)
     for name, value in expected.items():
       np.testing.assert_allclose(metrics[name], value, rtol=1e-4, err_msg=name)
 
@@ -335,8 +337,8 @@ class SamplerRoutesTest(parameterized.TestCase):
       following = []
       for turn in turns:
         i = turn.index
-        tokens[i] += turn.tokens.tolist()
-        routes[i].append(turn.routes)
+        tokens[i] += turn.turn.tokens.tolist()
+        routes[i].append(turn.turn.routes)
         over = len(routes[i]) == 2
         observation = () if over else self.OBSERVATIONS[i]
         tokens[i] += observation
@@ -426,6 +428,10 @@ class SamplerRoutesTest(parameterized.TestCase):
       logp, _ = decoder.token_logp(first_actor(spec, moved), MODEL, x, tokens)
       ratio = np.exp(logp - batch.old_logp)[mask]
       np.testing.assert_allclose(np.asarray(seen['ratio'])[mask], ratio, rtol=1e-3)
+
+  def test_batch_without_routes_is_an_error(self):
+    with self.assertRaisesRegex(UserError, "saved without the experts.*'old_policy' or 'none'"):
+      self.run_step(None)
 
   def test_the_routes_of_ones_own_router_replace_nothing(self):
     spec = update_test.make_spec('ppo', actor=MODEL, critic=CRITIC)

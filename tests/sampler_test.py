@@ -191,11 +191,11 @@ class SamplerTest(parameterized.TestCase):
       for turn in said:
         b = turn.index
         turns[b] += 1
-        columns[b] += range(len(rows[b]), len(rows[b]) + len(turn.tokens))
-        logps[b] += turn.logp.tolist()
+        columns[b] += range(len(rows[b]), len(rows[b]) + len(turn.turn.tokens))
+        logps[b] += turn.turn.logp.tolist()
         over = turns[b] == len(forced)
         ids = () if over else forced[turns[b]][b]
-        rows[b] += [*turn.tokens.tolist(), *ids]
+        rows[b] += [*turn.turn.tokens.tolist(), *ids]
         following.append(engine.Prompt(ids, 0 if over else budgets[b]))
       return following
 
@@ -293,11 +293,13 @@ class SamplerTest(parameterized.TestCase):
         self.params, sampler.empty(4, 64), [[1, 2], [], [3], [4, 5, 6, 7, 8]], [0] * 4
     )
     np.testing.assert_array_equal(prefilled.lengths, [2, 0, 1, 5])
-    before, keys = np.asarray(context.logits), np.asarray(jax.random.key_data(self.keys))
-    still, calls = np.zeros(4, np.int32), []
+    before, calls = np.asarray(context.logits), []
 
     def decode(context, lengths, budgets, steps=99, enough=99):
-      rows = sampler_lib.DecodeRows(np.int32(lengths), keys, still, np.int32(budgets))
+      rows = sampler.idle_rows(4)
+      rows.lengths[:] = lengths
+      rows.budgets[:] = budgets
+      rows.keys[:] = jax.random.key_data(self.keys)
       context, sampled = sampler.decode(self.params, context, rows, steps, enough)
       calls.append(jax.device_get(sampled))
       return context

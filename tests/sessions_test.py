@@ -17,7 +17,9 @@ from stppo_jax.serving import sessions
 from stppo_jax.types import Episode
 from stppo_jax.types import Task
 
-IDS_ONLY = types.SimpleNamespace(tokenizer=None, encode_prompt=list)  # prompts are ids
+WORDS = types.SimpleNamespace(eos_ids=(), decode=lambda ids: 'x' * len(ids))
+# Prompts are ids.
+IDS_ONLY = types.SimpleNamespace(tokenizer=WORDS, encode_prompt=list, check=lambda ids: None)
 
 
 class SessionTest(absltest.TestCase):

@@ -19,6 +19,7 @@ from stppo_jax.rollout import episode as episode_loop
 from stppo_jax.rollout import prepare
 from stppo_jax.types import Passage
 from stppo_jax.types import Task
+from stppo_jax.types import Turn
 
 PASSAGES = [
     Passage(
@@ -171,7 +172,7 @@ def scripted(turns):
     while prompt.budget:
       turn = np.array(left.pop(0), np.int32)
       assert len(turn) <= prompt.budget
-      [prompt] = respond([engine.TurnCompletion(0, turn, np.zeros(len(turn), np.float32))])
+      [prompt] = respond([engine.TurnCompletion(0, Turn(turn, np.zeros(len(turn), np.float32)))])
     return engine.Report()
 
   return run

@@ -26,6 +26,7 @@ from typing import Any
 
 import chex
 import flax
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +35,8 @@ from stppo_jax.models import attention
 from stppo_jax.models import categorical
 from stppo_jax.models import moe
 from stppo_jax.models import sharding
-from stppo_jax.models.layers import Block
+from stppo_jax.models.layers import Attention
+from stppo_jax.models.layers import Mlp
 from stppo_jax.models.layers import ModelConfig
 from stppo_jax.models.layers import RMSNorm
 
@@ -60,6 +62,26 @@ class KVCache:
   k: tuple[jax.Array, ...]
   v: tuple[jax.Array, ...]
   length: jax.Array
+
+
+class Block(nn.Module):
+  """Applies one layer: attention and feed-forward, each after a norm and added to the residual."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x, rope, segments=None, layer_cache=None, slots=None, chosen=None):
+    """Maps x [B,T,D] to (x, layer_cache, Routing or None); `chosen` as in `moe.Experts`."""
+    y = RMSNorm(self.config, name='attention_norm')(x)
+    y, layer_cache = Attention(self.config, name='attention')(y, rope, segments, layer_cache, slots)
+    x = x + y
+    y = RMSNorm(self.config, name='mlp_norm')(x)
+    routing = None
+    if self.config.num_experts:
+      y, routing = moe.Experts(self.config, name='moe')(y, chosen)
+    else:
+      y = Mlp(self.config, name='mlp')(y)
+    return x + y, layer_cache, routing
 
 
 def init(key: jax.Array, config: ModelConfig) -> Params:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from stppo_jax.models import attention
 from stppo_jax.models import lora
-from stppo_jax.models import moe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,56 +178,6 @@ class Mlp(nn.Module):
     y = jax.nn.silu(gate) * up
     stddev = 0.02 / math.sqrt(2 * config.num_layers)
     return Project(config, (f, d), stddev=stddev, name='down')(y)
-
-
-class Experts(nn.Module):
-  """Returns the weighted sum of each token's chosen experts; see moe.py."""
-
-  config: ModelConfig
-
-  @nn.compact
-  def __call__(self, x, chosen=None):
-    """Maps x [B,T,D] to (y [B,T,D], Routing); `chosen` [B,T,A] replays an earlier choice.
-
-    Choice: the router computes in float32, because bfloat16 makes many experts equal.
-    """
-    config = self.config
-    d, f, e = config.d_model, config.d_ff, config.num_experts
-    exact = dataclasses.replace(config, dtype='float32')
-    router = Project(exact, (d, e), precision='highest', name='router')
-    logits = router(x.astype(jnp.float32))
-    stddevs = (0.02, 0.02, 0.02 / math.sqrt(2 * config.num_layers))
-    shapes = ((e, d, f), (e, d, f), (e, f, d))
-    kernels = tuple(
-        self.param(name, nn.initializers.normal(stddev), shape, config.param_dtype)
-        for name, stddev, shape in zip(moe.KERNELS, stddevs, shapes)
-    )
-    weights, routing = moe.route(logits, config.experts_per_token, config.norm_topk_prob, chosen)
-    if self.is_initializing():  # under vmap, which a sharded sort does not support
-      return x, routing
-    gate, up, down = (kernel.astype(config.dtype) for kernel in kernels)
-    y = moe.experts(x, weights, routing.chosen, (gate, up, down), config.row_sharding)
-    return y, routing
-
-
-class Block(nn.Module):
-  """Applies one layer: attention and feed-forward, each after a norm and added to the residual."""
-
-  config: ModelConfig
-
-  @nn.compact
-  def __call__(self, x, rope, segments=None, layer_cache=None, slots=None, chosen=None):
-    """Maps x [B,T,D] to (x, layer_cache, Routing or None); `chosen` as in `Experts`."""
-    y = RMSNorm(self.config, name='attention_norm')(x)
-    y, layer_cache = Attention(self.config, name='attention')(y, rope, segments, layer_cache, slots)
-    x = x + y
-    y = RMSNorm(self.config, name='mlp_norm')(x)
-    routing = None
-    if self.config.num_experts:
-      y, routing = Experts(self.config, name='moe')(y, chosen)
-    else:
-      y = Mlp(self.config, name='mlp')(y)
-    return x + y, layer_cache, routing
 
 
 def _presets() -> dict[str, ModelConfig]:

@@ -6,21 +6,25 @@ on a TPU. On a GPU it needs JAX_RAGGED_DOT_USE_GPU_PALLAS_TRITON_LOWERING=1 in J
 as on a CPU, all experts multiply all rows, masked.
 
 Routing replay (Zheng et al., arXiv 2507.18071, section 5.3) repeats the choices of an earlier pass:
-`routes` stores them, `route` takes them, `replaced` counts what they changed.
+`routes` stores them, `route` takes them, `load` counts what they changed.
 
 Einsum letters are those of `types.py`: E experts, A of them active per token.
 """
 
+import dataclasses
 import functools
+import math
 from typing import Any
 
 import chex
 import flax
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from stppo_jax.models import layers
 from stppo_jax.models import sharding
 
 KERNELS = ('gate', 'up', 'down')  # names of the experts' kernels, in this order
@@ -108,17 +112,34 @@ def experts(
   )(x, weights, chosen, kernels)
 
 
-def load(routing: Routing, live: jax.Array, num_experts: int) -> dict[str, jax.Array]:
-  """Returns sums over the live tokens [B,T] of a Routing of all layers; they add over batches.
+class Experts(nn.Module):
+  """Returns the weighted sum of each token's chosen experts; see `experts`."""
 
-  'tokens' [L,E] counts the tokens of each expert, 'entropy' [L] sums the router's entropies.
-  """
-  is_chosen = jnp.arange(num_experts) == routing.chosen[..., None]  # [L,B,T,A,E]
-  is_counted = is_chosen & live[..., None, None]
-  return {
-      'tokens': jnp.sum(is_counted, axis=(1, 2, 3), dtype=jnp.float32),
-      'entropy': jnp.sum(routing.entropy * live, axis=(1, 2)),
-  }
+  config: layers.ModelConfig
+
+  @nn.compact
+  def __call__(self, x, chosen=None):
+    """Maps x [B,T,D] to (y [B,T,D], Routing); `chosen` [B,T,A] replays an earlier choice.
+
+    Choice: the router computes in float32, because bfloat16 makes many experts equal.
+    """
+    config = self.config
+    d, f, e = config.d_model, config.d_ff, config.num_experts
+    exact = dataclasses.replace(config, dtype='float32')
+    router = layers.Project(exact, (d, e), precision='highest', name='router')
+    logits = router(x.astype(jnp.float32))
+    stddevs = (0.02, 0.02, 0.02 / math.sqrt(2 * config.num_layers))
+    shapes = ((e, d, f), (e, d, f), (e, f, d))
+    kernels = tuple(
+        self.param(name, nn.initializers.normal(stddev), shape, config.param_dtype)
+        for name, stddev, shape in zip(KERNELS, stddevs, shapes)
+    )
+    weights, routing = route(logits, config.experts_per_token, config.norm_topk_prob, chosen)
+    if self.is_initializing():  # under vmap, which a sharded sort does not support
+      return x, routing
+    gate, up, down = (kernel.astype(config.dtype) for kernel in kernels)
+    y = experts(x, weights, routing.chosen, (gate, up, down), config.row_sharding)
+    return y, routing
 
 
 def route_dtype(num_experts: int) -> Any:
@@ -131,23 +152,28 @@ def routes(routing: Routing, num_experts: int) -> jax.Array:
   return jnp.moveaxis(routing.chosen, 0, 2).astype(route_dtype(num_experts))
 
 
-def replaced(routing: Routing, live: jax.Array) -> dict[str, jax.Array]:
-  """Returns sums over the live tokens [B,T] of what a replay changed; they add over batches.
+def no_routes(config: layers.ModelConfig, rows: int, length: int) -> jax.Array:
+  """Returns zeros of the shape and type of `routes`."""
+  shape = (rows, length, config.num_layers, config.experts_per_token)
+  return jnp.zeros(shape, route_dtype(config.num_experts))
 
-  'experts' sums the share of a token's experts that the router itself would not have chosen, as a
-  mean over layers. 'any' counts the tokens with such an expert in any layer. 'live' counts tokens.
+
+def load(routing: Routing, live: jax.Array, num_experts: int) -> dict[str, jax.Array]:
+  """Returns sums over the live tokens [B,T] of a Routing of all layers; they add over batches.
+
+  'tokens' [L,E] counts the tokens of each expert, 'entropy' [L] sums the router's entropies. Of a
+  replay, 'replaced' sums the share of a token's experts that the router itself would not have
+  chosen, as a mean over layers, and 'changed' counts the tokens with such an expert in any layer.
   """
-  share = routing.replaced * live  # [L,B,T]
+  is_chosen = jnp.arange(num_experts) == routing.chosen[..., None]  # [L,B,T,A,E]
+  is_counted = is_chosen & live[..., None, None]
+  replaced = routing.replaced * live  # [L,B,T]
   return {
-      'experts': jnp.sum(share) / len(share),
-      'any': jnp.sum((share > 0).any(axis=0), dtype=jnp.float32),
-      'live': jnp.sum(live, dtype=jnp.float32),
+      'tokens': jnp.sum(is_counted, axis=(1, 2, 3), dtype=jnp.float32),
+      'entropy': jnp.sum(routing.entropy * live, axis=(1, 2)),
+      'replaced': jnp.sum(replaced) / len(replaced),
+      'changed': jnp.sum((replaced > 0).any(axis=0), dtype=jnp.float32),
   }
-
-
-def no_load(num_layers: int, num_experts: int) -> dict[str, jax.Array]:
-  """Returns the zeros to which sums of `load` are added."""
-  return {'tokens': jnp.zeros((num_layers, num_experts)), 'entropy': jnp.zeros(num_layers)}
 
 
 def load_metrics(sums: dict[str, jax.Array], active: int) -> dict[str, jax.Array]:
@@ -165,6 +191,8 @@ def load_metrics(sums: dict[str, jax.Array], active: int) -> dict[str, jax.Array
       'moe/load_std': jnp.sqrt(jnp.mean(jnp.square(relative - 1))),
       'moe/unused_experts': jnp.mean(tokens == 0),
       'moe/router_entropy': jnp.mean(sums['entropy'] / live[:, 0]),
+      'moe/replaced_experts': sums['replaced'] / live[0, 0],
+      'moe/tokens_routed_otherwise': sums['changed'] / live[0, 0],
   }
 
 

@@ -210,7 +210,7 @@ def _held(sampler, state, frozen):
     return _sizes([x for x in leaves if (x.sharding.memory_kind == sharding.HOST) == on_host])
 
   rows = sampler.width * sampler.num_groups
-  context = sampler.shapes_of_context(rows, sampler.slot_buckets[-1])
+  context = sampler.empty.eval_shape(rows, sampler.slot_buckets[-1])
   held = {name: sizes(tree, on_host=False) for name, tree in trees.items()}
   held['sampling copy'] = _sizes(sampler.shapes_of_copy(trees['policy']))
   held['KV cache'] = _sizes((context.k, context.v))

@@ -2,17 +2,14 @@
 
 from collections.abc import Iterator
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from stppo_jax import types
 from stppo_jax.config import Config
-from stppo_jax.models import decoder
-from stppo_jax.models import moe
 from stppo_jax.planning import hlo
+from stppo_jax.rollout import batching
 from stppo_jax.rollout import layout
 from stppo_jax.training import packing
 from stppo_jax.training import update
@@ -71,21 +68,22 @@ def training(plan: Any, spec: Any, state: Any, frozen: Any) -> Iterator[Compiled
     of_sampling += held['KV cache']
   functions = update.compile_functions(spec, state, frozen, plan.mesh)
   model = spec.actor
-  sampled_routes = model if spec.routing_replay == 'sampling' else None
-  update_routes = model if spec.routing_replay != 'none' else None
+  replayed_model = model if spec.routing_replay == 'sampling' else None
   micro = f'in micro-batches of {train.micro_batch}, {longest} tokens each'
   num_steps = train.episodes // train.mini_batch
+  annotate = functions.annotate.trace(
+      state,
+      frozen,
+      batching.batch_shapes(train.episodes, longest, replayed_model),
+      _packed_step(num_steps, train.mini_batch),
+  )
+  batch, _ = annotate.out_info
   yield CompiledProgram(
       name='update',
       unit=f'an optimizer step on {train.mini_batch} episodes {micro}',
       runs=train.epochs * num_steps,
       resident=held['reference policy'] + of_sampling,
-      traced=functions.update_step.trace(
-          state,
-          frozen,
-          turn_batch(train.episodes, longest, update_routes),
-          _packed_step(train.mini_batch),
-      ),
+      traced=functions.update_step.trace(state, frozen, batch, _packed_step(train.mini_batch)),
       trips=train.mini_batch // train.micro_batch,
   )
   yield CompiledProgram(
@@ -93,12 +91,7 @@ def training(plan: Any, spec: Any, state: Any, frozen: Any) -> Iterator[Compiled
       unit=f'log-probs and values of {train.episodes} episodes {micro}',
       runs=1,
       resident=held['optimizers'] + of_sampling,
-      traced=functions.annotate.trace(
-          state,
-          frozen,
-          turn_batch(train.episodes, longest, sampled_routes),
-          _packed_step(num_steps, train.mini_batch),
-      ),
+      traced=annotate,
       trips=train.mini_batch // train.micro_batch,
   )
 
@@ -162,39 +155,6 @@ def tokens_per_episode(config: Config) -> int:
   return min((config.env.max_searches + 1) * rollout.max_turn, rollout.max_total)
 
 
-def turn_batch(
-    rows: int, columns: int, routed_model: decoder.ModelConfig | None = None
-) -> types.TurnBatch:
-  """Returns the batch that `batching.to_turn_batch` makes, as ShapeDtypeStructs.
-
-  For a mixture of experts `routed_model` the batch has the experts of each token, to be replayed.
-  """
-  routes = None
-  if routed_model is not None:
-    axes = (rows, columns, routed_model.num_layers, routed_model.experts_per_token)
-    routes = _shape(*axes, dtype=moe.route_dtype(routed_model.num_experts))
-  real = _shape(rows, columns)
-  whole = _shape(rows, columns, dtype=jnp.int32)
-  return types.TurnBatch(
-      tokens=whole,
-      action_mask=real,
-      turn_ids=whole,
-      rewards=real,
-      old_logp=real,
-      ref_logp=real,
-      old_values=real,
-      advantages=real,
-      returns=real,
-      group_ids=_shape(rows, dtype=jnp.int32),
-      behaviour_logp=real,
-      routes=routes,
-  )
-
-
 def _packed_step(*axes):
-  whole = functools.partial(_shape, *axes, dtype=jnp.int32)
-  return packing.Step(whole(), packing.Packing(whole(), whole(), whole()))
-
-
-def _shape(*axes, dtype=jnp.float32):
-  return jax.ShapeDtypeStruct(axes, dtype)
+  whole = jax.ShapeDtypeStruct(axes, jnp.int32)
+  return packing.Step(whole, packing.Packing(whole, whole, whole))

@@ -13,6 +13,8 @@ import numpy as np
 
 from stppo_jax import types
 from stppo_jax.distributed import hosts
+from stppo_jax.models import decoder
+from stppo_jax.models import moe
 
 
 def to_turn_batch(
@@ -39,51 +41,35 @@ def to_turn_batch(
         f'an episode of {longest} tokens fits in none of the length buckets '
         f'{tuple(length_buckets)}: add one, or lower max_total_tokens'
     )
-  tokens = np.full((rows, length), pad_id, np.int32)
-  turn_ids = np.zeros((rows, length), np.int32)
-  rewards = np.zeros((rows, length), np.float32)
-  behaviour_logp = np.zeros((rows, length), np.float32)
   first_unused = max((episode.group for episode in episodes), default=-1) + 1
-  group_ids = np.arange(first_unused, first_unused + rows, dtype=np.int32)
-  truncated = np.zeros(rows, np.float32)
+  zeros = lambda shape: np.zeros(shape.shape, shape.dtype)
+  batch: Any = jax.tree.map(zeros, batch_shapes(rows, length))
+  batch.tokens[:] = pad_id
+  batch.group_ids[:] = np.arange(first_unused, first_unused + rows)
   for b, (episode, unrolled_row) in enumerate(zip(episodes, unrolled)):
     row_tokens, row_turn_ids, row_logp = unrolled_row
     place = b, slice(len(row_tokens))
-    tokens[place] = row_tokens
+    batch.tokens[place] = row_tokens
     if not trained_length(episode):
       continue
-    turn_ids[place] = row_turn_ids
-    behaviour_logp[place] = row_logp
-    group_ids[b] = episode.group
-    truncated[b] = episode.truncated
+    batch.turn_ids[place] = row_turn_ids
+    batch.behaviour_logp[place] = row_logp
+    batch.group_ids[b] = episode.group
+    batch.truncated[b] = episode.truncated
     end = len(episode.prompt)
     for turn in episode.turns:
       end += len(turn.tokens)
-      rewards[b, end - 1] = turn.reward
+      batch.rewards[b, end - 1] = turn.reward
       end += len(turn.observation)
-  empty = lambda: np.zeros((rows, length), np.float32)  # each its own: batches may be donated
-  columns: dict[str, Any] = dict(  # NumPy arrays, until `put`
-      tokens=tokens,
-      action_mask=(turn_ids > 0).astype(np.float32),
-      turn_ids=turn_ids,
-      rewards=rewards,
-      old_logp=empty(),
-      ref_logp=empty(),
-      old_values=empty(),
-      advantages=empty(),
-      returns=empty(),
-      group_ids=group_ids,
-      behaviour_logp=behaviour_logp,
-      truncated=truncated,
-      routes=_routes(episodes, (rows, length)),
-      roles=_role_masks(episodes, rows),
-  )
+  batch.action_mask[:] = batch.turn_ids > 0
+  routes = _routes(episodes, (rows, length))
+  batch = batch.replace(routes=routes, roles=_role_masks(episodes, rows))
   if all(episode.is_segment for episode in episodes):
-    padding = np.arange(-1, len(episodes) - rows - 1, -1)
-    numbers = [episode.number for episode in episodes]
-    columns['episode_ids'] = np.concatenate([numbers, padding]).astype(np.int32)
-    columns['score_offsets'] = _score_offsets(episodes, rows)
-  return hosts.put(types.TurnBatch(**columns), sharding)
+    episode_ids = np.arange(-1, -rows - 1, -1, dtype=np.int32)
+    episode_ids[: len(episodes)] = [episode.number for episode in episodes]
+    offsets = _score_offsets(episodes, rows)
+    batch = batch.replace(episode_ids=episode_ids, score_offsets=offsets)
+  return hosts.put(batch, sharding)
 
 
 def _role_masks(episodes, rows):
@@ -96,19 +82,16 @@ def _role_masks(episodes, rows):
 
 
 def _score_offsets(episodes, rows):
-  """Returns each episode's score less the rewards of its rows [B].
-
-  Choice: the score of rows that were saved without one (version 0.7) is their mean, as it was then.
-  """
+  """Returns each episode's score less the rewards of its rows [B]."""
   offsets = np.zeros(rows, np.float32)
   for numbers in rows_by_episode(episodes):
     trained = [b for b in numbers if trained_length(episodes[b])]
-    scores = [episodes[b].score for b in trained]
+    of_rows = sum(episodes[b].score for b in trained)
     for b in trained:
-      score = episodes[b].whole_score
-      if score is None:
-        score = sum(scores) / len(scores)
-      offsets[b] = score - sum(scores)
+      whole_score = episodes[b].whole_score
+      if whole_score is None:  # saved by version 0.7: the mean, as it was then
+        whole_score = of_rows / len(trained)
+      offsets[b] = whole_score - of_rows
   return offsets
 
 
@@ -134,10 +117,8 @@ def rows_by_episode(episodes: Sequence[types.Episode]) -> list[np.ndarray]:
 def by_length(episodes: Sequence[types.Episode]) -> list[types.Episode]:
   """Sorts rows by length, so that rows of similar length may share a bin.
 
-  The rows of an episode with several roles stay together, in their order. The longest one counts.
+  The rows of an episode stay together, in their order. The longest one counts.
   """
-  if not any(episode.role for episode in episodes):
-    return sorted(episodes, key=trained_length)
   longest = lambda rows: max(trained_length(episodes[b]) for b in rows)
   order = sorted(rows_by_episode(episodes), key=longest)
   return [episodes[b] for b in np.concatenate(order)]
@@ -147,20 +128,47 @@ def trained_length(episode: types.Episode) -> int:
   """Returns the tokens of the episode up to the last that is trained on; 0 for a failed one."""
   if episode.failed or not episode.turns:
     return 0
-  length = len(episode.prompt) - len(episode.turns[-1].observation)
-  for turn in episode.turns:
-    length += len(turn.tokens) + len(turn.observation)
-  return length
+  return len(episode.prompt) + episode.response_length
 
 
 def _routes(episodes, shape):
-  """Returns the sampler's experts of each token [B,T,L,A], None where they were not recorded."""
-  routes = None
-  for b, episode in enumerate(episodes):
-    parts = [turn.routes for turn in episode.turns]
-    if parts and parts[0] is not None:
-      row = np.concatenate(parts)  # the observation after the last turn was never read
-      if routes is None:
-        routes = np.zeros((*shape, *row.shape[1:]), row.dtype)
-      routes[b, : len(row)] = row
+  """Returns the sampler's experts of each token [B,T,L,A]; None if any turn is without them."""
+  turns = [turn for episode in episodes for turn in episode.turns]
+  if not turns or any(turn.routes is None for turn in turns):
+    return None
+  some = turns[0].routes
+  routes = np.zeros((*shape, *some.shape[1:]), some.dtype)
+  for row, episode in zip(routes, episodes):
+    if episode.turns:
+      read = np.concatenate([turn.routes for turn in episode.turns])
+      row[: len(read)] = read  # the observation after the last turn was never read
   return routes
+
+
+def batch_shapes(
+    rows: int, length: int, routed_model: decoder.ModelConfig | None = None
+) -> types.TurnBatch:
+  """Returns the batch that `to_turn_batch` makes, as ShapeDtypeStructs, for planning.
+
+  For a mixture of experts `routed_model` the batch has the experts of each token, to be replayed.
+  """
+  real = jax.ShapeDtypeStruct((rows, length), np.float32)
+  whole = jax.ShapeDtypeStruct((rows, length), np.int32)
+  routes = None
+  if routed_model is not None:
+    routes = jax.eval_shape(lambda: moe.no_routes(routed_model, rows, length))
+  return types.TurnBatch(
+      tokens=whole,
+      action_mask=real,
+      turn_ids=whole,
+      rewards=real,
+      old_logp=real,
+      ref_logp=real,
+      old_values=real,
+      advantages=real,
+      returns=real,
+      group_ids=jax.ShapeDtypeStruct((rows,), np.int32),
+      behaviour_logp=real,
+      truncated=jax.ShapeDtypeStruct((rows,), np.float32),
+      routes=routes,
+  )

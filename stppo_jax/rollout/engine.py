@@ -21,11 +21,11 @@ with one slot bucket two runs with threads are bitwise equal.
 
 import collections
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
+import operator
 import time
 from typing import Any
 from typing import NamedTuple
@@ -38,6 +38,7 @@ from stppo_jax.distributed import hosts
 from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
+from stppo_jax.rollout import slots as slots_lib
 from stppo_jax.rollout.env_pool import Prompt
 from stppo_jax.rollout.env_pool import TurnCompletion
 
@@ -63,20 +64,21 @@ class Report:
 
   def __add__(self, other: 'Report') -> 'Report':
     """Returns the report of both runs, one after the other."""
-    return Report(
-        {phase: self.seconds[phase] + other.seconds[phase] for phase in self.seconds},
-        self.prefill_tokens + other.prefill_tokens,
-        self.shared_tokens + other.shared_tokens,
-        self.sampled_tokens + other.sampled_tokens,
-        self.decode_steps + other.decode_steps,
-    )
+    mine = dataclasses.asdict(self)
+    sums = jax.tree.map(operator.add, mine, dataclasses.asdict(other))
+    return Report(**sums)
 
   def metrics(self) -> dict[str, float]:
     """Returns the report under the names of metrics.jsonl."""
-    metrics = {f'timing_s/gen_{phase}': seconds for phase, seconds in self.seconds.items()}
-    for name in ('rows_busy', 'decode_steps', 'prefill_tokens', 'shared_tokens'):
-      metrics[f'perf/{name}'] = getattr(self, name)
-    return metrics
+    return {
+        'timing_s/gen_prefill': self.seconds['prefill'],
+        'timing_s/gen_decode': self.seconds['decode'],
+        'timing_s/gen_env': self.seconds['env'],
+        'perf/rows_busy': self.rows_busy,
+        'perf/decode_steps': self.decode_steps,
+        'perf/prefill_tokens': self.prefill_tokens,
+        'perf/shared_tokens': self.shared_tokens,
+    }
 
 
 def run(
@@ -94,85 +96,48 @@ def run(
   Sequences start in their order. An exception of `respond` ends the run, and is raised here.
   """
   chex.assert_equal(len(prompts), keys.size)
-  with env_pool.EnvPool(respond, threads) as pool, contextlib.ExitStack() as resources:
-    engine = _Engine(sampler, params, prompts, keys, pool, threads, resources)
+  with contextlib.ExitStack() as resources:
+    pool = resources.enter_context(env_pool.EnvPool(respond, threads))
+    engine = _Engine(sampler, params, prompts, keys, pool, threads > 0, resources)
     engine.run()
     return engine.report
 
 
-@dataclasses.dataclass(eq=False)
-class _Sequence:
-  """A sequence in progress, and its state."""
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Sequence(slots_lib.ActiveSequence):
+  """A sequence with its turn so far."""
 
   index: int
-  ids: Sequence[int]  # to prefill
-  budget: int  # tokens that its turn may still have
-  length: int = 0  # tokens in its context
-  phase: str = 'ready'  # 'ready' to prefill, 'decoding', or 'waiting' for its environment
-  stop_state: int = 0  # state of the stop automaton
-  tokens: list[np.ndarray] = dataclasses.field(default_factory=list)  # the turn so far
-  logp: list[np.ndarray] = dataclasses.field(default_factory=list)
-  # Experts since the turn before: functions that fetch [n,L,A].
-  routes: list[Callable[[], np.ndarray]] = dataclasses.field(default_factory=list)
+  calls: list[Any] = dataclasses.field(default_factory=list)  # see `sampler.join_turn`
 
-  def length_with_ids(self) -> int:
-    """Length of the context after prefill."""
-    return self.length + len(self.ids)
+  def end_prefill(self, result: sampler_lib.PrefillResult, row: int) -> None:
+    if len(self.ids):
+      self.calls.append((result, row))
+    super().end_prefill(result, row)
 
-  def add(self, sampled: Any, b: int) -> None:
-    """Adds the tokens of row b of `DecodeResult` NumPy arrays."""
-    count = int(sampled.counts[b])
-    self.tokens.append(sampled.tokens[b, :count])
-    self.logp.append(sampled.logp[b, :count])
+  def add(self, sampled: Any) -> None:
+    """Adds the tokens of its row of a `DecodeResult` on the host."""
+    self.calls.append((sampled, self.slot))
+    count = int(sampled.counts[self.slot])
     self.length += count
     self.budget -= count
-    self.stop_state = int(sampled.stop_state[b])
-    if sampled.routes is not None:
-      routes = sampled.routes[b, :count]
-      self.routes.append(lambda: routes)
+    self.stop_state = int(sampled.stop_state[self.slot])
 
   def end_turn(self) -> TurnCompletion:
     """Returns the turn, and waits for the environment."""
-    routes = [fetch() for fetch in self.routes]
-    completion = TurnCompletion(
-        self.index,
-        np.concatenate(self.tokens),
-        np.concatenate(self.logp),
-        np.concatenate(routes) if routes else None,
-    )
+    turn = sampler_lib.join_turn(self.calls)
+    self.calls = []
     self.phase = 'waiting'
     self.stop_state = 0
-    self.tokens = []
-    self.logp = []
-    self.routes = []
-    return completion
-
-
-@dataclasses.dataclass(eq=False)
-class _Group:
-  """Slots that are decoded together, with the same parameters."""
-
-  queue: '_Queue'
-  context: sampler_lib.Context
-  rows: list[Any]  # a _Sequence per slot, None where it is free
-  thread: futures.Executor  # one thread, which waits for the device
-
-  def slots_in(self, phase: str) -> list[int]:
-    """Slots of the sequences in a phase."""
-    return [b for b, row in enumerate(self.rows) if row is not None and row.phase == phase]
-
-  def free(self) -> list[int]:
-    """Slots without a sequence."""
-    return [b for b, row in enumerate(self.rows) if row is None]
+    return TurnCompletion(self.index, turn)
 
 
 class _SharedPrompt(NamedTuple):
   """A prefilled prompt that the next sequence in the queue has too."""
 
   ids: tuple[int, ...]
-  context: sampler_lib.Context
-  prefilled: sampler_lib.PrefillResult
-  source: int  # its row in them
+  prefilled: slots_lib.Prefilled
+  source: int  # its row
 
 
 @dataclasses.dataclass(eq=False)
@@ -182,6 +147,22 @@ class _Queue:
   params: Any
   waiting: collections.deque[_Sequence] = dataclasses.field(default_factory=collections.deque)
   shared: _SharedPrompt | None = None
+
+
+class _Group(slots_lib.SlotGroup):
+  """Slots that take their sequences from a queue."""
+
+  def __init__(self, sampler, queue, thread):
+    super().__init__(sampler, queue.params)
+    self.queue = queue
+    self.thread = thread  # it waits for the device
+
+  def num_decodable(self) -> int:
+    """Counts the rows that the next call could decode."""
+    num_new = min(len(self.free()), len(self.queue.waiting))
+    num_ready = len(self.rows_in('ready'))
+    num_decoding = len(self.rows_in('decoding'))
+    return num_new + num_ready + num_decoding
 
 
 @dataclasses.dataclass
@@ -197,27 +178,34 @@ class _Call:
 class _Engine:
   """The state of one run. Each set of parameters has a queue and groups of its own."""
 
-  def __init__(self, sampler, params, prompts, keys, pool, threads, resources):
+  def __init__(self, sampler, params, prompts, keys, pool, is_threaded, resources):
     self.report = Report()
     self._sampler = sampler
     if not isinstance(params, list):
       params = [params]
     self._queues = [_Queue(one) for one in params]
-    self._keys = np.asarray(jax.random.key_data(keys.reshape(-1)))
+    # A CPU runs the programs of one thread in order, and those of several side by side: two groups
+    # take two thirds of the time. Programs of several devices stay in order, since each could wait
+    # for the other.
+    devices = jax.tree.leaves(params)[0].devices()
+    platforms = [device.platform for device in devices]
+    self._is_one_cpu = platforms == ['cpu']
+    flat_keys = keys.reshape(-1)
+    self._keys = np.asarray(jax.random.key_data(flat_keys))
     self._pool = pool
-    self._is_threaded = threads > 0
+    self._is_threaded = is_threaded
     self._resources = resources
     self._groups: list[_Group] = []
     self._max_groups = sampler.num_groups // len(params)  # per queue
-    self._slots: dict[int, tuple[_Group, int]] = {}  # sequence in progress -> its slot
+    self._active: dict[int, _Sequence] = {}  # sequences with a slot, by their number
     self._calls: list[_Call] = []  # in progress on the device, or in its queue
-    self._last_prefill = None  # result of the last prefill of a launch: the new lengths
     self._clock = time.perf_counter()
 
     self._unstarted: collections.deque[_Sequence] = collections.deque()
     for i, prompt in enumerate(prompts):
       if prompt.budget > 0:
-        self._unstarted.append(_Sequence(i, prompt.ids, prompt.budget))
+        sequence = self._make_sequence(i, prompt)
+        self._unstarted.append(sequence)
     num_starts = len(self._unstarted)
     self._rows_per_env = 1
     if keys.ndim == 2:
@@ -234,8 +222,11 @@ class _Engine:
 
   def run(self) -> None:
     """Runs until no sequence is left."""
-    while self._has_waiting() or self._slots:
-      while len(self._calls) < CALLS and (group := self._next_group()):
+    while self._num_waiting() or self._active:
+      while len(self._calls) < CALLS:
+        group = self._next_group()
+        if group is None:
+          break
         self._calls.append(self._launch(group))
       self._wait()
       for call in self._awaited():
@@ -243,24 +234,38 @@ class _Engine:
           self._calls.remove(call)
           self._pool.step(self._finish(call))
       self._take_prompts()
+    self.report.prefill_tokens = sum(group.prefill_tokens for group in self._groups)
 
-  def _awaited(self) -> list[_Call]:
-    """Calls that may be finished next: with threads any, else the oldest."""
-    return list(self._calls) if self._is_threaded else self._calls[:1]
+  def _make_sequence(self, index, prompt):
+    key = self._keys[index]
+    return _Sequence(index=index, ids=prompt.ids, budget=prompt.budget, key=key)
+
+  def _awaited(self):
+    """Returns the calls that may be finished next: with threads any, else the oldest."""
+    if self._is_threaded:
+      return list(self._calls)
+    return self._calls[:1]
 
   def _wait(self):
     """Waits until a call is prefilled or done, or a response came that could start one."""
-    calls = self._awaited()
-    events = [call.done if call.prefilled.done() else call.prefilled for call in calls]
-    is_decoding = all(call.prefilled.done() for call in calls)
+    prefilling = []
+    decoding = []
+    for call in self._awaited():
+      if call.prefilled.done():
+        decoding.append(call.done)
+      else:
+        prefilling.append(call.prefilled)
+    events = prefilling + decoding
     if len(self._calls) < CALLS:
       events += self._pool.in_progress
     if events:
       futures.wait(events, return_when=futures.FIRST_COMPLETED)
-    if not calls:
-      self._lap('env')
+    if prefilling:
+      self._lap('prefill')
+    elif decoding:
+      self._lap('decode')
     else:
-      self._lap('decode' if is_decoding else 'prefill')
+      self._lap('env')
 
   def _lap(self, phase):
     """Adds the time since the last lap to a phase."""
@@ -268,285 +273,193 @@ class _Engine:
     self.report.seconds[phase] += now - self._clock
     self._clock = now
 
-  def _start(self, count: int) -> None:
+  def _start(self, count):
     """Queues the next `count` sequences that have not started."""
-    for _ in range(min(count, len(self._unstarted))):
+    while count and self._unstarted:
       self._enqueue(self._unstarted.popleft())
+      count -= 1
 
-  def _enqueue(self, sequence: _Sequence) -> None:
-    queue = self._queues[sequence.index % len(self._queues)]
-    queue.waiting.append(sequence)
+  def _enqueue(self, sequence):
+    number = sequence.index % len(self._queues)
+    self._queues[number].waiting.append(sequence)
 
-  def _has_waiting(self) -> bool:
-    return any(queue.waiting for queue in self._queues)
+  def _num_waiting(self):
+    return sum(len(queue.waiting) for queue in self._queues)
 
-  def _next_group(self) -> _Group | None:
+  def _next_group(self):
     """Returns the group, of those not in a call, in which most rows can be decoded."""
-
-    def decodable(group):
-      num_new = min(len(group.free()), len(group.queue.waiting))
-      num_ready = len(group.slots_in('ready'))
-      return len(group.slots_in('decoding')) + num_ready + num_new
-
     width = self._sampler.width
-    if self._calls and not self._has_waiting() and len(self._slots) <= width:
+    if self._calls and not self._num_waiting() and len(self._active) <= width:
       return None  # the last rows are to share a group, and those in a call cannot move
-    groups = [group for group in self._groups if self._can_move(group)]
+    idle = [group for group in self._groups if self._is_idle(group)]
     for queue in self._queues:
-      counts = [decodable(group) for group in groups if group.queue is queue]
       num_groups = sum(group.queue is queue for group in self._groups)
+      counts = [group.num_decodable() for group in idle if group.queue is queue]
+      most = max(counts, default=0)
       wanted = min(width, len(queue.waiting))
-      if num_groups < self._max_groups and max(counts, default=0) < wanted:
+      if num_groups < self._max_groups and most < wanted:
         return self._add_group(queue)
-    group = max(groups, key=decodable, default=None)  # the first of several
-    return group if group is not None and decodable(group) else None
+    group = max(idle, key=_Group.num_decodable, default=None)  # the first of several
+    if group is None or not group.num_decodable():
+      return None
+    return group
 
-  def _add_group(self, queue: _Queue) -> _Group:
-    width = self._sampler.width
-    context = self._sampler.empty(width, self._sampler.slot_buckets[0])
-    thread = self._resources.enter_context(futures.ThreadPoolExecutor(1, 'group'))
-    group = _Group(queue, context, [None] * width, thread)
+  def _is_idle(self, group):
+    """Returns whether the group is in no call."""
+    return all(group is not call.group for call in self._calls)
+
+  def _add_group(self, queue):
+    thread = futures.ThreadPoolExecutor(1, 'group')
+    self._resources.enter_context(thread)
+    group = _Group(self._sampler, queue, thread)
     self._groups.append(group)
     return group
 
-  def _launch(self, group: _Group) -> _Call:
+  def _launch(self, group):
     """Fills free slots, prefills, and starts to decode; returns before the device is done."""
-    self._last_prefill = None
-    admitted = self._admit(group)
-    if self._sampler.in_place:
-      self._prefill_in_place(group)
-    else:
-      self._prefill_prompts(group, admitted)
-      self._prefill_observations(group)
+    self._admit(group)
+    group.last_prefill = None
+    if not self._sampler.in_place:
+      self._prefill_prompts(group)
+      self._prefill_rows(group, group.rows_in('ready'))
+      for other in self._emptier_groups(group):
+        rows = other.rows_in('decoding') + other.rows_in('ready')
+        num_free = len(group.free())
+        self._prefill_rows(group, rows[:num_free])
+    elif self._should_prefill(group):
+      group.prefill_in_place()
     self._lap('prefill')
-    sampled = self._decode(group)
+    num_decoding = len(group.rows_in('decoding'))
+    enough = sampling.round_up(num_decoding, 4) // 4
+    if self._is_one_cpu:
+      call = group.thread.submit(group.decode, enough)
+      sampled = call.result()
+    else:
+      sampled = group.decode(enough)
     self._lap('decode')
-    prefilled = group.thread.submit(jax.block_until_ready, self._last_prefill)
+    prefilled = group.thread.submit(jax.block_until_ready, group.last_prefill)
     done = group.thread.submit(jax.block_until_ready, sampled)
     return _Call(group, sampled, prefilled, done)
 
-  def _decode(self, group: _Group) -> sampler_lib.DecodeResult:
-    slots = group.slots_in('decoding')
-    longest = max(group.rows[b].length for b in slots)
-    group.context = self._sampler.with_room(group.context, longest + 1)
-    inputs = self._sampler.idle_rows(self._sampler.width)
-    for b, row in enumerate(group.rows):
-      if row is not None:  # rows that are not decoded are also written to, behind their end
-        inputs.lengths[b] = row.length
-    for b in slots:
-      row = group.rows[b]
-      inputs.stop_state[b] = row.stop_state
-      inputs.budgets[b] = row.budget
-      inputs.keys[b] = self._keys[row.index]
-    group.context, sampled = self._dispatch(
-        group,
-        self._sampler.decode,
-        group.queue.params,
-        group.context,
-        inputs,
-        steps=group.context.slots - longest,
-        enough=-(-len(slots) // 4),
-    )
-    return sampled
+  def _should_prefill(self, group):
+    """Returns whether to prefill in place. This computes all rows: a few wait while many decode."""
+    width = self._sampler.width
+    num_ready = len(group.rows_in('ready'))
+    num_decoding = len(group.rows_in('decoding'))
+    is_few = 4 * num_ready < width
+    are_many = 16 * num_decoding >= width
+    return num_ready > 0 and not (is_few and are_many)
 
-  def _dispatch(self, group: _Group, function, *args, **kwargs):
-    """Calls function(*args), which starts work on the device, without waiting for the result.
+  def _prefill_prompts(self, group):
+    """Prefills each prompt once. Other sequences with it, now or later, get copies of the row."""
+    by_prompt: dict[tuple[int, ...], list[_Sequence]] = {}
+    for sequence in group.rows_in('ready'):
+      if sequence.length == 0:
+        prompt = tuple(sequence.ids)
+        by_prompt.setdefault(prompt, []).append(sequence)
+    queue = group.queue
+    shared = queue.shared
+    if shared is not None:
+      copies = by_prompt.pop(shared.ids, [])
+      group.put(shared.prefilled, copies, [shared.source] * len(copies))
+      self.report.shared_tokens += len(shared.ids) * len(copies)
+    next_prompt = tuple(queue.waiting[0].ids) if queue.waiting else ()
+    if shared is not None and shared.ids != next_prompt:
+      queue.shared = None
+    prompts = sorted(by_prompt, key=len)  # similar lengths are cut into similar chunks
+    for batch in sampling.batched(prompts, self._sampler.prefill_rows):
+      firsts = [by_prompt[prompt][0] for prompt in batch]
+      prefilled = group.prefill_new(firsts)
+      sequences = []
+      sources = []
+      for source, prompt in enumerate(batch):
+        equal = by_prompt[prompt]
+        num_copies = len(equal) - 1
+        sequences += equal
+        sources += [source] * len(equal)
+        self.report.shared_tokens += len(prompt) * num_copies
+      group.put(prefilled, sequences, sources)
+      if next_prompt in batch:
+        source = batch.index(next_prompt)
+        queue.shared = _SharedPrompt(next_prompt, prefilled, source)
 
-    A CPU runs the programs of one thread in order, and those of several side by side: two groups
-    take two thirds of the time. So there each group has its thread. Programs of several devices
-    stay in order, since each could wait for the other.
-    """
-    devices = jax.tree.leaves(group.queue.params)[0].devices()
-    if len(devices) > 1 or next(iter(devices)).platform != 'cpu':
-      return function(*args, **kwargs)
-    return group.thread.submit(function, *args, **kwargs).result()
+  def _prefill_rows(self, group, sequences):
+    """Prefills rows out of place. Rows of another group move to this one."""
+    by_length = sorted(sequences, key=lambda sequence: len(sequence.ids))
+    for batch in sampling.batched(by_length, self._sampler.prefill_rows):
+      home = batch[0].group
+      slots = [sequence.slot for sequence in batch]
+      if home is not group:
+        for sequence, slot in zip(batch, group.free()):
+          sequence.occupy(group, slot)
+      group.prefill_rows(home, slots, batch)
 
-  def _finish(self, call: _Call) -> list[TurnCompletion]:
+  def _admit(self, group):
+    """Gives the free slots to the next sequences."""
+    waiting = group.queue.waiting
+    for slot in group.free()[: len(waiting)]:
+      sequence = waiting.popleft()
+      self._check_room(sequence)
+      sequence.occupy(group, slot)
+      self._active[sequence.index] = sequence
+
+  def _emptier_groups(self, group):
+    """Yields groups whose rows should move to `group`, so that fewer groups are decoded."""
+    if group.queue.waiting:
+      return
+    for other in self._groups:
+      is_alike = other.queue is group.queue and self._is_idle(other)
+      if is_alike and self._emptiness(other) > self._emptiness(group):
+        yield other
+
+  def _emptiness(self, group):
+    """Orders groups by their free slots. Of equally empty groups the later one is emptier."""
+    return len(group.free()), self._groups.index(group)
+
+  def _finish(self, call):
     """Returns the turns that ended with a call that is done."""
     call.done.result()
-    if not self._sampler.records_routes:
-      call.sampled = dataclasses.replace(call.sampled, routes=None)
     sampled: Any = hosts.fetch(call.sampled)
     completions = []
-    for b in call.group.slots_in('decoding'):
-      sequence = call.group.rows[b]
-      sequence.add(sampled, b)
-      if not sampled.alive[b]:
+    for sequence in call.group.rows_in('decoding'):
+      sequence.add(sampled)
+      if not sampled.alive[sequence.slot]:
         completions.append(sequence.end_turn())
     self.report.decode_steps += int(sampled.counts.max())
     self.report.sampled_tokens += int(sampled.counts.sum())
     self._lap('decode')
     return completions
 
-  def _take_prompts(self) -> None:
+  def _take_prompts(self):
     """Takes the prompts that the environments have given."""
     for index, prompt in self._pool.take_prompts():
+      sequence = self._active.get(index)
       if prompt.budget <= 0:
         self._end_environment(index)
-      elif index not in self._slots:
-        self._enqueue(_Sequence(index, prompt.ids, prompt.budget))
+      elif sequence is None:
+        self._enqueue(self._make_sequence(index, prompt))
       else:
-        group, b = self._slots[index]
-        sequence = group.rows[b]
         sequence.ids = prompt.ids
         sequence.budget = prompt.budget
         sequence.phase = 'ready'
         self._check_room(sequence)
     self._lap('env')
 
-  def _end_environment(self, index: int) -> None:
+  def _end_environment(self, index):
     """Frees the slots of the environment of a sequence, and starts the next environment."""
     first = index - index % self._rows_per_env
     for i in range(first, first + self._rows_per_env):
-      if i in self._slots:
-        group, b = self._slots.pop(i)
-        group.rows[b] = None
+      sequence = self._active.pop(i, None)
+      if sequence is not None:
+        sequence.leave()
     self._start(1)
 
   def _check_room(self, sequence):
-    if sequence.length_with_ids() == 0:
+    length = sequence.length_with_ids
+    if length == 0:
       raise ValueError('a sequence without any context cannot be sampled: give it a prompt')
-    if sequence.length_with_ids() + sequence.budget > self._sampler.max_slots:
+    if length + sequence.budget > self._sampler.max_slots:
       raise ValueError(
-          f'{sequence.length} tokens, {len(sequence.ids)} to prefill and a turn of '
-          f'{sequence.budget} do not fit in max_slots={self._sampler.max_slots}: lower the budget'
+          f'{length} tokens and a turn of {sequence.budget} do not fit in '
+          f'max_slots={self._sampler.max_slots}: lower the budget'
       )
-
-  def _occupy(self, sequence: _Sequence, group: _Group, b: int) -> None:
-    group.rows[b] = sequence
-    self._slots[sequence.index] = (group, b)
-
-  def _admit(self, group: _Group) -> list[_Sequence]:
-    """Gives the free slots to the next sequences; returns them."""
-    waiting = group.queue.waiting
-    admitted = []
-    for b in group.free()[: len(waiting)]:
-      sequence = waiting.popleft()
-      self._check_room(sequence)
-      self._occupy(sequence, group, b)
-      admitted.append(sequence)
-    return admitted
-
-  def _prefill_prompts(self, group: _Group, admitted: list[_Sequence]) -> None:
-    """Prefills each prompt once; other sequences with it, now or later, get copies of the row."""
-    if not admitted:
-      return
-    by_prompt: dict[tuple[int, ...], list[_Sequence]] = {}
-    for sequence in admitted:
-      by_prompt.setdefault(tuple(sequence.ids), []).append(sequence)
-    queue = group.queue
-    shared = queue.shared
-    if shared and (copies := by_prompt.pop(shared.ids, None)):
-      self.report.shared_tokens += len(shared.ids) * len(copies)
-      pairs = [(sequence, shared.source) for sequence in copies]
-      self._put(group, shared.context, shared.prefilled, pairs)
-    next_prompt = tuple(queue.waiting[0].ids) if queue.waiting else ()
-    if shared and shared.ids != next_prompt:
-      queue.shared = None
-    prompts = sorted(by_prompt, key=len)  # similar lengths are cut into similar chunks
-    for batch in sampling.batched(prompts, self._sampler.prefill_rows):
-      group.context = self._sampler.with_room(group.context, len(batch[-1]))
-      context = self._sampler.empty(self._sampler.prefill_rows, group.context.slots)
-      starts = [0] * len(batch)
-      context, prefilled = self._prefill(group, context, batch, starts)
-      pairs = []
-      for source, prompt in enumerate(batch):
-        sequences = by_prompt[prompt]
-        pairs += [(sequence, source) for sequence in sequences]
-        self.report.shared_tokens += len(prompt) * (len(sequences) - 1)
-      self._put(group, context, prefilled, pairs)
-      if next_prompt in batch:
-        source = batch.index(next_prompt)
-        queue.shared = _SharedPrompt(next_prompt, context, prefilled, source)
-
-  def _prefill(self, group, context, ids, starts):
-    """Runs and counts `Sampler.prefill` of the first rows of `context`."""
-    self.report.prefill_tokens += sum(map(len, ids))
-    params = group.queue.params
-    context, prefilled = self._sampler.prefill(params, context, ids, starts)
-    if prefilled.lengths is not None:
-      self._last_prefill = prefilled.lengths
-    return context, prefilled
-
-  def _put(self, group: _Group, context, prefilled, pairs: list[tuple[_Sequence, int]]) -> None:
-    """Copies rows of `context` to the group: pairs (sequence, number of the row that it copies)."""
-    group.context = self._sampler.with_room(group.context, context.slots)
-    for batch in sampling.batched(pairs, self._sampler.prefill_rows):
-      targets = [self._slots[sequence.index][1] for sequence, _ in batch]
-      sources = [source for _, source in batch]
-      group.context = self._sampler.put(group.context, context, targets, sources)
-    for sequence, source in pairs:
-      self._begin_decoding(sequence, prefilled, source)
-
-  def _begin_decoding(self, sequence, prefilled, source):
-    """Moves on from prefill to decoding. Experts are fetched when the turn has ended."""
-    if self._sampler.records_routes and len(sequence.ids):
-      sequence.routes.append(lambda: prefilled.routes(source))
-    sequence.length = sequence.length_with_ids()
-    sequence.ids = ()
-    sequence.phase = 'decoding'
-
-  def _prefill_in_place(self, group: _Group) -> None:
-    """Prefills the group's rows where they are; the others do not change."""
-    slots = group.slots_in('ready')
-    width = self._sampler.width
-    num_decoding = len(group.slots_in('decoding'))
-    # A prefill computes all rows, also those that are not ready: a few wait while many decode.
-    if not slots or (4 * len(slots) < width and 16 * num_decoding >= width):
-      return
-    ids = [() if row is None else row.ids for row in group.rows]
-    starts = [0 if row is None else row.length for row in group.rows]
-    needed = max(group.rows[b].length_with_ids() for b in slots)
-    group.context = self._sampler.with_room(group.context, needed)
-    group.context, prefilled = self._prefill(group, group.context, ids, starts)
-    for b in slots:
-      self._begin_decoding(group.rows[b], prefilled, b)
-
-  def _prefill_observations(self, group: _Group) -> None:
-    """Prefills rows that are taken out of their group, and puts them back.
-
-    When the queue is empty, rows of emptier groups move here, so that fewer groups have to be
-    decoded.
-    """
-    for home, slots in self._to_prefill(group):
-      for batch in sampling.batched(slots, self._sampler.prefill_rows):
-        sequences = [home.rows[b] for b in batch]
-        needed = max(sequence.length_with_ids() for sequence in sequences)
-        group.context = self._sampler.with_room(group.context, max(needed, home.context.slots))
-        context = self._sampler.take(home.context, batch)
-        context = self._sampler.with_room(context, group.context.slots)
-        ids = [sequence.ids for sequence in sequences]
-        starts = [sequence.length for sequence in sequences]
-        context, prefilled = self._prefill(group, context, ids, starts)
-        if home is not group:
-          for sequence, b, target in zip(sequences, batch, group.free()):
-            home.rows[b] = None
-            self._occupy(sequence, group, target)
-        pairs = [(sequence, source) for source, sequence in enumerate(sequences)]
-        self._put(group, context, prefilled, pairs)
-
-  def _to_prefill(self, group: _Group) -> Iterator[tuple[_Group, list[int]]]:
-    """Yields (their group, slots) of the rows to be put into `group`, shortest first."""
-    yield group, self._by_length(group, group.slots_in('ready'))
-    for other in self._groups:
-      if (
-          not group.queue.waiting
-          and other.queue is group.queue
-          and group.free()
-          and self._can_move(other)
-          and self._emptiness(other) > self._emptiness(group)
-      ):
-        num_free = len(group.free())
-        slots = other.slots_in('decoding') + other.slots_in('ready')
-        yield other, self._by_length(other, slots[:num_free])
-
-  def _emptiness(self, group):
-    return len(group.free()), self._groups.index(group)  # among equally empty groups the later
-
-  def _can_move(self, group: _Group) -> bool:
-    """Returns whether the group is in no call."""
-    return all(group is not call.group for call in self._calls)
-
-  def _by_length(self, group, slots):
-    """Sorts slots by the number of ids to prefill: similar ones are cut into similar chunks."""
-    return sorted(slots, key=lambda b: len(group.rows[b].ids))

@@ -6,7 +6,8 @@ from concurrent import futures
 import dataclasses
 
 import chex
-import numpy as np
+
+from stppo_jax import types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +24,7 @@ class TurnCompletion:
   """A turn of the agent that ended."""
 
   index: int  # number of its sequence
-  tokens: np.ndarray  # [n] int32
-  logp: np.ndarray  # [n] float32
-  routes: np.ndarray | None = None  # [p+n,L,A] experts of the p tokens prefilled before, and of it
+  turn: types.Turn  # without an observation
 
 
 class EnvPool:

@@ -113,13 +113,13 @@ def play(
   )
   reset_s = time.perf_counter() - started
 
-  def respond(turns: list[engine.TurnCompletion]) -> list[engine.Prompt]:
-    texts = [action_text(tokenizer, turn.tokens) for turn in turns]
-    envs = [rows.envs[turn.index // num_roles] for turn in turns]
+  def respond(completions: list[engine.TurnCompletion]) -> list[engine.Prompt]:
+    texts = [action_text(tokenizer, completion.turn.tokens) for completion in completions]
+    envs = [rows.envs[completion.index // num_roles] for completion in completions]
     prompts = []
-    for turn, outcome in zip(turns, rules.step_envs(envs, texts)):
-      i, role = divmod(turn.index, num_roles)
-      active_role, prompt = states[i].record(role, turn, outcome)
+    for completion, outcome in zip(completions, rules.step_envs(envs, texts)):
+      i, role = divmod(completion.index, num_roles)
+      active_role, prompt = states[i].record(role, completion.turn, outcome)
       prompts.append(dataclasses.replace(prompt, sequence=i * num_roles + active_role))
     return prompts
 
@@ -223,11 +223,11 @@ class EpisodeState:
     return active_role, prompt
 
   def record(
-      self, role: int, completion: engine.TurnCompletion, outcome: protocol.Step
+      self, role: int, turn: types.Turn, outcome: protocol.Step
   ) -> tuple[int, engine.Prompt]:
     """Adds a turn of a role and its outcome; returns (number of the next role, its prompt)."""
     observation, reward, terminated, truncated, info = outcome
-    self._add_turn(self.episodes[role], completion, reward, info)
+    self._add_turn(self.episodes[role], turn, reward, info)
     for episode in self.episodes:
       self._add_outcome(episode, info)
     if 'environment_error' in info:
@@ -261,9 +261,7 @@ class EpisodeState:
       return _prompt(ids, len(ids), limits) if fits else None
     text = protocol.full_text(observation, info)
     ids = self._framing.encode(text, episode.turns[-1].tokens)
-    length = len(episode.prompt) + len(ids)
-    for turn in episode.turns:
-      length += len(turn.tokens) + len(turn.observation)
+    length = len(episode.prompt) + episode.response_length + len(ids)
     if length + _least_turn(limits) > limits.max_total_tokens:
       return None
     episode.turns[-1].observation = np.array(ids, np.int32)
@@ -291,44 +289,32 @@ class EpisodeState:
       episode.truncated = truncated
     return _OVER
 
-  def _add_turn(self, episode, completion, reward, info):
-    tokens = completion.tokens
-    action = str(info.get('action') or 'other')  # a GEM environment names none
-    counts = episode.counts
-    counts['invalid'] += action == 'invalid'
-    counts['repeated'] += any(np.array_equal(tokens, turn.tokens) for turn in episode.turns)
-    counts['empty'] += not action_text(self._framing.tokenizer, tokens).strip()
-    counts['cut'] += action == 'invalid' and len(tokens) >= self._limits.max_turn_tokens
-    turn = types.Turn(
-        tokens,
-        completion.logp,
-        observation=np.zeros((0,), np.int32),
-        action=action,
-        reward=finite('reward', reward),
-        routes=completion.routes,
-    )
+  def _add_turn(self, episode, turn, reward, info):
+    turn.action = str(info.get('action') or 'other')  # a GEM environment names none
+    turn.reward = finite('reward', reward)
     episode.turns.append(turn)
+    max_turn = self._limits.max_turn_tokens
+    episode.counts |= count_turns(episode.turns, self._framing.tokenizer, max_turn)
 
   def _add_outcome(self, episode, info):
     """Adds failure, metrics and further rewards of a step to the episode of a role."""
     episode.failed |= bool(info.get('retrieval_failed', False))
     metrics = dict(info.get('metrics') or {})
     if len(self._roles) > 1:
-      metrics.update(self._of_role(info, 'role_metrics', episode.role, {}))
-      self._add_reward(episode, self._of_role(info, 'rewards', episode.role, 0.0))
+      metrics |= self._by_role(info, 'role_metrics').get(episode.role, {})
+      self._add_reward(episode, self._by_role(info, 'rewards').get(episode.role, 0.0))
     for name, value in metrics.items():
       episode.metrics[name] = finite(f"info['metrics'][{name!r}]", value)
 
-  def _of_role(self, info, key, role, default):
-    """Returns the entry of a role in info[key]. UserError: info[key] has another role."""
+  def _by_role(self, info, key):
+    """Returns info[key]. UserError: it has another role than those of the environment."""
     by_role = info.get(key) or {}
-    for name in by_role:
-      if name not in self._roles:
-        raise types.UserError(
-            f'the environment gave rewards or metrics of {name!r}: its roles are '
-            f'{", ".join(self._roles)}'
-        )
-    return by_role.get(role, default)
+    if unknown := by_role.keys() - set(self._roles):
+      raise types.UserError(
+          f'the environment gave rewards or metrics of {unknown.pop()!r}: its roles are '
+          f'{", ".join(self._roles)}'
+      )
+    return by_role
 
   def _add_reward(self, episode, reward):
     if episode.turns:
@@ -356,6 +342,21 @@ def action_text(tokenizer: tokenizer_lib.Tokenizer, tokens: np.ndarray) -> str:
   if tokens[-1] in tokenizer.eos_ids:
     tokens = tokens[:-1]
   return tokenizer.decode(tokens)
+
+
+def count_turns(
+    turns: Sequence[types.Turn], tokenizer: tokenizer_lib.Tokenizer, max_turn: int
+) -> dict[str, float]:
+  """Returns the numbers of turns that are invalid, repeated, empty, or cut at `max_turn` tokens."""
+  invalid = [turn for turn in turns if turn.action == 'invalid']
+  different = {turn.tokens.tobytes() for turn in turns}
+  texts = [action_text(tokenizer, turn.tokens).strip() for turn in turns]
+  return {
+      'invalid': float(len(invalid)),
+      'repeated': float(len(turns) - len(different)),
+      'empty': float(texts.count('')),
+      'cut': float(sum(len(turn.tokens) >= max_turn for turn in invalid)),
+  }
 
 
 def finite(name: str, value) -> float:

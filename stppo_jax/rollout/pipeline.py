@@ -23,7 +23,6 @@ from typing import Any
 
 from absl import logging
 import jax
-import numpy as np
 
 from stppo_jax import types
 from stppo_jax.distributed import hosts
@@ -89,30 +88,43 @@ class Batches:
     the last round stay, so that the batch has its size. verl raises an error there.
     """
     started = time.perf_counter()
-    tasks = self.tasks(number)
     key, _ = batch_keys(self.seed, number)
-    num_groups = len(tasks) // self.group_size
-    rounds = [self._play(params, key, tasks, range(num_groups))]
-    episodes = rounds[0].episodes
-    if all(row.counts.get('prompt_too_long') for row in episodes if not row.absent):
+    tasks = self.tasks(number)
+    used = {task.id for task in tasks}
+    size = self.group_size * self.rows_per_episode
+    rounds = [self._play(params, key, tasks, range(len(tasks) // self.group_size))]
+    groups = sampling.batched(rounds[0].episodes, size)
+    if all(row.counts.get('prompt_too_long') for row in rounds[0].episodes if not row.absent):
       raise types.RunError(
-          f'the prompts of all {len(episodes)} episodes of batch {number} are longer than '
+          f'the prompts of all episodes of batch {number} are longer than '
           'config.rollout.max_prompt, and nothing can be trained on: raise it and max_total'
       )
-    measured = {}
-    if self.max_num_gen_batches > 1:
-      episodes = self._refilled(params, key, number, rounds)
-      measured = _refill_metrics(rounds, episodes, self.group_size * self.rows_per_episode)
-    report = engine.Report()
-    played = []
-    for one_round in rounds:
-      report += one_round.report
-      played += one_round.episodes
+    while len(rounds) < self.max_num_gen_batches:
+      wanted = [i for i, group in enumerate(groups) if not has_spread(group)]
+      if not wanted:
+        break
+      questions = self.stream.further(number - 1, len(rounds), len(wanted), used)
+      used |= {task.id for task in questions}
+      tasks = _repeat(questions, self.group_size)
+      round_key = jax.random.fold_in(key, len(rounds))
+      rounds.append(self._play(params, round_key, tasks, wanted))
+      new_groups = sampling.batched(rounds[-1].episodes, size)
+      for i, group in zip(wanted, new_groups, strict=True):
+        if has_spread(group):
+          groups[i] = group
+    played = list(itertools.chain(*[one_round.episodes for one_round in rounds]))
     check_environment(played, self.max_failed)
-    measured |= report.metrics()
+    report = sum((one_round.report for one_round in rounds), engine.Report())
+    measured = report.metrics()
     measured['env/replays'] = sum(one_round.replays for one_round in rounds)
+    if self.max_num_gen_batches > 1:
+      played_groups = sampling.batched(played, size)
+      measured['train/num_gen_batches'] = len(rounds)
+      measured['rollout/questions'] = len(played_groups)
+      measured['rollout/groups_with_spread'] = _share_with_spread(played_groups)
+      measured['rollout/groups_kept'] = _share_with_spread(groups)
     measured['timing_s/gen'] = time.perf_counter() - started
-    return Sampled(number, staleness, episodes, measured)
+    return Sampled(number, staleness, list(itertools.chain(*groups)), measured)
 
   def restored(self, record: dict) -> Sampled:
     """Returns a batch that a checkpoint holds as JSON, with its questions."""
@@ -131,26 +143,6 @@ class Batches:
         lambda: self.agent.play(params, tasks, keys, numbers, give_up=self.give_up)
     )
     return _Round(episodes, replays, self.agent.report)
-
-  def _refilled(self, params, key, number, rounds):
-    """Returns the episodes of a batch after further rounds, which are added to `rounds`."""
-    size = self.group_size * self.rows_per_episode
-    groups = sampling.batched(rounds[0].episodes, size)
-    used = {group[0].task.id for group in groups}
-    while len(rounds) < self.max_num_gen_batches:
-      wanted = [i for i, group in enumerate(groups) if not has_spread(group)]
-      if not wanted:
-        break
-      questions = self.stream.further(number - 1, len(rounds), len(wanted), used)
-      used |= {task.id for task in questions}
-      tasks = _repeat(questions, self.group_size)
-      round_key = jax.random.fold_in(key, len(rounds))
-      rounds.append(self._play(params, round_key, tasks, wanted))
-      new_groups = sampling.batched(rounds[-1].episodes, size)
-      for i, group in zip(wanted, new_groups, strict=True):
-        if has_spread(group):
-          groups[i] = group
-    return list(itertools.chain(*groups))
 
   def until_answered(self, play: Callable) -> tuple[list[types.Episode], int]:
     """Calls `play_through` with the limits of this run."""
@@ -173,14 +165,13 @@ def has_spread(group: Sequence[types.Episode]) -> bool:
 
   Only rows with the same group number are compared. Failed and absent rows do not count.
   """
-  by_number: dict[int, list[types.Episode]] = {}
+  by_number = collections.defaultdict(list)
   for row in group:
     if not (row.failed or row.absent):
-      by_number.setdefault(row.group, []).append(row)
+      by_number[row.group].append(row)
   for rows in by_number.values():
     scores = [row.score for row in rows]
-    sums = [sum(abs(turn.reward) for turn in row.turns) for row in rows]
-    largest = max(sums)
+    largest = max(sum(abs(turn.reward) for turn in row.turns) for row in rows)
     if max(scores) - min(scores) > types.ROUNDING * largest:
       return True
   return False
@@ -193,18 +184,8 @@ def _repeat(items, times):
   return repeated
 
 
-def _refill_metrics(rounds, episodes, size):
-  """Returns the number of rounds and questions, and the shares of groups with a spread."""
-  played = []
-  for one_round in rounds:
-    played += sampling.batched(one_round.episodes, size)
-  share = lambda groups: sum(map(has_spread, groups)) / len(groups)
-  return {
-      'train/num_gen_batches': len(rounds),
-      'rollout/questions': len(played),
-      'rollout/groups_with_spread': share(played),
-      'rollout/groups_kept': share(sampling.batched(episodes, size)),
-  }
+def _share_with_spread(groups):
+  return sum(map(has_spread, groups)) / len(groups)
 
 
 def batch_keys(seed: int, number: int) -> tuple[jax.Array, jax.Array]:
@@ -247,18 +228,17 @@ class Pipeline:
     staleness, so a run's first batches are less stale than the others. A batch that was Stopped
     stays the next one.
     """
-    if not self._staleness:
-      return self._sample(self._copy(params), number, 0)
-    assert self._thread is not None
     copy = self._copy(params)
+    if self._thread is None:
+      return self._sample(copy, number, 0)
     for staleness in range(len(self._ahead), self._staleness + 1):
       self._ahead.append(_Ahead(Unsampled(number + staleness, staleness, copy)))
     for ahead in self._ahead:
-      if isinstance(ahead.batch, Unsampled) and ahead.future is None:
+      if ahead.future is None:
         ahead.future = self._thread.submit(self._run, ahead)
     first = self._ahead[0]
-    if first.future is not None:
-      first.future.result()
+    assert first.future is not None
+    first.future.result()
     assert isinstance(first.batch, Sampled)
     self._ahead.popleft()
     return first.batch
@@ -282,15 +262,16 @@ class Pipeline:
       self._thread.shutdown(wait=True, cancel_futures=True)
 
   def _run(self, ahead):
-    with self._sampling:
-      wanted = ahead.batch
-      # The copy is not needed any more once the batch is there.
-      ahead.batch = self._sample(wanted.params, wanted.number, wanted.staleness)
+    wanted = ahead.batch
+    if isinstance(wanted, Unsampled):
+      with self._sampling:
+        # The copy is not needed any more once the batch is there.
+        ahead.batch = self._sample(wanted.params, wanted.number, wanted.staleness)
 
 
 @dataclasses.dataclass
 class _Ahead:
-  """A batch ahead; `future` samples it, where the checkpoint did not hold it."""
+  """A batch ahead; `future` samples it, unless the checkpoint held it."""
 
   batch: Sampled | Unsampled
   future: futures.Future | None = None
@@ -306,17 +287,6 @@ def to_json(batch: Sampled) -> dict[str, Any]:
   }
 
 
-def _turn_of_0_7(turn: Mapping[str, Any]) -> types.Turn:
-  return types.Turn(
-      np.array(turn['tokens'], np.int32),
-      np.array(turn['logp'], np.float32),
-      np.array(turn['observation'], np.int32),
-      turn['action'],
-      turn['reward'],
-      types.unpack_array(turn.get('routes')),
-  )
-
-
 def from_json(record: Mapping[str, Any], tasks: Sequence[types.Task]) -> Sampled:
   """Inverts `to_json`; `tasks` are those of the batch's episodes, in their order."""
   episodes = []
@@ -326,11 +296,12 @@ def from_json(record: Mapping[str, Any], tasks: Sequence[types.Task]) -> Sampled
           f'the checkpoint holds an episode on question {row["task"]!r} where {task.id!r} is due '
           'now: resume with the same questions, or give another --workdir'
       )
-    episode = types.Episode.from_dict(row, task)
-    if 'turns' in row:  # written by version 0.7, where each turn has its own tokens
-      episode.prompt = np.array(row['prompt'], np.int32)
-      episode.turns = list(map(_turn_of_0_7, row['turns']))
-    episodes.append(episode)
+    if 'tokens' not in row:
+      raise types.UserError(
+          'the checkpoint holds batches of version 0.7: resume with that version, or give another '
+          '--workdir'
+      )
+    episodes.append(types.Episode.from_dict(row, task))
   return Sampled(record['number'], record['staleness'], episodes, record['measured'])
 
 
@@ -356,26 +327,27 @@ def play_through(
   replays = 0
   started = clock()
   wait_s = _FIRST_WAIT_S
-  failing = 'the environment' if retriever is None else 'retrieval'
+  source = 'the environment' if retriever is None else 'retrieval'
   while (share := failed_share(episodes)) > max_failed_share:
+    address = getattr(retriever, 'address', '')
+    where = f' ({address}: {retriever.last_failure})' if address else ''
     left_s = hosts.by_writer(lambda: max_outage_s - (clock() - started))
     if left_s <= 0:
       raise types.RunError(
-          f'{failing} failed in {share:.0%} of the episodes, and did so for {max_outage_s:g} s '
-          f'(config.retriever.max_outage_s){_whereabouts(retriever)}: fix it, and the same command '
-          'resumes'
+          f'{source} failed in {share:.0%} of the episodes, and did so for {max_outage_s:g} s '
+          f'(config.retriever.max_outage_s){where}: fix it, and the same command resumes'
       )
     wait_s = min(wait_s, left_s)
     logging.warning(
         '%s failed in %.0f%% of the episodes%s: none is trained on; the next try is in %.0f s',
-        failing,
+        source,
         100 * share,
-        _whereabouts(retriever),
+        where,
         wait_s,
     )
     sleep(wait_s)
     wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-    if hosts.by_writer(answers, retriever):
+    if hosts.by_writer(_answers, retriever):
       episodes = play()
       replays += 1
   return episodes, replays
@@ -417,13 +389,7 @@ def check_environment(episodes: Sequence[types.Episode], max_failed: float) -> N
     )
 
 
-def _whereabouts(retriever):
-  """Returns ' (URL: last failure)' of an HTTP retriever, else ''."""
-  address = getattr(retriever, 'address', '')
-  return f' ({address}: {retriever.last_failure})' if address else ''
-
-
-def answers(retriever: protocol.Retriever | None) -> bool:
+def _answers(retriever):
   """Returns whether the retriever answers a query; each probe is new, to bypass caches."""
   if retriever is None:  # the environment reported the failure and can only be tried again
     return True

@@ -33,23 +33,6 @@ EMBEDDED_TEMPLATE = os.path.join(_ASSETS, 'tiny_chat_template.jinja')
 _MAX_PROMPTS = 1000
 _MAX_SECONDS = 10.0
 
-# The run passes these arguments of transformers' apply_chat_template itself.
-_RESERVED_ARGUMENTS = {
-    'add_generation_prompt',
-    'chat_template',
-    'continue_final_message',
-    'conversation',
-    'max_length',
-    'padding',
-    'return_assistant_tokens_mask',
-    'return_dict',
-    'return_tensors',
-    'tokenize',
-    'tokenizer_kwargs',
-    'tools',
-    'truncation',
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
@@ -73,7 +56,7 @@ def prepare(config) -> Prepared:
   tokenizer = load_tokenizer(config, parts.env.frame)
   tokenizer_lib.check_matches(tokenizer, model.vocab_size)
   if config.model.critic_folder:
-    _check_critic(config, model, tokenizer)
+    _check_critic(config, model)
   # A tokenizer that cannot frame observations is an error now.
   tokenizer_lib.make_framing(tokenizer, parts.env.frame, config.rollout.max_observation)
   retriever = make_retriever(config, parts)
@@ -149,15 +132,13 @@ def load_tokenizer(config, frame: str = 'inline') -> tokenizer_lib.Tokenizer:
   gateway and environments with frame 'inline' give it plain texts.
   """
   kwargs = config.model.chat_template_kwargs
-  setting = f'config.model.chat_template_kwargs={dict(kwargs)}'
-  if reserved := _RESERVED_ARGUMENTS & kwargs.keys():
-    raise UserError(f'{setting}: {", ".join(sorted(reserved))} is set by the run: leave it out')
   needs_template = config.model.folder == 'embedded' and frame != 'inline'
   template = EMBEDDED_TEMPLATE if needs_template else ''
   tokenizer = tokenizer_lib.load_tokenizer(model_folder(config), kwargs, template)
   if kwargs and tokenizer.render is None:
     raise UserError(
-        f'{setting}: the tokenizer in {tokenizer.folder!r} has no chat template: leave them out'
+        f'config.model.chat_template_kwargs={dict(kwargs)}: the tokenizer in {tokenizer.folder!r} '
+        'has no chat template: leave them out'
     )
   return tokenizer
 
@@ -196,11 +177,8 @@ def _check_positions(config, model, field):
     )
 
 
-def _check_critic(config, policy, tokenizer):
-  """Checks that the critic can read the policy's tokens.
-
-  Ids for which only one of the two tokenizers has a token may differ.
-  """
+def _check_critic(config, policy):
+  """Checks that the critic can read the policy's tokens."""
   folder = config.model.critic_folder
   setting = f'config.model.critic_folder={folder!r}'
   critic = load_shape(config, 'value', folder)
@@ -210,20 +188,13 @@ def _check_critic(config, policy, tokenizer):
         f'{setting} has a vocabulary of {critic.vocab_size}, the policy has {policy.vocab_size}: '
         'the critic reads the same tokens, give a model of the same family'
     )
-  if not os.path.isfile(os.path.join(folder, 'tokenizer.json')):
-    return
-  critic_bytes = tokenizer_lib.load_tokenizer(folder).token_bytes
-  for i, (policy_token, critic_token) in enumerate(zip(tokenizer.token_bytes, critic_bytes)):
-    if policy_token and critic_token and policy_token != critic_token:
-      raise UserError(
-          f'{setting} has another tokenizer than the policy (id {i} differs): give a model of the '
-          'same family'
-      )
 
 
 def check_prompts(config, prepared: Prepared, tasks: Sequence[types.Task]) -> None:
   """Encodes the prompts of some tasks and logs how many are too long. UserError: all of them."""
-  num_long, lengths = hosts.by_writer(_prompt_lengths, config, prepared, tasks)
+  lengths = hosts.by_writer(_prompt_lengths, config, prepared, tasks)
+  longest = episode_lib.longest_prompt(limits(config))
+  num_long = sum(not 0 < length <= longest for length in lengths)
   if not num_long:
     return
   setting = f'config.rollout.max_prompt={config.rollout.max_prompt}'
@@ -244,24 +215,20 @@ def check_prompts(config, prepared: Prepared, tasks: Sequence[types.Task]) -> No
 
 
 def _prompt_lengths(config, prepared, tasks):
-  """Returns (number of prompts that are too long, lengths) of tasks spread over the list."""
-  longest = episode_lib.longest_prompt(limits(config))
+  """Returns the lengths of the prompts of tasks spread over the list."""
   end = time.monotonic() + _MAX_SECONDS
-  stride = max(1, -(-len(tasks) // _MAX_PROMPTS))
+  stride = -(-len(tasks) // _MAX_PROMPTS) or 1
   lengths = []
-  first_error = ''
+  errors = []
   for task in tasks[::stride]:
     seed = config.seed if task.seed is None else task.seed
     observation, info = stepping.reset(prepared.env(task, seed), seed)
     if error := info.get('environment_error'):
-      first_error = first_error or f'{error}, on task {task.id!r}, before its first turn'
-      if not config.rollout.max_failed:
-        raise UserError(first_error)
+      errors.append(f'{error}, on task {task.id!r}, before its first turn')
     else:
       lengths.append(len(episode_lib.first_prompt(prepared.tokenizer, observation, info)))
     if time.monotonic() > end:
       break
-  if first_error and not lengths:
-    raise UserError(first_error)
-  num_long = sum(not 0 < length <= longest for length in lengths)
-  return num_long, lengths
+  if errors and not (lengths and config.rollout.max_failed):
+    raise UserError(errors[0])
+  return lengths

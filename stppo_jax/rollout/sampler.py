@@ -12,7 +12,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import chex
 import flax
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,8 @@ from stppo_jax.models import moe
 from stppo_jax.models import sharding
 from stppo_jax.rollout import layout
 from stppo_jax.rollout import sampling
+
+Numbers = Sequence[int]
 
 
 @flax.struct.dataclass
@@ -49,7 +50,7 @@ class DecodeRows:
   keys: Any  # [B,..] jax.random.key_data
   stop_state: Any  # [B] int32, of the stop automaton
   budgets: Any  # [B] int32, most tokens; a row with budget 0 does not change
-  settings: Any = None  # [B,3] float32 of `sampling.make_draw`; None: the sampler's distribution
+  settings: Any  # [B,3] float32 of `sampling.make_draw`
 
 
 @flax.struct.dataclass
@@ -69,28 +70,36 @@ class PrefillResult:
   """The result of one `prefill` call, on the device."""
 
   lengths: Any = None  # [B] int32, of the contexts after it, to wait for
-  chunks: list[tuple[Any, np.ndarray]] = dataclasses.field(default_factory=list)  # routes, counts
-
-  def routes(self, row: int) -> np.ndarray:
-    """Returns the experts of the row's tokens [n,L,A]; waits for the device."""
-    parts = [np.asarray(routes)[row, : count[row]] for routes, count in self.chunks]
-    return np.concatenate(parts)
+  # (routes, counts [B]) of each chunk, where experts are recorded.
+  chunks: list[tuple[Any, np.ndarray]] = dataclasses.field(default_factory=list)
 
 
-@flax.struct.dataclass
-class Until:
-  """When a decode call ends."""
+def join_turn(calls: Sequence[tuple[PrefillResult | DecodeResult, int]]) -> types.Turn:
+  """Returns a turn from (result, row) of the calls that prefilled and sampled it.
 
-  steps: Any  # [] int32
-  enough: Any  # [] int32, rows that have stopped
-
-
-@flax.struct.dataclass
-class _StopRules:
-  """What ends a turn."""
-
-  stop_table: Any  # [states,V] int32, see tokenizer.stop_automaton
-  is_eos: Any  # [V] bool
+  The results of decode calls are on the host.
+  """
+  tokens = []
+  logp = []
+  routes = []
+  for result, row in calls:
+    if isinstance(result, DecodeResult):
+      count = result.counts[row]
+      tokens.append(result.tokens[row, :count])
+      logp.append(result.logp[row, :count])
+      chunks = [(result.routes, result.counts)]
+    else:
+      chunks = result.chunks
+    for chunk_routes, counts in chunks:
+      if chunk_routes is not None:
+        count = counts[row]
+        row_routes = np.asarray(chunk_routes)[row]
+        routes.append(row_routes[:count])
+  return types.Turn(
+      tokens=np.concatenate(tokens),
+      logp=np.concatenate(logp),
+      routes=np.concatenate(routes) if routes else None,
+  )
 
 
 @flax.struct.dataclass
@@ -119,19 +128,12 @@ class Sampler:
       self,
       config: decoder.ModelConfig,
       stop_table: np.ndarray,  # see tokenizer.stop_automaton
-      eos_ids: Sequence[int],  # each of them ends a turn
+      eos_ids: Numbers,  # each of them ends a turn, as a stop string does
       sizes: sampling.Sizes,
       distribution: sampling.Distribution = sampling.AS_IS,  # used for rows without settings
       row_sharding: jax.sharding.NamedSharding | None = None,  # see `layout`; None: one device
       records_routes: bool = False,  # only with a mixture of experts
   ):
-    if stop_table.shape[1] > config.vocab_size:
-      raise types.UserError(
-          f'the stop table covers {stop_table.shape[1]} ids but the model has {config.vocab_size}: '
-          'use the tokenizer that belongs to the model'
-      )
-    if config.head == 'value':
-      raise types.UserError("a model with head 'value' cannot sample: use head 'tokens' or 'both'")
     self.config = config
     self.records_routes = records_routes
     self.row_sharding = row_sharding
@@ -139,47 +141,56 @@ class Sampler:
     self.steps = sizes.steps
     self._top_k = distribution.top_k
     self._row_settings = distribution.row_settings
+    some_key = jax.random.key(0)
+    self._no_key = np.asarray(jax.random.key_data(some_key))
 
     shards = layout.num_shards(row_sharding, 'data')
     width = min(sizes.width or sizes.rows, sizes.rows)
     self.width = sampling.round_up(width, shards)
     self.num_groups = -(-sizes.rows // self.width)
-    # Rows that are spread over devices are prefilled in place. Moving them sends whole caches.
     self.prefill_rows = min(sizes.prefill_rows, self.width)
-    if shards > 1:
+    if shards > 1:  # rows are prefilled in place, because moving them would send whole caches
       self.prefill_rows = self.width
-    buckets = sizes.slot_buckets or sampling.default_slot_buckets(self.max_slots)
-    buckets = [bucket for bucket in buckets if bucket < self.max_slots]
-    buckets.append(self.max_slots)
+    # Whether prefill works on a whole group where it is, not on rows taken out of it.
+    self.in_place = self.prefill_rows == self.width
     tile = config.cache_tile or 1
-    self.slot_buckets = tuple(sorted({sampling.round_up(bucket, tile) for bucket in buckets}))
+    buckets = set()
+    for bucket in (*sizes.slot_buckets, self.max_slots):
+      bucket = min(bucket, self.max_slots)
+      buckets.add(sampling.round_up(bucket, tile))
+    self.slot_buckets = tuple(sorted(buckets))
     self.chunk_buckets = tuple(sorted(sizes.chunk_buckets))
 
-    # The sharding of arrays that every device holds and every host reads.
+    num_states, num_ids = stop_table.shape
+    shape = (num_states, config.vocab_size)
+    table = np.zeros(shape, np.int32)
+    table[:] = np.arange(num_states)[:, None]  # ids without bytes keep the state
+    table[:, :num_ids] = stop_table
+    table[:, list(eos_ids)] = num_states - 1
+    self._host_stop_table = table
+
     mesh: Any = row_sharding and row_sharding.mesh
-    self._everywhere = mesh and sharding.replicated(mesh)
+    everywhere = mesh and sharding.replicated(mesh)  # every host reads these results
     cache_sharding: Any = layout.of_context(row_sharding)
     logits_sharding: Any = row_sharding
-    self._context_sharding = Context(cache_sharding, cache_sharding, logits_sharding)
+    context_sharding = Context(cache_sharding, cache_sharding, logits_sharding)
+    self._everywhere = everywhere
     self._split_logits_sharding = cache_sharding
-    is_eos = np.isin(np.arange(config.vocab_size), list(eos_ids))
-    self._host_stop_rules = _StopRules(_all_ids(stop_table, config.vocab_size), is_eos)
-
-    jit = functools.partial(jax.jit, out_shardings=self._context_sharding)
-    jit_step = functools.partial(
-        jax.jit, donate_argnums=1, out_shardings=(self._context_sharding, self._everywhere)
-    )
     self._copy = layout.copy_function(config, row_sharding)
-    self._empty = jit(functools.partial(_empty, config), static_argnums=(0, 1))
-    self._prefill = jit_step(self._prefill_chunk)
-    self._decode = jit_step(self._decode_rows)
-    self._grow = jit(functools.partial(_grow, config), static_argnums=1)
-    self._take = jit(lambda context, rows: jax.tree.map(lambda a: a[rows], context))
-    self._put = jit(_put, donate_argnums=0)
+    empty = functools.partial(_empty, config)
+    grow = functools.partial(_grow, config)
+    # empty(rows, slots) returns the Context of empty rows.
+    self.empty = jax.jit(empty, static_argnums=(0, 1), out_shardings=context_sharding)
+    self._grow = jax.jit(grow, static_argnums=1, out_shardings=context_sharding)
+    results = (context_sharding, everywhere)
+    self._prefill = jax.jit(self._prefill_chunk, donate_argnums=1, out_shardings=results)
+    self._decode = jax.jit(self._decode_rows, donate_argnums=1, out_shardings=results)
+    self._take = jax.jit(_take)
+    self._put = jax.jit(_put, donate_argnums=0)
 
   @functools.cached_property
-  def _stop_rules(self) -> _StopRules:  # on all devices, or each call would send it to them
-    return hosts.put(self._host_stop_rules, self._everywhere)
+  def _stop_table(self) -> jax.Array:  # on all devices, or each call would send it to them
+    return hosts.put(self._host_stop_table, self._everywhere)
 
   def greedy(self, rows: int) -> 'Sampler':
     """Returns a sampler of likeliest tokens for so many rows, with the same compiled programs."""
@@ -196,56 +207,45 @@ class Sampler:
     """
     if isinstance(params, list):
       return [self.copy(policy) for policy in params]
-    return params if layout.is_copy(params) else self._copy(params)
-
-  @property
-  def in_place(self) -> bool:
-    """Whether prefill works on a whole group where it is, not on rows taken out of it."""
-    return self.prefill_rows == self.width
-
-  def empty(self, rows: int, slots: int) -> Context:
-    """Returns empty rows."""
-    return self._empty(rows, slots)
+    if layout.is_copy(params):
+      return params
+    return self._copy(params)
 
   def idle_rows(self, rows: int) -> DecodeRows:
     """Returns rows that do not change in a decode call, as NumPy arrays for the caller to fill."""
-    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    zeros = np.zeros(rows, np.int32)
     settings = np.array(self._row_settings, np.float32)
     return DecodeRows(
-        lengths=np.zeros(rows, np.int32),
-        keys=np.zeros((rows, *key.shape), key.dtype),
-        stop_state=np.zeros(rows, np.int32),
-        budgets=np.zeros(rows, np.int32),
+        lengths=zeros,
+        keys=np.tile(self._no_key, (rows, 1)),
+        stop_state=zeros.copy(),
+        budgets=zeros.copy(),
         settings=np.tile(settings, (rows, 1)),
     )
 
-  def bucket(self, needed: int) -> int:
-    """Returns the number of slots of a context with `needed` tokens per row."""
-    if needed > self.slot_buckets[-1]:
-      raise ValueError(f'{needed} tokens do not fit in max_slots={self.max_slots}')
-    return next(b for b in self.slot_buckets if b >= needed)
-
   def with_room(self, context: Context, needed: int) -> Context:
-    """Returns the context with at least `needed` slots per row."""
-    slots = self.bucket(needed)
-    return self._grow(context, slots) if slots > context.slots else context
+    """Returns the context with at least `needed` slots per row, as many as a bucket has."""
+    if needed <= context.slots:
+      return context
+    slots = min(bucket for bucket in self.slot_buckets if bucket >= needed)
+    return self._grow(context, slots)
 
-  def take(self, context: Context, rows: Sequence[int]) -> Context:
+  def take(self, context: Context, rows: Numbers) -> Context:
     """Returns copies of at most `prefill_rows` rows, in a context of `prefill_rows` rows."""
     padded = np.zeros(self.prefill_rows, np.int32)
     padded[: len(rows)] = rows
     return self._take(context, padded)
 
-  def put(
-      self, context: Context, taken: Context, targets: Sequence[int], sources: Sequence[int]
-  ) -> Context:
+  def put(self, context: Context, taken: Context, targets: Numbers, sources: Numbers) -> Context:
     """Copies rows sources[i] of `taken` to rows targets[i] of `context`; at most `prefill_rows`."""
+    count = len(targets)
     padded = np.zeros((2, self.prefill_rows), np.int32)
-    padded[:, : len(targets)] = targets, sources
-    return self._put(context, taken, *padded, np.int32(len(targets)))
+    padded[0, :count] = targets
+    padded[1, :count] = sources
+    return self._put(context, taken, padded, np.int32(count))
 
   def prefill(
-      self, params, context: Context, ids: Sequence[Sequence[int]], starts: Sequence[int]
+      self, params, context: Context, ids: Sequence[Numbers], starts: Numbers
   ) -> tuple[Context, PrefillResult]:
     """Appends ids[b] to row b, of which starts[b] slots are live; does not wait for the device.
 
@@ -254,29 +254,29 @@ class Sampler:
     the next, the rest in the smallest.
     """
     rows = context.logits.shape[0]
-    lengths = np.zeros(rows, np.int32)
-    lengths[: len(ids)] = [len(row_ids) for row_ids in ids]
-    live = np.zeros(rows, np.int32)
-    live[: len(ids)] = starts
-    done = np.zeros(rows, np.int32)
+    left = np.zeros(rows, np.int32)
+    live = left.copy()
+    for b, row_ids in enumerate(ids):
+      left[b] = len(row_ids)
+      live[b] = starts[b]
     prefilled = PrefillResult()
     for chunk in reversed(self.chunk_buckets):
-      is_smallest = chunk == self.chunk_buckets[0]
-      while True:
-        left = lengths - done
+      least = 1 if chunk == self.chunk_buckets[0] else chunk  # only the smallest is not filled
+      while left.max() >= least:
         count = np.minimum(left, chunk)
-        if not is_smallest:
-          count = np.where(count == chunk, chunk, 0)
-        if not count.any():
-          break
+        count[left < least] = 0
         tokens = np.zeros((rows, chunk), np.int32)
         for b, row_ids in enumerate(ids):
-          end = done[b] + count[b]
-          tokens[b, : count[b]] = row_ids[done[b] : end]
-        context, result = self._prefill(params, context, tokens, live + done, count)
+          start = len(row_ids) - left[b]
+          end = start + count[b]
+          row_tokens = row_ids[start:end]
+          tokens[b, : len(row_tokens)] = row_tokens
+        context, result = self._prefill(params, context, tokens, live, count)
         prefilled.lengths, routes = result
-        prefilled.chunks.append((routes, count))
-        done = done + count
+        if self.records_routes:
+          prefilled.chunks.append((routes, count))
+        live = live + count
+        left = left - count
     return context, prefilled
 
   def decode(
@@ -288,38 +288,22 @@ class Sampler:
     tokens. The last token enters the context too. Token number i of a row is drawn with
     fold_in(key, i). The log-probs are those of `sampling.make_draw`.
     """
-    if rows.settings is None:
-      settings = self.idle_rows(len(rows.lengths)).settings
-      rows = dataclasses.replace(rows, settings=settings)
     steps = min(steps, self.steps)
-    until = Until(np.int32(steps), np.int32(enough))
-    return self._decode(params, context, rows, until, self._stop_rules)
+    limits = np.array([steps, enough], np.int32)
+    context, result = self._decode(params, context, rows, limits, self._stop_table)
+    if not self.records_routes:  # the programs of a sampler that records may be shared
+      result = dataclasses.replace(result, routes=None)
+    return context, result
 
   def compiled_variants(self) -> dict[str, int]:
     """Returns the number of compiled programs of each function, for logging."""
-    return {
-        'prefill': self._prefill._cache_size(),  # type: ignore[attr-defined]
-        'decode': self._decode._cache_size(),  # type: ignore[attr-defined]
-    }
+    prefill: Any = self._prefill
+    decode: Any = self._decode
+    return {'prefill': prefill._cache_size(), 'decode': decode._cache_size()}
 
   def shapes_of_copy(self, params) -> dict:
     """Returns the ShapeDtypeStructs, with shardings, of a `copy` of such parameters."""
-    shapes = jax.eval_shape(self._copy, params)
-    if self.row_sharding is None:
-      return shapes
-    places = layout.copy_shardings(self.config, self.row_sharding)
-    return jax.tree.map(lambda x, place: x.update(sharding=place), shapes, places)
-
-  def shapes_of_context(self, rows: int, slots: int) -> Context:
-    """Returns the ShapeDtypeStructs, with shardings, of `empty`."""
-    shapes = jax.eval_shape(functools.partial(_empty, self.config, rows, slots))
-    if self.row_sharding is None:
-      return shapes
-
-    def with_sharding(place, branch):
-      return jax.tree.map(lambda leaf: leaf.update(sharding=place), branch)
-
-    return jax.tree.map(with_sharding, self._context_sharding, shapes)
+    return self._copy.eval_shape(params)
 
   def num_programs(self) -> dict[str, int]:
     """Returns how many programs of each function a run may compile; small ones are left out."""
@@ -337,19 +321,22 @@ class Sampler:
     From shapes alone: `params` are ShapeDtypeStructs of the policy, with shardings. For planning,
     which lowers and compiles them to measure their memory.
     """
-    rows = _shapes(self.idle_rows(self.width))
-    until = _shapes(Until(np.int32(0), np.int32(0)))
-    tokens = np.zeros((self.prefill_rows, self.chunk_buckets[-1]), np.int32)
-    counts = np.zeros(self.prefill_rows, np.int32)
-    smaller = max((bucket for bucket in self.slot_buckets if bucket < slots), default=slots)
+    smaller = [bucket for bucket in self.slot_buckets if bucket < slots] or [slots]
     policy = self.shapes_of_copy(params)
-    group = self.shapes_of_context(self.width, slots)
-    taken = self.shapes_of_context(self.prefill_rows, slots)
+    group = self.empty.eval_shape(self.width, slots)
+    small_group = self.empty.eval_shape(self.width, smaller[-1])
+    taken = self.empty.eval_shape(self.prefill_rows, slots)
+    counts = np.zeros(self.prefill_rows, np.int32)
+    tokens = np.tile(counts[:, None], self.chunk_buckets[-1])
+    rows = self.idle_rows(self.width)
+    limits = np.zeros(2, np.int32)
+    prefill = self._prefill.trace(policy, taken, tokens, counts, counts)
+    decode = self._decode.trace(policy, group, rows, limits, self._host_stop_table)
     return {
         'copy': self._copy.trace(params),
-        'prefill': self._prefill.trace(policy, taken, *_shapes((tokens, counts, counts))),
-        'decode': self._decode.trace(policy, group, rows, until, _shapes(self._host_stop_rules)),
-        'grow': self._grow.trace(self.shapes_of_context(self.width, smaller), slots),
+        'prefill': prefill,
+        'decode': decode,
+        'grow': self._grow.trace(small_group, slots),
     }
 
   def _prefill_chunk(self, params, context, tokens, starts, lengths):
@@ -357,126 +344,126 @@ class Sampler:
 
     Only the last real token's logits are computed; a row with length 0 keeps all it had.
     """
-    config = self.config
-    chex.assert_shape(tokens, (context.logits.shape[0], None))
-    chex.assert_shape([starts, lengths], context.logits.shape[:1])
-    cache = decoder.KVCache(context.k, context.v, starts)
-    x, cache, routing = decoder.cached_trunk(
-        params, config, tokens, None, cache, lengths
-    )  # [B,T,D]
-    last = jnp.maximum(lengths - 1, 0)[:, None, None]
-    x = jnp.take_along_axis(x, last, axis=1)[:, 0]  # [B,D]
-    logits = self._next_logits(params, x)
-    logits = jnp.where(lengths[:, None] > 0, logits, context.logits)
+    x, cache, routes = self._run(params, context, tokens, starts, lengths)
+    last = jnp.maximum(lengths - 1, 0)
+    last = last[:, None, None]
+    x = jnp.take_along_axis(x, last, axis=1)
+    x = x[:, 0]
+    is_new = lengths > 0
+    logits = self._next_logits(params, x, is_new, context)
     context = Context(cache.k, cache.v, logits)
-    return context, (cache.length, self._routes(routing))
+    return context, (cache.length, routes)
 
-  def _decode_rows(self, params, context, rows, until, stop_rules):
+  def _decode_rows(self, params, context, rows, limits, stop_table):
     """See `decode`."""
     config = self.config
-    num_rows = context.logits.shape[0]
-    chex.assert_shape([rows.lengths, rows.stop_state, rows.budgets], (num_rows,))
-    params = decoder.unstack_layers(decoder.in_compute_dtype(params, config), config)
+    params = decoder.in_compute_dtype(params, config)
+    params = decoder.unstack_layers(params, config)
     keys = jax.random.wrap_key_data(rows.keys)
+    fold_in = jax.vmap(jax.random.fold_in)
     draw = sampling.make_draw(rows.settings, self._top_k)
-    stop_string_state = stop_rules.stop_table.shape[0] - 1
+    max_steps, enough = limits
+    stopped_state = len(stop_table) - 1
 
     def is_running(state):
-      has_time = (state.step < until.steps) & (state.stopped < until.enough)
-      return jnp.any(state.sampled.alive) & has_time
+      any_alive = jnp.any(state.sampled.alive)
+      has_steps = state.step < max_steps
+      needs_more = state.stopped < enough
+      return any_alive & has_steps & needs_more
 
     def sample_one(state):
-      context, sampled = state.context, state.sampled
+      context = state.context
+      sampled = state.sampled
       alive = sampled.alive
-      token_keys = jax.vmap(jax.random.fold_in)(keys, state.lengths)
+      token_keys = fold_in(keys, state.lengths)
       token, logp = draw(context.logits, token_keys)
-      cache = decoder.KVCache(context.k, context.v, state.lengths)
-      x, cache, routing = decoder.cached_trunk(
-          params, config, token[:, None], None, cache, alive.astype(jnp.int32)
-      )
-      logits = self._next_logits(params, x[:, 0])
-      logits = jnp.where(alive[:, None], logits, context.logits)
-      next_state = stop_rules.stop_table[sampled.stop_state, token]
+      tokens = token[:, None]
+      one = alive.astype(jnp.int32)
+      x, cache, routes = self._run(params, context, tokens, state.lengths, one)
+      x = x[:, 0]
+      logits = self._next_logits(params, x, alive, context)
+      next_state = stop_table[sampled.stop_state, token]
       stop_state = jnp.where(alive, next_state, sampled.stop_state)
       counts = sampled.counts + alive
-      is_stop = (stop_state == stop_string_state) | stop_rules.is_eos[token]
-      still_alive = alive & ~is_stop & (counts < rows.budgets)
+      is_stop = stop_state == stopped_state
+      has_budget = counts < rows.budgets
+      still_alive = alive & ~is_stop & has_budget
+      ended = alive & ~still_alive
 
       def set_column(array, values):
         values = jnp.where(alive, values, 0)
         return array.at[:, state.step].set(values)
 
-      routes = sampled.routes
       if routes is not None:
-        token_routes = self._routes(routing)
-        routes = jax.lax.dynamic_update_slice(routes, token_routes, (0, state.step, 0, 0))
+        origin = (0, state.step, 0, 0)
+        routes = jax.lax.dynamic_update_slice(sampled.routes, routes, origin)
+      sampled = DecodeResult(
+          tokens=set_column(sampled.tokens, token),
+          logp=set_column(sampled.logp, logp),
+          counts=counts,
+          stop_state=stop_state,
+          alive=still_alive,
+          routes=routes,
+      )
       return _DecodeState(
           context=Context(cache.k, cache.v, logits),
           lengths=cache.length,
-          sampled=DecodeResult(
-              tokens=set_column(sampled.tokens, token),
-              logp=set_column(sampled.logp, logp),
-              counts=counts,
-              stop_state=stop_state,
-              alive=still_alive,
-              routes=routes,
-          ),
+          sampled=sampled,
           step=state.step + 1,
-          stopped=state.stopped + jnp.sum(alive & ~still_alive),
+          stopped=state.stopped + jnp.sum(ended),
       )
 
+    shape = context.logits.shape[0], self.steps
+    routes = None
+    if self.records_routes:
+      routes = moe.no_routes(config, *shape)
     sampled = DecodeResult(
-        tokens=jnp.zeros((num_rows, self.steps), jnp.int32),
-        logp=jnp.zeros((num_rows, self.steps), jnp.float32),
+        tokens=jnp.zeros(shape, jnp.int32),
+        logp=jnp.zeros(shape, jnp.float32),
         counts=jnp.zeros_like(rows.budgets),
         stop_state=rows.stop_state,
         alive=rows.budgets > 0,
-        routes=self._no_routes(num_rows),
+        routes=routes,
     )
-    zero = jnp.zeros((), jnp.int32)
-    state = _DecodeState(context, rows.lengths, sampled, step=zero, stopped=zero)
+    state = _DecodeState(
+        context=context,
+        lengths=rows.lengths,
+        sampled=sampled,
+        step=jnp.zeros((), jnp.int32),
+        stopped=jnp.zeros((), jnp.int32),
+    )
     state = jax.lax.while_loop(is_running, sample_one, state)
     return state.context, state.sampled
 
-  def _next_logits(self, params, x):
-    """Returns the logits [B,V] of x [B,D], whole on each device that has the row.
+  def _run(self, params, context, tokens, starts, lengths):
+    """Runs tokens [B,T]: (output [B,T,D], cache, experts [B,T,L,A] where they are recorded)."""
+    cache = decoder.KVCache(context.k, context.v, starts)
+    x, cache, routing = decoder.cached_trunk(params, self.config, tokens, None, cache, lengths)
+    routes = None
+    if self.records_routes:
+      routes = moe.routes(routing, self.config.num_experts)
+    return x, cache, routes
 
-    Choice: as in vLLM, one gather per token. A device of a 7B model on 4 devices receives 7 MB for
-    16 rows, much less than the weights that it reads.
+  def _next_logits(self, params, x, is_new, context):
+    """Returns the logits [B,V] of x [B,D], or the pending ones of rows that are not new.
+
+    Choice: each device has the whole logits of its rows. As in vLLM, this takes one gather per
+    token. A device of a 7B model on 4 devices receives 7 MB for 16 rows, much less than the weights
+    that it reads.
     """
     logits = decoder.token_logits(params, self.config, x)
-    if self.config.vocab_size % layout.num_shards(self.row_sharding, 'tensor') == 0:
+    num_parts = layout.num_shards(self.row_sharding, 'tensor')
+    if self.config.vocab_size % num_parts == 0:
       logits = sharding.spread(logits, self._split_logits_sharding)
-    return sharding.spread(logits, self.row_sharding)
-
-  def _routes(self, routing):
-    """Returns the experts of each token [B,T,L,A]; None where they are not recorded."""
-    return moe.routes(routing, self.config.num_experts) if self.records_routes else None
-
-  def _no_routes(self, rows):
-    """Returns the array of experts that decode fills."""
-    if not self.records_routes:
-      return None
-    model = self.config
-    shape = (rows, self.steps, model.num_layers, model.experts_per_token)
-    return jnp.zeros(shape, moe.route_dtype(model.num_experts))
-
-
-def _all_ids(stop_table, vocab_size):
-  """Returns the stop table with a column per id [states,V]; ids without bytes keep the state."""
-  missing = vocab_size - stop_table.shape[1]
-  states = np.arange(len(stop_table))[:, None]
-  columns = [stop_table, np.repeat(states, missing, axis=1)]
-  return np.concatenate(columns, axis=1).astype(np.int32)
-
-
-def _shapes(tree):
-  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    logits = sharding.spread(logits, self.row_sharding)
+    is_new = is_new[:, None]
+    return jnp.where(is_new, logits, context.logits)
 
 
 def _empty(config, rows, slots):
   cache = decoder.init_cache(config, rows, slots)
-  logits = jnp.zeros((rows, config.vocab_size), jnp.float32)
+  shape = (rows, config.vocab_size)
+  logits = jnp.zeros(shape, jnp.float32)
   return Context(cache.k, cache.v, logits)
 
 
@@ -488,19 +475,27 @@ def _grow(config, context, slots):
     return jax.lax.dynamic_update_slice(new, old, origin)
 
   rows = context.logits.shape[0]
-  return jax.tree.map(fill, _empty(config, rows, slots), context)
+  empty = _empty(config, rows, slots)
+  return jax.tree.map(fill, empty, context)
 
 
-def _put(context, taken, targets, sources, count):
-  """Rows may have fewer slots in `taken`: what lies past them is garbage anyway.
+def _take(context, rows):
+  return jax.tree.map(lambda array: array[rows], context)
 
-  Row after row: a scatter of gathered rows takes twice as long on a CPU.
+
+def _put(context, taken, places, count):
+  """Copies rows; `places` [2,rows] are (targets, sources), of which the first `count` are real.
+
+  Rows may have fewer slots in `taken`, since their remaining slots are garbage anyway. Choice: one
+  row at a time, because a scatter of gathered rows takes twice as long on a CPU.
   """
 
   def put_row(i, context):
+    target, source = places[:, i]
+
     def put(array, rows):
-      row = jax.lax.dynamic_slice_in_dim(rows, sources[i], 1)
-      return jax.lax.dynamic_update_slice_in_dim(array, row, targets[i], axis=0)
+      row = jax.lax.dynamic_slice_in_dim(rows, source, 1)
+      return jax.lax.dynamic_update_slice_in_dim(array, row, target, axis=0)
 
     return jax.tree.map(put, context, taken)
 

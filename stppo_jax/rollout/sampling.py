@@ -31,7 +31,7 @@ class Sizes:
   width: int = 0  # rows of a group, which one call decodes; 0: all
   prefill_rows: int = 8  # rows of a prefill call; all of a group where rows are split
   steps: int = 32  # tokens a row samples in one call, at most
-  slot_buckets: Sequence[int] | None = None  # None: doubling, with a step between, from 128
+  slot_buckets: Sequence[int] = ()  # see `default_slot_buckets`; empty: one bucket
   chunk_buckets: Sequence[int] = (32, 128)  # tokens of a row per prefill call
 
 

@@ -4,14 +4,13 @@ A field that is not supported and would change an answer is an error, never igno
 """
 
 from collections.abc import Sequence
+import contextlib
 import json
 from typing import Annotated
 from typing import Any
 from typing import Literal
-from typing import NotRequired
 
 import pydantic
-from typing_extensions import TypedDict
 
 from stppo_jax.distributed import http_server
 
@@ -28,56 +27,102 @@ _IGNORED = frozenset(
     'request_id priority cache_salt spaces_between_special_tokens'.split()
 )
 _NEUTRAL = (None, False, 0, -1, '', [], {})  # values of unknown fields that change no answer
-# Messages and tools have many more fields, which templates and clients add.
-_ignores_unknown = pydantic.with_config(pydantic.ConfigDict(extra='ignore', strict=True))
 
 
-def _split_stops(value: Any) -> Any:
-  return [value] if isinstance(value, str) else value
+def _listed(value: Any) -> Any:
+  return value if isinstance(value, list) else [value]
 
 
-def _join_parts(value: Any) -> Any:
-  """Returns the text of a list of text parts."""
-  if not isinstance(value, list):
-    return value
-  texts = [part.get('text') for part in value if isinstance(part, dict)]
-  is_text = all(isinstance(part, dict) and part.get('type') == 'text' for part in value)
-  if not is_text or not all(isinstance(text, str) for text in texts):
-    raise ValueError('use a text, or a list of text parts')
-  return ''.join(map(str, texts))
+def _listed_prompts(value: Any) -> Any:
+  """Returns a list of prompts: a list of token ids is one prompt."""
+  is_list = isinstance(value, list) and value[:1] and isinstance(value[0], (str, list))
+  return value if is_list else [value]
 
 
 def _parse_arguments(value: Any) -> Any:
   """Returns the arguments of a call as an object. A text that is not JSON stays a text."""
-  if value is None:
-    return {}
   if isinstance(value, str):
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
       return json.loads(value)
-    except (ValueError, RecursionError):
-      pass
   return value
 
 
-def _normalize_call(value: Any) -> Any:
-  """Fills in the fields that clients leave out or set to null."""
-  if not isinstance(value, dict):
-    return value
-  call = {'id': '', 'type': 'function'} | {k: v for k, v in value.items() if v is not None}
-  if isinstance(call.get('function'), dict):
-    call['function'] = {'arguments': None, **call['function']}
-  return call
+class _Part(pydantic.BaseModel):
+  """A part of a request. Unknown fields, which clients and templates add, and null are ignored."""
+
+  model_config = pydantic.ConfigDict(extra='ignore', strict=True)
+
+  @pydantic.model_validator(mode='before')
+  @classmethod
+  def _drop_null(cls, fields: Any) -> Any:
+    if not isinstance(fields, dict):
+      return fields
+    return {name: value for name, value in fields.items() if value is not None}
 
 
-def _normalize_message(value: Any) -> Any:
-  if not isinstance(value, dict):
-    return value
-  message = {'content': ''} | {k: v for k, v in value.items() if v is not None}
-  if message.get('role') == 'developer':
-    message['role'] = 'system'
-  if message.get('role') != 'assistant' or not message.get('tool_calls'):
-    message.pop('tool_calls', None)
-  return message
+class CalledFunction(_Part):
+  """The function of a call, with its arguments as an object."""
+
+  name: str
+  arguments: Annotated[Any, pydantic.BeforeValidator(_parse_arguments)] = {}
+
+
+class ToolCall(_Part):
+  """A call in a message of the assistant."""
+
+  id: str = ''
+  type: Literal['function'] = 'function'
+  function: CalledFunction
+
+
+def _kind(value: Any) -> str:
+  return 'text' if isinstance(value, str) else 'list'
+
+
+class TextPart(_Part):
+  """A part of a content."""
+
+  type: Literal['text']
+  text: http_server.Text
+
+
+class Message(_Part):
+  """A message, whose content is a text."""
+
+  role: Literal['system', 'developer', 'user', 'assistant', 'tool']
+  content: Annotated[
+      Annotated[http_server.Text, pydantic.Tag('text')]
+      | Annotated[list[TextPart], pydantic.Tag('list')],
+      pydantic.Discriminator(_kind),
+  ] = ''
+  tool_calls: Annotated[list[ToolCall], pydantic.FailFast()] = []
+  tool_call_id: str | None = None
+  name: str | None = None
+
+  def to_dict(self) -> dict[str, Any]:
+    """Returns the message as chat templates expect it."""
+    message = self.model_dump(exclude_none=True)
+    if self.role == 'developer':
+      message['role'] = 'system'
+    if isinstance(self.content, list):
+      message['content'] = ''.join(part.text for part in self.content)
+    if self.role != 'assistant' or not self.tool_calls:
+      message.pop('tool_calls', None)
+    return message
+
+
+class FunctionSchema(_Part):
+  """A function that the model may call."""
+
+  name: str
+  parameters: dict[str, Any] | None = None
+
+
+class ToolSchema(_Part):
+  """A tool of a request."""
+
+  type: Literal['function']
+  function: FunctionSchema
 
 
 def _check_only(value: Any, check: pydantic.ValidatorFunctionWrapHandler) -> Any:
@@ -86,84 +131,14 @@ def _check_only(value: Any, check: pydantic.ValidatorFunctionWrapHandler) -> Any
   return value
 
 
-def _parse_prompts(value: Any) -> list[str | list[int]]:
-  """Returns the prompts: one, or each of a list of them."""
-  is_list = isinstance(value, list) and bool(value) and isinstance(value[0], (str, list))
-  prompts = value if is_list else [value]
-  if len(prompts) > MAX_PROMPTS:
-    raise ValueError(f'send at most {MAX_PROMPTS} prompts in a request')
-  for prompt in prompts:
-    is_ids = isinstance(prompt, list) and all(
-        type(token) is int and 0 <= token <= _MAX_TOKEN for token in prompt
-    )
-    if not prompt or not (is_ids or isinstance(prompt, str)):
-      raise ValueError('use a text, a list of token ids, or a list of such prompts')
-  return prompts
-
-
-@_ignores_unknown
-class CalledFunction(TypedDict):
-  """The function of a call, with its arguments as an object."""
-
-  name: str
-  arguments: Annotated[Any, pydantic.BeforeValidator(_parse_arguments)]
-
-
-@_ignores_unknown
-class ToolCall(TypedDict):
-  """A call in a message of the assistant."""
-
-  id: NotRequired[str]
-  type: NotRequired[Literal['function']]
-  function: CalledFunction
-
-
-@_ignores_unknown
-class Message(TypedDict):
-  """A message, whose content is a text."""
-
-  role: Literal['system', 'user', 'assistant', 'tool']
-  content: Annotated[http_server.Text, pydantic.BeforeValidator(_join_parts)]
-  tool_calls: NotRequired[
-      Annotated[
-          list[Annotated[ToolCall, pydantic.BeforeValidator(_normalize_call)]], pydantic.FailFast()
-      ]
-  ]
-  tool_call_id: NotRequired[str]
-  name: NotRequired[str]
-
-
-@_ignores_unknown
-class FunctionSchema(TypedDict):
-  """A function that the model may call."""
-
-  name: str
-  parameters: NotRequired[dict[str, Any] | None]
-
-
-@_ignores_unknown
-class ToolSchema(TypedDict):
-  """A tool of a request."""
-
-  type: Literal['function']
-  function: FunctionSchema
-
-
-@_ignores_unknown
-class StreamOptions(TypedDict):
-  """Options of a stream."""
-
-  include_usage: NotRequired[bool]
-
-
-@_ignores_unknown
-class TextFormat(TypedDict):
-  """The only form of an answer."""
-
-  type: Literal['text']
-
-
 TokenCount = Annotated[int, pydantic.Field(ge=1, le=_MAX_TOKEN)]
+TokenId = Annotated[int, pydantic.Field(ge=0, le=_MAX_TOKEN)]
+Prompt = Annotated[
+    Annotated[http_server.Text, pydantic.Tag('text')]
+    | Annotated[list[TokenId], pydantic.Tag('list')],
+    pydantic.Discriminator(_kind),
+    pydantic.Field(min_length=1),
+]
 Stop = Annotated[http_server.Text, pydantic.Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -181,12 +156,12 @@ class CompletionBody(http_server.Body):
       list[Stop],
       pydantic.Field(max_length=MAX_STOPS),
       pydantic.FailFast(),
-      pydantic.BeforeValidator(_split_stops),
+      pydantic.BeforeValidator(_listed),
   ] = []
   seed: int | None = pydantic.Field(None, ge=-(2**63), lt=2**63)
   stream: bool = False
-  stream_options: StreamOptions = {}
-  response_format: TextFormat = {'type': 'text'}
+  stream_options: dict[str, bool] = {}
+  response_format: dict[Literal['type'], Literal['text']] = {}
   include_stop_str_in_output: bool = False
   return_token_ids: bool = False
   ignore_eos: bool = False  # only max_tokens and stop end the answer
@@ -222,7 +197,12 @@ class CompletionBody(http_server.Body):
 class TextBody(CompletionBody):
   """A request of /v1/completions."""
 
-  prompt: Annotated[list[str | list[int]], pydantic.PlainValidator(_parse_prompts)]
+  prompt: Annotated[
+      list[Prompt],
+      pydantic.Field(max_length=MAX_PROMPTS),
+      pydantic.FailFast(),
+      pydantic.BeforeValidator(_listed_prompts),
+  ]
   logprobs: int | None = pydantic.Field(None, ge=0, le=1)  # those of the chosen tokens
 
   @property
@@ -234,7 +214,7 @@ class ChatBody(CompletionBody):
   """A request of /v1/chat/completions."""
 
   messages: Annotated[
-      list[Annotated[Message, pydantic.BeforeValidator(_normalize_message)]],
+      list[Annotated[Message, pydantic.AfterValidator(Message.to_dict)]],
       pydantic.Field(min_length=1, max_length=MAX_MESSAGES),
       pydantic.FailFast(),
   ]
@@ -252,7 +232,7 @@ class ChatBody(CompletionBody):
     return self.logprobs
 
   @property
-  def offered_tools(self) -> list[ToolSchema]:
+  def offered_tools(self) -> list[Any]:
     return [] if self.tool_choice == 'none' else self.tools
 
 

@@ -190,31 +190,20 @@ def make_agent(
   prepared = prepared or prepare.prepare(config)
   program = prepared.env.make
   assert isinstance(program, program_lib.Program)
-  pipeline = config.pipeline
   rollout = config.rollout
-  for is_wrong, conflict in (
-      (
-          jax.process_count() > 1,
-          f'{jax.process_count()} processes: agent programs need one, with any number of devices',
-      ),
-      (
-          pipeline.staleness > 0,
-          f'config.pipeline.staleness={pipeline.staleness}: agent programs are sampled for while '
-          'nothing trains: set --config.pipeline.staleness=0',
-      ),
-      (
-          rollout.routing_replay == 'sampling',
-          'config.rollout.routing_replay=sampling: the gateway records no experts: set it to '
-          "'none' or 'old_policy'",
-      ),
-      (
-          rollout.max_num_gen_batches > 1,
-          f'config.rollout.max_num_gen_batches={rollout.max_num_gen_batches}: an episode may have '
-          'several rows: set it to 1',
-      ),
-  ):
-    if is_wrong:
-      raise UserError(f'config.env.kind={config.env.kind!r} with {conflict}')
+  allowed = {
+      'pipeline.staleness': config.pipeline.staleness == 0,
+      'rollout.routing_replay': rollout.routing_replay != 'sampling',
+      'rollout.max_num_gen_batches': rollout.max_num_gen_batches == 1,
+      f'{jax.process_count()} processes': jax.process_count() == 1,
+  }
+  wrong = [name for name, is_allowed in allowed.items() if not is_allowed]
+  if wrong:
+    raise UserError(
+        f'config.env.kind={config.env.kind!r} does not support {", ".join(wrong)}: agent programs '
+        "need one process, pipeline.staleness=0, rollout.routing_replay 'none' or 'old_policy', "
+        'and rollout.max_num_gen_batches=1'
+    )
   device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
   sampler = gateway.make_sampler(
       model,
@@ -244,20 +233,17 @@ def _check_any_ran(kind: str, runs: Sequence[_ProgramRun], trains: bool) -> None
   errors = [run.error for run in runs if run.crashed]
   num_late = sum(run.timed_out for run in runs)
   num_idle = sum(not (run.session.num_turns or run.session.counts['too_long']) for run in runs)
-  if errors and len(errors) == len(runs):
-    raise RunError(f'config.env.kind={kind!r}: all {len(runs)} programs raised, as {errors[0]}')
-  if trains and num_idle == len(runs):
-    raise RunError(
-        f'config.env.kind={kind!r}: none of {len(runs)} programs had an answer of the policy; '
-        f'{num_late} took longer than config.serve.agent_timeout_s, {len(errors)} raised'
-    )
-  for count, problem in (
-      (len(errors), f'raised, as {"".join(errors[:1])}'),
-      (num_idle, 'had no answer of the policy'),
-      (num_late, 'took too long'),
-  ):
-    if count:
-      logging.warning('%d of %d programs %s', count, len(runs), problem)
+  problems = (
+      f'{kind}: of {len(runs)} programs {len(errors)} raised, {num_late} took longer than '
+      f'config.serve.agent_timeout_s, and {num_idle} had no answer of the policy'
+  )
+  if errors:
+    problems += f'. The first error: {errors[0]}'
+  is_idle = trains and num_idle == len(runs)
+  if is_idle or len(errors) == len(runs) > 0:
+    raise RunError(problems)
+  if errors or num_late or num_idle:
+    logging.warning('%s', problems)
 
 
 def _finite(kind: str, reward: Any) -> float:

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import threading
-from typing import Any
 
 from absl import logging
 import jax
 import numpy as np
 
 from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.rollout import slots as slots_lib
 
 
 class Busy(Exception):
@@ -47,7 +47,6 @@ class Request:
   stop: tuple[bytes, ...] = ()
   ignore_eos: bool = False  # True: an eos token does not end it
   plain_logp: bool = False  # True: the model's own log-probs, neither tempered nor cut
-  owner: str = ''  # `release` frees the rows of an owner
   cancelled: bool = False
 
 
@@ -65,27 +64,14 @@ class Counts:
   queued_choices: int = 0
 
 
-@dataclasses.dataclass(eq=False)
-class _CacheRow:
-  """A row of the context: its live tokens, and its request while there is one."""
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _CacheRow(slots_lib.ActiveSequence):
+  """A row of the context: its tokens, and its request while there is one."""
 
-  number: int
-  ids: np.ndarray  # [S] int32; the first `live` are in the context
-  live: int = 0
+  tokens: np.ndarray  # [S] int32; those of the context, and those to prefill
   request: Request | None = None
-  owner: str = ''
-  budget: int = 0  # tokens that the request may still have
-  text: bytearray = dataclasses.field(default_factory=bytearray)  # the turn so far
+  text: bytes = b''  # end of the turn so far, as long as the longest stop string
   used: int = 0  # when; the least recent idle row is overwritten first
-
-
-@dataclasses.dataclass(frozen=True)
-class _Admitted:
-  """A row that has got a request, and the row that begins with its first `common` tokens."""
-
-  row: _CacheRow
-  source: _CacheRow
-  common: int
 
 
 class Scheduler:
@@ -104,13 +90,15 @@ class Scheduler:
     self.max_total = sampler.max_slots
     self.max_waiting = max_waiting
     self._sampler = sampler
-    self._params = sampler.copy(params)
     self._token_bytes = token_bytes
     self._eos_ids = frozenset(eos_ids)
     self._shares_prefixes = shares_prefixes
-    self._context = sampler.empty(sampler.width, sampler.slot_buckets[0])
-    slots = sampler.slot_buckets[-1]
-    self._rows = [_CacheRow(i, np.zeros(slots, np.int32)) for i in range(sampler.width)]
+    self._group = slots_lib.SlotGroup(sampler, sampler.copy(params))
+    self._rows = []
+    for slot in range(sampler.width):
+      row = _CacheRow(tokens=np.zeros(sampler.slot_buckets[-1], np.int32), phase='waiting')
+      row.occupy(self._group, slot)
+      self._rows.append(row)
     self._waiting: collections.deque[Request] = collections.deque()
     self._changed = threading.Condition()
     self._closed = False
@@ -126,8 +114,9 @@ class Scheduler:
       self._closed = True
       self._changed.notify_all()
     self._thread.join()
-    # A server is a cycle of references, which would keep policy and cache on the device.
-    del self._params, self._context
+    # Server and group are cycles of references, which would keep policy and cache on the device.
+    self._group.rows.clear()
+    del self._group, self._rows
 
   @property
   def waiting(self) -> int:
@@ -166,17 +155,6 @@ class Scheduler:
       self.counts.queued_choices += len(requests)
       self._changed.notify_all()
 
-  def cancel(self, request: Request) -> None:
-    """Ends a request soon, if it has not ended; its last `emit` says 'cancelled'."""
-    request.cancelled = True
-
-  def release(self, owner: str) -> None:
-    """Lets the idle rows of an owner be overwritten first."""
-    with self._changed:
-      for row in self._rows:
-        if row.owner == owner and row.request is None:
-          row.used = 0
-
   def _run(self):
     try:
       while True:
@@ -185,9 +163,10 @@ class Scheduler:
             self._changed.wait()
           if self._closed:
             return
-          admitted = self._take_waiting()
-        for batch in admitted:
-          self._prefill(batch)
+          batches = self._take_waiting()
+        for rows, slots in batches:
+          self._group.prefill_rows(self._group, slots, rows)
+        self.counts.prefill_tokens = self._group.prefill_tokens
         for row in self._running_rows():
           if row.request.cancelled:
             self._finish(row, (), (), 'cancelled')
@@ -211,12 +190,13 @@ class Scheduler:
       with contextlib.suppress(Exception):  # the listener may be gone
         request.emit((), (), 'error')
 
-  def _take_waiting(self) -> list[list[_Admitted]]:
-    """Gives idle rows to waiting requests: batches to be prefilled one after the other.
+  def _take_waiting(self) -> list[tuple[list[_CacheRow], list[int]]]:
+    """Gives idle rows to waiting requests.
 
-    Of equal prompts the first is prefilled in an earlier batch than the others, which copy it.
+    Returns (rows, slots of the rows with the same first tokens) of prefill calls, in their order.
+    Of equal prompts the first is prefilled in an earlier call than the others, which copy it.
     """
-    batches: list[list[_Admitted]] = []
+    batches: list[tuple[list[_CacheRow], list[int]]] = []
     prompts: set[bytes] = set()  # prompts of the last batch
     while self._waiting and self.running < len(self._rows):
       request = self._waiting.popleft()
@@ -225,25 +205,32 @@ class Scheduler:
         continue
       ids = np.asarray(request.ids, np.int32)
       is_twin = self._shares_prefixes and ids.tobytes() in prompts
-      if is_twin or not batches or len(batches[-1]) == self._sampler.prefill_rows:
-        batches.append([])
+      if is_twin or not batches or len(batches[-1][0]) == self._sampler.prefill_rows:
+        batches.append(([], []))
         prompts.clear()
       prompts.add(ids.tobytes())
-      source, common = self._source(ids, [admitted.row for admitted in batches[-1]])
+      rows, slots = batches[-1]
+      source, common = self._source(ids, unread=rows)
       row = self._target(source, common)
-      batches[-1].append(_Admitted(row, source, common))
-      self._occupy(row, ids, request)
+      rows.append(row)
+      slots.append(source.slot)
+      self._occupy(row, ids, common, request)
     return batches
 
-  def _occupy(self, row: _CacheRow, ids: np.ndarray, request: Request) -> None:
+  def _occupy(self, row: _CacheRow, ids: np.ndarray, common: int, request: Request) -> None:
+    """Gives a row to a request whose first `common` tokens will be copied."""
     self._clock += 1
-    row.request = request
-    row.owner = request.owner
-    row.budget = request.budget
-    row.text = bytearray()
     row.used = self._clock
-    row.ids[: len(ids)] = ids
-    row.live = len(ids)
+    row.request = request
+    row.text = b''
+    row.tokens[: len(ids)] = ids
+    row.length = common
+    row.ids = ids[common:].tolist()
+    row.phase = 'ready'
+    row.budget = request.budget
+    row.key = request.key
+    row.settings = (request.temperature, request.top_p, request.plain_logp)
+    self.counts.reused_tokens += common
 
   def _source(self, ids: np.ndarray, unread: Sequence[_CacheRow]) -> tuple[_CacheRow, int]:
     """Returns the row that begins with most of `ids`, and how many; the last id is always left.
@@ -256,10 +243,11 @@ class Scheduler:
     for row in self._rows:
       if row in unread:
         continue
-      size = min(row.live, len(ids) - 1)
-      same = row.ids[:size] == ids[:size]
-      common = size if same.all() else int(np.argmin(same))
-      if not self._shares_prefixes and (common < row.live or row.request is not None):
+      known = row.length_with_ids
+      size = min(known, len(ids) - 1)
+      is_same = row.tokens[:size] == ids[:size]
+      common = size if is_same.all() else int(np.argmin(is_same))
+      if not self._shares_prefixes and (common < known or row.request is not None):
         continue
       if common > longest:
         source = row
@@ -268,123 +256,69 @@ class Scheduler:
 
   def _target(self, source: _CacheRow, common: int) -> _CacheRow:
     """Returns the source if the request continues it as a whole, else the least recent row."""
-    if source.request is None and common and common == source.live:
+    if source.request is None and common and common == source.length:
       return source
     idle = [row for row in self._rows if row.request is None]
-    return min(idle, key=lambda row: (row.live > 0 and row.used > 0, row.used, row.number))
+    return min(idle, key=lambda row: (row.used, row.slot))
 
-  def _prefill(self, batch: list[_Admitted]) -> None:
-    """Copies the common prefixes, prefills the rest, and puts the rows in place."""
-    rows = [admitted.row for admitted in batch]
-    starts = [admitted.common for admitted in batch]
-    rest = [row.ids[start : row.live].tolist() for row, start in zip(rows, starts)]
-    longest = max(row.live for row in rows)
-    self._context = self._sampler.with_room(self._context, longest + 1)
-    taken = self._take_rows([admitted.source for admitted in batch])
-    taken, _ = self._sampler.prefill(self._params, taken, rest, starts)
-    self._put_back(taken, rows)
-    self.counts.prefill_tokens += sum(map(len, rest))
-    self.counts.reused_tokens += sum(starts)
-
-  def _running_rows(self) -> list[Any]:
+  def _running_rows(self) -> list[_CacheRow]:
     return [row for row in self._rows if row.request is not None]
 
-  def _take_rows(self, rows: Sequence[_CacheRow]) -> sampler_lib.Context:
-    return self._sampler.take(self._context, [row.number for row in rows])
-
-  def _put_back(self, taken: sampler_lib.Context, rows: Sequence[_CacheRow]) -> None:
-    numbers = [row.number for row in rows]
-    self._context = self._sampler.put(self._context, taken, numbers, range(len(rows)))
-
-  def _decode(self):
-    """Samples some tokens of each row in progress, and emits them.
-
-    A few rows are decoded in a small context of their own, because a call computes all its rows.
-    """
-    sampler = self._sampler
+  def _decode(self) -> None:
+    """Samples some tokens of each row in progress, and emits them."""
     rows = self._running_rows()
-    longest = max(row.live for row in rows)
-    self._context = sampler.with_room(self._context, longest + 1)
-    is_small = len(rows) <= sampler.prefill_rows < sampler.width
-    places: Sequence[int]
-    if is_small:
-      context = self._take_rows(rows)
-      places = range(len(rows))
-    else:
-      context = self._context
-      places = [row.number for row in rows]
-    inputs = self._decode_inputs(rows, places, context.logits.shape[0])
-    steps = self._context.slots - longest
-    context, result = sampler.decode(self._params, context, inputs, steps, enough=sampler.width)
-    if is_small:
-      self._put_back(context, rows)
-    else:
-      self._context = context
-    sampled = jax.device_get(result)
+    sampled = jax.device_get(self._group.decode(enough=self._sampler.width))
     self.counts.decode_calls += 1
     self.counts.decode_steps += int(sampled.counts.max())
     self.counts.rows_decoded += len(rows)
-    for row, b in zip(rows, places):
-      count = sampled.counts[b]
-      tokens = sampled.tokens[b, :count]
-      logp = sampled.logp[b, :count]
-      self._record(row, tokens, logp, bool(sampled.alive[b]))
-
-  def _decode_inputs(self, rows, places, num_rows) -> sampler_lib.DecodeRows:
-    """Returns the inputs of a decode call: row i of `rows` is row places[i] of the context."""
-    inputs = self._sampler.idle_rows(num_rows)
-    if num_rows == len(self._rows):  # idle rows are also written to, behind their end
-      inputs.lengths[:] = [row.live for row in self._rows]
-    for row, b in zip(rows, places):
-      request = row.request
-      inputs.lengths[b] = row.live
-      inputs.keys[b] = request.key
-      inputs.budgets[b] = row.budget
-      inputs.settings[b] = request.temperature, request.top_p, request.plain_logp
-    return inputs
+    for row in rows:
+      count = sampled.counts[row.slot]
+      tokens = sampled.tokens[row.slot, :count]
+      logp = sampled.logp[row.slot, :count]
+      self._record(row, tokens, logp, bool(sampled.alive[row.slot]))
 
   def _record(self, row: _CacheRow, tokens: np.ndarray, logp: np.ndarray, alive: bool) -> None:
     """Adds sampled tokens to a row, up to the end of its turn."""
-    assert row.request is not None
-    count = self._count_to_stop(row, tokens)
-    has_stop_string = count is not None
-    if count is None:
-      count = len(tokens)
+    request = row.request
+    assert request is not None
+    count, has_stop_string = self._count_to_stop(row, tokens)
     self.counts.dropped_tokens += len(tokens) - count
     self.counts.sampled_tokens += count
     tokens = tokens[:count]
     logp = logp[:count]
-    row.ids[row.live : row.live + count] = tokens
-    row.live += count
+    row.tokens[row.length : row.length + count] = tokens
+    row.length += count
     row.budget -= count
-    ignores_eos = row.request.ignore_eos
-    if ignores_eos:
+    if request.ignore_eos:
       alive = row.budget > 0
-    has_eos = not alive and int(tokens[-1]) in self._eos_ids and not ignores_eos
+    has_eos = not alive and not request.ignore_eos and int(tokens[-1]) in self._eos_ids
     if has_stop_string or has_eos:
       self._finish(row, tokens, logp, 'stop')
     elif not alive:
       self._finish(row, tokens, logp, 'length')
     else:
-      row.request.emit(tokens.tolist(), logp.tolist(), None)
+      request.emit(tokens.tolist(), logp.tolist(), None)
 
-  def _count_to_stop(self, row: _CacheRow, tokens: np.ndarray) -> int | None:
-    """Returns how many tokens there are up to the one that completes a stop string, or None."""
-    stops = row.request.stop if row.request else ()
+  def _count_to_stop(self, row: _CacheRow, tokens: np.ndarray) -> tuple[int, bool]:
+    """Returns the number of tokens up to a stop string, and whether there is one."""
+    assert row.request is not None
+    stops = row.request.stop
     if not stops:
-      return None
+      return len(tokens), False
     longest = max(map(len, stops))
     for count, token in enumerate(tokens, start=1):
-      start = max(0, len(row.text) - longest + 1)
-      row.text += self._token_bytes[token] if token < len(self._token_bytes) else b''
-      if any(row.text.find(stop, start) >= 0 for stop in stops):
-        return count
-    return None
+      if token < len(self._token_bytes):
+        row.text += self._token_bytes[token]
+      if any(stop in row.text for stop in stops):
+        return count, True
+      row.text = row.text[-longest:]
+    return len(tokens), False
 
   def _finish(self, row: _CacheRow, tokens, logp, reason: str) -> None:
     request = row.request
     assert request is not None
     row.request = None
+    row.phase = 'waiting'
     self._clock += 1
     row.used = self._clock
     request.emit(list(map(int, tokens)), list(map(float, logp)), reason)

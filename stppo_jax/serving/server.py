@@ -13,6 +13,7 @@ Errors are OpenAI's: {"error": {"message", "type", "param", "code"}}. It needs t
 from collections.abc import AsyncGenerator
 from collections.abc import Iterator
 import contextlib
+import functools
 import hmac
 import json
 import re
@@ -56,11 +57,13 @@ class GatewayApp(http_server.HttpApp):
       self, service: service_lib.Service, limits: http_server.ServerLimits, api_key: str = ''
   ):
     """Without an `api_key` the server accepts any client."""
+    chat = functools.partial(self._complete, api.ChatBody)
+    text = functools.partial(self._complete, api.TextBody)
     routes = [routing.Route('/s/{session}/reward', self._reward, methods=['POST'])]
     for prefix in ('', '/s/{session}'):
       routes += [
-          routing.Route(f'{prefix}/v1/chat/completions', self._chat, methods=['POST']),
-          routing.Route(f'{prefix}/v1/completions', self._complete, methods=['POST']),
+          routing.Route(f'{prefix}/v1/chat/completions', chat, methods=['POST']),
+          routing.Route(f'{prefix}/v1/completions', text, methods=['POST']),
           routing.Route(f'{prefix}/v1/models', self._models),
       ]
     super().__init__(limits, routes)
@@ -101,15 +104,10 @@ class GatewayApp(http_server.HttpApp):
     }
     return {'error': fields}
 
-  async def _chat(self, request: requests.Request) -> responses.Response:
-    body = api.ChatBody.model_validate(await self.read_json(request))
-    return await self._respond(request, body)
-
-  async def _complete(self, request: requests.Request) -> responses.Response:
-    body = api.TextBody.model_validate(await self.read_json(request))
-    return await self._respond(request, body)
-
-  async def _respond(self, request: requests.Request, body: service_lib.Body) -> responses.Response:
+  async def _complete(
+      self, kind: type[api.CompletionBody], request: requests.Request
+  ) -> responses.Response:
+    body: Any = kind.model_validate(await self.read_json(request))
     if self.stopping:
       raise http_server.RequestError(503, 'the server stops')
     session = request.path_params.get('session') or request.headers.get('x-session-id', '')
@@ -142,7 +140,7 @@ class GatewayApp(http_server.HttpApp):
     """Yields the answer's server-sent events."""
     try:
       async for chunk in self.service.chunks(answer):
-        yield _event(writer.envelope([writer.delta(chunk)], is_chunk=True))
+        yield _event(writer.envelope([writer.choice(chunk, is_chunk=True)], is_chunk=True))
       if answer.body.stream_options.get('include_usage'):
         yield _event(writer.envelope([], is_chunk=True) | {'usage': answer.usage()})
       yield 'data: [DONE]\n\n'
@@ -205,53 +203,46 @@ class _Writer:
       fields['object'] = 'chat.completion.chunk'
     return fields
 
-  def choice(self, chunk: service_lib.Chunk) -> dict[str, Any]:
-    """Returns a choice of a whole answer."""
-    fields = self._details(chunk)
-    if not self.is_chat:
-      fields['text'] = chunk.text
-      if self._answer.body.return_token_ids:
-        fields['prompt_token_ids'] = self._answer.prompt(chunk.index)
-      return fields
-    message: dict[str, Any] = {'role': 'assistant', 'content': chunk.text}
-    if chunk.calls:
-      message['content'] = chunk.text or None
-      message['tool_calls'] = [_call(call) for call in chunk.calls]
-    return fields | {'message': message}
-
-  def delta(self, chunk: service_lib.Chunk) -> dict[str, Any]:
-    """Returns a choice of a chunk."""
-    fields = self._details(chunk)
-    if not self.is_chat:
-      return fields | {'text': chunk.text}
-    delta: dict[str, Any] = {'content': chunk.text} if chunk.text else {}
-    if chunk.index not in self._begun:
-      delta = {'role': 'assistant', 'content': chunk.text}
-      self._begun.add(chunk.index)
-    if chunk.calls:
-      delta['tool_calls'] = [{'index': i} | _call(call) for i, call in enumerate(chunk.calls)]
-    return fields | {'delta': delta}
-
-  def _details(self, chunk: service_lib.Chunk) -> dict[str, Any]:
-    """Returns the fields of a choice that chats and texts share."""
+  def choice(self, chunk: service_lib.Chunk, is_chunk: bool = False) -> dict[str, Any]:
+    """Returns a choice of a whole answer, or of a chunk."""
+    body = self._answer.body
     fields: dict[str, Any] = {
         'index': chunk.index,
         'finish_reason': chunk.finish,
         'stop_reason': chunk.stop,  # vLLM's
-        'logprobs': None,
+        'logprobs': self._logprobs(chunk) if body.wants_logprobs else None,
     }
-    if self._answer.body.wants_logprobs:
-      known = len(self._token_bytes)
-      spelled = [self._token_bytes[token] if token < known else b'' for token in chunk.tokens]
-      if self.is_chat:
-        fields['logprobs'] = api.chat_logprobs(spelled, chunk.logp)
-      else:
-        fields['logprobs'] = api.text_logprobs(spelled, chunk.logp, chunk.starts)
-    if self._answer.body.return_token_ids:
+    if body.return_token_ids:
       fields['token_ids'] = chunk.tokens
     if chunk.turn is not None:
       fields['turn'] = chunk.turn
+    if self.is_chat:
+      fields['delta' if is_chunk else 'message'] = self._message(chunk)
+      return fields
+    fields['text'] = chunk.text
+    if body.return_token_ids and not is_chunk:
+      fields['prompt_token_ids'] = self._answer.prompt(chunk.index)
     return fields
+
+  def _message(self, chunk: service_lib.Chunk) -> dict[str, Any]:
+    """Returns a chat's message, or the part of it that is in a chunk."""
+    message: dict[str, Any] = {}
+    if chunk.index not in self._begun:
+      message = {'role': 'assistant', 'content': ''}
+      self._begun.add(chunk.index)
+    if chunk.text:
+      message['content'] = chunk.text
+    if chunk.calls:
+      message['content'] = chunk.text or None
+      message['tool_calls'] = [{'index': i} | _call(call) for i, call in enumerate(chunk.calls)]
+    return message
+
+  def _logprobs(self, chunk: service_lib.Chunk) -> dict[str, Any]:
+    known = len(self._token_bytes)
+    spelled = [self._token_bytes[token] if token < known else b'' for token in chunk.tokens]
+    if self.is_chat:
+      return api.chat_logprobs(spelled, chunk.logp)
+    return api.text_logprobs(spelled, chunk.logp, chunk.starts)
 
 
 def _event(fields: dict[str, Any]) -> str:

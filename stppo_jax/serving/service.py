@@ -8,14 +8,11 @@ import asyncio
 from collections.abc import AsyncGenerator
 from collections.abc import Callable
 from collections.abc import Mapping
-from collections.abc import Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import secrets
-import threading
 from typing import Any
 
 import jax
@@ -117,7 +114,6 @@ class Service:
     self._encoder = futures.ThreadPoolExecutor(1, 'encode')
     self._num_encoding = 0  # requests in that thread or its queue
     self._sessions: dict[str, sessions.Session] = {}
-    self._lock = threading.Lock()
     self._key_shape = jax.random.key_data(jax.random.key(0)).shape
 
   def close(self) -> None:
@@ -130,22 +126,18 @@ class Service:
     """Starts a session; returns its id, which nobody can guess, and the session."""
     name = secrets.token_hex(16)
     session = sessions.Session(self.template, key, sampling)
-    with self._lock:
-      self._sessions[name] = session
+    self._sessions[name] = session
     return name, session
 
   def end_session(self, name: str) -> None:
     """Ends a session: its client gets 404 from now on."""
-    with self._lock:
-      session = self._sessions.pop(name, None)
+    session = self._sessions.pop(name, None)
     if session is not None:
       session.close()
-      self.scheduler.release(name)
 
   def session(self, name: str) -> sessions.Session:
     """Returns an open session, or raises RequestError."""
-    with self._lock:
-      session = self._sessions.get(name)
+    session = self._sessions.get(name)
     if session is None:
       message = 'there is no such session, or it has ended'
       raise http_server.RequestError(404, message, 'session_not_found')
@@ -156,16 +148,11 @@ class Service:
     session = self.session(session_name) if session_name else None
     self._check(body, session)
     plans, prompts = await self._encode_in_thread(body, session)
+    answer = self._make_answer(body, session, plans, prompts)
     try:
-      answer = self._make_answer(body, session, session_name, plans, prompts)
       self.scheduler.submit([choice.request for choice in answer.choices])
-    except (http_server.RequestError, scheduler_lib.Busy) as error:
-      is_too_long = isinstance(error, http_server.RequestError)
-      for plan in plans:
-        assert session is not None
-        session.abandon(plan, is_too_long)
-      if is_too_long:
-        raise
+    except scheduler_lib.Busy as error:
+      answer.close()
       status = 429 if self.scheduler.is_alive else 503
       raise http_server.RequestError(status, f'busy: {error}; try again') from None
     return answer
@@ -206,9 +193,8 @@ class Service:
         future.add_done_callback(functools.partial(_abandon_plans, session))
       raise
     except template_lib.TooLong as error:
-      if session is not None:
-        session.abandon(None, too_long=True)
-      raise _too_long(body, str(error)) from None
+      param = 'prompt' if isinstance(body, api.TextBody) else 'messages'
+      raise http_server.RequestError(400, str(error), 'context_length_exceeded', param) from None
     except (ValueError, RecursionError) as error:  # the latter: arguments that are nested deeply
       message = ' '.join(str(error).split())[:500]
       raise http_server.RequestError(400, message) from None
@@ -220,42 +206,34 @@ class Service:
   def _encode(
       self, body: Body, session: sessions.Session | None
   ) -> tuple[list[sessions.RequestPlan], list[list[int]]]:
+    if session is None:
+      return [], self._encode_prompts(body)
     if isinstance(body, api.ChatBody):
-      if session is None:
-        return [], [self.template.encode(body.messages, body.offered_tools)]
       first = session.plan(body.messages, body.offered_tools)
-    elif session is None:
-      prompts = []
-      for prompt in body.prompt:  # a text may be a chat that the client's own template wrote
-        prompts.append(self.template.encode_prompt(prompt))
-        self._check_ids(body, prompts[-1])  # before the other prompts take their time
-      return [], prompts
     else:
       first = session.plan_prompt(body.prompt[0])
     more = [session.fork(first) for _ in range(1, body.n)]  # each is a segment of its own
     return [first, *more], [first.ids]
 
-  def _check_ids(self, body: Body, ids: Sequence[int]) -> None:
-    """Raises RequestError for a prompt that leaves no room, or that is no text."""
-    most = self.scheduler.max_total
-    if len(ids) >= most:
-      message = f'the prompt has {len(ids)} tokens, and with an answer at most {most} fit'
-      raise _too_long(body, message)
-    wrong = [i for i in ids if not 0 <= i < self.tokenizer.vocab_size]
-    if wrong or not ids:
-      message = f'the prompt holds no token, or one of no text: {wrong[:1]}'
-      raise http_server.RequestError(400, message)
+  def _encode_prompts(self, body: Body) -> list[list[int]]:
+    """Returns the ids of each prompt of a request without a session."""
+    if isinstance(body, api.ChatBody):
+      prompts = [self.template.encode(body.messages, body.offered_tools)]
+      self.template.check(prompts[0])
+      return prompts
+    prompts = []
+    for prompt in body.prompt:  # a text may be a chat that the client's own template wrote
+      prompts.append(self.template.encode_prompt(prompt))
+      self.template.check(prompts[-1])  # before the other prompts take their time
+    return prompts
 
   def _make_answer(
       self,
       body: Body,
       session: sessions.Session | None,
-      session_name: str,
       plans: list[sessions.RequestPlan],
       prompts: list[list[int]],
   ) -> Answer:
-    for ids in prompts:
-      self._check_ids(body, ids)
     limit = self.scheduler.max_total
     temperature = body.temperature
     top_p = body.top_p
@@ -286,7 +264,6 @@ class Service:
           stop=tuple(stop.encode() for stop in stops),
           ignore_eos=body.ignore_eos,
           plain_logp=session is None,
-          owner=session_name,
       )
       text = turn_text.TurnText(
           self.tokenizer.token_bytes,
@@ -302,10 +279,9 @@ class Service:
 
     `sample` counts the choices of its prompt, whose answer does not depend on the other prompts.
     """
-    source = secrets.token_bytes(32) if seed is None else f'{seed} {sample}'.encode()
-    size = int(np.prod(self._key_shape))
-    words = np.frombuffer(hashlib.sha256(source).digest(), np.uint32)
-    return words[:size].reshape(self._key_shape)
+    entropy = None if seed is None else [seed % 2**64, sample]
+    words = np.random.default_rng(entropy).integers(2**32, size=self._key_shape)
+    return words.astype(np.uint32)
 
   async def chunks(self, answer: Answer) -> AsyncGenerator[Chunk, None]:
     """Yields the chunks of all choices: one per choice unless the body asks for a stream.
@@ -363,11 +339,6 @@ class Service:
 
 def _invalid(param: str, message: str) -> http_server.RequestError:
   return http_server.RequestError(400, f'{param}: {message}', param=param)
-
-
-def _too_long(body: Body, message: str) -> http_server.RequestError:
-  param = 'prompt' if isinstance(body, api.TextBody) else 'messages'
-  return http_server.RequestError(400, message, 'context_length_exceeded', param)
 
 
 def _abandon_plans(session: sessions.Session, future: futures.Future) -> None:

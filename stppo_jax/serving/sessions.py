@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.serving import template as template_lib
 
 Message = template_lib.Message
@@ -97,7 +98,7 @@ class Session:
     self._final_reward: float | None = None
     self.has_reward = False  # the client has posted a reward, of whatever value
     self._metrics: dict[str, float] = {}
-    self.counts = dict.fromkeys(('branched', 'rewritten', 'too_long', 'cancelled'), 0.0)
+    self.counts = dict.fromkeys(('branched', 'rewritten', 'too_long'), 0.0)
 
   @property
   def num_turns(self) -> int:
@@ -113,11 +114,15 @@ class Session:
 
   @contextlib.contextmanager
   def _open(self) -> Iterator[None]:
-    """Holds the lock of an open session, or raises Closed."""
+    """Holds the lock of an open session, or raises Closed. Counts prompts that are too long."""
     with self._lock:
       if self._closed:
         raise Closed('the session has ended')
-      yield
+      try:
+        yield
+      except template_lib.TooLong:
+        self.counts['too_long'] += 1
+        raise
 
   def plan(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> RequestPlan:
     """Returns the ids for a request. Raises Closed, and ValueError as the template does.
@@ -169,8 +174,9 @@ class Session:
       return self._begin_segment(self._template.encode_prompt(prompt), [], _PLAIN)
 
   def _begin_segment(self, ids: list[int], identities: list[Identity], tools: str) -> RequestPlan:
+    plan = self._begin(ids, None, False, 0, identities, tools)
     self.counts['rewritten'] += bool(self._segments)
-    return self._begin(ids, None, False, 0, identities, tools)
+    return plan
 
   def _begin(
       self,
@@ -181,7 +187,8 @@ class Session:
       identities: list[Identity],
       tools: str,
   ) -> RequestPlan:
-    """Claims the end of a segment, or counts a new one."""
+    """Claims the end of a segment, or counts a new one. Raises TooLong."""
+    self._template.check(ids)
     key = self._key
     if segment is not None and is_free:
       segment.is_extended = True
@@ -201,14 +208,10 @@ class Session:
     with self._lock:
       return self._begin(plan.ids, plan.segment, False, plan.num_new, plan.identities, plan.tools)
 
-  def abandon(self, plan: RequestPlan | None, too_long: bool = False) -> None:
-    """Ends a request that gave no turn; `too_long`: because its prompt does not fit.
-
-    Without a plan the prompt was too long to make one.
-    """
+  def abandon(self, plan: RequestPlan) -> None:
+    """Ends a request that gave no turn."""
     with self._lock:
-      self.counts['too_long' if too_long else 'cancelled'] += 1
-      if plan is not None and plan.segment is not None:
+      if plan.segment is not None:
         plan.segment.is_extended = False
 
   def record(
@@ -222,10 +225,7 @@ class Session:
   ) -> int:
     """Adds a turn; returns its number in the session, from 1."""
     turn = types.Turn(
-        tokens=np.array(tokens, np.int32),
-        logp=np.array(logp, np.float32),
-        observation=np.zeros(0, np.int32),
-        action=action,
+        tokens=np.array(tokens, np.int32), logp=np.array(logp, np.float32), action=action
     )
     with self._open():
       segment = plan.segment
@@ -285,8 +285,10 @@ class Session:
         turns = [dataclasses.replace(turn) for turn in segment.turns]
         if turns and self._final_reward is not None:
           turns[-1].reward += self._final_reward
-        counts = _count_turns(turns) | self.counts
+        counts = episode_lib.count_turns(turns, self._template.tokenizer, self.sampling.max_turn)
+        counts |= self.counts
         counts['cut'] = float(segment.num_cut)
+        counts['prompt_too_long'] = 0.0
         counts['segments'] = float(len(segments))
         counts['program_failed'] = float(failed or not turns)
         rows.append(
@@ -322,14 +324,3 @@ def identify(message: Message) -> Identity:
 
 def _json(value: Any) -> str:
   return json.dumps(value, sort_keys=True, ensure_ascii=False)
-
-
-def _count_turns(turns: Sequence[types.Turn]) -> dict[str, float]:
-  """Returns the counts that every episode has, see `rollout.episode`."""
-  texts = [turn.tokens.tobytes() for turn in turns]
-  return {
-      'invalid': float(sum(turn.action == 'invalid' for turn in turns)),
-      'repeated': float(len(texts) - len(set(texts))),
-      'empty': float(sum(len(turn.tokens) <= 1 for turn in turns)),
-      'prompt_too_long': 0.0,
-  }

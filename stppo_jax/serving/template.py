@@ -92,6 +92,16 @@ class Template:
     turn_has_end = len(turn) > 0 and turn[-1] in eos_ids and ids[:1] == [turn[-1]]
     return ids[1:] if turn_has_end else ids
 
+  def check(self, ids: Sequence[int]) -> None:
+    """Raises TooLong for a prompt that leaves no room, and ValueError for one that is no text."""
+    if len(ids) >= self._max_tokens:
+      raise TooLong(
+          f'the prompt has {len(ids)} tokens, and with an answer at most {self._max_tokens} fit'
+      )
+    wrong = [i for i in ids if i >= self.tokenizer.vocab_size]
+    if wrong or not ids:
+      raise ValueError(f'the prompt holds no token, or one of no text: {wrong[:1]}')
+
   def _check_length(self, num_chars: int) -> None:
     if num_chars > self._max_chars:
       raise TooLong(f'the prompt has {num_chars} characters, and {self._max_tokens} tokens fit')

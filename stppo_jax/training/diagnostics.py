@@ -4,7 +4,6 @@ Names are verl's where the quantity is the same, and `stppo/..` for what is ours
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,6 @@ from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import off_policy
 from stppo_jax.algorithms import segments
-from stppo_jax.models import moe
-from stppo_jax.training import packing
 from stppo_jax.training.state import Spec
 
 
@@ -198,48 +195,6 @@ def _policy_loss(spec, batch, weights, tokens):
   """Returns the policy's loss with these weights [b,T]."""
   _, _, parts = correction.cotangents(tokens['logp'], batch, spec.variant, weights=weights)
   return parts['pg_loss']
-
-
-def routing(spec: Spec, layout: packing.Layout, chosen: moe.Routing | None) -> tuple[Any, Any]:
-  """Returns the experts to be replayed [b,T,L,A] and sums about the router; None without."""
-  if chosen is None:
-    return None, None
-  routes = None
-  sums: dict[str, Any] = {**moe.load(chosen, layout.live, spec.actor.num_experts)}
-  if spec.routing_replay == 'old_policy':
-    routes = layout.unpack_routes(moe.routes(chosen, spec.actor.num_experts))
-  if spec.routing_replay == 'sampling':
-    sums['replaced'] = moe.replaced(chosen, layout.live)
-  return routes, sums
-
-
-def no_routing(spec: Spec, shape: tuple[int, ...]) -> tuple[Any, Any]:
-  """Returns zeros that `routing` of rows of this shape is added to."""
-  model = spec.actor
-  if not model.num_experts:
-    return None, None
-  routes = None
-  sums: dict[str, Any] = {**moe.no_load(model.num_layers, model.num_experts)}
-  if spec.routing_replay == 'old_policy':
-    dtype = moe.route_dtype(model.num_experts)
-    routes = jnp.zeros((*shape, model.num_layers, model.experts_per_token), dtype)
-  if spec.routing_replay == 'sampling':
-    sums['replaced'] = dict.fromkeys(('experts', 'any', 'live'), jnp.zeros(()))
-  return routes, sums
-
-
-def routing_summary(spec: Spec, load: dict[str, Any] | None) -> dict[str, jax.Array]:
-  """Returns how evenly the experts are used, from the sums of each step; {} without experts."""
-  if load is None:
-    return {}
-  load = jax.tree.map(lambda x: x.sum(axis=0), load)
-  metrics = moe.load_metrics(load, spec.actor.experts_per_token)
-  if 'replaced' in load:
-    replaced = load['replaced']
-    live = jnp.maximum(replaced['live'], 1)
-    metrics['moe/replaced_experts'] = replaced['experts'] / live
-    metrics['moe/tokens_routed_otherwise'] = replaced['any'] / live
-  return metrics
 
 
 def _mean(x, over):

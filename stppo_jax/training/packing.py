@@ -16,6 +16,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
+import functools
 import itertools
 from typing import Any
 from typing import NamedTuple
@@ -86,21 +87,16 @@ class Layout:
     return jnp.where(self.live, self.row, -1)
 
   def pack(self, x: jax.Array) -> jax.Array:
-    """Moves x [B,T] to the bins [R,P]; 0 in padding."""
-    return jnp.where(self.live, x[self.row, self.position], 0)
+    """Moves x [B,T,..] to the bins [R,P,..]; 0 in padding."""
+    return _where(self.live, x[self.row, self.position])
 
   def unpack(self, y: jax.Array) -> jax.Array:
     """Moves y [R,P] to the rows [B,T]; 0 for first tokens and those of other micro-batches."""
     return jnp.where(self.mine, y.reshape(-1)[self.slot], 0)
 
-  def pack_routes(self, routes: jax.Array) -> jax.Array:
-    """Moves the experts [B,T,L,A] of tokens to the bins [R,P,L,A]; arbitrary in padding."""
-    return routes[self.row, self.position]
-
-  def unpack_routes(self, routes: jax.Array) -> jax.Array:
-    """Moves [R,P,L,A] to [B,T,L,A], first tokens too; 0 for those of other micro-batches."""
-    by_slot = routes.reshape(-1, *routes.shape[2:])
-    return jnp.where(self.here[..., None, None], by_slot[self.slot], 0)
+  def unpack_all(self, y: jax.Array) -> jax.Array:
+    """Moves y [R,P,..] to the rows [B,T,..]; 0 for tokens of other micro-batches."""
+    return _where(self.here, y.reshape(-1, *y.shape[2:])[self.slot])
 
 
 def to_device(
@@ -219,19 +215,25 @@ def sum_over(
     num_bins: int,
     capacities: Sequence[int],
     num_tokens: int,
-    total: Any,
+    total: Any = None,
 ) -> Any:
   """Returns `total` plus function(Layout) of every non-empty micro-batch, for rows of `num_tokens`.
+
+  Without a `total` the sum starts at zeros.
 
   Choice: one program for any number of micro-batches, with a branch for each of `capacities`: a
   micro-batch is computed on as few columns as hold its bins.
   """
 
+  def compute(columns, j):
+    return function(layout(packing, j, num_bins, columns, num_tokens))
+
+  if total is None:
+    shapes = jax.eval_shape(functools.partial(compute, capacities[0]), 0)
+    total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  branches = [functools.partial(compute, columns) for columns in capacities]
+
   def add(j, total):
-    branches = [
-        lambda j, columns=columns: function(layout(packing, j, num_bins, columns, num_tokens))
-        for columns in capacities
-    ]
     chosen = which_capacity(packing, j, num_bins, capacities)
     return jax.tree.map(jnp.add, total, jax.lax.switch(chosen, branches, j))
 
@@ -279,6 +281,12 @@ def layout(packing: Packing, j: jax.Array, num_bins: int, capacity: int, num_tok
       slot=jnp.where(owned, start[:, None] + columns, 0),
       here=owned,
   )
+
+
+def _where(mask: jax.Array, x: jax.Array) -> jax.Array:
+  """Returns x [R,P,..] where `mask` [R,P] is true, else 0."""
+  more_axes = tuple(range(mask.ndim, x.ndim))
+  return jnp.where(jnp.expand_dims(mask, more_axes), x, 0)
 
 
 class _Placed(NamedTuple):

@@ -30,6 +30,7 @@ from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import off_policy
 from stppo_jax.algorithms import variants
 from stppo_jax.models import decoder
+from stppo_jax.models import moe
 from stppo_jax.models import sharding
 from stppo_jax.training import diagnostics
 from stppo_jax.training import packing as packing_lib
@@ -37,6 +38,7 @@ from stppo_jax.training.state import Frozen
 from stppo_jax.training.state import Spec
 from stppo_jax.training.state import TrainState
 from stppo_jax.types import TurnBatch
+from stppo_jax.types import UserError
 
 Metrics = dict[str, jax.Array]
 
@@ -113,43 +115,55 @@ def annotate(
   variant = spec.variant
   actor, reference = frozen.policy(state.actor), sharding.to_device(frozen.reference_policy())
   critic = state.critic and sharding.to_device(frozen.value_model(state.critic))
+  sampled_routes = batch.routes if spec.routing_replay == 'sampling' else None
+  if spec.routing_replay == 'sampling' and sampled_routes is None:
+    raise UserError(
+        "config.rollout.routing_replay='sampling': the batch was saved without the experts that "
+        "the sampler chose: set it to 'old_policy' or 'none'"
+    )
 
   def one_step(step):
     tokens = batch.tokens[step.rows]
-    replayed = None if batch.routes is None else batch.routes[step.rows]
+    routes = None if sampled_routes is None else sampled_routes[step.rows]
 
     def per_token(layout):
-      (logp, _, values), routing = _policy(spec, actor, tokens, layout, replayed)
+      (logp, _, values), routing = _policy(spec, actor, tokens, layout, routes)
       if spec.critic is not None:
         values = _critic(spec, critic, tokens, layout)
       if variant.kl_in == 'none':
         ref_logp = logp
       else:
         ref_logp = _policy(spec, reference, tokens, layout)[0][0]
-      found = jax.tree.map(layout.unpack, (logp, ref_logp, values))
-      return found, *diagnostics.routing(spec, layout, routing)
+      columns = jax.tree.map(layout.unpack, (logp, ref_logp, values))
+      if routing is None:
+        return columns, None, None
+      load = moe.load(routing, layout.live, spec.actor.num_experts)
+      own_routes = None
+      if spec.routing_replay == 'old_policy':
+        own_routes = layout.unpack_all(moe.routes(routing, spec.actor.num_experts))
+      return columns, own_routes, load
 
-    zeros = jnp.zeros(tokens.shape)
-    total = (zeros, zeros, zeros), *diagnostics.no_routing(spec, tokens.shape)
     return packing_lib.sum_over(
-        per_token, step.packing, spec.micro_batch, spec.lengths, tokens.shape[1], total
+        per_token, step.packing, spec.micro_batch, spec.lengths, tokens.shape[1]
     )
 
   def in_order(x):
     rows, of_row = steps.rows.reshape(-1), x.shape[2:]
     return jnp.zeros((len(batch.tokens), *of_row), x.dtype).at[rows].set(x.reshape(-1, *of_row))
 
-  found, routes, load = jax.lax.map(one_step, steps)
-  logp, ref_logp, values = jax.tree.map(in_order, found)
+  columns, own_routes, load = jax.lax.map(one_step, steps)
+  logp, ref_logp, values = jax.tree.map(in_order, columns)
   mask = batch.action_mask.astype(jnp.float32)
   assert batch.behaviour_logp is not None
   gap = (logp, batch.behaviour_logp, mask, batch.turn_ids)
   bounds = (variant.rollout_is_threshold, variant.rollout_is_low)
   metrics = diagnostics.sampler_gap(*gap, variant.rollout_is, *bounds)
-  metrics |= diagnostics.routing_summary(spec, load)
+  if load is not None:
+    load = jax.tree.map(lambda x: x.sum(axis=0), load)
+    metrics |= moe.load_metrics(load, spec.actor.experts_per_token)
   old_logp = batch.behaviour_logp if variant.old_logp == 'sampler' else logp
   batch = dataclasses.replace(batch, old_logp=old_logp * mask, ref_logp=ref_logp * mask)
-  routes = batch.routes if routes is None else in_order(routes)
+  routes = sampled_routes if own_routes is None else in_order(own_routes)
   return dataclasses.replace(batch, old_values=values * mask, routes=routes), metrics
 
 
@@ -542,7 +556,7 @@ def _critic(spec, params, tokens, layout):
 def _trunk(spec, model, params, tokens, layout, routes=None):
   """Runs the trunk on tokens [b,T]: tokens in their bins [R,P], output [R,P,D], and Routing."""
   tokens = layout.pack(tokens)
-  routes = None if routes is None else layout.pack_routes(routes)
+  routes = None if routes is None else layout.pack(routes)
   segments = layout.segments if spec.shared_bins else None
   x, routing = decoder.trunk(params, model, tokens, segments=segments, routes=routes)
   return tokens, x, routing

@@ -177,11 +177,13 @@ class AtifReader:
       if self.tokenizer.control_library.token_to_id(name) is None:
         raise ValueError(f'its prompt holds {name}, no token of {self.tokenizer.folder!r}')
     episode.prompt = encode(question)
-    for turn, step in zip(episode.turns, filter(_is_turn, steps), strict=True):
-      turn.tokens = encode(_content(step['message']) + step['extra']['end'])
-      turn.logp = np.full(len(turn.tokens), np.nan, np.float32)
-      turn.observation = encode(''.join(_results(step)))
-      turn.routes = None
+    own_turns = episode.turns
+    episode.turns = []
+    for turn, step in zip(own_turns, filter(_is_turn, steps), strict=True):
+      tokens = encode(_content(step['message']) + step['extra']['end'])
+      logp = np.full(len(tokens), np.nan, np.float32)
+      observation = encode(''.join(_results(step)))
+      episode.turns.append(types.Turn(tokens, logp, observation, turn.action, turn.reward))
 
   def _encode(self, task: types.Task, steps: Sequence[AtifStep]) -> types.Episode:
     """Encodes the texts of another agent with the chat template."""

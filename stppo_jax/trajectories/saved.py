@@ -108,7 +108,6 @@ class Replay:
   longest: int  # the largest number of tokens of an episode
   env: factory.EnvFactory
   needs_groups: bool = False  # the objective compares the episodes of a group
-  with_routes: bool = False  # the update replays the sampler's experts; if not, they are dropped
 
   def __call__(self, number: int) -> pipeline.Sampled:
     """Returns batch `number`."""
@@ -117,10 +116,6 @@ class Replay:
     ids = [zlib.crc32(episode.unroll()[0].tobytes()) for episode in sampled.episodes]
     hosts.require_same(path, ids, 'give a folder that all processes share')
     self._check(path, sampled.episodes)
-    if not self.with_routes:
-      for episode in sampled.episodes:
-        for turn in episode.turns:
-          turn.routes = None
     return sampled
 
   def _check(self, path: str, episodes: Sequence[types.Episode]) -> None:
@@ -148,12 +143,6 @@ class Replay:
           f'{path} has turns without log-probs, so that no policy of this run sampled them, and '
           'a policy gradient on them would have no objective. Imitate them first: '
           'python -m scripts.sft_episodes'
-      )
-    turns = [turn for episode in episodes for turn in episode.turns]
-    if self.with_routes and not all(turn.routes is not None for turn in turns):
-      raise types.UserError(
-          f'{path} has turns without the experts that the sampler chose, which '
-          "config.rollout.routing_replay='sampling' reuses: set it to 'old_policy' or 'none'"
       )
     if self.needs_groups and len({e.group for e in episodes}) == len(episodes) > 1:
       raise types.UserError(

@@ -1,0 +1,160 @@
+"""Rows of a KV cache: sequences in slots, which are prefilled and decoded together.
+
+`engine` plays episodes in several groups of slots. The `scheduler` of the gateway has one group, in
+which each request has a slot.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+from typing import NamedTuple
+
+import jax
+
+from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.rollout import sampling
+
+
+@dataclasses.dataclass(eq=False)
+class ActiveSequence:
+  """A sequence in progress, and its state."""
+
+  ids: Sequence[int] = ()  # to prefill
+  budget: int = 0  # tokens that its turn may still have
+  key: Any = 0  # jax.random.key_data; token number i is drawn with fold_in(key, i)
+  settings: Sequence[float] | None = None  # see `sampling.make_draw`; None: the sampler's
+  length: int = 0  # tokens in its context
+  phase: str = 'ready'  # 'ready' to prefill, 'decoding', or 'waiting' for its next turn
+  stop_state: int = 0  # state of the stop automaton
+  group: Any = None  # the SlotGroup in which it has a slot
+  slot: int = 0
+
+  @property
+  def length_with_ids(self) -> int:
+    """Length of the context after prefill."""
+    return self.length + len(self.ids)
+
+  def occupy(self, group: 'SlotGroup', slot: int) -> None:
+    """Moves to a slot."""
+    self.leave()
+    self.group = group
+    self.slot = slot
+    group.rows[slot] = self
+
+  def leave(self) -> None:
+    """Frees the slot."""
+    if self.group is not None:
+      self.group.rows[self.slot] = None
+
+  def end_prefill(self, result: sampler_lib.PrefillResult, row: int) -> None:
+    """Moves on to decoding. Its context is in a row of the result."""
+    del result, row
+    self.length = self.length_with_ids
+    self.ids = ()
+    self.phase = 'decoding'
+
+
+Sequences = Sequence[ActiveSequence]
+
+
+class Prefilled(NamedTuple):
+  """Rows after a prefill."""
+
+  context: sampler_lib.Context
+  result: sampler_lib.PrefillResult
+
+
+class SlotGroup:
+  """Slots that are decoded together, with the same parameters."""
+
+  def __init__(self, sampler: sampler_lib.Sampler, params: Any):
+    self.rows: list[Any] = [None] * sampler.width  # a sequence per slot, None where it is free
+    self.context = sampler.empty(sampler.width, sampler.slot_buckets[0])
+    self.prefill_tokens = 0  # so far
+    self.last_prefill: jax.Array | None = None  # to wait for
+    self._sampler = sampler
+    self._params = params
+
+  def rows_in(self, phase: str) -> list[Any]:
+    """Returns the sequences in a phase, in the order of their slots."""
+    return [row for row in self.rows if row and row.phase == phase]
+
+  def free(self) -> list[int]:
+    """Returns the slots without a sequence."""
+    return [slot for slot, row in enumerate(self.rows) if row is None]
+
+  def reserve(self, length: int) -> None:
+    """Makes room for `length` tokens per row."""
+    self.context = self._sampler.with_room(self.context, length)
+
+  def prefill_new(self, sequences: Sequences) -> Prefilled:
+    """Prefills at most `prefill_rows` new sequences, in a context of their own."""
+    longest = max(len(sequence.ids) for sequence in sequences)
+    self.reserve(longest)
+    rows = self._sampler.prefill_rows
+    context = self._sampler.empty(rows, self.context.slots)
+    return self._prefill(context, sequences)
+
+  def prefill_rows(self, home: 'SlotGroup', slots: Sequence[int], sequences: Sequences) -> None:
+    """Prefills copies of at most `prefill_rows` rows of `home`, for the slots of the sequences."""
+    needed = max(sequence.length_with_ids for sequence in sequences)
+    slots_at_home = home.context.slots
+    self.reserve(max(needed, slots_at_home))
+    context = self._sampler.take(home.context, slots)
+    context = self._sampler.with_room(context, self.context.slots)
+    prefilled = self._prefill(context, sequences)
+    self.put(prefilled, sequences, range(len(sequences)))
+
+  def prefill_in_place(self) -> None:
+    """Prefills the rows that are ready where they are. The others do not change."""
+    ready = self.rows_in('ready')
+    needed = max(sequence.length_with_ids for sequence in ready)
+    self.reserve(needed)
+    empty = ActiveSequence()
+    rows = [row or empty for row in self.rows]
+    self.context, result = self._prefill(self.context, rows)
+    for sequence in ready:
+      sequence.end_prefill(result, sequence.slot)
+
+  def put(self, prefilled: Prefilled, sequences: Sequences, sources: Iterable[int]) -> None:
+    """Copies the row sources[i] of `prefilled` to the slot of sequences[i]."""
+    self.reserve(prefilled.context.slots)
+    pairs = list(zip(sequences, sources))
+    for batch in sampling.batched(pairs, self._sampler.prefill_rows):
+      slots = [sequence.slot for sequence, _ in batch]
+      rows = [source for _, source in batch]
+      self.context = self._sampler.put(self.context, prefilled.context, slots, rows)
+    for sequence, source in pairs:
+      sequence.end_prefill(prefilled.result, source)
+
+  def decode(self, enough: int) -> sampler_lib.DecodeResult:
+    """Starts to decode, until `enough` rows have stopped. Does not wait for the device."""
+    sampler = self._sampler
+    decoding = self.rows_in('decoding')
+    longest = max(sequence.length for sequence in decoding)
+    self.reserve(longest + 1)
+    inputs = sampler.idle_rows(sampler.width)
+    for slot, row in enumerate(self.rows):
+      if row is not None:  # rows that are not decoded are also written to, behind their end
+        inputs.lengths[slot] = row.length
+    for sequence in decoding:
+      slot = sequence.slot
+      inputs.keys[slot] = sequence.key
+      inputs.stop_state[slot] = sequence.stop_state
+      inputs.budgets[slot] = sequence.budget
+      if sequence.settings is not None:
+        inputs.settings[slot] = sequence.settings
+    steps = self.context.slots - longest
+    self.context, sampled = sampler.decode(self._params, self.context, inputs, steps, enough)
+    return sampled
+
+  def _prefill(self, context, sequences):
+    """Prefills the ids of the sequences in the first rows of `context`."""
+    ids = [sequence.ids for sequence in sequences]
+    starts = [sequence.length for sequence in sequences]
+    self.prefill_tokens += sum(map(len, ids))
+    context, result = self._sampler.prefill(self._params, context, ids, starts)
+    if result.lengths is not None:
+      self.last_prefill = result.lengths
+    return Prefilled(context, result)
