@@ -74,8 +74,11 @@ class PrefillResult:
   chunks: list[tuple[Any, np.ndarray]] = dataclasses.field(default_factory=list)
 
 
-def join_turn(calls: Sequence[tuple[PrefillResult | DecodeResult, int]]) -> types.Turn:
-  """Returns a turn from (result, row) of the calls that prefilled and sampled it.
+Call = tuple[PrefillResult | DecodeResult, int]  # the result of a call, and a row of it
+
+
+def join_turn(calls: Sequence[Call]) -> types.Turn:
+  """Returns a turn from the calls that prefilled and sampled it.
 
   The results of decode calls are on the host.
   """
@@ -147,7 +150,8 @@ class Sampler:
     shards = layout.num_shards(row_sharding, 'data')
     width = min(sizes.width or sizes.rows, sizes.rows)
     self.width = sampling.round_up(width, shards)
-    self.num_groups = -(-sizes.rows // self.width)
+    num_rows = sampling.round_up(sizes.rows, self.width)
+    self.num_groups = num_rows // self.width
     self.prefill_rows = min(sizes.prefill_rows, self.width)
     if shards > 1:  # rows are prefilled in place, because moving them would send whole caches
       self.prefill_rows = self.width
@@ -157,14 +161,16 @@ class Sampler:
     buckets = set()
     for bucket in (*sizes.slot_buckets, self.max_slots):
       bucket = min(bucket, self.max_slots)
-      buckets.add(sampling.round_up(bucket, tile))
+      bucket = sampling.round_up(bucket, tile)
+      buckets.add(bucket)
     self.slot_buckets = tuple(sorted(buckets))
     self.chunk_buckets = tuple(sorted(sizes.chunk_buckets))
 
     num_states, num_ids = stop_table.shape
     shape = (num_states, config.vocab_size)
     table = np.zeros(shape, np.int32)
-    table[:] = np.arange(num_states)[:, None]  # ids without bytes keep the state
+    states = np.arange(num_states)
+    table[:] = states[:, None]  # ids without bytes keep the state
     table[:, :num_ids] = stop_table
     table[:, list(eos_ids)] = num_states - 1
     self._host_stop_table = table
@@ -227,19 +233,21 @@ class Sampler:
     """Returns the context with at least `needed` slots per row, as many as a bucket has."""
     if needed <= context.slots:
       return context
-    slots = min(bucket for bucket in self.slot_buckets if bucket >= needed)
-    return self._grow(context, slots)
+    larger = [bucket for bucket in self.slot_buckets if bucket >= needed]
+    return self._grow(context, larger[0])
 
   def take(self, context: Context, rows: Numbers) -> Context:
     """Returns copies of at most `prefill_rows` rows, in a context of `prefill_rows` rows."""
+    count = len(rows)
     padded = np.zeros(self.prefill_rows, np.int32)
-    padded[: len(rows)] = rows
+    padded[:count] = rows
     return self._take(context, padded)
 
   def put(self, context: Context, taken: Context, targets: Numbers, sources: Numbers) -> Context:
     """Copies rows sources[i] of `taken` to rows targets[i] of `context`; at most `prefill_rows`."""
     count = len(targets)
-    padded = np.zeros((2, self.prefill_rows), np.int32)
+    shape = (2, self.prefill_rows)
+    padded = np.zeros(shape, np.int32)
     padded[0, :count] = targets
     padded[1, :count] = sources
     return self._put(context, taken, padded, np.int32(count))
@@ -265,7 +273,8 @@ class Sampler:
       while left.max() >= least:
         count = np.minimum(left, chunk)
         count[left < least] = 0
-        tokens = np.zeros((rows, chunk), np.int32)
+        shape = (rows, chunk)
+        tokens = np.zeros(shape, np.int32)
         for b, row_ids in enumerate(ids):
           start = len(row_ids) - left[b]
           end = start + count[b]
@@ -321,13 +330,17 @@ class Sampler:
     From shapes alone: `params` are ShapeDtypeStructs of the policy, with shardings. For planning,
     which lowers and compiles them to measure their memory.
     """
-    smaller = [bucket for bucket in self.slot_buckets if bucket < slots] or [slots]
+    smaller = slots
+    for bucket in self.slot_buckets:
+      if bucket < slots:
+        smaller = bucket
     policy = self.shapes_of_copy(params)
     group = self.empty.eval_shape(self.width, slots)
-    small_group = self.empty.eval_shape(self.width, smaller[-1])
+    small_group = self.empty.eval_shape(self.width, smaller)
     taken = self.empty.eval_shape(self.prefill_rows, slots)
+    chunk_shape = (self.prefill_rows, self.chunk_buckets[-1])
+    tokens = np.zeros(chunk_shape, np.int32)
     counts = np.zeros(self.prefill_rows, np.int32)
-    tokens = np.tile(counts[:, None], self.chunk_buckets[-1])
     rows = self.idle_rows(self.width)
     limits = np.zeros(2, np.int32)
     prefill = self._prefill.trace(policy, taken, tokens, counts, counts)
@@ -382,6 +395,7 @@ class Sampler:
       x, cache, routes = self._run(params, context, tokens, state.lengths, one)
       x = x[:, 0]
       logits = self._next_logits(params, x, alive, context)
+      context = Context(cache.k, cache.v, logits)
       next_state = stop_table[sampled.stop_state, token]
       stop_state = jnp.where(alive, next_state, sampled.stop_state)
       counts = sampled.counts + alive
@@ -405,12 +419,13 @@ class Sampler:
           alive=still_alive,
           routes=routes,
       )
+      num_ended = jnp.sum(ended)
       return _DecodeState(
-          context=Context(cache.k, cache.v, logits),
+          context=context,
           lengths=cache.length,
           sampled=sampled,
           step=state.step + 1,
-          stopped=state.stopped + jnp.sum(ended),
+          stopped=state.stopped + num_ended,
       )
 
     shape = context.logits.shape[0], self.steps
@@ -453,7 +468,8 @@ class Sampler:
     """
     logits = decoder.token_logits(params, self.config, x)
     num_parts = layout.num_shards(self.row_sharding, 'tensor')
-    if self.config.vocab_size % num_parts == 0:
+    is_divisible = self.config.vocab_size % num_parts == 0
+    if is_divisible:
       logits = sharding.spread(logits, self._split_logits_sharding)
     logits = sharding.spread(logits, self.row_sharding)
     is_new = is_new[:, None]
