@@ -257,9 +257,9 @@ class AnswersTest(parameterized.TestCase):
       self.assertEqual(''.join(c['text'] for c in mine), choice['text'])
 
   @parameterized.parameters(
-      ({'prompt': ['x', '']}, 'a list of such prompts'),
-      ({'prompt': ['x', 3]}, 'a list of such prompts'),
-      ({'prompt': [[1], [[1]]]}, 'a list of such prompts'),
+      ({'prompt': ['x', '']}, 'prompt.1: Value should have at least 1 item'),
+      ({'prompt': ['x', 3]}, 'prompt.1.list: Input should be a valid list'),
+      ({'prompt': [[1], [[1]]]}, 'prompt.1.list.0: Input should be a valid integer'),
       ({'prompt': ['x', 'y ' * 400]}, 'tokens, and with an answer'),
       ({'prompt': ['x'] * 257}, 'at most 256'),
   )
