@@ -150,7 +150,7 @@ class TemplateTest(parameterized.TestCase):
     session.record(plan, [*odd, self.end], [-1.0] * (len(odd) + 1), [SAID])
     spaced = {'role': 'assistant', 'content': SAID['content'] + '\n'}
     plan = session.plan([USER, spaced, RESULT])
-    self.assertEqual(plan.ids[: len(plan.ids) - plan.num_new][-len(odd) - 1 :], [*odd, self.end])
+    self.assertEqual(plan.segment.ids[-len(odd) - 1 :], [*odd, self.end])
     session.record(plan, [5, 6], [-1.0, -2.0], [{'role': 'assistant', 'content': 'x'}])
     (episode,) = session.episodes(None, 0)
     turns = [turn.tokens.tolist() for turn in episode.turns]
@@ -202,7 +202,7 @@ class TemplateTest(parameterized.TestCase):
     again = session.plan_prompt(said + '\n' + text)
     more = self.tokenizer.encode('\n' + text, control=True)
     self.assertEqual(again.ids, [*ids, 70, self.end, *more])
-    self.assertEqual(again.num_new, len(more))
+    self.assertLen(again.segment.ids, len(again.ids) - len(more))
 
   def test_messages_without_template_equal_environment(self):
     tokenizer = chat.load_tokenizer(prepare.EMBEDDED_MODEL)

@@ -77,7 +77,6 @@ class RequestPlan:
   ids: list[int]  # the whole prompt
   key: np.ndarray
   segment: Segment | None  # the segment that the request continues; None: a new one
-  num_new: int  # ids after the segment's
   identities: list[Identity]  # one per message
   tools: str
   number: int = 0  # position of the segment
@@ -148,7 +147,7 @@ class Session:
       sampled = best.turns[last].tokens.tolist()
       new = self._template.encode_after(sampled, messages[num_messages:], tools)
       ids = best.ids[:num_ids] + new
-      return self._begin(ids, best, rank[1], len(new), identities, written)
+      return self._begin(ids, best, rank[1], identities, written)
 
   def plan_prompt(self, prompt: str | Sequence[int]) -> RequestPlan:
     """Returns the ids for a prompt that is a text or ids: a recorded text stays the ids it was.
@@ -170,11 +169,11 @@ class Session:
           new = self._template.encode_prompt(prompt[len(known) :])
           is_free = not segment.is_extended
           ids = segment.ids + new
-          return self._begin(ids, segment, is_free, len(new), [], _PLAIN)
+          return self._begin(ids, segment, is_free, [], _PLAIN)
       return self._begin_segment(self._template.encode_prompt(prompt), [], _PLAIN)
 
   def _begin_segment(self, ids: list[int], identities: list[Identity], tools: str) -> RequestPlan:
-    plan = self._begin(ids, None, False, 0, identities, tools)
+    plan = self._begin(ids, None, False, identities, tools)
     self.counts['rewritten'] += bool(self._segments)
     return plan
 
@@ -183,7 +182,6 @@ class Session:
       ids: list[int],
       segment: Segment | None,
       is_free: bool,
-      num_new: int,
       identities: list[Identity],
       tools: str,
   ) -> RequestPlan:
@@ -201,12 +199,12 @@ class Session:
     if number:  # the first has the key of the episode, as one that the engine plays
       key = jax.random.fold_in(key, number)
     data = np.asarray(jax.random.key_data(key))
-    return RequestPlan(ids, data, segment, num_new, identities, tools, number)
+    return RequestPlan(ids, data, segment, identities, tools, number)
 
   def fork(self, plan: RequestPlan) -> RequestPlan:
     """Returns a plan for another sample of the same prompt, in a segment of its own."""
     with self._lock:
-      return self._begin(plan.ids, plan.segment, False, plan.num_new, plan.identities, plan.tools)
+      return self._begin(plan.ids, plan.segment, False, plan.identities, plan.tools)
 
   def abandon(self, plan: RequestPlan) -> None:
     """Ends a request that gave no turn."""
@@ -235,7 +233,7 @@ class Session:
         segment.accepted = [frozenset([x]) for x in plan.identities]
       else:
         segment.is_extended = False
-        new = plan.ids[len(plan.ids) - plan.num_new :]
+        new = plan.ids[len(segment.ids) :]
         segment.turns[-1].observation = np.array(new, np.int32)
         segment.ids += new
         more = plan.identities[len(segment.accepted) :]
