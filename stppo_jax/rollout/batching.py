@@ -6,6 +6,7 @@ turn_ids   0 .. 0 | 1 .. 1 | 0 ..        0 | 2 .. 2 | .. | K .. K | 0 .. 0
 
 import collections
 from collections.abc import Sequence
+import functools
 from typing import Any
 
 import jax
@@ -152,11 +153,12 @@ def batch_shapes(
 
   For a mixture of experts `routed_model` the batch has the experts of each token, to be replayed.
   """
-  real = jax.ShapeDtypeStruct((rows, length), np.float32)
-  whole = jax.ShapeDtypeStruct((rows, length), np.int32)
+  shape: Any = jax.ShapeDtypeStruct
+  real = shape((rows, length), np.float32)
+  whole = shape((rows, length), np.int32)
   routes = None
   if routed_model is not None:
-    routes = jax.eval_shape(lambda: moe.no_routes(routed_model, rows, length))
+    routes = jax.eval_shape(functools.partial(moe.no_routes, routed_model, rows, length))
   return types.TurnBatch(
       tokens=whole,
       action_mask=real,
@@ -167,8 +169,8 @@ def batch_shapes(
       old_values=real,
       advantages=real,
       returns=real,
-      group_ids=jax.ShapeDtypeStruct((rows,), np.int32),
+      group_ids=shape((rows,), np.int32),
       behaviour_logp=real,
-      truncated=jax.ShapeDtypeStruct((rows,), np.float32),
+      truncated=shape((rows,), np.float32),
       routes=routes,
   )

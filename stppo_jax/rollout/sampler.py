@@ -85,6 +85,7 @@ def join_turn(calls: Sequence[Call]) -> types.Turn:
   tokens = []
   logp = []
   routes = []
+  chunks: list[tuple[Any, Any]]
   for result, row in calls:
     if isinstance(result, DecodeResult):
       count = result.counts[row]

@@ -100,7 +100,7 @@ class Message(_Part):
   name: str | None = None
 
   def to_dict(self) -> dict[str, Any]:
-    """Returns the message as chat templates expect it."""
+    """Returns the message for a chat template."""
     message = self.model_dump(exclude_none=True)
     if self.role == 'developer':
       message['role'] = 'system'
@@ -214,9 +214,7 @@ class ChatBody(CompletionBody):
   """A request of /v1/chat/completions."""
 
   messages: Annotated[
-      list[Annotated[Message, pydantic.AfterValidator(Message.to_dict)]],
-      pydantic.Field(min_length=1, max_length=MAX_MESSAGES),
-      pydantic.FailFast(),
+      list[Message], pydantic.Field(min_length=1, max_length=MAX_MESSAGES), pydantic.FailFast()
   ]
   tools: Annotated[
       list[Annotated[ToolSchema, pydantic.WrapValidator(_check_only)]],
@@ -230,6 +228,11 @@ class ChatBody(CompletionBody):
   @property
   def wants_logprobs(self) -> bool:
     return self.logprobs
+
+  @property
+  def conversation(self) -> list[dict[str, Any]]:
+    """The messages as chat templates expect them."""
+    return [message.to_dict() for message in self.messages]
 
   @property
   def offered_tools(self) -> list[Any]:

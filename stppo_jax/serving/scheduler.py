@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import threading
+from typing import Any
 
 from absl import logging
 import jax
@@ -261,7 +262,7 @@ class Scheduler:
     idle = [row for row in self._rows if row.request is None]
     return min(idle, key=lambda row: (row.used, row.slot))
 
-  def _running_rows(self) -> list[_CacheRow]:
+  def _running_rows(self) -> list[Any]:
     return [row for row in self._rows if row.request is not None]
 
   def _decode(self) -> None:

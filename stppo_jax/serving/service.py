@@ -209,7 +209,7 @@ class Service:
     if session is None:
       return [], self._encode_prompts(body)
     if isinstance(body, api.ChatBody):
-      first = session.plan(body.messages, body.offered_tools)
+      first = session.plan(body.conversation, body.offered_tools)
     else:
       first = session.plan_prompt(body.prompt[0])
     more = [session.fork(first) for _ in range(1, body.n)]  # each is a segment of its own
@@ -218,7 +218,7 @@ class Service:
   def _encode_prompts(self, body: Body) -> list[list[int]]:
     """Returns the ids of each prompt of a request without a session."""
     if isinstance(body, api.ChatBody):
-      prompts = [self.template.encode(body.messages, body.offered_tools)]
+      prompts = [self.template.encode(body.conversation, body.offered_tools)]
       self.template.check(prompts[0])
       return prompts
     prompts = []
