@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
+import math
 
 import chex
 import jax
@@ -58,14 +59,16 @@ def default_slot_buckets(max_slots: int, platform: str = 'cpu') -> tuple[int, ..
 
   On accelerators, whose compilers take minutes per program, at most four that double.
   """
-  if platform != 'cpu':
-    tiles = -(-max_slots // 128)
-    parts = (-(-tiles // 2**i) for i in range(ACCELERATOR_BUCKETS))
-    return tuple(sorted({min(part * 128, max_slots) for part in parts}))
-  buckets = [max_slots]
-  for power in range(7, 31):
-    buckets += [2**power, 2**power * 3 // 2]
-  return tuple(sorted({bucket for bucket in buckets if bucket <= max_slots}))
+  sizes = []
+  if platform == 'cpu':
+    for power in range(7, 31):
+      sizes += [2**power, 2**power * 3 // 2]
+  else:
+    for halvings in range(ACCELERATOR_BUCKETS):
+      part = max_slots / 2**halvings
+      sizes.append(round_up(math.ceil(part), 128))
+  buckets = {min(size, max_slots) for size in sizes}
+  return tuple(sorted(buckets))
 
 
 def make_draw(
