@@ -31,12 +31,13 @@ def fields(config: Any, prefix: str = '') -> Iterator[tuple[str, Rules, Any]]:
   for field in dataclasses.fields(config):
     path = prefix + field.name
     value = getattr(config, field.name)
+    kind: Any = field.type
     if 'rules' in field.metadata:
       yield path, field.metadata['rules'], value
-    elif isinstance(value, field.type):
+    elif isinstance(value, kind):
       yield from fields(value, path + '.')
     else:
-      raise UserError(f'config.{path}={value!r}: must be a {field.type.__name__} of config.py')
+      raise UserError(f'config.{path}={value!r}: must be a {kind.__name__} of config.py')
 
 
 def kinds(section: Any = Config, prefix: str = '') -> dict[str, Any]:

@@ -3,58 +3,22 @@
 python run.py --config=examples/calculator/config.py --workdir=/tmp/calculator
 """
 
-import os
-
-from stppo_jax import config as schema
+from examples import settings
 
 
 def get_config(mode=''):
-  config = schema.Config()
-  config.name = 'calculator'
+  config = settings.tiny('calculator')
   config.data.source = 'examples.calculator.questions:load'
   config.env.kind = 'tools'
   config.env.tools = ('calculator',)
   config.env.options = {'form': 'hermes', 'frame': 'inline'}
   config.env.max_searches = 2
-  config.retriever.kind = 'none'
-  config.model = schema.ModelSettings(
-      folder=os.path.join(os.path.dirname(__file__), 'model'),
-      dtype='float32',
-      remat='none',
-      scan_layers=False,
-      logp_chunk=0,
-  )
-  config.rollout = schema.RolloutSettings(
-      max_prompt=96,
-      max_turn=24,
-      max_observation=24,
-      max_total=192,
-      width=64,
-      chunks=(16, 64),
-      threads=0,
-  )
-  config.algorithm.variant = 'st_ppo'
-  config.algorithm.kl_in = 'none'
-  config.algorithm.entropy_coef = 0.0
-  config.actor = schema.OptimizerSettings(lr=1e-3, warmup=0.0, weight_decay=0.0)
-  config.critic = schema.OptimizerSettings(lr=2e-3, warmup=0.0, weight_decay=0.0)
-  config.train = schema.TrainSettings(
-      updates=40,
-      episodes=256,
-      mini_batch=64,
-      micro_batch=32,
-      length_buckets=(96, 192),
-      checkpoint_every=0,
-  )
-  config.eval = schema.EvalSettings(every=10, rows=128)
-  config.log.tensorboard = False
-  if mode == 'smoke':
-    config.name += '_smoke'
-    config.train.updates = 2
-    config.train.episodes = 32
-    config.train.mini_batch = 16
-    config.train.micro_batch = 8
-    config.eval.episodes = 32
-  elif mode:
-    raise ValueError(f'mode {mode!r} does not exist: give :smoke, or no mode')
-  return config
+  config.rollout.max_prompt = 96
+  config.rollout.max_turn = 24
+  config.rollout.max_observation = 24
+  config.rollout.max_total = 192
+  config.rollout.chunks = (16, 64)
+  config.train.updates = 40
+  config.train.length_buckets = (96, 192)
+  config.eval.every = 10
+  return settings.with_mode(config, mode)
