@@ -148,11 +148,6 @@ def _check_names(config: Config) -> None:
           f'config.health.stop_on names {name!r}: allowed are {", ".join(HEALTH_RULES)}, '
           'to be given as "(\'entropy_drop\',)"'
       )
-  if config.serve.role and config.model.role_parameters == 'shared':
-    raise UserError(
-        f"config.serve.role={config.serve.role!r}: with config.model.role_parameters='shared' one "
-        'policy plays all roles: leave it empty'
-    )
 
 
 def _check_environment(config: Config) -> None:
@@ -380,7 +375,11 @@ def _check_groups(config: Config, variant: Variant) -> None:
         f'config.algorithm.variant={name!r} compares the episodes of a group, and '
         'config.rollout.group_size=1: set --config.rollout.group_size=4 or more'
     )
-  spoils = 'kl_in' if variant.kl_in == 'reward' else 'whiten' if variant.whiten else ''
+  spoils = ''
+  if variant.kl_in == 'reward':
+    spoils = 'kl_in'
+  elif variant.whiten:
+    spoils = 'whiten'
   if variant.mask_zero_advantage and spoils:
     raise UserError(
         'config.algorithm.mask_zero_advantage=True would drop nothing: with '

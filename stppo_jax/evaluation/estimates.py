@@ -115,17 +115,26 @@ def _group(
 
 def _values(questions: Questions, has_passes: bool) -> dict[str, np.ndarray]:
   """Returns one value per question of each metric: the mean over its samples, or pass@k."""
-  core = dict.fromkeys(name for part in questions for x in part for name in x.core_metrics)
+  first = questions[0][0]
   values = {}
-  for name in core:
-    means = [np.mean([x.metrics.get(name, 0.0) for x in part]) for part in questions]
-    values[name] = np.array(means)
-  values['score'] = np.array([np.mean([x.score for x in part]) for part in questions])
+  for name in first.core_metrics:
+    values[name] = _means(questions, lambda episode, name=name: episode.metrics.get(name, 0.0))
+  values['score'] = _means(questions, lambda episode: episode.score)
   fewest = min(map(len, questions))
-  if has_passes and fewest > 1:
-    passed = [sum(x.main_score >= PASSING for x in part) for part in questions]
-    for label, function in (('pass@', pass_at_k), ('pass^', pass_hat_k)):
-      for k in ks(fewest):
-        shares = [function(len(part), c, k) for part, c in zip(questions, passed)]
-        values[f'{label}{k}'] = np.array(shares)
+  if not has_passes or fewest == 1:
+    return values
+  sizes = [len(samples) for samples in questions]
+  shares = _means(questions, lambda episode: episode.main_score >= PASSING)
+  passed = np.rint(shares * sizes).astype(int).tolist()
+  for label, function in (('pass@', pass_at_k), ('pass^', pass_hat_k)):
+    for k in ks(fewest):
+      values[f'{label}{k}'] = np.array([function(n, c, k) for n, c in zip(sizes, passed)])
   return values
+
+
+def _means(questions: Questions, value: Callable[[types.Episode], float]) -> np.ndarray:
+  """Returns the mean of a value over the samples of each question."""
+  means = []
+  for samples in questions:
+    means.append(np.mean([value(episode) for episode in samples]))
+  return np.array(means)

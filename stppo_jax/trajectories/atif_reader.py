@@ -70,13 +70,15 @@ def read_folder(source: str, folder: str, reader: 'AtifReader', episodes_per_fil
   path = pathlib.Path(source)
   if not source or not path.exists():
     raise types.UserError(f'--input={source!r}: no such file or folder: give trajectories of ATIF')
+  paths = sorted(path.rglob('*.json')) if path.is_dir() else [path]
   documents: list[list[AtifRow]] = []
   unreadable: list[str] = []
-  for file in sorted(path.rglob('*.json')) if path.is_dir() else [path]:
+  for file in paths:
     try:
       document = _load(file)
       if document is not None:
-        documents.append(_with_reward(reader.rows(document, file.stem), file))
+        rows = reader.rows(document, file.stem)
+        documents.append(_with_reward(rows, file))
     except types.UserError:
       raise
     except _UNUSABLE as error:
@@ -87,11 +89,13 @@ def read_folder(source: str, folder: str, reader: 'AtifReader', episodes_per_fil
     example = f', as {unreadable[0]}' if unreadable else ': give JSON files of ATIF, or a folder'
     raise types.UserError(f'--input={source!r} holds no trajectory that can be read{example}')
   for (kind, step), rows in _batches(documents, episodes_per_file).items():
-    records = episodes_lib.to_records([row.episode for row in rows], reader.tokenizer, step, kind)
-    origin = rows[0].own or {}
-    batch = {'batch': origin.get('batch', step), 'staleness': origin.get('staleness', 0)}
-    lines = [record | batch for record in records]
-    episodes_lib.write_lines(os.path.join(folder, f'{kind}_{step:06d}.jsonl'), lines)
+    episodes = [row.episode for row in rows]
+    records = episodes_lib.to_records(episodes, reader.tokenizer, step, kind)
+    own = rows[0].own or {}
+    origin = {'batch': own.get('batch', step), 'staleness': own.get('staleness', 0)}
+    lines = [record | origin for record in records]
+    file_name = f'{kind}_{step:06d}.jsonl'
+    episodes_lib.write_lines(os.path.join(folder, file_name), lines)
   logging.info('%d trajectories are in %s', len(documents), folder)
   return len(documents)
 
@@ -125,41 +129,40 @@ class AtifReader:
   def rows(self, document: Mapping[str, Any], name: str) -> list[AtifRow]:
     """Returns the rows of a document: several if its context was rewritten."""
     steps = document['steps']
-    turns = [step for step in steps if _is_turn(step)]
+    question = _question(steps)
     own = (document.get('extra') or {}).get(atif_writer.EXTRA)
     if own:
       _check_own(own)
-      episodes = [types.Episode.from_dict(own)]
-    elif not turns:
-      raise ValueError('no turn of an agent')
-    else:
-      task_id = document.get('session_id') or name
-      task = types.Task(task_id, _question(steps), dataset=document['agent']['name'])
-      has_ids = all(_ids(step, 'completion') and _ids(step, 'prompt') for step in turns)
-      if has_ids and not self._retokenize:
-        episodes = _episodes_of_ids(task, turns)
+      episode = types.Episode.from_dict(own)
+      if self._retokenize:
+        self._encode_own(episode, steps)
       else:
-        episodes = [self._encode(task, steps)]
-        return [AtifRow(episodes[0], None)]
-    if self._retokenize:
-      self._encode_own(episodes[0], steps)
-    else:
-      self._check_ids(episodes, _question(steps), name)
-    return [AtifRow(episode, own) for episode in episodes]
+        self._check_ids([episode], question, name)
+      return [AtifRow(episode, own)]
+    turns = [step for step in steps if _is_turn(step)]
+    if not turns:
+      raise ValueError('no turn of an agent')
+    task = types.Task(
+        id=document.get('session_id') or name, question=question, dataset=document['agent']['name']
+    )
+    has_ids = all(_ids(step, 'completion') and _ids(step, 'prompt') for step in turns)
+    if self._retokenize or not has_ids:
+      return [AtifRow(self._encode(task, steps), None)]
+    episodes = _episodes_of_ids(task, turns)
+    self._check_ids(episodes, question, name)
+    return [AtifRow(episode, None) for episode in episodes]
 
   def _check_ids(self, episodes: Sequence[types.Episode], question: str, name: str) -> None:
     """Raises a UserError for ids of another tokenizer: the prompt has to hold the question."""
     ids = np.concatenate([episode.unroll()[0] for episode in episodes])
     wrong = ids[(ids < 0) | (ids >= self.tokenizer.vocab_size)]
-    text = ''
-    if not len(wrong):
-      text = ' '.join(self.tokenizer.decode(episodes[0].prompt).split())
     if len(wrong):
       reason = f'it has no id {wrong[0]}'
-    elif ' '.join(question.split()) not in text:
-      reason = f'the first prompt would read {text[:40]!r}'
     else:
-      return
+      text = ' '.join(self.tokenizer.decode(episodes[0].prompt).split())
+      if ' '.join(question.split()) in text:
+        return
+      reason = f'the first prompt would read {text[:40]!r}'
     raise types.UserError(
         f'{name}: token ids of another tokenizer than that of {self.tokenizer.folder!r}: '
         f'{reason}. Give the model that sampled them, or encode the texts instead: --retokenize'
@@ -219,17 +222,14 @@ class AtifReader:
       self, encode: Callable[[list[template_lib.Message]], Any], messages: list
   ) -> np.ndarray:
     """Encodes messages. If the template has no turns of tools or a system, the user has them."""
-    as_user = [
-        message if message['role'] == 'assistant' else message | {'role': 'user'}
-        for message in messages
-    ]
     try:
       ids = encode(messages)
     except ValueError:
-      try:
-        ids = encode(as_user)
-      except ValueError as error:
-        raise ValueError(str(error)) from error
+      as_user = []
+      for message in messages:
+        role = 'assistant' if message['role'] == 'assistant' else 'user'
+        as_user.append(message | {'role': role})
+      ids = encode(as_user)
     return np.array(ids, np.int32)
 
   def _agent_text(self, step: AtifStep) -> str:
@@ -238,8 +238,9 @@ class AtifReader:
     if thought := step.get('reasoning_content'):
       text = f'<think>\n{thought}\n</think>\n\n{text}'
     parts = [text] if text else []
-    for call in step.get('tool_calls') or ():
-      parts.append(self._form.write(tool_calls.Call(call['function_name'], call['arguments'])))
+    for record in step.get('tool_calls') or ():
+      call = tool_calls.Call(record['function_name'], record['arguments'])
+      parts.append(self._form.write(call))
     return '\n'.join(parts)
 
 
@@ -361,19 +362,24 @@ def _batches(
     documents: Sequence[Sequence[AtifRow]], size: int
 ) -> dict[tuple[str, int], list[AtifRow]]:
   """Returns the rows of each file, by kind and step; other agents' have `size` documents."""
+  by_place: dict[tuple[str, int, int], AtifRow] = {}
+  others = []
+  for document in documents:
+    for row in document:
+      if row.own is None:
+        continue
+      place = (row.own['kind'], row.own['step'], row.own['row'])
+      if place in by_place:
+        raise types.UserError(
+            'two trajectories are the same line of a file: import those of one run at a time'
+        )
+      by_place[place] = row
+    if document[0].own is None:
+      others.append(document)
   files: dict[tuple[str, int], list[AtifRow]] = collections.defaultdict(list)
-  own_rows = [(row.own, row) for document in documents for row in document if row.own is not None]
-  own_rows.sort(key=lambda pair: pair[0]['row'])
-  places = collections.Counter((own['kind'], own['step'], own['row']) for own, _ in own_rows)
-  for own, row in own_rows:
-    if places[own['kind'], own['step'], own['row']] > 1:
-      raise types.UserError(
-          f'two trajectories are line {own["row"]} of the same file: import those of one run at a '
-          'time'
-      )
-    files[own['kind'], own['step']].append(row)
+  for kind, step, line in sorted(by_place):
+    files[kind, step].append(by_place[kind, step, line])
   first = max((step for kind, step in files if kind == 'train'), default=0) + 1
-  others = [document for document in documents if document[0].own is None]
   for number, start in enumerate(range(0, len(others), size), first):
     groups: dict[str, int] = {}
     for index, document in enumerate(others[start : start + size]):
