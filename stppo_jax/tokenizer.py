@@ -28,12 +28,12 @@ _OPENING = re.compile(r'\s*<information>')
 _TAG = re.compile(r'<(?=/?(?:think|search|information|answer)>)')
 # Characters, an upper bound for known vocabularies; text is cut by it before it is encoded.
 LONGEST_TOKEN = 128
-# How templates change a message's content. The first form that matches a template is applied.
-_CONTENT_FORMS = {
-    'as it is': lambda text: text,
-    'stripped': str.strip,
-    'JSON': lambda text: json.dumps(text, ensure_ascii=False),
-}
+# How templates change a message's content. The first that matches a template is applied.
+_CONTENT_CHANGES: tuple[Callable[[str], str], ...] = (
+    lambda text: text,
+    str.strip,
+    functools.partial(json.dumps, ensure_ascii=False),
+)
 _Messages = list[dict[str, str]]
 
 
@@ -154,10 +154,10 @@ def encode_prompt(
   """
   if tokenizer.render is None:
     return tokenizer.encode(declaration + user_message)
-  before, after, form = _around(tokenizer, [], 'user', tools)
+  before, after, change = _around(tokenizer, [], 'user', tools)
   if tools and tools[0]['function']['name'] not in before + after:
     user_message = declaration + user_message
-  return _Frame.split(tokenizer, before, after, form).around(user_message, tokenizer.encode)
+  return _Frame.split(tokenizer, before, after, change).around(user_message, tokenizer.encode)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,10 +172,12 @@ class _Frame:
   before_text: str
   after_text: str
   after_ids: tuple[int, ...]
-  form: str  # a name in _CONTENT_FORMS
+  change: Callable[[str], str]  # one of _CONTENT_CHANGES
 
   @classmethod
-  def split(cls, tokenizer: Tokenizer, before: str, after: str, form: str) -> '_Frame':
+  def split(
+      cls, tokenizer: Tokenizer, before: str, after: str, change: Callable[[str], str]
+  ) -> '_Frame':
     """Splits the template's text before and after a message."""
     before_ids: list[int] = []
     after_ids: list[int] = []
@@ -189,11 +191,11 @@ class _Frame:
       first = controls[0]
       after_ids = encoding.ids[first:]
       after = after[: encoding.offsets[first][0]]
-    return cls(tuple(before_ids), before, after, tuple(after_ids), form)
+    return cls(tuple(before_ids), before, after, tuple(after_ids), change)
 
   def around(self, content: str, encode: Callable[[str], list[int]]) -> list[int]:
     """Returns the message with the template's tokens before and after it."""
-    text = self.before_text + _CONTENT_FORMS[self.form](content) + self.after_text
+    text = self.before_text + self.change(content) + self.after_text
     return [*self.before_ids, *encode(text), *self.after_ids]
 
 
@@ -252,14 +254,14 @@ def make_framing(tokenizer: Tokenizer, frame: str, limit: int) -> Framing:
         "chat template: give a model with one, or an environment with frame = 'inline'"
     )
   asked = [{'role': 'user', 'content': 'Q'}, {'role': 'assistant', 'content': _ANSWER}]
-  before, after, form = _around(tokenizer, asked, frame)
+  before, after, change = _around(tokenizer, asked, frame)
   if before.count(_ANSWER) != 1:
     raise types.UserError(
         f'the chat template of {tokenizer.folder!r} does not show an assistant turn as it is: '
         "give an environment with frame = 'inline'"
     )
   before = before.partition(_ANSWER)[2]
-  framing = Framing(tokenizer, limit, _Frame.split(tokenizer, before, after, form))
+  framing = Framing(tokenizer, limit, _Frame.split(tokenizer, before, after, change))
   framing.encode('', ())  # a limit that the template's own tokens fill is an error now
   return framing
 
@@ -269,8 +271,8 @@ _ANSWER = 'The-agent-says-this'
 
 def _around(
     tokenizer: Tokenizer, messages: _Messages, role: str, tools: Sequence[dict] = ()
-) -> tuple[str, str, str]:
-  """Returns (text before, text after, form) of the content of one more message with this role."""
+) -> tuple[str, str, Callable[[str], str]]:
+  """Returns (text before, text after, change) of the content of one more message with this role."""
   assert tokenizer.render is not None
   probe = ' Probe "1"\n '
   try:
@@ -281,10 +283,10 @@ def _around(
         f'the chat template of {tokenizer.folder!r} cannot show a turn of role {role!r} ({error}): '
         "give another model, or an environment with another `frame`, such as 'inline'"
     ) from error
-  for form, change in _CONTENT_FORMS.items():
+  for change in _CONTENT_CHANGES:
     before, found, after = text.partition(change(probe))
     if found:
-      return before, after, form
+      return before, after, change
   raise types.UserError(
       f'the chat template of {tokenizer.folder!r} changes the text of a {role!r} turn in a way '
       "that is not supported: give another model, or an environment with frame = 'inline'"

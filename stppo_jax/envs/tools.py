@@ -16,8 +16,6 @@ import functools
 import json
 from typing import Any
 
-import jsonschema
-
 from stppo_jax import plugins
 from stppo_jax import types
 from stppo_jax.envs import packages
@@ -228,6 +226,8 @@ class ToolEnv:
 
   def _complaint(self, call):
     """Returns what is wrong with a call as a text for the agent, or None."""
+    import jsonschema  # takes a tenth of a second, and only this environment needs it
+
     if call.error:
       return f'the call is malformed, {call.error}. Write it like {self._example()}'
     if call.name not in self._tools:

@@ -118,7 +118,7 @@ def _values(questions: Questions, has_passes: bool) -> dict[str, np.ndarray]:
   first = questions[0][0]
   values = {}
   for name in first.core_metrics:
-    values[name] = _means(questions, lambda episode, name=name: episode.metrics.get(name, 0.0))
+    values[name] = _means(questions, lambda episode: episode.metrics.get(name, 0.0))
   values['score'] = _means(questions, lambda episode: episode.score)
   fewest = min(map(len, questions))
   if not has_passes or fewest == 1:
