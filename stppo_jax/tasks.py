@@ -169,7 +169,8 @@ class TaskStream:
     for position in range(step * self._batch, (step + 1) * self._batch):
       epoch, offset = divmod(position, size)
       if epoch not in orders:
-        orders[epoch] = np.random.default_rng((self._seed, epoch)).permutation(size)
+        generator = np.random.default_rng((self._seed, epoch))
+        orders[epoch] = generator.permutation(size)
       taken.append(self._tasks[orders[epoch][offset]])
     return taken
 
@@ -179,10 +180,11 @@ class TaskStream:
     They do not depend on earlier updates and do not move the order of `take`. Ids in `used` are
     left out as long as there are others.
     """
-    order = np.random.default_rng((self._seed, step, attempt)).permutation(len(self._tasks))
-    fresh = [self._tasks[i] for i in order if self._tasks[i].id not in used]
-    pool = fresh or [self._tasks[i] for i in order]
-    return list(itertools.islice(itertools.cycle(pool), count))
+    generator = np.random.default_rng((self._seed, step, attempt))
+    order = [self._tasks[i] for i in generator.permutation(len(self._tasks))]
+    fresh = [task for task in order if task.id not in used]
+    pool = itertools.cycle(fresh or order)
+    return list(itertools.islice(pool, count))
 
   def by_id(self) -> dict[str, types.Task]:
     """Returns all questions by their ids."""
@@ -297,10 +299,12 @@ def _task(fields: Mapping[str, Any]) -> types.Task:
   answers = _get(fields, 'answers', list[str], answers)
   if not answers:
     raise ValueError("field 'answers' is empty: at least one text is needed")
-  steps = [(step['q'], step['a']) for step in _get(fields, 'steps', list[dict[str, str]], [])]
+  steps = []
+  for step in _get(fields, 'steps', list[dict[str, str]], []):
+    steps.append((step['q'], step['a']))
+  evidence = _get(fields, 'evidence', list[list[str]], [])
   if not steps:
-    for triple in _get(fields, 'evidence', list[list[str]], []):
-      subject, relation, value = triple
+    for subject, relation, value in evidence:
       steps.append((f'{subject} {relation}', value))
   return types.Task(
       id=str(_get(fields, 'id', str | int)),
@@ -354,9 +358,9 @@ def _search_r1_question(fields: Mapping[str, Any]) -> str:
   messages = _get(fields, 'prompt', list[dict[str, str]])
   contents = [message['content'] for message in messages if message['role'] == 'user']
   question = contents[-1] if contents else ''
-  starts = [match.end() for match in re.finditer(r'^Question:', question, re.MULTILINE)]
-  if starts:
-    question = question[starts[-1] :]
+  lines = list(re.finditer(r'^Question:', question, re.MULTILINE))
+  if lines:
+    question = question[lines[-1].end() :]
   elif 'Question:' in question:
     question = question.partition('Question:')[2]
   if not question.strip():

@@ -5,7 +5,6 @@ decoded for the environment, and never encoded again. The stop strings of an env
 automaton over tokens (`stop_automaton`), which the sampler carries on the device.
 """
 
-import collections
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -333,36 +332,30 @@ def stop_automaton(token_bytes: Sequence[bytes], stop_strings: Sequence[str]) ->
 
 
 def _byte_automaton(patterns: list[bytes]) -> np.ndarray:
-  """Returns the Aho-Corasick automaton [states, 256] int32; its last state means any match."""
-  children: list[dict[int, int]] = [{}]
-  matched = [False]
-  for pattern in patterns:
-    if not pattern:
-      raise types.UserError('an empty stop string was given: leave it out or give its text')
-    node = 0
-    for byte in pattern:
-      if byte not in children[node]:
-        children[node][byte] = len(children)
-        children.append({})
-        matched.append(False)
-      node = children[node][byte]
-    matched[node] = True
-  steps = np.zeros((len(children), 256), np.int32)
-  fallback = [0] * len(children)  # the longest proper suffix that is also a prefix
-  queue = collections.deque([0])
-  while queue:  # breadth first: a node's fallback is complete before the node itself
-    node = queue.popleft()
-    steps[node] = steps[fallback[node]]  # the start's row is still zero here, as it should be
-    matched[node] |= matched[fallback[node]]
-    for byte, child in children[node].items():
-      fallback[child] = int(steps[node, byte]) if node else 0
-      steps[node, byte] = child
-      queue.append(child)
-  alive = [node for node, hit in enumerate(matched) if not hit]
-  renumber = np.full(len(children), len(alive), np.int32)  # every match -> the last state
-  renumber[alive] = np.arange(len(alive))
-  stopped = np.full((1, 256), len(alive), np.int32)
-  return np.concatenate([renumber[steps[alive]], stopped])
+  """Returns the Aho-Corasick automaton [states, 256] int32; its last state means any match.
+
+  A state is a prefix of a pattern. A byte leads to the longest prefix that ends the text so far.
+  """
+  if b'' in patterns:
+    raise types.UserError('an empty stop string was given: leave it out or give its text')
+  prefixes = {pattern[:n] for pattern in patterns for n in range(len(pattern))}
+  states: dict[bytes, int] = {b'': 0}
+  for prefix in sorted(prefixes):
+    if not any(pattern in prefix for pattern in patterns):
+      states.setdefault(prefix, len(states))
+  stopped = len(states)
+  steps = np.zeros((stopped + 1, 256), np.int32)
+  steps[stopped] = stopped
+  for prefix, state in states.items():
+    for byte in set(b''.join(patterns)):
+      text = prefix + bytes([byte])
+      if any(text.endswith(pattern) for pattern in patterns):
+        steps[state, byte] = stopped
+        continue
+      while text not in states:
+        text = text[1:]
+      steps[state, byte] = states[text]
+  return steps
 
 
 def _without_added_tokens(definition: dict) -> str:

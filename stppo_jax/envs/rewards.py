@@ -16,16 +16,13 @@ from stppo_jax import types
 
 Reward = Callable[[types.Task, str, str], float]
 
-_TAG = re.compile(r'<(/?)(think|search|information|answer)>')
+_NO_TAG = r'(?:(?!</?(?:think|search|information|answer)>).)*+'
+_THINK = rf'\s*<think>{_NO_TAG}</think>'
+_LOOK_UP = rf'\s*<search>{_NO_TAG}</search>\s*<information>{_NO_TAG}</information>'
+_ANSWER = rf'\s*<answer>{_NO_TAG}</answer>\s*'
+_WELL_FORMED = re.compile(f'{_THINK}(?:{_LOOK_UP}{_THINK})*+{_ANSWER}', re.DOTALL)
 _ARTICLES = re.compile(r'\b(a|an|the)\b')
 _NO_PUNCTUATION = str.maketrans('', '', string.punctuation)
-_MAY_FOLLOW = {
-    'start': ('think',),
-    'think': ('search', 'answer'),
-    'search': ('information',),
-    'information': ('think',),
-    'answer': (),
-}
 
 
 def normalize_answer(text: str) -> str:
@@ -82,23 +79,7 @@ def well_formed(text: str) -> bool:
   No tag is inside another, and only white space is between the blocks. `text` is the agent's text
   with the observations in between, without the prompt.
   """
-  previous = 'start'
-  inside = None
-  end = 0
-  for tag in _TAG.finditer(text):
-    closing, name = tag.groups()
-    if closing:
-      if name != inside:
-        return False
-      previous = name
-      inside = None
-    else:
-      between = text[end : tag.start()]
-      if inside or between.strip() or name not in _MAY_FOLLOW[previous]:
-        return False
-      inside = name
-    end = tag.end()
-  return previous == 'answer' and inside is None and not text[end:].strip()
+  return _WELL_FORMED.fullmatch(text) is not None
 
 
 def format_reward(correct: bool, formed: bool, answered: bool = True) -> float:
@@ -139,26 +120,22 @@ def resolve_choice(answer: str, task: types.Task) -> tuple[str, tuple[str, ...]]
   return answer, golds
 
 
-def _em(task, answer, transcript):
-  del transcript
-  return exact_match(*resolve_choice(answer, task))
-
-
-def _sub_em(task, answer, transcript):
-  del transcript
-  return sub_exact_match(*resolve_choice(answer, task))
-
-
-def _f1(task, answer, transcript):
-  del transcript
-  return f1(*resolve_choice(answer, task))
+def _of_answer(score: Callable[..., float]) -> Reward:
+  """Returns the reward that is the score of an answer."""
+  return lambda task, answer, transcript: score(*resolve_choice(answer, task))
 
 
 def _format(task, answer, transcript):
-  return format_reward(_em(task, answer, transcript) == 1.0, well_formed(transcript))
+  is_right = exact_match(*resolve_choice(answer, task)) == 1.0
+  return format_reward(is_right, well_formed(transcript))
 
 
-REWARDS: dict[str, Reward] = {'em': _em, 'sub_em': _sub_em, 'f1': _f1, 'format': _format}
+REWARDS: dict[str, Reward] = {
+    'em': _of_answer(exact_match),
+    'sub_em': _of_answer(sub_exact_match),
+    'f1': _of_answer(f1),
+    'format': _format,
+}
 SCORES = ('em', 'f1', 'sub_em')  # need the answer alone
 
 

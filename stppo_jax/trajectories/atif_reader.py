@@ -181,8 +181,9 @@ class AtifReader:
         raise ValueError(f'its prompt holds {name}, no token of {self.tokenizer.folder!r}')
     episode.prompt = encode(question)
     own_turns = episode.turns
+    turn_steps = [step for step in steps if _is_turn(step)]
     episode.turns = []
-    for turn, step in zip(own_turns, filter(_is_turn, steps), strict=True):
+    for turn, step in zip(own_turns, turn_steps, strict=True):
       tokens = encode(_content(step['message']) + step['extra']['end'])
       logp = np.full(len(tokens), np.nan, np.float32)
       observation = encode(''.join(_results(step)))
@@ -211,7 +212,8 @@ class AtifReader:
           after = lambda new: self._template.encode_after(last, new)
           turns[-1].observation = self._encode_messages(after, messages)
         messages = []
-        turns.append(_turn(step, [*self.tokenizer.encode(text), *self._turn_end]))
+        ids = self.tokenizer.encode(text) + self._turn_end
+        turns.append(_turn(step, ids))
       role = 'tool' if step.get('tool_calls') else 'user'
       messages += [{'role': role, 'content': result} for result in _results(step)]
     if not len(prompt):
@@ -276,7 +278,10 @@ def _ids(step: AtifStep, kind: str) -> list[int]:
 
 def _question(steps: Sequence[AtifStep]) -> str:
   """Returns the first message of the user."""
-  return next((_content(step['message']) for step in steps if step['source'] == 'user'), '')
+  for step in steps:
+    if step['source'] == 'user':
+      return _content(step['message'])
+  return ''
 
 
 def _results(step: AtifStep) -> list[str]:
@@ -307,9 +312,11 @@ def _episodes_of_ids(task: types.Task, steps: Sequence[AtifStep]) -> list[types.
     if logp is not None and len(logp) != len(ids):
       raise ValueError(f'step {step["step_id"]} has {len(logp)} log-probs of {len(ids)} tokens')
     if episodes and prompt[: len(context)] == context:
-      episodes[-1].turns[-1].observation = np.array(prompt[len(context) :], np.int32)
+      observation = prompt[len(context) :]
+      episodes[-1].turns[-1].observation = np.array(observation, np.int32)
     else:
-      episodes.append(_episode(task, np.array(prompt, np.int32), []))
+      episode = _episode(task, np.array(prompt, np.int32), [])
+      episodes.append(episode)
     episodes[-1].turns.append(_turn(step, ids, logp))
     context = [*prompt, *ids]
   return episodes

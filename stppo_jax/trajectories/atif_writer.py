@@ -57,9 +57,12 @@ def write_folder(source: str, folder: str, tokenizer: tokenizer_lib.Tokenizer, m
     file_name = os.path.splitext(os.path.basename(path))[0]
     episodes = saved.read(path, tokenizer).episodes
     # A record has no time of its own.
-    saved_at = datetime.datetime.fromtimestamp(os.path.getmtime(path), datetime.UTC).isoformat()
+    modified = datetime.datetime.fromtimestamp(os.path.getmtime(path), datetime.UTC)
+    saved_at = modified.isoformat()
     time = {'started_at': saved_at, 'finished_at': saved_at}
-    for row, (record, episode) in enumerate(zip(saved.read_records(path), episodes)):
+    records = saved.read_records(path)
+    for row, episode in enumerate(episodes):
+      record = records[row]
       task_name = re.sub('[^A-Za-z0-9-]+', '-', episode.task.id)[:60]
       trial = f'{row:04d}_{task_name}'
       trial_folder = os.path.join(folder, file_name, trial)
@@ -169,7 +172,10 @@ def _job_result(episodes: Sequence[types.Episode], file_name: str, model: str) -
   evals = {}
   for dataset, rewards in by_dataset.items():
     names = dict.fromkeys(name for one in rewards for name in one)
-    means = {name: float(np.mean([one.get(name, 0.0) for one in rewards])) for name in names}
+    means = {}
+    for name in names:
+      values = [one.get(name, 0.0) for one in rewards]
+      means[name] = float(np.mean(values))
     evals[f'{AGENT}__{model}__{dataset}'] = {'n_trials': len(rewards), 'metrics': [means]}
   return {
       'id': str(uuid.uuid5(uuid.NAMESPACE_OID, file_name)),
