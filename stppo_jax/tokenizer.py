@@ -324,10 +324,12 @@ def stop_automaton(token_bytes: Sequence[bytes], stop_strings: Sequence[str]) ->
   lengths = np.array([len(b) for b in token_bytes], np.int64)
   starts = np.cumsum(lengths) - lengths
   flat = np.frombuffer(b''.join(token_bytes), np.uint8)
-  table = np.repeat(np.arange(len(steps), dtype=np.int32)[:, None], len(token_bytes), axis=1)
+  states = np.arange(len(steps), dtype=np.int32)
+  table = np.repeat(states[:, None], len(token_bytes), axis=1)
   for position in range(int(lengths.max(initial=0))):
     longer = np.flatnonzero(lengths > position)
-    table[:, longer] = steps[table[:, longer], flat[starts[longer] + position][None]]
+    next_bytes = flat[starts[longer] + position]
+    table[:, longer] = steps[table[:, longer], next_bytes[None]]
   return table
 
 

@@ -88,7 +88,8 @@ def step_all(
       rows_per_search[id(env.retriever), env.top_k].append(row)
   passages: dict[int, Any] = {}
   for (_, top_k), rows in rows_per_search.items():
-    results = envs[rows[0]].retriever.search([queries[row] for row in rows], top_k)
+    retriever = envs[rows[0]].retriever
+    results = retriever.search([queries[row] for row in rows], top_k)
     if not types.is_of(results, list[_Passages]) or len(results) != len(rows):
       raise types.UserError(
           f'the retriever returned {reprlib.repr(results)} for {len(rows)} queries: a list of '
@@ -96,7 +97,8 @@ def step_all(
       )
     passages |= zip(rows, results)
   others = [row for row in range(len(envs)) if row not in passages]
-  steps = dict(zip(others, map_all(lambda row: step(envs[row], actions[row]), others)))
+  outcomes = map_all(lambda row: step(envs[row], actions[row]), others)
+  steps = dict(zip(others, outcomes))
   for row, result in passages.items():
     steps[row] = step(envs[row], actions[row], passages=result)
   return [steps[row] for row in range(len(envs))]

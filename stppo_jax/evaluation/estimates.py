@@ -124,11 +124,13 @@ def _values(questions: Questions, has_passes: bool) -> dict[str, np.ndarray]:
   if not has_passes or fewest == 1:
     return values
   sizes = [len(samples) for samples in questions]
-  shares = _means(questions, lambda episode: episode.main_score >= PASSING)
-  passed = np.rint(shares * sizes).astype(int).tolist()
+  passed = []
+  for samples in questions:
+    passed.append(sum(episode.main_score >= PASSING for episode in samples))
   for label, function in (('pass@', pass_at_k), ('pass^', pass_hat_k)):
     for k in ks(fewest):
-      values[f'{label}{k}'] = np.array([function(n, c, k) for n, c in zip(sizes, passed)])
+      shares = [function(n, c, k) for n, c in zip(sizes, passed)]
+      values[f'{label}{k}'] = np.array(shares)
   return values
 
 

@@ -83,7 +83,8 @@ def _play(
   Rows that are played in batches are played again with the same neighbours, so that the numbers are
   those of a job that was not stopped.
   """
-  done = {tuple(key) for key in hosts.by_writer(lambda: list(folder.episodes()))}
+  keys = hosts.by_writer(lambda: list(folder.episodes()))
+  done = {tuple(key) for key in keys}
   counts = collections.Counter(key[:2] for key in done)  # by the row's key
   total = len(rows) * player.rows_per_episode
   if done:
@@ -164,7 +165,8 @@ def _settings(config: Config, player: players.Player) -> dict[str, Any]:
 
 def _folder_name(config: Config, player: players.Player, settings: Mapping[str, Any]) -> str:
   """Returns the name of the folder of an evaluation with these settings."""
-  digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+  text = json.dumps(settings, sort_keys=True)
+  digest = hashlib.sha256(text.encode()).hexdigest()[:8]
   temperature = players.temperature(config)
   sampling = f't{temperature:g}' if temperature else 'greedy'
   if config.eval.samples > 1:

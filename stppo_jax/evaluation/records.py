@@ -108,7 +108,8 @@ class EvaluationFolder:
 
   def write_results(self, results: Mapping[str, Any], table: str) -> None:
     """Writes results.json and results.md."""
-    workdir_lib.write_whole(os.path.join(self.path, 'results.json'), json.dumps(results, indent=2))
+    text = json.dumps(results, indent=2)
+    workdir_lib.write_whole(os.path.join(self.path, 'results.json'), text)
     workdir_lib.write_whole(os.path.join(self.path, 'results.md'), table)
 
   def _check_settings(self):

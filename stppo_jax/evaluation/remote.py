@@ -81,7 +81,8 @@ class RemotePlayer:
         config.eval.address, os.environ.get('OPENAI_API_KEY', ''), fields, self._env.stop_strings
     )
     keys = players.row_keys(config, self.tasks)
-    self._seeds = dict(zip(keys, episode_lib.episode_seeds(jax.numpy.stack(list(keys.values())))))
+    seeds = episode_lib.episode_seeds(jax.numpy.stack(list(keys.values())))
+    self._seeds = dict(zip(keys, seeds))
 
   def play(self, rows: Sequence[records.Row]) -> Iterator[records.PlayedRow]:
     """Plays rows, and yields them in the order in which they end.

@@ -61,5 +61,6 @@ def bootstrap(
     n = min(_AT_ONCE, reps - first)
     resampled = [np.concatenate([resample(x, n) for x in parts], axis=-1) for parts in strata]
     drawn.append(function(*resampled))
-  low, high = np.quantile(np.concatenate(drawn), [(1 - level) / 2, (1 + level) / 2])
+  bounds = [(1 - level) / 2, (1 + level) / 2]
+  low, high = np.quantile(np.concatenate(drawn), bounds)
   return Estimate(value, float(low), float(high))
