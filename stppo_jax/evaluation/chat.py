@@ -86,7 +86,7 @@ def make_agent(config: Config, model: decoder.ModelConfig, screen: 'Screen') -> 
   make_shown = lambda task, **kwargs: ShownEnv(env.make(task, **kwargs), screen)
   shown = dataclasses.replace(env, make=make_shown, settings=settings)
   prepared = dataclasses.replace(prepared, env=shown)
-  rollout = dataclasses.replace(config.rollout, max_failed=0.0, threads=0)
+  rollout = dataclasses.replace(config.rollout, rows=1, max_failed=0.0, threads=0)
   one_row = dataclasses.replace(config.eval, rows=1)
   config = dataclasses.replace(config, rollout=rollout, eval=one_row)
   return players.make_agent(config, model, prepared)
