@@ -62,6 +62,12 @@ class Tool:
     """The name that the agent calls it by."""
     return self.schema['function']['name']
 
+  @property
+  def parameters(self) -> dict[str, Any]:
+    """The JSON schema of its arguments, which may be no others."""
+    parameters = self.schema['function'].get('parameters') or {}
+    return {'additionalProperties': False, **parameters}
+
 
 @functools.lru_cache
 def load(names: tuple[str, ...], limits: tool_runners.ToolLimits) -> tuple[Tool, ...]:
@@ -77,10 +83,16 @@ def load(names: tuple[str, ...], limits: tool_runners.ToolLimits) -> tuple[Tool,
       path = CALCULATOR if name == 'calculator' else name
       function = plugins.load('env.tools', path, dict.fromkeys(BUILT_IN))
       tools.append(Tool(_schema(name, function), functools.partial(workers.call, path)))
+  import jsonschema  # takes a tenth of a second, and only this environment needs it
+
   tool_names = [tool.name for tool in tools]
-  for name in tool_names:
-    if tool_names.count(name) > 1:
-      raise types.UserError(f'config.env.tools={names!r}: two tools are called {name!r}')
+  for tool in tools:
+    if tool_names.count(tool.name) > 1:
+      raise types.UserError(f'config.env.tools={names!r}: two tools are called {tool.name!r}')
+    with packages.explain_errors(
+        f'config.env.tools={names!r}: {tool.name!r} has no valid JSON schema', 'correct the tool'
+    ):
+      jsonschema.Draft202012Validator.check_schema(tool.parameters)
   return tuple(tools)
 
 
@@ -226,15 +238,14 @@ class ToolEnv:
 
   def _complaint(self, call):
     """Returns what is wrong with a call as a text for the agent, or None."""
-    import jsonschema  # takes a tenth of a second, and only this environment needs it
+    import jsonschema  # see `load`
 
     if call.error:
       return f'the call is malformed, {call.error}. Write it like {self._example()}'
     if call.name not in self._tools:
       return f'there is no tool {call.name[:40]!r}; there are {", ".join(self._tools)}'
-    parameters = self._tools[call.name].schema['function'].get('parameters') or {}
-    schema = {'additionalProperties': False, **parameters}
-    errors = jsonschema.Draft202012Validator(schema).iter_errors(call.arguments)
+    validator = jsonschema.Draft202012Validator(self._tools[call.name].parameters)
+    errors = validator.iter_errors(call.arguments)
     error = jsonschema.exceptions.best_match(errors)
     if error is None:
       return None
