@@ -64,7 +64,7 @@ class Tool:
 
   @property
   def parameters(self) -> dict[str, Any]:
-    """The JSON schema of its arguments, which may be no others."""
+    """The JSON schema of its arguments. It does not allow others."""
     parameters = self.schema['function'].get('parameters') or {}
     return {'additionalProperties': False, **parameters}
 
