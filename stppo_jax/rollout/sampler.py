@@ -2,8 +2,7 @@
 
 A `Context` holds the keys and values of some rows. `prefill` appends known tokens to it, `decode`
 samples new tokens, `take` and `put` move rows between contexts. The small state stays on the host
-with the caller (`engine`, or the scheduler of the gateway): which sequence is in which row, its
-length, and the state of its turn.
+with the caller (`slots`): which sequence is in which row, its length, and the state of its turn.
 """
 
 from collections.abc import Sequence
