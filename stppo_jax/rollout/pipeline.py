@@ -96,7 +96,7 @@ class Batches:
     groups = sampling.batched(rounds[0].episodes, size)
     if all(row.counts.get('prompt_too_long') for row in rounds[0].episodes if not row.absent):
       raise types.RunError(
-          f'the prompts of all episodes of batch {number} are longer than '
+          f'the prompts of all {len(tasks)} episodes of batch {number} are longer than '
           'config.rollout.max_prompt, and nothing can be trained on: raise it and max_total'
       )
     while len(rounds) < self.max_num_gen_batches:
