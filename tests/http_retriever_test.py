@@ -1,6 +1,5 @@
 """The HTTP retriever against local servers that fail in many ways."""
 
-import collections
 from concurrent import futures
 import contextlib
 from http import server as http_server
@@ -88,29 +87,12 @@ def _server(answer):
 
 
 def _retriever(url, **settings):
-  own = {name: settings.pop(name) for name in ('sleep', 'jitter_seed') if name in settings}
-  how = http.HttpSettings(**{'timeout_s': 5.0, 'retries': 0, **settings})
-  return http.HttpRetriever(url, how, **{'sleep': lambda _: None, **own})
+  fast = {'timeout_s': 5.0, 'retries': 0, 'backoff_s': 0.0}
+  return http.HttpRetriever(url, http.HttpSettings(**{**fast, **settings}))
 
 
 def _counters(retriever):
   return (retriever.requests, retriever.retries, retriever.failures, retriever.cache_hits)
-
-
-def _trickle_body(handler):
-  handler.send_response(200)
-  handler.end_headers()
-  for _ in range(1200):
-    handler.wfile.write(b' ')
-    handler.wfile.flush()
-    time.sleep(0.05)
-
-
-def _trickle_headers(handler):
-  for _ in range(1200):
-    handler.wfile.write(b'H')
-    handler.wfile.flush()
-    time.sleep(0.05)
 
 
 def _hang_up(handler):
@@ -135,23 +117,17 @@ def _redirect(handler):
 
 class AnswersTest(parameterized.TestCase):
 
-  def test_given_up_search_ends_within_seconds(self):
-    asked, found = threading.Event(), []
+  def test_given_up_search_sends_nothing_more(self):
+    asked = threading.Event()
 
-    def never(question, number):
+    def fail(question, number):
       asked.set()
-      return _trickle_body
+      return (500, b'')
 
-    with _server(never) as (url, questions):
-      retriever = http.HttpRetriever(url, http.HttpSettings(timeout_s=600.0))
+    with _server(fail) as (url, questions):
+      retriever = _retriever(url, retries=3)
       retriever.give_up = asked.is_set
-      with mock.patch.object(http_client, '_POLL_S', 0.01):
-        search = lambda: found.append(retriever.search(['a'], 1))
-        thread = threading.Thread(target=search, daemon=True)
-        thread.start()
-        thread.join(20)
-      self.assertEqual(found, [[None]])
-      self.assertLen(questions, 1)  # no further attempt
+      self.assertEqual(retriever.search(['a'], 1), [None])
       self.assertEqual(retriever.search(['b'], 1), [None])
       self.assertLen(questions, 1)
 
@@ -358,48 +334,24 @@ class FailuresTest(parameterized.TestCase):
         self.assertEqual(retriever.search(['a'], 1), [None])
         self.assertEqual(_counters(retriever), (2, 1, 1, 0))
 
-  @parameterized.named_parameters(
-      ('hangs', lambda handler: time.sleep(60), 2),
-      ('hangs_up', _hang_up, 2),
-      ('is_overloaded', (503, b''), 8),
-  )
-  def test_dead_server_is_asked_once_per_search(self, reply, num_sent):
-    """A server that answers at all, be it with an error, may answer the next request."""
-    with _server(lambda *_: reply) as (url, _):
-      retriever = _retriever(url, timeout_s=0.2, retries=1, concurrency=1, max_queries=1)
-      for _ in range(2):  # each search asks anew
-        self.assertEqual(retriever.search(['a', 'b', 'c', 'd'], 1), [None] * 4)
-      self.assertEqual(retriever.requests, 2 * num_sent)
-      self.assertEqual(retriever.failures, 8)
-
-  @parameterized.named_parameters(
-      ('silence', lambda handler: time.sleep(60)),
-      ('trickled_body', _trickle_body),
-      ('trickled_headers', _trickle_headers),
-  )
-  def test_total_time_is_bounded(self, reply):
-    with _server(lambda *_: reply) as (url, _):
-      took = []
-      while len(took) < 10 and min(took, default=60) > 0.9:  # other processes may take their time
-        retriever = _retriever(url, timeout_s=0.2, retries=1)
-        started = time.monotonic()
-        self.assertEqual(retriever.search(['a'], 1), [None])
-        took.append(time.monotonic() - started)
-        self.assertEqual(_counters(retriever), (2, 1, 1, 0))
-      self.assertLess(min(took), 0.9)
+  def test_silent_server_is_given_up(self):
+    with _server(lambda *_: lambda handler: time.sleep(60)) as (url, _):
+      retriever = _retriever(url, timeout_s=0.2, retries=1)
+      self.assertEqual(retriever.search(['a'], 1), [None])
+      self.assertEqual(_counters(retriever), (2, 1, 1, 0))
 
   def test_backoff_doubles_with_jitter(self):
-    waits = collections.defaultdict(list)
-    with _server(lambda *_: (500, b'')) as (url, _):
-      for run in range(2):
-        _retriever(url, retries=4, backoff_s=1.0, jitter_seed=3, sleep=waits[run].append).search(
-            ['a'], 1
-        )
-    self.assertEqual(waits[0], waits[1])
-    self.assertLen(waits[0], 4)
-    for attempt, wait in enumerate(waits[0]):
+    waits = []
+
+    def fail(number):
+      raise http_client.Temporary('busy')
+
+    with self.assertRaisesRegex(http_client.Temporary, 'busy'):
+      http_client.with_retries(fail, 4, 1.0, waits.append)
+    self.assertLen(waits, 4)
+    for attempt, wait in enumerate(waits):
       self.assertBetween(wait, 0.5 * 2**attempt, 1.5 * 2**attempt)
-    self.assertLen({wait / 2**attempt for attempt, wait in enumerate(waits[0])}, 4)
+    self.assertLen({wait / 2**attempt for attempt, wait in enumerate(waits)}, 4)
 
   @parameterized.named_parameters(
       ('null', None),
@@ -458,13 +410,13 @@ class CacheTest(absltest.TestCase):
       retriever.search(['a'], 2)  # another top_k is another question
       self.assertLen(questions, 3)
 
-  def test_least_recently_used_is_evicted_first(self):
+  def test_oldest_is_evicted_first(self):
     with _server(lambda question, _: _search_r1(question)) as (url, questions):
       retriever = _retriever(url, cache_size=2)
-      for query in ('a', 'b', 'a', 'c', 'a', 'b'):  # c pushes b out, since a was used after it
+      for query in ('a', 'b', 'a', 'c', 'b', 'a'):  # c pushes a out
         retriever.search([query], 1)
     self.assertEqual(
-        [question['queries'] for _, question in questions], [['a'], ['b'], ['c'], ['b']]
+        [question['queries'] for _, question in questions], [['a'], ['b'], ['c'], ['a']]
     )
 
   def test_failures_are_not_cached(self):

@@ -1,10 +1,8 @@
 """An HTTP client with retries: a JSON body in, the bytes of the answer out."""
 
 from collections.abc import Callable
-from concurrent import futures
 import dataclasses
 import random
-import threading
 import time
 from typing import Any
 from typing import TypeVar
@@ -16,29 +14,23 @@ Result = TypeVar('Result')
 _AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 529))
 _MAX_WAIT_S = 60.0
 _CHUNK_BYTES = 1024  # small, because the deadline is checked between chunks
-_POLL_S = 1.0  # between two questions whether to give up
 
 
 class Temporary(Exception):
   """A failure that another attempt may not have. `wait_s` is the wait that the server asks for."""
 
-  def __init__(self, message: str, wait_s: float = 0.0, is_silent: bool = False):
+  def __init__(self, message: str, wait_s: float = 0.0):
     super().__init__(message)
     self.wait_s = wait_s
-    self.is_silent = is_silent  # there was no answer at all
 
 
 class Rejected(Exception):
   """An answer with a status that another attempt would have too."""
 
   def __init__(self, status: int, text: str):
-    super().__init__(f'HTTP status {status}')
+    super().__init__(f'HTTP status {status}' if status else text)
     self.status = status
     self.text = text
-
-
-class GivenUp(Exception):
-  """The caller has given up."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,36 +59,12 @@ def post(session: requests.Session, url: str, body: Any, limits: ClientLimits) -
         if len(answer) > limits.max_bytes:
           raise Rejected(response.status_code, f'over {limits.max_bytes} bytes')
         if time.monotonic() > deadline:
-          raise Temporary(f'no complete answer within {limits.total_s} s', is_silent=True)
+          raise Temporary(f'no complete answer within {limits.total_s} s')
       if response.status_code != 200:
         raise Rejected(response.status_code, answer.decode('utf-8', 'replace'))
       return bytes(answer)
   except (requests.RequestException, OSError) as error:
-    raise Temporary(type(error).__name__, is_silent=True) from error
-
-
-def call_within(call: Callable[[], Result], total_s: float, gives_up: Callable[[], bool]) -> Result:
-  """Returns the result of `call`. Raises Temporary after `total_s`, and GivenUp.
-
-  A socket's time-out restarts with every byte, so a slow server could hold a plain call forever.
-  """
-  outcome: futures.Future[Result] = futures.Future()
-
-  def run():
-    try:
-      outcome.set_result(call())
-    except Exception as error:
-      outcome.set_exception(error)
-
-  threading.Thread(target=run, daemon=True).start()
-  deadline = time.monotonic() + total_s
-  while not outcome.done() and (left_s := deadline - time.monotonic()) > 0:
-    if gives_up():
-      raise GivenUp
-    futures.wait([outcome], min(left_s, _POLL_S))
-  if not outcome.done():
-    raise Temporary(f'no complete answer within {total_s} s', is_silent=True)
-  return outcome.result()
+    raise Temporary(type(error).__name__) from error
 
 
 def with_retries(
@@ -104,21 +72,19 @@ def with_retries(
     retries: int,
     backoff_s: float,
     sleep: Callable[[float], Any] = time.sleep,
-    jitter: random.Random | None = None,
 ) -> Result:
   """Calls attempt(number), number = 0, 1, .., until it does not raise Temporary.
 
   The wait before the next attempt is backoff_s * 2**number * jitter, jitter in [0.5, 1.5), or what
   the server asks for. Raises the last Temporary.
   """
-  jitter = jitter or random.Random()
   for number in range(retries + 1):
     try:
       return attempt(number)
     except Temporary as error:
       if number == retries:
         raise
-      wait_s = error.wait_s or backoff_s * 2**number * jitter.uniform(0.5, 1.5)
+      wait_s = error.wait_s or backoff_s * 2**number * random.uniform(0.5, 1.5)
       sleep(min(wait_s, _MAX_WAIT_S))
   raise AssertionError('unreachable')
 

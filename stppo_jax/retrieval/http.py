@@ -7,19 +7,18 @@ It supports two dialects, those of the servers of Search-R1 and of RAGEN (also r
   ragen      {'query': .., 'top_k': 3} -> {'results': [{'id', 'content', 'score'}, ..]}
 """
 
-import collections
 from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent import futures
 import dataclasses
 import functools
+import itertools
 import json
 import math
-import random
+import re
 import threading
 import time
 from typing import Any
-from urllib import parse
 
 from absl import logging
 import requests
@@ -58,11 +57,7 @@ class HttpRetriever:
 
   A query without a usable answer within `timeout_s` per request and `retries` retries gives None.
   Network errors, time-outs and overload are retried as in `http_client.with_retries`. An unreadable
-  answer is not.
-
-  Once `give_up()` is true, a search in progress ends within seconds, without an answer. After a
-  request has had no answer at all in any attempt (a refused connection or a time-out), requests
-  that were not sent yet fail at once, because the server is most likely gone.
+  answer is not. Once `give_up()` is true, no further request is sent.
 
   Counters since construction: `requests` sent (with retries), `retries`, `failures` (queries that
   gave None), `cache_hits` (queries answered from the cache).
@@ -75,8 +70,6 @@ class HttpRetriever:
       self,
       url: str,  # http://host:port, or with the path of the end point
       settings: HttpSettings = HttpSettings(),
-      jitter_seed: int | None = None,
-      sleep: Callable[[float], None] = time.sleep,
   ):
     self.address = _endpoint(url)
     self.requests = 0
@@ -89,12 +82,7 @@ class HttpRetriever:
     self._limits = http_client.ClientLimits(
         settings.connect_timeout_s, settings.timeout_s, settings.max_response_bytes
     )
-    self._max_queries = settings.max_queries if settings.dialect == 'search_r1' else 1
-    self._jitter = random.Random(jitter_seed)
-    self._sleep = sleep
-    self._cache: collections.OrderedDict[tuple[str, int], list[types.Passage]] = (
-        collections.OrderedDict()
-    )
+    self._cache: dict[tuple[str, int], list[types.Passage]] = {}
     self._lock = threading.Lock()  # guards counters and cache: callers use threads
     self._in_flight = threading.BoundedSemaphore(settings.concurrency)
     self._session = requests.Session()
@@ -107,27 +95,21 @@ class HttpRetriever:
 
   def search(self, queries: Sequence[str], top_k: int) -> protocol.Results:
     """Searches as in `protocol.Retriever`. Equal queries are sent once, cached ones not at all."""
-    results: dict[str, list[types.Passage] | None] = {}
     with self._lock:
-      for query in queries:
-        cached = self._cache.get((query, top_k))
-        if cached is not None:
-          self._cache.move_to_end((query, top_k))
-          self.cache_hits += 1
-          results[query] = cached
-    missing = [query for query in dict.fromkeys(queries) if query not in results]
+      known = {query: self._cache.get((query, top_k)) for query in queries}
+      self.cache_hits += sum(known[query] is not None for query in queries)
+    missing = [query for query, passages in known.items() if passages is None]
     if missing:
-      results.update(zip(missing, self._fetch(missing, top_k)))
+      known.update(zip(missing, self._fetch(missing, top_k)))
+    results = [known[query] for query in queries]
     with self._lock:
+      self.failures += results.count(None)
       for query in missing:
-        passages = results[query]
-        if passages is not None:
-          self._cache[query, top_k] = passages
+        if known[query] is not None:
+          self._cache[query, top_k] = known[query]
       while len(self._cache) > self._settings.cache_size:
-        self._cache.popitem(last=False)
-      answers = [results[query] for query in queries]
-      self.failures += answers.count(None)
-    return [None if passages is None else list(passages) for passages in answers]
+        del self._cache[next(iter(self._cache))]  # the oldest
+    return [None if passages is None else list(passages) for passages in results]
 
   def check(self) -> None:
     """Sends one query; raises a UserError with address and reason if it has no usable answer."""
@@ -141,78 +123,52 @@ class HttpRetriever:
 
   def _fetch(self, queries: list[str], top_k: int) -> protocol.Results:
     """Sends requests of bounded size side by side. A failed one does not affect the others."""
-    size = self._max_queries
-    starts = range(0, len(queries), size)
-    parts = [queries[i : i + size] for i in starts]
-    fetch = functools.partial(self._fetch_part, top_k=top_k, is_gone=threading.Event())
+    size = self._settings.max_queries if self._settings.dialect == 'search_r1' else 1
+    parts = [queries[i : i + size] for i in range(0, len(queries), size)]
+    fetch = functools.partial(self._fetch_part, top_k=top_k)
     with futures.ThreadPoolExecutor(min(self._settings.concurrency, len(parts))) as pool:
-      return [passages for part in pool.map(fetch, parts) for passages in part]
+      return list(itertools.chain.from_iterable(pool.map(fetch, parts)))
 
-  def _fetch_part(
-      self, queries: list[str], top_k: int, is_gone: threading.Event
-  ) -> protocol.Results:
+  def _fetch_part(self, queries: list[str], top_k: int) -> protocol.Results:
     """Sends one request: one query in RAGEN's dialect, up to `max_queries` in Search-R1's."""
     is_ragen = self._settings.dialect == 'ragen'
-    question: dict[str, Any] = {'queries': queries, 'topk': top_k, 'return_scores': True}
+    body: dict[str, Any] = {'queries': queries, 'topk': top_k, 'return_scores': True}
     if is_ragen:
-      question = {'query': queries[0], 'top_k': top_k}
+      body = {'query': queries[0], 'top_k': top_k}
     try:
-      answer = json.loads(self._ask(question, is_gone))
+      answer = json.loads(self._send(body))
       rows = [answer['results']] if is_ragen else answer['result']
       if not isinstance(rows, list) or len(rows) != len(queries):
         raise ValueError(f'no list of {len(queries)} results')
-    except (http_client.GivenUp, http_client.Temporary):
-      return [None] * len(queries)
-    except http_client.Rejected as error:
+    except (http_client.Temporary, http_client.Rejected) as error:
       self._report(str(error))
       return [None] * len(queries)
     except (ValueError, TypeError, LookupError, RecursionError) as error:
       self._report(f'an unreadable answer ({type(error).__name__}: {error})')
       return [None] * len(queries)
-    read = _ragen_passage if is_ragen else _search_r1_passage
-    return [self._read_passages(row, read, top_k) for row in rows]
+    return [self._read_passages(row, top_k) for row in rows]
 
-  def _ask(self, question: dict[str, Any], is_gone: threading.Event) -> bytes:
-    """Returns the server's answer. Sets `is_gone` where no attempt had any answer."""
-    is_silent = True
+  def _send(self, body: dict[str, Any]) -> bytes:
+    """Returns the server's answer, after retries."""
 
     def attempt(number: int) -> bytes:
-      nonlocal is_silent
       with self._in_flight:
-        if self.give_up() or is_gone.is_set():
-          raise http_client.GivenUp
+        if self.give_up():
+          raise http_client.Rejected(0, 'the run stops')
         with self._lock:
           self.requests += 1
           self.retries += number > 0
-        post = functools.partial(
-            http_client.post, self._session, self.address, question, self._limits
-        )
-        try:
-          return http_client.call_within(post, self._settings.timeout_s, lambda: self.give_up())
-        except http_client.Temporary as error:
-          is_silent &= error.is_silent
-          self._report(str(error))
-          raise
+        return http_client.post(self._session, self.address, body, self._limits)
 
-    settings = self._settings
-    try:
-      return http_client.with_retries(
-          attempt, settings.retries, settings.backoff_s, self._sleep, self._jitter
-      )
-    except http_client.Temporary:
-      if is_silent:
-        is_gone.set()
-      raise
+    return http_client.with_retries(attempt, self._settings.retries, self._settings.backoff_s)
 
-  def _read_passages(
-      self, rows: Any, read: Callable[[Any], types.Passage], top_k: int
-  ) -> list[types.Passage] | None:
-    if not isinstance(rows, list):
-      self._report('no list of documents in the answer')
-      return None
+  def _read_passages(self, rows: Any, top_k: int) -> list[types.Passage] | None:
+    """Returns the passages of a query; None if one of them is malformed."""
     try:
-      return [read(row) for row in rows[:top_k]]
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+      if not isinstance(rows, list):
+        raise TypeError('no list')
+      return [_read_passage(row) for row in rows[:top_k]]
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
       self._report(f'a malformed document ({type(error).__name__}: {error})')
       return None
 
@@ -222,34 +178,22 @@ class HttpRetriever:
 
 
 def _endpoint(url: str) -> str:
-  wanted = 'use http://host:port or https://host:port, with a path or without'
-  try:
-    parts = parse.urlsplit(url)
-    _ = parts.port  # raises for a port that is not a number
-  except (ValueError, AttributeError, TypeError):
-    raise types.UserError(f'retriever: got url={url!r}, which cannot be read; {wanted}') from None
-  has_space = any(map(str.isspace, str(url)))
-  if parts.scheme not in ('http', 'https') or not parts.hostname or has_space:
-    raise types.UserError(f'retriever: got url={url!r}; {wanted}')
-  path = parts.path if parts.path.strip('/') else '/retrieve'
-  return parse.urlunsplit((parts.scheme, parts.netloc, path, parts.query, ''))
+  """Returns the address of the end point, by default /retrieve."""
+  match = re.fullmatch(r'(https?://(?:[^\s/?#:]+|\[[^\s/]+\])(?::\d+)?)(/\S*)?', str(url))
+  if not match:
+    raise types.UserError(
+        f'retriever: got url={url!r}; use http://host:port or https://host:port, with a path or '
+        'without'
+    )
+  path = match[2] or '/'
+  return match[1] + ('/retrieve' if path == '/' else path)
 
 
-def _search_r1_passage(row: dict[str, Any]) -> types.Passage:
-  document = row.get('document', row)  # without scores servers send the bare document
-  score = row.get('score') or 0.0
-  return _passage(document.get('id', ''), document['contents'], score)
-
-
-def _ragen_passage(row: dict[str, Any]) -> types.Passage:
-  score = row.get('score') or 0.0
-  return _passage(row.get('id', ''), row['content'], score)
-
-
-def _passage(passage_id: Any, contents: Any, score: Any) -> types.Passage:
-  if not isinstance(contents, str):
-    raise TypeError('contents are not a string')
-  if not math.isfinite(score):
-    raise ValueError('the score is not finite')
+def _read_passage(row: dict[str, Any]) -> types.Passage:
+  document = row.get('document', row)  # RAGEN's, and Search-R1's without scores, are bare
+  contents = document['content'] if 'content' in document else document['contents']
+  score = float(row.get('score') or 0.0)
+  if not isinstance(contents, str) or not math.isfinite(score):
+    raise TypeError('contents are not a string, or the score is not finite')
   title, text = tasks.read_contents(contents)
-  return types.Passage(str(passage_id), title, text, float(score))
+  return types.Passage(str(document.get('id', '')), title, text, score)

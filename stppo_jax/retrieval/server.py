@@ -13,7 +13,6 @@ request, finishes the running ones and exits with 0. It needs the extra `retriev
 
 import argparse
 import asyncio
-from collections.abc import Iterable
 from collections.abc import Sequence
 from concurrent import futures
 import dataclasses
@@ -65,12 +64,15 @@ class SearchR1Body(http_server.Body):
   topk: int = pydantic.Field(_DEFAULT_TOP_K, ge=1)
   return_scores: bool = False
 
-  def write(self, results: Sequence[Sequence[types.Passage]]) -> bytes:
-    """Returns the answer's JSON: `result`, one list per query."""
+  def answer(self, results: Sequence[Sequence[types.Passage]]) -> dict[str, Any]:
+    """Returns the answer's fields: `result`, one list per query."""
+    return {'result': [[self._entry(passage) for passage in row] for row in results]}
+
+  def _entry(self, passage: types.Passage) -> dict[str, Any]:
+    document = {'id': passage.id, 'contents': tasks_lib.write_contents(passage)}
     if not self.return_scores:
-      return _write_rows('result', ([_document(p) for p in row] for row in results))
-    scored = lambda p: {'document': _document(p), 'score': p.score}
-    return _write_rows('result', ([scored(p) for p in row] for row in results))
+      return document
+    return {'document': document, 'score': passage.score}
 
 
 class RagenBody(http_server.Body):
@@ -87,10 +89,13 @@ class RagenBody(http_server.Body):
   def topk(self) -> int:
     return self.top_k
 
-  def write(self, results: Sequence[Sequence[types.Passage]]) -> bytes:
-    """Returns the answer's JSON: `results`, the passages of the query."""
-    rows = (_document(p, 'content') | {'score': p.score} for p in results[0])
-    return _write_rows('results', rows)
+  def answer(self, results: Sequence[Sequence[types.Passage]]) -> dict[str, Any]:
+    """Returns the answer's fields: `results`, the passages of the query."""
+    rows = []
+    for passage in results[0]:
+      contents = tasks_lib.write_contents(passage)
+      rows.append({'id': passage.id, 'content': contents, 'score': passage.score})
+    return {'results': rows}
 
 
 def parse_body(fields: dict[str, Any], limits: SearchServerLimits) -> SearchR1Body | RagenBody:
@@ -107,16 +112,6 @@ def parse_body(fields: dict[str, Any], limits: SearchServerLimits) -> SearchR1Bo
     if count > most:
       raise http_server.RequestError(400, f'{count} {unit}: ask for at most {most}')
   return body
-
-
-def _write_rows(name: str, rows: Iterable[Any]) -> bytes:
-  """Writes row by row, because no other thread runs during one json.dumps."""
-  lines = [json.dumps(row).encode() for row in rows]
-  return b''.join([b'{"%b": [' % name.encode(), b', '.join(lines), b']}\n'])
-
-
-def _document(passage: types.Passage, field: str = 'contents') -> dict[str, Any]:
-  return {'id': passage.id, field: tasks_lib.write_contents(passage)}
 
 
 class RetrievalApp(http_server.HttpApp):
@@ -183,7 +178,8 @@ class RetrievalApp(http_server.HttpApp):
       search = loop.run_in_executor(self._pool, self._retriever.search, chunk, body.topk)
       results += [passages or [] for passages in await search]
     self._queries.inc(len(queries))
-    return await loop.run_in_executor(self._pool, body.write, results)
+    write = lambda: json.dumps(body.answer(results)).encode()
+    return await loop.run_in_executor(self._pool, write)
 
   def close(self) -> None:
     """Stops the search threads."""
@@ -203,9 +199,8 @@ def serve(app: RetrievalApp, host: str, port: int, hosts: Sequence[str] = ()) ->
 
 def make_retriever(flags: argparse.Namespace, passages: Sequence[types.Passage]) -> Any:
   """Makes the retriever of --kind, --encoder and --embeddings."""
-  if flags.kind == 'bm25':
-    jax.config.update('jax_platforms', 'cpu')  # bm25s would take an accelerator
-  elif not flags.encoder:
+  jax.config.update('jax_platforms', 'cpu')  # bm25s would take an accelerator
+  if flags.kind != 'bm25' and not flags.encoder:
     raise types.UserError(
         f'--kind={flags.kind} needs --encoder=FOLDER, a BERT-class encoder such as e5-base-v2 in '
         'Hugging Face format'
@@ -259,32 +254,16 @@ def _parse(arguments):
   parser.add_argument(
       '--hosts', nargs='+', default=(), help='names of a proxy before a server on 127.0.0.1'
   )
-  parser.add_argument('--port', type=_port, default=8000, help='0: any free one')
-  parser.add_argument('--threads', type=_at_least(int, 1), default=1, help='searches at once')
+  parser.add_argument('--port', type=int, default=8000, help='0: any free one')
+  parser.add_argument('--threads', type=int, default=1, help='searches at once')
   for field in dataclasses.fields(SearchServerLimits):
-    parser.add_argument(
-        '--' + field.name.replace('_', '-'),
-        default=field.default,
-        type=_at_least(field.type, 1 if field.type is int else 0),
-        help='limit',
-    )
-  return parser.parse_args(arguments)
-
-
-def _port(text):
-  if not 0 <= int(text) <= 65535:
-    raise argparse.ArgumentTypeError(f'{text} is no port: 0 to 65535 are')
-  return int(text)
-
-
-def _at_least(kind, least):
-  def number(text):
-    value = kind(text)
-    if not value >= least:
-      raise argparse.ArgumentTypeError(f'{text} is below {least}')
-    return value
-
-  return number
+    flag = '--' + field.name.replace('_', '-')
+    parser.add_argument(flag, default=field.default, type=field.type, help='limit')
+  flags = parser.parse_args(arguments)
+  for name, value in vars(flags).items():
+    if isinstance(value, (int, float)) and value <= 0 and name != 'port':
+      parser.error(f'--{name}={value}: give a number above 0')
+  return flags
 
 
 if __name__ == '__main__':
