@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int | None:
     message = 'interrupted; the same command resumes from the last checkpoint'
     return _fail(program, message, 130)
   except Exception as error:
-    if not hosts.await_heartbeat():
+    if not hosts.await_failure():
       raise
     traceback.print_exc()
     return _fail(program, f'{type(error).__name__}: {error}', 1)

@@ -17,6 +17,8 @@ import hashlib
 import json
 import os
 import re
+import sys
+import threading
 import time
 from typing import Any
 
@@ -25,21 +27,22 @@ import jax
 import numpy as np
 
 from stppo_jax import types
-from stppo_jax.distributed import heartbeat
 from stppo_jax.distributed import messages
 from stppo_jax.envs import protocol
 from stppo_jax.envs import stepping
 
 SILENCE_S = 40  # JAX ends the others when a process hangs for this long
 START_S = 300  # time limit for all processes to start
-VERDICT_S = 3.0  # after a failed collective the heartbeat reports a dead process within this time
+POLL_S = 1.0  # between two looks for a failure of another process
+CLOSING_S = 3.0  # a failure reaches the others within this time, before process 0 may exit
 
 _FLAGS = (
     'give --coordinator=HOST:PORT (of process 0), --num_processes=N and --process_id=0..N-1 '
     'together; or --distributed alone, on a TPU pod or under SLURM'
 )
 _ACCELERATORS = ('/dev/nvidia[0-9]*', '/dev/accel[0-9]*', '/dev/vfio/[0-9]*')  # NVIDIA; TPUs
-_heartbeat: heartbeat.Heartbeat | None = None  # None: a run of one process
+_has_peers = False
+_has_finished = threading.Event()
 
 
 def initialize(
@@ -52,7 +55,7 @@ def initialize(
 
   With `cluster` the environment (TPU pod, SLURM, Open MPI, Kubernetes) provides the rest.
   """
-  global _heartbeat
+  global _has_peers
   _check_flags(coordinator, num_processes, process_id, cluster)
   if not (coordinator or cluster):
     return
@@ -80,12 +83,8 @@ def initialize(
     ) from error
   if jax.process_count() == 1:
     return
-  own_end = heartbeat.Heartbeat()
-  address = share(own_end.listen(jax.process_count()) if is_writer() else None)[0]
-  if not is_writer():
-    host = _distributed_state().coordinator_address.rpartition(':')[0]
-    own_end.join(host.strip('[]'), address['port'], address['token'], jax.process_index())
-  _heartbeat = own_end
+  _has_peers = True
+  threading.Thread(target=_watch, daemon=True, name='failures').start()
 
 
 def is_writer() -> bool:
@@ -221,26 +220,51 @@ def put(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
 
 
 def finish() -> None:
-  """Tells the other processes that this one ends without an error."""
-  if _heartbeat is not None:
-    _heartbeat.finish()
+  """Says that this process ends without an error, and stops looking for failures of others."""
+  _has_finished.set()
 
 
 def leave(line: str, code: int) -> None:
-  """With several processes: prints the line, sends it to the others and ends this process."""
-  if _heartbeat is not None:
-    _heartbeat.end(line, code, reason=f'process {jax.process_index()}: {line}')
+  """With several processes: prints the line, sends it to the others and ends this process.
 
-
-def await_heartbeat() -> bool:
-  """Waits for the heartbeat after an error that another process's death may have caused.
-
-  If a process died, the heartbeat ends this one too. Otherwise returns whether the run has several
-  processes.
+  A process that is killed sends nothing. JAX notices after SILENCE_S and ends the others.
   """
-  if _heartbeat is not None:
-    time.sleep(VERDICT_S)
-  return _heartbeat is not None
+  if not _has_peers:
+    return
+  post('failure', f'process {jax.process_index()}: {line}')
+  _end(line, code)
+
+
+def await_failure() -> bool:
+  """Waits for another process's line after an error that its failure may have caused.
+
+  If another process has failed, this one ends with it. Otherwise returns whether the run has
+  several processes.
+  """
+  if _has_peers:
+    time.sleep(CLOSING_S)
+  return _has_peers
+
+
+def _watch():
+  """Ends this process when another one has failed."""
+  while not _has_finished.wait(POLL_S):
+    try:
+      reason = posted('failure')
+    except jax.errors.JaxRuntimeError:
+      reason = 'process 0 is gone'
+    if reason:
+      program = os.path.basename(sys.argv[0])
+      line = f'another process of this run has failed ({reason}): restart all of them with the '
+      _end(f'{program}: {line}same command, training resumes from its last checkpoint', 1)
+
+
+def _end(line, code):
+  _has_finished.set()
+  print(line, file=sys.stderr, flush=True)
+  if is_writer():  # JAX aborts the others when process 0 exits
+    time.sleep(CLOSING_S)
+  os._exit(code)  # not sys.exit: JAX would wait for the dead processes
 
 
 def _check_flags(coordinator, num_processes, process_id, cluster):

@@ -34,7 +34,7 @@ class Exchange:
   def gather(self, message: bytes) -> list[bytes]:
     """Returns the messages of all processes, in their order; waits for the last one.
 
-    A process that dies ends the others (see heartbeat.py), so there is no time limit.
+    A process that dies ends the others (see `hosts.leave`), so there is no time limit.
     """
     self._number += 1
     self._send(f'stppo/{self._number}/{self._process}', message)
