@@ -227,7 +227,7 @@ def compare_dtypes(folder, passages):
 
     @jax.jit
     def read(params, tokens, shape=shape):
-      x, _ = decoder.hidden(params, shape, tokens, None)
+      x, _ = decoder.trunk(params, shape, tokens, None)
       logp, _ = decoder.token_logp(params, shape, x, tokens)
       return logp[:, 1:], decoder.token_logits(params, shape, x).argmax(axis=-1)
 

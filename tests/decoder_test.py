@@ -18,6 +18,7 @@ from stppo_jax.models import convert
 from stppo_jax.models import decoder
 from stppo_jax.models import layers
 from stppo_jax.models import sharding
+from tests.support import collectives
 from tests.support import reference_models
 
 REFERENCES = reference_models.FOLDER
@@ -58,18 +59,6 @@ forward = jax.jit(decoder.forward, static_argnums=1)  # op by op is slower than 
 
 def full_logits(params, config, tokens):
   return forward(params, config, tokens, None)[0]
-
-
-def collectives(text):
-  """(name, numbers in its largest result) of every collective of a compiled program."""
-  found = []
-  for line in text.splitlines():
-    op = re.search(r'= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all)(-start)?\(', line)
-    if op:
-      shapes = re.findall(r'\[([\d,]*)\]', op[1])
-      sizes = [np.prod([int(n) for n in shape.split(',') if n], dtype=int) for shape in shapes]
-      found.append((op[2], int(max(sizes, default=1))))
-  return found
 
 
 class TransformersTest(parameterized.TestCase):
@@ -133,7 +122,7 @@ class TrunkTest(parameterized.TestCase):
     segments = np.repeat([[1, 2, 0]], [50, 60, 18], axis=1).repeat(4, axis=0)
 
     def loss(params, config):
-      x, _ = decoder.hidden(params, config, tokens, None, segments=segments)
+      x, _ = decoder.trunk(params, config, tokens, None, segments=segments)
       logp, entropy = decoder.token_logp(params, config, x, tokens, chunk=32)
       return jnp.mean(jnp.sin(logp) + entropy)
 
@@ -172,7 +161,7 @@ class TrunkTest(parameterized.TestCase):
       positions[row, first : first + length] = np.arange(length)
 
     def packed(params):
-      x, _ = decoder.hidden(params, config, tokens, positions, segments=segments)
+      x, _ = decoder.trunk(params, config, tokens, positions, segments=segments)
       y = decoder.token_logits(params, config, x)
       return jnp.sum(weights * jnp.sin(y) * (segments > 0)[..., None]), y
 
@@ -211,7 +200,7 @@ class TrunkTest(parameterized.TestCase):
   def test_bfloat16_is_near(self):
     params, tokens = make_params(), make_tokens()
     config = dataclasses.replace(CONFIG, dtype='bfloat16')
-    x, _ = jax.jit(decoder.hidden, static_argnums=1)(params, config, tokens, None)
+    x, _ = jax.jit(decoder.trunk, static_argnums=1)(params, config, tokens, None)
     self.assertEqual(x.dtype, jnp.bfloat16)
     logits = decoder.token_logits(params, config, x)
     self.assertEqual(logits.dtype, jnp.float32)
@@ -393,7 +382,7 @@ class LogpTest(parameterized.TestCase):
     placed = jax.device_put((params, x, tokens), (places, rows, rows))
     chex.assert_trees_all_close(compiled(*placed), expected, rtol=1e-4, atol=1e-6)
     part = 32 * 1024 // 4 // mesh.shape['tensor']
-    moved = collectives(compiled.as_text())
+    moved = collectives.collectives(compiled.as_text())
     self.assertLen([op for op, size in moved if size > part], mesh.shape['data'] - 1, moved)
     self.assertEqual(moved.count(('all-gather', part)), 2, moved)
 
@@ -425,7 +414,7 @@ class LogpTest(parameterized.TestCase):
   def test_a_value_belongs_to_the_token_after_it(self):
     config = dataclasses.replace(CONFIG, head='both')
     params, tokens = make_params(config), make_tokens()
-    x, _ = jax.jit(decoder.hidden, static_argnums=1)(params, config, tokens, None)
+    x, _ = jax.jit(decoder.trunk, static_argnums=1)(params, config, tokens, None)
     values = decoder.state_values(params, x)
     raw = np.asarray(x) @ np.asarray(params['value_head']['kernel'])[:, 0]
     raw += np.asarray(params['value_head']['bias'])

@@ -92,7 +92,7 @@ def play(sequences, keys, sampler=None, threads=0, delay=lambda: None):
 
 @jax.jit
 def plain_logp(params, tokens):
-  x, _ = decoder.hidden(params, CONFIG, tokens, None)
+  x, _ = decoder.trunk(params, CONFIG, tokens, None)
   return decoder.token_logp(params, CONFIG, x, tokens)[0]
 
 

@@ -141,7 +141,7 @@ def slowly(envs, actions):
 @jax.jit
 def plain_forward(params, tokens, temperature):
   """(log-probs [B,T], logits [B,T,V] that token t was drawn from) of one forward, no cache."""
-  x, _ = decoder.hidden(params, make_config(), tokens, None)
+  x, _ = decoder.trunk(params, make_config(), tokens, None)
   logp, _ = decoder.token_logp(params, make_config(), x, tokens, temperature)
   return logp, jnp.roll(decoder.token_logits(params, make_config(), x), 1, axis=1)
 

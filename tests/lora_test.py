@@ -306,7 +306,7 @@ class UpdateTest(parameterized.TestCase):
       )
       values.append(batch.old_values)
       params = lora.merge(critic or frozen.actor, state.critic, CRITIC.lora_scale)
-      x, _ = decoder.hidden(params, CRITIC, batch.tokens, None)
+      x, _ = decoder.trunk(params, CRITIC, batch.tokens, None)
       np.testing.assert_allclose(
           batch.old_values, decoder.state_values(params, x) * batch.action_mask, atol=2e-5
       )

@@ -67,7 +67,7 @@ def teacher_forced(params, rows, temperature=1.0):
 
 @jax.jit
 def _plain_logp(params, tokens, temperature):
-  x, _ = decoder.hidden(params, CONFIG, tokens, None)
+  x, _ = decoder.trunk(params, CONFIG, tokens, None)
   return decoder.token_logp(params, CONFIG, x, tokens, temperature)[0]
 
 

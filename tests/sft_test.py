@@ -79,7 +79,7 @@ class TrainTest(absltest.TestCase):
 
   def logp(self, params):
     tokens = np.array([[1, 3, 5, 2], [1, 4, 5, 2]], np.int32)
-    x, _ = decoder.hidden(params, CONFIG, tokens, None)
+    x, _ = decoder.trunk(params, CONFIG, tokens, None)
     return np.asarray(decoder.token_logp(params, CONFIG, x, tokens)[0])
 
   def test_learns_what_has_weight_and_nothing_else(self):

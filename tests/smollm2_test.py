@@ -125,7 +125,7 @@ class SmolLm2Test(parameterized.TestCase):
 
     @jax.jit
     def logp(params, tokens):
-      x, _ = decoder.hidden(params, self.config, tokens, None)
+      x, _ = decoder.trunk(params, self.config, tokens, None)
       return decoder.token_logp(params, self.config, x, tokens, chunk=64)[0]
 
     mean = np.mean([np.asarray(logp(self.params, row[None]))[0, 1:] for row in tokens])

@@ -155,7 +155,7 @@ def step(functions, spec, state, batch, rows=ALL_ROWS, frozen=NOTHING):
 
 def log_probs(spec, params, batch):
   """(logp, entropy) [B,T] of the rows as they are."""
-  x, _ = decoder.hidden(params, spec.actor, batch.tokens, None)
+  x, _ = decoder.trunk(params, spec.actor, batch.tokens, None)
   return decoder.token_logp(params, spec.actor, x, batch.tokens)
 
 

@@ -4,56 +4,57 @@
 output head, and computes the logits of some columns of V at a time, so that [..,V] never exists.
 """
 
-import dataclasses
 import functools
 
 import chex
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 NEVER = -1e30  # the logit of a column of padding
 
 
-@dataclasses.dataclass(frozen=True)
-class Chunks:
-  """How `head_logp_and_entropy` cuts the output matrix; hashable."""
-
-  count: int
-  row_sharding: jax.sharding.NamedSharding | None = None  # placement of x; None: XLA's choice
-
-
-@jax.custom_vjp
 def logp_and_entropy(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns (log softmax(logits)[tokens], entropy of softmax(logits)), both [..].
 
-  logits [..,V] are float32, tokens [..]. The derivative is written by hand as one pass over [..,V]
-  with one exp for both cotangents. With probabilities p and entropy H,
-    d logp[v] / d logits[u] = 1{u=v} - p[u],   d H / d logits[u] = -p[u] (log p[u] + H).
+  logits [..,V] are float32, tokens [..].
   """
-  return _forward(logits, tokens)[0]
+  logp, entropy, _ = _statistics(logits, tokens, jnp.arange(logits.shape[-1]))
+  return logp, entropy
 
 
-def _forward(logits, tokens):
+@jax.custom_vjp
+def _statistics(logits, tokens, ids):
+  """Returns (log-prob of the token, entropy, log-sum-exp of the logits), all [..].
+
+  ids [V] are the tokens of the columns.
+
+  The derivative is written by hand as one pass over [..,V] with one exp for all cotangents. With
+  probabilities p, entropy H and log-sum-exp s,
+    d logp[v] / d logits[u] = 1{u=v} - p[u],   d H / d logits[u] = -p[u] (log p[u] + H),
+    d s / d logits[u] = p[u].
+  """
+  return _forward(logits, tokens, ids)[0]
+
+
+def _forward(logits, tokens, ids):
   peak = logits.max(axis=-1)
   log_sum = jnp.log(jnp.sum(jnp.exp(logits - peak[..., None]), axis=-1))
   log_probs = _log_probs(logits, peak, log_sum)
-  logp = jnp.sum(jnp.where(_is_token(logits, tokens), log_probs, 0), axis=-1)
+  logp = jnp.sum(jnp.where(ids == tokens[..., None], log_probs, 0), axis=-1)
   entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
-  return (logp, entropy), (logits, tokens, peak, log_sum, entropy)
+  return (logp, entropy, peak + log_sum), (logits, tokens, ids, peak, log_sum, entropy)
 
 
 def _backward(residuals, cotangents):
-  logits, tokens, peak, log_sum, entropy = residuals
-  is_token = _is_token(logits, tokens)
-  return _d_logits(logits, is_token, peak, log_sum, entropy, cotangents), None
-
-
-def _d_logits(logits, is_token, peak, log_sum, entropy, cotangents):
-  d_logp, d_entropy = (x[..., None] for x in cotangents)
+  logits, tokens, ids, peak, log_sum, entropy = residuals
+  d_logp, d_entropy, d_log_sum = (x[..., None] for x in cotangents)
   log_probs = _log_probs(logits, peak, log_sum)
-  spread = jnp.exp(log_probs) * (d_logp + d_entropy * (log_probs + entropy[..., None]))
-  return jnp.where(is_token, d_logp, 0) - spread
+  below = d_logp + d_entropy * (log_probs + entropy[..., None]) - d_log_sum
+  at_token = jnp.where(ids == tokens[..., None], d_logp, 0)
+  return at_token - jnp.exp(log_probs) * below, None, None
+
+
+_statistics.defvjp(_forward, _backward)
 
 
 def _log_probs(logits, peak, log_sum):
@@ -61,119 +62,91 @@ def _log_probs(logits, peak, log_sum):
   return (logits - peak[..., None]) - log_sum[..., None]
 
 
-def _is_token(logits, tokens):
-  return jnp.arange(logits.shape[-1]) == tokens[..., None]
-
-
-logp_and_entropy.defvjp(_forward, _backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def head_logp_and_entropy(
-    x: jax.Array, kernel: jax.Array, tokens: jax.Array, temperature: jax.Array, chunks: Chunks
+    x: jax.Array,
+    kernel: jax.Array,
+    tokens: jax.Array,
+    temperature: float | jax.Array,
+    num_parts: int,
+    row_sharding: jax.sharding.NamedSharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns `logp_and_entropy` of the logits x @ kernel^T / temperature, both [X].
 
-  x [X,D], kernel [V,D], tokens [X]. The columns of the logits are computed in `chunks.count` parts,
-  once forward and once backward, with a running maximum and sums (online softmax, Milakov and
-  Gimelshein, arXiv 1805.02867). So in each direction a sharded kernel is gathered once, and its
+  x [X,D], kernel [V,D], tokens [X]. The columns of the logits are computed in `num_parts` parts,
+  once forward and once backward. So in each direction a sharded kernel is gathered once, and its
   gradient reduced once, a part at a time. A loop over rows of x would do both once per part of the
-  rows. Products in the backward pass are in x's dtype with sums in float32. The temperature gets no
-  gradient.
+  rows. `row_sharding` is the placement of x; None leaves it to XLA.
+
+  With the log-sum-exp s_n and the entropy H_n of part n, and its share w_n = exp(s_n - s) of the
+  probability, s = log sum exp(s_n) and H = sum w_n (H_n - log w_n).
   """
-  return _head_forward(x, kernel, tokens, temperature, chunks)[0]
-
-
-def _head_forward(x, kernel, tokens, temperature, chunks):
   chex.assert_rank([x, kernel, tokens], [2, 2, 1])
+  vocab_size = len(kernel)
+  shards = 1 if row_sharding is None else row_sharding.mesh.shape['tensor']
+  part_size = -(-vocab_size // (num_parts * shards))  # columns per part and shard
+  padding = part_size * num_parts * shards - vocab_size
 
-  def add(carry, numbered_part):
-    peak, total, moment, picked = carry
-    _, logits, is_token = _part_logits(numbered_part, x, kernel, tokens, temperature, chunks)
-    new_peak = jnp.maximum(peak, logits.max(axis=-1))
-    shrink = jnp.exp(peak - new_peak)
-    below = logits - new_peak[:, None]
-    weights = jnp.exp(below)
-    moment = shrink * (moment + total * (peak - new_peak)) + jnp.sum(weights * below, axis=-1)
-    total = shrink * total + jnp.sum(weights, axis=-1)
-    picked += jnp.sum(jnp.where(is_token, logits, 0), axis=-1)
-    return (new_peak, total, moment, picked), None
+  def cut(columns):
+    """Cuts [V,..] into [parts,v,..]. Each shard of `tensor` has its share of every part."""
+    columns = columns.reshape(shards, num_parts, part_size, *columns.shape[1:])
+    return columns.swapaxes(0, 1).reshape(num_parts, shards * part_size, *columns.shape[3:])
 
-  zero = jnp.zeros(len(x))
-  start = (jnp.full(len(x), NEVER), zero, zero, zero)
-  (peak, total, moment, picked), _ = jax.lax.scan(add, start, _numbered_parts(x, kernel, chunks))
-  log_sum = jnp.log(total)
-  logp = (picked - peak) - log_sum
-  entropy = log_sum - moment / total
-  return (logp, entropy), (x, kernel, tokens, temperature, peak, log_sum, entropy)
+  parts = cut(jnp.pad(kernel, ((0, padding), (0, 0))))
+  ids = cut(jnp.arange(vocab_size + padding))
+  dtype = x.dtype
+  x = x.astype(jnp.float32)  # so that its gradient is summed over the parts in float32
 
+  @functools.partial(jax.checkpoint, prevent_cse=False)
+  def statistics_of_part(part_and_ids):
+    part, ids = part_and_ids
+    logits = _part_logits(x, part, dtype, row_sharding) / temperature
+    if padding:
+      logits = jnp.where(ids < vocab_size, logits, NEVER)
+    return _statistics(logits, tokens, ids)
 
-def _head_backward(chunks, residuals, cotangents):
-  x, kernel, tokens, temperature, peak, log_sum, entropy = residuals
-  product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-
-  def add(d_x, numbered_part):
-    part, logits, is_token = _part_logits(numbered_part, x, kernel, tokens, temperature, chunks)
-    d = _d_logits(logits, is_token, peak, log_sum, entropy, cotangents) / temperature
-    d = d.astype(x.dtype)
-    d_x += product('xv,vd->xd', d, part)
-    d_part = product('xv,xd->vd', d, x)
-    return d_x, _place(d_part, kernel, chunks, split_width=True)
-
-  start = jnp.zeros(x.shape, jnp.float32)
-  d_x, d_parts = jax.lax.scan(add, start, _numbered_parts(x, kernel, chunks))
-  shards, size, width = _cut(kernel.shape, chunks)
-  d_kernel = d_parts.reshape(chunks.count, shards, width, -1).swapaxes(0, 1)
-  d_kernel = d_kernel.reshape(shards, chunks.count * width, -1)[:, :size].reshape(kernel.shape)
-  return d_x.astype(x.dtype), d_kernel.astype(kernel.dtype), None, jnp.zeros_like(temperature)
+  logp, entropy, log_sum = jax.lax.map(statistics_of_part, (parts, ids))  # [parts,X]
+  log_share = log_sum - jax.nn.logsumexp(log_sum, axis=0)
+  is_in_part = tokens // part_size % num_parts == jnp.arange(num_parts)[:, None]
+  logp = jnp.sum(jnp.where(is_in_part, logp + log_share, 0), axis=0)
+  return logp, jnp.sum(jnp.exp(log_share) * (entropy - log_share), axis=0)
 
 
-head_logp_and_entropy.defvjp(_head_forward, _head_backward)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _part_logits(x, part, dtype, row_sharding):
+  """Returns x [X,D] @ part [v,D]^T. All products are in `dtype` with sums in float32."""
+  return _part_logits_forward(x, part, dtype, row_sharding)[0]
 
 
-def _part_logits(numbered_part, x, kernel, tokens, temperature, chunks):
-  """Returns (part [v,D], its logits [X,v], is_token [X,v]: the column is the row's token)."""
-  number, part = numbered_part
-  part = _place(part, kernel, chunks)
-  logits = jnp.einsum('xd,vd->xv', x, part, preferred_element_type=jnp.float32) / temperature
-  shards, size, width = _cut(kernel.shape, chunks)
-  column = number * width + jnp.arange(width)  # within a shard
-  ids = jnp.arange(shards)[:, None] * size + column
-  is_real = jnp.broadcast_to(column < size, ids.shape).reshape(-1)
-  if chunks.count * width > size:
-    logits = jnp.where(is_real, logits, NEVER)
-  return part, logits, is_real & (ids.reshape(-1) == tokens[:, None])
+def _part_logits_forward(x, part, dtype, row_sharding):
+  rows = x.astype(dtype)
+  columns = _place(part.astype(dtype), None, row_sharding)
+  return _product('xd,vd->xv', rows, columns), (rows, columns, part)
 
 
-def _cut(shape, chunks):
-  """Returns (shards of V, columns of V per shard, columns per shard and part, rounded up)."""
-  shards = 1
-  if chunks.row_sharding is not None:
-    shards = chunks.row_sharding.mesh.shape['tensor']
-  if shape[0] % shards:
-    shards = 1
-  size = shape[0] // shards
-  return shards, size, -(-size // chunks.count)
+def _part_logits_backward(dtype, row_sharding, residuals, d):
+  rows, columns, part = residuals
+  d = d.astype(dtype)
+  d_x = _product('xv,vd->xd', d, columns)
+  d_part = _product('xv,xd->vd', d, rows)
+  if row_sharding is not None:
+    splits = part.shape[1] % row_sharding.num_devices == 0
+    width_axes = row_sharding.spec[0] if splits else jax.P.UNCONSTRAINED
+    d_part = _place(d_part, width_axes, row_sharding)
+  return d_x, d_part.astype(part.dtype)
 
 
-def _numbered_parts(x, kernel, chunks):
-  """Returns (0, 1, .., parts [count,v,D]) in x's dtype; each part spreads over tensor."""
-  shards, size, width = _cut(kernel.shape, chunks)
-  padding = (0, chunks.count * width - size)
-  parts = kernel.astype(x.dtype).reshape(shards, size, -1)
-  parts = jnp.pad(parts, ((0, 0), padding, (0, 0)))
-  parts = parts.reshape(shards, chunks.count, width, -1).swapaxes(0, 1)
-  return jnp.arange(chunks.count), parts.reshape(chunks.count, shards * width, -1)
+_part_logits.defvjp(_part_logits_forward, _part_logits_backward)
 
 
-def _place(part, kernel, chunks, split_width=False):
-  """Gathers a part over the devices that hold other rows, or splits its D over them."""
-  rows = chunks.row_sharding
-  if rows is None:
+def _place(part, width_axes, row_sharding):
+  """Splits a part [v,D] over `tensor` and over `width_axes`; None gathers it over them."""
+  if row_sharding is None:
     return part
-  columns = 'tensor' if _cut(kernel.shape, chunks)[0] > 1 else None
-  width_axes = None
-  if split_width:
-    width_axes = jax.P.UNCONSTRAINED if part.shape[1] % rows.num_devices else rows.spec[0]
-  placed = jax.sharding.NamedSharding(rows.mesh, P(columns, width_axes))
+  mesh = row_sharding.mesh
+  column_axis = 'tensor' if len(part) % mesh.shape['tensor'] == 0 else None
+  placed = jax.sharding.NamedSharding(mesh, jax.P(column_axis, width_axes))
   return jax.lax.with_sharding_constraint(part, placed)
+
+
+def _product(equation, a, b):
+  return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)

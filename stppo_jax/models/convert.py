@@ -1,7 +1,7 @@
 """Converts Hugging Face folders to and from (ModelConfig, params), one tensor at a time.
 
-`hf_config.table` maps the names. A missing, unknown, duplicate or misshapen key stops the load,
-because a model that is slightly wrong would still train, badly.
+`hf_config.table` maps the names. A missing, unknown or misshapen key stops the load, because a
+model that is slightly wrong would still train, badly.
 """
 
 import collections
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import contextlib
 import functools
 import math
-import os
 import pathlib
 from typing import Any
 
@@ -43,41 +42,30 @@ def load_hf(
   whatever the folder has, and `dtype` that of the computation.
 
   `shardings` maps the tree of ShapeDtypeStructs to a tree of NamedShardings. The parameters are
-  then created in their shards, and the host holds one parameter at a time.
-  Without it they are NumPy arrays.
+  then put on the devices one by one, and the host holds one at a time. Without it they are NumPy
+  arrays. As in transformers, a tied model's own output matrix is ignored.
 
   UserError: an unsupported config or weights, or keys other than the table's.
   """
   folder = pathlib.Path(folder)
   config = hf_config.load(folder, head, param_dtype, dtype)
-  files = _files_of_keys(folder)
   entries = hf_config.table(config)
-  _check_keys(folder, config, files, entries)
   shapes = jax.eval_shape(functools.partial(decoder.init, config=config), jax.random.key(0))
   places = () if shardings is None else (shardings(shapes),)
   entries_by_path = collections.defaultdict(list)  # layer by layer, expert by expert
   for entry in entries:
     entries_by_path[entry.path].append(entry)
   with contextlib.ExitStack() as stack:
-    tensors = _open_tensors(stack, files)
-    _check_tensors(files, tensors, entries)
-    if config.tie_embeddings and 'lm_head.weight' in files and config.head != 'value':
-      _check_tied(folder, tensors, entries[0])
+    tensors = _open_tensors(stack, folder)
+    _check_keys(folder, config, tensors, entries)
+    _check_tensors(folder, tensors, entries)
 
     def load(path, leaf, place=None):
       name = jax.tree_util.keystr(path, simple=True, separator='/')
-      rows = entries_by_path[name]
+      parameter = _read(tensors, entries_by_path[name], leaf)
       if place is None:
-        return _read_part(folder, tensors, rows, leaf, (slice(None),) * len(leaf.shape))
-      parts = {}
-
-      def part(index):
-        key = str(index)
-        if key not in parts:  # replicas have the same index, and it is read once
-          parts[key] = _read_part(folder, tensors, rows, leaf, index)
-        return parts[key]
-
-      return jax.make_array_from_callback(leaf.shape, place, part)
+        return parameter
+      return jax.make_array_from_callback(leaf.shape, place, lambda index: parameter[index])
 
     params = jax.tree_util.tree_map_with_path(load, shapes, *places)
   return config, params
@@ -145,28 +133,25 @@ def _write_weights(folder, config, params, dtype, max_shard_bytes):
       if is_writer:
         tensors[entry.name] = tensor
     if is_writer:
-      safetensors.numpy.save_file(tensors, folder / f'{name}.partial', {'format': 'pt'})
+      # `save_file` would make a private file.
+      data = safetensors.numpy.save(tensors, {'format': 'pt'})
+      (folder / f'{name}.partial').write_bytes(data)
   if not is_writer:
     return
   for old in [*folder.glob('model*.safetensors'), folder / 'model.safetensors.index.json']:
     old.unlink(missing_ok=True)
-  umask = os.umask(0)
-  os.umask(umask)
   for name in sorted(set(weight_map.values())):
-    partial = folder / f'{name}.partial'
-    partial.chmod(0o666 & ~umask)  # safetensors makes private files
-    partial.rename(folder / name)
+    (folder / f'{name}.partial').rename(folder / name)
   if len(shards) > 1:
     total = numpy_dtype.itemsize * sum(math.prod(entry.shape) for entry in entries)
     index = {'metadata': {'total_size': total}, 'weight_map': weight_map}
     hf_config.write_json(folder / 'model.safetensors.index.json', index)
 
 
-def _files_of_keys(folder):
-  """Returns {key: file} for all keys of the folder's safetensors."""
+def _open_tensors(stack, folder):
+  """Returns {key: lazy safetensors slice} of a folder; the files close with `stack`."""
   single = folder / 'model.safetensors'
   index = folder / 'model.safetensors.index.json'
-  listed: dict[str, str] = {}
   paths = [single]
   if not single.is_file():
     if not index.is_file():
@@ -175,49 +160,32 @@ def _files_of_keys(folder):
           'model.safetensors.index.json; download them, or convert another format with '
           "transformers' save_pretrained"
       )
-    listed = hf_config.read_json(index).get('weight_map', {})
-    if not isinstance(listed, dict) or not listed:
-      raise UserError(f'{index}: no weight_map; download the folder again')
-    paths = [folder / name for name in sorted(set(listed.values()))]
-  files: dict[str, pathlib.Path] = {}
+    weight_map = hf_config.read_json(index).get('weight_map', {})
+    paths = [folder / name for name in sorted(set(weight_map.values()))]
+  tensors = {}
   for path in paths:
     if not path.is_file():
       raise UserError(f'{path} is missing although {index.name} lists it; download it')
     try:
-      with safetensors.safe_open(path, framework='numpy') as tensors:
-        names = list(tensors.keys())
+      file = stack.enter_context(safetensors.safe_open(path, framework='numpy'))
     except safetensors.SafetensorError as error:
       raise UserError(f'{path} is not a whole safetensors file ({error}); download it') from error
-    for name in names:
-      if name in files:
-        raise UserError(
-            f'{folder}: duplicate key {name} in {files[name].name} and {path.name}; '
-            'remove one of the files'
-        )
-      files[name] = path
-  for name, file in listed.items():
-    if files.get(name) != folder / file:
-      raise UserError(
-          f'{folder}: missing key {name}, listed in {index.name} for {file}; '
-          'download the folder again'
-      )
-  return files
+    tensors |= {name: file.get_slice(name) for name in file.keys()}
+  return tensors
 
 
-def _check_keys(folder, config, files, entries):
+def _check_keys(folder, config, tensors, entries):
   """Raises UserError unless the folder's keys are the table's; unused heads may be there too."""
-  if 'score.bias' in files and 'score.weight' not in files:
-    raise UserError(f'{folder}: score.bias without score.weight; save the value head again')
   optional = {'lm_head.weight', 'score.weight', 'score.bias'}
   required = {entry.name for entry in entries} - {'score.weight', 'score.bias'}
-  missing = [entry.name for entry in entries if entry.name in required - files.keys()]
+  missing = [entry.name for entry in entries if entry.name in required - tensors.keys()]
   if missing:
     raise UserError(
         f'{folder}: missing {_some(missing)}, needed by {config.family} with head '
         f'{config.head!r}; download the folder again or check config.json'
     )
   rotary = '.rotary_emb.inv_freq'  # a constant in old checkpoints
-  unknown = [name for name in files.keys() - required - optional if not name.endswith(rotary)]
+  unknown = [name for name in tensors.keys() - required - optional if not name.endswith(rotary)]
   if unknown:
     raise UserError(
         f'{folder}: unknown {_some(sorted(unknown))}, not part of {config.family}; '
@@ -230,106 +198,46 @@ def _some(names):
   return f'key{"s" if len(names) > 1 else ""} {", ".join(names[:3])}{more}'
 
 
-def _open_tensors(stack, files):
-  """Returns {key: lazy safetensors slice}; the files close with `stack`."""
-  paths = sorted(set(files.values()))
-  handles = {
-      path: stack.enter_context(safetensors.safe_open(path, framework='numpy')) for path in paths
-  }
-  return {name: handles[path].get_slice(name) for name, path in files.items()}
-
-
-def _check_tensors(files, tensors, entries):
+def _check_tensors(folder, tensors, entries):
   """Checks shapes and dtypes in the files' headers, before any tensor is read."""
   for entry in entries:
     if entry.name not in tensors:
       continue
-    path = files[entry.name]
     tensor = tensors[entry.name]
     shape = list(tensor.get_shape())
     dtype = tensor.get_dtype()
     if shape != list(entry.shape):
       raise UserError(
-          f'{path}: {entry.name} has shape {shape}, config.json implies '
+          f'{folder}: {entry.name} has shape {shape}, config.json implies '
           f'{list(entry.shape)}; use the config.json that belongs to the weights'
       )
     if dtype not in STORED:
       raise UserError(
-          f'{path}: {entry.name} is stored as {dtype}; allowed: {", ".join(STORED)}; '
+          f'{folder}: {entry.name} is stored as {dtype}; allowed: {", ".join(STORED)}; '
           'use a checkpoint that is not quantized'
       )
     if entry.path == hf_config.ABSENT and tensor[:].any():
       raise UserError(
-          f'{path}: {entry.name} is not 0, which is not supported; choose another model'
+          f'{folder}: {entry.name} is not 0, which is not supported; choose another model'
       )
 
 
-def _check_tied(folder, tensors, embed):
-  """Raises UserError if a tied folder contains an output matrix that differs from the embedding."""
-  lm_head = tensors['lm_head.weight']
-  embedding = tensors[embed.name]
-  same = list(lm_head.get_shape()) == list(embed.shape)
-  for start in range(0, embed.shape[0], 4096):  # by parts: these are the largest tensors
-    rows = slice(start, min(start + 4096, embed.shape[0]))
-    same = same and np.array_equal(lm_head[rows], embedding[rows])
-  if not same:
-    raise UserError(
-        f'{folder}: lm_head.weight differs from model.embed_tokens.weight although '
-        'config.json says tie_word_embeddings; set that to false'
-    )
-
-
-def _read_part(folder, tensors, entries, leaf, index):
-  """Returns the part `index` (one slice per axis) of a parameter of shape and dtype `leaf`.
+def _read(tensors, entries, leaf):
+  """Returns a whole parameter of shape and dtype `leaf`.
 
   The parameter is one entry of the table, or a stack of one per layer, or of one per layer and
   expert.
   """
-  num_stacked = (entries[0].layer is not None) + (entries[0].expert is not None)
-  stacked = leaf.shape[:num_stacked]
-  shape = leaf.shape[num_stacked:]
-  numbers = np.arange(len(entries)).reshape(stacked)[index[:num_stacked]]
-  part = np.empty((*numbers.shape, *_lengths(index[num_stacked:], shape)), leaf.dtype)
-  for place, number in np.ndenumerate(numbers):
-    part[place] = _read(folder, tensors, entries[number], shape, index[num_stacked:])
-  return part
-
-
-def _lengths(index, shape):
-  """Returns the shape of the part `index` of an array."""
-  return [len(range(*part.indices(size))) for part, size in zip(index, shape)]
-
-
-def _read(folder, tensors, entry, shape, index):
-  """Returns the part `index` of an entry whose array here has `shape`.
-
-  Only that part is read. Several of our axes may be one axis of the folder, as [D,N,H] and [N * H,
-  D]: the first of them is sliced in the file, the others here.
-  """
-  if entry.name not in tensors:  # a value head that the folder lacks
-    return np.zeros(_lengths(index, shape), np.float32)
-  file_slices, sizes, slices = [], [], []
-  axis = 0
-  for file_size in entry.shape[::-1] if entry.transpose else entry.shape:
-    end = axis + 1
-    while math.prod(shape[axis:end]) < file_size:
-      end += 1
-    inner = math.prod(shape[axis + 1 : end])
-    start, stop, _ = index[axis].indices(shape[axis])
-    file_slices.append(slice(start * inner, stop * inner))
-    sizes += [stop - start, *shape[axis + 1 : end]]
-    slices += [slice(None), *index[axis + 1 : end]]
-    axis = end
-  if entry.transpose:
-    tensor = tensors[entry.name][tuple(file_slices[::-1])].T
-  else:
-    tensor = tensors[entry.name][tuple(file_slices)]
-  if not hf_config.is_finite(tensor):
-    raise UserError(
-        f'{folder}: {entry.name} holds numbers that are not finite, and every step would be '
-        'skipped; use another copy or an earlier checkpoint'
-    )
-  return tensor.reshape(sizes)[tuple(slices)]
+  parameter = np.zeros(leaf.shape, leaf.dtype)
+  stack = parameter.reshape(len(entries), -1)
+  for part, entry in zip(stack, entries):
+    if entry.name not in tensors:  # a value head that the folder lacks
+      continue
+    tensor = tensors[entry.name][:]
+    if entry.transpose:
+      tensor = tensor.T
+    part.reshape(tensor.shape)[...] = tensor
+  return parameter
 
 
 def _copy_out(params, dtype, entry):

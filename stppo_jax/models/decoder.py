@@ -106,36 +106,28 @@ def init(key: jax.Array, config: ModelConfig) -> Params:
   return params
 
 
-def hidden(
+def trunk(
     params: Params,
     config: ModelConfig,
     tokens: jax.Array,
-    positions: jax.Array | None,
-    cache: KVCache | None = None,
-    lengths: jax.Array | None = None,
+    positions: jax.Array | None = None,
     segments: jax.Array | None = None,
-) -> tuple[jax.Array, KVCache | None]:
-  """Runs the trunk: tokens [B,T] -> (x [B,T,D] after the final norm, cache).
+    routes: jax.Array | None = None,
+) -> tuple[jax.Array, moe.Routing | None]:
+  """Runs the layers: tokens [B,T] -> (x [B,T,D] after the final norm, Routing of all layers).
 
-  Without a cache each token attends to itself and to the earlier tokens of its row with the same
-  number in `segments` [B,T]; None is one segment. With a cache, row b's chunk is written to slots
-  length[b], length[b] + 1, .. and each token attends to all live slots up to its own.
-
-  `positions` [B,T] are the rotary positions; None means 0, 1, .. or, with a cache, the slots. Only
-  distances matter, so positions may go on counting across segments.
-  `lengths` [B] is the number of real tokens of the chunk (default: T). The tail of a chunk leaves
-  garbage behind the new length, which the next write overwrites; writes past the last slot are
-  dropped. The outputs of the tail are garbage too. A row with length 0 does not change.
+  Each token attends to itself and to the earlier tokens of its row with the same number in
+  `segments` [B,T]; None is one segment. `positions` [B,T] are the rotary positions; None means 0,
+  1, .. Only distances matter, so positions may go on counting across segments. `routes` [B,T,L,A]
+  replays the experts that an earlier pass chose. Without experts the Routing is None.
   """
   chex.assert_rank(tokens, 2)
-  if positions is not None:
-    chex.assert_equal_shape([tokens, positions])
-  if cache is None:
-    x, _ = trunk(params, config, tokens, positions, segments)
-    return x, None
-  assert segments is None, 'a cached row is one segment'
-  x, cache, _ = cached_trunk(params, config, tokens, positions, cache, lengths)
-  return x, cache
+  rope = _rope(config, positions, tokens.shape[1])
+  x = _embed(params, config, tokens)
+  if routes is not None:
+    routes = jnp.moveaxis(routes, 2, 0)  # a layer's experts per step of the scan
+  x, routing = _training_layers(params['layers'], config, x, rope, segments, routes)
+  return _final_norm(params, config, x), routing
 
 
 def cached_trunk(
@@ -146,35 +138,22 @@ def cached_trunk(
     cache: KVCache,
     lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache, moe.Routing | None]:
-  """Runs `hidden` with a cache; also returns the Routing of all layers, None without experts."""
+  """Runs the layers on a chunk of each row [B,T]: returns (x [B,T,D], cache, Routing).
+
+  Row b's chunk is written to slots length[b], length[b] + 1, .. and each token attends to all live
+  slots up to its own. `positions` None means the slots. `lengths` [B] is the number of real tokens
+  of the chunk (default: T). The tail of a chunk leaves garbage behind the new length, which the
+  next write overwrites; writes past the last slot are dropped. The outputs of the tail are garbage
+  too. A row with length 0 does not change.
+  """
+  chex.assert_rank(tokens, 2)
   slots = cache.length[:, None] + jnp.arange(tokens.shape[1])
   if lengths is None:
     lengths = jnp.full_like(cache.length, tokens.shape[1])
-  num_slots = cache.v[0].shape[2]
+  rope = _rope(config, positions, cache.v[0].shape[2], slots)
   x = _embed(params, config, tokens)
-  rope = _rope(config, positions, num_slots, slots)
   x, k, v, routing = _cached_layers(params['layers'], config, x, rope, slots, cache)
   return _final_norm(params, config, x), KVCache(k, v, cache.length + lengths), routing
-
-
-def trunk(
-    params: Params,
-    config: ModelConfig,
-    tokens: jax.Array,
-    positions: jax.Array | None = None,
-    segments: jax.Array | None = None,
-    routes: jax.Array | None = None,
-) -> tuple[jax.Array, moe.Routing | None]:
-  """Runs `hidden` without a cache; also returns the Routing of all layers, None without experts.
-
-  `routes` [B,T,L,A] replays the experts that an earlier pass chose.
-  """
-  rope = _rope(config, positions, tokens.shape[1])
-  x = _embed(params, config, tokens)
-  if routes is not None:
-    routes = jnp.moveaxis(routes, 2, 0)  # a layer's experts per step of the scan
-  x, routing = _training_layers(params['layers'], config, x, rope, segments, routes)
-  return _final_norm(params, config, x), routing
 
 
 def forward(
@@ -190,7 +169,10 @@ def forward(
   Both are float32. Column t is the prediction AFTER token t, unlike everywhere else in the project.
   `token_logp` and `state_values` shift to "column t belongs to token t". Head 'both' gives logits.
   """
-  x, cache = hidden(params, config, tokens, positions, cache, lengths)
+  if cache is None:
+    x, _ = trunk(params, config, tokens, positions)
+  else:
+    x, cache, _ = cached_trunk(params, config, tokens, positions, cache, lengths)
   if config.head == 'value':
     return value_of(params, x), cache
   return token_logits(params, config, x), cache
@@ -252,15 +234,12 @@ def token_logp(
     logits = token_logits(head, config, x) / temperature
     logp, entropy = categorical.logp_and_entropy(logits, tokens)
   else:
-    chunks = categorical.Chunks(-(-length // chunk), config.row_sharding)
-    if config.tie_embeddings:
-      kernel = params['embed']['embedding']
-    else:
-      kernel = params['lm_head']['kernel'].T
+    kernel = (
+        params['embed']['embedding'] if config.tie_embeddings else params['lm_head']['kernel'].T
+    )
     rows = sharding.spread(x, config.row_sharding).reshape(-1, config.d_model)
-    temperature = jnp.asarray(temperature, jnp.float32)
     columns = categorical.head_logp_and_entropy(
-        rows, kernel, tokens.reshape(-1), temperature, chunks
+        rows, kernel, tokens.reshape(-1), temperature, -(-length // chunk), config.row_sharding
     )
     logp, entropy = (column.reshape(tokens.shape) for column in columns)
   is_first = jnp.arange(length) == 0

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax.config import Config
-from stppo_jax.planning import hlo
+from stppo_jax.planning import flops
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import layout
 from stppo_jax.training import packing
@@ -29,9 +29,9 @@ class CompiledProgram:
     flops: floating-point operations of the matrix products, on all devices together.
     arguments: bytes of the arguments.
     temporaries: bytes of temporaries, of results that reuse no argument's memory, and of code.
-    collectives: collectives of one call.
     compile_s: seconds of compilation.
-    seconds: time of one call, a lower bound. None: unknown.
+    seconds: time of one call, the larger of compute and memory traffic, if everything that it holds
+      is read or written once. None: unknown.
     note: remark of the compiler.
   """
 
@@ -44,14 +44,13 @@ class CompiledProgram:
   flops: float = 0.0
   arguments: int = 0
   temporaries: int = 0
-  collectives: tuple[hlo.Collective, ...] = ()
   compile_s: float = 0.0
   seconds: float | None = None
   note: str = ''
 
   def __post_init__(self) -> None:
     if self.traced is not None:
-      self.flops = hlo.matmul_flops(self.traced.jaxpr, self.trips)
+      self.flops = flops.matmul_flops(self.traced.jaxpr, self.trips)
 
   @property
   def peak(self) -> int:

@@ -145,7 +145,7 @@ def make_optimizer(lr: float, steps: int) -> optax.GradientTransformation:
 
 def _sums(params, config, tokens, weights, logp_chunk):
   """Returns sums of negative log-probs over [B,T]: weighted, and of the tokens to imitate."""
-  x, _ = decoder.hidden(params, config, tokens, None)
+  x, _ = decoder.trunk(params, config, tokens, None)
   logp, _ = decoder.token_logp(params, config, x, tokens, chunk=logp_chunk)
   return -jnp.sum(logp * weights), -jnp.sum(logp * (weights == 1))
 
