@@ -44,6 +44,7 @@ TUNIX_PYTHON = flags.DEFINE_string(
     'tunix_python', '', 'Python of the environment that has google-tunix; none: it is left out'
 )
 
+ROOT = pathlib.Path(__file__).parent.parent
 PACKAGES = ('jax', 'jaxlib', 'optax', 'torch', 'transformers', 'google-tunix', 'flax', 'numpy')
 
 
@@ -55,17 +56,18 @@ class Worker:
     peak_mb: the most memory that the process has held so far, compilation included.
   """
 
-  def __init__(self, threads, module, name, *args, python=sys.executable):
+  def __init__(self, threads, module, name, *args, python=sys.executable, root=ROOT):
     """Creates `module.name(*args)` in the process; `call` and `timed` call its methods.
 
-    `python` may be that of another virtual environment, which has the peer installed.
+    `python` may be that of another virtual environment, which has the peer installed. `root` may
+    be another checkout of the project.
     """
     self._pipe, there = multiprocessing.Pipe()
     with _limited_to(threads):  # the child inherits CPUs and environment
       self._process = subprocess.Popen(
           [python, '-m', 'benchmarks.side_by_side', str(there.fileno())],
           pass_fds=(there.fileno(),),
-          cwd=pathlib.Path(__file__).parent.parent,
+          cwd=root,
       )
     there.close()
     self._pipe.send((module, name, args))
