@@ -66,16 +66,6 @@ class Counter:
 
 class OneProcessTest(parameterized.TestCase):
 
-  def test_a_cpu_beside_an_accelerator_is_told(self):
-    with mock.patch.dict(os.environ):
-      os.environ.pop('JAX_PLATFORMS', None)
-      with mock.patch.object(hosts, '_ACCELERATORS', (__file__,)):
-        with self.assertLogs(level='WARNING') as logged:
-          self.assertEqual(hosts.device_kind(), 'cpu')
-      self.assertIn('JAX computes on the CPU', logged.output[0])
-      with mock.patch.object(hosts, '_ACCELERATORS', ('/no/such',)), self.assertNoLogs():
-        hosts.device_kind()
-
   def test_it_is_the_writer_and_shares_with_itself(self):
     self.assertTrue(hosts.is_writer())
     self.assertEqual(

@@ -18,23 +18,15 @@ FLAG = '--xla_gpu_deterministic_ops'
 def enable() -> None:
   """Adds the flag to XLA_FLAGS, which XLA reads when it starts.
 
-  A flag that XLA_FLAGS already has stays as it is. UserError: the flag is false, or JAX has started
-  a GPU without it.
+  A flag that XLA_FLAGS already has stays as it is. UserError: JAX has started a GPU without it.
   """
   xla_flags = os.environ.get('XLA_FLAGS', '')
-  flag = next((word for word in xla_flags.split() if word.split('=')[0] == FLAG), '')
-  if flag and flag.partition('=')[2].lower() in ('false', '0'):
+  if FLAG in xla_flags:
+    return
+  if not xla_bridge.backends_are_initialized():
+    os.environ['XLA_FLAGS'] = f'{xla_flags} {FLAG}=true'.strip()
+  elif jax.default_backend() == 'gpu':
     raise types.UserError(
-        f'config.train.deterministic=True, and XLA_FLAGS has {flag}: take it out of XLA_FLAGS, or '
-        'set --config.train.deterministic=False'
+        'config.train.deterministic=True, and JAX has started the GPU without the flag: start '
+        f'this program with XLA_FLAGS={FLAG}=true in its environment'
     )
-  if flag:
-    return
-  if xla_bridge.backends_are_initialized():
-    if jax.default_backend() == 'gpu':
-      raise types.UserError(
-          'config.train.deterministic=True, and JAX has started the GPU without the flag: start '
-          f'this program with XLA_FLAGS={FLAG}=true in its environment'
-      )
-    return
-  os.environ['XLA_FLAGS'] = f'{xla_flags} {FLAG}=true'.strip()

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 import functools
-import glob
 import hashlib
 import json
 import os
@@ -24,6 +23,7 @@ from typing import Any
 
 from absl import logging
 import jax
+from jax.experimental import multihost_utils
 import numpy as np
 
 from stppo_jax import types
@@ -40,7 +40,6 @@ _FLAGS = (
     'give --coordinator=HOST:PORT (of process 0), --num_processes=N and --process_id=0..N-1 '
     'together; or --distributed alone, on a TPU pod or under SLURM'
 )
-_ACCELERATORS = ('/dev/nvidia[0-9]*', '/dev/accel[0-9]*', '/dev/vfio/[0-9]*')  # NVIDIA; TPUs
 _has_peers = False
 _has_finished = threading.Event()
 
@@ -186,26 +185,13 @@ def split_resets(map_all: Callable[..., Iterable]) -> Callable[..., Iterable]:
   return map_resets
 
 
-def device_kind() -> str:
-  """Returns the kind of the devices; warns if JAX uses a CPU and the machine has accelerators."""
-  device = jax.devices()[0]
-  if device.platform == 'cpu' and not os.environ.get('JAX_PLATFORMS'):
-    for unused in [path for path in _ACCELERATORS if glob.glob(path)][:1]:
-      logging.warning(
-          'JAX computes on the CPU, and %s says that there is an accelerator: install jax[cuda12], '
-          'jax[cuda13] or jax[tpu] in the version of jax, and let no other process hold it',
-          unused,
-      )
-  return device.device_kind
-
-
 def fetch(tree: Any) -> Any:
   """Returns full NumPy arrays on every process. All processes call it, in the same order."""
 
   def gathered(x):
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
       return x
-    return _multihost().process_allgather(x, tiled=True)
+    return multihost_utils.process_allgather(x, tiled=True)
 
   return jax.device_get(jax.tree.map(gathered, tree))
 
@@ -295,12 +281,6 @@ def _exchange():
   """Returns this process's end of the exchange of messages."""
   client = _distributed_state().client
   return messages.Exchange(client, jax.process_index(), jax.process_count())
-
-
-def _multihost():
-  from jax.experimental import multihost_utils  # slow to import and rarely needed
-
-  return multihost_utils
 
 
 def _plain(value):

@@ -34,7 +34,6 @@ from uvicorn.protocols.http import h11_impl
 _LOOPBACK = ('localhost', '127.0.0.1', '::1')
 _BODY_IS_READ = 'stppo_jax.body_is_read'  # key of an ASGI scope
 _MAX_HEADER_BYTES = 16 << 10
-_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 _UNCOUNTED = ('/health', '/metrics')  # probes, which the metrics leave out
 _MAX_FIELDS = 256  # in a body
 _SHOWN = 80  # characters of a wrong value in an error
@@ -100,7 +99,6 @@ class HttpApp:
     self._seconds = prometheus_client.Histogram(
         f'{self.name}_request_seconds',
         'From the header of a request to the end of its answer.',
-        buckets=_SECONDS,
         registry=self.registry,
     )
     self._router = routing.Router(

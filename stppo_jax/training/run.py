@@ -203,7 +203,7 @@ def _log_start(parts):
       config.name,
       config.algorithm.variant,
       mesh.size,
-      hosts.device_kind(),
+      jax.devices()[0].device_kind,
       dict(mesh.shape),
       len(parts.tasks),
       len(parts.held_out),
