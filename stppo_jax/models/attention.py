@@ -55,11 +55,15 @@ def causal(
   chex.assert_equal_shape([k, v])
   if backend == 'plain':
     return _plain(q, k, v, segments, chunk)
-  device = jax.devices()[0] if row_sharding is None else row_sharding.mesh.devices.flat[0]
-  attend = {'splash': _splash, 'cudnn': _cudnn}[backend]
-  attend = functools.partial(attend, platform=device.platform)
-  if row_sharding is not None:
-    attend = _on_each_device(attend, row_sharding, k.shape[2])
+  kernels = {'splash': _splash, 'cudnn': _cudnn}
+  attend = kernels[backend]
+  if row_sharding is None:
+    platform = jax.devices()[0].platform
+    return attend(q, k, v, segments, platform)
+  platform = row_sharding.mesh.devices.flat[0].platform
+  attend = functools.partial(attend, platform=platform)
+  num_kv_heads = k.shape[2]
+  attend = _on_each_device(attend, row_sharding, num_kv_heads)
   return attend(q, k, v, segments)
 
 
@@ -122,10 +126,13 @@ def write_cache(
 
   def write_row(cached_k, cached_v, k, v, slots):
     k = k.astype(cached_k.dtype)  # [T,M,H]
-    v = jnp.swapaxes(v, 0, 1).astype(cached_v.dtype)  # [M,T,H]
+    v = v.astype(cached_v.dtype)
+    v = jnp.swapaxes(v, 0, 1)  # [M,T,H]
     options = {'mode': 'drop', 'unique_indices': True}
+    tiles = slots // tile
+    columns = slots % tile
     # The index [:, a, :, b] puts the axis of a and b first: [T,M,H].
-    cached_k = cached_k.at[:, slots // tile, :, slots % tile].set(k, **options)
+    cached_k = cached_k.at[:, tiles, :, columns].set(k, **options)
     cached_v = cached_v.at[:, slots].set(v, **options)
     return cached_k, cached_v
 
@@ -152,7 +159,9 @@ def causal_mask(
   if num_queries is None:
     num_queries = num_keys
   queries = first + jnp.arange(num_queries)
-  mask = (jnp.arange(num_keys) <= queries[:, None])[None]
+  keys = jnp.arange(num_keys)
+  mask = keys <= queries[:, None]
+  mask = mask[None]  # [1,T,S]
   if segments is not None:
     query_segments = jax.lax.dynamic_slice_in_dim(segments, first, num_queries, axis=1)
     mask &= query_segments[:, :, None] == segments[:, None]
@@ -165,19 +174,21 @@ def cache_mask(slots: jax.Array, num_slots: int) -> jax.Array:
   1 1 0 0
   1 1 1 0
   """
-  return (jnp.arange(num_slots) <= slots[..., None])[:, None, None]
+  mask = jnp.arange(num_slots) <= slots[..., None]
+  return mask[:, None, None]
 
 
 def _obstacle(backend, device, dtype, head_dim, lengths):
   """Returns why a backend cannot run; empty where it can."""
   if backend == 'splash':
+    multiple = SPLASH_BLOCKS[-1]
     if device.platform != 'tpu':
       return f'needs a TPU, and this is {device.device_kind}'
     if head_dim % 64:
       return f'needs heads of a multiple of 64 channels, and the model has {head_dim}'
     for length in lengths:
-      if length % SPLASH_BLOCKS[-1]:
-        return f'needs rows of a multiple of {SPLASH_BLOCKS[-1]} tokens, and some have {length}'
+      if length % multiple:
+        return f'needs rows of a multiple of {multiple} tokens, and some have {length}'
   if backend == 'cudnn':
     # NVIDIA's capability is '8.0' and so on; ROCm's is not a number.
     is_nvidia = device.platform == 'gpu' and re.match(r'(\d+)\.\d', device.compute_capability)
@@ -204,36 +215,45 @@ def _plain(q, k, v, segments, chunk):
   chunk = _divisor(length, chunk)
   if 0 < chunk < length:
     num_chunks = length // chunk
-    block = length // max(n for n in range(1, NUM_BLOCKS + 1) if num_chunks % n == 0)
+    divisors = [n for n in range(1, NUM_BLOCKS + 1) if num_chunks % n == 0]
+    block = length // max(divisors)
   else:
     chunk = 0
     block = max(MIN_BLOCK, -(-length // NUM_BLOCKS))
   blocks = []
   for first in range(0, length, block):
     end = min(first + block, length)
-    visible_segments = None if segments is None else segments[:, :end]
-    blocks.append(
-        _attend_block(
-            q[..., first:end, :], k[:, :, :end], v[:, :, :end], visible_segments, first, chunk
-        )
-    )
-  return _ungrouped(jnp.concatenate(blocks, axis=3))
+    queries = q[..., first:end, :]
+    keys = k[:, :, :end]
+    values = v[:, :, :end]
+    key_segments = None
+    if segments is not None:
+      key_segments = segments[:, :end]
+    blocks.append(_attend_block(queries, keys, values, key_segments, first, chunk))
+  y = jnp.concatenate(blocks, axis=3)
+  return _ungrouped(y)
 
 
 def _attend_block(q, k, v, segments, first, chunk):
   """Attends a block of queries, which begins at column `first`, to all keys, in chunks."""
+  rows, heads, group, num_queries, width = q.shape
   num_keys = k.shape[2]
   if not chunk:
-    return _attend(q, k, v, causal_mask(num_keys, segments, first, q.shape[3]))
+    mask = causal_mask(num_keys, segments, first, num_queries)
+    return _attend(q, k, v, mask)
   firsts = jnp.arange(first, num_keys, chunk)
-  chunks = jnp.moveaxis(q.reshape(*q.shape[:3], len(firsts), chunk, q.shape[-1]), 3, 0)
+  chunks = q.reshape(rows, heads, group, len(firsts), chunk, width)
+  chunks = jnp.moveaxis(chunks, 3, 0)
 
+  @functools.partial(jax.checkpoint, prevent_cse=False)
   def attend(queries_and_first):
     queries, first = queries_and_first  # [B,M,g,chunk,H]
-    return _attend(queries, k, v, causal_mask(num_keys, segments, first, chunk))
+    mask = causal_mask(num_keys, segments, first, chunk)
+    return _attend(queries, k, v, mask)
 
-  y = jax.lax.map(jax.checkpoint(attend, prevent_cse=False), (chunks, firsts))
-  return jnp.moveaxis(y, 0, 3).reshape(q.shape)
+  y = jax.lax.map(attend, (chunks, firsts))
+  y = jnp.moveaxis(y, 0, 3)
+  return y.reshape(q.shape)
 
 
 def _divisor(length, chunk):
@@ -259,20 +279,28 @@ def _splash(q, k, v, segments, platform):
   length, heads, width = q.shape[1:]
   assert length % SPLASH_BLOCKS[-1] == 0, f'`choose` was not given the length {length}'
   block = next(block for block in SPLASH_BLOCKS if length % block == 0)
-  names = ('block_q', 'block_kv', 'block_q_dkv', 'block_kv_dkv', 'block_q_dq', 'block_kv_dq')
-  sizes: dict[str, Any] = dict.fromkeys(names, block)
+  sizes = splash.BlockSizes(
+      block_q=block,
+      block_kv=block,
+      block_q_dkv=block,
+      block_kv_dkv=block,
+      block_q_dq=block,
+      block_kv_dq=block,
+  )
+  mask = splash.CausalMask((length, length))
   kernel = splash.make_splash_mha_single_device(
-      splash.MultiHeadMask([splash.CausalMask((length, length))] * heads),
-      block_sizes=splash.BlockSizes(**sizes),
-      interpret=platform != 'tpu',
+      splash.MultiHeadMask([mask] * heads), block_sizes=sizes, interpret=platform != 'tpu'
   )
 
   def attend(q, k, v, segments):
     ids = None if segments is None else splash.SegmentIds(segments, segments)
     return kernel(q, k, v, ids)
 
-  q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * width**-0.5, k, v))
-  return jnp.swapaxes(jax.vmap(attend)(q, k, v, segments), 1, 2)
+  q = jnp.swapaxes(q * width**-0.5, 1, 2)
+  k = jnp.swapaxes(k, 1, 2)
+  v = jnp.swapaxes(v, 1, 2)
+  y = jax.vmap(attend)(q, k, v, segments)
+  return jnp.swapaxes(y, 1, 2)
 
 
 def _cudnn(q, k, v, segments, platform):
@@ -287,8 +315,11 @@ def _on_each_device(attend, row_sharding, num_kv_heads):
   mesh = row_sharding.mesh
   rows = row_sharding.spec[0]
   head_axes = tuple(axis for axis in mesh.axis_names if axis not in rows)
-  divides = num_kv_heads % math.prod(mesh.shape[axis] for axis in head_axes) == 0
-  part = P(rows, None, head_axes if divides else None)
+  num_shards = math.prod(mesh.shape[axis] for axis in head_axes)
+  if num_kv_heads % num_shards == 0:
+    part = P(rows, None, head_axes)
+  else:
+    part = P(rows)
   # No check: Pallas does not declare how its results vary over the devices.
   return jax.shard_map(
       attend, mesh=mesh, in_specs=(part, part, part, P(rows)), out_specs=part, check_vma=False
@@ -308,10 +339,12 @@ def _attend(q, k, v, mask):
 
 
 def _attend_forward(q, k, v, mask):
-  scores = _per_key_head('bmth,bmsh->bmts', q * q.shape[-1] ** -0.5, k)
+  scale = q.shape[-1] ** -0.5
+  scores = _per_key_head('bmth,bmsh->bmts', q * scale, k)
   scores = jnp.where(mask, scores, NEVER)
   weights, inverse_sum = _softmax_parts(scores, q.dtype)
-  y = (_per_key_head('bmts,bmsh->bmth', weights, v) * inverse_sum).astype(q.dtype)
+  y = _per_key_head('bmts,bmsh->bmth', weights, v) * inverse_sum
+  y = y.astype(q.dtype)
   return y, (q, k, v, weights, inverse_sum, y)
 
 
@@ -320,7 +353,8 @@ def _attend_backward(residuals, d):
   d = d.astype(jnp.float32) * inverse_sum
   d_sum = jnp.sum(d * y, axis=-1, keepdims=True)
   d = d.astype(q.dtype)
-  d_scores = weights * (_per_key_head('bmth,bmsh->bmts', d, v) - d_sum)
+  d_weights = _per_key_head('bmth,bmsh->bmts', d, v)
+  d_scores = weights * (d_weights - d_sum)
   d_scores = d_scores.astype(q.dtype)
   scale = q.shape[-1] ** -0.5
   d_q = _per_key_head('bmts,bmsh->bmth', d_scores, k) * scale
@@ -337,8 +371,10 @@ def _read_cache(q, k, v, slots):
   q = _grouped(q, v.shape[1])  # [B,M,g,T,H]
   k = jnp.swapaxes(k, 2, 3)  # [B,M,H,C,c]
   k = k.reshape(*k.shape[:3], -1)
-  scores = _per_key_head('bmth,bmhs->bmts', q * q.shape[-1] ** -0.5, k)
-  weights, inverse_sum = _softmax_parts(scores + _cache_bias(slots, v.shape[2]), q.dtype)
+  scale = q.shape[-1] ** -0.5
+  scores = _per_key_head('bmth,bmhs->bmts', q * scale, k)
+  scores += _cache_bias(slots, v.shape[2])
+  weights, inverse_sum = _softmax_parts(scores, q.dtype)
   y = _per_key_head('bmts,bmsh->bmth', weights, v) * inverse_sum
   return _ungrouped(y.astype(q.dtype))
 
@@ -348,14 +384,19 @@ def _read_tiles(q, k, v, slots):
   rows, heads, tiles, width, tile = k.shape
   q = _grouped(q, heads)[:, :, :, 0]  # [B,M,g,H]
   # A copy per tile: without c in the equation XLA multiplies one element at a time.
-  q = jnp.broadcast_to((q * width**-0.5)[:, :, None], (rows, heads, tiles, *q.shape[2:]))
+  group = q.shape[2]
+  q = q * width**-0.5
+  q = jnp.broadcast_to(q[:, :, None], (rows, heads, tiles, group, width))
   product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
   scores = product('bmcgh,bmchs->bmcgs', q, k)
-  scores += _cache_bias(slots, tiles * tile).reshape(rows, 1, tiles, 1, tile)
+  bias = _cache_bias(slots, tiles * tile)
+  scores += bias.reshape(rows, 1, tiles, 1, tile)
   weights, inverse_sum = _softmax_parts(scores, q.dtype, axes=(2, 4))
-  y = product('bmcgs,bmcsh->bmcgh', weights, v.reshape(rows, heads, tiles, tile, width))
+  v = v.reshape(rows, heads, tiles, tile, width)
+  y = product('bmcgs,bmcsh->bmcgh', weights, v)
   y = jnp.sum(y, axis=2) * inverse_sum[:, :, 0]
-  return _ungrouped(y[:, :, :, None].astype(q.dtype))
+  y = y[:, :, :, None]
+  return _ungrouped(y.astype(q.dtype))
 
 
 def _cache_bias(slots, num_slots):
@@ -365,8 +406,10 @@ def _cache_bias(slots, num_slots):
 
 def _softmax_parts(scores, dtype, axes=-1):
   """Returns (exp(scores - max), 1 / its sum), so that the product with values comes in between."""
-  weights = jnp.exp(scores - scores.max(axis=axes, keepdims=True))
-  return weights.astype(dtype), 1 / weights.sum(axis=axes, keepdims=True)
+  peak = scores.max(axis=axes, keepdims=True)
+  weights = jnp.exp(scores - peak)
+  inverse_sum = 1 / weights.sum(axis=axes, keepdims=True)
+  return weights.astype(dtype), inverse_sum
 
 
 def _per_key_head(equation, q, k):
@@ -377,7 +420,9 @@ def _per_key_head(equation, q, k):
 
 def _over_queries(a, b):
   """Returns the sum over queries and the g heads of a [B,M,g,T,S] times b [B,M,g,T,H]."""
-  return jnp.einsum('bmts,bmth->bmsh', _merged(a), _merged(b), preferred_element_type=jnp.float32)
+  a = _merged(a)
+  b = _merged(b)
+  return jnp.einsum('bmts,bmth->bmsh', a, b, preferred_element_type=jnp.float32)
 
 
 def _merged(q):
@@ -388,13 +433,16 @@ def _merged(q):
 def _grouped(q, num_kv_heads):
   """Reshapes [B,T,N,H] to [B,M,g,T,H]."""
   rows, length, heads, width = q.shape
-  return jnp.swapaxes(q, 1, 2).reshape(rows, num_kv_heads, heads // num_kv_heads, length, width)
+  group = heads // num_kv_heads
+  q = jnp.swapaxes(q, 1, 2)
+  return q.reshape(rows, num_kv_heads, group, length, width)
 
 
 def _ungrouped(y):
   """Reshapes [B,M,g,T,H] to [B,T,N,H]."""
-  rows, kv_heads, group, length, width = y.shape
-  return jnp.swapaxes(y.reshape(rows, kv_heads * group, length, width), 1, 2)
+  rows, num_kv_heads, group, length, width = y.shape
+  y = y.reshape(rows, num_kv_heads * group, length, width)
+  return jnp.swapaxes(y, 1, 2)
 
 
 def frequencies(
@@ -411,7 +459,8 @@ def frequencies(
   factor, low, high, original = scaling
   turns = original * radians / (2 * np.pi)  # within the original context
   keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
-  return (radians * (keep + (1 - keep) / factor)).astype(np.float32)
+  radians *= keep + (1 - keep) / factor
+  return radians.astype(np.float32)
 
 
 def angles(positions: jax.Array | np.ndarray, radians: np.ndarray) -> tuple[Any, Any]:
@@ -425,4 +474,7 @@ def rotate(x: jax.Array, rope: tuple[Any, Any]) -> jax.Array:
   """Rotates the pairs of channels of x [B,T,N,H] by (cos, sin) of its positions."""
   cos, sin = rope
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+  rotated_a = a * cos - b * sin
+  rotated_b = b * cos + a * sin
+  rotated = jnp.concatenate([rotated_a, rotated_b], axis=-1)
+  return rotated.astype(x.dtype)

@@ -88,19 +88,25 @@ def init(key: jax.Array, config: ModelConfig) -> Params:
   """Returns random parameters: normal(0.02), less before the residual; a zero value head."""
   embed_key, layers_key, lm_head_key = jax.random.split(key, 3)
   dtype = jnp.dtype(config.param_dtype)
-  d, v = config.d_model, config.vocab_size
+  d = config.d_model
+  v = config.vocab_size
   x = jnp.zeros((1, 1, d), config.dtype)
   rope = _rope(config, None, 1)
-  one_token = dataclasses.replace(config, attention='plain', row_sharding=None)
-  block = Block(one_token)
-  init_layer = lambda layer_key: block.init(layer_key, x, rope)['params']
+  block = Block(dataclasses.replace(config, attention='plain', row_sharding=None))
+
+  def init_layer(layer_key):
+    return block.init(layer_key, x, rope)['params']
+
+  layer_keys = jax.random.split(layers_key, config.num_layers)
+  embedding = 0.02 * jax.random.normal(embed_key, (v, d), dtype)
   params = {
-      'embed': {'embedding': 0.02 * jax.random.normal(embed_key, (v, d), dtype)},
-      'layers': jax.vmap(init_layer)(jax.random.split(layers_key, config.num_layers)),
+      'embed': {'embedding': embedding},
+      'layers': jax.vmap(init_layer)(layer_keys),
       'final_norm': {'scale': jnp.ones((d,), dtype)},
   }
   if config.head in ('tokens', 'both') and not config.tie_embeddings:
-    params['lm_head'] = {'kernel': 0.02 * jax.random.normal(lm_head_key, (d, v), dtype)}
+    kernel = 0.02 * jax.random.normal(lm_head_key, (d, v), dtype)
+    params['lm_head'] = {'kernel': kernel}
   if config.head in ('value', 'both'):
     params['value_head'] = {'kernel': jnp.zeros((d, 1), dtype), 'bias': jnp.zeros((1,), dtype)}
   return params
@@ -205,7 +211,8 @@ def value_of(params: Params, x: jax.Array) -> jax.Array:
 def state_values(params: Params, x: jax.Array) -> jax.Array:
   """Returns values [B,T] of x [B,T,D]: column t is the state before token t, and column 0 is 0."""
   chex.assert_rank(x, 3)
-  return jnp.pad(value_of(params, x[:, :-1]), ((0, 0), (1, 0)))
+  values = value_of(params, x[:, :-1])
+  return jnp.pad(values, ((0, 0), (1, 0)))
 
 
 def token_logp(
@@ -234,26 +241,32 @@ def token_logp(
     logits = token_logits(head, config, x) / temperature
     logp, entropy = categorical.logp_and_entropy(logits, tokens)
   else:
-    kernel = (
-        params['embed']['embedding'] if config.tie_embeddings else params['lm_head']['kernel'].T
+    if config.tie_embeddings:
+      kernel = params['embed']['embedding']
+    else:
+      kernel = params['lm_head']['kernel'].T
+    x = sharding.spread(x, config.row_sharding)
+    rows = x.reshape(-1, config.d_model)
+    num_parts = -(-length // chunk)
+    logp, entropy = categorical.head_logp_and_entropy(
+        rows, kernel, tokens.reshape(-1), temperature, num_parts, config.row_sharding
     )
-    rows = sharding.spread(x, config.row_sharding).reshape(-1, config.d_model)
-    columns = categorical.head_logp_and_entropy(
-        rows, kernel, tokens.reshape(-1), temperature, -(-length // chunk), config.row_sharding
-    )
-    logp, entropy = (column.reshape(tokens.shape) for column in columns)
+    logp = logp.reshape(tokens.shape)
+    entropy = entropy.reshape(tokens.shape)
   is_first = jnp.arange(length) == 0
   return jnp.where(is_first, 0.0, logp), jnp.where(is_first, 0.0, entropy)
 
 
 def init_cache(config: ModelConfig, rows: int, slots: int, dtype: Any = None) -> KVCache:
   """Returns an empty cache for `rows` rows of `slots` slots, rounded up to whole tiles."""
+  dtype = dtype or config.dtype
   tile = config.cache_tile or slots
   tiles = -(-slots // tile)
-  heads, width = config.num_kv_heads, config.head_dim
+  heads = config.num_kv_heads
+  width = config.head_dim
 
   def empty(*shape):
-    return tuple(jnp.zeros(shape, dtype or config.dtype) for _ in range(config.num_layers))
+    return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
 
   return KVCache(
       k=empty(rows, heads, tiles, width, tile),
@@ -316,7 +329,10 @@ def _training_layers(layers, config, x, rope, segments, routes):
     return jax.lax.scan(apply_layer, x, (layers, routes))
   routings = []
   for l, layer in enumerate(_unstack(layers, config)):
-    x, routing = apply_layer(x, (layer, None if routes is None else routes[l]))
+    layer_routes = None
+    if routes is not None:
+      layer_routes = routes[l]
+    x, routing = apply_layer(x, (layer, layer_routes))
     routings.append(routing)
   return x, _stack(routings)
 
@@ -327,7 +343,9 @@ def _cached_layers(layers, config, x, rope, slots, cache):
   The layers are unrolled, because a scan would copy the cache.
   """
   chex.assert_shape(cache.k[0], (x.shape[0], config.num_kv_heads, None, config.head_dim, None))
-  keys, values, routings = [], [], []
+  keys = []
+  values = []
+  routings = []
   for layer, k, v in zip(_unstack(layers, config), cache.k, cache.v, strict=True):
     x, (k, v), routing = _apply(config, layer, x, rope, layer_cache=(k, v), slots=slots)
     keys.append(k)

@@ -84,8 +84,10 @@ class RMSNorm(nn.Module):
   def __call__(self, x):
     scale = self.param('scale', nn.initializers.ones, x.shape[-1:], self.config.param_dtype)
     y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.config.rms_norm_eps)
-    return (y * scale.astype(jnp.float32)).astype(x.dtype)
+    mean_square = jnp.mean(y * y, -1, keepdims=True)
+    y = y * jax.lax.rsqrt(mean_square + self.config.rms_norm_eps)
+    y = y * scale.astype(jnp.float32)
+    return y.astype(x.dtype)
 
 
 class Project(nn.Module):
@@ -141,7 +143,10 @@ class Attention(nn.Module):
   def __call__(self, x, rope, segments=None, layer_cache=None, slots=None):
     """Maps x [B,T,D] to (x, layer_cache); segments and slots [B,T], layer_cache a (k, v)."""
     config = self.config
-    d, n, m, h = config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
+    d = config.d_model
+    n = config.num_heads
+    m = config.num_kv_heads
+    h = config.head_dim
     q = Project(config, (d, n, h), bias=config.qkv_bias, name='query')(x)
     k = Project(config, (d, m, h), bias=config.qkv_bias, name='key')(x)
     v = Project(config, (d, m, h), bias=config.qkv_bias, name='value')(x)
@@ -157,7 +162,9 @@ class Attention(nn.Module):
     else:
       cached_k, cached_v = layer_cache
       layer_cache = attention.write_cache(cached_k, cached_v, k, v, slots)
-      k, v = (a.astype(config.dtype) for a in layer_cache)
+      cached_k, cached_v = layer_cache
+      k = cached_k.astype(config.dtype)
+      v = cached_v.astype(config.dtype)
       y = attention.cached(q, k, v, slots)
     stddev = 0.02 / math.sqrt(2 * config.num_layers)
     y = Project(config, (n, h, d), 2, stddev=stddev, name='out')(y)
@@ -172,7 +179,8 @@ class Mlp(nn.Module):
   @nn.compact
   def __call__(self, x):
     config = self.config
-    d, f = config.d_model, config.d_ff
+    d = config.d_model
+    f = config.d_ff
     gate = Project(config, (d, f), name='gate')(x)
     up = Project(config, (d, f), name='up')(x)
     y = jax.nn.silu(gate) * up
