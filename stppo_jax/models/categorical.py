@@ -38,20 +38,28 @@ def _statistics(logits, tokens, ids):
 
 def _forward(logits, tokens, ids):
   peak = logits.max(axis=-1)
-  log_sum = jnp.log(jnp.sum(jnp.exp(logits - peak[..., None]), axis=-1))
+  total = jnp.sum(jnp.exp(logits - peak[..., None]), axis=-1)
+  log_sum = jnp.log(total)
   log_probs = _log_probs(logits, peak, log_sum)
-  logp = jnp.sum(jnp.where(ids == tokens[..., None], log_probs, 0), axis=-1)
-  entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
-  return (logp, entropy, peak + log_sum), (logits, tokens, ids, peak, log_sum, entropy)
+  is_token = ids == tokens[..., None]
+  logp = jnp.sum(jnp.where(is_token, log_probs, 0), axis=-1)
+  probs = jnp.exp(log_probs)
+  entropy = -jnp.sum(probs * log_probs, axis=-1)
+  residuals = (logits, tokens, ids, peak, log_sum, entropy)
+  return (logp, entropy, peak + log_sum), residuals
 
 
 def _backward(residuals, cotangents):
   logits, tokens, ids, peak, log_sum, entropy = residuals
   d_logp, d_entropy, d_log_sum = (x[..., None] for x in cotangents)
   log_probs = _log_probs(logits, peak, log_sum)
-  below = d_logp + d_entropy * (log_probs + entropy[..., None]) - d_log_sum
-  at_token = jnp.where(ids == tokens[..., None], d_logp, 0)
-  return at_token - jnp.exp(log_probs) * below, None, None
+  probs = jnp.exp(log_probs)
+  spread = d_logp + d_entropy * (log_probs + entropy[..., None])
+  spread -= d_log_sum
+  is_token = ids == tokens[..., None]
+  at_token = jnp.where(is_token, d_logp, 0)
+  d_logits = at_token - probs * spread
+  return d_logits, None, None
 
 
 _statistics.defvjp(_forward, _backward)
@@ -88,8 +96,10 @@ def head_logp_and_entropy(
 
   def cut(columns):
     """Cuts [V,..] into [parts,v,..]. Each shard of `tensor` has its share of every part."""
-    columns = columns.reshape(shards, num_parts, part_size, *columns.shape[1:])
-    return columns.swapaxes(0, 1).reshape(num_parts, shards * part_size, *columns.shape[3:])
+    rest = columns.shape[1:]
+    columns = columns.reshape(shards, num_parts, part_size, *rest)
+    columns = columns.swapaxes(0, 1)
+    return columns.reshape(num_parts, shards * part_size, *rest)
 
   parts = cut(jnp.pad(kernel, ((0, padding), (0, 0))))
   ids = cut(jnp.arange(vocab_size + padding))

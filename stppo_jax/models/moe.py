@@ -55,19 +55,22 @@ def route(
   logits give their weights with the gradient.
   """
   chex.assert_rank(logits, 3)
+  num_experts = logits.shape[-1]
   log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
   probs = jnp.exp(log_probs)
-  likeliest = jax.lax.top_k(probs, active)[1]
+  _, likeliest = jax.lax.top_k(probs, active)
   if chosen is None:
     chosen = likeliest
   chosen = chosen.astype(jnp.int32)
   chex.assert_shape(chosen, (*logits.shape[:2], active))
   # A sum over E with one term: its derivative needs no scatter.
-  is_chosen = jnp.arange(logits.shape[-1]) == chosen[..., None]
-  weights = jnp.sum(jnp.where(is_chosen, probs[..., None, :], 0), axis=-1)
+  is_chosen = jnp.arange(num_experts) == chosen[..., None]
+  probs_of_chosen = jnp.where(is_chosen, probs[..., None, :], 0)
+  weights = jnp.sum(probs_of_chosen, axis=-1)
   if renormalise:
     weights /= jnp.sum(weights, axis=-1, keepdims=True)
-  is_likeliest = (chosen[..., None] == likeliest[..., None, :]).any(axis=-1)  # [B,T,A]
+  is_equal = chosen[..., None] == likeliest[..., None, :]
+  is_likeliest = is_equal.any(axis=-1)  # [B,T,A]
   replaced = 1 - jnp.mean(is_likeliest, axis=-1, dtype=jnp.float32)
   entropy = -jnp.sum(probs * log_probs, axis=-1)
   return weights, Routing(chosen, entropy, replaced)
@@ -92,24 +95,27 @@ def experts(
     return _experts(x, weights, chosen, kernels)
   mesh: Any = row_sharding.mesh
   rows = P(row_sharding.spec[0])
-  places = tuple(
-      sharding.layer_spec(f'moe/{name}', kernel.shape, mesh)
-      for name, kernel in zip(KERNELS, kernels)
-  )
-  part_axis = places[2][1]  # down is [E,F,D]
+  places = []
+  for name, kernel in zip(KERNELS, kernels):
+    places.append(sharding.layer_spec(f'moe/{name}', kernel.shape, mesh))
+  down_place = places[2]
+  part_axis = down_place[1]  # down is [E,F,D]
 
-  def on_each_device(x, weights, chosen, kernels):
+  def on_each_device(x, weights, chosen, *kernels):
     gathered = []
     for kernel, place in zip(kernels, places):
-      if place[0] is not None:
-        kernel = jax.lax.all_gather(kernel, place[0], axis=0, tiled=True)
+      fsdp_axis = place[0]
+      if fsdp_axis is not None:
+        kernel = jax.lax.all_gather(kernel, fsdp_axis, axis=0, tiled=True)
       gathered.append(kernel)
     y = _experts(x, weights, chosen, gathered)
-    return y if part_axis is None else jax.lax.psum(y, part_axis)
+    if part_axis is not None:
+      y = jax.lax.psum(y, part_axis)
+    return y
 
-  return jax.shard_map(
-      on_each_device, mesh=mesh, in_specs=(rows, rows, rows, places), out_specs=rows
-  )(x, weights, chosen, kernels)
+  in_specs = (rows, rows, rows, *places)
+  mapped = jax.shard_map(on_each_device, mesh=mesh, in_specs=in_specs, out_specs=rows)
+  return mapped(x, weights, chosen, *kernels)
 
 
 class Experts(nn.Module):
@@ -149,7 +155,8 @@ def route_dtype(num_experts: int) -> Any:
 
 def routes(routing: Routing, num_experts: int) -> jax.Array:
   """Returns the experts of each token [B,T,L,A] of a Routing of all layers, for a later replay."""
-  return jnp.moveaxis(routing.chosen, 0, 2).astype(route_dtype(num_experts))
+  routes = jnp.moveaxis(routing.chosen, 0, 2)
+  return routes.astype(route_dtype(num_experts))
 
 
 def no_routes(config: layers.ModelConfig, rows: int, length: int) -> jax.Array:
@@ -182,9 +189,11 @@ def load_metrics(sums: dict[str, jax.Array], active: int) -> dict[str, jax.Array
   An expert's load is its share of the tokens times E / A. It is 1 if all experts are used evenly,
   and at most E / A. The largest, the smallest and the spread are over all experts of all layers.
   """
-  tokens = sums['tokens']
-  live = jnp.maximum(tokens.sum(axis=1, keepdims=True) / active, 1)  # [L,1]
-  relative = tokens / live * (tokens.shape[1] / active)
+  tokens = sums['tokens']  # [L,E]
+  num_experts = tokens.shape[1]
+  live = tokens.sum(axis=1, keepdims=True) / active  # [L,1]
+  live = jnp.maximum(live, 1)
+  relative = tokens / live * (num_experts / active)
   return {
       'moe/load_max': relative.max(),
       'moe/load_min': relative.min(),
@@ -201,16 +210,24 @@ def _experts(x, weights, chosen, kernels):
   gate, up, down = kernels
   active = chosen.shape[-1]
   width = x.shape[-1]
+  num_experts = len(gate)
   expert = chosen.reshape(-1)  # [XA], an entry per copy of a token
   order = jnp.argsort(expert)
   inverse = jnp.argsort(order)
-  sizes = jnp.sum(expert[:, None] == jnp.arange(len(gate)), axis=0, dtype=jnp.int32)
+  is_of_expert = expert[:, None] == jnp.arange(num_experts)
+  sizes = jnp.sum(is_of_expert, axis=0, dtype=jnp.int32)
   product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
-  copies = jnp.repeat(x.reshape(-1, 1, width), active, axis=1).reshape(-1, width)
+  tokens = x.reshape(-1, 1, width)
+  copies = jnp.repeat(tokens, active, axis=1)
+  copies = copies.reshape(-1, width)
   rows = _permute(copies, order, inverse)
-  hidden = jax.nn.silu(product(rows, gate)) * product(rows, up)
-  y = _permute(product(hidden, down), inverse, order).reshape(*chosen.shape, width)
-  return jnp.sum(y * weights[..., None], axis=-2).astype(x.dtype)
+  gated = jax.nn.silu(product(rows, gate))
+  hidden = gated * product(rows, up)
+  y = product(hidden, down)
+  y = _permute(y, inverse, order)
+  y = y.reshape(*chosen.shape, width)
+  y = jnp.sum(y * weights[..., None], axis=-2)
+  return y.astype(x.dtype)
 
 
 @jax.custom_vjp
