@@ -105,8 +105,9 @@ class HttpRetriever:
     with self._lock:
       self.failures += results.count(None)
       for query in missing:
-        if known[query] is not None:
-          self._cache[query, top_k] = known[query]
+        passages = known[query]
+        if passages is not None:
+          self._cache[query, top_k] = passages
       while len(self._cache) > self._settings.cache_size:
         del self._cache[next(iter(self._cache))]  # the oldest
     return [None if passages is None else list(passages) for passages in results]
