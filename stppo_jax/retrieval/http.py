@@ -180,7 +180,8 @@ class HttpRetriever:
 
 def _endpoint(url: str) -> str:
   """Returns the address of the end point, by default /retrieve."""
-  match = re.fullmatch(r'(https?://(?:[^\s/?#:]+|\[[^\s/]+\])(?::\d+)?)(/\S*)?', str(url))
+  host = r'(?:[^\s/@]+@)?(?:[^\s/?#:@]+|\[[^\s/]+\])(?::\d+)?'
+  match = re.fullmatch(rf'(https?://{host})(/\S*)?', str(url))
   if not match:
     raise types.UserError(
         f'retriever: got url={url!r}; use http://host:port or https://host:port, with a path or '
