@@ -192,12 +192,6 @@ class PlanTest(parameterized.TestCase):
       config.eval.every = 0  # the loop still evaluates before and after
       self.assertEqual(held(), 5 * as_in_training)
 
-  def test_programs_are_counted(self):
-    """192 slots on a CPU: buckets 128 and 192; chunks of 32 and 128."""
-    counts = dict(update=1, annotate=1, advantages=1, copy=1, prefill=4, decode=2, grow=1)
-    self.assertEqual(self.plan.num_programs, counts)
-    self.assertIn('at most: 11 (', table.text(self.plan))
-
   def test_time_is_the_larger_of_compute_and_memory(self):
     def seconds(chip):
       with (

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import math
 import re
-import time
 
 from absl import logging
 import jax
@@ -82,11 +81,6 @@ class Plan:
     if self.mesh.devices.flat[0].platform != 'tpu':
       return 0
     return (self.limit - self.held['reference policy'][1]) // 2**20
-
-  @property
-  def num_programs(self) -> dict[str, int]:
-    """Programs that a run compiles, at most, by function."""
-    return {'update': 1, 'annotate': 1, 'advantages': 1} | self.sampler.num_programs()
 
   @property
   def fits(self) -> bool:
@@ -218,7 +212,6 @@ def _programs(plan, spec, state, frozen):
 
 def _compile(program, plan):
   """Compiles the program and fills in its memory and its time."""
-  started = time.perf_counter()
   logging.info('compiling %s for %s', program.name, plan.topology)
   options = {LIMIT_FLAG.lstrip('-'): plan.tpu_limit_mib} if plan.tpu_limit_mib else None
   try:
@@ -240,7 +233,6 @@ def _compile(program, plan):
       compute_s = program.flops / (plan.mesh.size * plan.chip.flops)
       memory_s = (program.arguments + program.temporaries) / plan.chip.bandwidth
       program.seconds = max(compute_s, memory_s)
-  program.compile_s = time.perf_counter() - started
 
 
 def _add_concurrent(plan):

@@ -29,7 +29,6 @@ class CompiledProgram:
     flops: floating-point operations of the matrix products, on all devices together.
     arguments: bytes of the arguments.
     temporaries: bytes of temporaries, of results that reuse no argument's memory, and of code.
-    compile_s: seconds of compilation.
     seconds: time of one call, the larger of compute and memory traffic, if everything that it holds
       is read or written once. None: unknown.
     note: remark of the compiler.
@@ -44,7 +43,6 @@ class CompiledProgram:
   flops: float = 0.0
   arguments: int = 0
   temporaries: int = 0
-  compile_s: float = 0.0
   seconds: float | None = None
   note: str = ''
 

@@ -22,12 +22,8 @@ def text(plan: Plan) -> str:
           *_memory(plan),
           '',
           *_times(plan),
-          _row('compiled in, s', *(f'{program.compile_s:.0f}' for program in plan.programs)),
           '',
           *(f'{program.name}: {program.unit}{program.note}' for program in plan.programs),
-          f'programs that a run compiles, at most: {sum(plan.num_programs.values())} ('
-          + ', '.join(f'{name} {count}' for name, count in plan.num_programs.items())
-          + ')',
           'largest that fits (estimate, at least): '
           f'train.micro_batch {largest_micro_batch or "none"}, '
           f'{_rows_field(plan)} {largest_rows or "none"}',
