@@ -314,16 +314,6 @@ class Sampler:
     """Returns the ShapeDtypeStructs, with shardings, of a `copy` of such parameters."""
     return self._copy.eval_shape(params)
 
-  def num_programs(self) -> dict[str, int]:
-    """Returns how many programs of each function a run may compile; small ones are left out."""
-    slots = len(self.slot_buckets)
-    return {
-        'copy': 1,
-        'prefill': slots * len(self.chunk_buckets),
-        'decode': slots,
-        'grow': slots * (slots - 1) // 2,
-    }
-
   def trace(self, params, slots: int) -> dict[str, jax.stages.Traced]:
     """Traces 'copy', 'prefill' (the largest chunk), 'decode' and 'grow' (to so many slots).
 
