@@ -153,5 +153,5 @@ def tokens_per_episode(config: Config) -> int:
 
 
 def _packed_step(*axes):
-  whole = jax.ShapeDtypeStruct(axes, jnp.int32)
+  whole: Any = jax.ShapeDtypeStruct(axes, jnp.int32)
   return packing.Step(whole, packing.Packing(whole, whole, whole))
