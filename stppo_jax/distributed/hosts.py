@@ -260,14 +260,15 @@ def _check_flags(coordinator, num_processes, process_id, cluster):
       'process_id': process_id,
   }
   given = [f'--{name}={value}' for name, value in flags.items() if value is not None]
-  if cluster and given:
-    raise types.UserError(f'--distributed with {" ".join(given)}: {_FLAGS}')
-  if 0 < len(given) < len(flags):
-    raise types.UserError(f'{" ".join(given)} alone: {_FLAGS}')
-  if coordinator and not re.fullmatch(r'.+:\d+', coordinator):
-    raise types.UserError(f'--coordinator={coordinator}: has no port; {_FLAGS}')
-  if coordinator and not 0 <= process_id < num_processes:
-    raise types.UserError(f'--process_id={process_id} of --num_processes={num_processes}: {_FLAGS}')
+  if cluster:
+    is_possible = not given
+  elif len(given) == len(flags):
+    has_port = re.fullmatch(r'.+:\d+', coordinator)
+    is_possible = has_port and 0 <= process_id < num_processes
+  else:
+    is_possible = not given
+  if not is_possible:
+    raise types.UserError(f'{" ".join(given)}{" --distributed" * cluster}: {_FLAGS}')
 
 
 def _distributed_state():
