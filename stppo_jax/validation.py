@@ -148,6 +148,11 @@ def _check_names(config: Config) -> None:
           f'config.health.stop_on names {name!r}: allowed are {", ".join(HEALTH_RULES)}, '
           'to be given as "(\'entropy_drop\',)"'
       )
+  if config.serve.role and config.model.role_parameters == 'shared':
+    raise UserError(
+        f"config.serve.role={config.serve.role!r}: with config.model.role_parameters='shared' one "
+        'policy plays all roles: leave it empty'
+    )
 
 
 def _check_environment(config: Config) -> None:
