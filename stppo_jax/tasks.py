@@ -202,6 +202,8 @@ def _explain(path: pathlib.Path, number: int) -> Iterator[None]:
   """Gives an error about a row its place."""
   try:
     yield
+  except KeyError as error:
+    raise types.UserError(f'{path}:{number}: {error.args[0]!r} is missing') from error
   except (ValueError, TypeError) as error:
     raise types.UserError(f'{path}:{number}: {error}') from error
 
@@ -355,9 +357,11 @@ def _search_r1_question(fields: Mapping[str, Any]) -> str:
   """
   if fields.get('question') is not None:
     return _text(fields, 'question').strip()
-  messages = _get(fields, 'prompt', list[dict[str, str]])
-  contents = [message['content'] for message in messages if message['role'] == 'user']
+  messages = _get(fields, 'prompt', list[dict])
+  contents = [m.get('content') for m in messages if m.get('role') == 'user']
   question = contents[-1] if contents else ''
+  if not isinstance(question, str):
+    raise ValueError(f'field \'prompt\' is {_shown(messages)}: a text of role "user" is needed')
   lines = list(re.finditer(r'^Question:', question, re.MULTILINE))
   if lines:
     question = question[lines[-1].end() :]

@@ -1,5 +1,6 @@
 """Evaluation as a job: estimates against brute force, lines, resumption, refusals."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -12,9 +13,11 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
 
+from stppo_jax import components
 from stppo_jax import types
 from stppo_jax.evaluation import estimates
 from stppo_jax.evaluation import job
+from stppo_jax.evaluation import policy as policy_lib
 from stppo_jax.evaluation import records
 from stppo_jax.evaluation import scores as scores_lib
 from stppo_jax.evaluation import table
@@ -217,6 +220,37 @@ class JobTest(parameterized.TestCase):
       pathlib.Path(folder.path, 'episodes.jsonl').write_text('{"task": 3}\n')
       with self.assertRaisesRegex(UserError, r'episodes\.jsonl:1: not a line of this evaluation'):
         folder.episodes()
+
+  def test_lines_of_version_0_8_are_read(self):
+    task = types.Task('a', 'q', ('x',))
+    turn = {'agent': '', 'observation': '', 'action': 'answer', 'reward': 1.0, 'tokens': 3}
+    line = {'id': 'a', 'sample': 2, 'role': '', 'dataset': 'd', 'hops': 0, 'question': 'q'}
+    line |= {'answers': ['x'], 'score': 1.0, 'metrics': {'em': 1.0}, 'core_metrics': ['em']}
+    line |= {'counts': {}, 'truncated': False, 'failed': False, 'error': '', 'turns': [turn]}
+    folder = records.EvaluationFolder(self.workdir(), {}, [task])
+    with folder.opened():
+      pathlib.Path(folder.path, 'episodes.jsonl').write_text(json.dumps(line) + '\n')
+      ((key, episode),) = folder.episodes().items()
+    self.assertEqual(key, ('a', 2, ''))
+    self.assertEqual((episode.score, [turn.action for turn in episode.turns]), (1.0, ['answer']))
+
+  def test_questions_of_one_id_are_refused(self):
+    tasks = [types.Task('a', split='dev'), types.Task('b'), types.Task('a')]
+    parts = dataclasses.replace(components.resolve(self.config()), source=lambda split: tasks)
+    with self.assertRaisesRegex(UserError, "2 of the held-out questions have the id 'a'"):
+      parts.held_out_tasks()
+
+  def test_scores_of_tasks_with_different_core_metrics(self):
+    first = make_episode(types.Task('a', dataset='x'), 1.0)
+    second = make_episode(types.Task('b', dataset='y'), 0.0)
+    second.core_metrics = ('won',)
+    scores = scores_lib.scores([first, second])
+    self.assertIn('val-core/macro/score', scores)
+    self.assertNotIn('val-core/macro/won', scores)
+
+  def test_a_shared_policy_does_not_import_the_environment(self):
+    config = self.config(env__kind='no_such_module:Env')
+    self.assertEqual(policy_lib._policies(config), ('',))
 
   def test_each_role_has_lines_and_groups(self):
     tasks = [types.Task(name, hops=0) for name in 'ab']

@@ -183,6 +183,19 @@ class BeforeWeightsTest(PreflightCase):
     tiny_run.write_model(folder, vocab_size=1000)
     self.refused(make_config(model__critic_folder=folder), 'critic_folder', '1000')
 
+  def test_a_critic_of_the_same_size_with_other_tokens(self):
+    folder = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), 'critic')
+    shutil.copytree(os.path.join(FOLDER, 'model'), folder)
+    path = pathlib.Path(folder, 'tokenizer.json')
+    saved = json.loads(path.read_text())
+    ids = saved['model']['vocab']
+    first, second = (token for token, i in ids.items() if i in (50, 51))
+    ids[first], ids[second] = ids[second], ids[first]
+    path.write_text(json.dumps(saved))
+    self.refused(
+        make_config(model__critic_folder=folder), 'critic_folder', 'another tokenizer', 'id 50'
+    )
+
   def test_more_tokens_than_the_model_has_positions(self):
     folder = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), 'model')
     shutil.copytree(os.path.join(FOLDER, 'model'), folder)

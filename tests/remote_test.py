@@ -181,6 +181,11 @@ class ClientTest(parameterized.TestCase):
       with self.assertRaisesRegex(client_lib.UnansweredError, 'no completion'):
         self.client(address).complete([])
 
+  def test_usage_in_part(self):
+    answer = {**completion('x')[1], 'usage': {'total_tokens': 12}}
+    with serving(lambda body: (200, answer, {})) as (address, _):
+      self.assertEqual(self.client(address).complete([]), client_lib.ChatCompletion('x', 0, 12))
+
   def test_a_server_that_is_not_there(self):
     unused = self.enterContext(socket.socket())
     unused.bind(('127.0.0.1', 0))
@@ -334,6 +339,17 @@ class RemoteTest(parameterized.TestCase):
       results = self.evaluate(address, workdir)
     self.assertLen(asked, 2)
     self.assertLen(self.lines(results), 5)
+
+  def test_stopped_job_leaves_no_thread_to_wait_for(self):
+    release = threading.Event()
+    self.addCleanup(release.set)
+    answer = lambda body: release.wait(60) and completion('x')
+    with serving(answer) as (address, asked):
+      config = tiny_run.make_config(self.tmp, eval__address=address, eval__model='m', eval__rows=2)
+      self.assertIsNone(job.evaluate(config, self.workdir(), lambda: bool(asked)))
+      threads = [thread for thread in threading.enumerate() if 'episodes' in thread.name]
+      self.assertNotEmpty(threads)
+      self.assertTrue(all(thread.daemon for thread in threads))
 
   def test_dead_server_ends_the_job_soon(self):
     count = itertools.count()

@@ -51,6 +51,13 @@ class StepAllTest(absltest.TestCase):
     ]
     self.assertEqual(steps, alone)
 
+  def test_a_retriever_may_return_tuples(self):
+    retriever = FakeRetriever()
+    search = lambda queries, top_k: tuple(map(tuple, FakeRetriever().search(queries, top_k)))
+    retriever.search = search
+    (step,) = stepping.step_all([start(retriever=retriever)], [SEARCH])
+    self.assertEqual(step, start().step(SEARCH))
+
   def test_no_search_in_the_last_generation(self):
     retriever = FakeRetriever()
     envs = [start(retriever=retriever, max_searches=1) for _ in range(2)]

@@ -111,6 +111,7 @@ class LoadTasksTest(_FileTest):
       ({'hops': True}, "field 'hops' is True"),
       ({'gold': 'p1'}, "field 'gold' is 'p1'"),
       ({'steps': [['q', 'a']]}, "field 'steps' is"),
+      ({'steps': [{'question': 'q'}]}, "'q' is missing"),
       ({'steps': None, 'evidence': [['a', 'b']]}, 'not enough values'),
       ({'options': {'A': 'yes'}}, "field 'answer' is missing"),
       ({'options': {'A': 'yes'}, 'answer': 'C'}, "the right option is 'C': one of A is needed"),
@@ -159,6 +160,10 @@ class ParquetTest(_FileTest):
         'extra_info': {'split': 'train', 'index': 7},
         **changes,
     }
+
+  def test_a_prompt_may_have_other_fields(self):
+    prompt = [{'role': 'user', 'content': 'Question: why?', 'name': None}]
+    self.assertEqual(tasks._search_r1_question({'prompt': prompt}), 'why?')
 
   def test_search_r1_columns(self):
     path = self.write_parquet(self.row(), self.row(extra_info={'split': 'test', 'index': 8}))

@@ -56,6 +56,9 @@ class TemplateTest(parameterized.TestCase):
     for kwargs, want in (({}, 'think'), ({'enable_thinking': False}, 'act')):
       config.model.chat_template_kwargs = kwargs
       self.assertEqual(prepare.load_tokenizer(config).render([USER]), want)
+    config.model.chat_template_kwargs = {'tools': [], 'tokenize': True}
+    with self.assertRaisesRegex(UserError, 'tokenize, tools is set by the run'):
+      prepare.load_tokenizer(config)
     config.model.folder, config.model.chat_template_kwargs = prepare.EMBEDDED_MODEL, kwargs
     with self.assertRaisesRegex(UserError, "kwargs={'enable_thinking': False}.*leave"):
       prepare.load_tokenizer(config)

@@ -20,6 +20,7 @@ from stppo_jax.envs import calculator
 from stppo_jax.envs import stepping
 from stppo_jax.envs import tool_calls
 from stppo_jax.envs import tool_runners
+from stppo_jax.envs import tools
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.training import loop
 from stppo_jax.types import Passage
@@ -153,6 +154,28 @@ def make(form='hermes', names=NAMES, timeout_s=10.0, retriever=None, **options):
 
 
 class EnvTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      {'properties': None},
+      {'properties': {'a': {'type': 'text'}}},
+      {'properties': {'a': {'$ref': 'http://127.0.0.1:9/schema.json'}}},
+      {'properties': {'a': {'pattern': '('}}},
+  )
+  def test_a_wrong_schema_is_left_to_the_tool(self, **parameters):
+    schema = {'type': 'function', 'function': {'name': 'f', 'parameters': parameters}}
+    tool = tools.Tool(schema, lambda arguments: tool_runners.Outcome('done'))
+    env = tools.ToolEnv(Task('t', 'q', ('a',)), None, [tool])
+    env.reset()
+    with mock.patch('urllib.request.urlopen') as fetch:
+      observation, *_ = env.step('<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>')
+    self.assertEqual(observation, 'done')
+    fetch.assert_not_called()
+
+  @parameterized.parameters(100, 500, 900, 950, 980, 3000, 9000)
+  def test_deeply_nested_arguments_are_a_text_for_the_agent(self, depth):
+    nested = '[' * depth + ']' * depth
+    call = f'<tool_call>{{"name": "add", "arguments": {{"a": {nested}, "b": 1}}}}</tool_call>'
+    self.assertStartsWith(make().step(call)[0], 'Error: ')
 
   @parameterized.parameters(*tool_calls.FORMS)
   def test_episode(self, form):

@@ -90,7 +90,8 @@ def step_all(
   for (_, top_k), rows in rows_per_search.items():
     retriever = envs[rows[0]].retriever
     results = retriever.search([queries[row] for row in rows], top_k)
-    if not types.is_of(results, list[_Passages]) or len(results) != len(rows):
+    is_list = types.is_of(results, list[_Passages] | tuple[_Passages, ...])
+    if not is_list or len(results) != len(rows):
       raise types.UserError(
           f'the retriever returned {reprlib.repr(results)} for {len(rows)} queries: a list of '
           'stppo_jax.types.Passage is needed for each query, or None if its search failed'

@@ -239,14 +239,22 @@ class ToolEnv:
   def _complaint(self, call):
     """Returns what is wrong with a call as a text for the agent, or None."""
     import jsonschema  # see `load`
+    import referencing
 
     if call.error:
       return f'the call is malformed, {call.error}. Write it like {self._example()}'
     if call.name not in self._tools:
       return f'there is no tool {call.name[:40]!r}; there are {", ".join(self._tools)}'
-    validator = jsonschema.Draft202012Validator(self._tools[call.name].parameters)
-    errors = validator.iter_errors(call.arguments)
-    error = jsonschema.exceptions.best_match(errors)
+    # References to other addresses are not fetched.
+    validator = jsonschema.Draft202012Validator(
+        self._tools[call.name].parameters, registry=referencing.Registry()
+    )
+    try:
+      error = jsonschema.exceptions.best_match(validator.iter_errors(call.arguments))
+    except RecursionError:
+      return f'the arguments of {call.name} are nested too deeply'
+    except Exception:  # the schema itself is wrong, and then the tool decides
+      return None
     if error is None:
       return None
     return f'the arguments of {call.name} do not fit, {error.message[:_MAX_REASON]}'

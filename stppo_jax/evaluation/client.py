@@ -15,6 +15,7 @@ from stppo_jax.types import UserError
 
 RETRIES = 6  # further attempts per request
 _TIMEOUT_S = 300.0
+_CONNECT_S = 10.0
 _MAX_STOPS = 4  # OpenAI's own server takes no more
 _MAX_MESSAGE = 300  # characters of a server's message in an error
 # Codes and words of OpenAI, vLLM, SGLang and llama.cpp for messages that do not fit.
@@ -65,7 +66,10 @@ class ChatClient:
     self._stop = tuple(stop)
     self._has_answered = False
     self._client = self._openai.OpenAI(
-        base_url=address, api_key=api_key or 'none', max_retries=RETRIES, timeout=_TIMEOUT_S
+        base_url=address,
+        api_key=api_key or 'none',
+        max_retries=RETRIES,
+        timeout=self._openai.Timeout(_TIMEOUT_S, connect=_CONNECT_S),
     )
 
   def complete(
@@ -132,9 +136,8 @@ def _parse(answer: Any, stop: Sequence[str]) -> ChatCompletion:
     raise TypeError
   reason = getattr(choice, 'stop_reason', Ellipsis)  # vLLM's
   text = whole_turn(content, choice.finish_reason, stop, reason)
-  if answer.usage is None:
-    return ChatCompletion(text, 0, 0)
-  return ChatCompletion(text, answer.usage.completion_tokens, answer.usage.total_tokens)
+  count = lambda name: getattr(answer.usage, name, None) or 0  # some servers leave some out
+  return ChatCompletion(text, count('completion_tokens'), count('total_tokens'))
 
 
 def _is_too_long(fields: Mapping[str, Any]) -> bool:

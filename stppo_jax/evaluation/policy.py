@@ -110,7 +110,7 @@ def policy(config: Config, workdir: str, all_roles: bool = False) -> Policy:
 def _untrained(config: Config, all_roles: bool) -> Policy:
   place = functools.partial(sharding.tree_shardings, mesh=sharding.mesh_of(config.mesh))
   model, params = prepare.load_policy(config, shardings=place)
-  policies = components.resolve(config).policies
+  policies = _policies(config)
   description = f'{config.model.folder}, untrained'
   if all_roles and len(policies) > 1:
     return Policy(model, [params] * len(policies), 0, description)
@@ -137,6 +137,13 @@ def _trained(config: Config, workdir: str, all_roles: bool) -> Policy:
   return Policy(parts.model, params, updates, description)
 
 
+def _policies(config: Config) -> tuple[str, ...]:
+  """Returns `Components.policies`. Imports the environment only if each role has a policy."""
+  if config.model.role_parameters == 'shared':
+    return ('',)
+  return components.resolve(config).policies
+
+
 def _read(config: Config, workdir: str) -> tuple[learner_lib.Models, dict[str, dict], int]:
   """Returns (models, {policy: its trained parameters}, updates): see `Components.policies`.
 
@@ -157,7 +164,7 @@ def _read(config: Config, workdir: str) -> tuple[learner_lib.Models, dict[str, d
       parts.actor,
       place(parts.actor),
   )
-  policies = components.resolve(config).policies
+  policies = _policies(config)
   wanted = {'actor': like}
   if len(policies) > 1:
     wanted = {name: {'actor': like} for name in policies}

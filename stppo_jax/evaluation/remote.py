@@ -12,8 +12,8 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
-from concurrent import futures
 import os
+import queue
 import threading
 from typing import Any
 
@@ -96,30 +96,40 @@ class RemotePlayer:
     unanswered = 0
     reason: Exception | None = None
     in_a_row = 0  # episodes without an answer
-    pool = futures.ThreadPoolExecutor(eval_rows, 'episodes')
-    pending = {pool.submit(self._play_row, row) for row in rows}
+    waiting: queue.SimpleQueue[records.Row] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[records.PlayedRow | Exception] = queue.SimpleQueue()
+    for row in rows:
+      waiting.put(row)
+    # Daemons, because the process of a stopped job would wait for the requests of other threads.
+    for _ in range(min(eval_rows, len(rows))):
+      threading.Thread(
+          target=self._work, args=(waiting, ended), name='episodes', daemon=True
+      ).start()
+    num_left = len(rows)
     try:
-      while pending and in_a_row < eval_rows:
+      while num_left and in_a_row < eval_rows:
         if self._stop_requested():
           raise types.Stopped
-        done, pending = futures.wait(pending, _POLL_S, futures.FIRST_COMPLETED)
-        for future in done:
-          try:
-            played = future.result()
-          except client_lib.UnansweredError as error:
-            reason = error
-            unanswered += 1
-            in_a_row += 1
-            continue
-          in_a_row = 0
-          episodes.append(played.episode)
-          if played.episode.search_failed or played.episode.error:
-            failed.append(played)
-          else:
-            yield played
+        try:
+          outcome = ended.get(timeout=_POLL_S)
+        except queue.Empty:
+          continue
+        num_left -= 1
+        if isinstance(outcome, client_lib.UnansweredError):
+          reason = outcome
+          unanswered += 1
+          in_a_row += 1
+          continue
+        if isinstance(outcome, Exception):
+          raise outcome
+        in_a_row = 0
+        episodes.append(outcome.episode)
+        if outcome.episode.search_failed or outcome.episode.error:
+          failed.append(outcome)
+        else:
+          yield outcome
     finally:
       self._abandoned.set()
-      pool.shutdown(wait=False, cancel_futures=True)
     if unanswered:
       raise RunError(
           f'{self._config.eval.address} gave no answer to {unanswered} of {len(rows)} episodes '
@@ -127,6 +137,18 @@ class RemotePlayer:
       )
     players.check_failures(self._config, episodes)
     yield from failed
+
+  def _work(self, waiting: queue.SimpleQueue, ended: queue.SimpleQueue) -> None:
+    """Plays rows until none is left; hands over episodes and errors."""
+    while not self._abandoned.is_set():
+      try:
+        row = waiting.get_nowait()
+      except queue.Empty:
+        return
+      try:
+        ended.put(self._play_row(row))
+      except Exception as error:  # raised again in the thread that waits for it
+        ended.put(error)
 
   def _play_row(self, row: records.Row) -> records.PlayedRow:
     seed = self._seeds[row.key]

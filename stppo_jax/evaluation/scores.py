@@ -48,6 +48,8 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
   means = {name: float(np.mean(x)) for name, x in values.items()}
   if len(datasets) > 1:
     for name in (*core_names, 'score'):
-      parts = [means[f'val-core/{dataset}/{name}'] for dataset in datasets]
-      means[f'val-core/macro/{name}'] = float(np.mean(parts))
+      columns = [f'val-core/{dataset}/{name}' for dataset in datasets]
+      parts = [means[column] for column in columns if column in means]
+      if len(parts) > 1:
+        means[f'val-core/macro/{name}'] = float(np.mean(parts))
   return dict(sorted((means | roles.held_out_scores(episodes)).items()))

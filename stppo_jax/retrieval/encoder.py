@@ -28,7 +28,11 @@ class Encoder:
     try:
       self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
       model, loading = transformers.AutoModel.from_pretrained(
-          folder, local_files_only=True, dtype='float32', output_loading_info=True
+          folder,
+          local_files_only=True,
+          use_safetensors=True,  # a pickle could run code
+          dtype='float32',
+          output_loading_info=True,
       )
     except Exception as error:  # a broken file can raise any kind
       reason = ' '.join(str(error).split())

@@ -33,6 +33,13 @@ EMBEDDED_TEMPLATE = os.path.join(_ASSETS, 'tiny_chat_template.jinja')
 _MAX_PROMPTS = 1000
 _MAX_SECONDS = 10.0
 
+# The run passes these arguments of transformers' apply_chat_template itself.
+_RESERVED_ARGUMENTS = frozenset(
+    'add_generation_prompt chat_template continue_final_message conversation max_length padding '
+    'return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs tools '
+    'truncation'.split()
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
@@ -56,7 +63,7 @@ def prepare(config) -> Prepared:
   tokenizer = load_tokenizer(config, parts.env.frame)
   tokenizer_lib.check_matches(tokenizer, model.vocab_size)
   if config.model.critic_folder:
-    _check_critic(config, model)
+    _check_critic(config, model, tokenizer)
   # A tokenizer that cannot frame observations is an error now.
   tokenizer_lib.make_framing(tokenizer, parts.env.frame, config.rollout.max_observation)
   retriever = make_retriever(config, parts)
@@ -132,13 +139,15 @@ def load_tokenizer(config, frame: str = 'inline') -> tokenizer_lib.Tokenizer:
   gateway and environments with frame 'inline' give it plain texts.
   """
   kwargs = config.model.chat_template_kwargs
+  setting = f'config.model.chat_template_kwargs={dict(kwargs)}'
+  if reserved := _RESERVED_ARGUMENTS & kwargs.keys():
+    raise UserError(f'{setting}: {", ".join(sorted(reserved))} is set by the run: leave it out')
   needs_template = config.model.folder == 'embedded' and frame != 'inline'
   template = EMBEDDED_TEMPLATE if needs_template else ''
   tokenizer = tokenizer_lib.load_tokenizer(model_folder(config), kwargs, template)
   if kwargs and tokenizer.render is None:
     raise UserError(
-        f'config.model.chat_template_kwargs={dict(kwargs)}: the tokenizer in {tokenizer.folder!r} '
-        'has no chat template: leave them out'
+        f'{setting}: the tokenizer in {tokenizer.folder!r} has no chat template: leave them out'
     )
   return tokenizer
 
@@ -177,8 +186,11 @@ def _check_positions(config, model, field):
     )
 
 
-def _check_critic(config, policy):
-  """Checks that the critic can read the policy's tokens."""
+def _check_critic(config, policy, tokenizer):
+  """Checks that the critic can read the policy's tokens.
+
+  Ids for which only one of the two tokenizers has a token may differ.
+  """
   folder = config.model.critic_folder
   setting = f'config.model.critic_folder={folder!r}'
   critic = load_shape(config, 'value', folder)
@@ -188,6 +200,15 @@ def _check_critic(config, policy):
         f'{setting} has a vocabulary of {critic.vocab_size}, the policy has {policy.vocab_size}: '
         'the critic reads the same tokens, give a model of the same family'
     )
+  if not os.path.isfile(os.path.join(folder, 'tokenizer.json')):
+    return
+  critic_bytes = tokenizer_lib.load_tokenizer(folder).token_bytes
+  for i, (policy_token, critic_token) in enumerate(zip(tokenizer.token_bytes, critic_bytes)):
+    if policy_token and critic_token and policy_token != critic_token:
+      raise UserError(
+          f'{setting} has another tokenizer than the policy (id {i} differs): give a model of the '
+          'same family'
+      )
 
 
 def check_prompts(config, prepared: Prepared, tasks: Sequence[types.Task]) -> None:

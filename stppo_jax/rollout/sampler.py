@@ -172,7 +172,7 @@ class Sampler:
     states = np.arange(num_states)
     table[:] = states[:, None]  # ids without bytes keep the state
     table[:, :num_ids] = stop_table
-    table[:, list(eos_ids)] = num_states - 1
+    table[:, [i for i in eos_ids if 0 <= i < config.vocab_size]] = num_states - 1
     self._host_stop_table = table
 
     mesh: Any = row_sharding and row_sharding.mesh

@@ -92,7 +92,7 @@ class Message(_Part):
   role: Literal['system', 'developer', 'user', 'assistant', 'tool']
   content: Annotated[
       Annotated[http_server.Text, pydantic.Tag('text')]
-      | Annotated[list[TextPart], pydantic.Tag('list')],
+      | Annotated[list[TextPart], pydantic.FailFast(), pydantic.Tag('list')],
       pydantic.Discriminator(_kind),
   ] = ''
   tool_calls: Annotated[list[ToolCall], pydantic.FailFast()] = []
@@ -135,7 +135,7 @@ TokenCount = Annotated[int, pydantic.Field(ge=1, le=_MAX_TOKEN)]
 TokenId = Annotated[int, pydantic.Field(ge=0, le=_MAX_TOKEN)]
 Prompt = Annotated[
     Annotated[http_server.Text, pydantic.Tag('text')]
-    | Annotated[list[TokenId], pydantic.Tag('list')],
+    | Annotated[list[TokenId], pydantic.FailFast(), pydantic.Tag('list')],
     pydantic.Discriminator(_kind),
     pydantic.Field(min_length=1),
 ]
