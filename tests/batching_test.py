@@ -125,6 +125,12 @@ class ToTurnBatchTest(parameterized.TestCase):
     self.assertEqual(batch.tokens.sharding, sharding)
     self.assertEqual(batch.group_ids.sharding, sharding)
 
+  def test_segments_of_an_agent_program_are_sorted_each_by_its_length(self):
+    rows = [make_episode(prompt=range(n)) for n in (9, 2, 5)]
+    for row, number in zip(rows, (0, 0, 1)):
+      row.number = number
+    self.assertEqual([len(row.prompt) for row in batching.by_length(rows)], [2, 5, 9])
+
   def test_errors_say_what_to_do(self):
     with self.assertRaisesRegex(types.UserError, 'length buckets'):
       batching.to_turn_batch([make_episode()], (2, 4))

@@ -221,7 +221,7 @@ class JobTest(parameterized.TestCase):
       with self.assertRaisesRegex(UserError, r'episodes\.jsonl:1: not a line of this evaluation'):
         folder.episodes()
 
-  def test_lines_of_version_0_8_are_read(self):
+  def test_lines_of_version_0_7_are_read(self):
     task = types.Task('a', 'q', ('x',))
     turn = {'agent': '', 'observation': '', 'action': 'answer', 'reward': 1.0, 'tokens': 3}
     line = {'id': 'a', 'sample': 2, 'role': '', 'dataset': 'd', 'hops': 0, 'question': 'q'}

@@ -122,7 +122,7 @@ class EvaluationFolder:
 
 
 def _current(record: dict[str, Any]) -> dict[str, Any]:
-  """Returns a line in today's form; version 0.8 had `id`, and actions and rewards in its turns."""
+  """Returns a line in today's form; version 0.7 had `id`, and actions and rewards in its turns."""
   if 'id' not in record:
     return record
   turns = record['turns']

@@ -118,8 +118,10 @@ def rows_by_episode(episodes: Sequence[types.Episode]) -> list[np.ndarray]:
 def by_length(episodes: Sequence[types.Episode]) -> list[types.Episode]:
   """Sorts rows by length, so that rows of similar length may share a bin.
 
-  The rows of an episode stay together, in their order. The longest one counts.
+  The rows of an episode with several roles stay together, in their order. The longest one counts.
   """
+  if not any(episode.role for episode in episodes):
+    return sorted(episodes, key=trained_length)
   longest = lambda rows: max(trained_length(episodes[b]) for b in rows)
   order = sorted(rows_by_episode(episodes), key=longest)
   return [episodes[b] for b in np.concatenate(order)]

@@ -23,6 +23,7 @@ from typing import Any
 
 from absl import logging
 import jax
+import numpy as np
 
 from stppo_jax import types
 from stppo_jax.distributed import hosts
@@ -287,6 +288,17 @@ def to_json(batch: Sampled) -> dict[str, Any]:
   }
 
 
+def _turn_of_0_7(turn: Mapping[str, Any]) -> types.Turn:
+  return types.Turn(
+      np.array(turn['tokens'], np.int32),
+      np.array(turn['logp'], np.float32),
+      np.array(turn['observation'], np.int32),
+      turn['action'],
+      turn['reward'],
+      types.unpack_array(turn.get('routes')),
+  )
+
+
 def from_json(record: Mapping[str, Any], tasks: Sequence[types.Task]) -> Sampled:
   """Inverts `to_json`; `tasks` are those of the batch's episodes, in their order."""
   episodes = []
@@ -296,12 +308,11 @@ def from_json(record: Mapping[str, Any], tasks: Sequence[types.Task]) -> Sampled
           f'the checkpoint holds an episode on question {row["task"]!r} where {task.id!r} is due '
           'now: resume with the same questions, or give another --workdir'
       )
-    if 'tokens' not in row:
-      raise types.UserError(
-          'the checkpoint holds batches of version 0.7: resume with that version, or give another '
-          '--workdir'
-      )
-    episodes.append(types.Episode.from_dict(row, task))
+    episode = types.Episode.from_dict(row, task)
+    if 'turns' in row:  # written by version 0.7, where each turn has its own tokens
+      episode.prompt = np.array(row['prompt'], np.int32)
+      episode.turns = list(map(_turn_of_0_7, row['turns']))
+    episodes.append(episode)
   return Sampled(record['number'], record['staleness'], episodes, record['measured'])
 
 
