@@ -46,6 +46,11 @@ class DeterminismTest(absltest.TestCase):
         os.environ['XLA_FLAGS'] = f'{determinism.FLAG}=true'
         determinism.enable()
 
+  def test_contradiction_is_refused(self):
+    with mock.patch.dict(os.environ, {'XLA_FLAGS': f'{determinism.FLAG}=false'}):
+      with self.assertRaisesRegex(types.UserError, 'take it out of XLA_FLAGS'):
+        determinism.enable()
+
   def test_training_sets_it_first(self):
     config = schema.Config()
     config.train.deterministic = True

@@ -194,6 +194,16 @@ class SplitStepsTest(parameterized.TestCase):
 
 class FailureTest(parameterized.TestCase):
 
+  def test_a_process_whose_peer_is_gone_leaves_with_its_line(self):
+    gone = jax.errors.JaxRuntimeError('UNAVAILABLE')
+    with (
+        mock.patch.object(hosts, '_has_peers', True),
+        mock.patch.object(hosts, 'post', side_effect=gone),
+        mock.patch.object(hosts, '_end') as end,
+    ):
+      hosts.leave('a line', 3)
+    end.assert_called_once_with('a line', 3)
+
   @parameterized.parameters(0, 1)
   def test_error_of_one_process_ends_the_other(self, failing):
     with socket.socket() as probe:

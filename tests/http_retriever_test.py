@@ -5,6 +5,7 @@ import contextlib
 from http import server as http_server
 import json
 import os
+import random
 import socket
 import threading
 import time
@@ -393,6 +394,18 @@ class FailuresTest(parameterized.TestCase):
       observation, *_, info = env.step('<search>a</search>')
     self.assertEqual(observation, '\n\n<information></information>\n\n')
     self.assertTrue(info['retrieval_failed'])
+
+
+class JitterTest(absltest.TestCase):
+
+  def test_retries_leave_the_global_random_state(self):
+    before = random.getstate()
+    with self.assertRaises(http_client.Temporary):
+      http_client.with_retries(self._fail, 2, 0.0, lambda seconds: None)
+    self.assertEqual(random.getstate(), before)
+
+  def _fail(self, number):
+    raise http_client.Temporary('no')
 
 
 class CacheTest(absltest.TestCase):

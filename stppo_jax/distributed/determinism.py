@@ -18,9 +18,16 @@ FLAG = '--xla_gpu_deterministic_ops'
 def enable() -> None:
   """Adds the flag to XLA_FLAGS, which XLA reads when it starts.
 
-  A flag that XLA_FLAGS already has stays as it is. UserError: JAX has started a GPU without it.
+  A flag that XLA_FLAGS already has stays as it is. UserError: the flag is false, or JAX has started
+  a GPU without it.
   """
   xla_flags = os.environ.get('XLA_FLAGS', '')
+  for word in xla_flags.split():
+    if word.lower() in (f'{FLAG}=false', f'{FLAG}=0'):
+      raise types.UserError(
+          f'config.train.deterministic=True, and XLA_FLAGS has {word}: take it out of XLA_FLAGS, or '
+          'set --config.train.deterministic=False'
+      )
   if FLAG in xla_flags:
     return
   if not xla_bridge.backends_are_initialized():

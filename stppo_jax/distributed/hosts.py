@@ -11,6 +11,7 @@ With one process all of this costs nothing.
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
+import contextlib
 import functools
 import hashlib
 import json
@@ -217,7 +218,8 @@ def leave(line: str, code: int) -> None:
   """
   if not _has_peers:
     return
-  post('failure', f'process {jax.process_index()}: {line}')
+  with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0, which keeps it, may be gone
+    post('failure', f'process {jax.process_index()}: {line}')
   _end(line, code)
 
 

@@ -13,6 +13,7 @@ Result = TypeVar('Result')
 # Statuses worth another attempt.
 _AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 529))
 _MAX_WAIT_S = 60.0
+_JITTER = random.Random()  # not the global one, from which environments may draw
 _CHUNK_BYTES = 1024  # small, because the deadline is checked between chunks
 
 
@@ -84,7 +85,7 @@ def with_retries(
     except Temporary as error:
       if number == retries:
         raise
-      wait_s = error.wait_s or backoff_s * 2**number * random.uniform(0.5, 1.5)
+      wait_s = error.wait_s or backoff_s * 2**number * _JITTER.uniform(0.5, 1.5)
       sleep(min(wait_s, _MAX_WAIT_S))
   raise AssertionError('unreachable')
 
