@@ -25,8 +25,8 @@ def enable() -> None:
   for word in xla_flags.split():
     if word.lower() in (f'{FLAG}=false', f'{FLAG}=0'):
       raise types.UserError(
-          f'config.train.deterministic=True, and XLA_FLAGS has {word}: take it out of XLA_FLAGS, or '
-          'set --config.train.deterministic=False'
+          f'config.train.deterministic=True, and XLA_FLAGS has {word}: take it out of XLA_FLAGS, '
+          'or set --config.train.deterministic=False'
       )
   if FLAG in xla_flags:
     return

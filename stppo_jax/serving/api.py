@@ -11,6 +11,7 @@ from typing import Any
 from typing import Literal
 
 import pydantic
+import typing_extensions
 
 from stppo_jax.distributed import http_server
 
@@ -86,13 +87,19 @@ class TextPart(_Part):
   text: http_server.Text
 
 
+# An alias, because FailFast has no hash and cannot stand in a union.
+_TextParts = typing_extensions.TypeAliasType(
+    '_TextParts', Annotated[list[TextPart], pydantic.FailFast()]
+)
+
+
 class Message(_Part):
   """A message, whose content is a text."""
 
   role: Literal['system', 'developer', 'user', 'assistant', 'tool']
   content: Annotated[
       Annotated[http_server.Text, pydantic.Tag('text')]
-      | Annotated[list[TextPart], pydantic.FailFast(), pydantic.Tag('list')],
+      | Annotated[_TextParts, pydantic.Tag('list')],
       pydantic.Discriminator(_kind),
   ] = ''
   tool_calls: Annotated[list[ToolCall], pydantic.FailFast()] = []
@@ -133,9 +140,11 @@ def _check_only(value: Any, check: pydantic.ValidatorFunctionWrapHandler) -> Any
 
 TokenCount = Annotated[int, pydantic.Field(ge=1, le=_MAX_TOKEN)]
 TokenId = Annotated[int, pydantic.Field(ge=0, le=_MAX_TOKEN)]
+_TokenIds = typing_extensions.TypeAliasType(
+    '_TokenIds', Annotated[list[TokenId], pydantic.FailFast()]
+)
 Prompt = Annotated[
-    Annotated[http_server.Text, pydantic.Tag('text')]
-    | Annotated[list[TokenId], pydantic.FailFast(), pydantic.Tag('list')],
+    Annotated[http_server.Text, pydantic.Tag('text')] | Annotated[_TokenIds, pydantic.Tag('list')],
     pydantic.Discriminator(_kind),
     pydantic.Field(min_length=1),
 ]
