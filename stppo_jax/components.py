@@ -69,6 +69,11 @@ class Components:
   def policies(self) -> tuple[str, ...]:
     """Names of the policies that are trained: one for each role, or '' for one that plays all."""
     if self.config.model.role_parameters == 'shared':
+      if self.config.serve.role:
+        raise UserError(
+            f'config.serve.role={self.config.serve.role!r}: with '
+            "config.model.role_parameters='shared' one policy plays all roles: leave it empty"
+        )
       return ('',)
     if not self.env.roles:
       raise UserError(
@@ -149,6 +154,15 @@ def resolve(config: Config) -> Components:
     )
   retriever = _load_function('retriever.kind', config.retriever.kind, kinds.RETRIEVERS)
   return Components(config, kind, retriever, _task_source(config.data.source))
+
+
+def check_one_policy(config: Config) -> None:
+  """Raises a UserError if several policies are trained, which no plan can be made for."""
+  if config.model.role_parameters == 'own':
+    raise UserError(
+        "config.model.role_parameters='own': a plan is of one policy. Plan with 'shared', and "
+        'count parameters and optimizers once per role'
+    )
 
 
 def make_agent(

@@ -258,16 +258,6 @@ def _check_sizes(config: Config) -> None:
     )
 
 
-def check_plan(config: Config) -> None:
-  """Checks a config that a run is planned for."""
-  validate(config)
-  if config.model.role_parameters == 'own':
-    raise UserError(
-        "config.model.role_parameters='own': a plan is of one policy. Plan with 'shared', and "
-        'count parameters and optimizers once per role'
-    )
-
-
 def check_variant(config: Config, variant: Variant) -> None:
   """Checks the fields of the resolved objective, then the rules that span fields and sections."""
   kind_by_name = kinds(type(config.algorithm))

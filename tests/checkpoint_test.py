@@ -5,7 +5,6 @@ import json
 import os
 import tempfile
 import threading
-import types
 from unittest import mock
 
 from absl import logging
@@ -15,10 +14,10 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from stppo_jax import config as config_lib
 from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import journal as journals
 from stppo_jax.training import checkpoint
+from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import recovery
 from tests.support import micro_run
 
@@ -143,14 +142,14 @@ class RolesTest(CheckpointCase):
 
   def test_a_resumed_run_has_the_roles_in_their_order(self):
     """The policies of roles are a list by position, and trees have their keys sorted."""
-    settings = config_lib.TrainSettings()
     state = {'solver': {'actor': jnp.zeros(2)}, 'critic': {'actor': jnp.ones(2)}}
-    with recovery.Saves(self.workdir, settings, 0) as saves:
-      saves.save(recovery.Progress(updates=1), state, ())
-    learners = types.SimpleNamespace(state=state)
-    with recovery.Saves(self.workdir, settings, 0) as saves:
+    with recovery.RunCheckpoints(self.workdir, keep=1) as saves:
+      saves.save_run(recovery.Progress(updates=1), state, ())
+    make = lambda name: learner_lib.Learner(*[None] * 5, jax.tree.map(jnp.zeros_like, state[name]))
+    learners = learner_lib.Learners({name: make(name) for name in state}, 0)
+    with recovery.RunCheckpoints(self.workdir, keep=1) as saves:
       saves.resume(learners, None, None)
-    self.assertEqual(list(learners.state), ['solver', 'critic'])
+    self.assertEqual(list(learners.by_policy), ['solver', 'critic'])
     chex.assert_trees_all_equal(learners.state, state)
 
 

@@ -227,8 +227,11 @@ class MakeVariantTest(parameterized.TestCase):
   @parameterized.parameters(
       ({'advantage': 'reads_values'}, ('old_values', 'advantages.from_values')),
       ({'variant': 'BAD'}, ("variant='own_rl:BAD', its advantage", 'advantages.from_values')),
-      ({'advantage': 'one_array'}, ('(advantages, returns)', 'returned [2, 3]')),
-      ({'advantage': 'per_row'}, ('each [B,T]', '([2], [2, 3]) for [B,T] = [2, 3]')),
+      ({'advantage': 'one_array'}, ('(advantages, returns)', 'returned float32 [2, 3]')),
+      (
+          {'advantage': 'per_row'},
+          ('each [B,T]', '(float32 [2], float32 [2, 3]) for [B,T] = [2, 3]'),
+      ),
       ({'advantage': 'nothing'}, ('returned NoneType',)),
       ({'ratio': 'fractions'}, ('integers [B,T]', 'float32 [2, 3]')),
       ({'ratio': 'nothing'}, ('integers [B,T]', 'NoneType')),
@@ -236,7 +239,7 @@ class MakeVariantTest(parameterized.TestCase):
       ({'surrogate': 'constant'}, ('raised TypeError', 'takes 2 positional arguments')),
       ({'surrogate': 'two_arguments'}, ('raised TypeError', 'own_rl:two_arguments')),
       ({'divisor': 'branches'}, ('raised TracerBoolConversionError', 'own_rl.py:')),
-      ({'divisor': 'vector'}, ('one number', 'returned [2]')),
+      ({'divisor': 'vector'}, ('one number', 'returned float32 [2]')),
       ({'divisor': 'nothing'}, ('one number', 'NoneType')),
   )
   def test_a_function_is_tried_on_shapes_before_the_weights(self, columns, words):

@@ -400,7 +400,7 @@ class RunTest(absltest.TestCase):
     with self.subTest('the export computes what base and adapters do'):
       with tiny_run.reading_policies_alone():
         folder = policy_lib.export(config, self.workdir)
-      learner = run_lib.setup(config).learners.learner
+      learner = run_lib.setup(config).learners.first
       state = loop_test.state_after(config, self.workdir, 3)
       exported, params = convert.load_hf(folder)
       tokens = jax.random.randint(jax.random.key(0), (2, 20), 0, exported.vocab_size)
@@ -436,7 +436,7 @@ class RunTest(absltest.TestCase):
     self.assertNotEqual(params['lm_head']['kernel'][0, 0], trained['lm_head']['kernel'][0, 0])
 
   def test_models_of_one_folder_share_one_base(self):
-    shared = run_lib.setup(loop_test.make_config(**{'model.lora_rank': 2})).learners.learner.frozen
+    shared = run_lib.setup(loop_test.make_config(**{'model.lora_rank': 2})).learners.first.frozen
     self.assertIsNone(shared.critic)
     self.assertIsNone(shared.reference)
     folder = loop_test.make_config().model.folder
@@ -452,7 +452,7 @@ class RunTest(absltest.TestCase):
     self.assertNotIn('lm_head', apart.learner.frozen.critic)
     self.assertEqual(apart.state.actor['layers'].keys(), {'attention'})
     in_loss = {'algorithm.kl_in': 'loss', 'algorithm.kl_estimator': 'k3'}
-    full = run_lib.setup(loop_test.make_config(**in_loss)).learners.learner.frozen
+    full = run_lib.setup(loop_test.make_config(**in_loss)).learners.first.frozen
     self.assertEmpty(full.actor)
     self.assertContainsSubset(('embed', 'layers', 'lm_head'), full.reference)
 

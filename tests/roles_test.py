@@ -554,7 +554,7 @@ class RunTest(parameterized.TestCase):
     self.assertEqual({name: two[-1][name] for name in evaluated}, evaluated)
     self.assertEqual({name: two[0][name] for name in untrained}, untrained)
     self.assertIn('role second', policy.description)
-    self.assertLen(policy_lib.policy(config, self.workdir, all_roles=True).params, 2)
+    self.assertLen(policy_lib.policy(config, self.workdir, all_policies=True).params, 2)
     config.serve.role = 'third'
     with self.assertRaisesRegex(types.UserError, 'first, second'):
       policy_lib.policy(config, self.workdir)

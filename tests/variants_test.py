@@ -58,7 +58,7 @@ class VariantsTest(parameterized.TestCase):
     row = variants.Variant(made(), 'token', surrogate=made())
     again = variants.Variant(made(), 'token', surrogate=made())
     self.assertEqual(row.described(), again.described())
-    grouped = dataclasses.replace(row, advantage=advantages.Estimator(made()))
+    grouped = dataclasses.replace(row, advantage=made())
     self.assertEqual(grouped.described()['advantage'], 'partial')
 
   @parameterized.parameters(*EXPECTED)

@@ -330,7 +330,7 @@ class Work(update.StepInputs):
   state_values: Callable  # params -> values [b,T]
 
   def policy(self, layout):
-    zeros = jnp.zeros_like(self.mask)
+    zeros = jnp.zeros_like(self.weights.mask)
     return jax.vjp(lambda actor: (*self.log_probs(actor), zeros), self.state.actor)
 
   def values(self, layout):
@@ -340,7 +340,7 @@ class Work(update.StepInputs):
     return tree
 
   def sum(self, function, packing, total):
-    return jax.tree.map(jnp.add, total, function(_Rows(self.mask)))
+    return jax.tree.map(jnp.add, total, function(_Rows(self.weights.mask)))
 
 
 def make_work(
@@ -364,7 +364,7 @@ def make_work(
       spec,
       state,
       batch,
-      *filters.weights(batch, spec.variant),
+      filters.weights(batch, spec.variant),
       mesh=None,  # type: ignore[arg-type]
       frozen=train_state.Frozen(),
       packing=packing.Packing(no_bins, no_bins, no_bins),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 import dataclasses
 import functools
+from typing import Any
 from typing import TYPE_CHECKING
 
 import chex
@@ -39,8 +40,7 @@ def token_gae(
   """
   chex.assert_equal_shape([rewards, values, action_mask])
   mask = action_mask.astype(values.dtype)
-  ones = jnp.ones_like(mask)
-  return _gae(rewards, values, mask, gamma * ones, lam * ones)
+  return _gae(rewards, values, mask, gamma, lam)
 
 
 def bad_gae(
@@ -58,9 +58,10 @@ def bad_gae(
   """
   chex.assert_equal_shape([rewards, values, turn_ids, action_mask])
   mask = action_mask.astype(values.dtype)
-  last_column = jnp.ones_like(turn_ids[:, :1], bool)
-  is_end = jnp.concatenate([turn_ids[:, :-1] != turn_ids[:, 1:], last_column], axis=1)
-  return _gae(rewards, values, mask, jnp.where(is_end, gamma, 1.0), jnp.where(is_end, lam, 1.0))
+  is_end = jnp.diff(turn_ids, axis=1, append=-1) != 0
+  gammas = jnp.where(is_end, gamma, 1.0)
+  lams = jnp.where(is_end, lam, 1.0)
+  return _gae(rewards, values, mask, gammas, lams)
 
 
 def turn_gae(
@@ -78,9 +79,8 @@ def turn_gae(
   """
   chex.assert_equal_shape([rewards, values, turn_ids])
   mask = (turn_ids > 0).astype(values.dtype)
-  is_new = turn_ids[:, 1:] != turn_ids[:, :-1]
-  starts = (turn_ids[:, 1:] > 0) & is_new
-  is_first = jnp.concatenate([turn_ids[:, :1] > 0, starts], axis=1)
+  is_new = jnp.diff(turn_ids, axis=1, prepend=0) != 0
+  is_first = is_new & (turn_ids > 0)
 
   def sum_turns(x):  # [B,T] -> [B,K]
     return segments.segment_sum(x, turn_ids, num_turns + 1)[:, 1:]
@@ -88,8 +88,7 @@ def turn_gae(
   turn_mask = (sum_turns(mask) > 0).astype(values.dtype)
   turn_rewards = sum_turns(rewards * mask)
   turn_values = sum_turns(values * is_first)
-  ones = jnp.ones_like(turn_mask)
-  advantages, returns = _gae(turn_rewards, turn_values, turn_mask, gamma * ones, lam * ones)
+  advantages, returns = _gae(turn_rewards, turn_values, turn_mask, gamma, lam)
   return _to_tokens(advantages, turn_ids), _to_tokens(returns, turn_ids)
 
 
@@ -102,7 +101,7 @@ def turn_returns(
 
 
 def _gae(rewards, values, mask, gammas, lams):
-  """Runs the recursion over the columns where the mask is 1. All arguments are [B,T]."""
+  """Runs the recursion over the columns where the mask is 1. gammas and lams may be numbers."""
 
   def step(carry, column):
     next_value, next_advantage = carry
@@ -113,8 +112,9 @@ def _gae(rewards, values, mask, gammas, lams):
     return (next_value, next_advantage), jnp.where(active > 0, advantage, 0)
 
   zeros = jnp.zeros_like(values[:, 0])
-  columns = tuple(x.T for x in (rewards, values, mask, gammas, lams))
-  _, advantages = jax.lax.scan(step, (zeros, zeros), columns, reverse=True)
+  columns = [rewards, values, mask]
+  columns += [jnp.broadcast_to(x, mask.shape).astype(mask.dtype) for x in (gammas, lams)]
+  _, advantages = jax.lax.scan(step, (zeros, zeros), [x.T for x in columns], reverse=True)
   advantages = advantages.T
   return advantages, jnp.where(mask > 0, advantages + values, 0)
 
@@ -134,13 +134,11 @@ def group_zscore(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   Choice: the sample standard deviation (n - 1) plus 1e-6, as in verl. A group of one episode, or
   with equal scores, gets 0.
   """
-  chex.assert_rank([scores, group_ids], 1)
-  same = _same(group_ids)
-  count = same.sum(axis=1)
-  mean = _over_group(jnp.sum, scores, same, 0) / count
-  squares = jnp.sum(jnp.where(same, jnp.square(scores[None, :] - mean[:, None]), 0), axis=1)
-  std = jnp.sqrt(squares / jnp.maximum(count - 1, 1))
-  return jnp.where(_has_spread(scores, same), (scores - mean) / (std + 1e-6), 0)
+  group = _Group(scores, group_ids)
+  mean = group.total / group.size
+  squares = jnp.square(scores[None, :] - mean[:, None])
+  variance = _over(jnp.sum, squares, group.same, 0) / jnp.maximum(group.size - 1, 1)
+  return jnp.where(group.has_spread, (scores - mean) / (jnp.sqrt(variance) + 1e-6), 0)
 
 
 def leave_one_out(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
@@ -148,21 +146,29 @@ def leave_one_out(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
 
   A group of one episode gets 0.
   """
-  chex.assert_rank([scores, group_ids], 1)
-  same = _same(group_ids)
-  count = same.sum(axis=1)
-  # A sum and not a matmul, which TPUs and GPUs would round to fewer bits.
-  total = _over_group(jnp.sum, scores, same, 0)
-  mean_of_others = (total - scores) / jnp.maximum(count - 1, 1)
-  return jnp.where(_has_spread(scores, same), scores - mean_of_others, 0)
+  group = _Group(scores, group_ids)
+  mean_of_others = (group.total - scores) / jnp.maximum(group.size - 1, 1)
+  return jnp.where(group.has_spread, scores - mean_of_others, 0)
 
 
 def group_centred(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   """Returns score - mean of its group, [B] (Dr. GRPO, arXiv 2503.20783); 0 in a group of one."""
-  chex.assert_rank([scores, group_ids], 1)
-  same = _same(group_ids)
-  mean = _over_group(jnp.sum, scores, same, 0) / same.sum(axis=1)
-  return jnp.where(_has_spread(scores, same), scores - mean, 0)
+  group = _Group(scores, group_ids)
+  return jnp.where(group.has_spread, scores - group.total / group.size, 0)
+
+
+class _Group:
+  """The group of each row: its size, the sum of its scores, and the lowest and highest one [B]."""
+
+  def __init__(self, scores: jax.Array, group_ids: jax.Array):
+    chex.assert_rank([scores, group_ids], 1)
+    self.same = _same(group_ids)
+    self.size = self.same.sum(axis=1)
+    # A sum and not a matmul, which TPUs and GPUs would round to fewer bits.
+    self.total = _over(jnp.sum, scores, self.same, 0)
+    self.lowest = _over(jnp.min, scores, self.same, jnp.inf)
+    self.highest = _over(jnp.max, scores, self.same, -jnp.inf)
+    self.has_spread = self.highest > self.lowest  # the mean of equal scores is off by rounding
 
 
 def _same(ids: jax.Array) -> jax.Array:
@@ -170,22 +176,9 @@ def _same(ids: jax.Array) -> jax.Array:
   return ids[:, None] == ids[None, :]
 
 
-def _over_group(reduce: Callable, scores: jax.Array, same: jax.Array, outside: float) -> jax.Array:
-  """Returns the scores reduced over each row's group [B]. `same` [B,B] marks its members."""
-  return reduce(jnp.where(same, scores[None, :], outside), axis=1)
-
-
-def _spread(scores: jax.Array, same: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns the lowest and the highest score of each row's group [B]."""
-  lowest = _over_group(jnp.min, scores, same, jnp.inf)
-  highest = _over_group(jnp.max, scores, same, -jnp.inf)
-  return lowest, highest
-
-
-def _has_spread(scores: jax.Array, same: jax.Array) -> jax.Array:
-  """Returns whether a group has unequal scores [B]. The mean of equal ones is off by rounding."""
-  lowest, highest = _spread(scores, same)
-  return highest > lowest
+def _over(reduce: Callable, x: jax.Array, same: jax.Array, outside: float) -> jax.Array:
+  """Returns x [B] or [B,B] reduced over each row's group [B]. `same` [B,B] marks its members."""
+  return reduce(jnp.where(same, x, outside), axis=1)
 
 
 def _without_rounding(scores: jax.Array, sizes: jax.Array, group_ids: jax.Array) -> jax.Array:
@@ -194,10 +187,9 @@ def _without_rounding(scores: jax.Array, sizes: jax.Array, group_ids: jax.Array)
   `sizes` [B] are the sums of absolute rewards. A standard deviation of rounding errors would
   otherwise divide them, and give strong advantages to episodes that did equally well.
   """
-  same = _same(group_ids)
-  lowest, highest = _spread(scores, same)
-  rounding = types.ROUNDING * _over_group(jnp.max, sizes, same, 0)
-  return jnp.where(highest - lowest <= rounding, highest, scores)
+  group = _Group(scores, group_ids)
+  rounding = types.ROUNDING * _over(jnp.max, sizes, group.same, 0)
+  return jnp.where(group.highest - group.lowest <= rounding, group.highest, scores)
 
 
 # --- Whitening ------------------------------------------------------------------------------------
@@ -251,27 +243,21 @@ def _standardise(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 # --- The estimators of a variant: (batch, variant) -> (advantages, returns) -----------------------
 
-
-@dataclasses.dataclass(frozen=True)
-class Estimator:
-  """A credit assignment, and what it needs from a run."""
-
-  function: Callable  # (batch, variant) -> (advantages [B,T], returns [B,T])
-  needs_critic: bool = False
-  needs_groups: bool = False  # several episodes per task
-
-  @property
-  def __name__(self) -> str:
-    """The function's name, for config.json."""
-    return getattr(self.function, '__name__', type(self.function).__name__)
-
-  def __call__(self, batch: TurnBatch, variant: Variant) -> tuple[jax.Array, jax.Array]:
-    return self.function(batch, variant)
+Estimator = Callable[[TurnBatch, Any], tuple[jax.Array, jax.Array]]
 
 
-def from_values(function: Callable) -> Estimator:
-  """Returns an estimator from a function (batch, variant) that reads batch.old_values."""
-  return Estimator(function, needs_critic=True)
+def from_values(function: Estimator) -> Estimator:
+  """Declares that a function (batch, variant) reads batch.old_values, so that a critic is trained.
+
+  The result has the attribute `needs_critic`, which a function may also set itself.
+  """
+
+  @functools.wraps(function)
+  def estimate_from_values(batch, variant):
+    return function(batch, variant)
+
+  estimate_from_values.__dict__['needs_critic'] = True
+  return estimate_from_values
 
 
 def from_groups(function: Callable[[jax.Array, jax.Array], jax.Array]) -> Estimator:
@@ -280,11 +266,12 @@ def from_groups(function: Callable[[jax.Array, jax.Array], jax.Array]) -> Estima
   The score of an episode is the sum of its rewards. Scores of a group that differ by rounding alone
   are made equal. An episode without agent tokens (padding, or a failed one) is a group of its own,
   so that no baseline counts it. An episode of several rows counts once, with the rewards of all
-  rows and its `score_offsets`, and each of its rows gets its advantage.
+  rows and its `score_offsets`, and each of its rows gets its advantage. The result has the
+  attribute `needs_groups`.
   """
 
   @functools.wraps(function)
-  def estimate_rows(batch, variant):
+  def estimate_from_groups(batch, variant):
     del variant
     mask = batch.action_mask.astype(batch.rewards.dtype)
     rewards = batch.rewards * mask
@@ -296,8 +283,8 @@ def from_groups(function: Callable[[jax.Array, jax.Array], jax.Array]) -> Estima
     if batch.episode_ids is not None:
       same = _same(batch.episode_ids) & counts[None, :]
       first_rows = jnp.where(counts, jnp.argmax(same, axis=1), rows)
-      scores = _over_group(jnp.sum, scores, same, 0)
-      sizes = _over_group(jnp.sum, sizes, same, 0)
+      scores = _over(jnp.sum, scores, same, 0)
+      sizes = _over(jnp.sum, sizes, same, 0)
       if batch.score_offsets is not None:
         scores += batch.score_offsets
       counts = counts & (first_rows == rows)
@@ -306,20 +293,14 @@ def from_groups(function: Callable[[jax.Array, jax.Array], jax.Array]) -> Estima
     advantages = function(scores, group_ids)[first_rows][:, None] * mask
     return advantages, advantages
 
-  return Estimator(estimate_rows, needs_groups=True)
+  estimate_from_groups.__dict__['needs_groups'] = True
+  return estimate_from_groups
 
 
 def estimator(advantage: str | Callable) -> Estimator:
-  """Returns the Estimator of `variant.advantage`: a name of ESTIMATORS, or a function.
-
-  A function may have the attributes `needs_critic` and `needs_groups`.
-  """
-  if isinstance(advantage, Estimator):
-    return advantage
+  """Returns the estimator of `variant.advantage`: a name of ESTIMATORS, or a function."""
   if callable(advantage):
-    needs_critic = getattr(advantage, 'needs_critic', False)
-    needs_groups = getattr(advantage, 'needs_groups', False)
-    return Estimator(advantage, needs_critic, needs_groups)
+    return advantage
   if advantage not in ESTIMATORS:
     raise ValueError(f'unknown advantage {advantage!r}; ESTIMATORS has {", ".join(ESTIMATORS)}')
   return ESTIMATORS[advantage]
@@ -333,47 +314,48 @@ def estimate(batch: TurnBatch, variant: Variant) -> TurnBatch:
   """
   advantages, returns = estimator(variant.advantage)(batch, variant)
   if variant.whiten and variant.whiten_over == 'turns':
-    whiten = lambda _, turn_ids: whiten_turns(advantages, turn_ids, turn_ids.shape[1])
-    advantages = over_roles(batch, whiten)
+    advantages = _whiten_turns_by_role(advantages, batch)
   elif variant.whiten:
     advantages = over_roles(batch, lambda mask, _: whiten_tokens(advantages, mask))
   return dataclasses.replace(batch, advantages=advantages, returns=returns)
 
 
-def _decoupled(gae: Callable, variant: Variant) -> tuple[jax.Array, jax.Array]:
-  """Returns the results of gae(lam). If `lam_critic` is set, the returns have that lambda.
-
-  A critic learns from unbiased targets (1), while the policy's lambda is free (arXiv 2503.01491).
-  """
-  advantages, returns = gae(variant.lam)
-  if variant.lam_critic is not None:
-    _, returns = gae(variant.lam_critic)
-  return advantages, returns
-
-
-@from_values
-def _token_gae(batch, variant):
-  mask = batch.action_mask.astype(batch.rewards.dtype)
-  gae = lambda lam: token_gae(batch.rewards, batch.old_values, mask, variant.gamma, lam)
-  return _decoupled(gae, variant)
-
-
-@from_values
-def _turn_gae(batch, variant):
+def _whiten_turns_by_role(advantages, batch):
   num_turns = batch.turn_ids.shape[1]
-  gae = lambda lam: turn_gae(
-      batch.rewards, batch.old_values, batch.turn_ids, num_turns, variant.gamma, lam
-  )
-  return _decoupled(gae, variant)
+  return over_roles(batch, lambda _, turn_ids: whiten_turns(advantages, turn_ids, num_turns))
 
 
-@from_values
-def _bad_gae(batch, variant):
-  mask = batch.action_mask.astype(batch.rewards.dtype)
-  gae = lambda lam: bad_gae(
-      batch.rewards, batch.old_values, batch.turn_ids, mask, variant.gamma, lam
-  )
-  return _decoupled(gae, variant)
+def _from_gae(gae: Callable) -> Estimator:
+  """Returns the estimator of a function (batch, gamma, lam) -> (advantages, returns).
+
+  If `lam_critic` is set, the returns have that lambda. A critic learns from unbiased targets (1),
+  while the policy's lambda is free (arXiv 2503.01491).
+  """
+
+  @from_values
+  def estimate_from_gae(batch, variant):
+    advantages, returns = gae(batch, variant.gamma, variant.lam)
+    if variant.lam_critic is not None:
+      _, returns = gae(batch, variant.gamma, variant.lam_critic)
+    return advantages, returns
+
+  return estimate_from_gae
+
+
+@_from_gae
+def _token_gae(batch, gamma, lam):
+  return token_gae(batch.rewards, batch.old_values, batch.action_mask, gamma, lam)
+
+
+@_from_gae
+def _turn_gae(batch, gamma, lam):
+  num_turns = batch.turn_ids.shape[1]
+  return turn_gae(batch.rewards, batch.old_values, batch.turn_ids, num_turns, gamma, lam)
+
+
+@_from_gae
+def _bad_gae(batch, gamma, lam):
+  return bad_gae(batch.rewards, batch.old_values, batch.turn_ids, batch.action_mask, gamma, lam)
 
 
 def _token_returns(batch, variant):
@@ -385,27 +367,27 @@ def _token_returns(batch, variant):
   at each token that is not the agent's, so that a reward reaches only the tokens of its own turn.
   With one turn both are the same.
   """
-  mask = batch.action_mask.astype(batch.rewards.dtype)
   zeros = jnp.zeros_like(batch.rewards)
-  returns, _ = token_gae(batch.rewards * mask, zeros, mask, variant.gamma, 1.0)
+  rewards = batch.rewards * batch.action_mask
+  returns, _ = token_gae(rewards, zeros, batch.action_mask, variant.gamma, 1.0)
   return returns, returns
 
 
 def _turn_returns(batch, variant):
+  """Returns the return to go of each turn, whitened over the batch (GEM, arXiv 2510.01051)."""
   num_turns = batch.turn_ids.shape[1]
   returns = turn_returns(batch.rewards, batch.turn_ids, num_turns, variant.gamma)
-  whiten = lambda _, turn_ids: whiten_turns(returns, turn_ids, num_turns)
-  advantages = over_roles(batch, whiten)
+  advantages = _whiten_turns_by_role(returns, batch)
   return advantages, advantages
 
 
-ESTIMATORS = {
+ESTIMATORS: dict[str, Estimator] = {
     'token_gae': _token_gae,
     'turn_gae': _turn_gae,
     'bad_gae': _bad_gae,
     'group_zscore': from_groups(group_zscore),
     'group_centred': from_groups(group_centred),
     'leave_one_out': from_groups(leave_one_out),
-    'token_returns': Estimator(_token_returns),
-    'turn_returns': Estimator(_turn_returns),
+    'token_returns': _token_returns,
+    'turn_returns': _turn_returns,
 }

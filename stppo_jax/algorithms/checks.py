@@ -1,7 +1,6 @@
 """Checks a user's function for a field of a variant, before any weight is loaded."""
 
 from collections.abc import Callable
-from collections.abc import Sequence
 import dataclasses
 import functools
 import traceback
@@ -11,12 +10,19 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax import plugins
-from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms.variants import Variant
 from stppo_jax.types import TurnBatch
 
 _NUM_GROUPS = 2
 _NUM_TOKENS = 3
+
+# Field of a variant -> what its function returns.
+_RETURNED = {
+    'advantage': '(advantages, returns), each [B,T]',
+    'ratio': 'integers [B,T]',
+    'surrogate': '(objective, clipped), each [B,T]',
+    'divisor': 'one number',
+}
 
 
 def check(column: str, function: Callable, variant: Variant, group_size: int = 1) -> str:
@@ -24,24 +30,51 @@ def check(column: str, function: Callable, variant: Variant, group_size: int = 1
 
   The function is traced for its shapes, as a run does, with a batch of two groups.
   """
+  batch = _example_batch(group_size)
+  x = batch.rewards
+  number = jnp.float32(1)
+  arguments: dict[str, tuple] = {
+      'advantage': (batch,),
+      'ratio': (batch,),
+      'surrogate': (x, x, x),
+      'divisor': (number, number, jnp.bool_(True)),
+  }
+  if column != 'divisor':
+    function = functools.partial(_call, function, variant)
   try:
-    return _CHECKS[column](function, variant, group_size)
+    result = jax.eval_shape(function, *arguments[column])
   except Exception as error:  # a user's function may raise anything
     place = plugins.user_line(traceback.extract_tb(error.__traceback__))
     message = str(error).strip().partition('\n')[0]
     return f'it raised {type(error).__name__}: {message}' + (f' ({place})' if place else '')
 
+  expected = {
+      'advantage': (x.shape, x.shape),
+      'ratio': x.shape,
+      'surrogate': (x.shape, x.shape),
+      'divisor': (),
+  }
+  is_right = _shapes(result) == expected[column]
+  if column == 'ratio' and is_right:
+    is_right = jnp.issubdtype(result.dtype, jnp.integer)
+  if not is_right:
+    return (
+        f'it has to return {_RETURNED[column]}, and returned {_describe(result)} for [B,T] = '
+        f'{list(x.shape)}'
+    )
+  if column == 'advantage' and not variant.needs_critic:
+    return _check_values_unused(function, batch)
+  return ''
 
-def _check_advantage(function, variant, group_size):
-  estimator = advantages.estimator(function)
-  estimate = functools.partial(estimator, variant=variant)
-  batch = _example_batch(group_size)
-  result = jax.eval_shape(estimate, batch)
-  wrong = _compare_shapes(result, ('advantages', 'returns'), batch.rewards.shape)
-  if wrong or estimator.needs_critic:
-    return wrong
+
+def _call(function, variant, *arguments):
+  return function(*arguments, variant)
+
+
+def _check_values_unused(estimate, batch):
+  """Returns what is wrong with an advantage that no critic is trained for."""
   try:
-    without_values = dataclasses.replace(batch, old_values=None)  # type: ignore[arg-type]
+    without_values = dataclasses.replace(batch, old_values=None)
     jax.eval_shape(estimate, without_values)
   except Exception:  # the function needs the values
     return (
@@ -51,48 +84,18 @@ def _check_advantage(function, variant, group_size):
   return ''
 
 
-def _check_ratio(function, variant, group_size):
-  batch = _example_batch(group_size)
-  labels = jax.eval_shape(lambda batch: function(batch, variant), batch)
-  shape = batch.rewards.shape
-  if getattr(labels, 'shape', None) == shape and jnp.issubdtype(labels.dtype, jnp.integer):
-    return ''
-  dtype = f'{labels.dtype} ' if hasattr(labels, 'dtype') else ''
-  return (
-      f'it has to return integers [B,T], and returned {dtype}{_shape_text(labels)} for '
-      f'[B,T] = {list(shape)}'
-  )
+def _shapes(result: Any) -> Any:
+  if isinstance(result, tuple):
+    return tuple(map(_shapes, result))
+  return getattr(result, 'shape', None)
 
 
-def _check_surrogate(function, variant, group_size):
-  x = jnp.zeros((_NUM_GROUPS * group_size, _NUM_TOKENS))
-  result = jax.eval_shape(lambda *args: function(*args, variant), x, x, x)
-  return _compare_shapes(result, ('objective', 'clipped'), x.shape)
-
-
-def _check_divisor(function, variant, group_size):
-  del variant, group_size
-  result = jax.eval_shape(function, jnp.float32(1), jnp.float32(1), jnp.bool_(True))
-  if getattr(result, 'shape', None) == ():
-    return ''
-  return f'it has to return one number, and returned {_shape_text(result)}'
-
-
-def _compare_shapes(result: Any, names: Sequence[str], shape: tuple[int, ...]) -> str:
-  """Returns '' if `result` is a tuple with an array of the shape for each name."""
-  is_complete = isinstance(result, tuple) and len(result) == len(names)
-  if is_complete and all(getattr(x, 'shape', None) == shape for x in result):
-    return ''
-  return (
-      f'it has to return ({", ".join(names)}), each [B,T], and returned {_shape_text(result)} for '
-      f'[B,T] = {list(shape)}'
-  )
-
-
-def _shape_text(value: Any) -> str:
-  if isinstance(value, tuple):
-    return f'({", ".join(map(_shape_text, value))})'
-  return str(list(value.shape)) if hasattr(value, 'shape') else type(value).__name__
+def _describe(result: Any) -> str:
+  if isinstance(result, tuple):
+    return f'({", ".join(map(_describe, result))})'
+  if not hasattr(result, 'shape'):
+    return type(result).__name__
+  return f'{result.dtype} {list(result.shape)}'
 
 
 def _example_batch(group_size: int) -> TurnBatch:
@@ -113,11 +116,3 @@ def _example_batch(group_size: int) -> TurnBatch:
       behaviour_logp=x,
       truncated=jnp.zeros(num_rows),
   )
-
-
-_CHECKS = {
-    'advantage': _check_advantage,
-    'ratio': _check_ratio,
-    'surrogate': _check_surrogate,
-    'divisor': _check_divisor,
-}

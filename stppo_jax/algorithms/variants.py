@@ -136,12 +136,12 @@ class Variant:
   @property
   def needs_critic(self) -> bool:
     """Whether the advantages are built on learnt values."""
-    return advantages.estimator(self.advantage).needs_critic
+    return getattr(advantages.estimator(self.advantage), 'needs_critic', False)
 
   @property
   def needs_groups(self) -> bool:
     """Whether the advantages compare several episodes of one task."""
-    return advantages.estimator(self.advantage).needs_groups
+    return getattr(advantages.estimator(self.advantage), 'needs_groups', False)
 
   @property
   def measures_bias(self) -> bool:

@@ -58,8 +58,8 @@ def load(config: Config, workdir: str) -> tuple[Policy, prepare.Prepared, list[t
   prepared = prepare.prepare(config)
   prepare.check_prompts(config, prepared, questions)
   if not config.train.updates:
-    return _untrained(config, all_roles=True), prepared, questions
-  return _trained(config, workdir, all_roles=True), prepared, questions
+    return _untrained(config, all_policies=True), prepared, questions
+  return _trained(config, workdir, all_policies=True), prepared, questions
 
 
 # The settings that determine a checkpoint's arrays.
@@ -94,36 +94,36 @@ def _check_trained(config: Config, workdir: str) -> None:
     logging.warning('the scores use other settings than the run: %s', ', '.join(others))
 
 
-def policy(config: Config, workdir: str, all_roles: bool = False) -> Policy:
+def policy(config: Config, workdir: str, all_policies: bool = False) -> Policy:
   """Loads the policy of the checkpoint that config.eval.checkpoint names.
 
   Without checkpoints in `workdir`, loads the model of config.model.folder. If each role has its own
-  policy, loads that of config.serve.role, or those of `all_roles`.
+  policy, loads that of config.serve.role, or those of `all_policies`.
   """
   validation.validate(config)
   if not os.path.isdir(os.path.join(workdir, 'checkpoints')):
-    return _untrained(config, all_roles)
+    return _untrained(config, all_policies)
   _check_trained(config, workdir)
-  return _trained(config, workdir, all_roles)
+  return _trained(config, workdir, all_policies)
 
 
-def _untrained(config: Config, all_roles: bool) -> Policy:
+def _untrained(config: Config, all_policies: bool) -> Policy:
   place = functools.partial(sharding.tree_shardings, mesh=sharding.mesh_of(config.mesh))
   model, params = prepare.load_policy(config, shardings=place)
   policies = _policies(config)
   description = f'{config.model.folder}, untrained'
-  if all_roles and len(policies) > 1:
+  if all_policies and len(policies) > 1:
     return Policy(model, [params] * len(policies), 0, description)
   return Policy(model, params, 0, description)
 
 
-def _trained(config: Config, workdir: str, all_roles: bool) -> Policy:
+def _trained(config: Config, workdir: str, all_policies: bool) -> Policy:
   parts, actors, updates = _read(config, workdir)
   description = f'{workdir} after {updates} updates'
   params: Any
   if '' in actors:
     params = parts.frozen.policy(actors[''])
-  elif all_roles:
+  elif all_policies:
     params = [parts.frozen.policy(actor) for actor in actors.values()]
   else:
     role = config.serve.role or next(iter(actors))

@@ -37,7 +37,7 @@ def sample(
   hosts.require_same('questions', [task.id for task in questions])
   prepared = prepare.prepare(config)
   prepare.check_prompts(config, prepared, questions)
-  loaded = policy.policy(config, workdir, all_roles=True)
+  loaded = policy.policy(config, workdir, all_policies=True)
   folder = os.path.join(workdir, 'samples', folder_name(config, workdir, loaded.updates))
   mesh = sharding.mesh_of(config.mesh)
   agent = components.make_agent(config, loaded.model, mesh, prepared)

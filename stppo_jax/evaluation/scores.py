@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from stppo_jax import types
-from stppo_jax.monitoring import roles
+from stppo_jax.monitoring import episodes as episodes_lib
 
 
 def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
@@ -16,11 +16,12 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
   val-core/<dataset>/<name>    core metrics of the environment; its other metrics go under val-aux
   val-core/macro/..            the mean of the data sets' means, if there are several
   val-core/all/<name>_hops<n>  the main score of the tasks with n hops
-  val-role/<role>/..           see monitoring/roles.py
+
+  and the same scores of each agent, if there are several, see `episodes_lib.scores_by_agent`.
 
   An episode whose retrieval failed, or whose prompt was too long, counts as wrong. An episode whose
   environment raised keeps the rewards before. A metric that an episode never reported counts as 0.
-  Means are over rows. Rows of a role that never moved are left out.
+  Means are over rows. Rows of an agent that never moved are left out.
   """
   episodes = [episode for episode in episodes if not episode.absent]
   values: dict[str, list[float]] = collections.defaultdict(list)
@@ -52,4 +53,6 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
       parts = [means[column] for column in columns if column in means]
       if len(parts) > 1:
         means[f'val-core/macro/{name}'] = float(np.mean(parts))
-  return dict(sorted((means | roles.held_out_scores(episodes)).items()))
+  for name, x in episodes_lib.scores_by_agent(episodes).items():
+    means[name] = float(np.mean(x))
+  return dict(sorted(means.items()))

@@ -19,7 +19,6 @@ from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import metrics as metrics_lib
-from stppo_jax.monitoring import roles
 from stppo_jax.rollout import pipeline
 
 _TURN_SHARES = ('invalid', 'repeated', 'empty', 'cut')
@@ -45,12 +44,13 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
       'response_length': [row.response_length for row in rows],
       'prompt_length': [len(row.prompt) for row in rows],
       'num_turns': [row.num_messages for row in rows],
-      'stppo/agent_tokens': [sum(len(turn.tokens) for turn in row.turns) for row in rows],
+      'stppo/agent_tokens': [_num_tokens(row) for row in rows],
       'stppo/agent_turns': [len(row.turns) for row in rows],
   }
   core = dict.fromkeys(name for row in rows for name in row.core_metrics)
   others = dict.fromkeys(name for row in rows for name in row.metrics if name not in core)
   num_turns = max(sum(len(row.turns) for row in rows), 1)
+  num_tokens = max(sum(map(_num_tokens, rows)), 1)
 
   metrics = metrics_lib.summarize('critic/score', _per_episode(rows, scores))
   for name, values in lengths.items():
@@ -64,15 +64,59 @@ def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
   metrics['env/retrieval_failed'] = pipeline.failed_share(rows)
   metrics['env/environment_failed'] = pipeline.environment_failed_share(rows)
   metrics['env/prompt_too_long'] = mean_count('prompt_too_long')
-  return metrics | roles.episode_metrics(episodes)
+  for role, role_episodes in _by_role(episodes).items():
+    metrics |= _role_metrics(role, role_episodes, num_tokens)
+  return metrics
+
+
+def scores_by_agent(episodes: Sequence[types.Episode]) -> dict[str, list[float]]:
+  """Returns val-role/<role>/<name>: score and core metrics of each row, by its role."""
+  values: dict[str, list[float]] = {}
+  for role, rows in _by_role(episodes).items():
+    values[f'val-role/{role}/score'] = [row.score for row in rows]
+    for name in rows[0].core_metrics:
+      values[f'val-role/{role}/{name}'] = [row.metrics.get(name, 0.0) for row in rows]
+  return values
+
+
+def _by_role(episodes):
+  """Returns {role: its rows}; {} if there is one agent."""
+  by_role: dict[str, list[types.Episode]] = {}
+  for episode in episodes:
+    if episode.role:
+      by_role.setdefault(episode.role, []).append(episode)
+  return by_role
+
+
+def _role_metrics(role, episodes, num_tokens):
+  """Returns share of the tokens, score, turns, length and core metrics of a role.
+
+  role/<role>/absent is the share of episodes in which the role never moved. The other numbers are
+  over the rows in which it did.
+  """
+  rows = [episode for episode in episodes if not episode.absent]
+  own_tokens = sum(_num_tokens(row) for row in rows)
+  metrics = {'absent': 1 - len(rows) / len(episodes), 'token_share': own_tokens / num_tokens}
+  if rows:
+    metrics['score/mean'] = float(np.mean([row.score for row in rows]))
+    metrics['agent_turns/mean'] = float(np.mean([len(row.turns) for row in rows]))
+    metrics['agent_tokens/mean'] = own_tokens / len(rows)
+    for name in rows[0].core_metrics:
+      values = [row.metrics.get(name, 0.0) for row in rows]
+      metrics[f'{name}/mean'] = float(np.mean(values))
+  return {f'role/{role}/{name}': x for name, x in metrics.items()}
+
+
+def _num_tokens(row):
+  """Returns the number of tokens that the agent sampled."""
+  return sum(len(turn.tokens) for turn in row.turns)
 
 
 def _per_episode(rows: Sequence[types.Episode], values: Sequence[float]) -> list[float]:
-  """Returns the mean of `values` over the rows of each episode. A role's row stands alone."""
+  """Returns the mean of `values` over the segments of each episode, or the value of its row."""
   parts: dict[Any, list[float]] = {}
   for i, (row, value) in enumerate(zip(rows, values)):
-    is_alone = row.role or row.number is None
-    key = ('row', i) if is_alone else ('episode', row.number)
+    key = ('episode', row.number) if row.is_segment else ('row', i)
     parts.setdefault(key, []).append(value)
   return [float(np.mean(part)) for part in parts.values()]
 

@@ -12,7 +12,6 @@ import time
 from typing import Any
 
 from absl import logging
-import numpy as np
 
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
@@ -22,11 +21,6 @@ from stppo_jax.monitoring import health as health_lib
 from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import report
 from stppo_jax.rollout import pipeline
-
-_FACTOR = 'stppo/applied_factor'
-_MAX_STEPS = 8  # the first steps of an update have a metric for the factor
-# NaN in a step without clipping, and if returns do not vary.
-_MAY_BE_UNDEFINED = {'stppo/cos_g_c', 'critic/vf_explained_var'}
 
 
 class Journal(contextlib.ExitStack):
@@ -170,41 +164,3 @@ class Journal(contextlib.ExitStack):
     except (OSError, types.UserError) as error:
       logging.warning('no report (%s): --mode=report writes it again', error)
       return ''
-
-
-def summarize(
-    episodes: Sequence[types.Episode], steps: Sequence[episodes_lib.StepMetrics]
-) -> dict[str, float]:
-  """Summarises an update: means over its optimizer steps, and statistics of its episodes.
-
-  The factor by which the division changed a step is also given as largest, smallest and per step,
-  because its mean hides a step that was lost.
-  """
-  metrics = means([step.metrics for step in steps])
-  if _FACTOR in metrics:
-    factors = [float(step.metrics[_FACTOR]) for step in steps]
-    metrics[f'{_FACTOR}_max'] = max(factors)
-    metrics[f'{_FACTOR}_min'] = min(factors)
-    for i, factor in enumerate(factors[:_MAX_STEPS], start=1):
-      metrics[f'{_FACTOR}_step{i}'] = factor
-  # The number of steps skipped in a row.
-  metrics['actor/skipped'] = max(int(step.metrics['actor/skipped']) for step in steps)
-  metrics |= episodes_lib.summarize(episodes)
-  metrics['perf/host_memory_gb'] = metrics_lib.host_memory_gb()
-  return metrics | metrics_lib.device_memory()
-
-
-def means(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-  """Returns the mean of each metric over the parts, which all have the same metrics.
-
-  NaN does not count in the metrics of `_MAY_BE_UNDEFINED`. If one of them is NaN in all parts, it
-  is left out.
-  """
-  result = {}
-  for name in parts[0]:
-    values = np.array([part[name] for part in parts], float)
-    if name in _MAY_BE_UNDEFINED:
-      values = values[~np.isnan(values)]
-    if len(values):
-      result[name] = float(values.mean())
-  return result

@@ -76,11 +76,9 @@ class Agent:
         resources.callback(pool.shutdown, wait=False, cancel_futures=True)
         map_all = pool.map
         step_all = functools.partial(step_all, map_all=map_all)
-      rules = episode_lib.EpisodeRules(
+      rules = episode_lib.rules_of(
+          self.env,
           prepare.limits(self.config),
-          frame=self.env.frame,
-          core_metrics=self.env.core_metrics,
-          roles=self.env.roles,
           step_envs=step_envs,
           map_resets=hosts.split_resets(map_all),
           threads=rollout.threads if jax.process_count() == 1 else 0,

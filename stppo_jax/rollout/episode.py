@@ -26,6 +26,7 @@ import numpy as np
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
+from stppo_jax.envs import factory
 from stppo_jax.envs import protocol
 from stppo_jax.envs import stepping
 from stppo_jax.rollout import engine
@@ -71,6 +72,11 @@ class EpisodeRules:
   map_resets: Callable[..., Iterable] = map  # one by one, or that of a pool of threads
   threads: int = 0  # calls of `step_envs` at once, for different environments
   strict: bool = False  # raise a UserError where the code of an environment raises
+
+
+def rules_of(env: factory.EnvFactory, limits: EpisodeLimits, **settings: Any) -> EpisodeRules:
+  """Returns the rules of an environment; `settings` are further fields of `EpisodeRules`."""
+  return EpisodeRules(limits, env.frame, env.core_metrics, env.roles, **settings)
 
 
 def play(

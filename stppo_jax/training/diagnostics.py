@@ -1,19 +1,39 @@
-"""Metrics of an update, computed inside the compiled functions; pure.
+"""The metrics of an update: all names of actor/, critic/, rollout_corr/, role/ and stppo/.
 
-Names are verl's where the quantity is the same, and `stppo/..` for what is ours.
+Names are verl's where the quantity is the same, and `stppo/..` for what is ours. The functions are
+pure. The compiled functions of `update` call those of batches and steps. `update_summary` takes
+means of the results on the host.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
 import functools
+from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stppo_jax import types
 from stppo_jax.algorithms import correction
+from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import off_policy
 from stppo_jax.algorithms import segments
 from stppo_jax.training.state import Spec
+
+if TYPE_CHECKING:
+  from stppo_jax.training import learner
+
+# A step is skipped if one of these losses is not finite.
+LOSSES = ('actor/pg_loss', 'actor/kl_loss', 'critic/vf_loss')
+_FACTOR = 'stppo/applied_factor'
+# NaN in a step without clipping, and if returns do not vary.
+_MAY_BE_UNDEFINED = {'stppo/cos_g_c', 'critic/vf_explained_var'}
 
 
 def sampler_gap(
@@ -77,31 +97,25 @@ def _weights_summary(log_w, used, mask, level, threshold, low):
   yield 'ratio_fraction_low', _mean(log_w < jnp.log(low or 1 / threshold), over)
 
 
-def batch_summary(batch: types.TurnBatch, mask: jax.Array, spec: Spec) -> dict[str, jax.Array]:
+def batch_summary(batch: types.TurnBatch, has_values: bool) -> dict[str, jax.Array]:
   """Returns mean, max and min of rewards, values, advantages and returns; means of each role."""
-  metrics = {}
-  token_series = {'advantages': batch.advantages, 'returns': batch.returns}
-  if spec.has_values:
-    token_series['values'] = batch.old_values
-  for name, x in token_series.items():
-    metrics |= {
-        f'critic/{name}/mean': jnp.sum(x * mask) / jnp.maximum(mask.sum(), 1),
-        f'critic/{name}/max': jnp.where(mask > 0, x, -jnp.inf).max(),
-        f'critic/{name}/min': jnp.where(mask > 0, x, jnp.inf).min(),
-    }
-    for role, over in _role_masks(batch, mask):
-      metrics[f'role/{role}/{name}/mean'] = _mean(x, over)
+  metrics = _batch_metrics(batch, has_values)
+  for role, rows in _by_role(batch):
+    metrics |= role_metrics(role, _batch_metrics(rows, has_values))
+  return metrics
+
+
+def _batch_metrics(batch, has_values):
+  """Returns the metrics of a batch, over the rows that have agent tokens."""
+  mask = batch.action_mask.astype(jnp.float32)
   rows = mask.any(axis=1)
   rewards = (batch.rewards * mask).sum(axis=1)
-  metrics |= {
-      'critic/rewards/mean': jnp.sum(rewards * rows) / jnp.maximum(rows.sum(), 1),
-      'critic/rewards/max': jnp.where(rows, rewards, -jnp.inf).max(),
-      'critic/rewards/min': jnp.where(rows, rewards, jnp.inf).min(),
-  }
-  if spec.has_values:
+  metrics = _summary('critic/rewards', rewards, rows)
+  metrics |= _summary('critic/advantages', batch.advantages, mask)
+  metrics |= _summary('critic/returns', batch.returns, mask)
+  if has_values:
+    metrics |= _summary('critic/values', batch.old_values, mask)
     metrics['critic/vf_explained_var'] = _explained_variance(batch, mask)
-    for role, over in _role_masks(batch, mask):
-      metrics[f'role/{role}/vf_explained_var'] = _explained_variance(batch, over)
   return metrics
 
 
@@ -113,92 +127,169 @@ def _explained_variance(batch, mask):
   return 1 - error / (spread + 1e-5)
 
 
-def _role_masks(batch, mask):
-  """Yields (role, mask [B,T] of its tokens); nothing where there is one agent."""
-  for role, rows in (batch.roles or {}).items():
-    yield role, mask * rows[:, None]
-
-
 def step_summary(
-    spec: Spec,
-    batch: types.TurnBatch,
-    weights: jax.Array,
-    policy_weights: jax.Array,
-    tokens: dict[str, jax.Array],
+    spec: Spec, batch: types.TurnBatch, weights: filters.LossWeights, tokens: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
   """Returns losses, clip fractions and ratio spreads of one optimizer step, from per-token data.
 
-  The losses of the roles (role/<name>/pg_loss) add up to that of all. Clip fractions and `ppo_kl`
-  are over the tokens that the policy's loss counts, as in verl, the others over all.
-  The trainer skips a step in which a metric whose name ends in `_loss` is not finite.
+  The losses of the roles (role/<name>/pg_loss) add up to that of all.
+  """
+  metrics = _step_metrics(spec, batch, weights, tokens)
+  for role, rows in _by_role(batch):
+    policy_weights = weights.policy * rows.action_mask
+    _, _, parts = correction.cotangents(tokens['logp'], batch, spec.variant, weights=policy_weights)
+    role_tokens = tokens | {'pg_loss': parts['pg_loss']}
+    metrics |= role_metrics(role, _step_metrics(spec, rows, weights, role_tokens))
+  return metrics
+
+
+def _step_metrics(spec, batch, weights, tokens):
+  """Returns the metrics of a step, over the agent tokens of the batch.
+
+  Clip fractions and `ppo_kl` are over the tokens that the policy's loss counts, as in verl.
   """
   mask = batch.action_mask.astype(jnp.float32)
   counted = mask if batch.loss_mask is None else batch.loss_mask
-  token_mean = functools.partial(_mean, over=mask)
-  counted_mean = functools.partial(_mean, over=counted)
   limit = segments.MAX_LOG_RATIO
   log_ratio = jnp.clip((tokens['logp'] - batch.old_logp) * mask, -limit, limit)
   sampled = batch.old_logp if batch.behaviour_logp is None else batch.behaviour_logp
-  stopped_far = _stopped_far(spec, batch, tokens)
+  is_too_far = _is_too_far(spec.variant, batch, tokens)
   metrics = {
       'actor/pg_loss': tokens['pg_loss'],
-      'actor/pg_clipfrac': counted_mean(tokens['clipped'] & ~stopped_far),
-      'actor/pg_clipfrac_lower': counted_mean(stopped_far),
-      'actor/ppo_kl': counted_mean(-log_ratio),
-      'actor/entropy': token_mean(tokens['entropy']),
+      'actor/pg_clipfrac': _mean(tokens['clipped'] & ~is_too_far, counted),
+      'actor/pg_clipfrac_lower': _mean(is_too_far, counted),
+      'actor/ppo_kl': _mean(-log_ratio, counted),
+      'actor/entropy': _mean(tokens['entropy'], mask),
       'stppo/ess_share': off_policy.effective_share(tokens['logp'], sampled, mask),
   }
   if 'kl' in tokens:
-    metrics['actor/kl_loss'] = jnp.sum(tokens['kl'] * weights)
-    metrics['stppo/ref_kl'] = token_mean(tokens['kl'])
+    metrics['actor/kl_loss'] = jnp.sum(tokens['kl'] * weights.token)
+    metrics['stppo/ref_kl'] = _mean(tokens['kl'], mask)
   for level in segments.LEVELS:
     ids, num_segments = segments.segment_ids(level, batch.action_mask, batch.turn_ids)
     ratio = segments.importance_ratio(
         tokens['logp'], batch.old_logp, batch.action_mask, ids, num_segments
     )
     metrics[f'stppo/ratio_std_{level}'] = jnp.sqrt(_variance(ratio, mask))
+  is_positive = batch.advantages >= 0
   for turn in range(1, spec.num_logged_turns + 1):
-    for sign, chosen in (('pos', batch.advantages >= 0), ('neg', batch.advantages < 0)):
-      of_turn = (batch.turn_ids == turn) & chosen & (counted > 0)
-      share = jnp.sum(tokens['clipped'] & of_turn) / jnp.maximum(of_turn.sum(), 1)
-      metrics[f'stppo/clipfrac_turn{turn}_{sign}'] = share
-  for role, over in _role_masks(batch, mask):
-    metrics |= {
-        f'role/{role}/pg_loss': _policy_loss(spec, batch, policy_weights * over, tokens),
-        f'role/{role}/pg_clipfrac': _mean(tokens['clipped'], over * counted),
-        f'role/{role}/ppo_kl': _mean(-log_ratio, over * counted),
-        f'role/{role}/entropy': _mean(tokens['entropy'], over),
-    }
+    in_turn = (batch.turn_ids == turn) & (counted > 0)
+    clipped = tokens['clipped']
+    metrics[f'stppo/clipfrac_turn{turn}_pos'] = _mean(clipped, in_turn & is_positive)
+    metrics[f'stppo/clipfrac_turn{turn}_neg'] = _mean(clipped, in_turn & ~is_positive)
   if spec.has_values:
-    values = tokens['values']
-    value_clip = spec.variant.value_clip or None
-    loss = losses.value_loss(values, batch.old_values, batch.returns, value_clip)
-    metrics['critic/vf_loss'] = token_mean(loss)
-    metrics['critic/vpred_mean'] = token_mean(values)
-    for role, over in _role_masks(batch, mask):
-      metrics[f'role/{role}/vf_loss'] = _mean(loss, over)
-    if value_clip is not None:
-      unclipped_loss = losses.value_loss(values, batch.old_values, batch.returns)
-      metrics['critic/vf_clipfrac'] = token_mean(loss > unclipped_loss)
+    metrics |= _value_metrics(spec.variant, batch, mask, tokens['values'])
   return metrics
 
 
-def _stopped_far(spec, batch, tokens):
+def _value_metrics(variant, batch, mask, values):
+  """Returns the metrics of the critic in a step."""
+  value_clip = variant.value_clip or None
+  loss = losses.value_loss(values, batch.old_values, batch.returns, value_clip)
+  metrics = {'critic/vf_loss': _mean(loss, mask), 'critic/vpred_mean': _mean(values, mask)}
+  if value_clip is not None:
+    unclipped_loss = losses.value_loss(values, batch.old_values, batch.returns)
+    metrics['critic/vf_clipfrac'] = _mean(loss > unclipped_loss, mask)
+  return metrics
+
+
+def _is_too_far(variant, batch, tokens):
   """Returns which tokens [B,T] the dual clip stopped."""
-  if not (dual_clip := spec.variant.dual_clip):
+  if not variant.dual_clip:
     return jnp.zeros_like(tokens['clipped'])
-  negative = correction.advantages_in_min(batch, spec.variant) < 0
-  return tokens['clipped'] & negative & (tokens['ratio'] > dual_clip)
+  is_negative = correction.advantages_in_min(batch, variant) < 0
+  return tokens['clipped'] & is_negative & (tokens['ratio'] > variant.dual_clip)
 
 
-def _policy_loss(spec, batch, weights, tokens):
-  """Returns the policy's loss with these weights [b,T]."""
-  _, _, parts = correction.cotangents(tokens['logp'], batch, spec.variant, weights=weights)
-  return parts['pg_loss']
+# --- Roles ----------------------------------------------------------------------------------------
+
+
+# Metrics of an update -> their names below role/<role>/.
+_ROLE_NAMES = {
+    'actor/pg_loss': 'pg_loss',
+    'actor/pg_clipfrac': 'pg_clipfrac',
+    'actor/ppo_kl': 'ppo_kl',
+    'actor/entropy': 'entropy',
+    'critic/vf_loss': 'vf_loss',
+    'critic/vf_explained_var': 'vf_explained_var',
+    'critic/advantages/mean': 'advantages/mean',
+    'critic/returns/mean': 'returns/mean',
+    'critic/values/mean': 'values/mean',
+    'stppo/step_norm': 'step_norm',
+    'stppo/grad_norm': 'grad_norm',
+}
+
+
+def role_metrics(role: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the metrics of the rows or of the policy of a role, under the role's name."""
+  return {
+      f'role/{role}/{_ROLE_NAMES[name]}': x for name, x in metrics.items() if name in _ROLE_NAMES
+  }
+
+
+def _by_role(batch):
+  """Yields (role, the batch in which only its rows have agent tokens); nothing for one agent."""
+  for role, rows in (batch.roles or {}).items():
+    is_role = rows[:, None]
+    action_mask = batch.action_mask * is_role
+    loss_mask = None if batch.loss_mask is None else batch.loss_mask * is_role
+    yield role, dataclasses.replace(batch, action_mask=action_mask, loss_mask=loss_mask)
+
+
+# --- Of an update, on the host --------------------------------------------------------------------
+
+
+def update_summary(policy_updates: Sequence[learner.PolicyUpdate]) -> dict[str, float]:
+  """Returns the metrics of an update: means over its policies and their optimizer steps.
+
+  The factor by which the division changed a step is also given as largest and smallest, because
+  its mean hides a step that was lost. A policy without tokens does not count.
+  """
+  counted = [part for part in policy_updates if part.has_tokens] or list(policy_updates)
+  metrics = means([part.metrics for part in counted])
+  for part in counted:
+    if part.policy and part.has_tokens:
+      steps = means([step.metrics for step in part.seen])
+      metrics |= role_metrics(part.policy, means([part.metrics]) | steps)
+  steps = [step.metrics for part in counted for step in part.seen]
+  metrics |= means(steps)
+  if _FACTOR in metrics:
+    factors = [float(step[_FACTOR]) for step in steps]
+    metrics[f'{_FACTOR}_max'] = max(factors)
+    metrics[f'{_FACTOR}_min'] = min(factors)
+  # The number of steps skipped in a row.
+  metrics['actor/skipped'] = max(int(step['actor/skipped']) for step in steps)
+  return metrics
+
+
+def means(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+  """Returns the mean of each metric over the parts, which all have the same metrics.
+
+  NaN does not count in the metrics of `_MAY_BE_UNDEFINED`. If one of them is NaN in all parts, it
+  is left out.
+  """
+  result = {}
+  for name in parts[0]:
+    values = np.array([part[name] for part in parts], float)
+    if name in _MAY_BE_UNDEFINED:
+      values = values[~np.isnan(values)]
+    if len(values):
+      result[name] = float(values.mean())
+  return result
 
 
 def _mean(x, over):
   return jnp.sum(x * over) / jnp.maximum(over.sum(), 1)
+
+
+def _summary(name, x, over):
+  """Returns {name/mean, name/max, name/min} of x where `over` is not 0."""
+  is_counted = over > 0
+  return {
+      f'{name}/mean': _mean(x, over),
+      f'{name}/max': jnp.where(is_counted, x, -jnp.inf).max(),
+      f'{name}/min': jnp.where(is_counted, x, jnp.inf).min(),
+  }
 
 
 def _per_row(x, mask):

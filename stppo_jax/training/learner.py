@@ -1,7 +1,8 @@
-"""The learners of a run: models, objective and compiled functions, built from the config.
+"""The learners of a run: each trains one policy.
 
-`Learners.update` trains the policy of a run on a batch of episodes, or the policy of each role on
-its rows. With LoRA, actor and critic that start from the same folder share one base, loaded once.
+A `Learner` holds the state of its policy and the compiled functions that update it. `Learners` has
+them by name: one trains on all rows, or each trains on the rows of its role. With LoRA, actor and
+critic that start from the same folder share one base, loaded once.
 """
 
 from collections.abc import Callable
@@ -22,8 +23,6 @@ from stppo_jax.models import decoder
 from stppo_jax.models import lora
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import episodes as episodes_lib
-from stppo_jax.monitoring import journal as journal_lib
-from stppo_jax.monitoring import roles as roles_lib
 from stppo_jax.monitoring import timing as timing_lib
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline as pipeline_lib
@@ -33,8 +32,6 @@ from stppo_jax.training import packing
 from stppo_jax.training import state as state_lib
 from stppo_jax.training import update as update_lib
 from stppo_jax.training.state import TrainState
-
-State = TrainState | dict[str, TrainState]  # one policy's, or one per role
 
 
 class Models(typing.NamedTuple):
@@ -50,7 +47,7 @@ class Models(typing.NamedTuple):
 class PolicyUpdate(typing.NamedTuple):
   """What an update of one policy was computed from, and what it measured."""
 
-  role: str  # that has this policy for itself; '': all rows share the policy
+  policy: str  # its name, see `Learners`
   episodes: list[types.Episode]  # in the order of the batch's rows
   batch: types.TurnBatch
   steps: list[packing.Step]
@@ -63,61 +60,45 @@ class PolicyUpdate(typing.NamedTuple):
     return any(map(batching.trained_length, self.episodes))
 
 
-@dataclasses.dataclass(frozen=True)
-class Learned:
-  """What an update did, policy by policy."""
-
-  parts: list[PolicyUpdate]
-
-  @property
-  def steps(self) -> list[packing.Step]:
-    """The optimizer steps of all policies."""
-    return [step for part in self.parts for step in part.steps]
-
-  @property
-  def num_tokens(self) -> int:
-    """Tokens of the batch."""
-    return sum(packing.num_tokens(packing.first_epoch(part.steps)) for part in self.parts)
-
-  def summarize(self) -> dict[str, float]:
-    """Returns the metrics of the update: means over the policies, and those of each role."""
-    counted = [part for part in self.parts if part.has_tokens] or self.parts
-    metrics = journal_lib.means([part.metrics for part in counted])
-    for part in counted:
-      if part.role and part.has_tokens:
-        steps = journal_lib.means([step.metrics for step in part.seen])
-        metrics |= roles_lib.update_metrics(part.role, journal_lib.means([part.metrics]) | steps)
-    episodes = [episode for part in self.parts for episode in part.episodes]
-    seen = [step for part in counted for step in part.seen]
-    return metrics | journal_lib.summarize(episodes, seen)
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Learner:
-  """The compiled functions of a policy's update, and what they read besides its state."""
+  """One policy in training.
+
+  Attributes:
+    spec: what is static about its update.
+    frozen: parameters that no step changes.
+    mesh: the devices.
+    functions: the compiled functions of an update.
+    bins: how a batch is dealt out to optimizer steps.
+    state: what the update changes.
+  """
 
   spec: state_lib.Spec
   frozen: state_lib.Frozen
   mesh: jax.sharding.Mesh
   functions: update_lib.Functions
   bins: packing.Bins
+  state: TrainState
 
   def update(
       self,
-      state: TrainState,
       episodes: Sequence[types.Episode],
       key: jax.Array,
       timing: timing_lib.Timing,
-      role: str = '',
+      policy: str = '',
   ) -> tuple[TrainState, PolicyUpdate]:
-    """Trains on a batch of episodes, whose rows `key` deals out to optimizer steps."""
-    functions, frozen = self.functions, self.frozen
+    """Trains on a batch of episodes, whose rows `key` deals out to optimizer steps.
+
+    Returns the new state and what the update measured. The buffers of the old state are reused.
+    """
+    functions = self.functions
+    frozen = self.frozen
     with timing('old_log_prob'):
       rows = batching.by_length(episodes)
       batch, steps = packing.to_device(rows, self.bins, key)
       first_epoch = packing.stack(packing.first_epoch(steps))
-      batch, gap_metrics = functions.annotate(state, frozen, batch, first_epoch)
-      state, batch, advantage_metrics = functions.with_advantages(state, batch)
+      batch, gap_metrics = functions.annotate(self.state, frozen, batch, first_epoch)
+      state, batch, advantage_metrics = functions.with_advantages(self.state, batch)
       metrics = jax.device_get(gap_metrics | advantage_metrics)
     with timing('update_actor'):
       seen = []
@@ -125,24 +106,33 @@ class Learner:
         state, measured, tokens = functions.update_step(state, frozen, batch, step)
         seen.append(episodes_lib.StepMetrics(step.rows, measured, tokens))
       seen = [dataclasses.replace(x, metrics=jax.device_get(x.metrics)) for x in seen]
-    return state, PolicyUpdate(role, rows, batch, steps, metrics, seen)
+    return state, PolicyUpdate(policy, rows, batch, steps, metrics, seen)
 
 
 @dataclasses.dataclass
 class Learners:
-  """The policies that a run trains: one for all rows, or one for the rows of each role.
+  """The learners of a run, by the names of their policies (see `Components.policies`).
 
-  They have the same shapes, and share the compiled functions and what is frozen.
+  The policies have the same shapes. They share the compiled functions and what is frozen.
 
   Attributes:
-    learner: the functions and frozen parameters, which all policies share.
-    state: the TrainState, or a dict from the name of each role to its TrainState.
+    by_policy: {'': the learner that trains on all rows}, or {role: the learner of its rows}.
     seed: the seed of the run.
   """
 
-  learner: Learner
-  state: State
+  by_policy: dict[str, Learner]
   seed: int
+
+  @property
+  def first(self) -> Learner:
+    """The first learner, for what all of them share."""
+    return next(iter(self.by_policy.values()))
+
+  @property
+  def state(self) -> Any:
+    """The state as a checkpoint holds it: a TrainState, or {role: TrainState}."""
+    states = {name: learner.state for name, learner in self.by_policy.items()}
+    return states[''] if '' in states else states
 
   @property
   def num_bytes(self) -> int:
@@ -151,45 +141,53 @@ class Learners:
 
   @property
   def actor(self) -> Any:
-    """What is trained of the policy; a list with that of each role, where they have their own."""
-    if isinstance(self.state, dict):
-      return [state.actor for state in self.state.values()]
-    return self.state.actor
+    """What is trained of the policy, or a list of what is trained of each of several."""
+    actors = [learner.state.actor for learner in self.by_policy.values()]
+    return actors if len(actors) > 1 else actors[0]
 
   def policy(self, actor: Any) -> Any:
     """Returns the policies' parameters: trained ones, as in `actor`, combined with frozen ones."""
-    combine = self.learner.frozen.policy
+    combine = self.first.frozen.policy
     return list(map(combine, actor)) if isinstance(actor, list) else combine(actor)
+
+  def restore(self, read: Callable[[Any], Any]) -> None:
+    """Replaces the state by read(shapes with shardings). Frees the old one first, to make room."""
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state
+    )
+    for learner in self.by_policy.values():
+      del learner.state
+    state = read(shapes)
+    for name, learner in self.by_policy.items():
+      learner.state = state[name] if name else state
 
   def forget_skipped_steps(self) -> None:
     """Sets the count of skipped steps in a row to 0, as after a rollback."""
-    if isinstance(self.state, dict):
-      self.state = {role: state.unskipped() for role, state in self.state.items()}
-    else:
-      self.state = self.state.unskipped()
+    for learner in self.by_policy.values():
+      learner.state = learner.state.unskipped()
 
-  def update(self, sampled: pipeline_lib.Sampled, timing: timing_lib.Timing) -> Learned:
+  def update(self, sampled: pipeline_lib.Sampled, timing: timing_lib.Timing) -> list[PolicyUpdate]:
     """Trains each policy on its rows of the batch.
 
-    A function of the states, the batch and the seed, so a resumed run repeats it.
+    The result depends on the states, the batch and the seed alone, so a resumed run repeats it.
     """
     _, key = pipeline_lib.batch_keys(self.seed, sampled.number)
-    if not isinstance(self.state, dict):
-      self.state, part = self.learner.update(self.state, sampled.episodes, key, timing)
-      return Learned([part])
-    states, parts = {}, []
-    for role, state in self.state.items():
-      rows = [episode for episode in sampled.episodes if episode.role == role]
-      states[role], part = self.learner.update(state, rows, key, timing, role)
-      parts.append(part)
-    self.state = states
-    return Learned(parts)
+    states = {}
+    updates = []
+    for name, learner in self.by_policy.items():
+      rows = [episode for episode in sampled.episodes if name in ('', episode.role)]
+      states[name], policy_update = learner.update(rows, key, timing, name)
+      updates.append(policy_update)
+    # All at once: after an error, the run saves the state only if it belongs to one update.
+    for name, learner in self.by_policy.items():
+      learner.state = states[name]
+    return updates
 
 
 def build(config: config_lib.Config, policies: Sequence[str] = ('',), pad_id: int = 0) -> Learners:
   """Loads the weights; returns the learners of these policies. Compiles nothing.
 
-  All states start from the same weights.
+  All policies start from the same weights.
   """
   variant = objective.make_variant(config)
   mesh = sharding.mesh_of(config.mesh)
@@ -216,11 +214,20 @@ def build(config: config_lib.Config, policies: Sequence[str] = ('',), pad_id: in
   spec = make_spec(config, variant, model, critic_model, mesh.devices.flat[0])
   state = state_lib.create_sharded(spec, actor, critic, mesh, offloaded)
   functions = update_lib.compile_functions(spec, state, frozen, mesh)
-  learner = Learner(spec, frozen, mesh, functions, make_bins(config, spec, mesh, pad_id))
-  if policies == ('',):
-    return Learners(learner, state, config.seed)
-  copies = [state, *(jax.tree.map(jnp.copy, state) for _ in policies[1:])]
-  return Learners(learner, dict(zip(policies, copies)), config.seed)
+  bins = packing.Bins(
+      mini_batch=config.train.mini_batch,
+      epochs=config.train.epochs,
+      micro_batch=config.train.micro_batch,
+      lengths=spec.lengths,
+      pad_id=pad_id,
+      sharding=sharding.rows(mesh),
+      shared=spec.shared_bins,
+  )
+  learners = {policies[0]: Learner(spec, frozen, mesh, functions, bins, state)}
+  for name in policies[1:]:
+    copied = jax.tree.map(jnp.copy, state)
+    learners[name] = Learner(spec, frozen, mesh, functions, bins, copied)
+  return Learners(learners, config.seed)
 
 
 def load(
@@ -284,22 +291,6 @@ def model_heads(config: config_lib.Config, variant: variants.Variant) -> tuple[s
   if not variant.needs_critic:
     return 'tokens', None
   return ('both', None) if config.model.critic == 'shared' else ('tokens', 'value')
-
-
-def make_bins(
-    config: config_lib.Config, spec: state_lib.Spec, mesh: jax.sharding.Mesh, pad_id: int
-) -> packing.Bins:
-  """Makes the Bins: how a batch is dealt out to optimizer steps."""
-  train = config.train
-  return packing.Bins(
-      train.mini_batch,
-      train.epochs,
-      train.micro_batch,
-      spec.lengths,
-      pad_id,
-      sharding.rows(mesh),
-      spec.shared_bins,
-  )
 
 
 def make_spec(

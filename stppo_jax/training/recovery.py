@@ -49,6 +49,7 @@ class Progress:
   """How far a run is."""
 
   updates: int = 0  # that the state holds
+  resumed: int = 0  # updates that a checkpoint held when the run started
   logged: int = 0  # updates whose metrics are written
   passed_over: int = 0  # batches that rollbacks skipped
   unfinished: dict[str, float] | None = None  # metrics of an update whose evaluation is to be done
@@ -164,24 +165,8 @@ def restore_part(workdir: str, like: Any, which: str = 'newest') -> tuple[Any, i
     return part, updates
 
 
-class Saves:
-  """The checkpoints of a run as it goes on; a context manager.
-
-  Args:
-    workdir: the folder of the run.
-    settings: config.train.
-    num_bytes: size of the state.
-  """
-
-  def __init__(self, workdir: str, settings: config_lib.TrainSettings, num_bytes: int):
-    self._checkpoints = checkpoint.Checkpoints(
-        workdir, settings.keep_checkpoints, settings.on_save_error, num_bytes
-    )
-
-  @property
-  def num_failed(self) -> int:
-    """Saves that have failed since the last good one."""
-    return self._checkpoints.num_failed
+class RunCheckpoints(checkpoint.Checkpoints):
+  """The checkpoints of a run as it goes on, with its position and the batches ahead."""
 
   def resume(
       self, learners: learner_lib.Learners, batches: pipeline_lib.Batches, last_batch: int | None
@@ -191,21 +176,20 @@ class Saves:
     After a rollback, batches continue after `last_batch`: the same ones would fail again. Batches
     that were sampled ahead are dropped, since they may hold what failed.
     """
-    newest = self._checkpoints.newest()
+    newest = self.newest()
     hosts.require_same('checkpoint', newest, _SHARED)
     if newest is None:
       return Progress(), []
-    self._checkpoints.drop_after(newest)
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), learners.state
+    self.drop_after(newest)
+    learners.restore(lambda shapes: self.restore(newest, shapes))
+    saved = self.progress(newest)
+    progress = Progress(
+        updates=newest,
+        resumed=newest,
+        logged=newest,
+        passed_over=saved['passed_over'],
+        unfinished=saved.get('unfinished'),
     )
-    roles = list(learners.state) if isinstance(learners.state, dict) else []
-    del learners.state  # makes room
-    state = self._checkpoints.restore(newest, shapes)
-    # JAX and Orbax sort the keys of a dict. The roles have the order of the environment.
-    learners.state = {role: state[role] for role in roles} if roles else state
-    saved = self._checkpoints.progress(newest)
-    progress = Progress(newest, newest, saved['passed_over'], saved.get('unfinished'))
     if progress.unfinished is not None:
       progress.logged -= 1
     if last_batch is not None:
@@ -218,14 +202,14 @@ class Saves:
     if unsampled:
       num_copies = 1 + max(record['copy'] for record in unsampled)
       like = batches.copy(learners.actor)
-      copies = self._checkpoints.restore_copies(newest, like, num_copies)
+      copies = self.restore_copies(newest, like, num_copies)
     for record in unsampled:
       params = copies[record['copy']]
       ahead.append(pipeline_lib.Unsampled(record['number'], record['staleness'], params))
     ahead.sort(key=lambda batch: batch.number)
     return progress, ahead
 
-  def save(self, progress: Progress, state: Any, ahead: Sequence[Ahead]) -> None:
+  def save_run(self, progress: Progress, state: Any, ahead: Sequence[Ahead]) -> None:
     """Begins to save the state, how far the run is, and the batches ahead.
 
     Choice: does not wait for batches that are still to be sampled. Saves the parameters that are
@@ -249,7 +233,7 @@ class Saves:
     }
     if progress.unfinished is not None:
       record['unfinished'] = {name: np.asarray(x).item() for name, x in progress.unfinished.items()}
-    self._checkpoints.save(progress.updates, state, record, progress.score, list(copies.values()))
+    self.save(progress.updates, state, record, progress.score, list(copies.values()))
 
   def save_on_error(self, error: Exception, progress: Progress, state: Any) -> None:
     """Saves the state after an error, if it is whole and a resumed run can write its metrics.
@@ -262,20 +246,5 @@ class Saves:
     is_shared = isinstance(error, RunError) or jax.process_count() == 1
     is_whole = not any(x.is_deleted() for x in jax.tree.leaves(state))  # else: donated
     if progress.updates and is_resumable and is_shared and is_whole:
-      self.save(progress, state, ())
+      self.save_run(progress, state, ())
       logging.warning('%s: saved after %d updates', type(error).__name__, progress.updates)
-
-  def note_score(self, updates: int, score: float | None) -> None:
-    """Notes the held-out score of a checkpoint that was saved before its evaluation ended."""
-    self._checkpoints.note_score(updates, score)
-
-  def check(self) -> None:
-    """Reports a save that has failed."""
-    self._checkpoints.check()
-
-  def __enter__(self) -> 'Saves':
-    self._checkpoints.__enter__()
-    return self
-
-  def __exit__(self, *error: Any) -> None:
-    self._checkpoints.__exit__(*error)

@@ -6,6 +6,7 @@ evaluates, logs and saves for `loop.train`.
 
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
@@ -29,14 +30,17 @@ from stppo_jax.evaluation import scores as scores_lib
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import journal as journal_lib
+from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import timing as timing_lib
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import pipeline as pipeline_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.training import checkpoint
+from stppo_jax.training import diagnostics
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import objective
+from stppo_jax.training import packing
 from stppo_jax.training import recovery
 from stppo_jax.trajectories import saved
 
@@ -110,7 +114,7 @@ def setup(config: Config) -> Parts:
   prepare.check_prompts(config, prepared, held_out)
   tasks_lib.warn_of_overlap(tasks, held_out)
   learners = learner_lib.build(config, prepared.policies, prepared.tokenizer.pad_id)
-  learner = learners.learner
+  learner = learners.first
   agent = components.make_agent(config, learner.spec.actor, learner.mesh, prepared)
   return Parts(config, agent, learners, tasks, held_out)
 
@@ -168,36 +172,51 @@ def opened(
 
   After a rollback the batches up to `last_batch` are skipped.
   """
-  config, learners = parts.config, parts.learners
+  config = parts.config
+  learners = parts.learners
   _log_start(parts)
   over = threading.Event()  # ends a batch that is sampled ahead and that this run will not need
   give_up = lambda: over.is_set() or stop_requested()
   batches = make_batches(config, parts.agent, learners.policy, parts.tasks, give_up)
   with contextlib.ExitStack() as resources:
-    saves = resources.enter_context(recovery.Saves(workdir, config.train, learners.num_bytes))
-    progress, ahead = saves.resume(learners, batches, last_batch)
-    first = progress.updates
-    journal = resources.enter_context(
-        journal_lib.Journal(
-            workdir,
-            dataclasses.asdict(config),
-            first,
-            parts.agent.env.core_metrics,
-            progress.unfinished is not None,
-        )
+    settings = config.train
+    checkpoints = recovery.RunCheckpoints(
+        workdir, settings.keep_checkpoints, settings.on_save_error, learners.num_bytes
     )
+    resources.enter_context(checkpoints)
+    progress, ahead = checkpoints.resume(learners, batches, last_batch)
+    first = progress.updates
+    journal = journal_lib.Journal(
+        workdir,
+        dataclasses.asdict(config),
+        first,
+        parts.agent.env.core_metrics,
+        progress.unfinished is not None,
+    )
+    resources.enter_context(journal)
     pipeline = resources.enter_context(_make_pipeline(parts, batches, ahead))
     del ahead  # the pipeline frees the parameters in it, once they have sampled
     # Called before the exit of the pipeline, which waits for the batch in progress.
     resources.callback(over.set)
     before_update = resources.enter_context(
-        timing_lib.trace_updates(f'{workdir}/profile', profile, first, config.train.updates)
+        timing_lib.trace_updates(f'{workdir}/profile', profile, first, settings.updates)
     )
-    yield Run(parts, batches, pipeline, saves, journal, progress, stop_requested, before_update)
+    yield Run(
+        parts=parts,
+        batches=batches,
+        pipeline=pipeline,
+        checkpoints=checkpoints,
+        journal=journal,
+        progress=progress,
+        stop_requested=stop_requested,
+        before_update=before_update,
+        timing=timing_lib.Timing(),
+    )
 
 
 def _log_start(parts):
-  config, mesh = parts.config, parts.learners.learner.mesh
+  config = parts.config
+  mesh = parts.learners.first.mesh
   logging.info(
       '%s: %s, %d x %s as %s; %d tasks to train on, %d held out',
       config.name,
@@ -216,7 +235,7 @@ def _make_pipeline(parts, batches, ahead):
   if not config.rollout.replay:
     return pipeline_lib.Pipeline(batches.sample, config.pipeline.staleness, ahead, batches.copy)
   logging.info('nothing is sampled to train on: batches are those of %s', config.rollout.replay)
-  replay = _make_replay(config, parts.learners.learner.spec.variant, parts.agent.env)
+  replay = _make_replay(config, parts.learners.first.spec.variant, parts.agent.env)
 
   def read(unused_params, number, unused_staleness):
     try:
@@ -227,50 +246,40 @@ def _make_pipeline(parts, batches, ahead):
   return pipeline_lib.Pipeline(read, 0)
 
 
+@dataclasses.dataclass
 class Run:
-  """What happens around each update of `loop.train`.
+  """What happens around each update of `loop.train`."""
 
-  Attributes:
-    config: the settings.
-    learners: the policies that are trained, with their states.
-    timing: seconds of each phase of the update in progress.
-  """
+  parts: Parts
+  batches: pipeline_lib.Batches  # how the batches are played
+  pipeline: pipeline_lib.Pipeline  # gives the batches
+  checkpoints: recovery.RunCheckpoints
+  journal: journal_lib.Journal
+  progress: recovery.Progress
+  stop_requested: Callable[[], bool]
+  before_update: Callable[[int], None]  # is called with the number of updates done
+  timing: timing_lib.Timing  # seconds of each phase of the update in progress
+  is_stopped: bool = False
+  records: episodes_lib.Records = dataclasses.field(default_factory=episodes_lib.Records)
+  scores: dict[str, float] = dataclasses.field(default_factory=dict)  # of the last evaluation
 
-  def __init__(
-      self,
-      parts: Parts,
-      batches: pipeline_lib.Batches,
-      pipeline: pipeline_lib.Pipeline,
-      saves: recovery.Saves,
-      journal: journal_lib.Journal,
-      progress: recovery.Progress,
-      stop_requested: Callable[[], bool],
-      before_update: Callable[[int], None],
-  ):
-    self.config = parts.config
-    self.learners = parts.learners
-    self.timing = timing_lib.Timing()
-    self._agent = parts.agent
-    self._held_out = parts.held_out
-    self._batches = batches
-    self._pipeline = pipeline
-    self._saves = saves
-    self._journal = journal
-    self._progress = progress
-    self._stop_requested = stop_requested
-    self._before_update = before_update
-    self._first = progress.updates
-    self._is_stopped = False
-    self._records = episodes_lib.Records()  # from the newest update
-    self._scores: dict[str, float] = {}  # from the last evaluation
+  @property
+  def config(self) -> Config:
+    """The settings of the run."""
+    return self.parts.config
+
+  @property
+  def learners(self) -> learner_lib.Learners:
+    """The learners, with their states."""
+    return self.parts.learners
 
   def remaining_updates(self) -> Iterator[int]:
     """Yields the numbers of the updates to come, until a process is asked to stop."""
-    progress = self._progress
-    while not self._is_stopped and progress.updates < self.config.train.updates:
-      if any(hosts.share(self._stop_requested())):
+    progress = self.progress
+    while not self.is_stopped and progress.updates < self.config.train.updates:
+      if any(hosts.share(self.stop_requested())):
         return
-      self._before_update(progress.updates)
+      self.before_update(progress.updates)
       yield progress.updates + 1
 
   @contextlib.contextmanager
@@ -281,25 +290,26 @@ class Run:
       with jax.profiler.TraceAnnotation('step'):
         yield
     except types.Stopped:
-      self._is_stopped = True
+      self.is_stopped = True
     except (recovery.Stuck, checkpoint.SaveError):
       raise
     except Exception as error:
-      self._saves.save_on_error(error, self._progress, self.learners.state)
+      self.checkpoints.save_on_error(error, self.progress, self.learners.state)
       raise
 
   def begin(self) -> None:
     """Evaluates the untrained policy, or repeats the evaluation that a stop has interrupted."""
-    n, unfinished = self._progress.updates, self._progress.unfinished
+    n = self.progress.updates
+    unfinished = self.progress.unfinished
     if n == 0:
-      self._journal.write(0, self.evaluate(0, {}))
+      self.journal.write(0, self.evaluate(0, {}))
     elif unfinished is not None:
       metrics = self.evaluate(n, unfinished)
-      self._saves.note_score(n, self._progress.score)
+      self.checkpoints.note_score(n, self.progress.score)
       # Choice: does not check that update n was finite. A rollback would come back here, to n.
-      alarms = self._journal.log_update(n, metrics)
-      self._progress.logged = n
-      self._journal.warn(n, alarms)
+      alarms = self.journal.log_update(n, metrics)
+      self.progress.logged = n
+      self.journal.warn(n, alarms)
 
   def sample(self, n: int) -> pipeline_lib.Sampled:
     """Returns the batch of update n: tasks, and the episodes that the agent played on them.
@@ -307,51 +317,59 @@ class Run:
     Choice: a rollback passes over batches, so the number of a batch is not always n.
     """
     with self.timing('wait'):
-      return self._pipeline.take(self.learners.actor, n + self._progress.passed_over)
+      return self.pipeline.take(self.learners.actor, n + self.progress.passed_over)
 
   def measure(
-      self, n: int, sampled: pipeline_lib.Sampled, learned: learner_lib.Learned
+      self,
+      n: int,
+      sampled: pipeline_lib.Sampled,
+      policy_updates: Sequence[learner_lib.PolicyUpdate],
   ) -> dict[str, float]:
     """Returns the metrics of update n and writes its episodes.
 
     From now on `Progress` counts update n as done.
     """
-    self._progress.updates, self._progress.score = n, None
+    self.progress.updates = n
+    self.progress.score = None
     with self.timing('records'):
-      metrics = learned.summarize()
-      self._records = self._make_records(n, sampled, learned, metrics['actor/skipped'])
-    self._journal.record('train', n, self._records)
+      metrics = diagnostics.update_summary(policy_updates)
+      metrics |= episodes_lib.summarize(
+          [episode for part in policy_updates for episode in part.episodes]
+      )
+      self.records = self._make_records(n, sampled, policy_updates, metrics['actor/skipped'])
+    self.journal.record('train', n, self.records)
+    learner = self.learners.first
+    steps = [step for part in policy_updates for step in part.steps]
+    num_tokens = packing.num_tokens(steps) / self.config.train.epochs
     step_s = sum(self.timing.values())
-    learner = self.learners.learner
-    tokens_per_s = learned.num_tokens / step_s
-    compiled = self._agent.sampler.compiled_variants().values()
-    return (
-        metrics
-        | sampled.measured
-        | self.timing.metrics()
-        | {
-            'timing_s/step': step_s,
-            'pipeline/staleness': sampled.staleness,
-            'perf/throughput': tokens_per_s / learner.mesh.size,  # per device, as verl
-            'perf/padding': learner.bins.padding(learned.steps),
-            'perf/compilations': learner.functions.num_compilations() + sum(compiled),
-            'perf/failed_saves': self._saves.num_failed,
-        }
-    )
+    num_programs = sum(self.parts.agent.sampler.compiled_variants().values())
+    num_programs += learner.functions.num_compilations()
+    metrics |= sampled.measured
+    metrics |= self.timing.metrics()
+    metrics |= metrics_lib.device_memory()
+    return metrics | {
+        'timing_s/step': step_s,
+        'pipeline/staleness': sampled.staleness,
+        'perf/throughput': num_tokens / step_s / learner.mesh.size,  # per device, as verl
+        'perf/padding': learner.bins.padding(steps),
+        'perf/compilations': num_programs,
+        'perf/failed_saves': self.checkpoints.num_failed,
+        'perf/host_memory_gb': metrics_lib.host_memory_gb(),
+    }
 
-  def _make_records(self, n, sampled, learned, skipped):
+  def _make_records(self, n, sampled, policy_updates, skipped):
     """Returns the records of the episodes, token by token, if they are to be written."""
     log = self.config.log
     is_wanted = log.episodes and n % log.episodes_every == 0
     if not is_wanted and skipped < self.config.train.max_nonfinite:
       return episodes_lib.Records()
-    has_values, tokenizer = self.learners.learner.spec.has_values, self._agent.tokenizer
+    has_values = self.learners.first.spec.has_values
+    tokenizer = self.parts.agent.tokenizer
     parts = []
-    for part in learned.parts:
+    for part in policy_updates:
       rows = dataclasses.replace(sampled, episodes=part.episodes)
-      parts.append(
-          episodes_lib.update_records(rows, tokenizer, part.batch, part.seen, n, has_values)
-      )
+      records = episodes_lib.update_records(rows, tokenizer, part.batch, part.seen, n, has_values)
+      parts.append(records)
     return episodes_lib.join_records(parts)
 
   def evaluation_is_due(self, n: int) -> bool:
@@ -364,43 +382,45 @@ class Run:
 
     Raises Stopped when a stop is requested. Waits for a retriever that fails, as sampling does.
     """
-    self._progress.unfinished = metrics
-    with self._pipeline.idle():
+    self.progress.unfinished = metrics
+    with self.pipeline.idle():
       started = time.perf_counter()  # without the wait for a batch that is being sampled
       policy = self.learners.policy(self.learners.actor)
-      keys = episode_lib.row_keys(jax.random.key(self.config.seed), self._held_out)
-      play = lambda: self._agent.play(
-          policy, self._held_out, keys, greedy=True, give_up=self._stop_requested
+      keys = episode_lib.row_keys(jax.random.key(self.config.seed), self.parts.held_out)
+      play = lambda: self.parts.agent.play(
+          policy, self.parts.held_out, keys, greedy=True, give_up=self.stop_requested
       )
-      episodes, _ = self._batches.until_answered(play)
+      episodes, _ = self.batches.until_answered(play)
       scores = scores_lib.scores(episodes)
     pipeline_lib.check_environment(episodes, self.config.rollout.max_failed)
-    self._journal.log_evaluation(n, scores, episodes, self._agent.tokenizer)
-    self._scores = scores | {'timing_s/testing': time.perf_counter() - started}
-    self._progress.unfinished = None
-    self._progress.score = self._journal.main_score(scores)
-    return metrics | self._scores
+    self.journal.log_evaluation(n, scores, episodes, self.parts.agent.tokenizer)
+    self.scores = scores | {'timing_s/testing': time.perf_counter() - started}
+    self.progress.unfinished = None
+    self.progress.score = self.journal.main_score(scores)
+    return metrics | self.scores
 
   def log(self, n: int, metrics: dict[str, float]) -> None:
     """Writes the metrics of update n. Raises an error if it was not finite or is unhealthy."""
-    alarms = self._journal.log_update(n, metrics)
-    self._progress.logged = n
+    alarms = self.journal.log_update(n, metrics)
+    self.progress.logged = n
     self._check_finite(n, metrics)
-    self._journal.warn(n, alarms)
+    self.journal.warn(n, alarms)
 
   def _check_finite(self, n, metrics):
     """Raises Stuck if parameters are not finite, or if too many steps in a row were skipped."""
-    number = n + self._progress.passed_over
+    number = n + self.progress.passed_over
     for name in ('stppo/step_norm', 'critic/step_norm'):
       if not math.isfinite(metrics.get(name, 0.0)):
         raise recovery.Stuck(f'update {n} left parameters that are not finite ({name})', number)
     skipped = metrics['actor/skipped']
     if skipped < self.config.train.max_nonfinite:
       return
-    path, cause = self._journal.dump(n, self._records), 'gradients or losses were not finite'
-    divisor, norm = metrics.get('stppo/divisor', 1.0), metrics.get('stppo/grad_norm', math.nan)
+    path = self.journal.dump(n, self.records)
+    cause = 'gradients or losses were not finite'
+    divisor = metrics.get('stppo/divisor', 1.0)
+    norm = metrics.get('stppo/grad_norm', math.nan)
     if math.isfinite(norm) and not math.isfinite(divisor):
-      name = self.learners.learner.spec.variant.described()['divisor']
+      name = self.learners.first.spec.variant.described()['divisor']
       cause = f'the divisor {name!r} gave no positive number, so nothing was applied'
     raise recovery.Stuck(
         f'{cause} in {skipped} optimizer steps in a row, up to update {n}: their episodes are in '
@@ -414,17 +434,17 @@ class Run:
     Choice: an evaluation makes no checkpoint due, because a large state takes long to write. The
     best checkpoint is chosen among those that are due and have a score.
     """
-    self._saves.check()
+    self.checkpoints.check()
     every = self.config.train.checkpoint_every
     if every and n % every == 0:
       self._save()
 
   def finish(self) -> dict[str, float]:
     """Saves the state of the last update, and returns the scores of the last evaluation."""
-    if self._progress.updates > self._first:
+    if self.progress.updates > self.progress.resumed:
       self._save()
-    self._journal.log_end(self._progress.updates)
-    return self._scores
+    self.journal.log_end(self.progress.updates)
+    return self.scores
 
   def _save(self):
-    self._saves.save(self._progress, self.learners.state, self._pipeline.contents())
+    self.checkpoints.save_run(self.progress, self.learners.state, self.pipeline.contents())

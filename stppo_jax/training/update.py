@@ -199,7 +199,7 @@ def with_advantages(
   batch = filters.apply(advantages.estimate(batch, variant), variant)
   if batch.loss_mask is not None:
     metrics['stppo/dropped_tokens'] = 1 - batch.loss_mask.sum() / jnp.maximum(mask.sum(), 1)
-  return state, batch, metrics | diagnostics.batch_summary(batch, mask, spec)
+  return state, batch, metrics | diagnostics.batch_summary(batch, spec.has_values)
 
 
 def update_step(
@@ -223,7 +223,7 @@ def update_step(
   state = dataclasses.replace(state, critic=sharding.to_device(state.critic))
   batch = jax.tree.map(lambda x: x[step.rows], batch)
   weights = filters.weights(batch, spec.variant)
-  return take_step(StepInputs(spec, state, batch, *weights, mesh, frozen, step.packing))
+  return take_step(StepInputs(spec, state, batch, weights, mesh, frozen, step.packing))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,10 +236,7 @@ class StepInputs:
   spec: Spec
   state: TrainState
   batch: TurnBatch  # the rows of this step
-  mask: jax.Array  # [b,T] of the agent's tokens
-  weights: jax.Array  # [b,T] of the aggregation over the mini-batch
-  policy_weights: jax.Array  # [b,T] the same times the off-policy weights: only of g and C
-  value_weights: jax.Array  # [b,T] of the critic's loss
+  weights: filters.LossWeights  # weights of its tokens [b,T] in the sums
   mesh: jax.sharding.Mesh
   frozen: Frozen
   packing: packing_lib.Packing
@@ -271,7 +268,7 @@ class StepInputs:
 
   def sum(self, function: Callable, packing: packing_lib.Packing, total: Any) -> Any:
     """Returns `total` plus function(layout) of every micro-batch."""
-    spec, num_tokens = self.spec, self.mask.shape[1]
+    spec, num_tokens = self.spec, self.batch.tokens.shape[1]
     return packing_lib.sum_over(
         function, packing, spec.micro_batch, spec.lengths, num_tokens, total
     )
@@ -307,7 +304,7 @@ def _sum_gradients(inputs):
   Returns g as 'actor' and the critic's gradient as 'value'; and per-token numbers [b,T] with the
   sums pg_loss and clipped_objective.
   """
-  spec, mask = inputs.spec, inputs.mask
+  spec, mask = inputs.spec, inputs.weights.mask
 
   def one_micro_batch(layout):
     outputs, pull = inputs.policy(layout)
@@ -351,10 +348,10 @@ def _policy_cotangents(inputs, layout, outputs):
   variant = inputs.spec.variant
   tokens = dict(zip(('logp', 'entropy', 'values'), map(layout.unpack, outputs)))
   is_here = layout.mine.astype(jnp.float32)  # 1 for the tokens of this micro-batch
-  batch = dataclasses.replace(inputs.batch, action_mask=inputs.mask * is_here)
-  weights = inputs.weights * is_here
+  batch = dataclasses.replace(inputs.batch, action_mask=inputs.weights.mask * is_here)
+  weights = inputs.weights.token * is_here
   d_logp, d_bias, parts = correction.cotangents(
-      tokens['logp'], batch, variant, weights=inputs.policy_weights * is_here
+      tokens['logp'], batch, variant, weights=inputs.weights.policy * is_here
   )
   if variant.kl_in == 'loss':
     kl_of = lambda logp: losses.kl(logp, batch.ref_logp, variant.kl_estimator)
@@ -375,7 +372,7 @@ def _value_cotangent(inputs, layout, values):
   clip = inputs.spec.variant.value_clip or None
   loss = lambda values: losses.value_loss(values, batch.old_values, batch.returns, clip)
   _, pull = jax.vjp(loss, values)
-  return layout.pack(pull(inputs.value_weights * layout.mine.astype(jnp.float32))[0])
+  return layout.pack(pull(inputs.weights.value * layout.mine.astype(jnp.float32))[0])
 
 
 def _sum_bias(inputs, cotangent):
@@ -412,16 +409,14 @@ def _divide(inputs, grads, bias, tokens):
   g_norm = correction.norm(g)
   bias_norm = jnp.zeros(()) if bias is None else correction.norm(bias)
   c_norm = bias_norm if variant.norm_of == 'gradient' else jnp.abs(tokens['clipped_objective'])
-  any_clipped = (tokens['clipped'] & (inputs.policy_weights != 0)).any()
+  any_clipped = (tokens['clipped'] & (inputs.weights.policy != 0)).any()
   divisor = correction.divisor(variant.divisor, g_norm, c_norm, any_clipped)
   value_gradient = grads['value'] if spec.shared_trunk else None
   gradient, undivided, step_divisor, norms = correction.divide(
       variant.divide, g, value_gradient, divisor, spec.actor_clip
   )
-  metrics = diagnostics.step_summary(
-      spec, inputs.batch, inputs.weights, inputs.policy_weights, tokens
-  )
-  decisive = [value for name, value in metrics.items() if name.endswith('_loss')]
+  metrics = diagnostics.step_summary(spec, inputs.batch, inputs.weights, tokens)
+  decisive = [metrics[name] for name in diagnostics.LOSSES if name in metrics]
   decisive += [g_norm, c_norm, divisor, norms['factor']]
   scale = off_policy.STEP_SCALES[variant.step_scale](metrics['stppo/ess_share'])
   if variant.step_scale != 'none':
@@ -449,8 +444,8 @@ def _apply(inputs, grads, division, decisive):
     decisive = [*decisive, value_norm]
   is_finite = jnp.isfinite(jnp.stack(decisive)).all()
   # Without tokens to train on, the optimizer's moments alone would move the parameters.
-  has_tokens = is_finite & inputs.mask.any()
-  is_trained = has_tokens if spec.shared_trunk else has_tokens & (inputs.weights != 0).any()
+  has_tokens = is_finite & inputs.weights.mask.any()
+  is_trained = has_tokens if spec.shared_trunk else has_tokens & (inputs.weights.token != 0).any()
   train_actor = is_trained & (state.step >= spec.critic_warmup)
   actor = optimize(
       spec.actor_optimizer,
