@@ -621,7 +621,7 @@ class UpdateTest(parameterized.TestCase):
     batch = make_batch()
     batch = batch.replace(old_logp=-1.0 * batch.action_mask, ref_logp=-1.2 * batch.action_mask)
     batch = jax.tree.map(jnp.asarray, batch)
-    state, after, metrics = update.with_advantages(spec, mesh, state, batch)
+    state, after, metrics = update.with_advantages(spec, state, batch)
     np.testing.assert_allclose(metrics['actor/reward_kl_penalty'], 0.2, rtol=1e-5)
     np.testing.assert_allclose(state.kl_coef, 0.1 * (1 + 0.2 * 7 / 70), rtol=1e-6)
     np.testing.assert_allclose(
@@ -629,7 +629,7 @@ class UpdateTest(parameterized.TestCase):
     )
     with self.subTest('it outlives a batch whose KL is not finite'):
       bad = batch.replace(old_logp=batch.old_logp.at[0].mul(jnp.nan))
-      after_bad = update.with_advantages(spec, mesh, state, bad)[0]
+      after_bad = update.with_advantages(spec, state, bad)[0]
       self.assertEqual(after_bad.kl_coef, state.kl_coef)
 
   def test_the_kl_that_adapts_the_coefficient_is_a_mean_over_episodes(self):
@@ -645,7 +645,7 @@ class UpdateTest(parameterized.TestCase):
     batch = batch.replace(
         action_mask=mask, turn_ids=mask.astype(int), old_logp=kl - 1, ref_logp=0 * kl - 1
     )
-    state, _, metrics = update.with_advantages(spec, mesh, make_state(spec, mesh), batch)
+    state, _, metrics = update.with_advantages(spec, make_state(spec, mesh), batch)
     np.testing.assert_allclose(metrics['actor/reward_kl_penalty'], 0.35, rtol=1e-5)
     np.testing.assert_allclose(metrics['actor/reward_kl_penalty_coeff'], 0.1, rtol=1e-6)
     np.testing.assert_allclose(state.kl_coef, 0.1 * (1 + (0.35 / 0.32 - 1) * 0.02), rtol=1e-6)
@@ -654,7 +654,7 @@ class UpdateTest(parameterized.TestCase):
     spec = make_spec('ppo', kl_in='loss', kl_estimator='k3', kl_target=0.32, kl_horizon=100.0)
     mesh = one_device()
     batch = jax.tree.map(jnp.asarray, make_batch())
-    state, _, metrics = update.with_advantages(spec, mesh, make_state(spec, mesh), batch)
+    state, _, metrics = update.with_advantages(spec, make_state(spec, mesh), batch)
     np.testing.assert_allclose(state.kl_coef, spec.variant.kl_coef * (1 - 0.2 * 7 / 100), rtol=1e-6)
     self.assertEqual(metrics['actor/kl_coef'], state.kl_coef)
 
@@ -664,13 +664,13 @@ class UpdateTest(parameterized.TestCase):
     batch = jax.tree.map(jnp.asarray, make_batch())
     values = 0.3 * rng.normal(size=batch.tokens.shape)
     batch = batch.replace(old_values=jnp.asarray(values, jnp.float32) * batch.action_mask)
-    _, batch, metrics = update.with_advantages(spec, mesh, make_state(spec, mesh), batch)
+    _, batch, metrics = update.with_advantages(spec, make_state(spec, mesh), batch)
     mask = np.asarray(batch.action_mask) > 0
     returns, values = np.asarray(batch.returns)[mask], np.asarray(batch.old_values)[mask]
     want = 1 - (returns - values).var(ddof=1) / (returns.var(ddof=1) + 1e-5)
     np.testing.assert_allclose(metrics['critic/vf_explained_var'], want, rtol=1e-4)
     batch = batch.replace(rewards=0 * batch.rewards, old_values=0 * batch.old_values)
-    _, _, metrics = update.with_advantages(spec, mesh, make_state(spec, mesh), batch)
+    _, _, metrics = update.with_advantages(spec, make_state(spec, mesh), batch)
     self.assertEqual(metrics['critic/vf_explained_var'], 1)
 
   def test_clip_fractions_are_of_the_tokens_that_the_loss_counts(self):

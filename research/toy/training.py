@@ -239,7 +239,7 @@ def run_update(
   batch = task.to_batch(chain, played, group_ids)
   features = task.features_of(chain, played)
   batch, metrics = annotate(config, spec, state, reference, batch, played.tokens, features)
-  state, batch, credit = update.with_advantages(spec, None, state, batch)  # type: ignore[arg-type]
+  state, batch, credit = update.with_advantages(spec, state, batch)
 
   def step(state, rows):
     state, metrics, _ = update.take_step(

@@ -91,14 +91,15 @@ def divisor(
   """Returns the scalar that divides the gradient. It is a constant for differentiation.
 
   `rule` is a name of DIVISORS, or a function (g_norm, c_norm, any_clipped) -> number. If the number
-  is not positive, the divisor is NaN and the trainer skips the step.
+  is not positive or ||C|| is not finite, the divisor is NaN and the trainer skips the step.
   """
   if not callable(rule):
     if rule not in DIVISORS:
       raise ValueError(f'divisor rule {rule!r} is none of {", ".join(DIVISORS)}')
     rule = DIVISORS[rule]
   value = rule(jnp.asarray(g_norm), jnp.asarray(c_norm), jnp.asarray(any_clipped))
-  return jax.lax.stop_gradient(jnp.where(value > 0, value, jnp.nan))
+  is_usable = (value > 0) & jnp.isfinite(c_norm)
+  return jax.lax.stop_gradient(jnp.where(is_usable, value, jnp.nan))
 
 
 class DividedGradient(NamedTuple):

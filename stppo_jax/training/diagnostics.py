@@ -29,8 +29,17 @@ from stppo_jax.training.state import Spec
 if TYPE_CHECKING:
   from stppo_jax.training import learner
 
-# A step is skipped if one of these losses is not finite.
-LOSSES = ('actor/pg_loss', 'actor/kl_loss', 'critic/vf_loss')
+# A step is skipped if one of these is not finite.
+_DECISIVE = (
+    'actor/pg_loss',
+    'actor/kl_loss',
+    'critic/vf_loss',
+    'critic/grad_norm',
+    'stppo/grad_norm',
+    'stppo/bias_norm',
+    'stppo/divisor',
+    'stppo/entering_factor',
+)
 _FACTOR = 'stppo/applied_factor'
 # NaN in a step without clipping, and if returns do not vary.
 _MAY_BE_UNDEFINED = {'stppo/cos_g_c', 'critic/vf_explained_var'}
@@ -180,6 +189,12 @@ def _step_metrics(spec, batch, weights, tokens):
   if spec.has_values:
     metrics |= _value_metrics(spec.variant, batch, mask, tokens['values'])
   return metrics
+
+
+def is_finite(metrics: Mapping[str, jax.Array]) -> jax.Array:
+  """Returns whether the losses, norms and divisor of a step are finite, so that it is applied."""
+  decisive = [metrics[name] for name in _DECISIVE if name in metrics]
+  return jnp.isfinite(jnp.stack(decisive)).all()
 
 
 def _value_metrics(variant, batch, mask, values):

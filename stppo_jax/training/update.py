@@ -8,6 +8,10 @@ update), `with_advantages`, and `update_step`. An optimizer step has four parts:
   _divide         divides g by a function of ||C||, before or after the clip of its norm
   _apply          runs the optimizer; if something is not finite, only counts the step
 
+Signs: the optimizer subtracts its gradient. g is the gradient of the loss -J, so the step follows
+-g. C is the gradient of a part of the objective J, with the sign of an ascent. The step of an
+objective without a clip would follow -g + C. `stppo/cos_g_c` is the cosine of -g and C.
+
 Models compute bins of several rows each, in layout [R,P] (see `packing`). Everything else works on
 rows [B,T], of which a step has b.
 """
@@ -76,33 +80,33 @@ def compile_functions(
 @functools.lru_cache(maxsize=32)
 def _jitted(spec, mesh, tree, places):  # a tree of shardings and its leaves
   state_sharding, frozen_sharding = jax.tree.unflatten(tree, places)
-  rows, whole = sharding.rows(mesh), sharding.replicated(mesh)
+  rows = sharding.rows(mesh)
+  whole = sharding.replicated(mesh)
+  actor = dataclasses.replace(spec.actor, row_sharding=rows)
   critic = spec.critic and dataclasses.replace(spec.critic, row_sharding=rows)
-  spec = dataclasses.replace(
-      spec, actor=dataclasses.replace(spec.actor, row_sharding=rows), critic=critic
-  )
-
-  def jit(function, ins, outs, donate=()):
-    function = functools.partial(function, spec, mesh)
-    return jax.jit(function, in_shardings=ins, out_shardings=outs, donate_argnums=donate)
-
+  spec = dataclasses.replace(spec, actor=actor, critic=critic)
   ins = (state_sharding, frozen_sharding, rows, whole)
   return Functions(
-      annotate=jit(annotate, ins, (rows, whole)),
-      with_advantages=jit(
-          with_advantages, (state_sharding, rows), (state_sharding, rows, whole), donate=(0,)
+      annotate=jax.jit(
+          functools.partial(annotate, spec), in_shardings=ins, out_shardings=(rows, whole)
       ),
-      update_step=jit(update_step, ins, (state_sharding, whole, whole), donate=(0,)),
+      with_advantages=jax.jit(
+          functools.partial(with_advantages, spec),
+          in_shardings=(state_sharding, rows),
+          out_shardings=(state_sharding, rows, whole),
+          donate_argnums=0,
+      ),
+      update_step=jax.jit(
+          functools.partial(update_step, spec, mesh),
+          in_shardings=ins,
+          out_shardings=(state_sharding, whole, whole),
+          donate_argnums=0,
+      ),
   )
 
 
 def annotate(
-    spec: Spec,
-    mesh: jax.sharding.Mesh,
-    state: TrainState,
-    frozen: Frozen,
-    batch: TurnBatch,
-    steps: packing_lib.Step,
+    spec: Spec, state: TrainState, frozen: Frozen, batch: TurnBatch, steps: packing_lib.Step
 ) -> tuple[TurnBatch, Metrics]:
   """Fills in old_logp, ref_logp and old_values [B,T]; measures the gap of sampler and trainer.
 
@@ -111,9 +115,9 @@ def annotate(
   (with old_logp 'trainer'). On GPUs it is 1 up to rounding: the products of two programs may be
   computed by different kernels.
   """
-  del mesh
   variant = spec.variant
-  actor, reference = frozen.policy(state.actor), sharding.to_device(frozen.reference_policy())
+  actor = frozen.policy(state.actor)
+  reference = sharding.to_device(frozen.reference_policy())
   critic = state.critic and sharding.to_device(frozen.value_model(state.critic))
   sampled_routes = batch.routes if spec.routing_replay == 'sampling' else None
   if spec.routing_replay == 'sampling' and sampled_routes is None:
@@ -126,14 +130,13 @@ def annotate(
     tokens = batch.tokens[step.rows]
     routes = None if sampled_routes is None else sampled_routes[step.rows]
 
-    def per_token(layout):
+    def one_micro_batch(layout):
       (logp, _, values), routing = _policy(spec, actor, tokens, layout, routes)
       if spec.critic is not None:
         values = _critic(spec, critic, tokens, layout)
-      if variant.kl_in == 'none':
-        ref_logp = logp
-      else:
-        ref_logp = _policy(spec, reference, tokens, layout)[0][0]
+      ref_logp = logp
+      if variant.kl_in != 'none':
+        (ref_logp, _, _), _ = _policy(spec, reference, tokens, layout)
       columns = jax.tree.map(layout.unpack, (logp, ref_logp, values))
       if routing is None:
         return columns, None, None
@@ -144,45 +147,58 @@ def annotate(
       return columns, own_routes, load
 
     return packing_lib.sum_over(
-        per_token, step.packing, spec.micro_batch, spec.lengths, tokens.shape[1]
+        one_micro_batch, step.packing, spec.micro_batch, spec.lengths, tokens.shape[1]
     )
 
-  def in_order(x):
-    rows, of_row = steps.rows.reshape(-1), x.shape[2:]
-    return jnp.zeros((len(batch.tokens), *of_row), x.dtype).at[rows].set(x.reshape(-1, *of_row))
+  def in_order(x):  # [steps,b,T,..] -> [B,T,..]
+    rows = steps.rows.reshape(-1)
+    values = x.reshape(-1, *x.shape[2:])
+    return jnp.zeros((len(batch.tokens), *x.shape[2:]), x.dtype).at[rows].set(values)
 
   columns, own_routes, load = jax.lax.map(one_step, steps)
   logp, ref_logp, values = jax.tree.map(in_order, columns)
   mask = batch.action_mask.astype(jnp.float32)
   assert batch.behaviour_logp is not None
-  gap = (logp, batch.behaviour_logp, mask, batch.turn_ids)
-  bounds = (variant.rollout_is_threshold, variant.rollout_is_low)
-  metrics = diagnostics.sampler_gap(*gap, variant.rollout_is, *bounds)
+  metrics = diagnostics.sampler_gap(
+      logp,
+      batch.behaviour_logp,
+      mask,
+      batch.turn_ids,
+      variant.rollout_is,
+      variant.rollout_is_threshold,
+      variant.rollout_is_low,
+  )
   if load is not None:
     load = jax.tree.map(lambda x: x.sum(axis=0), load)
     metrics |= moe.load_metrics(load, spec.actor.experts_per_token)
   old_logp = batch.behaviour_logp if variant.old_logp == 'sampler' else logp
-  batch = dataclasses.replace(batch, old_logp=old_logp * mask, ref_logp=ref_logp * mask)
-  routes = sampled_routes if own_routes is None else in_order(own_routes)
-  return dataclasses.replace(batch, old_values=values * mask, routes=routes), metrics
+  batch = dataclasses.replace(
+      batch,
+      old_logp=old_logp * mask,
+      ref_logp=ref_logp * mask,
+      old_values=values * mask,
+      routes=sampled_routes if own_routes is None else in_order(own_routes),
+  )
+  return batch, metrics
 
 
 def with_advantages(
-    spec: Spec, mesh: jax.sharding.Mesh, state: TrainState, batch: TurnBatch
+    spec: Spec, state: TrainState, batch: TurnBatch
 ) -> tuple[TrainState, TurnBatch, Metrics]:
   """Fills in advantages and returns, and what the policy's loss makes of each token.
 
   Adds the KL penalty to the reward and adapts its coefficient.
   """
-  del mesh
-  variant, mask = spec.variant, batch.action_mask.astype(jnp.float32)
+  variant = spec.variant
+  mask = batch.action_mask.astype(jnp.float32)
   metrics = {}
   if variant.kl_in != 'none':
     kl = losses.kl(batch.old_logp, batch.ref_logp, variant.kl_estimator) * mask
     # Over sequences, as in verl.
     mean_kl = losses.aggregate(kl, mask, 'seq-mean-token-mean', episode_ids=batch.episode_ids)
     if variant.kl_in == 'reward':
-      metrics = {'actor/reward_kl_penalty': mean_kl, 'actor/reward_kl_penalty_coeff': state.kl_coef}
+      metrics['actor/reward_kl_penalty'] = mean_kl
+      metrics['actor/reward_kl_penalty_coeff'] = state.kl_coef
       batch = dataclasses.replace(batch, rewards=batch.rewards - state.kl_coef * kl)
     if variant.kl_target:
       num_episodes = losses.count_episodes(mask, batch.episode_ids)
@@ -193,10 +209,11 @@ def with_advantages(
       kl_coef = jnp.where(jnp.isfinite(mean_kl), kl_coef, state.kl_coef)
       state = dataclasses.replace(state, kl_coef=kl_coef)
     if variant.kl_in == 'loss':
-      metrics = {'actor/kl_coef': state.kl_coef}  # used by the next steps
+      metrics['actor/kl_coef'] = state.kl_coef  # used by the next steps
   if callable(variant.ratio):
     batch = dataclasses.replace(batch, labels=variant.ratio(batch, variant))
-  batch = filters.apply(advantages.estimate(batch, variant), variant)
+  batch = advantages.estimate(batch, variant)
+  batch = filters.apply(batch, variant)
   if batch.loss_mask is not None:
     metrics['stppo/dropped_tokens'] = 1 - batch.loss_mask.sum() / jnp.maximum(mask.sum(), 1)
   return state, batch, metrics | diagnostics.batch_summary(batch, spec.has_values)
@@ -243,10 +260,10 @@ class StepInputs:
 
   def policy(self, layout: packing_lib.Layout) -> tuple[tuple, Callable]:
     """Returns (log-probs, entropies, values) [R,P], and the function that pulls cotangents back."""
-    tokens, routes = self.batch.tokens, self.batch.routes
 
     def outputs(actor):
-      return _policy(self.spec, self.frozen.policy(actor), tokens, layout, routes)[0]
+      params = self.frozen.policy(actor)
+      return _policy(self.spec, params, self.batch.tokens, layout, self.batch.routes)[0]
 
     return jax.vjp(outputs, self.state.actor)
 
@@ -268,9 +285,9 @@ class StepInputs:
 
   def sum(self, function: Callable, packing: packing_lib.Packing, total: Any) -> Any:
     """Returns `total` plus function(layout) of every micro-batch."""
-    spec, num_tokens = self.spec, self.batch.tokens.shape[1]
+    num_tokens = self.batch.tokens.shape[1]
     return packing_lib.sum_over(
-        function, packing, spec.micro_batch, spec.lengths, num_tokens, total
+        function, packing, self.spec.micro_batch, self.spec.lengths, num_tokens, total
     )
 
 
@@ -282,20 +299,26 @@ def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Ar
     g = sum_t dlogp_t d(-J)/dlogp_t      C = sum_t dlogp_t dJ_c/dlogp_t
     step = optimizer(clip(g / D)),       D = divisor(||g||, ||C||)
 
-  Both are sums over tokens of the model's gradient dlogp_t times a cotangent, which
-  `correction.cotangents` gives.
-
-  C is computed in two stages. In `_sum_gradients` its *cotangent* [b,T] comes with that of g, from
-  the same log-probs, and costs almost nothing. C itself is a gradient. A pull-back gives one
-  gradient, and the first one gives g. So `_sum_bias` pulls back a second time, through the bins in
-  which a token was clipped. They are known only after the loop over all bins. The activations of
-  all bins would not fit in memory until then, so the forward pass of these bins is repeated.
+  Both are sums over tokens of the model's gradient dlogp_t times a number per token, the cotangent
+  [b,T]. `_sum_gradients` computes both cotangents from the same log-probs, bin by bin, and pulls
+  that of g back through the model. A pull-back gives one gradient, so C needs a second pass:
+  `_sum_bias` repeats the forward pass of the bins in which a token was clipped, and pulls the
+  cotangent of C back. The pass comes after the loop over all bins, because only then these bins are
+  known and can be packed together. Most bins have no clipped token and cost nothing.
   """
   grads, tokens = _sum_gradients(inputs)
-  bias = _sum_bias(inputs, tokens['bias']) if inputs.spec.variant.measures_bias else None
-  division, metrics, decisive = _divide(inputs, grads, bias, tokens)
-  state, applied = _apply(inputs, grads, division, decisive)
-  return state, metrics | applied, {'ratio': tokens['ratio'], 'clipped': tokens['clipped']}
+  bias = None
+  if inputs.spec.variant.measures_bias:
+    bias = _sum_bias(inputs, tokens['bias'])
+  metrics = diagnostics.step_summary(inputs.spec, inputs.batch, inputs.weights, tokens)
+  divided, measured = _divide(inputs, grads, bias, tokens, metrics['stppo/ess_share'])
+  metrics |= measured
+  if 'value' in grads:
+    metrics['critic/grad_norm'] = correction.norm(grads['value'])
+  is_finite = diagnostics.is_finite(metrics)
+  state, measured = _apply(inputs, divided, grads.get('value'), is_finite)
+  metrics |= measured
+  return state, metrics, {'ratio': tokens['ratio'], 'clipped': tokens['clipped']}
 
 
 def _sum_gradients(inputs):
@@ -304,66 +327,63 @@ def _sum_gradients(inputs):
   Returns g as 'actor' and the critic's gradient as 'value'; and per-token numbers [b,T] with the
   sums pg_loss and clipped_objective.
   """
-  spec, mask = inputs.spec, inputs.weights.mask
+  spec = inputs.spec
 
   def one_micro_batch(layout):
     outputs, pull = inputs.policy(layout)
-    d_logp, d_entropy, tokens, sums = _policy_cotangents(inputs, layout, outputs)
+    tokens = dict(zip(('logp', 'entropy', 'values'), map(layout.unpack, outputs)))
+    d_logp, d_entropy, sums = _policy_cotangents(inputs, layout, tokens)
     zero = jnp.zeros_like(outputs[0])
-    added = {'actor': pull((d_logp, d_entropy, zero))[0]}
+    grads = {'actor': pull((layout.pack(d_logp), layout.pack(d_entropy), zero))[0]}
     if spec.critic is not None:
       values, pull_values = inputs.values(layout)
       tokens['values'] = layout.unpack(values)
-    if spec.has_values:
-      d_values = _value_cotangent(inputs, layout, tokens['values'])
-      if spec.shared_trunk:
-        added['value'] = pull((zero, zero, spec.variant.value_coef * d_values))[0]
-      else:
-        added['value'] = pull_values(d_values)[0]
-    return inputs.placed(dict(added, sums=sums)), tokens
+      grads['value'] = pull_values(_value_cotangent(inputs, layout, tokens['values']))[0]
+    elif spec.shared_trunk:
+      d_values = spec.variant.value_coef * _value_cotangent(inputs, layout, tokens['values'])
+      grads['value'] = pull((zero, zero, d_values))[0]
+    return inputs.placed(grads), tokens, sums
 
-  total = {
-      'actor': inputs.zeros(inputs.state.actor),
-      'sums': {'pg_loss': jnp.zeros(()), 'clipped_objective': jnp.zeros(())},
-  }
+  no_grads = {'actor': inputs.zeros(inputs.state.actor)}
   if spec.has_values:
     value_params = inputs.state.actor if spec.shared_trunk else inputs.state.critic
-    total['value'] = inputs.zeros(value_params)
+    no_grads['value'] = inputs.zeros(value_params)
   names = ['logp', 'entropy', 'values', 'bias', 'ratio', 'clipped']
   if spec.variant.kl_in == 'loss':
     names.append('kl')
+  mask = inputs.weights.mask
   no_tokens = {name: jnp.zeros_like(mask) for name in names}
-  grads, tokens = inputs.sum(one_micro_batch, inputs.packing, (total, no_tokens))
-  tokens |= grads.pop('sums')
+  no_sums = {'pg_loss': jnp.zeros(()), 'clipped_objective': jnp.zeros(())}
+  total = (no_grads, no_tokens, no_sums)
+  grads, tokens, sums = inputs.sum(one_micro_batch, inputs.packing, total)
   tokens['ratio'] = jnp.where(mask > 0, tokens['ratio'], 1)
   tokens['clipped'] = tokens['clipped'] > 0
-  return grads, tokens
+  return grads, tokens | sums
 
 
-def _policy_cotangents(inputs, layout, outputs):
-  """Returns the policy loss's cotangents of log-probs and entropies [R,P].
+def _policy_cotangents(inputs, layout, tokens):
+  """Returns the policy loss's cotangents of log-probs and entropies [b,T], and sums of losses.
 
-  Also returns per-token numbers [b,T], among them C's cotangent 'bias', and sums of losses.
+  Adds per-token numbers [b,T] to `tokens`, among them C's cotangent 'bias'.
   """
   variant = inputs.spec.variant
-  tokens = dict(zip(('logp', 'entropy', 'values'), map(layout.unpack, outputs)))
   is_here = layout.mine.astype(jnp.float32)  # 1 for the tokens of this micro-batch
   batch = dataclasses.replace(inputs.batch, action_mask=inputs.weights.mask * is_here)
   weights = inputs.weights.token * is_here
+  policy_weights = inputs.weights.policy * is_here
   d_logp, d_bias, parts = correction.cotangents(
-      tokens['logp'], batch, variant, weights=inputs.weights.policy * is_here
+      tokens['logp'], batch, variant, weights=policy_weights
   )
   if variant.kl_in == 'loss':
     kl_of = lambda logp: losses.kl(logp, batch.ref_logp, variant.kl_estimator)
     kl, pull_kl = jax.vjp(kl_of, tokens['logp'])
     d_logp += pull_kl(inputs.state.kl_coef * weights)[0]
     tokens['kl'] = kl * is_here
-  d_logp, d_entropy = map(layout.pack, (d_logp, -variant.entropy_coef * weights))
   tokens['bias'] = d_bias
   tokens['ratio'] = parts['ratio'] * is_here
   tokens['clipped'] = parts['clipped'] * is_here
   sums = {name: parts[name] for name in ('pg_loss', 'clipped_objective')}
-  return d_logp, d_entropy, tokens, sums
+  return d_logp, -variant.entropy_coef * weights, sums
 
 
 def _value_cotangent(inputs, layout, values):
@@ -372,7 +392,8 @@ def _value_cotangent(inputs, layout, values):
   clip = inputs.spec.variant.value_clip or None
   loss = lambda values: losses.value_loss(values, batch.old_values, batch.returns, clip)
   _, pull = jax.vjp(loss, values)
-  return layout.pack(pull(inputs.weights.value * layout.mine.astype(jnp.float32))[0])
+  weights = inputs.weights.value * layout.mine.astype(jnp.float32)
+  return layout.pack(pull(weights)[0])
 
 
 def _sum_bias(inputs, cotangent):
@@ -388,73 +409,58 @@ def _sum_bias(inputs, cotangent):
   return inputs.sum(one_micro_batch, packing, inputs.zeros(inputs.state.actor))
 
 
-class Division(NamedTuple):
-  """How the actor's step is divided: see `correction.divide`."""
-
-  gradient: dict  # that the optimizer gets
-  undivided: dict | None  # that it would get without the division; None: the same
-  step_divisor: jax.Array | None  # divides the optimizer's step; None: nothing does
-
-
-def _divide(inputs, grads, bias, tokens):
-  """Divides the actor's gradient g by a function of ||C||.
-
-  Returns the Division, metrics, and the numbers that must be finite.
+def _divide(inputs, grads, bias, tokens, ess_share):
+  """Divides the actor's gradient g by a function of ||C||: returns (DividedGradient, metrics).
 
   Choice: the divisor divides the actor's whole gradient, entropy and KL terms included, so their
   proportions stay.
   """
-  spec, variant = inputs.spec, inputs.spec.variant
+  spec = inputs.spec
+  variant = spec.variant
   g = grads['actor']
   g_norm = correction.norm(g)
-  bias_norm = jnp.zeros(()) if bias is None else correction.norm(bias)
-  c_norm = bias_norm if variant.norm_of == 'gradient' else jnp.abs(tokens['clipped_objective'])
+  metrics = {'stppo/grad_norm': g_norm}
+  c_norm = jnp.zeros(())
+  if bias is not None:
+    c_norm = correction.norm(bias)
+    metrics['stppo/bias_norm'] = c_norm
+    metrics['stppo/cos_g_c'] = -correction.cosine(g, bias)  # of -g and C, see the signs above
+  if variant.norm_of == 'loss':
+    c_norm = jnp.abs(tokens['clipped_objective'])
   any_clipped = (tokens['clipped'] & (inputs.weights.policy != 0)).any()
   divisor = correction.divisor(variant.divisor, g_norm, c_norm, any_clipped)
   value_gradient = grads['value'] if spec.shared_trunk else None
-  gradient, undivided, step_divisor, norms = correction.divide(
-      variant.divide, g, value_gradient, divisor, spec.actor_clip
-  )
-  metrics = diagnostics.step_summary(spec, inputs.batch, inputs.weights, tokens)
-  decisive = [metrics[name] for name in diagnostics.LOSSES if name in metrics]
-  decisive += [g_norm, c_norm, divisor, norms['factor']]
-  scale = off_policy.STEP_SCALES[variant.step_scale](metrics['stppo/ess_share'])
-  if variant.step_scale != 'none':
-    step_divisor = (1 if step_divisor is None else step_divisor) / scale
-  metrics |= {
-      'actor/grad_norm': norms['clip'],
-      'stppo/grad_norm': g_norm,
-      'stppo/divisor': divisor,
-      'stppo/entering_norm': norms['entering'],
-      'stppo/entering_factor': norms['factor'],
-  }
-  if bias is not None:
-    metrics['stppo/bias_norm'] = bias_norm
-    metrics['stppo/cos_g_c'] = -correction.cosine(g, bias)  # g descends and C ascends
+  divided = correction.divide(variant.divide, g, value_gradient, divisor, spec.actor_clip)
+  metrics['stppo/divisor'] = divisor
+  metrics['actor/grad_norm'] = divided.norms['clip']
+  metrics['stppo/entering_norm'] = divided.norms['entering']
+  metrics['stppo/entering_factor'] = divided.norms['factor']
   if variant.divisor == 'none':
-    undivided = None
-  return Division(gradient, undivided, step_divisor), metrics, decisive
+    divided = divided._replace(undivided=None, step_divisor=None)
+  if variant.step_scale != 'none':
+    scale = off_policy.STEP_SCALES[variant.step_scale](ess_share)
+    step_divisor = 1 if divided.step_divisor is None else divided.step_divisor
+    divided = divided._replace(step_divisor=step_divisor / scale)
+  return divided, metrics
 
 
-def _apply(inputs, grads, division, decisive):
-  """Runs the optimizers. If a gradient norm or a loss is not finite, only counts the step."""
-  spec, state = inputs.spec, inputs.state
-  if spec.has_values:
-    value_norm = correction.norm(grads['value'])
-    decisive = [*decisive, value_norm]
-  is_finite = jnp.isfinite(jnp.stack(decisive)).all()
+def _apply(inputs, divided, value_gradient, is_finite):
+  """Runs the optimizers. If something is not finite, only counts the step."""
+  spec = inputs.spec
+  state = inputs.state
   # Without tokens to train on, the optimizer's moments alone would move the parameters.
   has_tokens = is_finite & inputs.weights.mask.any()
-  is_trained = has_tokens if spec.shared_trunk else has_tokens & (inputs.weights.token != 0).any()
-  train_actor = is_trained & (state.step >= spec.critic_warmup)
+  train_actor = has_tokens & (state.step >= spec.critic_warmup)
+  if not spec.shared_trunk:
+    train_actor &= (inputs.weights.token != 0).any()
   actor = optimize(
       spec.actor_optimizer,
-      division.gradient,
+      divided.gradient,
       state.actor,
       state.actor_opt,
       train_actor,
-      division.step_divisor,
-      division.undivided,
+      divided.step_divisor,
+      divided.undivided,
   )
   after = dataclasses.replace(
       state,
@@ -469,14 +475,12 @@ def _apply(inputs, grads, division, decisive):
       'stppo/step_norm': actor.step_norm,
       'stppo/applied_factor': actor.factor,
   }
-  if spec.has_values:
-    metrics['critic/grad_norm'] = value_norm
   if spec.critic is not None:
-    metrics['critic/lr'] = spec.critic_lr(_steps_taken(state.critic_opt, state.step))
     clip = optax.clip_by_global_norm(spec.critic_clip)
-    gradient = clip.update(grads['value'], optax.EmptyState())[0]
+    gradient, _ = clip.update(value_gradient, optax.EmptyState())
     critic = optimize(spec.critic_optimizer, gradient, state.critic, state.critic_opt, has_tokens)
     after = dataclasses.replace(after, critic=critic.params, critic_opt=critic.opt_state)
+    metrics['critic/lr'] = spec.critic_lr(_steps_taken(state.critic_opt, state.step))
     metrics['critic/step_norm'] = critic.step_norm
   return after, metrics
 
@@ -507,7 +511,9 @@ def optimize(
   """
   opt_state = sharding.to_device(opt_state)
   step, new_opt_state = optimizer.update(gradient, opt_state, params)
-  without = step if undivided is None else optimizer.update(undivided, opt_state, params)[0]
+  without = step
+  if undivided is not None:
+    without, _ = optimizer.update(undivided, opt_state, params)
   if step_divisor is not None:
     step = jax.tree.map(lambda x: x / step_divisor, step)
   norm_without = optax.tree.norm(without)
@@ -518,7 +524,8 @@ def optimize(
   new_params = jax.tree.map(choose, optax.apply_updates(params, step), params)
   difference = lambda new, old: new.astype(jnp.float32) - old.astype(jnp.float32)
   step_norm = optax.tree.norm(jax.tree.map(difference, new_params, params))
-  return Applied(new_params, jax.tree.map(choose, new_opt_state, opt_state), step_norm, factor)
+  new_opt_state = jax.tree.map(choose, new_opt_state, opt_state)
+  return Applied(new_params, new_opt_state, step_norm, factor)
 
 
 def _steps_taken(opt_state, step):
@@ -545,7 +552,8 @@ def _policy(spec, params, tokens, layout, routes=None):
 
 def _critic(spec, params, tokens, layout):
   """Runs the critic on tokens [b,T] in their bins: values [R,P] of the states before each token."""
-  return decoder.state_values(params, _trunk(spec, spec.critic, params, tokens, layout)[1])
+  _, x, _ = _trunk(spec, spec.critic, params, tokens, layout)
+  return decoder.state_values(params, x)
 
 
 def _trunk(spec, model, params, tokens, layout, routes=None):

@@ -74,7 +74,7 @@ def one_step(variant, seed=0, **columns):
   batch = task.to_batch(CHAIN, played, group_ids)
   config = dataclasses.replace(config, variant=row)
   batch, _ = training.annotate(config, spec, state, params, batch, played.tokens, features)
-  state, batch, _ = update.with_advantages(spec, None, state, batch)
+  state, batch, _ = update.with_advantages(spec, state, batch)
   work = training.make_work(CHAIN, spec, state, batch, played.tokens, features)
   after, metrics, _ = update.take_step(work)
   return work, after, metrics
