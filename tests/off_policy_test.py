@@ -23,11 +23,14 @@ MASK = (TURN_IDS > 0).astype(np.float32)
 LOG_RATIO = np.log(np.array([[9, 2, 0.5, 9, 4, 9], [9, 0.25, 9, 9, 9, 9]], np.float32))
 
 
+def truncated_weights(old_logp, behaviour_logp, mask, turn_ids, level, threshold, low=0.0):
+  log_w = off_policy.log_weights(old_logp, behaviour_logp, mask, turn_ids, level)
+  return off_policy.truncated(log_w, threshold, low)
+
+
 def weights(level, threshold, log_ratio=LOG_RATIO):
   behaviour = np.full(TURN_IDS.shape, -2.0, np.float32)
-  return off_policy.truncated_weights(
-      behaviour + log_ratio, behaviour, MASK, TURN_IDS, level, threshold
-  )
+  return truncated_weights(behaviour + log_ratio, behaviour, MASK, TURN_IDS, level, threshold)
 
 
 class OffPolicyTest(parameterized.TestCase):
@@ -58,7 +61,7 @@ class OffPolicyTest(parameterized.TestCase):
 
   def test_turns_of_one_token_are_tokens_and_a_row_of_one_token_is_its_sequence(self):
     turns = MASK.astype(np.int32) * np.arange(1, 7, dtype=np.int32)
-    of = lambda level, rows: off_policy.truncated_weights(
+    of = lambda level, rows: truncated_weights(
         jnp.asarray(LOG_RATIO[rows]),
         jnp.zeros_like(LOG_RATIO[rows]),
         MASK[rows],
@@ -74,14 +77,12 @@ class OffPolicyTest(parameterized.TestCase):
   def test_a_long_product_neither_overflows_nor_is_not_a_number(self, sign):
     logp = jnp.full((1, 4096), 0.5 * sign)
     ones = jnp.ones((1, 4096), jnp.int32)
-    w = off_policy.truncated_weights(logp, jnp.zeros_like(logp), ones, ones, 'sequence', 2.0)
+    w = truncated_weights(logp, jnp.zeros_like(logp), ones, ones, 'sequence', 2.0)
     np.testing.assert_allclose(w, np.full((1, 4096), 2.0 if sign > 0 else 0.0), rtol=1e-6)
 
   def test_a_low_bound_makes_weights_outside_of_both_0(self):
     behaviour = np.full(TURN_IDS.shape, -2.0, np.float32)
-    got = off_policy.truncated_weights(
-        behaviour + LOG_RATIO, behaviour, MASK, TURN_IDS, 'token', 3.0, 0.4
-    )
+    got = truncated_weights(behaviour + LOG_RATIO, behaviour, MASK, TURN_IDS, 'token', 3.0, 0.4)
     np.testing.assert_allclose(got, [[1, 2, 0.5, 1, 0, 1], [1, 0, 1, 1, 1, 1]], rtol=1e-6)
 
   @parameterized.parameters(*LEVELS)
@@ -109,7 +110,7 @@ class OffPolicyTest(parameterized.TestCase):
         behaviour_logp=old - LOG_RATIO,
     )
     plain = losses.aggregation_weights(jnp.asarray(MASK), 'token-mean')
-    w = off_policy.truncated_weights(old, old - LOG_RATIO, MASK, TURN_IDS, level, 2.0)
+    w = truncated_weights(old, old - LOG_RATIO, MASK, TURN_IDS, level, 2.0)
     got, _, aux = correction.cotangents(jnp.asarray(logp), batch, row, plain * w)
 
     def objective(logp):

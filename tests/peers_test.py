@@ -71,7 +71,7 @@ class RolloutCorrectionTest(parameterized.TestCase):
       ('sequence', 5.0, 0.5, [[2, 2, 2], [0]]),
   )
   def test_normalised_weights(self, level, threshold, low, expected):
-    weights = off_policy.truncated_weights(*GAP, level, threshold, low)
+    weights = off_policy.truncated(off_policy.log_weights(*GAP, level), threshold, low)
     got = np.asarray(off_policy.normalised(weights, MASK, level))
     np.testing.assert_allclose(got[MASK > 0], np.concatenate(expected), rtol=1e-5)
     np.testing.assert_array_equal(got[MASK == 0], 1)
@@ -90,7 +90,7 @@ class RolloutCorrectionTest(parameterized.TestCase):
       ('sequence_mean', 0.2, 2.0, [0, 0, 0, 1]),
   )
   def test_rejection(self, level, low, high, expected):
-    got = np.asarray(off_policy.accepted(*GAP, level, low, high))
+    got = np.asarray(off_policy.accepted(off_policy.log_weights(*GAP, level), low, high))
     np.testing.assert_array_equal(got[MASK > 0], np.array(expected, bool))
 
   def test_an_update_counts_what_is_accepted_and_weighs_it(self):

@@ -22,16 +22,8 @@ def apply(batch: TurnBatch, variant: Variant) -> TurnBatch:
   """Returns the batch with `loss_mask` and `is_weights` [B,T]; None where nothing changes."""
   weights = None
   if variant.rollout_is != 'none':
-    assert batch.behaviour_logp is not None
-    weights = off_policy.truncated_weights(
-        batch.old_logp,
-        batch.behaviour_logp,
-        batch.action_mask,
-        batch.turn_ids,
-        variant.rollout_is,
-        variant.rollout_is_threshold,
-        variant.rollout_is_low,
-    )
+    log_w = _log_weights(batch, variant.rollout_is)
+    weights = off_policy.truncated(log_w, variant.rollout_is_threshold, variant.rollout_is_low)
     if variant.rollout_is_normalize:
       weights = off_policy.normalised(weights, batch.action_mask, variant.rollout_is)
   return dataclasses.replace(batch, loss_mask=loss_mask(batch, variant), is_weights=weights)
@@ -55,16 +47,8 @@ def loss_mask(batch: TurnBatch, variant: Variant) -> jax.Array | None:
     has_advantage = (batch.advantages != 0) & (batch.action_mask > 0)
     conditions.append(has_advantage.any(axis=1, keepdims=True))
   if variant.rollout_rs != 'none':
-    assert batch.behaviour_logp is not None
-    accepted = off_policy.accepted(
-        batch.old_logp,
-        batch.behaviour_logp,
-        batch.action_mask,
-        batch.turn_ids,
-        variant.rollout_rs,
-        variant.rollout_rs_low,
-        variant.rollout_rs_high,
-    )
+    log_w = _log_weights(batch, variant.rollout_rs)
+    accepted = off_policy.accepted(log_w, variant.rollout_rs_low, variant.rollout_rs_high)
     conditions.append(accepted)
   if not conditions:
     return None
@@ -72,6 +56,14 @@ def loss_mask(batch: TurnBatch, variant: Variant) -> jax.Array | None:
   for condition in conditions:
     mask &= condition
   return mask.astype(jnp.float32)
+
+
+def _log_weights(batch, level):
+  """Returns log w [B,T] of the weights from the sampler to old_logp, see `off_policy`."""
+  assert batch.behaviour_logp is not None
+  return off_policy.log_weights(
+      batch.old_logp, batch.behaviour_logp, batch.action_mask, batch.turn_ids, level
+  )
 
 
 class LossWeights(NamedTuple):

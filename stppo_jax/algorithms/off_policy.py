@@ -13,6 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import segments
 
 LEVELS = ('none', 'token', 'turn', 'sequence', 'sequence_geometric', 'sequence_mean')
@@ -24,16 +25,14 @@ STEP_SCALES = {'none': jnp.ones_like, 'ess': jnp.sqrt}
 _ROUNDING = 1e-6  # rounding error of a logarithm
 
 
-def truncated_weights(
+def log_weights(
     old_logp: jax.Array,
     behaviour_logp: jax.Array,
     action_mask: jax.Array,
     turn_ids: jax.Array,
     level: str,
-    threshold: float,
-    low: float = 0.0,
 ) -> jax.Array:
-  """Returns min(w, threshold) [B,T]; 1 outside the agent's tokens.
+  """Returns the logarithms of the importance weights w [B,T]; 0 outside the agent's tokens.
 
   With d_t = old_logp_t - behaviour_logp_t, w_t is
 
@@ -45,21 +44,50 @@ def truncated_weights(
   sequence_geometric  exp(mean of d over the row)
   sequence_mean       mean of exp(d) over the row
 
-  With `low` above 0, weights outside [low, threshold] become 0 instead (IcePop).
-
   Choice: 'sequence' is the product, as in verl, and 'turn' is the geometric mean, as in the paper.
   """
   chex.assert_equal_shape([old_logp, behaviour_logp, action_mask, turn_ids])
+  if level not in LEVELS:
+    raise ValueError(f'level {level!r} is none of {", ".join(LEVELS)}')
   if level == 'none':
-    return jnp.ones_like(old_logp)
-  log_w = log_weights(old_logp, behaviour_logp, action_mask, turn_ids, level)
+    return jnp.zeros_like(old_logp)
+  mask = action_mask.astype(old_logp.dtype)
+  log_ratio = jnp.where(mask > 0, old_logp - behaviour_logp, 0)
+  if level == 'token':
+    return log_ratio
+  segment_level = level.partition('_')[0]
+  ids, num_segments = segments.segment_ids(segment_level, action_mask, turn_ids)
+  if level == 'sequence':
+    totals = segments.segment_sum(log_ratio, ids, num_segments)
+    return jnp.take_along_axis(totals, ids, axis=1) * mask
+  if level == 'sequence_mean':
+    bound = segments.MAX_LOG_RATIO
+    ratio = jnp.exp(jnp.clip(log_ratio, -bound, bound))
+    mean = segments.segment_mean(ratio, ids, action_mask, num_segments)
+    return jnp.where(mask > 0, jnp.log(jnp.where(mask > 0, mean, 1)), 0)
+  return segments.segment_mean(log_ratio, ids, action_mask, num_segments)
+
+
+def truncated(log_w: jax.Array, threshold: float, low: float = 0.0) -> jax.Array:
+  """Returns min(w, threshold) [B,T] from log w.
+
+  With `low` above 0, weights outside [low, threshold] become 0 instead (IcePop).
+  """
   # Truncated before exp, because the product over a long sequence overflows.
   max_log_w = min(math.log(threshold), segments.MAX_LOG_RATIO)
   weights = jnp.exp(jnp.minimum(log_w, max_log_w))
   if low:
-    is_inside = _is_within(log_w, low, threshold) | (action_mask == 0)
-    weights = jnp.where(is_inside, weights, 0)
+    weights = jnp.where(accepted(log_w, low, threshold), weights, 0)
   return jax.lax.stop_gradient(weights)
+
+
+def accepted(log_w: jax.Array, low: float, high: float) -> jax.Array:
+  """Returns where w is within [low, high], [B,T] bool, with room for the rounding of a logarithm.
+
+  verl's rejections 'token_k1', 'seq_sum_k1' and 'seq_mean_k1' are 'token', 'sequence' and
+  'sequence_geometric' here. Its bounds are those of 1 / w.
+  """
+  return (log_w >= jnp.log(low) - _ROUNDING) & (log_w <= jnp.log(high) + _ROUNDING)
 
 
 def normalised(weights: jax.Array, action_mask: jax.Array, level: str) -> jax.Array:
@@ -69,35 +97,10 @@ def normalised(weights: jax.Array, action_mask: jax.Array, level: str) -> jax.Ar
   """
   chex.assert_equal_shape([weights, action_mask])
   mask = action_mask.astype(weights.dtype)
-  if level.startswith('sequence'):
-    lengths = mask.sum(axis=1, keepdims=True)
-    num_rows = (lengths > 0).sum()
-    shares = mask / (jnp.maximum(lengths, 1) * jnp.maximum(num_rows, 1))
-  else:
-    shares = mask / jnp.maximum(mask.sum(), 1)
-  mean = jnp.sum(weights * shares)
+  unit = 'seq-mean-token-mean' if level.startswith('sequence') else 'token-mean'
+  mean = losses.aggregate(weights, mask, unit)
   has_mean = (mask > 0) & (mean > 1e-8)
   return jnp.where(has_mean, weights / jnp.maximum(mean, 1e-8), weights)
-
-
-def accepted(
-    old_logp: jax.Array,
-    behaviour_logp: jax.Array,
-    action_mask: jax.Array,
-    turn_ids: jax.Array,
-    level: str,
-    low: float,
-    high: float,
-) -> jax.Array:
-  """Returns where the weight w of `truncated_weights` is within [low, high], [B,T] bool.
-
-  verl's rejections 'token_k1', 'seq_sum_k1' and 'seq_mean_k1' are 'token', 'sequence' and
-  'sequence_geometric' here. Its bounds are those of 1 / w.
-  """
-  if level == 'none':
-    return jnp.ones(action_mask.shape, bool)
-  log_w = log_weights(old_logp, behaviour_logp, action_mask, turn_ids, level)
-  return _is_within(log_w, low, high)
 
 
 def effective_share(
@@ -122,36 +125,3 @@ def effective_share(
   w = jnp.where(has_tokens, jnp.exp(jnp.maximum(log_w, -segments.MAX_LOG_RATIO)), 0)
   share = jnp.square(w.sum()) / jnp.maximum(jnp.square(w).sum() * has_tokens.sum(), 1e-30)
   return jnp.where(has_tokens.any(), share, 1)
-
-
-def log_weights(
-    old_logp: jax.Array,
-    behaviour_logp: jax.Array,
-    action_mask: jax.Array,
-    turn_ids: jax.Array,
-    level: str,
-) -> jax.Array:
-  """Returns log w [B,T] of `truncated_weights` before truncation; 0 outside the agent's tokens."""
-  chex.assert_equal_shape([old_logp, behaviour_logp, action_mask, turn_ids])
-  mask = action_mask.astype(old_logp.dtype)
-  log_ratio = jnp.where(mask > 0, old_logp - behaviour_logp, 0)
-  if level == 'token':
-    return log_ratio
-  segment_level = level.partition('_')[0]
-  ids, num_segments = segments.segment_ids(segment_level, action_mask, turn_ids)
-  if level in ('turn', 'sequence_geometric'):
-    return segments.segment_mean(log_ratio, ids, action_mask, num_segments)
-  if level == 'sequence_mean':
-    bound = segments.MAX_LOG_RATIO
-    ratio = jnp.exp(jnp.clip(log_ratio, -bound, bound))
-    mean = segments.segment_mean(ratio, ids, action_mask, num_segments)
-    return jnp.where(mask > 0, jnp.log(jnp.where(mask > 0, mean, 1)), 0)
-  if level != 'sequence':
-    raise ValueError(f'level {level!r} is none of {", ".join(LEVELS)}')
-  totals = segments.segment_sum(log_ratio, ids, num_segments)
-  return jnp.take_along_axis(totals, ids, axis=1) * mask
-
-
-def _is_within(log_w: jax.Array, low: float, high: float) -> jax.Array:
-  """Returns low <= w <= high, with room for the rounding of a logarithm."""
-  return (log_w >= jnp.log(low) - _ROUNDING) & (log_w <= jnp.log(high) + _ROUNDING)

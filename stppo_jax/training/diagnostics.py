@@ -82,7 +82,7 @@ def sampler_gap(
   if level == 'none':
     level, threshold = 'token', jnp.inf
   log_w = off_policy.log_weights(logp, behaviour_logp, mask, turn_ids, level)
-  used = off_policy.truncated_weights(logp, behaviour_logp, mask, turn_ids, level, threshold, low)
+  used = off_policy.truncated(log_w, threshold, low)
   for name, x in _weights_summary(log_w, used, mask, level, threshold, low):
     metrics[f'rollout_is_{name}'] = x
   return {f'rollout_corr/{name}': x for name, x in metrics.items()}

@@ -137,18 +137,23 @@ class Learners:
   @property
   def num_bytes(self) -> int:
     """The size of the state."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.state))
+    leaves = jax.tree.leaves(self.state)
+    return sum(leaf.nbytes for leaf in leaves)
 
   @property
   def actor(self) -> Any:
     """What is trained of the policy, or a list of what is trained of each of several."""
     actors = [learner.state.actor for learner in self.by_policy.values()]
-    return actors if len(actors) > 1 else actors[0]
+    if len(actors) == 1:
+      return actors[0]
+    return actors
 
   def policy(self, actor: Any) -> Any:
     """Returns the policies' parameters: trained ones, as in `actor`, combined with frozen ones."""
     combine = self.first.frozen.policy
-    return list(map(combine, actor)) if isinstance(actor, list) else combine(actor)
+    if isinstance(actor, list):
+      return list(map(combine, actor))
+    return combine(actor)
 
   def restore(self, read: Callable[[Any], Any]) -> None:
     """Replaces the state by read(shapes with shardings). Frees the old one first, to make room."""
@@ -200,8 +205,10 @@ def build(config: config_lib.Config, policies: Sequence[str] = ('',), pad_id: in
     return prepare.load_policy(config, head, folder, shardings)
 
   def make(function):
-    shardings = sharding.tree_shardings(jax.eval_shape(function), mesh)
-    return jax.jit(function, out_shardings=shardings)()
+    shapes = jax.eval_shape(function)
+    shardings = sharding.tree_shardings(shapes, mesh)
+    make_sharded = jax.jit(function, out_shardings=shardings)
+    return make_sharded()
 
   model, critic_model, actor, critic, frozen = load(config, variant, load_model, make)
   if needs_reference(config, variant):  # a copy: the state takes the actor's own buffers
@@ -241,8 +248,11 @@ def load(
   options = config.model
   head, critic_head = model_heads(config, variant)
   folder = options.critic_folder or None
-  memory_kind = sharding.HOST if config.placement.critic == 'host' else None
-  critic_model = critic = None
+  memory_kind = None
+  if config.placement.critic == 'host':
+    memory_kind = sharding.HOST
+  critic_model = None
+  critic = None
   if not options.lora_rank:
     model, actor = load_model(head)
     if critic_head:
@@ -250,13 +260,16 @@ def load(
     return Models(model, critic_model, actor, critic, state_lib.Frozen())
 
   one_base = critic_head and not folder
-  model, params = load_model('both' if one_base else head)
+  first_head = 'both' if one_base else head
+  model, params = load_model(first_head)
   base, value_head = lora.split(params)
   frozen = state_lib.Frozen(actor=base)
-  actor_key, critic_key = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), 0))
+  key = jax.random.fold_in(jax.random.key(config.seed), 0)
+  actor_key, critic_key = jax.random.split(key)
 
   def adapters(key, base):
-    return make(functools.partial(lora.init, key, base, options.lora_rank, options.lora_targets))
+    init = functools.partial(lora.init, key, base, options.lora_rank, options.lora_targets)
+    return make(init)
 
   actor = adapters(actor_key, base)
   if one_base:
@@ -280,7 +293,8 @@ def needs_reference(config: config_lib.Config, variant: variants.Variant) -> boo
 
 def on_host(config: config_lib.Config, mesh: jax.sharding.Mesh) -> list[str]:
   """Returns the names of what is offloaded to the host. UserError: the devices cannot do it."""
-  names = [name for name, place in dataclasses.asdict(config.placement).items() if place == 'host']
+  places = dataclasses.asdict(config.placement)
+  names = [name for name, place in places.items() if place == 'host']
   if names:
     sharding.check_host_memory(mesh)
   return names
@@ -290,7 +304,9 @@ def model_heads(config: config_lib.Config, variant: variants.Variant) -> tuple[s
   """Returns (head of the policy, head of the separate critic or None): see ModelConfig.head."""
   if not variant.needs_critic:
     return 'tokens', None
-  return ('both', None) if config.model.critic == 'shared' else ('tokens', 'value')
+  if config.model.critic == 'shared':
+    return 'both', None
+  return 'tokens', 'value'
 
 
 def make_spec(
@@ -305,12 +321,18 @@ def make_spec(
   backend = attention.choose(
       config.model.attention, device, model.dtype, model.head_dim, train.length_buckets
   )
-  steps_per_update = train.epochs * train.episodes // train.mini_batch
-
+  actor = dataclasses.replace(model, attention=backend)
+  critic = None
+  if critic_model is not None:
+    critic = dataclasses.replace(critic_model, attention=backend)
+  routing_replay = config.rollout.routing_replay if model.num_experts else 'none'
   objective.warn_of_settings(config, variant)
+  steps_per_update = train.epochs * train.episodes // train.mini_batch
+  num_updates = train.schedule_updates or train.updates
 
   def optimizer(options, later=0):
-    num_steps = (train.schedule_updates or train.updates) * steps_per_update
+    num_steps = num_updates * steps_per_update
+    own_steps = num_steps - later * steps_per_update  # the steps that it counts itself
     return state_lib.make_optimizer(
         options.lr,
         round(options.warmup * num_steps),
@@ -318,15 +340,15 @@ def make_spec(
         options.eps,
         options.weight_decay,
         options.final_lr,
-        num_steps - later * steps_per_update,  # it counts its own steps
+        own_steps,
     )
 
   actor_optimizer, actor_lr = optimizer(config.actor, later=train.critic_warmup)
   critic_optimizer, critic_lr = optimizer(config.critic)
   return state_lib.Spec(
       variant=variant,
-      actor=dataclasses.replace(model, attention=backend),
-      critic=critic_model and dataclasses.replace(critic_model, attention=backend),
+      actor=actor,
+      critic=critic,
       actor_optimizer=actor_optimizer,
       critic_optimizer=critic_optimizer,
       actor_lr=actor_lr,
@@ -339,5 +361,5 @@ def make_spec(
       num_logged_turns=config.env.max_searches + 1,
       actor_clip=config.actor.grad_clip,
       critic_clip=config.critic.grad_clip,
-      routing_replay=config.rollout.routing_replay if model.num_experts else 'none',
+      routing_replay=routing_replay,
   )

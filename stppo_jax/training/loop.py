@@ -21,8 +21,8 @@ def train(run: run_lib.Run) -> dict[str, float]:
   for n in run.remaining_updates():
     with run.guard():
       sampled = run.sample(n)
-      learned = run.learners.update(sampled, run.timing)
-      metrics = run.measure(n, sampled, learned)
+      policy_updates = run.learners.update(sampled, run.timing)
+      metrics = run.measure(n, sampled, policy_updates)
       if run.evaluation_is_due(n):
         metrics = run.evaluate(n, metrics)
       run.log(n, metrics)
@@ -49,7 +49,8 @@ def start(
     recovery.claim_tasks(config, parts.tasks, parts.held_out, workdir)
 
     def attempt(last_batch: int | None) -> dict[str, float]:
-      with run_lib.opened(parts, workdir, stop_requested, profile, last_batch) as run:
+      opened = run_lib.opened(parts, workdir, stop_requested, profile, last_batch)
+      with opened as run:
         return train(run)
 
     return recovery.with_rollbacks(attempt, workdir, config.train.on_nonfinite)

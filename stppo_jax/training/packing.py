@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 import functools
-import itertools
 from typing import Any
 from typing import NamedTuple
 
@@ -29,6 +28,8 @@ import numpy as np
 
 from stppo_jax import types
 from stppo_jax.rollout import batching
+
+Array = jax.Array | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,9 @@ class Bins:
 
   def padding(self, steps: Sequence['Step']) -> float:
     """The share of padding among the tokens that a model computes in these steps."""
-    computed = sum(num_computed(step.packing, self.micro_batch, self.lengths) for step in steps)
+    computed = 0
+    for step in steps:
+      computed += num_computed(step.packing, self.micro_batch, self.lengths)
     return 1 - num_tokens(steps) / max(computed, 1)
 
 
@@ -53,16 +56,16 @@ class Bins:
 class Packing:
   """The place of each row; micro-batch j has the bins from j R on, R its number of bins."""
 
-  bin: jax.Array | np.ndarray  # [B] int32
-  offset: jax.Array | np.ndarray  # [B] int32, the column of its first token
-  length: jax.Array | np.ndarray  # [B] int32, its tokens; 0: it is in no bin
+  bin: Array  # [B] int32
+  offset: Array  # [B] int32, the column of its first token
+  length: Array  # [B] int32, its tokens; 0: it is in no bin
 
 
 @flax.struct.dataclass
 class Step:
   """One optimizer step: its rows of the batch, and their place in the bins."""
 
-  rows: jax.Array | np.ndarray  # [b] int32, rising
+  rows: Array  # [b] int32, rising
   packing: Packing  # the bins of these rows
 
 
@@ -79,7 +82,8 @@ class Layout:
   @property
   def mine(self) -> jax.Array:
     """True [B,T] for tokens of this micro-batch, but for the first of each row."""
-    return self.here & (jnp.arange(self.here.shape[1]) > 0)
+    columns = jnp.arange(self.here.shape[1])
+    return self.here & (columns > 0)
 
   @property
   def segments(self) -> jax.Array:
@@ -88,15 +92,18 @@ class Layout:
 
   def pack(self, x: jax.Array) -> jax.Array:
     """Moves x [B,T,..] to the bins [R,P,..]; 0 in padding."""
-    return _where(self.live, x[self.row, self.position])
+    by_slot = x[self.row, self.position]
+    return _where(self.live, by_slot)
 
   def unpack(self, y: jax.Array) -> jax.Array:
     """Moves y [R,P] to the rows [B,T]; 0 for first tokens and those of other micro-batches."""
-    return jnp.where(self.mine, y.reshape(-1)[self.slot], 0)
+    by_slot = y.reshape(-1)
+    return jnp.where(self.mine, by_slot[self.slot], 0)
 
   def unpack_all(self, y: jax.Array) -> jax.Array:
     """Moves y [R,P,..] to the rows [B,T,..]; 0 for tokens of other micro-batches."""
-    return _where(self.here, y.reshape(-1, *y.shape[2:])[self.slot])
+    by_slot = y.reshape(-1, *y.shape[2:])
+    return _where(self.here, by_slot[self.slot])
 
 
 def to_device(
@@ -107,14 +114,16 @@ def to_device(
   All rows of an episode go to the same step. All steps have the same number of rows. Rows of
   padding fill up the shorter ones.
   """
-  whole = batching.rows_by_episode(episodes)
+  rows_by_episode = batching.rows_by_episode(episodes)
+  num_episodes = len(rows_by_episode)
+  fewest_rows = min(map(len, rows_by_episode))
   deals = []  # the rows of each step
-  for numbers in minibatches(key, len(whole), bins.mini_batch, bins.epochs):
-    rows = np.concatenate([whole[number] for number in numbers])
+  for numbers in minibatches(key, num_episodes, bins.mini_batch, bins.epochs):
+    rows = np.concatenate([rows_by_episode[number] for number in numbers])
     deals.append(np.sort(rows))
   steps_per_epoch = len(deals) // bins.epochs
-  fewest = min(len(rows) for rows in whole)
-  size = _rows_per_step(bins.mini_batch * fewest, max(map(len, deals)))
+  most_rows = max(map(len, deals))
+  size = _rows_per_step(bins.mini_batch * fewest_rows, most_rows)
   num_rows = size * steps_per_epoch
   lengths = np.zeros(num_rows, np.int32)
   lengths[: len(episodes)] = [batching.trained_length(episode) for episode in episodes]
@@ -122,9 +131,11 @@ def to_device(
   steps = []
   for i, rows in enumerate(deals):
     if i % steps_per_epoch == 0:
-      padding = iter(range(len(episodes), num_rows))  # each of these rows once per epoch
-    filled = [*rows, *itertools.islice(padding, size - len(rows))]
-    rows = np.array(filled, np.int32)
+      next_padding = len(episodes)  # each row of padding once per epoch
+    num_padding = size - len(rows)
+    padding = np.arange(next_padding, next_padding + num_padding)
+    next_padding += num_padding
+    rows = np.concatenate([rows, padding]).astype(np.int32)
     packing = pack(lengths[rows], bins.micro_batch, bins.lengths, bins.shared)
     steps.append(Step(rows, packing))
   return batch, steps
@@ -147,19 +158,26 @@ def minibatches(
 ) -> Iterator[np.ndarray]:
   """Yields the rising row numbers [mini_batch] of each step; each epoch shuffles all rows again."""
   for epoch_key in jax.random.split(key, epochs):
-    order = np.asarray(jax.random.permutation(epoch_key, num_rows), np.int32)
-    yield from np.sort(order.reshape(-1, mini_batch), axis=1)
+    order = jax.random.permutation(epoch_key, num_rows)
+    order = np.asarray(order, np.int32)
+    steps = order.reshape(-1, mini_batch)
+    yield from np.sort(steps, axis=1)
 
 
 def first_epoch(steps: Sequence[Step]) -> list[Step]:
   """Returns the steps that hold each row of the batch once."""
-  num_rows = 1 + max(int(step.rows.max()) for step in steps)
-  return list(steps[: num_rows // len(steps[0].rows)])
+  last_rows = [int(step.rows.max()) for step in steps]
+  num_rows = 1 + max(last_rows)
+  num_steps = num_rows // len(steps[0].rows)
+  return list(steps[:num_steps])
 
 
 def num_tokens(steps: Sequence[Step]) -> int:
   """Counts the tokens of the rows of these steps."""
-  return sum(int(np.sum(step.packing.length)) for step in steps)
+  total = 0
+  for step in steps:
+    total += int(np.sum(step.packing.length))
+  return total
 
 
 def pack(
@@ -176,13 +194,18 @@ def pack(
   chex.assert_rank(lengths, 1)
   bins = np.zeros_like(lengths)
   offsets = np.zeros_like(lengths)
-  left = [row for row in np.argsort(-lengths, kind='stable') if lengths[row]]
+  longest_first = np.argsort(-lengths, kind='stable')
+  left = [row for row in longest_first if lengths[row]]
   first_bin = 0  # the first one in the micro-batch
   while left:
     longest = lengths[left[0]]
-    fitting = [capacity for capacity in capacities if capacity >= longest]
-    tries = [_first_fit(lengths, left, num_bins, capacity, shared) for capacity in fitting]
-    fullest = max(tries, key=lambda placed: round(placed.fill, 2))  # the smallest among equals
+    fullest = _MicroBatch({}, 0.0)
+    for capacity in capacities:
+      if capacity < longest:
+        continue
+      placed = _first_fit(lengths, left, num_bins, capacity, shared)
+      if not fullest.places or round(placed.fill, 2) > round(fullest.fill, 2):
+        fullest = placed  # the smallest capacity among equals
     for row, (chosen, offset) in fullest.places.items():
       bins[row] = first_bin + chosen
       offsets[row] = offset
@@ -193,10 +216,12 @@ def pack(
 
 def num_computed(packing: Packing, num_bins: int, capacities: Sequence[int]) -> int:
   """Counts the tokens that a model computes for a Packing on the host, padding included."""
-  ends = np.zeros(len(packing.bin), np.int64)  # one per micro-batch
-  np.maximum.at(ends, packing.bin // num_bins, packing.offset + packing.length)
-  chosen = np.searchsorted(capacities, ends[ends > 0])
-  return num_bins * int(np.asarray(capacities)[chosen].sum())
+  longest = np.zeros(len(packing.bin), np.int64)  # end of the longest bin of each micro-batch
+  ends = packing.offset + packing.length
+  np.maximum.at(longest, packing.bin // num_bins, ends)
+  chosen = np.searchsorted(capacities, longest[longest > 0])
+  columns = np.asarray(capacities)[chosen]
+  return num_bins * int(columns.sum())
 
 
 def stack(steps: Sequence[Step]) -> Step:
@@ -206,7 +231,9 @@ def stack(steps: Sequence[Step]) -> Step:
 
 def num_micro_batches(packing: Packing, num_bins: int) -> jax.Array:
   """Counts the micro-batches that hold anything: a scalar."""
-  return jnp.max(jnp.where(packing.length > 0, packing.bin // num_bins + 1, 0))
+  is_used = packing.length > 0
+  micro_batches = packing.bin // num_bins
+  return jnp.max(jnp.where(is_used, micro_batches + 1, 0))
 
 
 def sum_over(
@@ -226,7 +253,8 @@ def sum_over(
   """
 
   def compute(columns, j):
-    return function(layout(packing, j, num_bins, columns, num_tokens))
+    micro_batch = layout(packing, j, num_bins, columns, num_tokens)
+    return function(micro_batch)
 
   if total is None:
     shapes = jax.eval_shape(functools.partial(compute, capacities[0]), 0)
@@ -235,16 +263,19 @@ def sum_over(
 
   def add(j, total):
     chosen = which_capacity(packing, j, num_bins, capacities)
-    return jax.tree.map(jnp.add, total, jax.lax.switch(chosen, branches, j))
+    summand = jax.lax.switch(chosen, branches, j)
+    return jax.tree.map(jnp.add, total, summand)
 
-  return jax.lax.fori_loop(0, num_micro_batches(packing, num_bins), add, total)
+  num = num_micro_batches(packing, num_bins)
+  return jax.lax.fori_loop(0, num, add, total)
 
 
 def which_capacity(
     packing: Packing, j: jax.Array, num_bins: int, capacities: Sequence[int]
 ) -> jax.Array:
   """Returns the index of the first of the rising `capacities` that micro-batch j fits in."""
-  ends = jnp.where(packing.bin // num_bins == j, packing.offset + packing.length, 0)
+  is_in_j = packing.bin // num_bins == j
+  ends = jnp.where(is_in_j, packing.offset + packing.length, 0)
   return jnp.searchsorted(jnp.asarray(capacities), ends.max())
 
 
@@ -252,33 +283,38 @@ def only(packing: Packing, rows: jax.Array, num_bins: int) -> Packing:
   """Keeps the bins that hold any of `rows` [B] bool, moved to the front, and drops the others."""
   num_rows = packing.bin.shape[0]
   max_bins = -(-num_rows // num_bins) * num_bins
-  is_kept = jnp.zeros(max_bins, bool).at[packing.bin].max(rows & (packing.length > 0))
+  rows = rows & (packing.length > 0)
+  is_kept = jnp.zeros(max_bins, bool).at[packing.bin].max(rows)
   place = jnp.cumsum(is_kept) - 1
-  new_bin = place[packing.bin]
   length = jnp.where(is_kept[packing.bin], packing.length, 0)
-  return dataclasses.replace(packing, bin=new_bin, length=length)
+  return dataclasses.replace(packing, bin=place[packing.bin], length=length)
 
 
 def layout(packing: Packing, j: jax.Array, num_bins: int, capacity: int, num_tokens: int) -> Layout:
   """Returns the Layout of micro-batch j: bins of P = `capacity`, rows of T = `num_tokens`."""
   here = (packing.bin // num_bins == j) & (packing.length > 0)
   size = num_bins * capacity
-  start = jnp.where(here, (packing.bin - j * num_bins) * capacity + packing.offset, size)
+  bin_in_j = packing.bin - j * num_bins
+  start = jnp.where(here, bin_in_j * capacity + packing.offset, size)
   # A slot belongs to the last row that starts at or before it, if that row is long enough.
   order = jnp.argsort(start)
   slots = jnp.arange(size)
   before = jnp.searchsorted(start[order], slots, side='right')
-  row = order[jnp.maximum(before - 1, 0)]
+  last = jnp.maximum(before - 1, 0)
+  row = order[last]
   position = slots - start[row]
   live = (before > 0) & (position < packing.length[row])
   columns = jnp.arange(num_tokens)
-  owned = here[:, None] & (columns < packing.length[:, None])
+  is_in_row = columns < packing.length[:, None]
+  owned = here[:, None] & is_in_row
+  position = jnp.where(live, position, 0)
+  slot = start[:, None] + columns
   in_bins = lambda x: x.reshape(num_bins, capacity)
   return Layout(
       row=in_bins(row),
-      position=in_bins(jnp.where(live, position, 0)),
+      position=in_bins(position),
       live=in_bins(live),
-      slot=jnp.where(owned, start[:, None] + columns, 0),
+      slot=jnp.where(owned, slot, 0),
       here=owned,
   )
 
@@ -289,8 +325,8 @@ def _where(mask: jax.Array, x: jax.Array) -> jax.Array:
   return jnp.where(jnp.expand_dims(mask, more_axes), x, 0)
 
 
-class _Placed(NamedTuple):
-  """The rows of one micro-batch."""
+class _MicroBatch(NamedTuple):
+  """The rows of one micro-batch on the host."""
 
   places: dict[int, tuple[int, int]]  # row: (bin, offset)
   fill: float  # share of the bins that they fill
@@ -301,9 +337,12 @@ def _first_fit(lengths, rows, num_bins, capacity, shared):
   filled = np.zeros(num_bins, np.int32)
   places = {}
   for row in rows:
-    fits = (filled + lengths[row] <= capacity) & (shared | (filled == 0))
+    fits = filled + lengths[row] <= capacity
+    if not shared:
+      fits &= filled == 0
     if fits.any():
       chosen = int(fits.argmax())
-      places[row] = chosen, int(filled[chosen])
+      places[row] = (chosen, int(filled[chosen]))
       filled[chosen] += lengths[row]
-  return _Placed(places, filled.sum() / (num_bins * capacity))
+  fill = filled.sum() / (num_bins * capacity)
+  return _MicroBatch(places, fill)

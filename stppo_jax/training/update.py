@@ -46,6 +46,8 @@ from stppo_jax.types import UserError
 
 Metrics = dict[str, jax.Array]
 
+_SUMS = ('pg_loss', 'clipped_objective')  # over the tokens of a step
+
 
 class Functions(NamedTuple):
   """The compiled functions of a run. Each is the function below without `spec` and `mesh`."""
@@ -70,10 +72,13 @@ def compile_functions(
   share none if the objective has a callable that is not a plain function. Such an object may change
   between two runs, and the programs hold what it was when they were traced.
   """
-  places, tree = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, (state, frozen)))
-  own = [getattr(spec.variant, column) for column in variants.BUILT_IN]
-  fixed = all(isinstance(part, (str, types.FunctionType)) for part in own)
-  make = _jitted if fixed else _jitted.__wrapped__
+  shardings = jax.tree.map(lambda x: x.sharding, (state, frozen))
+  places, tree = jax.tree.flatten(shardings)
+  make = _jitted
+  for column in variants.BUILT_IN:
+    part = getattr(spec.variant, column)
+    if not isinstance(part, (str, types.FunctionType)):
+      make = _jitted.__wrapped__  # without the cache
   return make(spec, mesh, tree, tuple(places))
 
 
@@ -83,7 +88,9 @@ def _jitted(spec, mesh, tree, places):  # a tree of shardings and its leaves
   rows = sharding.rows(mesh)
   whole = sharding.replicated(mesh)
   actor = dataclasses.replace(spec.actor, row_sharding=rows)
-  critic = spec.critic and dataclasses.replace(spec.critic, row_sharding=rows)
+  critic = spec.critic
+  if critic is not None:
+    critic = dataclasses.replace(critic, row_sharding=rows)
   spec = dataclasses.replace(spec, actor=actor, critic=critic)
   ins = (state_sharding, frozen_sharding, rows, whole)
   return Functions(
@@ -118,7 +125,9 @@ def annotate(
   variant = spec.variant
   actor = frozen.policy(state.actor)
   reference = sharding.to_device(frozen.reference_policy())
-  critic = state.critic and sharding.to_device(frozen.value_model(state.critic))
+  critic = None
+  if spec.critic is not None:
+    critic = sharding.to_device(frozen.value_model(state.critic))
   sampled_routes = batch.routes if spec.routing_replay == 'sampling' else None
   if spec.routing_replay == 'sampling' and sampled_routes is None:
     raise UserError(
@@ -131,19 +140,23 @@ def annotate(
     routes = None if sampled_routes is None else sampled_routes[step.rows]
 
     def one_micro_batch(layout):
-      (logp, _, values), routing = _policy(spec, actor, tokens, layout, routes)
+      outputs, routing = _policy(spec, actor, tokens, layout, routes)
+      logp, _, values = outputs
       if spec.critic is not None:
         values = _critic(spec, critic, tokens, layout)
       ref_logp = logp
       if variant.kl_in != 'none':
-        (ref_logp, _, _), _ = _policy(spec, reference, tokens, layout)
+        outputs, _ = _policy(spec, reference, tokens, layout)
+        ref_logp, _, _ = outputs
       columns = jax.tree.map(layout.unpack, (logp, ref_logp, values))
       if routing is None:
         return columns, None, None
-      load = moe.load(routing, layout.live, spec.actor.num_experts)
+      num_experts = spec.actor.num_experts
+      load = moe.load(routing, layout.live, num_experts)
       own_routes = None
       if spec.routing_replay == 'old_policy':
-        own_routes = layout.unpack_all(moe.routes(routing, spec.actor.num_experts))
+        own_routes = moe.routes(routing, num_experts)
+        own_routes = layout.unpack_all(own_routes)
       return columns, own_routes, load
 
     return packing_lib.sum_over(
@@ -153,8 +166,10 @@ def annotate(
   def in_order(x):  # [steps,b,T,..] -> [B,T,..]
     rows = steps.rows.reshape(-1)
     values = x.reshape(-1, *x.shape[2:])
-    return jnp.zeros((len(batch.tokens), *x.shape[2:]), x.dtype).at[rows].set(values)
+    ordered = jnp.zeros((num_rows, *x.shape[2:]), x.dtype)
+    return ordered.at[rows].set(values)
 
+  num_rows = len(batch.tokens)
   columns, own_routes, load = jax.lax.map(one_step, steps)
   logp, ref_logp, values = jax.tree.map(in_order, columns)
   mask = batch.action_mask.astype(jnp.float32)
@@ -171,13 +186,18 @@ def annotate(
   if load is not None:
     load = jax.tree.map(lambda x: x.sum(axis=0), load)
     metrics |= moe.load_metrics(load, spec.actor.experts_per_token)
-  old_logp = batch.behaviour_logp if variant.old_logp == 'sampler' else logp
+  old_logp = logp
+  if variant.old_logp == 'sampler':
+    old_logp = batch.behaviour_logp
+  routes = sampled_routes
+  if own_routes is not None:
+    routes = in_order(own_routes)
   batch = dataclasses.replace(
       batch,
       old_logp=old_logp * mask,
       ref_logp=ref_logp * mask,
       old_values=values * mask,
-      routes=sampled_routes if own_routes is None else in_order(own_routes),
+      routes=routes,
   )
   return batch, metrics
 
@@ -199,24 +219,29 @@ def with_advantages(
     if variant.kl_in == 'reward':
       metrics['actor/reward_kl_penalty'] = mean_kl
       metrics['actor/reward_kl_penalty_coeff'] = state.kl_coef
-      batch = dataclasses.replace(batch, rewards=batch.rewards - state.kl_coef * kl)
+      rewards = batch.rewards - state.kl_coef * kl
+      batch = dataclasses.replace(batch, rewards=rewards)
     if variant.kl_target:
       num_episodes = losses.count_episodes(mask, batch.episode_ids)
       kl_coef = losses.adaptive_kl(
           state.kl_coef, mean_kl, variant.kl_target, variant.kl_horizon, num_episodes
       )
       # A coefficient that is not finite would spoil the rest of the run.
-      kl_coef = jnp.where(jnp.isfinite(mean_kl), kl_coef, state.kl_coef)
+      is_finite = jnp.isfinite(mean_kl)
+      kl_coef = jnp.where(is_finite, kl_coef, state.kl_coef)
       state = dataclasses.replace(state, kl_coef=kl_coef)
     if variant.kl_in == 'loss':
       metrics['actor/kl_coef'] = state.kl_coef  # used by the next steps
   if callable(variant.ratio):
-    batch = dataclasses.replace(batch, labels=variant.ratio(batch, variant))
+    labels = variant.ratio(batch, variant)
+    batch = dataclasses.replace(batch, labels=labels)
   batch = advantages.estimate(batch, variant)
   batch = filters.apply(batch, variant)
   if batch.loss_mask is not None:
-    metrics['stppo/dropped_tokens'] = 1 - batch.loss_mask.sum() / jnp.maximum(mask.sum(), 1)
-  return state, batch, metrics | diagnostics.batch_summary(batch, spec.has_values)
+    num_tokens = jnp.maximum(mask.sum(), 1)
+    metrics['stppo/dropped_tokens'] = 1 - batch.loss_mask.sum() / num_tokens
+  metrics |= diagnostics.batch_summary(batch, spec.has_values)
+  return state, batch, metrics
 
 
 def update_step(
@@ -236,11 +261,19 @@ def update_step(
 
   Returns the state, metrics (scalars), and the tokens' `ratio` and `clipped` [b,T] in this step.
   """
-  frozen = dataclasses.replace(frozen, critic=sharding.to_device(frozen.critic))
-  state = dataclasses.replace(state, critic=sharding.to_device(state.critic))
+  base = sharding.to_device(frozen.critic)
+  critic = sharding.to_device(state.critic)
   batch = jax.tree.map(lambda x: x[step.rows], batch)
-  weights = filters.weights(batch, spec.variant)
-  return take_step(StepInputs(spec, state, batch, weights, mesh, frozen, step.packing))
+  inputs = StepInputs(
+      spec=spec,
+      state=dataclasses.replace(state, critic=critic),
+      batch=batch,
+      weights=filters.weights(batch, spec.variant),
+      mesh=mesh,
+      frozen=dataclasses.replace(frozen, critic=base),
+      packing=step.packing,
+  )
+  return take_step(inputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,9 +294,12 @@ class StepInputs:
   def policy(self, layout: packing_lib.Layout) -> tuple[tuple, Callable]:
     """Returns (log-probs, entropies, values) [R,P], and the function that pulls cotangents back."""
 
+    batch = self.batch
+
     def outputs(actor):
       params = self.frozen.policy(actor)
-      return _policy(self.spec, params, self.batch.tokens, layout, self.batch.routes)[0]
+      per_token, _ = _policy(self.spec, params, batch.tokens, layout, batch.routes)
+      return per_token
 
     return jax.vjp(outputs, self.state.actor)
 
@@ -271,23 +307,27 @@ class StepInputs:
     """Returns the separate critic's values [R,P], and the function that pulls cotangents back."""
 
     def outputs(critic):
-      return _critic(self.spec, self.frozen.value_model(critic), self.batch.tokens, layout)
+      params = self.frozen.value_model(critic)
+      return _critic(self.spec, params, self.batch.tokens, layout)
 
     return jax.vjp(outputs, self.state.critic)
 
   def placed(self, tree: dict) -> dict:
     """Keeps gradients where their parameters are. Otherwise XLA replicates the larger ones."""
-    return jax.lax.with_sharding_constraint(tree, sharding.tree_shardings(tree, self.mesh))
+    places = sharding.tree_shardings(tree, self.mesh)
+    return jax.lax.with_sharding_constraint(tree, places)
 
   def zeros(self, params: dict) -> dict:
     """Returns zero gradients to add to."""
-    return self.placed(jax.tree.map(jnp.zeros_like, params))
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return self.placed(zeros)
 
   def sum(self, function: Callable, packing: packing_lib.Packing, total: Any) -> Any:
     """Returns `total` plus function(layout) of every micro-batch."""
+    spec = self.spec
     num_tokens = self.batch.tokens.shape[1]
     return packing_lib.sum_over(
-        function, packing, self.spec.micro_batch, self.spec.lengths, num_tokens, total
+        function, packing, spec.micro_batch, spec.lengths, num_tokens, total
     )
 
 
@@ -306,19 +346,21 @@ def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Ar
   cotangent of C back. The pass comes after the loop over all bins, because only then these bins are
   known and can be packed together. Most bins have no clipped token and cost nothing.
   """
+  spec = inputs.spec
   grads, tokens = _sum_gradients(inputs)
   bias = None
-  if inputs.spec.variant.measures_bias:
+  if spec.variant.measures_bias:
     bias = _sum_bias(inputs, tokens['bias'])
-  metrics = diagnostics.step_summary(inputs.spec, inputs.batch, inputs.weights, tokens)
-  divided, measured = _divide(inputs, grads, bias, tokens, metrics['stppo/ess_share'])
-  metrics |= measured
-  if 'value' in grads:
+  metrics = diagnostics.step_summary(spec, inputs.batch, inputs.weights, tokens)
+  divided, division_metrics = _divide(inputs, grads, bias, tokens, metrics['stppo/ess_share'])
+  metrics |= division_metrics
+  if spec.has_values:
     metrics['critic/grad_norm'] = correction.norm(grads['value'])
   is_finite = diagnostics.is_finite(metrics)
-  state, measured = _apply(inputs, divided, grads.get('value'), is_finite)
-  metrics |= measured
-  return state, metrics, {'ratio': tokens['ratio'], 'clipped': tokens['clipped']}
+  state, applied_metrics = _apply(inputs, divided, grads, is_finite)
+  metrics |= applied_metrics
+  per_token = {name: tokens[name] for name in ('ratio', 'clipped')}
+  return state, metrics, per_token
 
 
 def _sum_gradients(inputs):
@@ -330,30 +372,41 @@ def _sum_gradients(inputs):
   spec = inputs.spec
 
   def one_micro_batch(layout):
-    outputs, pull = inputs.policy(layout)
-    tokens = dict(zip(('logp', 'entropy', 'values'), map(layout.unpack, outputs)))
-    d_logp, d_entropy, sums = _policy_cotangents(inputs, layout, tokens)
-    zero = jnp.zeros_like(outputs[0])
-    grads = {'actor': pull((layout.pack(d_logp), layout.pack(d_entropy), zero))[0]}
+    (logp, entropy, values), pull = inputs.policy(layout)
+    zero = jnp.zeros_like(logp)
     if spec.critic is not None:
       values, pull_values = inputs.values(layout)
-      tokens['values'] = layout.unpack(values)
-      grads['value'] = pull_values(_value_cotangent(inputs, layout, tokens['values']))[0]
+    tokens = {
+        'logp': layout.unpack(logp),
+        'entropy': layout.unpack(entropy),
+        'values': layout.unpack(values),
+    }
+    d_logp, d_entropy, sums = _policy_cotangents(inputs, layout, tokens)
+    d_logp = layout.pack(d_logp)
+    d_entropy = layout.pack(d_entropy)
+    grads = {}
+    (grads['actor'],) = pull((d_logp, d_entropy, zero))
+    if spec.has_values:
+      d_values = _value_cotangent(inputs, layout, tokens['values'])
+    if spec.critic is not None:
+      (grads['value'],) = pull_values(d_values)
     elif spec.shared_trunk:
-      d_values = spec.variant.value_coef * _value_cotangent(inputs, layout, tokens['values'])
-      grads['value'] = pull((zero, zero, d_values))[0]
+      d_values = spec.variant.value_coef * d_values
+      (grads['value'],) = pull((zero, zero, d_values))
     return inputs.placed(grads), tokens, sums
 
-  no_grads = {'actor': inputs.zeros(inputs.state.actor)}
-  if spec.has_values:
-    value_params = inputs.state.actor if spec.shared_trunk else inputs.state.critic
-    no_grads['value'] = inputs.zeros(value_params)
+  state = inputs.state
+  no_grads = {'actor': inputs.zeros(state.actor)}
+  if spec.critic is not None:
+    no_grads['value'] = inputs.zeros(state.critic)
+  elif spec.shared_trunk:
+    no_grads['value'] = inputs.zeros(state.actor)
   names = ['logp', 'entropy', 'values', 'bias', 'ratio', 'clipped']
   if spec.variant.kl_in == 'loss':
     names.append('kl')
   mask = inputs.weights.mask
-  no_tokens = {name: jnp.zeros_like(mask) for name in names}
-  no_sums = {'pg_loss': jnp.zeros(()), 'clipped_objective': jnp.zeros(())}
+  no_tokens = dict.fromkeys(names, jnp.zeros_like(mask))
+  no_sums = dict.fromkeys(_SUMS, jnp.zeros(()))
   total = (no_grads, no_tokens, no_sums)
   grads, tokens, sums = inputs.sum(one_micro_batch, inputs.packing, total)
   tokens['ratio'] = jnp.where(mask > 0, tokens['ratio'], 1)
@@ -368,7 +421,8 @@ def _policy_cotangents(inputs, layout, tokens):
   """
   variant = inputs.spec.variant
   is_here = layout.mine.astype(jnp.float32)  # 1 for the tokens of this micro-batch
-  batch = dataclasses.replace(inputs.batch, action_mask=inputs.weights.mask * is_here)
+  action_mask = inputs.weights.mask * is_here
+  batch = dataclasses.replace(inputs.batch, action_mask=action_mask)
   weights = inputs.weights.token * is_here
   policy_weights = inputs.weights.policy * is_here
   d_logp, d_bias, parts = correction.cotangents(
@@ -377,13 +431,15 @@ def _policy_cotangents(inputs, layout, tokens):
   if variant.kl_in == 'loss':
     kl_of = lambda logp: losses.kl(logp, batch.ref_logp, variant.kl_estimator)
     kl, pull_kl = jax.vjp(kl_of, tokens['logp'])
-    d_logp += pull_kl(inputs.state.kl_coef * weights)[0]
+    (d_logp_of_kl,) = pull_kl(inputs.state.kl_coef * weights)
+    d_logp += d_logp_of_kl
     tokens['kl'] = kl * is_here
   tokens['bias'] = d_bias
   tokens['ratio'] = parts['ratio'] * is_here
   tokens['clipped'] = parts['clipped'] * is_here
-  sums = {name: parts[name] for name in ('pg_loss', 'clipped_objective')}
-  return d_logp, -variant.entropy_coef * weights, sums
+  d_entropy = -variant.entropy_coef * weights
+  sums = {name: parts[name] for name in _SUMS}
+  return d_logp, d_entropy, sums
 
 
 def _value_cotangent(inputs, layout, values):
@@ -392,21 +448,25 @@ def _value_cotangent(inputs, layout, values):
   clip = inputs.spec.variant.value_clip or None
   loss = lambda values: losses.value_loss(values, batch.old_values, batch.returns, clip)
   _, pull = jax.vjp(loss, values)
-  weights = inputs.weights.value * layout.mine.astype(jnp.float32)
-  return layout.pack(pull(weights)[0])
+  is_here = layout.mine.astype(jnp.float32)
+  (d_values,) = pull(inputs.weights.value * is_here)
+  return layout.pack(d_values)
 
 
 def _sum_bias(inputs, cotangent):
   """Sums C over the bins in which its cotangent [b,T] is not 0 everywhere; see `take_step`."""
 
   def one_micro_batch(layout):
-    (logp, _, _), pull = inputs.policy(layout)
-    zero = jnp.zeros_like(logp)
-    return inputs.placed(pull((layout.pack(cotangent), zero, zero))[0])
+    _, pull = inputs.policy(layout)
+    d_logp = layout.pack(cotangent)
+    zero = jnp.zeros_like(d_logp)
+    (bias,) = pull((d_logp, zero, zero))
+    return inputs.placed(bias)
 
   is_clipped = (cotangent != 0).any(axis=1)
   packing = packing_lib.only(inputs.packing, is_clipped, inputs.spec.micro_batch)
-  return inputs.sum(one_micro_batch, packing, inputs.zeros(inputs.state.actor))
+  total = inputs.zeros(inputs.state.actor)
+  return inputs.sum(one_micro_batch, packing, total)
 
 
 def _divide(inputs, grads, bias, tokens, ess_share):
@@ -427,7 +487,8 @@ def _divide(inputs, grads, bias, tokens, ess_share):
     metrics['stppo/cos_g_c'] = -correction.cosine(g, bias)  # of -g and C, see the signs above
   if variant.norm_of == 'loss':
     c_norm = jnp.abs(tokens['clipped_objective'])
-  any_clipped = (tokens['clipped'] & (inputs.weights.policy != 0)).any()
+  is_counted = inputs.weights.policy != 0
+  any_clipped = (tokens['clipped'] & is_counted).any()
   divisor = correction.divisor(variant.divisor, g_norm, c_norm, any_clipped)
   value_gradient = grads['value'] if spec.shared_trunk else None
   divided = correction.divide(variant.divide, g, value_gradient, divisor, spec.actor_clip)
@@ -440,11 +501,12 @@ def _divide(inputs, grads, bias, tokens, ess_share):
   if variant.step_scale != 'none':
     scale = off_policy.STEP_SCALES[variant.step_scale](ess_share)
     step_divisor = 1 if divided.step_divisor is None else divided.step_divisor
-    divided = divided._replace(step_divisor=step_divisor / scale)
+    step_divisor = step_divisor / scale
+    divided = divided._replace(step_divisor=step_divisor)
   return divided, metrics
 
 
-def _apply(inputs, divided, value_gradient, is_finite):
+def _apply(inputs, divided, grads, is_finite):
   """Runs the optimizers. If something is not finite, only counts the step."""
   spec = inputs.spec
   state = inputs.state
@@ -462,25 +524,24 @@ def _apply(inputs, divided, value_gradient, is_finite):
       divided.step_divisor,
       divided.undivided,
   )
+  skipped = jnp.where(is_finite, 0, state.skipped + 1)
   after = dataclasses.replace(
-      state,
-      step=state.step + 1,
-      actor=actor.params,
-      actor_opt=actor.opt_state,
-      skipped=jnp.where(is_finite, 0, state.skipped + 1),
+      state, step=state.step + 1, actor=actor.params, actor_opt=actor.opt_state, skipped=skipped
   )
+  num_steps = _steps_taken(state.actor_opt, state.step)
   metrics = {
-      'actor/lr': spec.actor_lr(_steps_taken(state.actor_opt, state.step)),
-      'actor/skipped': after.skipped,
+      'actor/lr': spec.actor_lr(num_steps),
+      'actor/skipped': skipped,
       'stppo/step_norm': actor.step_norm,
       'stppo/applied_factor': actor.factor,
   }
   if spec.critic is not None:
     clip = optax.clip_by_global_norm(spec.critic_clip)
-    gradient, _ = clip.update(value_gradient, optax.EmptyState())
+    gradient, _ = clip.update(grads['value'], optax.EmptyState())
     critic = optimize(spec.critic_optimizer, gradient, state.critic, state.critic_opt, has_tokens)
     after = dataclasses.replace(after, critic=critic.params, critic_opt=critic.opt_state)
-    metrics['critic/lr'] = spec.critic_lr(_steps_taken(state.critic_opt, state.step))
+    num_steps = _steps_taken(state.critic_opt, state.step)
+    metrics['critic/lr'] = spec.critic_lr(num_steps)
     metrics['critic/step_norm'] = critic.step_norm
   return after, metrics
 
@@ -516,14 +577,17 @@ def optimize(
     without, _ = optimizer.update(undivided, opt_state, params)
   if step_divisor is not None:
     step = jax.tree.map(lambda x: x / step_divisor, step)
+  norm = optax.tree.norm(step)
   norm_without = optax.tree.norm(without)
   is_positive = norm_without > 0
-  share = optax.tree.norm(step) / jnp.where(is_positive, norm_without, 1)
+  share = norm / jnp.where(is_positive, norm_without, 1)
   factor = jnp.where(is_positive, share, 1)
   choose = lambda new, old: jnp.where(take, new, old)
-  new_params = jax.tree.map(choose, optax.apply_updates(params, step), params)
+  new_params = optax.apply_updates(params, step)
+  new_params = jax.tree.map(choose, new_params, params)
   difference = lambda new, old: new.astype(jnp.float32) - old.astype(jnp.float32)
-  step_norm = optax.tree.norm(jax.tree.map(difference, new_params, params))
+  change = jax.tree.map(difference, new_params, params)
+  step_norm = optax.tree.norm(change)
   new_opt_state = jax.tree.map(choose, new_opt_state, opt_state)
   return Applied(new_params, new_opt_state, step_norm, factor)
 
@@ -545,8 +609,9 @@ def _policy(spec, params, tokens, layout, routes=None):
   logp, entropy = decoder.token_logp(
       params, spec.actor, x, tokens, spec.temperature, spec.logp_chunk
   )
-  has_values = 'value_head' in params  # a shared trunk's policy has one, its reference may not
-  values = decoder.state_values(params, x) if has_values else jnp.zeros_like(logp)
+  values = jnp.zeros_like(logp)
+  if 'value_head' in params:  # a shared trunk's policy has one, its reference may not
+    values = decoder.state_values(params, x)
   return (logp, entropy, values), routing
 
 
@@ -559,7 +624,10 @@ def _critic(spec, params, tokens, layout):
 def _trunk(spec, model, params, tokens, layout, routes=None):
   """Runs the trunk on tokens [b,T]: tokens in their bins [R,P], output [R,P,D], and Routing."""
   tokens = layout.pack(tokens)
-  routes = None if routes is None else layout.pack(routes)
-  segments = layout.segments if spec.shared_bins else None
+  if routes is not None:
+    routes = layout.pack(routes)
+  segments = None
+  if spec.shared_bins:
+    segments = layout.segments
   x, routing = decoder.trunk(params, model, tokens, segments=segments, routes=routes)
   return tokens, x, routing
