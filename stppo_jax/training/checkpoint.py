@@ -28,6 +28,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from stppo_jax.distributed import calls
 from stppo_jax.distributed import hosts
+from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
@@ -131,8 +132,7 @@ class Checkpoints:
 
   def restore(self, updates: int, like: Any) -> Any:
     """Returns the state after `updates`, with structure, shapes and shardings of `like`."""
-    args = ocp.args.Composite(state=ocp.args.StandardRestore(_shapes(like)))
-    return self._manager.restore(updates, args=args)['state']
+    return self._restore(updates, 'state', ocp.args.StandardRestore(_shapes(like)))
 
   def restore_part(self, updates: int, like: Any) -> Any:
     """Returns the part of the state that `like` is, with its shapes and shardings.
@@ -143,28 +143,24 @@ class Checkpoints:
     shardings = jax.tree.map(lambda x: x.sharding, like)
     restore_args = ocp.checkpoint_utils.construct_restore_args(item, shardings)
     args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
-    return self._manager.restore(updates, args=ocp.args.Composite(state=args))['state']
+    return self._restore(updates, 'state', args)
 
   def restore_copies(self, updates: int, like: Any, number: int) -> list[Any]:
     """Returns the `copies` saved after `updates`, with the structure and shardings of `like`."""
-    leaves, tree = jax.tree.flatten(_shapes(like))
-    target = {str(i): _by_index(leaves) for i in range(number)}
-    args = ocp.args.Composite(copies=ocp.args.StandardRestore(target))
-    restored = self._manager.restore(updates, args=args)['copies']
-    copies = []
-    for i in range(number):
-      copy = restored[str(i)]
-      copies.append(jax.tree.unflatten(tree, [copy[str(j)] for j in range(len(leaves))]))
-    return copies
+    shapes = [_shapes(like)] * number
+    return self._restore(updates, 'copies', ocp.args.StandardRestore(shapes))
 
   def progress(self, updates: int) -> dict[str, Any]:
     """Returns the `progress` saved after `updates`."""
-    args = ocp.args.Composite(progress=ocp.args.JsonRestore())
-    progress = self._manager.restore(updates, args=args)['progress']
+    progress = self._restore(updates, 'progress', ocp.args.JsonRestore())
     if best := progress.get('best'):  # written by version 0.8, which had no scores.json
       score, step = best
       self._policy.scores.setdefault(step, score)
     return progress
+
+  def _restore(self, updates, item, args):
+    restored = self._manager.restore(updates, args=ocp.args.Composite(**{item: args}))
+    return restored[item]
 
   def save(
       self,
@@ -193,8 +189,7 @@ class Checkpoints:
       self._add_score(updates, score)
     items = {'state': ocp.args.StandardSave(state), 'progress': ocp.args.JsonSave(progress)}
     if copies:
-      trees = {str(i): _by_index(jax.tree.leaves(tree)) for i, tree in enumerate(copies)}
-      items['copies'] = ocp.args.StandardSave(trees)
+      items['copies'] = ocp.args.StandardSave(list(copies))
     try:
       self._manager.save(updates, args=ocp.args.Composite(**items))
     except _SAVE_ERRORS as error:
@@ -303,7 +298,8 @@ class Checkpoints:
     if not hosts.is_writer():
       return
     (folder,) = self._unfinished_folders()
-    _write_json(os.path.join(folder, _CHECKSUMS), _checksums(folder))
+    checksums = json.dumps(_checksums(folder))
+    workdir_lib.write_whole(os.path.join(folder, _CHECKSUMS), checksums)
 
   def _find_damage(self, step):
     """Describes the damage of a step on disk in a few words; '' if there is none.
@@ -334,9 +330,8 @@ class Checkpoints:
       return
     path = os.path.join(self._folder, _SCORES)
     try:
-      _write_json(path + '.part', self._policy.scores)
-      os.replace(path + '.part', path)
-    except OSError as error:
+      workdir_lib.write_whole(path, json.dumps(self._policy.scores))
+    except (OSError, UserError) as error:
       logging.warning('%s could not be written (%s)', path, _reason(error))
 
   def _read_scores(self):
@@ -357,8 +352,8 @@ class _KeepNewestAndBest(checkpoint_managers.PreservationPolicy):
 
   def best(self, steps: Sequence[int]) -> int | None:
     """Returns the step with the highest score, the first of equal ones; None without a score."""
-    with_score = [step for step in steps if step in self.scores]
-    return max(sorted(with_score), key=self.scores.__getitem__, default=None)
+    with_score = sorted(step for step in steps if step in self.scores)
+    return max(with_score, key=self.scores.__getitem__, default=None)
 
   def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
     """Returns an answer per step. The steps are given in rising order."""
@@ -385,11 +380,6 @@ def _shapes(tree):
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
-def _by_index(leaves):
-  """Returns a list as a dict, since Orbax restores lists as dicts."""
-  return {str(i): leaf for i, leaf in enumerate(leaves)}
-
-
 def _checksums(folder):
   """Returns {path: [bytes, CRC-32]} of the files below a step's items."""
   checksums = {}
@@ -413,11 +403,6 @@ def _crc(path):
     while block := file.read(1 << 20):
       value = zlib.crc32(block, value)
   return value
-
-
-def _write_json(path, value):
-  with open(path, 'w', encoding='utf-8') as file:
-    json.dump(value, file)
 
 
 def _reason(error):

@@ -44,7 +44,8 @@ def start(
   `profile` updates goes to workdir/profile.
   """
   variant = run_lib.check(config)
-  with recovery.claimed(config, variant, workdir):
+  claim = recovery.claimed(config, variant, workdir)
+  with claim:
     parts = run_lib.setup(config)
     recovery.claim_tasks(config, parts.tasks, parts.held_out, workdir)
 
@@ -53,4 +54,5 @@ def start(
       with opened as run:
         return train(run)
 
-    return recovery.with_rollbacks(attempt, workdir, config.train.on_nonfinite)
+    on_nonfinite = config.train.on_nonfinite
+    return recovery.with_rollbacks(attempt, workdir, on_nonfinite)

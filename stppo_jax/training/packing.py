@@ -18,7 +18,6 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any
-from typing import NamedTuple
 
 import chex
 import flax
@@ -49,7 +48,8 @@ class Bins:
     computed = 0
     for step in steps:
       computed += num_computed(step.packing, self.micro_batch, self.lengths)
-    return 1 - num_tokens(steps) / max(computed, 1)
+    share = num_tokens(steps) / max(computed, 1)
+    return 1 - share
 
 
 @flax.struct.dataclass
@@ -82,7 +82,8 @@ class Layout:
   @property
   def mine(self) -> jax.Array:
     """True [B,T] for tokens of this micro-batch, but for the first of each row."""
-    columns = jnp.arange(self.here.shape[1])
+    num_tokens = self.here.shape[1]
+    columns = jnp.arange(num_tokens)
     return self.here & (columns > 0)
 
   @property
@@ -98,7 +99,8 @@ class Layout:
   def unpack(self, y: jax.Array) -> jax.Array:
     """Moves y [R,P] to the rows [B,T]; 0 for first tokens and those of other micro-batches."""
     by_slot = y.reshape(-1)
-    return jnp.where(self.mine, by_slot[self.slot], 0)
+    by_token = by_slot[self.slot]
+    return jnp.where(self.mine, by_token, 0)
 
   def unpack_all(self, y: jax.Array) -> jax.Array:
     """Moves y [R,P,..] to the rows [B,T,..]; 0 for tokens of other micro-batches."""
@@ -119,15 +121,18 @@ def to_device(
   fewest_rows = min(map(len, rows_by_episode))
   deals = []  # the rows of each step
   for numbers in minibatches(key, num_episodes, bins.mini_batch, bins.epochs):
-    rows = np.concatenate([rows_by_episode[number] for number in numbers])
+    parts = [rows_by_episode[number] for number in numbers]
+    rows = np.concatenate(parts)
     deals.append(np.sort(rows))
   steps_per_epoch = len(deals) // bins.epochs
   most_rows = max(map(len, deals))
   size = _rows_per_step(bins.mini_batch * fewest_rows, most_rows)
   num_rows = size * steps_per_epoch
   lengths = np.zeros(num_rows, np.int32)
-  lengths[: len(episodes)] = [batching.trained_length(episode) for episode in episodes]
-  batch = batching.to_turn_batch(episodes, bins.lengths[-1:], num_rows, bins.pad_id, bins.sharding)
+  for row, episode in enumerate(episodes):
+    lengths[row] = batching.trained_length(episode)
+  longest = bins.lengths[-1:]
+  batch = batching.to_turn_batch(episodes, longest, num_rows, bins.pad_id, bins.sharding)
   steps = []
   for i, rows in enumerate(deals):
     if i % steps_per_epoch == 0:
@@ -135,9 +140,10 @@ def to_device(
     num_padding = size - len(rows)
     padding = np.arange(next_padding, next_padding + num_padding)
     next_padding += num_padding
-    rows = np.concatenate([rows, padding]).astype(np.int32)
+    rows = np.concatenate([rows, padding])
     packing = pack(lengths[rows], bins.micro_batch, bins.lengths, bins.shared)
-    steps.append(Step(rows, packing))
+    step = Step(rows.astype(np.int32), packing)
+    steps.append(step)
   return batch, steps
 
 
@@ -199,17 +205,22 @@ def pack(
   first_bin = 0  # the first one in the micro-batch
   while left:
     longest = lengths[left[0]]
-    fullest = _MicroBatch({}, 0.0)
+    places = {}  # of the capacity that leaves the least padding, the smallest among equals
+    fullest = 0.0
     for capacity in capacities:
       if capacity < longest:
         continue
-      placed = _first_fit(lengths, left, num_bins, capacity, shared)
-      if not fullest.places or round(placed.fill, 2) > round(fullest.fill, 2):
-        fullest = placed  # the smallest capacity among equals
-    for row, (chosen, offset) in fullest.places.items():
+      candidate = _first_fit(lengths, left, num_bins, capacity, shared)
+      num_filled = sum(int(lengths[row]) for row in candidate)
+      fill = np.round(num_filled / (num_bins * capacity), 2)
+      if not places or fill > fullest:
+        places = candidate
+        fullest = fill
+    for row, place in places.items():
+      chosen, offset = place
       bins[row] = first_bin + chosen
       offsets[row] = offset
-    left = [row for row in left if row not in fullest.places]
+    left = [row for row in left if row not in places]
     first_bin += num_bins
   return Packing(bins, offsets, lengths)
 
@@ -219,7 +230,8 @@ def num_computed(packing: Packing, num_bins: int, capacities: Sequence[int]) -> 
   longest = np.zeros(len(packing.bin), np.int64)  # end of the longest bin of each micro-batch
   ends = packing.offset + packing.length
   np.maximum.at(longest, packing.bin // num_bins, ends)
-  chosen = np.searchsorted(capacities, longest[longest > 0])
+  longest = longest[longest > 0]
+  chosen = np.searchsorted(capacities, longest)
   columns = np.asarray(capacities)[chosen]
   return num_bins * int(columns.sum())
 
@@ -233,7 +245,8 @@ def num_micro_batches(packing: Packing, num_bins: int) -> jax.Array:
   """Counts the micro-batches that hold anything: a scalar."""
   is_used = packing.length > 0
   micro_batches = packing.bin // num_bins
-  return jnp.max(jnp.where(is_used, micro_batches + 1, 0))
+  counts = jnp.where(is_used, micro_batches + 1, 0)
+  return jnp.max(counts)
 
 
 def sum_over(
@@ -257,8 +270,10 @@ def sum_over(
     return function(micro_batch)
 
   if total is None:
-    shapes = jax.eval_shape(functools.partial(compute, capacities[0]), 0)
-    total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    compute_first = functools.partial(compute, capacities[0])
+    shapes = jax.eval_shape(compute_first, 0)
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype)
+    total = jax.tree.map(zeros, shapes)
   branches = [functools.partial(compute, columns) for columns in capacities]
 
   def add(j, total):
@@ -275,8 +290,10 @@ def which_capacity(
 ) -> jax.Array:
   """Returns the index of the first of the rising `capacities` that micro-batch j fits in."""
   is_in_j = packing.bin // num_bins == j
-  ends = jnp.where(is_in_j, packing.offset + packing.length, 0)
-  return jnp.searchsorted(jnp.asarray(capacities), ends.max())
+  ends = packing.offset + packing.length
+  ends = jnp.where(is_in_j, ends, 0)
+  columns = jnp.asarray(capacities)
+  return jnp.searchsorted(columns, ends.max())
 
 
 def only(packing: Packing, rows: jax.Array, num_bins: int) -> Packing:
@@ -284,26 +301,32 @@ def only(packing: Packing, rows: jax.Array, num_bins: int) -> Packing:
   num_rows = packing.bin.shape[0]
   max_bins = -(-num_rows // num_bins) * num_bins
   rows = rows & (packing.length > 0)
-  is_kept = jnp.zeros(max_bins, bool).at[packing.bin].max(rows)
-  place = jnp.cumsum(is_kept) - 1
+  is_kept = jnp.zeros(max_bins, bool)
+  is_kept = is_kept.at[packing.bin].max(rows)
+  places = jnp.cumsum(is_kept) - 1
+  bins = places[packing.bin]
   length = jnp.where(is_kept[packing.bin], packing.length, 0)
-  return dataclasses.replace(packing, bin=place[packing.bin], length=length)
+  return dataclasses.replace(packing, bin=bins, length=length)
 
 
 def layout(packing: Packing, j: jax.Array, num_bins: int, capacity: int, num_tokens: int) -> Layout:
   """Returns the Layout of micro-batch j: bins of P = `capacity`, rows of T = `num_tokens`."""
-  here = (packing.bin // num_bins == j) & (packing.length > 0)
+  is_in_j = packing.bin // num_bins == j
+  here = is_in_j & (packing.length > 0)
   size = num_bins * capacity
   bin_in_j = packing.bin - j * num_bins
-  start = jnp.where(here, bin_in_j * capacity + packing.offset, size)
+  start = bin_in_j * capacity + packing.offset
+  start = jnp.where(here, start, size)
   # A slot belongs to the last row that starts at or before it, if that row is long enough.
   order = jnp.argsort(start)
   slots = jnp.arange(size)
-  before = jnp.searchsorted(start[order], slots, side='right')
+  starts = start[order]
+  before = jnp.searchsorted(starts, slots, side='right')
   last = jnp.maximum(before - 1, 0)
   row = order[last]
   position = slots - start[row]
-  live = (before > 0) & (position < packing.length[row])
+  is_long_enough = position < packing.length[row]
+  live = (before > 0) & is_long_enough
   columns = jnp.arange(num_tokens)
   is_in_row = columns < packing.length[:, None]
   owned = here[:, None] & is_in_row
@@ -322,18 +345,15 @@ def layout(packing: Packing, j: jax.Array, num_bins: int, capacity: int, num_tok
 def _where(mask: jax.Array, x: jax.Array) -> jax.Array:
   """Returns x [R,P,..] where `mask` [R,P] is true, else 0."""
   more_axes = tuple(range(mask.ndim, x.ndim))
-  return jnp.where(jnp.expand_dims(mask, more_axes), x, 0)
-
-
-class _MicroBatch(NamedTuple):
-  """The rows of one micro-batch on the host."""
-
-  places: dict[int, tuple[int, int]]  # row: (bin, offset)
-  fill: float  # share of the bins that they fill
+  mask = jnp.expand_dims(mask, more_axes)
+  return jnp.where(mask, x, 0)
 
 
 def _first_fit(lengths, rows, num_bins, capacity, shared):
-  """Places as many of `rows`, in this order, as fit, each into the first bin that has room."""
+  """Places as many of `rows`, in this order, as fit, each into the first bin that has room.
+
+  Returns {row: (bin, offset)}.
+  """
   filled = np.zeros(num_bins, np.int32)
   places = {}
   for row in rows:
@@ -344,5 +364,4 @@ def _first_fit(lengths, rows, num_bins, capacity, shared):
       chosen = int(fits.argmax())
       places[row] = (chosen, int(filled[chosen]))
       filled[chosen] += lengths[row]
-  fill = filled.sum() / (num_bins * capacity)
-  return _MicroBatch(places, fill)
+  return places

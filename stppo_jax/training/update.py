@@ -72,7 +72,8 @@ def compile_functions(
   share none if the objective has a callable that is not a plain function. Such an object may change
   between two runs, and the programs hold what it was when they were traced.
   """
-  shardings = jax.tree.map(lambda x: x.sharding, (state, frozen))
+  sharding_of = lambda x: x.sharding
+  shardings = jax.tree.map(sharding_of, (state, frozen))
   places, tree = jax.tree.flatten(shardings)
   make = _jitted
   for column in variants.BUILT_IN:
@@ -92,19 +93,20 @@ def _jitted(spec, mesh, tree, places):  # a tree of shardings and its leaves
   if critic is not None:
     critic = dataclasses.replace(critic, row_sharding=rows)
   spec = dataclasses.replace(spec, actor=actor, critic=critic)
+  annotate_batch = functools.partial(annotate, spec)
+  add_advantages = functools.partial(with_advantages, spec)
+  take_one_step = functools.partial(update_step, spec, mesh)
   ins = (state_sharding, frozen_sharding, rows, whole)
   return Functions(
-      annotate=jax.jit(
-          functools.partial(annotate, spec), in_shardings=ins, out_shardings=(rows, whole)
-      ),
+      annotate=jax.jit(annotate_batch, in_shardings=ins, out_shardings=(rows, whole)),
       with_advantages=jax.jit(
-          functools.partial(with_advantages, spec),
+          add_advantages,
           in_shardings=(state_sharding, rows),
           out_shardings=(state_sharding, rows, whole),
           donate_argnums=0,
       ),
       update_step=jax.jit(
-          functools.partial(update_step, spec, mesh),
+          take_one_step,
           in_shardings=ins,
           out_shardings=(state_sharding, whole, whole),
           donate_argnums=0,
@@ -165,8 +167,9 @@ def annotate(
 
   def in_order(x):  # [steps,b,T,..] -> [B,T,..]
     rows = steps.rows.reshape(-1)
-    values = x.reshape(-1, *x.shape[2:])
-    ordered = jnp.zeros((num_rows, *x.shape[2:]), x.dtype)
+    row_shape = x.shape[2:]
+    values = x.reshape(-1, *row_shape)
+    ordered = jnp.zeros((num_rows, *row_shape), x.dtype)
     return ordered.at[rows].set(values)
 
   num_rows = len(batch.tokens)
@@ -184,7 +187,8 @@ def annotate(
       variant.rollout_is_low,
   )
   if load is not None:
-    load = jax.tree.map(lambda x: x.sum(axis=0), load)
+    sum_steps = lambda x: x.sum(axis=0)
+    load = jax.tree.map(sum_steps, load)
     metrics |= moe.load_metrics(load, spec.actor.experts_per_token)
   old_logp = logp
   if variant.old_logp == 'sampler':
@@ -213,7 +217,8 @@ def with_advantages(
   mask = batch.action_mask.astype(jnp.float32)
   metrics = {}
   if variant.kl_in != 'none':
-    kl = losses.kl(batch.old_logp, batch.ref_logp, variant.kl_estimator) * mask
+    kl = losses.kl(batch.old_logp, batch.ref_logp, variant.kl_estimator)
+    kl = kl * mask
     # Over sequences, as in verl.
     mean_kl = losses.aggregate(kl, mask, 'seq-mean-token-mean', episode_ids=batch.episode_ids)
     if variant.kl_in == 'reward':
@@ -263,7 +268,8 @@ def update_step(
   """
   base = sharding.to_device(frozen.critic)
   critic = sharding.to_device(state.critic)
-  batch = jax.tree.map(lambda x: x[step.rows], batch)
+  take_rows = lambda x: x[step.rows]
+  batch = jax.tree.map(take_rows, batch)
   inputs = StepInputs(
       spec=spec,
       state=dataclasses.replace(state, critic=critic),
@@ -525,9 +531,8 @@ def _apply(inputs, divided, grads, is_finite):
       divided.undivided,
   )
   skipped = jnp.where(is_finite, 0, state.skipped + 1)
-  after = dataclasses.replace(
-      state, step=state.step + 1, actor=actor.params, actor_opt=actor.opt_state, skipped=skipped
-  )
+  after = dataclasses.replace(state, step=state.step + 1, skipped=skipped)
+  after = dataclasses.replace(after, actor=actor.params, actor_opt=actor.opt_state)
   num_steps = _steps_taken(state.actor_opt, state.step)
   metrics = {
       'actor/lr': spec.actor_lr(num_steps),
@@ -576,7 +581,8 @@ def optimize(
   if undivided is not None:
     without, _ = optimizer.update(undivided, opt_state, params)
   if step_divisor is not None:
-    step = jax.tree.map(lambda x: x / step_divisor, step)
+    divide = lambda x: x / step_divisor
+    step = jax.tree.map(divide, step)
   norm = optax.tree.norm(step)
   norm_without = optax.tree.norm(without)
   is_positive = norm_without > 0
@@ -594,8 +600,11 @@ def optimize(
 
 def _steps_taken(opt_state, step):
   """Returns the steps that an optimizer has taken, as its schedule counts; else `step`."""
-  counts = [count for _, count in optax.tree.get_all_with_path(opt_state, 'count')]
-  return sharding.to_device(counts[0]) if counts else step
+  counts = optax.tree.get_all_with_path(opt_state, 'count')
+  if not counts:
+    return step
+  _, count = counts[0]
+  return sharding.to_device(count)
 
 
 def _policy(spec, params, tokens, layout, routes=None):
