@@ -1,8 +1,8 @@
-"""The metrics of an update: all names of actor/, critic/, rollout_corr/, role/ and stppo/.
+"""The metrics of an update, from token arrays; pure.
 
-Names are verl's where the quantity is the same, and `stppo/..` for what is ours. The functions are
-pure. The compiled functions of `update` call those of batches and steps. `update_summary` takes
-means of the results on the host.
+Names are verl's where the quantity is the same, and `stppo/..` for what is ours. The compiled
+functions of `update` call the functions of batches and steps, and add gradient norms and applied
+steps. `update_summary` takes means on the host. Metrics of single roles are made here, too.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ _DECISIVE = (
     'stppo/entering_factor',
 )
 _FACTOR = 'stppo/applied_factor'
+_MAX_STEPS = 8  # the first steps of an update have a metric for the factor
 # NaN in a step without clipping, and if returns do not vary.
 _MAY_BE_UNDEFINED = {'stppo/cos_g_c', 'critic/vf_explained_var'}
 
@@ -257,8 +258,8 @@ def _by_role(batch):
 def update_summary(policy_updates: Sequence[learner.PolicyUpdate]) -> dict[str, float]:
   """Returns the metrics of an update: means over its policies and their optimizer steps.
 
-  The factor by which the division changed a step is also given as largest and smallest, because
-  its mean hides a step that was lost. A policy without tokens does not count.
+  The factor by which the division changed a step is also given as largest, smallest and per step,
+  because its mean hides a step that was lost. A policy without tokens does not count.
   """
   counted = [part for part in policy_updates if part.has_tokens] or list(policy_updates)
   metrics = means([part.metrics for part in counted])
@@ -272,6 +273,8 @@ def update_summary(policy_updates: Sequence[learner.PolicyUpdate]) -> dict[str, 
     factors = [float(step[_FACTOR]) for step in steps]
     metrics[f'{_FACTOR}_max'] = max(factors)
     metrics[f'{_FACTOR}_min'] = min(factors)
+    for i, factor in enumerate(factors[:_MAX_STEPS], start=1):
+      metrics[f'{_FACTOR}_step{i}'] = factor
   # The number of steps skipped in a row.
   metrics['actor/skipped'] = max(int(step['actor/skipped']) for step in steps)
   return metrics
