@@ -18,7 +18,8 @@ def train(run: run_lib.Run) -> dict[str, float]:
   """
   with run.guard():
     run.begin()
-  for n in run.remaining_updates():
+  updates = run.remaining_updates()
+  for n in updates:
     with run.guard():
       sampled = run.sample(n)
       policy_updates = run.learners.update(sampled, run.timing)

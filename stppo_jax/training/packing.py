@@ -205,7 +205,7 @@ def pack(
   first_bin = 0  # the first one in the micro-batch
   while left:
     longest = lengths[left[0]]
-    places = {}  # of the capacity that leaves the least padding, the smallest among equals
+    places = {}  # by the capacity with the least padding, the smallest among equals
     fullest = 0.0
     for capacity in capacities:
       if capacity < longest:

@@ -490,7 +490,7 @@ def _divide(inputs, grads, bias, tokens, ess_share):
   if bias is not None:
     c_norm = correction.norm(bias)
     metrics['stppo/bias_norm'] = c_norm
-    metrics['stppo/cos_g_c'] = -correction.cosine(g, bias)  # of -g and C, see the signs above
+    metrics['stppo/cos_g_c'] = -correction.cosine(g, bias)  # -g and C, see the signs above
   if variant.norm_of == 'loss':
     c_norm = jnp.abs(tokens['clipped_objective'])
   is_counted = inputs.weights.policy != 0
