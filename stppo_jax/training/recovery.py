@@ -48,7 +48,7 @@ class Stuck(Exception):
 class Progress:
   """How far a run is."""
 
-  updates: int = 0  # that the state holds
+  updates: int = 0  # updates in the state
   resumed: int = 0  # updates that a checkpoint held when the run started
   logged: int = 0  # updates whose metrics are written
   passed_over: int = 0  # batches that rollbacks skipped

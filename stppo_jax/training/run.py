@@ -261,7 +261,7 @@ class Run:
   timing: timing_lib.Timing  # seconds of each phase of the update in progress
   is_stopped: bool = False
   records: episodes_lib.Records = dataclasses.field(default_factory=episodes_lib.Records)
-  scores: dict[str, float] = dataclasses.field(default_factory=dict)  # of the last evaluation
+  scores: dict[str, float] = dataclasses.field(default_factory=dict)  # from the last evaluation
 
   @property
   def config(self) -> Config:

@@ -83,7 +83,7 @@ class Spec:
   num_logged_turns: int  # turns with metrics of their own
   actor_clip: float = math.inf  # bound of the global norm of the actor's gradient
   critic_clip: float = math.inf  # and of the separate critic's
-  routing_replay: str = 'none'  # whose experts the policy reuses: config.rollout.routing_replay
+  routing_replay: str = 'none'  # config.rollout.routing_replay: the experts that the policy reuses
 
   @property
   def shared_bins(self) -> bool:
