@@ -265,8 +265,8 @@ def update_summary(policy_updates: Sequence[learner.PolicyUpdate]) -> dict[str, 
   metrics = means([part.metrics for part in counted])
   for part in counted:
     if part.policy and part.has_tokens:
-      steps = means([step.metrics for step in part.seen])
-      metrics |= role_metrics(part.policy, means([part.metrics]) | steps)
+      own_steps = means([step.metrics for step in part.seen])
+      metrics |= role_metrics(part.policy, means([part.metrics]) | own_steps)
   steps = [step.metrics for part in counted for step in part.seen]
   metrics |= means(steps)
   if _FACTOR in metrics:

@@ -119,7 +119,7 @@ def to_device(
   rows_by_episode = batching.rows_by_episode(episodes)
   num_episodes = len(rows_by_episode)
   fewest_rows = min(map(len, rows_by_episode))
-  deals = []  # the rows of each step
+  deals: list[np.ndarray] = []  # the rows of each step
   for numbers in minibatches(key, num_episodes, bins.mini_batch, bins.epochs):
     parts = [rows_by_episode[number] for number in numbers]
     rows = np.concatenate(parts)
@@ -164,8 +164,8 @@ def minibatches(
 ) -> Iterator[np.ndarray]:
   """Yields the rising row numbers [mini_batch] of each step; each epoch shuffles all rows again."""
   for epoch_key in jax.random.split(key, epochs):
-    order = jax.random.permutation(epoch_key, num_rows)
-    order = np.asarray(order, np.int32)
+    shuffled = jax.random.permutation(epoch_key, num_rows)
+    order = np.asarray(shuffled, np.int32)
     steps = order.reshape(-1, mini_batch)
     yield from np.sort(steps, axis=1)
 

@@ -75,7 +75,7 @@ def compile_functions(
   sharding_of = lambda x: x.sharding
   shardings = jax.tree.map(sharding_of, (state, frozen))
   places, tree = jax.tree.flatten(shardings)
-  make = _jitted
+  make: Callable = _jitted
   for column in variants.BUILT_IN:
     part = getattr(spec.variant, column)
     if not isinstance(part, (str, types.FunctionType)):
@@ -128,7 +128,7 @@ def annotate(
   actor = frozen.policy(state.actor)
   reference = sharding.to_device(frozen.reference_policy())
   critic = None
-  if spec.critic is not None:
+  if state.critic is not None:
     critic = sharding.to_device(frozen.value_model(state.critic))
   sampled_routes = batch.routes if spec.routing_replay == 'sampling' else None
   if spec.routing_replay == 'sampling' and sampled_routes is None:
