@@ -72,7 +72,10 @@ def compile_functions(
   share none if the objective has a callable that is not a plain function. Such an object may change
   between two runs, and the programs hold what it was when they were traced.
   """
-  sharding_of = lambda x: x.sharding
+
+  def sharding_of(x):
+    return x.sharding
+
   shardings = jax.tree.map(sharding_of, (state, frozen))
   places, tree = jax.tree.flatten(shardings)
   make: Callable = _jitted
@@ -139,7 +142,10 @@ def annotate(
 
   def one_step(step):
     tokens = batch.tokens[step.rows]
-    routes = None if sampled_routes is None else sampled_routes[step.rows]
+    num_tokens = tokens.shape[1]
+    routes = None
+    if sampled_routes is not None:
+      routes = sampled_routes[step.rows]
 
     def one_micro_batch(layout):
       outputs, routing = _policy(spec, actor, tokens, layout, routes)
@@ -162,7 +168,7 @@ def annotate(
       return columns, own_routes, load
 
     return packing_lib.sum_over(
-        one_micro_batch, step.packing, spec.micro_batch, spec.lengths, tokens.shape[1]
+        one_micro_batch, step.packing, spec.micro_batch, spec.lengths, num_tokens
     )
 
   def in_order(x):  # [steps,b,T,..] -> [B,T,..]
@@ -171,6 +177,9 @@ def annotate(
     values = x.reshape(-1, *row_shape)
     ordered = jnp.zeros((num_rows, *row_shape), x.dtype)
     return ordered.at[rows].set(values)
+
+  def sum_of_steps(x):  # [steps,..] -> [..]
+    return x.sum(axis=0)
 
   num_rows = len(batch.tokens)
   columns, own_routes, load = jax.lax.map(one_step, steps)
@@ -187,8 +196,7 @@ def annotate(
       variant.rollout_is_low,
   )
   if load is not None:
-    sum_steps = lambda x: x.sum(axis=0)
-    load = jax.tree.map(sum_steps, load)
+    load = jax.tree.map(sum_of_steps, load)
     metrics |= moe.load_metrics(load, spec.actor.experts_per_token)
   old_logp = logp
   if variant.old_logp == 'sampler':
@@ -268,7 +276,10 @@ def update_step(
   """
   base = sharding.to_device(frozen.critic)
   critic = sharding.to_device(state.critic)
-  take_rows = lambda x: x[step.rows]
+
+  def take_rows(x):
+    return x[step.rows]
+
   batch = jax.tree.map(take_rows, batch)
   inputs = StepInputs(
       spec=spec,
@@ -358,14 +369,17 @@ def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Ar
   if spec.variant.measures_bias:
     bias = _sum_bias(inputs, tokens['bias'])
   metrics = diagnostics.step_summary(spec, inputs.batch, inputs.weights, tokens)
-  divided, division_metrics = _divide(inputs, grads, bias, tokens, metrics['stppo/ess_share'])
+  ess_share = metrics['stppo/ess_share']
+  divided, division_metrics = _divide(inputs, grads, bias, tokens, ess_share)
   metrics |= division_metrics
   if spec.has_values:
     metrics['critic/grad_norm'] = correction.norm(grads['value'])
   is_finite = diagnostics.is_finite(metrics)
   state, applied_metrics = _apply(inputs, divided, grads, is_finite)
   metrics |= applied_metrics
-  per_token = {name: tokens[name] for name in ('ratio', 'clipped')}
+  per_token = {}
+  for name in ('ratio', 'clipped'):
+    per_token[name] = tokens[name]
   return state, metrics, per_token
 
 
@@ -435,7 +449,10 @@ def _policy_cotangents(inputs, layout, tokens):
       tokens['logp'], batch, variant, weights=policy_weights
   )
   if variant.kl_in == 'loss':
-    kl_of = lambda logp: losses.kl(logp, batch.ref_logp, variant.kl_estimator)
+
+    def kl_of(logp):
+      return losses.kl(logp, batch.ref_logp, variant.kl_estimator)
+
     kl, pull_kl = jax.vjp(kl_of, tokens['logp'])
     (d_logp_of_kl,) = pull_kl(inputs.state.kl_coef * weights)
     d_logp += d_logp_of_kl
@@ -452,7 +469,10 @@ def _value_cotangent(inputs, layout, values):
   """Returns the cotangent [R,P] of the values [b,T] for the critic's loss."""
   batch = inputs.batch
   clip = inputs.spec.variant.value_clip or None
-  loss = lambda values: losses.value_loss(values, batch.old_values, batch.returns, clip)
+
+  def loss(values):
+    return losses.value_loss(values, batch.old_values, batch.returns, clip)
+
   _, pull = jax.vjp(loss, values)
   is_here = layout.mine.astype(jnp.float32)
   (d_values,) = pull(inputs.weights.value * is_here)
@@ -542,7 +562,8 @@ def _apply(inputs, divided, grads, is_finite):
   }
   if spec.critic is not None:
     clip = optax.clip_by_global_norm(spec.critic_clip)
-    gradient, _ = clip.update(grads['value'], optax.EmptyState())
+    stateless = optax.EmptyState()
+    gradient, _ = clip.update(grads['value'], stateless)
     critic = optimize(spec.critic_optimizer, gradient, state.critic, state.critic_opt, has_tokens)
     after = dataclasses.replace(after, critic=critic.params, critic_opt=critic.opt_state)
     num_steps = _steps_taken(state.critic_opt, state.step)
@@ -575,6 +596,13 @@ def optimize(
   same optimizer state makes of the gradient `undivided` (None: `gradient`). It is 1 if nothing is
   divided, or that step is 0.
   """
+
+  def choose(new, old):
+    return jnp.where(take, new, old)
+
+  def difference(new, old):
+    return new.astype(jnp.float32) - old.astype(jnp.float32)
+
   opt_state = sharding.to_device(opt_state)
   step, new_opt_state = optimizer.update(gradient, opt_state, params)
   without = step
@@ -588,10 +616,8 @@ def optimize(
   is_positive = norm_without > 0
   share = norm / jnp.where(is_positive, norm_without, 1)
   factor = jnp.where(is_positive, share, 1)
-  choose = lambda new, old: jnp.where(take, new, old)
   new_params = optax.apply_updates(params, step)
   new_params = jax.tree.map(choose, new_params, params)
-  difference = lambda new, old: new.astype(jnp.float32) - old.astype(jnp.float32)
   change = jax.tree.map(difference, new_params, params)
   step_norm = optax.tree.norm(change)
   new_opt_state = jax.tree.map(choose, new_opt_state, opt_state)
