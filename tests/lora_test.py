@@ -449,7 +449,7 @@ class RunTest(absltest.TestCase):
             }
         )
     ).learners
-    self.assertNotIn('lm_head', apart.learner.frozen.critic)
+    self.assertNotIn('lm_head', apart.first.frozen.critic)
     self.assertEqual(apart.state.actor['layers'].keys(), {'attention'})
     in_loss = {'algorithm.kl_in': 'loss', 'algorithm.kl_estimator': 'k3'}
     full = run_lib.setup(loop_test.make_config(**in_loss)).learners.first.frozen
