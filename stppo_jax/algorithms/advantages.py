@@ -134,7 +134,7 @@ def group_zscore(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   Choice: the sample standard deviation (n - 1) plus 1e-6, as in verl. A group of one episode, or
   with equal scores, gets 0.
   """
-  group = _Group(scores, group_ids)
+  group = _ScoreGroups(scores, group_ids)
   mean = group.total / group.size
   squares = jnp.square(scores[None, :] - mean[:, None])
   variance = _over(jnp.sum, squares, group.same, 0) / jnp.maximum(group.size - 1, 1)
@@ -146,18 +146,18 @@ def leave_one_out(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
 
   A group of one episode gets 0.
   """
-  group = _Group(scores, group_ids)
+  group = _ScoreGroups(scores, group_ids)
   mean_of_others = (group.total - scores) / jnp.maximum(group.size - 1, 1)
   return jnp.where(group.has_spread, scores - mean_of_others, 0)
 
 
 def group_centred(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   """Returns score - mean of its group, [B] (Dr. GRPO, arXiv 2503.20783); 0 in a group of one."""
-  group = _Group(scores, group_ids)
+  group = _ScoreGroups(scores, group_ids)
   return jnp.where(group.has_spread, scores - group.total / group.size, 0)
 
 
-class _Group:
+class _ScoreGroups:
   """The group of each row: its size, the sum of its scores, and the lowest and highest one [B]."""
 
   def __init__(self, scores: jax.Array, group_ids: jax.Array):
@@ -187,7 +187,7 @@ def _without_rounding(scores: jax.Array, sizes: jax.Array, group_ids: jax.Array)
   `sizes` [B] are the sums of absolute rewards. A standard deviation of rounding errors would
   otherwise divide them, and give strong advantages to episodes that did equally well.
   """
-  group = _Group(scores, group_ids)
+  group = _ScoreGroups(scores, group_ids)
   rounding = types.ROUNDING * _over(jnp.max, sizes, group.same, 0)
   return jnp.where(group.highest - group.lowest <= rounding, group.highest, scores)
 
