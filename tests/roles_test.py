@@ -566,7 +566,7 @@ class RunTest(parameterized.TestCase):
       self.train(self.workdir, serve__role='first')
 
   def test_chat_is_with_one_agent(self):
-    with self.assertRaisesRegex(types.UserError, '^[^\n]*has several roles'):
+    with self.assertRaisesRegex(types.UserError, '^[^\n]*has several agents'):
       chat_lib.chat(self.config(), None, {}, '', [])
 
   def test_an_absent_role_changes_nothing_in_training(self):

@@ -67,7 +67,7 @@ def check_environment(name: str, env: factory.EnvFactory) -> None:
     )
   if env.rows_per_episode > 1:
     raise UserError(
-        f'config.env.kind={name!r} has several roles, and here one model plays: use --mode=eval '
+        f'config.env.kind={name!r} has several agents, and here one model plays: use --mode=eval '
         'without config.eval.address'
     )
 
