@@ -310,7 +310,6 @@ class StepInputs:
 
   def policy(self, layout: packing_lib.Layout) -> tuple[tuple, Callable]:
     """Returns (log-probs, entropies, values) [R,P], and the function that pulls cotangents back."""
-
     batch = self.batch
 
     def outputs(actor):
