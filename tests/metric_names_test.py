@@ -2,11 +2,12 @@
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import numpy as np
 
 from stppo_jax.models import moe
 from stppo_jax.monitoring import health
 from stppo_jax.monitoring import metric_names
-from stppo_jax.monitoring import roles
+from stppo_jax.training import diagnostics
 
 
 class MetricNamesTest(parameterized.TestCase):
@@ -23,8 +24,9 @@ class MetricNamesTest(parameterized.TestCase):
     self.assertEqual(metric_names.meaning(name), meaning)
 
   def test_metrics_of_roles_rules_and_experts_are_described(self):
-    names = [*roles.UPDATE_METRICS, *moe.load_metrics(moe.no_load(1, 2), 1)]
-    names += [f'role/a/{name}' for name in roles.UPDATE_METRICS.values()]
+    sums = {'tokens': np.ones((1, 2)), 'entropy': np.ones(1), 'replaced': 0, 'changed': 0}
+    names = [*diagnostics.ROLE_NAMES, *moe.load_metrics(sums, 1)]
+    names += [f'role/a/{name}' for name in diagnostics.ROLE_NAMES.values()]
     names += [f'health/{name}' for name in health.RULES]
     names += [name for rule in health.RULES.values() for name in rule.metrics]
     for name in names:

@@ -79,6 +79,20 @@ def scores_by_agent(episodes: Sequence[types.Episode]) -> dict[str, list[float]]
   return values
 
 
+def agent_score(name: str) -> tuple[str, str]:
+  """Returns (title of the agent, score) of a metric of `scores_by_agent`; ('', '') of others."""
+  family, _, rest = name.partition('/')
+  if family != 'val-role':
+    return '', ''
+  role, _, score = rest.partition('/')
+  return f'role {role}', score
+
+
+def agent_of(record: Mapping[str, Any]) -> str:
+  """Returns the title of the agent that played the episode of a record."""
+  return f'role {record.get("role")}'
+
+
 def _by_role(episodes):
   """Returns {role: its rows}; {} if there is one agent."""
   by_role: dict[str, list[types.Episode]] = {}

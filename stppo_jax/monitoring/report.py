@@ -21,6 +21,7 @@ from typing import TypeVar
 from absl import logging
 
 from stppo_jax.monitoring import charts
+from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import metrics
 from stppo_jax.monitoring import workdir as workdir_lib
 
@@ -30,7 +31,6 @@ BYTES_PER_FILE = 2_000_000  # limit on the JSON of these episodes
 MAX_ALARMS = 4  # updates with a warning whose episodes are shown
 _PAGE = pathlib.Path(__file__).parent / 'page'
 _CORE_NAME = re.compile(r'val-core/(.+)/([^/]+?)(?:_hops(\d+))?')
-_ROLE_NAME = re.compile(r'val-role/(\w+)/(\w+)')
 _LABELS = {'all': 'all questions', 'macro': 'mean of the data sets'}
 _HIGHLIGHTS = (  # settings, in the order in which the page shows them
     'algorithm.variant algorithm.advantage algorithm.ratio algorithm.divisor algorithm.norm_of '
@@ -173,25 +173,27 @@ def warnings(rows: list[dict[str, Any]]) -> list[str]:
 def _results(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> dict[str, Any]:
   """Returns the table of the main held-out score: {score, rows: [{label, is_hops, points, n}]}.
 
-  A row is a data set, a number of hops in it, or a role. `points` are (update, score).
+  A row is a data set, a number of hops in it, or an agent. `points` are (update, score).
   """
   main = _main_score(rows)
-  points: dict[tuple[str, int], list[tuple[int, float]]] = {}  # by (data set or role, hops or 0)
+  points: dict[tuple[str, int], list[tuple[int, float]]] = {}  # by (data set or agent, hops or 0)
+  agents = set()
   for row in rows:
     for name, score in row.items():
       core = _CORE_NAME.fullmatch(name)
-      role = _ROLE_NAME.fullmatch(name)
+      agent, agent_score = episodes_lib.agent_score(name)
       if core and core.group(2) == main:
         key = (core.group(1), int(core.group(3) or 0))
-      elif role and role.group(2) == main:
-        key = (f'role {role.group(1)}', 0)
+      elif agent and agent_score == main:
+        key = (agent, 0)
+        agents.add(agent)
       else:
         continue
       if score is not None:
         points.setdefault(key, []).append((row['step'], score))
 
   last = next((group for group in groups if group['kind'] == 'eval'), None)
-  order = lambda key: (key[0] not in _LABELS, key[0].startswith('role '), *key)
+  order = lambda key: (key[0] not in _LABELS, key[0] in agents, *key)
   table = []
   for part, hops in sorted(points, key=order):
     series = points[part, hops]
@@ -284,7 +286,7 @@ def episode_group(
       offset += len(raw)
       try:
         episode = json.loads(raw)
-        if not episode['tokens']:  # a role that never moved
+        if not episode['tokens']:  # an agent that never moved
           continue
         if {len(episode['pieces']), len(episode['turn_ids'])} != {len(episode['tokens'])}:
           raise ValueError('tokens, pieces and turn_ids differ in length')
@@ -293,7 +295,7 @@ def episode_group(
           lines_by_episode[key] = []
           (right if episode.get('right') else wrong).append(lines_by_episode[key])
         lines_by_episode[key].append(start)
-        parts = ['all', episode.get('dataset'), f'role {episode.get("role")}']
+        parts = ['all', episode.get('dataset'), episodes_lib.agent_of(episode)]
         for part in parts:
           for hops in {0, episode.get('hops') or 0}:
             counts[part, hops] = counts.get((part, hops), 0) + 1

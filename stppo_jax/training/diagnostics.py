@@ -221,7 +221,7 @@ def _is_too_far(variant, batch, tokens):
 
 
 # Metrics of an update -> their names below role/<role>/.
-_ROLE_NAMES = {
+ROLE_NAMES = {
     'actor/pg_loss': 'pg_loss',
     'actor/pg_clipfrac': 'pg_clipfrac',
     'actor/ppo_kl': 'ppo_kl',
@@ -239,7 +239,7 @@ _ROLE_NAMES = {
 def role_metrics(role: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the metrics of the rows or of the policy of a role, under the role's name."""
   return {
-      f'role/{role}/{_ROLE_NAMES[name]}': x for name, x in metrics.items() if name in _ROLE_NAMES
+      f'role/{role}/{ROLE_NAMES[name]}': x for name, x in metrics.items() if name in ROLE_NAMES
   }
 
 
