@@ -69,11 +69,6 @@ class Components:
   def policies(self) -> tuple[str, ...]:
     """Names of the policies that are trained: one for each role, or '' for one that plays all."""
     if self.config.model.role_parameters == 'shared':
-      if self.config.serve.role:
-        raise UserError(
-            f'config.serve.role={self.config.serve.role!r}: with '
-            "config.model.role_parameters='shared' one policy plays all roles: leave it empty"
-        )
       return ('',)
     if not self.env.roles:
       raise UserError(
