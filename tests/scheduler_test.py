@@ -4,6 +4,7 @@ import functools
 import gc
 import threading
 import time
+from unittest import mock
 import weakref
 
 from absl.testing import absltest
@@ -127,6 +128,28 @@ class SchedulerTest(parameterized.TestCase):
         np.testing.assert_array_equal(wanted.logp, np.array(heard.logp, np.float32))
     self.assertGreater(scheduler.counts.dropped_tokens, 0)
     self.assertGreater(scheduler.counts.reused_tokens, 15 * 10)
+
+  def test_small_decode_calls_give_the_same_tokens(self):
+    requests = lambda: [make_request(ids, seed) for seed, ids in enumerate(make_prompts(6))]
+    widths, sampler = [], make_sampler(width=6)
+    decode = sampler.decode
+
+    def watched(params, context, *args, **settings):
+      widths.append(context.logits.shape[0])
+      return decode(params, context, *args, **settings)
+
+    with mock.patch.object(sampler, 'decode', watched):
+      with make_scheduler() as scheduler:
+        together = serve(scheduler, *requests())
+      self.assertContainsSubset({6}, widths)
+      widths.clear()
+      with make_scheduler() as scheduler:
+        alone = [serve(scheduler, request)[0] for request in requests()]
+        again = serve(scheduler, *requests()[:2])
+      self.assertEqual({2}, set(widths))
+    for one, heard in zip([*alone, *again], [*together, *together[:2]], strict=True):
+      self.assertEqual(one.tokens, heard.tokens)
+      np.testing.assert_array_equal(one.logp, heard.logp)
 
   def test_shared_prefix_is_computed_once(self):
     prompt = make_prompts(1)[0]

@@ -130,24 +130,51 @@ class SlotGroup:
 
   def decode(self, enough: int) -> sampler_lib.DecodeResult:
     """Starts to decode, until `enough` rows have stopped. Does not wait for the device."""
-    sampler = self._sampler
     decoding = self.rows_in('decoding')
-    longest = max(sequence.length for sequence in decoding)
-    self.reserve(longest + 1)
-    inputs = sampler.idle_rows(sampler.width)
+    steps = self._reserve_steps(decoding)
+    slots = [sequence.slot for sequence in decoding]
+    inputs = self._decode_inputs(decoding, slots, self._sampler.width)
     for slot, row in enumerate(self.rows):
       if row is not None:  # rows that are not decoded are also written to, behind their end
         inputs.lengths[slot] = row.length
-    for sequence in decoding:
-      slot = sequence.slot
-      inputs.keys[slot] = sequence.key
-      inputs.stop_state[slot] = sequence.stop_state
-      inputs.budgets[slot] = sequence.budget
-      if sequence.settings is not None:
-        inputs.settings[slot] = sequence.settings
-    steps = self.context.slots - longest
-    self.context, sampled = sampler.decode(self._params, self.context, inputs, steps, enough)
+    self.context, sampled = self._sampler.decode(self._params, self.context, inputs, steps, enough)
     return sampled
+
+  def decode_few(self, sequences: Sequences) -> sampler_lib.DecodeResult:
+    """Decodes at most `prefill_rows` sequences: row i of the result belongs to sequences[i].
+
+    They have a small context of their own, because a call computes all rows of its context.
+    """
+    steps = self._reserve_steps(sequences)
+    slots = [sequence.slot for sequence in sequences]
+    rows = range(len(sequences))
+    few = self._sampler.take(self.context, slots)
+    inputs = self._decode_inputs(sequences, rows, few.logits.shape[0])
+    few, sampled = self._sampler.decode(
+        self._params, few, inputs, steps, enough=self._sampler.width
+    )
+    self.context = self._sampler.put(self.context, few, slots, rows)
+    return sampled
+
+  def _reserve_steps(self, sequences: Sequences) -> int:
+    """Makes room for a decode call. Returns its largest number of tokens per row."""
+    longest = max(sequence.length for sequence in sequences)
+    self.reserve(longest + 1)
+    return self.context.slots - longest
+
+  def _decode_inputs(
+      self, sequences: Sequences, rows: Iterable[int], num_rows: int
+  ) -> sampler_lib.DecodeRows:
+    """Returns the inputs of a decode call in which sequences[i] has the row rows[i]."""
+    inputs = self._sampler.idle_rows(num_rows)
+    for sequence, row in zip(sequences, rows):
+      inputs.lengths[row] = sequence.length
+      inputs.keys[row] = sequence.key
+      inputs.stop_state[row] = sequence.stop_state
+      inputs.budgets[row] = sequence.budget
+      if sequence.settings is not None:
+        inputs.settings[row] = sequence.settings
+    return inputs
 
   def _prefill(self, context, sequences):
     """Prefills the ids of the sequences in the first rows of `context`."""

@@ -268,15 +268,22 @@ class Scheduler:
   def _decode(self) -> None:
     """Samples some tokens of each row in progress, and emits them."""
     rows = self._running_rows()
-    sampled = jax.device_get(self._group.decode(enough=self._sampler.width))
+    places: Sequence[int]
+    if len(rows) <= self._sampler.prefill_rows < self._sampler.width:
+      result = self._group.decode_few(rows)
+      places = range(len(rows))
+    else:
+      result = self._group.decode(enough=self._sampler.width)
+      places = [row.slot for row in rows]
+    sampled = jax.device_get(result)
     self.counts.decode_calls += 1
     self.counts.decode_steps += int(sampled.counts.max())
     self.counts.rows_decoded += len(rows)
-    for row in rows:
-      count = sampled.counts[row.slot]
-      tokens = sampled.tokens[row.slot, :count]
-      logp = sampled.logp[row.slot, :count]
-      self._record(row, tokens, logp, bool(sampled.alive[row.slot]))
+    for row, place in zip(rows, places):
+      count = sampled.counts[place]
+      tokens = sampled.tokens[place, :count]
+      logp = sampled.logp[place, :count]
+      self._record(row, tokens, logp, bool(sampled.alive[place]))
 
   def _record(self, row: _CacheRow, tokens: np.ndarray, logp: np.ndarray, alive: bool) -> None:
     """Adds sampled tokens to a row, up to the end of its turn."""
