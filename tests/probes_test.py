@@ -136,7 +136,7 @@ def _train(variant, probe, observations, chances):
     batch = dataclasses.replace(
         batch, old_logp=logp, behaviour_logp=logp, ref_logp=ref_logp, old_values=values
     )
-    state, batch, _ = update.with_advantages(spec, None, state, batch)
+    state, batch, _ = update.with_advantages(spec, state, batch)
     for step in range(STEPS):  # whole groups
       rows = slice(step * ROWS // STEPS, (step + 1) * ROWS // STEPS)
       part, part_states = jax.tree.map(lambda x: x[rows], (batch, states))
@@ -154,7 +154,7 @@ def _take_step(spec, state, batch, states):
       spec,
       state,
       batch,
-      *filters.weights(batch, spec.variant),
+      filters.weights(batch, spec.variant),
       mesh=None,
       frozen=train_state.Frozen(),
       packing=packing.Packing(no_bins, no_bins, no_bins),
