@@ -3,11 +3,32 @@
 pip install ".[docs]" && sphinx-build -W -b html docs docs/_build
 """
 
+import os
+import sys
+
+DOCS = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [DOCS, os.path.dirname(DOCS)]
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+
+import references  # after sys.path
+
 project = 'stppo_jax'
 author = 'the authors of stppo_jax'
-extensions = ['myst_parser']
-myst_enable_extensions = ['dollarmath', 'colon_fence']
+extensions = ['myst_nb', 'sphinx.ext.autodoc', 'references']
+exclude_patterns = ['_build', '**/.ipynb_checkpoints']
+
+myst_enable_extensions = ['colon_fence', 'deflist', 'dollarmath', 'html_image', 'substitution']
 myst_heading_anchors = 3
-exclude_patterns = ['_build']
+myst_substitutions = references.variant_settings()
+nb_execution_mode = 'off'
+
+autodoc_default_options = {'members': True, 'undoc-members': False, 'member-order': 'bysource'}
+autodoc_typehints_format = 'short'
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 110
+toc_object_entries = False  # the contents list modules and not their functions
+
 html_theme = 'furo'
 html_title = 'stppo_jax'
+html_static_path = ['_static']
+html_css_files = ['site.css']

@@ -1,4 +1,4 @@
-"""The quickstart notebook runs from top to bottom, and its stored outputs are of this code."""
+"""The tutorials run from top to bottom in a short form, and are stored with outputs."""
 
 import contextlib
 import importlib.util
@@ -10,13 +10,16 @@ import unittest
 from unittest import mock
 
 from absl.testing import absltest
+from absl.testing import parameterized
 import pytest
 
 REPO = pathlib.Path(__file__).parent.parent
-PATH = REPO / 'notebooks' / 'quickstart.ipynb'
+FOLDER = REPO / 'notebooks'
+NAMES = sorted(path.name for path in FOLDER.glob('*.ipynb'))
+FAST = ('302_collapse.ipynb',)  # draws stored results; the others train
 
 try:
-  import ipykernel  # noqa: F401  # the notebook needs both
+  import ipykernel  # noqa: F401  # the notebooks need both
   import matplotlib  # noqa: F401
   import nbclient
   import nbformat
@@ -24,36 +27,51 @@ except ImportError as error:
   raise unittest.SkipTest(f'needs the extra dev: {error}') from error
 
 
-class NotebookTest(absltest.TestCase):
+def read(name: str):
+  """Returns a notebook."""
+  return nbformat.read(FOLDER / name, as_version=4)
 
+
+def code_cells(name: str) -> list:
+  """Returns the code cells of a notebook."""
+  return [cell for cell in read(name).cells if cell.cell_type == 'code']
+
+
+class RunTest(parameterized.TestCase):
+
+  @parameterized.parameters(*FAST)
+  def test_fast_tutorial_runs(self, name):
+    self._run(name)
+
+  @parameterized.parameters(*(name for name in NAMES if name not in FAST))
   @pytest.mark.slow
-  def test_runs_from_top_to_bottom(self):
+  def test_tutorial_runs(self, name):
+    self._run(name)
+
+  def _run(self, name):
     workdir = self.enterContext(tempfile.TemporaryDirectory())
     # One device, as a user has it, and not the eight that the other tests simulate.
-    flags = f'{os.environ["XLA_FLAGS"]} --xla_force_host_platform_device_count=1'
-    self.enterContext(
-        mock.patch.dict(
-            os.environ, {'STPPO_JAX': str(REPO), 'STPPO_WORKDIR': workdir, 'XLA_FLAGS': flags}
-        )
-    )
-    notebook = nbformat.read(PATH, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=600, kernel_name='python3').execute()
-    text = str([cell.get('outputs') for cell in notebook.cells])
-    self.assertIn('update 2/2', text)
-    self.assertIn('</think>', text)
-    self.assertTrue(os.path.exists(os.path.join(workdir, 'report.html')))
+    flags = f'{os.environ.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count=1'
+    variables = {'STPPO_JAX': str(REPO), 'STPPO_WORKDIR': workdir, 'STPPO_SHORT': '1'}
+    self.enterContext(mock.patch.dict(os.environ, variables | {'XLA_FLAGS': flags}))
+    # A failing cell raises an error with its output.
+    nbclient.NotebookClient(read(name), timeout=600, kernel_name='python3').execute()
 
-  def test_missing_packages_are_installed(self):
+
+class StoredTest(parameterized.TestCase):
+
+  @parameterized.parameters(*NAMES)
+  def test_first_cell_installs_what_is_missing(self, name):
     names = re.findall(r'^[\w-]+', (REPO / 'requirements.txt').read_text(), re.MULTILINE)
     modules = {'absl-py': 'absl', 'orbax-checkpoint': 'orbax'}
-    cells = nbformat.read(PATH, as_version=4).cells
-    first = next(cell.source for cell in cells if cell.cell_type == 'code')
+    first = code_cells(name)[0].source
     self.enterContext(contextlib.chdir(REPO))
+    self.enterContext(mock.patch('sys.path', []))
     self.enterContext(mock.patch.dict(os.environ, {'STPPO_JAX': str(REPO)}))
     find = importlib.util.find_spec
     run = self.enterContext(mock.patch('subprocess.run'))
-    for missing in ('', 'matplotlib', *(modules.get(name, name) for name in names)):
-      found = lambda name, missing=missing: None if name == missing else find(name)
+    for missing in ('', 'matplotlib', *(modules.get(package, package) for package in names)):
+      found = lambda package, missing=missing: None if package == missing else find(package)
       with mock.patch.object(importlib.util, 'find_spec', found):
         exec(first, {})
       installed = [call.args[0][-2:] for call in run.call_args_list]
@@ -61,10 +79,16 @@ class NotebookTest(absltest.TestCase):
       self.assertEqual(installed, expected, missing)
       run.reset_mock()
 
-  def test_ships_with_outputs(self):
-    cells = [cell for cell in nbformat.read(PATH, as_version=4).cells if cell.cell_type == 'code']
-    self.assertGreaterEqual(sum(bool(cell.outputs) for cell in cells), 4)
+  @parameterized.parameters(*NAMES)
+  def test_is_stored_with_outputs(self, name):
+    cells = code_cells(name)
+    self.assertGreaterEqual(sum(bool(cell.outputs) for cell in cells), 3)
     self.assertNotIn('Traceback', str(cells))
+    self.assertNotRegex(str([cell.outputs for cell in cells]), r'/(home|tmp|root|work)/\w')
+
+  @parameterized.parameters(*NAMES)
+  def test_states_its_time(self, name):
+    self.assertRegex(read(name).cells[0].source, r'\*\*Time:\*\* about \d+ minutes? on two CPU')
 
 
 if __name__ == '__main__':

@@ -1,5 +1,7 @@
-"""Examples of README and docs are complete: each command trains one update."""
+"""Examples of README and docs are complete: commands are valid, and short ones train one update."""
 
+import ast
+import json
 import os
 import pathlib
 import re
@@ -12,22 +14,111 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 
+from stppo_jax import validation
+from stppo_jax.algorithms import variants
 from stppo_jax.cli import entry
+from stppo_jax.cli import flags as flags_lib
+from stppo_jax.monitoring import metric_names
 from stppo_jax.monitoring import metrics as metrics_lib
 from tests.support import tiny_run
 
 ROOT = pathlib.Path(__file__).parent.parent
-TEXTS = ''.join((ROOT / name).read_text(encoding='utf-8') for name in ('README.md', 'docs/data.md'))
-EXAMPLE = re.compile(r'```python\n# (\w+\.py)\n(.*?)```\n\n```sh\n(.*?)```', re.DOTALL)
-MAX_LINES = 15
+README = ROOT / 'README.md'
+PAGES = [README, *sorted((ROOT / 'docs').glob('*.md'))]
+TEXTS = {page.name: page.read_text(encoding='utf-8') for page in PAGES}
+# A file, and the command that uses it.
+EXAMPLE = re.compile(r'```python\n# (\w+\.py)\n(.*?)```\n.*?```sh\n(.*?)```', re.DOTALL)
+TRAINED = ('README.md', 'data.md', 'environments.md')
+EXAMPLES = [example for name in TRAINED for example in EXAMPLE.findall(TEXTS[name])]
+BLOCK = re.compile(r'```(\w+)\n(.*?)```', re.DOTALL)
+MAX_LINES = 20
+
+
+def commands() -> list[tuple[str, str]]:
+  """Returns (page, command) for each `python run.py ..` of the shell blocks and tables."""
+  found = []
+  for name, text in TEXTS.items():
+    for language, block in BLOCK.findall(text):
+      if language == 'sh':
+        for line in block.replace('\\\n', ' ').splitlines():
+          command = line.partition(' #')[0].rpartition('&& ')[2]
+          if re.match(r'\S*python3? run\.py', command):
+            found.append((name, command))
+  return found
+
+
+class CommandsTest(parameterized.TestCase):
+
+  def test_there_are_commands(self):
+    self.assertGreater(len(commands()), 30)
+
+  @parameterized.parameters(*commands())
+  def test_flags_and_experiment_files_exist(self, page, command):
+    del page
+    arguments = [x for x in shlex.split(command)[2:] if x != '..']
+    parsed = flags_lib.parse(arguments)
+    entry._check_flags(parsed.flags)
+    if parsed.flags.config:
+      path = parsed.flags.config.partition(':')[0]
+      self.assertTrue((ROOT / path).exists(), path)
+
+  @parameterized.parameters(*TEXTS)
+  def test_settings_in_code_spans_exist(self, page):
+    sections = {path.partition('.')[0] for path in validation.kinds() if '.' in path}
+    spans = re.findall(r'`(?:--config\.|config\.)?([a-z_]+\.[a-z_.]+)(?:=[^`]*)?`', TEXTS[page])
+    if page in ('coming_from.md', 'study_protocol.md', 'study.md', 'study_repeat.md'):
+      return  # they name settings of other projects or of the toy task
+    files = (
+        '.py',
+        '.md',
+        '.json',
+        '.jsonl',
+        '.html',
+        '.parquet',
+        '.com',
+        '.jinja',
+        '.ipynb',
+        '.sh',
+    )
+    free = validation.FREE_DICTS
+    for span in spans:
+      if span.partition('.')[0] in sections and not span.endswith(files):
+        is_known = span in validation.kinds() or span.rpartition('.')[0] in free
+        self.assertTrue(is_known, f'{page}: {span}')
+
+
+class BlocksTest(parameterized.TestCase):
+
+  @parameterized.parameters(*TEXTS)
+  def test_python_and_json_blocks_parse(self, page):
+    for language, block in BLOCK.findall(TEXTS[page]):
+      if language == 'python':
+        ast.parse(block)
+      elif language == 'json':
+        json.loads(block)
+
+  def test_paper_index_has_every_algorithm(self):
+    for name in variants.VARIANTS:
+      self.assertIn(f'| `{name}` |', TEXTS['paper_index.md'])
+
+  @parameterized.parameters(*TEXTS)
+  def test_links_to_files_exist(self, page):
+    folder = ROOT if page == 'README.md' else ROOT / 'docs'
+    for link in re.findall(r'\]\(([^)#\s]+)', TEXTS[page]):
+      generated = link.startswith(('reference/', 'tutorials/'))
+      if '://' not in link and not generated:
+        self.assertTrue((folder / link).exists(), f'{page}: {link}')
+      if link.startswith('tutorials/'):
+        notebook = ROOT / 'notebooks' / link.removeprefix('tutorials/')
+        self.assertTrue(notebook.exists(), f'{page}: {link}')
 
 
 class HowToAddTest(parameterized.TestCase):
 
-  def test_there_are_three_examples(self):
-    self.assertLen(EXAMPLE.findall(TEXTS), 3)
+  def test_there_are_four_examples(self):
+    self.assertLen(EXAMPLES, 4)
 
-  @parameterized.parameters(*EXAMPLE.findall(TEXTS))
+  @parameterized.parameters(*EXAMPLES)
   def test_an_example_runs_as_it_stands(self, name, code, command):
     self.assertLessEqual(len(code.strip().splitlines()) + 1, MAX_LINES)
     folder = self.enterContext(tempfile.TemporaryDirectory())
@@ -53,8 +144,12 @@ class HowToAddTest(parameterized.TestCase):
     (workdir,) = [argument.partition('=')[2] for argument in arguments if 'workdir' in argument]
     last = metrics_lib.read_metrics(workdir)[-1]
     self.assertEqual(last['step'], 1)
+    own = [metric for metric in last if metric not in ('step', 'time', 'nonfinite')]
+    self.assertEmpty([metric for metric in own if not metric_names.meaning(metric)])
     if name == 'guess.py':
       self.assertIn('env/right/mean', last)
+    if name == 'guess_word.py':
+      self.assertIn('found/mean', last)
 
 
 if __name__ == '__main__':
