@@ -17,7 +17,7 @@ author = 'the authors of stppo_jax'
 extensions = ['myst_nb', 'sphinx.ext.autodoc', 'references']
 exclude_patterns = ['_build', '**/.ipynb_checkpoints']
 
-myst_enable_extensions = ['colon_fence', 'deflist', 'dollarmath', 'html_image', 'substitution']
+myst_enable_extensions = ['colon_fence', 'deflist', 'substitution']
 myst_heading_anchors = 3
 myst_substitutions = references.variant_settings()
 nb_execution_mode = 'off'
@@ -28,6 +28,7 @@ autodoc_preserve_defaults = True
 maximum_signature_line_length = 110
 toc_object_entries = False  # the contents list modules and not their functions
 
+smartquotes = False  # it would turn the dashes of flags into one long dash
 html_theme = 'furo'
 html_title = 'stppo_jax'
 html_static_path = ['_static']

@@ -137,6 +137,7 @@ def _type_name(kind: Any) -> str:
 def sentence(text: str) -> str:
   """Returns a meaning as a sentence, with text in single quotes as code."""
   text = re.sub(r"(?<![\w`])'([^' ]+)'(?!\w)", r"`'\1'`", text)
+  text = re.sub(r"(?<![\w`'])(--[\w.]+(?:=[\w./:]+)?)", r'`\1`', text)
   # Without these, Markdown would read <..> as HTML, and [..] and * as its own.
   text = text.replace('<', r'\<').replace('*', r'\*').replace('[', r'\[')
   return text[0].upper() + text[1:] + '.'

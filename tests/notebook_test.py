@@ -39,7 +39,7 @@ def code_cells(name: str) -> list:
 
 class RunTest(parameterized.TestCase):
 
-  @parameterized.parameters(*FAST)
+  @parameterized.parameters([(name,) for name in FAST])
   def test_fast_tutorial_runs(self, name):
     self._run(name)
 
