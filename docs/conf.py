@@ -22,6 +22,8 @@ myst_heading_anchors = 3
 myst_substitutions = references.variant_settings()
 nb_execution_mode = 'off'
 
+# Types such as Literal['text'] look like names of attributes.
+suppress_warnings = ['ref.python']
 autodoc_default_options = {'members': True, 'undoc-members': False, 'member-order': 'bysource'}
 autodoc_typehints_format = 'short'
 autodoc_preserve_defaults = True
@@ -31,5 +33,6 @@ toc_object_entries = False  # the contents list modules and not their functions
 smartquotes = False  # it would turn the dashes of flags into one long dash
 html_theme = 'furo'
 html_title = 'stppo_jax'
+html_show_copyright = False
 html_static_path = ['_static']
 html_css_files = ['site.css']

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import pathlib
 import re
+import sys
 import tempfile
 import unittest
 from unittest import mock
@@ -66,7 +67,7 @@ class StoredTest(parameterized.TestCase):
     modules = {'absl-py': 'absl', 'orbax-checkpoint': 'orbax'}
     first = code_cells(name)[0].source
     self.enterContext(contextlib.chdir(REPO))
-    self.enterContext(mock.patch('sys.path', []))
+    self.enterContext(mock.patch.object(sys, 'path', list(sys.path)))  # the cell adds to it
     self.enterContext(mock.patch.dict(os.environ, {'STPPO_JAX': str(REPO)}))
     find = importlib.util.find_spec
     run = self.enterContext(mock.patch('subprocess.run'))
