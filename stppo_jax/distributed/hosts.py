@@ -265,7 +265,7 @@ def _check_flags(coordinator, num_processes, process_id, cluster):
   if cluster:
     is_possible = not given
   elif len(given) == len(flags):
-    has_port = re.fullmatch(r'.+:\d+', coordinator)
+    has_port = re.fullmatch(r'.+:\d+', coordinator) is not None
     is_possible = has_port and 0 <= process_id < num_processes
   else:
     is_possible = not given
