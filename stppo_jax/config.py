@@ -80,6 +80,9 @@ class RetrieverSettings(Section):
       '', "folder of a BERT-class model such as e5-base-v2, for 'dense' and 'hybrid'")
   embeddings: str = setting(
       '', "folder that stores the passages' vectors; empty: they are computed at each start")
+  device: str = setting(
+      'cpu', "device of the encoder in torch's words, such as 'cuda:1'; JAX takes most of the "
+      'memory of a GPU that it uses', resume_allowed=True)
   top_k: int = setting(3, 'passages per search', at_least=1)
   url: str = setting(
       'http://127.0.0.1:8000/retrieve', 'address of an HTTP retriever', resume_allowed=True)
