@@ -32,7 +32,7 @@ from stppo_jax.distributed import messages
 from stppo_jax.envs import protocol
 from stppo_jax.envs import stepping
 
-SILENCE_S = 40  # JAX ends the others when a process hangs for this long
+SILENCE_S = 20  # JAX ends the others when a process is killed or unreachable for this long
 START_S = 300  # time limit for all processes to start
 POLL_S = 1.0  # between two looks for a failure of another process
 CLOSING_S = 3.0  # a failure reaches the others within this time, before process 0 may exit
