@@ -354,7 +354,11 @@ class LogSettings(Section):
 
   tensorboard: bool = setting(
       True, 'write event files, if tensorboardX is installed', resume_safe=True)
-  wandb_project: str = setting('', 'Weights & Biases project; empty: off', resume_safe=True)
+  project: str = setting(
+      '', 'project that `tracker` also writes the metrics to; empty: off', resume_safe=True)
+  tracker: str = setting(
+      'wandb', "'wandb' is Weights & Biases; 'trackio' has the same API and needs no account",
+      allowed=('wandb', 'trackio'), resume_safe=True)
   episodes: bool = setting(
       True, 'write every sampled episode with its numbers per token', resume_safe=True)
   episodes_every: int = setting(
@@ -447,7 +451,7 @@ class Config(Section):
 # fmt: on
 
 # Old name -> new name. An old name still works in this version, with a warning.
-RENAMED = {'env.max_turns': 'env.max_searches'}
+RENAMED = {'env.max_turns': 'env.max_searches', 'log.wandb_project': 'log.project'}
 
 
 def current_name(path: str) -> str:
