@@ -204,8 +204,8 @@ class WordsTest(absltest.TestCase):
   def test_list_has_a_line_for_each_experiment_and_algorithm(self):
     code, text, _ = run('list')
     self.assertEqual(code, 0)
-    self.assertIn('  experiments/st_ppo_tiny.py    ST-PPO on the embedded questions', text)
-    self.assertIn('  st_ppo                 advantage=token_gae ratio=turn divisor=paper', text)
+    self.assertRegex(text, 'experiments/st_ppo_tiny.py +ST-PPO on the embedded questions')
+    self.assertRegex(text, '\n  st_ppo +advantage=token_gae ratio=turn divisor=paper')
     self.assertContainsSubset(variants.VARIANTS, text.split())
 
   def test_completion_offers_modes_and_settings(self):

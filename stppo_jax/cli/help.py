@@ -63,13 +63,17 @@ def catalogue() -> str:
   lines = ['Experiments, for --config=FILE:']
   for path in sorted(pathlib.Path(config_file.HOME, 'experiments').glob('[!_]*.py')):
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))) or ''
-    lines.append(f'  experiments/{path.name:25} {docstring.partition(chr(10))[0]}')
+    first_line = docstring.partition('\n')[0]
+    lines.append(f'  experiments/{path.name:25} {first_line}')
   lines += ['', 'Algorithms, for --config.algorithm.variant=NAME, and their settings:']
   defaults = variants.Variant().described()
   for name, variant in variants.VARIANTS.items():
-    values = variant.described()
-    names = [x for x in values if x in ('advantage', 'ratio') or values[x] != defaults[x]]
-    lines.append(f'  {name:22} {" ".join(f"{x}={values[x]}" for x in names)}')
+    settings = [
+        f'{field}={value}'
+        for field, value in variant.described().items()
+        if field in ('advantage', 'ratio') or value != defaults[field]
+    ]
+    lines.append(f'  {name:22} {" ".join(settings)}')
   return '\n'.join(lines)
 
 
