@@ -209,7 +209,7 @@ class WordsTest(absltest.TestCase):
     self.assertContainsSubset(variants.VARIANTS, text.split())
 
   def test_completion_offers_modes_and_settings(self):
-    script = run('completion', 'bash')[1] + 'compgen -W "$(complete -p stppo | cut -d\' -f2)" '
+    script = run('completion', 'bash')[1] + 'compgen -W "$(complete -p stppo | cut -d\\\' -f2)" '
     for start, expected in (('tra', 'train'), ('--config.train.upd', '--config.train.updates=')):
       result = subprocess.run(
           ['bash', '-c', f'{script} -- {start}'], capture_output=True, text=True
