@@ -203,7 +203,7 @@ class WordsTest(absltest.TestCase):
 
   def test_list_has_a_line_for_each_experiment_and_algorithm(self):
     code, text, _ = run('list')
-    self.assertEqual(code, 0)
+    self.assertIsNone(code)
     self.assertRegex(text, 'experiments/st_ppo_tiny.py +ST-PPO on the embedded questions')
     self.assertRegex(text, '\n  st_ppo +advantage=token_gae ratio=turn divisor=paper')
     self.assertContainsSubset(variants.VARIANTS, text.split())
@@ -230,7 +230,7 @@ class WordsTest(absltest.TestCase):
     self.enterContext(contextlib.chdir(tmp))
     self.enterContext(mock.patch.object(sys, 'path', [tmp, *sys.path]))
     code, text, _ = run('new', 'my_task')
-    self.assertEqual(code, 0)
+    self.assertIsNone(code)
     self.assertIn('stppo --config=my_task/config.py:smoke', text)
     self.assertIn('stppo watch', pathlib.Path('my_task/README.md').read_text(encoding='utf-8'))
     importlib.invalidate_caches()
@@ -291,7 +291,7 @@ class CompareTest(absltest.TestCase):
     a = self.write('a', 0, [0.0, 0.25, 0.5, 0.75])
     b = self.write('b', 1, [0.25, 0.5, 0.75, 1.0, 0.0])
     code, text, _ = run('compare', a, b)
-    self.assertEqual(code, 0)
+    self.assertIsNone(code)
     (row,) = [line.split() for line in text.splitlines() if line.startswith('| em')]
     self.assertEqual(row[3:5], ['4', '|'])
     self.assertEqual(' '.join(row[-4:-1]), '.250 [.250, .250]')

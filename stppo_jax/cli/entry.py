@@ -103,9 +103,9 @@ def _check_flags(flags: Flags) -> None:
   """Raises a UserError for an unknown mode, and for a flag that the mode does not read."""
   if flags.mode not in MODES:
     near = difflib.get_close_matches(flags.mode, MODES, n=1)
-    hint = f'did you mean {near[0]}? ' if near else ''
+    hint = f', did you mean {near[0]}?' if near else '.'
     raise UserError(
-        f'{flags.mode}: there is no such mode. {hint}Allowed are {", ".join(MODES)}. Flags start '
+        f'{flags.mode}: there is no such mode{hint} Allowed are {", ".join(MODES)}. Flags start '
         'with --, as in --config.train.updates=3'
     )
   default = Flags()
