@@ -50,6 +50,7 @@ _PLAYER = flags.DEFINE_string('player', None, 'module:class of the player', requ
 _EPISODES = flags.DEFINE_integer('episodes', 4000, 'episodes to imitate')
 _STEPS = flags.DEFINE_integer('steps', 600, 'optimizer steps')
 _VOCABULARY = flags.DEFINE_integer('vocabulary', 1000, 'tokens at most')
+_WORDS = flags.DEFINE_bool('words', False, 'no token spans several words')
 _WIDTH = flags.DEFINE_integer('width', 64, 'width of the model')
 
 
@@ -165,7 +166,7 @@ def write_tokenizer(folder: pathlib.Path, episodes) -> None:
   library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
       [
           tokenizers.pre_tokenizers.Digits(individual_digits=True),
-          tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+          tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=_WORDS.value),
       ]
   )
   library.decoder = tokenizers.decoders.ByteLevel()

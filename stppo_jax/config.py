@@ -80,6 +80,9 @@ class RetrieverSettings(Section):
       '', "folder of a BERT-class model such as e5-base-v2, for 'dense' and 'hybrid'")
   embeddings: str = setting(
       '', "folder that stores the passages' vectors; empty: they are computed at each start")
+  device: str = setting(
+      'cpu', "device of the encoder in torch's words, such as 'cuda:1'; JAX takes most of the "
+      'memory of a GPU that it uses', resume_allowed=True)
   top_k: int = setting(3, 'passages per search', at_least=1)
   url: str = setting(
       'http://127.0.0.1:8000/retrieve', 'address of an HTTP retriever', resume_allowed=True)
@@ -351,7 +354,11 @@ class LogSettings(Section):
 
   tensorboard: bool = setting(
       True, 'write event files, if tensorboardX is installed', resume_safe=True)
-  wandb_project: str = setting('', 'Weights & Biases project; empty: off', resume_safe=True)
+  project: str = setting(
+      '', 'project that `tracker` also writes the metrics to; empty: off', resume_safe=True)
+  tracker: str = setting(
+      'wandb', "'wandb' is Weights & Biases; 'trackio' has the same API and needs no account",
+      allowed=('wandb', 'trackio'), resume_safe=True)
   episodes: bool = setting(
       True, 'write every sampled episode with its numbers per token', resume_safe=True)
   episodes_every: int = setting(
@@ -444,7 +451,7 @@ class Config(Section):
 # fmt: on
 
 # Old name -> new name. An old name still works in this version, with a warning.
-RENAMED = {'env.max_turns': 'env.max_searches'}
+RENAMED = {'env.max_turns': 'env.max_searches', 'log.wandb_project': 'log.project'}
 
 
 def current_name(path: str) -> str:

@@ -13,16 +13,22 @@ import subprocess
 import sys
 import tempfile
 import types
+import unittest
 from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
+import numpy as np
 
 from stppo_jax import config as schema
+from stppo_jax import requirements
 from stppo_jax import tasks as tasks_lib
 from stppo_jax import validation
+from stppo_jax.algorithms import variants
 from stppo_jax.cli import config_file
+from stppo_jax.cli import doc_pages
+from stppo_jax.cli import doctor
 from stppo_jax.cli import entry
 from stppo_jax.cli import flags
 from stppo_jax.cli import help as help_lib
@@ -30,8 +36,10 @@ from stppo_jax.cli import modes
 from stppo_jax.cli import saved_config
 from stppo_jax.cli import signals
 from stppo_jax.training import loop
+from stppo_jax.types import Episode
 from stppo_jax.types import RunError
 from stppo_jax.types import Stopped
+from stppo_jax.types import Task
 from stppo_jax.types import UserError
 from tests.support import tiny_run
 
@@ -72,7 +80,17 @@ MISTAKES = {
     'missing config file, other spelling': (['--config', 'nowhere.py'], ['nowhere.py']),
     'config file with an error': (['--config={tmp}/broken.py'], ['undefined_name']),
     'misspelt flag': (['--wrokdir=x'], ['wrokdir', 'workdir']),
-    'wrong mode': (['--mode=trian'], ['--mode=trian', 'train, eval']),
+    'wrong mode': (['--mode=trian'], ['trian: there is no such mode', 'mean train', 'train, eval']),
+    'wrong word': (['evla'], ['evla: there is no such mode', 'mean eval']),
+    'a word too many': (
+        ['eval', 'runs/a'],
+        ['eval is followed by runs/a: give run.py eval. Flags'],
+    ),
+    'a word is missing': (['compare', 'runs/a'], ['give run.py compare RUN RUN']),
+    'a mode twice': (['--mode=eval', 'train'], ['eval is followed by train']),
+    'an unknown shell': (['completion', 'fish'], ['fish', 'bash and zsh']),
+    'a name that is none': (['new', 'my-task'], ['my-task', 'such as my_task']),
+    'a name that is taken': (['new', 'json'], ['new json', 'give another']),
     'a port that is none': (['--mode=serve', '--port=70000'], ['--port=70000', 'at most 65535']),
     'no value': (['--config.seed'], ['--config.seed', 'give a value']),
     'forgotten dashes': (['config.train.updates=3'], ['config.train.updates=3', '--']),
@@ -134,8 +152,8 @@ class HelpTest(parameterized.TestCase):
 
   def test_help_shows_the_command_and_files_that_exist(self):
     text = run('--help')[1]
-    self.assertIn('  python run.py --mode=eval', text)
-    self.assertIn('  stppo --mode=eval', run('--help', program='/bin/stppo')[1])
+    self.assertIn('  python run.py eval', text)
+    self.assertIn('  stppo eval', run('--help', program='/bin/stppo')[1])
     files = re.findall(r'--config=(experiments/[\w.]+)', text)
     self.assertNotEmpty(files)
     for file in files:
@@ -172,6 +190,135 @@ class HelpTest(parameterized.TestCase):
     )
     self.assertIn('--config.train.mini_batch=64  (default 256)', text)
     self.assertIn('--config.train.epochs=2  (default 1)', text)
+
+
+class WordsTest(absltest.TestCase):
+  """The first word of a command is its mode."""
+
+  def test_word_and_flag_give_the_same_mode(self):
+    for arguments in (['plan'], ['--mode=plan'], ['--mode', 'plan'], ['--config.seed=1', 'plan']):
+      self.assertEqual(flags.parse(arguments).flags.mode, 'plan')
+    self.assertEqual(flags.parse([]).flags.mode, 'train')
+    self.assertEqual(flags.parse(['--mode=compare', 'a', 'b']).operands, ['a', 'b'])
+
+  def test_list_has_a_line_for_each_experiment_and_algorithm(self):
+    code, text, _ = run('list')
+    self.assertIsNone(code)
+    self.assertRegex(text, 'experiments/st_ppo_tiny.py +ST-PPO on the embedded questions')
+    self.assertRegex(text, '\n  st_ppo +advantage=token_gae ratio=turn divisor=paper')
+    self.assertContainsSubset(variants.VARIANTS, text.split())
+
+  def test_completion_offers_modes_and_settings(self):
+    script = run('completion', 'bash')[1] + 'compgen -W "$(complete -p stppo | cut -d\\\' -f2)" '
+    for start, expected in (('tra', 'train'), ('--config.train.upd', '--config.train.updates=')):
+      result = subprocess.run(
+          ['bash', '-c', f'{script} -- {start}'], capture_output=True, text=True
+      )
+      self.assertEqual(result.stdout.split(), [expected], result.stderr)
+    self.assertStartsWith(run('completion', 'zsh')[1], 'autoload')
+
+  def test_pages_for_errors_exist(self):
+    for _, page in doc_pages.PAGES:
+      self.assertTrue((ROOT / 'docs' / f'{page}.md').is_file(), page)
+    self.assertEndsWith(
+        doc_pages.with_page('config.env.kind=7: no.'), 'no; see docs/environments.md'
+    )
+    self.assertEqual(doc_pages.with_page('no such flag'), 'no such flag')
+
+  def test_new_folder_passes_its_own_tests(self):
+    tmp = self.enterContext(tempfile.TemporaryDirectory())
+    self.enterContext(contextlib.chdir(tmp))
+    self.enterContext(mock.patch.object(sys, 'path', [tmp, *sys.path]))
+    code, text, _ = run('new', 'my_task')
+    self.assertIsNone(code)
+    self.assertIn('stppo --config=my_task/config.py:smoke', text)
+    self.assertIn('stppo watch', pathlib.Path('my_task/README.md').read_text(encoding='utf-8'))
+    importlib.invalidate_caches()
+    result = unittest.TestResult()
+    unittest.TestLoader().loadTestsFromName('my_task.env_test').run(result)
+    self.assertEqual(result.testsRun, 2)
+    self.assertEmpty(result.errors + result.failures)
+
+
+class DoctorTest(absltest.TestCase):
+
+  def test_packages_of_the_clone_are_installed(self):
+    text, is_complete = doctor.packages_text()
+    self.assertTrue(is_complete)
+    self.assertRegex(text, r'jax +[\d.]+ +<0.12,>=0.10.2')
+
+  def test_missing_package_is_named_with_the_command(self):
+    lines = {'': ['jax>=99', 'no_such_package>=1'], 'serve': ['uvicorn', 'nowhere']}
+    with mock.patch.object(requirements, '_texts', return_value=lines):
+      text, is_complete = doctor.packages_text()
+      packages = requirements.groups()['']
+    self.assertFalse(is_complete)
+    self.assertFalse(packages[0].is_tested)
+    self.assertIn('without tested jax, no_such_package: pip install "."', text)
+    self.assertIn('without tested nowhere: pip install ".[serve]"', text)
+
+  def test_extras_of_a_package_are_checked_too(self):
+    lines = {'gpu': ['jax[cuda12]>=0.10']}
+    with mock.patch.object(requirements, '_texts', return_value=lines):
+      names = [package.name for package in requirements.groups()['gpu']]
+    self.assertContainsSubset(['jax', 'jax-cuda12-plugin'], names)
+
+
+class CompareTest(absltest.TestCase):
+
+  def write(self, name, seed, scores):
+    """Writes a run with one question per score, and an older evaluation."""
+    workdir = pathlib.Path(self.tmp, name)
+    (workdir / 'episodes').mkdir(parents=True)
+    config = dataclasses.asdict(schema.Config(seed=seed))
+    (workdir / 'config.json').write_text(json.dumps(config), encoding='utf-8')
+    lines = []
+    for i, score in enumerate(scores):
+      episode = Episode(Task(f'q{i}', dataset='geo'), 0, np.zeros(1, np.int32), [])
+      episode.metrics = {'em': score}
+      episode.core_metrics = ('em',)
+      lines.append(json.dumps(episode.to_dict()))
+    (workdir / 'episodes/eval_000004.jsonl').write_text('\n'.join(lines), encoding='utf-8')
+    (workdir / 'episodes/eval_000000.jsonl').write_text('', encoding='utf-8')
+    return str(workdir)
+
+  def setUp(self):
+    super().setUp()
+    self.tmp = self.enterContext(tempfile.TemporaryDirectory())
+
+  def test_differences_are_paired_by_question(self):
+    # B is better by .25 on each of the first four questions. The fifth was only played by B.
+    a = self.write('a', 0, [0.0, 0.25, 0.5, 0.75])
+    b = self.write('b', 1, [0.25, 0.5, 0.75, 1.0, 0.0])
+    code, text, _ = run('compare', a, b)
+    self.assertIsNone(code)
+    (row,) = [line.split() for line in text.splitlines() if line.startswith('| em')]
+    self.assertEqual(row[3:5], ['4', '|'])
+    self.assertEqual(' '.join(row[-4:-1]), '.250 [.250, .250]')
+    self.assertEqual([row[5], row[9]], ['.375', '.625'])
+    (setting,) = [line.split() for line in text.splitlines() if line.startswith('| seed')]
+    self.assertEqual(setting, ['|', 'seed', '|', '0', '|', '1', '|'])
+
+  def test_outcomes_of_both_are_counted(self):
+    a = self.write('a', 0, [0.0, 1.0])
+    text = run('compare', a, self.write('b', 0, [1.0, 1.0, 1.0]))[1]
+    self.assertIn('| answered           | 2 | 3 |', text)
+    self.assertIn('The settings are the same.', text)
+
+  def test_other_versions_of_packages_are_shown(self):
+    a, b = self.write('a', 0, [0.0, 1.0]), self.write('b', 0, [1.0, 1.0])
+    for folder, version in ((a, '1.0'), (b, '2.0')):
+      record = {'git': {}, 'python': '3.11.1', 'packages': {'jax': version}, 'devices': {}}
+      pathlib.Path(folder, 'provenance.jsonl').write_text(json.dumps(record), encoding='utf-8')
+    self.assertIn("| provenance.packages.jax | '1.0' | '2.0' |", run('compare', a, b)[1])
+
+  def test_folder_without_episodes_is_rejected(self):
+    a = self.write('a', 0, [0.0, 1.0])
+    os.mkdir(f'{self.tmp}/c')
+    for folder, words in ((f'{self.tmp}/c', 'has no config.json'), (f'{a}/episodes', 'no config')):
+      code, _, stderr = run('compare', a, folder)
+      self.assertEqual(code, 2)
+      self.assertIn(words, stderr)
 
 
 class ShippedExperimentTest(absltest.TestCase):
@@ -240,17 +387,17 @@ class MainTest(parameterized.TestCase):
       self.assertIn('far enough', self.complaint()[0])
 
   @parameterized.parameters(
-      ('--topology=v5e:8x8', '--mode=plan'),
-      ('--port=1', '--mode=serve'),
-      ('--input=x', '--mode=export_atif and --mode=import_atif'),
-      ('--batches=2', '--mode=sample'),
+      ('--topology=v5e:8x8', 'plan and doctor'),
+      ('--port=1', 'serve and watch'),
+      ('--input=x', 'export_atif and import_atif'),
+      ('--batches=2', 'sample'),
   )
   def test_flag_of_another_mode_is_rejected(self, flag, mode):
     name = flag.partition('=')[0].removeprefix('--')
     line, code = self.complaint(flag)
     self.assertEqual(code, 2)
     self.assertIn(f'--{name}=', line)
-    self.assertIn(f'is for {mode}, and this is --mode=train: leave it out', line)
+    self.assertIn(f'is for {mode}, and this is train: leave it out', line)
 
   @parameterized.parameters(
       (['--config.data.source={tmp}/nowhere'], ['nowhere', 'no such file']),
@@ -473,7 +620,7 @@ class SavedConfigTest(parameterized.TestCase):
     line = (
         f"run.py: {self.path} names data.source='os:system': code, commands, addresses and folders "
         'to write to are taken from a folder with --trust_workdir only; add it if you trust the '
-        'folder, or give your own --config\n'
+        'folder, or give your own --config; see docs/checkpoints.md\n'
     )
     self.assertEqual(stderr, line)
     self.assertFalse(mark.exists())

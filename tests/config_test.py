@@ -287,6 +287,7 @@ class TablesTest(absltest.TestCase):
         'serve.on_crash': {'mask', 'zero'},
         'serve.tool_form': set(tool_calls.FORMS),
         'rollout.routing_replay': {'none', 'old_policy', 'sampling'},
+        'log.tracker': {'wandb', 'trackio'},
         'train.on_save_error': {'continue', 'stop'},
         'train.on_nonfinite': {'stop', 'rollback'},
         **{

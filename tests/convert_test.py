@@ -546,12 +546,21 @@ class RefusalTest(parameterized.TestCase):
       ({'quantization_config': {'bits': 4}}, "quantization_config = {'bits': 4} is not supported"),
       ({'rope_parameters': {'rope_type': 'yarn'}}, "rope type 'yarn' is not supported; allowed"),
       ({'rope_parameters': None, 'rope_scaling': {'type': 'linear'}}, "rope type 'linear'"),
-      ({'rope_scaling': {'type': 'yarn', 'factor': 4.0}}, "rope type 'yarn'"),
+      ({'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0}}, 'remove the one that does not hold'),
       ({'rope_parameters': {'rope_type': 'llama3'}}, 'factor is missing'),
   )
   def test_config(self, changes, message):
     self.edit_config(**changes)
     self.refuses('config.json', message)
+
+  @parameterized.parameters(
+      ({'num_key_value_heads': 3}, 'num_key_value_heads = 3 does not divide num_attention_heads'),
+      ({'num_attention_heads': 6, 'num_key_value_heads': 3, 'head_dim': None}, 'hidden_size'),
+      ({'head_dim': 7}, '7 wide'),
+  )
+  def test_heads_that_do_not_fit(self, changes, message):
+    self.edit_config(**changes)
+    self.refuses(message, 'config.json')
 
   def test_written_weights_can_be_read_as_other_files_can(self):
     config, params = convert.load_hf(self.folder)
@@ -596,19 +605,40 @@ class RefusalTest(parameterized.TestCase):
     self.edit_weights(lambda t: t.update({'model.norm.weight': np.ones(31, np.float32)}))
     self.refuses('model.norm.weight has shape [31], config.json implies [32]')
 
+  @parameterized.product(dtype=(np.float32, ml_dtypes.bfloat16), number=(np.nan, np.inf))
+  def test_a_number_that_is_not_finite(self, dtype, number):
+    name = 'model.norm.weight'
+
+    def edit(tensors):
+      tensors[name] = tensors[name].astype(dtype)
+      tensors[name][-1] = number
+
+    self.edit_weights(edit)
+    self.refuses(name, 'not finite')
+
   def test_quantized_tensor(self):
     self.edit_weights(lambda t: t.update({'model.norm.weight': np.ones(32, np.int8)}))
     self.refuses('model.norm.weight is stored as I8; allowed: F32, BF16, F16')
 
-  def test_tied_output_matrix_is_ignored(self):
+  def test_output_matrix_that_contradicts_tying(self):
     self.edit_config(tie_word_embeddings=True)
-    _, params = convert.load_hf(self.folder)
-    self.assertNotIn('lm_head', params)
+    self.refuses('lm_head.weight differs from model.embed_tokens.weight', 'tie_word_embeddings')
+    same = lambda t: t.update({'lm_head.weight': t['model.embed_tokens.weight']})
+    self.edit_weights(same)
+    convert.load_hf(self.folder)  # a copy is harmless
 
   def test_missing_shard(self):
     shards = self.shard()
     shards[1].unlink()
     self.refuses(f'{shards[1].name} is missing', 'model.safetensors.index.json lists it')
+
+  def test_key_in_two_files(self):
+    shards = self.shard()
+    tensors = safetensors.numpy.load_file(shards[0])
+    name = next(iter(tensors))
+    second = safetensors.numpy.load_file(shards[1]) | {name: tensors[name]}
+    safetensors.numpy.save_file(second, shards[1])
+    self.refuses(f'two files hold key {name}')
 
   def test_no_tokenizer(self):
     config, params = convert.load_hf(self.folder)

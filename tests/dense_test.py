@@ -168,6 +168,10 @@ class EncoderTest(parameterized.TestCase):
     with self.assertRaisesRegex(types.UserError, f'^[^\n]*{message}'):
       encoders.Encoder(self.folder)
 
+  def test_unknown_device(self):
+    with self.assertRaisesRegex(types.UserError, "^encoder: torch cannot use the device 'cuda:99'"):
+      encoders.Encoder(self.folder, 'cuda:99')
+
   def test_no_weights(self):
     os.remove(os.path.join(self.folder, 'model.safetensors'))
     with self.assertRaisesRegex(types.UserError, 'cannot be read'):
@@ -227,6 +231,19 @@ class DenseTest(parameterized.TestCase):
     write_encoder(self.folder, seed=1)  # another encoder
     dense.DenseRetriever(PASSAGES, self.folder, self.cache)
     self.assertLen(os.listdir(self.cache), 3)
+
+  @parameterized.parameters(1, 3, 7, 50)
+  def test_nearest_over_many_blocks(self, top_k):
+    """Small whole numbers: products are exact and tie often; ties go to the first row."""
+    rng = np.random.default_rng(0)
+    queries = rng.integers(-2, 3, (5, 4)).astype(np.float32)
+    vectors = rng.integers(-2, 3, (41, 4)).astype(np.float32)
+    with mock.patch.object(dense, '_BLOCK', 8):
+      rows, scores = dense.nearest(queries, vectors, top_k)
+    products = queries @ vectors.T
+    expected = np.argsort(-products, axis=1, kind='stable')[:, :top_k]
+    np.testing.assert_array_equal(rows, expected)
+    np.testing.assert_array_equal(scores, np.take_along_axis(products, expected, axis=1))
 
   def test_no_passages(self):
     with self.assertRaisesRegex(types.UserError, '0 passages'):

@@ -109,6 +109,35 @@ def _cut_body(handler):
   handler.close_connection = True
 
 
+def _trickle_body(handler):
+  handler.send_response(200)
+  handler.end_headers()
+  for _ in range(1200):
+    handler.wfile.write(b' ')
+    handler.wfile.flush()
+    time.sleep(0.05)
+
+
+def _trickle_headers(handler):
+  for _ in range(1200):
+    handler.wfile.write(b'H')
+    handler.wfile.flush()
+    time.sleep(0.05)
+
+
+def _hang_up(handler):
+  handler.connection.shutdown(socket.SHUT_RDWR)
+  handler.close_connection = True
+
+
+def _cut_body(handler):
+  handler.send_response(200)
+  handler.send_header('Content-Length', '1000')
+  handler.end_headers()
+  handler.wfile.write(b'{"result": [[')
+  handler.close_connection = True
+
+
 def _redirect(handler):
   handler.send_response(307)
   handler.send_header('Location', 'http://127.0.0.1:1/')
@@ -118,17 +147,23 @@ def _redirect(handler):
 
 class AnswersTest(parameterized.TestCase):
 
-  def test_given_up_search_sends_nothing_more(self):
-    asked = threading.Event()
+  def test_given_up_search_ends_within_seconds(self):
+    asked, found = threading.Event(), []
 
-    def fail(question, number):
+    def never(question, number):
       asked.set()
-      return (500, b'')
+      return _trickle_body
 
-    with _server(fail) as (url, questions):
-      retriever = _retriever(url, retries=3)
+    with _server(never) as (url, questions):
+      retriever = http.HttpRetriever(url, http.HttpSettings(timeout_s=600.0))
       retriever.give_up = asked.is_set
-      self.assertEqual(retriever.search(['a'], 1), [None])
+      with mock.patch.object(http_client, '_POLL_S', 0.01):
+        search = lambda: found.append(retriever.search(['a'], 1))
+        thread = threading.Thread(target=search, daemon=True)
+        thread.start()
+        thread.join(20)
+      self.assertEqual(found, [[None]])
+      self.assertLen(questions, 1)  # no further attempt
       self.assertEqual(retriever.search(['b'], 1), [None])
       self.assertLen(questions, 1)
 
@@ -335,11 +370,35 @@ class FailuresTest(parameterized.TestCase):
         self.assertEqual(retriever.search(['a'], 1), [None])
         self.assertEqual(_counters(retriever), (2, 1, 1, 0))
 
-  def test_silent_server_is_given_up(self):
-    with _server(lambda *_: lambda handler: time.sleep(60)) as (url, _):
-      retriever = _retriever(url, timeout_s=0.2, retries=1)
-      self.assertEqual(retriever.search(['a'], 1), [None])
-      self.assertEqual(_counters(retriever), (2, 1, 1, 0))
+  @parameterized.named_parameters(
+      ('hangs', lambda handler: time.sleep(60), 2),
+      ('hangs_up', _hang_up, 2),
+      ('is_overloaded', (503, b''), 8),
+  )
+  def test_dead_server_is_asked_once_per_search(self, reply, num_sent):
+    """A server that answers at all, be it with an error, may answer the next request."""
+    with _server(lambda *_: reply) as (url, _):
+      retriever = _retriever(url, timeout_s=0.2, retries=1, concurrency=1, max_queries=1)
+      for _ in range(2):  # each search asks anew
+        self.assertEqual(retriever.search(['a', 'b', 'c', 'd'], 1), [None] * 4)
+      self.assertEqual(retriever.requests, 2 * num_sent)
+      self.assertEqual(retriever.failures, 8)
+
+  @parameterized.named_parameters(
+      ('silence', lambda handler: time.sleep(60)),
+      ('trickled_body', _trickle_body),
+      ('trickled_headers', _trickle_headers),
+  )
+  def test_total_time_is_bounded(self, reply):
+    with _server(lambda *_: reply) as (url, _):
+      took = []
+      while len(took) < 10 and min(took, default=60) > 0.9:  # other processes may take their time
+        retriever = _retriever(url, timeout_s=0.2, retries=1)
+        started = time.monotonic()
+        self.assertEqual(retriever.search(['a'], 1), [None])
+        took.append(time.monotonic() - started)
+        self.assertEqual(_counters(retriever), (2, 1, 1, 0))
+      self.assertLess(min(took), 0.9)
 
   def test_backoff_doubles_with_jitter(self):
     waits = []

@@ -12,6 +12,7 @@ PACKAGE = ROOT / 'stppo_jax'
 
 # Rooms and modules from the bottom up: each may import those before it, and itself.
 ORDER = (
+    'requirements',
     'types',
     'plugins',
     'algorithms',
@@ -71,6 +72,7 @@ READ_THE_CONFIG = {
     'monitoring/workdir.py',
     'planning/plan.py',
     'planning/programs.py',
+    'cli/doctor.py',
     'cli/entry.py',
     'cli/config_file.py',
     'cli/help.py',

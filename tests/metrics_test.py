@@ -183,12 +183,26 @@ class MetricsWriterTest(parameterized.TestCase):
     )
     with mock.patch.dict(sys.modules, {'wandb': module}):
       for resume_step in (-1, 3, 5, -1):
-        metrics.MetricsWriter(self.workdir, wandb_project='p', resume_step=resume_step).close()
+        metrics.MetricsWriter(self.workdir, project='p', resume_step=resume_step).close()
     ids = [call.kwargs['id'] for call in module.init.call_args_list]
     self.assertEqual(ids[0], ids[1])
     self.assertEqual(ids[0], ids[2])
     self.assertNotEqual(ids[0], ids[3])  # a run that begins anew
     self.assertEqual({call.kwargs['resume'] for call in module.init.call_args_list}, {'allow'})
+
+  def test_trackio_finds_a_run_by_its_name(self):
+    module = python_types.SimpleNamespace(init=mock.Mock())
+    with mock.patch.dict(sys.modules, {'trackio': module}):
+      for resume_step in (-1, 3, -1):
+        self._write_steps(
+            [4], resume_step=resume_step, project='p', tracker='trackio', run_name='r'
+        )
+    names = [call.kwargs['name'] for call in module.init.call_args_list]
+    self.assertStartsWith(names[0], 'r_')
+    self.assertEqual(names[0], names[1])
+    self.assertNotEqual(names[0], names[2])
+    module.init.return_value.log.assert_called_with({'a': 4.0}, step=4)
+    module.init.return_value.finish.assert_called_with()
 
   def test_a_missing_tensorboardx_costs_one_warning(self):
     with mock.patch.dict(sys.modules, {'tensorboardX': None}):
@@ -206,7 +220,7 @@ class MetricsWriterTest(parameterized.TestCase):
     with mock.patch.dict(sys.modules, {'wandb': module}), mock.patch.dict(os.environ):
       os.environ.pop('WANDB_MODE', None)
       with self.assertLogs(level='WARNING') as logs:
-        self._write_steps([1, 2, 3], wandb_project='p', run_name='name', config_json='{"lr": 0.1}')
+        self._write_steps([1, 2, 3], project='p', run_name='name', config_json='{"lr": 0.1}')
     self.assertEqual(module.init.call_args.kwargs['mode'], 'offline')
     self.assertEqual(module.init.call_args.kwargs['config'], {'lr': 0.1})
     run.log.assert_called_with({'a': 2.0}, step=2)
@@ -225,15 +239,15 @@ class MetricsWriterTest(parameterized.TestCase):
       run.finish.side_effect = finish
       with mock.patch.dict(sys.modules, {'wandb': module}):
         with self.assertLogs(level='WARNING') as logs:
-          self._write_steps([1], wandb_project='p')
+          self._write_steps([1], project='p')
       self.assertLen(logs.output, 1)
-      self.assertIn('W&B did not end cleanly', logs.output[0])
+      self.assertIn('wandb did not end cleanly', logs.output[0])
       self.assertIn(message, logs.output[0])
 
   def test_a_missing_wandb_costs_one_warning(self):
     with mock.patch.dict(sys.modules, {'wandb': None}):
       with self.assertLogs(level='WARNING') as logs:
-        self._write_steps([1], wandb_project='p')
+        self._write_steps([1], project='p')
     self.assertLen(logs.output, 1)
 
 

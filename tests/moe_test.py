@@ -232,6 +232,7 @@ class FolderTest(parameterized.TestCase):
   @parameterized.parameters(
       ({'decoder_sparse_step': 2}, 'decoder_sparse_step = 2 and'),
       ({'mlp_only_layers': [0]}, r'mlp_only_layers = \[0\] make some layers dense'),
+      ({'num_experts_per_tok': 9}, 'num_experts_per_tok = 9 of num_experts = 5'),
   )
   def test_refusals(self, changes, message):
     folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))

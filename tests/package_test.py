@@ -178,7 +178,7 @@ class WheelTest(absltest.TestCase):
 
   def test_help_shows_the_command_as_it_is_called(self):
     said = self.stppo('--help')
-    self.assertIn('stppo --mode=eval', said)
+    self.assertIn('stppo eval', said)
     self.assertNotIn('run.py', said)
 
 

@@ -406,6 +406,8 @@ def _fake_training_row(random_state, step):
       'timing_s/gen_retrieve': gen * 0.1,
       'env/retrieval_failed': 0.0,
       'env/truncated': abs(noise(0.02)),
+      'outcome/answered': 60,
+      'outcome/truncated': 4,
       'env/searches/mean': turns - 1,
       'env/invalid/mean': 0.2 - 0.15 * part,
       'f1/mean': em + 0.06,
@@ -427,6 +429,7 @@ def _fake_eval_row(part):
       'val-core/all/em_hops2': 0.15 + 0.25 * part * part,
       'val-core/all/em_hops3': 0.04 + 0.09 * part,
       'val-core/all/f1': 0.25 + 0.28 * part,
+      'val-outcome/answered': 48,
       'timing_s/testing': 9.0,
   }
 

@@ -487,7 +487,7 @@ class CommandTest(parameterized.TestCase):
   def test_every_kind_finds(self):
     folder = dense_test.write_encoder(self.enterContext(tempfile.TemporaryDirectory()))
     for kind in server.KINDS:
-      flags = argparse.Namespace(kind=kind, encoder=folder, embeddings=folder)
+      flags = argparse.Namespace(kind=kind, encoder=folder, embeddings=folder, device='cpu')
       retriever = server.make_retriever(flags, PASSAGES)
       with running(retriever) as (port, _, _):
         _, answer, _ = ask(port, body={'queries': ['seine', 'lima'], 'topk': 1})
@@ -505,7 +505,8 @@ class CommandTest(parameterized.TestCase):
   def test_every_limit_has_a_flag(self):
     flags = server._parse(['--corpus=x', '--max-queries=7', '--body-timeout-s=0.5'])
     self.assertEqual((flags.max_queries, flags.body_timeout_s), (7, 0.5))
-    for bad in ('--max-queries=0', '--max-top-k=x', '--nonsense=1', '--threads=0'):
+    self.assertEqual(server._parse(['--corpus=x', '--body-timeout-s=0']).body_timeout_s, 0)
+    for bad in ('--max-queries=0', '--max-top-k=x', '--nonsense=1', '--threads=0', '--port=65536'):
       with self.assertRaises(SystemExit), mock.patch('sys.stderr'):
         server._parse(['--corpus=x', bad])
 

@@ -1,6 +1,7 @@
 """Runs a command: reads its arguments, starts JAX, runs the mode, reports errors in one line."""
 
 from collections.abc import Sequence
+import difflib
 import errno
 import logging as std_logging
 import os
@@ -11,10 +12,13 @@ from absl import flags as absl_flags
 from absl import logging
 
 from stppo_jax.cli import config_file
+from stppo_jax.cli import doc_pages
 from stppo_jax.cli import flags as flags_lib
 from stppo_jax.cli import help as help_lib
 from stppo_jax.cli.flags import Flags
+from stppo_jax.cli.modes import Command
 from stppo_jax.cli.modes import MODES
+from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.types import RunError
 from stppo_jax.types import Stopped
@@ -40,9 +44,9 @@ def run(argv: Sequence[str]) -> int | None:
   try:
     return _run(program, argv[1:])
   except UserError as error:
-    return _fail(program, error, 2)
+    return _fail(program, doc_pages.with_page(str(error)), 2)
   except RunError as error:
-    return _fail(program, error, 1)
+    return _fail(program, doc_pages.with_page(str(error)), 1)
   except OSError as error:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
       raise
@@ -69,20 +73,28 @@ def _run(program: str, arguments: Sequence[str]) -> int | None:
     return 0
   _check_flags(flags)
   mode = MODES[flags.mode]
-  config = config_file.load(parsed, mode.reads_run)
+  if len(parsed.operands) != len(mode.operands):
+    usage = ' '.join([program, flags.mode, *mode.operands])
+    words = ' '.join(parsed.operands) or 'nothing'
+    raise UserError(
+        f'{flags.mode} is followed by {words}: give {usage}. Flags start with --, as in '
+        '--config.train.updates=3'
+    )
+  config = config_file.load(parsed, mode.reads_run) if mode.reads_config else Config()
   if parsed.help is not None:
     _print(help_lib.section(parsed.help, config))
     return 0
 
   workdir = flags.workdir or os.path.join('runs', config.name)
+  command = Command(config, workdir, flags, parsed.operands)
   if mode.one_process:
-    return mode.run(config, workdir, flags)
+    return mode.run(command)
   if config.train.deterministic:
     from stppo_jax.distributed import determinism
 
     determinism.enable()  # before JAX starts the devices
   _start_jax(flags, workdir)
-  code = mode.run(config, workdir, flags)
+  code = mode.run(command)
   hosts.finish()
   return code
 
@@ -90,21 +102,25 @@ def _run(program: str, arguments: Sequence[str]) -> int | None:
 def _check_flags(flags: Flags) -> None:
   """Raises a UserError for an unknown mode, and for a flag that the mode does not read."""
   if flags.mode not in MODES:
-    raise UserError(f'--mode={flags.mode}: allowed are {", ".join(MODES)}')
+    near = difflib.get_close_matches(flags.mode, MODES, n=1)
+    hint = f', did you mean {near[0]}?' if near else '.'
+    raise UserError(
+        f'{flags.mode}: there is no such mode{hint} Allowed are {", ".join(MODES)}. Flags start '
+        'with --, as in --config.train.updates=3'
+    )
   default = Flags()
   for name in dict.fromkeys(name for mode in MODES.values() for name in mode.flags):
     value = getattr(flags, name)
     if name not in MODES[flags.mode].flags and value != getattr(default, name):
-      modes = [f'--mode={other}' for other, mode in MODES.items() if name in mode.flags]
+      modes = [other for other, mode in MODES.items() if name in mode.flags]
       raise UserError(
-          f'--{name}={value} is for {" and ".join(modes)}, and this is --mode={flags.mode}: leave '
-          'it out'
+          f'--{name}={value} is for {" and ".join(modes)}, and this is {flags.mode}: leave it out'
       )
   is_distributed = flags.distributed or flags.coordinator or flags.num_processes is not None
   if is_distributed and MODES[flags.mode].one_process:
     raise UserError(
-        f'--mode={flags.mode} is for one process: leave out --distributed and --coordinator; '
-        '--mode=train and --mode=eval take them'
+        f'{flags.mode} is for one process: leave out --distributed and --coordinator; train and '
+        'eval take them'
     )
 
 

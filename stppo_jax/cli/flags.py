@@ -29,7 +29,7 @@ class Flags(Section):
   config: str = setting(
       '', 'experiment file; FILE:smoke is its smallest form; default: experiments/st_ppo_tiny.py'
   )
-  mode: str = setting('train', 'what to do')
+  mode: str = setting('', 'what to do, as the first word of the command is; default: train')
   workdir: str = setting('', 'folder of the run; default: runs/<config name>')
   trust_workdir: bool = setting(
       False,
@@ -37,23 +37,19 @@ class Flags(Section):
       'WORKDIR/config.json names',
   )
   topology: str = setting(
-      '', 'for --mode=plan: v5e:8x8, v5p:4x4x4, h100:1x1x8, ..; default: the devices here'
+      '', 'for plan and doctor: v5e:8x8, v5p:4x4x4, h100:1x1x8, ..; default: the devices here'
   )
   profile: int = setting(
       0, 'updates to trace, from the second on, into WORKDIR/profile', at_least=0
   )
-  port: int = setting(
-      8080, 'for --mode=serve and --mode=watch; 0: any free port', at_least=0, at_most=65535
-  )
-  batches: int = setting(1, 'for --mode=sample; 0: each question once', at_least=0)
+  port: int = setting(8080, 'for serve and watch; 0: any free port', at_least=0, at_most=65535)
+  batches: int = setting(1, 'for sample; 0: each question once', at_least=0)
   input: str = setting(
       '',
-      'for --mode=export_atif: saved episodes, a folder or a file; default: WORKDIR/episodes. For '
-      '--mode=import_atif: trajectories, a folder or a file',
+      'for export_atif: saved episodes, a folder or a file; default: WORKDIR/episodes. For '
+      'import_atif: trajectories, a folder or a file',
   )
-  retokenize: bool = setting(
-      False, 'for --mode=import_atif: encode the texts even if there are token ids'
-  )
+  retokenize: bool = setting(False, 'for import_atif: encode the texts even if there are token ids')
   distributed: bool = setting(
       False, 'this is one of several processes, which TPU pod, SLURM or Open MPI started'
   )
@@ -71,14 +67,16 @@ class Arguments(NamedTuple):
   overrides: dict[str, Any]  # {path of a setting: value}
   options: dict[str, dict[str, Any]]  # {path of a dict: {name: value}}
   help: str | None  # '': --help; a section: --help=SECTION
+  operands: list[str]  # words after the command's name
 
 
 def parse(arguments: Sequence[str]) -> Arguments:
   """Reads the arguments of a command. UserError: one of them is not understood.
 
-  A flag is --NAME=VALUE or --NAME VALUE. A bool also is --NAME or --noNAME.
+  A flag is --NAME=VALUE or --NAME VALUE. A bool also is --NAME or --noNAME. Without --mode, the
+  first of the other words is the mode.
   """
-  parsed = Arguments(Flags(), {}, {path: {} for path in validation.FREE_DICTS}, None)
+  parsed = Arguments(Flags(), {}, {path: {} for path in validation.FREE_DICTS}, None, [])
   flag_kinds = validation.kinds(Flags)
   setting_kinds = validation.kinds()
   rest = list(arguments)
@@ -86,9 +84,8 @@ def parse(arguments: Sequence[str]) -> Arguments:
     argument = rest.pop(0)
     match = re.fullmatch(r'--?([A-Za-z][\w.]*)(?:=(.*))?', argument, re.DOTALL)
     if match is None:
-      raise UserError(
-          f'unexpected argument {argument!r}: flags start with --, as in --config.train.updates=3'
-      )
+      parsed.operands.append(argument)
+      continue
     name, text = match.groups()
     if name in _HELP:
       parsed = parsed._replace(help=text or '')
@@ -126,6 +123,8 @@ def parse(arguments: Sequence[str]) -> Arguments:
     else:
       setattr(parsed.flags, name, _parse_value(shown, text, kind, ''))
   validation.check_section('--', parsed.flags)
+  if not parsed.flags.mode:
+    parsed.flags.mode = parsed.operands.pop(0) if parsed.operands else 'train'
   return parsed
 
 

@@ -1,11 +1,14 @@
-"""The texts of --help and --help=SECTION."""
+"""The texts of --help, --help=SECTION, list and completion."""
 
+import ast
 import dataclasses
+import pathlib
 from typing import Any
 
 from stppo_jax import plugins
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
+from stppo_jax.cli import config_file
 from stppo_jax.cli.flags import Flags
 from stppo_jax.cli.modes import MODES
 from stppo_jax.config import Config
@@ -13,18 +16,23 @@ from stppo_jax.types import UserError
 
 _EXAMPLES = """The command trains, evaluates, serves, exports, plans and reports.
 
-  python run.py                                                  # the default: st_ppo_tiny
+  python run.py                                                # train; the default: st_ppo_tiny
   python run.py --config=experiments/st_ppo_tiny.py:smoke --workdir=/tmp/smoke
-  python run.py --config.algorithm.variant=ppo --config.seed=1 --workdir=runs/ppo_1
-  python run.py --mode=eval --config.eval.samples=8              # scores, pass@k and pass^k
-  python run.py --mode=export                                    # WORKDIR/export, for transformers
-  python run.py --mode=serve --port=8080                         # an OpenAI-compatible server
-  python run.py --mode=chat                                      # ask it, and see its searches
-  python run.py --mode=sample --batches=8                        # plays episodes, trains on none
-  python run.py --mode=export_atif                               # trajectories for Harbor's viewer
-  python run.py --mode=import_atif --input=DIR --workdir=runs/b  # runs/b/episodes, to train on
-  python run.py --mode=report                                    # writes report.html again
-  python run.py --config=experiments/st_ppo_7b.py --mode=plan --topology=v5e:8x8   # does it fit?
+  python run.py train --config.algorithm.variant=ppo --config.seed=1 --workdir=runs/ppo_1
+  python run.py watch --workdir=runs                           # follows runs in a browser
+  python run.py eval --config.eval.samples=8                   # scores, pass@k and pass^k
+  python run.py compare runs/st_ppo_tiny runs/ppo_1            # settings and scores, with intervals
+  python run.py chat                                           # ask it, and see its searches
+  python run.py serve --port=8080                              # an OpenAI-compatible server
+  python run.py export                                         # WORKDIR/export, for transformers
+  python run.py sample --batches=8                             # plays episodes, trains on none
+  python run.py export_atif                                    # trajectories for Harbor's viewer
+  python run.py import_atif --input=DIR --workdir=runs/b       # runs/b/episodes, to train on
+  python run.py report                                         # writes report.html again
+  python run.py plan --config=experiments/st_ppo_7b.py --topology=v5e:8x8    # does it fit?
+  python run.py new my_task                                    # a folder for a task of your own
+  python run.py doctor                                         # devices, packages, what is missing
+  python run.py list                                           # experiments and algorithms
 
 The same command again resumes the run in its workdir. SIGTERM ends a run with exit code 0 and a
 checkpoint: after the current update, or within seconds while it loads, plays episodes or waits for
@@ -48,6 +56,36 @@ def overview(program: str) -> str:
       + ', '.join(sections)
   )
   return '\n'.join(lines)
+
+
+def catalogue() -> str:
+  """Returns a line for each experiment and each algorithm."""
+  lines = ['Experiments, for --config=FILE:']
+  for path in sorted(pathlib.Path(config_file.HOME, 'experiments').glob('[!_]*.py')):
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))) or ''
+    first_line = docstring.partition('\n')[0]
+    lines.append(f'  experiments/{path.name:25} {first_line}')
+  lines += ['', 'Algorithms, for --config.algorithm.variant=NAME, and their settings:']
+  defaults = variants.Variant().described()
+  for name, variant in variants.VARIANTS.items():
+    settings = [
+        f'{field}={value}'
+        for field, value in variant.described().items()
+        if field in ('advantage', 'ratio') or value != defaults[field]
+    ]
+    lines.append(f'  {name:22} {" ".join(settings)}')
+  return '\n'.join(lines)
+
+
+def completion(shell: str) -> str:
+  """Returns the lines with which a shell completes modes, flags and settings."""
+  if shell not in ('bash', 'zsh'):
+    raise UserError(f'completion {shell}: allowed are bash and zsh')
+  words = [*MODES]
+  words += [f'--{path}=' for path in validation.kinds(Flags)]
+  words += [f'--config.{path}=' for path in validation.kinds()]
+  start = 'autoload -U +X bashcompinit && bashcompinit\n' if shell == 'zsh' else ''
+  return f"{start}complete -o default -o nospace -W '{' '.join(words)}' stppo run.py"
 
 
 def section(name: str, config: Config) -> str:

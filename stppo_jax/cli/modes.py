@@ -1,12 +1,14 @@
-"""The modes of the command. Each is a function (config, workdir, flags) -> exit code or None.
+"""The modes of the command. Each is a function Command -> exit code or None.
 
 Heavy modules are imported inside the functions, so that a mistake on the command line is reported
 before JAX starts.
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
 import os
+from typing import NamedTuple
 
 from absl import logging
 
@@ -15,136 +17,179 @@ from stppo_jax.cli.flags import Flags
 from stppo_jax.config import Config
 
 
-def train(config: Config, workdir: str, flags: Flags) -> None:
+class Command(NamedTuple):
+  """What the user has asked for."""
+
+  config: Config  # the defaults, for modes without a config
+  workdir: str
+  flags: Flags
+  operands: Sequence[str]  # words after the mode
+
+
+def train(command: Command) -> None:
   """Trains, or resumes the run in the workdir."""
   from stppo_jax.training import loop
 
   with signals.handled() as stop_requested:
-    loop.start(config, workdir, stop_requested, flags.profile)
+    loop.start(command.config, command.workdir, stop_requested, command.flags.profile)
 
 
-def evaluate(config: Config, workdir: str, flags: Flags) -> None:
+def evaluate(command: Command) -> None:
   """Scores a checkpoint, or the model at an address, on the held-out questions."""
-  del flags
   import jax
 
   from stppo_jax.evaluation import job
 
-  if config.eval.address:
+  if command.config.eval.address:
     jax.config.update('jax_platforms', 'cpu')  # leaves the accelerator to the server
   with signals.handled() as stop_requested:
-    results = job.evaluate(config, workdir, stop_requested)
+    results = job.evaluate(command.config, command.workdir, stop_requested)
   if results is not None:
     print(results.table)
     logging.info('episodes and results are in %s', results.folder)
 
 
-def sample(config: Config, workdir: str, flags: Flags) -> None:
+def sample(command: Command) -> None:
   """Plays episodes and trains on none."""
   from stppo_jax.evaluation import sample as sample_lib
 
+  batches = command.flags.batches
   with signals.handled() as stop_requested:
-    print(sample_lib.sample(config, workdir, flags.batches, stop_requested))
+    print(sample_lib.sample(command.config, command.workdir, batches, stop_requested))
 
 
-def export(config: Config, workdir: str, flags: Flags) -> None:
+def export(command: Command) -> None:
   """Writes a checkpoint in Hugging Face format."""
-  del flags
   from stppo_jax.evaluation import policy as policy_lib
 
-  print(policy_lib.export(config, workdir))
+  print(policy_lib.export(command.config, command.workdir))
 
 
-def serve(config: Config, workdir: str, flags: Flags) -> None:
+def serve(command: Command) -> None:
   """Serves a checkpoint with an OpenAI-compatible interface."""
   from stppo_jax.evaluation import policy as policy_lib
   from stppo_jax.serving import gateway
 
+  config, port = command.config, command.flags.port
   with signals.handled() as stop_requested:
-    policy = policy_lib.policy(config, workdir)
-    gateway.serve(
-        config, policy.model, policy.params, policy.description, flags.port, stop_requested
-    )
+    policy = policy_lib.policy(config, command.workdir)
+    gateway.serve(config, policy.model, policy.params, policy.description, port, stop_requested)
 
 
-def chat(config: Config, workdir: str, flags: Flags) -> None:
+def chat(command: Command) -> None:
   """Answers questions in the terminal, and shows the searches."""
-  del flags
   from stppo_jax.evaluation import chat as chat_lib
   from stppo_jax.evaluation import policy as policy_lib
 
-  policy = policy_lib.policy(config, workdir)
-  chat_lib.chat(config, policy.model, policy.params, policy.description)
+  policy = policy_lib.policy(command.config, command.workdir)
+  chat_lib.chat(command.config, policy.model, policy.params, policy.description)
 
 
-def plan(config: Config, workdir: str, flags: Flags) -> int:
+def plan(command: Command) -> int:
   """Estimates memory and time on devices that need not be present."""
-  del workdir
   import jax
 
-  if flags.topology:
+  topology = command.flags.topology
+  if topology:
     # Leaves accelerators free. Programs for absent devices cannot be cached.
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_enable_compilation_cache', False)
   from stppo_jax.planning import plan as plan_lib
   from stppo_jax.planning import table
 
-  planned = plan_lib.make(config, flags.topology)
+  planned = plan_lib.make(command.config, topology)
   print(table.text(planned))
   return 0 if planned.fits else 1
 
 
-def report(config: Config, workdir: str, flags: Flags) -> None:
+def report(command: Command) -> None:
   """Writes report.html again."""
-  del config, flags
   from stppo_jax.monitoring import report as report_lib
 
-  print(report_lib.build(workdir))
+  print(report_lib.build(command.workdir))
 
 
-def watch(config: Config, workdir: str, flags: Flags) -> None:
+def watch(command: Command) -> None:
   """Shows a run, or a folder of runs, in a browser while they train."""
-  del config
   from stppo_jax.monitoring import viewer
 
   with signals.handled() as stop_requested:
-    viewer.serve(workdir, flags.port, stop_requested)
+    viewer.serve(command.workdir, command.flags.port, stop_requested)
 
 
-def export_atif(config: Config, workdir: str, flags: Flags) -> None:
+def export_atif(command: Command) -> None:
   """Converts saved episodes to trajectories of Harbor's format."""
   from stppo_jax.rollout import prepare
   from stppo_jax.trajectories import atif_writer
 
-  source = flags.input or os.path.join(workdir, 'episodes')
-  folder = os.path.join(workdir, 'atif')
-  tokenizer = prepare.load_tokenizer(config)
-  atif_writer.write_folder(source, folder, tokenizer, config.model.folder)
+  source = command.flags.input or os.path.join(command.workdir, 'episodes')
+  folder = os.path.join(command.workdir, 'atif')
+  tokenizer = prepare.load_tokenizer(command.config)
+  atif_writer.write_folder(source, folder, tokenizer, command.config.model.folder)
   print(folder)
 
 
-def import_atif(config: Config, workdir: str, flags: Flags) -> None:
+def import_atif(command: Command) -> None:
   """Converts trajectories of Harbor's format to saved episodes."""
   from stppo_jax.rollout import prepare
   from stppo_jax.trajectories import atif_reader
 
+  config = command.config
   reader = atif_reader.AtifReader(
       prepare.load_tokenizer(config),
       config.serve.tool_form,
       config.rollout.max_observation,
-      flags.retokenize,
+      command.flags.retokenize,
   )
-  folder = os.path.join(workdir, 'episodes')
-  atif_reader.read_folder(flags.input, folder, reader, config.train.episodes)
+  folder = os.path.join(command.workdir, 'episodes')
+  atif_reader.read_folder(command.flags.input, folder, reader, config.train.episodes)
   print(folder)
+
+
+def new(command: Command) -> None:
+  """Makes a folder NAME with an environment, a config, a test and a README."""
+  from stppo_jax.cli import new as new_lib
+
+  print(new_lib.make(command.operands[0]))
+
+
+def doctor(command: Command) -> int:
+  """Shows devices, packages, what is missing, and whether the run of the config fits."""
+  from stppo_jax.cli import doctor as doctor_lib
+
+  return doctor_lib.check(command.config, command.flags.topology)
+
+
+def compare(command: Command) -> None:
+  """Compares the configs and the held-out scores of two runs, or of two evaluation folders."""
+  from stppo_jax.cli import compare as compare_lib
+
+  print(compare_lib.text(*command.operands))
+
+
+def list_all(command: Command) -> None:
+  """Lists experiments and algorithms."""
+  del command
+  from stppo_jax.cli import help as help_lib
+
+  print(help_lib.catalogue())
+
+
+def completion(command: Command) -> None:
+  """Prints the completion for a SHELL: bash or zsh."""
+  from stppo_jax.cli import help as help_lib
+
+  print(help_lib.completion(command.operands[0]))
 
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
   """A mode, and its use of the command line."""
 
-  run: Callable[[Config, str, Flags], int | None]
+  run: Callable[[Command], int | None]
   flags: tuple[str, ...] = ()  # flags that other modes reject
+  operands: tuple[str, ...] = ()  # names of the words after the mode
+  reads_config: bool = True
   reads_run: bool = False  # without --config it uses WORKDIR/config.json
   one_process: bool = False
 
@@ -161,4 +206,9 @@ MODES = {
     'watch': Mode(watch, flags=('port',), one_process=True),
     'export_atif': Mode(export_atif, flags=('input',), one_process=True),
     'import_atif': Mode(import_atif, flags=('input', 'retokenize'), one_process=True),
+    'new': Mode(new, operands=('NAME',), reads_config=False, one_process=True),
+    'doctor': Mode(doctor, flags=('topology',), one_process=True),
+    'compare': Mode(compare, operands=('RUN', 'RUN'), reads_config=False, one_process=True),
+    'list': Mode(list_all, reads_config=False, one_process=True),
+    'completion': Mode(completion, operands=('SHELL',), reads_config=False, one_process=True),
 }

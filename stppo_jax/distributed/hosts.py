@@ -32,7 +32,7 @@ from stppo_jax.distributed import messages
 from stppo_jax.envs import protocol
 from stppo_jax.envs import stepping
 
-SILENCE_S = 40  # JAX ends the others when a process hangs for this long
+SILENCE_S = 20  # JAX ends the others when a process is killed or unreachable for this long
 START_S = 300  # time limit for all processes to start
 POLL_S = 1.0  # between two looks for a failure of another process
 CLOSING_S = 3.0  # a failure reaches the others within this time, before process 0 may exit
@@ -265,7 +265,7 @@ def _check_flags(coordinator, num_processes, process_id, cluster):
   if cluster:
     is_possible = not given
   elif len(given) == len(flags):
-    has_port = re.fullmatch(r'.+:\d+', coordinator)
+    has_port = re.fullmatch(r'.+:\d+', coordinator) is not None
     is_possible = has_port and 0 <= process_id < num_processes
   else:
     is_possible = not given

@@ -9,29 +9,37 @@ from typing import TypeVar
 
 import requests
 
+from stppo_jax.distributed import calls
+
 Result = TypeVar('Result')
 # Statuses worth another attempt.
 _AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 529))
 _MAX_WAIT_S = 60.0
 _JITTER = random.Random()  # not the global one, from which environments may draw
 _CHUNK_BYTES = 1024  # small, because the deadline is checked between chunks
+_POLL_S = 1.0  # between two questions whether to give up
 
 
 class Temporary(Exception):
   """A failure that another attempt may not have. `wait_s` is the wait that the server asks for."""
 
-  def __init__(self, message: str, wait_s: float = 0.0):
+  def __init__(self, message: str, wait_s: float = 0.0, is_silent: bool = False):
     super().__init__(message)
     self.wait_s = wait_s
+    self.is_silent = is_silent  # there was no answer at all
 
 
 class Rejected(Exception):
   """An answer with a status that another attempt would have too."""
 
   def __init__(self, status: int, text: str):
-    super().__init__(f'HTTP status {status}' if status else text)
+    super().__init__(f'HTTP status {status}')
     self.status = status
     self.text = text
+
+
+class GivenUp(Exception):
+  """The caller has given up."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +68,35 @@ def post(session: requests.Session, url: str, body: Any, limits: ClientLimits) -
         if len(answer) > limits.max_bytes:
           raise Rejected(response.status_code, f'over {limits.max_bytes} bytes')
         if time.monotonic() > deadline:
-          raise Temporary(f'no complete answer within {limits.total_s} s')
+          raise Temporary(f'no complete answer within {limits.total_s} s', is_silent=True)
       if response.status_code != 200:
         raise Rejected(response.status_code, answer.decode('utf-8', 'replace'))
       return bytes(answer)
   except (requests.RequestException, OSError) as error:
-    raise Temporary(type(error).__name__) from error
+    raise Temporary(type(error).__name__, is_silent=True) from error
+
+
+def call_within(call: Callable[[], Result], total_s: float, gives_up: Callable[[], bool]) -> Result:
+  """Returns the result of `call`. Raises Temporary after `total_s`, and GivenUp.
+
+  A socket's time-out restarts with every byte, so a slow server could hold a plain call forever.
+  """
+  results: list[Result] = []
+  thread = calls.ThreadedCall(lambda: results.append(call()))
+  deadline = time.monotonic() + total_s
+  while not thread.has_ended(max(0.0, min(deadline - time.monotonic(), _POLL_S))):
+    if gives_up():
+      raise GivenUp
+    if time.monotonic() > deadline:
+      raise Temporary(f'no complete answer within {total_s} s', is_silent=True)
+  return results[0]
+
+
+def sleep_unless(gives_up: Callable[[], bool], seconds: float) -> None:
+  """Sleeps for `seconds`, or until `gives_up()` is true."""
+  deadline = time.monotonic() + seconds
+  while not gives_up() and (left_s := deadline - time.monotonic()) > 0:
+    time.sleep(min(left_s, _POLL_S))
 
 
 def with_retries(

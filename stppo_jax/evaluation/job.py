@@ -33,6 +33,7 @@ from stppo_jax.evaluation import records
 from stppo_jax.evaluation import remote
 from stppo_jax.evaluation import scores as scores_lib
 from stppo_jax.evaluation import table
+from stppo_jax.monitoring import outcomes
 
 _PROGRESS_S = 10.0  # between two lines of progress
 
@@ -127,6 +128,7 @@ def _results(
       'title': title,
       'samples': config.eval.samples,
       'scores': scores,
+      'outcomes': outcomes.from_metrics('val-outcome', scores),
       'groups': [dataclasses.asdict(group) for group in groups],
   }
   folder.write_results(results, text)
@@ -135,13 +137,9 @@ def _results(
 
 def _remarks(scores: Mapping[str, float]) -> str:
   """Returns one line about how the episodes ended."""
-  share = lambda name: f'{scores[f"val-aux/{name}"]:.1%}'
-  return (
-      f'{scores["val-aux/agent_turns/mean"]:.2f} turns per episode; '
-      f'{share("truncated")} ended by a limit, {share("retrieval_failed")} without retrieval, '
-      f'{share("environment_failed")} whose environment raised, '
-      f'{share("prompt_too_long")} with a prompt that is too long.'
-  )
+  counts = outcomes.from_metrics('val-outcome', scores)
+  texts = [f'{name} {number}' for name, number in counts.items() if number]
+  return f'{scores["val-aux/agent_turns/mean"]:.2f} turns per episode; {", ".join(texts)}.'
 
 
 def _settings(config: Config, player: players.Player) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 config.json      what the episodes depend on; the folder rejects other settings
 episodes.jsonl   one line per question, sample and role; an interrupted job plays the rest
 results.json  results.md    of all lines
+provenance.jsonl   a line per start: code, packages, devices, command
 """
 
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 from typing import NamedTuple
 
 from stppo_jax import types
+from stppo_jax.monitoring import provenance
 from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.types import UserError
 
@@ -71,6 +73,7 @@ class EvaluationFolder:
         self._check_settings()
       config = json.dumps(self._settings, indent=2)
       workdir_lib.write_whole(os.path.join(self.path, 'config.json'), config)
+      provenance.record(self.path)
       with open(self._lines, 'ab+') as self._file:
         self._file.seek(0)
         self._file.truncate(self._file.read().rfind(b'\n') + 1)  # a killed job leaves half a line

@@ -2,11 +2,13 @@
 
 import collections
 from collections.abc import Sequence
+import dataclasses
 
 import numpy as np
 
 from stppo_jax import types
 from stppo_jax.monitoring import episodes as episodes_lib
+from stppo_jax.monitoring import outcomes
 
 
 def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
@@ -16,6 +18,7 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
   val-core/<dataset>/<name>    core metrics of the environment; its other metrics go under val-aux
   val-core/macro/..            the mean of the data sets' means, if there are several
   val-core/all/<name>_hops<n>  the main score of the tasks with n hops
+  val-outcome/<outcome>        number of episodes, see monitoring/outcomes.py
 
   and the same scores of each agent, if there are several, see `episodes_lib.scores_by_agent`.
 
@@ -23,6 +26,7 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
   environment raised keeps the rewards before. A metric that an episode never reported counts as 0.
   Means are over rows. Rows of an agent that never moved are left out.
   """
+  outcome_counts = outcomes.count([_alone(episode) for episode in episodes])
   episodes = [episode for episode in episodes if not episode.absent]
   values: dict[str, list[float]] = collections.defaultdict(list)
   datasets = dict.fromkeys(episode.task.dataset for episode in episodes)
@@ -55,4 +59,10 @@ def scores(episodes: Sequence[types.Episode]) -> dict[str, float]:
         means[f'val-core/macro/{name}'] = float(np.mean(parts))
   for name, x in episodes_lib.scores_by_agent(episodes).items():
     means[name] = float(np.mean(x))
+  means |= outcomes.as_metrics('val-outcome', outcome_counts)
   return dict(sorted(means.items()))
+
+
+def _alone(episode: types.Episode) -> types.Episode:
+  """Returns the row as an episode of its own, which that of an agent program is here."""
+  return dataclasses.replace(episode, number=None) if episode.is_segment else episode

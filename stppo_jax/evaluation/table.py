@@ -26,18 +26,24 @@ def text(title: str, groups: Sequence[estimates.Group], remarks: str) -> str:
 def _table(groups: Sequence[estimates.Group], names: Sequence[str]) -> str:
   rows = [['', 'questions', 'episodes', *names]]
   for group in groups:
-    cells = [_cell(group.estimates.get(name)) for name in names]
+    cells = [cell(group.estimates.get(name)) for name in names]
     rows.append([group.name, str(group.questions), str(group.episodes), *cells])
+  return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+  """Returns rows, of which the first is the heading, as a Markdown table with aligned columns."""
   widths = [max(map(len, column)) for column in zip(*rows)]
-  rows.insert(1, ['-' * width for width in widths])
+  rule = ['-' * width for width in widths]
   lines = []
-  for row in rows:
-    cells = [cell.ljust(width) for cell, width in zip(row, widths)]
-    lines.append(f'| {" | ".join(cells)} |')
+  for row in [rows[0], rule, *rows[1:]]:
+    texts = [value.ljust(width) for value, width in zip(row, widths)]
+    lines.append(f'| {" | ".join(texts)} |')
   return '\n'.join(lines)
 
 
-def _cell(estimate: statistics.Estimate | None) -> str:
+def cell(estimate: statistics.Estimate | None) -> str:
+  """Returns an estimate with its interval."""
   if estimate is None:  # a group with fewer samples has another k
     return ''
   value = _short(estimate.value)

@@ -43,7 +43,7 @@ def load_hf(
 
   `shardings` maps the tree of ShapeDtypeStructs to a tree of NamedShardings. The parameters are
   then put on the devices one by one, and the host holds one at a time. Without it they are NumPy
-  arrays. As in transformers, a tied model's own output matrix is ignored.
+  arrays.
 
   UserError: an unsupported config or weights, or keys other than the table's.
   """
@@ -59,10 +59,12 @@ def load_hf(
     tensors = _open_tensors(stack, folder)
     _check_keys(folder, config, tensors, entries)
     _check_tensors(folder, tensors, entries)
+    if config.tie_embeddings and 'lm_head.weight' in tensors and head != 'value':
+      _check_tied(folder, tensors, entries[0].name)
 
     def load(path, leaf, place=None):
       name = jax.tree_util.keystr(path, simple=True, separator='/')
-      parameter = _read(tensors, entries_by_path[name], leaf)
+      parameter = _read(folder, tensors, entries_by_path[name], leaf)
       if place is None:
         return parameter
       return jax.make_array_from_callback(leaf.shape, place, lambda index: parameter[index])
@@ -170,6 +172,9 @@ def _open_tensors(stack, folder):
       file = stack.enter_context(safetensors.safe_open(path, framework='numpy'))
     except safetensors.SafetensorError as error:
       raise UserError(f'{path} is not a whole safetensors file ({error}); download it') from error
+    repeated = tensors.keys() & set(file.keys())
+    if repeated:
+      raise UserError(f'{folder}: two files hold {_some(sorted(repeated))}; remove one of them')
     tensors |= {name: file.get_slice(name) for name in file.keys()}
   return tensors
 
@@ -222,7 +227,16 @@ def _check_tensors(folder, tensors, entries):
       )
 
 
-def _read(tensors, entries, leaf):
+def _check_tied(folder, tensors, embedding):
+  """Raises UserError if a tied folder contains an output matrix that differs from the embedding."""
+  if not np.array_equal(tensors['lm_head.weight'][:], tensors[embedding][:]):
+    raise UserError(
+        f'{folder}: lm_head.weight differs from {embedding} although config.json says '
+        'tie_word_embeddings; set that to false'
+    )
+
+
+def _read(folder, tensors, entries, leaf):
   """Returns a whole parameter of shape and dtype `leaf`.
 
   The parameter is one entry of the table, or a stack of one per layer, or of one per layer and
@@ -234,10 +248,22 @@ def _read(tensors, entries, leaf):
     if entry.name not in tensors:  # a value head that the folder lacks
       continue
     tensor = tensors[entry.name][:]
+    if not _is_finite(tensor):
+      raise UserError(
+          f'{folder}: {entry.name} holds numbers that are not finite, and every step would be '
+          'skipped; use another copy or an earlier checkpoint'
+      )
     if entry.transpose:
       tensor = tensor.T
     part.reshape(tensor.shape)[...] = tensor
   return parameter
+
+
+def _is_finite(tensor):
+  """Of bfloat16 it reads the exponents, which is much faster."""
+  if tensor.dtype != hf_config.DTYPES['bfloat16']:
+    return bool(np.isfinite(tensor).all())
+  return not ((tensor.view(np.uint16) & 0x7F80) == 0x7F80).any()
 
 
 def _copy_out(params, dtype, entry):

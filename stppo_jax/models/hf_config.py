@@ -72,7 +72,9 @@ def load(
     )
   field = functools.partial(_field, path, raw)
   num_heads = field('num_attention_heads')
-  head_dim = 128 if family == 'qwen3' else field('hidden_size') // num_heads
+  num_kv_heads = field('num_key_value_heads', num_heads if family == 'llama' else None)
+  head_dim = field('head_dim', 128 if family == 'qwen3' else field('hidden_size') // num_heads)
+  _check_heads(path, raw, num_heads, num_kv_heads, head_dim)
   rope_theta, rope_scaling = _rope(path, raw)
   if family == 'qwen3_moe':
     feed_forward = _experts(path, raw)
@@ -83,8 +85,8 @@ def load(
       d_model=field('hidden_size'),
       num_layers=field('num_hidden_layers'),
       num_heads=num_heads,
-      num_kv_heads=field('num_key_value_heads', num_heads if family == 'llama' else None),
-      head_dim=field('head_dim', head_dim),
+      num_kv_heads=num_kv_heads,
+      head_dim=head_dim,
       **feed_forward,
       rope_theta=rope_theta,
       rope_scaling=rope_scaling,
@@ -321,6 +323,23 @@ def _check_supported(path, raw):
       )
 
 
+def _check_heads(path, raw, num_heads, num_kv_heads, head_dim):
+  """Raises UserError for numbers of heads that do not divide."""
+  problem = ''
+  if num_heads % num_kv_heads:
+    problem = (
+        f'num_key_value_heads = {num_kv_heads} does not divide num_attention_heads = {num_heads}'
+    )
+  elif raw.get('head_dim') is None and raw['hidden_size'] % num_heads:
+    problem = (
+        f'num_attention_heads = {num_heads} does not divide hidden_size = {raw["hidden_size"]}'
+    )
+  elif head_dim % 2:
+    problem = f'a head is {head_dim} wide, and rotary positions need an even number'
+  if problem:
+    raise UserError(f'{path}: {problem}; download config.json again')
+
+
 def _experts(path, raw):
   """Returns the fields of a mixture of experts. UserError: some of its layers are dense."""
   step = raw.get('decoder_sparse_step', 1)
@@ -330,11 +349,17 @@ def _experts(path, raw):
         f'{path}: decoder_sparse_step = {step!r} and mlp_only_layers = {dense_layers!r} make some '
         'layers dense; allowed: 1 and []; choose a model whose layers all have experts'
     )
+  # transformers has two names for the same number.
+  num_experts = _field(path, raw, 'num_experts', raw.get('num_local_experts'))
+  active = _field(path, raw, 'num_experts_per_tok')
+  if active > num_experts:
+    raise UserError(
+        f'{path}: num_experts_per_tok = {active} of num_experts = {num_experts}; download it again'
+    )
   return {
       'd_ff': _field(path, raw, 'moe_intermediate_size'),
-      # transformers has two names for the same number.
-      'num_experts': _field(path, raw, 'num_experts', raw.get('num_local_experts')),
-      'experts_per_token': _field(path, raw, 'num_experts_per_tok'),
+      'num_experts': num_experts,
+      'experts_per_token': active,
       'norm_topk_prob': _field(path, raw, 'norm_topk_prob', False),
   }
 
@@ -342,15 +367,26 @@ def _experts(path, raw):
 def _rope(path, raw):
   """Returns (rope_theta, rope_scaling).
 
-  transformers 5 writes `rope_parameters`. transformers 4 writes `rope_theta` and `rope_scaling`. As
-  in transformers, `rope_scaling` wins if a folder has both.
+  transformers 5 writes `rope_parameters`. transformers 4 writes `rope_theta` and `rope_scaling`. A
+  folder that has both must say the same in both.
   """
-  rope = {'rope_theta': raw.get('rope_theta')}
+  defaults = {'rope_theta': raw.get('rope_theta'), 'rope_type': 'default'}
+  forms = []
   for name in ('rope_parameters', 'rope_scaling'):
-    for key, value in (raw.get(name) or {}).items():
-      rope['rope_type' if key == 'type' else key] = value
+    rope = raw.get(name) or {}
+    renamed = {'rope_type' if key == 'type' else key: value for key, value in rope.items()}
+    if rope:
+      forms.append(defaults | renamed)
+  if len(forms) == 2:
+    forms[1]['rope_theta'] = forms[1]['rope_theta'] or forms[0]['rope_theta']
+    if forms[0] != forms[1]:
+      raise UserError(
+          f'{path}: rope_parameters = {raw["rope_parameters"]!r} and rope_scaling = '
+          f'{raw["rope_scaling"]!r} differ; remove the one that does not hold'
+      )
+  rope = forms[0] if forms else defaults
   theta = _field(path, rope, 'rope_theta', 10_000.0)
-  kind = rope.get('rope_type', 'default')
+  kind = rope['rope_type']
   if kind == 'default':
     return float(theta), None
   if kind != 'llama3':

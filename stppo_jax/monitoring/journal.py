@@ -59,7 +59,8 @@ class Journal(contextlib.ExitStack):
       writer = metrics_lib.MetricsWriter(
           workdir,
           tensorboard=self._log['tensorboard'],
-          wandb_project=self._log['wandb_project'] or None,
+          project=self._log['project'],
+          tracker=self._log['tracker'],
           run_name=config['name'],
           config_json=json.dumps(config),
           resume_step=first - unfinished if first else -1,

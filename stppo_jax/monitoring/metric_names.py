@@ -34,6 +34,7 @@ GROUPS: dict[str, dict[str, str]] = {
         'env/prompt_too_long': (
             'Share of episodes whose prompt exceeds `rollout.max_prompt`. They are not played.'
         ),
+        'outcome/<outcome>': 'Number of episodes with this outcome, see `monitoring/outcomes.py`.',
         'env/replays': 'Number of times that the batch was played again, because searches failed.',
         'response_length/{mean,max,min}': 'Tokens after the prompt, observations included.',
         'prompt_length/{mean,max,min}': 'Tokens of the prompt.',
@@ -135,6 +136,7 @@ GROUPS: dict[str, dict[str, str]] = {
         'val-aux/{truncated,retrieval_failed,environment_failed,prompt_too_long}': (
             'Share of held-out episodes, as in env/.'
         ),
+        'val-outcome/<outcome>': 'Number of held-out episodes with this outcome.',
         'val-role/<role>/<name>': 'A score of one role.',
     },
     'Roles': {

@@ -1,7 +1,7 @@
 """The writer of metrics: scalars of an update in, a line of metrics.jsonl out.
 
-TensorBoard and Weights & Biases get the same numbers if the config asks for them. Neither can stop
-a run. The report and the tests read only metrics.jsonl.
+TensorBoard, Weights & Biases and trackio get the same numbers if the config asks for them. None can
+stop a run. The report and the tests read only metrics.jsonl.
 
 The metrics come from these files:
 
@@ -15,6 +15,7 @@ The metrics come from these files:
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import functools
 import json
 import math
 import os
@@ -45,7 +46,8 @@ class MetricsWriter:
       self,
       workdir: str,
       tensorboard: bool = False,
-      wandb_project: str | None = None,
+      project: str = '',
+      tracker: str = 'wandb',
       run_name: str = '',
       config_json: str = '{}',
       resume_step: int | None = None,
@@ -58,11 +60,9 @@ class MetricsWriter:
     first = None if resume_step is None else resume_step + 1
     if tensorboard:
       self._sinks.add('TensorBoard', lambda: sinks.TensorBoard(workdir, first))
-    if wandb_project:
-      resumed = resume_step != -1
-      self._sinks.add(
-          'W&B', lambda: sinks.Wandb(workdir, wandb_project, run_name, config_json, resumed)
-      )
+    if project:
+      make = functools.partial(sinks.Tracker, tracker, workdir, project, run_name, config_json)
+      self._sinks.add(tracker, functools.partial(make, resume_step != -1))
 
   def write(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Writes one line; values are anything `float` takes, device scalars included."""

@@ -23,6 +23,7 @@ from absl import logging
 from stppo_jax.monitoring import charts
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import metrics
+from stppo_jax.monitoring import outcomes
 from stppo_jax.monitoring import workdir as workdir_lib
 
 T = TypeVar('T')
@@ -87,6 +88,7 @@ def page_data(workdir: str) -> dict[str, Any]:
       'seconds': sum(row.get('timing_s/step') or 0.0 for row in rows),
       'warnings': warnings(rows),
       'results': _results(rows, groups),
+      'outcomes': outcomes.of_run(rows),
       'highlights': [
           [name, str(settings[name])]
           for name in _HIGHLIGHTS

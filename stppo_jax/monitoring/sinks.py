@@ -1,4 +1,4 @@
-"""Copies of the metrics for TensorBoard and Weights & Biases; neither can stop a run.
+"""Copies of the metrics for TensorBoard, Weights & Biases and trackio; none can stop a run.
 
 A sink has `name`, `write(step, numbers)` and `close()`, and may raise anything.
 """
@@ -6,6 +6,7 @@ A sink has `name`, `write(step, numbers)` and `close()`, and may raise anything.
 from collections.abc import Callable
 from collections.abc import Mapping
 import contextlib
+import importlib
 import json
 import os
 import secrets
@@ -17,7 +18,7 @@ from absl import logging
 
 from stppo_jax.distributed import calls
 
-FINISH_S = 60.0  # time limit of the last upload to W&B
+FINISH_S = 60.0  # time limit of the last upload
 
 
 class Sinks:
@@ -98,29 +99,38 @@ class TensorBoard:
     self._file.write(event.SerializeToString())
 
 
-class Wandb:
-  """A run of Weights & Biases. Without a login, the run stays offline in `workdir`.
+class Tracker:
+  """A run of W&B, or of trackio, which has the same API and needs no account.
 
-  A resumed run continues under the id that `workdir`/wandb_id holds. Steps that were logged already
-  are ignored there, and a resumed run repeats them exactly.
+  A resumed run continues under the id that `workdir`/<package>_id holds, and repeats the steps
+  after its checkpoint exactly. W&B ignores steps that it has already. trackio keeps them twice.
+  Without a login, W&B stays offline in `workdir`. trackio stores all runs in one local folder.
   """
 
-  name = 'W&B'
-
   def __init__(
-      self, workdir: str, project: str, run_name: str, config_json: str, is_resumed: bool = False
+      self,
+      package: str,
+      workdir: str,
+      project: str,
+      run_name: str,
+      config_json: str,
+      is_resumed: bool = False,
   ):
-    import wandb  # pylint: disable=import-outside-toplevel
-
-    self._run = wandb.init(
-        project=project,
-        name=run_name or None,
-        id=_run_id(os.path.join(workdir, 'wandb_id'), is_resumed),
-        resume='allow',
-        dir=workdir,
-        config=json.loads(config_json),
-        mode=None if os.environ.get('WANDB_MODE') or wandb.api.api_key else 'offline',
-    )
+    self.name = package
+    module = importlib.import_module(package)
+    run_id = _run_id(os.path.join(workdir, f'{package}_id'), is_resumed)
+    options: dict[str, Any] = {
+        'project': project,
+        'config': json.loads(config_json),
+        'resume': 'allow',
+    }
+    if package == 'wandb':
+      options |= {'name': run_name or None, 'id': run_id, 'dir': workdir}
+      is_online = os.environ.get('WANDB_MODE') or module.api.api_key
+      options['mode'] = None if is_online else 'offline'
+    else:  # trackio finds a run by its name
+      options['name'] = f'{run_name}_{run_id}'
+    self._run = module.init(**options)
 
   def write(self, step: int, numbers: Mapping[str, int | float]) -> None:
     """Logs the numbers of a step."""
@@ -129,7 +139,7 @@ class Wandb:
   def close(self) -> None:
     """Finishes the upload, within a time limit: without network it may wait for ever."""
     if not calls.ThreadedCall(self._run.finish).has_ended(FINISH_S):
-      raise TimeoutError(f'the upload did not end within {FINISH_S:g} s: see `wandb sync`')
+      raise TimeoutError(f'the upload did not end within {FINISH_S:g} s: see `{self.name} sync`')
 
 
 def _run_id(path: str, is_resumed: bool) -> str:

@@ -9,7 +9,6 @@ from stppo_jax.planning.topologies import GIB
 def text(plan: Plan) -> str:
   """Returns the whole table."""
   shape = ' x '.join(f'{axis} {size}' for axis, size in plan.mesh.shape.items())
-  largest_micro_batch, largest_rows = plan.largest_micro_batch, plan.largest_rows
   return '\n'.join(
       [
           f'{plan.config.name} on {plan.topology}: '
@@ -24,10 +23,7 @@ def text(plan: Plan) -> str:
           *_times(plan),
           '',
           *(f'{program.name}: {program.unit}{program.note}' for program in plan.programs),
-          'largest that fits (estimate, at least): '
-          f'train.micro_batch {largest_micro_batch or "none"}, '
-          f'{_rows_field(plan)} {largest_rows or "none"}',
-          _verdict(plan),
+          verdict(plan),
       ]
   )
 
@@ -67,13 +63,18 @@ def _times(plan):
   )
 
 
-def _verdict(plan):
-  """Returns 'FITS ..', or what to change."""
+def verdict(plan: Plan) -> str:
+  """Returns the largest sizes that fit, and 'FITS ..' or what to change."""
+  largest = (
+      'largest that fits (estimate, at least): '
+      f'train.micro_batch {plan.largest_micro_batch or "none"}, '
+      f'{_rows_field(plan)} {plan.largest_rows or "none"}\n'
+  )
   if plan.fits:
-    verdict = f'FITS, with at least {HEADROOM:.0%} of the memory free'
+    result = f'{largest}FITS, with at least {HEADROOM:.0%} of the memory free'
     if plan.tpu_limit_mib:
-      verdict += f'; to hold the compiler to it: LIBTPU_INIT_ARGS={LIMIT_FLAG}={plan.tpu_limit_mib}'
-    return verdict
+      result += f'; to hold the compiler to it: LIBTPU_INIT_ARGS={LIMIT_FLAG}={plan.tpu_limit_mib}'
+    return result
   program = max(plan.programs, key=lambda program: program.peak)
   train = plan.config.train
   changes = []
@@ -91,7 +92,7 @@ def _verdict(plan):
       'a smaller model',
   ]
   return (
-      f'DOES NOT FIT: {program.name} needs {_gib(program.peak)} GiB per device, '
+      f'{largest}DOES NOT FIT: {program.name} needs {_gib(program.peak)} GiB per device, '
       f'{_gib(plan.limit)} may be used; try {" or ".join(changes)}'
   )
 

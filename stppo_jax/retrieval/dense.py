@@ -1,7 +1,7 @@
 """Dense retrieval: an exact search for the passage vectors with the largest inner products.
 
-Every passage is compared with every query, from a memory-mapped file. This is meant for up to a few
-million passages. There is no approximate index.
+Every passage is compared with every query, block by block, from a memory-mapped file. This is meant
+for up to a few million passages. There is no approximate index.
 """
 
 import collections
@@ -20,6 +20,7 @@ from stppo_jax import types
 from stppo_jax.retrieval import encoder as encoder_lib
 from stppo_jax.retrieval import protocol
 
+_BLOCK = 16_384  # passages compared at a time
 _QUERY_PREFIX = 'query: '  # as E5 expects them
 _PASSAGE_PREFIX = 'passage: '
 _DEPTH = 50  # passages per ranking to fuse
@@ -34,12 +35,16 @@ class DenseRetriever:
   """
 
   def __init__(
-      self, passages: Sequence[types.Passage], encoder_folder: str, cache_folder: str = ''
+      self,
+      passages: Sequence[types.Passage],
+      encoder_folder: str,
+      cache_folder: str = '',
+      device: str = 'cpu',
   ):
     self._passages = list(passages)
     if not self._passages:
       raise types.UserError('retriever: got 0 passages; check that the corpus is not empty')
-    self._encoder = encoder_lib.Encoder(encoder_folder)
+    self._encoder = encoder_lib.Encoder(encoder_folder, device)
     texts = [_PASSAGE_PREFIX + tasks.write_contents(p) for p in self._passages]
     if not cache_folder:
       self._temporary = tempfile.TemporaryDirectory()  # deleted with the retriever
@@ -51,11 +56,11 @@ class DenseRetriever:
       return [[] for _ in queries]
     vectors = self._encoder.encode([_QUERY_PREFIX + query for query in queries])
     results: protocol.Results = []
-    for scores in vectors @ self._vectors.T:
-      rows = protocol.best_rows(scores, top_k)
-      results.append(
-          [dataclasses.replace(self._passages[row], score=float(scores[row])) for row in rows]
-      )
+    for rows, scores in zip(*nearest(vectors, self._vectors, top_k)):
+      passages = []
+      for row, score in zip(rows, scores):
+        passages.append(dataclasses.replace(self._passages[row], score=float(score)))
+      results.append(passages)
     return results
 
 
@@ -74,6 +79,25 @@ def embed(encoder: encoder_lib.Encoder, texts: Sequence[str], folder: str) -> np
     vectors.flush()
     os.replace(part, path)
   return np.load(path, mmap_mode='r', allow_pickle=False)
+
+
+def nearest(queries: np.ndarray, vectors: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+  """Returns (rows, scores), [Q, min(top_k, N)] each, of the largest inner products, largest first.
+
+  queries [Q,D], vectors [N,D]; equal scores in the order of rows.
+  """
+  best_rows = np.zeros((len(queries), 0), np.int64)
+  best_scores = np.zeros((len(queries), 0), np.float32)
+  for start in range(0, len(vectors), _BLOCK):
+    block = vectors[start : start + _BLOCK]
+    scores = queries @ block.T  # [Q, block]
+    rows = np.broadcast_to(start + np.arange(len(block)), scores.shape)
+    scores = np.concatenate([best_scores, scores], axis=1)
+    rows = np.concatenate([best_rows, rows], axis=1)
+    order = np.array([protocol.best_rows(row, top_k) for row in scores])
+    best_scores = np.take_along_axis(scores, order, axis=1)
+    best_rows = np.take_along_axis(rows, order, axis=1)
+  return best_rows, best_scores
 
 
 def _digest(encoder_folder: str, texts: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """A text encoder of transformers with mean pooling (E5 and others): texts in, unit vectors out.
 
-The weights are float32, on the GPU that torch sees or on the CPU. The encoder is not trained. It
-needs the extra `dense` (torch).
+The weights are float32 and not trained. They are on the CPU by default, because JAX takes most of a
+GPU's memory. The encoder needs the extra `dense` (torch).
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Encoder:
   Source: E5 (arXiv 2212.03533), whose models expect 'query: ' or 'passage: ' before each text.
   """
 
-  def __init__(self, folder: str):
+  def __init__(self, folder: str, device: str = 'cpu'):
     self.folder = folder
     self._torch = _import_torch()
     try:
@@ -43,8 +43,13 @@ class Encoder:
     missing = sorted(name for name in loading['missing_keys'] if not name.startswith('pooler.'))
     if missing:
       raise types.UserError(f'encoder: {folder!r} has no tensor {missing[0]!r}: download it again')
-    device = 'cuda' if self._torch.cuda.is_available() else 'cpu'
-    self._model = model.eval().to(device)
+    try:
+      self._model = model.eval().to(device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
+      reason = str(error).partition('\n')[0]
+      raise types.UserError(
+          f"encoder: torch cannot use the device {device!r} ({reason}): give 'cpu' or another one"
+      ) from error
     self._max_tokens = min(MAX_TOKENS, model.config.max_position_embeddings)
 
   @property

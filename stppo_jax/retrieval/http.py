@@ -57,7 +57,11 @@ class HttpRetriever:
 
   A query without a usable answer within `timeout_s` per request and `retries` retries gives None.
   Network errors, time-outs and overload are retried as in `http_client.with_retries`. An unreadable
-  answer is not. Once `give_up()` is true, no further request is sent.
+  answer is not.
+
+  Once `give_up()` is true, a search in progress ends within seconds, without an answer. After a
+  request has had no answer at all in any attempt (a refused connection or a time-out), the search's
+  requests that were not sent yet fail at once, because the server is most likely gone.
 
   Counters since construction: `requests` sent (with retries), `retries`, `failures` (queries that
   gave None), `cache_hits` (queries answered from the cache).
@@ -126,22 +130,26 @@ class HttpRetriever:
     """Sends requests of bounded size side by side. A failed one does not affect the others."""
     size = self._settings.max_queries if self._settings.dialect == 'search_r1' else 1
     parts = [queries[i : i + size] for i in range(0, len(queries), size)]
-    fetch = functools.partial(self._fetch_part, top_k=top_k)
+    fetch = functools.partial(self._fetch_part, top_k=top_k, is_gone=threading.Event())
     with futures.ThreadPoolExecutor(min(self._settings.concurrency, len(parts))) as pool:
       return list(itertools.chain.from_iterable(pool.map(fetch, parts)))
 
-  def _fetch_part(self, queries: list[str], top_k: int) -> protocol.Results:
+  def _fetch_part(
+      self, queries: list[str], top_k: int, is_gone: threading.Event
+  ) -> protocol.Results:
     """Sends one request: one query in RAGEN's dialect, up to `max_queries` in Search-R1's."""
     is_ragen = self._settings.dialect == 'ragen'
     body: dict[str, Any] = {'queries': queries, 'topk': top_k, 'return_scores': True}
     if is_ragen:
       body = {'query': queries[0], 'top_k': top_k}
     try:
-      answer = json.loads(self._send(body))
+      answer = json.loads(self._send(body, is_gone))
       rows = [answer['results']] if is_ragen else answer['result']
       if not isinstance(rows, list) or len(rows) != len(queries):
         raise ValueError(f'no list of {len(queries)} results')
-    except (http_client.Temporary, http_client.Rejected) as error:
+    except (http_client.GivenUp, http_client.Temporary):
+      return [None] * len(queries)
+    except http_client.Rejected as error:
       self._report(str(error))
       return [None] * len(queries)
     except (ValueError, TypeError, LookupError, RecursionError) as error:
@@ -149,19 +157,35 @@ class HttpRetriever:
       return [None] * len(queries)
     return [self._read_passages(row, top_k) for row in rows]
 
-  def _send(self, body: dict[str, Any]) -> bytes:
-    """Returns the server's answer, after retries."""
+  def _send(self, body: dict[str, Any], is_gone: threading.Event) -> bytes:
+    """Returns the server's answer, after retries. Sets `is_gone` where no attempt had any."""
+    settings = self._settings
+    is_silent = True
+    gives_up = lambda: self.give_up() or is_gone.is_set()
+    post = functools.partial(http_client.post, self._session, self.address, body, self._limits)
 
     def attempt(number: int) -> bytes:
+      nonlocal is_silent
       with self._in_flight:
-        if self.give_up():
-          raise http_client.Rejected(0, 'the run stops')
+        if gives_up():
+          raise http_client.GivenUp
         with self._lock:
           self.requests += 1
           self.retries += number > 0
-        return http_client.post(self._session, self.address, body, self._limits)
+        try:
+          return http_client.call_within(post, settings.timeout_s, lambda: self.give_up())
+        except http_client.Temporary as error:
+          is_silent &= error.is_silent
+          self._report(str(error))
+          raise
 
-    return http_client.with_retries(attempt, self._settings.retries, self._settings.backoff_s)
+    sleep = functools.partial(http_client.sleep_unless, gives_up)
+    try:
+      return http_client.with_retries(attempt, settings.retries, settings.backoff_s, sleep)
+    except http_client.Temporary:
+      if is_silent:
+        is_gone.set()
+      raise
 
   def _read_passages(self, rows: Any, top_k: int) -> list[types.Passage] | None:
     """Returns the passages of a query; None if one of them is malformed."""

@@ -34,12 +34,14 @@ def make(maker: Callable, settings: Any, load_corpus: LoadCorpus) -> protocol.Re
 
 
 def make_dense(
-    passages: Sequence[types.Passage], encoder: str, cache: str, with_words: bool = False
+    passages: Sequence[types.Passage], settings: Any, with_words: bool = False
 ) -> protocol.Retriever:
   """Returns a search by the vectors of a BERT-class model, with BM25 if `with_words`."""
   from stppo_jax.retrieval import dense  # imported only if needed: it loads torch
 
-  dense_retriever = dense.DenseRetriever(passages, encoder, cache)
+  dense_retriever = dense.DenseRetriever(
+      passages, settings.encoder, settings.embeddings, settings.device
+  )
   if not with_words:
     return dense_retriever
   return dense.HybridRetriever([bm25.Bm25Retriever(passages), dense_retriever])
@@ -70,11 +72,11 @@ def _bm25(settings: Any, load_corpus: LoadCorpus) -> protocol.Retriever:
 
 
 def _dense(settings: Any, load_corpus: LoadCorpus) -> protocol.Retriever:
-  return make_dense(load_corpus(), settings.encoder, settings.embeddings)
+  return make_dense(load_corpus(), settings)
 
 
 def _hybrid(settings: Any, load_corpus: LoadCorpus) -> protocol.Retriever:
-  return make_dense(load_corpus(), settings.encoder, settings.embeddings, with_words=True)
+  return make_dense(load_corpus(), settings, with_words=True)
 
 
 RETRIEVERS: dict[str, Callable] = {

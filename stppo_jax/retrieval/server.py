@@ -250,6 +250,7 @@ def _parse(arguments):
   parser.add_argument('--kind', default='bm25', choices=KINDS, help='how passages are found')
   parser.add_argument('--encoder', default='', help='dense, hybrid: Hugging Face folder of a BERT')
   parser.add_argument('--embeddings', default='', help='folder that keeps them between starts')
+  parser.add_argument('--device', default='cpu', help="the encoder's, such as cuda")
   parser.add_argument('--host', default='127.0.0.1', help='0.0.0.0 lets other machines in')
   parser.add_argument(
       '--hosts', nargs='+', default=(), help='names of a proxy before a server on 127.0.0.1'
@@ -260,9 +261,12 @@ def _parse(arguments):
     flag = '--' + field.name.replace('_', '-')
     parser.add_argument(flag, default=field.default, type=field.type, help='limit')
   flags = parser.parse_args(arguments)
+  if not 0 <= flags.port <= 65535:
+    parser.error(f'--port={flags.port}: give 0 to 65535')
   for name, value in vars(flags).items():
-    if isinstance(value, (int, float)) and value <= 0 and name != 'port':
-      parser.error(f'--{name}={value}: give a number above 0')
+    least = 1 if isinstance(value, int) else 0
+    if isinstance(value, (int, float)) and name != 'port' and not value >= least:
+      parser.error(f'--{name.replace("_", "-")}={value}: give at least {least}')
   return flags
 
 

@@ -67,7 +67,9 @@ def to_turn_batch(
   batch = batch.replace(routes=routes, roles=_role_masks(episodes, rows))
   if all(episode.is_segment for episode in episodes):
     episode_ids = np.arange(-1, -rows - 1, -1, dtype=np.int32)
-    episode_ids[: len(episodes)] = [episode.number for episode in episodes]
+    for b, episode in enumerate(episodes):
+      assert episode.number is not None  # a segment has one
+      episode_ids[b] = episode.number
     offsets = _score_offsets(episodes, rows)
     batch = batch.replace(episode_ids=episode_ids, score_offsets=offsets)
   return hosts.put(batch, sharding)

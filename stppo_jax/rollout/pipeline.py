@@ -341,7 +341,8 @@ def play_through(
   source = 'the environment' if retriever is None else 'retrieval'
   while (share := failed_share(episodes)) > max_failed_share:
     address = getattr(retriever, 'address', '')
-    where = f' ({address}: {retriever.last_failure})' if address else ''
+    failure = getattr(retriever, 'last_failure', '')
+    where = f' ({address}: {failure})' if address else ''
     left_s = hosts.by_writer(lambda: max_outage_s - (clock() - started))
     if left_s <= 0:
       raise types.RunError(

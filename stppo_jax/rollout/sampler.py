@@ -445,7 +445,7 @@ class Sampler:
     cache = decoder.KVCache(context.k, context.v, starts)
     x, cache, routing = decoder.cached_trunk(params, self.config, tokens, None, cache, lengths)
     routes = None
-    if self.records_routes:
+    if self.records_routes and routing is not None:
       routes = moe.routes(routing, self.config.num_experts)
     return x, cache, routes
 

@@ -23,6 +23,7 @@ from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.algorithms import variants
 from stppo_jax.distributed import hosts
+from stppo_jax.monitoring import provenance
 from stppo_jax.monitoring import workdir as workdir_lib
 from stppo_jax.rollout import pipeline as pipeline_lib
 from stppo_jax.rollout import prepare
@@ -66,6 +67,7 @@ def claimed(config: config_lib.Config, variant: variants.Variant, workdir: str) 
   with workdir_lib.lock(workdir) if hosts.is_writer() else contextlib.nullcontext():
     check_shared(workdir)
     claim(config, variant, workdir)
+    hosts.by_writer(provenance.record, workdir)
     yield
 
 

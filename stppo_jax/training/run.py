@@ -31,6 +31,7 @@ from stppo_jax.models import sharding
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import journal as journal_lib
 from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.monitoring import outcomes
 from stppo_jax.monitoring import timing as timing_lib
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import episode as episode_lib
@@ -336,6 +337,8 @@ class Run:
       metrics |= episodes_lib.summarize(
           [episode for part in policy_updates for episode in part.episodes]
       )
+      counts = outcomes.of_update([(part.episodes, part.seen) for part in policy_updates])
+      metrics |= outcomes.as_metrics('outcome', counts)
       self.records = self._make_records(n, sampled, policy_updates, metrics['actor/skipped'])
     self.journal.record('train', n, self.records)
     learner = self.learners.first

@@ -1,0 +1,23 @@
+"""Makes a folder for a task of the user's own, from the templates in assets/new."""
+
+import importlib.util
+import os
+import pathlib
+
+from stppo_jax.types import UserError
+
+_TEMPLATES = pathlib.Path(__file__).parent.parent / 'assets' / 'new'
+
+
+def make(name: str) -> str:
+  """Makes the folder `name` in the current folder; returns the commands to go on with."""
+  if not name.isidentifier():
+    raise UserError(f'new {name}: give a name of letters, digits and _, such as my_task')
+  if os.path.exists(name) or importlib.util.find_spec(name):
+    raise UserError(f'new {name}: there is a folder or a Python module of this name: give another')
+  os.mkdir(name)
+  command = 'python run.py' if os.path.exists('run.py') else 'stppo'
+  for template in _TEMPLATES.iterdir():
+    text = template.read_text(encoding='utf-8').replace('NAME', name).replace('COMMAND', command)
+    pathlib.Path(name, template.name.removesuffix('.txt')).write_text(text, encoding='utf-8')
+  return f'{name}/README.md has the commands. First: {command} --config={name}/config.py:smoke'

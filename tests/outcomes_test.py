@@ -1,0 +1,94 @@
+"""The table of episodes by outcome."""
+
+from absl.testing import absltest
+import numpy as np
+
+from stppo_jax.evaluation import scores
+from stppo_jax.monitoring import episodes as episodes_lib
+from stppo_jax.monitoring import outcomes
+from stppo_jax.types import Episode
+from stppo_jax.types import Task
+from stppo_jax.types import Turn
+
+
+def episode(**fields):
+  turn = Turn(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(0, np.int32))
+  return Episode(Task('q'), 0, np.zeros(1, np.int32), [turn], **fields)
+
+
+# One episode per outcome, and its number of rows.
+EPISODES = {
+    'answered': [episode()],
+    'truncated': [episode(truncated=True)],
+    'prompt_too_long': [episode(failed=True, counts={'prompt_too_long': 1.0})],
+    'retrieval_failed': [episode(failed=True, truncated=True)],
+    'program_failed': [
+        episode(number=0, failed=True, counts={'program_failed': 1.0}),
+        episode(number=0),
+    ],
+    'environment_failed': [
+        episode(number=0, role='a', failed=True, error='ValueError: 1/0'),
+        episode(number=0, role='b'),
+    ],
+}
+
+
+class OutcomesTest(absltest.TestCase):
+
+  def test_each_cause_is_counted_once(self):
+    self.assertEqual(outcomes.MEANINGS.keys(), {'skipped', *EPISODES})
+    for name, rows in EPISODES.items():
+      expected = dict.fromkeys(outcomes.MEANINGS, 0) | {name: 1}
+      self.assertEqual(outcomes.count(rows), expected)
+
+  def test_program_that_raised_counts_with_a_reward_of_zero_too(self):
+    crashed = episode(number=0, metrics={'crashed': 1.0})
+    self.assertEqual(outcomes.count([crashed])['program_failed'], 1)
+    alone = episode(metrics={'crashed': 1.0})  # a metric of an environment
+    self.assertEqual(outcomes.count([alone])['answered'], 1)
+
+  def test_skipped_is_what_no_step_has_used(self):
+    # Two epochs. Row 0 is in two skipped steps, row 1 in one of two, rows 2 and 3 in none.
+    steps = [np.array([0, 1]), np.array([2, 3]), np.array([0, 2]), np.array([1, 3])]
+    skipped = outcomes.skipped_rows(steps, [1, 0, 1, 0])
+    self.assertEqual(skipped, {0})
+    rows = [episode(), episode(), episode(truncated=True), episode()]
+    counts = outcomes.count(rows, skipped)
+    self.assertEqual([counts[x] for x in ('answered', 'skipped', 'truncated')], [2, 1, 1])
+    self.assertEmpty(outcomes.skipped_rows(steps, [0, 0, 0, 0]))
+
+  def test_rows_of_two_policies_are_one_episode(self):
+    # The only step of policy a is skipped, and that of policy b is not.
+    parts = []
+    for role, skipped in (('a', 1), ('b', 0)):
+      step = episodes_lib.StepMetrics(np.array([0]), {'actor/skipped': skipped}, {})
+      parts.append(([episode(number=0, role=role)], [step]))
+    self.assertEqual(sum(outcomes.of_update(parts).values()), 1)
+    self.assertEqual(outcomes.of_update(parts)['skipped'], 1)
+    self.assertEqual(outcomes.of_update(parts[1:])['answered'], 1)
+
+  def test_failure_is_no_skipped_episode(self):
+    counts = outcomes.count(EPISODES['retrieval_failed'], {0})
+    self.assertEqual(counts['retrieval_failed'], 1)
+
+  def test_evaluation_counts_the_rows_of_programs_one_by_one(self):
+    played = [episode(number=0), episode(number=0)]  # of two questions, in two batches
+    metrics = scores.scores(played)
+    self.assertEqual(metrics['val-outcome/answered'], 2)
+    counts = outcomes.from_metrics('val-outcome', metrics)
+    self.assertEqual(sum(counts.values()), 2)
+
+  def test_report_sums_updates_and_takes_the_last_evaluation(self):
+    first = outcomes.as_metrics('outcome', outcomes.count(EPISODES['answered']))
+    second = outcomes.as_metrics('outcome', outcomes.count(EPISODES['truncated']))
+    old = outcomes.as_metrics('val-outcome', outcomes.count(EPISODES['truncated']))
+    new = outcomes.as_metrics('val-outcome', outcomes.count(EPISODES['answered']))
+    tables = outcomes.of_run([old, first, {'step': 2} | second | new])
+    self.assertEqual((tables['training']['answered'], tables['training']['truncated']), (1, 1))
+    self.assertEqual(sum(tables['training'].values()), 2)
+    self.assertEqual(tables['last evaluation'], outcomes.count(EPISODES['answered']))
+    self.assertEqual(outcomes.of_run([{'step': 0}]), {})
+
+
+if __name__ == '__main__':
+  absltest.main()
