@@ -80,7 +80,8 @@ def _packages(line: str) -> Iterator[Package]:
       return
     for text in lines:
       inner = requirements.Requirement(text)
-      if 'extra' in str(inner.marker) and inner.marker.evaluate({'extra': extra}):
+      marker = inner.marker
+      if marker and 'extra' in str(marker) and marker.evaluate({'extra': extra}):
         yield _package(inner)
 
 

@@ -310,12 +310,14 @@ class AnswersTest(parameterized.TestCase):
     self.assertEqual(choice['finish_reason'], 'tool_calls')
     (call,) = choice['message']['tool_calls']
     self.assertEqual(call['function']['name'], 'search')
+    self.assertNotIn('index', call)
     self.assertIn('query', json.loads(call['function']['arguments']))
     chunks = events(
         post(self.server, {**ASKED, 'temperature': 0, 'tools': [SEARCH], 'stream': True})
     )
     (delta,) = [c['delta'] for x in chunks for c in x['choices'] if 'tool_calls' in c['delta']]
     self.assertEqual(delta['tool_calls'][0]['function'], call['function'])
+    self.assertEqual(delta['tool_calls'][0]['index'], 0)
     longer = self.ask(temperature=0, tools=[SEARCH], parallel_tool_calls=True, max_tokens=60)
     self.assertGreater(longer['usage']['completion_tokens'], body['usage']['completion_tokens'])
     self.assertEqual(  # it goes on after the call

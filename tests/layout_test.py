@@ -115,6 +115,20 @@ class NumbersTest(parameterized.TestCase):
     sampler = make_sampler((4, 2), rows=6)
     self.assertEqual((sampler.width, sampler.num_groups), (8, 1))
 
+  @parameterized.parameters((1, 4), (2, 4))
+  def test_moved_rows_keep_their_layout(self, *split):
+    """Another layout would be another argument, and each program would be compiled again."""
+    sampler = make_sampler(split)
+    layout_of = lambda context: [array.sharding for array in jax.tree.leaves(context)]
+    context = sampler.empty(sampler.width, 32)
+    wanted = layout_of(context)
+    for _ in range(3):
+      taken = sampler.take(context, [0, 1])
+      self.assertEqual(layout_of(taken), wanted)
+      context = sampler.put(context, taken, [2, 3], [0, 1])
+      self.assertEqual(layout_of(context), wanted)
+    self.assertEqual((sampler._take._cache_size(), sampler._put._cache_size()), (1, 1))
+
   def test_greedy_evaluation_shares_the_programs(self):
     sampler = make_sampler((2, 4))
     play(sampler, self.params)

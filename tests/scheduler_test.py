@@ -168,6 +168,16 @@ class SchedulerTest(parameterized.TestCase):
     np.testing.assert_allclose(heard.logp, wanted.logp, atol=1e-5)
     self.assertLen({tuple(twin.tokens) for twin in twins}, 5)
 
+  def test_released_rows_are_overwritten_first(self):
+    long, other, new = [5] * 9, [6] * 9, [7] * 9
+    with make_scheduler(width=2) as scheduler:
+      serve(scheduler, make_request(long, budget=1, owner='a'))
+      serve(scheduler, make_request(other, budget=1, owner='b'))
+      scheduler.release('b')
+      serve(scheduler, make_request(new, budget=1))
+      serve(scheduler, make_request([*long, 8], budget=1, owner='a'))
+      self.assertEqual(scheduler.counts.reused_tokens, len(long))
+
   def test_overwritten_rows_leak_nothing(self):
     """Requests of all kinds in random order, with two rows: each as it is alone."""
     rng = np.random.default_rng(3)

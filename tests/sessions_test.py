@@ -74,6 +74,7 @@ class SessionTest(absltest.TestCase):
     self.turn([1, 2, 7, 4], [5])
     self.turn([1, 2, 8, 4], [6])
     self.assertEqual([episode.counts['cut'] for episode in self.episodes()], [1.0, 0.0, 0.0])
+    self.assertEqual([episode.counts['empty'] for episode in self.episodes()], [0.0, 1.0, 1.0])
 
   def test_reward_of_zero_is_a_reward(self):
     self.turn([1, 2], [3])

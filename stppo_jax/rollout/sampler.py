@@ -191,8 +191,8 @@ class Sampler:
     results = (context_sharding, everywhere)
     self._prefill = jax.jit(self._prefill_chunk, donate_argnums=1, out_shardings=results)
     self._decode = jax.jit(self._decode_rows, donate_argnums=1, out_shardings=results)
-    self._take = jax.jit(_take)
-    self._put = jax.jit(_put, donate_argnums=0)
+    self._take = jax.jit(_take, out_shardings=context_sharding)
+    self._put = jax.jit(_put, donate_argnums=0, out_shardings=context_sharding)
 
   @functools.cached_property
   def _stop_table(self) -> jax.Array:  # on all devices, or each call would send it to them

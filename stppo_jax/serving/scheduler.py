@@ -48,6 +48,7 @@ class Request:
   stop: tuple[bytes, ...] = ()
   ignore_eos: bool = False  # True: an eos token does not end it
   plain_logp: bool = False  # True: the model's own log-probs, neither tempered nor cut
+  owner: str = ''  # `release` frees the rows of an owner
   cancelled: bool = False
 
 
@@ -71,6 +72,7 @@ class _CacheRow(slots_lib.ActiveSequence):
 
   tokens: np.ndarray  # [S] int32; those of the context, and those to prefill
   request: Request | None = None
+  owner: str = ''  # of its last request
   text: bytes = b''  # end of the turn so far, as long as the longest stop string
   used: int = 0  # when; the least recent idle row is overwritten first
 
@@ -117,7 +119,8 @@ class Scheduler:
     self._thread.join()
     # Server and group are cycles of references, which would keep policy and cache on the device.
     self._group.rows.clear()
-    del self._group, self._rows
+    self._rows.clear()
+    del self._group
 
   @property
   def waiting(self) -> int:
@@ -155,6 +158,13 @@ class Scheduler:
       self._waiting.extend(requests)
       self.counts.queued_choices += len(requests)
       self._changed.notify_all()
+
+  def release(self, owner: str) -> None:
+    """Lets the idle rows of an owner be overwritten first."""
+    with self._changed:
+      for row in self._rows:
+        if row.owner == owner and row.request is None:
+          row.used = 0
 
   def _run(self):
     try:
@@ -223,6 +233,7 @@ class Scheduler:
     self._clock += 1
     row.used = self._clock
     row.request = request
+    row.owner = request.owner
     row.text = b''
     row.tokens[: len(ids)] = ids
     row.length = common

@@ -217,14 +217,14 @@ class _Writer:
     if chunk.turn is not None:
       fields['turn'] = chunk.turn
     if self.is_chat:
-      fields['delta' if is_chunk else 'message'] = self._message(chunk)
+      fields['delta' if is_chunk else 'message'] = self._message(chunk, is_chunk)
       return fields
     fields['text'] = chunk.text
     if body.return_token_ids and not is_chunk:
       fields['prompt_token_ids'] = self._answer.prompt(chunk.index)
     return fields
 
-  def _message(self, chunk: service_lib.Chunk) -> dict[str, Any]:
+  def _message(self, chunk: service_lib.Chunk, is_chunk: bool) -> dict[str, Any]:
     """Returns a chat's message, or the part of it that is in a chunk."""
     message: dict[str, Any] = {}
     if chunk.index not in self._begun:
@@ -233,8 +233,12 @@ class _Writer:
     if chunk.text:
       message['content'] = chunk.text
     if chunk.calls:
-      message['content'] = chunk.text or None
-      message['tool_calls'] = [{'index': i} | _call(call) for i, call in enumerate(chunk.calls)]
+      calls = [_call(call) for call in chunk.calls]
+      message['tool_calls'] = calls
+      if is_chunk:
+        message['tool_calls'] = [{'index': i} | call for i, call in enumerate(calls)]
+      else:
+        message['content'] = chunk.text or None
     return message
 
   def _logprobs(self, chunk: service_lib.Chunk) -> dict[str, Any]:

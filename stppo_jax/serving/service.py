@@ -12,6 +12,7 @@ from concurrent import futures
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import secrets
 from typing import Any
 
@@ -134,6 +135,7 @@ class Service:
     session = self._sessions.pop(name, None)
     if session is not None:
       session.close()
+      self.scheduler.release(name)
 
   def session(self, name: str) -> sessions.Session:
     """Returns an open session, or raises RequestError."""
@@ -148,7 +150,7 @@ class Service:
     session = self.session(session_name) if session_name else None
     self._check(body, session)
     plans, prompts = await self._encode_in_thread(body, session)
-    answer = self._make_answer(body, session, plans, prompts)
+    answer = self._make_answer(body, session, session_name, plans, prompts)
     try:
       self.scheduler.submit([choice.request for choice in answer.choices])
     except scheduler_lib.Busy as error:
@@ -231,6 +233,7 @@ class Service:
       self,
       body: Body,
       session: sessions.Session | None,
+      session_name: str,
       plans: list[sessions.RequestPlan],
       prompts: list[list[int]],
   ) -> Answer:
@@ -264,6 +267,7 @@ class Service:
           stop=tuple(stop.encode() for stop in stops),
           ignore_eos=body.ignore_eos,
           plain_logp=session is None,
+          owner=session_name,
       )
       text = turn_text.TurnText(
           self.tokenizer.token_bytes,
@@ -279,9 +283,10 @@ class Service:
 
     `sample` counts the choices of its prompt, whose answer does not depend on the other prompts.
     """
-    entropy = None if seed is None else [seed % 2**64, sample]
-    words = np.random.default_rng(entropy).integers(2**32, size=self._key_shape)
-    return words.astype(np.uint32)
+    source = secrets.token_bytes(32) if seed is None else f'{seed} {sample}'.encode()
+    words = np.frombuffer(hashlib.sha256(source).digest(), np.uint32)
+    size = int(np.prod(self._key_shape))
+    return words[:size].reshape(self._key_shape)
 
   async def chunks(self, answer: Answer) -> AsyncGenerator[Chunk, None]:
     """Yields the chunks of all choices: one per choice unless the body asks for a stream.
