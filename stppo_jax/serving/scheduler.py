@@ -72,7 +72,7 @@ class _CacheRow(slots_lib.ActiveSequence):
 
   tokens: np.ndarray  # [S] int32; those of the context, and those to prefill
   request: Request | None = None
-  owner: str = ''  # of its last request
+  owner: str = ''  # its last request's
   text: bytes = b''  # end of the turn so far, as long as the longest stop string
   used: int = 0  # when; the least recent idle row is overwritten first
 
