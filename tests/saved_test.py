@@ -148,6 +148,7 @@ class ReplayTest(parameterized.TestCase):
     refused('does not hold the episodes', [{'step': 1}])
     refused('does not hold the episodes', [])
     refused('does not hold the episodes', [[1]])
+    refused('without the experts', needs_routes=True)
     without = lambda r: [None] * len(r['behaviour_logp'])
     refused('turns without log-probs', [r | {'behaviour_logp': without(r)} for r in written])
 

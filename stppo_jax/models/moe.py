@@ -183,26 +183,31 @@ def load(routing: Routing, live: jax.Array, num_experts: int) -> dict[str, jax.A
   }
 
 
-def load_metrics(sums: dict[str, jax.Array], active: int) -> dict[str, jax.Array]:
+def load_metrics(
+    sums: dict[str, jax.Array], active: int, is_replay: bool = False
+) -> dict[str, jax.Array]:
   """Returns metrics of how evenly the experts are used, from the sums of `load`.
 
   An expert's load is its share of the tokens times E / A. It is 1 if all experts are used evenly,
   and at most E / A. The largest, the smallest and the spread are over all experts of all layers.
+  A replay adds how much its experts differ from those of the router itself.
   """
   tokens = sums['tokens']  # [L,E]
   num_experts = tokens.shape[1]
   live = tokens.sum(axis=1, keepdims=True) / active  # [L,1]
   live = jnp.maximum(live, 1)
   relative = tokens / live * (num_experts / active)
-  return {
+  metrics = {
       'moe/load_max': relative.max(),
       'moe/load_min': relative.min(),
       'moe/load_std': jnp.sqrt(jnp.mean(jnp.square(relative - 1))),
       'moe/unused_experts': jnp.mean(tokens == 0),
       'moe/router_entropy': jnp.mean(sums['entropy'] / live[:, 0]),
-      'moe/replaced_experts': sums['replaced'] / live[0, 0],
-      'moe/tokens_routed_otherwise': sums['changed'] / live[0, 0],
   }
+  if is_replay:
+    metrics['moe/replaced_experts'] = sums['replaced'] / live[0, 0]
+    metrics['moe/tokens_routed_otherwise'] = sums['changed'] / live[0, 0]
+  return metrics
 
 
 def _experts(x, weights, chosen, kernels):

@@ -158,6 +158,7 @@ def _make_replay(
       config.train.length_buckets[-1],
       env,
       variant.needs_groups,
+      config.rollout.routing_replay == 'sampling',
   )
 
 

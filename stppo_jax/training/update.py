@@ -197,7 +197,8 @@ def annotate(
   )
   if load is not None:
     load = jax.tree.map(sum_of_steps, load)
-    metrics |= moe.load_metrics(load, spec.actor.experts_per_token)
+    is_replay = sampled_routes is not None
+    metrics |= moe.load_metrics(load, spec.actor.experts_per_token, is_replay)
   old_logp = logp
   if variant.old_logp == 'sampler':
     old_logp = batch.behaviour_logp

@@ -108,6 +108,7 @@ class Replay:
   longest: int  # the largest number of tokens of an episode
   env: factory.EnvFactory
   needs_groups: bool = False  # the objective compares the episodes of a group
+  needs_routes: bool = False  # the update replays the experts that the sampler chose
 
   def __call__(self, number: int) -> pipeline.Sampled:
     """Returns batch `number`."""
@@ -143,6 +144,12 @@ class Replay:
           f'{path} has turns without log-probs, so that no policy of this run sampled them, and '
           'a policy gradient on them would have no objective. Imitate them first: '
           'python -m scripts.sft_episodes'
+      )
+    turns = [turn for episode in episodes for turn in episode.turns]
+    if self.needs_routes and any(turn.routes is None for turn in turns):
+      raise types.UserError(
+          f'{path} has turns without the experts that the sampler chose, which '
+          "config.rollout.routing_replay='sampling' reuses: set it to 'old_policy' or 'none'"
       )
     if self.needs_groups and len({e.group for e in episodes}) == len(episodes) > 1:
       raise types.UserError(
