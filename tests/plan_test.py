@@ -10,11 +10,13 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from stppo_jax.cli import entry
 from stppo_jax.models import attention
 from stppo_jax.models import sharding
 from stppo_jax.planning import flops as flops_lib
+from stppo_jax.planning import hlo
 from stppo_jax.planning import plan
 from stppo_jax.planning import programs
 from stppo_jax.planning import table
@@ -23,8 +25,74 @@ from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 from tests.support import tiny_run
 
+# A loop of 5 around an all-gather, told by the compiler; one of 3, told by its condition; inside it
+# a collective cut into two fusions (one channel); outside, an asynchronous and a scattering one.
+HLO = """
+HloModule made_by_hand
+
+%body (p: (s32[], f32[2,4])) -> (s32[], f32[2,4]) {
+  %p = (s32[], f32[2,4]) parameter(0)
+  %all-gather.1 = f32[8,4]{1,0:T(8,128)} all-gather(%x), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+%condition (p: (s32[], f32[2,4])) -> pred[] {
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+
+%piece.1 (p: bf16[16]) -> bf16[16] {
+  %all-reduce.7 = bf16[16]{0} all-reduce(%p), channel_id=7, to_apply=%add
+}
+
+%piece.2 (p: bf16[16]) -> bf16[16] {
+  %all-reduce.8 = bf16[16]{0} all-reduce(%p), channel_id=7, to_apply=%add
+}
+
+%body.2 (p: (s32[], bf16[16])) -> (s32[], bf16[16]) {
+  %fusion.1 = bf16[16]{0} fusion(%p), kind=kCustom, calls=%piece.1
+  %fusion.2 = bf16[16]{0} fusion(%fusion.1), kind=kCustom, calls=%piece.2
+}
+
+%condition.2 (p: (s32[], bf16[16])) -> pred[] {
+  %three = s32[]{:T(128)} constant(3)
+  %i = s32[] get-tuple-element(%p), index=0
+  ROOT %less.2 = pred[] compare(%i, %three), direction=LT
+}
+
+ENTRY %main (a: f32[2,4]) -> f32[2,4] {
+  %while.1 = (s32[], f32[2,4]) while(%t), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %while.2 = (s32[], bf16[16]) while(%t), condition=%condition.2, body=%body.2
+  %all-gather-start.2 = (f32[2,4]{1,0}, f32[8,4]{1,0}) all-gather-start(%a), channel_id=2
+  %all-gather-done.2 = f32[8,4]{1,0} all-gather-done(%all-gather-start.2)
+  ROOT %reduce-scatter.3 = f32[2,4]{1,0} reduce-scatter(%b), channel_id=3, replica_groups=mesh['a'=2,'b'=4] {'b'}, dimensions={0}
+}
+"""  # noqa: E501
+
 
 class CountsTest(absltest.TestCase):
+
+  def test_collectives_of_a_text(self):
+    found = {c.kind: (c.count, c.bytes) for c in hlo.collectives(HLO)}
+    self.assertEqual(
+        found,
+        {
+            'all-gather': (5 + 1, 6 * 8 * 4 * 4),  # six results of [8,4] float32
+            'all-reduce': (3, 3 * 16 * 2),
+            'reduce-scatter': (1, 4 * 2 * 4 * 4),
+        },
+    )  # four times the result goes in
+
+  def test_a_sharded_contraction_needs_an_all_reduce(self):
+    mesh = sharding.make_mesh(1, 8, 1)
+    place = lambda *spec: jax.sharding.NamedSharding(mesh, P(*spec))
+    multiply = jax.jit(
+        jnp.dot, in_shardings=(place(None, 'fsdp'), place('fsdp', None)), out_shardings=place()
+    )
+    x = jax.ShapeDtypeStruct((16, 32), jnp.float32)
+    y = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    traced = multiply.trace(x, y)
+    (found,) = hlo.collectives(traced.lower().compile().as_text())
+    self.assertEqual((found.kind, found.count, found.bytes), ('all-reduce', 1, 16 * 64 * 4))
+    self.assertEqual(flops_lib.matmul_flops(traced.jaxpr), 2 * 16 * 32 * 64)
 
   def test_flops_of_a_scan_a_branch_and_their_gradient(self):
     def function(w, x):  # w [7,4,4], x [3,4]: seven products of 2 * 3 * 4 * 4
@@ -69,6 +137,9 @@ class CountsTest(absltest.TestCase):
 
     jaxpr = jax.make_jaxpr(function)(3, jnp.ones((4, 4)))
     self.assertEqual(flops_lib.matmul_flops(jaxpr, 5), 5 * 2 * 4**3)
+    text = jax.jit(function).lower(3, jnp.ones((4, 4))).compile().as_text()
+    while_line = next(line for line in text.splitlines() if ' while(' in line)
+    self.assertEqual(hlo._trips(while_line, hlo._computations(text)[1], 5), 5)
 
 
 class RefusedTest(absltest.TestCase):
@@ -136,10 +207,20 @@ class PlanTest(parameterized.TestCase):
     for program in (p for p in self.plan.programs if p.name not in ('copy', 'grow')):
       self.assertGreater(program.flops, 0)
       self.assertGreater(program.temporaries, 0)
+    kinds = {c.kind for c in self.plan.programs[0].collectives}
+    self.assertIn('all-gather', kinds)  # of parameters
     self.assertTrue(self.plan.fits)
     self.assertEqual(self.plan.tpu_limit_mib, 0)  # nothing to tell a CPU's compiler
     text = table.text(self.plan)
-    for words in ('8 x cpu', 'in training: plain', 'policy', 'KV cache', 'PFLOP', 'FITS'):
+    for words in (
+        '8 x cpu',
+        'in training: plain',
+        'policy',
+        'KV cache',
+        'PFLOP',
+        'all-gather',
+        'FITS',
+    ):
       self.assertIn(words, text)
 
   def test_the_work_of_a_decoded_token(self):
@@ -192,20 +273,28 @@ class PlanTest(parameterized.TestCase):
       config.eval.every = 0  # the loop still evaluates before and after
       self.assertEqual(held(), 5 * as_in_training)
 
-  def test_time_is_the_larger_of_compute_and_memory(self):
-    def seconds(chip):
-      with (
-          mock.patch.object(topologies, '_local_devices', return_value=(jax.devices(), chip)),
-          mock.patch.object(plan, '_find_largest'),
-      ):
-        planned = plan.make(self.config)
-      self.assertIn('of which sampling', table.text(planned))
-      return planned.programs[0].seconds
-
-    update = self.plan.programs[0]
-    self.assertAlmostEqual(seconds(topologies.Chip('', 2**40, 1e3, 1e30)), update.flops / 8e3)
-    held = update.arguments + update.temporaries
-    self.assertAlmostEqual(seconds(topologies.Chip('', 2**40, 1e30, 1e3)), held / 1e3)
+  def test_times_are_printed_as_estimates(self):
+    chip = topologies.Chip('chip', 2**40, 1e12, 1e9, 1e9, 1e-6)
+    with (
+        mock.patch.object(topologies, '_local_devices', return_value=(jax.devices(), chip)),
+        mock.patch.object(plan, '_compile'),
+    ):
+      planned = plan.make(self.config)
+    # 16 rows of 3 turns of 6 tokens; nothing was compiled, so copy and prefill take no time.
+    self.assertIsNone(planned.rollout)
+    for program in planned.programs:
+      program.seconds = 1.0
+    planned.rollout = plan.estimate_rollout(planned)
+    self.assertEqual(planned.rollout.tokens, 16 * 3 * 6)
+    self.assertEqual(planned.rollout.other, 1 + (1 + 2) + 1)  # copy, prefills, growth
+    vocabulary = plan.prepare.load_shape(self.config).vocab_size
+    read = 4 * (planned.num_params['policy'] - 16 * vocabulary)  # of the embedding only rows
+    # Rows grow from 64 tokens by 128 / 18 per step: 128 slots hold the first 9.
+    early, late = (read + n * 2 * 2 * 8 * 4 for n in (128, 192))
+    self.assertAlmostEqual(planned.rollout.decode, (9 * early + 9 * late) / 1e9, delta=1e-9)
+    text = table.text(planned)
+    for words in ('estimate', 'tokens/s on all devices', 'of which sampling', 'rollout takes'):
+      self.assertIn(words, text)
 
   def test_a_gpu_leaves_jax_three_quarters(self):
     chip = topologies.Chip('gpu', 1000)
@@ -242,7 +331,7 @@ class PlanTest(parameterized.TestCase):
           'from tests.support import tiny_run\n'
           f'def get_config(mode=""):\n  return tiny_run.make_config({self.tmp!r})\n'
       )
-    small = topologies.Chip('small', 2**20, 1e12, 1e12)
+    small = topologies.Chip('small', 2**20, 1e12, 1e12, 1e12)
     stdout = io.StringIO()
     with (
         mock.patch.object(plan, '_compile', self.too_large),

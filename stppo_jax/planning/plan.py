@@ -1,8 +1,8 @@
 """Does a run fit, and how long does an update take? Config in, Plan out, without accelerators.
 
 The programs of a run are compiled for a topology whose devices may be absent, from shapes and
-shardings alone. Memory is as the compiler reports it per program. FLOPs are counted (flops.py).
-Times are estimates from FLOPs and bytes, without the links between devices.
+shardings alone. Memory is as the compiler reports it per program. FLOPs and collectives are
+counted (flops.py, hlo.py). Times are a roofline, so they are lower bounds.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import re
 
 from absl import logging
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax import components
@@ -19,7 +20,9 @@ from stppo_jax import validation
 from stppo_jax.config import Config
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
+from stppo_jax.planning import hlo
 from stppo_jax.planning import programs
+from stppo_jax.planning import roofline
 from stppo_jax.planning import topologies
 from stppo_jax.planning.programs import CompiledProgram
 from stppo_jax.planning.topologies import GIB
@@ -49,6 +52,8 @@ class Plan:
     num_params: number of parameters of each model.
     held: (bytes in total, bytes per device) by the name of what a run holds.
     sampler: the sampler of the run.
+    token: work of a decoded token.
+    rollout: time of a rollout. None without the chip's figures.
     programs: the compiled programs.
     largest_micro_batch: the largest that fits. 0: none does.
     largest_rows: the largest number of rows per decode call that fits. 0: none does.
@@ -62,6 +67,8 @@ class Plan:
   num_params: dict[str, int]
   held: dict[str, tuple[int, int]]
   sampler: sampler_lib.Sampler
+  token: roofline.Token | None = None
+  rollout: roofline.Rollout | None = None
   programs: list[CompiledProgram] = dataclasses.field(default_factory=list)
   largest_micro_batch: int = 0
   largest_rows: int = 0
@@ -145,8 +152,10 @@ def make(config: Config, topology: str = '') -> Plan:
   for program in _programs(plan, spec, state, frozen):
     _compile(program, plan)
     plan.programs.append(program)
+    _estimate(program, plan)
   if config.pipeline.staleness:
     _add_concurrent(plan)
+  plan.rollout = estimate_rollout(plan)
   _find_largest(plan, gradients)
   return plan
 
@@ -213,7 +222,7 @@ def _programs(plan, spec, state, frozen):
 
 
 def _compile(program, plan):
-  """Compiles the program and fills in its memory and its time."""
+  """Compiles the program and fills in its memory and collectives."""
   logging.info('compiling %s for %s', program.name, plan.topology)
   options = {LIMIT_FLAG.lstrip('-'): plan.tpu_limit_mib} if plan.tpu_limit_mib else None
   try:
@@ -231,10 +240,66 @@ def _compile(program, plan):
     code = memory.generated_code_size_in_bytes
     program.arguments = memory.argument_size_in_bytes
     program.temporaries = memory.temp_size_in_bytes + new_results + code
-    if plan.chip.flops:
-      compute_s = program.flops / (plan.mesh.size * plan.chip.flops)
-      memory_s = (program.arguments + program.temporaries) / plan.chip.bandwidth
-      program.seconds = max(compute_s, memory_s)
+    program.collectives = hlo.collectives(compiled.as_text(), program.trips)
+
+
+def _estimate(program, plan):
+  """Fills in the roofline's time: the slowest of compute, memory and links, if they overlapped.
+
+  Memory traffic is everything that the program holds, once. A decoded token has its own formula in
+  roofline.py. An all-reduce sends its bytes twice.
+  """
+  chip = plan.chip
+  if program.name == 'decode':
+    plan.token = _decoded_token(program, plan)
+  if not chip.flops or program.note:
+    return
+  if program.name == 'decode':
+    program.seconds = plan.token.seconds(plan.sampler.slot_buckets[-1], chip)
+    return
+  compute_s = program.flops / (plan.mesh.size * chip.flops)
+  memory_s = (program.arguments + program.temporaries) / chip.bandwidth
+  sent = sum(c.bytes * (2 if c.kind == 'all-reduce' else 1) for c in program.collectives)
+  program.seconds = max(compute_s, memory_s, sent / chip.link)
+
+
+def _decoded_token(program, plan):
+  """Returns what a decoded token reads and sends. It reads a few rows of an untied embedding."""
+  sampler, model = plan.sampler, plan.sampler.config
+  weights = plan.held['sampling copy'][1]
+  if not model.tie_embeddings:
+    parts = layout.num_shards(sampler.row_sharding, 'tensor')
+    weights -= model.vocab_size * model.d_model // parts * jnp.dtype(model.dtype).itemsize
+  rows_and_slots = sampler.num_groups * sampler.slot_buckets[-1]
+  return roofline.Token(
+      weights=weights,
+      cache=plan.held['KV cache'][1] // rows_and_slots,
+      flops=program.flops / plan.mesh.size,
+      sent=sum(c.bytes for c in program.collectives),
+      collectives=sum(c.count for c in program.collectives),
+  )
+
+
+def estimate_rollout(plan: Plan) -> roofline.Rollout | None:
+  """Returns the time of a rollout from its programs' times; None without the chip's figures."""
+  seconds = {program.name: program.seconds or 0.0 for program in plan.programs}
+  runs = {program.name: program.runs for program in plan.programs}
+  is_known = all(seconds.get(name) for name in ('copy', 'prefill', 'decode'))
+  if plan.token is None or not plan.chip.flops or not is_known:
+    return None
+  config, lengths = plan.config, plan.config.rollout
+  steps = programs.tokens_per_episode(config)
+  decode_s = roofline.decode_seconds(
+      plan.token,
+      steps,
+      max(min(lengths.max_prompt, lengths.max_total - steps), 0),
+      lengths.max_total,
+      plan.sampler.slot_buckets,
+      plan.chip,
+  )
+  other_s = sum(runs[name] * seconds[name] for name in ('copy', 'prefill', 'grow'))
+  calls = runs['decode'] // steps
+  return roofline.Rollout(decode_s * calls, other_s, config.train.episodes * steps)
 
 
 def _add_concurrent(plan):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from stppo_jax.config import Config
 from stppo_jax.planning import flops
+from stppo_jax.planning import hlo
 from stppo_jax.rollout import batching
 from stppo_jax.rollout import layout
 from stppo_jax.training import packing
@@ -29,8 +30,8 @@ class CompiledProgram:
     flops: floating-point operations of the matrix products, on all devices together.
     arguments: bytes of the arguments.
     temporaries: bytes of temporaries, of results that reuse no argument's memory, and of code.
-    seconds: time of one call, the larger of compute and memory traffic, if everything that it holds
-      is read or written once. None: unknown.
+    collectives: collectives of one call.
+    seconds: time of one call, a lower bound. None: unknown.
     note: remark of the compiler.
   """
 
@@ -43,6 +44,7 @@ class CompiledProgram:
   flops: float = 0.0
   arguments: int = 0
   temporaries: int = 0
+  collectives: tuple[hlo.Collective, ...] = ()
   seconds: float | None = None
   note: str = ''
 

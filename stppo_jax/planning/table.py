@@ -1,5 +1,6 @@
 """Writes a plan as text: what a run holds, what each program needs and costs, and the verdict."""
 
+from stppo_jax.planning import hlo
 from stppo_jax.planning.plan import HEADROOM
 from stppo_jax.planning.plan import LIMIT_FLAG
 from stppo_jax.planning.plan import Plan
@@ -20,7 +21,9 @@ def text(plan: Plan) -> str:
           '',
           *_memory(plan),
           '',
+          *_work(plan),
           *_times(plan),
+          *_sampling(plan),
           '',
           *(f'{program.name}: {program.unit}{program.note}' for program in plan.programs),
           verdict(plan),
@@ -44,22 +47,54 @@ def _memory(plan):
   yield _row(f'of {_gib(memory)}', *(f'{program.peak / memory:.0%}' for program in programs))
 
 
+def _work(plan):
+  """Yields the rows about one run of each program: FLOPs and collectives."""
+  yield _row('one run of the program', *(program.name for program in plan.programs))
+  yield _row('PFLOP, all devices', *(f'{program.flops / 1e15:.3g}' for program in plan.programs))
+  for kind in hlo.KINDS:
+    cells = []
+    for program in plan.programs:
+      cell = '-'
+      for collective in program.collectives:
+        if collective.kind == kind:
+          cell = f'{collective.count} x, {collective.bytes / 1e9:.3g}'
+      cells.append(cell)
+    if set(cells) != {'-'}:
+      yield _row(f'{kind}, GB per device', *cells)
+
+
 def _times(plan):
-  """Yields the rows about FLOPs and time. Times need the chip's figures."""
+  """Yields the rows about time; none without the chip's figures."""
   programs = plan.programs
-  yield _row('one run of the program', *(program.name for program in programs))
-  yield _row('PFLOP, all devices', *(f'{program.flops / 1e15:.3g}' for program in programs))
-  yield _row('runs per update, at most', *(str(program.runs) for program in programs))
-  if not all(program.seconds for program in programs):
+  seconds = [program.seconds for program in programs]
+  if not all(seconds):
     return
-  yield _row('s (estimate)', *(f'{program.seconds:.3g}' for program in programs))
-  per_update = [program.runs * program.seconds for program in programs]
-  yield _row('s per update (estimate)', *(f'{seconds:.3g}' for seconds in per_update))
-  total = sum(per_update)
-  share = sum(per_update[2:]) / total
+  per_update = [program.runs * time for program, time in zip(programs, seconds)]
+  yield _row('at least, s (estimate)', *(f'{time:.3g}' for time in seconds))
+  yield _row('runs per update, at most', *(str(program.runs) for program in programs))
+  yield _row('s per update (estimate)', *(f'{time:.3g}' for time in per_update))
+  whole = sum(per_update[:2]) + plan.rollout.seconds
+  share = plan.rollout.seconds / whole
   yield (
-      f'one update takes about {total:.0f} s, of which sampling {share:.0%} (an estimate for rows '
-      'of full length from FLOPs and bytes, without links and environments; nothing was run)'
+      f'one update takes at least {whole:.0f} s, of which sampling {share:.0%} (an estimate from '
+      'below, by a roofline of full-length rows; nothing was run)'
+  )
+
+
+def _sampling(plan):
+  """Yields the rows about sampling; none without the chip's figures."""
+  token, rollout, chip = plan.token, plan.rollout, plan.chip
+  if rollout is None:
+    return
+  full = plan.sampler.slot_buckets[-1] * token.cache
+  yield (
+      f'a decoded token reads {token.weights / 1e9:.3g} GB of weights and up to '
+      f'{full / 1e9:.3g} GB of cache per device, and waits for {token.collectives} all-reduces of '
+      f'{token.sent / 1e6:.3g} MB (estimate; {chip.latency * 1e6:g} us each are assumed)'
+  )
+  yield (
+      f'a rollout takes at least {rollout.seconds:.0f} s: {rollout.tokens:,} tokens sampled at '
+      f'{rollout.tokens_per_second:,.0f} tokens/s on all devices (estimate; without environments)'
   )
 
 

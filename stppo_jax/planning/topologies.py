@@ -25,17 +25,20 @@ class Chip:
   memory: int  # bytes that programs can use
   flops: float = 0.0  # bf16, dense, per second
   bandwidth: float = 0.0  # bytes of memory per second
+  link: float = 0.0  # bytes per second to other chips, all links in one direction
+  latency: float = 0.0  # seconds of a small all-reduce between a few neighbours, assumed
 
 
 # Google's system pages and NVIDIA's data sheet; memory as the compilers and drivers report it.
+# Latencies are assumptions, not published figures.
 CHIPS = {
-    'v5e': Chip('TPU v5e', int(15.75 * GIB), 197e12, 0.819e12),
-    'v5p': Chip('TPU v5p', int(95.74 * GIB), 459e12, 2.765e12),
-    'v6e': Chip('TPU v6e', int(31.25 * GIB), 918e12, 1.64e12),
-    'h100': Chip('H100 80GB SXM', 84_942_979_072, 989e12, 3.35e12),
+    'v5e': Chip('TPU v5e', int(15.75 * GIB), 197e12, 0.819e12, 0.2e12, 5e-6),
+    'v5p': Chip('TPU v5p', int(95.74 * GIB), 459e12, 2.765e12, 0.6e12, 5e-6),
+    'v6e': Chip('TPU v6e', int(31.25 * GIB), 918e12, 1.64e12, 0.448e12, 5e-6),
+    'h100': Chip('H100 80GB SXM', 84_942_979_072, 989e12, 3.35e12, 0.45e12, 10e-6),
 }
 # JAX's programs get this share of a GPU's memory, preallocated or not.
-FRACTION = 'XLA_PYTHON_CLIENT_MEM_FRACTION'
+FRACTIONS = ('XLA_PYTHON_CLIENT_MEM_FRACTION', 'XLA_CLIENT_MEM_FRACTION')
 DEFAULT_FRACTION = 0.75
 KINDS = {'TPU v5 lite': 'v5e', 'TPU v5': 'v5p', 'TPU v5p': 'v5p', 'TPU v6 lite': 'v6e'}
 FORMS = (
@@ -98,7 +101,8 @@ def devices_of(topology: str) -> tuple[list[jax.Device], Chip]:
 
 def usable(gpu: Chip) -> Chip:
   """Returns the chip with the share of its memory that JAX takes on a GPU."""
-  fraction = float(os.environ.get(FRACTION) or DEFAULT_FRACTION)
+  settings = [os.environ[name] for name in FRACTIONS if os.environ.get(name)]
+  fraction = float(settings[0]) if settings else DEFAULT_FRACTION
   return dataclasses.replace(gpu, memory=int(gpu.memory * fraction))
 
 

@@ -1,0 +1,127 @@
+"""Counts the collectives of a compiled program, which the compiler adds to the traced one.
+
+The body of a loop counts once per iteration. For a loop without a known trip count (over non-empty
+micro-batches) the caller gives an upper bound.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+
+KINDS = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute')
+_COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+) .*\{$')
+_INSTRUCTION = re.compile(r'^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(')
+_SHAPE = re.compile(r'\b([a-z]+\d*|pred)\[([\d,]*)\]')
+_CALLED = re.compile(
+    r'\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)'
+)
+_BRANCHES = re.compile(r'\bbranch_computations=\{([^}]*)\}')
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """One kind of collective in one run of a program, on one device."""
+
+  kind: str  # one of KINDS
+  count: int  # executions
+  bytes: int  # sum over all results, or over all operands of a reduce-scatter
+
+
+def collectives(hlo_text: str, open_trips: int = 1) -> tuple[Collective, ...]:
+  """Returns a Collective per kind in a compiled module's text, largest first.
+
+  Loops without a known trip count run `open_trips` times. An asynchronous pair (`all-gather-start`,
+  `all-gather-done`) counts once. All branches of a conditional count, because the text does not
+  tell which one runs.
+  """
+  entry, computations = _computations(hlo_text)
+  count: collections.Counter[str] = collections.Counter()
+  size: collections.Counter[str] = collections.Counter()
+
+  def walk(name, times, channels):
+    for result, opcode, line in computations.get(name, ()):
+      kind = opcode.removesuffix('-start')
+      if kind in KINDS:
+        channel = re.search(r'channel_id=(\d+)', line)
+        if channel and channel[1] in channels:
+          continue
+        channels.add(channel and channel[1])
+        count[kind] += times
+        size[kind] += times * _moved(kind, opcode != kind, result, line)
+      elif not opcode.endswith(('-done', '-update')):
+        called = _CALLED.findall(line)
+        for branches in _BRANCHES.findall(line):
+          called += [branch.strip(' %') for branch in branches.split(',')]
+        trips = _trips(line, computations, open_trips) if opcode == 'while' else 1
+        # TPU programs split one collective into many fusions that share its channel.
+        shares_channels = opcode in ('fusion', 'async-start')
+        for inner in called:
+          walk(inner, times * trips, channels if shares_channels else set())
+
+  walk(entry, 1, set())
+  totals = [Collective(kind, count[kind], int(size[kind])) for kind in count]
+  return tuple(sorted(totals, key=lambda collective: -collective.bytes))
+
+
+def _trips(line, computations, open_trips):
+  """Returns a while loop's trip count: the compiler's, or that of `i < constant`, or open_trips."""
+  if match := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line):
+    return int(match[1])
+  condition = re.search(r'condition=%?([\w.\-]+)', line)
+  instructions = computations.get(condition[1], ()) if condition else ()
+  constants = {}
+  for _, opcode, text in instructions:
+    constant = re.search(r'%?([\w.\-]+) = .* constant\((\d+)\)', text)
+    if constant and opcode == 'constant':
+      constants[constant[1]] = int(constant[2])
+  for _, opcode, text in instructions:
+    if opcode == 'compare' and 'ROOT' in text and 'direction=LT' in text:
+      limit = re.search(r'compare\([^,]*, (?:[^%]* )?%?([\w.\-]+)\)', text)
+      return constants.get(limit[1] if limit else '', open_trips)
+  return open_trips
+
+
+def _computations(text):
+  """Returns (name of the entry, {computation: [(result type, opcode, line)]})."""
+  entry = ''
+  computations: dict[str, list[tuple[str, str, str]]] = {}
+  current: list[tuple[str, str, str]] = []
+  for line in text.splitlines():
+    if match := _COMPUTATION.match(line):
+      current = computations.setdefault(match[2], [])
+      if match[1]:
+        entry = match[2]
+    elif match := _INSTRUCTION.match(line):
+      current.append((match[1], match[2], line))
+  return entry, computations
+
+
+def _moved(kind, is_async, result, line):
+  """Returns the bytes of a collective's results, or of its operands for a reduce-scatter."""
+  sizes = []
+  for dtype, dims in _SHAPE.findall(result):
+    if dims or not is_async:
+      sizes.append(math.prod(map(int, filter(None, dims.split(',')))) * _item_bytes(dtype))
+  if is_async and kind != 'all-reduce':  # (operands, results)
+    half = len(sizes) // 2
+    return max(sum(sizes[:half]), sum(sizes[half:]))
+  return sum(sizes) * (_group_size(line) if kind == 'reduce-scatter' else 1)
+
+
+def _item_bytes(dtype):
+  """Returns the bytes of a number: 2 for 'bf16', 0.5 for 's4', 1 for 'pred'."""
+  bits = re.search(r'\d+', dtype)
+  return int(bits[0]) / 8 if bits else 1
+
+
+def _group_size(line):
+  """Returns the devices per replica group: {{0,1},..}, [groups,size]<=[..], mesh['a'=2] {'a'}."""
+  if match := re.search(r'replica_groups=\{\{([\d,]+)\}', line):
+    return match[1].count(',') + 1
+  if match := re.search(r'replica_groups=\[\d+,(\d+)\]', line):
+    return int(match[1])
+  if match := re.search(r'replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}', line):
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+    return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", match[2]))
+  return 1
