@@ -168,13 +168,14 @@ def variant_settings() -> dict[str, str]:
 
 
 def command_line_page() -> str:
-  """Returns the page of modes and flags."""
+  """Returns the page of commands and flags."""
   lines = [
       GENERATED + '# Command line\n',
       'This page is generated from the flags of the command. `python run.py` in a clone and '
       '`stppo` after an installation are the same command.\n',
-      '## Modes\n',
-      '| `--mode=` | what it does | its own flags |',
+      '## Commands\n',
+      'The first word is the command: `python run.py eval`. `--mode=eval` is the same.\n',
+      '| command | what it does | its own flags |',
       '|---|---|---|',
   ]
   for name, mode in MODES.items():

@@ -18,6 +18,7 @@ from stppo_jax.cli import help as help_lib
 from stppo_jax.cli.flags import Flags
 from stppo_jax.cli.modes import Command
 from stppo_jax.cli.modes import MODES
+from stppo_jax.cli.modes import show
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
 from stppo_jax.types import RunError
@@ -69,7 +70,7 @@ def _run(program: str, arguments: Sequence[str]) -> int | None:
   parsed = flags_lib.parse(arguments)
   flags = parsed.flags
   if parsed.help == '':
-    _print(help_lib.overview(program))
+    show(help_lib.overview(program))
     return 0
   _check_flags(flags)
   mode = MODES[flags.mode]
@@ -82,7 +83,7 @@ def _run(program: str, arguments: Sequence[str]) -> int | None:
     )
   config = config_file.load(parsed, mode.reads_run) if mode.reads_config else Config()
   if parsed.help is not None:
-    _print(help_lib.section(parsed.help, config))
+    show(help_lib.section(parsed.help, config))
     return 0
 
   workdir = flags.workdir or os.path.join('runs', config.name)
@@ -181,11 +182,3 @@ def _fail(program: str, message: object, code: int) -> int:
   hosts.leave(line, code)
   print(line, file=sys.stderr)
   return code
-
-
-def _print(text: str) -> None:
-  """Prints a long text, of which `| head` may read a part."""
-  try:
-    print(text, flush=True)
-  except BrokenPipeError:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
 import os
+import sys
 from typing import NamedTuple
 
 from absl import logging
@@ -24,6 +25,14 @@ class Command(NamedTuple):
   workdir: str
   flags: Flags
   operands: Sequence[str]  # words after the mode
+
+
+def show(text: str) -> None:
+  """Prints a long text, of which `| head` may read a part."""
+  try:
+    print(text, flush=True)
+  except BrokenPipeError:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
 
 
 def train(command: Command) -> None:
@@ -164,7 +173,7 @@ def compare(command: Command) -> None:
   """Compares the configs and the held-out scores of two runs, or of two evaluation folders."""
   from stppo_jax.cli import compare as compare_lib
 
-  print(compare_lib.text(*command.operands))
+  show(compare_lib.text(*command.operands))
 
 
 def list_all(command: Command) -> None:
@@ -172,14 +181,14 @@ def list_all(command: Command) -> None:
   del command
   from stppo_jax.cli import help as help_lib
 
-  print(help_lib.catalogue())
+  show(help_lib.catalogue())
 
 
 def completion(command: Command) -> None:
   """Prints the completion for a SHELL: bash or zsh."""
   from stppo_jax.cli import help as help_lib
 
-  print(help_lib.completion(command.operands[0]))
+  show(help_lib.completion(command.operands[0]))
 
 
 @dataclasses.dataclass(frozen=True)
