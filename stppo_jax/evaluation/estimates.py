@@ -9,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -77,8 +78,9 @@ def groups(samples: Samples) -> list[Group]:
       result.append(_group(names.get(hops, f'{hops} hops'), part))
   for turns in sorted({len(episode.turns) for part in questions for episode in part}):
     part = [[x for x in episodes if len(x.turns) == turns] for episodes in questions]
+    part = [episodes for episodes in part if episodes]
     name = '1 turn' if turns == 1 else f'{turns} turns'
-    result.append(_group(name, [episodes for episodes in part if episodes], has_passes=False))
+    result.append(_group(name, part, is_pooled=True))
   return result
 
 
@@ -94,30 +96,41 @@ def _split(questions: Questions, key: Callable[[types.Task], Any]) -> dict[Any, 
 
 
 def _group(
-    name: str, questions: Questions, weigh_datasets: bool = False, has_passes: bool = True
+    name: str, questions: Questions, weigh_datasets: bool = False, is_pooled: bool = False
 ) -> Group:
-  """Returns the estimates of some questions: core metrics, total reward, pass@k and pass^k."""
+  """Returns the estimates of some questions: core metrics, total reward, pass@k and pass^k.
+
+  Each question has the same weight. If `is_pooled`, each episode has, and there is no pass@k.
+  """
   by_dataset = list(_split(questions, lambda task: task.dataset).values())
   questions = [episodes for part in by_dataset for episodes in part]
-  ends = np.cumsum([len(part) for part in by_dataset])
+  ends = np.cumsum([len(part) for part in by_dataset])[:-1]
+  counts = np.array([len(samples) for samples in questions])
+  weights = counts if is_pooled else np.ones(len(questions))
 
-  def mean(values):
-    """Returns the mean of values [.., questions], or of the data sets' means."""
-    parts = np.split(values, ends[:-1], axis=-1) if weigh_datasets else [values]
-    return np.mean([part.mean(axis=-1) for part in parts], axis=0)
+  def mean(column, at):
+    """Returns the mean of the questions with the numbers `at` [.., questions]."""
+    at = at.astype(int)
+    parts = np.split(at, ends, axis=-1) if weigh_datasets else [at]
+    means = []
+    for part in parts:
+      total = (weights * column)[part].sum(axis=-1)
+      means.append(total / weights[part].sum(axis=-1))
+    return np.mean(means, axis=0)
 
+  strata = np.split(np.arange(len(questions)), ends)
   estimates = {}
-  for metric, column in _values(questions, has_passes).items():
-    strata = np.split(column, ends[:-1])
-    estimates[metric] = statistics.bootstrap(mean, [strata], reps=REPS)
-  return Group(name, len(questions), sum(map(len, questions)), estimates)
+  for metric, column in _values(questions, has_passes=not is_pooled).items():
+    estimate = functools.partial(mean, column)
+    estimates[metric] = statistics.bootstrap(estimate, [strata], reps=REPS)
+  return Group(name, len(questions), int(counts.sum()), estimates)
 
 
 def _values(questions: Questions, has_passes: bool) -> dict[str, np.ndarray]:
   """Returns one value per question of each metric: the mean over its samples, or pass@k."""
-  first = questions[0][0]
+  episodes = [episode for samples in questions for episode in samples]
   values = {}
-  for name in first.core_metrics:
+  for name in dict.fromkeys(name for episode in episodes for name in episode.core_metrics):
     values[name] = _means(questions, lambda episode: episode.metrics.get(name, 0.0))
   values['score'] = _means(questions, lambda episode: episode.score)
   fewest = min(map(len, questions))

@@ -32,13 +32,16 @@ def _table(groups: Sequence[estimates.Group], names: Sequence[str]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-  """Returns rows, of which the first is the heading, as a Markdown table with aligned columns."""
+  """Returns rows, of which the first is the heading, as a Markdown table of right-aligned columns."""
   widths = [max(map(len, column)) for column in zip(*rows)]
-  rule = ['-' * width for width in widths]
+  rule = [':' + '-' * (widths[0] + 1)]
+  rule += ['-' * (width + 1) + ':' for width in widths[1:]]
   lines = []
-  for row in [rows[0], rule, *rows[1:]]:
-    texts = [value.ljust(width) for value, width in zip(row, widths)]
+  for row in rows:
+    texts = [row[0].ljust(widths[0])]
+    texts += [value.rjust(width) for value, width in zip(row[1:], widths[1:])]
     lines.append(f'| {" | ".join(texts)} |')
+  lines.insert(1, f'|{"|".join(rule)}|')
   return '\n'.join(lines)
 
 
