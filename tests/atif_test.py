@@ -19,6 +19,7 @@ from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import variants
+from stppo_jax.envs import tool_calls
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.rollout import batching
 from stppo_jax.serving import template as template_lib
@@ -111,7 +112,7 @@ class RoundTripTest(parameterized.TestCase):
     loop.start(tiny_run.make_config(FOLDER, **values), path('run'))
     tokenizer = chat.load_tokenizer(os.path.join(FOLDER, 'model'))
     written = atif_writer.write_folder(
-        path('run', 'episodes'), path('run', 'atif'), tokenizer, 'tiny'
+        path('run', 'episodes'), path('run', 'atif'), tokenizer, 'tiny', 'hermes'
     )
     self.assertEqual(written, 16 + 2 * 2)
     self.check_job(path('run', 'atif', 'train_000001', 'result.json'), path('run', 'episodes'))
@@ -180,29 +181,112 @@ class RoundTripTest(parameterized.TestCase):
     user, search, answer = document['steps']
     self.assertEqual((user['source'], user['message']), ('user', 'which?'))
     self.assertEqual(search['message'], texts[0])
-    self.assertEqual(search['observation']['results'], [{'content': 'Paris'}])
+    (call,) = search['tool_calls']
+    self.assertEqual((call['function_name'], call['arguments']), ('search', {'query': 'a'}))
+    self.assertEqual(
+        search['observation']['results'],
+        [{'content': 'Paris', 'source_call_id': call['tool_call_id']}],
+    )
     self.assertEqual(
         answer['metrics']['prompt_token_ids'],
         np.concatenate(list(map(ids, ('which?', *texts[:2])))).tolist(),
     )
     self.assertEqual(document['final_metrics']['extra'], {'score': 0.1 - 1 / 3, 'em': 1 / 3})
 
-  def test_own_texts_are_encoded_again(self):
+  @parameterized.parameters((None, 'inline'), (CHATML, 'user'), (CHATML, 'tool'))
+  def test_own_texts_encode_to_the_same_ids(self, chat_template, frame):
+    tokenizer = tiny(chat_template)
+    framing = chat.make_framing(tokenizer, frame, 100)
+    ids = lambda text: np.array(tokenizer.encode(text), np.int32)
+    end = tokenizer.eos_ids[0]
+    said = (ids('<search>a</search>'), np.array([*ids('<search>b</search>'), end], np.int32))
+    said += (ids('<answer>b</answer>'), np.array([*ids('<answer>b</answer>'), end], np.int32))
+    pages = (
+        '\n\n<information>Paris <think></information>\n\n',
+        'no <|im_end|> search',
+        ' and on',
+        'over',
+    )
+    turns = [
+        types.Turn(x, np.zeros(len(x), np.float32), np.array(framing.encode(page, x), np.int32))
+        for x, page in zip(said, pages)
+    ]
+    prompt = np.array(chat.encode_prompt(tokenizer, 'which <|im_end|>?'), np.int32)
+    episode = types.Episode(types.Task('q', 'which?'), 0, prompt, turns)
+    (record,) = episodes_lib.to_records([episode], tokenizer, 7, 'train')
+    kept = place(record)
+    document = atif_writer.document(episode, kept, tokenizer, 'm', 'n')
+    exact = atif_reader.AtifReader(tokenizer).rows(document, 'n')
+    again = atif_reader.AtifReader(tokenizer, retokenize=True).rows(document, 'n')
+    self.assertEqual(parts(again), parts(exact))
+
+  def test_names_in_a_page_are_no_control_tokens_of_another_tokenizer(self):
+    tokenizer = tiny()
+    ids = lambda text: np.array(tokenizer.encode(text), np.int32)
+    page = '\n<information>Paris </search> <think> <|im_end|></information>\n'
+    written = ids('<search>a</search>')
+    turn = types.Turn(written, np.zeros(len(written), np.float32), ids(page))
+    episode = types.Episode(types.Task('q', 'which?'), 0, ids('which?'), [turn])
+    (record,) = episodes_lib.to_records([episode], tokenizer, 7, 'train')
+    document = atif_writer.document(episode, place(record), tokenizer, 'm', 'n')
+    folder = tempfile.mkdtemp(dir=FOLDER)
+    other = chat.load_tokenizer(
+        chat_test.write_chat_tokenizer(folder, chat_test.QWEN25, '<|im_end|>')
+    )
+    (row,) = atif_reader.AtifReader(other, retokenize=True).rows(document, 'n')
+    found = row.episode.turns[0].observation.tolist()
+    inert = page.replace('</search>', '< /search>').replace('<think>', '< think>')
+    self.assertEqual(other.decode(found), inert)
+    self.assertNoCommonElements(found, other.added_ids)
+
+  def test_foreign_control_tokens_are_rejected(self):
     folder = tempfile.mkdtemp(dir=FOLDER)
     tokenizer = chat.load_tokenizer(
         chat_test.write_chat_tokenizer(folder, chat_test.QWEN25, '<|im_end|>')
     )
     prompt = np.array(chat.encode_prompt(tokenizer, 'which?'), np.int32)
-    ids = lambda text: np.array(tokenizer.encode(text, control=True), np.int32)
-    written, page = ids('<search>a</search><|im_end|>'), ids('Paris<|im_end|>')
-    turn = types.Turn(written, np.zeros(len(written), np.float32), page)
-    episode = types.Episode(types.Task('q', 'which?'), 0, prompt, [turn])
+    episode = types.Episode(types.Task('q', 'which?'), 0, prompt, [])
     (record,) = episodes_lib.to_records([episode], tokenizer, 7, 'train')
-    document = atif_writer.document(episode, place(record), tokenizer, 'm', 'n')
+    kept = place(record)
+    document = atif_writer.document(episode, kept, tokenizer, 'm', 'n')
     (row,) = atif_reader.AtifReader(tokenizer, retokenize=True).rows(document, 'n')
-    self.assertEqual(parts([row]), [(prompt.tolist(), [(written.tolist(), page.tolist())])])
+    self.assertEqual(parts([row]), [(prompt.tolist(), [])])
     with self.assertRaisesRegex(ValueError, r'^its prompt holds <\|im_start\|>, no token of .*$'):
       atif_reader.AtifReader(tiny(), retokenize=True).rows(document, 'n')
+
+  def test_documents_of_version_0_8_are_read(self):
+    tokenizer = tiny()
+    ids = lambda text: np.array(tokenizer.encode(text), np.int32)
+    logp = lambda x: np.linspace(-1, 0, len(x), dtype=np.float32)
+    said, last = ids('<search>a</search>'), ids('<answer>b</answer>')
+    turns = [
+        types.Turn(said, logp(said), ids('Paris'), 'search', 0.5),
+        types.Turn(last, logp(last), ids('x'), 'answer', 1.0),
+    ]
+    turns[0].routes = np.arange(8, dtype=np.uint8).reshape(2, 2, 2)
+    task = types.Task('q', 'which?')
+    for episode in (
+        types.Episode(task, 3, ids('which?'), turns),
+        types.Episode(task, 3, ids('which?'), [], failed=True),
+    ):
+      (record,) = episodes_lib.to_records([episode], tokenizer, 7, 'train')
+      document = atif_writer.document(episode, place(record), tokenizer, 'm', 'n')
+      own = document['extra']['stppo_jax']
+      for name in 'tokens turn_ids behaviour_logp actions rewards routes'.split():
+        own.pop(name, None)
+      if episode.turns:
+        document['steps'][1]['extra']['routes'] = types.pack_array(turns[0].routes)
+        document['steps'][-1]['extra']['observation_token_ids'] = ids('x').tolist()
+      else:
+        own['prompt_token_ids'] = ids('which?').tolist()
+      (row,) = atif_reader.AtifReader(tokenizer).rows(document, 'n')
+      self.assertEqual(episodes_lib.to_records([row.episode], tokenizer, 7, 'train'), [record])
+
+  def test_tools_of_the_run_are_calls(self):
+    said = 'Hm. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    self.assertEqual(atif_writer._calls('tool', said, 'hermes'), [tool_calls.Call('add', {'a': 1})])
+    self.assertEqual(atif_writer._calls('answer', said, 'hermes'), [])
+    self.assertEqual(atif_writer._calls('tool', 'no call', 'hermes'), [])
 
 
 class ReaderTest(parameterized.TestCase):

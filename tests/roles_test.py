@@ -146,7 +146,7 @@ class PlayTest(parameterized.TestCase):
     sampled = pipeline.Sampled(1, 0, episodes, {})
     records = episodes_lib.batch_records(sampled, tokenizer, 1)
     episodes_lib.write_lines(saved.path_of(path('episodes'), 1), records)
-    atif_writer.write_folder(path('episodes'), path('atif'), tokenizer, 'tiny')
+    atif_writer.write_folder(path('episodes'), path('atif'), tokenizer, 'tiny', 'hermes')
     atif_reader.read_folder(path('atif'), path('in'), atif_reader.AtifReader(tokenizer), 2)
     for source in ('episodes', 'in'):  # as a run writes them, and by way of ATIF
       again = saved.read(saved.path_of(path(source), 1), tokenizer).episodes

@@ -133,8 +133,9 @@ def export_atif(command: Command) -> None:
 
   source = command.flags.input or os.path.join(command.workdir, 'episodes')
   folder = os.path.join(command.workdir, 'atif')
-  tokenizer = prepare.load_tokenizer(command.config)
-  atif_writer.write_folder(source, folder, tokenizer, command.config.model.folder)
+  config = command.config
+  tokenizer = prepare.load_tokenizer(config)
+  atif_writer.write_folder(source, folder, tokenizer, config.model.folder, config.serve.tool_form)
   print(folder)
 
 

@@ -78,7 +78,10 @@ def read_folder(source: str, folder: str, reader: 'AtifReader', episodes_per_fil
       document = _load(file)
       if document is not None:
         rows = reader.rows(document, file.stem)
-        documents.append(_with_reward(rows, file))
+        rows = _with_reward(rows, file)
+        if reader.retokenize:  # other ids than those of the run: new batches
+          rows = [row._replace(own=None) for row in rows]
+        documents.append(rows)
     except types.UserError:
       raise
     except _UNUSABLE as error:
@@ -118,7 +121,8 @@ class AtifReader:
       retokenize: bool = False,
   ):
     self.tokenizer = tokenizer
-    self._retokenize = retokenize
+    self.retokenize = retokenize
+    self._max_observation = max_observation
     self._form = tool_calls.make_form(tool_form)
     self._template = template_lib.Template(tokenizer, max_observation, tool_form)
     self._turn_end: list[int] = []
@@ -132,9 +136,9 @@ class AtifReader:
     question = _question(steps)
     own = (document.get('extra') or {}).get(atif_writer.EXTRA)
     if own:
-      _check_own(own)
-      episode = types.Episode.from_dict(own)
-      if self._retokenize:
+      _check_place(own)
+      episode = _own_episode(own, steps)
+      if self.retokenize:
         self._encode_own(episode, steps)
       else:
         self._check_ids([episode], question, name)
@@ -146,7 +150,7 @@ class AtifReader:
         id=document.get('session_id') or name, question=question, dataset=document['agent']['name']
     )
     has_ids = all(_ids(step, 'completion') and _ids(step, 'prompt') for step in turns)
-    if self._retokenize or not has_ids:
+    if self.retokenize or not has_ids:
       return [AtifRow(self._encode(task, steps), None)]
     episodes = _episodes_of_ids(task, turns)
     self._check_ids(episodes, question, name)
@@ -171,23 +175,31 @@ class AtifReader:
   def _encode_own(self, episode: types.Episode, steps: Sequence[AtifStep]) -> None:
     """Encodes the texts of an own document, which hold everything that the policy read.
 
-    Names of control tokens in them become tokens, because nothing tells the template's from a
+    Prompts and observations keep their ids if this tokenizer gives them the same text. Otherwise
+    names of control tokens in a chat become tokens, because nothing tells the template's from a
     page's.
     """
-    encode = lambda text: np.array(self.tokenizer.encode(text, control=True), np.int32)
     question = _question(steps)
-    for name in _CONTROL.findall(question):
-      if self.tokenizer.control_library.token_to_id(name) is None:
-        raise ValueError(f'its prompt holds {name}, no token of {self.tokenizer.folder!r}')
-    episode.prompt = encode(question)
-    own_turns = episode.turns
+    if self.tokenizer.decode(episode.prompt) != question:
+      for name in _CONTROL.findall(question):
+        if self.tokenizer.control_library.token_to_id(name) is None:
+          raise ValueError(f'its prompt holds {name}, no token of {self.tokenizer.folder!r}')
+      episode.prompt = np.array(self.tokenizer.encode(question, control=True), np.int32)
     turn_steps = [step for step in steps if _is_turn(step)]
-    episode.turns = []
-    for turn, step in zip(own_turns, turn_steps, strict=True):
-      tokens = encode(_content(step['message']) + step['extra']['end'])
-      logp = np.full(len(tokens), np.nan, np.float32)
-      observation = encode(''.join(_results(step)))
-      episode.turns.append(types.Turn(tokens, logp, observation, turn.action, turn.reward))
+    for turn, step in zip(episode.turns, turn_steps, strict=True):
+      text = _content(step['message']) + step['extra']['end']
+      turn.tokens = np.array(self.tokenizer.encode(text, control=True), np.int32)
+      turn.logp = np.full(len(turn.tokens), np.nan, np.float32)
+      turn.routes = None
+      observation = self._observation_ids(''.join(_results(step)), turn.observation)
+      turn.observation = np.array(observation, np.int32)
+
+  def _observation_ids(self, text: str, recorded: np.ndarray) -> Sequence[int] | np.ndarray:
+    if self.tokenizer.decode(recorded) == text:
+      return recorded
+    if text.lstrip().startswith('<information>'):  # as the environment encodes it
+      return tokenizer_lib.encode_observation(self.tokenizer, text, self._max_observation)
+    return self.tokenizer.encode(text, control=True)
 
   def _encode(self, task: types.Task, steps: Sequence[AtifStep]) -> types.Episode:
     """Encodes the texts of another agent with the chat template."""
@@ -254,16 +266,26 @@ def _load(path: pathlib.Path) -> dict[str, Any] | None:
   return document if is_atif else None
 
 
-def _check_own(own: Mapping[str, Any]) -> None:
+def _check_place(own: Mapping[str, Any]) -> None:
   """Checks the place in a run, because its kind and step become the name of a file."""
   name = f'extra.{atif_writer.EXTRA}'
-  if 'tokens' not in own:
-    raise ValueError(f'{name} is of an earlier version: export the episodes again')
   numbers = (own['step'], own['row'])
   are_valid = all(type(number) is int and 0 <= number <= _MAX_PLACE for number in numbers)
   if own['kind'] not in saved.KINDS or not are_valid:
     place = ', '.join(f'{field} {own[field]!r:.60}' for field in ('kind', 'step', 'row'))
     raise ValueError(f'{name} has {place}: no place in a run')
+
+
+def _own_episode(own: Mapping[str, Any], steps: Sequence[AtifStep]) -> types.Episode:
+  """Returns the episode of an own document."""
+  episode = types.Episode.from_dict(own)
+  turns = [step for step in steps if _is_turn(step)]
+  if 'tokens' in own:
+    return episode
+  if not turns:  # version 0.8 and earlier had the ids in the steps alone
+    return dataclasses.replace(episode, prompt=np.array(own['prompt_token_ids'], np.int32))
+  (played,) = _episodes_of_ids(episode.task, turns)
+  return dataclasses.replace(episode, prompt=played.prompt, turns=played.turns)
 
 
 def _is_turn(step: AtifStep) -> bool:
@@ -323,15 +345,19 @@ def _episodes_of_ids(task: types.Task, steps: Sequence[AtifStep]) -> list[types.
 
 
 def _turn(step: AtifStep, ids: Sequence[int], logp: Sequence[float] | None = None) -> types.Turn:
+  """Returns a turn. Only our own documents have fields in the step's `extra`."""
   extra = step.get('extra') or {}
   if logp is None:
     logp = [np.nan] * len(ids)
+  action = 'tool' if step.get('tool_calls') else 'other'
+  num_ids = len(_ids(step, 'prompt')) + len(_ids(step, 'completion'))
   return types.Turn(
       tokens=np.array(ids, np.int32),
       logp=np.array(logp, np.float32),
-      observation=_NO_IDS,
-      action='tool' if step.get('tool_calls') else 'other',
+      observation=np.array(extra.get('observation_token_ids', ()), np.int32),
+      action=str(extra.get('action', action)),
       reward=float(extra.get('reward', 0.0)),
+      routes=types.unpack_array(extra.get('routes'), num_ids),
   )
 
 

@@ -25,6 +25,8 @@ import numpy as np
 
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
+from stppo_jax.envs import search
+from stppo_jax.envs import tool_calls
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.trajectories import saved
 
@@ -35,7 +37,9 @@ AGENT = 'stppo-jax'
 _ORIGIN = ('step', 'kind', 'batch', 'staleness')
 
 
-def write_folder(source: str, folder: str, tokenizer: tokenizer_lib.Tokenizer, model: str) -> int:
+def write_folder(
+    source: str, folder: str, tokenizer: tokenizer_lib.Tokenizer, model: str, tool_form: str
+) -> int:
   """Writes the episodes of a file, or of all files of a folder; returns their number.
 
   Args:
@@ -43,6 +47,7 @@ def write_folder(source: str, folder: str, tokenizer: tokenizer_lib.Tokenizer, m
     folder: where the documents go.
     tokenizer: of the ids.
     model: its name, for the viewer.
+    tool_form: one of tool_calls.FORMS, in which turns call tools.
   """
   paths = [source]
   if os.path.isdir(source):
@@ -68,7 +73,7 @@ def write_folder(source: str, folder: str, tokenizer: tokenizer_lib.Tokenizer, m
       trial_folder = os.path.join(folder, file_name, trial)
       place = {key: record[key] for key in _ORIGIN if key in record} | {'row': row}
       name = f'{file_name}/{trial}'
-      trajectory = document(episode, place, tokenizer, model, name)
+      trajectory = document(episode, place, tokenizer, model, name, tool_form)
       _write(os.path.join(trial_folder, 'agent', 'trajectory.json'), trajectory)
       result = _trial_result(episode, trial, model, trial_folder)
       _write(os.path.join(trial_folder, 'result.json'), result | time)
@@ -85,6 +90,7 @@ def document(
     tokenizer: tokenizer_lib.Tokenizer,
     model: str,
     name: str,
+    tool_form: str = 'hermes',
 ) -> dict[str, Any]:
   """Returns the trajectory of an episode; `place` is its step, kind, batch and row in a run."""
   context = episode.prompt.tolist()
@@ -94,7 +100,7 @@ def document(
   num_read = 0
   num_written = 0
   for turn in episode.turns:
-    steps.append(_step(turn, context, tokenizer, len(steps) + 1))
+    steps.append(_step(turn, context, tokenizer, len(steps) + 1, tool_form))
     num_read += len(context)
     num_written += len(turn.tokens)
     context = [*context, *turn.tokens.tolist(), *turn.observation.tolist()]
@@ -115,7 +121,11 @@ def document(
 
 
 def _step(
-    turn: types.Turn, context: list[int], tokenizer: tokenizer_lib.Tokenizer, number: int
+    turn: types.Turn,
+    context: list[int],
+    tokenizer: tokenizer_lib.Tokenizer,
+    number: int,
+    tool_form: str,
 ) -> dict[str, Any]:
   """Returns the step of a turn that was sampled after the ids `context`."""
   ids = turn.tokens.tolist()
@@ -141,10 +151,28 @@ def _step(
           'end': tokenizer.decode(ids)[len(text) :],  # the eos token, if it was sampled
       },
   }
+  calls = []
+  for call in _calls(turn.action, text, tool_form):
+    fields = {'function_name': call.name, 'arguments': dict(call.arguments)}
+    calls.append({'tool_call_id': f'call_{number}_{len(calls) + 1}'} | fields)
+  if calls:
+    step['tool_calls'] = calls
   if len(turn.observation):
     result = {'content': tokenizer.decode(turn.observation)}
+    if len(calls) == 1:
+      result['source_call_id'] = calls[0]['tool_call_id']
     step['observation'] = {'results': [result]}
   return step
+
+
+def _calls(action: str, text: str, tool_form: str) -> list[tool_calls.Call]:
+  """Returns the calls of a turn: a search, or tools in this form."""
+  if action == 'search':
+    return [tool_calls.Call('search', {'query': search.parse_action(text)[1]})]
+  if action in ('answer', 'invalid'):
+    return []
+  _, calls = tool_calls.make_form(tool_form).parse(text)
+  return [call for call in calls if not call.error]
 
 
 def _trial_result(episode: types.Episode, trial: str, model: str, folder: str) -> dict[str, Any]:
