@@ -100,11 +100,11 @@ class ClientTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.enterContext(mock.patch.object(client_lib, 'RETRIES', 1))
+    self.enterContext(mock.patch.object(client_lib, 'RETRIES', 2))
 
-  def client(self, address, api_key='', **fields):
+  def client(self, address, api_key='', abandoned=None, **fields):
     fixed = dict(model='m', temperature=0.0, max_tokens=7)
-    return client_lib.ChatClient(address, api_key, fixed | fields, STOPS)
+    return client_lib.ChatClient(address, api_key, fixed | fields, STOPS, abandoned)
 
   def test_what_is_asked(self):
     messages = [{'role': 'user', 'content': 'Q'}]
@@ -112,27 +112,31 @@ class ClientTest(parameterized.TestCase):
     with serving(lambda body: completion('<answer> a', total_tokens=12)) as (address, asked):
       turn = self.client(address + '/').complete(messages)
       self.client(address, temperature=0.5, top_p=0.9, api_key='k').complete(messages, seed=3)
-      self.client(address, extra_body=template).complete(messages)
+      self.client(address, **template).complete(messages)
     self.assertEqual(turn, client_lib.ChatCompletion('<answer> a</answer>', 2, 12))
     greedy = {'model': 'm', 'messages': messages, 'max_tokens': 7, 'temperature': 0.0}
     greedy |= {'stop': list(STOPS), 'path': '/v1/chat/completions'}
-    self.assertEqual(asked[0], greedy | {'key': 'Bearer none'})
+    self.assertEqual(asked[0], greedy | {'key': None})
     sampled = {'temperature': 0.5, 'top_p': 0.9, 'seed': 3, 'key': 'Bearer k'}
     self.assertEqual(asked[1], greedy | sampled)
-    self.assertEqual(asked[2], greedy | template | {'key': 'Bearer none'})
+    self.assertEqual(asked[2], greedy | template | {'key': None})
 
   @parameterized.parameters(429, 500, 503)
-  def test_overload_is_asked_again(self, status):
-    answers = iter([failure(status), completion('x')])
+  def test_overload_is_asked_again_after_a_wait(self, status):
+    answers = iter([failure(status, Retry_After='7'), failure(status), completion('x')])
+    abandoned = mock.Mock(**{'is_set.return_value': False})
     with serving(lambda body: next(answers)) as (address, asked):
-      self.assertEqual(self.client(address).complete([]).text, 'x')
-    self.assertLen(asked, 2)
+      self.assertEqual(self.client(address, abandoned=abandoned).complete([]).text, 'x')
+    self.assertLen(asked, 3)
+    (first,), (second,) = (call.args for call in abandoned.wait.call_args_list)
+    self.assertEqual(first, 7.0)  # as the server says
+    self.assertBetween(second, 1.0, 3.0)  # 2 s, with jitter
 
   def test_after_the_last_attempt_there_is_no_answer(self):
     with serving(lambda body: failure(503)) as (address, asked):
       with self.assertRaisesRegex(client_lib.UnansweredError, 'status 503'):
-        self.client(address).complete([])
-    self.assertLen(asked, 2)
+        self.client(address, abandoned=mock.Mock(**{'is_set.return_value': False})).complete([])
+    self.assertLen(asked, 3)
 
   @parameterized.parameters(
       (401, 'Incorrect API key', 'status 401: .*Incorrect API key'),
@@ -177,8 +181,20 @@ class ClientTest(parameterized.TestCase):
 
   @parameterized.parameters({}, {'choices': []}, {'choices': [{'message': {'content': 3}}]})
   def test_an_answer_that_is_none(self, **fields):
-    with serving(lambda body: (200, fields, {})) as (address, _):
+    with serving(lambda body: (200, fields, {})) as (address, asked):
       with self.assertRaisesRegex(client_lib.UnansweredError, 'no completion'):
+        self.client(address, abandoned=mock.Mock(**{'is_set.return_value': False})).complete([])
+    self.assertLen(asked, 3)
+
+  def test_redirects_and_long_answers_are_refused(self):
+    with serving(lambda body: failure(307, Location='http://127.0.0.1:1/')) as (address, asked):
+      with self.assertRaisesRegex(UserError, 'status 307'):
+        self.client(address).complete([])
+    self.assertLen(asked, 1)
+    limits = client_lib.http_client.ClientLimits(10.0, 300.0, max_bytes=4096)
+    self.enterContext(mock.patch.object(client_lib, '_LIMITS', limits))
+    with serving(lambda body: completion('x' * 8192)) as (address, _):
+      with self.assertRaisesRegex(UserError, 'over 4096 bytes'):
         self.client(address).complete([])
 
   def test_usage_in_part(self):

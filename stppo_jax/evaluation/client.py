@@ -1,21 +1,28 @@
 """Client of an OpenAI-compatible server: messages in, the text of a turn out.
 
-OpenAI's own client retries overload and network errors. If the server rejects a request for good,
-the error is one line.
+The client retries overload and network errors after waits that double. If the server rejects a
+request for good, the error is one line.
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import dataclasses
+import functools
+import json
 import re
+import threading
 from typing import Any
 
-from stppo_jax.envs import packages
+import requests
+
+from stppo_jax.distributed import http_client
 from stppo_jax.types import UserError
 
 RETRIES = 6  # further attempts per request
-_TIMEOUT_S = 300.0
-_CONNECT_S = 10.0
+_BACKOFF_S = 1.0
+_LIMITS = http_client.ClientLimits(connect_s=10.0, total_s=300.0)
+_MAX_CONNECTIONS = 1024  # kept open, of all threads
 _MAX_STOPS = 4  # OpenAI's own server takes no more
 _MAX_MESSAGE = 300  # characters of a server's message in an error
 # Codes and words of OpenAI, vLLM, SGLang and llama.cpp for messages that do not fit.
@@ -46,66 +53,86 @@ class ChatCompletion:
 
 
 class ChatClient:
-  """Asks for completions. Threads may share it.
+  """Asks for completions. Threads may share it, and `abandoned` ends their waits.
 
   Args:
     address: up to /v1.
     api_key: empty: the server needs none.
     fields: of each request, such as `model`.
     stop: texts that end a turn.
+    abandoned: set when the job has ended.
   """
 
   def __init__(
-      self, address: str, api_key: str, fields: Mapping[str, Any], stop: Sequence[str] = ()
+      self,
+      address: str,
+      api_key: str,
+      fields: Mapping[str, Any],
+      stop: Sequence[str] = (),
+      abandoned: threading.Event | None = None,
   ):
-    self._given = f'config.eval.address={address!r}'
-    self._openai = packages.import_package(self._given, 'openai', 'remote')
+    self._address = address
+    self._api_key = api_key
     self._fields = dict(fields)
     if stop:
       self._fields['stop'] = list(stop[:_MAX_STOPS])
     self._stop = tuple(stop)
+    self._abandoned = abandoned or threading.Event()
     self._has_answered = False
-    self._client = self._openai.OpenAI(
-        base_url=address,
-        api_key=api_key or 'none',
-        max_retries=RETRIES,
-        timeout=self._openai.Timeout(_TIMEOUT_S, connect=_CONNECT_S),
-    )
+    self._session = requests.Session()
+    self._session.auth = self._authorize
+    adapter = requests.adapters.HTTPAdapter(pool_maxsize=_MAX_CONNECTIONS)
+    self._session.mount('http://', adapter)
+    self._session.mount('https://', adapter)
 
   def complete(
       self, messages: Sequence[Mapping[str, str]], seed: int | None = None
   ) -> ChatCompletion:
     """Returns the next turn. Raises TooLongError, UnansweredError, or a UserError for good."""
+    body = self._fields | {'messages': list(messages)}
+    if seed is not None:
+      body['seed'] = seed
+    attempt = functools.partial(self._attempt, body)
     try:
-      answer = self._client.chat.completions.create(
-          messages=messages, seed=self._openai.omit if seed is None else seed, **self._fields
-      )
-      completion = _parse(answer, self._stop)
-    except self._openai.APIStatusError as error:
-      raise self._explain(error) from None
-    except self._openai.APIConnectionError as error:
-      if not self._has_answered:
-        raise self._error(f'gave no answer ({error}): start it, or correct the address') from None
+      return http_client.with_retries(attempt, RETRIES, _BACKOFF_S, self._abandoned.wait)
+    except http_client.Temporary as error:
       raise UnansweredError(str(error)) from error
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+
+  def _attempt(self, body: Mapping[str, Any], unused_number: int) -> ChatCompletion:
+    """Sends the request once. Raises http_client.Temporary if another attempt may help."""
+    if self._abandoned.is_set():
+      raise UnansweredError('the job has ended')
+    url = self._address.rstrip('/') + '/chat/completions'
+    try:
+      answer = http_client.post(self._session, url, body, _LIMITS)
+      completion = _parse(json.loads(answer), self._stop)
+    except http_client.Rejected as error:
+      fields = _error_fields(error.text)
+      message = ' '.join(str(fields.get('message') or error.text).split())[:_MAX_MESSAGE]
+      if error.status in (400, 413, 422) and _is_too_long(fields):
+        raise TooLongError(message) from None
+      raise self._error(f'rejected a request with status {error.status}: {message}') from None
+    except http_client.Temporary as error:
+      if isinstance(error.__cause__, requests.ConnectionError) and not self._has_answered:
+        raise self._error(f'gave no answer ({error}): start it, or correct the address') from None
+      raise
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
       message = f'an answer that is no completion ({type(error).__name__})'
-      raise UnansweredError(message) from error
+      raise http_client.Temporary(message) from None
     self._has_answered = True
     return completion
 
-  def _explain(self, error: Any) -> Exception:
-    """Returns the error for an answer with a status other than 200."""
-    status = error.status_code
-    if status in (408, 409, 429) or status >= 500:
-      return UnansweredError(f'HTTP status {status}')
-    fields = error.body if isinstance(error.body, dict) else {}
-    message = ' '.join(str(fields.get('message') or error.body).split())[:_MAX_MESSAGE]
-    if status in (400, 413, 422) and _is_too_long(fields):
-      return TooLongError(message)
-    return self._error(f'rejected a request with status {status}: {message}')
-
   def _error(self, reason: str) -> UserError:
-    return UserError(f'{self._given} with config.eval.model={self._fields["model"]!r} {reason}')
+    return UserError(
+        f'config.eval.address={self._address!r} with config.eval.model={self._fields["model"]!r} '
+        f'{reason}'
+    )
+
+  def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+    """Sets the key. As a function, because requests replaces a header by an entry of ~/.netrc."""
+    if self._api_key:
+      request.headers['Authorization'] = f'Bearer {self._api_key}'
+    return request
 
 
 def whole_turn(
@@ -130,14 +157,26 @@ def whole_turn(
 
 def _parse(answer: Any, stop: Sequence[str]) -> ChatCompletion:
   """Returns the completion of an answer; raises an ordinary error if there is none."""
-  choice = answer.choices[0]
-  content = choice.message.content or ''
+  choice = answer['choices'][0]
+  content = choice['message'].get('content') or ''
   if not isinstance(content, str):
     raise TypeError
-  reason = getattr(choice, 'stop_reason', Ellipsis)  # vLLM's
-  text = whole_turn(content, choice.finish_reason, stop, reason)
-  count = lambda name: getattr(answer.usage, name, None) or 0  # some servers leave some out
+  reason = choice.get('stop_reason', Ellipsis)  # vLLM's
+  text = whole_turn(content, choice.get('finish_reason'), stop, reason)
+  usage = answer.get('usage') or {}
+  count = lambda name: int(usage.get(name) or 0)  # some servers leave some out
   return ChatCompletion(text, count('completion_tokens'), count('total_tokens'))
+
+
+def _error_fields(text: str) -> dict[str, Any]:
+  """Returns the fields of an error; {} if the body has another form."""
+  body = None
+  with contextlib.suppress(ValueError, RecursionError):
+    body = json.loads(text)
+  error = body.get('error', body) if isinstance(body, dict) else None  # SGLang: without `error`
+  if isinstance(error, str):
+    return {'message': error}
+  return error if isinstance(error, dict) else {}
 
 
 def _is_too_long(fields: Mapping[str, Any]) -> bool:

@@ -75,10 +75,14 @@ class RemotePlayer:
     if temperature and config.rollout.top_p < 1:
       fields['top_p'] = config.rollout.top_p
     if config.model.chat_template_kwargs:  # vLLM and SGLang take it
-      fields['extra_body'] = {'chat_template_kwargs': config.model.chat_template_kwargs}
+      fields['chat_template_kwargs'] = dict(config.model.chat_template_kwargs)
     self._is_greedy = not temperature
     self._client = client_lib.ChatClient(
-        config.eval.address, os.environ.get('OPENAI_API_KEY', ''), fields, self._env.stop_strings
+        config.eval.address,
+        os.environ.get('OPENAI_API_KEY', ''),
+        fields,
+        self._env.stop_strings,
+        self._abandoned,
     )
     keys = players.row_keys(config, self.tasks)
     seeds = episode_lib.episode_seeds(jax.numpy.stack(list(keys.values())))
@@ -169,8 +173,6 @@ class RemotePlayer:
     messages = [{'role': 'user', 'content': prompt}]
     is_over = False
     while not is_over:
-      if self._abandoned.is_set():
-        raise client_lib.UnansweredError('the job has ended')
       try:
         turn_seed = None if self._is_greedy else (seed + len(texts)) % 2**31
         turn = self._client.complete(messages, turn_seed)
