@@ -1,5 +1,6 @@
 """A conversation in the terminal: the episodes of the agent, what is shown, and ways to leave."""
 
+import dataclasses
 import io
 from unittest import mock
 
@@ -53,6 +54,18 @@ class ChatTest(parameterized.TestCase):
     self.assertRegex(shown, r'\n    read \| <information> .*Paris')
     self.assertIn('\n  answer | Paris\n? ', shown)
     self.assertNotIn('\033', shown)
+
+  def test_observations_are_shown_as_the_agent_reads_them(self):
+    rollout = dataclasses.replace(self.config.rollout, max_observation=24)
+    config = dataclasses.replace(self.config, rollout=rollout)
+    out = io.StringIO()
+    screen = chat.Screen(out)
+    agent = chat.make_agent(config, self.model, screen)
+    episode = chat.play(agent, self.params, types.Task('a', CAPITAL), screen)
+    read = [agent.tokenizer.decode(turn.observation).strip() for turn in episode.turns]
+    shown = [line[11:] for line in out.getvalue().splitlines() if line.startswith('    read |')]
+    self.assertEqual('\n'.join(shown), '\n'.join(filter(None, read)))
+    self.assertLen(episode.turns[0].observation, 24)
 
   def test_ctrl_c_leaves_only_the_question(self):
     step, calls = chat.ShownEnv.step, []

@@ -5,6 +5,7 @@ There is no right answer, and so no score. A terminal asks for a question and ge
 pipe each line is a question.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 import dataclasses
@@ -16,6 +17,7 @@ from typing import TextIO
 from absl import logging
 import jax
 
+from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.config import Config
 from stppo_jax.envs import protocol
@@ -83,7 +85,10 @@ def make_agent(config: Config, model: decoder.ModelConfig, screen: 'Screen') -> 
   settings = dict(env.settings)
   if 'reward' in settings:
     settings['reward'] = lambda task, answer, transcript: 0.0  # there is no right answer
-  make_shown = lambda task, **kwargs: ShownEnv(env.make(task, **kwargs), screen)
+  tokenizer = prepared.tokenizer
+  framing = tokenizer_lib.make_framing(tokenizer, env.frame, config.rollout.max_observation)
+  cut = lambda text: tokenizer.decode(framing.encode(text, ()))
+  make_shown = lambda task, **kwargs: ShownEnv(env.make(task, **kwargs), screen, cut)
   shown = dataclasses.replace(env, make=make_shown, settings=settings)
   prepared = dataclasses.replace(prepared, env=shown)
   rollout = dataclasses.replace(config.rollout, rows=1, max_failed=0.0, threads=0)
@@ -122,11 +127,18 @@ def play(agent: agent_lib.Agent, params: Any, task: types.Task, screen: 'Screen'
 
 
 class ShownEnv:
-  """An environment that shows its turns: the agent's text, its search, and what it reads."""
+  """An environment that shows its turns: the agent's text, its search, and what it reads.
 
-  def __init__(self, env: protocol.Env, screen: 'Screen'):
+  Args:
+    env: that takes the steps.
+    screen: to show them on.
+    cut: returns an observation as the agent reads it, which may be less of it.
+  """
+
+  def __init__(self, env: protocol.Env, screen: 'Screen', cut: Callable[[str], str]):
     self._env = env
     self._screen = screen
+    self._cut = cut
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._env, name)
@@ -141,8 +153,10 @@ class ShownEnv:
       screen.mark('search', str(info['query']))
     if info.get('retrieval_failed'):
       screen.mark('note', 'the search failed')
-    for line in protocol.full_text(observation, info).strip().splitlines():
-      screen.mark('read', line)
+    if not terminated and not truncated:
+      text = self._cut(protocol.full_text(observation, info))
+      for line in text.strip().splitlines():
+        screen.mark('read', line)
     if terminated and not truncated:
       answer = info.get('answer') or rewards.extract_answer(action)
       screen.mark('answer', answer or 'none: the episode is over')
