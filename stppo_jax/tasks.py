@@ -58,15 +58,12 @@ def load_tasks(source: str, split: str) -> list[types.Task]:
 
 
 def check_types(task: types.Task) -> None:
-  """Raises ValueError for a task of a user's function whose fields have other types."""
+  """Raises ValueError for a task of a user's function whose texts have other types."""
   if not isinstance(task, types.Task):
     raise ValueError('a stppo_jax.types.Task is needed')
-  for field in dataclasses.fields(task):
-    value = getattr(task, field.name)
-    if not types.is_of(value, field.type):
-      raise ValueError(
-          f'field {field.name!r} is {_shown(value)}: must be {types.described(field.type)}'
-      )
+  kinds = {'id': str, 'question': str, 'answers': tuple[str, ...] | list[str]}
+  for name, kind in kinds.items():
+    _check_type(name, getattr(task, name), kind)
 
 
 def check_task(task: types.Task, seen: set[tuple[str, str]]) -> None:
@@ -215,9 +212,13 @@ def _get(fields: Mapping[str, Any], name: str, kind: Any, default: Any = None) -
     value = default
   if value is None:
     raise ValueError(f'field {name!r} is missing: must be {types.described(kind)}')
+  _check_type(name, value, kind)
+  return value
+
+
+def _check_type(name: str, value: Any, kind: Any) -> None:
   if not types.is_of(value, kind):
     raise ValueError(f'field {name!r} is {_shown(value)}: must be {types.described(kind)}')
-  return value
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str:
@@ -306,7 +307,12 @@ def _task(fields: Mapping[str, Any]) -> types.Task:
     steps.append((step['q'], step['a']))
   evidence = _get(fields, 'evidence', list[list[str]], [])
   if not steps:
-    for subject, relation, value in evidence:
+    for triple in evidence:
+      if len(triple) != 3:
+        raise ValueError(
+            f"field 'evidence' holds {_shown(triple)}: [subject, relation, object] is needed"
+        )
+      subject, relation, value = triple
       steps.append((f'{subject} {relation}', value))
   return types.Task(
       id=str(_get(fields, 'id', str | int)),

@@ -9,6 +9,7 @@ import types as python_types
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import numpy as np
 
 from stppo_jax import components
 from stppo_jax import config as schema
@@ -69,6 +70,10 @@ plugin.load_texts = lambda split: ['q']
 plugin.load_letters = lambda split: [Task('t', 'q', answers='red')]
 plugin.load_numbers = lambda split: [Task(7, 'q', answers=('red',))]
 plugin.load_twice = lambda split: [Task('t', 'q')] * 2
+plugin.load_lists = lambda split: [Task('t', 'q', answers=['red'], seed=np.int64(3))]
+plugin.Procedural = type(
+    'Procedural', (Bare,), {'__init__': lambda self, task: None, 'load_tasks': plugin.load_twice}
+)
 plugin.LetterStops = type('LetterStops', (Game,), {'stop_strings': 'ab'})
 plugin.Sideways = type('Sideways', (Game,), {'frame': 'sideways'})
 plugin.Taskless = type('Taskless', (), {})
@@ -207,6 +212,15 @@ class ResolveTest(parameterized.TestCase):
   def test_custom_task_function(self):
     parts = resolve(data__source='a_users_module:load', data__datasets=('b',))
     self.assertEqual([task.id for task in parts.load_tasks('dev')], ['dev-1', 'dev-3'])
+
+  def test_lists_and_numbers_of_numpy_are_accepted(self):
+    (task,) = resolve(data__source='a_users_module:load_lists').load_tasks('dev')
+    self.assertEqual((task.answers, task.seed), (['red'], 3))
+
+  def test_tasks_of_an_environment_may_share_an_id(self):
+    parts = resolve(env__kind='a_users_module:Procedural')
+    self.assertLen(parts.load_tasks('train'), 2)
+    self.assertLen(parts.held_out_tasks(), 2)
 
   @parameterized.parameters(
       ('load_nothing', 'no task'),

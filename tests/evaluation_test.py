@@ -1,6 +1,5 @@
 """Evaluation as a job: estimates against brute force, lines, resumption, refusals."""
 
-import dataclasses
 import itertools
 import json
 import os
@@ -13,7 +12,6 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import numpy as np
 
-from stppo_jax import components
 from stppo_jax import types
 from stppo_jax.evaluation import estimates
 from stppo_jax.evaluation import job
@@ -75,7 +73,7 @@ class EstimatesTest(parameterized.TestCase):
     self.assertAlmostEqual(value('all', 'f1'), (0.5 + 1 + 0.25) / 3)
     self.assertAlmostEqual(value('mean of the data sets', 'em'), (0.75 + 0) / 2)
     self.assertAlmostEqual(value('2 hops', 'em'), 0.5)
-    self.assertAlmostEqual(value('1 turn', 'em'), (1 + 1 + 0) / 3)
+    self.assertAlmostEqual(value('1 turn', 'em'), 2 / 4)
     self.assertAlmostEqual(value('2 turns', 'em'), 1 / 2)
     self.assertEqual((found['2 turns'].questions, found['1 turn'].episodes), (2, 4))
     self.assertAlmostEqual(value('all', 'pass@1'), value('all', 'em'))
@@ -109,7 +107,13 @@ class EstimatesTest(parameterized.TestCase):
     samples = {'a': [make_episode(tasks[0], 1.0)] * 3, 'b': [make_episode(tasks[1], 0.0)]}
     whole, by_turns = estimates.groups(samples)
     self.assertEqual(whole.estimates['em'].value, 0.5)
-    self.assertEqual(by_turns.estimates['em'].value, 0.5)
+    self.assertEqual(by_turns.estimates['em'].value, 0.75)  # each episode
+
+  def test_core_metrics_of_all_episodes(self):
+    second = make_episode(types.Task('b'), 1.0)
+    second.core_metrics, second.metrics = ('won',), {'won': 1.0}
+    whole = estimates.groups({'a': [make_episode(types.Task('a'), 1.0)], 'b': [second]})[0]
+    self.assertEqual([whole.estimates[name].value for name in ('em', 'won')], [0.5, 0.5])
 
   def test_sample_passes_with_score_1(self):
     scores = (0.99, 1.0, sum([0.1] * 10), 2.0)  # the third is 1 but for rounding
@@ -124,7 +128,7 @@ class EstimatesTest(parameterized.TestCase):
     again = [make_episode(task, 1.0), make_episode(task, 0.0)]
     sampled = table.text('T', estimates.groups({'a': again}), 'R')
     self.assertIn('pass^2', sampled)
-    self.assertIn(' .500 ', sampled)  # of one question: no interval
+    self.assertIn(' .500 |', sampled)  # of one question: no interval
     two = {'a': again, 'b': [make_episode(types.Task('b'), 1.0)] * 2}
     self.assertIn('.750 [.500, 1.000]', table.text('T', estimates.groups(two), 'R'))
     lines = [line for line in sampled.splitlines() if line.startswith('|')]
@@ -235,10 +239,10 @@ class JobTest(parameterized.TestCase):
     self.assertEqual((episode.score, [turn.action for turn in episode.turns]), (1.0, ['answer']))
 
   def test_questions_of_one_id_are_refused(self):
-    tasks = [types.Task('a', split='dev'), types.Task('b'), types.Task('a')]
-    parts = dataclasses.replace(components.resolve(self.config()), source=lambda split: tasks)
-    with self.assertRaisesRegex(UserError, "2 of the held-out questions have the id 'a'"):
-      parts.held_out_tasks()
+    tasks = [types.Task('a', seed=0), types.Task('b'), types.Task('a', seed=1)]
+    with mock.patch.object(job.players, 'LocalPlayer', lambda *unused: mock.Mock(tasks=tasks)):
+      with self.assertRaisesRegex(UserError, "2 of the held-out questions have the id 'a'"):
+        job.evaluate(self.config(), self.workdir())
 
   def test_scores_of_tasks_with_different_core_metrics(self):
     first = make_episode(types.Task('a', dataset='x'), 1.0)

@@ -112,7 +112,7 @@ class LoadTasksTest(_FileTest):
       ({'gold': 'p1'}, "field 'gold' is 'p1'"),
       ({'steps': [['q', 'a']]}, "field 'steps' is"),
       ({'steps': [{'question': 'q'}]}, "'q' is missing"),
-      ({'steps': None, 'evidence': [['a', 'b']]}, 'not enough values'),
+      ({'steps': None, 'evidence': [['a', 'b']]}, "field 'evidence' holds"),
       ({'options': {'A': 'yes'}}, "field 'answer' is missing"),
       ({'options': {'A': 'yes'}, 'answer': 'C'}, "the right option is 'C': one of A is needed"),
       ({'options': ['yes']}, "field 'options' is"),

@@ -63,6 +63,7 @@ def evaluate(
     player = remote.RemotePlayer(config, stop_requested)
   else:
     player = players.LocalPlayer(config, workdir, stop_requested)
+  _check_ids(player.tasks)
   settings = _settings(config, player)
   path = config.eval.folder or os.path.join(workdir, 'eval', _folder_name(config, player, settings))
   folder = records.EvaluationFolder(path, settings, player.tasks)
@@ -74,6 +75,15 @@ def evaluate(
       logging.info('stopped on request; the same command continues %s', path)
       return None
     return _results(config, player, folder) if hosts.is_writer() else None
+
+
+def _check_ids(tasks: Sequence[types.Task]) -> None:
+  """Raises a UserError for questions with one id, because their lines would be the same."""
+  for name, count in collections.Counter(task.id for task in tasks).items():
+    if count > 1:
+      raise types.UserError(
+          f'{count} of the held-out questions have the id {name!r}: give each task its own id'
+      )
 
 
 def _play(
