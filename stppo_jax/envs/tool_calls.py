@@ -2,7 +2,7 @@
 
   hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>           Qwen, Hermes
   llama3   {"name": "add", "parameters": {"a": 1}}, after <|python_tag|> or as the whole turn,
-           several with ';' between
+           several with ';' between; <|python_tag|>search.call(query="cats") of the built-in tools
   tags     <search>cats</search>: the tool's name as a tag, around the text of its only parameter or
            a JSON object                                                           Search-R1
 
@@ -11,6 +11,7 @@ content. Tools are described by JSON schemas as chat templates take them: {"type
 "function": {"name", "description", "parameters": {"properties", "required", ..}}}.
 """
 
+import ast
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -25,10 +26,12 @@ from stppo_jax import types
 Schema = Mapping[str, Any]
 
 _MAX_ENDS = 3  # tags at which a JSON text may end: the first ones may be inside its strings
+_MAX_BUILT_IN_CHARS = 10_000  # Python's parser is not made for hostile texts
 _SHOWN_CHARS = 80  # length of a malformed call in its error
 _DECLARATION = 'You may call these tools:'
 _PYTHON_TAG = '<|python_tag|>'
 _BARE_CALL = re.compile(r'\{\s*"(?:name|type|function)"\s*:')
+_BUILT_IN = re.compile(r'\s*([A-Za-z_]\w*)\.call\(')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +115,8 @@ class Llama3(Form):
     elif not tag:
       return (thought + text).strip(), ()
     content = (thought + before).strip()
+    if built_in := _BUILT_IN.match(body):
+      return content, (_make_built_in_call(built_in[1], body),)
     body = body.strip()
     if not body:
       return content, (Call('', {}, 'nothing follows the tag: '),)
@@ -268,6 +273,19 @@ def _make_call(value: Any, text: str, keys: Sequence[str]) -> Call:
     return Call(name, {}, f'"{keys[0]}" is {error}: {_show(text)}')
   if not isinstance(arguments, dict):
     return Call(name, {}, f'"{keys[0]}" must be a JSON object: {_show(text)}')
+  return Call(name, arguments)
+
+
+def _make_built_in_call(name: str, body: str) -> Call:
+  """Reads `name.call(key="value", ..)`, the call of Llama 3's built-in tools."""
+  try:
+    assert len(body) <= _MAX_BUILT_IN_CHARS
+    node = ast.parse(body.strip(), mode='eval').body
+    assert isinstance(node, ast.Call) and not node.args
+    arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+    json.dumps(arguments, allow_nan=False)
+  except Exception:  # Python's parser raises many kinds of errors on a model's text
+    return Call(name, {}, f'{name}.call(key="value") is needed: {_show(body)}')
   return Call(name, arguments)
 
 
