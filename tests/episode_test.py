@@ -467,7 +467,7 @@ class EnvironmentErrorTest(parameterized.TestCase):
     kind = factory.make_factory('m:make', make, {}, {})
     observation, info = stepping.reset(kind(types.Task('t7', 'q'), 0), 0)
     self.assertEqual(observation, '')
-    self.assertIn('raised OSError: no file for t7', info['environment_error'])
+    self.assertIn('make raised OSError: no file for t7', info['environment_error'])
     self.assertIn(f'{__file__}:', info['environment_error'])
 
   def test_an_error_for_the_user_ends_the_run_as_it_is(self):

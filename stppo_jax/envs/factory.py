@@ -51,7 +51,7 @@ class EnvFactory:
     except ENDS_RUN:
       raise
     except Exception as error:  # the environment's code may raise anything
-      return FailedEnv(error)
+      return FailedEnv(getattr(self.make, '__qualname__', type(self.make).__name__), error)
     for name in ('stop_strings', 'frame', 'core_metrics', 'roles'):
       self._check_attribute(name, getattr(env, name, None))
     return env
@@ -162,7 +162,8 @@ class IsolatedEnv:
 class FailedEnv:
   """Stands for an environment whose constructor raised an error. `reset` raises it again."""
 
-  def __init__(self, error: Exception):
+  def __init__(self, name: str, error: Exception):
+    self.name = name
     self._error = error
 
   def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
@@ -172,11 +173,13 @@ class FailedEnv:
 
   def step(self, action: str) -> protocol.Step:
     """Is never called."""
-    raise AssertionError(f'no episode for {action!r}')
+    raise AssertionError(f'{self.name} has no episode for {action!r}')
 
 
 def class_name(env: Any) -> str:
   """Returns the name of an environment's class for messages."""
+  if isinstance(env, FailedEnv):
+    return env.name
   inner = env.env if isinstance(env, IsolatedEnv) else env
   return type(inner).__qualname__
 
