@@ -32,7 +32,7 @@ def _table(groups: Sequence[estimates.Group], names: Sequence[str]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-  """Returns rows, of which the first is the heading, as a Markdown table of right-aligned columns."""
+  """Returns rows as a Markdown table of right-aligned columns. The first row is the heading."""
   widths = [max(map(len, column)) for column in zip(*rows)]
   rule = [':' + '-' * (widths[0] + 1)]
   rule += ['-' * (width + 1) + ':' for width in widths[1:]]
