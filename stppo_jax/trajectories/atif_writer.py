@@ -158,7 +158,7 @@ def _step(
   if calls:
     step['tool_calls'] = calls
   if len(turn.observation):
-    result = {'content': tokenizer.decode(turn.observation)}
+    result: dict[str, Any] = {'content': tokenizer.decode(turn.observation)}
     if len(calls) == 1:
       result['source_call_id'] = calls[0]['tool_call_id']
     step['observation'] = {'results': [result]}
