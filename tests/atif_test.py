@@ -128,6 +128,16 @@ class RoundTripTest(parameterized.TestCase):
         self.assertEqual({key: new[key] for key in both}, {key: old[key] for key in both})
     with self.assertRaisesRegex(UserError, '^[^\n]*holds files already[^\n]*$'):
       atif_reader.read_folder(path('run', 'atif'), path('in', 'episodes'), reader, 16)
+    with self.subTest('other ids make new batches, with the same rewards'):
+      again = atif_reader.AtifReader(tokenizer, retokenize=True)
+      atif_reader.read_folder(path('run', 'atif'), path('again'), again, 10)
+      self.assertEqual(sorted(os.listdir(path('again'))), [f'train_00000{i}.jsonl' for i in (1, 2)])
+      scores = lambda *folder: [
+          record['score']
+          for file in pathlib.Path(path(*folder)).glob('*.jsonl')
+          for record in saved.read_records(str(file))
+      ]
+      self.assertCountEqual(scores('again'), scores('run', 'episodes'))
 
   def check_job(self, job, episodes):
     """The means that Harbor's viewer shows of a file, by data set."""
