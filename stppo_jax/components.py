@@ -52,6 +52,7 @@ ADAPTERS: dict[str, Callable[[str], Any]] = {
     'reasoning_gym': reasoning_gym.make,
     'textarena': textarena.make,
 }
+# Short name of `env.kind` -> environment class. A new built-in environment is added here.
 ENVIRONMENTS = {**search.ENVIRONMENTS, 'tools': tools.ToolEnv}
 
 

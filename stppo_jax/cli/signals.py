@@ -18,6 +18,11 @@ def handled() -> Iterator[Callable[[], bool]]:
   may ignore it there, so the function raises it again. Until the function is called for the first
   time there is nothing to save, so SIGTERM raises Stopped at once. If a callback ignores that, the
   function returns true.
+
+  Training calls the function in two places. Between updates `Run.remaining_updates` calls it and
+  ends the loop. While episodes are played or the run waits for a retriever, `hosts.end_if` calls it
+  and raises Stopped, which `Run.guard` catches. In both cases `Run.finish` saves the updates that
+  are done, and the command ends with exit code 0.
   """
   terminated = threading.Event()
   interrupted = threading.Event()

@@ -207,7 +207,7 @@ def put(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
 
 
 def finish() -> None:
-  """Says that this process ends without an error, and stops looking for failures of others."""
+  """Ends the thread that looks for failures of other processes. Called when no error occurred."""
   _has_finished.set()
 
 

@@ -6,7 +6,8 @@ voice. The wording is ours. For a checkpoint that was trained on another wording
 `instructions` (all text before 'Question:') and `invalid_message`.
 
 `reset` gives the prompt, and each `step` one observation, until an answer. Everything here is text.
-Tokens and chat templates belong to the rollout. ENVIRONMENTS lists the short names of `env.kind`.
+Tokens and chat templates belong to the rollout. `components.ENVIRONMENTS` lists the short names of
+`env.kind`.
 """
 
 from collections.abc import Sequence

@@ -7,10 +7,15 @@ The metrics come from these files:
 
   training/diagnostics.py  batches and optimizer steps, from token arrays
   training/update.py       gradients, divisor and applied step
+  models/moe.py            use of the experts of a mixture
   monitoring/episodes.py   episodes, with what the environment gives in `info['metrics']`
+  monitoring/outcomes.py   numbers of episodes by how they ended
+  monitoring/health.py     whether a limit of config.health is exceeded
   rollout/pipeline.py      sampling
   training/run.py          time and throughput of an update
   evaluation/scores.py     held-out episodes
+
+metric_names.py has the meaning of each metric.
 """
 
 from collections.abc import Mapping

@@ -212,12 +212,16 @@ def _results(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> dict[s
 
 
 def main_score(rows: list[dict[str, Any]]) -> str:
-  """Returns the name of the metric by which a run is judged."""
+  """Returns the name of the main metric of a run, such as val-core/all/em."""
   return f'val-core/all/{_main_score(rows)}'
 
 
 def _main_score(rows: list[dict[str, Any]]) -> str:
-  """Returns the score that is given by hops; else exact match, any core metric, or the reward."""
+  """Returns the name of the main score, such as em.
+
+  It is a score that is also given by hops. Without one it is exact match, then any core metric,
+  then the reward.
+  """
   names = {name for row in rows for name in row}
   matches = [match for match in map(_CORE_NAME.fullmatch, names) if match]
   by_hops = sorted(match.group(2) for match in matches if match.group(3))

@@ -2,7 +2,9 @@
 
   python run.py --mode=watch --workdir=FOLDER
 
-FOLDER is the folder of a run, or a folder that holds such folders. The page asks these addresses:
+FOLDER is the folder of a run, or a folder that holds such folders. All numbers are read from files:
+metrics.jsonl, config.json and episodes/*.jsonl. The server does not connect to the process that
+trains. The page asks these addresses:
 
   /api/runs                                       the runs, with their newest scores
   /api/run?name=RUN                               `report.page_data` of a run

@@ -38,7 +38,10 @@ _SHARED = 'give a --workdir that all processes share'
 
 
 class Stuck(Exception):
-  """The last optimizer steps were all skipped for non-finite gradients."""
+  """Training cannot continue from this state, and `with_rollbacks` may go back to a checkpoint.
+
+  Too many optimizer steps in a row were skipped, or the parameters are not finite.
+  """
 
   def __init__(self, message: str, batch_number: int):
     super().__init__(message)

@@ -294,7 +294,7 @@ class Run:
     except types.Stopped:
       self.is_stopped = True
     except (recovery.Stuck, checkpoint.SaveError):
-      raise
+      raise  # without a save: this state must not be the newest checkpoint, or cannot be written
     except Exception as error:
       self.checkpoints.save_on_error(error, self.progress, self.learners.state)
       raise

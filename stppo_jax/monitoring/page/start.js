@@ -1,4 +1,4 @@
-// Start, and news of the viewer's server.
+// Starts the page, and asks the viewer's server for changed runs.
 
 const POLL_MS = 3000;
 const FIRST_RUNS = 16;  // drawn at the start
