@@ -48,12 +48,12 @@ class Agent:
       greedy: bool = False,
       give_up: Callable[[], bool] | None = None,
   ) -> list[types.Episode]:
-    """Plays one episode per task, `rows` at a time; keys [B] fix each episode's randomness.
+    """Plays one episode per task, as many at once as the sampler has rows for.
 
-    Returns the rows of each task, in the order of the tasks. `params` are those of the policy, or
-    a `Sampler.copy` of them, or a list of those of several policies. Raises Stopped after a turn at
-    which `give_up()` is true, and at the end, because a retriever that gives up at that moment
-    leaves failed episodes.
+    The keys fix each episode's randomness. Returns the rows of each task, in the order of the
+    tasks. `params` are those of the policy, or a `Sampler.copy` of them, or a list of those of
+    several policies. Raises Stopped after a turn at which `give_up()` is true, and at the end,
+    because a retriever that gives up at that moment leaves failed episodes.
 
     Choice: on many hosts rows wait for the environments, because all hosts must launch the same
     programs in the same order. The threads still step the environments of a host together.
@@ -64,6 +64,7 @@ class Agent:
     envs = [self.env(task, seed) for task, seed in zip(tasks, seeds)]
     step_all = hosts.split_steps(envs)
 
+    # Reads `step_all` when it is called, and so uses the threads that are added to it below.
     def step_envs(stepped, texts):
       if give_up is not None:
         hosts.end_if(give_up)

@@ -146,7 +146,7 @@ def _routes(episodes, shape):
   for row, episode in zip(routes, episodes):
     if episode.turns:
       read = np.concatenate([turn.routes for turn in episode.turns])
-      row[: len(read)] = read  # the observation after the last turn was never read
+      row[: len(read)] = read  # ends with the last turn, because the sampler reads nothing after it
   return routes
 
 

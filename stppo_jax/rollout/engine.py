@@ -280,6 +280,7 @@ class _Engine:
       count -= 1
 
   def _enqueue(self, sequence):
+    # Sequences are numbered by environment, then by role. With a policy per role, this is the role.
     number = sequence.index % len(self._queues)
     self._queues[number].waiting.append(sequence)
 

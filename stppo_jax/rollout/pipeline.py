@@ -57,7 +57,7 @@ class Batches:
   """The batches of a run, numbered from 1: each depends only on parameters, seed and number."""
 
   agent: Any  # agent.Agent
-  policy: Callable  # trained parameters -> the policy's, see `state.Frozen.policy`
+  policy: Callable  # trained parameters -> the policy's, see `Learners.policy`
   stream: Any  # tasks.TaskStream
   group_size: int  # episodes per question
   seed: int

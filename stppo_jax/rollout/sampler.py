@@ -300,7 +300,7 @@ class Sampler:
     steps = min(steps, self.steps)
     limits = np.array([steps, enough], np.int32)
     context, result = self._decode(params, context, rows, limits, self._stop_table)
-    if not self.records_routes:  # the programs of a sampler that records may be shared
+    if not self.records_routes:  # the programs may be those of a sampler that does: see `greedy`
       result = dataclasses.replace(result, routes=None)
     return context, result
 

@@ -142,7 +142,7 @@ class Learners:
 
   @property
   def actor(self) -> Any:
-    """What is trained of the policy, or a list of what is trained of each of several."""
+    """The trained parameters of the policy. Several policies give a list, in their order."""
     actors = [learner.state.actor for learner in self.by_policy.values()]
     if len(actors) == 1:
       return actors[0]
