@@ -108,8 +108,8 @@ class DividedGradient(NamedTuple):
   gradient: Any  # the gradient for the optimizer
   undivided: Any  # the gradient for the optimizer without the division
   step_divisor: jax.Array | None  # divides the optimizer's step; None: nothing does
-  # Norms: `clip` is the norm that the clip bounds, `entering` that of `gradient`. `factor` is the
-  # change of the latter by the division: 1 with 'step', or where g + rest is 0.
+  # 'clip' is the norm that the clip bounds. 'entering' is the norm of `gradient`. 'factor' is
+  # 'entering' divided by the norm of `undivided`. It is 1 with 'step', and where g + rest is 0.
   norms: dict[str, jax.Array]
 
 

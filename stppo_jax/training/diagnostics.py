@@ -57,11 +57,14 @@ def sampler_gap(
 ) -> dict[str, jax.Array]:
   """Measures the gap between the trainer's and the sampler's log-probs, as verl 0.9.1 does.
 
-  The weights are those of `off_policy`; with level 'none', where nothing is weighted, those of
-  'token' without truncation. Mean, deviation and effective sample size (a share of the tokens) are
-  of the weights that are used, before they are normalised. At the levels 'token' and 'turn' so are
-  maximum and minimum, and shares are of tokens; at those of sequences these are of the weights
-  before truncation, and shares are of sequences.
+  The metrics rollout_is_.. describe the weights of `off_policy` at `level`, before they are
+  normalised. With level 'none' nothing is weighted, and the metrics describe the weights of 'token'
+  without truncation. Mean, deviation and effective sample size (a share of the tokens) are over
+  tokens, after truncation. The other metrics depend on the level:
+
+                 maximum and minimum    shares above and below the bounds
+  token, turn    after truncation       of the tokens
+  sequence..     before truncation      of the sequences
   """
   log_ratio = (logp - behaviour_logp) * mask
   rows = mask.any(axis=1).astype(mask.dtype)
@@ -147,6 +150,7 @@ def step_summary(
   metrics = _step_metrics(spec, batch, weights, tokens)
   for role, rows in _by_role(batch):
     policy_weights = weights.policy * rows.action_mask
+    # Called again only for the loss of this role. The cotangents are not used.
     _, _, parts = correction.cotangents(tokens['logp'], batch, spec.variant, weights=policy_weights)
     role_tokens = tokens | {'pg_loss': parts['pg_loss']}
     metrics |= role_metrics(role, _step_metrics(spec, rows, weights, role_tokens))
@@ -238,9 +242,7 @@ ROLE_NAMES = {
 
 def role_metrics(role: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the metrics of the rows or of the policy of a role, under the role's name."""
-  return {
-      f'role/{role}/{ROLE_NAMES[name]}': x for name, x in metrics.items() if name in ROLE_NAMES
-  }
+  return {f'role/{role}/{ROLE_NAMES[name]}': x for name, x in metrics.items() if name in ROLE_NAMES}
 
 
 def _by_role(batch):

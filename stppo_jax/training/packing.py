@@ -54,7 +54,10 @@ class Bins:
 
 @flax.struct.dataclass
 class Packing:
-  """The place of each row; micro-batch j has the bins from j R on, R its number of bins."""
+  """The place of each row. Bins are numbered across micro-batches.
+
+  With R bins per micro-batch, micro-batch j has the bins j R to (j + 1) R - 1.
+  """
 
   bin: Array  # [B] int32
   offset: Array  # [B] int32, the column of its first token
@@ -81,7 +84,7 @@ class Layout:
 
   @property
   def mine(self) -> jax.Array:
-    """True [B,T] for tokens of this micro-batch, but for the first of each row."""
+    """True [B,T] for tokens of this micro-batch, except for the first token of each row."""
     num_tokens = self.here.shape[1]
     columns = jnp.arange(num_tokens)
     return self.here & (columns > 0)
@@ -191,10 +194,11 @@ def pack(
 ) -> Packing:
   """Packs rows of the given lengths [B] into micro-batches of `num_bins` bins; NumPy, on the host.
 
-  Each micro-batch in turn takes, first fit, the longest rows that are left. Of the rising
-  `capacities` that hold the longest one, its bins have the one that leaves the least padding. B /
-  num_bins micro-batches, rounded up, are always enough: each but the last holds a row in every bin.
-  Bins that are not `shared` hold one row each, from their first column on.
+  Micro-batches are filled one after the other. Each takes the longest rows that are left, and puts
+  each of them into the first bin that has room. All bins of a micro-batch have the same capacity.
+  It is the one of the rising `capacities` that leaves the least padding, among those that hold the
+  longest row. B / num_bins micro-batches, rounded up, are always enough, because each but the last
+  holds a row in every bin. Bins that are not `shared` hold one row each, from their first column.
   """
   lengths = np.asarray(lengths, np.int32)
   chex.assert_rank(lengths, 1)

@@ -126,6 +126,9 @@ def annotate(
   so that every sum is rounded as in the steps themselves. The first ratio is then exactly 1 on CPUs
   (with old_logp 'trainer'). On GPUs it is 1 up to rounding: the products of two programs may be
   computed by different kernels.
+
+  With routing replay the batch also gets `routes` [B,T,L,A], the experts that the actor uses in all
+  steps of the update. Reference and critic choose their own experts.
   """
   variant = spec.variant
   actor = frozen.policy(state.actor)
@@ -365,7 +368,7 @@ def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Ar
   """
   spec = inputs.spec
   grads, tokens = _sum_gradients(inputs)
-  bias = None
+  bias = None  # C, a tree with the shapes of the actor; tokens['bias'] is its cotangent [b,T]
   if spec.variant.measures_bias:
     bias = _sum_bias(inputs, tokens['bias'])
   metrics = diagnostics.step_summary(spec, inputs.batch, inputs.weights, tokens)
@@ -592,9 +595,9 @@ def optimize(
 ) -> Applied:
   """Returns parameters and optimizer state after one step, or unchanged if `take` [] is false.
 
-  `step_divisor` divides the step. `factor` is the norm of the step over that of the step that the
-  same optimizer state makes of the gradient `undivided` (None: `gradient`). It is 1 if nothing is
-  divided, or that step is 0.
+  `step_divisor` divides the step. `factor` is the norm of the step, divided by the norm of the step
+  without the division. The same optimizer state makes this other step of the gradient `undivided`
+  (None: `gradient`). The factor is 1 if nothing is divided, or if the other step is 0.
   """
 
   def choose(new, old):
