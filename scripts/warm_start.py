@@ -10,6 +10,7 @@ episodes: a sentence that the environment always says becomes a few tokens, whil
 one. Writes the folder that config.model.folder names.
 """
 
+import argparse
 from collections.abc import Iterable
 from collections.abc import Sequence
 import importlib.util
@@ -19,8 +20,6 @@ import pathlib
 import random
 import sys
 
-from absl import app
-from absl import flags
 import jax
 import numpy as np
 import tokenizers
@@ -45,36 +44,36 @@ TEMPLATE = (
 Played = tuple[tuple[str, Sequence[dict], str], list[tuple[str, str]]]
 FIRST_SEED = 2**31  # above those of any split
 
-_CONFIG = flags.DEFINE_string('config', None, 'FILE[:mode] of the experiment', required=True)
-_PLAYER = flags.DEFINE_string('player', None, 'module:class of the player', required=True)
-_EPISODES = flags.DEFINE_integer('episodes', 4000, 'episodes to imitate')
-_STEPS = flags.DEFINE_integer('steps', 600, 'optimizer steps')
-_VOCABULARY = flags.DEFINE_integer('vocabulary', 1000, 'tokens at most')
-_WORDS = flags.DEFINE_bool('words', False, 'no token spans several words')
-_WIDTH = flags.DEFINE_integer('width', 64, 'width of the model')
 
-
-def main(unused_argv):
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
+  parser.add_argument('--config', required=True, help='FILE[:mode] of the experiment')
+  parser.add_argument('--player', required=True, help='module:class of the player')
+  parser.add_argument('--episodes', type=int, default=4000, help='episodes to imitate')
+  parser.add_argument('--steps', type=int, default=600, help='optimizer steps')
+  parser.add_argument('--vocabulary', type=int, default=1000, help='tokens at most')
+  parser.add_argument('--words', action='store_true', help='no token spans several words')
+  parser.add_argument('--width', type=int, default=64, help='width of the model')
   try:
-    _make()
+    _make(parser.parse_args())
   except UserError as error:
     sys.exit(f'warm_start: {error}')
 
 
-def _make():
-  config = load_config(_CONFIG.value)
+def _make(args: argparse.Namespace) -> None:
+  config = load_config(args.config)
   folder = pathlib.Path(config.model.folder)
   try:
     folder.mkdir(parents=True, exist_ok=True)
   except OSError as error:
     raise UserError(f'config.model.folder={str(folder)!r} ({error}): give another one') from error
   named = components.resolve(config)
-  tasks = tasks_of(config, named, _EPISODES.value)
-  make_player = plugins.load('player', _PLAYER.value, {})
+  tasks = tasks_of(config, named, args.episodes)
+  make_player = plugins.load('player', args.player, {})
   kind, seeds = named.env, itertools.count(FIRST_SEED)
   played = [play(kind, make_player, task, seed) for task, seed in zip(tasks, seeds)]
   episodes = [row for rows in played for row in rows]
-  write_tokenizer(folder, episodes[:2000])
+  write_tokenizer(folder, episodes[:2000], args.vocabulary, args.words)
   tokenizer = chat.load_tokenizer(str(folder))
   framing = chat.make_framing(tokenizer, kind.frame, config.rollout.max_observation)
   pool = [encode(tokenizer, framing, *episode) for episode in episodes]
@@ -82,12 +81,12 @@ def _make():
   print(f'{tokenizer.vocab_size} tokens; episodes of {lengths[0]} to {lengths[-1]} tokens')
   model = decoder.ModelConfig(
       vocab_size=tokenizer.vocab_size,
-      d_model=_WIDTH.value,
+      d_model=args.width,
       num_layers=2,
       num_heads=4,
       num_kv_heads=2,
-      head_dim=_WIDTH.value // 4,
-      d_ff=3 * _WIDTH.value,
+      head_dim=args.width // 4,
+      d_ff=3 * args.width,
       tie_embeddings=True,
       family='llama',
       scan_layers=False,
@@ -96,8 +95,8 @@ def _make():
       decoder.init(jax.random.key(0), model),
       model,
       sft.batches(pool, 32, 32, (32, 64, 96, 128, 192, 256, 384, 512, 1024)),
-      steps=_STEPS.value,
-      optimizer=sft.make_optimizer(3e-3, _STEPS.value),
+      steps=args.steps,
+      optimizer=sft.make_optimizer(3e-3, args.steps),
       seed=0,
   )
   convert.save_hf(str(folder), model, jax.device_get(params))
@@ -160,18 +159,18 @@ def encode(tokenizer, framing, prompt, turns) -> sft.Demonstration:
   return sft.Demonstration(np.array(ids, np.int32), np.array(weights, np.float32))
 
 
-def write_tokenizer(folder: pathlib.Path, episodes) -> None:
+def write_tokenizer(folder: pathlib.Path, episodes, vocabulary: int, words: bool) -> None:
   """Writes a tokenizer of bytes, byte pairs of these episodes and the control tokens."""
   library = tokenizers.Tokenizer(tokenizers.models.BPE())
   library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
       [
           tokenizers.pre_tokenizers.Digits(individual_digits=True),
-          tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=_WORDS.value),
+          tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words),
       ]
   )
   library.decoder = tokenizers.decoders.ByteLevel()
   trainer = tokenizers.trainers.BpeTrainer(
-      vocab_size=_VOCABULARY.value,
+      vocab_size=vocabulary,
       min_frequency=100,
       special_tokens=CONTROLS,
       initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
@@ -189,4 +188,4 @@ def write_tokenizer(folder: pathlib.Path, episodes) -> None:
 
 
 if __name__ == '__main__':
-  app.run(main)
+  main()

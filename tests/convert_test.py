@@ -522,6 +522,10 @@ class RefusalTest(parameterized.TestCase):
     path.write_bytes(b'\xef\xbb\xbf' + path.read_bytes())
     self.assertEqual(hf_config.load(self.folder), config)
 
+  def test_a_number_of_layers_that_no_model_has(self):
+    self.edit_config(num_hidden_layers=10**9)
+    self.refuses('config.json: num_hidden_layers = 1000000000', 'at most 1000')
+
   def test_no_config(self):
     (self.folder / 'config.json').unlink()
     self.refuses('config.json does not exist; give a folder', '`hf download NAME')

@@ -57,7 +57,7 @@ class ShareTest(absltest.TestCase):
     self.enterContext(mock.patch.object(jax, 'process_index', lambda: here.index))
     exchanges = [messages.Exchange(store, i, 2) for i in range(2)]
     self.enterContext(mock.patch.object(hosts, '_exchange', lambda: exchanges[here.index]))
-    dispatched = self.enterContext(mock.patch.object(hosts, '_multihost'))
+    dispatched = self.enterContext(mock.patch.object(hosts, 'multihost_utils'))
 
     def run(i):
       here.index = i

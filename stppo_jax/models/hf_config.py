@@ -16,6 +16,7 @@ from stppo_jax.models import decoder
 from stppo_jax.types import UserError
 
 # model_type -> prefix of the classes' names in transformers.
+_MAX_LAYERS = 1000  # more would take minutes until the weights turn out to have fewer
 FAMILIES = {'qwen2': 'Qwen2', 'qwen3': 'Qwen3', 'qwen3_moe': 'Qwen3Moe', 'llama': 'Llama'}
 TOKENIZER_FILES = (
     'tokenizer.json',
@@ -70,35 +71,42 @@ def load(
         f'{folder} holds a critic or reward model ({raw["architectures"]}), not a policy; load it '
         "with head='value' or give a policy's folder"
     )
-  field = functools.partial(_field, path, raw)
-  num_heads = field('num_attention_heads')
-  num_kv_heads = field('num_key_value_heads', num_heads if family == 'llama' else None)
-  head_dim = field('head_dim', 128 if family == 'qwen3' else field('hidden_size') // num_heads)
+  number = functools.partial(_number, path, raw)
+  d_model = number('hidden_size')
+  num_layers = number('num_hidden_layers')
+  if num_layers > _MAX_LAYERS:
+    raise UserError(
+        f'{path}: num_hidden_layers = {num_layers}, and models have at most {_MAX_LAYERS} layers; '
+        'use the config.json that belongs to the weights'
+    )
+  num_heads = number('num_attention_heads')
+  num_kv_heads = number('num_key_value_heads', num_heads if family == 'llama' else None)
+  head_dim = number('head_dim', 128 if family == 'qwen3' else d_model // num_heads)
   _check_heads(path, raw, num_heads, num_kv_heads, head_dim)
   rope_theta, rope_scaling = _rope(path, raw)
   if family == 'qwen3_moe':
     feed_forward = _experts(path, raw)
   else:
-    feed_forward = {'d_ff': field('intermediate_size')}
+    feed_forward = {'d_ff': number('intermediate_size')}
   return decoder.ModelConfig(
-      vocab_size=field('vocab_size'),
-      d_model=field('hidden_size'),
-      num_layers=field('num_hidden_layers'),
+      vocab_size=number('vocab_size'),
+      d_model=d_model,
+      num_layers=num_layers,
       num_heads=num_heads,
       num_kv_heads=num_kv_heads,
       head_dim=head_dim,
       **feed_forward,
       rope_theta=rope_theta,
       rope_scaling=rope_scaling,
-      rms_norm_eps=field('rms_norm_eps', 1e-6),
-      tie_embeddings=field('tie_word_embeddings', False),
-      qkv_bias=family == 'qwen2' or field('attention_bias', False),
+      rms_norm_eps=number('rms_norm_eps', 1e-6, float),
+      tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
+      qkv_bias=family == 'qwen2' or bool(raw.get('attention_bias')),
       qk_norm=family in ('qwen3', 'qwen3_moe'),
       family=family,
       head=head,
       dtype=dtype,
       param_dtype=param_dtype,
-      max_positions=field('max_position_embeddings', 32_768),
+      max_positions=number('max_position_embeddings', 32_768),
   )
 
 
@@ -350,32 +358,34 @@ def _experts(path, raw):
         'layers dense; allowed: 1 and []; choose a model whose layers all have experts'
     )
   # transformers has two names for the same number.
-  num_experts = _field(path, raw, 'num_experts', raw.get('num_local_experts'))
-  active = _field(path, raw, 'num_experts_per_tok')
+  counts = {'num_experts': raw.get('num_experts', raw.get('num_local_experts'))}
+  num_experts = _number(path, counts, 'num_experts')
+  active = _number(path, raw, 'num_experts_per_tok')
   if active > num_experts:
     raise UserError(
         f'{path}: num_experts_per_tok = {active} of num_experts = {num_experts}; download it again'
     )
   return {
-      'd_ff': _field(path, raw, 'moe_intermediate_size'),
+      'd_ff': _number(path, raw, 'moe_intermediate_size'),
       'num_experts': num_experts,
       'experts_per_token': active,
-      'norm_topk_prob': _field(path, raw, 'norm_topk_prob', False),
+      'norm_topk_prob': bool(raw.get('norm_topk_prob', False)),
   }
 
 
 def _rope(path, raw):
   """Returns (rope_theta, rope_scaling).
 
-  transformers 5 writes `rope_parameters`. transformers 4 writes `rope_theta` and `rope_scaling`. A
-  folder that has both must say the same in both.
+  transformers 5 writes `rope_parameters`. transformers 4 writes `rope_theta` and `rope_scaling`.
   """
   defaults = {'rope_theta': raw.get('rope_theta'), 'rope_type': 'default'}
   forms = []
   for name in ('rope_parameters', 'rope_scaling'):
     rope = raw.get(name) or {}
-    renamed = {'rope_type' if key == 'type' else key: value for key, value in rope.items()}
+    if not isinstance(rope, dict):
+      raise UserError(f'{path}: rope parameters {rope!r} are not an object; download it again')
     if rope:
+      renamed = {'rope_type' if key == 'type' else key: value for key, value in rope.items()}
       forms.append(defaults | renamed)
   if len(forms) == 2:
     forms[1]['rope_theta'] = forms[1]['rope_theta'] or forms[0]['rope_theta']
@@ -385,25 +395,28 @@ def _rope(path, raw):
           f'{raw["rope_scaling"]!r} differ; remove the one that does not hold'
       )
   rope = forms[0] if forms else defaults
-  theta = _field(path, rope, 'rope_theta', 10_000.0)
+  theta = _number(path, rope, 'rope_theta', 10_000.0, float)
   kind = rope['rope_type']
   if kind == 'default':
-    return float(theta), None
+    return theta, None
   if kind != 'llama3':
     raise UserError(
         f"{path}: rope type {kind!r} is not supported; allowed: 'default', 'llama3'; "
         'choose another model or remove the scaling'
     )
   names = ('factor', 'low_freq_factor', 'high_freq_factor')
-  factors = [float(_field(path, rope, name)) for name in names]
-  return float(theta), (*factors, _field(path, rope, 'original_max_position_embeddings'))
+  factors = [_number(path, rope, name, None, float) for name in names]
+  original = _number(path, rope, 'original_max_position_embeddings')
+  return theta, (*factors, original)
 
 
-def _field(path, raw, name, default=None):
-  """Returns `raw[name]`, or the default. UserError: neither."""
+def _number(path, raw, name, default=None, kind=int):
+  """Returns the positive number `raw[name]`, or the default. UserError: neither."""
   value = raw.get(name)
   if value is None:
     value = default
   if value is None:
     raise UserError(f'{path}: {name} is missing; download config.json again')
-  return value
+  if isinstance(value, bool) or not isinstance(value, (int, kind)) or not (0 < value < 2**53):
+    raise UserError(f'{path}: {name} = {value!r} is not a positive number; download it again')
+  return kind(value)

@@ -103,7 +103,7 @@ class UpdateTest(parameterized.TestCase):
         spec,
         state,
         batch,
-        *filters.weights(batch, spec.variant),
+        filters.weights(batch, spec.variant),
         None,
         update_test.NOTHING,
         step.packing,
@@ -129,7 +129,7 @@ class UpdateTest(parameterized.TestCase):
     self.assertAlmostEqual(float(metrics['stppo/ess_share']), 1, places=6)
     if ratio != 'token':  # Every ratio is 1, but the gradient of a turn is shared.
       return
-    weights, advantages = work.weights, work.batch.advantages
+    weights, advantages = work.weights.policy, work.batch.advantages
     objective = lambda actor: jnp.sum(weights * advantages * work.log_probs(actor)[0])
     gradient = jax.grad(objective)(work.state.actor)
     ascended = jax.tree.map(jnp.add, work.state.actor, gradient)
