@@ -24,6 +24,7 @@ from stppo_jax.monitoring import charts
 from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import metrics
 from stppo_jax.monitoring import outcomes
+from stppo_jax.monitoring import provenance
 from stppo_jax.monitoring import workdir as workdir_lib
 
 T = TypeVar('T')
@@ -89,6 +90,7 @@ def page_data(workdir: str) -> dict[str, Any]:
       'warnings': warnings(rows),
       'results': _results(rows, groups),
       'outcomes': outcomes.of_run(rows),
+      'provenance': provenance.newest(workdir),
       'highlights': [
           [name, str(settings[name])]
           for name in _HIGHLIGHTS

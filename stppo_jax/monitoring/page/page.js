@@ -120,7 +120,22 @@ function showHeader() {
     const parts = plain(value).split('/').flatMap((part, i) => i ? ['/', make('wbr'), part] : [part]);
     return make('div', {}, make('dt', {}, name), make('dd', {}, ...parts));
   }));
+  $('#outcomes').replaceChildren(outcomesTable(single.outcomes));
   $('#config pre').textContent = single.config;
+  $('#provenance pre').textContent = JSON.stringify(single.provenance, null, 2);
+  $('#provenance').hidden = !Object.keys(single.provenance).length;
+}
+
+// How the episodes of training and of the last evaluation ended.
+function outcomesTable(outcomes) {
+  const columns = Object.keys(outcomes);
+  const names = [...new Set(columns.flatMap((column) => Object.keys(outcomes[column])))];
+  const used = names.filter((name) => columns.some((column) => outcomes[column][name]));
+  if (!used.length) return make('span');
+  const head = make('tr', {}, ...['Episodes by outcome', ...columns].map((title) => make('th', {scope: 'col'}, title)));
+  const rows = used.map((name) => make('tr', {}, make('th', {scope: 'row'}, name.replaceAll('_', ' ')),
+    ...columns.map((column) => make('td', {}, String(outcomes[column][name] ?? 0)))));
+  return make('table', {class: 'results'}, make('thead', {}, head), make('tbody', {}, ...rows));
 }
 
 function resultsTable({score, rows}) {
