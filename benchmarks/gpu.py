@@ -49,7 +49,7 @@ _LAYERS = flags.DEFINE_integer('layers', 0, 'of the model; 0: those of the table
 _MODEL = flags.DEFINE_string('model', '', 'for numerics: a Hugging Face folder')
 _PASSAGES = flags.DEFINE_string('passages', '', 'for numerics: JSON lines with id, title and text')
 
-NEW_TOKENS = 128  # of a row of the rollout
+NEW_TOKENS = 128  # per row of the rollout
 
 
 def main(unused_argv):

@@ -32,7 +32,7 @@ def ended(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
 
 
 def _port(server):
-  """Returns the port that the server logs, and goes on reading its log."""
+  """Returns the port that the server logs. A thread continues to read the log."""
   for line in server.stderr:
     if match := re.search(r'at http://127\.0\.0\.1:(\d+)/v1', line):
       threading.Thread(target=_pass_on, args=(server.stderr,), daemon=True).start()

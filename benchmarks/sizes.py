@@ -10,12 +10,12 @@ class Size(typing.NamedTuple):
   """The sizes for a model, chosen to fit in 80 GB."""
 
   preset: str
-  rows: int  # of the update
+  rows: int  # per update
   micro_batch: int
   rollout_rows: int
-  param_dtype: str  # of the update; the rollout's is bfloat16
+  param_dtype: str  # The update uses it. The rollout uses bfloat16.
   variant: str  # st_ppo has a separate critic, as large again; so_grpo has none
-  layers: int = 0  # of the update; 0: all
+  layers: int = 0  # The update uses the first layers. 0: all.
   dtype: str = 'bfloat16'  # of the computation
 
 

@@ -55,7 +55,7 @@ def run(workdir, folder):
         stderr=log,
         env=os.environ | {'JAX_COMPILATION_CACHE_DIR': os.path.join(folder, 'cache')},
     )
-    _, status, usage = os.wait4(process.pid, 0)  # of this process only, unlike RUSAGE_CHILDREN
+    _, status, usage = os.wait4(process.pid, 0)  # RUSAGE_CHILDREN would add other processes
   ended = time.time()
   if status:
     with open(os.path.join(folder, 'log'), encoding='utf-8') as log:

@@ -21,7 +21,7 @@ from scripts import warm_start
 from stppo_jax import components
 from stppo_jax.monitoring import metrics as metrics_lib
 
-COLOURS = ('#0072B2', '#D55E00', '#009E73', '#E69F00')  # of Okabe and Ito
+COLOURS = ('#0072B2', '#D55E00', '#009E73', '#E69F00')  # Okabe and Ito's palette
 
 
 def main():

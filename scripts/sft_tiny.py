@@ -49,12 +49,12 @@ _DATASETS = flags.DEFINE_list('datasets', ['geo', 'elements'], 'of the embedded 
 MERGED = 514  # tokens from bytes and merges; the others are whole words
 TOP_K = 1
 MAX_OBSERVATION = 128
-READ_WEIGHT = 0.3  # of prompt and observation tokens in the loss: names recur there to be copied
-REAL_SHARE = 0.05  # of demonstrations that keep their names, see `Disguise`
-# Of new names: one word, several, small words between them ('Isle of Man').
+READ_WEIGHT = 0.3  # weight of prompt and observation tokens, whose names recur and are copied
+REAL_SHARE = 0.05  # share of demonstrations that keep their names, see `Disguise`
+# Shares of new names: one word, several, small words between them ('Isle of Man').
 SHAPE_SHARES = (0.6, 0.25, 0.15)
-SHARED_SHARE = 0.3  # of the words of long names that an earlier name of the demonstration has too
-SMALL_SHARE = 0.5  # of small words in names that become another one ('Isle von Man')
+SHARED_SHARE = 0.3  # share of words of long names that an earlier name also has
+SMALL_SHARE = 0.5  # share of small words that become another one ('Isle von Man')
 EOS = '<|endoftext|>'
 KINDS = ('ci', 'ca', 'co', 'el', 'pe')  # prefixes of the ids of passages that the data sets need
 TAG = r'</?(?:think|search|information|answer)>'

@@ -190,7 +190,7 @@ def plugin_names(config: Config) -> dict[str, str]:
     for i, name in enumerate(value if is_tuple else (value,)):
       if not isinstance(name, str) or ':' not in name:
         continue
-      is_file = path == 'data.source' and os.path.exists(name)  # which is read, not imported
+      is_file = path == 'data.source' and os.path.exists(name)  # read, not imported
       prefix = name.partition(':')[0]
       if not is_file and prefix not in rules.prefixes:
         setting = f'{path}[{i}]' if is_tuple else path

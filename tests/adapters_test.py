@@ -357,7 +357,7 @@ class NamesTest(parameterized.TestCase):
 
 
 def two_tasks(split):
-  """Questions of one's own take precedence over an environment's."""
+  """A user's questions take precedence over an environment's."""
   del split
   return [Task('a', seed=1), Task('b', seed=2)]
 

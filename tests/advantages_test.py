@@ -117,8 +117,8 @@ class GaeTest(chex.TestCase):
     rng = np.random.default_rng(seed)
     shape = 3, 9
     agent = rng.random(shape) < rng.random()
-    # A new turn begins with an agent token after another token, and sometimes right after a turn,
-    # which is an empty observation.
+    # A new turn begins with an agent token after another token, and sometimes right after a turn:
+    # the observation between them is empty.
     starts = agent & (~np.pad(agent, ((0, 0), (1, 0)))[:, :-1] | (rng.random(shape) < 0.3))
     turn_ids = np.cumsum(starts, axis=1) * agent
     r, v, m = rng.normal(size=shape) * agent, rng.normal(size=shape), agent.astype(np.float64)

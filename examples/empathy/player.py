@@ -15,7 +15,7 @@ class Player:
   def __init__(self, rng):
     self._rng = rng
     self._topic = ''
-    self._need = ''  # that the user has told
+    self._need = ''  # what the user has told so far
 
   def act(self, observation: str) -> str:
     """Returns a reply."""

@@ -4,61 +4,31 @@ python run.py --config=examples/rooms/config.py --workdir=/tmp/rooms
 python run.py --config=examples/rooms/config.py:sparse
 """
 
-import os
-
-from stppo_jax import config as schema
+from examples import settings
 
 
 def get_config(mode=''):
-  config = schema.Config()
-  config.name = 'rooms'
+  config = settings.tiny('rooms')
   config.data.source = 'examples.rooms.env:load'
   config.env.kind = 'examples.rooms.env:Rooms'
   config.env.options = {'rooms': 2, 'objects': 3, 'quest': 4, 'reward': 'dense'}
   config.env.max_searches = 6
-  config.retriever.kind = 'none'
-  config.model = schema.ModelSettings(
-      folder=os.path.join(os.path.dirname(__file__), 'model'),
-      dtype='float32',
-      remat='none',
-      scan_layers=False,
-      logp_chunk=0,
-  )
-  config.rollout = schema.RolloutSettings(
-      max_prompt=64,
-      max_turn=8,
-      max_observation=32,
-      max_total=192,
-      width=64,
-      chunks=(16, 32),
-      threads=0,
-  )
-  config.algorithm.variant = 'st_ppo'
-  config.algorithm.kl_in = 'none'
-  config.algorithm.entropy_coef = 0.0
-  config.actor = schema.OptimizerSettings(lr=3e-4, warmup=0.0, weight_decay=0.0)
-  config.critic = schema.OptimizerSettings(lr=1e-3, warmup=0.0, weight_decay=0.0)
-  config.train = schema.TrainSettings(
-      updates=30,
-      episodes=128,
-      mini_batch=32,
-      micro_batch=32,
-      length_buckets=(96, 192),
-      checkpoint_every=0,
-  )
-  config.eval = schema.EvalSettings(every=10, rows=128)
-  config.log.tensorboard = False
+  config.rollout.max_prompt = 64
+  config.rollout.max_turn = 8
+  config.rollout.max_observation = 32
+  config.rollout.max_total = 192
+  config.rollout.chunks = (16, 32)
+  config.actor.lr = 3e-4
+  config.critic.lr = 1e-3
+  config.train.updates = 30
+  config.train.episodes = 128
+  config.train.mini_batch = 32
+  config.train.length_buckets = (96, 192)
+  config.eval.every = 10
+  config.eval.rows = 128
   config.log.episodes_every = 10
   if mode == 'sparse':
     config.name += '_sparse'
     config.env.options['reward'] = 'sparse'
-  elif mode == 'smoke':
-    config.name += '_smoke'
-    config.train.updates = 2
-    config.train.episodes = 32
-    config.train.mini_batch = 16
-    config.train.micro_batch = 8
-    config.eval.episodes = 32
-  elif mode:
-    raise ValueError(f'mode {mode!r} does not exist: give :sparse, :smoke, or no mode')
-  return config
+    mode = ''
+  return settings.with_mode(config, mode)

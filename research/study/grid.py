@@ -76,9 +76,9 @@ class Study:
   grids: Mapping[str, Grid]
   results: str = ''  # folder of the small result files, to be committed; '': WORKDIR/results
   page: str = ''  # folder of study.md; '': WORKDIR
-  template: str = ''  # of the page, see page/build.py; '': the page has tables and figures only
+  template: str = ''  # text of the page, see page/build.py; '': tables and figures only
   published: str = ''  # folder of published results that a repeat is compared with
-  keep_checkpoints: bool = False  # of finished runs; they are large
+  keep_checkpoints: bool = False  # True keeps the large checkpoints of finished runs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -300,7 +300,7 @@ def _on_cores(cores: Sequence[int]) -> Iterator[None]:
     yield
     return
   before = os.sched_getaffinity(0)
-  os.sched_setaffinity(0, cores)  # of this thread only
+  os.sched_setaffinity(0, cores)  # changes this thread only
   try:
     yield
   finally:

@@ -30,8 +30,8 @@ class Chain:
   """Sizes of the task."""
 
   turns: int
-  tokens: int  # of a word at most, END not counted
-  vocabulary: int  # END not counted
+  tokens: int  # most tokens of a word, without END
+  vocabulary: int  # without END
   keys: int
   rewards: str  # 'end' | 'turn'
 

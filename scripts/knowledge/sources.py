@@ -208,7 +208,7 @@ class City:
   population: int
   latitude: float
   longitude: float
-  largest: bool  # of its country, beyond doubt
+  largest: bool  # It certainly is the largest of its country.
 
 
 @dataclasses.dataclass

@@ -59,7 +59,10 @@ def from_labels(labels: jax.Array, action_mask: jax.Array) -> tuple[jax.Array, i
 
 def segment_sum(x: jax.Array, segment_ids: jax.Array, num_segments: int) -> jax.Array:
   """Returns the sum of x [B,T] over each segment of each row [B,num_segments]."""
-  sum_row = lambda row, row_ids: jax.ops.segment_sum(row, row_ids, num_segments)
+
+  def sum_row(row, row_ids):
+    return jax.ops.segment_sum(row, row_ids, num_segments)
+
   return jax.vmap(sum_row)(x, segment_ids)
 
 

@@ -201,8 +201,11 @@ def put(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
   """Puts host arrays, equal on every process, on devices by `sharding` (None: default device)."""
   if sharding is None or sharding.is_fully_addressable:
     return jax.device_put(tree, sharding)
-  # Not device_put: it would first compare the arrays of all processes.
-  make = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+  def make(x):
+    # Not device_put: it would first compare the arrays of all processes.
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
   return jax.tree.map(make, tree)
 
 

@@ -8,6 +8,7 @@ pipe each line is a question.
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
+import contextlib
 import dataclasses
 import os
 import sys
@@ -87,8 +88,13 @@ def make_agent(config: Config, model: decoder.ModelConfig, screen: 'Screen') -> 
     settings['reward'] = lambda task, answer, transcript: 0.0  # there is no right answer
   tokenizer = prepared.tokenizer
   framing = tokenizer_lib.make_framing(tokenizer, env.frame, config.rollout.max_observation)
-  cut = lambda text: tokenizer.decode(framing.encode(text, ()))
-  make_shown = lambda task, **kwargs: ShownEnv(env.make(task, **kwargs), screen, cut)
+
+  def cut(text):
+    return tokenizer.decode(framing.encode(text, ()))
+
+  def make_shown(task, **kwargs):
+    return ShownEnv(env.make(task, **kwargs), screen, cut)
+
   shown = dataclasses.replace(env, make=make_shown, settings=settings)
   prepared = dataclasses.replace(prepared, env=shown)
   rollout = dataclasses.replace(config.rollout, rows=1, max_failed=0.0, threads=0)
@@ -99,10 +105,8 @@ def make_agent(config: Config, model: decoder.ModelConfig, screen: 'Screen') -> 
 
 def _typed_lines() -> Iterator[str]:
   """Yields the lines that a user types."""
-  try:
-    import readline  # noqa: F401  input() then has a history
-  except ImportError:
-    pass
+  with contextlib.suppress(ImportError):  # without it, input() has no history
+    import readline  # noqa: F401
   while True:
     try:
       yield input(_PROMPT)

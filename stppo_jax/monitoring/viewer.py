@@ -40,6 +40,10 @@ _MAX_EPISODES = 256  # per file
 _MAX_BYTES = 16_000_000  # limit on the JSON of these episodes
 
 
+class NotFoundError(Exception):
+  """There is no such page, run or file."""
+
+
 @dataclasses.dataclass(frozen=True)
 class RunFiles:
   """The state of a run's files: two equal states have equal content."""
@@ -100,23 +104,23 @@ def list_runs(folder: str) -> list[dict[str, Any]]:
 
 
 def run_data(folder: str, name: str) -> dict[str, Any]:
-  """Returns the page's data of a run. KeyError: there is no such run."""
-  path = find_runs(folder)[name]
+  """Returns the page's data of a run."""
+  path = _find_run(folder, name)
   return {**_page_data(path, _files(path)), 'name': name}
 
 
 def episodes(folder: str, name: str, kind: str, step: int) -> dict[str, Any]:
-  """Returns {shown, total, episodes} of one file. KeyError, FileNotFoundError: there is none."""
-  path = find_runs(folder)[name]
+  """Returns {shown, total, episodes} of one file."""
+  path = _find_run(folder, name)
   if (kind, step) not in report.episode_files(path):
-    raise KeyError(kind, step)
+    raise NotFoundError
   group = report.episode_group(path, kind, step, limit=_MAX_EPISODES, max_bytes=_MAX_BYTES)
   return {key: group[key] for key in ('shown', 'total', 'episodes')}
 
 
 def question(folder: str, name: str, task: Any) -> list[dict[str, Any]]:
   """Returns the episodes of a task from all files, or from evenly chosen ones if there are many."""
-  path = find_runs(folder)[name]
+  path = _find_run(folder, name)
   files = report.episode_files(path)
   stride = -(-len(files) // _MAX_FILES_OF_QUESTION) or 1
   answers = []
@@ -130,6 +134,13 @@ def question(folder: str, name: str, task: Any) -> list[dict[str, Any]]:
         if episode.get('task') == task and episode.get('tokens'):
           answers.append(episode)
   return answers
+
+
+def _find_run(folder: str, name: str) -> str:
+  runs = find_runs(folder)
+  if name not in runs:
+    raise NotFoundError
+  return runs[name]
 
 
 def _files(path: str) -> RunFiles:
@@ -187,21 +198,27 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       else:
         answer = report.to_json(self._api(address.path, query))
         self._answer(http.HTTPStatus.OK, 'application/json', answer)
-    except (KeyError, ValueError, FileNotFoundError):
+    except NotFoundError:
       self._answer(http.HTTPStatus.NOT_FOUND, 'text/plain', 'there is no such page or run')
     except UserError as error:
       self._answer(http.HTTPStatus.INTERNAL_SERVER_ERROR, 'text/plain', str(error))
 
   def _api(self, path: str, query: dict[str, str]) -> Any:
+    name = query.get('name', '')
+    try:
+      step = int(query.get('update', '0'))
+      task = json.loads(query.get('task', 'null'))
+    except ValueError as error:
+      raise NotFoundError from error
     if path == '/api/runs':
       return list_runs(self._folder)
     if path == '/api/run':
-      return run_data(self._folder, query['name'])
+      return run_data(self._folder, name)
     if path == '/api/episodes':
-      return episodes(self._folder, query['name'], query['kind'], int(query['update']))
+      return episodes(self._folder, name, query.get('kind', ''), step)
     if path == '/api/question':
-      return question(self._folder, query['name'], json.loads(query['task']))
-    raise KeyError(path)
+      return question(self._folder, name, task)
+    raise NotFoundError
 
   def _answer(self, status: http.HTTPStatus, kind: str, text: str) -> None:
     body = text.encode('utf-8', 'replace')

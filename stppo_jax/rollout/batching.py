@@ -124,7 +124,10 @@ def by_length(episodes: Sequence[types.Episode]) -> list[types.Episode]:
   """
   if not any(episode.role for episode in episodes):
     return sorted(episodes, key=trained_length)
-  longest = lambda rows: max(trained_length(episodes[b]) for b in rows)
+
+  def longest(rows):
+    return max(trained_length(episodes[b]) for b in rows)
+
   order = sorted(rows_by_episode(episodes), key=longest)
   return [episodes[b] for b in np.concatenate(order)]
 

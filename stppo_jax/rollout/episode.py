@@ -161,7 +161,10 @@ def role_keys(keys: jax.Array, num_roles: int) -> jax.Array:
 
 def episode_seeds(keys: jax.Array) -> list[int]:
   """Returns 31 bits per episode for `Env.reset`, from keys [B]; sampling uses none of them."""
-  draw = lambda key: jax.random.bits(jax.random.fold_in(key, _SEED_STREAM))
+
+  def draw(key):
+    return jax.random.bits(jax.random.fold_in(key, _SEED_STREAM))
+
   bits = jax.vmap(draw)(keys)
   return (np.asarray(bits) >> 1).tolist()
 

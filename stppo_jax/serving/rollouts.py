@@ -144,7 +144,7 @@ class ProgramAgent(agent_lib.Agent):
       if reward is not None:
         run.session.reward(_finite(self.config.env.kind, reward))
     except sessions.Closed:
-      pass  # it took too long
+      pass  # The session took too long. Its episode is marked as truncated.
     except Exception as error:  # whatever a user's program may raise is data
       run.error = f'{type(error).__name__}: {" ".join(str(error).split())[:300]}'
     finally:

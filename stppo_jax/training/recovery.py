@@ -171,7 +171,7 @@ def restore_part(workdir: str, like: Any, which: str = 'newest') -> tuple[Any, i
 
 
 class RunCheckpoints(checkpoint.Checkpoints):
-  """The checkpoints of a run as it goes on, with its position and the batches ahead."""
+  """The checkpoints of a run in progress, with its position and the batches ahead."""
 
   def resume(
       self, learners: learner_lib.Learners, batches: pipeline_lib.Batches, last_batch: int | None

@@ -391,9 +391,12 @@ class Run:
       started = time.perf_counter()  # without the wait for a batch that is being sampled
       policy = self.learners.policy(self.learners.actor)
       keys = episode_lib.row_keys(jax.random.key(self.config.seed), self.parts.held_out)
-      play = lambda: self.parts.agent.play(
-          policy, self.parts.held_out, keys, greedy=True, give_up=self.stop_requested
-      )
+
+      def play():
+        return self.parts.agent.play(
+            policy, self.parts.held_out, keys, greedy=True, give_up=self.stop_requested
+        )
+
       episodes, _ = self.batches.until_answered(play)
       scores = scores_lib.scores(episodes)
     pipeline_lib.check_environment(episodes, self.config.rollout.max_failed)
