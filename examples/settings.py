@@ -37,8 +37,11 @@ def tiny(name):
   return config
 
 
-def with_mode(config, mode):
-  """Returns the config, with ':smoke' cut to two small updates."""
+def with_mode(config, mode, others=''):
+  """Returns the config, with ':smoke' cut to two small updates.
+
+  `others` lists further modes of the example for the error, as in ':sparse, '.
+  """
   if mode == 'smoke':
     config.name += '_smoke'
     config.train.updates = 2
@@ -47,5 +50,5 @@ def with_mode(config, mode):
     config.train.micro_batch = 8
     config.eval.episodes = 32
   elif mode:
-    raise ValueError(f'mode {mode!r} does not exist: give :smoke, or no mode')
+    raise ValueError(f'mode {mode!r} does not exist: give {others}:smoke, or no mode')
   return config

@@ -31,4 +31,4 @@ def get_config(mode=''):
     config.name += '_sparse'
     config.env.options['reward'] = 'sparse'
     mode = ''
-  return settings.with_mode(config, mode)
+  return settings.with_mode(config, mode, ':sparse, ')

@@ -27,4 +27,4 @@ def get_config(mode=''):
     config.rollout.max_prompt = 128
     config.model.folder += '_self'
     return config
-  return settings.with_mode(config, mode)
+  return settings.with_mode(config, mode, ':self, ')

@@ -6,6 +6,7 @@ before JAX starts.
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import os
 import sys
@@ -122,7 +123,7 @@ def watch(command: Command) -> None:
   """Shows a run, or a folder of runs, in a browser while they train."""
   from stppo_jax.monitoring import viewer
 
-  with signals.handled() as stop_requested:
+  with signals.handled() as stop_requested, contextlib.suppress(KeyboardInterrupt):
     viewer.serve(command.workdir, command.flags.port, stop_requested)
 
 
