@@ -120,7 +120,7 @@ class RouterTest(absltest.TestCase):
     _, routing = moe.route(logits, 2, renormalise=False, chosen=chosen)
     np.testing.assert_allclose(routing.replaced, [[0.5, 0, 1]])
     layers = jax.tree.map(lambda x: jnp.stack([x, 0 * x]), routing)
-    sums = moe.load(layers, jnp.array([[True, True, False]]), 3)
+    sums = moe.routing_sums(layers, jnp.array([[True, True, False]]), 3)
     metrics = moe.load_metrics(sums, 2, is_replay=True)
     self.assertEqual(metrics['moe/replaced_experts'], 0.25 / 2)
     self.assertEqual(metrics['moe/tokens_routed_otherwise'], 1 / 2)
@@ -129,7 +129,7 @@ class RouterTest(absltest.TestCase):
     """One layer, three live tokens with two of four experts each; the last token is padding."""
     chosen = jnp.array([[[[0, 1], [0, 2], [0, 1], [3, 2]]]])
     routing = moe.Routing(chosen, jnp.array([[[0.1, 0.2, 0.6, 9.0]]]), jnp.zeros((1, 1, 4)))
-    sums = moe.load(routing, jnp.array([[True, True, True, False]]), 4)
+    sums = moe.routing_sums(routing, jnp.array([[True, True, True, False]]), 4)
     np.testing.assert_array_equal(sums['tokens'], [[3, 2, 1, 0]])
     metrics = moe.load_metrics(sums, 2)
     # Shares of the tokens 1, 2/3, 1/3, 0, times E / A = 2.
@@ -313,7 +313,7 @@ class ReplayTest(absltest.TestCase):
     _, routing = decoder.trunk(actor, MODEL, batch.tokens)
     ends = ((np.asarray(batch.action_mask) > 0) * np.arange(1, 25)).max(axis=1)
     live = jnp.arange(24) < ends[:, None]
-    expected = moe.load_metrics(moe.load(routing, live, 4), 2)
+    expected = moe.load_metrics(moe.routing_sums(routing, live, 4), 2)
     self.assertLen(expected, 5)
     self.assertNotIn('moe/replaced_experts', metrics)
     for name, value in expected.items():
@@ -359,7 +359,7 @@ class SamplerRoutesTest(parameterized.TestCase):
     for row, routes in self.play(**sizes):
       _, routing = decoder.trunk(make_params(), CONFIG, jnp.array([row]))
       self.assertEqual(routes.dtype, np.uint8)
-      np.testing.assert_array_equal(routes, moe.routes(routing, 4)[0])
+      np.testing.assert_array_equal(routes, moe.recorded_routes(routing, 4)[0])
 
   def test_an_episode_carries_them_to_its_row_of_the_batch(self):
     ids = lambda *values: np.array(values, np.int32)
@@ -405,7 +405,7 @@ class SamplerRoutesTest(parameterized.TestCase):
         jax.random.key(7), (2, 16, 4)
     )
     _, routing = decoder.trunk(first_actor(spec, other), MODEL, tokens)
-    routes = moe.routes(routing, 4)
+    routes = moe.recorded_routes(routing, 4)
     batch, metrics, seen = self.run_step(routes)
     np.testing.assert_array_equal(batch.routes, routes)
     np.testing.assert_array_equal(seen['ratio'], 1.0)  # old_logp has the same experts
@@ -436,7 +436,7 @@ class SamplerRoutesTest(parameterized.TestCase):
   def test_the_routes_of_ones_own_router_replace_nothing(self):
     spec = update_test.make_spec('ppo', actor=MODEL, critic=CRITIC)
     _, routing = decoder.trunk(first_actor(spec), MODEL, update_test.make_batch().tokens)
-    _, metrics, seen = self.run_step(moe.routes(routing, 4))
+    _, metrics, seen = self.run_step(moe.recorded_routes(routing, 4))
     self.assertEqual(metrics['moe/replaced_experts'], 0)
     self.assertEqual(metrics['moe/tokens_routed_otherwise'], 0)
     np.testing.assert_array_equal(seen['ratio'], 1.0)

@@ -313,7 +313,7 @@ class _Rows:
   """The layout of a mini-batch without bins: every row is computed where it is."""
 
   def __init__(self, mask):
-    self.mine = jnp.ones(mask.shape, bool)
+    self.predicted = jnp.ones(mask.shape, bool)
 
   def pack(self, x):
     return x

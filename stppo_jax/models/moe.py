@@ -6,7 +6,7 @@ on a TPU. On a GPU it needs JAX_RAGGED_DOT_USE_GPU_PALLAS_TRITON_LOWERING=1 in J
 as on a CPU, all experts multiply all rows, masked.
 
 Routing replay (Zheng et al., arXiv 2507.18071, section 5.3) repeats the choices of an earlier pass:
-`routes` stores them, `route` takes them, `load` counts what they changed.
+`recorded_routes` stores them, `route` takes them, `routing_sums` counts what they changed.
 
 Einsum letters are those of `types.py`: E experts, A of them active per token.
 """
@@ -153,19 +153,19 @@ def route_dtype(num_experts: int) -> Any:
   return jnp.uint8 if num_experts <= 256 else jnp.uint16
 
 
-def routes(routing: Routing, num_experts: int) -> jax.Array:
+def recorded_routes(routing: Routing, num_experts: int) -> jax.Array:
   """Returns the experts of each token [B,T,L,A] of a Routing of all layers, for a later replay."""
   routes = jnp.moveaxis(routing.chosen, 0, 2)
   return routes.astype(route_dtype(num_experts))
 
 
 def no_routes(config: layers.ModelConfig, rows: int, length: int) -> jax.Array:
-  """Returns zeros of the shape and type of `routes`."""
+  """Returns zeros of the shape and type of `recorded_routes`."""
   shape = (rows, length, config.num_layers, config.experts_per_token)
   return jnp.zeros(shape, route_dtype(config.num_experts))
 
 
-def load(routing: Routing, live: jax.Array, num_experts: int) -> dict[str, jax.Array]:
+def routing_sums(routing: Routing, live: jax.Array, num_experts: int) -> dict[str, jax.Array]:
   """Returns sums over the live tokens [B,T] of a Routing of all layers; they add over batches.
 
   'tokens' [L,E] counts the tokens of each expert, 'entropy' [L] sums the router's entropies. Of a
@@ -186,7 +186,7 @@ def load(routing: Routing, live: jax.Array, num_experts: int) -> dict[str, jax.A
 def load_metrics(
     sums: dict[str, jax.Array], active: int, is_replay: bool = False
 ) -> dict[str, jax.Array]:
-  """Returns metrics of how evenly the experts are used, from the sums of `load`.
+  """Returns metrics of how evenly the experts are used, from the sums of `routing_sums`.
 
   An expert's load is its share of the tokens times E / A. It is 1 if all experts are used evenly,
   and at most E / A. The largest, the smallest and the spread are over all experts of all layers.

@@ -179,7 +179,7 @@ def _results(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> dict[s
 
   A row is a data set, a number of hops in it, or an agent. `points` are (update, score).
   """
-  main = _main_score(rows)
+  main = _main_score_name(rows)
   points: dict[tuple[str, int], list[tuple[int, float]]] = {}  # by (data set or agent, hops or 0)
   agents = set()
   for row in rows:
@@ -213,12 +213,12 @@ def _results(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> dict[s
   return {'score': main, 'rows': table}
 
 
-def main_score(rows: list[dict[str, Any]]) -> str:
+def main_metric(rows: list[dict[str, Any]]) -> str:
   """Returns the name of the main metric of a run, such as val-core/all/em."""
-  return f'val-core/all/{_main_score(rows)}'
+  return f'val-core/all/{_main_score_name(rows)}'
 
 
-def _main_score(rows: list[dict[str, Any]]) -> str:
+def _main_score_name(rows: list[dict[str, Any]]) -> str:
   """Returns the name of the main score, such as em.
 
   It is a score that is also given by hops. Without one it is exact match, then any core metric,

@@ -155,7 +155,7 @@ def _files(path: str) -> RunFiles:
 @functools.lru_cache(maxsize=_MAX_RUNS)
 def _summary(name: str, path: str, files: RunFiles) -> dict[str, Any]:
   rows = metrics.read_metrics(path)
-  main = report.main_score(rows)
+  main = report.main_metric(rows)
   scores = [row[main] for row in rows if row.get(main) is not None]
   return {
       'name': name,

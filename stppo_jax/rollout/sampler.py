@@ -446,7 +446,7 @@ class Sampler:
     x, cache, routing = decoder.cached_trunk(params, self.config, tokens, None, cache, lengths)
     routes = None
     if self.records_routes and routing is not None:
-      routes = moe.routes(routing, self.config.num_experts)
+      routes = moe.recorded_routes(routing, self.config.num_experts)
     return x, cache, routes
 
   def _next_logits(self, params, x, is_new, context):

@@ -50,8 +50,8 @@ def start(
     parts = run_lib.setup(config)
     recovery.claim_tasks(config, parts.tasks, parts.held_out, workdir)
 
-    def attempt(last_batch: int | None) -> dict[str, float]:
-      opened = run_lib.opened(parts, workdir, stop_requested, profile, last_batch)
+    def attempt(skip_through: int | None) -> dict[str, float]:
+      opened = run_lib.opened(parts, workdir, stop_requested, profile, skip_through)
       with opened as run:
         return train(run)
 

@@ -80,14 +80,14 @@ class Layout:
   position: jax.Array  # [R,P] int32, within the row
   live: jax.Array  # [R,P] bool, false in padding
   slot: jax.Array  # [B,T] int32, among the R P of the bins
-  here: jax.Array  # [B,T] bool, true for tokens of this micro-batch
+  owned: jax.Array  # [B,T] bool, true for tokens of this micro-batch
 
   @property
-  def mine(self) -> jax.Array:
+  def predicted(self) -> jax.Array:
     """True [B,T] for tokens of this micro-batch, except for the first token of each row."""
-    num_tokens = self.here.shape[1]
+    num_tokens = self.owned.shape[1]
     columns = jnp.arange(num_tokens)
-    return self.here & (columns > 0)
+    return self.owned & (columns > 0)
 
   @property
   def segments(self) -> jax.Array:
@@ -103,12 +103,12 @@ class Layout:
     """Moves y [R,P] to the rows [B,T]; 0 for first tokens and those of other micro-batches."""
     by_slot = y.reshape(-1)
     by_token = by_slot[self.slot]
-    return jnp.where(self.mine, by_token, 0)
+    return jnp.where(self.predicted, by_token, 0)
 
   def unpack_all(self, y: jax.Array) -> jax.Array:
     """Moves y [R,P,..] to the rows [B,T,..]; 0 for tokens of other micro-batches."""
     by_slot = y.reshape(-1, *y.shape[2:])
-    return _where(self.here, by_slot[self.slot])
+    return _where(self.owned, by_slot[self.slot])
 
 
 def to_device(
@@ -342,7 +342,7 @@ def layout(packing: Packing, j: jax.Array, num_bins: int, capacity: int, num_tok
       position=in_bins(position),
       live=in_bins(live),
       slot=jnp.where(owned, slot, 0),
-      here=owned,
+      owned=owned,
   )
 
 

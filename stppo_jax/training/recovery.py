@@ -55,7 +55,7 @@ class Progress:
   updates: int = 0  # updates in the state
   resumed: int = 0  # updates that a checkpoint held when the run started
   logged: int = 0  # updates whose metrics are written
-  passed_over: int = 0  # batches that rollbacks skipped
+  skipped_batches: int = 0  # batches that rollbacks skipped
   unfinished: dict[str, float] | None = None  # metrics of an update whose evaluation is to be done
   score: float | None = None  # held-out score of the state
 
@@ -123,11 +123,11 @@ def with_rollbacks(attempt: Callable[[int | None], Any], workdir: str, on_nonfin
 
   Raises a RunError without a checkpoint to go back to, or if config.train.on_nonfinite is 'stop'.
   """
-  last_batch: int | None = None
+  skip_through: int | None = None
   rollbacks: collections.Counter[int | None] = collections.Counter()
   while True:
     try:
-      return attempt(last_batch)
+      return attempt(skip_through)
     except Stuck as stuck:
       with checkpoint.Checkpoints(workdir) as checkpoints:
         newest = checkpoints.newest()
@@ -147,7 +147,7 @@ def with_rollbacks(attempt: Callable[[int | None], Any], workdir: str, on_nonfin
       logging.warning(
           '%s; going back to update %d and continuing with other questions', stuck, newest
       )
-      last_batch = stuck.batch_number
+      skip_through = stuck.batch_number
 
 
 def restore_part(workdir: str, like: Any, which: str = 'newest') -> tuple[Any, int | None]:
@@ -174,11 +174,11 @@ class RunCheckpoints(checkpoint.Checkpoints):
   """The checkpoints of a run in progress, with its position and the batches ahead."""
 
   def resume(
-      self, learners: learner_lib.Learners, batches: pipeline_lib.Batches, last_batch: int | None
+      self, learners: learner_lib.Learners, batches: pipeline_lib.Batches, skip_through: int | None
   ) -> tuple[Progress, list[Ahead]]:
     """Restores the newest checkpoint, if there is one: (progress, batches ahead, the next first).
 
-    After a rollback, batches continue after `last_batch`: the same ones would fail again. Batches
+    After a rollback, batches continue after `skip_through`: the same ones would fail again. Batches
     that were sampled ahead are dropped, since they may hold what failed.
     """
     newest = self.newest()
@@ -192,14 +192,14 @@ class RunCheckpoints(checkpoint.Checkpoints):
         updates=newest,
         resumed=newest,
         logged=newest,
-        passed_over=saved['passed_over'],
+        skipped_batches=saved['passed_over'],
         unfinished=saved.get('unfinished'),
     )
     if progress.unfinished is not None:
       progress.logged -= 1
-    if last_batch is not None:
+    if skip_through is not None:
       learners.forget_skipped_steps()
-      progress.passed_over = last_batch - newest
+      progress.skipped_batches = skip_through - newest
       return progress, []
     logging.info('resumed after %d updates', newest)
     ahead: list[Ahead] = [batches.restored(record) for record in saved['sampled']]
@@ -232,7 +232,7 @@ class RunCheckpoints(checkpoint.Checkpoints):
       number = list(copies).index(id(batch.params))
       unsampled.append({'number': batch.number, 'staleness': batch.staleness, 'copy': number})
     record: dict[str, Any] = {
-        'passed_over': progress.passed_over,
+        'passed_over': progress.skipped_batches,
         'sampled': sampled,
         'unsampled': unsampled,
     }

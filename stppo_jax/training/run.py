@@ -168,11 +168,11 @@ def opened(
     workdir: str,
     stop_requested: Callable[[], bool] = lambda: False,
     profile: int = 0,
-    last_batch: int | None = None,
+    skip_through: int | None = None,
 ) -> Iterator['Run']:
   """Context manager; yields the run in `workdir`, from its newest checkpoint on.
 
-  After a rollback the batches up to `last_batch` are skipped.
+  After a rollback the batches up to `skip_through` are skipped.
   """
   config = parts.config
   learners = parts.learners
@@ -186,7 +186,7 @@ def opened(
         workdir, settings.keep_checkpoints, settings.on_save_error, learners.num_bytes
     )
     resources.enter_context(checkpoints)
-    progress, ahead = checkpoints.resume(learners, batches, last_batch)
+    progress, ahead = checkpoints.resume(learners, batches, skip_through)
     first = progress.updates
     journal = journal_lib.Journal(
         workdir,
@@ -319,7 +319,7 @@ class Run:
     Choice: a rollback passes over batches, so the number of a batch is not always n.
     """
     with self.timing('wait'):
-      return self.pipeline.take(self.learners.actor, n + self.progress.passed_over)
+      return self.pipeline.take(self.learners.actor, n + self.progress.skipped_batches)
 
   def measure(
       self,
@@ -415,7 +415,7 @@ class Run:
 
   def _check_finite(self, n, metrics):
     """Raises Stuck if parameters are not finite, or if too many steps in a row were skipped."""
-    number = n + self.progress.passed_over
+    number = n + self.progress.skipped_batches
     for name in ('stppo/step_norm', 'critic/step_norm'):
       if not math.isfinite(metrics.get(name, 0.0)):
         raise recovery.Stuck(f'update {n} left parameters that are not finite ({name})', number)

@@ -163,10 +163,10 @@ def annotate(
       if routing is None:
         return columns, None, None
       num_experts = spec.actor.num_experts
-      load = moe.load(routing, layout.live, num_experts)
+      load = moe.routing_sums(routing, layout.live, num_experts)
       own_routes = None
       if spec.routing_replay == 'old_policy':
-        own_routes = moe.routes(routing, num_experts)
+        own_routes = moe.recorded_routes(routing, num_experts)
         own_routes = layout.unpack_all(own_routes)
       return columns, own_routes, load
 
@@ -443,7 +443,7 @@ def _policy_cotangents(inputs, layout, tokens):
   Adds per-token numbers [b,T] to `tokens`, among them C's cotangent 'bias'.
   """
   variant = inputs.spec.variant
-  is_here = layout.mine.astype(jnp.float32)  # 1 for the tokens of this micro-batch
+  is_here = layout.predicted.astype(jnp.float32)  # 1 for the tokens of this micro-batch
   action_mask = inputs.weights.mask * is_here
   batch = dataclasses.replace(inputs.batch, action_mask=action_mask)
   weights = inputs.weights.token * is_here
@@ -477,7 +477,7 @@ def _value_cotangent(inputs, layout, values):
     return losses.value_loss(values, batch.old_values, batch.returns, clip)
 
   _, pull = jax.vjp(loss, values)
-  is_here = layout.mine.astype(jnp.float32)
+  is_here = layout.predicted.astype(jnp.float32)
   (d_values,) = pull(inputs.weights.value * is_here)
   return layout.pack(d_values)
 
