@@ -566,6 +566,67 @@ class GroupScoresTest(parameterized.TestCase):
     got = advantages.estimate(batch, row).advantages[:, 0]
     np.testing.assert_allclose(got, [0, 1, 1, -1], rtol=1e-6)  # 1 + 3 - 2 and 1
 
+  @parameterized.parameters(
+      ('group_wins', (1 / 3, -1 / 6, -1 / 6)),  # it beats 2 1/2, 1 and 1 of 3
+      ('group_best', (1.0, 0.0, 0.0)),
+  )
+  def test_comparisons_by_hand(self, name, expected):
+    rewards = np.array([[5.0], [1.0], [0.0], [5.0], [0.0], [2.0]])
+    got = self.estimate(name, rewards, [1, 0, 0, 1, 0, 1])
+    np.testing.assert_allclose(got[[1, 2, 4]], expected, atol=1e-6)
+    # Two are equally good. Each beats 1 1/2 + 1/2 of 3, and the first one counts as the best.
+    ties = {'group_wins': (1 / 6, 1 / 6, -1 / 3), 'group_best': (1.0, 0.0, 0.0)}
+    np.testing.assert_allclose(got[[0, 3, 5]], ties[name], atol=1e-6)
+
+  def test_equal_scores_have_a_best_episode_and_no_winner(self):
+    rewards = np.zeros((4, 1))
+    got = self.estimate('group_best', rewards, [0, 0, 1, 1])
+    np.testing.assert_array_equal(got, [1, 0, 1, 0])
+    np.testing.assert_array_equal(self.estimate('group_wins', rewards, [0, 0, 1, 1]), 0)
+
+
+class TurnZscoreTest(parameterized.TestCase):
+  """The z-score of a turn's own reward: rows of a group are compared at the same turn."""
+
+  def estimate(self, rewards, turn_ids, group_ids, roles=None):
+    mask = jnp.asarray(turn_ids > 0, jnp.float32)
+    batch = types.TurnBatch(
+        mask,
+        mask,
+        jnp.asarray(turn_ids),
+        jnp.asarray(rewards, jnp.float32),
+        *[mask] * 5,
+        jnp.asarray(group_ids),
+        roles=roles,
+    )
+    row = variants.VARIANTS['ospo']
+    self.assertTrue(row.needs_groups)
+    return np.asarray(advantages.estimate(batch, row).advantages)
+
+  def test_by_hand(self):
+    """Turn 1 earns 3, 1 and 2, turn 2 earns 5 and 5, and only one row has a turn 3."""
+    turn_ids = np.array([[1, 0, 2, 2], [1, 1, 2, 0], [0, 1, 0, 0], [1, 2, 3, 0]])
+    rewards = np.array([[3, 9, 0, 5], [0, 1, 5, 0], [9, 2, 0, 0], [4, 4, 4, 4.0]])
+    got = self.estimate(rewards, turn_ids, np.array([0, 0, 0, 1]))
+    expected = [[1, 0, 0, 0], [-1, -1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+  def test_with_one_turn_it_is_grpos(self):
+    rng = np.random.default_rng(0)
+    rewards = rng.normal(size=(12, 1)).astype(np.float32)
+    group_ids = np.arange(12) // 4
+    got = self.estimate(rewards, np.ones((12, 1), int), group_ids)[:, 0]
+    expected = advantages.group_zscore(rewards[:, 0], jnp.asarray(group_ids))
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+  def test_the_roles_of_a_fleet_are_one_group(self):
+    """Two vehicles in two copies of the fleet earn 1, 2, 3 and 6: mean 3, deviation 2.16."""
+    rewards = np.array([[1.0], [2.0], [3.0], [6.0]])
+    group_ids = np.array([0, 1, 0, 1])  # question times roles, plus the number of the role
+    roles = {'a': jnp.array([1.0, 0, 1, 0]), 'b': jnp.array([0, 1.0, 0, 1])}
+    got = self.estimate(rewards, np.ones((4, 1), int), group_ids, roles)[:, 0]
+    np.testing.assert_allclose(got, (rewards[:, 0] - 3) / np.sqrt(14 / 3), rtol=1e-5)
+
 
 class OwnEstimatorTest(absltest.TestCase):
 

@@ -262,7 +262,7 @@ class ValidateTest(parameterized.TestCase):
 
   def test_group_variants_need_groups(self):
     for name, row in variants.VARIANTS.items():
-      if row.advantage in ('group_zscore', 'group_centred', 'leave_one_out'):
+      if row.needs_groups:
         self.refused('group_size=1', **{'algorithm.variant': name})
       else:
         resolve(changed(**{'algorithm.variant': name}))

@@ -706,5 +706,61 @@ class DivideTest(parameterized.TestCase):
     self.assertAlmostEqual(float(correction.norm([jnp.ones(300, jnp.bfloat16)])), 300**0.5, 4)
 
 
+class SquareTest(parameterized.TestCase):
+  """The surrogate of SPPO and ROVER: a regression of the log-ratio, by hand."""
+
+  def setUp(self):
+    super().setUp()
+    self.enter_context(jax.enable_x64(True))
+    # Two episodes of three and one agent tokens.
+    self.mask = np.array([[0.0, 1, 1, 0, 1], [0, 0, 1, 0, 0]])
+    self.old_logp = np.array([[0.0, -1, -2, 0, -3], [0, 0, -1, 0, 0]])
+    self.advantages = self.mask * np.array([[1 / 3], [-1 / 6]])
+
+  def gradient(self, name, logp):
+    """Returns d loss / d logp and the loss; the log-probs of observations are noise."""
+    zeros = np.zeros_like(self.mask)
+    turn_ids = self.mask.astype(int)
+    batch = types.TurnBatch(
+        *[jnp.asarray(x) for x in (turn_ids, self.mask, turn_ids, zeros, self.old_logp, zeros)],
+        *[jnp.asarray(x) for x in (zeros, self.advantages, zeros, np.zeros(2, int))],
+    )
+    row = variants.VARIANTS[name]
+    noise = np.where(self.mask > 0, 0, 7)
+    weights = losses.aggregation_weights(batch.action_mask, row.aggregation)
+    d_logp, bias, parts = correction.cotangents(jnp.asarray(logp + noise), batch, row, weights)
+    np.testing.assert_array_equal(bias, 0)
+    self.assertFalse(parts['clipped'].any())
+    return np.asarray(d_logp), float(parts['pg_loss'])
+
+  def test_sppo_by_hand(self):
+    """beta .1: the targets are 10/3 and -5/3, the log-ratios of the episodes .5 and -.25."""
+    moved = self.old_logp + np.array([[0, 0.5, -0.25, 0, 0.25], [0, 0, -0.25, 0, 0]])
+    errors = np.array([0.5 - 10 / 3, -0.25 + 5 / 3])
+    d_logp, loss = self.gradient('sppo', moved)
+    self.assertAlmostEqual(loss, np.mean(errors**2))
+    np.testing.assert_allclose(d_logp, errors[:, None] * self.mask, atol=1e-12)  # 2 error / 2
+
+  def test_sppo_starts_as_a_policy_gradient_and_ends_at_its_target(self):
+    d_logp, _ = self.gradient('sppo', self.old_logp)
+    np.testing.assert_allclose(d_logp, -2 * 10 * self.advantages / 2, atol=1e-12)
+    share = np.array([[1 / 3], [1.0]])  # of the episode's log-ratio, per token
+    d_logp, loss = self.gradient('sppo', self.old_logp + 10 * self.advantages * share)
+    np.testing.assert_allclose(d_logp, 0, atol=1e-12)
+    self.assertAlmostEqual(loss, 0)
+
+  def test_rover_starts_as_twice_the_centred_policy_gradient(self):
+    d_logp, loss = self.gradient('rover', self.old_logp)
+    np.testing.assert_allclose(d_logp, -2 * self.advantages / 4, atol=1e-12)  # 4 tokens
+    self.assertAlmostEqual(loss, np.sum(self.advantages**2) / 4)
+
+  def test_the_best_of_one_is_imitated(self):
+    """SuperHF: cross-entropy of the tokens of the best episode."""
+    self.advantages = self.mask * np.array([[1.0], [0.0]])
+    d_logp, loss = self.gradient('superhf', self.old_logp)
+    np.testing.assert_allclose(d_logp, -self.advantages / 4, atol=1e-12)
+    self.assertAlmostEqual(loss, (1 + 2 + 3) / 4)
+
+
 if __name__ == '__main__':
   absltest.main()

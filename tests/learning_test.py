@@ -45,6 +45,8 @@ MODEL = decoder.ModelConfig(
 LR = {'cispo': 1e-3, 'dppo': 1e-3}
 EPISODES, MINI_BATCH, EPOCHS, UPDATES, GROUP = 64, 32, 2, 40, 8  # most need about 10 updates
 GOOD = 0.9
+# OSPO credits a turn with its own reward only, and the last turn has all of this task's.
+NOT_LEARNED = ('ospo',)
 
 
 class LearningTest(parameterized.TestCase):
@@ -53,7 +55,9 @@ class LearningTest(parameterized.TestCase):
   def test_it_learns(self, name):
     self.check_learning(name)
 
-  @parameterized.parameters(*(name for name in variants.VARIANTS if name not in ('st_ppo', 'grpo')))
+  @parameterized.parameters(
+      *(x for x in variants.VARIANTS if x not in ('st_ppo', 'grpo', *NOT_LEARNED))
+  )
   @pytest.mark.slow
   def test_every_variant_learns(self, name):
     self.check_learning(name)

@@ -57,6 +57,12 @@ MISSES = {
         'value. So the difference between two questions is noise that moves the policy.'
     )
     for name in ('reinforce', 'reinforce_pp')
+} | {
+    ('superhf', probe): (
+        'It imitates the first of equally good episodes, which is a random one. So the policy '
+        'moves although nothing is to be learned.'
+    )
+    for probe in ('constant', 'equal_groups')
 }
 # Variant -> the reason why no probe can run it.
 NOT_RUN = {}

@@ -29,6 +29,10 @@ EXPECTED = {
     'reinforce_pp_baseline': ('token', False, False),
     'rloo': ('none', False, False),
     'reinforce': ('none', False, False),
+    'sppo': ('sequence_product', False, False),
+    'rover': ('token', False, False),
+    'superhf': ('none', False, False),
+    'ospo': ('token', False, False),
 }
 
 
@@ -72,10 +76,10 @@ class VariantsTest(parameterized.TestCase):
   def test_clip_ranges(self, name):
     """0.2 but for GSPO, whose geometric mean over an episode is near 1: 3e-4 and 4e-4.
 
-    CISPO has no lower bound (1 - 1), and DPPO's are of probabilities.
+    CISPO has no lower bound (1 - 1), and DPPO's are of probabilities. OSPO's upper bound is 1.28.
     """
     row = variants.VARIANTS[name]
-    others = {'gspo': (3e-4, 4e-4), 'cispo': (1.0, 0.2), 'dppo': (0.15, 0.15)}
+    others = {'gspo': (3e-4, 4e-4), 'cispo': (1.0, 0.2), 'dppo': (0.15, 0.15), 'ospo': (0.2, 0.28)}
     expected = others.get(name, (0.2, 0.2))
     np.testing.assert_allclose((row.clip_low, row.clip_high), expected)
 

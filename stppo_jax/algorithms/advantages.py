@@ -157,6 +157,32 @@ def group_centred(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   return jnp.where(group.has_spread, scores - group.total / group.size, 0)
 
 
+def group_wins(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
+  """Returns the share of its group that an episode beats, less 1/2, [B] (SPPO, arXiv 2405.00675).
+
+  P_i - 1/2,   P_i = (1/G) sum_j P(i beats j);   a tie counts 1/2, and so does j = i
+
+  The advantage of SPPO's regression, see the surrogate 'square' (C).
+  Choice: P(i beats j) is 1, 1/2 or 0 by the scores. The authors take a preference model's
+  probabilities, and train on the best and the worst of five samples (C). The paper's algorithm 1
+  takes all samples, as here.
+  """
+  same = _same(group_ids)
+  beats = (1 + jnp.sign(scores[:, None] - scores[None, :])) / 2
+  return _over(jnp.sum, beats, same, 0) / same.sum(axis=1) - 0.5
+
+
+def group_best(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
+  """Returns 1 for the best episode of each group and 0 for the others, [B] (SuperHF, 2310.16763).
+
+  The first one of equals is the best (openfeedback/superhf `filtering.py`, top 1, C). A group whose
+  episodes are all bad has a best one, too. The paper's number is second-hand (S).
+  """
+  same = _same(group_ids)
+  best = jnp.argmax(jnp.where(same, scores, -jnp.inf), axis=1)
+  return (best == jnp.arange(len(scores))).astype(scores.dtype)
+
+
 class _ScoreGroups:
   """The group of each row: its size, the sum of its scores, and the lowest and highest one [B]."""
 
@@ -381,6 +407,43 @@ def _turn_returns(batch, variant):
   return advantages, advantages
 
 
+def _turn_zscore(batch, variant):
+  """Returns each turn's own reward as a z-score over the group's episodes at the same turn [B,T].
+
+  A_k = (R_k - mean R_k) / std R_k,   R_k the sum of the rewards of turn k, without later rewards
+
+  (OSPO, arXiv 2507.15351, RS2002/OSPO `Worker.py`, C). The fleet of OSPO is a group: with several
+  roles all rows of an episode are compared with each other, at turns of the same number.
+  Choice: the standard deviation of `group_zscore`. Equal rewards get 0.
+  """
+  del variant
+  num_roles = len(batch.roles or ('',))
+  same = _same(batch.group_ids // num_roles).astype(batch.rewards.dtype)
+  num_turns = batch.turn_ids.shape[1]
+
+  def sum_turns(x):  # [B,T] -> [B,K]
+    return segments.segment_sum(x, batch.turn_ids, num_turns + 1)[:, 1:]
+
+  def over_group(x):
+    return jnp.matmul(same, x, precision='highest')
+
+  mask = batch.action_mask.astype(batch.rewards.dtype)
+  has_turn = sum_turns(mask) > 0
+  rewards = sum_turns(batch.rewards * mask)
+  counts = over_group(has_turn.astype(rewards.dtype))
+  centred = jnp.where(has_turn, rewards - over_group(rewards) / jnp.maximum(counts, 1), 0)
+  variance = over_group(jnp.square(centred)) / jnp.maximum(counts - 1, 1)
+  std = jnp.sqrt(variance)
+  size = over_group(jnp.abs(rewards)) / jnp.maximum(counts, 1)
+  has_spread = std > types.ROUNDING * size
+  zscores = jnp.where(has_spread, centred / (std + 1e-6), 0)
+  advantages = _to_tokens(zscores, batch.turn_ids)
+  return advantages, advantages
+
+
+_turn_zscore.__dict__['needs_groups'] = True
+
+
 ESTIMATORS: dict[str, Estimator] = {
     'token_gae': _token_gae,
     'turn_gae': _turn_gae,
@@ -388,6 +451,9 @@ ESTIMATORS: dict[str, Estimator] = {
     'group_zscore': from_groups(group_zscore),
     'group_centred': from_groups(group_centred),
     'leave_one_out': from_groups(leave_one_out),
+    'group_wins': from_groups(group_wins),
+    'group_best': from_groups(group_best),
     'token_returns': _token_returns,
     'turn_returns': _turn_returns,
+    'turn_zscore': _turn_zscore,
 }

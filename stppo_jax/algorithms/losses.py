@@ -264,4 +264,23 @@ def _dppo(ratio, logp, advantages, is_up, is_down):
   return jnp.where(stopped, 0, weight * advantages * logp), stopped
 
 
-SURROGATES = {'clip': _clip, 'cispo': _cispo, 'dppo_tv': _dppo_tv, 'dppo_kl': _dppo_kl}
+def _square(ratio, logp, advantages, variant):
+  """Returns -(log w - A / beta)^2, which regresses the log-ratio on the advantage.
+
+  With the ratio of sequences it is SPPO's loss (arXiv 2405.00675, `loss_type='sppo'`, C), where
+  eta = 1 / beta. With that of tokens and beta 1 it is ROVER's without the value of the next state
+  (arXiv 2509.24981, `target_adv_only`, C). Nothing is clipped. Choice: log w is kept within +-20,
+  as in every ratio, so that beyond it the square has no gradient.
+  """
+  del logp
+  error = jnp.log(ratio) - advantages / variant.beta
+  return -jnp.square(error), jnp.zeros(ratio.shape, bool)
+
+
+SURROGATES = {
+    'clip': _clip,
+    'cispo': _cispo,
+    'dppo_tv': _dppo_tv,
+    'dppo_kl': _dppo_kl,
+    'square': _square,
+}

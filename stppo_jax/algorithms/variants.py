@@ -81,6 +81,9 @@ class Variant:
   clip_high: float = setting(0.2, 'the ratio is clipped at 1 + clip_high', at_least=0)
   dual_clip: float = setting(
       0.0, 'c > 1 bounds the ratio where the advantage is negative; 0: off')
+  beta: float = setting(
+      0.1, "scale of the log-ratios in the surrogate 'square'. A higher value keeps the policy "
+      'closer to where it starts', above=0)
   whiten: bool = setting(False, 'standardise advantages over the batch')
   whiten_over: str = setting(
       'tokens', 'the unit that counts once in their mean and variance',
@@ -216,4 +219,29 @@ VARIANTS = {
     'reinforce_pp_baseline': Variant('group_centred', 'token', whiten=True),
     # Liu et al. (GEM), arXiv 2510.01051. Return to go of each turn, normalised over the batch.
     'reinforce': Variant('turn_returns', 'none'),
+    # Wu et al., arXiv 2405.00675. Choice: eta is 10. The authors' 100 to 1,000 (C) ask for
+    # log-ratios beyond the bound of 20.
+    'sppo': Variant('group_wins', 'sequence_product', 'square', kl_in='none', entropy_coef=0.0),
+    # arXiv 2509.24981, without the value of the next state.
+    'rover': Variant(
+        'group_centred',
+        'token',
+        'square',
+        beta=1.0,
+        aggregation='token-mean',
+        kl_in='none',
+        entropy_coef=0.0,
+    ),
+    # Mukobi et al., arXiv 2310.16763. Cross-entropy of the best episode of each group. The authors
+    # add KL(reference || policy) over the vocabulary. The gradient of k3 estimates its gradient.
+    'superhf': Variant(
+        'group_best',
+        'none',
+        aggregation='token-mean',
+        mask_zero_advantage=True,
+        entropy_coef=0.0,
+        **KL_IN_LOSS,
+    ),
+    # arXiv 2507.15351. Its fleet is a group here.
+    'ospo': Variant('turn_zscore', 'token', clip_high=0.28, kl_in='none', entropy_coef=0.05),
 }
