@@ -405,6 +405,13 @@ class ServeSettings(Section):
   max_total: int = setting(0, '--mode=serve: tokens of prompt and completion; 0: 4096', at_least=0)
   role: str = setting(
       '', 'role to serve if each role has its own policy; empty: the first', resume_safe=True)
+  weights_folder: str = setting(
+      '', '--mode=serve: clients may pause the server and load weights from folders in this one, '
+      'for training; empty: they may not', resume_safe=True)
+  logprobs_mode: str = setting(
+      'raw_logprobs', "--mode=serve: log-probs of the model ('raw_logprobs'), or of the "
+      "distribution that was drawn from ('processed_logprobs', for training)",
+      allowed=('raw_logprobs', 'processed_logprobs'), resume_safe=True)
   max_waiting: int = setting(256, 'waiting requests; further requests get status 429', at_least=1)
   max_body_mb: int = setting(
       4, 'megabytes of a request; larger requests get status 413', at_least=1)

@@ -640,6 +640,7 @@ class SavedConfigTest(parameterized.TestCase):
       ('eval.address', 'http://host/v1'),
       ('serve.host', '0.0.0.0'),
       ('serve.hosts', ('rebound.example',)),
+      ('serve.weights_folder', '/'),
       ('eval.folder', '/elsewhere'),
       ('eval.folder', '..'),
       ('retriever.embeddings', 'elsewhere'),

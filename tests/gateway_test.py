@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import http.client
 import json
@@ -27,9 +28,12 @@ from stppo_jax import config as schema
 from stppo_jax import tokenizer as chat
 from stppo_jax import types
 from stppo_jax.envs import tool_calls
+from stppo_jax.models import convert
+from stppo_jax.models import decoder
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import api
 from stppo_jax.serving import gateway
+from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import sessions
 from stppo_jax.serving import turn_text
 
@@ -75,7 +79,7 @@ def embedded():
 
 
 @contextlib.contextmanager
-def running(shares_prefixes=True, port=0, key='', **settings):
+def running(shares_prefixes=True, port=0, key='', load_params=None, **settings):
   """A gateway on the embedded model: yields its server."""
   config = schema.Config()
   config.serve = schema.ServeSettings(**settings)
@@ -83,7 +87,7 @@ def running(shares_prefixes=True, port=0, key='', **settings):
   with (
       mock.patch.dict(os.environ, {'STPPO_API_KEY': key}),
       gateway.running(
-          config, sampler, params, tokenizer, 'tiny', port, shares_prefixes=shares_prefixes
+          config, sampler, params, tokenizer, 'tiny', port, shares_prefixes, load_params
       ) as server,
   ):
     yield server
@@ -652,6 +656,154 @@ class LimitsTest(parameterized.TestCase):
     with self.assertRaisesRegex(types.UserError, '^[^\n]*config.serve.host=[^\n]* another one$'):
       with running(host=host):
         pass
+
+
+class ControlTest(parameterized.TestCase):
+  """A trainer pauses the server and replaces its weights, as it does with vLLM."""
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+    cls.root = cls.folder / 'weights'
+    config = schema.Config()
+    config.model = schema.ModelSettings(dtype='float32', remat='none', scan_layers=False)
+    config.serve.weights_folder = str(cls.root)
+    model, params = prepare.load_policy(config)
+    enlarged = jax.tree.map(lambda w: 1.1 * w, params)
+    for path, weights in (
+        (cls.root / 'old', params),
+        (cls.root / 'new', enlarged),
+        (cls.folder / 'outside', enlarged),
+    ):
+      convert.save_hf(path, model, weights)
+    wide = dataclasses.replace(model, d_ff=2 * model.d_ff)
+    key = jax.random.key(0)
+    convert.save_hf(cls.root / 'wide', wide, jax.jit(decoder.init, static_argnums=1)(key, wide))
+    turned = dataclasses.replace(model, rope_theta=3.0)
+    convert.save_hf(cls.root / 'turned', turned, params)
+    (cls.root / 'link').symlink_to(cls.folder / 'outside')
+    load_params = functools.partial(gateway._load_params, config, model)
+    cls.server = cls.enterClassContext(running(load_params=load_params))
+    cls.prompt = embedded()[0].encode(QUESTION)
+
+  def control(self, path, status=200, **fields):
+    answer = post(self.server, fields, path)
+    self.assertEqual(answer.status_code, status, answer.text)
+    return answer.json()
+
+  def reload(self, folder, status=200):
+    kwargs = {'weights_path': str(folder)}
+    return self.control('/collective_rpc', status, method='reload_weights', kwargs=kwargs)
+
+  def complete(self, **fields):
+    """Returns (token ids, log-probs) of an answer to ids."""
+    asked = dict(prompt=self.prompt, max_tokens=16, logprobs=0, return_token_ids=True)
+    (choice,) = self.control('/v1/completions', **asked | {'temperature': 0} | fields)['choices']
+    return choice['token_ids'], choice['logprobs']['token_logprobs']
+
+  def test_reload_changes_logprobs_and_back(self):
+    before = self.complete()
+    for folder in ('new', 'old'):
+      self.assertEqual(self.control('/pause?mode=keep'), {'status': 'paused'})
+      self.assertEqual(self.reload(self.root / folder), {'results': [None]})
+      self.assertEqual(self.control('/reset_prefix_cache'), {'success': True})
+      self.assertEqual(self.control('/resume'), {'status': 'resumed'})
+      after = self.complete()
+      self.assertEqual(after == before, folder == 'old')
+    self.assertEqual(after, before)
+
+  def test_kept_request_continues_with_new_weights(self):
+    """Its tokens before the pause are of the old weights, and all later ones of the new."""
+    fields = dict(max_tokens=24, temperature=1.0, seed=1, ignore_eos=True)
+    service = self.server.app.service
+    pause = threading.Event()
+    decode = service.scheduler._decode
+    calls = []
+
+    def pausing_decode():
+      decode()
+      calls.append(None)
+      if len(calls) == 1:
+        pause.set()
+        time.sleep(0.2)
+
+    with mock.patch.object(service.scheduler, '_decode', pausing_decode):
+      with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(self.complete, **fields)
+        self.assertTrue(pause.wait(60))
+        self.control('/pause?mode=keep')
+        self.assertFalse(answer.done())
+        self.reload(self.root / 'new')
+        self.control('/resume')
+        tokens, logp = answer.result()
+    num_old = gateway.STEPS
+    num_new = len(tokens) - num_old
+    whole = self.complete(
+        **fields | {'prompt': self.prompt + tokens[:num_old], 'max_tokens': num_new}
+    )
+    self.assertEqual(whole[0], tokens[num_old:])
+    np.testing.assert_allclose(whole[1], logp[num_old:], atol=1e-5)
+    self.reload(self.root / 'old')
+    old = self.complete(**fields)
+    self.assertEqual(old[0][:num_old], tokens[:num_old])
+    np.testing.assert_allclose(old[1][:num_old], logp[:num_old], atol=1e-5)
+    self.assertGreater(np.abs(np.subtract(old[1], logp)).max(), 1e-3)
+
+  def test_waiting_pause_ends_after_running_requests(self):
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+      running_answer = pool.submit(self.complete, max_tokens=100, ignore_eos=True)
+      wait_for(lambda: self.server.app.service.scheduler.running)
+      self.control('/pause?mode=wait')
+      self.assertEqual(self.server.app.service.scheduler.running, 0)
+      late = pool.submit(self.complete)
+      self.assertLen(running_answer.result()[0], 100)
+      wait_for(lambda: self.server.app.service.scheduler.waiting)
+      self.assertFalse(late.done())
+      self.control('/resume')
+      late.result()
+
+  @parameterized.parameters(
+      ('outside', 'must be a folder in'),
+      ('weights/link', 'must be a folder in'),
+      ('weights/../outside', 'must be a folder in'),
+      ('weights/none', 'must be a folder in'),
+      ('weights', 'config.json'),
+      ('weights/wide', 'not that of the served model'),
+      ('weights/turned', 'not that of the served model'),
+  )
+  def test_wrong_folder_is_rejected_and_weights_stay(self, name, reason):
+    before = self.complete()
+    error = self.reload(f'{self.folder}/{name}', 400)['error']
+    self.assertIn(reason, error['message'])
+    self.assertNotIn('\n', error['message'])
+    self.assertEqual(self.complete(), before)
+
+  @parameterized.parameters(
+      ('/pause', {}),
+      ('/pause?mode=abort', {}),
+      ('/collective_rpc', {'method': 'save_sharded_state', 'kwargs': {'weights_path': '/'}}),
+      ('/collective_rpc', {'method': 'reload_weights', 'kwargs': {}}),
+      ('/collective_rpc', {'method': 'reload_weights', 'args': ['/']}),
+  )
+  def test_wrong_control_request_is_rejected(self, path, fields):
+    self.assertIn('message', self.control(path, 400, **fields)['error'])
+
+  def test_routes_need_setting_and_key(self):
+    paths = ('/pause?mode=keep', '/resume', '/reset_prefix_cache', '/collective_rpc')
+    with running() as server:
+      for path in paths:
+        self.assertEqual(post(server, {}, path).status_code, 404)
+    with running(key='secret', load_params=lambda folder: None) as server:
+      for path in paths:
+        self.assertEqual(post(server, {}, path).status_code, 401)
+
+  def test_closed_server_ends_pause(self):
+    with running(load_params=lambda folder: None) as server:
+      post(server, {}, '/pause?mode=keep')
+      scheduler = server.app.service.scheduler
+    with self.assertRaises(scheduler_lib.Busy):
+      scheduler.resume().result(60)
 
 
 class CommandTest(absltest.TestCase):

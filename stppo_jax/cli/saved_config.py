@@ -18,7 +18,7 @@ from stppo_jax import validation
 from stppo_jax.config import Config
 from stppo_jax.monitoring import workdir as workdir_lib
 
-_ADDRESSES = ('retriever.url', 'eval.address', 'serve.host', 'serve.hosts')
+_ADDRESSES = ('retriever.url', 'eval.address', 'serve.host', 'serve.hosts', 'serve.weights_folder')
 _WRITTEN_FOLDERS = ('eval.folder', 'retriever.embeddings')
 _REGISTRIES = ('gem:', 'textarena:', 'reasoning_gym:')  # a name there is looked up, not imported
 # The name of a module or host may have other characters than letters, such as a hyphen.

@@ -74,7 +74,7 @@ class SlotGroup:
     self.prefill_tokens = 0  # so far
     self.last_prefill: jax.Array | None = None  # to wait for
     self._sampler = sampler
-    self._params = params
+    self.params = params
 
   def rows_in(self, phase: str) -> list[Any]:
     """Returns the sequences in a phase, in the order of their slots."""
@@ -137,7 +137,7 @@ class SlotGroup:
     for slot, row in enumerate(self.rows):
       if row is not None:  # rows that are not decoded are also written to, behind their end
         inputs.lengths[slot] = row.length
-    self.context, sampled = self._sampler.decode(self._params, self.context, inputs, steps, enough)
+    self.context, sampled = self._sampler.decode(self.params, self.context, inputs, steps, enough)
     return sampled
 
   def decode_few(self, sequences: Sequences) -> sampler_lib.DecodeResult:
@@ -150,9 +150,7 @@ class SlotGroup:
     rows = range(len(sequences))
     few = self._sampler.take(self.context, slots)
     inputs = self._decode_inputs(sequences, rows, few.logits.shape[0])
-    few, sampled = self._sampler.decode(
-        self._params, few, inputs, steps, enough=self._sampler.width
-    )
+    few, sampled = self._sampler.decode(self.params, few, inputs, steps, enough=self._sampler.width)
     self.context = self._sampler.put(self.context, few, slots, rows)
     return sampled
 
@@ -181,7 +179,7 @@ class SlotGroup:
     ids = [sequence.ids for sequence in sequences]
     starts = [sequence.length for sequence in sequences]
     self.prefill_tokens += sum(map(len, ids))
-    context, result = self._sampler.prefill(self._params, context, ids, starts)
+    context, result = self._sampler.prefill(self.params, context, ids, starts)
     if result.lengths is not None:
       self.last_prefill = result.lengths
     return Prefilled(context, result)

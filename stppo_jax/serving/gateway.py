@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 import contextlib
 import dataclasses
+import functools
 import os
 import time
 from typing import Any
@@ -69,10 +70,12 @@ def running(
     name: str,
     port: int = 0,
     shares_prefixes: bool = True,
+    load_params: Callable[[str], Any] | None = None,
 ) -> Iterator[Any]:
   """Context manager of an `http_server.Server` that accepts connections; port 0 is any free one.
 
-  The environment variable STPPO_API_KEY is the key of clients. Without it any client is accepted.
+  With `load_params`, which returns the parameters of a folder, clients can replace the weights. The
+  environment variable STPPO_API_KEY is the key of clients. Without it any client is accepted.
   UserError: the address cannot be used, or the HTTP libraries are not installed.
   """
   try:
@@ -90,10 +93,16 @@ def running(
         tokenizer.eos_ids,
         settings.max_waiting,
         shares_prefixes,
+        load_params,
     )
     resources.enter_context(scheduler)
     service = service_lib.Service(
-        scheduler, tokenizer, name, settings.tool_form, config.model.chat_template_kwargs
+        scheduler,
+        tokenizer,
+        name,
+        settings.tool_form,
+        config.model.chat_template_kwargs,
+        plain_logp=settings.logprobs_mode == 'raw_logprobs',
     )
     resources.callback(service.close)
     limits = http_server.ServerLimits(
@@ -138,9 +147,35 @@ def serve(
       platform=jax.devices()[0].platform,
       row_sharding=agent_lib.row_sharding(config, model, sharding.mesh_of(config.mesh)),
   )
-  with running(config, sampler, params, tokenizer, config.name, port) as server:
+  load_params = None
+  if config.serve.weights_folder:
+    load_params = functools.partial(_load_params, config, model)
+  with running(
+      config, sampler, params, tokenizer, config.name, port, load_params=load_params
+  ) as server:
     logging.info('model %s (%s) at %s/v1', config.name, description, server.url)
     while not stop_requested():
       if not server.app.service.scheduler.is_alive:
         raise RunError('the engine has failed, see above: start again')
       time.sleep(0.2)
+
+
+def _load_params(config: Config, model: decoder.ModelConfig, folder: str) -> dict:
+  """Returns the parameters of a folder in config.serve.weights_folder, which must fit the model."""
+  root = os.path.realpath(config.serve.weights_folder)
+  path = os.path.realpath(folder)
+  if os.path.commonpath([root, path]) != root or not os.path.isdir(path):
+    raise UserError(
+        f'weights_path={folder[:200]!r}: must be a folder in config.serve.weights_folder={root!r}'
+    )
+  pushed = prepare.load_shape(config, folder=path)
+  pushed = dataclasses.replace(
+      pushed, head=model.head, family=model.family, attention=model.attention
+  )
+  if pushed != model:
+    raise UserError(
+        f'weights_path={folder[:200]!r}: its config.json is not that of the served model'
+    )
+  place = functools.partial(sharding.tree_shardings, mesh=sharding.mesh_of(config.mesh))
+  _, params = prepare.load_policy(config, folder=path, shardings=place)
+  return params

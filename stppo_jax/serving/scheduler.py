@@ -6,22 +6,29 @@ with them prefills only the rest.
 
   row 0   | prompt A | decode .. done | (idle) | rest of A's next turn | decode ..
   row 1   | prompt B           | decode ..                      done | (kept)
+
+Pauses and new weights are calls of the same thread, between two decode calls. With new weights the
+contexts of requests in progress are prefilled again, so that no token depends on two versions.
 """
 
 import collections
 from collections.abc import Callable
 from collections.abc import Sequence
+from concurrent import futures
 import contextlib
 import dataclasses
 import threading
 from typing import Any
+from typing import NamedTuple
 
 from absl import logging
 import jax
 import numpy as np
 
 from stppo_jax.rollout import sampler as sampler_lib
+from stppo_jax.rollout import sampling
 from stppo_jax.rollout import slots as slots_lib
+from stppo_jax.types import UserError
 
 
 class Busy(Exception):
@@ -50,6 +57,14 @@ class Request:
   plain_logp: bool = False  # True: the model's own log-probs, neither tempered nor cut
   owner: str = ''  # `release` frees the rows of an owner
   cancelled: bool = False
+
+
+class _ControlCall(NamedTuple):
+  """A function for the scheduler's thread."""
+
+  function: Callable[..., None]
+  arguments: tuple[Any, ...]
+  done: futures.Future[None]
 
 
 @dataclasses.dataclass
@@ -88,6 +103,7 @@ class Scheduler:
       eos_ids: Sequence[int],
       max_waiting: int = 256,
       shares_prefixes: bool = True,  # False: a request only continues a row as a whole
+      load_params: Callable[[str], Any] | None = None,  # for `reload`; raises UserError
   ):
     self.counts = Counts()
     self.max_total = sampler.max_slots
@@ -96,6 +112,7 @@ class Scheduler:
     self._token_bytes = token_bytes
     self._eos_ids = frozenset(eos_ids)
     self._shares_prefixes = shares_prefixes
+    self._load_params = load_params
     self._group = slots_lib.SlotGroup(sampler, sampler.copy(params))
     self._rows = []
     for slot in range(sampler.width):
@@ -105,6 +122,10 @@ class Scheduler:
     self._waiting: collections.deque[Request] = collections.deque()
     self._changed = threading.Condition()
     self._closed = False
+    self._calls: list[_ControlCall] = []
+    self._called: list[_ControlCall] = []  # those that have run, until they are done
+    self._admits = True  # whether waiting requests get rows
+    self._decodes = True  # whether requests with rows continue
     self._clock = 0
     self._thread = threading.Thread(target=self._run, name='scheduler', daemon=True)
 
@@ -159,6 +180,43 @@ class Scheduler:
       self.counts.queued_choices += len(requests)
       self._changed.notify_all()
 
+  @property
+  def can_reload(self) -> bool:
+    """Whether the weights can be replaced."""
+    return self._load_params is not None
+
+  def pause(self, drains: bool) -> futures.Future[None]:
+    """Stops sampling until `resume`; done when no token is sampled any more.
+
+    With `drains` the requests in progress end first. Otherwise they wait, and continue later.
+    """
+    return self._call(self._pause, drains)
+
+  def resume(self) -> futures.Future[None]:
+    """Ends a pause."""
+    return self._call(self._resume)
+
+  def reload(self, folder: str) -> futures.Future[None]:
+    """Samples with the weights of a folder from now on; UserError: they do not fit.
+
+    Contexts are computed again, also those of requests in progress.
+    """
+    return self._call(self._reload, folder)
+
+  def forget_contexts(self) -> futures.Future[None]:
+    """Computes all contexts again before the next token."""
+    return self._call(self._forget_contexts)
+
+  def _call(self, function: Callable[..., None], *arguments: Any) -> futures.Future[None]:
+    """Calls a function in the scheduler's thread, between two decode calls."""
+    call = _ControlCall(function, arguments, futures.Future())
+    with self._changed:
+      self._calls.append(call)
+      self._changed.notify_all()
+      if not self.is_alive:
+        self._fail_calls()
+    return call.done
+
   def release(self, owner: str) -> None:
     """Lets the idle rows of an owner be overwritten first."""
     with self._changed:
@@ -170,11 +228,16 @@ class Scheduler:
     try:
       while True:
         with self._changed:
-          while not (self._closed or self._waiting or self.running):
+          while not (self._closed or self._calls or self._has_work()):
             self._changed.wait()
           if self._closed:
             return
-          batches = self._take_waiting()
+        self._run_calls()
+        if not self._decodes:
+          continue
+        self._prefill_forgotten()
+        with self._changed:
+          batches = self._take_waiting() if self._admits else []
         for rows, slots in batches:
           self._group.prefill_rows(self._group, slots, rows)
         self.counts.prefill_tokens = self._group.prefill_tokens
@@ -183,11 +246,79 @@ class Scheduler:
             self._finish(row, (), (), 'cancelled')
         if self.running:
           self._decode()
+        self._end_calls()
     except Exception:  # the device or `emit` may raise: every request must get an end
       logging.exception('the scheduler has failed')
       self._closed = True
     finally:
       self._end_all()
+
+  def _has_work(self) -> bool:
+    """Returns whether a token could be sampled."""
+    return self._decodes and (self.running > 0 or (self._admits and len(self._waiting) > 0))
+
+  def _take_calls(self) -> list[_ControlCall]:
+    """Returns the calls whose callers still wait. They cannot be cancelled any more."""
+    calls = [call for call in self._calls if call.done.set_running_or_notify_cancel()]
+    self._calls.clear()
+    return calls
+
+  def _run_calls(self) -> None:
+    """Runs the calls of other threads."""
+    with self._changed:
+      calls = self._take_calls()
+    self._called += calls
+    for call in calls:
+      try:
+        call.function(*call.arguments)
+      except UserError as error:
+        call.done.set_exception(error)
+    self._end_calls()
+
+  def _fail_calls(self) -> None:
+    """Tells callers that their calls will not be done."""
+    self._called += self._take_calls()
+    for call in self._called:
+      if not call.done.done():
+        call.done.set_exception(Busy('the server stops'))
+
+  def _end_calls(self) -> None:
+    """Tells callers that their calls are done, unless a pause waits for requests in progress."""
+    is_draining = self._decodes and not self._admits and self.running
+    if is_draining:
+      return
+    for call in self._called:
+      if not call.done.done():
+        call.done.set_result(None)
+    self._called.clear()
+
+  def _pause(self, drains: bool) -> None:
+    self._admits = False
+    self._decodes = drains
+
+  def _resume(self) -> None:
+    self._admits = True
+    self._decodes = True
+
+  def _reload(self, folder: str) -> None:
+    assert self._load_params is not None
+    params = self._load_params(folder)
+    self._group.params = None  # before the new copy is made, because there may be no room for two
+    self._group.params = self._sampler.copy(params)
+    self._forget_contexts()
+
+  def _forget_contexts(self) -> None:
+    for row in self._rows:
+      if row.request is not None:
+        row.ids = row.tokens[: row.length_with_ids].tolist()
+        row.phase = 'ready'
+      row.length = 0
+
+  def _prefill_forgotten(self) -> None:
+    """Prefills the contexts of requests in progress that were forgotten."""
+    for rows in sampling.batched(self._group.rows_in('ready'), self._sampler.prefill_rows):
+      slots = [row.slot for row in rows]
+      self._group.prefill_rows(self._group, slots, rows)
 
   def _end_all(self):
     with self._changed:
@@ -197,6 +328,7 @@ class Scheduler:
       for row in self._running_rows():
         requests.append(row.request)
         row.request = None
+      self._fail_calls()
     for request in requests:
       with contextlib.suppress(Exception):  # the listener may be gone
         request.emit((), (), 'error')

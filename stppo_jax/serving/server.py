@@ -6,12 +6,21 @@
   /s/SESSION/v1/..            the same within a session; or the header X-Session-Id
   POST /s/SESSION/reward      {"reward": 1.0, "turn": 2, "metrics": {..}}; no turn: of the episode
 
-Log-probs are the model's own. In a session they are those of the distribution that was drawn from.
+With `serve.weights_folder` a trainer controls the server as it controls vLLM:
+  POST /pause?mode=keep       stops sampling; with mode=wait the requests in progress end first
+  POST /collective_rpc        {"method": "reload_weights", "kwargs": {"weights_path": FOLDER}}
+  POST /reset_prefix_cache    computes all contexts again, as a reload does
+  POST /resume                ends a pause
+
+Log-probs are the model's own, see `serve.logprobs_mode`. In a session they are those of the
+distribution that was drawn from.
 Errors are OpenAI's: {"error": {"message", "type", "param", "code"}}. It needs the extra `serve`.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator
 from collections.abc import Iterator
+from concurrent import futures
 import contextlib
 import functools
 import hmac
@@ -20,6 +29,7 @@ import re
 import time
 from typing import Annotated
 from typing import Any
+from typing import Literal
 import uuid
 
 from prometheus_client import core
@@ -32,8 +42,10 @@ from starlette import routing
 from stppo_jax.distributed import http_server
 from stppo_jax.envs import tool_calls
 from stppo_jax.serving import api
+from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import service as service_lib
 from stppo_jax.serving import sessions
+from stppo_jax.types import UserError
 
 _ERROR_TYPES = {401: 'authentication_error', 429: 'rate_limit_error'}
 _MetricName = Annotated[str, pydantic.Field(pattern=r'^\w{1,40}$')]
@@ -45,6 +57,19 @@ class RewardBody(http_server.Body):
   reward: float
   turn: int | None = None
   metrics: dict[_MetricName, float] | None = pydantic.Field(None, max_length=64)
+
+
+class ReloadArguments(http_server.Body):
+  """The arguments of vLLM's `reload_weights` that the gateway supports."""
+
+  weights_path: http_server.Text
+
+
+class CollectiveRpcBody(http_server.Body):
+  """A call of vLLM's workers, of which the gateway supports one."""
+
+  method: Literal['reload_weights']
+  kwargs: ReloadArguments
 
 
 class GatewayApp(http_server.HttpApp):
@@ -66,6 +91,15 @@ class GatewayApp(http_server.HttpApp):
           routing.Route(f'{prefix}/v1/completions', text, methods=['POST']),
           routing.Route(f'{prefix}/v1/models', self._models),
       ]
+    if service.scheduler.can_reload:
+      controls = {
+          'pause': self._pause,
+          'resume': self._resume,
+          'reset_prefix_cache': self._reset_prefix_cache,
+          'collective_rpc': self._collective_rpc,
+      }
+      for name, answer in controls.items():
+        routes.append(routing.Route(f'/{name}', answer, methods=['POST']))
     super().__init__(limits, routes)
     self.service = service
     self._api_key = api_key
@@ -151,6 +185,29 @@ class GatewayApp(http_server.HttpApp):
     model = {'id': self.service.name, 'object': 'model', 'created': 0, 'owned_by': 'stppo-jax'}
     model['max_model_len'] = self.service.scheduler.max_total
     return responses.JSONResponse({'object': 'list', 'data': [model]})
+
+  async def _pause(self, request: requests.Request) -> responses.Response:
+    await self.read_json(request)
+    mode = request.query_params.get('mode')
+    if mode not in ('keep', 'wait'):
+      raise http_server.RequestError(400, f'mode={mode!r}: use keep or wait', param='mode')
+    await _result(self.service.scheduler.pause(drains=mode == 'wait'))
+    return responses.JSONResponse({'status': 'paused'})
+
+  async def _resume(self, request: requests.Request) -> responses.Response:
+    await self.read_json(request)
+    await _result(self.service.scheduler.resume())
+    return responses.JSONResponse({'status': 'resumed'})
+
+  async def _reset_prefix_cache(self, request: requests.Request) -> responses.Response:
+    await self.read_json(request)
+    await _result(self.service.scheduler.forget_contexts())
+    return responses.JSONResponse({'success': True})
+
+  async def _collective_rpc(self, request: requests.Request) -> responses.Response:
+    body = CollectiveRpcBody.model_validate(await self.read_json(request))
+    await _result(self.service.scheduler.reload(body.kwargs.weights_path))
+    return responses.JSONResponse({'results': [None]})
 
   async def _reward(self, request: requests.Request) -> responses.Response:
     body = RewardBody.model_validate(await self.read_json(request))
@@ -247,6 +304,16 @@ class _Writer:
     if self.is_chat:
       return api.chat_logprobs(spelled, chunk.logp)
     return api.text_logprobs(spelled, chunk.logp, chunk.starts)
+
+
+async def _result(call: futures.Future[None]) -> None:
+  """Waits for a call of the scheduler."""
+  try:
+    await asyncio.wrap_future(call)
+  except UserError as error:
+    raise http_server.RequestError(400, str(error)) from None
+  except scheduler_lib.Busy as error:
+    raise http_server.RequestError(503, str(error)) from None
 
 
 def _event(fields: dict[str, Any]) -> str:

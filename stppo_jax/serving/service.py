@@ -103,12 +103,14 @@ class Service:
       name: str,
       tool_form: str = 'hermes',
       template_kwargs: Mapping[str, Any] | None = None,  # arguments of the chat template
+      plain_logp: bool = True,  # False: log-probs of the distribution that was drawn from
   ):
     self.scheduler = scheduler
     self.tokenizer = tokenizer
     self.name = name
     self.tool_form = tool_form
     self.template_kwargs = dict(template_kwargs or {})
+    self._plain_logp = plain_logp
     max_chars = scheduler.max_total * tokenizer_lib.LONGEST_TOKEN
     self.template = template_lib.Template(tokenizer, scheduler.max_total, tool_form, max_chars)
     # Long texts take seconds. One thread encodes them in the order in which they came.
@@ -266,7 +268,7 @@ class Service:
           top_p=top_p,
           stop=tuple(stop.encode() for stop in stops),
           ignore_eos=body.ignore_eos,
-          plain_logp=session is None,
+          plain_logp=self._plain_logp and session is None,
           owner=session_name,
       )
       text = turn_text.TurnText(
