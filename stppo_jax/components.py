@@ -53,6 +53,7 @@ ADAPTERS: dict[str, Callable[[str], Any]] = {
     'textarena': textarena.make,
 }
 # Short name of `env.kind` -> environment class. A new built-in environment is added here.
+_MAY_BE_FILES = ('data.source', 'rollout.demonstrations')
 ENVIRONMENTS = {**search.ENVIRONMENTS, 'tools': tools.ToolEnv}
 
 
@@ -190,7 +191,7 @@ def plugin_names(config: Config) -> dict[str, str]:
     for i, name in enumerate(value if is_tuple else (value,)):
       if not isinstance(name, str) or ':' not in name:
         continue
-      is_file = path == 'data.source' and os.path.exists(name)  # read, not imported
+      is_file = path in _MAY_BE_FILES and os.path.exists(name)  # read, not imported
       prefix = name.partition(':')[0]
       if not is_file and prefix not in rules.prefixes:
         setting = f'{path}[{i}]' if is_tuple else path
@@ -209,8 +210,15 @@ def plugin_digests(config: Config) -> dict[str, str]:
     module = plugins.import_module(f'config.{field}={name!r}', name.partition(':')[0])
     source = getattr(module, '__file__', None)
     if source:
-      digests[field] = hashlib.sha256(pathlib.Path(source).read_bytes()).hexdigest()[:16]
+      digests[field] = _digest(source)
+  recorded = config.rollout.demonstrations
+  if os.path.isfile(recorded):
+    digests['rollout.demonstrations'] = _digest(recorded)
   return digests
+
+
+def _digest(path: str) -> str:
+  return hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()[:16]
 
 
 def _resolve_environment(config: Config, available: dict[str, Any]) -> factory.EnvFactory:

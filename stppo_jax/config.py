@@ -187,6 +187,14 @@ class RolloutSettings(Section):
   replay: str = setting(
       '', 'folder of saved batches, such as runs/NAME/episodes. Update n trains on its '
       'train_<n>.jsonl, and only evaluations sample. Empty: off')
+  demonstrations: str = setting(
+      '', "'module:Player', a class whose `act(observation)` returns the next action, or a file of "
+      'recorded episodes. They are played in the environment, and become rows of the batch. Empty: '
+      'off', plugin=True)
+  demonstrated: int = setting(
+      1, 'rows of a group that are demonstrations; group_size includes them', at_least=1)
+  demonstrate_every: int = setting(
+      1, 'the groups of every n-th question of a batch have demonstrations', at_least=1)
   max_failed: float = setting(
       0.5, "share of a batch's episodes in which the environment's code may raise. These episodes "
       'are counted and not trained on. Above this share the run ends. 0: the first exception ends '

@@ -217,6 +217,7 @@ class Episode:
   whole_score: float | None = None
 
   error: str = ''  # what the environment's code raised, where, and in which turn
+  demonstrated: bool = False  # a demonstration: its turns were not sampled, so their logp is NaN
 
   @property
   def is_segment(self) -> bool:
@@ -311,6 +312,8 @@ class Episode:
       record['whole_score'] = finite_or_none(self.whole_score)
     if self.error:
       record['error'] = self.error
+    if self.demonstrated:
+      record['demonstrated'] = True
     if any(turn.routes is not None for turn in self.turns):
       record['routes'] = [pack_array(turn.routes) for turn in self.turns]
     return record
@@ -372,6 +375,7 @@ class Episode:
         number=record.get('of_episode'),
         whole_score=record.get('whole_score'),
         error=record.get('error', ''),
+        demonstrated=record.get('demonstrated', False),
     )
 
 
@@ -447,3 +451,5 @@ class TurnBatch:
   # [B] correction of the sum of rewards over an episode's rows, because each row has the final
   # reward. It is equal for all rows of an episode, and 0 for a single row.
   score_offsets: jax.Array | None = None
+  demonstrated: jax.Array | None = None  # [B] 1 for demonstrations; None: there are none
+  imitation_mask: jax.Array | None = None  # [B,T] 1 for the agent tokens of demonstrations

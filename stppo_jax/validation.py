@@ -87,6 +87,7 @@ def validate(config: Config) -> Config:
   _check_environment(config)
   _check_address(config)
   _check_sizes(config)
+  _check_demonstrations(config)
   _check_adapters(config)
   return config
 
@@ -258,6 +259,35 @@ def _check_sizes(config: Config) -> None:
     )
 
 
+def _check_demonstrations(config: Config) -> None:
+  """Checks that demonstrations can be played, and leave rows to sample."""
+  rollout = config.rollout
+  if not rollout.demonstrations:
+    return
+  given = f'config.rollout.demonstrations={rollout.demonstrations!r}'
+  if config.env.kind.startswith('gateway:'):
+    raise UserError(f'{given} plays an environment, and config.env.kind is a program: leave it out')
+  if rollout.replay:
+    raise UserError(f'{given}: config.rollout.replay samples nothing, leave one of them out')
+  if rollout.routing_replay == 'sampling':
+    raise UserError(
+        f"{given}: config.rollout.routing_replay='sampling' needs the experts of a sampler, which "
+        "demonstrations have not: set it to 'old_policy' or 'none'"
+    )
+  questions = config.train.episodes // rollout.group_size
+  groups = -(-questions // rollout.demonstrate_every)
+  if (
+      rollout.demonstrated > rollout.group_size
+      or groups == questions
+      and (rollout.demonstrated == rollout.group_size)
+  ):
+    raise UserError(
+        f'config.rollout.demonstrated={rollout.demonstrated}: leaves nothing to sample in groups '
+        f'of {rollout.group_size}: lower it, or set --config.rollout.demonstrate_every=2 or more. '
+        'To imitate only: python -m scripts.warm_start or scripts.sft_episodes'
+    )
+
+
 def check_variant(config: Config, variant: Variant) -> None:
   """Checks the fields of the resolved objective, then the rules that span fields and sections."""
   kind_by_name = kinds(type(config.algorithm))
@@ -287,6 +317,7 @@ def check_variant(config: Config, variant: Variant) -> None:
       )
   _check_kl(config, variant)
   _check_groups(config, variant)
+  _check_imitation(config, variant)
   _check_ratio(config, variant)
   _check_decay(config)
   if config.model.critic == 'shared' and config.model.critic_folder:
@@ -392,6 +423,26 @@ def _check_groups(config: Config, variant: Variant) -> None:
         f'config.rollout.max_num_gen_batches={rollout.max_num_gen_batches} replaces groups whose '
         f'scores are all equal, and config.algorithm.variant={name!r} compares no groups: set it '
         'to 1, or --config.algorithm.variant=grpo'
+    )
+
+
+def _check_imitation(config: Config, variant: Variant) -> None:
+  """Checks that demonstrations train something, and leave groups to compare."""
+  rollout = config.rollout
+  if not rollout.demonstrations:
+    return
+  name = config.algorithm.variant
+  if not (variant.imitation or variant.uses_demonstrations):
+    raise UserError(
+        f'config.rollout.demonstrations={rollout.demonstrations!r}: {name!r} does not train on '
+        'demonstrations: set --config.algorithm.imitation=0.1, or --config.algorithm.variant=grao'
+    )
+  sampled = rollout.group_size - rollout.demonstrated
+  if variant.needs_groups and not variant.uses_demonstrations and sampled == 1:
+    raise UserError(
+        f'config.rollout.demonstrated={rollout.demonstrated}: leaves one sampled episode of a '
+        f'group, which config.algorithm.variant={name!r} compares with nothing: lower it, or raise '
+        'group_size'
     )
 
 

@@ -493,7 +493,7 @@ class JsonTest(absltest.TestCase):
     turn.tokens, turn.observation = np.arange(4, dtype=np.int32), np.array([7], np.int32)
     batch.episodes[1].truncated = batch.episodes[1].failed = True
     text = json.dumps(pipelines.to_json(batch))
-    back = pipelines.from_json(json.loads(text), batches.tasks(3))
+    back = pipelines.from_json(json.loads(text), [row.task for row in batch.episodes])
     flat = lambda batch: jax.tree.map(np.asarray, dataclasses.asdict(batch))
     ours, theirs = flat(batch), flat(back)
     chex.assert_trees_all_equal(jax.tree.leaves_with_path(ours), jax.tree.leaves_with_path(theirs))

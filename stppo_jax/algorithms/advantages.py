@@ -300,27 +300,73 @@ def from_groups(function: Callable[[jax.Array, jax.Array], jax.Array]) -> Estima
   def estimate_from_groups(batch, variant):
     del variant
     mask = batch.action_mask.astype(batch.rewards.dtype)
-    rewards = batch.rewards * mask
-    scores = rewards.sum(axis=1)
-    sizes = jnp.abs(rewards).sum(axis=1)
-    rows = jnp.arange(scores.shape[0])
-    counts = mask.any(axis=1)
-    first_rows = rows
-    if batch.episode_ids is not None:
-      same = _same(batch.episode_ids) & counts[None, :]
-      first_rows = jnp.where(counts, jnp.argmax(same, axis=1), rows)
-      scores = _over(jnp.sum, scores, same, 0)
-      sizes = _over(jnp.sum, sizes, same, 0)
-      if batch.score_offsets is not None:
-        scores += batch.score_offsets
-      counts = counts & (first_rows == rows)
-    group_ids = jnp.where(counts, batch.group_ids, -1 - rows)
-    scores = _without_rounding(scores, sizes, group_ids)
+    scores, group_ids, first_rows = _scores(batch, mask)
     advantages = function(scores, group_ids)[first_rows][:, None] * mask
     return advantages, advantages
 
   estimate_from_groups.__dict__['needs_groups'] = True
   return estimate_from_groups
+
+
+def _scores(batch, mask):
+  """Returns scores and group ids of the episodes, and the first row of each one's episode [B]."""
+  rewards = batch.rewards * mask
+  scores = rewards.sum(axis=1)
+  sizes = jnp.abs(rewards).sum(axis=1)
+  rows = jnp.arange(scores.shape[0])
+  counts = mask.any(axis=1)
+  first_rows = rows
+  if batch.episode_ids is not None:
+    same = _same(batch.episode_ids) & counts[None, :]
+    first_rows = jnp.where(counts, jnp.argmax(same, axis=1), rows)
+    scores = _over(jnp.sum, scores, same, 0)
+    sizes = _over(jnp.sum, sizes, same, 0)
+    if batch.score_offsets is not None:
+      scores += batch.score_offsets
+    counts = counts & (first_rows == rows)
+  group_ids = jnp.where(counts, batch.group_ids, -1 - rows)
+  scores = _without_rounding(scores, sizes, group_ids)
+  return scores, group_ids, first_rows
+
+
+def grao(batch: TurnBatch, variant: Any) -> tuple[jax.Array, jax.Array]:
+  """Returns the weights of log-probs in GRAO (arXiv 2508.07750, eq. 3; P), for a GraoVariant.
+
+  With e_i and m the mean log-probs of sample i of G and of the reference answer y, a demonstration,
+
+    J = (1/G) sum_i A_i e_i + beta A_y m + lambda (1/G) sum_i A_i (e_i - m)
+      = (1/G) sum_i (1 + lambda) A_i e_i + (beta A_y - lambda mean_i A_i) m
+
+  These are the weights of rows with ratio 'none' and aggregation 'seq-mean-token-mean', times the
+  rows of the group over G, or over its number of references. Without a reference, the weights are
+  (1 + lambda) times the z-scores.
+
+  Choice: one z-score over the samples and the reference, as the text says. Eq. 4 has the samples
+  alone, and gives a group of equal scores no spread to divide by. Choice: m is the mean over
+  several references. The list of components in the paper disagrees with eq. 3. The gradient in its
+  proof agrees with it.
+  """
+  mask = batch.action_mask.astype(batch.rewards.dtype)
+  scores, group_ids, _ = _scores(batch, mask)
+  z_scores = group_zscore(scores, group_ids)
+  is_reference = jnp.zeros(scores.shape, bool)
+  if batch.demonstrated is not None:
+    is_reference = batch.demonstrated > 0
+  same = _same(group_ids)
+  is_sample = same & ~is_reference[None, :]
+  num_rows = same.sum(axis=1)
+  num_samples = jnp.maximum(is_sample.sum(axis=1), 1)
+  num_references = jnp.maximum(num_rows - is_sample.sum(axis=1), 1)
+  mean = _over(jnp.sum, z_scores, is_sample, 0) / num_samples
+  of_sample = (1 + variant.grao_lambda) * z_scores * num_rows / num_samples
+  of_reference = variant.grao_beta * z_scores - variant.grao_lambda * mean
+  of_reference *= num_rows / num_references
+  weights = jnp.where(is_reference, of_reference, of_sample)[:, None] * mask
+  return weights, weights
+
+
+grao.__dict__['needs_groups'] = True
+grao.__dict__['uses_demonstrations'] = True
 
 
 def estimator(advantage: str | Callable) -> Estimator:

@@ -73,6 +73,7 @@ class LossWeights(NamedTuple):
   token: jax.Array  # weights of entropy and KL
   policy: jax.Array  # weights of the surrogate: `token` times the importance weights
   value: jax.Array  # weights of the critic's loss
+  imitation: jax.Array | None = None  # weights of the imitation loss; None: no demonstrations
 
 
 def weights(batch: TurnBatch, variant: Variant) -> LossWeights:
@@ -85,4 +86,7 @@ def weights(batch: TurnBatch, variant: Variant) -> LossWeights:
   )
   policy = token if batch.is_weights is None else token * batch.is_weights
   value = losses.aggregation_weights(mask, 'token-mean')
-  return LossWeights(mask, token, policy, value)
+  imitation = None
+  if batch.imitation_mask is not None:
+    imitation = losses.aggregation_weights(batch.imitation_mask, 'token-mean')
+  return LossWeights(mask, token, policy, value, imitation)

@@ -133,6 +133,9 @@ class Variant:
   mask_zero_advantage: bool = setting(
       False, "drop episodes without any advantage from the policy's loss, and with them their KL "
       'penalty and entropy bonus. Their surrogate is 0')
+  imitation: float = setting(
+      0.0, 'weight of the imitation loss: minus the mean log-prob of the agent tokens of '
+      'demonstrations, see rollout.demonstrations', at_least=0)
   log_bias: bool = setting(
       True, 'measure ||C|| for every variant, not only for those that divide by it')
 
@@ -147,6 +150,11 @@ class Variant:
     return getattr(advantages.estimator(self.advantage), 'needs_groups', False)
 
   @property
+  def uses_demonstrations(self) -> bool:
+    """Whether demonstrations are rows of the policy gradient, and not only imitated."""
+    return getattr(advantages.estimator(self.advantage), 'uses_demonstrations', False)
+
+  @property
   def measures_bias(self) -> bool:
     """Whether the gradient C that clipping removed is computed."""
     divides = self.divisor != 'none' and self.norm_of == 'gradient'
@@ -159,6 +167,14 @@ class Variant:
       value = getattr(self, field.name)
       description[field.name] = _name(value) if callable(value) else value
     return description
+
+
+@dataclasses.dataclass(frozen=True)
+class GraoVariant(Variant):
+  """The variant of GRAO with its two weights, see `advantages.grao`."""
+
+  grao_beta: float = setting(0.5, 'weight of the reference answer', at_least=0)
+  grao_lambda: float = setting(0.6, 'weight of samples against the reference', at_least=0)
 
 
 # fmt: on
@@ -244,4 +260,6 @@ VARIANTS = {
     ),
     # arXiv 2507.15351. Its fleet is a group here.
     'ospo': Variant('turn_zscore', 'token', clip_high=0.28, kl_in='none', entropy_coef=0.05),
+    # arXiv 2508.07750. A demonstration in each group is its reference answer.
+    'grao': GraoVariant(advantages.grao, 'none', kl_in='none', entropy_coef=0.0),
 }

@@ -19,9 +19,24 @@ from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.rollout import batching
 from stppo_jax.rollout import pipeline
 
 _TURN_SHARES = ('invalid', 'repeated', 'empty', 'cut')
+
+
+def summarize_update(episodes: Sequence[types.Episode]) -> dict[str, float]:
+  """Returns `summarize` of the sampled rows; number and mean score of the demonstrations."""
+  demonstrations = [episode for episode in episodes if episode.demonstrated]
+  if not demonstrations:
+    return summarize(episodes)
+  metrics = summarize([episode for episode in episodes if not episode.demonstrated])
+  trained = [episode for episode in demonstrations if batching.trained_length(episode)]
+  metrics['demonstrations/rows'] = len(trained)
+  if trained:
+    scores = [episode.score for episode in trained]
+    metrics['demonstrations/score/mean'] = float(np.mean(scores))
+  return metrics
 
 
 def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:

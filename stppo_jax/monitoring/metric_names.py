@@ -36,6 +36,11 @@ GROUPS: dict[str, dict[str, str]] = {
         ),
         'outcome/<outcome>': 'Number of episodes with this outcome, see `monitoring/outcomes.py`.',
         'env/replays': 'Number of times that the batch was played again, because searches failed.',
+        'demonstrations/rows': (
+            'Demonstrations that the update trains on. The other metrics of episodes leave them '
+            'out.'
+        ),
+        'demonstrations/score/mean': 'Total reward of a demonstration.',
         'response_length/{mean,max,min}': 'Tokens after the prompt, observations included.',
         'prompt_length/{mean,max,min}': 'Tokens of the prompt.',
         'num_turns/{mean,max,min}': (
@@ -59,6 +64,10 @@ GROUPS: dict[str, dict[str, str]] = {
         'actor/kl_coef': 'Coefficient of the KL penalty in the loss.',
         'actor/reward_kl_penalty': 'KL to the reference, per token (`kl_in=reward`).',
         'actor/reward_kl_penalty_coeff': 'Coefficient of the KL penalty in the reward.',
+        'actor/imitation_loss': (
+            'Minus the mean log-prob of the agent tokens of demonstrations, before '
+            '`algorithm.imitation`.'
+        ),
         'stppo/ref_kl': 'KL to the reference, per token (`kl_in=loss`).',
     },
     'Clipping bias and step': {

@@ -54,7 +54,8 @@ def to_turn_batch(
     if not trained_length(episode):
       continue
     batch.turn_ids[place] = row_turn_ids
-    batch.behaviour_logp[place] = row_logp
+    if not episode.demonstrated:  # else there is none
+      batch.behaviour_logp[place] = row_logp
     batch.group_ids[b] = episode.group
     batch.truncated[b] = episode.truncated
     end = len(episode.prompt)
@@ -65,6 +66,10 @@ def to_turn_batch(
   batch.action_mask[:] = batch.turn_ids > 0
   routes = _routes(episodes, (rows, length))
   batch = batch.replace(routes=routes, roles=_role_masks(episodes, rows))
+  if any(episode.demonstrated for episode in episodes):
+    demonstrated = np.zeros(rows, np.float32)
+    demonstrated[: len(episodes)] = [episode.demonstrated for episode in episodes]
+    batch = batch.replace(demonstrated=demonstrated)
   if all(episode.is_segment for episode in episodes):
     episode_ids = np.arange(-1, -rows - 1, -1, dtype=np.int32)
     for b, episode in enumerate(episodes):

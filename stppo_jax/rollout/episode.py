@@ -224,11 +224,11 @@ class EpisodeState:
     """
     if 'environment_error' in info:
       self._fail(info, 'before its first turn')
-      return 0, self._end(truncated=False)
+      return 0, self.end(truncated=False)
     active_role = self._active_role(info)
     prompt = self._read(self.episodes[active_role], observation, info)
     if prompt is None:
-      prompt = self._end(truncated=True)
+      prompt = self.end(truncated=True)
     return active_role, prompt
 
   def record(
@@ -242,7 +242,7 @@ class EpisodeState:
     if 'environment_error' in info:
       self._fail(info, f'in turn {sum(len(episode.turns) for episode in self.episodes)}')
     if terminated or truncated:
-      return role, self._end(bool(truncated))
+      return role, self.end(bool(truncated))
     return self.observe(observation, info)
 
   def _active_role(self, info):
@@ -293,7 +293,8 @@ class EpisodeState:
       episode.failed = True
       episode.error = error
 
-  def _end(self, truncated):
+  def end(self, truncated: bool) -> engine.Prompt:
+    """Ends the episode of each role; returns the prompt of a sequence that is over."""
     for episode in self.episodes:
       episode.truncated = truncated
     return _OVER

@@ -28,9 +28,9 @@ import numpy as np
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.retrieval import protocol
+from stppo_jax.rollout import demonstrations
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_lib
-from stppo_jax.rollout import sampling
 
 
 @dataclasses.dataclass
@@ -68,10 +68,7 @@ class Batches:
   max_num_gen_batches: int = 1  # rounds of sampling, see `sample`
   max_failed: float = 0.5  # share of a batch's episodes whose environment may raise
   rows_per_episode: int = 1
-
-  def tasks(self, number: int) -> list[types.Task]:
-    """Returns the task of each episode."""
-    return _repeat(self.stream.take(number - 1), self.group_size)
+  demonstrator: demonstrations.Demonstrator | None = None  # plays some rows of the groups
 
   def copy(self, params: Any) -> Any:
     """Returns the policy of trained parameters as it is sampled from, in buffers of its own."""
@@ -85,65 +82,100 @@ class Batches:
     Questions and keys of a round depend on the batch's number and the round, and which groups are
     replaced also depends on `params`. So a resumed run repeats all of it.
 
+    Demonstrations are the last rows of their groups. They are played when the questions are known.
+
     Choice: a round plays as many questions as are missing. Groups that stay without a spread after
     the last round stay, so that the batch has its size. verl raises an error there.
     """
     started = time.perf_counter()
     key, _ = batch_keys(self.seed, number)
-    tasks = self.tasks(number)
-    used = {task.id for task in tasks}
-    size = self.group_size * self.rows_per_episode
-    rounds = [self._play(params, key, tasks, range(len(tasks) // self.group_size))]
-    groups = sampling.batched(rounds[0].episodes, size)
+    questions = dict(enumerate(self.stream.take(number - 1)))  # by the numbers of their groups
+    used = {task.id for task in questions.values()}
+    rounds = [self._play(params, key, questions)]
+    groups = dict(rounds[0].groups)
     if all(row.counts.get('prompt_too_long') for row in rounds[0].episodes if not row.absent):
       raise types.RunError(
-          f'the prompts of all {len(tasks)} episodes of batch {number} are longer than '
+          f'the prompts of all episodes of batch {number} are longer than '
           'config.rollout.max_prompt, and nothing can be trained on: raise it and max_total'
       )
     while len(rounds) < self.max_num_gen_batches:
-      wanted = [i for i, group in enumerate(groups) if not has_spread(group)]
+      wanted = [i for i, group in groups.items() if not has_spread(group)]
       if not wanted:
         break
-      questions = self.stream.further(number - 1, len(rounds), len(wanted), used)
-      used |= {task.id for task in questions}
-      tasks = _repeat(questions, self.group_size)
+      further = self.stream.further(number - 1, len(rounds), len(wanted), used)
+      used |= {task.id for task in further}
       round_key = jax.random.fold_in(key, len(rounds))
-      rounds.append(self._play(params, round_key, tasks, wanted))
-      new_groups = sampling.batched(rounds[-1].episodes, size)
-      for i, group in zip(wanted, new_groups, strict=True):
+      new_questions = dict(zip(wanted, further, strict=True))
+      rounds.append(self._play(params, round_key, new_questions))
+      for i, group in rounds[-1].groups.items():
         if has_spread(group):
           groups[i] = group
+          questions[i] = new_questions[i]
     played = list(itertools.chain(*[one_round.episodes for one_round in rounds]))
     check_environment(played, self.max_failed)
     report = sum((one_round.report for one_round in rounds), engine.Report())
     measured = report.metrics()
     measured['env/replays'] = sum(one_round.replays for one_round in rounds)
     if self.max_num_gen_batches > 1:
-      played_groups = sampling.batched(played, size)
+      played_groups = [group for one_round in rounds for group in one_round.groups.values()]
       measured['train/num_gen_batches'] = len(rounds)
       measured['rollout/questions'] = len(played_groups)
       measured['rollout/groups_with_spread'] = _share_with_spread(played_groups)
-      measured['rollout/groups_kept'] = _share_with_spread(groups)
+      measured['rollout/groups_kept'] = _share_with_spread(groups.values())
+    demonstrated = self._demonstrate(key, questions)
     measured['timing_s/gen'] = time.perf_counter() - started
-    return Sampled(number, staleness, list(itertools.chain(*groups)), measured)
+    episodes = []
+    for i in questions:
+      episodes += groups.get(i, [])
+      episodes += demonstrated.get(i, [])
+    return Sampled(number, staleness, episodes, measured)
 
   def restored(self, record: dict) -> Sampled:
     """Returns a batch that a checkpoint holds as JSON, with its questions."""
-    tasks = _repeat(self.tasks(record['number']), self.rows_per_episode)
+    questions = self.stream.take(record['number'] - 1)
+    tasks = [questions[row['group'] // self.rows_per_episode] for row in record['episodes']]
     if self.max_num_gen_batches > 1:  # some may have been replaced
       known = self.stream.by_id()
       rows = zip(record['episodes'], tasks, strict=True)
       tasks = [known.get(row['task'], task) for row, task in rows]
     return from_json(record, tasks)
 
-  def _play(self, params, key, tasks, groups):
-    """Plays `group_size` episodes per group; `tasks` has the question of each episode."""
-    numbers = _repeat(groups, self.group_size)
+  def _play(self, params, key, questions):
+    """Plays the sampled rows of groups; `questions` has the question of each."""
+    tasks = []
+    numbers = []
+    for i, task in questions.items():
+      size = self.group_size - self._num_demonstrations(i, task)
+      tasks += [task] * size
+      numbers += [i] * size
     keys = episode_lib.row_keys(key, tasks)
     episodes, replays = self.until_answered(
         lambda: self.agent.play(params, tasks, keys, numbers, give_up=self.give_up)
     )
-    return _Round(episodes, replays, self.agent.report)
+    return _Round(episodes, replays, self.agent.report, self._by_group(episodes))
+
+  def _by_group(self, episodes):
+    """Returns {number of the group: its rows}, in the order of the first rows."""
+    groups = {}
+    for row in episodes:
+      groups.setdefault(row.group // self.rows_per_episode, []).append(row)
+    return groups
+
+  def _num_demonstrations(self, group, task):
+    return self.demonstrator.count(group, task) if self.demonstrator else 0
+
+  def _demonstrate(self, key, questions):
+    """Plays the demonstrations of all groups: {number of the group: their rows}."""
+    if self.demonstrator is None:
+      return {}
+    tasks = []
+    numbers = []
+    for i, task in questions.items():
+      count = self._num_demonstrations(i, task)
+      tasks += [task] * count
+      numbers += [i] * count
+    played = self.demonstrator.play(key, tasks, numbers)
+    return self._by_group(list(itertools.chain(*played)))
 
   def until_answered(self, play: Callable) -> tuple[list[types.Episode], int]:
     """Calls `play_through` with the limits of this run."""
@@ -159,6 +191,7 @@ class _Round:
   episodes: list[types.Episode]
   replays: int
   report: Any  # engine.Report
+  groups: dict[int, list[types.Episode]]  # number of a group -> its rows
 
 
 def has_spread(group: Sequence[types.Episode]) -> bool:
@@ -176,13 +209,6 @@ def has_spread(group: Sequence[types.Episode]) -> bool:
     if max(scores) - min(scores) > types.ROUNDING * largest:
       return True
   return False
-
-
-def _repeat(items, times):
-  repeated = []
-  for item in items:
-    repeated += [item] * times
-  return repeated
 
 
 def _share_with_spread(groups):

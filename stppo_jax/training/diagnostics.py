@@ -42,8 +42,8 @@ _DECISIVE = (
 )
 _FACTOR = 'stppo/applied_factor'
 _MAX_STEPS = 8  # the first steps of an update have a metric for the factor
-# NaN in a step without clipping, and if returns do not vary.
-_MAY_BE_UNDEFINED = {'stppo/cos_g_c', 'critic/vf_explained_var'}
+# NaN in a step without clipping, if returns do not vary, and in a step without demonstrations.
+_MAY_BE_UNDEFINED = {'stppo/cos_g_c', 'critic/vf_explained_var', 'actor/imitation_loss'}
 
 
 def sampler_gap(
@@ -148,6 +148,11 @@ def step_summary(
   The losses of the roles (role/<name>/pg_loss) add up to that of all.
   """
   metrics = _step_metrics(spec, batch, weights, tokens)
+  if weights.imitation is not None:
+    has_demonstrations = weights.imitation.any()
+    metrics['actor/imitation_loss'] = jnp.where(
+        has_demonstrations, tokens['imitation_loss'], jnp.nan
+    )
   for role, rows in _by_role(batch):
     policy_weights = weights.policy * rows.action_mask
     # Called again only for the loss of this role. The cotangents are not used.

@@ -124,6 +124,13 @@ def warn_of_settings(config: config_lib.Config, variant: variants.Variant) -> No
         steps_per_update,
         train.episodes,
     )
+  learns_from_demonstrations = variant.imitation or variant.uses_demonstrations
+  has_demonstrations = config.rollout.demonstrations or config.rollout.replay
+  if learns_from_demonstrations and not has_demonstrations:
+    logging.warning(
+        '%s learns from demonstrations, and there are none: set --config.rollout.demonstrations',
+        name,
+    )
   is_corrected = variant.rollout_is != 'none' or variant.rollout_rs != 'none'
   starts_at_sampler = variant.old_logp == 'sampler' and variant.ratio != 'none'
   if config.pipeline.staleness and not (is_corrected or starts_at_sampler):

@@ -34,6 +34,7 @@ from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import outcomes
 from stppo_jax.monitoring import timing as timing_lib
 from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import demonstrations
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import pipeline as pipeline_lib
 from stppo_jax.rollout import prepare
@@ -114,6 +115,8 @@ def setup(config: Config) -> Parts:
   prepare.check_prompts(config, prepared, tasks)
   prepare.check_prompts(config, prepared, held_out)
   tasks_lib.warn_of_overlap(tasks, held_out)
+  if config.rollout.demonstrations:
+    demonstrations.load(config.rollout.demonstrations, prepared.tokenizer)
   learners = learner_lib.build(config, prepared.policies, prepared.tokenizer.pad_id)
   learner = learners.first
   agent = components.make_agent(config, learner.spec.actor, learner.mesh, prepared)
@@ -144,6 +147,22 @@ def make_batches(
       max_num_gen_batches=config.rollout.max_num_gen_batches,
       max_failed=config.rollout.max_failed,
       rows_per_episode=agent.env.rows_per_episode,
+      demonstrator=_make_demonstrator(config, agent),
+  )
+
+
+def _make_demonstrator(config, agent):
+  """Makes the player of config.rollout.demonstrations; None without them."""
+  rollout = config.rollout
+  if not rollout.demonstrations:
+    return None
+  return demonstrations.Demonstrator(
+      source=demonstrations.load(rollout.demonstrations, agent.tokenizer),
+      env=agent.env,
+      tokenizer=agent.tokenizer,
+      limits=prepare.limits(config),
+      per_group=rollout.demonstrated,
+      every=rollout.demonstrate_every,
   )
 
 
@@ -335,7 +354,7 @@ class Run:
     self.progress.score = None
     with self.timing('records'):
       metrics = diagnostics.update_summary(policy_updates)
-      metrics |= episodes_lib.summarize(
+      metrics |= episodes_lib.summarize_update(
           [episode for part in policy_updates for episode in part.episodes]
       )
       counts = outcomes.of_update([(part.episodes, part.seen) for part in policy_updates])

@@ -29,6 +29,7 @@ import optax
 
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import correction
+from stppo_jax.algorithms import demonstrations
 from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import off_policy
@@ -187,12 +188,16 @@ def annotate(
   num_rows = len(batch.tokens)
   columns, own_routes, load = jax.lax.map(one_step, steps)
   logp, ref_logp, values = jax.tree.map(in_order, columns)
+  batch = demonstrations.split(batch, logp, variant)
   mask = batch.action_mask.astype(jnp.float32)
+  sampled_mask = mask
+  if batch.imitation_mask is not None:
+    sampled_mask = mask * (1 - batch.imitation_mask)
   assert batch.behaviour_logp is not None
   metrics = diagnostics.sampler_gap(
       logp,
       batch.behaviour_logp,
-      mask,
+      sampled_mask,
       batch.turn_ids,
       variant.rollout_is,
       variant.rollout_is_threshold,
@@ -430,6 +435,8 @@ def _sum_gradients(inputs):
   mask = inputs.weights.mask
   no_tokens = dict.fromkeys(names, jnp.zeros_like(mask))
   no_sums = dict.fromkeys(_SUMS, jnp.zeros(()))
+  if inputs.weights.imitation is not None:
+    no_sums['imitation_loss'] = jnp.zeros(())
   total = (no_grads, no_tokens, no_sums)
   grads, tokens, sums = inputs.sum(one_micro_batch, inputs.packing, total)
   tokens['ratio'] = jnp.where(mask > 0, tokens['ratio'], 1)
@@ -465,6 +472,10 @@ def _policy_cotangents(inputs, layout, tokens):
   tokens['clipped'] = parts['clipped'] * is_here
   d_entropy = -variant.entropy_coef * weights
   sums = {name: parts[name] for name in _SUMS}
+  if inputs.weights.imitation is not None:
+    imitation_weights = inputs.weights.imitation * is_here
+    d_logp -= variant.imitation * imitation_weights
+    sums['imitation_loss'] = -jnp.sum(imitation_weights * tokens['logp'])
   return d_logp, d_entropy, sums
 
 
@@ -541,9 +552,12 @@ def _apply(inputs, divided, grads, is_finite):
   state = inputs.state
   # Without tokens to train on, the optimizer's moments alone would move the parameters.
   has_tokens = is_finite & inputs.weights.mask.any()
-  train_actor = has_tokens & (state.step >= spec.critic_warmup)
+  train_actor = has_tokens
   if not spec.shared_trunk:
     train_actor &= (inputs.weights.token != 0).any()
+  if inputs.weights.imitation is not None and spec.variant.imitation:
+    train_actor |= is_finite & inputs.weights.imitation.any()
+  train_actor &= state.step >= spec.critic_warmup
   actor = optimize(
       spec.actor_optimizer,
       divided.gradient,

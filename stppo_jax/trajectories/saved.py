@@ -137,7 +137,7 @@ class Replay:
           f'{path} has an episode of {max(lengths)} tokens, and config.train.length_buckets end at '
           f'{self.longest}: add a bucket'
       )
-    trained = [episode for episode in episodes if not episode.failed]
+    trained = [episode for episode in episodes if not (episode.failed or episode.demonstrated)]
     turns = [turn for episode in trained for turn in episode.turns]
     if not all(np.isfinite(turn.logp).all() for turn in turns):
       raise types.UserError(

@@ -1,0 +1,43 @@
+"""Demonstrations in a batch: rows that the policy did not sample.
+
+An imitation loss (`Variant.imitation`) raises the log-probs of their agent tokens:
+
+  L = -(1/n) sum of logp over the n agent tokens of demonstrations
+
+It has a mean of its own, so that it does not depend on the number of sampled rows. It is the loss
+of training/sft.py. Choice: the log-probs are those at `rollout.temperature`, as everywhere else in
+the trainer.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from stppo_jax.algorithms.variants import Variant
+from stppo_jax.types import TurnBatch
+
+
+def split(batch: TurnBatch, logp: jax.Array, variant: Variant) -> TurnBatch:
+  """Returns the batch with `imitation_mask`; demonstrations leave the policy gradient.
+
+  They are then like padding to advantages, baselines, filters, the critic and all metrics of the
+  policy, because no agent sampled them. If the advantages use demonstrations, the rows stay. Then
+  their ratios start at 1: their `behaviour_logp` is the trainer's `logp` [B,T] before the update.
+  """
+  if batch.demonstrated is None:
+    return batch
+  is_demonstrated = batch.demonstrated[:, None] > 0
+  imitation_mask = jnp.where(is_demonstrated, batch.action_mask, 0)
+  behaviour_logp = jnp.where(is_demonstrated, logp * batch.action_mask, batch.behaviour_logp)
+  batch = dataclasses.replace(batch, imitation_mask=imitation_mask, behaviour_logp=behaviour_logp)
+  if variant.uses_demonstrations:
+    return batch
+  rows = jnp.arange(len(batch.demonstrated), dtype=batch.group_ids.dtype)
+  return dataclasses.replace(
+      batch,
+      action_mask=jnp.where(is_demonstrated, 0, batch.action_mask),
+      turn_ids=jnp.where(is_demonstrated, 0, batch.turn_ids),
+      rewards=jnp.where(is_demonstrated, 0, batch.rewards),
+      group_ids=jnp.where(batch.demonstrated > 0, -1 - rows, batch.group_ids),
+  )
