@@ -25,19 +25,21 @@ def split(batch: TurnBatch, logp: jax.Array, variant: Variant) -> TurnBatch:
   policy, because no agent sampled them. If the advantages use demonstrations, the rows stay. Then
   their ratios start at 1: their `behaviour_logp` is the trainer's `logp` [B,T] before the update.
   """
-  if batch.demonstrated is None:
+  demonstrated = batch.demonstrated
+  if demonstrated is None:
     return batch
-  is_demonstrated = batch.demonstrated[:, None] > 0
+  assert batch.behaviour_logp is not None
+  is_demonstrated = demonstrated[:, None] > 0
   imitation_mask = jnp.where(is_demonstrated, batch.action_mask, 0)
   behaviour_logp = jnp.where(is_demonstrated, logp * batch.action_mask, batch.behaviour_logp)
   batch = dataclasses.replace(batch, imitation_mask=imitation_mask, behaviour_logp=behaviour_logp)
   if variant.uses_demonstrations:
     return batch
-  rows = jnp.arange(len(batch.demonstrated), dtype=batch.group_ids.dtype)
+  rows = jnp.arange(len(demonstrated), dtype=batch.group_ids.dtype)
   return dataclasses.replace(
       batch,
       action_mask=jnp.where(is_demonstrated, 0, batch.action_mask),
       turn_ids=jnp.where(is_demonstrated, 0, batch.turn_ids),
       rewards=jnp.where(is_demonstrated, 0, batch.rewards),
-      group_ids=jnp.where(batch.demonstrated > 0, -1 - rows, batch.group_ids),
+      group_ids=jnp.where(demonstrated > 0, -1 - rows, batch.group_ids),
   )
