@@ -15,6 +15,7 @@ import re
 import typing
 from typing import Any
 
+from stppo_jax.algorithms import value_bins
 from stppo_jax.algorithms.variants import Variant
 from stppo_jax.config import Config
 from stppo_jax.config import HEALTH_RULES
@@ -315,6 +316,7 @@ def check_variant(config: Config, variant: Variant) -> None:
           "trainer's old_logp, and old_logp='sampler' leaves no gap: set "
           f'--config.algorithm.{column}=none, or --config.algorithm.old_logp=trainer'
       )
+  _check_value_bins(config, variant)
   _check_kl(config, variant)
   _check_groups(config, variant)
   _check_imitation(config, variant)
@@ -330,6 +332,33 @@ def check_variant(config: Config, variant: Variant) -> None:
     raise UserError(
         f'config.train.critic_warmup={config.train.critic_warmup} trains a separate critic alone, '
         f'and config.algorithm.variant={name!r} {without}: set --config.train.critic_warmup=0'
+    )
+
+
+def _check_value_bins(config: Config, variant: Variant) -> None:
+  """Checks that the critic's bins exceed the returns, where these are known.
+
+  Built-in rewards of an answer are from 0 to 1. `critic/outside_bins` measures other returns.
+  """
+  if variant.value_loss == 'mse':
+    return
+  if variant.value_clip:
+    raise UserError(
+        f'config.algorithm.value_clip={variant.value_clip:g} bounds the change of a value, and '
+        "value_loss='hl_gauss' trains the logits of bins: set --config.algorithm.value_clip=0"
+    )
+  given = (
+      f'config.algorithm.value_low={variant.value_low:g}, value_high={variant.value_high:g}, '
+      f'value_bins={variant.value_bins}'
+  )
+  if not variant.value_low < variant.value_high:
+    raise UserError(f'{given}: value_low must be below value_high')
+  low, high = value_bins.inner_support(variant)
+  has_known_reward = config.env.kind in ('search', 'tools') and ':' not in config.env.reward
+  if has_known_reward and not low <= 0 <= 1 <= high:
+    raise UserError(
+        f'{given}: these bins represent returns from {low:g} to {high:g}, and the rewards of '
+        f'{config.env.reward!r} are from 0 to 1: lower value_low, and raise value_high'
     )
 
 

@@ -29,6 +29,7 @@ import numpy as np
 
 from research.toy import training as toy
 from stppo_jax.algorithms import filters
+from stppo_jax.algorithms import value_bins
 from stppo_jax.algorithms import variants
 from stppo_jax.models import decoder
 from stppo_jax.training import packing
@@ -127,7 +128,10 @@ def _train(variant, probe, observations, chances):
   """Trains one table; returns it after all updates."""
   spec = _spec(variant)
   actor = {'table': jnp.zeros((NUM_STATES, ACTIONS))}
-  critic = {'table': jnp.zeros(NUM_STATES)} if spec.critic is not None else None
+  critic = None
+  if spec.critic is not None:
+    outputs = (variant.value_outputs,) if variant.value_outputs > 1 else ()
+    critic = {'table': jnp.zeros((NUM_STATES, *outputs))}
   state = train_state.create(spec, actor, critic)
 
   def one_update(state, inputs):
@@ -138,7 +142,7 @@ def _train(variant, probe, observations, chances):
     ref_logp = _log_probs(actor, batch.tokens, states)[0] * mask
     values = jnp.zeros_like(logp)
     if spec.critic is not None:
-      values = state.critic['table'][states] * mask
+      values = value_bins.values(state.critic['table'][states], variant) * mask
     batch = dataclasses.replace(
         batch, old_logp=logp, behaviour_logp=logp, ref_logp=ref_logp, old_values=values
     )
@@ -222,7 +226,9 @@ def _play(probe, table, observations, chances):
 def _spec(variant):
   model = decoder.ModelConfig(ACTIONS, 1, 1, 1, 1, 1, 1)
   optimizer, schedule = train_state.make_adamw(LR, 0, eps=1e-3)
-  critic_optimizer, _ = train_state.make_adamw(2 * LR, 0)
+  # The logits of bins have a longer way to go than a value.
+  critic_lr = 2 * LR if variant.value_loss == 'mse' else 10 * LR
+  critic_optimizer, _ = train_state.make_adamw(critic_lr, 0)
   return train_state.Spec(
       variant=variant,
       actor=model,

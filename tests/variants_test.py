@@ -19,6 +19,7 @@ EXPECTED = {
     's_ppo': ('token', True, True),
     'st_ppo': ('turn', True, True),
     'rs_ppo': ('token', True, True),
+    'hl_gauss_ppo': ('token', True, False),
     'grpo': ('token', False, False),
     'so_grpo': ('turn', False, True),
     'gspo': ('sequence', False, False),

@@ -190,6 +190,8 @@ def _make_config(toy: ToyTask, config: schema.Config, variant: variants.Variant)
   train = config.train
   staleness = config.pipeline.staleness
   chain = task.Chain(toy.turns, toy.tokens, toy.vocabulary, toy.keys, toy.rewards)
+  if variant.value_outputs > 1:
+    raise UserError("config.algorithm.value_loss='hl_gauss': the toy task's critic has no bins")
   if not config.algorithm.norm_length:
     variant = dataclasses.replace(variant, norm_length=chain.turns * chain.places)
   num_steps = (train.schedule_updates or train.updates) * train.epochs

@@ -34,6 +34,7 @@ from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import off_policy
+from stppo_jax.algorithms import value_bins
 from stppo_jax.types import setting
 
 RATIOS = ('none', 'token', 'turn', 'chunk', 'sequence', 'turn_product', 'sequence_product')
@@ -108,6 +109,14 @@ class Variant:
   kl_target: float = setting(
       0.0, 'above 0 the weight adapts towards this KL per token, usually 0.1', at_least=0)
   kl_horizon: float = setting(10_000.0, 'episodes over which the weight adapts', at_least=1)
+  value_loss: str = setting(
+      'mse', "the critic's loss: 'mse' regresses the return, 'hl_gauss' classifies it into bins "
+      '(see value_bins.py)', allowed=value_bins.VALUE_LOSSES)
+  value_bins: int = setting(51, 'number of bins of hl_gauss', at_least=8)
+  value_low: float = setting(
+      -0.5, 'lower end of the bins. The bins should exceed the returns by at least three on each '
+      'side. The defaults are for rewards from 0 to 1')
+  value_high: float = setting(1.5, 'upper end of the bins')
   value_clip: float = setting(0.5, 'bound of the change of a value; 0: off', at_least=0)
   value_coef: float = setting(
       0.5, "weight of the critic's loss on a shared trunk", at_least=0)
@@ -143,6 +152,11 @@ class Variant:
   def needs_critic(self) -> bool:
     """Whether the advantages are built on learnt values."""
     return getattr(advantages.estimator(self.advantage), 'needs_critic', False)
+
+  @property
+  def value_outputs(self) -> int:
+    """The number of outputs of the value head."""
+    return 1 if self.value_loss == 'mse' else self.value_bins
 
   @property
   def needs_groups(self) -> bool:
@@ -203,6 +217,10 @@ VARIANTS = {
     'turn_ppo': Variant('token_gae', 'turn', whiten=True),
     's_ppo': Variant('token_gae', 'token', divisor='paper', whiten=True),
     'st_ppo': Variant('token_gae', 'turn', divisor='paper', whiten=True),
+    # The critic of Hyper++, arXiv 2512.14202, under token PPO. Its other two parts are not here.
+    'hl_gauss_ppo': Variant(
+        'token_gae', 'token', whiten=True, value_loss='hl_gauss', value_clip=0.0
+    ),
     # This project's, docs/study.md. The applied step is multiplied by ||g|| / (||g|| + ||C||).
     'rs_ppo': Variant('token_gae', 'token', divisor='relative', divide='step', whiten=True),
     # Shao et al., arXiv 2402.03300

@@ -65,7 +65,8 @@ def load(config: Config, workdir: str) -> tuple[Policy, prepare.Prepared, list[t
 # The settings that determine a checkpoint's arrays.
 _SHAPES = (
     'model.folder model.critic model.critic_folder model.role_parameters model.param_dtype '
-    'model.lora_rank model.lora_alpha model.lora_targets algorithm.variant algorithm.advantage'
+    'model.lora_rank model.lora_alpha model.lora_targets algorithm.variant algorithm.advantage '
+    'algorithm.value_loss algorithm.value_bins'
 ).split()
 # The sections that scores of a checkpoint depend on; the others concern training.
 SCORED_BY = ('env', 'retriever', 'rollout', 'model', 'data')
@@ -150,14 +151,14 @@ def _read(config: Config, workdir: str) -> tuple[learner_lib.Models, dict[str, d
   Nothing else of the checkpoint is read. The models hold the frozen parameters, and shapes.
   """
   place = functools.partial(sharding.tree_shardings, mesh=sharding.mesh_of(config.mesh))
+  variant = objective.make_variant(config)
 
   def load_model(head, folder=None, unused_memory_kind=None):
     if config.model.lora_rank and head != 'value':  # the base is in no checkpoint
-      return prepare.load_policy(config, head, folder, place)
-    model = prepare.load_shape(config, head, folder)
+      return prepare.load_policy(config, head, folder, place, variant.value_outputs)
+    model = prepare.load_shape(config, head, folder, variant.value_outputs)
     return model, jax.eval_shape(functools.partial(decoder.init, config=model), jax.random.key(0))
 
-  variant = objective.make_variant(config)
   parts = learner_lib.load(config, variant, load_model, make=jax.eval_shape)
   like = jax.tree.map(
       lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),

@@ -34,12 +34,13 @@ def load_hf(
     param_dtype: str = 'float32',
     dtype: str = 'float32',
     shardings: Callable[[Any], Any] | None = None,
+    value_outputs: int = 1,
 ) -> tuple[decoder.ModelConfig, decoder.Params]:
   """Loads (ModelConfig, params) from a folder with config.json and safetensors.
 
   With head 'value' the output matrix is dropped. A folder without a value head gets a zero one, so
   a critic can start from its policy's folder. `param_dtype` is that of the loaded parameters,
-  whatever the folder has, and `dtype` that of the computation.
+  whatever the folder has, and `dtype` that of the computation. A value head has `value_outputs`.
 
   `shardings` maps the tree of ShapeDtypeStructs to a tree of NamedShardings. The parameters are
   then put on the devices one by one, and the host holds one at a time. Without it they are NumPy
@@ -48,7 +49,7 @@ def load_hf(
   UserError: an unsupported config or weights, or keys other than the table's.
   """
   folder = pathlib.Path(folder)
-  config = hf_config.load(folder, head, param_dtype, dtype)
+  config = hf_config.load(folder, head, param_dtype, dtype, value_outputs)
   entries = hf_config.table(config)
   shapes = jax.eval_shape(functools.partial(decoder.init, config=config), jax.random.key(0))
   places = () if shardings is None else (shardings(shapes),)
@@ -84,13 +85,13 @@ def save_hf(
 ) -> None:
   """Writes a folder for `load_hf` and transformers: config.json, safetensors and the tokenizer.
 
-  A critic (head 'value') becomes a TokenClassification model with one label and its value head as
-  `score`. Head 'both' is a causal model with an additional `score`. The parameters (NumPy or jax
-  arrays, sharded or not) are written in `dtype`, by default the embedding's. They are gathered one
-  tensor at a time, and the host holds one file of at most `max_shard_bytes`. If several processes
-  share the arrays, all of them call this function and process 0 writes. Existing weights in the
-  folder are replaced. `eos_ids` end a generation if the config.json of the tokenizer's folder names
-  none.
+  A critic (head 'value') becomes a TokenClassification model with its value head as `score`, and
+  one label per output. The ends of bins are not stored. Head 'both' is a causal model with an
+  additional `score`. The parameters (NumPy or jax arrays, sharded or not) are written in `dtype`,
+  by default the embedding's. They are gathered one tensor at a time, and the host holds one file of
+  at most `max_shard_bytes`. If several processes share the arrays, all of them call this function
+  and process 0 writes. Existing weights in the folder are replaced. `eos_ids` end a generation if
+  the config.json of the tokenizer's folder names none.
   """
   folder = pathlib.Path(folder)
   token_ids = {}
@@ -211,6 +212,11 @@ def _check_tensors(folder, tensors, entries):
     tensor = tensors[entry.name]
     shape = list(tensor.get_shape())
     dtype = tensor.get_dtype()
+    if shape != list(entry.shape) and entry.name.startswith('score.'):
+      raise UserError(
+          f'{folder}: its value head has {shape[0]} outputs, and algorithm.value_loss needs '
+          f'{entry.shape[0]}; set algorithm.value_loss and value_bins as in its training'
+      )
     if shape != list(entry.shape):
       raise UserError(
           f'{folder}: {entry.name} has shape {shape}, config.json implies '

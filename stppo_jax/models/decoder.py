@@ -14,7 +14,7 @@ Parameter tree, every leaf under `layers` stacked on a leading L axis:
   layers/moe/router/kernel [L,D,E], layers/moe/{gate,up} [L,E,D,F], layers/moe/down [L,E,F,D]
                                  a mixture of experts has these in place of mlp
   lm_head/kernel [D,V]           only if token logits are not tied to `embed`
-  value_head/{kernel [D,1], bias [1]}    only if the model has values
+  value_head/{kernel [D,n], bias [n]}    only if the model has values; n is 1, or a number of bins
   lora_a, lora_b next to any kernel of `layers`: an adapter, see lora.py
 
 Einsum letters are those of `types.py`.
@@ -108,7 +108,8 @@ def init(key: jax.Array, config: ModelConfig) -> Params:
     kernel = 0.02 * jax.random.normal(lm_head_key, (d, v), dtype)
     params['lm_head'] = {'kernel': kernel}
   if config.head in ('value', 'both'):
-    params['value_head'] = {'kernel': jnp.zeros((d, 1), dtype), 'bias': jnp.zeros((1,), dtype)}
+    n = config.value_outputs
+    params['value_head'] = {'kernel': jnp.zeros((d, n), dtype), 'bias': jnp.zeros((n,), dtype)}
   return params
 
 
@@ -170,7 +171,7 @@ def forward(
     cache: KVCache | None = None,
     lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
-  """Returns (logits [B,T,V], cache) of tokens [B,T], or (values [B,T], cache) for head 'value'.
+  """Returns (logits [B,T,V], cache) of tokens [B,T], or (`value_of`, cache) for head 'value'.
 
   Both are float32. Column t is the prediction AFTER token t, unlike everywhere else in the project.
   `token_logp` and `state_values` shift to "column t belongs to token t". Head 'both' gives logits.
@@ -200,19 +201,26 @@ def token_logits(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array
 
 
 def value_of(params: Params, x: jax.Array) -> jax.Array:
-  """Returns float32 values [...] of x [...,D], each of the state after its token."""
+  """Returns float32 outputs of the value head for x [...,D], each of the state after its token.
+
+  One output is the value [...]. Several outputs are the logits [...,n] of bins.
+  """
   head = params['value_head']
-  kernel = head['kernel'][:, 0].astype(jnp.float32)
-  bias = head['bias'][0].astype(jnp.float32)
+  kernel = head['kernel'].astype(jnp.float32)
+  bias = head['bias'].astype(jnp.float32)
+  if len(bias) == 1:
+    kernel = kernel[:, 0]
+    bias = bias[0]
   # 'highest': float32 is not rounded on its way into the product, as TPUs would.
   return jnp.matmul(x.astype(jnp.float32), kernel, precision='highest') + bias
 
 
 def state_values(params: Params, x: jax.Array) -> jax.Array:
-  """Returns values [B,T] of x [B,T,D]: column t is the state before token t, and column 0 is 0."""
+  """Returns `value_of` x [B,T,D]: column t is the state before token t, and column 0 is 0."""
   chex.assert_rank(x, 3)
-  values = value_of(params, x[:, :-1])
-  return jnp.pad(values, ((0, 0), (1, 0)))
+  outputs = value_of(params, x[:, :-1])
+  padding = ((0, 0), (1, 0), (0, 0))
+  return jnp.pad(outputs, padding[: outputs.ndim])
 
 
 def token_logp(

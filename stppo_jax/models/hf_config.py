@@ -54,6 +54,7 @@ def load(
     head: str = 'tokens',
     param_dtype: str = 'float32',
     dtype: str = 'float32',
+    value_outputs: int = 1,
 ) -> decoder.ModelConfig:
   """Reads the ModelConfig from a folder's config.json. UserError: not a supported model."""
   check_is_no_gguf(folder)
@@ -104,6 +105,7 @@ def load(
       qk_norm=family in ('qwen3', 'qwen3_moe'),
       family=family,
       head=head,
+      value_outputs=value_outputs,
       dtype=dtype,
       param_dtype=param_dtype,
       max_positions=number('max_position_embeddings', 32_768),
@@ -198,7 +200,14 @@ def to_json(config: decoder.ModelConfig, dtype: str, token_ids: dict[str, Any]) 
         'mlp_only_layers': [],
     }
   if config.head == 'value':
-    raw |= {'id2label': {'0': 'value'}, 'label2id': {'value': 0}, 'classifier_dropout': 0.0}
+    labels = ['value']
+    if config.value_outputs > 1:
+      labels = [f'bin_{k}' for k in range(config.value_outputs)]
+    raw |= {
+        'id2label': {str(k): label for k, label in enumerate(labels)},
+        'label2id': {label: k for k, label in enumerate(labels)},
+        'classifier_dropout': 0.0,
+    }
   return raw | token_ids
 
 
@@ -250,8 +259,9 @@ def table(config: decoder.ModelConfig) -> list[Entry]:
   if config.head in ('tokens', 'both') and not config.tie_embeddings:
     entries.append(Entry('lm_head.weight', 'lm_head/kernel', None, (v, d), True))
   if config.head in ('value', 'both'):
-    entries.append(Entry('score.weight', 'value_head/kernel', None, (1, d), True))
-    entries.append(Entry('score.bias', 'value_head/bias', None, (1,), False))
+    n = config.value_outputs
+    entries.append(Entry('score.weight', 'value_head/kernel', None, (n, d), True))
+    entries.append(Entry('score.bias', 'value_head/bias', None, (n,), False))
   return entries
 
 

@@ -106,6 +106,10 @@ GROUPS: dict[str, dict[str, str]] = {
         'critic/returns/{mean,max,min}': "Targets of the critic's loss.",
         'critic/values/{mean,max,min}': 'Values at the start of the update.',
         'critic/vf_loss': 'Loss of the critic.',
+        'critic/outside_bins': (
+            "Share of the agent's tokens whose return is beyond the bins of the critic, or within "
+            'three bins of their ends (`value_loss=hl_gauss`). It should be 0.'
+        ),
         'critic/vf_clipfrac': 'Share of tokens whose value the clip of the critic held back.',
         'critic/vpred_mean': 'Mean value during the steps.',
         'critic/vf_explained_var': (

@@ -115,11 +115,12 @@ def make(config: Config, topology: str = '') -> Plan:
   if absent_gpu:  # tracing cuDNN's attention queries the GPU
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention='plain'))
 
+  variant = objective.make_variant(config)
+
   def load(head, folder=None, memory_kind=None):
-    shape = prepare.load_shape(config, head, folder)
+    shape = prepare.load_shape(config, head, folder, variant.value_outputs)
     return shape, _on(mesh, _params(shape), memory_kind)
 
-  variant = objective.make_variant(config)
   model, critic_model, actor, critic, frozen = learner_lib.load(
       config, variant, load, lambda function: _on(mesh, jax.eval_shape(function))
   )

@@ -85,20 +85,29 @@ def sources(config) -> dict[str, str]:
 
 
 def load_policy(
-    config, head: str = 'tokens', folder: str | None = None, shardings: Callable | None = None
+    config,
+    head: str = 'tokens',
+    folder: str | None = None,
+    shardings: Callable | None = None,
+    value_outputs: int = 1,
 ) -> tuple[decoder.ModelConfig, dict]:
   """Loads (ModelConfig, parameters) from the config's folder, with the run's compute settings.
 
   Parameters are on the host, or laid out by `shardings` (tree of shapes -> tree of NamedShardings).
+  A value head has `value_outputs`, see `Variant.value_outputs`.
   """
   folder = folder or model_folder(config)
   hf_config.check_is_no_gguf(folder)
   dtype = config.model.param_dtype
-  shape, params = convert.load_hf(folder, head=head, param_dtype=dtype, shardings=shardings)
+  shape, params = convert.load_hf(
+      folder, head=head, param_dtype=dtype, shardings=shardings, value_outputs=value_outputs
+  )
   return _with_compute_settings(shape, config.model), params
 
 
-def load_shape(config, head: str = 'tokens', folder: str | None = None) -> decoder.ModelConfig:
+def load_shape(
+    config, head: str = 'tokens', folder: str | None = None, value_outputs: int = 1
+) -> decoder.ModelConfig:
   """Returns the ModelConfig that `load_policy` would give, without weights.
 
   A folder that does not exist may have the name of a preset: 'models/Qwen2.5-7B-Instruct' has the
@@ -118,6 +127,7 @@ def load_shape(config, head: str = 'tokens', folder: str | None = None) -> decod
         f'{folder}: no such folder, and {preset!r} is no known shape: give a folder with a '
         f'config.json, or a name that ends in one of {", ".join(layers.PRESETS)}'
     )
+  shape = dataclasses.replace(shape, value_outputs=value_outputs)
   return _with_compute_settings(shape, config.model)
 
 

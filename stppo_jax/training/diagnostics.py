@@ -197,7 +197,7 @@ def _step_metrics(spec, batch, weights, tokens):
     metrics[f'stppo/clipfrac_turn{turn}_pos'] = _mean(clipped, in_turn & is_positive)
     metrics[f'stppo/clipfrac_turn{turn}_neg'] = _mean(clipped, in_turn & ~is_positive)
   if spec.has_values:
-    metrics |= _value_metrics(spec.variant, batch, mask, tokens['values'])
+    metrics |= _value_metrics(spec.variant, batch, mask, tokens)
   return metrics
 
 
@@ -207,12 +207,12 @@ def is_finite(metrics: Mapping[str, jax.Array]) -> jax.Array:
   return jnp.isfinite(jnp.stack(decisive)).all()
 
 
-def _value_metrics(variant, batch, mask, values):
+def _value_metrics(variant, batch, mask, tokens):
   """Returns the metrics of the critic in a step."""
-  value_clip = variant.value_clip or None
-  loss = losses.value_loss(values, batch.old_values, batch.returns, value_clip)
+  values = tokens['values']
+  loss = tokens['value_loss']
   metrics = {'critic/vf_loss': _mean(loss, mask), 'critic/vpred_mean': _mean(values, mask)}
-  if value_clip is not None:
+  if variant.value_clip:
     unclipped_loss = losses.value_loss(values, batch.old_values, batch.returns)
     metrics['critic/vf_clipfrac'] = _mean(loss > unclipped_loss, mask)
   return metrics

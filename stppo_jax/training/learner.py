@@ -202,7 +202,7 @@ def build(config: config_lib.Config, policies: Sequence[str] = ('',), pad_id: in
   def load_model(head, folder=None, memory_kind=None):
     # Straight into their shards: no host ever holds a whole model.
     shardings = functools.partial(sharding.tree_shardings, mesh=mesh, memory_kind=memory_kind)
-    return prepare.load_policy(config, head, folder, shardings)
+    return prepare.load_policy(config, head, folder, shardings, variant.value_outputs)
 
   def make(function):
     shapes = jax.eval_shape(function)

@@ -17,7 +17,8 @@ from stppo_jax.algorithms import variants
 _NEEDED: tuple[tuple[str, str, Callable[[variants.Variant], bool]], ...] = (
     ('gamma', 'an advantage that discounts', lambda v: not v.needs_groups),
     ('lam', 'a critic', lambda v: v.needs_critic or callable(v.advantage)),
-    ('lam_critic value_clip', 'a critic', lambda v: v.needs_critic),
+    ('lam_critic value_clip value_loss', 'a critic', lambda v: v.needs_critic),
+    ('value_bins value_low value_high', 'value_loss=hl_gauss', lambda v: v.value_outputs > 1),
     ('clip_low clip_high', 'a ratio', lambda v: v.ratio != 'none'),
     ('divisor', 'a ratio', lambda v: v.ratio != 'none' or v.divisor == 'none'),
     ('chunk_length', 'ratio=chunk', lambda v: v.ratio == 'chunk' or callable(v.ratio)),

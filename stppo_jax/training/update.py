@@ -33,6 +33,7 @@ from stppo_jax.algorithms import demonstrations
 from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import off_policy
+from stppo_jax.algorithms import value_bins
 from stppo_jax.algorithms import variants
 from stppo_jax.models import decoder
 from stppo_jax.models import moe
@@ -153,9 +154,12 @@ def annotate(
 
     def one_micro_batch(layout):
       outputs, routing = _policy(spec, actor, tokens, layout, routes)
-      logp, _, values = outputs
+      logp, _, value_outputs = outputs
       if spec.critic is not None:
-        values = _critic(spec, critic, tokens, layout)
+        value_outputs = _critic(spec, critic, tokens, layout)
+      values = jnp.zeros_like(logp)
+      if spec.has_values:
+        values = value_bins.values(value_outputs, variant)
       ref_logp = logp
       if variant.kl_in != 'none':
         outputs, _ = _policy(spec, reference, tokens, layout)
@@ -259,6 +263,8 @@ def with_advantages(
     batch = dataclasses.replace(batch, labels=labels)
   batch = advantages.estimate(batch, variant)
   batch = filters.apply(batch, variant)
+  if spec.has_values and variant.value_loss == 'hl_gauss':
+    metrics['critic/outside_bins'] = value_bins.outside_share(batch.returns, mask, variant)
   if batch.loss_mask is not None:
     num_tokens = jnp.maximum(mask.sum(), 1)
     metrics['stppo/dropped_tokens'] = 1 - batch.loss_mask.sum() / num_tokens
@@ -318,7 +324,7 @@ class StepInputs:
   packing: packing_lib.Packing
 
   def policy(self, layout: packing_lib.Layout) -> tuple[tuple, Callable]:
-    """Returns (log-probs, entropies, values) [R,P], and the function that pulls cotangents back."""
+    """Returns the outputs of `_policy` [R,P], and the function that pulls cotangents back."""
     batch = self.batch
 
     def outputs(actor):
@@ -329,7 +335,7 @@ class StepInputs:
     return jax.vjp(outputs, self.state.actor)
 
   def values(self, layout: packing_lib.Layout) -> tuple[jax.Array, Callable]:
-    """Returns the separate critic's values [R,P], and the function that pulls cotangents back."""
+    """Returns the critic's outputs [R,P,..], and the function that pulls cotangents back."""
 
     def outputs(critic):
       params = self.frozen.value_model(critic)
@@ -400,22 +406,21 @@ def _sum_gradients(inputs):
   spec = inputs.spec
 
   def one_micro_batch(layout):
-    (logp, entropy, values), pull = inputs.policy(layout)
+    (logp, entropy, value_outputs), pull = inputs.policy(layout)
     zero = jnp.zeros_like(logp)
+    no_values = jnp.zeros_like(value_outputs)
     if spec.critic is not None:
-      values, pull_values = inputs.values(layout)
-    tokens = {
-        'logp': layout.unpack(logp),
-        'entropy': layout.unpack(entropy),
-        'values': layout.unpack(values),
-    }
+      value_outputs, pull_values = inputs.values(layout)
+    tokens = {'logp': layout.unpack(logp), 'entropy': layout.unpack(entropy)}
+    if spec.has_values:
+      values, value_loss, d_values = _value_loss(inputs, layout, value_outputs)
+      tokens['values'] = layout.unpack(values)
+      tokens['value_loss'] = layout.unpack(value_loss)
     d_logp, d_entropy, sums = _policy_cotangents(inputs, layout, tokens)
     d_logp = layout.pack(d_logp)
     d_entropy = layout.pack(d_entropy)
     grads = {}
-    (grads['actor'],) = pull((d_logp, d_entropy, zero))
-    if spec.has_values:
-      d_values = _value_cotangent(inputs, layout, tokens['values'])
+    (grads['actor'],) = pull((d_logp, d_entropy, no_values))
     if spec.critic is not None:
       (grads['value'],) = pull_values(d_values)
     elif spec.shared_trunk:
@@ -429,7 +434,9 @@ def _sum_gradients(inputs):
     no_grads['value'] = inputs.zeros(state.critic)
   elif spec.shared_trunk:
     no_grads['value'] = inputs.zeros(state.actor)
-  names = ['logp', 'entropy', 'values', 'bias', 'ratio', 'clipped']
+  names = ['logp', 'entropy', 'bias', 'ratio', 'clipped']
+  if spec.has_values:
+    names += ['values', 'value_loss']
   if spec.variant.kl_in == 'loss':
     names.append('kl')
   mask = inputs.weights.mask
@@ -479,28 +486,31 @@ def _policy_cotangents(inputs, layout, tokens):
   return d_logp, d_entropy, sums
 
 
-def _value_cotangent(inputs, layout, values):
-  """Returns the cotangent [R,P] of the values [b,T] for the critic's loss."""
-  batch = inputs.batch
-  clip = inputs.spec.variant.value_clip or None
+def _value_loss(inputs, layout, outputs):
+  """Returns values and the critic's loss [R,P], and the cotangent of the outputs [R,P,..]."""
+  variant = inputs.spec.variant
+  old_values = layout.pack(inputs.batch.old_values)
+  returns = layout.pack(inputs.batch.returns)
 
-  def loss(values):
-    return losses.value_loss(values, batch.old_values, batch.returns, clip)
+  def loss_of(outputs):
+    return value_bins.loss(outputs, old_values, returns, variant)
 
-  _, pull = jax.vjp(loss, values)
+  loss, pull = jax.vjp(loss_of, outputs)
   is_here = layout.predicted.astype(jnp.float32)
-  (d_values,) = pull(inputs.weights.value * is_here)
-  return layout.pack(d_values)
+  weights = layout.pack(inputs.weights.value * is_here)
+  (d_outputs,) = pull(weights)
+  return value_bins.values(outputs, variant), loss, d_outputs
 
 
 def _sum_bias(inputs, cotangent):
   """Sums C over the bins in which its cotangent [b,T] is not 0 everywhere; see `take_step`."""
 
   def one_micro_batch(layout):
-    _, pull = inputs.policy(layout)
+    (_, entropy, values), pull = inputs.policy(layout)
     d_logp = layout.pack(cotangent)
-    zero = jnp.zeros_like(d_logp)
-    (bias,) = pull((d_logp, zero, zero))
+    no_entropy = jnp.zeros_like(entropy)
+    no_values = jnp.zeros_like(values)
+    (bias,) = pull((d_logp, no_entropy, no_values))
     return inputs.placed(bias)
 
   is_clipped = (cotangent != 0).any(axis=1)
@@ -651,11 +661,11 @@ def _steps_taken(opt_state, step):
 
 
 def _policy(spec, params, tokens, layout, routes=None):
-  """Runs the policy on tokens [b,T] in their bins: (log-probs, entropies, values), each [R,P], and
-  its Routing.
+  """Runs the policy on tokens [b,T] in their bins: (log-probs, entropies, outputs of the value
+  head), each [R,P], and its Routing.
 
-  Values come from a shared trunk's value head, and are 0 without one. `routes` [b,T,L,A] replays
-  the experts of an earlier pass.
+  The value head is that of a shared trunk. Without one its outputs are 0. `routes` [b,T,L,A]
+  replays the experts of an earlier pass.
   """
   tokens, x, routing = _trunk(spec, spec.actor, params, tokens, layout, routes)
   logp, entropy = decoder.token_logp(
@@ -668,7 +678,7 @@ def _policy(spec, params, tokens, layout, routes=None):
 
 
 def _critic(spec, params, tokens, layout):
-  """Runs the critic on tokens [b,T] in their bins: values [R,P] of the states before each token."""
+  """Runs the critic on tokens [b,T] in their bins: its outputs [R,P,..] before each token."""
   _, x, _ = _trunk(spec, spec.critic, params, tokens, layout)
   return decoder.state_values(params, x)
 

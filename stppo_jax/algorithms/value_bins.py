@@ -1,0 +1,87 @@
+"""The critic's outputs: a value per state, or the logits of bins, whose mean is the value.
+
+`values` and `loss` take the outputs of the value head. With value_loss 'mse' an output is the value
+itself [B,T]. With 'hl_gauss' it is the logits [B,T,n] of n bins of equal width that cover the
+support from value_low to value_high.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from stppo_jax.algorithms import losses
+
+if TYPE_CHECKING:
+  from stppo_jax.algorithms.variants import Variant
+
+VALUE_LOSSES = ('mse', 'hl_gauss')
+SMOOTHING = 0.75  # standard deviation of a target's Gaussian, in widths of a bin
+# Bins at each end of the support that returns should leave free: three standard deviations.
+MARGIN = 4 * SMOOTHING
+
+
+def values(outputs: jax.Array, variant: Variant) -> jax.Array:
+  """Returns the values [B,T] that the value head's outputs stand for.
+
+  V = sum_k softmax(logits)_k c_k,   c_k the centre of bin k
+  """
+  if variant.value_loss == 'mse':
+    return outputs
+  edges = _edges(variant.value_low, variant.value_high, outputs.shape[-1])
+  centres = (edges[:-1] + edges[1:]) / 2
+  return jnp.sum(jax.nn.softmax(outputs) * centres, axis=-1)
+
+
+def loss(
+    outputs: jax.Array, old_values: jax.Array, returns: jax.Array, variant: Variant
+) -> jax.Array:
+  """Returns the critic's loss of each token [B,T] by `variant.value_loss`.
+
+  For 'hl_gauss' it is the cross-entropy of the bins to `gaussian_targets` of the returns. Its least
+  value is the entropy of the targets, and not 0.
+  """
+  if variant.value_loss == 'mse':
+    return losses.value_loss(outputs, old_values, returns, variant.value_clip or None)
+  chex.assert_equal_shape_prefix([outputs, returns], 2)
+  targets = gaussian_targets(returns, variant.value_low, variant.value_high, outputs.shape[-1])
+  return -jnp.sum(targets * jax.nn.log_softmax(outputs), axis=-1)
+
+
+def gaussian_targets(returns: jax.Array, low: float, high: float, num_bins: int) -> jax.Array:
+  """Returns the probabilities [...,num_bins] of the bins for returns [...] (HL-Gauss).
+
+  p_k(y) = (Phi((b_{k+1} - y) / s) - Phi((b_k - y) / s)) / (their sum over k),   s = 0.75 width
+
+  b_k are the edges of the bins, Phi is the normal distribution function, and y is clipped to the
+  support. The mean of the bins is y to 1e-5 where y is at least `MARGIN` bins from the ends. On an
+  end it is off by .67 of a bin.
+
+  Source: Hyper++ (arXiv 2512.14202), hl_gauss.py (C), after Farebrother et al. (arXiv 2403.03950).
+  """
+  width = (high - low) / num_bins
+  y = jnp.clip(returns, low, high)[..., None]
+  edges = _edges(low, high, num_bins).reshape((1,) * returns.ndim + (-1,))
+  below = jax.scipy.stats.norm.cdf((edges - y) / (SMOOTHING * width))
+  mass = jnp.diff(below, axis=-1)
+  return mass / mass.sum(axis=-1, keepdims=True)
+
+
+def outside_share(returns: jax.Array, action_mask: jax.Array, variant: Variant) -> jax.Array:
+  """Returns the share of the agent's tokens whose return is within `MARGIN` bins of an end."""
+  low, high = inner_support(variant)
+  is_outside = (returns < low) | (returns > high)
+  return jnp.sum(is_outside * action_mask) / jnp.maximum(action_mask.sum(), 1)
+
+
+def inner_support(variant: Variant) -> tuple[float, float]:
+  """Returns the lowest and the highest return that the bins represent without an error."""
+  margin = MARGIN * (variant.value_high - variant.value_low) / variant.value_bins
+  return variant.value_low + margin, variant.value_high - margin
+
+
+def _edges(low: float, high: float, num_bins: int) -> jax.Array:
+  return jnp.linspace(low, high, num_bins + 1)
