@@ -187,6 +187,15 @@ class RolloutSettings(Section):
   replay: str = setting(
       '', 'folder of saved batches, such as runs/NAME/episodes. Update n trains on its '
       'train_<n>.jsonl, and only evaluations sample. Empty: off')
+  allocation: str = setting(
+      'even', 'how the episodes of a batch are dealt out to its questions. DARS plays a first '
+      "round, and gives more to hard questions: 'dars_et' (equal treatment) or 'dars_hw' (hardness "
+      'weighted). Scores are then between 0 and 1, and group_size is the mean size of a group',
+      allowed=('even', 'dars_et', 'dars_hw'))
+  first_rows: int = setting(
+      0, 'episodes of a question in the first round of DARS; 0: half of group_size', at_least=0)
+  max_group: int = setting(
+      0, 'episodes of a question with DARS, at most; 0: four times group_size', at_least=0)
   demonstrations: str = setting(
       '', "'module:Player', a class whose `act(observation)` returns the next action, or a file of "
       'recorded episodes. They are played in the environment, and become rows of the batch. Empty: '

@@ -89,6 +89,7 @@ def validate(config: Config) -> Config:
   _check_address(config)
   _check_sizes(config)
   _check_demonstrations(config)
+  _check_allocation(config)
   _check_adapters(config)
   return config
 
@@ -286,6 +287,33 @@ def _check_demonstrations(config: Config) -> None:
         f'config.rollout.demonstrated={rollout.demonstrated}: leaves nothing to sample in groups '
         f'of {rollout.group_size}: lower it, or set --config.rollout.demonstrate_every=2 or more. '
         'To imitate only: python -m scripts.warm_start or scripts.sft_episodes'
+    )
+
+
+def _check_allocation(config: Config) -> None:
+  """Checks the sizes of two rounds of sampling."""
+  rollout = config.rollout
+  if rollout.allocation == 'even':
+    return
+  given = f'config.rollout.allocation={rollout.allocation!r}'
+  if rollout.demonstrations or rollout.max_num_gen_batches > 1:
+    raise UserError(
+        f'{given} deals out the episodes of a fixed set of questions: leave out '
+        'config.rollout.demonstrations, and set max_num_gen_batches=1'
+    )
+  if config.env.kind.startswith('gateway:'):
+    raise UserError(
+        f'{given} plays an environment, and config.env.kind is a program: set it to even'
+    )
+  if not rollout.first_rows < rollout.group_size or rollout.group_size == 1:
+    raise UserError(
+        f'{given}: config.rollout.first_rows={rollout.first_rows} must be below group_size='
+        f'{rollout.group_size}, the mean size of a group: raise --config.rollout.group_size'
+    )
+  if 0 < rollout.max_group < rollout.group_size:
+    raise UserError(
+        f'{given}: config.rollout.max_group={rollout.max_group} must be at least group_size='
+        f'{rollout.group_size}, the mean size of a group: raise it'
     )
 
 

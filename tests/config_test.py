@@ -286,6 +286,7 @@ class TablesTest(absltest.TestCase):
         'eval.checkpoint': {'newest', 'best'},
         'serve.on_crash': {'mask', 'zero'},
         'serve.tool_form': set(tool_calls.FORMS),
+        'rollout.allocation': {'even', 'dars_et', 'dars_hw'},
         'rollout.routing_replay': {'none', 'old_policy', 'sampling'},
         'log.tracker': {'wandb', 'trackio'},
         'train.on_save_error': {'continue', 'stop'},

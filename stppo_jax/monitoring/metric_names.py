@@ -36,6 +36,9 @@ GROUPS: dict[str, dict[str, str]] = {
         ),
         'outcome/<outcome>': 'Number of episodes with this outcome, see `monitoring/outcomes.py`.',
         'env/replays': 'Number of times that the batch was played again, because searches failed.',
+        'rollout/group_size_{max,min}': (
+            'Most and fewest episodes of a question, with `rollout.allocation`.'
+        ),
         'demonstrations/rows': (
             'Demonstrations that the update trains on. The other metrics of episodes leave them '
             'out.'

@@ -28,6 +28,7 @@ import numpy as np
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.retrieval import protocol
+from stppo_jax.rollout import allocation as allocation_lib
 from stppo_jax.rollout import demonstrations
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_lib
@@ -69,6 +70,7 @@ class Batches:
   max_failed: float = 0.5  # share of a batch's episodes whose environment may raise
   rows_per_episode: int = 1
   demonstrator: demonstrations.Demonstrator | None = None  # plays some rows of the groups
+  allocation: allocation_lib.Allocation | None = None  # None: all groups have the same size
 
   def copy(self, params: Any) -> Any:
     """Returns the policy of trained parameters as it is sampled from, in buffers of its own."""
@@ -82,6 +84,9 @@ class Batches:
     Questions and keys of a round depend on the batch's number and the round, and which groups are
     replaced also depends on `params`. So a resumed run repeats all of it.
 
+    With an `allocation`, a second round deals the rest of the batch out by the scores of the first.
+    Then `group_size` is the mean size of a group. Both rounds form one group.
+
     Demonstrations are the last rows of their groups. They are played when the questions are known.
 
     Choice: a round plays as many questions as are missing. Groups that stay without a spread after
@@ -91,7 +96,7 @@ class Batches:
     key, _ = batch_keys(self.seed, number)
     questions = dict(enumerate(self.stream.take(number - 1)))  # by the numbers of their groups
     used = {task.id for task in questions.values()}
-    rounds = [self._play(params, key, questions)]
+    rounds = [self._play(params, key, questions, self._first_sizes(questions))]
     groups = dict(rounds[0].groups)
     if all(row.counts.get('prompt_too_long') for row in rounds[0].episodes if not row.absent):
       raise types.RunError(
@@ -106,11 +111,17 @@ class Batches:
       used |= {task.id for task in further}
       round_key = jax.random.fold_in(key, len(rounds))
       new_questions = dict(zip(wanted, further, strict=True))
-      rounds.append(self._play(params, round_key, new_questions))
+      sizes = self._first_sizes(new_questions)
+      rounds.append(self._play(params, round_key, new_questions, sizes))
       for i, group in rounds[-1].groups.items():
         if has_spread(group):
           groups[i] = group
           questions[i] = new_questions[i]
+    if self.allocation is not None:
+      sizes = self._further_sizes(groups)
+      rounds.append(self._play(params, jax.random.fold_in(key, 1), questions, sizes))
+      for i, group in rounds[-1].groups.items():
+        groups[i] = groups[i] + group
     played = list(itertools.chain(*[one_round.episodes for one_round in rounds]))
     check_environment(played, self.max_failed)
     report = sum((one_round.report for one_round in rounds), engine.Report())
@@ -122,6 +133,10 @@ class Batches:
       measured['rollout/questions'] = len(played_groups)
       measured['rollout/groups_with_spread'] = _share_with_spread(played_groups)
       measured['rollout/groups_kept'] = _share_with_spread(groups.values())
+    if self.allocation is not None:
+      sizes = [len(group) // self.rows_per_episode for group in groups.values()]
+      measured['rollout/group_size_max'] = max(sizes)
+      measured['rollout/group_size_min'] = min(sizes)
     demonstrated = self._demonstrate(key, questions)
     measured['timing_s/gen'] = time.perf_counter() - started
     episodes = []
@@ -140,14 +155,29 @@ class Batches:
       tasks = [known.get(row['task'], task) for row, task in rows]
     return from_json(record, tasks)
 
-  def _play(self, params, key, questions):
-    """Plays the sampled rows of groups; `questions` has the question of each."""
+  def _first_sizes(self, questions):
+    """Returns the number of episodes to sample of each group."""
+    if self.allocation is not None:
+      return dict.fromkeys(questions, self.allocation.first_rows)
+    sizes = {}
+    for i, task in questions.items():
+      sizes[i] = self.group_size - self._num_demonstrations(i, task)
+    return sizes
+
+  def _further_sizes(self, groups):
+    """Returns the number of episodes that the allocation adds to each group."""
+    assert self.allocation is not None
+    scores = [_mean_score(group) for group in groups.values()]
+    num_rows = (self.group_size - self.allocation.first_rows) * len(groups)
+    return dict(zip(groups, self.allocation.extra_rows(scores, num_rows)))
+
+  def _play(self, params, key, questions, sizes):
+    """Plays `sizes[i]` episodes of question `questions[i]`, for each group i."""
     tasks = []
     numbers = []
     for i, task in questions.items():
-      size = self.group_size - self._num_demonstrations(i, task)
-      tasks += [task] * size
-      numbers += [i] * size
+      tasks += [task] * sizes[i]
+      numbers += [i] * sizes[i]
     keys = episode_lib.row_keys(key, tasks)
     episodes, replays = self.until_answered(
         lambda: self.agent.play(params, tasks, keys, numbers, give_up=self.give_up)
@@ -209,6 +239,12 @@ def has_spread(group: Sequence[types.Episode]) -> bool:
     if max(scores) - min(scores) > types.ROUNDING * largest:
       return True
   return False
+
+
+def _mean_score(group):
+  """Returns the mean score of the rows that were played; 1/2 if none was."""
+  scores = [row.score for row in group if not (row.failed or row.absent)]
+  return float(np.mean(scores)) if scores else 0.5
 
 
 def _share_with_spread(groups):

@@ -34,6 +34,7 @@ from stppo_jax.monitoring import metrics as metrics_lib
 from stppo_jax.monitoring import outcomes
 from stppo_jax.monitoring import timing as timing_lib
 from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import allocation as allocation_lib
 from stppo_jax.rollout import demonstrations
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import pipeline as pipeline_lib
@@ -148,6 +149,19 @@ def make_batches(
       max_failed=config.rollout.max_failed,
       rows_per_episode=agent.env.rows_per_episode,
       demonstrator=_make_demonstrator(config, agent),
+      allocation=_make_allocation(config),
+  )
+
+
+def _make_allocation(config):
+  """Makes the allocation of episodes to questions; None if it is even."""
+  rollout = config.rollout
+  if rollout.allocation == 'even':
+    return None
+  return allocation_lib.Allocation(
+      rule=rollout.allocation,
+      first_rows=rollout.first_rows or rollout.group_size // 2,
+      max_rows=rollout.max_group or 4 * rollout.group_size,
   )
 
 
