@@ -285,6 +285,7 @@ class TablesTest(absltest.TestCase):
         'model.attention': {'auto', 'plain', 'cudnn', 'splash'},
         'eval.checkpoint': {'newest', 'best'},
         'serve.on_crash': {'mask', 'zero'},
+        'serve.logprobs_mode': {'raw_logprobs', 'processed_logprobs'},
         'serve.tool_form': set(tool_calls.FORMS),
         'rollout.allocation': {'even', 'dars_et', 'dars_hw'},
         'rollout.routing_replay': {'none', 'old_policy', 'sampling'},
