@@ -27,6 +27,7 @@ import numpy as np
 from benchmarks import figures
 from benchmarks import servers
 from experiments import st_ppo_tiny
+from stppo_jax import components
 from stppo_jax import tokenizer as chat
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import engine
@@ -47,7 +48,8 @@ OURS = (
 def main(argv):
   del argv
   config = st_ppo_tiny.get_config()
-  prompts = [f'Question: {task.question}\n' for task in prepare.load_tasks(config, 'dev')]
+  tasks = components.resolve(config).load_tasks('dev')
+  prompts = [f'Question: {task.question}\n' for task in tasks]
   figures.print_line({'load': os.getloadavg()[0], 'cores': os.cpu_count(), 'jax': jax.__version__})
   found: dict = {}
   with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

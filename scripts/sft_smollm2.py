@@ -29,6 +29,7 @@ import numpy as np
 
 from experiments import st_ppo_smollm2
 from scripts import search_trajectories
+from stppo_jax import components
 from stppo_jax import tasks as task_files
 from stppo_jax import tokenizer as chat
 from stppo_jax.distributed import huge_pages
@@ -72,9 +73,10 @@ def main(unused_argv):
   tokenizer = chat.load_tokenizer(folder)
   passages = task_files.load_corpus(config.data.corpus or config.data.source)
   demonstrator = search_trajectories.Demonstrator(passages, tokenizer, config)
+  parts = components.resolve(config)
   pools = {}
   for split, copies in ((config.data.train_split, _PER_TASK.value), (config.data.eval_split, 1)):
-    tasks = prepare.load_tasks(config, split)
+    tasks = parts.load_tasks(split)
     pools[split] = demonstrator.pool(tasks, copies, _SEED.value)
     describe(split, len(tasks) * copies, pools[split])
   shape, params = prepare.load_policy(

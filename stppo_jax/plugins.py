@@ -1,7 +1,6 @@
 """Loads plug-ins by name: the short name of a built-in, or `module:attribute`."""
 
 from collections.abc import Mapping
-import difflib
 import importlib
 import os
 import sys
@@ -10,6 +9,7 @@ import traceback
 import types
 from typing import Any
 
+from stppo_jax.types import hint
 from stppo_jax.types import UserError
 
 
@@ -25,9 +25,9 @@ def load(field: str, name: str, built_in: Mapping[str, Any]) -> Any:
   module_name, colon, attribute = name.partition(':')
   has_space = module_name != ''.join(module_name.split())
   if not colon or has_space:
-    near = difflib.get_close_matches(name, built_in, n=1)
-    hint = f'; did you mean {near[0]}?' if near else ''
-    raise UserError(f'{setting}: allowed are {", ".join(built_in)}, or module:attribute{hint}')
+    raise UserError(
+        f'{setting}: allowed are {", ".join(built_in)}, or module:attribute{hint(name, built_in)}'
+    )
 
   value = import_module(setting, module_name)
   for part in attribute.split('.'):

@@ -458,13 +458,4 @@ def _chat_renderer(
 
 
 def _read_json(path: str) -> dict:
-  if not os.path.isfile(path):
-    return {}
-  with open(path, encoding='utf-8-sig') as file:
-    try:
-      found = json.load(file)
-    except (ValueError, RecursionError) as error:
-      raise types.UserError(f'{path!r} is not valid JSON ({error}): replace it') from error
-  if not isinstance(found, dict):
-    raise types.UserError(f'{path!r} is not a JSON object: replace it')
-  return found
+  return types.read_json(path) if os.path.isfile(path) else {}

@@ -20,10 +20,13 @@ A quantity has one name in every file:
 """
 
 import base64
+from collections.abc import Iterable
 from collections.abc import Mapping
 import dataclasses
 import difflib
+import json
 import math
+import os
 import types
 import typing
 from typing import Any
@@ -47,6 +50,18 @@ class UserError(ValueError):
   """
 
 
+def read_json(path: str | os.PathLike[str], advice: str = 'replace it') -> dict[str, Any]:
+  """Returns the JSON object of a file. UserError: it cannot be read, with what to do."""
+  try:
+    with open(path, encoding='utf-8-sig') as file:
+      value = json.load(file)
+    if not isinstance(value, dict):
+      raise ValueError(f'it holds a {type(value).__name__}')
+  except (OSError, ValueError, RecursionError) as error:
+    raise UserError(f'{path} is not a JSON object ({error}): {advice}') from error
+  return value
+
+
 class RunError(RuntimeError):
   """The run cannot continue, for example because of non-finite gradients (exit code 1)."""
 
@@ -57,6 +72,12 @@ ROUNDING = 1e-6
 
 class Stopped(Exception):
   """The run was asked to stop, and abandoned work that can be repeated."""
+
+
+def hint(name: str, names: Iterable[str]) -> str:
+  """Returns '; did you mean X?' for the name that is closest to a wrong one, or ''."""
+  close = difflib.get_close_matches(name, list(names), n=1)
+  return f'; did you mean {close[0]}?' if close else ''
 
 
 class Section:
@@ -70,9 +91,8 @@ class Section:
       logging.warning('the setting %s is now called %s', name, self.RENAMED[name])
       name = self.RENAMED[name]
     if name not in known:
-      near = difflib.get_close_matches(name, known, n=1)
-      hint = f'did you mean {near[0]}?' if near else f'there are {", ".join(known)}'
-      raise UserError(f'{type(self).__name__} has no setting {name!r}: {hint}')
+      near = hint(name, known) or f'; there are {", ".join(known)}'
+      raise UserError(f'{type(self).__name__} has no setting {name!r}{near}')
     super().__setattr__(name, value)
 
 

@@ -6,7 +6,6 @@ the objective are resolved. An error is one line: given, allowed, what to do.
 
 from collections.abc import Iterator
 import dataclasses
-import difflib
 import functools
 import json
 import math
@@ -20,6 +19,7 @@ from stppo_jax.algorithms.variants import Variant
 from stppo_jax.config import Config
 from stppo_jax.config import HEALTH_RULES
 from stppo_jax.types import described
+from stppo_jax.types import hint
 from stppo_jax.types import is_of
 from stppo_jax.types import Rules
 from stppo_jax.types import UserError
@@ -110,10 +110,10 @@ def _check_field(given: str, rules: Rules, value: Any, kind: Any = Any) -> None:
   is_plugin = rules.plugin and isinstance(value, str) and ':' in value
   if rules.allowed and value not in rules.allowed and not is_plugin:
     or_plugin = ', or module:attribute' if rules.plugin else ''
-    near = difflib.get_close_matches(str(value), rules.allowed, n=1)
-    hint = f'; did you mean {near[0]}?' if near else ''
-    allowed = ', '.join(map(str, rules.allowed))
-    raise UserError(f'{given}: allowed are {allowed}{or_plugin}{hint}')
+    allowed = [str(name) for name in rules.allowed]
+    raise UserError(
+        f'{given}: allowed are {", ".join(allowed)}{or_plugin}{hint(str(value), allowed)}'
+    )
   is_tuple = isinstance(value, tuple)
   if rules.items and is_tuple and not (value and all(item in rules.items for item in value)):
     raise UserError(
@@ -231,12 +231,6 @@ def _check_sizes(config: Config) -> None:
     )
   if not rollout.chunks:
     raise UserError(f'config.rollout.chunks={rollout.chunks}: give one number or more')
-  most = max(rollout.max_total, *type(rollout)().chunks)
-  if max(rollout.chunks) > most:
-    raise UserError(
-        f'config.rollout.chunks={rollout.chunks}: a chunk is a part of a row, of at most '
-        f'config.rollout.max_total={rollout.max_total} tokens: give at most {most}'
-    )
   slots = rollout.slot_buckets
   if slots and (list(slots) != sorted(set(slots)) or slots[0] < 1 or slots[-1] > rollout.max_total):
     raise UserError(

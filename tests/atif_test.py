@@ -264,34 +264,6 @@ class RoundTripTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r'^its prompt holds <\|im_start\|>, no token of .*$'):
       atif_reader.AtifReader(tiny(), retokenize=True).rows(document, 'n')
 
-  def test_documents_of_version_0_8_are_read(self):
-    tokenizer = tiny()
-    ids = lambda text: np.array(tokenizer.encode(text), np.int32)
-    logp = lambda x: np.linspace(-1, 0, len(x), dtype=np.float32)
-    said, last = ids('<search>a</search>'), ids('<answer>b</answer>')
-    turns = [
-        types.Turn(said, logp(said), ids('Paris'), 'search', 0.5),
-        types.Turn(last, logp(last), ids('x'), 'answer', 1.0),
-    ]
-    turns[0].routes = np.arange(8, dtype=np.uint8).reshape(2, 2, 2)
-    task = types.Task('q', 'which?')
-    for episode in (
-        types.Episode(task, 3, ids('which?'), turns),
-        types.Episode(task, 3, ids('which?'), [], failed=True),
-    ):
-      (record,) = episodes_lib.to_records([episode], tokenizer, 7, 'train')
-      document = atif_writer.document(episode, place(record), tokenizer, 'm', 'n')
-      own = document['extra']['stppo_jax']
-      for name in 'tokens turn_ids behaviour_logp actions rewards routes'.split():
-        own.pop(name, None)
-      if episode.turns:
-        document['steps'][1]['extra']['routes'] = types.pack_array(turns[0].routes)
-        document['steps'][-1]['extra']['observation_token_ids'] = ids('x').tolist()
-      else:
-        own['prompt_token_ids'] = ids('which?').tolist()
-      (row,) = atif_reader.AtifReader(tokenizer).rows(document, 'n')
-      self.assertEqual(episodes_lib.to_records([row.episode], tokenizer, 7, 'train'), [record])
-
   def test_tools_of_the_run_are_calls(self):
     said = 'Hm. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     self.assertEqual(atif_writer._calls('tool', said, 'hermes'), [tool_calls.Call('add', {'a': 1})])

@@ -503,7 +503,7 @@ class ExperimentFileTest(parameterized.TestCase):
       return str(error)
 
   @parameterized.parameters(
-      ('config.train.updaets = 3', "no setting 'updaets': did you mean updates?"),
+      ('config.train.updaets = 3', "no setting 'updaets'; did you mean updates?"),
       ('config.train = schema.TrainSettings(updaets=3)', 'updaets'),
       ('config.train.updates = undefined', 'undefined'),
       ('1 / 0', 'division by zero'),
@@ -600,7 +600,7 @@ class SavedConfigTest(parameterized.TestCase):
   @parameterized.parameters(
       ('{"train": {"updatez": 1, "epochs": 2}, "more": {}}', ' has train.updatez, more, which '),
       ('{"train": null}', ' has train, which '),
-      ('{"train":', ' cannot be read '),
+      ('{"train":', ' is not a JSON object '),
   )
   def test_config_of_another_version_is_rejected(self, text, words):
     self.path.write_text(text, encoding='utf-8')

@@ -223,9 +223,9 @@ class ValidateTest(parameterized.TestCase):
 
   def test_unknown_setting_is_rejected(self):
     config = schema.Config()
-    with self.assertRaisesRegex(UserError, "no setting 'updaets': did you mean updates?"):
+    with self.assertRaisesRegex(UserError, "no setting 'updaets'; did you mean updates?"):
       config.train.updaets = 3
-    with self.assertRaisesRegex(UserError, "Config has no setting 'trian': did you mean train?"):
+    with self.assertRaisesRegex(UserError, "Config has no setting 'trian'; did you mean train?"):
       config.trian = schema.TrainSettings()
 
   def test_section_has_its_type(self):
@@ -272,7 +272,7 @@ class TablesTest(absltest.TestCase):
 
   def test_choices_match_the_tables(self):
     tables = {
-        'env.prompt': set(search.STYLES),
+        'env.prompt': set(search._INVALID),
         'env.kind': set(components.ENVIRONMENTS),
         'env.reward': set(rewards.REWARDS),
         'retriever.kind': set(kinds.RETRIEVERS),

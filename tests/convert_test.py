@@ -530,7 +530,7 @@ class RefusalTest(parameterized.TestCase):
     (self.folder / 'config.json').unlink()
     self.refuses('config.json does not exist; give a folder', '`hf download NAME')
 
-  @parameterized.parameters(('{', 'is not JSON'), ('[]', 'is not a JSON object'))
+  @parameterized.parameters(('{', 'is not a JSON object'), ('[]', 'is not a JSON object'))
   def test_broken_config(self, text, message):
     (self.folder / 'config.json').write_text(text)
     self.refuses(message, 'download it again')

@@ -47,7 +47,7 @@ def make_episode(prompt=(1, 2), turns=TURNS, group=0, score=1.0, failed=False):
 
 
 def records(*rows):
-  return episodes.Records(lambda: list(rows))
+  return lambda: list(rows)
 
 
 class SummaryTest(absltest.TestCase):
@@ -198,17 +198,15 @@ class RecorderTest(absltest.TestCase):
   def names(self):
     return sorted(os.listdir(os.path.join(self.workdir, 'episodes')))
 
-  def test_another_thread_makes_records_once(self):
+  def test_another_thread_makes_the_records(self):
     makers = []
 
     def make():
       makers.append(threading.current_thread())
       return [{'a': 1}, {'a': 2}]
 
-    lazy = episodes.Records(make)
     with episodes.Recorder(self.workdir) as recorder:
-      recorder.put('train', 3, lazy)
-    self.assertEqual(lazy.get(), [{'a': 1}, {'a': 2}])
+      recorder.put('train', 3, make)
     self.assertLen(makers, 1)
     self.assertIsNot(makers[0], threading.main_thread())
     with open(os.path.join(self.workdir, 'episodes', 'train_000003.jsonl'), encoding='utf-8') as f:
@@ -240,7 +238,7 @@ class RecorderTest(absltest.TestCase):
       return []
 
     with episodes.Recorder(self.workdir, behind=1, put_s=0.01, close_s=60) as recorder:
-      recorder.put('train', 1, episodes.Records(slow))
+      recorder.put('train', 1, slow)
       self.assertTrue(begun.wait(60))
       recorder.put('train', 2, records())
       recorder.put('train', 3, records())  # finds no room, is told and left out
@@ -263,7 +261,7 @@ class RecorderTest(absltest.TestCase):
 
     recorder = episodes.Recorder(self.workdir, behind=2, put_s=0.01, close_s=0.1)
     self.addCleanup(let_go)
-    recorder.put('train', 0, episodes.Records(stuck))
+    recorder.put('train', 0, stuck)
     self.assertTrue(begun.wait(60))
     for n in range(1, 50):
       recorder.put('train', n, records())

@@ -225,19 +225,6 @@ class JobTest(parameterized.TestCase):
       with self.assertRaisesRegex(UserError, r'episodes\.jsonl:1: not a line of this evaluation'):
         folder.episodes()
 
-  def test_lines_of_version_0_7_are_read(self):
-    task = types.Task('a', 'q', ('x',))
-    turn = {'agent': '', 'observation': '', 'action': 'answer', 'reward': 1.0, 'tokens': 3}
-    line = {'id': 'a', 'sample': 2, 'role': '', 'dataset': 'd', 'hops': 0, 'question': 'q'}
-    line |= {'answers': ['x'], 'score': 1.0, 'metrics': {'em': 1.0}, 'core_metrics': ['em']}
-    line |= {'counts': {}, 'truncated': False, 'failed': False, 'error': '', 'turns': [turn]}
-    folder = records.EvaluationFolder(self.workdir(), {}, [task])
-    with folder.opened():
-      pathlib.Path(folder.path, 'episodes.jsonl').write_text(json.dumps(line) + '\n')
-      ((key, episode),) = folder.episodes().items()
-    self.assertEqual(key, ('a', 2, ''))
-    self.assertEqual((episode.score, [turn.action for turn in episode.turns]), (1.0, ['answer']))
-
   def test_questions_of_one_id_are_refused(self):
     tasks = [types.Task('a', seed=0), types.Task('b'), types.Task('a', seed=1)]
     with mock.patch.object(job.players, 'LocalPlayer', lambda *unused: mock.Mock(tasks=tasks)):

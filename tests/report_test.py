@@ -182,7 +182,7 @@ class ReportTest(parameterized.TestCase):
       report.build(os.path.join(self.workdir, 'nowhere'))
     with open(os.path.join(self.workdir, 'config.json'), 'w', encoding='utf-8') as file:
       file.write('{')
-    with self.assertRaisesRegex(types.UserError, 'config.json cannot be read') as caught:
+    with self.assertRaisesRegex(types.UserError, 'config.json is not a JSON object') as caught:
       report.build(self.workdir)
     self.assertNotIn('\n', str(caught.exception))
 

@@ -171,7 +171,7 @@ class ProgramAgentTest(parameterized.TestCase):
 
   @parameterized.parameters(False, True)
   def test_episodes_equal_environment_bit_for_bit(self, greedy):
-    tasks = prepare.load_tasks(make_config('search'), 'dev')[::40][:8]
+    tasks = components.resolve(make_config('search')).load_tasks('dev')[::40][:8]
     wanted, _ = play(make_config('search'), tasks, greedy=greedy)
     found, agent = play(make_config(THIS + ':play_search'), tasks, greedy=greedy)
     self.assertGreater(max(len(episode.turns) for episode in wanted), 1)

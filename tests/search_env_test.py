@@ -11,6 +11,7 @@ from hypothesis import strategies
 from stppo_jax import tasks
 from stppo_jax import types
 from stppo_jax.envs import protocol
+from stppo_jax.envs import rewards
 from stppo_jax.envs import search
 
 TASK = types.Task(id='t0', question=' what is the capital of France ', answers=('Paris', 'Lutetia'))
@@ -93,7 +94,6 @@ class ContractTest(parameterized.TestCase):
     )
     short = '<information> Paris: Capital of France.\n Seine: A river.\n</information>\n'
     self.assertEqual(start(prompt='short').step(SEARCH)[0], short)
-    self.assertEqual(start(observation='short').step(SEARCH)[0], short)
 
   @hypothesis.given(
       strategies.lists(
@@ -261,19 +261,9 @@ class ContractTest(parameterized.TestCase):
     self.assertAlmostEqual(env.step(action)[1], expected)
 
   def test_invalid_turn_spoils_the_form(self):
-    env = start(reward='format')
+    env = start(reward=rewards.REWARDS['format'])
     env.step('Paris')
     self.assertEqual(env.step(ANSWER)[1], 0.8)
-
-  @parameterized.parameters(
-      ({'prompt': 'long'}, "'long': allowed are search_r1, short"),
-      ({'observation': 'x'}, "'x': allowed are"),
-      ({'reward': 'bleu'}, "reward='bleu'"),
-      ({'retriever': None}, 'needs a retriever'),
-  )
-  def test_user_errors(self, settings, message):
-    with self.assertRaisesRegex(types.UserError, re.escape(message)):
-      search.SearchEnv(**{'task': TASK, 'retriever': FakeRetriever(), **settings})
 
   def test_reward_must_be_finite(self):
     for given in (None, 'good', math.nan, {}):
@@ -323,7 +313,7 @@ class ForgeryTest(parameterized.TestCase):
           ),
           max_size=3,
       ),
-      strategies.sampled_from(search.STYLES),
+      strategies.sampled_from(['search_r1', 'short']),
   )
   def test_no_passage_closes_or_forges_a_block(self, texts, style):
     passages = [types.Passage(str(i), *text) for i, text in enumerate(texts)]

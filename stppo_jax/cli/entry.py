@@ -1,7 +1,6 @@
 """Runs a command: reads its arguments, starts JAX, runs the mode, reports errors in one line."""
 
 from collections.abc import Sequence
-import difflib
 import errno
 import logging as std_logging
 import os
@@ -21,6 +20,7 @@ from stppo_jax.cli.modes import MODES
 from stppo_jax.cli.modes import show
 from stppo_jax.config import Config
 from stppo_jax.distributed import hosts
+from stppo_jax.types import hint
 from stppo_jax.types import RunError
 from stppo_jax.types import Stopped
 from stppo_jax.types import UserError
@@ -103,11 +103,9 @@ def _run(program: str, arguments: Sequence[str]) -> int | None:
 def _check_flags(flags: Flags) -> None:
   """Raises a UserError for an unknown mode, and for a flag that the mode does not read."""
   if flags.mode not in MODES:
-    near = difflib.get_close_matches(flags.mode, MODES, n=1)
-    hint = f', did you mean {near[0]}?' if near else '.'
     raise UserError(
-        f'{flags.mode}: there is no such mode{hint} Allowed are {", ".join(MODES)}. Flags start '
-        'with --, as in --config.train.updates=3'
+        f'{flags.mode}: there is no such mode. Allowed are {", ".join(MODES)}. Flags start with '
+        f'--, as in --config.train.updates=3{hint(flags.mode, MODES)}'
     )
   default = Flags()
   for name in dict.fromkeys(name for mode in MODES.values() for name in mode.flags):

@@ -14,6 +14,7 @@ from stppo_jax import config as config_lib
 from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.config import Config
+from stppo_jax.types import hint
 from stppo_jax.types import Section
 from stppo_jax.types import setting
 from stppo_jax.types import UserError
@@ -100,9 +101,8 @@ def parse(arguments: Sequence[str]) -> Arguments:
     if is_setting and option is None:
       _check_known(path, setting_kinds)
     if not is_setting and name not in flag_kinds:
-      near = difflib.get_close_matches(name, flag_kinds, n=1)
-      hint = f'did you mean --{near[0]}?' if near else 'see --help'
-      raise UserError(f'{argument}: there is no such flag; {hint}')
+      near = hint(name, flag_kinds) or '; see --help'
+      raise UserError(f'{argument}: there is no such flag{near}')
     kind = Any if option else (setting_kinds[path] if is_setting else flag_kinds[name])
 
     if text is None:

@@ -139,17 +139,6 @@ REWARDS: dict[str, Reward] = {
 SCORES = ('em', 'f1', 'sub_em')  # need the answer alone
 
 
-def get(reward: str | Reward) -> Reward:
-  """Returns a reward function, given itself or its short name. UserError: an unknown name."""
-  if callable(reward):
-    return reward
-  if reward not in REWARDS:
-    raise types.UserError(
-        f'reward={reward!r}: allowed are {", ".join(REWARDS)}, or a function; set one of these'
-    )
-  return REWARDS[reward]
-
-
 def scores(task: types.Task, answer: str) -> dict[str, float]:
   """Returns all SCORES of an answer. `sub_em` is the accuracy of answers that are sentences."""
   return {name: REWARDS[name](task, answer, '') for name in SCORES}

@@ -20,7 +20,6 @@ from stppo_jax import types
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 
-STYLES = ('search_r1', 'short')
 NOT_SEARCHED = object()  # default of `passages`, where None means that the retriever failed
 
 _OPENING = re.compile(r'([<\uff1c\ufe64])(?=\S|\Z)')
@@ -74,28 +73,17 @@ class SearchEnv:
   max_searches: int = 4
   top_k: int = 3
   prompt: str = 'search_r1'
-  reward: str | rewards.Reward = 'em'
-  observation: str | None = None  # None: the style of the prompt
+  reward: rewards.Reward = rewards.REWARDS['em']
   instructions: str | None = None  # before 'Question:'; None: those of the style
   invalid_message: str | None = None  # observation after an invalid action; None: of the style
 
   def __post_init__(self):
-    self._style = self.observation or self.prompt  # the style of observations
-    for style in (self.prompt, self._style):
-      if style not in STYLES:
-        raise types.UserError(f'search environment: {style!r}: allowed are {", ".join(STYLES)}')
-    if self.retriever is None and self.max_searches:
-      raise types.UserError(
-          f'search environment: max_searches={self.max_searches} needs a retriever: set '
-          'max_searches=0'
-      )
     self._instructions = self.instructions or ''
     if self.instructions is None and self.prompt == 'search_r1':
       self._instructions = (_INSTRUCTIONS if self.max_searches else _CLOSED_BOOK) + _FINISH
-    self._invalid = _INVALID[self._style]
+    self._invalid = _INVALID[self.prompt]
     if self.invalid_message is not None:
       self._invalid = self.invalid_message
-    self._reward = rewards.get(self.reward)
     self._is_over = True
 
   def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
@@ -137,7 +125,7 @@ class SearchEnv:
     if kind == 'answer':
       self._is_over = True
       metrics |= rewards.scores(self.task, content)
-      reward = rewards.score_answer(self._reward, self.task, content, self._transcript)
+      reward = rewards.score_answer(self.reward, self.task, content, self._transcript)
       return '', reward, True, False, info
     if self._turns > self.max_searches:
       self._is_over = True
@@ -149,7 +137,7 @@ class SearchEnv:
         passages = self.retriever.search([query], self.top_k)[0]
       info['retrieval_failed'] = passages is None
       info['passage_ids'] = [passage.id for passage in passages or ()]
-      observation = observation_text(passages or (), self._style)
+      observation = observation_text(passages or (), self.prompt)
     self._transcript += observation
     return observation, 0.0, False, False, info
 

@@ -142,7 +142,7 @@ class ToolEnv:
   tools: Sequence[Tool]
   max_turns: int = 4
   top_k: int = 3
-  reward: str | rewards.Reward = 'em'
+  reward: rewards.Reward = rewards.REWARDS['em']
   form: str = 'hermes'
   frame: str | None = None  # None: 'inline' for tags, else 'tool'
   instructions: str = INSTRUCTIONS
@@ -163,7 +163,6 @@ class ToolEnv:
     self.stop_strings = attributes['stop_strings']
     self._tools = {tool.name: tool for tool in self.tools}
     self._form = tool_calls.make_form(self.form, _schemas(self.tools))
-    self._reward = rewards.get(self.reward)
 
   def reset(self, seed: int | None = None) -> tuple[str, protocol.ResetInfo]:
     """Returns the question, with the tools for the chat template and as a text."""
@@ -193,7 +192,7 @@ class ToolEnv:
     self._turns += 1
     self._transcript += action
     if answer is not None:
-      reward = rewards.score_answer(self._reward, self.task, answer, self._transcript)
+      reward = rewards.score_answer(self.reward, self.task, answer, self._transcript)
       scores = rewards.scores(self.task, answer)
       return '', reward, True, False, self._info('answer', scores)
     if self._turns > self.max_turns:

@@ -92,7 +92,7 @@ class EvaluationFolder:
     with open(self._lines, encoding='utf-8') as lines:
       for number, line in enumerate(lines, start=1):
         try:
-          record = _current(json.loads(line))
+          record = json.loads(line)
           episode = types.Episode.from_dict(record, self._tasks[record['task']])
           episodes[episode.task.id, record['sample'], episode.role] = episode
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -122,19 +122,6 @@ class EvaluationFolder:
           f'{workdir_lib.enumerate_first(different.values())}. Give the same settings, or another '
           '--config.eval.folder'
       )
-
-
-def _current(record: dict[str, Any]) -> dict[str, Any]:
-  """Returns a line in today's form; version 0.7 had `id`, and actions and rewards in its turns."""
-  if 'id' not in record:
-    return record
-  turns = record['turns']
-  return record | {
-      'task': record['id'],
-      'group': record['sample'],
-      'actions': [turn['action'] for turn in turns],
-      'rewards': [turn['reward'] for turn in turns],
-  }
 
 
 def samples_by_agent(

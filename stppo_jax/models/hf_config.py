@@ -12,6 +12,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from stppo_jax import types
 from stppo_jax.models import decoder
 from stppo_jax.types import UserError
 
@@ -309,13 +310,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         f'{path} does not exist; give a folder as transformers saves it, with config.json and '
         'model.safetensors; `hf download NAME --local-dir=FOLDER` makes it'
     )
-  try:
-    raw = json.loads(path.read_text(encoding='utf-8-sig'))
-  except (ValueError, RecursionError) as error:
-    raise UserError(f'{path} is not JSON ({error}); download it again') from error
-  if not isinstance(raw, dict):
-    raise UserError(f'{path} is not a JSON object; download it again')
-  return raw
+  return types.read_json(path, 'download it again')
 
 
 def write_json(path: pathlib.Path, raw: dict[str, Any]) -> None:

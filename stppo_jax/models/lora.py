@@ -70,9 +70,6 @@ def combine(base: Params, trained: Params) -> Params:
   """Returns one tree with the leaves of both, without copies. combine({}, params) is params."""
   base = traverse_util.flatten_dict(base)
   trained = traverse_util.flatten_dict(trained)
-  both = base.keys() & trained.keys()
-  if both:
-    raise ValueError(f'{sorted(map("/".join, both))} are both frozen and trained')
   return traverse_util.unflatten_dict(base | trained)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import queue
@@ -150,28 +151,14 @@ def _per_episode(rows: Sequence[types.Episode], values: Sequence[float]) -> list
   return [float(np.mean(part)) for part in parts.values()]
 
 
-class Records:
-  """The records of a batch of episodes, made at the first `get`, by any thread."""
-
-  def __init__(self, make: Callable[[], list[dict]] = list):
-    self._make = make
-    self._lock = threading.Lock()
-    self._records: list[dict] | None = None
-
-  def get(self) -> list[dict]:
-    """Returns one record per episode."""
-    with self._lock:
-      if self._records is None:
-        self._records = self._make()
-        self._make = list  # frees the arrays
-      return self._records
+Records = Callable[[], list[dict]]  # makes the records of a batch, one per episode, by any thread
 
 
 def join_records(parts: Sequence[Records]) -> Records:
   """Returns the records of several policies, one after the other."""
   if len(parts) == 1:
     return parts[0]
-  return Records(lambda: [record for part in parts for record in part.get()])
+  return lambda: [record for part in parts for record in part()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +191,7 @@ def update_records(
   for step in steps:  # a later epoch replaces an earlier one
     for name, x in jax.device_get(dict(step.tokens)).items():
       per_token[name][np.asarray(step.rows)] = x
-  return Records(lambda: batch_records(sampled, tokenizer, n, per_token))
+  return functools.cache(lambda: batch_records(sampled, tokenizer, n, per_token))
 
 
 def batch_records(
@@ -322,7 +309,7 @@ class Recorder:
     while work := self._queue.get():
       path, records = work
       try:
-        write_lines(path, records.get())
+        write_lines(path, records())
       except Exception as error:  # the thread must not end
         self._warn(f'{type(error).__name__}: {error}')
 

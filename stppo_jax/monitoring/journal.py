@@ -99,8 +99,7 @@ class Journal(contextlib.ExitStack):
           len(episodes),
           errors[0],
       )
-    make = lambda: episodes_lib.to_records(episodes, tokenizer, n, 'eval')
-    self.record('eval', n, episodes_lib.Records(make))
+    self.record('eval', n, lambda: episodes_lib.to_records(episodes, tokenizer, n, 'eval'))
 
   def write(self, n: int, metrics: Mapping[str, float]) -> None:
     """Writes a line of metrics; with held-out scores, also the report so far."""
@@ -142,7 +141,7 @@ class Journal(contextlib.ExitStack):
     """Writes the episodes of an update whose steps were skipped; returns their path."""
     path = episodes_lib.record_path(self._workdir, 'nonfinite', n)
     if hosts.is_writer():
-      episodes_lib.write_lines(path, records.get())
+      episodes_lib.write_lines(path, records())
     return path
 
   def log_end(self, n: int) -> None:

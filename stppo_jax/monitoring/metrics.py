@@ -25,7 +25,6 @@ import json
 import math
 import os
 import resource
-import sys
 import time
 from typing import Any
 
@@ -156,12 +155,10 @@ def summarize(prefix: str, array: Any) -> dict[str, float]:
 
 
 def host_memory_gb() -> float:
-  """Returns the resident memory of this process in GiB, or its peak if only that is known."""
-  if os.path.exists('/proc/self/statm'):
-    with open('/proc/self/statm', encoding='ascii') as file:
-      return int(file.read().split()[1]) * resource.getpagesize() / 2**30
-  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-  return peak / (2**30 if sys.platform == 'darwin' else 2**20)
+  """Returns the resident memory of this process in GiB. Linux only."""
+  with open('/proc/self/statm', encoding='ascii') as file:
+    pages = int(file.read().split()[1])
+  return pages * resource.getpagesize() / 2**30
 
 
 def device_memory() -> dict[str, float]:

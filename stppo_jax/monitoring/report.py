@@ -244,11 +244,6 @@ def episode_files(workdir: str) -> list[tuple[str, int]]:
   return sorted(files, key=lambda file: (file[1], file[0]))
 
 
-def episode_path(workdir: str, kind: str, step: int) -> str:
-  """Returns the path of one of these files."""
-  return os.path.join(workdir, 'episodes', f'{kind}_{step:06d}.jsonl')
-
-
 def _episode_groups(workdir: str, alarms: Sequence[int]) -> list[dict[str, Any]]:
   """Returns chosen episodes of the last and first training update, of the last evaluation, and of
   the updates of the warnings that the page shows.
@@ -281,7 +276,7 @@ def episode_group(
 
   The file is read twice: for an index of where each episode starts, and for the chosen ones.
   """
-  path = episode_path(workdir, kind, step)
+  path = episodes_lib.record_path(workdir, kind, step)
   right: list[list[int]] = []  # where the lines of each episode start
   wrong: list[list[int]] = []
   counts: dict[tuple[str, int], int] = {}

@@ -28,6 +28,7 @@ from urllib import parse
 
 from absl import logging
 
+from stppo_jax.monitoring import episodes as episodes_lib
 from stppo_jax.monitoring import metrics
 from stppo_jax.monitoring import report
 from stppo_jax.types import UserError
@@ -125,7 +126,7 @@ def question(folder: str, name: str, task: Any) -> list[dict[str, Any]]:
   stride = -(-len(files) // _MAX_FILES_OF_QUESTION) or 1
   answers = []
   for kind, step in files[::stride]:
-    with open(report.episode_path(path, kind, step), encoding='utf-8') as file:
+    with open(episodes_lib.record_path(path, kind, step), encoding='utf-8') as file:
       for line in file:
         try:
           episode = json.loads(line)

@@ -20,6 +20,7 @@ from absl import logging
 
 from stppo_jax import config as config_lib
 from stppo_jax.monitoring import metrics
+from stppo_jax.types import read_json
 from stppo_jax.types import UserError
 
 _APPEARS_S = 30.0  # a new file is visible to all clients of a network file system within this time
@@ -175,15 +176,7 @@ def read_config(workdir: str) -> dict[str, Any]:
   path = os.path.join(workdir, 'config.json')
   if not os.path.exists(path):
     return {}
-  try:
-    with open(path, encoding='utf-8-sig') as file:
-      config = json.load(file)
-    if not isinstance(config, dict):
-      raise ValueError(f'a {type(config).__name__}')
-  except (OSError, ValueError) as error:
-    raise UserError(
-        f'{path} cannot be read ({error}): restore it, or give another --workdir'
-    ) from error
+  config = read_json(path, 'restore it, or give another --workdir')
   return config_lib.with_current_names(config)
 
 

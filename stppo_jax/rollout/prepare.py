@@ -171,11 +171,6 @@ def make_retriever(config, parts: components.Components) -> Any:
   return retriever
 
 
-def load_tasks(config, split: str) -> list[types.Task]:
-  """Returns the tasks of a split, from the data sets that the config names."""
-  return components.resolve(config).load_tasks(split)
-
-
 def limits(config) -> episode_lib.EpisodeLimits:
   """Returns the limits of an episode."""
   rollout = config.rollout

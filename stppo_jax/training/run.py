@@ -295,7 +295,7 @@ class Run:
   before_update: Callable[[int], None]  # is called with the number of updates done
   timing: timing_lib.Timing  # seconds of each phase of the update in progress
   is_stopped: bool = False
-  records: episodes_lib.Records = dataclasses.field(default_factory=episodes_lib.Records)
+  records: episodes_lib.Records = list
   scores: dict[str, float] = dataclasses.field(default_factory=dict)  # from the last evaluation
 
   @property
@@ -399,7 +399,7 @@ class Run:
     log = self.config.log
     is_wanted = log.episodes and n % log.episodes_every == 0
     if not is_wanted and skipped < self.config.train.max_nonfinite:
-      return episodes_lib.Records()
+      return list
     has_values = self.learners.first.spec.has_values
     tokenizer = self.parts.agent.tokenizer
     parts = []

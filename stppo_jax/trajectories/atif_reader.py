@@ -137,7 +137,7 @@ class AtifReader:
     own = (document.get('extra') or {}).get(atif_writer.EXTRA)
     if own:
       _check_place(own)
-      episode = _own_episode(own, steps)
+      episode = types.Episode.from_dict(own)
       if self.retokenize:
         self._encode_own(episode, steps)
       else:
@@ -274,18 +274,6 @@ def _check_place(own: Mapping[str, Any]) -> None:
   if own['kind'] not in saved.KINDS or not are_valid:
     place = ', '.join(f'{field} {own[field]!r:.60}' for field in ('kind', 'step', 'row'))
     raise ValueError(f'{name} has {place}: no place in a run')
-
-
-def _own_episode(own: Mapping[str, Any], steps: Sequence[AtifStep]) -> types.Episode:
-  """Returns the episode of an own document."""
-  episode = types.Episode.from_dict(own)
-  turns = [step for step in steps if _is_turn(step)]
-  if 'tokens' in own:
-    return episode
-  if not turns:  # version 0.8 and earlier had the ids in the steps alone
-    return dataclasses.replace(episode, prompt=np.array(own['prompt_token_ids'], np.int32))
-  (played,) = _episodes_of_ids(episode.task, turns)
-  return dataclasses.replace(episode, prompt=played.prompt, turns=played.turns)
 
 
 def _is_turn(step: AtifStep) -> bool:
