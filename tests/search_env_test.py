@@ -256,7 +256,7 @@ class ContractTest(parameterized.TestCase):
       ('format', 'Rome', 0.0),
   )
   def test_rewards(self, reward, action, expected):
-    env = start(reward=reward, max_searches=1)
+    env = start(reward=rewards.REWARDS[reward], max_searches=1)
     env.step(SEARCH)
     self.assertAlmostEqual(env.step(action)[1], expected)
 

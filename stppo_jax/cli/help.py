@@ -71,7 +71,7 @@ def catalogue() -> str:
     settings = [
         f'{field}={value}'
         for field, value in variant.described().items()
-        if field in ('advantage', 'ratio') or value != defaults[field]
+        if field in ('advantage', 'ratio') or value != defaults.get(field)
     ]
     lines.append(f'  {name:22} {" ".join(settings)}')
   return '\n'.join(lines)

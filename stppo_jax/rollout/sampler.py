@@ -145,7 +145,8 @@ class Sampler:
     self._top_k = distribution.top_k
     self._row_settings = distribution.row_settings
     some_key = jax.random.key(0)
-    self._no_key = np.asarray(jax.random.key_data(some_key))
+    key_data = jax.random.key_data(some_key)
+    self._no_key = np.asarray(key_data)
 
     shards = layout.num_shards(row_sharding, 'data')
     width = min(sizes.width or sizes.rows, sizes.rows)
@@ -172,7 +173,9 @@ class Sampler:
     states = np.arange(num_states)
     table[:] = states[:, None]  # ids without bytes keep the state
     table[:, :num_ids] = stop_table
-    table[:, [i for i in eos_ids if 0 <= i < config.vocab_size]] = num_states - 1
+    for i in eos_ids:
+      if 0 <= i < config.vocab_size:
+        table[:, i] = num_states - 1
     self._host_stop_table = table
 
     mesh: Any = row_sharding and row_sharding.mesh
@@ -189,8 +192,9 @@ class Sampler:
     self.empty = jax.jit(empty, static_argnums=(0, 1), out_shardings=context_sharding)
     self._grow = jax.jit(grow, static_argnums=1, out_shardings=context_sharding)
     results = (context_sharding, everywhere)
-    self._prefill = jax.jit(self._prefill_chunk, donate_argnums=1, out_shardings=results)
-    self._decode = jax.jit(self._decode_rows, donate_argnums=1, out_shardings=results)
+    jit_in_place = functools.partial(jax.jit, donate_argnums=1, out_shardings=results)
+    self._prefill = jit_in_place(self._prefill_chunk)
+    self._decode = jit_in_place(self._decode_rows)
     self._take = jax.jit(_take, out_shardings=context_sharding)
     self._put = jax.jit(_put, donate_argnums=0, out_shardings=context_sharding)
 
@@ -328,7 +332,8 @@ class Sampler:
     group = self.empty.eval_shape(self.width, slots)
     small_group = self.empty.eval_shape(self.width, smaller)
     taken = self.empty.eval_shape(self.prefill_rows, slots)
-    chunk_shape = (self.prefill_rows, self.chunk_buckets[-1])
+    largest_chunk = self.chunk_buckets[-1]
+    chunk_shape = (self.prefill_rows, largest_chunk)
     tokens = np.zeros(chunk_shape, np.int32)
     counts = np.zeros(self.prefill_rows, np.int32)
     rows = self.idle_rows(self.width)
