@@ -231,6 +231,12 @@ def _check_sizes(config: Config) -> None:
     )
   if not rollout.chunks:
     raise UserError(f'config.rollout.chunks={rollout.chunks}: give one number or more')
+  most = max(rollout.max_total, *type(rollout)().chunks)
+  if max(rollout.chunks) > most:
+    raise UserError(
+        f'config.rollout.chunks={rollout.chunks}: a chunk is a part of a row, of at most '
+        f'config.rollout.max_total={rollout.max_total} tokens: give at most {most}'
+    )
   slots = rollout.slot_buckets
   if slots and (list(slots) != sorted(set(slots)) or slots[0] < 1 or slots[-1] > rollout.max_total):
     raise UserError(

@@ -104,6 +104,7 @@ class ValidateTest(parameterized.TestCase):
       ({'train.length_buckets': (4096, 512)}, ('length_buckets=(4096, 512)', 'rise')),
       ({'train.length_buckets': (512, 512, 4096)}, ('length_buckets', 'rise')),
       ({'train.length_buckets': (512, 2048)}, ('length_buckets', 'max_total=4096')),
+      ({'rollout.chunks': (32, 100_000)}, ('chunks=(32, 100000)', 'max_total=4096')),
       ({'rollout.max_total': 2500}, ('max_total=2500', '2548')),
       ({'model.lora_targets': ('q_proj', 'lm_head')}, ("('q_proj', 'lm_head')", 'down_proj')),
       ({'model.lora_targets': ()}, ('lora_targets=()', 'one or more of q_proj')),
