@@ -150,6 +150,10 @@ class TaskStream:
   """
 
   def __init__(self, tasks: list[types.Task], batch: int, seed: int):
+    if not tasks or batch < 1:
+      raise types.UserError(
+          f'A batch of {batch} out of {len(tasks)} questions: both must be at least 1.'
+      )
     self._tasks = list(tasks)
     self._batch = batch
     self._seed = seed

@@ -349,6 +349,12 @@ class TaskStreamTest(parameterized.TestCase):
   def test_seeds_differ(self):
     self.assertNotEqual(self.ids(7, [0], seed=0), self.ids(7, [0], seed=1))
 
+  def test_refuses_nothing_to_draw_from(self):
+    with self.assertRaises(types.UserError):
+      tasks.TaskStream([], 2, 0)
+    with self.assertRaises(types.UserError):
+      tasks.TaskStream(self.tasks, 0, 0)
+
 
 class EmbeddedTest(parameterized.TestCase):
 
