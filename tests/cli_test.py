@@ -7,7 +7,10 @@ import io
 import json
 import os
 import pathlib
+import pty
 import re
+import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -209,13 +212,34 @@ class WordsTest(absltest.TestCase):
     self.assertContainsSubset(variants.VARIANTS, text.split())
 
   def test_completion_offers_modes_and_settings(self):
-    script = run('completion', 'bash')[1] + 'compgen -W "$(complete -p stppo | cut -d\\\' -f2)" '
+    script = run('completion', 'bash')[1]
     for start, expected in (('tra', 'train'), ('--config.train.upd', '--config.train.updates=')):
       result = subprocess.run(
-          ['bash', '-c', f'{script} -- {start}'], capture_output=True, text=True
+          ['bash', '-c', f'{script}\n_stppo stppo {start} stppo; echo "${{COMPREPLY[@]}}"'],
+          capture_output=True,
+          text=True,
       )
       self.assertEqual(result.stdout.split(), [expected], result.stderr)
-    self.assertStartsWith(run('completion', 'zsh')[1], 'autoload')
+
+  @absltest.skipIf(shutil.which('zsh') is None, 'zsh is not installed')
+  def test_completion_works_in_zsh_without_settings(self):
+    """As on Debian, whose zsh does not run compinit."""
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    pathlib.Path(folder, '.zshrc').write_text(run('completion', 'zsh')[1], encoding='utf-8')
+    terminal, child = pty.openpty()
+    env = {**os.environ, 'ZDOTDIR': folder, 'TERM': 'dumb'}
+    process = subprocess.Popen(['zsh', '-i'], stdin=child, stdout=child, stderr=child, env=env)
+    os.close(child)
+    self.addCleanup(process.wait)
+    self.addCleanup(process.kill)
+    self.addCleanup(os.close, terminal)
+    shown = ''
+    os.write(terminal, b'stppo --config.train.upd\t')
+    while 'train.updates=' not in shown:
+      ready, _, _ = select.select([terminal], [], [], 60)
+      self.assertTrue(ready, shown)
+      shown += os.read(terminal, 4096).decode('utf-8', 'replace')
+    self.assertNotIn('compdef', shown)
 
   def test_pages_for_errors_exist(self):
     for _, page in doc_pages.PAGES:

@@ -4,7 +4,10 @@ import importlib.util
 import tempfile
 
 from absl.testing import absltest
+import jax
 
+from stppo_jax import types
+from stppo_jax.serving import sessions
 from tests import gateway_test
 
 QUESTION = gateway_test.QUESTION
@@ -83,6 +86,122 @@ class OpenAiTest(absltest.TestCase):
     with self.create(stream=True, temperature=2.0, n=8, max_completion_tokens=200) as stream:
       next(iter(stream))
     self.assertIsNotNone(self.create().choices[0].message)
+
+
+@needs('anthropic')
+class AnthropicTest(absltest.TestCase):
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.server = cls.enterClassContext(gateway_test.running(tool_form='tags', key='secret'))
+    cls.client = cls.connect(cls.server.url)
+
+  @classmethod
+  def connect(cls, url):
+    import anthropic
+
+    return anthropic.Anthropic(base_url=url, api_key='secret', max_retries=0, timeout=60)
+
+  def asked(self, **fields):
+    asked = {'model': 'tiny', 'messages': [{'role': 'user', 'content': QUESTION}]}
+    greedy = {'temperature': 0}  # the client's own methods no longer have it
+    return {**asked, 'max_tokens': 40, 'extra_body': greedy, **fields}
+
+  def create(self, client=None, **fields):
+    return (client or self.client).messages.create(**self.asked(**fields))
+
+  def stream(self, **fields):
+    with self.client.messages.stream(**self.asked(**fields)) as stream:
+      return stream.get_final_message()
+
+  def test_answers_and_streams(self):
+    whole = self.create(stop_sequences=['</search>'])
+    self.assertEqual((whole.stop_reason, whole.stop_sequence), ('stop_sequence', '</search>'))
+    (block,) = whole.content
+    self.assertStartsWith(block.text, '<think>')
+    streamed = self.stream(stop_sequences=['</search>'])
+    self.assertEqual(streamed.content[0].text, block.text)
+    self.assertEqual(streamed.stop_reason, 'stop_sequence')
+    self.assertEqual(streamed.usage.output_tokens, whole.usage.output_tokens)
+    self.assertEqual(self.create(max_tokens=3).stop_reason, 'max_tokens')
+
+  def test_system_prompt_is_that_of_chat(self):
+    system = [{'type': 'text', 'text': 'Be brief. ', 'cache_control': {'type': 'ephemeral'}}]
+    whole = self.create(
+        system=system,
+        thinking={'type': 'adaptive'},
+        output_config={'effort': 'low'},
+        cache_control={'type': 'ephemeral'},
+        metadata={'user_id': 'me'},
+    )
+    messages = [{'role': 'system', 'content': 'Be brief. '}, {'role': 'user', 'content': QUESTION}]
+    fields = {'messages': messages, 'model': 'tiny', 'max_tokens': 40, 'temperature': 0}
+    key = {'Authorization': 'Bearer secret'}
+    chat = gateway_test.post(self.server, fields, headers=key).json()
+    self.assertEqual(whole.content[0].text, chat['choices'][0]['message']['content'])
+    self.assertEqual(whole.usage.input_tokens, chat['usage']['prompt_tokens'])
+    asked = self.asked(system=system)
+    count = self.client.messages.count_tokens(
+        model='tiny', messages=asked['messages'], system=system
+    )
+    self.assertEqual(count.input_tokens, whole.usage.input_tokens)
+
+  def test_tools_are_called_and_answered(self):
+    tools = [{'name': 'search', 'input_schema': gateway_test.SEARCH['function']['parameters']}]
+    whole = self.create(tools=tools)
+    self.assertEqual(whole.stop_reason, 'tool_use')
+    call = whole.content[-1]
+    self.assertEqual((call.type, call.name), ('tool_use', 'search'))
+    self.assertIn('query', call.input)
+    streamed = self.stream(tools=tools)
+    self.assertEqual([block.type for block in streamed.content], [x.type for x in whole.content])
+    self.assertEqual(streamed.content[-1].input, call.input)
+    self.assertEqual(streamed.content[0].text, whole.content[0].text)
+
+  def test_errors_have_anthropic_types(self):
+    import anthropic
+
+    with self.assertRaises(anthropic.BadRequestError) as caught:
+      self.create(extra_body={'temperature': -1})
+    self.assertIn('temperature', caught.exception.message)
+    self.assertEqual(caught.exception.body['error']['type'], 'invalid_request_error')
+    with self.assertRaises(anthropic.NotFoundError):
+      self.create(model='another')
+    with self.assertRaises(anthropic.AuthenticationError):
+      self.create(self.client.with_options(api_key='wrong'))
+    with self.assertRaisesRegex(anthropic.BadRequestError, 'prompt is too long'):
+      self.create(messages=[{'role': 'user', 'content': 'x ' * 1000}])
+    image = {'type': 'image', 'source': {'type': 'url', 'url': 'http://x'}}
+    with self.assertRaisesRegex(anthropic.BadRequestError, "'image'"):
+      self.create(messages=[{'role': 'user', 'content': [image]}])
+
+  def test_compaction_starts_new_segment(self):
+    """A tool result continues the row. A summary in place of the history starts another one."""
+    service = self.server.app.service
+    name, session = service.open_session(jax.random.key(0), sessions.Sampling(0.0, max_turn=40))
+    client = self.connect(f'{self.server.url}/s/{name}')
+    tools = [{'name': 'search', 'input_schema': gateway_test.SEARCH['function']['parameters']}]
+    history = [{'role': 'user', 'content': QUESTION}]
+    for number in range(2):
+      answer = self.create(client, messages=history, tools=tools, model='claude')
+      self.assertEqual(answer.to_dict()['turn'], number + 1)
+      calls = [block for block in answer.content if block.type == 'tool_use']
+      found = [{'type': 'text', 'text': f'<information>Paris {number}</information>\n'}]
+      content = [
+          {'type': 'tool_result', 'tool_use_id': call.id, 'content': found} for call in calls
+      ]
+      history += [{'role': 'assistant', 'content': answer.content}]
+      history += [{'role': 'user', 'content': content or found}]
+    self.assertTrue(any('tool_result' in str(message) for message in history))
+    self.create(client, messages=history, tools=tools)
+    summary = [{'role': 'user', 'content': f'Summary: Paris. {QUESTION}'}]
+    self.create(client, messages=summary, tools=tools)
+    rows = session.episodes(types.Task('1', QUESTION, ('Paris',)), 0)
+    service.end_session(name)
+    self.assertEqual([len(row.turns) for row in rows], [3, 1])
+    self.assertEqual({row.counts['rewritten'] for row in rows}, {1.0})
+    self.assertEqual({row.counts['segments'] for row in rows}, {2.0})
 
 
 @needs('pydantic_ai')

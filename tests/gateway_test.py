@@ -22,6 +22,7 @@ from absl.testing import parameterized
 import jax
 import numpy as np
 import pydantic
+import pytest
 import requests
 
 from stppo_jax import config as schema
@@ -33,6 +34,7 @@ from stppo_jax.models import decoder
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import api
 from stppo_jax.serving import gateway
+from stppo_jax.serving import messages
 from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import sessions
 from stppo_jax.serving import turn_text
@@ -59,8 +61,8 @@ class LayoutTest(absltest.TestCase):
     model, params = prepare.load_policy(config)
     with mock.patch.object(gateway, 'running', side_effect=InterruptedError) as running_:
       with self.assertRaises(InterruptedError):
-        gateway.serve(config, model, params, '', 0, lambda: True)
-    sampler = running_.call_args.args[1]
+        gateway.serve(config, lambda: (model, params, 0, ''), 0, lambda: True)
+    sampler = running_.call_args.args[1]._sampler
     self.assertEqual(sampler.row_sharding.mesh.size, jax.device_count())
     self.assertGreater(jax.device_count(), 1)
 
@@ -78,17 +80,25 @@ def embedded():
   return tokenizer, params, sampler
 
 
+def make_scheduler(max_waiting=256, **settings):
+  tokenizer, params, sampler = embedded()
+  return scheduler_lib.Scheduler(
+      sampler, params, tokenizer.token_bytes, tokenizer.eos_ids, max_waiting, **settings
+  )
+
+
 @contextlib.contextmanager
 def running(shares_prefixes=True, port=0, key='', load_params=None, **settings):
   """A gateway on the embedded model: yields its server."""
   config = schema.Config()
   config.serve = schema.ServeSettings(**settings)
-  tokenizer, params, sampler = embedded()
+  tokenizer, _, _ = embedded()
+  scheduler = make_scheduler(
+      config.serve.max_waiting, shares_prefixes=shares_prefixes, load_params=load_params
+  )
   with (
       mock.patch.dict(os.environ, {'STPPO_API_KEY': key}),
-      gateway.running(
-          config, sampler, params, tokenizer, 'tiny', port, shares_prefixes, load_params
-      ) as server,
+      gateway.running(config, scheduler, tokenizer, 'tiny', port) as server,
   ):
     yield server
 
@@ -441,6 +451,103 @@ class AnswersTest(parameterized.TestCase):
     self.assertEqual(set(answer.json()['error']), {'message', 'type', 'param', 'code'})
 
 
+class MessagesTest(parameterized.TestCase):
+  """Anthropic's interface; clients_test tries it with Anthropic's own client."""
+
+  def test_request_equals_that_of_chat(self):
+    schema_ = SEARCH['function']['parameters']
+    call = {'type': 'tool_use', 'id': 'c1', 'name': 'search', 'input': {'query': 'Paris'}}
+    result = {'type': 'tool_result', 'tool_use_id': 'c1', 'is_error': False, 'content': 'It is.'}
+    text = lambda content: {'type': 'text', 'text': content}
+    chat = messages.read(
+        {
+            'model': 'm',
+            'max_tokens': 7,
+            'system': [text('Be '), text('brief.')],
+            'messages': [
+                {'role': 'user', 'content': 'Where?'},
+                {'role': 'assistant', 'content': [text('Wait.'), call]},
+                {'role': 'user', 'content': [result, text('So?')]},
+            ],
+            'tools': [{'name': 'search', 'description': 'Searches.', 'input_schema': schema_}],
+            'tool_choice': {'type': 'auto', 'disable_parallel_tool_use': False},
+            'stop_sequences': ['x'],
+            'top_p': 0.5,
+        }
+    )
+    function = {'name': 'search', 'arguments': {'query': 'Paris'}}
+    expected = api.ChatBody.model_validate(
+        {
+            'model': 'm',
+            'max_tokens': 7,
+            'messages': [
+                {'role': 'system', 'content': 'Be brief.'},
+                {'role': 'user', 'content': 'Where?'},
+                {
+                    'role': 'assistant',
+                    'content': 'Wait.',
+                    'tool_calls': [{'id': 'c1', 'function': function}],
+                },
+                {'role': 'tool', 'tool_call_id': 'c1', 'content': 'It is.'},
+                {'role': 'user', 'content': 'So?'},
+            ],
+            'tools': [SEARCH],
+            'parallel_tool_calls': True,
+            'stop': ['x'],
+            'top_p': 0.5,
+        }
+    )
+    self.assertEqual(chat.conversation, expected.conversation)
+    self.assertEqual(chat.offered_tools, expected.offered_tools)
+    for name in ('model', 'max_tokens', 'parallel_tool_calls', 'stop', 'top_p', 'temperature'):
+      self.assertEqual(getattr(chat, name), getattr(expected, name))
+
+  def test_stream_has_events_in_order(self):
+    asked = {**ASKED, 'temperature': 0, 'stream': True}
+    with running() as server:
+      lines = post(server, asked, '/v1/messages').text.split('\n\n')[:-1]
+      whole = post(server, {**asked, 'stream': False}, '/v1/messages').json()
+    names = [line.splitlines()[0].removeprefix('event: ') for line in lines]
+    data = [json.loads(line.splitlines()[1].removeprefix('data: ')) for line in lines]
+    self.assertEqual(names, [fields['type'] for fields in data])
+    deltas = [fields['delta']['text'] for fields in data if 'content_block_delta' == fields['type']]
+    self.assertEqual([{'type': 'text', 'text': ''.join(deltas)}], whole['content'])
+    self.assertGreater(len(deltas), 1)
+    frame = ['message_start', 'content_block_start', 'content_block_stop', 'message_delta']
+    frame.append('message_stop')
+    self.assertEqual([name for name in names if name != 'content_block_delta'], frame)
+    self.assertEqual(data[-2]['delta']['stop_reason'], whole['stop_reason'])
+    self.assertEqual(data[-2]['usage'], whole['usage'])
+
+  @parameterized.parameters(
+      ({'messages': []}, 400, 'invalid_request_error'),
+      ({'messages': [{'role': 'system', 'content': 'x'}]}, 400, 'invalid_request_error'),
+      (
+          {'messages': [{'role': 'user', 'content': [{'type': 'image'}]}]},
+          400,
+          'invalid_request_error',
+      ),
+      ({'max_tokens': 0}, 400, 'invalid_request_error'),
+      ({'top_k': 5}, 400, 'invalid_request_error'),
+      ({'tool_choice': {'type': 'any'}}, 400, 'invalid_request_error'),
+      ({'tools': [{'type': 'web_search_20250305', 'name': 'w'}]}, 400, 'invalid_request_error'),
+      ({'output_config': {'format': {}}}, 400, 'invalid_request_error'),
+      ({'n': 2}, 400, 'invalid_request_error'),
+      ({'model': 'gpt-5'}, 404, 'not_found_error'),
+  )
+  def test_error_has_form_of_anthropic(self, fields, status, kind):
+    answer = post(self.server, {**ASKED, **fields}, '/v1/messages')
+    self.assertEqual(answer.status_code, status, answer.text)
+    error = answer.json()
+    self.assertEqual((error['type'], error['error']['type']), ('error', kind))
+    self.assertEqual(set(error['error']), {'type', 'message'})
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.server = cls.enterClassContext(running())
+
+
 class LimitsTest(parameterized.TestCase):
 
   def test_the_first_wrong_item_of_a_list_ends_the_check(self):
@@ -462,8 +569,8 @@ class LimitsTest(parameterized.TestCase):
         self.assertEqual(answer.status_code, status, answer.text)
     config = schema.Config()
     config.model.chat_template_kwargs = own
-    tokenizer, params, sampler = embedded()
-    with gateway.running(config, sampler, params, tokenizer, 'tiny') as server:
+    tokenizer, _, _ = embedded()
+    with gateway.running(config, make_scheduler(), tokenizer, 'tiny') as server:
       self.assertEqual(server.app.service.template_kwargs, own)
 
   def test_odd_arguments_of_calls_are_no_crash(self):
@@ -708,7 +815,10 @@ class ControlTest(parameterized.TestCase):
       self.assertEqual(self.control('/pause?mode=keep'), {'status': 'paused'})
       self.assertEqual(self.reload(self.root / folder), {'results': [None]})
       self.assertEqual(self.control('/reset_prefix_cache'), {'success': True})
+      self.control('/update_weight_version', new_version=folder)
       self.assertEqual(self.control('/resume'), {'status': 'resumed'})
+      info = requests.get(self.server.url + '/weight_info', timeout=60).json()
+      self.assertEqual(info, {'weight_version': folder})
       after = self.complete()
       self.assertEqual(after == before, folder == 'old')
     self.assertEqual(after, before)
@@ -768,6 +878,7 @@ class ControlTest(parameterized.TestCase):
       ('weights/link', 'must be a folder in'),
       ('weights/../outside', 'must be a folder in'),
       ('weights/none', 'must be a folder in'),
+      ('weights/\0', 'null'),
       ('weights', 'config.json'),
       ('weights/wide', 'not that of the served model'),
       ('weights/turned', 'not that of the served model'),
@@ -785,6 +896,7 @@ class ControlTest(parameterized.TestCase):
       ('/collective_rpc', {'method': 'save_sharded_state', 'kwargs': {'weights_path': '/'}}),
       ('/collective_rpc', {'method': 'reload_weights', 'kwargs': {}}),
       ('/collective_rpc', {'method': 'reload_weights', 'args': ['/']}),
+      ('/update_weight_version', {'new_version': 3}),
   )
   def test_wrong_control_request_is_rejected(self, path, fields):
     self.assertIn('message', self.control(path, 400, **fields)['error'])
@@ -803,28 +915,80 @@ class ControlTest(parameterized.TestCase):
       post(server, {}, '/pause?mode=keep')
       scheduler = server.app.service.scheduler
     with self.assertRaises(scheduler_lib.Busy):
-      scheduler.resume().result(60)
+      scheduler.control('resume')
 
 
 class CommandTest(absltest.TestCase):
 
-  def test_mode_serve_serves_until_sigterm(self):
+  def start(self, *arguments, devices=1):
     command = [sys.executable, 'run.py', '--mode=serve', '--port=0', '--config.serve.rows=4']
-    command += [
-        '--config.serve.max_total=128',
-        f'--workdir={self.enterContext(tempfile.TemporaryDirectory())}',
-    ]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-      try:
-        url = next(found[0] for line in process.stderr if (found := re.findall(r'http\S+', line)))
-        model = requests.get(url + '/models', timeout=60).json()['data'][0]['id']
-        answer = requests.post(
-            url + '/chat/completions', json={**ASKED, 'model': model}, timeout=120
+    command += ['--config.serve.max_total=128', f'--workdir={self.workdir}', *arguments]
+    flag = f'--xla_force_host_platform_device_count={devices}'
+    env = os.environ | {'XLA_FLAGS': flag}
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=env)
+    self.enterContext(process)
+    self.addCleanup(process.kill)
+    return process
+
+  def setUp(self):
+    super().setUp()
+    self.workdir = self.enterContext(tempfile.TemporaryDirectory())
+
+  def address(self, process):
+    return next(found[0] for line in process.stderr if (found := re.findall(r'http\S+', line)))
+
+  def test_mode_serve_serves_until_sigterm(self):
+    process = self.start()
+    url = self.address(process)
+    model = requests.get(url + '/models', timeout=60).json()['data'][0]['id']
+    answer = requests.post(url + '/chat/completions', json={**ASKED, 'model': model}, timeout=120)
+    self.assertEqual(answer.status_code, 200, answer.text)
+    process.terminate()
+    self.assertEqual(process.wait(60), 0)
+
+  @pytest.mark.slow
+  def test_two_processes_of_two_devices_serve_as_one(self):
+    """Of one device they give the same tokens and log-probs, and they load the same weights."""
+    config = schema.Config()
+    model, params = prepare.load_policy(config)
+    folder = os.path.join(self.workdir, 'weights', 'new')
+    convert.save_hf(folder, model, jax.tree.map(lambda w: 1.1 * w, params))
+    setting = f'--config.serve.weights_folder={self.workdir}/weights'
+    with socket.socket() as probe:
+      probe.bind(('localhost', 0))
+      flags = [f'--coordinator=localhost:{probe.getsockname()[1]}', '--num_processes=2']
+    flags += ['--config.mesh.fsdp=-1', setting]
+    two = [self.start(*flags, f'--process_id={i}', devices=2) for i in range(2)]
+    one = self.start(setting)
+    urls = [self.address(process).removesuffix('/v1') for process in (two[0], one)]
+    prompts = [embedded()[0].encode(f'{QUESTION}{"Who? " * i}') for i in range(6)]
+    asked = dict(prompt=prompts, max_tokens=20, logprobs=1, return_token_ids=True, seed=5)
+
+    def control(path, **fields):
+      answers = [requests.post(url + path, json=fields, timeout=300) for url in urls]
+      self.assertEqual([answer.status_code for answer in answers], [200, 200], answers[0].text)
+      return [answer.json().get('choices') for answer in answers]
+
+    results = []
+    for _ in range(2):
+      choices, expected = control('/v1/completions', **asked, stop=['</search>'])
+      for choice, other in zip(choices, expected, strict=True):
+        self.assertEqual(choice['token_ids'], other['token_ids'])
+        np.testing.assert_allclose(
+            choice['logprobs']['token_logprobs'], other['logprobs']['token_logprobs'], atol=1e-4
         )
-        self.assertEqual(answer.status_code, 200, answer.text)
-      finally:
-        process.terminate()
-      self.assertEqual(process.wait(60), 0)
+      results.append([choice['logprobs']['token_logprobs'] for choice in choices])
+      control('/pause?mode=keep')
+      kwargs = {'weights_path': folder}
+      control('/collective_rpc', method='reload_weights', kwargs=kwargs)
+      control('/resume')
+    self.assertNotEqual(*results)
+    kwargs = {'weights_path': os.path.join(self.workdir, 'weights', 'none')}
+    fields = {'method': 'reload_weights', 'kwargs': kwargs}
+    answer = requests.post(urls[0] + '/collective_rpc', json=fields, timeout=60)
+    self.assertEqual(answer.status_code, 400)
+    two[0].terminate()
+    self.assertEqual([process.wait(60) for process in two], [0, 0])
 
 
 if __name__ == '__main__':

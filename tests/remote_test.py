@@ -22,6 +22,7 @@ from stppo_jax.evaluation import job
 from stppo_jax.evaluation import remote
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import gateway
+from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 from tests.support import tiny_run
@@ -406,7 +407,8 @@ class RemoteTest(parameterized.TestCase):
     sampler = gateway.make_sampler(
         model, tokenizer, rows=8, max_total=384, chunks=(16, 64), slot_buckets=(384,)
     )
-    with gateway.running(config, sampler, params, tokenizer, 'tiny') as server:
+    scheduler = scheduler_lib.Scheduler(sampler, params, tokenizer.token_bytes, tokenizer.eos_ids)
+    with gateway.running(config, scheduler, tokenizer, 'tiny') as server:
       config.eval.address, config.eval.model = f'{server.url}/v1', 'tiny'
       at_address = job.evaluate(config, self.workdir())
     self.assertEqual(at_address.scores, local.scores)

@@ -102,14 +102,13 @@ class SchedulerTest(parameterized.TestCase):
 
     sampler = make_sampler(stops, steps=8)
     engine.run(sampler, make_params(), [engine.Prompt(p, TURN) for p in prompts], keys, respond)
-    texts = tuple(stop.encode() for stop in stops)
     with make_scheduler(shares_prefixes=False) as scheduler:
 
       def play(i):
         ids, turns = list(prompts[i]), []
         for _ in range(3):
           key = np.asarray(jax.random.key_data(keys[i]))
-          request = scheduler_lib.Request(ids, TURN, key, Listener(), stop=texts)
+          request = scheduler_lib.Request(ids, TURN, key, Listener(), stop=stops)
           (heard,) = serve(scheduler, request)
           turns.append(heard)
           ids = [*ids, *heard.tokens, *reply]
@@ -212,7 +211,7 @@ class SchedulerTest(parameterized.TestCase):
 
   def test_ends_by_stop_string_eos_and_length(self):
     with make_scheduler() as scheduler:
-      found = serve(scheduler, *(make_request([5, 6], s, TURN, stop=(b'bc',)) for s in range(30)))
+      found = serve(scheduler, *(make_request([5, 6], s, TURN, stop=('bc',)) for s in range(30)))
     for heard in found:
       text = b''.join(TOKEN_BYTES[token] for token in heard.tokens)
       if heard.finish == 'length':
@@ -282,9 +281,9 @@ class SchedulerTest(parameterized.TestCase):
       for request in gone:
         request.cancelled = True
       scheduler.submit([live])
-      self.assertEqual([request.emit.finish for request in gone], ['cancelled'] * 2)
       is_free.set()
       self.assertIn(live.emit.wait().finish, ('stop', 'length'))
+      self.assertEqual([request.emit.finish for request in gone], ['cancelled'] * 2)
 
   def test_failure_ends_waiting_requests(self):
     scheduler = make_scheduler()

@@ -84,8 +84,13 @@ def completion(shell: str) -> str:
   words = [*MODES]
   words += [f'--{path}=' for path in validation.kinds(Flags)]
   words += [f'--config.{path}=' for path in validation.kinds()]
-  start = 'autoload -U +X bashcompinit && bashcompinit\n' if shell == 'zsh' else ''
-  return f"{start}complete -o default -o nospace -W '{' '.join(words)}' stppo run.py"
+  start = ''
+  if shell == 'zsh':  # its function `complete` needs compinit, which Debian does not run
+    start = '(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }\n'
+    start += 'autoload -U +X bashcompinit && bashcompinit\n'
+  # A function, because zsh takes a word with = in the options of `complete` for another option.
+  function = f"_stppo() {{ COMPREPLY=($(compgen -W '{' '.join(words)}' -- \"$2\")); }}"
+  return f'{start}{function}\ncomplete -o default -o nospace -F _stppo stppo run.py'
 
 
 def section(name: str, config: Config) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 from typing import NamedTuple
@@ -80,10 +81,9 @@ def serve(command: Command) -> None:
   from stppo_jax.evaluation import policy as policy_lib
   from stppo_jax.serving import gateway
 
-  config, port = command.config, command.flags.port
+  load = functools.partial(policy_lib.policy, command.config, command.workdir)
   with signals.handled() as stop_requested:
-    policy = policy_lib.policy(config, command.workdir)
-    gateway.serve(config, policy.model, policy.params, policy.description, port, stop_requested)
+    gateway.serve(command.config, load, command.flags.port, stop_requested)
 
 
 def chat(command: Command) -> None:

@@ -117,8 +117,8 @@ class HttpApp:
     """Returns the fields of GET /health."""
     return {'status': 'stopping' if self.stopping else 'ok'}
 
-  def error_body(self, error: exceptions.HTTPException) -> dict[str, Any]:
-    """Returns the JSON of an error."""
+  def error_body(self, error: exceptions.HTTPException, path: str) -> dict[str, Any]:
+    """Returns the JSON of an error of a path."""
     return {'error': error.detail}
 
   async def __call__(self, scope, receive, send) -> None:
@@ -145,7 +145,7 @@ class HttpApp:
       rejection = self._to_http_error(error, scope['path'])
       if has_started:
         raise
-      body = self.error_body(rejection)
+      body = self.error_body(rejection, scope['path'])
       response = responses.JSONResponse(body, rejection.status_code, rejection.headers)
       await response(scope, receive, send_checked)
     if is_counted:

@@ -25,7 +25,7 @@ _MAX_TOKEN = 2**31 - 1
 # Fields that change no answer.
 _IGNORED = frozenset(
     'user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention '
-    'request_id priority cache_salt spaces_between_special_tokens'.split()
+    'request_id priority cache_salt spaces_between_special_tokens cache_control speed'.split()
 )
 _NEUTRAL = (None, False, 0, -1, '', [], {})  # values of unknown fields that change no answer
 
@@ -48,7 +48,7 @@ def _parse_arguments(value: Any) -> Any:
   return value
 
 
-class _Part(pydantic.BaseModel):
+class Part(pydantic.BaseModel):
   """A part of a request. Unknown fields, which clients and templates add, and null are ignored."""
 
   model_config = pydantic.ConfigDict(extra='ignore', strict=True)
@@ -61,14 +61,14 @@ class _Part(pydantic.BaseModel):
     return {name: value for name, value in fields.items() if value is not None}
 
 
-class CalledFunction(_Part):
+class CalledFunction(Part):
   """The function of a call, with its arguments as an object."""
 
   name: str
   arguments: Annotated[Any, pydantic.BeforeValidator(_parse_arguments)] = {}
 
 
-class ToolCall(_Part):
+class ToolCall(Part):
   """A call in a message of the assistant."""
 
   id: str = ''
@@ -76,11 +76,12 @@ class ToolCall(_Part):
   function: CalledFunction
 
 
-def _kind(value: Any) -> str:
+def kind(value: Any) -> str:
+  """Returns the tag of a value that is a text or a list."""
   return 'text' if isinstance(value, str) else 'list'
 
 
-class TextPart(_Part):
+class TextPart(Part):
   """A part of a content."""
 
   type: Literal['text']
@@ -93,15 +94,17 @@ _TextParts = typing_extensions.TypeAliasType(
 )
 
 
-class Message(_Part):
+TextContent = Annotated[
+    Annotated[http_server.Text, pydantic.Tag('text')] | Annotated[_TextParts, pydantic.Tag('list')],
+    pydantic.Discriminator(kind),
+]
+
+
+class Message(Part):
   """A message, whose content is a text."""
 
   role: Literal['system', 'developer', 'user', 'assistant', 'tool']
-  content: Annotated[
-      Annotated[http_server.Text, pydantic.Tag('text')]
-      | Annotated[_TextParts, pydantic.Tag('list')],
-      pydantic.Discriminator(_kind),
-  ] = ''
+  content: TextContent = ''
   tool_calls: Annotated[list[ToolCall], pydantic.FailFast()] = []
   tool_call_id: str | None = None
   name: str | None = None
@@ -118,14 +121,14 @@ class Message(_Part):
     return message
 
 
-class FunctionSchema(_Part):
+class FunctionSchema(Part):
   """A function that the model may call."""
 
   name: str
   parameters: dict[str, Any] | None = None
 
 
-class ToolSchema(_Part):
+class ToolSchema(Part):
   """A tool of a request."""
 
   type: Literal['function']
@@ -145,13 +148,29 @@ _TokenIds = typing_extensions.TypeAliasType(
 )
 Prompt = Annotated[
     Annotated[http_server.Text, pydantic.Tag('text')] | Annotated[_TokenIds, pydantic.Tag('list')],
-    pydantic.Discriminator(_kind),
+    pydantic.Discriminator(kind),
     pydantic.Field(min_length=1),
 ]
 Stop = Annotated[http_server.Text, pydantic.Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
-class CompletionBody(http_server.Body):
+class ClientBody(http_server.Body):
+  """A body of a client, which may also send fields that change no answer."""
+
+  @pydantic.model_validator(mode='before')
+  @classmethod
+  def _drop_neutral(cls, fields: dict[str, Any]) -> dict[str, Any]:
+    """Drops null, and unknown fields that change no answer."""
+    return {
+        name: value
+        for name, value in fields.items()
+        if value is not None
+        and name not in _IGNORED
+        and (name in cls.model_fields or value not in _NEUTRAL)
+    }
+
+
+class CompletionBody(ClientBody):
   """Fields of both kinds of requests. Fields that are not OpenAI's are vLLM's."""
 
   model: str = ''
@@ -179,18 +198,6 @@ class CompletionBody(http_server.Body):
   prompt_logprobs: None = None
   repetition_penalty: float = pydantic.Field(1.0, ge=1, le=1)
   add_generation_prompt: Literal[True] = True
-
-  @pydantic.model_validator(mode='before')
-  @classmethod
-  def _drop_neutral(cls, fields: dict[str, Any]) -> dict[str, Any]:
-    """Drops null, and unknown fields that change no answer."""
-    return {
-        name: value
-        for name, value in fields.items()
-        if value is not None
-        and name not in _IGNORED
-        and (name in cls.model_fields or value not in _NEUTRAL)
-    }
 
   @pydantic.model_validator(mode='after')
   def _check_best_of(self) -> 'CompletionBody':

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import time
 from typing import Any
 
 from absl import logging
@@ -14,6 +13,7 @@ import jax
 
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax.config import Config
+from stppo_jax.distributed import hosts
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.rollout import agent as agent_lib
@@ -21,7 +21,6 @@ from stppo_jax.rollout import prepare
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
 from stppo_jax.serving import scheduler as scheduler_lib
-from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
 _DEFAULT_MAX_TOTAL = 4096
@@ -64,18 +63,14 @@ def make_sampler(
 @contextlib.contextmanager
 def running(
     config: Config,
-    sampler: sampler_lib.Sampler,
-    params: dict,
+    scheduler: scheduler_lib.Scheduler,
     tokenizer: tokenizer_lib.Tokenizer,
     name: str,
     port: int = 0,
-    shares_prefixes: bool = True,
-    load_params: Callable[[str], Any] | None = None,
 ) -> Iterator[Any]:
   """Context manager of an `http_server.Server` that accepts connections; port 0 is any free one.
 
-  With `load_params`, which returns the parameters of a folder, clients can replace the weights. The
-  environment variable STPPO_API_KEY is the key of clients. Without it any client is accepted.
+  The environment variable STPPO_API_KEY is the key of clients. Without it any client is accepted.
   UserError: the address cannot be used, or the HTTP libraries are not installed.
   """
   try:
@@ -86,15 +81,6 @@ def running(
     raise UserError(f'the gateway needs {error.name}: pip install ".[serve]"') from error
   settings = config.serve
   with contextlib.ExitStack() as resources:
-    scheduler = scheduler_lib.Scheduler(
-        sampler,
-        params,
-        tokenizer.token_bytes,
-        tokenizer.eos_ids,
-        settings.max_waiting,
-        shares_prefixes,
-        load_params,
-    )
     resources.enter_context(scheduler)
     service = service_lib.Service(
         scheduler,
@@ -124,16 +110,20 @@ def running(
 
 def serve(
     config: Config,
-    model: decoder.ModelConfig,
-    params: dict,
-    description: str,  # where the model comes from
+    load: Callable[[], tuple[decoder.ModelConfig, dict, int, str]],
     port: int,
     stop_requested: Callable[[], bool],
 ) -> None:
-  """Serves until it is asked to stop; logs the address when it accepts requests."""
+  """Serves until it is asked to stop; logs the address when it accepts requests.
+
+  `load` returns an `evaluation.policy.Policy`. Only the scheduler holds its parameters, so that
+  they can be replaced. Process 0 has the server, and the others end with it.
+  """
+  model, params, _, description = load()
   tokenizer = prepare.load_tokenizer(config)
   tokenizer_lib.check_matches(tokenizer, model.vocab_size)
-  max_total = config.serve.max_total or min(model.max_positions, _DEFAULT_MAX_TOTAL)
+  settings = config.serve
+  max_total = settings.max_total or min(model.max_positions, _DEFAULT_MAX_TOTAL)
   if max_total > model.max_positions:
     raise UserError(
         f'config.serve.max_total={max_total}: the model has {model.max_positions} positions: give '
@@ -142,22 +132,29 @@ def serve(
   sampler = make_sampler(
       model,
       tokenizer,
-      config.serve.rows,
+      settings.rows,
       max_total,
       platform=jax.devices()[0].platform,
       row_sharding=agent_lib.row_sharding(config, model, sharding.mesh_of(config.mesh)),
   )
-  load_params = None
-  if config.serve.weights_folder:
-    load_params = functools.partial(_load_params, config, model)
-  with running(
-      config, sampler, params, tokenizer, config.name, port, load_params=load_params
-  ) as server:
+  load_params = functools.partial(_load_params, config, model) if settings.weights_folder else None
+  scheduler = scheduler_lib.Scheduler(
+      sampler,
+      params,
+      tokenizer.token_bytes,
+      tokenizer.eos_ids,
+      settings.max_waiting,
+      load_params=load_params,
+  )
+  del params
+  if not hosts.is_writer():
+    with scheduler:
+      scheduler.wait()
+    return
+  with running(config, scheduler, tokenizer, config.name, port) as server:
     logging.info('model %s (%s) at %s/v1', config.name, description, server.url)
     while not stop_requested():
-      if not server.app.service.scheduler.is_alive:
-        raise RunError('the engine has failed, see above: start again')
-      time.sleep(0.2)
+      scheduler.wait(0.2)
 
 
 def _load_params(config: Config, model: decoder.ModelConfig, folder: str) -> dict:

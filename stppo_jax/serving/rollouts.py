@@ -29,6 +29,7 @@ from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import prepare
 from stppo_jax.serving import gateway
+from stppo_jax.serving import scheduler as scheduler_lib
 from stppo_jax.serving import sessions
 from stppo_jax.types import RunError
 from stppo_jax.types import UserError
@@ -76,11 +77,17 @@ class ProgramAgent(agent_lib.Agent):
     sampling = sessions.Sampling(rollout.temperature, rollout.top_p, rollout.max_turn)
     if greedy:
       sampling = dataclasses.replace(sampling, temperature=0.0, top_p=1.0)
-    with gateway.running(
-        self.config, self.sampler, params, self.tokenizer, self.config.name, shares_prefixes=False
-    ) as server:
+    scheduler = scheduler_lib.Scheduler(
+        self.sampler,
+        params,
+        self.tokenizer.token_bytes,
+        self.tokenizer.eos_ids,
+        self.config.serve.max_waiting,
+        shares_prefixes=False,
+    )
+    with gateway.running(self.config, scheduler, self.tokenizer, self.config.name) as server:
       runs = self._run_programs(server, tasks, keys, sampling, give_up)
-      counts = server.app.service.scheduler.counts
+    counts = scheduler.counts
     self.report = engine.Report(
         {'prefill': 0.0, 'decode': time.perf_counter() - started, 'env': 0.0},
         counts.prefill_tokens,

@@ -9,6 +9,9 @@ with them prefills only the rest.
 
 Pauses and new weights are calls of the same thread, between two decode calls. With new weights the
 contexts of requests in progress are prefilled again, so that no token depends on two versions.
+
+With several processes each has a scheduler. Requests and calls come to that of process 0, which
+shares them before each decode call. All processes therefore launch the same programs.
 """
 
 import collections
@@ -25,9 +28,11 @@ from absl import logging
 import jax
 import numpy as np
 
+from stppo_jax.distributed import hosts
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
 from stppo_jax.rollout import slots as slots_lib
+from stppo_jax.types import RunError
 from stppo_jax.types import UserError
 
 
@@ -52,7 +57,7 @@ class Request:
   emit: Callable[[Sequence[int], Sequence[float], str | None], None]
   temperature: float = 1.0
   top_p: float = 1.0
-  stop: tuple[bytes, ...] = ()
+  stop: Sequence[str] = ()
   ignore_eos: bool = False  # True: an eos token does not end it
   plain_logp: bool = False  # True: the model's own log-probs, neither tempered nor cut
   owner: str = ''  # `release` frees the rows of an owner
@@ -60,11 +65,20 @@ class Request:
 
 
 class _ControlCall(NamedTuple):
-  """A function for the scheduler's thread."""
+  """A call of `Scheduler.control`."""
 
-  function: Callable[..., None]
-  arguments: tuple[Any, ...]
+  name: str
+  arguments: list[Any]
   done: futures.Future[None]
+
+
+class _Step(NamedTuple):
+  """The work that other threads have given to the scheduler since its last decode call."""
+
+  closes: bool
+  requests: list[Request]
+  cancelled: list[int]  # places among the requests with a row, then those without
+  calls: list[_ControlCall]
 
 
 @dataclasses.dataclass
@@ -119,11 +133,12 @@ class Scheduler:
       row = _CacheRow(tokens=np.zeros(sampler.slot_buckets[-1], np.int32), phase='waiting')
       row.occupy(self._group, slot)
       self._rows.append(row)
+    self._new: list[Request] = []
     self._waiting: collections.deque[Request] = collections.deque()
     self._changed = threading.Condition()
     self._closed = False
+    self._has_failed = False
     self._calls: list[_ControlCall] = []
-    self._called: list[_ControlCall] = []  # those that have run, until they are done
     self._admits = True  # whether waiting requests get rows
     self._decodes = True  # whether requests with rows continue
     self._clock = 0
@@ -143,10 +158,17 @@ class Scheduler:
     self._rows.clear()
     del self._group
 
+  def wait(self, timeout_s: float | None = None) -> None:
+    """Waits until the scheduler has ended. RunError: it has failed."""
+    self._thread.join(timeout_s)
+    if self._has_failed:
+      raise RunError('the engine has failed, see above: start again')
+
   @property
   def waiting(self) -> int:
     """Requests without a row."""
-    return len(self._waiting)
+    requests = [*self._waiting, *self._new]  # a copy, because the scheduler's thread changes them
+    return sum(not request.cancelled for request in requests)
 
   @property
   def running(self) -> int:
@@ -170,13 +192,9 @@ class Scheduler:
     with self._changed:
       if not self.is_alive:
         raise Busy('the server stops')
-      for request in list(self._waiting):
-        if request.cancelled:  # it takes no place in the queue
-          self._waiting.remove(request)
-          request.emit((), (), 'cancelled')
-      if len(self._waiting) + len(requests) > self.max_waiting:
-        raise Busy(f'{len(self._waiting)} requests are waiting')
-      self._waiting.extend(requests)
+      if self.waiting + len(requests) > self.max_waiting:
+        raise Busy(f'{self.waiting} requests are waiting')
+      self._new.extend(requests)
       self.counts.queued_choices += len(requests)
       self._changed.notify_all()
 
@@ -185,36 +203,21 @@ class Scheduler:
     """Whether the weights can be replaced."""
     return self._load_params is not None
 
-  def pause(self, drains: bool) -> futures.Future[None]:
-    """Stops sampling until `resume`; done when no token is sampled any more.
+  def control(self, name: str, *arguments: Any) -> futures.Future[None]:
+    """Calls a method in the scheduler's thread, between two decode calls. Raises Busy.
 
-    With `drains` the requests in progress end first. Otherwise they wait, and continue later.
+    'pause' (drains)    no token is sampled until 'resume'; with `drains` requests that have a row
+                        still continue
+    'resume' ()         ends a pause
+    'reload' (folder)   samples with the weights of a folder; UserError: they do not fit
+    'forget' ()         computes all contexts again before the next token, as 'reload' does
     """
-    return self._call(self._pause, drains)
-
-  def resume(self) -> futures.Future[None]:
-    """Ends a pause."""
-    return self._call(self._resume)
-
-  def reload(self, folder: str) -> futures.Future[None]:
-    """Samples with the weights of a folder from now on; UserError: they do not fit.
-
-    Contexts are computed again, also those of requests in progress.
-    """
-    return self._call(self._reload, folder)
-
-  def forget_contexts(self) -> futures.Future[None]:
-    """Computes all contexts again before the next token."""
-    return self._call(self._forget_contexts)
-
-  def _call(self, function: Callable[..., None], *arguments: Any) -> futures.Future[None]:
-    """Calls a function in the scheduler's thread, between two decode calls."""
-    call = _ControlCall(function, arguments, futures.Future())
+    call = _ControlCall(name, list(arguments), futures.Future())
     with self._changed:
+      if not self.is_alive:
+        raise Busy('the server stops')
       self._calls.append(call)
       self._changed.notify_all()
-      if not self.is_alive:
-        self._fail_calls()
     return call.done
 
   def release(self, owner: str) -> None:
@@ -227,70 +230,85 @@ class Scheduler:
   def _run(self):
     try:
       while True:
-        with self._changed:
-          while not (self._closed or self._calls or self._has_work()):
-            self._changed.wait()
-          if self._closed:
-            return
-        self._run_calls()
+        step = self._share(self._next_step() if hosts.is_writer() else None)
+        if step.closes:
+          return
+        self._take(step)
         if not self._decodes:
           continue
         self._prefill_forgotten()
-        with self._changed:
-          batches = self._take_waiting() if self._admits else []
+        batches = self._take_waiting() if self._admits else []
         for rows, slots in batches:
           self._group.prefill_rows(self._group, slots, rows)
         self.counts.prefill_tokens = self._group.prefill_tokens
-        for row in self._running_rows():
-          if row.request.cancelled:
-            self._finish(row, (), (), 'cancelled')
         if self.running:
           self._decode()
-        self._end_calls()
     except Exception:  # the device or `emit` may raise: every request must get an end
       logging.exception('the scheduler has failed')
-      self._closed = True
+      self._has_failed = True
     finally:
       self._end_all()
+
+  def _next_step(self) -> _Step:
+    """Waits for work and takes it."""
+    with self._changed:
+      while not (self._closed or self._calls or self._new or self._has_work()):
+        self._changed.wait()
+      requests = self._new
+      self._new = []
+      self._waiting.extend(requests)
+      places = enumerate(self._requests())
+      cancelled = [place for place, request in places if request.cancelled]
+      calls = [call for call in self._calls if call.done.set_running_or_notify_cancel()]
+      self._calls.clear()
+      return _Step(self._closed, requests, cancelled, calls)
 
   def _has_work(self) -> bool:
     """Returns whether a token could be sampled."""
     return self._decodes and (self.running > 0 or (self._admits and len(self._waiting) > 0))
 
-  def _take_calls(self) -> list[_ControlCall]:
-    """Returns the calls whose callers still wait. They cannot be cancelled any more."""
-    calls = [call for call in self._calls if call.done.set_running_or_notify_cancel()]
-    self._calls.clear()
-    return calls
+  def _requests(self) -> list[Request]:
+    """Returns the requests with a row, then those without."""
+    running = [row.request for row in self._running_rows()]
+    return [*running, *self._waiting]
 
-  def _run_calls(self) -> None:
-    """Runs the calls of other threads."""
-    with self._changed:
-      calls = self._take_calls()
-    self._called += calls
-    for call in calls:
+  def _share(self, step: _Step | None) -> _Step:
+    """Returns the step of process 0 on all processes."""
+    if step is not None and jax.process_count() == 1:
+      return step
+    message: Any = None
+    if step is not None:
+      new = [vars(request) | {'emit': None} for request in step.requests]
+      named = [(call.name, call.arguments) for call in step.calls]
+      message = step.closes, new, step.cancelled, named
+    closes, new, cancelled, named = hosts.share(message)[0]
+    if step is not None:
+      return step
+    for fields in new:
+      fields['emit'] = lambda *tokens: None  # process 0 answers the client
+      self._waiting.append(Request(**fields))
+    calls = [_ControlCall(name, arguments, futures.Future()) for name, arguments in named]
+    return _Step(closes, [], cancelled, calls)
+
+  def _take(self, step: _Step) -> None:
+    """Ends cancelled requests, and runs the calls of other threads."""
+    requests = self._requests()
+    for place in step.cancelled:
+      self._cancel(requests[place])
+    for call in step.calls:
       try:
-        call.function(*call.arguments)
+        getattr(self, f'_{call.name}')(*call.arguments)
+        call.done.set_result(None)
       except UserError as error:
         call.done.set_exception(error)
-    self._end_calls()
 
-  def _fail_calls(self) -> None:
-    """Tells callers that their calls will not be done."""
-    self._called += self._take_calls()
-    for call in self._called:
-      if not call.done.done():
-        call.done.set_exception(Busy('the server stops'))
-
-  def _end_calls(self) -> None:
-    """Tells callers that their calls are done, unless a pause waits for requests in progress."""
-    is_draining = self._decodes and not self._admits and self.running
-    if is_draining:
-      return
-    for call in self._called:
-      if not call.done.done():
-        call.done.set_result(None)
-    self._called.clear()
+  def _cancel(self, request: Request) -> None:
+    if request in self._waiting:
+      self._waiting.remove(request)
+      request.emit((), (), 'cancelled')
+    for row in self._running_rows():
+      if row.request is request:
+        self._finish(row, (), (), 'cancelled')
 
   def _pause(self, drains: bool) -> None:
     self._admits = False
@@ -302,12 +320,19 @@ class Scheduler:
 
   def _reload(self, folder: str) -> None:
     assert self._load_params is not None
-    params = self._load_params(folder)
+    message = ''
+    try:
+      params = self._load_params(folder)
+    except (ValueError, OSError) as error:  # the former are UserErrors and odd paths
+      message = str(error)
+    messages = ''.join(hosts.share(message))
+    if messages:
+      raise UserError(messages)
     self._group.params = None  # before the new copy is made, because there may be no room for two
     self._group.params = self._sampler.copy(params)
-    self._forget_contexts()
+    self._forget()
 
-  def _forget_contexts(self) -> None:
+  def _forget(self) -> None:
     for row in self._rows:
       if row.request is not None:
         row.ids = row.tokens[: row.length_with_ids].tolist()
@@ -323,12 +348,11 @@ class Scheduler:
   def _end_all(self):
     with self._changed:
       self._closed = True
-      requests = list(self._waiting)
+      requests = [*self._requests(), *self._new]
       self._waiting.clear()
+      self._new.clear()
       for row in self._running_rows():
-        requests.append(row.request)
         row.request = None
-      self._fail_calls()
     for request in requests:
       with contextlib.suppress(Exception):  # the listener may be gone
         request.emit((), (), 'error')
@@ -343,9 +367,6 @@ class Scheduler:
     prompts: set[bytes] = set()  # prompts of the last batch
     while self._waiting and self.running < len(self._rows):
       request = self._waiting.popleft()
-      if request.cancelled:
-        request.emit((), (), 'cancelled')
-        continue
       ids = np.asarray(request.ids, np.int32)
       is_twin = self._shares_prefixes and ids.tobytes() in prompts
       if is_twin or not batches or len(batches[-1][0]) == self._sampler.prefill_rows:
@@ -453,7 +474,7 @@ class Scheduler:
   def _count_to_stop(self, row: _CacheRow, tokens: np.ndarray) -> tuple[int, bool]:
     """Returns the number of tokens up to a stop string, and whether there is one."""
     assert row.request is not None
-    stops = row.request.stop
+    stops = [stop.encode() for stop in row.request.stop]
     if not stops:
       return len(tokens), False
     longest = max(map(len, stops))

@@ -147,6 +147,12 @@ class Service:
       raise http_server.RequestError(404, message, 'session_not_found')
     return session
 
+  async def count_tokens(self, body: api.ChatBody, session_name: str = '') -> int:
+    """Returns the number of tokens of a conversation. Raises RequestError."""
+    self._check(body, self.session(session_name) if session_name else None)
+    _, prompts = await self._encode_in_thread(body, None)
+    return len(prompts[0])
+
   async def begin(self, body: Body, session_name: str = '') -> Answer:
     """Queues a request. Raises RequestError. In a session any model name is accepted."""
     session = self.session(session_name) if session_name else None
@@ -266,7 +272,7 @@ class Service:
           emit=_sender(events, index),
           temperature=temperature,
           top_p=top_p,
-          stop=tuple(stop.encode() for stop in stops),
+          stop=stops,
           ignore_eos=body.ignore_eos,
           plain_logp=self._plain_logp and session is None,
           owner=session_name,

@@ -1,0 +1,232 @@
+"""Anthropic's Messages interface as data: bodies in, chat requests out; answers out as JSON values.
+
+A request becomes a chat request, so the same tokens are sampled and recorded. A tool result becomes
+a message of the role `tool`. As in api.py, an answer ends with its first call, unless the client
+allows parallel calls, and a field that is not supported is an error.
+"""
+
+from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator
+from collections.abc import Iterator
+from collections.abc import Sequence
+import json
+from typing import Annotated
+from typing import Any
+from typing import Literal
+import uuid
+
+import pydantic
+from starlette import exceptions
+import typing_extensions
+
+from stppo_jax.distributed import http_server
+from stppo_jax.envs import tool_calls
+from stppo_jax.serving import api
+from stppo_jax.serving import service as service_lib
+
+_STOP_REASONS = {'length': 'max_tokens', 'tool_calls': 'tool_use'}
+_ERROR_TYPES = {
+    400: 'invalid_request_error',
+    401: 'authentication_error',
+    403: 'permission_error',
+    404: 'not_found_error',
+    413: 'request_too_large',
+    429: 'rate_limit_error',
+    503: 'overloaded_error',
+}
+
+
+class ToolUse(api.Part):
+  """A call in a message of the assistant."""
+
+  type: Literal['tool_use']
+  id: str
+  name: str
+  input: dict[str, Any]
+
+
+class ToolResult(api.Part):
+  """The result of a call, in a message of the user."""
+
+  type: Literal['tool_result']
+  tool_use_id: str
+  content: api.TextContent = ''
+
+
+_Block = Annotated[api.TextPart | ToolUse | ToolResult, pydantic.Field(discriminator='type')]
+# An alias, because FailFast has no hash and cannot stand in a union.
+_Blocks = typing_extensions.TypeAliasType('_Blocks', Annotated[list[_Block], pydantic.FailFast()])
+
+
+class BlockMessage(api.Part):
+  """A message, whose content is a text or a list of blocks."""
+
+  role: Literal['user', 'assistant']
+  content: Annotated[
+      Annotated[http_server.Text, pydantic.Tag('text')] | Annotated[_Blocks, pydantic.Tag('list')],
+      pydantic.Discriminator(api.kind),
+  ]
+
+  def to_chat(self) -> Iterator[dict[str, Any]]:
+    """Yields the messages of a chat: one for each tool result, and one for the rest."""
+    if isinstance(self.content, str):
+      yield {'role': self.role, 'content': self.content}
+      return
+    text = []
+    calls = []
+    for block in self.content:
+      if isinstance(block, ToolResult):
+        yield {'role': 'tool', 'tool_call_id': block.tool_use_id, 'content': block.content}
+      elif isinstance(block, ToolUse):
+        function = {'name': block.name, 'arguments': block.input}
+        calls.append({'id': block.id, 'function': function})
+      else:
+        text.append(block)
+    if text or calls or self.role == 'assistant':
+      yield {'role': self.role, 'content': text, 'tool_calls': calls}
+
+
+class BlockTool(api.Part):
+  """A tool that the client runs."""
+
+  type: Literal['custom'] = 'custom'
+  name: str
+  description: str = ''
+  input_schema: dict[str, Any]
+
+
+class ToolChoice(api.Part):
+  """Whether the model may call tools."""
+
+  type: Literal['auto', 'none'] = 'auto'
+  disable_parallel_tool_use: bool = True
+
+
+class MessagesBody(api.ClientBody):
+  """A request of /v1/messages, or of /v1/messages/count_tokens, which samples nothing."""
+
+  model: str = ''
+  max_tokens: int | None = None
+  messages: Annotated[list[BlockMessage], pydantic.Field(min_length=1), pydantic.FailFast()]
+  system: api.TextContent = ''
+  stop_sequences: list[str] = []
+  temperature: float = 1.0
+  top_p: float = 1.0
+  stream: bool = False
+  tools: list[BlockTool] = []
+  tool_choice: ToolChoice = ToolChoice()
+  # The next two change nothing: the model thinks as it was trained to.
+  thinking: dict[str, Any] = {}
+  output_config: dict[Literal['effort'], Any] = {}
+
+  def to_chat(self) -> api.ChatBody:
+    """Returns the equal chat request."""
+    messages = [part for message in self.messages for part in message.to_chat()]
+    if self.system:
+      messages.insert(0, {'role': 'system', 'content': self.system})
+    tools = []
+    for tool in self.tools:
+      function: dict[str, Any] = {'name': tool.name, 'description': tool.description}
+      function['parameters'] = tool.input_schema
+      tools.append({'type': 'function', 'function': function})
+    fields = self.model_dump(include={'model', 'max_tokens', 'temperature', 'top_p', 'stream'})
+    fields |= {
+        'messages': messages,
+        'stop': self.stop_sequences,
+        'tools': tools,
+        'tool_choice': self.tool_choice.type,
+        'parallel_tool_calls': not self.tool_choice.disable_parallel_tool_use,
+    }
+    return api.ChatBody.model_validate(fields)
+
+
+def read(fields: dict[str, Any]) -> api.ChatBody:
+  """Returns the chat request of a body. Raises pydantic.ValidationError."""
+  return MessagesBody.model_validate(fields).to_chat()
+
+
+class MessagesWriter:
+  """Writes an answer as Anthropic's JSON."""
+
+  def __init__(self, service: service_lib.Service, answer: service_lib.Answer):
+    self._answer = answer
+    self._head = {
+        'id': f'msg_{uuid.uuid4().hex}',
+        'type': 'message',
+        'role': 'assistant',
+        'model': service.name,
+    }
+
+  def whole(self, chunks: Sequence[service_lib.Chunk]) -> dict[str, Any]:
+    """Returns a whole answer, whose one choice has one chunk."""
+    (chunk,) = chunks
+    content: list[Any] = list(map(_tool_use, chunk.calls))
+    if chunk.text:
+      content.insert(0, {'type': 'text', 'text': chunk.text})
+    return self._head | {'content': content, 'usage': self._usage()} | _end(chunk)
+
+  async def events(self, chunks: AsyncIterator[service_lib.Chunk]) -> AsyncGenerator[str, None]:
+    """Yields the answer's server-sent events."""
+    start = {'content': [], 'usage': self._usage(), 'stop_reason': None, 'stop_sequence': None}
+    yield _event('message_start', message=self._head | start)
+    num_blocks = 0
+    try:
+      async for chunk in chunks:
+        if chunk.text:
+          if not num_blocks:
+            block = {'type': 'text', 'text': ''}
+            yield _event('content_block_start', index=0, content_block=block)
+            num_blocks = 1
+          delta = {'type': 'text_delta', 'text': chunk.text}
+          yield _event('content_block_delta', index=0, delta=delta)
+        if chunk.finish is None:
+          continue
+        if num_blocks:
+          yield _event('content_block_stop', index=0)
+        for index, call in enumerate(chunk.calls, start=num_blocks):
+          block = _tool_use(call)
+          delta = {'type': 'input_json_delta', 'partial_json': json.dumps(block['input'])}
+          yield _event('content_block_start', index=index, content_block=block | {'input': {}})
+          yield _event('content_block_delta', index=index, delta=delta)
+          yield _event('content_block_stop', index=index)
+        yield _event('message_delta', delta=_end(chunk), usage=self._usage())
+      yield _event('message_stop')
+    except http_server.RequestError as error:  # the status is sent already
+      yield _event('error', **error_body(error))
+
+  def _usage(self) -> dict[str, int]:
+    usage = self._answer.usage()
+    return {'input_tokens': usage['prompt_tokens'], 'output_tokens': usage['completion_tokens']}
+
+
+def error_body(error: exceptions.HTTPException) -> dict[str, Any]:
+  """Returns the JSON of an error. Harnesses look for Anthropic's words for a long prompt."""
+  kind = _ERROR_TYPES.get(error.status_code, 'api_error')
+  message = error.detail
+  if getattr(error, 'code', None) == 'context_length_exceeded':
+    message = f'prompt is too long: {message}'
+  return {'type': 'error', 'error': {'type': kind, 'message': message}}
+
+
+def _end(chunk: service_lib.Chunk) -> dict[str, Any]:
+  """Returns the fields at the end of an answer."""
+  reason = _STOP_REASONS.get(chunk.finish or '')
+  if reason is None:
+    reason = 'stop_sequence' if chunk.stop else 'end_turn'
+  fields: dict[str, Any] = {'stop_reason': reason, 'stop_sequence': chunk.stop}
+  if chunk.turn is not None:
+    fields['turn'] = chunk.turn
+  return fields
+
+
+def _tool_use(call: tool_calls.Call) -> dict[str, Any]:
+  return {
+      'type': 'tool_use',
+      'id': f'toolu_{uuid.uuid4().hex[:24]}',
+      'name': call.name,
+      'input': call.arguments,
+  }
+
+
+def _event(name: str, **fields: Any) -> str:
+  return f'event: {name}\ndata: {json.dumps({"type": name} | fields)}\n\n'
