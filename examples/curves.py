@@ -110,7 +110,9 @@ def draw(path: pathlib.Path, metric: str, curves: dict[str, list], bars: dict[st
     for name, score in bars.items():
       axis.axhline(score, color='#999999', linestyle='--', linewidth=1)
       axis.annotate(name, (0, score), fontsize=7, color='#666666', va='bottom')
-    axis.set(title=f'{metric} ({title})', xlabel='update', ylim=(0, 1.05))
+    axis.set(title=f'{metric} ({title})', xlabel='update')
+    low, high = axis.get_ylim()
+    axis.set_ylim(min(low, 0), max(high, 1.05))
   axes[1].legend(frameon=False, loc='lower right')
   figure.savefig(path, dpi=110)
 

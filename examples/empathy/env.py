@@ -20,9 +20,9 @@ mood becomes high.
 import random
 import re
 
-from stppo_jax.types import Task
+from examples import tasks
 
-NUM_TASKS = {'train': 4000, 'dev': 128}
+load = tasks.seeded('empathy')
 START, SUCCESS, FAILURE = 30, 100, 10
 CHANGES = {  # least emotion of the mood -> changes by a good, a neutral and a bad reply
     70: (10, 5, -10),
@@ -42,13 +42,6 @@ HURTS = {'listening': 'advice', 'advice': 'praise', 'praise': 'company', 'compan
 QUESTION = 'what do you need'
 REPLIES = {meets: need for need, (_, meets) in NEEDS.items()}
 REPLY = re.compile(rf'({"|".join(map(re.escape, REPLIES))}) with the (\w+)\.')
-
-
-def load(split: str) -> list[Task]:
-  """Makes the tasks of a split: a task is its seed."""
-  start = 0 if split == 'train' else NUM_TASKS['train']
-  seeds = range(start, start + NUM_TASKS[split])
-  return [Task(f'{split}-{seed}', dataset='empathy', split=split, seed=seed) for seed in seeds]
 
 
 def change(emotion: int, feeling: int) -> int:

@@ -19,9 +19,9 @@ import dataclasses
 import random
 import re
 
-from stppo_jax.types import Task
+from examples import tasks
 
-NUM_TASKS = {'train': 4000, 'dev': 128}
+load = tasks.seeded('memory')
 NAMES = ('ann', 'bob', 'eve')
 CITIES = ('rome', 'oslo', 'lima')
 PETS = ('dog', 'cat', 'fish')
@@ -31,13 +31,6 @@ TOP_K = 2  # memories that an agent sees
 MAX_MEMORIES = 8
 MAX_LENGTH = 60  # characters of a memory
 OPERATION = re.compile(r'ADD (?P<new>.+)|UPDATE (?P<id>\d) (?P<text>.+)|DELETE (?P<old>\d)|NOOP')
-
-
-def load(split: str) -> list[Task]:
-  """Makes the tasks of a split: a task is its seed."""
-  start = 0 if split == 'train' else NUM_TASKS['train']
-  seeds = range(start, start + NUM_TASKS[split])
-  return [Task(f'{split}-{seed}', dataset='memory', split=split, seed=seed) for seed in seeds]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,21 +12,14 @@ from collections.abc import Sequence
 import dataclasses
 import random
 
-from stppo_jax.types import Task
+from examples import tasks
 
-NUM_TASKS = {'train': 4000, 'dev': 128}
+load = tasks.seeded('rooms')
 ROOMS = ('hall', 'den', 'attic', 'cellar', 'porch', 'shed')
 OBJECTS = ('lamp', 'cup', 'key', 'coin', 'book', 'rope', 'vase', 'bell')
 STEPS = {'north': (0, 1), 'south': (0, -1), 'east': (1, 0), 'west': (-1, 0)}
 BACK = {'north': 'south', 'south': 'north', 'east': 'west', 'west': 'east'}
 HELD = ''  # the place of an object that the agent carries
-
-
-def load(split: str) -> list[Task]:
-  """Makes the tasks of a split: a task is its seed."""
-  start = 0 if split == 'train' else NUM_TASKS['train']
-  seeds = range(start, start + NUM_TASKS[split])
-  return [Task(f'{split}-{seed}', dataset='rooms', split=split, seed=seed) for seed in seeds]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,10 +18,10 @@ import dataclasses
 import random
 import re
 
+from examples import tasks
 from examples.terminals import shell as shell_lib
-from stppo_jax.types import Task
 
-NUM_TASKS = {'train': 4000, 'dev': 128}
+load = tasks.seeded('terminals')
 FILES = ('log', 'data', 'list')
 TARGETS = ('out', 'new')
 FOLDERS = ('docs', 'src')
@@ -58,13 +58,6 @@ KINDS = {
     ),
     'delete': Kind('delete file in folder {folder}.', ('ls {folder}', 'rm {folder}/{hidden}')),
 }
-
-
-def load(split: str) -> list[Task]:
-  """Makes the tasks of a split: a task is its seed."""
-  start = 0 if split == 'train' else NUM_TASKS['train']
-  seeds = range(start, start + NUM_TASKS[split])
-  return [Task(f'{split}-{seed}', dataset='terminals', split=split, seed=seed) for seed in seeds]
 
 
 @dataclasses.dataclass(frozen=True)

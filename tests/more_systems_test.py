@@ -1,0 +1,199 @@
+"""The examples after further systems.
+
+Their rules and rewards by hand, and the check that no command leaves an example's world.
+"""
+
+import os
+import pathlib
+import random
+import socket
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import numpy as np
+
+from examples import curves
+from examples import tasks
+from examples import worlds
+from examples.airwaves import env as airwaves
+from examples.cory import env as cory
+from examples.creators import env as creators
+from examples.creators import player as creators_player
+from examples.labels import env as labels
+from examples.labels import player as labels_player
+from stppo_jax import types
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / 'examples'
+JUDGE_ACCURACY = 0.7
+
+
+class LabelsTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ('<Judgement>yes</Judgement>', 1.0),
+      ('so <Judgement> Yes </Judgement>', 1.0),
+      ('<Judgement>maybe</Judgement>', -1.0),
+      ('yes', -3.0),
+      ('<Judgement>perhaps</Judgement>', -3.0),
+      ('', -3.0),
+  )
+  def test_rewards(self, action, want):
+    env = labels.Labels(types.Task('0', question='premise', answers=('yes',)))
+    self.assertEqual(env.reset(), ('premise', {}))
+    self.assertEqual(env.step(action)[1:4], (want, True, False))
+
+  @parameterized.parameters(
+      ('<Judgement>3.5</Judgement>', 2.5),
+      ('<Judgement>1</Judgement>', 0.0),
+      ('<Judgement>9</Judgement>', -3.0),
+      ('<Judgement>-1</Judgement>', -2.5),
+      ('3.5', -2.5),
+  )
+  def test_rewards_of_numbers(self, action, want):
+    env = labels.Labels(types.Task('0', answers=('3.5',)), labels=())
+    self.assertEqual(env.step(action)[1], want)
+
+  def test_each_example_has_one_label(self):
+    for split in ('train', 'dev'):
+      for task in labels.load(split)[:300]:
+        self.assertEqual((labels_player.label_of(task.question),), task.answers)
+
+
+class CoryTest(parameterized.TestCase):
+
+  def play(self, seed, *answers, **options):
+    """Returns the steps of an episode, and which copy was the pioneer."""
+    env = cory.Cory(None, **options)
+    _, info = env.reset(seed=seed)
+    env._question = (3, 8)
+    return [env.step(answer) for answer in answers], info['role']
+
+  @parameterized.parameters(('11', '11', 2.0), ('12', '11', 1.0), ('11', '12', 1.0), ('', '', 0.0))
+  def test_both_have_the_sum(self, first, second, want):
+    steps, pioneer = self.play(0, first, second)
+    self.assertEqual(steps[0][0], f'3 plus 8? other: {first}.')
+    self.assertEqual(steps[0][1:4], (0.0, False, False))
+    self.assertEqual(steps[1][1:4], (want, True, False))
+    self.assertEqual(steps[1][4]['rewards'], {pioneer: want})
+    self.assertNotEqual(steps[0][4]['role'], pioneer)
+
+  def test_seeds_exchange_the_roles(self):
+    pioneers = [self.play(seed, '1')[1] for seed in range(400)]
+    self.assertBetween(pioneers.count('first'), 160, 240)
+    self.assertEqual(pioneers, [self.play(seed, '1')[1] for seed in range(400)])
+
+  def test_alone(self):
+    steps, _ = self.play(0, '11', alone=True)
+    self.assertEqual(steps[0][1:4], (1.0, True, False))
+    self.assertEqual(cory.Cory.attributes({'alone': True}), {'roles': ()})
+    self.assertEqual(cory.Cory.attributes({}), {'roles': cory.COPIES})
+
+  @parameterized.parameters('011', '+11', '11 ', '\u0661\u0661', '1_1', '')
+  def test_other_forms_are_wrong(self, answer):
+    self.assertFalse(cory.is_right((3, 8), answer))
+
+
+class CreatorsTest(parameterized.TestCase):
+
+  @parameterized.parameters(('popularity', 'news'), ('factor', 'food'))
+  def test_ranking(self, ranking, want):
+    """A user of food: the five popular items hide an old one of food, unless factors rank."""
+    platform = creators.Platform(random.Random(0), ranking)
+    platform.items = [creators.Item('news', 1, 0, clicks=3) for _ in range(5)]
+    platform.items.append(creators.Item('food', 1, 0, clicks=1))
+    self.assertEqual(platform.top('food', number=1)[0].genre, want)
+    self.assertLen(platform.top('food', number=1), creators.TOP)
+    self.assertEmpty(platform.top('food', number=creators.AGE))
+
+  def test_clicks_by_hand(self):
+    """Each user clicks the first item of its genre: the agent's comes first among new ones."""
+    platform = creators.Platform(random.Random(0), 'factor')
+    platform.users = ['food', 'food', 'news']
+    clicks = platform.play([('food', 0), ('food', 1)], 0)
+    self.assertEqual(clicks, {0: {'food': 2}})
+    self.assertEqual([item.clicks for item in platform.items], [2, 0])
+
+  def test_unreadable_actions_publish_nothing(self):
+    env = creators.Creators(None, max_turns=2)
+    env.reset(seed=0)
+    _, reward, _, _, info = env.step('[EXPLORE]:: cars')
+    self.assertEqual((reward, info['action']), (0.0, 'invalid'))
+    self.assertLen(env.platform.items, creators.NUM_OTHERS)
+
+  def test_exploring_pays(self):
+    """Never exploring < exploring < full information, on the same users."""
+    scores = []
+    for name, is_full in (('Stubborn', False), ('Expert', False), ('Expert', True)):
+      player = getattr(creators_player, name)
+      envs = [creators.Creators(None, 5, full_information=is_full) for _ in range(200)]
+      plays = [curves.play_episode(env, i, player)['clicks'] for i, env in enumerate(envs)]
+      scores.append(np.mean(plays))
+    self.assertLess(scores[0] + 0.1, scores[1])
+    self.assertLess(scores[1] + 0.02, scores[2])
+
+
+class AirwavesTest(parameterized.TestCase):
+
+  def test_formulas_by_hand(self):
+    """SNR 3 gives log2(4) = 2 bits: ranks 1 and 3 take 4 of the 4 that a band of 2 holds."""
+    self.assertAlmostEqual(airwaves.cost(3, 2, (1, 3)), 1)
+    self.assertAlmostEqual(airwaves.loss(4, 8, (1, 3)), 0.4)
+    state = {'snr': 3, 'band': 2, 'entropy': 4, 'novel': 8}
+    self.assertAlmostEqual(airwaves.reward(state, (1, 3)), -0.4 - 0.3)
+    self.assertAlmostEqual(airwaves.reward(state, (1, 4)), -0.36 - 0.375 - 1)  # above the latency
+
+  def test_best_ranks_beat_all(self):
+    rng = random.Random(0)
+    for _ in range(50):
+      state = {name: rng.randint(1, 4) for name in ('snr', 'band', 'entropy', 'novel')}
+      best = airwaves.best(state)
+      self.assertLessEqual(airwaves.cost(state['snr'], state['band'], best), 1)
+      other = (rng.randrange(10), rng.randrange(10))
+      self.assertGreaterEqual(airwaves.reward(state, best), airwaves.reward(state, other))
+
+  def test_unreadable_ranks_are_zero(self):
+    env = airwaves.Airwaves(None, max_turns=2)
+    env.reset(seed=0)
+    state = dict(env.state)
+    _, reward, _, _, info = env.step('12 3')
+    self.assertEqual((reward, info['action']), (airwaves.reward(state, (0, 0)), 'invalid'))
+
+
+class WorldsTest(parameterized.TestCase):
+
+  @parameterized.parameters(*worlds.FOLDERS)
+  def test_no_command_leaves_the_world(self, folder):
+    num_commands, events = worlds.check(folder, num_episodes=15)
+    self.assertGreaterEqual(num_commands, 15)
+    self.assertEqual(events, [])
+
+  @parameterized.parameters(
+      (lambda: open(os.devnull, encoding='utf-8').close(), 'open'),
+      (lambda: eval('1'), 'exec'),
+      (lambda: os.listdir('.'), 'os.listdir'),
+      (lambda: socket.socket().close(), 'socket.'),
+  )
+  def test_events_are_noticed(self, function, name):
+    with worlds.listening() as events:
+      function()
+    function()
+    self.assertLen([event for event in events if event.startswith(name)], 1)
+
+  def test_all_worlds_are_checked(self):
+    """Every folder with an environment of its own is in the list."""
+    folders = {path.parent.name for path in EXAMPLES.glob('*/env.py')}
+    self.assertContainsSubset(folders, worlds.FOLDERS)
+
+
+class TasksTest(absltest.TestCase):
+
+  def test_splits_share_no_seed(self):
+    load = tasks.seeded('name')
+    train, dev = load('train'), load('dev')
+    self.assertNoCommonElements([task.seed for task in train], [task.seed for task in dev])
+    self.assertLen({task.id for task in train + dev}, sum(tasks.NUM_TASKS.values()))
+    self.assertEqual((dev[0].dataset, dev[0].split), ('name', 'dev'))
+
+
+if __name__ == '__main__':
+  absltest.main()
