@@ -21,8 +21,19 @@ from stppo_jax import components
 from stppo_jax import validation
 
 FOLDERS = (
-    'airwaves calculator cory countdown creators empathy guess_number labels memory rooms signals terminals'
-).split()
+    'airwaves',
+    'calculator',
+    'cory',
+    'countdown',
+    'creators',
+    'empathy',
+    'guess_number',
+    'labels',
+    'memory',
+    'rooms',
+    'signals',
+    'terminals',
+)
 FORBIDDEN = ('open', 'exec', 'import', 'os.', 'subprocess.', 'socket.', 'shutil.', 'ctypes.')
 # Commands of a shell, of Python, of a template, and texts that break a parser.
 HOSTILE = (
