@@ -465,6 +465,7 @@ class TurnBatch:
   is_weights: jax.Array | None = None  # [B,T] weights from the sampler to old_logp; None: 1
   labels: jax.Array | None = None  # [B,T] int labels of a custom ratio; equal labels share it
   routes: jax.Array | None = None  # [B,T,L,A] experts of each token, where they are replayed
+  old_uniform: jax.Array | None = None  # [B,T] mean log-prob over the vocabulary, with old_logp
   # {role: [B] 1 for its rows}; None: all rows have the same role.
   roles: dict[str, jax.Array] | None = None
   episode_ids: jax.Array | None = None  # [B] equal for rows of an episode; None: a row is one

@@ -348,6 +348,7 @@ def check_variant(config: Config, variant: Variant) -> None:
   _check_kl(config, variant)
   _check_groups(config, variant)
   _check_imitation(config, variant)
+  _check_objective(config, variant)
   _check_ratio(config, variant)
   _check_decay(config)
   if config.model.critic == 'shared' and config.model.critic_folder:
@@ -500,6 +501,43 @@ def _check_imitation(config: Config, variant: Variant) -> None:
         f'config.rollout.demonstrated={rollout.demonstrated}: leaves one sampled episode of a '
         f'group, which config.algorithm.variant={name!r} compares with nothing: lower it, or raise '
         'group_size'
+    )
+
+
+# What acts on a token's advantage, ratio or weight, and its value without an effect.
+_SURROGATE_ONLY = {
+    'divisor': 'none',
+    'whiten': False,
+    'dual_clip': 0.0,
+    'rollout_is': 'none',
+    'rollout_rs': 'none',
+}
+
+
+def _check_objective(config: Config, variant: Variant) -> None:
+  """Checks settings against an objective that compares rows."""
+  if not variant.compares_rows:
+    return
+  name = variant.described()['objective']
+  if not variant.needs_groups:
+    raise UserError(
+        f'config.algorithm.objective={name!r} reads one advantage per episode, compared within a '
+        f'group, and advantage={variant.described()["advantage"]!r} has none: set '
+        '--config.algorithm.advantage=group_centred'
+    )
+  for column, neutral in _SURROGATE_ONLY.items():
+    value = getattr(variant, column)
+    if value != neutral:
+      raise UserError(
+          f'config.algorithm.{column}={value!r} acts on the surrogate of a token, and '
+          f'objective={name!r} has none: set --config.algorithm.{column}={neutral}'
+      )
+  group_size = config.rollout.group_size
+  if config.train.mini_batch % group_size:
+    raise UserError(
+        f'config.train.mini_batch={config.train.mini_batch} would split a group, and '
+        f'config.algorithm.objective={name!r} compares its episodes: choose a multiple of '
+        f'config.rollout.group_size={group_size}'
     )
 
 

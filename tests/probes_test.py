@@ -136,6 +136,7 @@ def _train(variant, probe, observations, chances):
 
   def one_update(state, inputs):
     observations, chances = inputs
+    state = train_state.extrapolated(state, variant.extrapolation)
     batch, states = _play(probe, state.actor['table'], observations, chances)
     mask = batch.action_mask
     logp = _log_probs(state.actor, batch.tokens, states)[0] * mask
@@ -144,7 +145,12 @@ def _train(variant, probe, observations, chances):
     if spec.critic is not None:
       values = value_bins.values(state.critic['table'][states], variant) * mask
     batch = dataclasses.replace(
-        batch, old_logp=logp, behaviour_logp=logp, ref_logp=ref_logp, old_values=values
+        batch,
+        old_logp=logp,
+        behaviour_logp=logp,
+        ref_logp=ref_logp,
+        old_values=values,
+        old_uniform=_over_actions(spec, state.actor, states).get('uniform'),
     )
     state, batch, _ = update.with_advantages(spec, state, batch)
     for step in range(STEPS):  # whole groups
@@ -170,6 +176,7 @@ def _take_step(spec, state, batch, states):
       packing=packing.Packing(no_bins, no_bins, no_bins),
       log_probs=lambda actor: _log_probs(actor, batch.tokens, states),
       state_values=lambda critic: critic['table'][states],
+      extras=lambda actor: _over_actions(spec, actor, states),
   )
   return update.take_step(work)[0]
 
@@ -179,6 +186,13 @@ def _log_probs(actor, tokens, states):
   scores = jax.nn.log_softmax(actor['table'][states])
   chosen = jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
   return chosen, -jnp.sum(jnp.exp(scores) * scores, axis=-1)
+
+
+def _over_actions(spec, actor, states):
+  """Returns what an objective needs of all actions [b,T]; the reference is the uniform policy."""
+  mean = jax.nn.log_softmax(actor['table'][states]).mean(axis=-1)
+  outputs = {'uniform': jax.lax.stop_gradient(mean), 'reference_kl': -jnp.log(ACTIONS) - mean}
+  return {name: x for name, x in outputs.items() if name in spec.variant.needs}
 
 
 def _play(probe, table, observations, chances):

@@ -32,6 +32,11 @@ EXPECTED = {
     'reinforce': ('none', False, False),
     'sppo': ('sequence_product', False, False),
     'rover': ('token', False, False),
+    'dpo': ('token', False, False),
+    'ipo': ('token', False, False),
+    'tdpo': ('token', False, False),
+    'apo': ('token', False, False),
+    'p3o': ('token', False, False),
     'superhf': ('none', False, False),
     'ospo': ('token', False, False),
 }

@@ -29,6 +29,7 @@ from research.study import measures
 from research.toy import settings as toy_settings
 from research.toy import task
 from stppo_jax.algorithms import filters
+from stppo_jax.algorithms import objectives
 from stppo_jax.models import decoder
 from stppo_jax.training import diagnostics
 from stppo_jax.training import packing
@@ -286,7 +287,7 @@ def annotate(
   row = lambda x: task.to_row(config.chain, x) * mask
   logp = row(_token_logp(log_probs(state.actor, features), tokens))
   ref_logp = logp
-  if variant.kl_in != 'none':
+  if variant.needs_reference:
     ref_logp = row(_token_logp(log_probs(reference, features), tokens))
   values = jnp.zeros_like(logp)
   if spec.critic is not None:
@@ -328,10 +329,18 @@ class Work(update.StepInputs):
 
   log_probs: Callable  # params -> (log-probs of the tokens, entropies), each [b,T]
   state_values: Callable  # params -> values [b,T]
+  extras: Callable = lambda params: {}  # params -> further TokenOutputs {name: [b,T]}
 
   def policy(self, layout):
     zeros = jnp.zeros_like(self.weights.mask)
-    return jax.vjp(lambda actor: (*self.log_probs(actor), zeros), self.state.actor)
+
+    def outputs(actor):
+      logp, entropy = self.log_probs(actor)
+      return objectives.TokenOutputs(
+          logp, entropy=entropy, value_outputs=zeros, **self.extras(actor)
+      )
+
+    return jax.vjp(outputs, self.state.actor)
 
   def values(self, layout):
     return jax.vjp(self.state_values, self.state.critic)

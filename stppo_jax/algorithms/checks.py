@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax import plugins
+from stppo_jax.algorithms import objectives
 from stppo_jax.algorithms.variants import Variant
 from stppo_jax.types import TurnBatch
 
@@ -21,6 +22,7 @@ _RETURNED = {
     'advantage': '(advantages, returns), each [B,T]',
     'ratio': 'integers [B,T]',
     'surrogate': '(objective, clipped), each [B,T]',
+    'objective': '(row_values, clipped), [B] and [B,T]',
     'divisor': 'one number',
 }
 
@@ -37,6 +39,7 @@ def check(column: str, function: Callable, variant: Variant, group_size: int = 1
       'advantage': (batch,),
       'ratio': (batch,),
       'surrogate': (x, x, x),
+      'objective': (objectives.TokenOutputs(x, x, x), batch),
       'divisor': (number, number, jnp.bool_(True)),
   }
   if column != 'divisor':
@@ -52,6 +55,7 @@ def check(column: str, function: Callable, variant: Variant, group_size: int = 1
       'advantage': (x.shape, x.shape),
       'ratio': x.shape,
       'surrogate': (x.shape, x.shape),
+      'objective': (x.shape[:1], x.shape),
       'divisor': (),
   }
   is_right = _shapes(result) == expected[column]
@@ -115,4 +119,5 @@ def _example_batch(group_size: int) -> TurnBatch:
       group_ids=jnp.repeat(jnp.arange(_NUM_GROUPS, dtype=jnp.int32), group_size),
       behaviour_logp=x,
       truncated=jnp.zeros(num_rows),
+      old_uniform=x,
   )

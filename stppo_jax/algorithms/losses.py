@@ -156,7 +156,7 @@ def aggregation_weights(
   if mode == 'seq-mean-token-sum':
     return mask / num_episodes
   if mode == 'seq-mean-token-mean':
-    lengths = _sum_over_rows(mask.sum(axis=1, keepdims=True), episode_ids)  # [B,1]
+    lengths = sum_over_rows(mask.sum(axis=1, keepdims=True), episode_ids)  # [B,1]
     return mask / (jnp.maximum(lengths, 1) * num_episodes)
   if mode == 'seq-mean-token-sum-norm':
     length = mask.shape[1] if norm_length is None else norm_length
@@ -172,21 +172,26 @@ def aggregation_weights(
   num_turns = (turn_lengths > 0).sum(axis=1, keepdims=True)
   if mode == 'turn-mean-token-mean':
     return token_weights / jnp.maximum(num_turns.sum(), 1)
-  num_turns = _sum_over_rows(num_turns, episode_ids)
+  num_turns = sum_over_rows(num_turns, episode_ids)
   return token_weights / (jnp.maximum(num_turns, 1) * num_episodes)
 
 
 def count_episodes(mask: jax.Array, episode_ids: jax.Array | None = None) -> jax.Array:
   """Returns the number of episodes with a masked token [B,T]. Rows of an episode count once."""
+  return first_rows(mask, episode_ids).sum()
+
+
+def first_rows(mask: jax.Array, episode_ids: jax.Array | None = None) -> jax.Array:
+  """Returns which rows [B] bool are the first of their episode with a masked token [B,T]."""
   has_tokens = mask.any(axis=1)
   if episode_ids is None:
-    return has_tokens.sum()
+    return has_tokens
   same = (episode_ids[:, None] == episode_ids[None, :]) & has_tokens[None, :]
   is_first = jnp.argmax(same, axis=1) == jnp.arange(len(has_tokens))
-  return (has_tokens & is_first).sum()
+  return has_tokens & is_first
 
 
-def _sum_over_rows(x: jax.Array, episode_ids: jax.Array | None) -> jax.Array:
+def sum_over_rows(x: jax.Array, episode_ids: jax.Array | None) -> jax.Array:
   """Returns x [B,1] summed over the rows of each row's episode."""
   if episode_ids is None:
     return x

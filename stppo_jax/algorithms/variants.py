@@ -4,7 +4,7 @@ To add an algorithm, write a Variant: either a row of VARIANTS, or an object in 
 that a run selects with `--config.algorithm.variant=my_file:MY_VARIANT`. To change an algorithm for
 one run, override a field (`--config.algorithm.ratio=turn`).
 
-Four fields take either the name of a built-in from the table on the right, or a function:
+Five fields take either the name of a built-in from the table on the right, or a function:
 
   advantage  (batch, variant) -> (advantages, returns)                        advantages.ESTIMATORS
              Both are [B,T], and `returns` are the critic's targets. `advantages.from_groups` makes
@@ -18,6 +18,10 @@ Four fields take either the name of a built-in from the table on the right, or a
   surrogate  (ratio, logp, advantages, variant) -> (objective, clipped)       losses.SURROGATES
              All are [B,T], and `clipped` is true where the clip changed the gradient. The trainer
              ascends the objective, through `ratio` and `logp`.
+  objective  (outputs, batch, variant) -> (row_values, clipped)             objectives.OBJECTIVES
+             [b] and [b,T] for the rows of an optimizer step, whose log-probs are outputs.logp. The
+             trainer ascends the sum of the values, in place of the surrogate. With
+             `objectives.needs` a function declares what else it reads.
   divisor    (g_norm, c_norm, any_clipped) -> number                          correction.DIVISORS
              All are scalars: ||g||, ||C||, and whether any token was clipped. The gradient g is
              divided by the result.
@@ -33,6 +37,7 @@ from typing import Any
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import losses
+from stppo_jax.algorithms import objectives
 from stppo_jax.algorithms import off_policy
 from stppo_jax.algorithms import value_bins
 from stppo_jax.types import setting
@@ -60,6 +65,9 @@ class Variant:
   surrogate: str | Callable = setting(
       'clip', 'objective as a function of ratio and advantage',
       allowed=tuple(losses.SURROGATES), plugin=True)
+  objective: str | Callable = setting(
+      'surrogate', "the sum of the tokens' surrogates, or an objective that compares the rows of a "
+      'step, see objectives.py', allowed=tuple(objectives.OBJECTIVES), plugin=True)
   divisor: str | Callable = setting(
       'none', 'clipping-bias correction: what the gradient is divided by',
       allowed=tuple(correction.DIVISORS), plugin=True)
@@ -83,8 +91,10 @@ class Variant:
   dual_clip: float = setting(
       0.0, 'c > 1 bounds the ratio where the advantage is negative; 0: off')
   beta: float = setting(
-      0.1, "scale of the log-ratios in the surrogate 'square'. A higher value keeps the policy "
-      'closer to where it starts', above=0)
+      0.1, "scale of the log-ratios in the surrogate 'square' and in the objectives of pairs. A "
+      'higher value keeps the policy closer to where it starts', above=0)
+  alpha: float = setting(
+      0.5, "weight of the KL in 'tdpo', and of the next value in 'rover'", at_least=0)
   whiten: bool = setting(False, 'standardise advantages over the batch')
   whiten_over: str = setting(
       'tokens', 'the unit that counts once in their mean and variance',
@@ -137,6 +147,9 @@ class Variant:
       allowed=off_policy.LEVELS)
   rollout_rs_low: float = setting(0.5, 'lower bound of that ratio', above=0, at_most=1)
   rollout_rs_high: float = setting(2.0, 'upper bound of that ratio', at_least=1)
+  extrapolation: float = setting(
+      0.0, 'a: each update starts from, and samples with, the parameters p + a (p - p_before), '
+      'where p_before are those of the update before (APO, arXiv 2410.06293)', at_least=0, below=1)
   mask_truncated: bool = setting(
       False, "drop episodes that ended at a limit from the policy's loss")
   mask_zero_advantage: bool = setting(
@@ -169,10 +182,26 @@ class Variant:
     return getattr(advantages.estimator(self.advantage), 'uses_demonstrations', False)
 
   @property
+  def compares_rows(self) -> bool:
+    """Whether the objective needs the log-probs of all rows of a step before any gradient."""
+    return self.objective != 'surrogate'
+
+  @property
+  def needs(self) -> tuple[str, ...]:
+    """What the objective reads besides log-probs, see `objectives.needs`."""
+    return getattr(objectives.objective(self.objective), 'needs', ())
+
+  @property
+  def needs_reference(self) -> bool:
+    """Whether ref_logp is computed."""
+    return self.kl_in != 'none' or 'reference' in self.needs
+
+  @property
   def measures_bias(self) -> bool:
     """Whether the gradient C that clipping removed is computed."""
     divides = self.divisor != 'none' and self.norm_of == 'gradient'
-    return self.ratio != 'none' and (self.log_bias or divides)
+    has_clip = self.ratio != 'none' and not self.compares_rows
+    return has_clip and (self.log_bias or divides)
 
   def described(self) -> dict[str, Any]:
     """Returns {field: value} as JSON. A function is described by its name."""
@@ -206,6 +235,9 @@ def _name(function: Callable) -> str:
   """Returns the name of a function, never its address, because runs compare descriptions."""
   return getattr(function, '__name__', type(function).__name__)
 
+
+# The objective holds the policy near its start by itself. Only the scores' order is read.
+PAIRS: dict[str, Any] = {'kl_in': 'none', 'entropy_coef': 0.0}
 
 # A z-score divides by the spread of its group. If the KL penalty were in the scores, it would be
 # the only spread of a group whose episodes do equally well, so it is in the loss instead.
@@ -256,12 +288,15 @@ VARIANTS = {
     # Wu et al., arXiv 2405.00675. Choice: eta is 10. The authors' 100 to 1,000 (C) ask for
     # log-ratios beyond the bound of 20.
     'sppo': Variant('group_wins', 'sequence_product', 'square', kl_in='none', entropy_coef=0.0),
-    # arXiv 2509.24981, without the value of the next state.
+    # arXiv 2509.24981. `objective=surrogate` leaves out the value of the next state and saves a
+    # forward pass.
     'rover': Variant(
         'group_centred',
         'token',
         'square',
+        objective='rover',
         beta=1.0,
+        alpha=1.0,
         aggregation='token-mean',
         kl_in='none',
         entropy_coef=0.0,
@@ -280,4 +315,14 @@ VARIANTS = {
     'ospo': Variant('turn_zscore', 'token', clip_high=0.28, kl_in='none', entropy_coef=0.05),
     # arXiv 2508.07750. A demonstration in each group is its reference answer.
     'grao': GraoVariant(advantages.grao, 'none', kl_in='none', entropy_coef=0.0),
+    # Rafailov et al., arXiv 2305.18290, on fresh pairs: the best and the worst of each group.
+    'dpo': Variant('group_centred', objective='dpo', **PAIRS),
+    # Azar et al., arXiv 2310.12036
+    'ipo': Variant('group_centred', objective='ipo', **PAIRS),
+    # Zeng et al., arXiv 2404.11999
+    'tdpo': Variant('group_centred', objective='tdpo', **PAIRS),
+    # Accelerated Preference Optimization (He et al., arXiv 2410.06293), and not TRL's apo_zero.
+    'apo': Variant('group_centred', objective='iterative_dpo', extrapolation=0.3, **PAIRS),
+    # Pairwise PPO (Wu et al., arXiv 2310.00212). The KL to the reference is in the reward.
+    'p3o': Variant('group_centred', objective='p3o', entropy_coef=0.0),
 }

@@ -90,19 +90,11 @@ def head_logp_and_entropy(
   """
   chex.assert_rank([x, kernel, tokens], [2, 2, 1])
   vocab_size = len(kernel)
-  shards = 1 if row_sharding is None else row_sharding.mesh.shape['tensor']
+  shards = _num_shards(row_sharding)
   part_size = -(-vocab_size // (num_parts * shards))  # columns per part and shard
   padding = part_size * num_parts * shards - vocab_size
-
-  def cut(columns):
-    """Cuts [V,..] into [parts,v,..]. Each shard of `tensor` has its share of every part."""
-    rest = columns.shape[1:]
-    columns = columns.reshape(shards, num_parts, part_size, *rest)
-    columns = columns.swapaxes(0, 1)
-    return columns.reshape(num_parts, shards * part_size, *rest)
-
-  parts = cut(jnp.pad(kernel, ((0, padding), (0, 0))))
-  ids = cut(jnp.arange(vocab_size + padding))
+  parts = _cut(jnp.pad(kernel, ((0, padding), (0, 0))), num_parts, shards)
+  ids = _cut(jnp.arange(vocab_size + padding), num_parts, shards)
   dtype = x.dtype
   x = x.astype(jnp.float32)  # so that its gradient is summed over the parts in float32
 
@@ -119,6 +111,65 @@ def head_logp_and_entropy(
   is_in_part = tokens // part_size % num_parts == jnp.arange(num_parts)[:, None]
   logp = jnp.sum(jnp.where(is_in_part, logp + log_share, 0), axis=0)
   return logp, jnp.sum(jnp.exp(log_share) * (entropy - log_share), axis=0)
+
+
+def head_kl(
+    x: jax.Array,
+    kernel: jax.Array,
+    reference_x: jax.Array,
+    reference_kernel: jax.Array,
+    temperature: float | jax.Array,
+    num_parts: int,
+    row_sharding: jax.sharding.NamedSharding | None = None,
+) -> jax.Array:
+  """Returns KL(reference || policy) of the distributions of two heads, [X].
+
+  x, reference_x [X,D], kernel, reference_kernel [V,D]. The logits are computed in parts, as in
+  `head_logp_and_entropy`.
+
+  With the logits z and their log-sum-exp s, and q, y, r the reference's probabilities, logits and
+  log-sum-exp:   KL = sum_v q (y - z) + s - r,   d KL / d z = softmax(z) - q
+  """
+  chex.assert_rank([x, kernel, reference_x, reference_kernel], 2)
+  vocab_size = len(kernel)
+  shards = _num_shards(row_sharding)
+  padding = -vocab_size % (num_parts * shards)
+  kernels = []
+  for whole in (kernel, reference_kernel):
+    padded = jnp.pad(whole, ((0, padding), (0, 0)))
+    kernels.append(_cut(padded, num_parts, shards))
+  ids = _cut(jnp.arange(vocab_size + padding), num_parts, shards)
+  dtype = x.dtype
+  x = x.astype(jnp.float32)  # so that its gradient is summed over the parts in float32
+
+  @functools.partial(jax.checkpoint, prevent_cse=False)
+  def sums_of_part(parts):
+    part, reference_part, ids = parts
+    logits = _part_logits(x, part, dtype, row_sharding) / temperature
+    reference = _part_logits(reference_x, reference_part, dtype, row_sharding) / temperature
+    is_token = ids < vocab_size
+    logits = jnp.where(is_token, logits, NEVER)
+    reference = jnp.where(is_token, reference, NEVER)
+    gap = jnp.sum(jax.nn.softmax(reference) * (reference - logits), axis=-1)
+    return gap, jax.nn.logsumexp(logits, axis=-1), jax.nn.logsumexp(reference, axis=-1)
+
+  gap, log_sum, reference_sum = jax.lax.map(sums_of_part, (*kernels, ids))  # [parts,X]
+  total = jax.nn.logsumexp(log_sum, axis=0)
+  reference_total = jax.nn.logsumexp(reference_sum, axis=0)
+  share = jnp.exp(reference_sum - reference_total)
+  return jnp.sum(share * gap, axis=0) + total - reference_total
+
+
+def _num_shards(row_sharding):
+  return 1 if row_sharding is None else row_sharding.mesh.shape['tensor']
+
+
+def _cut(columns, num_parts, shards):
+  """Cuts [V,..] into [parts,v,..]. Each shard of `tensor` has its share of every part."""
+  rest = columns.shape[1:]
+  columns = columns.reshape(shards, num_parts, -1, *rest)
+  columns = columns.swapaxes(0, 1)
+  return columns.reshape(num_parts, -1, *rest)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -249,13 +249,10 @@ def token_logp(
     logits = token_logits(head, config, x) / temperature
     logp, entropy = categorical.logp_and_entropy(logits, tokens)
   else:
-    if config.tie_embeddings:
-      kernel = params['embed']['embedding']
-    else:
-      kernel = params['lm_head']['kernel'].T
     x = sharding.spread(x, config.row_sharding)
     rows = x.reshape(-1, config.d_model)
     num_parts = -(-length // chunk)
+    kernel = _head_rows(params, config)
     logp, entropy = categorical.head_logp_and_entropy(
         rows, kernel, tokens.reshape(-1), temperature, num_parts, config.row_sharding
     )
@@ -263,6 +260,67 @@ def token_logp(
     entropy = entropy.reshape(tokens.shape)
   is_first = jnp.arange(length) == 0
   return jnp.where(is_first, 0.0, logp), jnp.where(is_first, 0.0, entropy)
+
+
+def uniform_logp(
+    params: Params,
+    config: ModelConfig,
+    x: jax.Array,
+    tokens: jax.Array,
+    logp: jax.Array,
+    temperature: float | jax.Array = 1.0,
+) -> jax.Array:
+  """Returns the mean log-prob over the vocabulary [B,T], a constant, where `logp` is the token's.
+
+  mean_a log pi(a) = log pi(token) + (mean_a z_a - z_token) / temperature
+
+  The logits z are linear in x, so the mean logit is that of the head's mean row. No other logits
+  are computed. Column 0 is 0.
+  """
+  head = _head_rows(params, config).astype(config.dtype).astype(jnp.float32)
+  x = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))  # column t: the state before token t
+  difference = head.mean(axis=0) - head[tokens]
+  gap = jnp.einsum('btd,btd->bt', x.astype(jnp.float32), difference, precision='highest')
+  return jax.lax.stop_gradient(logp + gap / temperature)
+
+
+def reference_kl(
+    params: Params,
+    config: ModelConfig,
+    x: jax.Array,
+    reference: Params,
+    reference_x: jax.Array,
+    temperature: float | jax.Array = 1.0,
+    chunk: int | None = None,
+) -> jax.Array:
+  """Returns KL(reference || policy) over the vocabulary [B,T] of the states x [B,T,D] of both.
+
+  Column t is the prediction of token t, and column 0 is 0. `chunk` as in `token_logp`.
+  """
+  length = x.shape[1]
+  num_parts = -(-length // min(chunk or length, length))
+  states = []
+  for state in (x, reference_x):
+    state = sharding.spread(state, config.row_sharding)
+    states.append(state.reshape(-1, config.d_model))
+  kl = categorical.head_kl(
+      states[0],
+      _head_rows(params, config),
+      states[1],
+      _head_rows(reference, config),
+      temperature,
+      num_parts,
+      config.row_sharding,
+  )
+  kl = kl.reshape(x.shape[:2])
+  return jnp.pad(kl[:, :-1], ((0, 0), (1, 0)))
+
+
+def _head_rows(params, config):
+  """Returns the matrix of the token head as a row per token [V,D]."""
+  if config.tie_embeddings:
+    return params['embed']['embedding']
+  return params['lm_head']['kernel'].T
 
 
 def init_cache(config: ModelConfig, rows: int, slots: int, dtype: Any = None) -> KVCache:

@@ -198,7 +198,7 @@ def _held(sampler, state, frozen):
   trees = {
       'policy': frozen.policy(state.actor),
       'critic': (frozen.critic, state.critic),
-      'optimizers': (state.actor_opt, state.critic_opt),
+      'optimizers': (state.actor_opt, state.critic_opt, state.previous_actor),
       'reference policy': frozen.reference,
   }
 

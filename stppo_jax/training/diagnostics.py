@@ -154,10 +154,16 @@ def step_summary(
         has_demonstrations, tokens['imitation_loss'], jnp.nan
     )
   for role, rows in _by_role(batch):
-    policy_weights = weights.policy * rows.action_mask
-    # Called again only for the loss of this role. The cotangents are not used.
-    _, _, parts = correction.cotangents(tokens['logp'], batch, spec.variant, weights=policy_weights)
-    role_tokens = tokens | {'pg_loss': parts['pg_loss']}
+    if spec.variant.compares_rows:
+      pg_loss = -jnp.sum(tokens['row_values'] * batch.roles[role])
+    else:
+      policy_weights = weights.policy * rows.action_mask
+      # Called again only for the loss of this role. The cotangents are not used.
+      _, _, parts = correction.cotangents(
+          tokens['logp'], batch, spec.variant, weights=policy_weights
+      )
+      pg_loss = parts['pg_loss']
+    role_tokens = tokens | {'pg_loss': pg_loss}
     metrics |= role_metrics(role, _step_metrics(spec, rows, weights, role_tokens))
   return metrics
 
@@ -272,9 +278,9 @@ def update_summary(policy_updates: Sequence[learner.PolicyUpdate]) -> dict[str, 
   metrics = means([part.metrics for part in counted])
   for part in counted:
     if part.policy and part.has_tokens:
-      own_steps = means([step.metrics for step in part.seen])
+      own_steps = means([step.metrics for step in part.step_metrics])
       metrics |= role_metrics(part.policy, means([part.metrics]) | own_steps)
-  steps = [step.metrics for part in counted for step in part.seen]
+  steps = [step.metrics for part in counted for step in part.step_metrics]
   metrics |= means(steps)
   if _FACTOR in metrics:
     factors = [float(step[_FACTOR]) for step in steps]

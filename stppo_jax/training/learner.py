@@ -52,7 +52,7 @@ class PolicyUpdate(typing.NamedTuple):
   batch: types.TurnBatch
   steps: list[packing.Step]
   metrics: dict[str, float]  # the batch's numbers
-  seen: list[episodes_lib.StepMetrics]  # one per optimizer step
+  step_metrics: list[episodes_lib.StepMetrics]  # one per optimizer step
 
   @property
   def has_tokens(self) -> bool:
@@ -80,6 +80,11 @@ class Learner:
   bins: packing.Bins
   state: TrainState
 
+  @property
+  def start_state(self) -> TrainState:
+    """The state that the next update starts from, whose policy samples its batch."""
+    return state_lib.extrapolated(self.state, self.spec.variant.extrapolation)
+
   def update(
       self,
       episodes: Sequence[types.Episode],
@@ -93,20 +98,23 @@ class Learner:
     """
     functions = self.functions
     frozen = self.frozen
+    state = self.start_state
     with timing('old_log_prob'):
       rows = batching.by_length(episodes)
       batch, steps = packing.to_device(rows, self.bins, key)
       first_epoch = packing.stack(packing.first_epoch(steps))
-      batch, gap_metrics = functions.annotate(self.state, frozen, batch, first_epoch)
-      state, batch, advantage_metrics = functions.with_advantages(self.state, batch)
+      batch, gap_metrics = functions.annotate(state, frozen, batch, first_epoch)
+      state, batch, advantage_metrics = functions.with_advantages(state, batch)
       metrics = jax.device_get(gap_metrics | advantage_metrics)
     with timing('update_actor'):
-      seen = []
+      step_metrics = []
       for step in steps:
         state, measured, tokens = functions.update_step(state, frozen, batch, step)
-        seen.append(episodes_lib.StepMetrics(step.rows, measured, tokens))
-      seen = [dataclasses.replace(x, metrics=jax.device_get(x.metrics)) for x in seen]
-    return state, PolicyUpdate(policy, rows, batch, steps, metrics, seen)
+        step_metrics.append(episodes_lib.StepMetrics(step.rows, measured, tokens))
+      step_metrics = [
+          dataclasses.replace(x, metrics=jax.device_get(x.metrics)) for x in step_metrics
+      ]
+    return state, PolicyUpdate(policy, rows, batch, steps, metrics, step_metrics)
 
 
 @dataclasses.dataclass
@@ -143,10 +151,12 @@ class Learners:
   @property
   def actor(self) -> Any:
     """The trained parameters of the policy. Several policies give a list, in their order."""
-    actors = [learner.state.actor for learner in self.by_policy.values()]
-    if len(actors) == 1:
-      return actors[0]
-    return actors
+    return _one_or_list([learner.state.actor for learner in self.by_policy.values()])
+
+  @property
+  def start_actor(self) -> Any:
+    """The parameters of `actor` as they sample, and as the next update starts from them."""
+    return _one_or_list([learner.start_state.actor for learner in self.by_policy.values()])
 
   def policy(self, actor: Any) -> Any:
     """Returns the policies' parameters: trained ones, as in `actor`, combined with frozen ones."""
@@ -189,6 +199,10 @@ class Learners:
     return updates
 
 
+def _one_or_list(values):
+  return values[0] if len(values) == 1 else values
+
+
 def build(config: config_lib.Config, policies: Sequence[str] = ('',), pad_id: int = 0) -> Learners:
   """Loads the weights; returns the learners of these policies. Compiles nothing.
 
@@ -229,6 +243,7 @@ def build(config: config_lib.Config, policies: Sequence[str] = ('',), pad_id: in
       pad_id=pad_id,
       sharding=sharding.rows(mesh),
       shared=spec.shared_bins,
+      whole_groups=variant.compares_rows,
   )
   learners = {policies[0]: Learner(spec, frozen, mesh, functions, bins, state)}
   for name in policies[1:]:
@@ -288,7 +303,7 @@ def load(
 
 def needs_reference(config: config_lib.Config, variant: variants.Variant) -> bool:
   """Returns whether the initial policy has to be kept; adapters leave it unchanged."""
-  return variant.kl_in != 'none' and not config.model.lora_rank
+  return variant.needs_reference and not config.model.lora_rank
 
 
 def on_host(config: config_lib.Config, mesh: jax.sharding.Mesh) -> list[str]:

@@ -12,6 +12,7 @@ A row is never split. It ends with its last agent token: what follows has no inf
 token has no log-prob and no state before it; column 0 of what comes back is 0.
 """
 
+import collections
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ class Bins:
   pad_id: int
   sharding: jax.sharding.Sharding  # the layout of the batch's rows
   shared: bool = True  # whether a bin may hold several rows
+  whole_groups: bool = False  # whether all episodes of a group go to the same step
 
   def padding(self, steps: Sequence['Step']) -> float:
     """The share of padding among the tokens that a model computes in these steps."""
@@ -122,12 +124,20 @@ def to_device(
   rows_by_episode = batching.rows_by_episode(episodes)
   num_episodes = len(rows_by_episode)
   fewest_rows = min(map(len, rows_by_episode))
+  steps_per_epoch = num_episodes // bins.mini_batch
+  units = rows_by_episode  # what is dealt out
+  if bins.whole_groups:
+    units = _rows_by_group(episodes, rows_by_episode)
+    if len(units) < steps_per_epoch:
+      raise types.UserError(
+          f'the objective compares the episodes of a group, and {len(units)} groups do not fill '
+          f'{steps_per_epoch} optimizer steps: raise --config.train.mini_batch'
+      )
   deals: list[np.ndarray] = []  # the rows of each step
-  for numbers in minibatches(key, num_episodes, bins.mini_batch, bins.epochs):
-    parts = [rows_by_episode[number] for number in numbers]
+  for numbers in minibatches(key, len(units), steps_per_epoch, bins.epochs):
+    parts = [units[number] for number in numbers]
     rows = np.concatenate(parts)
     deals.append(np.sort(rows))
-  steps_per_epoch = len(deals) // bins.epochs
   most_rows = max(map(len, deals))
   size = _rows_per_step(bins.mini_batch * fewest_rows, most_rows)
   num_rows = size * steps_per_epoch
@@ -150,6 +160,15 @@ def to_device(
   return batch, steps
 
 
+def _rows_by_group(episodes, rows_by_episode):
+  """Returns the row numbers of each group. Each role of an episode has a group of its own."""
+  by_group = collections.defaultdict(list)
+  for rows in rows_by_episode:
+    group = min(episodes[row].group for row in rows)
+    by_group[group].append(rows)
+  return [np.concatenate(parts) for parts in by_group.values()]
+
+
 def _rows_per_step(least: int, needed: int) -> int:
   """Returns the first of least, 2 least, 4 least, .. that is large enough.
 
@@ -163,14 +182,17 @@ def _rows_per_step(least: int, needed: int) -> int:
 
 
 def minibatches(
-    key: jax.Array, num_rows: int, mini_batch: int, epochs: int
+    key: jax.Array, num_units: int, num_steps: int, epochs: int
 ) -> Iterator[np.ndarray]:
-  """Yields the rising row numbers [mini_batch] of each step; each epoch shuffles all rows again."""
+  """Yields the rising unit numbers of each step; each epoch shuffles all units again.
+
+  The steps of an epoch have equally many units, or the first ones have one more.
+  """
   for epoch_key in jax.random.split(key, epochs):
-    shuffled = jax.random.permutation(epoch_key, num_rows)
+    shuffled = jax.random.permutation(epoch_key, num_units)
     order = np.asarray(shuffled, np.int32)
-    steps = order.reshape(-1, mini_batch)
-    yield from np.sort(steps, axis=1)
+    for numbers in np.array_split(order, num_steps):
+      yield np.sort(numbers)
 
 
 def first_epoch(steps: Sequence[Step]) -> list[Step]:

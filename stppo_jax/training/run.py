@@ -352,7 +352,7 @@ class Run:
     Choice: a rollback passes over batches, so the number of a batch is not always n.
     """
     with self.timing('wait'):
-      return self.pipeline.take(self.learners.actor, n + self.progress.skipped_batches)
+      return self.pipeline.take(self.learners.start_actor, n + self.progress.skipped_batches)
 
   def measure(
       self,
@@ -371,7 +371,7 @@ class Run:
       metrics |= episodes_lib.summarize_update(
           [episode for part in policy_updates for episode in part.episodes]
       )
-      counts = outcomes.of_update([(part.episodes, part.seen) for part in policy_updates])
+      counts = outcomes.of_update([(x.episodes, x.step_metrics) for x in policy_updates])
       metrics |= outcomes.as_metrics('outcome', counts)
       self.records = self._make_records(n, sampled, policy_updates, metrics['actor/skipped'])
     self.journal.record('train', n, self.records)
@@ -405,7 +405,9 @@ class Run:
     parts = []
     for part in policy_updates:
       rows = dataclasses.replace(sampled, episodes=part.episodes)
-      records = episodes_lib.update_records(rows, tokenizer, part.batch, part.seen, n, has_values)
+      records = episodes_lib.update_records(
+          rows, tokenizer, part.batch, part.step_metrics, n, has_values
+      )
       parts.append(records)
     return episodes_lib.join_records(parts)
 

@@ -1,8 +1,9 @@
 """The update: TrainState and TurnBatch in, TrainState and metrics out. Runs on the devices.
 
 `compile_functions` compiles three pure functions: `annotate` (log-probs and values before the
-update), `with_advantages`, and `update_step`. An optimizer step has four parts:
+update), `with_advantages`, and `update_step`. An optimizer step has these parts:
 
+  _compare_rows   computes the cotangents of an objective that compares rows, if there is one
   _sum_gradients  sums g, the gradient of the policy's loss, and the critic's over micro-batches
   _sum_bias       sums C, the gradient that clipping removed, over the bins that have clipped tokens
   _divide         divides g by a function of ||C||, before or after the clip of its norm
@@ -32,6 +33,7 @@ from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import demonstrations
 from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import losses
+from stppo_jax.algorithms import objectives
 from stppo_jax.algorithms import off_policy
 from stppo_jax.algorithms import value_bins
 from stppo_jax.algorithms import variants
@@ -154,17 +156,18 @@ def annotate(
 
     def one_micro_batch(layout):
       outputs, routing = _policy(spec, actor, tokens, layout, routes)
-      logp, _, value_outputs = outputs
+      value_outputs = outputs.value_outputs
       if spec.critic is not None:
         value_outputs = _critic(spec, critic, tokens, layout)
-      values = jnp.zeros_like(logp)
+      values = jnp.zeros_like(outputs.logp)
       if spec.has_values:
         values = value_bins.values(value_outputs, variant)
-      ref_logp = logp
-      if variant.kl_in != 'none':
-        outputs, _ = _policy(spec, reference, tokens, layout)
-        ref_logp, _, _ = outputs
-      columns = jax.tree.map(layout.unpack, (logp, ref_logp, values))
+      ref_logp = outputs.logp
+      if variant.needs_reference:
+        of_reference, _ = _policy(spec, reference, tokens, layout)
+        ref_logp = of_reference.logp
+      bins = (outputs.logp, ref_logp, values, outputs.uniform)
+      columns = jax.tree.map(layout.unpack, bins)
       if routing is None:
         return columns, None, None
       num_experts = spec.actor.num_experts
@@ -191,7 +194,7 @@ def annotate(
 
   num_rows = len(batch.tokens)
   columns, own_routes, load = jax.lax.map(one_step, steps)
-  logp, ref_logp, values = jax.tree.map(in_order, columns)
+  logp, ref_logp, values, uniform = jax.tree.map(in_order, columns)
   batch = demonstrations.split(batch, logp, variant)
   mask = batch.action_mask.astype(jnp.float32)
   sampled_mask = mask
@@ -223,6 +226,7 @@ def annotate(
       ref_logp=ref_logp * mask,
       old_values=values * mask,
       routes=routes,
+      old_uniform=uniform,
   )
   return batch, metrics
 
@@ -289,7 +293,9 @@ def update_step(
 
   Returns the state, metrics (scalars), and the tokens' `ratio` and `clipped` [b,T] in this step.
   """
-  base = sharding.to_device(frozen.critic)
+  frozen = dataclasses.replace(frozen, critic=sharding.to_device(frozen.critic))
+  if 'reference_kl' in spec.variant.needs:
+    frozen = dataclasses.replace(frozen, reference=sharding.to_device(frozen.reference))
   critic = sharding.to_device(state.critic)
 
   def take_rows(x):
@@ -302,7 +308,7 @@ def update_step(
       batch=batch,
       weights=filters.weights(batch, spec.variant),
       mesh=mesh,
-      frozen=dataclasses.replace(frozen, critic=base),
+      frozen=frozen,
       packing=step.packing,
   )
   return take_step(inputs)
@@ -323,13 +329,16 @@ class StepInputs:
   frozen: Frozen
   packing: packing_lib.Packing
 
-  def policy(self, layout: packing_lib.Layout) -> tuple[tuple, Callable]:
-    """Returns the outputs of `_policy` [R,P], and the function that pulls cotangents back."""
+  def policy(self, layout: packing_lib.Layout) -> tuple[objectives.TokenOutputs, Callable]:
+    """Returns the policy's outputs [R,P], and the function that pulls cotangents back."""
     batch = self.batch
+    reference = None
+    if 'reference_kl' in self.spec.variant.needs:
+      reference = self.frozen.reference_policy()
 
     def outputs(actor):
       params = self.frozen.policy(actor)
-      per_token, _ = _policy(self.spec, params, batch.tokens, layout, batch.routes)
+      per_token, _ = _policy(self.spec, params, batch.tokens, layout, batch.routes, reference)
       return per_token
 
     return jax.vjp(outputs, self.state.actor)
@@ -376,9 +385,15 @@ def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Ar
   `_sum_bias` repeats the forward pass of the bins in which a token was clipped, and pulls the
   cotangent of C back. The pass comes after the loop over all bins, because only then these bins are
   known and can be packed together. Most bins have no clipped token and cost nothing.
+
+  The cotangents of an objective that compares rows depend on log-probs of other bins. So
+  `_compare_rows` runs the forward pass of all bins first. Such an objective has no C.
   """
   spec = inputs.spec
-  grads, tokens = _sum_gradients(inputs)
+  compared = None
+  if spec.variant.compares_rows:
+    compared = _compare_rows(inputs)
+  grads, tokens = _sum_gradients(inputs, compared)
   bias = None  # C, a tree with the shapes of the actor; tokens['bias'] is its cotangent [b,T]
   if spec.variant.measures_bias:
     bias = _sum_bias(inputs, tokens['bias'])
@@ -397,7 +412,26 @@ def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Ar
   return state, metrics, per_token
 
 
-def _sum_gradients(inputs):
+def _compare_rows(inputs):
+  """Returns the RowCotangents of the step, from a forward pass of all bins."""
+  variant = inputs.spec.variant
+
+  def one_micro_batch(layout):
+    outputs, _ = inputs.policy(layout)
+    rows = {name: layout.unpack(getattr(outputs, name)) for name in names}
+    return objectives.TokenOutputs(**rows)
+
+  names = ['logp']
+  for name in ('uniform', 'reference_kl'):
+    if name in variant.needs:
+      names.append(name)
+  row = jnp.zeros_like(inputs.weights.mask)
+  no_outputs = objectives.TokenOutputs(**dict.fromkeys(names, row))
+  outputs = inputs.sum(one_micro_batch, inputs.packing, no_outputs)
+  return objectives.cotangents(outputs, inputs.batch, variant)
+
+
+def _sum_gradients(inputs, compared=None):
   """Sums the gradients of the losses over micro-batches.
 
   Returns g as 'actor' and the critic's gradient as 'value'; and per-token numbers [b,T] with the
@@ -406,26 +440,25 @@ def _sum_gradients(inputs):
   spec = inputs.spec
 
   def one_micro_batch(layout):
-    (logp, entropy, value_outputs), pull = inputs.policy(layout)
-    zero = jnp.zeros_like(logp)
-    no_values = jnp.zeros_like(value_outputs)
+    outputs, pull = inputs.policy(layout)
+    zeros = jax.tree.map(jnp.zeros_like, outputs)
+    value_outputs = outputs.value_outputs
     if spec.critic is not None:
       value_outputs, pull_values = inputs.values(layout)
-    tokens = {'logp': layout.unpack(logp), 'entropy': layout.unpack(entropy)}
+    tokens = {'logp': layout.unpack(outputs.logp), 'entropy': layout.unpack(outputs.entropy)}
     if spec.has_values:
       values, value_loss, d_values = _value_loss(inputs, layout, value_outputs)
       tokens['values'] = layout.unpack(values)
       tokens['value_loss'] = layout.unpack(value_loss)
-    d_logp, d_entropy, sums = _policy_cotangents(inputs, layout, tokens)
-    d_logp = layout.pack(d_logp)
-    d_entropy = layout.pack(d_entropy)
+    d_tokens, sums = _policy_cotangents(inputs, layout, tokens, compared)
+    d_outputs = {name: layout.pack(cotangent) for name, cotangent in d_tokens.items()}
     grads = {}
-    (grads['actor'],) = pull((d_logp, d_entropy, no_values))
+    (grads['actor'],) = pull(zeros._replace(**d_outputs))
     if spec.critic is not None:
       (grads['value'],) = pull_values(d_values)
     elif spec.shared_trunk:
       d_values = spec.variant.value_coef * d_values
-      (grads['value'],) = pull((zero, zero, d_values))
+      (grads['value'],) = pull(zeros._replace(value_outputs=d_values))
     return inputs.placed(grads), tokens, sums
 
   state = inputs.state
@@ -434,7 +467,9 @@ def _sum_gradients(inputs):
     no_grads['value'] = inputs.zeros(state.critic)
   elif spec.shared_trunk:
     no_grads['value'] = inputs.zeros(state.actor)
-  names = ['logp', 'entropy', 'bias', 'ratio', 'clipped']
+  names = ['logp', 'entropy']
+  if compared is None:
+    names += ['bias', 'ratio', 'clipped']
   if spec.has_values:
     names += ['values', 'value_loss']
   if spec.variant.kl_in == 'loss':
@@ -446,13 +481,15 @@ def _sum_gradients(inputs):
     no_sums['imitation_loss'] = jnp.zeros(())
   total = (no_grads, no_tokens, no_sums)
   grads, tokens, sums = inputs.sum(one_micro_batch, inputs.packing, total)
+  if compared is not None:
+    return grads, tokens | compared.numbers
   tokens['ratio'] = jnp.where(mask > 0, tokens['ratio'], 1)
   tokens['clipped'] = tokens['clipped'] > 0
   return grads, tokens | sums
 
 
-def _policy_cotangents(inputs, layout, tokens):
-  """Returns the policy loss's cotangents of log-probs and entropies [b,T], and sums of losses.
+def _policy_cotangents(inputs, layout, tokens, compared):
+  """Returns the policy loss's cotangents {output: [b,T]} of a micro-batch, and sums of losses.
 
   Adds per-token numbers [b,T] to `tokens`, among them C's cotangent 'bias'.
   """
@@ -461,10 +498,21 @@ def _policy_cotangents(inputs, layout, tokens):
   action_mask = inputs.weights.mask * is_here
   batch = dataclasses.replace(inputs.batch, action_mask=action_mask)
   weights = inputs.weights.token * is_here
-  policy_weights = inputs.weights.policy * is_here
-  d_logp, d_bias, parts = correction.cotangents(
-      tokens['logp'], batch, variant, weights=policy_weights
-  )
+  sums = dict.fromkeys(_SUMS, jnp.zeros(()))
+  cotangents = {}
+  if compared is None:
+    policy_weights = inputs.weights.policy * is_here
+    d_logp, d_bias, parts = correction.cotangents(
+        tokens['logp'], batch, variant, weights=policy_weights
+    )
+    tokens['bias'] = d_bias
+    tokens['ratio'] = parts['ratio'] * is_here
+    tokens['clipped'] = parts['clipped'] * is_here
+    sums = {name: parts[name] for name in _SUMS}
+  else:
+    d_logp = compared.outputs.logp * is_here
+    if compared.outputs.reference_kl is not None:
+      cotangents['reference_kl'] = compared.outputs.reference_kl * is_here
   if variant.kl_in == 'loss':
 
     def kl_of(logp):
@@ -474,16 +522,13 @@ def _policy_cotangents(inputs, layout, tokens):
     (d_logp_of_kl,) = pull_kl(inputs.state.kl_coef * weights)
     d_logp += d_logp_of_kl
     tokens['kl'] = kl * is_here
-  tokens['bias'] = d_bias
-  tokens['ratio'] = parts['ratio'] * is_here
-  tokens['clipped'] = parts['clipped'] * is_here
-  d_entropy = -variant.entropy_coef * weights
-  sums = {name: parts[name] for name in _SUMS}
   if inputs.weights.imitation is not None:
     imitation_weights = inputs.weights.imitation * is_here
     d_logp -= variant.imitation * imitation_weights
     sums['imitation_loss'] = -jnp.sum(imitation_weights * tokens['logp'])
-  return d_logp, d_entropy, sums
+  cotangents['logp'] = d_logp
+  cotangents['entropy'] = -variant.entropy_coef * weights
+  return cotangents, sums
 
 
 def _value_loss(inputs, layout, outputs):
@@ -506,11 +551,9 @@ def _sum_bias(inputs, cotangent):
   """Sums C over the bins in which its cotangent [b,T] is not 0 everywhere; see `take_step`."""
 
   def one_micro_batch(layout):
-    (_, entropy, values), pull = inputs.policy(layout)
-    d_logp = layout.pack(cotangent)
-    no_entropy = jnp.zeros_like(entropy)
-    no_values = jnp.zeros_like(values)
-    (bias,) = pull((d_logp, no_entropy, no_values))
+    outputs, pull = inputs.policy(layout)
+    zeros = jax.tree.map(jnp.zeros_like, outputs)
+    (bias,) = pull(zeros._replace(logp=layout.pack(cotangent)))
     return inputs.placed(bias)
 
   is_clipped = (cotangent != 0).any(axis=1)
@@ -660,21 +703,32 @@ def _steps_taken(opt_state, step):
   return sharding.to_device(count)
 
 
-def _policy(spec, params, tokens, layout, routes=None):
-  """Runs the policy on tokens [b,T] in their bins: (log-probs, entropies, outputs of the value
-  head), each [R,P], and its Routing.
+def _policy(spec, params, rows, layout, routes=None, reference=None):
+  """Runs the policy on tokens `rows` [b,T] in their bins: (TokenOutputs [R,P], Routing).
 
   The value head is that of a shared trunk. Without one its outputs are 0. `routes` [b,T,L,A]
-  replays the experts of an earlier pass.
+  replays the experts of an earlier pass. With the parameters `reference` the outputs have its KL.
   """
-  tokens, x, routing = _trunk(spec, spec.actor, params, tokens, layout, routes)
+  tokens, x, routing = _trunk(spec, spec.actor, params, rows, layout, routes)
   logp, entropy = decoder.token_logp(
       params, spec.actor, x, tokens, spec.temperature, spec.logp_chunk
   )
   values = jnp.zeros_like(logp)
   if 'value_head' in params:  # a shared trunk's policy has one, its reference may not
     values = decoder.state_values(params, x)
-  return (logp, entropy, values), routing
+  uniform = None
+  if 'uniform' in spec.variant.needs:
+    uniform = decoder.uniform_logp(params, spec.actor, x, tokens, logp, spec.temperature)
+  reference_kl = None
+  if reference is not None:
+    _, reference_x, _ = _trunk(spec, spec.actor, reference, rows, layout)
+    reference_kl = decoder.reference_kl(
+        params, spec.actor, x, reference, reference_x, spec.temperature, spec.logp_chunk
+    )
+  outputs = objectives.TokenOutputs(
+      logp=logp, uniform=uniform, reference_kl=reference_kl, entropy=entropy, value_outputs=values
+  )
+  return outputs, routing
 
 
 def _critic(spec, params, tokens, layout):

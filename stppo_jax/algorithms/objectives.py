@@ -1,0 +1,291 @@
+"""Objectives that compare the rows of an optimizer step.
+
+A surrogate is a sum over tokens, so that each micro-batch can compute its own part. An objective of
+this file is a function of the current log-probs of several rows at once, such as the two rows of a
+pair. `cotangents` differentiates it for a whole step. `update.take_step` computes the log-probs of
+the step first, and then pulls the cotangents back, bin by bin, in the ordinary pass.
+
+Notation: i and j are episodes of a group. l_i, o_i and f_i are the sums of logp, old_logp and
+ref_logp over the agent's tokens of episode i, in all of its rows. a_i is its advantage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from typing import NamedTuple
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from stppo_jax.algorithms import losses
+from stppo_jax.algorithms import segments
+from stppo_jax.types import TurnBatch
+
+if TYPE_CHECKING:
+  from stppo_jax.algorithms.variants import Variant
+
+
+class TokenOutputs(NamedTuple):
+  """What the policy computes of each token: [R,P] in bins, [b,T] in rows.
+
+  An objective reads the first three, and its gradient runs through `logp` and `reference_kl`.
+  """
+
+  logp: jax.Array  # log-prob of the token
+  # The mean log-prob over the vocabulary, a constant. It is computed for the need 'uniform'.
+  uniform: jax.Array | None = None
+  # KL(reference || policy) over the vocabulary. It is computed for the need 'reference_kl'.
+  reference_kl: jax.Array | None = None
+  entropy: jax.Array | None = None  # entropy of its distribution
+  value_outputs: jax.Array | None = None  # outputs of a value head on the policy's trunk
+
+
+# (outputs, batch, variant) -> (values [b], clipped [b,T])
+Objective = Callable[[TokenOutputs, TurnBatch, Any], tuple[jax.Array, jax.Array]]
+
+
+class RowCotangents(NamedTuple):
+  """The derivatives of an objective J that compares rows, and its numbers per token."""
+
+  outputs: TokenOutputs  # d(-J)/d outputs, [b,T]
+  # 'ratio' and 'clipped' [b,T]. 'row_values' [b] are the terms of J by row. 'pg_loss' is -J, and
+  # 'clipped_objective' is 0, because no clipping bias is computed.
+  numbers: dict[str, jax.Array]
+
+
+def needs(*names: str) -> Callable[[Objective], Objective]:
+  """Declares what an objective reads besides log-probs: `function.needs`.
+
+  'reference' is batch.ref_logp, 'uniform' is outputs.uniform and batch.old_uniform, and
+  'reference_kl' is outputs.reference_kl.
+  """
+
+  def declare(function):
+    function.__dict__['needs'] = names
+    return function
+
+  return declare
+
+
+def objective(name: str | Callable) -> Objective | None:
+  """Returns the function of `variant.objective`; None for 'surrogate', which compares no rows."""
+  if callable(name):
+    return name
+  return OBJECTIVES[name]
+
+
+def cotangents(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> RowCotangents:
+  """Differentiates the variant's objective for all rows of a step, in layout [b,T]."""
+  function = objective(variant.objective)
+  assert function is not None
+
+  def loss_of(outputs):
+    row_values, clipped = function(outputs, batch, variant)
+    return -row_values.sum(), (row_values, clipped)
+
+  (loss, (row_values, clipped)), d_outputs = jax.value_and_grad(loss_of, has_aux=True)(outputs)
+  mask = batch.action_mask > 0
+  log_ratio = jnp.where(mask, outputs.logp - batch.old_logp, 0)
+  limit = segments.MAX_LOG_RATIO
+  numbers = {
+      'ratio': jnp.exp(jnp.clip(log_ratio, -limit, limit)),
+      'clipped': clipped & mask,
+      'row_values': row_values,
+      'pg_loss': loss,
+      'clipped_objective': jnp.zeros(()),
+  }
+  return RowCotangents(d_outputs, numbers)
+
+
+# --- The episodes of a step -----------------------------------------------------------------------
+
+
+def counted_tokens(batch: TurnBatch) -> jax.Array:
+  """Returns the tokens that an objective reads [b,T] bool: those that the policy's loss counts."""
+  mask = batch.action_mask if batch.loss_mask is None else batch.loss_mask
+  return mask > 0
+
+
+def episode_sums(x: jax.Array, batch: TurnBatch) -> jax.Array:
+  """Returns the sum of x [b,T] over the counted tokens of each row's episode [b]."""
+  sums = jnp.where(counted_tokens(batch), x, 0).sum(axis=1, keepdims=True)
+  return losses.sum_over_rows(sums, batch.episode_ids)[:, 0]
+
+
+class Groups(NamedTuple):
+  """The episodes of a step, each represented by its first row, and their groups."""
+
+  is_first: jax.Array  # [b] bool, true for the first row of an episode that counts
+  members: jax.Array  # [b,b] bool, true where the column is an episode of the row's group
+  scores: jax.Array  # [b] advantage of each row's episode
+
+
+def groups(batch: TurnBatch) -> Groups:
+  """Returns the groups of a step. Padding, failed and dropped episodes are in none."""
+  mask = counted_tokens(batch)
+  is_first = losses.first_rows(mask, batch.episode_ids)
+  same = batch.group_ids[:, None] == batch.group_ids[None, :]
+  scores = jnp.where(mask, batch.advantages, 0).sum(axis=1) / jnp.maximum(mask.sum(axis=1), 1)
+  return Groups(is_first, same & is_first[None, :], scores)
+
+
+# --- Pairs of the best and the worst episode ------------------------------------------------------
+
+
+class Pairs(NamedTuple):
+  """The best and the worst episode of each group, as row numbers."""
+
+  best: jax.Array  # [b]
+  worst: jax.Array  # [b]
+  is_counted: jax.Array  # [b] bool, true once for each group in which the scores differ
+
+  def mean(self, x: jax.Array) -> jax.Array:
+    """Returns x [b], a number of each row's pair, as terms [b] of the mean over pairs."""
+    return jnp.where(self.is_counted, x, 0) / jnp.maximum(self.is_counted.sum(), 1)
+
+
+def best_and_worst(batch: TurnBatch) -> Pairs:
+  """Returns the pair of each group: its highest and its lowest score, the first one of equals."""
+  group = groups(batch)
+  best = jnp.argmax(jnp.where(group.members, group.scores, -jnp.inf), axis=1)
+  worst = jnp.argmin(jnp.where(group.members, group.scores, jnp.inf), axis=1)
+  has_spread = group.scores[best] > group.scores[worst]
+  rows = jnp.arange(len(has_spread))
+  is_representative = group.is_first & (jnp.argmax(group.members, axis=1) == rows)
+  return Pairs(best, worst, has_spread & is_representative)
+
+
+def pair_objective(value_of: Callable[[jax.Array, Any], jax.Array], start: str) -> Objective:
+  """Returns the objective mean over pairs of value_of(h, variant), h the pair's log-ratio.
+
+  h = (l - b)_best - (l - b)_worst,   b the sum of batch.<start>: 'ref_logp' or 'old_logp'
+
+  Groups whose scores are all equal have no pair.
+  """
+
+  def compare(outputs, batch, variant):
+    pairs = best_and_worst(batch)
+    log_ratio = episode_sums(outputs.logp - getattr(batch, start), batch)
+    h = log_ratio[pairs.best] - log_ratio[pairs.worst]
+    return pairs.mean(value_of(h, variant)), jnp.zeros(outputs.logp.shape, bool)
+
+  if start == 'ref_logp':
+    return needs('reference')(compare)
+  return compare
+
+
+def dpo_value(h: jax.Array, variant: Variant) -> jax.Array:
+  """Returns log sigmoid(beta h) of the pairs' log-ratios (Rafailov et al., arXiv 2305.18290, P).
+
+  Accelerated Preference Optimization (arXiv 2410.06293, example 3.1, P) uses it with b = o and
+  `extrapolation`. Length is not normalised.
+  """
+  return jax.nn.log_sigmoid(variant.beta * h)
+
+
+def ipo_value(h: jax.Array, variant: Variant) -> jax.Array:
+  """Returns -(h - 1 / (2 beta))^2 of the pairs' log-ratios (arXiv 2310.12036, eq. 17, P)."""
+  return -jnp.square(h - 1 / (2 * variant.beta))
+
+
+@needs('reference', 'reference_kl')
+def tdpo(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> tuple[jax.Array, jax.Array]:
+  """Returns TDPO2's terms (arXiv 2404.11999, `trainers.py` `tdpo_loss`, C).
+
+  mean log sigmoid( beta [ (l - f)_w - (l - f)_l - alpha (K_l - sg K_w) ] )
+
+  w and l are the best and the worst episode of a group. K sums KL(reference || policy), taken over
+  the vocabulary, over the tokens of an episode, and has a gradient. With alpha 0 this is DPO.
+  Choice: the authors train on given pairs, and these pairs are sampled.
+  """
+  pairs = best_and_worst(batch)
+  log_ratio = episode_sums(outputs.logp - batch.ref_logp, batch)
+  kl = episode_sums(outputs.reference_kl, batch)
+  kl_gap = kl[pairs.worst] - jax.lax.stop_gradient(kl[pairs.best])
+  h = log_ratio[pairs.best] - log_ratio[pairs.worst] - variant.alpha * kl_gap
+  return pairs.mean(dpo_value(h, variant)), jnp.zeros(outputs.logp.shape, bool)
+
+
+# --- All pairs of a group -------------------------------------------------------------------------
+
+
+def p3o(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> tuple[jax.Array, jax.Array]:
+  """Returns Pairwise PPO's terms (arXiv 2310.00212, eq. 6, R; the joint clip of P3O-V2 is S).
+
+  mean over i, j of  sg(w_i w_j) min( d h, d clip(h, -clip_low, clip_high) )
+
+  w_i = exp(l_i - o_i),   h = (log w_i - log w_j) / 2,   d = a_i - a_j
+
+  The mean is over the other episodes j of the group of i, and then over i. At the old policy the
+  gradient is that of RLOO. A number that is added to all scores of a group changes nothing. The KL
+  to the reference is in the reward. Choice: log w_i, and log w_i w_j, are kept within +-20.
+  """
+  group = groups(batch)
+  limit = segments.MAX_LOG_RATIO
+  log_w = jnp.clip(episode_sums(outputs.logp - batch.old_logp, batch), -limit, limit)
+  log_weight = jax.lax.stop_gradient(log_w[:, None] + log_w[None, :])
+  weight = jnp.exp(jnp.clip(log_weight, -limit, limit))
+  d = group.scores[:, None] - group.scores[None, :]
+  h = (log_w[:, None] - log_w[None, :]) / 2
+  free = d * h
+  bounded = d * jnp.clip(h, -variant.clip_low, variant.clip_high)
+  is_other = ~jnp.eye(len(d), dtype=bool)
+  is_pair = group.members & is_other & group.is_first[:, None]
+  values = jnp.where(is_pair, weight * jnp.minimum(free, bounded), 0).sum(axis=1)
+  num_episodes = jnp.maximum(group.is_first.sum(), 1)
+  row_values = values / jnp.maximum(is_pair.sum(axis=1), 1) / num_episodes
+  is_clipped = (is_pair & (bounded < free)).any(axis=1)
+  return row_values, jnp.broadcast_to(is_clipped[:, None], outputs.logp.shape)
+
+
+# --- Values of the uniform policy -----------------------------------------------------------------
+
+
+@needs('uniform')
+def rover(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> tuple[jax.Array, jax.Array]:
+  """Returns ROVER's terms, a regression of each token's value (arXiv 2509.24981, C).
+
+  -mean over tokens of ( q_t - sg[ a + alpha beta (m_t' - m_old_t') ] )^2,
+  q_t = beta (logp_t - old_logp_t),   m_t = mean over the vocabulary of log pi(. | s_t)
+
+  (tinnerhrhe/ROVER `compute_rover_loss`, where beta is `rover_t` and alpha is
+  `next_q_scale_factor`). q is the value of an action, and the mean of q over the vocabulary is that
+  of a state for the uniform policy. t' is the next agent token of the row. After the last one the
+  value is 0. `aggregation` is the mean.
+  Choice: t' may be in the next turn, as in GAE.
+  """
+  mask = counted_tokens(batch)
+  drift = jax.lax.stop_gradient(outputs.uniform - batch.old_uniform)
+  next_drift = _at_next_token(drift, mask)
+  target = batch.advantages + variant.alpha * variant.beta * next_drift
+  q = variant.beta * (outputs.logp - batch.old_logp)
+  error = jnp.where(mask, q - target, 0)
+  weights = losses.aggregation_weights(
+      mask, variant.aggregation, variant.norm_length or None, batch.turn_ids, batch.episode_ids
+  )
+  row_values = -jnp.sum(weights * jnp.square(error), axis=1)
+  return row_values, jnp.zeros(mask.shape, bool)
+
+
+def _at_next_token(x: jax.Array, mask: jax.Array) -> jax.Array:
+  """Returns x [b,T] at the next token of `mask` in the row; 0 where there is none."""
+  num_tokens = x.shape[1]
+  columns = jnp.where(mask, jnp.arange(num_tokens), num_tokens)
+  first_from_here = jax.lax.cummin(columns, axis=1, reverse=True)
+  places = jnp.pad(first_from_here[:, 1:], ((0, 0), (0, 1)), constant_values=num_tokens)
+  padded = jnp.pad(x, ((0, 0), (0, 1)))
+  return jnp.take_along_axis(padded, places, axis=1)
+
+
+OBJECTIVES: dict[str, Objective | None] = {
+    'surrogate': None,
+    'dpo': pair_objective(dpo_value, 'ref_logp'),
+    'iterative_dpo': pair_objective(dpo_value, 'old_logp'),
+    'ipo': pair_objective(ipo_value, 'ref_logp'),
+    'iterative_ipo': pair_objective(ipo_value, 'old_logp'),
+    'tdpo': tdpo,
+    'p3o': p3o,
+    'rover': rover,
+}

@@ -1,0 +1,529 @@
+"""Objectives that compare rows: by hand, by identities, and as steps of a whole model."""
+
+import dataclasses
+import functools
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stppo_jax import types
+from stppo_jax.algorithms import advantages
+from stppo_jax.algorithms import correction
+from stppo_jax.algorithms import losses
+from stppo_jax.algorithms import objectives
+from stppo_jax.algorithms import variants
+from stppo_jax.models import decoder
+from stppo_jax.models import sharding
+from stppo_jax.training import packing
+from stppo_jax.training import state as train_state
+from tests import update_test
+
+
+def make_batch(log_ratios, scores, group_ids, lengths=None, **fields):
+  """A batch in float64. Each row's log-ratio to old_logp and ref_logp is spread over its tokens.
+
+  Returns (batch, outputs). What lies outside the agent's tokens is noise.
+  """
+  lengths = [1 + i % 3 for i in range(len(scores))] if lengths is None else lengths
+  num_tokens = max(lengths) + 3
+  rng = np.random.default_rng(0)
+  mask = np.zeros((len(scores), num_tokens))
+  for row, length in zip(mask, lengths):
+    row[rng.permutation(np.arange(1, num_tokens))[:length]] = 1
+  noise = rng.normal(size=mask.shape)
+  old_logp = np.where(mask > 0, -1 - np.abs(noise), 5)
+  share = mask * np.asarray(log_ratios)[:, None] / np.maximum(np.array(lengths), 1)[:, None]
+  arrays = dict(
+      tokens=mask.astype(int),
+      action_mask=mask,
+      turn_ids=mask.astype(int),
+      rewards=mask,
+      old_logp=old_logp,
+      ref_logp=old_logp,
+      old_values=noise,
+      advantages=np.where(mask > 0, np.asarray(scores)[:, None], 7.0),
+      returns=noise,
+      group_ids=np.asarray(group_ids),
+      old_uniform=noise,
+  )
+  batch = types.TurnBatch(**{name: jnp.asarray(x) for name, x in (arrays | fields).items()})
+  logp = jnp.asarray(np.where(mask > 0, old_logp + share, noise))
+  outputs = objectives.TokenOutputs(logp, jnp.asarray(noise), jnp.asarray(mask))
+  return batch, outputs
+
+
+def row(name, **changes):
+  return dataclasses.replace(variants.VARIANTS[name], **changes)
+
+
+class ObjectiveTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.enter_context(jax.enable_x64(True))
+
+
+class PairTest(ObjectiveTest):
+  """Group 0 has the scores 1, 3, 0 and 3, group 1 has equal ones, group 2 has 0 and 1."""
+
+  scores = (1.0, 3.0, 2.0, 0.0, 3.0, 2.0, 0.0, 1.0)
+  group_ids = (0, 0, 1, 0, 0, 1, 2, 2)
+  log_ratios = (0.3, -0.2, 0.9, 0.4, 0.5, -0.9, -0.1, 0.7)
+  # h: row 1 against row 3, and row 7 against row 6.
+  h = np.array([-0.2 - 0.4, 0.7 + 0.1])
+
+  def check(self, variant, value, slope):
+    """`value` and `slope` are those of each pair."""
+    batch, outputs = make_batch(self.log_ratios, self.scores, self.group_ids)
+    got = objectives.cotangents(outputs, batch, variant)
+    expected = np.zeros(8)
+    expected[[1, 7]] = slope / 2
+    expected[[3, 6]] = -slope / 2
+    np.testing.assert_allclose(got.outputs.logp, -expected[:, None] * batch.action_mask, atol=1e-12)
+    self.assertAlmostEqual(float(got.numbers['pg_loss']), -np.mean(value))
+    self.assertAlmostEqual(float(got.numbers['row_values'].sum()), np.mean(value))
+    self.assertFalse(got.numbers['clipped'].any())
+
+  @parameterized.parameters('dpo', 'iterative_dpo')
+  def test_dpo_by_hand(self, objective):
+    sigmoid = 1 / (1 + np.exp(-0.1 * self.h))
+    self.check(row('dpo', objective=objective), np.log(sigmoid), 0.1 * (1 - sigmoid))
+
+  @parameterized.parameters('ipo', 'iterative_ipo')
+  def test_ipo_by_hand(self, objective):
+    variant = row('ipo', objective=objective, beta=0.25)
+    self.check(variant, -((self.h - 2) ** 2), -2 * (self.h - 2))
+
+  def test_each_starts_from_its_own_log_probs(self):
+    """dpo reads ref_logp and iterative_dpo old_logp; nothing else of the two."""
+    batch, outputs = make_batch(self.log_ratios, self.scores, self.group_ids)
+    expected = objectives.cotangents(outputs, batch, row('dpo')).outputs.logp
+    moved = batch.replace(old_logp=batch.old_logp + batch.advantages)
+    got = objectives.cotangents(outputs, moved, row('dpo')).outputs.logp
+    np.testing.assert_array_equal(got, expected)
+    moved = batch.replace(ref_logp=batch.ref_logp + batch.advantages)
+    got = objectives.cotangents(outputs, moved, row('apo')).outputs.logp
+    np.testing.assert_allclose(got, expected, atol=1e-15)
+    got = objectives.cotangents(outputs, moved, row('dpo')).outputs.logp
+    self.assertGreater(np.abs(got - expected).max(), 1e-3)
+
+  def test_at_the_start_each_pair_has_half_of_beta(self):
+    batch, outputs = make_batch(np.zeros(8), self.scores, self.group_ids)
+    got = np.asarray(objectives.cotangents(outputs, batch, row('dpo')).outputs.logp)
+    slopes = np.abs(got)[np.asarray(batch.action_mask) > 0]
+    np.testing.assert_allclose(np.unique(slopes), [0, 0.1 / 2 / 2], atol=1e-15)  # two pairs
+
+  def test_dropped_episodes_are_in_no_pair(self):
+    """Without rows 1 and 6, row 4 is the best of group 0, and group 2 has no pair."""
+    batch, outputs = make_batch(self.log_ratios, self.scores, self.group_ids)
+    kept = ~np.isin(np.arange(8), (1, 6))[:, None]
+    batch = batch.replace(loss_mask=batch.action_mask * kept)
+    got = np.asarray(objectives.cotangents(outputs, batch, row('dpo')).outputs.logp)
+    np.testing.assert_array_equal(np.flatnonzero(got.any(axis=1)), [3, 4])
+    sigmoid = 1 / (1 + np.exp(-0.1 * (0.5 - 0.4)))
+    self.assertAlmostEqual(-float(got[4].min()), 0.1 * (1 - sigmoid))
+
+  def test_without_any_pair_there_is_no_gradient(self):
+    batch, outputs = make_batch(self.log_ratios, np.ones(8), self.group_ids)
+    for name in ('dpo', 'ipo', 'tdpo', 'p3o'):
+      got = objectives.cotangents(outputs, batch, row(name))
+      chex.assert_trees_all_equal(got.outputs, jax.tree.map(jnp.zeros_like, outputs))
+      self.assertEqual(got.numbers['pg_loss'], 0)
+
+  @parameterized.parameters('dpo', 'ipo', 'tdpo', 'p3o')
+  def test_an_episode_of_several_rows_counts_once(self, name):
+    """The episodes of group 0 are cut in two rows, which stand among others."""
+    lengths = [4, 4, 4]
+    batch, outputs = make_batch((0.3, -0.2, 0.4), (1.0, 3.0, 0.0), (0, 0, 0), lengths)
+    expected = objectives.cotangents(outputs, batch, row(name))
+    order = np.array([0, 1, 2, 1, 0, 2])
+    cut = lambda x: x[order]
+    first = np.cumsum(batch.action_mask, axis=1) <= 2
+    half = np.where(np.array([1, 1, 1, 0, 0, 0])[:, None], first[order], ~first[order])
+    rows, row_outputs = jax.tree.map(cut, (batch, outputs))
+    rows = rows.replace(action_mask=rows.action_mask * half, episode_ids=jnp.asarray(order))
+    got = objectives.cotangents(row_outputs, rows, row(name))
+    np.testing.assert_allclose(got.numbers['pg_loss'], expected.numbers['pg_loss'], atol=1e-12)
+    mask = np.asarray(rows.action_mask) > 0
+    whole = np.asarray(expected.outputs.logp)[order]
+    np.testing.assert_allclose(got.outputs.logp, np.where(mask, whole, 0), atol=1e-12)
+
+
+class TdpoTest(ObjectiveTest):
+
+  def inputs(self, kl=(0.5, 0.25, 2.0)):
+    batch, outputs = make_batch((0.3, -0.2, 0.4), (1.0, 3.0, 0.0), (0, 0, 0), [1, 2, 4])
+    share = np.array(kl)[:, None] / np.array([1, 2, 4])[:, None]
+    return batch, outputs._replace(reference_kl=jnp.where(batch.action_mask > 0, share, 9.0))
+
+  def test_by_hand(self):
+    """h = -.2 - .4 - .5 (2 - .25): only the KL of the worst episode has a gradient."""
+    batch, outputs = self.inputs()
+    got = objectives.cotangents(outputs, batch, row('tdpo'))
+    h = -0.6 - 0.5 * 1.75
+    slope = 0.1 / (1 + np.exp(0.1 * h))
+    self.assertAlmostEqual(float(got.numbers['pg_loss']), np.log(1 + np.exp(-0.1 * h)))
+    mask = np.asarray(batch.action_mask)
+    expected = -slope * mask * np.array([[0], [1], [-1]])
+    np.testing.assert_allclose(got.outputs.logp, expected, atol=1e-12)
+    expected = slope * 0.5 * mask * np.array([[0], [0], [1]])
+    np.testing.assert_allclose(got.outputs.reference_kl, expected, atol=1e-12)
+
+  def test_without_alpha_or_kl_it_is_dpo(self):
+    for variant, kl in ((row('tdpo', alpha=0.0), (0.5, 0.25, 2.0)), (row('tdpo'), (0, 0, 0))):
+      batch, outputs = self.inputs(kl)
+      got = objectives.cotangents(outputs, batch, variant)
+      expected = objectives.cotangents(outputs, batch, row('dpo'))
+      np.testing.assert_array_equal(got.outputs.logp, expected.outputs.logp)
+      np.testing.assert_array_equal(got.numbers['pg_loss'], expected.numbers['pg_loss'])
+
+
+class P3oTest(ObjectiveTest):
+
+  scores = (0.0, 1.0, 1.0, 0.25)
+
+  def test_at_the_old_policy_by_hand(self):
+    batch, outputs = make_batch(np.zeros(4), self.scores, np.zeros(4, int))
+    got = np.asarray(objectives.cotangents(outputs, batch, row('p3o')).outputs.logp)
+    per_row = np.array([-0.1875, 0.1458333333, 0.1458333333, -0.1041666667])
+    np.testing.assert_allclose(got, -per_row[:, None] * batch.action_mask, atol=1e-9)
+
+  def test_at_the_old_policy_it_is_rloo(self):
+    """Groups of two, three and one."""
+    scores = np.array([0.5, 2.0, -1.0, 3.0, 0.0, 1.0])
+    group_ids = np.array([0, 1, 1, 0, 1, 2])
+    batch, outputs = make_batch(np.zeros(6), scores, group_ids)
+    got = objectives.cotangents(outputs, batch, row('p3o'))
+    rloo = advantages.leave_one_out(jnp.asarray(scores), batch.group_ids)
+    batch = batch.replace(advantages=rloo[:, None] * batch.action_mask)
+    weights = losses.aggregation_weights(batch.action_mask, 'seq-mean-token-sum')
+    expected, _, _ = correction.cotangents(outputs.logp, batch, row('rloo'), weights)
+    np.testing.assert_allclose(got.outputs.logp, expected, atol=1e-12)
+
+  def test_a_shift_of_a_groups_scores_changes_nothing(self):
+    log_ratios = (0.1, -0.3, 0.2, 0.05)
+    batch, outputs = make_batch(log_ratios, self.scores, np.zeros(4, int))
+    shifted = batch.replace(advantages=batch.advantages + 64.5)
+    chex.assert_trees_all_equal(
+        objectives.cotangents(outputs, batch, row('p3o')),
+        objectives.cotangents(outputs, shifted, row('p3o')),
+    )
+
+  @parameterized.parameters((0.1, False), (0.5, True), (-0.5, False))
+  def test_the_joint_clip_by_hand(self, half_gap, is_clipped):
+    """Scores 1 and 0, log w = half_gap and -half_gap, so that h is half_gap and w w' is 1."""
+    batch, outputs = make_batch((half_gap, -half_gap), (1.0, 0.0), (0, 0))
+    got = objectives.cotangents(outputs, batch, row('p3o'))
+    self.assertAlmostEqual(float(got.numbers['pg_loss']), -min(half_gap, 0.2))
+    slope = 0.0 if is_clipped else 0.5
+    expected = -slope * np.array([[1], [-1]]) * batch.action_mask
+    np.testing.assert_allclose(got.outputs.logp, expected, atol=1e-12)
+    clipped = np.asarray(got.numbers['clipped'])
+    np.testing.assert_array_equal(clipped, is_clipped & (np.asarray(batch.action_mask) > 0))
+
+  def test_both_ratios_weigh_a_pair(self):
+    batch, outputs = make_batch((0.3, 0.1), (1.0, 0.0), (0, 0))
+    got = objectives.cotangents(outputs, batch, row('p3o'))
+    self.assertAlmostEqual(float(got.numbers['pg_loss']), -np.exp(0.4) * 0.1)
+
+
+class RoverTest(ObjectiveTest):
+
+  def setUp(self):
+    super().setUp()
+    self.mask = np.array([[0.0, 1, 1, 0, 1], [0, 0, 1, 0, 0]])
+    batch, outputs = make_batch((0.0, 0.0), (0.5, -0.5), (0, 0))
+    arrays = dict(
+        action_mask=self.mask,
+        turn_ids=np.array([[0, 1, 1, 0, 2], [0, 0, 1, 0, 0]]),
+        old_logp=np.array([[9, -1, -2, 9, -3], [9, 9, -1, 9, 9.0]]),
+        old_uniform=np.array([[9, -2, -3, 9, -4], [9, 9, -2, 9, 9.0]]),
+        advantages=np.array([[9, 0.5, 0.5, 9, 0.5], [9, 9, -0.5, 9, 9.0]]),
+    )
+    self.batch = batch.replace(**{name: jnp.asarray(x) for name, x in arrays.items()})
+    self.outputs = objectives.TokenOutputs(self.batch.old_logp, self.batch.old_uniform)
+
+  def test_by_hand(self):
+    """beta 2, alpha .5: q is 2 (.1, 0, -.2). m moves by .3 at column 2 and by -.1 at column 4."""
+    self.outputs = self.outputs._replace(
+        logp=self.batch.old_logp + np.array([[5, 0.1, 0, 5, -0.2], [5, 5, 0.4, 5, 5]]),
+        uniform=self.batch.old_uniform + np.array([[5, 7, 0.3, 5, -0.1], [5, 5, 7, 5, 5]]),
+    )
+    got = objectives.cotangents(self.outputs, self.batch, row('rover', beta=2.0, alpha=0.5))
+    errors = np.array([[0, 0.2 - 0.5 - 0.3, -0.5 + 0.1, 0, -0.4 - 0.5], [0, 0, 0.8 + 0.5, 0, 0]])
+    self.assertAlmostEqual(float(got.numbers['pg_loss']), np.sum(errors**2) / 4)
+    np.testing.assert_allclose(got.outputs.logp, 2 * 2 * errors / 4, atol=1e-12)
+    np.testing.assert_array_equal(got.outputs.uniform, 0)
+
+  @parameterized.parameters(0.0, 1.0, 3.0)
+  def test_at_the_old_policy_it_is_twice_the_policy_gradient(self, alpha):
+    got = objectives.cotangents(self.outputs, self.batch, row('rover', alpha=alpha))
+    expected = -2 * np.where(self.mask > 0, self.batch.advantages, 0) / 4
+    np.testing.assert_allclose(got.outputs.logp, expected, atol=1e-12)
+
+  def test_without_the_next_value_it_is_the_surrogate(self):
+    moved = self.batch.old_logp + self.mask * np.array([[0.3], [-0.2]])
+    outputs = self.outputs._replace(logp=moved, uniform=self.batch.old_uniform + 1)
+    got = objectives.cotangents(outputs, self.batch, row('rover', alpha=0.0))
+    weights = losses.aggregation_weights(self.batch.action_mask, 'token-mean')
+    expected, _, parts = correction.cotangents(moved, self.batch, row('rover'), weights)
+    np.testing.assert_allclose(got.outputs.logp, expected, atol=1e-12)
+    self.assertAlmostEqual(float(got.numbers['pg_loss']), float(parts['pg_loss']))
+
+
+class VocabularyTest(parameterized.TestCase):
+  """The mean log-prob and the KL over the vocabulary, against the whole distributions."""
+
+  def setUp(self):
+    super().setUp()
+    self.tokens = np.random.default_rng(0).integers(0, 32, (3, 11)).astype(np.int32)
+
+  def distributions(self, params, config, x, temperature):
+    logits = decoder.token_logits(params, config, x)[:, :-1] / temperature
+    return jax.nn.log_softmax(logits)
+
+  @parameterized.product(tied=(True, False), temperature=(1.0, 0.7))
+  def test_mean_log_prob(self, tied, temperature):
+    config = dataclasses.replace(update_test.MODEL, tie_embeddings=tied)
+    params = decoder.init(jax.random.key(0), config)
+    params = jax.tree.map(lambda x: 3 * x, params)
+    x, _ = decoder.trunk(params, config, self.tokens)
+    logp, _ = decoder.token_logp(params, config, x, self.tokens, temperature)
+    got = decoder.uniform_logp(params, config, x, self.tokens, logp, temperature)
+    expected = self.distributions(params, config, x, temperature).mean(axis=-1)
+    np.testing.assert_allclose(got[:, 1:], expected, rtol=1e-5)
+    np.testing.assert_array_equal(got[:, 0], 0)
+
+  @parameterized.product(tied=(True, False), chunk=(None, 4))
+  def test_kl_and_its_gradient(self, tied, chunk):
+    config = dataclasses.replace(update_test.MODEL, tie_embeddings=tied, vocab_size=31)
+    tokens = self.tokens % 31
+    params, reference = [decoder.init(jax.random.key(i), config) for i in range(2)]
+    params = jax.tree.map(lambda x: 3 * x, params)
+    weights = np.random.default_rng(1).normal(size=tokens.shape)
+
+    def whole(params):
+      x, _ = decoder.trunk(params, config, tokens)
+      reference_x, _ = decoder.trunk(reference, config, tokens)
+      logp = self.distributions(params, config, x, 0.8)
+      reference_logp = self.distributions(reference, config, reference_x, 0.8)
+      kl = jnp.sum(jnp.exp(reference_logp) * (reference_logp - logp), axis=-1)
+      kl = jnp.pad(kl, ((0, 0), (1, 0)))
+      return jnp.sum(weights * kl), kl
+
+    def ours(params):
+      x, _ = decoder.trunk(params, config, tokens)
+      reference_x, _ = decoder.trunk(reference, config, tokens)
+      kl = decoder.reference_kl(params, config, x, reference, reference_x, 0.8, chunk)
+      return jnp.sum(weights * kl), kl
+
+    gradient, kl = jax.grad(ours, has_aux=True)(params)
+    expected_gradient, expected = jax.grad(whole, has_aux=True)(params)
+    self.assertGreater(float(expected.max()), 0.1)
+    np.testing.assert_allclose(kl, expected, rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
+
+  def test_a_policy_has_no_kl_to_itself(self):
+    params = decoder.init(jax.random.key(0), update_test.MODEL)
+    reference = params
+
+    def kl_of(params):
+      x, _ = decoder.trunk(params, update_test.MODEL, self.tokens)
+      reference_x, _ = decoder.trunk(reference, update_test.MODEL, self.tokens)
+      kl = decoder.reference_kl(params, update_test.MODEL, x, reference, reference_x, chunk=4)
+      return kl.sum()
+
+    value, gradient = jax.value_and_grad(kl_of)(params)
+    self.assertAlmostEqual(float(value), 0, places=5)
+    chex.assert_trees_all_close(gradient, jax.tree.map(jnp.zeros_like, gradient), atol=1e-6)
+
+
+@functools.cache
+def other_policy():
+  return decoder.init(jax.random.key(7), update_test.MODEL)
+
+
+def run_step(spec, mesh):
+  """Takes a step of a policy that has left both its old policy and its reference."""
+  reference = train_state.Frozen(
+      reference=jax.device_put(other_policy(), sharding.replicated(mesh))
+  )
+  state = update_test.make_state(spec, mesh)
+  functions = update_test.update.compile_functions(spec, state, reference, mesh)
+  batch = jax.device_put(update_test.make_batch(seed=SEED), sharding.rows(mesh))
+  old_state = dataclasses.replace(state, actor=jax.tree.map(lambda x: 1.3 * x, state.actor))
+  batch = update_test.annotate(functions, spec, old_state, batch, frozen=reference)
+  _, batch, _ = functions.with_advantages(update_test.make_state(spec, mesh), batch)
+  taken = update_test.step(functions, spec, state, batch, frozen=reference)
+  return batch, jax.device_get(taken)
+
+
+SEED = 1  # scores differ in both groups
+NAMES = ('dpo', 'ipo', 'tdpo', 'apo', 'p3o', 'rover')
+
+
+class StepTest(parameterized.TestCase):
+  """The optimizer steps of a model, which descend by SGD at a rate of 1."""
+
+  @parameterized.parameters(*NAMES)
+  def test_the_step_is_the_gradient_of_the_whole_objective(self, name):
+    spec = update_test.make_spec(name, micro_batch=2, lengths=(12, 24), beta=2.0)
+    mesh = update_test.one_device()
+    batch, (state, metrics, _) = run_step(spec, mesh)
+    model = spec.actor
+
+    def loss(params):
+      x, _ = decoder.trunk(params, model, batch.tokens)
+      logp, _ = decoder.token_logp(params, model, x, batch.tokens)
+      reference_x, _ = decoder.trunk(other_policy(), model, batch.tokens)
+      outputs = objectives.TokenOutputs(
+          logp,
+          decoder.uniform_logp(params, model, x, batch.tokens, logp),
+          decoder.reference_kl(params, model, x, other_policy(), reference_x),
+      )
+      function = objectives.objective(spec.variant.objective)
+      return -function(outputs, batch, spec.variant)[0].sum()
+
+    before = update_test.first_state(spec, mesh).actor
+    value, expected = jax.value_and_grad(loss)(before)
+    taken = jax.tree.map(lambda old, new: old - new, before, state.actor)
+    self.assertGreater(float(metrics['stppo/step_norm']), 1e-3)
+    np.testing.assert_allclose(metrics['actor/pg_loss'], value, rtol=1e-4)
+    chex.assert_trees_all_close(taken, expected, rtol=1e-3, atol=2e-6)
+
+  @parameterized.parameters('tdpo', 'rover')
+  def test_micro_batches_and_packing_change_nothing(self, name):
+    self.check_bins(name)
+
+  @parameterized.parameters('dpo', 'ipo', 'apo', 'p3o')
+  @pytest.mark.slow
+  def test_micro_batches_and_packing_change_no_other_row(self, name):
+    self.check_bins(name)
+
+  def check_bins(self, name):
+    options = dict(kl_in='loss', kl_estimator='k3', entropy_coef=0.01)
+    mesh = update_test.one_device()
+    _, whole = run_step(update_test.make_spec(name, **options), mesh)
+    for lengths, micro_batch, logp_chunk in (((12, 24), 2, None), ((48,), 1, 8)):
+      spec = update_test.make_spec(
+          name, micro_batch=micro_batch, lengths=lengths, logp_chunk=logp_chunk, **options
+      )
+      _, split = run_step(spec, mesh)
+      chex.assert_trees_all_close(whole, split, rtol=1e-4, atol=1e-6)
+
+  @parameterized.parameters(('tdpo', (2, 2, 2)), ('rover', (2, 2, 2)))
+  def test_eight_devices_equal_one(self, name, shape):
+    self.check_mesh(name, shape)
+
+  @parameterized.parameters(('dpo', (1, 8, 1)), ('tdpo', (1, 4, 2)), ('p3o', (8, 1, 1)))
+  @pytest.mark.slow
+  def test_other_meshes_of_eight_devices_equal_one(self, name, shape):
+    self.check_mesh(name, shape)
+
+  def check_mesh(self, name, shape):
+    spec = update_test.make_spec(name, logp_chunk=8)
+    _, alone = run_step(spec, update_test.one_device())
+    _, together = run_step(spec, sharding.make_mesh(*shape))
+    chex.assert_trees_all_close(alone, together, rtol=1e-4, atol=1e-6)
+
+  def test_without_a_pair_the_policy_stays(self):
+    spec = update_test.make_spec('apo')
+    mesh = update_test.one_device()
+    functions = update_test.functions_of(spec, mesh)
+    batch = jax.device_put(update_test.make_batch(seed=SEED), sharding.rows(mesh))
+    batch = batch.replace(rewards=jnp.zeros_like(batch.rewards))
+    batch = update_test.annotate(functions, spec, update_test.make_state(spec, mesh), batch)
+    _, batch, _ = functions.with_advantages(update_test.make_state(spec, mesh), batch)
+    state, metrics, _ = update_test.step(functions, spec, update_test.make_state(spec, mesh), batch)
+    chex.assert_trees_all_equal(state.actor, update_test.first_state(spec, mesh).actor)
+    self.assertEqual(metrics['actor/skipped'], 0)
+
+  def test_the_losses_of_roles_add_up(self):
+    spec = update_test.make_spec('apo')
+    batch, (_, metrics, _) = run_step(spec, update_test.one_device())
+    is_first = (batch.group_ids == 0).astype(jnp.float32)
+    batch = batch.replace(roles={'a': is_first, 'b': 1 - is_first})
+    mesh = update_test.one_device()
+    functions = update_test.functions_of(spec, mesh)
+    _, got, _ = update_test.step(functions, spec, update_test.make_state(spec, mesh), batch)
+    parts = [float(got[f'role/{role}/pg_loss']) for role in 'ab']
+    self.assertAlmostEqual(sum(parts), float(metrics['actor/pg_loss']), places=5)
+    self.assertTrue(all(parts))
+
+
+class DealTest(parameterized.TestCase):
+
+  def episodes(self, groups):
+    rows = []
+    for number, group in enumerate(groups):
+      turn = types.Turn(np.full(1 + number % 3, 5, np.int32), np.zeros(1 + number % 3, np.float32))
+      rows.append(types.Episode(types.Task('t'), group, np.ones(2, np.int32), [turn]))
+    return rows
+
+  def deal(self, rows, mini_batch):
+    bins = packing.Bins(mini_batch, 2, 2, (8,), 0, None, whole_groups=True)
+    return packing.to_device(rows, bins, jax.random.key(0))
+
+  def test_groups_are_not_torn_apart(self):
+    rows = self.episodes([0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3])
+    batch, steps = self.deal(rows, 6)
+    self.assertLen(steps, 4)
+    for step in steps:
+      groups = np.asarray(batch.group_ids)[step.rows]
+      np.testing.assert_array_equal(np.unique(groups, return_counts=True)[1], [3, 3])
+    for epoch in (steps[:2], steps[2:]):
+      together = np.concatenate([step.rows for step in epoch])
+      np.testing.assert_array_equal(np.sort(together), np.arange(12))
+
+  def test_groups_of_unequal_size_are_filled_up(self):
+    rows = self.episodes([0, 0, 0, 1, 2, 2, 3, 3])
+    batch, steps = self.deal(rows, 4)
+    for step in steps:
+      self.assertLen(step.rows, len(batch.tokens) // 2)
+      own = step.rows[step.rows < 8]
+      groups = {rows[i].group for i in own}
+      self.assertLen(own, sum(row.group in groups for row in rows))
+
+  def test_too_few_groups_are_refused(self):
+    with self.assertRaisesRegex(types.UserError, '1 groups do not fill 2 optimizer steps'):
+      self.deal(self.episodes([0] * 8), 4)
+
+
+class ExtrapolationTest(absltest.TestCase):
+
+  def state(self, name):
+    spec = update_test.make_spec(name)
+    return update_test.first_state(spec, update_test.one_device())
+
+  def test_by_hand(self):
+    state = self.state('apo')
+    state = state.replace(actor={'x': jnp.array([3.0, 1])}, previous_actor={'x': jnp.array([1, 2])})
+    start = train_state.extrapolated(state, 0.5)
+    np.testing.assert_array_equal(start.actor['x'], [4.0, 0.5])
+    np.testing.assert_array_equal(start.previous_actor['x'], [3.0, 1])
+
+  def test_exact_iterations_on_a_bandit(self):
+    """Each iteration adds r / beta exactly. The outputs are 1, 2.3, 3.69 and 5.107 times that."""
+    rewards = np.array([0.5, -0.25])
+    logits = {'x': jnp.zeros(2)}
+    state = self.state('apo').replace(actor=logits, previous_actor=logits)
+    for expected in (1, 2.3, 3.69, 5.107):
+      state = train_state.extrapolated(state, 0.3)
+      state = state.replace(actor={'x': state.actor['x'] + rewards})
+      np.testing.assert_allclose(state.actor['x'], expected * rewards, rtol=1e-5)
+
+  def test_only_rows_that_extrapolate_keep_the_parameters_before(self):
+    apo = self.state('apo')
+    chex.assert_trees_all_equal(apo.previous_actor, apo.actor)
+    dpo = self.state('dpo')
+    self.assertIsNone(dpo.previous_actor)
+    self.assertIs(train_state.extrapolated(dpo, 0.0), dpo)
+
+
+if __name__ == '__main__':
+  absltest.main()
