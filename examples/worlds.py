@@ -30,6 +30,7 @@ FOLDERS = (
     'guess_number',
     'labels',
     'memory',
+    'messages',
     'rooms',
     'signals',
     'terminals',

@@ -21,6 +21,8 @@ from examples.creators import env as creators
 from examples.creators import player as creators_player
 from examples.labels import env as labels
 from examples.labels import player as labels_player
+from examples.messages import env as messages
+from examples.messages import player as messages_player
 from stppo_jax import types
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / 'examples'
@@ -91,6 +93,56 @@ class CoryTest(parameterized.TestCase):
   @parameterized.parameters('011', '+11', '11 ', '\u0661\u0661', '1_1', '')
   def test_other_forms_are_wrong(self, answer):
     self.assertFalse(cory.is_right((3, 8), answer))
+
+
+class MessagesTest(parameterized.TestCase):
+
+  def start(self, pattern):
+    env = messages.Messages(None, pattern)
+    observation = env.reset(seed=0)
+    env._questions = [(2, 7, 5), (3, 1, 6)]
+    return env, observation[1]['role']
+
+  def test_monologue(self):
+    env, role = self.start('monologue')
+    first = env.step('2 plus 7 is 9')
+    last = env.step('14')
+    self.assertEqual((role, first[0], first[4]['role']), ('student', 'answer.', 'student'))
+    self.assertEqual((last[1], last[4]['rewards']), (1.0, {}))
+
+  def test_dialogue(self):
+    env, role = self.start('dialogue')
+    first = env.step('2 plus 7 is 9')
+    last = env.step('14')
+    self.assertEqual((role, first[4]['role']), ('partner', 'student'))
+    self.assertEqual(first[0], '2 plus 7 plus 5? hint: 2 plus 7 is 9. answer.')
+    self.assertEqual((last[1], last[4]['rewards']), (1.0, {'partner': 1.0}))
+
+  @parameterized.parameters(
+      ('13', 'teacher: 2 plus 7 is 9, plus 5 is 14. 3 plus 1 plus 6? answer.', 0.0),
+      ('14', '3 plus 1 plus 6? answer.', 0.5),
+  )
+  def test_analogue(self, answer, text, reward):
+    env, role = self.start('analogue')
+    first = env.step(answer)
+    last = env.step('10')
+    self.assertEqual((role, *first[:3]), ('student', text, reward, False))
+    self.assertEqual((last[1], last[2]), (0.5, True))
+    self.assertEqual(last[4]['metrics']['right'], reward + 0.5)
+
+  def test_seeds_mix_the_patterns(self):
+    env = messages.Messages(None, 'mixed')
+    seen = set()
+    for seed in range(30):
+      env.reset(seed=seed)
+      seen.add(env.pattern)
+    self.assertEqual(seen, set(messages.PATTERNS))
+
+  @parameterized.parameters(*messages.PATTERNS)
+  def test_expert_is_right_in_each_pattern(self, pattern):
+    for seed in range(50):
+      env = messages.Messages(None, pattern)
+      self.assertEqual(curves.play_episode(env, seed, messages_player.Expert)['right'], 1)
 
 
 class CreatorsTest(parameterized.TestCase):

@@ -37,6 +37,7 @@ BARS = {
     'empathy': {'Expert': (1, 1), 'Adviser': (0.2, 0.5), 'Player': (0.4, 0.7)},
     'labels': {'Expert': (1, 1), 'Player': (0.35, 0.6)},
     'memory': {'Expert': (1, 1), 'AddOnly': (0.6, 0.9), 'Player': (0.3, 0.6)},
+    'messages': {'Expert': (1, 1), 'Player': (0.3, 0.5)},
     'rooms': {'Expert': (1, 1), 'Player': (0.2, 0.5)},
     'terminals': {'Expert': (1, 1), 'Player': (0.3, 0.6)},
 }
