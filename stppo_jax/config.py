@@ -184,6 +184,27 @@ class RolloutSettings(Section):
       "of the old policy for each token, which the trainer recomputes; 'sampling' reuses the "
       "experts that the sampler chose. The weights of the experts are always the current router's",
       allowed=('none', 'old_policy', 'sampling'))
+  engine: str = setting(
+      '', 'addresses of engines in other processes that sample in place of our own sampler, as in '
+      "'http://HOST:8000', separated by commas. Empty: off", resume_allowed=True)
+  engine_kind: str = setting(
+      'vllm', "interface of the engines; 'stppo' is the gateway of --mode=serve",
+      allowed=('vllm', 'sglang', 'stppo'), resume_allowed=True)
+  engine_folder: str = setting(
+      '', 'folder for the weights that the engines load, which they see under the same path. '
+      'Empty: WORKDIR/weights', resume_safe=True)
+  engine_push: str = setting(
+      'turn', "moment at which new weights replace older ones: 'turn' waits for the turns in "
+      "progress, and their episodes continue with the new weights. 'batch' waits for the batch, "
+      'which one version samples', allowed=('turn', 'batch'), resume_allowed=True)
+  engine_gap: float = setting(
+      0.05, 'largest mean difference of the log-probs of engine and trainer at the start, in nats '
+      'per token; more is an error', above=0, resume_safe=True)
+  engine_timeout_s: float = setting(
+      300.0, 'seconds that an engine may take for a turn', above=0, resume_safe=True)
+  engine_outage_s: float = setting(
+      3600.0, 'seconds without an answer of any engine, after which the run saves and stops',
+      at_least=0, resume_safe=True)
   replay: str = setting(
       '', 'folder of saved batches, such as runs/NAME/episodes. Update n trains on its '
       'train_<n>.jsonl, and only evaluations sample. Empty: off')

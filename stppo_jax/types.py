@@ -206,6 +206,7 @@ class Turn:
   # [p+n,L,A] experts that the sampler chose for the p tokens since the turn before (the prompt or
   # an observation) and for the turn's own, where they are recorded.
   routes: np.ndarray | None = None
+  version: int | None = None  # updates of the policy that sampled it, where an engine did
 
 
 @dataclasses.dataclass
@@ -336,6 +337,8 @@ class Episode:
       record['demonstrated'] = True
     if any(turn.routes is not None for turn in self.turns):
       record['routes'] = [pack_array(turn.routes) for turn in self.turns]
+    if any(turn.version is not None for turn in self.turns):
+      record['versions'] = [turn.version for turn in self.turns]
     return record
 
   @classmethod
@@ -365,6 +368,7 @@ class Episode:
     if turn_ids.max(initial=0) > len(actions):
       raise ValueError(f'turn {turn_ids.max()} of {len(actions)}')
     routes = record.get('routes', [None] * len(actions))
+    versions = record.get('versions', [None] * len(actions))
     turns: list[Turn] = []
     end = len(tokens)
     for k in range(len(actions), 0, -1):
@@ -378,6 +382,7 @@ class Episode:
           action=actions[k - 1],
           reward=record['rewards'][k - 1],
           routes=unpack_array(routes[k - 1], len(tokens)),
+          version=versions[k - 1],
       )
       turns.append(turn)
       end = start

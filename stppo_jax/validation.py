@@ -87,6 +87,7 @@ def validate(config: Config) -> Config:
   _check_names(config)
   _check_environment(config)
   _check_address(config)
+  _check_engine(config)
   _check_sizes(config)
   _check_demonstrations(config)
   _check_allocation(config)
@@ -206,6 +207,28 @@ def _check_address(config: Config) -> None:
         f'config.eval.address={address!r} and config.eval.model={model!r} need each other: a '
         'baseline is a model at an address'
     )
+
+
+def _check_engine(config: Config) -> None:
+  """Checks settings that do not work with engines in other processes."""
+  rollout = config.rollout
+  if not rollout.engine:
+    return
+  given = f'config.rollout.engine={rollout.engine!r}'
+  for address in rollout.engine.split(','):
+    if not re.fullmatch(r'\s*https?://[^\s/]+(/\S*)?\s*', address):
+      raise UserError(f'{given}: give http://HOST:PORT, several of them separated by commas')
+  if config.model.role_parameters == 'own':
+    raise UserError(
+        f'{given}: an engine holds one policy: set --config.model.role_parameters=shared'
+    )
+  if rollout.routing_replay == 'sampling':
+    raise UserError(
+        f'{given}: engines do not report the experts that they chose: set '
+        '--config.rollout.routing_replay=old_policy'
+    )
+  if rollout.replay:
+    raise UserError(f'{given}: nothing is sampled with config.rollout.replay: set one of them')
 
 
 def _check_sizes(config: Config) -> None:

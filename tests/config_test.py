@@ -22,6 +22,7 @@ from stppo_jax.models import hf_config
 from stppo_jax.models import lora
 from stppo_jax.retrieval import http
 from stppo_jax.retrieval import kinds
+from stppo_jax.rollout import servers
 from stppo_jax.training import objective
 from stppo_jax.types import UserError
 
@@ -289,6 +290,8 @@ class TablesTest(absltest.TestCase):
         'serve.tool_form': set(tool_calls.FORMS),
         'rollout.allocation': {'even', 'dars_et', 'dars_hw'},
         'rollout.routing_replay': {'none', 'old_policy', 'sampling'},
+        'rollout.engine_kind': set(servers.APIS),
+        'rollout.engine_push': {'turn', 'batch'},
         'log.tracker': {'wandb', 'trackio'},
         'train.on_save_error': {'continue', 'stop'},
         'train.on_nonfinite': {'stop', 'rollback'},

@@ -107,8 +107,8 @@ class SeedsTest(parameterized.TestCase):
         called()
         return action, 0.0, True, False, {}
 
-    def play(sampler, params, tokenizer, rows, rules):
-      del sampler, params, tokenizer
+    def play(sampler, params, tokenizer, rows, rules, run):
+      del sampler, params, tokenizer, run
       engine_threads.append(rules.threads)
       mine = rows.envs[::num_processes]
       seeds = [1] * len(rows.envs)

@@ -173,7 +173,7 @@ class SampleTokenTest(parameterized.TestCase):
 class SamplerTest(parameterized.TestCase):
 
   def test_an_eos_id_that_the_model_does_not_have_ends_nothing(self):
-    table = make_sampler(stops=(), eos=(-1, CONFIG.vocab_size))._host_stop_table
+    table = make_sampler(stops=(), eos=(-1, CONFIG.vocab_size)).stop_table
     self.assertFalse((table[:-1] == len(table) - 1).any())
 
   def setUp(self):

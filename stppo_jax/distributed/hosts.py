@@ -10,8 +10,10 @@ With one process all of this costs nothing.
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
+import contextvars
 import functools
 import hashlib
 import json
@@ -43,6 +45,7 @@ _FLAGS = (
 )
 _has_peers = False
 _has_finished = threading.Event()
+_is_alone = contextvars.ContextVar('is_alone', default=False)
 
 
 def initialize(
@@ -92,17 +95,42 @@ def is_writer() -> bool:
   return jax.process_index() == 0
 
 
+def num_processes() -> int:
+  """Returns the number of processes that exchange data with this thread, see `alone`."""
+  return 1 if _is_alone.get() else jax.process_count()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+  """Context manager in which this thread exchanges nothing with the other processes.
+
+  Threads that run in a copy of the context do not either.
+  """
+  token = _is_alone.set(True)
+  try:
+    yield
+  finally:
+    _is_alone.reset(token)
+
+
+_SHARED_ERRORS = {kind.__name__: kind for kind in (types.UserError, types.RunError, types.Stopped)}
+
+
 def by_writer(function: Callable[..., Any], *args: Any) -> Any:
-  """Calls function(*args) on process 0; all processes get its result (JSON) or its UserError."""
-  result = message = None
+  """Calls function(*args) on process 0. All processes get its result (JSON).
+
+  If it raises a UserError, RunError or Stopped, all processes raise it.
+  """
+  result = error = None
   if is_writer():
     try:
       result = function(*args)
-    except types.UserError as error:
-      message = str(error)
-  result, message = share([result, message])[0]
-  if message is not None:
-    raise types.UserError(message)
+    except tuple(_SHARED_ERRORS.values()) as raised:
+      error = [type(raised).__name__, str(raised)]
+  result, error = share([result, error])[0]
+  if error is not None:
+    name, message = error
+    raise _SHARED_ERRORS[name](message)
   return result
 
 
@@ -123,7 +151,7 @@ def require_same(
 def share(value: Any) -> list:
   """Returns the JSON values of all processes, in their order; they do not pass a device."""
   text = json.dumps(value, default=_plain)
-  if jax.process_count() == 1:
+  if num_processes() == 1:
     return [json.loads(text)]
   return [json.loads(message) for message in _exchange().gather(text.encode('ascii'))]
 
@@ -151,7 +179,7 @@ def split_steps(envs: Sequence[protocol.Env]) -> Callable[..., list]:
   Environment i, and so its state, belongs to process i modulo their number. `map_all` steps the
   environments of one process. The outcomes are sent to all processes as JSON.
   """
-  count = jax.process_count()
+  count = num_processes()
   if count == 1:
     return stepping.step_all
   owners = {id(env): i % count for i, env in enumerate(envs)}
@@ -174,7 +202,7 @@ def split_resets(map_all: Callable[..., Iterable]) -> Callable[..., Iterable]:
   The share is that of `split_steps`, and the openings are sent to all processes as JSON. So an
   environment on a server has one session, however many processes there are.
   """
-  count = jax.process_count()
+  count = num_processes()
   if count == 1:
     return map_all
 

@@ -23,9 +23,12 @@ _POLL_S = 1.0  # between two questions whether to give up
 class Temporary(Exception):
   """A failure that another attempt may not have. `wait_s` is the wait that the server asks for."""
 
-  def __init__(self, message: str, wait_s: float = 0.0, is_silent: bool = False):
+  def __init__(
+      self, message: str, wait_s: float = 0.0, is_silent: bool = False, is_busy: bool = False
+  ):
     super().__init__(message)
     self.wait_s = wait_s
+    self.is_busy = is_busy  # the server has too many requests, and works
     self.is_silent = is_silent  # there was no answer at all
 
 
@@ -51,17 +54,19 @@ class ClientLimits:
   max_bytes: int = 64 << 20  # size of an answer
 
 
-def post(session: requests.Session, url: str, body: Any, limits: ClientLimits) -> bytes:
-  """Sends one request; returns the answer. Raises Temporary and Rejected."""
+def send(session: requests.Session, url: str, body: Any, limits: ClientLimits) -> bytes:
+  """Sends one request, a GET if `body` is None. Returns the answer; raises Temporary, Rejected."""
+  method = 'GET' if body is None else 'POST'
   deadline = time.monotonic() + limits.total_s
   timeout = (min(limits.connect_s, limits.total_s), limits.total_s)
   try:
-    with session.post(
-        url, json=body, stream=True, allow_redirects=False, timeout=timeout
+    with session.request(
+        method, url, json=body, stream=True, allow_redirects=False, timeout=timeout
     ) as response:
       if response.status_code in _AGAIN:
         wait_s = _parse_seconds(response.headers.get('Retry-After'))
-        raise Temporary(f'HTTP status {response.status_code}', wait_s)
+        is_busy = response.status_code == 429
+        raise Temporary(f'HTTP status {response.status_code}', wait_s, is_busy=is_busy)
       answer = bytearray()
       for chunk in response.iter_content(_CHUNK_BYTES):
         answer += chunk

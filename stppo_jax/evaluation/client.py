@@ -104,7 +104,7 @@ class ChatClient:
       raise UnansweredError('the job has ended')
     url = self._address.rstrip('/') + '/chat/completions'
     try:
-      answer = http_client.post(self._session, url, body, _LIMITS)
+      answer = http_client.send(self._session, url, body, _LIMITS)
       completion = _parse(json.loads(answer), self._stop)
     except http_client.Rejected as error:
       fields = _error_fields(error.text)

@@ -185,6 +185,15 @@ def forward(
   return token_logits(params, config, x), cache
 
 
+def untied(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
+  """Returns the same policy with an output matrix of its own, a copy of the embedding.
+
+  A reload in vLLM 0.32 on CPUs misses the output matrix of a folder without one.
+  """
+  kernel = params['embed']['embedding'].T
+  return dataclasses.replace(config, tie_embeddings=False), params | {'lm_head': {'kernel': kernel}}
+
+
 def token_logits(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
   """Returns float32 logits [...,V] of x [...,D], as one matrix product like in `Project`."""
   x = sharding.spread(x, config.row_sharding)

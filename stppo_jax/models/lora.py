@@ -9,12 +9,16 @@ parameters. `combine` joins both into the tree that decoder.py takes; `merge` ad
 """
 
 from collections.abc import Collection
+import json
 import math
+import os
 from typing import Any
 
 from flax import traverse_util
 import jax
 import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
 
 from stppo_jax.types import UserError
 
@@ -100,6 +104,45 @@ def merge(base: Params, trained: Params, scale: float) -> Params:
     change = scale * jnp.einsum('lir,lro->lio', a, b, precision='highest')
     merged[*module, 'kernel'] = (kernel + change.reshape(kernel.shape)).astype(kernel.dtype)
   return traverse_util.unflatten_dict(merged)
+
+
+def adapters(params: Params) -> Params:
+  """Returns the adapters of `combine`d parameters alone."""
+  flat = traverse_util.flatten_dict(params)
+  return traverse_util.unflatten_dict(
+      {path: leaf for path, leaf in flat.items() if path[-1] in ('lora_a', 'lora_b')}
+  )
+
+
+def save_peft(folder: str, adapters: Params, scale: float) -> None:
+  """Writes adapters (NumPy arrays) as a folder of the PEFT library, which vLLM and SGLang read."""
+  os.makedirs(folder)
+  tensors = {}
+  targets = []
+  for name, (path, _) in TARGETS.items():
+    part, module = path.split('/')
+    adapter = adapters['layers'].get(part, {}).get(module)
+    if adapter is None:
+      continue
+    targets.append(name)
+    rank = adapter['lora_a'].shape[-1]
+    parent = 'self_attn' if part == 'attention' else part
+    for layer, (a, b) in enumerate(zip(adapter['lora_a'], adapter['lora_b'])):
+      prefix = f'base_model.model.model.layers.{layer}.{parent}.{name}'
+      tensors[f'{prefix}.lora_A.weight'] = np.ascontiguousarray(a.reshape(-1, rank).T)
+      tensors[f'{prefix}.lora_B.weight'] = np.ascontiguousarray(b.reshape(rank, -1).T)
+  safetensors.numpy.save_file(tensors, os.path.join(folder, 'adapter_model.safetensors'))
+  settings = {
+      'peft_type': 'LORA',
+      'task_type': 'CAUSAL_LM',
+      'base_model_name_or_path': '',
+      'r': rank,
+      'lora_alpha': scale * rank,
+      'target_modules': targets,
+      'bias': 'none',
+  }
+  with open(os.path.join(folder, 'adapter_config.json'), 'w', encoding='utf-8') as file:
+    json.dump(settings, file)
 
 
 def _float32(x):

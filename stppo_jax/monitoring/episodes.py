@@ -40,6 +40,16 @@ def summarize_update(episodes: Sequence[types.Episode]) -> dict[str, float]:
   return metrics
 
 
+def turn_ages(episodes: Sequence[types.Episode], update: int) -> dict[str, float]:
+  """Returns the updates between the weights that sampled a turn and those that update n trains.
+
+  {} where turns do not record the version of their weights.
+  """
+  turns = [turn for episode in episodes for turn in episode.turns]
+  ages = [update - 1 - turn.version for turn in turns if turn.version is not None]
+  return metrics_lib.summarize('engine/turn_age', ages) if ages else {}
+
+
 def summarize(episodes: Sequence[types.Episode]) -> dict[str, float]:
   """Returns scores, lengths, turns, failures, and the mean of each metric of the environment.
 

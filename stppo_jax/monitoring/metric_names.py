@@ -126,6 +126,7 @@ GROUPS: dict[str, dict[str, str]] = {
     'Sampler against trainer': {
         'rollout_corr/kl': "Mean of the sampler's log-prob minus old_logp or the trainer's.",
         'rollout_corr/k3_kl': 'Estimate k3 of the KL from sampler to trainer.',
+        'rollout_corr/logp_diff_mean': 'Mean difference of two log-probs, without its sign.',
         'rollout_corr/logp_diff_max': 'Largest difference of two log-probs.',
         'rollout_corr/training_ppl': 'Perplexity of the episodes under the trainer.',
         'rollout_corr/rollout_ppl': 'Perplexity of the episodes under the sampler.',
@@ -183,6 +184,15 @@ GROUPS: dict[str, dict[str, str]] = {
         'perf/decode_steps': 'Decode steps, each of one group of rows.',
         'perf/prefill_tokens': 'Tokens of prompts and observations that were read.',
         'perf/shared_tokens': 'Prompt tokens that were copied from an equal prompt instead.',
+        'engine/turn_age/{mean,max,min}': (
+            'Updates between the weights that sampled a turn and the weights that it trains '
+            '(`rollout.engine`).'
+        ),
+        'engine/gap': (
+            'Mean difference of the log-probs of engine and trainer with the same weights, at an '
+            'evaluation.'
+        ),
+        'engine/push_s': 'Seconds of pushes of weights to engines, since the batch before.',
     },
     'Time and machine': {
         'timing_s/step': 'Seconds of the update.',

@@ -162,7 +162,7 @@ class HttpRetriever:
     settings = self._settings
     is_silent = True
     gives_up = lambda: self.give_up() or is_gone.is_set()
-    post = functools.partial(http_client.post, self._session, self.address, body, self._limits)
+    post = functools.partial(http_client.send, self._session, self.address, body, self._limits)
 
     def attempt(number: int) -> bytes:
       nonlocal is_silent

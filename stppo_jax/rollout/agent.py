@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
 import functools
+import os
 from typing import Any
 
 import jax
@@ -16,14 +18,19 @@ from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
+from stppo_jax.envs import stepping
+from stppo_jax.models import convert
 from stppo_jax.models import decoder
+from stppo_jax.models import lora
 from stppo_jax.models import sharding
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_lib
 from stppo_jax.rollout import layout
 from stppo_jax.rollout import prepare
+from stppo_jax.rollout import remote
 from stppo_jax.rollout import sampler as sampler_lib
 from stppo_jax.rollout import sampling
+from stppo_jax.rollout import servers
 
 
 @dataclasses.dataclass
@@ -35,9 +42,10 @@ class Agent:
   model: decoder.ModelConfig  # the policy's shape
   env: factory.EnvFactory  # makes an environment per episode
   retriever: Any  # retrieval.protocol.Retriever, or None
-  sampler: sampler_lib.Sampler  # at the training temperature
-  greedy: sampler_lib.Sampler  # evaluation's; shares the compiled programs
+  sampler: Any  # a `Sampler` at the training temperature, or a `RemoteSampler`
+  greedy: Any  # evaluation's; shares the compiled programs
   report: engine.Report | None = None  # about the newest `play`
+  run: Callable[..., engine.Report] | None = None  # see `episode.play`
 
   def play(
       self,
@@ -82,16 +90,111 @@ class Agent:
           prepare.limits(self.config),
           step_envs=step_envs,
           map_resets=hosts.split_resets(map_all),
-          threads=rollout.threads if jax.process_count() == 1 else 0,
+          threads=rollout.threads if hosts.num_processes() == 1 else 0,
           strict=rollout.max_failed == 0,
       )
       sampler = self.greedy if greedy else self.sampler
       rows = episode_lib.Rows(envs, tasks, groups, keys)
       copy = self.sampler.copy(params)
-      episodes, self.report = episode_lib.play(sampler, copy, self.tokenizer, rows, rules)
+      episodes, self.report = episode_lib.play(sampler, copy, self.tokenizer, rows, rules, self.run)
     if give_up is not None:
       hosts.end_if(give_up)
     return episodes
+
+
+@dataclasses.dataclass
+class RemoteAgent(Agent):
+  """Turns parameters and questions into episodes, whose turns engines in other processes sample."""
+
+  @contextlib.contextmanager
+  def opened(
+      self,
+      workdir: str,
+      updates: int,
+      params: Any,
+      tasks: Sequence[types.Task],
+      give_up: Callable[[], bool],
+  ) -> Iterator[None]:
+    """Context manager of a run in `workdir`, whose policy `params` has had so many updates.
+
+    Connects the engines, and compares their log-probs with those of the trainer.
+    """
+    folder = self.config.rollout.engine_folder or os.path.join(workdir, 'weights')
+    self._prompts = hosts.by_writer(self._probe_prompts, tasks)
+    self._score = jax.jit(functools.partial(_score, self.model))
+    with self.sampler.fleet.opened(folder, updates, give_up):
+      self.check(params)
+      yield
+
+  def check(self, params: Any) -> float:
+    """Returns the mean |dlogp| of engines and trainer with the same weights; see `remote`."""
+    return remote.check_agreement(
+        self.sampler,
+        self.sampler.copy(params),
+        self._prompts,
+        lambda tokens, temperature: hosts.fetch(self._score(params, tokens, temperature)),
+    )
+
+  def _probe_prompts(self, tasks):
+    """Returns the prompts of the first tasks."""
+    longest = episode_lib.longest_prompt(prepare.limits(self.config))
+    prompts = []
+    for task in tasks[: remote.NUM_PROBES]:
+      seed = task.seed or 0
+      observation, info = stepping.reset(self.env(task, seed), seed)
+      ids = episode_lib.first_prompt(self.tokenizer, observation, info)
+      prompts.append(ids[:longest])
+    return prompts
+
+
+def _score(model, params, tokens, temperature):
+  """Returns the log-probs of tokens [1,T] as the trainer computes them."""
+  x, _ = decoder.trunk(params, model, tokens)
+  logp, _ = decoder.token_logp(params, model, x, tokens, temperature)
+  return logp
+
+
+def with_engines(agent: Agent) -> RemoteAgent:
+  """Returns the agent of training with the engines of config.rollout.engine as its sampler."""
+  config = agent.config
+  rollout = config.rollout
+  model = dataclasses.replace(agent.model, head='tokens')
+  has_adapters = config.model.lora_rank > 0
+  sends_adapters = has_adapters and rollout.engine_kind == 'vllm'
+
+  def write(params, folder):
+    if sends_adapters:
+      adapters = hosts.fetch(lora.adapters(params))
+      if hosts.is_writer():
+        lora.save_peft(folder, adapters, model.lora_scale)
+      return
+    if has_adapters:
+      params = jax.jit(lora.merge, static_argnums=2)(params, {}, model.lora_scale)
+    if rollout.engine_kind == 'vllm' and model.tie_embeddings:
+      convert.save_hf(folder, *decoder.untied(model, params), dtype=model.dtype)
+    else:
+      convert.save_hf(folder, model, params, dtype=model.dtype)
+
+  api = servers.VllmAdapterApi() if sends_adapters else servers.APIS[rollout.engine_kind]
+  api_key = os.environ.get('OPENAI_API_KEY', '')
+  fleet = remote.Fleet(
+      engines=[
+          remote.RemoteEngine(address, api, api_key, rollout.engine_timeout_s)
+          for address in rollout.engine.split(',')
+      ],
+      settings=rollout,
+      stop_table=agent.sampler.stop_table,
+      stop_strings=agent.env.stop_strings,
+      rows=agent.env.rows_per_episode * (rollout.rows or config.train.episodes),
+      num_versions=config.pipeline.staleness + 2,
+      write=write,
+  )
+  distribution = sampling.Distribution(rollout.temperature, rollout.top_k, rollout.top_p)
+  fields = {field.name: getattr(agent, field.name) for field in dataclasses.fields(agent)}
+  fields['sampler'] = remote.RemoteSampler(fleet, distribution)
+  fields['greedy'] = remote.RemoteSampler(fleet, sampling.GREEDY)
+  fields['run'] = remote.run
+  return RemoteAgent(**fields)
 
 
 def make_agent(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent import futures
+import contextvars
 import dataclasses
 
 import chex
@@ -42,15 +43,19 @@ class EnvPool:
     if self._pool is not None:  # after an error, does not wait for the other responses
       self._pool.shutdown(wait=kind is None, cancel_futures=True)
 
-  def step(self, completions: list[TurnCompletion]) -> None:
-    """Calls `respond` once with turns that ended together."""
+  def step(
+      self, completions: list[TurnCompletion], on_done: Callable[[], None] = lambda: None
+  ) -> None:
+    """Calls `respond` once with turns that ended together, and `on_done` after it."""
     if not completions:
       return
     if self._pool is None:
       call: futures.Future = futures.Future()
       call.set_result(self._respond(completions))
     else:
-      call = self._pool.submit(self._respond, completions)
+      context = contextvars.copy_context()  # a thread would have another one
+      call = self._pool.submit(context.run, self._respond, completions)
+      call.add_done_callback(lambda unused_call: on_done())
     self._calls[call] = completions
 
   @property

@@ -85,8 +85,11 @@ def play(
     tokenizer: tokenizer_lib.Tokenizer,
     rows: Rows,
     rules: EpisodeRules,
+    run: Callable[..., engine.Report] | None = None,
 ) -> tuple[list[types.Episode], engine.Report]:
   """Returns one episode per environment and role, in their order, and a report of the work.
+
+  `run` plays the sequences with the sampler. None is `engine.run`.
 
   An episode depends on its environment, key and prompt, and not on the other episodes or the
   speed of any environment. With threads, environments have to lock what they share.
@@ -130,7 +133,8 @@ def play(
     return prompts
 
   keys = rows.keys if num_roles == 1 else role_keys(rows.keys, num_roles)
-  report = engine.run(sampler, params, prompts, keys, respond, rules.threads)
+  run = run or engine.run
+  report = run(sampler, params, prompts, keys, respond, rules.threads)
   report.seconds['env'] += reset_s
   return episodes, report
 

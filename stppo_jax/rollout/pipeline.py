@@ -32,6 +32,7 @@ from stppo_jax.rollout import allocation as allocation_lib
 from stppo_jax.rollout import demonstrations
 from stppo_jax.rollout import engine
 from stppo_jax.rollout import episode as episode_lib
+from stppo_jax.rollout import remote
 
 
 @dataclasses.dataclass
@@ -145,6 +146,10 @@ class Batches:
       episodes += demonstrated.get(i, [])
     return Sampled(number, staleness, episodes, measured)
 
+  def receive(self, wait: Callable[[], Sampled]) -> Sampled:
+    """Returns the batch that `wait` returns. All processes have sampled it together."""
+    return wait()
+
   def restored(self, record: dict) -> Sampled:
     """Returns a batch that a checkpoint holds as JSON, with its questions."""
     questions = self.stream.take(record['number'] - 1)
@@ -215,6 +220,41 @@ class Batches:
 
 
 @dataclasses.dataclass(frozen=True)
+class RemoteBatches(Batches):
+  """Batches that engines sample. Process 0 plays them, and all processes get the episodes.
+
+  Nothing of it is a computation on devices. So it may run in a thread beside training, whatever the
+  number of devices and processes.
+  """
+
+  def sample(self, params: Any, number: int, staleness: int) -> Sampled:
+    """Plays the batch. Process 0 calls it, from any thread."""
+    with hosts.alone():
+      sampled = super().sample(params, number, staleness)
+    sampled.measured['engine/push_s'] = self.agent.sampler.fleet.take_push_s()
+    return sampled
+
+  def receive(self, wait: Callable[[], Sampled]) -> Sampled:
+    """Returns the batch that `wait` returns on process 0."""
+    if hosts.num_processes() == 1:
+      return wait()
+    return self.restored(hosts.by_writer(lambda: to_json(wait())))
+
+  def until_answered(self, play: Callable) -> tuple[list[types.Episode], int]:
+    """Calls `play_through` with the limits of this run, on process 0."""
+    if hosts.num_processes() == 1:
+      return super().until_answered(play)
+
+    def play_alone():
+      with hosts.alone():
+        episodes, replays = Batches.until_answered(self, play)
+      return [episode.to_dict() for episode in episodes], replays
+
+    records, replays = hosts.by_writer(play_alone)
+    return list(map(types.Episode.from_dict, records)), replays
+
+
+@dataclasses.dataclass(frozen=True)
 class _Round:
   """One round of sampling."""
 
@@ -268,6 +308,8 @@ class Pipeline:
       sampled are begun by the first `take`.
     copy: trained parameters -> those that `sample` takes. With staleness they must be in buffers
       of their own, because training overwrites its own meanwhile.
+    receive: gives all processes the batch that a function returns on process 0, where it is
+      sampled. By default all processes sample it together.
   """
 
   def __init__(
@@ -276,8 +318,10 @@ class Pipeline:
       staleness: int,
       ahead: Sequence[Sampled | Unsampled] = (),
       copy: Callable = lambda params: params,
+      receive: Callable[[Callable[[], Sampled]], Sampled] = lambda wait: wait(),
   ):
     self._sample = sample
+    self._receive = receive
     self._staleness = staleness
     self._copy = copy
     self._sampling = threading.Lock()  # held while a batch is sampled
@@ -293,22 +337,25 @@ class Pipeline:
     """
     copy = self._copy(params)
     if self._thread is None:
-      return self._sample(copy, number, 0)
+      return self._receive(lambda: self._sample(copy, number, 0))
     for staleness in range(len(self._ahead), self._staleness + 1):
       self._ahead.append(_Ahead(Unsampled(number + staleness, staleness, copy)))
     for ahead in self._ahead:
-      if ahead.future is None:
+      if ahead.future is None and hosts.is_writer():  # several processes have engines
         ahead.future = self._thread.submit(self._run, ahead)
     first = self._ahead[0]
-    assert first.future is not None
-    first.future.result()
-    assert isinstance(first.batch, Sampled)
+    batch = self._receive(first.result)
     self._ahead.popleft()
-    return first.batch
+    return batch
 
   def contents(self) -> list[Sampled | Unsampled]:
-    """Returns the batches ahead, the next one first. Waits for none, finished or not."""
-    return [ahead.batch for ahead in self._ahead]
+    """Returns the batches ahead that a checkpoint holds, the next one first.
+
+    Waits for none, finished or not. Choice: leaves out batches that engines are still to sample. A
+    resumed run samples them with the weights that it has then.
+    """
+    batches = [ahead.batch for ahead in self._ahead]
+    return [batch for batch in batches if not _is_remote(batch)]
 
   @contextlib.contextmanager
   def idle(self) -> Iterator[None]:
@@ -332,12 +379,23 @@ class Pipeline:
         ahead.batch = self._sample(wanted.params, wanted.number, wanted.staleness)
 
 
+def _is_remote(batch):
+  return isinstance(batch, Unsampled) and isinstance(batch.params, remote.RemoteWeights)
+
+
 @dataclasses.dataclass
 class _Ahead:
   """A batch ahead; `future` samples it, unless the checkpoint held it."""
 
   batch: Sampled | Unsampled
   future: futures.Future | None = None
+
+  def result(self) -> Sampled:
+    """Waits for the batch."""
+    assert self.future is not None
+    self.future.result()
+    assert isinstance(self.batch, Sampled)
+    return self.batch
 
 
 def to_json(batch: Sampled) -> dict[str, Any]:

@@ -176,7 +176,7 @@ class Sampler:
     for i in eos_ids:
       if 0 <= i < config.vocab_size:
         table[:, i] = num_states - 1
-    self._host_stop_table = table
+    self.stop_table = table  # [states,V] on the host; its last state means that a turn has ended
 
     mesh: Any = row_sharding and row_sharding.mesh
     everywhere = mesh and sharding.replicated(mesh)  # every host reads these results
@@ -200,7 +200,7 @@ class Sampler:
 
   @functools.cached_property
   def _stop_table(self) -> jax.Array:  # on all devices, or each call would send it to them
-    return hosts.put(self._host_stop_table, self._everywhere)
+    return hosts.put(self.stop_table, self._everywhere)
 
   def greedy(self, rows: int) -> 'Sampler':
     """Returns a sampler of likeliest tokens for so many rows, with the same compiled programs."""
@@ -339,7 +339,7 @@ class Sampler:
     rows = self.idle_rows(self.width)
     limits = np.zeros(2, np.int32)
     prefill = self._prefill.trace(policy, taken, tokens, counts, counts)
-    decode = self._decode.trace(policy, group, rows, limits, self._host_stop_table)
+    decode = self._decode.trace(policy, group, rows, limits, self.stop_table)
     return {
         'copy': self._copy.trace(params),
         'prefill': prefill,

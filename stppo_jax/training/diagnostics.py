@@ -76,6 +76,7 @@ def sampler_gap(
   metrics = {
       'kl': token_mean(-log_ratio),
       'k3_kl': token_mean(jnp.exp(log_ratio) - 1 - log_ratio),
+      'logp_diff_mean': token_mean(jnp.abs(log_ratio)),
       'logp_diff_max': jnp.abs(log_ratio).max(),
       'training_ppl': row_mean(jnp.exp(trainer)),
       'rollout_ppl': row_mean(jnp.exp(sampler)),

@@ -56,6 +56,11 @@ def make_variant(config: config_lib.Config) -> variants.Variant:
         'give the name of a stppo_jax.algorithms.variants.Variant'
     )
   variant = dataclasses.replace(variant, **_overrides(algorithm, variant))
+  is_corrected = variant.rollout_is != 'none' or variant.rollout_rs != 'none'
+  has_ratio = variant.ratio != 'none'
+  if config.rollout.engine and algorithm.old_logp is None and has_ratio and not is_corrected:
+    # Choice: the study's rule for stale batches is the default wherever another program samples.
+    variant = dataclasses.replace(variant, old_logp='sampler')
   _check_hashable(algorithm.variant, variant)
   functions = {}
   for column, names in variants.BUILT_IN.items():

@@ -26,6 +26,7 @@ from stppo_jax.config import Config
 from stppo_jax.distributed import determinism
 from stppo_jax.distributed import hosts
 from stppo_jax.envs import factory
+from stppo_jax.envs import program
 from stppo_jax.evaluation import scores as scores_lib
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import episodes as episodes_lib
@@ -67,6 +68,11 @@ def check(config: Config) -> variants.Variant:
   variant = objective.make_variant(config)
   env = components.resolve(config).env
   _check_staleness(config)
+  if config.rollout.engine and isinstance(env.make, program.Program):
+    raise types.UserError(
+        f'config.rollout.engine={config.rollout.engine!r}: agent programs talk to the gateway of '
+        'the run, which samples itself: leave it empty'
+    )
   if config.rollout.replay:
     hosts.by_writer(saved.check_has, config.rollout.replay, config.train.updates)
     if config.train.updates:
@@ -86,7 +92,7 @@ def _check_staleness(config):
   in different orders, and then each device waits for the other one forever.
   """
   staleness = config.pipeline.staleness
-  if not staleness or config.rollout.replay:
+  if not staleness or config.rollout.replay or config.rollout.engine:
     return
   to_zero = 'set --config.pipeline.staleness=0'
   if jax.process_count() > 1:
@@ -121,6 +127,8 @@ def setup(config: Config) -> Parts:
   learners = learner_lib.build(config, prepared.policies, prepared.tokenizer.pad_id)
   learner = learners.first
   agent = components.make_agent(config, learner.spec.actor, learner.mesh, prepared)
+  if config.rollout.engine:
+    agent = agent_lib.with_engines(agent)
   return Parts(config, agent, learners, tasks, held_out)
 
 
@@ -135,7 +143,9 @@ def make_batches(
   group_size = config.rollout.group_size
   if hasattr(agent.retriever, 'give_up'):
     agent.retriever.give_up = stop_requested
-  return pipeline_lib.Batches(
+  is_remote = isinstance(agent, agent_lib.RemoteAgent)
+  kind = pipeline_lib.RemoteBatches if is_remote else pipeline_lib.Batches
+  return kind(
       agent,
       policy,
       tasks_lib.TaskStream(tasks, config.train.episodes // group_size, config.seed),
@@ -221,6 +231,11 @@ def opened(
     resources.enter_context(checkpoints)
     progress, ahead = checkpoints.resume(learners, batches, skip_through)
     first = progress.updates
+    if isinstance(parts.agent, agent_lib.RemoteAgent):
+      policy = learners.policy(learners.actor)
+      engines = parts.agent.opened(workdir, first, policy, parts.tasks, give_up)
+      resources.enter_context(engines)
+      del policy, engines
     journal = journal_lib.Journal(
         workdir,
         dataclasses.asdict(config),
@@ -268,7 +283,9 @@ def _make_pipeline(parts, batches, ahead):
   """Makes the pipeline that samples the batches, or that reads those of config.rollout.replay."""
   config = parts.config
   if not config.rollout.replay:
-    return pipeline_lib.Pipeline(batches.sample, config.pipeline.staleness, ahead, batches.copy)
+    return pipeline_lib.Pipeline(
+        batches.sample, config.pipeline.staleness, ahead, batches.copy, batches.receive
+    )
   logging.info('nothing is sampled to train on: batches are those of %s', config.rollout.replay)
   replay = _make_replay(config, parts.learners.first.spec.variant, parts.agent.env)
 
@@ -384,6 +401,7 @@ class Run:
     metrics |= sampled.measured
     metrics |= self.timing.metrics()
     metrics |= metrics_lib.device_memory()
+    metrics |= episodes_lib.turn_ages(sampled.episodes, n)
     return metrics | {
         'timing_s/step': step_s,
         'pipeline/staleness': sampled.staleness,
@@ -424,7 +442,7 @@ class Run:
     self.progress.unfinished = metrics
     with self.pipeline.idle():
       started = time.perf_counter()  # without the wait for a batch that is being sampled
-      policy = self.learners.policy(self.learners.actor)
+      policy = self.batches.copy(self.learners.actor)
       keys = episode_lib.row_keys(jax.random.key(self.config.seed), self.parts.held_out)
 
       def play():
@@ -437,6 +455,9 @@ class Run:
     pipeline_lib.check_environment(episodes, self.config.rollout.max_failed)
     self.journal.log_evaluation(n, scores, episodes, self.parts.agent.tokenizer)
     self.scores = scores | {'timing_s/testing': time.perf_counter() - started}
+    if isinstance(self.parts.agent, agent_lib.RemoteAgent):
+      policy = self.learners.policy(self.learners.actor)
+      self.scores['engine/gap'] = self.parts.agent.check(policy)
     self.progress.unfinished = None
     self.progress.score = self.journal.main_score(scores)
     return metrics | self.scores

@@ -1,0 +1,528 @@
+"""Samples with engines in other processes: a sampling server of vLLM, SGLang or this package.
+
+  copy      trained parameters -> a folder of weights, numbered by their version
+  run       plays sequences as `engine.run` does; each turn is one request
+  push      an engine gets the weights of a folder before it samples with them
+
+                  turn 1          turn 2                     turn 3
+  engine 0   ----[version 4]-----[version 4]---| push 5 |---[version 5]----
+                                                 no turn is in progress
+
+A turn is sampled by one version of the weights, and records it. An engine that fails is asked for
+the label of its weights before it samples again, because a restarted one has those of its start.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import queue
+import secrets
+import shutil
+import threading
+import time
+from typing import Any
+
+from absl import logging
+import jax
+import numpy as np
+import requests
+
+from stppo_jax import types
+from stppo_jax.distributed import hosts
+from stppo_jax.distributed import http_client
+from stppo_jax.rollout import engine as engine_lib
+from stppo_jax.rollout import env_pool
+from stppo_jax.rollout import sampling
+from stppo_jax.rollout import servers
+
+NUM_PROBES = 8  # turns of `check_agreement`
+_PROBE_TOKENS = 32
+_UNKNOWN = -1  # version of an engine that has to be asked
+_RETRY_S = 2.0  # until an engine that failed is tried again
+_POLL_S = 0.2  # between two questions whether to give up
+_CONNECT_S = 5.0
+_LOAD_S = 900.0  # most seconds of a request that is not a turn
+_MAX_CONNECTIONS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteWeights:
+  """A version of the policy, written for the engines."""
+
+  version: int  # updates of the policy
+  folder: str
+
+
+class RemoteEngine:
+  """One engine: its address, the version of its weights, and its turns in progress."""
+
+  def __init__(self, address: str, api: servers.ServerApi, api_key: str, turn_s: float):
+    self.address = address.strip().rstrip('/').removesuffix('/v1')
+    self.retry_at = 0.0  # monotonic time before which it is not tried again
+    self._api = api
+    self._version = _UNKNOWN
+    self._run = ''  # distinguishes the weights of this run from those of others
+    self._session = requests.Session()
+    self._session.auth = functools.partial(_authorize, api_key)
+    adapter = requests.adapters.HTTPAdapter(pool_maxsize=_MAX_CONNECTIONS)
+    self._session.mount('http://', adapter)
+    self._session.mount('https://', adapter)
+    send = functools.partial(_send, self._session, self.address)
+    self._send_turn = functools.partial(send, http_client.ClientLimits(_CONNECT_S, turn_s))
+    self._send_load = functools.partial(send, http_client.ClientLimits(_CONNECT_S, _LOAD_S))
+    self._changed = threading.Condition()
+    self._num_turns = 0  # in progress
+    self._is_pushing = False
+
+  def begin(self) -> None:
+    """Begins a run, whose versions are others than those of an earlier run."""
+    self._run = secrets.token_hex(4)
+    self.forget()
+
+  def forget(self) -> None:
+    """Makes the next `ensure` ask the engine for its weights."""
+    self._version = _UNKNOWN
+
+  def sample(self, request: servers.TurnRequest, least: int) -> tuple[servers.TurnAnswer, int]:
+    """Samples a turn with weights of version `least` or newer; returns it with their version.
+
+    Raises Temporary if another attempt, or another engine, may succeed.
+    """
+    with self._changed:
+      self._changed.wait_for(lambda: not self._is_pushing)
+      version = self._version
+      if version < least:
+        raise http_client.Temporary(f'{self.address} has other weights')
+      self._num_turns += 1
+    try:
+      with self._failures():
+        request = dataclasses.replace(request, label=f'{self._run}-{version}')
+        return self._api.sample(self._send_turn, request), version
+    finally:
+      with self._changed:
+        self._num_turns -= 1
+        self._changed.notify_all()
+
+  def ensure(self, weights: RemoteWeights, exact: bool) -> bool:
+    """Gives the engine these weights unless it has them; returns whether they were pushed.
+
+    Newer weights do as well, unless `exact`. Waits for the turns in progress. Raises Temporary.
+    """
+    with self._changed:
+      self._changed.wait_for(lambda: not self._is_pushing)
+      is_newer = self._version > weights.version
+      if self._version == weights.version or (is_newer and not exact):
+        return False
+      self._is_pushing = True
+      self._changed.wait_for(lambda: not self._num_turns)
+    label = f'{self._run}-{weights.version}'
+    try:
+      with self._failures():
+        is_there = self._api.holds(self._send_load, label)
+        if not is_there:
+          self._api.load(self._send_load, weights.folder, label)
+        self._version = weights.version
+        return not is_there
+    finally:
+      with self._changed:
+        self._is_pushing = False
+        self._changed.notify_all()
+
+  @contextlib.contextmanager
+  def _failures(self) -> Iterator[None]:
+    """Context manager of a request. After a failure the engine's weights are unknown.
+
+    Raises Temporary, or a RunError where the engine rejects the request for good.
+    """
+    try:
+      yield
+    except (http_client.Temporary, LookupError, TypeError, ValueError) as error:
+      if not getattr(error, 'is_busy', False):
+        self.forget()
+        self.retry_at = time.monotonic() + _RETRY_S
+      reason = f'{type(error).__name__}: {error}'
+      raise http_client.Temporary(f'{self.address} failed ({reason})') from error
+    except http_client.Rejected as error:
+      text = ' '.join(error.text.split())[:300]
+      raise types.RunError(
+          f'{self.address} rejected a request with status {error.status}: {text}. docs/engines.md '
+          'has the command that starts an engine'
+      ) from error
+
+
+class Fleet:
+  """The engines of a run and the weights that they are given.
+
+  Args:
+    engines: at least one.
+    settings: the run's RolloutSettings.
+    stop_table: `Sampler.stop_table`, which decides where a turn ends.
+    stop_strings: those that the engines look for.
+    rows: turns in progress at once.
+    num_versions: newest versions whose folders stay.
+    write: (parameters, folder) writes a folder of weights. All processes call it.
+  """
+
+  def __init__(
+      self,
+      engines: Sequence[RemoteEngine],
+      settings: Any,
+      stop_table: np.ndarray,
+      stop_strings: Sequence[str],
+      rows: int,
+      num_versions: int,
+      write: Callable[[Any, str], None],
+  ):
+    self.engines = engines
+    self.settings = settings
+    self.stop_table = stop_table
+    self.stop_strings = tuple(stop_strings)
+    self.rows = rows
+    self._num_versions = num_versions
+    self._write = write
+    self._is_exact = settings.engine_push == 'batch'
+    self._push_s = 0.0  # since the last `take_push_s`
+    self._push_lock = threading.Lock()
+
+  @contextlib.contextmanager
+  def opened(self, folder: str, first_version: int, give_up: Callable[[], bool]) -> Iterator[None]:
+    """Context manager of a run.
+
+    Args:
+      folder: will hold the folders of weights. The engines read it under the same path.
+      first_version: the number of updates of the first parameters that are copied.
+      give_up: whether to abandon all turns and raise Stopped.
+    """
+    self._folder = os.path.abspath(folder)
+    self._version = first_version - 1
+    self._written: list[RemoteWeights] = []
+    self._leaves: list[Any] = []  # leaves of the parameters of the newest version
+    self._give_up = give_up
+    self._remove(self._folder)  # left by a run that was killed
+    for engine in self.engines:
+      engine.begin()
+    try:
+      yield
+    finally:
+      with self._push_lock:  # a push in progress reads the folder
+        self._remove(self._folder)
+
+  def copy(self, params: Any) -> RemoteWeights:
+    """Writes a new version of the policy. Parameters that were written last are not written again.
+
+    All processes call it. The folder appears complete, under its final name.
+    """
+    if isinstance(params, RemoteWeights):
+      return params
+    leaves = jax.tree.leaves(params)
+    pairs = zip(leaves, self._leaves)
+    if self._written and all(new is old for new, old in pairs):
+      return self._written[-1]
+    self._leaves = leaves
+    self._version += 1
+    folder = os.path.join(self._folder, f'{self._version:06d}')
+    self._write(params, folder + '.partial')
+    if hosts.is_writer():
+      os.rename(folder + '.partial', folder)
+    weights = RemoteWeights(self._version, folder)
+    self._written.append(weights)
+    if len(self._written) > self._num_versions:
+      self._remove(self._written.pop(0).folder)
+    if hosts.is_writer() and not self._is_exact:
+      threading.Thread(target=self._push_newest, name='push', daemon=True).start()
+    return weights
+
+  def prepare(self, weights: RemoteWeights) -> None:
+    """Gives all engines the weights, at the start of a batch.
+
+    The engines are asked what they have, because one may have been started again. An engine that
+    does not answer gets the weights later.
+    """
+    for engine in self.engines:
+      engine.forget()
+      with contextlib.suppress(http_client.Temporary):  # `sample` tries again
+        self._ensure(engine, weights)
+
+  def sample(self, request: servers.TurnRequest, weights: RemoteWeights, index: int) -> types.Turn:
+    """Returns the turn of sequence `index`, from its engine or, if that fails, another one.
+
+    Raises a RunError if none has answered for settings.engine_outage_s.
+    """
+    outage_s = self.settings.engine_outage_s
+    started = time.monotonic()
+    while time.monotonic() - started <= outage_s:
+      self.check_stopped()
+      engine = self.engines[index % len(self.engines)]
+      index += 1
+      if engine.retry_at <= time.monotonic():
+        try:
+          return self.sample_once(engine, request, weights)
+        except http_client.Temporary as error:
+          logging.log_every_n_seconds(logging.WARNING, 'a turn is sampled again: %s', 10, error)
+      time.sleep(_POLL_S / len(self.engines))
+    raise types.RunError(
+        f'no engine of config.rollout.engine={self.settings.engine!r} answered for {outage_s:g} s '
+        '(config.rollout.engine_outage_s): start one, and the same command resumes'
+    )
+
+  def sample_once(
+      self, engine: RemoteEngine, request: servers.TurnRequest, weights: RemoteWeights
+  ) -> types.Turn:
+    """Returns a turn of this engine, or raises Temporary."""
+    self._ensure(engine, weights)
+    answer, version = engine.sample(request, weights.version if self._is_exact else 0)
+    turn = make_turn(answer, request, self.stop_table, engine.address)
+    turn.version = version
+    return turn
+
+  def take_push_s(self) -> float:
+    """Returns the seconds of all pushes since the last call."""
+    push_s = self._push_s
+    self._push_s = 0.0
+    return push_s
+
+  def check_stopped(self) -> None:
+    """Raises Stopped if the run is to end."""
+    if self._give_up():
+      raise types.Stopped
+
+  def _ensure(self, engine, weights):
+    """Pushes the weights, or newer ones, to the engine unless it has them. Raises Temporary."""
+    if not self._is_exact:
+      weights = self._written[-1]
+    started = time.monotonic()
+    if engine.ensure(weights, self._is_exact):
+      self._push_s += time.monotonic() - started
+
+  def _push_newest(self):
+    """Pushes the newest weights while turns are sampled. Only one thread does so at a time."""
+    with self._push_lock:
+      for engine in self.engines:
+        # A turn meets the same error.
+        with contextlib.suppress(http_client.Temporary, types.RunError, types.Stopped):
+          self.check_stopped()
+          self._ensure(engine, self._written[-1])
+
+  def _remove(self, folder):
+    if hosts.is_writer():
+      shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteSampler:
+  """Stands for a `sampler.Sampler` whose turns are sampled by engines."""
+
+  fleet: Fleet
+  distribution: sampling.Distribution
+
+  @property
+  def max_slots(self) -> int:
+    """Tokens that a sequence may hold."""
+    return self.fleet.settings.max_total
+
+  def copy(self, params: Any) -> RemoteWeights:
+    """Returns the policy as the engines read it."""
+    return self.fleet.copy(params)
+
+  def compiled_variants(self) -> dict[str, int]:
+    """Returns the numbers of compiled programs, of which there are none here."""
+    return {}
+
+
+def run(
+    sampler: RemoteSampler,
+    weights: RemoteWeights,
+    prompts: Sequence[env_pool.Prompt],
+    keys: jax.Array,
+    respond: Callable[[list[env_pool.TurnCompletion]], list[env_pool.Prompt]],
+    threads: int = 0,
+) -> engine_lib.Report:
+  """Plays every sequence to its end, as `engine.run` does. The keys have no effect.
+
+  Each request has a thread that waits for its answer. This thread alone gives turns to the
+  environments and starts requests, so turns that end together step their environments together.
+  """
+  del keys
+  fleet = sampler.fleet
+  report = engine_lib.Report()
+  events: queue.SimpleQueue = queue.SimpleQueue()
+  contexts = [list(prompt.ids) for prompt in prompts]
+  # The last one is played next, so that a sequence in progress comes before a new one.
+  waiting = [(i, prompt.budget) for i, prompt in enumerate(prompts) if prompt.budget > 0][::-1]
+  num_active = 0
+  fleet.prepare(weights)
+
+  def play_turn(index: int, request: servers.TurnRequest) -> None:
+    try:
+      turn = fleet.sample(request, weights, index)
+      events.put(env_pool.TurnCompletion(index, turn))
+    except Exception as error:  # raised by the thread that waits for it
+      events.put(error)
+
+  with env_pool.EnvPool(respond, threads) as pool:
+    while waiting or num_active or pool.in_progress:
+      while waiting and num_active < fleet.rows:
+        index, budget = waiting.pop()
+        request = servers.TurnRequest(
+            tuple(contexts[index]), budget, fleet.stop_strings, sampler.distribution
+        )
+        num_active += 1
+        threading.Thread(target=play_turn, args=(index, request), daemon=True).start()
+      started = time.perf_counter()
+      completions = _take_completions(events, fleet)
+      ended = time.perf_counter()
+      report.seconds['decode'] += ended - started
+      num_active -= len(completions)
+      for completion in completions:
+        contexts[completion.index] += completion.turn.tokens.tolist()
+        report.sampled_tokens += len(completion.turn.tokens)
+      pool.step(completions, lambda: events.put(None))
+      for index, prompt in pool.take_prompts():
+        contexts[index] += prompt.ids
+        report.prefill_tokens += len(prompt.ids)
+        if prompt.budget > 0:
+          waiting.append((index, prompt.budget))
+      report.seconds['env'] += time.perf_counter() - ended
+  return report
+
+
+def _take_completions(events: queue.SimpleQueue, fleet: Fleet) -> list[env_pool.TurnCompletion]:
+  """Waits for an event, a turn or None; returns all turns that are there, or raises an error."""
+  while events.empty():
+    fleet.check_stopped()
+    with contextlib.suppress(queue.Empty):
+      events.put(events.get(timeout=_POLL_S))
+  completions = []
+  while not events.empty():
+    event = events.get()
+    if isinstance(event, Exception):
+      raise event
+    if event is not None:
+      completions.append(event)
+  return completions
+
+
+def make_turn(
+    answer: servers.TurnAnswer, request: servers.TurnRequest, stop_table: np.ndarray, address: str
+) -> types.Turn:
+  """Returns an engine's answer as a turn, cut after the token at which our own sampler would stop.
+
+  A prefix of what was sampled is distributed as if the engine had stopped there. Raises Temporary
+  for a turn that was aborted, and a RunError for an answer that is no turn or ended too early.
+  """
+  tokens = answer.tokens
+  logp = np.array(answer.logp, np.float32)
+  if answer.finish not in ('stop', 'length'):
+    raise http_client.Temporary(f'{address} ended a turn with {answer.finish!r}')
+  num_states, vocab_size = stop_table.shape
+  is_turn = 0 < len(tokens) == len(logp) <= request.budget
+  if not is_turn or not np.isfinite(logp).all() or max(tokens) >= vocab_size:
+    raise types.RunError(
+        f'{address} answered with {len(tokens)} tokens and {len(logp)} log-probs where 1 to '
+        f'{request.budget} ids below {vocab_size} were asked for: it serves another model, or '
+        'config.rollout.engine_kind is wrong'
+    )
+  length = 0
+  state = 0
+  while length < len(tokens) and state < num_states - 1:
+    state = stop_table[state, tokens[length]]
+    length += 1
+  if state < num_states - 1 and length < request.budget:
+    raise types.RunError(
+        f'{address} ended a turn ({answer.finish!r}) after {length} of {request.budget} tokens, '
+        'without a stop string or an eos id of the trainer: its generation_config.json names '
+        'another eos id, or its context is shorter than config.rollout.max_total'
+    )
+  return types.Turn(tokens=np.array(tokens[:length], np.int32), logp=logp[:length])
+
+
+def _send(session, address, limits, path, body):
+  """Returns the JSON of an answer; {} for an empty answer and for a text."""
+  answer = http_client.send(session, address + path, body, limits)
+  try:
+    return json.loads(answer)
+  except ValueError:
+    return {}
+
+
+def _authorize(api_key: str, request: requests.PreparedRequest) -> requests.PreparedRequest:
+  """Sets the key. As a function, because requests replaces a header by an entry of ~/.netrc."""
+  if api_key:
+    request.headers['Authorization'] = f'Bearer {api_key}'
+  return request
+
+
+def check_agreement(
+    sampler: RemoteSampler,
+    weights: RemoteWeights,
+    prompts: Sequence[Sequence[int]],
+    score: Callable[[np.ndarray, float], np.ndarray],
+) -> float:
+  """Compares each engine's log-probs of short turns with our own; returns the largest mean |dlogp|.
+
+  All processes call it. UserError: an engine does not answer, or its mean |dlogp| is too large.
+
+  Args:
+    sampler: its engines are given `weights`.
+    weights: the version that is scored.
+    prompts: token ids.
+    score: (tokens [1,T], temperature) -> our log-probs [1,T].
+  """
+  max_gap = sampler.fleet.settings.engine_gap
+  temperature = sampler.distribution.temperature
+  length = max(map(len, prompts)) + _PROBE_TOKENS
+  gaps = []
+  for engine in sampler.fleet.engines:
+    turns = hosts.by_writer(_sample_probes, sampler, engine, weights, prompts)
+
+    def mean_gap(used_temperature):
+      differences = []
+      for prompt, (tokens, logp) in zip(prompts, turns):
+        end = len(prompt) + len(tokens)
+        row = np.zeros((1, length), np.int32)  # one length: one program
+        row[0, :end] = [*prompt, *tokens]
+        ours = score(row, used_temperature)[0, len(prompt) : end]
+        differences.append(np.abs(ours - np.array(logp)))
+      return float(np.concatenate(differences).mean())
+
+    gap = mean_gap(temperature)
+    gaps.append(gap)
+    logging.info('%s: its log-probs differ from ours by %.2g on average', engine.address, gap)
+    if gap <= max_gap:
+      continue
+    causes = (
+        'another dtype (start the engine with that of config.model.dtype), weights that it did not '
+        'load, or another model'
+    )
+    if mean_gap(1.0) <= max_gap:
+      causes = (
+          'it reports log-probs of temperature 1: start vLLM with --logprobs-mode '
+          'processed_logprobs, our gateway with --config.serve.logprobs_mode=processed_logprobs'
+      )
+    raise types.UserError(
+        f'{engine.address}: its log-probs differ from those of the trainer by {gap:.3g} nats per '
+        f'token, and config.rollout.engine_gap={max_gap:g} is allowed. Likely causes: {causes}'
+    )
+  return max(gaps)
+
+
+def _sample_probes(sampler, engine, weights, prompts):
+  """Returns (tokens, log-probs) of a turn after each prompt, uncut by top_k and top_p."""
+  distribution = sampling.Distribution(sampler.distribution.temperature)
+  turns = []
+  for prompt in prompts:
+    budget = min(_PROBE_TOKENS, sampler.max_slots - len(prompt))
+    request = servers.TurnRequest(prompt, budget, sampler.fleet.stop_strings, distribution)
+    try:
+      turn = sampler.fleet.sample_once(engine, request, weights)
+    except (http_client.Temporary, types.RunError) as error:
+      raise types.UserError(
+          f'config.rollout.engine: {error}: start it, or correct the address'
+      ) from error
+    turns.append((turn.tokens.tolist(), turn.logp.tolist()))
+  return turns

@@ -1,0 +1,192 @@
+"""The HTTP interfaces of sampling engines: token ids in, token ids and log-probs out.
+
+  vllm    vLLM with VLLM_SERVER_DEV_MODE=1 and --logprobs-mode processed_logprobs
+  stppo   the gateway of this package, which has the same routes
+  sglang  SGLang's native interface
+
+No text passes a tokenizer of this package. The engine looks for the stop strings in its own text,
+and `remote` checks the ids that come back.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+from typing import Protocol
+
+from stppo_jax.distributed import http_client
+from stppo_jax.rollout import sampling
+
+# (path, body; None: a GET) -> JSON. Raises Temporary and Rejected.
+Send = Callable[[str, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnRequest:
+  """A turn to be sampled."""
+
+  ids: Sequence[int]  # the whole context
+  budget: int  # most tokens
+  stop: Sequence[str]  # texts that end the turn and belong to it
+  distribution: sampling.Distribution
+  label: str = ''  # label of the weights
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnAnswer:
+  """A turn as the engine reports it."""
+
+  tokens: list[int]
+  logp: list[float]
+  finish: str  # 'stop', 'length', or another reason
+
+
+class ServerApi(Protocol):
+  """The interface of a kind of engine."""
+
+  def sample(self, send: Send, request: TurnRequest) -> TurnAnswer:
+    """Samples one turn."""
+    ...
+
+  def load(self, send: Send, folder: str, label: str) -> None:
+    """Replaces the weights by those of a folder and empties the prefix cache.
+
+    No turn may be in progress.
+    """
+    ...
+
+  def holds(self, send: Send, label: str) -> bool:
+    """Returns whether the engine has the weights that were loaded under a label."""
+    ...
+
+
+class VllmApi:
+  """vLLM's interface: OpenAI's completions, and the routes of its development mode."""
+
+  def sample(self, send: Send, request: TurnRequest) -> TurnAnswer:
+    """Samples one turn.
+
+    All sampling settings are sent, because vLLM takes missing ones from generation_config.json.
+    """
+    body = {
+        'prompt': list(request.ids),
+        'max_tokens': request.budget,
+        'temperature': request.distribution.temperature,
+        'top_k': request.distribution.top_k,
+        'top_p': request.distribution.top_p,
+        'min_p': 0.0,
+        'repetition_penalty': 1.0,
+        'logprobs': 1,
+        'return_token_ids': True,
+        'stop': list(request.stop),
+        'include_stop_str_in_output': True,
+        'skip_special_tokens': False,  # else no stop string that has one is found
+    }
+    choice = send('/v1/completions', body)['choices'][0]
+    return TurnAnswer(
+        tokens=choice['token_ids'] or [],
+        logp=choice['logprobs']['token_logprobs'],
+        finish=choice['finish_reason'],
+    )
+
+  def load(self, send: Send, folder: str, label: str) -> None:
+    """Pauses, loads the weights, empties the prefix cache, sets the label and resumes."""
+    send('/pause?mode=keep', {})
+    try:
+      reload_weights = {'method': 'reload_weights', 'kwargs': {'weights_path': folder}}
+      send('/collective_rpc', reload_weights)
+      send('/reset_prefix_cache', {})
+      _unless_missing(send, '/update_weight_version', {'new_version': label})
+    finally:
+      send('/resume', {})
+
+  def holds(self, send: Send, label: str) -> bool:
+    """Returns whether the engine has the weights of a label. It may keep no labels."""
+    return _unless_missing(send, '/weight_info', None).get('weight_version') == label
+
+
+class VllmAdapterApi(VllmApi):
+  """vLLM's interface for LoRA adapters over the weights of its start.
+
+  Each version is an adapter of its own name, which is the label. So an engine that was started
+  again is known by its lack of the name, and no cached prefix belongs to other weights.
+  """
+
+  def sample(self, send: Send, request: TurnRequest) -> TurnAnswer:
+    """Samples one turn with the adapter of the label."""
+
+    def send_with_model(path: str, body: Any) -> Any:
+      return send(path, {**body, 'model': request.label})
+
+    return super().sample(send_with_model, request)
+
+  def load(self, send: Send, folder: str, label: str) -> None:
+    """Adds the adapter, and removes those that the run added before."""
+    run = label.partition('-')[0]
+    old = [name for name in self._names(send) if name.partition('-')[0] == run]
+    send('/v1/load_lora_adapter', {'lora_name': label, 'lora_path': folder})
+    for name in old:
+      send('/v1/unload_lora_adapter', {'lora_name': name})
+
+  def holds(self, send: Send, label: str) -> bool:
+    """Returns whether the engine has the adapter."""
+    return label in self._names(send)
+
+  def _names(self, send):
+    return [model['id'] for model in send('/v1/models', None)['data']]
+
+
+class SglangApi:
+  """SGLang's interface."""
+
+  def sample(self, send: Send, request: TurnRequest) -> TurnAnswer:
+    """Samples one turn."""
+    distribution = request.distribution
+    settings = {
+        'max_new_tokens': request.budget,
+        'temperature': distribution.temperature,
+        'top_k': distribution.top_k or -1,
+        'top_p': distribution.top_p,
+        'min_p': 0.0,
+        'repetition_penalty': 1.0,
+        'stop': list(request.stop),
+        'no_stop_trim': True,
+        'skip_special_tokens': False,
+    }
+    body = {'input_ids': list(request.ids), 'sampling_params': settings, 'return_logprob': True}
+    info = send('/generate', body)['meta_info']
+    sampled = info['output_token_logprobs']  # (log-prob, id, text) of each token
+    return TurnAnswer(
+        tokens=[entry[1] for entry in sampled],
+        logp=[entry[0] for entry in sampled],
+        finish=info['finish_reason']['type'],
+    )
+
+  def load(self, send: Send, folder: str, label: str) -> None:
+    """Pauses, loads the weights, empties the prefix cache, sets the label and resumes."""
+    send('/pause_generation', {'mode': 'retract'})
+    try:
+      weights = {'model_path': folder, 'flush_cache': True, 'weight_version': label}
+      answer = send('/update_weights_from_disk', weights)
+      if not answer.get('success', False):
+        raise http_client.Temporary(f'the engine did not load {folder}: {answer.get("message")}')
+    finally:
+      send('/continue_generation', {})
+
+  def holds(self, send: Send, label: str) -> bool:
+    """Returns whether the engine has the weights of a label."""
+    return _unless_missing(send, '/model_info', None).get('weight_version') == label
+
+
+APIS: Mapping[str, ServerApi] = {'vllm': VllmApi(), 'sglang': SglangApi(), 'stppo': VllmApi()}
+
+
+def _unless_missing(send: Send, path: str, body: Any) -> dict[str, Any]:
+  """Returns the answer of a route; {} from an engine without it."""
+  try:
+    return send(path, body)
+  except http_client.Rejected as error:
+    if error.status not in (404, 405):
+      raise
+    return {}

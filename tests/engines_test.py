@@ -1,0 +1,622 @@
+"""Engines in other processes: turns, pushes of weights, failures, and training with our gateway."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import servers as servers_lib
+from stppo_jax import components
+from stppo_jax import config as schema
+from stppo_jax import tokenizer as tokenizer_lib
+from stppo_jax import types
+from stppo_jax import validation
+from stppo_jax.distributed import http_client
+from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import env_pool
+from stppo_jax.rollout import episode as episode_lib
+from stppo_jax.rollout import prepare
+from stppo_jax.rollout import remote
+from stppo_jax.rollout import sampling
+from stppo_jax.rollout import servers
+from stppo_jax.serving import gateway
+from stppo_jax.serving import scheduler as scheduler_lib
+from stppo_jax.training import loop
+from stppo_jax.training import objective
+from tests.support import tiny_run
+
+ROOT = pathlib.Path(__file__).parent.parent
+TWO_PROCESSES = """
+from tests.support import tiny_run
+
+def get_config():
+  config = tiny_run.make_config({folder!r}, train__updates=3, pipeline__staleness=2)
+  config.mesh.fsdp = 2
+  config.rollout.engine_kind = 'stppo'
+  return config
+"""
+VOCAB = 100
+EOS = 9
+STOP_TABLE = tokenizer_lib.stop_automaton([bytes([i]) for i in range(VOCAB)], ('\x05\x06',))
+STOP_TABLE[:, EOS] = len(STOP_TABLE) - 1
+REQUEST = servers.TurnRequest((1, 2), 8, ('\x05\x06',), sampling.AS_IS)
+
+
+class FakeApi:
+  """An engine that answers what a test says. `weights` is the folder that it has loaded."""
+
+  def __init__(self, answer=None, keeps_labels=True):
+    self.answer = answer or (lambda request: servers.TurnAnswer([1, EOS], [-0.5, -0.5], 'stop'))
+    self.keeps_labels = keeps_labels
+    self.is_down = False
+    self.weights = 'start'
+    self.name = 'default'
+    self.loads = []
+    self.sampled = []  # (request, weights)
+    self.in_progress = 0
+
+  def restart(self):
+    self.weights = 'start'
+    self.name = 'default'
+
+  def _check(self):
+    if self.is_down:
+      raise http_client.Temporary('ConnectionError', is_silent=True)
+
+  def sample(self, send, request):
+    del send
+    self._check()
+    self.in_progress += 1
+    try:
+      self.sampled.append((request, self.weights))
+      return self.answer(request)
+    finally:
+      self.in_progress -= 1
+
+  def load(self, send, folder, label):
+    del send
+    self._check()
+    assert not self.in_progress, 'weights change while a turn is sampled'
+    assert os.path.isfile(os.path.join(folder, 'weights.json')), folder
+    self.weights = os.path.basename(folder)
+    self.name = label
+    self.loads.append(self.weights)
+
+  def holds(self, send, label):
+    del send
+    self._check()
+    return self.keeps_labels and self.name == label
+
+
+def write_numbers(params, folder):
+  os.makedirs(folder)
+  with open(os.path.join(folder, 'weights.json'), 'w', encoding='utf-8') as file:
+    json.dump(np.asarray(params['w']).tolist(), file)
+
+
+def parameters(number):
+  return {'w': np.full(2, number)}
+
+
+class FleetTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), 'weights')
+    self.enterContext(mock.patch.object(remote, '_RETRY_S', 0.05))
+    self.enterContext(mock.patch.object(remote, '_POLL_S', 0.01))
+
+  def fleet(self, *apis, push_at='turn', outage_s=60.0, rows=4, give_up=lambda: False):
+    settings = schema.RolloutSettings(max_total=32, engine='http://e0')
+    settings.engine_push = push_at
+    settings.engine_outage_s = outage_s
+    engines = [remote.RemoteEngine(f'http://e{i}', api, '', 60.0) for i, api in enumerate(apis)]
+    fleet = remote.Fleet(engines, settings, STOP_TABLE, ('\x05\x06',), rows, 2, write_numbers)
+    self.enterContext(fleet.opened(self.folder, 3, give_up))
+    return fleet
+
+  def test_turn_records_version_of_its_weights(self):
+    api = FakeApi()
+    fleet = self.fleet(api)
+    first = fleet.copy(parameters(0))
+    fleet.prepare(first)
+    self.assertEqual(fleet.sample(REQUEST, first, 0).version, 3)
+    second = fleet.copy(parameters(1))
+    self.assertEqual(fleet.sample(REQUEST, first, 0).version, 4)  # the newest
+    self.assertEqual(second.version, 4)
+    self.assertEqual([weights for _, weights in api.sampled], ['000003', '000004'])
+
+  def test_batch_keeps_its_version(self):
+    api = FakeApi()
+    fleet = self.fleet(api, push_at='batch')
+    first = fleet.copy(parameters(0))
+    second = fleet.copy(parameters(1))
+    for weights in (first, first, second, first):
+      self.assertEqual(fleet.sample(REQUEST, weights, 0).version, weights.version)
+    self.assertEqual(api.loads, ['000003', '000004', '000003'])
+
+  def test_equal_parameters_are_written_once(self):
+    fleet = self.fleet(FakeApi())
+    params = parameters(0)
+    self.assertEqual(fleet.copy(params), fleet.copy(dict(params)))
+    self.assertNotEqual(fleet.copy(params), fleet.copy(parameters(0)))
+
+  def test_old_folders_are_deleted(self):
+    fleet = self.fleet(FakeApi(), push_at='batch')
+    for number in range(5):
+      fleet.copy(parameters(number))
+      self.assertLessEqual(len(os.listdir(self.folder)), 2)
+    self.assertEqual(sorted(os.listdir(self.folder)), ['000006', '000007'])
+
+  def test_folders_of_a_killed_run_are_deleted(self):
+    os.makedirs(os.path.join(self.folder, '000001'))
+    fleet = self.fleet(FakeApi())
+    self.assertFalse(os.path.exists(self.folder))
+    with fleet.opened(self.folder, 0, lambda: False):
+      fleet.copy(parameters(0))
+    self.assertFalse(os.path.exists(self.folder))
+
+  @parameterized.parameters(True, False)
+  def test_restarted_engine_gets_weights_before_it_samples(self, keeps_labels):
+    api = FakeApi(keeps_labels=keeps_labels)
+    fleet = self.fleet(api)
+    weights = fleet.copy(parameters(0))
+    fleet.prepare(weights)
+    fleet.sample(REQUEST, weights, 0)
+    api.is_down = True
+
+    def come_back():
+      api.restart()
+      api.is_down = False
+
+    timer = threading.Timer(0.2, come_back)
+    timer.start()
+    fleet.sample(REQUEST, weights, 0)
+    self.assertEqual([weights for _, weights in api.sampled], ['000003', '000003'])
+
+  def test_restart_between_batches_is_noticed(self):
+    api = FakeApi()
+    fleet = self.fleet(api)
+    weights = fleet.copy(parameters(0))
+    fleet.prepare(weights)
+    self.assertEqual(api.loads, ['000003'])
+    fleet.prepare(weights)  # the label says that nothing changed
+    self.assertEqual(api.loads, ['000003'])
+    api.restart()
+    fleet.prepare(weights)
+    self.assertEqual(api.weights, '000003')
+
+  def test_new_run_does_not_trust_labels_of_an_earlier_one(self):
+    api = FakeApi()
+    fleet = self.fleet(api)
+    fleet.prepare(fleet.copy(parameters(0)))
+    loads = len(api.loads)
+    with fleet.opened(self.folder, 3, lambda: False):
+      fleet.prepare(fleet.copy(parameters(1)))
+      self.assertGreater(len(api.loads), loads)
+
+  def test_other_engine_takes_over(self):
+    dead = FakeApi()
+    alive = FakeApi()
+    fleet = self.fleet(dead, alive)
+    weights = fleet.copy(parameters(0))
+    dead.is_down = True
+    for index in range(4):
+      self.assertEqual(fleet.sample(REQUEST, weights, index).version, 3)
+    self.assertLen(alive.sampled, 4)
+
+  def test_busy_engine_is_asked_again_without_push(self):
+    answers = iter([http_client.Temporary('HTTP status 429', is_busy=True)])
+
+    def answer(unused_request):
+      for error in answers:
+        raise error
+      return servers.TurnAnswer([EOS], [-0.5], 'stop')
+
+    api = FakeApi(answer, keeps_labels=False)
+    fleet = self.fleet(api, push_at='batch')
+    fleet.sample(REQUEST, fleet.copy(parameters(0)), 0)
+    self.assertLen(api.loads, 1)
+
+  def test_outage_ends_run(self):
+    api = FakeApi()
+    fleet = self.fleet(api, outage_s=0.2)
+    weights = fleet.copy(parameters(0))
+    api.is_down = True
+    with self.assertRaisesRegex(types.RunError, 'engine_outage_s'):
+      fleet.sample(REQUEST, weights, 0)
+
+  def test_stop_ends_wait_for_engine(self):
+    api = FakeApi()
+    stops = threading.Event()
+    fleet = self.fleet(api, give_up=stops.is_set)
+    weights = fleet.copy(parameters(0))
+    api.is_down = True
+    threading.Timer(0.1, stops.set).start()
+    with self.assertRaises(types.Stopped):
+      fleet.sample(REQUEST, weights, 0)
+
+  def test_push_waits_for_turns_and_holds_back_new_ones(self):
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def answer(unused_request):
+      begun.set()
+      goes_on.wait(10)
+      return servers.TurnAnswer([EOS], [-0.5], 'stop')
+
+    api = FakeApi(answer)
+    fleet = self.fleet(api)
+    first = fleet.copy(parameters(0))
+    turns = []
+    threads = [
+        threading.Thread(target=lambda: turns.append(fleet.sample(REQUEST, first, 0)))
+        for _ in range(2)
+    ]
+    threads[0].start()
+    begun.wait(10)
+    fleet.copy(parameters(1))  # its push waits
+    time.sleep(0.1)
+    threads[1].start()
+    time.sleep(0.1)
+    self.assertLen(api.sampled, 1)
+    goes_on.set()
+    for thread in threads:
+      thread.join(10)
+    self.assertEqual(sorted(turn.version for turn in turns), [3, 4])
+
+  def test_rejection_ends_run_with_its_text(self):
+    def answer(unused_request):
+      raise http_client.Rejected(400, 'the prompt is too long')
+
+    fleet = self.fleet(FakeApi(answer))
+    with self.assertRaisesRegex(types.RunError, 'status 400: the prompt is too long'):
+      fleet.sample(REQUEST, fleet.copy(parameters(0)), 0)
+
+  @parameterized.named_parameters(
+      ('eos', [1, EOS], 2),
+      ('stop_string', [5, 6], 2),
+      ('later_tokens_are_cut', [5, 6, 7, 8], 2),
+      ('budget', [1] * 8, 8),
+  )
+  def test_turn_ends_where_our_automaton_stops(self, tokens, length):
+    answer = servers.TurnAnswer(tokens, [-1.0] * len(tokens), 'stop')
+    turn = remote.make_turn(answer, REQUEST, STOP_TABLE, 'http://e')
+    self.assertEqual(turn.tokens.tolist(), tokens[:length])
+    self.assertLen(turn.logp, length)
+
+  @parameterized.named_parameters(
+      ('early', [1, 2], [-1.0, -1.0], 'eos'),
+      ('empty', [], [], 'another model'),
+      ('more_than_asked', [1] * 9, [-1.0] * 9, 'another model'),
+      ('lengths', [EOS], [-1.0, -1.0], 'another model'),
+      ('nan', [EOS], [float('nan')], 'another model'),
+      ('none', [EOS], [None], 'another model'),
+      ('unknown_id', [VOCAB], [-1.0], 'another model'),
+  )
+  def test_answer_that_is_no_turn_is_refused(self, tokens, logp, message):
+    answer = servers.TurnAnswer(tokens, logp, 'stop')
+    with self.assertRaisesRegex(types.RunError, message):
+      remote.make_turn(answer, REQUEST, STOP_TABLE, 'http://e')
+
+  def test_aborted_turn_is_sampled_again(self):
+    answers = iter([servers.TurnAnswer([1], [-1.0], 'abort')])
+    last = servers.TurnAnswer([EOS], [-0.5], 'stop')
+    api = FakeApi(lambda request: next(answers, last))
+    fleet = self.fleet(api)
+    turn = fleet.sample(REQUEST, fleet.copy(parameters(0)), 0)
+    self.assertEqual(turn.tokens.tolist(), [EOS])
+
+  @parameterized.parameters(0, 2)
+  def test_run_plays_every_sequence_in_its_context(self, threads):
+    """A token is the sum of its context, modulo the small ids: each sequence has one outcome."""
+
+    def next_token(context):
+      return 10 + sum(context) % 50
+
+    def answer(request):
+      return servers.TurnAnswer([next_token(request.ids), EOS], [-1.0, -1.0], 'stop')
+
+    def respond(completions):
+      prompts = []
+      for completion in completions:
+        turns[completion.index].append(completion.turn.tokens.tolist())
+        budget = 8 if len(turns[completion.index]) < 3 else 0
+        prompts.append(env_pool.Prompt([completion.index], budget))
+      return prompts
+
+    fleet = self.fleet(FakeApi(answer), FakeApi(answer), rows=3)
+    sampler = remote.RemoteSampler(fleet, sampling.AS_IS)
+    prompts = [env_pool.Prompt([i, 1], 8 if i != 2 else 0) for i in range(7)]
+    turns = [[] for _ in prompts]
+    keys = jax.random.split(jax.random.key(0), len(prompts))
+    report = remote.run(sampler, fleet.copy(parameters(0)), prompts, keys, respond, threads)
+    for i, played in enumerate(turns):
+      if i == 2:
+        self.assertEmpty(played)
+        continue
+      context = [i, 1]
+      for tokens in played:
+        self.assertEqual(tokens, [next_token(context), EOS])
+        context += [*tokens, i]
+      self.assertLen(played, 3)
+    self.assertEqual(report.sampled_tokens, 6 * 3 * 2)
+
+  def test_error_of_an_environment_ends_run(self):
+    def respond(unused_completions):
+      raise types.RunError('no')
+
+    fleet = self.fleet(FakeApi())
+    sampler = remote.RemoteSampler(fleet, sampling.AS_IS)
+    prompts = [env_pool.Prompt([1], 8)] * 3
+    keys = jax.random.split(jax.random.key(0), 3)
+    with self.assertRaisesRegex(types.RunError, 'no'):
+      remote.run(sampler, fleet.copy(parameters(0)), prompts, keys, respond)
+
+  @parameterized.named_parameters(
+      ('same', 0.0, 0.7, None),
+      ('raw_log_probs', 0.0, 1.0, 'processed_logprobs'),
+      ('other_weights', 0.5, 0.7, 'weights that it did not load'),
+  )
+  def test_probe_names_likely_cause(self, offset, reported, cause):
+    """Our log-prob of a token at temperature t is -t."""
+
+    def answer(unused_request):
+      return servers.TurnAnswer([1, EOS], [-reported - offset] * 2, 'stop')
+
+    fleet = self.fleet(FakeApi(answer))
+    check = functools.partial(
+        remote.check_agreement,
+        remote.RemoteSampler(fleet, sampling.Distribution(0.7)),
+        fleet.copy(parameters(0)),
+        [[1, 2], [3]],
+        lambda tokens, temperature: np.full(tokens.shape, -temperature),
+    )
+    if cause is None:
+      self.assertAlmostEqual(check(), 0, places=6)
+      return
+    with self.assertRaisesRegex(types.UserError, cause):
+      check()
+
+  def test_probe_of_absent_engine_is_an_error(self):
+    api = FakeApi()
+    fleet = self.fleet(api)
+    api.is_down = True
+    with self.assertRaisesRegex(types.UserError, 'start it'):
+      score = lambda tokens, temperature: np.zeros(tokens.shape)
+      sampler = remote.RemoteSampler(fleet, sampling.AS_IS)
+      remote.check_agreement(sampler, fleet.copy(parameters(0)), [[1]], score)
+
+
+class ApiTest(absltest.TestCase):
+  """The routes, as requests and answers."""
+
+  def test_sglang(self):
+    sent = []
+
+    def send(path, body):
+      sent.append((path, body))
+      return {
+          '/generate': {
+              'text': 'a',
+              'meta_info': {
+                  'finish_reason': {'type': 'stop', 'matched': 9},
+                  'output_token_logprobs': [[-0.25, 4, None], [-0.5, 9, None]],
+              },
+          },
+          '/update_weights_from_disk': {'success': True, 'message': ''},
+          '/model_info': {'weight_version': 'a-3'},
+      }.get(path, {})
+
+    api = servers.APIS['sglang']
+    self.assertEqual(api.sample(send, REQUEST), servers.TurnAnswer([4, 9], [-0.25, -0.5], 'stop'))
+    self.assertEqual(sent[0][1]['input_ids'], [1, 2])
+    self.assertTrue(sent[0][1]['sampling_params']['no_stop_trim'])
+    sent.clear()
+    api.load(send, '/weights/000003', 'a-3')
+    self.assertEqual(
+        [path for path, _ in sent],
+        ['/pause_generation', '/update_weights_from_disk', '/continue_generation'],
+    )
+    self.assertTrue(api.holds(send, 'a-3'))
+    self.assertFalse(api.holds(send, 'a-4'))
+
+  def test_vllm_resumes_after_failed_load(self):
+    paths = []
+
+    def send(path, body):
+      del body
+      paths.append(path)
+      if path == '/collective_rpc':
+        raise http_client.Temporary('HTTP status 500')
+      return {}
+
+    with self.assertRaises(http_client.Temporary):
+      servers.APIS['vllm'].load(send, '/weights/000003', 'a-3')
+    self.assertEqual(paths, ['/pause?mode=keep', '/collective_rpc', '/resume'])
+
+  def test_engine_without_labels(self):
+    def send(path, body):
+      raise http_client.Rejected(404, 'Not Found')
+
+    self.assertFalse(servers.APIS['stppo'].holds(send, 'a-3'))
+
+  def test_vllm_adapters_have_a_name_per_version(self):
+    loaded = {'base', 'a-2', 'b-7'}
+    models = []
+
+    def send(path, body):
+      if path == '/v1/load_lora_adapter':
+        loaded.add(body['lora_name'])
+      elif path == '/v1/unload_lora_adapter':
+        loaded.remove(body['lora_name'])
+      elif path == '/v1/models':
+        return {'data': [{'id': name} for name in loaded]}
+      else:
+        models.append(body['model'])
+        logprobs = {'token_logprobs': [-1.0]}
+        return {'choices': [{'token_ids': [9], 'logprobs': logprobs, 'finish_reason': 'stop'}]}
+      return {}
+
+    api = servers.VllmAdapterApi()
+    self.assertFalse(api.holds(send, 'a-3'))
+    api.load(send, '/weights/000003', 'a-3')
+    self.assertTrue(api.holds(send, 'a-3'))
+    self.assertEqual(loaded, {'base', 'a-3', 'b-7'})  # another run's adapter stays
+    api.sample(send, dataclasses.replace(REQUEST, label='a-3'))
+    self.assertEqual(models, ['a-3'])
+
+
+class GatewayTest(parameterized.TestCase):
+  """Training with our own gateway as the engine."""
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.enterClassContext(tiny_run.on_one_device())
+    cls.folder = cls.enterClassContext(tempfile.TemporaryDirectory())
+    tiny_run.write(cls.folder)
+
+  def make_config(self, workdir, **values):
+    config = tiny_run.make_config(self.folder, **values)
+    config.rollout.engine_kind = 'stppo'
+    config.rollout.engine_folder = os.path.join(workdir, 'weights')
+    config.serve.weights_folder = config.rollout.engine_folder
+    config.serve.logprobs_mode = 'processed_logprobs'
+    return config
+
+  @contextlib.contextmanager
+  def engine(self, config, port=0):
+    """A gateway on the untrained model; yields its address."""
+    model, params = prepare.load_policy(config)
+    tokenizer = prepare.load_tokenizer(config)
+    sampler = gateway.make_sampler(model, tokenizer, 8, config.rollout.max_total)
+    load = functools.partial(gateway._load_params, config, model)
+    scheduler = scheduler_lib.Scheduler(
+        sampler, params, tokenizer.token_bytes, tokenizer.eos_ids, 64, load_params=load
+    )
+    with gateway.running(config, scheduler, tokenizer, 'e', port) as server:
+      yield server.url
+
+  def test_greedy_episodes_equal_those_of_our_sampler(self):
+    workdir = self.enterContext(tempfile.TemporaryDirectory())
+    config = self.make_config(workdir, rollout__temperature=0.8)
+    with self.engine(config) as address:
+      config.rollout.engine = address
+      model, params = prepare.load_policy(config)
+      params = jax.tree.map(lambda x: 1.05 * x, params)  # others than the engine's at its start
+      own = components.make_agent(config, model)
+      tasks = components.resolve(config).held_out_tasks()
+      keys = episode_lib.row_keys(jax.random.key(0), tasks)
+      expected = own.play(params, tasks, keys, greedy=True)
+      agent = agent_lib.with_engines(own)
+      with agent.opened(workdir, 0, params, tasks, lambda: False):
+        played = agent.play(params, tasks, keys, greedy=True)
+        sampled = agent.play(params, tasks, keys)
+    self.assertEqual(len(played), len(expected))
+    for ours, theirs in zip(expected, played):
+      self.assertEqual(ours.unroll()[0].tolist(), theirs.unroll()[0].tolist())
+      np.testing.assert_allclose(ours.unroll()[2], theirs.unroll()[2], atol=1e-5)
+      self.assertEqual(ours.score, theirs.score)
+    self.assertEqual({turn.version for row in sampled for turn in row.turns}, {0})
+
+  def test_raw_log_probs_are_refused(self):
+    workdir = self.enterContext(tempfile.TemporaryDirectory())
+    config = self.make_config(workdir, rollout__temperature=0.5)
+    config.serve.logprobs_mode = 'raw_logprobs'
+    with self.engine(config) as address:
+      config.rollout.engine = address
+      with self.assertRaisesRegex(types.UserError, 'processed_logprobs'):
+        loop.start(config, os.path.join(workdir, 'run'))
+
+  @parameterized.parameters('turn', 'batch')
+  def test_stale_run_trains_and_cleans_up(self, push_at):
+    workdir = self.enterContext(tempfile.TemporaryDirectory())
+    config = self.make_config(workdir, train__updates=4, pipeline__staleness=2)
+    config.rollout.engine_push = push_at
+    with self.engine(config) as address:
+      config.rollout.engine = address
+      loop.start(config, os.path.join(workdir, 'run'))
+    self.assertFalse(os.path.exists(config.rollout.engine_folder))
+    with open(os.path.join(workdir, 'run', 'metrics.jsonl'), encoding='utf-8') as file:
+      records = [json.loads(line) for line in file][1:]
+    ages = [record['engine/turn_age/max'] for record in records]
+    self.assertLessEqual(max(ages), 2)
+    if push_at == 'batch':  # exactly as with our own sampler: 0, 1, 2, 2
+      self.assertEqual(ages, [record['pipeline/staleness'] for record in records])
+    for record in records:
+      self.assertLess(record['rollout_corr/k3_kl'], 0.1)
+    with open(
+        os.path.join(workdir, 'run', 'episodes', 'train_000002.jsonl'), encoding='utf-8'
+    ) as file:
+      self.assertIn('versions', json.loads(next(file)))
+
+  @pytest.mark.slow
+  def test_two_processes_train_on_what_the_first_plays(self):
+    workdir = self.enterContext(tempfile.TemporaryDirectory())
+    config = self.make_config(workdir)
+    pathlib.Path(workdir, 'experiment.py').write_text(
+        TWO_PROCESSES.format(folder=self.folder), encoding='utf-8'
+    )
+    with self.engine(config) as address:
+      command = [sys.executable, str(ROOT / 'run.py'), f'--config={workdir}/experiment.py']
+      command += [f'--workdir={workdir}/run', f'--config.rollout.engine={address}']
+      command += [f'--config.rollout.engine_folder={config.rollout.engine_folder}']
+      command += [f'--coordinator=localhost:{servers_lib.free_port()}', '--num_processes=2']
+      environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
+      environment['XLA_FLAGS'] = '--xla_force_host_platform_device_count=1'
+      processes = [
+          subprocess.Popen(
+              [*command, f'--process_id={i}'], stderr=subprocess.PIPE, env=environment, text=True
+          )
+          for i in range(2)
+      ]
+      texts = [process.communicate(timeout=600)[1] for process in processes]
+    self.assertEqual([process.returncode for process in processes], [0, 0], texts)
+    records = []
+    for update in (1, 2, 3):
+      path = os.path.join(workdir, 'run', 'episodes', f'train_{update:06d}.jsonl')
+      with open(path, encoding='utf-8') as file:
+        records += [json.loads(line) for line in file]
+    self.assertLen(records, 3 * 16)
+    ages = [record['step'] - 1 - version for record in records for version in record['versions']]
+    self.assertBetween(max(ages), 1, 2)
+
+  def test_engine_makes_ratios_start_at_sampler(self):
+    config = tiny_run.make_config(self.folder)
+    self.assertEqual(objective.make_variant(config).old_logp, 'trainer')
+    config.rollout.engine = 'http://e'
+    self.assertEqual(objective.make_variant(config).old_logp, 'sampler')
+    config.algorithm.old_logp = 'trainer'
+    self.assertEqual(objective.make_variant(config).old_logp, 'trainer')
+    config.algorithm.old_logp = None
+    config.algorithm.rollout_is = 'turn'
+    self.assertEqual(objective.make_variant(config).old_logp, 'trainer')
+
+  @parameterized.parameters(
+      ({'rollout__engine': 'localhost:8000'}, 'give http'),
+      ({'model__role_parameters': 'own'}, 'one policy'),
+      ({'rollout__routing_replay': 'sampling'}, 'experts'),
+      ({'rollout__replay': 'runs/x/episodes'}, 'replay'),
+  )
+  def test_settings_without_meaning_are_refused(self, values, message):
+    config = tiny_run.make_config(self.folder, **{'rollout__engine': 'http://e:1', **values})
+    with self.assertRaisesRegex(types.UserError, message):
+      validation.validate(config)
+
+
+if __name__ == '__main__':
+  absltest.main()

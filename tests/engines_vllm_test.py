@@ -1,0 +1,81 @@
+"""Sampling and training with vLLM. It needs an environment of its own, see docs/engines.md:
+
+STPPO_VLLM_PYTHON=/path/of/venv/bin/python python -m pytest -m slow tests/engines_vllm_test.py
+"""
+
+import json
+import os
+import tempfile
+
+from absl.testing import absltest
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import servers
+from experiments import st_ppo_tiny
+from stppo_jax import components
+from stppo_jax.models import convert
+from stppo_jax.rollout import agent as agent_lib
+from stppo_jax.rollout import episode as episode_lib
+from stppo_jax.rollout import prepare
+from stppo_jax.training import loop
+from tests.support import tiny_run
+
+PYTHON = os.environ.get('STPPO_VLLM_PYTHON', '')
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON, reason='STPPO_VLLM_PYTHON names no Python with vLLM'),
+]
+
+
+class VllmTest(absltest.TestCase):
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.enterClassContext(tiny_run.on_one_device())
+    cls.folder = cls.enterClassContext(tempfile.TemporaryDirectory())
+    model = os.path.join(cls.folder, 'model')
+    shape, params = convert.load_hf(prepare.EMBEDDED_MODEL)
+    convert.save_hf(model, shape, params, prepare.EMBEDDED_MODEL)
+    port = servers.free_port()
+    process = servers.start_vllm(PYTHON, model, port, os.path.join(cls.folder, 'vllm.log'))
+    cls.enterClassContext(servers.ended(process))
+    cls.address = servers.wait_until_healthy(process, port)
+
+  def test_greedy_tokens_and_log_probs_equal_ours(self):
+    config = st_ppo_tiny.get_config()
+    config.rollout.engine = self.address
+    config.rollout.temperature = 0.8
+    model, params = prepare.load_policy(config)
+    params = jax.tree.map(lambda x: np.asarray(x) * 1.02, params)
+    own = components.make_agent(config, model)
+    agent = agent_lib.with_engines(own)
+    tasks = components.resolve(config).load_tasks('train')[:200]
+    keys = episode_lib.row_keys(jax.random.key(0), tasks)
+    expected = own.play(params, tasks, keys, greedy=True)
+    with agent.opened(self.folder, 0, params, tasks, lambda: False):
+      played = agent.play(params, tasks, keys, greedy=True)
+    self.assertLen(played, 200)
+    for ours, theirs in zip(expected, played):
+      self.assertEqual(ours.unroll()[0].tolist(), theirs.unroll()[0].tolist())
+      np.testing.assert_allclose(ours.unroll()[2], theirs.unroll()[2], atol=1e-4)
+
+  def test_default_experiment_learns(self):
+    config = st_ppo_tiny.get_config()
+    config.rollout.engine = self.address
+    config.pipeline.staleness = 2
+    config.train.updates = 8
+    config.eval.every = 8
+    workdir = os.path.join(self.folder, 'run')
+    scores = loop.start(config, workdir)
+    self.assertGreater(scores['val-core/all/em'], 0.65)  # .43 before
+    with open(os.path.join(workdir, 'metrics.jsonl'), encoding='utf-8') as file:
+      records = [json.loads(line) for line in file]
+    self.assertLess(records[1]['rollout_corr/logp_diff_max'], 1e-4)  # the first batch is fresh
+
+
+if __name__ == '__main__':
+  absltest.main()
