@@ -3,6 +3,7 @@
 Their rules and rewards by hand, and the check that no command leaves an example's world.
 """
 
+import importlib
 import os
 import pathlib
 import random
@@ -10,6 +11,7 @@ import socket
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import jax.numpy as jnp
 import numpy as np
 
 from examples import curves
@@ -19,11 +21,15 @@ from examples.airwaves import env as airwaves
 from examples.cory import env as cory
 from examples.creators import env as creators
 from examples.creators import player as creators_player
+from examples.dispatch import env as dispatch
 from examples.labels import env as labels
 from examples.labels import player as labels_player
 from examples.messages import env as messages
 from examples.messages import player as messages_player
+from examples.plans import env as plans
 from stppo_jax import types
+from stppo_jax.algorithms import advantages
+from stppo_jax.algorithms import variants
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / 'examples'
 JUDGE_ACCURACY = 0.7
@@ -61,6 +67,42 @@ class LabelsTest(parameterized.TestCase):
         self.assertEqual((labels_player.label_of(task.question),), task.answers)
 
 
+class PlansTest(parameterized.TestCase):
+
+  def test_every_task_has_its_solution_and_mutations_are_refuted(self):
+    for seed in range(200):
+      plan = plans.make_plan(random.Random(seed), 5, 4)
+      calls = list(plan.solution)
+      self.assertFalse(any(plan.errors(calls).values()))
+      self.assertEqual(plan.errors(calls[1:])['missing'], 1)
+      self.assertEqual(plan.errors([*calls, calls[0]])['extra'], 1)
+      backwards = plan.errors(calls[::-1])['violated']
+      num_orders = sum(c.kind in ('before', 'after') for c in plan.constraints)
+      self.assertGreaterEqual(backwards, num_orders)
+
+  def test_errors_by_hand(self):
+    constraints = (
+        plans.Constraint('before', 'wash', 'cook'),
+        plans.Constraint('never', 'lock'),
+        plans.Constraint('for', 'cook', 'ann'),
+    )
+    plan = plans.Plan(('cook', 'lock', 'wash'), constraints, ())
+    self.assertEqual(plan.wanted, ('cook', 'wash'))
+    errors = plan.errors([('cook', 'bob'), ('lock', ''), ('wash', 'eve')])
+    self.assertEqual(errors, {'violated': 3, 'missing': 0, 'extra': 0, 'arguments': 1})
+    self.assertEqual(plan.errors([('wash', '')])['missing'], 1)
+
+  def test_late_constraints_leave_a_solution(self):
+    kinds = set()
+    for seed in range(100):
+      env = plans.Plans(None, max_turns=8, tools=5, constraints=4, update_after=2)
+      expert = importlib.import_module('examples.plans.player').Expert
+      metrics = curves.play_episode(env, seed, expert)
+      self.assertEqual(metrics['correct'], 1)
+      kinds.add(env.plan is env._whole)
+    self.assertEqual(kinds, {True, False})  # some constraints were told, others came too late
+
+
 class CoryTest(parameterized.TestCase):
 
   def play(self, seed, *answers, **options):
@@ -93,6 +135,64 @@ class CoryTest(parameterized.TestCase):
   @parameterized.parameters('011', '+11', '11 ', '\u0661\u0661', '1_1', '')
   def test_other_forms_are_wrong(self, answer):
     self.assertFalse(cory.is_right((3, 8), answer))
+
+
+class DispatchTest(parameterized.TestCase):
+
+  def test_reward_by_hand(self):
+    """R = 3 + trip - pickup."""
+    self.assertEqual(
+        [dispatch.reward(0, 6), dispatch.reward(2, 3), dispatch.reward(4, 1)], [9, 4, 0]
+    )
+
+  def test_nearest_vehicle_has_the_order(self):
+    order = dispatch.Order((0, 0), (2, 3))
+    other = dispatch.Order((3, 3), (3, 2))
+    orders = [order, other, other]
+    assign = lambda wishes: dispatch.assign([(1, 1), (0, 1), (1, 0)], orders, wishes)
+    self.assertEqual(order.trip, 5)
+    self.assertEqual(assign([0, 0, 0]), {1: 0})  # distances 2, 1, 1
+    self.assertEqual(assign([0, None, 1]), {0: 0, 2: 1})
+    self.assertEqual(assign([None, None, None]), {})
+
+  def test_one_step_by_hand(self):
+    env = dispatch.Dispatch(None, max_turns=2)
+    env.reset(seed=0)
+    env.places = [(0, 0), (0, 1), (3, 3)]
+    order = dispatch.Order((0, 0), (0, 2))
+    env.steps[0] = [order, dispatch.Order((3, 2), (0, 0)), order]
+    self.assertEqual(env.describe(1), '1: pickup 1 trip 2. 2: pickup 4 trip 5. 3: pickup 1 trip 2.')
+    steps = [env.step(action) for action in ('1', '1', '2')]
+    self.assertEqual([step[4]['role'] for step in steps], ['green', 'blue', 'red'])
+    # Red has order 1 (3 + 2), blue order 2 (3 + 5 - 1), order 3 times out: a third for each.
+    self.assertAlmostEqual(steps[2][1], 7 - 1 / 3)
+    rewards = steps[2][4]['rewards']
+    self.assertAlmostEqual(rewards['red'], 5 - 1 / 3)
+    self.assertAlmostEqual(rewards['green'], -1 / 3)
+    self.assertEqual(env.places, [(0, 2), (0, 1), (0, 0)])
+    self.assertAlmostEqual(steps[2][4]['metrics']['profit'], 11 / 3)
+    self.assertFalse(steps[2][2])
+
+  def test_credit_of_ospo(self):
+    """An episode's choices are compared within the fleet and the step, without later rewards."""
+    rewards = jnp.array([[0.0, 3, 0, 9], [0, 1, 0, 9], [0, 2, 0, 9]])
+    turn_ids = jnp.array([[0, 1, 0, 2]] * 3)
+    zeros = jnp.zeros(rewards.shape)
+    batch = types.TurnBatch(
+        tokens=turn_ids,
+        action_mask=(turn_ids > 0).astype(jnp.float32),
+        turn_ids=turn_ids,
+        rewards=rewards,
+        old_logp=zeros,
+        ref_logp=zeros,
+        old_values=zeros,
+        advantages=zeros,
+        returns=zeros,
+        group_ids=jnp.arange(3),
+        roles={name: jnp.eye(3)[i] for i, name in enumerate(dispatch.FLEET)},
+    )
+    got = advantages.estimate(batch, variants.VARIANTS['ospo']).advantages
+    np.testing.assert_allclose(got, [[0, 1, 0, 0], [0, -1, 0, 0], [0, 0, 0, 0]], atol=1e-5)
 
 
 class MessagesTest(parameterized.TestCase):

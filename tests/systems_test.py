@@ -34,10 +34,12 @@ BARS = {
     'airwaves': {'Expert': (1, 1), 'Threshold': (0.9, 0.97), 'Player': (0.5, 0.65)},
     'cory': {'Expert': (1, 1), 'Player': (0.2, 0.4)},
     'creators': {'Expert': (0.4, 0.5), 'Stubborn': (0.2, 0.3), 'Player': (0.3, 0.45)},
+    'dispatch': {'Expert': (2.5, 2.8), 'Selfish': (2.1, 2.4), 'Player': (1.5, 1.9)},
     'empathy': {'Expert': (1, 1), 'Adviser': (0.2, 0.5), 'Player': (0.4, 0.7)},
     'labels': {'Expert': (1, 1), 'Player': (0.35, 0.6)},
     'memory': {'Expert': (1, 1), 'AddOnly': (0.6, 0.9), 'Player': (0.3, 0.6)},
     'messages': {'Expert': (1, 1), 'Player': (0.3, 0.5)},
+    'plans': {'Expert': (1, 1), 'Player': (0.3, 0.7)},
     'rooms': {'Expert': (1, 1), 'Player': (0.2, 0.5)},
     'terminals': {'Expert': (1, 1), 'Player': (0.3, 0.6)},
 }
