@@ -151,9 +151,9 @@ def plain(docstring: str) -> str:
 
 def variant_settings() -> dict[str, str]:
   """Returns {name: settings in which a row of VARIANTS differs from the defaults}."""
-  default = variants.Variant()
   texts = {}
   for name, variant in variants.VARIANTS.items():
+    default = type(variant)()
     changed = []
     for field in dataclasses.fields(variant):
       value = getattr(variant, field.name)

@@ -193,6 +193,8 @@ class RolloutSettings(Section):
   engine_folder: str = setting(
       '', 'folder for the weights that the engines load, which they see under the same path. '
       'Empty: WORKDIR/weights', resume_safe=True)
+  engine_devices: int = setting(
+      1, 'devices of each engine, for --mode=plan', at_least=1, resume_safe=True)
   engine_push: str = setting(
       'turn', "moment at which new weights replace older ones: 'turn' waits for the turns in "
       "progress, and their episodes continue with the new weights. 'batch' waits for the batch, "

@@ -263,6 +263,22 @@ class PlanTest(parameterized.TestCase):
     training, sampling = dict.fromkeys(('update', 'annotate', 'copy'), 30), ('prefill', 'decode')
     self.assertEqual(more, training | dict.fromkeys((*sampling, 'grow'), 7))
 
+  def test_engines_take_other_devices(self):
+    """They hold the cache and the copy, and run the programs of sampling."""
+    config = tiny_run.make_config(self.tmp)
+    config.pipeline.staleness = 1
+    config.rollout.engine = 'http://a,http://b'
+    config.rollout.engine_devices = 4
+    with mock.patch.object(plan, '_compile'):
+      planned = plan.make(config)
+    self.assertEqual([program.name for program in planned.programs], ['update', 'annotate'])
+    self.assertEqual(planned.held['KV cache'], (0, 0))
+    self.assertEqual(planned.programs[0].resident, planned.held_per_device['reference policy'])
+    self.assertIsNone(planned.rollout)
+    text = table.text(planned)
+    self.assertIn('engines on 8 other devices, which makes 16', text)
+    self.assertNotIn('rollout.rows', text)
+
   def test_the_caches_of_a_larger_evaluation_are_counted(self):
     config = tiny_run.make_config(self.tmp)
     held = lambda: plan.make(config).held_per_device['KV cache']

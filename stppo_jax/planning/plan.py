@@ -79,6 +79,13 @@ class Plan:
     return {name: each for name, (_, each) in self.held.items()}
 
   @property
+  def engine_devices(self) -> int:
+    """Devices of the engines in other processes that sample."""
+    rollout = self.config.rollout
+    num_engines = len(rollout.engine.split(',')) if rollout.engine else 0
+    return num_engines * rollout.engine_devices
+
+  @property
   def limit(self) -> int:
     """Bytes that a device may use."""
     return int(self.chip.memory * (1 - HEADROOM))
@@ -145,7 +152,7 @@ def make(config: Config, topology: str = '') -> Plan:
       mesh=mesh,
       attention=spec.actor.attention + (' (cuDNN cannot be traced without a GPU)' * absent_gpu),
       num_params=_num_params(config, model, critic_model, state),
-      held=_held(sampler, state, frozen),
+      held=_held(config, sampler, state, frozen),
       sampler=sampler,
   )
   # Sums over micro-batches: g and C of the actor, and the critic's.
@@ -154,7 +161,7 @@ def make(config: Config, topology: str = '') -> Plan:
     _compile(program, plan)
     plan.programs.append(program)
     _estimate(program, plan)
-  if config.pipeline.staleness:
+  if config.pipeline.staleness and not config.rollout.engine:
     _add_concurrent(plan)
   plan.rollout = estimate_rollout(plan)
   _find_largest(plan, gradients)
@@ -193,7 +200,7 @@ def _num_params(config, model, critic_model, state):
   return counts
 
 
-def _held(sampler, state, frozen):
+def _held(config, sampler, state, frozen):
   """Returns {name: (bytes in total, bytes per device)} that a run holds, with its KV cache."""
   trees = {
       'policy': frozen.policy(state.actor),
@@ -211,6 +218,8 @@ def _held(sampler, state, frozen):
   held = {name: sizes(tree, on_host=False) for name, tree in trees.items()}
   held['sampling copy'] = _sizes(sampler.shapes_of_copy(trees['policy']))
   held['KV cache'] = _sizes((context.k, context.v))
+  if config.rollout.engine:
+    held |= {'sampling copy': (0, 0), 'KV cache': (0, 0)}
   for name, tree in trees.items():
     held[f'{name}, on the host'] = sizes(tree, on_host=True)
   return held
@@ -219,7 +228,8 @@ def _held(sampler, state, frozen):
 def _programs(plan, spec, state, frozen):
   """Yields each program that an update runs."""
   yield from programs.training(plan, spec, state, frozen)
-  yield from programs.sampling(plan, frozen.policy(state.actor))
+  if not plan.config.rollout.engine:
+    yield from programs.sampling(plan, frozen.policy(state.actor))
 
 
 def _compile(program, plan):

@@ -16,8 +16,7 @@ def text(plan: Plan) -> str:
           f'{plan.mesh.size} x {plan.chip.name}, mesh {shape}',
           'parameters: ' + ', '.join(f'{name} {n:,}' for name, n in plan.num_params.items()),
           f'attention in training: {plan.attention}',
-          f'sampling: {plan.sampler.width} rows per call, slots {plan.sampler.slot_buckets}, '
-          f'staleness {plan.config.pipeline.staleness}',
+          f'sampling: {_sampler(plan)}, staleness {plan.config.pipeline.staleness}',
           '',
           *_memory(plan),
           '',
@@ -29,6 +28,14 @@ def text(plan: Plan) -> str:
           verdict(plan),
       ]
   )
+
+
+def _sampler(plan):
+  """Returns a line about what samples."""
+  if not plan.engine_devices:
+    return f'{plan.sampler.width} rows per call, slots {plan.sampler.slot_buckets}'
+  total = plan.mesh.size + plan.engine_devices
+  return f'engines on {plan.engine_devices} other devices, which makes {total} (not planned)'
 
 
 def _memory(plan):
@@ -73,11 +80,14 @@ def _times(plan):
   yield _row('at least, s (estimate)', *(f'{time:.3g}' for time in seconds))
   yield _row('runs per update, at most', *(str(program.runs) for program in programs))
   yield _row('s per update (estimate)', *(f'{time:.3g}' for time in per_update))
-  whole = sum(per_update[:2]) + plan.rollout.seconds
-  share = plan.rollout.seconds / whole
+  whole = sum(per_update[:2])
+  share = 'without sampling'
+  if plan.rollout is not None:
+    whole += plan.rollout.seconds
+    share = f'of which sampling {plan.rollout.seconds / whole:.0%}'
   yield (
-      f'one update takes at least {whole:.0f} s, of which sampling {share:.0%} (an estimate from '
-      'below, by a roofline of full-length rows; nothing was run)'
+      f'one update takes at least {whole:.0f} s, {share} (an estimate from below, by a roofline of '
+      'full-length rows; nothing was run)'
   )
 
 
@@ -102,9 +112,11 @@ def verdict(plan: Plan) -> str:
   """Returns the largest sizes that fit, and 'FITS ..' or what to change."""
   largest = (
       'largest that fits (estimate, at least): '
-      f'train.micro_batch {plan.largest_micro_batch or "none"}, '
-      f'{_rows_field(plan)} {plan.largest_rows or "none"}\n'
+      f'train.micro_batch {plan.largest_micro_batch or "none"}'
   )
+  if not plan.engine_devices:
+    largest += f', {_rows_field(plan)} {plan.largest_rows or "none"}'
+  largest += '\n'
   if plan.fits:
     result = f'{largest}FITS, with at least {HEADROOM:.0%} of the memory free'
     if plan.tpu_limit_mib:

@@ -245,13 +245,9 @@ class Service:
       plans: list[sessions.RequestPlan],
       prompts: list[list[int]],
   ) -> Answer:
-    limit = self.scheduler.max_total
-    temperature = body.temperature
-    top_p = body.top_p
+    sampling = sessions.Sampling(body.temperature, body.top_p, self.scheduler.max_total)
     if session is not None:
-      limit = session.sampling.max_turn
-      temperature = session.sampling.temperature
-      top_p = session.sampling.top_p
+      sampling = session.sampling
     form = None
     stops = list(body.stop)
     if isinstance(body, api.ChatBody) and body.offered_tools:
@@ -267,11 +263,11 @@ class Service:
       plan = plans[index] if plans else None
       request = scheduler_lib.Request(
           ids=ids,
-          budget=min(body.most_tokens or limit, limit, room),
+          budget=min(body.most_tokens or room, sampling.max_turn, room),
           key=plan.key if plan else self._make_key(body.seed, sample),
           emit=_sender(events, index),
-          temperature=temperature,
-          top_p=top_p,
+          temperature=sampling.temperature,
+          top_p=sampling.top_p,
           stop=stops,
           ignore_eos=body.ignore_eos,
           plain_logp=self._plain_logp and session is None,
