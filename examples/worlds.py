@@ -26,6 +26,7 @@ FOLDERS = (
     'cory',
     'countdown',
     'creators',
+    'dhumbal',
     'dispatch',
     'empathy',
     'guess_number',

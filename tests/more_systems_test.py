@@ -21,6 +21,9 @@ from examples.airwaves import env as airwaves
 from examples.cory import env as cory
 from examples.creators import env as creators
 from examples.creators import player as creators_player
+from examples.dhumbal import env as dhumbal
+from examples.dhumbal import game
+from examples.dhumbal import tournament
 from examples.dispatch import env as dispatch
 from examples.labels import env as labels
 from examples.labels import player as labels_player
@@ -101,6 +104,57 @@ class PlansTest(parameterized.TestCase):
       self.assertEqual(metrics['correct'], 1)
       kinds.add(env.plan is env._whole)
     self.assertEqual(kinds, {True, False})  # some constraints were told, others came too late
+
+
+class DhumbalTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      (('Ac',), True), (('3c', '3d'), True), (('3c', '4c'), False), (('3c', '4c', '5c'), True),
+      (('3c', '4c', '5d'), False), (('Qc', 'Kc', 'Ac'), False), ((), False), (('3c', '3c'), False),
+  )  # fmt: skip
+  def test_discards(self, cards, want):
+    self.assertEqual(game.is_discard(cards), want)
+
+  def test_calls_by_hand(self):
+    """Hands of 5, 4 and 30: the caller with 5 pays its hand and the fine, the second one wins."""
+    played = game.Round(3, random.Random(0))
+    played.hands = [['5c'], ['4c'], ['Tc', 'Kd', '7c']]
+    played.play(game.Move())
+    self.assertEqual((played.winner, played.costs), (1, [5 + game.FINE, 0, 30]))
+    played = game.Round(2, random.Random(0))
+    played.hands = [['2c', '2d'], ['4c']]
+    played.play(game.Move())
+    self.assertEqual((played.winner, played.costs), (1, [4 + game.FINE, 0]))  # a tie
+    played = game.Round(2, random.Random(0))
+    played.hands = [['Ac'], ['4c']]
+    played.play(game.Move())
+    self.assertEqual((played.winner, played.costs), (0, [0, 4]))
+
+  def test_cards_are_kept(self):
+    for seed in range(30):
+      played = game.play_round(list(game.SCRIPTS.values()), random.Random(seed))
+      cards = [card for hand in played.hands for card in hand]
+      cards += [*played._stock, *played._pile, played.top]
+      self.assertLen(set(cards), 52)
+      self.assertLen(cards, 52)
+
+  def test_a_script_wins_the_tournament(self):
+    table = tournament.table(300)
+    self.assertEqual(sum(row['wins'] for row in table.values()), 300)
+    self.assertGreater(table['aggressive']['wins'], 1.3 * table['balanced']['wins'])
+    low, high = tournament.interval(50, 100)
+    self.assertAlmostEqual(low, 0.4038, places=4)
+    self.assertAlmostEqual(high, 0.5962, places=4)
+
+  def test_illegal_moves_cost(self):
+    env = dhumbal.Dhumbal(None, max_turns=8)
+    env.reset(seed=0)
+    for text in ('', 'Ac Zz stock', 'stock', 'call now'):
+      hand = env._round.hands[env._seat].copy()
+      other = env._round.hands[1 - env._seat].copy()
+      self.assertAlmostEqual(env.step(text)[1], -0.1)
+      self.assertEqual(env._round.hands[env._seat], hand)
+      self.assertNotEqual(env._round.hands[1 - env._seat], other)  # the script has moved
 
 
 class CoryTest(parameterized.TestCase):

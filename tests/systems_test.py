@@ -34,6 +34,7 @@ BARS = {
     'airwaves': {'Expert': (1, 1), 'Threshold': (0.9, 0.97), 'Player': (0.5, 0.65)},
     'cory': {'Expert': (1, 1), 'Player': (0.2, 0.4)},
     'creators': {'Expert': (0.4, 0.5), 'Stubborn': (0.2, 0.3), 'Player': (0.3, 0.45)},
+    'dhumbal': {'Expert': (0.4, 0.6), 'Player': (0.03, 0.2)},
     'dispatch': {'Expert': (2.5, 2.8), 'Selfish': (2.1, 2.4), 'Player': (1.5, 1.9)},
     'empathy': {'Expert': (1, 1), 'Adviser': (0.2, 0.5), 'Player': (0.4, 0.7)},
     'labels': {'Expert': (1, 1), 'Player': (0.35, 0.6)},
