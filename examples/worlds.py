@@ -35,6 +35,7 @@ FOLDERS = (
     'messages',
     'plans',
     'rooms',
+    'screens',
     'signals',
     'terminals',
 )

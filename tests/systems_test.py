@@ -42,6 +42,7 @@ BARS = {
     'messages': {'Expert': (1, 1), 'Player': (0.3, 0.5)},
     'plans': {'Expert': (1, 1), 'Player': (0.3, 0.7)},
     'rooms': {'Expert': (1, 1), 'Player': (0.2, 0.5)},
+    'screens': {'Expert': (1, 1), 'Player': (0.2, 0.4)},
     'terminals': {'Expert': (1, 1), 'Player': (0.3, 0.6)},
 }
 FOLDERS = tuple(BARS)
