@@ -4,7 +4,7 @@
 
 While an environment works, Python reports to an audit hook whatever opens a file, starts a process,
 uses the network or executes a string. Any such event is a failure, and so is an exception. The
-command prints a line per example, and exits with 1 after a failure.
+command prints a line per example, and exits with 1 after a failure. Needs `pip install ".[study]"`.
 """
 
 import argparse
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import contextlib
 import importlib
 import importlib.util
+import pathlib
 import random
 import sys
 
@@ -39,6 +40,7 @@ FOLDERS = (
     'signals',
     'terminals',
 )
+ROOT = pathlib.Path(__file__).parent
 FORBIDDEN = ('open', 'exec', 'import', 'os.', 'subprocess.', 'socket.', 'shutil.', 'ctypes.')
 # Commands of a shell, of Python, of a template, and texts that break a parser.
 HOSTILE = (
@@ -115,13 +117,13 @@ def check(folder: str, num_episodes: int = 40) -> tuple[int, list[str]]:
 
   A third of the commands are those of the example's own player, so that the episodes get far.
   """
-  config = validation.validate(warm_start.load_config(f'examples/{folder}/config.py'))
+  config = validation.validate(warm_start.load_config(str(ROOT / folder / 'config.py')))
   named = components.resolve(config)
   make_player = Nobody
   if importlib.util.find_spec(f'examples.{folder}.player'):
     make_player = importlib.import_module(f'examples.{folder}.player').Player
   tasks = named.load_tasks(config.data.train_split)[:num_episodes]
-  curves.play_episode(named.env(tasks[0], 0), 0, make_player)  # whatever is loaded once
+  curves.play_episode(named.env(tasks[0], 0), 0, make_player)  # loads what is loaded once
   rng = random.Random(0)
   num_commands = 0
   events = []

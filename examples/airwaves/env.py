@@ -23,7 +23,7 @@ from examples import tasks
 load = tasks.seeded('airwaves')
 LAMBDA = 0.3
 PENALTY = 1.0
-BITS = 1.0  # of one rank, in units of bandwidth times latency
+BITS = 1.0  # size of one rank, in units of bandwidth times latency
 RANKS = re.compile(r'(\d) (\d)')
 
 

@@ -18,7 +18,7 @@ SUITS = 'cdhs'
 HAND = 5
 CALL_AT_MOST = 5
 FINE = 30
-MAX_TURNS = 60  # of a round, all players together
+MAX_TURNS = 60  # turns of all players together, after which a round ends
 
 
 def points(cards: Sequence[str]) -> int:

@@ -26,7 +26,7 @@ FORMS = {
     'maybe': ('{b} {did} {a}.', '{a} {did} {c}.', '{a} {other} {b}.'),
 }
 REWARDS = {'right': 1.0, 'wrong': -1.0, 'unreadable': -3.0}
-MOST = 2.5  # of a number: 2.5 minus its distance, -2.5 if it cannot be read
+MOST = 2.5  # reward of the right number; the distance is subtracted
 JUDGEMENT = re.compile(r'<Judgement>(.*?)</Judgement>', re.DOTALL)
 
 

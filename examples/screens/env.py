@@ -32,8 +32,8 @@ FIELDS = ('font', 'name', 'host', 'alias')
 SWITCHES = tuple(name for name in PARENTS if name not in (*TREE, *FIELDS))
 WORDS = ('ann', 'bob', 'eve', 'red', 'tea')
 REWARDS = ('outcome', 'process', 'oracle')
-FIELD_SHARE = 0.3  # of the judge's steps that are in an open field, or close to the goal
-STEP_WEIGHT = 0.2  # of a step's judgement. The paper's weight is not known.
+FIELD_SHARE = 0.3  # share of the judge's steps in an open field, or close to the goal
+STEP_WEIGHT = 0.2  # weight of a step's judgement. The paper's weight is not known.
 
 
 @dataclasses.dataclass(frozen=True)
