@@ -39,6 +39,7 @@ from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import objectives
 from stppo_jax.algorithms import off_policy
+from stppo_jax.algorithms import score_norm
 from stppo_jax.algorithms import value_bins
 from stppo_jax.types import setting
 
@@ -155,6 +156,10 @@ class Variant:
   mask_zero_advantage: bool = setting(
       False, "drop episodes without any advantage from the policy's loss, and with them their KL "
       'penalty and entropy bonus. Their surrogate is 0')
+  score_norm: str = setting(
+      'none', "scores are divided by the deviation of all scores so far ('scale'), and their mean "
+      "is subtracted first ('normalise')", allowed=score_norm.MODES)
+  score_clip: float = setting(0.0, 'bound of normalised scores; 0: off', at_least=0)
   imitation: float = setting(
       0.0, 'weight of the imitation loss: minus the mean log-prob of the agent tokens of '
       'demonstrations, see rollout.demonstrations', at_least=0)
@@ -313,6 +318,18 @@ VARIANTS = {
     ),
     # arXiv 2507.15351. Its fleet is a group here.
     'ospo': Variant('turn_zscore', 'token', clip_high=0.28, kl_in='none', entropy_coef=0.05),
+    # Zheng et al., arXiv 2307.04964: normalised and clipped scores (P). The numbers are those of
+    # the released script (C).
+    'ppo_max': Variant(
+        'token_gae',
+        'token',
+        lam=0.95,
+        value_clip=0.2,
+        kl_coef=0.01,
+        score_norm='normalise',
+        score_clip=0.8,
+        entropy_coef=0.0,
+    ),
     # arXiv 2508.07750. A demonstration in each group is its reference answer.
     'grao': GraoVariant(advantages.grao, 'none', kl_in='none', entropy_coef=0.0),
     # Rafailov et al., arXiv 2305.18290, on fresh pairs: the best and the worst of each group.

@@ -12,7 +12,11 @@ GROUPS: dict[str, dict[str, str]] = {
     'Episodes of the update': {
         'critic/score/{mean,max,min}': 'Total reward of an episode, before any KL penalty.',
         'critic/rewards/{mean,max,min}': (
-            'Total reward of an episode after the KL penalty (`kl_in=reward`).'
+            'Total reward of an episode after its normalisation (`score_norm`) and the KL penalty '
+            '(`kl_in=reward`).'
+        ),
+        'critic/score_moments/{mean,deviation}': (
+            'Mean and deviation of the scores of all updates so far (`score_norm`).'
         ),
         '<name>/mean': (
             'A score of the environment (its `core_metrics`), such as `em/mean`: exact match.'

@@ -35,6 +35,7 @@ _NEEDED: tuple[tuple[str, str, Callable[[variants.Variant], bool]], ...] = (
         'aggregation=seq-mean-token-sum-norm',
         lambda v: v.aggregation == 'seq-mean-token-sum-norm',
     ),
+    ('score_clip', 'score_norm=scale or normalise', lambda v: v.score_norm != 'none'),
     ('kl_coef', 'kl_in=reward or loss', lambda v: v.kl_in != 'none'),
     ('kl_horizon', 'kl_target', lambda v: v.kl_target > 0),
     (

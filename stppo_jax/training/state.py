@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from stppo_jax.algorithms import score_norm
 from stppo_jax.algorithms import variants
 from stppo_jax.models import attention
 from stppo_jax.models import decoder
@@ -31,6 +32,7 @@ class TrainState:
   # What is trained of the policy, as it was after the update before the last one; only kept if
   # updates start from an extrapolation.
   previous_actor: dict | None = None
+  score_moments: score_norm.ScoreMoments | None = None  # None: scores are not normalised
 
   def unskipped(self) -> 'TrainState':
     """Returns the state as if no step before had been skipped."""
@@ -155,6 +157,9 @@ def create(spec: Spec, actor: dict, critic: dict | None) -> TrainState:
   previous_actor = None
   if spec.variant.extrapolation:
     previous_actor = jax.tree.map(jnp.copy, actor)
+  moments = None
+  if spec.variant.score_norm != 'none':
+    moments = score_norm.ScoreMoments.zero()
   return TrainState(
       step=jnp.zeros((), jnp.int32),
       actor=actor,
@@ -164,6 +169,7 @@ def create(spec: Spec, actor: dict, critic: dict | None) -> TrainState:
       kl_coef=jnp.asarray(spec.variant.kl_coef, jnp.float32),
       skipped=jnp.zeros((), jnp.int32),
       previous_actor=previous_actor,
+      score_moments=moments,
   )
 
 

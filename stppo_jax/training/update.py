@@ -35,6 +35,7 @@ from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import objectives
 from stppo_jax.algorithms import off_policy
+from stppo_jax.algorithms import score_norm
 from stppo_jax.algorithms import value_bins
 from stppo_jax.algorithms import variants
 from stppo_jax.models import decoder
@@ -241,6 +242,11 @@ def with_advantages(
   variant = spec.variant
   mask = batch.action_mask.astype(jnp.float32)
   metrics = {}
+  if state.score_moments is not None:
+    batch, moments = score_norm.normalise(batch, state.score_moments, variant)
+    state = dataclasses.replace(state, score_moments=moments)
+    metrics['critic/score_moments/mean'] = moments.mean
+    metrics['critic/score_moments/deviation'] = moments.deviation
   if variant.kl_in != 'none':
     kl = losses.kl(batch.old_logp, batch.ref_logp, variant.kl_estimator)
     kl = kl * mask

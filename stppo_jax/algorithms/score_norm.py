@@ -1,0 +1,87 @@
+"""Score normalisation by the mean and deviation of all episodes so far (PPO-max).
+
+PPO-max (arXiv 2307.04964, section 5.4; P) normalises and clips scores by historical moments. The
+released script divides by the running deviation alone (C, `ppo_trainer.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from stppo_jax import types
+from stppo_jax.types import TurnBatch
+
+if TYPE_CHECKING:
+  from stppo_jax.algorithms.variants import Variant
+
+MODES = ('none', 'scale', 'normalise')
+
+
+class ScoreMoments(NamedTuple):
+  """The moments of all scores so far, each a scalar."""
+
+  num_scores: jax.Array
+  mean: jax.Array
+  squares: jax.Array  # sum of the squared deviations from the mean
+
+  @classmethod
+  def zero(cls) -> ScoreMoments:
+    """Returns the moments of no scores."""
+    return cls(jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
+
+  @property
+  def deviation(self) -> jax.Array:
+    """The sample deviation (n - 1); 1 where the scores differ by rounding only."""
+    deviation = jnp.sqrt(self.squares / jnp.maximum(self.num_scores - 1, 1))
+    has_spread = deviation > types.ROUNDING * jnp.abs(self.mean)
+    return jnp.where(has_spread, deviation, 1)
+
+  def merged(self, scores: jax.Array, counts: jax.Array) -> ScoreMoments:
+    """Returns the moments with the scores [B] where `counts` [B] is true.
+
+    With n, m, S of the moments before and k, b, T of the scores (Chan, Golub and LeVeque 1979),
+
+      n' = n + k,   m' = m + (b - m) k / n',   S' = S + T + (b - m)^2 n k / n'
+    """
+    k = counts.sum().astype(jnp.float32)
+    b = jnp.sum(scores * counts) / jnp.maximum(k, 1)
+    within = jnp.sum(jnp.square(scores - b) * counts)
+    count = self.num_scores + k
+    share = k / jnp.maximum(count, 1)
+    gap = b - self.mean
+    squares = self.squares + within + jnp.square(gap) * self.num_scores * share
+    return ScoreMoments(count, self.mean + gap * share, squares)
+
+
+def normalise(
+    batch: TurnBatch, moments: ScoreMoments, variant: Variant
+) -> tuple[TurnBatch, ScoreMoments]:
+  """Returns the batch with normalised rewards, and the moments with its scores.
+
+    s' = s / deviation ('scale') or (s - mean) / deviation ('normalise'), clipped at +-score_clip
+
+  The moments include this batch. Choice: with rewards in several turns, the deviation divides every
+  reward, and the last agent token gets the rest of s'. Choice: each row counts once, and rows
+  without agent tokens do not count.
+  """
+  mask = batch.action_mask
+  counts = mask.any(axis=1)
+  rewards = batch.rewards * mask
+  scores = rewards.sum(axis=1)
+  moments = moments.merged(scores, counts)
+  scaled = scores / moments.deviation
+  target = scaled
+  if variant.score_norm == 'normalise':
+    target -= moments.mean / moments.deviation
+  if variant.score_clip:
+    target = jnp.clip(target, -variant.score_clip, variant.score_clip)
+  columns = jnp.arange(mask.shape[1])
+  last = jnp.max(jnp.where(mask > 0, columns, -1), axis=1)
+  is_last = columns == last[:, None]
+  rewards = rewards / moments.deviation + jnp.where(is_last, (target - scaled)[:, None], 0)
+  return dataclasses.replace(batch, rewards=rewards), moments
