@@ -67,7 +67,8 @@ MISSES = {
 }
 MISSES['ppo_max', 'equal_groups'] = (
     'Its scores are normalised, and twice as large as those of the question. Until the critic '
-    'knows them, they move the policy by .13. PPO-max trains the critic alone first: then it is .07.'
+    'knows them, they move the policy by .13. PPO-max trains the critic alone first, and then it is '
+    '.07.'
 )
 # Variant -> the reason why no probe can run it.
 NOT_RUN = {}

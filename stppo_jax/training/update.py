@@ -488,7 +488,7 @@ def _sum_gradients(inputs, compared=None):
   total = (no_grads, no_tokens, no_sums)
   grads, tokens, sums = inputs.sum(one_micro_batch, inputs.packing, total)
   if compared is not None:
-    return grads, tokens | compared.numbers
+    return grads, tokens | sums | compared.numbers
   tokens['ratio'] = jnp.where(mask > 0, tokens['ratio'], 1)
   tokens['clipped'] = tokens['clipped'] > 0
   return grads, tokens | sums
