@@ -67,7 +67,7 @@ MISSES = {
 }
 MISSES['ppo_max', 'equal_groups'] = (
     'Its scores are normalised, and twice as large as those of the question. Until the critic '
-    'knows them, they move the policy by .13. PPO-max trains the critic alone first, and then it is '
+    'knows them, they move the policy by .13. With a warm-up of the critic, as in PPO-max, it is '
     '.07.'
 )
 # Variant -> the reason why no probe can run it.
