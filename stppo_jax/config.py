@@ -266,6 +266,23 @@ class AlgorithmSettings(Section):
 
 
 @dataclasses.dataclass
+class TeacherSettings(Section):
+  """On-policy distillation: a teacher scores the tokens that the policy has sampled.
+
+  Its log-prob of a token less the policy's is an advantage of this token. The row 'distillation'
+  has no other advantage. The teacher needs the policy's tokenizer.
+  """
+
+  folder: str = setting('', "a Hugging Face folder; it needs the memory of its weights in "
+                        '`model.dtype`. Empty: no such teacher')
+  address: str = setting(
+      '', 'http://HOST/v1 of a server with vLLM\'s `prompt_logprobs`; empty: none',
+      resume_allowed=True)
+  model: str = setting('', 'name of the model at that address', resume_allowed=True)
+  coef: float = setting(1.0, "weight of the teacher's advantages", above=0)
+
+
+@dataclasses.dataclass
 class OptimizerSettings(Section):
   """AdamW with a linear warm-up, then a constant or linearly decaying rate."""
 
@@ -359,7 +376,8 @@ class PlacementSettings(Section):
       'device', 'the separate critic, not used while sampling', allowed=('device', 'host'),
       resume_safe=True)
   reference: str = setting(
-      'device', 'the reference policy, used once per update', allowed=('device', 'host'),
+      'device', 'the reference policy and the teacher, used once per update',
+      allowed=('device', 'host'),
       resume_safe=True)
 
 
@@ -482,6 +500,7 @@ class Config(Section):
   model: ModelSettings = dataclasses.field(default_factory=ModelSettings)
   rollout: RolloutSettings = dataclasses.field(default_factory=RolloutSettings)
   algorithm: AlgorithmSettings = dataclasses.field(default_factory=AlgorithmSettings)
+  teacher: TeacherSettings = dataclasses.field(default_factory=TeacherSettings)
   actor: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
   critic: OptimizerSettings = dataclasses.field(
       default_factory=lambda: OptimizerSettings(lr=1e-5, warmup=0.015))

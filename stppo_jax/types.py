@@ -467,6 +467,7 @@ class TurnBatch:
   behaviour_logp: jax.Array | None = None  # [B,T] as the sampler reported it
   truncated: jax.Array | None = None  # [B] 1 where the episode ended by a limit
   loss_mask: jax.Array | None = None  # [B,T] 1 where the policy's loss counts a token; None: all
+  teacher_logp: jax.Array | None = None  # [B,T] log-probs of a teacher; None: there is none
   is_weights: jax.Array | None = None  # [B,T] weights from the sampler to old_logp; None: 1
   labels: jax.Array | None = None  # [B,T] int labels of a custom ratio; equal labels share it
   routes: jax.Array | None = None  # [B,T,L,A] experts of each token, where they are replayed

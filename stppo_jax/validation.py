@@ -86,7 +86,8 @@ def validate(config: Config) -> Config:
   check_section('config.', config)
   _check_names(config)
   _check_environment(config)
-  _check_address(config)
+  _check_address('eval', config.eval)
+  _check_address('teacher', config.teacher)
   _check_engine(config)
   _check_sizes(config)
   _check_demonstrations(config)
@@ -196,16 +197,18 @@ def _check_environment(config: Config) -> None:
     )
 
 
-def _check_address(config: Config) -> None:
-  """Checks the address of a server that is evaluated."""
-  address = config.eval.address
-  model = config.eval.model
+def _check_address(name: str, section: Any) -> None:
+  """Checks the address of a server with a model, in a section of the config."""
+  address = section.address
+  model = section.model
   if address and not re.fullmatch(r'https?://[^\s/]+(/\S*)?', address):
-    raise UserError(f'config.eval.address={address!r}: give http://HOST:PORT/v1 or https://HOST/v1')
+    raise UserError(
+        f'config.{name}.address={address!r}: give http://HOST:PORT/v1 or https://HOST/v1'
+    )
   if bool(address) != bool(model):
     raise UserError(
-        f'config.eval.address={address!r} and config.eval.model={model!r} need each other: a '
-        'baseline is a model at an address'
+        f'config.{name}.address={address!r} and config.{name}.model={model!r} need each other: '
+        'give the name of a model at an address'
     )
 
 
@@ -368,6 +371,7 @@ def check_variant(config: Config, variant: Variant) -> None:
           f'--config.algorithm.{column}=none, or --config.algorithm.old_logp=trainer'
       )
   _check_value_bins(config, variant)
+  _check_teacher(config, variant)
   _check_kl(config, variant)
   _check_groups(config, variant)
   _check_imitation(config, variant)
@@ -384,6 +388,32 @@ def check_variant(config: Config, variant: Variant) -> None:
     raise UserError(
         f'config.train.critic_warmup={config.train.critic_warmup} trains a separate critic alone, '
         f'and config.algorithm.variant={name!r} {without}: set --config.train.critic_warmup=0'
+    )
+
+
+def _check_teacher(config: Config, variant: Variant) -> None:
+  """Checks the teacher of on-policy distillation, and the row that has no other advantage."""
+  teacher = config.teacher
+  if teacher.folder and teacher.address:
+    raise UserError(
+        f'config.teacher.folder={teacher.folder!r} and config.teacher.address='
+        f'{teacher.address!r} are two teachers: give one of them'
+    )
+  if variant.advantage == 'none' and not (teacher.folder or teacher.address):
+    raise UserError(
+        f'config.algorithm.variant={config.algorithm.variant!r} has no advantage but that of a '
+        'teacher: set --config.teacher.folder or --config.teacher.address'
+    )
+  if variant.objective and (teacher.folder or teacher.address):
+    raise UserError(
+        f'config.algorithm.objective={variant.described()["objective"]!r} has no advantages that a '
+        'teacher could add to: leave config.teacher out, or set --config.algorithm.objective=""'
+    )
+  if teacher.address and config.rollout.temperature != 1:
+    raise UserError(
+        f'config.rollout.temperature={config.rollout.temperature:g}: the server of '
+        'config.teacher.address gives log-probs at temperature 1: set it to 1, or give '
+        '--config.teacher.folder'
     )
 
 
@@ -574,7 +604,7 @@ def _check_adapters(config: Config) -> None:
         "what it resolves (1/256 of a weight) and are rounded away. Set it to 'float32', or train "
         'adapters on a frozen bfloat16 model with --config.model.lora_rank=16'
     )
-  if model.lora_rank and placement.reference == 'host':
+  if model.lora_rank and placement.reference == 'host' and not config.teacher.folder:
     raise UserError(
         "config.placement.reference='host': with config.model.lora_rank above 0 the reference "
         "is the policy's own base and takes no memory: set it to 'device'"

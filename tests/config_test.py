@@ -266,7 +266,7 @@ class ValidateTest(parameterized.TestCase):
       if row.needs_groups:
         self.refused('group_size=1', **{'algorithm.variant': name})
       else:
-        resolve(changed(**{'algorithm.variant': name}))
+        resolve(changed(**{'algorithm.variant': name, 'teacher.folder': 'teacher'}))
 
 
 class TablesTest(absltest.TestCase):

@@ -138,7 +138,8 @@ class MakeVariantTest(parameterized.TestCase):
   @parameterized.parameters(*variants.VARIANTS)
   def test_a_row_without_overrides_is_unchanged(self, name):
     row = variants.VARIANTS[name]
-    made = self.make(**{'algorithm.variant': name, 'rollout.group_size': 4})
+    values = {'algorithm.variant': name, 'rollout.group_size': 4, 'teacher.folder': 'teacher'}
+    made = self.make(**values)
     self.assertEqual(dataclasses.replace(row, norm_length=schema.Config().rollout.max_total), made)
 
   def test_columns_are_overridden_also_by_0(self):

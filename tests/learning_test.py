@@ -46,7 +46,8 @@ LR = {'cispo': 1e-3, 'dppo': 1e-3}
 EPISODES, MINI_BATCH, EPOCHS, UPDATES, GROUP = 64, 32, 2, 40, 8  # most need about 10 updates
 GOOD = 0.9
 # OSPO credits a turn with its own reward only, and the last turn has all of this task's.
-NOT_LEARNED = ('ospo',)
+# The advantages of distillation are those of a teacher.
+NOT_LEARNED = ('ospo', 'distillation')
 
 
 class LearningTest(parameterized.TestCase):

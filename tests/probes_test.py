@@ -71,7 +71,7 @@ MISSES['ppo_max', 'equal_groups'] = (
     '.07.'
 )
 # Variant -> the reason why no probe can run it.
-NOT_RUN = {}
+NOT_RUN = {'distillation': 'Its advantages are those of a teacher.'}
 
 
 class ProbesTest(parameterized.TestCase):

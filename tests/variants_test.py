@@ -20,6 +20,7 @@ EXPECTED = {
     'st_ppo': ('turn', True, True),
     'rs_ppo': ('token', True, True),
     'hl_gauss_ppo': ('token', True, False),
+    'distillation': ('token', False, False),
     'grpo': ('token', False, False),
     'so_grpo': ('turn', False, True),
     'gspo': ('sequence', False, False),

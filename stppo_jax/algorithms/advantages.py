@@ -490,7 +490,14 @@ def _turn_zscore(batch, variant):
 _turn_zscore.__dict__['needs_groups'] = True
 
 
+def _no_advantage(batch, unused_variant):
+  """Returns 0 for all tokens, for runs whose advantages come from a teacher alone."""
+  zeros = jnp.zeros_like(batch.rewards)
+  return zeros, zeros
+
+
 ESTIMATORS: dict[str, Estimator] = {
+    'none': _no_advantage,
     'token_gae': _token_gae,
     'turn_gae': _turn_gae,
     'bad_gae': _bad_gae,

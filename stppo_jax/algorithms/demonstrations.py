@@ -18,6 +18,14 @@ from stppo_jax.algorithms.variants import Variant
 from stppo_jax.types import TurnBatch
 
 
+def sampled_mask(batch: TurnBatch) -> jax.Array:
+  """Returns 1 for the agent's tokens [B,T] that the policy sampled."""
+  mask = batch.action_mask.astype(jnp.float32)
+  if batch.imitation_mask is None:
+    return mask
+  return mask * (1 - batch.imitation_mask)
+
+
 def split(batch: TurnBatch, logp: jax.Array, variant: Variant) -> TurnBatch:
   """Returns the batch with `imitation_mask`; demonstrations leave the policy gradient.
 

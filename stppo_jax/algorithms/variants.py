@@ -342,4 +342,6 @@ VARIANTS = {
     'apo': Variant('group_centred', objective='iterative_dpo', extrapolation=0.3, **PAIRS),
     # Pairwise PPO (Wu et al., arXiv 2310.00212). The KL to the reference is in the reward.
     'p3o': Variant('group_centred', objective='p3o', entropy_coef=0.0),
+    # Thinking Machines 2025; GKD, arXiv 2306.13649. The advantages are those of config.teacher.
+    'distillation': Variant('none', 'token', kl_in='none', entropy_coef=0.0),
 }

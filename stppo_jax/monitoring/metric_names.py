@@ -75,6 +75,9 @@ GROUPS: dict[str, dict[str, str]] = {
             'Minus the mean log-prob of the agent tokens of demonstrations, before '
             '`algorithm.imitation`.'
         ),
+        'actor/teacher_kl': (
+            "Mean of old_logp - teacher_logp over the agent's tokens: KL to the teacher, per token."
+        ),
         'stppo/ref_kl': 'KL to the reference, per token (`kl_in=loss`).',
     },
     'Clipping bias and step': {

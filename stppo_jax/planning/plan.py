@@ -95,7 +95,7 @@ class Plan:
     """Memory limit for the TPU compiler, which otherwise uses all memory; 0 on other platforms."""
     if self.mesh.devices.flat[0].platform != 'tpu':
       return 0
-    return (self.limit - self.held['reference policy'][1]) // 2**20
+    return (self.limit - self.held['reference policy'][1] - self.held['teacher'][1]) // 2**20
 
   @property
   def fits(self) -> bool:
@@ -139,6 +139,12 @@ def make(config: Config, topology: str = '') -> Plan:
       learner_lib.make_spec(config, variant, model, critic_model, devices[0]),
       lengths=config.train.length_buckets[-1:],
   )
+  if config.teacher.folder:
+    memory_kind = sharding.HOST if 'reference' in on_host else None
+    teacher_model = prepare.load_shape(learner_lib.teacher_config(config))
+    teacher = _on(mesh, _params(teacher_model), memory_kind)
+    frozen = dataclasses.replace(frozen, teacher=teacher)
+    spec = learner_lib.with_teacher(spec, teacher_model)
   state = jax.eval_shape(functools.partial(state_lib.create, spec), actor, critic)
   state = jax.tree.map(_shape, state, state_lib.shardings(state, mesh, on_host))
   stop_table = np.zeros((NUM_STOP_STATES, model.vocab_size), np.int32)
@@ -207,6 +213,7 @@ def _held(config, sampler, state, frozen):
       'critic': (frozen.critic, state.critic),
       'optimizers': (state.actor_opt, state.critic_opt, state.previous_actor),
       'reference policy': frozen.reference,
+      'teacher': frozen.teacher,
   }
 
   def sizes(tree, on_host):

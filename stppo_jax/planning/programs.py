@@ -81,7 +81,7 @@ def training(plan: Any, spec: Any, state: Any, frozen: Any) -> Iterator[Compiled
       name='update',
       unit=f'an optimizer step on {train.mini_batch} episodes {micro}',
       runs=train.epochs * num_steps,
-      resident=held['reference policy'] + of_sampling,
+      resident=held['reference policy'] + held['teacher'] + of_sampling,
       traced=functions.update_step.trace(state, frozen, batch, _packed_step(train.mini_batch)),
       trips=train.mini_batch // train.micro_batch,
   )
@@ -107,7 +107,8 @@ def sampling(plan: Any, params: Any) -> Iterator[CompiledProgram]:
   chunks = -(-lengths.max_prompt // chunk) + config.env.max_searches * observation_chunks
   cache = held['KV cache']  # all slot groups; one of them is an argument of the program
   other_groups = cache * (sampler.num_groups - 1) // sampler.num_groups
-  training_state = held['critic'] + held['optimizers'] + held['reference policy'] + ahead(plan)
+  training_state = held['critic'] + held['optimizers'] + ahead(plan)
+  training_state += held['reference policy'] + held['teacher']
   others = training_state + held['policy']
   axes = (f'{axis} {layout.num_shards(sampler.row_sharding, axis)}' for axis in ('data', 'tensor'))
   yield CompiledProgram(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
 import os
+import pathlib
 import time
 from typing import Any
 
@@ -81,6 +82,8 @@ def sources(config) -> dict[str, str]:
   digests['model.folder'] = hf_config.fingerprint(model_folder(config))
   if config.model.critic_folder:
     digests['model.critic_folder'] = hf_config.fingerprint(config.model.critic_folder)
+  if config.teacher.folder:
+    digests['teacher.folder'] = hf_config.fingerprint(config.teacher.folder)
   return {setting: digest for setting, digest in digests.items() if digest}
 
 
@@ -205,11 +208,28 @@ def _check_critic(config, policy, tokenizer):
         f'{setting} has a vocabulary of {critic.vocab_size}, the policy has {policy.vocab_size}: '
         'the critic reads the same tokens, give a model of the same family'
     )
-  if not os.path.isfile(os.path.join(folder, 'tokenizer.json')):
-    return
-  critic_bytes = tokenizer_lib.load_tokenizer(folder).token_bytes
-  for i, (policy_token, critic_token) in enumerate(zip(tokenizer.token_bytes, critic_bytes)):
-    if policy_token and critic_token and policy_token != critic_token:
+  if os.path.isfile(os.path.join(folder, 'tokenizer.json')):
+    _check_same_tokens(setting, folder, tokenizer)
+
+
+def check_teacher(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
+  """Raises a UserError if the teacher in config.teacher.folder cannot score the policy's tokens.
+
+  Its vocabulary may have other padding than the policy's.
+  """
+  folder = config.teacher.folder
+  model = load_shape(config, folder=folder)
+  _check_positions(config, model, 'teacher.folder')
+  tokenizer_lib.check_matches(tokenizer, model.vocab_size)
+  hf_config.check_has_tokenizer(pathlib.Path(folder))
+  _check_same_tokens(f'config.teacher.folder={folder!r}', folder, tokenizer)
+
+
+def _check_same_tokens(setting, folder, tokenizer):
+  """Raises a UserError if an id stands for another token in the folder than for the policy."""
+  other_bytes = tokenizer_lib.load_tokenizer(folder).token_bytes
+  for i, (policy_token, other_token) in enumerate(zip(tokenizer.token_bytes, other_bytes)):
+    if policy_token and other_token and policy_token != other_token:
       raise UserError(
           f'{setting} has another tokenizer than the policy (id {i} differs): give a model of the '
           'same family'

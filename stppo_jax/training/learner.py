@@ -30,6 +30,7 @@ from stppo_jax.rollout import prepare
 from stppo_jax.training import objective
 from stppo_jax.training import packing
 from stppo_jax.training import state as state_lib
+from stppo_jax.training import teacher as teacher_lib
 from stppo_jax.training import update as update_lib
 from stppo_jax.training.state import TrainState
 
@@ -71,6 +72,7 @@ class Learner:
     functions: the compiled functions of an update.
     bins: how a batch is dealt out to optimizer steps.
     state: what the update changes.
+    teacher: the server that scores the tokens; None: there is none.
   """
 
   spec: state_lib.Spec
@@ -79,6 +81,7 @@ class Learner:
   functions: update_lib.Functions
   bins: packing.Bins
   state: TrainState
+  teacher: teacher_lib.TeacherServer | None = None
 
   @property
   def start_state(self) -> TrainState:
@@ -99,9 +102,11 @@ class Learner:
     functions = self.functions
     frozen = self.frozen
     state = self.start_state
+    rows = batching.by_length(episodes)
     with timing('old_log_prob'):
-      rows = batching.by_length(episodes)
       batch, steps = packing.to_device(rows, self.bins, key)
+      if self.teacher is not None:
+        batch = self.teacher.batch_logp(rows, batch, self.bins.sharding)
       first_epoch = packing.stack(packing.first_epoch(steps))
       batch, gap_metrics = functions.annotate(state, frozen, batch, first_epoch)
       state, batch, advantage_metrics = functions.with_advantages(state, batch)
@@ -233,6 +238,15 @@ def build(config: config_lib.Config, policies: Sequence[str] = ('',), pad_id: in
       reference = jax.tree.map(jnp.copy, actor)
     frozen = dataclasses.replace(frozen, reference=reference)
   spec = make_spec(config, variant, model, critic_model, mesh.devices.flat[0])
+  if config.teacher.folder:
+    memory_kind = sharding.HOST if 'reference' in offloaded else None
+    shardings = functools.partial(sharding.tree_shardings, mesh=mesh, memory_kind=memory_kind)
+    teacher_model, teacher = prepare.load_policy(teacher_config(config), shardings=shardings)
+    frozen = dataclasses.replace(frozen, teacher=teacher)
+    spec = with_teacher(spec, teacher_model)
+  server = None
+  if config.teacher.address:
+    server = teacher_lib.TeacherServer(config.teacher.address, config.teacher.model)
   state = state_lib.create_sharded(spec, actor, critic, mesh, offloaded)
   functions = update_lib.compile_functions(spec, state, frozen, mesh)
   bins = packing.Bins(
@@ -245,10 +259,10 @@ def build(config: config_lib.Config, policies: Sequence[str] = ('',), pad_id: in
       shared=spec.shared_bins,
       whole_groups=variant.compares_rows,
   )
-  learners = {policies[0]: Learner(spec, frozen, mesh, functions, bins, state)}
+  learners = {policies[0]: Learner(spec, frozen, mesh, functions, bins, state, server)}
   for name in policies[1:]:
     copied = jax.tree.map(jnp.copy, state)
-    learners[name] = Learner(spec, frozen, mesh, functions, bins, copied)
+    learners[name] = Learner(spec, frozen, mesh, functions, bins, copied, server)
   return Learners(learners, config.seed)
 
 
@@ -304,6 +318,23 @@ def load(
 def needs_reference(config: config_lib.Config, variant: variants.Variant) -> bool:
   """Returns whether the initial policy has to be kept; adapters leave it unchanged."""
   return variant.needs_reference and not config.model.lora_rank
+
+
+def teacher_config(config: config_lib.Config) -> config_lib.Config:
+  """Returns a config whose model is the teacher's.
+
+  A frozen model loses nothing if it is stored in the dtype of the computation.
+  """
+  model = dataclasses.replace(
+      config.model, folder=config.teacher.folder, param_dtype=config.model.dtype
+  )
+  return dataclasses.replace(config, model=model)
+
+
+def with_teacher(spec: state_lib.Spec, model: decoder.ModelConfig) -> state_lib.Spec:
+  """Returns the spec with the teacher's shape. It uses the actor's bins, and so its attention."""
+  teacher = dataclasses.replace(model, attention=spec.actor.attention)
+  return dataclasses.replace(spec, teacher=teacher)
 
 
 def on_host(config: config_lib.Config, mesh: jax.sharding.Mesh) -> list[str]:
@@ -377,4 +408,5 @@ def make_spec(
       actor_clip=config.actor.grad_clip,
       critic_clip=config.critic.grad_clip,
       routing_replay=routing_replay,
+      teacher_coef=config.teacher.coef,
   )

@@ -46,6 +46,7 @@ from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import objective
 from stppo_jax.training import packing
 from stppo_jax.training import recovery
+from stppo_jax.training import teacher
 from stppo_jax.trajectories import saved
 
 
@@ -124,6 +125,11 @@ def setup(config: Config) -> Parts:
   tasks_lib.warn_of_overlap(tasks, held_out)
   if config.rollout.demonstrations:
     demonstrations.load(config.rollout.demonstrations, prepared.tokenizer)
+  if config.teacher.folder:
+    prepare.check_teacher(config, prepared.tokenizer)
+  if config.teacher.address:
+    server = teacher.TeacherServer(config.teacher.address, config.teacher.model)
+    hosts.by_writer(server.check_tokenizer, prepared.tokenizer)
   learners = learner_lib.build(config, prepared.policies, prepared.tokenizer.pad_id)
   learner = learners.first
   agent = components.make_agent(config, learner.spec.actor, learner.mesh, prepared)

@@ -61,14 +61,15 @@ def _extrapolate(actor, previous, factor):
 class Frozen:
   """Parameters that no step changes, kept separately from the state.
 
-  In full training this is the reference only. With adapters, `actor` is the base that they are
-  added to. It is the reference too (the policy without its adapters), and the critic's base as well
-  where both models start from the same folder.
+  In full training these are the reference and the teacher. With adapters, `actor` is the base that
+  they are added to. It is the reference too (the policy without its adapters), and the critic's
+  base as well where both models start from the same folder.
   """
 
   actor: dict = dataclasses.field(default_factory=dict)
   critic: dict | None = None  # None: the same as `actor`
   reference: dict | None = None  # None: the same as `actor`
+  teacher: dict | None = None  # the policy that a run distils; None: there is none
 
   def policy(self, actor: dict) -> dict:
     """Returns the parameters of the policy, given the trained ones."""
@@ -106,6 +107,8 @@ class Spec:
   num_logged_turns: int  # turns with metrics of their own
   actor_clip: float = math.inf  # bound of the global norm of the actor's gradient
   critic_clip: float = math.inf  # and of the separate critic's
+  teacher: decoder.ModelConfig | None = None  # shape of `Frozen.teacher`
+  teacher_coef: float = 1.0  # weight of a teacher's advantages
   routing_replay: str = 'none'  # config.rollout.routing_replay: the experts that the policy reuses
 
   @property

@@ -31,6 +31,7 @@ import optax
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import correction
 from stppo_jax.algorithms import demonstrations
+from stppo_jax.algorithms import distillation
 from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import objectives
@@ -100,7 +101,10 @@ def _jitted(spec, mesh, tree, places):  # a tree of shardings and its leaves
   critic = spec.critic
   if critic is not None:
     critic = dataclasses.replace(critic, row_sharding=rows)
-  spec = dataclasses.replace(spec, actor=actor, critic=critic)
+  teacher = spec.teacher
+  if teacher is not None:
+    teacher = dataclasses.replace(teacher, row_sharding=rows)
+  spec = dataclasses.replace(spec, actor=actor, critic=critic, teacher=teacher)
   annotate_batch = functools.partial(annotate, spec)
   add_advantages = functools.partial(with_advantages, spec)
   take_one_step = functools.partial(update_step, spec, mesh)
@@ -138,6 +142,7 @@ def annotate(
   variant = spec.variant
   actor = frozen.policy(state.actor)
   reference = sharding.to_device(frozen.reference_policy())
+  teacher = sharding.to_device(frozen.teacher)
   critic = None
   if state.critic is not None:
     critic = sharding.to_device(frozen.value_model(state.critic))
@@ -167,7 +172,12 @@ def annotate(
       if variant.needs_reference:
         of_reference, _ = _policy(spec, reference, tokens, layout)
         ref_logp = of_reference.logp
-      bins = (outputs.logp, ref_logp, values, outputs.uniform)
+      teacher_logp = None
+      if spec.teacher is not None:
+        teacher_spec = dataclasses.replace(spec, actor=spec.teacher)
+        of_teacher, _ = _policy(teacher_spec, teacher, tokens, layout)
+        teacher_logp = of_teacher.logp
+      bins = (outputs.logp, ref_logp, values, outputs.uniform, teacher_logp)
       columns = jax.tree.map(layout.unpack, bins)
       if routing is None:
         return columns, None, None
@@ -195,12 +205,12 @@ def annotate(
 
   num_rows = len(batch.tokens)
   columns, own_routes, load = jax.lax.map(one_step, steps)
-  logp, ref_logp, values, uniform = jax.tree.map(in_order, columns)
+  logp, ref_logp, values, uniform, teacher_logp = jax.tree.map(in_order, columns)
+  if teacher_logp is None:
+    teacher_logp = batch.teacher_logp  # from a server
   batch = demonstrations.split(batch, logp, variant)
   mask = batch.action_mask.astype(jnp.float32)
-  sampled_mask = mask
-  if batch.imitation_mask is not None:
-    sampled_mask = mask * (1 - batch.imitation_mask)
+  sampled_mask = demonstrations.sampled_mask(batch)
   assert batch.behaviour_logp is not None
   metrics = diagnostics.sampler_gap(
       logp,
@@ -226,6 +236,7 @@ def annotate(
       old_logp=old_logp * mask,
       ref_logp=ref_logp * mask,
       old_values=values * mask,
+      teacher_logp=teacher_logp,
       routes=routes,
       old_uniform=uniform,
   )
@@ -272,6 +283,14 @@ def with_advantages(
     labels = variant.ratio(batch, variant)
     batch = dataclasses.replace(batch, labels=labels)
   batch = advantages.estimate(batch, variant)
+  if batch.teacher_logp is not None:
+    sampled_mask = demonstrations.sampled_mask(batch)
+    token_advantages = distillation.token_advantages(
+        batch.teacher_logp, batch.old_logp, sampled_mask
+    )
+    metrics['actor/teacher_kl'] = -losses.aggregate(token_advantages, sampled_mask, 'token-mean')
+    all_advantages = batch.advantages + spec.teacher_coef * token_advantages
+    batch = dataclasses.replace(batch, advantages=all_advantages)
   batch = filters.apply(batch, variant)
   if spec.has_values and variant.value_loss == 'hl_gauss':
     metrics['critic/outside_bins'] = value_bins.outside_share(batch.returns, mask, variant)

@@ -1,0 +1,29 @@
+"""On-policy distillation: a teacher's log-probs of the sampled tokens as an advantage per token."""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from stppo_jax.algorithms import segments
+
+
+def token_advantages(
+    teacher_logp: jax.Array, old_logp: jax.Array, action_mask: jax.Array
+) -> jax.Array:
+  """Returns the advantages [B,T] of tokens that the policy sampled; 0 outside the agent's tokens.
+
+  A_t = log pi_teacher(y_t | s_t) - log pi_old(y_t | s_t)
+
+  The mean of -A_t over the policy's tokens is KL(pi_old || pi_teacher), the reverse KL. At the old
+  policy, the mean of A_t grad log pi(y_t | s_t) is minus the gradient of this KL in the state s_t.
+  States are constant, which is a discount of 0.
+
+  Source: tinker-cookbook 9dfcc3a2, `incorporate_kl_penalty` (C). slime 1dda039b9 (C) and verl
+  624b824a8 with `use_policy_gradient` and k1 (C) have the same advantage. TRL's
+  DistillationTrainer (C) takes the gradient over the whole vocabulary instead.
+  Choice: the advantage is within +-20, because a server may report an impossible token as -9999.
+  """
+  chex.assert_equal_shape([teacher_logp, old_logp, action_mask])
+  limit = segments.MAX_LOG_RATIO
+  gap = jnp.clip(teacher_logp - old_logp, -limit, limit)
+  return jnp.where(action_mask > 0, gap, 0)
