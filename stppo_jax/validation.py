@@ -404,10 +404,11 @@ def _check_teacher(config: Config, variant: Variant) -> None:
         f'config.algorithm.variant={config.algorithm.variant!r} has no advantage but that of a '
         'teacher: set --config.teacher.folder or --config.teacher.address'
     )
-  if variant.objective and (teacher.folder or teacher.address):
+  if variant.compares_rows and (teacher.folder or teacher.address):
     raise UserError(
-        f'config.algorithm.objective={variant.described()["objective"]!r} has no advantages that a '
-        'teacher could add to: leave config.teacher out, or set --config.algorithm.objective=""'
+        f'config.algorithm.variant={config.algorithm.variant!r} compares rows by their '
+        "scores, and a teacher's advantages are those of tokens: leave config.teacher out, or "
+        'choose another row'
     )
   if teacher.address and config.rollout.temperature != 1:
     raise UserError(

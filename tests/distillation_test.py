@@ -160,6 +160,7 @@ class RunTest(parameterized.TestCase):
       ({'teacher.address': 'ftp://h', 'teacher.model': 'm'}, 'give http://HOST:PORT/v1'),
       ({'teacher.address': 'http://h/v1'}, 'need each other'),
       ({'teacher.coef': 0.0}, 'above 0'),
+      ({'algorithm.variant': 'dpo', 'rollout.group_size': 4}, 'compares rows'),
       (
           {
               'teacher.folder': '',
