@@ -33,7 +33,8 @@ def values(outputs: jax.Array, variant: Variant) -> jax.Array:
     return outputs
   edges = _edges(variant.value_low, variant.value_high, outputs.shape[-1])
   centres = (edges[:-1] + edges[1:]) / 2
-  return jnp.sum(jax.nn.softmax(outputs) * centres, axis=-1)
+  probabilities = jax.nn.softmax(outputs)
+  return jnp.sum(probabilities * centres, axis=-1)
 
 
 def loss(
@@ -45,10 +46,13 @@ def loss(
   value is the entropy of the targets, and not 0.
   """
   if variant.value_loss == 'mse':
-    return losses.value_loss(outputs, old_values, returns, variant.value_clip or None)
+    clip = variant.value_clip or None
+    return losses.value_loss(outputs, old_values, returns, clip)
   chex.assert_equal_shape_prefix([outputs, returns], 2)
-  targets = gaussian_targets(returns, variant.value_low, variant.value_high, outputs.shape[-1])
-  return -jnp.sum(targets * jax.nn.log_softmax(outputs), axis=-1)
+  num_bins = outputs.shape[-1]
+  targets = gaussian_targets(returns, variant.value_low, variant.value_high, num_bins)
+  log_probabilities = jax.nn.log_softmax(outputs)
+  return -jnp.sum(targets * log_probabilities, axis=-1)
 
 
 def gaussian_targets(returns: jax.Array, low: float, high: float, num_bins: int) -> jax.Array:
@@ -63,9 +67,11 @@ def gaussian_targets(returns: jax.Array, low: float, high: float, num_bins: int)
   Source: Hyper++ (arXiv 2512.14202), hl_gauss.py (C), after Farebrother et al. (arXiv 2403.03950).
   """
   width = (high - low) / num_bins
-  y = jnp.clip(returns, low, high)[..., None]
-  edges = _edges(low, high, num_bins).reshape((1,) * returns.ndim + (-1,))
-  below = jax.scipy.stats.norm.cdf((edges - y) / (SMOOTHING * width))
+  y = jnp.clip(returns, low, high)
+  edges = _edges(low, high, num_bins)
+  edges = jnp.broadcast_to(edges, (*y.shape, num_bins + 1))
+  distance = edges - y[..., None]
+  below = jax.scipy.stats.norm.cdf(distance / (SMOOTHING * width))
   mass = jnp.diff(below, axis=-1)
   return mass / mass.sum(axis=-1, keepdims=True)
 
@@ -74,12 +80,15 @@ def outside_share(returns: jax.Array, action_mask: jax.Array, variant: Variant) 
   """Returns the share of the agent's tokens whose return is within `MARGIN` bins of an end."""
   low, high = inner_support(variant)
   is_outside = (returns < low) | (returns > high)
-  return jnp.sum(is_outside * action_mask) / jnp.maximum(action_mask.sum(), 1)
+  num_outside = jnp.sum(is_outside * action_mask)
+  num_tokens = jnp.maximum(action_mask.sum(), 1)
+  return num_outside / num_tokens
 
 
 def inner_support(variant: Variant) -> tuple[float, float]:
   """Returns the lowest and the highest return that the bins represent without an error."""
-  margin = MARGIN * (variant.value_high - variant.value_low) / variant.value_bins
+  width = (variant.value_high - variant.value_low) / variant.value_bins
+  margin = MARGIN * width
   return variant.value_low + margin, variant.value_high - margin
 
 
