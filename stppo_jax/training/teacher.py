@@ -106,7 +106,7 @@ class TeacherServer:
     url = self._address.rstrip('/') + '/completions'
 
     def attempt(unused_number):
-      answer = http_client.post(self._session, url, body, _LIMITS)
+      answer = http_client.send(self._session, url, body, _LIMITS)
       return json.loads(answer)['choices'][0]['prompt_logprobs']
 
     try:
