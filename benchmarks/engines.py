@@ -91,7 +91,7 @@ def _agents(weights, addresses, number):
 def _measure_throughput(folder, weights, addresses, number):
   agents, params = _agents(weights, addresses, number)
   tokenizer = agents['ours'].tokenizer
-  tasks = prepare.load_tasks(agents['ours'].config, 'train')[: 4 * number]
+  tasks = components.resolve(agents['ours'].config).load_tasks('train')[: 4 * number]
   prompts = [tokenizer.encode(f'Question: {task.question}\n') for task in tasks]
   prompts = [engine.Prompt(prompt, TOKENS) for prompt in prompts]
   keys = jax.random.split(jax.random.key(0), len(prompts))
@@ -122,7 +122,7 @@ def _opened(agent, folder, params, tasks):
 def _measure_push(folder, weights, kind, address):
   agents, params = _agents(weights, {kind: address}, 8)
   agent = agents[kind]
-  tasks = prepare.load_tasks(agent.config, 'train')[:8]
+  tasks = components.resolve(agent.config).load_tasks('train')[:8]
   write_s = []
   push_s = []
   with agent.opened(folder, 0, params, tasks, lambda: False):

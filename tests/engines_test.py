@@ -18,14 +18,20 @@ from absl.testing import parameterized
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from benchmarks import servers as servers_lib
 from stppo_jax import components
 from stppo_jax import config as schema
+from stppo_jax import tasks as tasks_lib
 from stppo_jax import tokenizer as tokenizer_lib
 from stppo_jax import types
 from stppo_jax import validation
+from stppo_jax.distributed import hosts
 from stppo_jax.distributed import http_client
+from stppo_jax.models import convert
+from stppo_jax.models import decoder
+from stppo_jax.models import lora
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import episode as episode_lib
@@ -401,6 +407,88 @@ class FleetTest(parameterized.TestCase):
       remote.check_agreement(sampler, fleet.copy(parameters(0)), [[1]], score)
 
 
+class FolderTest(absltest.TestCase):
+  """The folders that engines load."""
+
+  def setUp(self):
+    super().setUp()
+    self.folder = self.enterContext(tempfile.TemporaryDirectory())
+    self.model, self.params = convert.load_hf(prepare.EMBEDDED_MODEL)
+
+  def tensors(self, name):
+    return safetensors.numpy.load_file(os.path.join(self.folder, name))
+
+  def test_adapters_change_weights_as_merge_does(self):
+    """W + alpha / r B A of the adapter's files, for each kernel of the merged folder."""
+    scale = 3.0
+    adapters = lora.init(jax.random.key(0), self.params, 2, lora.TARGETS)
+    rng = np.random.default_rng(0)
+    adapters = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(np.float32), adapters)
+    combined = lora.combine(self.params, adapters)
+    lora.save_peft(os.path.join(self.folder, 'a'), lora.adapters(combined), scale)
+    convert.save_hf(os.path.join(self.folder, 'base'), self.model, self.params)
+    merged = lora.merge(combined, {}, scale)
+    convert.save_hf(os.path.join(self.folder, 'merged'), self.model, merged)
+    with open(os.path.join(self.folder, 'a', 'adapter_config.json'), encoding='utf-8') as file:
+      settings = json.load(file)
+    self.assertEqual(settings['lora_alpha'] / settings['r'], scale)
+    adapter = self.tensors('a/adapter_model.safetensors')
+    base = self.tensors('base/model.safetensors')
+    expected = self.tensors('merged/model.safetensors')
+    num_changed = 0
+    for name, weight in base.items():
+      prefix = 'base_model.model.' + name.removesuffix('.weight')
+      if f'{prefix}.lora_A.weight' in adapter:
+        a = adapter[f'{prefix}.lora_A.weight']
+        b = adapter[f'{prefix}.lora_B.weight']
+        weight = weight + scale * b @ a
+        num_changed += 1
+      np.testing.assert_allclose(weight, expected[name], atol=1e-4, err_msg=name)
+    self.assertEqual(2 * num_changed, len(adapter))
+    self.assertEqual(num_changed, self.model.num_layers * len(lora.TARGETS))
+
+  def test_untied_folder_is_the_same_policy(self):
+    convert.save_hf(self.folder, *decoder.untied(self.model, self.params))
+    model, params = convert.load_hf(self.folder)
+    self.assertFalse(model.tie_embeddings)
+    tokens = np.arange(12, dtype=np.int32)[None]
+    expected, _ = decoder.forward(self.params, self.model, tokens, None)
+    logits, _ = decoder.forward(params, model, tokens, None)
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
+
+
+class AloneTest(absltest.TestCase):
+  """Process 0 plays for all, and exchanges nothing meanwhile."""
+
+  def setUp(self):
+    super().setUp()
+    self.enterContext(mock.patch.object(jax, 'process_count', lambda: 2))
+
+  def test_threads_of_the_environments_are_alone_too(self):
+    numbers = []
+
+    def respond(completions):
+      numbers.append(hosts.num_processes())
+      return [env_pool.Prompt((), 0)] * len(completions)
+
+    turn = types.Turn(np.zeros(1, np.int32), np.zeros(1, np.float32))
+    self.assertEqual(hosts.num_processes(), 2)
+    with hosts.alone(), env_pool.EnvPool(respond, 2) as pool:
+      pool.step([env_pool.TurnCompletion(0, turn)])
+    self.assertEqual(numbers, [1])
+    self.assertEqual(hosts.num_processes(), 2)
+
+  def test_all_processes_raise_the_error_of_the_first(self):
+    self.enterContext(mock.patch.object(hosts, 'share', lambda value: [value, value]))
+    for error in (types.UserError('a'), types.RunError('b'), types.Stopped('c')):
+
+      def fail(error=error):
+        raise error
+
+      with self.assertRaisesRegex(type(error), str(error)):
+        hosts.by_writer(fail)
+
+
 class ApiTest(absltest.TestCase):
   """The routes, as requests and answers."""
 
@@ -478,6 +566,13 @@ class ApiTest(absltest.TestCase):
     self.assertEqual(loaded, {'base', 'a-3', 'b-7'})  # another run's adapter stays
     api.sample(send, dataclasses.replace(REQUEST, label='a-3'))
     self.assertEqual(models, ['a-3'])
+
+    def send_to_restarted(path, body):
+      del path, body
+      raise http_client.Rejected(404, 'The model `a-3` does not exist.')
+
+    with self.assertRaises(http_client.Temporary):
+      api.sample(send_to_restarted, REQUEST)
 
 
 class GatewayTest(parameterized.TestCase):
@@ -563,6 +658,33 @@ class GatewayTest(parameterized.TestCase):
         os.path.join(workdir, 'run', 'episodes', 'train_000002.jsonl'), encoding='utf-8'
     ) as file:
       self.assertIn('versions', json.loads(next(file)))
+
+  def test_resumed_run_plays_each_question_once(self):
+    """The first process stops while batches are ahead of training."""
+    workdir = self.enterContext(tempfile.TemporaryDirectory())
+    config = self.make_config(workdir, train__updates=6, pipeline__staleness=2)
+    run_folder = os.path.join(workdir, 'run')
+    last = os.path.join(run_folder, 'checkpoints', '2')
+    with self.engine(config) as address:
+      config.rollout.engine = address
+      loop.start(config, run_folder, stop_requested=lambda: os.path.isdir(last))
+      self.assertFalse(os.path.exists(os.path.join(run_folder, 'episodes', 'train_000006.jsonl')))
+      loop.start(config, run_folder)
+    tasks = components.resolve(config).load_tasks('train')
+    stream = tasks_lib.TaskStream(tasks, config.train.episodes, config.seed)
+    for update in range(1, 7):
+      path = os.path.join(run_folder, 'episodes', f'train_{update:06d}.jsonl')
+      with open(path, encoding='utf-8') as file:
+        played = [json.loads(line)['task'] for line in file]
+      self.assertCountEqual(played, [task.id for task in stream.take(update - 1)])
+
+  @pytest.mark.slow
+  def test_random_kills_lose_no_question(self):
+    command = [sys.executable, '-m', 'benchmarks.engine_kills', '--kills=4']
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    self.assertEqual(done.returncode, 0, done.stderr[-3000:])
+    result = json.loads(done.stdout.splitlines()[-1])
+    self.assertEqual((result['lost'], result['doubled']), (0, 0))
 
   @pytest.mark.slow
   def test_two_processes_train_on_what_the_first_plays(self):

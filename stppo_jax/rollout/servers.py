@@ -119,7 +119,13 @@ class VllmAdapterApi(VllmApi):
     def send_with_model(path: str, body: Any) -> Any:
       return send(path, {**body, 'model': request.label})
 
-    return super().sample(send_with_model, request)
+    try:
+      return super().sample(send_with_model, request)
+    except http_client.Rejected as error:
+      if error.status != 404:
+        raise
+      # The engine was started again without the adapter.
+      raise http_client.Temporary(f'there is no adapter {request.label}') from error
 
   def load(self, send: Send, folder: str, label: str) -> None:
     """Adds the adapter, and removes those that the run added before."""
