@@ -161,6 +161,7 @@ def with_engines(agent: Agent) -> RemoteAgent:
   model = dataclasses.replace(agent.model, head='tokens')
   has_adapters = config.model.lora_rank > 0
   sends_adapters = has_adapters and rollout.engine_kind == 'vllm'
+  is_untied = model.tie_embeddings and rollout.engine_kind == 'vllm'
 
   def write(params, folder):
     if sends_adapters:
@@ -170,7 +171,7 @@ def with_engines(agent: Agent) -> RemoteAgent:
       return
     if has_adapters:
       params = jax.jit(lora.merge, static_argnums=2)(params, {}, model.lora_scale)
-    if rollout.engine_kind == 'vllm' and model.tie_embeddings:
+    if is_untied:
       convert.save_hf(folder, *decoder.untied(model, params), dtype=model.dtype)
     else:
       convert.save_hf(folder, model, params, dtype=model.dtype)
