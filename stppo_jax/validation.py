@@ -331,11 +331,15 @@ def _check_allocation(config: Config) -> None:
     raise UserError(
         f'{given} plays an environment, and config.env.kind is a program: set it to even'
     )
-  if not rollout.first_rows < rollout.group_size or rollout.group_size == 1:
+  first_rows = rollout.first_rows or rollout.group_size // 2
+  if not 2 <= first_rows < rollout.group_size:
     raise UserError(
-        f'{given}: config.rollout.first_rows={rollout.first_rows} must be below group_size='
-        f'{rollout.group_size}, the mean size of a group: raise --config.rollout.group_size'
+        f'{given}: config.rollout.first_rows={first_rows} must be at least 2, because one score '
+        f'tells little, and below group_size={rollout.group_size}, the mean size of a group: raise '
+        '--config.rollout.group_size'
     )
+  if rollout.replay:
+    raise UserError(f'{given}: config.rollout.replay samples nothing, leave one of them out')
   if 0 < rollout.max_group < rollout.group_size:
     raise UserError(
         f'{given}: config.rollout.max_group={rollout.max_group} must be at least group_size='
@@ -512,6 +516,11 @@ def _check_groups(config: Config, variant: Variant) -> None:
     raise UserError(
         f'config.algorithm.variant={name!r} compares the episodes of a group, and '
         'config.rollout.group_size=1: set --config.rollout.group_size=4 or more'
+    )
+  if variant.advantage == 'turn_zscore' and config.env.kind.startswith('gateway:'):
+    raise UserError(
+        "config.algorithm.advantage='turn_zscore' compares turns by their numbers, and the rows of "
+        'an agent program start again at 1: set --config.algorithm.advantage=group_zscore'
     )
   spoils = ''
   if variant.kl_in == 'reward':

@@ -116,9 +116,24 @@ class BatchTest(parameterized.TestCase):
       restored = batches.restored(record)
       self.assertEqual(*[[row.to_dict() for row in x.episodes] for x in (sampled, restored)])
 
+  def test_scores_above_1_are_refused(self):
+    batches = self.batches()
+    play = batches.agent.play
+
+    def play_doubled(*args, **kwargs):
+      rows = play(*args, **kwargs)
+      for row in rows:
+        row.turns[0].reward *= 2
+      return rows
+
+    batches.agent.play = play_doubled
+    with self.assertRaisesRegex(types.UserError, 'scores between 0 and 1.*0 to 2'):
+      batches.sample({}, 1, 0)
+
   @parameterized.parameters(
-      (dict(group_size=1), 'first_rows=0 must be below group_size=1'),
-      (dict(first_rows=8), 'first_rows=8 must be below group_size=8'),
+      (dict(group_size=3), 'first_rows=1 must be at least 2'),
+      (dict(first_rows=8), 'below group_size=8'),
+      (dict(replay='folder'), 'samples nothing'),
       (dict(max_group=4), 'max_group=4 must be at least group_size=8'),
       (dict(max_num_gen_batches=2), 'max_num_gen_batches=1'),
       (dict(demonstrations='a:b'), 'leave out config.rollout.demonstrations'),

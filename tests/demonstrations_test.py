@@ -6,6 +6,7 @@ import os
 import random
 import tempfile
 import unittest
+from unittest import mock
 
 from absl import logging
 from absl.testing import absltest
@@ -17,6 +18,7 @@ import numpy as np
 import optax
 import pytest
 
+from stppo_jax import types
 from stppo_jax import validation
 from stppo_jax.algorithms import advantages
 from stppo_jax.algorithms import demonstrations as demonstrations_lib
@@ -430,6 +432,7 @@ class PlayTest(parameterized.TestCase):
   @parameterized.parameters(
       ('{"task": 1', 'line 1 .JSONDecodeError'),
       ('{"task": "a", "turns": [1]}', 'line 1 .ValueError: turns=.1.'),
+      ('{"task": "a", "turns": ["x", ""]}', 'line 1 .ValueError: turns='),
       ('{"turns": []}', "line 1 .KeyError: 'task'"),
   )
   def test_a_file_that_holds_no_episodes_is_one_line(self, text, message):
@@ -438,6 +441,36 @@ class PlayTest(parameterized.TestCase):
       file.write(text + '\n')
     with self.assertRaisesRegex(UserError, f'wrong.jsonl[^\n]*{message}[^\n]*give lines of'):
       demonstrations.read(path, None)
+
+  def test_a_file_that_fits_no_task_is_refused(self):
+    path = os.path.join(FOLDER, 'others.jsonl')
+    with open(path, 'w', encoding='utf-8') as file:
+      file.write('{"task": 7, "turns": ["x"]}\n')
+    env = mock.Mock(rows_per_episode=1)
+    source = demonstrations.load(path, None)
+    demonstrations.check_tasks(path, source, env, [types.Task('7'), types.Task('8')])
+    with self.assertRaisesRegex(UserError, "no line has the id .* such as '8'"):
+      demonstrations.check_tasks(path, source, env, [types.Task('8')])
+    env.rows_per_episode = 2
+    with self.assertRaisesRegex(UserError, 'one role'):
+      demonstrations.check_tasks(path, source, env, [types.Task('7')])
+    with self.assertRaisesRegex(UserError, 'there is no such file'):
+      demonstrations.load(path + 'x', None)
+
+  def test_environments_that_raise_count(self):
+    batches, params = self.batches()
+    play = demonstrations.Demonstrator.play
+
+    def play_failed(*args):
+      episodes = play(*args)
+      for (row,) in episodes:
+        row.error = 'it broke'
+      return episodes
+
+    self.enterContext(mock.patch.object(demonstrations.Demonstrator, 'play', play_failed))
+    batches = dataclasses.replace(batches, max_failed=0.1)
+    with self.assertRaisesRegex(types.RunError, 'the environment raised'):
+      batches.sample(params, 1, 0)
 
   def test_mistakes_of_a_player_are_one_line(self):
     broken = 'tests.demonstrations_test:Broken'

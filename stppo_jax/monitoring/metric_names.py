@@ -44,8 +44,8 @@ GROUPS: dict[str, dict[str, str]] = {
             'Most and fewest episodes of a question, with `rollout.allocation`.'
         ),
         'demonstrations/rows': (
-            'Demonstrations that the update trains on. The other metrics of episodes leave them '
-            'out.'
+            'Demonstrations that the update trains on. The metrics of episodes leave them out. If '
+            'they are rows of the policy gradient (`grao`), the metrics of the update have them.'
         ),
         'demonstrations/score/mean': 'Total reward of a demonstration.',
         'response_length/{mean,max,min}': 'Tokens after the prompt, observations included.',

@@ -24,7 +24,7 @@ MEANINGS = {
 
 
 def count(episodes: Sequence[types.Episode], skipped: Collection[int] = ()) -> dict[str, int]:
-  """Returns {outcome: number of episodes}, with all outcomes.
+  """Returns {outcome: number of sampled episodes}, with all outcomes.
 
   Args:
     episodes: rows. Several rows may belong to one episode.
@@ -32,6 +32,8 @@ def count(episodes: Sequence[types.Episode], skipped: Collection[int] = ()) -> d
   """
   counts = dict.fromkeys(MEANINGS, 0)
   for rows in batching.rows_by_episode(episodes):
+    if episodes[rows[0]].demonstrated:
+      continue
     outcomes = [_outcome(episodes[row], row in skipped) for row in rows]
     counts[max(outcomes, key=list(MEANINGS).index)] += 1
   return counts

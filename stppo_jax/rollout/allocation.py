@@ -35,7 +35,9 @@ class Allocation:
 
   Choice: the authors let the size of the batch vary. Here it is fixed, since mini-batches and
   compiled programs rely on it. If the wishes dN exceed what is left after the first rows, they are
-  scaled down. If they are less, all questions share the rest.
+  scaled down. If they are less, the questions with the fewest rows get the rest. Questions that are
+  always or never solved stay in the batch, and the authors drop them. With z-scores (`grpo`) the
+  authors use another S, 2 sqrt(a (1 - a)); here S is always that of centred scores.
   """
 
   rule: str  # 'dars_et' or 'dars_hw'

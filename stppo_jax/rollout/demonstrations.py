@@ -15,6 +15,7 @@ import random
 from typing import Any
 from typing import Protocol
 
+from absl import logging
 import jax
 import numpy as np
 
@@ -53,12 +54,34 @@ def load(name: str, tokenizer: tokenizer_lib.Tokenizer) -> Source:
   if os.path.isfile(name):
     recordings = read(name, tokenizer)
     return lambda task: recordings.get(task.id)
+  if ':' not in name:
+    raise types.UserError(
+        f'config.{SETTING}={name!r}: there is no such file: correct the path, or give module:Player'
+    )
   player = plugins.load(SETTING, name, {})
   if not callable(getattr(player, 'act', None)):
     raise types.UserError(
         f'config.{SETTING}={name!r}: a class with act(observation) is needed, or an existing file'
     )
   return lambda task: functools.partial(_begin, player, task)
+
+
+def check_tasks(name: str, source: Source, env: factory.EnvFactory, tasks: Sequence[types.Task]):
+  """Raises a UserError for demonstrations that fit no task, or not the roles of an environment."""
+  if not os.path.isfile(name):
+    return
+  if env.rows_per_episode > 1:
+    raise types.UserError(
+        f'config.{SETTING}={name!r}: recorded episodes have one role, and this environment has '
+        'several: give module:Player'
+    )
+  count = sum(source(task) is not None for task in tasks)
+  if not count:
+    raise types.UserError(
+        f'config.{SETTING}={name!r}: no line has the id of one of the {len(tasks)} training tasks, '
+        f'such as {tasks[0].id!r}: correct "task" in its lines'
+    )
+  logging.info('%d of %d training tasks have recorded demonstrations', count, len(tasks))
 
 
 def _begin(make_player, task, rng):
@@ -75,12 +98,12 @@ def read(path: str, tokenizer: tokenizer_lib.Tokenizer) -> dict[str, MakePlayer]
   tokenizer. Of several episodes of a task, each player repeats one at random.
   """
   texts_by_task: dict[str, list[list[str]]] = {}
-  with open(path, encoding='utf-8') as file:
+  with open(path, 'rb') as file:
     for number, line in enumerate(file, start=1):
       try:
-        record = json.loads(line)
+        record = json.loads(line.decode('utf-8'))
         texts = _texts(record, tokenizer)
-        texts_by_task.setdefault(record['task'], []).append(texts)
+        texts_by_task.setdefault(str(record['task']), []).append(texts)
       except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise types.UserError(
             f'config.{SETTING}={path!r}, line {number} ({type(error).__name__}: {error}): give '
@@ -93,7 +116,7 @@ def _texts(record, tokenizer):
   """Returns the texts of the turns of a record."""
   if 'turns' in record:
     texts = record['turns']
-    if not types.is_of(texts, list[str]):
+    if not types.is_of(texts, list[str]) or '' in texts:
       raise ValueError(f'turns={texts!r:.60}')
     return texts
   if tokenizer.pieces(record['tokens']) != record['pieces']:
@@ -126,6 +149,7 @@ class Demonstrator:
   limits: episode_lib.EpisodeLimits
   per_group: int  # rows of a group that are demonstrations
   every: int = 1  # the groups of every n-th question of a batch have them
+  strict: bool = False  # raise a UserError where the code of an environment raises
 
   def count(self, position: int, task: types.Task) -> int:
     """Returns how many rows of the group at a position of the batch are demonstrations."""
@@ -162,7 +186,7 @@ class Demonstrator:
     framing = tokenizer_lib.make_framing(
         self.tokenizer, self.env.frame, self.limits.max_observation_tokens
     )
-    rules = episode_lib.rules_of(self.env, self.limits)
+    rules = episode_lib.rules_of(self.env, self.limits, strict=self.strict)
     state = episode_lib.EpisodeState(task, framing, rules, group, number)
     # Not the seed itself: an environment may draw what is hidden from Random(seed).
     rng = random.Random(f'player {player_seed}')

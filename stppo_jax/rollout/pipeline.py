@@ -124,7 +124,6 @@ class Batches:
       for i, group in rounds[-1].groups.items():
         groups[i] = groups[i] + group
     played = list(itertools.chain(*[one_round.episodes for one_round in rounds]))
-    check_environment(played, self.max_failed)
     report = sum((one_round.report for one_round in rounds), engine.Report())
     measured = report.metrics()
     measured['env/replays'] = sum(one_round.replays for one_round in rounds)
@@ -139,6 +138,7 @@ class Batches:
       measured['rollout/group_size_max'] = max(sizes)
       measured['rollout/group_size_min'] = min(sizes)
     demonstrated = self._demonstrate(key, questions)
+    check_environment([*played, *itertools.chain(*demonstrated.values())], self.max_failed)
     measured['timing_s/gen'] = time.perf_counter() - started
     episodes = []
     for i in questions:
@@ -173,6 +173,12 @@ class Batches:
     """Returns the number of episodes that the allocation adds to each group."""
     assert self.allocation is not None
     scores = [_mean_score(group) for group in groups.values()]
+    if not 0 <= min(scores) <= max(scores) <= 1:
+      raise types.UserError(
+          f'config.rollout.allocation={self.allocation.rule!r} needs scores between 0 and 1, and '
+          f'the means of questions are {min(scores):g} to {max(scores):g}: change the rewards, or '
+          'set it to even'
+      )
     num_rows = (self.group_size - self.allocation.first_rows) * len(groups)
     return dict(zip(groups, self.allocation.extra_rows(scores, num_rows)))
 
@@ -209,8 +215,13 @@ class Batches:
       count = self._num_demonstrations(i, task)
       tasks += [task] * count
       numbers += [i] * count
-    played = self.demonstrator.play(key, tasks, numbers)
-    return self._by_group(list(itertools.chain(*played)))
+    play = self.demonstrator.play
+
+    def play_rows():
+      return list(itertools.chain(*play(key, tasks, numbers)))
+
+    rows, _ = self.until_answered(play_rows)
+    return self._by_group(rows)
 
   def until_answered(self, play: Callable) -> tuple[list[types.Episode], int]:
     """Calls `play_through` with the limits of this run."""

@@ -124,7 +124,8 @@ def setup(config: Config) -> Parts:
   prepare.check_prompts(config, prepared, held_out)
   tasks_lib.warn_of_overlap(tasks, held_out)
   if config.rollout.demonstrations:
-    demonstrations.load(config.rollout.demonstrations, prepared.tokenizer)
+    source = demonstrations.load(config.rollout.demonstrations, prepared.tokenizer)
+    demonstrations.check_tasks(config.rollout.demonstrations, source, prepared.env, tasks)
   if config.teacher.folder:
     prepare.check_teacher(config, prepared.tokenizer)
   if config.teacher.address:
@@ -165,15 +166,20 @@ def make_batches(
       max_failed=config.rollout.max_failed,
       rows_per_episode=agent.env.rows_per_episode,
       demonstrator=_make_demonstrator(config, agent),
-      allocation=_make_allocation(config),
+      allocation=_make_allocation(config, agent.env),
   )
 
 
-def _make_allocation(config):
+def _make_allocation(config, env):
   """Makes the allocation of episodes to questions; None if it is even."""
   rollout = config.rollout
   if rollout.allocation == 'even':
     return None
+  if env.rows_per_episode > 1:
+    raise types.UserError(
+        f'config.rollout.allocation={rollout.allocation!r} reads one score of an episode, and each '
+        'role of this environment has its own: set it to even'
+    )
   return allocation_lib.Allocation(
       rule=rollout.allocation,
       first_rows=rollout.first_rows or rollout.group_size // 2,
@@ -193,6 +199,7 @@ def _make_demonstrator(config, agent):
       limits=prepare.limits(config),
       per_group=rollout.demonstrated,
       every=rollout.demonstrate_every,
+      strict=rollout.max_failed == 0,
   )
 
 
