@@ -131,7 +131,7 @@ class BatchTest(parameterized.TestCase):
       batches.sample({}, 1, 0)
 
   @parameterized.parameters(
-      (dict(group_size=3), 'first_rows=1 must be at least 2'),
+      (dict(group_size=2), 'first_rows=1 must be at least 2'),
       (dict(first_rows=8), 'below group_size=8'),
       (dict(replay='folder'), 'samples nothing'),
       (dict(max_group=4), 'max_group=4 must be at least group_size=8'),
