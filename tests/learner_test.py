@@ -207,6 +207,22 @@ class MakeVariantTest(parameterized.TestCase):
   def test_contradictions_are_refused_in_one_line(self, values, words):
     self.refused(*words, **values)
 
+  @parameterized.parameters(
+      ({'algorithm.advantage': 'token_gae'}, ("objective='dpo'", 'advantage=group_centred')),
+      ({'algorithm.whiten': True}, ('whiten=True', 'whiten=False')),
+      ({'algorithm.divisor': 'paper'}, ("divisor='paper'", 'divisor=none')),
+      ({'algorithm.dual_clip': 3.0}, ('dual_clip=3.0', 'dual_clip=0.0')),
+      ({'algorithm.rollout_is': 'turn'}, ("rollout_is='turn'", 'rollout_is=none')),
+      ({'algorithm.rollout_rs': 'token'}, ("rollout_rs='token'", 'rollout_rs=none')),
+      ({'train.mini_batch': 2, 'train.micro_batch': 2}, ('mini_batch=2', 'group_size=4')),
+      ({'algorithm.objective': 'own_rl:constant'}, ('objective=', 'raised TypeError')),
+      ({'algorithm.objective': 'dpp'}, ('did you mean dpo?',)),
+  )
+  def test_what_an_objective_of_rows_cannot_have_is_refused(self, values, words):
+    dpo = {'algorithm.variant': 'dpo', 'rollout.group_size': 4}
+    self.make(**dpo)
+    self.refused(*words, **dpo, **values)
+
   def test_segments_of_ones_own_and_their_settings(self):
     own = {'algorithm.variant': 'own_rl:PIECES'}
     made = self.make(**own)

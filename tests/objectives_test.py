@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import os
+import tempfile
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -19,9 +22,13 @@ from stppo_jax.algorithms import objectives
 from stppo_jax.algorithms import variants
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
+from stppo_jax.monitoring import metrics as metrics_lib
+from stppo_jax.training import learner
+from stppo_jax.training import loop
 from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
 from tests import update_test
+from tests.support import tiny_run
 
 
 def make_batch(log_ratios, scores, group_ids, lengths=None, **fields):
@@ -523,6 +530,44 @@ class ExtrapolationTest(absltest.TestCase):
     dpo = self.state('dpo')
     self.assertIsNone(dpo.previous_actor)
     self.assertIs(train_state.extrapolated(dpo, 0.0), dpo)
+
+
+class RunTest(absltest.TestCase):
+  """A whole run of `apo`, whose updates start from an extrapolation."""
+
+  @pytest.mark.slow
+  def test_it_starts_from_the_extrapolation_and_resumes(self):
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    tiny_run.write(folder)
+    self.enterContext(tiny_run.on_one_device())
+    values = {'algorithm__variant': 'apo', 'rollout__group_size': 4, 'env__reward': 'format'}
+    starts = []
+    update = learner.Learner.update
+
+    def recorded_update(own, *args):
+      before = jax.device_get((own.state.actor, own.state.previous_actor))
+      start = jax.device_get(own.start_state.actor)
+      state, result = update(own, *args)
+      starts.append((*before, start, jax.device_get(state.previous_actor)))
+      return state, result
+
+    def train(name, updates):
+      workdir = os.path.join(folder, name)
+      config = tiny_run.make_config(folder, train__updates=updates, **values)
+      with mock.patch.object(learner.Learner, 'update', recorded_update):
+        loop.start(config, workdir)
+      rows = metrics_lib.read_metrics(workdir)
+      return [{k: v for k, v in row.items() if not k.startswith(('tim', 'perf'))} for row in rows]
+
+    straight = train('straight', 3)
+    actor, previous, start, previous_after = starts[2]
+    chex.assert_trees_all_equal(previous_after, actor)
+    expected = jax.tree.map(lambda x, before: x + 0.3 * (x - before), actor, previous)
+    chex.assert_trees_all_close(start, expected, rtol=1e-5, atol=1e-7)
+    gaps = jax.tree.map(lambda x, y: np.abs(x - y).max(), start, actor)
+    self.assertGreater(max(jax.tree.leaves(gaps)), 1e-4)
+    train('resumed', 2)
+    self.assertEqual(train('resumed', 3), straight)
 
 
 if __name__ == '__main__':

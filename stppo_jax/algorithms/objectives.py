@@ -85,12 +85,15 @@ def cotangents(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> Row
     row_values, clipped = function(outputs, batch, variant)
     return -row_values.sum(), (row_values, clipped)
 
-  (loss, (row_values, clipped)), d_outputs = jax.value_and_grad(loss_of, has_aux=True)(outputs)
+  differentiate = jax.value_and_grad(loss_of, has_aux=True)
+  (loss, parts), d_outputs = differentiate(outputs)
+  row_values, clipped = parts
   mask = batch.action_mask > 0
   log_ratio = jnp.where(mask, outputs.logp - batch.old_logp, 0)
   limit = segments.MAX_LOG_RATIO
+  log_ratio = jnp.clip(log_ratio, -limit, limit)
   numbers = {
-      'ratio': jnp.exp(jnp.clip(log_ratio, -limit, limit)),
+      'ratio': jnp.exp(log_ratio),
       'clipped': clipped & mask,
       'row_values': row_values,
       'pg_loss': loss,
@@ -110,8 +113,11 @@ def counted_tokens(batch: TurnBatch) -> jax.Array:
 
 def episode_sums(x: jax.Array, batch: TurnBatch) -> jax.Array:
   """Returns the sum of x [b,T] over the counted tokens of each row's episode [b]."""
-  sums = jnp.where(counted_tokens(batch), x, 0).sum(axis=1, keepdims=True)
-  return losses.sum_over_rows(sums, batch.episode_ids)[:, 0]
+  is_counted = counted_tokens(batch)
+  counted = jnp.where(is_counted, x, 0)
+  by_row = counted.sum(axis=1, keepdims=True)
+  by_episode = losses.sum_over_rows(by_row, batch.episode_ids)
+  return by_episode[:, 0]
 
 
 class Groups(NamedTuple):
@@ -124,11 +130,16 @@ class Groups(NamedTuple):
 
 def groups(batch: TurnBatch) -> Groups:
   """Returns the groups of a step. Padding, failed and dropped episodes are in none."""
-  mask = counted_tokens(batch)
-  is_first = losses.first_rows(mask, batch.episode_ids)
-  same = batch.group_ids[:, None] == batch.group_ids[None, :]
-  scores = jnp.where(mask, batch.advantages, 0).sum(axis=1) / jnp.maximum(mask.sum(axis=1), 1)
-  return Groups(is_first, same & is_first[None, :], scores)
+  is_counted = counted_tokens(batch)
+  is_first = losses.first_rows(is_counted, batch.episode_ids)
+  own = batch.group_ids[:, None]
+  others = batch.group_ids[None, :]
+  members = (own == others) & is_first
+  # All agent tokens of an episode have the same advantage.
+  counted = jnp.where(is_counted, batch.advantages, 0)
+  num_tokens = is_counted.sum(axis=1)
+  scores = counted.sum(axis=1) / jnp.maximum(num_tokens, 1)
+  return Groups(is_first, members, scores)
 
 
 # --- Pairs of the best and the worst episode ------------------------------------------------------
@@ -143,18 +154,23 @@ class Pairs(NamedTuple):
 
   def mean(self, x: jax.Array) -> jax.Array:
     """Returns x [b], a number of each row's pair, as terms [b] of the mean over pairs."""
-    return jnp.where(self.is_counted, x, 0) / jnp.maximum(self.is_counted.sum(), 1)
+    num_pairs = self.is_counted.sum()
+    counted = jnp.where(self.is_counted, x, 0)
+    return counted / jnp.maximum(num_pairs, 1)
 
 
 def best_and_worst(batch: TurnBatch) -> Pairs:
   """Returns the pair of each group: its highest and its lowest score, the first one of equals."""
-  group = groups(batch)
-  best = jnp.argmax(jnp.where(group.members, group.scores, -jnp.inf), axis=1)
-  worst = jnp.argmin(jnp.where(group.members, group.scores, jnp.inf), axis=1)
-  has_spread = group.scores[best] > group.scores[worst]
-  rows = jnp.arange(len(has_spread))
-  is_representative = group.is_first & (jnp.argmax(group.members, axis=1) == rows)
-  return Pairs(best, worst, has_spread & is_representative)
+  is_first, members, scores = groups(batch)
+  from_above = jnp.where(members, scores, -jnp.inf)
+  from_below = jnp.where(members, scores, jnp.inf)
+  best = jnp.argmax(from_above, axis=1)
+  worst = jnp.argmin(from_below, axis=1)
+  has_spread = scores[best] > scores[worst]
+  rows = jnp.arange(len(scores))
+  first_members = jnp.argmax(members, axis=1)
+  represents_group = is_first & (first_members == rows)
+  return Pairs(best, worst, has_spread & represents_group)
 
 
 def pair_objective(value_of: Callable[[jax.Array, Any], jax.Array], start: str) -> Objective:
@@ -167,9 +183,11 @@ def pair_objective(value_of: Callable[[jax.Array, Any], jax.Array], start: str) 
 
   def compare(outputs, batch, variant):
     pairs = best_and_worst(batch)
-    log_ratio = episode_sums(outputs.logp - getattr(batch, start), batch)
+    start_logp = getattr(batch, start)
+    log_ratio = episode_sums(outputs.logp - start_logp, batch)
     h = log_ratio[pairs.best] - log_ratio[pairs.worst]
-    return pairs.mean(value_of(h, variant)), jnp.zeros(outputs.logp.shape, bool)
+    values = value_of(h, variant)
+    return pairs.mean(values), _nothing_clipped(outputs)
 
   if start == 'ref_logp':
     return needs('reference')(compare)
@@ -200,12 +218,20 @@ def tdpo(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> tuple[jax
   the vocabulary, over the tokens of an episode, and has a gradient. With alpha 0 this is DPO.
   Choice: the authors train on given pairs, and these pairs are sampled.
   """
+  assert outputs.reference_kl is not None
   pairs = best_and_worst(batch)
   log_ratio = episode_sums(outputs.logp - batch.ref_logp, batch)
   kl = episode_sums(outputs.reference_kl, batch)
-  kl_gap = kl[pairs.worst] - jax.lax.stop_gradient(kl[pairs.best])
-  h = log_ratio[pairs.best] - log_ratio[pairs.worst] - variant.alpha * kl_gap
-  return pairs.mean(dpo_value(h, variant)), jnp.zeros(outputs.logp.shape, bool)
+  kl_of_worst = kl[pairs.worst]
+  kl_of_best = jax.lax.stop_gradient(kl[pairs.best])
+  h = log_ratio[pairs.best] - log_ratio[pairs.worst]
+  h -= variant.alpha * (kl_of_worst - kl_of_best)
+  values = dpo_value(h, variant)
+  return pairs.mean(values), _nothing_clipped(outputs)
+
+
+def _nothing_clipped(outputs):
+  return jnp.zeros(outputs.logp.shape, bool)
 
 
 # --- All pairs of a group -------------------------------------------------------------------------
@@ -222,22 +248,30 @@ def p3o(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> tuple[jax.
   gradient is that of RLOO. A number that is added to all scores of a group changes nothing. The KL
   to the reference is in the reward. Choice: log w_i, and log w_i w_j, are kept within +-20.
   """
-  group = groups(batch)
+  is_first, members, scores = groups(batch)
   limit = segments.MAX_LOG_RATIO
-  log_w = jnp.clip(episode_sums(outputs.logp - batch.old_logp, batch), -limit, limit)
-  log_weight = jax.lax.stop_gradient(log_w[:, None] + log_w[None, :])
-  weight = jnp.exp(jnp.clip(log_weight, -limit, limit))
-  d = group.scores[:, None] - group.scores[None, :]
-  h = (log_w[:, None] - log_w[None, :]) / 2
+  log_ratio = episode_sums(outputs.logp - batch.old_logp, batch)
+  log_w = jnp.clip(log_ratio, -limit, limit)
+  own = log_w[:, None]
+  other = log_w[None, :]
+  log_weight = jax.lax.stop_gradient(own + other)
+  log_weight = jnp.clip(log_weight, -limit, limit)
+  weight = jnp.exp(log_weight)
+  h = (own - other) / 2
+  d = scores[:, None] - scores[None, :]
   free = d * h
   bounded = d * jnp.clip(h, -variant.clip_low, variant.clip_high)
-  is_other = ~jnp.eye(len(d), dtype=bool)
-  is_pair = group.members & is_other & group.is_first[:, None]
-  values = jnp.where(is_pair, weight * jnp.minimum(free, bounded), 0).sum(axis=1)
-  num_episodes = jnp.maximum(group.is_first.sum(), 1)
-  row_values = values / jnp.maximum(is_pair.sum(axis=1), 1) / num_episodes
-  is_clipped = (is_pair & (bounded < free)).any(axis=1)
-  return row_values, jnp.broadcast_to(is_clipped[:, None], outputs.logp.shape)
+  value = weight * jnp.minimum(free, bounded)
+  is_other = ~jnp.eye(len(scores), dtype=bool)
+  is_pair = members & is_other & is_first[:, None]
+  num_others = is_pair.sum(axis=1)
+  num_episodes = is_first.sum()
+  total = jnp.where(is_pair, value, 0).sum(axis=1)
+  mean = total / jnp.maximum(num_others, 1)
+  row_values = mean / jnp.maximum(num_episodes, 1)
+  clipped_pairs = is_pair & (bounded < free)
+  is_clipped = clipped_pairs.any(axis=1, keepdims=True)
+  return row_values, jnp.broadcast_to(is_clipped, outputs.logp.shape)
 
 
 # --- Values of the uniform policy -----------------------------------------------------------------
@@ -256,26 +290,32 @@ def rover(outputs: TokenOutputs, batch: TurnBatch, variant: Variant) -> tuple[ja
   value is 0. `aggregation` is the mean.
   Choice: t' may be in the next turn, as in GAE.
   """
+  assert outputs.uniform is not None
+  assert batch.old_uniform is not None
   mask = counted_tokens(batch)
-  drift = jax.lax.stop_gradient(outputs.uniform - batch.old_uniform)
-  next_drift = _at_next_token(drift, mask)
+  drift = outputs.uniform - batch.old_uniform
+  next_drift = _at_next_token(jax.lax.stop_gradient(drift), mask)
   target = batch.advantages + variant.alpha * variant.beta * next_drift
   q = variant.beta * (outputs.logp - batch.old_logp)
   error = jnp.where(mask, q - target, 0)
+  norm_length = variant.norm_length or None
   weights = losses.aggregation_weights(
-      mask, variant.aggregation, variant.norm_length or None, batch.turn_ids, batch.episode_ids
+      mask, variant.aggregation, norm_length, batch.turn_ids, batch.episode_ids
   )
-  row_values = -jnp.sum(weights * jnp.square(error), axis=1)
-  return row_values, jnp.zeros(mask.shape, bool)
+  losses_of_tokens = weights * jnp.square(error)
+  return -losses_of_tokens.sum(axis=1), _nothing_clipped(outputs)
 
 
 def _at_next_token(x: jax.Array, mask: jax.Array) -> jax.Array:
   """Returns x [b,T] at the next token of `mask` in the row; 0 where there is none."""
   num_tokens = x.shape[1]
-  columns = jnp.where(mask, jnp.arange(num_tokens), num_tokens)
+  numbers = jnp.arange(num_tokens)
+  columns = jnp.where(mask, numbers, num_tokens)
   first_from_here = jax.lax.cummin(columns, axis=1, reverse=True)
-  places = jnp.pad(first_from_here[:, 1:], ((0, 0), (0, 1)), constant_values=num_tokens)
-  padded = jnp.pad(x, ((0, 0), (0, 1)))
+  one_more = ((0, 0), (0, 1))
+  after = first_from_here[:, 1:]
+  places = jnp.pad(after, one_more, constant_values=num_tokens)
+  padded = jnp.pad(x, one_more)
   return jnp.take_along_axis(padded, places, axis=1)
 
 

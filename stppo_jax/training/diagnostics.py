@@ -156,7 +156,8 @@ def step_summary(
     )
   for role, rows in _by_role(batch):
     if spec.variant.compares_rows:
-      pg_loss = -jnp.sum(tokens['row_values'] * batch.roles[role])
+      is_role = rows.action_mask.any(axis=1)
+      pg_loss = -jnp.sum(tokens['row_values'] * is_role)
     else:
       policy_weights = weights.policy * rows.action_mask
       # Called again only for the loss of this role. The cotangents are not used.

@@ -109,8 +109,10 @@ class Layout:
 
   def unpack_all(self, y: jax.Array) -> jax.Array:
     """Moves y [R,P,..] to the rows [B,T,..]; 0 for tokens of other micro-batches."""
-    by_slot = y.reshape(-1, *y.shape[2:])
-    return _where(self.owned, by_slot[self.slot])
+    rest = y.shape[2:]
+    by_slot = y.reshape(-1, *rest)
+    by_token = by_slot[self.slot]
+    return _where(self.owned, by_token)
 
 
 def to_device(
@@ -154,8 +156,10 @@ def to_device(
     padding = np.arange(next_padding, next_padding + num_padding)
     next_padding += num_padding
     rows = np.concatenate([rows, padding])
-    packing = pack(lengths[rows], bins.micro_batch, bins.lengths, bins.shared)
-    step = Step(rows.astype(np.int32), packing)
+    row_lengths = lengths[rows]
+    packing = pack(row_lengths, bins.micro_batch, bins.lengths, bins.shared)
+    rows = rows.astype(np.int32)
+    step = Step(rows, packing)
     steps.append(step)
   return batch, steps
 
@@ -164,9 +168,11 @@ def _rows_by_group(episodes, rows_by_episode):
   """Returns the row numbers of each group. Each role of an episode has a group of its own."""
   by_group = collections.defaultdict(list)
   for rows in rows_by_episode:
-    group = min(episodes[row].group for row in rows)
+    numbers = [episodes[row].group for row in rows]
+    group = min(numbers)
     by_group[group].append(rows)
-  return [np.concatenate(parts) for parts in by_group.values()]
+  groups = by_group.values()
+  return [np.concatenate(parts) for parts in groups]
 
 
 def _rows_per_step(least: int, needed: int) -> int:
@@ -207,7 +213,8 @@ def num_tokens(steps: Sequence[Step]) -> int:
   """Counts the tokens of the rows of these steps."""
   total = 0
   for step in steps:
-    total += int(np.sum(step.packing.length))
+    length = step.packing.length
+    total += int(np.sum(length))
   return total
 
 
@@ -227,7 +234,10 @@ def pack(
   bins = np.zeros_like(lengths)
   offsets = np.zeros_like(lengths)
   longest_first = np.argsort(-lengths, kind='stable')
-  left = [row for row in longest_first if lengths[row]]
+  left = []
+  for row in longest_first:
+    if lengths[row]:
+      left.append(row)
   first_bin = 0  # the first one in the micro-batch
   while left:
     longest = lengths[left[0]]
@@ -238,7 +248,8 @@ def pack(
         continue
       candidate = _first_fit(lengths, left, num_bins, capacity, shared)
       num_filled = sum(int(lengths[row]) for row in candidate)
-      fill = np.round(num_filled / (num_bins * capacity), 2)
+      size = num_bins * capacity
+      fill = np.round(num_filled / size, 2)
       if not places or fill > fullest:
         places = candidate
         fullest = fill
@@ -255,7 +266,8 @@ def num_computed(packing: Packing, num_bins: int, capacities: Sequence[int]) -> 
   """Counts the tokens that a model computes for a Packing on the host, padding included."""
   longest = np.zeros(len(packing.bin), np.int64)  # end of the longest bin of each micro-batch
   ends = packing.offset + packing.length
-  np.maximum.at(longest, packing.bin // num_bins, ends)
+  micro_batches = packing.bin // num_bins
+  np.maximum.at(longest, micro_batches, ends)
   longest = longest[longest > 0]
   chosen = np.searchsorted(capacities, longest)
   columns = np.asarray(capacities)[chosen]
@@ -264,7 +276,11 @@ def num_computed(packing: Packing, num_bins: int, capacities: Sequence[int]) -> 
 
 def stack(steps: Sequence[Step]) -> Step:
   """Stacks Steps of equally many rows along a leading axis."""
-  return jax.tree.map(lambda *leaves: np.stack(leaves), *steps)
+
+  def join(*leaves):
+    return np.stack(leaves)
+
+  return jax.tree.map(join, *steps)
 
 
 def num_micro_batches(packing: Packing, num_bins: int) -> jax.Array:
@@ -298,8 +314,7 @@ def sum_over(
   if total is None:
     compute_first = functools.partial(compute, capacities[0])
     shapes = jax.eval_shape(compute_first, 0)
-    zeros = lambda x: jnp.zeros(x.shape, x.dtype)
-    total = jax.tree.map(zeros, shapes)
+    total = jax.tree.map(jnp.zeros_like, shapes)
   branches = [functools.partial(compute, columns) for columns in capacities]
 
   def add(j, total):
@@ -331,7 +346,8 @@ def only(packing: Packing, rows: jax.Array, num_bins: int) -> Packing:
   is_kept = is_kept.at[packing.bin].max(rows)
   places = jnp.cumsum(is_kept) - 1
   bins = places[packing.bin]
-  length = jnp.where(is_kept[packing.bin], packing.length, 0)
+  is_row_kept = is_kept[packing.bin]
+  length = jnp.where(is_row_kept, packing.length, 0)
   return dataclasses.replace(packing, bin=bins, length=length)
 
 
@@ -388,6 +404,7 @@ def _first_fit(lengths, rows, num_bins, capacity, shared):
       fits &= filled == 0
     if fits.any():
       chosen = int(fits.argmax())
-      places[row] = (chosen, int(filled[chosen]))
+      offset = int(filled[chosen])
+      places[row] = (chosen, offset)
       filled[chosen] += lengths[row]
   return places

@@ -197,7 +197,8 @@ def annotate(
     rows = steps.rows.reshape(-1)
     row_shape = x.shape[2:]
     values = x.reshape(-1, *row_shape)
-    ordered = jnp.zeros((num_rows, *row_shape), x.dtype)
+    shape = (num_rows, *row_shape)
+    ordered = jnp.zeros(shape, x.dtype)
     return ordered.at[rows].set(values)
 
   def sum_of_steps(x):  # [steps,..] -> [..]
@@ -293,7 +294,8 @@ def with_advantages(
     batch = dataclasses.replace(batch, advantages=all_advantages)
   batch = filters.apply(batch, variant)
   if spec.has_values and variant.value_loss == 'hl_gauss':
-    metrics['critic/outside_bins'] = value_bins.outside_share(batch.returns, mask, variant)
+    outside = value_bins.outside_share(batch.returns, mask, variant)
+    metrics['critic/outside_bins'] = outside
   if batch.loss_mask is not None:
     num_tokens = jnp.maximum(mask.sum(), 1)
     metrics['stppo/dropped_tokens'] = 1 - batch.loss_mask.sum() / num_tokens
@@ -318,9 +320,11 @@ def update_step(
 
   Returns the state, metrics (scalars), and the tokens' `ratio` and `clipped` [b,T] in this step.
   """
-  frozen = dataclasses.replace(frozen, critic=sharding.to_device(frozen.critic))
+  base = sharding.to_device(frozen.critic)
+  frozen = dataclasses.replace(frozen, critic=base)
   if 'reference_kl' in spec.variant.needs:
-    frozen = dataclasses.replace(frozen, reference=sharding.to_device(frozen.reference))
+    reference = sharding.to_device(frozen.reference)
+    frozen = dataclasses.replace(frozen, reference=reference)
   critic = sharding.to_device(state.critic)
 
   def take_rows(x):
@@ -363,7 +367,9 @@ class StepInputs:
 
     def outputs(actor):
       params = self.frozen.policy(actor)
-      per_token, _ = _policy(self.spec, params, batch.tokens, layout, batch.routes, reference)
+      tokens = batch.tokens
+      routes = batch.routes
+      per_token, _ = _policy(self.spec, params, tokens, layout, routes, reference)
       return per_token
 
     return jax.vjp(outputs, self.state.actor)
@@ -432,8 +438,8 @@ def take_step(inputs: StepInputs) -> tuple[TrainState, Metrics, dict[str, jax.Ar
   state, applied_metrics = _apply(inputs, divided, grads, is_finite)
   metrics |= applied_metrics
   per_token = {}
-  for name in ('ratio', 'clipped'):
-    per_token[name] = tokens[name]
+  per_token['ratio'] = tokens['ratio']
+  per_token['clipped'] = tokens['clipped']
   return state, metrics, per_token
 
 
@@ -443,15 +449,19 @@ def _compare_rows(inputs):
 
   def one_micro_batch(layout):
     outputs, _ = inputs.policy(layout)
-    rows = {name: layout.unpack(getattr(outputs, name)) for name in names}
+    rows = {}
+    for name in names:
+      column = getattr(outputs, name)
+      rows[name] = layout.unpack(column)
     return objectives.TokenOutputs(**rows)
 
   names = ['logp']
   for name in ('uniform', 'reference_kl'):
     if name in variant.needs:
       names.append(name)
-  row = jnp.zeros_like(inputs.weights.mask)
-  no_outputs = objectives.TokenOutputs(**dict.fromkeys(names, row))
+  zeros = jnp.zeros_like(inputs.weights.mask)
+  no_rows = dict.fromkeys(names, zeros)
+  no_outputs = objectives.TokenOutputs(**no_rows)
   outputs = inputs.sum(one_micro_batch, inputs.packing, no_outputs)
   return objectives.cotangents(outputs, inputs.batch, variant)
 
@@ -470,20 +480,26 @@ def _sum_gradients(inputs, compared=None):
     value_outputs = outputs.value_outputs
     if spec.critic is not None:
       value_outputs, pull_values = inputs.values(layout)
-    tokens = {'logp': layout.unpack(outputs.logp), 'entropy': layout.unpack(outputs.entropy)}
+    tokens = {}
+    tokens['logp'] = layout.unpack(outputs.logp)
+    tokens['entropy'] = layout.unpack(outputs.entropy)
     if spec.has_values:
       values, value_loss, d_values = _value_loss(inputs, layout, value_outputs)
       tokens['values'] = layout.unpack(values)
       tokens['value_loss'] = layout.unpack(value_loss)
     d_tokens, sums = _policy_cotangents(inputs, layout, tokens, compared)
-    d_outputs = {name: layout.pack(cotangent) for name, cotangent in d_tokens.items()}
+    d_policy = {}
+    for name, cotangent in d_tokens.items():
+      d_policy[name] = layout.pack(cotangent)
+    d_outputs = zeros._replace(**d_policy)
     grads = {}
-    (grads['actor'],) = pull(zeros._replace(**d_outputs))
+    (grads['actor'],) = pull(d_outputs)
     if spec.critic is not None:
       (grads['value'],) = pull_values(d_values)
     elif spec.shared_trunk:
       d_values = spec.variant.value_coef * d_values
-      (grads['value'],) = pull(zeros._replace(value_outputs=d_values))
+      d_outputs = zeros._replace(value_outputs=d_values)
+      (grads['value'],) = pull(d_outputs)
     return inputs.placed(grads), tokens, sums
 
   state = inputs.state
@@ -508,7 +524,8 @@ def _sum_gradients(inputs, compared=None):
   grads, tokens, sums = inputs.sum(one_micro_batch, inputs.packing, total)
   if compared is not None:
     return grads, tokens | sums | compared.numbers
-  tokens['ratio'] = jnp.where(mask > 0, tokens['ratio'], 1)
+  is_counted = mask > 0
+  tokens['ratio'] = jnp.where(is_counted, tokens['ratio'], 1)
   tokens['clipped'] = tokens['clipped'] > 0
   return grads, tokens | sums
 
@@ -550,7 +567,8 @@ def _policy_cotangents(inputs, layout, tokens, compared):
   if inputs.weights.imitation is not None:
     imitation_weights = inputs.weights.imitation * is_here
     d_logp -= variant.imitation * imitation_weights
-    sums['imitation_loss'] = -jnp.sum(imitation_weights * tokens['logp'])
+    imitated = imitation_weights * tokens['logp']
+    sums['imitation_loss'] = -jnp.sum(imitated)
   cotangents['logp'] = d_logp
   cotangents['entropy'] = -variant.entropy_coef * weights
   return cotangents, sums
@@ -569,7 +587,8 @@ def _value_loss(inputs, layout, outputs):
   is_here = layout.predicted.astype(jnp.float32)
   weights = layout.pack(inputs.weights.value * is_here)
   (d_outputs,) = pull(weights)
-  return value_bins.values(outputs, variant), loss, d_outputs
+  values = value_bins.values(outputs, variant)
+  return values, loss, d_outputs
 
 
 def _sum_bias(inputs, cotangent):
@@ -578,7 +597,9 @@ def _sum_bias(inputs, cotangent):
   def one_micro_batch(layout):
     outputs, pull = inputs.policy(layout)
     zeros = jax.tree.map(jnp.zeros_like, outputs)
-    (bias,) = pull(zeros._replace(logp=layout.pack(cotangent)))
+    d_logp = layout.pack(cotangent)
+    d_outputs = zeros._replace(logp=d_logp)
+    (bias,) = pull(d_outputs)
     return inputs.placed(bias)
 
   is_clipped = (cotangent != 0).any(axis=1)
@@ -646,11 +667,13 @@ def _apply(inputs, divided, grads, is_finite):
       divided.undivided,
   )
   skipped = jnp.where(is_finite, 0, state.skipped + 1)
-  after = dataclasses.replace(state, step=state.step + 1, skipped=skipped)
+  num_steps_after = state.step + 1
+  after = dataclasses.replace(state, step=num_steps_after, skipped=skipped)
   after = dataclasses.replace(after, actor=actor.params, actor_opt=actor.opt_state)
   num_steps = _steps_taken(state.actor_opt, state.step)
+  actor_lr = spec.actor_lr(num_steps)
   metrics = {
-      'actor/lr': spec.actor_lr(num_steps),
+      'actor/lr': actor_lr,
       'actor/skipped': skipped,
       'stppo/step_norm': actor.step_norm,
       'stppo/applied_factor': actor.factor,
@@ -696,7 +719,9 @@ def optimize(
     return jnp.where(take, new, old)
 
   def difference(new, old):
-    return new.astype(jnp.float32) - old.astype(jnp.float32)
+    new = new.astype(jnp.float32)
+    old = old.astype(jnp.float32)
+    return new - old
 
   opt_state = sharding.to_device(opt_state)
   step, new_opt_state = optimizer.update(gradient, opt_state, params)
@@ -735,20 +760,20 @@ def _policy(spec, params, rows, layout, routes=None, reference=None):
   replays the experts of an earlier pass. With the parameters `reference` the outputs have its KL.
   """
   tokens, x, routing = _trunk(spec, spec.actor, params, rows, layout, routes)
-  logp, entropy = decoder.token_logp(
-      params, spec.actor, x, tokens, spec.temperature, spec.logp_chunk
-  )
+  temperature = spec.temperature
+  chunk = spec.logp_chunk
+  logp, entropy = decoder.token_logp(params, spec.actor, x, tokens, temperature, chunk)
   values = jnp.zeros_like(logp)
   if 'value_head' in params:  # a shared trunk's policy has one, its reference may not
     values = decoder.state_values(params, x)
   uniform = None
   if 'uniform' in spec.variant.needs:
-    uniform = decoder.uniform_logp(params, spec.actor, x, tokens, logp, spec.temperature)
+    uniform = decoder.uniform_logp(params, spec.actor, x, tokens, logp, temperature)
   reference_kl = None
   if reference is not None:
     _, reference_x, _ = _trunk(spec, spec.actor, reference, rows, layout)
     reference_kl = decoder.reference_kl(
-        params, spec.actor, x, reference, reference_x, spec.temperature, spec.logp_chunk
+        params, spec.actor, x, reference, reference_x, temperature, chunk
     )
   outputs = objectives.TokenOutputs(
       logp=logp, uniform=uniform, reference_kl=reference_kl, entropy=entropy, value_outputs=values
