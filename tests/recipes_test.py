@@ -32,6 +32,8 @@ class RecipesTest(parameterized.TestCase):
     self.assertIn('# Not run yet.\n', text)
     known = {path for path, _, _ in validation.fields(schema.Config())}
     self.assertEmpty(set(re.findall(r'--config\.([\w.]+)', text)) - known)
+    self.assertIn('--config.data.source=', text)  # the experiment has no embedded questions
+    self.assertIn('--config.retriever.url=', text)
     for path in re.findall(r'--config=(\S+)', text):
       self.assertTrue((FOLDER.parent.parent / path).is_file(), path)
 

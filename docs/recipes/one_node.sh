@@ -2,16 +2,27 @@
 # One node with 8 GPUs: GPUs 0 to 3 train, and vLLM samples on each of GPUs 4 to 7.
 # Not run yet.
 #
-#   VLLM_PYTHON=/path/of/venv_vllm/bin/python bash docs/recipes/one_node.sh models/Qwen2.5-3B runs/one_node
+#   VLLM_PYTHON=/path/of/venv_vllm/bin/python bash docs/recipes/one_node.sh \
+#     models/Qwen2.5-3B data/train.parquet,data/test.parquet http://HOST:8000/retrieve runs/one_node
 #
 # A model of 7B with a critic does not fit on four GPUs of 80 GB, see --mode=plan.
 set -euo pipefail
+set -m  # each background job is a process group of its own, which can be ended as a whole
 
 model=$1
-workdir=$2
+data=$2
+retriever=$3
+workdir=$4
 python=${PYTHON:-python}
 mkdir -p "$workdir"
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+
+groups=()
+stop_engines() {
+  for group in "${groups[@]}"; do
+    kill -- "-$group" 2>/dev/null || true
+  done
+}
+trap stop_engines EXIT
 
 engines=()
 for gpu in 4 5 6 7; do
@@ -23,18 +34,31 @@ for gpu in 4 5 6 7; do
       --logprobs-mode processed_logprobs || true
     sleep 5
   done >> "$workdir/engine_$gpu.log" 2>&1 &
+  groups+=($!)
   engines+=("http://127.0.0.1:$port")
 done
-for engine in "${engines[@]}"; do
-  until curl --silent --fail --output /dev/null "$engine/health"; do
+
+wait_for() {
+  for _ in $(seq 180); do
+    curl --silent --fail --output /dev/null "$1/health" && return
     sleep 5
   done
+  echo "$1 did not start within 15 minutes, see $workdir/engine_*.log" >&2
+  return 1
+}
+for engine in "${engines[@]}"; do
+  wait_for "$engine"
 done
 
 CUDA_VISIBLE_DEVICES=0,1,2,3 XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 "$python" run.py \
   --config=experiments/st_ppo_7b.py --config.name=st_ppo_3b \
   --config.model.folder="$model" \
+  --config.data.source="$data" \
+  --config.retriever.url="$retriever" \
   --config.train.micro_batch=4 \
   --config.rollout.engine="$(IFS=,; echo "${engines[*]}")" \
   --config.pipeline.staleness=1 \
-  --workdir="$workdir"
+  --workdir="$workdir" &
+trainer=$!
+trap 'kill -TERM "$trainer"; wait "$trainer"' TERM INT  # the run saves before it ends
+wait "$trainer"
