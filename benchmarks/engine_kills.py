@@ -77,7 +77,7 @@ def kill_at_random(folder: str) -> dict:
       _wait_for_update(workdir, _num_updates(workdir) + 1, trainer)
       time.sleep(rng.uniform(0, 3))
       target = rng.choice(['trainer', 'engine'])
-      writes = glob.glob(f'{workdir}/checkpoints/*tmp*') + glob.glob(f'{workdir}/weights/*.partial')
+      writes = glob.glob(f'{workdir}/checkpoints/*tmp*') + glob.glob(f'{workdir}/weights/*/*.partial')
       row = (kill, round(time.monotonic() - began), target, _num_updates(workdir), bool(writes))
       print('| ' + ' | '.join(map(str, row)) + ' |', flush=True)
       if target == 'trainer':

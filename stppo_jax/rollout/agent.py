@@ -119,7 +119,8 @@ class RemoteAgent(Agent):
 
     Connects the engines, and compares their log-probs with those of the trainer.
     """
-    folder = self.config.rollout.engine_folder or os.path.join(workdir, 'weights')
+    root = self.config.rollout.engine_folder or os.path.join(workdir, 'weights')
+    folder = hosts.by_writer(remote.folder_of_run, root, workdir)
     self._prompts = hosts.by_writer(self._probe_prompts, tasks)
     self._score = jax.jit(functools.partial(_score, self.model))
     with self.sampler.fleet.opened(folder, updates, give_up):

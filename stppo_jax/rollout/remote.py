@@ -21,6 +21,7 @@ import functools
 import json
 import os
 import queue
+import re
 import secrets
 import shutil
 import threading
@@ -194,7 +195,8 @@ class Fleet:
     """Context manager of a run.
 
     Args:
-      folder: will hold the folders of weights. The engines read it under the same path.
+      folder: will hold the folders of weights, and belongs to this run. The engines read it under
+        the same path.
       first_version: the number of updates of the first parameters that are copied.
       give_up: whether to abandon all turns and raise Stopped.
     """
@@ -203,14 +205,14 @@ class Fleet:
     self._written: list[RemoteWeights] = []
     self._leaves: list[Any] = []  # leaves of the parameters of the newest version
     self._give_up = give_up
-    self._remove(self._folder)  # left by a run that was killed
+    self._remove_versions()  # left by a process that was killed
     for engine in self.engines:
       engine.begin()
     try:
       yield
     finally:
       with self._push_lock:  # a push in progress reads the folder
-        self._remove(self._folder)
+        self._remove_versions()
 
   def copy(self, params: Any) -> RemoteWeights:
     """Writes a new version of the policy. Parameters that were written last are not written again.
@@ -311,6 +313,34 @@ class Fleet:
   def _remove(self, folder):
     if hosts.is_writer():
       shutil.rmtree(folder, ignore_errors=True)
+
+  def _remove_versions(self):
+    """Removes all versions, and the run's folder if it then is empty. Other files stay."""
+    if not (hosts.is_writer() and os.path.isdir(self._folder)):
+      return
+    for name in os.listdir(self._folder):
+      if re.fullmatch(r'\d{6,}(\.partial)?', name):
+        self._remove(os.path.join(self._folder, name))
+    if not os.listdir(self._folder):
+      os.rmdir(self._folder)
+
+
+def folder_of_run(root: str, workdir: str) -> str:
+  """Returns the folder in `root` for the weights of the run in `workdir`, the same at each resume.
+
+  Several runs may share `root`, and it may hold other files.
+  """
+  path = os.path.join(workdir, 'weights_id')
+  name = ''
+  if os.path.exists(path):
+    with open(path, encoding='utf-8') as file:
+      name = file.read()
+  if not re.fullmatch('run-[0-9a-f]{16}', name):  # a new run, or the file is damaged
+    name = f'run-{secrets.token_hex(8)}'
+    os.makedirs(workdir, exist_ok=True)
+    with open(path, 'w', encoding='utf-8') as file:
+      file.write(name)
+  return os.path.join(root, name)
 
 
 @dataclasses.dataclass(frozen=True)
