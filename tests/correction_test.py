@@ -12,6 +12,7 @@ import numpy as np
 
 from stppo_jax import types
 from stppo_jax.algorithms import correction
+from stppo_jax.algorithms import filters
 from stppo_jax.algorithms import losses
 from stppo_jax.algorithms import variants
 from stppo_jax.training import state as train_state
@@ -727,7 +728,8 @@ class SquareTest(parameterized.TestCase):
     )
     row = variants.VARIANTS[name]
     noise = np.where(self.mask > 0, 0, 7)
-    weights = losses.aggregation_weights(batch.action_mask, row.aggregation)
+    batch = filters.apply(batch, row)
+    weights = filters.weights(batch, row).policy
     d_logp, bias, parts = correction.cotangents(jnp.asarray(logp + noise), batch, row, weights)
     np.testing.assert_array_equal(bias, 0)
     self.assertFalse(parts['clipped'].any())
@@ -755,11 +757,11 @@ class SquareTest(parameterized.TestCase):
     self.assertAlmostEqual(loss, np.sum(self.advantages**2) / 4)
 
   def test_the_best_of_one_is_imitated(self):
-    """SuperHF: cross-entropy of the tokens of the best episode."""
+    """SuperHF: cross-entropy of the tokens of the best episode. Its mean is over them alone."""
     self.advantages = self.mask * np.array([[1.0], [0.0]])
     d_logp, loss = self.gradient('superhf', self.old_logp)
-    np.testing.assert_allclose(d_logp, -self.advantages / 4, atol=1e-12)
-    self.assertAlmostEqual(loss, (1 + 2 + 3) / 4)
+    np.testing.assert_allclose(d_logp, -self.advantages / 3, atol=1e-12)
+    self.assertAlmostEqual(loss, (1 + 2 + 3) / 3)
 
 
 if __name__ == '__main__':

@@ -231,6 +231,15 @@ class ImitationTest(parameterized.TestCase):
     )
     chex.assert_trees_all_equal(plain.critic, both.critic)
 
+  def test_it_adds_to_an_objective_that_compares_rows(self):
+    batch = make_batch()
+    _, plain, _, _ = one_update(make_spec('p3o'), batch)
+    _, both, metrics, _ = one_update(make_spec('p3o', imitation=2.0), batch)
+    gradient = imitation_gradient(batch, np.flatnonzero(IS_DEMONSTRATED))
+    expected = jax.tree.map(lambda x: -2 * x, gradient)
+    chex.assert_trees_all_close(moved(plain.actor, both.actor), expected, rtol=1e-3, atol=1e-5)
+    self.assertGreater(metrics['actor/imitation_loss'], 0)
+
   @parameterized.parameters((0.0, False), (1.0, True))
   def test_a_step_of_demonstrations_alone_trains_no_critic(self, imitation, moves):
     spec = make_spec('st_ppo', imitation=imitation)

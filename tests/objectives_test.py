@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import os
 import tempfile
 from unittest import mock
@@ -23,7 +24,8 @@ from stppo_jax.algorithms import variants
 from stppo_jax.models import decoder
 from stppo_jax.models import sharding
 from stppo_jax.monitoring import metrics as metrics_lib
-from stppo_jax.training import learner
+from stppo_jax.monitoring import timing
+from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import loop
 from stppo_jax.training import packing
 from stppo_jax.training import state as train_state
@@ -159,6 +161,18 @@ class PairTest(ObjectiveTest):
     mask = np.asarray(rows.action_mask) > 0
     whole = np.asarray(expected.outputs.logp)[order]
     np.testing.assert_allclose(got.outputs.logp, np.where(mask, whole, 0), atol=1e-12)
+
+  def test_equal_scores_of_unequal_lengths_are_no_pair(self):
+    """The mean of n times -1/3 is not always -1/3 in float32."""
+    score = np.float32(-1 / 3)
+    sizes = list(range(1, 41))
+    batch, outputs = make_batch(np.zeros(40), [score] * 40, [0] * 40, sizes)
+    batch = batch.replace(advantages=batch.advantages.astype(jnp.float32))
+    pairs = objectives.best_and_worst(batch)
+    self.assertFalse(pairs.is_counted.any())
+    np.testing.assert_array_equal(pairs.best, 0)
+    np.testing.assert_array_equal(pairs.worst, 0)
+    np.testing.assert_array_equal(objectives.groups(batch).scores, score)
 
 
 class TdpoTest(ObjectiveTest):
@@ -501,6 +515,80 @@ class DealTest(parameterized.TestCase):
       self.deal(self.episodes([0] * 8), 4)
 
 
+class LearnerTest(absltest.TestCase):
+  """A learner whose optimizer steps are replaced, so that nothing is compiled."""
+
+  actor = {'x': np.array([3.0, 1.0])}
+  before = {'x': np.array([1.0, 2.0])}
+
+  def learner(self, name, gain=0.0):
+    """Each optimizer step adds `gain` to the parameters."""
+    spec = update_test.make_spec(name)
+    variant = spec.variant
+
+    def add_advantages(state, batch):
+      return state, advantages.estimate(batch, variant), {}
+
+    def step(state, frozen, batch, step):
+      del frozen, batch, step
+      actor = {'x': state.actor['x'] + gain}
+      return state.replace(actor=actor), {'stppo/step_norm': np.float32(abs(gain))}, {}
+
+    annotate = lambda state, frozen, batch, steps: (batch, {})
+    functions = update_test.update.Functions(annotate, add_advantages, step)
+    state = self.state(name)
+    previous = self.before if variant.extrapolation else None
+    state = state.replace(actor=self.actor, previous_actor=previous)
+    bins = packing.Bins(4, 2, 2, (16,), 0, None, whole_groups=variant.compares_rows)
+    mesh = update_test.one_device()
+    return learner_lib.Learner(spec, update_test.NOTHING, mesh, functions, bins, state)
+
+  def state(self, name):
+    return update_test.first_state(update_test.make_spec(name), update_test.one_device())
+
+  def update(self, learner, lengths=(2, 3, 4, 5)):
+    """An update on a group with the scores 1, 1, 0 and 0. Prompts number the samples."""
+    rows = []
+    for number, (length, reward) in enumerate(zip(lengths, (1.0, 1.0, 0.0, 0.0))):
+      tokens = np.full(length, 5, np.int32)
+      turn = types.Turn(tokens, np.zeros(length, np.float32), reward=reward)
+      rows.append(types.Episode(types.Task('t'), 0, np.array([number], np.int32), [turn]))
+    return learner.update(rows, jax.random.key(0), timing.Timing())
+
+  def test_the_first_sampled_one_of_equals_is_chosen_whatever_its_length(self):
+    learners = [self.learner(name) for name in ('superhf', 'dpo')]
+    for lengths in itertools.permutations((2, 3, 4, 5)):
+      chosen = []
+      for learner in learners:
+        _, policy_update = self.update(learner, lengths)
+        samples = np.array([int(row.prompt[0]) for row in policy_update.episodes])
+        batch = policy_update.batch
+        if learner.spec.variant.compares_rows:
+          pairs = objectives.best_and_worst(batch)
+          chosen += [samples[pairs.best[0]], samples[pairs.worst[0]]]
+        else:
+          is_best = np.asarray(batch.advantages).any(axis=1)
+          chosen += list(samples[is_best[:4]])
+      self.assertEqual(chosen, [0, 0, 2])
+
+  def test_other_rows_are_sorted_by_length(self):
+    _, policy_update = self.update(self.learner('grpo'), (4, 3, 5, 2))
+    self.assertEqual([row.prompt[0] for row in policy_update.episodes], [3, 1, 0, 2])
+
+  def test_without_any_step_an_extrapolated_policy_stays(self):
+    learner = self.learner('apo')
+    for _ in range(2):
+      learner.state, _ = self.update(learner)
+      chex.assert_trees_all_equal(learner.state.actor, self.actor)
+      chex.assert_trees_all_equal(learner.state.previous_actor, self.before)
+
+  def test_steps_start_from_the_extrapolated_policy(self):
+    """Two epochs of one step: 3 + .3 (3 - 1) + 2 and 1 + .3 (1 - 2) + 2."""
+    state, _ = self.update(self.learner('apo', gain=1.0))
+    np.testing.assert_allclose(state.actor['x'], [5.6, 2.7], rtol=1e-6)
+    chex.assert_trees_all_equal(state.previous_actor, self.actor)
+
+
 class ExtrapolationTest(absltest.TestCase):
 
   def state(self, name):
@@ -542,7 +630,7 @@ class RunTest(absltest.TestCase):
     self.enterContext(tiny_run.on_one_device())
     values = {'algorithm__variant': 'apo', 'rollout__group_size': 4, 'env__reward': 'format'}
     starts = []
-    update = learner.Learner.update
+    update = learner_lib.Learner.update
 
     def recorded_update(own, *args):
       before = jax.device_get((own.state.actor, own.state.previous_actor))
@@ -554,7 +642,7 @@ class RunTest(absltest.TestCase):
     def train(name, updates):
       workdir = os.path.join(folder, name)
       config = tiny_run.make_config(folder, train__updates=updates, **values)
-      with mock.patch.object(learner.Learner, 'update', recorded_update):
+      with mock.patch.object(learner_lib.Learner, 'update', recorded_update):
         loop.start(config, workdir)
       rows = metrics_lib.read_metrics(workdir)
       return [{k: v for k, v in row.items() if not k.startswith(('tim', 'perf'))} for row in rows]

@@ -175,12 +175,15 @@ def group_wins(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
 def group_best(scores: jax.Array, group_ids: jax.Array) -> jax.Array:
   """Returns 1 for the best episode of each group and 0 for the others, [B] (SuperHF, 2310.16763).
 
-  The first one of equals is the best (openfeedback/superhf `filtering.py`, top 1, C). A group whose
-  episodes are all bad has a best one, too. The paper's number is second-hand (S).
+  The first sampled one of equals is the best (openfeedback/superhf `filtering.py`, top 1, C). A
+  group whose episodes are all bad has a best one, too. The paper's number is second-hand (S).
   """
   same = _same(group_ids)
   best = jnp.argmax(jnp.where(same, scores, -jnp.inf), axis=1)
   return (best == jnp.arange(len(scores))).astype(scores.dtype)
+
+
+group_best.__dict__['breaks_ties'] = True
 
 
 class _ScoreGroups:

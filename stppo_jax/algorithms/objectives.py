@@ -125,7 +125,7 @@ class Groups(NamedTuple):
 
   is_first: jax.Array  # [b] bool, true for the first row of an episode that counts
   members: jax.Array  # [b,b] bool, true where the column is an episode of the row's group
-  scores: jax.Array  # [b] advantage of each row's episode
+  scores: jax.Array  # [b] advantage of each row's episode, which its tokens share
 
 
 def groups(batch: TurnBatch) -> Groups:
@@ -135,10 +135,10 @@ def groups(batch: TurnBatch) -> Groups:
   own = batch.group_ids[:, None]
   others = batch.group_ids[None, :]
   members = (own == others) & is_first
-  # All agent tokens of an episode have the same advantage.
-  counted = jnp.where(is_counted, batch.advantages, 0)
-  num_tokens = is_counted.sum(axis=1)
-  scores = counted.sum(axis=1) / jnp.maximum(num_tokens, 1)
+  # All agent tokens of an episode have the same advantage. A mean of them would round it.
+  first_tokens = jnp.argmax(is_counted, axis=1, keepdims=True)
+  at_token = jnp.take_along_axis(batch.advantages, first_tokens, axis=1)[:, 0]
+  scores = jnp.where(is_counted.any(axis=1), at_token, 0)
   return Groups(is_first, members, scores)
 
 
@@ -160,7 +160,10 @@ class Pairs(NamedTuple):
 
 
 def best_and_worst(batch: TurnBatch) -> Pairs:
-  """Returns the pair of each group: its highest and its lowest score, the first one of equals."""
+  """Returns the pair of each group: its highest and its lowest score.
+
+  The first sampled one of equals is chosen, see `Variant.breaks_ties`.
+  """
   is_first, members, scores = groups(batch)
   from_above = jnp.where(members, scores, -jnp.inf)
   from_below = jnp.where(members, scores, jnp.inf)

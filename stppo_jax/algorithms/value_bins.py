@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 VALUE_LOSSES = ('mse', 'hl_gauss')
 SMOOTHING = 0.75  # standard deviation of a target's Gaussian, in widths of a bin
-# Bins at each end of the support that returns should leave free: three standard deviations.
+# Returns should stay this many bins away from each end of the support: three standard deviations.
 MARGIN = 4 * SMOOTHING
 
 
@@ -61,8 +61,8 @@ def gaussian_targets(returns: jax.Array, low: float, high: float, num_bins: int)
   p_k(y) = (Phi((b_{k+1} - y) / s) - Phi((b_k - y) / s)) / (their sum over k),   s = 0.75 width
 
   b_k are the edges of the bins, Phi is the normal distribution function, and y is clipped to the
-  support. The mean of the bins is y to 1e-5 where y is at least `MARGIN` bins from the ends. On an
-  end it is off by .67 of a bin.
+  support. Where y is at least `MARGIN` bins from the ends, the mean of the bins is y to 1.2e-4 of
+  the width of a bin. On an end it is off by .69 of this width.
 
   Source: Hyper++ (arXiv 2512.14202), hl_gauss.py (C), after Farebrother et al. (arXiv 2403.03950).
   """

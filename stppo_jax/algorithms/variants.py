@@ -10,7 +10,8 @@ Five fields take either the name of a built-in from the table on the right, or a
              Both are [B,T], and `returns` are the critic's targets. `advantages.from_groups` makes
              an estimator from a function (scores, group_ids) -> advantages, all [B]. A function
              that reads batch.old_values declares it by `function.needs_critic = True`, or with the
-             decorator `advantages.from_values`, so that the run trains a critic.
+             decorator `advantages.from_values`, so that the run trains a critic. A function that
+             prefers the first of equal episodes sets `breaks_ties`, see the property below.
   ratio      (batch, variant) -> labels                                       RATIOS
              [B,T] integers, computed once per update. The agent's tokens of a row with the same
              label share an importance ratio, the geometric mean of their ratios. They need not be
@@ -192,6 +193,12 @@ class Variant:
     return self.objective != 'surrogate'
 
   @property
+  def breaks_ties(self) -> bool:
+    """Whether the first of equal episodes is preferred. The rows then keep the sampled order."""
+    has_ties = getattr(advantages.estimator(self.advantage), 'breaks_ties', False)
+    return has_ties or self.compares_rows
+
+  @property
   def needs(self) -> tuple[str, ...]:
     """What the objective reads besides log-probs, see `objectives.needs`."""
     return getattr(objectives.objective(self.objective), 'needs', ())
@@ -307,7 +314,8 @@ VARIANTS = {
         entropy_coef=0.0,
     ),
     # Mukobi et al., arXiv 2310.16763. Cross-entropy of the best episode of each group. The authors
-    # add KL(reference || policy) over the vocabulary. The gradient of k3 estimates its gradient.
+    # add KL(reference || policy) over the vocabulary (C). The gradient of k3 estimates its gradient
+    # on samples of the policy. On the best of a group alone, the estimate is biased.
     'superhf': Variant(
         'group_best',
         'none',

@@ -98,11 +98,14 @@ class Learner:
     """Trains on a batch of episodes, whose rows `key` deals out to optimizer steps.
 
     Returns the new state and what the update measured. The buffers of the old state are reused.
+    If no step moves an extrapolated policy, the policy returns to where it was before.
     """
     functions = self.functions
     frozen = self.frozen
     state = self.start_state
-    rows = batching.by_length(episodes)
+    rows = list(episodes)
+    if not self.spec.variant.breaks_ties:  # else the shortest of equals would be the first
+      rows = batching.by_length(episodes)
     with timing('old_log_prob'):
       batch, steps = packing.to_device(rows, self.bins, key)
       if self.teacher is not None:
@@ -119,6 +122,10 @@ class Learner:
       step_metrics = [
           dataclasses.replace(x, metrics=jax.device_get(x.metrics)) for x in step_metrics
       ]
+    if self.spec.variant.extrapolation:
+      is_moved = any(step.metrics['stppo/step_norm'] > 0 for step in step_metrics)
+      if not is_moved:
+        state = state_lib.not_extrapolated(state, self.state)
     return state, PolicyUpdate(policy, rows, batch, steps, metrics, step_metrics)
 
 

@@ -52,6 +52,16 @@ def extrapolated(state: TrainState, factor: float) -> TrainState:
   return dataclasses.replace(state, actor=start, previous_actor=state.actor)
 
 
+def not_extrapolated(state: TrainState, before: TrainState) -> TrainState:
+  """Returns the state after an update without any step, with the policy p that it began with.
+
+  `before` is the state that was extrapolated. Its p_before is still the one of the next update.
+  """
+  policy = state.previous_actor
+  assert policy is not None
+  return dataclasses.replace(state, actor=policy, previous_actor=before.previous_actor)
+
+
 @functools.partial(jax.jit, static_argnums=2)
 def _extrapolate(actor, previous, factor):
   return jax.tree.map(lambda x, before: x + factor * (x - before), actor, previous)

@@ -85,7 +85,9 @@ def setup(config, mesh=(1, 1, 1), slow_s=0.0):
   mesh = sharding.make_mesh(*mesh, jax.devices()[: int(np.prod(mesh))])
   optimizer = optax.adam(1e-2)
   spec = types.SimpleNamespace(
-      variant=types.SimpleNamespace(kl_coef=0.1, extrapolation=0.0, score_norm='none'),
+      variant=types.SimpleNamespace(
+          kl_coef=0.1, extrapolation=0.0, score_norm='none', breaks_ties=False
+      ),
       actor_optimizer=optimizer,
       critic_optimizer=None,
       has_values=False,
