@@ -43,6 +43,9 @@ def constant(batch, variant):
 def surrogate(ratio, logp, advantages, variant):
   return ratio * advantages, jnp.zeros_like(ratio, bool)
 
+def objective(outputs, batch, variant):
+  return outputs.logp.sum(axis=1), jnp.zeros_like(outputs.logp, bool)
+
 def divisor(g_norm, c_norm, any_clipped):
   return 1 + c_norm
 
@@ -108,6 +111,11 @@ NAMED = Named('token_gae', 'token')
 def fractions(batch, variant):
   return batch.turn_ids / 2
 """
+
+
+SPPO = {'algorithm.variant': 'sppo', 'rollout.group_size': 4}
+P3O = {'algorithm.variant': 'p3o', 'rollout.group_size': 4}
+OWN_OBJECTIVE = P3O | {'algorithm.objective': 'own_rl:objective'}
 
 
 class MakeVariantTest(parameterized.TestCase):
@@ -275,6 +283,13 @@ class MakeVariantTest(parameterized.TestCase):
       ({'algorithm.variant': 'reinforce'}, ('reinforce has no importance ratio', 'mini_batch=512')),
       ({'algorithm.chunk_length': 4}, ('chunk_length has no effect without ratio=chunk',)),
       ({'algorithm.chunk_length': 4, 'algorithm.ratio': 'chunk'}, ()),
+      ({'algorithm.beta': 0.2}, ('beta has no effect without surrogate=square',)),
+      (SPPO | {'algorithm.beta': 0.2}, ()),
+      (SPPO | {'algorithm.divisor': 'paper'}, ('divisor has no effect without a clipped ratio',)),
+      (SPPO | {'algorithm.clip_low': 0.1}, ('clip_low has no effect without a clipped ratio',)),
+      (P3O | {'algorithm.clip_low': 0.1}, ()),
+      (P3O | {'algorithm.beta': 0.2}, ('beta has no effect',)),
+      (OWN_OBJECTIVE | dict.fromkeys(('algorithm.alpha', 'algorithm.clip_low'), 0.1), ()),
       ({'algorithm.rollout_is_threshold': 3.0}, ('has no effect without rollout_is',)),
       ({'algorithm.rollout_is_threshold': 3.0, 'algorithm.rollout_is': 'turn'}, ()),
       ({'algorithm.variant': 'ppo', 'algorithm.norm_of': 'loss'}, ('without a divisor',)),

@@ -13,20 +13,45 @@ from stppo_jax import validation
 from stppo_jax.algorithms import checks
 from stppo_jax.algorithms import variants
 
+
+def _has_function(variant: variants.Variant) -> bool:
+  """Returns whether a user's function may read any column."""
+  return any(callable(getattr(variant, column)) for column in variants.BUILT_IN)
+
+
+def _clips(variant: variants.Variant) -> bool:
+  """Returns whether the bounds of a clip are read."""
+  if variant.compares_rows:
+    return variant.objective == 'p3o'
+  return variant.ratio != 'none' and variant.surrogate != 'square'
+
+
+def _reads_beta(variant: variants.Variant) -> bool:
+  """Returns whether beta scales a log-ratio."""
+  if variant.compares_rows:
+    return variant.objective != 'p3o'
+  return variant.surrogate == 'square'
+
+
 # Columns that change nothing without another setting, and whether a variant has that one.
 _NEEDED: tuple[tuple[str, str, Callable[[variants.Variant], bool]], ...] = (
     ('gamma', 'an advantage that discounts', lambda v: not v.needs_groups),
     ('lam', 'a critic', lambda v: v.needs_critic or callable(v.advantage)),
     ('lam_critic value_clip value_loss', 'a critic', lambda v: v.needs_critic),
     ('value_bins value_low value_high', 'value_loss=hl_gauss', lambda v: v.value_outputs > 1),
+    ('clip_low clip_high', 'a clipped ratio', lambda v: _clips(v) or _has_function(v)),
     (
-        'clip_low clip_high',
-        'a ratio',
-        lambda v: v.ratio != 'none' and v.objective in ('surrogate', 'p3o'),
+        'beta',
+        'surrogate=square or an objective of pairs',
+        lambda v: _reads_beta(v) or _has_function(v),
     ),
     ('ratio surrogate', 'objective=surrogate', lambda v: not v.compares_rows),
-    ('alpha', 'objective=tdpo or rover', lambda v: v.objective in ('tdpo', 'rover')),
-    ('divisor', 'a ratio', lambda v: v.ratio != 'none' or v.divisor == 'none'),
+    (
+        'alpha',
+        'objective=tdpo or rover',
+        lambda v: v.objective in ('tdpo', 'rover') or _has_function(v),
+    ),
+    ('divisor', 'a clipped ratio', lambda v: _clips(v) or v.divisor == 'none'),
     ('chunk_length', 'ratio=chunk', lambda v: v.ratio == 'chunk' or callable(v.ratio)),
     ('divide norm_of', 'a divisor', lambda v: v.divisor != 'none'),
     ('whiten_over', 'whiten=True', lambda v: v.whiten),
