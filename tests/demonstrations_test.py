@@ -249,6 +249,16 @@ class ImitationTest(parameterized.TestCase):
     self.assertEqual(any(np.any(x) for x in change), moves)
     self.assertGreater(metrics['actor/imitation_loss'], 0)
 
+  def test_a_batch_without_demonstrations_may_have_the_column(self):
+    """One program serves all batches of a run, and computes the same."""
+    nobody = np.zeros_like(IS_DEMONSTRATED)
+    spec = make_spec('st_ppo', imitation=1.0)
+    marked = one_update(spec, make_batch(nobody))
+    _, expected, metrics, _ = one_update(spec, make_batch(nobody).replace(demonstrated=None))
+    chex.assert_trees_all_equal(marked[1], expected)
+    self.assertTrue(np.isnan(marked[2].pop('actor/imitation_loss')))
+    chex.assert_trees_all_equal(marked[2], metrics)
+
   def test_a_step_without_demonstrations_has_no_imitation_loss(self):
     _, _, metrics, _ = one_update(make_spec('rloo', imitation=1.0), make_batch(), rows=[0, 1])
     self.assertTrue(np.isnan(metrics['actor/imitation_loss']))

@@ -24,6 +24,7 @@ def to_turn_batch(
     rows: int | None = None,  # B; None = len(episodes)
     pad_id: int = 0,
     sharding: jax.sharding.Sharding | None = None,  # row axis; None: the default device
+    marks_demonstrations: bool = False,  # also a batch without any has the column `demonstrated`
 ) -> types.TurnBatch:
   """Pads the episodes to one length and moves them to the device.
 
@@ -66,7 +67,7 @@ def to_turn_batch(
   batch.action_mask[:] = batch.turn_ids > 0
   routes = _routes(episodes, (rows, length))
   batch = batch.replace(routes=routes, roles=_role_masks(episodes, rows))
-  if any(episode.demonstrated for episode in episodes):
+  if marks_demonstrations or any(episode.demonstrated for episode in episodes):
     demonstrated = np.zeros(rows, np.float32)
     demonstrated[: len(episodes)] = [episode.demonstrated for episode in episodes]
     batch = batch.replace(demonstrated=demonstrated)

@@ -265,6 +265,7 @@ def build(config: config_lib.Config, policies: Sequence[str] = ('',), pad_id: in
       sharding=sharding.rows(mesh),
       shared=spec.shared_bins,
       whole_groups=variant.compares_rows,
+      marks_demonstrations=bool(config.rollout.demonstrations),
   )
   learners = {policies[0]: Learner(spec, frozen, mesh, functions, bins, state, server)}
   for name in policies[1:]:

@@ -44,6 +44,8 @@ class Bins:
   sharding: jax.sharding.Sharding  # the layout of the batch's rows
   shared: bool = True  # whether a bin may hold several rows
   whole_groups: bool = False  # whether all episodes of a group go to the same step
+  # Whether all batches have the column `demonstrated`, so that one program is compiled for them.
+  marks_demonstrations: bool = False
 
   def padding(self, steps: Sequence['Step']) -> float:
     """The share of padding among the tokens that a model computes in these steps."""
@@ -147,7 +149,9 @@ def to_device(
   for row, episode in enumerate(episodes):
     lengths[row] = batching.trained_length(episode)
   longest = bins.lengths[-1:]
-  batch = batching.to_turn_batch(episodes, longest, num_rows, bins.pad_id, bins.sharding)
+  batch = batching.to_turn_batch(
+      episodes, longest, num_rows, bins.pad_id, bins.sharding, bins.marks_demonstrations
+  )
   steps = []
   for i, rows in enumerate(deals):
     if i % steps_per_epoch == 0:
