@@ -533,6 +533,16 @@ def _check_groups(config: Config, variant: Variant) -> None:
         f'{spoils}={getattr(variant, spoils)!r} no advantage is exactly 0; set '
         f'--config.algorithm.{spoils}={"none" if spoils == "kl_in" else False}'
     )
+  if variant.uses_demonstrations and variant.whiten:
+    raise UserError(
+        f'config.algorithm.whiten=True would standardise the weights of {name!r}, which are no '
+        'advantages: set --config.algorithm.whiten=False'
+    )
+  if variant.uses_demonstrations and variant.kl_in != 'none':
+    raise UserError(
+        f'config.algorithm.kl_in={variant.kl_in!r} estimates the KL on tokens that the policy '
+        f'sampled, and demonstrations are rows of {name!r}: set --config.algorithm.kl_in=none'
+    )
   if variant.mask_zero_advantage and not variant.needs_groups:
     raise UserError(
         'config.algorithm.mask_zero_advantage=True only works with group advantages, and '

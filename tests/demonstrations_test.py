@@ -506,6 +506,8 @@ class PlayTest(parameterized.TestCase):
       (dict(env__kind='gateway:a:b'), 'is a program'),
       (dict(rollout__replay='folder'), 'samples nothing'),
       (dict(rollout__routing_replay='sampling'), 'routing_replay'),
+      (dict(algorithm__variant='grao', algorithm__whiten=True), 'whiten=True'),
+      (dict(algorithm__variant='grao', algorithm__kl_in='reward'), "kl_in='reward'"),
   )
   def test_settings_without_a_meaning_are_refused(self, values, message):
     with self.assertRaisesRegex(UserError, f'^[^\n]*{message}[^\n]*$'):

@@ -19,7 +19,7 @@ Five fields take either the name of a built-in from the table on the right, or a
   surrogate  (ratio, logp, advantages, variant) -> (objective, clipped)       losses.SURROGATES
              All are [B,T], and `clipped` is true where the clip changed the gradient. The trainer
              ascends the objective, through `ratio` and `logp`.
-  objective  (outputs, batch, variant) -> (row_values, clipped)             objectives.OBJECTIVES
+  objective  (outputs, batch, variant) -> (row_values, clipped)               objectives.OBJECTIVES
              [b] and [b,T] for the rows of an optimizer step, whose log-probs are outputs.logp. The
              trainer ascends the sum of the values, in place of the surrogate. With
              `objectives.needs` a function declares what else it reads.
@@ -156,7 +156,8 @@ class Variant:
       False, "drop episodes that ended at a limit from the policy's loss")
   mask_zero_advantage: bool = setting(
       False, "drop episodes without any advantage from the policy's loss, and with them their KL "
-      'penalty and entropy bonus. Their surrogate is 0')
+      "penalty and entropy bonus. Their surrogate is 0, except for 'square', which would pull them "
+      'back to the old policy')
   score_norm: str = setting(
       'none', "scores are divided by the deviation of all scores so far ('scale'), and their mean "
       "is subtracted first ('normalise')", allowed=score_norm.MODES)
@@ -248,7 +249,8 @@ def _name(function: Callable) -> str:
   return getattr(function, '__name__', type(function).__name__)
 
 
-# The objective holds the policy near its start by itself. Only the scores' order is read.
+# An objective of pairs holds the policy near its start by itself, and reads only which score is
+# higher.
 PAIRS: dict[str, Any] = {'kl_in': 'none', 'entropy_coef': 0.0}
 
 # A z-score divides by the spread of its group. If the KL penalty were in the scores, it would be
@@ -261,7 +263,8 @@ VARIANTS = {
     'turn_ppo': Variant('token_gae', 'turn', whiten=True),
     's_ppo': Variant('token_gae', 'token', divisor='paper', whiten=True),
     'st_ppo': Variant('token_gae', 'turn', divisor='paper', whiten=True),
-    # The critic of Hyper++, arXiv 2512.14202, under token PPO. Its other two parts are not here.
+    # The critic of Hyper++, arXiv 2512.14202, under token PPO. The row leaves out the paper's
+    # other two parts.
     'hl_gauss_ppo': Variant(
         'token_gae', 'token', whiten=True, value_loss='hl_gauss', value_clip=0.0
     ),

@@ -286,9 +286,11 @@ def uniform_logp(
   The logits z are linear in x, so the mean logit is that of the head's mean row. No other logits
   are computed. Column 0 is 0.
   """
-  head = _head_rows(params, config).astype(config.dtype).astype(jnp.float32)
+  head = _head_rows(params, config)
+  mean_row = head.astype(config.dtype).mean(axis=0, dtype=jnp.float32)
+  own_rows = head[tokens].astype(config.dtype).astype(jnp.float32)
   x = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))  # column t: the state before token t
-  difference = head.mean(axis=0) - head[tokens]
+  difference = mean_row - own_rows
   gap = jnp.einsum('btd,btd->bt', x.astype(jnp.float32), difference, precision='highest')
   return jax.lax.stop_gradient(logp + gap / temperature)
 

@@ -611,8 +611,8 @@ def _sum_bias(inputs, cotangent):
 def _divide(inputs, grads, bias, tokens, ess_share):
   """Divides the actor's gradient g by a function of ||C||: returns (DividedGradient, metrics).
 
-  Choice: the divisor divides the actor's whole gradient, entropy and KL terms included, so their
-  proportions stay.
+  Choice: the divisor divides the actor's whole gradient, with its entropy, KL and imitation terms,
+  so their proportions stay.
   """
   spec = inputs.spec
   variant = spec.variant
