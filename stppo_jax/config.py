@@ -186,7 +186,8 @@ class RolloutSettings(Section):
       allowed=('none', 'old_policy', 'sampling'))
   engine: str = setting(
       '', 'addresses of engines in other processes that sample in place of our own sampler, as in '
-      "'http://HOST:8000', separated by commas. Empty: off", resume_allowed=True)
+      "'http://HOST:8000', separated by commas. Empty: off. A resumed run may give other addresses",
+      resume_allowed=True)
   engine_kind: str = setting(
       'vllm', "interface of the engines; 'stppo' is the gateway of --mode=serve",
       allowed=('vllm', 'sglang', 'stppo'), resume_allowed=True)

@@ -662,6 +662,8 @@ class SavedConfigTest(parameterized.TestCase):
       ('retriever.kind', 'm:f'),
       ('retriever.url', 'http://host/retrieve'),
       ('eval.address', 'http://host/v1'),
+      ('rollout.engine', 'http://host:8000'),
+      ('rollout.engine_folder', '/elsewhere'),
       ('serve.host', '0.0.0.0'),
       ('serve.hosts', ('rebound.example',)),
       ('serve.weights_folder', '/'),

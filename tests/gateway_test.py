@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -790,6 +791,12 @@ class ControlTest(parameterized.TestCase):
     turned = dataclasses.replace(model, rope_theta=3.0)
     convert.save_hf(cls.root / 'turned', turned, params)
     (cls.root / 'link').symlink_to(cls.folder / 'outside')
+    (cls.root / 'empty').mkdir()
+    (cls.root / 'linked_file').mkdir()
+    for path in (cls.folder / 'outside').iterdir():
+      (cls.root / 'linked_file' / path.name).symlink_to(path)
+    shutil.copytree(cls.root / 'new', cls.root / 'broken')
+    (cls.root / 'broken' / 'model.safetensors').write_bytes(b'no safetensors')
     load_params = functools.partial(gateway._load_params, config, model)
     cls.server = cls.enterClassContext(running(load_params=load_params))
     cls.prompt = embedded()[0].encode(QUESTION)
@@ -877,9 +884,11 @@ class ControlTest(parameterized.TestCase):
       ('outside', 'must be a folder in'),
       ('weights/link', 'must be a folder in'),
       ('weights/../outside', 'must be a folder in'),
-      ('weights/none', 'must be a folder in'),
+      ('weights/linked_file', 'and so must its files'),
+      ('weights/broken', 'eader'),
       ('weights/\0', 'null'),
-      ('weights', 'config.json'),
+      ('weights', 'and so must its files'),  # it has a link that leads out
+      ('weights/empty', 'config.json'),
       ('weights/wide', 'not that of the served model'),
       ('weights/turned', 'not that of the served model'),
   )
@@ -909,6 +918,53 @@ class ControlTest(parameterized.TestCase):
     with running(key='secret', load_params=lambda folder: None) as server:
       for path in paths:
         self.assertEqual(post(server, {}, path).status_code, 401)
+
+  def test_folder_that_does_not_exist_may_appear(self):
+    error = self.reload(self.root / 'none', 503)['error']
+    self.assertIn('no such folder yet', error['message'])
+
+  def test_another_pause_ends_waiting_pause(self):
+    scheduler = self.server.app.service.scheduler
+    decode = scheduler._decode
+
+    def slow_decode():
+      time.sleep(0.1)
+      decode()
+
+    with (
+        mock.patch.object(scheduler, '_decode', slow_decode),
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+      answer = pool.submit(self.complete, max_tokens=100, ignore_eos=True)
+      wait_for(lambda: scheduler.running)
+      pause = pool.submit(self.control, '/pause?mode=wait', 409)
+      wait_for(lambda: scheduler.drains)
+      self.control('/pause?mode=keep')
+      self.assertIn('another client', pause.result()['error']['message'])
+      self.control('/resume')
+      self.assertLen(answer.result()[0], 100)
+
+  def test_failure_of_scheduler_ends_all_calls(self):
+    with running(load_params=lambda folder: {}) as server:  # {} cannot be copied
+      scheduler = server.app.service.scheduler
+      with scheduler._changed:
+        reload = scheduler.control('reload', 'folder')
+        pause = scheduler.control('pause', False)
+      for call in (reload, pause):
+        with self.assertRaises(scheduler_lib.Busy):
+          call.result(60)
+      with self.assertRaises(types.RunError):
+        scheduler.wait(60)
+
+  @parameterized.parameters(('0.0.0.0', '', False), ('0.0.0.0', 'key', True), ('::1', '', True))
+  def test_open_control_routes_need_key(self, host, key, starts):
+    config = schema.Config()
+    config.serve.weights_folder = str(self.root)
+    config.serve.host = host
+    load = mock.Mock(side_effect=InterruptedError)  # stands for a start
+    error = InterruptedError if starts else types.UserError
+    with mock.patch.dict(os.environ, {'STPPO_API_KEY': key}), self.assertRaises(error):
+      gateway.serve(config, load, 0, lambda: True)
 
   def test_closed_server_ends_pause(self):
     with running(load_params=lambda folder: None) as server:

@@ -108,9 +108,10 @@ class WorkdirTest(parameterized.TestCase):
 
   def test_fields_that_affect_no_number_may_change(self):
     may_change = validation.changeable_on_resume(constant_rates())
-    workdirs.claim(self.workdir, as_dict())
-    self.write_a_number()
     config = as_dict()
+    config['rollout']['engine'] = 'http://a'
+    workdirs.claim(self.workdir, config)
+    self.write_a_number()
     for path in may_change:
       section, name = path.split('.')
       value = config[section][name]
@@ -118,6 +119,17 @@ class WorkdirTest(parameterized.TestCase):
       workdirs.claim(self.workdir, copy.deepcopy(config), may_change)
     with open(os.path.join(self.workdir, 'config.json'), encoding='utf-8') as file:
       self.assertEqual(json.load(file)['train']['on_nonfinite'], 'other')
+
+  @parameterized.parameters(('', 'http://a'), ('http://a', ''))
+  def test_resume_keeps_engine_or_own_sampler(self, there, here):
+    may_change = validation.changeable_on_resume(constant_rates())
+    config = as_dict()
+    config['rollout']['engine'] = there
+    workdirs.claim(self.workdir, config)
+    self.write_a_number()
+    config['rollout']['engine'] = here
+    with self.assertRaisesRegex(types.UserError, 'not switch to or from our own sampler'):
+      workdirs.claim(self.workdir, config, may_change)
 
   @parameterized.parameters(('actor', 'warmup', 0.1), ('critic', 'final_lr', 0.5))
   def test_updates_are_fixed_under_a_schedule(self, model, name, value):

@@ -18,8 +18,15 @@ from stppo_jax import validation
 from stppo_jax.config import Config
 from stppo_jax.monitoring import workdir as workdir_lib
 
-_ADDRESSES = ('retriever.url', 'eval.address', 'serve.host', 'serve.hosts', 'serve.weights_folder')
-_WRITTEN_FOLDERS = ('eval.folder', 'retriever.embeddings')
+_ADDRESSES = (
+    'retriever.url',
+    'rollout.engine',
+    'eval.address',
+    'serve.host',
+    'serve.hosts',
+    'serve.weights_folder',
+)
+_WRITTEN_FOLDERS = ('rollout.engine_folder', 'eval.folder', 'retriever.embeddings')
 _REGISTRIES = ('gem:', 'textarena:', 'reasoning_gym:')  # a name there is looked up, not imported
 # The name of a module or host may have other characters than letters, such as a hyphen.
 _CODE_OR_ADDRESS = re.compile(r'\S+:\S+|.*://.*', re.DOTALL)

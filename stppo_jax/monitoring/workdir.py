@@ -135,6 +135,8 @@ def claim(
     write_whole(path, json.dumps(record, indent=2))
     return
 
+  saved = read_config(workdir)
+  _check_same_sampler(workdir, saved, record)
   different = differences(workdir, config)
   if texts := [text for name, text in different.items() if name not in may_change]:
     raise UserError(
@@ -149,7 +151,6 @@ def claim(
           'former source, or --config.train.accept_changed_plugins'
       )
     logging.warning('%s: the run continues with it', changed)
-  saved = read_config(workdir)
   _check_objective(workdir, saved.get('objective', {}), record.get('objective', {}))
   if 'train_questions' in saved:
     record['train_questions'] = saved['train_questions']
@@ -204,6 +205,21 @@ def changed_plugins(workdir: str, digests: Mapping[str, str]) -> list[str]:
   """Returns the settings whose plug-in had another source when `workdir` was claimed."""
   saved = read_config(workdir).get('plugins', {})
   return [field for field, digest in digests.items() if saved.get(field, digest) != digest]
+
+
+def _check_same_sampler(workdir: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+  """Raises a UserError if only one of two configs has a sampling engine.
+
+  An engine changes the default of `algorithm.old_logp` and the batches of a checkpoint.
+  """
+  address_there = flatten(there).get('rollout.engine', '')
+  address_here = flatten(here).get('rollout.engine', '')
+  if bool(address_there) != bool(address_here):
+    raise UserError(
+        f'--workdir={workdir!r} belongs to a run with config.rollout.engine={address_there!r}, '
+        f'and {address_here!r} is given: a resumed run may change the address of an engine, but '
+        'not switch to or from our own sampler. Give another --workdir, or an address as before'
+    )
 
 
 def _check_objective(workdir: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:

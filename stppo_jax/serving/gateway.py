@@ -25,6 +25,7 @@ from stppo_jax.types import UserError
 
 _DEFAULT_MAX_TOTAL = 4096
 _MAX_RECEIVING_BYTES = 256 << 20
+_LOOPBACK = ('127.0.0.1', '::1', 'localhost')
 STEPS = 8  # tokens of a row per decode call, of which a stop string may waste most
 
 
@@ -119,10 +120,17 @@ def serve(
   `load` returns an `evaluation.policy.Policy`. Only the scheduler holds its parameters, so that
   they can be replaced. Process 0 has the server, and the others end with it.
   """
+  settings = config.serve
+  has_key = bool(os.environ.get('STPPO_API_KEY'))
+  if settings.weights_folder and settings.host not in _LOOPBACK and not has_key:
+    raise UserError(
+        f'config.serve.host={settings.host!r} with serve.weights_folder lets any machine replace '
+        'the weights: set the environment variable STPPO_API_KEY, here and (as OPENAI_API_KEY) for '
+        'the trainer, or listen on 127.0.0.1'
+    )
   model, params, _, description = load()
   tokenizer = prepare.load_tokenizer(config)
   tokenizer_lib.check_matches(tokenizer, model.vocab_size)
-  settings = config.serve
   max_total = settings.max_total or min(model.max_positions, _DEFAULT_MAX_TOTAL)
   if max_total > model.max_positions:
     raise UserError(
@@ -158,21 +166,32 @@ def serve(
 
 
 def _load_params(config: Config, model: decoder.ModelConfig, folder: str) -> dict:
-  """Returns the parameters of a folder in config.serve.weights_folder, which must fit the model."""
+  """Returns the parameters of a folder in config.serve.weights_folder, which must fit the model.
+
+  Raises Busy if the folder does not exist, because a network file system may show it later.
+  """
+  shown = f'weights_path={folder[:200]!r}'
   root = os.path.realpath(config.serve.weights_folder)
   path = os.path.realpath(folder)
-  if os.path.commonpath([root, path]) != root or not os.path.isdir(path):
-    raise UserError(
-        f'weights_path={folder[:200]!r}: must be a folder in config.serve.weights_folder={root!r}'
-    )
+  _check_is_within(root, path, shown)
+  if not os.path.isdir(path):
+    raise scheduler_lib.Busy(f'{shown}: there is no such folder yet')
+  for name in os.listdir(path):
+    _check_is_within(root, os.path.realpath(os.path.join(path, name)), shown)
   pushed = prepare.load_shape(config, folder=path)
   pushed = dataclasses.replace(
       pushed, head=model.head, family=model.family, attention=model.attention
   )
   if pushed != model:
-    raise UserError(
-        f'weights_path={folder[:200]!r}: its config.json is not that of the served model'
-    )
+    raise UserError(f'{shown}: its config.json is not that of the served model')
   place = functools.partial(sharding.tree_shardings, mesh=sharding.mesh_of(config.mesh))
   _, params = prepare.load_policy(config, folder=path, shardings=place)
   return params
+
+
+def _check_is_within(root: str, path: str, shown: str) -> None:
+  """Raises a UserError for a path outside the folder of weights."""
+  if os.path.commonpath([root, path]) != root:
+    raise UserError(
+        f'{shown}: must be a folder in config.serve.weights_folder={root!r}, and so must its files'
+    )

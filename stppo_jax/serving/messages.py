@@ -46,7 +46,10 @@ class ToolUse(api.Part):
 
 
 class ToolResult(api.Part):
-  """The result of a call, in a message of the user."""
+  """The result of a call, in a message of the user.
+
+  `is_error` has no place in a chat request. The model reads the error in the content.
+  """
 
   type: Literal['tool_result']
   tool_use_id: str
@@ -106,12 +109,14 @@ class MessagesBody(api.ClientBody):
   """A request of /v1/messages, or of /v1/messages/count_tokens, which samples nothing."""
 
   model: str = ''
-  max_tokens: int | None = None
+  max_tokens: api.TokenCount | None = None
   messages: Annotated[list[BlockMessage], pydantic.Field(min_length=1), pydantic.FailFast()]
   system: api.TextContent = ''
-  stop_sequences: list[str] = []
-  temperature: float = 1.0
-  top_p: float = 1.0
+  stop_sequences: Annotated[
+      list[api.Stop], pydantic.Field(max_length=api.MAX_STOPS), pydantic.FailFast()
+  ] = []
+  temperature: float = pydantic.Field(1.0, ge=0, le=100)
+  top_p: float = pydantic.Field(1.0, gt=0, le=1)
   stream: bool = False
   tools: list[BlockTool] = []
   tool_choice: ToolChoice = ToolChoice()

@@ -117,7 +117,7 @@ class Scheduler:
       eos_ids: Sequence[int],
       max_waiting: int = 256,
       shares_prefixes: bool = True,  # False: a request only continues a row as a whole
-      load_params: Callable[[str], Any] | None = None,  # for `reload`; raises UserError
+      load_params: Callable[[str], Any] | None = None,  # for `reload`; raises UserError, Busy
   ):
     self.counts = Counts()
     self.max_total = sampler.max_slots
@@ -139,6 +139,7 @@ class Scheduler:
     self._closed = False
     self._has_failed = False
     self._calls: list[_ControlCall] = []
+    self._taken_calls: list[_ControlCall] = []  # by the last step
     self._admits = True  # whether waiting requests get rows
     self._decodes = True  # whether requests with rows continue
     self._clock = 0
@@ -176,6 +177,11 @@ class Scheduler:
     return len(self._running_rows())
 
   @property
+  def drains(self) -> bool:
+    """Whether a pause lets the requests with a row continue."""
+    return self._decodes and not self._admits
+
+  @property
   def is_alive(self) -> bool:
     """Whether requests are still served."""
     return self._thread.is_alive() and not self._closed
@@ -209,7 +215,8 @@ class Scheduler:
     'pause' (drains)    no token is sampled until 'resume'; with `drains` requests that have a row
                         still continue
     'resume' ()         ends a pause
-    'reload' (folder)   samples with the weights of a folder; UserError: they do not fit
+    'reload' (folder)   samples with the weights of a folder; UserError: they do not fit, Busy: the
+                        folder is not there yet
     'forget' ()         computes all contexts again before the next token, as 'reload' does
     """
     call = _ControlCall(name, list(arguments), futures.Future())
@@ -261,6 +268,7 @@ class Scheduler:
       cancelled = [place for place, request in places if request.cancelled]
       calls = [call for call in self._calls if call.done.set_running_or_notify_cancel()]
       self._calls.clear()
+      self._taken_calls = calls
       return _Step(self._closed, requests, cancelled, calls)
 
   def _has_work(self) -> bool:
@@ -299,7 +307,7 @@ class Scheduler:
       try:
         getattr(self, f'_{call.name}')(*call.arguments)
         call.done.set_result(None)
-      except UserError as error:
+      except (UserError, Busy) as error:
         call.done.set_exception(error)
 
   def _cancel(self, request: Request) -> None:
@@ -320,15 +328,23 @@ class Scheduler:
 
   def _reload(self, folder: str) -> None:
     assert self._load_params is not None
-    message = ''
+    rejection = ''
+    delay = ''
     try:
       params = self._load_params(folder)
+    except Busy as error:
+      delay = str(error)
     except (ValueError, OSError) as error:  # the former are UserErrors and odd paths
-      message = str(error)
-    messages = ''.join(hosts.share(message))
-    if messages:
-      raise UserError(messages)
-    self._group.params = None  # before the new copy is made, because there may be no room for two
+      rejection = str(error)
+    except Exception as error:  # a file that is no safetensors, or too little memory
+      logging.exception('the weights of %r cannot be loaded', folder)
+      rejection = str(error) or type(error).__name__
+    outcomes = hosts.share([rejection, delay])
+    if rejections := ''.join(outcome[0] for outcome in outcomes):
+      raise UserError(' '.join(rejections.split()))
+    if delays := ''.join(outcome[1] for outcome in outcomes):
+      raise Busy(delays)
+    self._group.params = None  # so that there are never three copies
     self._group.params = self._sampler.copy(params)
     self._forget()
 
@@ -348,6 +364,9 @@ class Scheduler:
   def _end_all(self):
     with self._changed:
       self._closed = True
+      calls = [call for call in self._calls if call.done.set_running_or_notify_cancel()]
+      calls += [call for call in self._taken_calls if not call.done.done()]
+      self._calls.clear()
       requests = [*self._requests(), *self._new]
       self._waiting.clear()
       self._new.clear()
@@ -356,6 +375,8 @@ class Scheduler:
     for request in requests:
       with contextlib.suppress(Exception):  # the listener may be gone
         request.emit((), (), 'error')
+    for call in calls:
+      call.done.set_exception(Busy('the server stops'))
 
   def _take_waiting(self) -> list[tuple[list[_CacheRow], list[int]]]:
     """Gives idle rows to waiting requests.

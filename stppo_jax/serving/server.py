@@ -280,8 +280,8 @@ class GatewayApp(http_server.HttpApp):
       if mode not in ('keep', 'wait'):
         raise http_server.RequestError(400, f'mode={mode!r}: use keep or wait', param='mode')
       await self._call('pause', mode == 'wait')
-      while mode == 'wait' and self.service.scheduler.running:
-        await asyncio.sleep(_POLL_S)
+      if mode == 'wait':
+        await http_server.cancel_on_disconnect(request, self._wait_for_running())
     elif path == '/collective_rpc':
       body = CollectiveRpcBody.model_validate(fields)
       await self._call('reload', body.kwargs.weights_path)
@@ -299,6 +299,14 @@ class GatewayApp(http_server.HttpApp):
       raise http_server.RequestError(400, str(error)) from None
     except scheduler_lib.Busy as error:
       raise http_server.RequestError(503, str(error)) from None
+
+  async def _wait_for_running(self) -> None:
+    """Waits until no request is in progress."""
+    scheduler = self.service.scheduler
+    while scheduler.running:
+      if not scheduler.drains:
+        raise http_server.RequestError(409, 'another client has ended this pause')
+      await asyncio.sleep(_POLL_S)
 
   async def _weight_info(self, request: requests.Request) -> responses.Response:
     return responses.JSONResponse({'weight_version': self._weight_version})

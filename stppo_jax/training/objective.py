@@ -86,6 +86,13 @@ def make_variant(config: config_lib.Config) -> variants.Variant:
   has_ratio = variant.ratio != 'none'
   if config.rollout.engine and algorithm.old_logp is None and has_ratio and not is_corrected:
     # Choice: the study's rule for stale batches is the default wherever another program samples.
+    if variant.old_logp != 'sampler':
+      logging.log_first_n(
+          logging.INFO,
+          "config.rollout.engine: the ratios start from the engine's log-probs, see "
+          '--config.algorithm.old_logp',
+          1,
+      )
     variant = dataclasses.replace(variant, old_logp='sampler')
   _check_hashable(algorithm.variant, variant)
   functions = {}
