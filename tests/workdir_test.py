@@ -71,7 +71,7 @@ class WorkdirTest(parameterized.TestCase):
     with open(path, 'w', encoding='utf-8') as file:
       file.write(text)
     for call in (workdirs.claim, workdirs.differences):
-      with self.assertRaisesRegex(UserError, r'^[^\n]*config.json cannot be read [^\n]*$'):
+      with self.assertRaisesRegex(UserError, r'^[^\n]*config.json is not a JSON object [^\n]*$'):
         call(self.workdir, as_dict())
 
   def test_a_folder_that_cannot_be_written(self):
