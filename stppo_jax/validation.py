@@ -232,6 +232,16 @@ def _check_engine(config: Config) -> None:
     )
   if rollout.replay:
     raise UserError(f'{given}: nothing is sampled with config.rollout.replay: set one of them')
+  is_cut = rollout.top_k > 0 or rollout.top_p < 1
+  if rollout.engine_kind == 'sglang' and is_cut:
+    raise UserError(
+        f'{given}: SGLang reports log-probs without top_k and top_p: set '
+        '--config.rollout.top_k=0 --config.rollout.top_p=1, or take vLLM'
+    )
+  if rollout.engine_kind == 'stppo' and rollout.top_k > 0:
+    raise UserError(
+        f'{given}: the gateway has no top_k: set --config.rollout.top_k=0, or take vLLM'
+    )
 
 
 def _check_sizes(config: Config) -> None:
@@ -362,6 +372,12 @@ def check_variant(config: Config, variant: Variant) -> None:
         f'config.rollout.top_p={rollout.top_p}, top_k={rollout.top_k} truncate the distribution '
         "that is sampled from, which only a ratio to the sampler's log-probs reflects: set top_p=1 "
         'and top_k=0, or --config.algorithm.old_logp=sampler and a ratio'
+    )
+  if variant.extrapolation and rollout.engine:
+    raise UserError(
+        f'config.algorithm.extrapolation={variant.extrapolation} samples with other parameters '
+        'than those that are evaluated, and engines hold one version: leave '
+        'config.rollout.engine empty'
     )
   if variant.dual_clip and not variant.dual_clip > 1:
     raise UserError(

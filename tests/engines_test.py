@@ -35,6 +35,7 @@ from stppo_jax.models import lora
 from stppo_jax.rollout import agent as agent_lib
 from stppo_jax.rollout import env_pool
 from stppo_jax.rollout import episode as episode_lib
+from stppo_jax.rollout import pipeline as pipeline_lib
 from stppo_jax.rollout import prepare
 from stppo_jax.rollout import remote
 from stppo_jax.rollout import sampling
@@ -101,6 +102,10 @@ class FakeApi:
     self.weights = os.path.basename(folder)
     self.name = label
     self.loads.append(self.weights)
+
+  def resume(self, send):
+    del send
+    self._check()
 
   def holds(self, send, label):
     del send
@@ -512,7 +517,36 @@ class AloneTest(absltest.TestCase):
         hosts.by_writer(fail)
 
 
-class ApiTest(absltest.TestCase):
+class StatefulEngine:
+  """vLLM's routes. The route that `failing` names fails once."""
+
+  def __init__(self):
+    self.failing = ''
+    self.label = self.weights = self.cached = ''
+    self.is_paused = False
+
+  def send(self, path, body):
+    path = path.partition('?')[0]
+    fails = path == self.failing
+    if fails:
+      self.failing = ''
+    if fails and path != '/reset_prefix_cache':
+      raise http_client.Temporary('HTTP status 500')
+    if path == '/weight_info':
+      return {'weight_version': self.label}
+    if path == '/update_weight_version':
+      self.label = body['new_version']
+    elif path in ('/pause', '/resume'):
+      self.is_paused = path == '/pause'
+    elif path == '/collective_rpc':
+      self.weights = body['kwargs']['weights_path']
+    elif path == '/reset_prefix_cache':
+      self.cached = self.cached if fails else self.weights
+      return {'success': not fails}
+    return {}
+
+
+class ApiTest(parameterized.TestCase):
   """The routes, as requests and answers."""
 
   def test_sglang(self):
@@ -557,7 +591,42 @@ class ApiTest(absltest.TestCase):
 
     with self.assertRaises(http_client.Temporary):
       servers.APIS['vllm'].load(send, '/weights/000003', 'a-3')
-    self.assertEqual(paths, ['/pause?mode=keep', '/collective_rpc', '/resume'])
+    self.assertEqual(
+        paths, ['/update_weight_version', '/pause?mode=keep', '/collective_rpc', '/resume']
+    )
+
+  @parameterized.parameters('/resume', '/collective_rpc', '/reset_prefix_cache')
+  def test_vllm_is_never_left_paused_or_wrongly_labelled(self, failing):
+    """After one failure of a route, `ensure` loads again or resumes."""
+    engine = StatefulEngine()
+    remote_engine = remote.RemoteEngine('http://e', servers.APIS['vllm'], '', 60.0)
+    remote_engine.begin()
+    remote_engine._send_load = engine.send
+    remote_engine.ensure(remote.RemoteWeights(3, '/weights/000003'), exact=True)
+    engine.failing = failing
+    weights = remote.RemoteWeights(4, '/weights/000004')
+    with self.assertRaises(http_client.Temporary):
+      remote_engine.ensure(weights, exact=True)
+    self.assertNotEqual(engine.label, f'{remote_engine._run}-3')
+    remote_engine.ensure(weights, exact=True)
+    self.assertEqual(engine.label, f'{remote_engine._run}-4')
+    self.assertEqual(engine.cached, '/weights/000004')
+    self.assertFalse(engine.is_paused)
+
+  def test_label_without_resume_ends_pause(self):
+    """An engine that labels its weights before the resume, as SGLang does."""
+    paths = []
+
+    def send(path, body):
+      del body
+      paths.append(path)
+      return {'weight_version': f'{engine._run}-3'}
+
+    engine = remote.RemoteEngine('http://e', servers.APIS['sglang'], '', 60.0)
+    engine.begin()
+    engine._send_load = send
+    self.assertFalse(engine.ensure(remote.RemoteWeights(3, '/weights/000003'), exact=True))
+    self.assertEqual(paths, ['/model_info', '/continue_generation'])
 
   def test_engine_without_labels(self):
     def send(path, body):
@@ -752,11 +821,43 @@ class GatewayTest(parameterized.TestCase):
     config.algorithm.rollout_is = 'turn'
     self.assertEqual(objective.make_variant(config).old_logp, 'trainer')
 
+  def test_extrapolation_is_refused(self):
+    config = tiny_run.make_config(self.folder, rollout__engine='http://e:1')
+    config.algorithm.extrapolation = 0.3
+    with self.assertRaisesRegex(types.UserError, 'extrapolation'):
+      objective.make_variant(config)
+
+  def test_resume_drops_batches_that_engines_cannot_sample(self):
+    """The first process samples itself, and its checkpoint holds parameters for batches ahead."""
+    workdir = self.enterContext(tempfile.TemporaryDirectory())
+    config = self.make_config(workdir, train__updates=1, pipeline__staleness=2)
+    config.algorithm.old_logp = 'sampler'
+    run_folder = os.path.join(workdir, 'run')
+    config.rollout.engine = ''
+
+    sample = pipeline_lib.Batches.sample
+
+    def sample_first(batches, params, number, staleness):
+      if number > 1:
+        raise types.Stopped
+      return sample(batches, params, number, staleness)
+
+    with mock.patch.object(pipeline_lib.Batches, 'sample', sample_first):
+      loop.start(config, run_folder)
+    config.train.updates = 3
+    with self.engine(config) as address:
+      config.rollout.engine = address
+      loop.start(config, run_folder)
+    self.assertTrue(os.path.exists(os.path.join(run_folder, 'episodes', 'train_000003.jsonl')))
+
   @parameterized.parameters(
       ({'rollout__engine': 'localhost:8000'}, 'give http'),
       ({'model__role_parameters': 'own'}, 'one policy'),
       ({'rollout__routing_replay': 'sampling'}, 'experts'),
       ({'rollout__replay': 'runs/x/episodes'}, 'replay'),
+      ({'rollout__engine_kind': 'sglang', 'rollout__top_p': 0.9}, 'SGLang'),
+      ({'rollout__engine_kind': 'sglang', 'rollout__top_k': 5}, 'SGLang'),
+      ({'rollout__engine_kind': 'stppo', 'rollout__top_k': 5}, 'no top_k'),
   )
   def test_settings_without_meaning_are_refused(self, values, message):
     config = tiny_run.make_config(self.folder, **{'rollout__engine': 'http://e:1', **values})

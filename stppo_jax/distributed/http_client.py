@@ -17,6 +17,7 @@ _AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 529))
 _MAX_WAIT_S = 60.0
 _JITTER = random.Random()  # not the global one, from which environments may draw
 _CHUNK_BYTES = 1024  # small, because the deadline is checked between chunks
+_TEXT_LENGTH = 300  # characters of an error's answer
 _POLL_S = 1.0  # between two questions whether to give up
 
 
@@ -24,9 +25,15 @@ class Temporary(Exception):
   """A failure that another attempt may not have. `wait_s` is the wait that the server asks for."""
 
   def __init__(
-      self, message: str, wait_s: float = 0.0, is_silent: bool = False, is_busy: bool = False
+      self,
+      message: str,
+      wait_s: float = 0.0,
+      is_silent: bool = False,
+      is_busy: bool = False,
+      text: str = '',
   ):
     super().__init__(message)
+    self.text = text  # the beginning of the answer
     self.wait_s = wait_s
     self.is_busy = is_busy  # the server has too many requests, and works
     self.is_silent = is_silent  # there was no answer at all
@@ -66,7 +73,8 @@ def send(session: requests.Session, url: str, body: Any, limits: ClientLimits) -
       if response.status_code in _AGAIN:
         wait_s = _parse_seconds(response.headers.get('Retry-After'))
         is_busy = response.status_code == 429
-        raise Temporary(f'HTTP status {response.status_code}', wait_s, is_busy=is_busy)
+        text = _read_beginning(response)
+        raise Temporary(f'HTTP status {response.status_code}', wait_s, is_busy=is_busy, text=text)
       answer = bytearray()
       for chunk in response.iter_content(_CHUNK_BYTES):
         answer += chunk
@@ -124,6 +132,15 @@ def with_retries(
       wait_s = error.wait_s or backoff_s * 2**number * _JITTER.uniform(0.5, 1.5)
       sleep(min(wait_s, _MAX_WAIT_S))
   raise AssertionError('unreachable')
+
+
+def _read_beginning(response: requests.Response) -> str:
+  """Returns the beginning of an answer as one line; an empty text if it cannot be read."""
+  try:
+    beginning = next(response.iter_content(_CHUNK_BYTES), b'')
+  except (requests.RequestException, OSError):
+    return ''
+  return ' '.join(beginning.decode('utf-8', 'replace').split())[:_TEXT_LENGTH]
 
 
 def _parse_seconds(header: str | None) -> float:

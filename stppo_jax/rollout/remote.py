@@ -69,7 +69,9 @@ class RemoteEngine:
     self._version = _UNKNOWN
     self._run = ''  # distinguishes the weights of this run from those of others
     self._session = requests.Session()
-    self._session.auth = functools.partial(_authorize, api_key)
+    self._session.trust_env = False  # no proxy between trainer and engine, no key of ~/.netrc
+    if api_key:
+      self._session.headers['Authorization'] = f'Bearer {api_key}'
     adapter = requests.adapters.HTTPAdapter(pool_maxsize=_MAX_CONNECTIONS)
     self._session.mount('http://', adapter)
     self._session.mount('https://', adapter)
@@ -125,7 +127,9 @@ class RemoteEngine:
     try:
       with self._failures():
         is_there = self._api.holds(self._send_load, label)
-        if not is_there:
+        if is_there:
+          self._api.resume(self._send_load)  # after a load whose last request failed
+        else:
           self._api.load(self._send_load, weights.folder, label)
         self._version = weights.version
         return not is_there
@@ -147,6 +151,8 @@ class RemoteEngine:
         self.forget()
         self.retry_at = time.monotonic() + _RETRY_S
       reason = f'{type(error).__name__}: {error}'
+      if text := getattr(error, 'text', ''):
+        reason += f': {text}'
       raise http_client.Temporary(f'{self.address} failed ({reason})') from error
     except http_client.Rejected as error:
       text = ' '.join(error.text.split())[:300]
@@ -478,13 +484,6 @@ def _send(session, address, limits, path, body):
     return json.loads(answer)
   except ValueError:
     return {}
-
-
-def _authorize(api_key: str, request: requests.PreparedRequest) -> requests.PreparedRequest:
-  """Sets the key. As a function, because requests replaces a header by an entry of ~/.netrc."""
-  if api_key:
-    request.headers['Authorization'] = f'Bearer {api_key}'
-  return request
 
 
 def check_agreement(

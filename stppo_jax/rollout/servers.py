@@ -52,8 +52,12 @@ class ServerApi(Protocol):
   def load(self, send: Send, folder: str, label: str) -> None:
     """Replaces the weights by those of a folder and empties the prefix cache.
 
-    No turn may be in progress.
+    No turn may be in progress. If it raises, the engine may be paused.
     """
+    ...
+
+  def resume(self, send: Send) -> None:
+    """Ends a pause that a failed `load` may have left."""
     ...
 
   def holds(self, send: Send, label: str) -> bool:
@@ -91,15 +95,26 @@ class VllmApi:
     )
 
   def load(self, send: Send, folder: str, label: str) -> None:
-    """Pauses, loads the weights, empties the prefix cache, sets the label and resumes."""
+    """Pauses, loads the weights, empties the prefix cache, resumes and sets the label.
+
+    A load that fails may leave weights of two versions, so they lose their label before it.
+    """
+    _unless_missing(send, '/update_weight_version', {'new_version': f'{label}-loading'})
     send('/pause?mode=keep', {})
     try:
       reload_weights = {'method': 'reload_weights', 'kwargs': {'weights_path': folder}}
       send('/collective_rpc', reload_weights)
-      send('/reset_prefix_cache', {})
-      _unless_missing(send, '/update_weight_version', {'new_version': label})
+      # Requests of other clients, and turns that the trainer gave up, hold blocks of the cache.
+      answer = send('/reset_prefix_cache?reset_running_requests=true&reset_external=true', {})
+      if not answer.get('success', True):
+        raise http_client.Temporary('the engine did not empty its prefix cache')
     finally:
-      send('/resume', {})
+      self.resume(send)
+    _unless_missing(send, '/update_weight_version', {'new_version': label})
+
+  def resume(self, send: Send) -> None:
+    """Ends a pause."""
+    send('/resume', {})
 
   def holds(self, send: Send, label: str) -> bool:
     """Returns whether the engine has the weights of a label. It may keep no labels."""
@@ -134,6 +149,9 @@ class VllmAdapterApi(VllmApi):
     send('/v1/load_lora_adapter', {'lora_name': label, 'lora_path': folder})
     for name in old:
       send('/v1/unload_lora_adapter', {'lora_name': name})
+
+  def resume(self, send: Send) -> None:
+    """Does nothing, because a new adapter needs no pause."""
 
   def holds(self, send: Send, label: str) -> bool:
     """Returns whether the engine has the adapter."""
@@ -170,7 +188,7 @@ class SglangApi:
     )
 
   def load(self, send: Send, folder: str, label: str) -> None:
-    """Pauses, loads the weights, empties the prefix cache, sets the label and resumes."""
+    """Pauses, loads the weights with their label, empties the prefix cache and resumes."""
     send('/pause_generation', {'mode': 'retract'})
     try:
       weights = {'model_path': folder, 'flush_cache': True, 'weight_version': label}
@@ -178,7 +196,11 @@ class SglangApi:
       if not answer.get('success', False):
         raise http_client.Temporary(f'the engine did not load {folder}: {answer.get("message")}')
     finally:
-      send('/continue_generation', {})
+      self.resume(send)
+
+  def resume(self, send: Send) -> None:
+    """Ends a pause."""
+    send('/continue_generation', {})
 
   def holds(self, send: Send, label: str) -> bool:
     """Returns whether the engine has the weights of a label."""

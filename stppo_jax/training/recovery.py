@@ -204,6 +204,8 @@ class RunCheckpoints(checkpoint.Checkpoints):
     logging.info('resumed after %d updates', newest)
     ahead: list[Ahead] = [batches.restored(record) for record in saved['sampled']]
     unsampled = saved.get('unsampled', [])  # version 0.7 waited for all
+    if isinstance(batches, pipeline_lib.RemoteBatches):
+      unsampled = []  # of a run without engines, which sample with the weights of now
     if unsampled:
       num_copies = 1 + max(record['copy'] for record in unsampled)
       like = batches.copy(learners.actor)
